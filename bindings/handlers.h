@@ -1,0 +1,12 @@
+// Every FFI handler, declared for module.cc.
+#pragma once
+
+#include "xla/ffi/api/c_api.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jaxdnn {
+
+XLA_FFI_DECLARE_HANDLER_SYMBOL(Activation);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(ActivationBwd);
+
+}  // namespace jaxdnn

@@ -1,0 +1,45 @@
+// Element types, as device code uses them: the C++ type of each DType, and the type its sums are held in.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "cuda/common/dtype.h"
+
+namespace jaxdnn {
+
+template <class T>
+struct TypeTag {
+  using type = T;
+};
+
+// Calls f with the TypeTag of `t`: the one place where a runtime element type becomes a template argument.
+template <class F>
+cudaError_t VisitDType(DType t, F&& f) {
+  switch (t) {
+    case DType::kF32:
+      return f(TypeTag<float>{});
+    case DType::kF64:
+      return f(TypeTag<double>{});
+    case DType::kF16:
+      return f(TypeTag<__half>{});
+    case DType::kBF16:
+      return f(TypeTag<__nv_bfloat16>{});
+  }
+  return cudaErrorInvalidValue;
+}
+
+template <class T>
+struct AccumulatorOf {
+  using type = float;
+};
+template <>
+struct AccumulatorOf<double> {
+  using type = double;
+};
+
+// 16-bit floats are computed and summed in float, double in double.
+template <class T>
+using Accumulator = typename AccumulatorOf<T>::type;
+
+}  // namespace jaxdnn

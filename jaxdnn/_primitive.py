@@ -1,0 +1,191 @@
+"""How a jaxdnn primitive is made: definition, differentiation, batching, lowering.
+
+This is the only module that imports `jax.extend` and `jax.interpreters`, whose names move between JAX releases. It
+knows no operator. An operator module calls `define` for each of its primitives, one of the differentiation helpers,
+a batching rule, and `lower_to_cuda`.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import PartitionSpec
+
+from jaxdnn import _extension
+
+KERNEL_DTYPES = frozenset(np.dtype(d) for d in (jnp.float32, jnp.float64, jnp.float16, jnp.bfloat16))
+"""The element types that every kernel family is built for."""
+
+
+def accumulator_dtype(dtype: Any) -> np.dtype[Any]:
+  """The type in which sums over elements of `dtype` are held: float32 for the 16-bit floats, else `dtype`."""
+  dtype = np.dtype(dtype)
+  return np.dtype(np.float32) if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 else dtype
+
+
+# Definition ----------------------------------------------------------------------------------------------------------
+
+
+def define(
+  name: str,
+  *,
+  abstract_eval: Callable[..., Any],
+  reference: Callable[..., Any],
+  params: Sequence[str],
+  multiple_results: bool = False,
+) -> Primitive:
+  """Makes a primitive whose default lowering, on every platform, is `reference`: a function in plain lax and jnp."""
+  p = Primitive(f"jaxdnn_{name}")
+  p.multiple_results = multiple_results
+  p.def_abstract_eval(abstract_eval)
+  p.def_impl(jax.jit(p.bind, static_argnames=tuple(params)))
+  mlir.register_lowering(p, mlir.lower_fun(reference, multiple_results=multiple_results))
+  return p
+
+
+def out_aval(like: Any, shape: Sequence[int], dtype: Any = None) -> Any:
+  """An output's abstract value, derived from the operand `like`.
+
+  A fresh ShapedArray would drop the mesh axes over which the operand varies inside `shard_map`, and a wrong
+  `out_specs` would then silently return one shard's data.
+  """
+  return like.update(
+    shape=tuple(shape),
+    dtype=np.dtype(dtype or like.dtype),
+    weak_type=False,
+    sharding=like.sharding.update(spec=PartitionSpec(*[None] * len(shape))),
+  )
+
+
+def bind(p: Primitive, *operands: Any, **params: Any) -> Any:
+  """Binds `p` after making the operands vary over the same manual mesh axes.
+
+  Inside `shard_map` a replicated filter meets a varying input; the cast's transpose is the sum over shards that the
+  filter's gradient needs.
+  """
+  axes = [jax.typeof(x).manual_axis_type.varying for x in operands]
+  union = frozenset().union(*axes)
+  operands = tuple(
+    jax.lax.pcast(x, tuple(sorted(union - a)), to="varying") if union - a else x
+    for x, a in zip(operands, axes, strict=True)
+  )
+  return p.bind(*operands, **params)
+
+
+# Differentiation -----------------------------------------------------------------------------------------------------
+
+
+def is_zero(tangent: Any) -> bool:
+  return type(tangent) is ad.Zero
+
+
+def zero_tangent(primal: Any) -> Any:
+  return ad.Zero(jax.typeof(primal).to_tangent_aval())
+
+
+def set_jvp(p: Primitive, rule: Callable[..., Any]) -> None:
+  ad.primitive_jvps[p] = rule
+
+
+def bilinear(p: Primitive, transpose_lhs: Callable[..., Any], transpose_rhs: Callable[..., Any]) -> None:
+  """`p` is linear in each of its two operands; the rules return the cotangent of one, given the other."""
+  ad.defbilinear(p, transpose_lhs, transpose_rhs)
+
+
+def linear_in_first(p: Primitive, reference: Callable[..., Any], transpose: Callable[..., Any]) -> None:
+  """`p(t, *residuals)` is linear in `t`, and `transpose(ct, *residuals)` is its adjoint in `t`.
+
+  The derivative in the residuals is needed at second order only, and is taken through `reference`.
+  """
+
+  def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    t, *residuals = primals
+    dt, *dresiduals = tangents
+    terms = [] if is_zero(dt) else [bind(p, dt, *residuals, **params)]
+    moving = [i for i, d in enumerate(dresiduals) if not is_zero(d)]
+    if moving:
+
+      def of_residuals(*values: Any) -> Any:
+        full = list(residuals)
+        for i, value in zip(moving, values, strict=True):
+          full[i] = value
+        return reference(t, *full, **params)
+
+      terms.append(jax.jvp(of_residuals, [residuals[i] for i in moving], [dresiduals[i] for i in moving])[1])
+    out = bind(p, t, *residuals, **params)
+    return out, sum(terms[1:], terms[0]) if terms else zero_tangent(out)
+
+  def transposed(ct: Any, t: Any, *residuals: Any, **params: Any) -> Any:
+    assert ad.is_undefined_primal(t)
+    dt = ad.Zero(t.aval) if is_zero(ct) else transpose(ct, *residuals, **params)
+    return (dt, *[None] * len(residuals))
+
+  ad.primitive_jvps[p] = jvp
+  ad.primitive_transposes[p] = transposed
+
+
+# Batching ------------------------------------------------------------------------------------------------------------
+
+
+def batch_leading(p: Primitive) -> None:
+  """For a primitive that takes any number of leading dimensions: the mapped axis becomes one more of them."""
+
+  def rule(operands: Any, dims: Any, **params: Any) -> Any:
+    size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
+    moved = [
+      jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
+      for x, d in zip(operands, dims, strict=True)
+    ]
+    out = bind(p, *moved, **params)
+    return out, (0,) * len(out) if p.multiple_results else 0
+
+  batching.primitive_batchers[p] = rule
+
+
+def set_batching(p: Primitive, rule: Callable[..., Any]) -> None:
+  batching.primitive_batchers[p] = rule
+
+
+# CUDA lowering -------------------------------------------------------------------------------------------------------
+
+
+def lower_to_cuda(
+  p: Primitive,
+  target: str,
+  reference: Callable[..., Any],
+  *,
+  attributes: Callable[..., dict[str, Any]],
+  supported: Callable[..., bool] = lambda *avals, **params: True,
+  workspace: Callable[..., int] | None = None,
+) -> None:
+  """Lowers `p` on CUDA to the FFI call `target`, or to `reference` where no kernel covers the operands.
+
+  Args:
+    attributes: `(*avals_in, **params)` to the call's attributes: Python scalars, strings and int64 arrays.
+    supported: `(*avals_in, **params)` to whether the kernels take this call. Element types outside `KERNEL_DTYPES`
+      and symbolic shapes never reach it.
+    workspace: `(*avals_in, **params)` to bytes of scratch memory, which becomes one more result of the call: XLA
+      plans it like any other buffer, so that the kernels allocate nothing and can be captured in a CUDA graph.
+  """
+  if target not in _extension.TARGETS:
+    return
+  fallback = mlir.lower_fun(reference, multiple_results=p.multiple_results)
+
+  def rule(ctx: Any, *operands: Any, **params: Any) -> Any:
+    avals = ctx.avals_in
+    static = all(isinstance(d, int) for a in avals for d in a.shape)
+    floats = [a.dtype for a in avals if jnp.issubdtype(a.dtype, jnp.inexact)]
+    known = bool(floats) and all(np.dtype(d) in KERNEL_DTYPES for d in floats)
+    if not (static and known and supported(*avals, **params)):
+      return fallback(ctx, *operands, **params)
+    results = list(ctx.avals_out)
+    if workspace is not None:
+      results.append(out_aval(results[0], (workspace(*avals, **params),), np.uint8))
+    call = jax.ffi.ffi_lowering(target)
+    return call(ctx.replace(avals_out=results), *operands, **attributes(*avals, **params))[: len(ctx.avals_out)]
+
+  mlir.register_lowering(p, rule, platform="cuda")

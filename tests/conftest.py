@@ -1,0 +1,34 @@
+"""Configuration of every test: float64 on, strict promotion, eight CPU devices, and the rule for tests that need a GPU."""
+
+import os
+
+import jax
+import pytest
+
+jax.config.update("jax_enable_x64", True)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_num_cpu_devices", 8)
+
+
+def gpu_missing() -> str | None:
+  """Why GPU tests cannot run here, or None where they can."""
+  from jaxdnn import _extension
+
+  if jax.default_backend() != "gpu":
+    return f"the default backend is {jax.default_backend()!r}, not 'gpu'"
+  if not _extension.TARGETS:
+    return "jaxdnn was built without its CUDA kernels"
+  return None
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+  if os.environ.get("JAXDNN_REQUIRE_GPU") == "1" and (why := gpu_missing()):
+    raise pytest.UsageError(f"JAXDNN_REQUIRE_GPU=1, but {why}")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+  if any(item.get_closest_marker("gpu") for item in items) and (why := gpu_missing()):
+    for item in items:
+      if item.get_closest_marker("gpu"):
+        item.add_marker(pytest.mark.skip(reason=why))
