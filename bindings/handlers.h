@@ -8,5 +8,8 @@ namespace jaxdnn {
 
 XLA_FFI_DECLARE_HANDLER_SYMBOL(Activation);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(ActivationBwd);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(ConvFwd);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(ConvDgrad);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(ConvWgrad);
 
 }  // namespace jaxdnn

@@ -2,6 +2,13 @@
 // since caches and exported programs hold names and attributes, not code.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include "bindings/conv_problem.h"
 
 #include "xla/ffi/api/c_api.h"
 
@@ -23,11 +30,42 @@ static nb::dict Handlers() {
   };
   add("jaxdnn.activation.v1", Activation);
   add("jaxdnn.activation_bwd.v1", ActivationBwd);
+  add("jaxdnn.conv_fwd.v1", ConvFwd);
+  add("jaxdnn.conv_dgrad.v1", ConvDgrad);
+  add("jaxdnn.conv_wgrad.v1", ConvWgrad);
 #endif
   return d;
 }
 
+// The convolution planner, on plain shapes; None where no kernel takes the problem.
+static nb::object PlanConv(const std::string& direction, const std::string& in_dtype, const std::string& out_dtype,
+                           const std::vector<int64_t>& x, const std::vector<int64_t>& w, const std::vector<int64_t>& y,
+                           const std::vector<int64_t>& stride, const std::vector<int64_t>& padding_low,
+                           const std::vector<int64_t>& lhs_dilation, const std::vector<int64_t>& rhs_dilation,
+                           int64_t groups) {
+  using namespace jaxdnn;
+  static const std::map<std::string, conv::Direction> kDirections = {{"conv_fwd", conv::Direction::kForward},
+                                                                     {"conv_dgrad", conv::Direction::kDataGradient},
+                                                                     {"conv_wgrad", conv::Direction::kFilterGradient}};
+  static const std::map<std::string, DType> kTypes = {
+      {"float32", DType::kF32}, {"float64", DType::kF64}, {"float16", DType::kF16}, {"bfloat16", DType::kBF16}};
+  if (!kTypes.count(in_dtype) || !kTypes.count(out_dtype)) return nb::none();
+  const auto problem = MakeConvProblem(kDirections.at(direction), kTypes.at(in_dtype), kTypes.at(out_dtype), x, w, y,
+                                       stride, padding_low, lhs_dilation, rhs_dilation, groups);
+  const auto config = problem ? conv::Choose(*problem) : std::nullopt;
+  if (!config) return nb::none();
+  nb::dict d;
+  d["tile"] = conv::kTiles[static_cast<int>(config->tile)].name;
+  d["splits"] = config->splits;
+  d["workspace_bytes"] = config->workspace_bytes;
+  d["cycles"] = config->cycles;
+  return d;
+}
+
 NB_MODULE(_jaxdnn, m) {
+  using nb::literals::operator""_a;
+  m.def("plan_conv", &PlanConv, "direction"_a, "in_dtype"_a, "out_dtype"_a, "x"_a, "w"_a, "y"_a, "stride"_a,
+        "padding_low"_a, "lhs_dilation"_a, "rhs_dilation"_a, "groups"_a);
   m.def("handlers", &Handlers);
   m.attr("ffi_version") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
   m.attr("cuda_architectures") = JAXDNN_CUDA_ARCHITECTURES;

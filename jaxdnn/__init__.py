@@ -3,5 +3,10 @@
 from jaxdnn._activation import relu as relu
 from jaxdnn._activation import sigmoid as sigmoid
 from jaxdnn._activation import tanh as tanh
+from jaxdnn._conv import conv as conv
+from jaxdnn._conv import conv_dgrad as conv_dgrad
+from jaxdnn._conv import conv_general_dilated as conv_general_dilated
+from jaxdnn._conv import conv_transpose as conv_transpose
+from jaxdnn._conv import conv_wgrad as conv_wgrad
 
 __version__ = "0.1.0"

@@ -33,7 +33,7 @@ def relu(x: Array) -> Array:
     >>> jaxdnn.relu(jnp.array([-1.0, 0.0, 2.0]))
     Array([0., 0., 2.], dtype=float32)
   """
-  return _apply("relu", x)
+  return apply("relu", x)
 
 
 def sigmoid(x: Array) -> Array:
@@ -52,7 +52,7 @@ def sigmoid(x: Array) -> Array:
     >>> jaxdnn.sigmoid(jnp.array([0.0]))
     Array([0.5], dtype=float32)
   """
-  return _apply("sigmoid", x)
+  return apply("sigmoid", x)
 
 
 def tanh(x: Array) -> Array:
@@ -71,10 +71,11 @@ def tanh(x: Array) -> Array:
     >>> jaxdnn.tanh(jnp.array([0.0]))
     Array([0.], dtype=float32)
   """
-  return _apply("tanh", x)
+  return apply("tanh", x)
 
 
-def _apply(kind: str, x: Array) -> Array:
+def apply(kind: str, x: Array) -> Array:
+  """The activation named `kind`, one of `ACTIVATIONS`."""
   x = jnp.asarray(x)
   if not jnp.issubdtype(x.dtype, jnp.floating):
     raise TypeError(f"{kind}: x must be floating-point, got {x.dtype}")

@@ -82,9 +82,9 @@ cudaError_t Map(int64_t n, cudaStream_t stream, T* out, const In*... in) {
   const auto blocks = [&](int per_thread) { return std::min(CeilDiv(n, int64_t{kThreads} * per_thread), kMaxBlocks); };
   if (IsVectorAligned(out, in...)) {
     constexpr int kN = kVecLength<T>;
-    return Launch(MapKernel<kN, Op, T, In...>, blocks(kN), kThreads, stream, n, out, in...);
+    return LaunchKernel(MapKernel<kN, Op, T, In...>, blocks(kN), kThreads, stream, n, out, in...);
   }
-  return Launch(MapKernel<1, Op, T, In...>, blocks(1), kThreads, stream, n, out, in...);
+  return LaunchKernel(MapKernel<1, Op, T, In...>, blocks(1), kThreads, stream, n, out, in...);
 }
 
 template <class F>

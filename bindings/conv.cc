@@ -1,0 +1,82 @@
+// FFI handlers of the convolution.
+#include "cuda/conv/conv.h"
+
+#include "bindings/conv_problem.h"
+#include "bindings/ffi.h"
+#include "bindings/handlers.h"
+
+namespace jaxdnn {
+
+struct ConvAttrs {
+  ffi::Span<const int64_t> stride, padding_low, lhs_dilation, rhs_dilation;
+  int64_t groups;
+  int64_t precision;  // 0, 1, 2: DEFAULT, HIGH, HIGHEST; the kernels of this version are IEEE float32 for all
+};
+
+}  // namespace jaxdnn
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
+    jaxdnn::ConvAttrs, xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("stride"),
+    xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("padding_low"),
+    xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("lhs_dilation"),
+    xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("rhs_dilation"), xla::ffi::StructMember<int64_t>("groups"),
+    xla::ffi::StructMember<int64_t>("precision"));
+
+namespace jaxdnn {
+
+// Whichever of x, w and y are operands, `lhs` and `rhs` are them in that order, and `out` is the third.
+static ffi::Error Convolve(conv::Direction direction, cudaStream_t stream, ffi::AnyBuffer lhs, ffi::AnyBuffer rhs,
+                           ffi::AnyBuffer out, ffi::AnyBuffer* workspace, const ConvAttrs& attrs) {
+  using conv::Direction;
+  const char* name = direction == Direction::kForward        ? "conv_fwd"
+                     : direction == Direction::kDataGradient ? "conv_dgrad"
+                                                             : "conv_wgrad";
+  const auto in_type = ToDType(lhs.element_type()), out_type = ToDType(out.element_type());
+  if (!in_type || !out_type || rhs.element_type() != lhs.element_type())
+    return Unsupported("no kernel for these types", name, lhs, rhs, out);
+  const ffi::AnyBuffer& x = direction == Direction::kDataGradient ? out : lhs;
+  const ffi::AnyBuffer& w = direction == Direction::kFilterGradient ? out : rhs;
+  const ffi::AnyBuffer& y = direction == Direction::kForward ? out : direction == Direction::kDataGradient ? lhs : rhs;
+  const auto problem =
+      MakeConvProblem(direction, *in_type, *out_type, x.dimensions(), w.dimensions(), y.dimensions(), attrs.stride,
+                      attrs.padding_low, attrs.lhs_dilation, attrs.rhs_dilation, attrs.groups);
+  const auto config = problem ? conv::Choose(*problem) : std::nullopt;
+  if (!config) return Unsupported("no kernel for these shapes", name, lhs, rhs, out);
+  if (workspace && static_cast<int64_t>(workspace->size_bytes()) < config->workspace_bytes)
+    return Unsupported("workspace too small", name, lhs, rhs, out);
+  const int status = conv::Launch(*problem, *config, lhs.untyped_data(), rhs.untyped_data(), out.untyped_data(),
+                                  workspace ? workspace->untyped_data() : nullptr, stream);
+  return FromCuda(static_cast<cudaError_t>(status), name, lhs, rhs, out);
+}
+
+static ffi::Error ConvFwdImpl(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Result<ffi::AnyBuffer> y,
+                              ConvAttrs attrs) {
+  return Convolve(conv::Direction::kForward, stream, x, w, *y, nullptr, attrs);
+}
+
+static ffi::Error ConvDgradImpl(cudaStream_t stream, ffi::AnyBuffer y, ffi::AnyBuffer w, ffi::Result<ffi::AnyBuffer> x,
+                                ConvAttrs attrs) {
+  return Convolve(conv::Direction::kDataGradient, stream, y, w, *x, nullptr, attrs);
+}
+
+static ffi::Error ConvWgradImpl(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer y, ffi::Result<ffi::AnyBuffer> w,
+                                ffi::Result<ffi::AnyBuffer> workspace, ConvAttrs attrs) {
+  return Convolve(conv::Direction::kFilterGradient, stream, x, y, *w, &*workspace, attrs);
+}
+
+static auto ConvBinding() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::PlatformStream<cudaStream_t>>()
+      .Arg<ffi::AnyBuffer>()
+      .Arg<ffi::AnyBuffer>()
+      .Ret<ffi::AnyBuffer>();
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(ConvFwd, ConvFwdImpl, ConvBinding().Attrs<ConvAttrs>(),
+                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(ConvDgrad, ConvDgradImpl, ConvBinding().Attrs<ConvAttrs>(),
+                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(ConvWgrad, ConvWgradImpl, ConvBinding().Ret<ffi::AnyBuffer>().Attrs<ConvAttrs>(),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+}  // namespace jaxdnn

@@ -1,0 +1,32 @@
+// Division by a divisor that is known before the kernel starts: a multiplication and a shift.
+//
+// Granlund and Montgomery, "Division by Invariant Integers using Multiplication", PLDI 1994, figure 4.1, for
+// dividends below 2^31.
+#pragma once
+
+#include <cstdint>
+
+namespace jaxdnn {
+
+struct FastDiv {
+  uint32_t divisor = 1, multiplier = 1, shift = 0;
+
+  FastDiv() = default;
+  // A divisor of 0 (an empty dimension, of which no index is ever taken) counts as 1.
+  explicit FastDiv(int64_t d) : divisor(d > 0 ? static_cast<uint32_t>(d) : 1) {
+    while ((uint64_t{1} << shift) < divisor) ++shift;
+    multiplier = static_cast<uint32_t>((((uint64_t{1} << shift) - divisor) << 32) / divisor + 1);
+  }
+
+  __device__ int Div(int n) const {
+    return static_cast<int>((__umulhi(static_cast<uint32_t>(n), multiplier) + static_cast<uint32_t>(n)) >> shift);
+  }
+  // Quotient and remainder.
+  __device__ int Div(int n, int* remainder) const {
+    const int q = Div(n);
+    *remainder = n - q * static_cast<int>(divisor);
+    return q;
+  }
+};
+
+}  // namespace jaxdnn

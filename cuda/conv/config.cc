@@ -1,0 +1,92 @@
+// Problem -> Config. Pure host code: no device is asked, nothing is timed.
+#include <algorithm>
+#include <cmath>
+
+#include "cuda/conv/conv.h"
+
+namespace jaxdnn::conv {
+namespace {
+
+// A Hopper-sized device. A constant, not a query: the choice must be the same on every machine.
+constexpr double kMultiprocessors = 132;
+constexpr double kFmaPerCycle = 128;       // per multiprocessor
+constexpr double kStepLatency = 700;       // cycles that one tile step takes when nothing else hides its loads
+constexpr double kLaunchCycles = 4000;     // of one more kernel
+constexpr double kBytesPerCycle = 18;      // of device memory, per multiprocessor
+constexpr int64_t kMaxWorkspace = int64_t{256} << 20;
+constexpr int64_t kMinSlice = 128;         // terms of the reduction that are worth a block
+constexpr int64_t kIndexLimit = int64_t{1} << 30;
+
+int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Share of the peak multiply-add rate that a tile's inner loop reaches: registers reused per shared-memory load.
+double Efficiency(Tile tile) {
+  switch (tile) {
+    case Tile::k128x64:
+      return 0.6;
+    case Tile::k64x32:
+      return 0.45;
+    case Tile::k128x8:
+      return 0.3;
+  }
+  return 0;
+}
+
+double Cycles(const Gemm& g, const TileShape& t, int64_t splits, int tile_depth, int64_t result_bytes) {
+  const double blocks = double(g.problems) * CeilDiv(g.rows, t.rows) * CeilDiv(g.columns, t.columns) * splits;
+  const double steps = CeilDiv(CeilDiv(g.depth, splits), tile_depth);
+  const double resident = 1024.0 / t.threads;  // blocks that share a multiprocessor
+  const double waves = std::ceil(blocks / (kMultiprocessors * resident));
+  const double arithmetic = std::ceil(blocks / kMultiprocessors) * t.rows * t.columns * tile_depth * steps /
+                            (kFmaPerCycle * Efficiency(t.tile));
+  const double latency = waves * (steps + 2) * kStepLatency;
+  const double reduction =
+      splits > 1 ? kLaunchCycles + 2.0 * splits * result_bytes / (kMultiprocessors * kBytesPerCycle) : 0;
+  return std::max(arithmetic, latency) + reduction;
+}
+
+bool Indexable(const Problem& p) {
+  // Coordinates and positions within one image are 32-bit in the kernels; offsets into arrays are 64-bit.
+  for (int d = 0; d < kRank; ++d) {
+    const int64_t reach = p.y[d] * p.stride[d] + std::abs(p.pad[d]) + p.window[d] * p.rhs_dilation[d];
+    if (std::max(reach, p.x[d] * p.lhs_dilation[d]) >= kIndexLimit) return false;
+  }
+  return p.XPixels() < kIndexLimit && p.YPixels() < kIndexLimit &&
+         p.Taps() * std::max(p.channels, p.features) < kIndexLimit;
+}
+
+}  // namespace
+
+Gemm GemmOf(const Problem& p) {
+  const int64_t problems = p.batch * p.groups;
+  switch (p.direction) {
+    case Direction::kForward:
+      return {problems, p.images * p.YPixels(), p.features, p.Taps() * p.channels};
+    case Direction::kDataGradient:
+      return {problems, p.images * p.XPixels(), p.channels, p.Taps() * p.features};
+    case Direction::kFilterGradient:
+      return {problems, p.Taps() * p.channels, p.features, p.images * p.YPixels()};
+  }
+  return {};
+}
+
+std::optional<Config> Choose(const Problem& p) {
+  const bool widened = p.out == DType::kF32 && (p.in == DType::kF16 || p.in == DType::kBF16);
+  if (!(p.in == p.out || widened) || !Indexable(p)) return std::nullopt;
+  const Gemm g = GemmOf(p);
+  const int tile_depth = TileDepth(p.in);
+  const int64_t sum_bytes = p.in == DType::kF64 ? 8 : 4;
+  const bool splittable = p.direction == Direction::kFilterGradient;
+  std::optional<Config> best;
+  for (const TileShape& t : kTiles) {
+    for (int64_t splits = 1; splits == 1 || (splittable && splits * kMinSlice <= g.depth); splits *= 2) {
+      const int64_t bytes = splits > 1 ? splits * p.FilterSize() * sum_bytes : 0;
+      if (bytes > kMaxWorkspace) break;
+      const double cycles = Cycles(g, t, splits, tile_depth, p.FilterSize() * sum_bytes);
+      if (!best || cycles < best->cycles) best = Config{t.tile, splits, bytes, cycles};
+    }
+  }
+  return best;
+}
+
+}  // namespace jaxdnn::conv

@@ -1,0 +1,73 @@
+// Convolution: what to compute (Problem), how (Config), and the launcher. Plain host declarations.
+//
+//   y[n, t, k] = sum over r, c of x[n, i, c] w[r, c, k]   where i * lhs_dilation = t * stride - pad + r * rhs_dilation
+//
+// Layouts: x [batch, images, D, H, W, groups * channels], w [batch, *window, channels, groups * features],
+// y [batch, images, *out, groups * features]. Lower ranks have leading extents of 1.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+
+#include "cuda/common/dtype.h"
+
+struct CUstream_st;
+
+namespace jaxdnn::conv {
+
+constexpr int kRank = 3;
+
+enum class Direction { kForward, kDataGradient, kFilterGradient };
+
+struct Problem {
+  Direction direction;
+  DType in;                    // of both operands
+  DType out;                   // of the result: `in`, or the type it is summed in
+  int64_t batch;               // independent problems
+  int64_t images;              // per problem
+  int64_t groups;
+  int64_t channels, features;  // input and output channels of one group
+  int64_t x[kRank], window[kRank], y[kRank];
+  int64_t stride[kRank], pad[kRank], lhs_dilation[kRank], rhs_dilation[kRank];
+
+  int64_t XPixels() const { return x[0] * x[1] * x[2]; }
+  int64_t YPixels() const { return y[0] * y[1] * y[2]; }
+  int64_t Taps() const { return window[0] * window[1] * window[2]; }
+  int64_t FilterSize() const { return batch * Taps() * channels * groups * features; }
+};
+
+// Block tiles (rows x columns of the implicit matrix product) that kernels are compiled for.
+enum class Tile { k128x64, k64x32, k128x8 };
+struct TileShape {
+  Tile tile;
+  const char* name;
+  int rows, columns, threads;
+};
+constexpr TileShape kTiles[] = {
+    {Tile::k128x64, "128x64", 128, 64, 256}, {Tile::k64x32, "64x32", 64, 32, 128}, {Tile::k128x8, "128x8", 128, 8, 128}};
+
+// Depth of a tile step: how many terms of the reduction are in shared memory at once.
+constexpr int TileDepth(DType in) { return in == DType::kF64 ? 8 : 16; }
+
+struct Config {
+  Tile tile;
+  int64_t splits;           // slices of the reduction, summed in order by a second kernel when more than 1
+  int64_t workspace_bytes;  // for the slices' partial sums
+  double cycles;            // modelled time, for comparing configurations
+};
+
+// The matrix product that a problem is: per problem of the batch and group, rows x columns sums of `depth` terms.
+struct Gemm {
+  int64_t problems, rows, columns, depth;
+};
+Gemm GemmOf(const Problem& p);
+
+// The kernel for a problem: a closed-form function of the problem alone, so that equal shapes give equal bits
+// everywhere. Empty where no kernel takes the problem.
+std::optional<Config> Choose(const Problem& p);
+
+// `lhs`, `rhs` and `out` are x, w, y (forward); y, w, x (data gradient); x, y, w (filter gradient). Returns a cudaError_t.
+int Launch(const Problem& p, const Config& config, const void* lhs, const void* rhs, void* out, void* workspace,
+           CUstream_st* stream);
+
+}  // namespace jaxdnn::conv

@@ -1,0 +1,18 @@
+// The CUDA-core kernels: the floor that takes every problem.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "cuda/conv/conv.h"
+
+namespace jaxdnn::conv {
+
+// Forward (operand x) and data gradient (operand y).
+cudaError_t LaunchDataSimt(const Problem& p, const Config& config, const void* operand, const void* filter, void* out,
+                           cudaStream_t stream);
+
+// Filter gradient; `workspace` holds config.workspace_bytes.
+cudaError_t LaunchFilterSimt(const Problem& p, const Config& config, const void* x, const void* y, void* out,
+                             void* workspace, cudaStream_t stream);
+
+}  // namespace jaxdnn::conv

@@ -1,0 +1,118 @@
+// The block-level matrix product under every convolution kernel of this folder: two tiles in shared memory, a small
+// block of sums in each thread's registers.
+//
+// A step holds kDepth terms of the reduction. While a block multiplies one step, the next is on its way from global
+// memory into registers; two shared-memory buffers leave one barrier a step.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/common/dtype.cuh"
+#include "cuda/conv/conv.h"
+
+namespace jaxdnn::conv {
+
+// A block computes kRows x kColumns sums, each thread kThreadRows x kThreadColumns of them.
+template <class In, int kRows_, int kColumns_, int kThreadRows_, int kThreadColumns_>
+struct BlockTile {
+  using Sum = Accumulator<In>;
+  static constexpr int kRows = kRows_, kColumns = kColumns_;
+  static constexpr int kThreadRows = kThreadRows_, kThreadColumns = kThreadColumns_;
+  static constexpr int kDepth = sizeof(In) == 8 ? 8 : 16;
+  static constexpr int kThreadsAcross = kColumns / kThreadColumns;
+  static constexpr int kThreads = kRows / kThreadRows * kThreadsAcross;
+  // Elements of each operand that a thread carries into shared memory every step; of B some threads may have none.
+  static constexpr int kLoadsA = kRows * kDepth / kThreads;
+  static constexpr int kLoadsB = (kColumns * kDepth + kThreads - 1) / kThreads;
+  static_assert(kLoadsA * kThreads == kRows * kDepth);
+
+  // Padded by 4 elements, so that stores along the depth spread over the banks and rows stay 16-byte aligned.
+  struct Shared {
+    Sum a[2][kDepth][kRows + 4];
+    Sum b[2][kDepth][kColumns + 4];
+  };
+
+  // First row and column of this thread's sums.
+  static __device__ int Row() { return threadIdx.x / kThreadsAcross * kThreadRows; }
+  static __device__ int Column() { return threadIdx.x % kThreadsAcross * kThreadColumns; }
+};
+
+// Calls f with the TypeTags of the tile, of the operands' type and of the result's (theirs, or that of the sums).
+template <class F>
+cudaError_t VisitKernelTypes(const Problem& p, const Config& config, F&& f) {
+  return VisitDType(p.in, [&](auto in) {
+    using In = typename decltype(in)::type;
+    const auto with_result = [&](auto result) {
+      switch (config.tile) {
+        case Tile::k128x64:
+          return f(TypeTag<BlockTile<In, 128, 64, 8, 4>>{}, in, result);
+        case Tile::k64x32:
+          return f(TypeTag<BlockTile<In, 64, 32, 4, 4>>{}, in, result);
+        case Tile::k128x8:
+          return f(TypeTag<BlockTile<In, 128, 8, 4, 2>>{}, in, result);
+      }
+      return cudaErrorInvalidValue;
+    };
+    return p.out == p.in ? with_result(in) : with_result(TypeTag<Accumulator<In>>{});
+  });
+}
+
+// Where element number `i` of this thread's loads goes: lanes run along the depth, or along the rows (columns) of a
+// tile that is `kExtent` wide, whichever is contiguous in memory.
+template <int kExtent, int kDepth, int kThreads>
+struct AlongDepth {
+  static __device__ int Depth(int) { return threadIdx.x % kDepth; }
+  static __device__ int Position(int i) { return threadIdx.x / kDepth + i * (kThreads / kDepth); }
+};
+template <int kExtent, int kDepth, int kThreads>
+struct AlongPosition {
+  static __device__ int Depth(int i) { return (threadIdx.x + i * kThreads) / kExtent; }
+  static __device__ int Position(int i) { return (threadIdx.x + i * kThreads) % kExtent; }
+};
+
+// sums += A B over `steps` steps. A loader is called as loader(step, i), for i below its count, and returns element i
+// of this thread's share of the step; loader.Depth(i) and loader.Position(i) say where in the tile that element is.
+template <class T, class LoadA, class LoadB>
+__device__ void MultiplyTiles(typename T::Shared& shared, int64_t steps, const LoadA& load_a, const LoadB& load_b,
+                              typename T::Sum (&sums)[T::kThreadRows][T::kThreadColumns]) {
+  using Sum = typename T::Sum;
+  Sum a[T::kLoadsA], b[T::kLoadsB];
+  const auto load = [&](int64_t step) {
+#pragma unroll
+    for (int i = 0; i < T::kLoadsA; ++i) a[i] = load_a(step, i);
+#pragma unroll
+    for (int i = 0; i < T::kLoadsB; ++i) b[i] = load_b(step, i);
+  };
+  const auto store = [&](int buffer) {
+#pragma unroll
+    for (int i = 0; i < T::kLoadsA; ++i) shared.a[buffer][load_a.Depth(i)][load_a.Position(i)] = a[i];
+#pragma unroll
+    for (int i = 0; i < T::kLoadsB; ++i)
+      if (threadIdx.x + i * T::kThreads < T::kColumns * T::kDepth)
+        shared.b[buffer][load_b.Depth(i)][load_b.Position(i)] = b[i];
+    __syncthreads();
+  };
+  if (steps == 0) return;
+  load(0);
+  store(0);
+  for (int64_t step = 0; step < steps; ++step) {
+    const int buffer = step & 1;
+    if (step + 1 < steps) load(step + 1);
+#pragma unroll
+    for (int k = 0; k < T::kDepth; ++k) {
+      Sum row[T::kThreadRows], column[T::kThreadColumns];
+#pragma unroll
+      for (int i = 0; i < T::kThreadRows; ++i) row[i] = shared.a[buffer][k][T::Row() + i];
+#pragma unroll
+      for (int j = 0; j < T::kThreadColumns; ++j) column[j] = shared.b[buffer][k][T::Column() + j];
+#pragma unroll
+      for (int i = 0; i < T::kThreadRows; ++i)
+#pragma unroll
+        for (int j = 0; j < T::kThreadColumns; ++j) sums[i][j] += row[i] * column[j];
+    }
+    // The other buffer was last read before the previous barrier, so it is free.
+    if (step + 1 < steps) store(buffer ^ 1);
+  }
+}
+
+}  // namespace jaxdnn::conv

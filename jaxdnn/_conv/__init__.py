@@ -1,0 +1,15 @@
+"""Convolution, and its two gradients, in 0 to 3 spatial dimensions (more through the reference).
+
+    y[n, t, k] = Σ_{r, c} x[n, i, c] w[r, c, k]     over taps r, channels c of k's group, and i where
+    i · lhs_dilation = t · stride - padding_lo + r · rhs_dilation, element by element over the spatial dimensions
+
+This is one trilinear form in (x, w, y): forward, data gradient and filter gradient are its three gradients, one
+primitive each (`primitives.py`), and each is the others' transpose. `public.py` turns any `dimension_numbers`,
+padding and grouping into that form, `spec.py` holds its static parameters.
+"""
+
+from jaxdnn._conv.public import conv as conv
+from jaxdnn._conv.public import conv_dgrad as conv_dgrad
+from jaxdnn._conv.public import conv_general_dilated as conv_general_dilated
+from jaxdnn._conv.public import conv_transpose as conv_transpose
+from jaxdnn._conv.public import conv_wgrad as conv_wgrad

@@ -1,0 +1,242 @@
+"""The three convolution primitives, their reference and their rules.
+
+Canonical operands, with S, R, P the spatial extents of input, filter and output, C and K the channel counts:
+
+    x  [B, N, *S, C]      w  [B, *R, C/groups, K]      y  [B, N, *P, K]
+
+The leading axis B holds independent problems: `vmap` over both operands adds to it, and the kernels take it as one
+more grid dimension.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from jaxdnn import _extension, _primitive
+from jaxdnn._conv.spec import ConvSpec
+
+OPERANDS = {"y": ("x", "w"), "x": ("y", "w"), "w": ("x", "y")}
+"""For each array of the trilinear form, the two that the primitive which computes it takes."""
+
+
+def convolve(result: str, arrays: Mapping[str, Array], spec: ConvSpec, dtype: Any) -> Array:
+  """Binds the primitive that computes `result` ('x', 'w' or 'y') from the other two, given in `arrays`.
+
+  A cotangent may be wider than the other operand (`preferred_element_type`): both are brought to the wider type.
+  """
+  a, b = (arrays[name] for name in OPERANDS[result])
+  common = max(a.dtype, b.dtype, key=lambda t: t.itemsize)
+  out_dtype = max(np.dtype(dtype), common, key=lambda t: t.itemsize)
+  out = _primitive.bind(PRIMITIVES[result], a.astype(common), b.astype(common), spec=spec, dtype=out_dtype)
+  return out.astype(dtype)
+
+
+# Reference -----------------------------------------------------------------------------------------------------------
+
+
+def _forward_reference(x: Array, w: Array, *, spec: ConvSpec, dtype: Any) -> Array:
+  """The batch of problems as feature groups of one `lax.conv_general_dilated`, summed in the accumulator's type."""
+  (batch, images, *_, c), k = x.shape, w.shape[-1]
+  if 0 in x.shape or 0 in w.shape:
+    return jnp.zeros((batch, images, *spec.y_spatial, k), dtype)
+  wide = _sum_dtype(x.dtype, dtype)
+  lhs = jnp.moveaxis(x, 0, -2).reshape(images, *spec.x_spatial, batch * c).astype(wide)
+  rhs = jnp.moveaxis(w, 0, -2).reshape(*spec.window, c // spec.groups, batch * k).astype(wide)
+  padding, lhs_dilation = spec.padding, spec.lhs_dilation
+  if any(d != 1 for d in lhs_dilation) or any(p < 0 for pair in padding for p in pair):
+    # XLA:CPU is wrong on some negative padding and on the dilation of unit dimensions, so these are made explicit.
+    # Cropping comes last: a crop may remove what the dilation put in.
+    interior = [(0, 0, d - 1) for d in lhs_dilation]
+    lhs = lax.pad(lhs, jnp.zeros((), wide), [(0, 0, 0), *interior, (0, 0, 0)])
+    lhs = lax.pad(lhs, jnp.zeros((), wide), [(0, 0, 0), *((lo, hi, 0) for lo, hi in padding), (0, 0, 0)])
+    padding, lhs_dilation = ((0, 0),) * spec.rank, (1,) * spec.rank
+  spatial = tuple(range(1, 1 + spec.rank))
+  numbers = lax.ConvDimensionNumbers(
+    (0, 1 + spec.rank, *spatial), (1 + spec.rank, spec.rank, *range(spec.rank)), (0, 1 + spec.rank, *spatial)
+  )
+  y = lax.conv_general_dilated(
+    lhs,
+    rhs,
+    spec.stride,
+    padding,
+    lhs_dilation,
+    spec.rhs_dilation,
+    numbers,
+    feature_group_count=batch * spec.groups,
+    precision=spec.precision,
+  )
+  return jnp.moveaxis(y.reshape(images, *spec.y_spatial, batch, k), -2, 0).astype(dtype)
+
+
+def _sum_dtype(operand: Any, result: Any) -> np.dtype[Any]:
+  wide = _primitive.accumulator_dtype(operand)
+  return wide if np.dtype(result).itemsize < wide.itemsize else np.dtype(result)
+
+
+def _dgrad_reference(y: Array, w: Array, *, spec: ConvSpec, dtype: Any) -> Array:
+  return _transposed(lambda x, w, wide: _forward_reference(x, w, spec=spec, dtype=wide), "x", y, w, spec, dtype)
+
+
+def _wgrad_reference(x: Array, y: Array, *, spec: ConvSpec, dtype: Any) -> Array:
+  return _transposed(lambda w, x, wide: _forward_reference(x, w, spec=spec, dtype=wide), "w", y, x, spec, dtype)
+
+
+def _transposed(forward: Any, result: str, y: Array, other: Array, spec: ConvSpec, dtype: Any) -> Array:
+  shape = _result_shape(result, *((y, other) if result == "x" else (other, y)), spec)
+  if 0 in y.shape or 0 in other.shape or 0 in shape:
+    return jnp.zeros(shape, dtype)
+  wide = _sum_dtype(y.dtype, dtype)
+  transpose = jax.linear_transpose(lambda a: forward(a, other.astype(wide), wide), jax.ShapeDtypeStruct(shape, wide))
+  (out,) = transpose(y.astype(wide))
+  return out.astype(dtype)
+
+
+# Primitives ----------------------------------------------------------------------------------------------------------
+
+
+def _result_shape(result: str, a: Any, b: Any, spec: ConvSpec) -> tuple[int, ...]:
+  batch = a.shape[0]
+  if result == "y":
+    return (batch, a.shape[1], *spec.y_spatial, b.shape[-1])
+  if result == "x":
+    return (batch, a.shape[1], *spec.x_spatial, b.shape[-2] * spec.groups)
+  return (batch, *spec.window, a.shape[-1] // spec.groups, b.shape[-1])
+
+
+def _abstract(a: Any, b: Any, *, result: str, spec: ConvSpec, dtype: Any) -> Any:
+  return _primitive.out_aval(a, _result_shape(result, a, b, spec), dtype)
+
+
+REFERENCES = {"y": _forward_reference, "x": _dgrad_reference, "w": _wgrad_reference}
+NAMES = {"y": "conv_fwd", "x": "conv_dgrad", "w": "conv_wgrad"}
+PRIMITIVES = {
+  result: _primitive.define(
+    NAMES[result],
+    abstract_eval=partial(_abstract, result=result),
+    reference=REFERENCES[result],
+    params=["spec", "dtype"],
+  )
+  for result in OPERANDS
+}
+
+# Differentiation -----------------------------------------------------------------------------------------------------
+#
+# conv_fwd    x, w -> y
+# conv_dgrad  y, w -> x
+# conv_wgrad  x, y -> w
+#
+# All three are linear in both operands and belong to one trilinear form, so the cotangent of an operand is the form's
+# gradient in that operand: the primitive that computes it, from the result's cotangent and the other operand.
+
+
+def _transpose(ct: Any, a: Any, b: Any, *, result: str, wrt: int, spec: ConvSpec, dtype: Any) -> Array:
+  names = OPERANDS[result]
+  unknown, known = ((a, b), (b, a))[wrt]
+  return convolve(names[wrt], {result: ct, names[1 - wrt]: known}, spec, unknown.aval.dtype)
+
+
+# Batching ------------------------------------------------------------------------------------------------------------
+#
+# An axis mapped over both operands joins the problems B. Mapped over one operand, it joins the dimension which that
+# operand shares with the result, and which the other operand does not have: N between x and y, C between x and w, K
+# between w and y. Channels come in groups, and the group stays outermost: (groups, mapped, rest), except in w, whose
+# C axis is one group's.
+
+_SHARED = {frozenset("xy"): "N", frozenset("xw"): "C", frozenset("wy"): "K"}
+
+
+def _axis(name: str, dimension: str, ndim: int, groups: int) -> tuple[int, int]:
+  """Where `dimension` is in the array `name`, and into how many groups it is split there."""
+  if dimension == "N":
+    return 1, 1
+  if dimension == "C" and name == "w":
+    return ndim - 2, 1
+  return ndim - 1, groups
+
+
+def _fold(a: Array, axis: int, groups: int) -> Array:
+  """[V, ..., groups·c, ...] -> [..., groups·V·c, ...]"""
+  v, *rest = a.shape
+  a = a.reshape(v, *rest[:axis], groups, rest[axis] // groups, *rest[axis + 1 :])
+  return jnp.moveaxis(a, 0, axis + 1).reshape(*rest[:axis], v * rest[axis], *rest[axis + 1 :])
+
+
+def _unfold(a: Array, v: int, axis: int, groups: int) -> Array:
+  """The inverse of `_fold`."""
+  c = a.shape[axis] // (groups * v)
+  split = a.reshape(*a.shape[:axis], groups, v, c, *a.shape[axis + 1 :])
+  return jnp.moveaxis(split, axis + 1, 0).reshape(v, *a.shape[:axis], groups * c, *a.shape[axis + 1 :])
+
+
+def _batch(operands: Any, dims: Any, *, result: str, spec: ConvSpec, dtype: Any) -> tuple[Array, int]:
+  names = OPERANDS[result]
+  arrays = {n: a if d is None else jnp.moveaxis(a, d, 0) for n, a, d in zip(names, operands, dims, strict=True)}
+  mapped = [n for n, d in zip(names, dims, strict=True) if d is not None]
+  v = arrays[mapped[0]].shape[0]
+  if v == 0:
+    one = {n: jax.ShapeDtypeStruct(a.shape[n in mapped :], a.dtype) for n, a in arrays.items()}
+    return jnp.zeros((0, *_result_shape(result, *(one[n] for n in names), spec)), dtype), 0
+  ndim = spec.rank + 3
+  if len(mapped) == 2:
+    axes = {n: (0, 1) for n in "xwy"}
+  else:
+    shared = _SHARED[frozenset((mapped[0], result))]
+    axes = {n: _axis(n, shared, ndim, spec.groups) for n in (mapped[0], result)}
+  folded = {n: _fold(a, *axes[n]) if n in mapped else a for n, a in arrays.items()}
+  return _unfold(convolve(result, folded, spec, dtype), v, *axes[result]), 0
+
+
+# CUDA lowering -------------------------------------------------------------------------------------------------------
+
+
+def plan(result: str, a: Any, b: Any, spec: ConvSpec, dtype: Any) -> dict[str, Any] | None:
+  """What the planner chooses for this call (tile, splits, workspace in bytes), or None if no kernel takes it."""
+  shapes = {name: aval.shape for name, aval in zip(OPERANDS[result], (a, b), strict=True)}
+  shapes[result] = _result_shape(result, a, b, spec)
+  return _extension.native.plan_conv(
+    direction=NAMES[result],
+    in_dtype=np.dtype(a.dtype).name,
+    out_dtype=np.dtype(dtype).name,
+    x=shapes["x"],
+    w=shapes["w"],
+    y=shapes["y"],
+    **_geometry(spec),
+  )
+
+
+def _geometry(spec: ConvSpec) -> dict[str, Any]:
+  return {
+    "stride": spec.stride,
+    "padding_low": tuple(lo for lo, _ in spec.padding),
+    "lhs_dilation": spec.lhs_dilation,
+    "rhs_dilation": spec.rhs_dilation,
+    "groups": spec.groups,
+  }
+
+
+def _attributes(a: Any, b: Any, *, spec: ConvSpec, dtype: Any) -> dict[str, Any]:
+  precision = max((p.value for p in spec.precision or ()), default=0)
+  attributes = {k: np.asarray(v, np.int64) if isinstance(v, tuple) else v for k, v in _geometry(spec).items()}
+  return attributes | {"precision": precision}
+
+
+for _result, _p in PRIMITIVES.items():
+  _primitive.bilinear(
+    _p, partial(_transpose, result=_result, wrt=0), partial(_transpose, result=_result, wrt=1)
+  )
+  _primitive.set_batching(_p, partial(_batch, result=_result))
+  _primitive.lower_to_cuda(
+    _p,
+    f"jaxdnn.{NAMES[_result]}.v1",
+    REFERENCES[_result],
+    attributes=_attributes,
+    supported=lambda a, b, *, spec, dtype, result=_result: plan(result, a, b, spec, dtype) is not None,
+    workspace=(lambda a, b, *, spec, dtype: plan("w", a, b, spec, dtype)["workspace_bytes"])  # type: ignore[index]
+    if _result == "w"
+    else None,
+  )

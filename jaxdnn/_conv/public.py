@@ -1,0 +1,440 @@
+"""The public convolution functions: check, canonicalise, bind."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jaxdnn import _activation, _sharding
+from jaxdnn._conv.primitives import convolve
+from jaxdnn._conv.spec import (
+  ConvSpec,
+  Padding,
+  check_channels,
+  dilated,
+  explicit_padding,
+  make_spec,
+  per_dimension,
+  result_dtype,
+)
+
+DimensionNumbers = lax.ConvDimensionNumbers | tuple[str, str, str] | None
+
+
+def conv_general_dilated(
+  lhs: Array,
+  rhs: Array,
+  window_strides: Sequence[int],
+  padding: Padding,
+  lhs_dilation: Sequence[int] | None = None,
+  rhs_dilation: Sequence[int] | None = None,
+  dimension_numbers: DimensionNumbers = None,
+  feature_group_count: int = 1,
+  batch_group_count: int = 1,
+  precision: Any = None,
+  preferred_element_type: Any = None,
+  out_sharding: Any = None,
+) -> Array:
+  """General n-dimensional convolution: `jax.lax.conv_general_dilated`, argument for argument.
+
+  Args:
+    lhs: input of rank n + 2.
+    rhs: filter of rank n + 2, of the same dtype.
+    window_strides: n positive ints.
+    padding: 'VALID', 'SAME', 'SAME_LOWER', or n (low, high) pairs; negative padding crops.
+    lhs_dilation: n positive ints (default 1): spacing of the input's elements. The holes are never stored.
+    rhs_dilation: n positive ints (default 1): spacing of the filter's taps.
+    dimension_numbers: as in lax; None means ('NCHW', 'OIHW', 'NCHW') and its like. Anything but channels-last
+      ('NHWC', 'HWIO', 'NHWC') is a logical transpose around a channels-last call.
+    feature_group_count: number of groups of channels.
+    batch_group_count: number of groups of the batch. At most one of the two may exceed 1.
+    precision: as in lax. The float32 kernels of this version are IEEE float32 for every setting.
+    preferred_element_type: dtype of the result, by default the operands'. Sums are held in float32 for 16-bit
+      operands in any case.
+    out_sharding: as in lax: the sharding of the result under a mesh with explicit axes.
+
+  Returns:
+    The convolution, laid out as `dimension_numbers` says. A padded tap reads the number 0, so a padded position times
+    an infinite weight is NaN, as in lax.
+
+  Raises:
+    ValueError, TypeError: shapes, group counts, dtypes or geometry that do not fit; the message has the values.
+
+  Example:
+    >>> y = jaxdnn.conv_general_dilated(x, w, (1, 1), 'SAME', dimension_numbers=('NHWC', 'HWIO', 'NHWC'))
+  """
+  where = "conv_general_dilated"
+  lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
+  numbers = _dimension_numbers(where, lhs, rhs, dimension_numbers)
+  dtype = result_dtype(where, lhs, rhs, preferred_element_type)
+  spec = make_spec(
+    where,
+    _spatial(lhs, numbers.lhs_spec),
+    _spatial(rhs, numbers.rhs_spec),
+    stride=window_strides,
+    padding=padding,
+    lhs_dilation=lhs_dilation,
+    rhs_dilation=rhs_dilation,
+    groups=feature_group_count,
+    precision=precision,
+  )
+  images, c = (lhs.shape[d] for d in numbers.lhs_spec[:2])
+  k, w_in = (rhs.shape[d] for d in numbers.rhs_spec[:2])
+  check_channels(where, c, w_in, k, feature_group_count, images, batch_group_count)
+
+  def apply(lhs: Array, rhs: Array) -> Array:
+    x, w = _to_canonical(lhs, numbers.lhs_spec), _filter_to_canonical(rhs, numbers.rhs_spec)
+    # A group of the batch with its share of the output channels is a problem of its own.
+    b = batch_group_count
+    x = x.reshape(b, x.shape[0] // b, *x.shape[1:])
+    w = jnp.moveaxis(w.reshape(*w.shape[:-1], b, k // b), -2, 0)
+    y = jnp.moveaxis(convolve("y", {"x": x, "w": w}, spec, dtype), 0, -2)
+    return _from_canonical(y.reshape(*y.shape[:-2], k), numbers.out_spec)
+
+  out = _by_batch(apply, (lhs, rhs), numbers.lhs_spec if batch_group_count == 1 else None, numbers.out_spec)
+  return out if out_sharding is None else jax.sharding.reshard(out, out_sharding)
+
+
+def conv(
+  x: Array,
+  w: Array,
+  b: Array | None = None,
+  *,
+  stride: int | Sequence[int] = 1,
+  padding: Padding = "VALID",
+  dilation: int | Sequence[int] = 1,
+  groups: int = 1,
+  dimension_numbers: DimensionNumbers = None,
+  activation: str | None = None,
+  residual: Array | None = None,
+  precision: Any = None,
+  preferred_element_type: Any = None,
+) -> Array:
+  """Convolution layer: `activation(conv(x, w) + b + residual)`.
+
+  Args:
+    x: input, channels-last [..., *spatial, C] with any number of leading batch dimensions, or as
+      `dimension_numbers` says.
+    w: filter [*window, C / groups, K] of the same dtype; its rank gives the number of spatial dimensions.
+    b: bias [K], or None.
+    stride: step between windows, an int or one per spatial dimension.
+    padding: 'VALID' (default), 'SAME', 'SAME_LOWER', an int for every side, or (low, high) pairs.
+    dilation: spacing of the filter's taps, an int or one per spatial dimension.
+    groups: number of groups of channels; C for a depthwise convolution.
+    dimension_numbers: None for channels-last, else as in `jax.lax.conv_general_dilated`, e.g.
+      ('NCHW', 'OIHW', 'NCHW').
+    activation: None, or the name of an activation of this library: 'relu', 'sigmoid', 'tanh'.
+    residual: array like the result, added before the activation, or None.
+    precision: as in `conv_general_dilated`.
+    preferred_element_type: dtype of the result, by default the operands'.
+
+  Returns:
+    [..., *out_spatial, K], or as `dimension_numbers` says.
+
+  Raises:
+    ValueError, TypeError: arguments that do not fit; the message has the values.
+
+  Example:
+    >>> x, w = jnp.ones((8, 28, 28, 1)), jnp.ones((5, 5, 1, 32))
+    >>> jaxdnn.conv(x, w, jnp.zeros(32), activation='relu').shape
+    (8, 24, 24, 32)
+  """
+  x, w = jnp.asarray(x), jnp.asarray(w)
+  if activation is not None and activation not in _activation.ACTIVATIONS:
+    raise ValueError(f"conv: activation must be None or one of {sorted(_activation.ACTIVATIONS)}, got {activation!r}")
+  rank = w.ndim - 2
+  leading: tuple[int, ...] | None = None
+  if dimension_numbers is None:
+    if rank < 0 or x.ndim < rank + 1:
+      raise ValueError(f"conv: x of shape {x.shape} has too few dimensions for a filter w of shape {w.shape}")
+    if x.ndim != rank + 2:
+      leading = x.shape[: x.ndim - rank - 1]
+      x = x.reshape(math.prod(leading), *x.shape[len(leading) :])
+  numbers = channels_last(rank) if dimension_numbers is None else dimension_numbers
+  y = conv_general_dilated(
+    x,
+    w,
+    per_dimension("conv", "stride", stride, rank),
+    padding,
+    None,
+    per_dimension("conv", "dilation", dilation, rank),
+    numbers,
+    groups,
+    precision=precision,
+    preferred_element_type=preferred_element_type,
+  )
+  channel = _dimension_numbers("conv", x, w, numbers).out_spec[1]
+  if b is not None:
+    k = y.shape[channel]
+    if jnp.shape(b) != (k,):
+      raise ValueError(f"conv: b must have shape ({k},), one entry per output channel, got {jnp.shape(b)}")
+    y = y + jnp.asarray(b, y.dtype).reshape([k if d == channel else 1 for d in range(y.ndim)])
+  if leading is not None:
+    y = y.reshape(*leading, *y.shape[1:])
+  if residual is not None:
+    if jnp.shape(residual) != y.shape:
+      raise ValueError(f"conv: residual must have the result's shape {y.shape}, got {jnp.shape(residual)}")
+    y = y + jnp.asarray(residual, y.dtype)
+  return y if activation is None else _activation.apply(activation, y)
+
+
+def conv_transpose(
+  lhs: Array,
+  rhs: Array,
+  strides: Sequence[int],
+  padding: Padding,
+  rhs_dilation: Sequence[int] | None = None,
+  dimension_numbers: DimensionNumbers = None,
+  transpose_kernel: bool = False,
+  precision: Any = None,
+  preferred_element_type: Any = None,
+  use_consistent_padding: bool = False,
+  *,
+  groups: int = 1,
+) -> Array:
+  """Transposed ("fractionally strided") convolution: `jax.lax.conv_transpose`, plus `groups`.
+
+  Args:
+    lhs: input of rank n + 2.
+    rhs: filter of rank n + 2, of the same dtype.
+    strides: n positive ints, the spacing that the output gives to the input's elements.
+    padding: 'SAME' (output extent `stride` times the input's), 'VALID', or n (low, high) pairs, which pad the dilated
+      input; with `use_consistent_padding` they are the padding of the convolution that this one transposes.
+    rhs_dilation: n positive ints (default 1): spacing of the filter's taps.
+    dimension_numbers: as in `conv_general_dilated`, but None means channels-last.
+    transpose_kernel: False applies `rhs` as it is; True flips it and swaps its channel axes, so that the result is the
+      data gradient of the convolution with `rhs`, as Keras and PyTorch define the layer.
+    precision: as in `conv_general_dilated`.
+    preferred_element_type: dtype of the result, by default the operands'.
+    use_consistent_padding: see `padding`.
+    groups: number of groups of channels. With `transpose_kernel`, groups of the convolution that is transposed.
+
+  Returns:
+    The transposed convolution. It is computed as a data gradient: no zero is ever inserted into the input.
+
+  Raises:
+    ValueError, TypeError: arguments that do not fit; the message has the values.
+
+  Example:
+    >>> y = jaxdnn.conv_transpose(x, w, (2, 2), 'SAME')  # [N, H, W, C] -> [N, 2H, 2W, K]
+  """
+  where = "conv_transpose"
+  lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
+  rank = lhs.ndim - 2
+  if lhs.ndim != rhs.ndim or rank < 0:
+    raise ValueError(f"{where}: lhs and rhs must have the same rank, at least 2, got {lhs.shape} and {rhs.shape}")
+  numbers = _dimension_numbers(where, lhs, rhs, channels_last(rank) if dimension_numbers is None else dimension_numbers)
+  strides = per_dimension(where, "strides", strides, rank)
+  dilation = per_dimension(where, "rhs_dilation", 1 if rhs_dilation is None else rhs_dilation, rank)
+  window = _spatial(rhs, numbers.rhs_spec)
+  extents = [dilated(r, d) for r, d in zip(window, dilation, strict=True)]
+  pads = _transpose_padding(where, padding, extents, strides, use_consistent_padding)
+  if not transpose_kernel:
+    return conv_general_dilated(
+      lhs, rhs, (1,) * rank, pads, strides, dilation, numbers, groups,
+      precision=precision, preferred_element_type=preferred_element_type,
+    )  # fmt: skip
+  out_spatial = [
+    max(0, dilated(i, u) + lo + hi - e + 1)
+    for i, u, (lo, hi), e in zip(_spatial(lhs, numbers.lhs_spec), strides, pads, extents, strict=True)
+  ]
+  # The convolution with output `lhs` and input the result: its low padding mirrors ours, and its high padding is what
+  # makes the extents meet.
+  forward_pads = [
+    (e - 1 - lo, dilated(i, u) + e - 1 - o - (e - 1 - lo))
+    for i, u, o, (lo, _), e in zip(
+      _spatial(lhs, numbers.lhs_spec), strides, out_spatial, pads, extents, strict=True
+    )
+  ]
+  return conv_dgrad(
+    lhs, rhs, out_spatial, stride=strides, padding=forward_pads, dilation=dilation, groups=groups,
+    dimension_numbers=lax.ConvDimensionNumbers(numbers.out_spec, numbers.rhs_spec, numbers.lhs_spec),
+    precision=precision, preferred_element_type=preferred_element_type,
+  )  # fmt: skip
+
+
+def conv_dgrad(
+  g: Array,
+  w: Array,
+  x_spatial: Sequence[int],
+  *,
+  stride: int | Sequence[int] = 1,
+  padding: Padding = "VALID",
+  dilation: int | Sequence[int] = 1,
+  groups: int = 1,
+  dimension_numbers: DimensionNumbers = None,
+  precision: Any = None,
+  preferred_element_type: Any = None,
+) -> Array:
+  """Data gradient of a convolution: the cotangent of `x` in `y = conv(x, w)`, given the cotangent `g` of `y`.
+
+  Args:
+    g: cotangent of the convolution's result, [N, *out_spatial, K] or as `dimension_numbers` says.
+    w: the convolution's filter, [*window, C / groups, K] or as `dimension_numbers` says.
+    x_spatial: the input's spatial extents, which a strided convolution's output does not determine.
+    stride, padding, dilation, groups, dimension_numbers: those of the convolution; see `conv`.
+    precision: as in `conv_general_dilated`.
+    preferred_element_type: dtype of the result, by default the operands'.
+
+  Returns:
+    [N, *x_spatial, C], or as `dimension_numbers` says for the convolution's input.
+
+  Raises:
+    ValueError, TypeError: arguments that do not fit; the message has the values.
+
+  Example:
+    >>> dx = jaxdnn.conv_dgrad(g, w, (28, 28), stride=2, padding='SAME')
+  """
+  where = "conv_dgrad"
+  g, w = jnp.asarray(g), jnp.asarray(w)
+  numbers = _dimension_numbers(where, g, w, dimension_numbers or channels_last(w.ndim - 2))
+  dtype = result_dtype(where, g, w, preferred_element_type)
+  if len(x_spatial) != w.ndim - 2:
+    raise ValueError(f"{where}: x_spatial must have {w.ndim - 2} entries, got {tuple(x_spatial)}")
+  spec = _spec(where, x_spatial, _spatial(w, numbers.rhs_spec), stride, padding, dilation, groups, precision)
+  k, w_in = (w.shape[d] for d in numbers.rhs_spec[:2])
+  check_channels(where, w_in * groups, w_in, k, groups, 1, 1)
+  _check_gradient(where, g, numbers, spec, k)
+
+  def apply(g: Array, w: Array) -> Array:
+    arrays = {"y": _to_canonical(g, numbers.out_spec)[None], "w": _filter_to_canonical(w, numbers.rhs_spec)[None]}
+    return _from_canonical(convolve("x", arrays, spec, dtype)[0], numbers.lhs_spec)
+
+  return _by_batch(apply, (g, w), numbers.out_spec, numbers.lhs_spec)
+
+
+def conv_wgrad(
+  x: Array,
+  g: Array,
+  window: Sequence[int],
+  *,
+  stride: int | Sequence[int] = 1,
+  padding: Padding = "VALID",
+  dilation: int | Sequence[int] = 1,
+  groups: int = 1,
+  dimension_numbers: DimensionNumbers = None,
+  precision: Any = None,
+  preferred_element_type: Any = None,
+) -> Array:
+  """Filter gradient of a convolution: the cotangent of `w` in `y = conv(x, w)`, given the cotangent `g` of `y`.
+
+  Args:
+    x: the convolution's input, [N, *spatial, C] or as `dimension_numbers` says.
+    g: cotangent of the convolution's result, [N, *out_spatial, K] or as `dimension_numbers` says.
+    window: the filter's spatial extents.
+    stride, padding, dilation, groups, dimension_numbers: those of the convolution; see `conv`.
+    precision: as in `conv_general_dilated`.
+    preferred_element_type: dtype of the result, by default the operands'.
+
+  Returns:
+    [*window, C / groups, K], or as `dimension_numbers` says for the filter. The sum over images and positions has a
+    fixed order: equal inputs give equal bits.
+
+  Raises:
+    ValueError, TypeError: arguments that do not fit; the message has the values.
+
+  Example:
+    >>> dw = jaxdnn.conv_wgrad(x, g, (3, 3), padding='SAME')
+  """
+  where = "conv_wgrad"
+  x, g = jnp.asarray(x), jnp.asarray(g)
+  numbers = _dimension_numbers(where, x, g, dimension_numbers or channels_last(x.ndim - 2))
+  dtype = result_dtype(where, x, g, preferred_element_type)
+  if len(window) != x.ndim - 2:
+    raise ValueError(f"{where}: window must have {x.ndim - 2} entries, got {tuple(window)}")
+  spec = _spec(where, _spatial(x, numbers.lhs_spec), window, stride, padding, dilation, groups, precision)
+  (images, c), k = (x.shape[d] for d in numbers.lhs_spec[:2]), g.shape[numbers.out_spec[1]]
+  check_channels(where, c, c // groups, k, groups, 1, 1)
+  _check_gradient(where, g, numbers, spec, k)
+  if g.shape[numbers.out_spec[0]] != images:
+    raise ValueError(f"{where}: x has {images} images but g has {g.shape[numbers.out_spec[0]]}")
+  arrays = {"x": _to_canonical(x, numbers.lhs_spec)[None], "y": _to_canonical(g, numbers.out_spec)[None]}
+  return _filter_from_canonical(convolve("w", arrays, spec, dtype)[0], numbers.rhs_spec)
+
+
+# Canonical layout ----------------------------------------------------------------------------------------------------
+#
+# A spec lists (batch, channel, *spatial) for x and y, and (out channel, in channel, *spatial) for the filter.
+
+
+def channels_last(rank: int) -> lax.ConvDimensionNumbers:
+  """The dimension numbers of [N, *spatial, C], [*window, I, O], [N, *spatial, K]."""
+  data = (0, rank + 1, *range(1, rank + 1))
+  return lax.ConvDimensionNumbers(data, (rank + 1, rank, *range(rank)), data)
+
+
+def _dimension_numbers(where: str, a: Array, b: Array, numbers: DimensionNumbers) -> lax.ConvDimensionNumbers:
+  if a.ndim != b.ndim or a.ndim < 2:
+    raise ValueError(f"{where}: operands must have the same rank, at least 2, got shapes {a.shape} and {b.shape}")
+  return lax.conv_dimension_numbers(a.shape, b.shape, numbers)
+
+
+def _spatial(a: Array, spec: Sequence[int]) -> tuple[int, ...]:
+  return tuple(a.shape[d] for d in spec[2:])
+
+
+def _to_canonical(a: Array, spec: Sequence[int]) -> Array:
+  return a.transpose(spec[0], *spec[2:], spec[1])
+
+
+def _filter_to_canonical(w: Array, spec: Sequence[int]) -> Array:
+  return w.transpose(*spec[2:], spec[1], spec[0])
+
+
+def _from_canonical(a: Array, spec: Sequence[int]) -> Array:
+  order = (spec[0], *spec[2:], spec[1])
+  return a.transpose([order.index(d) for d in range(a.ndim)])
+
+
+def _filter_from_canonical(w: Array, spec: Sequence[int]) -> Array:
+  order = (*spec[2:], spec[1], spec[0])
+  return w.transpose([order.index(d) for d in range(w.ndim)])
+
+
+def _by_batch(
+  fn: Callable[..., Array], operands: tuple[Array, Array], in_spec: Sequence[int] | None, out_spec: Sequence[int]
+) -> Array:
+  """Runs `fn` on each shard of the first operand's batch dimension (any sharding is an error if `in_spec` is None)."""
+  keep: tuple[int, ...] = () if in_spec is None else (in_spec[0],)
+  dims = [in_spec[0] if in_spec is not None and d == out_spec[0] else None for d in range(len(out_spec))]
+  return _sharding.map_shards(fn, operands, keep=(keep, ()), out_like=(0, dims))
+
+
+# Shared checks -------------------------------------------------------------------------------------------------------
+
+
+def _spec(
+  where: str, x_spatial: Sequence[int], window: Sequence[int], stride: Any, padding: Padding, dilation: Any, groups: int,
+  precision: Any,
+) -> ConvSpec:  # fmt: skip
+  return make_spec(
+    where, x_spatial, window, stride=stride, padding=padding, lhs_dilation=None, rhs_dilation=dilation, groups=groups,
+    precision=precision,
+  )  # fmt: skip
+
+
+def _check_gradient(where: str, g: Array, numbers: lax.ConvDimensionNumbers, spec: ConvSpec, k: int) -> None:
+  if _spatial(g, numbers.out_spec) != spec.y_spatial or g.shape[numbers.out_spec[1]] != k:
+    raise ValueError(
+      f"{where}: g of shape {g.shape} must have spatial extents {spec.y_spatial} and {k} channels, which is what the "
+      f"convolution of an input of extents {spec.x_spatial} with a filter of extents {spec.window} gives"
+    )
+
+
+def _transpose_padding(
+  where: str, padding: Padding, extents: Sequence[int], strides: Sequence[int], consistent: bool
+) -> tuple[tuple[int, int], ...]:
+  """Padding of the dilated input. For 'SAME' and 'VALID' it gives outputs of `stride * n` and the full extent."""
+  if isinstance(padding, str):
+    mode = padding.upper()
+    if mode == "VALID":
+      return tuple((e - 1, u - 1 + max(e - u, 0)) for e, u in zip(extents, strides, strict=True))
+    if mode == "SAME":
+      low = [e - 1 if u > e - 1 else -(-(e + u - 2) // 2) for e, u in zip(extents, strides, strict=True)]
+      return tuple((lo, e + u - 2 - lo) for lo, e, u in zip(low, extents, strides, strict=True))
+    raise ValueError(f"{where}: padding must be 'SAME', 'VALID' or (low, high) pairs, got {padding!r}")
+  pads = explicit_padding(where, padding, extents, extents, strides)
+  return tuple((e - 1 - lo, e - 1 - hi) for e, (lo, hi) in zip(extents, pads, strict=True)) if consistent else pads

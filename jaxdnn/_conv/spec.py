@@ -1,0 +1,165 @@
+"""The static parameters of a convolution, and how arguments become them."""
+
+import dataclasses
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+Padding = str | int | Sequence[tuple[int, int]]
+Precision = tuple[lax.Precision, lax.Precision] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvSpec:
+  """What the operands' shapes do not say. All three primitives carry the same one."""
+
+  stride: tuple[int, ...]
+  padding: tuple[tuple[int, int], ...]
+  lhs_dilation: tuple[int, ...]
+  rhs_dilation: tuple[int, ...]
+  groups: int
+  x_spatial: tuple[int, ...]  # a strided convolution's output does not determine its input's extents
+  window: tuple[int, ...]
+  precision: Precision
+
+  @property
+  def rank(self) -> int:
+    return len(self.window)
+
+  @property
+  def y_spatial(self) -> tuple[int, ...]:
+    padded = (dilated(i, d) + lo + hi for i, d, (lo, hi) in zip(self.x_spatial, self.lhs_dilation, self.padding))  # noqa: B905
+    extents = (dilated(r, d) for r, d in zip(self.window, self.rhs_dilation, strict=True))
+    return tuple(
+      (p - e) // u + 1 if p >= e else 0 for p, e, u in zip(padded, extents, self.stride, strict=True)
+    )
+
+
+def dilated(extent: int, dilation: int) -> int:
+  """Extent after putting `dilation - 1` holes between neighbours."""
+  return 0 if extent == 0 else (extent - 1) * dilation + 1
+
+
+def make_spec(
+  where: str,
+  x_spatial: Sequence[int],
+  window: Sequence[int],
+  *,
+  stride: int | Sequence[int],
+  padding: Padding,
+  lhs_dilation: int | Sequence[int] | None,
+  rhs_dilation: int | Sequence[int] | None,
+  groups: int,
+  precision: Any,
+) -> ConvSpec:
+  """Checks and canonicalises; `where` is the caller's name, for messages."""
+  rank = len(window)
+  stride = per_dimension(where, "stride", stride, rank)
+  lhs_dilation = per_dimension(where, "lhs_dilation", 1 if lhs_dilation is None else lhs_dilation, rank)
+  rhs_dilation = per_dimension(where, "rhs_dilation", 1 if rhs_dilation is None else rhs_dilation, rank)
+  if isinstance(padding, str) and any(d != 1 for d in lhs_dilation):
+    raise ValueError(
+      f"{where}: padding={padding!r} is ambiguous with lhs_dilation={lhs_dilation}; give (low, high) pairs or use "
+      "conv_transpose"
+    )
+  extents = [dilated(r, d) for r, d in zip(window, rhs_dilation, strict=True)]
+  pads = explicit_padding(where, padding, x_spatial, extents, stride)
+  for i, d, (lo, hi) in zip(x_spatial, lhs_dilation, pads, strict=True):
+    if dilated(i, d) + lo + hi < 0:
+      raise ValueError(
+        f"{where}: padding={pads} removes more than there is of the (dilated) input extents "
+        f"{tuple(dilated(i, d) for i, d in zip(x_spatial, lhs_dilation, strict=True))}"
+      )
+  return ConvSpec(
+    stride, pads, lhs_dilation, rhs_dilation, groups, tuple(x_spatial), tuple(window), canonical_precision(precision)
+  )
+
+
+def per_dimension(where: str, name: str, value: int | Sequence[int], rank: int) -> tuple[int, ...]:
+  """One positive integer per spatial dimension, from such a sequence or a single integer."""
+  try:
+    values = tuple(operator.index(v) for v in value) if isinstance(value, Sequence | np.ndarray) else (
+      (operator.index(value),) * rank
+    )
+  except TypeError as e:
+    raise TypeError(f"{where}: {name} must be an int or a sequence of {rank} ints, got {value!r}") from e
+  if len(values) != rank:
+    raise ValueError(f"{where}: {name} must have one entry for each of the {rank} spatial dimensions, got {values}")
+  if any(v < 1 for v in values):
+    raise ValueError(f"{where}: {name} must be positive, got {values}")
+  return values
+
+
+def explicit_padding(
+  where: str, padding: Padding, spatial: Sequence[int], window: Sequence[int], stride: Sequence[int]
+) -> tuple[tuple[int, int], ...]:
+  """(low, high) pairs, from such pairs, one int for every side, or 'VALID', 'SAME', 'SAME_LOWER'."""
+  if isinstance(padding, str):
+    mode = padding.upper()
+    if mode not in ("VALID", "SAME", "SAME_LOWER"):
+      raise ValueError(f"{where}: padding must be 'VALID', 'SAME', 'SAME_LOWER' or explicit, got {padding!r}")
+    return tuple((int(lo), int(hi)) for lo, hi in lax.padtype_to_pads(spatial, window, stride, mode))
+  if isinstance(padding, int):
+    return ((padding, padding),) * len(window)
+  try:
+    pads = tuple((operator.index(lo), operator.index(hi)) for lo, hi in padding)
+  except (TypeError, ValueError) as e:
+    raise ValueError(f"{where}: padding must be a string, an int or (low, high) pairs, got {padding!r}") from e
+  if len(pads) != len(window):
+    raise ValueError(f"{where}: padding must have one pair for each of the {len(window)} spatial dimensions, got {pads}")
+  return pads
+
+
+def canonical_precision(precision: Any) -> Precision:
+  """A pair of `lax.Precision`, or None for the default; as in lax, None defers to `jax_default_matmul_precision`."""
+  if precision is None:
+    precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    if precision is None:
+      return None
+  pair = precision if isinstance(precision, list | tuple) else (precision, precision)
+  try:
+    lhs, rhs = (p if isinstance(p, lax.Precision) else lax.Precision(p) for p in pair)
+  except ValueError as e:
+    raise ValueError(f"precision must be None, a lax.Precision, its name, or a pair of these, got {precision!r}") from e
+  return lhs, rhs
+
+
+def check_channels(where: str, c: int, w_in: int, w_out: int, groups: int, batch: int, batch_groups: int) -> None:
+  """The rules on channel, group and batch counts, which are lax's."""
+  if groups < 1 or batch_groups < 1:
+    raise ValueError(f"{where}: group counts must be positive, got groups={groups}, batch_group_count={batch_groups}")
+  if groups > 1 and batch_groups > 1:
+    raise ValueError(f"{where}: at most one of groups={groups} and batch_group_count={batch_groups} may exceed 1")
+  if c % groups:
+    raise ValueError(f"{where}: groups={groups} does not divide the input's {c} channels")
+  if c // groups != w_in:
+    raise ValueError(
+      f"{where}: the filter takes {w_in} input channels per group, but the input has {c} channels in groups={groups}"
+    )
+  if w_out % (groups * batch_groups):
+    raise ValueError(
+      f"{where}: the filter's {w_out} output channels are not a multiple of the group count {groups * batch_groups}"
+    )
+  if batch % batch_groups:
+    raise ValueError(f"{where}: batch_group_count={batch_groups} does not divide the batch size {batch}")
+
+
+def result_dtype(where: str, a: Any, b: Any, preferred: Any) -> np.dtype[Any]:
+  """The result's element type: the operands' own, which must agree, or the wider one that is asked for."""
+  if a.dtype != b.dtype:
+    raise TypeError(f"{where}: operands must have the same dtype, got {a.dtype} and {b.dtype}")
+  if preferred is None:
+    return np.dtype(a.dtype)
+  preferred = np.dtype(jax.dtypes.canonicalize_dtype(preferred))
+  kinds = (jnp.signedinteger, jnp.unsignedinteger, jnp.floating, jnp.complexfloating)
+  same_kind = any(jnp.issubdtype(a.dtype, k) and jnp.issubdtype(preferred, k) for k in kinds)
+  widened = jnp.issubdtype(a.dtype, jnp.integer) and jnp.issubdtype(preferred, jnp.floating)
+  if not (same_kind or widened) or preferred.itemsize < np.dtype(a.dtype).itemsize:
+    raise TypeError(f"{where}: preferred_element_type={preferred} cannot hold a sum of {a.dtype} products")
+  return preferred
+

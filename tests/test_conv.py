@@ -1,0 +1,414 @@
+"""Convolution against the float64 oracle: values, gradients, layouts, transformations, errors, determinism."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conv_cases import CASES
+from conv_oracle import conv as conv_oracle
+from conv_oracle import conv_gradients
+from jax import lax
+from jax.test_util import check_grads
+from numerics import DTYPES, assert_close, assert_repeatable, exact, sample
+
+import jaxdnn
+from jaxdnn._conv.public import channels_last
+
+CASE_IDS = [case.name for case in CASES]
+
+
+def operands(case, dtype):
+  x, w = sample(case.x_shape, dtype), sample(case.w_shape, dtype, seed=1)
+  shape = jax.eval_shape(functools.partial(apply, case), x, w).shape
+  return x, w, sample(shape, dtype, seed=2)
+
+
+def apply(case, x, w, **kwargs):
+  stride, padding, lhs_dilation, rhs_dilation = case.geometry
+  return jaxdnn.conv_general_dilated(
+    x, w, stride, padding, lhs_dilation, rhs_dilation, channels_last(len(stride)), case.groups, **kwargs
+  )
+
+
+def with_gradients(f, x, w, g):
+  """`f(x, w)` and the cotangents of x and w for the cotangent g, as one program."""
+
+  def all_three(x, w, g):
+    y, vjp = jax.vjp(f, x, w)
+    return y, *vjp(g)
+
+  return jax.jit(all_three)(x, w, g)
+
+
+def check(case, y, dx, dw, x, w, g, dtype):
+  want = conv_oracle(exact(x), exact(w), *case.geometry, case.groups)
+  want_dx, want_dw = conv_gradients(exact(x), exact(w), exact(g), *case.geometry, case.groups)
+  taps = int(np.prod(case.window))
+  assert_close(y, want, dtype, terms=taps * max(case.c // case.groups, 1), scale=4)
+  assert_close(dx, want_dx, dtype, terms=taps * max(case.k // case.groups, 1), scale=4)
+  assert_close(dw, want_dw, dtype, terms=max(want[..., 0].size, 1), scale=4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES, ids=CASE_IDS)
+def test_values_and_gradients(case, dtype):
+  x, w, g = operands(case, dtype)
+  check(case, *with_gradients(functools.partial(apply, case), x, w, g), x, w, g, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES, ids=CASE_IDS)
+def test_kernels_write_everything_and_repeat(case, dtype):
+  x, w, g = operands(case, dtype)
+
+  def all_three(x, w, g):
+    y, vjp = jax.vjp(functools.partial(apply, case), x, w)
+    return y, *vjp(g)
+
+  check(case, *assert_repeatable(all_three, *map(jnp.asarray, (x, w, g))), x, w, g, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitize
+@pytest.mark.parametrize("name", ["0d", "3x3s2", "grouped", "both_dilations", "negative_padding", "3d_s2_groups"])
+def test_kernels_under_the_sanitizer(name):
+  case = next(case for case in CASES if case.name == name)
+  for dtype in ("float32", "bfloat16"):
+    x, w, g = operands(case, dtype)
+    check(case, *with_gradients(functools.partial(apply, case), x, w, g), x, w, g, dtype)
+
+
+def test_split_filter_gradient():
+  """Enough pixels for the planner to split the sum, and not a multiple of any slice."""
+  case = CASES[0].__class__("split", 7, (61, 59), 2, (3, 3), 5, padding=((1, 1), (1, 1)))
+  for dtype in ("float32", "bfloat16", "float64"):
+    x, w, g = operands(case, dtype)
+    check(case, *with_gradients(functools.partial(apply, case), x, w, g), x, w, g, dtype)
+
+
+# The whole of lax's signature -----------------------------------------------------------------------------------------
+
+
+def random_configuration(rng):
+  """One call of conv_general_dilated, drawn over the whole signature; x and w are canonical, the rest is kwargs."""
+  rank = int(rng.integers(0, 4))
+  small = lambda lo, hi, size=rank: tuple(int(v) for v in rng.integers(lo, hi + 1, size))  # noqa: E731
+  groups, batch_groups = [(1, 1), (1, 1), (int(rng.integers(2, 5)), 1), (1, int(rng.integers(2, 4)))][rng.integers(4)]
+  window, spatial = small(1, 3), small(1, 7)
+  stride, lhs_dilation, rhs_dilation = small(1, 3), small(1, 3), small(1, 3)
+  if rng.random() < 0.4:
+    lhs_dilation = (1,) * rank
+  padding = tuple((int(a), int(b)) for a, b in rng.integers(-2, 4, (rank, 2)))
+  padding = tuple(
+    (lo, hi) if (i - 1) * d + 1 + lo + hi >= 0 else (0, 0)
+    for i, d, (lo, hi) in zip(spatial, lhs_dilation, padding, strict=True)
+  )
+  c = groups * int(rng.integers(1, 4))
+  k = groups * batch_groups * int(rng.integers(1, 4))
+  n = batch_groups * int(rng.integers(1, 4))
+  letters = "DHW"[:rank]
+  numbers = tuple("".join(rng.permutation(list(base + letters))) for base in ("NC", "IO", "NC"))
+  return dict(
+    x_shape=(n, *spatial, c), w_shape=(*window, c // groups, k), stride=stride, padding=padding,
+    lhs_dilation=lhs_dilation, rhs_dilation=rhs_dilation, groups=groups, batch_groups=batch_groups, numbers=numbers,
+  )  # fmt: skip
+
+
+def oracle_with_batch_groups(f, x, w, g, batch_groups):
+  """Applies `f(x, w, g)` to each group of the batch with its share of the output channels."""
+  shares = zip(
+    np.split(x, batch_groups, 0), np.split(w, batch_groups, -1), np.split(g, batch_groups, -1), strict=True
+  )
+  return [f(*share) for share in shares]
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_random_configurations(seed):
+  rng = np.random.default_rng(seed)
+  cfg = random_configuration(rng)
+  spatial_letters = [c for c in cfg["numbers"][1] if c not in "IO"]
+  # The canonical order of spatial dimensions is that of the filter's letters.
+  canonical = ("N" + "".join(spatial_letters) + "C", "".join(spatial_letters) + "IO")
+
+  def layout(a, source, target):
+    return np.transpose(a, [source.index(c) for c in target])
+
+  x, w = rng.standard_normal(cfg["x_shape"]), rng.standard_normal(cfg["w_shape"])
+  geometry = cfg["stride"], cfg["padding"], cfg["lhs_dilation"], cfg["rhs_dilation"]
+  call = functools.partial(
+    jaxdnn.conv_general_dilated, window_strides=cfg["stride"], padding=cfg["padding"], lhs_dilation=cfg["lhs_dilation"],
+    rhs_dilation=cfg["rhs_dilation"], dimension_numbers=cfg["numbers"], feature_group_count=cfg["groups"],
+    batch_group_count=cfg["batch_groups"],
+  )  # fmt: skip
+  xt, wt = layout(x, canonical[0], cfg["numbers"][0]), layout(w, canonical[1], cfg["numbers"][1])
+  y_shape = jax.eval_shape(functools.partial(lax.conv_general_dilated, **call.keywords), xt, wt).shape
+  g = rng.standard_normal(y_shape)
+  y, dx, dw = with_gradients(call, xt, wt, g)
+  assert y.shape == y_shape
+  got_y, g = (layout(np.asarray(a), cfg["numbers"][2], canonical[0]) for a in (y, g))
+  got_dx = layout(np.asarray(dx), cfg["numbers"][0], canonical[0])
+  got_dw = layout(np.asarray(dw), cfg["numbers"][1], canonical[1])
+  b = cfg["batch_groups"]
+  want_y = np.concatenate(
+    oracle_with_batch_groups(lambda x, w, g: conv_oracle(x, w, *geometry, cfg["groups"]), x, w, g, b), -1
+  )
+  pieces = oracle_with_batch_groups(lambda x, w, g: conv_gradients(x, w, g, *geometry, cfg["groups"]), x, w, g, b)
+  assert_close(got_y, want_y, "float64", terms=100, scale=4)
+  assert_close(got_dx, np.concatenate([p[0] for p in pieces], 0), "float64", terms=100, scale=4)
+  assert_close(got_dw, np.concatenate([p[1] for p in pieces], -1), "float64", terms=1000, scale=4)
+
+
+@pytest.mark.parametrize("padding", ["VALID", "SAME", "SAME_LOWER", "same"])
+@pytest.mark.parametrize("stride,dilation", [(1, 1), (2, 1), (3, 1), (1, 2), (2, 3)])
+def test_string_padding_is_lax(padding, stride, dilation):
+  x, w = sample((2, 9, 8, 3), "float64"), sample((3, 2, 3, 4), "float64", seed=1)
+  args = ((stride, stride), padding, None, (dilation, dilation), ("NHWC", "HWIO", "NHWC"))
+  np.testing.assert_allclose(
+    jaxdnn.conv_general_dilated(x, w, *args), lax.conv_general_dilated(x, w, *args), atol=1e-12
+  )
+
+
+@pytest.mark.parametrize("transpose_kernel", [False, True])
+@pytest.mark.parametrize("padding", ["SAME", "VALID", ((1, 2), (0, 3)), ((-1, 1), (2, 0))])
+@pytest.mark.parametrize("consistent", [False, True])
+@pytest.mark.parametrize("strides,dilation", [((1, 1), None), ((2, 3), None), ((2, 2), (2, 1)), ((4, 3), None)])
+def test_conv_transpose_is_lax(transpose_kernel, padding, consistent, strides, dilation):
+  x = sample((2, 5, 4, 3), "float64")
+  w = sample((3, 2, 6, 3) if transpose_kernel else (3, 2, 3, 6), "float64", seed=1)
+  kwargs = dict(rhs_dilation=dilation, transpose_kernel=transpose_kernel, use_consistent_padding=consistent)
+  reference = lambda x, w: lax.conv_transpose(x, w, strides, padding, **kwargs)  # noqa: E731
+  ours = lambda x, w: jaxdnn.conv_transpose(x, w, strides, padding, **kwargs)  # noqa: E731
+  g = sample(jax.eval_shape(reference, x, w).shape, "float64", seed=2)
+  for got, want in zip(with_gradients(ours, x, w, g), with_gradients(reference, x, w, g), strict=True):
+    np.testing.assert_allclose(got, want, atol=1e-11)
+
+
+@pytest.mark.parametrize("transpose_kernel", [False, True])
+def test_grouped_conv_transpose(transpose_kernel):
+  """A grouped transposed convolution is the concatenation of its groups."""
+  x, groups = sample((2, 5, 4, 6), "float64"), 3
+  w = sample((3, 3, 4, 6) if transpose_kernel else (3, 3, 2, 12), "float64", seed=1)
+  got = jaxdnn.conv_transpose(x, w, (2, 2), "SAME", transpose_kernel=transpose_kernel, groups=groups)
+  want = [
+    lax.conv_transpose(a, b, (2, 2), "SAME", transpose_kernel=transpose_kernel)
+    for a, b in zip(np.split(x, groups, -1), np.split(w, groups, -1), strict=True)
+  ]
+  np.testing.assert_allclose(got, np.concatenate(want, -1), atol=1e-12)
+
+
+@pytest.mark.parametrize("numbers", [None, ("NCHW", "OIHW", "NCHW"), ("HWNC", "IOWH", "CNHW")])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_gradients_by_themselves(numbers, groups):
+  kwargs = dict(stride=(2, 1), padding=((1, 0), (0, 2)), dilation=(1, 2), groups=groups, dimension_numbers=numbers)
+  dn = lax.conv_dimension_numbers((1,) * 4, (1,) * 4, numbers or ("NHWC", "HWIO", "NHWC"))
+  x_shape, w_shape = [0] * 4, [0] * 4
+  for d, v in zip(dn.lhs_spec, (2, 4, 7, 6), strict=True):
+    x_shape[d] = v
+  for d, v in zip(dn.rhs_spec, (6, 4 // groups, 3, 2), strict=True):
+    w_shape[d] = v
+  x, w = sample(x_shape, "float64"), sample(w_shape, "float64", seed=1)
+  f = lambda x, w: jaxdnn.conv(x, w, **kwargs)  # noqa: E731
+  g = sample(jax.eval_shape(f, x, w).shape, "float64", seed=2)
+  _, dx, dw = with_gradients(f, x, w, g)
+  np.testing.assert_array_equal(jaxdnn.conv_dgrad(g, w, (7, 6), **kwargs), dx)
+  np.testing.assert_array_equal(jaxdnn.conv_wgrad(x, g, (3, 2), **kwargs), dw)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_preferred_element_type(dtype):
+  case = next(c for c in CASES if c.name == "3x3")
+  x, w, g = operands(case, dtype)
+  wide = functools.partial(apply, case, preferred_element_type="float32")
+  y, dx, dw = with_gradients(wide, x, w, g.astype("float32"))
+  assert_close(y, conv_oracle(exact(x), exact(w), *case.geometry), "float32", terms=9 * case.c, scale=4)
+  want_dx, want_dw = conv_gradients(exact(x), exact(w), exact(g), *case.geometry)
+  assert_close(dx, want_dx, dtype, terms=9 * case.k, scale=4)
+  assert_close(dw, want_dw, dtype, terms=y.size // case.k, scale=4)
+
+
+def test_integers_and_complex_follow_lax():
+  rng = np.random.default_rng(0)
+  x, w = rng.integers(-9, 9, (2, 5, 5, 3)).astype(np.int8), rng.integers(-9, 9, (3, 3, 3, 4)).astype(np.int8)
+  got = jaxdnn.conv_general_dilated(x, w, (1, 1), "SAME", None, None, ("NHWC", "HWIO", "NHWC"), preferred_element_type="int32")
+  np.testing.assert_array_equal(got, conv_oracle(x, w, (1, 1), ((1, 1), (1, 1)), (1, 1), (1, 1)))
+  z, v = sample((2, 5, 3), "float64") * (1 + 2j), sample((3, 3, 4), "float64", seed=1) * (2 - 1j)
+  args = ((1,), "SAME", None, None, ("NWC", "WIO", "NWC"))
+  np.testing.assert_allclose(jaxdnn.conv_general_dilated(z, v, *args), lax.conv_general_dilated(z, v, *args), atol=1e-12)
+
+
+def test_layer():
+  x, w = sample((2, 3, 6, 5, 4), "float32"), sample((3, 3, 4, 8), "float32", seed=1)
+  b, r = sample((8,), "float32", seed=2), sample((2, 3, 6, 5, 8), "float32", seed=3)
+  y = jaxdnn.conv(x, w, b, padding="SAME", activation="relu", residual=r)
+  plain = conv_oracle(exact(x).reshape(6, 6, 5, 4), exact(w), (1, 1), ((1, 1), (1, 1)), (1, 1), (1, 1))
+  assert_close(y, np.maximum(plain.reshape(r.shape) + b + r, 0), "float32", terms=36, scale=4)
+  unbatched = jaxdnn.conv(x[0, 0], w, b, padding=1)
+  assert_close(unbatched, plain[0] + b, "float32", terms=36, scale=4)
+  nchw = jaxdnn.conv(
+    x[0].transpose(0, 3, 1, 2), w.transpose(3, 2, 0, 1), b, padding="SAME", dimension_numbers=("NCHW", "OIHW", "NCHW")
+  )
+  assert_close(nchw.transpose(0, 2, 3, 1), plain[:3] + b, "float32", terms=36, scale=4)
+
+
+def test_four_spatial_dimensions():
+  """More than the kernels take goes through the reference on every platform."""
+  x, w = sample((1, 3, 4, 3, 2, 3), "float64"), sample((2, 2, 2, 1, 3, 2), "float64", seed=1)
+  geometry = ((1,) * 4, ((0, 1),) * 4, (1,) * 4, (1,) * 4)
+  got = jaxdnn.conv_general_dilated(x, w, *geometry, channels_last(4))
+  assert_close(got, conv_oracle(x, w, *geometry), "float64", terms=24, scale=4)
+
+
+# Transformations ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("lhs_dilation", [(1, 1), (2, 1)])
+def test_derivatives_of_every_order_and_mode(groups, lhs_dilation):
+  x, w = jnp.asarray(sample((2, 5, 4, 4), "float64")), jnp.asarray(sample((3, 2, 4 // groups, 6), "float64", seed=1))
+
+  def f(x, w):
+    return jaxdnn.conv_general_dilated(
+      x, w, (2, 1), ((1, 0), (-1, 2)), lhs_dilation, (1, 2), ("NHWC", "HWIO", "NHWC"), groups
+    )
+
+  check_grads(f, (x, w), order=3, modes=("fwd", "rev"))
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("in_axes", [a for a in itertools.product((None, 0, 2), repeat=2) if a != (None, None)])
+@pytest.mark.parametrize("op", ["conv", "conv_dgrad", "conv_wgrad"])
+def test_vmap_over_each_subset(op, in_axes, groups):
+  kwargs = dict(stride=(2, 1), padding=((1, 0), (0, 2)), dilation=(1, 2), groups=groups)
+  x, w = sample((2, 7, 6, 4), "float64"), sample((3, 2, 4 // groups, 6), "float64", seed=1)
+  g = sample(jaxdnn.conv(x, w, **kwargs).shape, "float64", seed=2)
+  f, args = {
+    "conv": (functools.partial(jaxdnn.conv, **kwargs), (x, w)),
+    "conv_dgrad": (functools.partial(jaxdnn.conv_dgrad, x_spatial=(7, 6), **kwargs), (g, w)),
+    "conv_wgrad": (functools.partial(jaxdnn.conv_wgrad, window=(3, 2), **kwargs), (x, g)),
+  }[op]
+  stacked = [a if d is None else np.stack([a, 2 * a + 1, -a], d) for a, d in zip(args, in_axes, strict=True)]
+  want = [f(*(a if d is None else np.take(a, i, d) for a, d in zip(stacked, in_axes, strict=True))) for i in range(3)]
+  np.testing.assert_allclose(jax.vmap(f, in_axes)(*stacked), np.stack(want), atol=1e-11)
+  # A second vmap, over the other operand or over both, stacks problems on problems.
+  twice = [np.stack([a, a - 1]) for a in stacked]
+  inner = jax.vmap(f, in_axes)
+  np.testing.assert_allclose(
+    jax.vmap(inner)(*twice), np.stack([inner(*(a[i] for a in twice)) for i in range(2)]), atol=1e-11
+  )
+
+
+def test_vmap_of_nothing():
+  w = jnp.zeros((3, 3, 4, 6))
+  assert jax.vmap(lambda x: jaxdnn.conv(x, w))(jnp.zeros((0, 2, 5, 5, 4))).shape == (0, 2, 3, 3, 6)
+
+
+def test_per_example_gradients_and_hessian():
+  x, w = jnp.asarray(sample((3, 6, 5, 2), "float64")), jnp.asarray(sample((2, 2, 2, 3), "float64", seed=1))
+  loss = lambda w, x: (jaxdnn.conv(x, w) ** 2).sum()  # noqa: E731
+  per_example = jax.vmap(jax.grad(loss), (None, 0))(w, x)
+  np.testing.assert_allclose(per_example, np.stack([jax.grad(loss)(w, x[i]) for i in range(3)]), atol=1e-10)
+  np.testing.assert_allclose(jax.grad(lambda w: jax.vmap(loss, (None, 0))(w, x).sum())(w), per_example.sum(0), atol=1e-10)
+  hessian = jax.hessian(loss)(w, x).reshape(w.size, w.size)
+  np.testing.assert_allclose(hessian, hessian.T, atol=1e-10)
+  np.testing.assert_allclose(w.reshape(-1) @ hessian @ w.reshape(-1), 2 * loss(w, x), rtol=1e-10)
+
+
+# Special values -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nan_and_infinity_stay_local(dtype):
+  x, w = sample((1, 9, 9, 20), dtype), sample((3, 3, 20, 70), dtype, seed=1)
+  for value in (np.nan, np.inf):
+    x[0, 4, 4, 3] = value
+    touched = np.zeros((7, 7), bool)
+    touched[2:5, 2:5] = True
+    y = exact(jaxdnn.conv(x, w))[0]
+    assert not np.isfinite(y[touched]).any() and np.isfinite(y[~touched]).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nonnegative_in_nonnegative_out(dtype):
+  x, w = np.abs(sample((2, 8, 8, 5), dtype)), np.abs(sample((3, 3, 5, 6), dtype, seed=1))
+  assert (exact(jaxdnn.conv(x, w, padding="SAME")) >= 0).all()
+
+
+# Wrong calls ----------------------------------------------------------------------------------------------------------
+
+X, W = (2, 8, 8, 6), (3, 3, 6, 4)
+
+
+@pytest.mark.parametrize(
+  "x,w,kwargs,message",
+  [
+    ((2, 8, 8), W, {}, r"same rank.*\(2, 8, 8\).*\(3, 3, 6, 4\)"),
+    (X, (3, 3, 5, 4), {}, r"takes 5 input channels per group.*6 channels"),
+    (X, W, dict(feature_group_count=4), r"groups=4 does not divide the input's 6 channels"),
+    (X, (3, 3, 3, 5), dict(feature_group_count=2), r"5 output channels are not a multiple of the group count 2"),
+    (X, W, dict(feature_group_count=0), r"group counts must be positive, got groups=0"),
+    (X, W, dict(batch_group_count=3), r"4 output channels are not a multiple of the group count 3"),
+    ((3, 8, 8, 6), W, dict(batch_group_count=2), r"batch_group_count=2 does not divide the batch size 3"),
+    (X, (3, 3, 3, 4), dict(feature_group_count=2, batch_group_count=2), r"at most one of groups=2 and batch_group"),
+    (X, W, dict(window_strides=(1,)), r"stride must have one entry for each of the 2 spatial dimensions, got \(1,\)"),
+    (X, W, dict(window_strides=(0, 1)), r"stride must be positive, got \(0, 1\)"),
+    (X, W, dict(rhs_dilation=(1, -1)), r"rhs_dilation must be positive, got \(1, -1\)"),
+    (X, W, dict(lhs_dilation=(1, 2, 3)), r"lhs_dilation must have one entry.*\(1, 2, 3\)"),
+    (X, W, dict(padding="HALF"), r"padding must be 'VALID', 'SAME', 'SAME_LOWER' or explicit, got 'HALF'"),
+    (X, W, dict(padding=((1, 1),)), r"padding must have one pair for each of the 2 spatial dimensions"),
+    (X, W, dict(padding=(1, 1)), r"padding must be a string, an int or \(low, high\) pairs, got \(1, 1\)"),
+    (X, W, dict(padding=((-9, 0), (0, 0))), r"padding=.*removes more than there is"),
+    (X, W, dict(padding="SAME", lhs_dilation=(2, 1)), r"padding='SAME' is ambiguous with lhs_dilation=\(2, 1\)"),
+    (X, W, dict(precision="exact"), r"precision must be .* got 'exact'"),
+    (X, W, dict(dimension_numbers=("NHWC", "HWIO", "NHWD")), r"NHWD"),
+  ],
+)
+def test_wrong_shapes_raise_where_lax_raises(x, w, kwargs, message):
+  kwargs = dict(window_strides=(1, 1), padding="VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")) | kwargs
+  with pytest.raises((ValueError, TypeError), match=message):
+    jax.eval_shape(functools.partial(jaxdnn.conv_general_dilated, **kwargs), jnp.zeros(x), jnp.zeros(w))
+  # lax raises too, if not always so that a user would understand (a stride of 0 divides by zero).
+  with pytest.raises(Exception):  # noqa: B017
+    jax.jit(functools.partial(lax.conv_general_dilated, **kwargs)).lower(jnp.zeros(x), jnp.zeros(w)).compile()
+
+
+@pytest.mark.parametrize(
+  "x_type,w_type,preferred,message",
+  [
+    ("float32", "bfloat16", None, r"same dtype, got float32 and bfloat16"),
+    ("float32", "float32", "bfloat16", r"preferred_element_type=bfloat16 cannot hold a sum of float32"),
+    ("float32", "float32", "int32", r"preferred_element_type=int32 cannot hold a sum of float32"),
+    ("int8", "int8", "uint32", r"preferred_element_type=uint32 cannot hold a sum of int8"),
+  ],
+)
+def test_wrong_dtypes_raise_where_lax_raises(x_type, w_type, preferred, message):
+  x, w = jnp.zeros((1, 4, 4), x_type), jnp.zeros((4, 4, 1), w_type)
+  with pytest.raises(TypeError, match=message):
+    jaxdnn.conv_general_dilated(x, w, (1,), "VALID", preferred_element_type=preferred)
+  with pytest.raises(TypeError):
+    lax.conv_general_dilated(x, w, (1,), "VALID", preferred_element_type=preferred)
+
+
+def test_wrong_layer_arguments():
+  x, w = jnp.zeros(X), jnp.zeros(W)
+  with pytest.raises(ValueError, match=r"b must have shape \(4,\).*\(6,\)"):
+    jaxdnn.conv(x, w, jnp.zeros(6))
+  with pytest.raises(ValueError, match=r"residual must have the result's shape \(2, 6, 6, 4\), got \(2, 8, 8, 4\)"):
+    jaxdnn.conv(x, w, residual=jnp.zeros((2, 8, 8, 4)))
+  with pytest.raises(ValueError, match=r"activation must be None or one of .*'relu'.*got 'relux'"):
+    jaxdnn.conv(x, w, activation="relux")
+  with pytest.raises(ValueError, match=r"too few dimensions"):
+    jaxdnn.conv(x[0, 0], w)
+  with pytest.raises(ValueError, match=r"g of shape \(2, 8, 8, 4\) must have spatial extents \(6, 6\)"):
+    jaxdnn.conv_dgrad(jnp.zeros((2, 8, 8, 4)), w, (8, 8))
+  with pytest.raises(ValueError, match=r"x_spatial must have 2 entries, got \(8,\)"):
+    jaxdnn.conv_dgrad(jnp.zeros((2, 6, 6, 4)), w, (8,))
+  with pytest.raises(ValueError, match=r"window must have 2 entries, got \(3,\)"):
+    jaxdnn.conv_wgrad(x, jnp.zeros((2, 6, 6, 4)), (3,))
+  with pytest.raises(ValueError, match=r"x has 2 images but g has 3"):
+    jaxdnn.conv_wgrad(x, jnp.zeros((3, 6, 6, 4)), (3, 3))
+  with pytest.raises(ValueError, match=r"padding must be 'SAME', 'VALID' or \(low, high\) pairs, got 'FULL'"):
+    jaxdnn.conv_transpose(x, w, (2, 2), "FULL")
