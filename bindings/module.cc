@@ -30,6 +30,11 @@ static nb::dict Handlers() {
   };
   add("jaxdnn.activation.v1", Activation);
   add("jaxdnn.activation_bwd.v1", ActivationBwd);
+  add("jaxdnn.max_pool.v1", MaxPool);
+  add("jaxdnn.pool_gather.v1", PoolGather);
+  add("jaxdnn.pool_scatter.v1", PoolScatter);
+  add("jaxdnn.avg_pool.v1", AvgPool);
+  add("jaxdnn.avg_pool_bwd.v1", AvgPoolBwd);
   add("jaxdnn.conv_fwd.v1", ConvFwd);
   add("jaxdnn.conv_dgrad.v1", ConvDgrad);
   add("jaxdnn.conv_wgrad.v1", ConvWgrad);

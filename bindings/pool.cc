@@ -1,0 +1,186 @@
+// FFI handlers of pooling.
+#include "cuda/pool/pool.h"
+
+#include <algorithm>
+
+#include "bindings/ffi.h"
+#include "bindings/handlers.h"
+
+namespace jaxdnn {
+namespace {
+
+using Span = ffi::Span<const int64_t>;
+
+struct PoolAttrs {
+  Span window, stride, low, dilation;
+};
+struct AvgPoolAttrs {
+  Span window, stride, low, dilation;
+  bool include_pad;
+};
+
+}  // namespace
+}  // namespace jaxdnn
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jaxdnn::PoolAttrs,
+                                      xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("window"),
+                                      xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("stride"),
+                                      xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("low"),
+                                      xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("dilation"));
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jaxdnn::AvgPoolAttrs,
+                                      xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("window"),
+                                      xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("stride"),
+                                      xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("low"),
+                                      xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("dilation"),
+                                      xla::ffi::StructMember<bool>("include_pad"));
+
+namespace jaxdnn {
+namespace {
+
+// The geometry of `in` [leading..., spatial..., channels] and `out`, of as many spatial dimensions as attributes have.
+template <class Attrs>
+std::optional<pool::Geometry> ToGeometry(const Attrs& attrs, const ffi::AnyBuffer& in, const ffi::AnyBuffer& out) {
+  const size_t rank = attrs.window.size(), dims = in.dimensions().size();
+  const bool ranks = rank >= 1 && rank <= 3 && attrs.stride.size() == rank && attrs.low.size() == rank &&
+                     attrs.dilation.size() == rank && dims > rank && out.dimensions().size() == dims;
+  if (!ranks || in.element_type() != out.element_type()) return std::nullopt;
+  const auto within = [](int64_t v, int64_t least) { return v >= least && v < int64_t{1} << 30; };
+  pool::Geometry g;
+  const size_t lead = dims - rank - 1;
+  for (size_t i = 0; i < lead; ++i) {
+    if (in.dimensions()[i] != out.dimensions()[i]) return std::nullopt;
+    g.batch *= in.dimensions()[i];
+  }
+  for (size_t i = 0; i < rank; ++i) {
+    const size_t d = 3 - rank + i;
+    const int64_t in_extent = in.dimensions()[lead + i], out_extent = out.dimensions()[lead + i];
+    if (!within(in_extent, 0) || !within(out_extent, 0) || !within(attrs.window[i], 1) || !within(attrs.stride[i], 1) ||
+        !within(attrs.dilation[i], 1) || !within(attrs.low[i], -in_extent))
+      return std::nullopt;
+    g.in[d] = static_cast<int>(in_extent);
+    g.out[d] = static_cast<int>(out_extent);
+    g.window[d] = static_cast<int>(attrs.window[i]);
+    g.stride[d] = static_cast<int>(attrs.stride[i]);
+    g.low[d] = static_cast<int>(attrs.low[i]);
+    g.dilation[d] = static_cast<int>(attrs.dilation[i]);
+  }
+  const int64_t channels = in.dimensions()[dims - 1];
+  if (!within(channels, 0) || out.dimensions()[dims - 1] != channels) return std::nullopt;
+  g.channels = static_cast<int>(channels);
+  return g;
+}
+
+std::optional<pool::IndexType> ToIndexType(const ffi::AnyBuffer& index, const ffi::AnyBuffer& y) {
+  if (!SameShape(index, y)) return std::nullopt;
+  if (index.element_type() == ffi::U8) return pool::IndexType::kUint8;
+  if (index.element_type() == ffi::S32) return pool::IndexType::kInt32;
+  return std::nullopt;
+}
+
+}  // namespace
+
+static ffi::Error MaxPoolImpl(cudaStream_t stream, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> y,
+                              ffi::RemainingRets rest, PoolAttrs attrs) {
+  const auto geometry = ToGeometry(attrs, x, *y);
+  const auto dtype = ToDType(x.element_type());
+  void* index = nullptr;
+  std::optional<pool::IndexType> index_type = pool::IndexType::kUint8;
+  if (rest.size() == 1) {
+    auto buffer = rest.get<ffi::AnyBuffer>(0);
+    if (!buffer.has_value()) return buffer.error();
+    index = (*buffer)->untyped_data();
+    index_type = ToIndexType(**buffer, *y);
+  }
+  if (!geometry || !dtype || !index_type || rest.size() > 1) return Unsupported("no kernel", "max_pool", x, *y);
+  const cudaError_t status =
+      pool::MaxPool(*geometry, *dtype, *index_type, x.untyped_data(), y->untyped_data(), index, stream);
+  return FromCuda(status, "max_pool", x, *y);
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(MaxPool, MaxPoolImpl,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .RemainingRets()
+                                  .Attrs<PoolAttrs>(),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+static ffi::Error PoolGatherImpl(cudaStream_t stream, ffi::AnyBuffer t, ffi::AnyBuffer index,
+                                 ffi::Result<ffi::AnyBuffer> y, PoolAttrs attrs) {
+  const auto geometry = ToGeometry(attrs, t, *y);
+  const auto dtype = ToDType(t.element_type());
+  const auto index_type = ToIndexType(index, *y);
+  if (!geometry || !dtype || !index_type) return Unsupported("no kernel", "pool_gather", t, index, *y);
+  const cudaError_t status =
+      pool::Gather(*geometry, *dtype, *index_type, t.untyped_data(), index.untyped_data(), y->untyped_data(), stream);
+  return FromCuda(status, "pool_gather", t, *y);
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(PoolGather, PoolGatherImpl,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attrs<PoolAttrs>(),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+static ffi::Error PoolScatterImpl(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuffer index,
+                                  ffi::Result<ffi::AnyBuffer> dx, PoolAttrs attrs) {
+  const auto geometry = ToGeometry(attrs, *dx, dy);
+  const auto dtype = ToDType(dy.element_type());
+  const auto index_type = ToIndexType(index, dy);
+  if (!geometry || !dtype || !index_type) return Unsupported("no kernel", "pool_scatter", dy, index, *dx);
+  const cudaError_t status = pool::Scatter(*geometry, *dtype, *index_type, dy.untyped_data(), index.untyped_data(),
+                                           dx->untyped_data(), stream);
+  return FromCuda(status, "pool_scatter", dy, *dx);
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(PoolScatter, PoolScatterImpl,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attrs<PoolAttrs>(),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+static ffi::Error AvgPoolImpl(cudaStream_t stream, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> y,
+                              AvgPoolAttrs attrs) {
+  const auto geometry = ToGeometry(attrs, x, *y);
+  const auto dtype = ToDType(x.element_type());
+  if (!geometry || !dtype) return Unsupported("no kernel", "avg_pool", x, *y);
+  const cudaError_t status =
+      pool::AvgPool(*geometry, *dtype, attrs.include_pad, x.untyped_data(), y->untyped_data(), stream);
+  return FromCuda(status, "avg_pool", x, *y);
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(AvgPool, AvgPoolImpl,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attrs<AvgPoolAttrs>(),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+static ffi::Error AvgPoolBwdImpl(cudaStream_t stream, ffi::AnyBuffer dy, ffi::Result<ffi::AnyBuffer> dx,
+                                 AvgPoolAttrs attrs) {
+  const auto geometry = ToGeometry(attrs, *dx, dy);
+  const auto dtype = ToDType(dy.element_type());
+  if (!geometry || !dtype) return Unsupported("no kernel", "avg_pool_bwd", dy, *dx);
+  const cudaError_t status =
+      pool::AvgPoolBwd(*geometry, *dtype, attrs.include_pad, dy.untyped_data(), dx->untyped_data(), stream);
+  return FromCuda(status, "avg_pool_bwd", dy, *dx);
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(AvgPoolBwd, AvgPoolBwdImpl,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attrs<AvgPoolAttrs>(),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+}  // namespace jaxdnn

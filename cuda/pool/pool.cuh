@@ -1,0 +1,146 @@
+// What the pooling kernels share: which element a thread owns, which input cells a window covers, which windows cover
+// an input cell, and how many channels a thread takes.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <numeric>
+#include <type_traits>
+
+#include "cuda/common/fast_div.cuh"
+#include "cuda/common/vec.cuh"
+#include "cuda/pool/pool.h"
+
+namespace jaxdnn::pool {
+
+constexpr int kThreads = 256;
+
+// The element of a thread: batch, spatial coordinates, first channel.
+struct Position {
+  int64_t batch;
+  int at[3];
+  int channel;
+};
+
+// Threads in the row-major order of [batch, extent..., channels / width], so that neighbours touch neighbours.
+struct Walk {
+  int64_t total;
+  int width;
+  FastDiv by[4];
+
+  Walk(int64_t batch, const int (&extent)[3], int channels, int vector_width) : width(vector_width) {
+    const int vectors = channels / width;
+    total = batch * extent[0] * extent[1] * extent[2] * vectors;
+    by[0] = FastDiv(vectors);
+    for (int d = 0; d < 3; ++d) by[1 + d] = FastDiv(extent[2 - d]);
+  }
+
+  __device__ Position At(int64_t flat) const {
+    int at[4];
+    if (total <= INT32_MAX) {
+      int rest = static_cast<int>(flat);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) rest = by[i].Div(rest, &at[i]);
+      flat = rest;
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        at[i] = static_cast<int>(flat % by[i].divisor);
+        flat /= by[i].divisor;
+      }
+    }
+    return {flat, {at[3], at[2], at[1]}, at[0] * width};
+  }
+};
+
+// Distances between neighbours in a dense [batch, extent..., channels] array.
+struct Pitch {
+  int64_t batch, dim[3];
+
+  Pitch(const int (&extent)[3], int channels) {
+    dim[2] = channels;
+    dim[1] = dim[2] * extent[2];
+    dim[0] = dim[1] * extent[1];
+    batch = dim[0] * extent[0];
+  }
+};
+
+// The cells of window `o` that lie inside the input: `count` of them from number `begin`, at input position `first`.
+struct Cells {
+  int begin, count, first;
+};
+
+__device__ inline Cells CellsOf(const Geometry& g, int d, int o) {
+  const int start = o * g.stride[d] - g.low[d], step = g.dilation[d];
+  int begin = 0, end = g.window[d];
+  // Divisions at the border only.
+  if (start < 0) begin = (-start + step - 1) / step;
+  if (start >= g.in[d]) {
+    end = 0;
+  } else if (start + (end - 1) * step >= g.in[d]) {
+    end = (g.in[d] - start + step - 1) / step;
+  }
+  return {begin, max(end - begin, 0), start + begin * step};
+}
+
+// The windows over one input position, in order: from `first` to `last`, `step` apart. The position is cell number
+// `cell` of the first, and `cell_step` less of each that follows.
+struct Windows {
+  int first, last, step, cell, cell_step;
+};
+
+// How the windows over position i are found: they solve o * stride + k * dilation = i + low in integers.
+struct Cover {
+  FastDiv by_stride[3];
+  int step[3], cell_step[3];
+
+  explicit Cover(const Geometry& g) {
+    for (int d = 0; d < 3; ++d) {
+      const int common = std::gcd(g.stride[d], g.dilation[d]);
+      by_stride[d] = FastDiv(g.stride[d]);
+      step[d] = g.dilation[d] / common;
+      cell_step[d] = g.stride[d] / common;
+    }
+  }
+
+  __device__ Windows Of(const Geometry& g, int d, int i) const {
+    constexpr Windows kNone = {0, -1, 1, 0, 0};
+    const int p = i + g.low[d], stride = g.stride[d], dilation = g.dilation[d];
+    if (p < 0) return kNone;
+    const int last = min(g.out[d] - 1, by_stride[d].Div(p));
+    const int passed = p - (g.window[d] - 1) * dilation - 1;  // a window that starts here or before ends before p
+    int first = passed < 0 ? 0 : by_stride[d].Div(passed) + 1;
+    if (dilation == 1) return {first, last, 1, p - first * stride, stride};
+    // Of `step` neighbouring windows one has a cell at p, or none has if stride and dilation have a common factor.
+    const auto misses = [&] { return (p - first * stride) % dilation != 0; };
+    for (int left = step[d]; left > 1 && first <= last && misses(); --left) ++first;
+    if (first > last || misses()) return kNone;
+    return {first, last, step[d], (p - first * stride) / dilation, cell_step[d]};
+  }
+};
+
+template <int N, class T>
+__device__ Vec<T, N> Load(const T* p) {
+  return *reinterpret_cast<const Vec<T, N>*>(p);
+}
+
+template <int N, class T>
+__device__ void Store(T* p, const Vec<T, N>& v) {
+  *reinterpret_cast<Vec<T, N>*>(p) = v;
+}
+
+// Calls f with the channels a thread takes, as an integral constant: 16 bytes of T, else a pair of 16-bit elements,
+// else one, by what divides `channels` and by how the arrays are aligned.
+template <class T, class F, class... P>
+cudaError_t VisitWidth(int channels, F&& f, const P*... arrays) {
+  const auto fits = [&](int n) {
+    return channels % n == 0 && (... && (reinterpret_cast<uintptr_t>(arrays) % (n * sizeof(P)) == 0));
+  };
+  if (fits(kVecLength<T>)) return f(std::integral_constant<int, kVecLength<T>>{});
+  if constexpr (sizeof(T) == 2) {
+    if (fits(2)) return f(std::integral_constant<int, 2>{});
+  }
+  return f(std::integral_constant<int, 1>{});
+}
+
+}  // namespace jaxdnn::pool

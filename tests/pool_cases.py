@@ -1,0 +1,53 @@
+"""The poolings that tests and benchmarks run."""
+
+from typing import NamedTuple
+
+
+class PoolCase(NamedTuple):
+  name: str
+  shape: tuple[int, ...]
+  """Of x, channels last."""
+  window: tuple[int, ...]
+  stride: int | tuple[int, ...] | None = None
+  padding: object = "VALID"
+  dilation: int | tuple[int, ...] = 1
+
+
+POOL = [
+  # The layers people use, scaled down.
+  PoolCase("resnet", (2, 14, 14, 64), (3, 3), 2, 1),
+  PoolCase("vgg", (2, 8, 8, 64), (2, 2), 2),
+  PoolCase("inception", (2, 7, 7, 17), (3, 3), 1, "SAME"),
+  PoolCase("global", (2, 7, 7, 64), (7, 7)),
+  PoolCase("unet3d", (1, 6, 4, 6, 8), (2, 2, 2), 2),
+  PoolCase("audio", (2, 50, 3), (4,), 4),
+  # Each argument on its own.
+  PoolCase("default_stride", (2, 9, 5), (3,)),
+  PoolCase("stride_above_window", (2, 11, 10, 3), (2, 1), (5, 3)),
+  PoolCase("identity", (2, 4, 5, 3), (1, 1)),
+  PoolCase("same_even", (2, 6, 7, 4), (2, 3), 2, "SAME"),
+  PoolCase("same_lower", (2, 6, 7, 4), (2, 3), 2, "same_lower"),
+  PoolCase("same_dilated", (2, 9, 8, 3), (3, 2), (2, 3), "SAME", (2, 3)),
+  PoolCase("asymmetric", (2, 6, 5, 3), (3, 2), (2, 1), ((2, 0), (0, 3))),
+  PoolCase("negative", (2, 8, 9, 5), (3, 2), (2, 1), ((-1, -2), (-3, 2))),
+  PoolCase("dilation", (2, 12, 11, 3), (3, 4), 1, 2, (2, 3)),
+  PoolCase("dilation_meets_stride", (2, 13, 12, 3), (3, 3), (2, 4), 1, (4, 2)),
+  PoolCase("dilation_coprime_to_stride", (2, 30, 5), (4,), 3, 4, 2),
+  PoolCase("dilation3d", (1, 6, 7, 5, 3), (2, 3, 2), (1, 2, 2), ((1, 0), (2, 1), (0, 2)), (2, 1, 3)),
+  # Windows that hold padding alone, or too much.
+  PoolCase("all_padding", (2, 3, 5), (2,), 1, ((4, 3),)),
+  PoolCase("window_above_input", (2, 3, 4, 3), (5, 2), 1, ((2, 2), (0, 0))),
+  PoolCase("window_does_not_fit", (2, 3, 4, 3), (4, 2)),
+  PoolCase("more_than_255_cells", (1, 20, 18, 5), (17, 16), 2, 1),
+  PoolCase("255_cells", (1, 18, 16, 4), (17, 15), 1),
+  # Channels, batches and extents at the ends.
+  PoolCase("channels1", (3, 6, 5, 1), (2, 2), 1),
+  PoolCase("channels5", (2, 6, 5, 5), (3, 3), 2, 1),
+  PoolCase("channels6", (2, 6, 5, 6), (3, 3), 2, 1),
+  PoolCase("no_batch_dimension", (7, 6, 3), (2, 2), 2),
+  PoolCase("two_batch_dimensions", (2, 3, 7, 4), (3,), 2, 1),
+  PoolCase("no_channels", (2, 6, 5, 0), (2, 2)),
+  PoolCase("empty_batch", (0, 6, 5, 3), (2, 2)),
+  PoolCase("empty_input", (2, 0, 5, 3), (1, 2)),
+  PoolCase("empty_padded_input", (2, 0, 3), (2,), 1, 2),
+]

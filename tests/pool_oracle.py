@@ -1,0 +1,73 @@
+"""Pooling by brute force in NumPy: every window of every element, one cell after the other.
+
+Geometry is spelled out: `padding` is a (low, high) pair, and every argument has an entry, per spatial dimension.
+"""
+
+import itertools
+import math
+
+import numpy as np
+
+
+def same_padding(extent, window, stride, dilation, *, lower=False):
+  pads = []
+  for i, w, s, d in zip(extent, window, stride, dilation, strict=True):
+    total = max(0, (-(-i // s) - 1) * s + (w - 1) * d + 1 - i)
+    pads.append(((total + 1) // 2, total // 2) if lower else (total // 2, (total + 1) // 2))
+  return tuple(pads)
+
+
+def out_extent(extent, window, stride, padding, dilation):
+  spans = [i + lo + hi - (w - 1) * d for i, w, (lo, hi), d in zip(extent, window, padding, dilation, strict=True)]
+  return tuple(len(range(0, max(span, 0), s)) for span, s in zip(spans, stride, strict=True))
+
+
+def windows(extent, window, stride, padding, dilation):
+  """For each output position, `(position, cells)`: the input position of each cell inside the input, in order."""
+  for o in np.ndindex(*out_extent(extent, window, stride, padding, dilation)):
+    cells = []
+    for k in itertools.product(*map(range, window)):
+      i = tuple(a * s - lo + b * d for a, s, (lo, _), b, d in zip(o, stride, padding, k, dilation, strict=True))
+      if all(0 <= a < n for a, n in zip(i, extent, strict=True)):
+        cells.append(i)
+    yield o, cells
+
+
+def _spatial(x, rank):
+  """As [batch, *spatial, channels]."""
+  return x.reshape(math.prod(x.shape[: -rank - 1]), *x.shape[-rank - 1 :])
+
+
+def max_pool(x, g, window, stride, padding, dilation):
+  """`(y, dx)` in float64: the maxima, and the pull-back of `g`."""
+  rank, shape = len(window), x.shape
+  extent = shape[-rank - 1 : -1]
+  out = (*shape[: -rank - 1], *out_extent(extent, window, stride, padding, dilation), shape[-1])
+  x, g = _spatial(x, rank), _spatial(g, rank)
+  y, dx = np.full(_spatial(np.empty(out), rank).shape, -np.inf), np.zeros(x.shape)
+  for o, cells in windows(extent, window, stride, padding, dilation):
+    for n, c in np.ndindex(x.shape[0], x.shape[-1]):
+      winner = None
+      for i in cells:
+        v, best = x[(n, *i, c)], None if winner is None else x[(n, *winner, c)]
+        if winner is None or (not np.isnan(best) and (v > best or np.isnan(v))):
+          winner = i
+      if winner is not None:
+        y[(n, *o, c)] = x[(n, *winner, c)]
+        dx[(n, *winner, c)] += g[(n, *o, c)]
+  return y.reshape(out), dx.reshape(shape)
+
+
+def avg_pool(x, g, window, stride, padding, dilation, count_include_pad):
+  """`(y, dx)` in float64: the averages, and the pull-back of `g`."""
+  rank, shape = len(window), x.shape
+  extent = shape[-rank - 1 : -1]
+  out = (*shape[: -rank - 1], *out_extent(extent, window, stride, padding, dilation), shape[-1])
+  x, g = _spatial(x, rank), _spatial(g, rank)
+  y, dx = np.zeros(_spatial(np.empty(out), rank).shape), np.zeros(x.shape)
+  for o, cells in windows(extent, window, stride, padding, dilation):
+    count = math.prod(window) if count_include_pad else max(len(cells), 1)
+    for i in cells:
+      y[(slice(None), *o)] += x[(slice(None), *i)] / count
+      dx[(slice(None), *i)] += g[(slice(None), *o)] / count
+  return y.reshape(out), dx.reshape(shape)
