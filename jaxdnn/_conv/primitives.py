@@ -8,7 +8,7 @@ The leading axis B holds independent problems: `vmap` over both operands adds to
 more grid dimension.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ import numpy as np
 from jax import Array, lax
 
 from jaxdnn import _extension, _primitive
-from jaxdnn._conv.spec import ConvSpec
+from jaxdnn._conv.spec import ConvSpec, Precision, channels_last, dilated
 
 OPERANDS = {"y": ("x", "w"), "x": ("y", "w"), "w": ("x", "y")}
 """For each array of the trilinear form, the two that the primitive which computes it takes."""
@@ -39,61 +39,91 @@ def convolve(result: str, arrays: Mapping[str, Array], spec: ConvSpec, dtype: An
 # Reference -----------------------------------------------------------------------------------------------------------
 
 
+#
+# Each of the three is written as one plain channels-last convolution, which XLA:CPU runs fast inside loops as well; the
+# transposes that lax derives are not. The problems of the batch are further groups.
+
+
 def _forward_reference(x: Array, w: Array, *, spec: ConvSpec, dtype: Any) -> Array:
-  """The batch of problems as feature groups of one `lax.conv_general_dilated`, summed in the accumulator's type."""
-  (batch, images, *_, c), k = x.shape, w.shape[-1]
-  if 0 in x.shape or 0 in w.shape:
-    return jnp.zeros((batch, images, *spec.y_spatial, k), dtype)
-  wide = _sum_dtype(x.dtype, dtype)
-  lhs = jnp.moveaxis(x, 0, -2).reshape(images, *spec.x_spatial, batch * c).astype(wide)
-  rhs = jnp.moveaxis(w, 0, -2).reshape(*spec.window, c // spec.groups, batch * k).astype(wide)
-  padding, lhs_dilation = spec.padding, spec.lhs_dilation
-  if any(d != 1 for d in lhs_dilation) or any(p < 0 for pair in padding for p in pair):
-    # XLA:CPU is wrong on some negative padding and on the dilation of unit dimensions, so these are made explicit.
-    # Cropping comes last: a crop may remove what the dilation put in.
-    interior = [(0, 0, d - 1) for d in lhs_dilation]
-    lhs = lax.pad(lhs, jnp.zeros((), wide), [(0, 0, 0), *interior, (0, 0, 0)])
-    lhs = lax.pad(lhs, jnp.zeros((), wide), [(0, 0, 0), *((lo, hi, 0) for lo, hi in padding), (0, 0, 0)])
-    padding, lhs_dilation = ((0, 0),) * spec.rank, (1,) * spec.rank
-  spatial = tuple(range(1, 1 + spec.rank))
-  numbers = lax.ConvDimensionNumbers(
-    (0, 1 + spec.rank, *spatial), (1 + spec.rank, spec.rank, *range(spec.rank)), (0, 1 + spec.rank, *spatial)
-  )
-  y = lax.conv_general_dilated(
-    lhs,
-    rhs,
-    spec.stride,
-    padding,
-    lhs_dilation,
-    spec.rhs_dilation,
-    numbers,
-    feature_group_count=batch * spec.groups,
-    precision=spec.precision,
-  )
-  return jnp.moveaxis(y.reshape(images, *spec.y_spatial, batch, k), -2, 0).astype(dtype)
-
-
-def _sum_dtype(operand: Any, result: Any) -> np.dtype[Any]:
-  wide = _primitive.accumulator_dtype(operand)
-  return wide if np.dtype(result).itemsize < wide.itemsize else np.dtype(result)
+  if (empty := _if_empty("y", x, w, spec, dtype)) is not None:
+    return empty
+  y = _grouped_convolution(
+    _split(x, spec.groups), _split(w, spec.groups), spec.y_spatial, spec.stride, spec.lhs_dilation, spec.rhs_dilation,
+    [lo for lo, _ in spec.padding], spec.precision, dtype,
+  )  # fmt: skip
+  return _join(y, x.shape[0])
 
 
 def _dgrad_reference(y: Array, w: Array, *, spec: ConvSpec, dtype: Any) -> Array:
-  return _transposed(lambda x, w, wide: _forward_reference(x, w, spec=spec, dtype=wide), "x", y, w, spec, dtype)
+  """x from y and the flipped filter with its channel axes exchanged; strides and input dilation change places."""
+  if (empty := _if_empty("x", y, w, spec, dtype)) is not None:
+    return empty
+  filters = jnp.swapaxes(_split(w, spec.groups), -1, -2)
+  filters = lax.rev(filters, range(1, 1 + spec.rank))
+  low = [(r - 1) * d - lo for r, d, (lo, _) in zip(spec.window, spec.rhs_dilation, spec.padding, strict=True)]
+  x = _grouped_convolution(
+    _split(y, spec.groups), filters, spec.x_spatial, spec.lhs_dilation, spec.stride, spec.rhs_dilation, low,
+    spec.precision, dtype,
+  )  # fmt: skip
+  return _join(x, y.shape[0])
 
 
 def _wgrad_reference(x: Array, y: Array, *, spec: ConvSpec, dtype: Any) -> Array:
-  return _transposed(lambda w, x, wide: _forward_reference(x, w, spec=spec, dtype=wide), "w", y, x, spec, dtype)
+  """w from x with images as channels, and y as a filter over images; strides and filter dilation change places."""
+  if (empty := _if_empty("w", x, y, spec, dtype)) is not None:
+    return empty
+  images_last, images_in = jnp.swapaxes(_split(x, spec.groups), 1, -1), jnp.moveaxis(_split(y, spec.groups), 1, -2)
+  w = _grouped_convolution(
+    images_last, images_in, spec.window, spec.rhs_dilation, spec.lhs_dilation, spec.stride,
+    [lo for lo, _ in spec.padding], spec.precision, dtype,
+  )  # fmt: skip
+  return jnp.moveaxis(_join(w, x.shape[0]), 1, -2)
 
 
-def _transposed(forward: Any, result: str, y: Array, other: Array, spec: ConvSpec, dtype: Any) -> Array:
-  shape = _result_shape(result, *((y, other) if result == "x" else (other, y)), spec)
-  if 0 in y.shape or 0 in other.shape or 0 in shape:
-    return jnp.zeros(shape, dtype)
-  wide = _sum_dtype(y.dtype, dtype)
-  transpose = jax.linear_transpose(lambda a: forward(a, other.astype(wide), wide), jax.ShapeDtypeStruct(shape, wide))
-  (out,) = transpose(y.astype(wide))
-  return out.astype(dtype)
+def _if_empty(result: str, a: Array, b: Array, spec: ConvSpec, dtype: Any) -> Array | None:
+  """A sum of nothing, or no sum at all, which lax does not always take."""
+  shape = _result_shape(result, a, b, spec)
+  return jnp.zeros(shape, dtype) if 0 in (*a.shape, *b.shape, *shape) else None
+
+
+def _split(a: Array, groups: int) -> Array:
+  """[B, ..., groups·c] -> [B·groups, ..., c]"""
+  a = a.reshape(*a.shape[:-1], groups, a.shape[-1] // groups)
+  return jnp.moveaxis(a, -2, 1).reshape(a.shape[0] * groups, *a.shape[1:-2], a.shape[-1])
+
+
+def _join(a: Array, batch: int) -> Array:
+  """The inverse of `_split`."""
+  a = jnp.moveaxis(a.reshape(batch, -1, *a.shape[1:]), 1, -2)
+  return a.reshape(*a.shape[:-2], -1)
+
+
+def _grouped_convolution(
+  x: Array, w: Array, out: Sequence[int], stride: Sequence[int], lhs_dilation: Sequence[int],
+  rhs_dilation: Sequence[int], low: Sequence[int], precision: Precision, dtype: Any,
+) -> Array:  # fmt: skip
+  """[G, N, *S, c], [G, *R, c, k] -> [G, N, *out, k], summed in the accumulator's type."""
+  wide = max(_primitive.accumulator_dtype(x.dtype), np.dtype(dtype), key=lambda t: t.itemsize)
+  (groups, *spatial, c), (*window, _, k) = (x.shape[0], *x.shape[2:]), w.shape[1:]
+  lhs = jnp.moveaxis(x, 0, -2).reshape(x.shape[1], *spatial, groups * c).astype(wide)
+  rhs = jnp.moveaxis(w, 0, -2).reshape(*window, c, groups * k).astype(wide)
+  # High padding is what makes the wanted extents: last output position, plus the window, minus what is there.
+  padding = [
+    (lo, (o - 1) * u + dilated(r, e) - dilated(i, d) - lo)
+    for o, u, r, e, i, d, lo in zip(out, stride, window, rhs_dilation, spatial, lhs_dilation, low, strict=True)
+  ]
+  rank = len(window)
+  if any(d != 1 for d in lhs_dilation) or any(p < 0 for pair in padding for p in pair):
+    # XLA:CPU is wrong on some negative padding and on the dilation of unit dimensions, so these are made explicit.
+    # Cropping comes last: a crop may remove what the dilation put in.
+    zero, edge = jnp.zeros((), wide), (0, 0, 0)
+    lhs = lax.pad(lhs, zero, [edge, *((0, 0, d - 1) for d in lhs_dilation), edge])
+    lhs = lax.pad(lhs, zero, [edge, *((lo, hi, 0) for lo, hi in padding), edge])
+    padding, lhs_dilation = [(0, 0)] * rank, (1,) * rank
+  y = lax.conv_general_dilated(
+    lhs, rhs, stride, padding, lhs_dilation, rhs_dilation, channels_last(rank), groups, precision=precision
+  )
+  return jnp.moveaxis(y.reshape(*y.shape[:-1], groups, k), -2, 0).astype(dtype)
 
 
 # Primitives ----------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from jaxdnn._conv.primitives import convolve
 from jaxdnn._conv.spec import (
   ConvSpec,
   Padding,
+  channels_last,
   check_channels,
   dilated,
   explicit_padding,
@@ -358,12 +359,6 @@ def conv_wgrad(
 # Canonical layout ----------------------------------------------------------------------------------------------------
 #
 # A spec lists (batch, channel, *spatial) for x and y, and (out channel, in channel, *spatial) for the filter.
-
-
-def channels_last(rank: int) -> lax.ConvDimensionNumbers:
-  """The dimension numbers of [N, *spatial, C], [*window, I, O], [N, *spatial, K]."""
-  data = (0, rank + 1, *range(1, rank + 1))
-  return lax.ConvDimensionNumbers(data, (rank + 1, rank, *range(rank)), data)
 
 
 def _dimension_numbers(where: str, a: Array, b: Array, numbers: DimensionNumbers) -> lax.ConvDimensionNumbers:

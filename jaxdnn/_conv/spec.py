@@ -45,6 +45,12 @@ def dilated(extent: int, dilation: int) -> int:
   return 0 if extent == 0 else (extent - 1) * dilation + 1
 
 
+def channels_last(rank: int) -> lax.ConvDimensionNumbers:
+  """The dimension numbers of [N, *spatial, C], [*window, I, O], [N, *spatial, K]."""
+  data = (0, rank + 1, *range(1, rank + 1))
+  return lax.ConvDimensionNumbers(data, (rank + 1, rank, *range(rank)), data)
+
+
 def make_spec(
   where: str,
   x_spatial: Sequence[int],
