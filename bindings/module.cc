@@ -38,6 +38,8 @@ static nb::dict Handlers() {
   add("jaxdnn.conv_fwd.v1", ConvFwd);
   add("jaxdnn.conv_dgrad.v1", ConvDgrad);
   add("jaxdnn.conv_wgrad.v1", ConvWgrad);
+  add("jaxdnn.softmax.v1", Softmax);
+  add("jaxdnn.softmax_bwd.v1", SoftmaxBwd);
 #endif
   return d;
 }
