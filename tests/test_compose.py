@@ -1,0 +1,128 @@
+"""Every operator under every transformation of JAX, from one table. Values are the families' own tests' business."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from numerics import sample
+
+import jaxdnn
+
+LABELS = jnp.array([0, 3, 1])
+WHERE = jnp.arange(6) != 2
+
+# name -> (function, shapes of its differentiable arguments); all map a leading axis of 3 to independent results.
+OPERATORS = {
+  "conv": (lambda x, w: jaxdnn.conv(x, w, stride=2, padding="SAME"), [(3, 6, 5, 4), (3, 2, 4, 6)]),
+  "conv_layer": (
+    lambda x, w, b, r: jaxdnn.conv(x, w, b, groups=2, activation="tanh", residual=r),
+    [(3, 6, 4), (2, 2, 4), (4,), (3, 5, 4)],
+  ),
+  "conv_transpose": (lambda x, w: jaxdnn.conv_transpose(x, w, (2,), "SAME", transpose_kernel=True), [(3, 5, 4), (3, 2, 4)]),
+  "conv_dgrad": (lambda g, w: jaxdnn.conv_dgrad(g, w, (6, 5), stride=2, padding="SAME"), [(3, 3, 3, 6), (3, 2, 4, 6)]),
+  "conv_3d": (lambda x, w: jaxdnn.conv(x, w, dilation=(1, 2, 1)), [(3, 3, 4, 3, 2), (2, 2, 2, 2, 3)]),
+  "conv_0d": (lambda x, w: jaxdnn.conv(x, w), [(3, 4), (4, 6)]),
+  "max_pool": (lambda x: jaxdnn.max_pool(x, (3, 2), stride=(2, 1), dilation=(1, 2), padding="SAME"), [(3, 6, 5, 4)]),
+  "avg_pool": (lambda x: jaxdnn.avg_pool(x, (3,), stride=2, padding="SAME", count_include_pad=False), [(3, 7, 4)]),
+  "softmax": (jaxdnn.softmax, [(3, 6)]),
+  "softmax_where": (lambda x: jaxdnn.softmax(x, where=jnp.broadcast_to(WHERE, x.shape)), [(3, 6)]),
+  "softmax_axes": (lambda x: jaxdnn.softmax(x, axis=(1, 2)), [(3, 2, 6, 4)]),
+  "log_softmax": (jaxdnn.log_softmax, [(3, 6)]),
+  "cross_entropy": (lambda x: jaxdnn.cross_entropy(x, LABELS[: x.shape[0]], reduction="none"), [(3, 6)]),
+  "relu": (jaxdnn.relu, [(3, 6)]),
+  "sigmoid": (jaxdnn.sigmoid, [(3, 6)]),
+  "tanh": (jaxdnn.tanh, [(3, 6)]),
+}
+NAMES = list(OPERATORS)
+# Operators whose every argument has the leading axis as a batch; the others' further arguments are weights.
+BATCHED = {"conv_layer": (0, 3)}
+
+
+def operator(name):
+  f, shapes = OPERATORS[name]
+  return f, [jnp.asarray(sample(s, "float64", seed=i)) for i, s in enumerate(shapes)]
+
+
+def loss(f):
+  """A scalar that is neither linear nor symmetric in the result."""
+
+  def scalar(*args):
+    y = f(*args)
+    return jnp.sum(jnp.sin(y) * (1 + jnp.arange(y.size).reshape(y.shape) / y.size))
+
+  return scalar
+
+
+def close(a, b):
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-10, rtol=1e-10), a, b)
+
+
+def argnums(args):
+  return tuple(range(len(args)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_jit_of_grad(name):
+  f, args = operator(name)
+  g = jax.grad(loss(f), argnums(args))
+  close(jax.jit(g)(*args), g(*args))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_jvp_is_vjp(name):
+  f, args = operator(name)
+  tangents = [jnp.asarray(sample(a.shape, "float64", seed=9 + i)) for i, a in enumerate(args)]
+  _, forward = jax.jvp(loss(f), args, tangents)
+  gradients = jax.grad(loss(f), argnums(args))(*args)
+  close(forward, sum(jnp.vdot(g, t) for g, t in zip(gradients, tangents, strict=True)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_jvp_of_grad_is_grad_of_jvp(name):
+  f, args = operator(name)
+  tangents = [jnp.asarray(sample(a.shape, "float64", seed=9 + i)) for i, a in enumerate(args)]
+  forward_over_reverse = jax.jvp(jax.grad(loss(f), argnums(args)), args, tangents)[1]
+  reverse_over_forward = jax.grad(lambda *a: jax.jvp(loss(f), a, tuple(tangents))[1], argnums(args))(*args)
+  close(forward_over_reverse, reverse_over_forward)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_hessian_is_symmetric(name):
+  f, args = operator(name)
+  small = args[0]
+  h = jax.hessian(lambda x: loss(f)(x, *args[1:]))(small).reshape(small.size, small.size)
+  close(h, h.T)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_vmap_of_grad_and_grad_of_vmap(name):
+  f, args = operator(name)
+  stacked = [jnp.stack([a, 0.5 * a, -a]) for a in args]
+  gradient = jax.grad(loss(f), argnums(args))
+  each = [gradient(*(s[i] for s in stacked)) for i in range(3)]
+  each = jax.tree.map(lambda *a: jnp.stack(a), *each)
+  close(jax.vmap(gradient)(*stacked), each)
+  close(jax.grad(lambda *s: jax.vmap(loss(f))(*s).sum(), argnums(args))(*stacked), each)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_checkpoint(name):
+  f, args = operator(name)
+  close(jax.grad(loss(jax.checkpoint(f)), argnums(args))(*args), jax.grad(loss(f), argnums(args))(*args))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_scan(name):
+  f, args = operator(name)
+  stacked = [jnp.stack([a, 0.5 * a]) for a in args]
+  total = lambda *s: jax.lax.scan(lambda c, xs: (c + loss(f)(*xs), None), 0.0, s)[0]  # noqa: E731
+  want = [jax.grad(loss(f), argnums(args))(*(s[i] for s in stacked)) for i in range(2)]
+  close(jax.grad(total, argnums(args))(*stacked), jax.tree.map(lambda *a: jnp.stack(a), *want))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_keep_the_dtype(name):
+  f, args = operator(name)
+  for dtype in ("float32", "float16", "bfloat16"):
+    y, vjp = jax.vjp(f, *(a.astype(dtype) for a in args))
+    assert y.dtype == dtype and all(g.dtype == dtype for g in vjp(y))

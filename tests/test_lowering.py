@@ -1,0 +1,153 @@
+"""What an operator becomes on each platform, without needing the platform."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conv_cases import CASES
+
+import jaxdnn
+from jaxdnn import _extension
+
+built = pytest.mark.skipif(not _extension.TARGETS, reason="the CUDA kernels were not built")
+
+F32, I8 = jnp.float32, jnp.int8
+X, W = ((2, 9, 8, 4), F32), ((3, 3, 2, 6), F32)
+# name -> (function, operands, calls in the CUDA program of its gradient)
+LOWERED = {
+  "conv": (
+    functools.partial(jaxdnn.conv, stride=(2, 1), padding=((1, 0), (-1, 2)), dilation=(1, 2), groups=2),
+    [X, W],
+    ["jaxdnn.conv_fwd.v1", "jaxdnn.conv_dgrad.v1", "jaxdnn.conv_wgrad.v1"],
+  ),
+  "max_pool": (
+    lambda x: jaxdnn.max_pool(x, (2, 2), stride=2),
+    [X],
+    ["jaxdnn.max_pool.v1", "jaxdnn.pool_scatter.v1"],
+  ),
+  "avg_pool": (
+    lambda x: jaxdnn.avg_pool(x, (2, 2), stride=2),
+    [X],
+    ["jaxdnn.avg_pool.v1", "jaxdnn.avg_pool_bwd.v1"],
+  ),
+  "softmax": (jaxdnn.softmax, [X], ["jaxdnn.softmax.v1", "jaxdnn.softmax_bwd.v1"]),
+  "log_softmax": (jaxdnn.log_softmax, [X], ["jaxdnn.softmax.v1", "jaxdnn.softmax_bwd.v1"]),
+  "relu": (jaxdnn.relu, [X], ["jaxdnn.activation.v1", "jaxdnn.activation_bwd.v1"]),
+}
+
+
+def zeros(operands):
+  return [jnp.zeros(shape, dtype) for shape, dtype in operands]
+
+
+def text(f, args, platform):
+  return jax.jit(f).trace(*args).lower(lowering_platforms=(platform,)).as_text()
+
+
+def gradient(f):
+  def both(*args):
+    y, vjp = jax.vjp(f, *args)
+    return y, vjp(jnp.ones_like(y))
+
+  return both
+
+
+@built
+@pytest.mark.parametrize("name", LOWERED)
+def test_cuda_program_of_the_gradient_is_our_kernels(name):
+  f, operands, targets = LOWERED[name]
+  assert sorted(re.findall(r"custom_call @(jaxdnn\.\S+?)\(", text(gradient(f), zeros(operands), "cuda"))) == sorted(targets)
+
+
+@pytest.mark.parametrize("name", LOWERED)
+@pytest.mark.parametrize("platform", ["cpu", "tpu", "rocm"])
+def test_other_platforms_have_no_custom_call(name, platform):
+  f, operands, _ = LOWERED[name]
+  assert "jaxdnn." not in text(gradient(f), zeros(operands), platform)
+
+
+@built
+def test_convolution_attributes():
+  f, operands, _ = LOWERED["conv"]
+  program = text(f, zeros(operands), "cuda")
+  for attribute in (
+    "groups = 2 : i64",
+    "stride = dense<[2, 1]> : tensor<2xi64>",
+    "padding_low = dense<[1, -1]> : tensor<2xi64>",
+    "lhs_dilation = dense<1> : tensor<2xi64>",
+    "rhs_dilation = dense<[1, 2]> : tensor<2xi64>",
+    "precision = 0 : i64",
+  ):
+    assert attribute in program
+  highest = text(functools.partial(jaxdnn.conv, groups=2, precision="highest"), zeros(operands), "cuda")
+  assert "precision = 2 : i64" in highest
+
+
+@built
+def test_filter_gradient_workspace_is_a_result():
+  x, g = jnp.zeros((64, 32, 32, 4)), jnp.zeros((64, 32, 32, 8))
+  program = text(lambda x, g: jaxdnn.conv_wgrad(x, g, (3, 3), padding="SAME"), [x, g], "cuda")
+  (workspace,) = re.findall(r"-> \(tensor<1x3x3x4x8xf64>, tensor<(\d+)xui8>\)", program)
+  assert int(workspace) > 0 and int(workspace) % (3 * 3 * 4 * 8 * 8) == 0
+
+
+@built
+def test_what_no_kernel_takes_falls_back():
+  four = text(
+    lambda x, w: jaxdnn.conv(x, w), [jnp.zeros((1, 3, 3, 3, 3, 2)), jnp.zeros((2, 2, 2, 2, 2, 2))], "cuda"
+  )
+  integers = text(
+    lambda x, w: jaxdnn.conv(x, w, preferred_element_type="int32"), zeros([((1, 5, 2), I8), ((3, 2, 2), I8)]), "cuda"
+  )
+  pooled = text(lambda x: jaxdnn.max_pool(x, (2,)), zeros([((1, 5, 2), I8)]), "cuda")
+  for program in (four, integers, pooled):
+    assert "jaxdnn." not in program
+
+
+@built
+def test_export_for_both_platforms():
+  f, operands, targets = LOWERED["conv"]
+  checks = [jax.export.DisabledSafetyCheck.custom_call(t) for t in targets]
+  args = zeros(operands)
+  exported = jax.export.export(jax.jit(f), platforms=("cpu", "cuda"), disabled_checks=checks)(*args)
+  if jax.default_backend() == "cpu":
+    np.testing.assert_array_equal(jax.export.deserialize(exported.serialize()).call(*args), f(*args))
+
+
+def test_planner_is_a_pure_function_of_the_problem():
+  """Equal problems have equal plans, data and forward need no workspace, and the workspace is bounded."""
+  from jaxdnn._conv.primitives import NAMES, OPERANDS, plan
+  from jaxdnn._conv.spec import ConvSpec
+
+  for case in CASES:
+    spec = ConvSpec(*case.geometry[:2], *case.geometry[2:], case.groups, case.spatial, case.window, None)
+    shapes = {
+      "x": (1, *case.x_shape), "w": (1, *case.w_shape), "y": (1, case.batch, *spec.y_spatial, case.k)
+    }  # fmt: skip
+    avals = {name: jax.ShapeDtypeStruct(shape, F32) for name, shape in shapes.items()}
+    for result in NAMES:
+      a, b = (avals[name] for name in OPERANDS[result])
+      first = plan(result, a, b, spec, F32)
+      assert first is not None and first == plan(result, a, b, spec, F32), case.name
+      if result != "w":
+        assert first["splits"] == 1 and first["workspace_bytes"] == 0
+      elif first["splits"] > 1:
+        assert first["workspace_bytes"] == first["splits"] * 4 * int(np.prod(case.w_shape)) <= 256 << 20
+
+
+def test_planner_prefers_big_tiles_for_big_problems_and_splits_long_sums():
+  common = dict(
+    in_dtype="float32", out_dtype="float32", stride=(1, 1), padding_low=(1, 1), lhs_dilation=(1, 1),
+    rhs_dilation=(1, 1),
+  )  # fmt: skip
+  plan = _extension.native.plan_conv
+  x, y = (1, 64, 56, 56, 64), (1, 64, 56, 56, 64)
+  dense = plan(direction="conv_fwd", x=x, w=(1, 3, 3, 64, 64), y=y, groups=1, **common)
+  depthwise = plan(direction="conv_fwd", x=x, w=(1, 3, 3, 1, 64), y=y, groups=64, **common)
+  small = plan(direction="conv_fwd", x=(1, 1, 7, 7, 64), w=(1, 3, 3, 64, 64), y=(1, 1, 7, 7, 64), groups=1, **common)
+  filter_gradient = plan(direction="conv_wgrad", x=x, w=(1, 3, 3, 64, 64), y=y, groups=1, **common)
+  assert dense["tile"] == "128x64" and depthwise["tile"] == "128x8" and small["tile"] == "64x32"
+  assert filter_gradient["splits"] > 8
