@@ -18,6 +18,8 @@ class ConvCase:
   lhs_dilation: tuple = ()
   rhs_dilation: tuple = ()
   groups: int = 1
+  models: int = 0
+  """If not 0, x and w carry that many models in front, and the convolution is vmapped over both."""
 
   def __post_init__(self):
     rank = len(self.window)
@@ -73,4 +75,35 @@ CASES = [
   _("empty_channels", 2, (5, 5), 0, (3, 3), 4),
   _("empty_features", 2, (5, 5), 3, (3, 3), 0),
   _("empty_spatial", 2, (0, 5), 3, (3, 3), 4, padding=((2, 2), (0, 0))),
+]
+
+SAME7 = ((3, 3), (3, 3))
+# Layers of known networks, at a batch that a slow kernel also takes in milliseconds.
+BENCHMARKS = [
+  _("rn50.stem7x7s2", 32, (224, 224), 3, (7, 7), 64, (2, 2), SAME7),
+  _("rn50.1x1.64-64@56", 32, (56, 56), 64, (1, 1), 64),
+  _("rn50.3x3.64@56", 32, (56, 56), 64, (3, 3), 64, padding=SAME3),
+  _("rn50.1x1.64-256@56", 32, (56, 56), 64, (1, 1), 256),
+  _("rn50.3x3s2.128@56", 32, (56, 56), 128, (3, 3), 128, (2, 2), SAME3),
+  _("rn50.3x3.128@28", 32, (28, 28), 128, (3, 3), 128, padding=SAME3),
+  _("rn50.1x1s2.256-512@56", 32, (56, 56), 256, (1, 1), 512, (2, 2)),
+  _("rn50.3x3.256@14", 32, (14, 14), 256, (3, 3), 256, padding=SAME3),
+  _("rn50.3x3.512@7", 32, (7, 7), 512, (3, 3), 512, padding=SAME3),
+  _("sd.3x3.320@64", 4, (64, 64), 320, (3, 3), 320, padding=SAME3),
+  _("vit.patch16", 32, (224, 224), 3, (16, 16), 768, (16, 16)),
+  _("convnext.stem4x4s4", 32, (224, 224), 3, (4, 4), 96, (4, 4)),
+  _("convnext.dw7x7.96@56", 32, (56, 56), 96, (7, 7), 96, padding=SAME7, groups=96),
+  _("mbv2.dw3x3.144@56", 32, (56, 56), 144, (3, 3), 144, padding=SAME3, groups=144),
+  _("mbv2.dw3x3s2.96@112", 32, (112, 112), 96, (3, 3), 96, (2, 2), SAME3, groups=96),
+  _("replk.dw31x31.128@56", 4, (56, 56), 128, (31, 31), 128, padding=((15, 15),) * 2, groups=128),
+  _("resnext.g32.128@56", 32, (56, 56), 128, (3, 3), 128, padding=SAME3, groups=32),
+  _("wav2vec.k3s2.512", 4, (8000,), 512, (3,), 512, (2,)),
+  _("mamba.dw4.4096", 4, (2048,), 4096, (4,), 4096, padding=((3, 0),), groups=4096),
+  _("unet3d.3x3x3.32@96", 1, (96, 96, 96), 32, (3, 3, 3), 32, padding=((1, 1),) * 3),
+  _("x3d.dw3x3x3.108@16x28", 4, (16, 28, 28), 108, (3, 3, 3), 108, padding=((1, 1),) * 3, groups=108),
+  _("ensemble.e64.3x3.32@32", 16, (32, 32), 32, (3, 3), 32, padding=SAME3, models=64),
+  _("unet.up2x2s2.128-64@64", 8, (64, 64), 128, (2, 2), 64, padding=SAME3, lhs_dilation=(2, 2)),
+  _("mnist.conv1", 128, (28, 28), 1, (5, 5), 32),
+  _("mnist.conv2", 128, (12, 12), 32, (5, 5), 64),
+  _("mnist.conv3", 128, (4, 4), 64, (3, 3), 128),
 ]

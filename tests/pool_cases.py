@@ -51,3 +51,21 @@ POOL = [
   PoolCase("empty_input", (2, 0, 5, 3), (1, 2)),
   PoolCase("empty_padded_input", (2, 0, 3), (2,), 1, 2),
 ]
+
+# The layers themselves, by the kind of pooling.
+BENCHMARKS = {
+  "max": [
+    PoolCase("rn50.3x3s2", (256, 112, 112, 64), (3, 3), 2, 1),
+    PoolCase("vgg.2x2s2", (128, 112, 112, 128), (2, 2), 2),
+    PoolCase("mnist.2x2s2", (128, 24, 24, 32), (2, 2), 2),
+    PoolCase("audio.4s4", (64, 16000, 64), (4,), 4),
+    PoolCase("unet3d.2x2x2s2", (4, 96, 96, 96, 32), (2, 2, 2), 2),
+  ],
+  "avg": [
+    PoolCase("incep.3x3s1", (128, 28, 28, 256), (3, 3), 1, 1),
+    PoolCase("densenet.2x2s2", (256, 56, 56, 128), (2, 2), 2),
+    PoolCase("global.7x7", (512, 7, 7, 2048), (7, 7)),
+    PoolCase("audio.4s4", (64, 16000, 64), (4,), 4),
+    PoolCase("video.1x2x2s2", (16, 16, 56, 56, 64), (1, 2, 2), (1, 2, 2)),
+  ],
+}

@@ -1,0 +1,107 @@
+"""Convolution: forward, data gradient and filter gradient against lax, which calls cuDNN."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import conv_cases
+import jax
+import numpy as np
+from conv_cases import ConvCase
+from jax import Array, lax
+
+import jaxdnn
+from benchmarks.harness import Draw, Work, itemsize
+
+QUICK = ("rn50.stem7x7s2", "rn50.3x3.128@28", "convnext.dw7x7.96@56", "ensemble.e64.3x3.32@32", "mnist.conv2")
+NUMBERS = {1: ("NWC", "WIO", "NWC"), 2: ("NHWC", "HWIO", "NHWC"), 3: ("NDHWC", "DHWIO", "NDHWC")}
+
+
+def work(dtypes: list[str], quick: bool = False, shrink: int = 1) -> Iterator[Work]:
+  for case in conv_cases.BENCHMARKS:
+    if quick and case.name not in QUICK:
+      continue
+    case = shrunk(case, shrink)
+    for dtype in dtypes:
+      yield from directions(case, dtype)
+
+
+def directions(case: ConvCase, dtype: str) -> Iterator[Work]:
+  ours, xla = (partial(convolve, api, case) for api in (jaxdnn.conv_general_dilated, lax.conv_general_dilated))
+  counts = count(case)
+  models = (case.models,) if case.models else ()
+  x, w = Draw((*models, *case.x_shape), dtype), Draw((*models, *case.w_shape), dtype)
+  y = Draw((*models, case.batch, *counts.outputs, case.k), dtype)
+  x_size, w_size, y_size = (math.prod(operand.shape) for operand in (x, w, y))
+  x_read = x_size // math.prod(case.spatial) * counts.touched
+  flops = 2 * max(case.models, 1) * case.batch * counts.pairs * (case.c // case.groups) * case.k
+  elements = {"fwd": x_read + w_size + y_size, "dgrad": y_size + w_size + x_size, "wgrad": x_read + y_size + w_size}
+  functions = {"fwd": forward, "dgrad": data_gradient, "wgrad": filter_gradient}
+  depthwise = case.c == case.groups > 1
+  for direction, function in functions.items():
+    yield Work(
+      "conv", case.name, dtype, direction, partial(function, ours), partial(function, xla), (x, w, y),
+      elements[direction] * itemsize(dtype), flops, "fma" if depthwise else dtype,
+    )  # fmt: skip
+
+
+def convolve(api: Any, case: ConvCase, x: Array, w: Array) -> Array:
+  def one(x: Array, w: Array) -> Array:
+    return api(
+      x, w, case.stride, case.padding, lhs_dilation=case.lhs_dilation, rhs_dilation=case.rhs_dilation,
+      dimension_numbers=NUMBERS[len(case.window)], feature_group_count=case.groups,
+    )  # fmt: skip
+
+  return jax.vmap(one)(x, w) if case.models else one(x, w)
+
+
+def forward(conv: Any, x: Array, w: Array, y: Array) -> Array:
+  return conv(x, w)
+
+
+def data_gradient(conv: Any, x: Array, w: Array, y: Array) -> Array:
+  return jax.linear_transpose(lambda x: conv(x, w), x)(y)[0]
+
+
+def filter_gradient(conv: Any, x: Array, w: Array, y: Array) -> Array:
+  return jax.linear_transpose(lambda w: conv(x, w), w)(y)[0]
+
+
+class Counts(NamedTuple):
+  outputs: tuple[int, ...]
+  pairs: int
+  """Of an output position and a tap that meet an element of x: padding and the zeros of a dilation cost nothing."""
+  touched: int
+  """Positions of x that some output reads."""
+
+
+def count(case: ConvCase) -> Counts:
+  outputs, pairs, touched = [], 1, 1
+  for n, window, stride, (low, high), lhs, rhs in zip(case.spatial, case.window, *case.geometry, strict=True):
+    extent = (n - 1) * lhs + 1
+    o = (extent + low + high - (window - 1) * rhs - 1) // stride + 1
+    at = np.arange(o)[:, None] * stride + np.arange(window) * rhs - low
+    at = at[(at >= 0) & (at < extent) & (at % lhs == 0)]
+    outputs.append(o)
+    pairs *= at.size
+    touched *= np.unique(at).size
+  return Counts(tuple(outputs), pairs, touched)
+
+
+def shrunk(case: ConvCase, factor: int) -> ConvCase:
+  """The same kind of convolution, small enough for a trial without a GPU."""
+  if factor == 1:
+    return case
+  spatial = tuple(
+    max(n // factor, (w - 1) * d + 1) for n, w, d in zip(case.spatial, case.window, case.rhs_dilation, strict=True)
+  )
+  groups = max(1, case.groups // factor)
+  c, k = case.c // case.groups, case.k // case.groups
+  if case.groups == 1:
+    c, k = max(1, c // factor), max(1, k // factor)
+  return dataclasses.replace(
+    case, batch=max(1, case.batch // factor), spatial=spatial, c=groups * c, k=groups * k, groups=groups,
+    models=case.models and max(1, case.models // factor),
+  )  # fmt: skip

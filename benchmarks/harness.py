@@ -1,0 +1,279 @@
+"""How benchmarks are timed and what is recorded of them.
+
+Ours and lax run in one process, pass by pass in turn, on random data. A pass calls one of them once on each of several
+input sets: as many as exceed the L2 cache several times, but at most `MAX_SETS`, so that the smallest cases stay in the
+cache, as they would in use. The clock is CUPTI's: the sum of the durations of a pass's kernels over its calls, so that
+neither launch gaps nor memsets and memory copies count. Without CUPTI it is the wall clock over many asynchronous
+calls. A row holds the median over the passes.
+
+The floor is the time that the work cannot beat: max(bytes that must move once / copy rate, FLOP / arithmetic rate),
+with the rates that the same run measured (`measure_ceilings`).
+"""
+
+import dataclasses
+import datetime
+import importlib.metadata
+import math
+import subprocess
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxdnn
+
+ROTATED_BYTES = 192 << 20
+MAX_SETS = 64
+SECONDS_PER_CASE = 0.12
+MIN_PASSES, MAX_PASSES = 3, 15
+# Depthwise convolutions have no matrix product to give to matrix units: their ceiling is the FP32 FMA rate.
+FMA_FLOPS = 60e12
+
+
+class Draw(NamedTuple):
+  """A random operand: standard normal, or for integers uniform in [0, high)."""
+
+  shape: tuple[int, ...]
+  dtype: str
+  high: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+  """One thing to time, as two functions of the same operands."""
+
+  family: str
+  case: str
+  dtype: str
+  direction: str
+  ours: Callable[..., Any]
+  lax: Callable[..., Any]
+  operands: tuple[Draw, ...]
+  bytes: int
+  """Those that must move, each once."""
+  flops: int = 0
+  unit: str = ""
+  """What does the FLOPs: a dtype's matrix product, or "fma"."""
+  backward: bool = False
+  """Times the pullback alone of the function, in its first operand; the last operand is the cotangent."""
+
+
+def itemsize(dtype: str) -> int:
+  return jnp.dtype(dtype).itemsize
+
+
+def floor_us(moved: float, flops: float, unit: str, ceilings: dict[str, float]) -> float:
+  """The least microseconds that `moved` bytes and `flops` operations take."""
+  seconds = moved / ceilings["copy"]
+  if flops:
+    seconds = max(seconds, flops / ceilings[unit])
+  return seconds * 1e6
+
+
+# Clocks --------------------------------------------------------------------------------------------------------------
+
+Program = Callable[..., Any]
+Clock = Callable[[Program, list[tuple[Any, ...]]], float]
+"""Seconds per call of a program that is called once on each set of operands."""
+
+
+def run_all(program: Program, sets: list[tuple[Any, ...]]) -> None:
+  jax.block_until_ready([program(*operands) for operands in sets])
+
+
+def wall_clock(program: Program, sets: list[tuple[Any, ...]]) -> float:
+  """Host time of a pass, repeated within until it takes 10 ms."""
+  calls, seconds = 0, 0.0
+  while seconds < 0.01:
+    began = time.perf_counter()
+    run_all(program, sets)
+    seconds += time.perf_counter() - began
+    calls += len(sets)
+  return seconds / calls
+
+
+def cupti_clock(extension: Any, program: Program, sets: list[tuple[Any, ...]]) -> float:
+  """Device time: the durations of all kernels of a pass.
+
+  `jax.experimental.mosaic.gpu.profiler.Cupti.measure` does the same, but it warms up on the operands that it times,
+  which leaves them in the cache.
+  """
+  extension._cupti_init()
+  try:
+    run_all(program, sets)
+  finally:
+    timings = extension._cupti_get_timings(False)
+  if not timings:
+    raise RuntimeError("CUPTI saw no kernel")
+  return sum(milliseconds for _, milliseconds in timings) / len(sets) / 1e3
+
+
+def find_clock() -> tuple[str, Clock]:
+  """CUPTI where it works, else the wall clock; its name, and why not the other."""
+  if jax.default_backend() != "gpu":
+    return "wall", wall_clock
+  try:
+    from jax.experimental.mosaic.gpu import profiler
+
+    clock = partial(cupti_clock, profiler.mosaic_gpu_lib._mosaic_gpu_ext)
+    clock(jax.jit(lambda x: x + 1), [(jnp.ones(1 << 20),)])
+    return "cupti", clock
+  except Exception as error:  # Private interfaces: anything may be missing.
+    return f"wall (no CUPTI: {reason(error)})", wall_clock
+
+
+# Timing --------------------------------------------------------------------------------------------------------------
+
+
+@partial(jax.jit, static_argnums=1)
+def draw(key: jax.Array, operands: tuple[Draw, ...]) -> tuple[jax.Array, ...]:
+  keys = jax.random.split(key, len(operands))
+  return tuple(
+    jax.random.randint(k, o.shape, 0, o.high, o.dtype) if o.high else jax.random.normal(k, o.shape, o.dtype)
+    for k, o in zip(keys, operands, strict=True)
+  )
+
+
+def input_sets(work: Work) -> list[tuple[jax.Array, ...]]:
+  count = min(MAX_SETS, max(2, math.ceil(ROTATED_BYTES / max(work.bytes, 1))))
+  if jax.default_backend() != "gpu":
+    count = 2
+  # "rbg" generates at memory speed and compiles fast; nothing here rests on its quality.
+  return [draw(jax.random.key(i, impl="rbg"), work.operands) for i in range(count)]
+
+
+def residuals(function: Callable[..., Any], x: jax.Array, *rest: jax.Array) -> Any:
+  """The pullback in `x`, which is a pytree that holds what differentiation keeps."""
+  return jax.vjp(lambda x: function(x, *rest), x)[1]
+
+
+def prepare(
+  function: Callable[..., Any], work: Work, sets: list[tuple[jax.Array, ...]]
+) -> tuple[Any, list[Any], float]:
+  """Compiled program, its operand sets, and the seconds that tracing and compiling took."""
+  if work.backward:
+    forward = jax.jit(partial(residuals, function))
+    sets = [(forward(*operands[:-1]), operands[-1]) for operands in sets]
+    function = lambda pullback, g: pullback(g)  # noqa: E731
+  began = time.perf_counter()
+  # jit drops operands that the function ignores.
+  program = jax.jit(function).lower(*sets[0]).compile()
+  seconds = time.perf_counter() - began
+  run_all(program, sets)
+  return program, sets, seconds
+
+
+def reason(error: Exception) -> str:
+  """An exception as one line."""
+  lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+  return f"{type(error).__name__}: {lines[0] if lines else ''}"[:240]
+
+
+def measure(work: Work, ceilings: dict[str, float], clock: Clock) -> dict[str, Any]:
+  """A row of the record; what fails is None there, and says why."""
+  row: dict[str, Any] = {
+    "family": work.family,
+    "case": work.case,
+    "dtype": work.dtype,
+    "direction": work.direction,
+    "us_ours": None,
+    "us_lax": None,
+    "us_floor": floor_us(work.bytes, work.flops, work.unit, ceilings),
+    "bytes": work.bytes,
+    "flops": work.flops,
+    "ratio": None,
+  }
+  ready, samples = {}, {"ours": [], "lax": []}
+  try:
+    sets = input_sets(work)
+  except Exception as error:
+    return {**row, "error_ours": reason(error), "error_lax": reason(error)}
+  for name, function in (("ours", work.ours), ("lax", work.lax)):
+    try:
+      program, operands, row[f"compile_s_{name}"] = prepare(function, work, sets)
+      # The first pass pays for what is lazy in the clock and the runtime; its time sets how many follow.
+      clock(program, operands)
+      ready[name] = program, operands, clock(program, operands)
+    except Exception as error:
+      row[f"error_{name}"] = reason(error)
+  slowest = max((seconds * len(operands) for _, operands, seconds in ready.values()), default=1.0)
+  passes = min(MAX_PASSES, max(MIN_PASSES, math.ceil(SECONDS_PER_CASE / max(slowest, 1e-9))))
+  for _ in range(passes):
+    for name, (program, operands, _) in ready.items():
+      if f"error_{name}" in row:
+        continue
+      try:
+        samples[name].append(clock(program, operands))
+      except Exception as error:
+        row[f"error_{name}"] = reason(error)
+  for name, seconds in samples.items():
+    if seconds and f"error_{name}" not in row:
+      row[f"us_{name}"] = float(np.median(seconds)) * 1e6
+  if row["us_ours"] and row["us_lax"]:
+    row["ratio"] = row["us_lax"] / row["us_ours"]
+  return {**row, "sets": len(sets), "passes": passes}
+
+
+def measure_ceilings(clock: Clock, shrink: int = 1) -> dict[str, float]:
+  """The device's own rates: bytes/s of a copy (read plus written), FLOP/s of a large matrix product by dtype."""
+  ceilings = {"fma": FMA_FLOPS}
+
+  def fastest(program: Program, operands: tuple[jax.Array, ...], clock: Clock, calls: int) -> float:
+    return min(clock(program, [operands] * calls) for _ in range(6))
+
+  n = max(1 << 14, (1 << 27) // shrink**2)
+  operands = draw(jax.random.key(0, impl="rbg"), (Draw((n,), "float32"),))
+  # CUPTI's kernel records leave out a copy. By the wall clock, with a dispatch much shorter than a call's 0.25 ms.
+  ceilings["copy"] = 2 * 4 * n / fastest(jax.jit(jnp.copy), operands, wall_clock, 20)
+  ceilings["elementwise"] = 2 * 4 * n / fastest(jax.jit(lambda x: x + 1), operands, clock, 5)
+  n = max(64, 8192 // shrink)
+  for dtype in ("bfloat16", "float32"):
+    operands = draw(jax.random.key(0, impl="rbg"), (Draw((n, n), dtype),) * 2)
+    ceilings[dtype] = 2 * n**3 / fastest(jax.jit(jnp.matmul), operands, clock, 5)
+  return ceilings
+
+
+# Record --------------------------------------------------------------------------------------------------------------
+
+
+def header(command: str, clock: str, ceilings: dict[str, float], shrink: int, quick: bool) -> dict[str, Any]:
+  """Where and with what a record was made."""
+  device = jax.devices()[0]
+  return {
+    "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    "command": command,
+    "device": device.device_kind,
+    "platform": device.platform,
+    "clock": clock,
+    "ceilings": ceilings,
+    "jaxdnn": jaxdnn.__version__,
+    "jax": jax.__version__,
+    "jaxlib": importlib.metadata.version("jaxlib"),
+    "runtime": device.client.platform_version,
+    "cudnn": cudnn_version(),
+    "driver": driver_version(),
+    "quick": quick,
+    "shrink": shrink,
+  }
+
+
+def cudnn_version() -> str | None:
+  for name in ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12"):
+    try:
+      return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+      continue
+  return None
+
+
+def driver_version() -> str | None:
+  command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+  try:
+    lines = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.split()
+  except (OSError, subprocess.SubprocessError):
+    return None
+  return lines[0] if lines else None

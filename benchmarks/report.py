@@ -1,0 +1,59 @@
+"""Rows of a record as text, and their geometric means. Needs no JAX."""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+
+def line(row: dict[str, Any]) -> str:
+  """A row for people: microseconds, rate, share of the floor, and lax's time over ours."""
+
+  def us(value: float | None) -> str:
+    return f"{value:10.1f}" if value else f"{'fails':>10}"
+
+  ours = row["us_ours"]
+  if not ours:
+    rate, share = "-", "-"
+  elif row["flops"]:
+    rate, share = f"{row['flops'] / ours / 1e6:.2f} TFLOP/s", f"{row['us_floor'] / ours:.0%}"
+  else:
+    rate, share = f"{row['bytes'] / ours / 1e3:.0f} GB/s", f"{row['us_floor'] / ours:.0%}"
+  ratio = f"{row['ratio']:.2f}x" if row["ratio"] else "-"
+  name = f"{row['family']}.{row['case']}"
+  text = f"{name:<44} {row['dtype']:<8} {row['direction']:<7} {us(ours)} us {us(row['us_lax'])} us lax"
+  text += f" {row['us_floor']:9.1f} us floor {rate:>15} {share:>6} {ratio:>8}"
+  errors = [f"  {name}: {row[key]}" for name in ("ours", "lax") if (key := f"error_{name}") in row]
+  return "\n".join([text, *errors])
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+  values = list(values)
+  return math.exp(sum(map(math.log, values)) / len(values)) if values else math.nan
+
+
+def summarise(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+  """Geometric means by family, dtype and direction, in the order of the rows."""
+  groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+  for row in rows:
+    groups.setdefault((row["family"], row["dtype"], row["direction"]), []).append(row)
+  return [
+    {
+      "family": family,
+      "dtype": dtype,
+      "direction": direction,
+      "cases": len(group),
+      "compared": sum(r["ratio"] is not None for r in group),
+      "faster": sum((r["ratio"] or 0) > 1 for r in group),
+      "ratio": geometric_mean(r["ratio"] for r in group if r["ratio"]),
+      "share": geometric_mean(r["us_floor"] / r["us_ours"] for r in group if r["us_ours"]),
+    }
+    for (family, dtype, direction), group in groups.items()
+  ]
+
+
+def summary_line(group: dict[str, Any]) -> str:
+  return (
+    f"{group['family']:<12} {group['dtype']:<8} {group['direction']:<7} {group['ratio']:8.2f}x lax, "
+    f"{group['share']:6.1%} of the floor ({group['compared']} of {group['cases']} cases compared, "
+    f"{group['faster']} faster)"
+  )

@@ -1,0 +1,231 @@
+"""The benchmarks' arithmetic and tables, and a trial run of every family at sizes that a CPU takes."""
+
+import copy
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import conv_cases  # noqa: E402
+
+from benchmarks import __main__ as run  # noqa: E402
+from benchmarks import conv, harness, pool, report, table  # noqa: E402
+
+CEILINGS = {"copy": 4e12, "bfloat16": 700e12, "float32": 350e12, "fma": 60e12, "elementwise": 3e12}
+
+
+def case(name):
+  return next(c for c in conv_cases.BENCHMARKS if c.name == name)
+
+
+def test_floor_is_the_larger_of_bytes_and_flops():
+  assert harness.floor_us(4e6, 0, "", CEILINGS) == pytest.approx(1.0)
+  assert harness.floor_us(4e6, 7e8, "bfloat16", CEILINGS) == pytest.approx(1.0)
+  assert harness.floor_us(4e6, 1.4e9, "bfloat16", CEILINGS) == pytest.approx(2.0)
+  assert harness.floor_us(4e6, 1.2e9, "fma", CEILINGS) == pytest.approx(20.0)
+
+
+@pytest.mark.parametrize(
+  ("name", "outputs", "pairs", "touched"),
+  [
+    ("mnist.conv1", (24, 24), 24 * 24 * 25, 28 * 28),
+    # A stride that skips three elements in four reads one in four.
+    ("rn50.1x1s2.256-512@56", (28, 28), 28 * 28, 28 * 28),
+    # Padding costs nothing: of 3 taps at 28 positions, two fall outside.
+    ("rn50.3x3.128@28", (28, 28), (3 * 28 - 2) ** 2, 28 * 28),
+    # Nor do the zeros of a dilated input: one tap an output in each dimension.
+    ("unet.up2x2s2.128-64@64", (128, 128), 128 * 128, 64 * 64),
+    ("mamba.dw4.4096", (2048,), 4 * 2048 - 6, 2048),
+  ],
+)
+def test_convolution_counts(name, outputs, pairs, touched):
+  assert conv.count(case(name)) == (outputs, pairs, touched)
+
+
+def test_convolution_work_counts_bytes_and_flops():
+  work = {w.direction: w for w in conv.directions(case("mnist.conv1"), "bfloat16")}
+  x, w, y = 128 * 28 * 28, 5 * 5 * 32, 128 * 24 * 24 * 32
+  assert {w.bytes for w in work.values()} == {2 * (x + w + y)}
+  assert {w.flops for w in work.values()} == {2 * 128 * 24 * 24 * 25 * 32}
+  assert {w.unit for w in conv.directions(case("mamba.dw4.4096"), "float32")} == {"fma"}
+  ensemble = next(conv.directions(case("ensemble.e64.3x3.32@32"), "float32"))
+  assert ensemble.operands[1].shape == (64, 3, 3, 32, 32)
+
+
+def test_every_case_traces_to_the_shapes_of_lax():
+  import jax
+
+  works = [w for family in run.FAMILIES.values() for w in family(["bfloat16"])]
+  for work in works:
+    operands = [jax.ShapeDtypeStruct(o.shape, o.dtype) for o in work.operands]
+    ours, lax = (
+      jax.tree.map(lambda a: (a.shape, a.dtype), jax.eval_shape(f, *operands)) for f in (work.ours, work.lax)
+    )
+    assert ours == lax, (work.family, work.case, work.direction)
+  names = [(w.family, w.case, w.direction) for w in works]
+  assert len(names) == len(set(names))
+
+
+def test_backward_times_the_pullback():
+  import jax
+  import numpy as np
+
+  work = next(w for w in pool.work(["float32"], quick=True, shrink=32) if w.backward)
+  sets = harness.input_sets(work)
+  for function in (work.ours, work.lax):
+    program, operands, _ = harness.prepare(function, work, sets)
+    for (x, g), timed in zip(sets, operands, strict=True):
+      want = jax.vjp(function, x)[1](g)[0]
+      np.testing.assert_array_equal(program(*timed)[0], want)
+
+
+def test_a_failure_is_recorded_and_does_not_end_the_run():
+  def fails(*operands):
+    raise NotImplementedError("no valid config\nsecond line")
+
+  x = harness.Draw((8,), "float32")
+  work = harness.Work("conv", "a", "float32", "fwd", lambda x: x + 1, fails, (x,), 64)
+  row = harness.measure(work, CEILINGS, harness.wall_clock)
+  assert row["us_ours"] > 0 and row["us_lax"] is None and row["ratio"] is None
+  assert row["error_lax"] == "NotImplementedError: no valid config"
+  assert "fails us lax" in report.line(row) and "no valid config" in report.line(row)
+
+
+def test_a_clock_that_sees_no_kernel_is_an_error():
+  class Extension:
+    def _cupti_init(self):
+      pass
+
+    def _cupti_get_timings(self, finalize):
+      return []
+
+  with pytest.raises(RuntimeError, match="no kernel"):
+    harness.cupti_clock(Extension(), lambda x: x, [(1.0,)])
+
+
+def test_cupti_clock_sums_kernels_and_divides_by_calls():
+  class Extension:
+    def _cupti_init(self):
+      pass
+
+    def _cupti_get_timings(self, finalize):
+      assert finalize is False
+      return [("a", 1.0), ("b", 2.0)] * 2
+
+  assert harness.cupti_clock(Extension(), lambda x: x, [(1.0,)] * 2) == pytest.approx(3e-3)
+
+
+def row(case, direction, ours, lax, **more):
+  ratio = lax / ours if ours and lax else None
+  floor = {"us_floor": 10.0, "bytes": 10, "flops": 0}
+  keys = {"family": "conv", "case": case, "dtype": "float32", "direction": direction}
+  return {**keys, "us_ours": ours, "us_lax": lax, "ratio": ratio, **floor, **more}
+
+
+RECORD = {
+  "date": "2030-01-02T03:04:05+00:00", "command": "python -m benchmarks --out benchmarks/results/a.json",
+  "device": "A GPU", "platform": "gpu", "clock": "cupti", "ceilings": CEILINGS, "jaxdnn": "0.1.0", "jax": "0.11.2",
+  "jaxlib": "0.11.2", "runtime": "", "cudnn": "9", "driver": None, "quick": False, "shrink": 1,
+  "rows": [
+    row("a", "fwd", 20.0, 40.0), row("b", "fwd", 40.0, 20.0), row("c", "fwd", 10.0, None, error_lax="E: no config"),
+    row("a", "dgrad", 20.0, 400.0),
+  ],
+}  # fmt: skip
+MNIST = {
+  "model": "cnn", "dataset": "MNIST", "train_images": 60000, "test_images": 10000, "batch_size": 128,
+  "learning_rate": 0.003, "dtype": "float32", "whole_epoch": True, "platform": "gpu", "device": "A GPU",
+  "jax": "0.11.2", "jaxdnn": "0.1.0", "compile_seconds": 3.0, "best_seed": 1,
+  "runs": [
+    {"seed": s, "epochs": [{"epoch": e, "test_accuracy": 0.9 + e / 1e3 + s / 1e4, "seconds": 0.5} for e in (1, 10, 30)]}
+    for s in (0, 1)
+  ],
+}  # fmt: skip
+README = """# Title
+<!-- benchmarks:begin -->
+old
+<!-- benchmarks:end -->
+between
+<!-- mnist:begin -->
+<!-- mnist:end -->
+after
+"""
+
+
+@pytest.fixture
+def files(tmp_path):
+  paths = [tmp_path / "a.json", tmp_path / "mnist-a.json", tmp_path / "README.md"]
+  for path, text in zip(paths, [json.dumps(RECORD), json.dumps(MNIST), README], strict=True):
+    path.write_text(text)
+  return paths
+
+
+def test_geometric_means():
+  fwd, dgrad = report.summarise(RECORD["rows"])
+  assert fwd["ratio"] == pytest.approx(1.0) and (fwd["cases"], fwd["compared"], fwd["faster"]) == (3, 2, 1)
+  assert fwd["share"] == pytest.approx((1 / 2 * 1 / 4 * 1) ** (1 / 3))
+  assert dgrad["ratio"] == pytest.approx(20.0)
+  assert math.isnan(report.geometric_mean([]))
+
+
+def test_tables(files):
+  text = table.render(README, files[:2])
+  for line in (
+    "| `a` | f32 | 20.0 / 40.0 / 10.0 (2.00×) | 20.0 / 400 / 10.0 (20.00×) |",
+    "| `c` | f32 | 10.0 / fails / 10.0 |  |",
+    "- `c` f32 fwd, lax: `E: no config`",
+    "| conv fwd | f32 | 3 | 1.00× | 1 of 2 | 50% |",
+    "| `cnn`, MNIST, f32, A GPU | 1 | 90.11% | 91.01% | 93.01% | 0.5 |",
+  ):
+    assert line in text.splitlines()
+  assert "old" not in text and text.startswith("# Title\n<!-- benchmarks:begin -->\n") and text.endswith("\nafter\n")
+
+
+def test_the_newest_recording_of_a_case_counts():
+  later = {**copy.deepcopy(RECORD), "date": "2031-01-01T00:00:00+00:00", "rows": [row("a", "fwd", 5.0, 40.0)]}
+  text = table.benchmarks([later, RECORD])
+  assert "| `a` | f32 | 5.0 / 40.0 / 10.0 (8.00×) |" in text and "20.0 / 40.0" not in text
+
+
+def test_a_trial_run_is_refused():
+  with pytest.raises(ValueError, match="--shrink 16"):
+    table.benchmarks([{**RECORD, "shrink": 16}])
+
+
+def test_check_detects_a_difference(files):
+  *records, readme = map(str, files)
+  assert table.main([*records, "--readme", readme, "--check"]) == 1
+  assert files[2].read_text() == README
+  assert table.main([*records, "--readme", readme]) == 0
+  assert table.main([*records, "--readme", readme, "--check"]) == 0
+  files[2].write_text(files[2].read_text().replace("20.0 /", "19.0 /", 1))
+  assert table.main([*records, "--readme", readme, "--check"]) == 1
+
+
+def test_a_readme_without_markers_stays(files, capsys):
+  files[2].write_text("# Title\n")
+  assert table.main([*map(str, files[:2]), "--readme", str(files[2])]) == 0
+  assert files[2].read_text() == "# Title\n"
+  assert "no markers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+  ("family", "text"),
+  [("conv", "mnist.conv2"), ("conv", "ensemble"), ("pool", "rn50"), ("softmax", "axis"), ("activation", "tanh")],
+)
+def test_trial_run(family, text, tmp_path):
+  out = tmp_path / "a.json"
+  options = ["--families", family, "--quick", "--shrink", "64", "--filter", text, "--dtypes", "float32"]
+  command = [sys.executable, "-m", "benchmarks", "--out", str(out), *options]
+  result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+  assert result.returncode == 0, result.stderr
+  record = json.loads(out.read_text())
+  assert record["rows"] and record["command"].startswith("python -m benchmarks --out benchmarks/results/a.json")
+  for r in record["rows"]:
+    assert r["us_ours"] and r["us_lax"] and r["us_floor"], r
+    assert r["ratio"] == pytest.approx(r["us_lax"] / r["us_ours"])
