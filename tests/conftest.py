@@ -28,7 +28,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-  if any(item.get_closest_marker("gpu") for item in items) and (why := gpu_missing()):
-    for item in items:
-      if item.get_closest_marker("gpu"):
+  missing = {"gpu": gpu_missing(), "mesh": None if len(jax.devices()) >= 8 else "needs eight devices"}
+  for item in items:
+    for marker, why in missing.items():
+      if why and item.get_closest_marker(marker):
         item.add_marker(pytest.mark.skip(reason=why))

@@ -141,6 +141,7 @@ def test_vmap(op):
     np.testing.assert_allclose(got, np.stack(want), rtol=1e-12, atol=1e-16)
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("op", BOTH)
 def test_explicit_mesh(op):
   x, labels = jnp.asarray(sample((8, 5), "float64")), jnp.asarray(np.arange(8) % 5)

@@ -335,6 +335,7 @@ def test_layout(pool, layout):
   )
 
 
+@pytest.mark.mesh
 @BOTH
 @pytest.mark.parametrize("spec", [P("a", None, None, "b"), P(("a", "b")), P(None, None, None, "a")], ids=str)
 def test_explicit_mesh(f, spec):
@@ -356,6 +357,7 @@ def test_explicit_mesh(f, spec):
       f(spatial)
 
 
+@pytest.mark.mesh
 @BOTH
 def test_inside_shard_map(f):
   x = jnp.asarray(sample((8, 7, 6, 4), "float32"))
@@ -372,7 +374,7 @@ def test_symbolic_batch(pool):
   f = jax.jit(jax.grad(lambda x: (pool(x, (2, 2)) ** 2).sum()))
   x = sample((3, 5, 4, 2), "float32")
   exported = jax.export.export(f)(jax.ShapeDtypeStruct((b, 5, 4, 2), x.dtype))
-  np.testing.assert_allclose(exported.call(x), f(x), rtol=1e-6)
+  np.testing.assert_allclose(exported.call(x), f(x), rtol=1e-5)
 
 
 needs_kernels = pytest.mark.skipif(

@@ -16,8 +16,7 @@ from numerics import sample
 
 import jaxdnn
 
-CPUS = jax.devices("cpu")
-pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu" or len(CPUS) < 8, reason="needs 8 CPU devices")
+pytestmark = pytest.mark.mesh
 
 OPERATORS = {
   "conv": (lambda x, w: jaxdnn.conv(x, w, stride=2, padding="SAME"), [(16, 6, 5, 4), (3, 2, 4, 6)]),
@@ -66,7 +65,7 @@ def place(mesh, args):
 @pytest.mark.parametrize("name", NAMES)
 def test_inside_shard_map(name, axis_type):
   f, args = operator(name)
-  mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,), devices=CPUS[:8])
+  mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
   specs = tuple(P("data") if i == 0 else P() for i in range(len(args)))
   forward = jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=P("data"))
   placed = place(mesh, args)
@@ -80,7 +79,7 @@ def test_inside_shard_map(name, axis_type):
 
 def test_shard_map_rejects_a_wrong_out_spec():
   """The result varies over the mesh axis, so claiming that it is replicated must fail rather than drop shards."""
-  mesh = Mesh(np.array(CPUS[:8]), ("data",))
+  mesh = Mesh(np.array(jax.devices()[:8]), ("data",))
   for name in ("conv", "max_pool", "softmax", "relu"):
     f, args = operator(name)
     specs = tuple(P("data") if i == 0 else P() for i in range(len(args)))
@@ -91,7 +90,7 @@ def test_shard_map_rejects_a_wrong_out_spec():
 @pytest.mark.parametrize("name", NAMES)
 def test_explicit_mesh(name):
   f, args = operator(name)
-  mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,), devices=CPUS[:8])
+  mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
   argnums = tuple(range(len(args)))
   with jax.set_mesh(mesh):
     placed = place(mesh, args)
@@ -109,7 +108,7 @@ def test_explicit_mesh(name):
 
 def test_explicit_mesh_two_axes_and_vmap():
   f, (x, w) = operator("conv")
-  mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2, devices=CPUS[:8])
+  mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
   with jax.set_mesh(mesh):
     xs = jax.device_put(x, P(("data", "model")))
     close(jax.jit(f)(xs, jax.device_put(w, P())), f(x, w))
@@ -119,7 +118,7 @@ def test_explicit_mesh_two_axes_and_vmap():
 
 
 def test_explicit_mesh_rejects_coupled_dimensions():
-  mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,), devices=CPUS[:8])
+  mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
   with jax.set_mesh(mesh):
     w = jax.device_put(jnp.ones((3, 3, 4, 6)), P())
     with pytest.raises(ValueError, match=r"operand 0 of shape \(2, 8, 8, 4\) is sharded over mesh axis 'data' along"):
@@ -131,7 +130,7 @@ def test_explicit_mesh_rejects_coupled_dimensions():
 @pytest.mark.parametrize("name", NAMES)
 def test_auto_mesh(name):
   f, args = operator(name)
-  mesh = Mesh(np.array(CPUS[:8]), ("data",))
+  mesh = Mesh(np.array(jax.devices()[:8]), ("data",))
   placed = place(mesh, args)
   y = jax.jit(f)(*placed)
   close(y, f(*args))

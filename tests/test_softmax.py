@@ -255,6 +255,7 @@ def test_scan_and_remat(op):
   np.testing.assert_allclose(scanned, jax.grad(lambda x: f(f(x))[:, 0].sum())(x), rtol=1e-12)
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("op", BOTH)
 def test_explicit_mesh_keeps_every_other_axis_sharded(op):
   f, mesh = FUNCTIONS[op], jax.make_mesh((4, 2), ("a", "b"))
