@@ -7,5 +7,6 @@ The shapes are those of `tests/*_cases.py`.
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
+ROOT = Path(__file__).parent.parent
+# `python -m` puts the source folder first, whose jaxdnn lacks the native module: the installed one goes before it.
+sys.path = [str(ROOT / "tests"), *(p for p in sys.path if Path(p or ".").resolve() != ROOT), str(ROOT)]
