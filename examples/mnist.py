@@ -59,8 +59,8 @@ Params = dict[str, dict[str, Array]]
 
 
 def init(key: Array, shapes: dict[str, tuple[int, ...]]) -> Params:
-  """He initialisation, biases of zero. The last axis of a shape is the outputs."""
-  weights = jax.nn.initializers.he_normal()
+  """Glorot initialisation, biases of zero. The last axis of a shape is the outputs."""
+  weights = jax.nn.initializers.glorot_normal()
   keys = jax.random.split(key, len(shapes))
   return {
     name: {"w": weights(k, shape), "b": jnp.zeros(shape[-1])}
