@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
-import conv_cases
 import jax
 import numpy as np
-from conv_cases import ConvCase
 from jax import Array, lax
 
+import conv_cases
 import jaxdnn
 from benchmarks.harness import Draw, Work, itemsize
+from conv_cases import ConvCase
 
 QUICK = ("rn50.stem7x7s2", "rn50.3x3.128@28", "convnext.dw7x7.96@56", "ensemble.e64.3x3.32@32", "mnist.conv2")
 NUMBERS = {1: ("NWC", "WIO", "NWC"), 2: ("NHWC", "HWIO", "NHWC"), 3: ("NDHWC", "DHWIO", "NDHWC")}

@@ -6,12 +6,12 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import pool_cases
 from jax import Array, lax
-from pool_cases import PoolCase
 
 import jaxdnn
+import pool_cases
 from benchmarks.harness import Draw, Work, itemsize
+from pool_cases import PoolCase
 
 QUICK = ("rn50.3x3s2", "incep.3x3s1", "global.7x7")
 OURS = {"max": jaxdnn.max_pool, "avg": jaxdnn.avg_pool}

@@ -6,10 +6,10 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import softmax_cases
 from jax import Array
 
 import jaxdnn
+import softmax_cases
 from benchmarks.harness import Draw, Work, itemsize
 
 QUICK = ((1000000, 10), (8192, 8192), (4096, 50257), (8, 1000, 64, 64))

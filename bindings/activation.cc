@@ -21,8 +21,7 @@ std::optional<activation::Kind> ToKind(std::string_view name) {
 }  // namespace
 }  // namespace jaxdnn
 
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jaxdnn::ActivationAttrs,
-                                      xla::ffi::StructMember<std::string_view>("kind"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jaxdnn::ActivationAttrs, xla::ffi::StructMember<std::string_view>("kind"));
 
 namespace jaxdnn {
 
@@ -52,8 +51,8 @@ static ffi::Error ActivationBwdImpl(cudaStream_t stream, ffi::AnyBuffer g, ffi::
   if (!kind || !dtype || y.element_type() != g.element_type() || dx->element_type() != g.element_type() ||
       !SameShape(g, y) || !SameShape(g, *dx))
     return Unsupported("no kernel", "activation_bwd", g, y, *dx);
-  const cudaError_t status = activation::Backward(*kind, *dtype, g.untyped_data(), y.untyped_data(),
-                                                  dx->untyped_data(), g.element_count(), stream);
+  const cudaError_t status = activation::Backward(*kind, *dtype, g.untyped_data(), y.untyped_data(), dx->untyped_data(),
+                                                  g.element_count(), stream);
   return FromCuda(status, "activation_bwd", g);
 }
 

@@ -15,12 +15,13 @@ struct ConvAttrs {
 
 }  // namespace jaxdnn
 
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
-    jaxdnn::ConvAttrs, xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("stride"),
-    xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("padding_low"),
-    xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("lhs_dilation"),
-    xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("rhs_dilation"), xla::ffi::StructMember<int64_t>("groups"),
-    xla::ffi::StructMember<int64_t>("precision"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jaxdnn::ConvAttrs,
+                                      xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("stride"),
+                                      xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("padding_low"),
+                                      xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("lhs_dilation"),
+                                      xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("rhs_dilation"),
+                                      xla::ffi::StructMember<int64_t>("groups"),
+                                      xla::ffi::StructMember<int64_t>("precision"));
 
 namespace jaxdnn {
 

@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "bindings/conv_problem.h"
-
 #include "xla/ffi/api/c_api.h"
 
 #ifdef JAXDNN_WITH_CUDA

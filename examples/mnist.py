@@ -41,15 +41,15 @@ def fail(message: str) -> None:
 try:
   import jax
   import jax.numpy as jnp
-  import mnist_data
   import numpy as np
   import optax
   import sklearn as sklearn
   from jax import Array
-  from mnist_report import Run, best, epoch_line, plot_curves, plot_misclassified, table
   from tqdm import tqdm
 
   import jaxdnn
+  import mnist_data
+  from mnist_report import Run, best, epoch_line, plot_curves, plot_misclassified, table
 except ModuleNotFoundError as missing:
   fail(f"the module {missing.name!r} is missing; in jaxdnn's source folder: pip install '.[examples]'")
 

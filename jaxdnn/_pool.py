@@ -9,7 +9,6 @@ the windows over it, so that nothing needs atomics and every run gives the same 
 """
 
 import math
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ import numpy as np
 from jax import Array, lax
 
 from jaxdnn import _primitive, _sharding
+from jaxdnn._arguments import Padding, dilated, explicit_padding, per_dimension
 
 # Public functions ----------------------------------------------------------------------------------------------------
 
@@ -27,7 +27,7 @@ def max_pool(
   window: Sequence[int],
   *,
   stride: int | Sequence[int] | None = None,
-  padding: str | int | Sequence[tuple[int, int]] = "VALID",
+  padding: Padding = "VALID",
   dilation: int | Sequence[int] = 1,
   layout: str | None = None,
 ) -> Array:
@@ -72,7 +72,7 @@ def avg_pool(
   window: Sequence[int],
   *,
   stride: int | Sequence[int] | None = None,
-  padding: str | int | Sequence[tuple[int, int]] = "VALID",
+  padding: Padding = "VALID",
   dilation: int | Sequence[int] = 1,
   count_include_pad: bool = True,
   layout: str | None = None,
@@ -131,7 +131,7 @@ class Geometry(NamedTuple):
   @property
   def out_extent(self) -> tuple[int, ...]:
     return tuple(
-      max(0, (i + lo + hi - (w - 1) * d - 1) // s + 1)
+      max(0, (i + lo + hi - dilated(w, d)) // s + 1)
       for i, w, s, (lo, hi), d in zip(*self, strict=True)
     )
 
@@ -190,21 +190,11 @@ def _channels_last_order(name: str, layout: Any, rank: int, shape: tuple[int, ..
 
 def _geometry(name: str, extent: tuple[int, ...], window: Any, stride: Any, padding: Any, dilation: Any) -> Geometry:
   rank = len(extent)
-
-  def positive(what: str, value: Any) -> tuple[int, ...]:
-    try:
-      values = (operator.index(value),) * rank if np.ndim(value) == 0 else tuple(operator.index(v) for v in value)
-    except TypeError:
-      raise TypeError(f"{name}: {what} must be an integer or a sequence of {rank}, got {value!r}") from None
-    if len(values) != rank or min(values) < 1:
-      raise ValueError(f"{name}: {what} must be a positive integer or {rank} of them, got {value!r}")
-    return values
-
-  window, dilation = positive("window", window), positive("dilation", dilation)
-  stride = positive("stride", 1 if stride is None else stride)
+  window, dilation = per_dimension(name, "window", window, rank), per_dimension(name, "dilation", dilation, rank)
+  stride = per_dimension(name, "stride", 1 if stride is None else stride, rank)
   dilation = tuple(1 if w == 1 else d for w, d in zip(window, dilation, strict=True))
-  reach = tuple((w - 1) * d + 1 for w, d in zip(window, dilation, strict=True))
-  padding = _padding(name, extent, reach, stride, padding)
+  reach = tuple(dilated(w, d) for w, d in zip(window, dilation, strict=True))
+  padding = explicit_padding(name, padding, extent, reach, stride)
   padded = [i + lo + hi for i, (lo, hi) in zip(extent, padding, strict=True)]
   for i, (lo, hi), p, r in zip(extent, padding, padded, reach, strict=True):
     if -lo > i or -hi > i or p < 0:
@@ -216,25 +206,6 @@ def _geometry(name: str, extent: tuple[int, ...], window: Any, stride: Any, padd
   # A stride past the padded input and the input's extent give the same one window.
   stride = tuple(min(s, max(p, 1)) for s, p in zip(stride, padded, strict=True))
   return Geometry(tuple(extent), window, stride, padding, dilation)
-
-
-def _padding(
-  name: str, extent: tuple[int, ...], reach: tuple[int, ...], stride: tuple[int, ...], padding: Any
-) -> tuple[tuple[int, int], ...]:
-  rank = len(extent)
-  if isinstance(padding, str):
-    if padding.upper() not in ("VALID", "SAME", "SAME_LOWER"):
-      raise ValueError(f'{name}: padding must be "VALID", "SAME", "SAME_LOWER", an integer or pairs, got {padding!r}')
-    return tuple((lo, hi) for lo, hi in lax.padtype_to_pads(extent, reach, stride, padding.upper()))
-  try:
-    if np.ndim(padding) == 0:
-      return ((operator.index(padding), operator.index(padding)),) * rank
-    pairs = tuple((operator.index(lo), operator.index(hi)) for lo, hi in padding)
-  except (TypeError, ValueError):
-    pairs = ()
-  if len(pairs) != rank:
-    raise ValueError(f"{name}: padding must be a string, an integer or {rank} (low, high) pairs, got {padding!r}")
-  return pairs
 
 
 # Reference -----------------------------------------------------------------------------------------------------------

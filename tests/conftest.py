@@ -1,4 +1,4 @@
-"""Configuration of every test: float64 on, strict promotion, eight CPU devices, and the rule for tests that need a GPU."""
+"""Configuration of every test: float64, strict promotion, eight CPU devices, and which tests need what hardware."""
 
 import os
 

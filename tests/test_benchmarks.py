@@ -13,7 +13,6 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import conv_cases  # noqa: E402
-
 from benchmarks import __main__ as run  # noqa: E402
 from benchmarks import conv, harness, pool, report, table  # noqa: E402
 

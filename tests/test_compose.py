@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from numerics import sample
 
 import jaxdnn
+from numerics import sample
 
 LABELS = jnp.array([0, 3, 1])
 WHERE = jnp.arange(6) != 2
@@ -18,7 +18,10 @@ OPERATORS = {
     lambda x, w, b, r: jaxdnn.conv(x, w, b, groups=2, activation="tanh", residual=r),
     [(3, 6, 4), (2, 2, 4), (4,), (3, 5, 4)],
   ),
-  "conv_transpose": (lambda x, w: jaxdnn.conv_transpose(x, w, (2,), "SAME", transpose_kernel=True), [(3, 5, 4), (3, 2, 4)]),
+  "conv_transpose": (
+    lambda x, w: jaxdnn.conv_transpose(x, w, (2,), "SAME", transpose_kernel=True),
+    [(3, 5, 4), (3, 2, 4)],
+  ),
   "conv_dgrad": (lambda g, w: jaxdnn.conv_dgrad(g, w, (6, 5), stride=2, padding="SAME"), [(3, 3, 3, 6), (3, 2, 4, 6)]),
   "conv_3d": (lambda x, w: jaxdnn.conv(x, w, dilation=(1, 2, 1)), [(3, 3, 4, 3, 2), (2, 2, 2, 2, 3)]),
   "conv_0d": (lambda x, w: jaxdnn.conv(x, w), [(3, 4), (4, 6)]),

@@ -11,16 +11,16 @@ import textwrap
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pool_oracle
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
-from numerics import DTYPES, assert_close, assert_repeatable, exact, sample
-from pool_cases import POOL
 
 import jaxdnn
+import pool_oracle
 from jaxdnn import _extension
+from numerics import DTYPES, assert_close, assert_repeatable, exact, sample
+from pool_cases import POOL
 
 CASES = pytest.mark.parametrize("case", POOL, ids=lambda case: case.name)
 POOLS = pytest.mark.parametrize("pool", [jaxdnn.max_pool, jaxdnn.avg_pool], ids=["max", "avg"])
@@ -452,18 +452,18 @@ X = np.zeros((2, 8, 8, 3), np.float32)
     (X, {"window": "22"}, TypeError, r"window must be a sequence of 1 to 3 integers, got '22'"),
     (X, {"window": ()}, ValueError, r"window must have 1 to 3 entries.*got \(\)"),
     (X, {"window": (1, 1, 1, 1)}, ValueError, r"window must have 1 to 3 entries.*got \(1, 1, 1, 1\)"),
-    (X, {"window": (2, 0)}, ValueError, r"window must be a positive integer or 2 of them, got \(2, 0\)"),
-    (X, {"window": (2, 1.5)}, TypeError, r"window must be an integer or a sequence of 2, got \(2, 1.5\)"),
+    (X, {"window": (2, 0)}, ValueError, r"window must be positive, got \(2, 0\)"),
+    (X, {"window": (2, 1.5)}, TypeError, r"window must be an int or a sequence of 2 ints, got \(2, 1.5\)"),
     (X[0, 0, 0], {"window": (2,)}, ValueError, r"window \(2,\) needs x of shape .* 1 spatial, channels\], got \(3,\)"),
-    (X, {"stride": 0}, ValueError, r"stride must be a positive integer or 2 of them, got 0"),
-    (X, {"stride": (1, -2)}, ValueError, r"stride must be a positive integer or 2 of them, got \(1, -2\)"),
-    (X, {"stride": (1, 1, 1)}, ValueError, r"stride must be a positive integer or 2 of them, got \(1, 1, 1\)"),
-    (X, {"stride": 1.0}, TypeError, r"stride must be an integer or a sequence of 2, got 1\.0"),
-    (X, {"dilation": (0, 1)}, ValueError, r"dilation must be a positive integer or 2 of them, got \(0, 1\)"),
-    (X, {"padding": "FULL"}, ValueError, r'padding must be "VALID", "SAME", "SAME_LOWER".*got \'FULL\''),
-    (X, {"padding": (1, 2)}, ValueError, r"padding must be .* 2 \(low, high\) pairs, got \(1, 2\)"),
-    (X, {"padding": ((1, 1),)}, ValueError, r"padding must be .* 2 \(low, high\) pairs, got \(\(1, 1\),\)"),
-    (X, {"padding": 1.5}, ValueError, r"padding must be .* 2 \(low, high\) pairs, got 1\.5"),
+    (X, {"stride": 0}, ValueError, r"stride must be positive, got \(0, 0\)"),
+    (X, {"stride": (1, -2)}, ValueError, r"stride must be positive, got \(1, -2\)"),
+    (X, {"stride": (1, 1, 1)}, ValueError, r"stride must have one entry for each of the 2 spatial dimensions, got \(1, 1, 1\)"),
+    (X, {"stride": 1.0}, TypeError, r"stride must be an int or a sequence of 2 ints, got 1\.0"),
+    (X, {"dilation": (0, 1)}, ValueError, r"dilation must be positive, got \(0, 1\)"),
+    (X, {"padding": "FULL"}, ValueError, r"padding must be 'VALID', 'SAME', 'SAME_LOWER' or explicit, got 'FULL'"),
+    (X, {"padding": (1, 2)}, ValueError, r"padding must be a string, an int or \(low, high\) pairs, got \(1, 2\)"),
+    (X, {"padding": ((1, 1),)}, ValueError, r"padding must be one \(low, high\) pair for each of 2 dim.*, got \(\(1, 1\),\)"),
+    (X, {"padding": 1.5}, ValueError, r"padding must be a string, an int or \(low, high\) pairs, got 1\.5"),
     (X, {"padding": ((-9, 1), (0, 0))}, ValueError, r"padding \(-9, 1\) crops more than the 8 elements"),
     (X, {"padding": ((-4, -5), (0, 0))}, ValueError, r"padding \(-4, -5\) crops more than the 8 elements"),
     (X, {"padding": 2**30}, ValueError, r"a spatial dimension of 8 with padding \(1073741824, 1073741824\).*2\*\*30"),

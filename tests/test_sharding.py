@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from numerics import sample
 
 import jaxdnn
+from numerics import sample
 
 pytestmark = pytest.mark.mesh
 

@@ -2,10 +2,9 @@
 //
 // Bound by memory: 2 (forward) or 3 (backward) passes. A thread moves 16 bytes an access and a grid of a few waves
 // strides over the array; the ragged end, and buffers that are not 16-byte aligned, go element by element.
-#include "cuda/activation/activation.h"
-
 #include <algorithm>
 
+#include "cuda/activation/activation.h"
 #include "cuda/common/dtype.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/common/vec.cuh"

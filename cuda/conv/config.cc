@@ -9,12 +9,12 @@ namespace {
 
 // A Hopper-sized device. A constant, not a query: the choice must be the same on every machine.
 constexpr double kMultiprocessors = 132;
-constexpr double kFmaPerCycle = 128;       // per multiprocessor
-constexpr double kStepLatency = 700;       // cycles that one tile step takes when nothing else hides its loads
-constexpr double kLaunchCycles = 4000;     // of one more kernel
-constexpr double kBytesPerCycle = 18;      // of device memory, per multiprocessor
+constexpr double kFmaPerCycle = 128;    // per multiprocessor
+constexpr double kStepLatency = 700;    // cycles that one tile step takes when nothing else hides its loads
+constexpr double kLaunchCycles = 4000;  // of one more kernel
+constexpr double kBytesPerCycle = 18;   // of device memory, per multiprocessor
 constexpr int64_t kMaxWorkspace = int64_t{256} << 20;
-constexpr int64_t kMinSlice = 128;         // terms of the reduction that are worth a block
+constexpr int64_t kMinSlice = 128;  // terms of the reduction that are worth a block
 constexpr int64_t kIndexLimit = int64_t{1} << 30;
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }

@@ -21,10 +21,10 @@ enum class Direction { kForward, kDataGradient, kFilterGradient };
 
 struct Problem {
   Direction direction;
-  DType in;                    // of both operands
-  DType out;                   // of the result: `in`, or the type it is summed in
-  int64_t batch;               // independent problems
-  int64_t images;              // per problem
+  DType in;        // of both operands
+  DType out;       // of the result: `in`, or the type it is summed in
+  int64_t batch;   // independent problems
+  int64_t images;  // per problem
   int64_t groups;
   int64_t channels, features;  // input and output channels of one group
   int64_t x[kRank], window[kRank], y[kRank];
@@ -43,8 +43,9 @@ struct TileShape {
   const char* name;
   int rows, columns, threads;
 };
-constexpr TileShape kTiles[] = {
-    {Tile::k128x64, "128x64", 128, 64, 256}, {Tile::k64x32, "64x32", 64, 32, 128}, {Tile::k128x8, "128x8", 128, 8, 128}};
+constexpr TileShape kTiles[] = {{Tile::k128x64, "128x64", 128, 64, 256},
+                                {Tile::k64x32, "64x32", 64, 32, 128},
+                                {Tile::k128x8, "128x8", 128, 8, 128}};
 
 // Depth of a tile step: how many terms of the reduction are in shared memory at once.
 constexpr int TileDepth(DType in) { return in == DType::kF64 ? 8 : 16; }
@@ -66,7 +67,8 @@ Gemm GemmOf(const Problem& p);
 // everywhere. Empty where no kernel takes the problem.
 std::optional<Config> Choose(const Problem& p);
 
-// `lhs`, `rhs` and `out` are x, w, y (forward); y, w, x (data gradient); x, y, w (filter gradient). Returns a cudaError_t.
+// `lhs`, `rhs` and `out` are x, w, y (forward); y, w, x (data gradient); x, y, w (filter gradient). Returns a
+// cudaError_t.
 int Launch(const Problem& p, const Config& config, const void* lhs, const void* rhs, void* out, void* workspace,
            CUstream_st* stream);
 

@@ -15,15 +15,15 @@ namespace jaxdnn::conv {
 namespace {
 
 struct Params {
-  int64_t pixels;                        // of y, per problem
-  int64_t slice;                         // of them in a block, a multiple of the tile's depth
+  int64_t pixels;  // of y, per problem
+  int64_t slice;   // of them in a block, a multiple of the tile's depth
   int rows, columns, groups;
   int row_tiles, column_tiles, splits;
   Axis axis[kRank];
   Box pixels_box, taps_box;
-  FastDiv image_pixels, channels;        // of y per image; of x per group
+  FastDiv image_pixels, channels;             // of y per image; of x per group
   int64_t images, x_image, x_pixel, y_pixel;  // strides in elements
-  int64_t result_size;                   // elements of the whole result
+  int64_t result_size;                        // elements of the whole result
 };
 
 template <class T, class In>
@@ -31,10 +31,10 @@ struct LoadInput : AlongPosition<T::kRows, T::kDepth, T::kThreads> {
   // Every load of a thread is for the same row, whose tap is then decoded once.
   static_assert(T::kThreads % T::kRows == 0);
   const Params& p;
-  const In* x;         // at the problem, its first image of the slice, the group and the row's channel
-  int64_t count;       // pixels in the slice
-  int first_pixel;     // of the slice, within its first image
-  int tap[kRank];      // the row's tap, as a distance
+  const In* x;      // at the problem, its first image of the slice, the group and the row's channel
+  int64_t count;    // pixels in the slice
+  int first_pixel;  // of the slice, within its first image
+  int tap[kRank];   // the row's tap, as a distance
   bool valid;
 
   __device__ LoadInput(const Params& p, const In* base, int64_t first_image, int first_pixel, int64_t count, int row)
@@ -168,13 +168,13 @@ cudaError_t LaunchFilterSimt(const Problem& p, const Config& config, const void*
     const auto run = [&](auto* destination) {
       using Destination = std::remove_pointer_t<decltype(destination)>;
       return LaunchKernel(FilterKernel<T, In, Destination>, blocks, T::kThreads, stream, q, static_cast<const In*>(x),
-                    static_cast<const In*>(y), destination);
+                          static_cast<const In*>(y), destination);
     };
     if (config.splits == 1) return run(static_cast<Out*>(out));
     if (const cudaError_t status = run(static_cast<Sum*>(workspace)); status != cudaSuccess) return status;
     constexpr int kThreads = 256;
     return LaunchKernel(SumSlicesKernel<Sum, Out>, CeilDiv(q.result_size, kThreads), kThreads, stream,
-                  static_cast<const Sum*>(workspace), static_cast<Out*>(out), q.result_size, q.splits);
+                        static_cast<const Sum*>(workspace), static_cast<Out*>(out), q.result_size, q.splits);
   });
 }
 

@@ -18,7 +18,8 @@ import numpy as np
 from jax import Array, lax
 
 from jaxdnn import _extension, _primitive
-from jaxdnn._conv.spec import ConvSpec, Precision, channels_last, dilated
+from jaxdnn._arguments import dilated
+from jaxdnn._conv.spec import ConvSpec, Precision, channels_last
 
 OPERANDS = {"y": ("x", "w"), "x": ("y", "w"), "w": ("x", "y")}
 """For each array of the trilinear form, the two that the primitive which computes it takes."""
@@ -209,8 +210,8 @@ def _batch(operands: Any, dims: Any, *, result: str, spec: ConvSpec, dtype: Any)
   mapped = [n for n, d in zip(names, dims, strict=True) if d is not None]
   v = arrays[mapped[0]].shape[0]
   if v == 0:
-    one = {n: jax.ShapeDtypeStruct(a.shape[n in mapped :], a.dtype) for n, a in arrays.items()}
-    return jnp.zeros((0, *_result_shape(result, *(one[n] for n in names), spec)), dtype), 0
+    a, b = (jax.ShapeDtypeStruct(arrays[n].shape[n in mapped :], arrays[n].dtype) for n in names)
+    return jnp.zeros((0, *_result_shape(result, a, b, spec)), dtype), 0
   ndim = spec.rank + 3
   if len(mapped) == 2:
     axes = {n: (0, 1) for n in "xwy"}

@@ -9,18 +9,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxdnn import _activation, _sharding
+from jaxdnn._arguments import Padding, dilated, explicit_padding, per_dimension
 from jaxdnn._conv.primitives import convolve
-from jaxdnn._conv.spec import (
-  ConvSpec,
-  Padding,
-  channels_last,
-  check_channels,
-  dilated,
-  explicit_padding,
-  make_spec,
-  per_dimension,
-  result_dtype,
-)
+from jaxdnn._conv.spec import ConvSpec, channels_last, check_channels, make_spec, result_dtype
 
 DimensionNumbers = lax.ConvDimensionNumbers | tuple[str, str, str] | None
 
@@ -402,8 +393,8 @@ def _by_batch(
 
 
 def _spec(
-  where: str, x_spatial: Sequence[int], window: Sequence[int], stride: Any, padding: Padding, dilation: Any, groups: int,
-  precision: Any,
+  where: str, x_spatial: Sequence[int], window: Sequence[int], stride: Any, padding: Padding, dilation: Any,
+  groups: int, precision: Any,
 ) -> ConvSpec:  # fmt: skip
   return make_spec(
     where, x_spatial, window, stride=stride, padding=padding, lhs_dilation=None, rhs_dilation=dilation, groups=groups,

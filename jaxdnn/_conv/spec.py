@@ -1,7 +1,6 @@
 """The static parameters of a convolution, and how arguments become them."""
 
 import dataclasses
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-Padding = str | int | Sequence[tuple[int, int]]
+from jaxdnn._arguments import Padding, dilated, explicit_padding, per_dimension
+
 Precision = tuple[lax.Precision, lax.Precision] | None
 
 
@@ -38,11 +38,6 @@ class ConvSpec:
     return tuple(
       (p - e) // u + 1 if p >= e else 0 for p, e, u in zip(padded, extents, self.stride, strict=True)
     )
-
-
-def dilated(extent: int, dilation: int) -> int:
-  """Extent after putting `dilation - 1` holes between neighbours."""
-  return 0 if extent == 0 else (extent - 1) * dilation + 1
 
 
 def channels_last(rank: int) -> lax.ConvDimensionNumbers:
@@ -84,41 +79,6 @@ def make_spec(
   return ConvSpec(
     stride, pads, lhs_dilation, rhs_dilation, groups, tuple(x_spatial), tuple(window), canonical_precision(precision)
   )
-
-
-def per_dimension(where: str, name: str, value: int | Sequence[int], rank: int) -> tuple[int, ...]:
-  """One positive integer per spatial dimension, from such a sequence or a single integer."""
-  try:
-    values = tuple(operator.index(v) for v in value) if isinstance(value, Sequence | np.ndarray) else (
-      (operator.index(value),) * rank
-    )
-  except TypeError as e:
-    raise TypeError(f"{where}: {name} must be an int or a sequence of {rank} ints, got {value!r}") from e
-  if len(values) != rank:
-    raise ValueError(f"{where}: {name} must have one entry for each of the {rank} spatial dimensions, got {values}")
-  if any(v < 1 for v in values):
-    raise ValueError(f"{where}: {name} must be positive, got {values}")
-  return values
-
-
-def explicit_padding(
-  where: str, padding: Padding, spatial: Sequence[int], window: Sequence[int], stride: Sequence[int]
-) -> tuple[tuple[int, int], ...]:
-  """(low, high) pairs, from such pairs, one int for every side, or 'VALID', 'SAME', 'SAME_LOWER'."""
-  if isinstance(padding, str):
-    mode = padding.upper()
-    if mode not in ("VALID", "SAME", "SAME_LOWER"):
-      raise ValueError(f"{where}: padding must be 'VALID', 'SAME', 'SAME_LOWER' or explicit, got {padding!r}")
-    return tuple((int(lo), int(hi)) for lo, hi in lax.padtype_to_pads(spatial, window, stride, mode))
-  if isinstance(padding, int):
-    return ((padding, padding),) * len(window)
-  try:
-    pads = tuple((operator.index(lo), operator.index(hi)) for lo, hi in padding)
-  except (TypeError, ValueError) as e:
-    raise ValueError(f"{where}: padding must be a string, an int or (low, high) pairs, got {padding!r}") from e
-  if len(pads) != len(window):
-    raise ValueError(f"{where}: padding must have one pair for each of the {len(window)} spatial dimensions, got {pads}")
-  return pads
 
 
 def canonical_precision(precision: Any) -> Precision:
