@@ -6,7 +6,7 @@ cache, as they would in use. The clock is CUPTI's: the sum of the durations of a
 neither launch gaps nor memsets and memory copies count. Without CUPTI it is the wall clock over many asynchronous
 calls. A row holds the median over the passes.
 
-The floor is the time that the work cannot beat: max(bytes that must move once / copy rate, FLOP / arithmetic rate),
+The floor is the time that the work cannot beat: max(bytes that must move once / memory rate, FLOP / arithmetic rate),
 with the rates that the same run measured (`measure_ceilings`).
 """
 
@@ -68,7 +68,7 @@ def itemsize(dtype: str) -> int:
 
 def floor_us(moved: float, flops: float, unit: str, ceilings: dict[str, float]) -> float:
   """The least microseconds that `moved` bytes and `flops` operations take."""
-  seconds = moved / ceilings["copy"]
+  seconds = moved / max(ceilings["copy"], ceilings["elementwise"])
   if flops:
     seconds = max(seconds, flops / ceilings[unit])
   return seconds * 1e6

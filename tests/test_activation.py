@@ -74,3 +74,9 @@ def test_kernel_writes_everything_and_repeats(kind, dtype):
   y = assert_repeatable(getattr(jaxdnn, kind), x)
   assert_close(y, ORACLE[kind][0](exact(x)), dtype)
   assert not np.isnan(exact(assert_repeatable(jax.grad(lambda x: getattr(jaxdnn, kind)(x).sum()), x))).any()
+
+
+@pytest.mark.gpu
+def test_more_than_2_to_the_31_elements():
+  x = (jnp.arange((1 << 31) + 13, dtype=jnp.uint32) % 1000).astype(jnp.float16) - 3
+  assert jax.jit(lambda x: (jaxdnn.relu(x) == jnp.maximum(x, 0)).all())(x)

@@ -82,6 +82,39 @@ def test_kernels_under_the_sanitizer(name):
     check(case, *with_gradients(functools.partial(apply, case), x, w, g), x, w, g, dtype)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("name", ["1x1", "3x3", "stem7x7s2", "c44", "grouped", "dilated", "3d"])
+def test_errors_are_no_larger_than_those_of_lax(name, dtype):
+  """Against the oracle, in the root mean square, at lax's highest precision."""
+  case = next(case for case in CASES if case.name == name)
+  x, w, g = operands(case, dtype)
+  want = conv_oracle(exact(x), exact(w), *case.geometry, case.groups)
+  wants = (want, *conv_gradients(exact(x), exact(w), exact(g), *case.geometry, case.groups))
+  stride, padding, lhs_dilation, rhs_dilation = case.geometry
+
+  def stock(x, w):
+    return lax.conv_general_dilated(
+      x, w, stride, padding, lhs_dilation, rhs_dilation, channels_last(len(stride)), case.groups, precision="highest"
+    )
+
+  ours, theirs = (with_gradients(f, x, w, g) for f in (functools.partial(apply, case), stock))
+  for a, b, want in zip(ours, theirs, wants, strict=True):
+    error, error_of_lax = (np.sqrt(np.mean((exact(v) - want) ** 2)) for v in (a, b))
+    assert error <= 1.5 * error_of_lax, f"{error:.3g} against {error_of_lax:.3g}"
+
+
+@pytest.mark.gpu
+def test_more_than_2_to_the_31_elements():
+  x = jnp.broadcast_to((jnp.arange(1 << 29) % 7).astype(jnp.float16)[:, None], (5, 1 << 29, 1))
+  w = jnp.full((1, 1, 1), 2, jnp.float16)
+  same = jax.jit(lambda a, b: (a == 2 * b).all())
+  assert same(jaxdnn.conv(x, w), x) and same(jaxdnn.conv_dgrad(x, w, (1 << 29,)), x)
+  # Ones at the very end and beginning alone, so that the sum is exact.
+  g = jnp.zeros(x.shape, x.dtype).at[0, :3].set(1).at[4, -3:].set(1)
+  assert float(jaxdnn.conv_wgrad(x, g, (1,))[0, 0, 0]) == float(x[0, :3].sum() + x[4, -3:].sum())
+
+
 def test_split_filter_gradient():
   """Enough pixels for the planner to split the sum, and not a multiple of any slice."""
   case = CASES[0].__class__("split", 7, (61, 59), 2, (3, 3), 5, padding=((1, 1), (1, 1)))
