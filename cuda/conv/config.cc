@@ -82,6 +82,7 @@ std::optional<Config> Choose(const Problem& p) {
     for (int64_t splits = 1; splits == 1 || (splittable && splits * kMinSlice <= g.depth); splits *= 2) {
       const int64_t bytes = splits > 1 ? splits * p.FilterSize() * sum_bytes : 0;
       if (bytes > kMaxWorkspace) break;
+      if (splittable && CeilDiv(g.depth, splits) >= kIndexLimit) continue;  // a slice is indexed with 32 bits
       const double cycles = Cycles(g, t, splits, tile_depth, p.FilterSize() * sum_bytes);
       if (!best || cycles < best->cycles) best = Config{t.tile, splits, bytes, cycles};
     }

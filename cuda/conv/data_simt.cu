@@ -41,8 +41,8 @@ struct LoadOperand : AlongDepth<T::kRows, T::kDepth, T::kThreads> {
 
   __device__ LoadOperand(const Params& p, const In* in, const Row* rows) : p(p), in(in), rows(rows) {}
 
-  __device__ typename T::Sum operator()(int64_t step, int i) const {
-    const int k = static_cast<int>(step) * T::kDepth + this->Depth(i);
+  __device__ typename T::Sum operator()(int step, int i) const {
+    const int k = step * T::kDepth + this->Depth(i);
     if (k >= p.depth) return 0;
     int channel, tap[kRank], at[kRank];
     p.taps_box.Split(p.channels.Div(k, &channel), tap);
@@ -68,8 +68,8 @@ struct LoadFilter {
   __device__ int Depth(int i) const { return p.filter_depth_contiguous ? Deep::Depth(i) : Wide::Depth(i); }
   __device__ int Position(int i) const { return p.filter_depth_contiguous ? Deep::Position(i) : Wide::Position(i); }
 
-  __device__ typename T::Sum operator()(int64_t step, int i) const {
-    const int k = static_cast<int>(step) * T::kDepth + Depth(i);
+  __device__ typename T::Sum operator()(int step, int i) const {
+    const int k = step * T::kDepth + Depth(i);
     const int column = first_column + Position(i);
     if (k >= p.depth || column >= p.columns) return 0;
     int channel;

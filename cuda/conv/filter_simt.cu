@@ -32,12 +32,12 @@ struct LoadInput : AlongPosition<T::kRows, T::kDepth, T::kThreads> {
   static_assert(T::kThreads % T::kRows == 0);
   const Params& p;
   const In* x;      // at the problem, its first image of the slice, the group and the row's channel
-  int64_t count;    // pixels in the slice
+  int count;        // pixels in the slice
   int first_pixel;  // of the slice, within its first image
   int tap[kRank];   // the row's tap, as a distance
   bool valid;
 
-  __device__ LoadInput(const Params& p, const In* base, int64_t first_image, int first_pixel, int64_t count, int row)
+  __device__ LoadInput(const Params& p, const In* base, int64_t first_image, int first_pixel, int count, int row)
       : p(p), count(count), first_pixel(first_pixel), valid(row < p.rows) {
     int channel;
     p.taps_box.Split(p.channels.Div(row, &channel), tap);
@@ -45,11 +45,11 @@ struct LoadInput : AlongPosition<T::kRows, T::kDepth, T::kThreads> {
     x = base + first_image * p.x_image + channel;
   }
 
-  __device__ typename T::Sum operator()(int64_t step, int i) const {
-    const int64_t pixel = step * T::kDepth + this->Depth(i);
+  __device__ typename T::Sum operator()(int step, int i) const {
+    const int pixel = step * T::kDepth + this->Depth(i);
     if (!valid || pixel >= count) return 0;
     int in_image, out[kRank], at[kRank];
-    const int image = p.image_pixels.Div(first_pixel + static_cast<int>(pixel), &in_image);
+    const int image = p.image_pixels.Div(first_pixel + pixel, &in_image);
     p.pixels_box.Split(in_image, out);
     bool inside = true;
 #pragma unroll
@@ -64,17 +64,17 @@ template <class T, class In>
 struct LoadCotangent : AlongPosition<T::kColumns, T::kDepth, T::kThreads> {
   const Params& p;
   const In* y;  // at the slice's first pixel and the group
-  int64_t count;
+  int count;
   int first_column;
 
-  __device__ LoadCotangent(const Params& p, const In* y, int64_t count, int first_column)
+  __device__ LoadCotangent(const Params& p, const In* y, int count, int first_column)
       : p(p), y(y), count(count), first_column(first_column) {}
 
-  __device__ typename T::Sum operator()(int64_t step, int i) const {
-    const int64_t pixel = step * T::kDepth + this->Depth(i);
+  __device__ typename T::Sum operator()(int step, int i) const {
+    const int pixel = step * T::kDepth + this->Depth(i);
     const int column = first_column + this->Position(i);
     if (pixel >= count || column >= p.columns) return 0;
-    return static_cast<typename T::Sum>(y[pixel * p.y_pixel + column]);
+    return static_cast<typename T::Sum>(y[int64_t{pixel} * p.y_pixel + column]);
   }
 };
 
@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(T::kThreads)
   const int64_t batch = block / p.splits;
 
   const int64_t begin = min(split * p.slice, p.pixels);
-  const int64_t count = min(p.slice, p.pixels - begin);
+  const int count = static_cast<int>(min(p.slice, p.pixels - begin));
   const int64_t first_image = begin / p.image_pixels.divisor;
   const int first_pixel = static_cast<int>(begin - first_image * p.image_pixels.divisor);
 

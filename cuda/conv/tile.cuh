@@ -70,14 +70,16 @@ struct AlongPosition {
   static __device__ int Position(int i) { return (threadIdx.x + i * kThreads) % kExtent; }
 };
 
-// sums += A B over `steps` steps. A loader is called as loader(step, i), for i below its count, and returns element i
-// of this thread's share of the step; loader.Depth(i) and loader.Position(i) say where in the tile that element is.
+// sums += A B over `steps` steps, each of which is summed by itself first: rounding errors then grow with the square
+// root of the steps, not of the terms. A loader is called as loader(step, i), for i below its count, and returns
+// element i of this thread's share of the step; loader.Depth(i) and loader.Position(i) say where in the tile that
+// element is.
 template <class T, class LoadA, class LoadB>
-__device__ void MultiplyTiles(typename T::Shared& shared, int64_t steps, const LoadA& load_a, const LoadB& load_b,
+__device__ void MultiplyTiles(typename T::Shared& shared, int steps, const LoadA& load_a, const LoadB& load_b,
                               typename T::Sum (&sums)[T::kThreadRows][T::kThreadColumns]) {
   using Sum = typename T::Sum;
   Sum a[T::kLoadsA], b[T::kLoadsB];
-  const auto load = [&](int64_t step) {
+  const auto load = [&](int step) {
 #pragma unroll
     for (int i = 0; i < T::kLoadsA; ++i) a[i] = load_a(step, i);
 #pragma unroll
@@ -95,9 +97,10 @@ __device__ void MultiplyTiles(typename T::Shared& shared, int64_t steps, const L
   if (steps == 0) return;
   load(0);
   store(0);
-  for (int64_t step = 0; step < steps; ++step) {
+  for (int step = 0; step < steps; ++step) {
     const int buffer = step & 1;
     if (step + 1 < steps) load(step + 1);
+    Sum part[T::kThreadRows][T::kThreadColumns] = {};
 #pragma unroll
     for (int k = 0; k < T::kDepth; ++k) {
       Sum row[T::kThreadRows], column[T::kThreadColumns];
@@ -108,8 +111,12 @@ __device__ void MultiplyTiles(typename T::Shared& shared, int64_t steps, const L
 #pragma unroll
       for (int i = 0; i < T::kThreadRows; ++i)
 #pragma unroll
-        for (int j = 0; j < T::kThreadColumns; ++j) sums[i][j] += row[i] * column[j];
+        for (int j = 0; j < T::kThreadColumns; ++j) part[i][j] += row[i] * column[j];
     }
+#pragma unroll
+    for (int i = 0; i < T::kThreadRows; ++i)
+#pragma unroll
+      for (int j = 0; j < T::kThreadColumns; ++j) sums[i][j] += part[i][j];
     // The other buffer was last read before the previous barrier, so it is free.
     if (step + 1 < steps) store(buffer ^ 1);
   }
