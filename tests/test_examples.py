@@ -48,7 +48,7 @@ def test_cnn_reaches_98_percent_on_digits(tmp_path):
   assert (record["train_images"], record["test_images"]) == (1437, 360)
   assert record["compile_seconds"] > 0
   (history,) = (r["epochs"] for r in record["runs"])
-  assert [r["epoch"] for r in history] == list(range(1, 21))
+  assert [r["epoch"] for r in history] == list(range(1, 31))
   # One image is 0.28 %, and rounding, which differs from machine to machine, is worth one or two at any one epoch.
   assert max(r["test_accuracy"] for r in history) >= 0.98
   assert history[-1]["test_accuracy"] >= 0.97
