@@ -9,11 +9,12 @@
 namespace jaxdnn {
 
 struct FastDiv {
-  uint32_t divisor = 1, multiplier = 1, shift = 0;
+  uint32_t divisor, multiplier, shift;
 
+  // Trivial, so that it can be in shared memory.
   FastDiv() = default;
   // A divisor of 0 (an empty dimension, of which no index is ever taken) counts as 1.
-  explicit FastDiv(int64_t d) : divisor(d > 0 ? static_cast<uint32_t>(d) : 1) {
+  __host__ __device__ explicit FastDiv(int64_t d) : divisor(d > 0 ? static_cast<uint32_t>(d) : 1), shift(0) {
     while ((uint64_t{1} << shift) < divisor) ++shift;
     multiplier = static_cast<uint32_t>((((uint64_t{1} << shift) - divisor) << 32) / divisor + 1);
   }

@@ -38,7 +38,9 @@ struct Box {
   FastDiv plane, row;
 
   Box() = default;
-  explicit Box(const int64_t (&extent)[kRank]) : plane(extent[1] * extent[2]), row(extent[2]) {}
+  template <class Int>
+  __host__ __device__ explicit Box(const Int (&extent)[kRank])
+      : plane(int64_t{extent[1]} * extent[2]), row(int64_t{extent[2]}) {}
 
   __device__ void Split(int index, int (&coordinate)[kRank]) const {
     int in_plane;

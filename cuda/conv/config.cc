@@ -1,6 +1,7 @@
 // Problem -> Config. Pure host code: no device is asked, nothing is timed.
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 #include "cuda/conv/conv.h"
 
@@ -32,9 +33,16 @@ double Efficiency(Tile tile) {
   return 0;
 }
 
-double Cycles(const Gemm& g, const TileShape& t, int64_t splits, int tile_depth, int64_t result_bytes) {
-  const double blocks = double(g.problems) * CeilDiv(g.rows, t.rows) * CeilDiv(g.columns, t.columns) * splits;
-  const double steps = CeilDiv(CeilDiv(g.depth, splits), tile_depth);
+double Cycles(const Problem& p, const TileShape& t, int64_t splits, int tile_depth, int64_t result_bytes) {
+  const Gemm g = GemmOf(p);
+  double phases = 1, taps_per_tap = 1;
+  if (p.direction != Direction::kFilterGradient) {
+    const Phases f = PhasesOf(p);
+    for (int d = 0; d < kRank; ++d) phases *= f.period[d], taps_per_tap *= f.tap_period[d];
+  }
+  const double row_tiles = phases * std::ceil(g.rows / phases / t.rows);
+  const double blocks = double(g.problems) * row_tiles * CeilDiv(g.columns, t.columns) * splits;
+  const double steps = std::ceil(g.depth / taps_per_tap / splits / tile_depth);
   const double resident = 1024.0 / t.threads;  // blocks that share a multiprocessor
   const double waves = std::ceil(blocks / (kMultiprocessors * resident));
   const double arithmetic = std::ceil(blocks / kMultiprocessors) * t.rows * t.columns * tile_depth * steps /
@@ -56,6 +64,21 @@ bool Indexable(const Problem& p) {
 }
 
 }  // namespace
+
+Phases PhasesOf(const Problem& p) {
+  // index * step = position * stride + tap * tap_step + constant, as in axis.cuh.
+  const bool forward = p.direction == Direction::kForward;
+  Phases f;
+  for (int d = 0; d < kRank; ++d) {
+    const int64_t step = forward ? p.lhs_dilation[d] : p.stride[d];
+    const int64_t stride = forward ? p.stride[d] : p.lhs_dilation[d];
+    const int64_t extent = forward ? p.y[d] : p.x[d];
+    // More phases than positions would be empty.
+    f.period[d] = std::min(step / std::gcd(stride, step), std::max<int64_t>(extent, 1));
+    f.tap_period[d] = step / std::gcd(p.rhs_dilation[d], step);
+  }
+  return f;
+}
 
 Gemm GemmOf(const Problem& p) {
   const int64_t problems = p.batch * p.groups;
@@ -83,7 +106,7 @@ std::optional<Config> Choose(const Problem& p) {
       const int64_t bytes = splits > 1 ? splits * p.FilterSize() * sum_bytes : 0;
       if (bytes > kMaxWorkspace) break;
       if (splittable && CeilDiv(g.depth, splits) >= kIndexLimit) continue;  // a slice is indexed with 32 bits
-      const double cycles = Cycles(g, t, splits, tile_depth, p.FilterSize() * sum_bytes);
+      const double cycles = Cycles(p, t, splits, tile_depth, p.FilterSize() * sum_bytes);
       if (!best || cycles < best->cycles) best = Config{t.tile, splits, bytes, cycles};
     }
   }

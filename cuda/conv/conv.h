@@ -63,6 +63,13 @@ struct Gemm {
 };
 Gemm GemmOf(const Problem& p);
 
+// In the data gradient of a strided convolution, and forward over a dilated input, most taps meet nothing at a given
+// output position. Positions that agree modulo `period` meet the same ones: one in every `tap_period`, or none.
+struct Phases {
+  int64_t period[kRank], tap_period[kRank];
+};
+Phases PhasesOf(const Problem& p);
+
 // The kernel for a problem: a closed-form function of the problem alone, so that equal shapes give equal bits
 // everywhere. Empty where no kernel takes the problem.
 std::optional<Config> Choose(const Problem& p);
