@@ -77,6 +77,7 @@ def test_kernel_writes_everything_and_repeats(kind, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.xdist_group("memory")  # one at a time
 def test_more_than_2_to_the_31_elements():
   x = (jnp.arange((1 << 31) + 13, dtype=jnp.uint32) % 1000).astype(jnp.float16) - 3
   assert jax.jit(lambda x: (jaxdnn.relu(x) == jnp.maximum(x, 0)).all())(x)

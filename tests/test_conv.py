@@ -105,6 +105,7 @@ def test_errors_are_no_larger_than_those_of_lax(name, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.xdist_group("memory")  # one at a time
 def test_more_than_2_to_the_31_elements():
   x = jnp.broadcast_to((jnp.arange(1 << 29) % 7).astype(jnp.float16)[:, None], (5, 1 << 29, 1))
   w = jnp.full((1, 1, 1), 2, jnp.float16)

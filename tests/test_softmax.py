@@ -369,6 +369,7 @@ def check_repeatable(op, shape, axis, dtype, repeats=10):
 
 
 @pytest.mark.gpu
+@pytest.mark.xdist_group("memory")  # one at a time
 def test_more_than_2_to_the_31_elements():
   """Both in one row and in many: 64-bit offsets. The last row differs, so that a wrapped offset shows."""
   for shape in [(3, 2**30 - 8), (2**22 + 1, 520)]:
