@@ -115,9 +115,9 @@ def rmsprop(learning_rate: float) -> optax.GradientTransformation:
 
   Two choices keep it steady at this learning rate, where the recipe is silent. The second moment, which starts at
   zero, is corrected for that: else the first step would move every weight by 10 learning rates. And epsilon stands
-  under the root, as is optax's default: once the gradients have shrunk, the steps shrink with them.
+  under the root and is not tiny: once the gradients have shrunk, the steps shrink with them.
   """
-  rms = optax.rmsprop(learning_rate, decay=0.99, eps=1e-8, bias_correction=True)
+  rms = optax.rmsprop(learning_rate, decay=0.99, eps=1e-5, bias_correction=True)
   return optax.chain(optax.add_decayed_weights(1e-4), rms)
 
 
