@@ -44,17 +44,17 @@ def test_cnn_reaches_98_percent_on_digits(tmp_path):
   done = run("--json", "record.json", "--output", "pictures", cwd=tmp_path)
   assert done.returncode == 0, done.stderr
   record = json.loads((tmp_path / "record.json").read_text())
-  assert (record["model"], record["dataset"], record["batch_size"]) == ("cnn", "digits", 128)
+  assert (record["model"], record["dataset"], record["batch_size"]) == ("cnn", "digits", 32)
   assert (record["train_images"], record["test_images"]) == (1437, 360)
   assert record["compile_seconds"] > 0
   (history,) = (r["epochs"] for r in record["runs"])
-  assert [r["epoch"] for r in history] == list(range(1, 31))
+  assert [r["epoch"] for r in history] == list(range(1, 21))
   # One image is 0.28 %, and rounding, which differs from machine to machine, is worth one or two at any one epoch.
   assert max(r["test_accuracy"] for r in history) >= 0.98
   assert history[-1]["test_accuracy"] >= 0.97
   assert history[-1]["loss"] < 0.1 * history[0]["loss"]
   for r in history:
-    assert r["images_per_second"] == pytest.approx(11 * 128 / r["seconds"])
+    assert r["images_per_second"] == pytest.approx(44 * 32 / r["seconds"])
     assert f"epoch {r['epoch']:3d}  loss {r['loss']:.4f}" in done.stdout
   assert picture_colours(tmp_path / "pictures" / "curves.png") > 10
   assert picture_colours(tmp_path / "pictures" / "misclassified.png") > 10

@@ -58,6 +58,8 @@ bool Indexable(const Problem& p) {
   for (int d = 0; d < kRank; ++d) {
     const int64_t reach = p.y[d] * p.stride[d] + std::abs(p.pad[d]) + p.window[d] * p.rhs_dilation[d];
     if (std::max(reach, p.x[d] * p.lhs_dilation[d]) >= kIndexLimit) return false;
+    // By themselves too: with an empty dimension the products above are 0.
+    if (std::max({p.stride[d], p.lhs_dilation[d], p.rhs_dilation[d]}) >= kIndexLimit) return false;
   }
   return p.XPixels() < kIndexLimit && p.YPixels() < kIndexLimit &&
          p.Taps() * std::max(p.channels, p.features) < kIndexLimit;
