@@ -38,8 +38,6 @@ def convolve(result: str, arrays: Mapping[str, Array], spec: ConvSpec, dtype: An
 
 
 # Reference -----------------------------------------------------------------------------------------------------------
-
-
 #
 # Each of the three is written as one plain channels-last convolution, which XLA:CPU runs fast inside loops as well; the
 # transposes that lax derives are not. The problems of the batch are further groups.
