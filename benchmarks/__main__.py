@@ -12,7 +12,9 @@ import jax
 
 from benchmarks import activation, conv, harness, pool, report, softmax
 
-FAMILIES = {"conv": conv.work, "pool": pool.work, "softmax": softmax.work, "activation": activation.work}
+# A family is a module with `work(dtypes, quick, shrink)`, and maybe `sweep` of the same arguments: neighbouring and odd
+# sizes that show whether there are cliffs.
+FAMILIES = {"conv": conv, "pool": pool, "softmax": softmax, "activation": activation}
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -20,6 +22,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
   parser.add_argument("--out", type=Path, metavar="FILE", help="record to this JSON file, row by row")
   parser.add_argument("--families", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
   parser.add_argument("--dtypes", nargs="+", choices=["bfloat16", "float32"], default=["bfloat16", "float32"])
+  parser.add_argument("--sweep", action="store_true", help="neighbouring and odd sizes instead of the listed cases")
   parser.add_argument("--quick", action="store_true", help="a handful of cases of each family")
   parser.add_argument("--filter", default="", metavar="TEXT", help="only cases whose name contains this")
   parser.add_argument("--shrink", type=int, default=1, metavar="N", help=argparse.SUPPRESS)
@@ -61,11 +64,11 @@ def main(arguments: list[str] | None = None) -> dict:
     f"{ceilings['copy'] / 1e12:.2f} TB/s, x + 1 {ceilings['elementwise'] / 1e12:.2f} TB/s, matmul "
     f"{ceilings['bfloat16'] / 1e12:.0f} TFLOP/s bf16, {ceilings['float32'] / 1e12:.0f} TFLOP/s f32"
   )
+  kind = "sweep" if args.sweep else "work"
   for family in args.families:
-    for work in FAMILIES[family](args.dtypes, args.quick, args.shrink):
-      if args.filter not in work.case:
-        continue
-      rows.append(harness.measure(work, ceilings, clock))
+    works = getattr(FAMILIES[family], kind, lambda *_: ())(args.dtypes, args.quick, args.shrink)
+    for row in harness.measure_all([work for work in works if args.filter in work.case], ceilings, clock):
+      rows.append({**row, "sweep": True} if args.sweep else row)
       print(report.line(rows[-1]), flush=True)
       record["seconds"] = time.perf_counter() - began
       if args.out:

@@ -6,6 +6,8 @@ cache, as they would in use. The clock is CUPTI's: the sum of the durations of a
 neither launch gaps nor memsets and memory copies count. Without CUPTI it is the wall clock over many asynchronous
 calls. A row holds the median over the passes.
 
+Peak memory is that of forward and backward in one program: its results and temporaries.
+
 The floor is the time that the work cannot beat: max(bytes that must move once / memory rate, FLOP / arithmetic rate),
 with the rates that the same run measured (`measure_ceilings`).
 """
@@ -14,9 +16,11 @@ import dataclasses
 import datetime
 import importlib.metadata
 import math
+import os
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -151,20 +155,43 @@ def residuals(function: Callable[..., Any], x: jax.Array, *rest: jax.Array) -> A
   return jax.vjp(lambda x: function(x, *rest), x)[1]
 
 
-def prepare(
-  function: Callable[..., Any], work: Work, sets: list[tuple[jax.Array, ...]]
-) -> tuple[Any, list[Any], float]:
-  """Compiled program, its operand sets, and the seconds that tracing and compiling took."""
-  if work.backward:
-    forward = jax.jit(partial(residuals, function))
-    sets = [(forward(*operands[:-1]), operands[-1]) for operands in sets]
-    function = lambda pullback, g: pullback(g)  # noqa: E731
-  began = time.perf_counter()
-  # jit drops operands that the function ignores.
-  program = jax.jit(function).lower(*sets[0]).compile()
-  seconds = time.perf_counter() - began
-  run_all(program, sets)
-  return program, sets, seconds
+def forward_and_backward(function: Callable[..., Any], x: jax.Array, *rest: jax.Array) -> Any:
+  """The value and the gradient in `x`, for the cotangent that is the last operand."""
+  *rest, g = rest
+  y, pullback = jax.vjp(lambda x: function(x, *rest), x)
+  return y, pullback(g)
+
+
+class Compiled(NamedTuple):
+  """One side of a comparison, ready to run."""
+
+  program: Program
+  prepare: Program | None
+  """Of a pullback: the forward pass, whose result is the program's first operand."""
+  peak_bytes: int | None
+  """Of a pullback: the results and temporaries of forward and backward together, as XLA has planned them."""
+
+  def operands(self, sets: list[tuple[jax.Array, ...]]) -> list[tuple[Any, ...]]:
+    return sets if self.prepare is None else [(self.prepare(*s[:-1]), s[-1]) for s in sets]
+
+
+def compile_side(function: Callable[..., Any], work: Work) -> Compiled:
+  avals = [jax.ShapeDtypeStruct(o.shape, o.dtype) for o in work.operands]
+  if not work.backward:
+    return Compiled(jax.jit(function).lower(*avals).compile(), None, None)
+  forward = jax.jit(partial(residuals, function)).trace(*avals[:-1])
+  backward = jax.jit(lambda pullback, g: pullback(g)).lower(forward.out_info, avals[-1])
+  both = jax.jit(partial(forward_and_backward, function)).lower(*avals).compile().memory_analysis()
+  peak = None if both is None else both.temp_size_in_bytes + both.output_size_in_bytes
+  return Compiled(backward.compile(), forward.lower().compile(), peak)
+
+
+def attempt(function: Callable[..., Any], work: Work) -> Compiled | str:
+  """The compiled side, or why there is none."""
+  try:
+    return compile_side(function, work)
+  except Exception as error:
+    return reason(error)
 
 
 def reason(error: Exception) -> str:
@@ -173,7 +200,20 @@ def reason(error: Exception) -> str:
   return f"{type(error).__name__}: {lines[0] if lines else ''}"[:240]
 
 
-def measure(work: Work, ceilings: dict[str, float], clock: Clock) -> dict[str, Any]:
+def measure_all(works: Sequence[Work], ceilings: dict[str, float], clock: Clock) -> Iterator[dict[str, Any]]:
+  """A row for each work. Programs compile side by side, in batches between which nothing is timed."""
+  workers = max(1, (os.cpu_count() or 1) // 2)
+  with ThreadPoolExecutor(workers) as pool:
+    for batch in (works[i : i + 2 * workers] for i in range(0, len(works), 2 * workers)):
+      sides = [{"ours": pool.submit(attempt, w.ours, w), "lax": pool.submit(attempt, w.lax, w)} for w in batch]
+      ready = [{name: future.result() for name, future in pair.items()} for pair in sides]
+      for work, pair in zip(batch, ready, strict=True):
+        yield measure(work, pair, ceilings, clock)
+
+
+def measure(
+  work: Work, sides: dict[str, Compiled | str], ceilings: dict[str, float], clock: Clock
+) -> dict[str, Any]:
   """A row of the record; what fails is None there, and says why."""
   row: dict[str, Any] = {
     "family": work.family,
@@ -192,14 +232,20 @@ def measure(work: Work, ceilings: dict[str, float], clock: Clock) -> dict[str, A
     sets = input_sets(work)
   except Exception as error:
     return {**row, "error_ours": reason(error), "error_lax": reason(error)}
-  for name, function in (("ours", work.ours), ("lax", work.lax)):
+  for name, side in sides.items():
+    if isinstance(side, str):
+      row[f"error_{name}"] = side
+      continue
     try:
-      program, operands, row[f"compile_s_{name}"] = prepare(function, work, sets)
+      operands = side.operands(sets)
+      run_all(side.program, operands)
       # The first pass pays for what is lazy in the clock and the runtime; its time sets how many follow.
-      clock(program, operands)
-      ready[name] = program, operands, clock(program, operands)
+      clock(side.program, operands)
+      ready[name] = side.program, operands, clock(side.program, operands)
     except Exception as error:
       row[f"error_{name}"] = reason(error)
+    if side.peak_bytes is not None:
+      row[f"peak_bytes_{name}"] = side.peak_bytes
   slowest = max((seconds * len(operands) for _, operands, seconds in ready.values()), default=1.0)
   passes = min(MAX_PASSES, max(MIN_PASSES, math.ceil(SECONDS_PER_CASE / max(slowest, 1e-9))))
   for _ in range(passes):

@@ -22,6 +22,8 @@ def line(row: dict[str, Any]) -> str:
   name = f"{row['family']}.{row['case']}"
   text = f"{name:<44} {row['dtype']:<8} {row['direction']:<7} {us(ours)} us {us(row['us_lax'])} us lax"
   text += f" {row['us_floor']:9.1f} us floor {rate:>15} {share:>6} {ratio:>8}"
+  if row.get("peak_bytes_ours") is not None and row.get("peak_bytes_lax"):
+    text += f"  memory {row['peak_bytes_ours'] / row['peak_bytes_lax']:.2f} of lax's"
   errors = [f"  {name}: {row[key]}" for name in ("ours", "lax") if (key := f"error_{name}") in row]
   return "\n".join([text, *errors])
 

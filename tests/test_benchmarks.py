@@ -60,7 +60,9 @@ def test_convolution_work_counts_bytes_and_flops():
 def test_every_case_traces_to_the_shapes_of_lax():
   import jax
 
-  works = [w for family in run.FAMILIES.values() for w in family(["bfloat16"])]
+  families = run.FAMILIES.values()
+  generators = [g for f in families for g in (f.work, getattr(f, "sweep", None)) if g is not None]
+  works = [w for generator in generators for w in generator(["bfloat16"])]
   for work in works:
     operands = [jax.ShapeDtypeStruct(o.shape, o.dtype) for o in work.operands]
     ours, lax = (
@@ -78,10 +80,11 @@ def test_backward_times_the_pullback():
   work = next(w for w in pool.work(["float32"], quick=True, shrink=32) if w.backward)
   sets = harness.input_sets(work)
   for function in (work.ours, work.lax):
-    program, operands, _ = harness.prepare(function, work, sets)
-    for (x, g), timed in zip(sets, operands, strict=True):
+    side = harness.compile_side(function, work)
+    assert side.peak_bytes >= sets[0][0].nbytes + sets[0][1].nbytes
+    for (x, g), timed in zip(sets, side.operands(sets), strict=True):
       want = jax.vjp(function, x)[1](g)[0]
-      np.testing.assert_array_equal(program(*timed)[0], want)
+      np.testing.assert_array_equal(side.program(*timed)[0], want)
 
 
 def test_a_failure_is_recorded_and_does_not_end_the_run():
@@ -90,7 +93,7 @@ def test_a_failure_is_recorded_and_does_not_end_the_run():
 
   x = harness.Draw((8,), "float32")
   work = harness.Work("conv", "a", "float32", "fwd", lambda x: x + 1, fails, (x,), 64)
-  row = harness.measure(work, CEILINGS, harness.wall_clock)
+  (row,) = harness.measure_all([work], CEILINGS, harness.wall_clock)
   assert row["us_ours"] > 0 and row["us_lax"] is None and row["ratio"] is None
   assert row["error_lax"] == "NotImplementedError: no valid config"
   assert "fails us lax" in report.line(row) and "no valid config" in report.line(row)
