@@ -47,6 +47,9 @@ def summarise(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
       "compared": sum(r["ratio"] is not None for r in group),
       "faster": sum((r["ratio"] or 0) > 1 for r in group),
       "ratio": geometric_mean(r["ratio"] for r in group if r["ratio"]),
+      "memory": geometric_mean(
+        r["peak_bytes_ours"] / r["peak_bytes_lax"] for r in group if {"peak_bytes_ours", "peak_bytes_lax"} <= r.keys()
+      ),
       "share": geometric_mean(r["us_floor"] / r["us_ours"] for r in group if r["us_ours"]),
     }
     for (family, dtype, direction), group in groups.items()

@@ -1,8 +1,8 @@
-"""Turns recorded runs into the tables of the README: `python -m benchmarks.table [--check] [RECORD.json ...]`.
+"""Turns recorded runs into tables: `python -m benchmarks.table [--check] [RECORD.json ...]`.
 
-The tables replace what stands between `<!-- benchmarks:begin -->` and `<!-- benchmarks:end -->`, and, from records that
-`examples/mnist.py --json` wrote as `mnist-*.json`, between `<!-- mnist:begin -->` and `<!-- mnist:end -->`. With
-`--check` nothing is written; the exit status is 1 if the README differs.
+A table replaces what stands between `<!-- name:begin -->` and `<!-- name:end -->`: `summary` in the README, `cases` in
+docs/benchmarks.md, and `mnist` in the README, from records that `examples/mnist.py --json` wrote as `mnist-*.json`.
+With `--check` nothing is written; the exit status is 1 if a page differs.
 """
 
 import argparse
@@ -10,6 +10,7 @@ import json
 import math
 import statistics
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from benchmarks import ROOT
 from benchmarks.report import summarise
 
 RESULTS = ROOT / "benchmarks" / "results"
+PAGES = [ROOT / "README.md", ROOT / "docs" / "benchmarks.md"]
 EPOCHS = (1, 10, 30)
 SHORT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64"}
 
@@ -43,22 +45,27 @@ def newest(records: list[Record]) -> list[dict[str, Any]]:
   return sorted(rows.values(), key=lambda row: families.index(row["family"]))
 
 
-def benchmarks(records: list[Record]) -> str:
-  """One section for each device."""
+def by_device(records: list[Record], section: Callable[[list[Record]], str]) -> str:
   for record in records:
     if record["shrink"] != 1:
       raise ValueError(f"a trial run with --shrink {record['shrink']} measures nothing: {record['command']}")
   devices = list(dict.fromkeys(record["device"] for record in records))
-  return "\n\n".join(device_section([r for r in records if r["device"] == d]) for d in devices)
+  return "\n\n".join(section([r for r in records if r["device"] == d]) for d in devices)
 
 
-def device_section(records: list[Record]) -> str:
+def overview(records: list[Record]) -> str:
+  """Geometric means by family: of the listed cases, and of the sweeps over neighbouring and odd sizes."""
   rows = newest(records)
-  parts = [provenance(records), summary(rows)]
+  listed, swept = ([row for row in rows if row.get("sweep", False) is kind] for kind in (False, True))
+  sweeps = ["Sweeps over neighbouring and odd sizes, small ones included:", summary(swept)] if swept else []
+  return "\n\n".join([provenance(records), summary(listed), *sweeps])
+
+
+def every_case(records: list[Record]) -> str:
+  rows = newest(records)
+  parts = [provenance(records)]
   for family in dict.fromkeys(row["family"] for row in rows):
-    own = [row for row in rows if row["family"] == family]
-    body = f"{details(own)}\n"
-    parts.append(f"<details><summary>{family}: every case</summary>\n\n{body}\n</details>")
+    parts += [f"## {family}", details([row for row in rows if row["family"] == family])]
   return "\n\n".join(parts)
 
 
@@ -82,8 +89,10 @@ def summary(rows: list[dict[str, Any]]) -> str:
     compared = f"{g['faster']} of {g['compared']}"
     share = "-" if math.isnan(g["share"]) else f"{g['share']:.0%}"
     name = f"{g['family']} {g['direction']}"
-    table.append([name, SHORT[g["dtype"]], str(g["cases"]), times(g["ratio"]), compared, share])
-  return markdown(["", "dtype", "cases", "lax / ours", "faster than lax", "share of the floor"], table)
+    memory = times(g["memory"])
+    table.append([name, SHORT[g["dtype"]], str(g["cases"]), times(g["ratio"]), compared, share, memory])
+  head = ["", "dtype", "cases", "lax / ours", "faster than lax", "share of the floor", "memory, ours / lax"]
+  return markdown(head, table)
 
 
 def times(ratio: float) -> str:
@@ -95,11 +104,12 @@ def details(rows: list[dict[str, Any]]) -> str:
   directions = list(dict.fromkeys(row["direction"] for row in rows))
   cases = list(dict.fromkeys((row["case"], row["dtype"]) for row in rows))
   at = {(row["case"], row["dtype"], row["direction"]): row for row in rows}
-  head = ["µs: ours / lax / floor", "dtype", *directions]
-  lines = [
-    [f"`{case}`", SHORT[dtype], *(cell(at.get((case, dtype, direction))) for direction in directions)]
-    for case, dtype in cases
-  ]
+  remembered = any("peak_bytes_ours" in row for row in rows)
+  head = ["µs: ours / lax / floor", "dtype", *directions, *(["MiB: ours / lax"] if remembered else [])]
+  lines = []
+  for case, dtype in cases:
+    own = [at.get((case, dtype, direction)) for direction in directions]
+    lines.append([f"`{case}`", SHORT[dtype], *map(cell, own), *([memory(own)] if remembered else [])])
   failures = [
     f"- `{row['case']}` {SHORT[row['dtype']]} {row['direction']}, {name}: `{row[key]}`"
     for row in rows
@@ -114,6 +124,14 @@ def cell(row: dict[str, Any] | None) -> str:
     return ""
   ours, lax, floor = (microseconds(row[key]) for key in ("us_ours", "us_lax", "us_floor"))
   return f"{ours} / {lax} / {floor}" + (f" ({times(row['ratio'])})" if row["ratio"] else "")
+
+
+def memory(rows: list[dict[str, Any] | None]) -> str:
+  """Results and temporaries of forward and backward together."""
+  for row in rows:
+    if row is not None and "peak_bytes_ours" in row:
+      return " / ".join(f"{row[k] / 2**20:.1f}" if k in row else "fails" for k in ("peak_bytes_ours", "peak_bytes_lax"))
+  return ""
 
 
 def microseconds(value: float | None) -> str:
@@ -146,48 +164,45 @@ def mnist(records: list[Record]) -> str:
   return "\n\n".join(["\n".join(notes), markdown(head, rows)])
 
 
-# README --------------------------------------------------------------------------------------------------------------
+# Pages ---------------------------------------------------------------------------------------------------------------
 
 
-def replace(text: str, name: str, content: str) -> str | None:
-  """`text` with `content` between the markers `name`, or None where they are missing."""
+def replace(text: str, name: str, content: str) -> str:
+  """`text` with `content` between the markers `name`; as it is where it has none."""
   begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
   before, found, rest = text.partition(begin)
   _, closed, after = rest.partition(end)
-  return f"{before}{begin}\n{content}\n{end}{after}" if found and closed else None
+  return f"{before}{begin}\n{content}\n{end}{after}" if found and closed else text
 
 
 def render(text: str, paths: list[Path]) -> str:
-  """The README's text with what the records of `paths` give."""
+  """A page's text with what the records of `paths` give."""
   records = {path: json.loads(path.read_text()) for path in paths}
-  groups = {
-    "benchmarks": (benchmarks, [r for p, r in records.items() if not p.name.startswith("mnist-")]),
-    "mnist": (mnist, [r for p, r in records.items() if p.name.startswith("mnist-")]),
-  }
-  for name, (tables, own) in groups.items():
-    if not own:
-      continue
-    replaced = replace(text, name, tables(own))
-    if replaced is None:
-      print(f"no markers <!-- {name}:begin --> and <!-- {name}:end -->: left out", file=sys.stderr)
-    text = text if replaced is None else replaced
-  return text
+  timings = [r for p, r in records.items() if not p.name.startswith("mnist-")]
+  trainings = [r for p, r in records.items() if p.name.startswith("mnist-")]
+  if timings:
+    text = replace(text, "summary", by_device(timings, overview))
+    text = replace(text, "cases", by_device(timings, every_case))
+  return replace(text, "mnist", mnist(trainings)) if trainings else text
 
 
 def main(arguments: list[str] | None = None) -> int:
-  parser = argparse.ArgumentParser(prog="python -m benchmarks.table", description="Writes the README's tables.")
+  parser = argparse.ArgumentParser(prog="python -m benchmarks.table", description="Writes the tables of recorded runs.")
   parser.add_argument("records", nargs="*", type=Path, help="by default all of benchmarks/results")
-  parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
-  parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the README differs")
+  parser.add_argument("--pages", nargs="+", type=Path, default=PAGES)
+  parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a page differs")
   args = parser.parse_args(arguments)
-  text = args.readme.read_text()
-  wanted = render(text, args.records or sorted(RESULTS.glob("*.json")))
-  if args.check:
-    if text != wanted:
-      print(f"{args.readme.name} differs from the recorded runs; run python -m benchmarks.table", file=sys.stderr)
-    return int(text != wanted)
-  args.readme.write_text(wanted)
-  return 0
+  differ = []
+  for page in args.pages:
+    text = page.read_text()
+    wanted = render(text, args.records or sorted(RESULTS.glob("*.json")))
+    if text != wanted and args.check:
+      differ.append(page.name)
+    elif text != wanted:
+      page.write_text(wanted)
+  if differ:
+    print(f"{', '.join(differ)} differ from the recorded runs; run python -m benchmarks.table", file=sys.stderr)
+  return int(bool(differ))
 
 
 if __name__ == "__main__":
