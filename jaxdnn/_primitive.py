@@ -101,28 +101,62 @@ def linear_in_first(p: Primitive, reference: Callable[..., Any], transpose: Call
 
   The derivative in the residuals is needed at second order only, and is taken through `reference`.
   """
+  assert not p.multiple_results
+  linear(
+    p, 1, lambda *a, **k: (reference(*a, **k),), lambda cts, *residuals, **k: (transpose(*cts, *residuals, **k),)
+  )
+
+
+def linear(
+  p: Primitive, count: int | Callable[..., int], reference: Callable[..., Any], transpose: Callable[..., Any]
+) -> None:
+  """`p(*ts, *residuals)` is linear in its first operands `ts` together, with one result or several.
+
+  Args:
+    count: how many operands `ts` are, or a function of the parameters that says so.
+    reference: `(*ts, *residuals, **params)` to a sequence of results. The derivative in the residuals, needed at second
+      order only, is taken through it.
+    transpose: `(cts, *residuals, **params)` to the cotangents of all `ts`, where `cts` are those of all results.
+  """
+
+  def split(operands: Any, params: Any) -> tuple[list[Any], list[Any]]:
+    n = count(**params) if callable(count) else count
+    return list(operands[:n]), list(operands[n:])
+
+  def apply(operands: Any, params: Any) -> list[Any]:
+    out = bind(p, *operands, **params)
+    return list(out) if p.multiple_results else [out]
 
   def jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-    t, *residuals = primals
-    dt, *dresiduals = tangents
-    terms = [] if is_zero(dt) else [bind(p, dt, *residuals, **params)]
+    ts, residuals = split(primals, params)
+    dts, dresiduals = split(tangents, params)
+    outs = apply(primals, params)
+    terms = []
+    if not all(is_zero(d) for d in dts):
+      terms.append(apply([*map(ad.instantiate_zeros, dts), *residuals], params))
     moving = [i for i, d in enumerate(dresiduals) if not is_zero(d)]
     if moving:
 
-      def of_residuals(*values: Any) -> Any:
+      def of_residuals(*values: Any) -> list[Any]:
         full = list(residuals)
         for i, value in zip(moving, values, strict=True):
           full[i] = value
-        return reference(t, *full, **params)
+        return list(reference(*ts, *full, **params))
 
       terms.append(jax.jvp(of_residuals, [residuals[i] for i in moving], [dresiduals[i] for i in moving])[1])
-    out = bind(p, t, *residuals, **params)
-    return out, sum(terms[1:], terms[0]) if terms else zero_tangent(out)
+    douts = [sum(ds[1:], ds[0]) for ds in zip(*terms, strict=True)] if terms else [zero_tangent(out) for out in outs]
+    return (outs, douts) if p.multiple_results else (outs[0], douts[0])
 
-  def transposed(ct: Any, t: Any, *residuals: Any, **params: Any) -> Any:
-    assert ad.is_undefined_primal(t)
-    dt = ad.Zero(t.aval) if is_zero(ct) else transpose(ct, *residuals, **params)
-    return (dt, *[None] * len(residuals))
+  def transposed(cts: Any, *operands: Any, **params: Any) -> Any:
+    cts = list(cts) if p.multiple_results else [cts]
+    ts, residuals = split(operands, params)
+    if all(is_zero(ct) for ct in cts):
+      dts = [ad.Zero(t.aval) if ad.is_undefined_primal(t) else None for t in ts]
+    else:
+      dts = list(transpose([ad.instantiate_zeros(ct) for ct in cts], *residuals, **params))
+      # An operand that is known, as the zero tangent of a constant is, takes no cotangent.
+      dts = [dt if ad.is_undefined_primal(t) else None for t, dt in zip(ts, dts, strict=True)]
+    return (*dts, *[None] * len(residuals))
 
   ad.primitive_jvps[p] = jvp
   ad.primitive_transposes[p] = transposed
