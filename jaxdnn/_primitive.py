@@ -87,6 +87,11 @@ def zero_tangent(primal: Any) -> Any:
   return ad.Zero(jax.typeof(primal).to_tangent_aval())
 
 
+def instantiate(tangent: Any) -> Any:
+  """The tangent as an array: zeros where it is a symbolic zero."""
+  return ad.instantiate_zeros(tangent)
+
+
 def set_jvp(p: Primitive, rule: Callable[..., Any]) -> None:
   ad.primitive_jvps[p] = rule
 
@@ -133,7 +138,7 @@ def linear(
     outs = apply(primals, params)
     terms = []
     if not all(is_zero(d) for d in dts):
-      terms.append(apply([*map(ad.instantiate_zeros, dts), *residuals], params))
+      terms.append(apply([*map(instantiate, dts), *residuals], params))
     moving = [i for i, d in enumerate(dresiduals) if not is_zero(d)]
     if moving:
 
@@ -153,7 +158,7 @@ def linear(
     if all(is_zero(ct) for ct in cts):
       dts = [ad.Zero(t.aval) if ad.is_undefined_primal(t) else None for t in ts]
     else:
-      dts = list(transpose([ad.instantiate_zeros(ct) for ct in cts], *residuals, **params))
+      dts = list(transpose(list(map(instantiate, cts)), *residuals, **params))
       # An operand that is known, as the zero tangent of a constant is, takes no cotangent.
       dts = [dt if ad.is_undefined_primal(t) else None for t, dt in zip(ts, dts, strict=True)]
     return (*dts, *[None] * len(residuals))
