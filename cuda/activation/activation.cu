@@ -95,6 +95,8 @@ cudaError_t VisitKind(Kind kind, F&& f) {
       return f(TypeTag<Sigmoid>{});
     case Kind::kTanh:
       return f(TypeTag<Tanh>{});
+    default:
+      break;
   }
   return cudaErrorInvalidValue;
 }

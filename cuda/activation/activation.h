@@ -5,11 +5,10 @@
 
 #include <cstdint>
 
+#include "cuda/activation/kind.h"
 #include "cuda/common/dtype.h"
 
 namespace jaxdnn::activation {
-
-enum class Kind { kRelu, kSigmoid, kTanh };
 
 // y[i] = f(x[i]) for n elements.
 cudaError_t Forward(Kind kind, DType dtype, const void* x, void* y, int64_t n, cudaStream_t stream);

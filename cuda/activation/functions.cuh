@@ -1,0 +1,316 @@
+// The activations, one functor each, for the elementwise kernels and for whatever kernel fuses one.
+//
+// A functor of the stored type T works in A = Accumulator<T>. Forward(x) and Derivative(x) take the pre-activation;
+// where the derivative is a function of the output y, there is DerivativeFromOutput(y) as well. kResidual says what
+// differentiation should keep. A function with two slopes tells by IsInside(x) where the first one, kInside, holds.
+// The same rules, with their choices about kinks and NaN, are in jaxdnn/_activation.
+#pragma once
+
+#include "cuda/activation/kind.h"
+#include "cuda/activation/math.cuh"
+
+namespace jaxdnn::activation {
+
+enum class Residual { kNone, kMask, kOutput, kInput };
+
+// The two slopes of a piecewise linear function: where its mask bit is set, and elsewhere.
+struct Slopes {
+  double inside, outside;
+};
+
+// g times the slope. A slope of 0 is a switch, not a factor: an infinite cotangent of a unit that is off vanishes.
+template <class A>
+__device__ __forceinline__ A ApplySlope(A g, A slope) {
+  return slope == A(0) ? A(0) : slope * g;
+}
+
+template <class T>
+struct Identity {
+  using A = Accumulator<T>;
+  static constexpr Residual kResidual = Residual::kNone;
+  __device__ A Forward(A x) const { return x; }
+  __device__ A Derivative(A) const { return A(1); }
+};
+
+// Two slopes ----------------------------------------------------------------------------------------------------------
+
+// Comparisons are written so that NaN passes through.
+template <class T>
+struct Relu {
+  using A = Accumulator<T>;
+  static constexpr Residual kResidual = Residual::kMask;
+  __device__ A Forward(A x) const { return x <= A(0) ? A(0) : x; }
+  __device__ bool IsInside(A x) const { return x > A(0); }
+  __device__ A Derivative(A x) const { return IsInside(x) ? A(1) : A(0); }
+};
+
+template <class T>
+struct ClippedRelu {
+  using A = Accumulator<T>;
+  static constexpr Residual kResidual = Residual::kMask;
+  A ceiling;
+  __device__ A Forward(A x) const { return x <= A(0) ? A(0) : x >= ceiling ? ceiling : x; }
+  __device__ bool IsInside(A x) const { return x > A(0) && x < ceiling; }
+  __device__ A Derivative(A x) const { return IsInside(x) ? A(1) : A(0); }
+};
+
+template <class T>
+struct LeakyRelu {
+  using A = Accumulator<T>;
+  static constexpr Residual kResidual = Residual::kMask;
+  A slope;
+  __device__ A Forward(A x) const { return x >= A(0) ? x : slope * x; }
+  __device__ bool IsInside(A x) const { return x >= A(0); }
+  __device__ A Derivative(A x) const { return IsInside(x) ? A(1) : slope; }
+};
+
+template <class T>
+struct HardSigmoid {
+  using A = Accumulator<T>;
+  static constexpr Residual kResidual = Residual::kMask;
+  __device__ A Forward(A x) const { return x <= A(-3) ? A(0) : x >= A(3) ? A(1) : (x + A(3)) * A(1.0 / 6); }
+  __device__ bool IsInside(A x) const { return x > A(-3) && x < A(3); }
+  __device__ A Derivative(A x) const { return IsInside(x) ? A(1.0 / 6) : A(0); }
+};
+
+template <class T>
+struct HardTanh {
+  using A = Accumulator<T>;
+  static constexpr Residual kResidual = Residual::kMask;
+  __device__ A Forward(A x) const { return x > A(1) ? A(1) : x < A(-1) ? A(-1) : x; }
+  __device__ bool IsInside(A x) const { return !(x > A(1)) && !(x < A(-1)); }
+  __device__ A Derivative(A x) const { return IsInside(x) ? A(1) : A(0); }
+};
+
+// Smooth, the derivative a function of the output ---------------------------------------------------------------------
+
+// The logistic function and 1 minus it, each exact to a few roundings however small.
+template <class T>
+struct Logistic {
+  using A = Accumulator<T>;
+  A value, complement;
+  __device__ explicit Logistic(A x) {
+    const A e = Math<T>::Exp(-fabs(x)), larger = Math<T>::Reciprocal(A(1) + e), smaller = e * larger;
+    value = x >= A(0) ? larger : smaller;
+    complement = x >= A(0) ? smaller : larger;
+  }
+};
+
+template <class T>
+struct Sigmoid {
+  using A = Accumulator<T>;
+  static constexpr Residual kResidual = Residual::kOutput;
+  __device__ A Forward(A x) const { return Logistic<T>(x).value; }
+  __device__ A Derivative(A x) const {
+    const Logistic<T> s(x);
+    return s.value * s.complement;
+  }
+  __device__ A DerivativeFromOutput(A y) const { return y * (A(1) - y); }
+};
+
+template <class T>
+struct Tanh {
+  using A = Accumulator<T>;
+  static constexpr Residual kResidual = Residual::kOutput;
+  __device__ A Forward(A x) const { return Math<T>::Tanh(x); }
+  __device__ A Derivative(A x) const {
+    const Logistic<T> s(A(2) * x);
+    return A(4) * s.value * s.complement;
+  }
+  __device__ A DerivativeFromOutput(A y) const { return (A(1) - y) * (A(1) + y); }
+};
+
+// Smooth, the derivative from the input -------------------------------------------------------------------------------
+
+// elu, celu and selu: scale x above 0, below scale alpha (exp(x / width) - 1). The derivative is not taken from the
+// output, which rounds to -scale alpha long before it vanishes.
+template <class T>
+struct Elu {
+  using A = Accumulator<T>;
+  static constexpr Residual kResidual = Residual::kInput;
+  A scale, alpha, inverse_width;
+  __device__ A Forward(A x) const { return x > A(0) ? scale * x : scale * alpha * Math<T>::Expm1(x * inverse_width); }
+  __device__ A Derivative(A x) const {
+    return x > A(0) ? scale : scale * alpha * inverse_width * Math<T>::Exp(x * inverse_width);
+  }
+};
+
+// log(1 + exp(beta x)) / beta; beta = -1 is log_sigmoid.
+template <class T>
+struct Softplus {
+  using A = Accumulator<T>;
+  static constexpr Residual kResidual = Residual::kInput;
+  A beta, inverse_beta;
+  __device__ A Forward(A x) const {
+    const A z = beta * x;
+    return (fmax(z, A(0)) + Math<T>::Log1p(Math<T>::Exp(-fabs(z)))) * inverse_beta;
+  }
+  __device__ A Derivative(A x) const { return Logistic<T>(beta * x).value; }
+};
+
+template <class T>
+struct Silu {
+  using A = Accumulator<T>;
+  static constexpr Residual kResidual = Residual::kInput;
+  A beta;
+  __device__ A Forward(A x) const { return x * Logistic<T>(beta * x).value; }
+  __device__ A Derivative(A x) const {
+    const Logistic<T> s(beta * x);
+    return s.value * (A(1) + beta * x * s.complement);
+  }
+};
+
+template <class T>
+struct HardSwish {
+  using A = Accumulator<T>;
+  static constexpr Residual kResidual = Residual::kInput;
+  __device__ A Forward(A x) const { return x * HardSigmoid<T>{}.Forward(x); }
+  __device__ A Derivative(A x) const { return x <= A(-3) ? A(0) : x >= A(3) ? A(1) : (A(2) * x + A(3)) * A(1.0 / 6); }
+};
+
+// x times the standard normal distribution function.
+template <class T>
+struct Gelu {
+  using A = Accumulator<T>;
+  static constexpr Residual kResidual = Residual::kInput;
+  __device__ A Forward(A x) const {
+    A density, tail;
+    Math<T>::Normal(x, &density, &tail);
+    return x * (x >= A(0) ? A(1) - tail : tail);
+  }
+  __device__ A Derivative(A x) const {
+    A density, tail;
+    Math<T>::Normal(x, &density, &tail);
+    return (x >= A(0) ? A(1) - tail : tail) + x * density;
+  }
+};
+
+// 0.5 x (1 + tanh u) = x logistic(2u) with u = sqrt(2 / pi) (x + 0.044715 x^3), without cancellation below 0.
+template <class T>
+struct GeluTanh {
+  using A = Accumulator<T>;
+  static constexpr Residual kResidual = Residual::kInput;
+  static constexpr double kLinear = 1.5957691216057308, kCubic = kLinear * 0.044715;
+  __device__ A Forward(A x) const { return x * Logistic<T>(x * (A(kLinear) + A(kCubic) * x * x)).value; }
+  __device__ A Derivative(A x) const {
+    const A square = x * x;
+    const Logistic<T> s(x * (A(kLinear) + A(kCubic) * square));
+    return s.value * (A(1) + x * (A(kLinear) + A(3 * kCubic) * square) * s.complement);
+  }
+};
+
+// x tanh(softplus(x)), the tanh as a rational function of exp(-|x|).
+template <class T>
+struct Mish {
+  using A = Accumulator<T>;
+  static constexpr Residual kResidual = Residual::kInput;
+  __device__ A Forward(A x) const {
+    A tanh, slope;
+    TanhOfSoftplus(x, &tanh, &slope);
+    return x * tanh;
+  }
+  __device__ A Derivative(A x) const {
+    A tanh, slope;
+    TanhOfSoftplus(x, &tanh, &slope);
+    return tanh + x * slope;
+  }
+
+ private:
+  // With w = exp(x) it is (w^2 + 2w) / (w^2 + 2w + 2), and its derivative 4 w (w + 1) / (w^2 + 2w + 2)^2; above 0
+  // both are divided through by w^2.
+  static __device__ void TanhOfSoftplus(A x, A* tanh, A* slope) {
+    const A v = Math<T>::Exp(-fabs(x));
+    const bool positive = x >= A(0);
+    const A numerator = positive ? A(1) + A(2) * v : v * (v + A(2));
+    const A inverse = Math<T>::Reciprocal(numerator + (positive ? A(2) * v * v : A(2)));
+    *tanh = numerator * inverse;
+    *slope = A(4) * v * (v + A(1)) * (positive ? v : A(1)) * inverse * inverse;
+  }
+};
+
+// x / (1 + |x|); the factor of 1/8 keeps the reciprocal of the largest numbers normal.
+template <class T>
+struct SoftSign {
+  using A = Accumulator<T>;
+  static constexpr Residual kResidual = Residual::kInput;
+  __device__ A Forward(A x) const { return x * A(0.125) * Math<T>::Reciprocal(A(0.125) + A(0.125) * fabs(x)); }
+  __device__ A Derivative(A x) const {
+    const A inverse = Math<T>::Reciprocal(A(1) + fabs(x));
+    return inverse * inverse;
+  }
+};
+
+// (x + sqrt(x^2 + b)) / 2, below 0 as b / (2 (sqrt(x^2 + b) - x)).
+template <class T>
+struct Squareplus {
+  using A = Accumulator<T>;
+  static constexpr Residual kResidual = Residual::kInput;
+  A b;
+  __device__ A Forward(A x) const {
+    const A root = Root(x);
+    return x > A(0) ? A(0.5) * (x + root) : A(0.5) * b / (root - x);
+  }
+  __device__ A Derivative(A x) const {
+    const A root = Root(x);
+    return x > A(0) ? A(0.5) * (A(1) + x / root) : A(0.5) * (b / root) / (root - x);
+  }
+
+ private:
+  // Past 2^60 the square would overflow, and b is less than a rounding.
+  __device__ A Root(A x) const { return fabs(x) > A(1.15e18) ? fabs(x) : Math<T>::Sqrt(x * x + b); }
+};
+
+// Host side -----------------------------------------------------------------------------------------------------------
+
+// Calls f with the functor of `activation` for the stored type T: the one place where a kind becomes a template
+// argument.
+template <class T, class F>
+cudaError_t VisitActivation(const Activation& activation, F&& f) {
+  using A = Accumulator<T>;
+  const A p = static_cast<A>(activation.parameter);
+  switch (activation.kind) {
+    case Kind::kIdentity:
+      return f(Identity<T>{});
+    case Kind::kRelu:
+      return f(Relu<T>{});
+    case Kind::kClippedRelu:
+      return f(ClippedRelu<T>{p});
+    case Kind::kLeakyRelu:
+      return f(LeakyRelu<T>{p});
+    case Kind::kHardSigmoid:
+      return f(HardSigmoid<T>{});
+    case Kind::kHardTanh:
+      return f(HardTanh<T>{});
+    case Kind::kSigmoid:
+      return f(Sigmoid<T>{});
+    case Kind::kTanh:
+      return f(Tanh<T>{});
+    case Kind::kElu:
+      return f(Elu<T>{A(1), p, A(1)});
+    case Kind::kCelu:
+      return f(Elu<T>{A(1), p, A(1) / p});
+    case Kind::kSelu:
+      return f(Elu<T>{A(1.0507009873554804934193349852946), A(1.6732632423543772848170429916717), A(1)});
+    case Kind::kSoftplus:
+      return f(Softplus<T>{p, A(1) / p});
+    case Kind::kLogSigmoid:
+      return f(Softplus<T>{A(-1), A(-1)});
+    case Kind::kSilu:
+      return f(Silu<T>{p});
+    case Kind::kHardSwish:
+      return f(HardSwish<T>{});
+    case Kind::kGelu:
+      return f(Gelu<T>{});
+    case Kind::kGeluTanh:
+      return f(GeluTanh<T>{});
+    case Kind::kMish:
+      return f(Mish<T>{});
+    case Kind::kSoftSign:
+      return f(SoftSign<T>{});
+    case Kind::kSquareplus:
+      return f(Squareplus<T>{p});
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace jaxdnn::activation
