@@ -10,31 +10,48 @@ namespace {
 
 // A Hopper-sized device. A constant, not a query: the choice must be the same on every machine.
 constexpr double kMultiprocessors = 132;
-constexpr double kFmaPerCycle = 128;    // per multiprocessor
-constexpr double kStepLatency = 700;    // cycles that one tile step takes when nothing else hides its loads
-constexpr double kLaunchCycles = 4000;  // of one more kernel
-constexpr double kBytesPerCycle = 18;   // of device memory, per multiprocessor
+constexpr double kFmaPerCycle = 128;     // per multiprocessor, on its CUDA cores
+constexpr double kMmaPerCycle = 1400;    // per multiprocessor, multiply-adds of 16-bit floats with mma.sync
+constexpr double kStepLatency = 700;     // cycles that one tile step takes when nothing else hides its loads
+constexpr double kMmaStepLatency = 250;  // the same with several steps on their way
+constexpr double kLaunchCycles = 4000;   // of one more kernel
+constexpr double kBytesPerCycle = 18;    // of device memory, per multiprocessor
 constexpr int64_t kMaxWorkspace = int64_t{256} << 20;
 constexpr int64_t kMinSlice = 128;  // terms of the reduction that are worth a block
 constexpr int64_t kIndexLimit = int64_t{1} << 30;
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Share of the peak multiply-add rate that a tile's inner loop reaches: registers reused per shared-memory load.
-double Efficiency(Tile tile) {
+// Multiply-adds per cycle and multiprocessor that a tile's inner loop reaches: registers reused per shared-memory load.
+double Rate(Tile tile) {
   switch (tile) {
-    case Tile::k128x64:
-      return 0.6;
-    case Tile::k64x32:
-      return 0.45;
-    case Tile::k128x8:
-      return 0.3;
+    case Tile::kSimt128x64:
+      return 0.6 * kFmaPerCycle;
+    case Tile::kSimt64x32:
+      return 0.45 * kFmaPerCycle;
+    case Tile::kSimt128x8:
+      return 0.3 * kFmaPerCycle;
+    case Tile::kMma128x128:
+      return 0.75 * kMmaPerCycle;
+    case Tile::kMma128x64:
+      return 0.6 * kMmaPerCycle;
+    case Tile::kMma64x64:
+      return 0.5 * kMmaPerCycle;
+    case Tile::kMma128x32:
+      return 0.4 * kMmaPerCycle;
   }
   return 0;
 }
 
-double Cycles(const Problem& p, const TileShape& t, int64_t splits, int tile_depth, int64_t result_bytes) {
+// Blocks of a tile that share a multiprocessor.
+double Resident(const TileShape& t) {
+  if (!t.tensor_cores) return 1024.0 / t.threads;
+  return t.rows * t.columns > 128 * 64 ? 2 : 3;
+}
+
+double Cycles(const Problem& p, const TileShape& t, int64_t splits, int64_t result_bytes) {
   const Gemm g = GemmOf(p);
+  const int tile_depth = t.tensor_cores ? kMmaDepth : SimtDepth(p.in);
   double phases = 1, taps_per_tap = 1;
   if (p.direction != Direction::kFilterGradient) {
     const Phases f = PhasesOf(p);
@@ -43,11 +60,10 @@ double Cycles(const Problem& p, const TileShape& t, int64_t splits, int tile_dep
   const double row_tiles = phases * std::ceil(g.rows / phases / t.rows);
   const double blocks = double(g.problems) * row_tiles * CeilDiv(g.columns, t.columns) * splits;
   const double steps = std::ceil(g.depth / taps_per_tap / splits / tile_depth);
-  const double resident = 1024.0 / t.threads;  // blocks that share a multiprocessor
-  const double waves = std::ceil(blocks / (kMultiprocessors * resident));
-  const double arithmetic = std::ceil(blocks / kMultiprocessors) * t.rows * t.columns * tile_depth * steps /
-                            (kFmaPerCycle * Efficiency(t.tile));
-  const double latency = waves * (steps + 2) * kStepLatency;
+  const double waves = std::ceil(blocks / (kMultiprocessors * Resident(t)));
+  const double arithmetic =
+      std::ceil(blocks / kMultiprocessors) * t.rows * t.columns * tile_depth * steps / Rate(t.tile);
+  const double latency = waves * (steps + 4) * (t.tensor_cores ? kMmaStepLatency : kStepLatency);
   const double reduction =
       splits > 1 ? kLaunchCycles + 2.0 * splits * result_bytes / (kMultiprocessors * kBytesPerCycle) : 0;
   return std::max(arithmetic, latency) + reduction;
@@ -63,6 +79,15 @@ bool Indexable(const Problem& p) {
   }
   return p.XPixels() < kIndexLimit && p.YPixels() < kIndexLimit &&
          p.Taps() * std::max(p.channels, p.features) < kIndexLimit;
+}
+
+// The tensor-core kernels take 16-bit floats, sums of every length and all but the longest windows. Rows of channels
+// that are no whole 16-byte chunks have one tile only (VisitMmaKernel).
+bool Takes(const TileShape& t, const Problem& p) {
+  const bool half = p.in == DType::kF16 || p.in == DType::kBF16;
+  if (!t.tensor_cores) return !half || *std::max_element(p.window, p.window + kRank) > kMmaMaxWindow;
+  return half && *std::max_element(p.window, p.window + kRank) <= kMmaMaxWindow &&
+         ((p.channels % 8 == 0 && p.features % 8 == 0) || t.tile == Tile::kMma128x64);
 }
 
 }  // namespace
@@ -99,16 +124,16 @@ std::optional<Config> Choose(const Problem& p) {
   const bool widened = p.out == DType::kF32 && (p.in == DType::kF16 || p.in == DType::kBF16);
   if (!(p.in == p.out || widened) || !Indexable(p)) return std::nullopt;
   const Gemm g = GemmOf(p);
-  const int tile_depth = TileDepth(p.in);
   const int64_t sum_bytes = p.in == DType::kF64 ? 8 : 4;
   const bool splittable = p.direction == Direction::kFilterGradient;
   std::optional<Config> best;
   for (const TileShape& t : kTiles) {
+    if (!Takes(t, p)) continue;
     for (int64_t splits = 1; splits == 1 || (splittable && splits * kMinSlice <= g.depth); splits *= 2) {
       const int64_t bytes = splits > 1 ? splits * p.FilterSize() * sum_bytes : 0;
       if (bytes > kMaxWorkspace) break;
       if (splittable && CeilDiv(g.depth, splits) >= kIndexLimit) continue;  // a slice is indexed with 32 bits
-      const double cycles = Cycles(p, t, splits, tile_depth, p.FilterSize() * sum_bytes);
+      const double cycles = Cycles(p, t, splits, p.FilterSize() * sum_bytes);
       if (!best || cycles < best->cycles) best = Config{t.tile, splits, bytes, cycles};
     }
   }

@@ -36,19 +36,27 @@ struct Problem {
   int64_t FilterSize() const { return batch * Taps() * channels * groups * features; }
 };
 
-// Block tiles (rows x columns of the implicit matrix product) that kernels are compiled for.
-enum class Tile { k128x64, k64x32, k128x8 };
+// Block tiles (rows x columns of the implicit matrix product) that kernels are compiled for: on the CUDA cores, or with
+// mma.sync on the tensor cores.
+enum class Tile { kSimt128x64, kSimt64x32, kSimt128x8, kMma128x128, kMma128x64, kMma64x64, kMma128x32 };
 struct TileShape {
   Tile tile;
   const char* name;
+  bool tensor_cores;
   int rows, columns, threads;
 };
-constexpr TileShape kTiles[] = {{Tile::k128x64, "128x64", 128, 64, 256},
-                                {Tile::k64x32, "64x32", 64, 32, 128},
-                                {Tile::k128x8, "128x8", 128, 8, 128}};
+constexpr TileShape kTiles[] = {
+    {Tile::kSimt128x64, "simt 128x64", false, 128, 64, 256}, {Tile::kSimt64x32, "simt 64x32", false, 64, 32, 128},
+    {Tile::kSimt128x8, "simt 128x8", false, 128, 8, 128},    {Tile::kMma128x128, "mma 128x128", true, 128, 128, 128},
+    {Tile::kMma128x64, "mma 128x64", true, 128, 64, 128},    {Tile::kMma64x64, "mma 64x64", true, 64, 64, 128},
+    {Tile::kMma128x32, "mma 128x32", true, 128, 32, 128}};
 
 // Depth of a tile step: how many terms of the reduction are in shared memory at once.
-constexpr int TileDepth(DType in) { return in == DType::kF64 ? 8 : 16; }
+constexpr int kMmaDepth = 32;
+constexpr int SimtDepth(DType in) { return in == DType::kF64 ? 8 : 16; }
+
+// The most taps along a dimension that the tensor-core kernels take.
+constexpr int64_t kMmaMaxWindow = 511;
 
 struct Config {
   Tile tile;

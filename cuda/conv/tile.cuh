@@ -44,14 +44,15 @@ cudaError_t VisitKernelTypes(const Problem& p, const Config& config, F&& f) {
     using In = typename decltype(in)::type;
     const auto with_result = [&](auto result) {
       switch (config.tile) {
-        case Tile::k128x64:
+        case Tile::kSimt128x64:
           return f(TypeTag<BlockTile<In, 128, 64, 8, 4>>{}, in, result);
-        case Tile::k64x32:
+        case Tile::kSimt64x32:
           return f(TypeTag<BlockTile<In, 64, 32, 4, 4>>{}, in, result);
-        case Tile::k128x8:
+        case Tile::kSimt128x8:
           return f(TypeTag<BlockTile<In, 128, 8, 4, 2>>{}, in, result);
+        default:
+          return cudaErrorInvalidValue;
       }
-      return cudaErrorInvalidValue;
     };
     return p.out == p.in ? with_result(in) : with_result(TypeTag<Accumulator<In>>{});
   });

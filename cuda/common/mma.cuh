@@ -1,0 +1,74 @@
+// Matrix products of 16-bit floats on the tensor cores, a warp at a time (sm_80 and newer), and the asynchronous copies
+// and matrix loads that feed them. PTX ISA 8.0: cp.async, ldmatrix, mma.m16n8k16.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+namespace jaxdnn {
+
+__device__ inline uint32_t SharedAddress(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+
+// Copies kBytes (4, 8 or 16) into shared memory in the background, or zeros where `valid` is false.
+template <int kBytes>
+__device__ inline void CopyAsync(uint32_t shared, const void* global, bool valid) {
+  const int bytes = valid ? kBytes : 0;
+  if constexpr (kBytes == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared), "l"(global), "n"(kBytes), "r"(bytes)
+                 : "memory");
+  }
+}
+
+__device__ inline void CommitCopies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits until all but this thread's newest kPending groups of copies have arrived.
+template <int kPending>
+__device__ inline void WaitForCopies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// Four 8x8 matrices of 16-bit elements; lane i gives the address of row i % 8 of matrix i / 8. Of each matrix, or of
+// its transpose, lane i then holds the elements 2 (i % 4) and 2 (i % 4) + 1 of row i / 4.
+template <bool kTransposed>
+__device__ inline void LoadMatrices(uint32_t (&r)[4], uint32_t address) {
+  if constexpr (kTransposed) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+  } else {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+  }
+}
+
+// d += A B with A 16x16 and B 16x8. Lane i holds of d the columns 2 (i % 4) and 2 (i % 4) + 1 in rows i / 4 and
+// i / 4 + 8.
+template <class T>
+__device__ inline void Mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
+
+template <>
+__device__ inline void Mma<__nv_bfloat16>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+template <>
+__device__ inline void Mma<__half>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+}  // namespace jaxdnn

@@ -1,0 +1,163 @@
+// What the forward and data-gradient kernels share: where a block works, and what its rows and taps are.
+//
+// Rows are output pixels (of y forward, of x in the data gradient), columns are output channels of a group, and the
+// reduction runs over (tap, channel). The input's matrix is never formed: a row has the operand's index that it reads
+// at its first tap, and every further tap adds a fixed distance (axis.cuh). A block serves rows of one phase, that is,
+// rows which meet the same taps, and goes over those alone: a strided data gradient does the arithmetic of the
+// convolution and no more.
+#pragma once
+
+#include "cuda/common/launch.cuh"
+#include "cuda/conv/axis.cuh"
+
+namespace jaxdnn::conv {
+
+struct DataParams {
+  int64_t images;  // per problem
+  int columns, channels, groups;
+  int row_tiles, column_tiles, phases;  // row tiles of the largest phase
+  Axis axis[kRank];
+  int out[kRank], window[kRank];
+  int period[kRank], tap_period[kRank];  // Phases
+  int tap_distance[kRank];               // in the operand's index, between taps of a phase
+  FastDiv channel_div;
+  int64_t image_size, pixel_size, group_size;                // strides of the operand that is gathered, in elements
+  int64_t filter_batch, filter_group;                        // strides of the filter, in elements
+  int64_t filter_tap[kRank], filter_channel, filter_column;  // filter_tap: between taps of a phase
+  int64_t first_filter_tap[kRank];                           // between taps of the whole window
+  int64_t result_pixel;                                      // channels of a pixel of the result
+};
+
+inline DataParams MakeDataParams(const Problem& p, int tile_rows, int tile_columns) {
+  const bool forward = p.direction == Direction::kForward;
+  const Gemm g = GemmOf(p);
+  const Phases phases = PhasesOf(p);
+  const int64_t k = p.groups * p.features;
+  DataParams q = {};
+  q.images = p.images;
+  q.columns = int(g.columns);
+  q.channels = int(forward ? p.channels : p.features);
+  q.groups = int(p.groups);
+  q.phases = 1;
+  q.first_filter_tap[2] = p.channels * k;
+  q.first_filter_tap[1] = q.first_filter_tap[2] * p.window[2];
+  q.first_filter_tap[0] = q.first_filter_tap[1] * p.window[1];
+  int64_t largest = p.images;
+  for (int d = 0; d < kRank; ++d) {
+    q.axis[d] = forward ? InputAxis(p, d) : OutputAxis(p, d);
+    q.out[d] = int(forward ? p.y[d] : p.x[d]);
+    q.window[d] = int(p.window[d]);
+    q.period[d] = int(phases.period[d]);
+    q.tap_period[d] = int(phases.tap_period[d]);
+    q.tap_distance[d] = q.axis[d].tap_step * q.tap_period[d] / int(q.axis[d].step.divisor);
+    q.filter_tap[d] = q.first_filter_tap[d] * q.tap_period[d];
+    q.phases *= q.period[d];
+    largest *= CeilDiv(q.out[d], q.period[d]);
+  }
+  q.row_tiles = int(CeilDiv(largest, tile_rows));
+  q.column_tiles = int(CeilDiv(g.columns, tile_columns));
+  q.channel_div = FastDiv(q.channels);
+  q.group_size = q.channels;
+  q.pixel_size = p.groups * q.group_size;
+  q.image_size = q.pixel_size * (forward ? p.XPixels() : p.YPixels());
+  q.filter_batch = p.Taps() * p.channels * k;
+  q.filter_group = p.features;
+  q.filter_channel = forward ? k : 1;
+  q.filter_column = forward ? 1 : k;
+  q.result_pixel = p.groups * g.columns;
+  return q;
+}
+
+inline int64_t DataBlocks(const Problem& p, const DataParams& q) {
+  return p.batch * p.groups * q.row_tiles * q.column_tiles * q.phases;
+}
+
+// One dimension of a phase: its positions phase + period * i, and its taps first_tap + tap_period * j.
+struct PhaseAxis {
+  int phase, positions, first_tap, taps;
+
+  __device__ void Set(const DataParams& p, int d, int which) {
+    const Axis& axis = p.axis[d];
+    const int step = static_cast<int>(axis.step.divisor);
+    phase = which;
+    positions = (p.out[d] - phase + p.period[d] - 1) / p.period[d];
+    const int candidates = min(p.tap_period[d], p.window[d]);
+    first_tap = 0;
+    while (first_tap < candidates && (axis.Origin(phase) + first_tap * axis.tap_step) % step != 0) ++first_tap;
+    taps = first_tap < candidates ? (p.window[d] - first_tap + p.tap_period[d] - 1) / p.tap_period[d] : 0;
+  }
+};
+
+// A row of the tile: its image in the operand, the index it reads there at the phase's first tap, its pixel in the
+// result.
+struct Row {
+  int64_t image, result;
+  int origin[kRank];
+};
+
+// What a block of the grid does, in shared memory.
+template <int kRows>
+struct DataBlock {
+  Row rows[kRows];
+  PhaseAxis phase[kRank];
+  Box taps;
+  int column_tile, group;
+  int64_t batch, first_row, row_count;
+
+  // All threads of the block. False if there is nothing to do: not every phase has as many rows as the largest.
+  __device__ bool Set(const DataParams& p) {
+    if (threadIdx.x == 0) {
+      // Neighbouring blocks share input pixels: columns first, then groups, then phases.
+      int block = blockIdx.x;
+      column_tile = block % p.column_tiles;
+      block /= p.column_tiles;
+      group = block % p.groups;
+      block /= p.groups;
+      const int which = block % p.phases;
+      block /= p.phases;
+      first_row = int64_t{block % p.row_tiles} * kRows;
+      batch = block / p.row_tiles;
+      phase[2].Set(p, 2, which % p.period[2]);
+      phase[1].Set(p, 1, which / p.period[2] % p.period[1]);
+      phase[0].Set(p, 0, which / p.period[2] / p.period[1]);
+      taps = Box({phase[0].taps, phase[1].taps, phase[2].taps});
+      row_count = p.images * phase[0].positions * phase[1].positions * phase[2].positions;
+    }
+    __syncthreads();
+    if (first_row >= row_count) return false;
+
+    // One 64-bit division for the tile, 32-bit ones within it.
+    const int pixels = phase[0].positions * phase[1].positions * phase[2].positions;
+    const int64_t first_image = first_row / pixels;
+    const int first_pixel = static_cast<int>(first_row - first_image * pixels);
+    for (int i = threadIdx.x; i < kRows; i += blockDim.x) {
+      const int64_t image = batch * p.images + first_image + (first_pixel + i) / pixels;
+      int pixel = (first_pixel + i) % pixels, out[kRank];
+      out[2] = pixel % phase[2].positions;
+      pixel /= phase[2].positions;
+      out[1] = pixel % phase[1].positions;
+      out[0] = pixel / phase[1].positions;
+      for (int d = 0; d < kRank; ++d) {
+        out[d] = phase[d].phase + p.period[d] * out[d];
+        const int position = p.axis[d].Origin(out[d]) + phase[d].first_tap * p.axis[d].tap_step;
+        rows[i].origin[d] = position / static_cast<int>(p.axis[d].step.divisor);  // exact, by the choice of the phase
+      }
+      rows[i].image = image * p.image_size + group * p.group_size;
+      rows[i].result = ((image * p.out[0] + out[0]) * p.out[1] + out[1]) * p.out[2] + out[2];
+      // A row past the end meets nothing.
+      if (first_row + i >= row_count) rows[i].origin[0] = INT32_MIN / 2;
+    }
+    __syncthreads();
+    return true;
+  }
+
+  __device__ int Depth(const DataParams& p) const { return phase[0].taps * phase[1].taps * phase[2].taps * p.channels; }
+  // Where the block's part of the filter begins: its problem, group and first tap.
+  __device__ int64_t FilterStart(const DataParams& p) const {
+    int64_t start = batch * p.filter_batch + group * p.filter_group;
+    for (int d = 0; d < kRank; ++d) start += phase[d].first_tap * p.first_filter_tap[d];
+    return start;
+  }
+};
+
+}  // namespace jaxdnn::conv

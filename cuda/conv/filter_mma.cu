@@ -1,0 +1,163 @@
+// Filter gradient as an implicit matrix product on the tensor cores, for 16-bit floats: every shape, stride, dilation,
+// padding, rank and group count, on every architecture since sm_80.
+//
+// Rows are (tap, channel) pairs, columns the output channels of a group, and the reduction runs over all pixels of y,
+// in slices as in filter_simt.cu. Both operands lie in memory as lines of rows or columns, a pixel each. A thread
+// copies always the same chunk of rows, hence the same tap; where the pixels of a step are is worked out by one warp, a
+// step ahead, for all.
+#include "cuda/common/launch.cuh"
+#include "cuda/conv/filter.cuh"
+#include "cuda/conv/mma.h"
+#include "cuda/conv/mma_tile.cuh"
+
+namespace jaxdnn::conv {
+namespace {
+
+struct Pixel {
+  int64_t image;  // its image in x, in elements
+  int origin[kRank];
+};
+
+template <class T>
+struct PixelTable {
+  static_assert(T::kDepth == 32, "a warp fills a step");
+  Pixel pixels[2][T::kDepth];
+
+  __device__ void Fill(const FilterParams& p, const FilterBlock& block, int step) {
+    if (threadIdx.x >= T::kDepth) return;
+    const int pixel = step * T::kDepth + threadIdx.x;
+    Pixel& entry = pixels[step % 2][threadIdx.x];
+    int in_image, out[kRank];
+    entry.image = p.image_pixels.Div(block.first_pixel + min(pixel, block.count), &in_image) * p.x_image;
+    p.pixels_box.Split(in_image, out);
+#pragma unroll
+    for (int d = 0; d < kRank; ++d) entry.origin[d] = p.axis[d].Origin(out[d]);
+    // A pixel past the end meets nothing.
+    if (pixel >= block.count) entry.origin[0] = INT32_MIN / 2;
+  }
+};
+
+template <class T, int kVec, class In>
+struct LoadInput {
+  using Tile = OperandTile<T::kRows, T::kDepth, false>;
+  static constexpr int kCount = Tile::kLines * Tile::kChunks / T::kThreads;
+  static constexpr int kLinesApart = T::kThreads / Tile::kChunks;
+  const FilterParams& p;
+  const FilterBlock& block;
+  PixelTable<T>& table;
+  const In* x;
+  const int chunk, line;
+  int tap[8 / kVec][kRank], channel[8 / kVec];  // of the chunk's elements; past the end a tap that meets nothing
+
+  __device__ LoadInput(const FilterParams& p, const FilterBlock& block, PixelTable<T>& table, const In* x)
+      : p(p),
+        block(block),
+        table(table),
+        x(x + block.x_offset),
+        chunk(threadIdx.x % Tile::kChunks),
+        line(threadIdx.x / Tile::kChunks) {
+#pragma unroll
+    for (int i = 0; i < 8 / kVec; ++i) {
+      const int row = block.row_tile * T::kRows + chunk * 8 + i * kVec;
+      p.taps_box.Split(p.channels.Div(row, &channel[i]), tap[i]);
+#pragma unroll
+      for (int d = 0; d < kRank; ++d) tap[i][d] *= p.axis[d].tap_step;
+      if (row >= p.rows) tap[i][0] = INT32_MIN / 2;
+    }
+  }
+
+  __device__ void operator()(int step, uint32_t stage) const {
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      const Pixel& pixel = table.pixels[step % 2][line + j * kLinesApart];
+#pragma unroll
+      for (int i = 0; i < 8 / kVec; ++i) {
+        int at[kRank];
+        bool inside = true;
+#pragma unroll
+        for (int d = 0; d < kRank; ++d) inside &= p.axis[d].Find(pixel.origin[d] + tap[i][d], &at[d]);
+        const int in_pixel = (at[0] * p.axis[1].extent + at[1]) * p.axis[2].extent + at[2];
+        CopyElements<kVec>(stage + Tile::Offset(line + j * kLinesApart, chunk) + 2 * kVec * i,
+                           x + pixel.image + in_pixel * p.x_pixel + channel[i], inside);
+      }
+    }
+    // Read after the next barrier.
+    table.Fill(p, block, step + 1);
+  }
+};
+
+template <class T, int kVec, class In>
+struct LoadCotangent {
+  using Tile = OperandTile<T::kColumns, T::kDepth, false>;
+  static constexpr int kCount = Tile::kLines * Tile::kChunks / T::kThreads;
+  static constexpr int kLinesApart = T::kThreads / Tile::kChunks;
+  const FilterParams& p;
+  const In* y;  // at this thread's line and columns
+  const int chunk, line, count, columns;
+
+  __device__ LoadCotangent(const FilterParams& p, const FilterBlock& block, const In* y)
+      : p(p),
+        y(y + block.y_offset + threadIdx.x / Tile::kChunks * p.y_pixel + block.column_tile * T::kColumns +
+          threadIdx.x % Tile::kChunks * 8),
+        chunk(threadIdx.x % Tile::kChunks),
+        line(threadIdx.x / Tile::kChunks),
+        count(block.count),
+        columns(p.columns - block.column_tile * T::kColumns - chunk * 8) {}
+
+  __device__ void operator()(int step, uint32_t stage) const {
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      const int pixel = step * T::kDepth + j * kLinesApart;
+#pragma unroll
+      for (int i = 0; i < 8; i += kVec)
+        CopyElements<kVec>(stage + Tile::Offset(line + j * kLinesApart, chunk) + 2 * i, y + pixel * p.y_pixel + i,
+                           line + pixel < count && i < columns);
+    }
+  }
+};
+
+template <class T, int kVec, class In>
+__global__ void __launch_bounds__(T::kThreads, T::kBlocks)
+    FilterMmaKernel(const __grid_constant__ FilterParams p, const In* x, const In* y, bool wide, void* out) {
+  extern __shared__ __align__(128) unsigned char ring[];
+  __shared__ PixelTable<T> table;
+  const FilterBlock block(p);
+  table.Fill(p, block, 0);
+  __syncthreads();
+
+  typename T::Sums sums = {};
+  const LoadInput<T, kVec, In> load_x(p, block, table, x);
+  const LoadCotangent<T, kVec, In> load_y(p, block, y);
+  MultiplyPipelined<In, T>(SharedAddress(ring), (block.count + T::kDepth - 1) / T::kDepth, load_x, load_y, sums);
+
+  const int first_row = block.row_tile * T::kRows, first_column = block.column_tile * T::kColumns;
+  ForEachRun<T>(reinterpret_cast<float*>(ring), sums, [&](int row, int column, const float (&values)[8]) {
+    if (first_row + row >= p.rows) return;
+    StoreRun<kVec, In>(out, wide, block.ResultOffset(p, first_row + row) + first_column + column, values,
+                       p.columns - first_column - column);
+  });
+}
+
+}  // namespace
+
+cudaError_t LaunchFilterMma(const Problem& p, const Config& config, const void* x, const void* y, void* out,
+                            void* workspace, cudaStream_t stream) {
+  return VisitMmaKernel(p, config, {x, y, out}, [&](auto tile, auto vec, auto in) {
+    using T = typename decltype(tile)::type;
+    using In = typename decltype(in)::type;
+    constexpr int kVec = decltype(vec)::value;
+    const FilterParams q = MakeFilterParams(p, config, T::kRows, T::kColumns, T::kDepth);
+    const bool split = config.splits > 1;
+    const cudaError_t status = LaunchKernel(
+        FilterMmaKernel<T, kVec, In>,
+        Grid{FilterBlocks(p, q), T::kThreads, kSharedBytes<T, LoadInput<T, kVec, In>, LoadCotangent<T, kVec, In>>},
+        stream, q, static_cast<const In*>(x), static_cast<const In*>(y), split || p.out != p.in,
+        split ? workspace : out);
+    if (!split || status != cudaSuccess) return status;
+    const float* partial = static_cast<const float*>(workspace);
+    return p.out == p.in ? SumSlices(partial, static_cast<In*>(out), q, stream)
+                         : SumSlices(partial, static_cast<float*>(out), q, stream);
+  });
+}
+
+}  // namespace jaxdnn::conv

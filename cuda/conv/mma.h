@@ -1,0 +1,18 @@
+// The tensor-core kernels for 16-bit floats, on every architecture since sm_80.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "cuda/conv/conv.h"
+
+namespace jaxdnn::conv {
+
+// Forward (operand x) and data gradient (operand y).
+cudaError_t LaunchDataMma(const Problem& p, const Config& config, const void* operand, const void* filter, void* out,
+                          cudaStream_t stream);
+
+// Filter gradient; `workspace` holds config.workspace_bytes.
+cudaError_t LaunchFilterMma(const Problem& p, const Config& config, const void* x, const void* y, void* out,
+                            void* workspace, cudaStream_t stream);
+
+}  // namespace jaxdnn::conv
