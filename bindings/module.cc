@@ -1,10 +1,12 @@
 // The native module: FFI targets by name, and the planner. The version in a target's name changes with its attributes,
 // since caches and exported programs hold names and attributes, not code.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -13,6 +15,7 @@
 
 #ifdef JAXDNN_WITH_CUDA
 #include "bindings/handlers.h"
+#include "cuda/group_norm/group_norm.h"
 #else
 #define JAXDNN_CUDA_ARCHITECTURES ""
 #define JAXDNN_CUDA_VERSION ""
@@ -29,16 +32,24 @@ static nb::dict Handlers() {
   };
   add("jaxdnn.activation.v1", Activation);
   add("jaxdnn.activation_bwd.v1", ActivationBwd);
-  add("jaxdnn.max_pool.v1", MaxPool);
-  add("jaxdnn.pool_gather.v1", PoolGather);
-  add("jaxdnn.pool_scatter.v1", PoolScatter);
-  add("jaxdnn.avg_pool.v1", AvgPool);
-  add("jaxdnn.avg_pool_bwd.v1", AvgPoolBwd);
+  add("jaxdnn.group_norm.v1", GroupNorm);
+  add("jaxdnn.group_norm_bwd.v1", GroupNormBwd);
+  add("jaxdnn.lrn.v1", Lrn);
+  add("jaxdnn.lrn_jvp.v1", LrnJvp);
+  add("jaxdnn.lrn_vjp.v1", LrnVjp);
+  add("jaxdnn.max_pool.v2", MaxPool);
+  add("jaxdnn.pool_gather.v2", PoolGather);
+  add("jaxdnn.pool_scatter.v2", PoolScatter);
+  add("jaxdnn.sum_pool.v1", SumPool);
+  add("jaxdnn.sum_pool_bwd.v1", SumPoolBwd);
   add("jaxdnn.conv_fwd.v1", ConvFwd);
   add("jaxdnn.conv_dgrad.v1", ConvDgrad);
   add("jaxdnn.conv_wgrad.v1", ConvWgrad);
   add("jaxdnn.softmax.v1", Softmax);
   add("jaxdnn.softmax_bwd.v1", SoftmaxBwd);
+  add("jaxdnn.transform.v1", Transform);
+  add("jaxdnn.im2col.v1", Im2col);
+  add("jaxdnn.col2im.v1", Col2im);
 #endif
   return d;
 }
@@ -68,10 +79,26 @@ static nb::object PlanConv(const std::string& direction, const std::string& in_d
   return d;
 }
 
+#ifdef JAXDNN_WITH_CUDA
+// Bytes of workspace of group normalization; None where no kernel takes the problem.
+static std::optional<int64_t> GroupNormWorkspace(bool backward, const std::string& dtype, bool channels_last,
+                                                 const std::vector<int64_t>& x, int64_t groups) {
+  using namespace jaxdnn;
+  static const std::map<std::string, DType> kTypes = {
+      {"float32", DType::kF32}, {"float64", DType::kF64}, {"float16", DType::kF16}, {"bfloat16", DType::kBF16}};
+  const group_norm::Problem problem = {kTypes.at(dtype), activation::Kind::kIdentity, channels_last, x[0], x[1],
+                                       x[channels_last ? 2 : 3], x[channels_last ? 3 : 2], groups, 0};
+  return backward ? group_norm::BackwardWorkspace(problem) : group_norm::ForwardWorkspace(problem);
+}
+#endif
+
 NB_MODULE(_jaxdnn, m) {
   using nb::literals::operator""_a;
   m.def("plan_conv", &PlanConv, "direction"_a, "in_dtype"_a, "out_dtype"_a, "x"_a, "w"_a, "y"_a, "stride"_a,
         "padding_low"_a, "lhs_dilation"_a, "rhs_dilation"_a, "groups"_a);
+#ifdef JAXDNN_WITH_CUDA
+  m.def("group_norm_workspace", &GroupNormWorkspace, "backward"_a, "dtype"_a, "channels_last"_a, "x"_a, "groups"_a);
+#endif
   m.def("handlers", &Handlers);
   m.attr("ffi_version") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
   m.attr("cuda_architectures") = JAXDNN_CUDA_ARCHITECTURES;

@@ -26,12 +26,18 @@ LOWERED = {
   "max_pool": (
     lambda x: jaxdnn.max_pool(x, (2, 2), stride=2),
     [X],
-    ["jaxdnn.max_pool.v1", "jaxdnn.pool_scatter.v1"],
+    ["jaxdnn.max_pool.v2", "jaxdnn.pool_scatter.v2"],
   ),
   "avg_pool": (
     lambda x: jaxdnn.avg_pool(x, (2, 2), stride=2),
     [X],
-    ["jaxdnn.avg_pool.v1", "jaxdnn.avg_pool_bwd.v1"],
+    ["jaxdnn.sum_pool.v1", "jaxdnn.sum_pool_bwd.v1"],
+  ),
+  "lrn": (jaxdnn.local_response_norm, [X], ["jaxdnn.lrn.v1", "jaxdnn.lrn_vjp.v1"]),
+  "divisive_norm": (
+    lambda x, m: jaxdnn.divisive_norm(x, m, size=3),
+    [X, X],
+    ["jaxdnn.lrn.v1", "jaxdnn.lrn_vjp.v1"],
   ),
   "softmax": (jaxdnn.softmax, [X], ["jaxdnn.softmax.v1", "jaxdnn.softmax_bwd.v1"]),
   "log_softmax": (jaxdnn.log_softmax, [X], ["jaxdnn.softmax.v1", "jaxdnn.softmax_bwd.v1"]),

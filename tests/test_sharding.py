@@ -28,6 +28,8 @@ OPERATORS = {
   ),
   "max_pool": (lambda x: jaxdnn.max_pool(x, (3, 2), stride=2), [(8, 6, 5, 4)]),
   "avg_pool": (lambda x: jaxdnn.avg_pool(x, (3, 2), stride=2), [(8, 6, 5, 4)]),
+  "lrn": (lambda x: jaxdnn.local_response_norm(x, 3, alpha=2.0, axis=1), [(8, 6, 3)]),
+  "local_contrast_norm": (lambda x: jaxdnn.local_contrast_norm(x, (3,)), [(8, 6, 3)]),
   "softmax": (jaxdnn.softmax, [(16, 6)]),
   "log_softmax": (lambda x: jaxdnn.log_softmax(x, axis=1), [(8, 6, 3)]),
   "relu": (jaxdnn.relu, [(8, 6)]),

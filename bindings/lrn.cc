@@ -1,0 +1,126 @@
+// FFI handlers of local response and divisive normalization. Operands are [..., spatial..., inner].
+#include "cuda/lrn/lrn.h"
+
+#include "bindings/ffi.h"
+#include "bindings/handlers.h"
+
+namespace jaxdnn {
+namespace {
+
+struct LrnAttrs {
+  ffi::Span<const int64_t> before, after;
+  double scale, beta, k;
+};
+
+}  // namespace
+}  // namespace jaxdnn
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jaxdnn::LrnAttrs, xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("before"),
+                                      xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("after"),
+                                      xla::ffi::StructMember<double>("scale"), xla::ffi::StructMember<double>("beta"),
+                                      xla::ffi::StructMember<double>("k"));
+
+namespace jaxdnn {
+namespace {
+
+std::optional<lrn::Problem> ToProblem(const LrnAttrs& attrs, const ffi::AnyBuffer& x) {
+  const auto dims = x.dimensions();
+  const size_t rank = attrs.before.size();
+  if (rank < 1 || rank > 3 || attrs.after.size() != rank || dims.size() <= rank) return std::nullopt;
+  const auto within = [](int64_t v) { return v >= 0 && v < int64_t{1} << 30; };
+  const size_t lead = dims.size() - rank - 1;
+  lrn::Problem p;
+  for (size_t i = 0; i < lead; ++i) p.outer *= dims[i];
+  for (size_t i = 0; i < rank; ++i) {
+    const size_t d = 3 - rank + i;
+    if (!within(dims[lead + i]) || !within(attrs.before[i]) || !within(attrs.after[i])) return std::nullopt;
+    p.extent[d] = static_cast<int>(dims[lead + i]);
+    p.before[d] = static_cast<int>(attrs.before[i]);
+    p.after[d] = static_cast<int>(attrs.after[i]);
+  }
+  p.inner = dims[dims.size() - 1];
+  p.scale = attrs.scale, p.beta = attrs.beta, p.k = attrs.k;
+  return p;
+}
+
+// The means among the operands that follow, null where there are none; whether what is there is as it should be.
+bool TakeMeans(ffi::RemainingArgs rest, const ffi::AnyBuffer& x, const void** means) {
+  *means = nullptr;
+  if (rest.size() == 0) return true;
+  const auto buffer = rest.get<ffi::AnyBuffer>(0);
+  if (rest.size() > 1 || !buffer.has_value() || buffer->element_type() != x.element_type() || !SameShape(*buffer, x))
+    return false;
+  *means = buffer->untyped_data();
+  return true;
+}
+
+bool Alike(const ffi::AnyBuffer& a, const ffi::AnyBuffer& b) {
+  return a.element_type() == b.element_type() && SameShape(a, b);
+}
+
+}  // namespace
+
+static ffi::Error LrnImpl(cudaStream_t stream, ffi::AnyBuffer x, ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y,
+                          LrnAttrs attrs) {
+  const auto dtype = ToDType(x.element_type());
+  const auto problem = ToProblem(attrs, x);
+  const void* means;
+  if (!dtype || !problem || !TakeMeans(rest, x, &means) || !Alike(x, *y)) return Unsupported("no kernel", "lrn", x, *y);
+  return FromCuda(lrn::Forward(*problem, *dtype, x.untyped_data(), means, y->untyped_data(), stream), "lrn", x);
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(Lrn, LrnImpl,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .RemainingArgs()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attrs<LrnAttrs>(),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+static ffi::Error LrnJvpImpl(cudaStream_t stream, ffi::AnyBuffer t, ffi::AnyBuffer x, ffi::RemainingArgs rest,
+                             ffi::Result<ffi::AnyBuffer> out, LrnAttrs attrs) {
+  const auto dtype = ToDType(x.element_type());
+  const auto problem = ToProblem(attrs, x);
+  const void* means;
+  if (!dtype || !problem || !TakeMeans(rest, x, &means) || !Alike(x, t) || !Alike(x, *out))
+    return Unsupported("no kernel", "lrn_jvp", t, x, *out);
+  const cudaError_t status =
+      lrn::Tangent(*problem, *dtype, t.untyped_data(), x.untyped_data(), means, out->untyped_data(), stream);
+  return FromCuda(status, "lrn_jvp", x);
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(LrnJvp, LrnJvpImpl,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .RemainingArgs()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attrs<LrnAttrs>(),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+static ffi::Error LrnVjpImpl(cudaStream_t stream, ffi::AnyBuffer g, ffi::AnyBuffer x, ffi::RemainingArgs rest,
+                             ffi::Result<ffi::AnyBuffer> dx, ffi::Result<ffi::AnyBuffer> scratch, LrnAttrs attrs) {
+  const auto dtype = ToDType(x.element_type());
+  const auto problem = ToProblem(attrs, x);
+  const void* means;
+  if (!dtype || !problem || !TakeMeans(rest, x, &means) || !Alike(x, g) || !Alike(x, *dx))
+    return Unsupported("no kernel", "lrn_vjp", g, x, *dx);
+  const cudaError_t status = lrn::Cotangent(*problem, *dtype, g.untyped_data(), x.untyped_data(), means,
+                                            dx->untyped_data(), scratch->untyped_data(), scratch->size_bytes(), stream);
+  return FromCuda(status, "lrn_vjp", x);
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(LrnVjp, LrnVjpImpl,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .RemainingArgs()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attrs<LrnAttrs>(),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+}  // namespace jaxdnn

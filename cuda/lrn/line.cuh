@@ -1,0 +1,15 @@
+// Windows along the contiguous dimension: local response normalization across the channels of channels-last data.
+#pragma once
+
+#include "cuda/lrn/response.cuh"
+
+namespace jaxdnn::lrn {
+
+// Whether LaunchLine takes the problem, which has no means.
+bool IsLine(const Problem& p);
+
+// `t` is the tangent or the cotangent; null for Map::kForward.
+cudaError_t LaunchLine(Map map, const Problem& p, DType dtype, const void* t, const void* x, void* out,
+                       cudaStream_t stream);
+
+}  // namespace jaxdnn::lrn

@@ -1,0 +1,79 @@
+// The response curve: what an element is multiplied by, as a function of the energy of its window.
+#pragma once
+
+#include "cuda/common/dtype.cuh"
+#include "cuda/lrn/lrn.h"
+
+namespace jaxdnn::lrn {
+
+__device__ inline float ApproximateLog2(float x) {
+  float y;
+  asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ inline float ApproximateExp2(float x) {
+  float y;
+  asm("ex2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ inline float ApproximateSqrt(float x) {
+  float y;
+  asm("sqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// D^-beta, and q = 2 scale beta D^(-beta - 1), for results stored as T.
+template <class T>
+struct Response {
+  using A = Accumulator<T>;
+  A scale, k, beta, slope;
+  bool three_quarters;
+
+  explicit Response(const Problem& p)
+      : scale(static_cast<A>(p.scale)),
+        k(static_cast<A>(p.k)),
+        beta(static_cast<A>(p.beta)),
+        slope(static_cast<A>(2 * p.scale * p.beta)),
+        three_quarters(p.beta == 0.75) {}
+
+  __device__ A Divisor(A energy) const { return k + scale * energy; }
+
+  __device__ A Gain(A d) const {
+    if constexpr (sizeof(T) == 2) {
+      // An error of 2^-21 or so, far below the rounding of the result.
+      return ApproximateExp2(-beta * ApproximateLog2(d));
+    } else if constexpr (sizeof(T) == 4) {
+      // Each step is good to 2^-22.
+      if (three_quarters) {
+        const float root = rsqrtf(d);
+        return root * ApproximateSqrt(root);
+      }
+      return exp2f(-beta * log2f(d));
+    } else {
+      return pow(d, -beta);
+    }
+  }
+
+  __device__ A Gain(A d, A* q) const {
+    if constexpr (sizeof(T) == 2) {
+      const float log = ApproximateLog2(d), gain = ApproximateExp2(-beta * log);
+      *q = slope * (gain * ApproximateExp2(-log));
+      return gain;
+    } else if constexpr (sizeof(T) == 4) {
+      const float gain = Gain(d);
+      *q = slope * __fdividef(gain, d);
+      return gain;
+    } else {
+      const double gain = Gain(d);
+      *q = slope * (gain / d);
+      return gain;
+    }
+  }
+};
+
+// What the kernels of one family compute.
+enum class Map { kForward, kTangent, kCotangent };
+
+}  // namespace jaxdnn::lrn
