@@ -17,19 +17,33 @@ struct Grid {
   int cluster = 1;
 };
 
+template <class... Params>
+cudaError_t AllowSharedBytes(void (*kernel)(Params...), size_t bytes) {
+  if (bytes == 0) return cudaSuccess;  // what a kernel declares itself counts too towards the 48 KB that need no asking
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+}
+
+// Blocks of such a grid that the current device runs at once.
+template <class... Params>
+cudaError_t ResidentBlocks(void (*kernel)(Params...), const Grid& grid, int64_t* blocks) {
+  int device = 0, multiprocessors = 0, each = 0;
+  cudaError_t e = AllowSharedBytes(kernel, grid.shared_bytes);
+  if (e == cudaSuccess) e = cudaGetDevice(&device);
+  if (e == cudaSuccess) e = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  if (e == cudaSuccess)
+    e = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, grid.threads, grid.shared_bytes);
+  *blocks = int64_t{multiprocessors} * each;
+  return e;
+}
+
 // Launches `kernel`. An empty grid is an error to CUDA and means no work to us.
 // cudaGetLastError after <<<>>> could return the failure of somebody else's earlier launch; this status is ours.
 template <class... Params, class... Args>
 cudaError_t LaunchKernel(void (*kernel)(Params...), const Grid& grid, cudaStream_t stream, Args&&... args) {
-  constexpr size_t kSharedByDefault = 48 << 10;
   constexpr int kClusterByDefault = 8;
   if (grid.blocks == 0) return cudaSuccess;
   if (grid.blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
-  if (grid.shared_bytes > kSharedByDefault)
-    if (const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                   static_cast<int>(grid.shared_bytes));
-        e != cudaSuccess)
-      return e;
+  if (const cudaError_t e = AllowSharedBytes(kernel, grid.shared_bytes); e != cudaSuccess) return e;
   if (grid.cluster > kClusterByDefault)
     if (const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
         e != cudaSuccess)

@@ -15,7 +15,10 @@ namespace jaxdnn::conv {
 struct DataParams {
   int64_t images;  // per problem
   int columns, channels, groups;
-  int row_tiles, column_tiles, phases;  // row tiles of the largest phase
+  int tile_rows;
+  FastDiv row_tiles, column_tiles, group_div, phases;  // row tiles of the largest phase
+  Box whole, window_box;                               // positions and taps where there is one phase
+  FastDiv whole_image;
   Axis axis[kRank];
   int out[kRank], window[kRank];
   int period[kRank], tap_period[kRank];  // Phases
@@ -38,7 +41,7 @@ inline DataParams MakeDataParams(const Problem& p, int tile_rows, int tile_colum
   q.columns = int(g.columns);
   q.channels = int(forward ? p.channels : p.features);
   q.groups = int(p.groups);
-  q.phases = 1;
+  int64_t phase_count = 1;
   q.first_filter_tap[2] = p.channels * k;
   q.first_filter_tap[1] = q.first_filter_tap[2] * p.window[2];
   q.first_filter_tap[0] = q.first_filter_tap[1] * p.window[1];
@@ -51,11 +54,17 @@ inline DataParams MakeDataParams(const Problem& p, int tile_rows, int tile_colum
     q.tap_period[d] = int(phases.tap_period[d]);
     q.tap_distance[d] = q.axis[d].tap_step * q.tap_period[d] / int(q.axis[d].step.divisor);
     q.filter_tap[d] = q.first_filter_tap[d] * q.tap_period[d];
-    q.phases *= q.period[d];
+    phase_count *= q.period[d];
     largest *= CeilDiv(q.out[d], q.period[d]);
   }
-  q.row_tiles = int(CeilDiv(largest, tile_rows));
-  q.column_tiles = int(CeilDiv(g.columns, tile_columns));
+  q.phases = FastDiv(phase_count);
+  q.row_tiles = FastDiv(CeilDiv(largest, tile_rows));
+  q.column_tiles = FastDiv(CeilDiv(g.columns, tile_columns));
+  q.group_div = FastDiv(p.groups);
+  q.tile_rows = tile_rows;
+  q.whole = Box(q.out);
+  q.whole_image = FastDiv(int64_t{q.out[0]} * q.out[1] * q.out[2]);
+  q.window_box = Box(q.window);
   q.channel_div = FastDiv(q.channels);
   q.group_size = q.channels;
   q.pixel_size = p.groups * q.group_size;
@@ -69,7 +78,9 @@ inline DataParams MakeDataParams(const Problem& p, int tile_rows, int tile_colum
 }
 
 inline int64_t DataBlocks(const Problem& p, const DataParams& q) {
-  return p.batch * p.groups * q.row_tiles * q.column_tiles * q.phases;
+  const int64_t tiles = int64_t{q.row_tiles.divisor} * q.column_tiles.divisor * q.phases.divisor;
+  const bool empty = p.images == 0 || q.columns == 0 || q.out[0] == 0 || q.out[1] == 0 || q.out[2] == 0;
+  return empty ? 0 : p.batch * p.groups * tiles;
 }
 
 // One dimension of a phase: its positions phase + period * i, and its taps first_tap + tap_period * j.
@@ -88,75 +99,81 @@ struct PhaseAxis {
   }
 };
 
-// A row of the tile: its image in the operand, the index it reads there at the phase's first tap, its pixel in the
-// result.
+// A row of the tile: its image in the operand, the index it reads there at the phase's first tap, and its pixel in the
+// result, or -1 if there is no such row.
 struct Row {
   int64_t image, result;
   int origin[kRank];
 };
 
-// What a block of the grid does, in shared memory.
-template <int kRows>
+// What a block of the grid does.
 struct DataBlock {
-  Row rows[kRows];
-  PhaseAxis phase[kRank];
-  Box taps;
   int column_tile, group;
   int64_t batch, first_row, row_count;
+  PhaseAxis phase[kRank];
+  Box positions, taps;
+  FastDiv image_div;  // positions of an image
 
-  // All threads of the block. False if there is nothing to do: not every phase has as many rows as the largest.
-  __device__ bool Set(const DataParams& p) {
-    if (threadIdx.x == 0) {
-      // Neighbouring blocks share input pixels: columns first, then groups, then phases.
-      int block = blockIdx.x;
-      column_tile = block % p.column_tiles;
-      block /= p.column_tiles;
-      group = block % p.groups;
-      block /= p.groups;
-      const int which = block % p.phases;
-      block /= p.phases;
-      first_row = int64_t{block % p.row_tiles} * kRows;
-      batch = block / p.row_tiles;
+  DataBlock() = default;
+  // Neighbouring blocks share input pixels: columns first, then groups, then phases.
+  __device__ explicit DataBlock(const DataParams& p) {
+    int row_tile, which, rest = p.column_tiles.Div(static_cast<int>(blockIdx.x), &column_tile);
+    rest = p.group_div.Div(rest, &group);
+    rest = p.phases.Div(rest, &which);
+    batch = p.row_tiles.Div(rest, &row_tile);
+    first_row = int64_t{row_tile} * p.tile_rows;
+    if (p.phases.divisor == 1) {
+#pragma unroll
+      for (int d = 0; d < kRank; ++d) phase[d] = {0, p.out[d], 0, p.window[d]};
+      positions = p.whole;
+      image_div = p.whole_image;
+      taps = p.window_box;
+    } else {
       phase[2].Set(p, 2, which % p.period[2]);
       phase[1].Set(p, 1, which / p.period[2] % p.period[1]);
       phase[0].Set(p, 0, which / p.period[2] / p.period[1]);
+      positions = Box({phase[0].positions, phase[1].positions, phase[2].positions});
+      image_div = FastDiv(Pixels());
       taps = Box({phase[0].taps, phase[1].taps, phase[2].taps});
-      row_count = p.images * phase[0].positions * phase[1].positions * phase[2].positions;
     }
-    __syncthreads();
-    if (first_row >= row_count) return false;
-
-    // One 64-bit division for the tile, 32-bit ones within it.
-    const int pixels = phase[0].positions * phase[1].positions * phase[2].positions;
-    const int64_t first_image = first_row / pixels;
-    const int first_pixel = static_cast<int>(first_row - first_image * pixels);
-    for (int i = threadIdx.x; i < kRows; i += blockDim.x) {
-      const int64_t image = batch * p.images + first_image + (first_pixel + i) / pixels;
-      int pixel = (first_pixel + i) % pixels, out[kRank];
-      out[2] = pixel % phase[2].positions;
-      pixel /= phase[2].positions;
-      out[1] = pixel % phase[1].positions;
-      out[0] = pixel / phase[1].positions;
-      for (int d = 0; d < kRank; ++d) {
-        out[d] = phase[d].phase + p.period[d] * out[d];
-        const int position = p.axis[d].Origin(out[d]) + phase[d].first_tap * p.axis[d].tap_step;
-        rows[i].origin[d] = position / static_cast<int>(p.axis[d].step.divisor);  // exact, by the choice of the phase
-      }
-      rows[i].image = image * p.image_size + group * p.group_size;
-      rows[i].result = ((image * p.out[0] + out[0]) * p.out[1] + out[1]) * p.out[2] + out[2];
-      // A row past the end meets nothing.
-      if (first_row + i >= row_count) rows[i].origin[0] = INT32_MIN / 2;
-    }
-    __syncthreads();
-    return true;
+    row_count = p.images * Pixels();
   }
 
+  __device__ int Pixels() const { return phase[0].positions * phase[1].positions * phase[2].positions; }
   __device__ int Depth(const DataParams& p) const { return phase[0].taps * phase[1].taps * phase[2].taps * p.channels; }
+
   // Where the block's part of the filter begins: its problem, group and first tap.
   __device__ int64_t FilterStart(const DataParams& p) const {
     int64_t start = batch * p.filter_batch + group * p.filter_group;
+#pragma unroll
     for (int d = 0; d < kRank; ++d) start += phase[d].first_tap * p.first_filter_tap[d];
     return start;
+  }
+
+  // All threads of the block, for its tile of rows.
+  template <int kRows>
+  __device__ void SetRows(const DataParams& p, Row (&rows)[kRows]) const {
+    const int pixels = Pixels();
+    const int64_t first_image =
+        first_row <= INT32_MAX ? image_div.Div(static_cast<int>(first_row)) : first_row / pixels;
+    const int first_pixel = static_cast<int>(first_row - first_image * pixels);
+    for (int i = threadIdx.x; i < kRows; i += blockDim.x) {
+      int pixel, out[kRank];
+      const int64_t image = batch * p.images + first_image + image_div.Div(first_pixel + i, &pixel);
+      positions.Split(pixel, out);
+#pragma unroll
+      for (int d = 0; d < kRank; ++d) {
+        out[d] = phase[d].phase + p.period[d] * out[d];
+        const int position = p.axis[d].Origin(out[d]) + phase[d].first_tap * p.axis[d].tap_step;
+        // Exact, by the choice of the phase.
+        rows[i].origin[d] = p.phases.divisor == 1 && p.axis[d].step.divisor == 1
+                                ? position
+                                : position / static_cast<int>(p.axis[d].step.divisor);
+      }
+      rows[i].image = image * p.image_size + group * p.group_size;
+      rows[i].result = ((image * p.out[0] + out[0]) * p.out[1] + out[1]) * p.out[2] + out[2];
+      if (first_row + i >= row_count) rows[i].result = -1;
+    }
   }
 };
 

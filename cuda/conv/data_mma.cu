@@ -2,8 +2,8 @@
 // shape, stride, dilation, padding, rank and group count, on every architecture since sm_80, with no workspace.
 //
 // data.cuh says what rows, columns and taps are. A thread copies chunks of 8 elements: of the operand always the same
-// four rows, whose first address and valid taps it keeps in registers, and of each step the chunk at one depth.
-#include "cuda/common/dtype.cuh"
+// few rows, whose first address and valid taps it keeps in registers, and of each step the chunk at one depth. It walks
+// along the depth, channels within taps, so that the main loop divides nothing.
 #include "cuda/conv/data.cuh"
 #include "cuda/conv/mma.h"
 #include "cuda/conv/mma_tile.cuh"
@@ -15,22 +15,23 @@ namespace {
 // that takes the borrow of a subtraction, compare all dimensions at once.
 struct TapRange {
   static constexpr uint32_t kGuards = 1u << 9 | 1u << 19 | 1u << 29;
+  static constexpr int kNever = 511;
   uint32_t low, high;
 
-  TapRange() = default;
   static __device__ uint32_t Pack(const int (&tap)[kRank]) { return tap[0] | tap[1] << 10 | tap[2] << 20; }
 
+  TapRange() = default;
   __device__ TapRange(const Row& row, const DataParams& p, const PhaseAxis (&phase)[kRank]) {
     int first[kRank], last[kRank];
 #pragma unroll
     for (int d = 0; d < kRank; ++d) {
       const int distance = abs(p.tap_distance[d]), end = p.axis[d].extent - 1;
-      // Counted from the side where the index of tap 0 is, towards which `before` cells are missing.
+      // How far the index at tap 0 is before the first valid one, and before the last, in the direction of the taps.
       const bool up = p.tap_distance[d] > 0;
       const int before = up ? -row.origin[d] : row.origin[d] - end, to_end = up ? end - row.origin[d] : row.origin[d];
-      first[d] = before > 0 ? min((before + distance - 1) / distance, 511) : 0;
+      first[d] = before > 0 ? min((before + distance - 1) / distance, kNever) : 0;
       last[d] = to_end < 0 ? -1 : min(to_end / distance, phase[d].taps - 1);
-      if (first[d] > last[d]) first[d] = 511, last[d] = 0;
+      if (first[d] > last[d] || row.result < 0) first[d] = kNever, last[d] = 0;
     }
     low = Pack(first);
     high = Pack(last) | kGuards;
@@ -39,93 +40,124 @@ struct TapRange {
   __device__ bool Contains(uint32_t tap) const { return (((tap | kGuards) - low) & (high - tap) & kGuards) == kGuards; }
 };
 
+// A place along the depth: a channel of a tap.
+struct Walk {
+  int channel, tap[kRank];
+  uint32_t packed;
+  int64_t operand, filter;  // offsets of the tap, from its first
+
+  __device__ Walk(const DataParams& p, const Box& taps, int k) {
+    taps.Split(p.channel_div.Div(k, &channel), tap);
+    SetTap(p);
+  }
+
+  // On by kDepth terms.
+  template <int kDepth>
+  __device__ void Advance(const DataParams& p, const PhaseAxis (&phase)[kRank]) {
+    channel += kDepth;
+    if (channel < p.channels) return;
+    do {
+      channel -= p.channels;
+      if (++tap[2] == phase[2].taps) {
+        tap[2] = 0;
+        if (++tap[1] == phase[1].taps) tap[1] = 0, ++tap[0];
+      }
+    } while (channel >= p.channels);
+    SetTap(p);
+  }
+
+  __device__ void SetTap(const DataParams& p) {
+    // Past the last tap, where tap[0] is its count, no row has one.
+    packed = TapRange::Pack(tap);
+    const int pixel = (tap[0] * p.tap_distance[0] * p.axis[1].extent + tap[1] * p.tap_distance[1]) * p.axis[2].extent +
+                      tap[2] * p.tap_distance[2];
+    operand = pixel * p.pixel_size;
+    filter = tap[0] * p.filter_tap[0] + tap[1] * p.filter_tap[1] + tap[2] * p.filter_tap[2];
+  }
+};
+
 template <class T, int kVec, class In>
 struct LoadOperand {
   using Tile = OperandTile<T::kRows, T::kDepth, true>;
-  static constexpr int kCount = Tile::kLines * Tile::kChunks / T::kThreads;
-  static constexpr int kLinesApart = T::kThreads / Tile::kChunks;
+  using Mine = Share<Tile, T::kThreads>;
   const DataParams& p;
-  const Box& box;
-  const int depth, chunk, line;
-  const In* rows[kCount];
-  TapRange taps[kCount];
+  const DataBlock& block;
+  const int depth, place;
+  Walk walk;
+  const In* rows[Mine::kCount];
+  TapRange taps[Mine::kCount];
 
-  __device__ LoadOperand(const DataParams& p, const DataBlock<T::kRows>& block, const In* in)
+  __device__ LoadOperand(const DataParams& p, const DataBlock& block, const Row (&tile)[T::kRows], const In* in,
+                         int depth)
       : p(p),
-        box(block.taps),
-        depth(block.Depth(p)),
-        chunk(threadIdx.x % Tile::kChunks),
-        line(threadIdx.x / Tile::kChunks) {
+        block(block),
+        depth(depth),
+        place(Tile::Offset(Mine::Line(), Mine::Chunk())),
+        walk(p, block.taps, Mine::Chunk() * 8) {
 #pragma unroll
-    for (int j = 0; j < kCount; ++j) {
-      const Row& row = block.rows[line + j * kLinesApart];
-      const int64_t line_of_row = int64_t{row.origin[0]} * p.axis[1].extent + row.origin[1];
-      rows[j] = in + row.image + (line_of_row * p.axis[2].extent + row.origin[2]) * p.pixel_size;
+    for (int j = 0; j < Mine::kCount; ++j) {
+      const Row& row = tile[Mine::Line() + j * Mine::kLinesApart];
+      const int64_t line = int64_t{row.origin[0]} * p.axis[1].extent + row.origin[1];
+      rows[j] = in + row.image + (line * p.axis[2].extent + row.origin[2]) * p.pixel_size;
       taps[j] = TapRange(row, p, block.phase);
     }
   }
 
-  __device__ void operator()(int step, uint32_t stage) const {
-#pragma unroll
-    for (int i = 0; i < 8; i += kVec) {
-      const Where at(*this, step * T::kDepth + chunk * 8 + i);
-#pragma unroll
-      for (int j = 0; j < kCount; ++j)
-        CopyElements<kVec>(stage + Tile::Offset(line + j * kLinesApart, chunk) + 2 * i, rows[j] + at.offset,
-                           taps[j].Contains(at.tap));
+  __device__ void operator()(int step, uint32_t stage) {
+    if constexpr (kVec == 8) {
+      Copy<8>(stage + place, walk);
+      walk.template Advance<T::kDepth>(p, block.phase);
+    } else {
+      // The chunk's elements may belong to several taps.
+#pragma unroll 1
+      for (int i = 0; i < 8; i += kVec)
+        Copy<kVec>(stage + place + 2 * i, Walk(p, block.taps, step * T::kDepth + Mine::Chunk() * 8 + i));
     }
   }
 
-  // The tap and channel at depth k: in every row the same distance from its first address.
-  struct Where {
-    uint32_t tap;
-    int64_t offset;
-
-    __device__ Where(const LoadOperand& load, int k) {
-      const DataParams& p = load.p;
-      int channel, t[kRank];
-      load.box.Split(p.channel_div.Div(k, &channel), t);
-      // Past the end no row has a tap.
-      tap = k < load.depth ? TapRange::Pack(t) : 511 | 511 << 10 | 511 << 20;
-      const int pixel = (t[0] * p.tap_distance[0] * p.axis[1].extent + t[1] * p.tap_distance[1]) * p.axis[2].extent +
-                        t[2] * p.tap_distance[2];
-      offset = pixel * p.pixel_size + channel;
-    }
-  };
+  template <int kN>
+  __device__ void Copy(uint32_t to, const Walk& at) const {
+    const int64_t offset = at.operand + at.channel;
+#pragma unroll
+    for (int j = 0; j < Mine::kCount; ++j)
+      CopyElements<kN>(to + Mine::Step(j), rows[j] + offset, taps[j].Contains(at.packed));
+  }
 };
 
 // The filter forward: [tap, channel] lines of output channels.
 template <class T, int kVec, class In>
 struct LoadFilterForward {
   using Tile = OperandTile<T::kColumns, T::kDepth, false>;
-  static constexpr int kCount = Tile::kLines * Tile::kChunks / T::kThreads;
-  static constexpr int kLinesApart = T::kThreads / Tile::kChunks;
+  using Mine = Share<Tile, T::kThreads>;
   const DataParams& p;
-  const DataBlock<T::kRows>& block;
+  const DataBlock& block;
   const In* filter;  // at the block's first tap and this thread's columns
-  const int depth, columns;
+  const In* next;    // this thread's first line of the next step, where all taps follow one another
+  const int depth, columns, place;
 
-  __device__ LoadFilterForward(const DataParams& p, const DataBlock<T::kRows>& block, const In* filter, int depth)
+  __device__ LoadFilterForward(const DataParams& p, const DataBlock& block, const In* filter, int depth)
       : p(p),
         block(block),
-        filter(filter + block.FilterStart(p) + block.column_tile * T::kColumns + threadIdx.x % Tile::kChunks * 8),
+        filter(filter + block.FilterStart(p) + block.column_tile * T::kColumns + Mine::Chunk() * 8),
+        next(this->filter + Mine::Line() * p.filter_channel),
         depth(depth),
-        columns(p.columns - block.column_tile * T::kColumns - static_cast<int>(threadIdx.x % Tile::kChunks * 8)) {}
+        columns(p.columns - block.column_tile * T::kColumns - Mine::Chunk() * 8),
+        place(Tile::Offset(Mine::Line(), Mine::Chunk())) {}
 
-  __device__ void operator()(int step, uint32_t stage) const {
-    const int chunk = threadIdx.x % Tile::kChunks, line = threadIdx.x / Tile::kChunks;
+  __device__ void operator()(int step, uint32_t stage) {
 #pragma unroll
-    for (int j = 0; j < kCount; ++j) {
-      const int k = step * T::kDepth + line + j * kLinesApart;
-      int channel, t[kRank];
-      block.taps.Split(p.channel_div.Div(k, &channel), t);
-      const In* from = filter + channel * p.filter_channel;
+    for (int j = 0; j < Mine::kCount; ++j) {
+      const int k = step * T::kDepth + Mine::Line() + j * Mine::kLinesApart;
+      const In* from = next + j * Mine::kLinesApart * p.filter_channel;
+      if (p.phases.divisor != 1) {
+        const Walk at(p, block.taps, k);
+        from = filter + at.filter + at.channel * p.filter_channel;
+      }
 #pragma unroll
-      for (int d = 0; d < kRank; ++d) from += t[d] * p.filter_tap[d];
-      const uint32_t to = stage + Tile::Offset(line + j * kLinesApart, chunk);
-#pragma unroll
-      for (int i = 0; i < 8; i += kVec) CopyElements<kVec>(to + 2 * i, from + i, k < depth && i < columns);
+      for (int i = 0; i < 8; i += kVec)
+        CopyElements<kVec>(stage + place + Mine::Step(j) + 2 * i, from + i, k < depth && i < columns);
     }
+    next += T::kDepth * p.filter_channel;
   }
 };
 
@@ -133,61 +165,70 @@ struct LoadFilterForward {
 template <class T, int kVec, class In>
 struct LoadFilterTransposed {
   using Tile = OperandTile<T::kColumns, T::kDepth, true>;
-  static constexpr int kCount = Tile::kLines * Tile::kChunks / T::kThreads;
-  static constexpr int kLinesApart = T::kThreads / Tile::kChunks;
+  using Mine = Share<Tile, T::kThreads>;
   const DataParams& p;
-  const DataBlock<T::kRows>& block;
+  const DataBlock& block;
   const In* filter;  // at the block's first tap and this thread's first column
-  const int depth, columns;
+  const int depth, columns, place;
+  Walk walk;
 
-  __device__ LoadFilterTransposed(const DataParams& p, const DataBlock<T::kRows>& block, const In* filter, int depth)
+  __device__ LoadFilterTransposed(const DataParams& p, const DataBlock& block, const In* filter, int depth)
       : p(p),
         block(block),
-        filter(filter + block.FilterStart(p) +
-               (block.column_tile * T::kColumns + threadIdx.x / Tile::kChunks) * p.filter_column),
+        filter(filter + block.FilterStart(p) + (block.column_tile * T::kColumns + Mine::Line()) * p.filter_column),
         depth(depth),
-        columns(p.columns - block.column_tile * T::kColumns - static_cast<int>(threadIdx.x / Tile::kChunks)) {}
+        columns(p.columns - block.column_tile * T::kColumns - Mine::Line()),
+        place(Tile::Offset(Mine::Line(), Mine::Chunk())),
+        walk(p, block.taps, Mine::Chunk() * 8) {}
 
-  __device__ void operator()(int step, uint32_t stage) const {
-    const int chunk = threadIdx.x % Tile::kChunks, line = threadIdx.x / Tile::kChunks;
-#pragma unroll
-    for (int i = 0; i < 8; i += kVec) {
-      const int k = step * T::kDepth + chunk * 8 + i;
-      int channel, t[kRank];
-      block.taps.Split(p.channel_div.Div(k, &channel), t);
-      int64_t offset = channel;
-#pragma unroll
-      for (int d = 0; d < kRank; ++d) offset += t[d] * p.filter_tap[d];
-#pragma unroll
-      for (int j = 0; j < kCount; ++j)
-        CopyElements<kVec>(stage + Tile::Offset(line + j * kLinesApart, chunk) + 2 * i,
-                           filter + offset + j * kLinesApart * p.filter_column, k < depth && j * kLinesApart < columns);
+  __device__ void operator()(int step, uint32_t stage) {
+    const int k = step * T::kDepth + Mine::Chunk() * 8;
+    if constexpr (kVec == 8) {
+      Copy<8>(stage + place, walk, k);
+      walk.template Advance<T::kDepth>(p, block.phase);
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < 8; i += kVec) Copy<kVec>(stage + place + 2 * i, Walk(p, block.taps, k + i), k + i);
     }
+  }
+
+  template <int kN>
+  __device__ void Copy(uint32_t to, const Walk& at, int k) const {
+    const In* from = filter + at.filter + at.channel;
+#pragma unroll
+    for (int j = 0; j < Mine::kCount; ++j)
+      CopyElements<kN>(to + Mine::Step(j), from + j * Mine::kLinesApart * p.filter_column,
+                       k < depth && j * Mine::kLinesApart < columns);
   }
 };
 
 template <class T, int kVec, bool kForward, class In>
 __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
     DataMmaKernel(const __grid_constant__ DataParams p, const In* in, const In* filter, bool wide, void* out) {
-  using LoadA = LoadOperand<T, kVec, In>;
   using LoadB = std::conditional_t<kForward, LoadFilterForward<T, kVec, In>, LoadFilterTransposed<T, kVec, In>>;
   extern __shared__ __align__(128) unsigned char ring[];
-  __shared__ DataBlock<T::kRows> block;
-  if (!block.Set(p)) return;
+  __shared__ Row rows[T::kRows];
+  const DataBlock block(p);
+  if (block.first_row >= block.row_count) return;  // not every phase has as many rows as the largest
+  block.SetRows(p, rows);
+  __syncthreads();
 
   typename T::Sums sums = {};
   const int depth = block.Depth(p);
-  const LoadA load_a(p, block, in);
-  const LoadB load_b(p, block, filter, depth);
+  LoadOperand<T, kVec, In> load_a(p, block, rows, in, depth);
+  LoadB load_b(p, block, filter, depth);
   MultiplyPipelined<In, T>(SharedAddress(ring), (depth + T::kDepth - 1) / T::kDepth, load_a, load_b, sums);
 
   const int first_column = block.column_tile * T::kColumns;
-  const int64_t first = block.group * int64_t{p.columns} + first_column;
-  ForEachRun<T>(reinterpret_cast<float*>(ring), sums, [&](int row, int column, const float (&values)[8]) {
-    if (block.first_row + row >= block.row_count) return;
-    StoreRun<kVec, In>(out, wide, first + block.rows[row].result * p.result_pixel + column, values,
-                       p.columns - first_column - column);
-  });
+  const auto store = [&](auto* result) {
+    StoreSums<T, kVec>(ring, sums, result + block.group * int64_t{p.columns} + first_column, p.columns - first_column,
+                       [&](int row) { return rows[row].result < 0 ? -1 : rows[row].result * p.result_pixel; });
+  };
+  if (wide) {
+    store(static_cast<float*>(out));
+  } else {
+    store(static_cast<In*>(out));
+  }
 }
 
 }  // namespace

@@ -25,7 +25,7 @@ struct LoadOperand : AlongDepth<T::kRows, T::kDepth, T::kThreads> {
     int channel, tap[kRank], at[kRank];
     taps.Split(p.channel_div.Div(k, &channel), tap);
     const Row& row = rows[this->Position(i)];
-    bool inside = true;
+    bool inside = row.result >= 0;
 #pragma unroll
     for (int d = 0; d < kRank; ++d) {
       at[d] = row.origin[d] + tap[d] * p.tap_distance[d];
@@ -66,20 +66,26 @@ template <class T, class In, class Out>
 __global__ void __launch_bounds__(T::kThreads)
     DataKernel(const __grid_constant__ DataParams p, const In* in, const In* filter, Out* out) {
   __shared__ typename T::Shared shared;
-  __shared__ DataBlock<T::kRows> block;
-  if (!block.Set(p)) return;
+  __shared__ Row rows[T::kRows];
+  __shared__ DataBlock block;  // there, to spare registers
+  if (threadIdx.x == 0) block = DataBlock(p);
+  __syncthreads();
+  if (block.first_row >= block.row_count) return;  // not every phase has as many rows as the largest
+  block.SetRows(p, rows);
+  __syncthreads();
 
   typename T::Sum sums[T::kThreadRows][T::kThreadColumns] = {};
   const int depth = block.Depth(p);
-  const LoadOperand<T, In> load_in(p, block.taps, block.rows, in, depth);
+  const LoadOperand<T, In> load_in(p, block.taps, rows, in, depth);
   const LoadFilter<T, In> load_filter{p, block.taps, filter + block.FilterStart(p), depth,
                                       block.column_tile * T::kColumns};
   MultiplyTiles<T>(shared, (depth + T::kDepth - 1) / T::kDepth, load_in, load_filter, sums);
 
 #pragma unroll
   for (int i = 0; i < T::kThreadRows; ++i) {
-    if (block.first_row + T::Row() + i >= block.row_count) break;
-    Out* result = out + block.rows[T::Row() + i].result * p.result_pixel + block.group * p.columns;
+    const int64_t pixel = rows[T::Row() + i].result;
+    if (pixel < 0) break;
+    Out* result = out + pixel * p.result_pixel + block.group * p.columns;
 #pragma unroll
     for (int j = 0; j < T::kThreadColumns; ++j) {
       const int column = block.column_tile * T::kColumns + T::Column() + j;

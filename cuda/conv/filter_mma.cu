@@ -40,13 +40,13 @@ struct PixelTable {
 template <class T, int kVec, class In>
 struct LoadInput {
   using Tile = OperandTile<T::kRows, T::kDepth, false>;
-  static constexpr int kCount = Tile::kLines * Tile::kChunks / T::kThreads;
-  static constexpr int kLinesApart = T::kThreads / Tile::kChunks;
+  using Mine = Share<Tile, T::kThreads>;
   const FilterParams& p;
   const FilterBlock& block;
   PixelTable<T>& table;
   const In* x;
-  const int chunk, line;
+  const int place;
+  const bool undilated;
   int tap[8 / kVec][kRank], channel[8 / kVec];  // of the chunk's elements; past the end a tap that meets nothing
 
   __device__ LoadInput(const FilterParams& p, const FilterBlock& block, PixelTable<T>& table, const In* x)
@@ -54,11 +54,11 @@ struct LoadInput {
         block(block),
         table(table),
         x(x + block.x_offset),
-        chunk(threadIdx.x % Tile::kChunks),
-        line(threadIdx.x / Tile::kChunks) {
+        place(Tile::Offset(Mine::Line(), Mine::Chunk())),
+        undilated(p.axis[0].step.divisor * p.axis[1].step.divisor * p.axis[2].step.divisor == 1) {
 #pragma unroll
     for (int i = 0; i < 8 / kVec; ++i) {
-      const int row = block.row_tile * T::kRows + chunk * 8 + i * kVec;
+      const int row = block.row_tile * T::kRows + Mine::Chunk() * 8 + i * kVec;
       p.taps_box.Split(p.channels.Div(row, &channel[i]), tap[i]);
 #pragma unroll
       for (int d = 0; d < kRank; ++d) tap[i][d] *= p.axis[d].tap_step;
@@ -67,51 +67,64 @@ struct LoadInput {
   }
 
   __device__ void operator()(int step, uint32_t stage) const {
+    if (undilated) {
+      Copy<false>(step, stage + place);
+    } else {
+      Copy<true>(step, stage + place);
+    }
+    // Read after the next barrier.
+    table.Fill(p, block, step + 1);
+  }
+
+  template <bool kDilated>
+  __device__ void Copy(int step, uint32_t to) const {
 #pragma unroll
-    for (int j = 0; j < kCount; ++j) {
-      const Pixel& pixel = table.pixels[step % 2][line + j * kLinesApart];
+    for (int j = 0; j < Mine::kCount; ++j) {
+      const Pixel pixel = table.pixels[step % 2][Mine::Line() + j * Mine::kLinesApart];
 #pragma unroll
       for (int i = 0; i < 8 / kVec; ++i) {
         int at[kRank];
         bool inside = true;
 #pragma unroll
-        for (int d = 0; d < kRank; ++d) inside &= p.axis[d].Find(pixel.origin[d] + tap[i][d], &at[d]);
+        for (int d = 0; d < kRank; ++d) {
+          at[d] = pixel.origin[d] + tap[i][d];
+          if constexpr (kDilated) {
+            inside &= p.axis[d].Find(at[d], &at[d]);
+          } else {
+            inside &= static_cast<unsigned>(at[d]) < static_cast<unsigned>(p.axis[d].extent);
+          }
+        }
         const int in_pixel = (at[0] * p.axis[1].extent + at[1]) * p.axis[2].extent + at[2];
-        CopyElements<kVec>(stage + Tile::Offset(line + j * kLinesApart, chunk) + 2 * kVec * i,
-                           x + pixel.image + in_pixel * p.x_pixel + channel[i], inside);
+        CopyElements<kVec>(to + Mine::Step(j) + 2 * kVec * i, x + pixel.image + in_pixel * p.x_pixel + channel[i],
+                           inside);
       }
     }
-    // Read after the next barrier.
-    table.Fill(p, block, step + 1);
   }
 };
 
 template <class T, int kVec, class In>
 struct LoadCotangent {
   using Tile = OperandTile<T::kColumns, T::kDepth, false>;
-  static constexpr int kCount = Tile::kLines * Tile::kChunks / T::kThreads;
-  static constexpr int kLinesApart = T::kThreads / Tile::kChunks;
+  using Mine = Share<Tile, T::kThreads>;
   const FilterParams& p;
   const In* y;  // at this thread's line and columns
-  const int chunk, line, count, columns;
+  const int place, count, columns;
 
   __device__ LoadCotangent(const FilterParams& p, const FilterBlock& block, const In* y)
       : p(p),
-        y(y + block.y_offset + threadIdx.x / Tile::kChunks * p.y_pixel + block.column_tile * T::kColumns +
-          threadIdx.x % Tile::kChunks * 8),
-        chunk(threadIdx.x % Tile::kChunks),
-        line(threadIdx.x / Tile::kChunks),
-        count(block.count),
-        columns(p.columns - block.column_tile * T::kColumns - chunk * 8) {}
+        y(y + block.y_offset + Mine::Line() * p.y_pixel + block.column_tile * T::kColumns + Mine::Chunk() * 8),
+        place(Tile::Offset(Mine::Line(), Mine::Chunk())),
+        count(block.count - Mine::Line()),
+        columns(p.columns - block.column_tile * T::kColumns - Mine::Chunk() * 8) {}
 
   __device__ void operator()(int step, uint32_t stage) const {
 #pragma unroll
-    for (int j = 0; j < kCount; ++j) {
-      const int pixel = step * T::kDepth + j * kLinesApart;
+    for (int j = 0; j < Mine::kCount; ++j) {
+      const int pixel = step * T::kDepth + j * Mine::kLinesApart;
 #pragma unroll
       for (int i = 0; i < 8; i += kVec)
-        CopyElements<kVec>(stage + Tile::Offset(line + j * kLinesApart, chunk) + 2 * i, y + pixel * p.y_pixel + i,
-                           line + pixel < count && i < columns);
+        CopyElements<kVec>(stage + place + Mine::Step(j) + 2 * i, y + pixel * p.y_pixel + i,
+                           pixel < count && i < columns);
     }
   }
 };
@@ -126,16 +139,20 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   __syncthreads();
 
   typename T::Sums sums = {};
-  const LoadInput<T, kVec, In> load_x(p, block, table, x);
-  const LoadCotangent<T, kVec, In> load_y(p, block, y);
+  LoadInput<T, kVec, In> load_x(p, block, table, x);
+  LoadCotangent<T, kVec, In> load_y(p, block, y);
   MultiplyPipelined<In, T>(SharedAddress(ring), (block.count + T::kDepth - 1) / T::kDepth, load_x, load_y, sums);
 
   const int first_row = block.row_tile * T::kRows, first_column = block.column_tile * T::kColumns;
-  ForEachRun<T>(reinterpret_cast<float*>(ring), sums, [&](int row, int column, const float (&values)[8]) {
-    if (first_row + row >= p.rows) return;
-    StoreRun<kVec, In>(out, wide, block.ResultOffset(p, first_row + row) + first_column + column, values,
-                       p.columns - first_column - column);
-  });
+  const auto store = [&](auto* result) {
+    StoreSums<T, kVec>(ring, sums, result + first_column, p.columns - first_column,
+                       [&](int row) { return first_row + row < p.rows ? block.ResultOffset(p, first_row + row) : -1; });
+  };
+  if (wide) {
+    store(static_cast<float*>(out));
+  } else {
+    store(static_cast<In*>(out));
+  }
 }
 
 }  // namespace

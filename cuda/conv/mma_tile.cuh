@@ -36,6 +36,7 @@ struct MmaTile {
 template <int kExtent_, int kDepth, bool kDepthContiguous>
 struct OperandTile {
   static constexpr int kExtent = kExtent_;
+  static constexpr bool kAlongDepth = kDepthContiguous;
   static constexpr int kLines = kDepthContiguous ? kExtent : kDepth;
   static constexpr int kChunks = (kDepthContiguous ? kDepth : kExtent) / 8;
   static constexpr int kBytes = kLines * kChunks * 16;
@@ -44,14 +45,47 @@ struct OperandTile {
     constexpr int kPeriod = kChunks < 8 ? kChunks : 8;
     return (line * kChunks + (chunk ^ (line / (8 / kPeriod) % kPeriod))) * 16;
   }
+};
 
-  // The 16x16 block at row (or column) `e` and term `d`, as an operand of Mma.
-  static __device__ void Load(uint32_t (&r)[4], uint32_t tile, int e, int d) {
-    const int lane = threadIdx.x % 32, along = lane % 8, e_half = lane / 8 % 2, d_half = lane / 16;
+// How a thread of kThreads fills such a tile: always the same chunk, of kCount lines.
+template <class Tile, int kThreads>
+struct Share {
+  static constexpr int kCount = Tile::kLines * Tile::kChunks / kThreads;
+  static constexpr int kLinesApart = kThreads / Tile::kChunks;
+  static_assert(kCount * kLinesApart == Tile::kLines && kLinesApart % 8 == 0, "the exchange repeats every 8 lines");
+
+  static __device__ int Chunk() { return threadIdx.x % Tile::kChunks; }
+  static __device__ int Line() { return threadIdx.x / Tile::kChunks; }
+  // From the place of the first line to that of line j.
+  static __device__ constexpr int Step(int j) { return j * kLinesApart * Tile::kChunks * 16; }
+};
+
+// The 16x16 blocks of a warp's part of such a tile, as operands of Mma: `kExtent` rows (or columns) from `first` on.
+// What the exchange of chunks makes of an address is worked out once. A's four 8x8 matrices come down first, B's along
+// the depth first: that is how Mma wants their registers next to each other.
+template <class Tile, int kExtent, int kDepth, bool kDepthFirst>
+struct Fragments {
+  static constexpr bool kDepthContiguous = Tile::kAlongDepth;
+  int offset[kDepthContiguous ? kDepth / 16 : kExtent / 16];
+
+  __device__ explicit Fragments(int first) {
+    const int lane = threadIdx.x % 32, along = lane % 8;
+    const int e_half = kDepthFirst ? lane / 16 : lane / 8 % 2, d_half = kDepthFirst ? lane / 8 % 2 : lane / 16;
     if constexpr (kDepthContiguous) {
-      LoadMatrices<false>(r, tile + Offset(e + 8 * e_half + along, d / 8 + d_half));
+#pragma unroll
+      for (int d = 0; d < kDepth / 16; ++d) offset[d] = Tile::Offset(first + 8 * e_half + along, 2 * d + d_half);
     } else {
-      LoadMatrices<true>(r, tile + Offset(d + 8 * d_half + along, e / 8 + e_half));
+#pragma unroll
+      for (int i = 0; i < kExtent / 16; ++i) offset[i] = Tile::Offset(8 * d_half + along, first / 8 + 2 * i + e_half);
+    }
+  }
+
+  // Block i of the extent and d of the depth.
+  __device__ void Load(uint32_t (&r)[4], uint32_t tile, int i, int d) const {
+    if constexpr (kDepthContiguous) {
+      LoadMatrices<false>(r, tile + offset[d] + i * 16 * Tile::kChunks * 16);
+    } else {
+      LoadMatrices<true>(r, tile + offset[i] + d * 16 * Tile::kChunks * 16);
     }
   }
 };
@@ -68,14 +102,15 @@ __device__ void CopyElements(uint32_t shared, const In* global, bool valid) {
   }
 }
 
-// sums += A B over `steps` stages. load_a(step, address) begins the copies of that step's operand into the stage at
-// `address`, with LoadA::Tile its layout.
+// sums += A B over `steps` stages. load_a(step, address), called for one step after another, begins the copies of that
+// step's operand into the stage at `address`, with LoadA::Tile its layout.
 template <class In, class T, class LoadA, class LoadB>
-__device__ void MultiplyPipelined(uint32_t ring, int steps, const LoadA& load_a, const LoadB& load_b,
-                                  typename T::Sums& sums) {
+__device__ void MultiplyPipelined(uint32_t ring, int steps, LoadA& load_a, LoadB& load_b, typename T::Sums& sums) {
   using TileA = typename LoadA::Tile;
   using TileB = typename LoadB::Tile;
   constexpr int kStageBytes = TileA::kBytes + TileB::kBytes;
+  const Fragments<TileA, T::kWarpRows, T::kDepth, false> of_a(T::Row());
+  const Fragments<TileB, T::kWarpColumns, T::kDepth, true> of_b(T::Column());
   const auto load = [&](int step) {
     if (step < steps) {
       const uint32_t stage = ring + step % T::kStages * kStageBytes;
@@ -94,21 +129,26 @@ __device__ void MultiplyPipelined(uint32_t ring, int steps, const LoadA& load_a,
     WaitForCopies<T::kStages - 2>();
     // This step's copies of every thread are here, and the stage that is filled next was last read before.
     __syncthreads();
-    load(step + T::kStages - 1);
     const uint32_t a = ring + step % T::kStages * kStageBytes, b = a + TileA::kBytes;
+    uint32_t fragment_a[2][T::kWarpRows / 16][4], fragment_b[2][T::kWarpColumns / 16][4];
+    const auto fetch = [&](int d) {
 #pragma unroll
-    for (int d = 0; d < T::kDepth; d += 16) {
-      uint32_t fragment_a[T::kWarpRows / 16][4], fragment_b[T::kWarpColumns / 16][4];
+      for (int i = 0; i < T::kWarpRows / 16; ++i) of_a.Load(fragment_a[d % 2][i], a, i, d);
 #pragma unroll
-      for (int i = 0; i < T::kWarpRows / 16; ++i) TileA::Load(fragment_a[i], a, T::Row() + 16 * i, d);
+      for (int j = 0; j < T::kWarpColumns / 16; ++j) of_b.Load(fragment_b[d % 2][j], b, j, d);
+    };
+    fetch(0);
+    load(step + T::kStages - 1);
 #pragma unroll
-      for (int j = 0; j < T::kWarpColumns / 16; ++j) TileB::Load(fragment_b[j], b, T::Column() + 16 * j, d);
+    for (int d = 0; d < T::kDepth / 16; ++d) {
+      if (d + 1 < T::kDepth / 16) fetch(d + 1);
 #pragma unroll
       for (int i = 0; i < T::kWarpRows / 16; ++i) {
 #pragma unroll
         for (int j = 0; j < T::kWarpColumns / 16; ++j) {
-          Mma<In>(sums[i][2 * j], fragment_a[i], fragment_b[j][0], fragment_b[j][2]);
-          Mma<In>(sums[i][2 * j + 1], fragment_a[i], fragment_b[j][1], fragment_b[j][3]);
+          const uint32_t (&fb)[4] = fragment_b[d % 2][j];
+          Mma<In>(sums[i][2 * j], fragment_a[d % 2][i], fb[0], fb[1]);
+          Mma<In>(sums[i][2 * j + 1], fragment_a[d % 2][i], fb[2], fb[3]);
         }
       }
     }
@@ -117,57 +157,43 @@ __device__ void MultiplyPipelined(uint32_t ring, int steps, const LoadA& load_a,
   __syncthreads();
 }
 
-// Hands the block's sums out row by row: store(row, column, values) for runs of 8 columns. `scratch` is the ring.
-template <class T, class Store>
-__device__ void ForEachRun(float* scratch, const typename T::Sums& sums, const Store& store) {
-  // A pitch that spreads the 8 rows and 4 pairs of columns of a store over the banks.
-  constexpr int kPitch = T::kColumns + 8;
+// Stores the block's sums through shared memory, so that whole lines leave at once. address(row) is where the block's
+// first column of a row is, in elements of `out`, or -1 for no row; of the columns those below `count` exist.
+template <class T, int kVec, class Out, class Address>
+__device__ void StoreSums(unsigned char* ring, const typename T::Sums& sums, Out* out, int count,
+                          const Address& address) {
+  constexpr int kMost = 16 / sizeof(Out), kN = kVec < kMost ? kVec : kMost;
+  // A pitch that spreads the 8 rows of a store over the banks.
+  constexpr int kPitch = T::kColumns + kMost;
+  Out* scratch = reinterpret_cast<Out*>(ring);
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int i = 0; i < T::kWarpRows / 16; ++i) {
 #pragma unroll
     for (int j = 0; j < T::kWarpColumns / 8; ++j) {
-      float* p = scratch + (T::Row() + 16 * i + lane / 4) * kPitch + T::Column() + 8 * j + 2 * (lane % 4);
-      *reinterpret_cast<float2*>(p) = {sums[i][j][0], sums[i][j][1]};
-      *reinterpret_cast<float2*>(p + 8 * kPitch) = {sums[i][j][2], sums[i][j][3]};
+      Out* p = scratch + (T::Row() + 16 * i + lane / 4) * kPitch + T::Column() + 8 * j + 2 * (lane % 4);
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        *reinterpret_cast<Vec<Out, 2>*>(p + 8 * half * kPitch) = {static_cast<Out>(sums[i][j][2 * half]),
+                                                                  static_cast<Out>(sums[i][j][2 * half + 1])};
     }
   }
   __syncthreads();
-  constexpr int kRuns = T::kColumns / 8;
+  constexpr int kRuns = T::kColumns / kN;
+#pragma unroll 4
   for (int run = threadIdx.x; run < T::kRows * kRuns; run += T::kThreads) {
-    const float* p = scratch + run / kRuns * kPitch + run % kRuns * 8;
-    float values[8];
-    *reinterpret_cast<float4*>(values) = *reinterpret_cast<const float4*>(p);
-    *reinterpret_cast<float4*>(values + 4) = *reinterpret_cast<const float4*>(p + 4);
-    store(run / kRuns, run % kRuns * 8, values);
+    const int row = run / kRuns, column = run % kRuns * kN;
+    const int64_t offset = address(row);
+    if (offset >= 0 && column < count)
+      *reinterpret_cast<Vec<Out, kN>*>(out + offset + column) =
+          *reinterpret_cast<const Vec<Out, kN>*>(scratch + row * kPitch + column);
   }
 }
+
 // Dynamic shared memory of a kernel: the ring, and after it, in the same place, the sums.
 template <class T, class LoadA, class LoadB>
 constexpr int kSharedBytes =
     std::max(T::kStages * (LoadA::Tile::kBytes + LoadB::Tile::kBytes), T::kRows*(T::kColumns + 8) * 4);
-
-// Stores 8 sums, or those of them below `count`, at element `offset` of `out`: as float32 if `wide`, else as In.
-template <int kVec, class In>
-__device__ void StoreRun(void* out, bool wide, int64_t offset, const float (&values)[8], int count) {
-  const auto store = [&](auto* to) {
-    using Out = std::remove_pointer_t<decltype(to)>;
-    constexpr int kMost = 16 / sizeof(Out), kN = kVec < kMost ? kVec : kMost;
-#pragma unroll
-    for (int i = 0; i < 8; i += kN) {
-      if (i >= count) return;
-      Vec<Out, kN> v;
-#pragma unroll
-      for (int j = 0; j < kN; ++j) v.v[j] = static_cast<Out>(values[i + j]);
-      *reinterpret_cast<Vec<Out, kN>*>(to + i) = v;
-    }
-  };
-  if (wide) {
-    store(static_cast<float*>(out) + offset);
-  } else {
-    store(static_cast<In*>(out) + offset);
-  }
-}
 
 // Calls f with the TypeTag of the tile, how many elements an access moves, and the TypeTag of the operands' type. Rows
 // of channels that are no whole chunks, or begin anywhere, are copied element by element or two by two.
