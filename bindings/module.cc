@@ -15,7 +15,9 @@
 
 #ifdef JAXDNN_WITH_CUDA
 #include "bindings/handlers.h"
+#include "cuda/layer_norm/layer_norm.h"
 #include "cuda/group_norm/group_norm.h"
+#include "cuda/softmax/softmax.h"
 #else
 #define JAXDNN_CUDA_ARCHITECTURES ""
 #define JAXDNN_CUDA_VERSION ""
@@ -34,6 +36,8 @@ static nb::dict Handlers() {
   add("jaxdnn.activation_bwd.v1", ActivationBwd);
   add("jaxdnn.group_norm.v1", GroupNorm);
   add("jaxdnn.group_norm_bwd.v1", GroupNormBwd);
+  add("jaxdnn.layer_norm.v1", LayerNorm);
+  add("jaxdnn.layer_norm_bwd.v1", LayerNormBwd);
   add("jaxdnn.lrn.v1", Lrn);
   add("jaxdnn.lrn_jvp.v1", LrnJvp);
   add("jaxdnn.lrn_vjp.v1", LrnVjp);
@@ -45,8 +49,8 @@ static nb::dict Handlers() {
   add("jaxdnn.conv_fwd.v1", ConvFwd);
   add("jaxdnn.conv_dgrad.v1", ConvDgrad);
   add("jaxdnn.conv_wgrad.v1", ConvWgrad);
-  add("jaxdnn.softmax.v1", Softmax);
-  add("jaxdnn.softmax_bwd.v1", SoftmaxBwd);
+  add("jaxdnn.softmax.v2", Softmax);
+  add("jaxdnn.softmax_bwd.v2", SoftmaxBwd);
   add("jaxdnn.transform.v1", Transform);
   add("jaxdnn.im2col.v1", Im2col);
   add("jaxdnn.col2im.v1", Col2im);
@@ -98,6 +102,25 @@ NB_MODULE(_jaxdnn, m) {
         "padding_low"_a, "lhs_dilation"_a, "rhs_dilation"_a, "groups"_a);
 #ifdef JAXDNN_WITH_CUDA
   m.def("group_norm_workspace", &GroupNormWorkspace, "backward"_a, "dtype"_a, "channels_last"_a, "x"_a, "groups"_a);
+#endif
+#ifdef JAXDNN_WITH_CUDA
+  m.def(
+      "layer_norm_workspace",
+      [](int64_t itemsize, int64_t problems, int64_t rows, int64_t n, bool backward) {
+        const jaxdnn::layer_norm::Shape shape = {problems, rows, n};
+        return backward ? jaxdnn::layer_norm::BackwardWorkspace(shape, itemsize)
+                        : jaxdnn::layer_norm::ForwardWorkspace(shape);
+      },
+      "itemsize"_a, "problems"_a, "rows"_a, "n"_a, nb::kw_only(), "backward"_a);
+#endif
+#ifdef JAXDNN_WITH_CUDA
+  m.def(
+      "softmax_workspace",
+      [](int64_t itemsize, int64_t outer, int64_t n, int64_t inner) {
+        using namespace jaxdnn;
+        return softmax::WorkspaceBytes(itemsize == 8 ? DType::kF64 : DType::kF32, {outer, n, inner});
+      },
+      "itemsize"_a, "outer"_a, "n"_a, "inner"_a);
 #endif
   m.def("handlers", &Handlers);
   m.attr("ffi_version") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);

@@ -170,14 +170,20 @@ def linear(
 # Batching ------------------------------------------------------------------------------------------------------------
 
 
-def batch_leading(p: Primitive) -> None:
-  """For a primitive that takes any number of leading dimensions: the mapped axis becomes one more of them."""
+def batch_leading(p: Primitive, *, broadcast: Callable[..., Sequence[int]] = lambda *operands, **params: ()) -> None:
+  """For a primitive that takes any number of leading dimensions: the mapped axis becomes one more of them.
+
+  Args:
+    broadcast: `(*operands, **params)` to the indices of operands whose dimensions may be 1 where others' are larger. Those
+      that are not mapped are not repeated.
+  """
 
   def rule(operands: Any, dims: Any, **params: Any) -> Any:
     size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
+    unit = frozenset(broadcast(*operands, **params))
     moved = [
-      jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
-      for x, d in zip(operands, dims, strict=True)
+      jnp.broadcast_to(x, (1 if i in unit else size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
+      for i, (x, d) in enumerate(zip(operands, dims, strict=True))
     ]
     out = bind(p, *moved, **params)
     return out, (0,) * len(out) if p.multiple_results else 0
@@ -200,6 +206,7 @@ def lower_to_cuda(
   attributes: Callable[..., dict[str, Any]],
   supported: Callable[..., bool] = lambda *avals, **params: True,
   workspace: Callable[..., int] | None = None,
+  integers: frozenset[np.dtype[Any]] = frozenset(),
 ) -> None:
   """Lowers `p` on CUDA to the FFI call `target`, or to `reference` where no kernel covers the operands.
 
@@ -209,6 +216,7 @@ def lower_to_cuda(
       and symbolic shapes never reach it.
     workspace: `(*avals_in, **params)` to bytes of scratch memory, which becomes one more result of the call: XLA
       plans it like any other buffer, so that the kernels allocate nothing and can be captured in a CUDA graph.
+    integers: element types of which all operands may be; without any, at least one operand is floating-point.
   """
   if target not in _extension.TARGETS:
     return
@@ -218,7 +226,8 @@ def lower_to_cuda(
     avals = ctx.avals_in
     static = all(isinstance(d, int) for a in avals for d in a.shape)
     floats = [a.dtype for a in avals if jnp.issubdtype(a.dtype, jnp.inexact)]
-    known = bool(floats) and all(np.dtype(d) in KERNEL_DTYPES for d in floats)
+    known = all(np.dtype(d) in KERNEL_DTYPES for d in floats)
+    known &= bool(floats) or all(np.dtype(a.dtype) in integers for a in avals)
     if not (static and known and supported(*avals, **params)):
       return fallback(ctx, *operands, **params)
     results = list(ctx.avals_out)

@@ -39,10 +39,16 @@ OPERATORS = {
   "relu": (jaxdnn.relu, [(3, 6)]),
   "sigmoid": (jaxdnn.sigmoid, [(3, 6)]),
   "tanh": (jaxdnn.tanh, [(3, 6)]),
+  "transform": (
+    lambda x, y: jaxdnn.transform(x, y, permutation=(0, 2, 1), padding=((0, 0), (1, -2), (2, 0)), alpha=2, beta=3),
+    [(3, 4, 5), (3, 4, 6)],
+  ),
+  "im2col": (lambda x: jaxdnn.im2col(x, (3, 2), stride=(2, 1), dilation=(1, 2), padding="SAME"), [(3, 5, 4, 2)]),
+  "col2im": (lambda x: jaxdnn.col2im(x, (4, 4), (2, 2), padding=((1, 0), (0, -1))), [(3, 4, 2, 8)]),
 }
 NAMES = list(OPERATORS)
 # Operators whose every argument has the leading axis as a batch; the others' further arguments are weights.
-BATCHED = {"conv_layer": (0, 3)}
+BATCHED = {"conv_layer": (0, 3), "transform": (0, 1)}
 
 
 def operator(name):

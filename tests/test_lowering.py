@@ -42,6 +42,17 @@ LOWERED = {
   "softmax": (jaxdnn.softmax, [X], ["jaxdnn.softmax.v1", "jaxdnn.softmax_bwd.v1"]),
   "log_softmax": (jaxdnn.log_softmax, [X], ["jaxdnn.softmax.v1", "jaxdnn.softmax_bwd.v1"]),
   "relu": (jaxdnn.relu, [X], ["jaxdnn.activation.v1", "jaxdnn.activation_bwd.v1"]),
+  "transform": (
+    lambda x: jaxdnn.transform(x, permutation=(0, 3, 1, 2), dtype="bfloat16"),
+    [X],
+    ["jaxdnn.transform.v1", "jaxdnn.transform.v1"],
+  ),
+  "transform_add": (
+    lambda x, y: jaxdnn.transform(x, y, alpha=2.0, beta=1.0),
+    [X, X],
+    ["jaxdnn.transform.v1", "jaxdnn.transform.v1"],
+  ),
+  "im2col": (lambda x: jaxdnn.im2col(x, (2, 2)), [X], ["jaxdnn.im2col.v1", "jaxdnn.col2im.v1"]),
 }
 
 

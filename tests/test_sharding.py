@@ -34,6 +34,9 @@ OPERATORS = {
   "log_softmax": (lambda x: jaxdnn.log_softmax(x, axis=1), [(8, 6, 3)]),
   "relu": (jaxdnn.relu, [(8, 6)]),
   "tanh": (jaxdnn.tanh, [(8, 6)]),
+  "transform": (lambda x: jaxdnn.transform(x, permutation=(0, 2, 1), padding=((0, 0), (1, 1), (0, 0))), [(8, 6, 3)]),
+  "im2col": (lambda x: jaxdnn.im2col(x, (3, 2), padding="SAME"), [(8, 5, 4, 3)]),
+  "col2im": (lambda x: jaxdnn.col2im(x, (5, 4), (2, 2)), [(8, 4, 3, 8)]),
 }
 NAMES = list(OPERATORS)
 COLLECTIVE = re.compile(r"= \S+ (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")

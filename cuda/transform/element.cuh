@@ -1,0 +1,180 @@
+// Elements as bits, and what is done to them on their way: nothing, or
+// conversion, scaling and accumulation.
+//
+// Kernels are instantiated by the sizes of their elements; which type of that
+// size it is, they learn at run time.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "cuda/common/vec.cuh"
+#include "cuda/transform/transform.h"
+
+namespace jaxdnn::transform {
+
+template <int kBytes>
+struct BitsOf;
+template <>
+struct BitsOf<1> {
+  using type = uint8_t;
+};
+template <>
+struct BitsOf<2> {
+  using type = uint16_t;
+};
+template <>
+struct BitsOf<4> {
+  using type = uint32_t;
+};
+template <>
+struct BitsOf<8> {
+  using type = uint2;
+};
+template <>
+struct BitsOf<16> {
+  using type = uint4;
+};
+
+template <int kBytes>
+using Bits = typename BitsOf<kBytes>::type;
+
+// As many accesses of at most 16 bytes as N elements take.
+template <int N, class T>
+__device__ Vec<T, N> LoadVector(const T* p) {
+  constexpr int kEach = N * sizeof(T) > 16 ? 16 / sizeof(T) : N;
+  Vec<T, N> v;
+#pragma unroll
+  for (int i = 0; i < N; i += kEach) {
+    const auto part = *reinterpret_cast<const Vec<T, kEach>*>(p + i);
+#pragma unroll
+    for (int j = 0; j < kEach; ++j) v.v[i + j] = part.v[j];
+  }
+  return v;
+}
+
+template <class C>
+__device__ C Decode(uint8_t bits, ElementType type) {
+  return type == ElementType::kU8 ? static_cast<C>(bits) : static_cast<C>(static_cast<int8_t>(bits));
+}
+template <class C>
+__device__ C Decode(uint16_t bits, ElementType type) {
+  return type == ElementType::kBF16 ? __uint_as_float(uint32_t{bits} << 16) : __half2float(__ushort_as_half(bits));
+}
+template <class C>
+__device__ C Decode(uint32_t bits, ElementType type) {
+  return type == ElementType::kF32 ? static_cast<C>(__uint_as_float(bits)) : static_cast<C>(static_cast<int>(bits));
+}
+template <class C>
+__device__ C Decode(uint2 bits, ElementType) {
+  return static_cast<C>(__hiloint2double(bits.y, bits.x));
+}
+
+// To the nearest integer, ties to even, and to the nearest that the type has;
+// NaN to 0.
+__device__ inline int ToInt(float v) { return __float2int_rn(v); }
+__device__ inline int ToInt(double v) { return v == v ? __double2int_rn(v) : 0; }
+
+__device__ inline void Encode(float v, ElementType type, uint16_t* bits) {
+  *bits =
+      type == ElementType::kBF16 ? __bfloat16_as_ushort(__float2bfloat16_rn(v)) : __half_as_ushort(__float2half_rn(v));
+}
+__device__ inline void Encode(double v, ElementType type, uint16_t* bits) {
+  *bits = type == ElementType::kBF16 ? __bfloat16_as_ushort(__double2bfloat16(v)) : __half_as_ushort(__double2half(v));
+}
+template <class C>
+__device__ void Encode(C v, ElementType type, uint8_t* bits) {
+  const bool is_unsigned = type == ElementType::kU8;
+  *bits = static_cast<uint8_t>(min(max(ToInt(v), is_unsigned ? 0 : -128), is_unsigned ? 255 : 127));
+}
+template <class C>
+__device__ void Encode(C v, ElementType type, uint32_t* bits) {
+  *bits = type == ElementType::kF32 ? __float_as_uint(static_cast<float>(v)) : static_cast<uint32_t>(ToInt(v));
+}
+template <class C>
+__device__ void Encode(C v, ElementType, uint2* bits) {
+  const double d = v;
+  *bits = make_uint2(__double2loint(d), __double2hiint(d));
+}
+
+// The operations of a kernel: Prepare takes an element as it comes from memory,
+// Store writes it. `Value` is what the kernel holds between the two. After(n)
+// is the operation on the result's elements from the n-th on.
+
+// Moves bits.
+template <int kBytes>
+struct Copy {
+  using In = Bits<kBytes>;
+  using Out = Bits<kBytes>;
+  using Value = Bits<kBytes>;
+  static constexpr int kVector = 16 / kBytes;
+  static constexpr bool kTiles = true;
+
+  Out* out;
+  Value pad;
+  In pad_bits;
+
+  bool Aligned() const { return IsVectorAligned(out); }
+  Copy After(int64_t n) const { return {out + n, pad, pad_bits}; }
+
+  __device__ Value Prepare(In bits) const { return bits; }
+
+  template <int N>
+  __device__ void Store(int i, const Value (&v)[N]) const {
+    Vec<Out, N> result;
+#pragma unroll
+    for (int j = 0; j < N; ++j) result.v[j] = v[j];
+    *reinterpret_cast<Vec<Out, N>*>(out + i) = result;
+  }
+  __device__ void Store(int i, Value v) const { out[i] = v; }
+};
+
+// alpha * x + beta * y, in float, or in double where an operand is double.
+template <int kInBytes, int kOutBytes>
+struct Convert {
+  using In = Bits<kInBytes>;
+  using Out = Bits<kOutBytes>;
+  using Value = std::conditional_t<kInBytes == 8 || kOutBytes == 8, double, float>;
+  static constexpr int kVector = 16 / kOutBytes;
+  // Where transposition has kernels of its own; elsewhere it gathers.
+  static constexpr bool kTiles = kInBytes + kOutBytes > 2 && kInBytes < 8 && kOutBytes < 8;
+
+  Out* out;
+  const Out* y;  // Null for beta = 0.
+  ElementType in_type, out_type;
+  Value pad, alpha, beta;
+  In pad_bits;  // The input element nearest to `pad`.
+
+  bool Aligned() const { return IsVectorAligned(out, y); }
+  Convert After(int64_t n) const {
+    Convert later = *this;
+    later.out += n;
+    if (y) later.y += n;
+    return later;
+  }
+
+  __device__ Value Prepare(In bits) const { return Decode<Value>(bits, in_type); }
+
+  template <int N>
+  __device__ void Store(int i, const Value (&v)[N]) const {
+    Vec<Out, N> result, prior;
+    if (y) prior = *reinterpret_cast<const Vec<Out, N>*>(y + i);
+#pragma unroll
+    for (int j = 0; j < N; ++j) result.v[j] = Combine(v[j], prior.v[j]);
+    *reinterpret_cast<Vec<Out, N>*>(out + i) = result;
+  }
+  __device__ void Store(int i, Value v) const { out[i] = Combine(v, y ? y[i] : Out{}); }
+
+  __device__ Out Combine(Value v, Out prior) const {
+    Out bits;
+    v *= alpha;
+    if (y) v += beta * Decode<Value>(prior, out_type);
+    Encode(v, out_type, &bits);
+    return bits;
+  }
+};
+
+}  // namespace jaxdnn::transform

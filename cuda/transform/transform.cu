@@ -1,0 +1,356 @@
+// Plans a transform: merges dimensions, widens elements, and chooses between
+// copying rows, transposing tiles and gathering elements.
+//
+// Bound by memory: the input is read once and the result written once, whatever
+// the permutation.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "cuda/transform/tile.cuh"
+
+namespace jaxdnn::transform {
+namespace {
+
+// A dense result's row r is at row r of the input's dimensions, all but the
+// innermost.
+struct StridedView {
+  int rank;
+  struct {
+    FastDiv extent;
+    int begin, end;
+    int64_t stride;
+  } dims[kMaxRank];  // Innermost first.
+  int begin, end;    // Of the innermost dimension, which makes the rows.
+
+  __device__ Row At(int row) const {
+    int64_t offset = 0;
+    bool inside = true;
+#pragma unroll 1
+    for (int d = 0; d < rank; ++d) {
+      int i;
+      row = dims[d].extent.Div(row, &i);
+      inside &= i >= dims[d].begin && i < dims[d].end;
+      offset += i * dims[d].stride;
+    }
+    return {offset, begin, inside ? end : 0};
+  }
+};
+
+// Dimensions of extent 1 go, and neighbours that are neighbours in the input
+// too become one.
+void Merge(Problem* p) {
+  Problem merged = *p;
+  merged.rank = 0;
+  for (int d = 0; d < p->rank; ++d) {
+    Dim dim = p->dims[d];
+    const bool whole = dim.begin == 0 && dim.end == dim.extent;
+    if (dim.extent == 1 && whole) continue;
+    if (merged.rank > 0) {
+      Dim& outer = merged.dims[merged.rank - 1];
+      if (whole && outer.stride == dim.extent * dim.stride) {
+        outer = {outer.extent * dim.extent, outer.begin * dim.extent, outer.end * dim.extent, dim.stride};
+        continue;
+      }
+    }
+    merged.dims[merged.rank++] = dim;
+  }
+  if (merged.rank == 0) merged.dims[merged.rank++] = {1, 0, 1, 1};
+  *p = merged;
+}
+
+// Makes `bytes` the size of an element: the largest that divides all runs of
+// the input and the result.
+int Widen(Problem* p, int bytes, const void* x, const void* out) {
+  Dim& inner = p->dims[p->rank - 1];
+  if (inner.stride != 1) return bytes;
+  const auto even = [&] {
+    bool all = p->offset % 2 == 0 && inner.extent % 2 == 0 && inner.begin % 2 == 0 && inner.end % 2 == 0;
+    for (int d = 0; d + 1 < p->rank; ++d) all &= p->dims[d].stride % 2 == 0;
+    return all && reinterpret_cast<uintptr_t>(x) % (2 * bytes) == 0 &&
+           reinterpret_cast<uintptr_t>(out) % (2 * bytes) == 0;
+  };
+  for (; bytes < 16 && even(); bytes *= 2) {
+    p->offset /= 2;
+    p->x_elements /= 2;
+    inner = {inner.extent / 2, inner.begin / 2, inner.end / 2, 1};
+    for (int d = 0; d + 1 < p->rank; ++d) p->dims[d].stride /= 2;
+  }
+  // A row of one element is none: the next dimension is the innermost.
+  Merge(p);
+  return bytes;
+}
+
+int64_t Volume(const Problem& p) {
+  int64_t volume = 1;
+  for (int d = 0; d < p.rank; ++d) volume *= p.dims[d].extent;
+  return volume;
+}
+
+template <class Op>
+bool Aligned(const Problem& p, const Op& op, const void* x, int n) {
+  const Dim& inner = p.dims[p.rank - 1];
+  bool all =
+      inner.stride == 1 && p.offset % n == 0 && inner.extent % n == 0 && inner.begin % n == 0 && inner.end % n == 0;
+  for (int d = 0; d + 1 < p.rank; ++d) all &= p.dims[d].stride % n == 0;
+  return all && op.Aligned() && IsVectorAligned(static_cast<const char*>(x));
+}
+
+template <class Op>
+cudaError_t Rows(const Problem& p, const Op& op, const void* x, cudaStream_t stream) {
+  const Dim& inner = p.dims[p.rank - 1];
+  StridedView view;
+  view.rank = p.rank - 1;
+  view.begin = static_cast<int>(inner.begin);
+  view.end = static_cast<int>(inner.end);
+  int64_t rows = 1;
+  for (int d = 0; d < view.rank; ++d) {
+    const Dim& dim = p.dims[p.rank - 2 - d];
+    view.dims[d] = {FastDiv(dim.extent), static_cast<int>(dim.begin), static_cast<int>(dim.end), dim.stride};
+    rows *= dim.extent;
+  }
+  const auto* in = static_cast<const typename Op::In*>(x) + p.offset;
+  constexpr int kN = Op::kVector;
+  if (Aligned(p, op, x, kN)) return LaunchRows<kN>(view, rows, inner.extent, 1, true, op, in, stream);
+  return LaunchRows<0>(view, rows, inner.extent, inner.stride, op.Aligned(), op, in, stream);
+}
+
+// The dimension that is innermost in the input, or -1.
+int InputInner(const Problem& p) {
+  for (int d = 0; d < p.rank; ++d)
+    if (p.dims[d].stride == 1) return d;
+  return -1;
+}
+
+constexpr int kBoxBytes = 16 << 10;
+
+template <class Op>
+cudaError_t Tiles(const Problem& p, int yd, const Op& op, const void* x, cudaStream_t stream) {
+  constexpr int kSize = sizeof(typename Op::In), kGrain = kGranule<kSize>;
+  const Dim &dx = p.dims[p.rank - 1], &dy = p.dims[yd];
+  Tile t;
+  int64_t blocks = 1, out_stride = 1, out_strides[kMaxRank];
+  for (int d = p.rank - 1; d >= 0; --d) {
+    out_strides[d] = out_stride;
+    out_stride *= p.dims[d].extent;
+  }
+  t.outer_rank = 0;
+  for (int d = p.rank - 2; d >= 0; --d) {
+    if (d == yd) continue;
+    const Dim& dim = p.dims[d];
+    t.outer[t.outer_rank++] = {FastDiv(dim.extent), static_cast<int>(dim.begin), static_cast<int>(dim.end), dim.stride,
+                               static_cast<int>(out_strides[d])};
+    blocks *= dim.extent;
+  }
+  // A run of a warp's width or more needs no help; a shorter one goes on where
+  // the next dimension lies beside it.
+  const bool in_run = dy.extent * kSize < 128 && dx.stride == dy.extent && dy.begin == 0 && dy.end == dy.extent;
+  const bool out_run = dx.extent < 64 && yd == p.rank - 2;
+  const auto box = [](int64_t other, int64_t extent) {
+    const int64_t fits = std::max<int64_t>(kBoxBytes / (kSize * other) / 16 * 16, 16);
+    return static_cast<int>(std::min(fits, extent));
+  };
+  t.box_y = static_cast<int>(std::min<int64_t>(dy.extent, 128 / kSize));
+  t.box_x = static_cast<int>(std::min<int64_t>(dx.extent, std::max(64, 256 / int{sizeof(typename Op::Out)})));
+  if (in_run)
+    t.box_x = out_run ? static_cast<int>(dx.extent) : box(t.box_y, dx.extent);
+  else if (out_run)
+    t.box_y = box(t.box_x, dy.extent);
+  t.x_extent = static_cast<int>(dx.extent);
+  t.y_extent = static_cast<int>(dy.extent);
+  t.x_begin = static_cast<int>(dx.begin);
+  t.x_end = static_cast<int>(dx.end);
+  t.y_begin = static_cast<int>(dy.begin);
+  t.y_end = static_cast<int>(dy.end);
+  t.x_in_stride = dx.stride;
+  t.y_out_stride = static_cast<int>(out_strides[yd]);
+  const int64_t x_tiles = CeilDiv(dx.extent, t.box_x), y_tiles = CeilDiv(dy.extent, t.box_y);
+  t.x_tiles = FastDiv(x_tiles);
+  t.y_tiles = FastDiv(y_tiles);
+  blocks *= x_tiles * y_tiles;
+
+  const auto* in = static_cast<const typename Op::In*>(x) + p.offset;
+  t.in_first = static_cast<const char*>(x);
+  t.in_last = t.in_first + p.x_elements * kSize;
+  // 16-byte accesses of a run of `bytes`, which may start anywhere in the
+  // first.
+  const auto accesses = [](int bytes, int size) { return (bytes + 16 - size + 15) / 16; };
+  const int run = (in_run ? t.box_x : 1) * t.box_y * kSize;
+  t.chunks = accesses(run, kSize);
+  t.pitch = in_run ? t.box_y * kSize : t.chunks * 16;
+  if (!in_run && t.pitch / kGrain % 2 == 0) t.pitch += kGrain;
+  constexpr int kOutSize = sizeof(typename Op::Out);
+  t.out_vectors = accesses((out_run ? t.box_y : 1) * t.box_x * kOutSize, kOutSize);
+  t.by_chunks = FastDiv(t.chunks);
+  t.by_out_vectors = FastDiv(t.out_vectors);
+  t.by_x = FastDiv(t.box_x);
+  t.lanes_log2 = 0;
+  while (!in_run && 1 << t.lanes_log2 < std::min(16 / kSize, t.box_y)) ++t.lanes_log2;
+  const int shared = in_run ? Spread(t.chunks * 16, kGrain) + 16 : t.box_x * t.pitch;
+
+  const auto launch = [&](auto kernel) {
+    return LaunchKernel(kernel, Grid{blocks, kThreads, static_cast<size_t>(shared)}, stream, t, op, in);
+  };
+  if (in_run) return out_run ? launch(TileKernel<true, true, Op>) : launch(TileKernel<true, false, Op>);
+  return out_run ? launch(TileKernel<false, true, Op>) : launch(TileKernel<false, false, Op>);
+}
+
+// The result of `p` is small enough for 32-bit indices. `tiles` says whether
+// transposition through shared memory works.
+template <class Op>
+cudaError_t LaunchBox(const Problem& p, const Op& op, const void* x, bool tiles, cudaStream_t stream) {
+  if constexpr (Op::kTiles) {
+    const int y = InputInner(p);
+    const int64_t nx = p.dims[p.rank - 1].extent, ny = y < 0 ? 0 : p.dims[y].extent;
+    // Small matrices are gathered: their cache lines stay near.
+    if (tiles && y >= 0 && y != p.rank - 1 && std::max({nx, ny, nx * ny / 16}) >= 64) return Tiles(p, y, op, x, stream);
+  }
+  return Rows(p, op, x, stream);
+}
+
+// Launches over boxes of at most kMaxLaunch elements, each one range of the
+// result.
+template <class Op>
+cudaError_t Launch(const Problem& p, const Op& op, const void* x, bool tiles, cudaStream_t stream) {
+  const int64_t volume = Volume(p);
+  if (volume <= kMaxLaunch) return LaunchBox(p, op, x, tiles, stream);
+  int d = 0;
+  while (p.dims[d].extent == 1) ++d;
+  const int64_t inner = volume / p.dims[d].extent, step = std::max<int64_t>(kMaxLaunch / inner, 1);
+  for (int64_t start = 0; start < p.dims[d].extent; start += step) {
+    Problem box = p;
+    Dim& dim = box.dims[d];
+    dim.extent = std::min(step, dim.extent - start);
+    dim.begin = std::clamp<int64_t>(dim.begin - start, 0, dim.extent);
+    dim.end = std::clamp<int64_t>(dim.end - start, 0, dim.extent);
+    box.offset += start * dim.stride;
+    if (const cudaError_t status = Launch(box, op.After(start * inner), x, tiles, stream); status != cudaSuccess)
+      return status;
+  }
+  return cudaSuccess;
+}
+
+// `v` as an element, its bytes repeated to 16; and what that element holds.
+struct Element {
+  alignas(16) char bytes[16];
+  double value;
+
+  Element(double v, ElementType type) { Set(v, type); }
+
+  void Set(double v, ElementType type) {
+    switch (type) {
+      case ElementType::kF32:
+        return Fill(static_cast<float>(v), static_cast<float>(v));
+      case ElementType::kF64:
+        return Fill(v, v);
+      case ElementType::kF16:
+        return Fill(__double2half(v), __half2float(__double2half(v)));
+      case ElementType::kBF16:
+        return Fill(__double2bfloat16(v), __bfloat162float(__double2bfloat16(v)));
+      case ElementType::kS8:
+        return FillInteger<int8_t>(v);
+      case ElementType::kU8:
+        return FillInteger<uint8_t>(v);
+      case ElementType::kS32:
+        return FillInteger<int32_t>(v);
+    }
+  }
+
+  template <class T>
+  void FillInteger(double v) {
+    using Limits = std::numeric_limits<T>;
+    const double held = std::isnan(v) ? 0 : std::clamp<double>(std::nearbyint(v), Limits::min(), Limits::max());
+    Fill(static_cast<T>(held), held);
+  }
+  template <class T>
+  void Fill(T element, double held) {
+    for (size_t i = 0; i < sizeof(bytes); i += sizeof(T)) std::memcpy(bytes + i, &element, sizeof(T));
+    value = held;
+  }
+
+  template <class B>
+  B As() const {
+    B bits;
+    std::memcpy(&bits, bytes, sizeof(B));
+    return bits;
+  }
+};
+
+template <int kBytes>
+cudaError_t LaunchCopy(const Problem& p, const Element& pad, const void* x, void* out, cudaStream_t stream) {
+  using B = Bits<kBytes>;
+  const Copy<kBytes> op = {static_cast<B*>(out), pad.As<B>(), pad.As<B>()};
+  return Launch(p, op, x, true, stream);
+}
+
+template <int kIn, int kOut>
+cudaError_t LaunchConvert(const Problem& p, const void* x, const void* y, void* out, cudaStream_t stream) {
+  using Op = Convert<kIn, kOut>;
+  using Value = typename Op::Value;
+  const Element pad(p.pad, p.in);
+  Op op;
+  op.out = static_cast<typename Op::Out*>(out);
+  op.y = static_cast<const typename Op::Out*>(y);
+  op.in_type = p.in;
+  op.out_type = p.out;
+  op.pad = static_cast<Value>(p.pad);
+  op.alpha = static_cast<Value>(p.alpha);
+  op.beta = static_cast<Value>(p.beta);
+  op.pad_bits = pad.As<typename Op::In>();
+  // Tiles hold input elements, padding included, and write whole lines of y and
+  // the result.
+  const bool exact = static_cast<Value>(pad.value) == op.pad || std::isnan(op.pad);
+  const bool alike = !y || reinterpret_cast<uintptr_t>(y) % 16 == reinterpret_cast<uintptr_t>(out) % 16;
+  return Launch(p, op, x, exact && alike, stream);
+}
+
+template <int kIn>
+cudaError_t LaunchConvertFrom(const Problem& p, const void* x, const void* y, void* out, cudaStream_t stream) {
+  switch (SizeOf(p.out)) {
+    case 1:
+      return LaunchConvert<kIn, 1>(p, x, y, out, stream);
+    case 2:
+      return LaunchConvert<kIn, 2>(p, x, y, out, stream);
+    case 4:
+      return LaunchConvert<kIn, 4>(p, x, y, out, stream);
+    default:
+      return LaunchConvert<kIn, 8>(p, x, y, out, stream);
+  }
+}
+
+}  // namespace
+
+cudaError_t Transform(const Problem& problem, const void* x, const void* y, void* out, cudaStream_t stream) {
+  Problem p = problem;
+  if (Volume(p) == 0) return cudaSuccess;
+  Merge(&p);
+  const int bytes = SizeOf(p.in);
+  if (p.in == p.out && p.alpha == 1 && !y) {
+    const Element pad(p.pad, p.in);
+    switch (Widen(&p, bytes, x, out)) {
+      case 1:
+        return LaunchCopy<1>(p, pad, x, out, stream);
+      case 2:
+        return LaunchCopy<2>(p, pad, x, out, stream);
+      case 4:
+        return LaunchCopy<4>(p, pad, x, out, stream);
+      case 8:
+        return LaunchCopy<8>(p, pad, x, out, stream);
+      default:
+        return LaunchCopy<16>(p, pad, x, out, stream);
+    }
+  }
+  switch (bytes) {
+    case 1:
+      return LaunchConvertFrom<1>(p, x, y, out, stream);
+    case 2:
+      return LaunchConvertFrom<2>(p, x, y, out, stream);
+    case 4:
+      return LaunchConvertFrom<4>(p, x, y, out, stream);
+    default:
+      return LaunchConvertFrom<8>(p, x, y, out, stream);
+  }
+}
+
+}  // namespace jaxdnn::transform

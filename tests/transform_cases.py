@@ -1,0 +1,101 @@
+"""Shapes of the tensor transforms, for tests and benchmarks."""
+
+from typing import NamedTuple
+
+
+class Case(NamedTuple):
+  shape: tuple[int, ...]
+  permutation: tuple[int, ...] | None = None
+  padding: tuple[tuple[int, int], ...] | None = None
+  """Of the result's dimensions."""
+
+
+# Every form that a kernel treats by itself: wide matrices and narrow, runs of the input or result that go on over the
+# next dimension, rows of odd lengths, elements of 16 bytes, small matrices, many dimensions.
+PERMUTED = (
+  Case((7,)),
+  Case((1, 1), (1, 0)),
+  Case((5, 1, 3), (1, 2, 0)),
+  Case((17, 33), (1, 0)),
+  Case((64, 64), (1, 0)),
+  Case((128, 200), (1, 0)),
+  Case((130, 67), (1, 0)),
+  Case((257, 129), (1, 0)),
+  Case((2, 160, 96), (0, 2, 1)),
+  Case((3, 70, 3), (0, 2, 1)),
+  Case((3, 3, 700), (0, 2, 1)),
+  Case((2, 500, 16), (0, 2, 1)),
+  Case((2, 16, 500), (0, 2, 1)),
+  Case((2, 600, 5), (0, 2, 1)),
+  Case((2, 49, 96), (0, 2, 1)),
+  Case((2, 96, 49), (0, 2, 1)),
+  Case((9, 13, 70), (2, 1, 0)),
+  Case((200, 3, 8), (1, 0, 2)),
+  Case((80, 70, 8), (1, 0, 2)),
+  Case((20, 30, 2), (1, 0, 2)),
+  Case((6, 5, 4), (1, 0, 2)),
+  Case((300, 4, 5), (0, 2, 1)),
+  Case((3, 5, 7, 66), (3, 1, 0, 2)),
+  Case((2, 3, 9, 8), (0, 2, 3, 1)),
+  Case((2, 3, 4, 5, 6), (4, 3, 2, 1, 0)),
+  Case((2, 2, 2, 2, 2, 2, 2, 2, 3), (8, 1, 6, 3, 4, 5, 2, 7, 0)),
+)
+
+PADDED = (
+  Case((5,), None, ((2, 3),)),
+  Case((5,), None, ((-2, -1),)),
+  Case((4,), None, ((-9, 8),)),
+  Case((4,), None, ((6, -7),)),
+  Case((3, 4), None, ((-3, 5), (0, 0))),
+  Case((6, 8, 3), None, ((0, 0), (0, 0), (0, 1))),
+  Case((6, 8, 3), None, ((0, 0), (0, 0), (1, 4))),
+  Case((6, 8, 5), None, ((1, 1), (1, 1), (0, 3))),
+  Case((9, 33), None, ((0, 0), (-1, -2))),
+  Case((4, 6, 16), None, ((-1, -1), (2, 1), (0, 0))),
+  Case((3, 30, 40), None, ((0, 0), (1, 1), (1, 1))),
+  Case((3, 600), (1, 0), ((0, 0), (0, 1))),
+  Case((2, 3, 20, 30), (0, 2, 3, 1), ((0, 0), (0, 0), (0, 0), (0, 5))),
+  Case((2, 20, 30, 3), (0, 3, 1, 2), ((0, 0), (0, 1), (1, 1), (2, 2))),
+  Case((70, 90), (1, 0), ((3, -5), (-7, 2))),
+  Case((70, 90), (1, 0), ((-3, 5), (7, 2))),
+  Case((2, 70, 5), (0, 2, 1), ((1, 0), (0, 0), (1, -2))),
+  Case((2, 5, 200), (0, 2, 1), ((0, -1), (3, 3), (0, 0))),
+  Case((2, 300, 8), (0, 2, 1), ((0, 0), (-2, 1), (0, 0))),
+)
+
+EMPTY = (
+  Case((0,)),
+  Case((0, 3), (1, 0)),
+  Case((2, 3), None, ((-1, -1), (0, 0))),
+  Case((0, 3), (1, 0), ((0, 0), (1, 2))),
+)
+
+
+class Window(NamedTuple):
+  spatial: tuple[int, ...]
+  window: tuple[int, ...]
+  stride: tuple[int, ...] | int = 1
+  padding: tuple[tuple[int, int], ...] | str = "VALID"
+  dilation: tuple[int, ...] | int = 1
+  channels: int = 4
+  lead: tuple[int, ...] = (2,)
+
+
+WINDOWS = (
+  Window((7,), (3,)),
+  Window((9,), (3,), 2, ((1, 0),), channels=3),
+  Window((9,), (3,), 3, ((2, 2),), 2, channels=5),
+  Window((12,), (4,), 6, ((3, 1),), 4, channels=8),
+  Window((12,), (5,), 4, ((9, 8),), 6, channels=1),
+  Window((6, 5), (3, 2), 1, "SAME", channels=16),
+  Window((6, 5), (3, 3), 2, "SAME", channels=3),
+  Window((8, 8), (2, 2), 2, channels=8),
+  Window((8, 9), (4, 4), 4, ((-1, 1), (0, -1)), channels=2),
+  Window((9, 7), (3, 3), (1, 2), ((2, 2), (-2, 3)), (2, 1), channels=6),
+  Window((4, 4), (7, 7), 1, ((3, 3), (3, 3)), channels=3),
+  Window((4, 5), (5, 2), 1, channels=4),
+  Window((4, 5, 3), (2, 3, 2), (1, 2, 1), ((0, 1), (1, 1), (1, 0)), (2, 1, 1), channels=8),
+  Window((6, 6), (1, 1), 2, channels=4, lead=()),
+  Window((3, 3), (2, 2), 1, channels=4, lead=(0,)),
+  Window((0, 3), (2, 2), 1, ((1, 1), (0, 0)), channels=2, lead=(2, 3)),
+)
