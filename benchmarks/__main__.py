@@ -10,11 +10,19 @@ from pathlib import Path
 
 import jax
 
-from benchmarks import activation, conv, harness, lrn, pool, report, softmax, transform
+from benchmarks import activation, conv, group_norm, harness, lrn, pool, report, softmax, transform
 
 # A family is a module with `work(dtypes, quick, shrink)`, and maybe `sweep` of the same arguments: neighbouring and odd
 # sizes that show whether there are cliffs.
-FAMILIES = {"conv": conv, "pool": pool, "softmax": softmax, "activation": activation, "lrn": lrn, "transform": transform}
+FAMILIES = {
+  "conv": conv,
+  "pool": pool,
+  "softmax": softmax,
+  "activation": activation,
+  "lrn": lrn,
+  "transform": transform,
+  "group_norm": group_norm,
+}
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -64,6 +64,8 @@ class Work:
   """What does the FLOPs: a dtype's matrix product, or "fma"."""
   backward: bool = False
   """Times the pullback alone of the function, in its first operand; the last operand is the cotangent."""
+  inputs: int = 1
+  """How many operands, from the first, the pullback is in: more than one where parameters have gradients too."""
 
 
 def itemsize(dtype: str) -> int:
@@ -150,15 +152,15 @@ def input_sets(work: Work) -> list[tuple[jax.Array, ...]]:
   return [draw(jax.random.key(i, impl="rbg"), work.operands) for i in range(count)]
 
 
-def residuals(function: Callable[..., Any], x: jax.Array, *rest: jax.Array) -> Any:
-  """The pullback in `x`, which is a pytree that holds what differentiation keeps."""
-  return jax.vjp(lambda x: function(x, *rest), x)[1]
+def residuals(function: Callable[..., Any], inputs: int, *operands: jax.Array) -> Any:
+  """The pullback in the first `inputs` operands, which is a pytree that holds what differentiation keeps."""
+  return jax.vjp(lambda *a: function(*a, *operands[inputs:]), *operands[:inputs])[1]
 
 
-def forward_and_backward(function: Callable[..., Any], x: jax.Array, *rest: jax.Array) -> Any:
-  """The value and the gradient in `x`, for the cotangent that is the last operand."""
-  *rest, g = rest
-  y, pullback = jax.vjp(lambda x: function(x, *rest), x)
+def forward_and_backward(function: Callable[..., Any], inputs: int, *operands: jax.Array) -> Any:
+  """The value and the gradients in the first `inputs` operands, for the cotangent that is the last."""
+  *operands, g = operands
+  y, pullback = jax.vjp(lambda *a: function(*a, *operands[inputs:]), *operands[:inputs])
   return y, pullback(g)
 
 
@@ -179,9 +181,9 @@ def compile_side(function: Callable[..., Any], work: Work) -> Compiled:
   avals = [jax.ShapeDtypeStruct(o.shape, o.dtype) for o in work.operands]
   if not work.backward:
     return Compiled(jax.jit(function).lower(*avals).compile(), None, None)
-  forward = jax.jit(partial(residuals, function)).trace(*avals[:-1])
+  forward = jax.jit(partial(residuals, function, work.inputs)).trace(*avals[:-1])
   backward = jax.jit(lambda pullback, g: pullback(g)).lower(forward.out_info, avals[-1])
-  both = jax.jit(partial(forward_and_backward, function)).lower(*avals).compile().memory_analysis()
+  both = jax.jit(partial(forward_and_backward, function, work.inputs)).lower(*avals).compile().memory_analysis()
   peak = None if both is None else both.temp_size_in_bytes + both.output_size_in_bytes
   return Compiled(backward.compile(), forward.lower().compile(), peak)
 

@@ -1,0 +1,274 @@
+// How slabs are cut and spread over teams, blocks and threads.
+//
+// Channels last, a slab is some whole groups' channels of an example, at every position: a matrix of rows in which
+// neighbouring threads take neighbouring vectors. A thread keeps its column, hence its channels; where the channels
+// do not fill whole vectors, a row is several positions, the least that does. Channels first, a slab is one group of an
+// example, contiguous in memory: a run is a piece of one channel that a few neighbouring lanes share.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <numeric>
+
+#include "cuda/common/dtype.cuh"
+#include "cuda/common/fast_div.cuh"
+#include "cuda/group_norm/group_norm.h"
+#include "cuda/group_norm/moments.cuh"
+#include "cuda/group_norm/team.cuh"
+#include "cuda/group_norm/tile.cuh"
+
+namespace jaxdnn::group_norm {
+
+constexpr int kThreads = 256;
+// Blocks that a multiprocessor has at once: while one waits for its team, the others keep the memory busy.
+constexpr int kResident = 3;
+// Channels last, the fewest bytes of a row that a slab takes, and of a slab.
+constexpr int kMinRowBytes = 128;
+constexpr int64_t kMinSlabBytes = 16 << 10;
+// The fewest bytes of a slab that are worth another block.
+constexpr int64_t kMinShareBytes = 32 << 10;
+
+inline int FloorLog2(int64_t n) {
+  int log = 0;
+  while (n >= int64_t{2} << log) ++log;
+  return log;
+}
+
+inline int CeilLog2(int64_t n) { return n == 1 ? 0 : FloorLog2(n - 1) + 1; }
+
+inline int64_t Resident(const Device& d) { return int64_t{kResident} * d.multiprocessors; }
+
+// Shared memory of a block when kResident share a multiprocessor.
+inline int64_t ResidentShared(const Device& d) {
+  return std::min<int64_t>(d.shared_per_multiprocessor / kResident - 1024, d.shared_per_block);
+}
+
+// `runs` runs of `length` vectors for each thread, with `bytes` of shared memory to hold them.
+inline Schedule MakeSchedule(int64_t runs, int length, int64_t bytes_per_run, int64_t bytes) {
+  const int64_t fit = std::max<int64_t>(1, bytes / bytes_per_run);
+  if (runs <= fit) return {static_cast<int>(runs), length, static_cast<int>(runs), 0};
+  const int streamed = static_cast<int>(std::max<int64_t>(1, fit / 4));
+  return {static_cast<int>(runs), length, static_cast<int>(std::max<int64_t>(0, fit - streamed)), streamed};
+}
+
+// Blocks per slab: enough that its share fits in the shared memory of a block, and that every multiprocessor has work.
+inline int64_t TeamSize(int64_t slabs, int64_t slab_bytes, int64_t scratch_bytes, const Device& d) {
+  const int64_t room = ResidentShared(kNominal) - scratch_bytes;
+  // Two blocks on a multiprocessor that need no barrier are better than three that do.
+  const int64_t alone = kNominal.shared_per_multiprocessor / 2 - 1024 - scratch_bytes;
+  const int64_t holding = slab_bytes <= alone ? 1 : CeilDiv(slab_bytes, std::max(room, kMinShareBytes));
+  const int64_t filling = std::min(Resident(kNominal) / std::max<int64_t>(slabs, 1), slab_bytes / kMinShareBytes);
+  return std::clamp<int64_t>(std::max(holding, filling), 1, std::min(Resident(kNominal), Resident(d)));
+}
+
+struct ColumnTiling {
+  Team team;
+  Schedule schedule;
+  int threads;
+  int64_t shared;    // bytes of shared memory
+  int64_t examples;  // that share parameters
+  int64_t example;   // vectors from one to the next
+  int64_t rows;      // of a slab
+  int row;           // vectors from one to the next
+  int slabs;         // per example, side by side
+  int columns;       // vectors of a slab's row
+  int column_blocks, block_columns;
+  int64_t block_rows;
+  int parallel_rows;  // that a block's threads take at once
+  int slab_channels, slab_groups;
+  int group_lanes;  // 1 << group_lanes threads sum over a group's channels
+  // The channel of a slab's row element e is e % period, its group that / group_channels.
+  FastDiv period, group_channels;
+  int64_t channels, groups;
+
+  int64_t Blocks(const Device& d) const {
+    if (team.size == 1) return team.units;
+    return std::min(team.units, Resident(d) / team.size) * team.size;
+  }
+  int64_t SlabGroups() const { return slab_groups; }
+};
+
+template <class T, int V>
+ColumnTiling PlanColumns(const Problem& p, int arrays, const Device& d) {
+  ColumnTiling t = {};
+  const int64_t c = p.channels, common = std::gcd<int64_t>(c, V), group = c / p.groups;
+  t.channels = c, t.groups = p.groups;
+  t.examples = p.n;
+  t.example = p.spatial * c / V;
+  t.row = static_cast<int>(c / common);
+  t.rows = p.spatial * common / V;
+  int64_t slab_channels = c;
+  if (common == V) {
+    const int64_t grain = std::lcm<int64_t>(group, V);
+    for (int64_t k = 1; k <= c / grain; ++k) {
+      const int64_t bytes = k * grain * sizeof(T);
+      if (c / grain % k || bytes < kMinRowBytes || bytes * p.spatial * arrays < kMinSlabBytes) continue;
+      slab_channels = k * grain;
+      break;
+    }
+  }
+  t.slabs = static_cast<int>(c / slab_channels);
+  t.slab_channels = static_cast<int>(slab_channels);
+  t.slab_groups = static_cast<int>(slab_channels / group);
+  t.group_lanes = std::min(5, CeilLog2(group));
+  t.columns = t.row / t.slabs;
+  t.period = FastDiv(slab_channels);
+  t.group_channels = FastDiv(group);
+  t.column_blocks = static_cast<int>(CeilDiv(t.columns, kThreads));
+  t.block_columns = static_cast<int>(CeilDiv(t.columns, t.column_blocks));
+  t.parallel_rows = static_cast<int>(std::min<int64_t>(kThreads / t.block_columns, t.rows));
+  t.threads = static_cast<int>(CeilDiv(t.block_columns * t.parallel_rows, 32) * 32);
+  t.team.units = p.batch * p.n * t.slabs;
+
+  // ReduceColumns' scratch, and three values for each group of the slab.
+  using A = Accumulator<T>;
+  const int64_t reduced = std::max(1, (t.parallel_rows + 1) / 2) * t.block_columns * V;
+  const int64_t scratch = reduced * sizeof(Moments<A>) + t.slab_groups * 3 * sizeof(A);
+  const int64_t slab_bytes = int64_t{arrays} * t.rows * t.columns * V * sizeof(T);
+  const int64_t row_blocks =
+      std::min(TeamSize(t.team.units * t.column_blocks, slab_bytes / t.column_blocks, scratch, d),
+               std::min(CeilDiv(t.rows, t.parallel_rows), std::max<int64_t>(1, Resident(d) / t.column_blocks)));
+  t.block_rows = CeilDiv(t.rows, row_blocks);
+  t.team.size = static_cast<int>(CeilDiv(t.rows, t.block_rows)) * t.column_blocks;
+
+  constexpr int kLength = 4;
+  const int64_t runs = CeilDiv(CeilDiv(t.block_rows, t.parallel_rows), kLength);
+  const int64_t bytes_per_run = int64_t{arrays} * kLength * t.threads * V * sizeof(T);
+  const int64_t shared = t.team.size == 1 ? d.shared_per_block : ResidentShared(d);
+  t.schedule = MakeSchedule(runs, kLength, bytes_per_run, shared - scratch);
+  t.shared = arrays * t.schedule.Slots() * t.threads * V * sizeof(T) + scratch;
+  return t;
+}
+
+// A thread's place in a slab of channels-last data.
+template <int V>
+struct ColumnPlace {
+  int64_t example, first_channel, first_group;
+  int64_t base, step;
+  int64_t count;  // of rows
+  int length;
+  int across, down;  // the thread's place in the block
+  int first_column;  // of the block
+  int element;       // of the slab's row: the first of this thread
+
+  __device__ ColumnPlace(const ColumnTiling& t, int64_t unit) {
+    const int rank = t.team.Rank();
+    const int row_block = rank / t.column_blocks, column_block = rank - row_block * t.column_blocks;
+    example = unit / t.slabs;
+    const int64_t slab = unit - example * t.slabs;
+    first_channel = slab * t.slab_channels;
+    first_group = slab * t.slab_groups;
+    down = threadIdx.x / t.block_columns;
+    across = threadIdx.x - down * t.block_columns;
+    first_column = column_block * t.block_columns;
+    const int column = first_column + across;
+    const bool column_exists = column < t.columns && down < t.parallel_rows;
+    element = (column_exists ? column : 0) * V;
+    const int64_t row = row_block * t.block_rows + down;
+    const int64_t end = min(t.rows, (row_block + 1) * t.block_rows);
+    count = column_exists && row < end ? (end - row - 1) / t.parallel_rows + 1 : 0;
+    base = example * t.example + slab * t.columns + column + row * t.row;
+    step = int64_t{t.parallel_rows} * t.row;
+    length = t.schedule.length;
+  }
+
+  __device__ Run At(int m) const {
+    const int64_t first = int64_t{m} * length;
+    return {base + first * step, step, static_cast<int>(max(int64_t{0}, min(count - first, int64_t{length})))};
+  }
+};
+
+struct RowTiling {
+  Team team;
+  Schedule schedule;
+  int threads;
+  int64_t shared;    // bytes of shared memory
+  int span;          // 1 << span threads share a slab
+  int lanes;         // 1 << lanes threads share a run
+  int64_t examples;  // that share parameters
+  int64_t slab;      // vectors
+  int64_t row;       // vectors of a channel
+  int64_t pieces;    // runs per channel
+  int64_t piece;     // vectors of each but the last
+  int64_t share;     // pieces of a slab that a block takes
+  int64_t slabs;
+  int64_t slab_channels, channels, groups;
+
+  int64_t Blocks(const Device& d) const {
+    if (team.size == 1) return team.units;
+    return std::min(team.units, Resident(d) / team.size) * team.size;
+  }
+  int64_t SlabGroups() const { return 1; }
+};
+
+template <class T, int V>
+RowTiling PlanRows(const Problem& p, int arrays, const Device& d) {
+  using A = Accumulator<T>;
+  RowTiling t = {};
+  t.examples = p.n;
+  t.channels = p.channels, t.groups = p.groups;
+  t.slab_channels = p.channels / p.groups;
+  t.row = p.spatial / V;
+  t.slab = t.slab_channels * t.row;
+  t.slabs = p.batch * p.n * p.groups;
+  t.span = std::min(8, FloorLog2(std::max<int64_t>(1, t.slab * arrays / 4)));
+  t.threads = t.span <= 5 ? kThreads : 1 << t.span;
+  t.lanes = std::min({5, t.span, FloorLog2(std::max<int64_t>(1, t.row / 4))});
+  constexpr int kLength = 8;
+  t.pieces = CeilDiv(t.row, int64_t{kLength} << t.lanes);
+  t.piece = CeilDiv(t.row, t.pieces);
+  const int length = static_cast<int>(CeilDiv(t.piece, 1 << t.lanes));
+  const int parallel = 1 << (t.span - t.lanes);
+
+  t.team.units = CeilDiv(t.slabs, t.threads >> t.span);
+
+  constexpr int64_t kReduction = sizeof(Moments<A>) * kThreads;
+  const int64_t pieces = t.slab_channels * t.pieces;
+  const int64_t slab_bytes = int64_t{arrays} * t.slab * V * sizeof(T);
+  const int64_t most = t.span == 8 ? CeilDiv(pieces, parallel) : 1;
+  t.share = CeilDiv(pieces, std::min(most, TeamSize(t.slabs, slab_bytes, kReduction, d)));
+  t.team.size = static_cast<int>(CeilDiv(pieces, t.share));
+
+  // The backward pass also has two sums for each piece.
+  const int64_t sums = arrays == 1 ? 0 : 2 * sizeof(A) * t.share * (t.threads >> t.span);
+  const int64_t bytes_per_run = int64_t{arrays} * length * t.threads * V * sizeof(T);
+  const int64_t shared = t.team.size == 1 ? d.shared_per_block : ResidentShared(d);
+  t.schedule = MakeSchedule(CeilDiv(t.share, parallel), length, bytes_per_run, shared - kReduction - sums);
+  t.shared = arrays * t.schedule.Slots() * t.threads * V * sizeof(T) + kReduction + sums;
+  return t;
+}
+
+// A thread's place in a slab of channels-first data.
+struct RowPlace {
+  const RowTiling& t;
+  int64_t unit;
+  int64_t base, first, end;  // pieces first..end-1 are this block's
+  int in_slab, lane, row;    // among the slab's threads; the run's lanes; the runs side by side
+  int parallel;
+
+  __device__ RowPlace(const RowTiling& t, int64_t first_unit) : t(t) {
+    in_slab = threadIdx.x & ((1 << t.span) - 1);
+    unit = first_unit + (threadIdx.x >> t.span);
+    lane = in_slab & ((1 << t.lanes) - 1);
+    row = in_slab >> t.lanes;
+    parallel = 1 << (t.span - t.lanes);
+    base = unit * t.slab;
+    first = t.team.Rank() * t.share;
+    end = unit < t.slabs ? min(first + t.share, t.slab_channels * t.pieces) : first;
+  }
+
+  __device__ int64_t Piece(int m) const { return first + row + int64_t{m} * parallel; }
+  __device__ int64_t Channel(int64_t piece) const { return t.pieces == 1 ? piece : piece / t.pieces; }
+
+  __device__ Run At(int m) const {
+    const int64_t piece = Piece(m);
+    const int64_t channel = Channel(piece);
+    const int64_t begin = (piece - channel * t.pieces) * t.piece;
+    const int64_t left = min(t.piece, t.row - begin) - lane;
+    const int step = 1 << t.lanes;
+    const int count = piece < end && left > 0 ? static_cast<int>((left - 1) >> t.lanes) + 1 : 0;
+    return {base + channel * t.row + begin + lane, step, count};
+  }
+};
+
+}  // namespace jaxdnn::group_norm

@@ -1,0 +1,87 @@
+// From a problem to the kernel that takes it.
+#pragma once
+
+#include <algorithm>
+#include <optional>
+
+#include "cuda/activation/functions.cuh"
+#include "cuda/common/dtype.cuh"
+#include "cuda/group_norm/tiling.cuh"
+
+namespace jaxdnn::group_norm {
+
+// How a kernel reads: vectors of kV elements of type T, channels last (columns) or first (rows).
+template <class T, int kV, bool kInColumns>
+struct Access {
+  using Type = T;
+  static constexpr int V = kV;
+  static constexpr bool kColumns = kInColumns;
+};
+
+template <class T, int V, class F>
+auto PlanAndCall(const Problem& p, int arrays, const Device& d, F&& f) {
+  // With one position the layouts are the same; rows would have a channel for every element.
+  if (p.channels_last || p.spatial == 1) return f(Access<T, V, true>{}, PlanColumns<T, V>(p, arrays, d), d);
+  return f(Access<T, V, false>{}, PlanRows<T, V>(p, arrays, d), d);
+}
+
+template <class T>
+bool WholeVectors(const Problem& p) {
+  const bool columns = p.channels_last || p.spatial == 1;
+  return (columns ? p.spatial * p.channels : p.spatial) % kVecLength<T> == 0;
+}
+
+// Calls f(Access, tiling, device) for a problem whose arrays allow 16-byte accesses or do not.
+template <class F>
+cudaError_t VisitTiling(const Problem& p, int arrays, bool aligned, F&& f) {
+  if (p.Empty()) return cudaSuccess;
+  Device d;
+  if (cudaError_t e = Query(&d)) return e;
+  return VisitDType(p.dtype, [&](auto type) {
+    using T = typename decltype(type)::type;
+    if (aligned && WholeVectors<T>(p)) return PlanAndCall<T, kVecLength<T>>(p, arrays, d, f);
+    return PlanAndCall<T, 1>(p, arrays, d, f);
+  });
+}
+
+// The most that bytes(tiling, size of an accumulator) is for any alignment; none if a block would need more shared
+// memory than there is.
+template <class F>
+std::optional<int64_t> MostBytes(const Problem& p, int arrays, F&& bytes) {
+  if (p.Empty()) return 0;
+  int64_t most = 0, shared = 0;
+  VisitDType(p.dtype, [&](auto type) {
+    using T = typename decltype(type)::type;
+    const auto take = [&](auto, const auto& t, const Device&) {
+      most = std::max(most, int64_t{bytes(t, sizeof(Accumulator<T>))});
+      shared = std::max(shared, t.shared);
+      return cudaSuccess;
+    };
+    if (WholeVectors<T>(p)) PlanAndCall<T, kVecLength<T>>(p, arrays, kNominal, take);
+    return PlanAndCall<T, 1>(p, arrays, kNominal, take);
+  });
+  if (shared > kNominal.shared_per_block) return std::nullopt;
+  return most;
+}
+
+// Calls f with the functor of an activation that is fused: the few that follow a normalization.
+template <class T, class F>
+cudaError_t VisitActivation(activation::Kind kind, F&& f) {
+  switch (kind) {
+    case activation::Kind::kIdentity:
+      return f(activation::Identity<T>{});
+    case activation::Kind::kRelu:
+      return f(activation::Relu<T>{});
+    case activation::Kind::kSilu:
+      return f(activation::Silu<T>{1});
+    default:
+      return cudaErrorInvalidValue;
+  }
+}
+
+// What a team's blocks exchange about `words` accumulators for each group, and the counters that they meet at.
+inline int64_t ExchangeBytes(const Team& team, int64_t slab_groups, int words, size_t accumulator) {
+  return team.size == 1 ? 0 : team.units * (team.size * slab_groups * words * accumulator + sizeof(unsigned));
+}
+
+}  // namespace jaxdnn::group_norm
