@@ -27,6 +27,8 @@ OPERATORS = {
   "conv_0d": (lambda x, w: jaxdnn.conv(x, w), [(3, 4), (4, 6)]),
   "max_pool": (lambda x: jaxdnn.max_pool(x, (3, 2), stride=(2, 1), dilation=(1, 2), padding="SAME"), [(3, 6, 5, 4)]),
   "avg_pool": (lambda x: jaxdnn.avg_pool(x, (3,), stride=2, padding="SAME", count_include_pad=False), [(3, 7, 4)]),
+  "group_norm": (lambda x, s, b: jaxdnn.group_norm(x, 2, s, b, activation="silu"), [(3, 2, 5, 4), (4,), (4,)]),
+  "instance_norm": (lambda x, s, b: jaxdnn.instance_norm(x, s, b, axis=1), [(3, 4, 5), (4,), (4,)]),
   "lrn": (lambda x: jaxdnn.local_response_norm(x, 4, alpha=2.0), [(3, 2, 6)]),
   "lrn_within": (lambda x: jaxdnn.local_response_norm(x, (3, 2), alpha=2.0, mode="within_channel"), [(3, 4, 3, 2)]),
   "divisive_norm": (lambda x, m: jaxdnn.divisive_norm(x, m, size=(3,), alpha=2.0), [(3, 5, 2), (3, 5, 2)]),

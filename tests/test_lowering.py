@@ -39,6 +39,16 @@ LOWERED = {
     [X, X],
     ["jaxdnn.lrn.v1", "jaxdnn.lrn_vjp.v1"],
   ),
+  "group_norm": (
+    lambda x, s, b: jaxdnn.group_norm(x, 2, s, b, activation="silu"),
+    [X, ((4,), F32), ((4,), F32)],
+    ["jaxdnn.group_norm.v1", "jaxdnn.group_norm_bwd.v1"],
+  ),
+  "instance_norm_channels_first": (
+    lambda x: jaxdnn.instance_norm(x, axis=1),
+    [X],
+    ["jaxdnn.group_norm.v1", "jaxdnn.group_norm_bwd.v1"],
+  ),
   "softmax": (jaxdnn.softmax, [X], ["jaxdnn.softmax.v1", "jaxdnn.softmax_bwd.v1"]),
   "log_softmax": (jaxdnn.log_softmax, [X], ["jaxdnn.softmax.v1", "jaxdnn.softmax_bwd.v1"]),
   "relu": (jaxdnn.relu, [X], ["jaxdnn.activation.v1", "jaxdnn.activation_bwd.v1"]),
