@@ -43,6 +43,12 @@ double Rate(Tile tile) {
   return 0;
 }
 
+// Elements that the tensor-core kernels copy at once.
+int VectorLength(const Problem& p) {
+  const auto divides = [&](int n) { return p.channels % n == 0 && p.features % n == 0; };
+  return divides(8) ? 8 : divides(2) ? 2 : 1;
+}
+
 // Blocks of a tile that share a multiprocessor.
 double Resident(const TileShape& t) {
   if (!t.tensor_cores) return 1024.0 / t.threads;
@@ -63,7 +69,8 @@ double Cycles(const Problem& p, const TileShape& t, int64_t splits, int64_t resu
   const double waves = std::ceil(blocks / (kMultiprocessors * Resident(t)));
   const double arithmetic =
       std::ceil(blocks / kMultiprocessors) * t.rows * t.columns * tile_depth * steps / Rate(t.tile);
-  const double latency = waves * (steps + 4) * (t.tensor_cores ? kMmaStepLatency : kStepLatency);
+  const double copies = t.tensor_cores ? 8 / VectorLength(p) : 1;  // of a chunk, in place of one
+  const double latency = waves * (steps + 4) * (t.tensor_cores ? kMmaStepLatency * copies : kStepLatency);
   const double reduction =
       splits > 1 ? kLaunchCycles + 2.0 * splits * result_bytes / (kMultiprocessors * kBytesPerCycle) : 0;
   return std::max(arithmetic, latency) + reduction;

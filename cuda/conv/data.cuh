@@ -17,7 +17,9 @@ struct DataParams {
   int columns, channels, groups;
   int tile_rows;
   FastDiv row_tiles, column_tiles, group_div, phases;  // row tiles of the largest phase
-  Box whole, window_box;                               // positions and taps where there is one phase
+  // Without strides between the operand's elements every position meets every tap; then its positions and taps.
+  bool all_taps;
+  Box whole, window_box;
   FastDiv whole_image;
   Axis axis[kRank];
   int out[kRank], window[kRank];
@@ -42,6 +44,7 @@ inline DataParams MakeDataParams(const Problem& p, int tile_rows, int tile_colum
   q.channels = int(forward ? p.channels : p.features);
   q.groups = int(p.groups);
   int64_t phase_count = 1;
+  q.all_taps = true;
   q.first_filter_tap[2] = p.channels * k;
   q.first_filter_tap[1] = q.first_filter_tap[2] * p.window[2];
   q.first_filter_tap[0] = q.first_filter_tap[1] * p.window[1];
@@ -55,6 +58,7 @@ inline DataParams MakeDataParams(const Problem& p, int tile_rows, int tile_colum
     q.tap_distance[d] = q.axis[d].tap_step * q.tap_period[d] / int(q.axis[d].step.divisor);
     q.filter_tap[d] = q.first_filter_tap[d] * q.tap_period[d];
     phase_count *= q.period[d];
+    q.all_taps &= q.axis[d].step.divisor == 1;
     largest *= CeilDiv(q.out[d], q.period[d]);
   }
   q.phases = FastDiv(phase_count);
@@ -122,7 +126,7 @@ struct DataBlock {
     rest = p.phases.Div(rest, &which);
     batch = p.row_tiles.Div(rest, &row_tile);
     first_row = int64_t{row_tile} * p.tile_rows;
-    if (p.phases.divisor == 1) {
+    if (p.all_taps) {
 #pragma unroll
       for (int d = 0; d < kRank; ++d) phase[d] = {0, p.out[d], 0, p.window[d]};
       positions = p.whole;
@@ -166,9 +170,7 @@ struct DataBlock {
         out[d] = phase[d].phase + p.period[d] * out[d];
         const int position = p.axis[d].Origin(out[d]) + phase[d].first_tap * p.axis[d].tap_step;
         // Exact, by the choice of the phase.
-        rows[i].origin[d] = p.phases.divisor == 1 && p.axis[d].step.divisor == 1
-                                ? position
-                                : position / static_cast<int>(p.axis[d].step.divisor);
+        rows[i].origin[d] = p.all_taps ? position : position / static_cast<int>(p.axis[d].step.divisor);
       }
       rows[i].image = image * p.image_size + group * p.group_size;
       rows[i].result = ((image * p.out[0] + out[0]) * p.out[1] + out[1]) * p.out[2] + out[2];

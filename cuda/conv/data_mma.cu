@@ -132,7 +132,7 @@ struct LoadFilterForward {
   const DataParams& p;
   const DataBlock& block;
   const In* filter;  // at the block's first tap and this thread's columns
-  const In* next;    // this thread's first line of the next step, where all taps follow one another
+  const In* next;    // this thread's first line of the next step, where every tap counts
   const int depth, columns, place;
 
   __device__ LoadFilterForward(const DataParams& p, const DataBlock& block, const In* filter, int depth)
@@ -149,7 +149,7 @@ struct LoadFilterForward {
     for (int j = 0; j < Mine::kCount; ++j) {
       const int k = step * T::kDepth + Mine::Line() + j * Mine::kLinesApart;
       const In* from = next + j * Mine::kLinesApart * p.filter_channel;
-      if (p.phases.divisor != 1) {
+      if (!p.all_taps) {
         const Walk at(p, block.taps, k);
         from = filter + at.filter + at.channel * p.filter_channel;
       }
