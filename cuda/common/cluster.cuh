@@ -1,4 +1,5 @@
-// Thread-block clusters (sm_90): neighbouring blocks that run at the same time and write into each other's shared memory.
+// Thread-block clusters (sm_90): neighbouring blocks that run at the same time and write into each other's shared
+// memory.
 #pragma once
 
 #include <cstdint>

@@ -1,0 +1,31 @@
+// Copies from global to shared memory that run while the thread goes on (sm_80).
+#pragma once
+
+#include <cstdint>
+
+namespace jaxdnn {
+
+// Starts a copy of one value. Of less than 4 bytes, which the hardware does not have, it is done at once.
+template <class V>
+__device__ void CopyAsync(V* shared, const V* global) {
+  if constexpr (sizeof(V) < 4) {
+    *shared = *global;
+  } else {
+    const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+    if constexpr (sizeof(V) == 16)
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
+    else
+      asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(global), "n"(sizeof(V)) : "memory");
+  }
+}
+
+// Closes the group of copies that the thread has started since the last.
+__device__ inline void CommitAsync() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits until no more than kPending of the thread's groups are unfinished.
+template <int kPending>
+__device__ void WaitAsync() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+}  // namespace jaxdnn

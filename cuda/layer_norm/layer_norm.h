@@ -1,0 +1,74 @@
+// Layer norm and RMS norm over the rows of [problems, rows, n], and their
+// gradient.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include "cuda/common/dtype.h"
+
+namespace jaxdnn::layer_norm {
+
+// Rows of one problem share its scale and bias, which are [problems, n].
+struct Shape {
+  int64_t problems, rows, n;
+};
+
+struct Options {
+  bool center;     // layer norm subtracts the mean; RMS norm takes it to be 0
+  double epsilon;  // added to the variance
+  double offset;   // added to scale
+};
+
+// Data is of one element type; parameters and statistics are in its
+// accumulator's type. `mean` is [problems, rows, 2]: the unevaluated sum of two
+// numbers, since the rounding of one may exceed the deviation. Null where
+// absent.
+
+// s = x + residual,  y = (s - mean) rstd (scale + offset) + bias
+struct Forward {
+  const void *x, *residual, *scale, *bias;
+  void *y, *sum, *mean, *rstd;
+};
+
+// dx is the gradient of s: of the norm at the cotangent `g` of y, plus the
+// cotangent `g_sum` of s.
+struct Backward {
+  const void *g, *g_sum, *x, *scale, *mean, *rstd;
+  void *dx, *dscale, *dbias;
+};
+
+// Scratch memory, as a pure function of the shape: what a device makes of it
+// does not change what it needs.
+
+// Rows longer than this may be split into chunks of it, of which each leaves
+// two moments or sums.
+constexpr int64_t kChunk = 8192;
+constexpr int64_t kMaxChunks = 256;
+
+inline int64_t Chunks(const Shape& s) { return s.n <= kChunk ? 0 : std::min(kMaxChunks, (s.n + kChunk - 1) / kChunk); }
+
+// Rows of dscale and of dbias that a problem's blocks may leave to be summed.
+inline int64_t PartialRows(const Shape& s) {
+  constexpr int64_t kElements = 5 << 18, kMost = 1024;
+  const int64_t useful = std::min(kMost, (s.rows + 3) / 4);
+  return std::max<int64_t>(1, std::min(useful, kElements / std::max<int64_t>(1, s.problems * s.n)));
+}
+
+inline int64_t ForwardWorkspace(const Shape& s) { return s.problems * s.rows * Chunks(s) * 2 * sizeof(double); }
+
+inline int64_t BackwardWorkspace(const Shape& s, int64_t element_bytes) {
+  const int64_t chunks = Chunks(s), accumulator = std::max<int64_t>(4, element_bytes);
+  const int64_t sums = chunks == 0 ? 0 : s.problems * s.rows * (chunks + 1) * 2 * int64_t{sizeof(double)};
+  return sums + 2 * s.problems * PartialRows(s) * s.n * accumulator;
+}
+
+cudaError_t RunForward(const Forward& f, DType dtype, Shape shape, Options options, void* workspace,
+                       cudaStream_t stream);
+cudaError_t RunBackward(const Backward& b, DType dtype, Shape shape, Options options, void* workspace,
+                        cudaStream_t stream);
+
+}  // namespace jaxdnn::layer_norm

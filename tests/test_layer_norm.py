@@ -1,0 +1,537 @@
+"""Layer norm, RMS norm, adaptive layer norm and their sums with a residual against NumPy in float64."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from jax.test_util import check_grads
+
+import jaxdnn
+from jaxdnn import _extension
+from layer_norm_cases import LENGTHS, ROWS, WIDE, Case
+from numerics import ACCUMULATOR, DTYPES, ROUNDOFF, assert_close, assert_repeatable, exact, sample
+
+NORMS = {"layer": jaxdnn.layer_norm, "rms": jaxdnn.rms_norm}
+ADD = {"layer": jaxdnn.add_layer_norm, "rms": jaxdnn.add_rms_norm}
+BOTH = sorted(NORMS)
+EPSILON = {"layer": 1e-5, "rms": 1e-6}
+
+
+def statistics(kind, x, epsilon, axis=-1):
+  """The normalised rows and the reciprocal deviation."""
+  x = exact(x)
+  d = x - x.mean(axis, keepdims=True) if kind == "layer" else x
+  rstd = 1 / np.sqrt((d * d).mean(axis, keepdims=True) + epsilon)
+  return d * rstd, rstd
+
+
+def oracle(kind, x, scale=1.0, bias=0.0, epsilon=None, axis=-1):
+  return statistics(kind, x, epsilon or EPSILON[kind], axis)[0] * exact(scale) + exact(bias)
+
+
+def project(kind, t, h, rstd):
+  """The Jacobian of the normalised rows, applied to t. It is symmetric."""
+  t = t - t.mean(-1, keepdims=True) if kind == "layer" else t
+  return rstd * (t - h * (t * h).mean(-1, keepdims=True))
+
+
+def with_gradients(f, g, *args):
+  y, vjp = jax.vjp(f, *args)
+  return y, vjp(g)
+
+
+def check_cases(kind, cases, dtype, *, residual=False, affine=True):
+  """Value, cotangents and tangent of every case, all in one compilation."""
+  wide = ACCUMULATOR[dtype]
+  shapes = [(c.rows, c.n) for c in cases]
+  data = [[sample(s, dtype, 5 * i + j) for j in range(4)] for i, s in enumerate(shapes)]
+  parameters = [[sample((n,), wide, 7 * i + j) for j in range(4)] for i, (_, n) in enumerate(shapes)]
+
+  def maps(data, parameters):
+    (x, r, g, g_sum), (scale, bias, dscale, dbias) = data, parameters
+    primals, tangents = [x], [g]
+    if residual:
+      primals, tangents = [*primals, r], [*tangents, g_sum]
+    if affine:
+      primals, tangents = [*primals, scale, bias], [*tangents, dscale, dbias]
+    f = (ADD if residual else NORMS)[kind]
+    y, vjp = jax.vjp(f, *primals)
+    return y, vjp((g, g_sum) if residual else g), jax.jvp(f, tuple(primals), tuple(tangents))[1]
+
+  results = jax.jit(lambda data, parameters: list(map(maps, data, parameters)))(data, parameters)
+
+  for (x, r, g, g_sum), (scale, bias, dscale, dbias), (y, gradients, dy) in zip(data, parameters, results, strict=True):
+    rows, n = x.shape
+    s = x
+    t = exact(g)
+    if residual:
+      (y, s), (dy, ds) = y, dy
+      assert_close(s, exact(x) + exact(r), dtype)
+      assert_close(ds, exact(g) + exact(g_sum), dtype)
+      t = exact(ds)
+    h, rstd = statistics(kind, s, EPSILON[kind])
+    by = exact(scale) if affine else np.float64(1)
+    want = h * by + (exact(bias) if affine else 0)
+    assert_close(y, want, dtype, terms=n, scale=np.abs(h * by).max() + np.abs(want).max())
+
+    q = exact(g) * by
+    dx = project(kind, q, h, rstd) + (exact(g_sum) if residual else 0)
+    size = np.abs(rstd).max() * np.abs(q).max() * (1 + np.abs(h).max() ** 2) + 1
+    assert_close(gradients[0], dx, dtype, terms=n, scale=size)
+    if residual:
+      assert np.array_equal(exact(gradients[1]), exact(gradients[0]))
+    if affine:
+      size = np.abs(exact(g)).max() * (1 + np.abs(h).max())
+      got_scale, got_bias = gradients[-2:]
+      assert_close(got_scale, (exact(g) * h).sum(0), wide, terms=rows + n, scale=size)
+      assert_close(got_bias, exact(g).sum(0), wide, terms=rows, scale=size)
+    want = project(kind, t, h, rstd) * by + ((h * exact(dscale) + exact(dbias)) if affine else 0)
+    size = np.abs(rstd).max() * np.abs(t).max() * (1 + np.abs(h).max() ** 2) * np.abs(by).max() + np.abs(want).max()
+    if residual:  # The sum of the tangents may or may not be rounded before it goes on.
+      size *= 1 + ROUNDOFF[dtype] / ROUNDOFF[wide]
+    assert_close(dy, want, dtype, terms=n, scale=size)
+
+
+# Values and first derivatives -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", BOTH)
+def test_lengths(kind, dtype):
+  lengths = LENGTHS if jax.default_backend() == "gpu" else LENGTHS[DTYPES.index(dtype) :: 6]
+  check_cases(kind, [Case(1 + n % 3, n) for n in lengths], dtype)
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_with_and_without_parameters_and_residual(dtype, residual):
+  cases = ROWS if jax.default_backend() == "gpu" else ROWS[:3]
+  for kind in BOTH:
+    for affine in (False, True):
+      check_cases(kind, cases, dtype, residual=residual, affine=affine)
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_one_parameter_without_the_other(kind):
+  x, p, g = (sample(s, "float64", i) for i, s in enumerate([(6, 40), (40,), (6, 40)]))
+  h, rstd = statistics(kind, x, EPSILON[kind])
+  y, vjp = jax.vjp(lambda x, b: NORMS[kind](x, bias=b), x, p)
+  assert_close(y, h + p, "float64", terms=40, scale=10)
+  assert_close(vjp(g)[1], g.sum(0), "float64", terms=6, scale=10)
+  y, vjp = jax.vjp(lambda x, s: NORMS[kind](x, s, zero_centered=True), x, p)
+  assert_close(y, h * (1 + p), "float64", terms=40, scale=10)
+  dx, dscale = vjp(g)
+  assert_close(dx, project(kind, g * (1 + p), h, rstd), "float64", terms=40, scale=100)
+  assert_close(dscale, (g * h).sum(0), "float64", terms=6, scale=20)
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_axes(kind):
+  x = jnp.asarray(sample((3, 4, 5, 2), "float64"))
+  for axis in (-1, 1, 0, (2, 3), (-1, 1), (0, 3), (0, 1, 2, 3)):
+    axes = tuple(a % 4 for a in (axis if isinstance(axis, tuple) else (axis,)))
+    shape = tuple(x.shape[a] for a in sorted(axes))
+    scale = jnp.asarray(sample(shape, "float64", 1))
+    wide = [x.shape[a] if a in axes else 1 for a in range(4)]
+    want = oracle(kind, x, scale.reshape(wide), axis=axes)
+    f = lambda x, scale, axis=axis: NORMS[kind](x, scale, axis=axis)  # noqa: E731
+    assert_close(f(x, scale), want, "float64", terms=math.prod(shape), scale=10)
+    dx, dscale = jax.grad(lambda x, s, f=f: (f(x, s) ** 2).sum(), (0, 1))(x, scale)
+    assert dx.shape == x.shape and dscale.shape == shape
+    other = tuple(a for a in range(4) if a not in axes)
+    h = statistics(kind, x, EPSILON[kind], axes)[0]
+    np.testing.assert_allclose(dscale, (2 * want * h).sum(other), rtol=1e-10, atol=1e-10)
+
+
+def test_parameters_and_gradients_keep_their_own_type():
+  x = jnp.asarray(sample((4, 6), "bfloat16"))
+  for dtype in ("float32", "bfloat16", "float16"):
+    scale, bias = jnp.ones(6, dtype), jnp.zeros(6, dtype)
+    y, vjp = jax.vjp(jaxdnn.layer_norm, x, scale, bias)
+    assert y.dtype == x.dtype and [g.dtype for g in vjp(y)] == [x.dtype, scale.dtype, bias.dtype]
+
+
+def test_gradients_of_16_bit_data_are_summed_in_float32():
+  """4096 rows of cotangent 1: a bfloat16 sum would stop at 256."""
+  x = jnp.asarray(sample((4096, 8), "bfloat16"))
+  dbias = jax.grad(lambda b: jaxdnn.layer_norm(x, bias=b).astype(jnp.float32).sum())(jnp.zeros(8, jnp.float32))
+  np.testing.assert_array_equal(dbias, 4096)
+
+
+@pytest.mark.parametrize("op", [jaxdnn.layer_norm, jaxdnn.rms_norm])
+def test_empty_arrays(op):
+  for shape in [(0,), (0, 4), (4, 0), (2, 0, 3)]:
+    x, p = jnp.zeros(shape), jnp.ones(shape[-1:])
+    dx, dp = jax.grad(lambda x, p: op(x, p, p).sum(), (0, 1))(x, p)
+    assert op(x, p).shape == dx.shape == shape and (dp == 0).all() and dp.shape == shape[-1:]
+
+
+def test_unaligned_slice():
+  """A slice at an odd offset reaches the kernel through whatever buffer XLA chooses; values must not depend on it."""
+  x, w = jnp.asarray(sample((3, 1001, 24), "bfloat16")), jnp.asarray(sample((25,), "float32"))
+  sliced = jax.jit(lambda x, w: jaxdnn.layer_norm(x[1, 1:], w[1:]))(x, w)
+  np.testing.assert_array_equal(exact(sliced), exact(jaxdnn.layer_norm(x, w[1:]))[1, 1:])
+
+
+# Adaptive ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_adaptive(dtype, zero_centered):
+  shapes = [((3,), (5,), 24), ((2, 3), (4,), 17), ((), (6,), 8), ((4,), (), 40), ((2,), (70, 2), 520)]
+  for batch, positions, n in shapes if dtype == "float32" or jax.default_backend() == "gpu" else shapes[:2]:
+    shape, wide = (*batch, *positions, n), ACCUMULATOR[dtype]
+    x, g = sample(shape, dtype), sample(shape, dtype, 1)
+    scale, shift = sample((*batch, n), wide, 2), sample((*batch, n), wide, 3)
+    f = functools.partial(jaxdnn.adaptive_layer_norm, zero_centered=zero_centered)
+    y, gradients = jax.jit(functools.partial(with_gradients, f))(g, x, scale, shift)
+    along = (*batch, *[1] * len(positions), n)
+    by = scale.reshape(along).astype(np.float64) + zero_centered
+    h, rstd = statistics("layer", x, 1e-6)
+    size = np.abs(by).max() * np.abs(h).max() + np.abs(shift).max()
+    assert_close(y, h * by + shift.reshape(along), dtype, terms=n, scale=size)
+    dx = project("layer", exact(g) * by, h, rstd)
+    size = np.abs(rstd).max() * np.abs(by).max() * np.abs(exact(g)).max() * (1 + np.abs(h).max() ** 2)
+    assert_close(gradients[0], dx, dtype, terms=n, scale=size)
+    over = tuple(range(len(batch), len(shape) - 1))
+    size = np.abs(exact(g)).max() * (1 + np.abs(h).max())
+    assert_close(gradients[1], (exact(g) * h).sum(over), wide, terms=n + math.prod(positions), scale=size)
+    assert_close(gradients[2], exact(g).sum(over), wide, terms=math.prod(positions), scale=size)
+
+
+# Special values ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [8, 100, 770, 5000, 70000])
+def test_mean_far_larger_than_the_deviation(n):
+  """Mean 1e4, deviation 1e-2: the float32 mean is off by up to a twentieth of the deviation, the result is not."""
+  x = (1e4 + 1e-2 * sample((4, n), "float64")).astype(np.float32)
+  g = sample((4, n), "float32", 1)
+  y, vjp = jax.vjp(lambda x: jaxdnn.layer_norm(x, epsilon=1e-12), x)
+  h, rstd = statistics("layer", x, 1e-12)
+  np.testing.assert_allclose(y, h, rtol=1e-4, atol=1e-4)
+  np.testing.assert_allclose(exact(vjp(g)[0]) / rstd, project("layer", exact(g), h, 1), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_constant_rows(dtype):
+  """Variance 0: the normalised row is 0 and every derivative finite."""
+  x = jnp.full((3, 40), 3.0, dtype)
+  y, vjp = jax.vjp(jaxdnn.layer_norm, x)
+  assert (y == 0).all() and np.isfinite(exact(vjp(x)[0])).all()
+  y, vjp = jax.vjp(jaxdnn.rms_norm, 0 * x)
+  assert (y == 0).all() and np.isfinite(exact(vjp(x)[0])).all()
+  one = jnp.asarray(sample((5, 1), dtype))
+  assert (jaxdnn.layer_norm(one) == 0).all() and (jax.grad(lambda x: jaxdnn.layer_norm(x).sum())(one) == 0).all()
+
+
+@pytest.mark.parametrize("n", [3, 40, 300, 1100, 70000])
+def test_nan_and_infinity_stay_in_their_row(n):
+  x = sample((4, n), "float32")
+  x[1, n // 2], x[2, 0] = np.nan, np.inf
+  with np.errstate(invalid="ignore"):
+    want = oracle("layer", x)
+  assert np.isnan(want[1:3]).all() and not np.isnan(want[[0, 3]]).any()
+  assert_close(jaxdnn.layer_norm(x), want, "float32", terms=n, scale=10)
+  y = np.asarray(jaxdnn.rms_norm(x))
+  assert np.isnan(y[1]).all() and np.isnan(y[2, 0]) and (y[2, 1:] == 0).all()
+  np.testing.assert_allclose(y[[0, 3]], oracle("rms", x[[0, 3]]), rtol=1e-5, atol=1e-5)
+
+
+def test_large_and_small_values():
+  for magnitude in (1e15, 1e-3):
+    x = magnitude * sample((3, 50), "float32")
+    np.testing.assert_allclose(jaxdnn.layer_norm(x), oracle("layer", x), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(jaxdnn.rms_norm(x), oracle("rms", x), rtol=1e-4, atol=1e-5)
+
+
+# Derivatives and compositions ----------------------------------------------------------------------------------------
+
+X, R, SCALE, BIAS = (jnp.asarray(sample(s, "float64", i)) for i, s in enumerate([(2, 3, 4), (2, 3, 4), (4,), (4,)]))
+PER_EXAMPLE = jnp.asarray(sample((2, 4), "float64", 5)), jnp.asarray(sample((2, 4), "float64", 6))
+OPERATORS = {
+  "layer": (jaxdnn.layer_norm, (X, SCALE, BIAS)),
+  "layer_plain": (jaxdnn.layer_norm, (X,)),
+  "rms": (functools.partial(jaxdnn.rms_norm, zero_centered=True), (X, SCALE)),
+  "add_layer": (jaxdnn.add_layer_norm, (X, R, SCALE, BIAS)),
+  "add_rms": (jaxdnn.add_rms_norm, (X, R, SCALE)),
+  "adaptive": (jaxdnn.adaptive_layer_norm, (X, *PER_EXAMPLE)),
+}
+
+
+def scalar(f):
+  """A function of the results that is neither linear nor symmetric, and couples them."""
+
+  def loss(*args):
+    leaves = jax.tree.leaves(f(*args))
+    weights = [1 + jnp.arange(y.size, dtype=y.dtype).reshape(y.shape) for y in leaves]
+    return sum(jnp.sum(jnp.sin(y + i) * w) for i, (y, w) in enumerate(zip(leaves, weights, strict=True)))
+
+  return loss
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_derivatives_of_every_order_and_mode(name):
+  f, args = OPERATORS[name]
+  check_grads(jax.jit(f), args, order=2, modes=("fwd", "rev"))
+
+
+@pytest.mark.parametrize("name", ["layer", "add_rms"])
+def test_derivative_maps_are_differentiable_in_every_operand(name):
+  f, args = OPERATORS[name]
+  ts = tuple(jnp.asarray(sample(a.shape, "float64", 20 + i)) for i, a in enumerate(args))
+  check_grads(jax.jit(lambda a, t: jax.jvp(f, a, t)[1]), (args, ts), order=1, modes=("fwd", "rev"))
+  g = f(*ts)
+  check_grads(jax.jit(lambda a, g: jax.vjp(f, *a)[1](g)), (args, g), order=1, modes=("fwd", "rev"))
+
+
+@pytest.mark.parametrize("name", ["layer", "layer_plain", "add_rms", "adaptive"])
+def test_vmap_over_every_subset_of_operands(name):
+  f, args = OPERATORS[name]
+  stacked = [jnp.stack([a, 0.5 * a, a + 1]) for a in args]
+  gradient = jax.grad(scalar(f), tuple(range(len(args))))
+  both = jax.jit(lambda *a: (f(*a), gradient(*a)))
+  for subset in range(1, 1 << len(args)):
+    mapped = [bool(subset >> i & 1) for i in range(len(args))]
+    each = [both(*(s[i] if m else a for s, a, m in zip(stacked, args, mapped, strict=True))) for i in range(3)]
+    want = jax.tree.map(lambda *a: jnp.stack(a), *each)
+    # Mapped axes first, last and in the middle.
+    ins = [(0, -1, 1)[i % 3] if m else None for i, m in enumerate(mapped)]
+    given = [jnp.moveaxis(s, 0, d) if m else a for s, a, m, d in zip(stacked, args, mapped, ins, strict=True)]
+    got = jax.jit(jax.vmap(lambda *a: (f(*a), gradient(*a)), ins))(*given)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9), got, want)
+
+
+def test_vmap_over_rows_is_the_same_kernel_and_per_example_gradients_are_problems():
+  x = X.reshape(6, 4)
+  whole, mapped = (
+    jax.make_jaxpr(jaxdnn.layer_norm)(x, SCALE, BIAS),
+    jax.make_jaxpr(jax.vmap(jaxdnn.layer_norm, (0, None, None)))(x, SCALE, BIAS),
+  )
+  shapes = [
+    [v.aval.shape for e in j.eqns if e.primitive.name == "jaxdnn_layer_norm" for v in e.invars] for j in (whole, mapped)
+  ]
+  assert shapes[0] == shapes[1] == [(1, 6, 4), (0, 0, 0), (1, 4), (1, 4)]
+  per_example = jax.vmap(jax.grad(lambda x, s, b: jaxdnn.layer_norm(x, s, b).sum(), (1, 2)), (0, None, None))
+  (backward,) = [
+    e for e in jax.make_jaxpr(per_example)(x, SCALE, BIAS).eqns if e.primitive.name == "jaxdnn_layer_norm_bwd"
+  ]
+  assert [v.aval.shape for v in backward.outvars] == [(6, 1, 4), (6, 4), (6, 4)]
+
+
+@pytest.mark.parametrize("name", ["layer", "add_rms", "adaptive"])
+def test_scan_remat_and_hessian(name):
+  f, args = OPERATORS[name]
+  want = jax.grad(scalar(f), tuple(range(len(args))))(*args)
+  got = jax.grad(scalar(jax.checkpoint(f)), tuple(range(len(args))))(*args)
+  total = lambda *s: jax.lax.scan(lambda c, xs: (c + scalar(f)(*xs), None), 0.0, s)[0]  # noqa: E731
+  scanned = jax.grad(total, tuple(range(len(args))))(*(a[None] for a in args))
+  for a, b, c in zip(want, got, scanned, strict=True):
+    np.testing.assert_allclose(b, a, rtol=1e-10)
+    np.testing.assert_allclose(c[0], a, rtol=1e-10)
+  h = jax.hessian(lambda x: scalar(f)(x, *args[1:]))(args[0]).reshape(args[0].size, -1)
+  np.testing.assert_allclose(h, h.T, atol=1e-9)
+
+
+def test_residuals_are_the_input_and_two_statistics():
+  x, p = jnp.zeros((8, 16), jnp.bfloat16), jnp.ones(16, jnp.float32)
+  kept = jax.tree.leaves(jax.vjp(jaxdnn.layer_norm, x, p, p)[1])
+  assert sum(k.size * k.dtype.itemsize for k in kept) == 8 * 16 * 2 + 16 * 4 + 8 * 3 * 4
+  kept = jax.tree.leaves(jax.vjp(jaxdnn.rms_norm, x, p)[1])
+  assert sum(k.size * k.dtype.itemsize for k in kept) == 8 * 16 * 2 + 16 * 4 + 8 * 4
+
+
+def test_sum_of_the_residual_is_what_is_normalised():
+  x, r = jnp.asarray(sample((5, 24), "bfloat16")), jnp.asarray(sample((5, 24), "bfloat16", 1))
+  y, s = jax.jit(jaxdnn.add_rms_norm)(x, r)
+  np.testing.assert_array_equal(exact(s), exact(x + r))
+  np.testing.assert_array_equal(exact(y), exact(jax.jit(jaxdnn.rms_norm)(s)))
+
+
+@pytest.mark.mesh
+@pytest.mark.parametrize("name", ["layer", "add_rms", "adaptive"])
+def test_explicit_mesh_gathers_nothing(name):
+  f, args = OPERATORS[name]
+  args = [jnp.concatenate([a] * 4) if a.ndim > 1 else a for a in args]
+  mesh = jax.make_mesh((4, 2), ("a", "b"))
+  gradient = jax.grad(scalar(f), tuple(range(len(args))))
+  want = f(*args), gradient(*args)
+  with jax.set_mesh(mesh):
+    placed = [jax.device_put(a, P(("a", "b"))) if a.ndim > 1 else jax.device_put(a, P()) for a in args]
+    got = jax.jit(lambda *a: (f(*a), gradient(*a)))(*placed)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9), got, want)
+    assert all(jax.typeof(y).sharding.spec[0] == ("a", "b") for y in jax.tree.leaves(f(*placed)))
+    text = jax.jit(lambda *a: f(*a)).lower(*placed).compile().as_text()
+    assert "all-gather" not in text and "all-reduce" not in text
+    with pytest.raises(ValueError, match="is sharded over mesh axis 'a' along dimension 2"):
+      jaxdnn.layer_norm(jax.device_put(jnp.ones((2, 3, 4)), P(None, None, "a")))
+
+
+# Other libraries -----------------------------------------------------------------------------------------------------
+
+
+def test_matches_flax():
+  linen = pytest.importorskip("flax.linen")
+  x = jnp.asarray(sample((3, 4, 6), "float32"))
+  scale, bias = jnp.asarray(sample((6,), "float32", 1)), jnp.asarray(sample((6,), "float32", 2))
+  flax = linen.LayerNorm(use_fast_variance=False).apply({"params": {"scale": scale, "bias": bias}}, x)
+  np.testing.assert_allclose(jaxdnn.layer_norm(x, scale, bias, epsilon=1e-6), flax, rtol=1e-5, atol=1e-6)
+  flax = linen.RMSNorm().apply({"params": {"scale": scale}}, x)
+  np.testing.assert_allclose(jaxdnn.rms_norm(x, scale), flax, rtol=1e-5, atol=1e-6)
+  both = linen.LayerNorm(reduction_axes=(1, 2), feature_axes=(1, 2), use_fast_variance=False)
+  scale = jnp.asarray(sample((4, 6), "float32", 3))
+  flax = both.apply({"params": {"scale": scale, "bias": scale}}, x)
+  got = jaxdnn.layer_norm(x, scale, scale, axis=(1, 2), epsilon=1e-6)
+  np.testing.assert_allclose(got, flax, rtol=1e-5, atol=1e-6)
+
+
+def test_matches_torch():
+  torch = pytest.importorskip("torch")
+  functional = torch.nn.functional
+  x, scale, bias = sample((3, 4, 6), "float64"), sample((4, 6), "float64", 1), sample((4, 6), "float64", 2)
+  want = functional.layer_norm(torch.tensor(x), (4, 6), torch.tensor(scale), torch.tensor(bias)).numpy()
+  np.testing.assert_allclose(jaxdnn.layer_norm(x, scale, bias, axis=(1, 2)), want, rtol=1e-10, atol=1e-12)
+  want = functional.rms_norm(torch.tensor(x), (4, 6), torch.tensor(scale)).numpy()
+  got = jaxdnn.rms_norm(x, scale, axis=(1, 2), epsilon=np.finfo(np.float64).eps)
+  np.testing.assert_allclose(got, want, rtol=1e-10, atol=1e-12)
+
+
+# Lowering ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif("jaxdnn.layer_norm.v1" not in _extension.TARGETS, reason="built without the CUDA kernels")
+def test_cuda_lowering_names_target_and_attributes():
+  def text(f, *args):
+    return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+  x, p = jax.ShapeDtypeStruct((16, 4096), jnp.bfloat16), jax.ShapeDtypeStruct((4096,), jnp.float32)
+  program = text(jax.grad(lambda x, p: jaxdnn.rms_norm(x, p, zero_centered=True)[0, 0], (0, 1)), x, p)
+  assert program.count("@jaxdnn.layer_norm.v1") == 1 and program.count("@jaxdnn.layer_norm_bwd.v1") == 1
+  assert "center = false" in program and "offset = 1.0" in program and "epsilon = 9.99" in program
+  wide = text(jaxdnn.layer_norm, jax.ShapeDtypeStruct((4, 1 << 20), jnp.float32))
+  assert "tensor<8192xui8>" in wide, "two moments of 128 chunks of four rows"
+
+
+# Errors --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm"])
+def test_errors(op):
+  x = jnp.zeros((2, 3))
+  f = functools.partial(getattr(jaxdnn, op), *[x] * op.startswith("add"))
+  with pytest.raises(TypeError, match=rf"{op}: x must be floating-point, got int32"):
+    getattr(jaxdnn, op)(jnp.arange(3, dtype=jnp.int32), *[x] * op.startswith("add"))
+  with pytest.raises(ValueError, match=rf"{op}: scale must have the shape of x along axis, \(3,\), got \(2,\)"):
+    f(x, jnp.ones(2))
+  with pytest.raises(ValueError, match=rf"{op}: bias must have the shape of x along axis, \(2, 3\), got \(3,\)"):
+    f(x, bias=jnp.ones(3), axis=(0, 1))
+  with pytest.raises(TypeError, match=rf"{op}: scale must be floating-point, got int"):
+    f(x, jnp.arange(3))
+  for axis in (2, (0, -3), ()):
+    with pytest.raises(ValueError, match=rf"{op}: axis must name axes of an array of rank 2, got "):
+      f(x, axis=axis)
+  for epsilon in (0, -1.0, math.nan):
+    with pytest.raises(ValueError, match=rf"{op}: epsilon must be positive, got {epsilon}"):
+      f(x, epsilon=epsilon)
+
+
+def test_errors_of_residual_and_adaptive():
+  x = jnp.zeros((2, 3))
+  with pytest.raises(TypeError, match="add_layer_norm: residual must be float64 as x is, got float32"):
+    jaxdnn.add_layer_norm(x, x.astype(jnp.float32))
+  with pytest.raises(ValueError, match=r"add_rms_norm: residual must have the shape of x, \(2, 3\), got \(3,\)"):
+    jaxdnn.add_rms_norm(x, x[0])
+  for scale, shift in [((3, 3), (2, 3)), ((2, 3), (3,)), ((2,), (2,)), ((), ())]:
+    with pytest.raises(ValueError, match=r"adaptive_layer_norm: s.* must have leading dimensions of x"):
+      jaxdnn.adaptive_layer_norm(x, jnp.ones(scale), jnp.ones(shift))
+
+
+# On a GPU ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("first", range(1, 2049, 128))
+def test_every_length(first):
+  for kind in BOTH:
+    for dtype in DTYPES:
+      check_cases(kind, [Case(1 + n % 5, n) for n in range(first, first + 128)], dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", BOTH)
+def test_wide_rows(kind, dtype):
+  check_cases(kind, [Case(3, n) for n in WIDE], dtype)
+  check_cases(kind, [Case(2, n) for n in WIDE[::4]], dtype, residual=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", BOTH)
+def test_kernels_write_everything_and_repeat(kind, dtype):
+  for rows, n in [(700, 24), (300, 768), (40, 4096), (7, 1001), (70, 20480), (3, 300000), (3, 131071)]:
+    check_repeatable(kind, rows, n, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitize
+@pytest.mark.parametrize("kind", BOTH)
+def test_kernels_under_the_sanitizer(kind):
+  for rows, n in [(70, 24), (9, 77), (30, 768), (5, 4100), (5, 16400), (2, 300001)]:
+    check_repeatable(kind, rows, n, "float32", repeats=2)
+    check_repeatable(kind, rows, n, "bfloat16", repeats=2)
+
+
+def check_repeatable(kind, rows, n, dtype, repeats=5):
+  x, r, g, g_sum = (jnp.asarray(sample((rows, n), dtype, i)) for i in range(4))
+  p = jnp.asarray(sample((n,), ACCUMULATOR[dtype], 4))
+  y, s = assert_repeatable(ADD[kind], x, r, p, p, repeats=repeats)
+  want = oracle(kind, s, p, p)
+  assert_close(y, want, dtype, terms=n, scale=2 * np.abs(want).max())
+  gradients = assert_repeatable(lambda g, *a: jax.vjp(ADD[kind], *a)[1](g), (g, g_sum), x, r, p, p, repeats=repeats)
+  assert all(np.isfinite(exact(each)).all() for each in gradients)
+
+
+@pytest.mark.gpu
+@pytest.mark.xdist_group("memory")  # one at a time
+@pytest.mark.parametrize("shape", [(3, 2**30 - 8), (2**22 + 1, 520), (2**15 + 1, 2**16)])
+def test_more_than_2_to_the_31_elements(shape):
+  """Long rows, short rows, clusters. The last row differs, so that a wrapped offset shows."""
+  rows, n = shape
+
+  @jax.jit
+  def both(offset):
+    row, column = (jax.lax.broadcasted_iota(jnp.int32, shape, d) for d in (0, 1))
+    x = (column % 2 + jnp.where(row == rows - 1, offset, 0)).astype(jnp.bfloat16)
+    y, vjp = jax.vjp(lambda x, b: jaxdnn.layer_norm(x, bias=b), x, jnp.zeros(n, jnp.float32))
+    dx, dbias = vjp(y)
+    return [(y[i, ends], dx[i, ends]) for i in (0, -2, -1) for ends in (slice(0, 8), slice(n - 8, n))], dbias
+
+  picked, dbias = both(jnp.float32(8.0))
+  sign = np.where(np.arange(8) % 2, 1.0, -1.0)
+  for y, dx in picked:
+    np.testing.assert_allclose(exact(y), sign, rtol=1e-2)
+    np.testing.assert_allclose(exact(dx), 0, atol=1e-2)
+  for ends in (dbias[:8], dbias[-8:]):
+    np.testing.assert_allclose(exact(ends), rows * sign, rtol=1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.xdist_group("memory")
+def test_a_row_of_2_to_the_31_elements():
+  n = 2**31 + 8
+  x = (jnp.arange(n, dtype=jnp.int64) % 2).astype(jnp.bfloat16)
+
+  @jax.jit
+  def both(x):
+    y, vjp = jax.vjp(jaxdnn.layer_norm, x)
+    return y[-8:], vjp(y)[0][-8:]
+
+  y, dx = both(x)
+  np.testing.assert_allclose(exact(y), np.where(np.arange(8) % 2, 1.0, -1.0), rtol=1e-2)
+  np.testing.assert_allclose(exact(dx), 0, atol=1e-2)
