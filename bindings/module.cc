@@ -38,6 +38,9 @@ static nb::dict Handlers() {
   add("jaxdnn.group_norm_bwd.v1", GroupNormBwd);
   add("jaxdnn.layer_norm.v1", LayerNorm);
   add("jaxdnn.layer_norm_bwd.v1", LayerNormBwd);
+  add("jaxdnn.divisive.v1", Divisive);
+  add("jaxdnn.divisive_jvp.v1", DivisiveJvp);
+  add("jaxdnn.divisive_vjp.v1", DivisiveVjp);
   add("jaxdnn.lrn.v1", Lrn);
   add("jaxdnn.lrn_jvp.v1", LrnJvp);
   add("jaxdnn.lrn_vjp.v1", LrnVjp);

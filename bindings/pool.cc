@@ -11,12 +11,11 @@ namespace {
 
 using Span = ffi::Span<const int64_t>;
 
+// The same for every handler; a field that an operator has no use for is neutral.
 struct PoolAttrs {
-  Span window, stride, low, dilation;
-};
-struct AvgPoolAttrs {
-  Span window, stride, low, dilation;
-  bool include_pad;
+  Span window, stride, low, dilation, counted_low, counted_high;
+  double divisor, power;
+  bool minimum, indexed;
 };
 
 }  // namespace
@@ -26,21 +25,18 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jaxdnn::PoolAttrs,
                                       xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("window"),
                                       xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("stride"),
                                       xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("low"),
-                                      xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("dilation"));
-
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jaxdnn::AvgPoolAttrs,
-                                      xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("window"),
-                                      xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("stride"),
-                                      xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("low"),
                                       xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("dilation"),
-                                      xla::ffi::StructMember<bool>("include_pad"));
+                                      xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("counted_low"),
+                                      xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("counted_high"),
+                                      xla::ffi::StructMember<double>("divisor"),
+                                      xla::ffi::StructMember<double>("power"), xla::ffi::StructMember<bool>("minimum"),
+                                      xla::ffi::StructMember<bool>("indexed"));
 
 namespace jaxdnn {
 namespace {
 
 // The geometry of `in` [leading..., spatial..., channels] and `out`, of as many spatial dimensions as attributes have.
-template <class Attrs>
-std::optional<pool::Geometry> ToGeometry(const Attrs& attrs, const ffi::AnyBuffer& in, const ffi::AnyBuffer& out) {
+std::optional<pool::Geometry> ToGeometry(const PoolAttrs& attrs, const ffi::AnyBuffer& in, const ffi::AnyBuffer& out) {
   const size_t rank = attrs.window.size(), dims = in.dimensions().size();
   const bool ranks = rank >= 1 && rank <= 3 && attrs.stride.size() == rank && attrs.low.size() == rank &&
                      attrs.dilation.size() == rank && dims > rank && out.dimensions().size() == dims;
@@ -55,7 +51,7 @@ std::optional<pool::Geometry> ToGeometry(const Attrs& attrs, const ffi::AnyBuffe
   for (size_t i = 0; i < rank; ++i) {
     const size_t d = 3 - rank + i;
     const int64_t in_extent = in.dimensions()[lead + i], out_extent = out.dimensions()[lead + i];
-    if (!within(in_extent, 0) || !within(out_extent, 0) || !within(attrs.window[i], 1) || !within(attrs.stride[i], 1) ||
+    if (!within(in_extent, 0) || !within(out_extent, 0) || !within(attrs.window[i], 1) || !within(attrs.stride[i], 0) ||
         !within(attrs.dilation[i], 1) || !within(attrs.low[i], -in_extent))
       return std::nullopt;
     g.in[d] = static_cast<int>(in_extent);
@@ -71,6 +67,18 @@ std::optional<pool::Geometry> ToGeometry(const Attrs& attrs, const ffi::AnyBuffe
   return g;
 }
 
+std::optional<pool::Division> ToDivision(const PoolAttrs& attrs) {
+  const size_t rank = attrs.window.size();
+  if (attrs.counted_low.size() != rank || attrs.counted_high.size() != rank) return std::nullopt;
+  pool::Division division;
+  division.divisor = attrs.divisor;
+  for (size_t i = 0; i < rank; ++i) {
+    division.low[3 - rank + i] = static_cast<int>(attrs.counted_low[i]);
+    division.high[3 - rank + i] = static_cast<int>(attrs.counted_high[i]);
+  }
+  return division;
+}
+
 std::optional<pool::IndexType> ToIndexType(const ffi::AnyBuffer& index, const ffi::AnyBuffer& y) {
   if (!SameShape(index, y)) return std::nullopt;
   if (index.element_type() == ffi::U8) return pool::IndexType::kUint8;
@@ -78,10 +86,12 @@ std::optional<pool::IndexType> ToIndexType(const ffi::AnyBuffer& index, const ff
   return std::nullopt;
 }
 
+auto Bind() { return ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().Attrs<PoolAttrs>(); }
+
 }  // namespace
 
-static ffi::Error MaxPoolImpl(cudaStream_t stream, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> y,
-                              ffi::RemainingRets rest, PoolAttrs attrs) {
+static ffi::Error MaxPoolImpl(cudaStream_t stream, PoolAttrs attrs, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> y,
+                              ffi::RemainingRets rest) {
   const auto geometry = ToGeometry(attrs, x, *y);
   const auto dtype = ToDType(x.element_type());
   void* index = nullptr;
@@ -92,23 +102,18 @@ static ffi::Error MaxPoolImpl(cudaStream_t stream, ffi::AnyBuffer x, ffi::Result
     index = (*buffer)->untyped_data();
     index_type = ToIndexType(**buffer, *y);
   }
-  if (!geometry || !dtype || !index_type || rest.size() > 1) return Unsupported("no kernel", "max_pool", x, *y);
+  if (!geometry || !dtype || !index_type || rest.size() != attrs.indexed)
+    return Unsupported("no kernel", "max_pool", x, *y);
   const cudaError_t status =
-      pool::MaxPool(*geometry, *dtype, *index_type, x.untyped_data(), y->untyped_data(), index, stream);
+      pool::MaxPool(*geometry, *dtype, *index_type, attrs.minimum, x.untyped_data(), y->untyped_data(), index, stream);
   return FromCuda(status, "max_pool", x, *y);
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(MaxPool, MaxPoolImpl,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .RemainingRets()
-                                  .Attrs<PoolAttrs>(),
+XLA_FFI_DEFINE_HANDLER_SYMBOL(MaxPool, MaxPoolImpl, Bind().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>().RemainingRets(),
                               {ffi::Traits::kCmdBufferCompatible});
 
-static ffi::Error PoolGatherImpl(cudaStream_t stream, ffi::AnyBuffer t, ffi::AnyBuffer index,
-                                 ffi::Result<ffi::AnyBuffer> y, PoolAttrs attrs) {
+static ffi::Error PoolGatherImpl(cudaStream_t stream, PoolAttrs attrs, ffi::AnyBuffer t, ffi::AnyBuffer index,
+                                 ffi::Result<ffi::AnyBuffer> y) {
   const auto geometry = ToGeometry(attrs, t, *y);
   const auto dtype = ToDType(t.element_type());
   const auto index_type = ToIndexType(index, *y);
@@ -119,16 +124,11 @@ static ffi::Error PoolGatherImpl(cudaStream_t stream, ffi::AnyBuffer t, ffi::Any
 }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(PoolGather, PoolGatherImpl,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attrs<PoolAttrs>(),
+                              Bind().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>(),
                               {ffi::Traits::kCmdBufferCompatible});
 
-static ffi::Error PoolScatterImpl(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuffer index,
-                                  ffi::Result<ffi::AnyBuffer> dx, PoolAttrs attrs) {
+static ffi::Error PoolScatterImpl(cudaStream_t stream, PoolAttrs attrs, ffi::AnyBuffer dy, ffi::AnyBuffer index,
+                                  ffi::Result<ffi::AnyBuffer> dx) {
   const auto geometry = ToGeometry(attrs, *dx, dy);
   const auto dtype = ToDType(dy.element_type());
   const auto index_type = ToIndexType(index, dy);
@@ -139,48 +139,33 @@ static ffi::Error PoolScatterImpl(cudaStream_t stream, ffi::AnyBuffer dy, ffi::A
 }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(PoolScatter, PoolScatterImpl,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attrs<PoolAttrs>(),
+                              Bind().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>(),
                               {ffi::Traits::kCmdBufferCompatible});
 
-static ffi::Error AvgPoolImpl(cudaStream_t stream, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> y,
-                              AvgPoolAttrs attrs) {
+static ffi::Error SumPoolImpl(cudaStream_t stream, PoolAttrs attrs, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> y) {
   const auto geometry = ToGeometry(attrs, x, *y);
+  const auto division = ToDivision(attrs);
   const auto dtype = ToDType(x.element_type());
-  if (!geometry || !dtype) return Unsupported("no kernel", "avg_pool", x, *y);
-  const cudaError_t status =
-      pool::AvgPool(*geometry, *dtype, attrs.include_pad, x.untyped_data(), y->untyped_data(), stream);
-  return FromCuda(status, "avg_pool", x, *y);
+  if (!geometry || !division || !dtype) return Unsupported("no kernel", "sum_pool", x, *y);
+  const cudaError_t status = pool::SumPool(*geometry, *dtype, *division, x.untyped_data(), y->untyped_data(), stream);
+  return FromCuda(status, "sum_pool", x, *y);
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(AvgPool, AvgPoolImpl,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attrs<AvgPoolAttrs>(),
+XLA_FFI_DEFINE_HANDLER_SYMBOL(SumPool, SumPoolImpl, Bind().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>(),
                               {ffi::Traits::kCmdBufferCompatible});
 
-static ffi::Error AvgPoolBwdImpl(cudaStream_t stream, ffi::AnyBuffer dy, ffi::Result<ffi::AnyBuffer> dx,
-                                 AvgPoolAttrs attrs) {
+static ffi::Error SumPoolBwdImpl(cudaStream_t stream, PoolAttrs attrs, ffi::AnyBuffer dy,
+                                 ffi::Result<ffi::AnyBuffer> dx) {
   const auto geometry = ToGeometry(attrs, *dx, dy);
+  const auto division = ToDivision(attrs);
   const auto dtype = ToDType(dy.element_type());
-  if (!geometry || !dtype) return Unsupported("no kernel", "avg_pool_bwd", dy, *dx);
+  if (!geometry || !division || !dtype) return Unsupported("no kernel", "sum_pool_bwd", dy, *dx);
   const cudaError_t status =
-      pool::AvgPoolBwd(*geometry, *dtype, attrs.include_pad, dy.untyped_data(), dx->untyped_data(), stream);
-  return FromCuda(status, "avg_pool_bwd", dy, *dx);
+      pool::SumPoolBwd(*geometry, *dtype, *division, dy.untyped_data(), dx->untyped_data(), stream);
+  return FromCuda(status, "sum_pool_bwd", dy, *dx);
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(AvgPoolBwd, AvgPoolBwdImpl,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attrs<AvgPoolAttrs>(),
+XLA_FFI_DEFINE_HANDLER_SYMBOL(SumPoolBwd, SumPoolBwdImpl, Bind().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>(),
                               {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace jaxdnn

@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+import pool_oracle
+
 
 class PoolCase(NamedTuple):
   name: str
@@ -11,6 +13,37 @@ class PoolCase(NamedTuple):
   stride: int | tuple[int, ...] | None = None
   padding: object = "VALID"
   dilation: int | tuple[int, ...] = 1
+
+  @property
+  def keywords(self):
+    return {"stride": self.stride, "padding": self.padding, "dilation": self.dilation}
+
+  @property
+  def extent(self):
+    return self.shape[-len(self.window) - 1 : -1]
+
+  @property
+  def spelled_out(self):
+    """Window, stride, padding and dilation with an entry per dimension, by other code than the library's."""
+    rank = len(self.window)
+
+    def each(v):
+      return (v,) * rank if isinstance(v, int) else tuple(v)
+
+    stride, dilation, padding = each(self.stride or 1), each(self.dilation), self.padding
+    if padding == "VALID":
+      padding = ((0, 0),) * rank
+    elif isinstance(padding, int):
+      padding = ((padding, padding),) * rank
+    elif isinstance(padding, str):
+      lower = padding.upper() == "SAME_LOWER"
+      padding = pool_oracle.same_padding(self.extent, self.window, stride, dilation, lower=lower)
+    return self.window, stride, padding, dilation
+
+  @property
+  def out_shape(self):
+    extent = pool_oracle.out_extent(self.extent, *self.spelled_out)
+    return (*self.shape[: -len(self.window) - 1], *extent, self.shape[-1])
 
 
 POOL = [
@@ -43,6 +76,12 @@ POOL = [
   # Channels, batches and extents at the ends.
   PoolCase("channels1", (3, 6, 5, 1), (2, 2), 1),
   PoolCase("channels5", (2, 6, 5, 5), (3, 3), 2, 1),
+  PoolCase("3x3s1_vectors", (2, 9, 7, 16), (3, 3), 1, 1),
+  PoolCase("3x3s2_vectors", (1, 10, 11, 16), (3, 3), 2, ((0, 1), (1, 0))),
+  PoolCase("2x2s1_cropped_vectors", (2, 7, 6, 16), (2, 2), 1, ((-1, 2), (2, -1))),
+  PoolCase("2x2s2_odd_vectors", (1, 7, 9, 16), (2, 2), 2, ((1, 1), (-1, 0))),
+  PoolCase("tall_vectors", (1, 70, 3, 8), (3, 3), 1, "SAME"),
+  PoolCase("2x2x2_vectors", (1, 5, 6, 7, 8), (2, 2, 2), 2, 1),
   PoolCase("channels6", (2, 6, 5, 6), (3, 3), 2, 1),
   PoolCase("no_batch_dimension", (7, 6, 3), (2, 2), 2),
   PoolCase("two_batch_dimensions", (2, 3, 7, 4), (3,), 2, 1),

@@ -38,6 +38,23 @@ def _spatial(x, rank):
   return x.reshape(math.prod(x.shape[: -rank - 1]), *x.shape[-rank - 1 :])
 
 
+def bins(extent, out):
+  """Adaptive pooling's windows, in the form of `windows`."""
+  for o in np.ndindex(*out):
+    ranges = [range(a * i // b, -(-(a + 1) * i // b)) for a, i, b in zip(o, extent, out, strict=True)]
+    yield o, list(itertools.product(*ranges))
+
+
+def lp_pool(x, g, power, *geometry):
+  """`(y, dx)` in float64: the norms, and the pull-back of `g`."""
+  total = avg_pool(np.abs(x) ** power, g, *geometry, True)[0] * math.prod(geometry[0])
+  y = total ** (1 / power)
+  with np.errstate(divide="ignore", invalid="ignore"):
+    share = np.where(y == 0, 0, g * y ** (1 - power))
+  dx = avg_pool(x, share, *geometry, True)[1] * math.prod(geometry[0])
+  return y, dx * np.sign(x) * np.abs(x) ** (power - 1)
+
+
 def max_pool(x, g, window, stride, padding, dilation):
   """`(y, dx)` in float64: the maxima, and the pull-back of `g`."""
   rank, shape = len(window), x.shape

@@ -37,7 +37,7 @@ LOWERED = {
   "divisive_norm": (
     lambda x, m: jaxdnn.divisive_norm(x, m, size=3),
     [X, X],
-    ["jaxdnn.lrn.v1", "jaxdnn.lrn_vjp.v1"],
+    ["jaxdnn.divisive.v1", "jaxdnn.divisive_vjp.v1"],
   ),
   "group_norm": (
     lambda x, s, b: jaxdnn.group_norm(x, 2, s, b, activation="silu"),

@@ -7,6 +7,7 @@
 #include <numeric>
 #include <type_traits>
 
+#include "cuda/common/dtype.cuh"
 #include "cuda/common/fast_div.cuh"
 #include "cuda/common/vec.cuh"
 #include "cuda/pool/pool.h"
@@ -65,26 +66,54 @@ struct Pitch {
   }
 };
 
+// The positions [begin, end) of bin b, when `bins` bins share `extent` positions. The bins over one position are, the
+// other way round, that position's bin among as many as there are positions.
+struct Bin {
+  int begin, end;
+};
+
+__device__ inline Bin BinOf(int b, int bins, int extent) {
+  const int64_t begin = int64_t{b} * extent, end = begin + extent;
+  if (end <= INT32_MAX) {
+    const unsigned by = bins;
+    return {static_cast<int>(static_cast<unsigned>(begin) / by),
+            static_cast<int>((static_cast<unsigned>(end) + by - 1) / by)};
+  }
+  return {static_cast<int>(begin / bins), static_cast<int>((end + bins - 1) / bins)};
+}
+
 // The cells of window `o` that lie inside the input: `count` of them from number `begin`, at input position `first`.
 struct Cells {
   int begin, count, first;
 };
 
-__device__ inline Cells CellsOf(const Geometry& g, int d, int o) {
-  const int start = o * g.stride[d] - g.low[d], step = g.dilation[d];
+// Those inside [-low, in + high), rather.
+__device__ inline Cells CellsWithin(const Geometry& g, int d, int o, int low, int high) {
+  if (g.stride[d] == 0) {
+    const Bin bin = BinOf(o, g.out[d], g.in[d]);
+    return {0, bin.end - bin.begin, bin.begin};
+  }
+  const int start = o * g.stride[d] - g.low[d] + low, step = g.dilation[d], limit = g.in[d] + low + high;
   int begin = 0, end = g.window[d];
   // Divisions at the border only.
   if (start < 0) begin = (-start + step - 1) / step;
-  if (start >= g.in[d]) {
+  if (start >= limit) {
     end = 0;
-  } else if (start + (end - 1) * step >= g.in[d]) {
-    end = (g.in[d] - start + step - 1) / step;
+  } else if (start + (end - 1) * step >= limit) {
+    end = (limit - start + step - 1) / step;
   }
-  return {begin, max(end - begin, 0), start + begin * step};
+  return {begin, max(end - begin, 0), start + begin * step - low};
+}
+
+__device__ inline Cells CellsOf(const Geometry& g, int d, int o) { return CellsWithin(g, d, o, 0, 0); }
+
+// What window `o` contributes to the divisor along a dimension, where cells are counted.
+__device__ inline int CountOf(const Geometry& g, const Division& division, int d, int o) {
+  return CellsWithin(g, d, o, division.low[d], division.high[d]).count;
 }
 
 // The windows over one input position, in order: from `first` to `last`, `step` apart. The position is cell number
-// `cell` of the first, and `cell_step` less of each that follows.
+// `cell` of the first, and `cell_step` less of each that follows; of bins, each has its own number.
 struct Windows {
   int first, last, step, cell, cell_step;
 };
@@ -105,6 +134,10 @@ struct Cover {
 
   __device__ Windows Of(const Geometry& g, int d, int i) const {
     constexpr Windows kNone = {0, -1, 1, 0, 0};
+    if (g.stride[d] == 0) {
+      const Bin bin = BinOf(i, g.in[d], g.out[d]);
+      return {bin.begin, bin.end - 1, 1, 0, 0};
+    }
     const int p = i + g.low[d], stride = g.stride[d], dilation = g.dilation[d];
     if (p < 0) return kNone;
     const int last = min(g.out[d] - 1, by_stride[d].Div(p));
@@ -141,6 +174,29 @@ cudaError_t VisitWidth(int channels, F&& f, const P*... arrays) {
     if (fits(2)) return f(std::integral_constant<int, 2>{});
   }
   return f(std::integral_constant<int, 1>{});
+}
+
+template <class F>
+cudaError_t VisitIndexType(IndexType type, F&& f) {
+  return type == IndexType::kUint8 ? f(TypeTag<uint8_t>{}) : f(TypeTag<int32_t>{});
+}
+
+// Windows of K x K cells, S apart, for which there are kernels with everything unrolled. `f(K, S)` takes the two as
+// integral constants; `otherwise()` takes all other windows.
+template <class F, class G>
+cudaError_t VisitSquare(const Geometry& g, F&& f, G&& otherwise) {
+  const bool plane = g.window[0] == 1 && g.stride[0] == 1 && g.low[0] == 0 && g.in[0] == g.out[0];
+  const bool square =
+      g.window[1] == g.window[2] && g.stride[1] == g.stride[2] && g.dilation[1] == 1 && g.dilation[2] == 1;
+  const auto is = [&](int k, int s) { return plane && square && g.window[1] == k && g.stride[1] == s; };
+  constexpr std::integral_constant<int, 1> kOne;
+  constexpr std::integral_constant<int, 2> kTwo;
+  constexpr std::integral_constant<int, 3> kThree;
+  if (is(2, 2)) return f(kTwo, kTwo);
+  if (is(3, 2)) return f(kThree, kTwo);
+  if (is(2, 1)) return f(kTwo, kOne);
+  if (is(3, 1)) return f(kThree, kOne);
+  return otherwise();
 }
 
 }  // namespace jaxdnn::pool

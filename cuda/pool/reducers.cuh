@@ -1,0 +1,185 @@
+// What a window is reduced by: the states that kernels keep for N neighbouring channels.
+//
+// A state takes a cell at a time, in row-major order, or a whole row that another state has taken: Take(values, cell)
+// and Take(row, cell number of its first). Identity() is what a cell in the padding holds.
+#pragma once
+
+#include <cmath>
+#include <cstring>
+
+#include "cuda/pool/pool.cuh"
+
+namespace jaxdnn::pool {
+
+template <class To, class From>
+__device__ To BitCast(const From& from) {
+  static_assert(sizeof(To) == sizeof(From), "the same bits");
+  To to;
+  memcpy(&to, &from, sizeof(To));
+  return to;
+}
+
+template <class T>
+using PairOf = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+
+template <class T, int N>
+constexpr bool kInPairs = sizeof(T) == 2 && N % 2 == 0;
+
+template <class T, int N>
+__device__ Vec<T, N> Splat(float value) {
+  Vec<T, N> v;
+#pragma unroll
+  for (int j = 0; j < N; ++j) v.v[j] = static_cast<T>(value);
+  return v;
+}
+
+// -v for every element, NaNs too, if `mask` is that of SignMask; v if it is 0.
+template <class T, int N>
+__device__ Vec<T, N> Flip(Vec<T, N> v, unsigned mask) {
+  if constexpr (sizeof(v) == 2) {
+    return BitCast<Vec<T, N>>(static_cast<uint16_t>(BitCast<uint16_t>(v) ^ mask));
+  } else {
+    auto words = BitCast<Vec<unsigned, sizeof(v) / 4>>(v);
+#pragma unroll
+    for (unsigned i = 0; i < sizeof(v) / 4; ++i)
+      if (sizeof(T) < 8 || i % 2 == 1) words.v[i] ^= mask;
+    return BitCast<Vec<T, N>>(words);
+  }
+}
+
+// The bits by which minima become maxima.
+template <class T>
+unsigned SignMask(bool minimum) {
+  return !minimum ? 0u : sizeof(T) == 2 ? 0x80008000u : 0x80000000u;
+}
+
+// The larger, or NaN if either is.
+__device__ inline float MaxOrNan(float a, float b) {
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+}
+__device__ inline double MaxOrNan(double a, double b) { return a > b || a != a ? a : b; }
+__device__ inline __half MaxOrNan(__half a, __half b) { return __hmax_nan(a, b); }
+__device__ inline __nv_bfloat16 MaxOrNan(__nv_bfloat16 a, __nv_bfloat16 b) { return __hmax_nan(a, b); }
+
+// The maxima alone.
+template <class T, int N>
+struct Max {
+  Vec<T, N> value = Splat<T, N>(-INFINITY);
+
+  Max() = default;
+  __device__ explicit Max(int) {}
+  static __device__ Vec<T, N> Identity() { return Splat<T, N>(-INFINITY); }
+
+  __device__ void Take(const Vec<T, N>& v, int) {
+    if constexpr (kInPairs<T, N>) {
+      using Pairs = Vec<PairOf<T>, N / 2>;
+      auto a = BitCast<Pairs>(value);
+      const auto b = BitCast<Pairs>(v);
+#pragma unroll
+      for (int j = 0; j < N / 2; ++j) a.v[j] = __hmax2_nan(a.v[j], b.v[j]);
+      value = BitCast<Vec<T, N>>(a);
+    } else {
+#pragma unroll
+      for (int j = 0; j < N; ++j) value.v[j] = MaxOrNan(value.v[j], v.v[j]);
+    }
+  }
+  __device__ void Take(const Max& row, int cell) { Take(row.value, cell); }
+};
+
+// The winners, and the numbers of their cells. A cell wins over all before it when it is larger, or the first NaN. The
+// search starts at -inf with the window's first cell inside the input, which therefore wins when nothing is larger.
+template <class T, int N>
+struct IndexedMax {
+  Vec<T, N> value = Splat<T, N>(-INFINITY);
+  int index[N];
+
+  IndexedMax() = default;
+  __device__ explicit IndexedMax(int first) {
+#pragma unroll
+    for (int j = 0; j < N; ++j) index[j] = first;
+  }
+  static __device__ Vec<T, N> Identity() { return Splat<T, N>(-INFINITY); }
+
+  __device__ bool Wins(T candidate, int j) const {
+    const auto c = static_cast<Accumulator<T>>(candidate), best = static_cast<Accumulator<T>>(value.v[j]);
+    return !(c <= best) && best == best;
+  }
+  __device__ void Take(const Vec<T, N>& v, int cell) {
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      const bool wins = Wins(v.v[j], j);
+      value.v[j] = wins ? v.v[j] : value.v[j];
+      index[j] = wins ? cell : index[j];
+    }
+  }
+  __device__ void Take(const IndexedMax& row, int cell) {
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      const bool wins = Wins(row.value.v[j], j);
+      value.v[j] = wins ? row.value.v[j] : value.v[j];
+      index[j] = wins ? cell + row.index[j] : index[j];
+    }
+  }
+  __device__ int Index(int j) const { return index[j]; }
+};
+
+// The same with two 16-bit channels an instruction, cell numbers too: comparisons that give masks, and selections by
+// them. That takes half the instructions, of which a 3x3 window already has more than its memory traffic hides.
+template <class T, int N>
+struct IndexedPairMax {
+  using Pair = PairOf<T>;
+  Vec<unsigned, N / 2> value = BitCast<Vec<unsigned, N / 2>>(Splat<T, N>(-INFINITY));
+  unsigned index[N / 2];
+
+  IndexedPairMax() = default;
+  __device__ explicit IndexedPairMax(int first) {
+#pragma unroll
+    for (int j = 0; j < N / 2; ++j) index[j] = Twice(first);
+  }
+  static __device__ Vec<T, N> Identity() { return Splat<T, N>(-INFINITY); }
+
+  __device__ void Choose(int j, unsigned candidate, unsigned cell) {
+    const Pair c = BitCast<Pair>(candidate), best = BitCast<Pair>(value.v[j]);
+    const unsigned wins = __hgtu2_mask(c, best) & __heq2_mask(best, best);
+    value.v[j] = (candidate & wins) | (value.v[j] & ~wins);
+    index[j] = (cell & wins) | (index[j] & ~wins);
+  }
+  __device__ void Take(const Vec<T, N>& v, int cell) {
+    const auto words = BitCast<Vec<unsigned, N / 2>>(v);
+#pragma unroll
+    for (int j = 0; j < N / 2; ++j) Choose(j, words.v[j], Twice(cell));
+  }
+  __device__ void Take(const IndexedPairMax& row, int cell) {
+#pragma unroll
+    for (int j = 0; j < N / 2; ++j) Choose(j, row.value.v[j], row.index[j] + Twice(cell));
+  }
+  __device__ int Index(int j) const { return static_cast<int16_t>(index[j / 2] >> (j % 2 * 16)); }
+
+  static __device__ unsigned Twice(int k) { return (k & 0xFFFF) * 0x10001u; }
+};
+
+template <class T, int N>
+struct Sum {
+  Accumulator<T> value[N] = {};
+
+  Sum() = default;
+  __device__ explicit Sum(int) {}
+  static __device__ Vec<T, N> Identity() { return Splat<T, N>(0.0f); }
+
+  __device__ void Take(const Vec<T, N>& v, int) {
+#pragma unroll
+    for (int j = 0; j < N; ++j) value[j] += static_cast<Accumulator<T>>(v.v[j]);
+  }
+  __device__ void Take(const Sum& row, int) {
+#pragma unroll
+    for (int j = 0; j < N; ++j) value[j] += row.value[j];
+  }
+  __device__ void Scale(Accumulator<T> factor) {
+#pragma unroll
+    for (int j = 0; j < N; ++j) value[j] *= factor;
+  }
+};
+
+}  // namespace jaxdnn::pool

@@ -1,0 +1,65 @@
+// Sums and averages of windows.
+//
+// Bytes that must move: x + y. 16-bit elements are summed in float; the divisor is a multiplication there, whose error
+// is far below the result's rounding.
+#include "cuda/common/launch.cuh"
+#include "cuda/pool/windows.cuh"
+
+namespace jaxdnn::pool {
+namespace {
+
+template <int N, class T>
+struct Average {
+  using A = Accumulator<T>;
+  using Element = T;
+  using State = Sum<T, N>;
+  static constexpr int kWidth = N;
+  static constexpr bool kWalks = sizeof(T) < 8 && N > 2;
+
+  Geometry g;
+  Walk walk;
+  Pitch in;
+  const T* __restrict__ x;
+  T* __restrict__ y;
+  Division division;
+
+  __device__ Vec<T, N> Get(const T* p) const { return Load<N>(p); }
+  __device__ void Finish(const State& state, int64_t to, int o0, int o1, int o2) const {
+    A divisor = static_cast<A>(division.divisor);
+    if (division.divisor == 0) {
+      const int count = CountOf(g, division, 0, o0) * CountOf(g, division, 1, o1) * CountOf(g, division, 2, o2);
+      divisor = static_cast<A>(max(count, 1));
+    }
+    Vec<T, N> result;
+    if constexpr (sizeof(T) == 2) {
+      const A factor = A(1) / divisor;
+#pragma unroll
+      for (int j = 0; j < N; ++j) result.v[j] = static_cast<T>(state.value[j] * factor);
+    } else {
+#pragma unroll
+      for (int j = 0; j < N; ++j) result.v[j] = static_cast<T>(state.value[j] / divisor);
+    }
+    Store(y + to, result);
+  }
+};
+
+}  // namespace
+
+cudaError_t SumPool(const Geometry& g, DType dtype, const Division& division, const void* x, void* y,
+                    cudaStream_t stream) {
+  return VisitDType(dtype, [&](auto type) {
+    using T = typename decltype(type)::type;
+    const T* in = static_cast<const T*>(x);
+    T* out = static_cast<T*>(y);
+    return VisitWidth<T>(
+        g.channels,
+        [&](auto width) {
+          constexpr int N = decltype(width)::value;
+          const Average<N, T> task = {g, Walk(0, g.out, g.channels, N), Pitch(g.in, g.channels), in, out, division};
+          return LaunchWindows(task, stream);
+        },
+        in, out);
+  });
+}
+
+}  // namespace jaxdnn::pool

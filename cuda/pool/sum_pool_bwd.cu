@@ -1,0 +1,91 @@
+// The transpose of sums and averages of windows: every input element adds what the windows over it pass back.
+//
+// Bytes that must move: dy + dx. With a stride of one the transpose is a sum of windows itself, seen from the input,
+// and the forward kernels compute it.
+#include "cuda/pool/spread.cuh"
+
+namespace jaxdnn::pool {
+namespace {
+
+template <int N, class T>
+struct Shares {
+  using A = Accumulator<T>;
+  static constexpr int kWidth = N;
+  static constexpr bool kTiles = sizeof(T) < 8 && N > 2;
+
+  struct Share {
+    Vec<T, N> value;
+    A factor;
+
+    __device__ void Clear() {
+      factor = A(0);
+#pragma unroll
+      for (int j = 0; j < N; ++j) value.v[j] = static_cast<T>(0.0f);
+    }
+    __device__ void Load(const Shares& task, int64_t offset, int o0, int o1, int o2) {
+      value = pool::Load<N>(task.dy + offset);
+      factor = task.factor;
+      if (task.division.divisor == 0) {
+        const int count = CountOf(task.g, task.division, 0, o0) * CountOf(task.g, task.division, 1, o1) *
+                          CountOf(task.g, task.division, 2, o2);
+        factor = A(1) / static_cast<A>(max(count, 1));
+      }
+    }
+    __device__ void Add(A (&sum)[N], int) const {
+#pragma unroll
+      for (int j = 0; j < N; ++j) sum[j] += factor * static_cast<A>(value.v[j]);
+    }
+  };
+
+  Geometry g;
+  Walk walk;
+  Pitch in, out;
+  Cover cover;
+  const T* __restrict__ dy;
+  T* __restrict__ dx;
+  Division division;
+  A factor;
+};
+
+// The windows of dy over each input element, where windows are one apart.
+Geometry Mirrored(const Geometry& g) {
+  Geometry m = g;
+  for (int d = 0; d < 3; ++d) {
+    std::swap(m.in[d], m.out[d]);
+    m.low[d] = (g.window[d] - 1) * g.dilation[d] - g.low[d];
+  }
+  return m;
+}
+
+}  // namespace
+
+cudaError_t SumPoolBwd(const Geometry& g, DType dtype, const Division& division, const void* dy, void* dx,
+                       cudaStream_t stream) {
+  const bool unit_stride = g.stride[0] == 1 && g.stride[1] == 1 && g.stride[2] == 1;
+  if (unit_stride && division.divisor != 0) return SumPool(Mirrored(g), dtype, division, dy, dx, stream);
+  return VisitDType(dtype, [&](auto type) {
+    using T = typename decltype(type)::type;
+    using A = Accumulator<T>;
+    const T* in = static_cast<const T*>(dy);
+    T* out = static_cast<T*>(dx);
+    return VisitWidth<T>(
+        g.channels,
+        [&](auto width) {
+          constexpr int N = decltype(width)::value;
+          const A factor = static_cast<A>(division.divisor == 0 ? 1 : 1 / division.divisor);
+          const Shares<N, T> task = {g,
+                                     Walk(0, g.in, g.channels, N),
+                                     Pitch(g.in, g.channels),
+                                     Pitch(g.out, g.channels),
+                                     Cover(g),
+                                     in,
+                                     out,
+                                     division,
+                                     factor};
+          return LaunchSpread(task, stream);
+        },
+        in, out);
+  });
+}
+
+}  // namespace jaxdnn::pool
