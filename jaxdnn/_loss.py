@@ -1,11 +1,15 @@
-"""Losses of a classifier: negative log-likelihood and softmax cross-entropy with integer labels.
+"""Losses of a classifier: softmax cross-entropy and negative log-likelihood.
 
-The label's entry is taken by a select against an iota and a sum, not by a gather, whose gradient is a scatter: XLA
-fuses both directions, the result is the same on every run, and an entry of -inf that is not the label's is never
-multiplied by zero.
+For logits x and a distribution q of the classes, with p = softmax(x),
+
+    cross-entropy      log(sum(exp(x))) - sum(q x)      gradient    p - q
+
+Cross-entropy reads the logits once and keeps a few numbers a row; its gradient reads them once more and is written once
+(`_log_partition`). Probabilities are never stored. What remains to do here is done on one number a row.
 """
 
-from collections.abc import Callable
+import functools
+import operator
 from typing import Any
 
 import jax
@@ -13,18 +17,31 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxdnn import _primitive, _softmax
+from jaxdnn import _axes, _primitive
+from jaxdnn._log_partition import log_partition_p
 
 # Public functions ----------------------------------------------------------------------------------------------------
 
 
-def nll_loss(log_probs: Array, labels: Array, *, axis: int = -1, reduction: str = "mean") -> Array:
+def nll_loss(
+  log_probs: Array,
+  labels: Array,
+  *,
+  axis: int = -1,
+  weight: Array | None = None,
+  ignore_index: int | None = None,
+  reduction: str = "mean",
+) -> Array:
   """Negative log-likelihood, `-log_probs[label]` for every label.
 
   Args:
     log_probs: floating-point array with the classes along `axis`, as `log_softmax` returns it.
     labels: integers in [0, classes), of the shape of `log_probs` without `axis`.
     axis: the axis of the classes. The default is the last.
+    weight: a factor for each class, [classes]. A label's loss is multiplied by the weight of its class, and the mean
+      divides by the sum of these weights.
+    ignore_index: a label, in range or not, that takes no part: its loss and its gradient are 0, and the mean does not
+      count it.
     reduction: "mean" over all labels (the default), "sum", or "none".
 
   Returns:
@@ -33,62 +50,112 @@ def nll_loss(log_probs: Array, labels: Array, *, axis: int = -1, reduction: str 
     contributes nothing to the gradient. The mean over no labels is NaN.
 
   Raises:
-    TypeError: `log_probs` is not floating-point, or `labels` or `axis` is not integer.
-    ValueError: `axis` is out of range, `labels` has another shape, or `reduction` is none of the three.
+    TypeError: `log_probs` or `weight` is not floating-point, or `labels`, `axis` or `ignore_index` is not integer.
+    ValueError: `axis` is out of range, `labels` or `weight` has another shape, or `reduction` is none of the three.
 
   Example:
     >>> jaxdnn.nll_loss(jnp.log(jnp.array([[0.5, 0.25, 0.25]])), jnp.array([1]))
     Array(1.3862944, dtype=float32)
   """
-  log_probs, labels, axis = _checked("nll_loss", "log_probs", log_probs, labels, axis, reduction)
+  op = "nll_loss"
+  log_probs, labels, axis = _checked(op, "log_probs", log_probs, labels, axis, reduction)
+  weights = _checked_weight(op, weight, log_probs, axis)
   wide = log_probs.astype(_primitive.accumulator_dtype(log_probs.dtype))
-  return REDUCTIONS[reduction](_negative_entries(wide, labels, axis)).astype(log_probs.dtype)
+  numbers, factors, blank = _numbered(op, labels, wide.shape[axis], ignore_index, wide.dtype, *weights)
+  # A select against an iota and a sum, not a gather, whose gradient is a scatter: XLA fuses both directions, the result
+  # is the same on every run, and an entry of -inf that is not the label's is never multiplied by zero.
+  classes = jax.lax.broadcasted_iota(numbers.dtype, wide.shape, axis)
+  entries = jnp.sum(jnp.where(jnp.expand_dims(numbers, axis) == classes, wide, 0), axis)
+  losses = jnp.where(numbers < 0, blank, -entries if factors is None else -entries * factors)
+  return _reduced(losses, factors, reduction).astype(log_probs.dtype)
 
 
-def cross_entropy(logits: Array, labels: Array, *, axis: int = -1, reduction: str = "mean") -> Array:
-  """Softmax cross-entropy with integer labels, `log(sum(exp(logits))) - logits[label]` for every label.
+def cross_entropy(
+  logits: Array,
+  labels: Array,
+  *,
+  axis: int = -1,
+  weight: Array | None = None,
+  ignore_index: int | None = None,
+  label_smoothing: float = 0.0,
+  z_loss: float = 0.0,
+  reduction: str = "mean",
+) -> Array:
+  """Softmax cross-entropy, `log(sum(exp(logits))) - logits[label]` for every label.
 
-  The gradient of the mean over N labels is `(softmax(logits) - onehot) / N`.
+  With soft labels q it is `-sum(q log_softmax(logits))`. The gradient of the mean over N labels is
+  `(softmax(logits) - onehot) / N`.
 
   Args:
     logits: floating-point array with the classes along `axis`.
-    labels: integers in [0, classes), of the shape of `logits` without `axis`.
+    labels: integers in [0, classes), of the shape of `logits` without `axis`; or soft labels, floating-point of the
+      shape of `logits`, in which the loss is differentiable as well.
     axis: the axis of the classes. The default is the last.
+    weight: a factor for each class, [classes]. An integer label's loss is multiplied by the weight of its class, and
+      the mean divides by the sum of these weights; soft labels are multiplied class by class, and the mean divides by
+      their number of rows.
+    ignore_index: a label, in range or not, that takes no part: its loss and its gradient are 0, whatever its logits
+      are, and the mean does not count it. Only with integer labels.
+    label_smoothing: in [0, 1]; labels become `(1 - label_smoothing) labels + label_smoothing / classes`. The second
+      part is multiplied by `weight` class by class.
+    z_loss: factor of `logsumexp(logits)²`, added to every loss that is not ignored, before the reduction.
     reduction: "mean" over all labels (the default), "sum", or "none".
 
   Returns:
-    A scalar, or with "none" an array of the shape of `labels`, in the dtype of `logits`; the computation and the
-    reduction are in float32 at least. A label out of range makes its loss NaN, and with it the mean and the sum, and
-    contributes nothing to the gradient. The mean over no labels is NaN. Logits of -inf are classes of probability 0.
+    A scalar, or with "none" an array of the shape of `logits` without `axis`, in the dtype of `logits`; the computation
+    and the reduction are in float32 at least. A label out of range makes its loss NaN, and with it the mean and the
+    sum, and contributes nothing to the gradient. The mean over no labels is NaN. Logits of -inf are classes of
+    probability 0, of no consequence where the labels give them no weight.
 
   Raises:
-    TypeError: `logits` is not floating-point, or `labels` or `axis` is not integer.
-    ValueError: `axis` is out of range, `labels` has another shape, or `reduction` is none of the three.
+    TypeError: `logits` or `weight` is not floating-point, `labels` is neither integer nor floating-point, or `axis` or
+      `ignore_index` is not integer.
+    ValueError: `axis` is out of range, `labels` or `weight` has another shape, `label_smoothing` is not in [0, 1],
+      `reduction` is none of the three, or `ignore_index` is given with soft labels.
 
   Example:
     >>> jaxdnn.cross_entropy(jnp.array([[0.0, 0.0]]), jnp.array([1]))
     Array(0.6931472, dtype=float32)
   """
-  logits, labels, axis = _checked("cross_entropy", "logits", logits, labels, axis, reduction)
-  wide = logits.astype(_primitive.accumulator_dtype(logits.dtype))
-  losses = _negative_entries(_softmax.log_softmax(wide, axis), labels, axis)
-  return REDUCTIONS[reduction](losses).astype(logits.dtype)
+  op = "cross_entropy"
+  logits, labels, axis = _checked(op, "logits", logits, labels, axis, reduction, soft=True)
+  weights = _checked_weight(op, weight, logits, axis)
+  if not 0 <= label_smoothing <= 1:
+    raise ValueError(f"{op}: label_smoothing must be in [0, 1], got {label_smoothing}")
+  losses_of = functools.partial(_losses, axis=axis, smoothing=float(label_smoothing), z_loss=float(z_loss))
+  if jnp.issubdtype(labels.dtype, jnp.floating):
+    if ignore_index is not None:
+      raise ValueError(f"{op}: ignore_index is an integer label and soft labels have none, got {ignore_index}")
+    if weights:
+      labels = labels * _along(weights[0], axis, labels.ndim).astype(labels.dtype)
+    return _reduced(losses_of(logits, labels, weights, None), None, reduction).astype(logits.dtype)
+  dtype = _primitive.accumulator_dtype(logits.dtype)
+  numbers, factors, blank = _numbered(op, labels, logits.shape[axis], ignore_index, dtype, *weights)
+  losses = jnp.where(numbers < 0, blank, losses_of(logits, numbers, weights, factors))
+  return _reduced(losses, factors, reduction).astype(logits.dtype)
 
 
-REDUCTIONS: dict[str, Callable[[Array], Array]] = {"mean": jnp.mean, "sum": jnp.sum, "none": lambda losses: losses}
+# Arguments -----------------------------------------------------------------------------------------------------------
+
+REDUCTIONS = ("mean", "sum", "none")
 
 
-def _checked(op: str, name: str, scores: Array, labels: Array, axis: Any, reduction: str) -> tuple[Array, Array, int]:
+def _checked(
+  op: str, name: str, scores: Array, labels: Array, axis: Any, reduction: str, soft: bool = False
+) -> tuple[Array, Array, int]:
   scores, labels = jnp.asarray(scores), jnp.asarray(labels)
   if not jnp.issubdtype(scores.dtype, jnp.floating):
     raise TypeError(f"{op}: {name} must be floating-point, got {scores.dtype}")
-  if not jnp.issubdtype(labels.dtype, jnp.integer):
-    raise TypeError(f"{op}: labels must be integers, got {labels.dtype}")
   if reduction not in REDUCTIONS:
     raise ValueError(f"{op}: reduction must be one of {', '.join(map(repr, REDUCTIONS))}, got {reduction!r}")
-  axes = _softmax.canonical_axes(op, axis, scores.ndim)
+  axes = _axes.canonical(op, axis, scores.ndim)
   if len(axes) != 1:
     raise ValueError(f"{op}: axis must be one axis, that of the classes, got {axis!r}")
+  if soft and jnp.issubdtype(labels.dtype, jnp.floating) and labels.shape == scores.shape:
+    return scores, labels, axes[0]
+  if not jnp.issubdtype(labels.dtype, jnp.integer):
+    but = f" of shape {labels.shape}; soft labels have the shape of {name}, {scores.shape}" if soft else ""
+    raise TypeError(f"{op}: labels must be integers, got {labels.dtype}{but}")
   want = (*scores.shape[: axes[0]], *scores.shape[axes[0] + 1 :])
   if labels.shape != want:
     raise ValueError(
@@ -98,15 +165,90 @@ def _checked(op: str, name: str, scores: Array, labels: Array, axis: Any, reduct
   return scores, labels, axes[0]
 
 
+def _checked_weight(op: str, weight: Array | None, scores: Array, axis: int) -> list[Array]:
+  """The weight in the accumulator's type, if there is one."""
+  if weight is None:
+    return []
+  weight = jnp.asarray(weight)
+  if not jnp.issubdtype(weight.dtype, jnp.floating):
+    raise TypeError(f"{op}: weight must be floating-point, got {weight.dtype}")
+  if weight.shape != (scores.shape[axis],):
+    raise ValueError(f"{op}: weight must have one entry a class, ({scores.shape[axis]},), got {weight.shape}")
+  return [weight.astype(_primitive.accumulator_dtype(scores.dtype))]
+
+
+def _numbered(
+  op: str, labels: Array, classes: int, ignore_index: int | None, dtype: Any, *weights: Array
+) -> tuple[Array, Array | None, Any]:
+  """What integer labels say.
+
+  Returns:
+    Numbers of classes, -1 for labels that are ignored or out of range; the weight of each label in the mean, None where
+    all are 1; and the losses of labels that are -1.
+  """
+  if labels.dtype.itemsize < 4:
+    labels = labels.astype(np.int32)
+  limits = np.iinfo(labels.dtype)
+  # Compared as they are, since to narrow a label could bring it into range.
+  valid = (labels >= 0) & (labels < classes) if classes <= limits.max else labels >= 0
+  ignored = None
+  if ignore_index is not None:
+    try:
+      index = operator.index(ignore_index)
+    except TypeError:
+      raise TypeError(f"{op}: ignore_index must be an integer, got {ignore_index!r}") from None
+    ignored = labels == index if limits.min <= index <= limits.max else jnp.zeros_like(valid)
+    valid &= ~ignored
+  numbers = jnp.where(valid, labels.astype(np.int32 if classes <= 2**31 else np.int64), -1)
+  factors = weights[0].at[numbers].get(mode="clip") if weights else None
+  if ignored is None:
+    return numbers, factors, jnp.nan
+  factors = jnp.ones(numbers.shape, dtype) if factors is None else factors
+  return numbers, jnp.where(ignored, 0, factors), jnp.where(ignored, 0, jnp.asarray(jnp.nan, dtype))
+
+
 # Computation ---------------------------------------------------------------------------------------------------------
 
 
-def _negative_entries(log_probs: Array, labels: Array, axis: int) -> Array:
-  classes = log_probs.shape[axis]
-  if labels.dtype.itemsize < 4:
-    # An iota of int8 would wrap around; of a wider type labels are compared as they are, since to narrow one could
-    # bring it into range.
-    labels = labels.astype(np.int32)
-  numbers = jax.lax.broadcasted_iota(labels.dtype, log_probs.shape, axis)
-  entries = jnp.sum(jnp.where(jnp.expand_dims(labels, axis) == numbers, log_probs, 0), axis)
-  return jnp.where((labels >= 0) & (labels < classes), -entries, jnp.nan)
+def _along(values: Array, axis: int, ndim: int) -> Array:
+  return jnp.expand_dims(values, [d for d in range(ndim) if d != axis])
+
+
+def _losses(
+  logits: Array,
+  targets: Array,
+  weights: list[Array],
+  factors: Array | None,
+  *,
+  axis: int,
+  smoothing: float,
+  z_loss: float,
+) -> Array:
+  """The loss of each row: of soft targets, or of numbers of classes that are multiplied by `factors`."""
+  classes, soft = logits.shape[axis], targets.ndim == logits.ndim
+  dtype = _primitive.accumulator_dtype(logits.dtype)
+  smooth = [_along(w, axis, logits.ndim) for w in weights or [jnp.ones(classes, dtype)]] if smoothing else []
+  row_factors = [] if factors is None else [jnp.expand_dims(factors, axis)]
+
+  def on_view(x: Array, t: Array, *rest: Array) -> Array:
+    w, f = rest[: len(smooth)], rest[len(smooth) :]
+    m, sums = _primitive.bind(log_partition_p, x, t, *w, targets="soft" if soft else "labels", smooth=bool(w))
+    l, score = sums[..., 0:1, :], sums[..., 1:2, :]
+    losses = sums[..., 2:3, :] * l - score if soft else l - score
+    losses = losses * f[0] if f else losses
+    if w:
+      total = sums[..., -1:, :]
+      losses = (1 - smoothing) * losses + smoothing / classes * (jnp.sum(w[0], axis=-2, keepdims=True) * l - total)
+    return losses + z_loss * (m + l) ** 2 if z_loss else losses
+
+  rows = targets if soft else jnp.expand_dims(targets, axis)
+  return jnp.squeeze(_axes.grouped(on_view, (axis,), logits, rows, *smooth, *row_factors), axis)
+
+
+def _reduced(losses: Array, factors: Array | None, reduction: str) -> Array:
+  if reduction == "none":
+    return losses
+  total = jnp.sum(losses)
+  if reduction == "sum":
+    return total
+  return total / (losses.size if factors is None else jnp.sum(factors)) if losses.size else total * jnp.nan

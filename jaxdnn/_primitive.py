@@ -174,8 +174,8 @@ def batch_leading(p: Primitive, *, broadcast: Callable[..., Sequence[int]] = lam
   """For a primitive that takes any number of leading dimensions: the mapped axis becomes one more of them.
 
   Args:
-    broadcast: `(*operands, **params)` to the indices of operands whose dimensions may be 1 where others' are larger. Those
-      that are not mapped are not repeated.
+    broadcast: `(*operands, **params)` to the indices of operands whose dimensions may be 1 where others' are larger.
+      Those that are not mapped are not repeated.
   """
 
   def rule(operands: Any, dims: Any, **params: Any) -> Any:

@@ -49,8 +49,8 @@ LOWERED = {
     [X],
     ["jaxdnn.group_norm.v1", "jaxdnn.group_norm_bwd.v1"],
   ),
-  "softmax": (jaxdnn.softmax, [X], ["jaxdnn.softmax.v1", "jaxdnn.softmax_bwd.v1"]),
-  "log_softmax": (jaxdnn.log_softmax, [X], ["jaxdnn.softmax.v1", "jaxdnn.softmax_bwd.v1"]),
+  "softmax": (jaxdnn.softmax, [X], ["jaxdnn.softmax.v2", "jaxdnn.softmax_bwd.v2"]),
+  "log_softmax": (jaxdnn.log_softmax, [X], ["jaxdnn.softmax.v2", "jaxdnn.softmax_bwd.v2"]),
   "relu": (jaxdnn.relu, [X], ["jaxdnn.activation.v1", "jaxdnn.activation_bwd.v1"]),
   "transform": (
     lambda x: jaxdnn.transform(x, permutation=(0, 3, 1, 2), dtype="bfloat16"),

@@ -285,14 +285,14 @@ def test_only_the_output_is_kept(op):
 # Lowering ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif("jaxdnn.softmax.v1" not in _extension.TARGETS, reason="built without the CUDA kernels")
+@pytest.mark.skipif("jaxdnn.softmax.v2" not in _extension.TARGETS, reason="built without the CUDA kernels")
 def test_cuda_lowering_names_target_and_attributes():
   def text(f):
     x = jax.ShapeDtypeStruct((2, 3, 4), jnp.bfloat16)
     return jax.jit(f).trace(x).lower(lowering_platforms=("cuda",)).as_text()
 
   gradient = text(jax.grad(lambda x: jaxdnn.softmax(x, 1)[0, 0, 0]))
-  assert "@jaxdnn.softmax.v1" in gradient and "log = false" in gradient and 'map = "softmax"' in gradient
+  assert "@jaxdnn.softmax.v2" in gradient and "log = false" in gradient and 'map = "softmax"' in gradient
   assert "transpose" not in gradient, "channels-first softmax must move nothing"
   log = lambda x: jaxdnn.log_softmax(x)[0, 0, 0]  # noqa: E731
   assert "log = true" in text(log) and 'map = "log_softmax_vjp"' in text(jax.grad(log))

@@ -1,0 +1,251 @@
+"""Log-sum-exp, and with it the scores of targets: what softmax losses are made of.
+
+    m = an origin within the row      l = log(sum(exp(x - m)))      score = sum(q (x - m))  for weights q of entries
+
+So logsumexp = m + l, and the cross-entropy of the distribution q is l - score. The pair (m, l) is kept as two numbers,
+since their sum rounds l away where m is large. For differentiation m is a constant: whatever constant is subtracted,
+the derivative of l is softmax, exp(x - m - l), and that of a score is q.
+
+One primitive reads x once and returns one number a row of each; its adjoint reads x once more and writes the gradient.
+Probabilities are never stored. Operands are [..., n, inner], and sums are over n.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxdnn import _axes, _primitive
+
+# Public functions ----------------------------------------------------------------------------------------------------
+
+
+def logsumexp(x: Array, axis: int | Sequence[int] = -1, *, keepdims: bool = False, where: Array | None = None) -> Array:
+  """Logarithm of the sum of exponentials, `m + log(sum(exp(x - m)))` with `m = max(x)`.
+
+  Args:
+    x: floating-point array of rank 1 or more. 16-bit floats are computed in float32.
+    axis: the axis to sum over, or several. The default is the last.
+    keepdims: keep the summed axes, with size 1.
+    where: booleans that broadcast to the shape of `x`; entries where it is False take no part.
+
+  Returns:
+    An array of the shape of `x` without `axis`. A sum over nothing is -inf: over nothing but -inf, over a row without
+    an unmasked entry, over an axis of size 0. A row that has +inf and no NaN is +inf. The gradient is the softmax, and
+    0 at masked entries, whatever `x` holds there.
+
+  Raises:
+    TypeError: `x` is not floating-point, `axis` is not an integer or integers, or `where` is not boolean.
+    ValueError: an axis is out of range or named twice, or `where` does not broadcast to `x`.
+
+  Example:
+    >>> jaxdnn.logsumexp(jnp.array([1e4, 1e4]))
+    Array(10000.693, dtype=float32)
+  """
+  x = _axes.checked("logsumexp", x)
+  axes = _axes.canonical("logsumexp", axis, x.ndim)
+  masks = () if where is None else (_axes.aligned_mask("logsumexp", where, x.shape),)
+
+  def on_view(x: Array, *mask: Array) -> Array:
+    m, sums = _primitive.bind(log_partition_p, x, *mask, targets="mask" if mask else "none", smooth=False)
+    return (m + sums).astype(x.dtype)
+
+  y = _axes.grouped(on_view, axes, x, *masks)
+  return y if keepdims else jnp.squeeze(y, axes)
+
+
+# Reference -----------------------------------------------------------------------------------------------------------
+#
+# A call is of one of four kinds, by its `targets`:
+#   "none"     x                                          l
+#   "mask"     x, mask that broadcasts to x               l
+#   "labels"   x, labels [..., 1, inner]                  l, score of the one-hot q
+#   "soft"     x, q like x                                l, score, sum(q)
+# and with `smooth` there is one more operand, weights w [n, 1] of the classes up to leading 1s, and one more sum, the
+# score of q = w. The sums are [..., k, inner].
+
+
+def _sum(x: Array) -> Array:
+  return jnp.sum(x, axis=-2, keepdims=True)
+
+
+def _widen(x: Array) -> Array:
+  return x.astype(_primitive.accumulator_dtype(x.dtype))
+
+
+def _products(q: Array, x: Array) -> Array:
+  """q x, and 0 where q is: an entry of -inf without weight has no part in a score."""
+  return jnp.where(q == 0, 0, q * jnp.where(q == 0, 0, x))
+
+
+def _one_hot(labels: Array, n: int) -> Array:
+  return labels == jax.lax.broadcasted_iota(labels.dtype, (*labels.shape[:-2], n, labels.shape[-1]), labels.ndim - 2)
+
+
+def _scores(x: Array, targets: str, rest: Sequence[Array], smooth: bool) -> list[Array]:
+  """sum(q x) of each q: linear in x."""
+  scores = []
+  if targets == "labels":
+    scores.append(_sum(jnp.where(_one_hot(rest[0], x.shape[-2]), x, 0)))
+  if targets == "soft":
+    scores.append(_sum(_products(rest[0].astype(x.dtype), x)))
+  if smooth:
+    scores.append(_sum(_products(jnp.broadcast_to(rest[-1].astype(x.dtype), x.shape), x)))
+  return scores
+
+
+def _with_mass(scores: list[Array], targets: str, mass: Array | None) -> Array:
+  return jnp.concatenate([*scores[:2], mass, *scores[2:]] if mass is not None else scores, axis=-2)
+
+
+def _log_partition_reference(x: Array, *rest: Array, targets: str, smooth: bool) -> tuple[Array, Array]:
+  wx = _widen(x)
+  if targets == "mask":
+    wx = jnp.where(rest[0], wx, -jnp.inf)
+  lowest = jnp.finfo(wx.dtype).min
+  # NaN reaches the sum by itself. The origin is finite, so that -inf is an exponential of 0 even in a row of them, and
+  # +inf one of +inf; but a loss takes +inf for an origin, which makes the row NaN.
+  m = jnp.max(jnp.where(jnp.isnan(wx), lowest, wx), axis=-2, keepdims=True, initial=lowest)
+  m = jax.lax.stop_gradient(m if targets in ("labels", "soft") else jnp.minimum(m, jnp.finfo(wx.dtype).max))
+  d = wx - m
+  l = jnp.log(_sum(jnp.exp(d)))
+  mass = _sum(rest[0].astype(wx.dtype)) if targets == "soft" else None
+  return m, _with_mass([l, *_scores(d, targets, rest, smooth)], targets, mass)
+
+
+def _softmax(x: Array, m: Array, sums: Array, targets: str, rest: Sequence[Array]) -> Array:
+  log_p = (_widen(x) - m) - sums[..., :1, :]
+  return jnp.exp(jnp.where(rest[0], log_p, -jnp.inf) if targets == "mask" else log_p)
+
+
+def _lin_reference(t: Array, x: Array, m: Array, sums: Array, *rest: Array, targets: str, smooth: bool) -> Array:
+  wt = _widen(t)
+  if targets == "mask":
+    wt = jnp.where(rest[0], wt, 0)
+  scores = [_sum(_softmax(x, m, sums, targets, rest) * wt), *_scores(wt, targets, rest, smooth)]
+  return _with_mass(scores, targets, jnp.zeros_like(scores[0]) if targets == "soft" else None)
+
+
+def _bwd_reference(g: Array, x: Array, m: Array, sums: Array, *rest: Array, targets: str, smooth: bool) -> Array:
+  # A row whose cotangents are 0 takes no part, whatever it holds: ignored labels, labels out of range.
+  p = _softmax(x, m, sums, targets, rest)
+  dx = jnp.where(g[..., :1, :] == 0, 0, p * g[..., :1, :])
+  if targets == "labels":
+    dx += jnp.where(_one_hot(rest[0], x.shape[-2]), g[..., 1:2, :], 0)
+  if targets == "soft":
+    dx += jnp.where(g[..., 1:2, :] == 0, 0, rest[0].astype(dx.dtype) * g[..., 1:2, :])
+  if smooth:
+    dx += jnp.where(g[..., -1:, :] == 0, 0, rest[-1].astype(dx.dtype) * g[..., -1:, :])
+  return dx.astype(x.dtype)
+
+
+# Primitives ----------------------------------------------------------------------------------------------------------
+
+
+def _sums_aval(x: Any, targets: str, smooth: bool) -> Any:
+  count = {"none": 1, "mask": 1, "labels": 2, "soft": 3}[targets] + smooth
+  return _primitive.out_aval(x, (*x.shape[:-2], count, x.shape[-1]), _primitive.accumulator_dtype(x.dtype))
+
+
+def _abstract(x: Any, *_: Any, targets: str, smooth: bool) -> Any:
+  m = _primitive.out_aval(x, (*x.shape[:-2], 1, x.shape[-1]), _primitive.accumulator_dtype(x.dtype))
+  return m, _sums_aval(x, targets, smooth)
+
+
+PARAMS = ("targets", "smooth")
+
+log_partition_p = _primitive.define(
+  "log_partition",
+  abstract_eval=_abstract,
+  reference=_log_partition_reference,
+  params=PARAMS,
+  multiple_results=True,
+)
+log_partition_lin_p = _primitive.define(
+  "log_partition_lin",
+  abstract_eval=lambda t, x, *_, targets, smooth: _sums_aval(t, targets, smooth),
+  reference=_lin_reference,
+  params=PARAMS,
+)
+log_partition_bwd_p = _primitive.define(
+  "log_partition_bwd",
+  abstract_eval=lambda g, x, *_, **params: _primitive.out_aval(x, x.shape),
+  reference=_bwd_reference,
+  params=PARAMS,
+)
+
+# Differentiation -----------------------------------------------------------------------------------------------------
+#
+# log_partition      x             -> m, sums = (l, scores...)       m is constant
+# log_partition_lin  t, x, m, sums -> sum(exp(x - m - l) t), sum(q t)...
+# log_partition_bwd  g, x, m, sums -> exp(x - m - l) g[0] + q g[1] + ...
+#
+# The last two are each other's adjoints. Derivatives in q and w, of which the scores are linear functions, are taken
+# through the reference.
+
+
+def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+  x, *rest = primals
+  dx, *drest = tangents
+  m, sums = _primitive.bind(log_partition_p, *primals, **params)
+  terms = [] if _primitive.is_zero(dx) else [_primitive.bind(log_partition_lin_p, dx, x, m, sums, *rest, **params)]
+  moving = [i for i, d in enumerate(drest) if not _primitive.is_zero(d)]
+  if moving:
+
+    def of_weights(*values: Any) -> Array:
+      full = list(rest)
+      for i, value in zip(moving, values, strict=True):
+        full[i] = value
+      return _log_partition_reference(x, *full, **params)[1]
+
+    terms.append(jax.jvp(of_weights, [rest[i] for i in moving], [drest[i] for i in moving])[1])
+  total = sum(terms[1:], terms[0]) if terms else _primitive.zero_tangent(sums)
+  return (m, sums), (_primitive.zero_tangent(m), total)
+
+
+_primitive.set_jvp(log_partition_p, _jvp)
+_primitive.linear_in_first(
+  log_partition_lin_p,
+  _lin_reference,
+  transpose=lambda g, *kept, **params: _primitive.bind(log_partition_bwd_p, g, *kept, **params),
+)
+_primitive.linear_in_first(
+  log_partition_bwd_p,
+  _bwd_reference,
+  transpose=lambda t, *kept, **params: _primitive.bind(log_partition_lin_p, t, *kept, **params),
+)
+
+# Batching and CUDA lowering ------------------------------------------------------------------------------------------
+
+
+def _broadcast_operands(*operands: Any, targets: str, smooth: bool) -> list[int]:
+  """The mask and the weights of classes."""
+  masks = [i for i, a in enumerate(operands) if a.dtype == np.bool_]
+  return [*masks, len(operands) - 1] if smooth else masks
+
+
+def _supported(*avals: Any, targets: str, smooth: bool) -> bool:
+  return not smooth or all(d == 1 for d in (*avals[-1].shape[:-2], avals[-1].shape[-1]))
+
+
+for _p in (log_partition_p, log_partition_lin_p, log_partition_bwd_p):
+  _primitive.batch_leading(_p, broadcast=_broadcast_operands)
+
+# The tangent map stays with XLA, which makes it one reduction.
+_primitive.lower_to_cuda(
+  log_partition_p,
+  "jaxdnn.log_partition.v1",
+  _log_partition_reference,
+  attributes=lambda *_, **params: params,
+  supported=_supported,
+)
+_primitive.lower_to_cuda(
+  log_partition_bwd_p,
+  "jaxdnn.log_partition_bwd.v1",
+  _bwd_reference,
+  attributes=lambda *_, **params: params,
+  supported=_supported,
+)
