@@ -43,50 +43,34 @@ std::optional<lrn::Problem> ToProblem(const LrnAttrs& attrs, const ffi::AnyBuffe
   return p;
 }
 
-// The means among the operands that follow, null where there are none; whether what is there is as it should be.
-bool TakeMeans(ffi::RemainingArgs rest, const ffi::AnyBuffer& x, const void** means) {
-  *means = nullptr;
-  if (rest.size() == 0) return true;
-  const auto buffer = rest.get<ffi::AnyBuffer>(0);
-  if (rest.size() > 1 || !buffer.has_value() || buffer->element_type() != x.element_type() || !SameShape(*buffer, x))
-    return false;
-  *means = buffer->untyped_data();
-  return true;
-}
-
 bool Alike(const ffi::AnyBuffer& a, const ffi::AnyBuffer& b) {
   return a.element_type() == b.element_type() && SameShape(a, b);
 }
 
 }  // namespace
 
-static ffi::Error LrnImpl(cudaStream_t stream, ffi::AnyBuffer x, ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y,
-                          LrnAttrs attrs) {
+static ffi::Error LrnImpl(cudaStream_t stream, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> y, LrnAttrs attrs) {
   const auto dtype = ToDType(x.element_type());
   const auto problem = ToProblem(attrs, x);
-  const void* means;
-  if (!dtype || !problem || !TakeMeans(rest, x, &means) || !Alike(x, *y)) return Unsupported("no kernel", "lrn", x, *y);
-  return FromCuda(lrn::Forward(*problem, *dtype, x.untyped_data(), means, y->untyped_data(), stream), "lrn", x);
+  if (!dtype || !problem || !Alike(x, *y)) return Unsupported("no kernel", "lrn", x, *y);
+  return FromCuda(lrn::Forward(*problem, *dtype, x.untyped_data(), y->untyped_data(), stream), "lrn", x);
 }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(Lrn, LrnImpl,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
                                   .Arg<ffi::AnyBuffer>()
-                                  .RemainingArgs()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attrs<LrnAttrs>(),
                               {ffi::Traits::kCmdBufferCompatible});
 
-static ffi::Error LrnJvpImpl(cudaStream_t stream, ffi::AnyBuffer t, ffi::AnyBuffer x, ffi::RemainingArgs rest,
-                             ffi::Result<ffi::AnyBuffer> out, LrnAttrs attrs) {
+static ffi::Error LrnJvpImpl(cudaStream_t stream, ffi::AnyBuffer t, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> out,
+                             LrnAttrs attrs) {
   const auto dtype = ToDType(x.element_type());
   const auto problem = ToProblem(attrs, x);
-  const void* means;
-  if (!dtype || !problem || !TakeMeans(rest, x, &means) || !Alike(x, t) || !Alike(x, *out))
-    return Unsupported("no kernel", "lrn_jvp", t, x, *out);
+  if (!dtype || !problem || !Alike(x, t) || !Alike(x, *out)) return Unsupported("no kernel", "lrn_jvp", t, x, *out);
   const cudaError_t status =
-      lrn::Tangent(*problem, *dtype, t.untyped_data(), x.untyped_data(), means, out->untyped_data(), stream);
+      lrn::Tangent(*problem, *dtype, t.untyped_data(), x.untyped_data(), out->untyped_data(), stream);
   return FromCuda(status, "lrn_jvp", x);
 }
 
@@ -95,20 +79,17 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(LrnJvp, LrnJvpImpl,
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
-                                  .RemainingArgs()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attrs<LrnAttrs>(),
                               {ffi::Traits::kCmdBufferCompatible});
 
-static ffi::Error LrnVjpImpl(cudaStream_t stream, ffi::AnyBuffer g, ffi::AnyBuffer x, ffi::RemainingArgs rest,
-                             ffi::Result<ffi::AnyBuffer> dx, ffi::Result<ffi::AnyBuffer> scratch, LrnAttrs attrs) {
+static ffi::Error LrnVjpImpl(cudaStream_t stream, ffi::AnyBuffer g, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> dx,
+                             ffi::Result<ffi::AnyBuffer> scratch, LrnAttrs attrs) {
   const auto dtype = ToDType(x.element_type());
   const auto problem = ToProblem(attrs, x);
-  const void* means;
-  if (!dtype || !problem || !TakeMeans(rest, x, &means) || !Alike(x, g) || !Alike(x, *dx))
-    return Unsupported("no kernel", "lrn_vjp", g, x, *dx);
-  const cudaError_t status = lrn::Cotangent(*problem, *dtype, g.untyped_data(), x.untyped_data(), means,
-                                            dx->untyped_data(), scratch->untyped_data(), scratch->size_bytes(), stream);
+  if (!dtype || !problem || !Alike(x, g) || !Alike(x, *dx)) return Unsupported("no kernel", "lrn_vjp", g, x, *dx);
+  const cudaError_t status = lrn::Cotangent(*problem, *dtype, g.untyped_data(), x.untyped_data(), dx->untyped_data(),
+                                            {scratch->untyped_data(), scratch->size_bytes()}, stream);
   return FromCuda(status, "lrn_vjp", x);
 }
 
@@ -117,7 +98,72 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(LrnVjp, LrnVjpImpl,
                                   .Ctx<ffi::PlatformStream<cudaStream_t>>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
-                                  .RemainingArgs()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attrs<LrnAttrs>(),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+static ffi::Error DivisiveImpl(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer m, ffi::Result<ffi::AnyBuffer> y,
+                               LrnAttrs attrs) {
+  const auto dtype = ToDType(x.element_type());
+  const auto problem = ToProblem(attrs, x);
+  if (!dtype || !problem || !Alike(x, m) || !Alike(x, *y)) return Unsupported("no kernel", "divisive", x, m, *y);
+  const cudaError_t status =
+      lrn::DivisiveForward(*problem, *dtype, x.untyped_data(), m.untyped_data(), y->untyped_data(), stream);
+  return FromCuda(status, "divisive", x);
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(Divisive, DivisiveImpl,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attrs<LrnAttrs>(),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+static ffi::Error DivisiveJvpImpl(cudaStream_t stream, ffi::AnyBuffer tx, ffi::AnyBuffer tm, ffi::AnyBuffer x,
+                                  ffi::AnyBuffer m, ffi::Result<ffi::AnyBuffer> out, LrnAttrs attrs) {
+  const auto dtype = ToDType(x.element_type());
+  const auto problem = ToProblem(attrs, x);
+  if (!dtype || !problem || !Alike(x, tx) || !Alike(x, tm) || !Alike(x, m) || !Alike(x, *out))
+    return Unsupported("no kernel", "divisive_jvp", tx, tm, x, m, *out);
+  const cudaError_t status = lrn::DivisiveTangent(*problem, *dtype, tx.untyped_data(), tm.untyped_data(),
+                                                  x.untyped_data(), m.untyped_data(), out->untyped_data(), stream);
+  return FromCuda(status, "divisive_jvp", x);
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(DivisiveJvp, DivisiveJvpImpl,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attrs<LrnAttrs>(),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+static ffi::Error DivisiveVjpImpl(cudaStream_t stream, ffi::AnyBuffer g, ffi::AnyBuffer x, ffi::AnyBuffer m,
+                                  ffi::Result<ffi::AnyBuffer> dx, ffi::Result<ffi::AnyBuffer> dm,
+                                  ffi::Result<ffi::AnyBuffer> scratch, LrnAttrs attrs) {
+  const auto dtype = ToDType(x.element_type());
+  const auto problem = ToProblem(attrs, x);
+  if (!dtype || !problem || !Alike(x, g) || !Alike(x, m) || !Alike(x, *dx) || !Alike(x, *dm))
+    return Unsupported("no kernel", "divisive_vjp", g, x, m, *dx, *dm);
+  const cudaError_t status =
+      lrn::DivisiveCotangent(*problem, *dtype, g.untyped_data(), x.untyped_data(), m.untyped_data(), dx->untyped_data(),
+                             dm->untyped_data(), {scratch->untyped_data(), scratch->size_bytes()}, stream);
+  return FromCuda(status, "divisive_vjp", x);
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(DivisiveVjp, DivisiveVjpImpl,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attrs<LrnAttrs>(),

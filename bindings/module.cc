@@ -15,6 +15,7 @@
 
 #ifdef JAXDNN_WITH_CUDA
 #include "bindings/handlers.h"
+#include "cuda/activation/activation.h"
 #include "cuda/layer_norm/layer_norm.h"
 #include "cuda/group_norm/group_norm.h"
 #include "cuda/softmax/softmax.h"
@@ -32,8 +33,18 @@ static nb::dict Handlers() {
   const auto add = [&d](const char* name, XLA_FFI_Handler* handler) {
     d[name] = nb::capsule(reinterpret_cast<void*>(handler));
   };
-  add("jaxdnn.activation.v1", Activation);
-  add("jaxdnn.activation_bwd.v1", ActivationBwd);
+  add("jaxdnn.activation.v2", Activation);
+  add("jaxdnn.activation_bwd.v2", ActivationBwd);
+  add("jaxdnn.channel_activation.v1", ChannelActivation);
+  add("jaxdnn.channel_activation_bwd.v1", ChannelActivationBwd);
+  add("jaxdnn.gate.v1", Gate);
+  add("jaxdnn.gate_bwd.v1", GateBwd);
+  add("jaxdnn.batch_norm_statistics.v1", BatchNormStatistics);
+  add("jaxdnn.batch_norm_apply.v1", BatchNormApply);
+  add("jaxdnn.batch_norm_tangent.v1", BatchNormTangent);
+  add("jaxdnn.batch_norm_sums.v1", BatchNormSums);
+  add("jaxdnn.batch_norm_moments.v1", BatchNormMoments);
+  add("jaxdnn.batch_norm_gradient.v1", BatchNormGradient);
   add("jaxdnn.group_norm.v1", GroupNorm);
   add("jaxdnn.group_norm_bwd.v1", GroupNormBwd);
   add("jaxdnn.layer_norm.v1", LayerNorm);
@@ -105,6 +116,16 @@ NB_MODULE(_jaxdnn, m) {
         "padding_low"_a, "lhs_dilation"_a, "rhs_dilation"_a, "groups"_a);
 #ifdef JAXDNN_WITH_CUDA
   m.def("group_norm_workspace", &GroupNormWorkspace, "backward"_a, "dtype"_a, "channels_last"_a, "x"_a, "groups"_a);
+#endif
+#ifdef JAXDNN_WITH_CUDA
+  m.def(
+      "channel_activation_workspace",
+      [](int64_t itemsize, int64_t groups, int64_t outer, int64_t channels, int64_t inner) {
+        using namespace jaxdnn;
+        const DType dtype = itemsize == 8 ? DType::kF64 : itemsize == 4 ? DType::kF32 : DType::kBF16;
+        return activation::ChannelWorkspace(dtype, {groups, outer, channels, inner});
+      },
+      "itemsize"_a, "groups"_a, "outer"_a, "channels"_a, "inner"_a);
 #endif
 #ifdef JAXDNN_WITH_CUDA
   m.def(

@@ -95,7 +95,6 @@ cudaError_t Launch(const Problem& p, const T* t, const T* x, T* out, cudaStream_
   shape.inner = p.inner;
   shape.vectors = p.inner / N;
   const int64_t columns = p.outer * shape.vectors;
-  if (columns == 0 || shape.n == 0) return cudaSuccess;
   const int64_t wanted = std::clamp<int64_t>(CeilDiv(kEnoughThreads, columns), 1, CeilDiv(shape.n, kLeastChunk));
   shape.chunk = static_cast<int>(CeilDiv(shape.n, wanted));
   shape.chunks = static_cast<int>(CeilDiv(shape.n, shape.chunk));

@@ -6,7 +6,7 @@
 
 namespace jaxdnn::lrn {
 
-// Whether LaunchColumns takes the problem, which has no means.
+// Whether LaunchColumns takes the problem.
 bool IsColumns(const Problem& p);
 
 // `t` is the tangent or the cotangent; null for Map::kForward.

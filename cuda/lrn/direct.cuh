@@ -1,15 +1,92 @@
-// Any window in any number of dimensions, one sum for each element: what no faster kernel takes.
+// Any window in any number of dimensions, one sum for each element: what no faster kernel takes. What the kernels share
+// in which each thread walks over the windows of a few elements.
 #pragma once
 
-#include "cuda/lrn/lrn.h"
+#include <type_traits>
+
+#include "cuda/common/fast_div.cuh"
+#include "cuda/common/launch.cuh"
+#include "cuda/common/vec.cuh"
+#include "cuda/lrn/response.cuh"
 
 namespace jaxdnn::lrn {
 
-cudaError_t DirectForward(const Problem& p, DType dtype, const void* x, const void* means, void* y,
-                          cudaStream_t stream);
-cudaError_t DirectTangent(const Problem& p, DType dtype, const void* t, const void* x, const void* means, void* out,
-                          cudaStream_t stream);
-cudaError_t DirectCotangent(const Problem& p, DType dtype, const void* g, const void* x, const void* means, void* dx,
-                            void* scratch, cudaStream_t stream);
+constexpr int kDirectThreads = 256;
+
+// `t` is the tangent or the cotangent; null for Map::kForward. Scratch is for Map::kCotangent.
+cudaError_t LaunchDirect(Map map, const Problem& p, DType dtype, const void* t, const void* x, void* out,
+                         Scratch scratch, cudaStream_t stream);
+
+// Which elements a thread owns: N neighbouring ones of the inner dimension, in row-major order.
+struct Walk {
+  int64_t vectors, total;  // of an inner row, and in all
+  FastDiv by_vectors, by_extent[3];
+
+  Walk(const Problem& p, int width)
+      : vectors(p.inner / width),
+        total(p.Elements() / width),
+        by_vectors(vectors),
+        by_extent{FastDiv(p.extent[0]), FastDiv(p.extent[1]), FastDiv(p.extent[2])} {}
+
+  // Position in the three dimensions of vector number `flat`.
+  __device__ void At(const Problem& p, int64_t flat, int (&at)[3]) const {
+    if (total <= INT32_MAX) {
+      int rest = by_vectors.Div(static_cast<int>(flat));
+#pragma unroll
+      for (int d = 2; d >= 0; --d) rest = by_extent[d].Div(rest, &at[d]);
+    } else {
+      int64_t rest = flat / vectors;
+#pragma unroll
+      for (int d = 2; d >= 0; --d) {
+        at[d] = static_cast<int>(rest % p.extent[d]);
+        rest /= p.extent[d];
+      }
+    }
+  }
+};
+
+// Calls f(offset) for every element of the window, or mirrored window, around `at`.
+template <class F>
+__device__ void ForWindow(const Problem& p, const int (&at)[3], bool mirrored, F&& f) {
+  int first[3], last[3];
+#pragma unroll
+  for (int d = 0; d < 3; ++d) {
+    first[d] = -min(mirrored ? p.after[d] : p.before[d], at[d]);
+    last[d] = min(mirrored ? p.before[d] : p.after[d], p.extent[d] - 1 - at[d]);
+  }
+  for (int i0 = first[0]; i0 <= last[0]; ++i0)
+    for (int i1 = first[1]; i1 <= last[1]; ++i1) {
+      const int64_t row = (int64_t{i0} * p.extent[1] + i1) * p.extent[2];
+      for (int i2 = first[2]; i2 <= last[2]; ++i2) f((row + i2) * p.inner);
+    }
+}
+
+// N neighbours, as the accumulator's type.
+template <int N, class T, class A>
+__device__ void LoadWide(const T* p, A (&wide)[N]) {
+  const Vec<T, N> v = *reinterpret_cast<const Vec<T, N>*>(p);
+#pragma unroll
+  for (int j = 0; j < N; ++j) wide[j] = static_cast<A>(v.v[j]);
+}
+
+template <int N, class T, class A>
+__device__ void StoreNarrow(T* p, const A (&wide)[N]) {
+  Vec<T, N> v;
+#pragma unroll
+  for (int j = 0; j < N; ++j) v.v[j] = static_cast<T>(wide[j]);
+  *reinterpret_cast<Vec<T, N>*>(p) = v;
+}
+
+// Calls f with the width of a thread's vectors, as an integral constant.
+template <class T, class F, class... P>
+cudaError_t VisitDirectWidth(const Problem& p, F&& f, const P*... arrays) {
+  constexpr int kWide = sizeof(T) == 8 ? 2 : 4;
+  if (p.inner % kWide == 0 && IsVectorAligned(arrays...)) return f(std::integral_constant<int, kWide>{});
+  return f(std::integral_constant<int, 1>{});
+}
+
+inline bool Fits(const Problem& p, DType dtype, Scratch scratch) {
+  return scratch.bytes >= static_cast<size_t>(p.Elements()) * (dtype == DType::kF64 ? 8 : 4);
+}
 
 }  // namespace jaxdnn::lrn

@@ -5,7 +5,7 @@
 
 namespace jaxdnn::lrn {
 
-// Whether LaunchLine takes the problem, which has no means.
+// Whether LaunchLine takes the problem.
 bool IsLine(const Problem& p);
 
 // `t` is the tangent or the cotangent; null for Map::kForward.
