@@ -26,7 +26,9 @@ constexpr int kResident = 3;
 constexpr int kMinRowBytes = 128;
 constexpr int64_t kMinSlabBytes = 16 << 10;
 // The fewest bytes of a slab that are worth another block.
-constexpr int64_t kMinShareBytes = 32 << 10;
+constexpr int64_t kMinShareBytes = 16 << 10;
+// Channels first, the most bytes of a run of every thread.
+constexpr int64_t kRunBytes = 16 << 10;
 
 inline int FloorLog2(int64_t n) {
   int log = 0;
@@ -43,22 +45,28 @@ inline int64_t ResidentShared(const Device& d) {
   return std::min<int64_t>(d.shared_per_multiprocessor / kResident - 1024, d.shared_per_block);
 }
 
-// `runs` runs of `length` vectors for each thread, with `bytes` of shared memory to hold them.
-inline Schedule MakeSchedule(int64_t runs, int length, int64_t bytes_per_run, int64_t bytes) {
-  const int64_t fit = std::max<int64_t>(1, bytes / bytes_per_run);
-  if (runs <= fit) return {static_cast<int>(runs), length, static_cast<int>(runs), 0};
-  const int streamed = static_cast<int>(std::max<int64_t>(1, fit / 4));
-  return {static_cast<int>(runs), length, static_cast<int>(std::max<int64_t>(0, fit - streamed)), streamed};
+// How many of the `steps` that a slab takes are one block's, a step being a vector or a run of every thread. A block
+// takes what its shared memory holds, or less so that every multiprocessor has work.
+inline int64_t StepsOfBlock(int64_t steps, int64_t step_bytes, int64_t scratch, int64_t slabs, int64_t most) {
+  const int64_t resident = Resident(kNominal);
+  const int64_t fit = std::max<int64_t>(1, (ResidentShared(kNominal) - scratch) / step_bytes);
+  // Two blocks on a multiprocessor that need no barrier are better than three that do.
+  const int64_t alone = (kNominal.shared_per_multiprocessor / 2 - 1024 - scratch) / step_bytes;
+  int64_t blocks = steps <= alone ? 1 : CeilDiv(steps, fit);
+  blocks = std::max(blocks, std::min(resident / slabs, steps * step_bytes / kMinShareBytes));
+  // One team more, reading some twice, rather than blocks that no team has a use for.
+  const int64_t teams = resident / std::min(blocks, resident);
+  if (resident - teams * blocks > resident / 5 && slabs > teams) blocks = resident / (teams + 1);
+  return CeilDiv(steps, std::clamp<int64_t>(blocks, 1, most));
 }
 
-// Blocks per slab: enough that its share fits in the shared memory of a block, and that every multiprocessor has work.
-inline int64_t TeamSize(int64_t slabs, int64_t slab_bytes, int64_t scratch_bytes, const Device& d) {
-  const int64_t room = ResidentShared(kNominal) - scratch_bytes;
-  // Two blocks on a multiprocessor that need no barrier are better than three that do.
-  const int64_t alone = kNominal.shared_per_multiprocessor / 2 - 1024 - scratch_bytes;
-  const int64_t holding = slab_bytes <= alone ? 1 : CeilDiv(slab_bytes, std::max(room, kMinShareBytes));
-  const int64_t filling = std::min(Resident(kNominal) / std::max<int64_t>(slabs, 1), slab_bytes / kMinShareBytes);
-  return std::clamp<int64_t>(std::max(holding, filling), 1, std::min(Resident(kNominal), Resident(d)));
+// Runs of up to `length` steps for `steps` of them, of which `fit` can be held.
+inline Schedule MakeSchedule(int64_t steps, int64_t length, int64_t fit) {
+  const int64_t runs = CeilDiv(steps, length), held = std::max<int64_t>(1, fit / length);
+  if (runs <= held) return {static_cast<int>(runs), static_cast<int>(length), static_cast<int>(runs), 0};
+  const int64_t streamed = CeilDiv(held, 2);
+  return {static_cast<int>(runs), static_cast<int>(length), static_cast<int>(held - streamed),
+          static_cast<int>(streamed)};
 }
 
 struct ColumnTiling {
@@ -124,19 +132,19 @@ ColumnTiling PlanColumns(const Problem& p, int arrays, const Device& d) {
   using A = Accumulator<T>;
   const int64_t reduced = std::max(1, (t.parallel_rows + 1) / 2) * t.block_columns * V;
   const int64_t scratch = reduced * sizeof(Moments<A>) + t.slab_groups * 3 * sizeof(A);
-  const int64_t slab_bytes = int64_t{arrays} * t.rows * t.columns * V * sizeof(T);
-  const int64_t row_blocks =
-      std::min(TeamSize(t.team.units * t.column_blocks, slab_bytes / t.column_blocks, scratch, d),
-               std::min(CeilDiv(t.rows, t.parallel_rows), std::max<int64_t>(1, Resident(d) / t.column_blocks)));
-  t.block_rows = CeilDiv(t.rows, row_blocks);
-  t.team.size = static_cast<int>(CeilDiv(t.rows, t.block_rows)) * t.column_blocks;
+  const int64_t step_bytes = int64_t{arrays} * t.threads * V * sizeof(T);
+  const int64_t sweeps = CeilDiv(t.rows, t.parallel_rows);
+  const int64_t most = std::max<int64_t>(1, std::min(Resident(d), Resident(kNominal)) / t.column_blocks);
+  const int64_t steps =
+      StepsOfBlock(sweeps, step_bytes, scratch, t.team.units * t.column_blocks, std::min(sweeps, most));
+  t.block_rows = steps * t.parallel_rows;
+  t.team.size = static_cast<int>(CeilDiv(sweeps, steps)) * t.column_blocks;
 
-  constexpr int kLength = 4;
-  const int64_t runs = CeilDiv(CeilDiv(t.block_rows, t.parallel_rows), kLength);
-  const int64_t bytes_per_run = int64_t{arrays} * kLength * t.threads * V * sizeof(T);
-  const int64_t shared = t.team.size == 1 ? d.shared_per_block : ResidentShared(d);
-  t.schedule = MakeSchedule(runs, kLength, bytes_per_run, shared - scratch);
-  t.shared = arrays * t.schedule.Slots() * t.threads * V * sizeof(T) + scratch;
+  // Two runs if all is held, so that the first is at work while the second is on its way.
+  const int64_t fit = ((t.team.size == 1 ? d.shared_per_block : ResidentShared(d)) - scratch) / step_bytes;
+  const int64_t half = CeilDiv(steps, 2);
+  t.schedule = MakeSchedule(steps, 2 * half <= fit ? half : steps <= fit ? steps : std::min<int64_t>(steps, 2), fit);
+  t.shared = t.schedule.Slots() * step_bytes + scratch;
   return t;
 }
 
@@ -189,8 +197,9 @@ struct RowTiling {
   int64_t slab;      // vectors
   int64_t row;       // vectors of a channel
   int64_t pieces;    // runs per channel
-  int64_t piece;     // vectors of each but the last
-  int64_t share;     // pieces of a slab that a block takes
+  FastDiv by_pieces;
+  int64_t piece;  // vectors of each but the last
+  int64_t share;  // pieces of a slab that a block takes
   int64_t slabs;
   int64_t slab_channels, channels, groups;
 
@@ -214,27 +223,35 @@ RowTiling PlanRows(const Problem& p, int arrays, const Device& d) {
   t.span = std::min(8, FloorLog2(std::max<int64_t>(1, t.slab * arrays / 4)));
   t.threads = t.span <= 5 ? kThreads : 1 << t.span;
   t.lanes = std::min({5, t.span, FloorLog2(std::max<int64_t>(1, t.row / 4))});
-  constexpr int kLength = 8;
-  t.pieces = CeilDiv(t.row, int64_t{kLength} << t.lanes);
-  t.piece = CeilDiv(t.row, t.pieces);
-  const int length = static_cast<int>(CeilDiv(t.piece, 1 << t.lanes));
-  const int parallel = 1 << (t.span - t.lanes);
-
   t.team.units = CeilDiv(t.slabs, t.threads >> t.span);
 
-  constexpr int64_t kReduction = sizeof(Moments<A>) * kThreads;
-  const int64_t pieces = t.slab_channels * t.pieces;
-  const int64_t slab_bytes = int64_t{arrays} * t.slab * V * sizeof(T);
-  const int64_t most = t.span == 8 ? CeilDiv(pieces, parallel) : 1;
-  t.share = CeilDiv(pieces, std::min(most, TeamSize(t.slabs, slab_bytes, kReduction, d)));
-  t.team.size = static_cast<int>(CeilDiv(pieces, t.share));
+  // The length of a run that wastes the fewest slots, and of those the longest; short enough for blocks to be full.
+  const int64_t step_bytes = int64_t{arrays} * t.threads * V * sizeof(T);
+  const int64_t parallel = 1 << (t.span - t.lanes);
+  const int64_t longest = std::clamp<int64_t>(kRunBytes / step_bytes, 1, 8);
+  int64_t length = 1, slots = INT64_MAX;
+  for (int64_t k = 1; k <= longest; ++k) {
+    const int64_t taken = k * CeilDiv(t.slab_channels * CeilDiv(t.row, k << t.lanes), parallel);
+    if (taken <= slots) slots = taken, length = k;
+  }
+  t.pieces = CeilDiv(t.row, length << t.lanes);
+  t.by_pieces = FastDiv(t.pieces);
+  t.piece = CeilDiv(t.row, t.pieces);
+  length = CeilDiv(t.piece, 1 << t.lanes);
 
   // The backward pass also has two sums for each piece.
+  const int64_t pieces = t.slab_channels * t.pieces, rounds = CeilDiv(pieces, parallel);
+  constexpr int64_t kReduction = sizeof(Moments<A>) * kThreads;
+  const int64_t round_bytes = length * step_bytes + (arrays == 1 ? 0 : 2 * sizeof(A) * (t.threads >> t.lanes));
+  const int64_t most = t.span == 8 ? std::min({rounds, Resident(d), Resident(kNominal)}) : 1;
+  const int64_t steps = StepsOfBlock(rounds, round_bytes, kReduction, t.slabs, most);
+  t.share = std::min(pieces, steps * parallel);
+  t.team.size = static_cast<int>(CeilDiv(pieces, t.share));
+
   const int64_t sums = arrays == 1 ? 0 : 2 * sizeof(A) * t.share * (t.threads >> t.span);
-  const int64_t bytes_per_run = int64_t{arrays} * length * t.threads * V * sizeof(T);
   const int64_t shared = t.team.size == 1 ? d.shared_per_block : ResidentShared(d);
-  t.schedule = MakeSchedule(CeilDiv(t.share, parallel), length, bytes_per_run, shared - kReduction - sums);
-  t.shared = arrays * t.schedule.Slots() * t.threads * V * sizeof(T) + kReduction + sums;
+  t.schedule = MakeSchedule(steps * length, length, (shared - kReduction - sums) / step_bytes);
+  t.shared = t.schedule.Slots() * step_bytes + kReduction + sums;
   return t;
 }
 
@@ -258,7 +275,7 @@ struct RowPlace {
   }
 
   __device__ int64_t Piece(int m) const { return first + row + int64_t{m} * parallel; }
-  __device__ int64_t Channel(int64_t piece) const { return t.pieces == 1 ? piece : piece / t.pieces; }
+  __device__ int64_t Channel(int64_t piece) const { return t.by_pieces.Div(static_cast<int>(piece)); }
 
   __device__ Run At(int m) const {
     const int64_t piece = Piece(m);

@@ -53,7 +53,7 @@ std::optional<int64_t> MostBytes(const Problem& p, int arrays, F&& bytes) {
   VisitDType(p.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     const auto take = [&](auto, const auto& t, const Device&) {
-      most = std::max(most, int64_t{bytes(t, sizeof(Accumulator<T>))});
+      most = std::max(most, static_cast<int64_t>(bytes(t, sizeof(Accumulator<T>))));
       shared = std::max(shared, t.shared);
       return cudaSuccess;
     };
