@@ -63,7 +63,8 @@ def avg_pool(
   total = pool(inputs, 0.0, lax.add, window_shape, strides, padding)
   if count_include_pad:
     return total / math.prod(window_shape)
-  ones = jnp.ones((*np.shape(inputs)[-len(window_shape) - 1 : -1], 1), total.dtype)
+  lead = total.ndim - len(window_shape) - 1
+  ones = jnp.ones((*(1,) * lead, *np.shape(inputs)[lead:-1], 1), total.dtype)
   return total / jnp.maximum(pool(ones, 0.0, lax.add, window_shape, strides, padding), 1)
 
 

@@ -8,11 +8,12 @@ import pool_oracle
 class PoolCase(NamedTuple):
   name: str
   shape: tuple[int, ...]
-  """Of x, channels last."""
+  """Of x, channels last unless there is a layout."""
   window: tuple[int, ...]
   stride: int | tuple[int, ...] | None = None
   padding: object = "VALID"
   dilation: int | tuple[int, ...] = 1
+  layout: str | None = None
 
   @property
   def keywords(self):
@@ -91,7 +92,7 @@ POOL = [
   PoolCase("empty_padded_input", (2, 0, 3), (2,), 1, 2),
 ]
 
-# The layers themselves, by the kind of pooling.
+# The layers themselves, by the kind of pooling. `layout` is channels-first where it is given.
 BENCHMARKS = {
   "max": [
     PoolCase("rn50.3x3s2", (256, 112, 112, 64), (3, 3), 2, 1),
@@ -99,6 +100,8 @@ BENCHMARKS = {
     PoolCase("mnist.2x2s2", (128, 24, 24, 32), (2, 2), 2),
     PoolCase("audio.4s4", (64, 16000, 64), (4,), 4),
     PoolCase("unet3d.2x2x2s2", (4, 96, 96, 96, 32), (2, 2, 2), 2),
+    PoolCase("rn50.3x3s2.nchw", (256, 64, 112, 112), (3, 3), 2, 1, layout="NCHW"),
+    PoolCase("spp.13x13s1", (64, 40, 40, 256), (13, 13), 1, 6),
   ],
   "avg": [
     PoolCase("incep.3x3s1", (128, 28, 28, 256), (3, 3), 1, 1),
@@ -106,5 +109,27 @@ BENCHMARKS = {
     PoolCase("global.7x7", (512, 7, 7, 2048), (7, 7)),
     PoolCase("audio.4s4", (64, 16000, 64), (4,), 4),
     PoolCase("video.1x2x2s2", (16, 16, 56, 56, 64), (1, 2, 2), (1, 2, 2)),
+    PoolCase("incep.3x3s1.nchw", (128, 256, 28, 28), (3, 3), 1, 1, layout="NCHW"),
+    PoolCase("global.7x7.nchw", (512, 2048, 7, 7), (7, 7), layout="NCHW"),
+  ],
+  "lp": [PoolCase("2x2s2", (128, 112, 112, 64), (2, 2), 2)],
+  "adaptive": [PoolCase("50to7", (64, 50, 50, 256), (7, 7))],
+}
+
+# Neighbours of the layers: channels that fill no vector, one channel, few outputs, odd extents, other windows.
+SWEEP = {
+  "max": [
+    PoolCase("3x3s2.c3", (256, 224, 224, 3), (3, 3), 2, 1),
+    PoolCase("3x3s2.c17", (256, 112, 112, 17), (3, 3), 2, 1),
+    PoolCase("3x3s2.c44", (256, 112, 112, 44), (3, 3), 2, 1),
+    PoolCase("3x3s2.c1000", (16, 111, 113, 1000), (3, 3), 2, 1),
+    PoolCase("3x3s1.c4096", (8, 56, 55, 4096), (3, 3), 1, 1),
+    PoolCase("5x5s2", (128, 112, 112, 64), (5, 5), 2, 2),
+    PoolCase("2x2s2.nchw", (128, 128, 113, 111), (2, 2), 2, layout="NCHW"),
+    PoolCase("global.few", (8, 224, 224, 64), (224, 224)),
+  ],
+  "avg": [
+    PoolCase("global.few", (8, 224, 224, 64), (224, 224)),
+    PoolCase("2x2s2.c129", (128, 56, 56, 129), (2, 2), 2),
   ],
 }

@@ -72,7 +72,7 @@ def test_indices(pool, layout):
 @pytest.mark.parametrize("window, stride, dilation", [((2, 2), 2, 1), ((3, 2), 1, 1), ((2, 3), 2, 2), ((17, 16), 1, 1)])
 def test_unpool_is_the_adjoint_of_what_max_pool_took(window, stride, dilation):
   x = jnp.asarray(sample((2, 19, 18, 3), "float64"))
-  arguments = {"stride": stride, "padding": ((1, 2), (0, 1)), "dilation": dilation}
+  arguments = {"stride": stride, "padding": ((1, 0), (0, 1)), "dilation": dilation}
   y, indices = jaxdnn.max_pool(x, window, return_indices=True, **arguments)
 
   def unpool(y, indices=indices):
@@ -97,7 +97,7 @@ def test_unpool_errors():
   for operands, more, error, message in (
     ((y, y), {}, TypeError, r"indices must be integers, got float64"),
     ((y, indices[:1]), {}, ValueError, r"indices must have y's shape \(2, 4, 4, 3\), got \(1, 4, 4, 3\)"),
-    ((y, indices), {"extent": (9, 11)}, ValueError, r"an extent of \(9, 11\) gives \(4, 5\), but y has .* \(4, 4\)"),
+    ((y, indices), {"extent": (9, 11)}, ValueError, r"pooling an extent of \(9, 11\) gives \(4, 5\), but y has .* \(4, 4\)"),
     ((y, indices), {"extent": 0}, ValueError, r"extent must be positive, got \(0, 0\)"),
     ((indices, indices), {}, TypeError, r"x must be floating-point, got int32"),
   ):
