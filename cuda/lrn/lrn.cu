@@ -1,4 +1,5 @@
 // Which kernel takes which problem.
+#include "cuda/lrn/box.cuh"
 #include "cuda/lrn/columns.cuh"
 #include "cuda/lrn/direct.cuh"
 #include "cuda/lrn/line.cuh"
@@ -12,6 +13,7 @@ cudaError_t Launch(Map map, const Problem& p, DType dtype, const void* t, const 
   if (p.Elements() == 0) return cudaSuccess;
   if (IsLine(p)) return LaunchLine(map, p, dtype, t, x, out, stream);
   if (IsColumns(p)) return LaunchColumns(map, p, dtype, t, x, out, stream);
+  if (IsBox(p)) return LaunchBox(map, p, dtype, t, x, out, stream);
   return LaunchDirect(map, p, dtype, t, x, out, scratch, stream);
 }
 

@@ -148,12 +148,17 @@ _primitive.linear_in_first(lrn_vjp_p, _vjp_reference, transpose=_tangent_map)
 # Batching and CUDA lowering ------------------------------------------------------------------------------------------
 
 
+def _held(x: Any, response: Response) -> bool:
+  """Whether some kernel holds the window in registers."""
+  reach = response.window[-1][0]
+  if len(response.window) == 1 and x.shape[-1] == 1:
+    return max(response.window[0]) <= 8
+  return len(response.window) <= 2 and reach <= 3 and set(response.window) == {(reach, reach)}
+
+
 def _scratch(g: Any, x: Any, *, response: Response) -> int:
-  """Windows that no kernel holds in registers are summed in two passes, with a value for each element between them."""
-  (before, after), *more = response.window
-  if not more and (max(before, after) <= 8 if x.shape[-1] == 1 else before == after <= 3):
-    return 0
-  return math.prod(g.shape) * _primitive.accumulator_dtype(g.dtype).itemsize
+  """Other windows are summed in two passes, with a value of each element between them."""
+  return 0 if _held(x, response) else math.prod(g.shape) * _primitive.accumulator_dtype(g.dtype).itemsize
 
 
 def _register(p: Any, target: str, reference: Any, **options: Any) -> None:
