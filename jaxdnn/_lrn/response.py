@@ -153,7 +153,7 @@ def _held(x: Any, response: Response) -> bool:
   reach = response.window[-1][0]
   if len(response.window) == 1 and x.shape[-1] == 1:
     return max(response.window[0]) <= 8
-  return len(response.window) <= 2 and reach <= 3 and set(response.window) == {(reach, reach)}
+  return len(response.window) <= 2 and 1 <= reach <= 3 and set(response.window) == {(reach, reach)}
 
 
 def _scratch(g: Any, x: Any, *, response: Response) -> int:
