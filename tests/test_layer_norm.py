@@ -414,7 +414,7 @@ def test_cuda_lowering_names_target_and_attributes():
   assert program.count("@jaxdnn.layer_norm.v1") == 1 and program.count("@jaxdnn.layer_norm_bwd.v1") == 1
   assert "center = false" in program and "offset = 1.0" in program and "epsilon = 9.99" in program
   wide = text(jaxdnn.layer_norm, jax.ShapeDtypeStruct((4, 1 << 20), jnp.float32))
-  assert "tensor<8192xui8>" in wide, "two moments of 128 chunks of four rows"
+  assert "tensor<16384xui8>" in wide, "two moments of 256 chunks of four rows"
 
 
 # Errors --------------------------------------------------------------------------------------------------------------

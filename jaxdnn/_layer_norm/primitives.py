@@ -36,6 +36,12 @@ def _widen(x: Array) -> Array:
   return x.astype(_primitive.accumulator_dtype(x.dtype))
 
 
+def _as_returned(total: Array) -> Array:
+  """The sum x + residual, rounded. XLA may skip the rounding of a value that it goes on with."""
+  info = jnp.finfo(total.dtype)
+  return lax.reduce_precision(total, info.nexp, info.nmant)
+
+
 def _mean(x: Array) -> Array:
   return jnp.mean(x, axis=-1, keepdims=True)
 
@@ -70,10 +76,7 @@ def _forward_reference(
   x: Array, residual: Array, scale: Array, bias: Array, *, center: bool, epsilon: float, offset: float
 ) -> list[Array]:
   total = absent(3, x.dtype) if is_absent(residual) else x + residual
-  if not is_absent(residual):
-    # XLA may skip the rounding of a sum that it goes on with; what is normalised is the sum as it is returned.
-    info = jnp.finfo(x.dtype)
-    x = lax.reduce_precision(total, info.nexp, info.nmant)
+  x = x if is_absent(residual) else _as_returned(total)
   mean, rstd = _statistics(x, center, epsilon)
   y = _plus_bias(_times_scale(_normalized(x, mean, rstd), scale, offset), bias)
   return [y.astype(x.dtype), total, mean, rstd]
@@ -93,7 +96,7 @@ def _tangent_reference(
   carry: bool,
   **_: Any,
 ) -> list[Array]:
-  h, wide = _normalized(x, mean, rstd), _widen(t)
+  h, wide = _normalized(_as_returned(x) if carry else x, mean, rstd), _widen(t)
   moved = wide - _mean(wide) if center else wide
   dh = rstd[..., None] * (moved - h * _mean(wide * h))
   dy = _plus_bias(_times_scale(dh, scale, offset), dbias)
@@ -112,9 +115,10 @@ def _backward_reference(
   center: bool,
   offset: float,
   bias: bool,
+  carry: bool,
   **_: Any,
 ) -> list[Array]:
-  h, wide = _normalized(x, mean, rstd), _widen(g)
+  h, wide = _normalized(_as_returned(x) if carry else x, mean, rstd), _widen(g)
   q = _times_scale(wide, scale, offset)
   moved = q - _mean(q) if center else q
   dx = rstd[..., None] * (moved - h * _mean(q * h))
