@@ -18,6 +18,7 @@
 #include "cuda/activation/activation.h"
 #include "cuda/layer_norm/layer_norm.h"
 #include "cuda/group_norm/group_norm.h"
+#include "cuda/loss/log_partition.h"
 #include "cuda/softmax/softmax.h"
 #else
 #define JAXDNN_CUDA_ARCHITECTURES ""
@@ -63,6 +64,8 @@ static nb::dict Handlers() {
   add("jaxdnn.conv_fwd.v1", ConvFwd);
   add("jaxdnn.conv_dgrad.v1", ConvDgrad);
   add("jaxdnn.conv_wgrad.v1", ConvWgrad);
+  add("jaxdnn.log_partition.v1", LogPartition);
+  add("jaxdnn.log_partition_bwd.v1", LogPartitionBwd);
   add("jaxdnn.softmax.v2", Softmax);
   add("jaxdnn.softmax_bwd.v2", SoftmaxBwd);
   add("jaxdnn.transform.v1", Transform);
@@ -145,6 +148,15 @@ NB_MODULE(_jaxdnn, m) {
         return softmax::WorkspaceBytes(itemsize == 8 ? DType::kF64 : DType::kF32, {outer, n, inner});
       },
       "itemsize"_a, "outer"_a, "n"_a, "inner"_a);
+  m.def(
+      "log_partition_workspace",
+      [](const std::string& dtype, int64_t outer, int64_t n, int64_t inner) {
+        using namespace jaxdnn;
+        static const std::map<std::string, DType> kTypes = {
+            {"float32", DType::kF32}, {"float64", DType::kF64}, {"float16", DType::kF16}, {"bfloat16", DType::kBF16}};
+        return loss::WorkspaceBytes(kTypes.at(dtype), {outer, n, inner});
+      },
+      "dtype"_a, "outer"_a, "n"_a, "inner"_a);
 #endif
   m.def("handlers", &Handlers);
   m.attr("ffi_version") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);

@@ -10,6 +10,7 @@ One primitive reads x once and returns one number a row of each; its adjoint rea
 Probabilities are never stored. Operands are [..., n, inner], and sums are over n.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxdnn import _axes, _primitive
+from jaxdnn import _axes, _extension, _primitive
 
 # Public functions ----------------------------------------------------------------------------------------------------
 
@@ -50,7 +51,7 @@ def logsumexp(x: Array, axis: int | Sequence[int] = -1, *, keepdims: bool = Fals
   masks = () if where is None else (_axes.aligned_mask("logsumexp", where, x.shape),)
 
   def on_view(x: Array, *mask: Array) -> Array:
-    m, sums = _primitive.bind(log_partition_p, x, *mask, targets="mask" if mask else "none", smooth=False)
+    m, sums = _primitive.bind(log_partition_p, x, *mask, targets="mask" if mask else "none", smooth="none")
     return (m + sums).astype(x.dtype)
 
   y = _axes.grouped(on_view, axes, x, *masks)
@@ -64,8 +65,8 @@ def logsumexp(x: Array, axis: int | Sequence[int] = -1, *, keepdims: bool = Fals
 #   "mask"     x, mask that broadcasts to x               l
 #   "labels"   x, labels [..., 1, inner]                  l, score of the one-hot q
 #   "soft"     x, q like x                                l, score, sum(q)
-# and with `smooth` there is one more operand, weights w [n, 1] of the classes up to leading 1s, and one more sum, the
-# score of q = w. The sums are [..., k, inner].
+# With `smooth` there is one more sum, the score of q = 1 ("uniform"), or of weights w of the classes ("weighted"): one
+# more operand, [n, 1] up to leading 1s. The sums are [..., k, inner].
 
 
 def _sum(x: Array) -> Array:
@@ -85,14 +86,16 @@ def _one_hot(labels: Array, n: int) -> Array:
   return labels == jax.lax.broadcasted_iota(labels.dtype, (*labels.shape[:-2], n, labels.shape[-1]), labels.ndim - 2)
 
 
-def _scores(x: Array, targets: str, rest: Sequence[Array], smooth: bool) -> list[Array]:
+def _scores(x: Array, targets: str, rest: Sequence[Array], smooth: str) -> list[Array]:
   """sum(q x) of each q: linear in x."""
   scores = []
   if targets == "labels":
     scores.append(_sum(jnp.where(_one_hot(rest[0], x.shape[-2]), x, 0)))
   if targets == "soft":
     scores.append(_sum(_products(rest[0].astype(x.dtype), x)))
-  if smooth:
+  if smooth == "uniform":
+    scores.append(_sum(x))
+  if smooth == "weighted":
     scores.append(_sum(_products(jnp.broadcast_to(rest[-1].astype(x.dtype), x.shape), x)))
   return scores
 
@@ -101,7 +104,7 @@ def _with_mass(scores: list[Array], targets: str, mass: Array | None) -> Array:
   return jnp.concatenate([*scores[:2], mass, *scores[2:]] if mass is not None else scores, axis=-2)
 
 
-def _log_partition_reference(x: Array, *rest: Array, targets: str, smooth: bool) -> tuple[Array, Array]:
+def _log_partition_reference(x: Array, *rest: Array, targets: str, smooth: str) -> tuple[Array, Array]:
   wx = _widen(x)
   if targets == "mask":
     wx = jnp.where(rest[0], wx, -jnp.inf)
@@ -121,7 +124,7 @@ def _softmax(x: Array, m: Array, sums: Array, targets: str, rest: Sequence[Array
   return jnp.exp(jnp.where(rest[0], log_p, -jnp.inf) if targets == "mask" else log_p)
 
 
-def _lin_reference(t: Array, x: Array, m: Array, sums: Array, *rest: Array, targets: str, smooth: bool) -> Array:
+def _lin_reference(t: Array, x: Array, m: Array, sums: Array, *rest: Array, targets: str, smooth: str) -> Array:
   wt = _widen(t)
   if targets == "mask":
     wt = jnp.where(rest[0], wt, 0)
@@ -129,7 +132,7 @@ def _lin_reference(t: Array, x: Array, m: Array, sums: Array, *rest: Array, targ
   return _with_mass(scores, targets, jnp.zeros_like(scores[0]) if targets == "soft" else None)
 
 
-def _bwd_reference(g: Array, x: Array, m: Array, sums: Array, *rest: Array, targets: str, smooth: bool) -> Array:
+def _bwd_reference(g: Array, x: Array, m: Array, sums: Array, *rest: Array, targets: str, smooth: str) -> Array:
   # A row whose cotangents are 0 takes no part, whatever it holds: ignored labels, labels out of range.
   p = _softmax(x, m, sums, targets, rest)
   dx = jnp.where(g[..., :1, :] == 0, 0, p * g[..., :1, :])
@@ -137,7 +140,9 @@ def _bwd_reference(g: Array, x: Array, m: Array, sums: Array, *rest: Array, targ
     dx += jnp.where(_one_hot(rest[0], x.shape[-2]), g[..., 1:2, :], 0)
   if targets == "soft":
     dx += jnp.where(g[..., 1:2, :] == 0, 0, rest[0].astype(dx.dtype) * g[..., 1:2, :])
-  if smooth:
+  if smooth == "uniform":
+    dx += g[..., -1:, :]
+  if smooth == "weighted":
     dx += jnp.where(g[..., -1:, :] == 0, 0, rest[-1].astype(dx.dtype) * g[..., -1:, :])
   return dx.astype(x.dtype)
 
@@ -145,12 +150,12 @@ def _bwd_reference(g: Array, x: Array, m: Array, sums: Array, *rest: Array, targ
 # Primitives ----------------------------------------------------------------------------------------------------------
 
 
-def _sums_aval(x: Any, targets: str, smooth: bool) -> Any:
-  count = {"none": 1, "mask": 1, "labels": 2, "soft": 3}[targets] + smooth
+def _sums_aval(x: Any, targets: str, smooth: str) -> Any:
+  count = {"none": 1, "mask": 1, "labels": 2, "soft": 3}[targets] + (smooth != "none")
   return _primitive.out_aval(x, (*x.shape[:-2], count, x.shape[-1]), _primitive.accumulator_dtype(x.dtype))
 
 
-def _abstract(x: Any, *_: Any, targets: str, smooth: bool) -> Any:
+def _abstract(x: Any, *_: Any, targets: str, smooth: str) -> Any:
   m = _primitive.out_aval(x, (*x.shape[:-2], 1, x.shape[-1]), _primitive.accumulator_dtype(x.dtype))
   return m, _sums_aval(x, targets, smooth)
 
@@ -221,18 +226,28 @@ _primitive.linear_in_first(
 # Batching and CUDA lowering ------------------------------------------------------------------------------------------
 
 
-def _broadcast_operands(*operands: Any, targets: str, smooth: bool) -> list[int]:
+def _broadcast_operands(*operands: Any, targets: str, smooth: str) -> list[int]:
   """The mask and the weights of classes."""
   masks = [i for i, a in enumerate(operands) if a.dtype == np.bool_]
-  return [*masks, len(operands) - 1] if smooth else masks
+  return [*masks, len(operands) - 1] if smooth == "weighted" else masks
 
 
-def _supported(*avals: Any, targets: str, smooth: bool) -> bool:
-  return not smooth or all(d == 1 for d in (*avals[-1].shape[:-2], avals[-1].shape[-1]))
+def _supported(x: Any, *rest: Any, targets: str, smooth: str) -> bool:
+  if (targets == "labels" and rest[0].dtype != np.int32) or (targets == "soft" and rest[0].dtype != x.dtype):
+    return False
+  # A mask's leading dimensions must fold into a few, and weights be the same in every row.
+  weights = rest[-1].shape if smooth == "weighted" else (x.shape[-2], 1)
+  return x.ndim <= 8 and math.prod(weights) == x.shape[-2]
 
 
 for _p in (log_partition_p, log_partition_lin_p, log_partition_bwd_p):
   _primitive.batch_leading(_p, broadcast=_broadcast_operands)
+
+
+def _workspace(x: Any, *_: Any, **params: Any) -> int:
+  *lead, n, inner = x.shape
+  return _extension.native.log_partition_workspace(x.dtype.name, math.prod(lead), n, inner)
+
 
 # The tangent map stays with XLA, which makes it one reduction.
 _primitive.lower_to_cuda(
@@ -241,11 +256,12 @@ _primitive.lower_to_cuda(
   _log_partition_reference,
   attributes=lambda *_, **params: params,
   supported=_supported,
+  workspace=_workspace,
 )
 _primitive.lower_to_cuda(
   log_partition_bwd_p,
   "jaxdnn.log_partition_bwd.v1",
   _bwd_reference,
   attributes=lambda *_, **params: params,
-  supported=_supported,
+  supported=lambda g, x, m, sums, *rest, **params: _supported(x, *rest, **params),
 )

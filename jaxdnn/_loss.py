@@ -226,23 +226,23 @@ def _losses(
 ) -> Array:
   """The loss of each row: of soft targets, or of numbers of classes that are multiplied by `factors`."""
   classes, soft = logits.shape[axis], targets.ndim == logits.ndim
-  dtype = _primitive.accumulator_dtype(logits.dtype)
-  smooth = [_along(w, axis, logits.ndim) for w in weights or [jnp.ones(classes, dtype)]] if smoothing else []
+  class_weights = [_along(w, axis, logits.ndim) for w in weights] if smoothing else []
   row_factors = [] if factors is None else [jnp.expand_dims(factors, axis)]
+  smooth = "none" if not smoothing else "weighted" if class_weights else "uniform"
 
   def on_view(x: Array, t: Array, *rest: Array) -> Array:
-    w, f = rest[: len(smooth)], rest[len(smooth) :]
-    m, sums = _primitive.bind(log_partition_p, x, t, *w, targets="soft" if soft else "labels", smooth=bool(w))
+    w, f = rest[: len(class_weights)], rest[len(class_weights) :]
+    m, sums = _primitive.bind(log_partition_p, x, t, *w, targets="soft" if soft else "labels", smooth=smooth)
     l, score = sums[..., 0:1, :], sums[..., 1:2, :]
     losses = sums[..., 2:3, :] * l - score if soft else l - score
     losses = losses * f[0] if f else losses
-    if w:
-      total = sums[..., -1:, :]
-      losses = (1 - smoothing) * losses + smoothing / classes * (jnp.sum(w[0], axis=-2, keepdims=True) * l - total)
+    if smoothing:
+      total_weight = jnp.sum(w[0], axis=-2, keepdims=True) if w else classes
+      losses = (1 - smoothing) * losses + smoothing / classes * (total_weight * l - sums[..., -1:, :])
     return losses + z_loss * (m + l) ** 2 if z_loss else losses
 
   rows = targets if soft else jnp.expand_dims(targets, axis)
-  return jnp.squeeze(_axes.grouped(on_view, (axis,), logits, rows, *smooth, *row_factors), axis)
+  return jnp.squeeze(_axes.grouped(on_view, (axis,), logits, rows, *class_weights, *row_factors), axis)
 
 
 def _reduced(losses: Array, factors: Array | None, reduction: str) -> Array:

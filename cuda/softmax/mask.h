@@ -14,7 +14,7 @@ namespace jaxdnn::softmax {
 struct Mask {
   static constexpr int kMaxGroups = 6;
 
-  const bool *data = nullptr;
+  const bool* data = nullptr;
   int64_t along_n = 0, along_inner = 0;
   int groups = 0;
   int64_t size[kMaxGroups] = {}, stride[kMaxGroups] = {};
@@ -32,4 +32,4 @@ struct Mask {
 #endif
 };
 
-} // namespace jaxdnn::softmax
+}  // namespace jaxdnn::softmax

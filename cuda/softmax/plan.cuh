@@ -23,33 +23,24 @@ constexpr int kMaxPackedRow = 32 * kPackedSteps;
 
 inline int CeilLog2(int64_t n) {
   int log = 0;
-  while (int64_t{1} << log < n)
-    ++log;
+  while (int64_t{1} << log < n) ++log;
   return log;
 }
 
 // Blocks that share a row in two launches.
-inline int64_t WorkspaceShares(const Shape &s) {
-  return std::min(kMaxShares, CeilDiv(s.n, kShareElements));
-}
+inline int64_t WorkspaceShares(const Shape& s) { return std::min(kMaxShares, CeilDiv(s.n, kShareElements)); }
 
 struct Device {
   int multiprocessors, max_cluster;
-  int64_t shared_bytes; // of a block
+  int64_t shared_bytes;  // of a block
 };
 
-inline cudaError_t CurrentDevice(Device *d) {
+inline cudaError_t CurrentDevice(Device* d) {
   int device = 0, major = 0, shared = 0;
   cudaError_t e = cudaGetDevice(&device);
-  if (e == cudaSuccess)
-    e = cudaDeviceGetAttribute(&d->multiprocessors,
-                               cudaDevAttrMultiProcessorCount, device);
-  if (e == cudaSuccess)
-    e = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor,
-                               device);
-  if (e == cudaSuccess)
-    e = cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin,
-                               device);
+  if (e == cudaSuccess) e = cudaDeviceGetAttribute(&d->multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  if (e == cudaSuccess) e = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  if (e == cudaSuccess) e = cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   d->max_cluster = major < 9 ? 1 : major < 12 ? kMaxCluster : 8;
   d->shared_bytes = shared;
   return e;
@@ -58,44 +49,25 @@ inline cudaError_t CurrentDevice(Device *d) {
 // Cuts rows (L > W), or columns of vectors, into tiles of a block or a cluster;
 // kReduce where no cluster holds a row.
 template <int L, int W>
-Tiling PlanTile(const Shape &shape, int inputs, int element_bytes,
-                const Device &device) {
-  const int64_t bytes =
-      int64_t{inputs} * L * element_bytes; // of a vector of each input
+Tiling PlanTile(const Shape& shape, int inputs, int element_bytes, const Device& device) {
+  const int64_t bytes = int64_t{inputs} * L * element_bytes;  // of a vector of each input
   // A row's vectors are one more where it starts inside of one.
-  const int64_t vectors =
-                    W == 1 && L > 1 ? CeilDiv(shape.n - 1, L) + 1 : shape.n,
-                pitch = shape.inner / W;
-  const int widest =
-      std::min(CeilLog2(pitch), CeilLog2(512 / (L * element_bytes)));
+  const int64_t vectors = W == 1 && L > 1 ? CeilDiv(shape.n - 1, L) + 1 : shape.n, pitch = shape.inner / W;
+  const int widest = std::min(CeilLog2(pitch), CeilLog2(512 / (L * element_bytes)));
   const int narrowest = std::min(widest, CeilLog2(64 / (L * element_bytes)));
   int stride = widest;
-  const auto too_large = [&] {
-    return vectors * bytes << stride > kTileBytes / 2;
-  };
-  const auto too_few = [&] {
-    return shape.outer * CeilDiv(pitch, 1 << stride) <
-           4 * device.multiprocessors;
-  };
-  while (stride > narrowest && (too_large() || too_few()))
-    --stride;
+  const auto too_large = [&] { return vectors * bytes << stride > kTileBytes / 2; };
+  const auto too_few = [&] { return shape.outer * CeilDiv(pitch, 1 << stride) < 4 * device.multiprocessors; };
+  while (stride > narrowest && (too_large() || too_few())) --stride;
   const int64_t tiles = CeilDiv(pitch, 1 << stride);
 
   int64_t shares = 1;
-  const auto tile_bytes = [&] {
-    return CeilDiv(vectors, shares) * bytes << stride;
-  };
-  while (shares < device.max_cluster && tile_bytes() > kTileBytes)
+  const auto tile_bytes = [&] { return CeilDiv(vectors, shares) * bytes << stride; };
+  while (shares < device.max_cluster && tile_bytes() > kTileBytes) shares *= 2;
+  while (shares < device.max_cluster && shape.outer * tiles * shares < device.multiprocessors && tile_bytes() > 8 << 10)
     shares *= 2;
-  while (shares < device.max_cluster &&
-         shape.outer * tiles * shares < device.multiprocessors &&
-         tile_bytes() > 8 << 10)
-    shares *= 2;
-  const bool fits = tile_bytes() <=
-                    std::min(kLongTileBytes, device.shared_bytes - (24 << 10));
-  const bool spread =
-      shape.outer * tiles * shares * 4 >= device.multiprocessors ||
-      tile_bytes() <= 32 << 10;
+  const bool fits = tile_bytes() <= std::min(kLongTileBytes, device.shared_bytes - (24 << 10));
+  const bool spread = shape.outer * tiles * shares * 4 >= device.multiprocessors || tile_bytes() <= 32 << 10;
   Phase phase = Phase::kWhole;
   if (!fits || !spread) {
     phase = Phase::kReduce;
@@ -103,88 +75,66 @@ Tiling PlanTile(const Shape &shape, int inputs, int element_bytes,
   }
   const int64_t share = CeilDiv(vectors, shares);
   // Eight vectors a thread.
-  const int span =
-      std::clamp(CeilLog2(std::max<int64_t>(share << stride, 1)) - 3,
-                 std::max(6, stride), 9);
+  const int span = std::clamp(CeilLog2(std::max<int64_t>(share << stride, 1)) - 3, std::max(6, stride), 9);
   return {shape, tiles, static_cast<int>(shares), share, {stride, span}, phase};
 }
 
 template <class T, int L, int W, class Op>
-cudaError_t RunTiles(const Op &op, const Problem &p, const T *in0, const T *in1,
-                     T *out, cudaStream_t stream) {
+cudaError_t RunTiles(const Op& op, const Problem& p, const T* in0, const T* in1, T* out, cudaStream_t stream) {
   Device device;
-  if (const cudaError_t e = CurrentDevice(&device); e != cudaSuccess)
-    return e;
+  if (const cudaError_t e = CurrentDevice(&device); e != cudaSuccess) return e;
   Tiling t = PlanTile<L, W>(p.shape, Op::kInputs, sizeof(T), device);
   const auto launch = [&] {
-    const Grid grid = {t.Blocks(), t.Threads(), TileBytes<Op, T, L, W>(t),
-                       t.phase == Phase::kWhole ? t.shares : 1};
+    const Grid grid = {t.Blocks(), t.Threads(), TileBytes<Op, T, L, W>(t), t.phase == Phase::kWhole ? t.shares : 1};
     return LaunchKernel(TileKernel<Op, T, L, W>, grid, stream, t, op, p.mask,
-                        static_cast<typename Op::Stats *>(p.workspace), in0,
-                        in1, out);
+                        static_cast<typename Op::Stats*>(p.workspace), in0, in1, out);
   };
-  if (const cudaError_t e = launch();
-      e != cudaSuccess || t.phase == Phase::kWhole)
-    return e;
+  if (const cudaError_t e = launch(); e != cudaSuccess || t.phase == Phase::kWhole) return e;
   t.phase = Phase::kApply;
   return launch();
 }
 
 template <class T, int kSteps, class Op>
-cudaError_t RunVectorRows(const Op &op, const Problem &p, int span,
-                          const T *in0, const T *in1, T *out,
+cudaError_t RunVectorRows(const Op& op, const Problem& p, int span, const T* in0, const T* in1, T* out,
                           cudaStream_t stream) {
   constexpr int kRows = 4 / kSteps;
-  const Rows rows = {p.shape.outer, static_cast<int>(p.shape.n), span,
-                     kRows * (kRowThreads >> span)};
-  return LaunchKernel(VectorRowsKernel<Op, T, kSteps, kRows>, rows.Blocks(),
-                      kRowThreads, stream, rows, op, p.mask, in0, in1, out);
+  const Rows rows = {p.shape.outer, static_cast<int>(p.shape.n), span, kRows * (kRowThreads >> span)};
+  return LaunchKernel(VectorRowsKernel<Op, T, kSteps, kRows>, rows.Blocks(), kRowThreads, stream, rows, op, p.mask, in0,
+                      in1, out);
 }
 
 template <class T, class Op>
-cudaError_t RunPackedRows(const Op &op, const Problem &p, const T *in0,
-                          const T *in1, T *out, cudaStream_t stream) {
+cudaError_t RunPackedRows(const Op& op, const Problem& p, const T* in0, const T* in1, T* out, cudaStream_t stream) {
   constexpr int L = kVecLength<T>, kBytes = 16 << 10;
   const int n = static_cast<int>(p.shape.n);
   const int per_block = std::max<int>(1, kBytes / (n * sizeof(T) * L)) * L;
-  const Rows rows = {p.shape.outer, n, CeilLog2(CeilDiv(n, kPackedSteps)),
-                     per_block};
-  const Grid grid = {rows.Blocks(), kRowThreads,
-                     Op::kInputs * per_block * n * sizeof(T)};
-  return LaunchKernel(PackedRowsKernel<Op, T>, grid, stream, rows, op, p.mask,
-                      in0, in1, out);
+  const Rows rows = {p.shape.outer, n, CeilLog2(CeilDiv(n, kPackedSteps)), per_block};
+  const Grid grid = {rows.Blocks(), kRowThreads, Op::kInputs * per_block * n * sizeof(T)};
+  return LaunchKernel(PackedRowsKernel<Op, T>, grid, stream, rows, op, p.mask, in0, in1, out);
 }
 
 template <class T, class Op>
-cudaError_t Run(const Op &op, const Problem &p, const T *in0, const T *in1,
-                T *out, cudaStream_t stream) {
+cudaError_t Run(const Op& op, const Problem& p, const T* in0, const T* in1, T* out, cudaStream_t stream) {
   constexpr int L = kVecLength<T>;
-  const Shape &s = p.shape;
-  if (s.outer == 0 || s.n == 0 || s.inner == 0)
-    return cudaSuccess;
-  if (!IsVectorAligned(in0, in1, out))
-    return RunTiles<T, 1, 1>(op, p, in0, in1, out, stream);
+  const Shape& s = p.shape;
+  if (s.outer == 0 || s.n == 0 || s.inner == 0) return cudaSuccess;
+  if (!IsVectorAligned(in0, in1, out)) return RunTiles<T, 1, 1>(op, p, in0, in1, out, stream);
   if (s.inner > 1) {
-    if (s.inner % L == 0)
-      return RunTiles<T, L, L>(op, p, in0, in1, out, stream);
+    if (s.inner % L == 0) return RunTiles<T, L, L>(op, p, in0, in1, out, stream);
     return RunTiles<T, 1, 1>(op, p, in0, in1, out, stream);
   }
   const int64_t vectors = s.n / L;
   if (s.n % L == 0 && vectors <= 128) {
     // Eight threads a row where it has as many vectors, then four vectors a
     // thread, then more threads.
-    const int span = std::clamp(CeilLog2(CeilDiv(vectors, 4)),
-                                std::min(3, CeilLog2(vectors)), 5);
+    const int span = std::clamp(CeilLog2(CeilDiv(vectors, 4)), std::min(3, CeilLog2(vectors)), 5);
     const int64_t steps = CeilDiv(vectors, 1 << span);
-    if (steps == 1)
-      return RunVectorRows<T, 1>(op, p, span, in0, in1, out, stream);
-    if (steps == 2)
-      return RunVectorRows<T, 2>(op, p, span, in0, in1, out, stream);
+    if (steps == 1) return RunVectorRows<T, 1>(op, p, span, in0, in1, out, stream);
+    if (steps == 2) return RunVectorRows<T, 2>(op, p, span, in0, in1, out, stream);
     return RunVectorRows<T, 4>(op, p, span, in0, in1, out, stream);
   }
-  if (s.n <= kMaxPackedRow)
-    return RunPackedRows<T>(op, p, in0, in1, out, stream);
+  if (s.n <= kMaxPackedRow) return RunPackedRows<T>(op, p, in0, in1, out, stream);
   return RunTiles<T, L, 1>(op, p, in0, in1, out, stream);
 }
 
-} // namespace jaxdnn::softmax
+}  // namespace jaxdnn::softmax

@@ -8,28 +8,22 @@
 
 namespace jaxdnn::softmax {
 
-cudaError_t Forward(bool log, DType dtype, double without_entries,
-                    const void *x, void *y, const Problem &problem,
+cudaError_t Forward(bool log, DType dtype, double without_entries, const void* x, void* y, const Problem& problem,
                     cudaStream_t stream) {
   const double absent = log ? std::log(without_entries) : without_entries;
   return VisitDType(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    const auto *in = static_cast<const T *>(x);
-    auto *out = static_cast<T *>(y);
-    if (log)
-      return Run(ForwardOp<T, true>{static_cast<Accumulator<T>>(absent)},
-                 problem, in, in, out, stream);
-    return Run(ForwardOp<T, false>{static_cast<Accumulator<T>>(absent)},
-               problem, in, in, out, stream);
+    const auto* in = static_cast<const T*>(x);
+    auto* out = static_cast<T*>(y);
+    if (log) return Run(ForwardOp<T, true>{static_cast<Accumulator<T>>(absent)}, problem, in, in, out, stream);
+    return Run(ForwardOp<T, false>{static_cast<Accumulator<T>>(absent)}, problem, in, in, out, stream);
   });
 }
 
 int64_t WorkspaceBytes(DType dtype, Shape s) {
   // One share means that a block holds the row.
   const int64_t shares = WorkspaceShares(s);
-  return shares == 1
-             ? 0
-             : s.outer * shares * s.inner * 2 * (dtype == DType::kF64 ? 8 : 4);
+  return shares == 1 ? 0 : s.outer * shares * s.inner * 2 * (dtype == DType::kF64 ? 8 : 4);
 }
 
-} // namespace jaxdnn::softmax
+}  // namespace jaxdnn::softmax

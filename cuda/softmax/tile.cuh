@@ -26,17 +26,17 @@ namespace jaxdnn::softmax {
 constexpr int kMaxTileThreads = 512;
 
 enum class Phase {
-  kWhole,  // reduce and write, alone or in a cluster
-  kReduce, // write the statistics of a share to the workspace
-  kApply,  // read them all, and write the share
+  kWhole,   // reduce and write, alone or in a cluster
+  kReduce,  // write the statistics of a share to the workspace
+  kApply,   // read them all, and write the share
 };
 
 struct Tiling {
   Shape shape;
-  int64_t tiles; // of columns, per outer index
-  int shares;    // blocks that share a tile
-  int64_t share; // vectors along n of each
-  Group group;   // of threads: stride columns
+  int64_t tiles;  // of columns, per outer index
+  int shares;     // blocks that share a tile
+  int64_t share;  // vectors along n of each
+  Group group;    // of threads: stride columns
   Phase phase;
 
   int Threads() const { return 1 << group.span; }
@@ -45,20 +45,18 @@ struct Tiling {
 
 // Bytes of shared memory: the tile's inputs, what a reduction needs, and the
 // statistics of the cluster's blocks.
-template <class Op, class T, int L, int W> size_t TileBytes(const Tiling &t) {
+template <class Op, class T, int L, int W>
+size_t TileBytes(const Tiling& t) {
   const size_t columns = size_t{1} << t.group.stride;
   const size_t held = Op::kInputs * t.share * columns * L * sizeof(T);
   return (held + 15) / 16 * 16 + W * t.Threads() * sizeof(typename Op::A) +
-         (t.phase == Phase::kWhole && t.shares > 1
-              ? t.shares * columns * W * sizeof(typename Op::Stats)
-              : 0);
+         (t.phase == Phase::kWhole && t.shares > 1 ? t.shares * columns * W * sizeof(typename Op::Stats) : 0);
 }
 
 template <class Op, class T, int L, int W>
 __global__ void __launch_bounds__(kMaxTileThreads)
-    TileKernel(const __grid_constant__ Tiling t, Op op,
-               const __grid_constant__ Mask mask, typename Op::Stats *workspace,
-               const T *in0, const T *in1, T *out) {
+    TileKernel(const __grid_constant__ Tiling t, Op op, const __grid_constant__ Mask mask,
+               typename Op::Stats* workspace, const T* in0, const T* in1, T* out) {
   using A = typename Op::A;
   using Stats = typename Op::Stats;
   using V = Vec<T, L>;
@@ -66,80 +64,56 @@ __global__ void __launch_bounds__(kMaxTileThreads)
   extern __shared__ __align__(16) unsigned char shared[];
   const int stride = t.group.stride, column = threadIdx.x & ((1 << stride) - 1);
   const int part = threadIdx.x >> stride, parts = blockDim.x >> stride;
-  const unsigned index = blockIdx.x / static_cast<unsigned>(t.shares),
-                 rank = blockIdx.x - index * t.shares;
-  const unsigned outer = index / static_cast<unsigned>(t.tiles),
-                 tile = index - outer * static_cast<unsigned>(t.tiles);
+  const unsigned index = blockIdx.x / static_cast<unsigned>(t.shares), rank = blockIdx.x - index * t.shares;
+  const unsigned outer = index / static_cast<unsigned>(t.tiles), tile = index - outer * static_cast<unsigned>(t.tiles);
 
   // Vector k of this thread's column is in[base + k * pitch]; the block has
   // those from `first`, `count` of them.
-  const int64_t pitch = t.shape.inner / W,
-                row = outer * t.shape.n * t.shape.inner;
+  const int64_t pitch = t.shape.inner / W, row = outer * t.shape.n * t.shape.inner;
   const int64_t across = (int64_t{tile} << stride) + column;
   const int skew = W == 1 ? static_cast<int>(row % L) : 0;
   const int64_t vectors = W == 1 ? (skew + t.shape.n + L - 1) / L : t.shape.n;
   const int64_t first = rank * t.share;
-  const int count =
-      across < pitch
-          ? static_cast<int>(max(int64_t{0}, min(t.share, vectors - first)))
-          : 0;
+  const int count = across < pitch ? static_cast<int>(max(int64_t{0}, min(t.share, vectors - first))) : 0;
   const int64_t base = (row - skew) / L + first * pitch + across;
-  const V *in[2] = {reinterpret_cast<const V *>(in0) + base,
-                    reinterpret_cast<const V *>(in1) + base};
+  const V* in[2] = {reinterpret_cast<const V*>(in0) + base, reinterpret_cast<const V*>(in1) + base};
   out += base * L;
 
   // Place k of the row, of element i of vector `at`; and whether all of the
   // vector's elements are the row's.
-  const auto place = [&](int at, int i) {
-    return W == 1 ? (first + at) * L - skew + i : first + at;
-  };
-  const auto is_whole = [&](int at) {
-    return W > 1 || L == 1 ||
-           (place(at, 0) >= 0 && place(at, L - 1) < t.shape.n);
-  };
-  const auto is_inside = [&](int at, int i) {
-    return place(at, i) >= 0 && place(at, i) < t.shape.n;
-  };
+  const auto place = [&](int at, int i) { return W == 1 ? (first + at) * L - skew + i : first + at; };
+  const auto is_whole = [&](int at) { return W > 1 || L == 1 || (place(at, 0) >= 0 && place(at, L - 1) < t.shape.n); };
+  const auto is_inside = [&](int at, int i) { return place(at, i) >= 0 && place(at, i) < t.shape.n; };
 
-  V *held = reinterpret_cast<V *>(shared) + column;
+  V* held = reinterpret_cast<V*>(shared) + column;
   const int size = static_cast<int>(t.share) << stride;
-  const auto at_input = [&](int input, int at) -> V & {
-    return held[input * size + (at << stride)];
-  };
+  const auto at_input = [&](int input, int at) -> V& { return held[input * size + (at << stride)]; };
   for (int at = part; at < count; at += parts) {
 #pragma unroll
     for (int j = 0; j < kInputs; ++j) {
       if (is_whole(at)) {
         CopyAsync(&at_input(j, at), in[j] + at * pitch);
       } else {
-        const T *from = reinterpret_cast<const T *>(in[j] + at);
-        for (int i = 0; i < L; ++i)
-          at_input(j, at).v[i] = is_inside(at, i) ? from[i] : Op::Fill(j);
+        const T* from = reinterpret_cast<const T*>(in[j] + at);
+        for (int i = 0; i < L; ++i) at_input(j, at).v[i] = is_inside(at, i) ? from[i] : Op::Fill(j);
       }
     }
   }
   CommitAsync();
 
-  const bool *keep = mask.data == nullptr ? nullptr
-                                          : mask.data + mask.Row(outer) +
-                                                across * W * mask.along_inner;
+  const bool* keep = mask.data == nullptr ? nullptr : mask.data + mask.Row(outer) + across * W * mask.along_inner;
   const auto kept = [&](int at) {
     unsigned bits = 0;
 #pragma unroll
     for (int i = 0; i < L; ++i)
       if (is_inside(at, i))
-        bits |= unsigned{keep[place(at, i) * mask.along_n +
-                              (W > 1 ? i * mask.along_inner : 0)]}
-                << i;
+        bits |= unsigned{keep[place(at, i) * mask.along_n + (W > 1 ? i * mask.along_inner : 0)]} << i;
     return bits;
   };
 
-  A *scratch = reinterpret_cast<A *>(
-      shared + (kInputs * size * sizeof(V) + 15) / 16 * 16);
-  Stats *slots = reinterpret_cast<Stats *>(scratch + W * blockDim.x);
-  const auto reduce = [&](auto &values, auto operation) {
-    Reduce(values, operation, t.group, scratch);
-  };
+  A* scratch = reinterpret_cast<A*>(shared + (kInputs * size * sizeof(V) + 15) / 16 * 16);
+  Stats* slots = reinterpret_cast<Stats*>(scratch + W * blockDim.x);
+  const auto reduce = [&](auto& values, auto operation) { Reduce(values, operation, t.group, scratch); };
   Stats stats[W];
   WaitAsync<0>();
   if (t.phase != Phase::kApply) {
@@ -151,22 +125,19 @@ __global__ void __launch_bounds__(kMaxTileThreads)
         for (int j = 0; j < kInputs; ++j)
 #pragma unroll
           for (int i = 0; i < L; ++i)
-            if ((bits >> i & 1) == 0)
-              at_input(j, at).v[i] = Op::Fill(j);
+            if ((bits >> i & 1) == 0) at_input(j, at).v[i] = Op::Fill(j);
       }
     }
-    Op::template Local<W, L>(stats, [&](auto &&visit) {
+    Op::template Local<W, L>(stats, [&](auto&& visit) {
 #pragma unroll 4
       for (int at = part; at < count; at += parts) {
         V v[kInputs];
-        for (int j = 0; j < kInputs; ++j)
-          v[j] = at_input(j, at);
+        for (int j = 0; j < kInputs; ++j) v[j] = at_input(j, at);
         visit(v);
       }
     });
     for (int w = 0; w < W; ++w)
-      if (W == 1 ? some == 0 : (some >> w & 1) == 0)
-        stats[w] = Op::Nothing();
+      if (W == 1 ? some == 0 : (some >> w & 1) == 0) stats[w] = Op::Nothing();
     Op::Combine(stats, reduce);
   }
   if (t.phase == Phase::kWhole && t.shares > 1) {
@@ -179,65 +150,53 @@ __global__ void __launch_bounds__(kMaxTileThreads)
       for (int to = 0; to < t.shares; ++to)
         for (int w = 0; w < W; ++w)
           for (int i = 0; i < static_cast<int>(sizeof(Stats) / sizeof(A)); ++i)
-            StoreRemote(
-                reinterpret_cast<A *>(slots + rank * columns + column * W + w) +
-                    i,
-                to, reinterpret_cast<const A *>(&stats[w])[i]);
+            StoreRemote(reinterpret_cast<A*>(slots + rank * columns + column * W + w) + i, to,
+                        reinterpret_cast<const A*>(&stats[w])[i]);
     ClusterArrive();
     ClusterWait();
-    for (int w = 0; w < W; ++w)
-      stats[w] = slots[column * W + w];
+    for (int w = 0; w < W; ++w) stats[w] = slots[column * W + w];
     for (int from = 1; from < t.shares; ++from)
-      for (int w = 0; w < W; ++w)
-        stats[w] = Op::Merge(stats[w], slots[from * columns + column * W + w]);
+      for (int w = 0; w < W; ++w) stats[w] = Op::Merge(stats[w], slots[from * columns + column * W + w]);
   }
   if (t.phase != Phase::kWhole) {
     // Statistics of the row's shares: [outer, shares, inner].
-    Stats *all = workspace + int64_t{outer} * t.shares * pitch * W + across * W;
+    Stats* all = workspace + int64_t{outer} * t.shares * pitch * W + across * W;
     if (t.phase == Phase::kReduce) {
       if (part == 0 && across < pitch)
-        for (int w = 0; w < W; ++w)
-          all[rank * pitch * W + w] = stats[w];
+        for (int w = 0; w < W; ++w) all[rank * pitch * W + w] = stats[w];
       return;
     }
-    for (int w = 0; w < W; ++w)
-      stats[w] = Op::Nothing();
+    for (int w = 0; w < W; ++w) stats[w] = Op::Nothing();
     if (across < pitch)
       for (int from = part; from < t.shares; from += parts)
-        for (int w = 0; w < W; ++w)
-          stats[w] = Op::Merge(stats[w], all[from * pitch * W + w]);
+        for (int w = 0; w < W; ++w) stats[w] = Op::Merge(stats[w], all[from * pitch * W + w]);
     Op::Combine(stats, reduce);
   }
 
   typename Op::Final final[W];
-  for (int w = 0; w < W; ++w)
-    final[w] = op.Finish(stats[w]);
+  for (int w = 0; w < W; ++w) final[w] = op.Finish(stats[w]);
 #pragma unroll 2
   for (int at = part; at < count; at += parts) {
     V v[kInputs], result;
-    for (int j = 0; j < kInputs; ++j)
-      v[j] = at_input(j, at);
+    for (int j = 0; j < kInputs; ++j) v[j] = at_input(j, at);
 #pragma unroll
     for (int i = 0; i < L; ++i) {
       T x[kInputs];
-      for (int j = 0; j < kInputs; ++j)
-        x[j] = v[j].v[i];
+      for (int j = 0; j < kInputs; ++j) x[j] = v[j].v[i];
       result.v[i] = Op::Result(final[i % W], x);
     }
     if (keep != nullptr) {
       const unsigned bits = kept(at);
 #pragma unroll
       for (int i = 0; i < L; ++i)
-        if ((bits >> i & 1) == 0)
-          result.v[i] = Op::Absent(final[i % W]);
+        if ((bits >> i & 1) == 0) result.v[i] = Op::Absent(final[i % W]);
     }
     if (is_whole(at))
-      reinterpret_cast<V *>(out)[at * pitch] = result;
+      reinterpret_cast<V*>(out)[at * pitch] = result;
     else
       for (int i = 0; i < L; ++i)
-        if (is_inside(at, i))
-          out[at * L + i] = result.v[i];
+        if (is_inside(at, i)) out[at * L + i] = result.v[i];
   }
 }
 
-} // namespace jaxdnn::softmax
+}  // namespace jaxdnn::softmax

@@ -1,0 +1,136 @@
+// What is known of a row while it is read: its maximum and the sums that are taken from it.
+#pragma once
+
+#include "cuda/loss/log_partition.h"
+#include "cuda/softmax/exp.cuh"
+
+namespace jaxdnn::loss {
+
+using softmax::Exp;
+using softmax::kLowest;
+
+// Targets with their element types.
+template <class T>
+struct TypedTargets {
+  softmax::Mask mask;
+  const int32_t* labels;
+  const T* q;
+  const Accumulator<T>* weights;
+  // The maximum is cut off here: below +inf for log-sum-exp, which is +inf then; a loss becomes NaN instead.
+  Accumulator<T> largest;
+  int sums;
+
+  explicit TypedTargets(const Targets& t)
+      : mask(t.mask),
+        labels(t.labels),
+        q(static_cast<const T*>(t.q)),
+        weights(static_cast<const Accumulator<T>*>(t.weights)),
+        largest(t.labels || t.q ? softmax::kInfinity<Accumulator<T>> : -kLowest<Accumulator<T>>),
+        sums(t.Sums()) {}
+};
+
+// Of W rows at once. The scores are relative to m, which the row's first elements set and others raise.
+template <class T, int W, bool kSoft, bool kSmooth>
+struct State {
+  using A = Accumulator<T>;
+  static constexpr int kFields = 2 + 2 * kSoft + 2 * kSmooth;
+
+  A m[W], s[W] = {};
+  A score[kSoft ? W : 1] = {}, mass[kSoft ? W : 1] = {};
+  A total[kSmooth ? W : 1] = {}, weight[kSmooth ? W : 1] = {};
+
+  __device__ State() {
+    for (A& each : m) each = kLowest<A>;
+  }
+
+  // Moves the origin of row w to `to`, which is no less than m.
+  __device__ void Raise(int w, A to) {
+    const A shift = m[w] - to;
+    s[w] *= Exp<T>(shift);
+    // Without elements there is nothing to move, and the shift may overflow.
+    if constexpr (kSoft) score[w] += mass[w] == A(0) ? A(0) : shift * mass[w];
+    if constexpr (kSmooth) total[w] += weight[w] == A(0) ? A(0) : shift * weight[w];
+    m[w] = to;
+  }
+
+  // Adds kCount vectors. q and the weights are 0 for elements that are not the row's; 0 times -inf is 0 here.
+  template <int kCount, int L>
+  __device__ void Add(const Vec<T, L> (&x)[kCount], const Vec<T, L> (&q)[kSoft ? kCount : 1],
+                      const A (&weights)[kSmooth ? kCount : 1][kSmooth ? L : 1], A largest) {
+    A to[W];
+    for (int w = 0; w < W; ++w) to[w] = m[w];
+#pragma unroll
+    for (int c = 0; c < kCount; ++c) softmax::Maximum(to, x[c]);
+    for (int w = 0; w < W; ++w) Raise(w, fmin(to[w], largest));
+#pragma unroll
+    for (int c = 0; c < kCount; ++c) {
+      softmax::AddExps(s, m, x[c]);
+#pragma unroll
+      for (int i = 0; i < L; ++i) {
+        const A d = static_cast<A>(x[c].v[i]) - m[i % W];
+        if constexpr (kSoft) {
+          const A factor = static_cast<A>(q[c].v[i]);
+          score[i % W] += factor == A(0) ? A(0) : factor * d;
+          mass[i % W] += factor;
+        }
+        if constexpr (kSmooth) {
+          const A factor = weights[c][i];
+          total[i % W] += factor == A(0) ? A(0) : factor * d;
+          weight[i % W] += factor;
+        }
+      }
+    }
+  }
+
+  // Over a group of threads; reduce(values, operation) leaves the result in each.
+  template <class Reducer>
+  __device__ void Combine(Reducer reduce) {
+    A to[W];
+    for (int w = 0; w < W; ++w) to[w] = m[w];
+    reduce(to, Max{});
+    for (int w = 0; w < W; ++w) Raise(w, to[w]);
+    reduce(s, jaxdnn::Add{});
+    if constexpr (kSoft) reduce(score, jaxdnn::Add{}), reduce(mass, jaxdnn::Add{});
+    if constexpr (kSmooth) reduce(total, jaxdnn::Add{}), reduce(weight, jaxdnn::Add{});
+  }
+
+  // Row w as kFields numbers `pitch` apart.
+  __device__ void Save(int w, A* to, int64_t pitch) const {
+    int field = 0;
+    to[pitch * field++] = m[w], to[pitch * field++] = s[w];
+    if constexpr (kSoft) to[pitch * field++] = score[w], to[pitch * field++] = mass[w];
+    if constexpr (kSmooth) to[pitch * field++] = total[w], to[pitch * field++] = weight[w];
+  }
+  // Merges what was saved into row 0.
+  __device__ void MergeSaved(const A* from, int64_t pitch) {
+    State other;
+    int field = 0;
+    other.m[0] = from[pitch * field++], other.s[0] = from[pitch * field++];
+    if constexpr (kSoft) other.score[0] = from[pitch * field++], other.mass[0] = from[pitch * field++];
+    if constexpr (kSmooth) other.total[0] = from[pitch * field++], other.weight[0] = from[pitch * field++];
+    const A to = Max{}(m[0], other.m[0]);
+    Raise(0, to), other.Raise(0, to);
+    s[0] += other.s[0];
+    if constexpr (kSoft) score[0] += other.score[0], mass[0] += other.mass[0];
+    if constexpr (kSmooth) total[0] += other.total[0], weight[0] += other.weight[0];
+  }
+
+  // Writes the results of row w, which is [outer, :, column] of [outer, n, inner].
+  __device__ void Write(int w, const TypedTargets<T>& t, const softmax::Shape& shape, int64_t outer, int64_t column,
+                        const T* x, A* m_out, A* sums) const {
+    m_out[outer * shape.inner + column] = m[w];
+    A* to = sums + outer * t.sums * shape.inner + column;
+    int field = 0;
+    to[shape.inner * field++] = log(s[w]);
+    if (t.labels != nullptr) {
+      const int64_t label = t.labels[outer * shape.inner + column];
+      const bool exists = label >= 0 && label < shape.n;
+      to[shape.inner * field++] =
+          exists ? static_cast<A>(x[(outer * shape.n + label) * shape.inner + column]) - m[w] : A(0);
+    }
+    if constexpr (kSoft) to[shape.inner * field++] = score[w], to[shape.inner * field++] = mass[w];
+    if constexpr (kSmooth) to[shape.inner * field++] = total[w];
+  }
+};
+
+}  // namespace jaxdnn::loss
