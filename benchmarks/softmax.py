@@ -1,4 +1,4 @@
-"""Softmax and log-softmax, forward and backward, and cross-entropy with its gradient, against jax.nn."""
+"""Softmax, log-softmax and logsumexp, forward and backward, and cross-entropy with its gradient, against jax.nn."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -17,7 +17,16 @@ FUNCTIONS = {
   "softmax": (jaxdnn.softmax, jax.nn.softmax),
   "log_softmax": (jaxdnn.log_softmax, jax.nn.log_softmax),
 }
-LOSS_SHAPES = ((1000000, 10), (8192, 1000), (4096, 50257))
+LOGSUMEXP = jaxdnn.logsumexp, jax.nn.logsumexp
+LOSS_SHAPES = ((1000000, 10), (65536, 128), (8192, 1000), (8192, 8192), (4096, 50257), (1024, 131072))
+# Neighbours of what models ask for, in size and alignment, and few rows that are long.
+SWEEP = (
+  *(softmax_cases.Case((max(1, (1 << 26) // n), n)) for n in (1, 2, 7, 33, 64, 100, 257, 512, 1001, 1024, 1536, 2049)),
+  *(softmax_cases.Case((max(1, (1 << 26) // n), n)) for n in (4097, 16384, 24001, 65536, 100003, 262144)),
+  *(softmax_cases.Case(shape) for shape in ((8, 262144), (1, 1 << 20), (8, 1 << 24))),
+  *(softmax_cases.Case((64, n, 64, 64), 1) for n in (3, 19, 64, 257)),
+  *(softmax_cases.Case(shape, 1) for shape in ((512, 1000, 13), (64, 512, 7, 7), (4, 65536, 64))),
+)
 
 
 def work(dtypes: list[str], quick: bool = False, shrink: int = 1) -> Iterator[Work]:
@@ -35,6 +44,12 @@ def work(dtypes: list[str], quick: bool = False, shrink: int = 1) -> Iterator[Wo
       continue
     for dtype in dtypes:
       yield loss(shrunk(shape, shrink), dtype)
+      yield from reduction(shrunk(shape, shrink), dtype)
+
+
+def sweep(dtypes: list[str], quick: bool = False, shrink: int = 1) -> Iterator[Work]:
+  for case in SWEEP[:: 4 if quick else 1]:
+    yield from directions("softmax", FUNCTIONS["softmax"], shrunk(case.shape, shrink), case.axis, "bfloat16")
 
 
 def directions(
@@ -49,6 +64,14 @@ def directions(
 
 def along(function: Callable, axis: int | tuple[int, ...], x: Array, *unused: Array) -> Array:
   return function(x, axis=axis)
+
+
+def reduction(shape: tuple[int, int], dtype: str) -> Iterator[Work]:
+  ours, xla = (partial(along, function, -1) for function in LOGSUMEXP)
+  x, rows = Draw(shape, dtype), Draw(shape[:1], dtype)
+  size, row_bytes = math.prod(shape) * itemsize(dtype), shape[0] * itemsize(dtype)
+  yield Work("logsumexp", describe(shape), dtype, "fwd", ours, xla, (x, rows), size + row_bytes)
+  yield Work("logsumexp", describe(shape), dtype, "bwd", ours, xla, (x, rows), 2 * size + row_bytes, backward=True)
 
 
 def loss(shape: tuple[int, int], dtype: str) -> Work:
