@@ -10,7 +10,19 @@ from pathlib import Path
 
 import jax
 
-from benchmarks import activation, conv, group_norm, harness, layer_norm, lrn, pool, report, softmax, transform
+from benchmarks import (
+  activation,
+  batch_norm,
+  conv,
+  group_norm,
+  harness,
+  layer_norm,
+  lrn,
+  pool,
+  report,
+  softmax,
+  transform,
+)
 
 # A family is a module with `work(dtypes, quick, shrink)`, and maybe `sweep` of the same arguments: neighbouring and odd
 # sizes that show whether there are cliffs.
@@ -19,6 +31,7 @@ FAMILIES = {
   "pool": pool,
   "softmax": softmax,
   "activation": activation,
+  "batch_norm": batch_norm,
   "layer_norm": layer_norm,
   "lrn": lrn,
   "transform": transform,

@@ -1,0 +1,151 @@
+// y = f(p) or f(p + residual), p = (x - mean) scale / sqrt(var + epsilon) + bias; and what its derivatives need that no
+// sum comes of: the gradient once the sums are known, and the tangent.
+//
+// Bound by memory: a read of each operand and a write.
+#include "cuda/batch_norm/elements.cuh"
+
+namespace jaxdnn::batch_norm {
+namespace {
+
+template <class M, class G, bool kResidual>
+struct ApplyOp {
+  using T = typename M::T;
+  using A = Accumulator<T>;
+  static constexpr bool kSmooth = G::kSmooth;
+  static constexpr int kInputs = kResidual ? 2 : 1;
+  struct Arguments {
+    Parameters<A> affine;
+    G group;
+  };
+
+  Channels<M, A> channels;
+  G group;
+
+  __device__ ApplyOp(const Tiling& t, const M& m, const Arguments& a) : channels(t, m, a.affine), group(a.group) {}
+  __device__ void operator()(Vec<T, M::V>& y, const Vec<T, M::V> (&in)[kInputs]) const {
+    group.Visit([&](auto f) {
+#pragma unroll
+      for (int i = 0; i < M::V; ++i) {
+        A p = channels(i, static_cast<A>(in[0].v[i]));
+        if constexpr (kResidual) p += static_cast<A>(in[1].v[i]);
+        y.v[i] = static_cast<T>(f.Forward(p));
+      }
+    });
+  }
+};
+
+// Inputs g and x.
+template <class M, class G>
+struct GradientOp {
+  using T = typename M::T;
+  using A = Accumulator<T>;
+  static constexpr bool kSmooth = G::kSmooth;
+  static constexpr int kInputs = 2;
+  struct Arguments {
+    Parameters<A> affine;
+    G group;
+    const A* k;
+  };
+
+  Channels<M, A> channels;
+  Pairs<M, A> pairs;
+  G group;
+
+  __device__ GradientOp(const Tiling& t, const M& m, const Arguments& a)
+      : channels(t, m, a.affine), pairs(t, m, a.k), group(a.group) {}
+  __device__ void operator()(Vec<T, M::V>& dx, const Vec<T, M::V> (&in)[kInputs]) const {
+    group.Visit([&](auto f) {
+#pragma unroll
+      for (int i = 0; i < M::V; ++i) {
+        const A g = static_cast<A>(in[0].v[i]), x = static_cast<A>(in[1].v[i]);
+        dx.v[i] =
+            static_cast<T>(fma(channels.a[i % M::W], f.Slope(g, channels(i, x)), pairs(i, channels.Centered(i, x))));
+      }
+    });
+  }
+};
+
+// Inputs x, t and source, of which t and source may be absent: they are x again then.
+template <class M, class G>
+struct TangentOp {
+  using T = typename M::T;
+  using A = Accumulator<T>;
+  static constexpr bool kSmooth = G::kSmooth;
+  static constexpr int kInputs = 3;
+  struct Arguments {
+    Parameters<A> affine;
+    G group;
+    const A* k;
+    Slot slot;
+    Source source;
+  };
+
+  Channels<M, A> channels;
+  Pairs<M, A> pairs;
+  G group;
+  Slot slot;
+  Source source;
+
+  __device__ TangentOp(const Tiling& t, const M& m, const Arguments& a)
+      : channels(t, m, a.affine), pairs(t, m, a.k), group(a.group), slot(a.slot), source(a.source) {}
+  __device__ void operator()(Vec<T, M::V>& out, const Vec<T, M::V> (&in)[kInputs]) const {
+    group.Visit([&](auto f) {
+#pragma unroll
+      for (int i = 0; i < M::V; ++i) {
+        const A x = static_cast<A>(in[0].v[i]), t = static_cast<A>(in[1].v[i]);
+        const A p = PreActivation(source, channels(i, x), static_cast<A>(in[2].v[i]));
+        A inner = pairs(i, channels.Centered(i, x));
+        if (slot == Slot::kInner) inner += t;
+        if (slot == Slot::kScaled) inner = fma(channels.a[i % M::W], t, inner);
+        const A result = f.Slope(inner, p);
+        out.v[i] = static_cast<T>(slot == Slot::kOuter ? result + t : result);
+      }
+    });
+  }
+};
+
+template <class Op, class M>
+cudaError_t Map(const Tiling& t, const Arrays<typename M::T>& arrays, const typename Op::Arguments& arguments,
+                cudaStream_t stream) {
+  return LaunchKernel(MapKernel<M, Op>, t.Blocks(), kThreads, stream, t, arrays, arguments);
+}
+
+}  // namespace
+
+cudaError_t Apply(const Problem& p, const Affine& affine, activation::Activation f, const void* x, const void* residual,
+                  void* y, cudaStream_t stream) {
+  return VisitAccess(p, f, IsVectorAligned(x, residual, y), kNoLimit, [&](auto access, auto g, const Tiling& t) {
+    using M = typename decltype(access)::type;
+    using G = decltype(g);
+    using T = typename M::T;
+    const Arrays<T> arrays = {{static_cast<const T*>(x), static_cast<const T*>(residual)}, static_cast<T*>(y)};
+    return residual ? Map<ApplyOp<M, G, true>, M>(t, arrays, {affine, g}, stream)
+                    : Map<ApplyOp<M, G, false>, M>(t, arrays, {affine, g}, stream);
+  });
+}
+
+cudaError_t Gradient(const Problem& p, const Affine& affine, activation::Activation f, const void* g, const void* k,
+                     const void* x, void* dx, cudaStream_t stream) {
+  return VisitAccess(p, f, IsVectorAligned(g, x, dx), kNoLimit, [&](auto access, auto group, const Tiling& t) {
+    using M = typename decltype(access)::type;
+    using T = typename M::T;
+    const Arrays<T> arrays = {{static_cast<const T*>(g), static_cast<const T*>(x)}, static_cast<T*>(dx)};
+    return Map<GradientOp<M, decltype(group)>, M>(t, arrays, {affine, group, static_cast<const Accumulator<T>*>(k)},
+                                                  stream);
+  });
+}
+
+cudaError_t Tangent(const Problem& p, const Affine& affine, activation::Activation f, Slot slot, const void* t,
+                    const void* k, const void* x, const void* source, void* out, cudaStream_t stream) {
+  const bool aligned = IsVectorAligned(x, t, source, out);
+  return VisitAccess(p, f, aligned, kNoLimit, [&](auto access, auto group, const Tiling& tiling) {
+    using M = typename decltype(access)::type;
+    using T = typename M::T;
+    const auto or_x = [x](const void* in) { return static_cast<const T*>(in ? in : x); };
+    const Arrays<T> arrays = {{or_x(x), or_x(t), or_x(source)}, static_cast<T*>(out)};
+    return Map<TangentOp<M, decltype(group)>, M>(
+        tiling, arrays, {affine, group, static_cast<const Accumulator<T>*>(k), slot, SourceOf(f, source)}, stream);
+  });
+}
+
+}  // namespace jaxdnn::batch_norm

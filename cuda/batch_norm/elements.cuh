@@ -1,0 +1,205 @@
+// The elementwise kernels: maps of vectors in the tilings of tiling.cuh, and such maps that leave two sums for each
+// channel behind. An operator is a struct with `kInputs` arrays; built in each thread, it holds what that thread's
+// channels need.
+#pragma once
+
+#include "cuda/batch_norm/activations.cuh"
+#include "cuda/batch_norm/tiling.cuh"
+
+namespace jaxdnn::batch_norm {
+
+// Affine, as the kernels take it.
+template <class A>
+struct Parameters {
+  const A *mean, *var, *scale, *bias;
+  A epsilon;
+
+  Parameters(const Affine& p)
+      : mean(static_cast<const A*>(p.mean)),
+        var(static_cast<const A*>(p.var)),
+        scale(static_cast<const A*>(p.scale)),
+        bias(static_cast<const A*>(p.bias)),
+        epsilon(static_cast<A>(p.epsilon)) {}
+};
+
+template <class A>
+__device__ A InverseRoot(A x) {
+  return A(1) / sqrt(x);
+}
+
+// The parameters of a thread's W channels. Forward and backward compute p by the same instructions, hence to the same
+// bits: on which side of 0 it is, they agree.
+template <class M, class A>
+struct Channels {
+  A mean[M::W], a[M::W], bias[M::W];
+
+  __device__ Channels(const Tiling& t, const M& m, const Parameters<A>& p) {
+    m.EachChannel(t, [&](int i, int64_t c) {
+      mean[i] = p.mean[c];
+      a[i] = p.scale[c] * InverseRoot(p.var[c] + p.epsilon);
+      bias[i] = p.bias[c];
+    });
+  }
+  __device__ A Centered(int i, A x) const { return x - mean[i % M::W]; }
+  __device__ A operator()(int i, A x) const { return fma(Centered(i, x), a[i % M::W], bias[i % M::W]); }
+};
+
+// k0[channel] and k1[channel] of k[outer, 2, c].
+template <class M, class A>
+struct Pairs {
+  A k0[M::W], k1[M::W];
+
+  __device__ Pairs(const Tiling& t, const M& m, const A* k) {
+    m.EachChannel(t, [&](int i, int64_t c) {
+      k0[i] = k[c + m.block.outer * t.c];
+      k1[i] = k[c + (m.block.outer + 1) * t.c];
+    });
+  }
+  __device__ A operator()(int i, A centered) const { return fma(centered, k1[i % M::W], k0[i % M::W]); }
+};
+
+// What stands in place of p: the source itself, if it is the output of a relu, which is on where the output is;
+// otherwise p plus the source, which is the residual.
+enum class Source { kNone, kResidual, kOutput };
+
+inline Source SourceOf(activation::Activation f, const void* source) {
+  if (source == nullptr) return Source::kNone;
+  return f.kind == activation::Kind::kRelu ? Source::kOutput : Source::kResidual;
+}
+
+template <class A>
+__device__ A PreActivation(Source kind, A p, A source) {
+  return kind == Source::kOutput ? source : kind == Source::kResidual ? p + source : p;
+}
+
+// Vectors of each input that a thread loads before it uses the first.
+template <class Op>
+constexpr int kInFlight = Op::kSmooth        ? (Op::kInputs == 1 ? 4 : 2)
+                          : Op::kInputs == 1 ? 8
+                          : Op::kInputs == 2 ? 4
+                                             : 2;
+// Of vectors that may exist in part.
+template <class Op>
+constexpr int kPartsInFlight = kInFlight<Op> / 2;
+
+template <class T>
+struct Arrays {
+  const T* in[3];
+  T* out;
+};
+
+// Calls f(span, v...) U vectors at a time: those at(0), ... at(U - 1), less than `count` of them if not kWhole.
+template <class M, int U, bool kWhole, int K, class At, class F>
+__device__ void ForVectors(const Tiling& t, const Arrays<typename M::T>& arrays, int count, At at, F&& f) {
+  Vec<typename M::T, M::V> v[U][K];
+#pragma unroll
+  for (int u = 0; u < U; ++u)
+    if (kWhole || u < count) {
+      const Span span = at(u);
+#pragma unroll
+      for (int k = 0; k < K; ++k) v[u][k] = Load<M, kWhole>(t, arrays.in[k], span);
+    }
+#pragma unroll
+  for (int u = 0; u < U; ++u)
+    if (kWhole || u < count) f(at(u), v[u]);
+}
+
+// out = op(in...), in reverse order; 0 where the mask is false.
+template <class M, class Op>
+__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
+    MapKernel(Tiling t, Arrays<typename M::T> arrays, typename Op::Arguments arguments) {
+  using T = typename M::T;
+  constexpr int V = M::V, U = kInFlight<Op>, P = kPartsInFlight<Op>, K = Op::kInputs;
+  const M m(t, true);
+  if (m.steps == 0) return;
+  const Op op(t, m, arguments);
+  // The last vectors first, one of which may be a part; then whole ones only.
+  const int whole = V == 1 ? 0 : m.full - m.full % U;
+  for (int i = m.steps; i > whole; i -= P)
+    ForVectors<M, P, false, K>(
+        t, arrays, i - whole, [&](int u) { return m.At(t, i - 1 - u); },
+        [&](const Span& span, const auto& v) {
+          Vec<T, V> out;
+          out.v[0] = static_cast<T>(0.0f);
+          if (Kept<M>(t, span)) op(out, v);
+          Store<M>(arrays.out, span, out);
+        });
+  if constexpr (V > 1)
+    for (int i = whole; i > 0; i -= U)
+      ForVectors<M, U, true, K>(
+          t, arrays, U, [&](int u) { return m.At(t, i - 1 - u); },
+          [&](const Span& span, const auto& v) {
+            Vec<T, V> out;
+            op(out, v);
+            Store<M, true>(arrays.out, span, out);
+          });
+}
+
+template <class A>
+struct Pair {
+  A first, second;
+};
+
+struct AddPairs {
+  template <class A>
+  __device__ Pair<A> operator()(const Pair<A>& a, const Pair<A>& b) const {
+    return {a.first + b.first, a.second + b.second};
+  }
+};
+
+// The sums that op leaves for each channel, partial[outer, 2, rows, c]; and, where there is an `out`, out = op(in...),
+// 0 where the mask is false.
+template <class M, class Op>
+__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
+    SumKernel(Tiling t, Arrays<typename M::T> arrays, typename Op::Arguments arguments,
+              Accumulator<typename M::T>* partial) {
+  using T = typename M::T;
+  using A = Accumulator<T>;
+  constexpr int V = M::V, W = M::W, U = kInFlight<Op>, P = kPartsInFlight<Op>, K = Op::kInputs;
+  __shared__ Pair<A> scratch[kThreads * W];
+  const M m(t, false);
+  Pair<A> sums[W] = {};
+  if (m.steps > 0) {
+    const Op op(t, m, arguments);
+    int i = 0;
+    if constexpr (V > 1)
+      for (; i + U <= m.full; i += U)
+        ForVectors<M, U, true, K>(
+            t, arrays, U, [&](int u) { return m.At(t, i + u); },
+            [&](const Span& span, const auto& v) {
+              Vec<T, V> out;
+              op(out, v, sums, 0, V);
+              if (arrays.out) Store<M, true>(arrays.out, span, out);
+            });
+    for (; i < m.steps; i += P)
+      ForVectors<M, P, false, K>(
+          t, arrays, m.steps - i, [&](int u) { return m.At(t, i + u); },
+          [&](const Span& span, const auto& v) {
+            Vec<T, V> out;
+            out.v[0] = static_cast<T>(0.0f);
+            if (Kept<M>(t, span)) op(out, v, sums, span.lo, span.hi);
+            if (arrays.out) Store<M>(arrays.out, span, out);
+          });
+  }
+  ReduceBlock(t, m, sums, AddPairs{}, scratch, [&](int64_t channel, const Pair<A>& value) {
+    A* out = partial + (m.block.outer * t.slabs * 2 + m.block.slab) * t.copies * t.c + channel;
+    out[0] = value.first;
+    out[t.Partials() * t.c] = value.second;
+  });
+}
+
+constexpr int64_t kNoLimit = int64_t{1} << 40;
+
+// Calls f(AccessTag, group, Tiling).
+template <class F>
+cudaError_t VisitAccess(const Problem& p, activation::Activation a, bool aligned, int64_t limit, F&& f) {
+  if (limit < 1) return cudaErrorInvalidValue;
+  return VisitDType(p.dtype, [&](auto type) {
+    using T = typename decltype(type)::type;
+    return VisitTiling<T>(p, aligned, limit, [&](auto access, const Tiling& t) {
+      return VisitGroup<T>(a, [&](auto group) { return f(access, group, t); });
+    });
+  });
+}
+
+}  // namespace jaxdnn::batch_norm

@@ -1,0 +1,137 @@
+// The sums over each channel that the derivatives of batch normalization rest on, and the elementwise result of the
+// same read: backward, D g; forward, a D t.
+//
+// Bound by memory. The blocks' partial sums are added up in a fixed order.
+#include "cuda/batch_norm/elements.cuh"
+#include "cuda/common/column_sum.cuh"
+
+namespace jaxdnn::batch_norm {
+namespace {
+
+// Inputs g, x and, if kSource, the source: sums of D g and D g (x - mean); out is D g or a D g.
+template <class M, class G, bool kSource>
+struct SumsOp {
+  using T = typename M::T;
+  using A = Accumulator<T>;
+  static constexpr bool kSmooth = G::kSmooth;
+  static constexpr int kInputs = kSource ? 3 : 2;
+  struct Arguments {
+    Parameters<A> affine;
+    G group;
+    bool scaled;
+    Source source;
+  };
+
+  Channels<M, A> channels;
+  G group;
+  bool scaled;
+  Source source;
+
+  __device__ SumsOp(const Tiling& t, const M& m, const Arguments& a)
+      : channels(t, m, a.affine), group(a.group), scaled(a.scaled), source(a.source) {}
+  __device__ void operator()(Vec<T, M::V>& out, const Vec<T, M::V> (&in)[kInputs], Pair<A> (&sums)[M::W], int lo,
+                             int hi) const {
+    group.Visit([&](auto f) {
+#pragma unroll
+      for (int i = 0; i < M::V; ++i) {
+        const A g = static_cast<A>(in[0].v[i]), x = static_cast<A>(in[1].v[i]);
+        A p = channels(i, x);
+        if constexpr (kSource) p = PreActivation(source, p, static_cast<A>(in[2].v[i]));
+        const A h = f.Slope(g, p);
+        out.v[i] = static_cast<T>(scaled ? channels.a[i % M::W] * h : h);
+        if (i >= lo && i < hi) {
+          sums[i % M::W].first += h;
+          sums[i % M::W].second += h * channels.Centered(i, x);
+        }
+      }
+    });
+  }
+};
+
+// Inputs t and x: sums of t and t (x - mean); out is a D t.
+template <class M, class G>
+struct MomentsOp {
+  using T = typename M::T;
+  using A = Accumulator<T>;
+  static constexpr bool kSmooth = G::kSmooth;
+  static constexpr int kInputs = 2;
+  struct Arguments {
+    Parameters<A> affine;
+    G group;
+  };
+
+  Channels<M, A> channels;
+  G group;
+
+  __device__ MomentsOp(const Tiling& t, const M& m, const Arguments& a) : channels(t, m, a.affine), group(a.group) {}
+  __device__ void operator()(Vec<T, M::V>& out, const Vec<T, M::V> (&in)[kInputs], Pair<A> (&sums)[M::W], int lo,
+                             int hi) const {
+    group.Visit([&](auto f) {
+#pragma unroll
+      for (int i = 0; i < M::V; ++i) {
+        const A t = static_cast<A>(in[0].v[i]), x = static_cast<A>(in[1].v[i]);
+        out.v[i] = static_cast<T>(channels.a[i % M::W] * f.Slope(t, channels(i, x)));
+        if (i >= lo && i < hi) {
+          sums[i % M::W].first += t;
+          sums[i % M::W].second += t * channels.Centered(i, x);
+        }
+      }
+    });
+  }
+};
+
+// Runs the kernel and adds up the blocks' sums; one block for each channel leaves nothing to add.
+template <class Op, class M>
+cudaError_t Sum(const Tiling& t, const Arrays<typename M::T>& arrays, const typename Op::Arguments& arguments,
+                void* sums, Workspace workspace, cudaStream_t stream) {
+  using A = Accumulator<typename M::T>;
+  A* result = static_cast<A*>(sums);
+  A* partial = t.Partials() == 1 ? result : static_cast<A*>(workspace.data);
+  const cudaError_t e = LaunchKernel(SumKernel<M, Op>, t.Blocks(), kThreads, stream, t, arrays, arguments, partial);
+  if (e != cudaSuccess || partial == result) return e;
+  return SumRows(partial, 2 * t.outer, t.Partials(), t.c, result, stream);
+}
+
+// Rows of partial sums that there is room for; nothing to sum gives 0.
+int64_t Limit(const Problem& p, Workspace workspace) {
+  const int64_t row = 2 * p.outer * p.c * (p.dtype == DType::kF64 ? 8 : 4);
+  return row == 0 ? 1 : static_cast<int64_t>(workspace.bytes) / row;
+}
+
+cudaError_t Zero(const Problem& p, void* sums, cudaStream_t stream) {
+  return cudaMemsetAsync(sums, 0, 2 * p.outer * p.c * (p.dtype == DType::kF64 ? 8 : 4), stream);
+}
+
+}  // namespace
+
+cudaError_t Sums(const Problem& p, const Affine& affine, activation::Activation f, Slot slot, const void* g,
+                 const void* x, const void* source, void* sums, void* out, Workspace workspace, cudaStream_t stream) {
+  if (p.n * p.s == 0) return Zero(p, sums, stream);
+  const bool aligned = IsVectorAligned(g, x, source, out);
+  return VisitAccess(p, f, aligned, Limit(p, workspace), [&](auto access, auto group, const Tiling& t) {
+    using M = typename decltype(access)::type;
+    using G = decltype(group);
+    using T = typename M::T;
+    const Arrays<T> arrays = {{static_cast<const T*>(g), static_cast<const T*>(x), static_cast<const T*>(source)},
+                              static_cast<T*>(out)};
+    const bool scaled = slot == Slot::kScaled;
+    return source ? Sum<SumsOp<M, G, true>, M>(t, arrays, {affine, group, scaled, SourceOf(f, source)}, sums, workspace,
+                                               stream)
+                  : Sum<SumsOp<M, G, false>, M>(t, arrays, {affine, group, scaled, Source::kNone}, sums, workspace,
+                                                stream);
+  });
+}
+
+cudaError_t Moments(const Problem& p, const Affine& affine, activation::Activation f, const void* t, const void* x,
+                    void* out, void* moments, Workspace workspace, cudaStream_t stream) {
+  if (p.n * p.s == 0) return Zero(p, moments, stream);
+  const bool aligned = IsVectorAligned(t, x, out);
+  return VisitAccess(p, f, aligned, Limit(p, workspace), [&](auto access, auto group, const Tiling& tiling) {
+    using M = typename decltype(access)::type;
+    using T = typename M::T;
+    const Arrays<T> arrays = {{static_cast<const T*>(t), static_cast<const T*>(x)}, static_cast<T*>(out)};
+    return Sum<MomentsOp<M, decltype(group)>, M>(tiling, arrays, {affine, group}, moments, workspace, stream);
+  });
+}
+
+}  // namespace jaxdnn::batch_norm
