@@ -1,22 +1,17 @@
 // The activations, one functor each, for the elementwise kernels and for whatever kernel fuses one.
 //
 // A functor of the stored type T works in A = Accumulator<T>. Forward(x) and Derivative(x) take the pre-activation;
-// where the derivative is a function of the output y, there is DerivativeFromOutput(y) as well. kResidual says what
-// differentiation should keep. A function with two slopes tells by IsInside(x) where the first one, kInside, holds.
+// where the derivative is a function of the output y, there is DerivativeFromOutput(y) as well. A function with two
+// slopes is kMasked: a bit, IsInside(x), says which of them holds.
 // The same rules, with their choices about kinks and NaN, are in jaxdnn/_activation.
 #pragma once
+
+#include <optional>
 
 #include "cuda/activation/kind.h"
 #include "cuda/activation/math.cuh"
 
 namespace jaxdnn::activation {
-
-enum class Residual { kNone, kMask, kOutput, kInput };
-
-// The two slopes of a piecewise linear function: where its mask bit is set, and elsewhere.
-struct Slopes {
-  double inside, outside;
-};
 
 // g times the slope. A slope of 0 is a switch, not a factor: an infinite cotangent of a unit that is off vanishes.
 template <class A>
@@ -27,7 +22,7 @@ __device__ __forceinline__ A ApplySlope(A g, A slope) {
 template <class T>
 struct Identity {
   using A = Accumulator<T>;
-  static constexpr Residual kResidual = Residual::kNone;
+  static constexpr bool kMasked = false;
   __device__ A Forward(A x) const { return x; }
   __device__ A Derivative(A) const { return A(1); }
 };
@@ -38,7 +33,7 @@ struct Identity {
 template <class T>
 struct Relu {
   using A = Accumulator<T>;
-  static constexpr Residual kResidual = Residual::kMask;
+  static constexpr bool kMasked = true;
   __device__ A Forward(A x) const { return x <= A(0) ? A(0) : x; }
   __device__ bool IsInside(A x) const { return x > A(0); }
   __device__ A Derivative(A x) const { return IsInside(x) ? A(1) : A(0); }
@@ -47,7 +42,7 @@ struct Relu {
 template <class T>
 struct ClippedRelu {
   using A = Accumulator<T>;
-  static constexpr Residual kResidual = Residual::kMask;
+  static constexpr bool kMasked = true;
   A ceiling;
   __device__ A Forward(A x) const { return x <= A(0) ? A(0) : x >= ceiling ? ceiling : x; }
   __device__ bool IsInside(A x) const { return x > A(0) && x < ceiling; }
@@ -57,7 +52,7 @@ struct ClippedRelu {
 template <class T>
 struct LeakyRelu {
   using A = Accumulator<T>;
-  static constexpr Residual kResidual = Residual::kMask;
+  static constexpr bool kMasked = true;
   A slope;
   __device__ A Forward(A x) const { return x >= A(0) ? x : slope * x; }
   __device__ bool IsInside(A x) const { return x >= A(0); }
@@ -67,7 +62,7 @@ struct LeakyRelu {
 template <class T>
 struct HardSigmoid {
   using A = Accumulator<T>;
-  static constexpr Residual kResidual = Residual::kMask;
+  static constexpr bool kMasked = true;
   __device__ A Forward(A x) const { return x <= A(-3) ? A(0) : x >= A(3) ? A(1) : (x + A(3)) * A(1.0 / 6); }
   __device__ bool IsInside(A x) const { return x > A(-3) && x < A(3); }
   __device__ A Derivative(A x) const { return IsInside(x) ? A(1.0 / 6) : A(0); }
@@ -76,7 +71,7 @@ struct HardSigmoid {
 template <class T>
 struct HardTanh {
   using A = Accumulator<T>;
-  static constexpr Residual kResidual = Residual::kMask;
+  static constexpr bool kMasked = true;
   __device__ A Forward(A x) const { return x > A(1) ? A(1) : x < A(-1) ? A(-1) : x; }
   __device__ bool IsInside(A x) const { return !(x > A(1)) && !(x < A(-1)); }
   __device__ A Derivative(A x) const { return IsInside(x) ? A(1) : A(0); }
@@ -99,7 +94,7 @@ struct Logistic {
 template <class T>
 struct Sigmoid {
   using A = Accumulator<T>;
-  static constexpr Residual kResidual = Residual::kOutput;
+  static constexpr bool kMasked = false;
   __device__ A Forward(A x) const { return Logistic<T>(x).value; }
   __device__ A Derivative(A x) const {
     const Logistic<T> s(x);
@@ -111,7 +106,7 @@ struct Sigmoid {
 template <class T>
 struct Tanh {
   using A = Accumulator<T>;
-  static constexpr Residual kResidual = Residual::kOutput;
+  static constexpr bool kMasked = false;
   __device__ A Forward(A x) const { return Math<T>::Tanh(x); }
   __device__ A Derivative(A x) const {
     const Logistic<T> s(A(2) * x);
@@ -127,7 +122,7 @@ struct Tanh {
 template <class T>
 struct Elu {
   using A = Accumulator<T>;
-  static constexpr Residual kResidual = Residual::kInput;
+  static constexpr bool kMasked = false;
   A scale, alpha, inverse_width;
   __device__ A Forward(A x) const { return x > A(0) ? scale * x : scale * alpha * Math<T>::Expm1(x * inverse_width); }
   __device__ A Derivative(A x) const {
@@ -139,7 +134,7 @@ struct Elu {
 template <class T>
 struct Softplus {
   using A = Accumulator<T>;
-  static constexpr Residual kResidual = Residual::kInput;
+  static constexpr bool kMasked = false;
   A beta, inverse_beta;
   __device__ A Forward(A x) const {
     const A z = beta * x;
@@ -151,7 +146,7 @@ struct Softplus {
 template <class T>
 struct Silu {
   using A = Accumulator<T>;
-  static constexpr Residual kResidual = Residual::kInput;
+  static constexpr bool kMasked = false;
   A beta;
   __device__ A Forward(A x) const { return x * Logistic<T>(beta * x).value; }
   __device__ A Derivative(A x) const {
@@ -163,7 +158,7 @@ struct Silu {
 template <class T>
 struct HardSwish {
   using A = Accumulator<T>;
-  static constexpr Residual kResidual = Residual::kInput;
+  static constexpr bool kMasked = false;
   __device__ A Forward(A x) const { return x * HardSigmoid<T>{}.Forward(x); }
   __device__ A Derivative(A x) const { return x <= A(-3) ? A(0) : x >= A(3) ? A(1) : (A(2) * x + A(3)) * A(1.0 / 6); }
 };
@@ -172,7 +167,7 @@ struct HardSwish {
 template <class T>
 struct Gelu {
   using A = Accumulator<T>;
-  static constexpr Residual kResidual = Residual::kInput;
+  static constexpr bool kMasked = false;
   __device__ A Forward(A x) const {
     A density, tail;
     Math<T>::Normal(x, &density, &tail);
@@ -189,7 +184,7 @@ struct Gelu {
 template <class T>
 struct GeluTanh {
   using A = Accumulator<T>;
-  static constexpr Residual kResidual = Residual::kInput;
+  static constexpr bool kMasked = false;
   static constexpr double kLinear = 1.5957691216057308, kCubic = kLinear * 0.044715;
   __device__ A Forward(A x) const { return x * Logistic<T>(x * (A(kLinear) + A(kCubic) * x * x)).value; }
   __device__ A Derivative(A x) const {
@@ -203,7 +198,7 @@ struct GeluTanh {
 template <class T>
 struct Mish {
   using A = Accumulator<T>;
-  static constexpr Residual kResidual = Residual::kInput;
+  static constexpr bool kMasked = false;
   __device__ A Forward(A x) const {
     A tanh, slope;
     TanhOfSoftplus(x, &tanh, &slope);
@@ -232,7 +227,7 @@ struct Mish {
 template <class T>
 struct SoftSign {
   using A = Accumulator<T>;
-  static constexpr Residual kResidual = Residual::kInput;
+  static constexpr bool kMasked = false;
   __device__ A Forward(A x) const { return x * A(0.125) * Math<T>::Reciprocal(A(0.125) + A(0.125) * fabs(x)); }
   __device__ A Derivative(A x) const {
     const A inverse = Math<T>::Reciprocal(A(1) + fabs(x));
@@ -244,15 +239,16 @@ struct SoftSign {
 template <class T>
 struct Squareplus {
   using A = Accumulator<T>;
-  static constexpr Residual kResidual = Residual::kInput;
+  static constexpr bool kMasked = false;
   A b;
   __device__ A Forward(A x) const {
     const A root = Root(x);
-    return x > A(0) ? A(0.5) * (x + root) : A(0.5) * b / (root - x);
+    return x > A(0) ? A(0.5) * (x + root) : A(0.5) * b * Math<T>::Reciprocal(root - x);
   }
   __device__ A Derivative(A x) const {
     const A root = Root(x);
-    return x > A(0) ? A(0.5) * (A(1) + x / root) : A(0.5) * (b / root) / (root - x);
+    return x > A(0) ? A(0.5) * (A(1) + x * Math<T>::Reciprocal(root))
+                    : A(0.5) * b * Math<T>::Reciprocal(root) * Math<T>::Reciprocal(root - x);
   }
 
  private:
@@ -260,17 +256,17 @@ struct Squareplus {
   __device__ A Root(A x) const { return fabs(x) > A(1.15e18) ? fabs(x) : Math<T>::Sqrt(x * x + b); }
 };
 
-// Host side -----------------------------------------------------------------------------------------------------------
+// A kind becomes a functor --------------------------------------------------------------------------------------------
 
-// Calls f with the functor of `activation` for the stored type T: the one place where a kind becomes a template
-// argument.
+// Calls f with the functor of `activation` for the stored type T.
+#pragma nv_exec_check_disable
 template <class T, class F>
-cudaError_t VisitActivation(const Activation& activation, F&& f) {
+__host__ __device__ auto WithFunctor(const Activation& activation, F&& f) {
   using A = Accumulator<T>;
   const A p = static_cast<A>(activation.parameter);
   switch (activation.kind) {
     case Kind::kIdentity:
-      return f(Identity<T>{});
+      break;
     case Kind::kRelu:
       return f(Relu<T>{});
     case Kind::kClippedRelu:
@@ -310,7 +306,77 @@ cudaError_t VisitActivation(const Activation& activation, F&& f) {
     case Kind::kSquareplus:
       return f(Squareplus<T>{p});
   }
-  return cudaErrorInvalidValue;
+  return f(Identity<T>{});
+}
+
+// Any of them, chosen as the kernel runs.
+template <class T>
+struct AnyActivation {
+  using A = Accumulator<T>;
+  static constexpr bool kMasked = true;
+  Activation activation;
+  __device__ A Forward(A x) const {
+    return WithFunctor<T>(activation, [x](auto f) { return f.Forward(x); });
+  }
+  __device__ bool IsInside(A x) const {
+    return WithFunctor<T>(activation, [x](auto f) {
+      if constexpr (decltype(f)::kMasked) return f.IsInside(x);
+      return false;
+    });
+  }
+  __device__ A Derivative(A x) const {
+    return WithFunctor<T>(activation, [x](auto f) { return f.Derivative(x); });
+  }
+  __device__ A DerivativeFromOutput(A y) const {
+    return activation.kind == Kind::kSigmoid ? Sigmoid<T>{}.DerivativeFromOutput(y) : Tanh<T>{}.DerivativeFromOutput(y);
+  }
+};
+
+// For host code: calls f with what a kernel of the stored type T takes as its functor. A kernel for each activation
+// would be worth its size for any type but double.
+template <class T, class F>
+cudaError_t VisitActivation(const Activation& activation, F&& f) {
+  if constexpr (std::is_same_v<T, double>)
+    return f(AnyActivation<T>{activation});
+  else
+    return WithFunctor<T>(activation, f);
+}
+
+// The slopes of a function that has two: where its bit is set, and elsewhere.
+struct Slopes {
+  double inside, outside;
+};
+
+inline std::optional<Slopes> SlopesOf(const Activation& activation) {
+  switch (activation.kind) {
+    case Kind::kRelu:
+    case Kind::kClippedRelu:
+    case Kind::kHardTanh:
+      return Slopes{1, 0};
+    case Kind::kLeakyRelu:
+      return Slopes{1, activation.parameter};
+    case Kind::kHardSigmoid:
+      return Slopes{1.0 / 6, 0};
+    default:
+      return std::nullopt;
+  }
+}
+
+// For host code: calls f with the functor of an activation without two slopes, and whether its derivative is taken from
+// the output (else the input).
+template <class T, class F>
+cudaError_t VisitSmooth(const Activation& activation, F&& f) {
+  if (activation.kind == Kind::kSigmoid || activation.kind == Kind::kTanh) {
+    if constexpr (std::is_same_v<T, double>) return f(AnyActivation<T>{activation}, std::true_type{});
+    return activation.kind == Kind::kSigmoid ? f(Sigmoid<T>{}, std::true_type{}) : f(Tanh<T>{}, std::true_type{});
+  }
+  return VisitActivation<T>(activation, [&](auto functor) {
+    using G = decltype(functor);
+    constexpr bool kFromInput =
+        !(G::kMasked || std::is_same_v<G, Sigmoid<T>> || std::is_same_v<G, Tanh<T>> || std::is_same_v<G, Identity<T>>);
+    if constexpr (kFromInput || std::is_same_v<T, double>) return f(functor, std::false_type{});
+    return cudaErrorInvalidValue;
+  });
 }
 
 }  // namespace jaxdnn::activation

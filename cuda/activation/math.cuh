@@ -18,6 +18,12 @@ __device__ __forceinline__ float ApproximateReciprocal(float x) {
   return y;
 }
 
+__device__ __forceinline__ float ApproximateSqrt(float x) {
+  float y;
+  asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // c[0] + c[1] x + c[2] x^2 + ...
 template <class A, int N>
 __device__ __forceinline__ A Polynomial(A x, const A (&c)[N]) {
@@ -55,7 +61,7 @@ struct Math {
   }
   // Of a number whose reciprocal is not subnormal.
   static __device__ float Reciprocal(float x) { return ApproximateReciprocal(x); }
-  static __device__ float Sqrt(float x) { return __fsqrt_rn(x); }
+  static __device__ float Sqrt(float x) { return ApproximateSqrt(x); }
   // The standard normal density at x, and its integral up to -|x|.
   static __device__ void Normal(float x, float* density, float* tail) {
     const float e = Exp(-0.5f * x * x);
@@ -72,7 +78,7 @@ struct Math<float> {
   static __device__ float Log1p(float x) { return log1pf(x); }
   static __device__ float Tanh(float x) { return tanhf(x); }
   static __device__ float Reciprocal(float x) { return ApproximateReciprocal(x); }
-  static __device__ float Sqrt(float x) { return __fsqrt_rn(x); }
+  static __device__ float Sqrt(float x) { return ApproximateSqrt(x); }
   // exp(-x^2 / 2), with the rounding error of the square put back, times half the scaled complementary error function,
   // which is a polynomial in 1 / (1 + 0.3 |x|) as far out as the product is not zero.
   static __device__ void Normal(float x, float* density, float* tail) {

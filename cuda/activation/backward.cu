@@ -1,0 +1,100 @@
+// dx = g f', the derivative from the mask, the output or the input.
+//
+// Bound by memory: g is read and dx written, besides a residual that is one bit an element or as large as g.
+#include "cuda/activation/activation.h"
+#include "cuda/activation/functions.cuh"
+#include "cuda/activation/map.cuh"
+
+namespace jaxdnn::activation {
+namespace {
+
+// From the input or, where `kFromOutput`, the output.
+template <class T, class F, bool kFromOutput>
+struct BackwardOp {
+  static constexpr int N = kVecLength<T>;
+  using A = Accumulator<T>;
+  F f;
+  const T* g;
+  const T* residual;
+  T* dx;
+
+  __device__ void Vector(int64_t i) const {
+    const auto along = reinterpret_cast<const Vec<T, N>*>(g)[i], r = reinterpret_cast<const Vec<T, N>*>(residual)[i];
+    Vec<T, N> out;
+#pragma unroll
+    for (int j = 0; j < N; ++j) out.v[j] = Element(along.v[j], r.v[j]);
+    reinterpret_cast<Vec<T, N>*>(dx)[i] = out;
+  }
+  __device__ void Tail(int64_t i) const { dx[i] = Element(g[i], residual[i]); }
+
+ private:
+  __device__ T Element(T g, T residual) const {
+    const A r = static_cast<A>(residual);
+    if constexpr (kFromOutput)
+      return static_cast<T>(static_cast<A>(g) * f.DerivativeFromOutput(r));
+    else
+      return static_cast<T>(static_cast<A>(g) * f.Derivative(r));
+  }
+};
+
+template <class T>
+struct MaskBackwardOp {
+  static constexpr int N = kVecLength<T>;
+  using A = Accumulator<T>;
+  A inside, outside;
+  const T* g;
+  const uint8_t* mask;
+  T* dx;
+  BitRows rows;
+
+  __device__ void Vector(int64_t i) const {
+    const auto along = reinterpret_cast<const Vec<T, N>*>(g)[i];
+    const unsigned bits = LoadBits<N>(mask, i);
+    Vec<T, N> out;
+#pragma unroll
+    for (int j = 0; j < N; ++j) out.v[j] = Element(along.v[j], bits >> j & 1);
+    reinterpret_cast<Vec<T, N>*>(dx)[i] = out;
+  }
+  __device__ void Tail(int64_t t) const {
+    const unsigned bits = mask[t];
+    rows.ForEach(t, [&](int64_t i, int bit) { dx[i] = Element(g[i], bits >> bit & 1); });
+  }
+
+ private:
+  __device__ T Element(T g, bool is_inside) const {
+    return static_cast<T>(ApplySlope(static_cast<A>(g), is_inside ? inside : outside));
+  }
+};
+
+}  // namespace
+
+cudaError_t Backward(const Activation& activation, DType dtype, const void* g, const void* residual, void* dx,
+                     int64_t rows, int64_t n, cudaStream_t stream) {
+  return VisitDType(dtype, [&](auto type) {
+    using T = typename decltype(type)::type;
+    constexpr int N = kVecLength<T>;
+    const auto gradient = static_cast<const T*>(g);
+    const auto out = static_cast<T*>(dx);
+    if (const auto slopes = SlopesOf(activation)) {
+      using A = Accumulator<T>;
+      const BitRows bits(rows, n);
+      const int64_t vectors = IsVectorAligned(g, dx) ? bits.Vectors<N>() : 0;
+      const MaskBackwardOp<T> op{static_cast<A>(slopes->inside),
+                                 static_cast<A>(slopes->outside),
+                                 gradient,
+                                 static_cast<const uint8_t*>(residual),
+                                 out,
+                                 bits};
+      return Map(op, vectors, vectors * N / 8, bits.Bytes(), stream);
+    }
+    const int64_t size = rows * n;
+    const int64_t vectors = IsVectorAligned(g, residual, dx) ? size / N : 0;
+    return VisitSmooth<T>(activation, [&](auto f, auto from_output) {
+      const BackwardOp<T, decltype(f), decltype(from_output)::value> op{f, gradient, static_cast<const T*>(residual),
+                                                                        out};
+      return Map(op, vectors, vectors * N, size, stream);
+    });
+  });
+}
+
+}  // namespace jaxdnn::activation
