@@ -61,6 +61,8 @@ static nb::dict Handlers() {
   add("jaxdnn.pool_scatter.v2", PoolScatter);
   add("jaxdnn.sum_pool.v1", SumPool);
   add("jaxdnn.sum_pool_bwd.v1", SumPoolBwd);
+  add("jaxdnn.lp_pool.v1", LpPool);
+  add("jaxdnn.lp_pool_bwd.v1", LpPoolBwd);
   add("jaxdnn.conv_fwd.v1", ConvFwd);
   add("jaxdnn.conv_dgrad.v1", ConvDgrad);
   add("jaxdnn.conv_wgrad.v1", ConvWgrad);
@@ -143,20 +145,14 @@ NB_MODULE(_jaxdnn, m) {
 #ifdef JAXDNN_WITH_CUDA
   m.def(
       "softmax_workspace",
-      [](int64_t itemsize, int64_t outer, int64_t n, int64_t inner) {
-        using namespace jaxdnn;
-        return softmax::WorkspaceBytes(itemsize == 8 ? DType::kF64 : DType::kF32, {outer, n, inner});
-      },
-      "itemsize"_a, "outer"_a, "n"_a, "inner"_a);
-  m.def(
-      "log_partition_workspace",
-      [](const std::string& dtype, int64_t outer, int64_t n, int64_t inner) {
+      [](const std::string& op, const std::string& dtype, int64_t outer, int64_t n, int64_t inner) {
         using namespace jaxdnn;
         static const std::map<std::string, DType> kTypes = {
             {"float32", DType::kF32}, {"float64", DType::kF64}, {"float16", DType::kF16}, {"bfloat16", DType::kBF16}};
-        return loss::WorkspaceBytes(kTypes.at(dtype), {outer, n, inner});
+        const auto bytes = op == "softmax" ? softmax::WorkspaceBytes : loss::WorkspaceBytes;
+        return bytes(kTypes.at(dtype), {outer, n, inner});
       },
-      "dtype"_a, "outer"_a, "n"_a, "inner"_a);
+      "op"_a, "dtype"_a, "outer"_a, "n"_a, "inner"_a);
 #endif
   m.def("handlers", &Handlers);
   m.attr("ffi_version") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);

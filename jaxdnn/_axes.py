@@ -49,10 +49,10 @@ def aligned_mask(op: str, where: Array, shape: tuple[int, ...]) -> Array:
   return where.reshape(aligned)
 
 
-def workspace(x: Any, *_: Any, **params: Any) -> int:
-  """Bytes of scratch memory of a kernel that reduces views [..., n, inner] of the shape and type of `x`."""
+def workspace(op: str, x: Any) -> int:
+  """Bytes of scratch memory of the kernels of `op`, "softmax" or "loss", for a view [..., n, inner] like `x`."""
   *lead, n, inner = x.shape
-  return _extension.native.softmax_workspace(x.dtype.itemsize, math.prod(lead), n, inner)
+  return _extension.native.softmax_workspace(op, x.dtype.name, math.prod(lead), n, inner)
 
 
 def grouped(f: Callable[..., Array], axes: tuple[int, ...], x: Array, *others: Array) -> Array:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxdnn import _axes, _extension, _primitive
+from jaxdnn import _axes, _primitive
 
 # Public functions ----------------------------------------------------------------------------------------------------
 
@@ -244,11 +244,6 @@ for _p in (log_partition_p, log_partition_lin_p, log_partition_bwd_p):
   _primitive.batch_leading(_p, broadcast=_broadcast_operands)
 
 
-def _workspace(x: Any, *_: Any, **params: Any) -> int:
-  *lead, n, inner = x.shape
-  return _extension.native.log_partition_workspace(x.dtype.name, math.prod(lead), n, inner)
-
-
 # The tangent map stays with XLA, which makes it one reduction.
 _primitive.lower_to_cuda(
   log_partition_p,
@@ -256,7 +251,7 @@ _primitive.lower_to_cuda(
   _log_partition_reference,
   attributes=lambda *_, **params: params,
   supported=_supported,
-  workspace=_workspace,
+  workspace=lambda x, *_, **params: _axes.workspace("loss", x),
 )
 _primitive.lower_to_cuda(
   log_partition_bwd_p,

@@ -237,7 +237,12 @@ def _register(p: Any, target: str, reference: Any, **attributes: Any) -> None:
 
   _primitive.batch_leading(p, broadcast=_mask_index)
   _primitive.lower_to_cuda(
-    p, target, reference, attributes=all_attributes, supported=_supported, workspace=_axes.workspace
+    p,
+    target,
+    reference,
+    attributes=all_attributes,
+    supported=_supported,
+    workspace=lambda x, *_, **params: _axes.workspace("softmax", x),
   )
 
 

@@ -24,7 +24,7 @@ struct Problem {
   Targets targets;
 };
 
-int64_t WorkspaceBytes(DType dtype, const softmax::Shape& shape);
+int64_t WorkspaceBytes(DType dtype, softmax::Shape shape);
 
 // m [outer, 1, inner] and sums [outer, k, inner], both of the accumulator's type.
 cudaError_t LogPartition(const Problem& problem, const void* x, void* m, void* sums, void* workspace,

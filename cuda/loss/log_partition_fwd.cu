@@ -190,7 +190,7 @@ cudaError_t Run(const softmax::Shape& shape, const TypedTargets<T>& t, const T* 
 
 }  // namespace
 
-int64_t WorkspaceBytes(DType dtype, const softmax::Shape& shape) {
+int64_t WorkspaceBytes(DType dtype, softmax::Shape shape) {
   int64_t bytes = 0;
   // As much as either takes: whether buffers are aligned is only known later.
   for (const bool aligned : {false, true})

@@ -8,17 +8,14 @@
 
 namespace jaxdnn::softmax {
 
-// What a tile may take of a multiprocessor's shared memory, so that others
-// overlap its phases; and what it may take where rows are so long that it has
-// to.
+// What a tile may take of a multiprocessor's shared memory, so that others overlap its phases; and what it may take
+// where rows are so long that it has to.
 constexpr int64_t kTileBytes = 64 << 10;
 constexpr int64_t kLongTileBytes = 200 << 10;
 constexpr int kMaxCluster = 16;
-// Blocks that one row's statistics may come from in two launches; what a block
-// then has, at least.
-constexpr int64_t kMaxShares = 1024;
-constexpr int64_t kShareElements = 16 << 10;
-// Short rows are the rule up to here, in elements.
+// The width of a tile of columns, at least. Less wastes what memory transfers at once.
+constexpr int64_t kNarrowBytes = 64;
+// Packed rows have at most so many elements.
 constexpr int kMaxPackedRow = 32 * kPackedSteps;
 
 inline int CeilLog2(int64_t n) {
@@ -27,8 +24,10 @@ inline int CeilLog2(int64_t n) {
   return log;
 }
 
-// Blocks that share a row in two launches.
-inline int64_t WorkspaceShares(const Shape& s) { return std::min(kMaxShares, CeilDiv(s.n, kShareElements)); }
+// Blocks that share rows through the workspace: each has half of kTileBytes, of one input.
+inline int64_t WorkspaceShares(const Shape& s, int element_bytes) {
+  return CeilDiv(s.n, kTileBytes / 2 / (s.inner == 1 ? element_bytes : kNarrowBytes));
+}
 
 struct Device {
   int multiprocessors, max_cluster;
@@ -46,15 +45,15 @@ inline cudaError_t CurrentDevice(Device* d) {
   return e;
 }
 
-// Cuts rows (L > W), or columns of vectors, into tiles of a block or a cluster;
-// kReduce where no cluster holds a row.
+// Cuts rows, or columns of vectors, into tiles of a block or a cluster; kReduce where no cluster holds a row, or too
+// few clusters would have work.
 template <int L, int W>
 Tiling PlanTile(const Shape& shape, int inputs, int element_bytes, const Device& device) {
   const int64_t bytes = int64_t{inputs} * L * element_bytes;  // of a vector of each input
   // A row's vectors are one more where it starts inside of one.
   const int64_t vectors = W == 1 && L > 1 ? CeilDiv(shape.n - 1, L) + 1 : shape.n, pitch = shape.inner / W;
   const int widest = std::min(CeilLog2(pitch), CeilLog2(512 / (L * element_bytes)));
-  const int narrowest = std::min(widest, CeilLog2(64 / (L * element_bytes)));
+  const int narrowest = std::min(widest, CeilLog2(kNarrowBytes / (L * element_bytes)));
   int stride = widest;
   const auto too_large = [&] { return vectors * bytes << stride > kTileBytes / 2; };
   const auto too_few = [&] { return shape.outer * CeilDiv(pitch, 1 << stride) < 4 * device.multiprocessors; };
@@ -63,20 +62,20 @@ Tiling PlanTile(const Shape& shape, int inputs, int element_bytes, const Device&
 
   int64_t shares = 1;
   const auto tile_bytes = [&] { return CeilDiv(vectors, shares) * bytes << stride; };
+  const auto idle = [&](int64_t blocks) { return shape.outer * tiles * shares < blocks; };
   while (shares < device.max_cluster && tile_bytes() > kTileBytes) shares *= 2;
-  while (shares < device.max_cluster && shape.outer * tiles * shares < device.multiprocessors && tile_bytes() > 8 << 10)
-    shares *= 2;
+  while (shares < device.max_cluster && idle(device.multiprocessors) && tile_bytes() > kTileBytes / 8) shares *= 2;
   const bool fits = tile_bytes() <= std::min(kLongTileBytes, device.shared_bytes - (24 << 10));
-  const bool spread = shape.outer * tiles * shares * 4 >= device.multiprocessors || tile_bytes() <= 32 << 10;
   Phase phase = Phase::kWhole;
-  if (!fits || !spread) {
+  if (!fits || (idle(device.multiprocessors / 4) && tile_bytes() > kTileBytes / 2)) {
     phase = Phase::kReduce;
-    shares = WorkspaceShares(shape);
+    shares = WorkspaceShares(shape, element_bytes);
+    stride = narrowest;
   }
   const int64_t share = CeilDiv(vectors, shares);
   // Eight vectors a thread.
   const int span = std::clamp(CeilLog2(std::max<int64_t>(share << stride, 1)) - 3, std::max(6, stride), 9);
-  return {shape, tiles, static_cast<int>(shares), share, {stride, span}, phase};
+  return {shape, CeilDiv(pitch, 1 << stride), static_cast<int>(shares), share, {stride, span}, phase};
 }
 
 template <class T, int L, int W, class Op>
@@ -84,14 +83,17 @@ cudaError_t RunTiles(const Op& op, const Problem& p, const T* in0, const T* in1,
   Device device;
   if (const cudaError_t e = CurrentDevice(&device); e != cudaSuccess) return e;
   Tiling t = PlanTile<L, W>(p.shape, Op::kInputs, sizeof(T), device);
+  auto* workspace = static_cast<typename Op::Stats*>(p.workspace);
   const auto launch = [&] {
     const Grid grid = {t.Blocks(), t.Threads(), TileBytes<Op, T, L, W>(t), t.phase == Phase::kWhole ? t.shares : 1};
-    return LaunchKernel(TileKernel<Op, T, L, W>, grid, stream, t, op, p.mask,
-                        static_cast<typename Op::Stats*>(p.workspace), in0, in1, out);
+    return LaunchKernel(TileKernel<Op, T, L, W>, grid, stream, t, op, p.mask, workspace, in0, in1, out);
   };
-  if (const cudaError_t e = launch(); e != cudaSuccess || t.phase == Phase::kWhole) return e;
+  cudaError_t e = launch();
+  if (e != cudaSuccess || t.phase == Phase::kWhole) return e;
+  e = LaunchKernel(FoldKernel<Op>, p.shape.outer * p.shape.inner, kMaxTileThreads, stream, p.shape, t.shares,
+                   workspace);
   t.phase = Phase::kApply;
-  return launch();
+  return e == cudaSuccess ? launch() : e;
 }
 
 template <class T, int kSteps, class Op>

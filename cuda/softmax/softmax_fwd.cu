@@ -21,9 +21,10 @@ cudaError_t Forward(bool log, DType dtype, double without_entries, const void* x
 }
 
 int64_t WorkspaceBytes(DType dtype, Shape s) {
-  // One share means that a block holds the row.
-  const int64_t shares = WorkspaceShares(s);
-  return shares == 1 ? 0 : s.outer * shares * s.inner * 2 * (dtype == DType::kF64 ? 8 : 4);
+  const int64_t element_bytes = dtype == DType::kF64 ? 8 : dtype == DType::kF32 ? 4 : 2;
+  // One share is held by a block.
+  const int64_t shares = WorkspaceShares(s, element_bytes);
+  return shares == 1 ? 0 : s.outer * (shares + 1) * s.inner * 2 * std::max<int64_t>(element_bytes, 4);
 }
 
 }  // namespace jaxdnn::softmax

@@ -27,8 +27,8 @@ constexpr int kMaxTileThreads = 512;
 
 enum class Phase {
   kWhole,   // reduce and write, alone or in a cluster
-  kReduce,  // write the statistics of a share to the workspace
-  kApply,   // read them all, and write the share
+  kReduce,  // write the statistics of a share to the workspace, where FoldKernel makes them those of a row
+  kApply,   // read those, and write the share
 };
 
 struct Tiling {
@@ -158,20 +158,15 @@ __global__ void __launch_bounds__(kMaxTileThreads)
     for (int from = 1; from < t.shares; ++from)
       for (int w = 0; w < W; ++w) stats[w] = Op::Merge(stats[w], slots[from * columns + column * W + w]);
   }
-  if (t.phase != Phase::kWhole) {
-    // Statistics of the row's shares: [outer, shares, inner].
-    Stats* all = workspace + int64_t{outer} * t.shares * pitch * W + across * W;
-    if (t.phase == Phase::kReduce) {
-      if (part == 0 && across < pitch)
-        for (int w = 0; w < W; ++w) all[rank * pitch * W + w] = stats[w];
-      return;
-    }
-    for (int w = 0; w < W; ++w) stats[w] = Op::Nothing();
-    if (across < pitch)
-      for (int from = part; from < t.shares; from += parts)
-        for (int w = 0; w < W; ++w) stats[w] = Op::Merge(stats[w], all[from * pitch * W + w]);
-    Op::Combine(stats, reduce);
+  // The workspace is [outer, shares, inner], the statistics of shares, and then [outer, inner], those of rows.
+  const int64_t inner = t.shape.inner;
+  if (t.phase == Phase::kReduce) {
+    if (part == 0 && across < pitch)
+      for (int w = 0; w < W; ++w) workspace[(int64_t{outer} * t.shares + rank) * inner + across * W + w] = stats[w];
+    return;
   }
+  if (t.phase == Phase::kApply && across < pitch)
+    for (int w = 0; w < W; ++w) stats[w] = workspace[(t.shape.outer * t.shares + outer) * inner + across * W + w];
 
   typename Op::Final final[W];
   for (int w = 0; w < W; ++w) final[w] = op.Finish(stats[w]);
@@ -197,6 +192,19 @@ __global__ void __launch_bounds__(kMaxTileThreads)
       for (int i = 0; i < L; ++i)
         if (is_inside(at, i)) out[at * L + i] = result.v[i];
   }
+}
+
+// Statistics of the rows from those of their shares. A block takes a row.
+template <class Op>
+__global__ void __launch_bounds__(kMaxTileThreads) FoldKernel(Shape shape, int shares, typename Op::Stats* workspace) {
+  using Stats = typename Op::Stats;
+  __shared__ typename Op::A scratch[kMaxTileThreads];
+  const int64_t row = blockIdx.x, outer = row / shape.inner, column = row - outer * shape.inner;
+  Stats stats[1] = {Op::Nothing()};
+  for (int64_t from = threadIdx.x; from < shares; from += kMaxTileThreads)
+    stats[0] = Op::Merge(stats[0], workspace[(outer * shares + from) * shape.inner + column]);
+  Op::Combine(stats, [&](auto& values, auto operation) { Reduce(values, operation, Group{0, 9}, scratch); });
+  if (threadIdx.x == 0) workspace[shape.outer * shares * shape.inner + row] = stats[0];
 }
 
 }  // namespace jaxdnn::softmax
