@@ -86,6 +86,8 @@ std::optional<pool::IndexType> ToIndexType(const ffi::AnyBuffer& index, const ff
   return std::nullopt;
 }
 
+pool::Workspace ToWorkspace(const ffi::AnyBuffer& buffer) { return {buffer.untyped_data(), buffer.size_bytes()}; }
+
 auto Bind() { return ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().Attrs<PoolAttrs>(); }
 
 }  // namespace
@@ -96,16 +98,18 @@ static ffi::Error MaxPoolImpl(cudaStream_t stream, PoolAttrs attrs, ffi::AnyBuff
   const auto dtype = ToDType(x.element_type());
   void* index = nullptr;
   std::optional<pool::IndexType> index_type = pool::IndexType::kUint8;
-  if (rest.size() == 1) {
+  if (rest.size() != 1u + attrs.indexed) return Unsupported("wrong number of results", "max_pool", x, *y);
+  if (attrs.indexed) {
     auto buffer = rest.get<ffi::AnyBuffer>(0);
     if (!buffer.has_value()) return buffer.error();
     index = (*buffer)->untyped_data();
     index_type = ToIndexType(**buffer, *y);
   }
-  if (!geometry || !dtype || !index_type || rest.size() != attrs.indexed)
-    return Unsupported("no kernel", "max_pool", x, *y);
-  const cudaError_t status =
-      pool::MaxPool(*geometry, *dtype, *index_type, attrs.minimum, x.untyped_data(), y->untyped_data(), index, stream);
+  auto scratch = rest.get<ffi::AnyBuffer>(attrs.indexed);
+  if (!scratch.has_value()) return scratch.error();
+  if (!geometry || !dtype || !index_type) return Unsupported("no kernel", "max_pool", x, *y);
+  const cudaError_t status = pool::MaxPool(*geometry, *dtype, *index_type, attrs.minimum, x.untyped_data(),
+                                           y->untyped_data(), index, ToWorkspace(**scratch), stream);
   return FromCuda(status, "max_pool", x, *y);
 }
 
@@ -142,16 +146,19 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(PoolScatter, PoolScatterImpl,
                               Bind().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>(),
                               {ffi::Traits::kCmdBufferCompatible});
 
-static ffi::Error SumPoolImpl(cudaStream_t stream, PoolAttrs attrs, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> y) {
+static ffi::Error SumPoolImpl(cudaStream_t stream, PoolAttrs attrs, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> y,
+                              ffi::Result<ffi::AnyBuffer> scratch) {
   const auto geometry = ToGeometry(attrs, x, *y);
   const auto division = ToDivision(attrs);
   const auto dtype = ToDType(x.element_type());
   if (!geometry || !division || !dtype) return Unsupported("no kernel", "sum_pool", x, *y);
-  const cudaError_t status = pool::SumPool(*geometry, *dtype, *division, x.untyped_data(), y->untyped_data(), stream);
+  const cudaError_t status =
+      pool::SumPool(*geometry, *dtype, *division, x.untyped_data(), y->untyped_data(), ToWorkspace(*scratch), stream);
   return FromCuda(status, "sum_pool", x, *y);
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(SumPool, SumPoolImpl, Bind().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>(),
+XLA_FFI_DEFINE_HANDLER_SYMBOL(SumPool, SumPoolImpl,
+                              Bind().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>(),
                               {ffi::Traits::kCmdBufferCompatible});
 
 static ffi::Error SumPoolBwdImpl(cudaStream_t stream, PoolAttrs attrs, ffi::AnyBuffer dy,
@@ -167,5 +174,36 @@ static ffi::Error SumPoolBwdImpl(cudaStream_t stream, PoolAttrs attrs, ffi::AnyB
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(SumPoolBwd, SumPoolBwdImpl, Bind().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>(),
                               {ffi::Traits::kCmdBufferCompatible});
+
+static ffi::Error LpPoolImpl(cudaStream_t stream, PoolAttrs attrs, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> y,
+                             ffi::Result<ffi::AnyBuffer> scratch) {
+  const auto geometry = ToGeometry(attrs, x, *y);
+  const auto dtype = ToDType(x.element_type());
+  if (!geometry || !dtype || !(attrs.power > 0)) return Unsupported("no kernel", "lp_pool", x, *y);
+  const cudaError_t status =
+      pool::LpPool(*geometry, *dtype, attrs.power, x.untyped_data(), y->untyped_data(), ToWorkspace(*scratch), stream);
+  return FromCuda(status, "lp_pool", x, *y);
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(LpPool, LpPoolImpl,
+                              Bind().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>(),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+static ffi::Error LpPoolBwdImpl(cudaStream_t stream, PoolAttrs attrs, ffi::AnyBuffer dy, ffi::AnyBuffer x,
+                                ffi::AnyBuffer y, ffi::Result<ffi::AnyBuffer> dx) {
+  const auto geometry = ToGeometry(attrs, x, y);
+  const auto dtype = ToDType(dy.element_type());
+  const bool alike = SameShape(dy, y) && SameShape(*dx, x) && dy.element_type() == x.element_type() &&
+                     dx->element_type() == x.element_type();
+  if (!geometry || !dtype || !alike || !(attrs.power > 0)) return Unsupported("no kernel", "lp_pool_bwd", dy, x, *dx);
+  const cudaError_t status = pool::LpPoolBwd(*geometry, *dtype, attrs.power, dy.untyped_data(), x.untyped_data(),
+                                             y.untyped_data(), dx->untyped_data(), stream);
+  return FromCuda(status, "lp_pool_bwd", dy, x, *dx);
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    LpPoolBwd, LpPoolBwdImpl,
+    Bind().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>(),
+    {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace jaxdnn

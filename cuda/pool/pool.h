@@ -30,9 +30,16 @@ struct Division {
 // is none, or four where -1 does.
 enum class IndexType { kUint8, kInt32 };
 
+// Scratch memory of the forward functions, which is not initialised; without it they are slower where
+// windows are few and large.
+struct Workspace {
+  void* data = nullptr;
+  size_t bytes = 0;
+};
+
 // y[o] = the first maximum (minimum), or the first NaN, of window o; index[o] = its cell. `index` may be null.
 cudaError_t MaxPool(const Geometry& g, DType dtype, IndexType index_type, bool minimum, const void* x, void* y,
-                    void* index, cudaStream_t stream);
+                    void* index, Workspace workspace, cudaStream_t stream);
 
 // y[o] = t at the cell that index[o] names.
 cudaError_t Gather(const Geometry& g, DType dtype, IndexType index_type, const void* t, const void* index, void* y,
@@ -44,10 +51,18 @@ cudaError_t Scatter(const Geometry& g, DType dtype, IndexType index_type, const 
 
 // y[o] = the sum of window o, divided.
 cudaError_t SumPool(const Geometry& g, DType dtype, const Division& division, const void* x, void* y,
-                    cudaStream_t stream);
+                    Workspace workspace, cudaStream_t stream);
 
 // dx[i] = the sum of dy[o], divided, over the windows o that cover i.
 cudaError_t SumPoolBwd(const Geometry& g, DType dtype, const Division& division, const void* dy, void* dx,
                        cudaStream_t stream);
+
+// y[o] = the Lp norm of window o; `power` is positive.
+cudaError_t LpPool(const Geometry& g, DType dtype, double power, const void* x, void* y, Workspace workspace,
+                   cudaStream_t stream);
+
+// Its gradient. Where a window's norm or an element is 0, the derivative is 0.
+cudaError_t LpPoolBwd(const Geometry& g, DType dtype, double power, const void* dy, const void* x, const void* y,
+                      void* dx, cudaStream_t stream);
 
 }  // namespace jaxdnn::pool

@@ -1,7 +1,7 @@
 // What a window is reduced by: the states that kernels keep for N neighbouring channels.
 //
 // A state takes a cell at a time, in row-major order, or a whole row that another state has taken: Take(values, cell)
-// and Take(row, cell number of its first). Identity() is what a cell in the padding holds.
+// and Take(row, cell number of its first). Merge(other) joins two that took cells in any order.
 #pragma once
 
 #include <cmath>
@@ -66,11 +66,11 @@ __device__ inline __nv_bfloat16 MaxOrNan(__nv_bfloat16 a, __nv_bfloat16 b) { ret
 // The maxima alone.
 template <class T, int N>
 struct Max {
+  static constexpr bool kIndexed = false;
   Vec<T, N> value = Splat<T, N>(-INFINITY);
 
   Max() = default;
   __device__ explicit Max(int) {}
-  static __device__ Vec<T, N> Identity() { return Splat<T, N>(-INFINITY); }
 
   __device__ void Take(const Vec<T, N>& v, int) {
     if constexpr (kInPairs<T, N>) {
@@ -86,12 +86,14 @@ struct Max {
     }
   }
   __device__ void Take(const Max& row, int cell) { Take(row.value, cell); }
+  __device__ void Merge(const Max& other) { Take(other.value, 0); }
 };
 
 // The winners, and the numbers of their cells. A cell wins over all before it when it is larger, or the first NaN. The
 // search starts at -inf with the window's first cell inside the input, which therefore wins when nothing is larger.
 template <class T, int N>
 struct IndexedMax {
+  static constexpr bool kIndexed = true;
   Vec<T, N> value = Splat<T, N>(-INFINITY);
   int index[N];
 
@@ -100,7 +102,6 @@ struct IndexedMax {
 #pragma unroll
     for (int j = 0; j < N; ++j) index[j] = first;
   }
-  static __device__ Vec<T, N> Identity() { return Splat<T, N>(-INFINITY); }
 
   __device__ bool Wins(T candidate, int j) const {
     const auto c = static_cast<Accumulator<T>>(candidate), best = static_cast<Accumulator<T>>(value.v[j]);
@@ -122,6 +123,18 @@ struct IndexedMax {
       index[j] = wins ? cell + row.index[j] : index[j];
     }
   }
+  __device__ void Merge(const IndexedMax& other) {
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      const T theirs = other.value.v[j];
+      const auto a = static_cast<Accumulator<T>>(theirs), b = static_cast<Accumulator<T>>(value.v[j]);
+      const bool ties = a == b || (a != a && b != b);
+      if (Wins(theirs, j) || (ties && other.index[j] < index[j])) {
+        value.v[j] = theirs;
+        index[j] = other.index[j];
+      }
+    }
+  }
   __device__ int Index(int j) const { return index[j]; }
 };
 
@@ -138,7 +151,6 @@ struct IndexedPairMax {
 #pragma unroll
     for (int j = 0; j < N / 2; ++j) index[j] = Twice(first);
   }
-  static __device__ Vec<T, N> Identity() { return Splat<T, N>(-INFINITY); }
 
   __device__ void Choose(int j, unsigned candidate, unsigned cell) {
     const Pair c = BitCast<Pair>(candidate), best = BitCast<Pair>(value.v[j]);
@@ -162,13 +174,14 @@ struct IndexedPairMax {
 
 template <class T, int N>
 struct Sum {
+  static constexpr bool kIndexed = false;
   Accumulator<T> value[N] = {};
 
   Sum() = default;
   __device__ explicit Sum(int) {}
-  static __device__ Vec<T, N> Identity() { return Splat<T, N>(0.0f); }
 
-  __device__ void Take(const Vec<T, N>& v, int) {
+  template <class V>
+  __device__ void Take(const Vec<V, N>& v, int) {
 #pragma unroll
     for (int j = 0; j < N; ++j) value[j] += static_cast<Accumulator<T>>(v.v[j]);
   }
@@ -176,10 +189,7 @@ struct Sum {
 #pragma unroll
     for (int j = 0; j < N; ++j) value[j] += row.value[j];
   }
-  __device__ void Scale(Accumulator<T> factor) {
-#pragma unroll
-    for (int j = 0; j < N; ++j) value[j] *= factor;
-  }
+  __device__ void Merge(const Sum& other) { Take(other, 0); }
 };
 
 }  // namespace jaxdnn::pool

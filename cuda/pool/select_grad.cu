@@ -72,6 +72,8 @@ struct Winners {
   const T* __restrict__ dy;
   const Index* __restrict__ index;
   T* __restrict__ dx;
+
+  __device__ void Put(int64_t to, const A (&sum)[N]) const { StoreRounded(dx + to, sum); }
 };
 
 }  // namespace

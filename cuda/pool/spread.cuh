@@ -7,7 +7,7 @@
 // SpreadKernel takes anything else: one input element a thread, which looks for the windows over it.
 //
 // A `Task` has a `Share`: what one window passes back, which Load(offset of the window, its position) reads and
-// Add(sum, cell) adds to the element that is the window's cell of that number.
+// Add(sum, cell) adds to the element that is the window's cell of that number. Put(offset, sum) stores an element.
 #pragma once
 
 #include "cuda/common/launch.cuh"
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kThreads) SpreadKernel(const __grid_constant__
       }
     }
   }
-  StoreRounded(task.dx + flat * N, sum);
+  task.Put(flat * N, sum);
 }
 
 template <class Task>
@@ -72,17 +72,17 @@ __global__ void __launch_bounds__(kThreads) ApartKernel(const __grid_constant__ 
     share.Clear();
   }
   const int i0 = o0 * g.stride[0] - g.low[0], i1 = o1 * g.stride[1] - g.low[1], i2 = o2 * g.stride[2] - g.low[2];
-  auto* image = task.dx + tile.batch * task.in.batch + tile.channel;
+  const int64_t image = tile.batch * task.in.batch + tile.channel;
   for (int r0 = max(0, -i0); r0 < min(g.stride[0], g.in[0] - i0); ++r0) {
     for (int r1 = max(0, -i1); r1 < min(g.stride[1], g.in[1] - i1); ++r1) {
-      auto* row = image + (i0 + r0) * task.in.dim[0] + (i1 + r1) * task.in.dim[1];
+      const int64_t row = image + (i0 + r0) * task.in.dim[0] + (i1 + r1) * task.in.dim[1];
       const bool inside = r0 < g.window[0] && r1 < g.window[1];
       const int cell = (r0 * g.window[1] + r1) * g.window[2];
 #pragma unroll 2
       for (int r2 = max(0, -i2); r2 < min(g.stride[2], g.in[2] - i2); ++r2) {
         typename Task::A sum[N] = {};
         if (inside && r2 < g.window[2]) share.Add(sum, cell + r2);
-        StoreRounded(row + (i2 + r2) * task.in.dim[2], sum);
+        task.Put(row + (i2 + r2) * task.in.dim[2], sum);
       }
     }
   }
@@ -115,8 +115,8 @@ __global__ void __launch_bounds__(kThreads) TileKernel(const __grid_constant__ T
     }
   }
   const int i1 = (top + kBefore) * S - g.low[1], i2 = (left + kBefore) * S - g.low[2];
-  auto* to = task.dx + tile.batch * task.in.batch + tile.at[0] * task.in.dim[0] + i1 * task.in.dim[1] +
-             i2 * task.in.dim[2] + tile.channel;
+  const int64_t to = tile.batch * task.in.batch + tile.at[0] * task.in.dim[0] + i1 * task.in.dim[1] +
+                     i2 * task.in.dim[2] + tile.channel;
 #pragma unroll
   for (int r1 = 0; r1 < S; ++r1) {
 #pragma unroll
@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(kThreads) TileKernel(const __grid_constant__ T
         }
       }
       if (i1 + r1 >= 0 && i1 + r1 < g.in[1] && i2 + r2 >= 0 && i2 + r2 < g.in[2])
-        StoreRounded(to + r1 * task.in.dim[1] + r2 * task.in.dim[2], sum);
+        task.Put(to + r1 * task.in.dim[1] + r2 * task.in.dim[2], sum);
     }
   }
 }

@@ -2,8 +2,7 @@
 //
 // Bytes that must move: x + y. 16-bit elements are summed in float; the divisor is a multiplication there, whose error
 // is far below the result's rounding.
-#include "cuda/common/launch.cuh"
-#include "cuda/pool/windows.cuh"
+#include "cuda/pool/forward.cuh"
 
 namespace jaxdnn::pool {
 namespace {
@@ -12,9 +11,11 @@ template <int N, class T>
 struct Average {
   using A = Accumulator<T>;
   using Element = T;
+  using Loaded = Vec<T, N>;
   using State = Sum<T, N>;
+  using Mergeable = State;
   static constexpr int kWidth = N;
-  static constexpr bool kWalks = sizeof(T) < 8 && N > 2;
+  static constexpr bool kUnrolls = sizeof(T) < 8;
 
   Geometry g;
   Walk walk;
@@ -23,7 +24,8 @@ struct Average {
   T* __restrict__ y;
   Division division;
 
-  __device__ Vec<T, N> Get(const T* p) const { return Load<N>(p); }
+  static __device__ Loaded Identity() { return Splat<T, N>(0.0f); }
+  __device__ Loaded Get(const T* p) const { return Load<N>(p); }
   __device__ void Finish(const State& state, int64_t to, int o0, int o1, int o2) const {
     A divisor = static_cast<A>(division.divisor);
     if (division.divisor == 0) {
@@ -46,7 +48,7 @@ struct Average {
 }  // namespace
 
 cudaError_t SumPool(const Geometry& g, DType dtype, const Division& division, const void* x, void* y,
-                    cudaStream_t stream) {
+                    Workspace workspace, cudaStream_t stream) {
   return VisitDType(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     const T* in = static_cast<const T*>(x);
@@ -56,7 +58,7 @@ cudaError_t SumPool(const Geometry& g, DType dtype, const Division& division, co
         [&](auto width) {
           constexpr int N = decltype(width)::value;
           const Average<N, T> task = {g, Walk(0, g.out, g.channels, N), Pitch(g.in, g.channels), in, out, division};
-          return LaunchWindows(task, stream);
+          return LaunchWindows(task, workspace, stream);
         },
         in, out);
   });

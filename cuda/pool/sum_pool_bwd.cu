@@ -45,6 +45,8 @@ struct Shares {
   T* __restrict__ dx;
   Division division;
   A factor;
+
+  __device__ void Put(int64_t to, const A (&sum)[N]) const { StoreRounded(dx + to, sum); }
 };
 
 // The windows of dy over each input element, where windows are one apart.
@@ -62,7 +64,7 @@ Geometry Mirrored(const Geometry& g) {
 cudaError_t SumPoolBwd(const Geometry& g, DType dtype, const Division& division, const void* dy, void* dx,
                        cudaStream_t stream) {
   const bool unit_stride = g.stride[0] == 1 && g.stride[1] == 1 && g.stride[2] == 1;
-  if (unit_stride && division.divisor != 0) return SumPool(Mirrored(g), dtype, division, dy, dx, stream);
+  if (unit_stride && division.divisor != 0) return SumPool(Mirrored(g), dtype, division, dy, dx, {}, stream);
   return VisitDType(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     using A = Accumulator<T>;

@@ -39,7 +39,7 @@ def adaptive_avg_pool(x: Array, output_size: Sequence[int | None], *, layout: st
   spatial, geometry = _bins("adaptive_avg_pool", x, output_size, layout)
   divisor = ((0, 0),) * geometry.rank if geometry.bins else float(_cells(geometry))
   return over_windows(  # type: ignore[no-any-return]
-    lambda x: primitives.sum_pool(x, geometry=geometry, divisor=divisor), [x], spatial
+    lambda x: primitives.sum_pool_in_passes(x, geometry=geometry, divisor=divisor), [x], spatial
   )
 
 

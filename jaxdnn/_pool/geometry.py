@@ -42,6 +42,32 @@ class Geometry(NamedTuple):
     """Whether the only window is the whole input."""
     return set(self.out_extent) == {1} and self.window == self.extent and not any(map(any, self.padding))
 
+  def passes(self) -> "list[Geometry]":
+    """Geometries which, one after the other, do the same; more than one where that visits far fewer cells.
+
+    The last dimension comes first, so that the first maximum in row-major order remains the winner.
+    """
+    alone, together = math.prod(self.window), math.prod(self.window[:-1])
+    visits = self.window[-1] * math.prod(self.stride[:-1]) + together
+    if self.bins or self.is_whole or alone < 4 * visits:
+      return [self]
+    lead, unit = self.rank - 1, (1,) * (self.rank - 1)
+    inner = Geometry(
+      self.extent,
+      (*unit, self.window[-1]),
+      (*unit, self.stride[-1]),
+      (*((0, 0),) * lead, self.padding[-1]),
+      (*unit, self.dilation[-1]),
+    )
+    outer = self._replace(
+      extent=inner.out_extent,
+      window=(*self.window[:-1], 1),
+      stride=(*self.stride[:-1], 1),
+      padding=(*self.padding[:-1], (0, 0)),
+      dilation=(*self.dilation[:-1], 1),
+    )
+    return [inner, outer]
+
   @property
   def index_dtype(self) -> np.dtype[Any]:
     """Of a cell's row-major number in its window; the greatest uint8, or -1, stands for no cell."""

@@ -1,5 +1,6 @@
 """The pooling primitives, their derivatives, and what they become on CUDA."""
 
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -47,9 +48,10 @@ sum_pool_bwd_p = _primitive.define(
 )
 
 
-def max_pool(x: Array, *, geometry: Geometry, minimum: bool = False) -> Array:
-  (y,) = _primitive.bind(max_pool_p, x, geometry=geometry, minimum=minimum, indexed=False)
-  return y  # type: ignore[no-any-return]
+def max_pool(x: Array, *, geometry: Geometry, minimum: bool = False) -> Any:
+  for part in geometry.passes():
+    (x,) = _primitive.bind(max_pool_p, x, geometry=part, minimum=minimum, indexed=False)
+  return x
 
 
 def indexed_max_pool(x: Array, *, geometry: Geometry, minimum: bool = False) -> tuple[Array, Array]:
@@ -67,6 +69,17 @@ def scatter(g: Array, index: Array, *, geometry: Geometry) -> Any:
 
 def sum_pool(x: Array, *, geometry: Geometry, divisor: float | Pairs) -> Any:
   return _primitive.bind(sum_pool_p, x, geometry=geometry, divisor=divisor)
+
+
+def sum_pool_in_passes(x: Array, *, geometry: Geometry, divisor: float | Pairs) -> Any:
+  """`sum_pool`; a large window in several passes, between which the 16-bit types are float32."""
+  passes = geometry.passes()
+  if len(passes) == 1:
+    return sum_pool(x, geometry=geometry, divisor=divisor)
+  y = x.astype(_primitive.accumulator_dtype(x.dtype))
+  for part in passes:
+    y = sum_pool(y, geometry=part, divisor=1.0)
+  return reference.divided(y, geometry, divisor).astype(x.dtype)
 
 
 def sum_pool_bwd(g: Array, *, geometry: Geometry, divisor: float | Pairs) -> Any:
@@ -194,21 +207,29 @@ def _attributes(*_: Any, geometry: Geometry, divisor: float | Pairs = 1.0, **fla
   }
 
 
-def _not_whole(*_: Any, geometry: Geometry, **__: Any) -> bool:
-  """The pull-back of a global pooling is a broadcast, which XLA fuses with its neighbours."""
-  return not geometry.is_whole
+def _supported(*avals: Any, geometry: Geometry, **__: Any) -> bool:
+  """All but the pull-back of a global pooling: a broadcast, which XLA fuses with its neighbours."""
+  return avals[0].shape[-geometry.rank - 1 : -1] == geometry.extent or not geometry.is_whole
 
 
-for _p, _target, _reference, _supported in (
-  (max_pool_p, "jaxdnn.max_pool.v2", reference.max_pool, None),
-  (pool_gather_p, "jaxdnn.pool_gather.v2", reference.gather, None),
-  (pool_scatter_p, "jaxdnn.pool_scatter.v2", reference.scatter, _not_whole),
-  (sum_pool_p, "jaxdnn.sum_pool.v1", reference.sum_pool, None),
-  (sum_pool_bwd_p, "jaxdnn.sum_pool_bwd.v1", reference.sum_pool_bwd, _not_whole),
+def _workspace(*_: Any, geometry: Geometry, **__: Any) -> int:
+  """Where one large window is all there is, blocks share it."""
+  return 1 << 20 if geometry.is_whole and math.prod(geometry.window) >= 1024 else 0
+
+
+for _p, _target, _reference in (
+  (max_pool_p, "jaxdnn.max_pool.v2", reference.max_pool),
+  (sum_pool_p, "jaxdnn.sum_pool.v1", reference.sum_pool),
+  (lp_pool_p, "jaxdnn.lp_pool.v1", _lp_pool_reference),
 ):
   _primitive.batch_leading(_p)
-  _primitive.lower_to_cuda(
-    _p, _target, _reference, attributes=_attributes, supported=_supported or (lambda *_, **__: True)
-  )
-for _p in (lp_pool_p, lp_pool_tangent_p, lp_pool_bwd_p):
+  _primitive.lower_to_cuda(_p, _target, _reference, attributes=_attributes, workspace=_workspace)
+for _p, _target, _reference in (
+  (pool_gather_p, "jaxdnn.pool_gather.v2", reference.gather),
+  (pool_scatter_p, "jaxdnn.pool_scatter.v2", reference.scatter),
+  (sum_pool_bwd_p, "jaxdnn.sum_pool_bwd.v1", reference.sum_pool_bwd),
+  (lp_pool_bwd_p, "jaxdnn.lp_pool_bwd.v1", _lp_bwd_reference),
+):
   _primitive.batch_leading(_p)
+  _primitive.lower_to_cuda(_p, _target, _reference, attributes=_attributes, supported=_supported)
+_primitive.batch_leading(lp_pool_tangent_p)

@@ -124,7 +124,7 @@ def _pool_axes(
   )
   if kind == "add":
     return over_windows(  # type: ignore[no-any-return]
-      lambda x: primitives.sum_pool(x, geometry=geometry, divisor=1.0), [x], axes
+      lambda x: primitives.sum_pool_in_passes(x, geometry=geometry, divisor=1.0), [x], axes
     )
   minimum = kind == "min"
   return over_windows(  # type: ignore[no-any-return]

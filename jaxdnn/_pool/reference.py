@@ -149,11 +149,11 @@ def sum_pool(x: Array, *, geometry: Geometry, divisor: float | Pairs) -> Array:
     return y + _where(_inside(k, geometry), v, jnp.zeros_like(v))
 
   total: Array = _for_each_cell(step, jnp.zeros(out_shape(x, geometry), padded.dtype), geometry)
-  return _divided(total, geometry, divisor).astype(x.dtype)
+  return divided(total, geometry, divisor).astype(x.dtype)
 
 
 def sum_pool_bwd(g: Array, *, geometry: Geometry, divisor: float | Pairs) -> Array:
-  share = _divided(g.astype(_primitive.accumulator_dtype(g.dtype)), geometry, divisor)
+  share = divided(g.astype(_primitive.accumulator_dtype(g.dtype)), geometry, divisor)
   if geometry.is_whole:
     return jnp.broadcast_to(share.astype(g.dtype), (*g.shape[: -geometry.rank - 1], *geometry.extent, g.shape[-1]))
 
@@ -164,7 +164,7 @@ def sum_pool_bwd(g: Array, *, geometry: Geometry, divisor: float | Pairs) -> Arr
   return _pad(padded, geometry, sign=-1).astype(g.dtype)
 
 
-def _divided(y: Array, g: Geometry, divisor: float | Pairs) -> Array:
+def divided(y: Array, g: Geometry, divisor: float | Pairs) -> Array:
   """By a number, or by the number of each window's cells in the input and so much padding; an empty sum is 0."""
   if not isinstance(divisor, tuple):
     return y if divisor == 1 else y / jnp.asarray(divisor, y.dtype)

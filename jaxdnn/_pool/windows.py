@@ -215,7 +215,7 @@ def avg_pool(
   else:
     divisor = _count(geometry, padded if count_include_pad else ((0, 0),) * geometry.rank)
   return over_windows(  # type: ignore[no-any-return]
-    lambda x: primitives.sum_pool(x, geometry=geometry, divisor=divisor), [x], spatial
+    lambda x: primitives.sum_pool_in_passes(x, geometry=geometry, divisor=divisor), [x], spatial
   )
 
 
@@ -255,7 +255,7 @@ def sum_pool(
   x = check_number("sum_pool", x)
   spatial, geometry, _ = _windows("sum_pool", x, window, stride, padding, dilation, ceil_mode, layout)
   return over_windows(  # type: ignore[no-any-return]
-    lambda x: primitives.sum_pool(x, geometry=geometry, divisor=1.0), [x], spatial
+    lambda x: primitives.sum_pool_in_passes(x, geometry=geometry, divisor=1.0), [x], spatial
   )
 
 

@@ -1,0 +1,117 @@
+// The forward kernel for few and large windows, global pooling above all: the threads of a block share each window, and
+// if even the blocks are few, several share one, whose results a second kernel joins in a fixed order.
+//
+// `lanes` neighbouring threads take neighbouring channel vectors, the groups of lanes take every groups-th cell.
+#pragma once
+
+#include "cuda/common/launch.cuh"
+#include "cuda/pool/reducers.cuh"
+
+namespace jaxdnn::pool {
+
+constexpr int kNoCellYet = INT32_MAX / 2;
+
+struct Coop {
+  Walk walk;  // over [batch, outputs, vectors / lanes], a block each
+  int lanes, vectors, splits;
+};
+
+// A window in which nothing was larger than -inf holds nothing else, and its first cell wins.
+template <class State>
+__device__ void SettleIndex(State& state, int first) {
+  if constexpr (State::kIndexed) {
+#pragma unroll
+    for (int& i : state.index) i = i == kNoCellYet ? first : i;
+  }
+}
+
+template <class Task, class State>
+__global__ void __launch_bounds__(kThreads)
+    CoopKernel(const __grid_constant__ Task task, const __grid_constant__ Coop coop, State* partial) {
+  constexpr int N = Task::kWidth;
+  __shared__ __align__(16) unsigned char memory[kThreads * sizeof(State)];
+  State* scratch = reinterpret_cast<State*>(memory);
+  const Geometry& g = task.g;
+  const int64_t block = blockIdx.x / coop.splits;
+  const int split = static_cast<int>(blockIdx.x - block * coop.splits);
+  const Position o = coop.walk.At(block);
+  const int lane = threadIdx.x & (coop.lanes - 1), group = threadIdx.x / coop.lanes, groups = kThreads / coop.lanes;
+  const int vector = o.channel * coop.lanes + lane;
+  const Cells c0 = CellsOf(g, 0, o.at[0]), c1 = CellsOf(g, 1, o.at[1]), c2 = CellsOf(g, 2, o.at[2]);
+  const int cells = c0.count * c1.count * c2.count;
+  const int first = (c0.begin * g.window[1] + c1.begin) * g.window[2] + c2.begin;
+  State state(kNoCellYet);
+  if (vector < coop.vectors && cells > 0) {
+    const auto* begin = task.x + o.batch * task.in.batch + c0.first * task.in.dim[0] + c1.first * task.in.dim[1] +
+                        c2.first * task.in.dim[2] + vector * N;
+    const FastDiv by1(c1.count), by2(c2.count);
+    const int end = static_cast<int>(int64_t{cells} * (split + 1) / coop.splits);
+#pragma unroll 4
+    for (int t = static_cast<int>(int64_t{cells} * split / coop.splits) + group; t < end; t += groups) {
+      int k1, k2;
+      const int k0 = by1.Div(by2.Div(t, &k2), &k1);
+      const auto* p = begin + k0 * g.dilation[0] * task.in.dim[0] + k1 * g.dilation[1] * task.in.dim[1] +
+                      k2 * g.dilation[2] * task.in.dim[2];
+      state.Take(task.Get(p), first + (k0 * g.window[1] + k1) * g.window[2] + k2);
+    }
+  }
+  for (int half = groups / 2; half > 0; half /= 2) {
+    if (group >= half && group < 2 * half) scratch[threadIdx.x] = state;
+    __syncthreads();
+    if (group < half) state.Merge(scratch[threadIdx.x + half * coop.lanes]);
+    __syncthreads();
+  }
+  if (group > 0 || vector >= coop.vectors) return;
+  const int64_t output = ((o.batch * g.out[0] + o.at[0]) * g.out[1] + o.at[1]) * g.out[2] + o.at[2];
+  const int64_t to = output * coop.vectors + vector;
+  if (coop.splits > 1) {
+    partial[to * coop.splits + split] = state;
+  } else {
+    SettleIndex(state, cells > 0 ? first : -1);
+    task.Finish(state, to * N, o.at[0], o.at[1], o.at[2]);
+  }
+}
+
+// Joins what the blocks of a global pooling found.
+template <class Task, class State>
+__global__ void __launch_bounds__(kThreads)
+    JoinKernel(const __grid_constant__ Task task, const State* partial, int splits, int64_t total) {
+  const int64_t to = blockIdx.x * int64_t{kThreads} + threadIdx.x;
+  if (to >= total) return;
+  State state = partial[to * splits];
+  for (int s = 1; s < splits; ++s) state.Merge(partial[to * splits + s]);
+  SettleIndex(state, 0);
+  task.Finish(state, to * Task::kWidth, 0, 0, 0);
+}
+
+// Whether a thread a window would leave most of the device idle.
+inline bool WindowsAreFew(const Geometry& g, int width) {
+  constexpr int64_t kThreadsWanted = 132 * 1024, kLeastCells = 64;
+  const int64_t cells = int64_t{g.window[0]} * g.window[1] * g.window[2];
+  return cells >= kLeastCells && cells < INT32_MAX / 4 &&
+         g.batch * g.out[0] * g.out[1] * g.out[2] * (g.channels / width) < kThreadsWanted;
+}
+
+template <class State, class Task>
+cudaError_t LaunchCoop(const Task& task, void* workspace, size_t workspace_bytes, cudaStream_t stream) {
+  constexpr int64_t kBlocksWanted = 132 * 4, kLeastCellsOfASplit = 1024;
+  const Geometry& g = task.g;
+  Coop coop = {Walk(0, g.out, 1, 1), 1, g.channels / Task::kWidth, 1};
+  while (coop.lanes < 32 && coop.lanes < coop.vectors) coop.lanes *= 2;
+  coop.walk = Walk(g.batch, g.out, static_cast<int>(CeilDiv(coop.vectors, coop.lanes)), 1);
+  const int64_t blocks = coop.walk.total, outputs = g.batch * g.out[0] * g.out[1] * g.out[2] * coop.vectors;
+  const int64_t cells = int64_t{g.window[0]} * g.window[1] * g.window[2];
+  if (outputs == g.batch * coop.vectors && blocks > 0) {
+    const int64_t fit = static_cast<int64_t>(workspace_bytes / sizeof(State)) / outputs;
+    const int64_t wanted = std::min(kBlocksWanted / blocks, cells * coop.lanes / kLeastCellsOfASplit);
+    coop.splits = static_cast<int>(std::max<int64_t>(1, std::min(fit, wanted)));
+  }
+  State* partial = static_cast<State*>(workspace);
+  const cudaError_t e =
+      LaunchKernel(CoopKernel<Task, State>, blocks * coop.splits, kThreads, stream, task, coop, partial);
+  if (e != cudaSuccess || coop.splits == 1) return e;
+  return LaunchKernel(JoinKernel<Task, State>, CeilDiv(outputs, kThreads), kThreads, stream, task, partial, coop.splits,
+                      outputs);
+}
+
+}  // namespace jaxdnn::pool

@@ -1,0 +1,149 @@
+// Lp norms of windows, and their gradient.
+//
+// y[o] = (sum of |x[i]|^p)^(1/p), dx[i] = sign(x[i]) |x[i]|^(p-1) * sum over windows of dy[o] y[o]^(1-p), with 0 where
+// a base is 0. Bytes that must move: x + y forward; dy + y + x + dx backward.
+#include "cuda/pool/forward.cuh"
+#include "cuda/pool/spread.cuh"
+
+namespace jaxdnn::pool {
+namespace {
+
+// |v|^exponent, but 0 at 0 whatever the exponent.
+template <class A>
+__device__ A Power(A v, A exponent) {
+  const A magnitude = v < A(0) ? -v : v;
+  if (magnitude == A(0)) return A(0);
+  if (exponent == A(1)) return magnitude;
+  if (exponent == A(2)) return magnitude * magnitude;
+  if (exponent == A(0.5)) return sqrt(magnitude);
+  if (exponent == A(-1)) return A(1) / magnitude;
+  return pow(magnitude, exponent);
+}
+
+template <int N, class T>
+struct Norm {
+  using A = Accumulator<T>;
+  using Element = T;
+  using Loaded = Vec<A, N>;
+  using State = Sum<T, N>;
+  using Mergeable = State;
+  static constexpr int kWidth = N;
+  static constexpr bool kUnrolls = false;
+
+  Geometry g;
+  Walk walk;
+  Pitch in;
+  const T* __restrict__ x;
+  T* __restrict__ y;
+  A power;
+
+  __device__ Loaded Get(const T* p) const {
+    const Vec<T, N> v = Load<N>(p);
+    Loaded powers;
+#pragma unroll
+    for (int j = 0; j < N; ++j) powers.v[j] = Power(static_cast<A>(v.v[j]), power);
+    return powers;
+  }
+  __device__ void Finish(const State& state, int64_t to, int, int, int) const {
+    A root[N];
+#pragma unroll
+    for (int j = 0; j < N; ++j) root[j] = Power(state.value[j], A(1) / power);
+    StoreRounded(y + to, root);
+  }
+};
+
+template <int N, class T>
+struct NormShares {
+  using A = Accumulator<T>;
+  static constexpr int kWidth = N;
+  static constexpr bool kTiles = false;
+
+  struct Share {
+    A value[N];
+
+    __device__ void Clear() {
+#pragma unroll
+      for (int j = 0; j < N; ++j) value[j] = A(0);
+    }
+    __device__ void Load(const NormShares& task, int64_t offset, int, int, int) {
+      const Vec<T, N> dy = pool::Load<N>(task.dy + offset), y = pool::Load<N>(task.y + offset);
+#pragma unroll
+      for (int j = 0; j < N; ++j) value[j] = static_cast<A>(dy.v[j]) * Power(static_cast<A>(y.v[j]), A(1) - task.power);
+    }
+    __device__ void Add(A (&sum)[N], int) const {
+#pragma unroll
+      for (int j = 0; j < N; ++j) sum[j] += value[j];
+    }
+  };
+
+  Geometry g;
+  Walk walk;
+  Pitch in, out;
+  Cover cover;
+  const T* __restrict__ dy;
+  const T* __restrict__ x;
+  const T* __restrict__ y;
+  T* __restrict__ dx;
+  A power;
+
+  __device__ void Put(int64_t to, const A (&sum)[N]) const {
+    const Vec<T, N> v = Load<N>(x + to);
+    A result[N];
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      const A base = static_cast<A>(v.v[j]);
+      // At p = 1 the factor is the sign alone.
+      const A factor = power == A(1) ? A(base != A(0)) : Power(base, power - A(1));
+      result[j] = sum[j] * (base < A(0) ? -factor : factor);
+    }
+    StoreRounded(dx + to, result);
+  }
+};
+
+}  // namespace
+
+cudaError_t LpPool(const Geometry& g, DType dtype, double power, const void* x, void* y, Workspace workspace,
+                   cudaStream_t stream) {
+  return VisitDType(dtype, [&](auto type) {
+    using T = typename decltype(type)::type;
+    const T* in = static_cast<const T*>(x);
+    T* out = static_cast<T*>(y);
+    return VisitWidth<T>(
+        g.channels,
+        [&](auto width) {
+          constexpr int N = decltype(width)::value;
+          const Norm<N, T> task = {g,   Walk(0, g.out, g.channels, N),     Pitch(g.in, g.channels), in,
+                                   out, static_cast<Accumulator<T>>(power)};
+          return LaunchWindows(task, workspace, stream);
+        },
+        in, out);
+  });
+}
+
+cudaError_t LpPoolBwd(const Geometry& g, DType dtype, double power, const void* dy, const void* x, const void* y,
+                      void* dx, cudaStream_t stream) {
+  return VisitDType(dtype, [&](auto type) {
+    using T = typename decltype(type)::type;
+    const T *up = static_cast<const T*>(dy), *in = static_cast<const T*>(x), *norm = static_cast<const T*>(y);
+    T* out = static_cast<T*>(dx);
+    return VisitWidth<T>(
+        g.channels,
+        [&](auto width) {
+          constexpr int N = decltype(width)::value;
+          const NormShares<N, T> task = {g,
+                                         Walk(0, g.in, g.channels, N),
+                                         Pitch(g.in, g.channels),
+                                         Pitch(g.out, g.channels),
+                                         Cover(g),
+                                         up,
+                                         in,
+                                         norm,
+                                         out,
+                                         static_cast<Accumulator<T>>(power)};
+          return LaunchSpread(task, stream);
+        },
+        up, in, norm, out);
+  });
+}
+
+}  // namespace jaxdnn::pool
