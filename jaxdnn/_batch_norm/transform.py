@@ -51,10 +51,11 @@ def _statistics(x: Array, where: Array | None, axes: AxisNames) -> tuple[Array, 
   # About a first approximation of the mean, as exact as a sum of means: what it lacks is small, and so is what its
   # square takes from the sum of squares.
   n = primitives.count(x, where)[..., None]
-  total = jnp.maximum(_sum_shards(n, axes), 1)
+  total = jnp.maximum(count(x, where, axes), 1)[..., None]
   about = _sum_shards(n * mean, axes) / total
   off = mean - about
-  rest, squares = _sum_shards(jnp.stack([n * off, n * (var + off * off)]), axes) / total
+  sums = _sum_shards(jnp.stack([n * off, n * (var + off * off)], -2), axes) / total[..., None]
+  rest, squares = sums[..., 0, :], sums[..., 1, :]
   return about + rest, squares - rest * rest
 
 
