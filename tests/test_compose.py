@@ -25,6 +25,14 @@ OPERATORS = {
   "conv_dgrad": (lambda g, w: jaxdnn.conv_dgrad(g, w, (6, 5), stride=2, padding="SAME"), [(3, 3, 3, 6), (3, 2, 4, 6)]),
   "conv_3d": (lambda x, w: jaxdnn.conv(x, w, dilation=(1, 2, 1)), [(3, 3, 4, 3, 2), (2, 2, 2, 2, 3)]),
   "conv_0d": (lambda x, w: jaxdnn.conv(x, w), [(3, 4), (4, 6)]),
+  "batch_norm": (
+    lambda x, s, b, r: jaxdnn.batch_norm(x, s, b, axis=(0, 2), activation="tanh", residual=r)[0],
+    [(3, 5, 4), (3, 4), (3, 4), (3, 5, 4)],
+  ),
+  "batch_norm_inference": (
+    lambda x, m, v, s, b: jaxdnn.batch_norm_inference(x, m, v * v + 1, s, b),
+    [(3, 5, 4), (4,), (4,), (4,), (4,)],
+  ),
   "max_pool": (lambda x: jaxdnn.max_pool(x, (3, 2), stride=(2, 1), dilation=(1, 2), padding="SAME"), [(3, 6, 5, 4)]),
   "avg_pool": (lambda x: jaxdnn.avg_pool(x, (3,), stride=2, padding="SAME", count_include_pad=False), [(3, 7, 4)]),
   "group_norm": (lambda x, s, b: jaxdnn.group_norm(x, 2, s, b, activation="silu"), [(3, 2, 5, 4), (4,), (4,)]),
@@ -37,7 +45,13 @@ OPERATORS = {
   "softmax_where": (lambda x: jaxdnn.softmax(x, where=jnp.broadcast_to(WHERE, x.shape)), [(3, 6)]),
   "softmax_axes": (lambda x: jaxdnn.softmax(x, axis=(1, 2)), [(3, 2, 6, 4)]),
   "log_softmax": (jaxdnn.log_softmax, [(3, 6)]),
+  "logsumexp": (lambda x: jaxdnn.logsumexp(x, (1, 3)), [(3, 2, 4, 3)]),
+  "logsumexp_where": (lambda x: jaxdnn.logsumexp(x, where=jnp.broadcast_to(WHERE, x.shape)), [(3, 6)]),
   "cross_entropy": (lambda x: jaxdnn.cross_entropy(x, LABELS[: x.shape[0]], reduction="none"), [(3, 6)]),
+  "cross_entropy_soft": (
+    lambda x, q: jaxdnn.cross_entropy(x, q, label_smoothing=0.1, z_loss=1e-2, reduction="none"),
+    [(3, 6), (3, 6)],
+  ),
   "relu": (jaxdnn.relu, [(3, 6)]),
   "sigmoid": (jaxdnn.sigmoid, [(3, 6)]),
   "tanh": (jaxdnn.tanh, [(3, 6)]),

@@ -49,8 +49,31 @@ LOWERED = {
     [X],
     ["jaxdnn.group_norm.v1", "jaxdnn.group_norm_bwd.v1"],
   ),
+  "batch_norm": (
+    lambda x: jaxdnn.batch_norm(x, activation="relu")[0],
+    [X],
+    [f"jaxdnn.batch_norm_{name}.v1" for name in ("statistics", "apply", "sums", "gradient")],
+  ),
   "softmax": (jaxdnn.softmax, [X], ["jaxdnn.softmax.v2", "jaxdnn.softmax_bwd.v2"]),
   "log_softmax": (jaxdnn.log_softmax, [X], ["jaxdnn.softmax.v2", "jaxdnn.softmax_bwd.v2"]),
+  "softmax_where": (
+    lambda x: jaxdnn.softmax(x, 1, where=x[:1] > 0),
+    [X],
+    ["jaxdnn.softmax.v2", "jaxdnn.softmax_bwd.v2"],
+  ),
+  "logsumexp": (jaxdnn.logsumexp, [X], ["jaxdnn.log_partition.v1", "jaxdnn.log_partition_bwd.v1"]),
+  "logsumexp_where": (
+    lambda x: jaxdnn.logsumexp(x, 1, where=x[:1] > 0),
+    [X],
+    ["jaxdnn.log_partition.v1", "jaxdnn.log_partition_bwd.v1"],
+  ),
+  "cross_entropy": (
+    lambda x: jaxdnn.cross_entropy(
+      x, jnp.zeros(x.shape[:-1], jnp.int32), weight=jnp.ones(4), label_smoothing=0.1, z_loss=0.1
+    ),
+    [X],
+    ["jaxdnn.log_partition.v1", "jaxdnn.log_partition_bwd.v1"],
+  ),
   "relu": (jaxdnn.relu, [X], ["jaxdnn.activation.v1", "jaxdnn.activation_bwd.v1"]),
   "transform": (
     lambda x: jaxdnn.transform(x, permutation=(0, 3, 1, 2), dtype="bfloat16"),
