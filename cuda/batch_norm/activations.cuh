@@ -1,28 +1,34 @@
 // The activations that batch normalization fuses, in two groups, so that a kernel is built twice and not ten times.
 #pragma once
 
-#include <limits>
+#include <cmath>
 
 #include "cuda/activation/functions.cuh"
 
 namespace jaxdnn::batch_norm {
 
-// slope p below `start`, which is 0 or the number after it, then p, and `ceiling` from there on: the identity, relu,
-// clipped relu and leaky relu. Without a ceiling it is NaN, which nothing reaches. A NaN passes through, and has the
-// derivative `slope`.
+// The greater of the two, or NaN if one is.
+__device__ __forceinline__ float MaxOrNan(float a, float b) {
+  float max;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(max) : "f"(a), "f"(b));
+  return max;
+}
+__device__ __forceinline__ double MaxOrNan(double a, double b) { return a <= b ? b : a; }
+
+// The identity and relu, which differ in the least value: an instruction for each element, two in the derivative.
 template <class T>
-struct LinearGroup {
+struct PlainGroup {
   using A = Accumulator<T>;
-  static constexpr bool kSmooth = false;
-  A start, slope, ceiling;
+  static constexpr bool kSwitch = false;
+  bool relu;
 
   template <class F>
   __device__ void Visit(F&& f) const {
     f(*this);
   }
-  __device__ A Forward(A p) const { return p < start ? activation::ApplySlope(p, slope) : p >= ceiling ? ceiling : p; }
+  __device__ A Forward(A p) const { return MaxOrNan(p, relu ? A(0) : -A(INFINITY)); }
   // g f'(p)
-  __device__ A Slope(A g, A p) const { return p >= start ? p >= ceiling ? A(0) : g : activation::ApplySlope(g, slope); }
+  __device__ A Slope(A g, A p) const { return !relu || p > A(0) ? g : A(0); }
 };
 
 template <class F>
@@ -34,11 +40,11 @@ struct Member {
   __device__ A Slope(A g, A p) const { return activation::ApplySlope(g, f.Derivative(p)); }
 };
 
-// A kernel branches among them once a vector.
+// All others. A kernel branches among them once a vector.
 template <class T>
-struct SmoothGroup {
+struct SwitchGroup {
   using A = Accumulator<T>;
-  static constexpr bool kSmooth = true;
+  static constexpr bool kSwitch = true;
   activation::Kind kind;
   A parameter;
 
@@ -46,6 +52,10 @@ struct SmoothGroup {
   __device__ void Visit(F&& f) const {
     using namespace activation;
     switch (kind) {
+      case Kind::kClippedRelu:
+        return f(Member<ClippedRelu<T>>{{parameter}});
+      case Kind::kLeakyRelu:
+        return f(Member<LeakyRelu<T>>{{parameter}});
       case Kind::kSigmoid:
         return f(Member<Sigmoid<T>>{});
       case Kind::kTanh:
@@ -66,25 +76,19 @@ struct SmoothGroup {
 template <class T, class F>
 cudaError_t VisitGroup(activation::Activation a, F&& f) {
   using activation::Kind;
-  using A = Accumulator<T>;
-  const A none = std::numeric_limits<A>::quiet_NaN(), above = std::numeric_limits<A>::denorm_min();
-  const A parameter = static_cast<A>(a.parameter);
   switch (a.kind) {
     case Kind::kIdentity:
-      return f(LinearGroup<T>{A(0), A(1), none});
     case Kind::kRelu:
-      return f(LinearGroup<T>{above, A(0), none});
+      return f(PlainGroup<T>{a.kind == Kind::kRelu});
     case Kind::kClippedRelu:
-      return f(LinearGroup<T>{above, A(0), parameter});
     case Kind::kLeakyRelu:
-      return f(LinearGroup<T>{A(0), parameter, none});
     case Kind::kSigmoid:
     case Kind::kTanh:
     case Kind::kSilu:
     case Kind::kHardSwish:
     case Kind::kGelu:
     case Kind::kGeluTanh:
-      return f(SmoothGroup<T>{a.kind, parameter});
+      return f(SwitchGroup<T>{a.kind, static_cast<Accumulator<T>>(a.parameter)});
     default:
       return cudaErrorNotSupported;
   }

@@ -11,7 +11,7 @@ template <class M, class G, bool kResidual>
 struct ApplyOp {
   using T = typename M::T;
   using A = Accumulator<T>;
-  static constexpr bool kSmooth = G::kSmooth;
+  static constexpr bool kSwitch = G::kSwitch;
   static constexpr int kInputs = kResidual ? 2 : 1;
   struct Arguments {
     Parameters<A> affine;
@@ -39,7 +39,7 @@ template <class M, class G>
 struct GradientOp {
   using T = typename M::T;
   using A = Accumulator<T>;
-  static constexpr bool kSmooth = G::kSmooth;
+  static constexpr bool kSwitch = G::kSwitch;
   static constexpr int kInputs = 2;
   struct Arguments {
     Parameters<A> affine;
@@ -70,7 +70,7 @@ template <class M, class G>
 struct TangentOp {
   using T = typename M::T;
   using A = Accumulator<T>;
-  static constexpr bool kSmooth = G::kSmooth;
+  static constexpr bool kSwitch = G::kSwitch;
   static constexpr int kInputs = 3;
   struct Arguments {
     Parameters<A> affine;

@@ -74,7 +74,7 @@ __device__ A PreActivation(Source kind, A p, A source) {
 
 // Vectors of each input that a thread loads before it uses the first.
 template <class Op>
-constexpr int kInFlight = Op::kSmooth        ? (Op::kInputs == 1 ? 4 : 2)
+constexpr int kInFlight = Op::kSwitch        ? (Op::kInputs == 1 ? 4 : 2)
                           : Op::kInputs == 1 ? 8
                           : Op::kInputs == 2 ? 4
                                              : 2;
@@ -147,8 +147,17 @@ struct AddPairs {
   }
 };
 
-// The sums that op leaves for each channel, partial[outer, 2, rows, c]; and, where there is an `out`, out = op(in...),
-// 0 where the mask is false.
+// What op makes of its elementwise results, in the stored type.
+template <class M, class Op, class A>
+__device__ Vec<typename M::T, M::V> Rounded(const Op& op, const A (&values)[M::V]) {
+  Vec<typename M::T, M::V> v;
+#pragma unroll
+  for (int i = 0; i < M::V; ++i) v.v[i] = static_cast<typename M::T>(op.Out(i, values[i]));
+  return v;
+}
+
+// The sums that op leaves for each channel, partial[outer, 2, rows, c]; and, where there is an `out`, op's elementwise
+// results, 0 where the mask is false.
 template <class M, class Op>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     SumKernel(Tiling t, Arrays<typename M::T> arrays, typename Op::Arguments arguments,
@@ -167,18 +176,17 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
         ForVectors<M, U, true, K>(
             t, arrays, U, [&](int u) { return m.At(t, i + u); },
             [&](const Span& span, const auto& v) {
-              Vec<T, V> out;
+              A out[V];
               op(out, v, sums, 0, V);
-              if (arrays.out) Store<M, true>(arrays.out, span, out);
+              if (arrays.out) Store<M, true>(arrays.out, span, Rounded<M>(op, out));
             });
     for (; i < m.steps; i += P)
       ForVectors<M, P, false, K>(
           t, arrays, m.steps - i, [&](int u) { return m.At(t, i + u); },
           [&](const Span& span, const auto& v) {
-            Vec<T, V> out;
-            out.v[0] = static_cast<T>(0.0f);
+            A out[V] = {};
             if (Kept<M>(t, span)) op(out, v, sums, span.lo, span.hi);
-            if (arrays.out) Store<M>(arrays.out, span, out);
+            if (arrays.out) Store<M>(arrays.out, span, Rounded<M>(op, out));
           });
   }
   ReduceBlock(t, m, sums, AddPairs{}, scratch, [&](int64_t channel, const Pair<A>& value) {

@@ -13,7 +13,7 @@ template <class M, class G, bool kSource>
 struct SumsOp {
   using T = typename M::T;
   using A = Accumulator<T>;
-  static constexpr bool kSmooth = G::kSmooth;
+  static constexpr bool kSwitch = G::kSwitch;
   static constexpr int kInputs = kSource ? 3 : 2;
   struct Arguments {
     Parameters<A> affine;
@@ -29,7 +29,8 @@ struct SumsOp {
 
   __device__ SumsOp(const Tiling& t, const M& m, const Arguments& a)
       : channels(t, m, a.affine), group(a.group), scaled(a.scaled), source(a.source) {}
-  __device__ void operator()(Vec<T, M::V>& out, const Vec<T, M::V> (&in)[kInputs], Pair<A> (&sums)[M::W], int lo,
+  __device__ A Out(int i, A h) const { return scaled ? channels.a[i % M::W] * h : h; }
+  __device__ void operator()(A (&out)[M::V], const Vec<T, M::V> (&in)[kInputs], Pair<A> (&sums)[M::W], int lo,
                              int hi) const {
     group.Visit([&](auto f) {
 #pragma unroll
@@ -37,11 +38,10 @@ struct SumsOp {
         const A g = static_cast<A>(in[0].v[i]), x = static_cast<A>(in[1].v[i]);
         A p = channels(i, x);
         if constexpr (kSource) p = PreActivation(source, p, static_cast<A>(in[2].v[i]));
-        const A h = f.Slope(g, p);
-        out.v[i] = static_cast<T>(scaled ? channels.a[i % M::W] * h : h);
+        out[i] = f.Slope(g, p);
         if (i >= lo && i < hi) {
-          sums[i % M::W].first += h;
-          sums[i % M::W].second += h * channels.Centered(i, x);
+          sums[i % M::W].first += out[i];
+          sums[i % M::W].second += out[i] * channels.Centered(i, x);
         }
       }
     });
@@ -53,7 +53,7 @@ template <class M, class G>
 struct MomentsOp {
   using T = typename M::T;
   using A = Accumulator<T>;
-  static constexpr bool kSmooth = G::kSmooth;
+  static constexpr bool kSwitch = G::kSwitch;
   static constexpr int kInputs = 2;
   struct Arguments {
     Parameters<A> affine;
@@ -64,13 +64,14 @@ struct MomentsOp {
   G group;
 
   __device__ MomentsOp(const Tiling& t, const M& m, const Arguments& a) : channels(t, m, a.affine), group(a.group) {}
-  __device__ void operator()(Vec<T, M::V>& out, const Vec<T, M::V> (&in)[kInputs], Pair<A> (&sums)[M::W], int lo,
+  __device__ A Out(int i, A slope) const { return channels.a[i % M::W] * slope; }
+  __device__ void operator()(A (&out)[M::V], const Vec<T, M::V> (&in)[kInputs], Pair<A> (&sums)[M::W], int lo,
                              int hi) const {
     group.Visit([&](auto f) {
 #pragma unroll
       for (int i = 0; i < M::V; ++i) {
         const A t = static_cast<A>(in[0].v[i]), x = static_cast<A>(in[1].v[i]);
-        out.v[i] = static_cast<T>(channels.a[i % M::W] * f.Slope(t, channels(i, x)));
+        out[i] = f.Slope(t, channels(i, x));
         if (i >= lo && i < hi) {
           sums[i % M::W].first += t;
           sums[i % M::W].second += t * channels.Centered(i, x);

@@ -132,13 +132,15 @@ struct Runs {
   static constexpr bool kRuns = true;
 
   BlockPlace block;
-  int64_t run;  // the first one
+  int64_t run, base, step;  // the first run; where the runs begin; from one to the next
   int at, steps, full;
 
   __device__ Runs(const Tiling& t, bool reverse) : block(t, reverse) {
     const int64_t length = t.length.divisor, start = block.slab * t.slab;
     const int64_t stop = min(start + t.slab, t.n * length);
     run = start / length;
+    base = (block.outer * t.n * t.c + block.tile) * t.s;
+    step = t.c * t.s;
     at = static_cast<int>(start - run * length) + threadIdx.x;
     const int count = static_cast<int>(stop - start) - static_cast<int>(threadIdx.x);
     steps = count > 0 ? (count + kThreads - 1) / kThreads : 0;
@@ -148,7 +150,7 @@ struct Runs {
   __device__ Span At(const Tiling& t, int i) const {
     int v;
     const int64_t n = run + t.length.Div(at + i * kThreads, &v);
-    const int64_t start = ((block.outer * t.n + n) * t.c + block.tile) * t.s;
+    const int64_t start = base + n * step;
     if (V == 1 || !t.ragged) return {start + v * V, 0, V, (block.outer * t.n + n) * t.s + v};
     const int64_t offset = (start & -V) + v * V;
     return {offset, static_cast<int>(max(start - offset, int64_t{0})),
