@@ -38,6 +38,7 @@ static nb::dict Handlers() {
   add("jaxdnn.activation_bwd.v2", ActivationBwd);
   add("jaxdnn.channel_activation.v1", ChannelActivation);
   add("jaxdnn.channel_activation_bwd.v1", ChannelActivationBwd);
+  add("jaxdnn.dropout.v1", Dropout);
   add("jaxdnn.gate.v1", Gate);
   add("jaxdnn.gate_bwd.v1", GateBwd);
   add("jaxdnn.batch_norm_statistics.v1", BatchNormStatistics);

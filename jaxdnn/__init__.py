@@ -33,6 +33,7 @@ from jaxdnn._conv import conv_dgrad as conv_dgrad
 from jaxdnn._conv import conv_general_dilated as conv_general_dilated
 from jaxdnn._conv import conv_transpose as conv_transpose
 from jaxdnn._conv import conv_wgrad as conv_wgrad
+from jaxdnn._dropout import dropout as dropout
 from jaxdnn._group_norm import group_norm as group_norm
 from jaxdnn._group_norm import instance_norm as instance_norm
 from jaxdnn._layer_norm import adaptive_layer_norm as adaptive_layer_norm

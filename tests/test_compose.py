@@ -55,6 +55,12 @@ OPERATORS = {
   "relu": (jaxdnn.relu, [(3, 6)]),
   "sigmoid": (jaxdnn.sigmoid, [(3, 6)]),
   "tanh": (jaxdnn.tanh, [(3, 6)]),
+  "gelu": (jaxdnn.gelu, [(3, 6)]),
+  "relu_bias": (lambda x, b: jaxdnn.relu(x, bias=b), [(3, 6), (6,)]),
+  "silu_bias": (lambda x, b: jaxdnn.silu(x, bias=b, axis=1), [(3, 2, 5), (2,)]),
+  "prelu": (jaxdnn.prelu, [(3, 6), (6,)]),
+  "swiglu": (jaxdnn.swiglu, [(3, 6)]),
+  "dropout": (lambda x: jaxdnn.dropout(x, 0.4, jax.random.key(1)), [(3, 6)]),
   "transform": (
     lambda x, y: jaxdnn.transform(x, y, permutation=(0, 2, 1), padding=((0, 0), (1, -2), (2, 0)), alpha=2, beta=3),
     [(3, 4, 5), (3, 4, 6)],

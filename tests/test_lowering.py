@@ -74,7 +74,20 @@ LOWERED = {
     [X],
     ["jaxdnn.log_partition.v1", "jaxdnn.log_partition_bwd.v1"],
   ),
-  "relu": (jaxdnn.relu, [X], ["jaxdnn.activation.v1", "jaxdnn.activation_bwd.v1"]),
+  "relu": (jaxdnn.relu, [X], ["jaxdnn.activation.v2", "jaxdnn.activation_bwd.v2"]),
+  "gelu": (jaxdnn.gelu, [X], ["jaxdnn.activation.v2", "jaxdnn.activation_bwd.v2"]),
+  "relu_bias": (
+    lambda x, b: jaxdnn.relu(x, bias=b),
+    [X, ((4,), F32)],
+    ["jaxdnn.channel_activation.v1", "jaxdnn.channel_activation_bwd.v1"],
+  ),
+  "prelu": (
+    jaxdnn.prelu,
+    [X, ((4,), F32)],
+    ["jaxdnn.channel_activation.v1", "jaxdnn.channel_activation_bwd.v1"],
+  ),
+  "swiglu": (jaxdnn.swiglu, [X], ["jaxdnn.gate.v1", "jaxdnn.gate_bwd.v1"]),
+  "dropout": (lambda x: jaxdnn.dropout(x, 0.5, jax.random.key(0)), [X], ["jaxdnn.dropout.v1"] * 2),
   "transform": (
     lambda x: jaxdnn.transform(x, permutation=(0, 3, 1, 2), dtype="bfloat16"),
     [X],
