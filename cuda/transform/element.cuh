@@ -56,6 +56,32 @@ __device__ Vec<T, N> LoadVector(const T* p) {
   return v;
 }
 
+// 16 bytes to where only `kBytes` bytes are aligned.
+template <int kBytes>
+__device__ void Scatter(uint4 v, char* to) {
+  if constexpr (kBytes == 4) {
+    reinterpret_cast<uint32_t*>(to)[0] = v.x;
+    reinterpret_cast<uint32_t*>(to)[1] = v.y;
+    reinterpret_cast<uint32_t*>(to)[2] = v.z;
+    reinterpret_cast<uint32_t*>(to)[3] = v.w;
+  } else if constexpr (kBytes == 8) {
+    reinterpret_cast<uint2*>(to)[0] = make_uint2(v.x, v.y);
+    reinterpret_cast<uint2*>(to)[1] = make_uint2(v.z, v.w);
+  } else {
+    *reinterpret_cast<uint4*>(to) = v;
+  }
+}
+
+// The i-th element in a word of them.
+template <class T, class Word>
+__device__ T Part(Word word, int i) {
+  if constexpr (sizeof(T) == sizeof(Word)) {
+    return word;
+  } else {
+    return static_cast<T>(word >> (i * 8 * static_cast<int>(sizeof(T))));
+  }
+}
+
 template <class C>
 __device__ C Decode(uint8_t bits, ElementType type) {
   return type == ElementType::kU8 ? static_cast<C>(bits) : static_cast<C>(static_cast<int8_t>(bits));
@@ -116,9 +142,10 @@ struct Copy {
   Out* out;
   Value pad;
   In pad_bits;
+  uint4 pad_chunk;
 
   bool Aligned() const { return IsVectorAligned(out); }
-  Copy After(int64_t n) const { return {out + n, pad, pad_bits}; }
+  Copy After(int64_t n) const { return {out + n, pad, pad_bits, pad_chunk}; }
 
   __device__ Value Prepare(In bits) const { return bits; }
 
@@ -146,7 +173,8 @@ struct Convert {
   const Out* y;  // Null for beta = 0.
   ElementType in_type, out_type;
   Value pad, alpha, beta;
-  In pad_bits;  // The input element nearest to `pad`.
+  In pad_bits;  // The input element nearest to `pad`, and 16 bytes of it.
+  uint4 pad_chunk;
 
   bool Aligned() const { return IsVectorAligned(out, y); }
   Convert After(int64_t n) const {

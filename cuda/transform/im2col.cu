@@ -59,9 +59,10 @@ struct PatchView {
 #pragma unroll
     for (int d = 0; d < 3; ++d) i[d] = o[d] * stride[d] - low[d] + k[d] * dilation[d];
     const bool inside = i[0] >= 0 && i[0] < in[0] && i[1] >= 0 && i[1] < in[1];
-    const int64_t begin = -int64_t{i[2]} * channels, end = int64_t{in[2] - i[2]} * channels;
-    return {row * pitch[0] + i[0] * pitch[1] + i[1] * pitch[2] + i[2] * pitch[3],
-            static_cast<int>(max(begin, int64_t{0})), inside ? static_cast<int>(min(end, int64_t{length})) : 0};
+    const int64_t end = min(int64_t{in[2] - i[2]} * channels, int64_t{length});
+    const int64_t begin = min(max(-int64_t{i[2]} * channels, int64_t{0}), int64_t{length});
+    return {row * pitch[0] + i[0] * pitch[1] + i[1] * pitch[2] + i[2] * pitch[3], static_cast<int>(begin),
+            static_cast<int>(inside ? max(begin, end) : begin)};
   }
 };
 
@@ -87,7 +88,7 @@ cudaError_t LaunchIm2col(const Patches& p, const void* x, void* cols, cudaStream
     const int64_t rows = extent[0] * extent[1] * extent[2] * extent[3] * inner / view.length;
     const auto* in = static_cast<const B*>(x) + first[0] * view.pitch[0];
     const int64_t offset = ((first[0] * p.out[0] + first[1]) * p.out[1] + first[2]) * p.out[2] + first[3];
-    const Copy<kBytes> op = {static_cast<B*>(cols) + offset * inner, B{}, B{}};
+    const Copy<kBytes> op = {static_cast<B*>(cols) + offset * inner, B{}, B{}, uint4{}};
     constexpr int kN = kBytes == 16 ? 1 : 0;
     return LaunchRows<kN>(view, rows, view.length, 1, op.Aligned(), op, in, stream);
   });

@@ -55,27 +55,27 @@ __global__ void __launch_bounds__(kThreads) VectorKernel(const View view, const 
   }
 }
 
-template <class View, class Op>
+template <bool kDense, class View, class Op>
 __global__ void __launch_bounds__(kThreads)
     GatherKernel(const View view, const FastDiv length, const int64_t stride, const bool aligned, const Op op,
                  const typename Op::In* __restrict__ in, int total) {
   constexpr int kN = Op::kVector;
+  const int64_t step = kDense ? 1 : stride;
   const int first = (blockIdx.x * kThreads + threadIdx.x) * kN;
   if (first >= total) return;
   typename Op::Value value[kN];
   int c, row = length.Div(first, &c);
   Row r = view.At(row);
-  const typename Op::In* p = in + r.offset + c * stride;
+  const typename Op::In* p = in + r.offset;
   if (c >= r.begin && c + kN <= r.end) {
 #pragma unroll
-    for (int j = 0; j < kN; ++j) value[j] = op.Prepare(p[j * stride]);
+    for (int j = 0; j < kN; ++j) value[j] = op.Prepare(p[(c + j) * step]);
   } else {
 #pragma unroll
     for (int j = 0; j < kN; ++j) {
-      value[j] = c >= r.begin && c < r.end ? op.Prepare(*p) : op.pad;
-      ++c;
-      p += stride;
-      if (c == static_cast<int>(length.divisor) && first + j + 1 < total) {
+      const bool inside = static_cast<unsigned>(c - r.begin) < static_cast<unsigned>(r.end - r.begin);
+      value[j] = inside ? op.Prepare(p[c * step]) : op.pad;
+      if (++c == static_cast<int>(length.divisor) && first + j + 1 < total) {
         c = 0;
         r = view.At(++row);
         p = in + r.offset;
@@ -104,8 +104,11 @@ cudaError_t LaunchRows(const View& view, int64_t rows, int64_t length, int64_t s
     return LaunchKernel(VectorKernel<kN, kUnroll, View, Op>, CeilDiv(total / kN, kThreads * kUnroll), kThreads, stream,
                         view, FastDiv(length / kN), op, x, static_cast<int>(total / kN));
   } else {
-    return LaunchKernel(GatherKernel<View, Op>, CeilDiv(total, kThreads * Op::kVector), kThreads, stream, view,
-                        FastDiv(length), stride, aligned, op, x, static_cast<int>(total));
+    const auto launch = [&](auto kernel) {
+      return LaunchKernel(kernel, CeilDiv(total, kThreads * Op::kVector), kThreads, stream, view, FastDiv(length),
+                          stride, aligned, op, x, static_cast<int>(total));
+    };
+    return stride == 1 ? launch(GatherKernel<true, View, Op>) : launch(GatherKernel<false, View, Op>);
   }
 }
 

@@ -29,12 +29,12 @@ struct StridedView {
     bool inside = true;
 #pragma unroll 1
     for (int d = 0; d < rank; ++d) {
-      int i;
-      row = dims[d].extent.Div(row, &i);
+      int i = row;
+      if (d + 1 < rank) row = dims[d].extent.Div(row, &i);
       inside &= i >= dims[d].begin && i < dims[d].end;
       offset += i * dims[d].stride;
     }
-    return {offset, begin, inside ? end : 0};
+    return {offset, begin, inside ? end : begin};
   }
 };
 
@@ -123,74 +123,97 @@ int InputInner(const Problem& p) {
   return -1;
 }
 
-constexpr int kBoxBytes = 16 << 10;
-
-template <class Op>
-cudaError_t Tiles(const Problem& p, int yd, const Op& op, const void* x, cudaStream_t stream) {
-  constexpr int kSize = sizeof(typename Op::In), kGrain = kGranule<kSize>;
-  const Dim &dx = p.dims[p.rank - 1], &dy = p.dims[yd];
+// The box's dimensions in `p`: the innermost, and `y`. Fills all but the box itself.
+Tile MakeTile(const Problem& p, int y) {
+  const Dim &dx = p.dims[p.rank - 1], &dy = p.dims[y];
   Tile t;
-  int64_t blocks = 1, out_stride = 1, out_strides[kMaxRank];
-  for (int d = p.rank - 1; d >= 0; --d) {
-    out_strides[d] = out_stride;
-    out_stride *= p.dims[d].extent;
-  }
-  t.outer_rank = 0;
-  for (int d = p.rank - 2; d >= 0; --d) {
-    if (d == yd) continue;
-    const Dim& dim = p.dims[d];
-    t.outer[t.outer_rank++] = {FastDiv(dim.extent), static_cast<int>(dim.begin), static_cast<int>(dim.end), dim.stride,
-                               static_cast<int>(out_strides[d])};
-    blocks *= dim.extent;
-  }
-  // A run of a warp's width or more needs no help; a shorter one goes on where
-  // the next dimension lies beside it.
-  const bool in_run = dy.extent * kSize < 128 && dx.stride == dy.extent && dy.begin == 0 && dy.end == dy.extent;
-  const bool out_run = dx.extent < 64 && yd == p.rank - 2;
-  const auto box = [](int64_t other, int64_t extent) {
-    const int64_t fits = std::max<int64_t>(kBoxBytes / (kSize * other) / 16 * 16, 16);
-    return static_cast<int>(std::min(fits, extent));
-  };
-  t.box_y = static_cast<int>(std::min<int64_t>(dy.extent, 128 / kSize));
-  t.box_x = static_cast<int>(std::min<int64_t>(dx.extent, std::max(64, 256 / int{sizeof(typename Op::Out)})));
-  if (in_run)
-    t.box_x = out_run ? static_cast<int>(dx.extent) : box(t.box_y, dx.extent);
-  else if (out_run)
-    t.box_y = box(t.box_x, dy.extent);
   t.x_extent = static_cast<int>(dx.extent);
-  t.y_extent = static_cast<int>(dy.extent);
   t.x_begin = static_cast<int>(dx.begin);
   t.x_end = static_cast<int>(dx.end);
+  t.y_extent = static_cast<int>(dy.extent);
   t.y_begin = static_cast<int>(dy.begin);
   t.y_end = static_cast<int>(dy.end);
   t.x_in_stride = dx.stride;
-  t.y_out_stride = static_cast<int>(out_strides[yd]);
-  const int64_t x_tiles = CeilDiv(dx.extent, t.box_x), y_tiles = CeilDiv(dy.extent, t.box_y);
-  t.x_tiles = FastDiv(x_tiles);
-  t.y_tiles = FastDiv(y_tiles);
-  blocks *= x_tiles * y_tiles;
+  t.outer_rank = 0;
+  int64_t out_stride = dx.extent;
+  for (int d = p.rank - 2; d >= 0; --d) {
+    const Dim& dim = p.dims[d];
+    if (d == y) {
+      t.y_out_stride = static_cast<int>(out_stride);
+    } else {
+      t.outer[t.outer_rank++] = {FastDiv(dim.extent), static_cast<int>(dim.begin), static_cast<int>(dim.end),
+                                 dim.stride, static_cast<int>(out_stride)};
+    }
+    out_stride *= dim.extent;
+  }
+  return t;
+}
 
+// Divides the result into boxes; returns how many.
+int64_t SetBox(const Problem& p, int64_t box_x, int64_t box_y, Tile* t) {
+  t->box_x = static_cast<int>(box_x);
+  t->box_y = static_cast<int>(box_y);
+  const int64_t x_tiles = CeilDiv(t->x_extent, box_x), y_tiles = CeilDiv(t->y_extent, box_y);
+  t->x_tiles = FastDiv(x_tiles);
+  t->y_tiles = FastDiv(y_tiles);
+  return Volume(p) / t->x_extent / t->y_extent * x_tiles * y_tiles;
+}
+
+template <class Op>
+bool SquareFits(const Problem& p, int y, const Op& op, const void* x) {
+  constexpr int kIn = 16 / sizeof(typename Op::In);
+  const Dim &dx = p.dims[p.rank - 1], &dy = p.dims[y];
+  bool fits = dx.extent % Op::kVector == 0 && p.offset % kIn == 0 && dy.begin % kIn == 0 && dy.end % kIn == 0 &&
+              dx.extent >= 4 * Op::kVector && dy.extent >= 4 * kIn;
+  for (int d = 0; d < p.rank; ++d) fits &= d == y || p.dims[d].stride % kIn == 0;
+  return fits && op.Aligned() && IsVectorAligned(static_cast<const char*>(x));
+}
+
+constexpr int kBoxBytes = 16 << 10;
+
+template <class Op>
+cudaError_t Tiles(const Problem& p, int y, const Op& op, const void* x, cudaStream_t stream) {
+  constexpr int kSize = sizeof(typename Op::In), kOutSize = sizeof(typename Op::Out);
+  const Dim &dx = p.dims[p.rank - 1], &dy = p.dims[y];
   const auto* in = static_cast<const typename Op::In*>(x) + p.offset;
-  t.in_first = static_cast<const char*>(x);
-  t.in_last = t.in_first + p.x_elements * kSize;
-  // 16-byte accesses of a run of `bytes`, which may start anywhere in the
-  // first.
-  const auto accesses = [](int bytes, int size) { return (bytes + 16 - size + 15) / 16; };
-  const int run = (in_run ? t.box_x : 1) * t.box_y * kSize;
-  t.chunks = accesses(run, kSize);
-  t.pitch = in_run ? t.box_y * kSize : t.chunks * 16;
-  if (!in_run && t.pitch / kGrain % 2 == 0) t.pitch += kGrain;
-  constexpr int kOutSize = sizeof(typename Op::Out);
-  t.out_vectors = accesses((out_run ? t.box_y : 1) * t.box_x * kOutSize, kOutSize);
-  t.by_chunks = FastDiv(t.chunks);
-  t.by_out_vectors = FastDiv(t.out_vectors);
-  t.by_x = FastDiv(t.box_x);
-  t.lanes_log2 = 0;
-  while (!in_run && 1 << t.lanes_log2 < std::min(16 / kSize, t.box_y)) ++t.lanes_log2;
-  const int shared = in_run ? Spread(t.chunks * 16, kGrain) + 16 : t.box_x * t.pitch;
+  Tile t = MakeTile(p, y);
+  if (SquareFits(p, y, op, x)) {
+    const int64_t blocks = SetBox(p, kSquareRows, 128 / kSize, &t);
+    return LaunchKernel(SquareKernel<Op>, blocks, kThreads, stream, t, op, in);
+  }
 
+  // A run of 128 bytes or more needs no help; a shorter one goes on where the next dimension lies beside it.
+  const bool in_run = dy.extent * kSize < 128 && dx.stride == dy.extent && dy.begin == 0 && dy.end == dy.extent;
+  const bool out_run = dx.extent < 64 && y == p.rank - 2;
+  const auto fill = [](int64_t other, int64_t extent) {
+    return std::min(std::max<int64_t>(kBoxBytes / (kSize * other) / 16 * 16, 16), extent);
+  };
+  int64_t box_x = std::min<int64_t>(dx.extent, std::max(64, 256 / kOutSize));
+  int64_t box_y = std::min<int64_t>(dy.extent, 128 / kSize);
+  if (in_run) {
+    box_x = out_run ? dx.extent : fill(box_y, dx.extent);
+  } else if (out_run) {
+    box_y = fill(box_x, dy.extent);
+  }
+  const int64_t blocks = SetBox(p, box_x, box_y, &t);
+
+  // 16-byte accesses of a run of `bytes`, which may start anywhere in the first.
+  const auto accesses = [](int bytes, int size) { return (bytes + 16 - size + 15) / 16; };
+  constexpr int kStep = kGap<kSize>;
+  Runs runs;
+  runs.chunks = accesses((in_run ? t.box_x : 1) * t.box_y * kSize, kSize);
+  runs.out_vectors = accesses((out_run ? t.box_y : 1) * t.box_x * kOutSize, kOutSize);
+  runs.pitch = in_run ? t.box_y * kSize : runs.chunks * 16 + (runs.chunks * 16 / kStep % 2 == 0 ? kStep : 0);
+  runs.lanes_log2 = 0;
+  while (!in_run && 1 << runs.lanes_log2 < std::min(16 / kSize, t.box_y)) ++runs.lanes_log2;
+  runs.by_chunks = FastDiv(runs.chunks);
+  runs.by_out_vectors = FastDiv(runs.out_vectors);
+  runs.by_x = FastDiv(t.box_x);
+  runs.in_first = static_cast<const char*>(x);
+  runs.in_last = runs.in_first + p.x_elements * kSize;
+  const int shared = in_run ? Spread(runs.chunks * 16, kStep) + 16 : t.box_x * runs.pitch;
   const auto launch = [&](auto kernel) {
-    return LaunchKernel(kernel, Grid{blocks, kThreads, static_cast<size_t>(shared)}, stream, t, op, in);
+    return LaunchKernel(kernel, Grid{blocks, kThreads, static_cast<size_t>(shared)}, stream, t, runs, op, in);
   };
   if (in_run) return out_run ? launch(TileKernel<true, true, Op>) : launch(TileKernel<true, false, Op>);
   return out_run ? launch(TileKernel<false, true, Op>) : launch(TileKernel<false, false, Op>);
@@ -280,7 +303,7 @@ struct Element {
 template <int kBytes>
 cudaError_t LaunchCopy(const Problem& p, const Element& pad, const void* x, void* out, cudaStream_t stream) {
   using B = Bits<kBytes>;
-  const Copy<kBytes> op = {static_cast<B*>(out), pad.As<B>(), pad.As<B>()};
+  const Copy<kBytes> op = {static_cast<B*>(out), pad.As<B>(), pad.As<B>(), pad.As<uint4>()};
   return Launch(p, op, x, true, stream);
 }
 
@@ -298,6 +321,7 @@ cudaError_t LaunchConvert(const Problem& p, const void* x, const void* y, void* 
   op.alpha = static_cast<Value>(p.alpha);
   op.beta = static_cast<Value>(p.beta);
   op.pad_bits = pad.As<typename Op::In>();
+  op.pad_chunk = pad.As<uint4>();
   // Tiles hold input elements, padding included, and write whole lines of y and
   // the result.
   const bool exact = static_cast<Value>(pad.value) == op.pad || std::isnan(op.pad);
