@@ -21,6 +21,7 @@
 #include "cuda/activation/channels.cuh"
 #include "cuda/common/column_sum.cuh"
 #include "cuda/common/dtype.cuh"
+#include "cuda/common/fast_div.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/common/reduce.cuh"
 #include "cuda/common/vec.cuh"
@@ -158,20 +159,30 @@ __device__ __forceinline__ int64_t Least(int64_t a, int64_t b) { return a < b ? 
 
 // Planes --------------------------------------------------------------------------------------------------------------
 
+struct PlanePlan {
+  FastDiv by_pieces, by_channels, by_outer;
+  int work;  // Pieces of all planes.
+
+  PlanePlan(const ChannelShape& s, int64_t pieces)
+      : by_pieces(pieces),
+        by_channels(s.channels),
+        by_outer(s.outer),
+        work(static_cast<int>(s.groups * s.outer * s.channels * pieces)) {}
+};
+
 template <class Op>
-__global__ __launch_bounds__(kSumThreads, kSumResident) void PlaneKernel(Op op, ChannelShape shape, int64_t pieces,
+__global__ __launch_bounds__(kSumThreads, kSumResident) void PlaneKernel(Op op, ChannelShape shape, PlanePlan plan,
                                                                          bool vectors, typename Op::A* partial) {
   using A = typename Op::A;
   constexpr int N = Op::N;
-  const int64_t work = blockIdx.x * int64_t{kSumWarps} + threadIdx.x / kLanes;
-  const int64_t slab = work / pieces, piece = work - slab * pieces;
-  if (slab >= shape.groups * shape.outer * shape.channels) return;
-  const int lane = threadIdx.x % kLanes;
-  const int64_t row = slab / shape.channels, channel = slab - row * shape.channels;
-  const int64_t group = row / shape.outer;
+  const int work = blockIdx.x * kSumWarps + threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
+  if (work >= plan.work) return;
+  int piece, channel, within;  // `within` is the row's number in its group.
+  const int slab = plan.by_pieces.Div(work, &piece), row = plan.by_channels.Div(slab, &channel);
+  const int group = plan.by_outer.Div(row, &within);
   op.SelectGroup(group, shape);
   const A value = op.Channel(channel);
-  const int64_t start = (slab - group * shape.outer * shape.channels) * shape.inner;
+  const int64_t start = (int64_t{within} * shape.channels + channel) * shape.inner;
   const int64_t begin = start + piece * kPlanePiece, end = start + Least(shape.inner, (piece + 1) * kPlanePiece);
 
   A p[N], sum[N];
@@ -199,7 +210,7 @@ __global__ __launch_bounds__(kSumThreads, kSumResident) void PlaneKernel(Op op, 
   for (int j = 0; j < N; ++j) total += sum[j];
 #pragma unroll
   for (int mask = kLanes / 2; mask > 0; mask /= 2) total += ShuffleXor(total, mask);
-  if (lane == 0) partial[(row * pieces + piece) * shape.channels + channel] = total;
+  if (lane == 0) partial[(int64_t{row} * plan.by_pieces.divisor + piece) * shape.channels + channel] = total;
 }
 
 // Both stages ---------------------------------------------------------------------------------------------------------
@@ -224,9 +235,9 @@ cudaError_t MapAndSum(Op op, const ChannelShape& shape, bool vectors, void* work
   vectors = vectors && (shape.groups == 1 || GroupSize(shape) % Op::N == 0);
   if (HasPlanes(shape)) {
     const int64_t pieces = CeilDiv(shape.inner, kPlanePiece);
-    const int64_t work = shape.groups * shape.outer * shape.channels * pieces;
-    const cudaError_t e = LaunchKernel(PlaneKernel<Op>, CeilDiv(work, kSumWarps), kSumThreads, stream, op, shape,
-                                       pieces, vectors, partial);
+    const PlanePlan plan(shape, pieces);
+    const cudaError_t e = LaunchKernel(PlaneKernel<Op>, CeilDiv(plan.work, kSumWarps), kSumThreads, stream, op, shape,
+                                       plan, vectors, partial);
     if (e != cudaSuccess) return e;
     return SumRows(partial, shape.groups, shape.outer * pieces, shape.channels, out, stream);
   }
