@@ -1,5 +1,5 @@
-// FFI handlers of the tensor transforms, and of patches: x [leading...,
-// spatial..., channels] and cols [leading..., out..., cells, channels].
+// FFI handlers of the tensor transforms, and of patches: x [leading..., spatial..., channels] and cols [leading...,
+// out..., cells, channels].
 #include "cuda/transform/transform.h"
 
 #include <algorithm>
@@ -89,8 +89,7 @@ std::optional<transform::Problem> ToProblem(const TransformAttrs& attrs, const f
   return p;
 }
 
-// The patches of `x` in `cols`, of as many spatial dimensions as the attributes
-// have.
+// The patches of `x` in `cols`, of as many spatial dimensions as the attributes have.
 std::optional<transform::Patches> ToPatches(const PatchesAttrs& attrs, const ffi::AnyBuffer& x,
                                             const ffi::AnyBuffer& cols) {
   const size_t rank = attrs.window.size(), dims = x.dimensions().size();

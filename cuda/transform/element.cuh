@@ -1,8 +1,6 @@
-// Elements as bits, and what is done to them on their way: nothing, or
-// conversion, scaling and accumulation.
+// Elements as bits, and what is done to them on their way: nothing, or conversion, scaling and accumulation.
 //
-// Kernels are instantiated by the sizes of their elements; which type of that
-// size it is, they learn at run time.
+// Kernels are instantiated by the sizes of their elements; which type of that size it is, they learn at run time.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -99,8 +97,7 @@ __device__ C Decode(uint2 bits, ElementType) {
   return static_cast<C>(__hiloint2double(bits.y, bits.x));
 }
 
-// To the nearest integer, ties to even, and to the nearest that the type has;
-// NaN to 0.
+// To the nearest integer, ties to even, and to the nearest that the type has; NaN to 0.
 __device__ inline int ToInt(float v) { return __float2int_rn(v); }
 __device__ inline int ToInt(double v) { return v == v ? __double2int_rn(v) : 0; }
 
@@ -126,9 +123,8 @@ __device__ void Encode(C v, ElementType, uint2* bits) {
   *bits = make_uint2(__double2loint(d), __double2hiint(d));
 }
 
-// The operations of a kernel: Prepare takes an element as it comes from memory,
-// Store writes it. `Value` is what the kernel holds between the two. After(n)
-// is the operation on the result's elements from the n-th on.
+// The operations of a kernel: Prepare takes an element as it comes from memory, Store writes it. `Value` is what the
+// kernel holds between the two. After(n) is the operation on the result's elements from the n-th on.
 
 // Moves bits.
 template <int kBytes>

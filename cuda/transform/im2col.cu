@@ -1,12 +1,10 @@
-// Patches of an image, cols[b, o, k, c] = x[b, o * stride - low + k * dilation,
-// c], and the sum of patches, its adjoint.
+// Patches of an image, cols[b, o, k, c] = x[b, o * stride - low + k * dilation, c], and the sum of patches, its
+// adjoint.
 //
-// Both read and write `cols` once and `x` once; `cols` is the larger by up to
-// the size of the window. Patches are rows of a strided view, where the last
-// spatial dimension of the window and the channels are one run of the input
-// unless the window is dilated there. The sum is gathered: a thread owns a few
-// channels of one element of x and visits the patches over it in a fixed order,
-// so that nothing needs atomics.
+// Both read and write `cols` once and `x` once; `cols` is the larger by up to the size of the window. Patches are rows
+// of a strided view, where the last spatial dimension of the window and the channels are one run of the input unless
+// the window is dilated there. The sum is gathered: a thread owns a few channels of one element of x and visits the
+// patches over it in a fixed order, so that nothing needs atomics.
 #include <algorithm>
 #include <numeric>
 
@@ -16,9 +14,8 @@
 namespace jaxdnn::transform {
 namespace {
 
-// Calls f(part) for parts of the problem whose extents in `over` (batch, then
-// spatial) hold at most kMaxLaunch / inner elements, with the first index of
-// each.
+// Calls f(part) for parts of the problem whose extents in `over` (batch, then spatial) hold at most kMaxLaunch / inner
+// elements, with the first index of each.
 template <class F>
 cudaError_t ForEachPart(int64_t batch, const int64_t (&over)[3], int64_t inner, F&& f) {
   int64_t first[4] = {0, 0, 0, 0}, extent[4] = {batch, over[0], over[1], over[2]};
@@ -40,8 +37,7 @@ cudaError_t ForEachPart(int64_t batch, const int64_t (&over)[3], int64_t inner, 
   }
 }
 
-// Rows of cols: the cells (k0, k1, k2) of every patch, with k2 part of the row
-// if it is not dilated.
+// Rows of cols: the cells (k0, k1, k2) of every patch, with k2 part of the row if it is not dilated.
 struct PatchView {
   FastDiv window[3], out[3];
   int in[3], stride[3], low[3], dilation[3];
@@ -94,9 +90,8 @@ cudaError_t LaunchIm2col(const Patches& p, const void* x, void* cols, cudaStream
   });
 }
 
-// The cells k of one spatial dimension that put input position i under a patch:
-// k = first, first + step, ..., with o = (i + low - k * dilation) / stride
-// falling by `fall` from one to the next.
+// The cells k of one spatial dimension that put input position i under a patch: k = first, first + step, ..., with o =
+// (i + low - k * dilation) / stride falling by `fall` from one to the next.
 struct Cells {
   FastDiv gcd, step, stride;
   int window, out, low, dilation, fall, inverse;

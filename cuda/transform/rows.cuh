@@ -1,10 +1,8 @@
-// Results whose rows are runs of the input: strided views, with padding. A View
-// says where each row lies.
+// Results whose rows are runs of the input: strided views, with padding. A View says where each row lies.
 //
-// A thread makes 16 bytes of the result at a time. Where each such vector is
-// one aligned run of the input, or none, it moves whole, several in flight a
-// thread; else a thread collects its elements one by one, and neighbours share
-// the cache lines.
+// A thread makes 16 bytes of the result at a time. Where each such vector is one aligned run of the input, or none, it
+// moves whole, several in flight a thread; else a thread collects its elements one by one, and neighbours share the
+// cache lines.
 #pragma once
 
 #include "cuda/common/fast_div.cuh"
@@ -16,15 +14,13 @@ namespace jaxdnn::transform {
 constexpr int kThreads = 256;
 constexpr int64_t kMaxLaunch = int64_t{1} << 30;  // Elements of one launch, so that indices are 32 bits.
 
-// Element c of a row is in[offset + c * stride] for begin <= c < end, and
-// padding elsewhere.
+// Element c of a row is in[offset + c * stride] for begin <= c < end, and padding elsewhere.
 struct Row {
   int64_t offset;
   int begin, end;
 };
 
-// Vectors of kN elements, each of which is wholly inside or wholly padding. The
-// stride is 1.
+// Vectors of kN elements, each of which is wholly inside or wholly padding. The stride is 1.
 template <int kN, int kUnroll, class View, class Op>
 __global__ void __launch_bounds__(kThreads) VectorKernel(const View view, const FastDiv per_row, const Op op,
                                                          const typename Op::In* __restrict__ in, int total) {
@@ -91,8 +87,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// `rows` rows of `length` elements, by vectors of kN if `kN` of them are always
-// one run, else (kN = 0) by elements.
+// `rows` rows of `length` elements, by vectors of kN if `kN` of them are always one run, else (kN = 0) by elements.
 template <int kN, class View, class Op>
 cudaError_t LaunchRows(const View& view, int64_t rows, int64_t length, int64_t stride, bool aligned, const Op& op,
                        const void* in, cudaStream_t stream) {

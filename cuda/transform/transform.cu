@@ -1,8 +1,7 @@
-// Plans a transform: merges dimensions, widens elements, and chooses between
-// copying rows, transposing tiles and gathering elements.
+// Plans a transform: merges dimensions, widens elements, and chooses between copying rows, transposing tiles and
+// gathering elements.
 //
-// Bound by memory: the input is read once and the result written once, whatever
-// the permutation.
+// Bound by memory: the input is read once and the result written once, whatever the permutation.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -13,8 +12,7 @@
 namespace jaxdnn::transform {
 namespace {
 
-// A dense result's row r is at row r of the input's dimensions, all but the
-// innermost.
+// A dense result's row r is at row r of the input's dimensions, all but the innermost.
 struct StridedView {
   int rank;
   struct {
@@ -38,8 +36,7 @@ struct StridedView {
   }
 };
 
-// Dimensions of extent 1 go, and neighbours that are neighbours in the input
-// too become one.
+// Dimensions of extent 1 go, and neighbours that are neighbours in the input too become one.
 void Merge(Problem* p) {
   Problem merged = *p;
   merged.rank = 0;
@@ -60,8 +57,7 @@ void Merge(Problem* p) {
   *p = merged;
 }
 
-// Makes `bytes` the size of an element: the largest that divides all runs of
-// the input and the result.
+// Makes `bytes` the size of an element: the largest that divides all runs of the input and the result.
 int Widen(Problem* p, int bytes, const void* x, const void* out) {
   Dim& inner = p->dims[p->rank - 1];
   if (inner.stride != 1) return bytes;
@@ -219,8 +215,7 @@ cudaError_t Tiles(const Problem& p, int y, const Op& op, const void* x, cudaStre
   return out_run ? launch(TileKernel<false, true, Op>) : launch(TileKernel<false, false, Op>);
 }
 
-// The result of `p` is small enough for 32-bit indices. `tiles` says whether
-// transposition through shared memory works.
+// The result of `p` is small enough for 32-bit indices. `tiles` says whether transposition through shared memory works.
 template <class Op>
 cudaError_t LaunchBox(const Problem& p, const Op& op, const void* x, bool tiles, cudaStream_t stream) {
   if constexpr (Op::kTiles) {
@@ -232,8 +227,7 @@ cudaError_t LaunchBox(const Problem& p, const Op& op, const void* x, bool tiles,
   return Rows(p, op, x, stream);
 }
 
-// Launches over boxes of at most kMaxLaunch elements, each one range of the
-// result.
+// Launches over boxes of at most kMaxLaunch elements, each one range of the result.
 template <class Op>
 cudaError_t Launch(const Problem& p, const Op& op, const void* x, bool tiles, cudaStream_t stream) {
   const int64_t volume = Volume(p);
@@ -322,8 +316,7 @@ cudaError_t LaunchConvert(const Problem& p, const void* x, const void* y, void* 
   op.beta = static_cast<Value>(p.beta);
   op.pad_bits = pad.As<typename Op::In>();
   op.pad_chunk = pad.As<uint4>();
-  // Tiles hold input elements, padding included, and write whole lines of y and
-  // the result.
+  // Tiles hold input elements, padding included, and write whole lines of y and the result.
   const bool exact = static_cast<Value>(pad.value) == op.pad || std::isnan(op.pad);
   const bool alike = !y || reinterpret_cast<uintptr_t>(y) % 16 == reinterpret_cast<uintptr_t>(out) % 16;
   return Launch(p, op, x, exact && alike, stream);

@@ -1,5 +1,5 @@
-// Tensor transforms: permute, pad or crop, convert, scale and accumulate in one
-// pass; patches of an image, and their sum.
+// Tensor transforms: permute, pad or crop, convert, scale and accumulate in one pass; patches of an image, and their
+// sum.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -29,15 +29,14 @@ constexpr int SizeOf(ElementType t) {
   }
 }
 
-// A dimension of the result. Index o of it reads the input at o + low, for
-// begin <= o < end, and is padding elsewhere.
+// A dimension of the result: what lies at begin <= o < end comes from the input, `stride` elements apart, and the rest is
+// padding.
 struct Dim {
   int64_t extent, begin, end, stride;
 };
 
-// out[o] = alpha * T(x)[o] + beta * y[o], with `out` and `y` dense of the
-// extents in `dims`, outermost first. T(x)[o] is x[offset + sum of o * stride],
-// or `pad` where a dimension says so; `x_elements` are allocated.
+// out[o] = alpha * T(x)[o] + beta * y[o], with `out` and `y` dense of the extents in `dims`, outermost first. T(x)[o]
+// is x[offset + sum of o * stride], or `pad` where a dimension says so; `x_elements` are allocated.
 struct Problem {
   int rank;
   Dim dims[kMaxRank];
@@ -48,21 +47,19 @@ struct Problem {
 
 cudaError_t Transform(const Problem& p, const void* x, const void* y, void* out, cudaStream_t stream);
 
-// Output o of a spatial dimension has cell k at the input position o * stride -
-// low + k * dilation; outside [0, in) it is padding. Fewer than three spatial
-// dimensions are padded in front with ones.
+// Output o of a spatial dimension has cell k at the input position o * stride - low + k * dilation; outside [0, in) it
+// is padding. Fewer than three spatial dimensions are padded in front with ones.
 struct Patches {
   int64_t batch = 1, channels = 1;
   int64_t in[3] = {1, 1, 1}, out[3] = {1, 1, 1}, window[3] = {1, 1, 1}, stride[3] = {1, 1, 1}, low[3] = {0, 0, 0},
           dilation[3] = {1, 1, 1};
 };
 
-// cols[b, o, k, c] = x[b, o * stride - low + k * dilation, c], or 0 in the
-// padding. Elements are `bytes` bytes of anything.
+// cols[b, o, k, c] = x[b, o * stride - low + k * dilation, c], or 0 in the padding. Elements are `bytes` bytes of
+// anything.
 cudaError_t Im2col(const Patches& p, int bytes, const void* x, void* cols, cudaStream_t stream);
 
-// x[b, i, c] = the sum of all cols[b, o, k, c] with i = o * stride - low + k *
-// dilation.
+// x[b, i, c] = the sum of all cols[b, o, k, c] with i = o * stride - low + k * dilation.
 cudaError_t Col2im(const Patches& p, DType dtype, const void* cols, void* x, cudaStream_t stream);
 
 }  // namespace jaxdnn::transform
