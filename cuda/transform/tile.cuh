@@ -148,12 +148,14 @@ __global__ void __launch_bounds__(kThreads)
   if (!all_y || (kInRun && !all_x)) {
     // Where runs meet padding, element by element.
     for (int x = threadIdx.x / 32; x < nx; x += kThreads / 32)
+#pragma unroll 1
       for (int y = threadIdx.x % 32; y < ny; y += 32)
         *element(x, y) = x >= xa && x < xb && y >= ya && y < yb ? base[x * t.x_in_stride + y] : op.pad_bits;
   } else {
     for (int x = 0; x < nx; ++x) {
       if (x == xa) x = max(xa, xb);
       if (x >= nx) break;
+#pragma unroll 1
       for (int y = threadIdx.x; y < ny; y += kThreads) *element(x, y) = op.pad_bits;
     }
     const int slots = (kInRun ? 1 : xb - xa) * runs.chunks;
@@ -177,6 +179,7 @@ __global__ void __launch_bounds__(kThreads)
           to[u] = b;
           v[u] = __ldg(reinterpret_cast<const uint4*>(p));
         } else {
+#pragma unroll 1
           for (int i = max(low - k * 16, 0); i < min(end, 16); i += kSize)
             *reinterpret_cast<In*>(place(b + i)) = *reinterpret_cast<const In*>(p + i);
         }
@@ -218,6 +221,7 @@ __global__ void __launch_bounds__(kThreads)
       }
       op.Store(start + q, value);
     } else {
+#pragma unroll 1
       for (int i = max(q, 0); i < min(q + kN, length); ++i) {
         int x = i;
         if (kOutRun) y = runs.by_x.Div(i, &x);
