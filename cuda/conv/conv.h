@@ -52,7 +52,7 @@ constexpr TileShape kTiles[] = {
     {Tile::kMma128x32, "mma 128x32", true, 128, 32, 128}};
 
 // Depth of a tile step: how many terms of the reduction are in shared memory at once.
-constexpr int kMmaDepth = 32;
+constexpr int MmaDepth(Direction direction) { return direction == Direction::kFilterGradient ? 64 : 32; }
 constexpr int SimtDepth(DType in) { return in == DType::kF64 ? 8 : 16; }
 
 // The most taps along a dimension that the tensor-core kernels take.

@@ -231,25 +231,29 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   }
 }
 
+template <Direction kDirection>
+cudaError_t LaunchDirection(const Problem& p, const Config& config, const void* operand, const void* filter, void* out,
+                            cudaStream_t stream) {
+  return VisitMmaKernel<kDirection>(p, config, {operand, filter, out}, [&](auto tile, auto vec, auto in) {
+    using T = typename decltype(tile)::type;
+    using In = typename decltype(in)::type;
+    constexpr int kVec = decltype(vec)::value;
+    constexpr bool kForward = kDirection == Direction::kForward;
+    using LoadB = std::conditional_t<kForward, LoadFilterForward<T, kVec, In>, LoadFilterTransposed<T, kVec, In>>;
+    const DataParams q = MakeDataParams(p, T::kRows, T::kColumns);
+    const Grid grid = {DataBlocks(p, q), T::kThreads, kSharedBytes<T, LoadOperand<T, kVec, In>, LoadB>};
+    return LaunchKernel(DataMmaKernel<T, kVec, kForward, In>, grid, stream, q, static_cast<const In*>(operand),
+                        static_cast<const In*>(filter), p.out != p.in, out);
+  });
+}
+
 }  // namespace
 
 cudaError_t LaunchDataMma(const Problem& p, const Config& config, const void* operand, const void* filter, void* out,
                           cudaStream_t stream) {
-  return VisitMmaKernel(p, config, {operand, filter, out}, [&](auto tile, auto vec, auto in) {
-    using T = typename decltype(tile)::type;
-    using In = typename decltype(in)::type;
-    constexpr int kVec = decltype(vec)::value;
-    const DataParams q = MakeDataParams(p, T::kRows, T::kColumns);
-    const auto launch = [&](auto kernel, size_t shared_bytes) {
-      return LaunchKernel(kernel, Grid{DataBlocks(p, q), T::kThreads, shared_bytes}, stream, q,
-                          static_cast<const In*>(operand), static_cast<const In*>(filter), p.out != p.in, out);
-    };
-    if (p.direction == Direction::kForward)
-      return launch(DataMmaKernel<T, kVec, true, In>,
-                    kSharedBytes<T, LoadOperand<T, kVec, In>, LoadFilterForward<T, kVec, In>>);
-    return launch(DataMmaKernel<T, kVec, false, In>,
-                  kSharedBytes<T, LoadOperand<T, kVec, In>, LoadFilterTransposed<T, kVec, In>>);
-  });
+  return p.direction == Direction::kForward
+             ? LaunchDirection<Direction::kForward>(p, config, operand, filter, out, stream)
+             : LaunchDirection<Direction::kDataGradient>(p, config, operand, filter, out, stream);
 }
 
 }  // namespace jaxdnn::conv

@@ -20,7 +20,6 @@ struct Pixel {
 
 template <class T>
 struct PixelTable {
-  static_assert(T::kDepth == 32, "a warp fills a step");
   Pixel pixels[2][T::kDepth];
 
   __device__ void Fill(const FilterParams& p, const FilterBlock& block, int step) {
@@ -159,7 +158,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
 
 cudaError_t LaunchFilterMma(const Problem& p, const Config& config, const void* x, const void* y, void* out,
                             void* workspace, cudaStream_t stream) {
-  return VisitMmaKernel(p, config, {x, y, out}, [&](auto tile, auto vec, auto in) {
+  return VisitMmaKernel<Direction::kFilterGradient>(p, config, {x, y, out}, [&](auto tile, auto vec, auto in) {
     using T = typename decltype(tile)::type;
     using In = typename decltype(in)::type;
     constexpr int kVec = decltype(vec)::value;

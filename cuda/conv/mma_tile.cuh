@@ -14,13 +14,12 @@
 namespace jaxdnn::conv {
 
 // A block computes kRows x kColumns sums with kWarpsDown x kWarpsAcross warps.
-template <class In, int kRows_, int kColumns_, int kWarpsDown, int kWarpsAcross_>
+template <class In, Direction kDirection, int kRows_, int kColumns_, int kWarpsDown, int kWarpsAcross_, int kBlocks_>
 struct MmaTile {
   static constexpr int kRows = kRows_, kColumns = kColumns_, kWarpsAcross = kWarpsAcross_;
-  static constexpr int kDepth = kMmaDepth;  // terms of the reduction in a stage
-  static constexpr int kStages = 4;
-  // That share a multiprocessor: as many as keep their sums in registers.
-  static constexpr int kBlocks = kRows_ * kColumns_ > 128 * 64 ? 2 : 3;
+  static constexpr int kDepth = MmaDepth(kDirection);  // terms of the reduction in a stage
+  static constexpr int kStages = kDepth == 32 ? 4 : 3;
+  static constexpr int kBlocks = kBlocks_;  // that share a multiprocessor: as many as keep their sums in registers
   static constexpr int kThreads = 32 * kWarpsDown * kWarpsAcross;
   static constexpr int kWarpRows = kRows / kWarpsDown, kWarpColumns = kColumns / kWarpsAcross;
   using Sums = float[kWarpRows / 16][kWarpColumns / 8][4];
@@ -197,7 +196,7 @@ constexpr int kSharedBytes =
 
 // Calls f with the TypeTag of the tile, how many elements an access moves, and the TypeTag of the operands' type. Rows
 // of channels that are no whole chunks, or begin anywhere, are copied element by element or two by two.
-template <class F>
+template <Direction kDirection, class F>
 cudaError_t VisitMmaKernel(const Problem& p, const Config& config, std::initializer_list<const void*> arrays, F&& f) {
   const auto vectors = [&](int n) {
     return p.channels % n == 0 && p.features % n == 0 && std::all_of(arrays.begin(), arrays.end(), [&](const void* a) {
@@ -207,20 +206,20 @@ cudaError_t VisitMmaKernel(const Problem& p, const Config& config, std::initiali
   const auto with_type = [&](auto in) {
     using In = typename decltype(in)::type;
     if (!vectors(8)) {
-      using Tile = TypeTag<MmaTile<In, 128, 64, 2, 2>>;
+      using Tile = TypeTag<MmaTile<In, kDirection, 128, 64, 2, 2, 2>>;
       return vectors(2) ? f(Tile(), std::integral_constant<int, 2>(), in)
                         : f(Tile(), std::integral_constant<int, 1>(), in);
     }
     constexpr std::integral_constant<int, 8> kVec;
     switch (config.tile) {
       case Tile::kMma128x128:
-        return f(TypeTag<MmaTile<In, 128, 128, 2, 2>>(), kVec, in);
+        return f(TypeTag<MmaTile<In, kDirection, 128, 128, 2, 2, 2>>(), kVec, in);
       case Tile::kMma128x64:
-        return f(TypeTag<MmaTile<In, 128, 64, 2, 2>>(), kVec, in);
+        return f(TypeTag<MmaTile<In, kDirection, 128, 64, 2, 2, 3>>(), kVec, in);
       case Tile::kMma64x64:
-        return f(TypeTag<MmaTile<In, 64, 64, 2, 2>>(), kVec, in);
+        return f(TypeTag<MmaTile<In, kDirection, 64, 64, 2, 2, 3>>(), kVec, in);
       case Tile::kMma128x32:
-        return f(TypeTag<MmaTile<In, 128, 32, 4, 1>>(), kVec, in);
+        return f(TypeTag<MmaTile<In, kDirection, 128, 32, 4, 1, 3>>(), kVec, in);
       default:
         return cudaErrorInvalidValue;
     }
