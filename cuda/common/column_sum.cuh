@@ -10,9 +10,10 @@ constexpr int kColumnSumWidth = 32;
 constexpr int kColumnSumHeight = 16;
 
 // A block owns kColumnSumWidth columns of one outer index; its rows of threads each take every kColumnSumHeight-th row.
+// Outer indices from `split` on go to `second`.
 template <class A, class Out>
 __global__ void SumRowsKernel(const A* __restrict__ partial, int64_t rows, int64_t columns, int64_t tiles,
-                              Out* __restrict__ out) {
+                              int64_t split, Out* __restrict__ first, Out* __restrict__ second) {
   __shared__ A scratch[kColumnSumHeight][kColumnSumWidth];
   const int64_t outer = blockIdx.x / tiles;
   const int x = threadIdx.x % kColumnSumWidth, y = threadIdx.x / kColumnSumWidth;
@@ -28,15 +29,23 @@ __global__ void SumRowsKernel(const A* __restrict__ partial, int64_t rows, int64
   if (y != 0 || column >= columns) return;
 #pragma unroll
   for (int i = 1; i < kColumnSumHeight; ++i) sum += scratch[i][x];
-  out[outer * columns + column] = static_cast<Out>(sum);
+  Out* const out = outer < split ? first + outer * columns : second + (outer - split) * columns;
+  out[column] = static_cast<Out>(sum);
+}
+
+// first[o, c] = the sum over r of partial[0, o, r, c], and second[o, c] that of partial[1, o, r, c].
+template <class A, class Out>
+cudaError_t SumRows(const A* partial, int64_t outer, int64_t rows, int64_t columns, Out* first, Out* second,
+                    cudaStream_t stream) {
+  const int64_t tiles = CeilDiv(columns, kColumnSumWidth), both = second == nullptr ? outer : 2 * outer;
+  return LaunchKernel(SumRowsKernel<A, Out>, both * tiles, kColumnSumWidth * kColumnSumHeight, stream, partial, rows,
+                      columns, tiles, outer, first, second);
 }
 
 // out[o, c] = the sum over r of partial[o, r, c].
 template <class A, class Out>
 cudaError_t SumRows(const A* partial, int64_t outer, int64_t rows, int64_t columns, Out* out, cudaStream_t stream) {
-  const int64_t tiles = CeilDiv(columns, kColumnSumWidth);
-  return LaunchKernel(SumRowsKernel<A, Out>, outer * tiles, kColumnSumWidth * kColumnSumHeight, stream, partial, rows,
-                      columns, tiles, out);
+  return SumRows(partial, outer, rows, columns, out, static_cast<Out*>(nullptr), stream);
 }
 
 }  // namespace jaxdnn

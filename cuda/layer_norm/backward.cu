@@ -18,20 +18,16 @@
 namespace jaxdnn::layer_norm {
 namespace {
 
-// Rows of which a thread has vectors: the one at work, and those on their way.
-constexpr int kStages = 3;
-
-// Adds up the columns' sums of the groups of a block, and writes them to a row
-// of `out`.
-template <int V, int L, class A>
+// Adds up the columns' sums of the groups of a block, and writes them to a row of `out`.
+template <bool kExact, int V, int L, class A>
 __device__ void StoreSums(const A (&sums)[V][L], A* out, const Place& p, int groups, A* scratch) {
   if (groups == 1) {
-    ForEachVector<V>(p, [&](int s, int64_t k) { StoreParameters(out, k, sums[s]); });
+    ForEachVector<V, kExact>(p, [&](int s, int k) { StoreParameters(out, k, sums[s]); });
     return;
   }
-  const int n = static_cast<int>(p.n) * L;
+  const int n = p.n * L;
   __syncthreads();
-  ForEachVector<V>(p, [&](int s, int64_t k) {
+  ForEachVector<V, kExact>(p, [&](int s, int k) {
 #pragma unroll
     for (int i = 0; i < L; ++i) scratch[p.group * n + k * L + i] = sums[s][i];
   });
@@ -43,147 +39,182 @@ __device__ void StoreSums(const A (&sums)[V][L], A* out, const Place& p, int gro
   }
 }
 
-// `parts` blocks (or clusters) share a problem; each leaves a row of dscale and
-// of dbias.
-template <class T, int L, int V, bool kCluster>
-__global__ void __launch_bounds__(V* L > 16 ? 256 : 512)
-    BackwardKernel(Backward b, Shape shape, Options options, Spread spread, int parts) {
+// V vectors of each of U rows at once. `parts` blocks (or clusters) share a problem; each leaves a row of sums.
+template <class T, int L, int V, int U, bool kExact, bool kCluster>
+__global__ void __launch_bounds__(V* L > 16 ? 128 : 512)
+    BackwardKernel(Backward b, Shape shape, Constants<Accumulator<T>> constants, Spread spread, int parts) {
   using A = Accumulator<T>;
   using X = Vec<T, L>;
   extern __shared__ uint4 shared[];
-  __shared__ Exchange<A, 2, kCluster> exchanges[kStages];
-  const Place p(spread);
-  const int groups = spread.Groups();
-  const int64_t problem = p.block / parts;
-  const int64_t part = p.block - problem * parts;
-  const int64_t step = int64_t{parts} * groups;
-  const X* g_in = static_cast<const X*>(b.g) + problem * shape.rows * p.n;
-  const X* x_in = static_cast<const X*>(b.x) + problem * shape.rows * p.n;
-  X* ring = reinterpret_cast<X*>(shared) + threadIdx.x;  // [stage][g or x][vector][thread]
-  const auto slot = [&](int stage, int which, int s) -> X& {
-    return ring[((stage * 2 + which) * V + s) * static_cast<int>(blockDim.x)];
+  __shared__ Exchange<A, 2 * U, kCluster> exchanges[2];
+  const Place p(spread, kCluster);
+  const int problem = p.block / parts, part = p.block - problem * parts;
+  const int64_t offset = problem * shape.rows;
+  const int64_t step = int64_t{parts} * spread.groups * U;
+
+  // The thread's part of shared memory: [stage][g, x or g_sum][row][vector], strided over the threads.
+  const int inputs = b.g_sum == nullptr ? 2 : 3;
+  X* const ring = reinterpret_cast<X*>(shared) + threadIdx.x;
+  const auto slot = [&](int stage, int input, int u, int s) -> X& {
+    return ring[(((stage * inputs + input) * U + u) * V + s) * static_cast<int>(blockDim.x)];
   };
   const auto fetch = [&](int64_t row, int stage) {
-    if (row < shape.rows)
-      ForEachVector<V>(p, [&](int s, int64_t k) {
-        CopyAsync(&slot(stage, 0, s), &g_in[row * p.n + k]);
-        CopyAsync(&slot(stage, 1, s), &x_in[row * p.n + k]);
-      });
+#pragma unroll
+    for (int u = 0; u < U; ++u)
+      if (row + u < shape.rows) {
+        const int64_t at = (offset + row + u) * p.n;
+        ForEachVector<V, kExact>(p, [&](int s, int k) {
+          CopyAsync(&slot(stage, 0, u, s), static_cast<const X*>(b.g) + at + k);
+          CopyAsync(&slot(stage, 1, u, s), static_cast<const X*>(b.x) + at + k);
+          if (b.g_sum != nullptr) CopyAsync(&slot(stage, 2, u, s), static_cast<const X*>(b.g_sum) + at + k);
+        });
+      }
     CommitAsync();
   };
-  const auto statistics = [&](int64_t row) {
-    return row < shape.rows ? LoadStatistics<A>(b.mean, b.rstd, problem * shape.rows + row) : Statistics<A>{};
+  Statistics<T> next[U];
+  const auto fetch_statistics = [&](int64_t row) {
+#pragma unroll
+    for (int u = 0; u < U; ++u)
+      if (row + u < shape.rows) next[u] = LoadStatistics<T>(b.mean, b.rstd, offset + row + u);
   };
 
   if constexpr (kCluster) ClusterArrive();
-  int64_t row = part * groups + p.group;
-#pragma unroll
-  for (int stage = 0; stage < kStages - 1; ++stage) fetch(row + stage * step, stage);
-  Statistics<A> next = statistics(row);
+  int64_t first = int64_t{part} * spread.groups * U;  // of the block's groups
+  int64_t row = first + p.group * U;
+  fetch(row, 0);
+  fetch_statistics(row);
   A scale[V][L], dscale[V][L] = {}, dbias[V][L] = {};
-  ForEachVector<V>(p, [&](int s, int64_t k) { LoadScale(scale[s], b.scale, options, problem * p.n + k); });
+  ForEachVector<V, kExact>(
+      p, [&](int s, int k) { LoadScale(scale[s], b.scale, constants.offset, int64_t{problem} * p.n + k); });
   if constexpr (kCluster) ClusterWait();
 
-  const A inverse = A(1) / static_cast<A>(shape.n);
-  int stage = 0;
-  for (int64_t first = part * groups; first < shape.rows; first += step, row += step) {
-    fetch(row + (kStages - 1) * step, stage == 0 ? kStages - 1 : stage - 1);
-    const Statistics<A> stats = next;
-    next = statistics(row + step);
-    const bool active = row < shape.rows;
-    const int64_t base = (problem * shape.rows + row) * p.n;
-    WaitAsync<kStages - 1>();
+  for (int stage = 0; first < shape.rows; first += step, row += step, stage ^= 1) {
+    fetch(row + step, stage ^ 1);
+    Statistics<T> stats[U];
+#pragma unroll
+    for (int u = 0; u < U; ++u) stats[u] = next[u];
+    fetch_statistics(row + step);
+    WaitAsync<1>();
 
-    A sums[2] = {};
-    if (active)
-      ForEachVector<V>(p, [&](int s, int64_t) {
-        const X g = slot(stage, 0, s), x = slot(stage, 1, s);
+    A sums[2 * U] = {};  // of q h, then of q
 #pragma unroll
-        for (int i = 0; i < L; ++i) {
-          const A each = static_cast<A>(g.v[i]), h = stats.Normalize(static_cast<A>(x.v[i]));
-          const A q = each * scale[s][i];
-          sums[0] += q;
-          sums[1] += q * h;
-          dscale[s][i] += each * h;
-          dbias[s][i] += each;
-        }
-      });
+    for (int u = 0; u < U; ++u)
+      if (row + u < shape.rows)
+        ForEachVector<V, kExact>(p, [&](int s, int) {
+          const X g = slot(stage, 0, u, s), x = slot(stage, 1, u, s);
+#pragma unroll
+          for (int i = 0; i < L; ++i) {
+            const A each = static_cast<A>(g.v[i]), gh = each * stats[u].Normalize(static_cast<A>(x.v[i]));
+            sums[u] = fma(gh, scale[s][i], sums[u]);
+            sums[U + u] = fma(each, scale[s][i], sums[U + u]);
+            dscale[s][i] += gh;
+            dbias[s][i] += each;
+          }
+        });
     GroupSum<kCluster>(sums, p, exchanges[stage]);
-    const A mean_q = options.center ? sums[0] * inverse : A(0), mean_qh = sums[1] * inverse;
-    if (active)
-      ForEachVector<V>(p, [&](int s, int64_t k) {
-        const X g = slot(stage, 0, s), x = slot(stage, 1, s);
-        X dx;
-        A extra[L] = {};
-        if (b.g_sum != nullptr) {
-          const X e = static_cast<const X*>(b.g_sum)[base + k];
 #pragma unroll
-          for (int i = 0; i < L; ++i) extra[i] = static_cast<A>(e.v[i]);
-        }
+    for (int u = 0; u < U; ++u)
+      if (row + u < shape.rows) {
+        const A mean_qh = sums[u] * constants.inverse;
+        const A mean_q = constants.center ? sums[U + u] * constants.inverse : A(0);
+        X* const out = static_cast<X*>(b.dx) + (offset + row + u) * p.n;
+        ForEachVector<V, kExact>(p, [&](int s, int k) {
+          const X g = slot(stage, 0, u, s), x = slot(stage, 1, u, s);
+          A dx[L];
 #pragma unroll
-        for (int i = 0; i < L; ++i) {
-          const A h = stats.Normalize(static_cast<A>(x.v[i]));
-          const A centered = fma(static_cast<A>(g.v[i]), scale[s][i], -mean_q);
-          dx.v[i] = static_cast<T>(fma(stats.rstd, fma(-h, mean_qh, centered), extra[i]));
-        }
-        static_cast<X*>(b.dx)[base + k] = dx;
-      });
-    stage = stage == kStages - 1 ? 0 : stage + 1;
+          for (int i = 0; i < L; ++i) {
+            const A h = stats[u].Normalize(static_cast<A>(x.v[i]));
+            dx[i] = stats[u].rstd * fma(-h, mean_qh, fma(static_cast<A>(g.v[i]), scale[s][i], -mean_q));
+          }
+          if (b.g_sum != nullptr) {
+            const X g_sum = slot(stage, 2, u, s);
+#pragma unroll
+            for (int i = 0; i < L; ++i) dx[i] += static_cast<A>(g_sum.v[i]);
+          }
+          X result;
+#pragma unroll
+          for (int i = 0; i < L; ++i) result.v[i] = static_cast<T>(dx[i]);
+          out[k] = result;
+        });
+      }
   }
 
-  const int64_t out = (problem * parts + part) * p.n * L;
+  const int64_t out = int64_t{p.block} * p.n * L;
   A* scratch = reinterpret_cast<A*>(shared);
   WaitAsync<0>();
-  if (b.dscale != nullptr) StoreSums(dscale, static_cast<A*>(b.dscale) + out, p, groups, scratch);
-  if (b.dbias != nullptr) StoreSums(dbias, static_cast<A*>(b.dbias) + out, p, groups, scratch);
+  if (b.dscale != nullptr) StoreSums<kExact>(dscale, static_cast<A*>(b.dscale) + out, p, spread.groups, scratch);
+  if (b.dbias != nullptr) StoreSums<kExact>(dbias, static_cast<A*>(b.dbias) + out, p, spread.groups, scratch);
 }
 
-template <class T, int L, int V, bool kCluster>
+template <class T, int L, int V, int U, bool kExact, bool kCluster>
 cudaError_t Launch(const Backward& b, const Shape& shape, const Options& options, const Spread& spread, void* workspace,
                    cudaStream_t stream) {
   using A = Accumulator<T>;
-  const auto kernel = BackwardKernel<T, L, V, kCluster>;
-  const size_t ring = size_t{2} * kStages * V * sizeof(Vec<T, L>) * spread.threads;
-  const size_t sums = spread.Groups() > 1 ? spread.Groups() * shape.n * sizeof(A) : 0;
-  const Grid one = {1, spread.threads, std::max(ring, sums), spread.cluster};
+  const auto kernel = BackwardKernel<T, L, V, U, kExact, kCluster>;
+  const int inputs = b.g_sum == nullptr ? 2 : 3, rows = U * spread.groups;
+  const size_t ring = size_t{2} * inputs * U * V * sizeof(Vec<T, L>) * spread.Threads();
+  const size_t sums = spread.groups > 1 ? spread.groups * shape.n * sizeof(A) : 0;
+  const Grid one = {1, spread.Threads(), std::max(ring, sums), spread.cluster};
 
-  // As many blocks as run at once, but with a few rows for each group, and no
-  // more than the workspace has rows for.
+  // As many blocks as run at once, but not more than there are rows or the workspace has rows for.
   int64_t resident = 0;
   if (const cudaError_t e = ResidentBlocks(kernel, one, &resident); e != cudaSuccess) return e;
-  const int64_t useful = CeilDiv(shape.rows, int64_t{4} * spread.Groups());
   const int64_t wanted = CeilDiv(resident / spread.cluster, shape.problems);
-  const int parts = static_cast<int>(std::max<int64_t>(1, std::min({PartialRows(shape), useful, wanted})));
-
+  const int64_t parts = std::max<int64_t>(1, std::min({PartialRows(shape), CeilDiv(shape.rows, rows), wanted}));
   return WithPartialRows<A>(b, shape, parts, workspace, stream, [&](const Backward& partial) {
     const Grid grid = {shape.problems * parts * spread.cluster, one.threads, one.shared_bytes, one.cluster};
-    return LaunchKernel(kernel, grid, stream, partial, shape, options, spread, parts);
+    return LaunchKernel(kernel, grid, stream, partial, shape, Constants<A>(options, shape.n), spread,
+                        static_cast<int>(parts));
   });
 }
 
-// Rows as vectors of L elements; short ones get threads with more columns, so
-// that a warp is a group.
-template <class T, int L>
-cudaError_t Dispatch(const Backward& b, DType dtype, const Shape& shape, const Options& options, void* workspace,
-                     cudaStream_t stream) {
-  constexpr int kHeld = sizeof(T) == 8 ? 8 : 16;
+// Rows as vectors of 16 bytes. Short ones get threads with more columns, so that a group is a warp at most.
+template <class T>
+cudaError_t RunAligned(const Backward& b, const Shape& shape, const Options& options, const Device& device,
+                       void* workspace, cudaStream_t stream, bool* done) {
+  constexpr int L = kVecLength<T>, kKeep = (sizeof(T) == 8 ? 8 : 16) / L;
   const int64_t n = shape.n / L;
-  const auto within = [&](int elements) { return shape.n <= 32 * elements; };
-  if constexpr (16 / sizeof(T) == L && sizeof(T) < 8) {
-    if (within(L)) return Launch<T, L, 1, false>(b, shape, options, SpreadRows(n, 1, 256, 0, 0), workspace, stream);
-    if (within(24) && !within(16))
-      return Launch<T, L, 24 / L, false>(b, shape, options, SpreadRows(n, 24 / L, 256, 0, 0), workspace, stream);
-    if (within(32) && !within(16))
-      return Launch<T, L, 32 / L, false>(b, shape, options, SpreadRows(n, 32 / L, 256, 0, 0), workspace, stream);
+  const auto launch = [&](auto steps, auto rows, auto exact, const Spread& spread) {
+    constexpr int V = decltype(steps)::value, U = decltype(rows)::value;
+    return Launch<T, L, V, U, decltype(exact)::value, false>(b, shape, options, spread, workspace, stream);
+  };
+  const std::integral_constant<int, 1> one;
+  if constexpr (sizeof(T) < 8) {
+    // Of up to 24 and 32 elements for each lane.
+    constexpr int kMore = 24 / L, kMost = 32 / L;
+    const Spread more = SpreadRows(n, kMore, 128, 0, 0), most = SpreadRows(n, kMost, 128, 0, 0);
+    if (n > 32 * kKeep && more.steps == kMore)
+      return launch(std::integral_constant<int, kMore>{}, one, std::true_type{}, more);
+    if (n > 32 * kKeep && most.steps == kMost)
+      return launch(std::integral_constant<int, kMost>{}, one, std::true_type{}, most);
   }
-  const Spread block = SpreadRows(n, kHeld / L, 256, 512, 1);
-  if (block.steps > 0) return Launch<T, L, kHeld / L, false>(b, shape, options, block, workspace, stream);
-  if constexpr (16 / sizeof(T) == L && sizeof(T) < 8)
-    if (HasClusters()) {
-      const Spread cluster = SpreadRows(n, kHeld / L, 256, 512, 8);
-      if (cluster.steps > 0) return Launch<T, L, kHeld / L, true>(b, shape, options, cluster, workspace, stream);
-    }
-  return RunWideBackward(b, dtype, shape, options, workspace, stream);
+  const int cluster = MaxCluster<T>(device), keep = AreFew(shape, n, device) ? 1 : kKeep;
+  const Spread thin = SpreadRows(n, keep, 256, 512, cluster);
+  const Spread spread = thin.steps > 0 ? thin : SpreadRows(n, kKeep, 256, 512, cluster);
+  *done = spread.steps > 0;
+  if (!*done) return cudaSuccess;
+  return VisitSteps<kKeep>(spread.steps, [&](auto steps) {
+    constexpr int V = decltype(steps)::value, U = V == 1 ? 4 : V == 2 ? 2 : 1;
+    if constexpr (sizeof(T) < 8)
+      if (spread.cluster > 1) return Launch<T, L, V, U, true, true>(b, shape, options, spread, workspace, stream);
+    return launch(steps, std::integral_constant<int, U>{}, std::true_type{}, spread);
+  });
+}
+
+// Rows as vectors of L elements, where rows or buffers are not aligned to 16 bytes.
+template <class T, int L>
+cudaError_t RunNarrow(const Backward& b, const Shape& shape, const Options& options, const Device& device,
+                      void* workspace, cudaStream_t stream, bool* done) {
+  constexpr int kKeep = (sizeof(T) == 8 ? 8 : 16) / L;
+  const int64_t n = shape.n / L;
+  if (n <= 32)
+    return Launch<T, L, 1, 4, true, false>(b, shape, options, SpreadRows(n, 1, 256, 0, 0), workspace, stream);
+  const Spread spread = SpreadRows(n, kKeep, 256, 512, MaxCluster<T>(device));
+  *done = spread.steps > 0;
+  if (!*done) return cudaSuccess;
+  if constexpr (sizeof(T) < 8)
+    if (spread.cluster > 1) return Launch<T, L, kKeep, 1, false, true>(b, shape, options, spread, workspace, stream);
+  return Launch<T, L, kKeep, 1, false, false>(b, shape, options, spread, workspace, stream);
 }
 
 }  // namespace
@@ -191,15 +222,19 @@ cudaError_t Dispatch(const Backward& b, DType dtype, const Shape& shape, const O
 cudaError_t RunBackward(const Backward& b, DType dtype, Shape shape, Options options, void* workspace,
                         cudaStream_t stream) {
   if (shape.problems == 0 || shape.rows == 0 || shape.n == 0) return cudaSuccess;
-  return VisitDType(dtype, [&](auto type) {
+  Device device;
+  if (const cudaError_t e = Query(&device); e != cudaSuccess) return e;
+  bool done = true;
+  const cudaError_t e = VisitDType(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    constexpr int L = kVecLength<T>;
     const bool aligned = IsVectorAligned(b.g, b.g_sum, b.x, b.scale, b.dx, b.dscale, b.dbias, workspace);
-    if (aligned && shape.n % L == 0) return Dispatch<T, L>(b, dtype, shape, options, workspace, stream);
+    if (aligned && shape.n % kVecLength<T> == 0)
+      return RunAligned<T>(b, shape, options, device, workspace, stream, &done);
     if constexpr (sizeof(T) == 2)
-      if (aligned && shape.n % 2 == 0) return Dispatch<T, 2>(b, dtype, shape, options, workspace, stream);
-    return Dispatch<T, 1>(b, dtype, shape, options, workspace, stream);
+      if (aligned && shape.n % 2 == 0) return RunNarrow<T, 2>(b, shape, options, device, workspace, stream, &done);
+    return RunNarrow<T, 1>(b, shape, options, device, workspace, stream, &done);
   });
+  return done || e != cudaSuccess ? e : RunWideBackward(b, dtype, shape, options, workspace, stream);
 }
 
 }  // namespace jaxdnn::layer_norm

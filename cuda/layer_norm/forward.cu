@@ -14,124 +14,152 @@ namespace jaxdnn::layer_norm {
 namespace {
 
 // V vectors of each of U rows.
-template <class T, int L, int V, int U, bool kCluster>
-__global__ void __launch_bounds__(kCluster || V > 2 ? 1024 : 256)
-    ForwardKernel(Forward f, Shape shape, Options options, Spread spread) {
+template <class T, int L, int V, int U, bool kExact, bool kCluster>
+__global__ void __launch_bounds__(U > 1 ? 256 : 1024)
+    ForwardKernel(Forward f, Shape shape, Constants<Accumulator<T>> constants, Spread spread) {
   using A = Accumulator<T>;
   using X = Vec<T, L>;
   __shared__ Exchange<A, U, kCluster> first_exchange;
   __shared__ Exchange<A, 2 * U, kCluster> second_exchange;
-  const Place p(spread);
+  const Place p(spread, kCluster);
   if constexpr (kCluster) ClusterArrive();
 
-  const int64_t rows = shape.problems * shape.rows;
-  const int64_t row0 = (p.block * spread.Groups() + p.group) * U;
-  X v[U][V];
+  // Past the end the last row is done again, and not stored.
+  const int64_t last = shape.problems * shape.rows - 1;
+  const int64_t row0 = (int64_t{p.block} * spread.groups + p.group) * U;
+  int64_t row[U];
+#pragma unroll
+  for (int u = 0; u < U; ++u) row[u] = min(row0 + u, last);
+  X x[U][V];
 #pragma unroll
   for (int u = 0; u < U; ++u)
-    if (row0 + u < rows)
-      ForEachVector<V>(p, [&](int s, int64_t k) { v[u][s] = static_cast<const X*>(f.x)[(row0 + u) * p.n + k]; });
-  if (f.residual != nullptr) {
+    ForEachVector<V, kExact>(p, [&](int s, int k) { x[u][s] = static_cast<const X*>(f.x)[row[u] * p.n + k]; });
+  // The parameters too, where the little that a thread does leaves registers for them, and nothing else hides the wait.
+  constexpr bool kEarly = V == 1 && U == 1;
+  A scale[L], bias[L];
+  const auto load_parameters = [&](int64_t r, int k) {
+    const int64_t at = ProblemOf(r, shape) * p.n + k;
+    LoadScale(scale, f.scale, constants.offset, at);
+    LoadBias(bias, f.bias, at);
+  };
+  if constexpr (kEarly) ForEachVector<V, kExact>(p, [&](int, int k) { load_parameters(row[0], k); });
+  if (f.residual != nullptr)
 #pragma unroll
     for (int u = 0; u < U; ++u)
-      if (row0 + u < rows)
-        ForEachVector<V>(p, [&](int s, int64_t k) {
-          const int64_t at = (row0 + u) * p.n + k;
-          const X r = static_cast<const X*>(f.residual)[at];
+      ForEachVector<V, kExact>(p, [&](int s, int k) {
+        const int64_t at = row[u] * p.n + k;
+        const X r = static_cast<const X*>(f.residual)[at];
 #pragma unroll
-          for (int i = 0; i < L; ++i)
-            v[u][s].v[i] = static_cast<T>(static_cast<A>(v[u][s].v[i]) + static_cast<A>(r.v[i]));
-          static_cast<X*>(f.sum)[at] = v[u][s];
-        });
-  }
+        for (int i = 0; i < L; ++i)
+          x[u][s].v[i] = static_cast<T>(static_cast<A>(x[u][s].v[i]) + static_cast<A>(r.v[i]));
+        if (row0 + u <= last) static_cast<X*>(f.sum)[at] = x[u][s];
+      });
   if constexpr (kCluster) ClusterWait();
 
-  const A count = static_cast<A>(shape.n);
-  A origin[U] = {}, moments[2 * U] = {};
-  if (options.center) {
+  A v[U][V][L], mean[U] = {}, moments[2 * U] = {};
 #pragma unroll
-    for (int u = 0; u < U; ++u)
-      ForEachVector<V>(p, [&](int s, int64_t) {
-        for (int i = 0; i < L; ++i) origin[u] += static_cast<A>(v[u][s].v[i]);
-      });
-    GroupSum<kCluster>(origin, p, first_exchange);
-    for (A& each : origin) each /= count;
+  for (int u = 0; u < U; ++u)
+    ForEachVector<V, kExact>(p, [&](int s, int) {
+#pragma unroll
+      for (int i = 0; i < L; ++i) v[u][s][i] = static_cast<A>(x[u][s].v[i]);
+      mean[u] += SumOf(v[u][s]);
+    });
+  if (constants.center) {
+    GroupSum<kCluster>(mean, p, first_exchange);
+#pragma unroll
+    for (A& each : mean) each *= constants.inverse;
+  } else {
+#pragma unroll
+    for (A& each : mean) each = 0;
   }
 #pragma unroll
   for (int u = 0; u < U; ++u)
-    ForEachVector<V>(p, [&](int s, int64_t) {
+    ForEachVector<V, kExact>(p, [&](int s, int) {
 #pragma unroll
       for (int i = 0; i < L; ++i) {
-        const A d = static_cast<A>(v[u][s].v[i]) - origin[u];
-        moments[2 * u] += d;
-        moments[2 * u + 1] += d * d;
+        v[u][s][i] -= mean[u];
+        moments[u] = fma(v[u][s][i], v[u][s][i], moments[u]);
       }
+      if constexpr (kWideMean<T>) moments[U + u] += SumOf(v[u][s]);
     });
   GroupSum<kCluster>(moments, p, second_exchange);
 
-  Statistics<A> stats[U];
+  A rstd[U], rest[U];
 #pragma unroll
   for (int u = 0; u < U; ++u) {
-    const A rest = options.center ? moments[2 * u] / count : A(0);
-    const A variance = moments[2 * u + 1] / count - rest * rest;
-    const A rstd = A(1) / sqrt(variance + static_cast<A>(options.epsilon));
-    stats[u] = {origin[u], rstd, -rest * rstd};
-    if (!p.IsLeader() || row0 + u >= rows) continue;
-    static_cast<A*>(f.rstd)[row0 + u] = rstd;
-    if (f.mean != nullptr) static_cast<Vec<A, 2>*>(f.mean)[row0 + u] = {{origin[u], rest}};
+    rest[u] = kWideMean<T> && constants.center ? moments[U + u] * constants.inverse : A(0);
+    rstd[u] = InverseRoot(moments[u] * constants.inverse - rest[u] * rest[u] + constants.epsilon);
+    if (!p.IsLeader() || row0 + u > last) continue;
+    static_cast<A*>(f.rstd)[row[u]] = rstd[u];
+    if (f.mean != nullptr) static_cast<Vec<A, 2>*>(f.mean)[row[u]] = {{mean[u], rest[u]}};
   }
 
-  // Rows of one problem share the parameters' registers.
-  int64_t problem[U];
-#pragma unroll
-  for (int u = 0; u < U; ++u) problem[u] = shape.problems == 1 ? 0 : (row0 + u) / shape.rows;
-  ForEachVector<V>(p, [&](int s, int64_t k) {
-    A scale[L], bias[L];
+  ForEachVector<V, kExact>(p, [&](int s, int k) {
 #pragma unroll
     for (int u = 0; u < U; ++u) {
-      if (row0 + u >= rows) break;
-      if (u == 0 || shape.problems > 1) {
-        LoadScale(scale, f.scale, options, problem[u] * p.n + k);
-        for (A& each : bias) each = 0;
-        if (f.bias != nullptr) LoadParameters(bias, f.bias, problem[u] * p.n + k);
-      }
+      // Rows of one problem share the parameters' registers.
+      if (!kEarly && (u == 0 || shape.problems > 1)) load_parameters(row[u], k);
+      X y;
 #pragma unroll
-      for (int i = 0; i < L; ++i)
-        v[u][s].v[i] = static_cast<T>(fma(stats[u].Normalize(static_cast<A>(v[u][s].v[i])), scale[i], bias[i]));
-      static_cast<X*>(f.y)[(row0 + u) * p.n + k] = v[u][s];
+      for (int i = 0; i < L; ++i) y.v[i] = static_cast<T>(fma((v[u][s][i] - rest[u]) * rstd[u], scale[i], bias[i]));
+      if (row0 + u <= last) static_cast<X*>(f.y)[row[u] * p.n + k] = y;
     }
   });
 }
 
-template <class T, int L, int V, int U, bool kCluster>
+template <class T, int L, int V, int U, bool kExact, bool kCluster>
 cudaError_t Launch(const Forward& f, const Shape& shape, const Options& options, const Spread& spread,
                    cudaStream_t stream) {
-  const int64_t clusters = CeilDiv(shape.problems * shape.rows, int64_t{spread.Groups()} * U);
-  const Grid grid = {clusters * spread.cluster, spread.threads, 0, spread.cluster};
-  return LaunchKernel(ForwardKernel<T, L, V, U, kCluster>, grid, stream, f, shape, options, spread);
+  const int64_t clusters = CeilDiv(shape.problems * shape.rows, int64_t{spread.groups} * U);
+  const Grid grid = {clusters * spread.cluster, spread.Threads(), 0, spread.cluster};
+  return LaunchKernel(ForwardKernel<T, L, V, U, kExact, kCluster>, grid, stream, f, shape,
+                      Constants<Accumulator<T>>(options, shape.n), spread);
 }
 
-// Rows as vectors of L elements, of which a thread holds up to kHeld.
-template <class T, int L, int kHeld>
-cudaError_t Dispatch(const Forward& f, DType dtype, const Shape& shape, const Options& options, void* workspace,
-                     cudaStream_t stream) {
+// Rows as vectors of 16 bytes.
+template <class T>
+cudaError_t RunAligned(const Forward& f, const Shape& shape, const Options& options, const Device& device,
+                       cudaStream_t stream, bool* done) {
+  constexpr int L = kVecLength<T>, kKeep = 4;
   const int64_t n = shape.n / L;
-  if constexpr (L > 1) {
-    if (n <= 32) return Launch<T, L, 1, 4, false>(f, shape, options, SpreadRows(n, 1, 256, 0, 0), stream);
-    if (n <= 64) return Launch<T, L, 2, 2, false>(f, shape, options, SpreadRows(n, 2, 256, 0, 0), stream);
-  }
-  if constexpr (kHeld > 4) {
-    const Spread half = SpreadRows(n, kHeld / 2, 256, 1024, 1);
-    if (half.steps > 0) return Launch<T, L, kHeld / 2, 1, false>(f, shape, options, half, stream);
-  }
-  const Spread block = SpreadRows(n, kHeld, 256, 1024, 1);
-  if (block.steps > 0) return Launch<T, L, kHeld, 1, false>(f, shape, options, block, stream);
-  if constexpr (L > 1 && sizeof(T) < 8)
-    if (HasClusters()) {
-      const Spread cluster = SpreadRows(n, kHeld, 256, 1024, 8);
-      if (cluster.steps > 0) return Launch<T, L, kHeld, 1, true>(f, shape, options, cluster, stream);
-    }
-  return RunWideForward(f, dtype, shape, options, workspace, stream);
+  const bool few = AreFew(shape, n, device);
+  const auto launch = [&](auto steps, auto rows, const Spread& spread) {
+    constexpr int V = decltype(steps)::value, U = decltype(rows)::value;
+    return Launch<T, L, V, U, true, false>(f, shape, options, spread, stream);
+  };
+  // Several rows at once halve what is read of the parameters; blocks of more than 256 threads lack the registers.
+  if (!few && n <= 256 * kKeep)
+    return VisitSteps<kKeep>(SpreadRows(n, kKeep, 256, 256, 1).steps, [&](auto steps) {
+      constexpr int V = decltype(steps)::value, U = V == 1 ? 4 : 2;
+      return launch(steps, std::integral_constant<int, U>{}, SpreadRows(n, V, 256, 256, 1));
+    });
+  const int cluster = MaxCluster<T>(device);
+  const Spread thin = SpreadRows(n, few ? 1 : kKeep, 256, 1024, cluster);
+  const Spread spread = thin.steps > 0 ? thin : SpreadRows(n, kKeep, 256, 1024, cluster);
+  *done = spread.steps > 0;
+  if (!*done) return cudaSuccess;
+  return VisitSteps<kKeep>(spread.steps, [&](auto steps) {
+    constexpr int V = decltype(steps)::value;
+    if constexpr (sizeof(T) < 8)
+      if (spread.cluster > 1) return Launch<T, L, V, 1, true, true>(f, shape, options, spread, stream);
+    return launch(steps, std::integral_constant<int, 1>{}, spread);
+  });
+}
+
+// Rows as vectors of L elements, where rows or buffers are not aligned to 16 bytes.
+template <class T, int L>
+cudaError_t RunNarrow(const Forward& f, const Shape& shape, const Options& options, const Device& device,
+                      cudaStream_t stream, bool* done) {
+  const int64_t n = shape.n / L;
+  const bool few = n <= 128 || AreFew(shape, n, device);
+  if (const Spread some = SpreadRows(n, 4, 256, 1024, 1); some.steps > 0 && few)
+    return Launch<T, L, 4, 1, false, false>(f, shape, options, some, stream);
+  const Spread many = SpreadRows(n, 8, 256, 1024, MaxCluster<T>(device));
+  *done = many.steps > 0;
+  if (!*done) return cudaSuccess;
+  if constexpr (sizeof(T) < 8)
+    if (many.cluster > 1) return Launch<T, L, 8, 1, false, true>(f, shape, options, many, stream);
+  return Launch<T, L, 8, 1, false, false>(f, shape, options, many, stream);
 }
 
 }  // namespace
@@ -139,16 +167,18 @@ cudaError_t Dispatch(const Forward& f, DType dtype, const Shape& shape, const Op
 cudaError_t RunForward(const Forward& f, DType dtype, Shape shape, Options options, void* workspace,
                        cudaStream_t stream) {
   if (shape.problems == 0 || shape.rows == 0) return cudaSuccess;
-  return VisitDType(dtype, [&](auto type) {
+  Device device;
+  if (const cudaError_t e = Query(&device); e != cudaSuccess) return e;
+  bool done = true;
+  const cudaError_t e = VisitDType(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    constexpr int L = kVecLength<T>;
     const bool aligned = IsVectorAligned(f.x, f.residual, f.scale, f.bias, f.y, f.sum);
-    if (aligned && shape.n % L == 0)
-      return Dispatch<T, L, (sizeof(T) > 2 ? 8 : 4)>(f, dtype, shape, options, workspace, stream);
+    if (aligned && shape.n % kVecLength<T> == 0) return RunAligned<T>(f, shape, options, device, stream, &done);
     if constexpr (sizeof(T) == 2)
-      if (aligned && shape.n % 2 == 0) return Dispatch<T, 2, 16>(f, dtype, shape, options, workspace, stream);
-    return Dispatch<T, 1, 16>(f, dtype, shape, options, workspace, stream);
+      if (aligned && shape.n % 2 == 0) return RunNarrow<T, 2>(f, shape, options, device, stream, &done);
+    return RunNarrow<T, 1>(f, shape, options, device, stream, &done);
   });
+  return done || e != cudaSuccess ? e : RunWideForward(f, dtype, shape, options, workspace, stream);
 }
 
 }  // namespace jaxdnn::layer_norm

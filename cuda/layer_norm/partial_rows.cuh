@@ -2,8 +2,6 @@
 // a row, and a second kernel adds them up.
 #pragma once
 
-#include <utility>
-
 #include "cuda/common/column_sum.cuh"
 #include "cuda/layer_norm/layer_norm.h"
 
@@ -14,16 +12,16 @@ namespace jaxdnn::layer_norm {
 template <class A, class F>
 cudaError_t WithPartialRows(const Backward& b, const Shape& shape, int64_t parts, void* workspace, cudaStream_t stream,
                             F&& first) {
-  if (parts == 1) return first(b);
-  Backward partial = b;
-  A* const scratch = static_cast<A*>(workspace);
-  if (b.dscale != nullptr) partial.dscale = scratch;
-  if (b.dbias != nullptr) partial.dbias = scratch + shape.problems * parts * shape.n;
-  cudaError_t e = first(partial);
-  for (const auto& [from, to] : {std::pair{partial.dscale, b.dscale}, std::pair{partial.dbias, b.dbias}})
-    if (e == cudaSuccess && to != nullptr)
-      e = SumRows(static_cast<const A*>(from), shape.problems, parts, shape.n, static_cast<A*>(to), stream);
-  return e;
+  if (parts == 1 || (b.dscale == nullptr && b.dbias == nullptr)) return first(b);
+  // [dscale or dbias, problem, part, n], or one of the two alone.
+  A* const partial = static_cast<A*>(workspace);
+  Backward to_partial = b;
+  if (b.dscale != nullptr) to_partial.dscale = partial;
+  if (b.dbias != nullptr) to_partial.dbias = b.dscale == nullptr ? partial : partial + shape.problems * parts * shape.n;
+  if (const cudaError_t e = first(to_partial); e != cudaSuccess) return e;
+  A *const dscale = static_cast<A*>(b.dscale), *const dbias = static_cast<A*>(b.dbias);
+  if (dscale == nullptr) return SumRows<A, A>(partial, shape.problems, parts, shape.n, dbias, stream);
+  return SumRows<A, A>(partial, shape.problems, parts, shape.n, dscale, dbias, stream);
 }
 
 }  // namespace jaxdnn::layer_norm

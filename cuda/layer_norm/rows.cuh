@@ -1,13 +1,13 @@
-// How rows are spread over threads, and what the forward and the backward
-// kernels do with a row in the same way.
+// How rows are spread over threads, and what the forward and the backward kernels do with a row in the same way.
 //
-// A row is n vectors of L elements. A group of threads shares it: some lanes of
-// a warp, a block, or a cluster of blocks; thread t of the group takes vectors
-// t, t + size, t + 2 size, ..., at most V of them, which it keeps.
+// A row is n vectors of L elements. A group of threads shares it: some lanes of a warp, a block, or a cluster of
+// blocks; thread t of the group takes vectors t, t + size, t + 2 size, ..., V of them at most, and keeps them. Groups
+// take several rows at once where rows are short.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "cuda/common/cluster.cuh"
 #include "cuda/common/dtype.cuh"
@@ -22,61 +22,82 @@ constexpr int kMaxCluster = 16;
 constexpr int kMaxWarps = 32;
 
 struct Spread {
-  int64_t n;    // vectors of a row
-  int width;    // threads of a group in one block: a power of two up to 32, or the
-                // whole block
-  int threads;  // of a block
+  int n;        // vectors of a row
+  int width;    // threads of a group in one block: a power of two up to 32, or the whole block
+  int groups;   // of a block
   int cluster;  // blocks that share a row
   int steps;    // vectors that a thread takes at most
 
-  __host__ __device__ int Groups() const { return threads / width; }
+  int Threads() const { return width * groups; }
 };
 
-// The spread for rows of n vectors, of which a thread keeps at most `keep`.
-// Groups of less than a warp share blocks of `shared` threads. Zero steps: no
-// cluster of up to `max_cluster` blocks of `max_threads` can hold the row.
-inline Spread SpreadRows(int64_t n, int keep, int shared, int max_threads, int max_cluster) {
-  Spread s = {n, 1, shared, 1, 0};
+// The spread for rows of n vectors, of which a thread keeps at most `keep`. Groups of up to a warp share blocks of
+// `shared` threads; others are blocks of up to `most` threads, or clusters of those. No steps: there is no such spread.
+inline Spread SpreadRows(int64_t n, int keep, int shared, int most, int max_cluster) {
+  Spread s = {static_cast<int>(n), 1, 1, 1, 0};
   if (n <= int64_t{32} * keep) {
     while (s.width < std::min<int64_t>(n, 32)) s.width *= 2;
+    s.groups = shared / s.width;
   } else {
-    while (int64_t{s.cluster} * max_threads * keep < n) s.cluster *= 2;
+    while (int64_t{s.cluster} * most * keep < n && s.cluster <= max_cluster) s.cluster *= 2;
     if (s.cluster > max_cluster) return s;
-    s.width = s.threads = 32 * static_cast<int>(CeilDiv(n, int64_t{32} * keep * s.cluster));
+    s.width = 32 * static_cast<int>(CeilDiv(n, int64_t{32} * keep * s.cluster));
   }
-  s.steps = static_cast<int>(CeilDiv(n, int64_t{s.width} * s.cluster));
+  s.steps = static_cast<int>(CeilDiv(n, s.width * s.cluster));
   return s;
 }
 
 // A thread's place in its group.
 struct Place {
-  int64_t n, first, stride;  // vectors first, first + stride, ... below n
-  int64_t block;             // index of the cluster in the grid
-  int rank;                  // of the block in its cluster
-  int group;                 // index of the group in the block
-  int width, cluster, steps;
+  int n, first, stride;  // vectors first, first + stride, ... below n
+  int width, cluster;    // as in Spread
+  int block;             // index of the block, or cluster, in the grid
+  int rank;              // of the block in its cluster
+  int group;             // index of the group in the block
 
-  __device__ explicit Place(const Spread& s) : n(s.n), width(s.width), cluster(s.cluster), steps(s.steps) {
-    const int threads = blockDim.x, thread = threadIdx.x;
-    block = blockIdx.x / cluster;
-    rank = blockIdx.x % cluster;
-    // The width is a power of two where it is not the whole block.
-    group = width == threads ? 0 : thread / width;
-    first = rank * width + (width == threads ? thread : thread & (width - 1));
-    stride = int64_t{width} * cluster;
+  __device__ Place(const Spread& s, bool clustered) : n(s.n), width(s.width), cluster(clustered ? s.cluster : 1) {
+    block = clustered ? blockIdx.x / cluster : blockIdx.x;
+    rank = clustered ? blockIdx.x % cluster : 0;
+    // Of several groups in a block, the width is a power of two.
+    group = s.groups == 1 ? 0 : threadIdx.x >> (31 - __clz(width));
+    first = rank * width + threadIdx.x - group * width;
+    stride = width * cluster;
   }
   __device__ bool IsLeader() const { return first == 0; }
 };
 
-// Calls f(s, k) for the vectors k that the thread takes.
-template <int V, class F>
+// Calls f(s, k) for the vectors k that the thread takes. If exact, every thread takes V - 1 of them at least.
+template <int V, bool kExact, class F>
 __device__ void ForEachVector(const Place& p, F&& f) {
 #pragma unroll
-  for (int s = 0; s < V; ++s)
-    if (s < p.steps) {
-      const int64_t k = p.first + s * p.stride;
-      if (k < p.n) f(s, k);
-    }
+  for (int s = 0; s < V; ++s) {
+    const int k = p.first + s * p.stride;
+    if ((kExact && s < V - 1) || k < p.n) f(s, k);
+  }
+}
+
+__device__ inline float InverseRoot(float x) { return rsqrtf(x); }
+__device__ inline double InverseRoot(double x) { return rsqrt(x); }
+
+// Calls f(integral_constant<int, steps>) for steps from 1 to kMost.
+template <int kMost, class F>
+cudaError_t VisitSteps(int steps, F&& f) {
+  if constexpr (kMost > 1)
+    if (steps < kMost) return VisitSteps<kMost - 1>(steps, f);
+  return steps == kMost ? f(std::integral_constant<int, kMost>{}) : cudaErrorInvalidValue;
+}
+
+// The sum of L values, by halves: short chains of additions, and errors that do not grow with L.
+template <class A, int L>
+__device__ A SumOf(const A (&v)[L]) {
+  A half[L];
+#pragma unroll
+  for (int i = 0; i < L; ++i) half[i] = v[i];
+#pragma unroll
+  for (int width = L / 2; width > 0; width /= 2)
+#pragma unroll
+    for (int i = 0; i < width; ++i) half[i] += half[i + width];
+  return half[0];
 }
 
 // Values that warps hand to each other. Consecutive sums need different
@@ -114,9 +135,9 @@ __device__ void GroupSum(A (&v)[W], const Place& p, Exchange<A, W, kCluster>& ex
 
 // The parameters of vector k, in accesses of at most 16 bytes.
 template <int L, class A>
-__device__ void LoadParameters(A (&to)[L], const void* from, int64_t k) {
+__device__ void LoadParameters(A (&to)[L], const A* from, int64_t k) {
   constexpr int P = L < kVecLength<A> ? L : kVecLength<A>;
-  const auto* in = static_cast<const Vec<A, P>*>(from) + k * (L / P);
+  const auto* in = reinterpret_cast<const Vec<A, P>*>(from) + k * (L / P);
 #pragma unroll
   for (int j = 0; j < L / P; ++j) {
     const Vec<A, P> v = in[j];
@@ -126,9 +147,9 @@ __device__ void LoadParameters(A (&to)[L], const void* from, int64_t k) {
 }
 
 template <int L, class A>
-__device__ void StoreParameters(void* to, int64_t k, const A (&from)[L]) {
+__device__ void StoreParameters(A* to, int64_t k, const A (&from)[L]) {
   constexpr int P = L < kVecLength<A> ? L : kVecLength<A>;
-  auto* out = static_cast<Vec<A, P>*>(to) + k * (L / P);
+  auto* out = reinterpret_cast<Vec<A, P>*>(to) + k * (L / P);
 #pragma unroll
   for (int j = 0; j < L / P; ++j) {
     Vec<A, P> v;
@@ -138,39 +159,95 @@ __device__ void StoreParameters(void* to, int64_t k, const A (&from)[L]) {
   }
 }
 
-// scale + offset and bias of vector k; 1 and 0 where they are absent.
+// The options in the accumulator's type, and what else a row's arithmetic needs.
+template <class A>
+struct Constants {
+  bool center;
+  A epsilon, offset, inverse;  // inverse: of the elements of a row
+
+  Constants(const Options& o, int64_t n)
+      : center(o.center),
+        epsilon(static_cast<A>(o.epsilon)),
+        offset(static_cast<A>(o.offset)),
+        inverse(static_cast<A>(1.0 / static_cast<double>(n))) {}
+};
+
+// scale + offset of vector k; 1 where there is no scale.
 template <int L, class A>
-__device__ void LoadScale(A (&scale)[L], const void* from, const Options& options, int64_t k) {
+__device__ void LoadScale(A (&scale)[L], const void* from, A offset, int64_t k) {
 #pragma unroll
   for (A& each : scale) each = 1;
   if (from == nullptr) return;
-  LoadParameters(scale, from, k);
+  LoadParameters(scale, static_cast<const A*>(from), k);
 #pragma unroll
-  for (A& each : scale) each += static_cast<A>(options.offset);
+  for (A& each : scale) each += offset;
 }
 
-// Of one row, for (x - mean) rstd. The mean is the sum of two numbers, of which
-// the second is in the shift.
-template <class A>
+template <int L, class A>
+__device__ void LoadBias(A (&bias)[L], const void* from, int64_t k) {
+#pragma unroll
+  for (A& each : bias) each = 0;
+  if (from != nullptr) LoadParameters(bias, static_cast<const A*>(from), k);
+}
+
+// A mean of 16-bit floats is exact enough as one number of the accumulator's type: if they differ at all, their
+// deviation is far above its rounding. Of wider types the mean is the sum of two numbers.
+template <class T>
+constexpr bool kWideMean = sizeof(T) > 2;
+
+// Of one row, for h = (x - mean) rstd.
+template <class T>
 struct Statistics {
+  using A = Accumulator<T>;
   A mean, rstd, shift;
 
-  __device__ A Normalize(A x) const { return fma(x - mean, rstd, shift); }
+  __device__ Statistics() = default;
+  __device__ Statistics(A first, A rest, A r) : mean(first), rstd(r), shift(-rest * r) {
+    if constexpr (!kWideMean<T>) shift -= first * r;
+  }
+  __device__ A Normalize(A x) const {
+    if constexpr (kWideMean<T>) x -= mean;
+    return fma(x, rstd, shift);
+  }
 };
 
-template <class A>
-__device__ Statistics<A> LoadStatistics(const void* mean, const void* rstd, int64_t row) {
-  const A r = static_cast<const A*>(rstd)[row];
-  if (mean == nullptr) return {A(0), r, A(0)};
-  const Vec<A, 2> m = static_cast<const Vec<A, 2>*>(mean)[row];
-  return {m.v[0], r, -m.v[1] * r};
+template <class T, class A = Accumulator<T>>
+__device__ Statistics<T> LoadStatistics(const void* mean, const void* rstd, int64_t row) {
+  Vec<A, 2> m = {};
+  if (mean != nullptr) m = static_cast<const Vec<A, 2>*>(mean)[row];
+  return {m.v[0], m.v[1], static_cast<const A*>(rstd)[row]};
 }
 
-// Clusters came with compute capability 9.0.
-inline bool HasClusters() {
-  int device = 0, major = 0;
-  return cudaGetDevice(&device) == cudaSuccess &&
-         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess && major >= 9;
+// The problem that a row belongs to. Division of 64-bit integers is slow, and rarely needed.
+__device__ inline int64_t ProblemOf(int64_t row, const Shape& shape) {
+  if (shape.problems == 1) return 0;
+  if ((row | shape.rows) >> 32 == 0) return static_cast<uint32_t>(row) / static_cast<uint32_t>(shape.rows);
+  return row / shape.rows;
+}
+
+struct Device {
+  int multiprocessors = 1, max_cluster = 1;
+};
+
+inline cudaError_t Query(Device* device) {
+  int index = 0, major = 0;
+  cudaError_t e = cudaGetDevice(&index);
+  if (e == cudaSuccess) e = cudaDeviceGetAttribute(&device->multiprocessors, cudaDevAttrMultiProcessorCount, index);
+  if (e == cudaSuccess) e = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index);
+  // Of other generations only the consumer's have clusters too, of 8 blocks.
+  device->max_cluster = major == 9 || major == 10 ? kMaxCluster : major > 10 ? 8 : 1;
+  return e;
+}
+
+// Rows of doubles have no kernels for clusters.
+template <class T>
+int MaxCluster(const Device& device) {
+  return sizeof(T) < 8 ? device.max_cluster : 1;
+}
+
+// So few rows that a thread had better have little of each, and a row many threads.
+inline bool AreFew(const Shape& shape, int64_t vectors, const Device& device) {
+  return shape.problems * shape.rows * vectors <= int64_t{2048} * device.multiprocessors;
 }
 
 }  // namespace jaxdnn::layer_norm

@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(kThreads)
   m = BlockReduce(m, Merge{});
   const A mean = static_cast<A>(m.mean), rest = static_cast<A>(m.mean - mean);
   const A rstd = static_cast<A>(1 / sqrt(m.square / m.count + options.epsilon));
-  const Statistics<A> stats = {mean, rstd, -rest * rstd};
+  const Statistics<T> stats(mean, rest, rstd);
   if (chunk.first == 0) {
     static_cast<A*>(f.rstd)[chunk.row] = rstd;
     if (f.mean != nullptr) static_cast<Vec<A, 2>*>(f.mean)[chunk.row] = {{mean, rest}};
@@ -136,9 +136,9 @@ __global__ void __launch_bounds__(kThreads)
     for (int s = 0; s < kBatch; ++s) {
       const int64_t at = k + s * kThreads;
       if (at >= chunk.end) continue;
-      A scale[L], bias[L] = {};
-      LoadScale(scale, f.scale, options, parameters + at);
-      if (f.bias != nullptr) LoadParameters(bias, f.bias, parameters + at);
+      A scale[L], bias[L];
+      LoadScale(scale, f.scale, static_cast<A>(options.offset), parameters + at);
+      LoadBias(bias, f.bias, parameters + at);
 #pragma unroll
       for (int i = 0; i < L; ++i)
         v[s].v[i] = static_cast<T>(fma(stats.Normalize(static_cast<A>(v[s].v[i])), scale[i], bias[i]));
@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t n = shape.n / L;
   const Chunk chunk(n, chunks);
   const int64_t base = chunk.row * n, parameters = chunk.row / shape.rows * n;
-  const Statistics<A> stats = LoadStatistics<A>(b.mean, b.rstd, chunk.row);
+  const Statistics<T> stats = LoadStatistics<T>(b.mean, b.rstd, chunk.row);
   double q_sum = 0, qh_sum = 0;
   for (int64_t k = chunk.first; k < chunk.end; k += kBatch * kThreads) {
     X g[kBatch], x[kBatch];
@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(kThreads)
     for (int s = 0; s < kBatch; ++s) {
       if (k + s * kThreads >= chunk.end) continue;
       A scale[L];
-      LoadScale(scale, b.scale, options, parameters + k + s * kThreads);
+      LoadScale(scale, b.scale, static_cast<A>(options.offset), parameters + k + s * kThreads);
 #pragma unroll
       for (int i = 0; i < L; ++i) {
         const A q = static_cast<A>(g[s].v[i]) * scale[i];
@@ -195,7 +195,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t k = (blockIdx.x - outer * slabs) * kThreads + threadIdx.x;
   if (k >= n) return;
   A scale[L], dscale[L] = {}, dbias[L] = {};
-  LoadScale(scale, b.scale, options, problem * n + k);
+  LoadScale(scale, b.scale, static_cast<A>(options.offset), problem * n + k);
   for (int64_t first = part; first < shape.rows; first += kBatch * parts) {
     X g[kBatch], x[kBatch], extra[kBatch];
 #pragma unroll
@@ -210,7 +210,7 @@ __global__ void __launch_bounds__(kThreads)
     for (int s = 0; s < kBatch; ++s) {
       const int64_t row = problem * shape.rows + first + s * parts;
       if (first + s * parts >= shape.rows) continue;
-      const Statistics<A> stats = LoadStatistics<A>(b.mean, b.rstd, row);
+      const Statistics<T> stats = LoadStatistics<T>(b.mean, b.rstd, row);
       const Vec<double, 2> sum = sums[row];
       const A mean_q = options.center ? static_cast<A>(sum.v[0] / shape.n) : A(0);
       const A mean_qh = static_cast<A>(sum.v[1] / shape.n);
@@ -226,8 +226,8 @@ __global__ void __launch_bounds__(kThreads)
     }
   }
   const int64_t out = outer * n + k;
-  if (b.dscale != nullptr) StoreParameters(b.dscale, out, dscale);
-  if (b.dbias != nullptr) StoreParameters(b.dbias, out, dbias);
+  if (b.dscale != nullptr) StoreParameters(static_cast<A*>(b.dscale), out, dscale);
+  if (b.dbias != nullptr) StoreParameters(static_cast<A*>(b.dbias), out, dbias);
 }
 
 // Calls f(TypeTag of the element type, integral_constant of the elements in a
