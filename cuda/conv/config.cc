@@ -85,13 +85,13 @@ bool Indexable(const Problem& p) {
          p.Taps() * std::max(p.channels, p.features) < kIndexLimit;
 }
 
-// The tensor-core kernels take 16-bit floats, sums of every length and all but the longest windows. Rows of channels
-// that are no whole 16-byte chunks have one tile only (VisitMmaKernel).
+// The tensor-core kernels take 16-bit floats and all but the longest windows. Rows of channels that are no whole
+// 16-byte chunks have one tile only (VisitMmaKernel).
 bool Takes(const TileShape& t, const Problem& p) {
+  if (!t.tensor_cores) return true;
   const bool half = p.in == DType::kF16 || p.in == DType::kBF16;
-  if (!t.tensor_cores) return !half || *std::max_element(p.window, p.window + kRank) > kMmaMaxWindow;
   return half && *std::max_element(p.window, p.window + kRank) <= kMmaMaxWindow &&
-         ((p.channels % 8 == 0 && p.features % 8 == 0) || t.tile == Tile::kMma128x64);
+         (VectorLength(p) == 8 || t.tile == Tile::kMma128x64);
 }
 
 }  // namespace
