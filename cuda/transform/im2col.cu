@@ -37,52 +37,61 @@ cudaError_t ForEachPart(int64_t batch, const int64_t (&over)[3], int64_t inner, 
   }
 }
 
-// Rows of cols: the cells (k0, k1, k2) of every patch, with k2 part of the row if it is not dilated.
+// Rows of cols: the cells of every patch, with the last dimension's as part of the row if it is not dilated there.
+// Dimensions are the last kRank.
+template <int kRank>
 struct PatchView {
-  FastDiv window[3], out[3];
-  int in[3], stride[3], low[3], dilation[3];
-  int channels, length;
-  int64_t pitch[4];  // Of x: from one example, and from one index of a spatial
-                     // dimension, to the next.
+  static constexpr bool kDense = true;
+
+  FastDiv window[kRank], out[kRank];
+  int in[kRank], stride[kRank], low[kRank], dilation[kRank];
+  int channels, length, reach;    // `reach` cells of the last dimension are in a row.
+  int64_t example, pitch[kRank];  // Of x.
 
   __device__ Row At(int row) const {
-    int k[3], o[3];
+    int k[kRank] = {}, i[kRank];
 #pragma unroll
-    for (int d = 2; d >= 0; --d) row = window[d].Div(row, &k[d]);
+    for (int d = kRank - 1; d >= 0; --d)
+      if (d < kRank - 1 || reach == 1) row = window[d].Div(row, &k[d]);
+    bool inside = true;
+    int64_t offset = 0;
 #pragma unroll
-    for (int d = 2; d >= 0; --d) row = out[d].Div(row, &o[d]);
-    int i[3];
-#pragma unroll
-    for (int d = 0; d < 3; ++d) i[d] = o[d] * stride[d] - low[d] + k[d] * dilation[d];
-    const bool inside = i[0] >= 0 && i[0] < in[0] && i[1] >= 0 && i[1] < in[1];
-    const int64_t end = min(int64_t{in[2] - i[2]} * channels, int64_t{length});
-    const int64_t begin = min(max(-int64_t{i[2]} * channels, int64_t{0}), int64_t{length});
-    return {row * pitch[0] + i[0] * pitch[1] + i[1] * pitch[2] + i[2] * pitch[3], static_cast<int>(begin),
-            static_cast<int>(inside ? max(begin, end) : begin)};
+    for (int d = kRank - 1; d >= 0; --d) {
+      row = out[d].Div(row, &i[d]);
+      i[d] = i[d] * stride[d] - low[d] + k[d] * dilation[d];
+      offset += i[d] * pitch[d];
+      if (d < kRank - 1) inside &= i[d] >= 0 && i[d] < in[d];
+    }
+    const int last = i[kRank - 1];
+    const int begin = min(max(-last, 0), reach), end = inside ? max(min(in[kRank - 1] - last, reach), begin) : begin;
+    return {row * example + offset, begin * channels, end * channels};
   }
 };
 
-template <int kBytes>
+template <int kRank, int kBytes>
 cudaError_t LaunchIm2col(const Patches& p, const void* x, void* cols, cudaStream_t stream) {
   using B = Bits<kBytes>;
   const int64_t cells = p.window[0] * p.window[1] * p.window[2], inner = cells * p.channels;
   return ForEachPart(p.batch, p.out, inner, [&](const int64_t (&first)[4], const int64_t (&extent)[4]) {
-    PatchView view;
-    const bool merged = p.dilation[2] == 1;
-    for (int d = 0; d < 3; ++d) {
-      view.window[d] = FastDiv(merged && d == 2 ? 1 : p.window[d]);
-      view.out[d] = FastDiv(extent[d + 1]);
-      view.in[d] = static_cast<int>(p.in[d]);
-      view.stride[d] = static_cast<int>(p.stride[d]);
-      view.low[d] = static_cast<int>(p.low[d] - first[d + 1] * p.stride[d]);
-      view.dilation[d] = static_cast<int>(p.dilation[d]);
+    PatchView<kRank> view;
+    const bool merged = p.dilation[2] == 1 && p.window[2] > 1;
+    int64_t pitch = p.channels;
+    for (int i = kRank - 1, d = 2; i >= 0; --i, --d) {
+      view.window[i] = FastDiv(p.window[d]);
+      view.out[i] = FastDiv(extent[d + 1]);
+      view.in[i] = static_cast<int>(p.in[d]);
+      view.stride[i] = static_cast<int>(p.stride[d]);
+      view.low[i] = static_cast<int>(p.low[d] - first[d + 1] * p.stride[d]);
+      view.dilation[i] = static_cast<int>(p.dilation[d]);
+      view.pitch[i] = pitch;
+      pitch *= p.in[d];
     }
+    view.example = pitch;
     view.channels = static_cast<int>(p.channels);
-    view.length = static_cast<int>(p.channels * (merged ? p.window[2] : 1));
-    view.pitch[3] = p.channels;
-    for (int d = 2; d >= 0; --d) view.pitch[d] = view.pitch[d + 1] * p.in[d];
-    const int64_t rows = extent[0] * extent[1] * extent[2] * extent[3] * inner / view.length;
-    const auto* in = static_cast<const B*>(x) + first[0] * view.pitch[0];
+    view.reach = merged ? static_cast<int>(p.window[2]) : 1;
+    view.length = view.channels * view.reach;
+    const int64_t rows = extent[0] * extent[1] * extent[2] * extent[3] * (inner / view.length);
+    const auto* in = static_cast<const B*>(x) + first[0] * pitch;
     const int64_t offset = ((first[0] * p.out[0] + first[1]) * p.out[1] + first[2]) * p.out[2] + first[3];
     const Copy<kBytes> op = {static_cast<B*>(cols) + offset * inner, B{}, B{}, uint4{}};
     constexpr int kN = kBytes == 16 ? 1 : 0;
@@ -135,72 +144,124 @@ struct Cells {
   }
 };
 
-struct Sum {
-  Cells cells[3];
-  FastDiv vectors, in[3];
-  int64_t example, o_pitch[3], k_pitch[3];  // Of cols, in vectors.
+// N elements, in one access where they are 16 bytes.
+template <class T, int N>
+struct Group {
+  T v[N];
 };
 
-template <class T, int kN>
+template <int N, class T>
+__device__ Group<T, N> LoadGroup(const T* p) {
+  Group<T, N> group;
+  if constexpr (N == kVecLength<T>) {
+    const auto v = *reinterpret_cast<const Vec<T, N>*>(p);
+#pragma unroll
+    for (int j = 0; j < N; ++j) group.v[j] = v.v[j];
+  } else {
+#pragma unroll
+    for (int j = 0; j < N; ++j) group.v[j] = p[j];
+  }
+  return group;
+}
+
+template <int N, class T>
+__device__ void StoreGroup(const Group<T, N>& group, T* p) {
+  if constexpr (N == kVecLength<T>) {
+    Vec<T, N> v;
+#pragma unroll
+    for (int j = 0; j < N; ++j) v.v[j] = group.v[j];
+    *reinterpret_cast<Vec<T, N>*>(p) = v;
+  } else {
+#pragma unroll
+    for (int j = 0; j < N; ++j) p[j] = group.v[j];
+  }
+}
+
+template <int kRank>
+struct Sum {
+  Cells cells[kRank];
+  FastDiv vectors, in[kRank];
+  int64_t example, o_pitch[kRank], k_pitch[kRank];  // Of cols, in vectors.
+};
+
+// kN channels of an element, for the last kRank dimensions.
+template <int kRank, class T, int kN>
 __global__ void __launch_bounds__(kThreads)
-    SumKernel(const Sum s, const T* __restrict__ cols, T* __restrict__ x, int total) {
+    SumKernel(const Sum<kRank> s, const T* __restrict__ cols, T* __restrict__ x, int total) {
   using A = Accumulator<T>;
   const int index = blockIdx.x * kThreads + threadIdx.x;
   if (index >= total) return;
-  int c, i[3];
+  int c, first[kRank], at[kRank];
   int b = s.vectors.Div(index, &c);
 #pragma unroll
-  for (int d = 2; d >= 0; --d) b = s.in[d].Div(b, &i[d]);
-  int first[3], at[3];
-#pragma unroll
-  for (int d = 0; d < 3; ++d) s.cells[d].First(i[d], &first[d], &at[d]);
-  A sum[kN] = {};
-  const auto* from = reinterpret_cast<const Vec<T, kN>*>(cols) + b * s.example + c;
-  for (int k0 = first[0], o0 = at[0]; k0 < s.cells[0].window && o0 >= 0;
-       k0 += s.cells[0].step.divisor, o0 -= s.cells[0].fall) {
-    const auto* p0 = from + o0 * s.o_pitch[0] + k0 * s.k_pitch[0];
-    for (int k1 = first[1], o1 = at[1]; k1 < s.cells[1].window && o1 >= 0;
-         k1 += s.cells[1].step.divisor, o1 -= s.cells[1].fall) {
-      const auto* p = p0 + o1 * s.o_pitch[1] + k1 * s.k_pitch[1] + at[2] * s.o_pitch[2] + first[2] * s.k_pitch[2];
-      const int64_t next = s.cells[2].step.divisor * s.k_pitch[2] - s.cells[2].fall * s.o_pitch[2];
-#pragma unroll 4
-      for (int k2 = first[2], o2 = at[2]; k2 < s.cells[2].window && o2 >= 0;
-           k2 += s.cells[2].step.divisor, o2 -= s.cells[2].fall, p += next) {
-        const Vec<T, kN> v = *p;
-#pragma unroll
-        for (int j = 0; j < kN; ++j) sum[j] += static_cast<A>(v.v[j]);
-      }
-    }
+  for (int d = kRank - 1; d >= 0; --d) {
+    int i;
+    b = s.in[d].Div(b, &i);
+    s.cells[d].First(i, &first[d], &at[d]);
   }
-  Vec<T, kN> result;
+  A sum[kN] = {};
+  const T* from = cols + (b * s.example + c) * kN;
+  const auto add = [&](int64_t offset) {
+    const auto v = LoadGroup<kN>(from + offset * kN);
+#pragma unroll
+    for (int j = 0; j < kN; ++j) sum[j] += static_cast<A>(v.v[j]);
+  };
+  // The innermost dimension's cells, for offsets of the others.
+  const auto along_last = [&](int64_t offset) {
+    const Cells& cells = s.cells[kRank - 1];
+    const int64_t next = cells.step.divisor * s.k_pitch[kRank - 1] - cells.fall * s.o_pitch[kRank - 1];
+    offset += at[kRank - 1] * s.o_pitch[kRank - 1] + first[kRank - 1] * s.k_pitch[kRank - 1];
+#pragma unroll 4
+    for (int k = first[kRank - 1], o = at[kRank - 1]; k < cells.window && o >= 0;
+         k += cells.step.divisor, o -= cells.fall, offset += next)
+      add(offset);
+  };
+  const auto along = [&](int d, int64_t offset, auto&& inner) {
+    const Cells& cells = s.cells[d];
+    for (int k = first[d], o = at[d]; k < cells.window && o >= 0; k += cells.step.divisor, o -= cells.fall)
+      inner(offset + o * s.o_pitch[d] + k * s.k_pitch[d]);
+  };
+  if constexpr (kRank == 1) along_last(0);
+  if constexpr (kRank == 2) along(0, 0, along_last);
+  if constexpr (kRank == 3) along(0, 0, [&](int64_t offset) { along(1, offset, along_last); });
+  Group<T, kN> result;
 #pragma unroll
   for (int j = 0; j < kN; ++j) result.v[j] = static_cast<T>(sum[j]);
-  reinterpret_cast<Vec<T, kN>*>(x)[index] = result;
+  StoreGroup(result, x + static_cast<int64_t>(index) * kN);
 }
 
-template <class T, int kN>
+template <int kRank, class T, int kN>
 cudaError_t LaunchSum(const Patches& p, const T* cols, T* x, cudaStream_t stream) {
   const int64_t vectors = p.channels / kN;
   return ForEachPart(p.batch, p.in, vectors, [&](const int64_t (&first)[4], const int64_t (&extent)[4]) {
-    Sum s;
+    Sum<kRank> s;
     s.vectors = FastDiv(vectors);
     int64_t pitch = vectors;
-    for (int d = 2; d >= 0; --d) {
-      s.k_pitch[d] = pitch;
+    for (int i = kRank - 1, d = 2; i >= 0; --i, --d) {
+      s.k_pitch[i] = pitch;
       pitch *= p.window[d];
     }
-    for (int d = 2; d >= 0; --d) {
-      s.o_pitch[d] = pitch;
+    for (int i = kRank - 1, d = 2; i >= 0; --i, --d) {
+      s.o_pitch[i] = pitch;
       pitch *= p.out[d];
-      s.cells[d] = Cells(p, d, first[d + 1]);
-      s.in[d] = FastDiv(extent[d + 1]);
+      s.cells[i] = Cells(p, d, first[d + 1]);
+      s.in[i] = FastDiv(extent[d + 1]);
     }
     s.example = pitch;
     const int64_t offset = ((first[0] * p.in[0] + first[1]) * p.in[1] + first[2]) * p.in[2] + first[3];
     const int64_t total = extent[0] * extent[1] * extent[2] * extent[3] * vectors;
-    return LaunchKernel(SumKernel<T, kN>, CeilDiv(total, kThreads), kThreads, stream, s,
+    return LaunchKernel(SumKernel<kRank, T, kN>, CeilDiv(total, kThreads), kThreads, stream, s,
                         cols + first[0] * s.example * kN, x + offset * p.channels, static_cast<int>(total));
   });
+}
+
+// f(the number of spatial dimensions that are more than a single cell, as a constant).
+template <class F>
+cudaError_t VisitRank(const Patches& p, F&& f) {
+  const auto trivial = [&](int d) { return p.in[d] == 1 && p.out[d] == 1 && p.window[d] == 1 && p.low[d] == 0; };
+  if (!trivial(0)) return f(std::integral_constant<int, 3>{});
+  if (!trivial(1)) return f(std::integral_constant<int, 2>{});
+  return f(std::integral_constant<int, 1>{});
 }
 
 }  // namespace
@@ -211,18 +272,20 @@ cudaError_t Im2col(const Patches& problem, int bytes, const void* x, void* cols,
     return (reinterpret_cast<uintptr_t>(x) | reinterpret_cast<uintptr_t>(cols)) % to == 0;
   };
   for (; bytes < 16 && p.channels % 2 == 0 && aligned(2 * bytes); bytes *= 2) p.channels /= 2;
-  switch (bytes) {
-    case 1:
-      return LaunchIm2col<1>(p, x, cols, stream);
-    case 2:
-      return LaunchIm2col<2>(p, x, cols, stream);
-    case 4:
-      return LaunchIm2col<4>(p, x, cols, stream);
-    case 8:
-      return LaunchIm2col<8>(p, x, cols, stream);
-    default:
-      return LaunchIm2col<16>(p, x, cols, stream);
-  }
+  return VisitRank(p, [&](auto rank) {
+    switch (bytes) {
+      case 1:
+        return LaunchIm2col<rank, 1>(p, x, cols, stream);
+      case 2:
+        return LaunchIm2col<rank, 2>(p, x, cols, stream);
+      case 4:
+        return LaunchIm2col<rank, 4>(p, x, cols, stream);
+      case 8:
+        return LaunchIm2col<rank, 8>(p, x, cols, stream);
+      default:
+        return LaunchIm2col<rank, 16>(p, x, cols, stream);
+    }
+  });
 }
 
 cudaError_t Col2im(const Patches& p, DType dtype, const void* cols, void* x, cudaStream_t stream) {
@@ -231,8 +294,12 @@ cudaError_t Col2im(const Patches& p, DType dtype, const void* cols, void* x, cud
     const auto* from = static_cast<const T*>(cols);
     auto* to = static_cast<T*>(x);
     constexpr int kN = kVecLength<T>;
-    if (p.channels % kN == 0 && IsVectorAligned(from, to)) return LaunchSum<T, kN>(p, from, to, stream);
-    return LaunchSum<T, 1>(p, from, to, stream);
+    return VisitRank(p, [&](auto rank) {
+      if (p.channels % kN == 0 && IsVectorAligned(from, to)) return LaunchSum<rank, T, kN>(p, from, to, stream);
+      if (p.channels % 3 == 0) return LaunchSum<rank, T, 3>(p, from, to, stream);
+      if (p.channels % 2 == 0) return LaunchSum<rank, T, 2>(p, from, to, stream);
+      return LaunchSum<rank, T, 1>(p, from, to, stream);
+    });
   });
 }
 

@@ -54,29 +54,23 @@ __global__ void __launch_bounds__(kThreads) VectorKernel(const View view, const 
 template <bool kDense, class View, class Op>
 __global__ void __launch_bounds__(kThreads)
     GatherKernel(const View view, const FastDiv length, const int64_t stride, const bool aligned, const Op op,
-                 const typename Op::In* __restrict__ in, int total) {
+                 const typename Op::In* __restrict__ in, int rows) {
   constexpr int kN = Op::kVector;
   const int64_t step = kDense ? 1 : stride;
-  const int first = (blockIdx.x * kThreads + threadIdx.x) * kN;
+  const int first = (blockIdx.x * kThreads + threadIdx.x) * kN, total = rows * static_cast<int>(length.divisor);
   if (first >= total) return;
   typename Op::Value value[kN];
+#pragma unroll
+  for (int j = 0; j < kN; ++j) value[j] = op.pad;
+  // Row by row, so that the threads of a warp find their next rows together. Element j is number c + j of the row.
   int c, row = length.Div(first, &c);
-  Row r = view.At(row);
-  const typename Op::In* p = in + r.offset;
-  if (c >= r.begin && c + kN <= r.end) {
+  for (; row < rows && c + kN > 0; ++row, c -= static_cast<int>(length.divisor)) {
+    const Row r = view.At(row);
+    const typename Op::In* p = in + r.offset + c * step;
 #pragma unroll
-    for (int j = 0; j < kN; ++j) value[j] = op.Prepare(p[(c + j) * step]);
-  } else {
-#pragma unroll
-    for (int j = 0; j < kN; ++j) {
-      const bool inside = static_cast<unsigned>(c - r.begin) < static_cast<unsigned>(r.end - r.begin);
-      value[j] = inside ? op.Prepare(p[c * step]) : op.pad;
-      if (++c == static_cast<int>(length.divisor) && first + j + 1 < total) {
-        c = 0;
-        r = view.At(++row);
-        p = in + r.offset;
-      }
-    }
+    for (int j = 0; j < kN; ++j)
+      if (static_cast<unsigned>(c + j - r.begin) < static_cast<unsigned>(r.end - r.begin))
+        value[j] = op.Prepare(p[j * step]);
   }
   if (aligned && first + kN <= total) {
     op.Store(first, value);
@@ -101,9 +95,11 @@ cudaError_t LaunchRows(const View& view, int64_t rows, int64_t length, int64_t s
   } else {
     const auto launch = [&](auto kernel) {
       return LaunchKernel(kernel, CeilDiv(total, kThreads * Op::kVector), kThreads, stream, view, FastDiv(length),
-                          stride, aligned, op, x, static_cast<int>(total));
+                          stride, aligned, op, x, static_cast<int>(rows));
     };
-    return stride == 1 ? launch(GatherKernel<true, View, Op>) : launch(GatherKernel<false, View, Op>);
+    if constexpr (!View::kDense)
+      if (stride != 1) return launch(GatherKernel<false, View, Op>);
+    return launch(GatherKernel<true, View, Op>);
   }
 }
 

@@ -14,6 +14,8 @@ namespace {
 
 // A dense result's row r is at row r of the input's dimensions, all but the innermost.
 struct StridedView {
+  static constexpr bool kDense = false;
+
   int rank;
   struct {
     FastDiv extent;

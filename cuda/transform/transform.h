@@ -29,8 +29,8 @@ constexpr int SizeOf(ElementType t) {
   }
 }
 
-// A dimension of the result: what lies at begin <= o < end comes from the input, `stride` elements apart, and the rest is
-// padding.
+// A dimension of the result: what lies at begin <= o < end comes from the input, `stride` elements apart, and the rest
+// is padding.
 struct Dim {
   int64_t extent, begin, end, stride;
 };
