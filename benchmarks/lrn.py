@@ -53,11 +53,17 @@ def jaxdnn_form(case: LrnCase, x: Array, means: Array, *unused: Array) -> Array:
 def reduce_window_form(case: LrnCase, x: Array, means: Array, *unused: Array) -> Array:
   """As one would write it in lax, in float32 inside."""
   dtype, channels = x.dtype, case.options.get("axis", -1) % x.ndim
-  x = x.astype(jnp.float32)
-  if case.mode == "divisive":
-    x = x - means.astype(jnp.float32)
   coupled = (channels,) if case.mode == "across_channels" else tuple(d for d in range(1, x.ndim) if d != channels)
   window = [case.size if d in coupled else 1 for d in range(x.ndim)]
-  energy = lax.reduce_window(x * x, 0.0, lax.add, window, (1,) * x.ndim, "SAME")
+  x = x.astype(jnp.float32)
+
+  def box_sum(v: Array) -> Array:
+    return lax.reduce_window(v, 0.0, lax.add, window, (1,) * v.ndim, "SAME")
+
+  energy = box_sum(x * x)
+  if case.mode == "divisive":
+    # The sum of (x - m)² around each centre's own m, expanded: nothing else is a sum over windows.
+    m = means.astype(jnp.float32)
+    energy = energy - 2 * m * box_sum(x) + m * m * box_sum(jnp.ones_like(x))
   divisor = K + ALPHA / case.size ** len(coupled) * energy
   return (x * divisor**-BETA).astype(dtype)

@@ -255,7 +255,8 @@ FUNCTIONS = {
   "contrast": (functools.partial(jaxdnn.local_contrast_norm, size=3), [X]),
   "contrast_by_channel": (functools.partial(jaxdnn.local_contrast_norm, size=3, axis=1, across_channels=False), [X]),
 }
-NAMES = list(FUNCTIONS)
+# Those that bring primitives of their own; the others are made of them and of pooling.
+PRIMITIVES = ["across", "across_first", "within", "divisive"]
 
 
 def arguments(name):
@@ -263,10 +264,10 @@ def arguments(name):
   return f, [jnp.asarray(sample(s, "float64", i)) for i, s in enumerate(shapes)]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FUNCTIONS)
 def test_derivatives_of_both_orders_and_modes(name):
   f, args = arguments(name)
-  order = 1 if name == "contrast_by_channel" else 2
+  order = 2 if name in PRIMITIVES else 1
   check_grads(jax.jit(f), args, order=order, modes=("fwd", "rev"))
 
 
@@ -279,7 +280,7 @@ def test_derivative_maps_are_differentiable_in_every_operand(name):
   check_grads(jax.jit(lambda g, *a: jax.vjp(f, *a)[1](g)[0]), (t, *args), order=1, modes=("fwd", "rev"))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*PRIMITIVES, "divisive_shared_means"])
 def test_vmap_over_every_subset_of_operands(name):
   f, args = arguments(name)
   stacked = [jnp.stack([a, -0.5 * a, a + 1]) for a in args]
@@ -291,7 +292,8 @@ def test_vmap_over_every_subset_of_operands(name):
     each = [gradient(*(s[i] if a == 0 else s for s, a in zip(some, axes, strict=True))) for i in range(3)]
     for got, *want in zip(jax.vmap(gradient, axes)(*some), *each, strict=True):
       np.testing.assert_allclose(got, jnp.stack(want), rtol=1e-10, atol=1e-12)
-  np.testing.assert_allclose(jax.vmap(f, -1, -1)(*[jnp.moveaxis(s, 0, -1) for s in stacked])[..., 1], f(*(s[1] for s in stacked)), rtol=1e-10, atol=1e-12)  # noqa: E501
+  last = jax.vmap(f, -1, -1)(*(jnp.moveaxis(s, 0, -1) for s in stacked))
+  np.testing.assert_allclose(last[..., 1], f(*(s[1] for s in stacked)), rtol=1e-10, atol=1e-12)
 
 
 def test_gradient_of_means_follows_through_them():

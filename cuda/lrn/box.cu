@@ -13,8 +13,8 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "cuda/common/convert.cuh"
 #include "cuda/common/launch.cuh"
-#include "cuda/common/vec.cuh"
 #include "cuda/lrn/box.cuh"
 
 namespace jaxdnn::lrn {
@@ -89,6 +89,7 @@ __global__ void __launch_bounds__(kMaxThreads)
     BoxKernel(const __grid_constant__ Tiles tiles, Response<T> response, const T* __restrict__ t,
               const T* __restrict__ x, T* __restrict__ out) {
   using A = Accumulator<T>;
+  using Held = Packed<T, S::N>;
   constexpr int H = S::H, N = S::N, U = S::U, kSums = S::kSums;
   constexpr bool kCotangent = kMap == Map::kCotangent;
   // Rows whose loads are in flight.
@@ -115,7 +116,7 @@ __global__ void __launch_bounds__(kMaxThreads)
   const int64_t base = outer * tiles.plane + across * tiles.step + vector * N;
   const auto inside = [&](int row) { return exists && row >= 0 && row < tiles.height; };
   const auto load = [&](const T* p, int row) {
-    return inside(row) ? *reinterpret_cast<const Vec<T, N>*>(p + base + row * tiles.row) : Vec<T, N>{};
+    return inside(row) ? *reinterpret_cast<const Held*>(p + base + row * tiles.row) : Held{};
   };
 
   // What lies beyond the outermost lanes is zero.
@@ -124,7 +125,7 @@ __global__ void __launch_bounds__(kMaxThreads)
     exchange[i / (2 * margin) * pitch + (at < margin ? at : tiles.Lanes() + at)] = Vec<A, N>{};
   }
 
-  Vec<T, N> in[kAhead], with[kAhead];
+  Held in[kAhead], with[kAhead];
   const int begin = first - S::kSight;
 #pragma unroll
   for (int i = 0; i < kAhead; ++i) {
@@ -137,11 +138,8 @@ __global__ void __launch_bounds__(kMaxThreads)
 #pragma unroll
     for (int i = 0; i < U; ++i) {
       const int now = (i + U - H) % U, done = (i + U - S::kLag) % U, row = rows + i;
-#pragma unroll
-      for (int j = 0; j < N; ++j) {
-        c[i][j] = static_cast<A>(in[i % kAhead].v[j]);
-        if constexpr (kMap != Map::kForward) w[i][j] = static_cast<A>(with[i % kAhead].v[j]);
-      }
+      Widen<T>(in[i % kAhead], c[i]);
+      if constexpr (kMap != Map::kForward) Widen<T>(with[i % kAhead], w[i]);
       in[i % kAhead] = load(x, row + kAhead);
       if constexpr (kMap != Map::kForward) with[i % kAhead] = load(t, row + kAhead - (kCotangent ? H : 0));
 
@@ -164,28 +162,26 @@ __global__ void __launch_bounds__(kMaxThreads)
       __syncthreads();
       // Threads past the lanes have nothing there to read.
       if (lane < tiles.Lanes()) {
-        A energy[N], product[N];
+        A energy[N], product[N], result[N];
         SumAcross<S>(own, tiles.slices, energy);
         if constexpr (kSums == 2) SumAcross<S>(own + pitch, tiles.slices, product);
-        Vec<T, N> result;
 #pragma unroll
         for (int j = 0; j < N; ++j) {
           A q;
           const A gain = response.Gain(response.Divisor(energy[j]), &q);
-          if constexpr (kMap == Map::kForward) result.v[j] = static_cast<T>(c[now][j] * gain);
-          if constexpr (kMap == Map::kTangent)
-            result.v[j] = static_cast<T>(w[now][j] * gain - q * c[now][j] * product[j]);
+          if constexpr (kMap == Map::kForward) result[j] = c[now][j] * gain;
+          if constexpr (kMap == Map::kTangent) result[j] = w[now][j] * gain - q * c[now][j] * product[j];
           if constexpr (kCotangent) {
             u[i][j] = w[i][j] * gain;
             // Beyond the borders q may be infinite.
             r[now][j] = inside(row - H) ? q * (c[now][j] * w[i][j]) : A(0);
             // u came H steps after its element.
-            result.v[j] = static_cast<T>(u[(i + U - H - 1) % U][j] - c[done][j] * product[j]);
+            result[j] = u[(i + U - H - 1) % U][j] - c[done][j] * product[j];
           }
         }
         const int target = row - S::kLag;
         if (results && target >= first && target < last)
-          *reinterpret_cast<Vec<T, N>*>(out + base + target * tiles.row) = result;
+          *reinterpret_cast<Held*>(out + base + target * tiles.row) = Narrow<T, N>(result);
       }
     }
   }

@@ -1,17 +1,20 @@
 // Windows along a dimension that is not contiguous.
 //
-// A thread owns N neighbouring columns and marches down their n elements with the last window of each in a ring of
-// registers, so that every element is read once: the energy of element j is known when element j + H has come in, and,
-// for the cotangent, the sum of r = q c g around element j when element j + 2 H has. A ring's slots are registers, so
-// the loop over a whole window of steps is unrolled, and those steps' loads are in flight together. Where there are too
-// few columns to fill the device, n is cut into chunks, which read what their windows overlap.
+// A thread owns N columns and marches down their n elements with the last window of each in a ring of registers, so
+// that every element is read once: the energy of element j is known when element j + H has come in, and, for the
+// cotangent, the sum of r = q x g around element j when element j + 2 H has. A ring's slots are registers, so the loop
+// over a whole window of steps is unrolled, and those steps' loads are in flight together. Where there are too few
+// columns to fill the device, n is cut into chunks, which read what their windows overlap.
+//
+// A thread's columns are neighbours, in one vector; or, where rows are not aligned, one of every 32, so that a warp
+// still reads neighbours.
 //
 // Bound by memory: one read and one write, or two reads and one write.
 #include <algorithm>
 #include <type_traits>
 
+#include "cuda/common/convert.cuh"
 #include "cuda/common/launch.cuh"
-#include "cuda/common/vec.cuh"
 #include "cuda/lrn/columns.cuh"
 
 namespace jaxdnn::lrn {
@@ -22,34 +25,92 @@ constexpr int64_t kEnoughThreads = 132 * 1024;
 constexpr int kLeastChunk = 32;
 
 struct Columns {
-  int64_t threads, inner, vectors;  // columns, and vectors of them, of an outer index
+  int64_t threads, inner, tiles;  // columns, and threads for them, of an outer index
   int n, chunk, chunks;
 };
 
-template <Map kMap, int H, int N, class T>
+// A thread's N elements of a row: neighbours in one access, or N accesses 32 elements apart.
+template <int N, bool kVector, class T>
+struct Row {
+  using A = Accumulator<T>;
+  // 16-bit elements that come one by one have a register each: converting them would wait for them, and so would
+  // packing.
+  using Element = std::conditional_t<sizeof(T) == 2, uint32_t, T>;
+  using Held = std::conditional_t<kVector, Packed<T, N>, Vec<Element, N>>;
+  int64_t first;  // column
+  int count;      // of the columns that there are
+
+  __device__ Row(const Columns& shape, int64_t tile) {
+    first = kVector ? tile * N : tile / 32 * (32 * N) + tile % 32;
+    count = kVector ? N : static_cast<int>(min(shape.inner - first + 31, int64_t{32 * N}) / 32);
+  }
+  __device__ Held Load(const T* p) const {
+    Held held = {};
+    if constexpr (kVector) {
+      held = *reinterpret_cast<const Held*>(p);
+    } else {
+#pragma unroll
+      for (int j = 0; j < N; ++j)
+        if (j < count) held.v[j] = LoadElement(p + 32 * j);
+    }
+    return held;
+  }
+  static __device__ void Unpack(const Held& held, A (&wide)[N]) {
+    if constexpr (kVector) {
+      Widen<T>(held, wide);
+    } else {
+#pragma unroll
+      for (int j = 0; j < N; ++j) wide[j] = ToAccumulator(held.v[j]);
+    }
+  }
+  static __device__ Element LoadElement(const T* p) {
+    if constexpr (sizeof(T) == 2)
+      return *reinterpret_cast<const uint16_t*>(p);
+    else
+      return *p;
+  }
+  static __device__ A ToAccumulator(Element e) {
+    if constexpr (sizeof(T) == 2)
+      return WidenPair<T>(e).x;
+    else
+      return e;
+  }
+  __device__ void Store(T* p, const A (&wide)[N]) const {
+    if constexpr (kVector) {
+      *reinterpret_cast<Held*>(p) = Narrow<T, N>(wide);
+    } else {
+#pragma unroll
+      for (int j = 0; j < N; ++j)
+        if (j < count) p[32 * j] = static_cast<T>(wide[j]);
+    }
+  }
+};
+
+template <Map kMap, int H, int N, bool kVector, class T>
 __global__ void __launch_bounds__(kThreads)
     ColumnsKernel(const __grid_constant__ Columns shape, Response<T> response, const T* __restrict__ t,
                   const T* __restrict__ x, T* __restrict__ out) {
   using A = Accumulator<T>;
+  using Held = typename Row<N, kVector, T>::Held;
   constexpr int W = 2 * H + 1;
   constexpr bool kCotangent = kMap == Map::kCotangent;
   constexpr int kLag = kCotangent ? 2 * H : H;  // from an element's arrival to its result
   const int64_t id = blockIdx.x * int64_t{kThreads} + threadIdx.x;
   if (id >= shape.threads) return;
-  const int64_t rest = id / shape.vectors, outer = rest / shape.chunks;
+  const int64_t rest = id / shape.tiles, outer = rest / shape.chunks;
+  const Row<N, kVector, T> columns(shape, id - rest * shape.tiles);
   const int first = static_cast<int>(rest - outer * shape.chunks) * shape.chunk;
   const int last = min(shape.n, first + shape.chunk);
-  const int64_t base = outer * shape.n * shape.inner + (id - rest * shape.vectors) * N;
-  const auto at = [&](int row) { return base + row * shape.inner; };
+  const int64_t base = outer * shape.n * shape.inner + columns.first;
   const auto exists = [&](int row) { return row >= 0 && row < shape.n; };
   const auto load = [&](const T* p, int row) {
-    return exists(row) ? *reinterpret_cast<const Vec<T, N>*>(p + at(row)) : Vec<T, N>{};
+    return exists(row) ? columns.Load(p + base + row * shape.inner) : Held{};
   };
 
   // Slot i holds what step i of a window brought: c and t as they come, r and D^-beta g when their energy is known.
   A c[W][N] = {}, w[W][N] = {}, r[W][N] = {}, u[W][N] = {};
   for (int begin = first - kLag; begin < last + kLag; begin += W) {
-    Vec<T, N> in[W], with[W];
+    Held in[W], with[W];
 #pragma unroll
     for (int i = 0; i < W; ++i) {
       in[i] = load(x, begin + i);
@@ -59,20 +120,20 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int i = 0; i < W; ++i) {
       const int now = (i + W - H) % W, done = (i + W - kLag) % W, row = begin + i - kLag;
-      Vec<T, N> result;
+      A result[N];
+      columns.Unpack(in[i], c[i]);
+      if constexpr (kMap != Map::kForward) columns.Unpack(with[i], w[i]);
 #pragma unroll
       for (int j = 0; j < N; ++j) {
-        c[i][j] = static_cast<A>(in[i].v[j]);
-        if constexpr (kMap != Map::kForward) w[i][j] = static_cast<A>(with[i].v[j]);
         A energy = 0, product = 0, q;
 #pragma unroll
         for (int k = 0; k < W; ++k) energy += c[k][j] * c[k][j];
         const A gain = response.Gain(response.Divisor(energy), &q);
-        if constexpr (kMap == Map::kForward) result.v[j] = static_cast<T>(c[now][j] * gain);
+        if constexpr (kMap == Map::kForward) result[j] = c[now][j] * gain;
         if constexpr (kMap == Map::kTangent) {
 #pragma unroll
           for (int k = 0; k < W; ++k) product += c[k][j] * w[k][j];
-          result.v[j] = static_cast<T>(w[now][j] * gain - q * c[now][j] * product);
+          result[j] = w[now][j] * gain - q * c[now][j] * product;
         }
         if constexpr (kCotangent) {
           u[i][j] = w[i][j] * gain;
@@ -80,37 +141,38 @@ __global__ void __launch_bounds__(kThreads)
           r[i][j] = exists(begin + i - H) ? q * (c[now][j] * w[i][j]) : A(0);
 #pragma unroll
           for (int k = 0; k < W; ++k) product += r[k][j];
-          result.v[j] = static_cast<T>(u[now][j] - c[done][j] * product);
+          result[j] = u[now][j] - c[done][j] * product;
         }
       }
-      if (row >= first && row < last) *reinterpret_cast<Vec<T, N>*>(out + at(row)) = result;
+      if (row >= first && row < last) columns.Store(out + base + row * shape.inner, result);
     }
   }
 }
 
-template <Map kMap, int H, int N, class T>
+template <Map kMap, int H, int N, bool kVector, class T>
 cudaError_t Launch(const Problem& p, const T* t, const T* x, T* out, cudaStream_t stream) {
   Columns shape = {};
   shape.n = p.extent[2];
   shape.inner = p.inner;
-  shape.vectors = p.inner / N;
-  const int64_t columns = p.outer * shape.vectors;
-  const int64_t wanted = std::clamp<int64_t>(CeilDiv(kEnoughThreads, columns), 1, CeilDiv(shape.n, kLeastChunk));
-  shape.chunk = static_cast<int>(CeilDiv(shape.n, wanted));
+  shape.tiles = kVector ? p.inner / N : CeilDiv(p.inner, 32 * N) * 32;
+  const int64_t wanted = CeilDiv(kEnoughThreads, p.outer * shape.tiles);
+  shape.chunk = static_cast<int>(CeilDiv(shape.n, std::clamp<int64_t>(wanted, 1, CeilDiv(shape.n, kLeastChunk))));
   shape.chunks = static_cast<int>(CeilDiv(shape.n, shape.chunk));
-  shape.threads = columns * shape.chunks;
-  return LaunchKernel(ColumnsKernel<kMap, H, N, T>, CeilDiv(shape.threads, kThreads), kThreads, stream, shape,
+  shape.threads = p.outer * shape.tiles * shape.chunks;
+  return LaunchKernel(ColumnsKernel<kMap, H, N, kVector, T>, CeilDiv(shape.threads, kThreads), kThreads, stream, shape,
                       Response<T>(p), t, x, out);
 }
 
 template <Map kMap, class T>
 cudaError_t LaunchMap(const Problem& p, const T* t, const T* x, T* out, cudaStream_t stream) {
   constexpr int kWide = sizeof(T) == 8 ? 2 : 4;
-  const bool wide = p.inner % kWide == 0 && IsVectorAligned(t, x, out);
+  const bool vectors = p.inner % kWide == 0 && IsVectorAligned(t, x, out);
   const auto launch = [&](auto half) {
     constexpr int H = decltype(half)::value;
-    if (wide) return Launch<kMap, H, kWide>(p, t, x, out, stream);
-    return Launch<kMap, H, 1>(p, t, x, out, stream);
+    if (vectors) return Launch<kMap, H, kWide, true>(p, t, x, out, stream);
+    // Of fewer columns than that, too many lanes would have none.
+    if (p.inner > 64 * kWide) return Launch<kMap, H, kWide, false>(p, t, x, out, stream);
+    return Launch<kMap, H, 1, true>(p, t, x, out, stream);
   };
   switch (p.after[2]) {
     case 1:

@@ -4,9 +4,9 @@
 
 #include <type_traits>
 
+#include "cuda/common/convert.cuh"
 #include "cuda/common/fast_div.cuh"
 #include "cuda/common/launch.cuh"
-#include "cuda/common/vec.cuh"
 #include "cuda/lrn/response.cuh"
 
 namespace jaxdnn::lrn {
@@ -57,24 +57,20 @@ __device__ void ForWindow(const Problem& p, const int (&at)[3], bool mirrored, F
   for (int i0 = first[0]; i0 <= last[0]; ++i0)
     for (int i1 = first[1]; i1 <= last[1]; ++i1) {
       const int64_t row = (int64_t{i0} * p.extent[1] + i1) * p.extent[2];
+#pragma unroll 4
       for (int i2 = first[2]; i2 <= last[2]; ++i2) f((row + i2) * p.inner);
     }
 }
 
 // N neighbours, as the accumulator's type.
-template <int N, class T, class A>
-__device__ void LoadWide(const T* p, A (&wide)[N]) {
-  const Vec<T, N> v = *reinterpret_cast<const Vec<T, N>*>(p);
-#pragma unroll
-  for (int j = 0; j < N; ++j) wide[j] = static_cast<A>(v.v[j]);
+template <int N, class T>
+__device__ void LoadWide(const T* p, Accumulator<T> (&wide)[N]) {
+  Widen<T>(*reinterpret_cast<const Packed<T, N>*>(p), wide);
 }
 
-template <int N, class T, class A>
-__device__ void StoreNarrow(T* p, const A (&wide)[N]) {
-  Vec<T, N> v;
-#pragma unroll
-  for (int j = 0; j < N; ++j) v.v[j] = static_cast<T>(wide[j]);
-  *reinterpret_cast<Vec<T, N>*>(p) = v;
+template <int N, class T>
+__device__ void StoreNarrow(T* p, const Accumulator<T> (&wide)[N]) {
+  *reinterpret_cast<Packed<T, N>*>(p) = Narrow<T, N>(wide);
 }
 
 // Calls f with the width of a thread's vectors, as an integral constant.

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "cuda/common/convert.cuh"
 #include "cuda/common/fast_div.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/common/vec.cuh"
@@ -126,35 +127,41 @@ struct AnyRows {
   }
 };
 
-template <int V, class T>
-__device__ Vec<T, V> Load(const Line& line, const T* p, int64_t vector) {
-  // Accesses of 16 bytes, V / kWide of them.
-  constexpr int kWide = V < kVecLength<T> ? V : kVecLength<T>;
-  Vec<T, V> v;
+// Where rows are whole vectors, so is the array, and it is aligned. Accesses are of 16 bytes.
+template <class L, class T>
+__device__ Packed<T, L::V> Load(const Line& line, const T* p, int64_t vector) {
+  constexpr int V = L::V, kWide = V < kVecLength<T> ? V : kVecLength<T>;
+  using Access = Packed<T, kWide>;
   const int64_t flat = vector * V;
-  if (line.aligned && flat >= 0 && flat + V <= line.total) {
+  Packed<T, V> packed = {};
+  if (L::kWholeVectors ? flat >= 0 && flat < line.total : line.aligned && flat >= 0 && flat + V <= line.total) {
 #pragma unroll
-    for (int i = 0; i < V; i += kWide)
-      *reinterpret_cast<Vec<T, kWide>*>(v.v + i) = *reinterpret_cast<const Vec<T, kWide>*>(p + flat + i);
-  } else {
+    for (int i = 0; i < V / kWide; ++i)
+      reinterpret_cast<Access*>(&packed)[i] = reinterpret_cast<const Access*>(p + flat)[i];
+  } else if (!L::kWholeVectors) {
+    Accumulator<T> wide[V];
 #pragma unroll
-    for (int i = 0; i < V; ++i) v.v[i] = flat + i >= 0 && flat + i < line.total ? p[flat + i] : static_cast<T>(0.0f);
+    for (int i = 0; i < V; ++i)
+      wide[i] = flat + i >= 0 && flat + i < line.total ? static_cast<Accumulator<T>>(p[flat + i]) : 0;
+    packed = Narrow<T, V>(wide);
   }
-  return v;
+  return packed;
 }
 
-template <int V, class T>
-__device__ void Store(const Line& line, T* p, int64_t vector, const Vec<T, V>& v) {
-  constexpr int kWide = V < kVecLength<T> ? V : kVecLength<T>;
+template <class L, class T>
+__device__ void Store(const Line& line, T* p, int64_t vector, const Accumulator<T> (&wide)[L::V]) {
+  constexpr int V = L::V, kWide = V < kVecLength<T> ? V : kVecLength<T>;
+  using Access = Packed<T, kWide>;
   const int64_t flat = vector * V;
-  if (line.aligned && flat + V <= line.total) {
+  const auto packed = Narrow<T, V>(wide);
+  if (L::kWholeVectors || (line.aligned && flat + V <= line.total)) {
 #pragma unroll
-    for (int i = 0; i < V; i += kWide)
-      *reinterpret_cast<Vec<T, kWide>*>(p + flat + i) = *reinterpret_cast<const Vec<T, kWide>*>(v.v + i);
+    for (int i = 0; i < V / kWide; ++i)
+      reinterpret_cast<Access*>(p + flat)[i] = reinterpret_cast<const Access*>(&packed)[i];
   } else {
 #pragma unroll
     for (int i = 0; i < V; ++i)
-      if (flat + i < line.total) p[flat + i] = v.v[i];
+      if (flat + i < line.total) p[flat + i] = static_cast<T>(wide[i]);
   }
 }
 
@@ -169,23 +176,21 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t warp = blockIdx.x * int64_t{kThreads / 32} + threadIdx.x / 32;
   const int64_t first = warp * kTiles * useful - line.edge + lane;
   // All loads are in flight before anything else happens.
-  Vec<T, V> in[kTiles], with[kTiles];
+  Packed<T, V> in[kTiles], with[kTiles];
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
-    in[tile] = Load<V>(line, x, first + tile * useful);
-    if constexpr (kMap != Map::kForward) with[tile] = Load<V>(line, t, first + tile * useful);
+    in[tile] = Load<L>(line, x, first + tile * useful);
+    if constexpr (kMap != Map::kForward) with[tile] = Load<L>(line, t, first + tile * useful);
   }
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
     const int64_t vector = first + tile * useful;
     const Rows rows(line, vector < 0 ? 0 : vector);
-    A c[V], w[V], term[V], energy[V], gain[V], q[V], product[V];
+    A c[V], w[V], term[V], energy[V], gain[V], q[V], product[V], result[V];
+    Widen<T>(in[tile], c);
+    if constexpr (kMap != Map::kForward) Widen<T>(with[tile], w);
 #pragma unroll
-    for (int i = 0; i < V; ++i) {
-      c[i] = static_cast<A>(in[tile].v[i]);
-      if constexpr (kMap != Map::kForward) w[i] = static_cast<A>(with[tile].v[i]);
-      term[i] = c[i] * c[i];
-    }
+    for (int i = 0; i < V; ++i) term[i] = c[i] * c[i];
     rows.Sum(line, false, term, energy);
 #pragma unroll
     for (int i = 0; i < V; ++i) {
@@ -197,14 +202,13 @@ __global__ void __launch_bounds__(kThreads)
       if constexpr (kMap == Map::kCotangent) term[i] = q[i] * (c[i] * w[i]);
     }
     if constexpr (kMap != Map::kForward) rows.Sum(line, kMap == Map::kCotangent, term, product);
-    Vec<T, V> result;
 #pragma unroll
     for (int i = 0; i < V; ++i) {
-      if constexpr (kMap == Map::kForward) result.v[i] = static_cast<T>(c[i] * gain[i]);
-      if constexpr (kMap == Map::kTangent) result.v[i] = static_cast<T>(w[i] * gain[i] - q[i] * c[i] * product[i]);
-      if constexpr (kMap == Map::kCotangent) result.v[i] = static_cast<T>(w[i] * gain[i] - c[i] * product[i]);
+      if constexpr (kMap == Map::kForward) result[i] = c[i] * gain[i];
+      if constexpr (kMap == Map::kTangent) result[i] = w[i] * gain[i] - q[i] * c[i] * product[i];
+      if constexpr (kMap == Map::kCotangent) result[i] = w[i] * gain[i] - c[i] * product[i];
     }
-    if (lane >= line.edge && lane < 32 - line.edge && vector * V < line.total) Store(line, out, vector, result);
+    if (lane >= line.edge && lane < 32 - line.edge && vector * V < line.total) Store<L>(line, out, vector, result);
   }
 }
 

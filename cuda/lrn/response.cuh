@@ -8,13 +8,13 @@ namespace jaxdnn::lrn {
 
 __device__ inline float ApproximateLog2(float x) {
   float y;
-  asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
 __device__ inline float ApproximateExp2(float x) {
   float y;
-  asm("ex2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
@@ -42,7 +42,7 @@ struct Response {
 
   __device__ A Gain(A d) const {
     if constexpr (sizeof(T) == 2) {
-      // An error of 2^-21 or so, far below the rounding of the result.
+      // An error of 2^-21 or so, far below the rounding of the result. A divisor below 2^-126 counts as 0.
       return ApproximateExp2(-beta * ApproximateLog2(d));
     } else if constexpr (sizeof(T) == 4) {
       // Each step is good to 2^-22.

@@ -1,0 +1,74 @@
+// Vectors as they lie in memory, and as the accumulators that arithmetic is done in.
+//
+// A pair of 16-bit floats is a word: it is kept as one in registers, and converted both at a time.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "cuda/common/dtype.cuh"
+#include "cuda/common/vec.cuh"
+
+namespace jaxdnn {
+
+template <class T, int N>
+constexpr bool kIsPairs = sizeof(T) == 2 && N % 2 == 0;
+
+// N elements as they lie in memory.
+template <class T, int N>
+using Packed = std::conditional_t<kIsPairs<T, N>, Vec<uint32_t, (N + 1) / 2>, Vec<T, N>>;
+
+template <class T>
+__device__ float2 WidenPair(uint32_t word) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    // A bfloat16 is the upper half of a float.
+    return {__uint_as_float(word << 16), __uint_as_float(word & 0xFFFF0000u)};
+  } else {
+    __half2 pair;
+    memcpy(&pair, &word, sizeof(pair));
+    return __half22float2(pair);
+  }
+}
+
+template <class T>
+__device__ uint32_t NarrowPair(float low, float high) {
+  std::conditional_t<std::is_same_v<T, __nv_bfloat16>, __nv_bfloat162, __half2> pair;
+  if constexpr (std::is_same_v<T, __nv_bfloat16>)
+    pair = __floats2bfloat162_rn(low, high);
+  else
+    pair = __floats2half2_rn(low, high);
+  uint32_t word;
+  memcpy(&word, &pair, sizeof(word));
+  return word;
+}
+
+template <class T, int N>
+__device__ void Widen(const Packed<T, N>& packed, Accumulator<T> (&wide)[N]) {
+  if constexpr (kIsPairs<T, N>) {
+#pragma unroll
+    for (int i = 0; i < N; i += 2) {
+      const float2 pair = WidenPair<T>(packed.v[i / 2]);
+      wide[i] = pair.x;
+      wide[i + 1] = pair.y;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) wide[i] = static_cast<Accumulator<T>>(packed.v[i]);
+  }
+}
+
+template <class T, int N>
+__device__ Packed<T, N> Narrow(const Accumulator<T> (&wide)[N]) {
+  Packed<T, N> packed;
+  if constexpr (kIsPairs<T, N>) {
+#pragma unroll
+    for (int i = 0; i < N; i += 2) packed.v[i / 2] = NarrowPair<T>(wide[i], wide[i + 1]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) packed.v[i] = static_cast<T>(wide[i]);
+  }
+  return packed;
+}
+
+}  // namespace jaxdnn
