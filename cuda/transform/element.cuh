@@ -134,6 +134,7 @@ struct Copy {
   using Value = Bits<kBytes>;
   static constexpr int kVector = 16 / kBytes;
   static constexpr bool kTiles = true;
+  static constexpr bool kVectors = kBytes == 16;  // What moves in vectors has been widened to this.
 
   Out* out;
   Value pad;
@@ -164,6 +165,7 @@ struct Convert {
   static constexpr int kVector = 16 / kOutBytes;
   // Where transposition has kernels of its own; elsewhere it gathers.
   static constexpr bool kTiles = kInBytes + kOutBytes > 2 && kInBytes < 8 && kOutBytes < 8;
+  static constexpr bool kVectors = true;
 
   Out* out;
   const Out* y;  // Null for beta = 0.

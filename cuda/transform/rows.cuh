@@ -88,8 +88,8 @@ cudaError_t LaunchRows(const View& view, int64_t rows, int64_t length, int64_t s
   const auto* x = static_cast<const typename Op::In*>(in);
   const int64_t total = rows * length;
   if constexpr (kN > 0) {
-    // Four accesses of 16 bytes in flight a thread.
-    constexpr int kUnroll = kN * sizeof(typename Op::In) >= 32 ? 2 : 4;
+    // 64 bytes in flight a thread.
+    constexpr int kBytes = kN * sizeof(typename Op::In), kUnroll = kBytes < 8 ? 8 : kBytes > 32 ? 2 : 64 / kBytes;
     return LaunchKernel(VectorKernel<kN, kUnroll, View, Op>, CeilDiv(total / kN, kThreads * kUnroll), kThreads, stream,
                         view, FastDiv(length / kN), op, x, static_cast<int>(total / kN));
   } else {

@@ -109,8 +109,9 @@ cudaError_t Rows(const Problem& p, const Op& op, const void* x, cudaStream_t str
     rows *= dim.extent;
   }
   const auto* in = static_cast<const typename Op::In*>(x) + p.offset;
-  constexpr int kN = Op::kVector;
-  if (Aligned(p, op, x, kN)) return LaunchRows<kN>(view, rows, inner.extent, 1, true, op, in, stream);
+  if constexpr (Op::kVectors)
+    if (Aligned(p, op, x, Op::kVector))
+      return LaunchRows<Op::kVector>(view, rows, inner.extent, 1, true, op, in, stream);
   return LaunchRows<0>(view, rows, inner.extent, inner.stride, op.Aligned(), op, in, stream);
 }
 
@@ -186,7 +187,7 @@ cudaError_t Tiles(const Problem& p, int y, const Op& op, const void* x, cudaStre
   const auto fill = [](int64_t other, int64_t extent) {
     return std::min(std::max<int64_t>(kBoxBytes / (kSize * other) / 16 * 16, 16), extent);
   };
-  int64_t box_x = std::min<int64_t>(dx.extent, std::max(64, 256 / kOutSize));
+  int64_t box_x = std::min<int64_t>(dx.extent, kSquareRows);
   int64_t box_y = std::min<int64_t>(dy.extent, 128 / kSize);
   if (in_run) {
     box_x = out_run ? dx.extent : fill(box_y, dx.extent);
