@@ -8,6 +8,7 @@ namespace jaxdnn::loss {
 
 using softmax::Exp;
 using softmax::kLowest;
+using softmax::Origin;
 
 // Targets with their element types.
 template <class T>
@@ -46,7 +47,7 @@ struct State {
   // Moves the origin of row w to `to`, which is no less than m.
   __device__ void Raise(int w, A to) {
     const A shift = m[w] - to;
-    s[w] *= Exp<T>(shift);
+    s[w] *= Origin<T>(to).From(Origin<T>(m[w]));
     // Without elements there is nothing to move, and the shift may overflow.
     if constexpr (kSoft) score[w] += mass[w] == A(0) ? A(0) : shift * mass[w];
     if constexpr (kSmooth) total[w] += weight[w] == A(0) ? A(0) : shift * weight[w];
@@ -60,14 +61,16 @@ struct State {
     A to[W];
     for (int w = 0; w < W; ++w) to[w] = m[w];
 #pragma unroll
-    for (int c = 0; c < kCount; ++c) softmax::Maximum(to, x[c]);
+    for (int c = 0; c < kCount; ++c)
+#pragma unroll
+      for (int i = 0; i < L; ++i) to[i % W] = Max{}(to[i % W], static_cast<A>(x[c].v[i]));
     for (int w = 0; w < W; ++w) Raise(w, fmin(to[w], largest));
 #pragma unroll
     for (int c = 0; c < kCount; ++c) {
-      softmax::AddExps(s, m, x[c]);
 #pragma unroll
       for (int i = 0; i < L; ++i) {
-        const A d = static_cast<A>(x[c].v[i]) - m[i % W];
+        s[i % W] += Origin<T>(m[i % W]).Exp(static_cast<A>(x[c].v[i]));
+        [[maybe_unused]] const A d = static_cast<A>(x[c].v[i]) - m[i % W];
         if constexpr (kSoft) {
           const A factor = static_cast<A>(q[c].v[i]);
           score[i % W] += factor == A(0) ? A(0) : factor * d;
@@ -121,7 +124,7 @@ struct State {
     m_out[outer * shape.inner + column] = m[w];
     A* to = sums + outer * t.sums * shape.inner + column;
     int field = 0;
-    to[shape.inner * field++] = log(s[w]);
+    to[shape.inner * field++] = Origin<T>(m[w]).Log(s[w], m[w]);
     if (t.labels != nullptr) {
       const int64_t label = t.labels[outer * shape.inner + column];
       const bool exists = label >= 0 && label < shape.n;

@@ -1,12 +1,10 @@
-// What the kernels compute, apart from where the elements are: a reduction of a
-// row, then one result an element.
+// What the kernels compute, apart from where the elements are: a reduction of a row, then one result an element.
 //
-// An operator has kInputs arrays; `Stats`, what it knows of a row when all of
-// it is reduced; `Local`, the statistics of a thread's own elements, which
-// `each` hands out as often as asked; `Combine`, those of a group of threads;
-// `Merge`, those of several blocks; and `Result`, an element of the output.
-// Elements that a mask drops, and those past the end, arrive as Fill; `Absent`
-// is what the mask's become.
+// An operator has kInputs arrays, whose elements a thread holds in the accumulator's type; `Stats`, what it knows of a
+// row when all of it is reduced; `Local`, the statistics of a thread's own elements, which `each` hands out as often as
+// asked, to be changed in place; `Combine`, those of a group of threads; `Merge`, those of several blocks; `Finish`,
+// what results take from them; and `Result`. Elements that a mask drops, and those past the end, arrive as Fill;
+// `absent` is what the mask's become.
 #pragma once
 
 #include "cuda/softmax/exp.cuh"
@@ -14,15 +12,15 @@
 
 namespace jaxdnn::softmax {
 
-// The maximum m of a row, and the sum s of exp(x - m). A row without entries
-// has m = -inf, which no other has: the maximum of nothing but -inf is the
-// least finite number. NaN and +inf make s NaN, which makes the row NaN; so
-// does s = 0 in a row of -inf.
+// The maximum m of a row, and the sum s of exponentials relative to it. A row without entries has m = -inf, which no
+// other has: the maximum of nothing but -inf is the least finite number. NaN and +inf make s NaN, which makes the whole
+// row NaN; so does s = 0 in a row of -inf.
 template <class A>
 struct MaxSum {
   A m, s;
 };
 
+// Softmax leaves exponentials relative to the thread's own maximum in place of the elements.
 template <class T, bool kLog>
 struct ForwardOp {
   using A = Accumulator<T>;
@@ -31,50 +29,66 @@ struct ForwardOp {
 
   A without_entries;
 
-  static __device__ T Fill(int) { return static_cast<T>(-INFINITY); }
+  static __device__ A Fill(int) { return -kInfinity<A>; }
+  static __device__ Stats Nothing() { return {-kInfinity<A>, A(0)}; }
 
   template <int W, int L, class Each>
   static __device__ void Local(Stats (&stats)[W], Each each) {
-    A m[W], s[W] = {};
-    for (A& each_m : m) each_m = kLowest<A>;
-    each([&](const Vec<T, L>(&v)[1]) { Maximum(m, v[0]); });
-    each([&](const Vec<T, L>(&v)[1]) { AddExps(s, m, v[0]); });
-    for (int w = 0; w < W; ++w) stats[w] = {m[w], s[w]};
+    for (Stats& each_stats : stats) each_stats = {kLowest<A>, A(0)};
+    each([&](A(&v)[1][L]) {
+#pragma unroll
+      for (int i = 0; i < L; ++i) stats[i % W].m = Max{}(stats[i % W].m, v[0][i]);
+    });
+    Exponentiate<W, L>(stats, each);
   }
 
-  // Statistics of no entries.
-  static __device__ Stats Nothing() { return {-kInfinity<A>, A(0)}; }
+  // The second half of Local, for maxima that are known.
+  template <int W, int L, class Each>
+  static __device__ void Exponentiate(Stats (&stats)[W], Each each) {
+    A s[W] = {};
+    each([&](A(&v)[1][L]) {
+#pragma unroll
+      for (int i = 0; i < L; ++i) {
+        const A e = Origin<T>(stats[i % W].m).Exp(v[0][i]);
+        s[i % W] += e;
+        if constexpr (!kLog) v[0][i] = e;
+      }
+    });
+    for (int w = 0; w < W; ++w) stats[w].s = s[w];
+  }
 
   template <int W, class Reducer>
   static __device__ void Combine(Stats (&stats)[W], Reducer reduce) {
     A m[W], s[W];
     for (int w = 0; w < W; ++w) m[w] = stats[w].m;
     reduce(m, Max{});
-    for (int w = 0; w < W; ++w) s[w] = stats[w].s * Exp<T>(Origin(stats[w].m) - Origin(m[w]));
+    for (int w = 0; w < W; ++w) s[w] = stats[w].s * Origin<T>(m[w]).From(Origin<T>(stats[w].m));
     reduce(s, Add{});
     for (int w = 0; w < W; ++w) stats[w] = {m[w], s[w]};
   }
 
   static __device__ Stats Merge(Stats a, Stats b) {
     const A m = Max{}(a.m, b.m);
-    return {m, a.s * Exp<T>(Origin(a.m) - Origin(m)) + b.s * Exp<T>(Origin(b.m) - Origin(m))};
+    const Origin<T> origin(m);
+    return {m, a.s * origin.From(Origin<T>(a.m)) + b.s * origin.From(Origin<T>(b.m))};
   }
 
-  // Of a row: what is subtracted, what multiplies or is subtracted next, and
-  // what masked entries become.
+  // What is subtracted, what multiplies or is subtracted next, and what masked entries become.
   struct Final {
     A m, scale, absent;
   };
-  __device__ Final Finish(Stats stats) const {
-    const bool empty = stats.m == -kInfinity<A>;
-    const A absent = empty ? without_entries : kLog ? -kInfinity<A> : A(0);
-    return {Origin(stats.m), kLog ? log(stats.s) : A(1) / stats.s, absent};
+  // Of a row, for a thread whose own elements are relative to own.m.
+  __device__ Final Finish(Stats own, Stats row) const {
+    const Origin<T> origin(row.m);
+    const A absent = row.m == -kInfinity<A> ? without_entries : kLog ? -kInfinity<A> : A(0);
+    const A scale = kLog ? origin.Log(row.s, row.m) : origin.From(Origin<T>(own.m)) / row.s;
+    return {Max{}(row.m, kLowest<A>), scale, absent};
   }
-  static __device__ T Absent(const Final& f) { return static_cast<T>(f.absent); }
   // m goes first: x - (m + log(s)) would round log(s) away where m is large.
-  static __device__ T Result(const Final& f, const T (&x)[1]) {
-    const A d = static_cast<A>(x[0]) - f.m;
-    return static_cast<T>(kLog ? d - f.scale : Exp<T>(d) * f.scale);
+  static __device__ A Result(const Final& f, A x) { return kLog ? (x - f.m) - f.scale : x * f.scale; }
+  template <int L>
+  static __device__ A Result(const Final& f, const A (&v)[1][L], int i) {
+    return Result(f, v[0][i]);
   }
 };
 
@@ -82,42 +96,44 @@ template <class T, Map kMap>
 struct BackwardOp {
   using A = Accumulator<T>;
   using Stats = A;
-  using Final = A;
   static constexpr int kInputs = 2;  // g and y
 
-  static __device__ T Fill(int input) { return static_cast<T>(kMap == Map::kSoftmax || input == 0 ? 0.0f : -INFINITY); }
+  static __device__ A Fill(int input) { return kMap == Map::kSoftmax || input == 0 ? A(0) : -kInfinity<A>; }
+  static __device__ Stats Nothing() { return A(0); }
 
-  static __device__ A Term(A g, A y) {
-    if constexpr (kMap == Map::kSoftmax) return y * g;
-    if constexpr (kMap == Map::kLogSoftmaxJvp) return Exp<T>(y) * g;
-    if constexpr (kMap == Map::kLogSoftmaxVjp) return g;
-  }
-
+  // Log-softmax leaves exp(y) in place of y.
   template <int W, int L, class Each>
   static __device__ void Local(Stats (&sum)[W], Each each) {
     for (A& s : sum) s = 0;
-    each([&](const Vec<T, L>(&v)[2]) {
+    Exponentiate<W, L>(sum, each);
+  }
+  template <int W, int L, class Each>
+  static __device__ void Exponentiate(Stats (&sum)[W], Each each) {
+    each([&](A(&v)[2][L]) {
 #pragma unroll
-      for (int i = 0; i < L; ++i) sum[i % W] += Term(static_cast<A>(v[0].v[i]), static_cast<A>(v[1].v[i]));
+      for (int i = 0; i < L; ++i) {
+        if constexpr (kMap != Map::kSoftmax) v[1][i] = Exp<T>(v[1][i]);
+        sum[i % W] += kMap == Map::kLogSoftmaxVjp ? v[0][i] : v[0][i] * v[1][i];
+      }
     });
   }
-
-  static __device__ Stats Nothing() { return A(0); }
 
   template <int W, class Reducer>
   static __device__ void Combine(Stats (&sum)[W], Reducer reduce) {
     reduce(sum, Add{});
   }
-
   static __device__ Stats Merge(Stats a, Stats b) { return a + b; }
 
-  static __device__ Final Finish(Stats sum) { return sum; }
-  static __device__ T Absent(const Final&) { return static_cast<T>(0.0f); }
-  static __device__ T Result(const Final& sum, const T (&v)[2]) {
-    const A g = static_cast<A>(v[0]), y = static_cast<A>(v[1]);
-    if constexpr (kMap == Map::kSoftmax) return static_cast<T>(y * (g - sum));
-    if constexpr (kMap == Map::kLogSoftmaxJvp) return static_cast<T>(g - sum);
-    if constexpr (kMap == Map::kLogSoftmaxVjp) return static_cast<T>(g - Exp<T>(y) * sum);
+  struct Final {
+    A sum, absent;
+  };
+  static __device__ Final Finish(Stats, Stats row) { return {row, A(0)}; }
+  template <int L>
+  static __device__ A Result(const Final& f, const A (&v)[2][L], int i) {
+    const A g = v[0][i], y = v[1][i];
+    if constexpr (kMap == Map::kSoftmax) return y * (g - f.sum);
+    if constexpr (kMap == Map::kLogSoftmaxJvp) return g - f.sum;
+    if constexpr (kMap == Map::kLogSoftmaxVjp) return g - y * f.sum;
   }
 };
 

@@ -8,15 +8,12 @@
 
 namespace jaxdnn::softmax {
 
-// What a tile may take of a multiprocessor's shared memory, so that others overlap its phases; and what it may take
-// where rows are so long that it has to.
-constexpr int64_t kTileBytes = 64 << 10;
-constexpr int64_t kLongTileBytes = 200 << 10;
 constexpr int kMaxCluster = 16;
 // The width of a tile of columns, at least. Less wastes what memory transfers at once.
-constexpr int64_t kNarrowBytes = 64;
+constexpr int kNarrowBytes = 64;
 // Packed rows have at most so many elements.
-constexpr int kMaxPackedRow = 32 * kPackedSteps;
+constexpr int kMaxPackedSteps = 16;
+constexpr int kMaxPackedRow = 32 * kMaxPackedSteps;
 
 inline int CeilLog2(int64_t n) {
   int log = 0;
@@ -24,57 +21,51 @@ inline int CeilLog2(int64_t n) {
   return log;
 }
 
-// Blocks that share rows through the workspace: each has half of kTileBytes, of one input.
+// Blocks that share rows through the workspace. A tile of any type and number of inputs has room for each one's share.
 inline int64_t WorkspaceShares(const Shape& s, int element_bytes) {
-  return CeilDiv(s.n, kTileBytes / 2 / (s.inner == 1 ? element_bytes : kNarrowBytes));
+  return CeilDiv(s.n, s.inner > 1 ? 256 : element_bytes == 8 ? 4096 : 8192);
 }
 
 struct Device {
   int multiprocessors, max_cluster;
-  int64_t shared_bytes;  // of a block
 };
 
 inline cudaError_t CurrentDevice(Device* d) {
-  int device = 0, major = 0, shared = 0;
+  int device = 0, major = 0;
   cudaError_t e = cudaGetDevice(&device);
   if (e == cudaSuccess) e = cudaDeviceGetAttribute(&d->multiprocessors, cudaDevAttrMultiProcessorCount, device);
   if (e == cudaSuccess) e = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  if (e == cudaSuccess) e = cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   d->max_cluster = major < 9 ? 1 : major < 12 ? kMaxCluster : 8;
-  d->shared_bytes = shared;
   return e;
 }
 
 // Cuts rows, or columns of vectors, into tiles of a block or a cluster; kReduce where no cluster holds a row, or too
 // few clusters would have work.
 template <int L, int W>
-Tiling PlanTile(const Shape& shape, int inputs, int element_bytes, const Device& device) {
-  const int64_t bytes = int64_t{inputs} * L * element_bytes;  // of a vector of each input
+Tiling PlanTile(const Shape& shape, int steps, int element_bytes, const Device& device) {
   // A row's vectors are one more where it starts inside of one.
   const int64_t vectors = W == 1 && L > 1 ? CeilDiv(shape.n - 1, L) + 1 : shape.n, pitch = shape.inner / W;
   const int widest = std::min(CeilLog2(pitch), CeilLog2(512 / (L * element_bytes)));
   const int narrowest = std::min(widest, CeilLog2(kNarrowBytes / (L * element_bytes)));
   int stride = widest;
-  const auto too_large = [&] { return vectors * bytes << stride > kTileBytes / 2; };
-  const auto too_few = [&] { return shape.outer * CeilDiv(pitch, 1 << stride) < 4 * device.multiprocessors; };
-  while (stride > narrowest && (too_large() || too_few())) --stride;
-  const int64_t tiles = CeilDiv(pitch, 1 << stride);
+  const auto blocks = [&] { return shape.outer * CeilDiv(pitch, 1 << stride); };
+  while (stride > narrowest && (CeilDiv(vectors, steps) << stride > 256 || blocks() < 4 * device.multiprocessors))
+    --stride;
 
-  int64_t shares = 1;
-  const auto tile_bytes = [&] { return CeilDiv(vectors, shares) * bytes << stride; };
-  const auto idle = [&](int64_t blocks) { return shape.outer * tiles * shares < blocks; };
-  while (shares < device.max_cluster && tile_bytes() > kTileBytes) shares *= 2;
-  while (shares < device.max_cluster && idle(device.multiprocessors) && tile_bytes() > kTileBytes / 8) shares *= 2;
-  const bool fits = tile_bytes() <= std::min(kLongTileBytes, device.shared_bytes - (24 << 10));
+  const int64_t most = int64_t{steps} << (kMaxTileSpan - stride);
+  int64_t shares = CeilDiv(vectors, most);
+  // Work for all of the device, but not less than what pays for another block.
+  const int64_t enough = CeilDiv(int64_t{2} * device.multiprocessors, blocks());
+  shares = std::max(shares,
+                    std::min({enough, CeilDiv(vectors, std::max<int64_t>(most / 8, 1)), int64_t{device.max_cluster}}));
   Phase phase = Phase::kWhole;
-  if (!fits || (idle(device.multiprocessors / 4) && tile_bytes() > kTileBytes / 2)) {
+  if (shares > device.max_cluster || (shares * 4 < enough && vectors > shares * most / 4)) {
     phase = Phase::kReduce;
     shares = WorkspaceShares(shape, element_bytes);
     stride = narrowest;
   }
-  const int64_t share = CeilDiv(vectors, shares);
-  // Eight vectors a thread.
-  const int span = std::clamp(CeilLog2(std::max<int64_t>(share << stride, 1)) - 3, std::max(6, stride), 9);
+  const int share = static_cast<int>(CeilDiv(vectors, shares));
+  const int span = std::clamp(stride + CeilLog2(CeilDiv(share, steps)), std::max(6, stride), kMaxTileSpan);
   return {shape, CeilDiv(pitch, 1 << stride), static_cast<int>(shares), share, {stride, span}, phase};
 }
 
@@ -82,11 +73,12 @@ template <class T, int L, int W, class Op>
 cudaError_t RunTiles(const Op& op, const Problem& p, const T* in0, const T* in1, T* out, cudaStream_t stream) {
   Device device;
   if (const cudaError_t e = CurrentDevice(&device); e != cudaSuccess) return e;
-  Tiling t = PlanTile<L, W>(p.shape, Op::kInputs, sizeof(T), device);
+  Tiling t = PlanTile<L, W>(p.shape, kTileSteps<Op, L>, sizeof(T), device);
   auto* workspace = static_cast<typename Op::Stats*>(p.workspace);
   const auto launch = [&] {
-    const Grid grid = {t.Blocks(), t.Threads(), TileBytes<Op, T, L, W>(t), t.phase == Phase::kWhole ? t.shares : 1};
-    return LaunchKernel(TileKernel<Op, T, L, W>, grid, stream, t, op, p.mask, workspace, in0, in1, out);
+    const Grid grid = {t.Blocks(), t.Threads(), TileBytes<Op, W>(t), t.phase == Phase::kWhole ? t.shares : 1};
+    auto* kernel = p.mask.data != nullptr ? TileKernel<Op, T, L, W, true> : TileKernel<Op, T, L, W, false>;
+    return LaunchKernel(kernel, grid, stream, t, op, p.mask, workspace, in0, in1, out);
   };
   cudaError_t e = launch();
   if (e != cudaSuccess || t.phase == Phase::kWhole) return e;
@@ -99,43 +91,47 @@ cudaError_t RunTiles(const Op& op, const Problem& p, const T* in0, const T* in1,
 template <class T, int kSteps, class Op>
 cudaError_t RunVectorRows(const Op& op, const Problem& p, int span, const T* in0, const T* in1, T* out,
                           cudaStream_t stream) {
-  constexpr int kRows = 4 / kSteps;
-  const Rows rows = {p.shape.outer, static_cast<int>(p.shape.n), span, kRows * (kRowThreads >> span)};
-  return LaunchKernel(VectorRowsKernel<Op, T, kSteps, kRows>, rows.Blocks(), kRowThreads, stream, rows, op, p.mask, in0,
-                      in1, out);
+  const int rows_at_once = kRowVectors<Op, T> / kSteps;
+  const Rows rows = {p.shape.outer, static_cast<int>(p.shape.n), span, rows_at_once * (kRowThreads >> span)};
+  return LaunchKernel(VectorRowsKernel<Op, T, kSteps>, rows.Blocks(), kRowThreads, stream, rows, op, p.mask, in0, in1,
+                      out);
 }
 
-template <class T, class Op>
+template <class T, int kSteps, class Op>
 cudaError_t RunPackedRows(const Op& op, const Problem& p, const T* in0, const T* in1, T* out, cudaStream_t stream) {
   constexpr int L = kVecLength<T>, kBytes = 16 << 10;
   const int n = static_cast<int>(p.shape.n);
-  const int per_block = std::max<int>(1, kBytes / (n * sizeof(T) * L)) * L;
-  const Rows rows = {p.shape.outer, n, CeilLog2(CeilDiv(n, kPackedSteps)), per_block};
+  const int per_block = std::max<int>(1, kBytes / Op::kInputs / (n * sizeof(T) * L)) * L;
+  const Rows rows = {p.shape.outer, n, CeilLog2(CeilDiv(n, kSteps)), per_block};
   const Grid grid = {rows.Blocks(), kRowThreads, Op::kInputs * per_block * n * sizeof(T)};
-  return LaunchKernel(PackedRowsKernel<Op, T>, grid, stream, rows, op, p.mask, in0, in1, out);
+  auto* kernel = p.mask.data ? PackedRowsKernel<Op, T, kSteps, true> : PackedRowsKernel<Op, T, kSteps, false>;
+  return LaunchKernel(kernel, grid, stream, rows, op, p.mask, in0, in1, out);
 }
 
 template <class T, class Op>
 cudaError_t Run(const Op& op, const Problem& p, const T* in0, const T* in1, T* out, cudaStream_t stream) {
-  constexpr int L = kVecLength<T>;
+  constexpr int L = kVecLength<T>, kVectors = kRowVectors<Op, T>;
+  // Columns of four, since every one more is more statistics to hold.
+  constexpr int kColumns = sizeof(T) == 8 ? 2 : 4;
   const Shape& s = p.shape;
   if (s.outer == 0 || s.n == 0 || s.inner == 0) return cudaSuccess;
   if (!IsVectorAligned(in0, in1, out)) return RunTiles<T, 1, 1>(op, p, in0, in1, out, stream);
-  if (s.inner > 1) {
-    if (s.inner % L == 0) return RunTiles<T, L, L>(op, p, in0, in1, out, stream);
-    return RunTiles<T, 1, 1>(op, p, in0, in1, out, stream);
-  }
+  if (s.inner % kColumns == 0) return RunTiles<T, kColumns, kColumns>(op, p, in0, in1, out, stream);
+  if (s.inner > 1) return RunTiles<T, 1, 1>(op, p, in0, in1, out, stream);
   const int64_t vectors = s.n / L;
-  if (s.n % L == 0 && vectors <= 128) {
-    // Eight threads a row where it has as many vectors, then four vectors a
-    // thread, then more threads.
-    const int span = std::clamp(CeilLog2(CeilDiv(vectors, 4)), std::min(3, CeilLog2(vectors)), 5);
+  if (s.n % L == 0 && vectors <= 32 * kVectors) {
+    // Eight threads a row where it has as many vectors, then as many vectors a thread as it holds, then more threads.
+    const int span = std::clamp(CeilLog2(CeilDiv(vectors, kVectors)), std::min(3, CeilLog2(vectors)), 5);
     const int64_t steps = CeilDiv(vectors, 1 << span);
     if (steps == 1) return RunVectorRows<T, 1>(op, p, span, in0, in1, out, stream);
     if (steps == 2) return RunVectorRows<T, 2>(op, p, span, in0, in1, out, stream);
-    return RunVectorRows<T, 4>(op, p, span, in0, in1, out, stream);
+    if constexpr (kVectors >= 4) {
+      if (steps <= 4) return RunVectorRows<T, 4>(op, p, span, in0, in1, out, stream);
+      if constexpr (kVectors >= 8) return RunVectorRows<T, 8>(op, p, span, in0, in1, out, stream);
+    }
   }
-  if (s.n <= kMaxPackedRow) return RunPackedRows<T>(op, p, in0, in1, out, stream);
+  if (s.n <= 4) return RunPackedRows<T, 4>(op, p, in0, in1, out, stream);
+  if (s.n <= kMaxPackedRow) return RunPackedRows<T, kMaxPackedSteps>(op, p, in0, in1, out, stream);
   return RunTiles<T, L, 1>(op, p, in0, in1, out, stream);
 }
 
