@@ -111,4 +111,35 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(GroupNormBwd, GroupNormBwdImpl,
                                   .Attrs<GroupNormAttrs>(),
                               {ffi::Traits::kCmdBufferCompatible});
 
+static ffi::Error GroupNormJvpImpl(cudaStream_t stream, ffi::AnyBuffer t, ffi::AnyBuffer tscale, ffi::AnyBuffer tbias,
+                                   ffi::AnyBuffer x, ffi::AnyBuffer scale, ffi::AnyBuffer bias,
+                                   ffi::AnyBuffer statistics, ffi::Result<ffi::AnyBuffer> ty,
+                                   ffi::Result<ffi::AnyBuffer> workspace, GroupNormAttrs attrs) {
+  const auto problem = ToProblem(attrs, x, {&tscale, &tbias, &scale, &bias}, statistics);
+  if (!problem || !SameArray(x, t) || !SameArray(x, *ty))
+    return Unsupported("no kernel", "group_norm_jvp", t, tscale, tbias, x, scale, bias, statistics);
+  const auto needed = group_norm::TangentWorkspace(*problem);
+  if (!needed || static_cast<int64_t>(workspace->size_bytes()) < *needed)
+    return Unsupported("workspace is too small", "group_norm_jvp", x);
+  const cudaError_t status = group_norm::Tangent(
+      *problem, t.untyped_data(), tscale.untyped_data(), tbias.untyped_data(), x.untyped_data(), scale.untyped_data(),
+      bias.untyped_data(), statistics.untyped_data(), ty->untyped_data(), workspace->untyped_data(), stream);
+  return FromCuda(status, "group_norm_jvp", x);
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(GroupNormJvp, GroupNormJvpImpl,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attrs<GroupNormAttrs>(),
+                              {ffi::Traits::kCmdBufferCompatible});
+
 }  // namespace jaxdnn

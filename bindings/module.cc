@@ -49,6 +49,7 @@ static nb::dict Handlers() {
   add("jaxdnn.batch_norm_gradient.v1", BatchNormGradient);
   add("jaxdnn.group_norm.v1", GroupNorm);
   add("jaxdnn.group_norm_bwd.v1", GroupNormBwd);
+  add("jaxdnn.group_norm_jvp.v1", GroupNormJvp);
   add("jaxdnn.layer_norm.v1", LayerNorm);
   add("jaxdnn.layer_norm_bwd.v1", LayerNormBwd);
   add("jaxdnn.divisive.v1", Divisive);
@@ -105,14 +106,15 @@ static nb::object PlanConv(const std::string& direction, const std::string& in_d
 
 #ifdef JAXDNN_WITH_CUDA
 // Bytes of workspace of group normalization; None where no kernel takes the problem.
-static std::optional<int64_t> GroupNormWorkspace(bool backward, const std::string& dtype, bool channels_last,
+static std::optional<int64_t> GroupNormWorkspace(const std::string& call, const std::string& dtype, bool channels_last,
                                                  const std::vector<int64_t>& x, int64_t groups) {
   using namespace jaxdnn;
   static const std::map<std::string, DType> kTypes = {
       {"float32", DType::kF32}, {"float64", DType::kF64}, {"float16", DType::kF16}, {"bfloat16", DType::kBF16}};
   const group_norm::Problem problem = {kTypes.at(dtype), activation::Kind::kIdentity, channels_last, x[0], x[1],
                                        x[channels_last ? 2 : 3], x[channels_last ? 3 : 2], groups, 0};
-  return backward ? group_norm::BackwardWorkspace(problem) : group_norm::ForwardWorkspace(problem);
+  if (call == "jvp") return group_norm::TangentWorkspace(problem);
+  return call == "bwd" ? group_norm::BackwardWorkspace(problem) : group_norm::ForwardWorkspace(problem);
 }
 #endif
 
@@ -121,7 +123,7 @@ NB_MODULE(_jaxdnn, m) {
   m.def("plan_conv", &PlanConv, "direction"_a, "in_dtype"_a, "out_dtype"_a, "x"_a, "w"_a, "y"_a, "stride"_a,
         "padding_low"_a, "lhs_dilation"_a, "rhs_dilation"_a, "groups"_a);
 #ifdef JAXDNN_WITH_CUDA
-  m.def("group_norm_workspace", &GroupNormWorkspace, "backward"_a, "dtype"_a, "channels_last"_a, "x"_a, "groups"_a);
+  m.def("group_norm_workspace", &GroupNormWorkspace, "call"_a, "dtype"_a, "channels_last"_a, "x"_a, "groups"_a);
 #endif
 #ifdef JAXDNN_WITH_CUDA
   m.def(

@@ -338,9 +338,9 @@ _set_batching(group_norm_bwd_p, (2, 3), sums=True)
 # CUDA lowering -------------------------------------------------------------------------------------------------------
 
 
-def _lower(p: Any, target: str, reference: Any, *, backward: bool) -> None:
+def _lower(p: Any, call: str, target: str, reference: Any) -> None:
   def workspace(x: Any, *_: Any, groups: int, channels_last: bool, **__: Any) -> int | None:
-    return _extension.native.group_norm_workspace(backward, x.dtype.name, channels_last, x.shape, groups)
+    return _extension.native.group_norm_workspace(call, x.dtype.name, channels_last, x.shape, groups)
 
   _primitive.lower_to_cuda(
     p,
@@ -352,5 +352,6 @@ def _lower(p: Any, target: str, reference: Any, *, backward: bool) -> None:
   )
 
 
-_lower(group_norm_p, "jaxdnn.group_norm.v1", _fwd_reference, backward=False)
-_lower(group_norm_bwd_p, "jaxdnn.group_norm_bwd.v1", _bwd_reference, backward=True)
+_lower(group_norm_p, "fwd", "jaxdnn.group_norm.v1", _fwd_reference)
+_lower(group_norm_lin_p, "jvp", "jaxdnn.group_norm_jvp.v1", _lin_reference)
+_lower(group_norm_bwd_p, "bwd", "jaxdnn.group_norm_bwd.v1", _bwd_reference)

@@ -7,10 +7,29 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <cstring>
 
 #include "cuda/common/launch.cuh"
 
 namespace jaxdnn::group_norm {
+
+// Counters are kept apart, so that teams do not wait for each other's.
+constexpr int kCounterWords = 32;
+
+// The most values that every block of a team sums by itself.
+constexpr int kSmallExchange = 512;
+
+// Reads what another block has written, past this multiprocessor's cache.
+template <class Value>
+__device__ Value LoadRemote(const Value* p) {
+  Value value;
+  static_assert(sizeof(Value) % sizeof(float) == 0, "moves whole words");
+  float words[sizeof(Value) / sizeof(float)];
+#pragma unroll
+  for (size_t i = 0; i < sizeof(Value) / sizeof(float); ++i) words[i] = __ldcg(reinterpret_cast<const float*>(p) + i);
+  memcpy(&value, words, sizeof(Value));
+  return value;
+}
 
 // Blocks rank = 0..size-1 of team i take the units i, i + teams, ... Each unit has a counter, zero beforehand.
 struct Team {
@@ -18,28 +37,58 @@ struct Team {
   int size;
   unsigned* arrived;
 
+  // Rows of values that the blocks write: one each, and one for the result.
+  __host__ __device__ int64_t ExchangedRows() const { return units * (size + 1); }
+  int64_t CounterBytes() const { return size == 1 ? 0 : units * kCounterWords * sizeof(unsigned); }
+
   // Sets the counters up in workspace; alone, a block needs none.
   cudaError_t Reset(void* counters, cudaStream_t stream) {
     arrived = static_cast<unsigned*>(counters);
-    return size == 1 ? cudaSuccess : cudaMemsetAsync(counters, 0, units * sizeof(unsigned), stream);
+    return size == 1 ? cudaSuccess : cudaMemsetAsync(counters, 0, CounterBytes(), stream);
   }
 
   __device__ int64_t First() const { return blockIdx.x / size; }
   __device__ int64_t Step() const { return gridDim.x / size; }
   __device__ int Rank() const { return blockIdx.x % size; }
 
-  // Returns when all blocks of the team are here; what they wrote to global memory before is visible after.
-  __device__ void Meet(int64_t unit) const {
+  // Returns when all blocks of the team are here for the `round`-th time; what they wrote to global memory before is
+  // visible after.
+  __device__ void Meet(int64_t unit, int round) const {
     __syncthreads();
     if (threadIdx.x == 0) {
-      unsigned* counter = arrived + unit;
-      asm volatile("fence.acq_rel.gpu; red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+      unsigned* counter = arrived + unit * kCounterWords;
+      asm volatile("fence.acq_rel.gpu; red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
       unsigned count;
       do {
-        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(count) : "l"(counter) : "memory");
-      } while (count < static_cast<unsigned>(size));
+        asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(count) : "l"(counter) : "memory");
+      } while (count < static_cast<unsigned>(size * round));
+      asm volatile("fence.acq_rel.gpu;" ::: "memory");
     }
     __syncthreads();
+  }
+
+  // Gives every block the sum of what the blocks have: rows[rank * width + i] for i < width, which is the block's part,
+  // has been written; merge(i), called by whole warps, sums column i over the ranks; take(i, sum) gets it in one thread
+  // for each i. Small sums are made by every block, large ones by one block for all, which costs a second meeting.
+  template <class Value, class Merge, class Take>
+  __device__ void Exchange(int64_t unit, Value* rows, int width, Merge&& merge, Take&& take) const {
+    const int warp = threadIdx.x / 32, warps = blockDim.x / 32;
+    const bool lead = threadIdx.x % 32 == 0;
+    Meet(unit, 1);
+    if (size * width <= kSmallExchange) {
+      for (int i = warp; i < width; i += warps) {
+        const Value sum = merge(rows + i);
+        if (lead) take(i, sum);
+      }
+      return;
+    }
+    Value* result = rows + int64_t{size} * width;
+    for (int i = Rank() + warp * size; i < width; i += warps * size) {
+      const Value sum = merge(rows + i);
+      if (lead) result[i] = sum;
+    }
+    Meet(unit, 2);
+    for (int i = threadIdx.x; i < width; i += blockDim.x) take(i, LoadRemote(result + i));
   }
 };
 

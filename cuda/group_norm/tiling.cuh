@@ -13,7 +13,6 @@
 #include "cuda/common/dtype.cuh"
 #include "cuda/common/fast_div.cuh"
 #include "cuda/group_norm/group_norm.h"
-#include "cuda/group_norm/moments.cuh"
 #include "cuda/group_norm/team.cuh"
 #include "cuda/group_norm/tile.cuh"
 
@@ -60,13 +59,12 @@ inline int64_t StepsOfBlock(int64_t steps, int64_t step_bytes, int64_t scratch, 
   return CeilDiv(steps, std::clamp<int64_t>(blocks, 1, most));
 }
 
-// Runs of up to `length` steps for `steps` of them, of which `fit` can be held.
+// Runs of up to `length` steps for `steps` of them, of which `fit` find a place. Of more than `fit`, some stream.
 inline Schedule MakeSchedule(int64_t steps, int64_t length, int64_t fit) {
-  const int64_t runs = CeilDiv(steps, length), held = std::max<int64_t>(1, fit / length);
-  if (runs <= held) return {static_cast<int>(runs), static_cast<int>(length), static_cast<int>(runs), 0};
-  const int64_t streamed = CeilDiv(held, 2);
-  return {static_cast<int>(runs), static_cast<int>(length), static_cast<int>(held - streamed),
-          static_cast<int>(streamed)};
+  const int runs = static_cast<int>(CeilDiv(steps, length)),
+            places = static_cast<int>(std::max<int64_t>(1, fit / length));
+  const int ring = runs <= places ? 0 : std::min(kMaxRing, places);
+  return {runs, static_cast<int>(length), std::min(runs, places - ring), ring};
 }
 
 struct ColumnTiling {
@@ -84,9 +82,11 @@ struct ColumnTiling {
   int64_t block_rows;
   int parallel_rows;  // that a block's threads take at once
   int slab_channels, slab_groups;
-  int group_lanes;  // 1 << group_lanes threads sum over a group's channels
+  int channel_lanes;  // 1 << channel_lanes threads sum over what a block has of a channel
+  int group_lanes;    // 1 << group_lanes threads sum over a group's channels
   // The channel of a slab's row element e is e % period, its group that / group_channels.
   FastDiv period, group_channels;
+  FastDiv by_slabs, by_examples, by_parallel_rows;
   int64_t channels, groups;
 
   int64_t Blocks(const Device& d) const {
@@ -118,20 +118,26 @@ ColumnTiling PlanColumns(const Problem& p, int arrays, const Device& d) {
   t.slabs = static_cast<int>(c / slab_channels);
   t.slab_channels = static_cast<int>(slab_channels);
   t.slab_groups = static_cast<int>(slab_channels / group);
-  t.group_lanes = std::min(5, CeilLog2(group));
   t.columns = t.row / t.slabs;
   t.period = FastDiv(slab_channels);
+  t.by_slabs = FastDiv(t.slabs);
+  t.by_examples = FastDiv(p.n);
   t.group_channels = FastDiv(group);
   t.column_blocks = static_cast<int>(CeilDiv(t.columns, kThreads));
   t.block_columns = static_cast<int>(CeilDiv(t.columns, t.column_blocks));
   t.parallel_rows = static_cast<int>(std::min<int64_t>(kThreads / t.block_columns, t.rows));
+  t.by_parallel_rows = FastDiv(t.parallel_rows);
   t.threads = static_cast<int>(CeilDiv(t.block_columns * t.parallel_rows, 32) * 32);
   t.team.units = p.batch * p.n * t.slabs;
 
-  // ReduceColumns' scratch, and three values for each group of the slab.
+  const int half = (t.parallel_rows + 1) / 2;
+  t.channel_lanes = std::min({5, FloorLog2(std::max<int64_t>(1, t.threads / slab_channels)), CeilLog2(half)});
+  t.group_lanes = std::min(5, CeilLog2(group));
+
+  // SumChannels' scratch and its sums, of two values each, and four values for each group of the slab.
   using A = Accumulator<T>;
-  const int64_t reduced = std::max(1, (t.parallel_rows + 1) / 2) * t.block_columns * V;
-  const int64_t scratch = reduced * sizeof(Moments<A>) + t.slab_groups * 3 * sizeof(A);
+  const int64_t scratch =
+      (2 * (half * t.block_columns * V + slab_channels) + 4 * t.slab_groups) * static_cast<int64_t>(sizeof(A));
   const int64_t step_bytes = int64_t{arrays} * t.threads * V * sizeof(T);
   const int64_t sweeps = CeilDiv(t.rows, t.parallel_rows);
   const int64_t most = std::max<int64_t>(1, std::min(Resident(d), Resident(kNominal)) / t.column_blocks);
@@ -140,10 +146,12 @@ ColumnTiling PlanColumns(const Problem& p, int arrays, const Device& d) {
   t.block_rows = steps * t.parallel_rows;
   t.team.size = static_cast<int>(CeilDiv(sweeps, steps)) * t.column_blocks;
 
-  // Two runs if all is held, so that the first is at work while the second is on its way.
   const int64_t fit = ((t.team.size == 1 ? d.shared_per_block : ResidentShared(d)) - scratch) / step_bytes;
-  const int64_t half = CeilDiv(steps, 2);
-  t.schedule = MakeSchedule(steps, 2 * half <= fit ? half : steps <= fit ? steps : std::min<int64_t>(steps, 2), fit);
+  // Four runs if all is held, so that the first are at work while the last are on their way.
+  const int64_t length = CeilDiv(steps, 4) * 4 <= fit ? CeilDiv(steps, 4)
+                         : steps <= fit               ? 1
+                                                      : std::max<int64_t>(1, fit / 16);
+  t.schedule = MakeSchedule(steps, length, fit);
   t.shared = t.schedule.Slots() * step_bytes + scratch;
   return t;
 }
@@ -151,9 +159,10 @@ ColumnTiling PlanColumns(const Problem& p, int arrays, const Device& d) {
 // A thread's place in a slab of channels-last data.
 template <int V>
 struct ColumnPlace {
-  int64_t example, first_channel, first_group;
+  int64_t example, parameters;  // the latter: of the slab's first channel
+  int first_channel, first_group;
   int64_t base, step;
-  int64_t count;  // of rows
+  int count;  // of rows
   int length;
   int across, down;  // the thread's place in the block
   int first_column;  // of the block
@@ -162,8 +171,9 @@ struct ColumnPlace {
   __device__ ColumnPlace(const ColumnTiling& t, int64_t unit) {
     const int rank = t.team.Rank();
     const int row_block = rank / t.column_blocks, column_block = rank - row_block * t.column_blocks;
-    example = unit / t.slabs;
-    const int64_t slab = unit - example * t.slabs;
+    int slab;
+    example = t.by_slabs.Div(static_cast<int>(unit), &slab);
+    parameters = t.by_examples.Div(static_cast<int>(example)) * t.channels + int64_t{slab} * t.slab_channels;
     first_channel = slab * t.slab_channels;
     first_group = slab * t.slab_groups;
     down = threadIdx.x / t.block_columns;
@@ -174,15 +184,15 @@ struct ColumnPlace {
     element = (column_exists ? column : 0) * V;
     const int64_t row = row_block * t.block_rows + down;
     const int64_t end = min(t.rows, (row_block + 1) * t.block_rows);
-    count = column_exists && row < end ? (end - row - 1) / t.parallel_rows + 1 : 0;
-    base = example * t.example + slab * t.columns + column + row * t.row;
+    count = column_exists && row < end ? t.by_parallel_rows.Div(static_cast<int>(end - row - 1)) + 1 : 0;
+    base = example * t.example + int64_t{slab} * t.columns + column + row * t.row;
     step = int64_t{t.parallel_rows} * t.row;
     length = t.schedule.length;
   }
 
   __device__ Run At(int m) const {
-    const int64_t first = int64_t{m} * length;
-    return {base + first * step, step, static_cast<int>(max(int64_t{0}, min(count - first, int64_t{length})))};
+    const int first = m * length;
+    return {base + first * step, step, max(0, min(count - first, length))};
   }
 };
 
@@ -197,7 +207,7 @@ struct RowTiling {
   int64_t slab;      // vectors
   int64_t row;       // vectors of a channel
   int64_t pieces;    // runs per channel
-  FastDiv by_pieces;
+  FastDiv by_pieces, by_groups, by_examples;
   int64_t piece;  // vectors of each but the last
   int64_t share;  // pieces of a slab that a block takes
   int64_t slabs;
@@ -235,13 +245,13 @@ RowTiling PlanRows(const Problem& p, int arrays, const Device& d) {
     if (taken <= slots) slots = taken, length = k;
   }
   t.pieces = CeilDiv(t.row, length << t.lanes);
-  t.by_pieces = FastDiv(t.pieces);
+  t.by_pieces = FastDiv(t.pieces), t.by_groups = FastDiv(p.groups), t.by_examples = FastDiv(p.n);
   t.piece = CeilDiv(t.row, t.pieces);
   length = CeilDiv(t.piece, 1 << t.lanes);
 
   // The backward pass also has two sums for each piece.
   const int64_t pieces = t.slab_channels * t.pieces, rounds = CeilDiv(pieces, parallel);
-  constexpr int64_t kReduction = sizeof(Moments<A>) * kThreads;
+  constexpr int64_t kReduction = 2 * sizeof(A) * kThreads;
   const int64_t round_bytes = length * step_bytes + (arrays == 1 ? 0 : 2 * sizeof(A) * (t.threads >> t.lanes));
   const int64_t most = t.span == 8 ? std::min({rounds, Resident(d), Resident(kNominal)}) : 1;
   const int64_t steps = StepsOfBlock(rounds, round_bytes, kReduction, t.slabs, most);
@@ -258,7 +268,9 @@ RowTiling PlanRows(const Problem& p, int arrays, const Device& d) {
 // A thread's place in a slab of channels-first data.
 struct RowPlace {
   const RowTiling& t;
-  int64_t unit;
+  int64_t unit, example;
+  int64_t channels;          // those before the slab's first, in its example
+  int64_t parameters;        // of that channel
   int64_t base, first, end;  // pieces first..end-1 are this block's
   int in_slab, lane, row;    // among the slab's threads; the run's lanes; the runs side by side
   int parallel;
@@ -269,6 +281,10 @@ struct RowPlace {
     lane = in_slab & ((1 << t.lanes) - 1);
     row = in_slab >> t.lanes;
     parallel = 1 << (t.span - t.lanes);
+    int group;
+    example = t.by_groups.Div(static_cast<int>(unit), &group);
+    channels = group * t.slab_channels;
+    parameters = t.by_examples.Div(static_cast<int>(example)) * t.channels + channels;
     base = unit * t.slab;
     first = t.team.Rank() * t.share;
     end = unit < t.slabs ? min(first + t.share, t.slab_channels * t.pieces) : first;

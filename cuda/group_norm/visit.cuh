@@ -49,18 +49,19 @@ cudaError_t VisitTiling(const Problem& p, int arrays, bool aligned, F&& f) {
 template <class F>
 std::optional<int64_t> MostBytes(const Problem& p, int arrays, F&& bytes) {
   if (p.Empty()) return 0;
-  int64_t most = 0, shared = 0;
+  int64_t most = 0;
+  bool fits = true;
   VisitDType(p.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     const auto take = [&](auto, const auto& t, const Device&) {
       most = std::max(most, static_cast<int64_t>(bytes(t, sizeof(Accumulator<T>))));
-      shared = std::max(shared, t.shared);
+      fits &= t.shared <= (t.team.size == 1 ? kNominal.shared_per_block : ResidentShared(kNominal));
       return cudaSuccess;
     };
     if (WholeVectors<T>(p)) PlanAndCall<T, kVecLength<T>>(p, arrays, kNominal, take);
     return PlanAndCall<T, 1>(p, arrays, kNominal, take);
   });
-  if (shared > kNominal.shared_per_block) return std::nullopt;
+  if (!fits) return std::nullopt;
   return most;
 }
 
@@ -79,9 +80,9 @@ cudaError_t VisitActivation(activation::Kind kind, F&& f) {
   }
 }
 
-// What a team's blocks exchange about `words` accumulators for each group, and the counters that they meet at.
+// What a team's blocks exchange, `words` accumulators for each group, and the counters that they meet at.
 inline int64_t ExchangeBytes(const Team& team, int64_t slab_groups, int words, size_t accumulator) {
-  return team.size == 1 ? 0 : team.units * (team.size * slab_groups * words * accumulator + sizeof(unsigned));
+  return team.size == 1 ? 0 : team.ExchangedRows() * slab_groups * words * accumulator + team.CounterBytes();
 }
 
 }  // namespace jaxdnn::group_norm

@@ -1,0 +1,283 @@
+// The two linear maps that differentiate group normalization. With p the
+// pre-activation and xhat = (x - mean) * rstd,
+//
+//   pullback  dp = dy f'(p),  q = dp scale:       dx = rstd (q - mean(q) - xhat
+//   mean(q xhat))
+//             dbias = sum(dp),  dscale = sum(dp xhat)
+//   tangent   ty = f'(p) (rstd scale (t - mean(t) - xhat mean(t xhat)) + xhat
+//   tscale + tbias)
+//
+// where the means are those of a group. Both visit their two inputs twice, for
+// two sums and then for the result. The sums are made channel by channel: the
+// pullback weights them with scale, and keeps them for dscale and dbias.
+//
+// Bound by memory: two reads and one write. Slabs of both inputs are held as in
+// the forward pass.
+#pragma once
+
+#include "cuda/common/reduce.cuh"
+#include "cuda/group_norm/columns.cuh"
+#include "cuda/group_norm/moments.cuh"
+#include "cuda/group_norm/visit.cuh"
+
+namespace jaxdnn::group_norm {
+
+enum class Map { kPullback, kTangent };
+
+// Two sums: of w and w xhat, where w is dp or t; while they are made, of w and w (x - mean).
+template <class A>
+using Sums = Pair<A>;
+
+template <class A>
+__device__ Sums<A> Times(const Sums<A>& sums, A factor) {
+  return {sums.first * factor, sums.second * factor};
+}
+
+template <class T, int V>
+struct MapOperands {
+  using A = Accumulator<T>;
+  const Vec<T, V>*in, *x;  // dy or t
+  const A *scale, *bias;
+  const A *tscale, *tbias;  // of the tangent
+  const Statistics<A>* statistics;
+  Vec<T, V>* out;     // dx or ty
+  A *dscale, *dbias;  // of the pullback: [examples, blocks of a team, channels]
+  Sums<A>* partial;   // [units, blocks of a team, groups of a slab]
+  A count;            // elements of a group
+};
+
+template <class A>
+A GroupSize(const Problem& p) {
+  return static_cast<A>(p.channels / p.groups) * static_cast<A>(p.spatial);
+}
+
+// A channel's map: with u = (x - mean) * tilt + shift and p = (x - mean) *
+// slope + offset,
+//   dx = dy f'(p) slope + u,   ty = f'(p) (t slope + u).
+template <Map kMap, class A>
+struct Linear {
+  A mean, slope, offset, tilt, shift;
+
+  Linear() = default;
+  __device__ Linear(const Statistics<A>& s, A scale, A bias)
+      : mean(s.mean), slope(s.rstd * scale), offset(bias - s.rest * slope) {}
+
+  // The means are those of w and w xhat over the group; the tangents are those
+  // of the channel's parameters, or 0.
+  __device__ void Finish(const Statistics<A>& s, const Sums<A>& means, A tscale, A tbias) {
+    const A lead = kMap == Map::kPullback ? s.rstd : slope;
+    tilt = s.rstd * (tscale - lead * means.second);
+    shift = tbias - lead * means.first - s.rest * tilt;
+  }
+  template <class F>
+  __device__ A TimesDerivative(F f, A value, A x) const {
+    return activation::ApplySlope(value, f.Derivative((x - mean) * slope + offset));
+  }
+  template <class F>
+  __device__ void AddTo(Sums<A>& sums, F f, A in, A x) const {
+    const A w = kMap == Map::kPullback ? TimesDerivative(f, in, x) : in;
+    sums.first += w;
+    sums.second += w * (x - mean);
+  }
+  template <class F>
+  __device__ A Apply(F f, A in, A x) const {
+    const A rest = (x - mean) * tilt + shift;
+    if constexpr (kMap == Map::kPullback) return TimesDerivative(f, in, x) * slope + rest;
+    return TimesDerivative(f, in * slope + rest, x);
+  }
+};
+
+// From the sums of w and w (x - mean) to those of w and w xhat.
+template <class A>
+__device__ Sums<A> Normalized(const Sums<A>& sums, const Statistics<A>& s) {
+  return {sums.first, s.rstd * (sums.second - s.rest * sums.first)};
+}
+
+// The sums of a group from those of the team's blocks, by the lanes of a warp.
+template <class A>
+__device__ Sums<A> AddBlocks(const Sums<A>* partial, int blocks, int stride) {
+  Sums<A> sums[1] = {};
+#pragma unroll 4
+  for (int i = threadIdx.x % 32; i < blocks; i += 32) {
+    const Sums<A>* p = partial + int64_t{i} * stride;
+    sums[0] = AddPairs{}(sums[0], LoadRemote(p));
+  }
+  Reduce(sums, AddPairs{}, {0, 5}, static_cast<Sums<A>*>(nullptr));
+  return sums[0];
+}
+
+template <Map kMap, class F, class T, int V>
+__global__ void __launch_bounds__(kThreads, kResident) MapColumnsKernel(ColumnTiling t, MapOperands<T, V> o, F f) {
+  using A = Accumulator<T>;
+  extern __shared__ __align__(16) unsigned char shared[];
+  auto* tile_memory = reinterpret_cast<Vec<T, V>*>(shared);
+  const Tile<2, T, V> tile = {t.schedule, tile_memory + threadIdx.x, {o.in, o.x}};
+  auto* group_sums = reinterpret_cast<Sums<A>*>(tile_memory + 2 * t.schedule.Slots() * blockDim.x);
+  auto* channel_sums = group_sums + t.slab_groups;
+  auto* scratch = channel_sums + t.slab_channels;
+  const A inverse = A(1) / o.count;
+
+  for (int64_t unit = t.team.First(); unit < t.team.units; unit += t.team.Step()) {
+    const ColumnPlace<V> place(t, unit);
+    tile.Start(place);
+    const Statistics<A>* statistics = o.statistics + place.example * t.groups + place.first_group;
+    int group_of[V], channel_of[V];
+    Linear<kMap, A> map[V];
+#pragma unroll
+    for (int j = 0; j < V; ++j) {
+      t.period.Div(place.element + j, &channel_of[j]);
+      group_of[j] = t.group_channels.Div(channel_of[j]);
+      const int64_t channel = place.parameters + channel_of[j];
+      map[j] = Linear<kMap, A>(statistics[group_of[j]], o.scale[channel], o.bias[channel]);
+    }
+
+    Sums<A> own[V] = {};
+    tile.FirstVisit(place, [&](int m, const Run& run, int slot) {
+#pragma unroll 2
+      for (int k = 0; k < run.count; ++k) {
+        const Vec<T, V> in = *tile.Slot(0, slot + k), x = *tile.Slot(1, slot + k);
+#pragma unroll
+        for (int j = 0; j < V; ++j) map[j].AddTo(own[j], f, static_cast<A>(in.v[j]), static_cast<A>(x.v[j]));
+      }
+    });
+    SumChannels(t, place, own, AddPairs{}, scratch, channel_sums);
+
+    const int64_t row = (place.example * t.team.size + t.team.Rank()) * t.channels + place.first_channel;
+    const auto of_channel = [&](int c) {
+      const Sums<A> sums = Normalized(channel_sums[c], statistics[t.group_channels.Div(c)]);
+      if constexpr (kMap == Map::kTangent) return sums;
+      o.dscale[row + c] = sums.second;
+      o.dbias[row + c] = sums.first;
+      return Times(sums, o.scale[place.parameters + c]);
+    };
+    Sums<A>* partial = o.partial + unit * (t.team.size + 1) * t.slab_groups;
+    ForEachGroup<Sums<A>>(t, AddPairs{}, of_channel, [&](int g, const Sums<A>& sums) {
+      (t.team.size > 1 ? partial + t.team.Rank() * t.slab_groups : group_sums)[g] = sums;
+    });
+    if (t.team.size > 1) {
+      const auto merge = [&](const Sums<A>* p) { return AddBlocks(p, t.team.size, t.slab_groups); };
+      t.team.Exchange(unit, partial, t.slab_groups, merge, [&](int g, const Sums<A>& sums) { group_sums[g] = sums; });
+    }
+    __syncthreads();
+
+#pragma unroll
+    for (int j = 0; j < V; ++j) {
+      const int64_t channel = place.parameters + channel_of[j];
+      const A tscale = kMap == Map::kTangent ? o.tscale[channel] : A(0);
+      const A tbias = kMap == Map::kTangent ? o.tbias[channel] : A(0);
+      map[j].Finish(statistics[group_of[j]], Times(group_sums[group_of[j]], inverse), tscale, tbias);
+    }
+    tile.SecondVisit(place, [&](int m, const Run& run, int slot) {
+#pragma unroll 2
+      for (int k = 0; k < run.count; ++k) {
+        Vec<T, V> in = *tile.Slot(0, slot + k);
+        const Vec<T, V> x = *tile.Slot(1, slot + k);
+#pragma unroll
+        for (int j = 0; j < V; ++j)
+          in.v[j] = static_cast<T>(map[j].Apply(f, static_cast<A>(in.v[j]), static_cast<A>(x.v[j])));
+        o.out[run.base + k * run.step] = in;
+      }
+    });
+    __syncthreads();  // The next unit's sums go where these were.
+  }
+}
+
+template <Map kMap, class F, class T, int V>
+__global__ void __launch_bounds__(kThreads, kResident) MapRowsKernel(RowTiling t, MapOperands<T, V> o, F f) {
+  using A = Accumulator<T>;
+  extern __shared__ __align__(16) unsigned char shared[];
+  auto* tile_memory = reinterpret_cast<Vec<T, V>*>(shared);
+  const Tile<2, T, V> tile = {t.schedule, tile_memory + threadIdx.x, {o.in, o.x}};
+  auto* scratch = reinterpret_cast<Sums<A>*>(tile_memory + 2 * t.schedule.Slots() * blockDim.x);
+  const A inverse = A(1) / o.count;
+
+  for (int64_t unit = t.team.First(); unit < t.team.units; unit += t.team.Step()) {
+    const RowPlace place(t, unit * (blockDim.x >> t.span));
+    tile.Start(place);
+    auto* piece_sums = scratch + kThreads + (threadIdx.x >> t.span) * t.share;  // of the slab's pieces in this block
+    const bool exists = place.unit < t.slabs;
+    const Statistics<A> statistics = exists ? o.statistics[place.unit] : Statistics<A>{};
+
+    tile.FirstVisit(place, [&](int m, const Run& run, int slot) {
+      const int64_t piece = place.Piece(m);
+      Sums<A> sums[V] = {};
+      if (run.count > 0) {
+        const int64_t channel = place.parameters + place.Channel(piece);
+        const Linear<kMap, A> map(statistics, o.scale[channel], o.bias[channel]);
+#pragma unroll 2
+        for (int k = 0; k < run.count; ++k) {
+          const Vec<T, V> in = *tile.Slot(0, slot + k), x = *tile.Slot(1, slot + k);
+#pragma unroll
+          for (int j = 0; j < V; ++j) map.AddTo(sums[j], f, static_cast<A>(in.v[j]), static_cast<A>(x.v[j]));
+        }
+      }
+      Sums<A> all[1] = {sums[0]};
+#pragma unroll
+      for (int j = 1; j < V; ++j) all[0] = AddPairs{}(all[0], sums[j]);
+      Reduce(all, AddPairs{}, {0, t.lanes}, static_cast<Sums<A>*>(nullptr));
+      if (place.lane == 0 && piece < place.end) piece_sums[piece - place.first] = all[0];
+    });
+    __syncthreads();
+
+    Sums<A> group[1] = {};
+    const int64_t row = (place.example * t.team.size + t.team.Rank()) * t.channels + place.channels;
+    if (exists)
+      for (int64_t c = place.in_slab; c < t.slab_channels; c += 1 << t.span) {
+        Sums<A> sums = {};
+        const int64_t begin = max(c * t.pieces, place.first), end = min((c + 1) * t.pieces, place.end);
+        for (int64_t piece = begin; piece < end; ++piece) sums = AddPairs{}(sums, piece_sums[piece - place.first]);
+        sums = Normalized(sums, statistics);
+        if constexpr (kMap == Map::kPullback) {
+          o.dscale[row + c] = sums.second;
+          o.dbias[row + c] = sums.first;
+          sums = Times(sums, o.scale[place.parameters + c]);
+        }
+        group[0] = AddPairs{}(group[0], sums);
+      }
+    Reduce(group, AddPairs{}, {0, t.span}, scratch);
+    if (t.team.size > 1) {
+      Sums<A>* partial = o.partial + unit * (t.team.size + 1);
+      if (threadIdx.x == 0) partial[t.team.Rank()] = group[0];
+      t.team.Meet(unit, 1);
+      group[0] = AddBlocks(partial, t.team.size, 1);
+    }
+
+    tile.SecondVisit(place, [&](int m, const Run& run, int slot) {
+      if (run.count == 0) return;
+      const int64_t channel = place.parameters + place.Channel(place.Piece(m));
+      Linear<kMap, A> map(statistics, o.scale[channel], o.bias[channel]);
+      const A tscale = kMap == Map::kTangent ? o.tscale[channel] : A(0);
+      const A tbias = kMap == Map::kTangent ? o.tbias[channel] : A(0);
+      map.Finish(statistics, Times(group[0], inverse), tscale, tbias);
+#pragma unroll 2
+      for (int k = 0; k < run.count; ++k) {
+        Vec<T, V> in = *tile.Slot(0, slot + k);
+        const Vec<T, V> x = *tile.Slot(1, slot + k);
+#pragma unroll
+        for (int j = 0; j < V; ++j)
+          in.v[j] = static_cast<T>(map.Apply(f, static_cast<A>(in.v[j]), static_cast<A>(x.v[j])));
+        o.out[run.base + k * run.step] = in;
+      }
+    });
+    __syncthreads();  // The next unit's pieces go where these were.
+  }
+}
+
+// Launches a map of p's arrays as `t` spreads them; C is the Access.
+template <Map kMap, class C, class Tiling>
+cudaError_t LaunchMap(const Problem& p, const Tiling& t, const Device& d,
+                      const MapOperands<typename C::Type, C::V>& operands, cudaStream_t stream) {
+  using T = typename C::Type;
+  return VisitActivation<T>(p.activation, [&](auto f) {
+    using F = decltype(f);
+    auto* kernel = [] {
+      if constexpr (C::kColumns)
+        return MapColumnsKernel<kMap, F, T, C::V>;
+      else
+        return MapRowsKernel<kMap, F, T, C::V>;
+    }();
+    return LaunchTeams(kernel, t.Blocks(d), t.team.size, t.threads, t.shared, stream, t, operands, f);
+  });
+}
+
+}  // namespace jaxdnn::group_norm
