@@ -1,6 +1,8 @@
-"""Shapes of the tensor transforms, for tests and benchmarks."""
+"""Shapes of the tensor transforms, and what NumPy makes of them."""
 
 from typing import NamedTuple
+
+import numpy as np
 
 
 class Case(NamedTuple):
@@ -8,6 +10,24 @@ class Case(NamedTuple):
   permutation: tuple[int, ...] | None = None
   padding: tuple[tuple[int, int], ...] | None = None
   """Of the result's dimensions."""
+
+
+def arguments(case):
+  return {"permutation": case.permutation, "padding": case.padding}
+
+
+def move(x, case, pad_value=0):
+  """T(x) by NumPy, of any type."""
+  x = x.transpose(case.permutation or range(x.ndim))
+  for axis, (lo, hi) in enumerate(case.padding or ()):
+    index = np.arange(-lo, x.shape[axis] + hi)
+    inside = (index >= 0) & (index < x.shape[axis])
+    shape = [-1 if a == axis else 1 for a in range(x.ndim)]
+    taken = np.take(x, np.where(inside, index, 0), axis) if x.shape[axis] else np.zeros(
+      [index.size if a == axis else n for a, n in enumerate(x.shape)], x.dtype
+    )  # fmt: skip
+    x = np.where(inside.reshape(shape), taken, np.asarray(pad_value, x.dtype))
+  return x
 
 
 # Every form that a kernel treats by itself: wide matrices and narrow, runs of the input or result that go on over the

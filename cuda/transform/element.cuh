@@ -124,7 +124,9 @@ __device__ void Encode(C v, ElementType, uint2* bits) {
 }
 
 // The operations of a kernel: Prepare takes an element as it comes from memory, Store writes it. `Value` is what the
-// kernel holds between the two. After(n) is the operation on the result's elements from the n-th on.
+// kernel holds between the two. After(n) is the operation on the result's elements from the n-th on. The constants say
+// for what it has kernels: vectors of kVector elements, gathering from dense rows, transposition through shared memory
+// from any rows and from aligned ones. What is rare does with the one that takes all.
 
 // Moves bits.
 template <int kBytes>
@@ -133,8 +135,7 @@ struct Copy {
   using Out = Bits<kBytes>;
   using Value = Bits<kBytes>;
   static constexpr int kVector = 16 / kBytes;
-  static constexpr bool kTiles = true;
-  static constexpr bool kVectors = kBytes == 16;  // What moves in vectors has been widened to this.
+  static constexpr bool kVectors = kBytes == 16, kDense = true, kTiles = true, kSquares = true;
 
   Out* out;
   Value pad;
@@ -163,9 +164,9 @@ struct Convert {
   using Out = Bits<kOutBytes>;
   using Value = std::conditional_t<kInBytes == 8 || kOutBytes == 8, double, float>;
   static constexpr int kVector = 16 / kOutBytes;
-  // Where transposition has kernels of its own; elsewhere it gathers.
-  static constexpr bool kTiles = kInBytes + kOutBytes > 2 && kInBytes < 8 && kOutBytes < 8;
-  static constexpr bool kVectors = true;
+  static constexpr bool kVectors = std::is_same_v<Value, float>, kDense = false,
+                        kTiles = kVectors && kInBytes + kOutBytes > 2,
+                        kSquares = kVectors && kInBytes > 1 && kOutBytes > 1;
 
   Out* out;
   const Out* y;  // Null for beta = 0.

@@ -221,9 +221,11 @@ __global__ void __launch_bounds__(kThreads)
     for (int k = first[d], o = at[d]; k < cells.window && o >= 0; k += cells.step.divisor, o -= cells.fall)
       inner(offset + o * s.o_pitch[d] + k * s.k_pitch[d]);
   };
-  if constexpr (kRank == 1) along_last(0);
-  if constexpr (kRank == 2) along(0, 0, along_last);
-  if constexpr (kRank == 3) along(0, 0, [&](int64_t offset) { along(1, offset, along_last); });
+  if constexpr (kRank == 2) {
+    along(0, 0, along_last);
+  } else {
+    along(0, 0, [&](int64_t offset) { along(1, offset, along_last); });
+  }
   Group<T, kN> result;
 #pragma unroll
   for (int j = 0; j < kN; ++j) result.v[j] = static_cast<T>(sum[j]);
@@ -255,13 +257,11 @@ cudaError_t LaunchSum(const Patches& p, const T* cols, T* x, cudaStream_t stream
   });
 }
 
-// f(the number of spatial dimensions that are more than a single cell, as a constant).
+// f(2) where the first of three spatial dimensions is a single cell, else f(3), as constants.
 template <class F>
 cudaError_t VisitRank(const Patches& p, F&& f) {
-  const auto trivial = [&](int d) { return p.in[d] == 1 && p.out[d] == 1 && p.window[d] == 1 && p.low[d] == 0; };
-  if (!trivial(0)) return f(std::integral_constant<int, 3>{});
-  if (!trivial(1)) return f(std::integral_constant<int, 2>{});
-  return f(std::integral_constant<int, 1>{});
+  const bool flat = p.in[0] == 1 && p.out[0] == 1 && p.window[0] == 1 && p.low[0] == 0;
+  return flat ? f(std::integral_constant<int, 2>{}) : f(std::integral_constant<int, 3>{});
 }
 
 }  // namespace
@@ -294,12 +294,15 @@ cudaError_t Col2im(const Patches& p, DType dtype, const void* cols, void* x, cud
     const auto* from = static_cast<const T*>(cols);
     auto* to = static_cast<T*>(x);
     constexpr int kN = kVecLength<T>;
-    return VisitRank(p, [&](auto rank) {
-      if (p.channels % kN == 0 && IsVectorAligned(from, to)) return LaunchSum<rank, T, kN>(p, from, to, stream);
-      if (p.channels % 3 == 0) return LaunchSum<rank, T, 3>(p, from, to, stream);
-      if (p.channels % 2 == 0) return LaunchSum<rank, T, 2>(p, from, to, stream);
-      return LaunchSum<rank, T, 1>(p, from, to, stream);
-    });
+    if constexpr (std::is_same_v<T, double>) {
+      return LaunchSum<3, T, 1>(p, from, to, stream);
+    } else {
+      return VisitRank(p, [&](auto rank) {
+        if (p.channels % kN == 0 && IsVectorAligned(from, to)) return LaunchSum<rank, T, kN>(p, from, to, stream);
+        if (p.channels % 3 == 0) return LaunchSum<rank, T, 3>(p, from, to, stream);
+        return LaunchSum<rank, T, 1>(p, from, to, stream);
+      });
+    }
   });
 }
 

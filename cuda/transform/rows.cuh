@@ -97,9 +97,13 @@ cudaError_t LaunchRows(const View& view, int64_t rows, int64_t length, int64_t s
       return LaunchKernel(kernel, CeilDiv(total, kThreads * Op::kVector), kThreads, stream, view, FastDiv(length),
                           stride, aligned, op, x, static_cast<int>(rows));
     };
-    if constexpr (!View::kDense)
-      if (stride != 1) return launch(GatherKernel<false, View, Op>);
-    return launch(GatherKernel<true, View, Op>);
+    if constexpr (View::kDense) {
+      return launch(GatherKernel<true, View, Op>);
+    } else {
+      if constexpr (Op::kDense)
+        if (stride == 1) return launch(GatherKernel<true, View, Op>);
+      return launch(GatherKernel<false, View, Op>);
+    }
   }
 }
 

@@ -176,21 +176,22 @@ cudaError_t Tiles(const Problem& p, int y, const Op& op, const void* x, cudaStre
   const Dim &dx = p.dims[p.rank - 1], &dy = p.dims[y];
   const auto* in = static_cast<const typename Op::In*>(x) + p.offset;
   Tile t = MakeTile(p, y);
-  if (SquareFits(p, y, op, x)) {
-    const int64_t blocks = SetBox(p, kSquareRows, 128 / kSize, &t);
-    return LaunchKernel(SquareKernel<Op>, blocks, kThreads, stream, t, op, in);
-  }
+  if constexpr (Op::kSquares)
+    if (SquareFits(p, y, op, x)) {
+      const int64_t blocks = SetBox(p, kSquareRows, 128 / kSize, &t);
+      return LaunchKernel(SquareKernel<Op>, blocks, kThreads, stream, t, op, in);
+    }
 
   // A run of 128 bytes or more needs no help; a shorter one goes on where the next dimension lies beside it.
   const bool in_run = dy.extent * kSize < 128 && dx.stride == dy.extent && dy.begin == 0 && dy.end == dy.extent;
-  const bool out_run = dx.extent < 64 && y == p.rank - 2;
+  const bool out_run = !in_run && dx.extent < 64 && y == p.rank - 2;
   const auto fill = [](int64_t other, int64_t extent) {
     return std::min(std::max<int64_t>(kBoxBytes / (kSize * other) / 16 * 16, 16), extent);
   };
   int64_t box_x = std::min<int64_t>(dx.extent, kSquareRows);
   int64_t box_y = std::min<int64_t>(dy.extent, 128 / kSize);
   if (in_run) {
-    box_x = out_run ? dx.extent : fill(box_y, dx.extent);
+    box_x = fill(box_y, dx.extent);
   } else if (out_run) {
     box_y = fill(box_x, dy.extent);
   }
@@ -214,7 +215,7 @@ cudaError_t Tiles(const Problem& p, int y, const Op& op, const void* x, cudaStre
   const auto launch = [&](auto kernel) {
     return LaunchKernel(kernel, Grid{blocks, kThreads, static_cast<size_t>(shared)}, stream, t, runs, op, in);
   };
-  if (in_run) return out_run ? launch(TileKernel<true, true, Op>) : launch(TileKernel<true, false, Op>);
+  if (in_run) return launch(TileKernel<true, false, Op>);
   return out_run ? launch(TileKernel<false, true, Op>) : launch(TileKernel<false, false, Op>);
 }
 
