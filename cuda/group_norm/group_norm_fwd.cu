@@ -221,7 +221,7 @@ cudaError_t Forward(const Problem& p, const void* x, const void* scale, const vo
                            static_cast<V*>(y),       static_cast<A*>(statistics),  static_cast<Moments<A>*>(workspace),
                            static_cast<A>(p.epsilon)};
     if (cudaError_t e = t.team.Reset(o.partial + t.team.ExchangedRows() * t.SlabGroups(), stream)) return e;
-    return VisitActivation<T>(p.activation, [&](auto f) {
+    return VisitActivation<T, (C::V > 1)>(p.activation, [&](auto f) {
       using F = decltype(f);
       auto* kernel = [] {
         if constexpr (C::kColumns)

@@ -268,7 +268,7 @@ template <Map kMap, class C, class Tiling>
 cudaError_t LaunchMap(const Problem& p, const Tiling& t, const Device& d,
                       const MapOperands<typename C::Type, C::V>& operands, cudaStream_t stream) {
   using T = typename C::Type;
-  return VisitActivation<T>(p.activation, [&](auto f) {
+  return VisitActivation<T, (C::V > 1 && kMap == Map::kPullback)>(p.activation, [&](auto f) {
     using F = decltype(f);
     auto* kernel = [] {
       if constexpr (C::kColumns)

@@ -39,7 +39,8 @@ cudaError_t VisitTiling(const Problem& p, int arrays, bool aligned, F&& f) {
   if (cudaError_t e = Query(&d)) return e;
   return VisitDType(p.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    if (aligned && WholeVectors<T>(p)) return PlanAndCall<T, kVecLength<T>>(p, arrays, d, f);
+    if constexpr (sizeof(T) < sizeof(double))
+      if (aligned && WholeVectors<T>(p)) return PlanAndCall<T, kVecLength<T>>(p, arrays, d, f);
     return PlanAndCall<T, 1>(p, arrays, d, f);
   });
 }
@@ -58,26 +59,37 @@ std::optional<int64_t> MostBytes(const Problem& p, int arrays, F&& bytes) {
       fits &= t.shared <= (t.team.size == 1 ? kNominal.shared_per_block : ResidentShared(kNominal));
       return cudaSuccess;
     };
-    if (WholeVectors<T>(p)) PlanAndCall<T, kVecLength<T>>(p, arrays, kNominal, take);
+    if constexpr (sizeof(T) < sizeof(double))
+      if (WholeVectors<T>(p)) PlanAndCall<T, kVecLength<T>>(p, arrays, kNominal, take);
     return PlanAndCall<T, 1>(p, arrays, kNominal, take);
   });
   if (!fits) return std::nullopt;
   return most;
 }
 
-// Calls f with the functor of an activation that is fused: the few that follow a normalization.
-template <class T, class F>
-cudaError_t VisitActivation(activation::Kind kind, F&& f) {
-  switch (kind) {
-    case activation::Kind::kIdentity:
-      return f(activation::Identity<T>{});
-    case activation::Kind::kRelu:
-      return f(activation::Relu<T>{});
-    case activation::Kind::kSilu:
-      return f(activation::Silu<T>{1});
-    default:
-      return cudaErrorInvalidValue;
+// One of the activations that are fused, the few that follow a normalization, chosen as the kernel runs.
+template <class T>
+struct Chosen {
+  using A = Accumulator<T>;
+  activation::Kind kind;
+  __device__ A Forward(A p) const {
+    if (kind == activation::Kind::kSilu) return activation::Silu<T>{1}.Forward(p);
+    return kind == activation::Kind::kRelu ? activation::Relu<T>{}.Forward(p) : p;
   }
+  __device__ A Derivative(A p) const {
+    if (kind == activation::Kind::kSilu) return activation::Silu<T>{1}.Derivative(p);
+    return kind == activation::Kind::kRelu ? activation::Relu<T>{}.Derivative(p) : A(1);
+  }
+};
+
+// Calls f with a functor of the activation: where speed counts, the identity has kernels of its own.
+template <class T, bool kFast, class F>
+cudaError_t VisitActivation(activation::Kind kind, F&& f) {
+  using activation::Kind;
+  if (kind != Kind::kIdentity && kind != Kind::kRelu && kind != Kind::kSilu) return cudaErrorInvalidValue;
+  if constexpr (kFast)
+    if (kind == Kind::kIdentity) return f(activation::Identity<T>{});
+  return f(Chosen<T>{kind});
 }
 
 // What a team's blocks exchange, `words` accumulators for each group, and the counters that they meet at.
