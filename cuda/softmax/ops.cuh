@@ -4,7 +4,7 @@
 // row when all of it is reduced; `Local`, the statistics of a thread's own elements, which `each` hands out as often as
 // asked, to be changed in place; `Combine`, those of a group of threads; `Merge`, those of several blocks; `Finish`,
 // what results take from them; and `Result`. Elements that a mask drops, and those past the end, arrive as Fill;
-// `absent` is what the mask's become.
+// `absent` is what the mask's become. What is rare is not kTuned, and left to the most general kernel.
 #pragma once
 
 #include "cuda/softmax/exp.cuh"
@@ -26,6 +26,7 @@ struct ForwardOp {
   using A = Accumulator<T>;
   using Stats = MaxSum<A>;
   static constexpr int kInputs = 1;
+  static constexpr bool kTuned = sizeof(T) < 8;
 
   A without_entries;
 
@@ -97,6 +98,7 @@ struct BackwardOp {
   using A = Accumulator<T>;
   using Stats = A;
   static constexpr int kInputs = 2;  // g and y
+  static constexpr bool kTuned = sizeof(T) < 8 && kMap != Map::kLogSoftmaxJvp;
 
   static __device__ A Fill(int input) { return kMap == Map::kSoftmax || input == 0 ? A(0) : -kInfinity<A>; }
   static __device__ Stats Nothing() { return A(0); }

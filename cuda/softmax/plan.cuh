@@ -69,7 +69,7 @@ Tiling PlanTile(const Shape& shape, int steps, int element_bytes, const Device& 
   return {shape, CeilDiv(pitch, 1 << stride), static_cast<int>(shares), share, {stride, span}, phase};
 }
 
-template <class T, int L, int W, class Op>
+template <class T, int L, int W, bool kMaskable, class Op>
 cudaError_t RunTiles(const Op& op, const Problem& p, const T* in0, const T* in1, T* out, cudaStream_t stream) {
   Device device;
   if (const cudaError_t e = CurrentDevice(&device); e != cudaSuccess) return e;
@@ -77,8 +77,7 @@ cudaError_t RunTiles(const Op& op, const Problem& p, const T* in0, const T* in1,
   auto* workspace = static_cast<typename Op::Stats*>(p.workspace);
   const auto launch = [&] {
     const Grid grid = {t.Blocks(), t.Threads(), TileBytes<Op, W>(t), t.phase == Phase::kWhole ? t.shares : 1};
-    auto* kernel = p.mask.data != nullptr ? TileKernel<Op, T, L, W, true> : TileKernel<Op, T, L, W, false>;
-    return LaunchKernel(kernel, grid, stream, t, op, p.mask, workspace, in0, in1, out);
+    return LaunchKernel(TileKernel<Op, T, L, W, kMaskable>, grid, stream, t, op, p.mask, workspace, in0, in1, out);
   };
   cudaError_t e = launch();
   if (e != cudaSuccess || t.phase == Phase::kWhole) return e;
@@ -93,46 +92,54 @@ cudaError_t RunVectorRows(const Op& op, const Problem& p, int span, const T* in0
                           cudaStream_t stream) {
   const int rows_at_once = kRowVectors<Op, T> / kSteps;
   const Rows rows = {p.shape.outer, static_cast<int>(p.shape.n), span, rows_at_once * (kRowThreads >> span)};
-  return LaunchKernel(VectorRowsKernel<Op, T, kSteps>, rows.Blocks(), kRowThreads, stream, rows, op, p.mask, in0, in1,
-                      out);
+  return LaunchKernel(VectorRowsKernel<Op, T, kSteps>, rows.Blocks(), kRowThreads, stream, rows, op, in0, in1, out);
 }
 
-template <class T, int kSteps, class Op>
+template <class T, int kSteps, bool kMasked, class Op>
 cudaError_t RunPackedRows(const Op& op, const Problem& p, const T* in0, const T* in1, T* out, cudaStream_t stream) {
   constexpr int L = kVecLength<T>, kBytes = 16 << 10;
   const int n = static_cast<int>(p.shape.n);
   const int per_block = std::max<int>(1, kBytes / Op::kInputs / (n * sizeof(T) * L)) * L;
   const Rows rows = {p.shape.outer, n, CeilLog2(CeilDiv(n, kSteps)), per_block};
   const Grid grid = {rows.Blocks(), kRowThreads, Op::kInputs * per_block * n * sizeof(T)};
-  auto* kernel = p.mask.data ? PackedRowsKernel<Op, T, kSteps, true> : PackedRowsKernel<Op, T, kSteps, false>;
-  return LaunchKernel(kernel, grid, stream, rows, op, p.mask, in0, in1, out);
+  return LaunchKernel(PackedRowsKernel<Op, T, kSteps, kMasked>, grid, stream, rows, op, p.mask, in0, in1, out);
 }
 
+// Buffers that begin on a vector.
 template <class T, class Op>
-cudaError_t Run(const Op& op, const Problem& p, const T* in0, const T* in1, T* out, cudaStream_t stream) {
+cudaError_t RunTuned(const Op& op, const Problem& p, const T* in0, const T* in1, T* out, cudaStream_t stream) {
   constexpr int L = kVecLength<T>, kVectors = kRowVectors<Op, T>;
   // Columns of four, since every one more is more statistics to hold.
-  constexpr int kColumns = sizeof(T) == 8 ? 2 : 4;
+  constexpr int kColumns = 4;
   const Shape& s = p.shape;
-  if (s.outer == 0 || s.n == 0 || s.inner == 0) return cudaSuccess;
-  if (!IsVectorAligned(in0, in1, out)) return RunTiles<T, 1, 1>(op, p, in0, in1, out, stream);
-  if (s.inner % kColumns == 0) return RunTiles<T, kColumns, kColumns>(op, p, in0, in1, out, stream);
-  if (s.inner > 1) return RunTiles<T, 1, 1>(op, p, in0, in1, out, stream);
+  const bool masked = p.mask.data != nullptr;
+  if (s.inner > 1) {
+    if (s.inner % kColumns == 0 && !masked) return RunTiles<T, kColumns, kColumns, false>(op, p, in0, in1, out, stream);
+    return RunTiles<T, 1, 1, true>(op, p, in0, in1, out, stream);
+  }
   const int64_t vectors = s.n / L;
-  if (s.n % L == 0 && vectors <= 32 * kVectors) {
+  if (s.n % L == 0 && vectors <= 32 * kVectors && !masked) {
     // Eight threads a row where it has as many vectors, then as many vectors a thread as it holds, then more threads.
     const int span = std::clamp(CeilLog2(CeilDiv(vectors, kVectors)), std::min(3, CeilLog2(vectors)), 5);
     const int64_t steps = CeilDiv(vectors, 1 << span);
     if (steps == 1) return RunVectorRows<T, 1>(op, p, span, in0, in1, out, stream);
     if (steps == 2) return RunVectorRows<T, 2>(op, p, span, in0, in1, out, stream);
-    if constexpr (kVectors >= 4) {
-      if (steps <= 4) return RunVectorRows<T, 4>(op, p, span, in0, in1, out, stream);
-      if constexpr (kVectors >= 8) return RunVectorRows<T, 8>(op, p, span, in0, in1, out, stream);
-    }
+    if constexpr (kVectors == 4) return RunVectorRows<T, 4>(op, p, span, in0, in1, out, stream);
   }
-  if (s.n <= 4) return RunPackedRows<T, 4>(op, p, in0, in1, out, stream);
-  if (s.n <= kMaxPackedRow) return RunPackedRows<T, kMaxPackedSteps>(op, p, in0, in1, out, stream);
-  return RunTiles<T, L, 1>(op, p, in0, in1, out, stream);
+  if (s.n <= kMaxPackedRow && masked) return RunPackedRows<T, kMaxPackedSteps, true>(op, p, in0, in1, out, stream);
+  if (s.n <= 4) return RunPackedRows<T, 4, false>(op, p, in0, in1, out, stream);
+  if (s.n <= kMaxPackedRow) return RunPackedRows<T, kMaxPackedSteps, false>(op, p, in0, in1, out, stream);
+  if (masked) return RunTiles<T, L, 1, true>(op, p, in0, in1, out, stream);
+  return RunTiles<T, L, 1, false>(op, p, in0, in1, out, stream);
+}
+
+template <class T, class Op>
+cudaError_t Run(const Op& op, const Problem& p, const T* in0, const T* in1, T* out, cudaStream_t stream) {
+  const Shape& s = p.shape;
+  if (s.outer == 0 || s.n == 0 || s.inner == 0) return cudaSuccess;
+  if constexpr (Op::kTuned)
+    if (IsVectorAligned(in0, in1, out)) return RunTuned(op, p, in0, in1, out, stream);
+  return RunTiles<T, 1, 1, true>(op, p, in0, in1, out, stream);
 }
 
 }  // namespace jaxdnn::softmax

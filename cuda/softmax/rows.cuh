@@ -31,14 +31,14 @@ struct ShuffleReduce {
   }
 };
 
-// Vectors of each input that a thread holds: 32 registers of elements.
+// Vectors of each input that a thread holds: 32 registers of elements, at most.
 template <class Op, class T>
-constexpr int kRowVectors = 128 / sizeof(typename Op::A) / kVecLength<T> / Op::kInputs;
+constexpr int kRowVectors = sizeof(T) == 2 ? 4 / Op::kInputs : 4;
 
-// Rows of a multiple of L elements. A group takes several rows at once, kSteps vectors of each a thread.
+// Rows of a multiple of L elements, without a mask. A group takes several rows at once, kSteps vectors of each a
+// thread.
 template <class Op, class T, int kSteps>
-__global__ void __launch_bounds__(kRowThreads)
-    VectorRowsKernel(Rows r, Op op, const __grid_constant__ Mask mask, const T* in0, const T* in1, T* out) {
+__global__ void __launch_bounds__(kRowThreads) VectorRowsKernel(Rows r, Op op, const T* in0, const T* in1, T* out) {
   using A = typename Op::A;
   constexpr int L = kVecLength<T>, kInputs = Op::kInputs, kRows = kRowVectors<Op, T> / kSteps;
   using V = Vec<T, L>;
@@ -70,28 +70,6 @@ __global__ void __launch_bounds__(kRowThreads)
 #pragma unroll
         for (int i = 0; i < L; ++i) v[j][s][k][i] = static_cast<A>(loaded[j][s][k].v[i]);
 
-  // A bit for each element that the mask keeps.
-  unsigned kept[kRows][kSteps];
-  bool some[kRows];
-#pragma unroll
-  for (int j = 0; j < kRows; ++j) {
-    some[j] = mask.data == nullptr;
-    if (mask.data == nullptr) continue;
-    const bool* keep = row(j) < r.rows ? mask.data + mask.Row(row(j)) : nullptr;
-#pragma unroll
-    for (int s = 0; s < kSteps; ++s) {
-      kept[j][s] = 0;
-      if (exists(j, s))
-#pragma unroll
-        for (int i = 0; i < L; ++i) kept[j][s] |= unsigned{keep[((lane + (s << r.span)) * L + i) * mask.along_n]} << i;
-      some[j] |= kept[j][s] != 0;
-#pragma unroll
-      for (int i = 0; i < L; ++i)
-        if ((kept[j][s] >> i & 1) == 0)
-          for (int k = 0; k < kInputs; ++k) v[j][s][k][i] = Op::Fill(k);
-    }
-  }
-
   typename Op::Stats own[kRows], stats[kRows];
 #pragma unroll
   for (int j = 0; j < kRows; ++j) {
@@ -101,7 +79,7 @@ __global__ void __launch_bounds__(kRowThreads)
       for (int s = 0; s < kSteps; ++s) visit(v[j][s]);
     });
     own[j] = of_row[0];
-    stats[j] = some[j] ? own[j] : Op::Nothing();
+    stats[j] = own[j];
   }
   Op::Combine(stats, ShuffleReduce{r.span});
 
@@ -112,10 +90,7 @@ __global__ void __launch_bounds__(kRowThreads)
     for (int s = 0; s < kSteps; ++s) {
       V result;
 #pragma unroll
-      for (int i = 0; i < L; ++i) {
-        const A value = Op::Result(final, v[j][s], i);
-        result.v[i] = static_cast<T>(mask.data == nullptr || (kept[j][s] >> i & 1) ? value : final.absent);
-      }
+      for (int i = 0; i < L; ++i) result.v[i] = static_cast<T>(Op::Result(final, v[j][s], i));
       if (exists(j, s)) reinterpret_cast<V*>(out)[index(j, s)] = result;
     }
   }

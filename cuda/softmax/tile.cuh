@@ -50,7 +50,7 @@ size_t TileBytes(const Tiling& t) {
          (t.phase == Phase::kWhole && t.shares > 1 ? t.shares * columns * sizeof(typename Op::Stats) : 0);
 }
 
-template <class Op, class T, int L, int W, bool kMasked>
+template <class Op, class T, int L, int W, bool kMaskable>
 __global__ void __launch_bounds__(kMaxTileThreads)
     TileKernel(const __grid_constant__ Tiling t, Op op, const __grid_constant__ Mask mask,
                typename Op::Stats* workspace, const T* in0, const T* in1, T* out) {
@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(kMaxTileThreads)
     }
 
   const bool* keep = nullptr;
-  if (kMasked && active)
+  if (kMaskable && mask.data != nullptr && active)
     keep = mask.data + mask.Row(outer) + across * W * mask.along_inner +
            (W == 1 ? first * L - skew : first) * mask.along_n;
   // Of a vector that exists, a bit for each element that the mask keeps.
@@ -129,13 +129,13 @@ __global__ void __launch_bounds__(kMaxTileThreads)
   };
 
   // A bit for each of the W rows that has entries, as far as this thread knows.
-  unsigned some = kMasked ? 0 : ~0u;
+  unsigned some = kMaskable && mask.data != nullptr ? 0 : ~0u;
   const auto each = [&](auto&& visit) {
 #pragma unroll
     for (int s = 0; s < kSteps; ++s)
       if (s < steps) visit(v[s]);
   };
-  if constexpr (kMasked) {
+  if (kMaskable && keep != nullptr) {
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
       if (at(s) >= count) continue;
@@ -189,12 +189,12 @@ __global__ void __launch_bounds__(kMaxTileThreads)
 #pragma unroll
   for (int s = 0; s < kSteps; ++s) {
     if (at(s) >= count) continue;
-    [[maybe_unused]] const unsigned bits = kMasked ? kept(s) : 0;
+    const unsigned bits = kMaskable && keep != nullptr ? kept(s) : ~0u;
     V result;
 #pragma unroll
     for (int i = 0; i < L; ++i) {
       const A value = Op::Result(final[i % W], v[s], i);
-      result.v[i] = static_cast<T>(!kMasked || (bits >> i & 1) ? value : final[i % W].absent);
+      result.v[i] = static_cast<T>(bits >> i & 1 ? value : final[i % W].absent);
     }
     T* to = out + (base + s * step) * L;
     if (is_whole(s)) {
