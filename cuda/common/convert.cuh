@@ -71,4 +71,17 @@ __device__ Packed<T, N> Narrow(const Accumulator<T> (&wide)[N]) {
   return packed;
 }
 
+// Stores N elements in one access. The compiler splits the store of a struct of words where it comes under a condition.
+template <class T, int N>
+__device__ void StorePacked(T* to, const Packed<T, N>& packed) {
+  using Words = std::conditional_t<sizeof(packed) == 16, uint4, uint2>;
+  if constexpr (sizeof(packed) == sizeof(Words)) {
+    Words words;
+    memcpy(&words, &packed, sizeof(words));
+    *reinterpret_cast<Words*>(to) = words;
+  } else {
+    *reinterpret_cast<Packed<T, N>*>(to) = packed;
+  }
+}
+
 }  // namespace jaxdnn

@@ -2,14 +2,14 @@
 //
 // A thread owns N neighbouring elements of a row, and marches down the rows with the last W of its columns in a ring of
 // registers, as in columns.cu. A box's sum is the sum down each column, which a thread has in its ring, and then across
-// the columns, which neighbouring threads of the block exchange through shared memory: one exchange a row, for the
-// cotangent of two sums at once, that of x² and, a row later, that of r = q x g. Every element is read once, but for
-// the rows and columns where blocks overlap.
+// the columns, which neighbouring threads of the block exchange through shared memory: one exchange for every two rows,
+// and for the cotangent of two sums at once, that of x² and, two rows later, that of r = q x g. Every element is read
+// once, but for the rows and columns where blocks overlap.
 //
 // Neighbours across are `inner` elements apart, and a vector holds N of the elements between; or inner is 1, and a
 // vector holds N neighbours across itself (kAcross).
 //
-// Bound by memory, and for wide boxes by shared memory: a thread reads W - 1 vectors a row and sum, or 2 where kAcross.
+// Bound by memory, and for wide boxes by shared memory: a thread reads W vectors a row and sum, or 3 where kAcross.
 #include <algorithm>
 #include <type_traits>
 
@@ -20,10 +20,9 @@
 namespace jaxdnn::lrn {
 namespace {
 
-constexpr int kThreads = 256;  // of a block, about
-constexpr int kMaxThreads = 384;
-constexpr int64_t kEnoughThreads = 132 * 512;
-constexpr int kLeastChunk = 16;
+constexpr int kThreads = 256;  // of a block, at most
+constexpr int64_t kEnoughThreads = 132 * 768;
+constexpr int kLeastChunk = 24;
 
 // A block takes `slices` neighbouring vectors of each of `columns` columns of each of `groups` planes. A plane's
 // columns are all there, behind `margin` empty ones that separate it from its neighbour; or they are one of several
@@ -37,19 +36,22 @@ struct Tiles {
   int64_t slice_tiles;
   int strips, chunks, chunk;
 
-  __host__ __device__ int Lanes() const { return groups * columns * slices; }
-  int Threads() const { return static_cast<int>(CeilDiv(Lanes(), 32)) * 32; }
+  int Threads() const { return static_cast<int>(CeilDiv(groups * columns * slices, 32)) * 32; }
   int64_t Blocks() const { return CeilDiv(outer, groups) * chunks * strips * slice_tiles; }
 };
 
 template <Map kMap, int kH, int kN, bool kIsAcross>
 struct Traits {
-  static constexpr int H = kH, N = kN, W = 2 * H + 1, U = W + 1;
-  static constexpr bool kAcross = kIsAcross;
-  static constexpr int kSums = kMap == Map::kForward ? 1 : 2;
+  static constexpr int H = kH, N = kN, W = 2 * H + 1;
+  static constexpr bool kAcross = kIsAcross, kCotangent = kMap == Map::kCotangent;
+  static constexpr int kSums = kCotangent ? 2 : 1;
+  // Rows of an exchange, which the cotangent's longer rings leave no registers for.
+  static constexpr int kRows = kCotangent ? 1 : 2;
   // Rows from an element's arrival to its result, and rows and columns that a result sees.
-  static constexpr int kLag = kMap == Map::kCotangent ? 2 * H + 1 : H;
-  static constexpr int kSight = kMap == Map::kCotangent ? 2 * H : H;
+  static constexpr int kLag = kCotangent ? 2 * H + kRows : H;
+  static constexpr int kSight = kCotangent ? 2 * H : H;
+  // Slots of the rings, for all rows between the last to arrive and the first to have its result.
+  static constexpr int U = (kCotangent ? kLag : 2 * H) + kRows;
   // Columns that an exchange reaches: vectors where they lie across.
   static constexpr int kMargin = kAcross ? (H + N - 1) / N : H;
 };
@@ -59,18 +61,19 @@ template <class S, class A>
 __device__ void SumAcross(const Vec<A, S::N>* lane, int slices, A (&sum)[S::N]) {
   constexpr int N = S::N, H = S::H;
   if constexpr (S::kAcross) {
-    A e[3 * N];
+    constexpr int M = S::kMargin;
+    A e[(2 * M + 1) * N];
 #pragma unroll
-    for (int k = 0; k < 3; ++k) {
-      const Vec<A, N> v = lane[k - 1];
+    for (int k = 0; k <= 2 * M; ++k) {
+      const Vec<A, N> v = lane[k - M];
 #pragma unroll
       for (int j = 0; j < N; ++j) e[k * N + j] = v.v[j];
     }
 #pragma unroll
     for (int j = 0; j < N; ++j) {
-      sum[j] = e[N + j - H];
+      sum[j] = e[M * N + j - H];
 #pragma unroll
-      for (int d = 1 - H; d <= H; ++d) sum[j] += e[N + j + d];
+      for (int d = 1 - H; d <= H; ++d) sum[j] += e[M * N + j + d];
     }
   } else {
 #pragma unroll
@@ -84,19 +87,19 @@ __device__ void SumAcross(const Vec<A, S::N>* lane, int slices, A (&sum)[S::N]) 
   }
 }
 
-template <Map kMap, class S, class T>
-__global__ void __launch_bounds__(kMaxThreads)
+template <class S, class T>
+__global__ void __launch_bounds__(kThreads, S::kCotangent || S::H == 3 ? 2 : 3)
     BoxKernel(const __grid_constant__ Tiles tiles, Response<T> response, const T* __restrict__ t,
               const T* __restrict__ x, T* __restrict__ out) {
   using A = Accumulator<T>;
   using Held = Packed<T, S::N>;
-  constexpr int H = S::H, N = S::N, U = S::U, kSums = S::kSums;
-  constexpr bool kCotangent = kMap == Map::kCotangent;
-  // Rows whose loads are in flight.
-  constexpr int kAhead = sizeof(T) == 2 ? U : U / 2;
+  constexpr int H = S::H, N = S::N, W = S::W, U = S::U, kSums = S::kSums, kLag = S::kLag, kRows = S::kRows;
+  constexpr bool kCotangent = S::kCotangent;
+  constexpr int kAhead = U / 2;  // rows whose loads are in flight
   extern __shared__ __align__(16) unsigned char shared[];
-  const int margin = S::kMargin * tiles.slices, pitch = tiles.Lanes() + 2 * margin;
-  auto* exchange = reinterpret_cast<Vec<A, N>*>(shared);  // [2][kSums][pitch]
+  const int lane = threadIdx.x, margin = S::kMargin * tiles.slices, pitch = blockDim.x + 2 * margin;
+  // [2][kRows][kSums][pitch]: two exchanges take turns, so that one barrier each will do.
+  auto* exchange = reinterpret_cast<Vec<A, N>*>(shared) + margin + lane;
 
   int64_t block = blockIdx.x;
   const int64_t slice_tile = block % tiles.slice_tiles;
@@ -106,82 +109,89 @@ __global__ void __launch_bounds__(kMaxThreads)
   const int first = static_cast<int>(block % tiles.chunks) * tiles.chunk;
   const int last = min(tiles.height, first + tiles.chunk);
   block /= tiles.chunks;
-  const int lane = threadIdx.x, slice = lane % tiles.slices, column = lane / tiles.slices % tiles.columns;
+  const int slice = lane % tiles.slices, column = lane / tiles.slices % tiles.columns;
   const int group = lane / (tiles.slices * tiles.columns);
   const int64_t outer = block * tiles.groups + group, vector = slice_tile * tiles.slices + slice;
   const int across = strip * tiles.useful - tiles.origin + column;
   const bool exists =
       group < tiles.groups && outer < tiles.outer && vector < tiles.vectors && across >= 0 && across < tiles.width;
   const bool results = exists && column >= tiles.origin && column < tiles.origin + tiles.useful;
-  const int64_t base = outer * tiles.plane + across * tiles.step + vector * N;
-  const auto inside = [&](int row) { return exists && row >= 0 && row < tiles.height; };
-  const auto load = [&](const T* p, int row) {
-    return inside(row) ? *reinterpret_cast<const Held*>(p + base + row * tiles.row) : Held{};
-  };
+  const int height = exists ? tiles.height : 0;
+  const auto inside = [&](int row) { return row >= 0 && row < height; };
 
   // What lies beyond the outermost lanes is zero.
-  for (int i = lane; i < 2 * kSums * 2 * margin; i += blockDim.x) {
+  for (int i = lane; i < 2 * kRows * kSums * 2 * margin; i += blockDim.x) {
     const int at = i % (2 * margin);
-    exchange[i / (2 * margin) * pitch + (at < margin ? at : tiles.Lanes() + at)] = Vec<A, N>{};
+    reinterpret_cast<Vec<A, N>*>(shared)[i / (2 * margin) * pitch + (at < margin ? at : blockDim.x + at)] = {};
   }
 
-  Held in[kAhead], with[kAhead];
+  // Rows to load next, and to store next.
+  const int64_t base = outer * tiles.plane + across * tiles.step + vector * N;
   const int begin = first - S::kSight;
+  const T* from = x + base + begin * tiles.row;
+  const T* with_from = t + base + (begin - H) * tiles.row;
+  T* to = out + base + (begin - kLag) * tiles.row;
+  Held in[kAhead], with[kAhead];
+  const auto load = [&](int i, int row) {
+    in[i] = inside(row) ? *reinterpret_cast<const Held*>(from) : Held{};
+    from += tiles.row;
+    if constexpr (kCotangent) {
+      with[i] = inside(row - H) ? *reinterpret_cast<const Held*>(with_from) : Held{};
+      with_from += tiles.row;
+    }
+  };
 #pragma unroll
-  for (int i = 0; i < kAhead; ++i) {
-    in[i] = load(x, begin + i);
-    if constexpr (kMap != Map::kForward) with[i] = load(t, begin + i - (kCotangent ? H : 0));
-  }
-  // Slot i holds what step i of U brought: c and t as they come, r and D^-beta g when their energy is known.
-  A c[U][N] = {}, w[U][N] = {}, r[U][N] = {}, u[U][N] = {};
-  for (int rows = begin; rows < last + S::kLag; rows += U) {
-#pragma unroll
-    for (int i = 0; i < U; ++i) {
-      const int now = (i + U - H) % U, done = (i + U - S::kLag) % U, row = rows + i;
-      Widen<T>(in[i % kAhead], c[i]);
-      if constexpr (kMap != Map::kForward) Widen<T>(with[i % kAhead], w[i]);
-      in[i % kAhead] = load(x, row + kAhead);
-      if constexpr (kMap != Map::kForward) with[i % kAhead] = load(t, row + kAhead - (kCotangent ? H : 0));
+  for (int i = 0; i < kAhead; ++i) load(i, begin + i);
 
-      Vec<A, N> down[kSums] = {};
+  // Slot i holds what step i of U brought: x as it comes, r and u = D^-beta g when their energy is known.
+  A c[U][N] = {}, r[U][N] = {}, u[U][N] = {};
+  int turn = 0;
+  for (int rows = begin; rows < last + kLag; rows += U) {
 #pragma unroll
-      for (int k = 0; k < U; ++k)
+    for (int i = 0; i < U; i += kRows) {
+      Vec<A, N>* const own = exchange + turn;
+      turn = kRows * kSums * pitch - turn;
+      A w[kRows][N];
 #pragma unroll
-        for (int j = 0; j < N; ++j) {
-          // All slots but the one that is a window old; of r, but the one to come.
-          if (k != (i + 1) % U) down[0].v[j] += c[k][j] * c[k][j];
-          if constexpr (kMap == Map::kTangent)
-            if (k != (i + 1) % U) down[1].v[j] += c[k][j] * w[k][j];
-          if constexpr (kCotangent)
-            if (k != now) down[1].v[j] += r[k][j];
-        }
-      Vec<A, N>* own = exchange + i % 2 * kSums * pitch + margin + lane;
-      if (lane < tiles.Lanes())
+      for (int s = i; s < i + kRows; ++s) {
+        Widen<T>(in[s % kAhead], c[s]);
+        if constexpr (kCotangent) Widen<T>(with[s % kAhead], w[s - i]);
+        load(s % kAhead, rows + s + kAhead);
+        Vec<A, N> down[kSums] = {};
 #pragma unroll
-        for (int s = 0; s < kSums; ++s) own[s * pitch] = down[s];
+        for (int k = 0; k < W; ++k)
+#pragma unroll
+          for (int j = 0; j < N; ++j) {
+            const int at = (s + U - k) % U, around = (s + U - kLag + H - k + U) % U;
+            down[0].v[j] += c[at][j] * c[at][j];
+            if constexpr (kCotangent) down[1].v[j] += r[around][j];
+          }
+#pragma unroll
+        for (int k = 0; k < kSums; ++k) own[((s - i) * kSums + k) * pitch] = down[k];
+      }
       __syncthreads();
-      // Threads past the lanes have nothing there to read.
-      if (lane < tiles.Lanes()) {
+#pragma unroll
+      for (int s = i; s < i + kRows; ++s) {
+        const int now = (s + U - H) % U, done = (s + U - kLag) % U, row = rows + s;
         A energy[N], product[N], result[N];
-        SumAcross<S>(own, tiles.slices, energy);
-        if constexpr (kSums == 2) SumAcross<S>(own + pitch, tiles.slices, product);
+        SumAcross<S>(own + (s - i) * kSums * pitch, tiles.slices, energy);
+        if constexpr (kSums == 2) SumAcross<S>(own + ((s - i) * kSums + 1) * pitch, tiles.slices, product);
 #pragma unroll
         for (int j = 0; j < N; ++j) {
           A q;
           const A gain = response.Gain(response.Divisor(energy[j]), &q);
-          if constexpr (kMap == Map::kForward) result[j] = c[now][j] * gain;
-          if constexpr (kMap == Map::kTangent) result[j] = w[now][j] * gain - q * c[now][j] * product[j];
-          if constexpr (kCotangent) {
-            u[i][j] = w[i][j] * gain;
+          if constexpr (!kCotangent) {
+            result[j] = c[now][j] * gain;
+          } else {
+            u[s][j] = w[s - i][j] * gain;
             // Beyond the borders q may be infinite.
-            r[now][j] = inside(row - H) ? q * (c[now][j] * w[i][j]) : A(0);
+            r[now][j] = inside(row - H) ? q * (c[now][j] * w[s - i][j]) : A(0);
             // u came H steps after its element.
-            result[j] = u[(i + U - H - 1) % U][j] - c[done][j] * product[j];
+            result[j] = u[(s + U - kLag + H) % U][j] - c[done][j] * product[j];
           }
         }
-        const int target = row - S::kLag;
-        if (results && target >= first && target < last)
-          *reinterpret_cast<Held*>(out + base + target * tiles.row) = Narrow<T, N>(result);
+        if (results && row - kLag >= first && row - kLag < last) StorePacked<T, N>(to, Narrow<T, N>(result));
+        to += tiles.row;
       }
     }
   }
@@ -203,7 +213,7 @@ Tiles Tile(const Problem& p, int item) {
     return std::clamp<int64_t>(bytes / (N * item), 1, std::min<int64_t>(t.vectors, 8));
   };
   const int64_t whole = t.width + S::kMargin;
-  if (whole * slices(16) <= kMaxThreads) {
+  if (whole * slices(16) <= kThreads) {
     t.columns = static_cast<int>(whole);
     t.slices = static_cast<int>(std::clamp<int64_t>(kThreads / whole, slices(16), t.vectors));
     t.groups = static_cast<int>(std::clamp<int64_t>(kThreads / (whole * t.slices), 1, t.outer));
@@ -231,18 +241,18 @@ template <Map kMap, int H, int N, bool kAcross, class T>
 cudaError_t Launch(const Problem& p, const T* t, const T* x, T* out, cudaStream_t stream) {
   using S = Traits<kMap, H, N, kAcross>;
   const Tiles tiles = Tile<S>(p, sizeof(T));
-  const size_t vectors = 2 * S::kSums * (tiles.Lanes() + 2 * S::kMargin * tiles.slices);
+  const size_t vectors = 2 * S::kRows * S::kSums * (tiles.Threads() + 2 * S::kMargin * tiles.slices);
   const Grid grid = {tiles.Blocks(), tiles.Threads(), vectors * sizeof(Vec<Accumulator<T>, N>)};
-  return LaunchKernel(BoxKernel<kMap, S, T>, grid, stream, tiles, Response<T>(p), t, x, out);
+  return LaunchKernel(BoxKernel<S, T>, grid, stream, tiles, Response<T>(p), t, x, out);
 }
 
 template <Map kMap, int H, class T>
 cudaError_t LaunchReach(const Problem& p, const T* t, const T* x, T* out, cudaStream_t stream) {
-  constexpr int kWide = sizeof(T) == 8 ? 2 : 4;
+  // The more rows a ring has, the fewer columns.
+  constexpr int kWide = kMap == Map::kForward || H == 1 ? 4 : 2;
   if (IsVectorAligned(t, x, out)) {
     if (p.inner % kWide == 0) return Launch<kMap, H, kWide, false>(p, t, x, out, stream);
-    if constexpr (H <= kWide)
-      if (p.inner == 1 && p.extent[2] % kWide == 0) return Launch<kMap, H, kWide, true>(p, t, x, out, stream);
+    if (p.inner == 1 && p.extent[2] % kWide == 0) return Launch<kMap, H, kWide, true>(p, t, x, out, stream);
   }
   return Launch<kMap, H, 1, false>(p, t, x, out, stream);
 }
@@ -260,30 +270,27 @@ cudaError_t LaunchMap(const Problem& p, const T* t, const T* x, T* out, cudaStre
   return cudaErrorInvalidValue;
 }
 
+template <class T>
+cudaError_t LaunchType(Map map, const Problem& p, const void* t, const void* x, void* out, cudaStream_t stream) {
+  const T *with = static_cast<const T*>(t), *in = static_cast<const T*>(x);
+  T* result = static_cast<T*>(out);
+  return map == Map::kForward ? LaunchMap<Map::kForward>(p, with, in, result, stream)
+                              : LaunchMap<Map::kCotangent>(p, with, in, result, stream);
+}
+
 }  // namespace
 
-bool IsBox(const Problem& p) {
+bool IsBox(Map map, const Problem& p, DType dtype) {
   const int reach = p.after[2];
-  return p.before[0] == 0 && p.after[0] == 0 && p.after[1] == reach && p.before[1] == reach && p.before[2] == reach &&
-         reach >= 1 && reach <= 3;
+  return map != Map::kTangent && (dtype == DType::kF32 || dtype == DType::kBF16) && p.before[0] == 0 &&
+         p.after[0] == 0 && p.after[1] == reach && p.before[1] == reach && p.before[2] == reach && reach >= 1 &&
+         reach <= 3;
 }
 
 cudaError_t LaunchBox(Map map, const Problem& p, DType dtype, const void* t, const void* x, void* out,
                       cudaStream_t stream) {
-  return VisitDType(dtype, [&](auto type) {
-    using T = typename decltype(type)::type;
-    const T *with = static_cast<const T*>(t), *in = static_cast<const T*>(x);
-    T* result = static_cast<T*>(out);
-    switch (map) {
-      case Map::kForward:
-        return LaunchMap<Map::kForward>(p, with, in, result, stream);
-      case Map::kTangent:
-        return LaunchMap<Map::kTangent>(p, with, in, result, stream);
-      case Map::kCotangent:
-        return LaunchMap<Map::kCotangent>(p, with, in, result, stream);
-    }
-    return cudaErrorInvalidValue;
-  });
+  return dtype == DType::kF32 ? LaunchType<float>(map, p, t, x, out, stream)
+                              : LaunchType<__nv_bfloat16>(map, p, t, x, out, stream);
 }
 
 }  // namespace jaxdnn::lrn

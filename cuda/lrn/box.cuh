@@ -6,9 +6,9 @@
 namespace jaxdnn::lrn {
 
 // Whether LaunchBox takes the problem.
-bool IsBox(const Problem& p);
+bool IsBox(Map map, const Problem& p, DType dtype);
 
-// `t` is the tangent or the cotangent; null for Map::kForward.
+// `t` is the cotangent; null for Map::kForward.
 cudaError_t LaunchBox(Map map, const Problem& p, DType dtype, const void* t, const void* x, void* out,
                       cudaStream_t stream);
 

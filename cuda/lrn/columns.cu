@@ -77,7 +77,7 @@ struct Row {
   }
   __device__ void Store(T* p, const A (&wide)[N]) const {
     if constexpr (kVector) {
-      *reinterpret_cast<Held*>(p) = Narrow<T, N>(wide);
+      StorePacked<T, N>(p, Narrow<T, N>(wide));
     } else {
 #pragma unroll
       for (int j = 0; j < N; ++j)
@@ -107,14 +107,13 @@ __global__ void __launch_bounds__(kThreads)
     return exists(row) ? columns.Load(p + base + row * shape.inner) : Held{};
   };
 
-  // Slot i holds what step i of a window brought: c and t as they come, r and D^-beta g when their energy is known.
+  // Slot i holds what step i of a window brought: x and g as they come, r and D^-beta g when their energy is known.
   A c[W][N] = {}, w[W][N] = {}, r[W][N] = {}, u[W][N] = {};
   for (int begin = first - kLag; begin < last + kLag; begin += W) {
     Held in[W], with[W];
 #pragma unroll
     for (int i = 0; i < W; ++i) {
       in[i] = load(x, begin + i);
-      if constexpr (kMap == Map::kTangent) with[i] = load(t, begin + i);
       if constexpr (kCotangent) with[i] = load(t, begin + i - H);
     }
 #pragma unroll
@@ -130,11 +129,6 @@ __global__ void __launch_bounds__(kThreads)
         for (int k = 0; k < W; ++k) energy += c[k][j] * c[k][j];
         const A gain = response.Gain(response.Divisor(energy), &q);
         if constexpr (kMap == Map::kForward) result[j] = c[now][j] * gain;
-        if constexpr (kMap == Map::kTangent) {
-#pragma unroll
-          for (int k = 0; k < W; ++k) product += c[k][j] * w[k][j];
-          result[j] = w[now][j] * gain - q * c[now][j] * product;
-        }
         if constexpr (kCotangent) {
           u[i][j] = w[i][j] * gain;
           // Beyond the ends q may be infinite.
@@ -165,7 +159,7 @@ cudaError_t Launch(const Problem& p, const T* t, const T* x, T* out, cudaStream_
 
 template <Map kMap, class T>
 cudaError_t LaunchMap(const Problem& p, const T* t, const T* x, T* out, cudaStream_t stream) {
-  constexpr int kWide = sizeof(T) == 8 ? 2 : 4;
+  constexpr int kWide = 4;
   const bool vectors = p.inner % kWide == 0 && IsVectorAligned(t, x, out);
   const auto launch = [&](auto half) {
     constexpr int H = decltype(half)::value;
@@ -185,29 +179,33 @@ cudaError_t LaunchMap(const Problem& p, const T* t, const T* x, T* out, cudaStre
   return cudaErrorInvalidValue;
 }
 
+template <class T>
+cudaError_t LaunchType(Map map, const Problem& p, const void* t, const void* x, void* out, cudaStream_t stream) {
+  const T *with = static_cast<const T*>(t), *in = static_cast<const T*>(x);
+  T* result = static_cast<T*>(out);
+  return map == Map::kForward ? LaunchMap<Map::kForward>(p, with, in, result, stream)
+                              : LaunchMap<Map::kCotangent>(p, with, in, result, stream);
+}
+
 }  // namespace
 
-bool IsColumns(const Problem& p) {
-  return p.inner > 1 && p.extent[0] == 1 && p.extent[1] == 1 && p.before[2] == p.after[2] && p.after[2] >= 1 &&
-         p.after[2] <= 3;
+bool IsColumns(Map map, const Problem& p, DType dtype) {
+  return map != Map::kTangent && dtype != DType::kF64 && p.inner > 1 && p.extent[0] == 1 && p.extent[1] == 1 &&
+         p.before[2] == p.after[2] && p.after[2] >= 1 && p.after[2] <= 3;
 }
 
 cudaError_t LaunchColumns(Map map, const Problem& p, DType dtype, const void* t, const void* x, void* out,
                           cudaStream_t stream) {
-  return VisitDType(dtype, [&](auto type) {
-    using T = typename decltype(type)::type;
-    const T *with = static_cast<const T*>(t), *in = static_cast<const T*>(x);
-    T* result = static_cast<T*>(out);
-    switch (map) {
-      case Map::kForward:
-        return LaunchMap<Map::kForward>(p, with, in, result, stream);
-      case Map::kTangent:
-        return LaunchMap<Map::kTangent>(p, with, in, result, stream);
-      case Map::kCotangent:
-        return LaunchMap<Map::kCotangent>(p, with, in, result, stream);
-    }
-    return cudaErrorInvalidValue;
-  });
+  switch (dtype) {
+    case DType::kF32:
+      return LaunchType<float>(map, p, t, x, out, stream);
+    case DType::kF16:
+      return LaunchType<__half>(map, p, t, x, out, stream);
+    case DType::kBF16:
+      return LaunchType<__nv_bfloat16>(map, p, t, x, out, stream);
+    default:
+      return cudaErrorInvalidValue;
+  }
 }
 
 }  // namespace jaxdnn::lrn

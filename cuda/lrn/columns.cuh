@@ -7,9 +7,9 @@
 namespace jaxdnn::lrn {
 
 // Whether LaunchColumns takes the problem.
-bool IsColumns(const Problem& p);
+bool IsColumns(Map map, const Problem& p, DType dtype);
 
-// `t` is the tangent or the cotangent; null for Map::kForward.
+// `t` is the cotangent; null for Map::kForward.
 cudaError_t LaunchColumns(Map map, const Problem& p, DType dtype, const void* t, const void* x, void* out,
                           cudaStream_t stream);
 

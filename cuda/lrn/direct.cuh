@@ -70,7 +70,7 @@ __device__ void LoadWide(const T* p, Accumulator<T> (&wide)[N]) {
 
 template <int N, class T>
 __device__ void StoreNarrow(T* p, const Accumulator<T> (&wide)[N]) {
-  *reinterpret_cast<Packed<T, N>*>(p) = Narrow<T, N>(wide);
+  StorePacked<T, N>(p, Narrow<T, N>(wide));
 }
 
 // Calls f with the width of a thread's vectors, as an integral constant.

@@ -32,13 +32,12 @@ struct Line {
   FastDiv by_row;        // in vectors where rows are whole vectors, else in elements
 };
 
-// How a lane holds elements: V of them, with rows of whole vectors or not, and windows of kHalf cells on either side,
-// or of as many as the line says where kHalf is 0.
-template <int kV, bool kWhole, int kHalfWindow>
+// How a lane holds elements: V of them, with rows of whole vectors and windows of kCells cells on either side, or with
+// rows that begin anywhere and windows of up to kCells.
+template <int kV, bool kWhole, int kCells>
 struct Layout {
-  static constexpr int V = kV, kHalf = kHalfWindow;
+  static constexpr int V = kV, kReach = kCells;
   static constexpr bool kWholeVectors = kWhole;
-  static constexpr int kReach = kHalf == 0 ? kMaxReach : kHalf;
 };
 
 // v with kReach neighbours on either side: e[i + kReach] = v[i].
@@ -70,6 +69,11 @@ struct WholeRows {
   template <class A>
   __device__ void Sum(const Line&, bool, const A (&v)[L::V], A (&sum)[L::V]) const {
     constexpr int V = L::V, H = L::kReach;
+    if constexpr (H == 0) {
+#pragma unroll
+      for (int i = 0; i < V; ++i) sum[i] = v[i];
+      return;
+    }
     A e[V + 2 * H], pair[V + 2 * H - 1];
     WithNeighbours<H>(v, e);
 #pragma unroll
@@ -108,17 +112,14 @@ struct AnyRows {
   template <class A>
   __device__ void Sum(const Line& line, bool mirrored, const A (&v)[L::V], A (&sum)[L::V]) const {
     constexpr int V = L::V, R = L::kReach;
-    const int before = L::kHalf ? L::kHalf : mirrored ? line.after : line.before;
-    const int after = L::kHalf ? L::kHalf : mirrored ? line.before : line.after;
+    const int before = mirrored ? line.after : line.before, after = mirrored ? line.before : line.after;
     A e[V + 2 * R];
     WithNeighbours<R>(v, e);
     // left[i] and right[i]: the sums of up to so many neighbours of element i as levels are done.
     A left[R + V] = {}, right[R + V] = {};
-#pragma unroll
     for (int level = 0; level < before; ++level)
 #pragma unroll
       for (int i = R + V - 1; i > 0; --i) left[i] = starts >> i & 1 ? A(0) : e[i - 1] + left[i - 1];
-#pragma unroll
     for (int level = 0; level < after; ++level)
 #pragma unroll
       for (int i = 0; i < R + V - 1; ++i) right[i] = starts >> (i + R + 1) & 1 ? A(0) : e[i + R + 1] + right[i + 1];
@@ -198,14 +199,12 @@ __global__ void __launch_bounds__(kThreads)
         gain[i] = response.Gain(response.Divisor(energy[i]));
       else
         gain[i] = response.Gain(response.Divisor(energy[i]), &q[i]);
-      if constexpr (kMap == Map::kTangent) term[i] = c[i] * w[i];
       if constexpr (kMap == Map::kCotangent) term[i] = q[i] * (c[i] * w[i]);
     }
-    if constexpr (kMap != Map::kForward) rows.Sum(line, kMap == Map::kCotangent, term, product);
+    if constexpr (kMap != Map::kForward) rows.Sum(line, true, term, product);
 #pragma unroll
     for (int i = 0; i < V; ++i) {
       if constexpr (kMap == Map::kForward) result[i] = c[i] * gain[i];
-      if constexpr (kMap == Map::kTangent) result[i] = w[i] * gain[i] - q[i] * c[i] * product[i];
       if constexpr (kMap == Map::kCotangent) result[i] = w[i] * gain[i] - c[i] * product[i];
     }
     if (lane >= line.edge && lane < 32 - line.edge && vector * V < line.total) Store<L>(line, out, vector, result);
@@ -216,7 +215,7 @@ template <Map kMap, class L, class T>
 cudaError_t Launch(const Problem& p, const T* t, const T* x, T* out, bool aligned, cudaStream_t stream) {
   constexpr int V = L::V;
   // Loads in flight, by the registers that they take.
-  constexpr int kTiles = L::kWholeVectors ? (kMap == Map::kForward ? 4 : 2) : 1;
+  constexpr int kTiles = L::kWholeVectors ? 2 : 1;
   Line line = {};
   line.n = p.extent[2];
   line.total = p.outer * line.n;
@@ -237,44 +236,53 @@ cudaError_t Launch(const Problem& p, const T* t, const T* x, T* out, bool aligne
 
 template <Map kMap, class T>
 cudaError_t LaunchMap(const Problem& p, const T* t, const T* x, T* out, cudaStream_t stream) {
-  constexpr int V = std::max(4, kVecLength<T>);
+  constexpr int V = kVecLength<T>;
   const bool aligned = IsVectorAligned(t, x, out);
-  const auto launch = [&](auto half) {
-    constexpr int H = decltype(half)::value;
-    if constexpr (H > 0)
-      if (aligned && p.extent[2] % V == 0) return Launch<kMap, Layout<V, true, H>>(p, t, x, out, aligned, stream);
-    return Launch<kMap, Layout<kMaxReach, false, H>>(p, t, x, out, aligned, stream);
-  };
-  if (p.before[2] == p.after[2]) {
-    if (p.after[2] == 1) return launch(std::integral_constant<int, 1>{});
-    if (p.after[2] == 2) return launch(std::integral_constant<int, 2>{});
-    if (p.after[2] == 3) return launch(std::integral_constant<int, 3>{});
+  const int reach = std::max(p.before[2], p.after[2]);
+  if (reach == 0) {
+    // Every element is by itself, wherever rows begin.
+    Problem one = p;
+    one.outer = p.outer * p.extent[2] / V;
+    one.extent[2] = V;
+    if (aligned && one.Elements() == p.Elements())
+      return Launch<kMap, Layout<V, true, 0>>(one, t, x, out, aligned, stream);
   }
-  return launch(std::integral_constant<int, 0>{});
+  if (aligned && p.extent[2] % V == 0 && p.before[2] == p.after[2]) {
+    if (reach == 1) return Launch<kMap, Layout<V, true, 1>>(p, t, x, out, aligned, stream);
+    if (reach == 2) return Launch<kMap, Layout<V, true, 2>>(p, t, x, out, aligned, stream);
+    if (reach == 3) return Launch<kMap, Layout<V, true, 3>>(p, t, x, out, aligned, stream);
+  }
+  if (reach <= 3) return Launch<kMap, Layout<8, false, 3>>(p, t, x, out, aligned, stream);
+  return Launch<kMap, Layout<8, false, kMaxReach>>(p, t, x, out, aligned, stream);
+}
+
+template <class T>
+cudaError_t LaunchType(Map map, const Problem& p, const void* t, const void* x, void* out, cudaStream_t stream) {
+  const T *with = static_cast<const T*>(t), *in = static_cast<const T*>(x);
+  T* result = static_cast<T*>(out);
+  return map == Map::kForward ? LaunchMap<Map::kForward>(p, with, in, result, stream)
+                              : LaunchMap<Map::kCotangent>(p, with, in, result, stream);
 }
 
 }  // namespace
 
-bool IsLine(const Problem& p) {
-  return p.inner == 1 && p.extent[0] == 1 && p.extent[1] == 1 && std::max(p.before[2], p.after[2]) <= kMaxReach;
+bool IsLine(Map map, const Problem& p, DType dtype) {
+  return map != Map::kTangent && dtype != DType::kF64 && p.inner == 1 && p.extent[0] == 1 && p.extent[1] == 1 &&
+         std::max(p.before[2], p.after[2]) <= kMaxReach;
 }
 
 cudaError_t LaunchLine(Map map, const Problem& p, DType dtype, const void* t, const void* x, void* out,
                        cudaStream_t stream) {
-  return VisitDType(dtype, [&](auto type) {
-    using T = typename decltype(type)::type;
-    const T *with = static_cast<const T*>(t), *in = static_cast<const T*>(x);
-    T* result = static_cast<T*>(out);
-    switch (map) {
-      case Map::kForward:
-        return LaunchMap<Map::kForward>(p, with, in, result, stream);
-      case Map::kTangent:
-        return LaunchMap<Map::kTangent>(p, with, in, result, stream);
-      case Map::kCotangent:
-        return LaunchMap<Map::kCotangent>(p, with, in, result, stream);
-    }
-    return cudaErrorInvalidValue;
-  });
+  switch (dtype) {
+    case DType::kF32:
+      return LaunchType<float>(map, p, t, x, out, stream);
+    case DType::kF16:
+      return LaunchType<__half>(map, p, t, x, out, stream);
+    case DType::kBF16:
+      return LaunchType<__nv_bfloat16>(map, p, t, x, out, stream);
+    default:
+      return cudaErrorInvalidValue;
+  }
 }
 
 }  // namespace jaxdnn::lrn

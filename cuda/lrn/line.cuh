@@ -6,9 +6,9 @@
 namespace jaxdnn::lrn {
 
 // Whether LaunchLine takes the problem.
-bool IsLine(const Problem& p);
+bool IsLine(Map map, const Problem& p, DType dtype);
 
-// `t` is the tangent or the cotangent; null for Map::kForward.
+// `t` is the cotangent; null for Map::kForward.
 cudaError_t LaunchLine(Map map, const Problem& p, DType dtype, const void* t, const void* x, void* out,
                        cudaStream_t stream);
 

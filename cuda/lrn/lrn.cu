@@ -11,9 +11,9 @@ namespace {
 cudaError_t Launch(Map map, const Problem& p, DType dtype, const void* t, const void* x, void* out, Scratch scratch,
                    cudaStream_t stream) {
   if (p.Elements() == 0) return cudaSuccess;
-  if (IsLine(p)) return LaunchLine(map, p, dtype, t, x, out, stream);
-  if (IsColumns(p)) return LaunchColumns(map, p, dtype, t, x, out, stream);
-  if (IsBox(p)) return LaunchBox(map, p, dtype, t, x, out, stream);
+  if (IsLine(map, p, dtype)) return LaunchLine(map, p, dtype, t, x, out, stream);
+  if (IsColumns(map, p, dtype)) return LaunchColumns(map, p, dtype, t, x, out, stream);
+  if (IsBox(map, p, dtype)) return LaunchBox(map, p, dtype, t, x, out, stream);
   return LaunchDirect(map, p, dtype, t, x, out, scratch, stream);
 }
 

@@ -149,11 +149,13 @@ _primitive.linear_in_first(lrn_vjp_p, _vjp_reference, transpose=_tangent_map)
 
 
 def _held(x: Any, response: Response) -> bool:
-  """Whether some kernel holds the window in registers."""
-  reach = response.window[-1][0]
-  if len(response.window) == 1 and x.shape[-1] == 1:
-    return max(response.window[0]) <= 8
-  return len(response.window) <= 2 and 1 <= reach <= 3 and set(response.window) == {(reach, reach)}
+  """Whether a kernel holds what the adjoint needs of the window in registers, in types that are trained in."""
+  (*others, last), window = response.window, set(response.window)
+  if others:
+    return len(others) == 1 and window == {(last[0],) * 2} and last[0] <= 3 and x.dtype in (jnp.float32, jnp.bfloat16)
+  if x.dtype == jnp.float64:
+    return False
+  return max(last) <= 8 if x.shape[-1] == 1 else last in ((1, 1), (2, 2), (3, 3))
 
 
 def _scratch(g: Any, x: Any, *, response: Response) -> int:
