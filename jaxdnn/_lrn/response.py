@@ -5,6 +5,7 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
 from jax import Array
 
 from jaxdnn import _primitive
