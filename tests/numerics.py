@@ -43,6 +43,16 @@ def assert_close(got, want, dtype, *, terms=1, scale=1.0):
   assert excess.size == 0 or excess.max() <= 1, f"error is {excess.max():.3g} times the bound"
 
 
+def with_gradients(f, x, w, g):
+  """`f(x, w)` and the cotangents of x and w for the cotangent g, as one program."""
+
+  def all_three(x, w, g):
+    y, vjp = jax.vjp(f, x, w)
+    return y, *vjp(g)
+
+  return jax.jit(all_three)(x, w, g)
+
+
 def run_poisoned(fn, *args):
   """`fn(*args)`, jitted, into output buffers and scratch memory that hold NaN (or all ones) beforehand.
 

@@ -15,7 +15,7 @@ from conv_cases import CASES
 from conv_oracle import conv as conv_oracle
 from conv_oracle import conv_gradients
 from jaxdnn._conv.spec import channels_last
-from numerics import DTYPES, assert_close, assert_repeatable, exact, sample
+from numerics import DTYPES, assert_close, assert_repeatable, exact, sample, with_gradients
 
 CASE_IDS = [case.name for case in CASES]
 
@@ -31,16 +31,6 @@ def apply(case, x, w, **kwargs):
   return jaxdnn.conv_general_dilated(
     x, w, stride, padding, lhs_dilation, rhs_dilation, channels_last(len(stride)), case.groups, **kwargs
   )
-
-
-def with_gradients(f, x, w, g):
-  """`f(x, w)` and the cotangents of x and w for the cotangent g, as one program."""
-
-  def all_three(x, w, g):
-    y, vjp = jax.vjp(f, x, w)
-    return y, *vjp(g)
-
-  return jax.jit(all_three)(x, w, g)
 
 
 def check(case, y, dx, dw, x, w, g, dtype):
@@ -125,75 +115,6 @@ def test_split_filter_gradient():
 
 
 # The whole of lax's signature -----------------------------------------------------------------------------------------
-
-
-def random_configuration(rng):
-  """One call of conv_general_dilated, drawn over the whole signature; x and w are canonical, the rest is kwargs."""
-  rank = int(rng.integers(0, 4))
-  small = lambda lo, hi, size=rank: tuple(int(v) for v in rng.integers(lo, hi + 1, size))  # noqa: E731
-  groups, batch_groups = [(1, 1), (1, 1), (int(rng.integers(2, 5)), 1), (1, int(rng.integers(2, 4)))][rng.integers(4)]
-  window, spatial = small(1, 3), small(1, 7)
-  stride, lhs_dilation, rhs_dilation = small(1, 3), small(1, 3), small(1, 3)
-  if rng.random() < 0.4:
-    lhs_dilation = (1,) * rank
-  padding = tuple((int(a), int(b)) for a, b in rng.integers(-2, 4, (rank, 2)))
-  padding = tuple(
-    (lo, hi) if (i - 1) * d + 1 + lo + hi >= 0 else (0, 0)
-    for i, d, (lo, hi) in zip(spatial, lhs_dilation, padding, strict=True)
-  )
-  c = groups * int(rng.integers(1, 4))
-  k = groups * batch_groups * int(rng.integers(1, 4))
-  n = batch_groups * int(rng.integers(1, 4))
-  letters = "DHW"[:rank]
-  numbers = tuple("".join(rng.permutation(list(base + letters))) for base in ("NC", "IO", "NC"))
-  return dict(
-    x_shape=(n, *spatial, c), w_shape=(*window, c // groups, k), stride=stride, padding=padding,
-    lhs_dilation=lhs_dilation, rhs_dilation=rhs_dilation, groups=groups, batch_groups=batch_groups, numbers=numbers,
-  )  # fmt: skip
-
-
-def oracle_with_batch_groups(f, x, w, g, batch_groups):
-  """Applies `f(x, w, g)` to each group of the batch with its share of the output channels."""
-  shares = zip(
-    np.split(x, batch_groups, 0), np.split(w, batch_groups, -1), np.split(g, batch_groups, -1), strict=True
-  )
-  return [f(*share) for share in shares]
-
-
-@pytest.mark.parametrize("seed", range(300))
-def test_random_configurations(seed):
-  rng = np.random.default_rng(seed)
-  cfg = random_configuration(rng)
-  spatial_letters = [c for c in cfg["numbers"][1] if c not in "IO"]
-  # The canonical order of spatial dimensions is that of the filter's letters.
-  canonical = ("N" + "".join(spatial_letters) + "C", "".join(spatial_letters) + "IO")
-
-  def layout(a, source, target):
-    return np.transpose(a, [source.index(c) for c in target])
-
-  x, w = rng.standard_normal(cfg["x_shape"]), rng.standard_normal(cfg["w_shape"])
-  geometry = cfg["stride"], cfg["padding"], cfg["lhs_dilation"], cfg["rhs_dilation"]
-  call = functools.partial(
-    jaxdnn.conv_general_dilated, window_strides=cfg["stride"], padding=cfg["padding"], lhs_dilation=cfg["lhs_dilation"],
-    rhs_dilation=cfg["rhs_dilation"], dimension_numbers=cfg["numbers"], feature_group_count=cfg["groups"],
-    batch_group_count=cfg["batch_groups"],
-  )  # fmt: skip
-  xt, wt = layout(x, canonical[0], cfg["numbers"][0]), layout(w, canonical[1], cfg["numbers"][1])
-  y_shape = jax.eval_shape(functools.partial(lax.conv_general_dilated, **call.keywords), xt, wt).shape
-  g = rng.standard_normal(y_shape)
-  y, dx, dw = with_gradients(call, xt, wt, g)
-  assert y.shape == y_shape
-  got_y, g = (layout(np.asarray(a), cfg["numbers"][2], canonical[0]) for a in (y, g))
-  got_dx = layout(np.asarray(dx), cfg["numbers"][0], canonical[0])
-  got_dw = layout(np.asarray(dw), cfg["numbers"][1], canonical[1])
-  b = cfg["batch_groups"]
-  want_y = np.concatenate(
-    oracle_with_batch_groups(lambda x, w, g: conv_oracle(x, w, *geometry, cfg["groups"]), x, w, g, b), -1
-  )
-  pieces = oracle_with_batch_groups(lambda x, w, g: conv_gradients(x, w, g, *geometry, cfg["groups"]), x, w, g, b)
-  assert_close(got_y, want_y, "float64", terms=100, scale=4)
-  assert_close(got_dx, np.concatenate([p[0] for p in pieces], 0), "float64", terms=100, scale=4)
-  assert_close(got_dw, np.concatenate([p[1] for p in pieces], -1), "float64", terms=1000, scale=4)
 
 
 @pytest.mark.parametrize("padding", ["VALID", "SAME", "SAME_LOWER", "same"])
