@@ -33,7 +33,7 @@ struct Row {
     label = t.labels != nullptr ? t.labels[row] : -1;
     label_g = t.labels != nullptr ? a.g[first + inner] : A(0);
     q_g = t.q != nullptr ? a.g[first + inner] : A(0);
-    smooth_g = a.g[first + (t.sums - 1) * inner];
+    smooth_g = t.smooth ? a.g[first + (t.sums - 1) * inner] : A(0);
   }
   __device__ Row() = default;
 
@@ -41,17 +41,15 @@ struct Row {
   __device__ A Gradient(A x) const { return g == A(0) ? A(0) : Exp<T>((x - m) - l) * g; }
 };
 
-template <class T, bool kSoft, bool kSmooth>
-__device__ Accumulator<T> Others(const TypedTargets<T>& t, const Row<T>& row, T q, int64_t k) {
+template <class T>
+__device__ Accumulator<T> OfScores(const TypedTargets<T>& t, const Row<T>& row, T q, int64_t k) {
   using A = Accumulator<T>;
-  A sum = A(0);
-  if constexpr (kSoft) sum += row.q_g == A(0) ? A(0) : static_cast<A>(q) * row.q_g;
-  if constexpr (kSmooth) sum += row.smooth_g == A(0) ? A(0) : (t.weights ? t.weights[k] : A(1)) * row.smooth_g;
-  return sum;
+  return (row.q_g == A(0) ? A(0) : static_cast<A>(q) * row.q_g) +
+         (row.smooth_g == A(0) ? A(0) : t.Weight(k) * row.smooth_g);
 }
 
-template <class T, int L, int W, bool kSoft, bool kSmooth>
-__global__ void __launch_bounds__(kThreads, kSoft || kSmooth ? 2 : 3)
+template <class T, int L, int W, bool kScores>
+__global__ void __launch_bounds__(kThreads, kScores ? 2 : 3)
     RowsKernel(Spread spread, const __grid_constant__ TypedTargets<T> t, Arrays<Accumulator<T>> arrays, const T* x,
                T* dx) {
   using A = Accumulator<T>;
@@ -63,13 +61,13 @@ __global__ void __launch_bounds__(kThreads, kSoft || kSmooth ? 2 : 3)
   const bool* keep =
       t.mask.data == nullptr ? nullptr : t.mask.data + t.mask.Row(p.outer) + p.across * W * t.mask.along_inner;
   for (int start = p.part; start < p.count; start += kBatch * p.parts) {
-    Vec<T, L> v[kBatch], q[kSoft ? kBatch : 1];
+    Vec<T, L> v[kBatch], q[kScores ? kBatch : 1];
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
       const int at = start + b * p.parts;
       if (at >= p.count) continue;
       v[b] = p.Load(x, at, static_cast<T>(0.0f));
-      if constexpr (kSoft) q[b] = p.Load(t.q, at, static_cast<T>(0.0f));
+      if constexpr (kScores) q[b] = t.q != nullptr ? p.Load(t.q, at, static_cast<T>(0.0f)) : Vec<T, L>();
     }
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
@@ -80,8 +78,8 @@ __global__ void __launch_bounds__(kThreads, kSoft || kSmooth ? 2 : 3)
       for (int i = 0; i < L; ++i) {
         const Row<T>& row = rows[i % W];
         A sum = row.Gradient(static_cast<A>(v[b].v[i]));
-        if constexpr (kSoft || kSmooth)
-          sum += p.IsInside(at, i) ? Others<T, kSoft, kSmooth>(t, row, q[kSoft ? b : 0].v[i], p.Along(at, i)) : A(0);
+        if constexpr (kScores)
+          sum += p.IsInside(at, i) ? OfScores(t, row, q[kScores ? b : 0].v[i], p.Along(at, i)) : A(0);
         if (W > 1 && p.Along(at, i) == row.label) sum += row.label_g;
         out.v[i] = static_cast<T>(sum);
       }
@@ -92,8 +90,7 @@ __global__ void __launch_bounds__(kThreads, kSoft || kSmooth ? 2 : 3)
         for (int i = 0; i < L; ++i)
           if (i == place) {
             A sum = rows[0].Gradient(static_cast<A>(v[b].v[i])) + rows[0].label_g;
-            if constexpr (kSoft || kSmooth)
-              sum += Others<T, kSoft, kSmooth>(t, rows[0], q[kSoft ? b : 0].v[i], rows[0].label);
+            if constexpr (kScores) sum += OfScores(t, rows[0], q[kScores ? b : 0].v[i], rows[0].label);
             out.v[i] = static_cast<T>(sum);
           }
       }
@@ -112,8 +109,8 @@ __global__ void __launch_bounds__(kThreads, kSoft || kSmooth ? 2 : 3)
 constexpr int kVectorsPerThread = 4;
 constexpr int kVectorsPerBlock = kThreads * kVectorsPerThread;
 
-template <class T, bool kSoft, bool kSmooth>
-__global__ void __launch_bounds__(kThreads, kSoft || kSmooth ? 2 : 3)
+template <class T>
+__global__ void __launch_bounds__(kThreads, 3)
     PackedKernel(int64_t size, FastDiv n, const __grid_constant__ TypedTargets<T> t, Arrays<Accumulator<T>> arrays,
                  const T* x, T* dx) {
   using A = Accumulator<T>;
@@ -122,18 +119,16 @@ __global__ void __launch_bounds__(kThreads, kSoft || kSmooth ? 2 : 3)
   const int64_t first = int64_t{blockIdx.x} * kVectorsPerBlock * L;
   const int64_t first_row = first / n.divisor;
   const int skew = static_cast<int>(first - first_row * n.divisor);
-  V v[kVectorsPerThread], q[kSoft ? kVectorsPerThread : 1];
+  V v[kVectorsPerThread];
 #pragma unroll
   for (int b = 0; b < kVectorsPerThread; ++b) {
     const int64_t at = first + (b * kThreads + static_cast<int>(threadIdx.x)) * L;
     if (at + L <= size) {
       v[b] = *reinterpret_cast<const V*>(x + at);
-      if constexpr (kSoft) q[b] = *reinterpret_cast<const V*>(t.q + at);
     } else {
 #pragma unroll
       for (int i = 0; i < L; ++i) {
         v[b].v[i] = at + i < size ? x[at + i] : static_cast<T>(0.0f);
-        if constexpr (kSoft) q[b].v[i] = at + i < size ? t.q[at + i] : static_cast<T>(0.0f);
       }
     }
   }
@@ -150,7 +145,6 @@ __global__ void __launch_bounds__(kThreads, kSoft || kSmooth ? 2 : 3)
 #pragma unroll
     for (int i = 0; i < L; ++i) {
       A sum = values.Gradient(static_cast<A>(v[b].v[i]));
-      if constexpr (kSoft || kSmooth) sum += Others<T, kSoft, kSmooth>(t, values, q[kSoft ? b : 0].v[i], k);
       if (k == values.label) sum += values.label_g;
       out.v[i] =
           keep == nullptr || at + i >= size || keep[k * t.mask.along_n] ? static_cast<T>(sum) : static_cast<T>(0.0f);
@@ -170,7 +164,7 @@ __global__ void __launch_bounds__(kThreads, kSoft || kSmooth ? 2 : 3)
   }
 }
 
-template <class T, int L, int W, bool kSoft, bool kSmooth>
+template <class T, int L, int W, bool kScores>
 cudaError_t RunRows(const softmax::Shape& shape, const TypedTargets<T>& t, const Arrays<Accumulator<T>>& arrays,
                     const T* x, T* dx, cudaStream_t stream) {
   Spread spread = PlanSpread<L, W>(shape, sizeof(T), kBatch, 1);
@@ -178,24 +172,27 @@ cudaError_t RunRows(const softmax::Shape& shape, const TypedTargets<T>& t, const
   const int64_t vectors = int64_t{2 * kBatch} << (spread.group.span - spread.group.stride);
   spread.shares = static_cast<int>(CeilDiv(spread.share, vectors));
   spread.share = CeilDiv(CeilDiv(spread.share, spread.shares), kBatch) * kBatch;
-  return LaunchKernel(RowsKernel<T, L, W, kSoft, kSmooth>, spread.Blocks(), kThreads, stream, spread, t, arrays, x, dx);
+  return LaunchKernel(RowsKernel<T, L, W, kScores>, spread.Blocks(), kThreads, stream, spread, t, arrays, x, dx);
 }
 
-template <class T, bool kSoft, bool kSmooth>
+template <class T, bool kScores>
 cudaError_t Run(const softmax::Shape& shape, const TypedTargets<T>& t, const Arrays<Accumulator<T>>& arrays, const T* x,
                 T* dx, cudaStream_t stream) {
   constexpr int L = kVecLength<T>;
   const int64_t size = shape.outer * shape.n * shape.inner;
   if (size == 0) return cudaSuccess;
   const bool aligned = IsVectorAligned(x, t.q, dx);
-  if (aligned && shape.inner == 1 && shape.n <= kMaxPackedRow && shape.n % L != 0)
-    return LaunchKernel(PackedKernel<T, kSoft, kSmooth>, CeilDiv(size, kVectorsPerBlock * L), kThreads, stream, size,
-                        FastDiv(shape.n), t, arrays, x, dx);
-  if (aligned && shape.inner == 1) return RunRows<T, L, 1, kSoft, kSmooth>(shape, t, arrays, x, dx, stream);
-  constexpr int kColumns = sizeof(T) == 8 ? 2 : 4;
-  if (aligned && shape.inner % kColumns == 0)
-    return RunRows<T, kColumns, kColumns, kSoft, kSmooth>(shape, t, arrays, x, dx, stream);
-  return RunRows<T, 1, 1, kSoft, kSmooth>(shape, t, arrays, x, dx, stream);
+  // What is rare takes fewer ways: doubles go element by element, and so do columns with scores.
+  if constexpr (sizeof(T) < 8) {
+    if constexpr (!kScores) {
+      if (aligned && shape.inner == 1 && shape.n <= kMaxPackedRow && shape.n % L != 0)
+        return LaunchKernel(PackedKernel<T>, CeilDiv(size, kVectorsPerBlock * L), kThreads, stream, size,
+                            FastDiv(shape.n), t, arrays, x, dx);
+      if (aligned && shape.inner % 4 == 0) return RunRows<T, 4, 4, kScores>(shape, t, arrays, x, dx, stream);
+    }
+    if (aligned && shape.inner == 1) return RunRows<T, L, 1, kScores>(shape, t, arrays, x, dx, stream);
+  }
+  return RunRows<T, 1, 1, kScores>(shape, t, arrays, x, dx, stream);
 }
 
 }  // namespace
@@ -207,14 +204,12 @@ cudaError_t LogPartitionBwd(const Problem& p, const void* g, const void* x, cons
     using A = Accumulator<T>;
     const TypedTargets<T> t(p.targets);
     const Arrays<A> arrays = {static_cast<const A*>(g), static_cast<const A*>(m), static_cast<const A*>(sums)};
-    const auto run = [&](auto soft, auto smooth) {
-      return Run<T, decltype(soft)::value, decltype(smooth)::value>(p.shape, t, arrays, static_cast<const T*>(x),
-                                                                    static_cast<T*>(dx), stream);
+    const auto run = [&](auto scores) {
+      return Run<T, decltype(scores)::value>(p.shape, t, arrays, static_cast<const T*>(x), static_cast<T*>(dx), stream);
     };
-    if (t.q != nullptr && p.targets.smooth) return run(std::true_type(), std::true_type());
-    if (t.q != nullptr) return run(std::true_type(), std::false_type());
-    if (p.targets.smooth) return run(std::false_type(), std::true_type());
-    return run(std::false_type(), std::false_type());
+    if constexpr (sizeof(T) < 8)
+      if (t.q == nullptr && !t.smooth) return run(std::false_type());
+    return run(std::true_type());
   });
 }
 

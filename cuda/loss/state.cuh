@@ -16,6 +16,7 @@ struct TypedTargets {
   softmax::Mask mask;
   const int32_t* labels;
   const T* q;
+  bool smooth;
   const Accumulator<T>* weights;
   // The maximum is cut off here: below +inf for log-sum-exp, which is +inf then; a loss becomes NaN instead.
   Accumulator<T> largest;
@@ -25,20 +26,26 @@ struct TypedTargets {
       : mask(t.mask),
         labels(t.labels),
         q(static_cast<const T*>(t.q)),
+        smooth(t.smooth),
         weights(static_cast<const Accumulator<T>*>(t.weights)),
         largest(t.labels || t.q ? softmax::kInfinity<Accumulator<T>> : -kLowest<Accumulator<T>>),
         sums(t.Sums()) {}
+
+  // The weight of a class when scores are smoothed; 0 when they are not.
+  __device__ Accumulator<T> Weight(int64_t k) const {
+    return !smooth ? Accumulator<T>(0) : weights != nullptr ? weights[k] : Accumulator<T>(1);
+  }
 };
 
 // Of W rows at once. The scores are relative to m, which the row's first elements set and others raise.
-template <class T, int W, bool kSoft, bool kSmooth>
+template <class T, int W, bool kScores>
 struct State {
   using A = Accumulator<T>;
-  static constexpr int kFields = 2 + 2 * kSoft + 2 * kSmooth;
+  static constexpr int kFields = kScores ? 6 : 2;
 
   A m[W], s[W] = {};
-  A score[kSoft ? W : 1] = {}, mass[kSoft ? W : 1] = {};
-  A total[kSmooth ? W : 1] = {}, weight[kSmooth ? W : 1] = {};
+  A score[kScores ? W : 1] = {}, mass[kScores ? W : 1] = {};    // of q
+  A total[kScores ? W : 1] = {}, weight[kScores ? W : 1] = {};  // of the weights
 
   __device__ State() {
     for (A& each : m) each = kLowest<A>;
@@ -49,15 +56,15 @@ struct State {
     const A shift = m[w] - to;
     s[w] *= Origin<T>(to).From(Origin<T>(m[w]));
     // Without elements there is nothing to move, and the shift may overflow.
-    if constexpr (kSoft) score[w] += mass[w] == A(0) ? A(0) : shift * mass[w];
-    if constexpr (kSmooth) total[w] += weight[w] == A(0) ? A(0) : shift * weight[w];
+    if constexpr (kScores) score[w] += mass[w] == A(0) ? A(0) : shift * mass[w];
+    if constexpr (kScores) total[w] += weight[w] == A(0) ? A(0) : shift * weight[w];
     m[w] = to;
   }
 
   // Adds kCount vectors. q and the weights are 0 for elements that are not the row's; 0 times -inf is 0 here.
   template <int kCount, int L>
-  __device__ void Add(const Vec<T, L> (&x)[kCount], const Vec<T, L> (&q)[kSoft ? kCount : 1],
-                      const A (&weights)[kSmooth ? kCount : 1][kSmooth ? L : 1], A largest) {
+  __device__ void Add(const Vec<T, L> (&x)[kCount], const Vec<T, L> (&q)[kScores ? kCount : 1],
+                      const A (&weights)[kScores ? kCount : 1][kScores ? L : 1], A largest) {
     A to[W];
     for (int w = 0; w < W; ++w) to[w] = m[w];
 #pragma unroll
@@ -71,12 +78,12 @@ struct State {
       for (int i = 0; i < L; ++i) {
         s[i % W] += Origin<T>(m[i % W]).Exp(static_cast<A>(x[c].v[i]));
         [[maybe_unused]] const A d = static_cast<A>(x[c].v[i]) - m[i % W];
-        if constexpr (kSoft) {
+        if constexpr (kScores) {
           const A factor = static_cast<A>(q[c].v[i]);
           score[i % W] += factor == A(0) ? A(0) : factor * d;
           mass[i % W] += factor;
         }
-        if constexpr (kSmooth) {
+        if constexpr (kScores) {
           const A factor = weights[c][i];
           total[i % W] += factor == A(0) ? A(0) : factor * d;
           weight[i % W] += factor;
@@ -93,29 +100,29 @@ struct State {
     reduce(to, Max{});
     for (int w = 0; w < W; ++w) Raise(w, to[w]);
     reduce(s, jaxdnn::Add{});
-    if constexpr (kSoft) reduce(score, jaxdnn::Add{}), reduce(mass, jaxdnn::Add{});
-    if constexpr (kSmooth) reduce(total, jaxdnn::Add{}), reduce(weight, jaxdnn::Add{});
+    if constexpr (kScores) reduce(score, jaxdnn::Add{}), reduce(mass, jaxdnn::Add{});
+    if constexpr (kScores) reduce(total, jaxdnn::Add{}), reduce(weight, jaxdnn::Add{});
   }
 
   // Row w as kFields numbers `pitch` apart.
   __device__ void Save(int w, A* to, int64_t pitch) const {
     int field = 0;
     to[pitch * field++] = m[w], to[pitch * field++] = s[w];
-    if constexpr (kSoft) to[pitch * field++] = score[w], to[pitch * field++] = mass[w];
-    if constexpr (kSmooth) to[pitch * field++] = total[w], to[pitch * field++] = weight[w];
+    if constexpr (kScores) to[pitch * field++] = score[w], to[pitch * field++] = mass[w];
+    if constexpr (kScores) to[pitch * field++] = total[w], to[pitch * field++] = weight[w];
   }
   // Merges what was saved into row 0.
   __device__ void MergeSaved(const A* from, int64_t pitch) {
     State other;
     int field = 0;
     other.m[0] = from[pitch * field++], other.s[0] = from[pitch * field++];
-    if constexpr (kSoft) other.score[0] = from[pitch * field++], other.mass[0] = from[pitch * field++];
-    if constexpr (kSmooth) other.total[0] = from[pitch * field++], other.weight[0] = from[pitch * field++];
+    if constexpr (kScores) other.score[0] = from[pitch * field++], other.mass[0] = from[pitch * field++];
+    if constexpr (kScores) other.total[0] = from[pitch * field++], other.weight[0] = from[pitch * field++];
     const A to = Max{}(m[0], other.m[0]);
     Raise(0, to), other.Raise(0, to);
     s[0] += other.s[0];
-    if constexpr (kSoft) score[0] += other.score[0], mass[0] += other.mass[0];
-    if constexpr (kSmooth) total[0] += other.total[0], weight[0] += other.weight[0];
+    if constexpr (kScores) score[0] += other.score[0], mass[0] += other.mass[0];
+    if constexpr (kScores) total[0] += other.total[0], weight[0] += other.weight[0];
   }
 
   // Writes the results of row w, which is [outer, :, column] of [outer, n, inner].
@@ -131,8 +138,10 @@ struct State {
       to[shape.inner * field++] =
           exists ? static_cast<A>(x[(outer * shape.n + label) * shape.inner + column]) - m[w] : A(0);
     }
-    if constexpr (kSoft) to[shape.inner * field++] = score[w], to[shape.inner * field++] = mass[w];
-    if constexpr (kSmooth) to[shape.inner * field++] = total[w];
+    if constexpr (kScores) {
+      if (t.q != nullptr) to[shape.inner * field++] = score[w], to[shape.inner * field++] = mass[w];
+      if (t.smooth) to[shape.inner * field++] = total[w];
+    }
   }
 };
 
