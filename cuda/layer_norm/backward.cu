@@ -12,8 +12,8 @@
 // block needs no second kernel.
 #include "cuda/common/async_copy.cuh"
 #include "cuda/layer_norm/partial_rows.cuh"
+#include "cuda/layer_norm/paths.h"
 #include "cuda/layer_norm/rows.cuh"
-#include "cuda/layer_norm/wide.h"
 
 namespace jaxdnn::layer_norm {
 namespace {
@@ -58,11 +58,11 @@ __global__ void __launch_bounds__(V* L > 16 ? 128 : 512)
   const auto slot = [&](int stage, int input, int u, int s) -> X& {
     return ring[(((stage * inputs + input) * U + u) * V + s) * static_cast<int>(blockDim.x)];
   };
-  const auto fetch = [&](int64_t row, int stage) {
+  const auto fetch = [&](int64_t first, int stage) {
 #pragma unroll
     for (int u = 0; u < U; ++u)
-      if (row + u < shape.rows) {
-        const int64_t at = (offset + row + u) * p.n;
+      if (const int64_t row = first + u * spread.groups; row < shape.rows) {
+        const int64_t at = (offset + row) * p.n;
         ForEachVector<V, kExact>(p, [&](int s, int k) {
           CopyAsync(&slot(stage, 0, u, s), static_cast<const X*>(b.g) + at + k);
           CopyAsync(&slot(stage, 1, u, s), static_cast<const X*>(b.x) + at + k);
@@ -72,15 +72,16 @@ __global__ void __launch_bounds__(V* L > 16 ? 128 : 512)
     CommitAsync();
   };
   Statistics<T> next[U];
-  const auto fetch_statistics = [&](int64_t row) {
+  const auto fetch_statistics = [&](int64_t first) {
 #pragma unroll
     for (int u = 0; u < U; ++u)
-      if (row + u < shape.rows) next[u] = LoadStatistics<T>(b.mean, b.rstd, offset + row + u);
+      if (const int64_t row = first + u * spread.groups; row < shape.rows)
+        next[u] = LoadStatistics<T>(b.mean, b.rstd, offset + row);
   };
 
   if constexpr (kCluster) ClusterArrive();
   int64_t first = int64_t{part} * spread.groups * U;  // of the block's groups
-  int64_t row = first + p.group * U;
+  int64_t row = first + p.group;                      // and the U - 1 that follow, a block's groups apart
   fetch(row, 0);
   fetch_statistics(row);
   A scale[V][L], dscale[V][L] = {}, dbias[V][L] = {};
@@ -99,7 +100,7 @@ __global__ void __launch_bounds__(V* L > 16 ? 128 : 512)
     A sums[2 * U] = {};  // of q h, then of q
 #pragma unroll
     for (int u = 0; u < U; ++u)
-      if (row + u < shape.rows)
+      if (row + u * spread.groups < shape.rows)
         ForEachVector<V, kExact>(p, [&](int s, int) {
           const X g = slot(stage, 0, u, s), x = slot(stage, 1, u, s);
 #pragma unroll
@@ -114,10 +115,10 @@ __global__ void __launch_bounds__(V* L > 16 ? 128 : 512)
     GroupSum<kCluster>(sums, p, exchanges[stage]);
 #pragma unroll
     for (int u = 0; u < U; ++u)
-      if (row + u < shape.rows) {
+      if (row + u * spread.groups < shape.rows) {
         const A mean_qh = sums[u] * constants.inverse;
         const A mean_q = constants.center ? sums[U + u] * constants.inverse : A(0);
-        X* const out = static_cast<X*>(b.dx) + (offset + row + u) * p.n;
+        X* const out = static_cast<X*>(b.dx) + (offset + row + u * spread.groups) * p.n;
         ForEachVector<V, kExact>(p, [&](int s, int k) {
           const X g = slot(stage, 0, u, s), x = slot(stage, 1, u, s);
           A dx[L];
@@ -230,6 +231,7 @@ cudaError_t RunBackward(const Backward& b, DType dtype, Shape shape, Options opt
     const bool aligned = IsVectorAligned(b.g, b.g_sum, b.x, b.scale, b.dx, b.dscale, b.dbias, workspace);
     if (aligned && shape.n % kVecLength<T> == 0)
       return RunAligned<T>(b, shape, options, device, workspace, stream, &done);
+    if (aligned && TakesSlabs(dtype, shape, true)) return RunSlabBackward(b, dtype, shape, options, workspace, stream);
     if constexpr (sizeof(T) == 2)
       if (aligned && shape.n % 2 == 0) return RunNarrow<T, 2>(b, shape, options, device, workspace, stream, &done);
     return RunNarrow<T, 1>(b, shape, options, device, workspace, stream, &done);

@@ -7,8 +7,8 @@
 // they are short, so that enough loads are in flight. The mean is found first,
 // then the moments of what differs from it: the first corrects the mean, whose
 // rounding may exceed the deviation.
+#include "cuda/layer_norm/paths.h"
 #include "cuda/layer_norm/rows.cuh"
-#include "cuda/layer_norm/wide.h"
 
 namespace jaxdnn::layer_norm {
 namespace {
@@ -26,10 +26,14 @@ __global__ void __launch_bounds__(U > 1 ? 256 : 1024)
 
   // Past the end the last row is done again, and not stored.
   const int64_t last = shape.problems * shape.rows - 1;
-  const int64_t row0 = (int64_t{p.block} * spread.groups + p.group) * U;
   int64_t row[U];
+  bool exists[U];
 #pragma unroll
-  for (int u = 0; u < U; ++u) row[u] = min(row0 + u, last);
+  for (int u = 0; u < U; ++u) {
+    row[u] = (int64_t{p.block} * U + u) * spread.groups + p.group;
+    exists[u] = row[u] <= last;
+    row[u] = min(row[u], last);
+  }
   X x[U][V];
 #pragma unroll
   for (int u = 0; u < U; ++u)
@@ -52,7 +56,7 @@ __global__ void __launch_bounds__(U > 1 ? 256 : 1024)
 #pragma unroll
         for (int i = 0; i < L; ++i)
           x[u][s].v[i] = static_cast<T>(static_cast<A>(x[u][s].v[i]) + static_cast<A>(r.v[i]));
-        if (row0 + u <= last) static_cast<X*>(f.sum)[at] = x[u][s];
+        if (exists[u]) static_cast<X*>(f.sum)[at] = x[u][s];
       });
   if constexpr (kCluster) ClusterWait();
 
@@ -89,7 +93,7 @@ __global__ void __launch_bounds__(U > 1 ? 256 : 1024)
   for (int u = 0; u < U; ++u) {
     rest[u] = kWideMean<T> && constants.center ? moments[U + u] * constants.inverse : A(0);
     rstd[u] = InverseRoot(moments[u] * constants.inverse - rest[u] * rest[u] + constants.epsilon);
-    if (!p.IsLeader() || row0 + u > last) continue;
+    if (!p.IsLeader() || !exists[u]) continue;
     static_cast<A*>(f.rstd)[row[u]] = rstd[u];
     if (f.mean != nullptr) static_cast<Vec<A, 2>*>(f.mean)[row[u]] = {{mean[u], rest[u]}};
   }
@@ -102,7 +106,7 @@ __global__ void __launch_bounds__(U > 1 ? 256 : 1024)
       X y;
 #pragma unroll
       for (int i = 0; i < L; ++i) y.v[i] = static_cast<T>(fma((v[u][s][i] - rest[u]) * rstd[u], scale[i], bias[i]));
-      if (row0 + u <= last) static_cast<X*>(f.y)[row[u] * p.n + k] = y;
+      if (exists[u]) static_cast<X*>(f.y)[row[u] * p.n + k] = y;
     }
   });
 }
@@ -174,6 +178,7 @@ cudaError_t RunForward(const Forward& f, DType dtype, Shape shape, Options optio
     using T = typename decltype(type)::type;
     const bool aligned = IsVectorAligned(f.x, f.residual, f.scale, f.bias, f.y, f.sum);
     if (aligned && shape.n % kVecLength<T> == 0) return RunAligned<T>(f, shape, options, device, stream, &done);
+    if (aligned && TakesSlabs(dtype, shape, false)) return RunSlabForward(f, dtype, shape, options, stream);
     if constexpr (sizeof(T) == 2)
       if (aligned && shape.n % 2 == 0) return RunNarrow<T, 2>(f, shape, options, device, stream, &done);
     return RunNarrow<T, 1>(f, shape, options, device, stream, &done);

@@ -201,7 +201,7 @@ struct Statistics {
   using A = Accumulator<T>;
   A mean, rstd, shift;
 
-  __device__ Statistics() = default;
+  Statistics() = default;
   __device__ Statistics(A first, A rest, A r) : mean(first), rstd(r), shift(-rest * r) {
     if constexpr (!kWideMean<T>) shift -= first * r;
   }

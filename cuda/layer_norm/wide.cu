@@ -9,8 +9,8 @@
 #include <type_traits>
 
 #include "cuda/layer_norm/partial_rows.cuh"
+#include "cuda/layer_norm/paths.h"
 #include "cuda/layer_norm/rows.cuh"
-#include "cuda/layer_norm/wide.h"
 
 namespace jaxdnn::layer_norm {
 namespace {

@@ -1,0 +1,21 @@
+// The kernels for rows that forward.cu and backward.cu leave to others.
+#pragma once
+
+#include "cuda/layer_norm/layer_norm.h"
+
+namespace jaxdnn::layer_norm {
+
+// Short rows that are not aligned to 16 bytes, in slabs of several rows that are.
+bool TakesSlabs(DType dtype, const Shape& shape, bool backward);
+cudaError_t RunSlabForward(const Forward& f, DType dtype, const Shape& shape, const Options& options,
+                           cudaStream_t stream);
+cudaError_t RunSlabBackward(const Backward& b, DType dtype, const Shape& shape, const Options& options, void* workspace,
+                            cudaStream_t stream);
+
+// Rows too long for the registers of a cluster of blocks, or of a block where there are no clusters.
+cudaError_t RunWideForward(const Forward& f, DType dtype, const Shape& shape, const Options& options, void* workspace,
+                           cudaStream_t stream);
+cudaError_t RunWideBackward(const Backward& b, DType dtype, const Shape& shape, const Options& options, void* workspace,
+                            cudaStream_t stream);
+
+}  // namespace jaxdnn::layer_norm
