@@ -39,17 +39,6 @@ def test_cuda_lowering():
   assert "jaxdnn.max_pool" not in text(pools["max"], "int32")
 
 
-@needs_kernels
-def test_global_pooling_leaves_its_gradient_to_xla():
-  """A broadcast, which XLA fuses with what follows."""
-
-  def text(f):
-    x = jax.ShapeDtypeStruct((2, 7, 7, 4), "float32")
-    return jax.jit(jax.grad(lambda x: f(x, (7, 7)).sum())).trace(x).lower(lowering_platforms=("cuda",)).as_text()
-
-  assert "pool_scatter" not in text(jaxdnn.max_pool) and "sum_pool_bwd" not in text(jaxdnn.avg_pool)
-
-
 def test_channels_first_is_no_transpose():
   x = jnp.ones((2, 3, 8, 7))
   for layout in ("NCHW", "NHWC", "HWNC"):

@@ -43,7 +43,7 @@ struct Band {
       shared = static_cast<int>(images * plane + 2 * e);
     } else {
       bool fits = false;
-      for (rows = std::min(g.out[1], 16); !fits; rows = (rows + 1) / 2) {
+      for (rows = std::min(g.out[1], 64); !fits; rows = (rows + 1) / 2) {
         whole = depths * reach(1, rows) * row + 2 * e <= capacity;
         columns = g.out[2];
         p1 = row;
@@ -63,9 +63,13 @@ struct Band {
     }
     pitch0 = static_cast<int>(p0), pitch1 = static_cast<int>(p1);
     const int vectors = g.channels / channels_a_thread;
+    // A thread's strips cost rounds of a block, with some rows' time for finding each strip.
     const int64_t across = int64_t{images} * columns * vectors;
-    const int64_t strips = std::min<int64_t>(rows, CeilDiv(2 * kThreads, across));
-    strip = static_cast<int>(CeilDiv(rows, strips));
+    int64_t least = INT64_MAX;
+    for (int s = 1; s <= std::min(rows, 32); ++s) {
+      const int64_t cost = CeilDiv(CeilDiv(rows, s) * across, kThreads) * (s + 2);
+      if (cost < least) least = cost, strip = s;
+    }
     const int64_t segments = CeilDiv(g.out[2], columns), bands = CeilDiv(g.out[1], rows);
     tiles = CeilDiv(g.batch, images) * g.out[0] * bands * segments;
     by_segment = FastDiv(segments), by_band = FastDiv(bands), by_depth = FastDiv(g.out[0]);
@@ -91,12 +95,13 @@ __device__ void CopyRun(T* to, const T* from, int length, int begin, int step) {
 // K = 0 stands for any window.
 template <int K, int S, class Task>
 __global__ void __launch_bounds__(kThreads)
-    BandKernel(const __grid_constant__ Task task, const __grid_constant__ Band band) {
+    BandKernel(const __grid_constant__ Task task, const __grid_constant__ Band band,
+               const __grid_constant__ CellTable table) {
   using T = typename Task::Element;
   constexpr int N = Task::kWidth;
   extern __shared__ __align__(16) unsigned char memory[];
   T* shared = reinterpret_cast<T*>(memory);
-  const Geometry& g = task.g;
+  const Shape& g = task.g;
 
   int segment, band_number, o0;
   const int group = band.by_depth.Div(
@@ -150,7 +155,8 @@ __global__ void __launch_bounds__(kThreads)
       WalkStrip<K, S>(task, plane, band.pitch1, g.channels, o0, begin, end, o2, to);
     } else {
       for (int o1 = begin; o1 < end; ++o1, to += int64_t{g.out[2]} * g.channels)
-        ReduceWindow(task, plane, band.pitch0, band.pitch1, g.channels, o0, o1, o2, to);
+        task.Finish(ReduceByTable(task, table, plane, band.pitch0, band.pitch1, g.channels, o0, o1, o2), to, o0, o1,
+                    o2);
     }
   }
 }
@@ -158,20 +164,18 @@ __global__ void __launch_bounds__(kThreads)
 template <class Task, class General>
 cudaError_t LaunchBands(const Task& task, cudaStream_t stream, General&& general) {
   constexpr int E = kVecLength<typename Task::Element>;
-  constexpr int64_t kSharedBytes = 24 << 10;
-  const Geometry& g = task.g;
+  constexpr int64_t kSharedBytes = 36 << 10;
+  const Shape& g = task.g;
   Band band;
   const bool binned = g.stride[0] == 0;
   // Of far windows, bands would bring mostly what lies between.
   const bool far = g.stride[1] > 2 * ((g.window[1] - 1) * g.dilation[1] + 1);
-  const bool empty = g.out[0] == 0 || g.out[1] == 0 || g.out[2] == 0 || g.channels == 0;
-  if (binned || empty || far || !band.Plan(g, Task::kWidth, E, kSharedBytes / sizeof(typename Task::Element)))
-    return general();
-  const auto launch = [&](void (*kernel)(Task, Band)) {
+  if (binned || far || !band.Plan(g, Task::kWidth, E, kSharedBytes / sizeof(typename Task::Element))) return general();
+  const auto launch = [&](void (*kernel)(Task, Band, CellTable)) {
     const Grid grid = {band.tiles, kThreads, band.shared * sizeof(typename Task::Element)};
-    return LaunchKernel(kernel, grid, stream, task, band);
+    return LaunchKernel(kernel, grid, stream, task, band, CellTable(g, band.pitch0, band.pitch1, g.channels));
   };
-  return VisitSquare(
+  return VisitSquare<true>(
       g, [&](auto k, auto s) { return launch(BandKernel<k(), s(), Task>); },
       [&] { return launch(BandKernel<0, 0, Task>); });
 }

@@ -10,10 +10,12 @@
 namespace jaxdnn::pool {
 
 constexpr int kNoCellYet = INT32_MAX / 2;
+constexpr int kMostSplits = 128;
 
 struct Coop {
   Walk walk;  // over [batch, outputs, vectors / lanes], a block each
   int lanes, vectors, splits;
+  bool whole;  // whether a window is all there is, so that its cells are neighbours
 };
 
 // A window in which nothing was larger than -inf holds nothing else, and its first cell wins.
@@ -31,7 +33,7 @@ __global__ void __launch_bounds__(kThreads)
   constexpr int N = Task::kWidth;
   __shared__ __align__(16) unsigned char memory[kThreads * sizeof(State)];
   State* scratch = reinterpret_cast<State*>(memory);
-  const Geometry& g = task.g;
+  const Shape& g = task.g;
   const int64_t block = blockIdx.x / coop.splits;
   const int split = static_cast<int>(blockIdx.x - block * coop.splits);
   const Position o = coop.walk.At(block);
@@ -44,16 +46,28 @@ __global__ void __launch_bounds__(kThreads)
   if (vector < coop.vectors && cells > 0) {
     const auto* begin = task.x + o.batch * task.in.batch + c0.first * task.in.dim[0] + c1.first * task.in.dim[1] +
                         c2.first * task.in.dim[2] + vector * N;
-    const FastDiv by1(c1.count), by2(c2.count);
     const int end = static_cast<int>(int64_t{cells} * (split + 1) / coop.splits);
-#pragma unroll 4
-    for (int t = static_cast<int>(int64_t{cells} * split / coop.splits) + group; t < end; t += groups) {
-      int k1, k2;
-      const int k0 = by1.Div(by2.Div(t, &k2), &k1);
-      const auto* p = begin + k0 * g.dilation[0] * task.in.dim[0] + k1 * g.dilation[1] * task.in.dim[1] +
-                      k2 * g.dilation[2] * task.in.dim[2];
-      state.Take(task.Get(p), first + (k0 * g.window[1] + k1) * g.window[2] + k2);
+    int t = static_cast<int>(int64_t{cells} * split / coop.splits) + group;
+    const auto at = [&](int t) {
+      if (coop.whole) return begin + int64_t{t} * g.channels;
+      const int k0 = t / (c1.count * c2.count), k1 = t / c2.count % c1.count, k2 = t % c2.count;
+      return begin + k0 * g.dilation[0] * task.in.dim[0] + k1 * g.dilation[1] * task.in.dim[1] +
+             k2 * g.dilation[2] * task.in.dim[2];
+    };
+    const auto number = [&](int t) {
+      if (coop.whole) return t;
+      const int k0 = t / (c1.count * c2.count), k1 = t / c2.count % c1.count, k2 = t % c2.count;
+      return first + (k0 * g.window[1] + k1) * g.window[2] + k2;
+    };
+    constexpr int kInFlight = 4;
+    for (; t + (kInFlight - 1) * groups < end; t += kInFlight * groups) {
+      typename Task::Loaded v[kInFlight];
+#pragma unroll
+      for (int u = 0; u < kInFlight; ++u) v[u] = task.Get(at(t + u * groups));
+#pragma unroll
+      for (int u = 0; u < kInFlight; ++u) state.Take(task.Prepare(v[u]), number(t + u * groups));
     }
+    for (; t < end; t += groups) state.Take(task.Prepare(task.Get(at(t))), number(t));
   }
   for (int half = groups / 2; half > 0; half /= 2) {
     if (group >= half && group < 2 * half) scratch[threadIdx.x] = state;
@@ -72,46 +86,52 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Joins what the blocks of a global pooling found.
+// Joins what the blocks of a global pooling found; a block an output vector.
 template <class Task, class State>
-__global__ void __launch_bounds__(kThreads)
-    JoinKernel(const __grid_constant__ Task task, const State* partial, int splits, int64_t total) {
-  const int64_t to = blockIdx.x * int64_t{kThreads} + threadIdx.x;
-  if (to >= total) return;
-  State state = partial[to * splits];
-  for (int s = 1; s < splits; ++s) state.Merge(partial[to * splits + s]);
+__global__ void __launch_bounds__(kMostSplits)
+    JoinKernel(const __grid_constant__ Task task, const State* partial, int splits) {
+  __shared__ __align__(16) unsigned char memory[kMostSplits * sizeof(State)];
+  State* scratch = reinterpret_cast<State*>(memory);
+  const int t = threadIdx.x;
+  State state = partial[int64_t{blockIdx.x} * splits + min(t, splits - 1)];
+  for (int half = kMostSplits / 2; half > 0; half /= 2) {
+    if (t >= half && t < 2 * half) scratch[t] = state;
+    __syncthreads();
+    if (t < half && t + half < splits) state.Merge(scratch[t + half]);
+    __syncthreads();
+  }
+  if (t > 0) return;
   SettleIndex(state, 0);
-  task.Finish(state, to * Task::kWidth, 0, 0, 0);
+  task.Finish(state, int64_t{blockIdx.x} * Task::kWidth, 0, 0, 0);
 }
 
-// Whether a thread a window would leave most of the device idle.
+// Whether a thread a window would leave most of the device idle, or a window has more cells than IndexedPairMax counts.
 inline bool WindowsAreFew(const Geometry& g, int width) {
   constexpr int64_t kThreadsWanted = 132 * 1024, kLeastCells = 64;
   const int64_t cells = int64_t{g.window[0]} * g.window[1] * g.window[2];
-  return cells >= kLeastCells && cells < INT32_MAX / 4 &&
-         g.batch * g.out[0] * g.out[1] * g.out[2] * (g.channels / width) < kThreadsWanted;
+  const int64_t outputs = g.batch * g.out[0] * g.out[1] * g.out[2] * (g.channels / width);
+  return cells > INT16_MAX || (cells >= kLeastCells && outputs < kThreadsWanted);
 }
 
 template <class State, class Task>
-cudaError_t LaunchCoop(const Task& task, void* workspace, size_t workspace_bytes, cudaStream_t stream) {
+cudaError_t LaunchCoop(const Task& task, Workspace workspace, cudaStream_t stream) {
   constexpr int64_t kBlocksWanted = 132 * 4, kLeastCellsOfASplit = 1024;
-  const Geometry& g = task.g;
-  Coop coop = {Walk(0, g.out, 1, 1), 1, g.channels / Task::kWidth, 1};
+  const Shape& g = task.g;
+  Coop coop = {Walk(0, g.out, 1, 1), 1, g.channels / Task::kWidth, 1, WindowIsWhole(g)};
   while (coop.lanes < 32 && coop.lanes < coop.vectors) coop.lanes *= 2;
   coop.walk = Walk(g.batch, g.out, static_cast<int>(CeilDiv(coop.vectors, coop.lanes)), 1);
   const int64_t blocks = coop.walk.total, outputs = g.batch * g.out[0] * g.out[1] * g.out[2] * coop.vectors;
   const int64_t cells = int64_t{g.window[0]} * g.window[1] * g.window[2];
-  if (outputs == g.batch * coop.vectors && blocks > 0) {
-    const int64_t fit = static_cast<int64_t>(workspace_bytes / sizeof(State)) / outputs;
+  if (coop.whole && blocks > 0) {
+    const int64_t fit = static_cast<int64_t>(workspace.bytes / sizeof(State)) / outputs;
     const int64_t wanted = std::min(kBlocksWanted / blocks, cells * coop.lanes / kLeastCellsOfASplit);
-    coop.splits = static_cast<int>(std::max<int64_t>(1, std::min(fit, wanted)));
+    coop.splits = static_cast<int>(std::clamp<int64_t>(std::min(fit, wanted), 1, kMostSplits));
   }
-  State* partial = static_cast<State*>(workspace);
+  State* partial = static_cast<State*>(workspace.data);
   const cudaError_t e =
       LaunchKernel(CoopKernel<Task, State>, blocks * coop.splits, kThreads, stream, task, coop, partial);
   if (e != cudaSuccess || coop.splits == 1) return e;
-  return LaunchKernel(JoinKernel<Task, State>, CeilDiv(outputs, kThreads), kThreads, stream, task, partial, coop.splits,
-                      outputs);
+  return LaunchKernel(JoinKernel<Task, State>, outputs, kMostSplits, stream, task, partial, coop.splits);
 }
 
 }  // namespace jaxdnn::pool

@@ -8,41 +8,51 @@
 
 namespace jaxdnn::pool {
 
-// Outputs to a strip: as many as leave a grid of several waves, since a strip loads K - S rows more than it owns.
-inline int StripOf(const Geometry& g, int64_t outputs) {
-  constexpr int64_t kThreadsWanted = int64_t{132} * 2048 * 2;
-  const int64_t strips = std::clamp<int64_t>(kThreadsWanted * g.out[1] / std::max<int64_t>(outputs, 1), 1, g.out[1]);
-  const int strip = static_cast<int>((g.out[1] + strips - 1) / strips);
-  return std::clamp(strip, std::min(g.out[1], 4), 32);
+// Outputs to a strip. A strip loads K - S rows more than it owns, but long strips are few blocks, and the last wave of
+// them leaves the device idle: the cheapest product of waves and rows.
+inline int StripOf(const Geometry& g, int k, int s, int64_t columns) {
+  constexpr int64_t kResident = 132 * 3;
+  int best = 1;
+  int64_t least = INT64_MAX;
+  for (int strip = 1; strip <= std::min(g.out[1], 32); ++strip) {
+    const int64_t waves = CeilDiv(CeilDiv(columns * CeilDiv(g.out[1], strip), kThreads), kResident);
+    const int64_t cost = waves * (strip * s + k - s + 1);
+    if (cost < least) least = cost, best = strip;
+  }
+  return best;
 }
 
 // Launches a kernel for `task`, whose `walk` this fills in.
 template <class Task>
 cudaError_t LaunchWindows(Task task, Workspace workspace, cudaStream_t stream) {
+  using T = typename Task::Element;
   constexpr int N = Task::kWidth;
   const Geometry& g = task.g;
-  if (WindowsAreFew(g, N)) return LaunchCoop<typename Task::Mergeable>(task, workspace.data, workspace.bytes, stream);
   const auto general = [&] {
     task.walk = Walk(g.batch, g.out, g.channels, N);
-    return LaunchKernel(WindowKernel<Task>, CeilDiv(task.walk.total, kThreads), kThreads, stream, task);
+    return LaunchKernel(WindowKernel<Task>, CeilDiv(task.walk.total, kThreads), kThreads, stream, task,
+                        CellTable(g, g.dilation[0] * task.in.dim[0], task.in.dim[1], task.in.dim[2]));
   };
-  if constexpr (Task::kWidth < kVecLength<typename Task::Element> && Task::kUnrolls) {
-    return LaunchBands(task, stream, general);
-  } else if constexpr (Task::kUnrolls) {
-    if (g.out[1] == 0) return general();
-    return VisitSquare(
-        g,
-        [&](auto k, auto s) {
-          const int64_t outputs = Walk(g.batch, g.out, g.channels, N).total;
-          const int strip = StripOf(g, outputs);
-          const int extent[3] = {g.out[0], static_cast<int>(CeilDiv(g.out[1], strip)), g.out[2]};
-          task.walk = Walk(g.batch, extent, g.channels, N);
-          return LaunchKernel(WalkKernel<k(), s(), Task>, CeilDiv(task.walk.total, kThreads), kThreads, stream, task,
-                              strip);
-        },
-        general);
-  } else {
+  const bool empty = g.batch == 0 || g.channels == 0 || g.in[0] == 0 || g.in[1] == 0 || g.in[2] == 0 || g.out[0] == 0 ||
+                     g.out[1] == 0 || g.out[2] == 0;
+  if (empty) return general();
+  if constexpr (Task::kShares && sizeof(T) < 8) {
+    if (WindowsAreFew(g, N)) return LaunchCoop<typename Task::Mergeable>(task, workspace, stream);
+  }
+  if constexpr (!Task::kUnrolls || !kIsTuned<T>) {
     return general();
+  } else if constexpr (N < kVecLength<T>) {
+    return LaunchBands(task, stream, general);
+  } else {
+    const auto walk = [&](auto k, auto s) {
+      const int64_t columns = g.batch * g.out[0] * g.out[2] * (g.channels / N);
+      const int strip = StripOf(g, k, s, columns);
+      const int extent[3] = {g.out[0], static_cast<int>(CeilDiv(g.out[1], strip)), g.out[2]};
+      task.walk = Walk(g.batch, extent, g.channels, N);
+      return LaunchKernel(WalkKernel<k(), s(), Task>, CeilDiv(task.walk.total, kThreads), kThreads, stream, task,
+                          strip);
+    };
+    return VisitSquare<false>(g, walk, general);
   }
 }
 

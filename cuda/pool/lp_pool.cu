@@ -24,22 +24,23 @@ template <int N, class T>
 struct Norm {
   using A = Accumulator<T>;
   using Element = T;
-  using Loaded = Vec<A, N>;
+  using Loaded = Vec<T, N>;
   using State = Sum<T, N>;
   using Mergeable = State;
   static constexpr int kWidth = N;
-  static constexpr bool kUnrolls = false;
+  static constexpr bool kUnrolls = false, kShares = false;
 
-  Geometry g;
+  Shape g;
   Walk walk;
   Pitch in;
   const T* __restrict__ x;
   T* __restrict__ y;
   A power;
 
-  __device__ Loaded Get(const T* p) const {
-    const Vec<T, N> v = Load<N>(p);
-    Loaded powers;
+  __device__ Loaded Identity() const { return Splat<T, N>(0.0f); }
+  __device__ Loaded Get(const T* p) const { return Load<N>(p); }
+  __device__ Vec<A, N> Prepare(const Loaded& v) const {
+    Vec<A, N> powers;
 #pragma unroll
     for (int j = 0; j < N; ++j) powers.v[j] = Power(static_cast<A>(v.v[j]), power);
     return powers;
@@ -48,15 +49,16 @@ struct Norm {
     A root[N];
 #pragma unroll
     for (int j = 0; j < N; ++j) root[j] = Power(state.value[j], A(1) / power);
-    StoreRounded(y + to, root);
+    Store(y + to, Rounded<T>(root));
   }
 };
 
 template <int N, class T>
 struct NormShares {
   using A = Accumulator<T>;
+  using Element = T;
   static constexpr int kWidth = N;
-  static constexpr bool kTiles = false;
+  static constexpr bool kShortcuts = false;
 
   struct Share {
     A value[N];
@@ -76,7 +78,7 @@ struct NormShares {
     }
   };
 
-  Geometry g;
+  Shape g;
   Walk walk;
   Pitch in, out;
   Cover cover;
@@ -86,7 +88,7 @@ struct NormShares {
   T* __restrict__ dx;
   A power;
 
-  __device__ void Put(int64_t to, const A (&sum)[N]) const {
+  __device__ Vec<T, N> Final(int64_t to, const A (&sum)[N]) const {
     const Vec<T, N> v = Load<N>(x + to);
     A result[N];
 #pragma unroll
@@ -96,7 +98,7 @@ struct NormShares {
       const A factor = power == A(1) ? A(base != A(0)) : Power(base, power - A(1));
       result[j] = sum[j] * (base < A(0) ? -factor : factor);
     }
-    StoreRounded(dx + to, result);
+    return Rounded<T>(result);
   }
 };
 
@@ -112,8 +114,8 @@ cudaError_t LpPool(const Geometry& g, DType dtype, double power, const void* x, 
         g.channels,
         [&](auto width) {
           constexpr int N = decltype(width)::value;
-          const Norm<N, T> task = {g,   Walk(0, g.out, g.channels, N),     Pitch(g.in, g.channels), in,
-                                   out, static_cast<Accumulator<T>>(power)};
+          const Norm<N, T> task = {Shape(g), Walk(0, g.out, g.channels, N),     Pitch(g.in, g.channels), in,
+                                   out,      static_cast<Accumulator<T>>(power)};
           return LaunchWindows(task, workspace, stream);
         },
         in, out);
@@ -122,6 +124,7 @@ cudaError_t LpPool(const Geometry& g, DType dtype, double power, const void* x, 
 
 cudaError_t LpPoolBwd(const Geometry& g, DType dtype, double power, const void* dy, const void* x, const void* y,
                       void* dx, cudaStream_t stream) {
+  const Geometry apart = WithLoneWindowsApart(g);
   return VisitDType(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     const T *up = static_cast<const T*>(dy), *in = static_cast<const T*>(x), *norm = static_cast<const T*>(y);
@@ -130,11 +133,11 @@ cudaError_t LpPoolBwd(const Geometry& g, DType dtype, double power, const void* 
         g.channels,
         [&](auto width) {
           constexpr int N = decltype(width)::value;
-          const NormShares<N, T> task = {g,
+          const NormShares<N, T> task = {Shape(apart),
                                          Walk(0, g.in, g.channels, N),
                                          Pitch(g.in, g.channels),
                                          Pitch(g.out, g.channels),
-                                         Cover(g),
+                                         Cover(apart),
                                          up,
                                          in,
                                          norm,

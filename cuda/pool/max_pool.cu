@@ -7,53 +7,44 @@
 namespace jaxdnn::pool {
 namespace {
 
-struct NoIndex {};
-
-template <int N, class T, class Index>
+template <int N, class T, bool kIndexed>
 struct Select {
   using Element = T;
   using Loaded = Vec<T, N>;
-  static constexpr bool kIndexed = !std::is_same_v<Index, NoIndex>;
   using Mergeable = std::conditional_t<kIndexed, IndexedMax<T, N>, Max<T, N>>;
-  using State = std::conditional_t<kIndexed && kInPairs<T, N> && sizeof(Index) == 1, IndexedPairMax<T, N>, Mergeable>;
+  using State = std::conditional_t<kIndexed && kInPairs<T, N>, IndexedPairMax<T, N>, Mergeable>;
   static constexpr int kWidth = N;
-  static constexpr bool kUnrolls = sizeof(T) < 8 && !std::is_same_v<Index, int32_t>;
+  static constexpr bool kUnrolls = true, kShares = true;
 
-  Geometry g;
+  Shape g;
   Walk walk;
   Pitch in;
   const T* __restrict__ x;
   T* __restrict__ y;
-  Index* __restrict__ index;
+  void* __restrict__ index;
+  bool wide;  // whether the index takes four bytes
   unsigned flip;
 
-  static __device__ Loaded Identity() { return Splat<T, N>(-INFINITY); }
-  __device__ Loaded Get(const T* p) const { return Flip(Load<N>(p), flip); }
+  // What padding loads: the least once it is prepared.
+  __device__ Loaded Identity() const { return Flip(Splat<T, N>(-INFINITY), flip); }
+  __device__ Loaded Get(const T* p) const { return Load<N>(p); }
+  __device__ Loaded Prepare(const Loaded& v) const { return Flip(v, flip); }
   template <class S>
   __device__ void Finish(const S& state, int64_t to, int, int, int) const {
     Store(y + to, Flip(BitCast<Vec<T, N>>(state.value), flip));
     if constexpr (kIndexed) {
-      Vec<Index, N> winner;
+      if (wide) {
 #pragma unroll
-      for (int j = 0; j < N; ++j) winner.v[j] = static_cast<Index>(state.Index(j));
-      Store(index + to, winner);
+        for (int j = 0; j < N; ++j) static_cast<int32_t*>(index)[to + j] = state.Index(j);
+      } else {
+        Vec<uint8_t, N> winner;
+#pragma unroll
+        for (int j = 0; j < N; ++j) winner.v[j] = static_cast<uint8_t>(state.Index(j));
+        Store(static_cast<uint8_t*>(index) + to, winner);
+      }
     }
   }
 };
-
-template <class T, class Index>
-cudaError_t Launch(const Geometry& g, const T* x, T* y, Index* index, bool minimum, Workspace workspace,
-                   cudaStream_t stream) {
-  return VisitWidth<T>(
-      g.channels,
-      [&](auto width) {
-        constexpr int N = decltype(width)::value;
-        const Select<N, T, Index> task = {g,     Walk(0, g.out, g.channels, N), Pitch(g.in, g.channels), x, y,
-                                          index, SignMask<T>(minimum)};
-        return LaunchWindows(task, workspace, stream);
-      },
-      x, y, index);
-}
 
 }  // namespace
 
@@ -63,10 +54,18 @@ cudaError_t MaxPool(const Geometry& g, DType dtype, IndexType index_type, bool m
     using T = typename decltype(type)::type;
     const T* in = static_cast<const T*>(x);
     T* out = static_cast<T*>(y);
-    if (index == nullptr) return Launch(g, in, out, static_cast<NoIndex*>(nullptr), minimum, workspace, stream);
-    return VisitIndexType(index_type, [&](auto stored) {
-      return Launch(g, in, out, static_cast<typename decltype(stored)::type*>(index), minimum, workspace, stream);
-    });
+    const auto launch = [&](auto width, auto indexed) {
+      constexpr int N = decltype(width)::value;
+      const Select<N, T, indexed()> task = {Shape(g), Walk(0, g.out, g.channels, N),   Pitch(g.in, g.channels), in, out,
+                                            index,    index_type == IndexType::kInt32, SignMask<T>(minimum)};
+      return LaunchWindows(task, workspace, stream);
+    };
+    return VisitWidth<T>(
+        g.channels,
+        [&](auto width) {
+          return index == nullptr ? launch(width, std::false_type{}) : launch(width, std::true_type{});
+        },
+        in, out, static_cast<const uint8_t*>(index));
   });
 }
 

@@ -16,6 +16,15 @@ namespace jaxdnn::pool {
 
 constexpr int kThreads = 256;
 
+// The geometry as kernels take it: with the divisions that bins need.
+struct Shape : Geometry {
+  FastDiv by_in[3], by_out[3];
+
+  explicit Shape(const Geometry& g) : Geometry(g) {
+    for (int d = 0; d < 3; ++d) by_in[d] = FastDiv(in[d]), by_out[d] = FastDiv(out[d]);
+  }
+};
+
 // The element of a thread: batch, spatial coordinates, first channel.
 struct Position {
   int64_t batch;
@@ -72,14 +81,10 @@ struct Bin {
   int begin, end;
 };
 
-__device__ inline Bin BinOf(int b, int bins, int extent) {
-  const int64_t begin = int64_t{b} * extent, end = begin + extent;
-  if (end <= INT32_MAX) {
-    const unsigned by = bins;
-    return {static_cast<int>(static_cast<unsigned>(begin) / by),
-            static_cast<int>((static_cast<unsigned>(end) + by - 1) / by)};
-  }
-  return {static_cast<int>(begin / bins), static_cast<int>((end + bins - 1) / bins)};
+__device__ inline Bin BinOf(int b, int bins, int extent, FastDiv by_bins) {
+  const int64_t begin = int64_t{b} * extent, last = begin + extent - 1;
+  if (last <= INT32_MAX) return {by_bins.Div(static_cast<int>(begin)), by_bins.Div(static_cast<int>(last)) + 1};
+  return {static_cast<int>(begin / bins), static_cast<int>(last / bins) + 1};
 }
 
 // The cells of window `o` that lie inside the input: `count` of them from number `begin`, at input position `first`.
@@ -88,9 +93,9 @@ struct Cells {
 };
 
 // Those inside [-low, in + high), rather.
-__device__ inline Cells CellsWithin(const Geometry& g, int d, int o, int low, int high) {
+static __device__ __noinline__ Cells CellsWithin(const Shape& g, int d, int o, int low, int high) {
   if (g.stride[d] == 0) {
-    const Bin bin = BinOf(o, g.out[d], g.in[d]);
+    const Bin bin = BinOf(o, g.out[d], g.in[d], g.by_out[d]);
     return {0, bin.end - bin.begin, bin.begin};
   }
   const int start = o * g.stride[d] - g.low[d] + low, step = g.dilation[d], limit = g.in[d] + low + high;
@@ -105,11 +110,19 @@ __device__ inline Cells CellsWithin(const Geometry& g, int d, int o, int low, in
   return {begin, max(end - begin, 0), start + begin * step - low};
 }
 
-__device__ inline Cells CellsOf(const Geometry& g, int d, int o) { return CellsWithin(g, d, o, 0, 0); }
+__device__ inline Cells CellsOf(const Shape& g, int d, int o) { return CellsWithin(g, d, o, 0, 0); }
 
 // What window `o` contributes to the divisor along a dimension, where cells are counted.
-__device__ inline int CountOf(const Geometry& g, const Division& division, int d, int o) {
-  return CellsWithin(g, d, o, division.low[d], division.high[d]).count;
+__device__ inline int CountOf(const Shape& g, const Division& division, int d, int o) {
+  if (g.stride[d] == 0 || g.dilation[d] != 1) return CellsWithin(g, d, o, division.low[d], division.high[d]).count;
+  const int start = o * g.stride[d] - g.low[d];
+  return max(min(start + g.window[d], g.in[d] + division.high[d]) - max(start, -division.low[d]), 0);
+}
+
+// The factor of window (o0, o1, o2)'s sum.
+template <class A>
+__device__ A FactorOf(const Shape& g, const Division& division, int o0, int o1, int o2) {
+  return A(1) / max(CountOf(g, division, 0, o0) * CountOf(g, division, 1, o1) * CountOf(g, division, 2, o2), 1);
 }
 
 // The windows over one input position, in order: from `first` to `last`, `step` apart. The position is cell number
@@ -132,10 +145,10 @@ struct Cover {
     }
   }
 
-  __device__ Windows Of(const Geometry& g, int d, int i) const {
+  __device__ Windows Of(const Shape& g, int d, int i) const {
     constexpr Windows kNone = {0, -1, 1, 0, 0};
     if (g.stride[d] == 0) {
-      const Bin bin = BinOf(i, g.in[d], g.out[d]);
+      const Bin bin = BinOf(i, g.in[d], g.out[d], g.by_in[d]);
       return {bin.begin, bin.end - 1, 1, 0, 0};
     }
     const int p = i + g.low[d], stride = g.stride[d], dilation = g.dilation[d];
@@ -162,28 +175,33 @@ __device__ void Store(T* p, const Vec<T, N>& v) {
   *reinterpret_cast<Vec<T, N>*>(p) = v;
 }
 
-// Calls f with the channels a thread takes, as an integral constant: 16 bytes of T, else a pair of 16-bit elements,
-// else one, by what divides `channels` and by how the arrays are aligned.
+// Which element types have the kernels that are only there for speed; the others run the general ones.
+template <class T>
+constexpr bool kIsTuned = std::is_same_v<T, float> || std::is_same_v<T, __nv_bfloat16>;
+
+// Calls f with the channels a thread takes, as an integral constant: 16 bytes of T or one, by what divides `channels`
+// and by how the arrays are aligned.
 template <class T, class F, class... P>
 cudaError_t VisitWidth(int channels, F&& f, const P*... arrays) {
-  const auto fits = [&](int n) {
-    return channels % n == 0 && (... && (reinterpret_cast<uintptr_t>(arrays) % (n * sizeof(P)) == 0));
-  };
-  if (fits(kVecLength<T>)) return f(std::integral_constant<int, kVecLength<T>>{});
-  if constexpr (sizeof(T) == 2) {
-    if (fits(2)) return f(std::integral_constant<int, 2>{});
+  constexpr int V = kVecLength<T>;
+  if constexpr (sizeof(T) < 8) {
+    if (channels % V == 0 && (... && (reinterpret_cast<uintptr_t>(arrays) % (V * sizeof(P)) == 0)))
+      return f(std::integral_constant<int, V>{});
   }
   return f(std::integral_constant<int, 1>{});
 }
 
-template <class F>
-cudaError_t VisitIndexType(IndexType type, F&& f) {
-  return type == IndexType::kUint8 ? f(TypeTag<uint8_t>{}) : f(TypeTag<int32_t>{});
+// Whether the only window is the whole input.
+inline bool WindowIsWhole(const Geometry& g) {
+  for (int d = 0; d < 3; ++d)
+    if (g.out[d] != 1 || g.window[d] != g.in[d] || g.low[d] != 0 || g.dilation[d] != 1) return false;
+  return true;
 }
 
 // Windows of K x K cells, S apart, for which there are kernels with everything unrolled. `f(K, S)` takes the two as
-// integral constants; `otherwise()` takes all other windows.
-template <class F, class G>
+// integral constants; `otherwise()` takes all other windows, and those
+// that are apart unless kApartToo.
+template <bool kApartToo, class F, class G>
 cudaError_t VisitSquare(const Geometry& g, F&& f, G&& otherwise) {
   const bool plane = g.window[0] == 1 && g.stride[0] == 1 && g.low[0] == 0 && g.in[0] == g.out[0];
   const bool square =
@@ -192,9 +210,10 @@ cudaError_t VisitSquare(const Geometry& g, F&& f, G&& otherwise) {
   constexpr std::integral_constant<int, 1> kOne;
   constexpr std::integral_constant<int, 2> kTwo;
   constexpr std::integral_constant<int, 3> kThree;
-  if (is(2, 2)) return f(kTwo, kTwo);
+  if constexpr (kApartToo) {
+    if (is(2, 2)) return f(kTwo, kTwo);
+  }
   if (is(3, 2)) return f(kThree, kTwo);
-  if (is(2, 1)) return f(kTwo, kOne);
   if (is(3, 1)) return f(kThree, kOne);
   return otherwise();
 }

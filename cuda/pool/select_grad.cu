@@ -8,11 +8,26 @@
 namespace jaxdnn::pool {
 namespace {
 
+// Cell numbers of either width; -1 for no cell.
+template <int N>
+__device__ Vec<int, N> LoadIndex(const void* index, int64_t offset, bool wide) {
+  Vec<int, N> cells;
+  if (wide) {
+#pragma unroll
+    for (int j = 0; j < N; ++j) cells.v[j] = static_cast<const int32_t*>(index)[offset + j];
+  } else {
+    const auto bytes = Load<N>(static_cast<const uint8_t*>(index) + offset);
+#pragma unroll
+    for (int j = 0; j < N; ++j) cells.v[j] = bytes.v[j] == 255 ? -1 : bytes.v[j];
+  }
+  return cells;
+}
+
 // Channels of one element have their winners in different places, so each is loaded on its own.
-template <int N, class T, class Index>
-__global__ void GatherKernel(const __grid_constant__ Geometry g, const __grid_constant__ Walk walk,
+template <int N, class T>
+__global__ void GatherKernel(const __grid_constant__ Shape g, const __grid_constant__ Walk walk,
                              const __grid_constant__ Pitch in, FastDiv by_window1, FastDiv by_window2,
-                             const T* __restrict__ t, const Index* __restrict__ index, T* __restrict__ y) {
+                             const T* __restrict__ t, const void* __restrict__ index, bool wide, T* __restrict__ y) {
   const int64_t flat = blockIdx.x * int64_t{kThreads} + threadIdx.x;
   if (flat >= walk.total) return;
   const Position o = walk.At(flat);
@@ -20,15 +35,15 @@ __global__ void GatherKernel(const __grid_constant__ Geometry g, const __grid_co
   int start[3];
 #pragma unroll
   for (int d = 0; d < 3; ++d)
-    start[d] = g.stride[d] ? o.at[d] * g.stride[d] - g.low[d] : BinOf(o.at[d], g.out[d], g.in[d]).begin;
-  const Vec<Index, N> winner = Load<N>(index + flat * N);
+    start[d] = g.stride[d] ? o.at[d] * g.stride[d] - g.low[d] : BinOf(o.at[d], g.out[d], g.in[d], g.by_out[d]).begin;
+  const Vec<int, N> winner = LoadIndex<N>(index, flat * N, wide);
   Vec<T, N> value;
 #pragma unroll
   for (int j = 0; j < N; ++j) {
     value.v[j] = static_cast<T>(0.0f);
-    if (winner.v[j] == static_cast<Index>(-1)) continue;
+    if (winner.v[j] < 0) continue;
     int k[3];
-    k[0] = by_window1.Div(by_window2.Div(static_cast<int>(winner.v[j]), &k[2]), &k[1]);
+    k[0] = by_window1.Div(by_window2.Div(winner.v[j], &k[2]), &k[1]);
     int64_t offset = j;
 #pragma unroll
     for (int d = 0; d < 3; ++d) offset += (start[d] + k[d] * g.dilation[d]) * in.dim[d];
@@ -37,11 +52,14 @@ __global__ void GatherKernel(const __grid_constant__ Geometry g, const __grid_co
   Store(y + flat * N, value);
 }
 
-template <int N, class T, class Index>
+// kBytes: the index is known to take a byte, so that a thread can hold many.
+template <int N, class T, bool kBytes>
 struct Winners {
   using A = Accumulator<T>;
+  using Element = T;
   static constexpr int kWidth = N;
-  static constexpr bool kTiles = sizeof(T) < 8 && N > 2 && sizeof(Index) == 1;
+  static constexpr bool kShortcuts = sizeof(T) < 8;
+  using Index = std::conditional_t<kBytes, uint8_t, int>;
 
   struct Share {
     Vec<T, N> value;
@@ -56,7 +74,11 @@ struct Winners {
     }
     __device__ void Load(const Winners& task, int64_t offset, int, int, int) {
       value = pool::Load<N>(task.dy + offset);
-      winner = pool::Load<N>(task.index + offset);
+      if constexpr (kBytes) {
+        winner = pool::Load<N>(static_cast<const uint8_t*>(task.index) + offset);
+      } else {
+        winner = LoadIndex<N>(task.index, offset, task.wide);
+      }
     }
     __device__ void Add(A (&sum)[N], int cell) const {
 #pragma unroll
@@ -65,15 +87,16 @@ struct Winners {
     }
   };
 
-  Geometry g;
+  Shape g;
   Walk walk;
   Pitch in, out;
   Cover cover;
   const T* __restrict__ dy;
-  const Index* __restrict__ index;
+  const void* __restrict__ index;
   T* __restrict__ dx;
+  bool wide;
 
-  __device__ void Put(int64_t to, const A (&sum)[N]) const { StoreRounded(dx + to, sum); }
+  __device__ Vec<T, N> Final(int64_t, const A (&sum)[N]) const { return Rounded<T>(sum); }
 };
 
 }  // namespace
@@ -81,50 +104,54 @@ struct Winners {
 cudaError_t Gather(const Geometry& g, DType dtype, IndexType index_type, const void* t, const void* index, void* y,
                    cudaStream_t stream) {
   return VisitDType(dtype, [&](auto type) {
-    return VisitIndexType(index_type, [&](auto stored) {
-      using T = typename decltype(type)::type;
-      using Index = typename decltype(stored)::type;
-      const T* in = static_cast<const T*>(t);
-      const Index* winner = static_cast<const Index*>(index);
-      T* out = static_cast<T*>(y);
-      return VisitWidth<T>(
-          g.channels,
-          [&](auto width) {
-            const Walk walk(g.batch, g.out, g.channels, width);
-            return LaunchKernel(GatherKernel<width(), T, Index>, CeilDiv(walk.total, kThreads), kThreads, stream, g,
-                                walk, Pitch(g.in, g.channels), FastDiv(g.window[1]), FastDiv(g.window[2]), in, winner,
-                                out);
-          },
-          in, winner, out);
-    });
+    using T = typename decltype(type)::type;
+    const T* in = static_cast<const T*>(t);
+    T* out = static_cast<T*>(y);
+    return VisitWidth<T>(
+        g.channels,
+        [&](auto width) {
+          const Walk walk(g.batch, g.out, g.channels, width);
+          return LaunchKernel(GatherKernel<width(), T>, CeilDiv(walk.total, kThreads), kThreads, stream, Shape(g), walk,
+                              Pitch(g.in, g.channels), FastDiv(g.window[1]), FastDiv(g.window[2]), in, index,
+                              index_type == IndexType::kInt32, out);
+        },
+        in, static_cast<const uint8_t*>(index), out);
   });
 }
 
 cudaError_t Scatter(const Geometry& g, DType dtype, IndexType index_type, const void* dy, const void* index, void* dx,
                     cudaStream_t stream) {
+  const Geometry apart = WithLoneWindowsApart(g);
   return VisitDType(dtype, [&](auto type) {
-    return VisitIndexType(index_type, [&](auto stored) {
-      using T = typename decltype(type)::type;
-      using Index = typename decltype(stored)::type;
-      const T* in = static_cast<const T*>(dy);
-      const Index* winner = static_cast<const Index*>(index);
-      T* out = static_cast<T*>(dx);
-      return VisitWidth<T>(
-          g.channels,
-          [&](auto width) {
-            constexpr int N = decltype(width)::value;
-            const Winners<N, T, Index> task = {g,
-                                               Walk(0, g.in, g.channels, N),
-                                               Pitch(g.in, g.channels),
-                                               Pitch(g.out, g.channels),
-                                               Cover(g),
-                                               in,
-                                               winner,
-                                               out};
-            return LaunchSpread(task, stream);
-          },
-          in, winner, out);
-    });
+    using T = typename decltype(type)::type;
+    const T* in = static_cast<const T*>(dy);
+    T* out = static_cast<T*>(dx);
+    const bool wide = index_type == IndexType::kInt32;
+    const auto launch = [&](auto width, auto bytes) {
+      constexpr int N = decltype(width)::value;
+      const Winners<N, T, bytes()> task = {Shape(apart),
+                                           Walk(0, g.in, g.channels, N),
+                                           Pitch(g.in, g.channels),
+                                           Pitch(g.out, g.channels),
+                                           Cover(apart),
+                                           in,
+                                           index,
+                                           out,
+                                           wide};
+      if constexpr (bytes())
+        return LaunchTiles(task, stream);
+      else
+        return LaunchSpread(task, stream);
+    };
+    return VisitWidth<T>(
+        g.channels,
+        [&](auto width) {
+          if constexpr (kIsTuned<T>) {
+            if (!wide && !WindowsAreApart(apart) && HasTiles(apart)) return launch(width, std::true_type{});
+          }
+          return launch(width, std::false_type{});
+        },
+        in, static_cast<const uint8_t*>(index), out);
   });
 }
 

@@ -2,12 +2,14 @@
 // replaces atomics. A thread computes N neighbouring channels.
 //
 // ApartKernel takes windows that do not overlap: a thread loads what one window passes back and writes all elements of
-// the S x S x S input tile that starts with it. TileKernel takes overlapping K x K windows S apart: a thread owns a
-// tile of inputs, loads each window that reaches into it once, and knows every cell's number at compile time.
-// SpreadKernel takes anything else: one input element a thread, which looks for the windows over it.
+// the S x S x S input tile that starts with it. FlatKernel does where channels fill no vectors: a thread writes 16
+// bytes of dx, whatever rows and windows these belong to. WholeKernel takes global pooling. TileKernel takes
+// overlapping K x K windows S apart: a thread owns a tile of inputs, loads each window that reaches into it once, and
+// knows every cell's number at compile time. SpreadKernel takes anything else: one input element a thread, which looks
+// for the windows over it.
 //
 // A `Task` has a `Share`: what one window passes back, which Load(offset of the window, its position) reads and
-// Add(sum, cell) adds to the element that is the window's cell of that number. Put(offset, sum) stores an element.
+// Add(sum, cell) adds to the element that is the window's cell of that number. Final(offset, sum) is what dx holds.
 #pragma once
 
 #include "cuda/common/launch.cuh"
@@ -15,25 +17,25 @@
 
 namespace jaxdnn::pool {
 
-template <int N, class T>
-__device__ void StoreRounded(T* p, const Accumulator<T> (&sum)[N]) {
+template <class T, int N>
+__device__ Vec<T, N> Rounded(const Accumulator<T> (&sum)[N]) {
   Vec<T, N> result;
 #pragma unroll
   for (int j = 0; j < N; ++j) result.v[j] = static_cast<T>(sum[j]);
-  Store(p, result);
+  return result;
 }
 
 template <class Task>
 __global__ void __launch_bounds__(kThreads) SpreadKernel(const __grid_constant__ Task task) {
   constexpr int N = Task::kWidth;
-  const Geometry& g = task.g;
+  const Shape& g = task.g;
   const int64_t flat = blockIdx.x * int64_t{kThreads} + threadIdx.x;
   if (flat >= task.walk.total) return;
   const Position i = task.walk.At(flat);
   const Windows w0 = task.cover.Of(g, 0, i.at[0]), w1 = task.cover.Of(g, 1, i.at[1]), w2 = task.cover.Of(g, 2, i.at[2]);
   // A bin's cells are counted from its own beginning.
   const auto number = [&](int d, int o, int cell) {
-    return g.stride[d] ? cell : i.at[d] - BinOf(o, g.out[d], g.in[d]).begin;
+    return g.stride[d] ? cell : i.at[d] - BinOf(o, g.out[d], g.in[d], g.by_out[d]).begin;
   };
   typename Task::A sum[N] = {};
   const int64_t image = i.batch * task.out.batch + i.channel;
@@ -52,13 +54,13 @@ __global__ void __launch_bounds__(kThreads) SpreadKernel(const __grid_constant__
       }
     }
   }
-  task.Put(flat * N, sum);
+  Store(task.dx + flat * N, task.Final(flat * N, sum));
 }
 
 template <class Task>
 __global__ void __launch_bounds__(kThreads) ApartKernel(const __grid_constant__ Task task, int3 base) {
   constexpr int N = Task::kWidth;
-  const Geometry& g = task.g;
+  const Shape& g = task.g;
   const int64_t flat = blockIdx.x * int64_t{kThreads} + threadIdx.x;
   if (flat >= task.walk.total) return;
   const Position tile = task.walk.At(flat);
@@ -82,36 +84,133 @@ __global__ void __launch_bounds__(kThreads) ApartKernel(const __grid_constant__ 
       for (int r2 = max(0, -i2); r2 < min(g.stride[2], g.in[2] - i2); ++r2) {
         typename Task::A sum[N] = {};
         if (inside && r2 < g.window[2]) share.Add(sum, cell + r2);
-        task.Put(row + (i2 + r2) * task.in.dim[2], sum);
+        Store(task.dx + row + (i2 + r2) * task.in.dim[2], task.Final(row + (i2 + r2) * task.in.dim[2], sum));
       }
     }
   }
 }
 
-// A tile is S x W inputs, W a multiple of S, that start where a window starts.
-template <int S>
-constexpr int kTileWidth = S == 1 ? 2 : S;
+template <class Task>
+__global__ void __launch_bounds__(kThreads) WholeKernel(const __grid_constant__ Task task) {
+  constexpr int N = Task::kWidth;
+  const int64_t flat = blockIdx.x * int64_t{kThreads} + threadIdx.x;
+  if (flat >= task.walk.total) return;
+  const Position i = task.walk.At(flat);
+  typename Task::Share share;
+  share.Load(task, i.batch * task.out.batch + i.channel, 0, 0, 0);
+  typename Task::A sum[N] = {};
+  share.Add(sum, i.at[2]);
+  Store(task.dx + flat * N, task.Final(flat * N, sum));
+}
+
+// Of a task of single elements, kept as they lie in memory: `task.walk` is over all of dx.
+template <class Task>
+__global__ void __launch_bounds__(kThreads) FlatKernel(const __grid_constant__ Task task) {
+  using T = typename Task::Element;
+  constexpr int V = kVecLength<T>;
+  const Shape& g = task.g;
+  const int64_t begin = (blockIdx.x * int64_t{kThreads} + threadIdx.x) * V;
+  if (begin >= task.walk.total) return;
+  Position i = task.walk.At(begin);
+  int o[3], r[3];
+  const auto locate = [&](int d) {
+    const int p = i.at[d] + g.low[d];
+    o[d] = p < 0 ? -1 : task.cover.by_stride[d].Div(p, &r[d]);
+  };
+  const auto inside = [&](int d) { return o[d] >= 0 && o[d] < g.out[d] && r[d] < g.window[d]; };
+  bool plane;
+  int64_t row;
+  int cell;
+  const auto start_row = [&] {
+    locate(0), locate(1), locate(2);
+    plane = inside(0) && inside(1);
+    row = i.batch * task.out.batch + o[0] * task.out.dim[0] + o[1] * task.out.dim[1];
+    cell = (r[0] * g.window[1] + r[1]) * g.window[2];
+  };
+  start_row();
+  Vec<T, V> result;
+#pragma unroll
+  for (int j = 0; j < V; ++j) {
+    typename Task::A sum[1] = {};
+    const bool live = begin + j < task.walk.total;
+    if (live && plane && inside(2)) {
+      typename Task::Share share;
+      share.Load(task, row + o[2] * g.channels + i.channel, o[0], o[1], o[2]);
+      share.Add(sum, cell + r[2]);
+    }
+    result.v[j] = live ? task.Final(begin + j, sum).v[0] : static_cast<T>(0.0f);
+    if (++i.channel < g.channels) continue;
+    i.channel = 0;
+    if (++i.at[2] < g.in[2]) {
+      if (o[2] < 0 || ++r[2] == g.stride[2]) locate(2);
+      continue;
+    }
+    i.at[2] = 0;
+    if (++i.at[1] == g.in[1]) {
+      i.at[1] = 0;
+      if (++i.at[0] == g.in[0]) i.at[0] = 0, ++i.batch;
+    }
+    start_row();
+  }
+  if (begin + V <= task.walk.total) {
+    Store(task.dx + begin, result);
+  } else {
+#pragma unroll
+    for (int j = 0; j < V; ++j)
+      if (begin + j < task.walk.total) task.dx[begin + j] = result.v[j];
+  }
+}
 
 template <int K, int S, class Task>
-__global__ void __launch_bounds__(kThreads) TileKernel(const __grid_constant__ Task task, int3 base) {
-  constexpr int N = Task::kWidth, W = kTileWidth<S>;
+__global__ void __launch_bounds__(kThreads, 3) TileKernel(const __grid_constant__ Task task, int3 base) {
+  constexpr int N = Task::kWidth;
   constexpr int kBefore = (K - 1) / S;  // windows that start before the tile and reach into it
-  constexpr int kRows = kBefore + 1, kColumns = kBefore + W / S;
-  const Geometry& g = task.g;
+  constexpr int kWindows = kBefore + 1;
+  constexpr int kRows = S == 1 ? 1 : kWindows;  // of windows held at once, as registers allow
+  const Shape& g = task.g;
   const int64_t flat = blockIdx.x * int64_t{kThreads} + threadIdx.x;
   if (flat >= task.walk.total) return;
   const Position tile = task.walk.At(flat);
-  const int top = tile.at[1] + base.y - kBefore, left = (tile.at[2] + base.z) * (W / S) - kBefore;
-  typename Task::Share share[kRows][kColumns];
+  const int top = tile.at[1] + base.y - kBefore, left = tile.at[2] + base.z - kBefore;
   const int64_t image = tile.batch * task.out.batch + tile.at[0] * task.out.dim[0] + tile.channel;
+  const bool inside = top >= 0 && top + kWindows <= g.out[1] && left >= 0 && left + kWindows <= g.out[2];
+  typename Task::A sum[S][S][N] = {};
+#pragma unroll 1
+  for (int first = 0; first < kWindows; first += kRows) {
+    typename Task::Share share[kRows][kWindows];
+    const auto load = [&](int a, int b) {
+      const int o1 = top + first + a, o2 = left + b;
+      share[a][b].Load(task, image + o1 * task.out.dim[1] + o2 * task.out.dim[2], tile.at[0], o1, o2);
+    };
+    if (inside) {  // Plain loads, so that all are in flight at once.
 #pragma unroll
-  for (int a = 0; a < kRows; ++a) {
+      for (int a = 0; a < kRows; ++a)
 #pragma unroll
-    for (int b = 0; b < kColumns; ++b) {
-      const int o1 = top + a, o2 = left + b;
-      share[a][b].Clear();
-      if (o1 >= 0 && o1 < g.out[1] && o2 >= 0 && o2 < g.out[2])
-        share[a][b].Load(task, image + o1 * task.out.dim[1] + o2 * task.out.dim[2], tile.at[0], o1, o2);
+        for (int b = 0; b < kWindows; ++b) load(a, b);
+    } else {
+#pragma unroll
+      for (int a = 0; a < kRows; ++a) {
+#pragma unroll
+        for (int b = 0; b < kWindows; ++b) {
+          const int o1 = top + first + a, o2 = left + b;
+          share[a][b].Clear();
+          if (o1 >= 0 && o1 < g.out[1] && o2 >= 0 && o2 < g.out[2]) load(a, b);
+        }
+      }
+    }
+#pragma unroll
+    for (int r1 = 0; r1 < S; ++r1) {
+#pragma unroll
+      for (int r2 = 0; r2 < S; ++r2) {
+#pragma unroll
+        for (int a = 0; a < kRows; ++a) {
+#pragma unroll
+          for (int b = 0; b < kWindows; ++b) {
+            const int k1 = r1 + (kBefore - first - a) * S, k2 = r2 + (kBefore - b) * S;
+            if (k1 < K && k2 < K) share[a][b].Add(sum[r1][r2], k1 * K + k2);
+          }
+        }
+      }
     }
   }
   const int i1 = (top + kBefore) * S - g.low[1], i2 = (left + kBefore) * S - g.low[2];
@@ -120,18 +219,10 @@ __global__ void __launch_bounds__(kThreads) TileKernel(const __grid_constant__ T
 #pragma unroll
   for (int r1 = 0; r1 < S; ++r1) {
 #pragma unroll
-    for (int r2 = 0; r2 < W; ++r2) {
-      typename Task::A sum[N] = {};
-#pragma unroll
-      for (int a = 0; a < kRows; ++a) {
-#pragma unroll
-        for (int b = 0; b < kColumns; ++b) {
-          const int k1 = r1 + (kBefore - a) * S, k2 = r2 + (kBefore - b) * S;
-          if (k1 < K && k2 >= 0 && k2 < K) share[a][b].Add(sum, k1 * K + k2);
-        }
-      }
+    for (int r2 = 0; r2 < S; ++r2) {
+      const int64_t at = to + r1 * task.in.dim[1] + r2 * task.in.dim[2];
       if (i1 + r1 >= 0 && i1 + r1 < g.in[1] && i2 + r2 >= 0 && i2 + r2 < g.in[2])
-        task.Put(to + r1 * task.in.dim[1] + r2 * task.in.dim[2], sum);
+        Store(task.dx + at, task.Final(at, sum[r1][r2]));
     }
   }
 }
@@ -146,42 +237,73 @@ inline int CountTiles(const Geometry& g, int d, int size) {
   return g.in[d] == 0 ? 0 : (g.in[d] - 1 + g.low[d] - FirstTile(g, d, size) * size) / size + 1;
 }
 
+// The same geometry where windows that are alone in their dimension are as far apart as it is long.
+inline Geometry WithLoneWindowsApart(Geometry g) {
+  for (int d = 0; d < 3; ++d)
+    if (g.out[d] == 1 && g.stride[d] > 0) g.stride[d] = std::max({g.stride[d], g.window[d], g.in[d] + g.low[d], 1});
+  return g;
+}
+
 inline bool WindowsAreApart(const Geometry& g) {
   for (int d = 0; d < 3; ++d)
     if (g.window[d] > g.stride[d] || g.dilation[d] != 1) return false;
   return true;
 }
 
-// Launches a kernel for `task`, whose `walk` this fills in.
+template <class Task, class... More>
+cudaError_t LaunchThreads(void (*kernel)(Task, More...), int64_t threads, const Task& task, cudaStream_t stream,
+                          More... more) {
+  return LaunchKernel(kernel, CeilDiv(threads, kThreads), kThreads, stream, task, more...);
+}
+
+inline bool HasTiles(const Geometry& g) {
+  return VisitSquare<false>(
+             g, [](auto, auto) { return cudaSuccess; }, [] { return cudaErrorNotSupported; }) == cudaSuccess;
+}
+
+// Launches TileKernel, for windows that have it.
+template <class Task>
+cudaError_t LaunchTiles(Task task, cudaStream_t stream) {
+  const Geometry& g = task.g;
+  const auto launch = [&](auto k, auto s) {
+    constexpr int K = decltype(k)::value, S = decltype(s)::value;
+    const int tiles[3] = {g.in[0], CountTiles(g, 1, S), CountTiles(g, 2, S)};
+    task.walk = Walk(g.batch, tiles, g.channels, Task::kWidth);
+    const int3 base = {0, FirstTile(g, 1, S), FirstTile(g, 2, S)};
+    return LaunchThreads(TileKernel<K, S, Task>, task.walk.total, task, stream, base);
+  };
+  return VisitSquare<false>(g, launch, [] { return cudaErrorNotSupported; });
+}
+
+// Launches any kernel but TileKernel. Fills in the `walk` of `task`.
 template <class Task>
 cudaError_t LaunchSpread(Task task, cudaStream_t stream) {
-  constexpr int N = Task::kWidth;
+  using T = typename Task::Element;
+  constexpr int N = Task::kWidth, V = kVecLength<T>;
   const Geometry& g = task.g;
-  const auto general = [&] {
+  if constexpr (Task::kShortcuts && N < V) {
+    if (WindowsAreApart(g) && IsVectorAligned(task.dx)) {
+      task.walk = Walk(g.batch, g.in, g.channels, 1);
+      return LaunchThreads(FlatKernel<Task>, CeilDiv(task.walk.total, V), task, stream);
+    }
+  } else if constexpr (Task::kShortcuts) {
+    if (WindowIsWhole(g)) {
+      const int cells[3] = {1, 1, g.in[0] * g.in[1] * g.in[2]};
+      task.walk = Walk(g.batch, cells, g.channels, N);
+      return LaunchThreads(WholeKernel<Task>, task.walk.total, task, stream);
+    }
+  }
+  if constexpr (N == V) {
     if (WindowsAreApart(g)) {
-      const int3 base = {FirstTile(g, 0, g.stride[0]), FirstTile(g, 1, g.stride[1]), FirstTile(g, 2, g.stride[2])};
       const int tiles[3] = {CountTiles(g, 0, g.stride[0]), CountTiles(g, 1, g.stride[1]),
                             CountTiles(g, 2, g.stride[2])};
       task.walk = Walk(g.batch, tiles, g.channels, N);
-      return LaunchKernel(ApartKernel<Task>, CeilDiv(task.walk.total, kThreads), kThreads, stream, task, base);
+      const int3 base = {FirstTile(g, 0, g.stride[0]), FirstTile(g, 1, g.stride[1]), FirstTile(g, 2, g.stride[2])};
+      return LaunchThreads(ApartKernel<Task>, task.walk.total, task, stream, base);
     }
-    task.walk = Walk(g.batch, g.in, g.channels, N);
-    return LaunchKernel(SpreadKernel<Task>, CeilDiv(task.walk.total, kThreads), kThreads, stream, task);
-  };
-  if constexpr (Task::kTiles) {
-    return VisitSquare(
-        g,
-        [&](auto k, auto s) {
-          constexpr int K = decltype(k)::value, S = decltype(s)::value, W = kTileWidth<S>;
-          const int3 base = {0, FirstTile(g, 1, S), FirstTile(g, 2, W)};
-          const int tiles[3] = {g.in[0], CountTiles(g, 1, S), CountTiles(g, 2, W)};
-          task.walk = Walk(g.batch, tiles, g.channels, N);
-          return LaunchKernel(TileKernel<K, S, Task>, CeilDiv(task.walk.total, kThreads), kThreads, stream, task, base);
-        },
-        general);
-  } else {
-    return general();
   }
+  task.walk = Walk(g.batch, g.in, g.channels, N);
+  return LaunchThreads(SpreadKernel<Task>, task.walk.total, task, stream);
 }
 
 }  // namespace jaxdnn::pool

@@ -15,26 +15,26 @@ struct Average {
   using State = Sum<T, N>;
   using Mergeable = State;
   static constexpr int kWidth = N;
-  static constexpr bool kUnrolls = sizeof(T) < 8;
+  static constexpr bool kUnrolls = true, kShares = true;
 
-  Geometry g;
+  Shape g;
   Walk walk;
   Pitch in;
   const T* __restrict__ x;
   T* __restrict__ y;
   Division division;
+  A divisor, factor;
 
-  static __device__ Loaded Identity() { return Splat<T, N>(0.0f); }
+  __device__ Loaded Identity() const { return Splat<T, N>(0.0f); }
   __device__ Loaded Get(const T* p) const { return Load<N>(p); }
+  __device__ Loaded Prepare(const Loaded& v) const { return v; }
   __device__ void Finish(const State& state, int64_t to, int o0, int o1, int o2) const {
-    A divisor = static_cast<A>(division.divisor);
-    if (division.divisor == 0) {
-      const int count = CountOf(g, division, 0, o0) * CountOf(g, division, 1, o1) * CountOf(g, division, 2, o2);
-      divisor = static_cast<A>(max(count, 1));
-    }
     Vec<T, N> result;
-    if constexpr (sizeof(T) == 2) {
-      const A factor = A(1) / divisor;
+    if (divisor == A(0)) {
+      const A factor = FactorOf<A>(g, division, o0, o1, o2);
+#pragma unroll
+      for (int j = 0; j < N; ++j) result.v[j] = static_cast<T>(state.value[j] * factor);
+    } else if constexpr (sizeof(T) == 2) {
 #pragma unroll
       for (int j = 0; j < N; ++j) result.v[j] = static_cast<T>(state.value[j] * factor);
     } else {
@@ -52,12 +52,20 @@ cudaError_t SumPool(const Geometry& g, DType dtype, const Division& division, co
   return VisitDType(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     const T* in = static_cast<const T*>(x);
+    using A = Accumulator<T>;
     T* out = static_cast<T*>(y);
     return VisitWidth<T>(
         g.channels,
         [&](auto width) {
           constexpr int N = decltype(width)::value;
-          const Average<N, T> task = {g, Walk(0, g.out, g.channels, N), Pitch(g.in, g.channels), in, out, division};
+          const Average<N, T> task = {Shape(g),
+                                      Walk(0, g.out, g.channels, N),
+                                      Pitch(g.in, g.channels),
+                                      in,
+                                      out,
+                                      division,
+                                      static_cast<A>(division.divisor),
+                                      static_cast<A>(1 / division.divisor)};
           return LaunchWindows(task, workspace, stream);
         },
         in, out);

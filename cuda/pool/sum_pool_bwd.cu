@@ -10,8 +10,9 @@ namespace {
 template <int N, class T>
 struct Shares {
   using A = Accumulator<T>;
+  using Element = T;
   static constexpr int kWidth = N;
-  static constexpr bool kTiles = sizeof(T) < 8 && N > 2;
+  static constexpr bool kShortcuts = sizeof(T) < 8;
 
   struct Share {
     Vec<T, N> value;
@@ -25,11 +26,7 @@ struct Shares {
     __device__ void Load(const Shares& task, int64_t offset, int o0, int o1, int o2) {
       value = pool::Load<N>(task.dy + offset);
       factor = task.factor;
-      if (task.division.divisor == 0) {
-        const int count = CountOf(task.g, task.division, 0, o0) * CountOf(task.g, task.division, 1, o1) *
-                          CountOf(task.g, task.division, 2, o2);
-        factor = A(1) / static_cast<A>(max(count, 1));
-      }
+      if (factor == A(0)) factor = FactorOf<A>(task.g, task.division, o0, o1, o2);
     }
     __device__ void Add(A (&sum)[N], int) const {
 #pragma unroll
@@ -37,7 +34,7 @@ struct Shares {
     }
   };
 
-  Geometry g;
+  Shape g;
   Walk walk;
   Pitch in, out;
   Cover cover;
@@ -46,7 +43,7 @@ struct Shares {
   Division division;
   A factor;
 
-  __device__ void Put(int64_t to, const A (&sum)[N]) const { StoreRounded(dx + to, sum); }
+  __device__ Vec<T, N> Final(int64_t, const A (&sum)[N]) const { return Rounded<T>(sum); }
 };
 
 // The windows of dy over each input element, where windows are one apart.
@@ -65,6 +62,7 @@ cudaError_t SumPoolBwd(const Geometry& g, DType dtype, const Division& division,
                        cudaStream_t stream) {
   const bool unit_stride = g.stride[0] == 1 && g.stride[1] == 1 && g.stride[2] == 1;
   if (unit_stride && division.divisor != 0) return SumPool(Mirrored(g), dtype, division, dy, dx, {}, stream);
+  const Geometry apart = WithLoneWindowsApart(g);
   return VisitDType(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     using A = Accumulator<T>;
@@ -74,16 +72,19 @@ cudaError_t SumPoolBwd(const Geometry& g, DType dtype, const Division& division,
         g.channels,
         [&](auto width) {
           constexpr int N = decltype(width)::value;
-          const A factor = static_cast<A>(division.divisor == 0 ? 1 : 1 / division.divisor);
-          const Shares<N, T> task = {g,
+          const A factor = static_cast<A>(division.divisor == 0 ? 0 : 1 / division.divisor);
+          const Shares<N, T> task = {Shape(apart),
                                      Walk(0, g.in, g.channels, N),
                                      Pitch(g.in, g.channels),
                                      Pitch(g.out, g.channels),
-                                     Cover(g),
+                                     Cover(apart),
                                      in,
                                      out,
                                      division,
                                      factor};
+          if constexpr (kIsTuned<T>) {
+            if (!WindowsAreApart(apart) && HasTiles(apart)) return LaunchTiles(task, stream);
+          }
           return LaunchSpread(task, stream);
         },
         in, out);

@@ -1,28 +1,58 @@
 // The forward kernels, over any reducer. A thread computes N neighbouring channels of an output, or of a strip of them.
 //
-// ReduceWindow takes any window: one output, four cells in flight. WalkStrip takes K x K windows S apart: it walks down
+// ReduceWindow takes any window. WalkStrip takes K x K windows S apart: it walks down
 // a strip of outputs, reduces each input row once and gives it to the R = ceil(K / S) windows that it belongs to, so
 // that an input element is loaded K / S times by neighbours at the same moment, instead of (K / S)^2.
 //
-// Where channels fill 16-byte vectors, both read global memory (WindowKernel, WalkKernel). Else BandKernel (band.cuh)
-// brings whole bands of the input to shared memory first.
+// Where channels fill 16-byte vectors, both read global memory (WindowKernel, WalkKernel); away from the borders
+// WindowKernel looks its cells up, since a few instructions a load are what keeps enough of them in flight. Else
+// BandKernel (band.cuh) brings whole bands of the input to shared memory first.
 //
-// A `Task` says what surrounds the reduction: Get(...) a load, Finish(...) what is stored.
+// A `Task` says what surrounds the reduction: Get(...) a load, Prepare(...) what the state takes of it, Finish(...)
+// what is stored.
 #pragma once
 
 #include "cuda/pool/reducers.cuh"
 
 namespace jaxdnn::pool {
 
-constexpr int kCellsInFlight = 4;
+// Where the cells of a window are, in elements from its first, if they are few.
+struct CellTable {
+  static constexpr int kMost = 64;
+  int count = 0;  // 0 for no table
+  int offset[kMost];
 
-// Reduces window (o0, o1, o2) and stores it at offset `to`. `plane` is the input at the window's first depth in it,
-// position (0, 0); windows' depths are `step0` apart, positions `pitch1` and `pitch2`.
+  // Of cells `step0` apart in depth, and positions `pitch1` and `pitch2`.
+  CellTable(const Geometry& g, int64_t step0, int64_t pitch1, int64_t pitch2) {
+    const int64_t steps[3] = {step0, g.dilation[1] * pitch1, g.dilation[2] * pitch2};
+    int64_t cells = 1, span = 0;
+    for (int d = 0; d < 3; ++d) cells *= g.window[d], span += (g.window[d] - 1) * steps[d];
+    if (g.stride[0] == 0 || cells > kMost || span > INT32_MAX) return;
+    for (int k0 = 0; k0 < g.window[0]; ++k0)
+      for (int k1 = 0; k1 < g.window[1]; ++k1)
+        for (int k2 = 0; k2 < g.window[2]; ++k2)
+          offset[count++] = static_cast<int>(k0 * steps[0] + k1 * steps[1] + k2 * steps[2]);
+  }
+};
+
+// Takes Count cells of a window whose cells are numbered one after the other; `at(k)` is where the k-th is.
+template <int Count, class Task, class At>
+__device__ void TakeCells(const Task& task, typename Task::State& state, int first, const At& at) {
+  typename Task::Loaded v[Count];
+#pragma unroll
+  for (int u = 0; u < Count; ++u) v[u] = task.Get(at(first + u));
+#pragma unroll
+  for (int u = 0; u < Count; ++u) state.Take(task.Prepare(v[u]), first + u);
+}
+
+// Reduces window (o0, o1, o2). `plane` is the input at the window's first depth in it, position (0, 0); the window's
+// depths are `step0` apart, positions `pitch1` and `pitch2`.
 template <class Task, class P>
-__device__ void ReduceWindow(const Task& task, const typename Task::Element* plane, P step0, P pitch1, P pitch2, int o0,
-                             int o1, int o2, int64_t to) {
+__device__ typename Task::State ReduceWindow(const Task& task, const typename Task::Element* plane, P step0, P pitch1,
+                                             P pitch2, int o0, int o1, int o2) {
   using State = typename Task::State;
-  const Geometry& g = task.g;
+  constexpr int kCellsInFlight = 4;
+  const Shape& g = task.g;
   const Cells c0 = CellsOf(g, 0, o0), c1 = CellsOf(g, 1, o1), c2 = CellsOf(g, 2, o2);
   const int cells = c1.count * c2.count;
   const bool none = c0.count == 0 || cells == 0;
@@ -48,11 +78,33 @@ __device__ void ReduceWindow(const Task& task, const typename Task::Element* pla
         }
 #pragma unroll
         for (int u = 0; u < kCellsInFlight; ++u)
-          if (done + u < cells) state.Take(v[u], numbers[u]);
+          if (done + u < cells) state.Take(task.Prepare(v[u]), numbers[u]);
       }
     }
   }
-  task.Finish(state, to, o0, o1, o2);
+  return state;
+}
+
+// The same, by table away from the borders.
+template <class Task, class P>
+__device__ typename Task::State ReduceByTable(const Task& task, const CellTable& table,
+                                              const typename Task::Element* plane, P step0, P pitch1, P pitch2, int o0,
+                                              int o1, int o2) {
+  const Shape& g = task.g;
+  const auto start = [&](int d, int o) { return o * g.stride[d] - g.low[d]; };
+  const auto inside = [&](int d, int o) {
+    return start(d, o) >= 0 && start(d, o) + (g.window[d] - 1) * g.dilation[d] < g.in[d];
+  };
+  if (table.count == 0 || !inside(0, o0) || !inside(1, o1) || !inside(2, o2))
+    return ReduceWindow(task, plane, step0, pitch1, pitch2, o0, o1, o2);
+  const auto* first = plane + start(1, o1) * pitch1 + start(2, o2) * pitch2;
+  const auto at = [&](int k) { return first + table.offset[k]; };
+  typename Task::State state(0);
+  int k = 0;
+  for (; k + 4 <= table.count; k += 4) TakeCells<4>(task, state, k, at);
+  if (k + 2 <= table.count) TakeCells<2>(task, state, k, at), k += 2;
+  if (k < table.count) TakeCells<1>(task, state, k, at);
+  return state;
 }
 
 // Reduces windows (o0, begin to end, o2) and stores them from offset `to`. `plane` is the input at (o0, 0, 0).
@@ -61,7 +113,7 @@ __device__ void WalkStrip(const Task& task, const typename Task::Element* plane,
                           int end, int o2, int64_t to) {
   using State = typename Task::State;
   constexpr int R = (K + S - 1) / S;
-  const Geometry& g = task.g;
+  const Shape& g = task.g;
   const int left = o2 * S - g.low[2];
   bool column[K];
 #pragma unroll
@@ -70,55 +122,76 @@ __device__ void WalkStrip(const Task& task, const typename Task::Element* plane,
   const bool any_column = left < g.in[2] && left + K > 0;
   plane += left * pitch2;
 
+  // Two rows a step, so that a step has 2 K loads in flight. In the interior they are plain loads: a condition on each
+  // would make the compiler wait for one before it starts the next.
+  constexpr int G = S == 1 ? 2 : 1;
+  const bool columns_inside = left >= 0 && left + K <= g.in[2];
   State open[R];  // The windows that the current rows belong to, the newest first.
-#pragma unroll 2
-  for (int q = begin; q < end + R - 1; ++q) {
-    const int top = q * S - g.low[1];
-    typename Task::Loaded v[S][K];
+  for (int step = begin; step < end + R - 1; step += G) {
+    typename Task::Loaded v[G * S][K];
+    const int first_row = step * S - g.low[1];
+    if (columns_inside && first_row >= 0 && first_row + G * S <= g.in[1]) {
 #pragma unroll
-    for (int r = 0; r < S; ++r) {
-      // Past the last window's start, only the rows that older windows still want.
-      const bool row = top + r >= 0 && top + r < g.in[1] && (q < end || r + S < K);
-      const auto* p = plane + (top + r) * pitch1;
+      for (int r = 0; r < G * S; ++r)
 #pragma unroll
-      for (int k = 0; k < K; ++k) v[r][k] = row && column[k] ? task.Get(p + k * pitch2) : Task::Identity();
+        for (int k = 0; k < K; ++k) v[r][k] = task.Get(plane + (first_row + r) * pitch1 + k * pitch2);
+    } else {
+#pragma unroll
+      for (int r = 0; r < G * S; ++r) {
+        const bool row = first_row + r >= 0 && first_row + r < g.in[1];
+#pragma unroll
+        for (int k = 0; k < K; ++k) {
+          v[r][k] = task.Identity();
+          if (row && column[k]) v[r][k] = task.Get(plane + (first_row + r) * pitch1 + k * pitch2);
+        }
+      }
     }
 #pragma unroll
-    for (int j = R - 1; j > 0; --j) open[j] = open[j - 1];
-    const bool none = !any_column || top >= g.in[1] || top + K <= 0;
-    open[0] = State(none ? -1 : max(0, -top) * K + first_column);
+    for (int u = 0; u < G; ++u) {
+      const int q = step + u, top = q * S - g.low[1];
 #pragma unroll
-    for (int r = 0; r < S; ++r) {
-      State row(first_column);
+      for (int j = R - 1; j > 0; --j) open[j] = open[j - 1];
+      const bool none = !any_column || top >= g.in[1] || top + K <= 0;
+      open[0] = State(none ? -1 : max(0, -top) * K + first_column);
 #pragma unroll
-      for (int k = 0; k < K; ++k) row.Take(v[r][k], k);
+      for (int r = 0; r < S; ++r) {
+        State row(first_column);
 #pragma unroll
-      for (int j = 0; j < R; ++j)
-        if (j * S + r < K) open[j].Take(row, (j * S + r) * K);
-    }
-    if (q - (R - 1) >= begin) {
-      task.Finish(open[R - 1], to, o0, q - (R - 1), o2);
-      to += int64_t{g.out[2]} * g.channels;
+        for (int k = 0; k < K; ++k) row.Take(task.Prepare(v[u * S + r][k]), k);
+#pragma unroll
+        for (int j = 0; j < R; ++j)
+          if (j * S + r < K) open[j].Take(row, (j * S + r) * K);
+      }
+      const int o1 = q - (R - 1);
+      if (o1 >= begin && o1 < end) {
+        task.Finish(open[R - 1], to, o0, o1, o2);
+        to += int64_t{g.out[2]} * g.channels;
+      }
     }
   }
 }
 
 template <class Task>
-__global__ void __launch_bounds__(kThreads) WindowKernel(const __grid_constant__ Task task) {
+__global__ void __launch_bounds__(kThreads, 4)
+    WindowKernel(const __grid_constant__ Task task, const __grid_constant__ CellTable table) {
   const int64_t flat = blockIdx.x * int64_t{kThreads} + threadIdx.x;
   if (flat >= task.walk.total) return;
+  const Shape& g = task.g;
   const Position o = task.walk.At(flat);
+  const int start = o.at[0] * g.stride[0] - g.low[0];
+  const int first = table.count > 0 && start >= 0 ? start : CellsOf(g, 0, o.at[0]).first;
   const int64_t pitch0 = task.in.dim[0];
-  const auto* plane = task.x + o.batch * task.in.batch + CellsOf(task.g, 0, o.at[0]).first * pitch0 + o.channel;
-  ReduceWindow(task, plane, task.g.dilation[0] * pitch0, task.in.dim[1], task.in.dim[2], o.at[0], o.at[1], o.at[2],
-               flat * Task::kWidth);
+  const auto* plane = task.x + o.batch * task.in.batch + first * pitch0 + o.channel;
+  const auto state = ReduceByTable(task, table, plane, g.dilation[0] * pitch0, task.in.dim[1], task.in.dim[2], o.at[0],
+                                   o.at[1], o.at[2]);
+  task.Finish(state, flat * Task::kWidth, o.at[0], o.at[1], o.at[2]);
 }
 
 template <int K, int S, class Task>
-__global__ void __launch_bounds__(kThreads) WalkKernel(const __grid_constant__ Task task, int strip) {
+__global__ void __launch_bounds__(kThreads, 3) WalkKernel(const __grid_constant__ Task task, int strip) {
   const int64_t flat = blockIdx.x * int64_t{kThreads} + threadIdx.x;
   if (flat >= task.walk.total) return;
-  const Geometry& g = task.g;
+  const Shape& g = task.g;
   const Position o = task.walk.At(flat);
   const int begin = o.at[1] * strip, end = min(begin + strip, g.out[1]);
   const auto* plane = task.x + o.batch * task.in.batch + o.at[0] * task.in.dim[0] + o.channel;

@@ -207,11 +207,6 @@ def _attributes(*_: Any, geometry: Geometry, divisor: float | Pairs = 1.0, **fla
   }
 
 
-def _supported(*avals: Any, geometry: Geometry, **__: Any) -> bool:
-  """All but the pull-back of a global pooling: a broadcast, which XLA fuses with its neighbours."""
-  return avals[0].shape[-geometry.rank - 1 : -1] == geometry.extent or not geometry.is_whole
-
-
 def _workspace(*_: Any, geometry: Geometry, **__: Any) -> int:
   """Where one large window is all there is, blocks share it."""
   return 1 << 20 if geometry.is_whole and math.prod(geometry.window) >= 1024 else 0
@@ -231,5 +226,5 @@ for _p, _target, _reference in (
   (lp_pool_bwd_p, "jaxdnn.lp_pool_bwd.v1", _lp_bwd_reference),
 ):
   _primitive.batch_leading(_p)
-  _primitive.lower_to_cuda(_p, _target, _reference, attributes=_attributes, supported=_supported)
+  _primitive.lower_to_cuda(_p, _target, _reference, attributes=_attributes)
 _primitive.batch_leading(lp_pool_tangent_p)

@@ -125,7 +125,6 @@ def gather(t: Array, index: Array, *, geometry: Geometry) -> Any:
 
 def scatter(g: Array, index: Array, *, geometry: Geometry) -> Array:
   if geometry.is_whole:
-    # XLA fuses this into what follows, and writes it as fast as memory takes it.
     cells = jnp.arange(math.prod(geometry.window), dtype=index.dtype).reshape((*geometry.window, 1))
     cells = cells.reshape((1,) * (g.ndim - cells.ndim) + cells.shape)
     return jnp.where(index == cells, g, jnp.zeros_like(g))
