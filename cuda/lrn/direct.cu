@@ -2,7 +2,8 @@
 //
 // One thread computes N neighbouring elements of the inner dimension. Neighbours' reads overlap in the L1 cache, so
 // that memory sees each array about once; the arithmetic grows with the size of the window. The cotangent takes two
-// passes, with r = q x g between them in scratch memory, since its sum is over the windows that hold an element.
+// passes, with r = q x g and u = D^-beta g between them in scratch memory, since the sum of r is over the windows that
+// hold an element.
 #include "cuda/lrn/direct.cuh"
 
 namespace jaxdnn::lrn {
@@ -19,7 +20,22 @@ __global__ void __launch_bounds__(kDirectThreads)
   int at[3];
   walk.At(p, flat, at);
   const int64_t here = flat * N;
+  A* const saved = scratch + walk.total * N;  // u; r is in front of it
   A c[N], w[N] = {}, energy[N] = {}, product[N] = {}, result[N];
+  if constexpr (kPass == Pass::kCotangent) {
+    ForWindow(p, at, true, [&](int64_t offset) {
+      A r[N];
+      LoadWide(scratch + here + offset, r);
+#pragma unroll
+      for (int j = 0; j < N; ++j) product[j] += r[j];
+    });
+    LoadWide(x + here, c);
+    LoadWide(saved + here, w);
+#pragma unroll
+    for (int j = 0; j < N; ++j) result[j] = w[j] - c[j] * product[j];
+    StoreNarrow(out + here, result);
+    return;
+  }
   ForWindow(p, at, false, [&](int64_t offset) {
     LoadWide(x + here + offset, c);
     if constexpr (kPass == Pass::kTangent) LoadWide(t + here + offset, w);
@@ -29,29 +45,22 @@ __global__ void __launch_bounds__(kDirectThreads)
       product[j] += c[j] * w[j];
     }
   });
-  if constexpr (kPass == Pass::kCotangent) {
-    ForWindow(p, at, true, [&](int64_t offset) {
-      A r[N];
-      LoadWide(scratch + here + offset, r);
-#pragma unroll
-      for (int j = 0; j < N; ++j) product[j] += r[j];
-    });
-  }
   LoadWide(x + here, c);
   if constexpr (kPass != Pass::kForward) LoadWide(t + here, w);
 #pragma unroll
   for (int j = 0; j < N; ++j) {
     A q;
     const A gain = response.Gain(response.Divisor(energy[j]), &q);
-    if constexpr (kPass == Pass::kForward) result[j] = c[j] * gain;
-    if constexpr (kPass == Pass::kTangent) result[j] = w[j] * gain - q * c[j] * product[j];
-    if constexpr (kPass == Pass::kSeed) result[j] = q * (c[j] * w[j]);
-    if constexpr (kPass == Pass::kCotangent) result[j] = w[j] * gain - c[j] * product[j];
+    result[j] = (kPass == Pass::kForward ? c[j] : w[j]) * gain;
+    if constexpr (kPass == Pass::kTangent) result[j] -= q * c[j] * product[j];
+    if constexpr (kPass == Pass::kSeed) product[j] = q * (c[j] * w[j]);
   }
-  if constexpr (kPass == Pass::kSeed)
-    StoreNarrow(scratch + here, result);
-  else
+  if constexpr (kPass == Pass::kSeed) {
+    StoreNarrow(scratch + here, product);
+    StoreNarrow(saved + here, result);
+  } else {
     StoreNarrow(out + here, result);
+  }
 }
 
 template <Pass kPass>

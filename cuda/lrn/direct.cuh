@@ -82,7 +82,7 @@ cudaError_t VisitDirectWidth(const Problem& p, F&& f, const P*... arrays) {
 }
 
 inline bool Fits(const Problem& p, DType dtype, Scratch scratch) {
-  return scratch.bytes >= static_cast<size_t>(p.Elements()) * (dtype == DType::kF64 ? 8 : 4);
+  return scratch.bytes >= static_cast<size_t>(p.Elements()) * 2 * (dtype == DType::kF64 ? 8 : 4);
 }
 
 }  // namespace jaxdnn::lrn

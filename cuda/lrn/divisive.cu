@@ -28,7 +28,24 @@ __global__ void __launch_bounds__(kDirectThreads)
   int at[3];
   walk.At(p, flat, at);
   const int64_t here = flat * N;
+  A* const saved = in.scratch + walk.total * N;  // D^-beta g; r is in front of it
   A x[N], m[N], t[N] = {}, tm[N] = {}, energy[N] = {}, sum[N] = {}, result[N];
+  if constexpr (kPass == Pass::kCotangent) {
+    A own[N];
+    LoadWide(in.x + here, own);
+    ForWindow(p, at, true, [&](int64_t offset) {
+      A r[N];
+      LoadWide(in.scratch + here + offset, r);
+      LoadWide(in.m + here + offset, m);
+#pragma unroll
+      for (int j = 0; j < N; ++j) sum[j] += r[j] * (own[j] - m[j]);
+    });
+    LoadWide(saved + here, t);
+#pragma unroll
+    for (int j = 0; j < N; ++j) result[j] = t[j] - sum[j];
+    StoreNarrow(in.out + here, result);
+    return;
+  }
   LoadWide(in.m + here, m);
   if constexpr (kPass == Pass::kTangent) LoadWide(in.tm + here, tm);
   ForWindow(p, at, false, [&](int64_t offset) {
@@ -43,30 +60,22 @@ __global__ void __launch_bounds__(kDirectThreads)
     }
   });
   LoadWide(in.x + here, x);
-  if constexpr (kPass == Pass::kCotangent) {
-    ForWindow(p, at, true, [&](int64_t offset) {
-      A r[N];
-      LoadWide(in.scratch + here + offset, r);
-      LoadWide(in.m + here + offset, m);
-#pragma unroll
-      for (int j = 0; j < N; ++j) sum[j] += r[j] * (x[j] - m[j]);
-    });
-  }
   if constexpr (kPass != Pass::kForward) LoadWide(in.t + here, t);
+  A r[N];
 #pragma unroll
   for (int j = 0; j < N; ++j) {
     A q;
     const A gain = response.Gain(response.Divisor(energy[j]), &q);
-    if constexpr (kPass == Pass::kForward) result[j] = x[j] * gain;
-    if constexpr (kPass == Pass::kTangent) result[j] = t[j] * gain - q * x[j] * sum[j];
+    result[j] = (kPass == Pass::kForward ? x[j] : t[j]) * gain;
+    if constexpr (kPass == Pass::kTangent) result[j] -= q * x[j] * sum[j];
     if constexpr (kPass == Pass::kSeed) {
-      result[j] = q * (x[j] * t[j]);
-      sum[j] *= result[j];
+      r[j] = q * (x[j] * t[j]);
+      sum[j] *= r[j];
     }
-    if constexpr (kPass == Pass::kCotangent) result[j] = t[j] * gain - sum[j];
   }
   if constexpr (kPass == Pass::kSeed) {
-    StoreNarrow(in.scratch + here, result);
+    StoreNarrow(in.scratch + here, r);
+    StoreNarrow(saved + here, result);
     StoreNarrow(in.dm + here, sum);
   } else {
     StoreNarrow(in.out + here, result);

@@ -20,7 +20,7 @@ struct Problem {
   int64_t Elements() const { return outer * extent[0] * extent[1] * extent[2] * inner; }
 };
 
-// Memory for a value of the accumulator's type for every element; less is an error where a kernel needs it.
+// Memory for two values of the accumulator's type for every element; less is an error where a kernel needs it.
 struct Scratch {
   void* data;
   size_t bytes;

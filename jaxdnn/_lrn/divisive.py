@@ -174,8 +174,8 @@ _primitive.linear(divisive_vjp_p, 1, _vjp_reference, transpose=_tangents)
 
 
 def _scratch(g: Any, *_: Any, response: Response) -> int:
-  """r of every element, between the pass that computes it and the one that sums it."""
-  return math.prod(g.shape) * _primitive.accumulator_dtype(g.dtype).itemsize
+  """Two values of each element, between the pass that computes them and the one that sums over windows."""
+  return 2 * math.prod(g.shape) * _primitive.accumulator_dtype(g.dtype).itemsize
 
 
 def _register(p: Any, target: str, reference: Any, **options: Any) -> None:

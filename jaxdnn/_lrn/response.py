@@ -160,8 +160,8 @@ def _held(x: Any, response: Response) -> bool:
 
 
 def _scratch(g: Any, x: Any, *, response: Response) -> int:
-  """Other windows are summed in two passes, with a value of each element between them."""
-  return 0 if _held(x, response) else math.prod(g.shape) * _primitive.accumulator_dtype(g.dtype).itemsize
+  """Other windows are summed in two passes, with two values of each element between them."""
+  return 0 if _held(x, response) else 2 * math.prod(g.shape) * _primitive.accumulator_dtype(g.dtype).itemsize
 
 
 def _register(p: Any, target: str, reference: Any, **options: Any) -> None:

@@ -100,10 +100,13 @@ def _grouped(p: Any, operands: Sequence[Array], axes: tuple[int, ...], channels:
     (min(before, max(shape[a] - 1, 0)), min(after, max(shape[a] - 1, 0)))
     for a, (before, after) in zip(axes, response.window, strict=True)
   ]
-  coupled = [i for i, cells in enumerate(window) if cells != (0, 0)] or [0]
-  stop = axes[coupled[-1]] + 1
-  view = (*shape[:stop], math.prod(shape[stop:]))
-  response = response._replace(window=tuple(window[coupled[0] : coupled[-1] + 1]))
+  coupled = [i for i, cells in enumerate(window) if cells != (0, 0)]
+  if coupled:
+    stop = axes[coupled[-1]] + 1
+    view = (*shape[:stop], math.prod(shape[stop:]))
+    response = response._replace(window=tuple(window[coupled[0] : coupled[-1] + 1]))
+  else:
+    view, response = (*shape, 1), response._replace(window=((0, 0),))
   y: Array = _primitive.bind(p, *(x.reshape(view) for x in operands), response=response)
   return y.reshape(shape)
 
