@@ -238,7 +238,9 @@ cudaError_t Launch(const Problem& p, const Op& op, const void* x, bool tiles, cu
   if (volume <= kMaxLaunch) return LaunchBox(p, op, x, tiles, stream);
   int d = 0;
   while (p.dims[d].extent == 1) ++d;
-  const int64_t inner = volume / p.dims[d].extent, step = std::max<int64_t>(kMaxLaunch / inner, 1);
+  const int64_t inner = volume / p.dims[d].extent;
+  int64_t step = std::max<int64_t>(kMaxLaunch / inner, 1);
+  if (step > kSquareRows) step -= step % kSquareRows;  // What was aligned stays so.
   for (int64_t start = 0; start < p.dims[d].extent; start += step) {
     Problem box = p;
     Dim& dim = box.dims[d];
