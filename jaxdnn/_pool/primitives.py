@@ -212,19 +212,15 @@ def _workspace(*_: Any, geometry: Geometry, **__: Any) -> int:
   return 1 << 20 if geometry.is_whole and math.prod(geometry.window) >= 1024 else 0
 
 
-for _p, _target, _reference in (
-  (max_pool_p, "jaxdnn.max_pool.v2", reference.max_pool),
-  (sum_pool_p, "jaxdnn.sum_pool.v1", reference.sum_pool),
-  (lp_pool_p, "jaxdnn.lp_pool.v1", _lp_pool_reference),
+for _p, _target, _reference, _scratch in (
+  (max_pool_p, "jaxdnn.max_pool.v2", reference.max_pool, _workspace),
+  (sum_pool_p, "jaxdnn.sum_pool.v1", reference.sum_pool, _workspace),
+  (lp_pool_p, "jaxdnn.lp_pool.v1", _lp_pool_reference, _workspace),
+  (pool_gather_p, "jaxdnn.pool_gather.v2", reference.gather, None),
+  (pool_scatter_p, "jaxdnn.pool_scatter.v2", reference.scatter, None),
+  (sum_pool_bwd_p, "jaxdnn.sum_pool_bwd.v1", reference.sum_pool_bwd, None),
+  (lp_pool_bwd_p, "jaxdnn.lp_pool_bwd.v1", _lp_bwd_reference, None),
 ):
   _primitive.batch_leading(_p)
-  _primitive.lower_to_cuda(_p, _target, _reference, attributes=_attributes, workspace=_workspace)
-for _p, _target, _reference in (
-  (pool_gather_p, "jaxdnn.pool_gather.v2", reference.gather),
-  (pool_scatter_p, "jaxdnn.pool_scatter.v2", reference.scatter),
-  (sum_pool_bwd_p, "jaxdnn.sum_pool_bwd.v1", reference.sum_pool_bwd),
-  (lp_pool_bwd_p, "jaxdnn.lp_pool_bwd.v1", _lp_bwd_reference),
-):
-  _primitive.batch_leading(_p)
-  _primitive.lower_to_cuda(_p, _target, _reference, attributes=_attributes)
+  _primitive.lower_to_cuda(_p, _target, _reference, attributes=_attributes, workspace=_scratch)
 _primitive.batch_leading(lp_pool_tangent_p)
