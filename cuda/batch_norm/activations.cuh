@@ -1,4 +1,5 @@
-// The activations that batch normalization fuses, in two groups, so that a kernel is built twice and not ten times.
+// The activations that batch normalization fuses, in two groups, so that a kernel is built twice at most and not ten
+// times.
 #pragma once
 
 #include <cmath>
@@ -40,7 +41,7 @@ struct Member {
   __device__ A Slope(A g, A p) const { return activation::ApplySlope(g, f.Derivative(p)); }
 };
 
-// All others. A kernel branches among them once a vector.
+// Any. A kernel branches among them once a vector.
 template <class T>
 struct SwitchGroup {
   using A = Accumulator<T>;
@@ -52,6 +53,8 @@ struct SwitchGroup {
   __device__ void Visit(F&& f) const {
     using namespace activation;
     switch (kind) {
+      case Kind::kRelu:
+        return f(Member<Relu<T>>{});
       case Kind::kClippedRelu:
         return f(Member<ClippedRelu<T>>{{parameter}});
       case Kind::kLeakyRelu:
@@ -66,20 +69,19 @@ struct SwitchGroup {
         return f(Member<HardSwish<T>>{});
       case Kind::kGelu:
         return f(Member<Gelu<T>>{});
-      default:
+      case Kind::kGeluTanh:
         return f(Member<GeluTanh<T>>{});
+      default:
+        return f(Member<Identity<T>>{});
     }
   }
 };
 
-// Calls f with the group of the activation.
-template <class T, class F>
-cudaError_t VisitGroup(activation::Activation a, F&& f) {
+inline bool IsFused(activation::Kind kind) {
   using activation::Kind;
-  switch (a.kind) {
+  switch (kind) {
     case Kind::kIdentity:
     case Kind::kRelu:
-      return f(PlainGroup<T>{a.kind == Kind::kRelu});
     case Kind::kClippedRelu:
     case Kind::kLeakyRelu:
     case Kind::kSigmoid:
@@ -88,9 +90,9 @@ cudaError_t VisitGroup(activation::Activation a, F&& f) {
     case Kind::kHardSwish:
     case Kind::kGelu:
     case Kind::kGeluTanh:
-      return f(SwitchGroup<T>{a.kind, static_cast<Accumulator<T>>(a.parameter)});
+      return true;
     default:
-      return cudaErrorNotSupported;
+      return false;
   }
 }
 

@@ -16,18 +16,22 @@ struct ApplyOp {
   struct Arguments {
     Parameters<A> affine;
     G group;
+    Source source;
   };
 
   Channels<M, A> channels;
   G group;
+  Source source;
 
-  __device__ ApplyOp(const Tiling& t, const M& m, const Arguments& a) : channels(t, m, a.affine), group(a.group) {}
+  __device__ ApplyOp(const Tiling& t, const M& m, const Arguments& a)
+      : channels(t, m, a.affine), group(a.group), source(a.source) {}
   __device__ void operator()(Vec<T, M::V>& y, const Vec<T, M::V> (&in)[kInputs]) const {
     group.Visit([&](auto f) {
 #pragma unroll
       for (int i = 0; i < M::V; ++i) {
         A p = channels(i, static_cast<A>(in[0].v[i]));
-        if constexpr (kResidual) p += static_cast<A>(in[1].v[i]);
+        if constexpr (kResidual)
+          if (source != Source::kNone) p += static_cast<A>(in[1].v[i]);
         y.v[i] = static_cast<T>(f.Forward(p));
       }
     });
@@ -114,19 +118,24 @@ cudaError_t Map(const Tiling& t, const Arrays<typename M::T>& arrays, const type
 
 cudaError_t Apply(const Problem& p, const Affine& affine, activation::Activation f, const void* x, const void* residual,
                   void* y, cudaStream_t stream) {
-  return VisitAccess(p, f, IsVectorAligned(x, residual, y), kNoLimit, [&](auto access, auto g, const Tiling& t) {
+  const bool aligned = IsVectorAligned(x, residual, y);
+  return VisitAccess<false>(p, f, aligned, kNoLimit, kMapBlocks, [&](auto access, auto g, const Tiling& t) {
     using M = typename decltype(access)::type;
     using G = decltype(g);
     using T = typename M::T;
-    const Arrays<T> arrays = {{static_cast<const T*>(x), static_cast<const T*>(residual)}, static_cast<T*>(y)};
-    return residual ? Map<ApplyOp<M, G, true>, M>(t, arrays, {affine, g}, stream)
-                    : Map<ApplyOp<M, G, false>, M>(t, arrays, {affine, g}, stream);
+    const Arrays<T> arrays = {{static_cast<const T*>(x), static_cast<const T*>(residual ? residual : x)},
+                              static_cast<T*>(y)};
+    const Source source = residual ? Source::kResidual : Source::kNone;
+    if constexpr (M::V > 1)
+      if (!residual) return Map<ApplyOp<M, G, false>, M>(t, arrays, {affine, g, source}, stream);
+    return Map<ApplyOp<M, G, true>, M>(t, arrays, {affine, g, source}, stream);
   });
 }
 
 cudaError_t Gradient(const Problem& p, const Affine& affine, activation::Activation f, const void* g, const void* k,
                      const void* x, void* dx, cudaStream_t stream) {
-  return VisitAccess(p, f, IsVectorAligned(g, x, dx), kNoLimit, [&](auto access, auto group, const Tiling& t) {
+  const bool aligned = IsVectorAligned(g, x, dx);
+  return VisitAccess<false>(p, f, aligned, kNoLimit, kMapBlocks, [&](auto access, auto group, const Tiling& t) {
     using M = typename decltype(access)::type;
     using T = typename M::T;
     const Arrays<T> arrays = {{static_cast<const T*>(g), static_cast<const T*>(x)}, static_cast<T*>(dx)};
@@ -138,7 +147,7 @@ cudaError_t Gradient(const Problem& p, const Affine& affine, activation::Activat
 cudaError_t Tangent(const Problem& p, const Affine& affine, activation::Activation f, Slot slot, const void* t,
                     const void* k, const void* x, const void* source, void* out, cudaStream_t stream) {
   const bool aligned = IsVectorAligned(x, t, source, out);
-  return VisitAccess(p, f, aligned, kNoLimit, [&](auto access, auto group, const Tiling& tiling) {
+  return VisitAccess<true>(p, f, aligned, kNoLimit, kMapBlocks, [&](auto access, auto group, const Tiling& tiling) {
     using M = typename decltype(access)::type;
     using T = typename M::T;
     const auto or_x = [x](const void* in) { return static_cast<const T*>(in ? in : x); };

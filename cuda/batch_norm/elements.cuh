@@ -3,6 +3,8 @@
 // channels need.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/batch_norm/activations.cuh"
 #include "cuda/batch_norm/tiling.cuh"
 
@@ -22,10 +24,8 @@ struct Parameters {
         epsilon(static_cast<A>(p.epsilon)) {}
 };
 
-template <class A>
-__device__ A InverseRoot(A x) {
-  return A(1) / sqrt(x);
-}
+__device__ __forceinline__ float InverseRoot(float x) { return rsqrtf(x); }
+__device__ __forceinline__ double InverseRoot(double x) { return rsqrt(x); }
 
 // The parameters of a thread's W channels. Forward and backward compute p by the same instructions, hence to the same
 // bits: on which side of 0 it is, they agree.
@@ -72,15 +72,17 @@ __device__ A PreActivation(Source kind, A p, A source) {
   return kind == Source::kOutput ? source : kind == Source::kResidual ? p + source : p;
 }
 
-// Vectors of each input that a thread loads before it uses the first.
+// Blocks on a multiprocessor.
+constexpr int kMapBlocks = 3;
+constexpr int kSumBlocks = 2;
+// Vectors of each input that a thread loads before it uses the first; less of those that may exist in part.
 template <class Op>
-constexpr int kInFlight = Op::kSwitch        ? (Op::kInputs == 1 ? 4 : 2)
-                          : Op::kInputs == 1 ? 8
-                          : Op::kInputs == 2 ? 4
-                                             : 2;
-// Of vectors that may exist in part.
+constexpr int kInFlight = Op::kInputs == 1 ? 4 : 2;
 template <class Op>
-constexpr int kPartsInFlight = kInFlight<Op> / 2;
+constexpr int kPartsInFlight = Op::kSwitch && Op::kInputs > 1 ? 1 : 2;
+// Whether there is a loop of its own for vectors that exist as a whole; code for all activations is too much as it is.
+template <class M, class Op>
+constexpr bool kWholes = M::V > 1 && !Op::kSwitch;
 
 template <class T>
 struct Arrays {
@@ -106,7 +108,7 @@ __device__ void ForVectors(const Tiling& t, const Arrays<typename M::T>& arrays,
 
 // out = op(in...), in reverse order; 0 where the mask is false.
 template <class M, class Op>
-__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
+__global__ void __launch_bounds__(kThreads, kMapBlocks)
     MapKernel(Tiling t, Arrays<typename M::T> arrays, typename Op::Arguments arguments) {
   using T = typename M::T;
   constexpr int V = M::V, U = kInFlight<Op>, P = kPartsInFlight<Op>, K = Op::kInputs;
@@ -114,7 +116,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
   if (m.steps == 0) return;
   const Op op(t, m, arguments);
   // The last vectors first, one of which may be a part; then whole ones only.
-  const int whole = V == 1 ? 0 : m.full - m.full % U;
+  const int whole = kWholes<M, Op> ? m.full - m.full % U : 0;
   for (int i = m.steps; i > whole; i -= P)
     ForVectors<M, P, false, K>(
         t, arrays, i - whole, [&](int u) { return m.At(t, i - 1 - u); },
@@ -124,7 +126,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
           if (Kept<M>(t, span)) op(out, v);
           Store<M>(arrays.out, span, out);
         });
-  if constexpr (V > 1)
+  if constexpr (kWholes<M, Op>)
     for (int i = whole; i > 0; i -= U)
       ForVectors<M, U, true, K>(
           t, arrays, U, [&](int u) { return m.At(t, i - 1 - u); },
@@ -159,7 +161,7 @@ __device__ Vec<typename M::T, M::V> Rounded(const Op& op, const A (&values)[M::V
 // The sums that op leaves for each channel, partial[outer, 2, rows, c]; and, where there is an `out`, op's elementwise
 // results, 0 where the mask is false.
 template <class M, class Op>
-__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
+__global__ void __launch_bounds__(kThreads, kSumBlocks)
     SumKernel(Tiling t, Arrays<typename M::T> arrays, typename Op::Arguments arguments,
               Accumulator<typename M::T>* partial) {
   using T = typename M::T;
@@ -171,7 +173,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
   if (m.steps > 0) {
     const Op op(t, m, arguments);
     int i = 0;
-    if constexpr (V > 1)
+    if constexpr (kWholes<M, Op>)
       for (; i + U <= m.full; i += U)
         ForVectors<M, U, true, K>(
             t, arrays, U, [&](int u) { return m.At(t, i + u); },
@@ -198,15 +200,28 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
 
 constexpr int64_t kNoLimit = int64_t{1} << 40;
 
-// Calls f(AccessTag, group, Tiling).
-template <class F>
-cudaError_t VisitAccess(const Problem& p, activation::Activation a, bool aligned, int64_t limit, F&& f) {
+// Calls f(AccessTag, group, Tiling). What seldom matters shares code: float64, masks and odd buffers go element by
+// element and, like all of it if kSmall, with any activation; and float16 has vectors for the plain ones alone.
+template <bool kSmall, class F>
+cudaError_t VisitAccess(const Problem& p, activation::Activation a, bool aligned, int64_t limit, int64_t blocks,
+                        F&& f) {
+  if (!IsFused(a.kind)) return cudaErrorNotSupported;
   if (limit < 1) return cudaErrorInvalidValue;
   return VisitDType(p.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    return VisitTiling<T>(p, aligned, limit, [&](auto access, const Tiling& t) {
-      return VisitGroup<T>(a, [&](auto group) { return f(access, group, t); });
-    });
+    constexpr bool kFloat16 = std::is_same_v<T, __half>, kDouble = std::is_same_v<T, double>;
+    const int64_t wave = blocks * kMultiprocessors;
+    const SwitchGroup<T> any = {a.kind, static_cast<Accumulator<T>>(a.parameter)};
+    if constexpr (!kDouble && !kSmall)
+      if (a.kind == activation::Kind::kIdentity || a.kind == activation::Kind::kRelu)
+        return VisitTiling<T, true>(p, aligned, limit, wave, [&](auto access, const Tiling& t) {
+          if constexpr (decltype(access)::type::V > 1)
+            return f(access, PlainGroup<T>{a.kind == activation::Kind::kRelu}, t);
+          else
+            return f(access, any, t);
+        });
+    return VisitTiling < T, !kDouble && !kFloat16 > (p, aligned, limit, wave,
+                                                     [&](auto access, const Tiling& t) { return f(access, any, t); });
   });
 }
 

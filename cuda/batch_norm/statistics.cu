@@ -11,6 +11,7 @@
 namespace jaxdnn::batch_norm {
 namespace {
 
+constexpr int kBlocks = 2;  // on a multiprocessor
 constexpr int kVectorsInFlight = 8;
 
 // Of `count` elements: their mean, relative to the origin, and the sum of their squared deviations from it.
@@ -19,13 +20,17 @@ struct Summary {
   A count, origin, mean, m2;
 };
 
+// Within two roundings.
+__device__ float Quotient(float a, float b) { return __fdividef(a, b); }
+__device__ double Quotient(double a, double b) { return a / b; }
+
 struct Merge {
   template <class A>
   __device__ Summary<A> operator()(const Summary<A>& a, const Summary<A>& b) const {
     if (b.count == A(0)) return a;
     if (a.count == A(0)) return b;
     const A delta = (b.origin - a.origin) + (b.mean - a.mean);
-    const A count = a.count + b.count, share = b.count / count;
+    const A count = a.count + b.count, share = Quotient(b.count, count);
     return {count, a.origin, a.mean + delta * share, a.m2 + b.m2 + delta * delta * a.count * share};
   }
 };
@@ -42,13 +47,13 @@ struct ThreadSums {
   }
   __device__ Summary<A> Of(int w) const {
     if (count[w] == A(0)) return {};
-    const A mean = sum[w] / count[w];
+    const A mean = Quotient(sum[w], count[w]);
     return {count[w], origin[w], mean, max(squares[w] - sum[w] * mean, A(0))};
   }
 };
 
 template <class M>
-__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
+__global__ void __launch_bounds__(kThreads, kBlocks)
     PartialKernel(Tiling t, const typename M::T* __restrict__ x, Summary<Accumulator<typename M::T>>* partial) {
   using T = typename M::T;
   using A = Accumulator<T>;
@@ -149,12 +154,13 @@ cudaError_t Statistics(const Problem& p, const void* x, void* mean, void* var, W
     const int64_t limit = static_cast<int64_t>(workspace.bytes / (channels * sizeof(Summary<A>)));
     if (limit < 1) return cudaErrorInvalidValue;
     auto* partial = static_cast<Summary<A>*>(workspace.data);
-    return VisitTiling<T>(p, IsVectorAligned(x), limit, [&](auto access, const Tiling& t) {
-      using M = typename decltype(access)::type;
-      const cudaError_t e =
-          LaunchKernel(PartialKernel<M>, t.Blocks(), kThreads, stream, t, static_cast<const T*>(x), partial);
-      return e != cudaSuccess ? e : Finish(t, partial, static_cast<A*>(mean), static_cast<A*>(var), stream);
-    });
+    return VisitTiling<T, sizeof(T) < 8>(
+        p, IsVectorAligned(x), limit, kBlocks * kMultiprocessors, [&](auto access, const Tiling& t) {
+          using M = typename decltype(access)::type;
+          const cudaError_t e =
+              LaunchKernel(PartialKernel<M>, t.Blocks(), kThreads, stream, t, static_cast<const T*>(x), partial);
+          return e != cudaSuccess ? e : Finish(t, partial, static_cast<A*>(mean), static_cast<A*>(var), stream);
+        });
   });
 }
 

@@ -109,17 +109,20 @@ cudaError_t Sums(const Problem& p, const Affine& affine, activation::Activation 
                  const void* x, const void* source, void* sums, void* out, Workspace workspace, cudaStream_t stream) {
   if (p.n * p.s == 0) return Zero(p, sums, stream);
   const bool aligned = IsVectorAligned(g, x, source, out);
-  return VisitAccess(p, f, aligned, Limit(p, workspace), [&](auto access, auto group, const Tiling& t) {
+  const int64_t limit = Limit(p, workspace);
+  return VisitAccess<false>(p, f, aligned, limit, kSumBlocks, [&](auto access, auto group, const Tiling& t) {
     using M = typename decltype(access)::type;
     using G = decltype(group);
     using T = typename M::T;
-    const Arrays<T> arrays = {{static_cast<const T*>(g), static_cast<const T*>(x), static_cast<const T*>(source)},
-                              static_cast<T*>(out)};
+    const Arrays<T> arrays = {
+        {static_cast<const T*>(g), static_cast<const T*>(x), static_cast<const T*>(source ? source : x)},
+        static_cast<T*>(out)};
     const bool scaled = slot == Slot::kScaled;
-    return source ? Sum<SumsOp<M, G, true>, M>(t, arrays, {affine, group, scaled, SourceOf(f, source)}, sums, workspace,
-                                               stream)
-                  : Sum<SumsOp<M, G, false>, M>(t, arrays, {affine, group, scaled, Source::kNone}, sums, workspace,
-                                                stream);
+    const Source kind = SourceOf(f, source);
+    if constexpr (M::V > 1)
+      if (!source)
+        return Sum<SumsOp<M, G, false>, M>(t, arrays, {affine, group, scaled, kind}, sums, workspace, stream);
+    return Sum<SumsOp<M, G, true>, M>(t, arrays, {affine, group, scaled, kind}, sums, workspace, stream);
   });
 }
 
@@ -127,7 +130,8 @@ cudaError_t Moments(const Problem& p, const Affine& affine, activation::Activati
                     void* out, void* moments, Workspace workspace, cudaStream_t stream) {
   if (p.n * p.s == 0) return Zero(p, moments, stream);
   const bool aligned = IsVectorAligned(t, x, out);
-  return VisitAccess(p, f, aligned, Limit(p, workspace), [&](auto access, auto group, const Tiling& tiling) {
+  const int64_t limit = Limit(p, workspace);
+  return VisitAccess<true>(p, f, aligned, limit, kSumBlocks, [&](auto access, auto group, const Tiling& tiling) {
     using M = typename decltype(access)::type;
     using T = typename M::T;
     const Arrays<T> arrays = {{static_cast<const T*>(t), static_cast<const T*>(x)}, static_cast<T*>(out)};

@@ -28,18 +28,20 @@ namespace jaxdnn::batch_norm {
 
 constexpr int kThreads = 256;
 constexpr int kSpan = 8;
-constexpr int kBlocksPerMultiprocessor = 2;
-constexpr int64_t kWave = 132 * kBlocksPerMultiprocessor;
+constexpr int64_t kMultiprocessors = 132;
 // Up to this s, channels-first goes by columns.
 constexpr int64_t kLongestColumns = 256;
+constexpr int kTileWidth = 32;
 
 struct Tiling {
   int64_t outer, n, c, s;
   int64_t tiles;        // of columns; for runs, channels
   int64_t slabs, slab;  // their number, and the rows or vectors in one
+  FastDiv by_tiles, by_slabs;
   // Columns.
   int64_t copies, columns, rows;
-  int width, height, lanes;
+  FastDiv width, height;
+  int lanes;
   // Runs: vectors in one.
   FastDiv length;
   bool ragged;
@@ -62,11 +64,11 @@ struct BlockPlace {
   int64_t outer, slab, tile;
 
   __device__ BlockPlace(const Tiling& t, bool reverse) {
-    const int64_t block = reverse ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
-    const int64_t row = block / t.tiles;
-    tile = block - row * t.tiles;
-    outer = row / t.slabs;
-    slab = row - outer * t.slabs;
+    int low;
+    const int row = t.by_tiles.Div(static_cast<int>(reverse ? gridDim.x - 1 - blockIdx.x : blockIdx.x), &low);
+    tile = low;
+    outer = t.by_slabs.Div(row, &low);
+    slab = low;
   }
 };
 
@@ -83,16 +85,18 @@ struct Columns {
   bool part;  // of the tile
 
   __device__ Columns(const Tiling& t, bool reverse) : block(t, reverse) {
-    const int ty = threadIdx.x / t.width, tx = threadIdx.x - ty * t.width;
-    part = ty < t.height;
-    column = (block.tile * t.width + tx) * V;
+    const int width = static_cast<int>(t.width.divisor), height = static_cast<int>(t.height.divisor);
+    int tx;
+    const int ty = t.width.Div(static_cast<int>(threadIdx.x), &tx);
+    part = ty < height;
+    column = (block.tile * width + tx) * V;
     base = block.outer * t.n * t.c * t.s;
     end = base + t.n * t.c * t.s;
     row = block.slab * t.slab + ty;
-    const int64_t stop = min((block.slab + 1) * t.slab, t.rows);
+    const int rows = static_cast<int>(min(t.slab, t.rows - block.slab * t.slab));
     first = base + row * t.columns + column;
-    step = t.height * t.columns;
-    steps = part && column < t.columns && row < stop ? static_cast<int>((stop - row + t.height - 1) / t.height) : 0;
+    step = height * t.columns;
+    steps = part && column < t.columns && ty < rows ? t.height.Div(rows - ty + height - 1) : 0;
     full = steps;
     if (steps > 0) {
       const int64_t last = first + (steps - 1) * step;
@@ -107,13 +111,14 @@ struct Columns {
     Span span = {first + i * step, 0, V, 0};
     if (i >= full) span.hi = static_cast<int>(end - span.offset);
     if constexpr (V == 1)
-      if (t.where) span.where = (block.outer * t.n + row + int64_t{i} * t.height) * t.s + column % t.s;
+      if (t.where) span.where = (block.outer * t.n + row + int64_t{i} * t.height.divisor) * t.s + column % t.s;
     return span;
   }
 
   // f(i, channel) for the channel of element i of the thread's vectors.
   template <class F>
   __device__ void EachChannel(const Tiling& t, F&& f) const {
+    // Without copies and runs, as is usual, no division.
     const int64_t at = t.copies == 1 ? column : column % (t.c * t.s);
     int64_t channel = t.s == 1 ? at : at / t.s, rest = at - channel * t.s;
     if (column >= t.columns) channel = 0;
@@ -209,7 +214,8 @@ __device__ void ReduceBlock(const Tiling& t, const M& m, V (&v)[M::W], Op op, V*
     if (threadIdx.x == 0) write(m.block.tile, v[0]);
   } else {
     constexpr int W = M::W;
-    const int columns = t.width * W, s = static_cast<int>(t.s), channels = columns / s;
+    const int columns = static_cast<int>(t.width.divisor) * W, height = static_cast<int>(t.height.divisor);
+    const int s = static_cast<int>(t.s), channels = columns / s;
     if (m.part) {
 #pragma unroll
       for (int i = 0; i < W; ++i) scratch[threadIdx.x * W + i] = v[i];
@@ -221,7 +227,7 @@ __device__ void ReduceBlock(const Tiling& t, const M& m, V (&v)[M::W], Op op, V*
       const int channel = first + threadIdx.x / t.lanes;
       V sum = {};
       if (channel < channels)
-        for (int y = s == 1 ? lane : 0; y < t.height; y += s == 1 ? t.lanes : 1)
+        for (int y = s == 1 ? lane : 0; y < height; y += s == 1 ? t.lanes : 1)
           for (int x = s == 1 ? 0 : lane; x < s; x += s == 1 ? 1 : t.lanes)
             sum = op(sum, scratch[y * columns + channel * s + x]);
       for (int mask = 1; mask < t.lanes; mask *= 2) sum = op(sum, ShuffleXor(sum, mask));
@@ -233,23 +239,23 @@ __device__ void ReduceBlock(const Tiling& t, const M& m, V (&v)[M::W], Op op, V*
 
 // Host side -----------------------------------------------------------------------------------------------------------
 
-// The slabs, at most `limit`, that leave the multiprocessors least idle at the end.
-inline void Split(Tiling* t, int64_t extent, int64_t smallest, int64_t limit) {
+// Chooses the slabs, at most `limit`: those that leave the multiprocessors least idle at the end of `wave` blocks at a
+// time, if a block's beginning and end cost as much as `overhead` of the extent.
+inline void Split(Tiling* t, int64_t extent, int64_t overhead, int64_t limit, int64_t wave) {
   const int64_t blocks = t->outer * t->tiles;
-  limit = std::max<int64_t>(1, std::min({limit, CeilDiv(extent, smallest), CeilDiv(4 * kWave, blocks)}));
-  double best = 0;
+  limit = std::max<int64_t>(1, std::min({limit, CeilDiv(extent, overhead), CeilDiv(4 * wave, blocks)}));
+  int64_t least = 0;
   for (int64_t slabs = 1; slabs <= limit; ++slabs) {
-    const int64_t slab = CeilDiv(extent, slabs), waves = CeilDiv(blocks * slabs, kWave);
-    // A block begins with what it cannot do at full speed.
-    const double cost = static_cast<double>(waves * (slab + smallest));
-    if (slabs == 1 || cost < best) best = cost, t->slabs = slabs;
+    const int64_t cost = CeilDiv(blocks * slabs, wave) * (CeilDiv(extent, slabs) + overhead);
+    if (slabs == 1 || cost < least) least = cost, t->slab = CeilDiv(extent, slabs);
   }
-  t->slab = CeilDiv(extent, t->slabs);
   t->slabs = CeilDiv(extent, t->slab);
+  t->by_tiles = FastDiv(t->tiles);
+  t->by_slabs = FastDiv(t->slabs);
 }
 
 // `limit` is how many rows of partial results, of c each, there may be.
-inline Tiling ByRuns(const Problem& p, int vector, int64_t limit) {
+inline Tiling ByRuns(const Problem& p, int vector, int64_t limit, int64_t wave) {
   Tiling t = {p.outer, p.n, p.c, p.s};
   t.where = static_cast<const uint8_t*>(p.where);
   t.copies = 1;
@@ -257,33 +263,35 @@ inline Tiling ByRuns(const Problem& p, int vector, int64_t limit) {
   t.ragged = p.s % vector != 0;
   const int64_t length = p.s % vector ? (p.s + 2 * vector - 2) / vector : p.s / vector;
   t.length = FastDiv(length);
-  Split(&t, p.n * length, 4 * kThreads, limit);
+  Split(&t, p.n * length, 4 * kThreads, limit, wave);
   return t;
 }
 
-inline Tiling ByColumns(const Problem& p, int vector, int64_t limit) {
+inline Tiling ByColumns(const Problem& p, int vector, int64_t limit, int64_t wave) {
   Tiling t = {p.outer, p.n, p.c, p.s};
   t.where = static_cast<const uint8_t*>(p.where);
   t.copies = vector / std::gcd(p.c * p.s, int64_t{vector});
   t.columns = t.copies * p.c * p.s;
   t.rows = CeilDiv(p.n, t.copies);
-  // A tile holds whole channels. The widest of those that leave few threads idle.
+  // A tile holds whole channels, and is narrow: the more rows it has, the fewer slabs leave partial results. Of about
+  // kTileWidth, that which leaves the fewest threads idle.
   const int unit = static_cast<int>(p.s / std::gcd(p.s, int64_t{vector}));
-  const int64_t units = CeilDiv(t.columns / vector, unit);
+  const int64_t vectors = t.columns / vector, units = CeilDiv(vectors, unit);
+  int width = 0, height = 0;
   double best = 0;
-  for (int64_t tiles = CeilDiv(units * unit, kThreads), i = 0; i < 16 && tiles <= units; ++i, ++tiles) {
-    const int width = static_cast<int>(CeilDiv(units, tiles)) * unit;
-    if (width > kThreads) continue;
-    const int height = kThreads / width;
-    const double used = static_cast<double>(width * height) / kThreads * static_cast<double>(t.columns / vector) /
-                        static_cast<double>(CeilDiv(t.columns / vector, width) * width);
-    if (used > best * 1.05) best = used, t.width = width, t.height = height;
+  for (int64_t tiles = CeilDiv(vectors, std::max(unit, kTileWidth)), i = 0; i < 16 && tiles <= units; ++i, ++tiles) {
+    const int w = static_cast<int>(CeilDiv(units, tiles)) * unit, h = kThreads / w;
+    const double used = static_cast<double>(w * h) / kThreads * static_cast<double>(vectors) /
+                        static_cast<double>(CeilDiv(vectors, w) * w);
+    if (used > best * 1.05) best = used, width = w, height = h;
   }
-  t.tiles = CeilDiv(t.columns / vector, t.width);
-  const int channels = t.width * vector / static_cast<int>(p.s);
+  t.width = FastDiv(width);
+  t.height = FastDiv(height);
+  t.tiles = CeilDiv(vectors, width);
+  const int channels = width * vector / static_cast<int>(p.s);
   t.lanes = 1;
   while (t.lanes < 32 && 2 * t.lanes * channels <= kThreads) t.lanes *= 2;
-  Split(&t, t.rows, 4 * t.height, limit / t.copies);
+  Split(&t, t.rows, 4 * height, limit / t.copies, wave);
   return t;
 }
 
@@ -292,23 +300,25 @@ struct AccessTag {
   using type = M;
 };
 
-// Calls f(AccessTag, Tiling). `limit` as above, `aligned` says whether all buffers allow 16-byte accesses.
-template <class T, class F>
-cudaError_t VisitTiling(Problem p, bool aligned, int64_t limit, F&& f) {
+// Calls f(AccessTag, Tiling). `limit` as above, `wave` is how many blocks run at once, `aligned` says whether all
+// buffers allow 16-byte accesses, `vectors` whether the kernel is built for them.
+template <class T, bool kVectors, class F>
+cudaError_t VisitTiling(Problem p, bool aligned, int64_t limit, int64_t wave, F&& f) {
   if (p.outer == 0 || p.n == 0 || p.c == 0 || p.s == 0) return cudaSuccess;
   // One channel is one column.
   if (p.c == 1) p.n *= p.s, p.s = 1;
-  constexpr int kV = kVecLength<T>;
   const bool runs = p.s > kLongestColumns;
-  if constexpr (kV > 1 && sizeof(T) < 8) {
+  if constexpr (kVectors) {
+    constexpr int kV = kVecLength<T>;
     // Every outer index must begin at a vector.
     const bool whole = p.outer == 1 || p.n * p.c * p.s % kV == 0;
     const int64_t copies = kV / std::gcd(p.c * p.s, int64_t{kV});
     if (aligned && whole && !p.where && (runs || copies <= limit))
-      return runs ? f(AccessTag<Runs<T, kV>>{}, ByRuns(p, kV, limit))
-                  : f(AccessTag<Columns<T, kV>>{}, ByColumns(p, kV, limit));
+      return runs ? f(AccessTag<Runs<T, kV>>{}, ByRuns(p, kV, limit, wave))
+                  : f(AccessTag<Columns<T, kV>>{}, ByColumns(p, kV, limit, wave));
   }
-  return runs ? f(AccessTag<Runs<T, 1>>{}, ByRuns(p, 1, limit)) : f(AccessTag<Columns<T, 1>>{}, ByColumns(p, 1, limit));
+  return runs ? f(AccessTag<Runs<T, 1>>{}, ByRuns(p, 1, limit, wave))
+              : f(AccessTag<Columns<T, 1>>{}, ByColumns(p, 1, limit, wave));
 }
 
 }  // namespace jaxdnn::batch_norm
