@@ -173,33 +173,23 @@ cudaError_t Launch(const Backward& b, const Shape& shape, const Options& options
 template <class T>
 cudaError_t RunAligned(const Backward& b, const Shape& shape, const Options& options, const Device& device,
                        void* workspace, cudaStream_t stream, bool* done) {
-  constexpr int L = kVecLength<T>, kKeep = (sizeof(T) == 8 ? 8 : 16) / L;
+  constexpr int L = kVecLength<T>, kKeep = 16 / L, kMore = 24 / L, kMost = 32 / L;
+  constexpr int kRows = 4 / kKeep > 1 ? 4 / kKeep : 1;
   const int64_t n = shape.n / L;
-  const auto launch = [&](auto steps, auto rows, auto exact, const Spread& spread) {
-    constexpr int V = decltype(steps)::value, U = decltype(rows)::value;
-    return Launch<T, L, V, U, decltype(exact)::value, false>(b, shape, options, spread, workspace, stream);
-  };
-  const std::integral_constant<int, 1> one;
-  if constexpr (sizeof(T) < 8) {
-    // Of up to 24 and 32 elements for each lane.
-    constexpr int kMore = 24 / L, kMost = 32 / L;
-    const Spread more = SpreadRows(n, kMore, 128, 0, 0), most = SpreadRows(n, kMost, 128, 0, 0);
-    if (n > 32 * kKeep && more.steps == kMore)
-      return launch(std::integral_constant<int, kMore>{}, one, std::true_type{}, more);
-    if (n > 32 * kKeep && most.steps == kMost)
-      return launch(std::integral_constant<int, kMost>{}, one, std::true_type{}, most);
+  if (n > 32 * kKeep && n <= 32 * kMore)
+    return Launch<T, L, kMore, 1, false, false>(b, shape, options, SpreadRows(n, kMore, 128, 0, 0), workspace, stream);
+  if (n > 32 * kMore && n <= 32 * kMost)
+    return Launch<T, L, kMost, 1, false, false>(b, shape, options, SpreadRows(n, kMost, 128, 0, 0), workspace, stream);
+  if (n <= 32 || AreFew(shape, n, device)) {
+    const Spread thin = SpreadRows(n, 1, 256, 512, device.max_cluster);
+    if (thin.cluster == 1) return Launch<T, L, 1, 4, true, false>(b, shape, options, thin, workspace, stream);
+    if (thin.steps > 0) return Launch<T, L, 1, 4, true, true>(b, shape, options, thin, workspace, stream);
   }
-  const int cluster = MaxCluster<T>(device), keep = AreFew(shape, n, device) ? 1 : kKeep;
-  const Spread thin = SpreadRows(n, keep, 256, 512, cluster);
-  const Spread spread = thin.steps > 0 ? thin : SpreadRows(n, kKeep, 256, 512, cluster);
+  const Spread spread = SpreadRows(n, kKeep, 256, 512, device.max_cluster);
   *done = spread.steps > 0;
   if (!*done) return cudaSuccess;
-  return VisitSteps<kKeep>(spread.steps, [&](auto steps) {
-    constexpr int V = decltype(steps)::value, U = V == 1 ? 4 : V == 2 ? 2 : 1;
-    if constexpr (sizeof(T) < 8)
-      if (spread.cluster > 1) return Launch<T, L, V, U, true, true>(b, shape, options, spread, workspace, stream);
-    return launch(steps, std::integral_constant<int, U>{}, std::true_type{}, spread);
-  });
+  return spread.cluster == 1 ? Launch<T, L, kKeep, kRows, false, false>(b, shape, options, spread, workspace, stream)
+                             : Launch<T, L, kKeep, kRows, false, true>(b, shape, options, spread, workspace, stream);
 }
 
 // Rows as vectors of L elements, where rows or buffers are not aligned to 16 bytes.
@@ -207,10 +197,7 @@ template <class T, int L>
 cudaError_t RunNarrow(const Backward& b, const Shape& shape, const Options& options, const Device& device,
                       void* workspace, cudaStream_t stream, bool* done) {
   constexpr int kKeep = (sizeof(T) == 8 ? 8 : 16) / L;
-  const int64_t n = shape.n / L;
-  if (n <= 32)
-    return Launch<T, L, 1, 4, true, false>(b, shape, options, SpreadRows(n, 1, 256, 0, 0), workspace, stream);
-  const Spread spread = SpreadRows(n, kKeep, 256, 512, MaxCluster<T>(device));
+  const Spread spread = SpreadRows(shape.n / L, kKeep, 256, 512, MaxCluster<T>(device));
   *done = spread.steps > 0;
   if (!*done) return cudaSuccess;
   if constexpr (sizeof(T) < 8)
@@ -229,10 +216,13 @@ cudaError_t RunBackward(const Backward& b, DType dtype, Shape shape, Options opt
   const cudaError_t e = VisitDType(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     const bool aligned = IsVectorAligned(b.g, b.g_sum, b.x, b.scale, b.dx, b.dscale, b.dbias, workspace);
-    if (aligned && shape.n % kVecLength<T> == 0)
-      return RunAligned<T>(b, shape, options, device, workspace, stream, &done);
-    if (aligned && TakesSlabs(dtype, shape, true)) return RunSlabBackward(b, dtype, shape, options, workspace, stream);
-    if constexpr (sizeof(T) == 2)
+    if constexpr (sizeof(T) < 8) {
+      if (aligned && shape.n % kVecLength<T> == 0)
+        return RunAligned<T>(b, shape, options, device, workspace, stream, &done);
+      if (aligned && TakesSlabs(dtype, shape, true))
+        return RunSlabBackward(b, dtype, shape, options, workspace, stream);
+    }
+    if constexpr (kHasPairs<T>)
       if (aligned && shape.n % 2 == 0) return RunNarrow<T, 2>(b, shape, options, device, workspace, stream, &done);
     return RunNarrow<T, 1>(b, shape, options, device, workspace, stream, &done);
   });

@@ -126,44 +126,35 @@ cudaError_t RunAligned(const Forward& f, const Shape& shape, const Options& opti
                        cudaStream_t stream, bool* done) {
   constexpr int L = kVecLength<T>, kKeep = 4;
   const int64_t n = shape.n / L;
-  const bool few = AreFew(shape, n, device);
-  const auto launch = [&](auto steps, auto rows, const Spread& spread) {
-    constexpr int V = decltype(steps)::value, U = decltype(rows)::value;
-    return Launch<T, L, V, U, true, false>(f, shape, options, spread, stream);
-  };
-  // Several rows at once halve what is read of the parameters; blocks of more than 256 threads lack the registers.
-  if (!few && n <= 256 * kKeep)
+  if (AreFew(shape, n, device)) {
+    const Spread thin = SpreadRows(n, 1, 256, 1024, device.max_cluster);
+    if (thin.cluster == 1) return Launch<T, L, 1, 1, true, false>(f, shape, options, thin, stream);
+    if (thin.steps > 0) return Launch<T, L, 1, 1, true, true>(f, shape, options, thin, stream);
+  } else if (n <= 256 * kKeep) {
+    // Several rows at once halve what is read of the parameters; larger blocks lack the registers.
     return VisitSteps<kKeep>(SpreadRows(n, kKeep, 256, 256, 1).steps, [&](auto steps) {
       constexpr int V = decltype(steps)::value, U = V == 1 ? 4 : 2;
-      return launch(steps, std::integral_constant<int, U>{}, SpreadRows(n, V, 256, 256, 1));
+      return Launch<T, L, V, U, true, false>(f, shape, options, SpreadRows(n, V, 256, 256, 1), stream);
     });
-  const int cluster = MaxCluster<T>(device);
-  const Spread thin = SpreadRows(n, few ? 1 : kKeep, 256, 1024, cluster);
-  const Spread spread = thin.steps > 0 ? thin : SpreadRows(n, kKeep, 256, 1024, cluster);
+  }
+  const Spread spread = SpreadRows(n, kKeep, 256, 1024, device.max_cluster);
   *done = spread.steps > 0;
   if (!*done) return cudaSuccess;
-  return VisitSteps<kKeep>(spread.steps, [&](auto steps) {
-    constexpr int V = decltype(steps)::value;
-    if constexpr (sizeof(T) < 8)
-      if (spread.cluster > 1) return Launch<T, L, V, 1, true, true>(f, shape, options, spread, stream);
-    return launch(steps, std::integral_constant<int, 1>{}, spread);
-  });
+  return spread.cluster == 1 ? Launch<T, L, kKeep, 1, false, false>(f, shape, options, spread, stream)
+                             : Launch<T, L, kKeep, 1, false, true>(f, shape, options, spread, stream);
 }
 
 // Rows as vectors of L elements, where rows or buffers are not aligned to 16 bytes.
 template <class T, int L>
 cudaError_t RunNarrow(const Forward& f, const Shape& shape, const Options& options, const Device& device,
                       cudaStream_t stream, bool* done) {
-  const int64_t n = shape.n / L;
-  const bool few = n <= 128 || AreFew(shape, n, device);
-  if (const Spread some = SpreadRows(n, 4, 256, 1024, 1); some.steps > 0 && few)
-    return Launch<T, L, 4, 1, false, false>(f, shape, options, some, stream);
-  const Spread many = SpreadRows(n, 8, 256, 1024, MaxCluster<T>(device));
-  *done = many.steps > 0;
+  constexpr int kKeep = 8;
+  const Spread spread = SpreadRows(shape.n / L, kKeep, 256, 1024, MaxCluster<T>(device));
+  *done = spread.steps > 0;
   if (!*done) return cudaSuccess;
   if constexpr (sizeof(T) < 8)
-    if (many.cluster > 1) return Launch<T, L, 8, 1, false, true>(f, shape, options, many, stream);
-  return Launch<T, L, 8, 1, false, false>(f, shape, options, many, stream);
+    if (spread.cluster > 1) return Launch<T, L, kKeep, 1, false, true>(f, shape, options, spread, stream);
+  return Launch<T, L, kKeep, 1, false, false>(f, shape, options, spread, stream);
 }
 
 }  // namespace
@@ -177,9 +168,11 @@ cudaError_t RunForward(const Forward& f, DType dtype, Shape shape, Options optio
   const cudaError_t e = VisitDType(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     const bool aligned = IsVectorAligned(f.x, f.residual, f.scale, f.bias, f.y, f.sum);
-    if (aligned && shape.n % kVecLength<T> == 0) return RunAligned<T>(f, shape, options, device, stream, &done);
-    if (aligned && TakesSlabs(dtype, shape, false)) return RunSlabForward(f, dtype, shape, options, stream);
-    if constexpr (sizeof(T) == 2)
+    if constexpr (sizeof(T) < 8) {
+      if (aligned && shape.n % kVecLength<T> == 0) return RunAligned<T>(f, shape, options, device, stream, &done);
+      if (aligned && TakesSlabs(dtype, shape, false)) return RunSlabForward(f, dtype, shape, options, stream);
+    }
+    if constexpr (kHasPairs<T>)
       if (aligned && shape.n % 2 == 0) return RunNarrow<T, 2>(f, shape, options, device, stream, &done);
     return RunNarrow<T, 1>(f, shape, options, device, stream, &done);
   });

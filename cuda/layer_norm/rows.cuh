@@ -239,7 +239,9 @@ inline cudaError_t Query(Device* device) {
   return e;
 }
 
-// Rows of doubles have no kernels for clusters.
+// What each element type has kernels for. Doubles have only the plainest, and f16 has none for what is unaligned.
+template <class T>
+constexpr bool kHasPairs = std::is_same_v<T, __nv_bfloat16>;
 template <class T>
 int MaxCluster(const Device& device) {
   return sizeof(T) < 8 ? device.max_cluster : 1;

@@ -236,7 +236,7 @@ cudaError_t VisitSlabs(DType dtype, const Shape& shape, F&& f) {
   return VisitDType(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     const auto call = [&](auto elements) { return f(type, elements, MakeSlabs<T, decltype(elements)::value>(shape)); };
-    if constexpr (sizeof(T) < 8) {
+    if constexpr (std::is_same_v<T, float> || std::is_same_v<T, __nv_bfloat16>) {
       if (shape.n <= 4 * kLeast) return call(std::integral_constant<int, kLeast>{});
       if (shape.n <= 32 * kSome) return call(std::integral_constant<int, kSome>{});
       return call(std::integral_constant<int, kMost>{});
@@ -251,7 +251,7 @@ bool TakesSlabs(DType dtype, const Shape& shape, bool backward) {
   const int64_t bytes = static_cast<int64_t>(SizeOf(dtype));
   // A problem's first slab must be aligned as well, unless slabs go across problems.
   const bool aligned = !backward || shape.problems == 1 || shape.rows * shape.n * bytes % 16 == 0;
-  return dtype != DType::kF64 && shape.n <= kLongest && shape.n * bytes % 16 != 0 && aligned;
+  return (dtype == DType::kF32 || dtype == DType::kBF16) && shape.n <= kLongest && shape.n * bytes % 16 != 0 && aligned;
 }
 
 cudaError_t RunSlabForward(const Forward& f, DType dtype, const Shape& shape, const Options& options,

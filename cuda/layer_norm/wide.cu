@@ -230,14 +230,14 @@ __global__ void __launch_bounds__(kThreads)
   if (b.dbias != nullptr) StoreParameters(static_cast<A*>(b.dbias), out, dbias);
 }
 
-// Calls f(TypeTag of the element type, integral_constant of the elements in a
-// vector).
+// Calls f(TypeTag of the element type, integral_constant of the elements in a vector).
 template <class F>
 cudaError_t VisitVector(DType dtype, bool aligned, int64_t n, F&& f) {
   return VisitDType(dtype, [&](auto type) {
-    constexpr int L = kVecLength<typename decltype(type)::type>;
-    return aligned && n % L == 0 ? f(type, std::integral_constant<int, L>{})
-                                 : f(type, std::integral_constant<int, 1>{});
+    using T = typename decltype(type)::type;
+    if constexpr (std::is_same_v<T, float> || std::is_same_v<T, __nv_bfloat16>)
+      if (aligned && n % kVecLength<T> == 0) return f(type, std::integral_constant<int, kVecLength<T>>{});
+    return f(type, std::integral_constant<int, 1>{});
   });
 }
 
