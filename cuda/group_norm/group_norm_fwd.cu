@@ -73,14 +73,12 @@ __global__ void __launch_bounds__(kThreads, kResident) ColumnKernel(ColumnTiling
 
     // The means of the block's groups, then the squares about them.
     const A n = static_cast<A>(place.count), inverse = place.count > 0 ? A(1) / n : A(0);
-    int channel[V], group[V];
     A mean[V];
     Pair<A> total[V];
 #pragma unroll
     for (int j = 0; j < V; ++j) {
-      t.period.Div(place.element + j, &channel[j]);
-      group[j] = t.group_channels.Div(channel[j]);
-      mean[j] = place.count > 0 ? own[j].MeanAbout(pivots[group[j]], inverse) : A(0);
+      const A pivot = pivots[t.group_channels.Div(place.Channel(t, j))];
+      mean[j] = place.count > 0 ? own[j].MeanAbout(pivot, inverse) : A(0);
       total[j] = {n, n * mean[j]};
     }
     const auto of_channel = [&](int c) { return sums[c]; };
@@ -90,8 +88,10 @@ __global__ void __launch_bounds__(kThreads, kResident) ColumnKernel(ColumnTiling
     });
     __syncthreads();
 #pragma unroll
-    for (int j = 0; j < V; ++j)
-      total[j] = {place.count > 0 ? own[j].SquaresAbout(mean[j] - moments[group[j]].mean, n, inverse) : A(0), A(0)};
+    for (int j = 0; j < V; ++j) {
+      const A d = mean[j] - moments[t.group_channels.Div(place.Channel(t, j))].mean;
+      total[j] = {place.count > 0 ? own[j].SquaresAbout(d, n, inverse) : A(0), A(0)};
+    }
     SumChannels(t, place, total, AddPairs{}, scratch, sums);
     Moments<A>* partial = o.partial + unit * (t.team.size + 1) * t.slab_groups;
     ForEachGroup<Pair<A>>(t, AddPairs{}, of_channel, [&](int g, const Pair<A>& sum) {
@@ -116,8 +116,9 @@ __global__ void __launch_bounds__(kThreads, kResident) ColumnKernel(ColumnTiling
     Affine<A> affine[V];
 #pragma unroll
     for (int j = 0; j < V; ++j) {
-      const int64_t parameter = place.parameters + channel[j];
-      affine[j] = Affine<A>(statistics[group[j]], o.scale[parameter], o.bias[parameter]);
+      const int c = place.Channel(t, j);
+      const int64_t parameter = place.parameters + c;
+      affine[j] = Affine<A>(statistics[t.group_channels.Div(c)], o.scale[parameter], o.bias[parameter]);
     }
     tile.SecondVisit(place, [&](int m, const Run& run, int slot) {
 #pragma unroll 2

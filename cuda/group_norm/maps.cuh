@@ -41,7 +41,8 @@ struct MapOperands {
   const A *tscale, *tbias;  // of the tangent
   const Statistics<A>* statistics;
   Vec<T, V>* out;     // dx or ty
-  A *dscale, *dbias;  // of the pullback: [examples, blocks of a team, channels]
+  A *dscale, *dbias;  // of the pullback, each example's: [examples, channels]
+  Sums<A>* channels;  // of the pullback: [units, blocks of a team, channels of a slab]
   Sums<A>* partial;   // [units, blocks of a team, groups of a slab]
   A count;            // elements of a group
 };
@@ -106,6 +107,32 @@ __device__ Sums<A> AddBlocks(const Sums<A>* partial, int blocks, int stride) {
   return sums[0];
 }
 
+// What the pullback keeps of a slab: each channel's sums, by a team through global memory. The row is the block's, and
+// the first of `rows` the team's.
+template <class A>
+struct ChannelSums {
+  const Team& team;
+  int channels;
+  Sums<A>* rows;
+  A *dscale, *dbias;
+
+  __device__ void Put(int c, const Sums<A>& sums) const {
+    if (team.size > 1)
+      rows[int64_t{team.Rank()} * channels + c] = sums;
+    else
+      dscale[c] = sums.second, dbias[c] = sums.first;
+  }
+  // After the team has met: each block sums some of the channels.
+  __device__ void Finish() const {
+    if (team.size == 1) return;
+    const int warps = blockDim.x / 32;
+    for (int c = team.Rank() + threadIdx.x / 32 * team.size; c < channels; c += warps * team.size) {
+      const Sums<A> sums = AddBlocks(rows + c, team.size, channels);
+      if (threadIdx.x % 32 == 0) dscale[c] = sums.second, dbias[c] = sums.first;
+    }
+  }
+};
+
 template <Map kMap, class F, class T, int V>
 __global__ void __launch_bounds__(kThreads, kResident) MapColumnsKernel(ColumnTiling t, MapOperands<T, V> o, F f) {
   using A = Accumulator<T>;
@@ -121,14 +148,12 @@ __global__ void __launch_bounds__(kThreads, kResident) MapColumnsKernel(ColumnTi
     const ColumnPlace<V> place(t, unit);
     tile.Start(place);
     const Statistics<A>* statistics = o.statistics + place.example * t.groups + place.first_group;
-    int group_of[V], channel_of[V];
     Linear<kMap, A> map[V];
 #pragma unroll
     for (int j = 0; j < V; ++j) {
-      t.period.Div(place.element + j, &channel_of[j]);
-      group_of[j] = t.group_channels.Div(channel_of[j]);
-      const int64_t channel = place.parameters + channel_of[j];
-      map[j] = Linear<kMap, A>(statistics[group_of[j]], o.scale[channel], o.bias[channel]);
+      const int c = place.Channel(t, j);
+      const int64_t channel = place.parameters + c;
+      map[j] = Linear<kMap, A>(statistics[t.group_channels.Div(c)], o.scale[channel], o.bias[channel]);
     }
 
     Sums<A> own[V] = {};
@@ -142,12 +167,15 @@ __global__ void __launch_bounds__(kThreads, kResident) MapColumnsKernel(ColumnTi
     });
     SumChannels(t, place, own, AddPairs{}, scratch, channel_sums);
 
-    const int64_t row = (place.example * t.team.size + t.team.Rank()) * t.channels + place.first_channel;
+    const auto kept = [&] {
+      const int64_t row = place.example * t.channels + place.first_channel;
+      return ChannelSums<A>{t.team, t.slab_channels, o.channels + unit * t.team.size * t.slab_channels, o.dscale + row,
+                            o.dbias + row};
+    };
     const auto of_channel = [&](int c) {
       const Sums<A> sums = Normalized(channel_sums[c], statistics[t.group_channels.Div(c)]);
       if constexpr (kMap == Map::kTangent) return sums;
-      o.dscale[row + c] = sums.second;
-      o.dbias[row + c] = sums.first;
+      kept().Put(c, sums);
       return Times(sums, o.scale[place.parameters + c]);
     };
     Sums<A>* partial = o.partial + unit * (t.team.size + 1) * t.slab_groups;
@@ -162,10 +190,11 @@ __global__ void __launch_bounds__(kThreads, kResident) MapColumnsKernel(ColumnTi
 
 #pragma unroll
     for (int j = 0; j < V; ++j) {
-      const int64_t channel = place.parameters + channel_of[j];
+      const int c = place.Channel(t, j), g = t.group_channels.Div(c);
+      const int64_t channel = place.parameters + c;
       const A tscale = kMap == Map::kTangent ? o.tscale[channel] : A(0);
       const A tbias = kMap == Map::kTangent ? o.tbias[channel] : A(0);
-      map[j].Finish(statistics[group_of[j]], Times(group_sums[group_of[j]], inverse), tscale, tbias);
+      map[j].Finish(statistics[g], Times(group_sums[g], inverse), tscale, tbias);
     }
     tile.SecondVisit(place, [&](int m, const Run& run, int slot) {
 #pragma unroll 2
@@ -178,6 +207,7 @@ __global__ void __launch_bounds__(kThreads, kResident) MapColumnsKernel(ColumnTi
         o.out[run.base + k * run.step] = in;
       }
     });
+    if constexpr (kMap == Map::kPullback) kept().Finish();
     __syncthreads();  // The next unit's sums go where these were.
   }
 }
@@ -220,7 +250,11 @@ __global__ void __launch_bounds__(kThreads, kResident) MapRowsKernel(RowTiling t
     __syncthreads();
 
     Sums<A> group[1] = {};
-    const int64_t row = (place.example * t.team.size + t.team.Rank()) * t.channels + place.channels;
+    const auto kept = [&] {
+      const int64_t row = place.example * t.channels + place.channels;
+      return ChannelSums<A>{t.team, static_cast<int>(t.slab_channels),
+                            o.channels + unit * t.team.size * t.slab_channels, o.dscale + row, o.dbias + row};
+    };
     if (exists)
       for (int64_t c = place.in_slab; c < t.slab_channels; c += 1 << t.span) {
         Sums<A> sums = {};
@@ -228,8 +262,7 @@ __global__ void __launch_bounds__(kThreads, kResident) MapRowsKernel(RowTiling t
         for (int64_t piece = begin; piece < end; ++piece) sums = AddPairs{}(sums, piece_sums[piece - place.first]);
         sums = Normalized(sums, statistics);
         if constexpr (kMap == Map::kPullback) {
-          o.dscale[row + c] = sums.second;
-          o.dbias[row + c] = sums.first;
+          kept().Put(static_cast<int>(c), sums);
           sums = Times(sums, o.scale[place.parameters + c]);
         }
         group[0] = AddPairs{}(group[0], sums);
@@ -259,6 +292,7 @@ __global__ void __launch_bounds__(kThreads, kResident) MapRowsKernel(RowTiling t
         o.out[run.base + k * run.step] = in;
       }
     });
+    if constexpr (kMap == Map::kPullback) kept().Finish();
     __syncthreads();  // The next unit's pieces go where these were.
   }
 }

@@ -190,6 +190,13 @@ struct ColumnPlace {
     length = t.schedule.length;
   }
 
+  // Of the slab, for element j of the thread's vectors.
+  __device__ int Channel(const ColumnTiling& t, int j) const {
+    int channel;
+    t.period.Div(element + j, &channel);
+    return channel;
+  }
+
   __device__ Run At(int m) const {
     const int first = m * length;
     return {base + first * step, step, max(0, min(count - first, length))};
