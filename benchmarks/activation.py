@@ -46,12 +46,12 @@ def work(dtypes: list[str], quick: bool = False, shrink: int = 1) -> Iterator[Wo
       yield from alone(name, shape, dtype)
   for name in ("gelu",) if quick else BIASED:
     for dtype in dtypes:
-      yield biased(name, shape, -1, dtype)
+      yield from biased(name, shape, -1, dtype)
   for name in ("swiglu",) if quick else GATES:
     for dtype in dtypes:
       yield from gated(name, wide, dtype)
   for dtype in () if quick else dtypes:
-    yield prelu(shape, dtype)
+    yield from prelu(shape, dtype)
 
 
 def sweep(dtypes: list[str], quick: bool = False, shrink: int = 1) -> Iterator[Work]:
@@ -65,9 +65,9 @@ def sweep(dtypes: list[str], quick: bool = False, shrink: int = 1) -> Iterator[W
     (1 << 16, 1000), (1 << 16, 1025), (1 << 15, 2048), (1 << 14, 4096), (1 << 13, 5003), (1 << 11, 32768),
     (64, 1 << 20),
   ):  # fmt: skip
-    yield biased("gelu", shrunk((rows, channels), shrink), -1, dtype)
+    yield from biased("gelu", shrunk((rows, channels), shrink), -1, dtype)
   for planes in ((256, 64, 56, 56), (256, 256, 14, 14), (256, 512, 7, 7), (1, 64, 1024, 1024), (64, 3, 512, 512)):
-    yield biased("gelu", shrunk(planes, shrink), 1, dtype)
+    yield from biased("gelu", shrunk(planes, shrink), 1, dtype)
   yield from gated("swiglu", shrunk((8192, 2 * 4095), shrink), dtype)
 
 
@@ -80,23 +80,36 @@ def alone(name: str, shape: tuple[int, ...], dtype: str) -> Iterator[Work]:
   yield Work("activation", case, dtype, "bwd", ours, xla, (x, x), 2 * size + residual, backward=True)
 
 
-def biased(name: str, shape: tuple[int, ...], axis: int, dtype: str) -> Work:
-  """Value and both gradients at once, as a layer needs them."""
+def biased(name: str, shape: tuple[int, ...], axis: int, dtype: str) -> Iterator[Work]:
+  """The backward pass gives both gradients, as a layer needs them."""
   f, g = FUNCTIONS[name]
   size = math.prod(shape) * itemsize(dtype)
-  residual = 2 * -(-math.prod(shape) // 8) if name in MASKED else size
+  residual = -(-math.prod(shape) // 8) if name in MASKED else size
   operands = Draw(shape, dtype), Draw((shape[axis],), dtype), Draw(shape, dtype)
-  ours = both(lambda x, b: f(x, bias=b, axis=axis))
-  xla = both(lambda x, b: g(x + b.reshape([-1 if d == axis % x.ndim else 1 for d in range(x.ndim)])))
+
+  def ours(x: Array, b: Array, *unused: Array) -> Array:
+    return f(x, bias=b, axis=axis)
+
+  def xla(x: Array, b: Array, *unused: Array) -> Array:
+    return g(x + b.reshape([-1 if d == axis % x.ndim else 1 for d in range(x.ndim)]))
+
   case = f"bias+{name} {describe(shape)}" + ("" if axis == -1 else f" axis {axis}")
-  return Work("activation", case, dtype, "fwd+bwd", ours, xla, operands, 4 * size + residual)
+  yield Work("activation", case, dtype, "fwd", ours, xla, operands, 2 * size)
+  yield Work("activation", case, dtype, "bwd", ours, xla, operands, 2 * size + residual, backward=True, inputs=2)
 
 
-def prelu(shape: tuple[int, ...], dtype: str) -> Work:
+def prelu(shape: tuple[int, ...], dtype: str) -> Iterator[Work]:
   size = math.prod(shape) * itemsize(dtype)
   operands = Draw(shape, dtype), Draw(shape[-1:], dtype), Draw(shape, dtype)
-  xla = both(lambda x, alpha: jnp.where(x >= 0, x, alpha * x))
-  return Work("activation", "prelu", dtype, "fwd+bwd", both(jaxdnn.prelu), xla, operands, 5 * size)
+
+  def ours(x: Array, alpha: Array, *unused: Array) -> Array:
+    return jaxdnn.prelu(x, alpha)
+
+  def xla(x: Array, alpha: Array, *unused: Array) -> Array:
+    return jnp.where(x >= 0, x, alpha * x)
+
+  yield Work("activation", "prelu", dtype, "fwd", ours, xla, operands, 2 * size)
+  yield Work("activation", "prelu", dtype, "bwd", ours, xla, operands, 3 * size, backward=True, inputs=2)
 
 
 def gated(name: str, shape: tuple[int, ...], dtype: str) -> Iterator[Work]:
@@ -107,14 +120,6 @@ def gated(name: str, shape: tuple[int, ...], dtype: str) -> Iterator[Work]:
   case = f"{name} {describe(shape)}"
   yield Work("activation", case, dtype, "fwd", ours, xla, (x, g), 3 * half)
   yield Work("activation", case, dtype, "bwd", ours, xla, (x, g), 5 * half, backward=True)
-
-
-def both(function: Callable) -> Callable:
-  def forward_and_backward(x: Array, operand: Array, g: Array) -> tuple[Array, tuple[Array, Array]]:
-    y, vjp = jax.vjp(function, x, operand)
-    return y, vjp(g)
-
-  return forward_and_backward
 
 
 def only_first(function: Callable) -> Callable:

@@ -231,8 +231,8 @@ def test_wrong_dtype(case):
   ("call", "message"),
   [
     (lambda x: jaxdnn.clipped_relu(x, 0.0), "clipped_relu: ceiling must be positive, got 0.0"),
-    (lambda x: jaxdnn.celu(x, 0.0), "celu: alpha must not be 0"),
-    (lambda x: jaxdnn.softplus(x, 0), "softplus: beta must not be 0"),
+    (lambda x: jaxdnn.celu(x, 0.0), "celu: alpha must be positive, got 0.0"),
+    (lambda x: jaxdnn.softplus(x, 0), "softplus: beta must be positive, got 0.0"),
     (lambda x: jaxdnn.squareplus(x, -1.0), "squareplus: b must be positive, got -1.0"),
   ],
 )

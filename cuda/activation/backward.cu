@@ -25,7 +25,9 @@ struct BackwardOp {
     for (int j = 0; j < N; ++j) out.v[j] = Element(along.v[j], r.v[j]);
     reinterpret_cast<Vec<T, N>*>(dx)[i] = out;
   }
-  __device__ void Tail(int64_t i) const { dx[i] = Element(g[i], residual[i]); }
+  __device__ void Tail(int64_t i, bool valid) const {
+    if (valid) dx[i] = Element(g[i], residual[i]);
+  }
 
  private:
   __device__ T Element(T g, T residual) const {
@@ -55,9 +57,9 @@ struct MaskBackwardOp {
     for (int j = 0; j < N; ++j) out.v[j] = Element(along.v[j], bits >> j & 1);
     reinterpret_cast<Vec<T, N>*>(dx)[i] = out;
   }
-  __device__ void Tail(int64_t t) const {
-    const unsigned bits = mask[t];
-    rows.ForEach(t, [&](int64_t i, int bit) { dx[i] = Element(g[i], bits >> bit & 1); });
+  __device__ void Tail(int64_t t, bool valid) const {
+    const int64_t i = valid ? rows.Element(t) : -1;
+    if (i >= 0) dx[i] = Element(g[i], mask[t / 8] >> (t % 8) & 1);
   }
 
  private:
@@ -85,7 +87,7 @@ cudaError_t Backward(const Activation& activation, DType dtype, const void* g, c
                                  static_cast<const uint8_t*>(residual),
                                  out,
                                  bits};
-      return Map(op, vectors, vectors * N / 8, bits.Bytes(), stream);
+      return Map(op, vectors, vectors * N, bits.Bits(), stream);
     }
     const int64_t size = rows * n;
     const int64_t vectors = IsVectorAligned(g, residual, dx) ? size / N : 0;

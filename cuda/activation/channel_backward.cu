@@ -80,19 +80,47 @@ struct ChannelOp {
       out.residual = reinterpret_cast<const Vec<T, N>*>(residual)[i];
     return out;
   }
-  __device__ void Store(int64_t i, const Loaded& in, const A (&p)[N], A (&sum)[N]) const {
+  __device__ void Store(int64_t i, const Vec<T, N>& out) const { reinterpret_cast<Vec<T, N>*>(dx)[i] = out; }
+
+  __device__ Vec<T, N> Map(const Loaded& in, const A (&p)[N], A (&sum)[N]) const {
     Vec<T, N> out;
 #pragma unroll
     for (int j = 0; j < N; ++j) {
       A term;
+      const A along = static_cast<A>(in.g.v[j]);
       if constexpr (Rule::kMasked)
-        out.v[j] = static_cast<T>(rule(static_cast<A>(in.g.v[j]), in.residual >> j & 1, p[j], &term));
+        out.v[j] = static_cast<T>(rule(along, in.residual >> j & 1, p[j], &term));
       else
-        out.v[j] = static_cast<T>(rule(static_cast<A>(in.g.v[j]), static_cast<A>(in.residual.v[j]), p[j], &term));
+        out.v[j] = static_cast<T>(rule(along, static_cast<A>(in.residual.v[j]), p[j], &term));
       sum[j] += term;
     }
-    reinterpret_cast<Vec<T, N>*>(dx)[i] = out;
+    return out;
   }
+
+  __device__ Loaded Gather(int64_t i, int64_t size) const {
+    Loaded out = {};
+    const int64_t left = size - i * N;
+    const int count = left < N ? static_cast<int>(left) : N;
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      if (j >= count) continue;
+      const int64_t e = i * N + j;
+      out.g.v[j] = g[e];
+      if constexpr (Rule::kMasked)
+        out.residual |= (residual[e / 8] >> (e % 8) & 1u) << j;
+      else
+        out.residual.v[j] = residual[e];
+    }
+    return out;
+  }
+  __device__ void Scatter(int64_t i, int64_t size, const Vec<T, N>& out) const {
+    const int64_t left = size - i * N;
+    const int count = left < N ? static_cast<int>(left) : N;
+#pragma unroll
+    for (int j = 0; j < N; ++j)
+      if (j < count) dx[i * N + j] = out.v[j];
+  }
+
   __device__ A Element(int64_t e, A p) const {
     A term;
     if constexpr (Rule::kMasked)

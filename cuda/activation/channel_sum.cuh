@@ -4,15 +4,17 @@
 //   A, N                            accumulator, elements in a vector
 //   SelectGroup(group, shape)       from here on, vectors and elements count from the beginning of this group
 //   Channel(c)                      the operand's value
-//   Loaded, Load(i)                 vector i before everything in flight has been asked for
-//   Store(i, loaded, p[N], sum[N])  maps it, with the channels' values p, and adds to sum
+//   Loaded, Load(i), Store(i, out)  vector i, before and after
+//   Map(loaded, p[N], sum[N])       maps it, with the channels' values p, and adds to sum
+//   Gather(i, size), Scatter(i, size, out)   the same as Load and Store for a vector that is not aligned, or of which
+//                                   elements from `size` on are missing; they add nothing
 //   Element(e, p)                   maps one element, and returns what it adds
 //
 // Two ways to cut the array, both without atomics, into partial rows that SumRows adds up in a fixed order:
 //   columns  the array as rows of a period: the least whole number of rows of channels that fills whole vectors. A
 //   thread
 //            owns a vector's columns, hence the same channels all the way down, and keeps their sums in registers.
-//   planes   where a channel is a long run of elements: a warp sums a piece of one.
+//   planes   where a channel has long runs of elements: a block takes one channel's, all of them or every so many.
 #pragma once
 
 #include <algorithm>
@@ -31,13 +33,12 @@ namespace jaxdnn::activation {
 constexpr int kLanes = 32;
 constexpr int kSumWarps = 8;
 constexpr int kSumThreads = kLanes * kSumWarps;
-constexpr int kSumUnroll = 4;
-constexpr int kSumResident = 2;
-constexpr int kResidentBlocks = 132 * kSumResident;  // A full wave on an H200.
-constexpr int64_t kLeastPlane = 256;
-constexpr int64_t kPlanePiece = 2048;
+constexpr int kMultiprocessors = 132;  // Of an H200, which full waves are counted by.
 
 // Columns -------------------------------------------------------------------------------------------------------------
+
+constexpr int kColumnUnroll = 2;
+constexpr int kColumnResident = 4;
 
 struct ColumnPlan {
   int64_t columns;  // Channels times inner: what repeats.
@@ -46,13 +47,28 @@ struct ColumnPlan {
   int64_t rows;    // Periods in a group, the last perhaps in part.
   int64_t tiles;   // Blocks side by side.
   int64_t chunks;  // Blocks one below the other.
-  bool folded;     // A tile holds every column: a block leaves one row of `columns`, else a chunk leaves a period.
+  FastDiv by_columns, by_inner, by_tiles, by_chunks;
+  bool folded;  // A tile holds every column: a block leaves one row of `columns`, else a chunk leaves a period.
 
   int64_t PartialRows() const { return folded ? tiles * chunks : chunks * repeats; }
 };
 
+// Into how many chunks `side` blocks next to each other are cut, at most `most`: so many that a full wave of blocks, or
+// several, keep all multiprocessors busy to the end.
+inline int64_t ChooseChunks(int64_t side, int64_t most, int64_t wave) {
+  const auto idle = [&](int64_t chunks) {
+    const int64_t blocks = side * chunks;
+    return static_cast<double>(CeilDiv(blocks, wave) * wave) / static_cast<double>(blocks);
+  };
+  const int64_t least = std::min(most, std::max<int64_t>(1, wave / side));
+  int64_t best = least;
+  for (int64_t chunks = least + 1; chunks <= std::min(most, least + 8) && idle(best) > 1.15; ++chunks)
+    if (idle(chunks) < idle(best)) best = chunks;
+  return best;
+}
+
 inline ColumnPlan PlanColumns(const ChannelShape& shape, int vector_length) {
-  ColumnPlan plan = {};
+  ColumnPlan plan;
   plan.columns = shape.channels * shape.inner;
   plan.repeats = vector_length / std::gcd(plan.columns, int64_t{vector_length});
   plan.width = plan.columns * plan.repeats / vector_length;
@@ -69,62 +85,54 @@ inline ColumnPlan PlanColumns(const ChannelShape& shape, int vector_length) {
   plan.rows = CeilDiv(GroupSize(shape), plan.width * vector_length);
   plan.tiles = CeilDiv(plan.width, kLanes);
   plan.folded = plan.columns < kLanes * vector_length;
-  // One wave, or several that are full.
-  const int64_t side = plan.tiles * shape.groups, most = std::max<int64_t>(1, CeilDiv(plan.rows, kSumWarps));
-  const auto idle = [&](int64_t chunks) {
-    const int64_t blocks = side * chunks;
-    return static_cast<double>(CeilDiv(blocks, kResidentBlocks) * kResidentBlocks) / static_cast<double>(blocks);
-  };
-  plan.chunks = std::min(most, std::max<int64_t>(1, kResidentBlocks / side));
-  for (int64_t chunks = plan.chunks + 1; chunks <= std::min(most, plan.chunks + 8) && idle(plan.chunks) > 1.15;
-       ++chunks)
-    if (idle(chunks) < idle(plan.chunks)) plan.chunks = chunks;
+  plan.chunks = ChooseChunks(plan.tiles * shape.groups, std::max<int64_t>(1, CeilDiv(plan.rows, kSumWarps)),
+                             kMultiprocessors * kColumnResident);
+  plan.by_columns = FastDiv(plan.columns);
+  plan.by_inner = FastDiv(shape.inner);
+  plan.by_tiles = FastDiv(plan.tiles);
+  plan.by_chunks = FastDiv(plan.chunks);
   return plan;
 }
 
 template <class Op>
-__global__ __launch_bounds__(kSumThreads, kSumResident) void ColumnKernel(Op op, ChannelShape shape, ColumnPlan plan,
-                                                                          bool vectors, typename Op::A* partial) {
+__global__ __launch_bounds__(kSumThreads, kColumnResident) void ColumnKernel(Op op, ChannelShape shape, ColumnPlan plan,
+                                                                             bool vectors, typename Op::A* partial) {
   using A = typename Op::A;
   constexpr int N = Op::N;
   constexpr int kTile = kLanes * N;
   __shared__ A scratch[kSumWarps][kTile];
-  const int64_t tile = blockIdx.x % plan.tiles, rest = blockIdx.x / plan.tiles;
-  const int64_t chunk = rest % plan.chunks, group = rest / plan.chunks;
+  int tile, chunk;
+  const int rest = plan.by_tiles.Div(static_cast<int>(blockIdx.x), &tile);
+  const int64_t group = plan.by_chunks.Div(rest, &chunk);
   const int lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
   op.SelectGroup(group, shape);
 
-  const int64_t column = tile * kLanes + lane;
+  const int64_t column = int64_t{tile} * kLanes + lane;
   const int64_t size = GroupSize(shape);
   A p[N], sum[N];
+  int place;
+  plan.by_columns.Div(static_cast<int>(column * N), &place);
 #pragma unroll
   for (int j = 0; j < N; ++j) {
-    const uint32_t place = static_cast<uint32_t>(column * N + j) % static_cast<uint32_t>(plan.columns);
-    p[j] = op.Channel(place / static_cast<uint32_t>(shape.inner));
+    p[j] = op.Channel(plan.by_inner.Div(place));
     sum[j] = A(0);
+    if (++place == plan.columns) place = 0;
   }
   if (column < plan.width) {
     const int64_t step = plan.chunks * kSumWarps * plan.width;
-    int64_t i = (chunk * kSumWarps + warp) * plan.width + column;
-    if (vectors) {
-      for (const int64_t end = size / N; i < end; i += kSumUnroll * step) {
-        typename Op::Loaded loaded[kSumUnroll];
+    for (int64_t i = int64_t{chunk * kSumWarps + warp} * plan.width + column; i * N < size; i += kColumnUnroll * step) {
+      typename Op::Loaded loaded[kColumnUnroll];
+      const bool whole = vectors && (i + (kColumnUnroll - 1) * step + 1) * N <= size;
 #pragma unroll
-        for (int u = 0; u < kSumUnroll; ++u)
-          if (i + u * step < end) loaded[u] = op.Load(i + u * step);
+      for (int u = 0; u < kColumnUnroll; ++u) loaded[u] = whole ? op.Load(i + u * step) : op.Gather(i + u * step, size);
 #pragma unroll
-        for (int u = 0; u < kSumUnroll; ++u)
-          if (i + u * step < end) op.Store(i + u * step, loaded[u], p, sum);
+      for (int u = 0; u < kColumnUnroll; ++u) {
+        const auto out = op.Map(loaded[u], p, sum);
+        if (whole)
+          op.Store(i + u * step, out);
+        else
+          op.Scatter(i + u * step, size, out);
       }
-    }
-    // What vectors do not reach: all, or the last and incomplete one.
-    const int64_t last = size / N, row = last / plan.width;
-    if (vectors) i = column == last - row * plan.width && chunk == 0 && warp == 0 ? last : size;
-#pragma unroll 1
-    for (; i * N < size; i += step) {
-#pragma unroll
-      for (int j = 0; j < N; ++j)
-        if (i * N + j < size) sum[j] += op.Element(i * N + j, p[j]);
     }
   }
 
@@ -136,7 +144,7 @@ __global__ __launch_bounds__(kSumThreads, kSumResident) void ColumnKernel(Op op,
 #pragma unroll
     for (int w = 1; w < kSumWarps; ++w) total += scratch[w][x];
     scratch[0][x] = total;
-    const int64_t place = tile * kTile + x;
+    const int64_t place = int64_t{tile} * kTile + x;
     if (!plan.folded && place < plan.width * N) partial[(group * plan.chunks + chunk) * plan.width * N + place] = total;
   }
   if (!plan.folded) return;
@@ -147,7 +155,7 @@ __global__ __launch_bounds__(kSumThreads, kSumResident) void ColumnKernel(Op op,
     for (int x = threadIdx.x; x < held / 2; x += kSumThreads) scratch[0][x] += scratch[0][x + held / 2];
   }
   __syncthreads();
-  const int shift = static_cast<int>(tile * kTile % columns);
+  const int shift = static_cast<int>(int64_t{tile} * kTile % columns);
   for (int c = threadIdx.x; c < columns; c += kSumThreads) {
     A total = A(0);
     for (int x = (c - shift + columns) % columns; x < held; x += columns) total += scratch[0][x];
@@ -159,68 +167,92 @@ __device__ __forceinline__ int64_t Least(int64_t a, int64_t b) { return a < b ? 
 
 // Planes --------------------------------------------------------------------------------------------------------------
 
-struct PlanePlan {
-  FastDiv by_pieces, by_channels, by_outer;
-  int work;  // Pieces of all planes.
+constexpr int kPlaneUnroll = 2;
+constexpr int kPlaneResident = 4;
+constexpr int64_t kLeastPlane = 256;
 
-  PlanePlan(const ChannelShape& s, int64_t pieces)
-      : by_pieces(pieces),
-        by_channels(s.channels),
-        by_outer(s.outer),
-        work(static_cast<int>(s.groups * s.outer * s.channels * pieces)) {}
+struct PlanePlan {
+  int64_t pieces;  // Of a plane, each of kPlaneUnroll vectors a lane.
+  int64_t items;   // Pieces of a channel in a group.
+  int64_t chunks;  // Blocks that share a channel's items.
+  FastDiv by_pieces, by_channels, by_chunks;
 };
 
+inline PlanePlan PlanPlanes(const ChannelShape& shape, int vector_length) {
+  PlanePlan plan;
+  plan.pieces = std::max<int64_t>(1, CeilDiv(shape.inner / vector_length, kLanes * kPlaneUnroll));
+  plan.items = shape.outer * plan.pieces;
+  plan.chunks =
+      ChooseChunks(shape.groups * shape.channels, CeilDiv(plan.items, kSumWarps), kMultiprocessors * kPlaneResident);
+  plan.by_pieces = FastDiv(plan.pieces);
+  plan.by_channels = FastDiv(shape.channels);
+  plan.by_chunks = FastDiv(plan.chunks);
+  return plan;
+}
+
+// Channels first among the blocks: those that run at a time read what lies together.
 template <class Op>
-__global__ __launch_bounds__(kSumThreads, kSumResident) void PlaneKernel(Op op, ChannelShape shape, PlanePlan plan,
-                                                                         bool vectors, typename Op::A* partial) {
+__global__ __launch_bounds__(kSumThreads, kPlaneResident) void PlaneKernel(Op op, ChannelShape shape, PlanePlan plan,
+                                                                           bool vectors, typename Op::A* partial) {
   using A = typename Op::A;
   constexpr int N = Op::N;
-  const int work = blockIdx.x * kSumWarps + threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
-  if (work >= plan.work) return;
-  int piece, channel, within;  // `within` is the row's number in its group.
-  const int slab = plan.by_pieces.Div(work, &piece), row = plan.by_channels.Div(slab, &channel);
-  const int group = plan.by_outer.Div(row, &within);
-  op.SelectGroup(group, shape);
+  constexpr int64_t kStep = kLanes * kPlaneUnroll;
+  __shared__ A scratch[kSumWarps];
+  const int lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
+  int channel, chunk;
+  const int rest = plan.by_channels.Div(static_cast<int>(blockIdx.x), &channel);
+  op.SelectGroup(plan.by_chunks.Div(rest, &chunk), shape);
   const A value = op.Channel(channel);
-  const int64_t start = (int64_t{within} * shape.channels + channel) * shape.inner;
-  const int64_t begin = start + piece * kPlanePiece, end = start + Least(shape.inner, (piece + 1) * kPlanePiece);
 
-  A p[N], sum[N];
-#pragma unroll
-  for (int j = 0; j < N; ++j) {
-    p[j] = value;
-    sum[j] = A(0);
-  }
-  const int64_t first = vectors ? (begin + N - 1) / N : end, last = vectors ? end / N : end;
-  for (int64_t i = first + lane; i < last; i += kSumUnroll * kLanes) {
-    typename Op::Loaded loaded[kSumUnroll];
-#pragma unroll
-    for (int u = 0; u < kSumUnroll; ++u)
-      if (i + u * kLanes < last) loaded[u] = op.Load(i + u * kLanes);
-#pragma unroll
-    for (int u = 0; u < kSumUnroll; ++u)
-      if (i + u * kLanes < last) op.Store(i + u * kLanes, loaded[u], p, sum);
-  }
   A total = A(0);
-  const int64_t head = vectors ? Least(first * N, end) : end;
-  for (int64_t e = begin + lane; e < head; e += kLanes) total += op.Element(e, value);
-  if (vectors)
-    for (int64_t e = (last * N > head ? last * N : head) + lane; e < end; e += kLanes) total += op.Element(e, value);
+  for (int item = chunk * kSumWarps + warp; item < plan.items; item += static_cast<int>(plan.chunks) * kSumWarps) {
+    int piece;
+    const int64_t row = plan.by_pieces.Div(item, &piece);
+    const int64_t begin = (row * shape.channels + channel) * shape.inner, end = begin + shape.inner;
+    // The plane's whole vectors, of which this piece has some; the first one has what lies around them as well.
+    const int64_t first = vectors ? (begin + N - 1) / N : end, last = vectors ? end / N : end;
+    const int64_t i = first + piece * kStep + lane;
+    typename Op::Loaded loaded[kPlaneUnroll];
 #pragma unroll
-  for (int j = 0; j < N; ++j) total += sum[j];
+    for (int u = 0; u < kPlaneUnroll; ++u)
+      if (i + u * kLanes < last) loaded[u] = op.Load(i + u * kLanes);
+    A p[N], sum[N];
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      p[j] = value;
+      sum[j] = A(0);
+    }
+#pragma unroll
+    for (int u = 0; u < kPlaneUnroll; ++u)
+      if (i + u * kLanes < last) op.Store(i + u * kLanes, op.Map(loaded[u], p, sum));
+#pragma unroll
+    for (int j = 0; j < N; ++j) total += sum[j];
+    if (!vectors) {
+      for (int64_t e = begin + int64_t{piece} * kLanes + lane; e < end; e += plan.pieces * kLanes)
+        total += op.Element(e, value);
+    } else if (piece == 0) {
+      if (begin + lane < first * N) total += op.Element(begin + lane, value);
+      if (last * N + lane < end) total += op.Element(last * N + lane, value);
+    }
+  }
 #pragma unroll
   for (int mask = kLanes / 2; mask > 0; mask /= 2) total += ShuffleXor(total, mask);
-  if (lane == 0) partial[(int64_t{row} * plan.by_pieces.divisor + piece) * shape.channels + channel] = total;
+  if (lane == 0) scratch[warp] = total;
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+#pragma unroll
+  for (int w = 1; w < kSumWarps; ++w) total += scratch[w];
+  partial[int64_t{rest} * shape.channels + channel] = total;
 }
 
 // Both stages ---------------------------------------------------------------------------------------------------------
 
-// A piece is summed by a warp, so that more than one is worth while.
 inline bool HasPlanes(const ChannelShape& shape) { return shape.inner >= kLeastPlane; }
 
 template <class T>
-int64_t PartialLength(const ChannelShape& shape) {
-  if (HasPlanes(shape)) return shape.groups * shape.outer * CeilDiv(shape.inner, kPlanePiece) * shape.channels;
+int64_t PartialLength(const ChannelShape& given) {
+  const ChannelShape shape = MergedIfOne(given);
+  if (HasPlanes(shape)) return shape.groups * PlanPlanes(shape, kVecLength<T>).chunks * shape.channels;
   const ColumnPlan plan = PlanColumns(shape, kVecLength<T>);
   const int64_t sums = shape.inner > 1 ? plan.columns : 0;
   return shape.groups * (plan.PartialRows() * plan.columns + sums);
@@ -228,18 +260,18 @@ int64_t PartialLength(const ChannelShape& shape) {
 
 // Maps x and leaves the channels' sums in `out` [groups, channels]. `vectors`: every buffer is aligned.
 template <class Op, class T>
-cudaError_t MapAndSum(Op op, const ChannelShape& shape, bool vectors, void* workspace, T* out, cudaStream_t stream) {
+cudaError_t MapAndSum(Op op, const ChannelShape& given, bool vectors, void* workspace, T* out, cudaStream_t stream) {
   using A = Accumulator<T>;
+  const ChannelShape shape = MergedIfOne(given);
   A* const partial = static_cast<A*>(workspace);
   if (Size(shape) == 0) return SumRows(partial, shape.groups, 0, shape.channels, out, stream);
   vectors = vectors && (shape.groups == 1 || GroupSize(shape) % Op::N == 0);
   if (HasPlanes(shape)) {
-    const int64_t pieces = CeilDiv(shape.inner, kPlanePiece);
-    const PlanePlan plan(shape, pieces);
-    const cudaError_t e = LaunchKernel(PlaneKernel<Op>, CeilDiv(plan.work, kSumWarps), kSumThreads, stream, op, shape,
-                                       plan, vectors, partial);
+    const PlanePlan plan = PlanPlanes(shape, Op::N);
+    const cudaError_t e = LaunchKernel(PlaneKernel<Op>, shape.groups * plan.chunks * shape.channels, kSumThreads,
+                                       stream, op, shape, plan, vectors, partial);
     if (e != cudaSuccess) return e;
-    return SumRows(partial, shape.groups, shape.outer * pieces, shape.channels, out, stream);
+    return SumRows(partial, shape.groups, plan.chunks, shape.channels, out, stream);
   }
   const ColumnPlan plan = PlanColumns(shape, Op::N);
   const int64_t blocks = shape.groups * plan.chunks * plan.tiles;

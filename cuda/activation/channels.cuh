@@ -11,34 +11,40 @@ namespace jaxdnn::activation {
 __host__ __device__ inline int64_t GroupSize(const ChannelShape& s) { return s.outer * s.channels * s.inner; }
 __host__ __device__ inline int64_t Size(const ChannelShape& s) { return s.groups * GroupSize(s); }
 
+// One channel is one run of elements, whatever the shape says.
+inline ChannelShape MergedIfOne(const ChannelShape& s) {
+  return s.channels == 1 ? ChannelShape{s.groups, 1, 1, s.outer * s.inner} : s;
+}
+
 // Fewer than 2^31 elements: launchers cut larger arrays (`ForEachChunk`).
 template <class T>
 struct ChannelOperand {
   static constexpr int N = kVecLength<T>;
+  using A = Accumulator<T>;
   const T* values;  // [groups, channels], or null where there is none
   bool rows_of_vectors;
   int channels, inner;
-  FastDiv by_channels, by_inner, by_group;
+  FastDiv by_channels, by_inner, by_outer;
   FastDiv by_row;  // Vectors in a row of channels, where the channels are last and fill whole vectors.
 
-  ChannelOperand(const void* p, const ChannelShape& s)
-      : values(static_cast<const T*>(p)),
-        rows_of_vectors(s.groups == 1 && s.inner == 1 && s.channels % N == 0 && IsVectorAligned(p)),
-        channels(static_cast<int>(s.channels)),
-        inner(static_cast<int>(s.inner)),
-        by_channels(s.channels),
-        by_inner(s.inner),
-        by_group(s.outer * s.channels),
-        by_row(s.channels / N) {}
-
-  __device__ Accumulator<T> At(int64_t element) const {
-    return static_cast<Accumulator<T>>(values == nullptr ? T(-0.0)
-                                                         : values[Index(by_inner.Div(static_cast<int>(element)))]);
+  ChannelOperand(const void* p, const ChannelShape& shape) : values(static_cast<const T*>(p)) {
+    const ChannelShape s = MergedIfOne(shape);
+    rows_of_vectors = s.groups == 1 && s.inner == 1 && s.channels % N == 0 && IsVectorAligned(p);
+    channels = static_cast<int>(s.channels);
+    inner = static_cast<int>(s.inner);
+    by_channels = FastDiv(s.channels);
+    by_inner = FastDiv(s.inner);
+    by_outer = FastDiv(s.outer);
+    by_row = FastDiv(s.channels / N);
   }
 
-  // Of vector i's elements. Without an operand it is -0, which changes nothing that it is added to.
-  __device__ void Get(int64_t i, Accumulator<T> (&out)[N]) const {
-    using A = Accumulator<T>;
+  // Without an operand it is -0, which changes nothing that it is added to.
+  __device__ A At(int64_t element) const {
+    return values == nullptr ? A(-0.0) : Of(by_inner.Div(static_cast<int>(element)));
+  }
+
+  // Of vector i's elements.
+  __device__ void Get(int64_t i, A (&out)[N]) const {
     if (values == nullptr) {
 #pragma unroll
       for (int j = 0; j < N; ++j) out[j] = A(-0.0);
@@ -48,27 +54,36 @@ struct ChannelOperand {
       const auto v = reinterpret_cast<const Vec<T, N>*>(values)[column];
 #pragma unroll
       for (int j = 0; j < N; ++j) out[j] = static_cast<A>(v.v[j]);
-    } else {
+    } else if (inner >= N) {
       int within;
-      int slab = by_inner.Div(static_cast<int>(i * N), &within);
-      int index = Index(slab);
+      const int slab = by_inner.Div(static_cast<int>(i * N), &within);
+      const A first = Of(slab), second = within + N > inner ? Of(slab + 1) : first;
+#pragma unroll
+      for (int j = 0; j < N; ++j) out[j] = j < inner - within ? first : second;
+    } else {
+      int within, channel;
+      int row = by_channels.Div(by_inner.Div(static_cast<int>(i * N), &within), &channel);
+      int base = by_outer.Div(row) * channels;
 #pragma unroll
       for (int j = 0; j < N; ++j) {
-        out[j] = static_cast<A>(values[index]);
+        out[j] = static_cast<A>(values[base + channel]);
         if (++within == inner) {
           within = 0;
-          index = Index(++slab);
+          if (++channel == channels) {
+            channel = 0;
+            base = by_outer.Div(++row) * channels;
+          }
         }
       }
     }
   }
 
  private:
-  // A slab is a run of `inner` elements, which share a value.
-  __device__ int Index(int slab) const {
+  // Of a slab, a run of `inner` elements that share a value.
+  __device__ A Of(int slab) const {
     int channel;
-    by_channels.Div(slab, &channel);
-    return by_group.Div(slab) * channels + channel;
+    const int row = by_channels.Div(slab, &channel);
+    return static_cast<A>(values[by_outer.Div(row) * channels + channel]);
   }
 };
 

@@ -23,31 +23,35 @@ struct ForwardOp {
 
   __device__ void Vector(int64_t i) const {
     const auto in = reinterpret_cast<const Vec<T, N>*>(x)[i];
-    A b[N];
-    bias.Get(i, b);
+    A z[N];
+    bias.Get(i, z);
     Vec<T, N> out;
-    unsigned bits = 0;
 #pragma unroll
     for (int j = 0; j < N; ++j) {
-      const A z = static_cast<A>(in.v[j]) + b[j];
-      out.v[j] = static_cast<T>(f.Forward(z));
-      if constexpr (kMasked) bits |= unsigned{f.IsInside(z)} << j;
+      z[j] += static_cast<A>(in.v[j]);
+      out.v[j] = static_cast<T>(f.Forward(z[j]));
     }
     reinterpret_cast<Vec<T, N>*>(y)[i] = out;
-    if constexpr (kMasked)
-      if (mask != nullptr) StoreBits<N>(mask, i, bits);
+    if constexpr (kMasked) {
+      if (mask == nullptr) return;
+      unsigned bits = 0;
+#pragma unroll
+      for (int j = 0; j < N; ++j) bits |= unsigned{f.IsInside(z[j])} << j;
+      StoreBits<N>(mask, i, bits);
+    }
   }
 
-  // A byte of the mask, or 8 elements.
-  __device__ void Tail(int64_t t) const {
-    unsigned bits = 0;
-    rows.ForEach(t, [&](int64_t i, int bit) {
+  // A bit of the mask, or an element.
+  __device__ void Tail(int64_t t, bool valid) const {
+    const int64_t i = valid ? rows.Element(t) : -1;
+    bool inside = false;
+    if (i >= 0) {
       const A z = static_cast<A>(x[i]) + bias.At(i);
       y[i] = static_cast<T>(f.Forward(z));
-      if constexpr (kMasked) bits |= unsigned{f.IsInside(z)} << bit;
-    });
+      if constexpr (kMasked) inside = f.IsInside(z);
+    }
     if constexpr (kMasked)
-      if (mask != nullptr) mask[t] = static_cast<uint8_t>(bits);
+      if (mask != nullptr) StoreBit(mask, t, valid, inside);
   }
 };
 
@@ -68,7 +72,9 @@ struct PReluOp {
     for (int j = 0; j < N; ++j) out.v[j] = Element(in.v[j], a[j]);
     reinterpret_cast<Vec<T, N>*>(y)[i] = out;
   }
-  __device__ void Tail(int64_t i) const { y[i] = Element(x[i], alpha.At(i)); }
+  __device__ void Tail(int64_t i, bool valid) const {
+    if (valid) y[i] = Element(x[i], alpha.At(i));
+  }
 
  private:
   static __device__ T Element(T x, A alpha) { return static_cast<T>(LeakyRelu<T>{alpha}.Forward(static_cast<A>(x))); }
@@ -86,7 +92,8 @@ cudaError_t Forward(const Activation& activation, DType dtype, const ChannelShap
     constexpr int N = kVecLength<T>;
     return ForEachChunk(shape, [&](const ChannelShape& chunk, int64_t first) {
       const BitRows rows = mask != nullptr ? BitRows(chunk.groups, GroupSize(chunk)) : BitRows(1, Size(chunk));
-      const int64_t vectors = IsVectorAligned(x, y) ? rows.Vectors<N>() : 0;
+      const int64_t most = mask != nullptr ? rows.Vectors<N>() : Size(chunk) / N;
+      const int64_t vectors = IsVectorAligned(x, y) ? most : 0, end = mask != nullptr ? rows.Bits() : Size(chunk);
       return VisitActivation<T>(activation, [&](auto f) {
         const ForwardOp<T, decltype(f)> op{f,
                                            ChannelOperand<T>(bias, chunk),
@@ -94,7 +101,7 @@ cudaError_t Forward(const Activation& activation, DType dtype, const ChannelShap
                                            static_cast<T*>(y) + first,
                                            mask != nullptr ? mask + first / 8 : nullptr,
                                            rows};
-        return Map(op, vectors, vectors * N / 8, rows.Bytes(), stream);
+        return Map(op, vectors, vectors * N, end, stream);
       });
     });
   });

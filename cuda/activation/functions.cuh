@@ -34,7 +34,7 @@ template <class T>
 struct Relu {
   using A = Accumulator<T>;
   static constexpr bool kMasked = true;
-  __device__ A Forward(A x) const { return x <= A(0) ? A(0) : x; }
+  __device__ A Forward(A x) const { return MaxOrNan(x, A(0)); }
   __device__ bool IsInside(A x) const { return x > A(0); }
   __device__ A Derivative(A x) const { return IsInside(x) ? A(1) : A(0); }
 };
@@ -44,7 +44,7 @@ struct ClippedRelu {
   using A = Accumulator<T>;
   static constexpr bool kMasked = true;
   A ceiling;
-  __device__ A Forward(A x) const { return x <= A(0) ? A(0) : x >= ceiling ? ceiling : x; }
+  __device__ A Forward(A x) const { return MinOrNan(MaxOrNan(x, A(0)), ceiling); }
   __device__ bool IsInside(A x) const { return x > A(0) && x < ceiling; }
   __device__ A Derivative(A x) const { return IsInside(x) ? A(1) : A(0); }
 };
@@ -63,7 +63,7 @@ template <class T>
 struct HardSigmoid {
   using A = Accumulator<T>;
   static constexpr bool kMasked = true;
-  __device__ A Forward(A x) const { return x <= A(-3) ? A(0) : x >= A(3) ? A(1) : (x + A(3)) * A(1.0 / 6); }
+  __device__ A Forward(A x) const { return MinOrNan(MaxOrNan(x + A(3), A(0)), A(6)) * A(1.0 / 6); }
   __device__ bool IsInside(A x) const { return x > A(-3) && x < A(3); }
   __device__ A Derivative(A x) const { return IsInside(x) ? A(1.0 / 6) : A(0); }
 };
@@ -72,7 +72,7 @@ template <class T>
 struct HardTanh {
   using A = Accumulator<T>;
   static constexpr bool kMasked = true;
-  __device__ A Forward(A x) const { return x > A(1) ? A(1) : x < A(-1) ? A(-1) : x; }
+  __device__ A Forward(A x) const { return MinOrNan(MaxOrNan(x, A(-1)), A(1)); }
   __device__ bool IsInside(A x) const { return !(x > A(1)) && !(x < A(-1)); }
   __device__ A Derivative(A x) const { return IsInside(x) ? A(1) : A(0); }
 };
@@ -194,32 +194,32 @@ struct GeluTanh {
   }
 };
 
-// x tanh(softplus(x)), the tanh as a rational function of exp(-|x|).
+// x tanh(softplus(x)), the tanh as a rational function of exp(x).
 template <class T>
 struct Mish {
   using A = Accumulator<T>;
   static constexpr bool kMasked = false;
   __device__ A Forward(A x) const {
     A tanh, slope;
-    TanhOfSoftplus(x, &tanh, &slope);
+    TanhOfSoftplus(MinOrNan(x, kLargest), &tanh, &slope);
     return x * tanh;
   }
   __device__ A Derivative(A x) const {
     A tanh, slope;
+    x = MinOrNan(x, kLargest);
     TanhOfSoftplus(x, &tanh, &slope);
     return tanh + x * slope;
   }
 
  private:
-  // With w = exp(x) it is (w^2 + 2w) / (w^2 + 2w + 2), and its derivative 4 w (w + 1) / (w^2 + 2w + 2)^2; above 0
-  // both are divided through by w^2.
+  // From here on the tanh is 1, and its derivative 0, to a rounding.
+  static constexpr A kLargest = A(24);
+
+  // With w = exp(x) it is q / (q + 2), q = w (w + 2), and its derivative 4 w (w + 1) / (q + 2)^2.
   static __device__ void TanhOfSoftplus(A x, A* tanh, A* slope) {
-    const A v = Math<T>::Exp(-fabs(x));
-    const bool positive = x >= A(0);
-    const A numerator = positive ? A(1) + A(2) * v : v * (v + A(2));
-    const A inverse = Math<T>::Reciprocal(numerator + (positive ? A(2) * v * v : A(2)));
-    *tanh = numerator * inverse;
-    *slope = A(4) * v * (v + A(1)) * (positive ? v : A(1)) * inverse * inverse;
+    const A w = Math<T>::Exp(x), q = w * (w + A(2)), inverse = Math<T>::Reciprocal(q + A(2));
+    *tanh = q * inverse;
+    *slope = A(4) * w * inverse * ((w + A(1)) * inverse);
   }
 };
 
@@ -309,22 +309,22 @@ __host__ __device__ auto WithFunctor(const Activation& activation, F&& f) {
   return f(Identity<T>{});
 }
 
-// Any of them, chosen as the kernel runs.
+// Any of them, chosen as the kernel runs. Out of line: what is compiled once need not be fast.
 template <class T>
 struct AnyActivation {
   using A = Accumulator<T>;
   static constexpr bool kMasked = true;
   Activation activation;
-  __device__ A Forward(A x) const {
+  __noinline__ __device__ A Forward(A x) const {
     return WithFunctor<T>(activation, [x](auto f) { return f.Forward(x); });
   }
-  __device__ bool IsInside(A x) const {
+  __noinline__ __device__ bool IsInside(A x) const {
     return WithFunctor<T>(activation, [x](auto f) {
       if constexpr (decltype(f)::kMasked) return f.IsInside(x);
       return false;
     });
   }
-  __device__ A Derivative(A x) const {
+  __noinline__ __device__ A Derivative(A x) const {
     return WithFunctor<T>(activation, [x](auto f) { return f.Derivative(x); });
   }
   __device__ A DerivativeFromOutput(A y) const {
@@ -367,8 +367,10 @@ inline std::optional<Slopes> SlopesOf(const Activation& activation) {
 template <class T, class F>
 cudaError_t VisitSmooth(const Activation& activation, F&& f) {
   if (activation.kind == Kind::kSigmoid || activation.kind == Kind::kTanh) {
-    if constexpr (std::is_same_v<T, double>) return f(AnyActivation<T>{activation}, std::true_type{});
-    return activation.kind == Kind::kSigmoid ? f(Sigmoid<T>{}, std::true_type{}) : f(Tanh<T>{}, std::true_type{});
+    if constexpr (std::is_same_v<T, double>)
+      return f(AnyActivation<T>{activation}, std::true_type{});
+    else
+      return activation.kind == Kind::kSigmoid ? f(Sigmoid<T>{}, std::true_type{}) : f(Tanh<T>{}, std::true_type{});
   }
   return VisitActivation<T>(activation, [&](auto functor) {
     using G = decltype(functor);

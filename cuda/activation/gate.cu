@@ -15,18 +15,24 @@ struct Halves {
   FastDiv by_row;     // Vectors in a row.
   FastDiv by_length;  // Elements in a row.
   int value, gate;    // The numbers of the two halves.
+  bool whole;         // Rows are whole vectors.
 
   explicit Halves(const GateShape& s)
-      : by_row(s.inner / kVecLength<T>), by_length(s.inner), value(s.gate_first), gate(!s.gate_first) {}
+      : by_row(s.inner / kVecLength<T>),
+        by_length(s.inner),
+        value(s.gate_first),
+        gate(!s.gate_first),
+        whole(s.inner % kVecLength<T> == 0) {}
 
   struct Places {
     int64_t value, gate;
+    int left;  // In this row.
   };
   __device__ Places Of(int i, const FastDiv& by) const {
     int within;
     const int64_t row = by.Div(i, &within);
     const int64_t length = by.divisor;
-    return {(2 * row + value) * length + within, (2 * row + gate) * length + within};
+    return {(2 * row + value) * length + within, (2 * row + gate) * length + within, static_cast<int>(length) - within};
   }
   __device__ Places OfVector(int64_t i) const { return Of(static_cast<int>(i), by_row); }
   __device__ Places OfElement(int64_t i) const { return Of(static_cast<int>(i), by_length); }
@@ -42,15 +48,31 @@ struct GateForwardOp {
   T* y;
 
   __device__ void Vector(int64_t i) const {
-    const auto at = halves.OfVector(i);
-    const auto value = reinterpret_cast<const Vec<T, N>*>(x)[at.value];
-    const auto gate = reinterpret_cast<const Vec<T, N>*>(x)[at.gate];
-    Vec<T, N> out;
+    Vec<T, N> value, gate, out;
+    if (halves.whole) {
+      const auto at = halves.OfVector(i);
+      value = reinterpret_cast<const Vec<T, N>*>(x)[at.value];
+      gate = reinterpret_cast<const Vec<T, N>*>(x)[at.gate];
+    } else {
+      // The result is aligned where its operands are not; it may end one row and begin the next.
+      auto at = halves.OfElement(i * N);
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        value.v[j] = x[at.value + j];
+        gate.v[j] = x[at.gate + j];
+        if (--at.left == 0) {
+          at.value += halves.by_length.divisor;
+          at.gate += halves.by_length.divisor;
+          at.left = static_cast<int>(halves.by_length.divisor);
+        }
+      }
+    }
 #pragma unroll
     for (int j = 0; j < N; ++j) out.v[j] = Element(value.v[j], gate.v[j]);
     reinterpret_cast<Vec<T, N>*>(y)[i] = out;
   }
-  __device__ void Tail(int64_t i) const {
+  __device__ void Tail(int64_t i, bool valid) const {
+    if (!valid) return;
     const auto at = halves.OfElement(i);
     y[i] = Element(x[at.value], x[at.gate]);
   }
@@ -82,7 +104,8 @@ struct GateBackwardOp {
     reinterpret_cast<Vec<T, N>*>(dx)[at.value] = dvalue;
     reinterpret_cast<Vec<T, N>*>(dx)[at.gate] = dgate;
   }
-  __device__ void Tail(int64_t i) const {
+  __device__ void Tail(int64_t i, bool valid) const {
+    if (!valid) return;
     const auto at = halves.OfElement(i);
     Element(g[i], x[at.value], x[at.gate], &dx[at.value], &dx[at.gate]);
   }
@@ -98,39 +121,41 @@ struct GateBackwardOp {
 // Of the kinds that gate in practice.
 template <class T, class F>
 cudaError_t VisitGate(const Activation& activation, F&& f) {
-  if constexpr (std::is_same_v<T, double>) return f(AnyActivation<T>{activation});
-  using A = Accumulator<T>;
-  switch (activation.kind) {
-    case Kind::kIdentity:
-      return f(Identity<T>{});
-    case Kind::kRelu:
-      return f(Relu<T>{});
-    case Kind::kSigmoid:
-      return f(Sigmoid<T>{});
-    case Kind::kTanh:
-      return f(Tanh<T>{});
-    case Kind::kSilu:
-      return f(Silu<T>{static_cast<A>(activation.parameter)});
-    case Kind::kGelu:
-      return f(Gelu<T>{});
-    case Kind::kGeluTanh:
-      return f(GeluTanh<T>{});
-    default:
-      return cudaErrorInvalidValue;
+  if constexpr (std::is_same_v<T, double>) {
+    return f(AnyActivation<T>{activation});
+  } else {
+    switch (activation.kind) {
+      case Kind::kIdentity:
+        return f(Identity<T>{});
+      case Kind::kRelu:
+        return f(Relu<T>{});
+      case Kind::kSigmoid:
+        return f(Sigmoid<T>{});
+      case Kind::kTanh:
+        return f(Tanh<T>{});
+      case Kind::kSilu:
+        return f(Silu<T>{static_cast<Accumulator<T>>(activation.parameter)});
+      case Kind::kGelu:
+        return f(Gelu<T>{});
+      case Kind::kGeluTanh:
+        return f(GeluTanh<T>{});
+      default:
+        return cudaErrorInvalidValue;
+    }
   }
 }
 
-// Calls launch(first, vectors, elements) for chunks of rows, `elements` of y from element `first` on, below 2^31.
-template <class T, class F>
-cudaError_t ForEachChunk(const GateShape& shape, bool aligned, F&& launch) {
+// Calls launch(first, elements) for chunks of rows, `elements` of y from element `first` on, below 2^31.
+template <class F>
+cudaError_t ForEachChunk(const GateShape& shape, F&& launch) {
   constexpr int64_t kMost = (int64_t{1} << 31) - 1;
   if (shape.inner == 0) return cudaSuccess;
-  const int64_t rows = kMost / shape.inner;
+  const int64_t rows = kMost / shape.inner / 8 * 8;
+  if (shape.outer * shape.inner <= kMost) return launch(int64_t{0}, shape.outer * shape.inner);
   if (rows == 0) return cudaErrorInvalidValue;
   for (int64_t row = 0; row < shape.outer; row += rows) {
     const int64_t elements = std::min(rows, shape.outer - row) * shape.inner;
-    const int64_t vectors = aligned && shape.inner % kVecLength<T> == 0 ? elements / kVecLength<T> : 0;
-    if (const cudaError_t e = launch(row * shape.inner, vectors, elements); e != cudaSuccess) return e;
+    if (const cudaError_t e = launch(row * shape.inner, elements); e != cudaSuccess) return e;
   }
   return cudaSuccess;
 }
@@ -142,8 +167,11 @@ cudaError_t GateForward(const Activation& activation, DType dtype, const GateSha
   return VisitDType(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     return VisitGate<T>(activation, [&](auto f) {
-      return ForEachChunk<T>(shape, IsVectorAligned(x, y), [&](int64_t first, int64_t vectors, int64_t elements) {
-        const GateForwardOp<T, decltype(f)> op{f, Halves<T>(shape), static_cast<const T*>(x) + 2 * first,
+      return ForEachChunk(shape, [&](int64_t first, int64_t elements) {
+        const Halves<T> halves(shape);
+        const bool aligned = IsVectorAligned(y) && (!halves.whole || IsVectorAligned(x));
+        const int64_t vectors = aligned ? elements / kVecLength<T> : 0;
+        const GateForwardOp<T, decltype(f)> op{f, halves, static_cast<const T*>(x) + 2 * first,
                                                static_cast<T*>(y) + first};
         return Map(op, vectors, vectors * kVecLength<T>, elements, stream);
       });
@@ -156,8 +184,10 @@ cudaError_t GateBackward(const Activation& activation, DType dtype, const GateSh
   return VisitDType(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     return VisitGate<T>(activation, [&](auto f) {
-      return ForEachChunk<T>(shape, IsVectorAligned(g, x, dx), [&](int64_t first, int64_t vectors, int64_t elements) {
-        const GateBackwardOp<T, decltype(f)> op{f, Halves<T>(shape), static_cast<const T*>(g) + first,
+      return ForEachChunk(shape, [&](int64_t first, int64_t elements) {
+        const Halves<T> halves(shape);
+        const int64_t vectors = halves.whole && IsVectorAligned(g, x, dx) ? elements / kVecLength<T> : 0;
+        const GateBackwardOp<T, decltype(f)> op{f, halves, static_cast<const T*>(g) + first,
                                                 static_cast<const T*>(x) + 2 * first, static_cast<T*>(dx) + 2 * first};
         return Map(op, vectors, vectors * kVecLength<T>, elements, stream);
       });

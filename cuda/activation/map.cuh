@@ -4,8 +4,9 @@
 // and a grid of a few waves that strides over the array 10 %.
 //
 // An Op is one map. It holds its pointers and has
-//   Vector(i)   maps the i-th vector
-//   Tail(t)     maps the t-th unit of what vectors do not reach: the ragged end, or all of buffers that are not aligned
+//   Vector(i)        maps the i-th vector
+//   Tail(t, valid)   maps the t-th unit of what vectors do not reach: the ragged end, or all of buffers that are not
+//                    aligned. Lanes of a warp come together and with neighbouring units, valid or not.
 #pragma once
 
 #include <algorithm>
@@ -24,7 +25,9 @@ template <class Op>
 __global__ __launch_bounds__(kMapThreads) void MapKernel(Op op, int64_t vectors, int64_t tail_begin, int64_t tail_end) {
   const int64_t i = blockIdx.x * int64_t{kMapThreads} + threadIdx.x;
   if (i < vectors) op.Vector(i);
-  for (int64_t t = tail_begin + i; t < tail_end; t += gridDim.x * int64_t{kMapThreads}) op.Tail(t);
+  const int64_t warps_end = (tail_end - tail_begin + 31) / 32 * 32;
+  for (int64_t t = i; t < warps_end; t += gridDim.x * int64_t{kMapThreads})
+    op.Tail(tail_begin + t, tail_begin + t < tail_end);
 }
 
 template <class Op>
@@ -34,32 +37,26 @@ cudaError_t Map(Op op, int64_t vectors, int64_t tail_begin, int64_t tail_end, cu
   return LaunchKernel(MapKernel<Op>, blocks, kMapThreads, stream, op, vectors, tail_begin, tail_end);
 }
 
-// An array of independent rows whose bits are packed row by row, the first element in the lowest bit of a byte.
+// An array of independent rows whose bits are packed row by row into whole bytes, the first element in the lowest bit.
 // Where no row is ragged, or there is but one, the bits of the whole are packed like those of one row.
 struct BitRows {
   int64_t rows, length;
-  FastDiv by_bytes;
+  FastDiv by_bits;  // The bits of a row, with those that fill up its last byte.
 
   BitRows(int64_t r, int64_t n)
-      : rows(n % 8 == 0 ? 1 : r), length(n % 8 == 0 ? r * n : n), by_bytes(rows == 1 ? 1 : CeilDiv(n, 8)) {}
-  int64_t Bytes() const { return rows * CeilDiv(length, 8); }
-  // Vectors of N elements that lie in whole bytes, those of whole warps.
+      : rows(n % 8 == 0 ? 1 : r), length(n % 8 == 0 ? r * n : n), by_bits(rows == 1 ? 1 : CeilDiv(n, 8) * 8) {}
+  int64_t Bits() const { return rows * CeilDiv(length, 8) * 8; }
+  // Vectors of N elements, those of whole warps.
   template <int N>
   int64_t Vectors() const {
     return rows == 1 ? length / (32 * N) * 32 : 0;
   }
-  // Calls f(element, bit) for the elements of byte `b`.
-  template <class F>
-  __device__ void ForEach(int64_t b, F&& f) const {
-    int64_t row = 0, begin = b * 8;
-    if (rows > 1) {
-      int byte;
-      row = by_bytes.Div(static_cast<int>(b), &byte);
-      begin = int64_t{byte} * 8;
-    }
-    const int count = static_cast<int>(length - begin < 8 ? length - begin : 8);
-#pragma unroll 1
-    for (int bit = 0; bit < count; ++bit) f(row * length + begin + bit, bit);
+  // The element of a bit, or -1.
+  __device__ int64_t Element(int64_t bit) const {
+    if (rows == 1) return bit < length ? bit : -1;
+    int within;
+    const int64_t row = by_bits.Div(static_cast<int>(bit), &within);
+    return within < length ? row * length + within : -1;
   }
 };
 
@@ -72,6 +69,12 @@ __device__ __forceinline__ void StoreBits(uint8_t* mask, int64_t i, unsigned bit
 #pragma unroll
   for (int m = 1; m < kShare; m *= 2) bits |= __shfl_xor_sync(~0u, bits, m);
   if (lane == 0) mask[i / kShare] = static_cast<uint8_t>(bits);
+}
+
+// The same for one element a lane, of which the warp's first one is the first of a byte.
+__device__ __forceinline__ void StoreBit(uint8_t* mask, int64_t t, bool valid, bool bit) {
+  const unsigned bits = __ballot_sync(~0u, bit);
+  if (valid && t % 8 == 0) mask[t / 8] = static_cast<uint8_t>(bits >> (threadIdx.x % 32));
 }
 
 template <int N>

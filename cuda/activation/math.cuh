@@ -1,9 +1,9 @@
 // Elementary functions, as exact as the stored type T deserves.
 //
 // float: a few units in the last place. The 16-bit types are computed in float too, where only the rounding to T
-// shows: the approximations of the special-function unit, whose relative error here is below 2^-16 (for tanh of
-// bfloat16 2^-11). Their throughput is what counts, since a copy moves a 16-bit element every 28 instruction slots.
-// Nothing is flushed to zero: small results become subnormal as they should.
+// shows: the approximations of the special-function unit, whose relative error here is below 2^-14 (where the
+// tanh of bfloat16 enters, 2^-11). Their throughput is what counts, since a copy moves a 16-bit element every 28
+// instruction slots. Nothing is flushed to zero: small results become subnormal as they should.
 #pragma once
 
 #include <type_traits>
@@ -24,6 +24,20 @@ __device__ __forceinline__ float ApproximateSqrt(float x) {
   return y;
 }
 
+// Maximum and minimum of which NaN wins over numbers.
+__device__ __forceinline__ float MaxOrNan(float a, float b) {
+  float y;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+}
+__device__ __forceinline__ float MinOrNan(float a, float b) {
+  float y;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+}
+__device__ __forceinline__ double MaxOrNan(double a, double b) { return a <= b ? b : a; }
+__device__ __forceinline__ double MinOrNan(double a, double b) { return a >= b ? b : a; }
+
 // c[0] + c[1] x + c[2] x^2 + ...
 template <class A, int N>
 __device__ __forceinline__ A Polynomial(A x, const A (&c)[N]) {
@@ -42,12 +56,18 @@ struct Math {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(root) : "f"(x * 0.72134752f));  // log2(e) / 2
     return root * root;
   }
+  // Of x up to 0. With t = tanh(x / 2) it is 2 t / (1 - t).
   static __device__ float Expm1(float x) {
-    return fabsf(x) < 0.0625f ? x * Polynomial(x, {1.0f, 0.5f, 1 / 6.0f}) : Exp(x) - 1.0f;
+    if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+      const float t = Tanh(0.5f * x);
+      return t * Reciprocal(0.5f - 0.5f * t);
+    } else {
+      return x > -0.0625f ? x * Polynomial(x, {1.0f, 0.5f, 1 / 6.0f}) : Exp(x) - 1.0f;
+    }
   }
   // Of x in [0, 1].
   static __device__ float Log1p(float x) {
-    return x * Polynomial(x, {0.99999160f, -0.49936135f, 0.32520651f, -0.21004815f, 0.10122162f, -0.023868874f});
+    return x * Polynomial(x, {0.99994328f, -0.49697773f, 0.30630044f, -0.15742634f, 0.041346843f});
   }
   static __device__ float Tanh(float x) {
     if constexpr (std::is_same_v<T, __nv_bfloat16>) {
@@ -64,7 +84,9 @@ struct Math {
   static __device__ float Sqrt(float x) { return ApproximateSqrt(x); }
   // The standard normal density at x, and its integral up to -|x|.
   static __device__ void Normal(float x, float* density, float* tail) {
-    const float e = Exp(-0.5f * x * x);
+    float root;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(root) : "f"(-0.36067376f * x * x));  // As Exp of -x^2 / 2.
+    const float e = root * root;
     *density = 0.39894228f * e;
     *tail = e * Polynomial(ApproximateReciprocal(1.0f + 0.36f * fabsf(x)),
                            {1.8059766e-4f, 0.14026181f, 0.16804364f, 0.036539042f, 0.25294802f, -0.097970772f});

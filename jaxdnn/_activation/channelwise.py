@@ -193,7 +193,7 @@ def _forward_batching(operands: Any, dims: Any, *, masked: bool, **params: Any) 
 def _supported(x: Any, *_: Any, **__: Any) -> bool:
   """Channels are found by 32-bit divisions, in chunks of whole rows of them."""
   channels, inner = x.shape[-2:]
-  return 8 * channels * inner < 1 << 31 and (x.ndim == RANK or math.prod(x.shape) < 1 << 31)
+  return 8 * channels * inner < 1 << 31 and (x.ndim == RANK or math.prod(x.shape) < 1 << 28)
 
 
 def _attributes(*_: Any, kind: str, parameter: float, **__: Any) -> dict[str, Any]:

@@ -98,7 +98,7 @@ _primitive.linear_in_first(activation_bwd_p, _backward_reference, transpose=_bac
 def _supported(x: Any, *_: Any, kind: str, rank: int, **__: Any) -> bool:
   """The bits of many ragged rows are found by a 32-bit division."""
   rows, n = math.prod(x.shape[: x.ndim - rank]), math.prod(x.shape[x.ndim - rank :])
-  return ACTIVATIONS[kind].residual != "mask" or rows == 1 or n % 8 == 0 or rows * n < 1 << 31
+  return ACTIVATIONS[kind].residual != "mask" or rows == 1 or n % 8 == 0 or rows * (n + 7) < 1 << 31
 
 
 def _attributes(*_: Any, kind: str, parameter: float, rank: int, **__: Any) -> dict[str, Any]:

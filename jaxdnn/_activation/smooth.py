@@ -68,20 +68,20 @@ def celu(x: Array, alpha: float = 1.0, *, bias: Array | None = None, axis: int =
 
   Args:
     x, bias, axis: as in `sigmoid`.
-    alpha: a number other than 0.
+    alpha: a positive number.
 
   Returns:
     An array like `x`. The derivative at 0 is 1.
 
   Raises:
     TypeError: `x` or `bias` is not floating-point, or `alpha` is not a number.
-    ValueError: `alpha` is 0, or `bias` does not fit `axis`.
+    ValueError: `alpha` is not positive, or `bias` does not fit `axis`.
 
   Example:
     >>> jaxdnn.celu(jnp.array([-100.0, 2.0]), 2.0)
     Array([-2.,  2.], dtype=float32)
   """
-  return apply("celu", x, _nonzero("celu", "alpha", alpha), bias, axis)
+  return apply("celu", x, _positive("celu", "alpha", alpha), bias, axis)
 
 
 def selu(x: Array, *, bias: Array | None = None, axis: int = -1) -> Array:
@@ -99,7 +99,7 @@ def softplus(x: Array, beta: float = 1.0, *, bias: Array | None = None, axis: in
 
   Args:
     x, bias, axis: as in `sigmoid`.
-    beta: a number other than 0; jax.nn has 1. There is no threshold past which it turns linear, as torch has: it is
+    beta: a positive number; jax.nn has 1. There is no threshold past which it turns linear, as torch has: it is
       exact at both ends.
 
   Returns:
@@ -107,13 +107,13 @@ def softplus(x: Array, beta: float = 1.0, *, bias: Array | None = None, axis: in
 
   Raises:
     TypeError: `x` or `bias` is not floating-point, or `beta` is not a number.
-    ValueError: `beta` is 0, or `bias` does not fit `axis`.
+    ValueError: `beta` is not positive, or `bias` does not fit `axis`.
 
   Example:
     >>> jaxdnn.softplus(jnp.array([100.0]))
     Array([100.], dtype=float32)
   """
-  return apply("softplus", x, _nonzero("softplus", "beta", beta), bias, axis)
+  return apply("softplus", x, _positive("softplus", "beta", beta), bias, axis)
 
 
 def log_sigmoid(x: Array, *, bias: Array | None = None, axis: int = -1) -> Array:
@@ -207,14 +207,11 @@ def squareplus(x: Array, b: float = 4.0, *, bias: Array | None = None, axis: int
     >>> jaxdnn.squareplus(jnp.array([0.0]))
     Array([1.], dtype=float32)
   """
-  b = static("squareplus", "b", b)
-  if not b > 0:
-    raise ValueError(f"squareplus: b must be positive, got {b}")
-  return apply("squareplus", x, b, bias, axis)
+  return apply("squareplus", x, _positive("squareplus", "b", b), bias, axis)
 
 
-def _nonzero(where: str, name: str, value: float) -> float:
+def _positive(where: str, name: str, value: float) -> float:
   value = static(where, name, value)
-  if value == 0:
-    raise ValueError(f"{where}: {name} must not be 0")
+  if not value > 0:
+    raise ValueError(f"{where}: {name} must be positive, got {value}")
   return value
