@@ -39,9 +39,10 @@ def divisive_norm(
 ) -> Array:
   """Divisive normalization, `x / (k + alpha * v)^beta`, with `v_i` the mean of `(x_j - means_i)²` over a box around i.
 
-  What cuDNN computes (`cudnnDivisiveNormalizationForward`, verified with 9.19): the numerator is `x` itself, and a box
-  is compared with the mean of its own centre. For local contrast normalization pass `x - means` without means, or see
-  `local_contrast_norm`.
+  What cuDNN computes (`cudnnDivisiveNormalizationForward`, read from version 9.19): the numerator is `x` itself, and a
+  box is compared with the mean of its own centre. The gradients are cuDNN's too for an odd `size`; for an even one its
+  backward pass takes the same window as its forward pass, and so differs from the derivative, which this is. For local
+  contrast normalization pass `x - means` without means, or see `local_contrast_norm`.
 
   Args:
     x: floating-point array of rank 2 or more. 16-bit floats are computed in float32.
