@@ -12,6 +12,7 @@ from numerics import DTYPES, assert_close, assert_repeatable, exact, sample
 
 # One of each kind of residual, and those whose kernels a bias is meant for.
 BIASED = ("relu", "leaky_relu", "tanh", "gelu", "silu", "elu")
+KEY = jax.random.key(0)
 every_shape = pytest.mark.parametrize(
   ("shape", "axis"), CHANNELS, ids=[f"{'x'.join(map(str, shape))}-axis{axis}" for shape, axis in CHANNELS]
 )
@@ -77,6 +78,15 @@ def test_prelu(shape, axis):
     for got, slope, total in ((channels, along(alpha, x, axis), lambda t: sums(t, axis)), (scalar, alpha[0], np.sum)):
       y, dx = np.where(x >= 0, x, slope * x), np.where(x >= 0, g, slope * g)
       assert_pass(dtype, got, y, dx, np.asarray(total(np.where(x >= 0, 0, g * x))))
+
+
+def test_prelu_equals_flax():
+  linen = pytest.importorskip("flax.linen")
+  layer = linen.PReLU(negative_slope_init=0.2)
+  x = jnp.asarray([-2.0, 0.0, 3.0, -0.5], jnp.float32)
+  theirs, ours = jax.vjp(lambda x: layer.apply(layer.init(KEY, x), x), x), jax.vjp(lambda x: jaxdnn.prelu(x, 0.2), x)
+  np.testing.assert_allclose(ours[0], theirs[0], rtol=1e-6)
+  np.testing.assert_allclose(ours[1](x)[0], theirs[1](x)[0], rtol=1e-6)
 
 
 def test_bias_gradients_equal_those_of_the_sum():
@@ -178,6 +188,10 @@ def test_gates(name):
     want = np.concatenate([np.cos(exact(y)) * d for d in derivatives(a, b)], axis)
     eps = float(jnp.finfo(x.dtype).eps)
     np.testing.assert_allclose(exact(dx), want, atol=8 * eps, rtol=8 * eps)
+
+
+def test_other_names():
+  assert jaxdnn.swish is jaxdnn.silu and jaxdnn.hard_silu is jaxdnn.hard_swish and jaxdnn.softsign is jaxdnn.soft_sign
 
 
 def test_gates_of_other_half_and_jax_nn():

@@ -1,7 +1,7 @@
 // Gated units: y = value * f(gate) for x [outer, 2, inner], of which one half is the gate.
 //
-// Bound by memory: 3 passes over half of x forward, 5 backward. A vector lies in one row of `inner` elements; rows that
-// do not fill whole vectors go element by element.
+// Bound by memory: 3 passes over half of x forward, 5 backward. A vector lies in one row of `inner` elements; of rows
+// that do not fill whole vectors the halves are read, and their gradients written, element by element.
 #include "cuda/activation/activation.h"
 #include "cuda/activation/functions.cuh"
 #include "cuda/activation/map.cuh"
