@@ -23,6 +23,11 @@ LOWERED = {
     [X, W],
     ["jaxdnn.conv_fwd.v1", "jaxdnn.conv_dgrad.v1", "jaxdnn.conv_wgrad.v1"],
   ),
+  "layer_norm": (
+    jaxdnn.layer_norm,
+    [X, ((4,), F32), ((4,), F32)],
+    ["jaxdnn.layer_norm.v1", "jaxdnn.layer_norm_bwd.v1"],
+  ),
   "max_pool": (
     lambda x: jaxdnn.max_pool(x, (2, 2), stride=2),
     [X],

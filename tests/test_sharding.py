@@ -26,6 +26,8 @@ OPERATORS = {
     lambda x, w: jaxdnn.conv_transpose(x, w, (2,), "SAME", transpose_kernel=True),
     [(8, 5, 4), (3, 6, 4)],
   ),
+  "layer_norm": (jaxdnn.layer_norm, [(16, 6), (6,)]),
+  "rms_norm": (jaxdnn.rms_norm, [(8, 3, 6), (6,)]),
   "max_pool": (lambda x: jaxdnn.max_pool(x, (3, 2), stride=2), [(8, 6, 5, 4)]),
   "avg_pool": (lambda x: jaxdnn.avg_pool(x, (3, 2), stride=2), [(8, 6, 5, 4)]),
   "lrn": (lambda x: jaxdnn.local_response_norm(x, 3, alpha=2.0, axis=1), [(8, 6, 3)]),
