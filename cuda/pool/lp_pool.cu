@@ -24,7 +24,7 @@ template <int N, class T>
 struct Norm {
   using A = Accumulator<T>;
   using Element = T;
-  using Loaded = Vec<T, N>;
+  using Loaded = Words<T, N>;
   using State = Sum<T, N>;
   using Mergeable = State;
   static constexpr int kWidth = N;
@@ -38,8 +38,9 @@ struct Norm {
   A power;
 
   __device__ Loaded Identity() const { return Splat<T, N>(0.0f); }
-  __device__ Loaded Get(const T* p) const { return Load<N>(p); }
-  __device__ Vec<A, N> Prepare(const Loaded& v) const {
+  __device__ Loaded Get(const T* p) const { return LoadWords<N>(p); }
+  __device__ Vec<A, N> Prepare(const Loaded& words) const {
+    const auto v = BitCast<Vec<T, N>>(words);
     Vec<A, N> powers;
 #pragma unroll
     for (int j = 0; j < N; ++j) powers.v[j] = Power(static_cast<A>(v.v[j]), power);

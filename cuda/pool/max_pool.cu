@@ -10,7 +10,7 @@ namespace {
 template <int N, class T, bool kIndexed>
 struct Select {
   using Element = T;
-  using Loaded = Vec<T, N>;
+  using Loaded = Words<T, N>;
   using Mergeable = std::conditional_t<kIndexed, IndexedMax<T, N>, Max<T, N>>;
   using State = std::conditional_t<kIndexed && kInPairs<T, N>, IndexedPairMax<T, N>, Mergeable>;
   static constexpr int kWidth = N;
@@ -26,12 +26,12 @@ struct Select {
   unsigned flip;
 
   // What padding loads: the least once it is prepared.
-  __device__ Loaded Identity() const { return Flip(Splat<T, N>(-INFINITY), flip); }
-  __device__ Loaded Get(const T* p) const { return Load<N>(p); }
-  __device__ Loaded Prepare(const Loaded& v) const { return Flip(v, flip); }
+  __device__ Loaded Identity() const { return Flip<T, N>(Splat<T, N>(-INFINITY), flip); }
+  __device__ Loaded Get(const T* p) const { return LoadWords<N>(p); }
+  __device__ Loaded Prepare(const Loaded& v) const { return Flip<T, N>(v, flip); }
   template <class S>
   __device__ void Finish(const S& state, int64_t to, int, int, int) const {
-    Store(y + to, Flip(BitCast<Vec<T, N>>(state.value), flip));
+    Store(y + to, BitCast<Vec<T, N>>(Flip<T, N>(BitCast<Words<T, N>>(state.value), flip)));
     if constexpr (kIndexed) {
       if (wide) {
 #pragma unroll

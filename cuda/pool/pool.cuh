@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <numeric>
 #include <type_traits>
 
@@ -165,9 +166,29 @@ struct Cover {
   }
 };
 
+template <class To, class From>
+__device__ To BitCast(const From& from) {
+  static_assert(sizeof(To) == sizeof(From), "the same bits");
+  To to;
+  memcpy(&to, &from, sizeof(To));
+  return to;
+}
+
+// N elements as they are loaded. Values that meet after a branch stay whole words that way, where the compiler would
+// otherwise take 16-bit elements and bytes apart into a register each.
+template <class T, int N>
+using Words =
+    Vec<std::conditional_t<sizeof(T) * N % 4 == 0, unsigned, std::conditional_t<sizeof(T) * N == 2, uint16_t, uint8_t>>,
+        sizeof(T) * N % 4 == 0 ? sizeof(T) * N / 4 : 1>;
+
 template <int N, class T>
 __device__ Vec<T, N> Load(const T* p) {
   return *reinterpret_cast<const Vec<T, N>*>(p);
+}
+
+template <int N, class T>
+__device__ Words<T, N> LoadWords(const T* p) {
+  return *reinterpret_cast<const Words<T, N>*>(p);
 }
 
 template <int N, class T>

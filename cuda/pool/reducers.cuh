@@ -5,19 +5,10 @@
 #pragma once
 
 #include <cmath>
-#include <cstring>
 
 #include "cuda/pool/pool.cuh"
 
 namespace jaxdnn::pool {
-
-template <class To, class From>
-__device__ To BitCast(const From& from) {
-  static_assert(sizeof(To) == sizeof(From), "the same bits");
-  To to;
-  memcpy(&to, &from, sizeof(To));
-  return to;
-}
 
 template <class T>
 using PairOf = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
@@ -26,25 +17,20 @@ template <class T, int N>
 constexpr bool kInPairs = sizeof(T) == 2 && N % 2 == 0;
 
 template <class T, int N>
-__device__ Vec<T, N> Splat(float value) {
+__device__ Words<T, N> Splat(float value) {
   Vec<T, N> v;
 #pragma unroll
   for (int j = 0; j < N; ++j) v.v[j] = static_cast<T>(value);
-  return v;
+  return BitCast<Words<T, N>>(v);
 }
 
 // -v for every element, NaNs too, if `mask` is that of SignMask; v if it is 0.
 template <class T, int N>
-__device__ Vec<T, N> Flip(Vec<T, N> v, unsigned mask) {
-  if constexpr (sizeof(v) == 2) {
-    return BitCast<Vec<T, N>>(static_cast<uint16_t>(BitCast<uint16_t>(v) ^ mask));
-  } else {
-    auto words = BitCast<Vec<unsigned, sizeof(v) / 4>>(v);
+__device__ Words<T, N> Flip(Words<T, N> v, unsigned mask) {
 #pragma unroll
-    for (unsigned i = 0; i < sizeof(v) / 4; ++i)
-      if (sizeof(T) < 8 || i % 2 == 1) words.v[i] ^= mask;
-    return BitCast<Vec<T, N>>(words);
-  }
+  for (int i = 0; i < static_cast<int>(sizeof(v) / sizeof(v.v[0])); ++i)
+    if (sizeof(T) < 8 || i % 2 == 1) v.v[i] ^= mask;
+  return v;
 }
 
 // The bits by which minima become maxima.
@@ -67,22 +53,22 @@ __device__ inline __nv_bfloat16 MaxOrNan(__nv_bfloat16 a, __nv_bfloat16 b) { ret
 template <class T, int N>
 struct Max {
   static constexpr bool kIndexed = false;
-  Vec<T, N> value = Splat<T, N>(-INFINITY);
+  Words<T, N> value = Splat<T, N>(-INFINITY);
 
   Max() = default;
   __device__ explicit Max(int) {}
 
-  __device__ void Take(const Vec<T, N>& v, int) {
+  __device__ void Take(const Words<T, N>& v, int) {
     if constexpr (kInPairs<T, N>) {
-      using Pairs = Vec<PairOf<T>, N / 2>;
-      auto a = BitCast<Pairs>(value);
-      const auto b = BitCast<Pairs>(v);
 #pragma unroll
-      for (int j = 0; j < N / 2; ++j) a.v[j] = __hmax2_nan(a.v[j], b.v[j]);
-      value = BitCast<Vec<T, N>>(a);
+      for (int j = 0; j < N / 2; ++j)
+        value.v[j] = BitCast<unsigned>(__hmax2_nan(BitCast<PairOf<T>>(value.v[j]), BitCast<PairOf<T>>(v.v[j])));
     } else {
+      auto a = BitCast<Vec<T, N>>(value);
+      const auto b = BitCast<Vec<T, N>>(v);
 #pragma unroll
-      for (int j = 0; j < N; ++j) value.v[j] = MaxOrNan(value.v[j], v.v[j]);
+      for (int j = 0; j < N; ++j) a.v[j] = MaxOrNan(a.v[j], b.v[j]);
+      value = BitCast<Words<T, N>>(a);
     }
   }
   __device__ void Take(const Max& row, int cell) { Take(row.value, cell); }
@@ -94,7 +80,7 @@ struct Max {
 template <class T, int N>
 struct IndexedMax {
   static constexpr bool kIndexed = true;
-  Vec<T, N> value = Splat<T, N>(-INFINITY);
+  Vec<T, N> value = BitCast<Vec<T, N>>(Splat<T, N>(-INFINITY));
   int index[N];
 
   IndexedMax() = default;
@@ -107,7 +93,8 @@ struct IndexedMax {
     const auto c = static_cast<Accumulator<T>>(candidate), best = static_cast<Accumulator<T>>(value.v[j]);
     return !(c <= best) && best == best;
   }
-  __device__ void Take(const Vec<T, N>& v, int cell) {
+  __device__ void Take(const Words<T, N>& words, int cell) {
+    const auto v = BitCast<Vec<T, N>>(words);
 #pragma unroll
     for (int j = 0; j < N; ++j) {
       const bool wins = Wins(v.v[j], j);
@@ -143,7 +130,7 @@ struct IndexedMax {
 template <class T, int N>
 struct IndexedPairMax {
   using Pair = PairOf<T>;
-  Vec<unsigned, N / 2> value = BitCast<Vec<unsigned, N / 2>>(Splat<T, N>(-INFINITY));
+  Words<T, N> value = Splat<T, N>(-INFINITY);
   unsigned index[N / 2];
 
   IndexedPairMax() = default;
@@ -158,10 +145,9 @@ struct IndexedPairMax {
     value.v[j] = (candidate & wins) | (value.v[j] & ~wins);
     index[j] = (cell & wins) | (index[j] & ~wins);
   }
-  __device__ void Take(const Vec<T, N>& v, int cell) {
-    const auto words = BitCast<Vec<unsigned, N / 2>>(v);
+  __device__ void Take(const Words<T, N>& v, int cell) {
 #pragma unroll
-    for (int j = 0; j < N / 2; ++j) Choose(j, words.v[j], Twice(cell));
+    for (int j = 0; j < N / 2; ++j) Choose(j, v.v[j], Twice(cell));
   }
   __device__ void Take(const IndexedPairMax& row, int cell) {
 #pragma unroll

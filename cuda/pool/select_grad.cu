@@ -58,32 +58,31 @@ struct Winners {
   using A = Accumulator<T>;
   using Element = T;
   static constexpr int kWidth = N;
-  static constexpr bool kShortcuts = sizeof(T) < 8;
+  static constexpr bool kShortcuts = !kBytes && sizeof(T) < 8;
   using Index = std::conditional_t<kBytes, uint8_t, int>;
 
   struct Share {
-    Vec<T, N> value;
-    Vec<Index, N> winner;
+    Words<T, N> value;
+    Words<Index, N> winner;
 
     __device__ void Clear() {
-#pragma unroll
-      for (int j = 0; j < N; ++j) {
-        value.v[j] = static_cast<T>(0.0f);
-        winner.v[j] = static_cast<Index>(-1);
-      }
+      value = {};
+      memset(&winner, -1, sizeof(winner));
     }
     __device__ void Load(const Winners& task, int64_t offset, int, int, int) {
-      value = pool::Load<N>(task.dy + offset);
+      value = LoadWords<N>(task.dy + offset);
       if constexpr (kBytes) {
-        winner = pool::Load<N>(static_cast<const uint8_t*>(task.index) + offset);
+        winner = LoadWords<N>(static_cast<const uint8_t*>(task.index) + offset);
       } else {
-        winner = LoadIndex<N>(task.index, offset, task.wide);
+        winner = BitCast<Words<Index, N>>(LoadIndex<N>(task.index, offset, task.wide));
       }
     }
     __device__ void Add(A (&sum)[N], int cell) const {
+      const auto v = BitCast<Vec<T, N>>(value);
+      const auto cells = BitCast<Vec<Index, N>>(winner);
 #pragma unroll
       for (int j = 0; j < N; ++j)
-        if (static_cast<int>(winner.v[j]) == cell) sum[j] += static_cast<A>(value.v[j]);
+        if (static_cast<int>(cells.v[j]) == cell) sum[j] += static_cast<A>(v.v[j]);
     }
   };
 

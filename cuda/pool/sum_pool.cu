@@ -11,7 +11,7 @@ template <int N, class T>
 struct Average {
   using A = Accumulator<T>;
   using Element = T;
-  using Loaded = Vec<T, N>;
+  using Loaded = Words<T, N>;
   using State = Sum<T, N>;
   using Mergeable = State;
   static constexpr int kWidth = N;
@@ -26,8 +26,8 @@ struct Average {
   A divisor, factor;
 
   __device__ Loaded Identity() const { return Splat<T, N>(0.0f); }
-  __device__ Loaded Get(const T* p) const { return Load<N>(p); }
-  __device__ Loaded Prepare(const Loaded& v) const { return v; }
+  __device__ Loaded Get(const T* p) const { return LoadWords<N>(p); }
+  __device__ Vec<T, N> Prepare(const Loaded& v) const { return BitCast<Vec<T, N>>(v); }
   __device__ void Finish(const State& state, int64_t to, int o0, int o1, int o2) const {
     Vec<T, N> result;
     if (divisor == A(0)) {

@@ -15,22 +15,22 @@ struct Shares {
   static constexpr bool kShortcuts = sizeof(T) < 8;
 
   struct Share {
-    Vec<T, N> value;
+    Words<T, N> value;
     A factor;
 
     __device__ void Clear() {
+      value = {};
       factor = A(0);
-#pragma unroll
-      for (int j = 0; j < N; ++j) value.v[j] = static_cast<T>(0.0f);
     }
     __device__ void Load(const Shares& task, int64_t offset, int o0, int o1, int o2) {
-      value = pool::Load<N>(task.dy + offset);
+      value = LoadWords<N>(task.dy + offset);
       factor = task.factor;
       if (factor == A(0)) factor = FactorOf<A>(task.g, task.division, o0, o1, o2);
     }
     __device__ void Add(A (&sum)[N], int) const {
+      const auto v = BitCast<Vec<T, N>>(value);
 #pragma unroll
-      for (int j = 0; j < N; ++j) sum[j] += factor * static_cast<A>(value.v[j]);
+      for (int j = 0; j < N; ++j) sum[j] += factor * static_cast<A>(v.v[j]);
     }
   };
 
