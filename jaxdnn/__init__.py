@@ -7,7 +7,7 @@ from jaxdnn._activation import geglu as geglu
 from jaxdnn._activation import gelu as gelu
 from jaxdnn._activation import glu as glu
 from jaxdnn._activation import hard_sigmoid as hard_sigmoid
-from jaxdnn._activation import hard_swish as hard_silu
+from jaxdnn._activation import hard_silu as hard_silu
 from jaxdnn._activation import hard_swish as hard_swish
 from jaxdnn._activation import hard_tanh as hard_tanh
 from jaxdnn._activation import leaky_relu as leaky_relu
@@ -20,12 +20,12 @@ from jaxdnn._activation import relu6 as relu6
 from jaxdnn._activation import selu as selu
 from jaxdnn._activation import sigmoid as sigmoid
 from jaxdnn._activation import silu as silu
-from jaxdnn._activation import silu as swish
 from jaxdnn._activation import soft_sign as soft_sign
-from jaxdnn._activation import soft_sign as softsign
 from jaxdnn._activation import softplus as softplus
+from jaxdnn._activation import softsign as softsign
 from jaxdnn._activation import squareplus as squareplus
 from jaxdnn._activation import swiglu as swiglu
+from jaxdnn._activation import swish as swish
 from jaxdnn._activation import tanh as tanh
 from jaxdnn._batch_norm import BatchStats as BatchStats
 from jaxdnn._batch_norm import batch_norm as batch_norm

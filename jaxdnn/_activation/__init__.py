@@ -12,6 +12,7 @@ from jaxdnn._activation.gated import reglu as reglu
 from jaxdnn._activation.gated import swiglu as swiglu
 from jaxdnn._activation.piecewise import clipped_relu as clipped_relu
 from jaxdnn._activation.piecewise import hard_sigmoid as hard_sigmoid
+from jaxdnn._activation.piecewise import hard_silu as hard_silu
 from jaxdnn._activation.piecewise import hard_swish as hard_swish
 from jaxdnn._activation.piecewise import hard_tanh as hard_tanh
 from jaxdnn._activation.piecewise import leaky_relu as leaky_relu
@@ -28,5 +29,7 @@ from jaxdnn._activation.smooth import sigmoid as sigmoid
 from jaxdnn._activation.smooth import silu as silu
 from jaxdnn._activation.smooth import soft_sign as soft_sign
 from jaxdnn._activation.smooth import softplus as softplus
+from jaxdnn._activation.smooth import softsign as softsign
 from jaxdnn._activation.smooth import squareplus as squareplus
+from jaxdnn._activation.smooth import swish as swish
 from jaxdnn._activation.smooth import tanh as tanh

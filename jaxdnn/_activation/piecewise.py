@@ -178,3 +178,6 @@ def hard_swish(x: Array, *, bias: Array | None = None, axis: int = -1) -> Array:
     Array([-0.,  3.], dtype=float32)
   """
   return apply("hard_swish", x, None, bias, axis)
+
+
+hard_silu = hard_swish

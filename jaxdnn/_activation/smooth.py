@@ -147,6 +147,9 @@ def silu(x: Array, beta: float = 1.0, *, bias: Array | None = None, axis: int = 
   return apply("silu", x, static("silu", "beta", beta), bias, axis)
 
 
+swish = silu
+
+
 def gelu(x: Array, approximate: bool = True, *, bias: Array | None = None, axis: int = -1) -> Array:
   """Gaussian error linear unit: x times the standard normal distribution function.
 
@@ -187,6 +190,9 @@ def soft_sign(x: Array, *, bias: Array | None = None, axis: int = -1) -> Array:
     Array([-0.5 ,  0.75], dtype=float32)
   """
   return apply("soft_sign", x, None, bias, axis)
+
+
+softsign = soft_sign
 
 
 def squareplus(x: Array, b: float = 4.0, *, bias: Array | None = None, axis: int = -1) -> Array:
