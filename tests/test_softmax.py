@@ -1,4 +1,4 @@
-"""Softmax and log-softmax against NumPy in float64: lengths, axes, special values, masks, derivatives, compositions."""
+"""Softmax and log-softmax against NumPy in float64: lengths, axes, special values, derivatives, compositions."""
 
 import functools
 import math
@@ -14,36 +14,7 @@ import jaxdnn
 from jaxdnn import _extension
 from numerics import DTYPES, ROUNDOFF, assert_close, assert_repeatable, exact, sample
 from softmax_cases import AXES, EMPTY, LENGTHS, Case
-
-FUNCTIONS = {"softmax": jaxdnn.softmax, "log_softmax": jaxdnn.log_softmax}
-BOTH = sorted(FUNCTIONS)
-
-
-def oracle(op, x, axis=-1):
-  x = exact(x)
-  with np.errstate(invalid="ignore", divide="ignore"):
-    d = x - np.max(x, axis, keepdims=True, initial=-np.inf)
-    s = np.sum(np.exp(d), axis, keepdims=True)
-    return np.exp(d) / s if op == "softmax" else d - np.log(s)
-
-
-def oracle_vjp(op, y, g, axis=-1):
-  y, g = exact(y), exact(g)
-  if op == "softmax":
-    return y * (g - np.sum(y * g, axis, keepdims=True))
-  return g - np.exp(y) * np.sum(g, axis, keepdims=True)
-
-
-def oracle_jvp(op, y, t, axis=-1):
-  if op == "softmax":
-    return oracle_vjp(op, y, t, axis)
-  y, t = exact(y), exact(t)
-  return t - np.sum(np.exp(y) * t, axis, keepdims=True)
-
-
-def length_of(case):
-  axes = case.axis if isinstance(case.axis, tuple) else (case.axis,)
-  return int(np.prod([case.shape[a] for a in axes]))
+from softmax_oracle import BOTH, FUNCTIONS, oracle, oracle_jvp, oracle_vjp
 
 
 def check_cases(op, cases, dtype):
@@ -138,62 +109,15 @@ def test_gradient_at_minus_infinity_is_finite(op):
   assert np.isfinite(jax.hessian(loss)(x)).all()
 
 
-# Masks ---------------------------------------------------------------------------------------------------------------
-
-MASK = np.array([[True, True, False, True], [False, True, False, False], [False, False, False, False]])
-
-
-@pytest.mark.parametrize("op", BOTH)
-def test_masked_entries_change_nothing(op):
-  """Neither the value nor a derivative depends on them, and theirs are 0: first order, second order, forward mode."""
-  f = functools.partial(FUNCTIONS[op], where=jnp.asarray(MASK))
-  clean, w = np.where(MASK, sample((3, 4), "float64"), 0), jnp.asarray(sample((3, 4), "float64", 1))
-  want = np.full((3, 4), 0.0 if op == "softmax" else -INF)
-  for row, keep in enumerate(MASK):
-    want[row, keep] = oracle(op, clean[row, keep])
-
-  def loss(x):
-    return (w * jnp.sin(jnp.where(MASK, f(x), 0))).sum()
-
-  @jax.jit
-  def everything(x):
-    return f(x), jax.grad(loss)(x), jax.jvp(f, (x,), (w,))[1], jax.hessian(loss)(x)
-
-  with jax.debug_nans(True):
-    value, first, forward, second = map(np.asarray, everything(clean))
-  assert_close(value, want, "float64", terms=4)
-  assert np.isfinite(first).all() and np.isfinite(forward).all() and np.isfinite(second).all()
-  assert (first[~MASK] == 0).all() and (forward[~MASK] == 0).all() and (first[0, MASK[0]] != 0).all()
-  assert (second[~MASK] == 0).all() and (second[:, :, ~MASK] == 0).all()
-  for junk in (1e30, INF, -INF, NAN):
-    for got, expected in zip(everything(np.where(MASK, clean, junk)), (value, first, forward, second), strict=True):
-      np.testing.assert_array_equal(got, expected)
-
-
-@pytest.mark.parametrize("op", BOTH)
-def test_an_unmasked_row_of_minus_infinity_is_nan(op):
-  y = FUNCTIONS[op](jnp.array([-INF, -INF, 0.0]), where=jnp.array([True, True, False]))
-  np.testing.assert_array_equal(y, [NAN, NAN, 0.0 if op == "softmax" else -INF])
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("op", BOTH)
-def test_mask_broadcasts_and_follows_several_axes(op, dtype):
-  x = sample((2, 3, 4, 5), dtype)
-  for shape in [(), (5,), (4, 1), (3, 1, 5), (2, 3, 4, 5)]:
-    mask = np.random.default_rng(len(shape)).random(shape) < 0.6 if shape else np.True_
-    for axis in (-1, (1, 2), (0, 3)):
-      want = oracle(op, np.where(mask, exact(x), -INF), axis)
-      want = np.where(np.broadcast_to(mask, x.shape), want, 0.0 if op == "softmax" else -INF)
-      got = jax.jit(lambda x, mask, axis=axis: FUNCTIONS[op](x, axis, where=mask))(x, mask)
-      assert_close(got, want, dtype, terms=20, scale=5)
-
-
-def test_masked_derivatives_of_every_order_and_mode():
-  x = jnp.asarray(sample((3, 4), "float64"))
-  check_grads(jax.jit(lambda x: jaxdnn.softmax(x, where=MASK)), (x,), order=2, modes=("fwd", "rev"))
-  log = lambda x: jnp.where(MASK, jaxdnn.log_softmax(x, where=MASK), 0)  # noqa: E731
-  check_grads(jax.jit(log), (x,), order=2, modes=("fwd", "rev"))
+@pytest.mark.parametrize("dtype, least", [("float32", -3.4028235e38), ("bfloat16", -3.3895e38), ("float16", -65504)])
+def test_rows_filled_with_the_least_number(dtype, least):
+  """What additive masks leave: a row of nothing but the least finite number is uniform, next to others it is 0."""
+  x = jnp.asarray([[least] * 4, [least, 1, least, 1], [-least] * 4], dtype)
+  want = [[0.25] * 4, [0, 0.5, 0, 0.5], [0.25] * 4]
+  np.testing.assert_array_equal(exact(jaxdnn.softmax(x)), want)
+  np.testing.assert_array_equal(
+    exact(jaxdnn.softmax(jnp.tile(x, (1, 500)))), exact(jnp.asarray(np.tile(want, (1, 500)) / 500, dtype))
+  )
 
 
 # Derivatives and compositions ----------------------------------------------------------------------------------------
