@@ -201,48 +201,75 @@ def test_all_padding():
 # On the GPU ----------------------------------------------------------------------------------------------------------
 
 
+KERNELS = [
+  "inception",
+  "channels6",
+  "dilation_meets_stride",
+  "negative",
+  "all_padding",
+  "more_than_255_cells",
+  "empty_input",
+  "no_channels",
+] + [case.name for case in POOL if case.name.endswith("vectors")]
+
+
 @pytest.mark.gpu
-@CASES
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_kernels(case, dtype):
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_kernels(name, dtype):
   """Into poisoned memory, twice, with bitwise equal results."""
+  case = next(c for c in POOL if c.name == name)
   check_everything(
     case, sample(case.shape, dtype), run=lambda f: functools.partial(assert_repeatable, f, repeats=2)
   )
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["resnet", "dilation_meets_stride", "more_than_255_cells"])
-def test_kernels_repeat(name):
-  case = next(c for c in POOL if c.name == name)
-  check_everything(case, sample(case.shape, "bfloat16"), run=lambda f: functools.partial(assert_repeatable, f))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernels_repeat(dtype):
+  for name in ("resnet", "dilation_meets_stride", "channels5"):
+    case = next(c for c in POOL if c.name == name)
+    check_everything(case, sample(case.shape, dtype), run=lambda f: functools.partial(assert_repeatable, f))
 
 
 @pytest.mark.gpu
 @pytest.mark.sanitize
-@pytest.mark.parametrize(
-  "name",
-  ["channels5", "channels6", "dilation_meets_stride", "negative", "all_padding", "more_than_255_cells"]
-  + [case.name for case in POOL if case.name.endswith("vectors")],
-)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_kernels_stay_in_bounds(name, dtype):
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_stay_in_bounds(name):
   case = next(c for c in POOL if c.name == name)
-  x, g, t = (jnp.asarray(sample(s, dtype)) for s in (case.shape, case.out_shape, case.shape))
-  jax.block_until_ready(everything(case, x, g, t))
+  for dtype in ("float32", "bfloat16"):
+    x, g, t = (jnp.asarray(sample(s, dtype)) for s in (case.shape, case.out_shape, case.shape))
+    jax.block_until_ready(everything(case, x, g, t))
 
 
 @pytest.mark.gpu
 @pytest.mark.xdist_group("memory")
-def test_more_than_2_31_elements():
-  """Offsets past 32 bits, in the forward pass and in the gradient, in the kernels of each width."""
-  for channels, window, stride in ((1, (2,), 2), (8, (3, 3), 2), (8, (2, 2), 1)):
-    shape = (5, 2**29 // channels, 1) if len(window) == 1 else (5, 2**29 // (channels * 4), 4)
-    x = jnp.zeros((*shape, channels)[-len(window) - 2 :] if len(window) == 2 else (5, 2**29, 1), jnp.bfloat16)
-    last = (-1,) * x.ndim
-    x = x.at[last].set(1)
-    y, vjp = jax.vjp(lambda x: jaxdnn.max_pool(x, window, stride=stride, padding=((0, 1),) * len(window)), x)  # noqa: B023
+@pytest.mark.parametrize(
+  "shape, window", [((5, 2**29, 1), (2,)), ((5, 2**24, 4, 8), (3, 3)), ((5, 2**24, 4, 8), (2, 2))], ids=str
+)
+def test_more_than_2_31_elements(shape, window):
+  """Offsets past 32 bits, in the forward pass and in the gradient, in kernels of each width."""
+  x = jnp.zeros(shape, jnp.bfloat16)
+  last = (-1,) * x.ndim
+  x = x.at[last].set(1)
+  for pool in (jaxdnn.max_pool, jaxdnn.sum_pool):
+    y, vjp = jax.vjp(lambda x, pool=pool: pool(x, window, stride=2, padding=((0, 1),) * len(window)), x)
     assert y[last] == 1
-    dx = vjp(jnp.ones_like(y))[0]
-    assert dx[last] > 0
-    del x, y, vjp, dx
+    assert vjp(y)[0][last] == 1
+    del y, vjp
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_few_large_windows(dtype):
+  """Global pooling that blocks share, and windows with more cells than 15 bits number."""
+  for shape, window in (((2, 70, 64, 8), (70, 64)), ((1, 200, 190, 3), (200, 190)), ((3, 20, 300, 1), (20, 299))):
+    x = np.round(4 * sample(shape, "float32")).astype(jnp.dtype(dtype))
+    x[0, 3, 2] = x[0, 7, 1] = 100
+    mean = assert_repeatable(lambda x, w=window: jaxdnn.avg_pool(x, w), jnp.asarray(x))
+    y, indices = assert_repeatable(lambda x, w=window: jaxdnn.max_pool(x, w, return_indices=True), jnp.asarray(x))
+    flat = exact(x)[:, :, : window[1]].reshape(shape[0], -1, shape[-1])
+    if window[1] == shape[2]:
+      np.testing.assert_array_equal(indices[:, 0, 0], flat.argmax(1))
+      np.testing.assert_array_equal(exact(y)[:, 0, 0], flat.max(1))
+    assert_close(mean[:, 0, 0], flat.mean(1), dtype, terms=flat.shape[1], scale=4)

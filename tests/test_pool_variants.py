@@ -11,7 +11,7 @@ from jax.test_util import check_grads
 
 import jaxdnn
 import pool_oracle
-from numerics import DTYPES, assert_close, assert_repeatable, exact, sample
+from numerics import assert_close, assert_repeatable, exact, sample
 
 # Ceil mode and divisors ----------------------------------------------------------------------------------------------
 
@@ -237,8 +237,8 @@ def test_equality_with_torch(window, stride, padding, ceil_mode):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("extent, out", ADAPTIVE)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("extent, out", ADAPTIVE[1::2])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_adaptive_kernels(extent, out, dtype):
   for channels in (3, 16):
     check_adaptive(extent, out, dtype, channels, run=lambda f: lambda *a: assert_repeatable(f, *a, repeats=2))
