@@ -95,6 +95,13 @@ cudaError_t RunVectorRows(const Op& op, const Problem& p, int span, const T* in0
   return LaunchKernel(VectorRowsKernel<Op, T, kSteps>, rows.Blocks(), kRowThreads, stream, rows, op, in0, in1, out);
 }
 
+template <class T, int kN, class Op>
+cudaError_t RunRowsOfVector(const Op& op, const Problem& p, const T* in0, const T* in1, T* out, cudaStream_t stream) {
+  const int64_t vectors = p.shape.outer * p.shape.n / kVecLength<T>;
+  return LaunchKernel(RowsOfVectorKernel<Op, T, kN>, CeilDiv(vectors, 4 * kRowThreads), kRowThreads, stream, vectors,
+                      op, in0, in1, out);
+}
+
 template <class T, int kSteps, bool kMasked, class Op>
 cudaError_t RunPackedRows(const Op& op, const Problem& p, const T* in0, const T* in1, T* out, cudaStream_t stream) {
   constexpr int L = kVecLength<T>, kBytes = 16 << 10;
@@ -125,6 +132,12 @@ cudaError_t RunTuned(const Op& op, const Problem& p, const T* in0, const T* in1,
     if (steps == 1) return RunVectorRows<T, 1>(op, p, span, in0, in1, out, stream);
     if (steps == 2) return RunVectorRows<T, 2>(op, p, span, in0, in1, out, stream);
     if constexpr (kVectors == 4) return RunVectorRows<T, 4>(op, p, span, in0, in1, out, stream);
+  }
+  if (s.outer * s.n % L == 0 && !masked) {
+    if (s.n == 1) return RunRowsOfVector<T, 1>(op, p, in0, in1, out, stream);
+    if (s.n == 2) return RunRowsOfVector<T, 2>(op, p, in0, in1, out, stream);
+    if constexpr (L == 8)
+      if (s.n == 4) return RunRowsOfVector<T, 4>(op, p, in0, in1, out, stream);
   }
   if (s.n <= kMaxPackedRow && masked) return RunPackedRows<T, kMaxPackedSteps, true>(op, p, in0, in1, out, stream);
   if (s.n <= 4) return RunPackedRows<T, 4, false>(op, p, in0, in1, out, stream);

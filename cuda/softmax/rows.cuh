@@ -96,6 +96,40 @@ __global__ void __launch_bounds__(kRowThreads) VectorRowsKernel(Rows r, Op op, c
   }
 }
 
+// Rows of so few elements, kN, that a vector is several whole rows. Without a mask.
+template <class Op, class T, int kN>
+__global__ void __launch_bounds__(kRowThreads)
+    RowsOfVectorKernel(int64_t vectors, Op op, const T* in0, const T* in1, T* out) {
+  constexpr int L = kVecLength<T>, kInputs = Op::kInputs, kBatch = 4;
+  using V = Vec<T, L>;
+  const int64_t first = int64_t{blockIdx.x} * kRowThreads * kBatch + threadIdx.x;
+  V loaded[kBatch][kInputs] = {};
+#pragma unroll
+  for (int b = 0; b < kBatch; ++b)
+#pragma unroll
+    for (int k = 0; k < kInputs; ++k)
+      if (first + b * kRowThreads < vectors)
+        loaded[b][k] = reinterpret_cast<const V*>(k == 0 ? in0 : in1)[first + b * kRowThreads];
+#pragma unroll
+  for (int b = 0; b < kBatch; ++b) {
+    V result;
+#pragma unroll
+    for (int row = 0; row < L / kN; ++row) {
+      typename Op::A v[kInputs][kN];
+#pragma unroll
+      for (int k = 0; k < kInputs; ++k)
+#pragma unroll
+        for (int i = 0; i < kN; ++i) v[k][i] = static_cast<typename Op::A>(loaded[b][k].v[row * kN + i]);
+      typename Op::Stats stats[1];
+      Op::template Local<1, kN>(stats, [&](auto&& visit) { visit(v); });
+      const typename Op::Final final = op.Finish(stats[0], stats[0]);
+#pragma unroll
+      for (int i = 0; i < kN; ++i) result.v[row * kN + i] = static_cast<T>(Op::Result(final, v, i));
+    }
+    if (first + b * kRowThreads < vectors) reinterpret_cast<V*>(out)[first + b * kRowThreads] = result;
+  }
+}
+
 // Rows of any length: per_block of them, a multiple of L, are a run of memory that begins on a vector. It is copied to
 // shared memory as it is, the results take its place, and it is copied back. A thread holds up to kSteps elements.
 template <class Op, class T, int kSteps, bool kMasked>
