@@ -102,14 +102,16 @@ __global__ void __launch_bounds__(V* L > 16 ? 128 : 512)
     for (int u = 0; u < U; ++u)
       if (row + u * spread.groups < shape.rows)
         ForEachVector<V, kExact>(p, [&](int s, int) {
-          const X g = slot(stage, 0, u, s), x = slot(stage, 1, u, s);
+          A g[L], x[L];
+          Widen(g, slot(stage, 0, u, s));
+          Widen(x, slot(stage, 1, u, s));
 #pragma unroll
           for (int i = 0; i < L; ++i) {
-            const A each = static_cast<A>(g.v[i]), gh = each * stats[u].Normalize(static_cast<A>(x.v[i]));
+            const A gh = g[i] * stats[u].Normalize(x[i]);
             sums[u] = fma(gh, scale[s][i], sums[u]);
-            sums[U + u] = fma(each, scale[s][i], sums[U + u]);
+            sums[U + u] = fma(g[i], scale[s][i], sums[U + u]);
             dscale[s][i] += gh;
-            dbias[s][i] += each;
+            dbias[s][i] += g[i];
           }
         });
     GroupSum<kCluster>(sums, p, exchanges[stage]);
@@ -120,22 +122,17 @@ __global__ void __launch_bounds__(V* L > 16 ? 128 : 512)
         const A mean_q = constants.center ? sums[U + u] * constants.inverse : A(0);
         X* const out = static_cast<X*>(b.dx) + (offset + row + u * spread.groups) * p.n;
         ForEachVector<V, kExact>(p, [&](int s, int k) {
-          const X g = slot(stage, 0, u, s), x = slot(stage, 1, u, s);
-          A dx[L];
+          A g[L], x[L], g_sum[L] = {};
+          Widen(g, slot(stage, 0, u, s));
+          Widen(x, slot(stage, 1, u, s));
+          if (b.g_sum != nullptr) Widen(g_sum, slot(stage, 2, u, s));
+          X dx;
 #pragma unroll
           for (int i = 0; i < L; ++i) {
-            const A h = stats[u].Normalize(static_cast<A>(x.v[i]));
-            dx[i] = stats[u].rstd * fma(-h, mean_qh, fma(static_cast<A>(g.v[i]), scale[s][i], -mean_q));
+            const A centered = fma(g[i], scale[s][i], -mean_q);
+            dx.v[i] = static_cast<T>(fma(stats[u].rstd, fma(-stats[u].Normalize(x[i]), mean_qh, centered), g_sum[i]));
           }
-          if (b.g_sum != nullptr) {
-            const X g_sum = slot(stage, 2, u, s);
-#pragma unroll
-            for (int i = 0; i < L; ++i) dx[i] += static_cast<A>(g_sum.v[i]);
-          }
-          X result;
-#pragma unroll
-          for (int i = 0; i < L; ++i) result.v[i] = static_cast<T>(dx[i]);
-          out[k] = result;
+          out[k] = dx;
         });
       }
   }

@@ -53,9 +53,11 @@ __global__ void __launch_bounds__(U > 1 ? 256 : 1024)
       ForEachVector<V, kExact>(p, [&](int s, int k) {
         const int64_t at = row[u] * p.n + k;
         const X r = static_cast<const X*>(f.residual)[at];
+        A one[L], other[L];
+        Widen(one, x[u][s]);
+        Widen(other, r);
 #pragma unroll
-        for (int i = 0; i < L; ++i)
-          x[u][s].v[i] = static_cast<T>(static_cast<A>(x[u][s].v[i]) + static_cast<A>(r.v[i]));
+        for (int i = 0; i < L; ++i) x[u][s].v[i] = static_cast<T>(one[i] + other[i]);
         if (exists[u]) static_cast<X*>(f.sum)[at] = x[u][s];
       });
   if constexpr (kCluster) ClusterWait();
@@ -64,8 +66,7 @@ __global__ void __launch_bounds__(U > 1 ? 256 : 1024)
 #pragma unroll
   for (int u = 0; u < U; ++u)
     ForEachVector<V, kExact>(p, [&](int s, int) {
-#pragma unroll
-      for (int i = 0; i < L; ++i) v[u][s][i] = static_cast<A>(x[u][s].v[i]);
+      Widen(v[u][s], x[u][s]);
       mean[u] += SumOf(v[u][s]);
     });
   if (constants.center) {

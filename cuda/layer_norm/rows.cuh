@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <type_traits>
 
 #include "cuda/common/cluster.cuh"
@@ -131,6 +132,24 @@ __device__ void GroupSum(A (&v)[W], const Place& p, Exchange<A, W, kCluster>& ex
   for (int w = 0; w < warps * p.cluster; ++w)
 #pragma unroll
     for (int i = 0; i < W; ++i) v[i] += exchange.values[w][i];
+}
+
+// The elements in the accumulator's type. Of two bf16 in a word each is a float with one instruction, whole words
+// given.
+template <class T, int L, class A>
+__device__ void Widen(A (&to)[L], const Vec<T, L>& from) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16> && L % 2 == 0) {
+#pragma unroll
+    for (int i = 0; i < L; i += 2) {
+      uint32_t word;
+      memcpy(&word, &from.v[i], sizeof(word));
+      const uint32_t halves[2] = {word << 16, word & 0xffff0000u};
+      memcpy(&to[i], halves, sizeof(halves));
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < L; ++i) to[i] = static_cast<A>(from.v[i]);
+  }
 }
 
 // The parameters of vector k, in accesses of at most 16 bytes.
