@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(kThreads, kResident) ColumnKernel(ColumnTiling
 }
 
 template <class F, class T, int V>
-__global__ void __launch_bounds__(kThreads, kResident) RowKernel(RowTiling t, Operands<T, V> o, F f) {
+__global__ void __launch_bounds__(kThreads, kResidentRows + 1) RowKernel(RowTiling t, Operands<T, V> o, F f) {
   using A = Accumulator<T>;
   extern __shared__ __align__(16) unsigned char shared[];
   auto* tile_memory = reinterpret_cast<Vec<T, V>*>(shared);
@@ -142,42 +142,40 @@ __global__ void __launch_bounds__(kThreads, kResident) RowKernel(RowTiling t, Op
   A* scratch = reinterpret_cast<A*>(tile_memory + t.schedule.Slots() * blockDim.x);
 
   for (int64_t unit = t.team.First(); unit < t.team.units; unit += t.team.Step()) {
-    const RowPlace place(t, unit * (blockDim.x >> t.span));
+    const RowPlace place(t, static_cast<int>(unit) * (blockDim.x >> t.span));
     tile.Start(place);
     const bool exists = place.unit < t.slabs;
     const A pivot = exists ? static_cast<A>(o.x[place.base].v[0]) : A(0);
 
-    Shifted<A> own[V] = {};
-    int64_t count = 0;
+    // Several sums, so that additions need not wait for each other.
+    constexpr int kParts = V < 4 ? V : 4;
+    Shifted<A> part[kParts] = {};
+    int count = 0;
     tile.FirstVisit(place, [&](int m, const Run& run, int slot) {
       if (count == 0 && run.count > 0) {
-        const Vec<T, V> v = *tile.Slot(0, slot);
+        const A first = static_cast<A>(tile.Slot(0, slot)->v[0]);
 #pragma unroll
-        for (int j = 0; j < V; ++j) own[j].first = static_cast<A>(v.v[j]);
+        for (int j = 0; j < kParts; ++j) part[j].first = first;
       }
       count += run.count;
 #pragma unroll 2
       for (int k = 0; k < run.count; ++k) {
         const Vec<T, V> v = *tile.Slot(0, slot + k);
 #pragma unroll
-        for (int j = 0; j < V; ++j) own[j].Add(static_cast<A>(v.v[j]));
+        for (int j = 0; j < V; ++j) part[j % kParts].Add(static_cast<A>(v.v[j]));
       }
     });
+    Shifted<A> own = part[0];
+#pragma unroll
+    for (int j = 1; j < kParts; ++j) own.sum += part[j].sum, own.squares += part[j].squares;
 
     // The block's mean, then the squares about it.
-    const A n = static_cast<A>(count), inverse = count > 0 ? A(1) / n : A(0);
-    A sum[2] = {V * n, A(0)}, mean[V];
-#pragma unroll
-    for (int j = 0; j < V; ++j) {
-      mean[j] = count > 0 ? own[j].MeanAbout(pivot, inverse) : A(0);
-      sum[1] += n * mean[j];
-    }
+    const A n = static_cast<A>(V) * static_cast<A>(count), inverse = count > 0 ? A(1) / n : A(0);
+    const A mean = count > 0 ? own.MeanAbout(pivot, inverse) : A(0);
+    A sum[2] = {n, n * mean};
     Reduce(sum, Add{}, {0, t.span}, scratch);
     const A block_mean = sum[0] > A(0) ? sum[1] / sum[0] : A(0);
-    A squares[1] = {};
-#pragma unroll
-    for (int j = 0; j < V; ++j)
-      if (count > 0) squares[0] += own[j].SquaresAbout(mean[j] - block_mean, n, inverse);
+    A squares[1] = {count > 0 ? own.SquaresAbout(mean - block_mean, n, inverse) : A(0)};
     Reduce(squares, Add{}, {0, t.span}, scratch);
     Moments<A> moments = {sum[0], block_mean, squares[0]};
     if (t.team.size > 1) {

@@ -213,7 +213,7 @@ __global__ void __launch_bounds__(kThreads, kResident) MapColumnsKernel(ColumnTi
 }
 
 template <Map kMap, class F, class T, int V>
-__global__ void __launch_bounds__(kThreads, kResident) MapRowsKernel(RowTiling t, MapOperands<T, V> o, F f) {
+__global__ void __launch_bounds__(kThreads, kResidentRows) MapRowsKernel(RowTiling t, MapOperands<T, V> o, F f) {
   using A = Accumulator<T>;
   extern __shared__ __align__(16) unsigned char shared[];
   auto* tile_memory = reinterpret_cast<Vec<T, V>*>(shared);
@@ -222,15 +222,17 @@ __global__ void __launch_bounds__(kThreads, kResident) MapRowsKernel(RowTiling t
   const A inverse = A(1) / o.count;
 
   for (int64_t unit = t.team.First(); unit < t.team.units; unit += t.team.Step()) {
-    const RowPlace place(t, unit * (blockDim.x >> t.span));
+    const RowPlace place(t, static_cast<int>(unit) * (blockDim.x >> t.span));
     tile.Start(place);
     auto* piece_sums = scratch + kThreads + (threadIdx.x >> t.span) * t.share;  // of the slab's pieces in this block
     const bool exists = place.unit < t.slabs;
     const Statistics<A> statistics = exists ? o.statistics[place.unit] : Statistics<A>{};
 
     tile.FirstVisit(place, [&](int m, const Run& run, int slot) {
-      const int64_t piece = place.Piece(m);
-      Sums<A> sums[V] = {};
+      const int piece = place.Piece(m);
+      // Several sums, so that additions need not wait for each other.
+      constexpr int kParts = V < 4 ? V : 4;
+      Sums<A> sums[kParts] = {};
       if (run.count > 0) {
         const int64_t channel = place.parameters + place.Channel(piece);
         const Linear<kMap, A> map(statistics, o.scale[channel], o.bias[channel]);
@@ -238,12 +240,12 @@ __global__ void __launch_bounds__(kThreads, kResident) MapRowsKernel(RowTiling t
         for (int k = 0; k < run.count; ++k) {
           const Vec<T, V> in = *tile.Slot(0, slot + k), x = *tile.Slot(1, slot + k);
 #pragma unroll
-          for (int j = 0; j < V; ++j) map.AddTo(sums[j], f, static_cast<A>(in.v[j]), static_cast<A>(x.v[j]));
+          for (int j = 0; j < V; ++j) map.AddTo(sums[j % kParts], f, static_cast<A>(in.v[j]), static_cast<A>(x.v[j]));
         }
       }
       Sums<A> all[1] = {sums[0]};
 #pragma unroll
-      for (int j = 1; j < V; ++j) all[0] = AddPairs{}(all[0], sums[j]);
+      for (int j = 1; j < kParts; ++j) all[0] = AddPairs{}(all[0], sums[j]);
       Reduce(all, AddPairs{}, {0, t.lanes}, static_cast<Sums<A>*>(nullptr));
       if (place.lane == 0 && piece < place.end) piece_sums[piece - place.first] = all[0];
     });
@@ -258,7 +260,8 @@ __global__ void __launch_bounds__(kThreads, kResident) MapRowsKernel(RowTiling t
     if (exists)
       for (int64_t c = place.in_slab; c < t.slab_channels; c += 1 << t.span) {
         Sums<A> sums = {};
-        const int64_t begin = max(c * t.pieces, place.first), end = min((c + 1) * t.pieces, place.end);
+        const int64_t begin = max(c * t.pieces, int64_t{place.first}),
+                      end = min((c + 1) * t.pieces, int64_t{place.end});
         for (int64_t piece = begin; piece < end; ++piece) sums = AddPairs{}(sums, piece_sums[piece - place.first]);
         sums = Normalized(sums, statistics);
         if constexpr (kMap == Map::kPullback) {

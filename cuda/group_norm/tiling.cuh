@@ -21,6 +21,8 @@ namespace jaxdnn::group_norm {
 constexpr int kThreads = 256;
 // Blocks that a multiprocessor has at once: while one waits for its team, the others keep the memory busy.
 constexpr int kResident = 3;
+// Channels first, registers for as many: slabs of a few kilobytes need many blocks at once.
+constexpr int kResidentRows = 4;
 // Channels last, the fewest bytes of a row that a slab takes, and of a slab.
 constexpr int kMinRowBytes = 128;
 constexpr int64_t kMinSlabBytes = 16 << 10;
@@ -275,39 +277,40 @@ RowTiling PlanRows(const Problem& p, int arrays, const Device& d) {
 // A thread's place in a slab of channels-first data.
 struct RowPlace {
   const RowTiling& t;
-  int64_t unit, example;
-  int64_t channels;          // those before the slab's first, in its example
-  int64_t parameters;        // of that channel
-  int64_t base, first, end;  // pieces first..end-1 are this block's
-  int in_slab, lane, row;    // among the slab's threads; the run's lanes; the runs side by side
+  int unit, example;
+  int channels;            // those before the slab's first, in its example
+  int parameters;          // of that channel
+  int first, end;          // pieces first..end-1 are this block's
+  int in_slab, lane, row;  // among the slab's threads; the run's lanes; the runs side by side
   int parallel;
+  int64_t base;
 
-  __device__ RowPlace(const RowTiling& t, int64_t first_unit) : t(t) {
+  __device__ RowPlace(const RowTiling& t, int first_unit) : t(t) {
     in_slab = threadIdx.x & ((1 << t.span) - 1);
     unit = first_unit + (threadIdx.x >> t.span);
     lane = in_slab & ((1 << t.lanes) - 1);
     row = in_slab >> t.lanes;
     parallel = 1 << (t.span - t.lanes);
     int group;
-    example = t.by_groups.Div(static_cast<int>(unit), &group);
-    channels = group * t.slab_channels;
-    parameters = t.by_examples.Div(static_cast<int>(example)) * t.channels + channels;
-    base = unit * t.slab;
-    first = t.team.Rank() * t.share;
-    end = unit < t.slabs ? min(first + t.share, t.slab_channels * t.pieces) : first;
+    example = t.by_groups.Div(unit, &group);
+    channels = group * static_cast<int>(t.slab_channels);
+    parameters = t.by_examples.Div(example) * static_cast<int>(t.channels) + channels;
+    base = int64_t{unit} * t.slab;
+    first = t.team.Rank() * static_cast<int>(t.share);
+    end = unit < t.slabs ? min(first + static_cast<int>(t.share), static_cast<int>(t.slab_channels * t.pieces)) : first;
   }
 
-  __device__ int64_t Piece(int m) const { return first + row + int64_t{m} * parallel; }
-  __device__ int64_t Channel(int64_t piece) const { return t.by_pieces.Div(static_cast<int>(piece)); }
+  __device__ int Piece(int m) const { return first + row + m * parallel; }
+  __device__ int Channel(int piece) const { return t.by_pieces.Div(piece); }
 
   __device__ Run At(int m) const {
-    const int64_t piece = Piece(m);
-    const int64_t channel = Channel(piece);
-    const int64_t begin = (piece - channel * t.pieces) * t.piece;
-    const int64_t left = min(t.piece, t.row - begin) - lane;
-    const int step = 1 << t.lanes;
-    const int count = piece < end && left > 0 ? static_cast<int>((left - 1) >> t.lanes) + 1 : 0;
-    return {base + channel * t.row + begin + lane, step, count};
+    const int piece = Piece(m);
+    int part;
+    const int channel = t.by_pieces.Div(piece, &part);
+    const int64_t begin = part * t.piece;
+    const int left = static_cast<int>(min(t.piece, t.row - begin)) - lane;
+    const int count = piece < end && left > 0 ? ((left - 1) >> t.lanes) + 1 : 0;
+    return {base + channel * t.row + begin + lane, 1 << t.lanes, count};
   }
 };
 

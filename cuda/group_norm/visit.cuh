@@ -50,6 +50,7 @@ cudaError_t VisitTiling(const Problem& p, int arrays, bool aligned, F&& f) {
 template <class F>
 std::optional<int64_t> MostBytes(const Problem& p, int arrays, F&& bytes) {
   if (p.Empty()) return 0;
+  if (p.batch * p.n * p.channels > INT32_MAX) return std::nullopt;  // Slabs and parameters have 32-bit numbers.
   int64_t most = 0;
   bool fits = true;
   VisitDType(p.dtype, [&](auto type) {
