@@ -83,6 +83,7 @@ struct Bin {
 };
 
 __device__ inline Bin BinOf(int b, int bins, int extent, FastDiv by_bins) {
+  if (extent == 0) return {0, 0};
   const int64_t begin = int64_t{b} * extent, last = begin + extent - 1;
   if (last <= INT32_MAX) return {by_bins.Div(static_cast<int>(begin)), by_bins.Div(static_cast<int>(last)) + 1};
   return {static_cast<int>(begin / bins), static_cast<int>(last / bins) + 1};
