@@ -23,7 +23,7 @@ cudaError_t Backward(const Problem& p, const void* dy, const void* x, const void
     if (cudaError_t e = cudaMemsetAsync(dscale, 0, bytes, stream)) return e;
     return cudaMemsetAsync(dbias, 0, bytes, stream);
   }
-  return VisitTiling(p, 2, IsVectorAligned(dy, x, dx), [&](auto access, auto t, const Device& d) {
+  return VisitTiling(p, 2, IsVectorAligned(dy, x, dx), [&](auto access, auto t) {
     using C = decltype(access);
     using A = Accumulator<typename C::Type>;
     using V = Vec<typename C::Type, C::V>;
@@ -37,7 +37,7 @@ cudaError_t Backward(const Problem& p, const void* dy, const void* x, const void
     o.partial = o.channels + (t.team.size == 1 ? 0 : rows * t.team.size);
     o.count = GroupSize<A>(p);
     if (cudaError_t e = t.team.Reset(o.partial + t.team.ExchangedRows() * t.SlabGroups(), stream)) return e;
-    if (cudaError_t e = LaunchMap<Map::kPullback, C>(p, t, d, o, stream)) return e;
+    if (cudaError_t e = LaunchMap<Map::kPullback, C>(p, t, o, stream)) return e;
     return SumRows(o.dscale, p.batch, p.n, p.channels, static_cast<A*>(dscale), static_cast<A*>(dbias), stream);
   });
 }

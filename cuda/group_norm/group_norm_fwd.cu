@@ -211,7 +211,7 @@ std::optional<int64_t> ForwardWorkspace(const Problem& p) {
 
 cudaError_t Forward(const Problem& p, const void* x, const void* scale, const void* bias, void* y, void* statistics,
                     void* workspace, cudaStream_t stream) {
-  return VisitTiling(p, 1, IsVectorAligned(x, y), [&](auto access, auto t, const Device& d) {
+  return VisitTiling(p, 1, IsVectorAligned(x, y), [&](auto access, auto t) {
     using C = decltype(access);
     using T = typename C::Type;
     using A = Accumulator<T>;
@@ -228,7 +228,7 @@ cudaError_t Forward(const Problem& p, const void* x, const void* scale, const vo
         else
           return RowKernel<F, T, C::V>;
       }();
-      return LaunchTeams(kernel, t.Blocks(d), t.team.size, t.threads, t.shared, stream, t, o, f);
+      return LaunchTeams(kernel, t.team, t.threads, t.shared, stream, t, o, f);
     });
   });
 }

@@ -10,7 +10,7 @@ std::optional<int64_t> TangentWorkspace(const Problem& p) {
 cudaError_t Tangent(const Problem& p, const void* t_in, const void* tscale, const void* tbias, const void* x,
                     const void* scale, const void* bias, const void* statistics, void* ty, void* workspace,
                     cudaStream_t stream) {
-  return VisitTiling(p, 2, IsVectorAligned(t_in, x, ty), [&](auto access, auto t, const Device& d) {
+  return VisitTiling(p, 2, IsVectorAligned(t_in, x, ty), [&](auto access, auto t) {
     using C = decltype(access);
     using A = Accumulator<typename C::Type>;
     using V = Vec<typename C::Type, C::V>;
@@ -22,7 +22,7 @@ cudaError_t Tangent(const Problem& p, const void* t_in, const void* tscale, cons
     o.partial = static_cast<Sums<A>*>(workspace);
     o.count = GroupSize<A>(p);
     if (cudaError_t e = t.team.Reset(o.partial + t.team.ExchangedRows() * t.SlabGroups(), stream)) return e;
-    return LaunchMap<Map::kTangent, C>(p, t, d, o, stream);
+    return LaunchMap<Map::kTangent, C>(p, t, o, stream);
   });
 }
 

@@ -302,8 +302,8 @@ __global__ void __launch_bounds__(kThreads, kResidentRows) MapRowsKernel(RowTili
 
 // Launches a map of p's arrays as `t` spreads them; C is the Access.
 template <Map kMap, class C, class Tiling>
-cudaError_t LaunchMap(const Problem& p, const Tiling& t, const Device& d,
-                      const MapOperands<typename C::Type, C::V>& operands, cudaStream_t stream) {
+cudaError_t LaunchMap(const Problem& p, const Tiling& t, const MapOperands<typename C::Type, C::V>& operands,
+                      cudaStream_t stream) {
   using T = typename C::Type;
   return VisitActivation<T, (C::V > 1 && kMap == Map::kPullback)>(p.activation, [&](auto f) {
     using F = decltype(f);
@@ -313,7 +313,7 @@ cudaError_t LaunchMap(const Problem& p, const Tiling& t, const Device& d,
       else
         return MapRowsKernel<kMap, F, T, C::V>;
     }();
-    return LaunchTeams(kernel, t.Blocks(d), t.team.size, t.threads, t.shared, stream, t, operands, f);
+    return LaunchTeams(kernel, t.team, t.threads, t.shared, stream, t, operands, f);
   });
 }
 

@@ -6,6 +6,7 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 
@@ -110,22 +111,30 @@ inline cudaError_t Query(Device* d) {
   return cudaDeviceGetAttribute(&d->shared_per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, id);
 }
 
-// Launches `teams` teams, cooperatively where a team has more than one block.
+// Launches as many teams as the device runs at once, cooperatively; or a block for each unit, where a team is one.
 template <class... Params, class... Args>
-cudaError_t LaunchTeams(void (*kernel)(Params...), int64_t blocks, int team, int threads, size_t shared,
+cudaError_t LaunchTeams(void (*kernel)(Params...), const Team& team, int threads, int64_t shared_bytes,
                         cudaStream_t stream, Args&&... args) {
+  const Grid grid = {team.units, threads, static_cast<size_t>(shared_bytes)};
+  int64_t blocks = team.units;
+  if (team.size == 1) {
+    if (cudaError_t e = AllowSharedBytes(kernel, grid.shared_bytes)) return e;
+  } else {
+    if (cudaError_t e = ResidentBlocks(kernel, grid, &blocks)) return e;
+    blocks = std::min(team.units, blocks / team.size) * team.size;
+    if (blocks == 0) return cudaErrorCooperativeLaunchTooLarge;
+  }
   if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
-  if (cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared)) return e;
   cudaLaunchAttribute cooperative;
   cooperative.id = cudaLaunchAttributeCooperative;
   cooperative.val.cooperative = 1;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
   config.blockDim = dim3(threads);
-  config.dynamicSmemBytes = shared;
+  config.dynamicSmemBytes = grid.shared_bytes;
   config.stream = stream;
   config.attrs = &cooperative;
-  config.numAttrs = team > 1 ? 1 : 0;
+  config.numAttrs = team.size > 1 ? 1 : 0;
   return cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...);
 }
 

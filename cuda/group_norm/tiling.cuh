@@ -91,10 +91,6 @@ struct ColumnTiling {
   FastDiv by_slabs, by_examples, by_parallel_rows;
   int64_t channels, groups;
 
-  int64_t Blocks(const Device& d) const {
-    if (team.size == 1) return team.units;
-    return std::min(team.units, Resident(d) / team.size) * team.size;
-  }
   int64_t SlabGroups() const { return slab_groups; }
 };
 
@@ -222,10 +218,6 @@ struct RowTiling {
   int64_t slabs;
   int64_t slab_channels, channels, groups;
 
-  int64_t Blocks(const Device& d) const {
-    if (team.size == 1) return team.units;
-    return std::min(team.units, Resident(d) / team.size) * team.size;
-  }
   int64_t SlabGroups() const { return 1; }
 };
 

@@ -21,8 +21,8 @@ struct Access {
 template <class T, int V, class F>
 auto PlanAndCall(const Problem& p, int arrays, const Device& d, F&& f) {
   // With one position the layouts are the same; rows would have a channel for every element.
-  if (p.channels_last || p.spatial == 1) return f(Access<T, V, true>{}, PlanColumns<T, V>(p, arrays, d), d);
-  return f(Access<T, V, false>{}, PlanRows<T, V>(p, arrays, d), d);
+  if (p.channels_last || p.spatial == 1) return f(Access<T, V, true>{}, PlanColumns<T, V>(p, arrays, d));
+  return f(Access<T, V, false>{}, PlanRows<T, V>(p, arrays, d));
 }
 
 template <class T>
@@ -31,7 +31,7 @@ bool WholeVectors(const Problem& p) {
   return (columns ? p.spatial * p.channels : p.spatial) % kVecLength<T> == 0;
 }
 
-// Calls f(Access, tiling, device) for a problem whose arrays allow 16-byte accesses or do not.
+// Calls f(Access, tiling) for a problem whose arrays allow 16-byte accesses or do not.
 template <class F>
 cudaError_t VisitTiling(const Problem& p, int arrays, bool aligned, F&& f) {
   if (p.Empty()) return cudaSuccess;
@@ -55,7 +55,7 @@ std::optional<int64_t> MostBytes(const Problem& p, int arrays, F&& bytes) {
   bool fits = true;
   VisitDType(p.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    const auto take = [&](auto, const auto& t, const Device&) {
+    const auto take = [&](auto, const auto& t) {
       most = std::max(most, static_cast<int64_t>(bytes(t, sizeof(Accumulator<T>))));
       fits &= t.shared <= (t.team.size == 1 ? kNominal.shared_per_block : ResidentShared(kNominal));
       return cudaSuccess;
