@@ -12,6 +12,9 @@
 
 namespace jaxdnn::softmax {
 
+// What a visitor of `each` returns that has changed the elements.
+struct Changed {};
+
 // The maximum m of a row, and the sum s of exponentials relative to it. A row without entries has m = -inf, which no
 // other has: the maximum of nothing but -inf is the least finite number. NaN and +inf make s NaN, which makes the whole
 // row NaN; so does s = 0 in a row of -inf.
@@ -54,6 +57,7 @@ struct ForwardOp {
         s[i % W] += e;
         if constexpr (!kLog) v[0][i] = e;
       }
+      if constexpr (!kLog) return Changed();
     });
     for (int w = 0; w < W; ++w) stats[w].s = s[w];
   }
@@ -117,6 +121,7 @@ struct BackwardOp {
         if constexpr (kMap != Map::kSoftmax) v[1][i] = Exp<T>(v[1][i]);
         sum[i % W] += kMap == Map::kLogSoftmaxVjp ? v[0][i] : v[0][i] * v[1][i];
       }
+      if constexpr (kMap != Map::kSoftmax) return Changed();
     });
   }
 

@@ -8,9 +8,13 @@
 
 namespace jaxdnn::softmax {
 
+// What a tile may take of a multiprocessor's shared memory, so that others overlap its phases; and what it may take
+// where rows are so long that it has to.
+constexpr int64_t kTileBytes = 64 << 10;
+constexpr int64_t kLongTileBytes = 200 << 10;
 constexpr int kMaxCluster = 16;
 // The width of a tile of columns, at least. Less wastes what memory transfers at once.
-constexpr int kNarrowBytes = 64;
+constexpr int64_t kNarrowBytes = 64;
 // Packed rows have at most so many elements.
 constexpr int kMaxPackedSteps = 16;
 constexpr int kMaxPackedRow = 32 * kMaxPackedSteps;
@@ -21,51 +25,57 @@ inline int CeilLog2(int64_t n) {
   return log;
 }
 
-// Blocks that share rows through the workspace. A tile of any type and number of inputs has room for each one's share.
+// Blocks that share rows through the workspace: each has half of kTileBytes, of one input.
 inline int64_t WorkspaceShares(const Shape& s, int element_bytes) {
-  return CeilDiv(s.n, s.inner > 1 ? 256 : element_bytes == 8 ? 4096 : 8192);
+  return CeilDiv(s.n, kTileBytes / 2 / (s.inner == 1 ? element_bytes : kNarrowBytes));
 }
 
 struct Device {
   int multiprocessors, max_cluster;
+  int64_t shared_bytes;  // of a block
 };
 
 inline cudaError_t CurrentDevice(Device* d) {
-  int device = 0, major = 0;
+  int device = 0, major = 0, shared = 0;
   cudaError_t e = cudaGetDevice(&device);
   if (e == cudaSuccess) e = cudaDeviceGetAttribute(&d->multiprocessors, cudaDevAttrMultiProcessorCount, device);
   if (e == cudaSuccess) e = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  if (e == cudaSuccess) e = cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   d->max_cluster = major < 9 ? 1 : major < 12 ? kMaxCluster : 8;
+  d->shared_bytes = shared;
   return e;
 }
 
 // Cuts rows, or columns of vectors, into tiles of a block or a cluster; kReduce where no cluster holds a row, or too
 // few clusters would have work.
 template <int L, int W>
-Tiling PlanTile(const Shape& shape, int steps, int element_bytes, const Device& device) {
+Tiling PlanTile(const Shape& shape, int inputs, int element_bytes, const Device& device) {
+  const int64_t bytes = int64_t{inputs} * L * element_bytes;  // of a vector of each input
   // A row's vectors are one more where it starts inside of one.
   const int64_t vectors = W == 1 && L > 1 ? CeilDiv(shape.n - 1, L) + 1 : shape.n, pitch = shape.inner / W;
   const int widest = std::min(CeilLog2(pitch), CeilLog2(512 / (L * element_bytes)));
   const int narrowest = std::min(widest, CeilLog2(kNarrowBytes / (L * element_bytes)));
   int stride = widest;
-  const auto blocks = [&] { return shape.outer * CeilDiv(pitch, 1 << stride); };
-  while (stride > narrowest && (CeilDiv(vectors, steps) << stride > 256 || blocks() < 4 * device.multiprocessors))
-    --stride;
+  const auto too_large = [&] { return vectors * bytes << stride > kTileBytes / 2; };
+  const auto too_few = [&] { return shape.outer * CeilDiv(pitch, 1 << stride) < 4 * device.multiprocessors; };
+  while (stride > narrowest && (too_large() || too_few())) --stride;
+  const int64_t tiles = CeilDiv(pitch, 1 << stride);
 
-  const int64_t most = int64_t{steps} << (kMaxTileSpan - stride);
-  int64_t shares = CeilDiv(vectors, most);
-  // Work for all of the device, but not less than what pays for another block.
-  const int64_t enough = CeilDiv(int64_t{2} * device.multiprocessors, blocks());
-  shares = std::max(shares,
-                    std::min({enough, CeilDiv(vectors, std::max<int64_t>(most / 8, 1)), int64_t{device.max_cluster}}));
+  int64_t shares = 1;
+  const auto tile_bytes = [&] { return CeilDiv(vectors, shares) * bytes << stride; };
+  const auto idle = [&](int64_t blocks) { return shape.outer * tiles * shares < blocks; };
+  while (shares < device.max_cluster && tile_bytes() > kTileBytes) shares *= 2;
+  while (shares < device.max_cluster && idle(device.multiprocessors) && tile_bytes() > kTileBytes / 8) shares *= 2;
+  const bool fits = tile_bytes() <= std::min(kLongTileBytes, device.shared_bytes - (24 << 10));
   Phase phase = Phase::kWhole;
-  if (shares > device.max_cluster || (shares * 4 < enough && vectors > shares * most / 4)) {
+  if (!fits || (idle(device.multiprocessors / 4) && tile_bytes() > kTileBytes / 2)) {
     phase = Phase::kReduce;
     shares = WorkspaceShares(shape, element_bytes);
     stride = narrowest;
   }
   const int share = static_cast<int>(CeilDiv(vectors, shares));
-  const int span = std::clamp(stride + CeilLog2(CeilDiv(share, steps)), std::max(6, stride), kMaxTileSpan);
+  // Eight vectors a thread.
+  const int span = std::clamp(CeilLog2(std::max(share << stride, 1)) - 3, std::max(6, stride), kMaxTileSpan);
   return {shape, CeilDiv(pitch, 1 << stride), static_cast<int>(shares), share, {stride, span}, phase};
 }
 
@@ -73,10 +83,10 @@ template <class T, int L, int W, bool kMaskable, class Op>
 cudaError_t RunTiles(const Op& op, const Problem& p, const T* in0, const T* in1, T* out, cudaStream_t stream) {
   Device device;
   if (const cudaError_t e = CurrentDevice(&device); e != cudaSuccess) return e;
-  Tiling t = PlanTile<L, W>(p.shape, kTileSteps<Op, L>, sizeof(T), device);
+  Tiling t = PlanTile<L, W>(p.shape, Op::kInputs, sizeof(T), device);
   auto* workspace = static_cast<typename Op::Stats*>(p.workspace);
   const auto launch = [&] {
-    const Grid grid = {t.Blocks(), t.Threads(), TileBytes<Op, W>(t), t.phase == Phase::kWhole ? t.shares : 1};
+    const Grid grid = {t.Blocks(), t.Threads(), TileBytes<Op, T, L, W>(t), t.phase == Phase::kWhole ? t.shares : 1};
     return LaunchKernel(TileKernel<Op, T, L, W, kMaskable>, grid, stream, t, op, p.mask, workspace, in0, in1, out);
   };
   cudaError_t e = launch();
@@ -116,12 +126,10 @@ cudaError_t RunPackedRows(const Op& op, const Problem& p, const T* in0, const T*
 template <class T, class Op>
 cudaError_t RunTuned(const Op& op, const Problem& p, const T* in0, const T* in1, T* out, cudaStream_t stream) {
   constexpr int L = kVecLength<T>, kVectors = kRowVectors<Op, T>;
-  // Columns of four, since every one more is more statistics to hold.
-  constexpr int kColumns = 4;
   const Shape& s = p.shape;
   const bool masked = p.mask.data != nullptr;
   if (s.inner > 1) {
-    if (s.inner % kColumns == 0 && !masked) return RunTiles<T, kColumns, kColumns, false>(op, p, in0, in1, out, stream);
+    if (s.inner % L == 0 && !masked) return RunTiles<T, L, L, false>(op, p, in0, in1, out, stream);
     return RunTiles<T, 1, 1, true>(op, p, in0, in1, out, stream);
   }
   const int64_t vectors = s.n / L;

@@ -1,28 +1,25 @@
-// Tiles of [outer, n, inner] in registers, each reduced over n by the threads of a block or of several.
+// Tiles of [outer, n, inner] in shared memory, each reduced over n by the threads of a block or of several.
 //
 // Memory is seen as vectors of L elements. Along a row (inner = 1) a vector's elements are reduced together, to W = 1
 // result; across columns they belong to W = L results. A tile is 1 << stride columns of vectors, over all of n or over
 // a block's share of it: neighbouring threads take neighbouring columns, and what threads are left split n. A thread
-// holds up to kSteps vectors of each input, all of whose loads are in flight together: memory is read once. Blocks that
-// share a row exchange their statistics in a cluster, or through a workspace between two launches, the second of which
-// reads its tile again.
+// copies its vectors to shared memory, all copies in flight together, and goes over them there: memory is read once.
+// Blocks that share a row exchange their statistics in a cluster, or through a workspace between two launches, the
+// second of which reads its tile again.
 //
 // Rows may start anywhere. A row's vectors are those of the whole array that overlap it; only its first and last can
 // hold elements of neighbours, and these are moved one by one.
 #pragma once
 
+#include "cuda/common/async_copy.cuh"
 #include "cuda/common/cluster.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/softmax/ops.cuh"
 
 namespace jaxdnn::softmax {
 
-constexpr int kMaxTileSpan = 10;
+constexpr int kMaxTileSpan = 9;
 constexpr int kMaxTileThreads = 1 << kMaxTileSpan;
-
-// Vectors of each input that a thread holds: 32 registers of elements, or 16 where a vector is only one.
-template <class Op, int L>
-constexpr int kTileSteps = (L == 1 ? 16 : 128 / sizeof(typename Op::A) / L) / Op::kInputs;
 
 enum class Phase {
   kWhole,   // reduce and write, alone or in a cluster
@@ -42,12 +39,13 @@ struct Tiling {
   int64_t Blocks() const { return shape.outer * tiles * shares; }
 };
 
-// Bytes of shared memory: what a reduction needs, and the statistics of the cluster's blocks.
-template <class Op, int W>
+// Bytes of shared memory: the tile's inputs, what a reduction needs, and the statistics of the cluster's blocks.
+template <class Op, class T, int L, int W>
 size_t TileBytes(const Tiling& t) {
-  const size_t columns = W << t.group.stride;
-  return W * t.Threads() * sizeof(typename Op::A) +
-         (t.phase == Phase::kWhole && t.shares > 1 ? t.shares * columns * sizeof(typename Op::Stats) : 0);
+  const size_t columns = size_t{1} << t.group.stride;
+  const size_t held = Op::kInputs * t.share * columns * L * sizeof(T);
+  return (held + 15) / 16 * 16 + W * t.Threads() * sizeof(typename Op::A) +
+         (t.phase == Phase::kWhole && t.shares > 1 ? t.shares * columns * W * sizeof(typename Op::Stats) : 0);
 }
 
 template <class Op, class T, int L, int W, bool kMaskable>
@@ -57,12 +55,12 @@ __global__ void __launch_bounds__(kMaxTileThreads)
   using A = typename Op::A;
   using Stats = typename Op::Stats;
   using V = Vec<T, L>;
-  constexpr int kInputs = Op::kInputs, kSteps = kTileSteps<Op, L>;
+  constexpr int kInputs = Op::kInputs;
   // Only vectors along a row can be shared with neighbours.
   constexpr bool kHasEdges = W == 1 && L > 1;
+  // Whether what takes an element's place has its type.
+  constexpr bool kInPlace = sizeof(T) == sizeof(A);
   extern __shared__ __align__(16) unsigned char shared[];
-  A* scratch = reinterpret_cast<A*>(shared);
-  Stats* slots = reinterpret_cast<Stats*>(scratch + W * blockDim.x);
   const int stride = t.group.stride, column = threadIdx.x & ((1 << stride) - 1);
   const int part = threadIdx.x >> stride, parts = blockDim.x >> stride;
   const unsigned index = blockIdx.x / static_cast<unsigned>(t.shares), rank = blockIdx.x - index * t.shares;
@@ -76,76 +74,88 @@ __global__ void __launch_bounds__(kMaxTileThreads)
   const int64_t left = (kHasEdges ? (skew + t.shape.n + L - 1) / L : t.shape.n) - first;
   const bool active = across < pitch;
   const int count = active ? static_cast<int>(max(int64_t{0}, min(int64_t{t.share}, left))) : 0;
-  const int steps = (t.share + parts - 1) / parts;
-  const int64_t base = (row - skew) / L + (first + part) * pitch + across, step = parts * pitch;
-  const auto at = [&](int s) { return part + s * parts; };
+  const int64_t base = ((row - skew) / L + first * pitch + across) * L, step = pitch * L;
 
   // Of the elements of the block's vectors, in order, those from `begin` to `end` are the row's.
   const int begin = kHasEdges && rank == 0 ? skew : 0;
-  const int end = kHasEdges ? static_cast<int>(min(int64_t{count} * L, skew + t.shape.n - first * L)) : count * L;
-  const auto is_whole = [&](int s) { return !kHasEdges || (at(s) * L >= begin && at(s) * L + L <= end); };
-  const auto is_inside = [&](int s, int i) { return !kHasEdges || (at(s) * L + i >= begin && at(s) * L + i < end); };
+  const int end = kHasEdges ? static_cast<int>(min(int64_t{count} * L, skew + t.shape.n - first * L)) : 0;
+  const auto is_whole = [&](int at) { return !kHasEdges || (at * L >= begin && at * L + L <= end); };
+  const auto is_inside = [&](int at, int i) { return !kHasEdges || (at * L + i >= begin && at * L + i < end); };
 
-  // Whole vectors first, all loads together; then, one by one, the elements of those that are shared.
-  V whole[kSteps][kInputs];
-#pragma unroll
-  for (int s = 0; s < kSteps; ++s)
-#pragma unroll
-    for (int j = 0; j < kInputs; ++j) {
-#pragma unroll
-      for (int i = 0; i < L; ++i) whole[s][j].v[i] = static_cast<T>(Op::Fill(j));
-      if (at(s) < count && is_whole(s))
-        whole[s][j] = *reinterpret_cast<const V*>((j == 0 ? in0 : in1) + (base + s * step) * L);
-    }
-  A v[kSteps][kInputs][L];
-#pragma unroll
-  for (int s = 0; s < kSteps; ++s)
+  V* held = reinterpret_cast<V*>(shared) + column;
+  const int size = t.share << stride;
+  const auto element = [&](int input, int at) -> V& { return held[input * size + (at << stride)]; };
+#pragma unroll 4
+  for (int at = part; at < count; at += parts) {
 #pragma unroll
     for (int j = 0; j < kInputs; ++j) {
-#pragma unroll
-      for (int i = 0; i < L; ++i) v[s][j][i] = static_cast<A>(whole[s][j].v[i]);
-      if (kHasEdges && at(s) < count && !is_whole(s)) {
-        const T* in = (j == 0 ? in0 : in1) + (base + s * step) * L;
-#pragma unroll
-        for (int i = 0; i < L; ++i)
-          if (is_inside(s, i)) v[s][j][i] = static_cast<A>(in[i]);
+      const T* in = (j == 0 ? in0 : in1) + base + at * step;
+      if (is_whole(at)) {
+        CopyAsync(&element(j, at), reinterpret_cast<const V*>(in));
+      } else {
+        for (int i = 0; i < L; ++i) element(j, at).v[i] = is_inside(at, i) ? in[i] : static_cast<T>(Op::Fill(j));
       }
     }
+  }
+  CommitAsync();
 
   const bool* keep = nullptr;
   if (kMaskable && mask.data != nullptr && active)
     keep = mask.data + mask.Row(outer) + across * W * mask.along_inner +
            (W == 1 ? first * L - skew : first) * mask.along_n;
   // Of a vector that exists, a bit for each element that the mask keeps.
-  const auto kept = [&](int s) {
+  const auto kept = [&](int at) {
     unsigned bits = 0;
 #pragma unroll
     for (int i = 0; i < L; ++i)
-      if (is_inside(s, i)) {
-        const int64_t place = W == 1 ? (at(s) * L + i) * mask.along_n : at(s) * mask.along_n + i * mask.along_inner;
+      if (is_inside(at, i)) {
+        const int64_t place = W == 1 ? (at * L + i) * mask.along_n : at * mask.along_n + i * mask.along_inner;
         bits |= unsigned{keep[place]} << i;
       }
     return bits;
   };
+  // Hands out the thread's vectors in the accumulator's type, and keeps what is changed if it has the elements' own.
+  const auto load = [&](A(&v)[kInputs][L], int at) {
+#pragma unroll
+    for (int j = 0; j < kInputs; ++j) {
+      const V vector = element(j, at);
+#pragma unroll
+      for (int i = 0; i < L; ++i) v[j][i] = static_cast<A>(vector.v[i]);
+    }
+  };
+  const auto each = [&](auto&& visit) {
+#pragma unroll 4
+    for (int at = part; at < count; at += parts) {
+      A v[kInputs][L];
+      load(v, at);
+      if constexpr (kInPlace && std::is_same_v<decltype(visit(v)), Changed>) {
+        visit(v);
+#pragma unroll
+        for (int j = 0; j < kInputs; ++j) {
+          V vector;
+#pragma unroll
+          for (int i = 0; i < L; ++i) vector.v[i] = static_cast<T>(v[j][i]);
+          element(j, at) = vector;
+        }
+      } else {
+        visit(v);
+      }
+    }
+  };
 
+  A* scratch = reinterpret_cast<A*>(shared + (kInputs * size * sizeof(V) + 15) / 16 * 16);
+  Stats* slots = reinterpret_cast<Stats*>(scratch + W * blockDim.x);
   // A bit for each of the W rows that has entries, as far as this thread knows.
   unsigned some = kMaskable && mask.data != nullptr ? 0 : ~0u;
-  const auto each = [&](auto&& visit) {
-#pragma unroll
-    for (int s = 0; s < kSteps; ++s)
-      if (s < steps) visit(v[s]);
-  };
+  WaitAsync<0>();
   if (kMaskable && keep != nullptr) {
-#pragma unroll
-    for (int s = 0; s < kSteps; ++s) {
-      if (at(s) >= count) continue;
-      const unsigned bits = kept(s);
+    for (int at = part; at < count; at += parts) {
+      const unsigned bits = kept(at);
       some |= bits;
-#pragma unroll
       for (int j = 0; j < kInputs; ++j)
 #pragma unroll
         for (int i = 0; i < L; ++i)
-          if ((bits >> i & 1) == 0) v[s][j][i] = Op::Fill(j);
+          if ((bits >> i & 1) == 0) element(j, at).v[i] = static_cast<T>(Op::Fill(j));
     }
   }
   // Of the thread's own elements, and of the row.
@@ -154,8 +164,6 @@ __global__ void __launch_bounds__(kMaxTileThreads)
     // The workspace is [outer, shares, inner], the statistics of shares, and then [outer, inner], those of rows.
     for (int w = 0; w < W; ++w)
       stats[w] = active ? workspace[(t.shape.outer * t.shares + outer) * inner + across * W + w] : Op::Nothing();
-    for (int w = 0; w < W; ++w) own[w] = stats[w];
-    Op::template Exponentiate<W, L>(own, each);
   } else {
     Op::template Local<W, L>(own, each);
     for (int w = 0; w < W; ++w) stats[w] = (W == 1 ? some != 0 : (some >> w & 1) != 0) ? own[w] : Op::Nothing();
@@ -184,25 +192,32 @@ __global__ void __launch_bounds__(kMaxTileThreads)
     return;
   }
 
+  // Exponentials that were not kept are computed again, relative to the row.
+  const bool again = !kInPlace || t.phase == Phase::kApply;
   typename Op::Final final[W];
-  for (int w = 0; w < W; ++w) final[w] = op.Finish(own[w], stats[w]);
-#pragma unroll
-  for (int s = 0; s < kSteps; ++s) {
-    if (at(s) >= count) continue;
-    const unsigned bits = kMaskable && keep != nullptr ? kept(s) : ~0u;
+  for (int w = 0; w < W; ++w) final[w] = op.Finish(again ? stats[w] : own[w], stats[w]);
+#pragma unroll 2
+  for (int at = part; at < count; at += parts) {
+    A v[kInputs][L];
+    load(v, at);
+    if (again) {
+      Stats unused[W];
+      for (int w = 0; w < W; ++w) unused[w] = stats[w];
+      Op::template Exponentiate<W, L>(unused, [&](auto&& visit) { visit(v); });
+    }
+    const unsigned bits = kMaskable && keep != nullptr ? kept(at) : ~0u;
     V result;
 #pragma unroll
     for (int i = 0; i < L; ++i) {
-      const A value = Op::Result(final[i % W], v[s], i);
+      const A value = Op::Result(final[i % W], v, i);
       result.v[i] = static_cast<T>(bits >> i & 1 ? value : final[i % W].absent);
     }
-    T* to = out + (base + s * step) * L;
-    if (is_whole(s)) {
+    T* to = out + base + at * step;
+    if (is_whole(at)) {
       *reinterpret_cast<V*>(to) = result;
     } else if constexpr (kHasEdges) {
-#pragma unroll
       for (int i = 0; i < L; ++i)
-        if (is_inside(s, i)) to[i] = result.v[i];
+        if (is_inside(at, i)) to[i] = result.v[i];
     }
   }
 }
