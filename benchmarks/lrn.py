@@ -64,6 +64,7 @@ def reduce_window_form(case: LrnCase, x: Array, means: Array, *unused: Array) ->
   if case.mode == "divisive":
     # The sum of (x - m)² around each centre's own m, expanded: nothing else is a sum over windows.
     m = means.astype(jnp.float32)
-    energy = energy - 2 * m * box_sum(x) + m * m * box_sum(jnp.ones_like(x))
+    cells = box_sum(jnp.ones([n if d in coupled else 1 for d, n in enumerate(x.shape)], jnp.float32))
+    energy = energy - 2 * m * box_sum(x) + m * m * cells
   divisor = K + ALPHA / case.size ** len(coupled) * energy
   return (x * divisor**-BETA).astype(dtype)

@@ -21,8 +21,9 @@ namespace jaxdnn::lrn {
 namespace {
 
 constexpr int kThreads = 256;  // of a block, at most
-constexpr int64_t kEnoughThreads = 132 * 768;
-constexpr int kLeastChunk = 24;
+constexpr int kMaxSlices = 32;
+constexpr int kMultiprocessors = 132;
+constexpr int kMaxChunks = 8;
 
 // A block takes `slices` neighbouring vectors of each of `columns` columns of each of `groups` planes. A plane's
 // columns are all there, behind `margin` empty ones that separate it from its neighbour; or they are one of several
@@ -50,10 +51,15 @@ struct Traits {
   // Rows from an element's arrival to its result, and rows and columns that a result sees.
   static constexpr int kLag = kCotangent ? 2 * H + kRows : H;
   static constexpr int kSight = kCotangent ? 2 * H : H;
-  // Slots of the rings, for all rows between the last to arrive and the first to have its result.
-  static constexpr int U = (kCotangent ? kLag : 2 * H) + kRows;
+  // Slots of the rings, for all rows between the last to arrive and the first to have its result; and so many that two
+  // exchanges take turns.
+  static constexpr int U = ((kCotangent ? kLag : 2 * H) + 3 * kRows - 1) / (2 * kRows) * (2 * kRows);
   // Columns that an exchange reaches: vectors where they lie across.
   static constexpr int kMargin = kAcross ? (H + N - 1) / N : H;
+  // Vectors of an exchange, whose addresses are then constants.
+  static constexpr int kPitch = kThreads + 2 * kMargin * (kAcross ? 1 : kMaxSlices);
+  // Blocks on a multiprocessor, which the registers are bounded for.
+  static constexpr int kResident = kCotangent || H > 1 ? 2 : 3;
 };
 
 // The sum over the neighbours across, where `lane` points at a thread's own vector of the exchange.
@@ -88,7 +94,7 @@ __device__ void SumAcross(const Vec<A, S::N>* lane, int slices, A (&sum)[S::N]) 
 }
 
 template <class S, class T>
-__global__ void __launch_bounds__(kThreads, S::kCotangent || S::H == 3 ? 2 : 3)
+__global__ void __launch_bounds__(kThreads, S::kResident)
     BoxKernel(const __grid_constant__ Tiles tiles, Response<T> response, const T* __restrict__ t,
               const T* __restrict__ x, T* __restrict__ out) {
   using A = Accumulator<T>;
@@ -97,8 +103,9 @@ __global__ void __launch_bounds__(kThreads, S::kCotangent || S::H == 3 ? 2 : 3)
   constexpr bool kCotangent = S::kCotangent;
   constexpr int kAhead = U / 2;  // rows whose loads are in flight
   extern __shared__ __align__(16) unsigned char shared[];
-  const int lane = threadIdx.x, margin = S::kMargin * tiles.slices, pitch = blockDim.x + 2 * margin;
-  // [2][kRows][kSums][pitch]: two exchanges take turns, so that one barrier each will do.
+  constexpr int pitch = S::kPitch;
+  const int lane = threadIdx.x, margin = S::kMargin * tiles.slices;
+  // [2][kRows][kSums][kPitch]: two exchanges take turns, so that one barrier each will do.
   auto* exchange = reinterpret_cast<Vec<A, N>*>(shared) + margin + lane;
 
   int64_t block = blockIdx.x;
@@ -145,12 +152,10 @@ __global__ void __launch_bounds__(kThreads, S::kCotangent || S::H == 3 ? 2 : 3)
 
   // Slot i holds what step i of U brought: x as it comes, r and u = D^-beta g when their energy is known.
   A c[U][N] = {}, r[U][N] = {}, u[U][N] = {};
-  int turn = 0;
   for (int rows = begin; rows < last + kLag; rows += U) {
 #pragma unroll
     for (int i = 0; i < U; i += kRows) {
-      Vec<A, N>* const own = exchange + turn;
-      turn = kRows * kSums * pitch - turn;
+      Vec<A, N>* const own = exchange + i / kRows % 2 * kRows * kSums * pitch;
       A w[kRows][N];
 #pragma unroll
       for (int s = i; s < i + kRows; ++s) {
@@ -215,7 +220,8 @@ Tiles Tile(const Problem& p, int item) {
   const int64_t whole = t.width + S::kMargin;
   if (whole * slices(16) <= kThreads) {
     t.columns = static_cast<int>(whole);
-    t.slices = static_cast<int>(std::clamp<int64_t>(kThreads / whole, slices(16), t.vectors));
+    t.slices =
+        static_cast<int>(std::clamp<int64_t>(kThreads / whole, slices(16), std::min<int64_t>(t.vectors, kMaxSlices)));
     t.groups = static_cast<int>(std::clamp<int64_t>(kThreads / (whole * t.slices), 1, t.outer));
     t.origin = S::kMargin;
     t.useful = t.width;
@@ -230,10 +236,16 @@ Tiles Tile(const Problem& p, int item) {
     t.strips = static_cast<int>(CeilDiv(t.width, t.useful));
   }
   t.slice_tiles = CeilDiv(t.vectors, t.slices);
-  t.chunks = 1;
-  const int64_t wanted = CeilDiv(kEnoughThreads, std::max<int64_t>(t.Blocks() * t.Threads(), 1));
-  t.chunk = static_cast<int>(CeilDiv(t.height, std::clamp<int64_t>(wanted, 1, CeilDiv(t.height, kLeastChunk))));
-  t.chunks = static_cast<int>(CeilDiv(t.height, t.chunk));
+  // Of the numbers of chunks, the one with which the device takes the fewest rows' time.
+  int64_t best = INT64_MAX;
+  for (int wanted = 1; wanted <= kMaxChunks; ++wanted) {
+    Tiles tried = t;
+    tried.chunk = static_cast<int>(CeilDiv(t.height, wanted));
+    tried.chunks = static_cast<int>(CeilDiv(t.height, tried.chunk));
+    const int64_t waves = CeilDiv(tried.Blocks(), kMultiprocessors * S::kResident);
+    const int64_t rows = waves * (tried.chunk + S::kSight + S::kLag);
+    if (rows < best) best = rows, t.chunk = tried.chunk, t.chunks = tried.chunks;
+  }
   return t;
 }
 
@@ -241,7 +253,7 @@ template <Map kMap, int H, int N, bool kAcross, class T>
 cudaError_t Launch(const Problem& p, const T* t, const T* x, T* out, cudaStream_t stream) {
   using S = Traits<kMap, H, N, kAcross>;
   const Tiles tiles = Tile<S>(p, sizeof(T));
-  const size_t vectors = 2 * S::kRows * S::kSums * (tiles.Threads() + 2 * S::kMargin * tiles.slices);
+  constexpr size_t vectors = 2 * S::kRows * S::kSums * S::kPitch;
   const Grid grid = {tiles.Blocks(), tiles.Threads(), vectors * sizeof(Vec<Accumulator<T>, N>)};
   return LaunchKernel(BoxKernel<S, T>, grid, stream, tiles, Response<T>(p), t, x, out);
 }

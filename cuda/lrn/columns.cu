@@ -109,19 +109,32 @@ __global__ void __launch_bounds__(kThreads)
 
   // Slot i holds what step i of a window brought: x and g as they come, r and D^-beta g when their energy is known.
   A c[W][N] = {}, w[W][N] = {}, r[W][N] = {}, u[W][N] = {};
-  for (int begin = first - kLag; begin < last + kLag; begin += W) {
-    Held in[W], with[W];
+  Held in[W], with[W];
+  const auto fetch = [&](int begin) {
 #pragma unroll
     for (int i = 0; i < W; ++i) {
       in[i] = load(x, begin + i);
       if constexpr (kCotangent) with[i] = load(t, begin + i - H);
     }
+  };
+  // The values alone of 16-bit elements leave registers for the loads of the next window of steps.
+  constexpr bool kAhead = kVector && sizeof(T) == 2 && !kCotangent;
+  if (kAhead) fetch(first - kLag);
+  for (int begin = first - kLag; begin < last + kLag; begin += W) {
+    if (!kAhead) fetch(begin);
+    Held x_now[W], t_now[W];
+#pragma unroll
+    for (int i = 0; i < W; ++i) {
+      x_now[i] = in[i];
+      if constexpr (kCotangent) t_now[i] = with[i];
+    }
+    if (kAhead) fetch(begin + W);
 #pragma unroll
     for (int i = 0; i < W; ++i) {
       const int now = (i + W - H) % W, done = (i + W - kLag) % W, row = begin + i - kLag;
       A result[N];
-      columns.Unpack(in[i], c[i]);
-      if constexpr (kMap != Map::kForward) columns.Unpack(with[i], w[i]);
+      columns.Unpack(x_now[i], c[i]);
+      if constexpr (kMap != Map::kForward) columns.Unpack(t_now[i], w[i]);
 #pragma unroll
       for (int j = 0; j < N; ++j) {
         A energy = 0, product = 0, q;

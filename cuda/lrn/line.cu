@@ -95,34 +95,40 @@ struct WholeRows {
 // Sums over windows in rows that begin anywhere.
 template <class L>
 struct AnyRows {
-  unsigned starts;  // bit i: element i - kReach of the lane is the first of its row
+  static constexpr int kSpan = L::V + 2 * L::kReach + 1;
+  unsigned same_row[kSpan];  // as element i - 1 - kReach of the lane: all ones where i - kReach is, else zero
 
   __device__ AnyRows(const Line& line, int64_t vector) {
-    constexpr int kSpan = L::V + 2 * L::kReach + 1;
     const int64_t flat = vector * L::V - L::kReach + line.padding;
     int at;
     if (line.narrow)
       line.by_row.Div(static_cast<int>(flat), &at);
     else
       at = static_cast<int>(flat % line.n);
-    starts = 0;
+    unsigned starts = 0;
     for (int i = at == 0 ? 0 : line.n - at; i < kSpan; i += line.n) starts |= 1u << i;
+#pragma unroll
+    for (int i = 0; i < kSpan; ++i) same_row[i] = (starts >> i & 1) - 1;
   }
 
-  template <class A>
-  __device__ void Sum(const Line& line, bool mirrored, const A (&v)[L::V], A (&sum)[L::V]) const {
+  // value, or 0 where elements i - 1 and i are of different rows: also instead of a NaN.
+  __device__ float Across(int i, float value) const { return __uint_as_float(__float_as_uint(value) & same_row[i]); }
+
+  __device__ void Sum(const Line& line, bool mirrored, const float (&v)[L::V], float (&sum)[L::V]) const {
     constexpr int V = L::V, R = L::kReach;
     const int before = mirrored ? line.after : line.before, after = mirrored ? line.before : line.after;
-    A e[V + 2 * R];
+    float e[V + 2 * R];
     WithNeighbours<R>(v, e);
     // left[i] and right[i]: the sums of up to so many neighbours of element i as levels are done.
-    A left[R + V] = {}, right[R + V] = {};
+    float left[R + V] = {}, right[R + V] = {};
+#pragma unroll 1
     for (int level = 0; level < before; ++level)
 #pragma unroll
-      for (int i = R + V - 1; i > 0; --i) left[i] = starts >> i & 1 ? A(0) : e[i - 1] + left[i - 1];
+      for (int i = R + V - 1; i > 0; --i) left[i] = Across(i, e[i - 1] + left[i - 1]);
+#pragma unroll 1
     for (int level = 0; level < after; ++level)
 #pragma unroll
-      for (int i = 0; i < R + V - 1; ++i) right[i] = starts >> (i + R + 1) & 1 ? A(0) : e[i + R + 1] + right[i + 1];
+      for (int i = 0; i < R + V - 1; ++i) right[i] = Across(i + R + 1, e[i + R + 1] + right[i + 1]);
 #pragma unroll
     for (int i = 0; i < V; ++i) sum[i] = (left[R + i] + e[R + i]) + right[i];
   }
