@@ -152,10 +152,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(Transform, TransformImpl,
 static ffi::Error Im2colImpl(cudaStream_t stream, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> cols,
                              PatchesAttrs attrs) {
   const auto patches = ToPatches(attrs, x, *cols);
-  const auto dtype = ToDType(x.element_type());
-  if (!patches || !dtype) return Unsupported("no kernel", "im2col", x, *cols);
+  const auto type = ToElementType(x.element_type());
+  if (!patches || !type) return Unsupported("no kernel", "im2col", x, *cols);
   const cudaError_t status =
-      transform::Im2col(*patches, static_cast<int>(SizeOf(*dtype)), x.untyped_data(), cols->untyped_data(), stream);
+      transform::Im2col(*patches, transform::SizeOf(*type), x.untyped_data(), cols->untyped_data(), stream);
   return FromCuda(status, "im2col", x, *cols);
 }
 

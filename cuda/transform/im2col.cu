@@ -186,7 +186,7 @@ struct Sum {
 
 // kN channels of an element, for the last kRank dimensions.
 template <int kRank, class T, int kN>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kRank == 2 ? 6 : 3)
     SumKernel(const Sum<kRank> s, const T* __restrict__ cols, T* __restrict__ x, int total) {
   using A = Accumulator<T>;
   const int index = blockIdx.x * kThreads + threadIdx.x;

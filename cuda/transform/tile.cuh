@@ -152,7 +152,8 @@ __global__ void __launch_bounds__(kThreads)
       for (int y = threadIdx.x % 32; y < ny; y += 32)
         *element(x, y) = x >= xa && x < xb && y >= ya && y < yb ? base[x * t.x_in_stride + y] : op.pad_bits;
   } else {
-    for (int x = 0; x < nx; ++x) {
+    // Rows of nothing but padding; runs of the result know them by themselves.
+    for (int x = kOutRun ? nx : 0; x < nx; ++x) {
       if (x == xa) x = max(xa, xb);
       if (x >= nx) break;
 #pragma unroll 1
@@ -210,7 +211,8 @@ __global__ void __launch_bounds__(kThreads)
       uint32_t shift = base_low + x * row_low;
 #pragma unroll
       for (int j = 0; j < kN; ++j) {
-        value[j] = op.Prepare(*reinterpret_cast<const In*>(place(b + static_cast<int>(shift & 15))));
+        const bool inside = !kOutRun || static_cast<unsigned>(x - xa) < static_cast<unsigned>(xb - xa);
+        value[j] = inside ? op.Prepare(*reinterpret_cast<const In*>(place(b + static_cast<int>(shift & 15)))) : op.pad;
         b += runs.pitch;
         shift += row_low;
         if (kOutRun && ++x == nx) {
@@ -225,7 +227,8 @@ __global__ void __launch_bounds__(kThreads)
       for (int i = max(q, 0); i < min(q + kN, length); ++i) {
         int x = i;
         if (kOutRun) y = runs.by_x.Div(i, &x);
-        op.Store(start + i, op.Prepare(*element(x, y)));
+        const bool inside = !kOutRun || (x >= xa && x < xb);
+        op.Store(start + i, inside ? op.Prepare(*element(x, y)) : op.pad);
       }
     }
   }

@@ -168,7 +168,7 @@ bool SquareFits(const Problem& p, int y, const Op& op, const void* x) {
   return fits && op.Aligned() && IsVectorAligned(static_cast<const char*>(x));
 }
 
-constexpr int kBoxBytes = 16 << 10;
+constexpr int64_t kBoxBytes = 16 << 10;  // Of the input, for large arrays.
 
 template <class Op>
 cudaError_t Tiles(const Problem& p, int y, const Op& op, const void* x, cudaStream_t stream) {
@@ -182,15 +182,18 @@ cudaError_t Tiles(const Problem& p, int y, const Op& op, const void* x, cudaStre
       return LaunchKernel(SquareKernel<Op>, blocks, kThreads, stream, t, op, in);
     }
 
-  // A run of 128 bytes or more needs no help; a shorter one goes on where the next dimension lies beside it.
-  const bool in_run = dy.extent * kSize < 128 && dx.stride == dy.extent && dy.begin == 0 && dy.end == dy.extent;
+  // A run of 256 bytes or more needs no help; a shorter one goes on where the next dimension lies beside it.
+  const bool in_run = dy.extent * kSize < 256 && dx.stride == dy.extent && dy.begin == 0 && dy.end == dy.extent;
   const bool out_run = !in_run && dx.extent < 64 && y == p.rank - 2;
-  const auto fill = [](int64_t other, int64_t extent) {
-    return std::min(std::max<int64_t>(kBoxBytes / (kSize * other) / 16 * 16, 16), extent);
+  // Small arrays are divided into many boxes all the same.
+  const int64_t bytes = std::clamp<int64_t>(Volume(p) * kSize / 2048, kBoxBytes / 4, kBoxBytes);
+  const auto fill = [&](int64_t other, int64_t extent) {
+    return std::min(std::max<int64_t>(bytes / (kSize * other) / 16 * 16, 16), extent);
   };
   int64_t box_x = std::min<int64_t>(dx.extent, kSquareRows);
   int64_t box_y = std::min<int64_t>(dy.extent, 128 / kSize);
   if (in_run) {
+    box_y = dy.extent;
     box_x = fill(box_y, dx.extent);
   } else if (out_run) {
     box_y = fill(box_x, dy.extent);
@@ -205,7 +208,7 @@ cudaError_t Tiles(const Problem& p, int y, const Op& op, const void* x, cudaStre
   runs.out_vectors = accesses((out_run ? t.box_y : 1) * t.box_x * kOutSize, kOutSize);
   runs.pitch = in_run ? t.box_y * kSize : runs.chunks * 16 + (runs.chunks * 16 / kStep % 2 == 0 ? kStep : 0);
   runs.lanes_log2 = 0;
-  while (!in_run && 1 << runs.lanes_log2 < std::min(16 / kSize, t.box_y)) ++runs.lanes_log2;
+  while ((!in_run || t.box_y * kSize >= 128) && 1 << runs.lanes_log2 < std::min(16 / kSize, t.box_y)) ++runs.lanes_log2;
   runs.by_chunks = FastDiv(runs.chunks);
   runs.by_out_vectors = FastDiv(runs.out_vectors);
   runs.by_x = FastDiv(t.box_x);
