@@ -1,8 +1,9 @@
 // Dropout, forward and backward alike: the mask is not kept but drawn again.
 //
 // Bound by memory, 2 passes, if the generator is not asked for too much: a call gives 8 elements 16 bits each, which is
-// one call for a 16-byte vector of a 16-bit type. Where those bits equal the upper half of the threshold, once in 65536
-// elements, a second call has the lower half, so that the probability is exact to 2^-32.
+// one call for a 16-byte vector of a 16-bit type. Of these 15 are compared with the upper bits of the threshold, two
+// elements in an instruction. Where they tie, once in 32768 elements, the 16th and those of a second call are the lower
+// bits, so that the probability is exact to 2^-32.
 #include "cuda/common/dtype.cuh"
 #include "cuda/common/fast_div.cuh"
 #include "cuda/common/launch.cuh"
@@ -16,26 +17,27 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kPerCall = 8;
 
+constexpr uint32_t kSigns = 0x80008000;  // The upper bits of both halves of a word.
+
 struct Generator {
   uint4 key;
   uint32_t threshold;
 
-  // Which of the call's 8 elements are kept, a bit each.
-  __device__ uint32_t Kept(uint64_t call) const {
-    const uint4 words = Draw(call, 0);
-    const uint32_t limit = threshold >> 16;
-    uint32_t kept = 0;
-    bool tied = false;
-#pragma unroll
-    for (int j = 0; j < kPerCall; ++j) {
-      kept |= static_cast<uint32_t>(Bits(words, j) > limit) << j;
-      tied |= Bits(words, j) == limit;
-    }
-    if (tied) {
+  // Which of the call's 8 elements are kept: the upper bits of the halves of four words.
+  __device__ uint4 Kept(uint64_t call) const {
+    uint4 words = Draw(call, 0);
+    // Of 15-bit numbers a and b, a + 0x7FFF - b has its upper bit set where a > b.
+    const uint32_t limit = threshold >> 17, pair = (0x7FFF - limit) * 0x10001;
+    uint32_t ties = 0;
+    const auto compare = [&](uint32_t word) {
+      const uint32_t above = (word & ~kSigns) + pair;
+      ties |= above ^ (above + 0x10001);
+      return above;
+    };
+    uint4 kept = {compare(words.x), compare(words.y), compare(words.z), compare(words.w)};
+    if (ties & kSigns) {
       const uint4 lower = Draw(call, 1);
-#pragma unroll
-      for (int j = 0; j < kPerCall; ++j)
-        kept |= static_cast<uint32_t>(Bits(words, j) == limit && Bits(lower, j) >= (threshold & 0xFFFF)) << j;
+      kept = {Exact(words.x, lower.x), Exact(words.y, lower.y), Exact(words.z, lower.z), Exact(words.w, lower.w)};
     }
     return kept;
   }
@@ -45,12 +47,24 @@ struct Generator {
     const uint32_t low = static_cast<uint32_t>(call), high = static_cast<uint32_t>(call >> 32);
     return Philox({low, high | stream << 31, key.z, key.w}, {key.x, key.y});
   }
-  // The 16 bits of a call's j-th element.
-  static __device__ uint32_t Bits(const uint4& words, int j) {
-    const uint32_t word = j < 4 ? (j < 2 ? words.x : words.y) : (j < 6 ? words.z : words.w);
-    return word >> (j % 2 * 16) & 0xFFFF;
+  // Two elements' numbers of 32 bits: the lower 15 of a half, its upper one, and the 16 of the second call's.
+  __device__ uint32_t Exact(uint32_t word, uint32_t lower) const {
+    uint32_t kept = 0;
+#pragma unroll
+    for (int shift = 0; shift < 32; shift += 16) {
+      const uint32_t half = word >> shift & 0xFFFF;
+      const uint32_t number = (half & 0x7FFF) << 17 | (half >> 15) << 16 | (lower >> shift & 0xFFFF);
+      kept |= static_cast<uint32_t>(number >= threshold) << (shift + 15);
+    }
+    return kept;
   }
 };
+
+// Whether the j-th element of a call is kept.
+__device__ __forceinline__ bool IsKept(const uint4& kept, int j) {
+  const uint32_t word = j < 4 ? (j < 2 ? kept.x : kept.y) : (j < 6 ? kept.z : kept.w);
+  return word & (j % 2 ? 0x80000000 : 0x8000);
+}
 
 // The blocks of a problem, and where its data and its numbers begin.
 template <class T>
@@ -102,9 +116,12 @@ __global__ __launch_bounds__(kThreads, 6) void VectorKernel(const T* all_x, cons
     const int64_t row = by_row.Div(static_cast<int>(i), &within);
     number = p.start + row * shape.pitch + int64_t{within} * N;
   }
-  const uint32_t kept = p.generator.Kept(number / kPerCall) >> (N == kPerCall ? 0 : number % kPerCall);
+  uint4 kept = p.generator.Kept(number / kPerCall);
+  // A shorter vector's elements are among the later ones of the call.
+  if (N <= 4 && number & 4) kept = {kept.z, kept.w, 0, 0};
+  if (N <= 2 && number & 2) kept.x = kept.y;
 #pragma unroll
-  for (int j = 0; j < N; ++j) v.v[j] = Apply(v.v[j], kept >> j & 1, scale);
+  for (int j = 0; j < N; ++j) v.v[j] = Apply(v.v[j], IsKept(kept, j), scale);
   if (aligned && left >= N) {
     reinterpret_cast<Vec<T, N>*>(p.y)[i] = v;
   } else {
@@ -122,7 +139,7 @@ __global__ __launch_bounds__(kThreads) void ElementKernel(const T* all_x, const 
   if (p.thread >= shape.rows * shape.columns) return;
   const int64_t row = p.thread / shape.columns;
   const uint64_t number = p.start + row * shape.pitch + (p.thread - row * shape.columns);
-  const bool kept = p.generator.Kept(number / kPerCall) >> (number % kPerCall) & 1;
+  const bool kept = IsKept(p.generator.Kept(number / kPerCall), static_cast<int>(number % kPerCall));
   p.y[p.thread] = Apply(p.x[p.thread], kept, scale);
 }
 
