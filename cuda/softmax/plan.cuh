@@ -116,8 +116,11 @@ template <class T, int kSteps, bool kMasked, class Op>
 cudaError_t RunPackedRows(const Op& op, const Problem& p, const T* in0, const T* in1, T* out, cudaStream_t stream) {
   constexpr int L = kVecLength<T>, kBytes = 16 << 10;
   const int n = static_cast<int>(p.shape.n);
-  const int per_block = std::max<int>(1, kBytes / Op::kInputs / (n * sizeof(T) * L)) * L;
-  const Rows rows = {p.shape.outer, n, CeilLog2(CeilDiv(n, kSteps)), per_block};
+  const int span = CeilLog2(CeilDiv(n, kSteps)), groups = kRowThreads >> span;
+  // Every group takes as many rows, and so many are a multiple of L.
+  static_assert((kRowThreads >> 5) % L == 0);
+  const int per_block = static_cast<int>(CeilDiv(kBytes / Op::kInputs, n * sizeof(T) * groups)) * groups;
+  const Rows rows = {p.shape.outer, n, span, per_block};
   const Grid grid = {rows.Blocks(), kRowThreads, Op::kInputs * per_block * n * sizeof(T)};
   return LaunchKernel(PackedRowsKernel<Op, T, kSteps, kMasked>, grid, stream, rows, op, p.mask, in0, in1, out);
 }

@@ -85,15 +85,33 @@ __global__ void __launch_bounds__(kMaxTileThreads)
   V* held = reinterpret_cast<V*>(shared) + column;
   const int size = t.share << stride;
   const auto element = [&](int input, int at) -> V& { return held[input * size + (at << stride)]; };
-#pragma unroll 4
-  for (int at = part; at < count; at += parts) {
+  if constexpr (sizeof(V) < 4) {
+    // Too little for an asynchronous copy: several loads, then as many stores.
+    constexpr int kBatch = 8 / kInputs;
+    for (int start = part; start < count; start += kBatch * parts) {
+      T loaded[kBatch][kInputs];
 #pragma unroll
-    for (int j = 0; j < kInputs; ++j) {
-      const T* in = (j == 0 ? in0 : in1) + base + at * step;
-      if (is_whole(at)) {
-        CopyAsync(&element(j, at), reinterpret_cast<const V*>(in));
-      } else {
-        for (int i = 0; i < L; ++i) element(j, at).v[i] = is_inside(at, i) ? in[i] : static_cast<T>(Op::Fill(j));
+      for (int b = 0; b < kBatch; ++b)
+#pragma unroll
+        for (int j = 0; j < kInputs; ++j)
+          if (start + b * parts < count) loaded[b][j] = (j == 0 ? in0 : in1)[base + (start + b * parts) * step];
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b)
+#pragma unroll
+        for (int j = 0; j < kInputs; ++j)
+          if (start + b * parts < count) element(j, start + b * parts).v[0] = loaded[b][j];
+    }
+  } else {
+#pragma unroll 4
+    for (int at = part; at < count; at += parts) {
+#pragma unroll
+      for (int j = 0; j < kInputs; ++j) {
+        const T* in = (j == 0 ? in0 : in1) + base + at * step;
+        if (is_whole(at)) {
+          CopyAsync(&element(j, at), reinterpret_cast<const V*>(in));
+        } else {
+          for (int i = 0; i < L; ++i) element(j, at).v[i] = is_inside(at, i) ? in[i] : static_cast<T>(Op::Fill(j));
+        }
       }
     }
   }
