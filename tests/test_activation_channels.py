@@ -275,7 +275,7 @@ def test_bias_of_more_than_2_to_the_31_elements():
     y, vjp = jax.vjp(lambda x, b: jaxdnn.relu(x, bias=b), x, b)
     dx, db = vjp(jnp.full_like(x, 2.0**-12))
     on = jnp.arange(rows) % 5 > 2
-    total = (on.sum() * 2.0**-12).astype(jnp.float16)
+    total = (on.sum().astype(jnp.float32) * 2.0**-12).astype(jnp.float16)
     return (y == jnp.maximum((x + b[None, :]), 0)).all() & ((dx > 0) == on[:, None]).all() & (db == total).all()
 
   assert jax.jit(right)(b)

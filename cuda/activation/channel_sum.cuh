@@ -37,8 +37,8 @@ constexpr int kMultiprocessors = 132;  // Of an H200, which full waves are count
 
 // Columns -------------------------------------------------------------------------------------------------------------
 
-constexpr int kColumnUnroll = 2;
-constexpr int kColumnResident = 4;
+constexpr int kColumnUnroll = 4;
+constexpr int kColumnResident = 2;
 
 struct ColumnPlan {
   int64_t columns;  // Channels times inner: what repeats.
@@ -167,8 +167,8 @@ __device__ __forceinline__ int64_t Least(int64_t a, int64_t b) { return a < b ? 
 
 // Planes --------------------------------------------------------------------------------------------------------------
 
-constexpr int kPlaneUnroll = 2;
-constexpr int kPlaneResident = 4;
+constexpr int kPlaneUnroll = 4;
+constexpr int kPlaneResident = 2;
 constexpr int64_t kLeastPlane = 256;
 
 struct PlanePlan {
