@@ -177,7 +177,10 @@ def test_explicit_mesh():
   mesh = jax.make_mesh((8,), ("data",))
   w = Window((5, 4), (3, 2), 1, "SAME", channels=3, lead=(8,))
   x = jnp.asarray(image(w, "float64"))
-  round_trip = lambda x: jaxdnn.col2im(jnp.sin(jaxdnn.im2col(x, **arguments(w))), w.spatial, **arguments(w))  # noqa: E731
+
+  def round_trip(x):
+    return jaxdnn.col2im(jnp.sin(jaxdnn.im2col(x, **arguments(w))), w.spatial, **arguments(w))
+
   with jax.set_mesh(mesh):
     placed = jax.device_put(x, P("data"))
     got = round_trip(placed)
