@@ -278,22 +278,24 @@ def test_every_width(first):
 @pytest.mark.xdist_group("memory")  # one at a time
 def test_more_than_2_to_the_31_elements():
   """64-bit offsets, in both layouts: the last channel differs, so that a wrapped offset shows."""
+
+  @functools.partial(jax.jit, static_argnums=(0, 1))
+  def alternating(shape, axis):
+    row, channel = (jax.lax.broadcasted_iota(jnp.int32, shape, d) for d in (0 if axis == -1 else 2, axis % len(shape)))
+    last = (channel == shape[axis] - 1) & (shape[axis] > 1)
+    return jnp.where(last, 3, 1 - 2 * (row % 2)).astype(jnp.bfloat16)
+
   for shape, axis in (((2**25 + 3, 65), -1), ((5, 3, 2**27 + 2**20), 1), ((2**31 + 11, 1), -1)):
-    spike = (slice(None), -1)
-    n = np.prod(shape) // shape[axis]
-
-    def f(x, axis=axis):
-      y, stats = jaxdnn.batch_norm(x, axis=axis)
-      return y, stats
-
-    x = jnp.zeros(shape, jnp.bfloat16).at[spike].set(3.0).at[(0,) * len(shape)].set(1.0)
-    (y, stats), vjp = jax.vjp(jax.jit(f), x)
-    assert stats.entries == np.float32(n)
+    x = alternating(shape, axis)
+    (y, stats), vjp = jax.vjp(jax.jit(functools.partial(jaxdnn.batch_norm, axis=axis)), x)
+    assert stats.entries == np.float32(np.prod(shape) // shape[axis])
+    np.testing.assert_allclose(exact(stats.mean[0]), 0, atol=1e-6)
+    np.testing.assert_allclose(exact(stats.var[0]), 1, rtol=1e-5)
     if shape[axis] > 1:
-      np.testing.assert_allclose(exact(stats.mean[-1]), 3.0, rtol=1e-6)
-      assert stats.var[-1] == 0
-      np.testing.assert_allclose(exact(stats.mean[0]), 1 / n, rtol=1e-3)
-      assert (y[spike] == 0).all()
-    (dx,) = vjp((jnp.ones_like(y), jax.tree.map(jnp.zeros_like, stats)))
-    assert jnp.abs(dx).max() < 1e-2
-    del x, y, dx, vjp
+      assert stats.mean[-1] == 3 and stats.var[-1] == 0
+    assert jax.jit(lambda x, y: jnp.where(x == 3, y == 0, jnp.abs(y - x) < 0.01).all())(x, y)
+    del x
+    (dx,) = vjp((y, jax.tree.map(jnp.zeros_like, stats)))
+    # y is constant in directions along x, but for epsilon.
+    assert jnp.abs(dx).max() < 0.01
+    del y, dx, vjp

@@ -8,14 +8,6 @@
 
 namespace jaxdnn::batch_norm {
 
-// The greater of the two, or NaN if one is.
-__device__ __forceinline__ float MaxOrNan(float a, float b) {
-  float max;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(max) : "f"(a), "f"(b));
-  return max;
-}
-__device__ __forceinline__ double MaxOrNan(double a, double b) { return a <= b ? b : a; }
-
 // The identity and relu, which differ in the least value: an instruction for each element, two in the derivative.
 template <class T>
 struct PlainGroup {
@@ -27,7 +19,7 @@ struct PlainGroup {
   __device__ void Visit(F&& f) const {
     f(*this);
   }
-  __device__ A Forward(A p) const { return MaxOrNan(p, relu ? A(0) : -A(INFINITY)); }
+  __device__ A Forward(A p) const { return activation::MaxOrNan(p, relu ? A(0) : -A(INFINITY)); }
   // g f'(p)
   __device__ A Slope(A g, A p) const { return !relu || p > A(0) ? g : A(0); }
 };

@@ -119,23 +119,25 @@ cudaError_t Map(const Tiling& t, const Arrays<typename M::T>& arrays, const type
 cudaError_t Apply(const Problem& p, const Affine& affine, activation::Activation f, const void* x, const void* residual,
                   void* y, cudaStream_t stream) {
   const bool aligned = IsVectorAligned(x, residual, y);
-  return VisitAccess<false>(p, f, aligned, kNoLimit, kMapBlocks, [&](auto access, auto g, const Tiling& t) {
-    using M = typename decltype(access)::type;
-    using G = decltype(g);
-    using T = typename M::T;
-    const Arrays<T> arrays = {{static_cast<const T*>(x), static_cast<const T*>(residual ? residual : x)},
-                              static_cast<T*>(y)};
-    const Source source = residual ? Source::kResidual : Source::kNone;
-    if constexpr (M::V > 1)
-      if (!residual) return Map<ApplyOp<M, G, false>, M>(t, arrays, {affine, g, source}, stream);
-    return Map<ApplyOp<M, G, true>, M>(t, arrays, {affine, g, source}, stream);
-  });
+  const bool light = SizeOf(p.dtype) == 2 && !residual;
+  return VisitAccess<false>(
+      p, f, aligned, kNoLimit, light ? kLightBlocks : kBlocks, [&](auto access, auto g, const Tiling& t) {
+        using M = typename decltype(access)::type;
+        using G = decltype(g);
+        using T = typename M::T;
+        const Arrays<T> arrays = {{static_cast<const T*>(x), static_cast<const T*>(residual ? residual : x)},
+                                  static_cast<T*>(y)};
+        const Source source = residual ? Source::kResidual : Source::kNone;
+        if constexpr (M::V > 1)
+          if (!residual) return Map<ApplyOp<M, G, false>, M>(t, arrays, {affine, g, source}, stream);
+        return Map<ApplyOp<M, G, true>, M>(t, arrays, {affine, g, source}, stream);
+      });
 }
 
 cudaError_t Gradient(const Problem& p, const Affine& affine, activation::Activation f, const void* g, const void* k,
                      const void* x, void* dx, cudaStream_t stream) {
   const bool aligned = IsVectorAligned(g, x, dx);
-  return VisitAccess<false>(p, f, aligned, kNoLimit, kMapBlocks, [&](auto access, auto group, const Tiling& t) {
+  return VisitAccess<false>(p, f, aligned, kNoLimit, kBlocks, [&](auto access, auto group, const Tiling& t) {
     using M = typename decltype(access)::type;
     using T = typename M::T;
     const Arrays<T> arrays = {{static_cast<const T*>(g), static_cast<const T*>(x)}, static_cast<T*>(dx)};
@@ -147,7 +149,7 @@ cudaError_t Gradient(const Problem& p, const Affine& affine, activation::Activat
 cudaError_t Tangent(const Problem& p, const Affine& affine, activation::Activation f, Slot slot, const void* t,
                     const void* k, const void* x, const void* source, void* out, cudaStream_t stream) {
   const bool aligned = IsVectorAligned(x, t, source, out);
-  return VisitAccess<true>(p, f, aligned, kNoLimit, kMapBlocks, [&](auto access, auto group, const Tiling& tiling) {
+  return VisitAccess<true>(p, f, aligned, kNoLimit, kBlocks, [&](auto access, auto group, const Tiling& tiling) {
     using M = typename decltype(access)::type;
     using T = typename M::T;
     const auto or_x = [x](const void* in) { return static_cast<const T*>(in ? in : x); };

@@ -72,17 +72,20 @@ __device__ A PreActivation(Source kind, A p, A source) {
   return kind == Source::kOutput ? source : kind == Source::kResidual ? p + source : p;
 }
 
-// Blocks on a multiprocessor.
-constexpr int kMapBlocks = 3;
-constexpr int kSumBlocks = 2;
-// Vectors of each input that a thread loads before it uses the first; less of those that may exist in part.
-template <class Op>
-constexpr int kInFlight = Op::kInputs == 1 ? 4 : 2;
-template <class Op>
-constexpr int kPartsInFlight = Op::kSwitch && Op::kInputs > 1 ? 1 : 2;
-// Whether there is a loop of its own for vectors that exist as a whole; code for all activations is too much as it is.
+// Blocks on a multiprocessor, of maps of one 16-bit input and of everything else; and how many vectors of each input a
+// thread loads before it uses the first.
+constexpr int kLightBlocks = 3;
+constexpr int kBlocks = 2;
 template <class M, class Op>
-constexpr bool kWholes = M::V > 1 && !Op::kSwitch;
+constexpr bool kLight = sizeof(typename M::T) == 2 && M::V > 1 && Op::kInputs == 1 && !Op::kSwitch;
+template <class M, class Op>
+constexpr int kInFlight = (Op::kInputs == 1   ? 8
+                           : Op::kInputs == 2 ? 4
+                                              : 2) /
+                          (kLight<M, Op> || Op::kSwitch ? 2 : 1);
+// Of vectors that may exist in part.
+template <class M, class Op>
+constexpr int kPartsInFlight = Op::kSwitch ? 1 : 2;
 
 template <class T>
 struct Arrays {
@@ -108,15 +111,15 @@ __device__ void ForVectors(const Tiling& t, const Arrays<typename M::T>& arrays,
 
 // out = op(in...), in reverse order; 0 where the mask is false.
 template <class M, class Op>
-__global__ void __launch_bounds__(kThreads, kMapBlocks)
+__global__ void __launch_bounds__(kThreads, kLight<M, Op> ? kLightBlocks : kBlocks)
     MapKernel(Tiling t, Arrays<typename M::T> arrays, typename Op::Arguments arguments) {
   using T = typename M::T;
-  constexpr int V = M::V, U = kInFlight<Op>, P = kPartsInFlight<Op>, K = Op::kInputs;
+  constexpr int V = M::V, U = kInFlight<M, Op>, P = kPartsInFlight<M, Op>, K = Op::kInputs;
   const M m(t, true);
   if (m.steps == 0) return;
   const Op op(t, m, arguments);
   // The last vectors first, one of which may be a part; then whole ones only.
-  const int whole = kWholes<M, Op> ? m.full - m.full % U : 0;
+  const int whole = V > 1 ? m.full - m.full % U : 0;
   for (int i = m.steps; i > whole; i -= P)
     ForVectors<M, P, false, K>(
         t, arrays, i - whole, [&](int u) { return m.At(t, i - 1 - u); },
@@ -126,7 +129,7 @@ __global__ void __launch_bounds__(kThreads, kMapBlocks)
           if (Kept<M>(t, span)) op(out, v);
           Store<M>(arrays.out, span, out);
         });
-  if constexpr (kWholes<M, Op>)
+  if constexpr (V > 1)
     for (int i = whole; i > 0; i -= U)
       ForVectors<M, U, true, K>(
           t, arrays, U, [&](int u) { return m.At(t, i - 1 - u); },
@@ -161,19 +164,19 @@ __device__ Vec<typename M::T, M::V> Rounded(const Op& op, const A (&values)[M::V
 // The sums that op leaves for each channel, partial[outer, 2, rows, c]; and, where there is an `out`, op's elementwise
 // results, 0 where the mask is false.
 template <class M, class Op>
-__global__ void __launch_bounds__(kThreads, kSumBlocks)
+__global__ void __launch_bounds__(kThreads, kBlocks)
     SumKernel(Tiling t, Arrays<typename M::T> arrays, typename Op::Arguments arguments,
               Accumulator<typename M::T>* partial) {
   using T = typename M::T;
   using A = Accumulator<T>;
-  constexpr int V = M::V, W = M::W, U = kInFlight<Op>, P = kPartsInFlight<Op>, K = Op::kInputs;
+  constexpr int V = M::V, W = M::W, U = kInFlight<M, Op>, P = kPartsInFlight<M, Op>, K = Op::kInputs;
   __shared__ Pair<A> scratch[kThreads * W];
   const M m(t, false);
   Pair<A> sums[W] = {};
   if (m.steps > 0) {
     const Op op(t, m, arguments);
     int i = 0;
-    if constexpr (kWholes<M, Op>)
+    if constexpr (V > 1)
       for (; i + U <= m.full; i += U)
         ForVectors<M, U, true, K>(
             t, arrays, U, [&](int u) { return m.At(t, i + u); },

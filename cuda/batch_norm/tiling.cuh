@@ -273,14 +273,16 @@ inline Tiling ByColumns(const Problem& p, int vector, int64_t limit, int64_t wav
   t.copies = vector / std::gcd(p.c * p.s, int64_t{vector});
   t.columns = t.copies * p.c * p.s;
   t.rows = CeilDiv(p.n, t.copies);
-  // A tile holds whole channels, and is narrow: the more rows it has, the fewer slabs leave partial results. Of about
-  // kTileWidth, that which leaves the fewest threads idle.
+  // A tile holds whole channels. Those of one column each are narrow: the more rows a tile has, the fewer slabs leave
+  // partial results. Of about the greatest width, that which leaves the fewest threads idle.
   const int unit = static_cast<int>(p.s / std::gcd(p.s, int64_t{vector}));
   const int64_t vectors = t.columns / vector, units = CeilDiv(vectors, unit);
   int width = 0, height = 0;
   double best = 0;
-  for (int64_t tiles = CeilDiv(vectors, std::max(unit, kTileWidth)), i = 0; i < 16 && tiles <= units; ++i, ++tiles) {
-    const int w = static_cast<int>(CeilDiv(units, tiles)) * unit, h = kThreads / w;
+  const int most = std::max(1, (p.s == 1 ? kTileWidth : kThreads) / unit);
+  for (int64_t tiles = CeilDiv(units, most), i = 0; i < 16 && tiles <= units; ++i, ++tiles) {
+    const int w = static_cast<int>(CeilDiv(units, tiles)) * unit;
+    const int h = kThreads / w;
     const double used = static_cast<double>(w * h) / kThreads * static_cast<double>(vectors) /
                         static_cast<double>(CeilDiv(vectors, w) * w);
     if (used > best * 1.05) best = used, width = w, height = h;
