@@ -1,5 +1,4 @@
-// A mask that broadcasts to [outer, n, inner], and the fold of its leading
-// dimensions into few.
+// A mask that broadcasts to [outer, n, inner], and the fold of its leading dimensions into few.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -8,9 +7,8 @@
 
 namespace jaxdnn::softmax {
 
-// Entry (o, k, i) is data[Row(o) + k * along_n + i * along_inner]; without data
-// every entry is kept. The index o counts through `groups` dimensions, the last
-// fastest; a stride of 0 is a dimension that the mask does not have.
+// Entry (o, k, i) is data[Row(o) + k * along_n + i * along_inner]; without data every entry is kept. The index o counts
+// through `groups` dimensions, the last fastest; a stride of 0 is a dimension that the mask does not have.
 struct Mask {
   static constexpr int kMaxGroups = 6;
 

@@ -68,9 +68,10 @@ Tiling PlanTile(const Shape& shape, int inputs, int element_bytes, const Device&
   while (shares < device.max_cluster && idle(device.multiprocessors) && tile_bytes() > kTileBytes / 8) shares *= 2;
   const bool fits = tile_bytes() <= std::min(kLongTileBytes, device.shared_bytes - (24 << 10));
   Phase phase = Phase::kWhole;
-  if (!fits || (idle(device.multiprocessors / 4) && tile_bytes() > kTileBytes / 2)) {
+  const int64_t most = WorkspaceShares(shape, element_bytes);
+  if (most > 1 && (!fits || (idle(device.multiprocessors / 4) && tile_bytes() > kTileBytes / 2))) {
     phase = Phase::kReduce;
-    shares = WorkspaceShares(shape, element_bytes);
+    shares = most;
     stride = narrowest;
   }
   const int share = static_cast<int>(CeilDiv(vectors, shares));

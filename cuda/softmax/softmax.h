@@ -24,14 +24,12 @@ struct Problem {
 
 int64_t WorkspaceBytes(DType dtype, Shape shape);
 
-// y = exp(x - m) / s, or y = x - m - log(s), with m = max(x) and s = sum(exp(x
-// - m)) over the entries that the mask keeps. Others become 0, or -inf; in rows
-// without an entry they become `without_entries`, or its logarithm.
+// y = exp(x - m) / s, or y = x - m - log(s), with m = max(x) and s = sum(exp(x - m)) over the entries that the mask
+// keeps. Others become 0, or -inf; in rows without an entry they become `without_entries`, or its logarithm.
 cudaError_t Forward(bool log, DType dtype, double without_entries, const void* x, void* y, const Problem& problem,
                     cudaStream_t stream);
 
-// The linear maps that differentiation needs, each a function of the output y.
-// A mask selects before and after.
+// The linear maps that differentiation needs, each a function of the output y. A mask selects before and after.
 enum class Map {
   kSoftmax,        // y (g - sum(y g)), its own transpose
   kLogSoftmaxJvp,  // g - sum(exp(y) g)

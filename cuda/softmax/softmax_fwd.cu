@@ -1,9 +1,7 @@
-// Softmax and log-softmax: y = exp(x - m) / s and y = x - m - log(s), with m =
-// max(x) and s = sum(exp(x - m)).
+// Softmax and log-softmax: y = exp(x - m) / s and y = x - m - log(s), with m = max(x) and s = sum(exp(x - m)).
 //
-// Bound by memory: one read and one write. Short rows are held in registers or,
-// packed, in shared memory (rows.cuh); others, and columns, are tiles in shared
-// memory (tile.cuh). plan.cuh chooses.
+// Bound by memory: one read and one write. Short rows are held in registers or, packed, in shared memory (rows.cuh);
+// others, and columns, are tiles in shared memory (tile.cuh). plan.cuh chooses.
 #include "cuda/softmax/plan.cuh"
 
 namespace jaxdnn::softmax {
