@@ -1,5 +1,4 @@
-// The derivatives of softmax and log-softmax as linear maps in g, from the
-// output y:
+// The derivatives of softmax and log-softmax as linear maps in g, from the output y:
 //   softmax                 y (g - sum(y g))
 //   log-softmax, tangent    g - sum(exp(y) g)
 //   log-softmax, cotangent  g - exp(y) sum(g)
