@@ -30,6 +30,12 @@ SWEEP = (
 
 
 def work(dtypes: list[str], quick: bool = False, shrink: int = 1) -> Iterator[Work]:
+  for shape in LOSS_SHAPES:
+    if quick and shape not in QUICK:
+      continue
+    for dtype in dtypes:
+      yield loss(shrunk(shape, shrink), dtype)
+      yield from reduction(shrunk(shape, shrink), dtype)
   for case in softmax_cases.BENCHMARKS:
     if quick and case.shape not in QUICK:
       continue
@@ -39,12 +45,6 @@ def work(dtypes: list[str], quick: bool = False, shrink: int = 1) -> Iterator[Wo
         continue
       for dtype in dtypes:
         yield from directions(name, functions, shrunk(case.shape, shrink), case.axis, dtype)
-  for shape in LOSS_SHAPES:
-    if quick and shape not in QUICK:
-      continue
-    for dtype in dtypes:
-      yield loss(shrunk(shape, shrink), dtype)
-      yield from reduction(shrunk(shape, shrink), dtype)
 
 
 def sweep(dtypes: list[str], quick: bool = False, shrink: int = 1) -> Iterator[Work]:
