@@ -46,8 +46,8 @@ struct Traits {
   static constexpr int H = kH, N = kN, W = 2 * H + 1;
   static constexpr bool kAcross = kIsAcross, kCotangent = kMap == Map::kCotangent;
   static constexpr int kSums = kCotangent ? 2 : 1;
-  // Rows of an exchange, which the cotangent's longer rings leave no registers for.
-  static constexpr int kRows = kCotangent ? 1 : 2;
+  // Rows of an exchange, one where longer rings leave no registers for two.
+  static constexpr int kRows = kCotangent || H == 3 ? 1 : 2;
   // Rows from an element's arrival to its result, and rows and columns that a result sees.
   static constexpr int kLag = kCotangent ? 2 * H + kRows : H;
   static constexpr int kSight = kCotangent ? 2 * H : H;
@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(kThreads, S::kResident)
   using Held = Packed<T, S::N>;
   constexpr int H = S::H, N = S::N, W = S::W, U = S::U, kSums = S::kSums, kLag = S::kLag, kRows = S::kRows;
   constexpr bool kCotangent = S::kCotangent;
-  constexpr int kAhead = U / 2;  // rows whose loads are in flight
+  constexpr int kAhead = H < 3 ? U / 2 : kCotangent ? 1 : 2;  // rows whose loads are in flight, as registers allow
   extern __shared__ __align__(16) unsigned char shared[];
   constexpr int pitch = S::kPitch;
   const int lane = threadIdx.x, margin = S::kMargin * tiles.slices;

@@ -173,7 +173,7 @@ __device__ void Store(const Line& line, T* p, int64_t vector, const Accumulator<
 }
 
 template <Map kMap, class L, int kTiles, class T>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 2)
     LineKernel(const __grid_constant__ Line line, Response<T> response, const T* __restrict__ t,
                const T* __restrict__ x, T* __restrict__ out) {
   using A = Accumulator<T>;
