@@ -57,16 +57,14 @@ def work(dtypes: list[str], quick: bool = False, shrink: int = 1) -> Iterator[Wo
 def sweep(dtypes: list[str], quick: bool = False, shrink: int = 1) -> Iterator[Work]:
   """Sizes from one element up, and channels of every kind: few, odd, many, first."""
   dtype = dtypes[0]
-  for n in (1, 1000, 1 << 14, 1 << 17, (1 << 20) + 1, 1 << 22, 1 << 24, (1 << 28) + 3):
+  for n in (1, 1000, 1 << 17, (1 << 20) + 1, 1 << 24, (1 << 28) + 3):
     yield from alone("gelu", shrunk((n,), shrink), dtype)
   yield from alone("relu", shrunk(((1 << 28) + 3,), shrink), dtype)
   for rows, channels in (
-    (1 << 26, 1), (1 << 24, 3), (1 << 23, 7), (1 << 22, 16), (1 << 20, 64), (1 << 18, 257), (1 << 17, 512),
-    (1 << 16, 1000), (1 << 16, 1025), (1 << 15, 2048), (1 << 14, 4096), (1 << 13, 5003), (1 << 11, 32768),
-    (64, 1 << 20),
+    (1 << 26, 1), (1 << 24, 3), (1 << 20, 64), (1 << 18, 257), (1 << 16, 1025), (1 << 14, 4096), (64, 1 << 20)
   ):  # fmt: skip
     yield from biased("gelu", shrunk((rows, channels), shrink), -1, dtype)
-  for planes in ((256, 64, 56, 56), (256, 256, 14, 14), (256, 512, 7, 7), (1, 64, 1024, 1024), (64, 3, 512, 512)):
+  for planes in ((256, 64, 56, 56), (256, 512, 7, 7), (1, 64, 1024, 1024), (64, 3, 512, 512)):
     yield from biased("gelu", shrunk(planes, shrink), 1, dtype)
   yield from gated("swiglu", shrunk((8192, 2 * 4095), shrink), dtype)
 
