@@ -5,7 +5,7 @@
 
 namespace jaxdnn::lrn {
 
-// Whether LaunchBox takes the problem.
+// Whether LaunchBox takes the problem: tangents and rare types are left to the general kernel.
 bool IsBox(Map map, const Problem& p, DType dtype);
 
 // `t` is the cotangent; null for Map::kForward.

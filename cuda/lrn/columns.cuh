@@ -6,7 +6,7 @@
 
 namespace jaxdnn::lrn {
 
-// Whether LaunchColumns takes the problem.
+// Whether LaunchColumns takes the problem: tangents and rare types are left to the general kernel.
 bool IsColumns(Map map, const Problem& p, DType dtype);
 
 // `t` is the cotangent; null for Map::kForward.

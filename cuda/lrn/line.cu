@@ -1,7 +1,7 @@
 // Windows along the contiguous dimension.
 //
 // Rows are seen as one flat array, of which a lane holds V neighbouring elements. What a window needs of its neighbours
-// comes by shuffles: squares first, and for the cotangent r = q c g as well. A warp's outermost lanes have no neighbour
+// comes by shuffles: squares first, and for the cotangent r = q x g as well. A warp's outermost lanes have no neighbour
 // on one side, so they only supply the others, and the next warp covers their elements again. So memory is read once,
 // but for 2 or 4 of 32 lanes, and written once. Bound by memory, and for 16-bit types nearly by instructions as well.
 //

@@ -5,7 +5,7 @@
 
 namespace jaxdnn::lrn {
 
-// Whether LaunchLine takes the problem.
+// Whether LaunchLine takes the problem: tangents and rare types are left to the general kernel.
 bool IsLine(Map map, const Problem& p, DType dtype);
 
 // `t` is the cotangent; null for Map::kForward.
