@@ -7,7 +7,7 @@
 namespace jaxdnn::group_norm {
 
 std::optional<int64_t> BackwardWorkspace(const Problem& p) {
-  return MostBytes(p, 2, [&](const auto& t, size_t word) {
+  return MostBytes<2>(p, [&](const auto& t, size_t word) {
     const int64_t rows = p.batch * p.n * p.channels, of_blocks = t.team.size == 1 ? 0 : rows * t.team.size;
     return 2 * (rows + of_blocks) * word + ExchangeBytes(t.team, t.SlabGroups(), 2, word);
   });
@@ -23,7 +23,7 @@ cudaError_t Backward(const Problem& p, const void* dy, const void* x, const void
     if (cudaError_t e = cudaMemsetAsync(dscale, 0, bytes, stream)) return e;
     return cudaMemsetAsync(dbias, 0, bytes, stream);
   }
-  return VisitTiling(p, 2, IsVectorAligned(dy, x, dx), [&](auto access, auto t) {
+  return VisitTiling<2>(p, IsVectorAligned(dy, x, dx), [&](auto access, auto t) {
     using C = decltype(access);
     using A = Accumulator<typename C::Type>;
     using V = Vec<typename C::Type, C::V>;

@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(kThreads, kResident) ColumnKernel(ColumnTiling
 }
 
 template <class F, class T, int V>
-__global__ void __launch_bounds__(kThreads, kResidentRows + 1) RowKernel(RowTiling t, Operands<T, V> o, F f) {
+__global__ void __launch_bounds__(kThreads, kResidentRows) RowKernel(RowTiling t, Operands<T, V> o, F f) {
   using A = Accumulator<T>;
   extern __shared__ __align__(16) unsigned char shared[];
   auto* tile_memory = reinterpret_cast<Vec<T, V>*>(shared);
@@ -206,12 +206,12 @@ __global__ void __launch_bounds__(kThreads, kResidentRows + 1) RowKernel(RowTili
 }  // namespace
 
 std::optional<int64_t> ForwardWorkspace(const Problem& p) {
-  return MostBytes(p, 1, [](const auto& t, size_t word) { return ExchangeBytes(t.team, t.SlabGroups(), 3, word); });
+  return MostBytes<1>(p, [](const auto& t, size_t word) { return ExchangeBytes(t.team, t.SlabGroups(), 3, word); });
 }
 
 cudaError_t Forward(const Problem& p, const void* x, const void* scale, const void* bias, void* y, void* statistics,
                     void* workspace, cudaStream_t stream) {
-  return VisitTiling(p, 1, IsVectorAligned(x, y), [&](auto access, auto t) {
+  return VisitTiling<1>(p, IsVectorAligned(x, y), [&](auto access, auto t) {
     using C = decltype(access);
     using T = typename C::Type;
     using A = Accumulator<T>;
@@ -220,7 +220,7 @@ cudaError_t Forward(const Problem& p, const void* x, const void* scale, const vo
                            static_cast<V*>(y),       static_cast<A*>(statistics),  static_cast<Moments<A>*>(workspace),
                            static_cast<A>(p.epsilon)};
     if (cudaError_t e = t.team.Reset(o.partial + t.team.ExchangedRows() * t.SlabGroups(), stream)) return e;
-    return VisitActivation<T, (C::V > 1)>(p.activation, [&](auto f) {
+    return VisitActivation<T, (C::V > 1), true>(p.activation, [&](auto f) {
       using F = decltype(f);
       auto* kernel = [] {
         if constexpr (C::kColumns)

@@ -4,13 +4,13 @@
 namespace jaxdnn::group_norm {
 
 std::optional<int64_t> TangentWorkspace(const Problem& p) {
-  return MostBytes(p, 2, [](const auto& t, size_t word) { return ExchangeBytes(t.team, t.SlabGroups(), 2, word); });
+  return MostBytes<2>(p, [](const auto& t, size_t word) { return ExchangeBytes(t.team, t.SlabGroups(), 2, word); });
 }
 
 cudaError_t Tangent(const Problem& p, const void* t_in, const void* tscale, const void* tbias, const void* x,
                     const void* scale, const void* bias, const void* statistics, void* ty, void* workspace,
                     cudaStream_t stream) {
-  return VisitTiling(p, 2, IsVectorAligned(t_in, x, ty), [&](auto access, auto t) {
+  return VisitTiling<2>(p, IsVectorAligned(t_in, x, ty), [&](auto access, auto t) {
     using C = decltype(access);
     using A = Accumulator<typename C::Type>;
     using V = Vec<typename C::Type, C::V>;

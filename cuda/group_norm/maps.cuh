@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(kThreads, kResident) MapColumnsKernel(ColumnTi
 
     Sums<A> own[V] = {};
     tile.FirstVisit(place, [&](int m, const Run& run, int slot) {
-#pragma unroll 2
+#pragma unroll 1
       for (int k = 0; k < run.count; ++k) {
         const Vec<T, V> in = *tile.Slot(0, slot + k), x = *tile.Slot(1, slot + k);
 #pragma unroll
@@ -168,7 +168,7 @@ __global__ void __launch_bounds__(kThreads, kResident) MapColumnsKernel(ColumnTi
     SumChannels(t, place, own, AddPairs{}, scratch, channel_sums);
 
     const auto kept = [&] {
-      const int64_t row = place.example * t.channels + place.first_channel;
+      const int64_t row = unit * t.slab_channels;  // as slabs follow each other
       return ChannelSums<A>{t.team, t.slab_channels, o.channels + unit * t.team.size * t.slab_channels, o.dscale + row,
                             o.dbias + row};
     };
@@ -197,7 +197,7 @@ __global__ void __launch_bounds__(kThreads, kResident) MapColumnsKernel(ColumnTi
       map[j].Finish(statistics[g], Times(group_sums[g], inverse), tscale, tbias);
     }
     tile.SecondVisit(place, [&](int m, const Run& run, int slot) {
-#pragma unroll 2
+#pragma unroll 1
       for (int k = 0; k < run.count; ++k) {
         Vec<T, V> in = *tile.Slot(0, slot + k);
         const Vec<T, V> x = *tile.Slot(1, slot + k);
@@ -213,7 +213,7 @@ __global__ void __launch_bounds__(kThreads, kResident) MapColumnsKernel(ColumnTi
 }
 
 template <Map kMap, class F, class T, int V>
-__global__ void __launch_bounds__(kThreads, kResidentRows) MapRowsKernel(RowTiling t, MapOperands<T, V> o, F f) {
+__global__ void __launch_bounds__(kThreads, kResident) MapRowsKernel(RowTiling t, MapOperands<T, V> o, F f) {
   using A = Accumulator<T>;
   extern __shared__ __align__(16) unsigned char shared[];
   auto* tile_memory = reinterpret_cast<Vec<T, V>*>(shared);
@@ -253,7 +253,7 @@ __global__ void __launch_bounds__(kThreads, kResidentRows) MapRowsKernel(RowTili
 
     Sums<A> group[1] = {};
     const auto kept = [&] {
-      const int64_t row = place.example * t.channels + place.channels;
+      const int64_t row = place.unit * t.slab_channels;  // as slabs follow each other
       return ChannelSums<A>{t.team, static_cast<int>(t.slab_channels),
                             o.channels + unit * t.team.size * t.slab_channels, o.dscale + row, o.dbias + row};
     };
@@ -305,16 +305,19 @@ template <Map kMap, class C, class Tiling>
 cudaError_t LaunchMap(const Problem& p, const Tiling& t, const MapOperands<typename C::Type, C::V>& operands,
                       cudaStream_t stream) {
   using T = typename C::Type;
-  return VisitActivation<T, (C::V > 1 && kMap == Map::kPullback)>(p.activation, [&](auto f) {
-    using F = decltype(f);
-    auto* kernel = [] {
-      if constexpr (C::kColumns)
-        return MapColumnsKernel<kMap, F, T, C::V>;
-      else
-        return MapRowsKernel<kMap, F, T, C::V>;
-    }();
-    return LaunchTeams(kernel, t.team, t.threads, t.shared, stream, t, operands, f);
-  });
+  return VisitActivation < T, C::V == kVecLength<T>,
+         C::V<8>(
+             p.activation,
+             [&](auto f) {
+               using F = decltype(f);
+               auto* kernel = [] {
+                 if constexpr (C::kColumns)
+                   return MapColumnsKernel<kMap, F, T, C::V>;
+                 else
+                   return MapRowsKernel<kMap, F, T, C::V>;
+               }();
+               return LaunchTeams(kernel, t.team, t.threads, t.shared, stream, t, operands, f);
+             });
 }
 
 }  // namespace jaxdnn::group_norm

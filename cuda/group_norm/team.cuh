@@ -17,8 +17,8 @@ namespace jaxdnn::group_norm {
 // Counters are kept apart, so that teams do not wait for each other's.
 constexpr int kCounterWords = 32;
 
-// The most values that every block of a team sums by itself.
-constexpr int kSmallExchange = 512;
+// A warp sums a column of this many blocks at a time.
+constexpr int kColumnAtOnce = 128;
 
 // Reads what another block has written, past this multiprocessor's cache.
 template <class Value>
@@ -58,25 +58,25 @@ struct Team {
     __syncthreads();
     if (threadIdx.x == 0) {
       unsigned* counter = arrived + unit * kCounterWords;
-      asm volatile("fence.acq_rel.gpu; red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+      asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
       unsigned count;
       do {
-        asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(count) : "l"(counter) : "memory");
+        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(count) : "l"(counter) : "memory");
       } while (count < static_cast<unsigned>(size * round));
-      asm volatile("fence.acq_rel.gpu;" ::: "memory");
     }
     __syncthreads();
   }
 
   // Gives every block the sum of what the blocks have: rows[rank * width + i] for i < width, which is the block's part,
   // has been written; merge(i), called by whole warps, sums column i over the ranks; take(i, sum) gets it in one thread
-  // for each i. Small sums are made by every block, large ones by one block for all, which costs a second meeting.
+  // for each i. A few sums are made by every block, many by one block each for all, which costs a second meeting.
   template <class Value, class Merge, class Take>
   __device__ void Exchange(int64_t unit, Value* rows, int width, Merge&& merge, Take&& take) const {
     const int warp = threadIdx.x / 32, warps = blockDim.x / 32;
     const bool lead = threadIdx.x % 32 == 0;
     Meet(unit, 1);
-    if (size * width <= kSmallExchange) {
+    const int turns = ((width - 1) / warps + 1) * ((size - 1) / kColumnAtOnce + 1);
+    if (turns <= 2) {
       for (int i = warp; i < width; i += warps) {
         const Value sum = merge(rows + i);
         if (lead) take(i, sum);

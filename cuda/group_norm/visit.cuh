@@ -31,24 +31,32 @@ bool WholeVectors(const Problem& p) {
   return (columns ? p.spatial * p.channels : p.spatial) % kVecLength<T> == 0;
 }
 
-// Calls f(Access, tiling) for a problem whose arrays allow 16-byte accesses or do not.
-template <class F>
-cudaError_t VisitTiling(const Problem& p, int arrays, bool aligned, F&& f) {
+// With two arrays and an activation, eight channels of a thread are more than its registers hold.
+template <class T, int kArrays>
+constexpr bool kNarrow = kArrays == 2 && kVecLength<T> == 8;
+
+// Calls f(Access, tiling) for a problem whose arrays allow 16-byte accesses or do not. Doubles go one by one.
+template <int kArrays, class F>
+cudaError_t VisitTiling(const Problem& p, bool aligned, F&& f) {
   if (p.Empty()) return cudaSuccess;
   Device d;
   if (cudaError_t e = Query(&d)) return e;
   return VisitDType(p.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     if constexpr (sizeof(T) < sizeof(double))
-      if (aligned && WholeVectors<T>(p)) return PlanAndCall<T, kVecLength<T>>(p, arrays, d, f);
-    return PlanAndCall<T, 1>(p, arrays, d, f);
+      if (aligned && WholeVectors<T>(p)) {
+        if constexpr (kNarrow<T, kArrays>)
+          if (p.activation != activation::Kind::kIdentity) return PlanAndCall<T, 4>(p, kArrays, d, f);
+        return PlanAndCall<T, kVecLength<T>>(p, kArrays, d, f);
+      }
+    return PlanAndCall<T, 1>(p, kArrays, d, f);
   });
 }
 
-// The most that bytes(tiling, size of an accumulator) is for any alignment; none if a block would need more shared
-// memory than there is.
-template <class F>
-std::optional<int64_t> MostBytes(const Problem& p, int arrays, F&& bytes) {
+// The most that bytes(tiling, size of an accumulator) is for any alignment and activation; none if a block would need
+// more shared memory than there is.
+template <int kArrays, class F>
+std::optional<int64_t> MostBytes(const Problem& p, F&& bytes) {
   if (p.Empty()) return 0;
   if (p.batch * p.n * p.channels > INT32_MAX) return std::nullopt;  // Slabs and parameters have 32-bit numbers.
   int64_t most = 0;
@@ -61,8 +69,11 @@ std::optional<int64_t> MostBytes(const Problem& p, int arrays, F&& bytes) {
       return cudaSuccess;
     };
     if constexpr (sizeof(T) < sizeof(double))
-      if (WholeVectors<T>(p)) PlanAndCall<T, kVecLength<T>>(p, arrays, kNominal, take);
-    return PlanAndCall<T, 1>(p, arrays, kNominal, take);
+      if (WholeVectors<T>(p)) {
+        PlanAndCall<T, kVecLength<T>>(p, kArrays, kNominal, take);
+        if constexpr (kNarrow<T, kArrays>) PlanAndCall<T, 4>(p, kArrays, kNominal, take);
+      }
+    return PlanAndCall<T, 1>(p, kArrays, kNominal, take);
   });
   if (!fits) return std::nullopt;
   return most;
@@ -83,14 +94,15 @@ struct Chosen {
   }
 };
 
-// Calls f with a functor of the activation: where speed counts, the identity has kernels of its own.
-template <class T, bool kFast, class F>
+// Calls f with a functor of the activation: the identity's own, where there are kernels for it, or one for all.
+template <class T, bool kOwn, bool kAll, class F>
 cudaError_t VisitActivation(activation::Kind kind, F&& f) {
   using activation::Kind;
-  if (kind != Kind::kIdentity && kind != Kind::kRelu && kind != Kind::kSilu) return cudaErrorInvalidValue;
-  if constexpr (kFast)
+  if constexpr (kOwn)
     if (kind == Kind::kIdentity) return f(activation::Identity<T>{});
-  return f(Chosen<T>{kind});
+  if constexpr (kAll)
+    if (kind == Kind::kIdentity || kind == Kind::kRelu || kind == Kind::kSilu) return f(Chosen<T>{kind});
+  return cudaErrorInvalidValue;
 }
 
 // What a team's blocks exchange, `words` accumulators for each group, and the counters that they meet at.
