@@ -55,7 +55,8 @@ struct Band {
           p1 = congruent(reach(2, columns) * g.channels + e, row);
         }
         p0 = congruent(reach(1, rows) * p1 + e, plane * g.dilation[0]);
-        fits = columns >= std::min(g.out[2], 8) || (rows == 1 && columns > 0);
+        // Whole rows are one copy; cutting them comes last.
+        fits = whole || (rows <= 8 && columns >= std::min(g.out[2], 8)) || (rows == 1 && columns > 0);
         if (fits || rows == 1) break;
       }
       if (!fits) return false;
@@ -94,7 +95,7 @@ __device__ void CopyRun(T* to, const T* from, int length, int begin, int step) {
 
 // K = 0 stands for any window.
 template <int K, int S, class Task>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, K == 0 ? 4 : 0)
     BandKernel(const __grid_constant__ Task task, const __grid_constant__ Band band,
                const __grid_constant__ CellTable table) {
   using T = typename Task::Element;
@@ -167,7 +168,7 @@ cudaError_t LaunchBands(const Task& task, cudaStream_t stream, General&& general
   constexpr int64_t kSharedBytes = 36 << 10;
   const Shape& g = task.g;
   Band band;
-  const bool binned = g.stride[0] == 0;
+  const bool binned = g.stride[2] == 0;
   // Of far windows, bands would bring mostly what lies between.
   const bool far = g.stride[1] > 2 * ((g.window[1] - 1) * g.dilation[1] + 1);
   if (binned || far || !band.Plan(g, Task::kWidth, E, kSharedBytes / sizeof(typename Task::Element))) return general();

@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(kMostSplits)
 
 // Whether a thread a window would leave most of the device idle, or a window has more cells than IndexedPairMax counts.
 inline bool WindowsAreFew(const Geometry& g, int width) {
-  constexpr int64_t kThreadsWanted = 132 * 1024, kLeastCells = 64;
+  constexpr int64_t kThreadsWanted = 132 * 512, kLeastCells = 64;
   const int64_t cells = int64_t{g.window[0]} * g.window[1] * g.window[2];
   const int64_t outputs = g.batch * g.out[0] * g.out[1] * g.out[2] * (g.channels / width);
   return cells > INT16_MAX || (cells >= kLeastCells && outputs < kThreadsWanted);

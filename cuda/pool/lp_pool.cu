@@ -10,14 +10,29 @@ namespace {
 
 // |v|^exponent, but 0 at 0 whatever the exponent.
 template <class A>
-__device__ A Power(A v, A exponent) {
-  const A magnitude = v < A(0) ? -v : v;
-  if (magnitude == A(0)) return A(0);
-  if (exponent == A(1)) return magnitude;
-  if (exponent == A(2)) return magnitude * magnitude;
-  if (exponent == A(0.5)) return sqrt(magnitude);
-  if (exponent == A(-1)) return A(1) / magnitude;
-  return pow(magnitude, exponent);
+static __device__ __noinline__ A AnyPower(A v, A exponent) {
+  return v == A(0) ? A(0) : pow(v < A(0) ? -v : v, exponent);
+}
+
+// The same of N values. The usual exponents are chosen once, not value by value.
+template <int N, class A>
+__device__ void RaiseTo(A exponent, A (&v)[N]) {
+  if (exponent == A(2)) {
+#pragma unroll
+    for (int j = 0; j < N; ++j) v[j] *= v[j];
+  } else if (exponent == A(1)) {
+#pragma unroll
+    for (int j = 0; j < N; ++j) v[j] = v[j] < A(0) ? -v[j] : v[j];
+  } else if (exponent == A(0.5)) {
+#pragma unroll
+    for (int j = 0; j < N; ++j) v[j] = sqrt(v[j] < A(0) ? -v[j] : v[j]);
+  } else if (exponent == A(-1)) {
+#pragma unroll
+    for (int j = 0; j < N; ++j) v[j] = v[j] == A(0) ? A(0) : A(1) / (v[j] < A(0) ? -v[j] : v[j]);
+  } else {
+#pragma unroll
+    for (int j = 0; j < N; ++j) v[j] = AnyPower(v[j], exponent);
+  }
 }
 
 template <int N, class T>
@@ -43,13 +58,15 @@ struct Norm {
     const auto v = BitCast<Vec<T, N>>(words);
     Vec<A, N> powers;
 #pragma unroll
-    for (int j = 0; j < N; ++j) powers.v[j] = Power(static_cast<A>(v.v[j]), power);
+    for (int j = 0; j < N; ++j) powers.v[j] = static_cast<A>(v.v[j]);
+    RaiseTo(power, powers.v);
     return powers;
   }
   __device__ void Finish(const State& state, int64_t to, int, int, int) const {
     A root[N];
 #pragma unroll
-    for (int j = 0; j < N; ++j) root[j] = Power(state.value[j], A(1) / power);
+    for (int j = 0; j < N; ++j) root[j] = state.value[j];
+    RaiseTo(A(1) / power, root);
     Store(y + to, Rounded<T>(root));
   }
 };
@@ -71,7 +88,12 @@ struct NormShares {
     __device__ void Load(const NormShares& task, int64_t offset, int, int, int) {
       const Vec<T, N> dy = pool::Load<N>(task.dy + offset), y = pool::Load<N>(task.y + offset);
 #pragma unroll
-      for (int j = 0; j < N; ++j) value[j] = static_cast<A>(dy.v[j]) * Power(static_cast<A>(y.v[j]), A(1) - task.power);
+      for (int j = 0; j < N; ++j) value[j] = static_cast<A>(y.v[j]);
+      // At p = 1 the factor is 1, and 0 only where every element is 0 and has the factor 0 itself.
+      if (task.power != A(1)) RaiseTo(A(1) - task.power, value);
+#pragma unroll
+      for (int j = 0; j < N; ++j)
+        value[j] = task.power == A(1) ? static_cast<A>(dy.v[j]) : value[j] * static_cast<A>(dy.v[j]);
     }
     __device__ void Add(A (&sum)[N], int) const {
 #pragma unroll
@@ -93,10 +115,13 @@ struct NormShares {
     const Vec<T, N> v = Load<N>(x + to);
     A result[N];
 #pragma unroll
+    for (int j = 0; j < N; ++j) result[j] = static_cast<A>(v.v[j]);
+    if (power != A(1)) RaiseTo(power - A(1), result);
+#pragma unroll
     for (int j = 0; j < N; ++j) {
       const A base = static_cast<A>(v.v[j]);
       // At p = 1 the factor is the sign alone.
-      const A factor = power == A(1) ? A(base != A(0)) : Power(base, power - A(1));
+      const A factor = power == A(1) ? A(base != A(0)) : result[j];
       result[j] = sum[j] * (base < A(0) ? -factor : factor);
     }
     return Rounded<T>(result);

@@ -116,7 +116,11 @@ __device__ inline Cells CellsOf(const Shape& g, int d, int o) { return CellsWith
 
 // What window `o` contributes to the divisor along a dimension, where cells are counted.
 __device__ inline int CountOf(const Shape& g, const Division& division, int d, int o) {
-  if (g.stride[d] == 0 || g.dilation[d] != 1) return CellsWithin(g, d, o, division.low[d], division.high[d]).count;
+  if (g.stride[d] == 0) {
+    const Bin bin = BinOf(o, g.out[d], g.in[d], g.by_out[d]);
+    return bin.end - bin.begin;
+  }
+  if (g.dilation[d] != 1) return CellsWithin(g, d, o, division.low[d], division.high[d]).count;
   const int start = o * g.stride[d] - g.low[d];
   return max(min(start + g.window[d], g.in[d] + division.high[d]) - max(start, -division.low[d]), 0);
 }

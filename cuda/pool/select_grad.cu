@@ -58,7 +58,7 @@ struct Winners {
   using A = Accumulator<T>;
   using Element = T;
   static constexpr int kWidth = N;
-  static constexpr bool kShortcuts = !kBytes && sizeof(T) < 8;
+  static constexpr bool kShortcuts = sizeof(T) < 8;
   using Index = std::conditional_t<kBytes, uint8_t, int>;
 
   struct Share {
@@ -137,16 +137,16 @@ cudaError_t Scatter(const Geometry& g, DType dtype, IndexType index_type, const 
                                            index,
                                            out,
                                            wide};
-      if constexpr (bytes())
-        return LaunchTiles(task, stream);
-      else
-        return LaunchSpread(task, stream);
+      if constexpr (bytes() && kIsTuned<T>) {
+        if (!WindowsAreApart(apart) && HasTiles(apart)) return LaunchTiles(task, stream);
+      }
+      return LaunchSpread(task, stream);
     };
     return VisitWidth<T>(
         g.channels,
         [&](auto width) {
-          if constexpr (kIsTuned<T>) {
-            if (!wide && !WindowsAreApart(apart) && HasTiles(apart)) return launch(width, std::true_type{});
+          if constexpr (sizeof(T) < 8) {  // for double there is the general kernel alone
+            if (!wide) return launch(width, std::true_type{});
           }
           return launch(width, std::false_type{});
         },

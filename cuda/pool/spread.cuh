@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(kThreads) SpreadKernel(const __grid_constant__
       const int row = (number(0, o0, k0) * g.window[1] + number(1, o1, k1)) * g.window[2];
       int64_t offset = image + o0 * task.out.dim[0] + o1 * task.out.dim[1] + w2.first * task.out.dim[2];
       int k2 = w2.cell;
-#pragma unroll 2
+#pragma unroll 1
       for (int o2 = w2.first; o2 <= w2.last; o2 += w2.step, offset += w2.step * task.out.dim[2], k2 -= w2.cell_step) {
         typename Task::Share share;
         share.Load(task, offset, o0, o1, o2);

@@ -61,7 +61,8 @@ Geometry Mirrored(const Geometry& g) {
 cudaError_t SumPoolBwd(const Geometry& g, DType dtype, const Division& division, const void* dy, void* dx,
                        cudaStream_t stream) {
   const bool unit_stride = g.stride[0] == 1 && g.stride[1] == 1 && g.stride[2] == 1;
-  if (unit_stride && division.divisor != 0) return SumPool(Mirrored(g), dtype, division, dy, dx, {}, stream);
+  if (unit_stride && division.divisor != 0 && !WindowsAreApart(WithLoneWindowsApart(g)))
+    return SumPool(Mirrored(g), dtype, division, dy, dx, {}, stream);
   const Geometry apart = WithLoneWindowsApart(g);
   return VisitDType(dtype, [&](auto type) {
     using T = typename decltype(type)::type;

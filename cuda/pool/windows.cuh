@@ -27,7 +27,7 @@ struct CellTable {
     const int64_t steps[3] = {step0, g.dilation[1] * pitch1, g.dilation[2] * pitch2};
     int64_t cells = 1, span = 0;
     for (int d = 0; d < 3; ++d) cells *= g.window[d], span += (g.window[d] - 1) * steps[d];
-    if (g.stride[0] == 0 || cells > kMost || span > INT32_MAX) return;
+    if (g.stride[2] == 0 || cells > kMost || span > INT32_MAX) return;
     for (int k0 = 0; k0 < g.window[0]; ++k0)
       for (int k1 = 0; k1 < g.window[1]; ++k1)
         for (int k2 = 0; k2 < g.window[2]; ++k2)
