@@ -23,11 +23,45 @@ cudaError_t AllowSharedBytes(void (*kernel)(Params...), size_t bytes) {
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
 }
 
-// Blocks of such a grid that the current device runs at once.
+// What the runtime wants to know of a grid. Holds a pointer into itself.
+struct LaunchConfig {
+  cudaLaunchAttribute cluster = {};
+  cudaLaunchConfig_t config = {};
+
+  LaunchConfig(const Grid& grid, cudaStream_t stream) {
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim = {static_cast<unsigned>(grid.cluster), 1, 1};
+    config.gridDim = dim3(static_cast<unsigned>(grid.blocks));
+    config.blockDim = dim3(grid.threads);
+    config.dynamicSmemBytes = grid.shared_bytes;
+    config.stream = stream;
+    config.attrs = &cluster;
+    config.numAttrs = grid.cluster > 1 ? 1 : 0;
+  }
+  LaunchConfig(const LaunchConfig&) = delete;
+};
+
+// Lets the kernel have what such a grid asks for beyond what every kernel gets.
 template <class... Params>
-cudaError_t ResidentBlocks(void (*kernel)(Params...), const Grid& grid, int64_t* blocks) {
+cudaError_t Allow(void (*kernel)(Params...), const Grid& grid) {
+  constexpr int kClusterByDefault = 8;
+  const cudaError_t e = AllowSharedBytes(kernel, grid.shared_bytes);
+  if (e != cudaSuccess || grid.cluster <= kClusterByDefault) return e;
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+}
+
+// Blocks of such a grid that the current device runs at once. Of clusters not all multiprocessors may be of use.
+template <class... Params>
+cudaError_t ResidentBlocks(void (*kernel)(Params...), Grid grid, int64_t* blocks) {
   int device = 0, multiprocessors = 0, each = 0;
-  cudaError_t e = AllowSharedBytes(kernel, grid.shared_bytes);
+  cudaError_t e = Allow(kernel, grid);
+  if (e == cudaSuccess && grid.cluster > 1) {
+    grid.blocks = grid.cluster;
+    const LaunchConfig launch(grid, nullptr);
+    e = cudaOccupancyMaxActiveClusters(&each, kernel, &launch.config);
+    *blocks = int64_t{each} * grid.cluster;
+    return e;
+  }
   if (e == cudaSuccess) e = cudaGetDevice(&device);
   if (e == cudaSuccess) e = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
   if (e == cudaSuccess)
@@ -40,25 +74,11 @@ cudaError_t ResidentBlocks(void (*kernel)(Params...), const Grid& grid, int64_t*
 // cudaGetLastError after <<<>>> could return the failure of somebody else's earlier launch; this status is ours.
 template <class... Params, class... Args>
 cudaError_t LaunchKernel(void (*kernel)(Params...), const Grid& grid, cudaStream_t stream, Args&&... args) {
-  constexpr int kClusterByDefault = 8;
   if (grid.blocks == 0) return cudaSuccess;
   if (grid.blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
-  if (const cudaError_t e = AllowSharedBytes(kernel, grid.shared_bytes); e != cudaSuccess) return e;
-  if (grid.cluster > kClusterByDefault)
-    if (const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-        e != cudaSuccess)
-      return e;
-  cudaLaunchAttribute cluster = {};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {static_cast<unsigned>(grid.cluster), 1, 1};
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(grid.blocks));
-  config.blockDim = dim3(grid.threads);
-  config.dynamicSmemBytes = grid.shared_bytes;
-  config.stream = stream;
-  config.attrs = &cluster;
-  config.numAttrs = grid.cluster > 1 ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...);
+  if (const cudaError_t e = Allow(kernel, grid); e != cudaSuccess) return e;
+  const LaunchConfig launch(grid, stream);
+  return cudaLaunchKernelEx(&launch.config, kernel, static_cast<Params>(args)...);
 }
 
 template <class... Params, class... Args>

@@ -71,12 +71,12 @@ __global__ void __launch_bounds__(V* L > 16 ? 128 : 512)
       }
     CommitAsync();
   };
-  Statistics<T> next[U];
+  StoredStatistics<A> next[U];
   const auto fetch_statistics = [&](int64_t first) {
 #pragma unroll
     for (int u = 0; u < U; ++u)
       if (const int64_t row = first + u * spread.groups; row < shape.rows)
-        next[u] = LoadStatistics<T>(b.mean, b.rstd, offset + row);
+        next[u] = LoadStatistics<A>(b.mean, b.rstd, offset + row);
   };
 
   if constexpr (kCluster) ClusterArrive();
@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(V* L > 16 ? 128 : 512)
     fetch(row + step, stage ^ 1);
     Statistics<T> stats[U];
 #pragma unroll
-    for (int u = 0; u < U; ++u) stats[u] = next[u];
+    for (int u = 0; u < U; ++u) stats[u] = Statistics<T>(next[u]);
     fetch_statistics(row + step);
     WaitAsync<1>();
 
@@ -145,19 +145,20 @@ __global__ void __launch_bounds__(V* L > 16 ? 128 : 512)
 }
 
 template <class T, int L, int V, int U, bool kExact, bool kCluster>
-cudaError_t Launch(const Backward& b, const Shape& shape, const Options& options, const Spread& spread, void* workspace,
+cudaError_t Launch(const Backward& b, const Shape& shape, const Options& options, Spread spread, void* workspace,
                    cudaStream_t stream) {
   using A = Accumulator<T>;
+  while (spread.groups / 2 * U >= shape.rows && spread.Threads() > 32) spread.groups /= 2;
   const auto kernel = BackwardKernel<T, L, V, U, kExact, kCluster>;
   const int inputs = b.g_sum == nullptr ? 2 : 3, rows = U * spread.groups;
   const size_t ring = size_t{2} * inputs * U * V * sizeof(Vec<T, L>) * spread.Threads();
   const size_t sums = spread.groups > 1 ? spread.groups * shape.n * sizeof(A) : 0;
   const Grid one = {1, spread.Threads(), std::max(ring, sums), spread.cluster};
 
-  // As many blocks as run at once, but not more than there are rows or the workspace has rows for.
+  // As many blocks as run at once, and no more; nor more than there are rows, or than the workspace has rows for.
   int64_t resident = 0;
   if (const cudaError_t e = ResidentBlocks(kernel, one, &resident); e != cudaSuccess) return e;
-  const int64_t wanted = CeilDiv(resident / spread.cluster, shape.problems);
+  const int64_t wanted = resident / spread.cluster / shape.problems;
   const int64_t parts = std::max<int64_t>(1, std::min({PartialRows(shape), CeilDiv(shape.rows, rows), wanted}));
   return WithPartialRows<A>(b, shape, parts, workspace, stream, [&](const Backward& partial) {
     const Grid grid = {shape.problems * parts * spread.cluster, one.threads, one.shared_bytes, one.cluster};
@@ -182,7 +183,8 @@ cudaError_t RunAligned(const Backward& b, const Shape& shape, const Options& opt
     if (thin.cluster == 1) return Launch<T, L, 1, 4, true, false>(b, shape, options, thin, workspace, stream);
     if (thin.steps > 0) return Launch<T, L, 1, 4, true, true>(b, shape, options, thin, workspace, stream);
   }
-  const Spread spread = SpreadRows(n, kKeep, 256, 512, device.max_cluster);
+  Spread spread = SpreadRows(n, kKeep, 256, 256, std::min(8, device.max_cluster));
+  if (spread.steps == 0) spread = SpreadRows(n, kKeep, 256, 512, device.max_cluster);
   *done = spread.steps > 0;
   if (!*done) return cudaSuccess;
   return spread.cluster == 1 ? Launch<T, L, kKeep, kRows, false, false>(b, shape, options, spread, workspace, stream)
@@ -193,7 +195,7 @@ cudaError_t RunAligned(const Backward& b, const Shape& shape, const Options& opt
 template <class T, int L>
 cudaError_t RunNarrow(const Backward& b, const Shape& shape, const Options& options, const Device& device,
                       void* workspace, cudaStream_t stream, bool* done) {
-  constexpr int kKeep = (sizeof(T) == 8 ? 8 : 16) / L;
+  constexpr int kKeep = (sizeof(T) == 8 ? 8 : 12) / L;
   const Spread spread = SpreadRows(shape.n / L, kKeep, 256, 512, MaxCluster<T>(device));
   *done = spread.steps > 0;
   if (!*done) return cudaSuccess;

@@ -13,14 +13,18 @@
 namespace jaxdnn::layer_norm {
 namespace {
 
+// Threads of a block at most: many for those that do little, or that have too little to do to be worth more kernels.
+template <class T, int L, int V, int U>
+constexpr int kThreads = L < kVecLength<T> || V * U == 1 ? 512 : 256;
+
 // V vectors of each of U rows.
 template <class T, int L, int V, int U, bool kExact, bool kCluster>
-__global__ void __launch_bounds__(U > 1 ? 256 : 1024)
+__global__ void __launch_bounds__(kThreads<T, L, V, U>, kThreads<T, L, V, U> == 256 && V * U == 4 ? 3 : 1)
     ForwardKernel(Forward f, Shape shape, Constants<Accumulator<T>> constants, Spread spread) {
   using A = Accumulator<T>;
   using X = Vec<T, L>;
   __shared__ Exchange<A, U, kCluster> first_exchange;
-  __shared__ Exchange<A, 2 * U, kCluster> second_exchange;
+  __shared__ Exchange<A, kWideMean<T> ? 2 * U : U, kCluster> second_exchange;
   const Place p(spread, kCluster);
   if constexpr (kCluster) ClusterArrive();
 
@@ -62,7 +66,9 @@ __global__ void __launch_bounds__(U > 1 ? 256 : 1024)
       });
   if constexpr (kCluster) ClusterWait();
 
-  A v[U][V][L], mean[U] = {}, moments[2 * U] = {};
+  // The sums of squares, and those of what the mean left over.
+  constexpr int kMoments = kWideMean<T> ? 2 * U : U;
+  A v[U][V][L], mean[U] = {}, moments[kMoments] = {};
 #pragma unroll
   for (int u = 0; u < U; ++u)
     ForEachVector<V, kExact>(p, [&](int s, int) {
@@ -92,7 +98,9 @@ __global__ void __launch_bounds__(U > 1 ? 256 : 1024)
   A rstd[U], rest[U];
 #pragma unroll
   for (int u = 0; u < U; ++u) {
-    rest[u] = kWideMean<T> && constants.center ? moments[U + u] * constants.inverse : A(0);
+    rest[u] = 0;
+    if constexpr (kWideMean<T>)
+      if (constants.center) rest[u] = moments[U + u] * constants.inverse;
     rstd[u] = InverseRoot(moments[u] * constants.inverse - rest[u] * rest[u] + constants.epsilon);
     if (!p.IsLeader() || !exists[u]) continue;
     static_cast<A*>(f.rstd)[row[u]] = rstd[u];
@@ -103,7 +111,7 @@ __global__ void __launch_bounds__(U > 1 ? 256 : 1024)
 #pragma unroll
     for (int u = 0; u < U; ++u) {
       // Rows of one problem share the parameters' registers.
-      if (!kEarly && (u == 0 || shape.problems > 1)) load_parameters(row[u], k);
+      if ((!kEarly && u == 0) || (u > 0 && shape.problems > 1)) load_parameters(row[u], k);
       X y;
 #pragma unroll
       for (int i = 0; i < L; ++i) y.v[i] = static_cast<T>(fma((v[u][s][i] - rest[u]) * rstd[u], scale[i], bias[i]));
@@ -128,17 +136,18 @@ cudaError_t RunAligned(const Forward& f, const Shape& shape, const Options& opti
   constexpr int L = kVecLength<T>, kKeep = 4;
   const int64_t n = shape.n / L;
   if (AreFew(shape, n, device)) {
-    const Spread thin = SpreadRows(n, 1, 256, 1024, device.max_cluster);
+    const Spread thin = SpreadRows(n, 1, 256, 512, device.max_cluster);
     if (thin.cluster == 1) return Launch<T, L, 1, 1, true, false>(f, shape, options, thin, stream);
     if (thin.steps > 0) return Launch<T, L, 1, 1, true, true>(f, shape, options, thin, stream);
   } else if (n <= 256 * kKeep) {
     // Several rows at once halve what is read of the parameters; larger blocks lack the registers.
     return VisitSteps<kKeep>(SpreadRows(n, kKeep, 256, 256, 1).steps, [&](auto steps) {
-      constexpr int V = decltype(steps)::value, U = V == 1 ? 4 : 2;
+      constexpr int V = decltype(steps)::value, U = 2;
       return Launch<T, L, V, U, true, false>(f, shape, options, SpreadRows(n, V, 256, 256, 1), stream);
     });
   }
-  const Spread spread = SpreadRows(n, kKeep, 256, 1024, device.max_cluster);
+  // Several small blocks on a multiprocessor hide each other's waits better than a large one does.
+  const Spread spread = SpreadRows(n, kKeep, 256, 256, device.max_cluster);
   *done = spread.steps > 0;
   if (!*done) return cudaSuccess;
   return spread.cluster == 1 ? Launch<T, L, kKeep, 1, false, false>(f, shape, options, spread, stream)
@@ -149,8 +158,8 @@ cudaError_t RunAligned(const Forward& f, const Shape& shape, const Options& opti
 template <class T, int L>
 cudaError_t RunNarrow(const Forward& f, const Shape& shape, const Options& options, const Device& device,
                       cudaStream_t stream, bool* done) {
-  constexpr int kKeep = 8;
-  const Spread spread = SpreadRows(shape.n / L, kKeep, 256, 1024, MaxCluster<T>(device));
+  constexpr int kKeep = sizeof(T) == 8 ? 4 : 8;
+  const Spread spread = SpreadRows(shape.n / L, kKeep, 256, 512, MaxCluster<T>(device));
   *done = spread.steps > 0;
   if (!*done) return cudaSuccess;
   if constexpr (sizeof(T) < 8)

@@ -214,28 +214,34 @@ __device__ void LoadBias(A (&bias)[L], const void* from, int64_t k) {
 template <class T>
 constexpr bool kWideMean = sizeof(T) > 2;
 
-// Of one row, for h = (x - mean) rstd.
+// Of one row, as they lie in memory.
+template <class A>
+struct StoredStatistics {
+  A mean, rest, rstd;
+};
+
+template <class A>
+__device__ StoredStatistics<A> LoadStatistics(const void* mean, const void* rstd, int64_t row) {
+  Vec<A, 2> m = {};
+  if (mean != nullptr) m = static_cast<const Vec<A, 2>*>(mean)[row];
+  return {m.v[0], m.v[1], static_cast<const A*>(rstd)[row]};
+}
+
+// The same, for h = (x - mean) rstd.
 template <class T>
 struct Statistics {
   using A = Accumulator<T>;
   A mean, rstd, shift;
 
   Statistics() = default;
-  __device__ Statistics(A first, A rest, A r) : mean(first), rstd(r), shift(-rest * r) {
-    if constexpr (!kWideMean<T>) shift -= first * r;
+  __device__ explicit Statistics(const StoredStatistics<A>& s) : mean(s.mean), rstd(s.rstd), shift(-s.rest * s.rstd) {
+    if constexpr (!kWideMean<T>) shift -= s.mean * s.rstd;
   }
   __device__ A Normalize(A x) const {
     if constexpr (kWideMean<T>) x -= mean;
     return fma(x, rstd, shift);
   }
 };
-
-template <class T, class A = Accumulator<T>>
-__device__ Statistics<T> LoadStatistics(const void* mean, const void* rstd, int64_t row) {
-  Vec<A, 2> m = {};
-  if (mean != nullptr) m = static_cast<const Vec<A, 2>*>(mean)[row];
-  return {m.v[0], m.v[1], static_cast<const A*>(rstd)[row]};
-}
 
 // The problem that a row belongs to. Division of 64-bit integers is slow, and rarely needed.
 __device__ inline int64_t ProblemOf(int64_t row, const Shape& shape) {

@@ -181,8 +181,9 @@ __global__ void __launch_bounds__(kThreads<V>, 2)
     for (int round = 0; round < rows; round += groups) {
       const int r = round + group;
       const int elements = r < rows ? n : 0, at = r * n;
-      Statistics<T> stats(0, 0, 0);
-      if (r < rows) stats = LoadStatistics<T>(b.mean, b.rstd, offset + first + r);
+      StoredStatistics<A> stored = {};
+      if (r < rows) stored = LoadStatistics<A>(b.mean, b.rstd, offset + first + r);
+      const Statistics<T> stats(stored);
       A h[V], q[V], mean_q = 0, mean_qh = 0;
 #pragma unroll
       for (int i = 0; i < V; ++i) {
@@ -278,7 +279,7 @@ cudaError_t RunSlabBackward(const Backward& b, DType dtype, const Shape& shape, 
     Grid grid = {1, kThreads<V>, std::max(buffers, sums)};
     int64_t resident = 0;
     if (const cudaError_t e = ResidentBlocks(kernel, grid, &resident); e != cudaSuccess) return e;
-    const int64_t wanted = CeilDiv(resident, shape.problems);
+    const int64_t wanted = resident / shape.problems;
     const int64_t parts = std::max<int64_t>(1, std::min({PartialRows(shape), CeilDiv(shape.rows, slabs.rows), wanted}));
     return WithPartialRows<A>(b, shape, parts, workspace, stream, [&](const Backward& partial) {
       grid.blocks = shape.problems * parts;

@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(kThreads)
   m = BlockReduce(m, Merge{});
   const A mean = static_cast<A>(m.mean), rest = static_cast<A>(m.mean - mean);
   const A rstd = static_cast<A>(1 / sqrt(m.square / m.count + options.epsilon));
-  const Statistics<T> stats(mean, rest, rstd);
+  const Statistics<T> stats({mean, rest, rstd});
   if (chunk.first == 0) {
     static_cast<A*>(f.rstd)[chunk.row] = rstd;
     if (f.mean != nullptr) static_cast<Vec<A, 2>*>(f.mean)[chunk.row] = {{mean, rest}};
@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t n = shape.n / L;
   const Chunk chunk(n, chunks);
   const int64_t base = chunk.row * n, parameters = chunk.row / shape.rows * n;
-  const Statistics<T> stats = LoadStatistics<T>(b.mean, b.rstd, chunk.row);
+  const Statistics<T> stats(LoadStatistics<A>(b.mean, b.rstd, chunk.row));
   double q_sum = 0, qh_sum = 0;
   for (int64_t k = chunk.first; k < chunk.end; k += kBatch * kThreads) {
     X g[kBatch], x[kBatch];
@@ -210,7 +210,7 @@ __global__ void __launch_bounds__(kThreads)
     for (int s = 0; s < kBatch; ++s) {
       const int64_t row = problem * shape.rows + first + s * parts;
       if (first + s * parts >= shape.rows) continue;
-      const Statistics<T> stats = LoadStatistics<T>(b.mean, b.rstd, row);
+      const Statistics<T> stats(LoadStatistics<A>(b.mean, b.rstd, row));
       const Vec<double, 2> sum = sums[row];
       const A mean_q = options.center ? static_cast<A>(sum.v[0] / shape.n) : A(0);
       const A mean_qh = static_cast<A>(sum.v[1] / shape.n);
