@@ -172,6 +172,9 @@ cudaError_t LaunchBands(const Task& task, cudaStream_t stream, General&& general
   // Of far windows, bands would bring mostly what lies between.
   const bool far = g.stride[1] > 2 * ((g.window[1] - 1) * g.dilation[1] + 1);
   if (binned || far || !band.Plan(g, Task::kWidth, E, kSharedBytes / sizeof(typename Task::Element))) return general();
+  // Positions are 32-bit there.
+  const int64_t row = int64_t{g.in[2]} * g.channels, rows = int64_t{g.in[1]} * band.pitch1;
+  if (std::max(row, rows) > INT32_MAX / 2) return general();
   const auto launch = [&](void (*kernel)(Task, Band, CellTable)) {
     const Grid grid = {band.tiles, kThreads, band.shared * sizeof(typename Task::Element)};
     return LaunchKernel(kernel, grid, stream, task, band, CellTable(g, band.pitch0, band.pitch1, g.channels));
