@@ -3,8 +3,8 @@
 // A thread owns N neighbouring elements of a row, and marches down the rows with the last W of its columns in a ring of
 // registers, as in columns.cu. A box's sum is the sum down each column, which a thread has in its ring, and then across
 // the columns, which neighbouring threads of the block exchange through shared memory: one exchange for every row or
-// two, and for the cotangent of two sums at once, that of x² and, an exchange later, that of r = q x g. Every element is
-// read once, but for the rows and columns where blocks overlap.
+// two, and for the cotangent of two sums at once, that of x² and, an exchange later, that of r = q x g. Every element
+// is read once, but for the rows and columns where blocks overlap.
 //
 // Neighbours across are `inner` elements apart, and a vector holds N of the elements between; or inner is 1, and a
 // vector holds N neighbours across itself (kAcross).
