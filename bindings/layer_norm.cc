@@ -1,5 +1,4 @@
-// FFI handlers of layer norm and RMS norm. Data is [problems, rows, n]; an
-// operand without elements is absent.
+// FFI handlers of layer norm and RMS norm. Data is [problems, rows, n]; an operand without elements is absent.
 #include "cuda/layer_norm/layer_norm.h"
 
 #include "bindings/ffi.h"

@@ -1,15 +1,12 @@
-// The gradient of layer norm and RMS norm. With q = g (scale + offset) and h =
-// (x - mean) rstd, over each row
+// The gradient of layer norm and RMS norm. With q = g (scale + offset) and h = (x - mean) rstd, over each row
 //
 //   dx = rstd (q - mean(q) - h mean(q h)) + g_sum        RMS norm lacks mean(q)
 //   dscale = sum over rows of g h,  dbias = sum over rows of g
 //
-// Bound by memory: g and x are read once and dx is written. Blocks are
-// persistent: a thread owns columns, whose scale and whose sums for dscale and
-// dbias stay in its registers from row to row, while the rows to come are on
-// their way into its part of shared memory. At the end every block leaves one
-// row of sums, and a second kernel adds those up in order; a problem with one
-// block needs no second kernel.
+// Bound by memory: g and x are read once and dx is written. Blocks are persistent: a thread owns columns, whose scale
+// and whose sums for dscale and dbias stay in its registers from row to row, while the rows to come are on their way
+// into its part of shared memory. At the end every block leaves one row of sums, and a second kernel adds those up in
+// order; a problem with one block needs no second kernel.
 #include "cuda/common/async_copy.cuh"
 #include "cuda/layer_norm/partial_rows.cuh"
 #include "cuda/layer_norm/paths.h"

@@ -2,11 +2,9 @@
 // = 1 / sqrt(mean((s - mean)^2) + epsilon), with s = x + residual, rounded to
 // the type in which it is returned; RMS norm has mean 0.
 //
-// Bound by memory: one read and one write. Groups of threads hold rows in
-// registers (rows.cuh says which threads those are), several rows at once where
-// they are short, so that enough loads are in flight. The mean is found first,
-// then the moments of what differs from it: the first corrects the mean, whose
-// rounding may exceed the deviation.
+// Bound by memory: one read and one write. Groups of threads hold rows in registers (rows.cuh says which threads those
+// are), several rows at once where they are short, so that enough loads are in flight. The mean is found first, then
+// the moments of what differs from it: the first corrects the mean, whose rounding may exceed the deviation.
 #include "cuda/layer_norm/paths.h"
 #include "cuda/layer_norm/rows.cuh"
 

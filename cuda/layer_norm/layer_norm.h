@@ -1,5 +1,4 @@
-// Layer norm and RMS norm over the rows of [problems, rows, n], and their
-// gradient.
+// Layer norm and RMS norm over the rows of [problems, rows, n], and their gradient.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -23,10 +22,8 @@ struct Options {
   double offset;   // added to scale
 };
 
-// Data is of one element type; parameters and statistics are in its
-// accumulator's type. `mean` is [problems, rows, 2]: the unevaluated sum of two
-// numbers, since the rounding of one may exceed the deviation. Null where
-// absent.
+// Data is of one element type; parameters and statistics are in its accumulator's type. `mean` is [problems, rows, 2]:
+// the unevaluated sum of two numbers, since the rounding of one may exceed the deviation. Null where absent.
 
 // s = x + residual,  y = (s - mean) rstd (scale + offset) + bias
 struct Forward {
@@ -34,15 +31,13 @@ struct Forward {
   void *y, *sum, *mean, *rstd;
 };
 
-// dx is the gradient of s: of the norm at the cotangent `g` of y, plus the
-// cotangent `g_sum` of s.
+// dx is the gradient of s: of the norm at the cotangent `g` of y, plus the cotangent `g_sum` of s.
 struct Backward {
   const void *g, *g_sum, *x, *scale, *mean, *rstd;
   void *dx, *dscale, *dbias;
 };
 
-// Scratch memory, as a pure function of the shape: what a device makes of it
-// does not change what it needs.
+// Scratch memory, as a pure function of the shape: what a device makes of it does not change what it needs.
 
 // Rows longer than this, which a block holds of every element type, may be split into chunks. Each leaves two numbers.
 constexpr int64_t kChunk = 4096;

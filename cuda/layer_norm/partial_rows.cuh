@@ -1,5 +1,5 @@
-// The two stages of dscale and dbias: each of a problem's `parts` blocks leaves
-// a row, and a second kernel adds them up.
+// The two stages of dscale and dbias: each of a problem's `parts` blocks leaves a row, and a second kernel adds them
+// up.
 #pragma once
 
 #include "cuda/common/column_sum.cuh"
@@ -7,8 +7,8 @@
 
 namespace jaxdnn::layer_norm {
 
-// Calls first(b), with dscale and dbias pointing to [problems, parts, n], and
-// sums what that leaves. One part needs no second stage.
+// Calls first(b), with dscale and dbias pointing to [problems, parts, n], and sums what that leaves. One part needs no
+// second stage.
 template <class A, class F>
 cudaError_t WithPartialRows(const Backward& b, const Shape& shape, int64_t parts, void* workspace, cudaStream_t stream,
                             F&& first) {

@@ -20,7 +20,7 @@
 namespace jaxdnn::layer_norm {
 
 constexpr int kMaxCluster = 16;
-constexpr int kMaxWarps = 32;
+constexpr int kMaxWarps = 16;
 
 struct Spread {
   int n;        // vectors of a row
@@ -101,15 +101,13 @@ __device__ A SumOf(const A (&v)[L]) {
   return half[0];
 }
 
-// Values that warps hand to each other. Consecutive sums need different
-// exchanges.
+// Values that warps hand to each other. Consecutive sums need different exchanges.
 template <class A, int W, bool kCluster>
 struct Exchange {
   A values[kMaxWarps * (kCluster ? kMaxCluster : 1)][W];
 };
 
-// v[i] = the sum of v[i] over the threads of the group, in each of them, in a
-// fixed order.
+// v[i] = the sum of v[i] over the threads of the group, in each of them, in a fixed order.
 template <bool kCluster, int W, class A>
 __device__ void GroupSum(A (&v)[W], const Place& p, Exchange<A, W, kCluster>& exchange) {
   for (int mask = 1; mask < min(32, p.width); mask *= 2)

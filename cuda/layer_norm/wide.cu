@@ -1,11 +1,8 @@
-// Rows of any length. They are read twice, in chunks: first for the moments or
-// sums of each chunk, then for the result.
+// Rows of any length. They are read twice, in chunks: first for the moments or sums of each chunk, then for the result.
 //
-// The moments are merged in double precision (Chan, Golub and LeVeque 1979),
-// whose rounding is far below what a float holds; the two numbers of the mean
-// are one double. The backward pass becomes a pass over columns once it knows
-// the two sums of every row: threads own columns, and add up dscale and dbias
-// as they go down the rows.
+// The moments are merged in double precision (Chan, Golub and LeVeque 1979), whose rounding is far below what a float
+// holds; the two numbers of the mean are one double. The backward pass becomes a pass over columns once it knows the
+// two sums of every row: threads own columns, and add up dscale and dbias as they go down the rows.
 #include <type_traits>
 
 #include "cuda/layer_norm/partial_rows.cuh"
@@ -18,12 +15,10 @@ namespace {
 constexpr int kThreads = static_cast<int>(kMaxChunks);
 // Vectors that a thread reads before it uses them.
 constexpr int kBatch = 4;
-// Blocks that the pass over columns is split into, if it has the rows: two
-// waves of a big device.
+// Blocks that the pass over columns is split into, if it has the rows: two waves of a big device.
 constexpr int64_t kColumnBlocks = 1024;
 
-// Of `count` values: their mean and the sum of squared differences from it; or
-// 0 and the sum of squares.
+// Of `count` values: their mean and the sum of squared differences from it; or 0 and the sum of squares.
 struct Moments {
   double count, mean, square;
 };
@@ -45,8 +40,7 @@ __device__ V BlockReduce(V v, Op op) {
   return one[0];
 }
 
-// A block's row and its vectors of that row: first, first + kThreads, ... below
-// end.
+// A block's row and its vectors of that row: first, first + kThreads, ... below end.
 struct Chunk {
   int64_t row, index, first, end;
 
@@ -75,8 +69,7 @@ __global__ void __launch_bounds__(kThreads)
     X v[kBatch], r[kBatch];
     LoadBatch(v, static_cast<const X*>(f.x) + base, k, chunk.end);
     if (f.residual != nullptr) LoadBatch(r, static_cast<const X*>(f.residual) + base, k, chunk.end);
-    // Around the batch's own mean, as that is rounded; what it is off by is the
-    // mean of the rest.
+    // Around the batch's own mean, as that is rounded; what it is off by is the mean of the rest.
     A origin = 0, rest = 0, square = 0;
     int count = 0;
 #pragma unroll
@@ -183,8 +176,7 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) out[blockIdx.x] = {{q_sum, qh_sum}};
 }
 
-// A thread owns the columns of one vector, and takes every `parts`-th row of a
-// problem.
+// A thread owns the columns of one vector, and takes every `parts`-th row of a problem.
 template <class T, int L>
 __global__ void __launch_bounds__(kThreads)
     ColumnsKernel(Backward b, Shape shape, Options options, int64_t parts, const Vec<double, 2>* __restrict__ sums) {
