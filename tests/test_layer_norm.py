@@ -304,7 +304,7 @@ def test_more_than_2_to_the_31_elements(shape):
   @jax.jit
   def both(offset):
     row, column = (jax.lax.broadcasted_iota(jnp.int32, shape, d) for d in (0, 1))
-    x = (column % 2).astype(jnp.bfloat16) + jnp.where(row == rows - 1, offset, 0).astype(jnp.bfloat16)
+    x = (column % 2).astype(jnp.bfloat16) + jnp.where(row == rows - 1, offset, 0.0).astype(jnp.bfloat16)
     y, vjp = jax.vjp(lambda x, b: jaxdnn.layer_norm(x, bias=b), x, jnp.zeros(n, jnp.float32))
     dx, dbias = vjp(y)
     return [(y[i, ends], dx[i, ends]) for i in (0, -2, -1) for ends in (slice(0, 8), slice(n - 8, n))], dbias
