@@ -16,8 +16,8 @@
 #ifdef JAXDNN_WITH_CUDA
 #include "bindings/handlers.h"
 #include "cuda/activation/activation.h"
-#include "cuda/layer_norm/layer_norm.h"
 #include "cuda/group_norm/group_norm.h"
+#include "cuda/layer_norm/layer_norm.h"
 #include "cuda/loss/log_partition.h"
 #include "cuda/softmax/softmax.h"
 #else
@@ -111,8 +111,8 @@ static std::optional<int64_t> GroupNormWorkspace(const std::string& call, const 
   using namespace jaxdnn;
   static const std::map<std::string, DType> kTypes = {
       {"float32", DType::kF32}, {"float64", DType::kF64}, {"float16", DType::kF16}, {"bfloat16", DType::kBF16}};
-  const group_norm::Problem problem = {kTypes.at(dtype), activation::Kind::kIdentity, channels_last, x[0], x[1],
-                                       x[channels_last ? 2 : 3], x[channels_last ? 3 : 2], groups, 0};
+  const group_norm::Problem problem = {kTypes.at(dtype),         activation::Kind::kIdentity, channels_last, x[0], x[1],
+                                       x[channels_last ? 2 : 3], x[channels_last ? 3 : 2],    groups,        0};
   if (call == "jvp") return group_norm::TangentWorkspace(problem);
   return call == "bwd" ? group_norm::BackwardWorkspace(problem) : group_norm::ForwardWorkspace(problem);
 }
