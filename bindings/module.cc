@@ -27,6 +27,11 @@
 
 namespace nb = nanobind;
 
+static const std::map<std::string, jaxdnn::DType> kTypes = {{"float32", jaxdnn::DType::kF32},
+                                                            {"float64", jaxdnn::DType::kF64},
+                                                            {"float16", jaxdnn::DType::kF16},
+                                                            {"bfloat16", jaxdnn::DType::kBF16}};
+
 static nb::dict Handlers() {
   nb::dict d;
 #ifdef JAXDNN_WITH_CUDA
@@ -89,8 +94,6 @@ static nb::object PlanConv(const std::string& direction, const std::string& in_d
   static const std::map<std::string, conv::Direction> kDirections = {{"conv_fwd", conv::Direction::kForward},
                                                                      {"conv_dgrad", conv::Direction::kDataGradient},
                                                                      {"conv_wgrad", conv::Direction::kFilterGradient}};
-  static const std::map<std::string, DType> kTypes = {
-      {"float32", DType::kF32}, {"float64", DType::kF64}, {"float16", DType::kF16}, {"bfloat16", DType::kBF16}};
   if (!kTypes.count(in_dtype) || !kTypes.count(out_dtype)) return nb::none();
   const auto problem = MakeConvProblem(kDirections.at(direction), kTypes.at(in_dtype), kTypes.at(out_dtype), x, w, y,
                                        stride, padding_low, lhs_dilation, rhs_dilation, groups);
@@ -109,8 +112,6 @@ static nb::object PlanConv(const std::string& direction, const std::string& in_d
 static std::optional<int64_t> GroupNormWorkspace(const std::string& call, const std::string& dtype, bool channels_last,
                                                  const std::vector<int64_t>& x, int64_t groups) {
   using namespace jaxdnn;
-  static const std::map<std::string, DType> kTypes = {
-      {"float32", DType::kF32}, {"float64", DType::kF64}, {"float16", DType::kF16}, {"bfloat16", DType::kBF16}};
   const group_norm::Problem problem = {kTypes.at(dtype),         activation::Kind::kIdentity, channels_last, x[0], x[1],
                                        x[channels_last ? 2 : 3], x[channels_last ? 3 : 2],    groups,        0};
   if (call == "jvp") return group_norm::TangentWorkspace(problem);
@@ -124,8 +125,6 @@ NB_MODULE(_jaxdnn, m) {
         "padding_low"_a, "lhs_dilation"_a, "rhs_dilation"_a, "groups"_a);
 #ifdef JAXDNN_WITH_CUDA
   m.def("group_norm_workspace", &GroupNormWorkspace, "call"_a, "dtype"_a, "channels_last"_a, "x"_a, "groups"_a);
-#endif
-#ifdef JAXDNN_WITH_CUDA
   m.def(
       "channel_activation_workspace",
       [](int64_t itemsize, int64_t groups, int64_t outer, int64_t channels, int64_t inner) {
@@ -134,8 +133,6 @@ NB_MODULE(_jaxdnn, m) {
         return activation::ChannelWorkspace(dtype, {groups, outer, channels, inner});
       },
       "itemsize"_a, "groups"_a, "outer"_a, "channels"_a, "inner"_a);
-#endif
-#ifdef JAXDNN_WITH_CUDA
   m.def(
       "layer_norm_workspace",
       [](int64_t itemsize, int64_t problems, int64_t rows, int64_t n, bool backward) {
@@ -144,14 +141,10 @@ NB_MODULE(_jaxdnn, m) {
                         : jaxdnn::layer_norm::ForwardWorkspace(shape);
       },
       "itemsize"_a, "problems"_a, "rows"_a, "n"_a, nb::kw_only(), "backward"_a);
-#endif
-#ifdef JAXDNN_WITH_CUDA
   m.def(
       "softmax_workspace",
       [](const std::string& op, const std::string& dtype, int64_t outer, int64_t n, int64_t inner) {
         using namespace jaxdnn;
-        static const std::map<std::string, DType> kTypes = {
-            {"float32", DType::kF32}, {"float64", DType::kF64}, {"float16", DType::kF16}, {"bfloat16", DType::kBF16}};
         const auto bytes = op == "softmax" ? softmax::WorkspaceBytes : loss::WorkspaceBytes;
         return bytes(kTypes.at(dtype), {outer, n, inner});
       },
