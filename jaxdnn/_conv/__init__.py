@@ -4,8 +4,8 @@
     i · lhs_dilation = t · stride - padding_lo + r · rhs_dilation, element by element over the spatial dimensions
 
 This is one trilinear form in (x, w, y): forward, data gradient and filter gradient are its three gradients, one
-primitive each (`primitives.py`), and each is the others' transpose. `public.py` turns any `dimension_numbers`,
-padding and grouping into that form, `spec.py` holds its static parameters.
+primitive each (`primitives.py`), and each is the others' transpose. `public.py` turns any padding and grouping into
+that form, `layout.py` any `dimension_numbers`; `spec.py` holds its static parameters.
 """
 
 from jaxdnn._conv.public import conv as conv

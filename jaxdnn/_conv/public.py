@@ -1,19 +1,19 @@
 """The public convolution functions: check, canonicalise, bind."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxdnn import _activation, _sharding
+from jaxdnn import _activation
 from jaxdnn._arguments import Padding, dilated, explicit_padding, per_dimension
+from jaxdnn._conv import layout
+from jaxdnn._conv.layout import DimensionNumbers
 from jaxdnn._conv.primitives import convolve
 from jaxdnn._conv.spec import ConvSpec, channels_last, check_channels, make_spec, result_dtype
-
-DimensionNumbers = lax.ConvDimensionNumbers | tuple[str, str, str] | None
 
 
 def conv_general_dilated(
@@ -60,12 +60,12 @@ def conv_general_dilated(
   """
   where = "conv_general_dilated"
   lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
-  numbers = _dimension_numbers(where, lhs, rhs, dimension_numbers)
+  numbers = layout.dimension_numbers(where, lhs, rhs, dimension_numbers)
   dtype = result_dtype(where, lhs, rhs, preferred_element_type)
   spec = make_spec(
     where,
-    _spatial(lhs, numbers.lhs_spec),
-    _spatial(rhs, numbers.rhs_spec),
+    layout.spatial(lhs, numbers.lhs_spec),
+    layout.spatial(rhs, numbers.rhs_spec),
     stride=window_strides,
     padding=padding,
     lhs_dilation=lhs_dilation,
@@ -78,15 +78,15 @@ def conv_general_dilated(
   check_channels(where, c, w_in, k, feature_group_count, images, batch_group_count)
 
   def apply(lhs: Array, rhs: Array) -> Array:
-    x, w = _to_canonical(lhs, numbers.lhs_spec), _filter_to_canonical(rhs, numbers.rhs_spec)
+    x, w = layout.to_canonical(lhs, numbers.lhs_spec), layout.filter_to_canonical(rhs, numbers.rhs_spec)
     # A group of the batch with its share of the output channels is a problem of its own.
     b = batch_group_count
     x = x.reshape(b, x.shape[0] // b, *x.shape[1:])
     w = jnp.moveaxis(w.reshape(*w.shape[:-1], b, k // b), -2, 0)
     y = jnp.moveaxis(convolve("y", {"x": x, "w": w}, spec, dtype), 0, -2)
-    return _from_canonical(y.reshape(*y.shape[:-2], k), numbers.out_spec)
+    return layout.from_canonical(y.reshape(*y.shape[:-2], k), numbers.out_spec)
 
-  out = _by_batch(apply, (lhs, rhs), numbers.lhs_spec if batch_group_count == 1 else None, numbers.out_spec)
+  out = layout.by_batch(apply, (lhs, rhs), numbers.lhs_spec if batch_group_count == 1 else None, numbers.out_spec)
   return out if out_sharding is None else jax.sharding.reshard(out, out_sharding)
 
 
@@ -158,7 +158,7 @@ def conv(
     precision=precision,
     preferred_element_type=preferred_element_type,
   )
-  channel = _dimension_numbers("conv", x, w, numbers).out_spec[1]
+  channel = layout.dimension_numbers("conv", x, w, numbers).out_spec[1]
   if b is not None:
     k = y.shape[channel]
     if jnp.shape(b) != (k,):
@@ -218,10 +218,11 @@ def conv_transpose(
   rank = lhs.ndim - 2
   if lhs.ndim != rhs.ndim or rank < 0:
     raise ValueError(f"{where}: lhs and rhs must have the same rank, at least 2, got {lhs.shape} and {rhs.shape}")
-  numbers = _dimension_numbers(where, lhs, rhs, channels_last(rank) if dimension_numbers is None else dimension_numbers)
+  given = channels_last(rank) if dimension_numbers is None else dimension_numbers
+  numbers = layout.dimension_numbers(where, lhs, rhs, given)
   strides = per_dimension(where, "strides", strides, rank)
   dilation = per_dimension(where, "rhs_dilation", 1 if rhs_dilation is None else rhs_dilation, rank)
-  window = _spatial(rhs, numbers.rhs_spec)
+  window = layout.spatial(rhs, numbers.rhs_spec)
   extents = [dilated(r, d) for r, d in zip(window, dilation, strict=True)]
   pads = _transpose_padding(where, padding, extents, strides, use_consistent_padding)
   if not transpose_kernel:
@@ -231,14 +232,14 @@ def conv_transpose(
     )  # fmt: skip
   out_spatial = [
     max(0, dilated(i, u) + lo + hi - e + 1)
-    for i, u, (lo, hi), e in zip(_spatial(lhs, numbers.lhs_spec), strides, pads, extents, strict=True)
+    for i, u, (lo, hi), e in zip(layout.spatial(lhs, numbers.lhs_spec), strides, pads, extents, strict=True)
   ]
   # The convolution with output `lhs` and input the result: its low padding mirrors ours, and its high padding is what
   # makes the extents meet.
   forward_pads = [
     (e - 1 - lo, dilated(i, u) + e - 1 - o - (e - 1 - lo))
     for i, u, o, (lo, _), e in zip(
-      _spatial(lhs, numbers.lhs_spec), strides, out_spatial, pads, extents, strict=True
+      layout.spatial(lhs, numbers.lhs_spec), strides, out_spatial, pads, extents, strict=True
     )
   ]
   return conv_dgrad(
@@ -282,20 +283,20 @@ def conv_dgrad(
   """
   where = "conv_dgrad"
   g, w = jnp.asarray(g), jnp.asarray(w)
-  numbers = _dimension_numbers(where, g, w, dimension_numbers or channels_last(w.ndim - 2))
+  numbers = layout.dimension_numbers(where, g, w, dimension_numbers or channels_last(w.ndim - 2))
   dtype = result_dtype(where, g, w, preferred_element_type)
   if len(x_spatial) != w.ndim - 2:
     raise ValueError(f"{where}: x_spatial must have {w.ndim - 2} entries, got {tuple(x_spatial)}")
-  spec = _spec(where, x_spatial, _spatial(w, numbers.rhs_spec), stride, padding, dilation, groups, precision)
+  spec = _spec(where, x_spatial, layout.spatial(w, numbers.rhs_spec), stride, padding, dilation, groups, precision)
   k, w_in = (w.shape[d] for d in numbers.rhs_spec[:2])
   check_channels(where, w_in * groups, w_in, k, groups, 1, 1)
   _check_gradient(where, g, numbers, spec, k)
 
   def apply(g: Array, w: Array) -> Array:
-    arrays = {"y": _to_canonical(g, numbers.out_spec)[None], "w": _filter_to_canonical(w, numbers.rhs_spec)[None]}
-    return _from_canonical(convolve("x", arrays, spec, dtype)[0], numbers.lhs_spec)
+    y, w = layout.to_canonical(g, numbers.out_spec)[None], layout.filter_to_canonical(w, numbers.rhs_spec)[None]
+    return layout.from_canonical(convolve("x", {"y": y, "w": w}, spec, dtype)[0], numbers.lhs_spec)
 
-  return _by_batch(apply, (g, w), numbers.out_spec, numbers.lhs_spec)
+  return layout.by_batch(apply, (g, w), numbers.out_spec, numbers.lhs_spec)
 
 
 def conv_wgrad(
@@ -333,60 +334,18 @@ def conv_wgrad(
   """
   where = "conv_wgrad"
   x, g = jnp.asarray(x), jnp.asarray(g)
-  numbers = _dimension_numbers(where, x, g, dimension_numbers or channels_last(x.ndim - 2))
+  numbers = layout.dimension_numbers(where, x, g, dimension_numbers or channels_last(x.ndim - 2))
   dtype = result_dtype(where, x, g, preferred_element_type)
   if len(window) != x.ndim - 2:
     raise ValueError(f"{where}: window must have {x.ndim - 2} entries, got {tuple(window)}")
-  spec = _spec(where, _spatial(x, numbers.lhs_spec), window, stride, padding, dilation, groups, precision)
+  spec = _spec(where, layout.spatial(x, numbers.lhs_spec), window, stride, padding, dilation, groups, precision)
   (images, c), k = (x.shape[d] for d in numbers.lhs_spec[:2]), g.shape[numbers.out_spec[1]]
   check_channels(where, c, c // groups, k, groups, 1, 1)
   _check_gradient(where, g, numbers, spec, k)
   if g.shape[numbers.out_spec[0]] != images:
     raise ValueError(f"{where}: x has {images} images but g has {g.shape[numbers.out_spec[0]]}")
-  arrays = {"x": _to_canonical(x, numbers.lhs_spec)[None], "y": _to_canonical(g, numbers.out_spec)[None]}
-  return _filter_from_canonical(convolve("w", arrays, spec, dtype)[0], numbers.rhs_spec)
-
-
-# Canonical layout ----------------------------------------------------------------------------------------------------
-#
-# A spec lists (batch, channel, *spatial) for x and y, and (out channel, in channel, *spatial) for the filter.
-
-
-def _dimension_numbers(where: str, a: Array, b: Array, numbers: DimensionNumbers) -> lax.ConvDimensionNumbers:
-  if a.ndim != b.ndim or a.ndim < 2:
-    raise ValueError(f"{where}: operands must have the same rank, at least 2, got shapes {a.shape} and {b.shape}")
-  return lax.conv_dimension_numbers(a.shape, b.shape, numbers)
-
-
-def _spatial(a: Array, spec: Sequence[int]) -> tuple[int, ...]:
-  return tuple(a.shape[d] for d in spec[2:])
-
-
-def _to_canonical(a: Array, spec: Sequence[int]) -> Array:
-  return a.transpose(spec[0], *spec[2:], spec[1])
-
-
-def _filter_to_canonical(w: Array, spec: Sequence[int]) -> Array:
-  return w.transpose(*spec[2:], spec[1], spec[0])
-
-
-def _from_canonical(a: Array, spec: Sequence[int]) -> Array:
-  order = (spec[0], *spec[2:], spec[1])
-  return a.transpose([order.index(d) for d in range(a.ndim)])
-
-
-def _filter_from_canonical(w: Array, spec: Sequence[int]) -> Array:
-  order = (*spec[2:], spec[1], spec[0])
-  return w.transpose([order.index(d) for d in range(w.ndim)])
-
-
-def _by_batch(
-  fn: Callable[..., Array], operands: tuple[Array, Array], in_spec: Sequence[int] | None, out_spec: Sequence[int]
-) -> Array:
-  """Runs `fn` on each shard of the first operand's batch dimension (any sharding is an error if `in_spec` is None)."""
-  keep: tuple[int, ...] = () if in_spec is None else (in_spec[0],)
-  dims = [in_spec[0] if in_spec is not None and d == out_spec[0] else None for d in range(len(out_spec))]
-  return _sharding.map_shards(fn, operands, keep=(keep, ()), out_like=(0, dims))
+  arrays = {"x": layout.to_canonical(x, numbers.lhs_spec)[None], "y": layout.to_canonical(g, numbers.out_spec)[None]}
+  return layout.filter_from_canonical(convolve("w", arrays, spec, dtype)[0], numbers.rhs_spec)
 
 
 # Shared checks -------------------------------------------------------------------------------------------------------
@@ -403,7 +362,7 @@ def _spec(
 
 
 def _check_gradient(where: str, g: Array, numbers: lax.ConvDimensionNumbers, spec: ConvSpec, k: int) -> None:
-  if _spatial(g, numbers.out_spec) != spec.y_spatial or g.shape[numbers.out_spec[1]] != k:
+  if layout.spatial(g, numbers.out_spec) != spec.y_spatial or g.shape[numbers.out_spec[1]] != k:
     raise ValueError(
       f"{where}: g of shape {g.shape} must have spatial extents {spec.y_spatial} and {k} channels, which is what the "
       f"convolution of an input of extents {spec.x_spatial} with a filter of extents {spec.window} gives"

@@ -1,0 +1,49 @@
+"""From any layout to the primitives' channels-last form, and back.
+
+A spec lists (batch, channel, *spatial) for x and y, and (out channel, in channel, *spatial) for the filter.
+"""
+
+from collections.abc import Callable, Sequence
+
+from jax import Array, lax
+
+from jaxdnn import _sharding
+
+DimensionNumbers = lax.ConvDimensionNumbers | tuple[str, str, str] | None
+
+
+def dimension_numbers(where: str, a: Array, b: Array, numbers: DimensionNumbers) -> lax.ConvDimensionNumbers:
+  if a.ndim != b.ndim or a.ndim < 2:
+    raise ValueError(f"{where}: operands must have the same rank, at least 2, got shapes {a.shape} and {b.shape}")
+  return lax.conv_dimension_numbers(a.shape, b.shape, numbers)
+
+
+def spatial(a: Array, spec: Sequence[int]) -> tuple[int, ...]:
+  return tuple(a.shape[d] for d in spec[2:])
+
+
+def to_canonical(a: Array, spec: Sequence[int]) -> Array:
+  return a.transpose(spec[0], *spec[2:], spec[1])
+
+
+def filter_to_canonical(w: Array, spec: Sequence[int]) -> Array:
+  return w.transpose(*spec[2:], spec[1], spec[0])
+
+
+def from_canonical(a: Array, spec: Sequence[int]) -> Array:
+  order = (spec[0], *spec[2:], spec[1])
+  return a.transpose([order.index(d) for d in range(a.ndim)])
+
+
+def filter_from_canonical(w: Array, spec: Sequence[int]) -> Array:
+  order = (*spec[2:], spec[1], spec[0])
+  return w.transpose([order.index(d) for d in range(w.ndim)])
+
+
+def by_batch(
+  fn: Callable[..., Array], operands: tuple[Array, Array], in_spec: Sequence[int] | None, out_spec: Sequence[int]
+) -> Array:
+  """Runs `fn` on each shard of the first operand's batch dimension (any sharding is an error if `in_spec` is None)."""
+  keep: tuple[int, ...] = () if in_spec is None else (in_spec[0],)
+  dims = [in_spec[0] if in_spec is not None and d == out_spec[0] else None for d in range(len(out_spec))]
+  return _sharding.map_shards(fn, operands, keep=(keep, ()), out_like=(0, dims))
