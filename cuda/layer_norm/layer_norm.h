@@ -40,7 +40,7 @@ struct Backward {
 // Scratch memory, as a pure function of the shape: what a device makes of it does not change what it needs.
 
 // Rows longer than this, which a block holds of every element type, may be split into chunks. Each leaves two numbers.
-constexpr int64_t kChunk = 4096;
+constexpr int64_t kChunk = 2048;
 constexpr int64_t kMaxChunks = 256;
 
 inline int64_t Chunks(const Shape& s) { return s.n <= kChunk ? 0 : std::min(kMaxChunks, (s.n + kChunk - 1) / kChunk); }
