@@ -4,6 +4,7 @@
 // one call for a 16-byte vector of a 16-bit type. Of these 15 are compared with the upper bits of the threshold, two
 // elements in an instruction. Where they tie, once in 32768 elements, the 16th and those of a second call are the lower
 // bits, so that the probability is exact to 2^-32.
+#include "cuda/common/convert.cuh"
 #include "cuda/common/dtype.cuh"
 #include "cuda/common/fast_div.cuh"
 #include "cuda/common/launch.cuh"
@@ -16,6 +17,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kPerCall = 8;
+constexpr int kVectors = 2;  // of a thread
 
 constexpr uint32_t kSigns = 0x80008000;  // The upper bits of both halves of a word.
 
@@ -71,22 +73,21 @@ template <class T>
 struct Problem {
   const T* x;
   T* y;
-  int64_t thread;  // Of this problem's.
-  Generator generator;
-  uint64_t start;
+  int64_t size;
+  int block;  // Of this problem's.
+  const uint32_t* seed;
+  uint32_t threshold;
 
   __device__ Problem(const T* all_x, const uint32_t* seeds, T* all_y, const Shape& shape, const FastDiv& by_blocks,
-                     uint32_t threshold) {
-    int block;
+                     uint32_t threshold)
+      : size(shape.rows * shape.columns), threshold(threshold) {
     const int64_t problem = by_blocks.Div(static_cast<int>(blockIdx.x), &block);
-    const int64_t size = shape.rows * shape.columns;
     x = all_x + problem * size;
     y = all_y + problem * size;
-    thread = int64_t{block} * kThreads + threadIdx.x;
-    const uint32_t* const seed = seeds + problem * kSeedWords;
-    generator = {{seed[0], seed[1], seed[2], seed[3]}, threshold};
-    start = seed[4] | static_cast<uint64_t>(seed[5]) << 32;
+    seed = seeds + problem * kSeedWords;
   }
+  __device__ Generator MakeGenerator() const { return {{seed[0], seed[1], seed[2], seed[3]}, threshold}; }
+  __device__ uint64_t Start() const { return seed[4] | static_cast<uint64_t>(seed[5]) << 32; }
 };
 
 template <class T>
@@ -94,40 +95,74 @@ __device__ __forceinline__ T Apply(T value, bool kept, Accumulator<T> scale) {
   return kept ? static_cast<T>(static_cast<Accumulator<T>>(value) * scale) : T(0.0f);
 }
 
-// A vector a thread, whose elements are numbered from a multiple of its length, so that their bits are of one call.
+// All ones in the halves of a word whose upper bit is set.
+__device__ __forceinline__ uint32_t Spread(uint32_t word) {
+  uint32_t mask;
+  asm("prmt.b32 %0, %1, 0, 0xBB99;" : "=r"(mask) : "r"(word));
+  return mask;
+}
+
+template <class T, int N>
+__device__ __forceinline__ Packed<T, N> ApplyAll(const Packed<T, N>& v, const uint4& kept, Accumulator<T> scale) {
+  Packed<T, N> result;
+  if constexpr (kIsPairs<T, N>) {
+    const uint32_t words[4] = {kept.x, kept.y, kept.z, kept.w};
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) {
+      const float2 pair = WidenPair<T>(v.v[i]);
+      result.v[i] = NarrowPair<T>(pair.x * scale, pair.y * scale) & Spread(words[i]);
+    }
+  } else {
+#pragma unroll
+    for (int j = 0; j < N; ++j) result.v[j] = Apply(v.v[j], IsKept(kept, j), scale);
+  }
+  return result;
+}
+
+// Vectors whose elements are numbered from a multiple of their length, so that the bits of each are of one call.
 template <class T>
 __global__ __launch_bounds__(kThreads, 6) void VectorKernel(const T* all_x, const uint32_t* seeds, T* all_y,
                                                             Shape shape, FastDiv by_blocks, FastDiv by_row,
                                                             uint32_t threshold, Accumulator<T> scale, bool aligned) {
   constexpr int N = kVecLength<T>;
   const Problem<T> p(all_x, seeds, all_y, shape, by_blocks, threshold);
-  const int64_t i = p.thread, left = shape.rows * shape.columns - i * N;
-  if (left <= 0) return;
-  Vec<T, N> v;
-  if (aligned && left >= N) {
-    v = reinterpret_cast<const Vec<T, N>*>(p.x)[i];
-  } else {
+  const int64_t first = int64_t{p.block} * (kVectors * kThreads) + threadIdx.x;
+  Packed<T, N> v[kVectors];
+  // What of a block lies inside is loaded before anything is drawn.
+  const bool whole = aligned && (int64_t{p.block} + 1) * (kVectors * kThreads * N) <= p.size;
+  if (whole) {
 #pragma unroll
-    for (int j = 0; j < N; ++j) v.v[j] = j < left ? p.x[i * N + j] : T(0.0f);
+    for (int u = 0; u < kVectors; ++u) v[u] = *reinterpret_cast<const Packed<T, N>*>(p.x + (first + u * kThreads) * N);
   }
-  uint64_t number = p.start + i * N;
-  if (shape.pitch != shape.columns) {
-    int within;
-    const int64_t row = by_row.Div(static_cast<int>(i), &within);
-    number = p.start + row * shape.pitch + int64_t{within} * N;
-  }
-  uint4 kept = p.generator.Kept(number / kPerCall);
-  // A shorter vector's elements are among the later ones of the call.
-  if (N <= 4 && number & 4) kept = {kept.z, kept.w, 0, 0};
-  if (N <= 2 && number & 2) kept.x = kept.y;
+  const Generator generator = p.MakeGenerator();
+  const uint64_t start = p.Start();
+  const auto kept = [&](int64_t i) {
+    uint64_t number = start + i * N;
+    if (shape.pitch != shape.columns) {
+      int within;
+      const int64_t row = by_row.Div(static_cast<int>(i), &within);
+      number = start + row * shape.pitch + int64_t{within} * N;
+    }
+    uint4 kept = generator.Kept(number / kPerCall);
+    // A shorter vector's elements are among the later ones of the call.
+    if (N <= 4 && number & 4) kept = {kept.z, kept.w, 0, 0};
+    if (N <= 2 && number & 2) kept.x = kept.y;
+    return kept;
+  };
+  if (whole) {
 #pragma unroll
-  for (int j = 0; j < N; ++j) v.v[j] = Apply(v.v[j], IsKept(kept, j), scale);
-  if (aligned && left >= N) {
-    reinterpret_cast<Vec<T, N>*>(p.y)[i] = v;
+    for (int u = 0; u < kVectors; ++u) {
+      const int64_t i = first + u * kThreads;
+      StorePacked<T, N>(p.y + i * N, ApplyAll<T, N>(v[u], kept(i), scale));
+    }
   } else {
+#pragma unroll 1
+    for (int64_t i = first; i < first + kVectors * kThreads && i * N < p.size; i += kThreads) {
+      const uint4 k = kept(i);
 #pragma unroll
-    for (int j = 0; j < N; ++j)
-      if (j < left) p.y[i * N + j] = v.v[j];
+      for (int j = 0; j < N; ++j)
+        if (i * N + j < p.size) p.y[i * N + j] = Apply(p.x[i * N + j], IsKept(k, j), scale);
+    }
   }
 }
 
@@ -136,11 +171,12 @@ template <class T>
 __global__ __launch_bounds__(kThreads) void ElementKernel(const T* all_x, const uint32_t* seeds, T* all_y, Shape shape,
                                                           FastDiv by_blocks, uint32_t threshold, Accumulator<T> scale) {
   const Problem<T> p(all_x, seeds, all_y, shape, by_blocks, threshold);
-  if (p.thread >= shape.rows * shape.columns) return;
-  const int64_t row = p.thread / shape.columns;
-  const uint64_t number = p.start + row * shape.pitch + (p.thread - row * shape.columns);
-  const bool kept = IsKept(p.generator.Kept(number / kPerCall), static_cast<int>(number % kPerCall));
-  p.y[p.thread] = Apply(p.x[p.thread], kept, scale);
+  const int64_t i = int64_t{p.block} * kThreads + threadIdx.x;
+  if (i >= p.size) return;
+  const int64_t row = i / shape.columns;
+  const uint64_t number = p.Start() + row * shape.pitch + (i - row * shape.columns);
+  const bool kept = IsKept(p.MakeGenerator().Kept(number / kPerCall), static_cast<int>(number % kPerCall));
+  p.y[i] = Apply(p.x[i], kept, scale);
 }
 
 }  // namespace
@@ -158,7 +194,7 @@ cudaError_t Run(DType dtype, const Shape& shape, const void* x, const uint32_t* 
     const bool rows =
         shape.pitch == shape.columns || (shape.columns % N == 0 && shape.pitch % N == 0 && size / N < int64_t{1} << 31);
     if (rows && shape.start_multiple % N == 0) {
-      const int64_t blocks = CeilDiv(size, int64_t{N} * kThreads);
+      const int64_t blocks = CeilDiv(size, int64_t{N} * kVectors * kThreads);
       const bool aligned = IsVectorAligned(x, y) && (shape.problems == 1 || size % N == 0);
       return LaunchKernel(VectorKernel<T>, shape.problems * blocks, kThreads, stream, in, seeds, out, shape,
                           FastDiv(blocks), FastDiv(shape.columns / N), threshold, factor, aligned);
