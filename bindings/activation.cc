@@ -87,14 +87,7 @@ static ffi::Error ActivationImpl(cudaStream_t stream, ffi::AnyBuffer x, ffi::Res
   return FromCuda(status, "activation", x);
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(Activation, ActivationImpl,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .RemainingRets()
-                                  .Attrs<ActivationAttrs>(),
-                              {ffi::Traits::kCmdBufferCompatible});
+JAXDNN_HANDLER(Activation, Bind<1, 1>().RemainingRets().Attrs<ActivationAttrs>());
 
 static ffi::Error ActivationBwdImpl(cudaStream_t stream, ffi::AnyBuffer g, ffi::AnyBuffer residual,
                                     ffi::Result<ffi::AnyBuffer> dx, ActivationAttrs attrs) {
@@ -111,14 +104,7 @@ static ffi::Error ActivationBwdImpl(cudaStream_t stream, ffi::AnyBuffer g, ffi::
   return FromCuda(status, "activation_bwd", g);
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(ActivationBwd, ActivationBwdImpl,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attrs<ActivationAttrs>(),
-                              {ffi::Traits::kCmdBufferCompatible});
+JAXDNN_HANDLER(ActivationBwd, Bind<2, 1>().Attrs<ActivationAttrs>());
 
 // An operand per channel ----------------------------------------------------------------------------------------------
 
@@ -139,15 +125,7 @@ static ffi::Error ChannelActivationImpl(cudaStream_t stream, ffi::AnyBuffer x, f
   return FromCuda(status, "channel_activation", x, operand);
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(ChannelActivation, ChannelActivationImpl,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .RemainingRets()
-                                  .Attrs<ChannelAttrs>(),
-                              {ffi::Traits::kCmdBufferCompatible});
+JAXDNN_HANDLER(ChannelActivation, Bind<2, 1>().RemainingRets().Attrs<ChannelAttrs>());
 
 static ffi::Error ChannelActivationBwdImpl(cudaStream_t stream, ffi::AnyBuffer g, ffi::AnyBuffer residual,
                                            ffi::AnyBuffer operand, ffi::Result<ffi::AnyBuffer> dx,
@@ -173,17 +151,7 @@ static ffi::Error ChannelActivationBwdImpl(cudaStream_t stream, ffi::AnyBuffer g
   return FromCuda(status, "channel_activation_bwd", g, operand);
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(ChannelActivationBwd, ChannelActivationBwdImpl,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attrs<ChannelAttrs>(),
-                              {ffi::Traits::kCmdBufferCompatible});
+JAXDNN_HANDLER(ChannelActivationBwd, Bind<3, 3>().Attrs<ChannelAttrs>());
 
 // Gated ---------------------------------------------------------------------------------------------------------------
 
@@ -197,13 +165,7 @@ static ffi::Error GateImpl(cudaStream_t stream, ffi::AnyBuffer x, ffi::Result<ff
   return FromCuda(status, "gate", x);
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(Gate, GateImpl,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attrs<GateAttrs>(),
-                              {ffi::Traits::kCmdBufferCompatible});
+JAXDNN_HANDLER(Gate, Bind<1, 1>().Attrs<GateAttrs>());
 
 static ffi::Error GateBwdImpl(cudaStream_t stream, ffi::AnyBuffer g, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> dx,
                               GateAttrs attrs) {
@@ -218,13 +180,6 @@ static ffi::Error GateBwdImpl(cudaStream_t stream, ffi::AnyBuffer g, ffi::AnyBuf
   return FromCuda(status, "gate_bwd", g, x);
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(GateBwd, GateBwdImpl,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attrs<GateAttrs>(),
-                              {ffi::Traits::kCmdBufferCompatible});
+JAXDNN_HANDLER(GateBwd, Bind<2, 1>().Attrs<GateAttrs>());
 
 }  // namespace jaxdnn

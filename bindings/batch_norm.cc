@@ -143,16 +143,7 @@ static ffi::Error BatchNormStatisticsImpl(cudaStream_t stream, ffi::AnyBuffer x,
                   "batch_norm_statistics", x);
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(BatchNormStatistics, BatchNormStatisticsImpl,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .RemainingArgs()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attrs<BatchNormStatisticsAttrs>(),
-                              {ffi::Traits::kCmdBufferCompatible});
+JAXDNN_HANDLER(BatchNormStatistics, Bind<1, 3, true>().Attrs<BatchNormStatisticsAttrs>());
 
 static ffi::Error BatchNormApplyImpl(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer mean, ffi::AnyBuffer var,
                                      ffi::AnyBuffer scale, ffi::AnyBuffer bias, ffi::RemainingArgs rest,
@@ -164,18 +155,7 @@ static ffi::Error BatchNormApplyImpl(cudaStream_t stream, ffi::AnyBuffer x, ffi:
                   "batch_norm_apply", x);
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(BatchNormApply, BatchNormApplyImpl,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .RemainingArgs()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attrs<BatchNormAttrs>(),
-                              {ffi::Traits::kCmdBufferCompatible});
+JAXDNN_HANDLER(BatchNormApply, Bind<5, 1, true>().Attrs<BatchNormAttrs>());
 
 // After k: t, unless the slot is none, and then what the other maps take.
 static ffi::Error BatchNormTangentImpl(cudaStream_t stream, ffi::AnyBuffer k, ffi::RemainingArgs rest,
@@ -194,14 +174,7 @@ static ffi::Error BatchNormTangentImpl(cudaStream_t stream, ffi::AnyBuffer k, ff
       "batch_norm_tangent", *x);
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(BatchNormTangent, BatchNormTangentImpl,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .RemainingArgs()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attrs<BatchNormSlotAttrs>(),
-                              {ffi::Traits::kCmdBufferCompatible});
+JAXDNN_HANDLER(BatchNormTangent, Bind<1, 1, true>().Attrs<BatchNormSlotAttrs>());
 
 // After the sums: the elementwise result where the slot has one, and the workspace.
 static ffi::Error BatchNormSumsImpl(cudaStream_t stream, ffi::AnyBuffer g, ffi::AnyBuffer x, ffi::AnyBuffer mean,
@@ -221,20 +194,7 @@ static ffi::Error BatchNormSumsImpl(cudaStream_t stream, ffi::AnyBuffer g, ffi::
                   "batch_norm_sums", x);
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(BatchNormSums, BatchNormSumsImpl,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .RemainingArgs()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .RemainingRets()
-                                  .Attrs<BatchNormSlotAttrs>(),
-                              {ffi::Traits::kCmdBufferCompatible});
+JAXDNN_HANDLER(BatchNormSums, Bind<6, 1, true>().RemainingRets().Attrs<BatchNormSlotAttrs>());
 
 static ffi::Error BatchNormMomentsImpl(cudaStream_t stream, ffi::AnyBuffer t, ffi::AnyBuffer x, ffi::AnyBuffer mean,
                                        ffi::AnyBuffer var, ffi::AnyBuffer scale, ffi::AnyBuffer bias,
@@ -249,21 +209,7 @@ static ffi::Error BatchNormMomentsImpl(cudaStream_t stream, ffi::AnyBuffer t, ff
                   "batch_norm_moments", x);
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(BatchNormMoments, BatchNormMomentsImpl,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .RemainingArgs()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attrs<BatchNormAttrs>(),
-                              {ffi::Traits::kCmdBufferCompatible});
+JAXDNN_HANDLER(BatchNormMoments, Bind<6, 3, true>().Attrs<BatchNormAttrs>());
 
 static ffi::Error BatchNormGradientImpl(cudaStream_t stream, ffi::AnyBuffer g, ffi::AnyBuffer k, ffi::AnyBuffer x,
                                         ffi::AnyBuffer mean, ffi::AnyBuffer var, ffi::AnyBuffer scale,
@@ -277,19 +223,6 @@ static ffi::Error BatchNormGradientImpl(cudaStream_t stream, ffi::AnyBuffer g, f
                   "batch_norm_gradient", x);
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(BatchNormGradient, BatchNormGradientImpl,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .RemainingArgs()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attrs<BatchNormAttrs>(),
-                              {ffi::Traits::kCmdBufferCompatible});
+JAXDNN_HANDLER(BatchNormGradient, Bind<7, 1, true>().Attrs<BatchNormAttrs>());
 
 }  // namespace jaxdnn

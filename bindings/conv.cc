@@ -25,6 +25,14 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jaxdnn::ConvAttrs,
 
 namespace jaxdnn {
 
+// Whether the current device has the instructions of compute capability 9.0.
+static bool IsHopper() {
+  int device = 0, major = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  return major == 9;
+}
+
 // Whichever of x, w and y are operands, `lhs` and `rhs` are them in that order, and `out` is the third.
 static ffi::Error Convolve(conv::Direction direction, cudaStream_t stream, ffi::AnyBuffer lhs, ffi::AnyBuffer rhs,
                            ffi::AnyBuffer out, ffi::AnyBuffer* workspace, const ConvAttrs& attrs) {
@@ -41,7 +49,7 @@ static ffi::Error Convolve(conv::Direction direction, cudaStream_t stream, ffi::
   const auto problem =
       MakeConvProblem(direction, *in_type, *out_type, x.dimensions(), w.dimensions(), y.dimensions(), attrs.stride,
                       attrs.padding_low, attrs.lhs_dilation, attrs.rhs_dilation, attrs.groups);
-  const auto config = problem ? conv::Choose(*problem) : std::nullopt;
+  const auto config = problem ? conv::Choose(*problem, IsHopper()) : std::nullopt;
   if (!config) return Unsupported("no kernel for these shapes", name, lhs, rhs, out);
   if (workspace && static_cast<int64_t>(workspace->size_bytes()) < config->workspace_bytes)
     return Unsupported("workspace too small", name, lhs, rhs, out);
@@ -65,19 +73,8 @@ static ffi::Error ConvWgradImpl(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyB
   return Convolve(conv::Direction::kFilterGradient, stream, x, y, *w, &*workspace, attrs);
 }
 
-static auto ConvBinding() {
-  return ffi::Ffi::Bind()
-      .Ctx<ffi::PlatformStream<cudaStream_t>>()
-      .Arg<ffi::AnyBuffer>()
-      .Arg<ffi::AnyBuffer>()
-      .Ret<ffi::AnyBuffer>();
-}
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(ConvFwd, ConvFwdImpl, ConvBinding().Attrs<ConvAttrs>(),
-                              {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(ConvDgrad, ConvDgradImpl, ConvBinding().Attrs<ConvAttrs>(),
-                              {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(ConvWgrad, ConvWgradImpl, ConvBinding().Ret<ffi::AnyBuffer>().Attrs<ConvAttrs>(),
-                              {ffi::Traits::kCmdBufferCompatible});
+JAXDNN_HANDLER(ConvFwd, Bind<2, 1>().Attrs<ConvAttrs>());
+JAXDNN_HANDLER(ConvDgrad, Bind<2, 1>().Attrs<ConvAttrs>());
+JAXDNN_HANDLER(ConvWgrad, Bind<2, 2>().Attrs<ConvAttrs>());
 
 }  // namespace jaxdnn

@@ -40,13 +40,6 @@ static ffi::Error DropoutImpl(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuf
   return FromCuda(status, "dropout", x);
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(Dropout, DropoutImpl,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attrs<DropoutAttrs>(),
-                              {ffi::Traits::kCmdBufferCompatible});
+JAXDNN_HANDLER(Dropout, Bind<2, 1>().Attrs<DropoutAttrs>());
 
 }  // namespace jaxdnn

@@ -29,6 +29,24 @@ inline std::optional<DType> ToDType(ffi::DataType type) {
   }
 }
 
+// The signature of most handlers: the stream, kArgs operands, any number more where kMoreArgs, and kRets results.
+template <int kArgs, int kRets, bool kMoreArgs = false>
+auto Bind() {
+  if constexpr (kRets > 0) {
+    return Bind<kArgs, kRets - 1, kMoreArgs>().template Ret<ffi::AnyBuffer>();
+  } else if constexpr (kMoreArgs) {
+    return Bind<kArgs, 0>().RemainingArgs();
+  } else if constexpr (kArgs > 0) {
+    return Bind<kArgs - 1, 0>().template Arg<ffi::AnyBuffer>();
+  } else {
+    return ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>();
+  }
+}
+
+// Defines the handler NAME of the function NAMEImpl. All of ours can be recorded into a CUDA graph.
+#define JAXDNN_HANDLER(NAME, ...) \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(NAME, NAME##Impl, (__VA_ARGS__), {ffi::Traits::kCmdBufferCompatible})
+
 // "bf16[8,28,28,64]"; element types without a kernel print as their number.
 inline std::string Describe(const ffi::AnyBuffer& buffer) {
   std::string text;

@@ -67,17 +67,7 @@ static ffi::Error GroupNormImpl(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyB
   return FromCuda(status, "group_norm", x);
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(GroupNorm, GroupNormImpl,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attrs<GroupNormAttrs>(),
-                              {ffi::Traits::kCmdBufferCompatible});
+JAXDNN_HANDLER(GroupNorm, Bind<3, 3>().Attrs<GroupNormAttrs>());
 
 static ffi::Error GroupNormBwdImpl(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuffer x, ffi::AnyBuffer scale,
                                    ffi::AnyBuffer bias, ffi::AnyBuffer statistics, ffi::Result<ffi::AnyBuffer> dx,
@@ -96,20 +86,7 @@ static ffi::Error GroupNormBwdImpl(cudaStream_t stream, ffi::AnyBuffer dy, ffi::
   return FromCuda(status, "group_norm_bwd", x);
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(GroupNormBwd, GroupNormBwdImpl,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attrs<GroupNormAttrs>(),
-                              {ffi::Traits::kCmdBufferCompatible});
+JAXDNN_HANDLER(GroupNormBwd, Bind<5, 4>().Attrs<GroupNormAttrs>());
 
 static ffi::Error GroupNormJvpImpl(cudaStream_t stream, ffi::AnyBuffer t, ffi::AnyBuffer tscale, ffi::AnyBuffer tbias,
                                    ffi::AnyBuffer x, ffi::AnyBuffer scale, ffi::AnyBuffer bias,
@@ -127,19 +104,6 @@ static ffi::Error GroupNormJvpImpl(cudaStream_t stream, ffi::AnyBuffer t, ffi::A
   return FromCuda(status, "group_norm_jvp", x);
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(GroupNormJvp, GroupNormJvpImpl,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attrs<GroupNormAttrs>(),
-                              {ffi::Traits::kCmdBufferCompatible});
+JAXDNN_HANDLER(GroupNormJvp, Bind<7, 2>().Attrs<GroupNormAttrs>());
 
 }  // namespace jaxdnn

@@ -69,20 +69,7 @@ static ffi::Error LayerNormImpl(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyB
   return FromCuda(status, "layer_norm", x);
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(LayerNorm, LayerNormImpl,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attrs<LayerNormAttrs>(),
-                              {ffi::Traits::kCmdBufferCompatible});
+JAXDNN_HANDLER(LayerNorm, Bind<4, 5>().Attrs<LayerNormAttrs>());
 
 static ffi::Error LayerNormBwdImpl(cudaStream_t stream, ffi::AnyBuffer g, ffi::AnyBuffer g_sum, ffi::AnyBuffer x,
                                    ffi::AnyBuffer scale, ffi::AnyBuffer mean, ffi::AnyBuffer rstd,
@@ -106,20 +93,6 @@ static ffi::Error LayerNormBwdImpl(cudaStream_t stream, ffi::AnyBuffer g, ffi::A
   return FromCuda(status, "layer_norm_bwd", g);
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(LayerNormBwd, LayerNormBwdImpl,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attrs<LayerNormAttrs>(),
-                              {ffi::Traits::kCmdBufferCompatible});
+JAXDNN_HANDLER(LayerNormBwd, Bind<6, 4>().Attrs<LayerNormAttrs>());
 
 }  // namespace jaxdnn

@@ -76,16 +76,7 @@ static ffi::Error LogPartitionImpl(cudaStream_t stream, ffi::AnyBuffer x, ffi::R
   return FromCuda(status, "log_partition", x);
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(LogPartition, LogPartitionImpl,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .RemainingArgs()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attrs<LogPartitionAttrs>(),
-                              {ffi::Traits::kCmdBufferCompatible});
+JAXDNN_HANDLER(LogPartition, Bind<1, 3, true>().Attrs<LogPartitionAttrs>());
 
 static ffi::Error LogPartitionBwdImpl(cudaStream_t stream, ffi::AnyBuffer g, ffi::AnyBuffer x, ffi::AnyBuffer m,
                                       ffi::AnyBuffer sums, ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> dx,
@@ -99,16 +90,6 @@ static ffi::Error LogPartitionBwdImpl(cudaStream_t stream, ffi::AnyBuffer g, ffi
   return FromCuda(status, "log_partition_bwd", x);
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(LogPartitionBwd, LogPartitionBwdImpl,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .RemainingArgs()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attrs<LogPartitionAttrs>(),
-                              {ffi::Traits::kCmdBufferCompatible});
+JAXDNN_HANDLER(LogPartitionBwd, Bind<4, 1, true>().Attrs<LogPartitionAttrs>());
 
 }  // namespace jaxdnn

@@ -56,13 +56,7 @@ static ffi::Error LrnImpl(cudaStream_t stream, ffi::AnyBuffer x, ffi::Result<ffi
   return FromCuda(lrn::Forward(*problem, *dtype, x.untyped_data(), y->untyped_data(), stream), "lrn", x);
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(Lrn, LrnImpl,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attrs<LrnAttrs>(),
-                              {ffi::Traits::kCmdBufferCompatible});
+JAXDNN_HANDLER(Lrn, Bind<1, 1>().Attrs<LrnAttrs>());
 
 static ffi::Error LrnJvpImpl(cudaStream_t stream, ffi::AnyBuffer t, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> out,
                              LrnAttrs attrs) {
@@ -74,14 +68,7 @@ static ffi::Error LrnJvpImpl(cudaStream_t stream, ffi::AnyBuffer t, ffi::AnyBuff
   return FromCuda(status, "lrn_jvp", x);
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(LrnJvp, LrnJvpImpl,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attrs<LrnAttrs>(),
-                              {ffi::Traits::kCmdBufferCompatible});
+JAXDNN_HANDLER(LrnJvp, Bind<2, 1>().Attrs<LrnAttrs>());
 
 static ffi::Error LrnVjpImpl(cudaStream_t stream, ffi::AnyBuffer g, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> dx,
                              ffi::Result<ffi::AnyBuffer> scratch, LrnAttrs attrs) {
@@ -93,15 +80,7 @@ static ffi::Error LrnVjpImpl(cudaStream_t stream, ffi::AnyBuffer g, ffi::AnyBuff
   return FromCuda(status, "lrn_vjp", x);
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(LrnVjp, LrnVjpImpl,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attrs<LrnAttrs>(),
-                              {ffi::Traits::kCmdBufferCompatible});
+JAXDNN_HANDLER(LrnVjp, Bind<2, 2>().Attrs<LrnAttrs>());
 
 static ffi::Error DivisiveImpl(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer m, ffi::Result<ffi::AnyBuffer> y,
                                LrnAttrs attrs) {
@@ -113,14 +92,7 @@ static ffi::Error DivisiveImpl(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBu
   return FromCuda(status, "divisive", x);
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(Divisive, DivisiveImpl,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attrs<LrnAttrs>(),
-                              {ffi::Traits::kCmdBufferCompatible});
+JAXDNN_HANDLER(Divisive, Bind<2, 1>().Attrs<LrnAttrs>());
 
 static ffi::Error DivisiveJvpImpl(cudaStream_t stream, ffi::AnyBuffer tx, ffi::AnyBuffer tm, ffi::AnyBuffer x,
                                   ffi::AnyBuffer m, ffi::Result<ffi::AnyBuffer> out, LrnAttrs attrs) {
@@ -133,16 +105,7 @@ static ffi::Error DivisiveJvpImpl(cudaStream_t stream, ffi::AnyBuffer tx, ffi::A
   return FromCuda(status, "divisive_jvp", x);
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(DivisiveJvp, DivisiveJvpImpl,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attrs<LrnAttrs>(),
-                              {ffi::Traits::kCmdBufferCompatible});
+JAXDNN_HANDLER(DivisiveJvp, Bind<4, 1>().Attrs<LrnAttrs>());
 
 static ffi::Error DivisiveVjpImpl(cudaStream_t stream, ffi::AnyBuffer g, ffi::AnyBuffer x, ffi::AnyBuffer m,
                                   ffi::Result<ffi::AnyBuffer> dx, ffi::Result<ffi::AnyBuffer> dm,
@@ -157,16 +120,6 @@ static ffi::Error DivisiveVjpImpl(cudaStream_t stream, ffi::AnyBuffer g, ffi::An
   return FromCuda(status, "divisive_vjp", x);
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(DivisiveVjp, DivisiveVjpImpl,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attrs<LrnAttrs>(),
-                              {ffi::Traits::kCmdBufferCompatible});
+JAXDNN_HANDLER(DivisiveVjp, Bind<3, 3>().Attrs<LrnAttrs>());
 
 }  // namespace jaxdnn

@@ -89,7 +89,7 @@ static nb::object PlanConv(const std::string& direction, const std::string& in_d
                            const std::vector<int64_t>& x, const std::vector<int64_t>& w, const std::vector<int64_t>& y,
                            const std::vector<int64_t>& stride, const std::vector<int64_t>& padding_low,
                            const std::vector<int64_t>& lhs_dilation, const std::vector<int64_t>& rhs_dilation,
-                           int64_t groups) {
+                           int64_t groups, bool hopper) {
   using namespace jaxdnn;
   static const std::map<std::string, conv::Direction> kDirections = {{"conv_fwd", conv::Direction::kForward},
                                                                      {"conv_dgrad", conv::Direction::kDataGradient},
@@ -97,7 +97,7 @@ static nb::object PlanConv(const std::string& direction, const std::string& in_d
   if (!kTypes.count(in_dtype) || !kTypes.count(out_dtype)) return nb::none();
   const auto problem = MakeConvProblem(kDirections.at(direction), kTypes.at(in_dtype), kTypes.at(out_dtype), x, w, y,
                                        stride, padding_low, lhs_dilation, rhs_dilation, groups);
-  const auto config = problem ? conv::Choose(*problem) : std::nullopt;
+  const auto config = problem ? conv::Choose(*problem, hopper) : std::nullopt;
   if (!config) return nb::none();
   nb::dict d;
   d["tile"] = conv::kTiles[static_cast<int>(config->tile)].name;
@@ -122,7 +122,7 @@ static std::optional<int64_t> GroupNormWorkspace(const std::string& call, const 
 NB_MODULE(_jaxdnn, m) {
   using nb::literals::operator""_a;
   m.def("plan_conv", &PlanConv, "direction"_a, "in_dtype"_a, "out_dtype"_a, "x"_a, "w"_a, "y"_a, "stride"_a,
-        "padding_low"_a, "lhs_dilation"_a, "rhs_dilation"_a, "groups"_a);
+        "padding_low"_a, "lhs_dilation"_a, "rhs_dilation"_a, "groups"_a, "hopper"_a);
 #ifdef JAXDNN_WITH_CUDA
   m.def("group_norm_workspace", &GroupNormWorkspace, "call"_a, "dtype"_a, "channels_last"_a, "x"_a, "groups"_a);
   m.def(

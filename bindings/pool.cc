@@ -88,12 +88,10 @@ std::optional<pool::IndexType> ToIndexType(const ffi::AnyBuffer& index, const ff
 
 pool::Workspace ToWorkspace(const ffi::AnyBuffer& buffer) { return {buffer.untyped_data(), buffer.size_bytes()}; }
 
-auto Bind() { return ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().Attrs<PoolAttrs>(); }
-
 }  // namespace
 
-static ffi::Error MaxPoolImpl(cudaStream_t stream, PoolAttrs attrs, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> y,
-                              ffi::RemainingRets rest) {
+static ffi::Error MaxPoolImpl(cudaStream_t stream, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> y,
+                              ffi::RemainingRets rest, PoolAttrs attrs) {
   const auto geometry = ToGeometry(attrs, x, *y);
   const auto dtype = ToDType(x.element_type());
   void* index = nullptr;
@@ -113,11 +111,10 @@ static ffi::Error MaxPoolImpl(cudaStream_t stream, PoolAttrs attrs, ffi::AnyBuff
   return FromCuda(status, "max_pool", x, *y);
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(MaxPool, MaxPoolImpl, Bind().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>().RemainingRets(),
-                              {ffi::Traits::kCmdBufferCompatible});
+JAXDNN_HANDLER(MaxPool, Bind<1, 1>().RemainingRets().Attrs<PoolAttrs>());
 
-static ffi::Error PoolGatherImpl(cudaStream_t stream, PoolAttrs attrs, ffi::AnyBuffer t, ffi::AnyBuffer index,
-                                 ffi::Result<ffi::AnyBuffer> y) {
+static ffi::Error PoolGatherImpl(cudaStream_t stream, ffi::AnyBuffer t, ffi::AnyBuffer index,
+                                 ffi::Result<ffi::AnyBuffer> y, PoolAttrs attrs) {
   const auto geometry = ToGeometry(attrs, t, *y);
   const auto dtype = ToDType(t.element_type());
   const auto index_type = ToIndexType(index, *y);
@@ -127,12 +124,10 @@ static ffi::Error PoolGatherImpl(cudaStream_t stream, PoolAttrs attrs, ffi::AnyB
   return FromCuda(status, "pool_gather", t, *y);
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(PoolGather, PoolGatherImpl,
-                              Bind().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>(),
-                              {ffi::Traits::kCmdBufferCompatible});
+JAXDNN_HANDLER(PoolGather, Bind<2, 1>().Attrs<PoolAttrs>());
 
-static ffi::Error PoolScatterImpl(cudaStream_t stream, PoolAttrs attrs, ffi::AnyBuffer dy, ffi::AnyBuffer index,
-                                  ffi::Result<ffi::AnyBuffer> dx) {
+static ffi::Error PoolScatterImpl(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuffer index,
+                                  ffi::Result<ffi::AnyBuffer> dx, PoolAttrs attrs) {
   const auto geometry = ToGeometry(attrs, *dx, dy);
   const auto dtype = ToDType(dy.element_type());
   const auto index_type = ToIndexType(index, dy);
@@ -142,12 +137,10 @@ static ffi::Error PoolScatterImpl(cudaStream_t stream, PoolAttrs attrs, ffi::Any
   return FromCuda(status, "pool_scatter", dy, *dx);
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(PoolScatter, PoolScatterImpl,
-                              Bind().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>(),
-                              {ffi::Traits::kCmdBufferCompatible});
+JAXDNN_HANDLER(PoolScatter, Bind<2, 1>().Attrs<PoolAttrs>());
 
-static ffi::Error SumPoolImpl(cudaStream_t stream, PoolAttrs attrs, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> y,
-                              ffi::Result<ffi::AnyBuffer> scratch) {
+static ffi::Error SumPoolImpl(cudaStream_t stream, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> y,
+                              ffi::Result<ffi::AnyBuffer> scratch, PoolAttrs attrs) {
   const auto geometry = ToGeometry(attrs, x, *y);
   const auto division = ToDivision(attrs);
   const auto dtype = ToDType(x.element_type());
@@ -157,12 +150,10 @@ static ffi::Error SumPoolImpl(cudaStream_t stream, PoolAttrs attrs, ffi::AnyBuff
   return FromCuda(status, "sum_pool", x, *y);
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(SumPool, SumPoolImpl,
-                              Bind().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>(),
-                              {ffi::Traits::kCmdBufferCompatible});
+JAXDNN_HANDLER(SumPool, Bind<1, 2>().Attrs<PoolAttrs>());
 
-static ffi::Error SumPoolBwdImpl(cudaStream_t stream, PoolAttrs attrs, ffi::AnyBuffer dy,
-                                 ffi::Result<ffi::AnyBuffer> dx) {
+static ffi::Error SumPoolBwdImpl(cudaStream_t stream, ffi::AnyBuffer dy, ffi::Result<ffi::AnyBuffer> dx,
+                                 PoolAttrs attrs) {
   const auto geometry = ToGeometry(attrs, *dx, dy);
   const auto division = ToDivision(attrs);
   const auto dtype = ToDType(dy.element_type());
@@ -172,11 +163,10 @@ static ffi::Error SumPoolBwdImpl(cudaStream_t stream, PoolAttrs attrs, ffi::AnyB
   return FromCuda(status, "sum_pool_bwd", dy, *dx);
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(SumPoolBwd, SumPoolBwdImpl, Bind().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>(),
-                              {ffi::Traits::kCmdBufferCompatible});
+JAXDNN_HANDLER(SumPoolBwd, Bind<1, 1>().Attrs<PoolAttrs>());
 
-static ffi::Error LpPoolImpl(cudaStream_t stream, PoolAttrs attrs, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> y,
-                             ffi::Result<ffi::AnyBuffer> scratch) {
+static ffi::Error LpPoolImpl(cudaStream_t stream, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> y,
+                             ffi::Result<ffi::AnyBuffer> scratch, PoolAttrs attrs) {
   const auto geometry = ToGeometry(attrs, x, *y);
   const auto dtype = ToDType(x.element_type());
   if (!geometry || !dtype || !(attrs.power > 0)) return Unsupported("no kernel", "lp_pool", x, *y);
@@ -185,12 +175,10 @@ static ffi::Error LpPoolImpl(cudaStream_t stream, PoolAttrs attrs, ffi::AnyBuffe
   return FromCuda(status, "lp_pool", x, *y);
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(LpPool, LpPoolImpl,
-                              Bind().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>(),
-                              {ffi::Traits::kCmdBufferCompatible});
+JAXDNN_HANDLER(LpPool, Bind<1, 2>().Attrs<PoolAttrs>());
 
-static ffi::Error LpPoolBwdImpl(cudaStream_t stream, PoolAttrs attrs, ffi::AnyBuffer dy, ffi::AnyBuffer x,
-                                ffi::AnyBuffer y, ffi::Result<ffi::AnyBuffer> dx) {
+static ffi::Error LpPoolBwdImpl(cudaStream_t stream, ffi::AnyBuffer dy, ffi::AnyBuffer x, ffi::AnyBuffer y,
+                                ffi::Result<ffi::AnyBuffer> dx, PoolAttrs attrs) {
   const auto geometry = ToGeometry(attrs, x, y);
   const auto dtype = ToDType(dy.element_type());
   const bool alike = SameShape(dy, y) && SameShape(*dx, x) && dy.element_type() == x.element_type() &&
@@ -201,9 +189,6 @@ static ffi::Error LpPoolBwdImpl(cudaStream_t stream, PoolAttrs attrs, ffi::AnyBu
   return FromCuda(status, "lp_pool_bwd", dy, x, *dx);
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    LpPoolBwd, LpPoolBwdImpl,
-    Bind().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>(),
-    {ffi::Traits::kCmdBufferCompatible});
+JAXDNN_HANDLER(LpPoolBwd, Bind<3, 1>().Attrs<PoolAttrs>());
 
 }  // namespace jaxdnn

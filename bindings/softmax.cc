@@ -52,15 +52,7 @@ static ffi::Error SoftmaxImpl(cudaStream_t stream, ffi::AnyBuffer x, ffi::Remain
   return FromCuda(status, "softmax", x);
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(Softmax, SoftmaxImpl,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .RemainingArgs()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attrs<SoftmaxAttrs>(),
-                              {ffi::Traits::kCmdBufferCompatible});
+JAXDNN_HANDLER(Softmax, Bind<1, 2, true>().Attrs<SoftmaxAttrs>());
 
 static ffi::Error SoftmaxBwdImpl(cudaStream_t stream, ffi::AnyBuffer g, ffi::AnyBuffer y, ffi::RemainingArgs rest,
                                  ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> workspace,
@@ -75,15 +67,6 @@ static ffi::Error SoftmaxBwdImpl(cudaStream_t stream, ffi::AnyBuffer g, ffi::Any
   return FromCuda(status, "softmax_bwd", g);
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(SoftmaxBwd, SoftmaxBwdImpl,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .RemainingArgs()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attrs<SoftmaxBwdAttrs>(),
-                              {ffi::Traits::kCmdBufferCompatible});
+JAXDNN_HANDLER(SoftmaxBwd, Bind<2, 2, true>().Attrs<SoftmaxBwdAttrs>());
 
 }  // namespace jaxdnn

@@ -140,14 +140,7 @@ static ffi::Error TransformImpl(cudaStream_t stream, ffi::AnyBuffer x, ffi::Rema
   return FromCuda(status, "transform", x, *out);
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(Transform, TransformImpl,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .RemainingArgs()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attrs<TransformAttrs>(),
-                              {ffi::Traits::kCmdBufferCompatible});
+JAXDNN_HANDLER(Transform, Bind<1, 1, true>().Attrs<TransformAttrs>());
 
 static ffi::Error Im2colImpl(cudaStream_t stream, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> cols,
                              PatchesAttrs attrs) {
@@ -159,13 +152,7 @@ static ffi::Error Im2colImpl(cudaStream_t stream, ffi::AnyBuffer x, ffi::Result<
   return FromCuda(status, "im2col", x, *cols);
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(Im2col, Im2colImpl,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attrs<PatchesAttrs>(),
-                              {ffi::Traits::kCmdBufferCompatible});
+JAXDNN_HANDLER(Im2col, Bind<1, 1>().Attrs<PatchesAttrs>());
 
 static ffi::Error Col2imImpl(cudaStream_t stream, ffi::AnyBuffer cols, ffi::Result<ffi::AnyBuffer> x,
                              PatchesAttrs attrs) {
@@ -176,12 +163,6 @@ static ffi::Error Col2imImpl(cudaStream_t stream, ffi::AnyBuffer cols, ffi::Resu
   return FromCuda(status, "col2im", cols, *x);
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(Col2im, Col2imImpl,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::AnyBuffer>()
-                                  .Attrs<PatchesAttrs>(),
-                              {ffi::Traits::kCmdBufferCompatible});
+JAXDNN_HANDLER(Col2im, Bind<1, 1>().Attrs<PatchesAttrs>());
 
 }  // namespace jaxdnn

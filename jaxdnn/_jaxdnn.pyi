@@ -20,6 +20,7 @@ def plan_conv(
   lhs_dilation: Sequence[int],
   rhs_dilation: Sequence[int],
   groups: int,
+  hopper: bool,
 ) -> dict[str, Any] | None: ...
 def group_norm_workspace(
   call: str, dtype: str, channels_last: bool, x: Sequence[int], groups: int

@@ -210,7 +210,7 @@ def test_planner_is_a_pure_function_of_the_problem():
 def test_planner_prefers_big_tiles_for_big_problems_and_splits_long_sums():
   common = dict(
     in_dtype="float32", out_dtype="float32", stride=(1, 1), padding_low=(1, 1), lhs_dilation=(1, 1),
-    rhs_dilation=(1, 1),
+    rhs_dilation=(1, 1), hopper=False,
   )  # fmt: skip
   plan = _extension.native.plan_conv
   x, y = (1, 64, 56, 56, 64), (1, 64, 56, 56, 64)
@@ -223,4 +223,7 @@ def test_planner_prefers_big_tiles_for_big_problems_and_splits_long_sums():
   half = {**common, "in_dtype": "bfloat16", "out_dtype": "bfloat16"}
   shapes = {"direction": "conv_fwd", "x": x, "y": y}
   assert plan(w=(1, 3, 3, 64, 64), groups=1, **shapes, **half)["tile"] == "mma 128x64"
+  assert plan(w=(1, 3, 3, 1, 64), groups=64, **shapes, **half)["tile"] == "simt 128x8"
+  half["hopper"] = True
+  assert plan(w=(1, 3, 3, 64, 64), groups=1, **shapes, **half)["tile"].startswith("wgmma")
   assert plan(w=(1, 3, 3, 1, 64), groups=64, **shapes, **half)["tile"] == "simt 128x8"

@@ -3,7 +3,7 @@
 #include <cmath>
 #include <numeric>
 
-#include "cuda/conv/conv.h"
+#include "cuda/conv/pixel_map.h"
 
 namespace jaxdnn::conv {
 namespace {
@@ -43,34 +43,87 @@ StepCost CostOf(const TileShape& t, Direction direction, int depth) {
       return filter ? StepCost{1100, 440, 4} : StepCost{650, 260, 3};
     case Tile::kMma128x32:
       return filter ? StepCost{1350, 580, 3} : StepCost{700, 300, 3};
+    default:
+      return {};
   }
-  return {};
 }
 
-// Elements that the tensor-core kernels copy at once.
+// Of the Hopper kernels: the cycles of a step while the tensor cores have work, and those of beginning and storing a
+// tile, which the other warpgroup hides unless tiles are short.
+struct WgmmaCost {
+  double step, tile;
+};
+
+WgmmaCost WgmmaCostOf(const TileShape& t, Direction direction) {
+  const bool filter = direction == Direction::kFilterGradient;
+  switch (t.tile) {
+    case Tile::kWgmma128x128:
+      return filter ? WgmmaCost{600, 3000} : WgmmaCost{565, 2400};
+    case Tile::kWgmma256x64:
+      return filter ? WgmmaCost{750, 3000} : WgmmaCost{676, 2400};
+    case Tile::kWgmma128x64:
+      return filter ? WgmmaCost{420, 1800} : WgmmaCost{395, 1700};
+    case Tile::kWgmma64x128:
+      return filter ? WgmmaCost{420, 1800} : WgmmaCost{395, 1700};
+    case Tile::kWgmma64x64:
+      return filter ? WgmmaCost{300, 1200} : WgmmaCost{280, 1200};
+    default:
+      return {};
+  }
+}
+
+// Elements that the mma.sync kernels copy at once.
 int VectorLength(const Problem& p) {
   const auto divides = [&](int n) { return p.channels % n == 0 && p.features % n == 0; };
   return divides(8) ? 8 : divides(2) ? 2 : 1;
 }
 
-double Cycles(const Problem& p, const TileShape& t, int64_t splits, int64_t result_bytes) {
+double ReductionCycles(int64_t splits, int64_t result_bytes) {
+  return splits > 1 ? kLaunchCycles + 2.0 * splits * result_bytes / (kMultiprocessors * kBytesPerCycle) : 0;
+}
+
+// Tiles of rows, and of them those of the average phase and its steps' depth.
+struct Work {
+  double tiles, depth;
+};
+
+Work WorkOf(const Problem& p, const TileShape& t, int64_t splits) {
   const Gemm g = GemmOf(p);
-  const int depth = t.tensor_cores ? MmaDepth(p.direction) : SimtDepth(p.in);
-  const StepCost cost = CostOf(t, p.direction, depth);
   double phases = 1, taps_per_tap = 1;
   if (p.direction != Direction::kFilterGradient) {
     const Phases f = PhasesOf(p);
     for (int d = 0; d < kRank; ++d) phases *= f.period[d], taps_per_tap *= f.tap_period[d];
   }
   const double row_tiles = phases * std::ceil(g.rows / phases / t.rows);
-  const double blocks = double(g.problems) * row_tiles * CeilDiv(g.columns, t.columns) * splits;
+  return {double(g.problems) * row_tiles * CeilDiv(g.columns, t.columns) * splits, g.depth / taps_per_tap / splits};
+}
+
+double Cycles(const Problem& p, const TileShape& t, int64_t splits) {
+  const Work work = WorkOf(p, t, splits);
+  const int depth = t.unit == Unit::kMma ? MmaDepth(p.direction) : SimtDepth(p.in);
+  const StepCost cost = CostOf(t, p.direction, depth);
   // Finding its place and storing its sums take a block as long as some steps.
-  const double steps = std::ceil(g.depth / taps_per_tap / splits / depth) + (t.tensor_cores ? 8 : 4);
-  const double each = std::ceil(blocks / kMultiprocessors);
-  const double pieces = !t.tensor_cores || VectorLength(p) == 8 ? 1 : VectorLength(p) == 2 ? 1.6 : 2;
-  const double reduction =
-      splits > 1 ? kLaunchCycles + 2.0 * splits * result_bytes / (kMultiprocessors * kBytesPerCycle) : 0;
-  return steps * pieces * std::max(std::ceil(each / cost.resident) * cost.latency, each * cost.busy) + reduction;
+  const double steps = std::ceil(work.depth / depth) + (t.unit == Unit::kMma ? 8 : 4);
+  const double each = std::ceil(work.tiles / kMultiprocessors);
+  const double pieces = t.unit == Unit::kSimt || VectorLength(p) == 8 ? 1 : VectorLength(p) == 2 ? 1.6 : 2;
+  return steps * pieces * std::max(std::ceil(each / cost.resident) * cost.latency, each * cost.busy);
+}
+
+double WgmmaCycles(const Problem& p, const TileShape& t, int64_t splits) {
+  const WgmmaCost cost = WgmmaCostOf(t, p.direction);
+  Work work = WorkOf(p, t, splits);
+  double steps;
+  if (p.direction == Direction::kFilterGradient) {
+    // Rows come in units of a line of channels.
+    const double units = double(p.Taps()) * CeilDiv(p.channels, kWgmmaDepth);
+    work.tiles = std::ceil(units / (t.rows / kWgmmaDepth)) * CeilDiv(p.features, t.columns) * splits;
+    steps = std::ceil(work.depth / kWgmmaDepth);
+  } else {
+    const int64_t channels = p.direction == Direction::kForward ? p.channels : p.features;
+    steps = std::max(1.0, work.depth / channels * CeilDiv(channels, kWgmmaDepth));
+  }
+  const double each = std::ceil(work.tiles / kMultiprocessors), busy = steps * cost.step;
+  return each * std::max(busy, (busy + cost.tile) / 2) + cost.tile + 1500;
 }
 
 bool Indexable(const Problem& p) {
@@ -85,11 +138,17 @@ bool Indexable(const Problem& p) {
          p.Taps() * std::max(p.channels, p.features) < kIndexLimit;
 }
 
-// The tensor-core kernels take 16-bit floats and all but the longest windows. Rows of channels that are no whole
+// The tensor-core kernels take 16-bit floats. Hopper's take what the TMA unit can read: one problem and group, lines of
+// whole 16-byte chunks. Those with mma.sync take all but the longest windows. Rows of channels that are no whole
 // 16-byte chunks have one tile only (VisitMmaKernel).
-bool Takes(const TileShape& t, const Problem& p) {
-  if (!t.tensor_cores) return true;
+bool Takes(const TileShape& t, const Problem& p, bool hopper) {
+  if (t.unit == Unit::kSimt) return true;
   const bool half = p.in == DType::kF16 || p.in == DType::kBF16;
+  if (t.unit == Unit::kWgmma) {
+    MappedPhase phases[kMaxMaps];
+    return half && hopper && p.batch == 1 && p.groups == 1 && VectorLength(p) == 8 &&
+           p.images * std::max(p.XPixels(), p.YPixels()) < INT32_MAX && MapPhases(p, phases) > 0;
+  }
   return half && *std::max_element(p.window, p.window + kRank) <= kMmaMaxWindow &&
          (VectorLength(p) == 8 || t.tile == Tile::kMma128x64);
 }
@@ -124,20 +183,22 @@ Gemm GemmOf(const Problem& p) {
   return {};
 }
 
-std::optional<Config> Choose(const Problem& p) {
+std::optional<Config> Choose(const Problem& p, bool hopper) {
   const bool widened = p.out == DType::kF32 && (p.in == DType::kF16 || p.in == DType::kBF16);
   if (!(p.in == p.out || widened) || !Indexable(p)) return std::nullopt;
   const Gemm g = GemmOf(p);
-  const int64_t sum_bytes = p.in == DType::kF64 ? 8 : 4;
+  const int64_t result_bytes = p.FilterSize() * (p.in == DType::kF64 ? 8 : 4);
   const bool splittable = p.direction == Direction::kFilterGradient;
   std::optional<Config> best;
   for (const TileShape& t : kTiles) {
-    if (!Takes(t, p)) continue;
-    for (int64_t splits = 1; splits == 1 || (splittable && splits * kMinSlice <= g.depth); splits *= 2) {
-      const int64_t bytes = splits > 1 ? splits * p.FilterSize() * sum_bytes : 0;
+    if (!Takes(t, p, hopper)) continue;
+    for (int64_t splits = 1; splits == 1 || (splittable && splits * kMinSlice <= g.depth);
+         splits += std::max<int64_t>(1, splits / 8)) {
+      const int64_t bytes = splits > 1 ? splits * result_bytes : 0;
       if (bytes > kMaxWorkspace) break;
       if (splittable && CeilDiv(g.depth, splits) >= kIndexLimit) continue;  // a slice is indexed with 32 bits
-      const double cycles = Cycles(p, t, splits, p.FilterSize() * sum_bytes);
+      const double cycles =
+          (t.unit == Unit::kWgmma ? WgmmaCycles : Cycles)(p, t, splits) + ReductionCycles(splits, result_bytes);
       if (!best || cycles < best->cycles) best = Config{t.tile, splits, bytes, cycles};
     }
   }

@@ -37,22 +37,46 @@ struct Problem {
 };
 
 // Block tiles (rows x columns of the implicit matrix product) that kernels are compiled for: on the CUDA cores, or with
-// mma.sync on the tensor cores.
-enum class Tile { kSimt128x64, kSimt64x32, kSimt128x8, kMma128x128, kMma128x64, kMma64x64, kMma128x32 };
+// mma.sync or Hopper's wgmma on the tensor cores.
+enum class Unit { kSimt, kMma, kWgmma };
+enum class Tile {
+  kSimt128x64,
+  kSimt64x32,
+  kSimt128x8,
+  kMma128x128,
+  kMma128x64,
+  kMma64x64,
+  kMma128x32,
+  kWgmma128x128,
+  kWgmma256x64,
+  kWgmma128x64,
+  kWgmma64x128,
+  kWgmma64x64,
+};
 struct TileShape {
   Tile tile;
   const char* name;
-  bool tensor_cores;
+  Unit unit;
   int rows, columns, threads;
 };
 constexpr TileShape kTiles[] = {
-    {Tile::kSimt128x64, "simt 128x64", false, 128, 64, 256}, {Tile::kSimt64x32, "simt 64x32", false, 64, 32, 128},
-    {Tile::kSimt128x8, "simt 128x8", false, 128, 8, 128},    {Tile::kMma128x128, "mma 128x128", true, 128, 128, 128},
-    {Tile::kMma128x64, "mma 128x64", true, 128, 64, 128},    {Tile::kMma64x64, "mma 64x64", true, 64, 64, 128},
-    {Tile::kMma128x32, "mma 128x32", true, 128, 32, 128}};
+    {Tile::kSimt128x64, "simt 128x64", Unit::kSimt, 128, 64, 256},
+    {Tile::kSimt64x32, "simt 64x32", Unit::kSimt, 64, 32, 128},
+    {Tile::kSimt128x8, "simt 128x8", Unit::kSimt, 128, 8, 128},
+    {Tile::kMma128x128, "mma 128x128", Unit::kMma, 128, 128, 128},
+    {Tile::kMma128x64, "mma 128x64", Unit::kMma, 128, 64, 128},
+    {Tile::kMma64x64, "mma 64x64", Unit::kMma, 64, 64, 128},
+    {Tile::kMma128x32, "mma 128x32", Unit::kMma, 128, 32, 128},
+    {Tile::kWgmma128x128, "wgmma 128x128", Unit::kWgmma, 128, 128, 384},
+    {Tile::kWgmma256x64, "wgmma 256x64", Unit::kWgmma, 256, 64, 384},
+    {Tile::kWgmma128x64, "wgmma 128x64", Unit::kWgmma, 128, 64, 384},
+    {Tile::kWgmma64x128, "wgmma 64x128", Unit::kWgmma, 64, 128, 384},
+    {Tile::kWgmma64x64, "wgmma 64x64", Unit::kWgmma, 64, 64, 384},
+};
 
 // Depth of a tile step: how many terms of the reduction are in shared memory at once.
 constexpr int MmaDepth(Direction direction) { return direction == Direction::kFilterGradient ? 64 : 32; }
+constexpr int kWgmmaDepth = 64;
 constexpr int SimtDepth(DType in) { return in == DType::kF64 ? 8 : 16; }
 
 // The most taps along a dimension that the tensor-core kernels take.
@@ -78,9 +102,10 @@ struct Phases {
 };
 Phases PhasesOf(const Problem& p);
 
-// The kernel for a problem: a closed-form function of the problem alone, so that equal shapes give equal bits
-// everywhere. Empty where no kernel takes the problem.
-std::optional<Config> Choose(const Problem& p);
+// The kernel for a problem: a closed-form function of the problem and of whether the device has Hopper's instructions
+// (compute capability 9.0), so that equal shapes give equal bits on all devices of a kind. Empty where no kernel takes
+// the problem.
+std::optional<Config> Choose(const Problem& p, bool hopper);
 
 // `lhs`, `rhs` and `out` are x, w, y (forward); y, w, x (data gradient); x, y, w (filter gradient). Returns a
 // cudaError_t.

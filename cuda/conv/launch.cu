@@ -1,15 +1,25 @@
 // Config -> kernel.
 #include "cuda/conv/mma.h"
 #include "cuda/conv/simt.h"
+#include "cuda/conv/wgmma.h"
 
 namespace jaxdnn::conv {
 
 int Launch(const Problem& p, const Config& config, const void* lhs, const void* rhs, void* out, void* workspace,
            CUstream_st* stream) {
-  const bool tensor_cores = kTiles[static_cast<int>(config.tile)].tensor_cores;
-  if (p.direction == Direction::kFilterGradient)
-    return (tensor_cores ? LaunchFilterMma : LaunchFilterSimt)(p, config, lhs, rhs, out, workspace, stream);
-  return (tensor_cores ? LaunchDataMma : LaunchDataSimt)(p, config, lhs, rhs, out, stream);
+  const bool filter = p.direction == Direction::kFilterGradient;
+  switch (kTiles[static_cast<int>(config.tile)].unit) {
+    case Unit::kSimt:
+      return filter ? LaunchFilterSimt(p, config, lhs, rhs, out, workspace, stream)
+                    : LaunchDataSimt(p, config, lhs, rhs, out, stream);
+    case Unit::kMma:
+      return filter ? LaunchFilterMma(p, config, lhs, rhs, out, workspace, stream)
+                    : LaunchDataMma(p, config, lhs, rhs, out, stream);
+    case Unit::kWgmma:
+      return filter ? LaunchFilterWgmma(p, config, lhs, rhs, out, workspace, stream)
+                    : LaunchDataWgmma(p, config, lhs, rhs, out, stream);
+  }
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace jaxdnn::conv

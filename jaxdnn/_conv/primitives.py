@@ -223,8 +223,11 @@ def _batch(operands: Any, dims: Any, *, result: str, spec: ConvSpec, dtype: Any)
 # CUDA lowering -------------------------------------------------------------------------------------------------------
 
 
-def plan(result: str, a: Any, b: Any, spec: ConvSpec, dtype: Any) -> dict[str, Any] | None:
-  """What the planner chooses for this call (tile, splits, workspace in bytes), or None if no kernel takes it."""
+def plan(result: str, a: Any, b: Any, spec: ConvSpec, dtype: Any, *, hopper: bool = False) -> dict[str, Any] | None:
+  """What the planner chooses for this call (tile, splits, workspace in bytes), or None if no kernel takes it.
+
+  With hopper, on devices of compute capability 9.0.
+  """
   shapes = {name: aval.shape for name, aval in zip(OPERANDS[result], (a, b), strict=True)}
   shapes[result] = _result_shape(result, a, b, spec)
   return _extension.native.plan_conv(
@@ -235,7 +238,14 @@ def plan(result: str, a: Any, b: Any, spec: ConvSpec, dtype: Any) -> dict[str, A
     w=shapes["w"],
     y=shapes["y"],
     **_geometry(spec),
+    hopper=hopper,
   )
+
+
+def _workspace(a: Any, b: Any, *, spec: ConvSpec, dtype: Any) -> int:
+  """Bytes that the filter gradient needs on any device: which one it will be is not known yet."""
+  plans = (plan("w", a, b, spec, dtype, hopper=hopper) for hopper in (False, True))
+  return max(p["workspace_bytes"] for p in plans if p)
 
 
 def _geometry(spec: ConvSpec) -> dict[str, Any]:
@@ -265,7 +275,5 @@ for _result, _p in PRIMITIVES.items():
     REFERENCES[_result],
     attributes=_attributes,
     supported=lambda a, b, *, spec, dtype, result=_result: plan(result, a, b, spec, dtype) is not None,
-    workspace=(lambda a, b, *, spec, dtype: plan("w", a, b, spec, dtype)["workspace_bytes"])  # type: ignore[index]
-    if _result == "w"
-    else None,
+    workspace=_workspace if _result == "w" else None,
   )

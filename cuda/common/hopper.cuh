@@ -1,0 +1,216 @@
+// Hopper's asynchronous machinery (sm_90a): barriers in shared memory that count arrivals and bytes, copies of tensor
+// boxes by the TMA unit, and matrix products of a warpgroup that read shared memory by themselves. PTX ISA 8.0:
+// mbarrier, cp.async.bulk.tensor, wgmma.mma_async, setmaxnreg, stmatrix.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+namespace jaxdnn::hopper {
+
+// Whether this compilation is for the one architecture that has these instructions.
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+constexpr bool kAvailable = true;
+#else
+constexpr bool kAvailable = false;
+#endif
+
+// Barriers
+// -------------------------------------------------------------------------------------------------------------
+
+// A phase ends when `arrivals` have come, and as many bytes as were announced. `barrier` is a shared-memory address.
+__device__ inline void InitBarrier(uint32_t barrier, int arrivals) {
+  if constexpr (kAvailable)
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// After the last of them: shows the barriers to the TMA unit.
+__device__ inline void PublishBarriers() {
+  if constexpr (kAvailable) asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ inline void ArriveExpecting(uint32_t barrier, int bytes) {
+  if constexpr (kAvailable)
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+__device__ inline void Arrive(uint32_t barrier) {
+  if constexpr (kAvailable) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Waits for the end of the phase with this parity: of 0, 1, 0, 1, ... in turn.
+__device__ inline void WaitBarrier(uint32_t barrier, uint32_t parity) {
+  if constexpr (kAvailable)
+    asm volatile(
+        "{\n .reg .pred done;\n again:\n mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        " @!done bra again;\n}" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
+}
+
+// The threads of one warpgroup alone.
+__device__ inline void SyncWarpgroup(int id) { asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory"); }
+
+// Tensor boxes
+// ---------------------------------------------------------------------------------------------------------
+
+__device__ inline void PrefetchMap(const CUtensorMap* map) {
+  if constexpr (kAvailable) asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// Loads the box at (x, y, z) and adds its bytes to the barrier.
+__device__ inline void LoadBox(uint32_t to, const CUtensorMap* map, uint32_t barrier, int x, int y, int z) {
+  if constexpr (kAvailable)
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+        " [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(to),
+        "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z)
+        : "memory");
+}
+
+// A column of pixels, from the one at `at` on, each moved by `offset`: (depth,) (height,) width, as many as the map
+// has.
+template <int kDimensions>
+__device__ inline void LoadPixels(uint32_t to, const CUtensorMap* map, uint32_t barrier, int channel,
+                                  const int (&at)[3], int image, const int (&offset)[3]) {
+  if constexpr (!kAvailable) {
+  } else if constexpr (kDimensions == 1) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes"
+        " [%0], [%1, {%3, %4, %5}], [%2], {%6};" ::"r"(to),
+        "l"(map), "r"(barrier), "r"(channel), "r"(at[2]), "r"(image), "h"(static_cast<uint16_t>(offset[2]))
+        : "memory");
+  } else if constexpr (kDimensions == 2) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes"
+        " [%0], [%1, {%3, %4, %5, %6}], [%2], {%7, %8};" ::"r"(to),
+        "l"(map), "r"(barrier), "r"(channel), "r"(at[2]), "r"(at[1]), "r"(image), "h"(static_cast<uint16_t>(offset[2])),
+        "h"(static_cast<uint16_t>(offset[1]))
+        : "memory");
+  } else {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes"
+        " [%0], [%1, {%3, %4, %5, %6, %7}], [%2], {%8, %9, %10};" ::"r"(to),
+        "l"(map), "r"(barrier), "r"(channel), "r"(at[2]), "r"(at[1]), "r"(at[0]), "r"(image),
+        "h"(static_cast<uint16_t>(offset[2])), "h"(static_cast<uint16_t>(offset[1])),
+        "h"(static_cast<uint16_t>(offset[0]))
+        : "memory");
+  }
+}
+
+// Stores begun by one thread form groups, as its copies do. What ordinary instructions wrote to shared memory must be
+// shown to the TMA unit first.
+__device__ inline void ShowSharedToTma() {
+  if constexpr (kAvailable) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+__device__ inline void StoreBox(const CUtensorMap* map, uint32_t from, int x, int y) {
+  if constexpr (kAvailable)
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
+                 "r"(from), "r"(x), "r"(y)
+                 : "memory");
+}
+__device__ inline void CommitStores() {
+  if constexpr (kAvailable) asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+// Until all but the newest kPending groups have read their shared memory.
+template <int kPending>
+__device__ inline void WaitForStoreReads() {
+  if constexpr (kAvailable) asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+
+// Matrix products
+// ------------------------------------------------------------------------------------------------------
+
+// Registers a thread of this warpgroup may hold from now on.
+template <int kRegisters, bool kMore>
+__device__ inline void SetRegisters() {
+  if constexpr (kAvailable && kMore) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+  if constexpr (kAvailable && !kMore) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// Describes an operand to wgmma: lines of 128 bytes, whose 16-byte chunks are exchanged within 1024 bytes as TMA's
+// 128-byte swizzle does. Lines are rows of 64 terms of the reduction (K-major), 8 rows in 1024 bytes; or 64 rows of one
+// term (MN-major), 8 terms in 1024 bytes and the next 64 rows `next` bytes on.
+__device__ inline uint64_t Descriptor(uint32_t address, uint32_t next) {
+  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62, kGroup = uint64_t{1024 >> 4} << 32;
+  return kSwizzle128 | kGroup | uint64_t{next >> 4} << 16 | (address & 0x3ffff) >> 4;
+}
+
+// Marks where the sums' registers are handed to wgmma.
+__device__ inline void BeginProducts() {
+  if constexpr (kAvailable) asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+__device__ inline void CommitProducts() {
+  if constexpr (kAvailable) asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+// Until all but the newest kPending groups are done.
+template <int kPending>
+__device__ inline void WaitForProducts() {
+  if constexpr (kAvailable) asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// An instruction's operands can only be written out.
+#define JAXDNN_TEN(t) \
+  "%" #t "0, %" #t "1, %" #t "2, %" #t "3, %" #t "4, %" #t "5, %" #t "6, %" #t "7, %" #t "8, %" #t "9, "
+#define JAXDNN_SUMS4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define JAXDNN_SUMS16(i) JAXDNN_SUMS4(i), JAXDNN_SUMS4(i + 4), JAXDNN_SUMS4(i + 8), JAXDNN_SUMS4(i + 12)
+#define JAXDNN_SUMS64(i) JAXDNN_SUMS16(i), JAXDNN_SUMS16(i + 16), JAXDNN_SUMS16(i + 32), JAXDNN_SUMS16(i + 48)
+// Of m64nNk16; `tail` numbers the operands after the sums: a, b, whether to add to the sums, which are transposed.
+#define JAXDNN_WGMMA(type, n, operands, a, b, add, ta, tb, ...)                                             \
+  asm volatile("{\n .reg .pred add;\n setp.ne.b32 add, " add ", 0;\n wgmma.mma_async.sync.aligned.m64n" n   \
+               "k16.f32." type "." type " {" operands "}, " a ", " b ", add, 1, 1, " ta ", " tb ";\n}"      \
+               : __VA_ARGS__                                                                                \
+               : "l"(a_tile), "l"(b_tile), "r"(int{add_to}), "n"(int{kTransposedA}), "n"(int{kTransposedB}) \
+               : "memory")
+#define JAXDNN_WGMMA_OF_TYPE(type)                                                                                   \
+  if constexpr (kColumns == 64) {                                                                                    \
+    JAXDNN_WGMMA(type, "64", JAXDNN_TEN() JAXDNN_TEN(1) JAXDNN_TEN(2) "%30, %31", "%32", "%33", "%34", "%35", "%36", \
+                 JAXDNN_SUMS16(0), JAXDNN_SUMS16(16));                                                               \
+  } else if constexpr (kColumns == 128) {                                                                            \
+    JAXDNN_WGMMA(type, "128",                                                                                        \
+                 JAXDNN_TEN() JAXDNN_TEN(1) JAXDNN_TEN(2) JAXDNN_TEN(3) JAXDNN_TEN(4)                                \
+                     JAXDNN_TEN(5) "%60, %61, %62, %63",                                                             \
+                 "%64", "%65", "%66", "%67", "%68", JAXDNN_SUMS64(0));                                               \
+  } else {                                                                                                           \
+    static_assert(kColumns == 256);                                                                                  \
+    JAXDNN_WGMMA(type, "256",                                                                                        \
+                 JAXDNN_TEN() JAXDNN_TEN(1) JAXDNN_TEN(2) JAXDNN_TEN(3) JAXDNN_TEN(4) JAXDNN_TEN(5) JAXDNN_TEN(6)    \
+                     JAXDNN_TEN(7) JAXDNN_TEN(8) JAXDNN_TEN(9) JAXDNN_TEN(10)                                        \
+                         JAXDNN_TEN(11) "%120, %121, %122, %123, %124, %125, %126, %127",                            \
+                 "%128", "%129", "%130", "%131", "%132", JAXDNN_SUMS64(0), JAXDNN_SUMS64(64));                       \
+  }
+
+// d += A B, or d = A B where `add_to` is false, of 64 rows, kColumns columns and 16 terms, by the 128 threads of a
+// warpgroup. Thread 32 w + l holds of row 16 w + l / 4 the columns 8 j + 2 (l % 4) + {0, 1} in d[4 j + {0, 1}], and of
+// the row 8 below in d[4 j + {2, 3}]. Transposed operands are MN-major.
+template <class In, int kColumns, bool kTransposedA, bool kTransposedB>
+__device__ inline void Multiply(float (&d)[kColumns / 2], uint64_t a_tile, uint64_t b_tile, bool add_to) {
+  if constexpr (!kAvailable) {
+  } else if constexpr (std::is_same_v<In, __nv_bfloat16>) {
+    JAXDNN_WGMMA_OF_TYPE("bf16")
+  } else {
+    JAXDNN_WGMMA_OF_TYPE("f16")
+  }
+}
+
+#undef JAXDNN_TEN
+#undef JAXDNN_SUMS4
+#undef JAXDNN_SUMS16
+#undef JAXDNN_SUMS64
+#undef JAXDNN_WGMMA
+#undef JAXDNN_WGMMA_OF_TYPE
+
+// Four 8x8 matrices of 16-bit elements to shared memory: lane i gives the address of row i % 8 of matrix i / 8, and
+// holds of each matrix the elements 2 (i % 4) and 2 (i % 4) + 1 of row i / 4.
+__device__ inline void StoreMatrices(uint32_t address, const uint32_t (&r)[4]) {
+  if constexpr (kAvailable)
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]),
+                 "r"(r[1]), "r"(r[2]), "r"(r[3])
+                 : "memory");
+}
+
+}  // namespace jaxdnn::hopper

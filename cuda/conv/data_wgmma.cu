@@ -1,0 +1,221 @@
+// Forward convolution and data gradient as an implicit matrix product on Hopper's tensor cores, for 16-bit floats.
+//
+// Rows are positions of a phase, columns the result's channels, and a step of the reduction is a line of 64 channels of
+// one tap: one im2col load, and a box of the filter [taps, channels, features], which forward is MN-major and in the
+// data gradient K-major. What lies past the last channel is read as zeros, of the filter too.
+#include "cuda/conv/wgmma.h"
+#include "cuda/conv/wgmma_tile.cuh"
+
+namespace jaxdnn::conv {
+namespace {
+
+struct Params {
+  CUtensorMap operand[kMaxMaps], filter, result;
+  MappedPhase phase[kMaxMaps];
+  int phases, first_tile[kMaxMaps + 1];  // of each phase, in tiles of rows
+  int tiles, column_tiles, columns;
+  int lines;  // of channels
+  int window[kRank], out[kRank];
+  int images;
+  bool scattered;  // the rows of a phase are not neighbours in the result
+};
+
+// A tile of the grid.
+struct Place {
+  int phase, column;
+  int64_t row;
+
+  template <class T>
+  __device__ Place(const Params& p, int tile, T) : phase(0) {
+    const int row_tile = tile / p.column_tiles;
+    column = (tile - row_tile * p.column_tiles) * T::kColumns;
+    while (row_tile >= p.first_tile[phase + 1]) ++phase;
+    row = int64_t{row_tile - p.first_tile[phase]} * T::kRows;
+  }
+};
+
+// The image of a row, and its position there.
+__device__ int64_t Split(const MappedPhase& f, int64_t row, int (&position)[kRank]) {
+  const int plane = f.positions[1] * f.positions[2];
+  const int64_t image = row / (f.positions[0] * plane);
+  int pixel = static_cast<int>(row - image * f.positions[0] * plane);
+  position[0] = pixel / plane;
+  pixel -= position[0] * plane;
+  position[1] = pixel / f.positions[2];
+  position[2] = pixel - position[1] * f.positions[2];
+  return image;
+}
+
+// Where a row is in the result, in pixels; -1 past the last.
+__device__ int64_t ResultPixel(const Params& p, const MappedPhase& f, int64_t row) {
+  if (row >= f.rows) return -1;
+  int at[kRank];
+  int64_t pixel = Split(f, row, at);
+#pragma unroll
+  for (int d = 0; d < kRank; ++d) pixel = pixel * p.out[d] + f.first[d] + at[d] * f.period[d];
+  return pixel;
+}
+
+template <class T, bool kForward>
+__device__ void LoadFilter(const Params& p, const Ring<T>& ring, int column, int line, int tap) {
+  const uint32_t to = ring.Data() + T::kBytesA;
+  if constexpr (kForward) {
+#pragma unroll
+    for (int slab = 0; slab < T::kColumns / 64; ++slab)
+      hopper::LoadBox(to + slab * T::kSlab, &p.filter, ring.Full(), column + slab * 64, line * kLine, tap);
+  } else {
+    hopper::LoadBox(to, &p.filter, ring.Full(), line * kLine, column, tap);
+  }
+}
+
+template <class T, bool kForward, int kDimensions>
+__device__ void Produce(const Params& p, Ring<T> ring) {
+  for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
+    const Place place(p, tile, T());
+    const MappedPhase& f = p.phase[place.phase];
+    int at[kRank], tap[kRank], offset[kRank];
+    const int image = static_cast<int>(Split(f, place.row, at));
+#pragma unroll
+    for (int d = 0; d < kRank; ++d) at[d] = f.map.lower[d] + at[d] * f.map.step[d];
+    if (f.tap_count == 0) {
+      // Past the last image and tap there are zeros.
+      BeginStage(ring);
+      offset[0] = offset[1] = offset[2] = 0;
+      hopper::LoadPixels<kDimensions>(ring.Data(), &p.operand[place.phase], ring.Full(), 0, at, p.images, offset);
+      LoadFilter<T, kForward>(p, ring, place.column, 0, p.window[0] * p.window[1] * p.window[2]);
+      ring.Next();
+    }
+    for (tap[0] = 0; tap[0] < f.taps[0]; ++tap[0])
+      for (tap[1] = 0; tap[1] < f.taps[1]; ++tap[1])
+        for (tap[2] = 0; tap[2] < f.taps[2]; ++tap[2]) {
+          int number = 0;
+#pragma unroll
+          for (int d = 0; d < kRank; ++d) {
+            offset[d] = (f.reversed[d] ? f.taps[d] - 1 - tap[d] : tap[d]) * f.distance[d];
+            number = number * p.window[d] + f.first_tap[d] + tap[d] * f.tap_period[d];
+          }
+          for (int line = 0; line < p.lines; ++line) {
+            BeginStage(ring);
+            hopper::LoadPixels<kDimensions>(ring.Data(), &p.operand[place.phase], ring.Full(), line * kLine, at, image,
+                                            offset);
+            LoadFilter<T, kForward>(p, ring, place.column, line, number);
+            ring.Next();
+          }
+        }
+  }
+}
+
+template <class T, bool kForward>
+__device__ void Consume(const Params& p, Ring<T> ring, int warpgroup, float* wide, typename T::In* out,
+                        int64_t* pixels) {
+  int turn = 0, whose = 0;
+  for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x, whose ^= 1) {
+    const Place place(p, tile, T());
+    const MappedPhase& f = p.phase[place.phase];
+    const int steps = max(1, f.tap_count * p.lines);
+    if (whose != warpgroup) {
+      ring.Skip(steps);
+      continue;
+    }
+    typename T::Sums sums;
+    MultiplyStages<T, false, kForward>(ring, steps, warpgroup, sums);
+    if (wide != nullptr) {
+      StoreSums<T>(sums, wide + place.column, p.columns - place.column, [&](int row) -> int64_t {
+        const int64_t pixel = ResultPixel(p, f, place.row + row);
+        return pixel < 0 ? -1 : pixel * p.columns;
+      });
+      continue;
+    }
+    const int thread = threadIdx.x % kWarpgroup;
+    if (p.scattered) {
+      hopper::SyncWarpgroup(1 + warpgroup);  // the last tile's are read
+      for (int i = thread; i < T::kRows; i += kWarpgroup) pixels[i] = ResultPixel(p, f, place.row + i);
+    }
+    StoreSlabs<T>(ring.Slabs(), warpgroup, sums, turn, [&](int row, int column, uint32_t slab) {
+      if (!p.scattered) {
+        hopper::ShowSharedToTma();
+        hopper::SyncWarpgroup(1 + warpgroup);
+        if (thread == 0) {
+          hopper::StoreBox(&p.result, slab, place.column + column, static_cast<int>(place.row + row));
+          hopper::CommitStores();
+        }
+        return;
+      }
+      hopper::SyncWarpgroup(1 + warpgroup);
+      const int chunk = thread % 8;
+      if (place.column + column + chunk * 8 >= p.columns) return;
+#pragma unroll
+      for (int line = thread / 8; line < 64; line += kWarpgroup / 8) {
+        const int64_t pixel = pixels[row + line];
+        uint4 v;
+        asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                     : "r"(slab + line * 2 * kLine + ((chunk ^ (line % 8)) << 4)));
+        if (pixel >= 0) *reinterpret_cast<uint4*>(out + pixel * p.columns + place.column + column + chunk * 8) = v;
+      }
+    });
+  }
+}
+
+template <class T, bool kForward, int kDimensions>
+__global__ void __launch_bounds__(T::kThreads, 1)
+    DataWgmmaKernel(const __grid_constant__ Params p, float* wide, typename T::In* out) {
+  if constexpr (hopper::kAvailable) {
+    extern __shared__ __align__(1024) unsigned char shared[];
+    const Ring<T> ring(shared);
+    ring.Init();
+    RunRoles<T>([&] { Produce<T, kForward, kDimensions>(p, ring); },
+                [&](int warpgroup) {
+                  Consume<T, kForward>(p, ring, warpgroup, wide, out, Ring<T>::Pixels(shared, warpgroup));
+                });
+  }
+}
+
+template <class T, bool kForward>
+cudaError_t LaunchTile(const Problem& p, const void* operand, const void* filter, void* out, cudaStream_t stream) {
+  const int64_t channels = kForward ? p.channels : p.features, columns = kForward ? p.features : p.channels;
+  Params q = {};
+  q.phases = MapPhases(p, q.phase);
+  if (q.phases == 0) return cudaErrorInvalidValue;
+  q.column_tiles = int(CeilDiv(columns, T::kColumns));
+  q.columns = int(columns);
+  q.lines = int(CeilDiv(channels, kLine));
+  q.images = int(p.images);
+  q.scattered = q.phases > 1;
+  cudaError_t e = cudaSuccess;
+  for (int i = 0; i < q.phases; ++i) {
+    q.first_tile[i + 1] = q.first_tile[i] + int(CeilDiv(q.phase[i].rows, T::kRows));
+    if (e == cudaSuccess)
+      e = EncodePixels(&q.operand[i], p.in, operand, p.images, kForward ? p.x : p.y, channels, q.phase[i].map,
+                       T::kRows);
+  }
+  q.tiles = q.first_tile[q.phases] * q.column_tiles;
+  for (int d = 0; d < kRank; ++d) {
+    q.window[d] = int(p.window[d]);
+    q.out[d] = int(kForward ? p.y[d] : p.x[d]);
+  }
+  if (e == cudaSuccess)
+    e = EncodeBoxes(&q.filter, p.in, filter, {p.features, p.channels, p.Taps()},
+                    {kLine, kForward ? kLine : T::kColumns, 1});
+  const bool wide = p.out != p.in;
+  if (e == cudaSuccess && !wide) e = EncodeBoxes(&q.result, p.in, out, {columns, GemmOf(p).rows}, {kLine, 64});
+  if (e != cudaSuccess) return e;
+
+  return VisitDimensions(q.phase[0].map.dimensions, [&](auto dimensions) {
+    return LaunchPersistent<T>(DataWgmmaKernel<T, kForward, decltype(dimensions)::value>, q.tiles, stream, q,
+                               wide ? static_cast<float*>(out) : nullptr, static_cast<typename T::In*>(out));
+  });
+}
+
+}  // namespace
+
+cudaError_t LaunchDataWgmma(const Problem& p, const Config& config, const void* operand, const void* filter, void* out,
+                            cudaStream_t stream) {
+  return VisitWgmmaTile(p, config, [&](auto tile) {
+    using T = typename decltype(tile)::type;
+    return (p.direction == Direction::kForward ? LaunchTile<T, true> : LaunchTile<T, false>)(p, operand, filter, out,
+                                                                                             stream);
+  });
+}
+
+}  // namespace jaxdnn::conv

@@ -1,0 +1,37 @@
+// What the TMA unit's im2col mode can walk: which convolutions are columns of pixels, each column moved by a tap.
+//
+// The unit goes over base pixels in a box, from `lower` to the operand's last index plus `upper`, `step` apart, width
+// first, then height, depth and images; every load moves all of them by one offset per dimension and reads zeros where
+// that leaves the operand. So a forward convolution's rows are base pixels and its taps offsets, and so are those of
+// each phase (conv.h) of a data gradient or of a convolution over a dilated input. Plain host code.
+#pragma once
+
+#include "cuda/conv/conv.h"
+
+namespace jaxdnn::conv {
+
+// Phases that one launch takes: those of stride 2 in three dimensions.
+constexpr int kMaxMaps = 8;
+
+struct PixelMap {
+  int dimensions;  // the last so many; the others have one index, which is 0
+  int lower[kRank], upper[kRank], step[kRank];
+};
+
+// Positions first + period i, i < positions, of the result, in the order of the base pixels lower + step i; and taps
+// j < taps of the operand, which are the window's first_tap + tap_period j, at offset `distance` j, or from the other
+// end where they are reversed.
+struct MappedPhase {
+  PixelMap map;
+  int64_t rows;  // positions of all images
+  int positions[kRank], first[kRank], period[kRank];
+  int taps[kRank], first_tap[kRank], tap_period[kRank], distance[kRank];
+  bool reversed[kRank];
+  int tap_count;
+};
+
+// The phases of a forward convolution or data gradient, or of a filter gradient's walk over x; 0 if the unit's limits
+// do not allow them.
+int MapPhases(const Problem& p, MappedPhase (&phases)[kMaxMaps]);
+
+}  // namespace jaxdnn::conv

@@ -1,0 +1,78 @@
+// Encodes what the TMA unit wants to know of an array. The driver's encoders are looked up at run time: the module does
+// not link to the driver's library.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <initializer_list>
+
+#include "cuda/conv/pixel_map.h"
+
+namespace jaxdnn::conv {
+
+// Elements of 16 bits in a line of 128 bytes, the widest that the unit swizzles.
+constexpr int kLine = 64;
+
+template <class Function>
+cudaError_t FindDriverFunction(const char* name, Function** function) {
+  cudaDriverEntryPointQueryResult found;
+  void* address = nullptr;
+  const cudaError_t e = cudaGetDriverEntryPointByVersion(name, &address, 12000, cudaEnableDefault, &found);
+  *function = reinterpret_cast<Function*>(address);
+  return e != cudaSuccess ? e : found == cudaDriverEntryPointSuccess ? cudaSuccess : cudaErrorNotSupported;
+}
+
+inline CUtensorMapDataType MapType(DType t) {
+  return t == DType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+}
+
+// Boxes of an array of 16-bit elements with these extents, the contiguous one first; boxes are one line wide.
+inline cudaError_t EncodeBoxes(CUtensorMap* map, DType type, const void* data, std::initializer_list<int64_t> extents,
+                               std::initializer_list<int> box) {
+  static decltype(&cuTensorMapEncodeTiled) encode;
+  if (!encode)
+    if (const cudaError_t e = FindDriverFunction("cuTensorMapEncodeTiled", &encode); e != cudaSuccess) return e;
+  cuuint64_t size[5], stride[5] = {2};
+  cuuint32_t shape[5], ones[5];
+  int n = 0;
+  for (const int64_t extent : extents) {
+    size[n] = extent;
+    stride[n + 1] = stride[n] * extent;
+    ones[n] = 1;
+    shape[n] = box.begin()[n];
+    ++n;
+  }
+  const CUresult r = encode(map, MapType(type), n, const_cast<void*>(data), size, stride + 1, shape, ones,
+                            CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                            CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return r == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+// Columns of `rows` pixels of an array [images, *extent, channels], one line of channels of each.
+inline cudaError_t EncodePixels(CUtensorMap* map, DType type, const void* data, int64_t images,
+                                const int64_t (&extent)[kRank], int64_t channels, const PixelMap& pixels, int rows) {
+  static decltype(&cuTensorMapEncodeIm2col) encode;
+  if (!encode)
+    if (const cudaError_t e = FindDriverFunction("cuTensorMapEncodeIm2col", &encode); e != cudaSuccess) return e;
+  cuuint64_t size[5] = {cuuint64_t(channels)}, stride[5] = {2, 2 * cuuint64_t(channels)};
+  cuuint32_t step[5] = {1};
+  int lower[kRank], upper[kRank];
+  const int n = pixels.dimensions;
+  for (int i = 0; i < n; ++i) {
+    const int d = kRank - 1 - i;
+    size[i + 1] = extent[d];
+    stride[i + 2] = stride[i + 1] * extent[d];
+    step[i + 1] = pixels.step[d];
+    lower[i] = pixels.lower[d];
+    upper[i] = pixels.upper[d];
+  }
+  size[n + 1] = images;
+  step[n + 1] = 1;
+  const CUresult r = encode(map, MapType(type), n + 2, const_cast<void*>(data), size, stride + 1, lower, upper, kLine,
+                            rows, step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                            CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return r == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+}  // namespace jaxdnn::conv

@@ -1,0 +1,245 @@
+// The block-level matrix product under the Hopper kernels: one thread fills a ring of stages in shared memory through
+// the TMA unit, and two warpgroups multiply them with wgmma, taking tiles in turn. Loads run ahead into the next tile,
+// and while one warpgroup stores its tile the other multiplies the next.
+//
+// A stage holds 64 terms of the reduction for every row and column. Its barrier `full` counts the bytes that the unit
+// has written, `empty` the warps that are done with it. A warpgroup has a third, `turn`, where the other one arrives
+// when it has issued a tile's products: who waits for a stage must not be more than a round ahead of it, since barriers
+// tell only odd phases from even ones.
+#pragma once
+
+#include <algorithm>
+
+#include "cuda/common/dtype.cuh"
+#include "cuda/common/hopper.cuh"
+#include "cuda/common/launch.cuh"
+#include "cuda/common/mma.cuh"
+#include "cuda/common/vec.cuh"
+#include "cuda/conv/tensor_map.h"
+
+namespace jaxdnn::conv {
+
+constexpr int kWarpgroup = 128;
+constexpr int kConsumers = 2;  // warpgroups that multiply
+constexpr int kMaxStages = 8;
+
+template <class In_, int kRows_, int kColumns_>
+struct WgmmaTile {
+  using In = In_;
+  static constexpr int kRows = kRows_, kColumns = kColumns_, kDepth = kLine;
+  static constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
+  static constexpr int kBlocks = kRows / 64;    // rows of one wgmma
+  static constexpr int kSlab = 64 * kLine * 2;  // bytes: 64 rows, or columns, of a stage
+  static constexpr int kBytesA = kRows / 64 * kSlab, kBytesB = kColumns / 64 * kSlab, kStageBytes = kBytesA + kBytesB;
+  // Sums wait in two slabs of each warpgroup to be stored, to pixels whose numbers stand there too.
+  static constexpr int kStoreBytes = kConsumers * 2 * kSlab, kPixelBytes = kConsumers * kRows * 8,
+                       kBarrierBytes = kMaxStages * 16 + 16;
+  // Beside them as many stages as fit.
+  static constexpr int kStages =
+      std::min(kMaxStages, ((227 << 10) - kStoreBytes - kPixelBytes - kBarrierBytes) / kStageBytes);
+  static constexpr int kSharedBytes = kStages * kStageBytes + kStoreBytes + kPixelBytes + kBarrierBytes;
+  using Sums = float[kBlocks][kColumns / 2];
+};
+
+// A block's shared memory, which begins on a multiple of the swizzle's 1024 bytes: the stages, the slabs, the pixels,
+// the barriers. And where a thread is in the stages' round.
+template <class T>
+struct Ring {
+  uint32_t data;
+  int stage = 0;
+  uint32_t parity = 0, turn_parity = 0;
+
+  __device__ explicit Ring(const void* shared) : data(SharedAddress(shared)) {}
+  __device__ uint32_t Data() const { return data + stage * T::kStageBytes; }
+  __device__ uint32_t Full(int s) const { return Slabs() + T::kStoreBytes + T::kPixelBytes + 16 * s; }
+  __device__ uint32_t Empty(int s) const { return Full(s) + 8; }
+  __device__ uint32_t Turn(int warpgroup) const { return Full(kMaxStages) + 8 * warpgroup; }
+  __device__ uint32_t Full() const { return Full(stage); }
+  __device__ uint32_t Slabs() const { return data + T::kStages * T::kStageBytes; }
+  static __device__ int64_t* Pixels(unsigned char* shared, int warpgroup) {
+    return reinterpret_cast<int64_t*>(shared + T::kStages * T::kStageBytes + T::kStoreBytes) + warpgroup * T::kRows;
+  }
+  __device__ void Next() {
+    if (++stage == T::kStages) stage = 0, parity ^= 1;
+  }
+  __device__ void Skip(int steps) {
+    const int on = stage + steps, rounds = on / T::kStages;
+    stage = on - rounds * T::kStages;
+    parity ^= rounds & 1;
+  }
+
+  // All threads of the block, once.
+  __device__ void Init() const {
+    if (threadIdx.x == 0) {
+      for (int s = 0; s < T::kStages; ++s) {
+        hopper::InitBarrier(Full(s), 1);
+        hopper::InitBarrier(Empty(s), kWarpgroup / 32);
+      }
+      for (int w = 0; w < kConsumers; ++w) hopper::InitBarrier(Turn(w), kWarpgroup / 32);
+      hopper::PublishBarriers();
+    }
+    __syncthreads();
+  }
+};
+
+// The producer's turn: waits for a free stage and announces its bytes; the caller begins the loads, then calls Next.
+template <class T>
+__device__ void BeginStage(const Ring<T>& ring) {
+  hopper::WaitBarrier(ring.Empty(ring.stage), ring.parity ^ 1);
+  hopper::ArriveExpecting(ring.Full(), T::kStageBytes);
+}
+
+// sums = A B over the ring's next `steps` stages, at least one, by one warpgroup. Operands are K-major, or MN-major
+// where transposed.
+template <class T, bool kTransposedA, bool kTransposedB>
+__device__ void MultiplyStages(Ring<T>& ring, int steps, int warpgroup, typename T::Sums& sums) {
+  using In = typename T::In;
+  // Of 16 terms: 32 bytes of every line, or 16 lines.
+  constexpr int kStepA = (kTransposedA ? 16 * 2 * kLine : 32) >> 4, kStepB = (kTransposedB ? 16 * 2 * kLine : 32) >> 4;
+  const auto release = [&](int stage) {
+    if (threadIdx.x % 32 == 0) hopper::Arrive(ring.Empty(stage));
+  };
+  // The first warpgroup's first turn needs no other's.
+  hopper::WaitBarrier(ring.Turn(warpgroup), ring.turn_parity ^ (warpgroup == 0));
+  ring.turn_parity ^= 1;
+  int last = 0;
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
+    hopper::WaitBarrier(ring.Full(), ring.parity);
+    const uint64_t a = hopper::Descriptor(ring.Data(), T::kSlab);
+    const uint64_t b = hopper::Descriptor(ring.Data() + T::kBytesA, T::kSlab);
+    hopper::BeginProducts();
+#pragma unroll
+    for (int k = 0; k < T::kDepth / 16; ++k)
+#pragma unroll
+      for (int m = 0; m < T::kBlocks; ++m)
+        hopper::Multiply<In, T::kColumns, kTransposedA, kTransposedB>(sums[m], a + m * (T::kSlab >> 4) + k * kStepA,
+                                                                      b + k * kStepB, step > 0 || k > 0);
+    hopper::CommitProducts();
+    // One stage's products run on while the next one's are issued; those before are done.
+    hopper::WaitForProducts<1>();
+    if (step > 0) release(last);
+    last = ring.stage;
+    ring.Next();
+  }
+  if (threadIdx.x % 32 == 0) hopper::Arrive(ring.Turn(1 - warpgroup));
+  hopper::WaitForProducts<0>();
+  release(last);
+#pragma unroll
+  for (auto& block : sums)
+#pragma unroll
+    for (float& each : block) asm volatile("" : "+f"(each));
+}
+
+template <class In>
+__device__ uint32_t Pack(float a, float b) {
+  const Vec<In, 2> v = {static_cast<In>(a), static_cast<In>(b)};
+  uint32_t word;
+  memcpy(&word, &v, sizeof(word));
+  return word;
+}
+
+// Hands the sums on as 16-bit elements in slabs of 64 rows and columns, swizzled as the TMA unit wants them: store(row,
+// column, slab) begins to store one, whose first row and column in the tile these are, and may be called for the next
+// before it is done. The threads of the warpgroup call it together. `turn` is whose turn it is of the two slabs.
+template <class T, class Store>
+__device__ void StoreSlabs(uint32_t slabs, int warpgroup, const typename T::Sums& sums, int& turn, const Store& store) {
+  const int thread = threadIdx.x % kWarpgroup, warp = thread / 32, lane = thread % 32;
+#pragma unroll
+  for (int m = 0; m < T::kBlocks; ++m)
+#pragma unroll
+    for (int s = 0; s < T::kColumns / 64; ++s, turn ^= 1) {
+      const uint32_t slab = slabs + (warpgroup * 2 + turn) * T::kSlab;
+      if (thread == 0) hopper::WaitForStoreReads<1>();
+      hopper::SyncWarpgroup(1 + warpgroup);
+      const int row = 16 * warp + lane % 16;
+#pragma unroll
+      for (int q = 0; q < 4; ++q) {
+        const float* v = &sums[m][(s * 8 + 2 * q) * 4];
+        const uint32_t words[4] = {Pack<typename T::In>(v[0], v[1]), Pack<typename T::In>(v[2], v[3]),
+                                   Pack<typename T::In>(v[4], v[5]), Pack<typename T::In>(v[6], v[7])};
+        hopper::StoreMatrices(slab + row * 2 * kLine + (((2 * q + lane / 16) ^ (row % 8)) << 4), words);
+      }
+      store(m * 64, s * 64, slab);
+    }
+}
+
+// Stores the sums as they are, two columns at a time: address(row) is where the tile's first column of a row is, in
+// elements of `out`, or -1 for no row; of the columns those below `count` exist.
+template <class T, class Out, class Address>
+__device__ void StoreSums(const typename T::Sums& sums, Out* out, int count, const Address& address) {
+  const int thread = threadIdx.x % kWarpgroup, lane = thread % 32;
+#pragma unroll
+  for (int m = 0; m < T::kBlocks; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int64_t offset = address(m * 64 + thread / 32 * 16 + lane / 4 + 8 * half);
+      if (offset < 0) continue;
+#pragma unroll
+      for (int j = 0; j < T::kColumns / 8; ++j) {
+        const int column = 8 * j + 2 * (lane % 4);
+        if (column < count)
+          *reinterpret_cast<Vec<Out, 2>*>(out + offset + column) = {static_cast<Out>(sums[m][4 * j + 2 * half]),
+                                                                    static_cast<Out>(sums[m][4 * j + 2 * half + 1])};
+      }
+    }
+}
+
+// Splits the block by role: produce() runs in one thread, consume(warpgroup) in the two that multiply, which take the
+// block's first, third, ... tile and the others. Registers move from the one to the others.
+template <class T, class Produce, class Consume>
+__device__ void RunRoles(const Produce& produce, const Consume& consume) {
+  const int warpgroup = threadIdx.x / kWarpgroup;
+  if (warpgroup == kConsumers) {
+    hopper::SetRegisters<40, false>();
+    if (threadIdx.x == kConsumers * kWarpgroup) produce();
+    __syncwarp();
+  } else {
+    hopper::SetRegisters<232, true>();
+    consume(warpgroup);
+    if (threadIdx.x % kWarpgroup == 0) hopper::WaitForStoreReads<0>();
+  }
+}
+
+// Launches one block a multiprocessor, or fewer, that go over the tiles together.
+template <class T, class... Params, class... Args>
+cudaError_t LaunchPersistent(void (*kernel)(Params...), int64_t tiles, cudaStream_t stream, Args&&... args) {
+  int device = 0, multiprocessors = 0;
+  cudaError_t e = cudaGetDevice(&device);
+  if (e == cudaSuccess) e = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  if (e != cudaSuccess) return e;
+  const Grid grid = {std::min<int64_t>(tiles, multiprocessors), T::kThreads, T::kSharedBytes};
+  return LaunchKernel(kernel, grid, stream, args...);
+}
+
+// Calls f with the number of spatial dimensions, as a type.
+template <class F>
+cudaError_t VisitDimensions(int n, F&& f) {
+  if (n == 1) return f(std::integral_constant<int, 1>());
+  return n == 2 ? f(std::integral_constant<int, 2>()) : f(std::integral_constant<int, 3>());
+}
+
+// Calls f with the TypeTag of the tile.
+template <class F>
+cudaError_t VisitWgmmaTile(const Problem& p, const Config& config, F&& f) {
+  const auto with_type = [&](auto in) {
+    using In = typename decltype(in)::type;
+    switch (config.tile) {
+      case Tile::kWgmma128x128:
+        return f(TypeTag<WgmmaTile<In, 128, 128>>());
+      case Tile::kWgmma256x64:
+        return f(TypeTag<WgmmaTile<In, 256, 64>>());
+      case Tile::kWgmma128x64:
+        return f(TypeTag<WgmmaTile<In, 128, 64>>());
+      case Tile::kWgmma64x128:
+        return f(TypeTag<WgmmaTile<In, 64, 128>>());
+      case Tile::kWgmma64x64:
+        return f(TypeTag<WgmmaTile<In, 64, 64>>());
+      default:
+        return cudaErrorInvalidValue;
+    }
+  };
+  return p.in == DType::kBF16 ? with_type(TypeTag<__nv_bfloat16>()) : with_type(TypeTag<__half>());
+}
+
+}  // namespace jaxdnn::conv
