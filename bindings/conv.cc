@@ -11,6 +11,7 @@ struct ConvAttrs {
   ffi::Span<const int64_t> stride, padding_low, lhs_dilation, rhs_dilation;
   int64_t groups;
   int64_t precision;  // 0, 1, 2: DEFAULT, HIGH, HIGHEST; the kernels of this version are IEEE float32 for all
+  std::string_view algorithm;  // of conv::kAlgorithms or a tile, or empty: the best
 };
 
 }  // namespace jaxdnn
@@ -21,7 +22,8 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jaxdnn::ConvAttrs,
                                       xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("lhs_dilation"),
                                       xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("rhs_dilation"),
                                       xla::ffi::StructMember<int64_t>("groups"),
-                                      xla::ffi::StructMember<int64_t>("precision"));
+                                      xla::ffi::StructMember<int64_t>("precision"),
+                                      xla::ffi::StructMember<std::string_view>("algorithm"));
 
 namespace jaxdnn {
 
@@ -49,8 +51,8 @@ static ffi::Error Convolve(conv::Direction direction, cudaStream_t stream, ffi::
   const auto problem =
       MakeConvProblem(direction, *in_type, *out_type, x.dimensions(), w.dimensions(), y.dimensions(), attrs.stride,
                       attrs.padding_low, attrs.lhs_dilation, attrs.rhs_dilation, attrs.groups);
-  const auto config = problem ? conv::Choose(*problem, IsHopper()) : std::nullopt;
-  if (!config) return Unsupported("no kernel for these shapes", name, lhs, rhs, out);
+  const auto config = problem ? conv::Choose(*problem, IsHopper(), attrs.algorithm) : std::nullopt;
+  if (!config) return Unsupported(attrs.algorithm.empty() ? "no kernel for these shapes" : "the algorithm cannot do this here", name, lhs, rhs, out);
   if (workspace && static_cast<int64_t>(workspace->size_bytes()) < config->workspace_bytes)
     return Unsupported("workspace too small", name, lhs, rhs, out);
   const int status = conv::Launch(*problem, *config, lhs.untyped_data(), rhs.untyped_data(), out.untyped_data(),

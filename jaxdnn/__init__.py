@@ -31,7 +31,9 @@ from jaxdnn._batch_norm import BatchStats as BatchStats
 from jaxdnn._batch_norm import batch_norm as batch_norm
 from jaxdnn._batch_norm import batch_norm_inference as batch_norm_inference
 from jaxdnn._batch_norm import update_running_stats as update_running_stats
+from jaxdnn._conv import ConvAlgorithm as ConvAlgorithm
 from jaxdnn._conv import conv as conv
+from jaxdnn._conv import conv_algorithms as conv_algorithms
 from jaxdnn._conv import conv_dgrad as conv_dgrad
 from jaxdnn._conv import conv_general_dilated as conv_general_dilated
 from jaxdnn._conv import conv_transpose as conv_transpose

@@ -4,6 +4,7 @@ from typing import Any
 ffi_version: tuple[int, int]
 cuda_architectures: str
 cuda_version: str
+conv_tiles: list[str]
 
 def channel_activation_workspace(itemsize: int, groups: int, outer: int, channels: int, inner: int) -> int: ...
 def handlers() -> dict[str, Any]: ...
@@ -21,6 +22,7 @@ def plan_conv(
   rhs_dilation: Sequence[int],
   groups: int,
   hopper: bool,
+  algorithm: str,
 ) -> dict[str, Any] | None: ...
 def group_norm_workspace(
   call: str, dtype: str, channels_last: bool, x: Sequence[int], groups: int

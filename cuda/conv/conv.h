@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <string_view>
 
 #include "cuda/common/dtype.h"
 
@@ -39,6 +40,7 @@ struct Problem {
 // Block tiles (rows x columns of the implicit matrix product) that kernels are compiled for: on the CUDA cores, or with
 // mma.sync or Hopper's wgmma on the tensor cores.
 enum class Unit { kSimt, kMma, kWgmma };
+constexpr const char* kAlgorithms[] = {"implicit_gemm", "implicit_gemm_mma", "implicit_gemm_wgmma"};  // by Unit
 enum class Tile {
   kSimt128x64,
   kSimt64x32,
@@ -104,8 +106,8 @@ Phases PhasesOf(const Problem& p);
 
 // The kernel for a problem: a closed-form function of the problem and of whether the device has Hopper's instructions
 // (compute capability 9.0), so that equal shapes give equal bits on all devices of a kind. Empty where no kernel takes
-// the problem.
-std::optional<Config> Choose(const Problem& p, bool hopper);
+// the problem, or the algorithm or tile that is named does not.
+std::optional<Config> Choose(const Problem& p, bool hopper, std::string_view algorithm = "");
 
 // `lhs`, `rhs` and `out` are x, w, y (forward); y, w, x (data gradient); x, y, w (filter gradient). Returns a
 // cudaError_t.

@@ -8,6 +8,8 @@ primitive each (`primitives.py`), and each is the others' transpose. `public.py`
 that form, `layout.py` any `dimension_numbers`; `spec.py` holds its static parameters.
 """
 
+from jaxdnn._conv.algorithms import ConvAlgorithm as ConvAlgorithm
+from jaxdnn._conv.algorithms import conv_algorithms as conv_algorithms
 from jaxdnn._conv.public import conv as conv
 from jaxdnn._conv.public import conv_dgrad as conv_dgrad
 from jaxdnn._conv.public import conv_general_dilated as conv_general_dilated

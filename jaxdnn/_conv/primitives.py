@@ -8,6 +8,7 @@ The leading axis B holds independent problems: `vmap` over both operands adds to
 more grid dimension.
 """
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -33,6 +34,8 @@ def convolve(result: str, arrays: Mapping[str, Array], spec: ConvSpec, dtype: An
   a, b = (arrays[name] for name in OPERANDS[result])
   common = max(a.dtype, b.dtype, key=lambda t: t.itemsize)
   out_dtype = max(np.dtype(dtype), common, key=lambda t: t.itemsize)
+  if spec.algorithm is not None:
+    _check_algorithm(result, a.astype(common), b.astype(common), spec, out_dtype)
   out = _primitive.bind(PRIMITIVES[result], a.astype(common), b.astype(common), spec=spec, dtype=out_dtype)
   return out.astype(dtype)
 
@@ -166,6 +169,7 @@ PRIMITIVES = {
 def _transpose(ct: Any, a: Any, b: Any, *, result: str, wrt: int, spec: ConvSpec, dtype: Any) -> Array:
   names = OPERANDS[result]
   unknown, known = ((a, b), (b, a))[wrt]
+  spec = dataclasses.replace(spec, algorithm=None)
   return convolve(names[wrt], {result: ct, names[1 - wrt]: known}, spec, unknown.aval.dtype)
 
 
@@ -223,10 +227,14 @@ def _batch(operands: Any, dims: Any, *, result: str, spec: ConvSpec, dtype: Any)
 # CUDA lowering -------------------------------------------------------------------------------------------------------
 
 
-def plan(result: str, a: Any, b: Any, spec: ConvSpec, dtype: Any, *, hopper: bool = False) -> dict[str, Any] | None:
-  """What the planner chooses for this call (tile, splits, workspace in bytes), or None if no kernel takes it.
+ALGORITHMS = ("implicit_gemm_wgmma", "implicit_gemm_mma", "implicit_gemm")
 
-  With hopper, on devices of compute capability 9.0.
+
+def plan(result: str, a: Any, b: Any, spec: ConvSpec, dtype: Any, *, hopper: bool) -> dict[str, Any] | None:
+  """What the planner chooses for this call, or None if no kernel, or not the spec's algorithm, takes it.
+
+  With hopper, on devices of compute capability 9.0. The algorithm, its tile and splits, bytes of workspace, and the
+  modelled time in cycles.
   """
   shapes = {name: aval.shape for name, aval in zip(OPERANDS[result], (a, b), strict=True)}
   shapes[result] = _result_shape(result, a, b, spec)
@@ -239,13 +247,29 @@ def plan(result: str, a: Any, b: Any, spec: ConvSpec, dtype: Any, *, hopper: boo
     y=shapes["y"],
     **_geometry(spec),
     hopper=hopper,
+    algorithm=spec.algorithm or "",
   )
 
 
+def _check_algorithm(result: str, a: Array, b: Array, spec: ConvSpec, dtype: Any) -> None:
+  names = (*ALGORITHMS, *_extension.native.conv_tiles)
+  if spec.algorithm not in names:
+    raise ValueError(f"{NAMES[result]}: algorithm must be None or one of {names}, got {spec.algorithm!r}")
+  if plan(result, a, b, spec, dtype, hopper=True) is None:
+    raise ValueError(
+      f"{NAMES[result]}: algorithm={spec.algorithm!r} cannot do this problem: operands {a.dtype}{list(a.shape)} and "
+      f"{b.dtype}{list(b.shape)}, result {dtype}, {spec}"
+    )
+
+
+def _plans(result: str, a: Any, b: Any, spec: ConvSpec, dtype: Any) -> list[dict[str, Any]]:
+  """On any device: which one it will be is not known when a call is lowered."""
+  plans = (plan(result, a, b, spec, dtype, hopper=hopper) for hopper in (False, True))
+  return [p for p in plans if p is not None]
+
+
 def _workspace(a: Any, b: Any, *, spec: ConvSpec, dtype: Any) -> int:
-  """Bytes that the filter gradient needs on any device: which one it will be is not known yet."""
-  plans = (plan("w", a, b, spec, dtype, hopper=hopper) for hopper in (False, True))
-  return max(p["workspace_bytes"] for p in plans if p)
+  return max(p["workspace_bytes"] for p in _plans("w", a, b, spec, dtype))
 
 
 def _geometry(spec: ConvSpec) -> dict[str, Any]:
@@ -261,7 +285,7 @@ def _geometry(spec: ConvSpec) -> dict[str, Any]:
 def _attributes(a: Any, b: Any, *, spec: ConvSpec, dtype: Any) -> dict[str, Any]:
   precision = max((p.value for p in spec.precision or ()), default=0)
   attributes = {k: np.asarray(v, np.int64) if isinstance(v, tuple) else v for k, v in _geometry(spec).items()}
-  return attributes | {"precision": precision}
+  return attributes | {"precision": precision, "algorithm": spec.algorithm or ""}
 
 
 for _result, _p in PRIMITIVES.items():
@@ -271,9 +295,9 @@ for _result, _p in PRIMITIVES.items():
   _primitive.set_batching(_p, partial(_batch, result=_result))
   _primitive.lower_to_cuda(
     _p,
-    f"jaxdnn.{NAMES[_result]}.v1",
+    f"jaxdnn.{NAMES[_result]}.v2",
     REFERENCES[_result],
     attributes=_attributes,
-    supported=lambda a, b, *, spec, dtype, result=_result: plan(result, a, b, spec, dtype) is not None,
+    supported=lambda a, b, *, spec, dtype, result=_result: bool(_plans(result, a, b, spec, dtype)),
     workspace=_workspace if _result == "w" else None,
   )

@@ -29,6 +29,8 @@ def conv_general_dilated(
   precision: Any = None,
   preferred_element_type: Any = None,
   out_sharding: Any = None,
+  *,
+  algorithm: str | None = None,
 ) -> Array:
   """General n-dimensional convolution: `jax.lax.conv_general_dilated`, argument for argument.
 
@@ -47,6 +49,8 @@ def conv_general_dilated(
     preferred_element_type: dtype of the result, by default the operands'. Sums are held in float32 for 16-bit
       operands in any case.
     out_sharding: as in lax: the sharding of the result under a mesh with explicit axes.
+    algorithm: the name of a kernel, or of one of its tiles, as `conv_algorithms` lists them; or None (default) for what
+      is modelled to be the fastest. Not part of lax's signature. Gradients choose their own.
 
   Returns:
     The convolution, laid out as `dimension_numbers` says. A padded tap reads the number 0, so a padded position times
@@ -72,6 +76,7 @@ def conv_general_dilated(
     rhs_dilation=rhs_dilation,
     groups=feature_group_count,
     precision=precision,
+    algorithm=algorithm,
   )
   images, c = (lhs.shape[d] for d in numbers.lhs_spec[:2])
   k, w_in = (rhs.shape[d] for d in numbers.rhs_spec[:2])
@@ -104,6 +109,7 @@ def conv(
   residual: Array | None = None,
   precision: Any = None,
   preferred_element_type: Any = None,
+  algorithm: str | None = None,
 ) -> Array:
   """Convolution layer: `activation(conv(x, w) + b + residual)`.
 
@@ -122,6 +128,7 @@ def conv(
     residual: array like the result, added before the activation, or None.
     precision: as in `conv_general_dilated`.
     preferred_element_type: dtype of the result, by default the operands'.
+    algorithm: as in `conv_general_dilated`.
 
   Returns:
     [..., *out_spatial, K], or as `dimension_numbers` says.
@@ -157,6 +164,7 @@ def conv(
     groups,
     precision=precision,
     preferred_element_type=preferred_element_type,
+    algorithm=algorithm,
   )
   channel = layout.dimension_numbers("conv", x, w, numbers).out_spec[1]
   if b is not None:
@@ -261,6 +269,7 @@ def conv_dgrad(
   dimension_numbers: DimensionNumbers = None,
   precision: Any = None,
   preferred_element_type: Any = None,
+  algorithm: str | None = None,
 ) -> Array:
   """Data gradient of a convolution: the cotangent of `x` in `y = conv(x, w)`, given the cotangent `g` of `y`.
 
@@ -271,6 +280,7 @@ def conv_dgrad(
     stride, padding, dilation, groups, dimension_numbers: those of the convolution; see `conv`.
     precision: as in `conv_general_dilated`.
     preferred_element_type: dtype of the result, by default the operands'.
+    algorithm: as in `conv_general_dilated`.
 
   Returns:
     [N, *x_spatial, C], or as `dimension_numbers` says for the convolution's input.
@@ -287,7 +297,9 @@ def conv_dgrad(
   dtype = result_dtype(where, g, w, preferred_element_type)
   if len(x_spatial) != w.ndim - 2:
     raise ValueError(f"{where}: x_spatial must have {w.ndim - 2} entries, got {tuple(x_spatial)}")
-  spec = _spec(where, x_spatial, layout.spatial(w, numbers.rhs_spec), stride, padding, dilation, groups, precision)
+  spec = _spec(
+    where, x_spatial, layout.spatial(w, numbers.rhs_spec), stride, padding, dilation, groups, precision, algorithm
+  )
   k, w_in = (w.shape[d] for d in numbers.rhs_spec[:2])
   check_channels(where, w_in * groups, w_in, k, groups, 1, 1)
   _check_gradient(where, g, numbers, spec, k)
@@ -311,6 +323,7 @@ def conv_wgrad(
   dimension_numbers: DimensionNumbers = None,
   precision: Any = None,
   preferred_element_type: Any = None,
+  algorithm: str | None = None,
 ) -> Array:
   """Filter gradient of a convolution: the cotangent of `w` in `y = conv(x, w)`, given the cotangent `g` of `y`.
 
@@ -321,6 +334,7 @@ def conv_wgrad(
     stride, padding, dilation, groups, dimension_numbers: those of the convolution; see `conv`.
     precision: as in `conv_general_dilated`.
     preferred_element_type: dtype of the result, by default the operands'.
+    algorithm: as in `conv_general_dilated`.
 
   Returns:
     [*window, C / groups, K], or as `dimension_numbers` says for the filter. The sum over images and positions has a
@@ -338,7 +352,9 @@ def conv_wgrad(
   dtype = result_dtype(where, x, g, preferred_element_type)
   if len(window) != x.ndim - 2:
     raise ValueError(f"{where}: window must have {x.ndim - 2} entries, got {tuple(window)}")
-  spec = _spec(where, layout.spatial(x, numbers.lhs_spec), window, stride, padding, dilation, groups, precision)
+  spec = _spec(
+    where, layout.spatial(x, numbers.lhs_spec), window, stride, padding, dilation, groups, precision, algorithm
+  )
   (images, c), k = (x.shape[d] for d in numbers.lhs_spec[:2]), g.shape[numbers.out_spec[1]]
   check_channels(where, c, c // groups, k, groups, 1, 1)
   _check_gradient(where, g, numbers, spec, k)
@@ -353,11 +369,11 @@ def conv_wgrad(
 
 def _spec(
   where: str, x_spatial: Sequence[int], window: Sequence[int], stride: Any, padding: Padding, dilation: Any,
-  groups: int, precision: Any,
+  groups: int, precision: Any, algorithm: str | None,
 ) -> ConvSpec:  # fmt: skip
   return make_spec(
     where, x_spatial, window, stride=stride, padding=padding, lhs_dilation=None, rhs_dilation=dilation, groups=groups,
-    precision=precision,
+    precision=precision, algorithm=algorithm,
   )  # fmt: skip
 
 

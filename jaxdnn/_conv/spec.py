@@ -26,6 +26,7 @@ class ConvSpec:
   x_spatial: tuple[int, ...]  # a strided convolution's output does not determine its input's extents
   window: tuple[int, ...]
   precision: Precision
+  algorithm: str | None = None  # of this primitive; its gradients choose theirs
 
   @property
   def rank(self) -> int:
@@ -57,6 +58,7 @@ def make_spec(
   rhs_dilation: int | Sequence[int] | None,
   groups: int,
   precision: Any,
+  algorithm: str | None = None,
 ) -> ConvSpec:
   """Checks and canonicalises; `where` is the caller's name, for messages."""
   rank = len(window)
@@ -77,8 +79,9 @@ def make_spec(
         f"{tuple(dilated(i, d) for i, d in zip(x_spatial, lhs_dilation, strict=True))}"
       )
   return ConvSpec(
-    stride, pads, lhs_dilation, rhs_dilation, groups, tuple(x_spatial), tuple(window), canonical_precision(precision)
-  )
+    stride, pads, lhs_dilation, rhs_dilation, groups, tuple(x_spatial), tuple(window), canonical_precision(precision),
+    algorithm,
+  )  # fmt: skip
 
 
 def canonical_precision(precision: Any) -> Precision:

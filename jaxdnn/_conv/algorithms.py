@@ -1,0 +1,93 @@
+"""The planner, for those who want to know or to compare what it chooses from."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxdnn._arguments import Padding
+from jaxdnn._conv.primitives import ALGORITHMS, OPERANDS, plan
+from jaxdnn._conv.spec import check_channels, make_spec, result_dtype
+
+_RESULTS = {"forward": "y", "data_gradient": "x", "filter_gradient": "w"}
+_CLOCK_HZ = 1.755e9  # of the H200 that the model's cycles were fitted to
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvAlgorithm:
+  """One way to compute a convolution or a gradient of it."""
+
+  name: str
+  """What `algorithm=` takes; or the tile, for just that."""
+  tile: str
+  """The instruction, and the rows and columns of the result that a block, or warpgroup, computes at once."""
+  splits: int
+  """Slices of the filter gradient's sum, which a second kernel adds up in order."""
+  workspace_bytes: int
+  exactness: str
+  """The type that products are added in. Products of 16-bit floats are exact in it."""
+  microseconds: float
+  """Modelled, for an H200."""
+
+
+def conv_algorithms(
+  x: Any,
+  w: Any,
+  *,
+  direction: str = "forward",
+  stride: int | Sequence[int] = 1,
+  padding: Padding = "VALID",
+  dilation: int | Sequence[int] = 1,
+  groups: int = 1,
+  preferred_element_type: Any = None,
+  hopper: bool = True,
+) -> list[ConvAlgorithm]:
+  """The kernels that can compute a convolution, or a gradient of it, fastest first: the first is what is used.
+
+  The order comes from a closed-form model of their times. Nothing is run or measured, and no GPU is needed.
+
+  Args:
+    x: input [N, *spatial, C]: an array, or anything with a shape and a dtype, such as `jax.ShapeDtypeStruct`.
+    w: filter [*window, C / groups, K], likewise.
+    direction: 'forward' (default), 'data_gradient' or 'filter_gradient'.
+    stride, padding, dilation, groups, preferred_element_type: as in `conv`.
+    hopper: whether for devices of compute capability 9.0 (default), which have kernels of their own.
+
+  Returns:
+    A list of `ConvAlgorithm`; empty where no kernel takes the problem and XLA computes it.
+
+  Raises:
+    ValueError, TypeError: arguments that do not fit; the message has the values.
+
+  Example:
+    >>> x, w = (jax.ShapeDtypeStruct(s, 'bfloat16') for s in ((32, 56, 56, 64), (3, 3, 64, 64)))
+    >>> [a.name for a in jaxdnn.conv_algorithms(x, w, padding='SAME')]
+    ['implicit_gemm_wgmma', 'implicit_gemm_mma', 'implicit_gemm']
+  """
+  where = "conv_algorithms"
+  if direction not in _RESULTS:
+    raise ValueError(f"{where}: direction must be one of {tuple(_RESULTS)}, got {direction!r}")
+  rank = len(w.shape) - 2
+  if rank < 0 or len(x.shape) != rank + 2:
+    raise ValueError(f"{where}: x and w must have the same rank, at least 2, got shapes {x.shape} and {w.shape}")
+  spec = make_spec(
+    where, x.shape[1:-1], w.shape[:-2], stride=stride, padding=padding, lhs_dilation=None, rhs_dilation=dilation,
+    groups=groups, precision=None,
+  )  # fmt: skip
+  check_channels(where, x.shape[-1], w.shape[-2], w.shape[-1], groups, x.shape[0], 1)
+  dtype = result_dtype(where, x, w, preferred_element_type)
+  shapes = {"x": x.shape, "w": w.shape, "y": (x.shape[0], *spec.y_spatial, w.shape[-1])}
+  result = _RESULTS[direction]
+  a, b = (jax.ShapeDtypeStruct((1, *shapes[name]), x.dtype) for name in OPERANDS[result])
+  plans = [
+    plan(result, a, b, dataclasses.replace(spec, algorithm=name), dtype, hopper=hopper) for name in ALGORITHMS
+  ]
+  sums = "float64" if np.dtype(x.dtype) == np.float64 else "float32"
+  found = [
+    ConvAlgorithm(p["algorithm"], p["tile"], p["splits"], p["workspace_bytes"], sums, p["cycles"] / _CLOCK_HZ * 1e6)
+    for p in plans
+    if p is not None
+  ]
+  return sorted(found, key=lambda each: each.microseconds)

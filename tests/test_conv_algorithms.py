@@ -1,0 +1,182 @@
+"""Every convolution kernel by name: what the planner lists, and each against the float64 oracle."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxdnn
+from conv_cases import SAME3, ConvCase
+from conv_oracle import conv as conv_oracle
+from conv_oracle import conv_gradients
+from jaxdnn import _extension
+from jaxdnn._conv.primitives import ALGORITHMS, OPERANDS, convolve, plan
+from jaxdnn._conv.spec import ConvSpec
+from numerics import assert_close, assert_repeatable, exact, sample
+
+DIRECTIONS = {"forward": "y", "data_gradient": "x", "filter_gradient": "w"}
+
+
+def struct(shape, dtype="bfloat16"):
+  return jax.ShapeDtypeStruct(shape, dtype)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_list_is_sorted_and_complete(direction):
+  x, w = struct((32, 56, 56, 64)), struct((3, 3, 64, 64))
+  found = jaxdnn.conv_algorithms(x, w, direction=direction, padding="SAME")
+  assert [a.name for a in found] == list(ALGORITHMS)
+  times = [a.microseconds for a in found]
+  assert times == sorted(times) and times[0] > 0
+  assert all((a.workspace_bytes > 0) == (a.splits > 1) for a in found)
+  if direction != "filter_gradient":
+    assert all(a.workspace_bytes == 0 for a in found)
+  names = [a.name for a in jaxdnn.conv_algorithms(x, w, direction=direction, padding="SAME", hopper=False)]
+  assert names == list(ALGORITHMS[1:])
+
+
+def test_list_names_what_can_do_the_problem():
+  names = lambda *a, **k: {each.name for each in jaxdnn.conv_algorithms(*a, **k)}  # noqa: E731
+  x, w = struct((2, 9, 9, 64)), struct((3, 3, 64, 64))
+  assert names(struct(x.shape, "float32"), struct(w.shape, "float32")) == {"implicit_gemm"}
+  assert "implicit_gemm_wgmma" not in names(x, struct((3, 3, 1, 64)), groups=64)
+  assert "implicit_gemm_wgmma" not in names(struct((2, 9, 9, 63)), struct((3, 3, 63, 64)))
+  # Nine phases; eight are the most that a launch takes.
+  assert "implicit_gemm_wgmma" not in names(x, w, stride=3, direction="data_gradient")
+  assert names(struct((2, 9, 9, 64), "int8"), struct((3, 3, 64, 64), "int8")) == set()
+
+
+def test_wrong_arguments():
+  x, w = struct((2, 9, 9, 64)), struct((3, 3, 64, 64))
+  with pytest.raises(ValueError, match=r"direction must be one of .*got 'sideways'"):
+    jaxdnn.conv_algorithms(x, w, direction="sideways")
+  with pytest.raises(ValueError, match="same rank"):
+    jaxdnn.conv_algorithms(struct((2, 9, 64)), w)
+  x, w = jnp.ones((1, 5, 5, 8), "float32"), jnp.ones((3, 3, 8, 8), "float32")
+  with pytest.raises(ValueError, match=r"algorithm must be None or one of .*got 'winograd'"):
+    jaxdnn.conv(x, w, algorithm="winograd")
+  with pytest.raises(ValueError, match=r"'implicit_gemm_wgmma' cannot do this problem.*float32"):
+    jaxdnn.conv(x, w, algorithm="implicit_gemm_wgmma")
+
+
+def test_gradients_choose_their_own():
+  x, w = (jnp.asarray(sample(s, "bfloat16")) for s in ((2, 9, 9, 64), (3, 3, 64, 64)))
+  f = functools.partial(jaxdnn.conv, stride=3, algorithm="implicit_gemm_wgmma")
+  y, vjp = jax.vjp(f, x, w)
+  want, want_vjp = jax.vjp(functools.partial(jaxdnn.conv, stride=3), x, w)
+  for got, expected in zip((y, *vjp(y)), (want, *want_vjp(y)), strict=True):
+    assert_close(got, exact(expected), "bfloat16", terms=576, scale=30)
+
+
+# The kernels, on a GPU ------------------------------------------------------------------------------------------------
+
+# Ragged lines of channels, tiles and phases; phases without taps; offsets at the limit of what the TMA unit takes.
+CASES = [
+  ConvCase("ragged", 3, (17, 19), 72, (3, 3), 40, padding=SAME3),
+  ConvCase("narrow", 2, (9, 9), 8, (3, 3), 8, padding=SAME3),
+  ConvCase("wide", 1, (13, 11), 136, (1, 1), 264),
+  ConvCase("phases", 2, (11, 12), 72, (3, 3), 136, (2, 2), SAME3),
+  ConvCase("phases_without_taps", 3, (15, 14), 136, (1, 1), 72, (2, 2)),
+  ConvCase("phases_3d", 2, (5, 6, 7), 72, (3, 2, 3), 64, (2, 2, 2), ((1, 1), (0, 1), (1, 0))),
+  ConvCase("dilated", 2, (23, 21), 64, (3, 3), 72, padding=((4, 4), (6, 6)), rhs_dilation=(4, 6)),
+  ConvCase("dilated_input", 2, (6, 7), 64, (3, 3), 72, padding=SAME3, lhs_dilation=(2, 2)),
+  ConvCase("negative_padding", 2, (12, 13), 64, (3, 3), 64, padding=((-2, 1), (3, -3))),
+  ConvCase("far_padding", 1, (4, 4), 64, (3, 3), 64, padding=((20, 0), (0, 30))),
+  ConvCase("1d", 3, (301,), 72, (5,), 136, (2,), ((4, 3),), rhs_dilation=(3,)),
+  ConvCase("1d_far", 1, (700,), 64, (2,), 64, padding=((600, 0),), rhs_dilation=(600,)),
+  ConvCase("3d", 1, (9, 8, 7), 64, (3, 3, 3), 64, padding=((1, 1),) * 3),
+  ConvCase("one_position", 5, (3, 3), 64, (3, 3), 128),
+  ConvCase("long", 40, (14, 14), 64, (3, 3), 128, padding=SAME3),
+]  # fmt: skip
+
+
+def check(case, algorithm, dtype, out_dtype):
+  spec = ConvSpec(*case.geometry, case.groups, case.spatial, case.window, None, algorithm)
+  shapes = {"x": case.x_shape, "w": case.w_shape, "y": (case.batch, *spec.y_spatial, case.k)}
+  arrays = {name: sample(shape, dtype, seed) for seed, (name, shape) in enumerate(shapes.items())}
+  oracle = [exact(arrays[name]) for name in "xwy"]
+  wants = {"y": conv_oracle(*oracle[:2], *case.geometry)}
+  wants["x"], wants["w"] = conv_gradients(*oracle, *case.geometry)
+  sums = {"y": case.w_shape, "x": (*case.window, case.k), "w": shapes["y"][:-1]}
+  for result, want in wants.items():
+    operands = {name: jnp.asarray(arrays[name])[None] for name in OPERANDS[result]}
+    if result == "w" and algorithm.startswith("wgmma") and case.name == "dilated_input":
+      continue  # its pixels are no single walk
+    assert plan(result, *operands.values(), spec, np.dtype(out_dtype), hopper=True), case.name
+    f = lambda a, b, r=result: convolve(r, dict(zip(OPERANDS[r], (a, b), strict=True)), spec, out_dtype)  # noqa: E731
+    got = assert_repeatable(f, *operands.values(), repeats=3)
+    terms = int(np.prod(sums[result])) // (case.k if result == "y" else 1)
+    assert_close(got[0], want, out_dtype, terms=terms, scale=np.sqrt(terms) * 3)
+
+
+TILES = [tile for tile in _extension.native.conv_tiles if tile.startswith("wgmma")]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", [*ALGORITHMS[1:], *TILES])
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_kernels(case, tile):
+  for dtype in ("bfloat16", "float16"):
+    check(case, tile, dtype, dtype)
+  check(case, tile, "bfloat16", "float32")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("stride", [1, 2])
+def test_many_tiles_for_every_block(tile, stride):
+  """More tiles than multiprocessors, of many steps, so that warpgroups take turns; against the portable kernel."""
+  x, w = sample((32, 56, 56, 64), "bfloat16"), sample((3, 3, 64, 128), "bfloat16", 1)
+  spec = ConvSpec((stride,) * 2, SAME3, (1, 1), (1, 1), 1, (56, 56), (3, 3), None)
+  y = sample((32, *spec.y_spatial, 128), "bfloat16", 2)
+  arrays = {name: jnp.asarray(a)[None] for name, a in {"x": x, "w": w, "y": y}.items()}
+  for result in OPERANDS:
+    f = lambda algorithm, r=result: convolve(  # noqa: E731
+      r, {n: arrays[n] for n in OPERANDS[r]}, dataclasses.replace(spec, algorithm=algorithm), jnp.bfloat16
+    )
+    want, got = exact(f("implicit_gemm_mma")), exact(f(tile))
+    terms = np.prod(y.shape[:-1]) if result == "w" else 1152
+    np.testing.assert_allclose(got, want, rtol=0.02, atol=2e-3 * np.sqrt(terms))
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitize
+@pytest.mark.parametrize("name", ["ragged", "phases_without_taps", "dilated_input", "1d", "3d"])
+def test_hopper_kernels_under_the_sanitizer(name):
+  for tile in ("wgmma 64x64", "wgmma 128x128"):
+    check(next(case for case in CASES if case.name == name), tile, "bfloat16", "bfloat16")
+
+
+@pytest.mark.gpu
+def test_random_problems_on_hopper():
+  """A hundred problems around the limits of the TMA unit, of which it must take most."""
+  rng = np.random.default_rng(0)
+  taken = 0
+  for _ in range(100):
+    rank = int(rng.integers(1, 4))
+    small = lambda lo, hi, rank=rank: tuple(int(v) for v in rng.integers(lo, hi + 1, rank))  # noqa: E731
+    window, stride, lhs, rhs = small(1, 4), small(1, 3), small(1, 2), small(1, 4)
+    spatial = small(3, 12 if rank < 3 else 6)
+    padding = tuple((int(a), int(b)) for a, b in rng.integers(-1, 6, (rank, 2)))
+    c, k = (8 * int(v) for v in rng.integers(1, 18, 2))
+    case = ConvCase("random", int(rng.integers(1, 4)), spatial, window=window, c=c, k=k, stride=stride,
+                    padding=padding, lhs_dilation=lhs, rhs_dilation=rhs)  # fmt: skip
+    spec = ConvSpec(*case.geometry, 1, spatial, window, None, "implicit_gemm_wgmma")
+    if min(spec.y_spatial) == 0:
+      continue
+    shapes = {"x": case.x_shape, "w": case.w_shape, "y": (case.batch, *spec.y_spatial, k)}
+    arrays = {name: sample(shape, "bfloat16", seed) for seed, (name, shape) in enumerate(shapes.items())}
+    oracle = [exact(arrays[name]) for name in "xwy"]
+    wants = {"y": conv_oracle(*oracle[:2], *case.geometry)}
+    wants["x"], wants["w"] = conv_gradients(*oracle, *case.geometry)
+    for result, want in wants.items():
+      operands = {name: jnp.asarray(arrays[name])[None] for name in OPERANDS[result]}
+      if plan(result, *operands.values(), spec, jnp.bfloat16, hopper=True) is None:
+        continue
+      taken += 1
+      got = convolve(result, operands, spec, jnp.bfloat16)
+      assert_close(got[0], want, "bfloat16", terms=4000, scale=np.abs(want).max() + 1)
+  assert taken > 150
