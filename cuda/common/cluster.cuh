@@ -22,6 +22,49 @@ __device__ inline void ClusterWait() {
   if constexpr (kHasClusters) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
+// Tells only that the block runs, and nothing of what it wrote.
+__device__ inline void ClusterArriveRelaxed() {
+  if constexpr (kHasClusters) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+
+// Numbers that the cluster's blocks send to each other's shared memory: no barrier of all of them is needed, since a
+// counter of the bytes that arrive, in the receiver's shared memory, says when they are there. It counts once.
+class Mailbox {
+ public:
+  // By one thread, before the cluster first arrives and waits.
+  __device__ void Expect(int bytes) {
+    if constexpr (kHasClusters)
+      asm volatile(
+          "mbarrier.init.shared.b64 [%0], 1;\n fence.mbarrier_init.release.cluster;\n"
+          " mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(Address(&counter_)),
+          "r"(bytes)
+          : "memory");
+  }
+  // Sends `value` to the place of `*local` in the block of rank `rank`, and counts it there.
+  __device__ void Send(float* local, int rank, float value) {
+    if constexpr (kHasClusters)
+      asm volatile(
+          "{\n .reg .b32 to, counter;\n mapa.shared::cluster.u32 to, %0, %2;\n"
+          " mapa.shared::cluster.u32 counter, %1, %2;\n"
+          " st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [to], %3, [counter];\n}" ::"r"(Address(local)),
+          "r"(Address(&counter_)), "r"(rank), "r"(__float_as_uint(value))
+          : "memory");
+  }
+  __device__ void Wait() {
+    if constexpr (kHasClusters)
+      asm volatile(
+          "{\n .reg .pred there;\nagain:\n"
+          " mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 there, [%0], 0;\n"
+          " @!there bra again;\n}" ::"r"(Address(&counter_))
+          : "memory");
+  }
+
+ private:
+  static __device__ uint32_t Address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+
+  uint64_t counter_;
+};
+
 // Writes `value` to the place of `*local` in the shared memory of the block of rank `rank`.
 __device__ inline void StoreRemote(float* local, int rank, float value) {
   if constexpr (kHasClusters) {

@@ -12,8 +12,29 @@
 
 namespace jaxdnn::softmax {
 
+// Of blocks that share a row.
+enum class Phase {
+  kWhole,   // reduce and write, alone or in a cluster
+  kReduce,  // write the statistics of a share to the workspace
+  kApply,   // read those, and write the share
+};
+
 // What a visitor of `each` returns that has changed the elements.
 struct Changed {};
+
+// to[i % W] = op over it and the v[i], by halves where W is 1: short chains of operations.
+template <int W, int L, class A, class F>
+__device__ void Fold(A (&to)[W], const A (&v)[L], F op) {
+  A half[L];
+#pragma unroll
+  for (int i = 0; i < L; ++i) half[i] = v[i];
+#pragma unroll
+  for (int width = L / 2; width >= W; width /= 2)
+#pragma unroll
+    for (int i = 0; i < width; ++i) half[i] = op(half[i], half[i + width]);
+#pragma unroll
+  for (int w = 0; w < W; ++w) to[w] = op(to[w], half[w]);
+}
 
 // The maximum m of a row, and the sum s of exponentials relative to it. A row without entries has m = -inf, which no
 // other has: the maximum of nothing but -inf is the least finite number. NaN and +inf make s NaN, which makes the whole
@@ -29,6 +50,7 @@ struct ForwardOp {
   using A = Accumulator<T>;
   using Stats = MaxSum<A>;
   static constexpr int kInputs = 1;
+  static constexpr bool kHasMaximum = true;
   static constexpr bool kTuned = sizeof(T) < 8;
 
   A without_entries;
@@ -36,28 +58,30 @@ struct ForwardOp {
   static __device__ A Fill(int) { return -kInfinity<A>; }
   static __device__ Stats Nothing() { return {-kInfinity<A>, A(0)}; }
 
-  template <int W, int L, class Each>
+  template <int W, class Each>
   static __device__ void Local(Stats (&stats)[W], Each each) {
-    for (Stats& each_stats : stats) each_stats = {kLowest<A>, A(0)};
-    each([&](A(&v)[1][L]) {
-#pragma unroll
-      for (int i = 0; i < L; ++i) stats[i % W].m = Max{}(stats[i % W].m, v[0][i]);
-    });
-    Exponentiate<W, L>(stats, each);
+    A m[W];
+    for (A& each_m : m) each_m = kLowest<A>;
+    each([&](auto& v) { Fold(m, v[0], Max{}); });
+    for (int w = 0; w < W; ++w) stats[w].m = m[w];
+    Exponentiate(stats, each);
   }
 
   // The second half of Local, for maxima that are known.
-  template <int W, int L, class Each>
+  template <int W, class Each>
   static __device__ void Exponentiate(Stats (&stats)[W], Each each) {
     A s[W] = {};
-    each([&](A(&v)[1][L]) {
+    each([&](auto& v) {
+      constexpr int L = std::extent_v<std::remove_reference_t<decltype(v)>, 1>;
+      A e[L];
 #pragma unroll
-      for (int i = 0; i < L; ++i) {
-        const A e = Origin<T>(stats[i % W].m).Exp(v[0][i]);
-        s[i % W] += e;
-        if constexpr (!kLog) v[0][i] = e;
+      for (int i = 0; i < L; ++i) e[i] = Origin<T>(stats[i % W].m).Exp(v[0][i]);
+      Fold(s, e, Add{});
+      if constexpr (!kLog) {
+#pragma unroll
+        for (int i = 0; i < L; ++i) v[0][i] = e[i];
+        return Changed();
       }
-      if constexpr (!kLog) return Changed();
     });
     for (int w = 0; w < W; ++w) stats[w].s = s[w];
   }
@@ -76,6 +100,20 @@ struct ForwardOp {
     const A m = Max{}(a.m, b.m);
     const Origin<T> origin(m);
     return {m, a.s * origin.From(Origin<T>(a.m)) + b.s * origin.From(Origin<T>(b.m))};
+  }
+  // Of get(0), get(1), ....
+  template <class Get>
+  static __device__ Stats Total(int count, Get get) {
+    A m = -kInfinity<A>, s = 0;
+#pragma unroll 4
+    for (int j = 0; j < count; ++j) m = Max{}(m, get(j).m);
+    const Origin<T> origin(m);
+#pragma unroll 4
+    for (int j = 0; j < count; ++j) {
+      const Stats each = get(j);
+      s += each.s * origin.From(Origin<T>(each.m));
+    }
+    return {m, s};
   }
 
   // What is subtracted, what multiplies or is subtracted next, and what masked entries become.
@@ -102,25 +140,29 @@ struct BackwardOp {
   using A = Accumulator<T>;
   using Stats = A;
   static constexpr int kInputs = 2;  // g and y
+  static constexpr bool kHasMaximum = false;
   static constexpr bool kTuned = sizeof(T) < 8 && kMap != Map::kLogSoftmaxJvp;
 
   static __device__ A Fill(int input) { return kMap == Map::kSoftmax || input == 0 ? A(0) : -kInfinity<A>; }
   static __device__ Stats Nothing() { return A(0); }
 
   // Log-softmax leaves exp(y) in place of y.
-  template <int W, int L, class Each>
+  template <int W, class Each>
   static __device__ void Local(Stats (&sum)[W], Each each) {
     for (A& s : sum) s = 0;
-    Exponentiate<W, L>(sum, each);
+    Exponentiate(sum, each);
   }
-  template <int W, int L, class Each>
+  template <int W, class Each>
   static __device__ void Exponentiate(Stats (&sum)[W], Each each) {
-    each([&](A(&v)[2][L]) {
+    each([&](auto& v) {
+      constexpr int L = std::extent_v<std::remove_reference_t<decltype(v)>, 1>;
+      A term[L];
 #pragma unroll
       for (int i = 0; i < L; ++i) {
         if constexpr (kMap != Map::kSoftmax) v[1][i] = Exp<T>(v[1][i]);
-        sum[i % W] += kMap == Map::kLogSoftmaxVjp ? v[0][i] : v[0][i] * v[1][i];
+        term[i] = kMap == Map::kLogSoftmaxVjp ? v[0][i] : v[0][i] * v[1][i];
       }
+      Fold(sum, term, Add{});
       if constexpr (kMap != Map::kSoftmax) return Changed();
     });
   }
@@ -130,6 +172,13 @@ struct BackwardOp {
     reduce(sum, Add{});
   }
   static __device__ Stats Merge(Stats a, Stats b) { return a + b; }
+  template <class Get>
+  static __device__ Stats Total(int count, Get get) {
+    Stats sum = 0;
+#pragma unroll 4
+    for (int j = 0; j < count; ++j) sum += get(j);
+    return sum;
+  }
 
   struct Final {
     A sum, absent;

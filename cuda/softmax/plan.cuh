@@ -3,6 +3,8 @@
 
 #include <algorithm>
 
+#include "cuda/softmax/columns.cuh"
+#include "cuda/softmax/held.cuh"
 #include "cuda/softmax/rows.cuh"
 #include "cuda/softmax/tile.cuh"
 
@@ -12,7 +14,6 @@ namespace jaxdnn::softmax {
 // where rows are so long that it has to.
 constexpr int64_t kTileBytes = 64 << 10;
 constexpr int64_t kLongTileBytes = 200 << 10;
-constexpr int kMaxCluster = 16;
 // The width of a tile of columns, at least. Less wastes what memory transfers at once.
 constexpr int64_t kNarrowBytes = 64;
 // Packed rows have at most so many elements.
@@ -25,25 +26,9 @@ inline int CeilLog2(int64_t n) {
   return log;
 }
 
-// Blocks that share rows through the workspace: each has half of kTileBytes, of one input.
+// Blocks that share a tile through the workspace: each has half of kTileBytes, of one input.
 inline int64_t WorkspaceShares(const Shape& s, int element_bytes) {
   return CeilDiv(s.n, kTileBytes / 2 / (s.inner == 1 ? element_bytes : kNarrowBytes));
-}
-
-struct Device {
-  int multiprocessors, max_cluster;
-  int64_t shared_bytes;  // of a block
-};
-
-inline cudaError_t CurrentDevice(Device* d) {
-  int device = 0, major = 0, shared = 0;
-  cudaError_t e = cudaGetDevice(&device);
-  if (e == cudaSuccess) e = cudaDeviceGetAttribute(&d->multiprocessors, cudaDevAttrMultiProcessorCount, device);
-  if (e == cudaSuccess) e = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  if (e == cudaSuccess) e = cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  d->max_cluster = major < 9 ? 1 : major < 12 ? kMaxCluster : 8;
-  d->shared_bytes = shared;
-  return e;
 }
 
 // Cuts rows, or columns of vectors, into tiles of a block or a cluster; kReduce where no cluster holds a row, or too
@@ -120,10 +105,34 @@ cudaError_t RunPackedRows(const Op& op, const Problem& p, const T* in0, const T*
   const int span = CeilLog2(CeilDiv(n, kSteps)), groups = kRowThreads >> span;
   // Every group takes as many rows, and so many are a multiple of L.
   static_assert((kRowThreads >> 5) % L == 0);
-  const int per_block = static_cast<int>(CeilDiv(kBytes / Op::kInputs, n * sizeof(T) * groups)) * groups;
+  // Some blocks to a multiprocessor, if there is work for them.
+  const int64_t full = CeilDiv(kBytes / Op::kInputs, n * sizeof(T) * groups);
+  const int64_t few = CeilDiv(p.shape.outer, 512 * groups);
+  const int per_block = static_cast<int>(std::min(full, few)) * groups;
   const Rows rows = {p.shape.outer, n, span, per_block};
   const Grid grid = {rows.Blocks(), kRowThreads, Op::kInputs * per_block * n * sizeof(T)};
   return LaunchKernel(PackedRowsKernel<Op, T, kSteps, kMasked>, grid, stream, rows, op, p.mask, in0, in1, out);
+}
+
+// Rows that no warp of rows.cuh takes.
+template <class T, class Op>
+cudaError_t RunLongRows(const Op& op, const Problem& p, const T* in0, const T* in1, T* out, cudaStream_t stream) {
+  constexpr int L = kVecLength<T>, kMost = kHeld<Op>;
+  Device device;
+  if (const cudaError_t e = CurrentDevice(&device); e != cudaSuccess) return e;
+  const int64_t vectors = p.shape.n / L;
+  // Few to a thread where a warp holds the row so, or where there would be few threads.
+  const bool few = p.shape.outer * vectors < int64_t{1024 * kMost} * device.multiprocessors;
+  const int steps = vectors <= 32 * 4 || (few && vectors <= kHeldThreads * 4) ? 4 : kMost;
+  const HeldRows rows = PlanHeldRows(p.shape.outer, p.shape.n, vectors, device, steps);
+  const auto run = [&](auto held) {
+    constexpr int V = decltype(held)::value;
+    if (p.shape.n % L == 0) return RunHeldRows<T, V, false>(op, rows, p.workspace, in0, in1, out, stream);
+    return RunHeldRows<T, V, true>(op, rows, p.workspace, in0, in1, out, stream);
+  };
+  if constexpr (kMost > 4)
+    if (steps == 4) return run(std::integral_constant<int, 4>{});
+  return run(std::integral_constant<int, kMost>{});
 }
 
 // Buffers that begin on a vector.
@@ -133,6 +142,12 @@ cudaError_t RunTuned(const Op& op, const Problem& p, const T* in0, const T* in1,
   const Shape& s = p.shape;
   const bool masked = p.mask.data != nullptr;
   if (s.inner > 1) {
+    if (!masked) {
+      Device device;
+      if (const cudaError_t e = CurrentDevice(&device); e != cudaSuccess) return e;
+      const HeldColumns c = PlanHeldColumns(s, kColumnVector<T>, kHeldColumns<Op>, device);
+      if (c.threads > 0) return RunHeldColumns(op, c, in0, in1, out, stream);
+    }
     if (s.inner % L == 0 && !masked) return RunTiles<T, L, L, false>(op, p, in0, in1, out, stream);
     return RunTiles<T, 1, 1, true>(op, p, in0, in1, out, stream);
   }
@@ -153,9 +168,11 @@ cudaError_t RunTuned(const Op& op, const Problem& p, const T* in0, const T* in1,
   }
   if (s.n <= kMaxPackedRow && masked) return RunPackedRows<T, kMaxPackedSteps, true>(op, p, in0, in1, out, stream);
   if (s.n <= 4) return RunPackedRows<T, 4, false>(op, p, in0, in1, out, stream);
+  if (s.n <= 8) return RunPackedRows<T, 8, false>(op, p, in0, in1, out, stream);
+  if (s.n <= 12) return RunPackedRows<T, 12, false>(op, p, in0, in1, out, stream);
   if (s.n <= kMaxPackedRow) return RunPackedRows<T, kMaxPackedSteps, false>(op, p, in0, in1, out, stream);
-  if (masked) return RunTiles<T, L, 1, true>(op, p, in0, in1, out, stream);
-  return RunTiles<T, L, 1, false>(op, p, in0, in1, out, stream);
+  if (masked || s.n > kMaxHeldRow) return RunTiles<T, L, 1, true>(op, p, in0, in1, out, stream);
+  return RunLongRows(op, p, in0, in1, out, stream);
 }
 
 template <class T, class Op>

@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(kRowThreads) VectorRowsKernel(Rows r, Op op, c
 #pragma unroll
   for (int j = 0; j < kRows; ++j) {
     typename Op::Stats of_row[1];
-    Op::template Local<1, L>(of_row, [&](auto&& visit) {
+    Op::Local(of_row, [&](auto&& visit) {
 #pragma unroll
       for (int s = 0; s < kSteps; ++s) visit(v[j][s]);
     });
@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(kRowThreads)
 #pragma unroll
         for (int i = 0; i < kN; ++i) v[k][i] = static_cast<typename Op::A>(loaded[b][k].v[row * kN + i]);
       typename Op::Stats stats[1];
-      Op::template Local<1, kN>(stats, [&](auto&& visit) { visit(v); });
+      Op::Local(stats, [&](auto&& visit) { visit(v); });
       const typename Op::Final final = op.Finish(stats[0], stats[0]);
 #pragma unroll
       for (int i = 0; i < kN; ++i) result.v[row * kN + i] = static_cast<T>(Op::Result(final, v, i));
@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(kRowThreads)
         if (s << r.span < left && (kept >> s & 1)) v[s][k][0] = static_cast<A>(mine[k * size + (s << r.span)]);
       }
     typename Op::Stats own[1], stats[1];
-    Op::template Local<1, 1>(own, [&](auto&& visit) {
+    Op::Local(own, [&](auto&& visit) {
 #pragma unroll
       for (int s = 0; s < kSteps; ++s) visit(v[s]);
     });

@@ -1,7 +1,9 @@
 // Softmax and log-softmax: y = exp(x - m) / s and y = x - m - log(s), with m = max(x) and s = sum(exp(x - m)).
 //
-// Bound by memory: one read and one write. Short rows are held in registers or, packed, in shared memory (rows.cuh);
-// others, and columns, are tiles in shared memory (tile.cuh). plan.cuh chooses.
+// Bound by memory: one read and one write. Short rows, several to a warp, are held in registers or, packed, in shared
+// memory (rows.cuh); longer ones in the registers of warps, blocks and clusters (held.cuh), and so are columns
+// (columns.cuh). What is left, as masks, doubles and unaligned buffers, is tiles in shared memory (tile.cuh). plan.cuh
+// chooses.
 #include "cuda/softmax/plan.cuh"
 
 namespace jaxdnn::softmax {
@@ -21,7 +23,9 @@ cudaError_t Forward(bool log, DType dtype, double without_entries, const void* x
 int64_t WorkspaceBytes(DType dtype, Shape s) {
   const int64_t element_bytes = dtype == DType::kF64 ? 8 : dtype == DType::kF32 ? 4 : 2;
   // One share is held by a block.
-  const int64_t shares = WorkspaceShares(s, element_bytes);
+  int64_t shares = WorkspaceShares(s, element_bytes);
+  // Backward holds least.
+  if (s.inner == 1) shares = std::max(shares, CeilDiv(s.n * element_bytes, 16 * 4 * kShareThreads));
   return shares == 1 ? 0 : s.outer * (shares + 1) * s.inner * 2 * std::max<int64_t>(element_bytes, 4);
 }
 

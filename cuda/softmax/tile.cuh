@@ -21,12 +21,6 @@ namespace jaxdnn::softmax {
 constexpr int kMaxTileSpan = 9;
 constexpr int kMaxTileThreads = 1 << kMaxTileSpan;
 
-enum class Phase {
-  kWhole,   // reduce and write, alone or in a cluster
-  kReduce,  // write the statistics of a share to the workspace, where FoldKernel makes them those of a row
-  kApply,   // read those, and write the share
-};
-
 struct Tiling {
   Shape shape;
   int64_t tiles;  // of columns, per outer index
@@ -183,7 +177,7 @@ __global__ void __launch_bounds__(kMaxTileThreads)
     for (int w = 0; w < W; ++w)
       stats[w] = active ? workspace[(t.shape.outer * t.shares + outer) * inner + across * W + w] : Op::Nothing();
   } else {
-    Op::template Local<W, L>(own, each);
+    Op::Local(own, each);
     for (int w = 0; w < W; ++w) stats[w] = (W == 1 ? some != 0 : (some >> w & 1) != 0) ? own[w] : Op::Nothing();
     Op::Combine(stats, [&](auto& values, auto operation) { Reduce(values, operation, t.group, scratch); });
   }
@@ -221,7 +215,7 @@ __global__ void __launch_bounds__(kMaxTileThreads)
     if (again) {
       Stats unused[W];
       for (int w = 0; w < W; ++w) unused[w] = stats[w];
-      Op::template Exponentiate<W, L>(unused, [&](auto&& visit) { visit(v); });
+      Op::Exponentiate(unused, [&](auto&& visit) { visit(v); });
     }
     const unsigned bits = kMaskable && keep != nullptr ? kept(at) : ~0u;
     V result;
