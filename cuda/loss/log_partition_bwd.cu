@@ -1,18 +1,18 @@
 // The adjoint of log_partition: dx = exp(x - m - l) g[0] + q g[1] + ..., elementwise but for one value a row of each.
 //
 // Bound by memory: one read and one write. Threads take vectors of one row, or of columns, with the row's values in
-// registers (spread.cuh says which); where rows are short and not whole vectors they take vectors of all of x.
-#include "cuda/common/fast_div.cuh"
+// registers; short rows that are not whole vectors are packed in shared memory.
+#include "cuda/common/convert.cuh"
+#include "cuda/loss/packed.cuh"
 #include "cuda/loss/spread.cuh"
 #include "cuda/loss/state.cuh"
+#include "cuda/softmax/held.cuh"
 
 namespace jaxdnn::loss {
 namespace {
 
 // Vectors that a thread has in flight.
 constexpr int kBatch = 4;
-// Rows below which neighbouring vectors are better taken from all of x.
-constexpr int64_t kMaxPackedRow = 512;
 
 template <class A>
 struct Arrays {
@@ -39,6 +39,25 @@ struct Row {
 
   // Rows without a cotangent are 0, whatever they hold.
   __device__ A Gradient(A x) const { return g == A(0) ? A(0) : Exp<T>((x - m) - l) * g; }
+};
+
+// The same without scores: what an element becomes by its row alone.
+template <class T>
+struct RowMap {
+  using A = Accumulator<T>;
+  Origin<T> origin;
+  A factor, label_g;
+  bool empty;
+  int label;
+
+  __device__ RowMap(const TypedTargets<T>& t, const Arrays<A>& a, int64_t row) : origin(a.m[row]) {
+    const A g = a.g[row * t.sums];
+    factor = g * Exp<T>(-a.sums[row * t.sums]);
+    empty = g == A(0);
+    label = t.labels != nullptr ? t.labels[row] : -1;
+    label_g = t.labels != nullptr ? a.g[row * t.sums + 1] : A(0);
+  }
+  __device__ A operator()(A x) const { return empty ? A(0) : origin.Exp(x) * factor; }
 };
 
 template <class T>
@@ -105,63 +124,84 @@ __global__ void __launch_bounds__(kThreads, kScores || sizeof(T) == 2 ? 2 : 3)
   }
 }
 
-// Rows of n below 2^31 / kVectorsPerBlock elements, end to end: a vector's elements may be of several rows.
-constexpr int kVectorsPerThread = 4;
-constexpr int kVectorsPerBlock = kThreads * kVectorsPerThread;
+// Rows of vectors, dealt out to groups of lanes, to blocks, or to several blocks (held.cuh of softmax says how).
+template <class T, int V, bool kEdges>
+__global__ void __launch_bounds__(kThreads, 5)
+    LongRowsKernel(const __grid_constant__ softmax::HeldRows r, const __grid_constant__ TypedTargets<T> t,
+                   Arrays<Accumulator<T>> arrays, const T* x, T* dx) {
+  using A = Accumulator<T>;
+  constexpr int L = kVecLength<T>;
+  using P = Packed<T, L>;
+  const bool shared = r.width <= 32;
+  const int lane = shared ? threadIdx.x & (r.width - 1) : threadIdx.x;
+  const int64_t row = shared ? (int64_t{blockIdx.x} * kThreads + threadIdx.x) >> (31 - __clz(r.width))
+                             : blockIdx.x / static_cast<unsigned>(r.shares);
+  if (row >= r.rows) return;
+  const int rank = r.shares == 1 ? 0 : static_cast<int>(blockIdx.x % r.shares);
+  const int64_t start = row * r.n;
+  const int head = kEdges ? static_cast<int>(-start & (L - 1)) : 0;
+  const int vectors = (r.n - head) / L, first = rank * V * r.width + lane;
+  const P* const from = reinterpret_cast<const P*>(x + start + head);
+  T* const to = dx + start + head;
+  P v[V];
+#pragma unroll
+  for (int s = 0; s < V; ++s) {
+    const int at = first + s * r.width;
+    if (at < vectors) v[s] = from[at];
+  }
+  const RowMap<T> map(t, arrays, row);
+#pragma unroll
+  for (int s = 0; s < V; ++s) {
+    const int at = first + s * r.width;
+    if (at >= vectors) break;
+    A wide[L];
+    Widen<T, L>(v[s], wide);
+#pragma unroll
+    for (A& each : wide) each = map(each);
+    const int place = map.label - head - at * L;
+    if (static_cast<unsigned>(place) < L) {
+#pragma unroll
+      for (int i = 0; i < L; ++i)
+        if (i == place) wide[i] += map.label_g;
+    }
+    StorePacked<T, L>(to + at * L, Narrow<T, L>(wide));
+  }
+  if (kEdges && first < 32) {
+    const int at = lane < head ? lane : vectors * L + lane;
+    if (at >= r.n) return;
+    const A value = map(static_cast<A>(x[start + at]));
+    dx[start + at] = static_cast<T>(at == map.label ? value + map.label_g : value);
+  }
+}
 
-template <class T>
-__global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 2 : 3)
-    PackedKernel(int64_t size, FastDiv n, const __grid_constant__ TypedTargets<T> t, Arrays<Accumulator<T>> arrays,
-                 const T* x, T* dx) {
+// Short rows, one to each group of 1 << span lanes of a block, whose rows are a run of memory that begins on a vector.
+template <class T, bool kMasked>
+__global__ void __launch_bounds__(kThreads)
+    PackedKernel(softmax::Shape shape, int per_block, int span, const __grid_constant__ TypedTargets<T> t,
+                 Arrays<Accumulator<T>> arrays, const T* x, T* dx) {
   using A = Accumulator<T>;
   constexpr int L = kVecLength<T>;
   using V = Vec<T, L>;
-  const int64_t first = int64_t{blockIdx.x} * kVectorsPerBlock * L;
-  const int64_t first_row = first / n.divisor;
-  const int skew = static_cast<int>(first - first_row * n.divisor);
-  V v[kVectorsPerThread];
-#pragma unroll
-  for (int b = 0; b < kVectorsPerThread; ++b) {
-    const int64_t at = first + (b * kThreads + static_cast<int>(threadIdx.x)) * L;
-    if (at + L <= size) {
-      v[b] = *reinterpret_cast<const V*>(x + at);
-    } else {
-#pragma unroll
-      for (int i = 0; i < L; ++i) {
-        v[b].v[i] = at + i < size ? x[at + i] : static_cast<T>(0.0f);
-      }
+  extern __shared__ __align__(16) unsigned char shared[];
+  T* const held = reinterpret_cast<T*>(shared);
+  const int n = static_cast<int>(shape.n);
+  const int64_t first = int64_t{blockIdx.x} * per_block;
+  const int rows = static_cast<int>(min(int64_t{per_block}, shape.outer - first));
+  LoadRun(held, x + first * n, rows * n);
+  const int lane = threadIdx.x & ((1 << span) - 1), row = threadIdx.x >> span;
+  const RowMap<T> map(t, arrays, first + min(row, rows - 1));
+  WaitRun();
+  if (row < rows) {
+    const bool* keep = kMasked ? t.mask.data + t.mask.Row(first + row) : nullptr;
+    T* const mine = held + row * n;
+#pragma unroll 4
+    for (int k = lane; k < n; k += 1 << span) {
+      A value = map(static_cast<A>(mine[k]));
+      if (k == map.label) value += map.label_g;
+      mine[k] = static_cast<T>(kMasked && !keep[k * t.mask.along_n] ? A(0) : value);
     }
   }
-#pragma unroll
-  for (int b = 0; b < kVectorsPerThread; ++b) {
-    const int offset = (b * kThreads + static_cast<int>(threadIdx.x)) * L;
-    const int64_t at = first + offset;
-    if (at >= size) continue;
-    int k;
-    int64_t row = first_row + n.Div(skew + offset, &k);
-    Row<T> values(t, arrays, 1, row, 0);
-    const bool* keep = t.mask.data == nullptr ? nullptr : t.mask.data + t.mask.Row(row);
-    V out;
-#pragma unroll
-    for (int i = 0; i < L; ++i) {
-      A sum = values.Gradient(static_cast<A>(v[b].v[i]));
-      if (k == values.label) sum += values.label_g;
-      out.v[i] =
-          keep == nullptr || at + i >= size || keep[k * t.mask.along_n] ? static_cast<T>(sum) : static_cast<T>(0.0f);
-      if (i + 1 < L && ++k == static_cast<int>(n.divisor) && at + i + 1 < size) {
-        k = 0;
-        values = Row<T>(t, arrays, 1, ++row, 0);
-        if (keep != nullptr) keep = t.mask.data + t.mask.Row(row);
-      }
-    }
-    if (at + L <= size) {
-      *reinterpret_cast<V*>(dx + at) = out;
-    } else {
-#pragma unroll
-      for (int i = 0; i < L; ++i)
-        if (at + i < size) dx[at + i] = out.v[i];
-    }
-  }
+  StoreRun(dx + first * n, held, rows * n);
 }
 
 template <class T, int L, int W, bool kScores>
@@ -175,6 +215,23 @@ cudaError_t RunRows(const softmax::Shape& shape, const TypedTargets<T>& t, const
   return LaunchKernel(RowsKernel<T, L, W, kScores>, spread.Blocks(), kThreads, stream, spread, t, arrays, x, dx);
 }
 
+template <class T>
+cudaError_t RunLongRows(const softmax::Shape& shape, const TypedTargets<T>& t, const Arrays<Accumulator<T>>& arrays,
+                        const T* x, T* dx, cudaStream_t stream) {
+  constexpr int L = kVecLength<T>, V = kBatch;
+  const int64_t vectors = shape.n / L;
+  softmax::HeldRows r = {shape.outer, static_cast<int>(shape.n), 1, 1, softmax::Phase::kWhole, 0};
+  while (r.width < 32 && (shape.n % L != 0 || r.width * V < vectors)) r.width *= 2;
+  if (vectors > 32 * V) {
+    r.shares = static_cast<int>(CeilDiv(vectors, kThreads * V));
+    r.width = 32 * static_cast<int>(CeilDiv(vectors, int64_t{32} * V * r.shares));
+  }
+  const Grid grid =
+      r.width <= 32 ? Grid{CeilDiv(shape.outer * r.width, kThreads), kThreads} : Grid{shape.outer * r.shares, r.width};
+  if (shape.n % L == 0) return LaunchKernel(LongRowsKernel<T, V, false>, grid, stream, r, t, arrays, x, dx);
+  return LaunchKernel(LongRowsKernel<T, V, true>, grid, stream, r, t, arrays, x, dx);
+}
+
 template <class T, bool kScores>
 cudaError_t Run(const softmax::Shape& shape, const TypedTargets<T>& t, const Arrays<Accumulator<T>>& arrays, const T* x,
                 T* dx, cudaStream_t stream) {
@@ -185,9 +242,15 @@ cudaError_t Run(const softmax::Shape& shape, const TypedTargets<T>& t, const Arr
   // What is rare takes fewer ways: doubles go element by element, and so do columns with scores.
   if constexpr (sizeof(T) < 8) {
     if constexpr (!kScores) {
-      if (aligned && shape.inner == 1 && shape.n <= kMaxPackedRow && shape.n % L != 0)
-        return LaunchKernel(PackedKernel<T>, CeilDiv(size, kVectorsPerBlock * L), kThreads, stream, size,
-                            FastDiv(shape.n), t, arrays, x, dx);
+      if (aligned && shape.inner == 1 && shape.n <= kMaxPackedRow && shape.n % L != 0) {
+        const PackedRows rows = PlanPackedRows(shape, sizeof(T), 1);
+        const auto run = [&](auto kernel) {
+          return LaunchKernel(kernel, rows.grid, stream, shape, rows.per_block, rows.span, t, arrays, x, dx);
+        };
+        return t.mask.data != nullptr ? run(PackedKernel<T, true>) : run(PackedKernel<T, false>);
+      }
+      if (aligned && shape.inner == 1 && shape.n < softmax::kMaxHeldRow && t.mask.data == nullptr)
+        return RunLongRows(shape, t, arrays, x, dx, stream);
       if (aligned && shape.inner % 4 == 0) return RunRows<T, 4, 4, kScores>(shape, t, arrays, x, dx, stream);
     }
     if (aligned && shape.inner == 1) return RunRows<T, L, 1, kScores>(shape, t, arrays, x, dx, stream);

@@ -1,21 +1,20 @@
 // m, l = log(sum(exp(x - m))) and scores sum(q (x - m)), each over the middle dimension of [outer, n, inner].
 //
 // Bound by memory: one read. A thread goes over its vectors once, raising its maximum and rescaling its sums batch by
-// batch (spread.cuh says which vectors); the threads of a group combine in a fixed order, and groups that share a row
-// leave their sums in the workspace for a second, small kernel. Rows that are short and not whole vectors are packed in
-// shared memory. The score of a label is one element, read at the end.
-#include "cuda/common/async_copy.cuh"
+// batch; the threads of a group combine in a fixed order. Rows of vectors have groups up to clusters; columns and what
+// is rare are spread as spread.cuh says, and groups that share a row leave their sums in the workspace for a second,
+// small kernel. Rows that are short and not whole vectors are packed in shared memory. The score of a label is one
+// element, read at the end.
+#include "cuda/loss/packed.cuh"
 #include "cuda/loss/spread.cuh"
 #include "cuda/loss/state.cuh"
+#include "cuda/softmax/held.cuh"
 
 namespace jaxdnn::loss {
 namespace {
 
 constexpr int64_t kMaxShares = 256;
 constexpr int kBatch = 4;
-// Elements of a short row that a thread takes, and the longest such row.
-constexpr int kPackedSteps = 16;
-constexpr int kMaxPackedRow = 32 * kPackedSteps;
 
 template <class T, int L, int W, bool kScores>
 __global__ void __launch_bounds__(kThreads, kScores ? 2 : 3)
@@ -95,42 +94,115 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (lane == 0) state.Write(0, t, spread.shape, outer, column, x, m, sums);
 }
 
-// Short rows, per_block of them, which are a run of memory that begins on a vector. Groups of 1 << span threads.
+// The statistics of a group's row, and its results, from a thread of the group.
 template <class T>
+__device__ void WriteRow(softmax::MaxSum<Accumulator<T>> stats, const TypedTargets<T>& t, const softmax::Shape& shape,
+                         int64_t row, const T* x, Accumulator<T>* m, Accumulator<T>* sums) {
+  State<T, 1, false> state;
+  state.m[0] = stats.m, state.s[0] = stats.s;
+  state.Write(0, t, shape, row, 0, x, m, sums);
+}
+
+// Rows of vectors, of any length: groups of lanes, blocks or clusters (held.cuh of softmax) take V vectors a thread at
+// a time.
+template <class T, int V, bool kEdges>
+__global__ void __launch_bounds__(kThreads, V <= 4 ? 5 : 4)
+    LongRowsKernel(const __grid_constant__ softmax::HeldRows r, const __grid_constant__ TypedTargets<T> t,
+                   softmax::Shape shape, const T* x, Accumulator<T>* m, Accumulator<T>* sums) {
+  using A = Accumulator<T>;
+  using Op = softmax::ForwardOp<T, true>;
+  constexpr int L = kVecLength<T>;
+  using P = Packed<T, L>;
+  __shared__ softmax::Exchange<Op> exchange;
+  const bool shared = r.width <= 32;
+  const int lane = shared ? threadIdx.x & (r.width - 1) : threadIdx.x;
+  const int rank = r.shares == 1 ? 0 : static_cast<int>(blockIdx.x % r.shares);
+  const int64_t wanted = shared ? (int64_t{blockIdx.x} * kThreads + threadIdx.x) >> (31 - __clz(r.width))
+                                : blockIdx.x / static_cast<unsigned>(r.shares);
+  const int64_t row = min(wanted, r.rows - 1);  // all lanes of a warp take part
+  if (r.IsCluster()) softmax::OpenExchange(exchange, r.shares);
+  const T* const from = x + row * r.n;
+  const int head = kEdges ? static_cast<int>(-(row * r.n) & (L - 1)) : 0;
+  const int vectors = (r.n - head) / L, first = rank * r.width + lane, step = r.width * r.shares;
+  A edge = -softmax::kInfinity<A>;
+  const int edge_at = lane < head ? lane : vectors * L + lane;
+  if (kEdges && first < 32 && edge_at < r.n) edge = static_cast<A>(from[edge_at]);
+
+  softmax::MaxSum<A> own[1] = {{kLowest<A>, A(0)}};
+  const auto raise = [&](A to) {
+    to = fminf(Max{}(own[0].m, to), t.largest);
+    own[0].s *= Origin<T>(to).From(Origin<T>(own[0].m));
+    own[0].m = to;
+  };
+  for (int start = first; start < vectors; start += V * step) {
+    P v[V][1];
+#pragma unroll
+    for (int s = 0; s < V; ++s) {
+      v[s][0] = softmax::Filled<Op, T, L>(0);
+      if (start + s * step < vectors) v[s][0] = reinterpret_cast<const P*>(from + head)[start + s * step];
+    }
+    raise(softmax::MaxOf<T, L>(v));
+    softmax::MaxSum<A> now[1] = {own[0]};
+    Op::Exponentiate(now, [&](auto&& visit) {
+#pragma unroll
+      for (int s = 0; s < V; ++s) {
+        if (s > 0 && start - lane + s * step >= vectors) break;
+        A wide[1][L];
+        Widen<T, L>(v[s][0], wide[0]);
+        visit(wide);
+      }
+    });
+    own[0].s += now[0].s;
+  }
+  if (kEdges && first < 32) {
+    raise(edge);
+    own[0].s += Origin<T>(own[0].m).Exp(edge);
+  }
+  if (shared) {
+    Op::Combine(own, softmax::ShuffleReduce{31 - __clz(r.width)});
+  } else {
+    if (r.IsCluster()) ClusterWait();
+    own[0] = softmax::CombineBlocks<Op>(own[0], exchange, r.shares, rank);
+  }
+  if (first == 0 && wanted == row) WriteRow(own[0], t, shape, row, x, m, sums);
+}
+
+// Short rows, per_block of them, which are a run of memory that begins on a vector. Groups of 1 << span lanes.
+template <class T, bool kMasked>
 __global__ void __launch_bounds__(kThreads)
     PackedKernel(softmax::Shape shape, int per_block, int span, const __grid_constant__ TypedTargets<T> t, const T* x,
                  Accumulator<T>* m, Accumulator<T>* sums) {
-  constexpr int L = kVecLength<T>;
+  using A = Accumulator<T>;
+  using Op = softmax::ForwardOp<T, true>;
   extern __shared__ __align__(16) unsigned char shared[];
-  T* held = reinterpret_cast<T*>(shared);
+  T* const held = reinterpret_cast<T*>(shared);
   const int n = static_cast<int>(shape.n);
   const int64_t first = int64_t{blockIdx.x} * per_block;
-  const int rows = static_cast<int>(min(int64_t{per_block}, shape.outer - first)), count = rows * n, whole = count / L;
-  const T* from = x + first * n;
-#pragma unroll 4
-  for (int i = threadIdx.x; i < whole; i += kThreads)
-    CopyAsync(reinterpret_cast<Vec<T, L>*>(held) + i, reinterpret_cast<const Vec<T, L>*>(from) + i);
-  for (int i = whole * L + threadIdx.x; i < count; i += kThreads) held[i] = from[i];
-  CommitAsync();
-  WaitAsync<0>();
-  __syncthreads();
-
+  const int rows = static_cast<int>(min(int64_t{per_block}, shape.outer - first));
+  LoadRun(held, x + first * n, rows * n);
+  WaitRun();
   const int lane = threadIdx.x & ((1 << span) - 1);
   for (int top = 0; top < rows; top += kThreads >> span) {
     const int row = top + (threadIdx.x >> span), left = row < rows ? n - lane : 0;
-    const bool* keep = t.mask.data == nullptr || row >= rows ? nullptr : t.mask.data + t.mask.Row(first + row);
+    const bool* keep = !kMasked || row >= rows ? nullptr : t.mask.data + t.mask.Row(first + row);
     const T* mine = held + (row < rows ? row : 0) * n + lane;
-    Vec<T, 1> v[kPackedSteps];
+    A v[kPackedSteps][1][1];
 #pragma unroll
     for (int s = 0; s < kPackedSteps; ++s) {
-      v[s].v[0] = static_cast<T>(-INFINITY);
-      if (s << span < left && (keep == nullptr || keep[(lane + (s << span)) * t.mask.along_n]))
-        v[s].v[0] = mine[s << span];
+      v[s][0][0] = -softmax::kInfinity<A>;
+      if (s << span < left && (!kMasked || keep[(lane + (s << span)) * t.mask.along_n]))
+        v[s][0][0] = static_cast<A>(mine[s << span]);
     }
-    State<T, 1, false> state;
-    state.template Add<kPackedSteps, 1>(v, {}, {}, t.largest);
-    state.Combine([&](auto& values, auto operation) { Reduce(values, operation, Group{0, span}, &values[0]); });
-    if (row < rows && lane == 0) state.Write(0, t, shape, first + row, 0, x, m, sums);
+    softmax::MaxSum<A> stats[1] = {{kLowest<A>, A(0)}};
+#pragma unroll
+    for (int s = 0; s < kPackedSteps; ++s) stats[0].m = Max{}(stats[0].m, v[s][0][0]);
+    stats[0].m = fmin(stats[0].m, t.largest);
+    Op::Exponentiate(stats, [&](auto&& visit) {
+#pragma unroll
+      for (int s = 0; s < kPackedSteps; ++s) visit(v[s]);
+    });
+    Op::Combine(stats, softmax::ShuffleReduce{span});
+    if (row < rows && lane == 0) WriteRow(stats[0], t, shape, first + row, x, m, sums);
   }
 }
 
@@ -157,6 +229,31 @@ Spread PlanStream(const softmax::Shape& shape) {
   return PlanSpread<C::L, C::W>(shape, sizeof(T), kBatch, kMaxShares);
 }
 
+template <class T>
+cudaError_t RunLongRows(const softmax::Shape& shape, const softmax::Device& device, const TypedTargets<T>& t,
+                        const T* x, Accumulator<T>* m, Accumulator<T>* sums, cudaStream_t stream) {
+  constexpr int L = kVecLength<T>;
+  const int64_t vectors = shape.n / L;
+  const auto run = [&](auto held) {
+    constexpr int V = decltype(held)::value;
+    softmax::HeldRows r = {shape.outer, static_cast<int>(shape.n), 1, 1, softmax::Phase::kWhole, 0};
+    while (r.width < 32 && (shape.n % L != 0 || r.width * V < vectors)) r.width *= 2;
+    if (vectors > 32 * V) {
+      r.width = 32 * static_cast<int>(std::min<int64_t>(kThreads / 32, CeilDiv(vectors, 32 * V)));
+      // More blocks than run at once would be of no use.
+      while (2 * r.shares <= device.max_cluster && int64_t{r.shares} * r.width * V < vectors &&
+             2 * shape.outer * r.shares * r.width <= int64_t{1024} * device.multiprocessors)
+        r.shares *= 2;
+    }
+    const Grid grid = r.width <= 32 ? Grid{CeilDiv(shape.outer * r.width, kThreads), kThreads}
+                                    : Grid{shape.outer * r.shares, r.width, 0, r.shares};
+    if (shape.n % L == 0) return LaunchKernel(LongRowsKernel<T, V, false>, grid, stream, r, t, shape, x, m, sums);
+    return LaunchKernel(LongRowsKernel<T, V, true>, grid, stream, r, t, shape, x, m, sums);
+  };
+  if (vectors <= 32 * 4) return run(std::integral_constant<int, 4>{});
+  return run(std::integral_constant<int, 8>{});
+}
+
 template <class T, bool kScores>
 cudaError_t Run(const softmax::Shape& shape, const TypedTargets<T>& t, const T* x, Accumulator<T>* m,
                 Accumulator<T>* sums, Accumulator<T>* workspace, cudaStream_t stream) {
@@ -164,14 +261,20 @@ cudaError_t Run(const softmax::Shape& shape, const TypedTargets<T>& t, const T* 
   if (shape.outer == 0 || shape.inner == 0) return cudaSuccess;
   const bool aligned = IsVectorAligned(x, t.q);
   if constexpr (!kScores)
-    if (aligned && shape.inner == 1 && shape.n > 0 && shape.n <= kMaxPackedRow && shape.n % L != 0) {
-      const int n = static_cast<int>(shape.n), bytes = n * sizeof(T);
-      // Every group takes as many rows, and so many are a multiple of L.
-      const int span = CeilLog2(CeilDiv(n, kPackedSteps)), groups = kThreads >> span;
-      static_assert((kThreads >> 5) % L == 0);
-      const int per_block = static_cast<int>(CeilDiv(16 << 10, bytes * groups)) * groups;
-      const Grid grid = {CeilDiv(shape.outer, per_block), kThreads, static_cast<size_t>(per_block) * bytes};
-      return LaunchKernel(PackedKernel<T>, grid, stream, shape, per_block, span, t, x, m, sums);
+    if (aligned && shape.inner == 1 && shape.n > 0) {
+      const bool masked = t.mask.data != nullptr;
+      if (shape.n <= kMaxPackedRow && shape.n % L != 0) {
+        const PackedRows rows = PlanPackedRows(shape, sizeof(T), 16 << 10);
+        const auto run = [&](auto kernel) {
+          return LaunchKernel(kernel, rows.grid, stream, shape, rows.per_block, rows.span, t, x, m, sums);
+        };
+        return masked ? run(PackedKernel<T, true>) : run(PackedKernel<T, false>);
+      }
+      softmax::Device device;
+      if (const cudaError_t e = softmax::CurrentDevice(&device); e != cudaSuccess) return e;
+      // Of a few rows that are very long, clusters would leave most multiprocessors without work.
+      const bool few = 2 * shape.outer * device.max_cluster < device.multiprocessors && shape.n > int64_t{1} << 18;
+      if (!masked && !few && shape.n < softmax::kMaxHeldRow) return RunLongRows(shape, device, t, x, m, sums, stream);
     }
   return VisitAccess<T, kScores>(shape, aligned, [&](auto access) {
     using C = decltype(access);
