@@ -83,6 +83,13 @@ POOL = [
   PoolCase("2x2s2_odd_vectors", (1, 7, 9, 16), (2, 2), 2, ((1, 1), (-1, 0))),
   PoolCase("tall_vectors", (1, 70, 3, 8), (3, 3), 1, "SAME"),
   PoolCase("2x2x2_vectors", (1, 5, 6, 7, 8), (2, 2, 2), 2, 1),
+  # Single channels, which is what channels-first is to the kernels: rows that are vectors, and rows that begin anywhere.
+  PoolCase("rows_3x3s2", (3, 9, 16, 1), (3, 3), 2, ((1, 1), (1, 0))),
+  PoolCase("rows_3x3s1", (2, 7, 12, 1), (3, 3), 1, 1),
+  PoolCase("rows_2x2s2", (2, 10, 8, 1), (2, 2), 2),
+  PoolCase("rows_anywhere", (2, 21, 27, 1), (3, 3), 2, 1),
+  PoolCase("global_planes", (5, 4, 5, 1), (4, 5)),
+  PoolCase("wide_vectors", (1, 14, 11, 16), (9, 9), 1, 4),
   PoolCase("channels6", (2, 6, 5, 6), (3, 3), 2, 1),
   PoolCase("no_batch_dimension", (7, 6, 3), (2, 2), 2),
   PoolCase("two_batch_dimensions", (2, 3, 7, 4), (3,), 2, 1),

@@ -4,6 +4,7 @@
 #include "cuda/common/launch.cuh"
 #include "cuda/pool/band.cuh"
 #include "cuda/pool/coop.cuh"
+#include "cuda/pool/wide.cuh"
 #include "cuda/pool/windows.cuh"
 
 namespace jaxdnn::pool {
@@ -44,6 +45,9 @@ cudaError_t LaunchWindows(Task task, Workspace workspace, cudaStream_t stream) {
   } else if constexpr (N < kVecLength<T>) {
     return LaunchBands(task, stream, general);
   } else {
+    if constexpr (Task::kIdempotent) {
+      if (IsWide(g)) return LaunchWide(task, stream, general);
+    }
     const auto walk = [&](auto k, auto s) {
       const int64_t columns = g.batch * g.out[0] * g.out[2] * (g.channels / N);
       const int strip = StripOf(g, k, s, columns);

@@ -35,7 +35,8 @@ __device__ void RaiseTo(A exponent, A (&v)[N]) {
   }
 }
 
-template <int N, class T>
+// kSquares: p = 2, known to the compiler. Only 16-bit types have so little time for an element.
+template <int N, class T, bool kSquares>
 struct Norm {
   using A = Accumulator<T>;
   using Element = T;
@@ -43,7 +44,7 @@ struct Norm {
   using State = Sum<T, N>;
   using Mergeable = State;
   static constexpr int kWidth = N;
-  static constexpr bool kUnrolls = false, kShares = false;
+  static constexpr bool kUnrolls = false, kShares = false, kIdempotent = false;
 
   Shape g;
   Walk walk;
@@ -59,24 +60,24 @@ struct Norm {
     Vec<A, N> powers;
 #pragma unroll
     for (int j = 0; j < N; ++j) powers.v[j] = static_cast<A>(v.v[j]);
-    RaiseTo(power, powers.v);
+    RaiseTo(kSquares ? A(2) : power, powers.v);
     return powers;
   }
   __device__ void Finish(const State& state, int64_t to, int, int, int) const {
     A root[N];
 #pragma unroll
     for (int j = 0; j < N; ++j) root[j] = state.value[j];
-    RaiseTo(A(1) / power, root);
+    RaiseTo(kSquares ? A(0.5) : A(1) / power, root);
     Store(y + to, Rounded<T>(root));
   }
 };
 
-template <int N, class T>
+template <int N, class T, bool kSquares>
 struct NormShares {
   using A = Accumulator<T>;
   using Element = T;
   static constexpr int kWidth = N;
-  static constexpr bool kShortcuts = false;
+  static constexpr bool kShortcuts = false, kSame = true;
 
   struct Share {
     A value[N];
@@ -89,11 +90,16 @@ struct NormShares {
       const Vec<T, N> dy = pool::Load<N>(task.dy + offset), y = pool::Load<N>(task.y + offset);
 #pragma unroll
       for (int j = 0; j < N; ++j) value[j] = static_cast<A>(y.v[j]);
-      // At p = 1 the factor is 1, and 0 only where every element is 0 and has the factor 0 itself.
-      if (task.power != A(1)) RaiseTo(A(1) - task.power, value);
+      if constexpr (kSquares) {
+#pragma unroll
+        for (int j = 0; j < N; ++j) value[j] = value[j] == 0 ? 0 : __fdividef(1, value[j]);
+      } else if (task.Power() != A(1)) {
+        // At p = 1 the factor is 1, and 0 only where every element is 0 and has the factor 0 itself.
+        RaiseTo(A(1) - task.Power(), value);
+      }
 #pragma unroll
       for (int j = 0; j < N; ++j)
-        value[j] = task.power == A(1) ? static_cast<A>(dy.v[j]) : value[j] * static_cast<A>(dy.v[j]);
+        value[j] = task.Power() == A(1) ? static_cast<A>(dy.v[j]) : value[j] * static_cast<A>(dy.v[j]);
     }
     __device__ void Add(A (&sum)[N], int) const {
 #pragma unroll
@@ -109,19 +115,20 @@ struct NormShares {
   const T* __restrict__ x;
   const T* __restrict__ y;
   T* __restrict__ dx;
-  A power;
+  A any_power;
 
+  __device__ A Power() const { return kSquares ? A(2) : any_power; }
   __device__ Vec<T, N> Final(int64_t to, const A (&sum)[N]) const {
     const Vec<T, N> v = Load<N>(x + to);
     A result[N];
 #pragma unroll
     for (int j = 0; j < N; ++j) result[j] = static_cast<A>(v.v[j]);
-    if (power != A(1)) RaiseTo(power - A(1), result);
+    if (Power() != A(1)) RaiseTo(Power() - A(1), result);
 #pragma unroll
     for (int j = 0; j < N; ++j) {
       const A base = static_cast<A>(v.v[j]);
       // At p = 1 the factor is the sign alone.
-      const A factor = power == A(1) ? A(base != A(0)) : result[j];
+      const A factor = Power() == A(1) ? A(base != A(0)) : result[j];
       result[j] = sum[j] * (base < A(0) ? -factor : factor);
     }
     return Rounded<T>(result);
@@ -136,15 +143,22 @@ cudaError_t LpPool(const Geometry& g, DType dtype, double power, const void* x, 
     using T = typename decltype(type)::type;
     const T* in = static_cast<const T*>(x);
     T* out = static_cast<T*>(y);
-    return VisitWidth<T>(
-        g.channels,
-        [&](auto width) {
-          constexpr int N = decltype(width)::value;
-          const Norm<N, T> task = {Shape(g), Walk(0, g.out, g.channels, N),     Pitch(g.in, g.channels), in,
-                                   out,      static_cast<Accumulator<T>>(power)};
-          return LaunchWindows(task, workspace, stream);
-        },
-        in, out);
+    const auto launch = [&](auto squares) {
+      return VisitWidth<T>(
+          g.channels,
+          [&](auto width) {
+            constexpr int N = decltype(width)::value;
+            const Norm<N, T, squares()> task = {
+                Shape(g), Walk(0, g.out, g.channels, N),     Pitch(g.in, g.channels), in,
+                out,      static_cast<Accumulator<T>>(power)};
+            return LaunchWindows(task, workspace, stream);
+          },
+          in, out);
+    };
+    if constexpr (sizeof(T) == 2) {
+      if (power == 2) return launch(std::true_type{});
+    }
+    return launch(std::false_type{});
   });
 }
 
@@ -155,23 +169,29 @@ cudaError_t LpPoolBwd(const Geometry& g, DType dtype, double power, const void* 
     using T = typename decltype(type)::type;
     const T *up = static_cast<const T*>(dy), *in = static_cast<const T*>(x), *norm = static_cast<const T*>(y);
     T* out = static_cast<T*>(dx);
-    return VisitWidth<T>(
-        g.channels,
-        [&](auto width) {
-          constexpr int N = decltype(width)::value;
-          const NormShares<N, T> task = {Shape(apart),
-                                         Walk(0, g.in, g.channels, N),
-                                         Pitch(g.in, g.channels),
-                                         Pitch(g.out, g.channels),
-                                         Cover(apart),
-                                         up,
-                                         in,
-                                         norm,
-                                         out,
-                                         static_cast<Accumulator<T>>(power)};
-          return LaunchSpread(task, stream);
-        },
-        up, in, norm, out);
+    const auto launch = [&](auto squares) {
+      return VisitWidth<T>(
+          g.channels,
+          [&](auto width) {
+            constexpr int N = decltype(width)::value;
+            const NormShares<N, T, squares()> task = {Shape(apart),
+                                                      Walk(0, g.in, g.channels, N),
+                                                      Pitch(g.in, g.channels),
+                                                      Pitch(g.out, g.channels),
+                                                      Cover(apart),
+                                                      up,
+                                                      in,
+                                                      norm,
+                                                      out,
+                                                      static_cast<Accumulator<T>>(power)};
+            return LaunchSpread(task, stream);
+          },
+          up, in, norm, out);
+    };
+    if constexpr (sizeof(T) == 2) {
+      if (power == 2) return launch(std::true_type{});
+    }
+    return launch(std::false_type{});
   });
 }
 

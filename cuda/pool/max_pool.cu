@@ -3,6 +3,7 @@
 // Bytes that must move: x + y, and a byte an output for the index under differentiation. Without an index a cell costs
 // one instruction for two 16-bit channels, with it five.
 #include "cuda/pool/forward.cuh"
+#include "cuda/pool/rows.cuh"
 
 namespace jaxdnn::pool {
 namespace {
@@ -14,7 +15,7 @@ struct Select {
   using Mergeable = std::conditional_t<kIndexed, IndexedMax<T, N>, Max<T, N>>;
   using State = std::conditional_t<kIndexed && kInPairs<T, N>, IndexedPairMax<T, N>, Mergeable>;
   static constexpr int kWidth = N;
-  static constexpr bool kUnrolls = true, kShares = true;
+  static constexpr bool kUnrolls = true, kShares = true, kWidens = false, kIdempotent = true;
 
   Shape g;
   Walk walk;
@@ -54,18 +55,26 @@ cudaError_t MaxPool(const Geometry& g, DType dtype, IndexType index_type, bool m
     using T = typename decltype(type)::type;
     const T* in = static_cast<const T*>(x);
     T* out = static_cast<T*>(y);
-    const auto launch = [&](auto width, auto indexed) {
-      constexpr int N = decltype(width)::value;
-      const Select<N, T, indexed()> task = {Shape(g), Walk(0, g.out, g.channels, N),   Pitch(g.in, g.channels), in, out,
-                                            index,    index_type == IndexType::kInt32, SignMask<T>(minimum)};
-      return LaunchWindows(task, workspace, stream);
+    const uint8_t* bytes = static_cast<const uint8_t*>(index);
+    const auto launch = [&](auto indexed) {
+      const auto task = [&](auto width, int neighbours) {
+        return Select<width(), T, indexed()>{
+            Shape(g), Walk(0, g.out, g.channels, neighbours), Pitch(g.in, g.channels), in, out,
+            index,    index_type == IndexType::kInt32,        SignMask<T>(minimum)};
+      };
+      const auto general = [&] {
+        return VisitWidth<T>(
+            g.channels, [&](auto width) { return LaunchWindows(task(width, width), workspace, stream); }, in, out,
+            bytes);
+      };
+      if constexpr (kIsTuned<T>) {
+        return LaunchRows(g, IsVectorAligned(in, out, bytes), general, stream,
+                          [&](auto width) { return task(width, 1); });
+      } else {
+        return general();
+      }
     };
-    return VisitWidth<T>(
-        g.channels,
-        [&](auto width) {
-          return index == nullptr ? launch(width, std::false_type{}) : launch(width, std::true_type{});
-        },
-        in, out, static_cast<const uint8_t*>(index));
+    return index == nullptr ? launch(std::false_type{}) : launch(std::true_type{});
   });
 }
 

@@ -114,21 +114,24 @@ static __device__ __noinline__ Cells CellsWithin(const Shape& g, int d, int o, i
 
 __device__ inline Cells CellsOf(const Shape& g, int d, int o) { return CellsWithin(g, d, o, 0, 0); }
 
-// What window `o` contributes to the divisor along a dimension, where cells are counted.
-__device__ inline int CountOf(const Shape& g, const Division& division, int d, int o) {
-  if (g.stride[d] == 0) {
+// What window `o` contributes to the divisor along a dimension, where cells are counted. kDense: windows are known to
+// be no bins and to have no gaps.
+template <bool kDense>
+__device__ int CountOf(const Shape& g, const Division& division, int d, int o) {
+  if (!kDense && g.stride[d] == 0) {
     const Bin bin = BinOf(o, g.out[d], g.in[d], g.by_out[d]);
     return bin.end - bin.begin;
   }
-  if (g.dilation[d] != 1) return CellsWithin(g, d, o, division.low[d], division.high[d]).count;
+  if (!kDense && g.dilation[d] != 1) return CellsWithin(g, d, o, division.low[d], division.high[d]).count;
   const int start = o * g.stride[d] - g.low[d];
   return max(min(start + g.window[d], g.in[d] + division.high[d]) - max(start, -division.low[d]), 0);
 }
 
 // The factor of window (o0, o1, o2)'s sum.
-template <class A>
+template <class A, bool kDense = false>
 __device__ A FactorOf(const Shape& g, const Division& division, int o0, int o1, int o2) {
-  return A(1) / max(CountOf(g, division, 0, o0) * CountOf(g, division, 1, o1) * CountOf(g, division, 2, o2), 1);
+  const auto count = [&](int d, int o) { return CountOf<kDense>(g, division, d, o); };
+  return A(1) / max(count(0, o0) * count(1, o1) * count(2, o2), 1);
 }
 
 // The windows over one input position, in order: from `first` to `last`, `step` apart. The position is cell number

@@ -1,7 +1,8 @@
 // What a window is reduced by: the states that kernels keep for N neighbouring channels.
 //
 // A state takes a cell at a time, in row-major order, or a whole row that another state has taken: Take(values, cell)
-// and Take(row, cell number of its first). Merge(other) joins two that took cells in any order.
+// and Take(row, cell number of its first). Start(values) takes the first cell, number 0, of a new state. Merge(other)
+// joins two that took cells in any order.
 #pragma once
 
 #include <cmath>
@@ -58,6 +59,7 @@ struct Max {
   Max() = default;
   __device__ explicit Max(int) {}
 
+  __device__ void Start(const Words<T, N>& v) { value = v; }
   __device__ void Take(const Words<T, N>& v, int) {
     if constexpr (kInPairs<T, N>) {
 #pragma unroll
@@ -89,6 +91,7 @@ struct IndexedMax {
     for (int j = 0; j < N; ++j) index[j] = first;
   }
 
+  __device__ void Start(const Words<T, N>& v) { Take(v, 0); }
   __device__ bool Wins(T candidate, int j) const {
     const auto c = static_cast<Accumulator<T>>(candidate), best = static_cast<Accumulator<T>>(value.v[j]);
     return !(c <= best) && best == best;
@@ -123,12 +126,22 @@ struct IndexedMax {
     }
   }
   __device__ int Index(int j) const { return index[j]; }
+  // Of places, row << 8 | column: moves them on, and to the cells of a window that starts at (top, left).
+  __device__ void Shift(int by) {
+#pragma unroll
+    for (int j = 0; j < N; ++j) index[j] += by;
+  }
+  __device__ void Number(int top, int left, int columns) {
+#pragma unroll
+    for (int j = 0; j < N; ++j) index[j] = ((index[j] >> 8) - top) * columns + (index[j] & 255) - left;
+  }
 };
 
 // The same with two 16-bit channels an instruction, cell numbers too: comparisons that give masks, and selections by
 // them. That takes half the instructions, of which a 3x3 window already has more than its memory traffic hides.
 template <class T, int N>
 struct IndexedPairMax {
+  static constexpr bool kIndexed = true;
   using Pair = PairOf<T>;
   Words<T, N> value = Splat<T, N>(-INFINITY);
   unsigned index[N / 2];
@@ -139,6 +152,7 @@ struct IndexedPairMax {
     for (int j = 0; j < N / 2; ++j) index[j] = Twice(first);
   }
 
+  __device__ void Start(const Words<T, N>& v) { Take(v, 0); }
   __device__ void Choose(int j, unsigned candidate, unsigned cell) {
     const Pair c = BitCast<Pair>(candidate), best = BitCast<Pair>(value.v[j]);
     const unsigned wins = __hgtu2_mask(c, best) & __heq2_mask(best, best);
@@ -154,6 +168,16 @@ struct IndexedPairMax {
     for (int j = 0; j < N / 2; ++j) Choose(j, row.value.v[j], row.index[j] + Twice(cell));
   }
   __device__ int Index(int j) const { return static_cast<int16_t>(index[j / 2] >> (j % 2 * 16)); }
+  __device__ void Shift(int by) {
+#pragma unroll
+    for (int j = 0; j < N / 2; ++j) index[j] += Twice(by);
+  }
+  __device__ void Number(int top, int left, int columns) {
+    const unsigned first =
+        (top * columns + left) * 0x10001;  // both halves' differences are cells, so that none borrows
+#pragma unroll
+    for (int j = 0; j < N / 2; ++j) index[j] = (index[j] >> 8 & 0xFF00FF) * columns + (index[j] & 0xFF00FF) - first;
+  }
 
   static __device__ unsigned Twice(int k) { return (k & 0xFFFF) * 0x10001u; }
 };
@@ -166,6 +190,11 @@ struct Sum {
   Sum() = default;
   __device__ explicit Sum(int) {}
 
+  template <class V>
+  __device__ void Start(const Vec<V, N>& v) {
+#pragma unroll
+    for (int j = 0; j < N; ++j) value[j] = static_cast<Accumulator<T>>(v.v[j]);
+  }
   template <class V>
   __device__ void Take(const Vec<V, N>& v, int) {
 #pragma unroll

@@ -3,11 +3,14 @@
 // Bytes that must move: x + y. 16-bit elements are summed in float; the divisor is a multiplication there, whose error
 // is far below the result's rounding.
 #include "cuda/pool/forward.cuh"
+#include "cuda/pool/rows.cuh"
 
 namespace jaxdnn::pool {
 namespace {
 
-template <int N, class T>
+// kCounted: whether every window is divided by the number of its cells. kAlongRow: whether the N results are neighbours
+// in a row, of windows without gaps, instead of channels.
+template <int N, class T, bool kCounted, bool kAlongRow>
 struct Average {
   using A = Accumulator<T>;
   using Element = T;
@@ -15,7 +18,7 @@ struct Average {
   using State = Sum<T, N>;
   using Mergeable = State;
   static constexpr int kWidth = N;
-  static constexpr bool kUnrolls = true, kShares = true;
+  static constexpr bool kUnrolls = true, kShares = true, kWidens = true, kIdempotent = false;
 
   Shape g;
   Walk walk;
@@ -30,18 +33,28 @@ struct Average {
   __device__ Vec<T, N> Prepare(const Loaded& v) const { return BitCast<Vec<T, N>>(v); }
   __device__ void Finish(const State& state, int64_t to, int o0, int o1, int o2) const {
     Vec<T, N> result;
-    if (divisor == A(0)) {
-      const A factor = FactorOf<A>(g, division, o0, o1, o2);
+    A own = factor;
 #pragma unroll
-      for (int j = 0; j < N; ++j) result.v[j] = static_cast<T>(state.value[j] * factor);
-    } else if constexpr (sizeof(T) == 2) {
-#pragma unroll
-      for (int j = 0; j < N; ++j) result.v[j] = static_cast<T>(state.value[j] * factor);
-    } else {
-#pragma unroll
-      for (int j = 0; j < N; ++j) result.v[j] = static_cast<T>(state.value[j] / divisor);
+    for (int j = 0; j < N; ++j) {
+      if constexpr (kCounted) {
+        if (j == 0 || kAlongRow) own = FactorOf<A, kAlongRow>(g, division, o0, o1, o2 + j);
+        result.v[j] = static_cast<T>(state.value[j] * own);
+      } else {
+        result.v[j] = static_cast<T>(Divided(state.value[j]));
+      }
     }
     Store(y + to, result);
+  }
+  // By the divisor, as division rounds, but without its branches.
+  __device__ A Divided(A sum) const {
+    if constexpr (sizeof(T) == 2) {
+      return sum * factor;
+    } else if constexpr (sizeof(T) == 4) {
+      const float quotient = sum * factor, corrected = fmaf(fmaf(-quotient, divisor, sum), factor, quotient);
+      return fabsf(quotient) < INFINITY ? corrected : quotient;
+    } else {
+      return sum / divisor;
+    }
   }
 };
 
@@ -54,21 +67,30 @@ cudaError_t SumPool(const Geometry& g, DType dtype, const Division& division, co
     const T* in = static_cast<const T*>(x);
     using A = Accumulator<T>;
     T* out = static_cast<T*>(y);
-    return VisitWidth<T>(
-        g.channels,
-        [&](auto width) {
-          constexpr int N = decltype(width)::value;
-          const Average<N, T> task = {Shape(g),
-                                      Walk(0, g.out, g.channels, N),
-                                      Pitch(g.in, g.channels),
-                                      in,
-                                      out,
-                                      division,
-                                      static_cast<A>(division.divisor),
-                                      static_cast<A>(1 / division.divisor)};
-          return LaunchWindows(task, workspace, stream);
-        },
-        in, out);
+    const auto launch = [&](auto counted) {
+      const auto task = [&](auto width, auto along_row) {
+        return Average<width(), T, counted(), along_row()>{Shape(g),
+                                                           Walk(0, g.out, g.channels, along_row() ? 1 : width()),
+                                                           Pitch(g.in, g.channels),
+                                                           in,
+                                                           out,
+                                                           division,
+                                                           static_cast<A>(division.divisor),
+                                                           static_cast<A>(1 / division.divisor)};
+      };
+      const auto general = [&] {
+        return VisitWidth<T>(
+            g.channels, [&](auto width) { return LaunchWindows(task(width, std::false_type{}), workspace, stream); },
+            in, out);
+      };
+      if constexpr (kIsTuned<T>) {
+        return LaunchRows(g, IsVectorAligned(in, out), general, stream,
+                          [&](auto width) { return task(width, std::true_type{}); });
+      } else {
+        return general();
+      }
+    };
+    return division.divisor == 0 ? launch(std::true_type{}) : launch(std::false_type{});
   });
 }
 

@@ -7,12 +7,13 @@
 namespace jaxdnn::pool {
 namespace {
 
-template <int N, class T>
+// kCounted: whether every window has its own factor.
+template <int N, class T, bool kCounted>
 struct Shares {
   using A = Accumulator<T>;
   using Element = T;
   static constexpr int kWidth = N;
-  static constexpr bool kShortcuts = sizeof(T) < 8;
+  static constexpr bool kShortcuts = sizeof(T) < 8, kSame = true;
 
   struct Share {
     Words<T, N> value;
@@ -24,8 +25,7 @@ struct Shares {
     }
     __device__ void Load(const Shares& task, int64_t offset, int o0, int o1, int o2) {
       value = LoadWords<N>(task.dy + offset);
-      factor = task.factor;
-      if (factor == A(0)) factor = FactorOf<A>(task.g, task.division, o0, o1, o2);
+      factor = kCounted ? FactorOf<A>(task.g, task.division, o0, o1, o2) : task.factor;
     }
     __device__ void Add(A (&sum)[N], int) const {
       const auto v = BitCast<Vec<T, N>>(value);
@@ -64,31 +64,35 @@ cudaError_t SumPoolBwd(const Geometry& g, DType dtype, const Division& division,
   if (unit_stride && division.divisor != 0 && !WindowsAreApart(WithLoneWindowsApart(g)))
     return SumPool(Mirrored(g), dtype, division, dy, dx, {}, stream);
   const Geometry apart = WithLoneWindowsApart(g);
+  // Where there is one window, its cells are counted here.
+  const bool counted = division.divisor == 0 && !WindowIsWhole(g);
+  const double cells = static_cast<double>(g.in[0]) * g.in[1] * g.in[2];
   return VisitDType(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     using A = Accumulator<T>;
     const T* in = static_cast<const T*>(dy);
     T* out = static_cast<T*>(dx);
+    const auto launch = [&](auto width, auto counted) {
+      constexpr int N = decltype(width)::value;
+      const A factor = static_cast<A>(1 / (division.divisor == 0 ? cells : division.divisor));
+      const Shares<N, T, counted()> task = {Shape(apart),
+                                            Walk(0, g.in, g.channels, N),
+                                            Pitch(g.in, g.channels),
+                                            Pitch(g.out, g.channels),
+                                            Cover(apart),
+                                            in,
+                                            out,
+                                            division,
+                                            factor};
+      if constexpr (kIsTuned<T>) {
+        if (!WindowsAreApart(apart) && HasTiles(apart)) return LaunchTiles(task, stream);
+      }
+      return LaunchSpread(task, stream);
+    };
     return VisitWidth<T>(
         g.channels,
-        [&](auto width) {
-          constexpr int N = decltype(width)::value;
-          const A factor = static_cast<A>(division.divisor == 0 ? 0 : 1 / division.divisor);
-          const Shares<N, T> task = {Shape(apart),
-                                     Walk(0, g.in, g.channels, N),
-                                     Pitch(g.in, g.channels),
-                                     Pitch(g.out, g.channels),
-                                     Cover(apart),
-                                     in,
-                                     out,
-                                     division,
-                                     factor};
-          if constexpr (kIsTuned<T>) {
-            if (!WindowsAreApart(apart) && HasTiles(apart)) return LaunchTiles(task, stream);
-          }
-          return LaunchSpread(task, stream);
-        },
-        in, out);
+        [&](auto width) { return counted ? launch(width, std::true_type{}) : launch(width, std::false_type{}); }, in,
+        out);
   });
 }
 

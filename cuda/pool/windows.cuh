@@ -107,6 +107,18 @@ __device__ typename Task::State ReduceByTable(const Task& task, const CellTable&
   return state;
 }
 
+// Gives row number r of the newest window to all the windows that it belongs to.
+template <int K, int S, class State, int R>
+__device__ void GiveRow(const State& row, int r, State (&open)[R]) {
+#pragma unroll
+  for (int j = 0; j < R; ++j) {
+    if (j == 0 && r == 0 && !State::kIndexed)
+      open[j] = row;
+    else if (j * S + r < K)
+      open[j].Take(row, (j * S + r) * K);
+  }
+}
+
 // Reduces windows (o0, begin to end, o2) and stores them from offset `to`. `plane` is the input at (o0, 0, 0).
 template <int K, int S, class Task, class P>
 __device__ void WalkStrip(const Task& task, const typename Task::Element* plane, P pitch1, P pitch2, int o0, int begin,
@@ -156,11 +168,10 @@ __device__ void WalkStrip(const Task& task, const typename Task::Element* plane,
 #pragma unroll
       for (int r = 0; r < S; ++r) {
         State row(first_column);
+        row.Start(task.Prepare(v[u * S + r][0]));
 #pragma unroll
-        for (int k = 0; k < K; ++k) row.Take(task.Prepare(v[u * S + r][k]), k);
-#pragma unroll
-        for (int j = 0; j < R; ++j)
-          if (j * S + r < K) open[j].Take(row, (j * S + r) * K);
+        for (int k = 1; k < K; ++k) row.Take(task.Prepare(v[u * S + r][k]), k);
+        GiveRow<K, S>(row, r, open);
       }
       const int o1 = q - (R - 1);
       if (o1 >= begin && o1 < end) {

@@ -49,9 +49,19 @@ sum_pool_bwd_p = _primitive.define(
 
 
 def max_pool(x: Array, *, geometry: Geometry, minimum: bool = False) -> Any:
-  for part in geometry.passes():
+  for part in [geometry] if _is_wide(x, geometry) else geometry.passes():
     (x,) = _primitive.bind(max_pool_p, x, geometry=part, minimum=minimum, indexed=False)
   return x
+
+
+def _is_wide(x: Array, g: Geometry) -> bool:
+  """Whether cuda/pool/wide.cuh takes the window in one pass: planes of 16-byte vectors that fit into shared memory."""
+  if g.bins or g.rank != 2 or {*g.stride, *g.dilation} != {1} or not 25 <= math.prod(g.window) <= 255:
+    return False
+  vectors = x.dtype in (jnp.float32, jnp.bfloat16) and x.shape[-1] * x.dtype.itemsize % 16 == 0
+  bounds = zip(g.window, g.extent, g.out_extent, g.padding, strict=True)
+  reaches = all(w >= 4 and i <= 255 and o > 1 and 0 <= lo < w and o - 1 - lo < i for w, i, o, (lo, _) in bounds)
+  return vectors and reaches and 16 * g.extent[0] * (g.extent[1] + g.out_extent[1]) <= 96 << 10
 
 
 def indexed_max_pool(x: Array, *, geometry: Geometry, minimum: bool = False) -> tuple[Array, Array]:

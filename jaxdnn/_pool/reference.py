@@ -99,6 +99,10 @@ def least(dtype: Any, minimum: bool) -> Any:
 
 def max_pool(x: Array, *, geometry: Geometry, minimum: bool, indexed: bool) -> list[Array]:
   g = geometry
+  if not indexed and len(passes := g.passes()) > 1:
+    for part in passes:
+      (x,) = max_pool(x, geometry=part, minimum=minimum, indexed=False)
+    return [x]
   padded = _pad(x, g)
 
   def step(k: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
