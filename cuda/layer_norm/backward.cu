@@ -123,13 +123,12 @@ __global__ void __launch_bounds__(V* L > 16 ? 128 : 512)
           Widen(g, slot(stage, 0, u, s));
           Widen(x, slot(stage, 1, u, s));
           if (b.g_sum != nullptr) Widen(g_sum, slot(stage, 2, u, s));
-          X dx;
 #pragma unroll
           for (int i = 0; i < L; ++i) {
             const A centered = fma(g[i], scale[s][i], -mean_q);
-            dx.v[i] = static_cast<T>(fma(stats[u].rstd, fma(-stats[u].Normalize(x[i]), mean_qh, centered), g_sum[i]));
+            g[i] = fma(stats[u].rstd, fma(-stats[u].Normalize(x[i]), mean_qh, centered), g_sum[i]);
           }
-          out[k] = dx;
+          out[k] = Narrow<T>(g);
         });
       }
   }
@@ -180,7 +179,8 @@ cudaError_t RunAligned(const Backward& b, const Shape& shape, const Options& opt
     if (thin.cluster == 1) return Launch<T, L, 1, 4, true, false>(b, shape, options, thin, workspace, stream);
     if (thin.steps > 0) return Launch<T, L, 1, 4, true, true>(b, shape, options, thin, workspace, stream);
   }
-  Spread spread = SpreadRows(n, kKeep, 256, 256, std::min(8, device.max_cluster));
+  // Of 16-bit floats a larger block saves the cluster; of others two small ones are as good.
+  Spread spread = SpreadRows(n, kKeep, 256, sizeof(T) == 2 ? 512 : 256, std::min(8, device.max_cluster));
   if (spread.steps == 0) spread = SpreadRows(n, kKeep, 256, 512, device.max_cluster);
   *done = spread.steps > 0;
   if (!*done) return cudaSuccess;
@@ -213,8 +213,11 @@ cudaError_t RunBackward(const Backward& b, DType dtype, Shape shape, Options opt
     using T = typename decltype(type)::type;
     const bool aligned = IsVectorAligned(b.g, b.g_sum, b.x, b.scale, b.dx, b.dscale, b.dbias, workspace);
     if constexpr (sizeof(T) < 8) {
-      if (aligned && shape.n % kVecLength<T> == 0)
+      if (aligned && shape.n % kVecLength<T> == 0) {
+        if (dtype != DType::kF16 && HasFewRows(shape, sizeof(T)))
+          return RunWideBackward(b, dtype, shape, options, workspace, stream);
         return RunAligned<T>(b, shape, options, device, workspace, stream, &done);
+      }
       if (aligned && TakesSlabs(dtype, shape, true))
         return RunSlabBackward(b, dtype, shape, options, workspace, stream);
     }

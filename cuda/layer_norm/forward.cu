@@ -2,27 +2,62 @@
 // = 1 / sqrt(mean((s - mean)^2) + epsilon), with s = x + residual, rounded to
 // the type in which it is returned; RMS norm has mean 0.
 //
-// Bound by memory: one read and one write. Groups of threads hold rows in registers (rows.cuh says which threads those
-// are), several rows at once where they are short, so that enough loads are in flight. The mean is found first, then
-// the moments of what differs from it: the first corrects the mean, whose rounding may exceed the deviation.
+// Bound by memory: one read and one write. Groups of threads hold rows in registers as they lie in memory (rows.cuh
+// says which threads those are), several rows at once where they are short. Several blocks on a multiprocessor hide
+// each other's waits.
+//
+// One exchange among the threads gives both moments: about the row's first element, and rarely once more about the
+// mean.
 #include "cuda/layer_norm/paths.h"
 #include "cuda/layer_norm/rows.cuh"
 
 namespace jaxdnn::layer_norm {
 namespace {
 
-// Threads of a block at most: many for those that do little, or that have too little to do to be worth more kernels.
-template <class T, int L, int V, int U>
-constexpr int kThreads = L < kVecLength<T> || V * U == 1 ? 512 : 256;
+// The moments of U rows in each thread of their groups. widen(v, u, s) gives vector s of row u.
+template <class T, int L, int V, bool kCluster, int U, class A, class E, class W>
+__device__ void RowMoments(A (&mean)[U], A (&rest)[U], A (&rstd)[U], const A (&pivots)[U], const Place& p,
+                           const Constants<A>& constants, E (&exchanges)[2], int& turn, W&& widen) {
+  A pivot[U];
+#pragma unroll
+  for (int u = 0; u < U; ++u) pivot[u] = constants.center ? pivots[u] : A(0);
+  // Once for nearly every row, twice for others; a third time where the mean of equal numbers was rounded.
+  for (int round = 0; round < 4; ++round) {
+    A sums[2 * U] = {};
+#pragma unroll
+    for (int u = 0; u < U; ++u)
+      ForEachVector<V, false>(p, [&](int s, int) {
+        A v[L];
+        widen(v, u, s);
+#pragma unroll
+        for (A& each : v) {
+          each -= pivot[u];
+          sums[U + u] = fma(each, each, sums[U + u]);
+        }
+        sums[u] += SumOf(v);
+      });
+    GroupSum<kCluster>(sums, p, exchanges[turn]);
+    turn ^= 1;
+    bool far = false;
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+      const Central<A> c(pivot[u], constants.center ? sums[u] : A(0), sums[U + u], constants.inverse);
+      far |= c.far;
+      pivot[u] = mean[u] = c.mean;
+      rest[u] = kWideMean<T> ? c.rest : A(0);
+      rstd[u] = InverseRoot(c.variance + constants.epsilon);
+    }
+    if (!__any_sync(~0u, far)) break;  // a warp may have several groups
+  }
+}
 
 // V vectors of each of U rows.
-template <class T, int L, int V, int U, bool kExact, bool kCluster>
-__global__ void __launch_bounds__(kThreads<T, L, V, U>, kThreads<T, L, V, U> == 256 && V * U == 4 ? 3 : 1)
+template <class T, int L, int V, int U, bool kCluster, int kThreads, int kBlocks>
+__global__ void __launch_bounds__(kThreads, kBlocks)
     ForwardKernel(Forward f, Shape shape, Constants<Accumulator<T>> constants, Spread spread) {
   using A = Accumulator<T>;
   using X = Vec<T, L>;
-  __shared__ Exchange<A, U, kCluster> first_exchange;
-  __shared__ Exchange<A, kWideMean<T> ? 2 * U : U, kCluster> second_exchange;
+  __shared__ Exchange<A, 2 * U, kCluster> exchanges[2];
   const Place p(spread, kCluster);
   if constexpr (kCluster) ClusterArrive();
 
@@ -37,93 +72,69 @@ __global__ void __launch_bounds__(kThreads<T, L, V, U>, kThreads<T, L, V, U> == 
     row[u] = min(row[u], last);
   }
   X x[U][V];
-#pragma unroll
-  for (int u = 0; u < U; ++u)
-    ForEachVector<V, kExact>(p, [&](int s, int k) { x[u][s] = static_cast<const X*>(f.x)[row[u] * p.n + k]; });
-  // The parameters too, where the little that a thread does leaves registers for them, and nothing else hides the wait.
-  constexpr bool kEarly = V == 1 && U == 1;
-  A scale[L], bias[L];
-  const auto load_parameters = [&](int64_t r, int k) {
-    const int64_t at = ProblemOf(r, shape) * p.n + k;
-    LoadScale(scale, f.scale, constants.offset, at);
-    LoadBias(bias, f.bias, at);
-  };
-  if constexpr (kEarly) ForEachVector<V, kExact>(p, [&](int, int k) { load_parameters(row[0], k); });
-  if (f.residual != nullptr)
-#pragma unroll
-    for (int u = 0; u < U; ++u)
-      ForEachVector<V, kExact>(p, [&](int s, int k) {
-        const int64_t at = row[u] * p.n + k;
-        const X r = static_cast<const X*>(f.residual)[at];
-        A one[L], other[L];
-        Widen(one, x[u][s]);
-        Widen(other, r);
-#pragma unroll
-        for (int i = 0; i < L; ++i) x[u][s].v[i] = static_cast<T>(one[i] + other[i]);
-        if (exists[u]) static_cast<X*>(f.sum)[at] = x[u][s];
-      });
-  if constexpr (kCluster) ClusterWait();
-
-  // The sums of squares, and those of what the mean left over.
-  constexpr int kMoments = kWideMean<T> ? 2 * U : U;
-  A v[U][V][L], mean[U] = {}, moments[kMoments] = {};
-#pragma unroll
-  for (int u = 0; u < U; ++u)
-    ForEachVector<V, kExact>(p, [&](int s, int) {
-      Widen(v[u][s], x[u][s]);
-      mean[u] += SumOf(v[u][s]);
-    });
-  if (constants.center) {
-    GroupSum<kCluster>(mean, p, first_exchange);
-#pragma unroll
-    for (A& each : mean) each *= constants.inverse;
-  } else {
-#pragma unroll
-    for (A& each : mean) each = 0;
-  }
-#pragma unroll
-  for (int u = 0; u < U; ++u)
-    ForEachVector<V, kExact>(p, [&](int s, int) {
-#pragma unroll
-      for (int i = 0; i < L; ++i) {
-        v[u][s][i] -= mean[u];
-        moments[u] = fma(v[u][s][i], v[u][s][i], moments[u]);
-      }
-      if constexpr (kWideMean<T>) moments[U + u] += SumOf(v[u][s]);
-    });
-  GroupSum<kCluster>(moments, p, second_exchange);
-
-  A rstd[U], rest[U];
+  A pivot[U];
 #pragma unroll
   for (int u = 0; u < U; ++u) {
-    rest[u] = 0;
-    if constexpr (kWideMean<T>)
-      if (constants.center) rest[u] = moments[U + u] * constants.inverse;
-    rstd[u] = InverseRoot(moments[u] * constants.inverse - rest[u] * rest[u] + constants.epsilon);
+    ForEachVector<V, false>(p, [&](int s, int k) { x[u][s] = static_cast<const X*>(f.x)[row[u] * p.n + k]; });
+    pivot[u] = p.n > 0 ? static_cast<A>(static_cast<const T*>(f.x)[row[u] * p.n * L]) : A(0);
+  }
+  // The parameters too, where nothing else hides the wait, and registers are left for them.
+  constexpr bool kEarly = U == 1 && V * L <= 16;
+  A scale[kEarly ? V : 1][L], bias[kEarly ? V : 1][L];
+  const auto load_parameters = [&](int64_t problem, int s, int k) {
+    const int64_t at = problem * p.n + k;
+    LoadScale(scale[kEarly ? s : 0], f.scale, constants.offset, at);
+    LoadBias(bias[kEarly ? s : 0], f.bias, at);
+  };
+  if constexpr (kEarly)
+    ForEachVector<V, false>(p, [&](int s, int k) { load_parameters(ProblemOf(row[0], shape), s, k); });
+  if (f.residual != nullptr)
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+      ForEachVector<V, false>(p, [&](int s, int k) {
+        const int64_t at = row[u] * p.n + k;
+        x[u][s] = AddRounded<T>(x[u][s], static_cast<const X*>(f.residual)[at]);
+        if (exists[u]) static_cast<X*>(f.sum)[at] = x[u][s];
+      });
+      if (p.n > 0) pivot[u] += static_cast<A>(static_cast<const T*>(f.residual)[row[u] * p.n * L]);
+    }
+  if constexpr (kCluster) ClusterWait();
+
+  A mean[U], rest[U], rstd[U];
+  int turn = 0;
+  RowMoments<T, L, V, kCluster>(mean, rest, rstd, pivot, p, constants, exchanges, turn,
+                                [&](A(&v)[L], int u, int s) { Widen(v, x[u][s]); });
+#pragma unroll
+  for (int u = 0; u < U; ++u) {
     if (!p.IsLeader() || !exists[u]) continue;
     static_cast<A*>(f.rstd)[row[u]] = rstd[u];
     if (f.mean != nullptr) static_cast<Vec<A, 2>*>(f.mean)[row[u]] = {{mean[u], rest[u]}};
   }
+#pragma unroll
+  for (int u = 0; u < U; ++u) ForEachVector<V, false>(p, [&](int s, int) { ForgetWide(x[u][s]); });
 
-  ForEachVector<V, kExact>(p, [&](int s, int k) {
+  int64_t problem[U] = {};
+  if (shape.problems > 1)
+#pragma unroll
+    for (int u = 0; u < U; ++u) problem[u] = ProblemOf(row[u], shape);
+  ForEachVector<V, false>(p, [&](int s, int k) {
 #pragma unroll
     for (int u = 0; u < U; ++u) {
       // Rows of one problem share the parameters' registers.
-      if ((!kEarly && u == 0) || (u > 0 && shape.problems > 1)) load_parameters(row[u], k);
-      X y;
-#pragma unroll
-      for (int i = 0; i < L; ++i) y.v[i] = static_cast<T>(fma((v[u][s][i] - rest[u]) * rstd[u], scale[i], bias[i]));
-      if (exists[u]) static_cast<X*>(f.y)[row[u] * p.n + k] = y;
+      if (u == 0 ? !kEarly : problem[u] != problem[u - 1]) load_parameters(problem[u], s, k);
+      const Statistics<T> stats({mean[u], rest[u], rstd[u]});
+      if (exists[u])
+        static_cast<X*>(f.y)[row[u] * p.n + k] = Apply<T>(x[u][s], stats, scale[kEarly ? s : 0], bias[kEarly ? s : 0]);
     }
   });
 }
 
-template <class T, int L, int V, int U, bool kExact, bool kCluster>
+template <class T, int L, int V, int U, bool kCluster, int kThreads, int kBlocks = 1>
 cudaError_t Launch(const Forward& f, const Shape& shape, const Options& options, const Spread& spread,
                    cudaStream_t stream) {
   const int64_t clusters = CeilDiv(shape.problems * shape.rows, int64_t{spread.groups} * U);
   const Grid grid = {clusters * spread.cluster, spread.Threads(), 0, spread.cluster};
-  return LaunchKernel(ForwardKernel<T, L, V, U, kExact, kCluster>, grid, stream, f, shape,
+  return LaunchKernel(ForwardKernel<T, L, V, U, kCluster, kThreads, kBlocks>, grid, stream, f, shape,
                       Constants<Accumulator<T>>(options, shape.n), spread);
 }
 
@@ -131,25 +142,36 @@ cudaError_t Launch(const Forward& f, const Shape& shape, const Options& options,
 template <class T>
 cudaError_t RunAligned(const Forward& f, const Shape& shape, const Options& options, const Device& device,
                        cudaStream_t stream, bool* done) {
-  constexpr int L = kVecLength<T>, kKeep = 4;
+  constexpr int L = kVecLength<T>, kKeep = 4, kColumns = 16 / L;
+  // Blocks of a multiprocessor: what the compiler makes of f16 takes more registers.
+  constexpr int kBlocks = std::is_same_v<T, __half> ? 2 : 3;
   const int64_t n = shape.n / L;
   if (AreFew(shape, n, device)) {
-    const Spread thin = SpreadRows(n, 1, 256, 512, device.max_cluster);
-    if (thin.cluster == 1) return Launch<T, L, 1, 1, true, false>(f, shape, options, thin, stream);
-    if (thin.steps > 0) return Launch<T, L, 1, 1, true, true>(f, shape, options, thin, stream);
-  } else if (n <= 256 * kKeep) {
-    // Several rows at once halve what is read of the parameters; larger blocks lack the registers.
-    return VisitSteps<kKeep>(SpreadRows(n, kKeep, 256, 256, 1).steps, [&](auto steps) {
+    const Spread thin = SpreadRows(n, 1, 256, 512, 1);
+    if (thin.cluster == 1) return Launch<T, L, 1, 1, false, 512>(f, shape, options, thin, stream);
+    const Spread wide = SpreadRows(n, kColumns, 256, 512, device.max_cluster);
+    *done = wide.steps > 0;
+    if (!*done) return cudaSuccess;
+    return wide.cluster == 1 ? Launch<T, L, kColumns, 1, false, 512>(f, shape, options, wide, stream)
+                             : Launch<T, L, kColumns, 1, true, 512>(f, shape, options, wide, stream);
+  }
+  if (n <= 256 * kKeep) {
+    // Several rows at once halve what is read of the parameters.
+    const bool is_short = n > 8 && n <= 32 * kKeep;
+    const Spread spread = is_short ? SpreadShortRows(n, kKeep, 256) : SpreadRows(n, kKeep, 256, 256, 1);
+    return VisitSteps<kKeep>(spread.steps, [&](auto steps) {
       constexpr int V = decltype(steps)::value, U = 2;
-      return Launch<T, L, V, U, true, false>(f, shape, options, SpreadRows(n, V, 256, 256, 1), stream);
+      return Launch<T, L, V, U, false, 256, kBlocks>(f, shape, options, spread, stream);
     });
   }
-  // Several small blocks on a multiprocessor hide each other's waits better than a large one does.
-  const Spread spread = SpreadRows(n, kKeep, 256, 256, device.max_cluster);
+  if (const Spread spread = SpreadRows(n, 2 * kKeep, 256, 256, 1); spread.steps > 0)
+    return Launch<T, L, 2 * kKeep, 1, false, 256, kBlocks>(f, shape, options, spread, stream);
+  if (const Spread spread = SpreadRows(n, 4 * kKeep, 256, 256, 1); spread.steps > 0)
+    return Launch<T, L, 4 * kKeep, 1, false, 256, kBlocks - 1>(f, shape, options, spread, stream);
+  const Spread spread = SpreadRows(n, 2 * kKeep, 256, 256, device.max_cluster);
   *done = spread.steps > 0;
   if (!*done) return cudaSuccess;
-  return spread.cluster == 1 ? Launch<T, L, kKeep, 1, false, false>(f, shape, options, spread, stream)
-                             : Launch<T, L, kKeep, 1, false, true>(f, shape, options, spread, stream);
+  return Launch<T, L, 2 * kKeep, 1, true, 256, kBlocks - 1>(f, shape, options, spread, stream);
 }
 
 // Rows as vectors of L elements, where rows or buffers are not aligned to 16 bytes.
@@ -161,8 +183,8 @@ cudaError_t RunNarrow(const Forward& f, const Shape& shape, const Options& optio
   *done = spread.steps > 0;
   if (!*done) return cudaSuccess;
   if constexpr (sizeof(T) < 8)
-    if (spread.cluster > 1) return Launch<T, L, kKeep, 1, false, true>(f, shape, options, spread, stream);
-  return Launch<T, L, kKeep, 1, false, false>(f, shape, options, spread, stream);
+    if (spread.cluster > 1) return Launch<T, L, kKeep, 1, true, 512>(f, shape, options, spread, stream);
+  return Launch<T, L, kKeep, 1, false, 512>(f, shape, options, spread, stream);
 }
 
 }  // namespace

@@ -11,6 +11,7 @@
 #include <type_traits>
 
 #include "cuda/common/cluster.cuh"
+#include "cuda/common/convert.cuh"
 #include "cuda/common/dtype.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/common/reduce.cuh"
@@ -48,6 +49,15 @@ inline Spread SpreadRows(int64_t n, int keep, int shared, int most, int max_clus
   return s;
 }
 
+// The same with as few lanes as keep `keep` vectors each: fewer steps of a sum over the lanes.
+inline Spread SpreadShortRows(int64_t n, int keep, int shared) {
+  Spread s = {static_cast<int>(n), 1, 1, 1, 0};
+  while (int64_t{s.width} * keep < n) s.width *= 2;
+  s.groups = shared / s.width;
+  s.steps = static_cast<int>(CeilDiv(n, s.width));
+  return s;
+}
+
 // A thread's place in its group.
 struct Place {
   int n, first, stride;  // vectors first, first + stride, ... below n
@@ -55,6 +65,7 @@ struct Place {
   int block;             // index of the block, or cluster, in the grid
   int rank;              // of the block in its cluster
   int group;             // index of the group in the block
+  int span;              // lanes that add up what the group's warps have
 
   __device__ Place(const Spread& s, bool clustered) : n(s.n), width(s.width), cluster(clustered ? s.cluster : 1) {
     block = clustered ? blockIdx.x / cluster : blockIdx.x;
@@ -63,6 +74,8 @@ struct Place {
     group = s.groups == 1 ? 0 : threadIdx.x >> (31 - __clz(width));
     first = rank * width + threadIdx.x - group * width;
     stride = width * cluster;
+    const int warps = max(1, width / 32) * cluster;
+    span = warps >= 32 ? 32 : 1 << (32 - __clz(warps - 1));
   }
   __device__ bool IsLeader() const { return first == 0; }
 };
@@ -101,15 +114,16 @@ __device__ A SumOf(const A (&v)[L]) {
   return half[0];
 }
 
-// Values that warps hand to each other. Consecutive sums need different exchanges.
+// Up to W values that each warp of a group hands to the others. Consecutive sums need different exchanges.
 template <class A, int W, bool kCluster>
 struct Exchange {
-  A values[kMaxWarps * (kCluster ? kMaxCluster : 1)][W];
+  A values[W][kMaxWarps * (kCluster ? kMaxCluster : 1)];
 };
 
 // v[i] = the sum of v[i] over the threads of the group, in each of them, in a fixed order.
-template <bool kCluster, int W, class A>
-__device__ void GroupSum(A (&v)[W], const Place& p, Exchange<A, W, kCluster>& exchange) {
+template <bool kCluster, int W, int M, class A>
+__device__ void GroupSum(A (&v)[W], const Place& p, Exchange<A, M, kCluster>& exchange) {
+  static_assert(W <= M, "has room");
   for (int mask = 1; mask < min(32, p.width); mask *= 2)
 #pragma unroll
     for (int i = 0; i < W; ++i) v[i] += ShuffleXor(v[i], mask);
@@ -117,37 +131,72 @@ __device__ void GroupSum(A (&v)[W], const Place& p, Exchange<A, W, kCluster>& ex
   const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if constexpr (kCluster) {
     if (lane < p.cluster)
-      for (int i = 0; i < W; ++i) StoreRemote(&exchange.values[p.rank * warps + warp][i], lane, v[i]);
+      for (int i = 0; i < W; ++i) StoreRemote(&exchange.values[i][p.rank * warps + warp], lane, v[i]);
     ClusterArrive();
     ClusterWait();
   } else {
     if (lane == 0)
-      for (int i = 0; i < W; ++i) exchange.values[warp][i] = v[i];
+      for (int i = 0; i < W; ++i) exchange.values[i][warp] = v[i];
     __syncthreads();
   }
+  // Every run of `span` lanes adds up all of them.
+  const int all = warps * p.cluster, span = p.span;
 #pragma unroll
-  for (int i = 0; i < W; ++i) v[i] = 0;
-  for (int w = 0; w < warps * p.cluster; ++w)
+  for (int i = 0; i < W; ++i) {
+    v[i] = 0;
+    for (int w = lane & (span - 1); w < all; w += span) v[i] += exchange.values[i][w];
+  }
+  for (int mask = 1; mask < span; mask *= 2)
 #pragma unroll
-    for (int i = 0; i < W; ++i) v[i] += exchange.values[w][i];
+    for (int i = 0; i < W; ++i) v[i] += ShuffleXor(v[i], mask);
 }
 
-// The elements in the accumulator's type. Of two bf16 in a word each is a float with one instruction, whole words
-// given.
+// The elements in the accumulator's type, and back: of 16-bit floats a word of two at a time.
 template <class T, int L, class A>
 __device__ void Widen(A (&to)[L], const Vec<T, L>& from) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16> && L % 2 == 0) {
+  if constexpr (kIsPairs<T, L>) {
 #pragma unroll
     for (int i = 0; i < L; i += 2) {
       uint32_t word;
       memcpy(&word, &from.v[i], sizeof(word));
-      const uint32_t halves[2] = {word << 16, word & 0xffff0000u};
-      memcpy(&to[i], halves, sizeof(halves));
+      const float2 pair = WidenPair<T>(word);
+      to[i] = pair.x;
+      to[i + 1] = pair.y;
     }
   } else {
 #pragma unroll
     for (int i = 0; i < L; ++i) to[i] = static_cast<A>(from.v[i]);
   }
+}
+
+// Makes the compiler widen x again where it is used next: it would keep what takes twice the registers.
+template <class T, int L>
+__device__ void ForgetWide(Vec<T, L>& x) {
+  if constexpr (kIsPairs<T, L>) {
+#pragma unroll
+    for (int i = 0; i < L; i += 2) {
+      uint32_t word;
+      memcpy(&word, &x.v[i], sizeof(word));
+      asm("" : "+r"(word));
+      memcpy(&x.v[i], &word, sizeof(word));
+    }
+  }
+}
+
+template <class T, int L, class A>
+__device__ Vec<T, L> Narrow(const A (&from)[L]) {
+  Vec<T, L> to;
+  if constexpr (kIsPairs<T, L>) {
+#pragma unroll
+    for (int i = 0; i < L; i += 2) {
+      const uint32_t word = NarrowPair<T>(from[i], from[i + 1]);
+      memcpy(&to.v[i], &word, sizeof(word));
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < L; ++i) to.v[i] = static_cast<T>(from[i]);
+  }
+  return to;
 }
 
 // The parameters of vector k, in accesses of at most 16 bytes.
@@ -238,6 +287,45 @@ struct Statistics {
   __device__ A Normalize(A x) const {
     if constexpr (kWideMean<T>) x -= mean;
     return fma(x, rstd, shift);
+  }
+};
+
+// x + y, rounded to their type.
+template <class T, int L>
+__device__ Vec<T, L> AddRounded(const Vec<T, L>& x, const Vec<T, L>& y) {
+  Accumulator<T> a[L], b[L];
+  Widen(a, x);
+  Widen(b, y);
+#pragma unroll
+  for (int i = 0; i < L; ++i) a[i] += b[i];
+  return Narrow<T>(a);
+}
+
+// The result of the norm for one vector.
+template <class T, int L, class A>
+__device__ Vec<T, L> Apply(const Vec<T, L>& x, const Statistics<T>& stats, const A (&scale)[L], const A (&bias)[L]) {
+  A v[L];
+  Widen(v, x);
+#pragma unroll
+  for (int i = 0; i < L; ++i) v[i] = fma(stats.Normalize(v[i]), scale[i], bias[i]);
+  return Narrow<T>(v);
+}
+
+// The sums of x - pivot and of its square over a row, the mean and the variance that follow, and whether the pivot was
+// so far from the mean that their difference swamps the variance: then the sums are made again, about that mean.
+template <class A>
+struct Central {
+  A mean, rest, variance;
+  bool far;
+
+  __device__ Central(A pivot, A sum, A squares, A inverse) {
+    constexpr A kFar = 16;
+    const A d = sum * inverse, off = d * d;
+    variance = squares * inverse - off;
+    far = off > kFar * variance;
+    mean = pivot + d;
+    // What rounding took off: exact in this order, from the larger summand.
+    rest = fabs(pivot) >= fabs(d) ? (pivot - mean) + d : (d - mean) + pivot;
   }
 };
 

@@ -40,6 +40,12 @@ __device__ V BlockReduce(V v, Op op) {
   return one[0];
 }
 
+// The moments of all `count` values, of which each thread has those of some.
+__device__ Moments BlockMoments(const Moments& own, double count) {
+  const double mean = BlockReduce(own.count * own.mean, Add{}) / count, d = own.mean - mean;
+  return {count, mean, BlockReduce(own.square + own.count * d * d, Add{})};
+}
+
 // A block's row and its vectors of that row: first, first + kThreads, ... below end.
 struct Chunk {
   int64_t row, index, first, end;
@@ -95,7 +101,7 @@ __global__ void __launch_bounds__(kThreads)
     const double off = center ? static_cast<double>(rest) / count : 0;
     total = Merge{}(total, {static_cast<double>(count), origin + off, square - count * off * off});
   }
-  total = BlockReduce(total, Merge{});
+  total = BlockMoments(total, static_cast<double>((chunk.end - n * chunk.index / chunks) * L));
   if (threadIdx.x == 0) out[blockIdx.x] = {{total.mean, total.square}};
 }
 
@@ -111,7 +117,7 @@ __global__ void __launch_bounds__(kThreads)
     const Vec<double, 2> v = in[chunk.row * chunks + threadIdx.x];
     m = {static_cast<double>((n * (threadIdx.x + 1) / chunks - n * threadIdx.x / chunks) * L), v.v[0], v.v[1]};
   }
-  m = BlockReduce(m, Merge{});
+  m = BlockMoments(m, static_cast<double>(shape.n));
   const A mean = static_cast<A>(m.mean), rest = static_cast<A>(m.mean - mean);
   const A rstd = static_cast<A>(1 / sqrt(m.square / m.count + options.epsilon));
   const Statistics<T> stats({mean, rest, rstd});
@@ -140,17 +146,26 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+// The sums of q and of q h.
+struct alignas(16) Sums {
+  double q, qh;
+};
+
+struct AddSums {
+  __device__ Sums operator()(const Sums& a, const Sums& b) const { return {a.q + b.q, a.qh + b.qh}; }
+};
+
 // Of each chunk, the sums of q and of q h.
 template <class T, int L>
 __global__ void __launch_bounds__(kThreads)
-    SumsKernel(Backward b, Shape shape, Options options, int64_t chunks, Vec<double, 2>* __restrict__ out) {
+    SumsKernel(Backward b, Shape shape, Options options, int64_t chunks, Sums* __restrict__ out) {
   using A = Accumulator<T>;
   using X = Vec<T, L>;
   const int64_t n = shape.n / L;
   const Chunk chunk(n, chunks);
   const int64_t base = chunk.row * n, parameters = chunk.row / shape.rows * n;
   const Statistics<T> stats(LoadStatistics<A>(b.mean, b.rstd, chunk.row));
-  double q_sum = 0, qh_sum = 0;
+  Sums total = {};
   for (int64_t k = chunk.first; k < chunk.end; k += kBatch * kThreads) {
     X g[kBatch], x[kBatch];
     LoadBatch(g, static_cast<const X*>(b.g) + base, k, chunk.end);
@@ -168,58 +183,109 @@ __global__ void __launch_bounds__(kThreads)
         batch_qh += q * stats.Normalize(static_cast<A>(x[s].v[i]));
       }
     }
-    q_sum += batch_q;
-    qh_sum += batch_qh;
+    total = AddSums{}(total, {batch_q, batch_qh});
   }
-  q_sum = BlockReduce(q_sum, Add{});
-  qh_sum = BlockReduce(qh_sum, Add{});
-  if (threadIdx.x == 0) out[blockIdx.x] = {{q_sum, qh_sum}};
+  total = BlockReduce(total, AddSums{});
+  if (threadIdx.x == 0) out[blockIdx.x] = total;
 }
 
-// A thread owns the columns of one vector, and takes every `parts`-th row of a problem.
+// `width` threads side by side own the columns of one vector each; the block's other threads take other rows. Every
+// `parts`-th row of a problem is a block's.
 template <class T, int L>
-__global__ void __launch_bounds__(kThreads)
-    ColumnsKernel(Backward b, Shape shape, Options options, int64_t parts, const Vec<double, 2>* __restrict__ sums) {
+__global__ void __launch_bounds__(kThreads) ColumnsKernel(Backward b, Shape shape, Options options, int width,
+                                                          int64_t parts, int chunks, const Sums* __restrict__ sums) {
   using A = Accumulator<T>;
   using X = Vec<T, L>;
-  const int64_t n = shape.n / L, slabs = (n + kThreads - 1) / kThreads;
+  __shared__ alignas(16) A scratch[2][kThreads * L];
+  const int64_t n = shape.n / L, slabs = (n + width - 1) / width;
   const int64_t outer = blockIdx.x / slabs, problem = outer / parts, part = outer - problem * parts;
-  const int64_t k = (blockIdx.x - outer * slabs) * kThreads + threadIdx.x;
-  if (k >= n) return;
-  A scale[L], dscale[L] = {}, dbias[L] = {};
-  LoadScale(scale, b.scale, static_cast<A>(options.offset), problem * n + k);
-  for (int64_t first = part; first < shape.rows; first += kBatch * parts) {
-    X g[kBatch], x[kBatch], extra[kBatch];
+  const int across = threadIdx.x & (width - 1), down = threadIdx.x / width, groups = kThreads / width;
+  const int64_t k = (blockIdx.x - outer * slabs) * width + across;
+  const bool exists = k < n;
+  A scale[L], both[2][L] = {};  // of dscale, and of dbias
+  if (exists) LoadScale(scale, b.scale, static_cast<A>(options.offset), problem * n + k);
+  const int64_t step = parts * groups, offset = problem * shape.rows;
+  X g[kBatch], x[kBatch], extra[kBatch];
+  StoredStatistics<A> stored[kBatch];
+  const auto load = [&](int64_t first) {
 #pragma unroll
     for (int s = 0; s < kBatch; ++s) {
-      const int64_t row = first + s * parts, at = (problem * shape.rows + row) * n + k;
-      if (row >= shape.rows) continue;
-      g[s] = static_cast<const X*>(b.g)[at];
-      x[s] = static_cast<const X*>(b.x)[at];
-      if (b.g_sum != nullptr) extra[s] = static_cast<const X*>(b.g_sum)[at];
+      const int64_t row = offset + first + s * step;
+      if (!exists || first + s * step >= shape.rows) continue;
+      g[s] = static_cast<const X*>(b.g)[row * n + k];
+      x[s] = static_cast<const X*>(b.x)[row * n + k];
+      if (b.g_sum != nullptr) extra[s] = static_cast<const X*>(b.g_sum)[row * n + k];
+      stored[s] = LoadStatistics<A>(b.mean, b.rstd, row);
     }
+  };
+  int64_t first = part * groups + down;
+  load(first);
+  // Of a few rows every block adds up the chunks' sums itself.
+  __shared__ A mean_q[kFewRows], mean_qh[kFewRows];
+  if (chunks > 0) {
+    const int lanes = min(32, 1 << (32 - __clz(chunks - 1)));
+    for (int base = 0; base < shape.rows; base += kThreads / lanes) {
+      const int row = base + threadIdx.x / lanes;
+      Sums sum = {};
+      if (row < shape.rows)
+#pragma unroll 4
+        for (int c = threadIdx.x % lanes; c < chunks; c += lanes)
+          sum = AddSums{}(sum, sums[(offset + row) * chunks + c]);
+      for (int mask = 1; mask < lanes; mask *= 2) sum = AddSums{}(sum, ShuffleXor(sum, mask));
+      if (threadIdx.x % lanes != 0 || row >= shape.rows) continue;
+      mean_q[row] = static_cast<A>(sum.q / shape.n);
+      mean_qh[row] = static_cast<A>(sum.qh / shape.n);
+    }
+    __syncthreads();
+  }
+  for (; exists && first < shape.rows; first += kBatch * step) {
 #pragma unroll
     for (int s = 0; s < kBatch; ++s) {
-      const int64_t row = problem * shape.rows + first + s * parts;
-      if (first + s * parts >= shape.rows) continue;
-      const Statistics<T> stats(LoadStatistics<A>(b.mean, b.rstd, row));
-      const Vec<double, 2> sum = sums[row];
-      const A mean_q = options.center ? static_cast<A>(sum.v[0] / shape.n) : A(0);
-      const A mean_qh = static_cast<A>(sum.v[1] / shape.n);
+      const int64_t in_problem = first + s * step, row = offset + in_problem;
+      if (in_problem >= shape.rows) continue;
+      const Statistics<T> stats(stored[s]);
+      A q = 0, qh = 0;
+      if (chunks > 0) {
+        q = mean_q[in_problem];
+        qh = mean_qh[in_problem];
+      } else {
+        const Sums sum = sums[row];
+        q = static_cast<A>(sum.q / shape.n);
+        qh = static_cast<A>(sum.qh / shape.n);
+      }
+      if (!options.center) q = 0;
 #pragma unroll
       for (int i = 0; i < L; ++i) {
         const A each = static_cast<A>(g[s].v[i]), h = stats.Normalize(static_cast<A>(x[s].v[i]));
-        const A dx = stats.rstd * (each * scale[i] - mean_q - h * mean_qh);
-        dscale[i] += each * h;
-        dbias[i] += each;
+        const A dx = stats.rstd * (each * scale[i] - q - h * qh);
+        both[0][i] += each * h;
+        both[1][i] += each;
         g[s].v[i] = static_cast<T>(b.g_sum != nullptr ? dx + static_cast<A>(extra[s].v[i]) : dx);
       }
       static_cast<X*>(b.dx)[row * n + k] = g[s];
     }
+    load(first + kBatch * step);
   }
-  const int64_t out = outer * n + k;
-  if (b.dscale != nullptr) StoreParameters(static_cast<A*>(b.dscale), out, dscale);
-  if (b.dbias != nullptr) StoreParameters(static_cast<A*>(b.dbias), out, dbias);
+  A* const outs[2] = {static_cast<A*>(b.dscale), static_cast<A*>(b.dbias)};
+  if (groups == 1) {
+#pragma unroll
+    for (int j = 0; j < 2; ++j)
+      if (exists && outs[j] != nullptr) StoreParameters(outs[j], outer * n + k, both[j]);
+    return;
+  }
+  // The groups' sums, a column of each in a thread's turn.
+  const int columns = width * L;
+#pragma unroll
+  for (int j = 0; j < 2; ++j) StoreParameters(scratch[j], threadIdx.x, both[j]);
+  __syncthreads();
+  for (int i = threadIdx.x; i < 2 * columns; i += kThreads) {
+    const int j = i >= columns, c = i - j * columns;
+    const int64_t column = (k - across) * L + c;
+    if (column >= shape.n || outs[j] == nullptr) continue;
+    A sum = 0;
+    for (int g = 0; g < groups; ++g) sum += scratch[j][g * columns + c];
+    outs[j][outer * shape.n + column] = sum;
+  }
 }
 
 // Calls f(TypeTag of the element type, integral_constant of the elements in a vector).
@@ -258,18 +324,23 @@ cudaError_t RunWideBackward(const Backward& b, DType dtype, const Shape& shape, 
     using A = Accumulator<T>;
     constexpr int L = decltype(length)::value;
     const int64_t rows = shape.problems * shape.rows, chunks = Chunks(shape);
-    auto* sums = static_cast<double*>(workspace);
-    double* partial_sums = sums + 2 * rows;
-    cudaError_t e = LaunchKernel(SumsKernel<T, L>, rows * chunks, kThreads, stream, b, shape, options, chunks,
-                                 reinterpret_cast<Vec<double, 2>*>(partial_sums));
-    if (e == cudaSuccess) e = SumRows(partial_sums, rows, chunks, 2, sums, stream);
+    auto* sums = static_cast<Sums*>(workspace);
+    Sums* partial_sums = sums + rows;
+    cudaError_t e =
+        LaunchKernel(SumsKernel<T, L>, rows * chunks, kThreads, stream, b, shape, options, chunks, partial_sums);
+    const bool few = HasFewRows(shape, sizeof(T));
+    if (!few && e == cudaSuccess)
+      e = SumRows(reinterpret_cast<const double*>(partial_sums), rows, chunks, 2, reinterpret_cast<double*>(sums),
+                  stream);
     if (e != cudaSuccess) return e;
-    const int64_t slabs = CeilDiv(shape.n / L, kThreads) * shape.problems;
-    const int64_t parts = std::min(PartialRows(shape), CeilDiv(kColumnBlocks, slabs));
+    int width = kThreads;
+    while (few && width > 16 && kThreads / width < shape.rows) width /= 2;
+    const int64_t slabs = CeilDiv(shape.n / L, width) * shape.problems;
+    const int64_t parts = few ? 1 : std::min(PartialRows(shape), CeilDiv(kColumnBlocks, slabs));
     const auto kernel = ColumnsKernel<T, L>;
-    return WithPartialRows<A>(b, shape, parts, partial_sums + 2 * rows * chunks, stream, [&](const Backward& partial) {
-      return LaunchKernel(kernel, slabs * parts, kThreads, stream, partial, shape, options, parts,
-                          reinterpret_cast<const Vec<double, 2>*>(sums));
+    return WithPartialRows<A>(b, shape, parts, partial_sums + rows * chunks, stream, [&](const Backward& partial) {
+      return LaunchKernel(kernel, slabs * parts, kThreads, stream, partial, shape, options, width, parts,
+                          few ? chunks : 0, few ? partial_sums : sums);
     });
   });
 }
