@@ -20,12 +20,13 @@
 namespace jaxdnn::lrn {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 128;
 constexpr int64_t kEnoughThreads = 132 * 1024;
 constexpr int kLeastChunk = 32;
 
 struct Columns {
-  int64_t threads, inner, tiles;  // columns, and threads for them, of an outer index
+  int64_t threads;
+  int inner, tiles;  // columns, and threads for them, of an outer index
   int n, chunk, chunks;
 };
 
@@ -37,21 +38,18 @@ struct Row {
   // packing.
   using Element = std::conditional_t<sizeof(T) == 2, uint32_t, T>;
   using Held = std::conditional_t<kVector, Packed<T, N>, Vec<Element, N>>;
-  int64_t first;  // column
-  int count;      // of the columns that there are
 
-  __device__ Row(const Columns& shape, int64_t tile) {
-    first = kVector ? tile * N : tile / 32 * (32 * N) + tile % 32;
-    count = kVector ? N : static_cast<int>(min(shape.inner - first + 31, int64_t{32 * N}) / 32);
+  // The first column. The last warp's are the last, some of which the one before has too.
+  static __device__ int First(const Columns& shape, int tile) {
+    return kVector ? tile * N : min(tile / 32 * (32 * N), shape.inner - 32 * N) + tile % 32;
   }
-  __device__ Held Load(const T* p) const {
-    Held held = {};
+  static __device__ Held Load(const T* p) {
+    Held held;
     if constexpr (kVector) {
       held = *reinterpret_cast<const Held*>(p);
     } else {
 #pragma unroll
-      for (int j = 0; j < N; ++j)
-        if (j < count) held.v[j] = LoadElement(p + 32 * j);
+      for (int j = 0; j < N; ++j) held.v[j] = LoadElement(p + 32 * j);
     }
     return held;
   }
@@ -75,36 +73,52 @@ struct Row {
     else
       return e;
   }
-  __device__ void Store(T* p, const A (&wide)[N]) const {
+  static __device__ void Store(T* p, const A (&wide)[N]) {
     if constexpr (kVector) {
       StorePacked<T, N>(p, Narrow<T, N>(wide));
     } else {
 #pragma unroll
-      for (int j = 0; j < N; ++j)
-        if (j < count) p[32 * j] = static_cast<T>(wide[j]);
+      for (int j = 0; j < N; ++j) p[32 * j] = static_cast<T>(wide[j]);
     }
   }
 };
 
-template <Map kMap, int H, int N, bool kVector, class T>
-__global__ void __launch_bounds__(kThreads)
-    ColumnsKernel(const __grid_constant__ Columns shape, Response<T> response, const T* __restrict__ t,
+// Blocks on a multiprocessor, which the registers are bounded for.
+template <int H, class Curve>
+constexpr int kResident = H == 3                  ? 2
+                          : Curve::kThreeQuarters ? 4
+                                                  : 3;
+
+template <Map kMap, int H, int N, bool kVector, class Curve, class T>
+__global__ void __launch_bounds__(kThreads, kResident<H, Curve>)
+    ColumnsKernel(const __grid_constant__ Columns shape, Curve response, const T* __restrict__ t,
                   const T* __restrict__ x, T* __restrict__ out) {
   using A = Accumulator<T>;
   using Held = typename Row<N, kVector, T>::Held;
   constexpr int W = 2 * H + 1;
   constexpr bool kCotangent = kMap == Map::kCotangent;
   constexpr int kLag = kCotangent ? 2 * H : H;  // from an element's arrival to its result
+  using R = Row<N, kVector, T>;
   const int64_t id = blockIdx.x * int64_t{kThreads} + threadIdx.x;
   if (id >= shape.threads) return;
   const int64_t rest = id / shape.tiles, outer = rest / shape.chunks;
-  const Row<N, kVector, T> columns(shape, id - rest * shape.tiles);
+  const int column = R::First(shape, static_cast<int>(id - rest * shape.tiles));
   const int first = static_cast<int>(rest - outer * shape.chunks) * shape.chunk;
   const int last = min(shape.n, first + shape.chunk);
-  const int64_t base = outer * shape.n * shape.inner + columns.first;
-  const auto exists = [&](int row) { return row >= 0 && row < shape.n; };
+  const int64_t base = outer * shape.n * shape.inner + column;
+  const T *const x_base = x + base, *const t_base = kCotangent ? t + base : nullptr;
+  T* const out_base = out + base;
+  const auto exists = [&](int row) { return static_cast<unsigned>(row) < static_cast<unsigned>(shape.n); };
+  const int row_bytes = shape.inner * static_cast<int>(sizeof(T));
+  const auto at = [&](auto* p, int row) {  // one multiplication
+    using P = decltype(p);
+    using Byte = std::conditional_t<std::is_same_v<P, T*>, char, const char>;
+    return reinterpret_cast<P>(reinterpret_cast<Byte*>(p) + int64_t{row} * row_bytes);
+  };
   const auto load = [&](const T* p, int row) {
-    return exists(row) ? columns.Load(p + base + row * shape.inner) : Held{};
+    Held held = {};
+    if (exists(row)) held = R::Load(at(p, row));
+    return held;
   };
 
   // Slot i holds what step i of a window brought: x and g as they come, r and D^-beta g when their energy is known.
@@ -113,12 +127,12 @@ __global__ void __launch_bounds__(kThreads)
   const auto fetch = [&](int begin) {
 #pragma unroll
     for (int i = 0; i < W; ++i) {
-      in[i] = load(x, begin + i);
-      if constexpr (kCotangent) with[i] = load(t, begin + i - H);
+      in[i] = load(x_base, begin + i);
+      if constexpr (kCotangent) with[i] = load(t_base, begin + i - H);
     }
   };
-  // The values alone of 16-bit elements leave registers for the loads of the next window of steps.
-  constexpr bool kAhead = kVector && sizeof(T) == 2 && !kCotangent;
+  // 16-bit elements leave registers for the loads of the next window of steps.
+  constexpr bool kAhead = sizeof(T) == 2 && (!kCotangent || kVector || N <= 2);
   if (kAhead) fetch(first - kLag);
   for (int begin = first - kLag; begin < last + kLag; begin += W) {
     if (!kAhead) fetch(begin);
@@ -133,14 +147,14 @@ __global__ void __launch_bounds__(kThreads)
     for (int i = 0; i < W; ++i) {
       const int now = (i + W - H) % W, done = (i + W - kLag) % W, row = begin + i - kLag;
       A result[N];
-      columns.Unpack(x_now[i], c[i]);
-      if constexpr (kMap != Map::kForward) columns.Unpack(t_now[i], w[i]);
+      R::Unpack(x_now[i], c[i]);
+      if constexpr (kMap != Map::kForward) R::Unpack(t_now[i], w[i]);
 #pragma unroll
       for (int j = 0; j < N; ++j) {
         A energy = 0, product = 0, q;
 #pragma unroll
         for (int k = 0; k < W; ++k) energy += c[k][j] * c[k][j];
-        const A gain = response.Gain(response.Divisor(energy), &q);
+        const A d = response.Divisor(energy), gain = kCotangent ? response.Gain(d, &q) : response.Gain(d);
         if constexpr (kMap == Map::kForward) result[j] = c[now][j] * gain;
         if constexpr (kCotangent) {
           u[i][j] = w[i][j] * gain;
@@ -151,7 +165,7 @@ __global__ void __launch_bounds__(kThreads)
           result[j] = u[now][j] - c[done][j] * product;
         }
       }
-      if (row >= first && row < last) columns.Store(out + base + row * shape.inner, result);
+      if (row >= first && row < last) R::Store(at(out_base, row), result);
     }
   }
 }
@@ -160,14 +174,17 @@ template <Map kMap, int H, int N, bool kVector, class T>
 cudaError_t Launch(const Problem& p, const T* t, const T* x, T* out, cudaStream_t stream) {
   Columns shape = {};
   shape.n = p.extent[2];
-  shape.inner = p.inner;
-  shape.tiles = kVector ? p.inner / N : CeilDiv(p.inner, 32 * N) * 32;
+  shape.inner = static_cast<int>(p.inner);
+  shape.tiles = static_cast<int>(kVector ? p.inner / N : CeilDiv(p.inner, 32 * N) * 32);
   const int64_t wanted = CeilDiv(kEnoughThreads, p.outer * shape.tiles);
   shape.chunk = static_cast<int>(CeilDiv(shape.n, std::clamp<int64_t>(wanted, 1, CeilDiv(shape.n, kLeastChunk))));
   shape.chunks = static_cast<int>(CeilDiv(shape.n, shape.chunk));
   shape.threads = p.outer * shape.tiles * shape.chunks;
-  return LaunchKernel(ColumnsKernel<kMap, H, N, kVector, T>, CeilDiv(shape.threads, kThreads), kThreads, stream, shape,
-                      Response<T>(p), t, x, out);
+  const auto launch = [&](auto response) {
+    return LaunchKernel(ColumnsKernel<kMap, H, N, kVector, decltype(response), T>, CeilDiv(shape.threads, kThreads),
+                        kThreads, stream, shape, response, t, x, out);
+  };
+  return p.beta == 0.75 ? launch(Response<T, true>(p)) : launch(Response<T>(p));
 }
 
 template <Map kMap, class T>
@@ -177,8 +194,10 @@ cudaError_t LaunchMap(const Problem& p, const T* t, const T* x, T* out, cudaStre
   const auto launch = [&](auto half) {
     constexpr int H = decltype(half)::value;
     if (vectors) return Launch<kMap, H, kWide, true>(p, t, x, out, stream);
+    // As many as leave registers for the loads of the next window.
+    constexpr int kApart = sizeof(T) == 2 && kMap == Map::kCotangent ? 2 : kWide;
     // Of fewer columns than that, too many lanes would have none.
-    if (p.inner > 64 * kWide) return Launch<kMap, H, kWide, false>(p, t, x, out, stream);
+    if (p.inner > 64 * kApart) return Launch<kMap, H, kApart, false>(p, t, x, out, stream);
     return Launch<kMap, H, 1, true>(p, t, x, out, stream);
   };
   switch (p.after[2]) {
@@ -204,7 +223,8 @@ cudaError_t LaunchType(Map map, const Problem& p, const void* t, const void* x, 
 
 bool IsColumns(Map map, const Problem& p, DType dtype) {
   return map != Map::kTangent && dtype != DType::kF64 && p.inner > 1 && p.extent[0] == 1 && p.extent[1] == 1 &&
-         p.before[2] == p.after[2] && p.after[2] >= 1 && p.after[2] <= 3;
+         p.before[2] == p.after[2] && p.after[2] >= 1 && p.after[2] <= 3 &&
+         p.inner <= INT32_MAX / 8;  // a row takes 31 bits of bytes
 }
 
 cudaError_t LaunchColumns(Map map, const Problem& p, DType dtype, const void* t, const void* x, void* out,
