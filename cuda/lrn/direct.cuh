@@ -28,20 +28,32 @@ struct Walk {
         by_vectors(vectors),
         by_extent{FastDiv(p.extent[0]), FastDiv(p.extent[1]), FastDiv(p.extent[2])} {}
 
-  // Position in the three dimensions of vector number `flat`.
-  __device__ void At(const Problem& p, int64_t flat, int (&at)[3]) const {
+  // Position in the three dimensions of vector number `flat`; returns the number of planes of the last two before it.
+  __device__ int64_t At(const Problem&, int64_t flat, int (&at)[3]) const {
+    int64_t plane;
     if (total <= INT32_MAX) {
       int rest = by_vectors.Div(static_cast<int>(flat));
 #pragma unroll
-      for (int d = 2; d >= 0; --d) rest = by_extent[d].Div(rest, &at[d]);
+      for (int d = 2; d >= 1; --d) rest = by_extent[d].Div(rest, &at[d]);
+      plane = rest;
+      by_extent[0].Div(rest, &at[0]);
     } else {
-      int64_t rest = flat / vectors;
+      plane = flat / vectors;
 #pragma unroll
-      for (int d = 2; d >= 0; --d) {
-        at[d] = static_cast<int>(rest % p.extent[d]);
-        rest /= p.extent[d];
+      for (int d = 2; d >= 1; --d) {
+        at[d] = static_cast<int>(plane % by_extent[d].divisor);
+        plane /= by_extent[d].divisor;
       }
+      at[0] = static_cast<int>(plane % by_extent[0].divisor);
     }
+    return plane;
+  }
+  // Its number among those of an inner row.
+  __device__ int64_t Vector(int64_t flat) const {
+    int vector;
+    if (total > INT32_MAX) return flat % vectors;
+    by_vectors.Div(static_cast<int>(flat), &vector);
+    return vector;
   }
 };
 
