@@ -2,21 +2,10 @@
 #pragma once
 
 #include "cuda/common/reduce.cuh"
+#include "cuda/group_norm/moments.cuh"
 #include "cuda/group_norm/tiling.cuh"
 
 namespace jaxdnn::group_norm {
-
-template <class A>
-struct Pair {
-  A first, second;
-};
-
-struct AddPairs {
-  template <class A>
-  __device__ Pair<A> operator()(const Pair<A>& a, const Pair<A>& b) const {
-    return {a.first + b.first, a.second + b.second};
-  }
-};
 
 // sums[c] = the sum over the block's threads of the values for channel c of the slab; v[j] is the thread's for its
 // element j. First the lower half of the threads' rows takes in the upper; what is left is summed by a few lanes for

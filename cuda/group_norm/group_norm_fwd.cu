@@ -3,7 +3,7 @@
 //
 // Bound by memory: one read and one write. A block, or a team of blocks that meet in between, holds a slab of whole
 // groups in shared memory: the first visit makes the moments, the second writes the result (tiling.cuh says which
-// thread takes what, tile.cuh how the slab is held, moments.cuh how moments are merged).
+// thread takes what, tile.cuh how the slab is held, moments.cuh how moments are made).
 #include "cuda/common/dtype.cuh"
 #include "cuda/common/reduce.cuh"
 #include "cuda/group_norm/columns.cuh"
@@ -21,8 +21,9 @@ struct Operands {
   const A *scale, *bias;
   Vec<T, V>* y;
   A* statistics;
-  Moments<A>* partial;  // [units, blocks of a team, groups of a slab]
+  Moments* partial;  // [units, blocks of a team, groups of a slab]
   A epsilon;
+  double inverse;  // of the elements of a group
 };
 
 // y = f((x - mean) * slope + offset), where slope = rstd * scale, and offset holds the rest of the mean.
@@ -42,18 +43,18 @@ __global__ void __launch_bounds__(kThreads, kResident) ColumnKernel(ColumnTiling
   extern __shared__ __align__(16) unsigned char shared[];
   auto* tile_memory = reinterpret_cast<Vec<T, V>*>(shared);
   const Tile<1, T, V> tile = {t.schedule, tile_memory + threadIdx.x, {o.x}};
-  A* pivots = reinterpret_cast<A*>(tile_memory + t.schedule.Slots() * blockDim.x);
-  auto* statistics = reinterpret_cast<Statistics<A>*>(pivots + t.slab_groups);
-  auto* moments = reinterpret_cast<Moments<A>*>(statistics);
-  auto* sums = reinterpret_cast<Pair<A>*>(statistics + t.slab_groups);
+  auto* sums = reinterpret_cast<Moments*>(tile_memory + t.schedule.Slots() * blockDim.x);
   auto* scratch = sums + t.slab_channels;
+  auto* statistics = reinterpret_cast<Statistics<A>*>(scratch + (t.parallel_rows + 1) / 2 * t.block_columns * V);
+  A* pivots = reinterpret_cast<A*>(statistics + t.slab_groups);
 
+  tile.Start(ColumnPlace<V>(t, t.team.First()));
   for (int64_t unit = t.team.First(); unit < t.team.units; unit += t.team.Step()) {
     const ColumnPlace<V> place(t, unit);
-    tile.Start(place);
     const T* first_row = reinterpret_cast<const T*>(o.x + place.example * t.example) + place.first_channel;
-    for (int g = threadIdx.x; g < t.slab_groups; g += blockDim.x)
-      pivots[g] = static_cast<A>(first_row[g * t.group_channels.divisor]);
+    // Asked for here, stored where it has come.
+    T pivot = {};
+    if (threadIdx.x < t.slab_groups) pivot = first_row[threadIdx.x * t.group_channels.divisor];
 
     Shifted<A> own[V] = {};
     tile.FirstVisit(place, [&](int m, const Run& run, int slot) {
@@ -69,42 +70,36 @@ __global__ void __launch_bounds__(kThreads, kResident) ColumnKernel(ColumnTiling
         for (int j = 0; j < V; ++j) own[j].Add(static_cast<A>(v.v[j]));
       }
     });
+    if (threadIdx.x < t.slab_groups) pivots[threadIdx.x] = static_cast<A>(pivot);
+    for (int g = threadIdx.x + blockDim.x; g < t.slab_groups; g += blockDim.x)
+      pivots[g] = static_cast<A>(first_row[g * t.group_channels.divisor]);
     __syncthreads();
 
-    // The means of the block's groups, then the squares about them.
-    const A n = static_cast<A>(place.count), inverse = place.count > 0 ? A(1) / n : A(0);
-    A mean[V];
-    Pair<A> total[V];
+    Moments total[V];
+#pragma unroll
+    for (int j = 0; j < V; ++j) total[j] = own[j].About(pivots[t.group_channels.Div(place.Channel(t, j))], place.count);
+    SumChannels(t, place, total, AddPairs{}, scratch, sums);
+    Moments* partial = o.partial + unit * (t.team.size + 1) * t.slab_groups;
+    const auto take = [&](int g, const Moments& m) {
+      statistics[g] = Statistics<A>(m, o.inverse, pivots[g], o.epsilon);
+    };
+    ForEachGroup<Moments>(
+        t, AddPairs{}, [&](int c) { return sums[c]; },
+        [&](int g, const Moments& m) {
+          if (t.team.size > 1)
+            partial[t.team.Rank() * t.slab_groups + g] = m;
+          else
+            take(g, m);
+        });
+    A scale[V], bias[V];
 #pragma unroll
     for (int j = 0; j < V; ++j) {
-      const A pivot = pivots[t.group_channels.Div(place.Channel(t, j))];
-      mean[j] = place.count > 0 ? own[j].MeanAbout(pivot, inverse) : A(0);
-      total[j] = {n, n * mean[j]};
+      const int64_t parameter = place.parameters + place.Channel(t, j);
+      scale[j] = o.scale[parameter], bias[j] = o.bias[parameter];
     }
-    const auto of_channel = [&](int c) { return sums[c]; };
-    SumChannels(t, place, total, AddPairs{}, scratch, sums);
-    ForEachGroup<Pair<A>>(t, AddPairs{}, of_channel, [&](int g, const Pair<A>& sum) {
-      moments[g] = {sum.first, sum.first > A(0) ? sum.second / sum.first : A(0), A(0)};
-    });
-    __syncthreads();
-#pragma unroll
-    for (int j = 0; j < V; ++j) {
-      const A d = mean[j] - moments[t.group_channels.Div(place.Channel(t, j))].mean;
-      total[j] = {place.count > 0 ? own[j].SquaresAbout(d, n, inverse) : A(0), A(0)};
-    }
-    SumChannels(t, place, total, AddPairs{}, scratch, sums);
-    Moments<A>* partial = o.partial + unit * (t.team.size + 1) * t.slab_groups;
-    ForEachGroup<Pair<A>>(t, AddPairs{}, of_channel, [&](int g, const Pair<A>& sum) {
-      const Moments<A> m = {moments[g].n, moments[g].mean, sum.first};
-      if (t.team.size > 1)
-        partial[t.team.Rank() * t.slab_groups + g] = m;
-      else
-        statistics[g] = Statistics<A>(m, pivots[g], o.epsilon);
-    });
     if (t.team.size > 1) {
-      const auto merge = [&](const Moments<A>* p) { return MergeBlocks(p, t.team.size, t.slab_groups); };
-      t.team.Exchange(unit, partial, t.slab_groups, merge,
-                      [&](int g, const Moments<A>& m) { statistics[g] = Statistics<A>(m, pivots[g], o.epsilon); });
+      const auto merge = [&](const Moments* p, int span) { return AddBlocks(p, t.team.size, t.slab_groups, span); };
+      t.team.Exchange(unit, partial, t.slab_groups, merge, take);
     }
     __syncthreads();
 
@@ -116,19 +111,20 @@ __global__ void __launch_bounds__(kThreads, kResident) ColumnKernel(ColumnTiling
     Affine<A> affine[V];
 #pragma unroll
     for (int j = 0; j < V; ++j) {
-      const int c = place.Channel(t, j);
-      const int64_t parameter = place.parameters + c;
-      affine[j] = Affine<A>(statistics[t.group_channels.Div(c)], o.scale[parameter], o.bias[parameter]);
+      affine[j] = Affine<A>(statistics[t.group_channels.Div(place.Channel(t, j))], scale[j], bias[j]);
     }
-    tile.SecondVisit(place, [&](int m, const Run& run, int slot) {
+    const int64_t next = unit + t.team.Step();
+    tile.SecondVisit(
+        place, next < t.team.units, [&] { return ColumnPlace<V>(t, next); },
+        [&](int m, const Run& run, int slot) {
 #pragma unroll 2
-      for (int k = 0; k < run.count; ++k) {
-        Vec<T, V> v = *tile.Slot(0, slot + k);
+          for (int k = 0; k < run.count; ++k) {
+            Vec<T, V> v = *tile.Slot(0, slot + k);
 #pragma unroll
-        for (int j = 0; j < V; ++j) v.v[j] = static_cast<T>(f.Forward(affine[j](static_cast<A>(v.v[j]))));
-        o.y[run.base + k * run.step] = v;
-      }
-    });
+            for (int j = 0; j < V; ++j) v.v[j] = static_cast<T>(f.Forward(affine[j](static_cast<A>(v.v[j]))));
+            o.y[run.base + k * run.step] = v;
+          }
+        });
     __syncthreads();  // The next unit's sums and statistics go where these were.
   }
 }
@@ -139,11 +135,12 @@ __global__ void __launch_bounds__(kThreads, kResidentRows) RowKernel(RowTiling t
   extern __shared__ __align__(16) unsigned char shared[];
   auto* tile_memory = reinterpret_cast<Vec<T, V>*>(shared);
   const Tile<1, T, V> tile = {t.schedule, tile_memory + threadIdx.x, {o.x}};
-  A* scratch = reinterpret_cast<A*>(tile_memory + t.schedule.Slots() * blockDim.x);
+  auto* scratch = reinterpret_cast<Moments*>(tile_memory + t.schedule.Slots() * blockDim.x);
 
+  const auto place_of = [&](int64_t unit) { return RowPlace(t, static_cast<int>(unit) * (blockDim.x >> t.span)); };
+  tile.Start(place_of(t.team.First()));
   for (int64_t unit = t.team.First(); unit < t.team.units; unit += t.team.Step()) {
-    const RowPlace place(t, static_cast<int>(unit) * (blockDim.x >> t.span));
-    tile.Start(place);
+    const RowPlace place = place_of(unit);
     const bool exists = place.unit < t.slabs;
     const A pivot = exists ? static_cast<A>(o.x[place.base].v[0]) : A(0);
 
@@ -169,44 +166,41 @@ __global__ void __launch_bounds__(kThreads, kResidentRows) RowKernel(RowTiling t
 #pragma unroll
     for (int j = 1; j < kParts; ++j) own.sum += part[j].sum, own.squares += part[j].squares;
 
-    // The block's mean, then the squares about it.
-    const A n = static_cast<A>(V) * static_cast<A>(count), inverse = count > 0 ? A(1) / n : A(0);
-    const A mean = count > 0 ? own.MeanAbout(pivot, inverse) : A(0);
-    A sum[2] = {n, n * mean};
-    Reduce(sum, Add{}, {0, t.span}, scratch);
-    const A block_mean = sum[0] > A(0) ? sum[1] / sum[0] : A(0);
-    A squares[1] = {count > 0 ? own.SquaresAbout(mean - block_mean, n, inverse) : A(0)};
-    Reduce(squares, Add{}, {0, t.span}, scratch);
-    Moments<A> moments = {sum[0], block_mean, squares[0]};
+    Moments moments[1] = {count > 0 ? own.About(pivot, V * count) : Moments{}};
+    Reduce(moments, AddPairs{}, {0, t.span}, scratch);
     if (t.team.size > 1) {
-      Moments<A>* partial = o.partial + unit * (t.team.size + 1);
-      if (threadIdx.x == 0) partial[t.team.Rank()] = moments;
+      Moments* partial = o.partial + unit * (t.team.size + 1);
+      if (threadIdx.x == 0) partial[t.team.Rank()] = moments[0];
       t.team.Meet(unit, 1);
-      moments = MergeBlocks(partial, t.team.size, 1);
+      moments[0] = AddBlocks(partial, t.team.size, 1, 5);
     }
-    const Statistics<A> statistics(moments, pivot, o.epsilon);
+    const Statistics<A> statistics(moments[0], o.inverse, pivot, o.epsilon);
     if (exists && t.team.Rank() == 0 && place.in_slab == 0)
       reinterpret_cast<Statistics<A>*>(o.statistics)[place.unit] = statistics;
 
-    tile.SecondVisit(place, [&](int m, const Run& run, int slot) {
-      if (run.count == 0) return;
-      const int64_t channel = place.parameters + place.Channel(place.Piece(m));
-      const Affine<A> affine(statistics, o.scale[channel], o.bias[channel]);
+    const int64_t next = unit + t.team.Step();
+    tile.SecondVisit(
+        place, next < t.team.units, [&] { return place_of(next); },
+        [&](int m, const Run& run, int slot) {
+          if (run.count == 0) return;
+          const int64_t channel = place.parameters + place.Channel(place.Piece(m));
+          const Affine<A> affine(statistics, o.scale[channel], o.bias[channel]);
 #pragma unroll 2
-      for (int k = 0; k < run.count; ++k) {
-        Vec<T, V> v = *tile.Slot(0, slot + k);
+          for (int k = 0; k < run.count; ++k) {
+            Vec<T, V> v = *tile.Slot(0, slot + k);
 #pragma unroll
-        for (int j = 0; j < V; ++j) v.v[j] = static_cast<T>(f.Forward(affine(static_cast<A>(v.v[j]))));
-        o.y[run.base + k * run.step] = v;
-      }
-    });
+            for (int j = 0; j < V; ++j) v.v[j] = static_cast<T>(f.Forward(affine(static_cast<A>(v.v[j]))));
+            o.y[run.base + k * run.step] = v;
+          }
+        });
   }
 }
 
 }  // namespace
 
 std::optional<int64_t> ForwardWorkspace(const Problem& p) {
-  return MostBytes<1>(p, [](const auto& t, size_t word) { return ExchangeBytes(t.team, t.SlabGroups(), 3, word); });
+  return MostBytes<1>(p,
+                      [](const auto& t, size_t) { return ExchangeBytes(t.team, t.SlabGroups(), 2, sizeof(double)); });
 }
 
 cudaError_t Forward(const Problem& p, const void* x, const void* scale, const void* bias, void* y, void* statistics,
@@ -216,9 +210,10 @@ cudaError_t Forward(const Problem& p, const void* x, const void* scale, const vo
     using T = typename C::Type;
     using A = Accumulator<T>;
     using V = Vec<T, C::V>;
-    Operands<T, C::V> o = {static_cast<const V*>(x), static_cast<const A*>(scale), static_cast<const A*>(bias),
-                           static_cast<V*>(y),       static_cast<A*>(statistics),  static_cast<Moments<A>*>(workspace),
-                           static_cast<A>(p.epsilon)};
+    Operands<T, C::V> o = {static_cast<const V*>(x),    static_cast<const A*>(scale),
+                           static_cast<const A*>(bias), static_cast<V*>(y),
+                           static_cast<A*>(statistics), static_cast<Moments*>(workspace),
+                           static_cast<A>(p.epsilon),   1.0 / static_cast<double>(p.channels / p.groups * p.spatial)};
     if (cudaError_t e = t.team.Reset(o.partial + t.team.ExchangedRows() * t.SlabGroups(), stream)) return e;
     return VisitActivation<T, (C::V > 1), true>(p.activation, [&](auto f) {
       using F = decltype(f);

@@ -94,19 +94,6 @@ __device__ Sums<A> Normalized(const Sums<A>& sums, const Statistics<A>& s) {
   return {sums.first, s.rstd * (sums.second - s.rest * sums.first)};
 }
 
-// The sums of a group from those of the team's blocks, by the lanes of a warp.
-template <class A>
-__device__ Sums<A> AddBlocks(const Sums<A>* partial, int blocks, int stride) {
-  Sums<A> sums[1] = {};
-#pragma unroll 4
-  for (int i = threadIdx.x % 32; i < blocks; i += 32) {
-    const Sums<A>* p = partial + int64_t{i} * stride;
-    sums[0] = AddPairs{}(sums[0], LoadRemote(p));
-  }
-  Reduce(sums, AddPairs{}, {0, 5}, static_cast<Sums<A>*>(nullptr));
-  return sums[0];
-}
-
 // What the pullback keeps of a slab: each channel's sums, by a team through global memory. The row is the block's, and
 // the first of `rows` the team's.
 template <class A>
@@ -127,7 +114,7 @@ struct ChannelSums {
     if (team.size == 1) return;
     const int warps = blockDim.x / 32;
     for (int c = team.Rank() + threadIdx.x / 32 * team.size; c < channels; c += warps * team.size) {
-      const Sums<A> sums = AddBlocks(rows + c, team.size, channels);
+      const Sums<A> sums = AddBlocks(rows + c, team.size, channels, 5);
       if (threadIdx.x % 32 == 0) dscale[c] = sums.second, dbias[c] = sums.first;
     }
   }
@@ -144,9 +131,9 @@ __global__ void __launch_bounds__(kThreads, kResident) MapColumnsKernel(ColumnTi
   auto* scratch = channel_sums + t.slab_channels;
   const A inverse = A(1) / o.count;
 
+  tile.Start(ColumnPlace<V>(t, t.team.First()));
   for (int64_t unit = t.team.First(); unit < t.team.units; unit += t.team.Step()) {
     const ColumnPlace<V> place(t, unit);
-    tile.Start(place);
     const Statistics<A>* statistics = o.statistics + place.example * t.groups + place.first_group;
     Linear<kMap, A> map[V];
 #pragma unroll
@@ -183,7 +170,7 @@ __global__ void __launch_bounds__(kThreads, kResident) MapColumnsKernel(ColumnTi
       (t.team.size > 1 ? partial + t.team.Rank() * t.slab_groups : group_sums)[g] = sums;
     });
     if (t.team.size > 1) {
-      const auto merge = [&](const Sums<A>* p) { return AddBlocks(p, t.team.size, t.slab_groups); };
+      const auto merge = [&](const Sums<A>* p, int span) { return AddBlocks(p, t.team.size, t.slab_groups, span); };
       t.team.Exchange(unit, partial, t.slab_groups, merge, [&](int g, const Sums<A>& sums) { group_sums[g] = sums; });
     }
     __syncthreads();
@@ -196,24 +183,27 @@ __global__ void __launch_bounds__(kThreads, kResident) MapColumnsKernel(ColumnTi
       const A tbias = kMap == Map::kTangent ? o.tbias[channel] : A(0);
       map[j].Finish(statistics[g], Times(group_sums[g], inverse), tscale, tbias);
     }
-    tile.SecondVisit(place, [&](int m, const Run& run, int slot) {
+    const int64_t next = unit + t.team.Step();
+    tile.SecondVisit(
+        place, next < t.team.units, [&] { return ColumnPlace<V>(t, next); },
+        [&](int m, const Run& run, int slot) {
 #pragma unroll 1
-      for (int k = 0; k < run.count; ++k) {
-        Vec<T, V> in = *tile.Slot(0, slot + k);
-        const Vec<T, V> x = *tile.Slot(1, slot + k);
+          for (int k = 0; k < run.count; ++k) {
+            Vec<T, V> in = *tile.Slot(0, slot + k);
+            const Vec<T, V> x = *tile.Slot(1, slot + k);
 #pragma unroll
-        for (int j = 0; j < V; ++j)
-          in.v[j] = static_cast<T>(map[j].Apply(f, static_cast<A>(in.v[j]), static_cast<A>(x.v[j])));
-        o.out[run.base + k * run.step] = in;
-      }
-    });
+            for (int j = 0; j < V; ++j)
+              in.v[j] = static_cast<T>(map[j].Apply(f, static_cast<A>(in.v[j]), static_cast<A>(x.v[j])));
+            o.out[run.base + k * run.step] = in;
+          }
+        });
     if constexpr (kMap == Map::kPullback) kept().Finish();
     __syncthreads();  // The next unit's sums go where these were.
   }
 }
 
 template <Map kMap, class F, class T, int V>
-__global__ void __launch_bounds__(kThreads, kResident) MapRowsKernel(RowTiling t, MapOperands<T, V> o, F f) {
+__global__ void __launch_bounds__(kThreads, kResidentRows) MapRowsKernel(RowTiling t, MapOperands<T, V> o, F f) {
   using A = Accumulator<T>;
   extern __shared__ __align__(16) unsigned char shared[];
   auto* tile_memory = reinterpret_cast<Vec<T, V>*>(shared);
@@ -221,9 +211,10 @@ __global__ void __launch_bounds__(kThreads, kResident) MapRowsKernel(RowTiling t
   auto* scratch = reinterpret_cast<Sums<A>*>(tile_memory + 2 * t.schedule.Slots() * blockDim.x);
   const A inverse = A(1) / o.count;
 
+  const auto place_of = [&](int64_t unit) { return RowPlace(t, static_cast<int>(unit) * (blockDim.x >> t.span)); };
+  tile.Start(place_of(t.team.First()));
   for (int64_t unit = t.team.First(); unit < t.team.units; unit += t.team.Step()) {
-    const RowPlace place(t, static_cast<int>(unit) * (blockDim.x >> t.span));
-    tile.Start(place);
+    const RowPlace place = place_of(unit);
     auto* piece_sums = scratch + kThreads + (threadIdx.x >> t.span) * t.share;  // of the slab's pieces in this block
     const bool exists = place.unit < t.slabs;
     const Statistics<A> statistics = exists ? o.statistics[place.unit] : Statistics<A>{};
@@ -275,26 +266,29 @@ __global__ void __launch_bounds__(kThreads, kResident) MapRowsKernel(RowTiling t
       Sums<A>* partial = o.partial + unit * (t.team.size + 1);
       if (threadIdx.x == 0) partial[t.team.Rank()] = group[0];
       t.team.Meet(unit, 1);
-      group[0] = AddBlocks(partial, t.team.size, 1);
+      group[0] = AddBlocks(partial, t.team.size, 1, 5);
     }
 
-    tile.SecondVisit(place, [&](int m, const Run& run, int slot) {
-      if (run.count == 0) return;
-      const int64_t channel = place.parameters + place.Channel(place.Piece(m));
-      Linear<kMap, A> map(statistics, o.scale[channel], o.bias[channel]);
-      const A tscale = kMap == Map::kTangent ? o.tscale[channel] : A(0);
-      const A tbias = kMap == Map::kTangent ? o.tbias[channel] : A(0);
-      map.Finish(statistics, Times(group[0], inverse), tscale, tbias);
+    const int64_t next = unit + t.team.Step();
+    tile.SecondVisit(
+        place, next < t.team.units, [&] { return place_of(next); },
+        [&](int m, const Run& run, int slot) {
+          if (run.count == 0) return;
+          const int64_t channel = place.parameters + place.Channel(place.Piece(m));
+          Linear<kMap, A> map(statistics, o.scale[channel], o.bias[channel]);
+          const A tscale = kMap == Map::kTangent ? o.tscale[channel] : A(0);
+          const A tbias = kMap == Map::kTangent ? o.tbias[channel] : A(0);
+          map.Finish(statistics, Times(group[0], inverse), tscale, tbias);
 #pragma unroll 2
-      for (int k = 0; k < run.count; ++k) {
-        Vec<T, V> in = *tile.Slot(0, slot + k);
-        const Vec<T, V> x = *tile.Slot(1, slot + k);
+          for (int k = 0; k < run.count; ++k) {
+            Vec<T, V> in = *tile.Slot(0, slot + k);
+            const Vec<T, V> x = *tile.Slot(1, slot + k);
 #pragma unroll
-        for (int j = 0; j < V; ++j)
-          in.v[j] = static_cast<T>(map.Apply(f, static_cast<A>(in.v[j]), static_cast<A>(x.v[j])));
-        o.out[run.base + k * run.step] = in;
-      }
-    });
+            for (int j = 0; j < V; ++j)
+              in.v[j] = static_cast<T>(map.Apply(f, static_cast<A>(in.v[j]), static_cast<A>(x.v[j])));
+            o.out[run.base + k * run.step] = in;
+          }
+        });
     if constexpr (kMap == Map::kPullback) kept().Finish();
     __syncthreads();  // The next unit's pieces go where these were.
   }

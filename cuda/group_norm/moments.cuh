@@ -1,9 +1,8 @@
 // Mean and variance without cancellation.
 //
-// All values of a group are taken relative to one of them, its pivot, so that the means which are merged are small
-// numbers of full relative precision: a group with mean 1e4 and deviation 1e-2 loses nothing. Squares are summed about
-// a mean that is near: a thread's about its first value, a block's about the block's mean, a team's about that of a
-// block.
+// A thread sums its values and their squares relative to the first of them, which is at most sqrt(n) deviations from
+// their mean. Those sums are taken to the group's pivot, one of its values, and added up in double precision, which has
+// the digits to spare for a pivot that is far from the mean.
 #pragma once
 
 #include "cuda/common/reduce.cuh"
@@ -11,14 +10,22 @@
 
 namespace jaxdnn::group_norm {
 
-// Of n values relative to the pivot: their mean, and the sum of squares about it.
 template <class A>
-struct Moments {
-  A n, mean, squares;
+struct Pair {
+  A first, second;
 };
 
-// The values of a thread at one place of its vectors, relative to the first of them: its distance to their mean is at
-// most sqrt(n) deviations, which bounds the cancellation in squares - sum^2 / n by n roundings.
+struct AddPairs {
+  template <class A>
+  __device__ Pair<A> operator()(const Pair<A>& a, const Pair<A>& b) const {
+    return {a.first + b.first, a.second + b.second};
+  }
+};
+
+// The sums of x - pivot and of its square.
+using Moments = Pair<double>;
+
+// The values of a thread at one place of its vectors, relative to the first of them.
 template <class A>
 struct Shifted {
   A first, sum, squares;
@@ -28,38 +35,21 @@ struct Shifted {
     sum += d;
     squares += d * d;
   }
-  __device__ A MeanAbout(A pivot, A inverse) const { return (first - pivot) + sum * inverse; }
-  // Squares about a mean that is `d` away from that of these n values.
-  __device__ A SquaresAbout(A d, A n, A inverse) const { return (squares - sum * sum * inverse) + n * d * d; }
+  __device__ Moments About(A pivot, int n) const {
+    const double d = first - pivot, s = sum, nd = n * d;
+    return {nd + s, squares + d * (2 * s + nd)};
+  }
 };
 
-// The moments of a group from those of the team's blocks, by the lanes of a warp: about the first block's mean, which
-// is at most sqrt(blocks) deviations away.
+// The sum of what the team's blocks have, by 1 << span lanes of a warp.
 template <class A>
-__device__ Moments<A> MergeBlocks(const Moments<A>* partial, int blocks, int stride) {
-  constexpr int kUnroll = 4;
-  const A origin = LoadRemote(partial).mean;
-  A sum[3] = {};
-#pragma unroll 1
-  for (int first = threadIdx.x % 32; first < blocks; first += 32 * kUnroll) {
-    Moments<A> m[kUnroll];
-#pragma unroll
-    for (int i = 0; i < kUnroll; ++i) {
-      const Moments<A>* p = partial + int64_t{first + 32 * i} * stride;
-      const bool exists = first + 32 * i < blocks;
-      m[i] = exists ? LoadRemote(p) : Moments<A>{};
-    }
-#pragma unroll
-    for (int i = 0; i < kUnroll; ++i) {
-      const A d = m[i].n > A(0) ? m[i].mean - origin : A(0);
-      sum[0] += m[i].n;
-      sum[1] += m[i].n * d;
-      sum[2] += m[i].squares + m[i].n * d * d;
-    }
-  }
-  Reduce(sum, Add{}, {0, 5}, static_cast<A*>(nullptr));
-  const A d = sum[1] / sum[0];
-  return {sum[0], origin + d, sum[2] - sum[1] * d};
+__device__ Pair<A> AddBlocks(const Pair<A>* partial, int blocks, int stride, int span) {
+  Pair<A> sums[1] = {};
+#pragma unroll 4
+  for (int i = threadIdx.x & ((1 << span) - 1); i < blocks; i += 1 << span)
+    sums[0] = AddPairs{}(sums[0], LoadRemote(partial + int64_t{i} * stride));
+  Reduce(sums, AddPairs{}, {0, span}, static_cast<Pair<A>*>(nullptr));
+  return sums[0];
 }
 
 // A group's statistics: x less its mean is (x - mean) - rest, in which the first difference is exact near the mean.
@@ -68,12 +58,11 @@ struct Statistics {
   A mean, rest, rstd;
 
   Statistics() = default;
-  __device__ Statistics(const Moments<A>& m, A pivot, A epsilon) {
-    mean = pivot + m.mean;
-    // The rounding error of the sum: exact in this order, from the larger summand.
-    rest = fabs(pivot) >= fabs(m.mean) ? (pivot - mean) + m.mean : (m.mean - mean) + pivot;
-    const A variance = m.squares / m.n;
-    rstd = A(1) / sqrt((variance < A(0) ? A(0) : variance) + epsilon);
+  __device__ Statistics(const Moments& m, double inverse, A pivot, A epsilon) {
+    const double off = m.first * inverse, exact = pivot + off, variance = m.second * inverse - off * off;
+    mean = static_cast<A>(exact);
+    rest = static_cast<A>(exact - mean);
+    rstd = A(1) / sqrt(static_cast<A>(variance < 0 ? 0 : variance) + epsilon);
   }
 };
 

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "cuda/common/launch.cuh"
 
@@ -17,17 +18,19 @@ namespace jaxdnn::group_norm {
 // Counters are kept apart, so that teams do not wait for each other's.
 constexpr int kCounterWords = 32;
 
-// A warp sums a column of this many blocks at a time.
-constexpr int kColumnAtOnce = 128;
+// A team's values that each of its blocks may sum for itself.
+constexpr int kOwnSums = 512;
 
 // Reads what another block has written, past this multiprocessor's cache.
 template <class Value>
 __device__ Value LoadRemote(const Value* p) {
-  Value value;
-  static_assert(sizeof(Value) % sizeof(float) == 0, "moves whole words");
-  float words[sizeof(Value) / sizeof(float)];
+  using Word = std::conditional_t<alignof(Value) % sizeof(double) == 0, double, float>;
+  constexpr size_t kWords = sizeof(Value) / sizeof(Word);
+  static_assert(sizeof(Value) % sizeof(Word) == 0, "moves whole words");
+  Word words[kWords];
 #pragma unroll
-  for (size_t i = 0; i < sizeof(Value) / sizeof(float); ++i) words[i] = __ldcg(reinterpret_cast<const float*>(p) + i);
+  for (size_t i = 0; i < kWords; ++i) words[i] = __ldcg(reinterpret_cast<const Word*>(p) + i);
+  Value value;
   memcpy(&value, words, sizeof(Value));
   return value;
 }
@@ -68,25 +71,28 @@ struct Team {
   }
 
   // Gives every block the sum of what the blocks have: rows[rank * width + i] for i < width, which is the block's part,
-  // has been written; merge(i), called by whole warps, sums column i over the ranks; take(i, sum) gets it in one thread
-  // for each i. A few sums are made by every block, many by one block each for all, which costs a second meeting.
+  // has been written; merge(column, span) sums a column over the ranks by 1 << span lanes; take(i, sum) gets it in one
+  // thread for each i. Every block makes few sums itself; of many each makes some for all, which costs a second
+  // meeting.
   template <class Value, class Merge, class Take>
   __device__ void Exchange(int64_t unit, Value* rows, int width, Merge&& merge, Take&& take) const {
-    const int warp = threadIdx.x / 32, warps = blockDim.x / 32;
-    const bool lead = threadIdx.x % 32 == 0;
     Meet(unit, 1);
-    const int turns = ((width - 1) / warps + 1) * ((size - 1) / kColumnAtOnce + 1);
-    if (turns <= 2) {
-      for (int i = warp; i < width; i += warps) {
-        const Value sum = merge(rows + i);
-        if (lead) take(i, sum);
+    if (width * size <= kOwnSums) {
+      int span = 5;
+      while (span > 0 && width << span > static_cast<int>(blockDim.x)) --span;
+      const int lane = threadIdx.x & ((1 << span) - 1);
+      for (int first = 0; first < width; first += blockDim.x >> span) {
+        const int i = first + static_cast<int>(threadIdx.x >> span);
+        const Value sum = merge(rows + min(i, width - 1), span);
+        if (lane == 0 && i < width) take(i, sum);
       }
       return;
     }
+    const int warp = threadIdx.x / 32, warps = blockDim.x / 32;
     Value* result = rows + int64_t{size} * width;
     for (int i = Rank() + warp * size; i < width; i += warps * size) {
-      const Value sum = merge(rows + i);
-      if (lead) result[i] = sum;
+      const Value sum = merge(rows + i, 5);
+      if (threadIdx.x % 32 == 0) result[i] = sum;
     }
     Meet(unit, 2);
     for (int i = threadIdx.x; i < width; i += blockDim.x) take(i, LoadRemote(result + i));
@@ -111,19 +117,15 @@ inline cudaError_t Query(Device* d) {
   return cudaDeviceGetAttribute(&d->shared_per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, id);
 }
 
-// Launches as many teams as the device runs at once, cooperatively; or a block for each unit, where a team is one.
+// Launches as many teams as the device runs at once, cooperatively where a team is several blocks.
 template <class... Params, class... Args>
 cudaError_t LaunchTeams(void (*kernel)(Params...), const Team& team, int threads, int64_t shared_bytes,
                         cudaStream_t stream, Args&&... args) {
   const Grid grid = {team.units, threads, static_cast<size_t>(shared_bytes)};
-  int64_t blocks = team.units;
-  if (team.size == 1) {
-    if (cudaError_t e = AllowSharedBytes(kernel, grid.shared_bytes)) return e;
-  } else {
-    if (cudaError_t e = ResidentBlocks(kernel, grid, &blocks)) return e;
-    blocks = std::min(team.units, blocks / team.size) * team.size;
-    if (blocks == 0) return cudaErrorCooperativeLaunchTooLarge;
-  }
+  int64_t blocks = 0;
+  if (cudaError_t e = ResidentBlocks(kernel, grid, &blocks)) return e;
+  blocks = std::min(team.units, blocks / team.size) * team.size;
+  if (blocks == 0) return cudaErrorCooperativeLaunchTooLarge;
   if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
   cudaLaunchAttribute cooperative;
   cooperative.id = cudaLaunchAttributeCooperative;

@@ -3,7 +3,9 @@
 // A thread visits its vectors in runs. It copies them asynchronously to slots of its own, as many at once as there are
 // slots, so that as many bytes are in flight as shared memory has; only the thread that copied a vector reads it, so no
 // barrier is needed. The first runs stay; those that find no place stream through the last places, on both visits. The
-// second visit goes backwards, so that it finds what was read last in shared memory or in the L2 cache.
+// second visit begins with those, backwards, so that it finds what was read last in shared memory or in the L2 cache.
+// As it is done with the runs that stayed, their places are filled for the next unit: memory is at work while the team
+// exchanges sums.
 #pragma once
 
 #include <cstdint>
@@ -13,17 +15,18 @@
 
 namespace jaxdnn::group_norm {
 
-// The most groups of copies of a thread that are waited for one by one, and the most runs that stream at once.
-constexpr int kMaxRing = 4;
+// The most runs that stream at once.
+constexpr int kMaxRing = 3;
 
 struct Schedule {
   int runs;  // of a thread, each of up to `length` vectors
   int length;
-  int held;  // runs that stay
-  int ring;  // places for the runs that do not, 0 if all stay
+  int held;   // runs that stay
+  int ring;   // places for the runs that do not, 0 if all stay
+  int slots;  // vectors that a thread has room for
 
   __host__ __device__ int Places() const { return held + ring; }
-  __host__ __device__ int Slots() const { return length * Places(); }
+  __host__ __device__ int Slots() const { return slots; }
 };
 
 // The vectors of a run: base + k * step for k < count.
@@ -41,8 +44,16 @@ __device__ inline void AwaitAllBut(int pending) {
       return WaitAsync<1>();
     case 2:
       return WaitAsync<2>();
-    default:
+    case 3:
       return WaitAsync<3>();
+    case 4:
+      return WaitAsync<4>();
+    case 5:
+      return WaitAsync<5>();
+    case 6:
+      return WaitAsync<6>();
+    default:
+      return WaitAsync<7>();
   }
 }
 
@@ -95,21 +106,31 @@ struct Tile {
     }
   }
 
-  // Once more, from the last run to the first.
-  template <class Place, class Visit>
-  __device__ void SecondVisit(const Place& place, Visit&& visit) const {
+  // Once more: those that stream from the last to the first, then those that stayed, whose places are given to the runs
+  // of the next unit, if there is one.
+  template <class Place, class Next, class Visit>
+  __device__ void SecondVisit(const Place& place, bool more, Next&& next_place, Visit&& visit) const {
     const int runs = schedule.runs;
     int next = runs - schedule.ring - 1;  // to be copied again, if it was not held
     int pending = 0;
 #pragma unroll 1
-    for (int m = runs - 1; m >= 0; --m) {
-      if (m >= schedule.held && m < runs - schedule.ring) AwaitAllBut(--pending);
+    for (int m = runs - 1; m >= schedule.held; --m) {
+      if (m < runs - schedule.ring) AwaitAllBut(--pending);
       visit(m, place.At(m), SlotOf(m));
       if (next >= schedule.held) {
         Copy(place, next--);
         ++pending;
       }
     }
+    const Place coming = next_place();
+#pragma unroll 1
+    for (int m = 0; m < schedule.held; ++m) {
+      visit(m, place.At(m), SlotOf(m));
+      if (more) Copy(coming, m);
+    }
+    if (more)
+#pragma unroll 1
+      for (int m = schedule.held; m < schedule.Places(); ++m) Copy(coming, m);
   }
 };
 

@@ -18,11 +18,13 @@
 
 namespace jaxdnn::group_norm {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 128;
 // Blocks that a multiprocessor has at once: while one waits for its team, the others keep the memory busy.
 constexpr int kResident = 3;
-// Channels first, registers for as many: slabs of a few kilobytes need many blocks at once.
-constexpr int kResidentRows = 4;
+// Channels first, where slabs are small, more of them; but teams of more than this meet faster if blocks are fewer.
+constexpr int kResidentRows = 5;
+constexpr int kLargeTeam = 100;
+constexpr int kFewest = 2;
 // Channels last, the fewest bytes of a row that a slab takes, and of a slab.
 constexpr int kMinRowBytes = 128;
 constexpr int64_t kMinSlabBytes = 16 << 10;
@@ -39,18 +41,18 @@ inline int FloorLog2(int64_t n) {
 
 inline int CeilLog2(int64_t n) { return n == 1 ? 0 : FloorLog2(n - 1) + 1; }
 
-inline int64_t Resident(const Device& d) { return int64_t{kResident} * d.multiprocessors; }
+inline int64_t Resident(const Device& d, int resident) { return int64_t{resident} * d.multiprocessors; }
 
-// Shared memory of a block when kResident share a multiprocessor.
-inline int64_t ResidentShared(const Device& d) {
-  return std::min<int64_t>(d.shared_per_multiprocessor / kResident - 1024, d.shared_per_block);
+// Shared memory of a block when `resident` share a multiprocessor.
+inline int64_t ResidentShared(const Device& d, int resident) {
+  return std::min<int64_t>(d.shared_per_multiprocessor / resident - 1024, d.shared_per_block);
 }
 
 // How many of the `steps` that a slab takes are one block's, a step being a vector or a run of every thread. A block
 // takes what its shared memory holds, or less so that every multiprocessor has work.
-inline int64_t StepsOfBlock(int64_t steps, int64_t step_bytes, int64_t scratch, int64_t slabs, int64_t most) {
-  const int64_t resident = Resident(kNominal);
-  const int64_t fit = std::max<int64_t>(1, (ResidentShared(kNominal) - scratch) / step_bytes);
+inline int64_t StepsOfBlock(int64_t steps, int64_t step_bytes, int64_t scratch, int64_t slabs, int64_t most, int each) {
+  const int64_t resident = Resident(kNominal, each);
+  const int64_t fit = std::max<int64_t>(1, (ResidentShared(kNominal, each) - scratch) / step_bytes);
   // Two blocks on a multiprocessor that need no barrier are better than three that do.
   const int64_t alone = (kNominal.shared_per_multiprocessor / 2 - 1024 - scratch) / step_bytes;
   int64_t blocks = steps <= alone ? 1 : CeilDiv(steps, fit);
@@ -63,10 +65,11 @@ inline int64_t StepsOfBlock(int64_t steps, int64_t step_bytes, int64_t scratch, 
 
 // Runs of up to `length` steps for `steps` of them, of which `fit` find a place. Of more than `fit`, some stream.
 inline Schedule MakeSchedule(int64_t steps, int64_t length, int64_t fit) {
-  const int runs = static_cast<int>(CeilDiv(steps, length)),
-            places = static_cast<int>(std::max<int64_t>(1, fit / length));
-  const int ring = runs <= places ? 0 : std::min(kMaxRing, places);
-  return {runs, static_cast<int>(length), std::min(runs, places - ring), ring};
+  const int runs = static_cast<int>(CeilDiv(steps, length));
+  if (steps <= fit) return {runs, static_cast<int>(length), runs, 0, static_cast<int>(steps)};
+  const int places = static_cast<int>(std::max<int64_t>(1, fit / length));
+  const int ring = std::min(kMaxRing, std::max(1, places / 2));
+  return {runs, static_cast<int>(length), places - ring, ring, static_cast<int>(length) * places};
 }
 
 struct ColumnTiling {
@@ -95,7 +98,7 @@ struct ColumnTiling {
 };
 
 template <class T, int V>
-ColumnTiling PlanColumns(const Problem& p, int arrays, const Device& d) {
+ColumnTiling PlanColumns(const Problem& p, int arrays, const Device& d, int each = kResident) {
   ColumnTiling t = {};
   const int64_t c = p.channels, common = std::gcd<int64_t>(c, V), group = c / p.groups;
   t.channels = c, t.groups = p.groups;
@@ -134,21 +137,22 @@ ColumnTiling PlanColumns(const Problem& p, int arrays, const Device& d) {
 
   // SumChannels' scratch and its sums, of two values each, and four values for each group of the slab.
   using A = Accumulator<T>;
-  const int64_t scratch =
-      (2 * (half * t.block_columns * V + slab_channels) + 4 * t.slab_groups) * static_cast<int64_t>(sizeof(A));
+  const int64_t value = arrays == 1 ? sizeof(double) : sizeof(A);
+  const int64_t scratch = 2 * (half * t.block_columns * V + slab_channels) * value +
+                          4 * t.slab_groups * static_cast<int64_t>(sizeof(A)) + 16;
+  // Many channels leave room for fewer blocks.
+  if (each > kFewest && scratch > ResidentShared(kNominal, each) / 2) return PlanColumns<T, V>(p, arrays, d, kFewest);
   const int64_t step_bytes = int64_t{arrays} * t.threads * V * sizeof(T);
   const int64_t sweeps = CeilDiv(t.rows, t.parallel_rows);
-  const int64_t most = std::max<int64_t>(1, std::min(Resident(d), Resident(kNominal)) / t.column_blocks);
+  const int64_t most = std::max<int64_t>(1, std::min(Resident(d, each), Resident(kNominal, each)) / t.column_blocks);
   const int64_t steps =
-      StepsOfBlock(sweeps, step_bytes, scratch, t.team.units * t.column_blocks, std::min(sweeps, most));
+      StepsOfBlock(sweeps, step_bytes, scratch, t.team.units * t.column_blocks, std::min(sweeps, most), each);
   t.block_rows = steps * t.parallel_rows;
   t.team.size = static_cast<int>(CeilDiv(sweeps, steps)) * t.column_blocks;
 
-  const int64_t fit = ((t.team.size == 1 ? d.shared_per_block : ResidentShared(d)) - scratch) / step_bytes;
+  const int64_t fit = ((t.team.size == 1 ? d.shared_per_block : ResidentShared(d, each)) - scratch) / step_bytes;
   // Four runs if all is held, so that the first are at work while the last are on their way.
-  const int64_t length = CeilDiv(steps, 4) * 4 <= fit ? CeilDiv(steps, 4)
-                         : steps <= fit               ? 1
-                                                      : std::max<int64_t>(1, fit / 16);
+  const int64_t length = steps <= fit ? CeilDiv(steps, 4) : std::max<int64_t>(1, fit / 8);
   t.schedule = MakeSchedule(steps, length, fit);
   t.shared = t.schedule.Slots() * step_bytes + scratch;
   return t;
@@ -222,7 +226,7 @@ struct RowTiling {
 };
 
 template <class T, int V>
-RowTiling PlanRows(const Problem& p, int arrays, const Device& d) {
+RowTiling PlanRows(const Problem& p, int arrays, const Device& d, int each = kResidentRows) {
   using A = Accumulator<T>;
   RowTiling t = {};
   t.examples = p.n;
@@ -231,7 +235,7 @@ RowTiling PlanRows(const Problem& p, int arrays, const Device& d) {
   t.row = p.spatial / V;
   t.slab = t.slab_channels * t.row;
   t.slabs = p.batch * p.n * p.groups;
-  t.span = std::min(8, FloorLog2(std::max<int64_t>(1, t.slab * arrays / 4)));
+  t.span = std::min(FloorLog2(kThreads), FloorLog2(std::max<int64_t>(1, t.slab * arrays / 4)));
   t.threads = t.span <= 5 ? kThreads : 1 << t.span;
   t.lanes = std::min({5, t.span, FloorLog2(std::max<int64_t>(1, t.row / 4))});
   t.team.units = CeilDiv(t.slabs, t.threads >> t.span);
@@ -252,15 +256,18 @@ RowTiling PlanRows(const Problem& p, int arrays, const Device& d) {
 
   // The backward pass also has two sums for each piece.
   const int64_t pieces = t.slab_channels * t.pieces, rounds = CeilDiv(pieces, parallel);
-  constexpr int64_t kReduction = 2 * sizeof(A) * kThreads;
+  const int64_t kReduction = 2 * (arrays == 1 ? sizeof(double) : sizeof(A)) * kThreads;
   const int64_t round_bytes = length * step_bytes + (arrays == 1 ? 0 : 2 * sizeof(A) * (t.threads >> t.lanes));
-  const int64_t most = t.span == 8 ? std::min({rounds, Resident(d), Resident(kNominal)}) : 1;
-  const int64_t steps = StepsOfBlock(rounds, round_bytes, kReduction, t.slabs, most);
+  const int64_t most =
+      t.span == FloorLog2(kThreads) ? std::min({rounds, Resident(d, each), Resident(kNominal, each)}) : 1;
+  const int64_t steps = StepsOfBlock(rounds, round_bytes, kReduction, t.slabs, most, each);
   t.share = std::min(pieces, steps * parallel);
   t.team.size = static_cast<int>(CeilDiv(pieces, t.share));
+  // A large team meets faster if its blocks are fewer.
+  if (t.team.size > kLargeTeam && each > kResident) return PlanRows<T, V>(p, arrays, d, kResident);
 
   const int64_t sums = arrays == 1 ? 0 : 2 * sizeof(A) * t.share * (t.threads >> t.span);
-  const int64_t shared = t.team.size == 1 ? d.shared_per_block : ResidentShared(d);
+  const int64_t shared = t.team.size == 1 ? d.shared_per_block : ResidentShared(d, each);
   t.schedule = MakeSchedule(steps * length, length, (shared - kReduction - sums) / step_bytes);
   t.shared = t.schedule.Slots() * step_bytes + kReduction + sums;
   return t;

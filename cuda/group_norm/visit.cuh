@@ -65,7 +65,7 @@ std::optional<int64_t> MostBytes(const Problem& p, F&& bytes) {
     using T = typename decltype(type)::type;
     const auto take = [&](auto, const auto& t) {
       most = std::max(most, static_cast<int64_t>(bytes(t, sizeof(Accumulator<T>))));
-      fits &= t.shared <= (t.team.size == 1 ? kNominal.shared_per_block : ResidentShared(kNominal));
+      fits &= t.shared <= (t.team.size == 1 ? kNominal.shared_per_block : ResidentShared(kNominal, kFewest));
       return cudaSuccess;
     };
     if constexpr (sizeof(T) < sizeof(double))
