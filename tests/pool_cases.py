@@ -83,7 +83,7 @@ POOL = [
   PoolCase("2x2s2_odd_vectors", (1, 7, 9, 16), (2, 2), 2, ((1, 1), (-1, 0))),
   PoolCase("tall_vectors", (1, 70, 3, 8), (3, 3), 1, "SAME"),
   PoolCase("2x2x2_vectors", (1, 5, 6, 7, 8), (2, 2, 2), 2, 1),
-  # Single channels, which is what channels-first is to the kernels: rows that are vectors, and rows that begin anywhere.
+  # Single channels, which is what channels-first is to the kernels: rows of vectors, and rows that begin anywhere.
   PoolCase("rows_3x3s2", (3, 9, 16, 1), (3, 3), 2, ((1, 1), (1, 0))),
   PoolCase("rows_3x3s1", (2, 7, 12, 1), (3, 3), 1, 1),
   PoolCase("rows_2x2s2", (2, 10, 8, 1), (2, 2), 2),

@@ -209,6 +209,11 @@ def test_layer():
     x[0].transpose(0, 3, 1, 2), w.transpose(3, 2, 0, 1), b, padding="SAME", dimension_numbers=("NCHW", "OIHW", "NCHW")
   )
   assert_close(nchw.transpose(0, 2, 3, 1), plain[:3] + b, "float32", terms=36, scale=4)
+  nchw = jaxdnn.conv(
+    x[0].transpose(0, 3, 1, 2), w.transpose(3, 2, 0, 1), b, padding="SAME", dimension_numbers=("NCHW", "OIHW", "NCHW"),
+    residual=r[0].transpose(0, 3, 1, 2), activation="relu",
+  )  # fmt: skip
+  assert_close(nchw.transpose(0, 2, 3, 1), np.maximum(plain[:3] + b + r[0], 0), "float32", terms=36, scale=4)
 
 
 def test_four_spatial_dimensions():

@@ -70,12 +70,14 @@ bool MapAll(const Problem& p, const Phases& f, int n, MappedPhase (&phases)[kMax
 
 int MapPhases(const Problem& problem, MappedPhase (&phases)[kMaxMaps]) {
   Problem p = problem;
-  // The filter gradient reads x as the forward convolution does, and cannot have its pixels in several walks.
-  const bool filter_gradient = p.direction == Direction::kFilterGradient;
-  if (filter_gradient) p.direction = Direction::kForward;
+  // The filter gradient reads x as the forward convolution does, where every tap has its place at every pixel.
+  if (p.direction == Direction::kFilterGradient) {
+    p.direction = Direction::kForward;
+    if (std::any_of(p.lhs_dilation, p.lhs_dilation + kRank, [](int64_t n) { return n != 1; })) return 0;
+  }
   const Phases f = PhasesOf(p);
   const int64_t count = f.period[0] * f.period[1] * f.period[2];
-  if (count > (filter_gradient ? 1 : kMaxMaps) || p.images == 0 || p.XPixels() == 0 || p.YPixels() == 0 ||
+  if (count > kMaxMaps || p.images == 0 || p.XPixels() == 0 || p.YPixels() == 0 ||
       p.Taps() == 0)
     return 0;
   // Fewer dimensions have wider limits.

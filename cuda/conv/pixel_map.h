@@ -30,8 +30,8 @@ struct MappedPhase {
   int tap_count;
 };
 
-// The phases of a forward convolution or data gradient, or of a filter gradient's walk over x; 0 if the unit's limits
-// do not allow them.
+// The phases of a forward convolution or data gradient, or the one of a filter gradient's walk over x; 0 if the unit's
+// limits, or an input with holes, do not allow them.
 int MapPhases(const Problem& p, MappedPhase (&phases)[kMaxMaps]);
 
 }  // namespace jaxdnn::conv

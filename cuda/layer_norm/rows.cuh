@@ -281,13 +281,9 @@ struct Statistics {
   A mean, rstd, shift;
 
   Statistics() = default;
-  __device__ explicit Statistics(const StoredStatistics<A>& s) : mean(s.mean), rstd(s.rstd), shift(-s.rest * s.rstd) {
-    if constexpr (!kWideMean<T>) shift -= s.mean * s.rstd;
-  }
-  __device__ A Normalize(A x) const {
-    if constexpr (kWideMean<T>) x -= mean;
-    return fma(x, rstd, shift);
-  }
+  __device__ explicit Statistics(const StoredStatistics<A>& s) : mean(s.mean), rstd(s.rstd), shift(-s.rest * s.rstd) {}
+  // The mean goes first: a constant row becomes exactly 0.
+  __device__ A Normalize(A x) const { return fma(x - mean, rstd, shift); }
 };
 
 // x + y, rounded to their type.

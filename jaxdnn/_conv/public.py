@@ -152,7 +152,10 @@ def conv(
     if x.ndim != rank + 2:
       leading = x.shape[: x.ndim - rank - 1]
       x = x.reshape(math.prod(leading), *x.shape[len(leading) :])
-  numbers = channels_last(rank) if dimension_numbers is None else dimension_numbers
+  given = channels_last(rank) if dimension_numbers is None else dimension_numbers
+  numbers = layout.dimension_numbers("conv", x, w, given)
+  # What follows the convolution is computed channels-last, so that nothing stands between its transpose to the caller's
+  # layout and the next convolution's transpose back, and XLA cancels the two.
   y = conv_general_dilated(
     x,
     w,
@@ -160,25 +163,26 @@ def conv(
     padding,
     None,
     per_dimension("conv", "dilation", dilation, rank),
-    numbers,
+    lax.ConvDimensionNumbers(numbers.lhs_spec, numbers.rhs_spec, channels_last(rank).out_spec),
     groups,
     precision=precision,
     preferred_element_type=preferred_element_type,
     algorithm=algorithm,
   )
-  channel = layout.dimension_numbers("conv", x, w, numbers).out_spec[1]
   if b is not None:
-    k = y.shape[channel]
-    if jnp.shape(b) != (k,):
-      raise ValueError(f"conv: b must have shape ({k},), one entry per output channel, got {jnp.shape(b)}")
-    y = y + jnp.asarray(b, y.dtype).reshape([k if d == channel else 1 for d in range(y.ndim)])
+    if jnp.shape(b) != y.shape[-1:]:
+      raise ValueError(f"conv: b must have shape {y.shape[-1:]}, one entry per output channel, got {jnp.shape(b)}")
+    y = y + jnp.asarray(b, y.dtype).reshape((1,) * (y.ndim - 1) + y.shape[-1:])
   if leading is not None:
     y = y.reshape(*leading, *y.shape[1:])
+  in_layout = (lambda a: a) if leading is not None else lambda a: layout.from_canonical(a, numbers.out_spec)
   if residual is not None:
-    if jnp.shape(residual) != y.shape:
-      raise ValueError(f"conv: residual must have the result's shape {y.shape}, got {jnp.shape(residual)}")
-    y = y + jnp.asarray(residual, y.dtype)
-  return y if activation is None else _activation.apply(activation, y)
+    shape = jax.eval_shape(in_layout, y).shape
+    if jnp.shape(residual) != shape:
+      raise ValueError(f"conv: residual must have the result's shape {shape}, got {jnp.shape(residual)}")
+    residual = jnp.asarray(residual, y.dtype)
+    y = y + (residual if leading is not None else layout.to_canonical(residual, numbers.out_spec))
+  return in_layout(y if activation is None else _activation.apply(activation, y))
 
 
 def conv_transpose(
