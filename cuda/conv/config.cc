@@ -48,8 +48,8 @@ StepCost CostOf(const TileShape& t, Direction direction, int depth) {
   }
 }
 
-// Of the Hopper kernels: the cycles of a step, and those of beginning and storing a tile, which the other warpgroup hides
-// unless tiles are short. Fitted to an H200, where the choice is then on average 2 % slower than the best.
+// Of the Hopper kernels: the cycles of a step, and those of beginning and storing a tile, which the other warpgroup
+// hides unless tiles are short. Fitted to an H200, where the choice is then on average 2 % slower than the best.
 struct WgmmaCost {
   double step, tile;
 };
@@ -191,8 +191,7 @@ std::optional<Config> Choose(const Problem& p, bool hopper, std::string_view alg
   const bool splittable = p.direction == Direction::kFilterGradient;
   std::optional<Config> best;
   for (const TileShape& t : kTiles) {
-    const bool wanted =
-        algorithm.empty() || algorithm == kAlgorithms[static_cast<int>(t.unit)] || algorithm == t.name;
+    const bool wanted = algorithm.empty() || algorithm == kAlgorithms[static_cast<int>(t.unit)] || algorithm == t.name;
     if (!wanted || !Takes(t, p, hopper)) continue;
     for (int64_t splits = 1; splits == 1 || (splittable && splits * kMinSlice <= g.depth);
          splits += std::max<int64_t>(1, splits / 8)) {
