@@ -95,10 +95,9 @@ __global__ void SumSlicesKernel(const Sum* partial, Out* out, int64_t size, int 
 }
 
 template <class Sum, class Out>
-cudaError_t SumSlices(const Sum* partial, Out* out, const FilterParams& p, cudaStream_t stream) {
+cudaError_t SumSlices(const Sum* partial, Out* out, int64_t size, int splits, cudaStream_t stream) {
   constexpr int kThreads = 256;
-  return LaunchKernel(SumSlicesKernel<Sum, Out>, CeilDiv(p.result_size, kThreads), kThreads, stream, partial, out,
-                      p.result_size, p.splits);
+  return LaunchKernel(SumSlicesKernel<Sum, Out>, CeilDiv(size, kThreads), kThreads, stream, partial, out, size, splits);
 }
 
 }  // namespace jaxdnn::conv

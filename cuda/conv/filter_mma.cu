@@ -171,8 +171,8 @@ cudaError_t LaunchFilterMma(const Problem& p, const Config& config, const void* 
         split ? workspace : out);
     if (!split || status != cudaSuccess) return status;
     const float* partial = static_cast<const float*>(workspace);
-    return p.out == p.in ? SumSlices(partial, static_cast<In*>(out), q, stream)
-                         : SumSlices(partial, static_cast<float*>(out), q, stream);
+    return p.out == p.in ? SumSlices(partial, static_cast<In*>(out), q.result_size, q.splits, stream)
+                         : SumSlices(partial, static_cast<float*>(out), q.result_size, q.splits, stream);
   });
 }
 

@@ -100,7 +100,7 @@ cudaError_t LaunchFilterSimt(const Problem& p, const Config& config, const void*
     };
     if (config.splits == 1) return run(static_cast<Out*>(out));
     if (const cudaError_t status = run(static_cast<Sum*>(workspace)); status != cudaSuccess) return status;
-    return SumSlices(static_cast<const Sum*>(workspace), static_cast<Out*>(out), q, stream);
+    return SumSlices(static_cast<const Sum*>(workspace), static_cast<Out*>(out), q.result_size, q.splits, stream);
   });
 }
 

@@ -142,11 +142,8 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* x, co
   if (splits == 1) return p.out == p.in ? with_result(static_cast<In*>(out)) : with_result(static_cast<float*>(out));
   auto* partial = static_cast<float*>(workspace);
   if (e = with_result(partial); e != cudaSuccess) return e;
-  FilterParams sum = {};
-  sum.result_size = q.result_size;
-  sum.splits = splits;
-  return p.out == p.in ? SumSlices(partial, static_cast<In*>(out), sum, stream)
-                       : SumSlices(partial, static_cast<float*>(out), sum, stream);
+  return p.out == p.in ? SumSlices(partial, static_cast<In*>(out), q.result_size, splits, stream)
+                       : SumSlices(partial, static_cast<float*>(out), q.result_size, splits, stream);
 }
 
 }  // namespace
