@@ -77,9 +77,7 @@ int MapPhases(const Problem& problem, MappedPhase (&phases)[kMaxMaps]) {
   }
   const Phases f = PhasesOf(p);
   const int64_t count = f.period[0] * f.period[1] * f.period[2];
-  if (count > kMaxMaps || p.images == 0 || p.XPixels() == 0 || p.YPixels() == 0 ||
-      p.Taps() == 0)
-    return 0;
+  if (count > kMaxMaps || p.images == 0 || p.XPixels() == 0 || p.YPixels() == 0 || p.Taps() == 0) return 0;
   // Fewer dimensions have wider limits.
   for (int n = 1; n <= kRank; ++n)
     if (MapAll(p, f, n, phases)) return int(count);
