@@ -10,7 +10,7 @@ namespace jaxdnn {
 struct ConvAttrs {
   ffi::Span<const int64_t> stride, padding_low, lhs_dilation, rhs_dilation;
   int64_t groups;
-  int64_t precision;  // 0, 1, 2: DEFAULT, HIGH, HIGHEST; the kernels of this version are IEEE float32 for all
+  int64_t precision;           // 0, 1, 2: DEFAULT, HIGH, HIGHEST; the kernels of this version are IEEE float32 for all
   std::string_view algorithm;  // of conv::kAlgorithms or a tile, or empty: the best
 };
 
@@ -52,7 +52,9 @@ static ffi::Error Convolve(conv::Direction direction, cudaStream_t stream, ffi::
       MakeConvProblem(direction, *in_type, *out_type, x.dimensions(), w.dimensions(), y.dimensions(), attrs.stride,
                       attrs.padding_low, attrs.lhs_dilation, attrs.rhs_dilation, attrs.groups);
   const auto config = problem ? conv::Choose(*problem, IsHopper(), attrs.algorithm) : std::nullopt;
-  if (!config) return Unsupported(attrs.algorithm.empty() ? "no kernel for these shapes" : "the algorithm cannot do this here", name, lhs, rhs, out);
+  if (!config)
+    return Unsupported(attrs.algorithm.empty() ? "no kernel for these shapes" : "the algorithm cannot do this here",
+                       name, lhs, rhs, out);
   if (workspace && static_cast<int64_t>(workspace->size_bytes()) < config->workspace_bytes)
     return Unsupported("workspace too small", name, lhs, rhs, out);
   const int status = conv::Launch(*problem, *config, lhs.untyped_data(), rhs.untyped_data(), out.untyped_data(),
