@@ -27,8 +27,10 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jaxdnn::ConvAttrs,
 
 namespace jaxdnn {
 
-// Whether the current device has the instructions of compute capability 9.0.
-static bool IsHopper() {
+// Whether the current device has the instructions of compute capability 9.0, whose loads want arrays on 16 bytes.
+template <class... Buffers>
+static bool TakesHopperKernels(const Buffers&... buffers) {
+  if (((reinterpret_cast<uintptr_t>(buffers.untyped_data()) % 16 != 0) || ...)) return false;
   int device = 0, major = 0;
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
@@ -51,7 +53,8 @@ static ffi::Error Convolve(conv::Direction direction, cudaStream_t stream, ffi::
   const auto problem =
       MakeConvProblem(direction, *in_type, *out_type, x.dimensions(), w.dimensions(), y.dimensions(), attrs.stride,
                       attrs.padding_low, attrs.lhs_dilation, attrs.rhs_dilation, attrs.groups);
-  const auto config = problem ? conv::Choose(*problem, IsHopper(), attrs.algorithm) : std::nullopt;
+  const auto config =
+      problem ? conv::Choose(*problem, TakesHopperKernels(lhs, rhs, out), attrs.algorithm) : std::nullopt;
   if (!config)
     return Unsupported(attrs.algorithm.empty() ? "no kernel for these shapes" : "the algorithm cannot do this here",
                        name, lhs, rhs, out);

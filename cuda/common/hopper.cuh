@@ -166,18 +166,12 @@ __device__ inline void WaitForProducts() {
   if constexpr (kColumns == 64) {                                                                                    \
     JAXDNN_WGMMA(type, "64", JAXDNN_TEN() JAXDNN_TEN(1) JAXDNN_TEN(2) "%30, %31", "%32", "%33", "%34", "%35", "%36", \
                  JAXDNN_SUMS16(0), JAXDNN_SUMS16(16));                                                               \
-  } else if constexpr (kColumns == 128) {                                                                            \
+  } else {                                                                                                           \
+    static_assert(kColumns == 128);                                                                                  \
     JAXDNN_WGMMA(type, "128",                                                                                        \
                  JAXDNN_TEN() JAXDNN_TEN(1) JAXDNN_TEN(2) JAXDNN_TEN(3) JAXDNN_TEN(4)                                \
                      JAXDNN_TEN(5) "%60, %61, %62, %63",                                                             \
                  "%64", "%65", "%66", "%67", "%68", JAXDNN_SUMS64(0));                                               \
-  } else {                                                                                                           \
-    static_assert(kColumns == 256);                                                                                  \
-    JAXDNN_WGMMA(type, "256",                                                                                        \
-                 JAXDNN_TEN() JAXDNN_TEN(1) JAXDNN_TEN(2) JAXDNN_TEN(3) JAXDNN_TEN(4) JAXDNN_TEN(5) JAXDNN_TEN(6)    \
-                     JAXDNN_TEN(7) JAXDNN_TEN(8) JAXDNN_TEN(9) JAXDNN_TEN(10)                                        \
-                         JAXDNN_TEN(11) "%120, %121, %122, %123, %124, %125, %126, %127",                            \
-                 "%128", "%129", "%130", "%131", "%132", JAXDNN_SUMS64(0), JAXDNN_SUMS64(64));                       \
   }
 
 // d += A B, or d = A B where `add_to` is false, of 64 rows, kColumns columns and 16 terms, by the 128 threads of a
