@@ -10,7 +10,7 @@ namespace jaxdnn {
 struct ConvAttrs {
   ffi::Span<const int64_t> stride, padding_low, lhs_dilation, rhs_dilation;
   int64_t groups;
-  int64_t precision;           // 0, 1, 2: DEFAULT, HIGH, HIGHEST; the kernels of this version are IEEE float32 for all
+  int64_t products;            // as in conv::Problem
   std::string_view algorithm;  // of conv::kAlgorithms or a tile, or empty: the best
 };
 
@@ -22,7 +22,7 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jaxdnn::ConvAttrs,
                                       xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("lhs_dilation"),
                                       xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("rhs_dilation"),
                                       xla::ffi::StructMember<int64_t>("groups"),
-                                      xla::ffi::StructMember<int64_t>("precision"),
+                                      xla::ffi::StructMember<int64_t>("products"),
                                       xla::ffi::StructMember<std::string_view>("algorithm"));
 
 namespace jaxdnn {
@@ -50,9 +50,9 @@ static ffi::Error Convolve(conv::Direction direction, cudaStream_t stream, ffi::
   const ffi::AnyBuffer& x = direction == Direction::kDataGradient ? out : lhs;
   const ffi::AnyBuffer& w = direction == Direction::kFilterGradient ? out : rhs;
   const ffi::AnyBuffer& y = direction == Direction::kForward ? out : direction == Direction::kDataGradient ? lhs : rhs;
-  const auto problem =
-      MakeConvProblem(direction, *in_type, *out_type, x.dimensions(), w.dimensions(), y.dimensions(), attrs.stride,
-                      attrs.padding_low, attrs.lhs_dilation, attrs.rhs_dilation, attrs.groups);
+  auto problem = MakeConvProblem(direction, *in_type, *out_type, x.dimensions(), w.dimensions(), y.dimensions(),
+                                 attrs.stride, attrs.padding_low, attrs.lhs_dilation, attrs.rhs_dilation, attrs.groups);
+  if (problem) problem->products = attrs.products;
   const auto config =
       problem ? conv::Choose(*problem, TakesHopperKernels(lhs, rhs, out), attrs.algorithm) : std::nullopt;
   if (!config)
@@ -66,8 +66,8 @@ static ffi::Error Convolve(conv::Direction direction, cudaStream_t stream, ffi::
 }
 
 static ffi::Error ConvFwdImpl(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Result<ffi::AnyBuffer> y,
-                              ConvAttrs attrs) {
-  return Convolve(conv::Direction::kForward, stream, x, w, *y, nullptr, attrs);
+                              ffi::Result<ffi::AnyBuffer> workspace, ConvAttrs attrs) {
+  return Convolve(conv::Direction::kForward, stream, x, w, *y, &*workspace, attrs);
 }
 
 static ffi::Error ConvDgradImpl(cudaStream_t stream, ffi::AnyBuffer y, ffi::AnyBuffer w, ffi::Result<ffi::AnyBuffer> x,
@@ -80,7 +80,7 @@ static ffi::Error ConvWgradImpl(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyB
   return Convolve(conv::Direction::kFilterGradient, stream, x, y, *w, &*workspace, attrs);
 }
 
-JAXDNN_HANDLER(ConvFwd, Bind<2, 1>().Attrs<ConvAttrs>());
+JAXDNN_HANDLER(ConvFwd, Bind<2, 2>().Attrs<ConvAttrs>());
 JAXDNN_HANDLER(ConvDgrad, Bind<2, 1>().Attrs<ConvAttrs>());
 JAXDNN_HANDLER(ConvWgrad, Bind<2, 2>().Attrs<ConvAttrs>());
 

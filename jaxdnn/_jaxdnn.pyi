@@ -21,6 +21,7 @@ def plan_conv(
   lhs_dilation: Sequence[int],
   rhs_dilation: Sequence[int],
   groups: int,
+  products: int,
   hopper: bool,
   algorithm: str,
 ) -> dict[str, Any] | None: ...

@@ -24,6 +24,12 @@ def exact(x):
   return np.asarray(x).astype(np.float64)
 
 
+def to_tf32(x):
+  """float32 rounded to TF32's 11 bits of mantissa, to nearest, ties to even."""
+  bits = np.asarray(x, np.float32).view(np.uint32)
+  return ((bits + 0xFFF + (bits >> 13 & 1)) & np.uint32(0xFFFFE000)).view(np.float32)
+
+
 def assert_close(got, want, dtype, *, terms=1, scale=1.0):
   """Asserts that `got` is within the bound of the float64 oracle `want`.
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import jaxdnn
 from conv_cases import SAME3, ConvCase
@@ -41,7 +42,11 @@ def test_list_is_sorted_and_complete(direction):
 def test_list_names_what_can_do_the_problem():
   names = lambda *a, **k: {each.name for each in jaxdnn.conv_algorithms(*a, **k)}  # noqa: E731
   x, w = struct((2, 9, 9, 64)), struct((3, 3, 64, 64))
-  assert names(struct(x.shape, "float32"), struct(w.shape, "float32")) == {"implicit_gemm"}
+  floats = struct(x.shape, "float32"), struct(w.shape, "float32")
+  assert names(*floats, precision="highest") == {"implicit_gemm"}
+  assert names(*floats, precision="high") == {"implicit_gemm", "implicit_gemm_mma"}
+  assert names(*floats, precision="default") == set(ALGORITHMS)
+  assert names(*floats, precision="default", direction="filter_gradient") == set(ALGORITHMS[1:])
   assert "implicit_gemm_wgmma" not in names(x, struct((3, 3, 1, 64)), groups=64)
   assert "implicit_gemm_wgmma" not in names(struct((2, 9, 9, 63)), struct((3, 3, 63, 64)))
   # Nine phases; eight are the most that a launch takes.
@@ -93,18 +98,38 @@ CASES = [
 ]  # fmt: skip
 
 
-def check(case, algorithm, dtype, out_dtype):
-  spec = ConvSpec(*case.geometry, case.groups, case.spatial, case.window, None, algorithm)
+@pytest.mark.parametrize(
+  "dtype, precision, exactness",
+  [
+    ("float64", None, {"float64"}),
+    ("bfloat16", None, {"float32"}),
+    ("float32", "highest", {"float32"}),
+    ("float32", "high", {"float32", "float32 of 3xtf32"}),
+    ("float32", "default", {"float32", "float32 of tf32"}),
+  ],
+)
+def test_exactness(dtype, precision, exactness):
+  found = jaxdnn.conv_algorithms(struct((2, 9, 9, 64), dtype), struct((3, 3, 64, 64), dtype), precision=precision)
+  assert {each.exactness for each in found} == exactness
+
+
+def coarse(shape, dtype, seed=0):
+  """Samples whose products are exact in float32 and, of float32, in TF32."""
+  return sample(shape, "bfloat16" if dtype == "float32" else dtype, seed).astype(jnp.dtype(dtype))
+
+
+def check(case, algorithm, dtype, out_dtype, precision=None, draw=coarse):
+  spec = ConvSpec(*case.geometry, case.groups, case.spatial, case.window, precision, algorithm)
   shapes = {"x": case.x_shape, "w": case.w_shape, "y": (case.batch, *spec.y_spatial, case.k)}
-  arrays = {name: sample(shape, dtype, seed) for seed, (name, shape) in enumerate(shapes.items())}
+  arrays = {name: draw(shape, dtype, seed) for seed, (name, shape) in enumerate(shapes.items())}
   oracle = [exact(arrays[name]) for name in "xwy"]
   wants = {"y": conv_oracle(*oracle[:2], *case.geometry)}
   wants["x"], wants["w"] = conv_gradients(*oracle, *case.geometry)
   sums = {"y": case.w_shape, "x": (*case.window, case.k), "w": shapes["y"][:-1]}
   for result, want in wants.items():
     operands = {name: jnp.asarray(arrays[name])[None] for name in OPERANDS[result]}
-    if result == "w" and algorithm.startswith("wgmma") and case.name == "dilated_input":
-      continue  # its pixels are no single walk
+    if result == "w" and algorithm.startswith("wgmma") and (case.name == "dilated_input" or dtype == "float32"):
+      continue  # its pixels are no single walk; TF32 has no MN-major operands
     assert plan(result, *operands.values(), spec, np.dtype(out_dtype), hopper=True), case.name
     f = lambda a, b, r=result: convolve(r, dict(zip(OPERANDS[r], (a, b), strict=True)), spec, out_dtype)  # noqa: E731
     got = assert_repeatable(f, *operands.values(), repeats=3)
@@ -122,20 +147,47 @@ def test_kernels(case, tile):
   for dtype in ("bfloat16", "float16"):
     check(case, tile, dtype, dtype)
   check(case, tile, "bfloat16", "float32")
+  check(case, tile, "float32", "float32")
+
+
+HIGH = (lax.Precision.HIGH,) * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", ["mma 128x64", "mma 64x64", "mma 128x32"])
+@pytest.mark.parametrize("case", [CASES[0], CASES[3], CASES[-1]], ids=lambda c: c.name)
+def test_three_products_are_nearly_float32(case, tile):
+  check(case, tile, "float32", "float32", HIGH, sample)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["default", "high", "highest"])
+def test_not_finite(precision):
+  """Infinities and NaN come through the roundings, the largest mantissa and the canonical NaN of CUDA too."""
+  x = np.ones((1, 8, 8, 64), np.float32)
+  x[0, 0, 0, 0], x[0, 2, 2, 1], x[0, 4, 4, 2] = np.inf, -np.inf, np.nan
+  x[0, 6, 6, 3] = np.uint32(0x7FFFFFFF).view(np.float32)
+  w = np.ones((1, 1, 64, 64), np.float32)
+  want = conv_oracle(x.astype(np.float64), w.astype(np.float64), (1, 1), ((0, 0),) * 2, (1, 1), (1, 1))
+  for name in (a.name for a in jaxdnn.conv_algorithms(x, w, precision=precision)):
+    assert_close(jaxdnn.conv(x, w, precision=precision, algorithm=name), want, "float32", terms=64)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("stride", [1, 2])
-def test_many_tiles_for_every_block(tile, stride):
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_many_tiles_for_every_block(tile, stride, dtype):
   """More tiles than multiprocessors, of many steps, so that warpgroups take turns; against the portable kernel."""
-  x, w = sample((32, 56, 56, 64), "bfloat16"), sample((3, 3, 64, 128), "bfloat16", 1)
+  x, w = coarse((32, 56, 56, 64), dtype), coarse((3, 3, 64, 128), dtype, 1)
   spec = ConvSpec((stride,) * 2, SAME3, (1, 1), (1, 1), 1, (56, 56), (3, 3), None)
-  y = sample((32, *spec.y_spatial, 128), "bfloat16", 2)
+  y = coarse((32, *spec.y_spatial, 128), dtype, 2)
   arrays = {name: jnp.asarray(a)[None] for name, a in {"x": x, "w": w, "y": y}.items()}
   for result in OPERANDS:
+    if dtype == "float32" and result == "w":
+      continue
     f = lambda algorithm, r=result: convolve(  # noqa: E731
-      r, {n: arrays[n] for n in OPERANDS[r]}, dataclasses.replace(spec, algorithm=algorithm), jnp.bfloat16
+      r, {n: arrays[n] for n in OPERANDS[r]}, dataclasses.replace(spec, algorithm=algorithm), jnp.dtype(dtype)
     )
     want, got = exact(f("implicit_gemm_mma")), exact(f(tile))
     terms = np.prod(y.shape[:-1]) if result == "w" else 1152
@@ -146,12 +198,16 @@ def test_many_tiles_for_every_block(tile, stride):
 @pytest.mark.sanitize
 @pytest.mark.parametrize("name", ["ragged", "phases_without_taps", "dilated_input", "1d", "3d"])
 def test_hopper_kernels_under_the_sanitizer(name):
+  case = next(case for case in CASES if case.name == name)
   for tile in ("wgmma 64x64", "wgmma 128x128"):
-    check(next(case for case in CASES if case.name == name), tile, "bfloat16", "bfloat16")
+    for dtype in ("bfloat16", "float32"):
+      check(case, tile, dtype, dtype)
+  check(case, "mma 128x64", "float32", "float32", HIGH, sample)
 
 
 @pytest.mark.gpu
-def test_random_problems_on_hopper():
+@pytest.mark.parametrize("dtype, expected", [("bfloat16", 150), ("float32", 100)])
+def test_random_problems_on_hopper(dtype, expected):
   """A hundred problems around the limits of the TMA unit, of which it must take most."""
   rng = np.random.default_rng(0)
   taken = 0
@@ -161,22 +217,22 @@ def test_random_problems_on_hopper():
     window, stride, lhs, rhs = small(1, 4), small(1, 3), small(1, 2), small(1, 4)
     spatial = small(3, 12 if rank < 3 else 6)
     padding = tuple((int(a), int(b)) for a, b in rng.integers(-1, 6, (rank, 2)))
-    c, k = (8 * int(v) for v in rng.integers(1, 18, 2))
+    c, k = (16 // jnp.dtype(dtype).itemsize * int(v) for v in rng.integers(1, 18, 2))
     case = ConvCase("random", int(rng.integers(1, 4)), spatial, window=window, c=c, k=k, stride=stride,
                     padding=padding, lhs_dilation=lhs, rhs_dilation=rhs)  # fmt: skip
     spec = ConvSpec(*case.geometry, 1, spatial, window, None, "implicit_gemm_wgmma")
     if min(spec.y_spatial) == 0:
       continue
     shapes = {"x": case.x_shape, "w": case.w_shape, "y": (case.batch, *spec.y_spatial, k)}
-    arrays = {name: sample(shape, "bfloat16", seed) for seed, (name, shape) in enumerate(shapes.items())}
+    arrays = {name: coarse(shape, dtype, seed) for seed, (name, shape) in enumerate(shapes.items())}
     oracle = [exact(arrays[name]) for name in "xwy"]
     wants = {"y": conv_oracle(*oracle[:2], *case.geometry)}
     wants["x"], wants["w"] = conv_gradients(*oracle, *case.geometry)
     for result, want in wants.items():
       operands = {name: jnp.asarray(arrays[name])[None] for name in OPERANDS[result]}
-      if plan(result, *operands.values(), spec, jnp.bfloat16, hopper=True) is None:
+      if plan(result, *operands.values(), spec, jnp.dtype(dtype), hopper=True) is None:
         continue
       taken += 1
-      got = convolve(result, operands, spec, jnp.bfloat16)
-      assert_close(got[0], want, "bfloat16", terms=4000, scale=np.abs(want).max() + 1)
-  assert taken > 150
+      got = convolve(result, operands, spec, jnp.dtype(dtype))
+      assert_close(got[0], want, dtype, terms=4000, scale=np.abs(want).max() + 1)
+  assert taken > expected

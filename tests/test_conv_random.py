@@ -50,7 +50,7 @@ def oracle_with_batch_groups(f, x, w, g, batch_groups):
   return [f(*share) for share in shares]
 
 
-def check(seed, dtype, multiple):
+def check(seed, dtype, multiple, drawn=None, **kwargs):
   rng = np.random.default_rng(seed)
   cfg = random_configuration(rng, multiple)
   spatial_letters = [c for c in cfg["numbers"][1] if c not in "IO"]
@@ -61,14 +61,17 @@ def check(seed, dtype, multiple):
     return np.transpose(a, [source.index(c) for c in target])
 
   def draw(shape):
-    return rng.standard_normal(shape).astype(np.dtype(getattr(ml_dtypes, dtype, dtype)))
+    a = rng.standard_normal(shape)
+    for name in (drawn or dtype, dtype):
+      a = a.astype(np.dtype(getattr(ml_dtypes, name, name)))
+    return a
 
   x, w = draw(cfg["x_shape"]), draw(cfg["w_shape"])
   geometry = cfg["stride"], cfg["padding"], cfg["lhs_dilation"], cfg["rhs_dilation"]
   call = functools.partial(
     jaxdnn.conv_general_dilated, window_strides=cfg["stride"], padding=cfg["padding"], lhs_dilation=cfg["lhs_dilation"],
     rhs_dilation=cfg["rhs_dilation"], dimension_numbers=cfg["numbers"], feature_group_count=cfg["groups"],
-    batch_group_count=cfg["batch_groups"],
+    batch_group_count=cfg["batch_groups"], **kwargs,
   )  # fmt: skip
   xt, wt = layout(x, canonical[0], cfg["numbers"][0]), layout(w, canonical[1], cfg["numbers"][1])
   y_shape = jax.eval_shape(functools.partial(lax.conv_general_dilated, **call.keywords), xt, wt).shape
@@ -100,3 +103,11 @@ def test_random_configurations(seed):
 def test_random_configurations_on_the_tensor_cores(seed, multiple):
   """Every width of the copies that fill shared memory."""
   check(seed, "float16" if seed % 2 else "bfloat16", multiple)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("multiple", [1, 4], ids=["elements", "chunks"])
+@pytest.mark.parametrize("precision", ["default", "high"])
+@pytest.mark.parametrize("seed", range(50))
+def test_random_configurations_in_tf32(seed, precision, multiple):
+  check(seed, "float32", multiple, "bfloat16" if precision == "default" else "float32", precision=precision)

@@ -21,7 +21,7 @@ LOWERED = {
   "conv": (
     functools.partial(jaxdnn.conv, stride=(2, 1), padding=((1, 0), (-1, 2)), dilation=(1, 2), groups=2),
     [X, W],
-    ["jaxdnn.conv_fwd.v2", "jaxdnn.conv_dgrad.v2", "jaxdnn.conv_wgrad.v2"],
+    ["jaxdnn.conv_fwd.v3", "jaxdnn.conv_dgrad.v3", "jaxdnn.conv_wgrad.v3"],
   ),
   "layer_norm": (
     jaxdnn.layer_norm,
@@ -148,11 +148,12 @@ def test_convolution_attributes():
     "padding_low = dense<[1, -1]> : tensor<2xi64>",
     "lhs_dilation = dense<1> : tensor<2xi64>",
     "rhs_dilation = dense<[1, 2]> : tensor<2xi64>",
-    "precision = 0 : i64",
+    "products = 0 : i64",
   ):
     assert attribute in program
-  highest = text(functools.partial(jaxdnn.conv, groups=2, precision="highest"), zeros(operands), "cuda")
-  assert "precision = 2 : i64" in highest
+  for precision, products in (("default", 1), ("high", 3), ("highest", 0)):
+    lowered = text(functools.partial(jaxdnn.conv, groups=2, precision=precision), zeros(operands), "cuda")
+    assert f"products = {products} : i64" in lowered
 
 
 @built
@@ -210,7 +211,7 @@ def test_planner_is_a_pure_function_of_the_problem():
 def test_planner_prefers_big_tiles_for_big_problems_and_splits_long_sums():
   common = dict(
     in_dtype="float32", out_dtype="float32", stride=(1, 1), padding_low=(1, 1), lhs_dilation=(1, 1),
-    rhs_dilation=(1, 1), hopper=False, algorithm="",
+    rhs_dilation=(1, 1), products=0, hopper=False, algorithm="",
   )  # fmt: skip
   plan = _extension.native.plan_conv
   x, y = (1, 64, 56, 56, 64), (1, 64, 56, 56, 64)

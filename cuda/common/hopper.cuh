@@ -155,35 +155,38 @@ __device__ inline void WaitForProducts() {
 #define JAXDNN_SUMS4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define JAXDNN_SUMS16(i) JAXDNN_SUMS4(i), JAXDNN_SUMS4(i + 4), JAXDNN_SUMS4(i + 8), JAXDNN_SUMS4(i + 12)
 #define JAXDNN_SUMS64(i) JAXDNN_SUMS16(i), JAXDNN_SUMS16(i + 16), JAXDNN_SUMS16(i + 32), JAXDNN_SUMS16(i + 48)
-// Of m64nNk16; `tail` numbers the operands after the sums: a, b, whether to add to the sums, which are transposed.
-#define JAXDNN_WGMMA(type, n, operands, a, b, add, ta, tb, ...)                                             \
-  asm volatile("{\n .reg .pred add;\n setp.ne.b32 add, " add ", 0;\n wgmma.mma_async.sync.aligned.m64n" n   \
-               "k16.f32." type "." type " {" operands "}, " a ", " b ", add, 1, 1, " ta ", " tb ";\n}"      \
-               : __VA_ARGS__                                                                                \
-               : "l"(a_tile), "l"(b_tile), "r"(int{add_to}), "n"(int{kTransposedA}), "n"(int{kTransposedB}) \
+// Of m64nNkK; the operands after the sums are a, b, whether to add to the sums, and which are transposed, if `more`.
+#define JAXDNN_WGMMA(type, n, k, operands, a, b, add, more, ...)                                                \
+  asm volatile("{\n .reg .pred add;\n setp.ne.b32 add, " add ", 0;\n wgmma.mma_async.sync.aligned.m64n" n "k" k \
+               ".f32." type "." type " {" operands "}, " a ", " b ", add, 1, 1" more ";\n}"                     \
+               : __VA_ARGS__                                                                                    \
+               : "l"(a_tile), "l"(b_tile), "r"(int{add_to}), "n"(int{kTransposedA}), "n"(int{kTransposedB})     \
                : "memory")
-#define JAXDNN_WGMMA_OF_TYPE(type)                                                                                   \
-  if constexpr (kColumns == 64) {                                                                                    \
-    JAXDNN_WGMMA(type, "64", JAXDNN_TEN() JAXDNN_TEN(1) JAXDNN_TEN(2) "%30, %31", "%32", "%33", "%34", "%35", "%36", \
-                 JAXDNN_SUMS16(0), JAXDNN_SUMS16(16));                                                               \
-  } else {                                                                                                           \
-    static_assert(kColumns == 128);                                                                                  \
-    JAXDNN_WGMMA(type, "128",                                                                                        \
-                 JAXDNN_TEN() JAXDNN_TEN(1) JAXDNN_TEN(2) JAXDNN_TEN(3) JAXDNN_TEN(4)                                \
-                     JAXDNN_TEN(5) "%60, %61, %62, %63",                                                             \
-                 "%64", "%65", "%66", "%67", "%68", JAXDNN_SUMS64(0));                                               \
+#define JAXDNN_WGMMA_OF_TYPE(type, k, more64, more128)                                                            \
+  if constexpr (kColumns == 64) {                                                                                 \
+    JAXDNN_WGMMA(type, "64", k, JAXDNN_TEN() JAXDNN_TEN(1) JAXDNN_TEN(2) "%30, %31", "%32", "%33", "%34", more64, \
+                 JAXDNN_SUMS16(0), JAXDNN_SUMS16(16));                                                            \
+  } else {                                                                                                        \
+    static_assert(kColumns == 128);                                                                               \
+    JAXDNN_WGMMA(type, "128", k,                                                                                  \
+                 JAXDNN_TEN() JAXDNN_TEN(1) JAXDNN_TEN(2) JAXDNN_TEN(3) JAXDNN_TEN(4)                             \
+                     JAXDNN_TEN(5) "%60, %61, %62, %63",                                                          \
+                 "%64", "%65", "%66", more128, JAXDNN_SUMS64(0));                                                 \
   }
 
-// d += A B, or d = A B where `add_to` is false, of 64 rows, kColumns columns and 16 terms, by the 128 threads of a
-// warpgroup. Thread 32 w + l holds of row 16 w + l / 4 the columns 8 j + 2 (l % 4) + {0, 1} in d[4 j + {0, 1}], and of
-// the row 8 below in d[4 j + {2, 3}]. Transposed operands are MN-major.
+// d += A B, or d = A B where `add_to` is false, of 64 rows, kColumns columns and 32 bytes of terms, by the 128 threads
+// of a warpgroup. Thread 32 w + l holds of row 16 w + l / 4 the columns 8 j + 2 (l % 4) + {0, 1} in d[4 j + {0, 1}],
+// and of the row 8 below in d[4 j + {2, 3}]. Transposed operands are MN-major; floats are read as TF32 and cannot be.
 template <class In, int kColumns, bool kTransposedA, bool kTransposedB>
 __device__ inline void Multiply(float (&d)[kColumns / 2], uint64_t a_tile, uint64_t b_tile, bool add_to) {
   if constexpr (!kAvailable) {
+  } else if constexpr (std::is_same_v<In, float>) {
+    static_assert(!kTransposedA && !kTransposedB);
+    JAXDNN_WGMMA_OF_TYPE("tf32", "8", "", "")
   } else if constexpr (std::is_same_v<In, __nv_bfloat16>) {
-    JAXDNN_WGMMA_OF_TYPE("bf16")
+    JAXDNN_WGMMA_OF_TYPE("bf16", "16", ", %35, %36", ", %67, %68")
   } else {
-    JAXDNN_WGMMA_OF_TYPE("f16")
+    JAXDNN_WGMMA_OF_TYPE("f16", "16", ", %35, %36", ", %67, %68")
   }
 }
 

@@ -1,5 +1,5 @@
-// Matrix products of 16-bit floats on the tensor cores, a warp at a time (sm_80 and newer), and the asynchronous copies
-// and matrix loads that feed them. PTX ISA 8.0: cp.async, ldmatrix, mma.m16n8k16.
+// Matrix products on the tensor cores, a warp at a time (sm_80 and newer), of 16-bit floats and of floats as TF32, and
+// the asynchronous copies and matrix loads that feed them. PTX ISA 8.0: cp.async, ldmatrix, mma.m16n8k16, mma.m16n8k8.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -32,7 +32,8 @@ __device__ inline void WaitForCopies() {
 }
 
 // Four 8x8 matrices of 16-bit elements; lane i gives the address of row i % 8 of matrix i / 8. Of each matrix, or of
-// its transpose, lane i then holds the elements 2 (i % 4) and 2 (i % 4) + 1 of row i / 4.
+// its transpose, lane i then holds the elements 2 (i % 4) and 2 (i % 4) + 1 of row i / 4: of an 8x4 matrix of floats
+// that is element i % 4.
 template <bool kTransposed>
 __device__ inline void LoadMatrices(uint32_t (&r)[4], uint32_t address) {
   if constexpr (kTransposed) {
@@ -48,8 +49,37 @@ __device__ inline void LoadMatrices(uint32_t (&r)[4], uint32_t address) {
   }
 }
 
-// d += A B with A 16x16 and B 16x8. Lane i holds of d the columns 2 (i % 4) and 2 (i % 4) + 1 in rows i / 4 and
-// i / 4 + 8.
+// To TF32's 11 bits of mantissa, to nearest; the product would cut them off.
+__device__ inline void RoundToTf32(uint32_t (&r)[4]) {
+#pragma unroll
+  for (uint32_t& v : r)
+#if __CUDA_ARCH__ >= 900
+    asm("cvt.rn.tf32.f32 %0, %1;" : "=r"(v) : "f"(__uint_as_float(v)));
+#else
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(v) : "f"(__uint_as_float(v)));
+#endif
+}
+
+// Into r and what that leaves, both TF32. An infinity or NaN goes to the rest, which meets the large part of the other
+// operand alone: times its rest, most often 0, it would be NaN.
+__device__ inline void SplitTf32(uint32_t (&r)[4], uint32_t (&rest)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) rest[i] = r[i];
+  RoundToTf32(r);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float large = __uint_as_float(r[i]);
+    if (isfinite(large)) {
+      rest[i] = __float_as_uint(__uint_as_float(rest[i]) - large);
+    } else {
+      r[i] = 0;
+    }
+  }
+  RoundToTf32(rest);
+}
+
+// d += A B with A 16x16 and B 16x8, or 16x8 and 8x8 of floats. Lane i holds of d the columns 2 (i % 4) and
+// 2 (i % 4) + 1 in rows i / 4 and i / 4 + 8.
 template <class T>
 __device__ inline void Mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
 
@@ -66,6 +96,15 @@ template <>
 __device__ inline void Mma<__half>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+template <>
+__device__ inline void Mma<float>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
       "{%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));

@@ -25,8 +25,8 @@ struct StepCost {
   double latency, busy, resident;
 };
 
-StepCost CostOf(const TileShape& t, Direction direction, int depth) {
-  const bool filter = direction == Direction::kFilterGradient;
+StepCost CostOf(const TileShape& t, const Problem& p, int depth) {
+  const bool filter = p.direction == Direction::kFilterGradient, floats = p.in == DType::kF32;
   const double simt_step = t.rows * t.columns * depth / 128.0;
   switch (t.tile) {
     case Tile::kSimt128x64:
@@ -36,13 +36,13 @@ StepCost CostOf(const TileShape& t, Direction direction, int depth) {
     case Tile::kSimt128x8:
       return {700, simt_step / 0.3, 8};
     case Tile::kMma128x128:
-      return filter ? StepCost{1350, 980, 2} : StepCost{900, 700, 2};
+      return !filter ? StepCost{900, 700, 2} : floats ? StepCost{2050, 1350, 2} : StepCost{1350, 980, 2};
     case Tile::kMma128x64:
-      return filter ? StepCost{1350, 820, 3} : StepCost{600, 420, 2};
+      return !filter ? StepCost{600, 420, 2} : floats ? StepCost{1550, 970, 3} : StepCost{1350, 820, 3};
     case Tile::kMma64x64:
-      return filter ? StepCost{1100, 440, 4} : StepCost{650, 260, 3};
+      return !filter ? StepCost{650, 260, 3} : floats ? StepCost{1020, 600, 3} : StepCost{1100, 440, 4};
     case Tile::kMma128x32:
-      return filter ? StepCost{1350, 580, 3} : StepCost{700, 300, 3};
+      return !filter ? StepCost{700, 300, 3} : floats ? StepCost{1320, 790, 3} : StepCost{1350, 580, 3};
     default:
       return {};
   }
@@ -54,29 +54,29 @@ struct WgmmaCost {
   double step, tile;
 };
 
-WgmmaCost WgmmaCostOf(const TileShape& t, Direction direction) {
-  const bool filter = direction == Direction::kFilterGradient;
+WgmmaCost WgmmaCostOf(const TileShape& t, const Problem& p) {
+  const bool filter = p.direction == Direction::kFilterGradient, floats = p.in == DType::kF32;
   switch (t.tile) {
     case Tile::kWgmma128x128:
-      return filter ? WgmmaCost{660, 1200} : WgmmaCost{600, 4400};
+      return filter ? WgmmaCost{660, 1200} : floats ? WgmmaCost{625, 8000} : WgmmaCost{600, 4400};
     case Tile::kWgmma256x64:
-      return filter ? WgmmaCost{800, 1600} : WgmmaCost{750, 4400};
+      return filter ? WgmmaCost{800, 1600} : floats ? WgmmaCost{795, 8000} : WgmmaCost{750, 4400};
     case Tile::kWgmma128x64:
-      return filter ? WgmmaCost{480, 500} : WgmmaCost{410, 4100};
+      return filter ? WgmmaCost{480, 500} : floats ? WgmmaCost{450, 6100} : WgmmaCost{410, 4100};
     case Tile::kWgmma64x128:
-      return filter ? WgmmaCost{480, 0} : WgmmaCost{465, 3400};
+      return filter ? WgmmaCost{480, 0} : floats ? WgmmaCost{450, 4700} : WgmmaCost{465, 3400};
     case Tile::kWgmma64x64:
-      return filter ? WgmmaCost{335, 0} : WgmmaCost{355, 3500};
+      return filter ? WgmmaCost{335, 0} : floats ? WgmmaCost{360, 4100} : WgmmaCost{355, 3500};
     default:
       return {};
   }
 }
 
-// Elements that the mma.sync kernels copy at once.
-int VectorLength(const Problem& p) {
-  const auto divides = [&](int n) { return p.channels % n == 0 && p.features % n == 0; };
-  return divides(8) ? 8 : divides(2) ? 2 : 1;
-}
+// Whether rows of channels are runs of so many elements, or of whole 16-byte chunks.
+bool InRunsOf(const Problem& p, int64_t n) { return p.channels % n == 0 && p.features % n == 0; }
+bool InChunks(const Problem& p) { return InRunsOf(p, 16 / SizeOf(p.in)); }
+
+bool IsTripled(const Problem& p) { return p.in == DType::kF32 && p.products == 3; }
 
 double ReductionCycles(int64_t splits, int64_t result_bytes) {
   return splits > 1 ? kLaunchCycles + 2.0 * splits * result_bytes / (kMultiprocessors * kBytesPerCycle) : 0;
@@ -100,27 +100,29 @@ Work WorkOf(const Problem& p, const TileShape& t, int64_t splits) {
 
 double Cycles(const Problem& p, const TileShape& t, int64_t splits) {
   const Work work = WorkOf(p, t, splits);
-  const int depth = t.unit == Unit::kMma ? MmaDepth(p.direction) : SimtDepth(p.in);
-  const StepCost cost = CostOf(t, p.direction, depth);
+  const int depth = t.unit == Unit::kMma ? MmaDepth(p.direction, SizeOf(p.in)) : SimtDepth(p.in);
+  const StepCost cost = CostOf(t, p, depth);
   // Finding its place and storing its sums take a block as long as some steps.
   const double steps = std::ceil(work.depth / depth) + (t.unit == Unit::kMma ? 8 : 4);
   const double each = std::ceil(work.tiles / kMultiprocessors);
-  const double pieces = t.unit == Unit::kSimt || VectorLength(p) == 8 ? 1 : VectorLength(p) == 2 ? 1.6 : 2;
-  return steps * pieces * std::max(std::ceil(each / cost.resident) * cost.latency, each * cost.busy);
+  // What the mma.sync kernels copy piece by piece.
+  const double pieces = t.unit == Unit::kSimt || InChunks(p) ? 1 : InRunsOf(p, 4 / SizeOf(p.in)) ? 1.6 : 2;
+  return steps * pieces * (IsTripled(p) ? 2.5 : 1) *
+         std::max(std::ceil(each / cost.resident) * cost.latency, each * cost.busy);
 }
 
 double WgmmaCycles(const Problem& p, const TileShape& t, int64_t splits) {
-  const WgmmaCost cost = WgmmaCostOf(t, p.direction);
+  const WgmmaCost cost = WgmmaCostOf(t, p);
   Work work = WorkOf(p, t, splits);
   double steps;
   if (p.direction == Direction::kFilterGradient) {
     // Rows come in units of a line of channels.
-    const double units = double(p.Taps()) * CeilDiv(p.channels, kWgmmaDepth);
-    work.tiles = std::ceil(units / (t.rows / kWgmmaDepth)) * CeilDiv(p.features, t.columns) * splits;
-    steps = std::ceil(work.depth / kWgmmaDepth);
+    const double units = double(p.Taps()) * CeilDiv(p.channels, 64);
+    work.tiles = std::ceil(units / (t.rows / 64)) * CeilDiv(p.features, t.columns) * splits;
+    steps = std::ceil(work.depth / WgmmaDepth(p.in));
   } else {
     const int64_t channels = p.direction == Direction::kForward ? p.channels : p.features;
-    steps = std::max(1.0, work.depth / channels * CeilDiv(channels, kWgmmaDepth));
+    steps = std::max(1.0, work.depth / channels * CeilDiv(channels, WgmmaDepth(p.in)));
   }
   const double each = std::ceil(work.tiles / kMultiprocessors), busy = steps * cost.step;
   return each * std::max(busy, (busy + cost.tile) / 2) + cost.tile;
@@ -138,19 +140,22 @@ bool Indexable(const Problem& p) {
          p.Taps() * std::max(p.channels, p.features) < kIndexLimit;
 }
 
-// The tensor-core kernels take 16-bit floats. Hopper's take what the TMA unit can read: one problem and group, lines of
-// whole 16-byte chunks. Those with mma.sync take all but the longest windows. Rows of channels that are no whole
-// 16-byte chunks have one tile only (VisitMmaKernel).
+// The tensor-core kernels take 16-bit floats, and floats that may be rounded to TF32. Hopper's take what the TMA unit
+// can read: one problem and group, lines of whole 16-byte chunks. Those with mma.sync take all but the longest windows.
+// Rows of channels that are no whole chunks have one tile only (VisitMmaKernel), and three products a term too many
+// registers for the largest.
 bool Takes(const TileShape& t, const Problem& p, bool hopper) {
   if (t.unit == Unit::kSimt) return true;
-  const bool half = p.in == DType::kF16 || p.in == DType::kBF16;
+  if (p.in == DType::kF64 || (p.in == DType::kF32 && p.products == 0)) return false;
   if (t.unit == Unit::kWgmma) {
     MappedPhase phases[kMaxMaps];
-    return half && hopper && p.batch == 1 && p.groups == 1 && VectorLength(p) == 8 &&
+    // TF32 has no MN-major operands, which the filter gradient's are.
+    const bool floats = p.in == DType::kF32 && p.products == 1 && p.direction != Direction::kFilterGradient;
+    return hopper && (floats || p.in != DType::kF32) && p.batch == 1 && p.groups == 1 && InChunks(p) &&
            p.images * std::max(p.XPixels(), p.YPixels()) < INT32_MAX && MapPhases(p, phases) > 0;
   }
-  return half && *std::max_element(p.window, p.window + kRank) <= kMmaMaxWindow &&
-         (VectorLength(p) == 8 || t.tile == Tile::kMma128x64);
+  return *std::max_element(p.window, p.window + kRank) <= kMmaMaxWindow &&
+         (InChunks(p) ? !(t.tile == Tile::kMma128x128 && IsTripled(p)) : t.tile == Tile::kMma128x64);
 }
 
 }  // namespace
@@ -200,7 +205,9 @@ std::optional<Config> Choose(const Problem& p, bool hopper, std::string_view alg
       if (splittable && CeilDiv(g.depth, splits) >= kIndexLimit) continue;  // a slice is indexed with 32 bits
       const double cycles =
           (t.unit == Unit::kWgmma ? WgmmaCycles : Cycles)(p, t, splits) + ReductionCycles(splits, result_bytes);
-      if (!best || cycles < best->cycles) best = Config{t.tile, splits, bytes, cycles};
+      const bool transposed = t.unit == Unit::kWgmma && p.in == DType::kF32 && p.direction == Direction::kForward;
+      if (!best || cycles < best->cycles)
+        best = Config{t.tile, splits, transposed ? result_bytes : bytes, cycles + (transposed ? kLaunchCycles : 0)};
     }
   }
   return best;

@@ -24,6 +24,7 @@ struct Problem {
   Direction direction;
   DType in;        // of both operands
   DType out;       // of the result: `in`, or the type it is summed in
+  int products;    // of TF32 for one of floats: 1, 3 for nearly all of float32's bits, or 0 for float32 arithmetic
   int64_t batch;   // independent problems
   int64_t images;  // per problem
   int64_t groups;
@@ -77,8 +78,10 @@ constexpr TileShape kTiles[] = {
 };
 
 // Depth of a tile step: how many terms of the reduction are in shared memory at once.
-constexpr int MmaDepth(Direction direction) { return direction == Direction::kFilterGradient ? 64 : 32; }
-constexpr int kWgmmaDepth = 64;
+constexpr int MmaDepth(Direction direction, int size) {
+  return (direction == Direction::kFilterGradient ? 128 : 64) / size;
+}
+constexpr int WgmmaDepth(DType in) { return in == DType::kF32 ? 32 : 64; }
 constexpr int SimtDepth(DType in) { return in == DType::kF64 ? 8 : 16; }
 
 // The most taps along a dimension that the tensor-core kernels take.
@@ -87,7 +90,7 @@ constexpr int64_t kMmaMaxWindow = 511;
 struct Config {
   Tile tile;
   int64_t splits;           // slices of the reduction, summed in order by a second kernel when more than 1
-  int64_t workspace_bytes;  // for the slices' partial sums
+  int64_t workspace_bytes;  // for the slices' partial sums, or a transposed filter
   double cycles;            // modelled time, for comparing configurations
 };
 

@@ -1,7 +1,7 @@
-// Forward convolution and data gradient as an implicit matrix product on the tensor cores, for 16-bit floats: every
-// shape, stride, dilation, padding, rank and group count, on every architecture since sm_80, with no workspace.
+// Forward convolution and data gradient as an implicit matrix product on the tensor cores, for 16-bit floats and TF32:
+// every shape, stride, dilation, padding, rank and group count, on every architecture since sm_80, with no workspace.
 //
-// data.cuh says what rows, columns and taps are. A thread copies chunks of 8 elements: of the operand always the same
+// data.cuh says what rows, columns and taps are. A thread copies chunks of 16 bytes: of the operand always the same
 // few rows, whose first address and valid taps it keeps in registers, and of each step the chunk at one depth. It walks
 // along the depth, channels within taps, so that the main loop divides nothing.
 #include "cuda/conv/data.cuh"
@@ -78,7 +78,7 @@ struct Walk {
 
 template <class T, int kVec, class In>
 struct LoadOperand {
-  using Tile = OperandTile<T::kRows, T::kDepth, true>;
+  using Tile = OperandTile<In, T::kRows, T::kDepth, true>;
   using Mine = Share<Tile, T::kThreads>;
   const DataParams& p;
   const DataBlock& block;
@@ -93,7 +93,7 @@ struct LoadOperand {
         block(block),
         depth(depth),
         place(Tile::Offset(Mine::Line(), Mine::Chunk())),
-        walk(p, block.taps, Mine::Chunk() * 8) {
+        walk(p, block.taps, Mine::Chunk() * kChunk<In>) {
 #pragma unroll
     for (int j = 0; j < Mine::kCount; ++j) {
       const Row& row = tile[Mine::Line() + j * Mine::kLinesApart];
@@ -104,14 +104,15 @@ struct LoadOperand {
   }
 
   __device__ void operator()(int step, uint32_t stage) {
-    if constexpr (kVec == 8) {
-      Copy<8>(stage + place, walk);
+    if constexpr (kVec == kChunk<In>) {
+      Copy<kVec>(stage + place, walk);
       walk.template Advance<T::kDepth>(p, block.phase);
     } else {
       // The chunk's elements may belong to several taps.
 #pragma unroll 1
-      for (int i = 0; i < 8; i += kVec)
-        Copy<kVec>(stage + place + 2 * i, Walk(p, block.taps, step * T::kDepth + Mine::Chunk() * 8 + i));
+      for (int i = 0; i < kChunk<In>; i += kVec)
+        Copy<kVec>(stage + place + sizeof(In) * i,
+                   Walk(p, block.taps, step * T::kDepth + Mine::Chunk() * kChunk<In> + i));
     }
   }
 
@@ -127,7 +128,7 @@ struct LoadOperand {
 // The filter forward: [tap, channel] lines of output channels.
 template <class T, int kVec, class In>
 struct LoadFilterForward {
-  using Tile = OperandTile<T::kColumns, T::kDepth, false>;
+  using Tile = OperandTile<In, T::kColumns, T::kDepth, false>;
   using Mine = Share<Tile, T::kThreads>;
   const DataParams& p;
   const DataBlock& block;
@@ -138,10 +139,10 @@ struct LoadFilterForward {
   __device__ LoadFilterForward(const DataParams& p, const DataBlock& block, const In* filter, int depth)
       : p(p),
         block(block),
-        filter(filter + block.FilterStart(p) + block.column_tile * T::kColumns + Mine::Chunk() * 8),
+        filter(filter + block.FilterStart(p) + block.column_tile * T::kColumns + Mine::Chunk() * kChunk<In>),
         next(this->filter + Mine::Line() * p.filter_channel),
         depth(depth),
-        columns(p.columns - block.column_tile * T::kColumns - Mine::Chunk() * 8),
+        columns(p.columns - block.column_tile * T::kColumns - Mine::Chunk() * kChunk<In>),
         place(Tile::Offset(Mine::Line(), Mine::Chunk())) {}
 
   __device__ void operator()(int step, uint32_t stage) {
@@ -154,8 +155,8 @@ struct LoadFilterForward {
         from = filter + at.filter + at.channel * p.filter_channel;
       }
 #pragma unroll
-      for (int i = 0; i < 8; i += kVec)
-        CopyElements<kVec>(stage + place + Mine::Step(j) + 2 * i, from + i, k < depth && i < columns);
+      for (int i = 0; i < kChunk<In>; i += kVec)
+        CopyElements<kVec>(stage + place + Mine::Step(j) + sizeof(In) * i, from + i, k < depth && i < columns);
     }
     next += T::kDepth * p.filter_channel;
   }
@@ -164,7 +165,7 @@ struct LoadFilterForward {
 // The filter in the data gradient: for every column (an input channel) lines of (tap, output channel).
 template <class T, int kVec, class In>
 struct LoadFilterTransposed {
-  using Tile = OperandTile<T::kColumns, T::kDepth, true>;
+  using Tile = OperandTile<In, T::kColumns, T::kDepth, true>;
   using Mine = Share<Tile, T::kThreads>;
   const DataParams& p;
   const DataBlock& block;
@@ -179,16 +180,17 @@ struct LoadFilterTransposed {
         depth(depth),
         columns(p.columns - block.column_tile * T::kColumns - Mine::Line()),
         place(Tile::Offset(Mine::Line(), Mine::Chunk())),
-        walk(p, block.taps, Mine::Chunk() * 8) {}
+        walk(p, block.taps, Mine::Chunk() * kChunk<In>) {}
 
   __device__ void operator()(int step, uint32_t stage) {
-    const int k = step * T::kDepth + Mine::Chunk() * 8;
-    if constexpr (kVec == 8) {
-      Copy<8>(stage + place, walk, k);
+    const int k = step * T::kDepth + Mine::Chunk() * kChunk<In>;
+    if constexpr (kVec == kChunk<In>) {
+      Copy<kVec>(stage + place, walk, k);
       walk.template Advance<T::kDepth>(p, block.phase);
     } else {
 #pragma unroll 1
-      for (int i = 0; i < 8; i += kVec) Copy<kVec>(stage + place + 2 * i, Walk(p, block.taps, k + i), k + i);
+      for (int i = 0; i < kChunk<In>; i += kVec)
+        Copy<kVec>(stage + place + sizeof(In) * i, Walk(p, block.taps, k + i), k + i);
     }
   }
 

@@ -1,8 +1,10 @@
-// Forward convolution and data gradient as an implicit matrix product on Hopper's tensor cores, for 16-bit floats.
+// Forward convolution and data gradient as an implicit matrix product on Hopper's tensor cores, for 16-bit floats, and
+// for floats as TF32.
 //
-// Rows are positions of a phase, columns the result's channels, and a step of the reduction is a line of 64 channels of
+// Rows are positions of a phase, columns the result's channels, and a step of the reduction is a line of channels of
 // one tap: one im2col load, and a box of the filter [taps, channels, features], which forward is MN-major and in the
-// data gradient K-major. What lies past the last channel is read as zeros, of the filter too.
+// data gradient K-major. TF32 has no MN-major operands, so forward reads a copy [taps, features, channels] that a first
+// kernel makes. What lies past the last channel is read as zeros, of the filter too.
 #include "cuda/conv/wgmma.h"
 #include "cuda/conv/wgmma_tile.cuh"
 
@@ -56,15 +58,19 @@ __device__ int64_t ResultPixel(const Params& p, const MappedPhase& f, int64_t ro
   return pixel;
 }
 
+// Whether the filter's columns are what lies next to each other.
+template <class T, bool kForward>
+constexpr bool kColumnsFirst = kForward && sizeof(typename T::In) == 2;
+
 template <class T, bool kForward>
 __device__ void LoadFilter(const Params& p, const Ring<T>& ring, int column, int line, int tap) {
   const uint32_t to = ring.Data() + T::kBytesA;
-  if constexpr (kForward) {
+  if constexpr (kColumnsFirst<T, kForward>) {
 #pragma unroll
     for (int slab = 0; slab < T::kColumns / 64; ++slab)
-      hopper::LoadBox(to + slab * T::kSlab, &p.filter, ring.Full(), column + slab * 64, line * kLine, tap);
+      hopper::LoadBox(to + slab * T::kSlab, &p.filter, ring.Full(), column + slab * 64, line * T::kLine, tap);
   } else {
-    hopper::LoadBox(to, &p.filter, ring.Full(), line * kLine, column, tap);
+    hopper::LoadBox(to, &p.filter, ring.Full(), line * T::kLine, column, tap);
   }
 }
 
@@ -96,13 +102,48 @@ __device__ void Produce(const Params& p, Ring<T> ring) {
           }
           for (int line = 0; line < p.lines; ++line) {
             BeginStage(ring);
-            hopper::LoadPixels<kDimensions>(ring.Data(), &p.operand[place.phase], ring.Full(), line * kLine, at, image,
-                                            offset);
+            hopper::LoadPixels<kDimensions>(ring.Data(), &p.operand[place.phase], ring.Full(), line * T::kLine, at,
+                                            image, offset);
             LoadFilter<T, kForward>(p, ring, place.column, line, number);
             ring.Next();
           }
         }
   }
+}
+
+// Rounds the sums and stores them: by TMA, or a phase's positions one by one.
+template <class T>
+__device__ void StoreRounded(const Params& p, const MappedPhase& f, const Ring<T>& ring, int warpgroup,
+                             const Place& place, const typename T::Sums& sums, typename T::In* out, int64_t* pixels,
+                             int& turn) {
+  const int thread = threadIdx.x % kWarpgroup;
+  if (p.scattered) {
+    hopper::SyncWarpgroup(1 + warpgroup);  // the last tile's are read
+    for (int i = thread; i < T::kRows; i += kWarpgroup) pixels[i] = ResultPixel(p, f, place.row + i);
+  }
+  StoreSlabs<T>(ring.Slabs(), warpgroup, sums, turn, [&](int row, int column, uint32_t slab) {
+    if (!p.scattered) {
+      hopper::ShowSharedToTma();
+      hopper::SyncWarpgroup(1 + warpgroup);
+      if (thread == 0) {
+        hopper::StoreBox(&p.result, slab, place.column + column, static_cast<int>(place.row + row));
+        hopper::CommitStores();
+      }
+      return;
+    }
+    hopper::SyncWarpgroup(1 + warpgroup);
+    const int chunk = thread % 8;
+    if (place.column + column + chunk * 8 >= p.columns) return;
+#pragma unroll
+    for (int line = thread / 8; line < 64; line += kWarpgroup / 8) {
+      const int64_t pixel = pixels[row + line];
+      uint4 v;
+      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                   : "r"(slab + line * kLineBytes + ((chunk ^ (line % 8)) << 4)));
+      if (pixel >= 0) *reinterpret_cast<uint4*>(out + pixel * p.columns + place.column + column + chunk * 8) = v;
+    }
+  });
 }
 
 template <class T, bool kForward>
@@ -118,42 +159,15 @@ __device__ void Consume(const Params& p, Ring<T> ring, int warpgroup, float* wid
       continue;
     }
     typename T::Sums sums;
-    MultiplyStages<T, false, kForward>(ring, steps, warpgroup, sums);
-    if (wide != nullptr) {
+    MultiplyStages<T, false, kColumnsFirst<T, kForward>>(ring, steps, warpgroup, sums);
+    if (sizeof(typename T::In) == 4 || wide != nullptr) {
       StoreSums<T>(sums, wide + place.column, p.columns - place.column, [&](int row) -> int64_t {
         const int64_t pixel = ResultPixel(p, f, place.row + row);
         return pixel < 0 ? -1 : pixel * p.columns;
       });
       continue;
     }
-    const int thread = threadIdx.x % kWarpgroup;
-    if (p.scattered) {
-      hopper::SyncWarpgroup(1 + warpgroup);  // the last tile's are read
-      for (int i = thread; i < T::kRows; i += kWarpgroup) pixels[i] = ResultPixel(p, f, place.row + i);
-    }
-    StoreSlabs<T>(ring.Slabs(), warpgroup, sums, turn, [&](int row, int column, uint32_t slab) {
-      if (!p.scattered) {
-        hopper::ShowSharedToTma();
-        hopper::SyncWarpgroup(1 + warpgroup);
-        if (thread == 0) {
-          hopper::StoreBox(&p.result, slab, place.column + column, static_cast<int>(place.row + row));
-          hopper::CommitStores();
-        }
-        return;
-      }
-      hopper::SyncWarpgroup(1 + warpgroup);
-      const int chunk = thread % 8;
-      if (place.column + column + chunk * 8 >= p.columns) return;
-#pragma unroll
-      for (int line = thread / 8; line < 64; line += kWarpgroup / 8) {
-        const int64_t pixel = pixels[row + line];
-        uint4 v;
-        asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                     : "r"(slab + line * 2 * kLine + ((chunk ^ (line % 8)) << 4)));
-        if (pixel >= 0) *reinterpret_cast<uint4*>(out + pixel * p.columns + place.column + column + chunk * 8) = v;
-      }
-    });
+    if constexpr (sizeof(typename T::In) == 2) StoreRounded<T>(p, f, ring, warpgroup, place, sums, out, pixels, turn);
   }
 }
 
@@ -171,15 +185,31 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   }
 }
 
+// out [taps, columns, rows] = in [taps, rows, columns].
+__global__ void TransposeKernel(const float* in, float* out, int rows, int columns) {
+  constexpr int kSide = 32;
+  __shared__ float tile[kSide][kSide + 1];
+  const int64_t tap = blockIdx.z * int64_t{rows} * columns;
+  const int row = blockIdx.y * kSide, column = blockIdx.x * kSide;
+  for (int i = threadIdx.y; i < kSide; i += blockDim.y)
+    if (row + i < rows && column + threadIdx.x < columns)
+      tile[i][threadIdx.x] = in[tap + int64_t{row + i} * columns + column + threadIdx.x];
+  __syncthreads();
+  for (int i = threadIdx.y; i < kSide; i += blockDim.y)
+    if (column + i < columns && row + threadIdx.x < rows)
+      out[tap + int64_t{column + i} * rows + row + threadIdx.x] = tile[threadIdx.x][i];
+}
+
 template <class T, bool kForward>
-cudaError_t LaunchTile(const Problem& p, const void* operand, const void* filter, void* out, cudaStream_t stream) {
+cudaError_t LaunchTile(const Problem& p, const void* operand, const void* filter, void* out, void* workspace,
+                       cudaStream_t stream) {
   const int64_t channels = kForward ? p.channels : p.features, columns = kForward ? p.features : p.channels;
   Params q = {};
   q.phases = MapPhases(p, q.phase);
   if (q.phases == 0) return cudaErrorInvalidValue;
   q.column_tiles = int(CeilDiv(columns, T::kColumns));
   q.columns = int(columns);
-  q.lines = int(CeilDiv(channels, kLine));
+  q.lines = int(CeilDiv(channels, T::kLine));
   q.images = int(p.images);
   q.scattered = q.phases > 1;
   cudaError_t e = cudaSuccess;
@@ -194,11 +224,19 @@ cudaError_t LaunchTile(const Problem& p, const void* operand, const void* filter
     q.window[d] = int(p.window[d]);
     q.out[d] = int(kForward ? p.y[d] : p.x[d]);
   }
-  if (e == cudaSuccess)
+  if constexpr (kForward && sizeof(typename T::In) == 4) {
+    const dim3 grid(CeilDiv(p.features, 32), CeilDiv(p.channels, 32), p.Taps());
+    TransposeKernel<<<grid, dim3(32, 8), 0, stream>>>(static_cast<const float*>(filter), static_cast<float*>(workspace),
+                                                      int(p.channels), int(p.features));
+    if (e == cudaSuccess) e = cudaPeekAtLastError();
+    if (e == cudaSuccess)
+      e = EncodeBoxes(&q.filter, p.in, workspace, {p.channels, p.features, p.Taps()}, {T::kLine, T::kColumns, 1});
+  } else if (e == cudaSuccess) {
     e = EncodeBoxes(&q.filter, p.in, filter, {p.features, p.channels, p.Taps()},
-                    {kLine, kForward ? kLine : T::kColumns, 1});
-  const bool wide = p.out != p.in;
-  if (e == cudaSuccess && !wide) e = EncodeBoxes(&q.result, p.in, out, {columns, GemmOf(p).rows}, {kLine, 64});
+                    {T::kLine, kForward ? T::kLine : T::kColumns, 1});
+  }
+  const bool wide = p.out == DType::kF32;
+  if (e == cudaSuccess && !wide) e = EncodeBoxes(&q.result, p.in, out, {columns, GemmOf(p).rows}, {T::kLine, 64});
   if (e != cudaSuccess) return e;
 
   return VisitDimensions(q.phase[0].map.dimensions, [&](auto dimensions) {
@@ -210,11 +248,11 @@ cudaError_t LaunchTile(const Problem& p, const void* operand, const void* filter
 }  // namespace
 
 cudaError_t LaunchDataWgmma(const Problem& p, const Config& config, const void* operand, const void* filter, void* out,
-                            cudaStream_t stream) {
-  return VisitWgmmaTile(p, config, [&](auto tile) {
+                            void* workspace, cudaStream_t stream) {
+  return VisitWgmmaTile<true>(p, config, [&](auto tile) {
     using T = typename decltype(tile)::type;
     return (p.direction == Direction::kForward ? LaunchTile<T, true> : LaunchTile<T, false>)(p, operand, filter, out,
-                                                                                             stream);
+                                                                                             workspace, stream);
   });
 }
 

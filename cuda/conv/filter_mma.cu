@@ -1,5 +1,5 @@
-// Filter gradient as an implicit matrix product on the tensor cores, for 16-bit floats: every shape, stride, dilation,
-// padding, rank and group count, on every architecture since sm_80.
+// Filter gradient as an implicit matrix product on the tensor cores, for 16-bit floats and TF32: every shape, stride,
+// dilation, padding, rank and group count, on every architecture since sm_80.
 //
 // Rows are (tap, channel) pairs, columns the output channels of a group, and the reduction runs over all pixels of y,
 // in slices as in filter_simt.cu. Both operands lie in memory as lines of rows or columns, a pixel each. A thread
@@ -38,7 +38,7 @@ struct PixelTable {
 
 template <class T, int kVec, class In>
 struct LoadInput {
-  using Tile = OperandTile<T::kRows, T::kDepth, false>;
+  using Tile = OperandTile<In, T::kRows, T::kDepth, false>;
   using Mine = Share<Tile, T::kThreads>;
   const FilterParams& p;
   const FilterBlock& block;
@@ -46,7 +46,8 @@ struct LoadInput {
   const In* x;
   const int place;
   const bool undilated;
-  int tap[8 / kVec][kRank], channel[8 / kVec];  // of the chunk's elements; past the end a tap that meets nothing
+  int tap[kChunk<In> / kVec][kRank],
+      channel[kChunk<In> / kVec];  // of the chunk's elements; past the end a tap that meets nothing
 
   __device__ LoadInput(const FilterParams& p, const FilterBlock& block, PixelTable<T>& table, const In* x)
       : p(p),
@@ -56,8 +57,8 @@ struct LoadInput {
         place(Tile::Offset(Mine::Line(), Mine::Chunk())),
         undilated(p.axis[0].step.divisor * p.axis[1].step.divisor * p.axis[2].step.divisor == 1) {
 #pragma unroll
-    for (int i = 0; i < 8 / kVec; ++i) {
-      const int row = block.row_tile * T::kRows + Mine::Chunk() * 8 + i * kVec;
+    for (int i = 0; i < kChunk<In> / kVec; ++i) {
+      const int row = block.row_tile * T::kRows + Mine::Chunk() * kChunk<In> + i * kVec;
       p.taps_box.Split(p.channels.Div(row, &channel[i]), tap[i]);
 #pragma unroll
       for (int d = 0; d < kRank; ++d) tap[i][d] *= p.axis[d].tap_step;
@@ -81,7 +82,7 @@ struct LoadInput {
     for (int j = 0; j < Mine::kCount; ++j) {
       const Pixel pixel = table.pixels[step % 2][Mine::Line() + j * Mine::kLinesApart];
 #pragma unroll
-      for (int i = 0; i < 8 / kVec; ++i) {
+      for (int i = 0; i < kChunk<In> / kVec; ++i) {
         int at[kRank];
         bool inside = true;
 #pragma unroll
@@ -94,8 +95,8 @@ struct LoadInput {
           }
         }
         const int in_pixel = (at[0] * p.axis[1].extent + at[1]) * p.axis[2].extent + at[2];
-        CopyElements<kVec>(to + Mine::Step(j) + 2 * kVec * i, x + pixel.image + in_pixel * p.x_pixel + channel[i],
-                           inside);
+        CopyElements<kVec>(to + Mine::Step(j) + sizeof(In) * kVec * i,
+                           x + pixel.image + in_pixel * p.x_pixel + channel[i], inside);
       }
     }
   }
@@ -103,7 +104,7 @@ struct LoadInput {
 
 template <class T, int kVec, class In>
 struct LoadCotangent {
-  using Tile = OperandTile<T::kColumns, T::kDepth, false>;
+  using Tile = OperandTile<In, T::kColumns, T::kDepth, false>;
   using Mine = Share<Tile, T::kThreads>;
   const FilterParams& p;
   const In* y;  // at this thread's line and columns
@@ -111,18 +112,18 @@ struct LoadCotangent {
 
   __device__ LoadCotangent(const FilterParams& p, const FilterBlock& block, const In* y)
       : p(p),
-        y(y + block.y_offset + Mine::Line() * p.y_pixel + block.column_tile * T::kColumns + Mine::Chunk() * 8),
+        y(y + block.y_offset + Mine::Line() * p.y_pixel + block.column_tile * T::kColumns + Mine::Chunk() * kChunk<In>),
         place(Tile::Offset(Mine::Line(), Mine::Chunk())),
         count(block.count - Mine::Line()),
-        columns(p.columns - block.column_tile * T::kColumns - Mine::Chunk() * 8) {}
+        columns(p.columns - block.column_tile * T::kColumns - Mine::Chunk() * kChunk<In>) {}
 
   __device__ void operator()(int step, uint32_t stage) const {
 #pragma unroll
     for (int j = 0; j < Mine::kCount; ++j) {
       const int pixel = step * T::kDepth + j * Mine::kLinesApart;
 #pragma unroll
-      for (int i = 0; i < 8; i += kVec)
-        CopyElements<kVec>(stage + place + Mine::Step(j) + 2 * i, y + pixel * p.y_pixel + i,
+      for (int i = 0; i < kChunk<In>; i += kVec)
+        CopyElements<kVec>(stage + place + Mine::Step(j) + sizeof(In) * i, y + pixel * p.y_pixel + i,
                            pixel < count && i < columns);
     }
   }

@@ -50,7 +50,7 @@ __device__ void Produce(const Params& p, Ring<T> ring) {
     for (int u = 0; u < kUnits; ++u) {
       // Past the last unit it is loaded again, and not stored.
       const int unit = min(place.unit + u, p.units - 1), tap = unit / p.lines, in_plane = tap % (f.taps[1] * f.taps[2]);
-      channel[u] = (unit - tap * p.lines) * kLine;
+      channel[u] = (unit - tap * p.lines) * T::kLine;
       offset[u][0] = tap / (f.taps[1] * f.taps[2]) * f.distance[0];
       offset[u][1] = in_plane / f.taps[2] * f.distance[1];
       offset[u][2] = in_plane % f.taps[2] * f.distance[2];
@@ -91,7 +91,7 @@ __device__ void Consume(const Params& p, Ring<T> ring, int warpgroup, Out* out) 
     StoreSums<T>(sums, out + place.split * p.result_size + place.column, p.columns - place.column,
                  [&](int row) -> int64_t {
                    const int unit = place.unit + row / 64, tap = unit / p.lines;
-                   const int channel = (unit - tap * p.lines) * kLine + row % 64;
+                   const int channel = (unit - tap * p.lines) * T::kLine + row % 64;
                    if (unit >= p.units || channel >= p.channels) return -1;
                    return (int64_t{tap} * p.channels + channel) * p.columns;
                  });
@@ -116,7 +116,7 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* x, co
   MappedPhase phases[kMaxMaps];
   if (MapPhases(p, phases) != 1) return cudaErrorInvalidValue;
   q.phase = phases[0];
-  q.lines = int(CeilDiv(p.channels, kLine));
+  q.lines = int(CeilDiv(p.channels, T::kLine));
   q.units = int(p.Taps()) * q.lines;
   q.row_tiles = int(CeilDiv(q.units, T::kRows / 64));
   q.column_tiles = int(CeilDiv(p.features, T::kColumns));
@@ -130,7 +130,7 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* x, co
   q.positions = Box(q.phase.positions);
   q.result_size = p.FilterSize();
   cudaError_t e = EncodePixels(&q.x, p.in, x, p.images, p.x, p.channels, q.phase.map, T::kDepth);
-  if (e == cudaSuccess) e = EncodeBoxes(&q.y, p.in, y, {p.features, pixels, 1}, {kLine, T::kDepth, 1});
+  if (e == cudaSuccess) e = EncodeBoxes(&q.y, p.in, y, {p.features, pixels, 1}, {T::kLine, T::kDepth, 1});
   if (e != cudaSuccess) return e;
 
   const auto with_result = [&](auto* result) {
@@ -150,7 +150,7 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* x, co
 
 cudaError_t LaunchFilterWgmma(const Problem& p, const Config& config, const void* x, const void* y, void* out,
                               void* workspace, cudaStream_t stream) {
-  return VisitWgmmaTile(p, config, [&](auto tile) {
+  return VisitWgmmaTile<false>(p, config, [&](auto tile) {
     return LaunchTile<typename decltype(tile)::type>(p, config, x, y, out, workspace, stream);
   });
 }

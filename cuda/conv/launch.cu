@@ -17,7 +17,7 @@ int Launch(const Problem& p, const Config& config, const void* lhs, const void* 
                     : LaunchDataMma(p, config, lhs, rhs, out, stream);
     case Unit::kWgmma:
       return filter ? LaunchFilterWgmma(p, config, lhs, rhs, out, workspace, stream)
-                    : LaunchDataWgmma(p, config, lhs, rhs, out, stream);
+                    : LaunchDataWgmma(p, config, lhs, rhs, out, workspace, stream);
   }
   return cudaErrorInvalidValue;
 }

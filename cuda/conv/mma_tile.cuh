@@ -14,12 +14,14 @@
 namespace jaxdnn::conv {
 
 // A block computes kRows x kColumns sums with kWarpsDown x kWarpsAcross warps.
-template <class In, Direction kDirection, int kRows_, int kColumns_, int kWarpsDown, int kWarpsAcross_, int kBlocks_>
+template <class In, Direction kDirection, int kRows_, int kColumns_, int kWarpsDown, int kWarpsAcross_, int kBlocks_,
+          int kProducts_ = 1>
 struct MmaTile {
   static constexpr int kRows = kRows_, kColumns = kColumns_, kWarpsAcross = kWarpsAcross_;
-  static constexpr int kDepth = MmaDepth(kDirection);  // terms of the reduction in a stage
-  static constexpr int kStages = kDepth == 32 ? 4 : 3;
-  static constexpr int kBlocks = kBlocks_;  // that share a multiprocessor: as many as keep their sums in registers
+  static constexpr int kDepth = MmaDepth(kDirection, sizeof(In));  // terms of the reduction in a stage
+  static constexpr int kStages = kDirection == Direction::kFilterGradient ? 3 : 4;
+  static constexpr int kProducts = kProducts_;  // for a term: 3 of floats are nearly exact
+  static constexpr int kBlocks = kBlocks_;      // that share a multiprocessor: as many as keep their sums in registers
   static constexpr int kThreads = 32 * kWarpsDown * kWarpsAcross;
   static constexpr int kWarpRows = kRows / kWarpsDown, kWarpColumns = kColumns / kWarpsAcross;
   using Sums = float[kWarpRows / 16][kWarpColumns / 8][4];
@@ -29,20 +31,30 @@ struct MmaTile {
   static __device__ int Column() { return threadIdx.x / 32 % kWarpsAcross * kWarpColumns; }
 };
 
+// Elements of 16 bytes.
+template <class In>
+constexpr int kChunk = 16 / sizeof(In);
+
 // An operand of one stage: kExtent rows (or columns) by kDepth terms, in lines along whichever of the two is contiguous
 // in memory. 16-byte chunks of a line are exchanged among each other, line by line in another way, so that neither the
-// copies nor the eight lines of a matrix load meet in a bank.
-template <int kExtent_, int kDepth, bool kDepthContiguous>
+// copies nor the eight lines of a matrix load meet in a bank; nor, where floats are read one by one, a warp's four
+// lines of two chunks.
+template <class In_, int kExtent_, int kDepth, bool kDepthContiguous>
 struct OperandTile {
+  using In = In_;
   static constexpr int kExtent = kExtent_;
   static constexpr bool kAlongDepth = kDepthContiguous;
   static constexpr int kLines = kDepthContiguous ? kExtent : kDepth;
-  static constexpr int kChunks = (kDepthContiguous ? kDepth : kExtent) / 8;
+  static constexpr int kChunks = (kDepthContiguous ? kDepth : kExtent) / kChunk<In>;
   static constexpr int kBytes = kLines * kChunks * 16;
+  static constexpr bool kOneByOne = sizeof(In) == 4 && !kDepthContiguous;
+  static constexpr int kLinesPeriod = kOneByOne ? 4 : 8;  // of the exchange
 
   static __device__ int Offset(int line, int chunk) {
     constexpr int kPeriod = kChunks < 8 ? kChunks : 8;
-    return (line * kChunks + (chunk ^ (line / (8 / kPeriod) % kPeriod))) * 16;
+    static_assert(!kOneByOne || kPeriod == 8);
+    const int exchange = kOneByOne ? 2 * (line % 4) : line / (8 / kPeriod) % kPeriod;
+    return (line * kChunks + (chunk ^ exchange)) * 16;
   }
 };
 
@@ -51,7 +63,7 @@ template <class Tile, int kThreads>
 struct Share {
   static constexpr int kCount = Tile::kLines * Tile::kChunks / kThreads;
   static constexpr int kLinesApart = kThreads / Tile::kChunks;
-  static_assert(kCount * kLinesApart == Tile::kLines && kLinesApart % 8 == 0, "the exchange repeats every 8 lines");
+  static_assert(kCount * kLinesApart == Tile::kLines && kLinesApart % Tile::kLinesPeriod == 0);
 
   static __device__ int Chunk() { return threadIdx.x % Tile::kChunks; }
   static __device__ int Line() { return threadIdx.x / Tile::kChunks; }
@@ -59,20 +71,26 @@ struct Share {
   static __device__ constexpr int Step(int j) { return j * kLinesApart * Tile::kChunks * 16; }
 };
 
-// The 16x16 blocks of a warp's part of such a tile, as operands of Mma: `kExtent` rows (or columns) from `first` on.
-// What the exchange of chunks makes of an address is worked out once. A's four 8x8 matrices come down first, B's along
-// the depth first: that is how Mma wants their registers next to each other.
+// The blocks of a warp's part of such a tile, 16 rows (or columns) by two chunks of the depth, as operands of Mma:
+// `kExtent` rows (or columns) from `first` on. What the exchange of chunks makes of an address is worked out once. A's
+// four matrices of 8 by a chunk come down first, B's along the depth first: that is how Mma wants their registers next
+// to each other.
 template <class Tile, int kExtent, int kDepth, bool kDepthFirst>
 struct Fragments {
   static constexpr bool kDepthContiguous = Tile::kAlongDepth;
-  int offset[kDepthContiguous ? kDepth / 16 : kExtent / 16];
+  static constexpr int kTerms = 2 * kChunk<typename Tile::In>;
+  int offset[kDepthContiguous ? kDepth / kTerms : kExtent / (Tile::kOneByOne ? 8 : 16)];
 
   __device__ explicit Fragments(int first) {
     const int lane = threadIdx.x % 32, along = lane % 8;
     const int e_half = kDepthFirst ? lane / 16 : lane / 8 % 2, d_half = kDepthFirst ? lane / 8 % 2 : lane / 16;
     if constexpr (kDepthContiguous) {
 #pragma unroll
-      for (int d = 0; d < kDepth / 16; ++d) offset[d] = Tile::Offset(first + 8 * e_half + along, 2 * d + d_half);
+      for (int d = 0; d < kDepth / kTerms; ++d) offset[d] = Tile::Offset(first + 8 * e_half + along, 2 * d + d_half);
+    } else if constexpr (Tile::kOneByOne) {
+#pragma unroll
+      for (int i = 0; i < kExtent / 8; ++i)
+        offset[i] = Tile::Offset(lane % 4, first / 4 + 2 * i + lane / 16) + lane / 4 % 4 * 4;
     } else {
 #pragma unroll
       for (int i = 0; i < kExtent / 16; ++i) offset[i] = Tile::Offset(8 * d_half + along, first / 8 + 2 * i + e_half);
@@ -81,23 +99,33 @@ struct Fragments {
 
   // Block i of the extent and d of the depth.
   __device__ void Load(uint32_t (&r)[4], uint32_t tile, int i, int d) const {
+    constexpr int kLine = Tile::kChunks * 16;
     if constexpr (kDepthContiguous) {
-      LoadMatrices<false>(r, tile + offset[d] + i * 16 * Tile::kChunks * 16);
+      LoadMatrices<false>(r, tile + offset[d] + i * 16 * kLine);
+    } else if constexpr (Tile::kOneByOne) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int e_half = kDepthFirst ? j / 2 : j % 2, d_half = kDepthFirst ? j % 2 : j / 2;
+        asm volatile("ld.shared.b32 %0, [%1];"
+                     : "=r"(r[j])
+                     : "r"(tile + offset[2 * i + e_half] + (2 * d + d_half) * 4 * kLine)
+                     : "memory");
+      }
     } else {
-      LoadMatrices<true>(r, tile + offset[i] + d * 16 * Tile::kChunks * 16);
+      LoadMatrices<true>(r, tile + offset[i] + d * 16 * kLine);
     }
   }
 };
 
-// Copies kVec elements into the stage, or zeros where they are not `valid`; then `global` is not read. One element has
-// no asynchronous copy.
+// Copies kVec elements into the stage, or zeros where they are not `valid`; then `global` is not read. One element of
+// 16 bits has no asynchronous copy.
 template <int kVec, class In>
 __device__ void CopyElements(uint32_t shared, const In* global, bool valid) {
-  if constexpr (kVec == 1) {
+  if constexpr (kVec * sizeof(In) == 2) {
     const unsigned short bits = valid ? *reinterpret_cast<const unsigned short*>(global) : 0;
     asm volatile("st.shared.b16 [%0], %1;" ::"r"(shared), "h"(bits) : "memory");
   } else {
-    CopyAsync<2 * kVec>(shared, global, valid);
+    CopyAsync<kVec * sizeof(In)>(shared, global, valid);
   }
 }
 
@@ -107,7 +135,7 @@ template <class In, class T, class LoadA, class LoadB>
 __device__ void MultiplyPipelined(uint32_t ring, int steps, LoadA& load_a, LoadB& load_b, typename T::Sums& sums) {
   using TileA = typename LoadA::Tile;
   using TileB = typename LoadB::Tile;
-  constexpr int kStageBytes = TileA::kBytes + TileB::kBytes;
+  constexpr int kStageBytes = TileA::kBytes + TileB::kBytes, kParts = T::kDepth / (2 * kChunk<In>);
   const Fragments<TileA, T::kWarpRows, T::kDepth, false> of_a(T::Row());
   const Fragments<TileB, T::kWarpColumns, T::kDepth, true> of_b(T::Column());
   const auto load = [&](int step) {
@@ -138,18 +166,36 @@ __device__ void MultiplyPipelined(uint32_t ring, int steps, LoadA& load_a, LoadB
     };
     fetch(0);
     load(step + T::kStages - 1);
-#pragma unroll
-    for (int d = 0; d < T::kDepth / 16; ++d) {
-      if (d + 1 < T::kDepth / 16) fetch(d + 1);
+    const auto multiply = [&](const auto& a, const auto& b) {
 #pragma unroll
       for (int i = 0; i < T::kWarpRows / 16; ++i) {
 #pragma unroll
         for (int j = 0; j < T::kWarpColumns / 16; ++j) {
-          const uint32_t (&fb)[4] = fragment_b[d % 2][j];
-          Mma<In>(sums[i][2 * j], fragment_a[d % 2][i], fb[0], fb[1]);
-          Mma<In>(sums[i][2 * j + 1], fragment_a[d % 2][i], fb[2], fb[3]);
+          Mma<In>(sums[i][2 * j], a[i], b[j][0], b[j][1]);
+          Mma<In>(sums[i][2 * j + 1], a[i], b[j][2], b[j][3]);
         }
       }
+    };
+#pragma unroll
+    for (int d = 0; d < kParts; ++d) {
+      if (d + 1 < kParts) fetch(d + 1);
+      auto& part_a = fragment_a[d % 2];
+      auto& part_b = fragment_b[d % 2];
+      if constexpr (T::kProducts == 3) {
+        uint32_t rest_a[T::kWarpRows / 16][4], rest_b[T::kWarpColumns / 16][4];
+#pragma unroll
+        for (int i = 0; i < T::kWarpRows / 16; ++i) SplitTf32(part_a[i], rest_a[i]);
+#pragma unroll
+        for (int j = 0; j < T::kWarpColumns / 16; ++j) SplitTf32(part_b[j], rest_b[j]);
+        multiply(rest_a, part_b);
+        multiply(part_a, rest_b);
+      } else if constexpr (sizeof(In) == 4) {
+#pragma unroll
+        for (int i = 0; i < T::kWarpRows / 16; ++i) RoundToTf32(part_a[i]);
+#pragma unroll
+        for (int j = 0; j < T::kWarpColumns / 16; ++j) RoundToTf32(part_b[j]);
+      }
+      multiply(part_a, part_b);
     }
   }
   WaitForCopies<0>();
@@ -200,31 +246,38 @@ template <Direction kDirection, class F>
 cudaError_t VisitMmaKernel(const Problem& p, const Config& config, std::initializer_list<const void*> arrays, F&& f) {
   const auto vectors = [&](int n) {
     return p.channels % n == 0 && p.features % n == 0 && std::all_of(arrays.begin(), arrays.end(), [&](const void* a) {
-             return reinterpret_cast<uintptr_t>(a) % (2 * n) == 0;
+             return reinterpret_cast<uintptr_t>(a) % (SizeOf(p.in) * n) == 0;
            });
   };
-  const auto with_type = [&](auto in) {
+  const auto with_type = [&](auto in, auto products) {
     using In = typename decltype(in)::type;
-    if (!vectors(8)) {
-      using Tile = TypeTag<MmaTile<In, kDirection, 128, 64, 2, 2, 2>>;
-      return vectors(2) ? f(Tile(), std::integral_constant<int, 2>(), in)
-                        : f(Tile(), std::integral_constant<int, 1>(), in);
+    constexpr int kProducts = decltype(products)::value;
+    constexpr std::integral_constant<int, kChunk<In>> kVec;
+    if (!vectors(kVec)) {
+      using Tile = TypeTag<MmaTile<In, kDirection, 128, 64, 2, 2, 2, kProducts>>;
+      if constexpr (sizeof(In) == 2)
+        if (vectors(2)) return f(Tile(), std::integral_constant<int, 2>(), in);
+      return f(Tile(), std::integral_constant<int, 1>(), in);
     }
-    constexpr std::integral_constant<int, 8> kVec;
     switch (config.tile) {
       case Tile::kMma128x128:
-        return f(TypeTag<MmaTile<In, kDirection, 128, 128, 2, 2, 2>>(), kVec, in);
+        if constexpr (kProducts == 1) return f(TypeTag<MmaTile<In, kDirection, 128, 128, 2, 2, 2>>(), kVec, in);
+        return cudaErrorInvalidValue;
       case Tile::kMma128x64:
-        return f(TypeTag<MmaTile<In, kDirection, 128, 64, 2, 2, 3>>(), kVec, in);
+        return f(TypeTag<MmaTile<In, kDirection, 128, 64, 2, 2, kProducts == 1 ? 3 : 2, kProducts>>(), kVec, in);
       case Tile::kMma64x64:
-        return f(TypeTag<MmaTile<In, kDirection, 64, 64, 2, 2, 3>>(), kVec, in);
+        return f(TypeTag<MmaTile<In, kDirection, 64, 64, 2, 2, 3, kProducts>>(), kVec, in);
       case Tile::kMma128x32:
-        return f(TypeTag<MmaTile<In, kDirection, 128, 32, 4, 1, 3>>(), kVec, in);
+        return f(TypeTag<MmaTile<In, kDirection, 128, 32, 4, 1, 3, kProducts>>(), kVec, in);
       default:
         return cudaErrorInvalidValue;
     }
   };
-  return p.in == DType::kBF16 ? with_type(TypeTag<__nv_bfloat16>()) : with_type(TypeTag<__half>());
+  constexpr std::integral_constant<int, 1> kOne;
+  if (p.in == DType::kBF16) return with_type(TypeTag<__nv_bfloat16>(), kOne);
+  if (p.in == DType::kF16) return with_type(TypeTag<__half>(), kOne);
+  return p.products == 3 ? with_type(TypeTag<float>(), std::integral_constant<int, 3>())
+                         : with_type(TypeTag<float>(), kOne);
 }
 
 }  // namespace jaxdnn::conv

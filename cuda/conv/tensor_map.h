@@ -11,8 +11,8 @@
 
 namespace jaxdnn::conv {
 
-// Elements of 16 bits in a line of 128 bytes, the widest that the unit swizzles.
-constexpr int kLine = 64;
+// Bytes of a line, the widest that the unit swizzles.
+constexpr int kLineBytes = 128;
 
 template <class Function>
 cudaError_t FindDriverFunction(const char* name, Function** function) {
@@ -24,16 +24,19 @@ cudaError_t FindDriverFunction(const char* name, Function** function) {
 }
 
 inline CUtensorMapDataType MapType(DType t) {
-  return t == DType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  // Floats are rounded to TF32 on their way.
+  return t == DType::kF32    ? CU_TENSOR_MAP_DATA_TYPE_TFLOAT32
+         : t == DType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                             : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
 }
 
-// Boxes of an array of 16-bit elements with these extents, the contiguous one first; boxes are one line wide.
+// Boxes of an array with these extents, the contiguous one first; boxes are one line wide.
 inline cudaError_t EncodeBoxes(CUtensorMap* map, DType type, const void* data, std::initializer_list<int64_t> extents,
                                std::initializer_list<int> box) {
   static decltype(&cuTensorMapEncodeTiled) encode;
   if (!encode)
     if (const cudaError_t e = FindDriverFunction("cuTensorMapEncodeTiled", &encode); e != cudaSuccess) return e;
-  cuuint64_t size[5], stride[5] = {2};
+  cuuint64_t size[5], stride[5] = {cuuint64_t(SizeOf(type))};
   cuuint32_t shape[5], ones[5];
   int n = 0;
   for (const int64_t extent : extents) {
@@ -55,7 +58,7 @@ inline cudaError_t EncodePixels(CUtensorMap* map, DType type, const void* data, 
   static decltype(&cuTensorMapEncodeIm2col) encode;
   if (!encode)
     if (const cudaError_t e = FindDriverFunction("cuTensorMapEncodeIm2col", &encode); e != cudaSuccess) return e;
-  cuuint64_t size[5] = {cuuint64_t(channels)}, stride[5] = {2, 2 * cuuint64_t(channels)};
+  cuuint64_t size[5] = {cuuint64_t(channels)}, stride[5] = {0, SizeOf(type) * cuuint64_t(channels)};
   cuuint32_t step[5] = {1};
   int lower[kRank], upper[kRank];
   const int n = pixels.dimensions;
@@ -69,9 +72,10 @@ inline cudaError_t EncodePixels(CUtensorMap* map, DType type, const void* data, 
   }
   size[n + 1] = images;
   step[n + 1] = 1;
-  const CUresult r = encode(map, MapType(type), n + 2, const_cast<void*>(data), size, stride + 1, lower, upper, kLine,
-                            rows, step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                            CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult r =
+      encode(map, MapType(type), n + 2, const_cast<void*>(data), size, stride + 1, lower, upper,
+             static_cast<cuuint32_t>(kLineBytes / SizeOf(type)), rows, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
+             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return r == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 

@@ -2,10 +2,10 @@
 // the TMA unit, and two warpgroups multiply them with wgmma, taking tiles in turn. Loads run ahead into the next tile,
 // and while one warpgroup stores its tile the other multiplies the next.
 //
-// A stage holds 64 terms of the reduction for every row and column. Its barrier `full` counts the bytes that the unit
-// has written, `empty` the warps that are done with it. A warpgroup has a third, `turn`, where the other one arrives
-// when it has issued a tile's products: who waits for a stage must not be more than a round ahead of it, since barriers
-// tell only odd phases from even ones.
+// A stage holds a line of 128 bytes, 64 terms of the reduction or 32 of floats, for every row and column. Its barrier
+// `full` counts the bytes that the unit has written, `empty` the warps that are done with it. A warpgroup has a third,
+// `turn`, where the other one arrives when it has issued a tile's products: who waits for a stage must not be more than
+// a round ahead of it, since barriers tell only odd phases from even ones.
 #pragma once
 
 #include <algorithm>
@@ -26,10 +26,10 @@ constexpr int kMaxStages = 8;
 template <class In_, int kRows_, int kColumns_>
 struct WgmmaTile {
   using In = In_;
-  static constexpr int kRows = kRows_, kColumns = kColumns_, kDepth = kLine;
+  static constexpr int kRows = kRows_, kColumns = kColumns_, kLine = kLineBytes / sizeof(In), kDepth = kLine;
   static constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
-  static constexpr int kBlocks = kRows / 64;    // rows of one wgmma
-  static constexpr int kSlab = 64 * kLine * 2;  // bytes: 64 rows, or columns, of a stage
+  static constexpr int kBlocks = kRows / 64;     // rows of one wgmma
+  static constexpr int kSlab = 64 * kLineBytes;  // bytes: 64 rows, or columns, of a stage
   static constexpr int kBytesA = kRows / 64 * kSlab, kBytesB = kColumns / 64 * kSlab, kStageBytes = kBytesA + kBytesB;
   // Sums wait in two slabs of each warpgroup to be stored, to pixels whose numbers stand there too.
   static constexpr int kStoreBytes = kConsumers * 2 * kSlab, kPixelBytes = kConsumers * kRows * 8,
@@ -94,8 +94,9 @@ __device__ void BeginStage(const Ring<T>& ring) {
 template <class T, bool kTransposedA, bool kTransposedB>
 __device__ void MultiplyStages(Ring<T>& ring, int steps, int warpgroup, typename T::Sums& sums) {
   using In = typename T::In;
-  // Of 16 terms: 32 bytes of every line, or 16 lines.
-  constexpr int kStepA = (kTransposedA ? 16 * 2 * kLine : 32) >> 4, kStepB = (kTransposedB ? 16 * 2 * kLine : 32) >> 4;
+  // Of one wgmma: 32 bytes of every line, or 16 lines.
+  constexpr int kStepA = (kTransposedA ? 16 * kLineBytes : 32) >> 4,
+                kStepB = (kTransposedB ? 16 * kLineBytes : 32) >> 4;
   const auto release = [&](int stage) {
     if (threadIdx.x % 32 == 0) hopper::Arrive(ring.Empty(stage));
   };
@@ -110,7 +111,7 @@ __device__ void MultiplyStages(Ring<T>& ring, int steps, int warpgroup, typename
     const uint64_t b = hopper::Descriptor(ring.Data() + T::kBytesA, T::kSlab);
     hopper::BeginProducts();
 #pragma unroll
-    for (int k = 0; k < T::kDepth / 16; ++k)
+    for (int k = 0; k < kLineBytes / 32; ++k)
 #pragma unroll
       for (int m = 0; m < T::kBlocks; ++m)
         hopper::Multiply<In, T::kColumns, kTransposedA, kTransposedB>(sums[m], a + m * (T::kSlab >> 4) + k * kStepA,
@@ -158,7 +159,7 @@ __device__ void StoreSlabs(uint32_t slabs, int warpgroup, const typename T::Sums
         const float* v = &sums[m][(s * 8 + 2 * q) * 4];
         const uint32_t words[4] = {Pack<typename T::In>(v[0], v[1]), Pack<typename T::In>(v[2], v[3]),
                                    Pack<typename T::In>(v[4], v[5]), Pack<typename T::In>(v[6], v[7])};
-        hopper::StoreMatrices(slab + row * 2 * kLine + (((2 * q + lane / 16) ^ (row % 8)) << 4), words);
+        hopper::StoreMatrices(slab + row * kLineBytes + (((2 * q + lane / 16) ^ (row % 8)) << 4), words);
       }
       store(m * 64, s * 64, slab);
     }
@@ -220,7 +221,7 @@ cudaError_t VisitDimensions(int n, F&& f) {
 }
 
 // Calls f with the TypeTag of the tile.
-template <class F>
+template <bool kTakesFloats, class F>
 cudaError_t VisitWgmmaTile(const Problem& p, const Config& config, F&& f) {
   const auto with_type = [&](auto in) {
     using In = typename decltype(in)::type;
@@ -239,6 +240,8 @@ cudaError_t VisitWgmmaTile(const Problem& p, const Config& config, F&& f) {
         return cudaErrorInvalidValue;
     }
   };
+  if constexpr (kTakesFloats)
+    if (p.in == DType::kF32) return with_type(TypeTag<float>());
   return p.in == DType::kBF16 ? with_type(TypeTag<__nv_bfloat16>()) : with_type(TypeTag<__half>());
 }
 

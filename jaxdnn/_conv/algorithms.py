@@ -8,8 +8,8 @@ import jax
 import numpy as np
 
 from jaxdnn._arguments import Padding
-from jaxdnn._conv.primitives import ALGORITHMS, OPERANDS, plan
-from jaxdnn._conv.spec import check_channels, make_spec, result_dtype
+from jaxdnn._conv.primitives import ALGORITHMS, OPERANDS, plan, products
+from jaxdnn._conv.spec import ConvSpec, check_channels, make_spec, result_dtype
 
 _RESULTS = {"forward": "y", "data_gradient": "x", "filter_gradient": "w"}
 _CLOCK_HZ = 1.755e9  # of the H200 that the model's cycles were fitted to
@@ -27,7 +27,8 @@ class ConvAlgorithm:
   """Slices of the filter gradient's sum, which a second kernel adds up in order."""
   workspace_bytes: int
   exactness: str
-  """The type that products are added in. Products of 16-bit floats are exact in it."""
+  """The type that sums are kept in, and what float32 operands are rounded to before: 'float32', 'float32 of tf32',
+  'float32 of 3xtf32', 'float64'. Products of 16-bit floats are exact."""
   microseconds: float
   """Modelled, for an H200."""
 
@@ -41,6 +42,7 @@ def conv_algorithms(
   padding: Padding = "VALID",
   dilation: int | Sequence[int] = 1,
   groups: int = 1,
+  precision: Any = None,
   preferred_element_type: Any = None,
   hopper: bool = True,
 ) -> list[ConvAlgorithm]:
@@ -52,7 +54,7 @@ def conv_algorithms(
     x: input [N, *spatial, C]: an array, or anything with a shape and a dtype, such as `jax.ShapeDtypeStruct`.
     w: filter [*window, C / groups, K], likewise.
     direction: 'forward' (default), 'data_gradient' or 'filter_gradient'.
-    stride, padding, dilation, groups, preferred_element_type: as in `conv`.
+    stride, padding, dilation, groups, precision, preferred_element_type: as in `conv`.
     hopper: whether for devices of compute capability 9.0 (default), which have kernels of their own.
 
   Returns:
@@ -74,7 +76,7 @@ def conv_algorithms(
     raise ValueError(f"{where}: x and w must have the same rank, at least 2, got shapes {x.shape} and {w.shape}")
   spec = make_spec(
     where, x.shape[1:-1], w.shape[:-2], stride=stride, padding=padding, lhs_dilation=None, rhs_dilation=dilation,
-    groups=groups, precision=None,
+    groups=groups, precision=precision,
   )  # fmt: skip
   check_channels(where, x.shape[-1], w.shape[-2], w.shape[-1], groups, x.shape[0], 1)
   dtype = result_dtype(where, x, w, preferred_element_type)
@@ -84,10 +86,19 @@ def conv_algorithms(
   plans = [
     plan(result, a, b, dataclasses.replace(spec, algorithm=name), dtype, hopper=hopper) for name in ALGORITHMS
   ]
-  sums = "float64" if np.dtype(x.dtype) == np.float64 else "float32"
   found = [
-    ConvAlgorithm(p["algorithm"], p["tile"], p["splits"], p["workspace_bytes"], sums, p["cycles"] / _CLOCK_HZ * 1e6)
+    ConvAlgorithm(
+      p["algorithm"], p["tile"], p["splits"], p["workspace_bytes"], _exactness(p["algorithm"], x.dtype, spec),
+      p["cycles"] / _CLOCK_HZ * 1e6,
+    )
     for p in plans
     if p is not None
-  ]
+  ]  # fmt: skip
   return sorted(found, key=lambda each: each.microseconds)
+
+
+def _exactness(algorithm: str, dtype: Any, spec: ConvSpec) -> str:
+  if np.dtype(dtype) == np.float64:
+    return "float64"
+  rounded = np.dtype(dtype) == np.float32 and algorithm != ALGORITHMS[-1]
+  return "float32 of " + {1: "tf32", 3: "3xtf32"}[products(spec)] if rounded else "float32"

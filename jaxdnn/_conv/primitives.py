@@ -246,6 +246,7 @@ def plan(result: str, a: Any, b: Any, spec: ConvSpec, dtype: Any, *, hopper: boo
     w=shapes["w"],
     y=shapes["y"],
     **_geometry(spec),
+    products=products(spec),
     hopper=hopper,
     algorithm=spec.algorithm or "",
   )
@@ -268,8 +269,13 @@ def _plans(result: str, a: Any, b: Any, spec: ConvSpec, dtype: Any) -> list[dict
   return [p for p in plans if p is not None]
 
 
-def _workspace(a: Any, b: Any, *, spec: ConvSpec, dtype: Any) -> int:
-  return max(p["workspace_bytes"] for p in _plans("w", a, b, spec, dtype))
+def _workspace(a: Any, b: Any, *, result: str, spec: ConvSpec, dtype: Any) -> int:
+  return max(p["workspace_bytes"] for p in _plans(result, a, b, spec, dtype))
+
+
+def products(spec: ConvSpec) -> int:
+  """Of TF32 that the product of two float32 is made of, or 0 for float32's own arithmetic."""
+  return (1, 3, 0)[max((p.value for p in spec.precision or ()), default=0)]
 
 
 def _geometry(spec: ConvSpec) -> dict[str, Any]:
@@ -283,9 +289,8 @@ def _geometry(spec: ConvSpec) -> dict[str, Any]:
 
 
 def _attributes(a: Any, b: Any, *, spec: ConvSpec, dtype: Any) -> dict[str, Any]:
-  precision = max((p.value for p in spec.precision or ()), default=0)
   attributes = {k: np.asarray(v, np.int64) if isinstance(v, tuple) else v for k, v in _geometry(spec).items()}
-  return attributes | {"precision": precision, "algorithm": spec.algorithm or ""}
+  return attributes | {"products": products(spec), "algorithm": spec.algorithm or ""}
 
 
 for _result, _p in PRIMITIVES.items():
@@ -295,9 +300,9 @@ for _result, _p in PRIMITIVES.items():
   _primitive.set_batching(_p, partial(_batch, result=_result))
   _primitive.lower_to_cuda(
     _p,
-    f"jaxdnn.{NAMES[_result]}.v2",
+    f"jaxdnn.{NAMES[_result]}.v3",
     REFERENCES[_result],
     attributes=_attributes,
     supported=lambda a, b, *, spec, dtype, result=_result: bool(_plans(result, a, b, spec, dtype)),
-    workspace=_workspace if _result == "w" else None,
+    workspace=None if _result == "x" else partial(_workspace, result=_result),
   )

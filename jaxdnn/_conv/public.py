@@ -45,7 +45,9 @@ def conv_general_dilated(
       ('NHWC', 'HWIO', 'NHWC') is a logical transpose around a channels-last call.
     feature_group_count: number of groups of channels.
     batch_group_count: number of groups of the batch. At most one of the two may exceed 1.
-    precision: as in lax. The float32 kernels of this version are IEEE float32 for every setting.
+    precision: as in lax, of float32 on a GPU: DEFAULT rounds the operands to TF32 (11 bits of mantissa), HIGH adds up
+      three products of TF32 parts (about 22 bits), HIGHEST computes in float32. None defers to
+      `jax_default_matmul_precision`.
     preferred_element_type: dtype of the result, by default the operands'. Sums are held in float32 for 16-bit
       operands in any case.
     out_sharding: as in lax: the sharding of the result under a mesh with explicit axes.
