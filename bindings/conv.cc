@@ -1,6 +1,7 @@
 // FFI handlers of the convolution.
 #include "cuda/conv/conv.h"
 
+#include "bindings/activation_kind.h"
 #include "bindings/conv_problem.h"
 #include "bindings/ffi.h"
 #include "bindings/handlers.h"
@@ -14,6 +15,15 @@ struct ConvAttrs {
   std::string_view algorithm;  // of conv::kAlgorithms or a tile, or empty: the best
 };
 
+struct ConvFwdAttrs {
+  ffi::Span<const int64_t> stride, padding_low, lhs_dilation, rhs_dilation;
+  int64_t groups, products;
+  std::string_view algorithm;
+  std::string_view activation;
+  double parameter;
+  bool bias, residual;  // which of the two optional operands there are, in this order
+};
+
 }  // namespace jaxdnn
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jaxdnn::ConvAttrs,
@@ -25,12 +35,21 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jaxdnn::ConvAttrs,
                                       xla::ffi::StructMember<int64_t>("products"),
                                       xla::ffi::StructMember<std::string_view>("algorithm"));
 
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
+    jaxdnn::ConvFwdAttrs, xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("stride"),
+    xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("padding_low"),
+    xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("lhs_dilation"),
+    xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("rhs_dilation"), xla::ffi::StructMember<int64_t>("groups"),
+    xla::ffi::StructMember<int64_t>("products"), xla::ffi::StructMember<std::string_view>("algorithm"),
+    xla::ffi::StructMember<std::string_view>("activation"), xla::ffi::StructMember<double>("parameter"),
+    xla::ffi::StructMember<bool>("bias"), xla::ffi::StructMember<bool>("residual"));
+
 namespace jaxdnn {
 
 // Whether the current device has the instructions of compute capability 9.0, whose loads want arrays on 16 bytes.
-template <class... Buffers>
-static bool TakesHopperKernels(const Buffers&... buffers) {
-  if (((reinterpret_cast<uintptr_t>(buffers.untyped_data()) % 16 != 0) || ...)) return false;
+static bool TakesHopperKernels(std::initializer_list<const void*> arrays) {
+  for (const void* a : arrays)
+    if (reinterpret_cast<uintptr_t>(a) % 16 != 0) return false;
   int device = 0, major = 0;
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
@@ -38,8 +57,10 @@ static bool TakesHopperKernels(const Buffers&... buffers) {
 }
 
 // Whichever of x, w and y are operands, `lhs` and `rhs` are them in that order, and `out` is the third.
-static ffi::Error Convolve(conv::Direction direction, cudaStream_t stream, ffi::AnyBuffer lhs, ffi::AnyBuffer rhs,
-                           ffi::AnyBuffer out, ffi::AnyBuffer* workspace, const ConvAttrs& attrs) {
+template <class Attrs>
+ffi::Error Convolve(conv::Direction direction, cudaStream_t stream, ffi::AnyBuffer lhs, ffi::AnyBuffer rhs,
+                    ffi::AnyBuffer out, ffi::AnyBuffer* workspace, const Attrs& attrs,
+                    const conv::Epilogue& epilogue = {}) {
   using conv::Direction;
   const char* name = direction == Direction::kForward        ? "conv_fwd"
                      : direction == Direction::kDataGradient ? "conv_dgrad"
@@ -53,21 +74,44 @@ static ffi::Error Convolve(conv::Direction direction, cudaStream_t stream, ffi::
   auto problem = MakeConvProblem(direction, *in_type, *out_type, x.dimensions(), w.dimensions(), y.dimensions(),
                                  attrs.stride, attrs.padding_low, attrs.lhs_dilation, attrs.rhs_dilation, attrs.groups);
   if (problem) problem->products = attrs.products;
-  const auto config =
-      problem ? conv::Choose(*problem, TakesHopperKernels(lhs, rhs, out), attrs.algorithm) : std::nullopt;
+  const auto config = problem ? conv::Choose(*problem,
+                                             TakesHopperKernels({lhs.untyped_data(), rhs.untyped_data(),
+                                                                 out.untyped_data(), epilogue.bias, epilogue.residual}),
+                                             attrs.algorithm)
+                              : std::nullopt;
   if (!config)
     return Unsupported(attrs.algorithm.empty() ? "no kernel for these shapes" : "the algorithm cannot do this here",
                        name, lhs, rhs, out);
   if (workspace && static_cast<int64_t>(workspace->size_bytes()) < config->workspace_bytes)
     return Unsupported("workspace too small", name, lhs, rhs, out);
   const int status = conv::Launch(*problem, *config, lhs.untyped_data(), rhs.untyped_data(), out.untyped_data(),
-                                  workspace ? workspace->untyped_data() : nullptr, stream);
+                                  workspace ? workspace->untyped_data() : nullptr, epilogue, stream);
   return FromCuda(static_cast<cudaError_t>(status), name, lhs, rhs, out);
 }
 
-static ffi::Error ConvFwdImpl(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Result<ffi::AnyBuffer> y,
-                              ffi::Result<ffi::AnyBuffer> workspace, ConvAttrs attrs) {
-  return Convolve(conv::Direction::kForward, stream, x, w, *y, &*workspace, attrs);
+static ffi::Error ConvFwdImpl(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::RemainingArgs rest,
+                              ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::AnyBuffer> workspace,
+                              ConvFwdAttrs attrs) {
+  const auto activation = ToActivation(attrs.activation, attrs.parameter);
+  if (!activation || rest.size() != size_t{attrs.bias} + attrs.residual)
+    return Unsupported("no such epilogue", "conv_fwd", x, w, *y);
+  conv::Epilogue epilogue = {nullptr, nullptr, *activation};
+  const auto y_dims = y->dimensions();
+  size_t next = 0;
+  if (attrs.bias) {
+    const auto bias = rest.get<ffi::AnyBuffer>(next++);
+    if (bias->element_type() != y->element_type() ||
+        static_cast<int64_t>(bias->element_count()) != y_dims.front() * y_dims.back())
+      return Unsupported("the bias does not fit", "conv_fwd", x, w, *y, *bias);
+    epilogue.bias = bias->untyped_data();
+  }
+  if (attrs.residual) {
+    const auto residual = rest.get<ffi::AnyBuffer>(next++);
+    if (residual->element_type() != y->element_type() || !SameShape(*residual, *y))
+      return Unsupported("the residual does not fit", "conv_fwd", x, w, *y, *residual);
+    epilogue.residual = residual->untyped_data();
+  }
+  return Convolve(conv::Direction::kForward, stream, x, w, *y, &*workspace, attrs, epilogue);
 }
 
 static ffi::Error ConvDgradImpl(cudaStream_t stream, ffi::AnyBuffer y, ffi::AnyBuffer w, ffi::Result<ffi::AnyBuffer> x,
@@ -80,7 +124,7 @@ static ffi::Error ConvWgradImpl(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyB
   return Convolve(conv::Direction::kFilterGradient, stream, x, y, *w, &*workspace, attrs);
 }
 
-JAXDNN_HANDLER(ConvFwd, Bind<2, 2>().Attrs<ConvAttrs>());
+JAXDNN_HANDLER(ConvFwd, Bind<2, 2, true>().Attrs<ConvFwdAttrs>());
 JAXDNN_HANDLER(ConvDgrad, Bind<2, 1>().Attrs<ConvAttrs>());
 JAXDNN_HANDLER(ConvWgrad, Bind<2, 2>().Attrs<ConvAttrs>());
 

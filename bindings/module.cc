@@ -70,7 +70,7 @@ static nb::dict Handlers() {
   add("jaxdnn.sum_pool_bwd.v1", SumPoolBwd);
   add("jaxdnn.lp_pool.v1", LpPool);
   add("jaxdnn.lp_pool_bwd.v1", LpPoolBwd);
-  add("jaxdnn.conv_fwd.v3", ConvFwd);
+  add("jaxdnn.conv_fwd.v4", ConvFwd);
   add("jaxdnn.conv_dgrad.v3", ConvDgrad);
   add("jaxdnn.conv_wgrad.v3", ConvWgrad);
   add("jaxdnn.log_partition.v1", LogPartition);

@@ -21,6 +21,10 @@ pytestmark = pytest.mark.mesh
 OPERATORS = {
   "conv": (lambda x, w: jaxdnn.conv(x, w, stride=2, padding="SAME"), [(16, 6, 5, 4), (3, 2, 4, 6)]),
   "conv_grouped": (lambda x, w: jaxdnn.conv(x, w, groups=2), [(8, 6, 4), (2, 2, 6)]),
+  "conv_layer": (
+    lambda x, w, b: jaxdnn.conv(x, w, b, padding="SAME", activation="tanh", residual=x),
+    [(8, 6, 4), (3, 4, 4), (4,)],
+  ),
   "conv_transpose": (lambda x, w: jaxdnn.conv_transpose(x, w, (2,), "SAME"), [(8, 5, 4), (3, 4, 6)]),
   "conv_transpose_kernel": (
     lambda x, w: jaxdnn.conv_transpose(x, w, (2,), "SAME", transpose_kernel=True),

@@ -10,6 +10,7 @@
 #include <optional>
 #include <string_view>
 
+#include "cuda/activation/kind.h"
 #include "cuda/common/dtype.h"
 
 struct CUstream_st;
@@ -112,9 +113,16 @@ Phases PhasesOf(const Problem& p);
 // the problem, or the algorithm or tile that is named does not.
 std::optional<Config> Choose(const Problem& p, bool hopper, std::string_view algorithm = "");
 
+// What becomes of a forward convolution's sums before they are rounded: activation(sum + bias + residual).
+struct Epilogue {
+  const void* bias = nullptr;      // [batch, groups * features], of the result's type, or null
+  const void* residual = nullptr;  // like the result, or null
+  activation::Activation activation = {activation::Kind::kIdentity};
+};
+
 // `lhs`, `rhs` and `out` are x, w, y (forward); y, w, x (data gradient); x, y, w (filter gradient). Returns a
 // cudaError_t.
 int Launch(const Problem& p, const Config& config, const void* lhs, const void* rhs, void* out, void* workspace,
-           CUstream_st* stream);
+           const Epilogue& epilogue, CUstream_st* stream);
 
 }  // namespace jaxdnn::conv

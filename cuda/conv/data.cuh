@@ -31,14 +31,16 @@ struct DataParams {
   int64_t filter_tap[kRank], filter_channel, filter_column;  // filter_tap: between taps of a phase
   int64_t first_filter_tap[kRank];                           // between taps of the whole window
   int64_t result_pixel;                                      // channels of a pixel of the result
+  Epilogue epilogue;
 };
 
-inline DataParams MakeDataParams(const Problem& p, int tile_rows, int tile_columns) {
+inline DataParams MakeDataParams(const Problem& p, const Epilogue& epilogue, int tile_rows, int tile_columns) {
   const bool forward = p.direction == Direction::kForward;
   const Gemm g = GemmOf(p);
   const Phases phases = PhasesOf(p);
   const int64_t k = p.groups * p.features;
   DataParams q = {};
+  q.epilogue = epilogue;
   q.images = p.images;
   q.columns = int(g.columns);
   q.channels = int(forward ? p.channels : p.features);

@@ -223,8 +223,14 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
 
   const int first_column = block.column_tile * T::kColumns;
   const auto store = [&](auto* result) {
-    StoreSums<T, kVec>(ring, sums, result + block.group * int64_t{p.columns} + first_column, p.columns - first_column,
-                       [&](int row) { return rows[row].result < 0 ? -1 : rows[row].result * p.result_pixel; });
+    const int64_t first = block.group * int64_t{p.columns} + first_column;
+    const auto address = [&](int row) { return rows[row].result < 0 ? -1 : rows[row].result * p.result_pixel; };
+    if constexpr (kForward) {
+      if (!IsNone(p.epilogue))
+        return StoreFinished<T, kVec>(ring, sums, result, first, p.columns - first_column, address, p.epilogue,
+                                      block.batch * p.result_pixel);
+    }
+    StoreSums<T, kVec>(ring, sums, result + first, p.columns - first_column, address);
   };
   if (wide) {
     store(static_cast<float*>(out));
@@ -235,27 +241,28 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
 
 template <Direction kDirection>
 cudaError_t LaunchDirection(const Problem& p, const Config& config, const void* operand, const void* filter, void* out,
-                            cudaStream_t stream) {
-  return VisitMmaKernel<kDirection>(p, config, {operand, filter, out}, [&](auto tile, auto vec, auto in) {
-    using T = typename decltype(tile)::type;
-    using In = typename decltype(in)::type;
-    constexpr int kVec = decltype(vec)::value;
-    constexpr bool kForward = kDirection == Direction::kForward;
-    using LoadB = std::conditional_t<kForward, LoadFilterForward<T, kVec, In>, LoadFilterTransposed<T, kVec, In>>;
-    const DataParams q = MakeDataParams(p, T::kRows, T::kColumns);
-    const Grid grid = {DataBlocks(p, q), T::kThreads, kSharedBytes<T, LoadOperand<T, kVec, In>, LoadB>};
-    return LaunchKernel(DataMmaKernel<T, kVec, kForward, In>, grid, stream, q, static_cast<const In*>(operand),
-                        static_cast<const In*>(filter), p.out != p.in, out);
-  });
+                            const Epilogue& epilogue, cudaStream_t stream) {
+  return VisitMmaKernel<kDirection>(
+      p, config, {operand, filter, out, epilogue.bias, epilogue.residual}, [&](auto tile, auto vec, auto in) {
+        using T = typename decltype(tile)::type;
+        using In = typename decltype(in)::type;
+        constexpr int kVec = decltype(vec)::value;
+        constexpr bool kForward = kDirection == Direction::kForward;
+        using LoadB = std::conditional_t<kForward, LoadFilterForward<T, kVec, In>, LoadFilterTransposed<T, kVec, In>>;
+        const DataParams q = MakeDataParams(p, epilogue, T::kRows, T::kColumns);
+        const Grid grid = {DataBlocks(p, q), T::kThreads, kSharedBytes<T, LoadOperand<T, kVec, In>, LoadB>};
+        return LaunchKernel(DataMmaKernel<T, kVec, kForward, In>, grid, stream, q, static_cast<const In*>(operand),
+                            static_cast<const In*>(filter), p.out != p.in, out);
+      });
 }
 
 }  // namespace
 
 cudaError_t LaunchDataMma(const Problem& p, const Config& config, const void* operand, const void* filter, void* out,
-                          cudaStream_t stream) {
+                          const Epilogue& epilogue, cudaStream_t stream) {
   return p.direction == Direction::kForward
-             ? LaunchDirection<Direction::kForward>(p, config, operand, filter, out, stream)
-             : LaunchDirection<Direction::kDataGradient>(p, config, operand, filter, out, stream);
+             ? LaunchDirection<Direction::kForward>(p, config, operand, filter, out, epilogue, stream)
+             : LaunchDirection<Direction::kDataGradient>(p, config, operand, filter, out, epilogue, stream);
 }
 
 }  // namespace jaxdnn::conv

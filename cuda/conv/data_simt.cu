@@ -2,6 +2,7 @@
 // dilation, padding, rank and group count, with no workspace. data.cuh says what rows, columns and taps are; each
 // thread computes, for the element it loads, which pixel its row and tap meet.
 #include "cuda/conv/data.cuh"
+#include "cuda/conv/epilogue.cuh"
 #include "cuda/conv/simt.h"
 #include "cuda/conv/tile.cuh"
 
@@ -81,28 +82,41 @@ __global__ void __launch_bounds__(T::kThreads)
                                       block.column_tile * T::kColumns};
   MultiplyTiles<T>(shared, (depth + T::kDepth - 1) / T::kDepth, load_in, load_filter, sums);
 
-#pragma unroll
+  const int first_column = block.column_tile * T::kColumns + T::Column(), count = p.columns - first_column;
+  const bool none = IsNone(p.epilogue);
+#pragma unroll 1
   for (int i = 0; i < T::kThreadRows; ++i) {
     const int64_t pixel = rows[T::Row() + i].result;
     if (pixel < 0) break;
-    Out* result = out + pixel * p.result_pixel + block.group * p.columns;
+    const int64_t channel = block.group * int64_t{p.columns} + first_column, offset = pixel * p.result_pixel + channel;
+    typename T::Sum(&v)[T::kThreadColumns] = sums[0];
+    if (!none) {
 #pragma unroll
-    for (int j = 0; j < T::kThreadColumns; ++j) {
-      const int column = block.column_tile * T::kColumns + T::Column() + j;
-      if (column < p.columns) result[column] = static_cast<Out>(sums[i][j]);
+      for (int j = 0; j < T::kThreadColumns; ++j) {
+        if (j >= count) break;
+        typename T::Sum each[1] = {v[j]};
+        Add<Out>(each, p.epilogue.bias, block.batch * p.result_pixel + channel + j);
+        Add<Out>(each, p.epilogue.residual, offset + j);
+        v[j] = each[0];
+      }
+      Activate<Out>(v, p.epilogue.activation);
     }
+#pragma unroll
+    for (int j = 0; j < T::kThreadColumns; ++j)
+      if (j < count) out[offset + j] = static_cast<Out>(v[j]);
+    Rotate<T::kThreadColumns>(reinterpret_cast<typename T::Sum(&)[T::kThreadRows * T::kThreadColumns]>(sums));
   }
 }
 
 }  // namespace
 
 cudaError_t LaunchDataSimt(const Problem& p, const Config& config, const void* operand, const void* filter, void* out,
-                           cudaStream_t stream) {
+                           const Epilogue& epilogue, cudaStream_t stream) {
   return VisitKernelTypes(p, config, [&](auto tile, auto in, auto result) {
     using T = typename decltype(tile)::type;
     using In = typename decltype(in)::type;
     using Out = typename decltype(result)::type;
-    const DataParams q = MakeDataParams(p, T::kRows, T::kColumns);
+    const DataParams q = MakeDataParams(p, epilogue, T::kRows, T::kColumns);
     return LaunchKernel(DataKernel<T, In, Out>, DataBlocks(p, q), T::kThreads, stream, q,
                         static_cast<const In*>(operand), static_cast<const In*>(filter), static_cast<Out*>(out));
   });

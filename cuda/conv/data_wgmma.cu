@@ -5,6 +5,7 @@
 // one tap: one im2col load, and a box of the filter [taps, channels, features], which forward is MN-major and in the
 // data gradient K-major. TF32 has no MN-major operands, so forward reads a copy [taps, features, channels] that a first
 // kernel makes. What lies past the last channel is read as zeros, of the filter too.
+#include "cuda/conv/epilogue.cuh"
 #include "cuda/conv/wgmma.h"
 #include "cuda/conv/wgmma_tile.cuh"
 
@@ -20,6 +21,7 @@ struct Params {
   int window[kRank], out[kRank];
   int images;
   bool scattered;  // the rows of a phase are not neighbours in the result
+  Epilogue epilogue;
 };
 
 // A tile of the grid.
@@ -146,6 +148,69 @@ __device__ void StoreRounded(const Params& p, const MappedPhase& f, const Ring<T
   });
 }
 
+// Stores the sums through the epilogue, 64 rows and 32 columns at a time, in floats through shared memory. The loop is
+// not unrolled, since it holds the code of every activation.
+template <class T, class Out>
+__device__ void StoreFinished(const Params& p, const MappedPhase& f, const Ring<T>& ring, int warpgroup,
+                              const Place& place, typename T::Sums& sums, Out* out, int64_t* pixels, int& turn) {
+  constexpr int kAcross = T::kColumns / 32, kRounds = 64 * 8 / kWarpgroup;
+  const int thread = threadIdx.x % kWarpgroup, warp = thread / 32, lane = thread % 32;
+  const int chunk = thread % 8, line = thread / 8;  // of what it stores: 4 columns of every 16th row
+  // Rows of four chunks that warps store together, and of eight that they load together, meet in no bank.
+  const auto place_of = [](int row, int chunk) {
+    return row * kLineBytes + ((chunk ^ (row % 4 * 2 + row / 4 % 2)) << 4);
+  };
+  hopper::SyncWarpgroup(1 + warpgroup);  // the last tile's are read
+  for (int i = thread; i < T::kRows; i += kWarpgroup) pixels[i] = ResultPixel(p, f, place.row + i);
+  hopper::SyncWarpgroup(1 + warpgroup);
+#pragma unroll 1
+  for (int part = 0; part < T::kBlocks * kAcross; ++part, turn ^= 1) {
+    const int row = part / kAcross * 64, column = place.column + part % kAcross * 32 + chunk * 4;
+    const uint32_t slab = ring.Slabs() + (warpgroup * 2 + turn) * T::kSlab;
+    // What comes from far away first.
+    Vec<Out, 4> residual[kRounds];
+    if (p.epilogue.residual != nullptr) {
+#pragma unroll
+      for (int i = 0; i < kRounds; ++i) {
+        const int64_t pixel = pixels[row + line + 16 * i];
+        if (pixel >= 0 && column < p.columns)
+          residual[i] = *reinterpret_cast<const Vec<Out, 4>*>(static_cast<const Out*>(p.epilogue.residual) +
+                                                              pixel * p.columns + column);
+      }
+    }
+    float (&all)[T::kBlocks * T::kColumns / 2] = reinterpret_cast<float (&)[T::kBlocks * T::kColumns / 2]>(sums);
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(
+                         slab + place_of(16 * warp + lane / 4 + 8 * half, 2 * j + lane % 4 / 2) + lane % 2 * 8),
+                     "f"(all[4 * j + 2 * half]), "f"(all[4 * j + 2 * half + 1])
+                     : "memory");
+    Rotate<16>(all);
+    hopper::SyncWarpgroup(1 + warpgroup);
+#pragma unroll 1
+    for (int i = 0; i < kRounds; ++i) {
+      const int at = line + 16 * i;
+      const int64_t pixel = pixels[row + at];
+      if (pixel >= 0 && column < p.columns) {
+        float v[4];
+        asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                     : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
+                     : "r"(slab + place_of(at, chunk)));
+        Add<Out>(v, p.epilogue.bias, column);
+        if (p.epilogue.residual != nullptr) {
+#pragma unroll
+          for (int k = 0; k < 4; ++k) v[k] += static_cast<float>(residual[0].v[k]);
+        }
+        Activate<Out>(v, p.epilogue.activation);
+        *reinterpret_cast<Vec<Out, 4>*>(out + pixel * p.columns + column) = Round<Out>(v);
+      }
+      Rotate<1>(residual);
+    }
+  }
+}
+
 template <class T, bool kForward>
 __device__ void Consume(const Params& p, Ring<T> ring, int warpgroup, float* wide, typename T::In* out,
                         int64_t* pixels) {
@@ -160,6 +225,16 @@ __device__ void Consume(const Params& p, Ring<T> ring, int warpgroup, float* wid
     }
     typename T::Sums sums;
     MultiplyStages<T, false, kColumnsFirst<T, kForward>>(ring, steps, warpgroup, sums);
+    if constexpr (kForward) {
+      if (!IsNone(p.epilogue)) {
+        if (sizeof(typename T::In) == 4 || wide != nullptr) {
+          StoreFinished<T>(p, f, ring, warpgroup, place, sums, wide, pixels, turn);
+        } else {
+          StoreFinished<T>(p, f, ring, warpgroup, place, sums, out, pixels, turn);
+        }
+        continue;
+      }
+    }
     if (sizeof(typename T::In) == 4 || wide != nullptr) {
       StoreSums<T>(sums, wide + place.column, p.columns - place.column, [&](int row) -> int64_t {
         const int64_t pixel = ResultPixel(p, f, place.row + row);
@@ -202,9 +277,10 @@ __global__ void TransposeKernel(const float* in, float* out, int rows, int colum
 
 template <class T, bool kForward>
 cudaError_t LaunchTile(const Problem& p, const void* operand, const void* filter, void* out, void* workspace,
-                       cudaStream_t stream) {
+                       const Epilogue& epilogue, cudaStream_t stream) {
   const int64_t channels = kForward ? p.channels : p.features, columns = kForward ? p.features : p.channels;
   Params q = {};
+  q.epilogue = epilogue;
   q.phases = MapPhases(p, q.phase);
   if (q.phases == 0) return cudaErrorInvalidValue;
   q.column_tiles = int(CeilDiv(columns, T::kColumns));
@@ -248,11 +324,12 @@ cudaError_t LaunchTile(const Problem& p, const void* operand, const void* filter
 }  // namespace
 
 cudaError_t LaunchDataWgmma(const Problem& p, const Config& config, const void* operand, const void* filter, void* out,
-                            void* workspace, cudaStream_t stream) {
+                            void* workspace, const Epilogue& epilogue, cudaStream_t stream) {
   return VisitWgmmaTile<true>(p, config, [&](auto tile) {
     using T = typename decltype(tile)::type;
     return (p.direction == Direction::kForward ? LaunchTile<T, true> : LaunchTile<T, false>)(p, operand, filter, out,
-                                                                                             workspace, stream);
+                                                                                             workspace, epilogue,
+                                                                                             stream);
   });
 }
 

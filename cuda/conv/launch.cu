@@ -1,4 +1,5 @@
 // Config -> kernel.
+#include "cuda/conv/epilogue.cuh"
 #include "cuda/conv/mma.h"
 #include "cuda/conv/simt.h"
 #include "cuda/conv/wgmma.h"
@@ -6,18 +7,19 @@
 namespace jaxdnn::conv {
 
 int Launch(const Problem& p, const Config& config, const void* lhs, const void* rhs, void* out, void* workspace,
-           CUstream_st* stream) {
+           const Epilogue& epilogue, CUstream_st* stream) {
   const bool filter = p.direction == Direction::kFilterGradient;
+  if (p.direction != Direction::kForward && !IsNone(epilogue)) return cudaErrorInvalidValue;
   switch (kTiles[static_cast<int>(config.tile)].unit) {
     case Unit::kSimt:
       return filter ? LaunchFilterSimt(p, config, lhs, rhs, out, workspace, stream)
-                    : LaunchDataSimt(p, config, lhs, rhs, out, stream);
+                    : LaunchDataSimt(p, config, lhs, rhs, out, epilogue, stream);
     case Unit::kMma:
       return filter ? LaunchFilterMma(p, config, lhs, rhs, out, workspace, stream)
-                    : LaunchDataMma(p, config, lhs, rhs, out, stream);
+                    : LaunchDataMma(p, config, lhs, rhs, out, epilogue, stream);
     case Unit::kWgmma:
       return filter ? LaunchFilterWgmma(p, config, lhs, rhs, out, workspace, stream)
-                    : LaunchDataWgmma(p, config, lhs, rhs, out, workspace, stream);
+                    : LaunchDataWgmma(p, config, lhs, rhs, out, workspace, epilogue, stream);
   }
   return cudaErrorInvalidValue;
 }

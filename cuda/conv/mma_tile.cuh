@@ -10,6 +10,7 @@
 #include "cuda/common/mma.cuh"
 #include "cuda/common/vec.cuh"
 #include "cuda/conv/conv.h"
+#include "cuda/conv/epilogue.cuh"
 
 namespace jaxdnn::conv {
 
@@ -202,28 +203,36 @@ __device__ void MultiplyPipelined(uint32_t ring, int steps, LoadA& load_a, LoadB
   __syncthreads();
 }
 
+// The sums in shared memory, as Staged, row by row with a pitch that spreads the 8 rows of a store over the banks.
+template <class T, class Staged>
+constexpr int kPitch = T::kColumns + 16 / sizeof(Staged);
+
+template <class T, class Staged>
+__device__ const Staged* StageSums(unsigned char* ring, const typename T::Sums& sums) {
+  Staged* scratch = reinterpret_cast<Staged*>(ring);
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < T::kWarpRows / 16; ++i) {
+#pragma unroll
+    for (int j = 0; j < T::kWarpColumns / 8; ++j) {
+      Staged* p = scratch + (T::Row() + 16 * i + lane / 4) * kPitch<T, Staged> + T::Column() + 8 * j + 2 * (lane % 4);
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        *reinterpret_cast<Vec<Staged, 2>*>(p + 8 * half * kPitch<T, Staged>) = {
+            static_cast<Staged>(sums[i][j][2 * half]), static_cast<Staged>(sums[i][j][2 * half + 1])};
+    }
+  }
+  __syncthreads();
+  return scratch;
+}
+
 // Stores the block's sums through shared memory, so that whole lines leave at once. address(row) is where the block's
 // first column of a row is, in elements of `out`, or -1 for no row; of the columns those below `count` exist.
 template <class T, int kVec, class Out, class Address>
 __device__ void StoreSums(unsigned char* ring, const typename T::Sums& sums, Out* out, int count,
                           const Address& address) {
   constexpr int kMost = 16 / sizeof(Out), kN = kVec < kMost ? kVec : kMost;
-  // A pitch that spreads the 8 rows of a store over the banks.
-  constexpr int kPitch = T::kColumns + kMost;
-  Out* scratch = reinterpret_cast<Out*>(ring);
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int i = 0; i < T::kWarpRows / 16; ++i) {
-#pragma unroll
-    for (int j = 0; j < T::kWarpColumns / 8; ++j) {
-      Out* p = scratch + (T::Row() + 16 * i + lane / 4) * kPitch + T::Column() + 8 * j + 2 * (lane % 4);
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-        *reinterpret_cast<Vec<Out, 2>*>(p + 8 * half * kPitch) = {static_cast<Out>(sums[i][j][2 * half]),
-                                                                  static_cast<Out>(sums[i][j][2 * half + 1])};
-    }
-  }
-  __syncthreads();
+  const Out* scratch = StageSums<T, Out>(ring, sums);
   constexpr int kRuns = T::kColumns / kN;
 #pragma unroll 4
   for (int run = threadIdx.x; run < T::kRows * kRuns; run += T::kThreads) {
@@ -231,7 +240,29 @@ __device__ void StoreSums(unsigned char* ring, const typename T::Sums& sums, Out
     const int64_t offset = address(row);
     if (offset >= 0 && column < count)
       *reinterpret_cast<Vec<Out, kN>*>(out + offset + column) =
-          *reinterpret_cast<const Vec<Out, kN>*>(scratch + row * kPitch + column);
+          *reinterpret_cast<const Vec<Out, kN>*>(scratch + row * kPitch<T, Out> + column);
+  }
+}
+
+// The same through an epilogue. `first` is the block's first column among the result's channels, and `bias` where its
+// problem's begin.
+template <class T, int kVec, class Out, class Address>
+__device__ void StoreFinished(unsigned char* ring, const typename T::Sums& sums, Out* out, int64_t first, int count,
+                              const Address& address, const Epilogue& epilogue, int64_t bias) {
+  constexpr int kN = kVec < 4 ? kVec : 4, kRuns = T::kColumns / kN;
+  const float* scratch = StageSums<T, float>(ring, sums);
+#pragma unroll 1
+  for (int run = threadIdx.x; run < T::kRows * kRuns; run += T::kThreads) {
+    const int row = run / kRuns, column = run % kRuns * kN;
+    const int64_t offset = address(row);
+    if (offset < 0 || column >= count) continue;
+    float v[kN];
+#pragma unroll
+    for (int i = 0; i < kN; ++i) v[i] = scratch[row * kPitch<T, float> + column + i];
+    Add<Out>(v, epilogue.bias, bias + first + column);
+    Add<Out>(v, epilogue.residual, offset + first + column);
+    Activate<Out>(v, epilogue.activation);
+    *reinterpret_cast<Vec<Out, kN>*>(out + offset + first + column) = Round<Out>(v);
   }
 }
 
@@ -246,7 +277,7 @@ template <Direction kDirection, class F>
 cudaError_t VisitMmaKernel(const Problem& p, const Config& config, std::initializer_list<const void*> arrays, F&& f) {
   const auto vectors = [&](int n) {
     return p.channels % n == 0 && p.features % n == 0 && std::all_of(arrays.begin(), arrays.end(), [&](const void* a) {
-             return reinterpret_cast<uintptr_t>(a) % (SizeOf(p.in) * n) == 0;
+             return reinterpret_cast<uintptr_t>(a) % (SizeOf(p.out) * n) == 0;
            });
   };
   const auto with_type = [&](auto in, auto products) {

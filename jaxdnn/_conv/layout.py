@@ -22,8 +22,12 @@ def spatial(a: Array, spec: Sequence[int]) -> tuple[int, ...]:
   return tuple(a.shape[d] for d in spec[2:])
 
 
+def canonical_order(spec: Sequence[int]) -> tuple[int, ...]:
+  return (spec[0], *spec[2:], spec[1])
+
+
 def to_canonical(a: Array, spec: Sequence[int]) -> Array:
-  return a.transpose(spec[0], *spec[2:], spec[1])
+  return a.transpose(canonical_order(spec))
 
 
 def filter_to_canonical(w: Array, spec: Sequence[int]) -> Array:
@@ -31,7 +35,7 @@ def filter_to_canonical(w: Array, spec: Sequence[int]) -> Array:
 
 
 def from_canonical(a: Array, spec: Sequence[int]) -> Array:
-  order = (spec[0], *spec[2:], spec[1])
+  order = canonical_order(spec)
   return a.transpose([order.index(d) for d in range(a.ndim)])
 
 
@@ -41,9 +45,17 @@ def filter_from_canonical(w: Array, spec: Sequence[int]) -> Array:
 
 
 def by_batch(
-  fn: Callable[..., Array], operands: tuple[Array, Array], in_spec: Sequence[int] | None, out_spec: Sequence[int]
+  fn: Callable[..., Array],
+  operands: tuple[Array, Array],
+  in_spec: Sequence[int] | None,
+  out_spec: Sequence[int],
+  extras: Sequence[tuple[Array, tuple[int, ...]]] = (),
 ) -> Array:
-  """Runs `fn` on each shard of the first operand's batch dimension (any sharding is an error if `in_spec` is None)."""
+  """Runs `fn` on each shard of the first operand's batch dimension (any sharding is an error if `in_spec` is None).
+
+  `extras` are more operands, each with the dimensions that may be sharded as the result is.
+  """
   keep: tuple[int, ...] = () if in_spec is None else (in_spec[0],)
   dims = [in_spec[0] if in_spec is not None and d == out_spec[0] else None for d in range(len(out_spec))]
-  return _sharding.map_shards(fn, operands, keep=(keep, ()), out_like=(0, dims))
+  more, kept = zip(*extras, strict=True) if extras else ((), ())
+  return _sharding.map_shards(fn, (*operands, *more), keep=(keep, (), *kept), out_like=(0, dims))

@@ -35,7 +35,7 @@ def convolve(result: str, arrays: Mapping[str, Array], spec: ConvSpec, dtype: An
   common = max(a.dtype, b.dtype, key=lambda t: t.itemsize)
   out_dtype = max(np.dtype(dtype), common, key=lambda t: t.itemsize)
   if spec.algorithm is not None:
-    _check_algorithm(result, a.astype(common), b.astype(common), spec, out_dtype)
+    check_algorithm(result, a.astype(common), b.astype(common), spec, out_dtype)
   out = _primitive.bind(PRIMITIVES[result], a.astype(common), b.astype(common), spec=spec, dtype=out_dtype)
   return out.astype(dtype)
 
@@ -140,7 +140,7 @@ def _result_shape(result: str, a: Any, b: Any, spec: ConvSpec) -> tuple[int, ...
   return (batch, *spec.window, a.shape[-1] // spec.groups, b.shape[-1])
 
 
-def _abstract(a: Any, b: Any, *, result: str, spec: ConvSpec, dtype: Any) -> Any:
+def abstract(a: Any, b: Any, *, result: str, spec: ConvSpec, dtype: Any) -> Any:
   return _primitive.out_aval(a, _result_shape(result, a, b, spec), dtype)
 
 
@@ -149,7 +149,7 @@ NAMES = {"y": "conv_fwd", "x": "conv_dgrad", "w": "conv_wgrad"}
 PRIMITIVES = {
   result: _primitive.define(
     NAMES[result],
-    abstract_eval=partial(_abstract, result=result),
+    abstract_eval=partial(abstract, result=result),
     reference=REFERENCES[result],
     params=["spec", "dtype"],
   )
@@ -252,7 +252,7 @@ def plan(result: str, a: Any, b: Any, spec: ConvSpec, dtype: Any, *, hopper: boo
   )
 
 
-def _check_algorithm(result: str, a: Array, b: Array, spec: ConvSpec, dtype: Any) -> None:
+def check_algorithm(result: str, a: Array, b: Array, spec: ConvSpec, dtype: Any) -> None:
   names = (*ALGORITHMS, *_extension.native.conv_tiles)
   if spec.algorithm not in names:
     raise ValueError(f"{NAMES[result]}: algorithm must be None or one of {names}, got {spec.algorithm!r}")
@@ -265,11 +265,15 @@ def _check_algorithm(result: str, a: Array, b: Array, spec: ConvSpec, dtype: Any
 
 def _plans(result: str, a: Any, b: Any, spec: ConvSpec, dtype: Any) -> list[dict[str, Any]]:
   """On any device: which one it will be is not known when a call is lowered."""
-  plans = (plan(result, a, b, spec, dtype, hopper=hopper) for hopper in (False, True))
-  return [p for p in plans if p is not None]
+  found = (plan(result, a, b, spec, dtype, hopper=hopper) for hopper in (False, True))
+  return [p for p in found if p is not None]
 
 
-def _workspace(a: Any, b: Any, *, result: str, spec: ConvSpec, dtype: Any) -> int:
+def supported(a: Any, b: Any, *_: Any, result: str, spec: ConvSpec, dtype: Any, **__: Any) -> bool:
+  return bool(_plans(result, a, b, spec, dtype))
+
+
+def workspace(a: Any, b: Any, *_: Any, result: str, spec: ConvSpec, dtype: Any, **__: Any) -> int:
   return max(p["workspace_bytes"] for p in _plans(result, a, b, spec, dtype))
 
 
@@ -288,10 +292,17 @@ def _geometry(spec: ConvSpec) -> dict[str, Any]:
   }
 
 
-def _attributes(a: Any, b: Any, *, spec: ConvSpec, dtype: Any) -> dict[str, Any]:
-  attributes = {k: np.asarray(v, np.int64) if isinstance(v, tuple) else v for k, v in _geometry(spec).items()}
-  return attributes | {"products": products(spec), "algorithm": spec.algorithm or ""}
+def attributes(
+  a: Any, b: Any, *_: Any, result: str, spec: ConvSpec, kind: str = "identity", parameter: float = 0.0,
+  bias: bool = False, residual: bool = False, **__: Any,
+) -> dict[str, Any]:  # fmt: skip
+  """Of the call, which forward has an epilogue as well (`fused.py`)."""
+  given = {k: np.asarray(v, np.int64) if isinstance(v, tuple) else v for k, v in _geometry(spec).items()}
+  epilogue = {"activation": kind, "parameter": float(parameter), "bias": bias, "residual": residual}
+  return given | {"products": products(spec), "algorithm": spec.algorithm or ""} | (epilogue if result == "y" else {})
 
+
+TARGETS = {"y": "jaxdnn.conv_fwd.v4", "x": "jaxdnn.conv_dgrad.v3", "w": "jaxdnn.conv_wgrad.v3"}
 
 for _result, _p in PRIMITIVES.items():
   _primitive.bilinear(
@@ -300,9 +311,9 @@ for _result, _p in PRIMITIVES.items():
   _primitive.set_batching(_p, partial(_batch, result=_result))
   _primitive.lower_to_cuda(
     _p,
-    f"jaxdnn.{NAMES[_result]}.v3",
+    TARGETS[_result],
     REFERENCES[_result],
-    attributes=_attributes,
-    supported=lambda a, b, *, spec, dtype, result=_result: bool(_plans(result, a, b, spec, dtype)),
-    workspace=None if _result == "x" else partial(_workspace, result=_result),
+    attributes=partial(attributes, result=_result),
+    supported=partial(supported, result=_result),
+    workspace=None if _result == "x" else partial(workspace, result=_result),
   )

@@ -11,6 +11,7 @@ from jax import Array, lax
 from jaxdnn import _activation
 from jaxdnn._arguments import Padding, dilated, explicit_padding, per_dimension
 from jaxdnn._conv import layout
+from jaxdnn._conv.fused import fused
 from jaxdnn._conv.layout import DimensionNumbers
 from jaxdnn._conv.primitives import convolve
 from jaxdnn._conv.spec import ConvSpec, channels_last, check_channels, make_spec, result_dtype
@@ -113,7 +114,7 @@ def conv(
   preferred_element_type: Any = None,
   algorithm: str | None = None,
 ) -> Array:
-  """Convolution layer: `activation(conv(x, w) + b + residual)`.
+  """Convolution layer: `activation(conv(x, w) + b + residual)`, in one kernel.
 
   Args:
     x: input, channels-last [..., *spatial, C] with any number of leading batch dimensions, or as
@@ -126,7 +127,8 @@ def conv(
     groups: number of groups of channels; C for a depthwise convolution.
     dimension_numbers: None for channels-last, else as in `jax.lax.conv_general_dilated`, e.g.
       ('NCHW', 'OIHW', 'NCHW').
-    activation: None, or the name of an activation of this library: 'relu', 'sigmoid', 'tanh'.
+    activation: None, or the name of an activation of this library, with its default parameter; 'gelu' is the exact one,
+      'gelu_tanh' the approximation.
     residual: array like the result, added before the activation, or None.
     precision: as in `conv_general_dilated`.
     preferred_element_type: dtype of the result, by default the operands'.
@@ -156,35 +158,47 @@ def conv(
       x = x.reshape(math.prod(leading), *x.shape[len(leading) :])
   given = channels_last(rank) if dimension_numbers is None else dimension_numbers
   numbers = layout.dimension_numbers("conv", x, w, given)
-  # What follows the convolution is computed channels-last, so that nothing stands between its transpose to the caller's
-  # layout and the next convolution's transpose back, and XLA cancels the two.
-  y = conv_general_dilated(
-    x,
-    w,
-    per_dimension("conv", "stride", stride, rank),
-    padding,
-    None,
-    per_dimension("conv", "dilation", dilation, rank),
-    lax.ConvDimensionNumbers(numbers.lhs_spec, numbers.rhs_spec, channels_last(rank).out_spec),
-    groups,
+  dtype = result_dtype("conv", x, w, preferred_element_type)
+  spec = make_spec(
+    "conv",
+    layout.spatial(x, numbers.lhs_spec),
+    layout.spatial(w, numbers.rhs_spec),
+    stride=per_dimension("conv", "stride", stride, rank),
+    padding=padding,
+    lhs_dilation=None,
+    rhs_dilation=per_dimension("conv", "dilation", dilation, rank),
+    groups=groups,
     precision=precision,
-    preferred_element_type=preferred_element_type,
     algorithm=algorithm,
   )
+  images, c = (x.shape[d] for d in numbers.lhs_spec[:2])
+  k, w_in = (w.shape[d] for d in numbers.rhs_spec[:2])
+  check_channels("conv", c, w_in, k, groups, images, 1)
   if b is not None:
-    if jnp.shape(b) != y.shape[-1:]:
-      raise ValueError(f"conv: b must have shape {y.shape[-1:]}, one entry per output channel, got {jnp.shape(b)}")
-    y = y + jnp.asarray(b, y.dtype).reshape((1,) * (y.ndim - 1) + y.shape[-1:])
-  if leading is not None:
-    y = y.reshape(*leading, *y.shape[1:])
-  in_layout = (lambda a: a) if leading is not None else lambda a: layout.from_canonical(a, numbers.out_spec)
+    if jnp.shape(b) != (k,):
+      raise ValueError(f"conv: b must have shape {(k,)}, one entry per output channel, got {jnp.shape(b)}")
+    b = jnp.asarray(b, dtype)
   if residual is not None:
-    shape = jax.eval_shape(in_layout, y).shape
+    canonical = (images, *spec.y_spatial, k)
+    shape = tuple(canonical[layout.canonical_order(numbers.out_spec).index(d)] for d in range(len(canonical)))
+    shape = shape if leading is None else (*leading, *shape[1:])
     if jnp.shape(residual) != shape:
       raise ValueError(f"conv: residual must have the result's shape {shape}, got {jnp.shape(residual)}")
-    residual = jnp.asarray(residual, y.dtype)
-    y = y + (residual if leading is not None else layout.to_canonical(residual, numbers.out_spec))
-  return in_layout(y if activation is None else _activation.apply(activation, y))
+    residual = jnp.asarray(residual, dtype)
+    residual = residual if leading is None else residual.reshape(images, *shape[len(leading) :])
+
+  # The epilogue is computed channels-last, so that nothing stands between its transpose to the caller's layout and the
+  # next convolution's transpose back, and XLA cancels the two.
+  def apply(x: Array, w: Array, *extras: Array) -> Array:
+    rest = iter(extras)
+    bias = None if b is None else next(rest)[None]
+    added = None if residual is None else layout.to_canonical(next(rest), numbers.out_spec)[None]
+    x, w = layout.to_canonical(x, numbers.lhs_spec)[None], layout.filter_to_canonical(w, numbers.rhs_spec)[None]
+    return layout.from_canonical(fused(x, w, bias, added, spec, dtype, activation)[0], numbers.out_spec)
+
+  extras = [(a, kept) for a, kept in ((b, ()), (residual, (numbers.out_spec[0],))) if a is not None]
+  y = layout.by_batch(apply, (x, w), numbers.lhs_spec, numbers.out_spec, extras)
+  return y if leading is None else y.reshape(*leading, *y.shape[1:])
 
 
 def conv_transpose(
