@@ -29,18 +29,21 @@ def struct(shape, dtype="bfloat16"):
 def test_list_is_sorted_and_complete(direction):
   x, w = struct((32, 56, 56, 64)), struct((3, 3, 64, 64))
   found = jaxdnn.conv_algorithms(x, w, direction=direction, padding="SAME")
+  found, patches = [a for a in found if a.name != "gemm"], [a for a in found if a.name == "gemm"]
   assert [a.name for a in found] == list(ALGORITHMS)
+  (by_patches,) = patches
+  assert by_patches.workspace_bytes >= 2 * 32 * 56 * 56 * 9 * 64 and by_patches.microseconds > found[0].microseconds
   times = [a.microseconds for a in found]
   assert times == sorted(times) and times[0] > 0
   assert all((a.workspace_bytes > 0) == (a.splits > 1) for a in found)
   if direction != "filter_gradient":
     assert all(a.workspace_bytes == 0 for a in found)
   names = [a.name for a in jaxdnn.conv_algorithms(x, w, direction=direction, padding="SAME", hopper=False)]
-  assert names == list(ALGORITHMS[1:])
+  assert [name for name in names if name != "gemm"] == list(ALGORITHMS[1:])
 
 
 def test_list_names_what_can_do_the_problem():
-  names = lambda *a, **k: {each.name for each in jaxdnn.conv_algorithms(*a, **k)}  # noqa: E731
+  names = lambda *a, **k: {each.name for each in jaxdnn.conv_algorithms(*a, **k)} - {"gemm"}  # noqa: E731
   x, w = struct((2, 9, 9, 64)), struct((3, 3, 64, 64))
   floats = struct(x.shape, "float32"), struct(w.shape, "float32")
   assert names(*floats, precision="highest") == {"implicit_gemm"}
@@ -74,6 +77,37 @@ def test_gradients_choose_their_own():
   want, want_vjp = jax.vjp(functools.partial(jaxdnn.conv, stride=3), x, w)
   for got, expected in zip((y, *vjp(y)), (want, *want_vjp(y)), strict=True):
     assert_close(got, exact(expected), "bfloat16", terms=576, scale=30)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize(
+  "case",
+  [
+    ConvCase("2d", 2, (7, 6), 5, (3, 2), 4, (2, 1), ((1, 0), (-1, 2)), rhs_dilation=(1, 2)),
+    ConvCase("1d", 3, (11,), 4, (3,), 6, padding=((2, 1),)),
+    ConvCase("3d", 1, (4, 3, 5), 2, (2, 2, 3), 3),
+  ],
+  ids=lambda c: c.name,
+)
+def test_matrix_of_patches(case, dtype):
+  x, w = sample(case.x_shape, dtype), sample(case.w_shape, dtype, 1)
+  layer = dict(stride=case.stride, padding=case.padding, dilation=case.rhs_dilation, algorithm="gemm")
+  y = jaxdnn.conv(x, w, **layer)
+  assert_close(y, conv_oracle(exact(x), exact(w), *case.geometry), dtype, terms=30, scale=4)
+  g = sample(y.shape, dtype, 2)
+  dx, dw = conv_gradients(exact(x), exact(w), exact(g), *case.geometry)
+  assert_close(jaxdnn.conv_dgrad(g, w, case.spatial, **layer), dx, dtype, terms=30, scale=4)
+  assert_close(jaxdnn.conv_wgrad(x, g, case.window, **layer), dw, dtype, terms=60, scale=4)
+  b = sample((case.k,), dtype, 3)
+  mapped = jax.vmap(lambda x: jaxdnn.conv(x, w, b, activation="tanh", **layer))(jnp.stack([x, x]))
+  assert_close(mapped[1], np.tanh(exact(y) + exact(b)), dtype, terms=30, scale=4)
+
+
+def test_matrix_of_patches_refuses():
+  x, w = jnp.ones((2, 9, 9, 8)), jnp.ones((3, 3, 4, 8))
+  with pytest.raises(ValueError, match=r"'gemm' takes one group.*got groups=2"):
+    jaxdnn.conv(x, w, groups=2, algorithm="gemm")
+  assert "gemm" not in {a.name for a in jaxdnn.conv_algorithms(x, w, groups=2)}
 
 
 # The kernels, on a GPU ------------------------------------------------------------------------------------------------

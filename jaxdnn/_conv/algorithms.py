@@ -1,6 +1,7 @@
 """The planner, for those who want to know or to compare what it chooses from."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,11 +9,14 @@ import jax
 import numpy as np
 
 from jaxdnn._arguments import Padding
+from jaxdnn._conv import gemm
 from jaxdnn._conv.primitives import ALGORITHMS, OPERANDS, plan, products
 from jaxdnn._conv.spec import ConvSpec, check_channels, make_spec, result_dtype
+from jaxdnn._primitive import accumulator_dtype
 
 _RESULTS = {"forward": "y", "data_gradient": "x", "filter_gradient": "w"}
 _CLOCK_HZ = 1.755e9  # of the H200 that the model's cycles were fitted to
+_BYTES_PER_SECOND = 4e12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +70,7 @@ def conv_algorithms(
   Example:
     >>> x, w = (jax.ShapeDtypeStruct(s, 'bfloat16') for s in ((32, 56, 56, 64), (3, 3, 64, 64)))
     >>> [a.name for a in jaxdnn.conv_algorithms(x, w, padding='SAME')]
-    ['implicit_gemm_wgmma', 'implicit_gemm_mma', 'implicit_gemm']
+    ['implicit_gemm_wgmma', 'gemm', 'implicit_gemm_mma', 'implicit_gemm']
   """
   where = "conv_algorithms"
   if direction not in _RESULTS:
@@ -94,7 +98,29 @@ def conv_algorithms(
     for p in plans
     if p is not None
   ]  # fmt: skip
+  if gemm.takes(spec) and found:
+    found.append(_by_patches(result, shapes, spec, x.dtype, dtype, hopper))
   return sorted(found, key=lambda each: each.microseconds)
+
+
+def _by_patches(
+  result: str, shapes: dict[str, Any], spec: ConvSpec, dtype: Any, out_dtype: Any, hopper: bool
+) -> ConvAlgorithm:
+  """The best kernel for the product, and one pass that writes, or sums, the patches."""
+  patches = gemm.patches_shape((1, *shapes["x"]), spec)
+  k = shapes["w"][-1]
+  matrices = {"x": patches, "w": (1, patches[-1], k), "y": (*patches[:2], k)}
+  a, b = (jax.ShapeDtypeStruct(matrices[name], dtype) for name in OPERANDS[result])
+  p = plan(result, a, b, gemm.matrix_spec(spec), out_dtype, hopper=hopper)
+  assert p is not None
+  stored = accumulator_dtype(dtype) if result == "x" else np.dtype(dtype)
+  workspace = math.prod(patches) * stored.itemsize
+  moved = workspace + math.prod(shapes["x"]) * np.dtype(dtype).itemsize
+  microseconds = p["cycles"] / _CLOCK_HZ * 1e6 + moved / _BYTES_PER_SECOND * 1e6
+  exactness = _exactness(p["algorithm"], dtype, spec)
+  return ConvAlgorithm(
+    gemm.NAME, p["tile"], p["splits"], workspace + p["workspace_bytes"], exactness, microseconds
+  )
 
 
 def _exactness(algorithm: str, dtype: Any, spec: ConvSpec) -> str:

@@ -17,8 +17,8 @@ from jax import Array
 
 from jaxdnn import _primitive
 from jaxdnn._activation import ACTIVATIONS, elementwise
-from jaxdnn._conv import primitives
-from jaxdnn._conv.primitives import convolve
+from jaxdnn._conv import gemm, primitives
+from jaxdnn._conv.gemm import convolve
 from jaxdnn._conv.spec import ConvSpec
 
 IDENTITY = "identity"
@@ -29,7 +29,7 @@ FROM_OUTPUT = ("relu", "clipped_relu", "sigmoid", "tanh")
 def fused(
   x: Array, w: Array, bias: Array | None, residual: Array | None, spec: ConvSpec, dtype: Any, kind: str | None
 ) -> Array:
-  """The layer, where bias and residual are of the type `dtype`. Types that kernels do not take are XLA's."""
+  """The layer, where bias and residual are of the type `dtype`; in steps where the kernels have no epilogue."""
   dtype = np.dtype(dtype)
   extras = [a for a in (bias, residual) if a is not None]
   params: dict[str, Any] = dict(
@@ -41,7 +41,8 @@ def fused(
     residual=residual is not None,
   )
   narrower = dtype.itemsize < x.dtype.itemsize
-  if (kind is None and not extras) or narrower or not jnp.issubdtype(dtype, jnp.floating):
+  plain = kind is None and not extras
+  if plain or narrower or spec.algorithm == gemm.NAME or not jnp.issubdtype(dtype, jnp.floating):
     return _in_steps(x, w, *extras, **params)
   if spec.algorithm is not None:
     primitives.check_algorithm("y", x, w, spec, dtype)

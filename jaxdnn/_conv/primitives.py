@@ -253,7 +253,7 @@ def plan(result: str, a: Any, b: Any, spec: ConvSpec, dtype: Any, *, hopper: boo
 
 
 def check_algorithm(result: str, a: Array, b: Array, spec: ConvSpec, dtype: Any) -> None:
-  names = (*ALGORITHMS, *_extension.native.conv_tiles)
+  names = (*ALGORITHMS, "gemm", *_extension.native.conv_tiles)
   if spec.algorithm not in names:
     raise ValueError(f"{NAMES[result]}: algorithm must be None or one of {names}, got {spec.algorithm!r}")
   if plan(result, a, b, spec, dtype, hopper=True) is None:

@@ -12,8 +12,8 @@ from jaxdnn import _activation
 from jaxdnn._arguments import Padding, dilated, explicit_padding, per_dimension
 from jaxdnn._conv import layout
 from jaxdnn._conv.fused import fused
+from jaxdnn._conv.gemm import convolve
 from jaxdnn._conv.layout import DimensionNumbers
-from jaxdnn._conv.primitives import convolve
 from jaxdnn._conv.spec import ConvSpec, channels_last, check_channels, make_spec, result_dtype
 
 

@@ -1,0 +1,64 @@
+"""The algorithm `gemm`: the input's patches are written out, and one matrix product does the rest.
+
+The textbook way, with a workspace as large as the window times the input, kept as what the implicit products are
+compared with. The product itself is a convolution without spatial dimensions, computed by the library's kernels.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from jax import Array
+
+from jaxdnn import _primitive
+from jaxdnn._conv import primitives
+from jaxdnn._conv.primitives import OPERANDS
+from jaxdnn._conv.spec import ConvSpec
+from jaxdnn._transform import col2im, im2col
+
+NAME = "gemm"
+
+
+def convolve(result: str, arrays: Mapping[str, Array], spec: ConvSpec, dtype: Any) -> Array:
+  """`primitives.convolve`, through a matrix of patches where that is the algorithm asked for."""
+  if spec.algorithm != NAME:
+    return primitives.convolve(result, arrays, spec, dtype)
+  if not takes(spec):
+    raise ValueError(
+      f"{primitives.NAMES[result]}: algorithm={NAME!r} takes one group, 1 to 3 spatial dimensions and an input that is "
+      f"not dilated, got groups={spec.groups}, {spec.rank} dimensions and lhs_dilation={spec.lhs_dilation}"
+    )
+  a, _ = (arrays[name] for name in OPERANDS[result])
+  batch = a.shape[0]
+  patches: dict[str, Any] = dict(stride=spec.stride, padding=spec.padding, dilation=spec.rhs_dilation)
+
+  def matrix(name: str, array: Array) -> Array:
+    array = im2col(array, spec.window, **patches) if name == "x" else array
+    return array.reshape(batch, -1, array.shape[-1])
+
+  matrices = {name: matrix(name, arrays[name]) for name in OPERANDS[result]}
+  if result == "y":
+    y = primitives.convolve("y", matrices, matrix_spec(spec), dtype)
+    return y.reshape(*a.shape[:2], *spec.y_spatial, y.shape[-1])
+  if result == "w":
+    w = primitives.convolve("w", matrices, matrix_spec(spec), dtype)
+    return w.reshape(batch, *spec.window, a.shape[-1], w.shape[-1])
+  # The patches overlap, so they are summed before they are rounded.
+  wide = max(_primitive.accumulator_dtype(a.dtype), np.dtype(dtype), key=lambda t: t.itemsize)
+  x = primitives.convolve("x", matrices, matrix_spec(spec), wide)
+  return col2im(x.reshape(*a.shape[:2], *spec.y_spatial, -1), spec.x_spatial, spec.window, **patches).astype(dtype)
+
+
+def takes(spec: ConvSpec) -> bool:
+  return spec.groups == 1 and 1 <= spec.rank <= 3 and all(d == 1 for d in spec.lhs_dilation)
+
+
+def matrix_spec(spec: ConvSpec) -> ConvSpec:
+  """Of the product: a convolution of as many images as there are patches, without spatial dimensions."""
+  return ConvSpec((), (), (), (), 1, (), (), spec.precision)
+
+
+def patches_shape(x: tuple[int, ...], spec: ConvSpec) -> tuple[int, ...]:
+  """[B, patches, features] of an input [B, N, *S, C]."""
+  return (x[0], x[1] * math.prod(spec.y_spatial), math.prod(spec.window) * x[-1])
