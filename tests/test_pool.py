@@ -210,7 +210,8 @@ KERNELS = [
   "more_than_255_cells",
   "empty_input",
   "no_channels",
-] + [case.name for case in POOL if case.name.endswith("vectors")]
+  "global_planes",
+] + [case.name for case in POOL if case.name.endswith("vectors") or case.name.startswith("rows")]
 
 
 @pytest.mark.gpu
@@ -222,6 +223,21 @@ def test_kernels(name, dtype):
   check_everything(
     case, sample(case.shape, dtype), run=lambda f: functools.partial(assert_repeatable, f, repeats=2)
   )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_kernels_choose(name, dtype):
+  """Ties, NaN and -inf, alone in windows and together."""
+  case = next(c for c in POOL if c.name == name)
+  x, chance = np.round(sample(case.shape, dtype)), np.random.default_rng(3).random(case.shape)
+  x = np.where(chance < 0.03, np.nan, np.where(chance < 0.5, -np.inf, x)).astype(x.dtype)
+  g = sample(case.out_shape, dtype, seed=1)
+  y, vjp = jax.vjp(max_pool(case), jnp.asarray(x))
+  want_y, want_dx = pool_oracle.max_pool(exact(x), exact(g), *case.spelled_out)
+  np.testing.assert_array_equal(exact(y), want_y)
+  assert_close(vjp(jnp.asarray(g))[0], want_dx, dtype, terms=math.prod(case.window), scale=4)
 
 
 @pytest.mark.gpu
