@@ -13,12 +13,14 @@ struct ConvAttrs {
   int64_t groups;
   int64_t products;            // as in conv::Problem
   std::string_view algorithm;  // of conv::kAlgorithms or a tile, or empty: the best
+  int64_t workspace_limit;
 };
 
 struct ConvFwdAttrs {
   ffi::Span<const int64_t> stride, padding_low, lhs_dilation, rhs_dilation;
   int64_t groups, products;
   std::string_view algorithm;
+  int64_t workspace_limit;
   std::string_view activation;
   double parameter;
   bool bias, residual;  // which of the two optional operands there are, in this order
@@ -33,7 +35,8 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jaxdnn::ConvAttrs,
                                       xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("rhs_dilation"),
                                       xla::ffi::StructMember<int64_t>("groups"),
                                       xla::ffi::StructMember<int64_t>("products"),
-                                      xla::ffi::StructMember<std::string_view>("algorithm"));
+                                      xla::ffi::StructMember<std::string_view>("algorithm"),
+                                      xla::ffi::StructMember<int64_t>("workspace_limit"));
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     jaxdnn::ConvFwdAttrs, xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("stride"),
@@ -77,7 +80,7 @@ ffi::Error Convolve(conv::Direction direction, cudaStream_t stream, ffi::AnyBuff
   const auto config = problem ? conv::Choose(*problem,
                                              TakesHopperKernels({lhs.untyped_data(), rhs.untyped_data(),
                                                                  out.untyped_data(), epilogue.bias, epilogue.residual}),
-                                             attrs.algorithm)
+                                             attrs.algorithm, attrs.workspace_limit)
                               : std::nullopt;
   if (!config)
     return Unsupported(attrs.algorithm.empty() ? "no kernel for these shapes" : "the algorithm cannot do this here",

@@ -9,6 +9,8 @@ conv_tiles: list[str]
 def channel_activation_workspace(itemsize: int, groups: int, outer: int, channels: int, inner: int) -> int: ...
 def handlers() -> dict[str, Any]: ...
 def layer_norm_workspace(itemsize: int, problems: int, rows: int, n: int, *, backward: bool) -> int: ...
+conv_workspace_limit: int
+
 def plan_conv(
   direction: str,
   in_dtype: str,
@@ -24,6 +26,7 @@ def plan_conv(
   products: int,
   hopper: bool,
   algorithm: str,
+  workspace_limit: int,
 ) -> dict[str, Any] | None: ...
 def group_norm_workspace(
   call: str, dtype: str, channels_last: bool, x: Sequence[int], groups: int

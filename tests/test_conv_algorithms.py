@@ -103,11 +103,38 @@ def test_matrix_of_patches(case, dtype):
   assert_close(mapped[1], np.tanh(exact(y) + exact(b)), dtype, terms=30, scale=4)
 
 
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_workspace_limit(direction, dtype):
+  operands = struct((32, 56, 56, 64), dtype), struct((3, 3, 64, 64), dtype)
+  call = functools.partial(jaxdnn.conv_algorithms, *operands, direction=direction, padding="SAME", precision="default")
+  assert any(each.workspace_bytes for each in call())
+  for limit in (0, 1 << 18, 1 << 22, 1 << 30):
+    found = call(workspace_limit=limit)
+    assert found and all(each.workspace_bytes <= limit for each in found)
+  # Without one the sum is one slice.
+  assert all(each.splits == 1 for each in call(workspace_limit=0))
+
+
+def test_workspace_limit_reaches_the_gradients():
+  x, w = jnp.ones((4, 64, 64, 2), "float32"), jnp.ones((3, 3, 2, 8), "float32")
+  for limit, split in ((None, True), (0, False)):
+    gradient = jax.grad(lambda w: jaxdnn.conv(x, w, workspace_limit=limit).sum())  # noqa: B023
+    calls = [e for e in jax.make_jaxpr(gradient)(w).jaxpr.eqns if e.primitive.name == "jaxdnn_conv_wgrad"]
+    (spec,) = {e.params["spec"] for e in calls}
+    (p,) = (plan("w", *(v.aval for v in e.invars), spec, jnp.float32, hopper=True) for e in calls)
+    assert (p["splits"] > 1) == split and p["workspace_bytes"] <= (limit if limit is not None else 1 << 28)
+  with pytest.raises(ValueError, match="workspace_limit must be None or a number of bytes, got -1"):
+    jaxdnn.conv(x, w, workspace_limit=-1)
+
+
 def test_matrix_of_patches_refuses():
   x, w = jnp.ones((2, 9, 9, 8)), jnp.ones((3, 3, 4, 8))
   with pytest.raises(ValueError, match=r"'gemm' takes one group.*got groups=2"):
     jaxdnn.conv(x, w, groups=2, algorithm="gemm")
   assert "gemm" not in {a.name for a in jaxdnn.conv_algorithms(x, w, groups=2)}
+  with pytest.raises(ValueError, match=r"'gemm' needs 56448 bytes .*workspace_limit=1000"):
+    jaxdnn.conv(x, jnp.ones((3, 3, 8, 8)), algorithm="gemm", workspace_limit=1000)
 
 
 # The kernels, on a GPU ------------------------------------------------------------------------------------------------

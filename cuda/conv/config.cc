@@ -12,8 +12,7 @@ namespace {
 constexpr double kMultiprocessors = 132;
 constexpr double kLaunchCycles = 4000;  // of one more kernel
 constexpr double kBytesPerCycle = 18;   // of device memory, per multiprocessor
-constexpr int64_t kMaxWorkspace = int64_t{256} << 20;
-constexpr int64_t kMinSlice = 128;  // terms of the reduction that are worth a block
+constexpr int64_t kMinSlice = 128;      // terms of the reduction that are worth a block
 constexpr int64_t kIndexLimit = int64_t{1} << 30;
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -188,7 +187,7 @@ Gemm GemmOf(const Problem& p) {
   return {};
 }
 
-std::optional<Config> Choose(const Problem& p, bool hopper, std::string_view algorithm) {
+std::optional<Config> Choose(const Problem& p, bool hopper, std::string_view algorithm, int64_t workspace_limit) {
   const bool widened = p.out == DType::kF32 && (p.in == DType::kF16 || p.in == DType::kBF16);
   if (!(p.in == p.out || widened) || !Indexable(p)) return std::nullopt;
   const Gemm g = GemmOf(p);
@@ -200,14 +199,13 @@ std::optional<Config> Choose(const Problem& p, bool hopper, std::string_view alg
     if (!wanted || !Takes(t, p, hopper)) continue;
     for (int64_t splits = 1; splits == 1 || (splittable && splits * kMinSlice <= g.depth);
          splits += std::max<int64_t>(1, splits / 8)) {
-      const int64_t bytes = splits > 1 ? splits * result_bytes : 0;
-      if (bytes > kMaxWorkspace) break;
-      if (splittable && CeilDiv(g.depth, splits) >= kIndexLimit) continue;  // a slice is indexed with 32 bits
-      const double cycles =
-          (t.unit == Unit::kWgmma ? WgmmaCycles : Cycles)(p, t, splits) + ReductionCycles(splits, result_bytes);
       const bool transposed = t.unit == Unit::kWgmma && p.in == DType::kF32 && p.direction == Direction::kForward;
-      if (!best || cycles < best->cycles)
-        best = Config{t.tile, splits, transposed ? result_bytes : bytes, cycles + (transposed ? kLaunchCycles : 0)};
+      const int64_t bytes = transposed ? result_bytes : splits > 1 ? splits * result_bytes : 0;
+      if (bytes > workspace_limit) break;
+      if (splittable && CeilDiv(g.depth, splits) >= kIndexLimit) continue;  // a slice is indexed with 32 bits
+      const double cycles = (t.unit == Unit::kWgmma ? WgmmaCycles : Cycles)(p, t, splits) +
+                            ReductionCycles(splits, result_bytes) + (transposed ? kLaunchCycles : 0);
+      if (!best || cycles < best->cycles) best = Config{t.tile, splits, bytes, cycles};
     }
   }
   return best;

@@ -110,8 +110,10 @@ Phases PhasesOf(const Problem& p);
 
 // The kernel for a problem: a closed-form function of the problem and of whether the device has Hopper's instructions
 // (compute capability 9.0), so that equal shapes give equal bits on all devices of a kind. Empty where no kernel takes
-// the problem, or the algorithm or tile that is named does not.
-std::optional<Config> Choose(const Problem& p, bool hopper, std::string_view algorithm = "");
+// the problem, or the algorithm or tile that is named does not, within `workspace_limit` bytes.
+constexpr int64_t kWorkspaceLimit = int64_t{256} << 20;
+std::optional<Config> Choose(const Problem& p, bool hopper, std::string_view algorithm = "",
+                             int64_t workspace_limit = kWorkspaceLimit);
 
 // What becomes of a forward convolution's sums before they are rounded: activation(sum + bias + residual).
 struct Epilogue {

@@ -12,7 +12,6 @@ from jaxdnn._arguments import Padding
 from jaxdnn._conv import gemm
 from jaxdnn._conv.primitives import ALGORITHMS, OPERANDS, plan, products
 from jaxdnn._conv.spec import ConvSpec, check_channels, make_spec, result_dtype
-from jaxdnn._primitive import accumulator_dtype
 
 _RESULTS = {"forward": "y", "data_gradient": "x", "filter_gradient": "w"}
 _CLOCK_HZ = 1.755e9  # of the H200 that the model's cycles were fitted to
@@ -48,6 +47,7 @@ def conv_algorithms(
   groups: int = 1,
   precision: Any = None,
   preferred_element_type: Any = None,
+  workspace_limit: int | None = None,
   hopper: bool = True,
 ) -> list[ConvAlgorithm]:
   """The kernels that can compute a convolution, or a gradient of it, fastest first: the first is what is used.
@@ -58,7 +58,7 @@ def conv_algorithms(
     x: input [N, *spatial, C]: an array, or anything with a shape and a dtype, such as `jax.ShapeDtypeStruct`.
     w: filter [*window, C / groups, K], likewise.
     direction: 'forward' (default), 'data_gradient' or 'filter_gradient'.
-    stride, padding, dilation, groups, precision, preferred_element_type: as in `conv`.
+    stride, padding, dilation, groups, precision, preferred_element_type, workspace_limit: as in `conv`.
     hopper: whether for devices of compute capability 9.0 (default), which have kernels of their own.
 
   Returns:
@@ -80,7 +80,7 @@ def conv_algorithms(
     raise ValueError(f"{where}: x and w must have the same rank, at least 2, got shapes {x.shape} and {w.shape}")
   spec = make_spec(
     where, x.shape[1:-1], w.shape[:-2], stride=stride, padding=padding, lhs_dilation=None, rhs_dilation=dilation,
-    groups=groups, precision=precision,
+    groups=groups, precision=precision, workspace_limit=workspace_limit,
   )  # fmt: skip
   check_channels(where, x.shape[-1], w.shape[-2], w.shape[-1], groups, x.shape[0], 1)
   dtype = result_dtype(where, x, w, preferred_element_type)
@@ -100,6 +100,8 @@ def conv_algorithms(
   ]  # fmt: skip
   if gemm.takes(spec) and found:
     found.append(_by_patches(result, shapes, spec, x.dtype, dtype, hopper))
+  if spec.workspace_limit is not None:
+    found = [each for each in found if each.workspace_bytes <= spec.workspace_limit]
   return sorted(found, key=lambda each: each.microseconds)
 
 
@@ -107,14 +109,13 @@ def _by_patches(
   result: str, shapes: dict[str, Any], spec: ConvSpec, dtype: Any, out_dtype: Any, hopper: bool
 ) -> ConvAlgorithm:
   """The best kernel for the product, and one pass that writes, or sums, the patches."""
-  patches = gemm.patches_shape((1, *shapes["x"]), spec)
-  k = shapes["w"][-1]
-  matrices = {"x": patches, "w": (1, patches[-1], k), "y": (*patches[:2], k)}
+  n, c, k = shapes["x"][0], shapes["x"][-1], shapes["w"][-1]
+  rows, terms = n * math.prod(spec.y_spatial), math.prod(spec.window) * c
+  matrices = {"x": (1, rows, terms), "w": (1, terms, k), "y": (1, rows, k)}
   a, b = (jax.ShapeDtypeStruct(matrices[name], dtype) for name in OPERANDS[result])
   p = plan(result, a, b, gemm.matrix_spec(spec), out_dtype, hopper=hopper)
   assert p is not None
-  stored = accumulator_dtype(dtype) if result == "x" else np.dtype(dtype)
-  workspace = math.prod(patches) * stored.itemsize
+  workspace = gemm.patches_bytes(result, n, c, spec, dtype)
   moved = workspace + math.prod(shapes["x"]) * np.dtype(dtype).itemsize
   microseconds = p["cycles"] / _CLOCK_HZ * 1e6 + moved / _BYTES_PER_SECOND * 1e6
   exactness = _exactness(p["algorithm"], dtype, spec)

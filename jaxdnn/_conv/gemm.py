@@ -29,7 +29,14 @@ def convolve(result: str, arrays: Mapping[str, Array], spec: ConvSpec, dtype: An
       f"{primitives.NAMES[result]}: algorithm={NAME!r} takes one group, 1 to 3 spatial dimensions and an input that is "
       f"not dilated, got groups={spec.groups}, {spec.rank} dimensions and lhs_dilation={spec.lhs_dilation}"
     )
-  a, _ = (arrays[name] for name in OPERANDS[result])
+  a, b = (arrays[name] for name in OPERANDS[result])
+  channels = b.shape[-2] if result == "x" else a.shape[-1]
+  needed = patches_bytes(result, math.prod(a.shape[:2]), channels, spec, a.dtype)
+  if spec.workspace_limit is not None and needed > spec.workspace_limit:
+    raise ValueError(
+      f"{primitives.NAMES[result]}: algorithm={NAME!r} needs {needed} bytes for its patches, more than "
+      f"workspace_limit={spec.workspace_limit}"
+    )
   batch = a.shape[0]
   patches: dict[str, Any] = dict(stride=spec.stride, padding=spec.padding, dilation=spec.rhs_dilation)
 
@@ -59,6 +66,6 @@ def matrix_spec(spec: ConvSpec) -> ConvSpec:
   return ConvSpec((), (), (), (), 1, (), (), spec.precision)
 
 
-def patches_shape(x: tuple[int, ...], spec: ConvSpec) -> tuple[int, ...]:
-  """[B, patches, features] of an input [B, N, *S, C]."""
-  return (x[0], x[1] * math.prod(spec.y_spatial), math.prod(spec.window) * x[-1])
+def patches_bytes(result: str, images: int, channels: int, spec: ConvSpec, dtype: Any) -> int:
+  stored = _primitive.accumulator_dtype(dtype) if result == "x" else np.dtype(dtype)
+  return images * math.prod(spec.y_spatial) * math.prod(spec.window) * channels * stored.itemsize

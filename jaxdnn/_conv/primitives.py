@@ -246,9 +246,8 @@ def plan(result: str, a: Any, b: Any, spec: ConvSpec, dtype: Any, *, hopper: boo
     w=shapes["w"],
     y=shapes["y"],
     **_geometry(spec),
-    products=products(spec),
+    **_choice(spec),
     hopper=hopper,
-    algorithm=spec.algorithm or "",
   )
 
 
@@ -292,6 +291,12 @@ def _geometry(spec: ConvSpec) -> dict[str, Any]:
   }
 
 
+def _choice(spec: ConvSpec) -> dict[str, Any]:
+  """What the choice of a kernel depends on beside the geometry."""
+  limit = _extension.native.conv_workspace_limit if spec.workspace_limit is None else spec.workspace_limit
+  return {"products": products(spec), "algorithm": spec.algorithm or "", "workspace_limit": limit}
+
+
 def attributes(
   a: Any, b: Any, *_: Any, result: str, spec: ConvSpec, kind: str = "identity", parameter: float = 0.0,
   bias: bool = False, residual: bool = False, **__: Any,
@@ -299,7 +304,7 @@ def attributes(
   """Of the call, which forward has an epilogue as well (`fused.py`)."""
   given = {k: np.asarray(v, np.int64) if isinstance(v, tuple) else v for k, v in _geometry(spec).items()}
   epilogue = {"activation": kind, "parameter": float(parameter), "bias": bias, "residual": residual}
-  return given | {"products": products(spec), "algorithm": spec.algorithm or ""} | (epilogue if result == "y" else {})
+  return given | _choice(spec) | (epilogue if result == "y" else {})
 
 
 TARGETS = {"y": "jaxdnn.conv_fwd.v4", "x": "jaxdnn.conv_dgrad.v3", "w": "jaxdnn.conv_wgrad.v3"}

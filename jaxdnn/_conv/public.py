@@ -32,6 +32,7 @@ def conv_general_dilated(
   out_sharding: Any = None,
   *,
   algorithm: str | None = None,
+  workspace_limit: int | None = None,
 ) -> Array:
   """General n-dimensional convolution: `jax.lax.conv_general_dilated`, argument for argument.
 
@@ -54,6 +55,9 @@ def conv_general_dilated(
     out_sharding: as in lax: the sharding of the result under a mesh with explicit axes.
     algorithm: the name of a kernel, or of one of its tiles, as `conv_algorithms` lists them; or None (default) for what
       is modelled to be the fastest. Not part of lax's signature. Gradients choose their own.
+    workspace_limit: bytes of scratch memory, by default 256 MiB, that this call and its gradients may take for partial
+      sums of the filter gradient, the one thing that needs any (and, forward in TF32, for a transposed filter). A
+      slower kernel without may be chosen instead. Not part of lax's signature.
 
   Returns:
     The convolution, laid out as `dimension_numbers` says. A padded tap reads the number 0, so a padded position times
@@ -80,6 +84,7 @@ def conv_general_dilated(
     groups=feature_group_count,
     precision=precision,
     algorithm=algorithm,
+    workspace_limit=workspace_limit,
   )
   images, c = (lhs.shape[d] for d in numbers.lhs_spec[:2])
   k, w_in = (rhs.shape[d] for d in numbers.rhs_spec[:2])
@@ -113,6 +118,7 @@ def conv(
   precision: Any = None,
   preferred_element_type: Any = None,
   algorithm: str | None = None,
+  workspace_limit: int | None = None,
 ) -> Array:
   """Convolution layer: `activation(conv(x, w) + b + residual)`, in one kernel.
 
@@ -132,7 +138,7 @@ def conv(
     residual: array like the result, added before the activation, or None.
     precision: as in `conv_general_dilated`.
     preferred_element_type: dtype of the result, by default the operands'.
-    algorithm: as in `conv_general_dilated`.
+    algorithm, workspace_limit: as in `conv_general_dilated`.
 
   Returns:
     [..., *out_spatial, K], or as `dimension_numbers` says.
@@ -170,6 +176,7 @@ def conv(
     groups=groups,
     precision=precision,
     algorithm=algorithm,
+    workspace_limit=workspace_limit,
   )
   images, c = (x.shape[d] for d in numbers.lhs_spec[:2])
   k, w_in = (w.shape[d] for d in numbers.rhs_spec[:2])
@@ -290,6 +297,7 @@ def conv_dgrad(
   precision: Any = None,
   preferred_element_type: Any = None,
   algorithm: str | None = None,
+  workspace_limit: int | None = None,
 ) -> Array:
   """Data gradient of a convolution: the cotangent of `x` in `y = conv(x, w)`, given the cotangent `g` of `y`.
 
@@ -300,7 +308,7 @@ def conv_dgrad(
     stride, padding, dilation, groups, dimension_numbers: those of the convolution; see `conv`.
     precision: as in `conv_general_dilated`.
     preferred_element_type: dtype of the result, by default the operands'.
-    algorithm: as in `conv_general_dilated`.
+    algorithm, workspace_limit: as in `conv_general_dilated`.
 
   Returns:
     [N, *x_spatial, C], or as `dimension_numbers` says for the convolution's input.
@@ -318,7 +326,8 @@ def conv_dgrad(
   if len(x_spatial) != w.ndim - 2:
     raise ValueError(f"{where}: x_spatial must have {w.ndim - 2} entries, got {tuple(x_spatial)}")
   spec = _spec(
-    where, x_spatial, layout.spatial(w, numbers.rhs_spec), stride, padding, dilation, groups, precision, algorithm
+    where, x_spatial, layout.spatial(w, numbers.rhs_spec), stride, padding, dilation, groups, precision, algorithm,
+    workspace_limit,
   )
   k, w_in = (w.shape[d] for d in numbers.rhs_spec[:2])
   check_channels(where, w_in * groups, w_in, k, groups, 1, 1)
@@ -344,6 +353,7 @@ def conv_wgrad(
   precision: Any = None,
   preferred_element_type: Any = None,
   algorithm: str | None = None,
+  workspace_limit: int | None = None,
 ) -> Array:
   """Filter gradient of a convolution: the cotangent of `w` in `y = conv(x, w)`, given the cotangent `g` of `y`.
 
@@ -354,7 +364,7 @@ def conv_wgrad(
     stride, padding, dilation, groups, dimension_numbers: those of the convolution; see `conv`.
     precision: as in `conv_general_dilated`.
     preferred_element_type: dtype of the result, by default the operands'.
-    algorithm: as in `conv_general_dilated`.
+    algorithm, workspace_limit: as in `conv_general_dilated`.
 
   Returns:
     [*window, C / groups, K], or as `dimension_numbers` says for the filter. The sum over images and positions has a
@@ -373,7 +383,8 @@ def conv_wgrad(
   if len(window) != x.ndim - 2:
     raise ValueError(f"{where}: window must have {x.ndim - 2} entries, got {tuple(window)}")
   spec = _spec(
-    where, layout.spatial(x, numbers.lhs_spec), window, stride, padding, dilation, groups, precision, algorithm
+    where, layout.spatial(x, numbers.lhs_spec), window, stride, padding, dilation, groups, precision, algorithm,
+    workspace_limit,
   )
   (images, c), k = (x.shape[d] for d in numbers.lhs_spec[:2]), g.shape[numbers.out_spec[1]]
   check_channels(where, c, c // groups, k, groups, 1, 1)
@@ -389,11 +400,11 @@ def conv_wgrad(
 
 def _spec(
   where: str, x_spatial: Sequence[int], window: Sequence[int], stride: Any, padding: Padding, dilation: Any,
-  groups: int, precision: Any, algorithm: str | None,
+  groups: int, precision: Any, algorithm: str | None, workspace_limit: int | None,
 ) -> ConvSpec:  # fmt: skip
   return make_spec(
     where, x_spatial, window, stride=stride, padding=padding, lhs_dilation=None, rhs_dilation=dilation, groups=groups,
-    precision=precision, algorithm=algorithm,
+    precision=precision, algorithm=algorithm, workspace_limit=workspace_limit,
   )  # fmt: skip
 
 

@@ -27,6 +27,7 @@ class ConvSpec:
   window: tuple[int, ...]
   precision: Precision
   algorithm: str | None = None  # of this primitive; its gradients choose theirs
+  workspace_limit: int | None = None  # in bytes, of this primitive and its gradients; or the library's own
 
   @property
   def rank(self) -> int:
@@ -59,6 +60,7 @@ def make_spec(
   groups: int,
   precision: Any,
   algorithm: str | None = None,
+  workspace_limit: int | None = None,
 ) -> ConvSpec:
   """Checks and canonicalises; `where` is the caller's name, for messages."""
   rank = len(window)
@@ -70,6 +72,8 @@ def make_spec(
       f"{where}: padding={padding!r} is ambiguous with lhs_dilation={lhs_dilation}; give (low, high) pairs or use "
       "conv_transpose"
     )
+  if workspace_limit is not None and (not isinstance(workspace_limit, int) or workspace_limit < 0):
+    raise ValueError(f"{where}: workspace_limit must be None or a number of bytes, got {workspace_limit!r}")
   extents = [dilated(r, d) for r, d in zip(window, rhs_dilation, strict=True)]
   pads = explicit_padding(where, padding, x_spatial, extents, stride)
   for i, d, (lo, hi) in zip(x_spatial, lhs_dilation, pads, strict=True):
@@ -80,7 +84,7 @@ def make_spec(
       )
   return ConvSpec(
     stride, pads, lhs_dilation, rhs_dilation, groups, tuple(x_spatial), tuple(window), canonical_precision(precision),
-    algorithm,
+    algorithm, workspace_limit,
   )  # fmt: skip
 
 
