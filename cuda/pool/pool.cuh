@@ -131,7 +131,14 @@ __device__ int CountOf(const Shape& g, const Division& division, int d, int o) {
 template <class A, bool kDense = false>
 __device__ A FactorOf(const Shape& g, const Division& division, int o0, int o1, int o2) {
   const auto count = [&](int d, int o) { return CountOf<kDense>(g, division, d, o); };
-  return A(1) / max(count(0, o0) * count(1, o1) * count(2, o2), 1);
+  const A cells = static_cast<A>(max(count(0, o0) * count(1, o1) * count(2, o2), 1));
+  if constexpr (std::is_same_v<A, float>) {
+    // As division rounds, but without its branches.
+    const float inverse = __fdividef(1, cells);
+    return fmaf(fmaf(-cells, inverse, 1), inverse, inverse);
+  } else {
+    return A(1) / cells;
+  }
 }
 
 // The windows over one input position, in order: from `first` to `last`, `step` apart. The position is cell number
