@@ -1,6 +1,7 @@
 """logsumexp against NumPy in float64 and jax.nn: lengths, axes, masks, special values, derivatives of every order."""
 
 import functools
+import itertools
 import math
 
 import jax
@@ -89,10 +90,11 @@ def test_extreme_magnitudes():
 def test_masks(dtype):
   """Masked entries change nothing, and have no gradient; a row without entries is -inf."""
   x = sample((2, 3, 4, 40), dtype)
+  axes = itertools.cycle((-1, 1, (1, 2), (0, 3), -1))
   for shape in [(), (40,), (4, 1), (3, 1, 40), (2, 1, 1, 40), (2, 3, 4, 40)]:
     mask = np.random.default_rng(len(shape)).random(shape) < 0.6 if shape else np.True_
     junk = jnp.asarray(np.where(mask, exact(x), NAN), dtype)
-    for axis in (-1, 1, (1, 2), (0, 3)):
+    for axis in (next(axes), next(axes)):
       f = lambda x, axis=axis, mask=mask: jaxdnn.logsumexp(x, axis, where=jnp.asarray(mask), keepdims=True)  # noqa: E731
       y, vjp = jax.vjp(f, junk)
       want, p = oracle(x, axis, np.broadcast_to(mask, x.shape))

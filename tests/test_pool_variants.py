@@ -44,7 +44,8 @@ def test_ceil_mode(stride, padding):
       np.testing.assert_allclose(got, total / np.maximum(count, 1)[:, None], rtol=1e-12, atol=1e-14)
     got = jaxdnn.avg_pool(x, (w,), divisor_override=1.5, **arguments)
     np.testing.assert_allclose(got, total / 1.5, rtol=1e-12, atol=1e-14)
-    check_grads(lambda x: jaxdnn.avg_pool(x, (w,), **arguments), (x,), 2)  # noqa: B023
+    if (w, d) == (3, 2):
+      check_grads(lambda x: jaxdnn.avg_pool(x, (w,), **arguments), (x,), 2)  # noqa: B023
 
 
 # Indices and unpooling -----------------------------------------------------------------------------------------------

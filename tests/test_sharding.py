@@ -85,13 +85,13 @@ def test_inside_shard_map(name, axis_type):
   f, args = operator(name)
   mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
   specs = tuple(P("data") if i == 0 else P() for i in range(len(args)))
-  forward = jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=P("data"))
+  forward = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=P("data")))
   placed = place(mesh, args)
   close(forward(*placed), f(*args))
   total = lambda *args: jax.lax.psum(loss(f)(*args), "data")  # noqa: E731
   scalar = jax.shard_map(total, mesh=mesh, in_specs=specs, out_specs=P())
   argnums = tuple(range(len(args)))
-  close(jax.jit(jax.grad(scalar, argnums))(*placed), jax.grad(loss(f), argnums)(*args))
+  close(jax.jit(jax.grad(scalar, argnums))(*placed), jax.jit(jax.grad(loss(f), argnums))(*args))
   assert collectives(forward, *placed) == []
 
 
@@ -117,8 +117,8 @@ def test_explicit_mesh(name):
     close(y, f(*args))
     close(f(*placed), f(*args))
     assert collectives(f, *placed) == []
-    gradient = jax.grad(loss(f), argnums)
-    close(jax.jit(gradient)(*placed), gradient(*args))
+    gradient = jax.jit(jax.grad(loss(f), argnums))
+    close(gradient(*placed), gradient(*args))
     # One all-reduce for the gradients of the filter, or of all parameters together, none where there are none.
     found = collectives(lambda *a: jax.vjp(f, *a)[1](f(*a)), *placed)
     assert found == ["all-reduce"] * min(1, len(args) - 1)
