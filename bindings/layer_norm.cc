@@ -21,7 +21,9 @@ std::optional<layer_norm::Shape> ToShape(const ffi::AnyBuffer& x) {
   return layer_norm::Shape{dims[0], dims[1], dims[2]};
 }
 
-void* Present(const ffi::AnyBuffer& buffer) { return buffer.element_count() == 0 ? nullptr : buffer.untyped_data(); }
+bool IsPresent(const ffi::AnyBuffer& buffer) { return buffer.element_count() != 0; }
+
+void* Present(const ffi::AnyBuffer& buffer) { return IsPresent(buffer) ? buffer.untyped_data() : nullptr; }
 
 // Whether each buffer is absent or of these dimensions.
 template <class... Buffers>
@@ -83,7 +85,8 @@ static ffi::Error LayerNormBwdImpl(cudaStream_t stream, ffi::AnyBuffer g, ffi::A
       !FitOrAbsent({shape->problems, shape->rows, shape->n}, g_sum) ||
       !FitOrAbsent({shape->problems, shape->n}, scale, *dscale, *dbias) ||
       !FitOrAbsent({shape->problems, shape->rows, 2}, mean) || !FitOrAbsent({shape->problems, shape->rows}, rstd) ||
-      static_cast<int64_t>(workspace->size_bytes()) < layer_norm::BackwardWorkspace(*shape, SizeOf(*dtype)))
+      static_cast<int64_t>(workspace->size_bytes()) <
+          layer_norm::BackwardWorkspace(*shape, *dtype, IsPresent(*dscale) + IsPresent(*dbias)))
     return Unsupported("no kernel", "layer_norm_bwd", g, g_sum, x, scale);
   const layer_norm::Backward b = {g.untyped_data(),   Present(g_sum),   x.untyped_data(),
                                   Present(scale),     Present(mean),    rstd.untyped_data(),

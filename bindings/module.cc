@@ -141,12 +141,12 @@ NB_MODULE(_jaxdnn, m) {
       "itemsize"_a, "groups"_a, "outer"_a, "channels"_a, "inner"_a);
   m.def(
       "layer_norm_workspace",
-      [](int64_t itemsize, int64_t problems, int64_t rows, int64_t n, bool backward) {
-        const jaxdnn::layer_norm::Shape shape = {problems, rows, n};
-        return backward ? jaxdnn::layer_norm::BackwardWorkspace(shape, itemsize)
-                        : jaxdnn::layer_norm::ForwardWorkspace(shape);
+      [](const std::string& dtype, int64_t problems, int64_t rows, int64_t n, std::optional<int> gradients) {
+        using namespace jaxdnn::layer_norm;
+        const Shape shape = {problems, rows, n};
+        return gradients ? BackwardWorkspace(shape, kTypes.at(dtype), *gradients) : ForwardWorkspace(shape);
       },
-      "itemsize"_a, "problems"_a, "rows"_a, "n"_a, nb::kw_only(), "backward"_a);
+      "dtype"_a, "problems"_a, "rows"_a, "n"_a, nb::kw_only(), "gradients"_a);
   m.def(
       "softmax_workspace",
       [](const std::string& op, const std::string& dtype, int64_t outer, int64_t n, int64_t inner) {

@@ -212,6 +212,9 @@ def test_cuda_lowering_names_target_and_attributes():
   assert "center = false" in program and "offset = 1.0" in program and "epsilon = 9.99" in program
   wide = text(jaxdnn.layer_norm, jax.ShapeDtypeStruct((4, 1 << 20), jnp.float32))
   assert "tensor<16384xui8>" in wide, "two moments of 256 chunks of four rows"
+  x, p = jax.ShapeDtypeStruct((8, 65536), jnp.bfloat16), jax.ShapeDtypeStruct((65536,), jnp.float32)
+  few = text(jax.grad(lambda x, p: jaxdnn.rms_norm(x, p)[0, 0], (0, 1)), x, p)
+  assert "tensor<4224xui8>" in few, "two sums of 32 chunks and a total of eight rows, and none of columns"
 
 
 # Errors --------------------------------------------------------------------------------------------------------------
@@ -257,6 +260,15 @@ def test_errors_of_residual_and_adaptive():
 def test_every_length(first, dtype):
   step = 1 if dtype in ("float32", "bfloat16") else 7
   check_cases("layer", [Case(1 + n % 5, n) for n in range(first, first + 256, step)], dtype, tangent=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("kind", BOTH)
+def test_many_short_rows(kind, residual):
+  """So many that the kernels take them which fill the device."""
+  cases = [Case(70001, 40), Case(69999, 64), Case(90000, 24), Case(20001, 200)]
+  check_cases(kind, cases, "bfloat16", residual=residual, tangent=False)
 
 
 @pytest.mark.gpu

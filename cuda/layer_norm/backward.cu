@@ -155,7 +155,8 @@ cudaError_t Launch(const Backward& b, const Shape& shape, const Options& options
   int64_t resident = 0;
   if (const cudaError_t e = ResidentBlocks(kernel, one, &resident); e != cudaSuccess) return e;
   const int64_t wanted = resident / spread.cluster / shape.problems;
-  const int64_t parts = std::max<int64_t>(1, std::min({PartialRows(shape), CeilDiv(shape.rows, rows), wanted}));
+  const int64_t parts =
+      std::max<int64_t>(1, std::min({PartialRows(shape, kDType<T>), CeilDiv(shape.rows, rows), wanted}));
   return WithPartialRows<A>(b, shape, parts, workspace, stream, [&](const Backward& partial) {
     const Grid grid = {shape.problems * parts * spread.cluster, one.threads, one.shared_bytes, one.cluster};
     return LaunchKernel(kernel, grid, stream, partial, shape, Constants<A>(options, shape.n), spread,
@@ -174,6 +175,10 @@ cudaError_t RunAligned(const Backward& b, const Shape& shape, const Options& opt
     return Launch<T, L, kMore, 1, false, false>(b, shape, options, SpreadRows(n, kMore, 128, 0, 0), workspace, stream);
   if (n > 32 * kMore && n <= 32 * kMost)
     return Launch<T, L, kMost, 1, false, false>(b, shape, options, SpreadRows(n, kMost, 128, 0, 0), workspace, stream);
+  // Vectors of bf16 are long enough for fewer rows at once.
+  if constexpr (kHasPairs<T>)
+    if (n <= 32 && !AreFew(shape, n, device))
+      return Launch<T, L, 1, 2, true, false>(b, shape, options, SpreadRows(n, 1, 256, 0, 0), workspace, stream);
   if (n <= 32 || AreFew(shape, n, device)) {
     const Spread thin = SpreadRows(n, 1, 256, 512, device.max_cluster);
     if (thin.cluster == 1) return Launch<T, L, 1, 4, true, false>(b, shape, options, thin, workspace, stream);
@@ -214,8 +219,7 @@ cudaError_t RunBackward(const Backward& b, DType dtype, Shape shape, Options opt
     const bool aligned = IsVectorAligned(b.g, b.g_sum, b.x, b.scale, b.dx, b.dscale, b.dbias, workspace);
     if constexpr (sizeof(T) < 8) {
       if (aligned && shape.n % kVecLength<T> == 0) {
-        if (dtype != DType::kF16 && HasFewRows(shape, sizeof(T)))
-          return RunWideBackward(b, dtype, shape, options, workspace, stream);
+        if (GoesDownColumns(shape, dtype)) return RunWideBackward(b, dtype, shape, options, workspace, stream);
         return RunAligned<T>(b, shape, options, device, workspace, stream, &done);
       }
       if (aligned && TakesSlabs(dtype, shape, true))

@@ -45,19 +45,35 @@ constexpr int64_t kMaxChunks = 256;
 
 inline int64_t Chunks(const Shape& s) { return s.n <= kChunk ? 0 : std::min(kMaxChunks, (s.n + kChunk - 1) / kChunk); }
 
-// Rows of dscale and of dbias that a problem's blocks may leave to be summed.
-inline int64_t PartialRows(const Shape& s) {
+// Rows so few, and so long, that blocks which go down all of them leave no sums behind, and their data stays in the L2
+// cache between two readings.
+constexpr int64_t kFewRows = 128;
+inline bool HasFewRows(const Shape& s, int64_t element_bytes) {
+  return element_bytes < 8 && s.problems == 1 && s.rows <= kFewRows && s.n > kChunk && s.n <= int64_t{1} << 18 &&
+         s.rows * s.n <= element_bytes << 18;
+}
+
+// Whether such blocks make the gradient where buffers are aligned.
+inline bool GoesDownColumns(const Shape& s, DType dtype) {
+  const int64_t bytes = static_cast<int64_t>(SizeOf(dtype));
+  return dtype != DType::kF16 && s.n * bytes % 16 == 0 && HasFewRows(s, bytes);
+}
+
+// Rows of dscale and of dbias that a problem's blocks may leave to be summed; a single one is the result.
+inline int64_t PartialRows(const Shape& s, DType dtype) {
   constexpr int64_t kElements = 5 << 18, kMost = 1024;
+  if (GoesDownColumns(s, dtype)) return 1;
   const int64_t useful = std::min(kMost, (s.rows + 3) / 4);
   return std::max<int64_t>(1, std::min(useful, kElements / std::max<int64_t>(1, s.problems * s.n)));
 }
 
 inline int64_t ForwardWorkspace(const Shape& s) { return s.problems * s.rows * Chunks(s) * 2 * sizeof(double); }
 
-inline int64_t BackwardWorkspace(const Shape& s, int64_t element_bytes) {
-  const int64_t chunks = Chunks(s), accumulator = std::max<int64_t>(4, element_bytes);
+// `gradients`: how many of dscale and dbias are wanted.
+inline int64_t BackwardWorkspace(const Shape& s, DType dtype, int gradients) {
+  const int64_t chunks = Chunks(s), parts = PartialRows(s, dtype), accumulator = dtype == DType::kF64 ? 8 : 4;
   const int64_t sums = chunks == 0 ? 0 : s.problems * s.rows * (chunks + 1) * 2 * int64_t{sizeof(double)};
-  return sums + 2 * s.problems * PartialRows(s) * s.n * accumulator;
+  return sums + (parts == 1 ? 0 : gradients * s.problems * parts * s.n * accumulator);
 }
 
 cudaError_t RunForward(const Forward& f, DType dtype, Shape shape, Options options, void* workspace,

@@ -12,14 +12,6 @@ cudaError_t RunSlabForward(const Forward& f, DType dtype, const Shape& shape, co
 cudaError_t RunSlabBackward(const Backward& b, DType dtype, const Shape& shape, const Options& options, void* workspace,
                             cudaStream_t stream);
 
-// Rows so few, and so long, that blocks which go down all of them leave no sums behind, and their data stays in the L2
-// cache between two readings.
-constexpr int64_t kFewRows = 128;
-inline bool HasFewRows(const Shape& s, int64_t element_bytes) {
-  return element_bytes < 8 && s.problems == 1 && s.rows <= kFewRows && s.n > kChunk && s.n <= int64_t{1} << 18 &&
-         s.rows * s.n <= element_bytes << 18;
-}
-
 // Rows too long for the registers of a cluster of blocks, or of a block where there are no clusters.
 cudaError_t RunWideForward(const Forward& f, DType dtype, const Shape& shape, const Options& options, void* workspace,
                            cudaStream_t stream);

@@ -346,6 +346,12 @@ inline cudaError_t Query(Device* device) {
   return e;
 }
 
+template <class T>
+constexpr DType kDType = sizeof(T) == 8              ? DType::kF64
+                         : sizeof(T) == 4            ? DType::kF32
+                         : std::is_same_v<T, __half> ? DType::kF16
+                                                     : DType::kBF16;
+
 // What each element type has kernels for. Doubles have only the plainest, and f16 has none for what is unaligned.
 template <class T>
 constexpr bool kHasPairs = std::is_same_v<T, __nv_bfloat16>;

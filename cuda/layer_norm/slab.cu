@@ -280,7 +280,8 @@ cudaError_t RunSlabBackward(const Backward& b, DType dtype, const Shape& shape, 
     int64_t resident = 0;
     if (const cudaError_t e = ResidentBlocks(kernel, grid, &resident); e != cudaSuccess) return e;
     const int64_t wanted = resident / shape.problems;
-    const int64_t parts = std::max<int64_t>(1, std::min({PartialRows(shape), CeilDiv(shape.rows, slabs.rows), wanted}));
+    const int64_t parts =
+        std::max<int64_t>(1, std::min({PartialRows(shape, kDType<T>), CeilDiv(shape.rows, slabs.rows), wanted}));
     return WithPartialRows<A>(b, shape, parts, workspace, stream, [&](const Backward& partial) {
       grid.blocks = shape.problems * parts;
       return LaunchKernel(kernel, grid, stream, partial, shape, Constants<A>(options, shape.n), slabs,

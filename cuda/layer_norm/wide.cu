@@ -336,7 +336,7 @@ cudaError_t RunWideBackward(const Backward& b, DType dtype, const Shape& shape, 
     int width = kThreads;
     while (few && width > 16 && kThreads / width < shape.rows) width /= 2;
     const int64_t slabs = CeilDiv(shape.n / L, width) * shape.problems;
-    const int64_t parts = few ? 1 : std::min(PartialRows(shape), CeilDiv(kColumnBlocks, slabs));
+    const int64_t parts = few ? 1 : std::min(PartialRows(shape, dtype), CeilDiv(kColumnBlocks, slabs));
     const auto kernel = ColumnsKernel<T, L>;
     return WithPartialRows<A>(b, shape, parts, partial_sums + rows * chunks, stream, [&](const Backward& partial) {
       return LaunchKernel(kernel, slabs * parts, kThreads, stream, partial, shape, options, width, parts,

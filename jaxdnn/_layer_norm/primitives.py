@@ -279,9 +279,10 @@ def _attributes(*_: Any, center: bool, epsilon: float, offset: float, **__: Any)
 
 
 def _workspace(backward: bool) -> Callable[..., int]:
-  def size(*avals: Any, **_: Any) -> int:
+  def size(*avals: Any, bias: bool = False, **_: Any) -> int:
     problems, rows, n = avals[0].shape
-    return _extension.native.layer_norm_workspace(avals[0].dtype.itemsize, problems, rows, n, backward=backward)
+    gradients = bias + (not is_absent(avals[3])) if backward else None  # dbias and dscale
+    return _extension.native.layer_norm_workspace(avals[0].dtype.name, problems, rows, n, gradients=gradients)
 
   return size
 
