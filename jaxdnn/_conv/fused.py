@@ -108,8 +108,9 @@ def _jvp(primals: Any, tangents: Any, *, kind: str, parameter: float, **params: 
   dy = functools.reduce(jnp.add, terms)
   if kind == IDENTITY:
     return y, dy
-  f = ACTIVATIONS[kind]
-  return y, f.scale(dy, y if f.inside is None else f.inside(y, parameter), parameter)
+  f, wide = ACTIVATIONS[kind], _primitive.accumulator_dtype(y.dtype)
+  kept = y.astype(wide) if f.inside is None else f.inside(y, parameter)
+  return y, f.scale(dy.astype(wide), kept, parameter).astype(y.dtype)
 
 
 def _convolve(x: Array, w: Array, *, spec: ConvSpec, dtype: Any) -> Array:
