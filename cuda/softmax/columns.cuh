@@ -13,8 +13,9 @@
 namespace jaxdnn::softmax {
 
 constexpr int kColumnThreads = 256;
-// Columns of a tile of a wide array; one of no more is narrow.
+// Columns of a tile of a wide array; one of no more is narrow. Of long columns fewer.
 constexpr int kTileColumns = 64;
+constexpr int kLongTileColumns = 32;
 // 8 bytes: of wider vectors a thread would have to hold too many statistics.
 template <class T>
 constexpr int kColumnVector = 8 / sizeof(T);
@@ -191,9 +192,11 @@ __global__ void __launch_bounds__(kColumnThreads, 1024 / kColumnThreads)
   }
 }
 
-// How columns are dealt out, up to `most` vectors of W elements to a thread; no threads: they are not.
-inline HeldColumns PlanHeldColumns(const Shape& s, int W, int most, const Device& device) {
-  HeldColumns c = {s, 1, kTileColumns, 1, 0, 0, 0};
+// How columns are dealt out, up to `most` vectors of W elements to a thread, in clusters of up to `max_cluster` blocks
+// and, where the array is wide, tiles of `columns`; no threads: they are not.
+inline HeldColumns PlanHeldColumns(const Shape& s, int W, int most, int max_cluster, int columns,
+                                   const Device& device) {
+  HeldColumns c = {s, 1, columns, 1, 0, 0, 0};
   const bool narrow = s.inner <= kTileColumns;
   // Small tiles would make small blocks.
   if (narrow ? s.n * s.inner % W != 0 || s.n * s.inner < 256 * W : s.inner % W != 0 || s.n < 16) return c;
@@ -209,7 +212,7 @@ inline HeldColumns PlanHeldColumns(const Shape& s, int W, int most, const Device
   while (steps > 2 && s.outer * c.tiles * vectors / steps < int64_t{1024} * device.multiprocessors &&
          vectors <= widest * steps / 2)
     steps /= 2;
-  for (; c.cluster <= device.max_cluster; c.cluster *= 2) {
+  for (; c.cluster <= max_cluster; c.cluster *= 2) {
     c.share = static_cast<int>(CeilDiv(CeilDiv(s.n, c.cluster), multiple)) * multiple;
     const int64_t threads = CeilDiv(CeilDiv(int64_t{c.share} * c.columns, W * steps), unit) * unit;
     if (threads <= widest) {

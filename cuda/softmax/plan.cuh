@@ -145,7 +145,11 @@ cudaError_t RunTuned(const Op& op, const Problem& p, const T* in0, const T* in1,
     if (!masked) {
       Device device;
       if (const cudaError_t e = CurrentDevice(&device); e != cudaSuccess) return e;
-      const HeldColumns c = PlanHeldColumns(s, kColumnVector<T>, kHeldColumns<Op>, device);
+      // Of one input, narrower tiles are better than the largest clusters.
+      const int max_cluster = std::min(Op::kInputs == 1 ? 8 : 16, device.max_cluster);
+      HeldColumns c = PlanHeldColumns(s, kColumnVector<T>, kHeldColumns<Op>, max_cluster, kTileColumns, device);
+      if (c.threads == 0)
+        c = PlanHeldColumns(s, kColumnVector<T>, kHeldColumns<Op>, device.max_cluster, kLongTileColumns, device);
       if (c.threads > 0) return RunHeldColumns(op, c, in0, in1, out, stream);
     }
     if (s.inner % L == 0 && !masked) return RunTiles<T, L, L, false>(op, p, in0, in1, out, stream);
