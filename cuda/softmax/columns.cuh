@@ -16,6 +16,8 @@ constexpr int kColumnThreads = 256;
 // Columns of a tile of a wide array; one of no more is narrow. Of long columns fewer.
 constexpr int kTileColumns = 64;
 constexpr int kLongTileColumns = 32;
+// Elements of a tile of short columns, which is wider.
+constexpr int kTileElements = 4096;
 // 8 bytes: of wider vectors a thread would have to hold too many statistics.
 template <class T>
 constexpr int kColumnVector = 8 / sizeof(T);
@@ -199,9 +201,11 @@ inline HeldColumns PlanHeldColumns(const Shape& s, int W, int most, int max_clus
   HeldColumns c = {s, 1, columns, 1, 0, 0, 0};
   const bool narrow = s.inner <= kTileColumns;
   // Small tiles would make small blocks.
-  if (narrow ? s.n * s.inner % W != 0 || s.n * s.inner < 256 * W : s.inner % W != 0 || s.n < 16) return c;
+  if (narrow ? s.n * s.inner % W != 0 || s.n * s.inner < 256 * W : s.inner % W != 0) return c;
   if (s.n * std::max<int64_t>(s.inner, kTileColumns) > kMaxHeldRow) return c;
   if (narrow) c.columns = static_cast<int>(s.inner);
+  while (s.n < 16 && c.columns < std::min<int64_t>(s.inner, kColumnThreads * W) && s.n * c.columns < kTileElements)
+    c.columns *= 2;
   c.tiles = CeilDiv(s.inner, c.columns);
   // Threads come in multiples of `unit`, which take whole rows; shares begin on a vector.
   const int common = std::gcd(c.columns, W), unit = c.columns / common, multiple = W / common;
@@ -229,6 +233,10 @@ cudaError_t RunHeldColumns(const Op& op, const HeldColumns& c, const T* in0, con
   const size_t statistics = c.threads * kColumnVector<T> + c.columns * (c.cluster > 1 ? 1 + c.cluster : 1);
   const Grid grid = {c.shape.outer * c.tiles * c.cluster, c.threads, statistics * sizeof(typename Op::Stats),
                      c.cluster};
+  // What is past a thread's last vector costs as much as what is not, with one input.
+  constexpr int kFew = 4;
+  if (Op::kInputs == 1 && int64_t{c.share} * c.columns <= int64_t{kFew} * kColumnVector<T> * c.threads)
+    return LaunchKernel(HeldColumnsKernel<Op, T, kFew>, grid, stream, c, op, in0, in1, out);
   return LaunchKernel(HeldColumnsKernel<Op, T, kHeldColumns<Op>>, grid, stream, c, op, in0, in1, out);
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <numeric>
 
 #include "cuda/softmax/columns.cuh"
 #include "cuda/softmax/held.cuh"
@@ -98,20 +99,37 @@ cudaError_t RunRowsOfVector(const Op& op, const Problem& p, const T* in0, const 
                       op, in0, in1, out);
 }
 
+// How packed rows are dealt out, or columns that are few: slices of `inner`, so that a block's begin on a vector; none
+// to a block: they are not.
+template <int L>
+Rows PlanPackedRows(const Shape& s, int steps, int64_t element_bytes) {
+  constexpr int64_t kBytes = 16 << 10, kMost = 48 << 10;
+  const int span = CeilLog2(CeilDiv(s.n, steps));
+  const int64_t groups = kRowThreads >> span, lines = s.outer * s.inner, slice = s.n * s.inner;
+  // A whole number of slices, that ends on a vector too.
+  const int64_t unit = s.inner * (L / std::gcd<int64_t>(L, slice));
+  // Some blocks to a multiprocessor, if there is work for them.
+  const int64_t full = CeilDiv(kBytes, s.n * element_bytes * groups), few = CeilDiv(lines, 512 * groups);
+  const int64_t per_block = CeilDiv(std::min(full, few) * groups, unit) * unit;
+  const bool fits = per_block * s.n * element_bytes <= kMost;
+  return {lines, static_cast<int>(s.n), span, fits ? static_cast<int>(per_block) : 0};
+}
+
 template <class T, int kSteps, bool kMasked, class Op>
 cudaError_t RunPackedRows(const Op& op, const Problem& p, const T* in0, const T* in1, T* out, cudaStream_t stream) {
-  constexpr int L = kVecLength<T>, kBytes = 16 << 10;
-  const int n = static_cast<int>(p.shape.n);
-  const int span = CeilLog2(CeilDiv(n, kSteps)), groups = kRowThreads >> span;
-  // Every group takes as many rows, and so many are a multiple of L.
-  static_assert((kRowThreads >> 5) % L == 0);
-  // Some blocks to a multiprocessor, if there is work for them.
-  const int64_t full = CeilDiv(kBytes / Op::kInputs, n * sizeof(T) * groups);
-  const int64_t few = CeilDiv(p.shape.outer, 512 * groups);
-  const int per_block = static_cast<int>(std::min(full, few)) * groups;
-  const Rows rows = {p.shape.outer, n, span, per_block};
-  const Grid grid = {rows.Blocks(), kRowThreads, Op::kInputs * per_block * n * sizeof(T)};
-  return LaunchKernel(PackedRowsKernel<Op, T, kSteps, kMasked>, grid, stream, rows, op, p.mask, in0, in1, out);
+  const Rows rows = PlanPackedRows<kVecLength<T>>(p.shape, kSteps, Op::kInputs * sizeof(T));
+  const Grid grid = {rows.Blocks(), kRowThreads, size_t{Op::kInputs} * rows.per_block * rows.n * sizeof(T)};
+  return LaunchKernel(PackedRowsKernel<Op, T, kSteps, kMasked>, grid, stream, rows, FastDiv(p.shape.inner), op, p.mask,
+                      in0, in1, out);
+}
+
+// With the fewest steps that hold a thread's elements of a short row.
+template <class T, class Op>
+cudaError_t RunPacked(const Op& op, const Problem& p, const T* in0, const T* in1, T* out, cudaStream_t stream) {
+  if (p.shape.n <= 4) return RunPackedRows<T, 4, false>(op, p, in0, in1, out, stream);
+  if (p.shape.n <= 8) return RunPackedRows<T, 8, false>(op, p, in0, in1, out, stream);
+  if (p.shape.n <= 12) return RunPackedRows<T, 12, false>(op, p, in0, in1, out, stream);
+  return RunPackedRows<T, kMaxPackedSteps, false>(op, p, in0, in1, out, stream);
 }
 
 // Rows that no warp of rows.cuh takes.
@@ -138,7 +156,7 @@ cudaError_t RunLongRows(const Op& op, const Problem& p, const T* in0, const T* i
 // Buffers that begin on a vector.
 template <class T, class Op>
 cudaError_t RunTuned(const Op& op, const Problem& p, const T* in0, const T* in1, T* out, cudaStream_t stream) {
-  constexpr int L = kVecLength<T>, kVectors = kRowVectors<Op, T>;
+  constexpr int L = kVecLength<T>, kVectors = kRowVectors<Op, T>, kInputs = Op::kInputs;
   const Shape& s = p.shape;
   const bool masked = p.mask.data != nullptr;
   if (s.inner > 1) {
@@ -151,6 +169,8 @@ cudaError_t RunTuned(const Op& op, const Problem& p, const T* in0, const T* in1,
       if (c.threads == 0)
         c = PlanHeldColumns(s, kColumnVector<T>, kHeldColumns<Op>, device.max_cluster, kLongTileColumns, device);
       if (c.threads > 0) return RunHeldColumns(op, c, in0, in1, out, stream);
+      if (s.n <= kMaxPackedRow && PlanPackedRows<L>(s, kMaxPackedSteps, kInputs * sizeof(T)).per_block > 0)
+        return RunPacked(op, p, in0, in1, out, stream);
     }
     if (s.inner % L == 0 && !masked) return RunTiles<T, L, L, false>(op, p, in0, in1, out, stream);
     return RunTiles<T, 1, 1, true>(op, p, in0, in1, out, stream);
@@ -171,10 +191,7 @@ cudaError_t RunTuned(const Op& op, const Problem& p, const T* in0, const T* in1,
       if (s.n == 4) return RunRowsOfVector<T, 4>(op, p, in0, in1, out, stream);
   }
   if (s.n <= kMaxPackedRow && masked) return RunPackedRows<T, kMaxPackedSteps, true>(op, p, in0, in1, out, stream);
-  if (s.n <= 4) return RunPackedRows<T, 4, false>(op, p, in0, in1, out, stream);
-  if (s.n <= 8) return RunPackedRows<T, 8, false>(op, p, in0, in1, out, stream);
-  if (s.n <= 12) return RunPackedRows<T, 12, false>(op, p, in0, in1, out, stream);
-  if (s.n <= kMaxPackedRow) return RunPackedRows<T, kMaxPackedSteps, false>(op, p, in0, in1, out, stream);
+  if (s.n <= kMaxPackedRow) return RunPacked(op, p, in0, in1, out, stream);
   if (masked || s.n > kMaxHeldRow) return RunTiles<T, L, 1, true>(op, p, in0, in1, out, stream);
   return RunLongRows(op, p, in0, in1, out, stream);
 }

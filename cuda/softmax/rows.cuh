@@ -1,7 +1,8 @@
-// Short rows, several to a warp: of whole vectors, or of any length through shared memory.
+// Short rows, several to a warp: of whole vectors, or of any length through shared memory; there, columns too.
 #pragma once
 
 #include "cuda/common/async_copy.cuh"
+#include "cuda/common/fast_div.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/softmax/ops.cuh"
 
@@ -130,11 +131,13 @@ __global__ void __launch_bounds__(kRowThreads)
   }
 }
 
-// Rows of any length: per_block of them, a multiple of L, are a run of memory that begins on a vector. It is copied to
-// shared memory as it is, the results take its place, and it is copied back. A thread holds up to kSteps elements.
+// Rows of any length, or columns, `inner` of them side by side: per_block of them are a run of memory that begins on a
+// vector. It is copied to shared memory as it is, the results take its place, and it is copied back. A thread holds up
+// to kSteps elements.
 template <class Op, class T, int kSteps, bool kMasked>
 __global__ void __launch_bounds__(kRowThreads)
-    PackedRowsKernel(Rows r, Op op, const __grid_constant__ Mask mask, const T* in0, const T* in1, T* out) {
+    PackedRowsKernel(Rows r, FastDiv inner, Op op, const __grid_constant__ Mask mask, const T* in0, const T* in1,
+                     T* out) {
   using A = typename Op::A;
   constexpr int L = kVecLength<T>, kInputs = Op::kInputs;
   using V = Vec<T, L>;
@@ -156,11 +159,14 @@ __global__ void __launch_bounds__(kRowThreads)
   __syncthreads();
 
   const int lane = threadIdx.x & ((1 << r.span) - 1), groups = kRowThreads >> r.span;
+  const int step = static_cast<int>(inner.divisor) << r.span;  // between a thread's elements
   for (int top = 0; top < rows; top += groups) {
     const int row = top + (threadIdx.x >> r.span);
     // Of this thread's elements, lane, lane + (1 << span), ..., those below `left` past the first are the row's.
     const int left = row < rows ? r.n - lane : 0;
-    T* mine = held + (row < rows ? row : 0) * r.n + lane;
+    int across;
+    inner.Div(row < rows ? row : 0, &across);
+    T* mine = held + ((row < rows ? row : 0) - across) * r.n + across + lane * static_cast<int>(inner.divisor);
     unsigned kept = ~0u;
     if constexpr (kMasked) {
       kept = 0;
@@ -175,7 +181,7 @@ __global__ void __launch_bounds__(kRowThreads)
 #pragma unroll
       for (int k = 0; k < kInputs; ++k) {
         v[s][k][0] = Op::Fill(k);
-        if (s << r.span < left && (kept >> s & 1)) v[s][k][0] = static_cast<A>(mine[k * size + (s << r.span)]);
+        if (s << r.span < left && (kept >> s & 1)) v[s][k][0] = static_cast<A>(mine[k * size + s * step]);
       }
     typename Op::Stats own[1], stats[1];
     Op::Local(own, [&](auto&& visit) {
@@ -189,7 +195,7 @@ __global__ void __launch_bounds__(kRowThreads)
     for (int s = 0; s < kSteps; ++s)
       if (s << r.span < left) {
         const A value = Op::Result(final, v[s], 0);
-        mine[s << r.span] = static_cast<T>(kept >> s & 1 ? value : final.absent);
+        mine[s * step] = static_cast<T>(kept >> s & 1 ? value : final.absent);
       }
   }
   __syncthreads();
