@@ -268,6 +268,14 @@ def test_every_short_column(op, inner):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("inner", [2, 7, 10, 600, 3000, 4101])
+@pytest.mark.parametrize("op", BOTH)
+def test_few_elements_in_many_columns(op, inner):
+  for dtype in DTYPES:
+    check_cases(op, [Case((2 if inner > 20 else 501, n, inner), 1) for n in (*range(1, 18), 24, 33)], dtype)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("op", BOTH)
 def test_kernels_write_everything_and_repeat(op, dtype):
