@@ -127,6 +127,29 @@ double WgmmaCycles(const Problem& p, const TileShape& t, int64_t splits) {
   return each * std::max(busy, (busy + cost.tile) / 2) + cost.tile;
 }
 
+// Of the depthwise kernels, by what an element of the larger of input and output takes a multiprocessor. Windows that
+// are not compiled for cost more a line; 16-bit channels that cannot be had as pairs, more a tap. Fitted to an H200.
+double DepthwiseCycles(const Problem& p, int64_t splits) {
+  const bool filter = p.direction == Direction::kFilterGradient;
+  const auto is = [&](int64_t d, int64_t h, int64_t w) {
+    return p.window[0] == d && p.window[1] == h && p.window[2] == w;
+  };
+  const bool compiled = is(1, 3, 3) || is(1, 5, 5) || is(1, 7, 7) || (is(3, 3, 3) && !filter);
+  const bool paired = p.features == 1 && p.groups % 2 == 0;
+  const double lines = p.window[0] * p.window[1], taps = p.Taps() * (paired ? 1 : 2);
+  const double element = compiled && paired ? 0.25 + 0.015 * taps : 0.6 + 0.017 * taps + 0.1 * lines;
+  const double elements = double(p.batch) * p.images * p.groups * p.features * std::max(p.XPixels(), p.YPixels());
+  // Lanes run over channels, of which few leave loads scattered.
+  const double scattered = std::max(1.0, 16.0 / p.groups);
+  const double all = elements * element * scattered / kMultiprocessors, bytes = elements * 2 * SizeOf(p.in);
+  // Blocks have channels of their own, and in the filter gradient 32 taps where the window is not compiled for.
+  const double pieces = compiled ? 1 : std::ceil(p.Taps() / 32.0);
+  const double blocks = double(p.batch) * std::ceil(p.groups * p.features / 64.0) * splits * pieces;
+  constexpr double kPlaces = 2 * kMultiprocessors;
+  const double rounds = filter ? std::ceil(blocks / kPlaces) : 1, unused = filter ? rounds * kPlaces / blocks : 1;
+  return 2000 + 3000 * rounds + std::max(all * unused, bytes / (kMultiprocessors * kBytesPerCycle));
+}
+
 bool Indexable(const Problem& p) {
   // Coordinates and positions within one image are 32-bit in the kernels; offsets into arrays are 64-bit.
   for (int d = 0; d < kRank; ++d) {
@@ -143,8 +166,19 @@ bool Indexable(const Problem& p) {
 // can read: one problem and group, lines of whole 16-byte chunks. Those with mma.sync take all but the longest windows.
 // Rows of channels that are no whole chunks have one tile only (VisitMmaKernel), and three products a term too many
 // registers for the largest.
+//
+// The depthwise kernels have one input channel to a group, and count work and the bytes between columns with 32 bits.
 bool Takes(const TileShape& t, const Problem& p, bool hopper) {
   if (t.unit == Unit::kSimt) return true;
+  if (t.unit == Unit::kDepthwise) {
+    const bool holes = *std::max_element(p.lhs_dilation, p.lhs_dilation + kRank) > 1;
+    double apart = 0;
+    for (int d = 0; d < kRank; ++d)
+      apart = std::max(apart, double(p.stride[d]) * p.lhs_dilation[d] * p.rhs_dilation[d]);
+    return p.channels == 1 && p.features > 0 && p.in != DType::kF64 &&
+           !(holes && p.direction == Direction::kFilterGradient) && apart * p.groups * p.features * 8 < INT32_MAX &&
+           p.batch * p.images * std::max(p.XPixels(), p.YPixels()) < INT32_MAX;
+  }
   if (p.in == DType::kF64 || (p.in == DType::kF32 && p.products == 0)) return false;
   if (t.unit == Unit::kWgmma) {
     MappedPhase phases[kMaxMaps];
@@ -203,8 +237,10 @@ std::optional<Config> Choose(const Problem& p, bool hopper, std::string_view alg
       const int64_t bytes = transposed ? result_bytes : splits > 1 ? splits * result_bytes : 0;
       if (bytes > workspace_limit) break;
       if (splittable && CeilDiv(g.depth, splits) >= kIndexLimit) continue;  // a slice is indexed with 32 bits
-      const double cycles = (t.unit == Unit::kWgmma ? WgmmaCycles : Cycles)(p, t, splits) +
-                            ReductionCycles(splits, result_bytes) + (transposed ? kLaunchCycles : 0);
+      const double product = t.unit == Unit::kDepthwise ? DepthwiseCycles(p, splits)
+                             : t.unit == Unit::kWgmma   ? WgmmaCycles(p, t, splits)
+                                                        : Cycles(p, t, splits);
+      const double cycles = product + ReductionCycles(splits, result_bytes) + (transposed ? kLaunchCycles : 0);
       if (!best || cycles < best->cycles) best = Config{t.tile, splits, bytes, cycles};
     }
   }

@@ -1,4 +1,5 @@
 // Config -> kernel.
+#include "cuda/conv/depthwise.h"
 #include "cuda/conv/epilogue.cuh"
 #include "cuda/conv/mma.h"
 #include "cuda/conv/simt.h"
@@ -20,6 +21,9 @@ int Launch(const Problem& p, const Config& config, const void* lhs, const void* 
     case Unit::kWgmma:
       return filter ? LaunchFilterWgmma(p, config, lhs, rhs, out, workspace, stream)
                     : LaunchDataWgmma(p, config, lhs, rhs, out, workspace, epilogue, stream);
+    case Unit::kDepthwise:
+      return filter ? LaunchDepthwiseFilter(p, config, lhs, rhs, out, workspace, stream)
+                    : LaunchDepthwiseData(p, lhs, rhs, out, epilogue, stream);
   }
   return cudaErrorInvalidValue;
 }

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxdnn._arguments import Padding
 from jaxdnn._conv import gemm
-from jaxdnn._conv.primitives import ALGORITHMS, OPERANDS, plan, products
+from jaxdnn._conv.primitives import ALGORITHMS, DEPTHWISE, OPERANDS, plan, products
 from jaxdnn._conv.spec import ConvSpec, check_channels, make_spec, result_dtype
 
 _RESULTS = {"forward": "y", "data_gradient": "x", "filter_gradient": "w"}
@@ -88,7 +88,8 @@ def conv_algorithms(
   result = _RESULTS[direction]
   a, b = (jax.ShapeDtypeStruct((1, *shapes[name]), x.dtype) for name in OPERANDS[result])
   plans = [
-    plan(result, a, b, dataclasses.replace(spec, algorithm=name), dtype, hopper=hopper) for name in ALGORITHMS
+    plan(result, a, b, dataclasses.replace(spec, algorithm=name), dtype, hopper=hopper)
+    for name in (*ALGORITHMS, DEPTHWISE)
   ]
   found = [
     ConvAlgorithm(
@@ -127,5 +128,5 @@ def _by_patches(
 def _exactness(algorithm: str, dtype: Any, spec: ConvSpec) -> str:
   if np.dtype(dtype) == np.float64:
     return "float64"
-  rounded = np.dtype(dtype) == np.float32 and algorithm != ALGORITHMS[-1]
+  rounded = np.dtype(dtype) == np.float32 and algorithm not in (ALGORITHMS[-1], DEPTHWISE)
   return "float32 of " + {1: "tf32", 3: "3xtf32"}[products(spec)] if rounded else "float32"

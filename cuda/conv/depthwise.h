@@ -1,0 +1,19 @@
+// Depthwise convolution: every input channel by itself, into one feature or several. On the CUDA cores, at what memory
+// or float32 arithmetic allow.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "cuda/conv/conv.h"
+
+namespace jaxdnn::conv {
+
+// Forward (operand x) and data gradient (operand y).
+cudaError_t LaunchDepthwiseData(const Problem& p, const void* operand, const void* filter, void* out,
+                                const Epilogue& epilogue, cudaStream_t stream);
+
+// Filter gradient; `workspace` holds config.workspace_bytes.
+cudaError_t LaunchDepthwiseFilter(const Problem& p, const Config& config, const void* x, const void* y, void* out,
+                                  void* workspace, cudaStream_t stream);
+
+}  // namespace jaxdnn::conv

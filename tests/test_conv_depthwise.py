@@ -1,0 +1,163 @@
+"""Depthwise convolution's own kernels: what they take, and each window against the float64 oracle."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxdnn
+from conv_cases import SAME3, SAME7, ConvCase
+from conv_oracle import conv as conv_oracle
+from conv_oracle import conv_gradients
+from jaxdnn._conv.primitives import OPERANDS, convolve, plan
+from jaxdnn._conv.spec import ConvSpec
+from numerics import assert_close, assert_repeatable, exact, sample
+
+DIRECTIONS = ("forward", "data_gradient", "filter_gradient")
+
+
+def struct(shape, dtype="bfloat16"):
+  return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def algorithms(direction, groups, features, dtype="bfloat16", channels=1, **options):
+  x, w = struct((8, 56, 56, groups * channels), dtype), struct((3, 3, channels, groups * features), dtype)
+  return jaxdnn.conv_algorithms(x, w, direction=direction, padding="SAME", groups=groups, **options)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_is_chosen(direction):
+  for groups, features, dtype in ((64, 1, "bfloat16"), (63, 2, "float16"), (64, 1, "float32"), (17, 1, "bfloat16")):
+    first = algorithms(direction, groups, features, dtype)[0]
+    assert first.name == first.tile == "depthwise" and first.exactness == "float32"
+    assert (first.workspace_bytes > 0) == (first.splits > 1)
+    assert first.splits == 1 or direction == "filter_gradient"
+  assert algorithms(direction, 64, 1, hopper=False)[0].name == "depthwise"
+  assert algorithms(direction, 64, 1, workspace_limit=0)[0].workspace_bytes == 0
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_is_not_offered(direction):
+  for options in (dict(groups=64, features=1, dtype="float64"), dict(groups=32, features=2, channels=2)):
+    assert "depthwise" not in {a.name for a in algorithms(direction, **options)}
+
+
+def case(name, batch, spatial, c, window, k=None, **geometry):
+  return ConvCase(name, batch, spatial, c, window, k or c, groups=c, **geometry)
+
+
+SAME5 = ((2, 2), (2, 2))
+# Windows that are compiled for, in phases and segments of every kind; all others, whole and in pieces.
+CASES = [
+  case("3x3", 2, (19, 13), 96, (3, 3), padding=SAME3),
+  case("3x3s2", 3, (20, 23), 24, (3, 3), stride=(2, 2), padding=SAME3),
+  case("3x3s2_dilated", 1, (21, 22), 10, (3, 3), stride=(2, 2), padding=SAME5, rhs_dilation=(2, 2)),
+  case("5x5", 2, (17, 9), 70, (5, 5), padding=SAME5),
+  case("5x5s2", 2, (17, 30), 64, (5, 5), stride=(2, 2), padding=((1, 2), (2, 1))),
+  case("7x7", 2, (40, 15), 130, (7, 7), padding=SAME7),
+  case("7x7s2", 1, (15, 15), 8, (7, 7), stride=(2, 2), padding=SAME7),
+  case("7x7_on_few", 5, (3, 4), 48, (7, 7), padding=SAME7),
+  case("dilated", 2, (25, 24), 12, (3, 3), padding=((3, 3), (4, 4)), rhs_dilation=(3, 4)),
+  case("strides_differ", 2, (14, 15), 20, (3, 3), stride=(1, 2), padding=SAME3),
+  case("stride_exceeds_window", 2, (21, 22), 6, (3, 2), stride=(4, 5)),
+  case("far_padding", 1, (5, 6), 4, (3, 3), padding=((9, 2), (-2, 12))),
+  case("transposed", 2, (6, 7), 18, (4, 4), padding=((2, 2), (2, 2)), lhs_dilation=(2, 2)),
+  case("both_dilations", 1, (6, 7), 3, (3, 2), padding=((4, 1), (3, 5)), lhs_dilation=(3, 2), rhs_dilation=(2, 3)),
+  case("31x31", 1, (20, 22), 34, (31, 31), padding=((15, 15),) * 2),
+  case("9x13", 2, (11, 29), 16, (9, 13), padding=((4, 4), (6, 6))),
+  case("odd_channels", 2, (12, 13), 97, (3, 3), padding=SAME3),
+  case("one_channel", 3, (9, 20), 1, (5, 5), padding=SAME5),
+  case("two_features", 2, (9, 12), 33, (3, 3), 66, padding=SAME3),
+  case("three_features_s2", 2, (9, 12), 8, (3, 3), 24, stride=(2, 2), padding=SAME3),
+  case("causal", 2, (133,), 40, (4,), padding=((3, 0),)),
+  case("1d31", 2, (150,), 34, (31,), padding=((15, 15),)),
+  case("1d64s3", 1, (301,), 7, (64,), stride=(3,), padding=((63, 0),), rhs_dilation=(2,)),
+  case("3d", 2, (5, 9, 10), 12, (3, 3, 3), padding=((1, 1),) * 3),
+  case("3d_s122", 1, (4, 9, 10), 6, (3, 3, 3), stride=(1, 2, 2), padding=((1, 1),) * 3),
+  case("3d_time", 1, (9, 4, 5), 10, (5, 1, 1), padding=((2, 2), (0, 0), (0, 0))),
+  case("many_pixels", 70, (28, 28), 8, (3, 3), padding=SAME3),
+  case("empty_batch", 0, (5, 5), 4, (3, 3)),
+  case("empty_input", 2, (0, 5), 4, (3, 3), padding=((2, 2), (0, 0))),
+]  # fmt: skip
+
+
+def spec_of(case):
+  return ConvSpec(*case.geometry, case.groups, case.spatial, case.window, None, "depthwise")
+
+
+def check(case, dtype, out_dtype, draw=sample):
+  spec = spec_of(case)
+  shapes = {"x": case.x_shape, "w": case.w_shape, "y": (case.batch, *spec.y_spatial, case.k)}
+  arrays = {name: draw(shape, dtype, seed) for seed, (name, shape) in enumerate(shapes.items())}
+  oracle = [exact(arrays[name]) for name in "xwy"]
+  wants = {"y": conv_oracle(*oracle[:2], *case.geometry, case.groups)}
+  wants["x"], wants["w"] = conv_gradients(*oracle, *case.geometry, case.groups)
+  taps = int(np.prod(case.window))
+  terms = {"y": taps, "x": taps * case.k // case.c, "w": int(np.prod(shapes["y"][:-1]))}
+  for result, want in wants.items():
+    operands = {name: jnp.asarray(arrays[name])[None] for name in OPERANDS[result]}
+    if plan(result, *operands.values(), spec, np.dtype(out_dtype), hopper=False) is None:
+      assert result == "w" and max(case.lhs_dilation) > 1
+      continue
+    f = lambda a, b, r=result: convolve(r, dict(zip(OPERANDS[r], (a, b), strict=True)), spec, out_dtype)  # noqa: E731
+    got = assert_repeatable(f, *operands.values(), repeats=3)
+    assert_close(got[0], want, out_dtype, terms=max(1, terms[result]), scale=3 * np.sqrt(terms[result]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_kernels(case):
+  for dtype in ("bfloat16", "float16", "float32"):
+    check(case, dtype, dtype)
+  check(case, "bfloat16", "float32")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_batch_of_problems(dtype):
+  x, w = (jnp.asarray(sample(s, dtype, i)) for i, s in enumerate(((3, 2, 11, 9, 20), (3, 3, 3, 1, 20))))
+  f = lambda x, w: jaxdnn.conv(x, w, padding="SAME", groups=20, algorithm="depthwise")  # noqa: E731
+  got = jax.vmap(f)(x, w)
+  for each, *operands in zip(got, x, w, strict=True):
+    assert_close(each, conv_oracle(*operands, (1, 1), SAME3, (1, 1), (1, 1), 20), dtype, terms=9, scale=9)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [3, 7, 9])
+@pytest.mark.parametrize("groups", [20, 7])
+def test_epilogue(window, groups):
+  x, w = (
+    jnp.asarray(sample(s, "bfloat16", i)) for i, s in enumerate(((2, 11, 30, groups), (window, window, 1, groups)))
+  )
+  b, r = (jnp.asarray(sample(s, "bfloat16", 2 + i)) for i, s in enumerate(((groups,), x.shape)))
+  padding = ((window // 2,) * 2,) * 2
+  sums = conv_oracle(x, w, (1, 1), padding, (1, 1), (1, 1), groups)
+  layer = dict(padding=padding, groups=groups, algorithm="depthwise")
+  bound = dict(terms=window**2, scale=3 * window)
+  assert_close(jaxdnn.conv(x, w, b, **layer), sums + exact(b), "bfloat16", **bound)
+  assert_close(jaxdnn.conv(x, w, b, activation="relu", **layer), np.maximum(sums + exact(b), 0), "bfloat16", **bound)
+  want = np.maximum(sums + exact(b) + exact(r), 0)
+  assert_close(jaxdnn.conv(x, w, b, residual=r, activation="relu", **layer), want, "bfloat16", **bound)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_not_finite_stays_local(value):
+  """An input meets the taps of results that there are, and no others."""
+
+  def draw(shape, dtype, seed):
+    a = sample(shape, dtype, seed)
+    if seed == 0:
+      a[0, -1, ..., 0] = value
+    return a
+
+  with np.errstate(invalid="ignore"):
+    for name in ("3x3", "3x3s2", "7x7", "9x13", "causal"):
+      check(next(c for c in CASES if c.name == name), "float32", "float32", draw)
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitize
+def test_kernels_under_the_sanitizer():
+  for name in ("3x3s2", "7x7_on_few", "9x13", "odd_channels", "causal", "3d"):
+    check(next(c for c in CASES if c.name == name), "bfloat16", "bfloat16")
