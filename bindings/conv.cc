@@ -44,8 +44,9 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("lhs_dilation"),
     xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("rhs_dilation"), xla::ffi::StructMember<int64_t>("groups"),
     xla::ffi::StructMember<int64_t>("products"), xla::ffi::StructMember<std::string_view>("algorithm"),
-    xla::ffi::StructMember<std::string_view>("activation"), xla::ffi::StructMember<double>("parameter"),
-    xla::ffi::StructMember<bool>("bias"), xla::ffi::StructMember<bool>("residual"));
+    xla::ffi::StructMember<int64_t>("workspace_limit"), xla::ffi::StructMember<std::string_view>("activation"),
+    xla::ffi::StructMember<double>("parameter"), xla::ffi::StructMember<bool>("bias"),
+    xla::ffi::StructMember<bool>("residual"));
 
 namespace jaxdnn {
 
