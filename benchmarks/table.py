@@ -151,14 +151,15 @@ def mnist(records: list[Record]) -> str:
   for r in records:
     notes.append(
       f"- `{r['model']}` on {r['dataset']} ({r['train_images']} training and {r['test_images']} test images), "
-      f"batches of {r['batch_size']}, learning rate {r['learning_rate']}, {r['dtype']}, on {r['device']} with jax "
-      f"{r['jax']} and jaxdnn {r['jaxdnn']}; compiled in {r['compile_seconds']:.1f} s."
+      f"batches of {r['batch_size']}, learning rate {r['learning_rate']}, {r['dtype']} at {r['precision']} "
+      f"precision, on {r['device']} with jax {r['jax']} and jaxdnn {r['jaxdnn']}; compiled in "
+      f"{r['compile_seconds']:.1f} s."
     )
     for run in r["runs"]:
       epochs = {e["epoch"]: e for e in run["epochs"]}
       accuracies = [f"{epochs[mark]['test_accuracy']:.2%}" if mark in epochs else "" for mark in marks]
       seconds = statistics.median(e["seconds"] for e in run["epochs"])
-      name = f"`{r['model']}`, {r['dataset']}, {SHORT[r['dtype']]}, {r['device']}"
+      name = f"`{r['model']}`, {r['dataset']}, {SHORT[r['dtype']]} {r['precision']}, {r['device']}"
       rows.append([name, str(run["seed"]), *accuracies, f"{seconds:.3g}"])
   head = ["test accuracy", "seed", *(f"epoch {mark}" for mark in marks), "seconds an epoch"]
   return "\n\n".join(["\n".join(notes), markdown(head, rows)])

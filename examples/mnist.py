@@ -286,6 +286,7 @@ def report(
     "batch_size": args.batch_size,
     "learning_rate": args.learning_rate,
     "dtype": args.dtype,
+    "precision": jax.config.jax_default_matmul_precision or "default",
     "platform": device.platform,
     "device": device.device_kind,
     "jax": jax.__version__,

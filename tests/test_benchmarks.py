@@ -144,8 +144,8 @@ RECORD = {
 }  # fmt: skip
 MNIST = {
   "model": "cnn", "dataset": "MNIST", "train_images": 60000, "test_images": 10000, "batch_size": 128,
-  "learning_rate": 0.003, "dtype": "float32", "whole_epoch": True, "platform": "gpu", "device": "A GPU",
-  "jax": "0.11.2", "jaxdnn": "0.1.0", "compile_seconds": 3.0, "best_seed": 1,
+  "learning_rate": 0.003, "dtype": "float32", "precision": "default", "whole_epoch": True, "platform": "gpu",
+  "device": "A GPU", "jax": "0.11.2", "jaxdnn": "0.1.0", "compile_seconds": 3.0, "best_seed": 1,
   "runs": [
     {"seed": s, "epochs": [{"epoch": e, "test_accuracy": 0.9 + e / 1e3 + s / 1e4, "seconds": 0.5} for e in (1, 10, 30)]}
     for s in (0, 1)
@@ -189,7 +189,7 @@ def test_tables(files):
     "| conv fwd | f32 | 3 | 1.00× | 1 of 2 | 50% | - |",
     "| conv fwd | f32 | 1 | 0.50× | 0 of 1 | 33% | - |",
     "| conv dgrad | f32 | 1 | 20.00× | 1 of 1 | 50% | 0.25× |",
-    "| `cnn`, MNIST, f32, A GPU | 1 | 90.11% | 91.01% | 93.01% | 0.5 |",
+    "| `cnn`, MNIST, f32 default, A GPU | 1 | 90.11% | 91.01% | 93.01% | 0.5 |",
   ):
     assert line in text.splitlines()
   assert "old" not in text and text.startswith("# Title\n<!-- summary:begin -->\n") and text.endswith("\nafter\n")
