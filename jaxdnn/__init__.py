@@ -32,6 +32,7 @@ from jaxdnn._batch_norm import batch_norm as batch_norm
 from jaxdnn._batch_norm import batch_norm_inference as batch_norm_inference
 from jaxdnn._batch_norm import update_running_stats as update_running_stats
 from jaxdnn._conv import ConvAlgorithm as ConvAlgorithm
+from jaxdnn._conv import causal_conv1d as causal_conv1d
 from jaxdnn._conv import conv as conv
 from jaxdnn._conv import conv_algorithms as conv_algorithms
 from jaxdnn._conv import conv_dgrad as conv_dgrad
