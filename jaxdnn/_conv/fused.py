@@ -96,9 +96,8 @@ def _jvp(primals: Any, tangents: Any, *, kind: str, parameter: float, **params: 
     return (activate(z), dz) if _primitive.is_zero(dz) else jax.jvp(activate, [z], [dz])
   y = _primitive.bind(conv_fused_p, *primals, kind=kind, parameter=parameter, **params)
   (x, w, *_), (dx, dw, *dextras) = primals, tangents
-  convolved = functools.partial(_convolve, spec=params["spec"], dtype=params["dtype"])
-  terms = [] if _primitive.is_zero(dx) else [convolved(dx, w)]
-  terms += [] if _primitive.is_zero(dw) else [convolved(x, dw)]
+  pairs = [pair for pair, d in (((dx, w), dx), ((x, dw), dw)) if not _primitive.is_zero(d)]
+  terms = [convolve("y", {"x": a, "w": b}, params["spec"], params["dtype"]) for a, b in pairs]
   if params["bias"] and not _primitive.is_zero(dextras[0]):
     terms.append(_add_extras(jnp.zeros_like(y), dextras, bias=True, residual=False))
   if params["residual"] and not _primitive.is_zero(dextras[-1]):
@@ -111,11 +110,6 @@ def _jvp(primals: Any, tangents: Any, *, kind: str, parameter: float, **params: 
   f, wide = ACTIVATIONS[kind], _primitive.accumulator_dtype(y.dtype)
   kept = y.astype(wide) if f.inside is None else f.inside(y, parameter)
   return y, f.scale(dy.astype(wide), kept, parameter).astype(y.dtype)
-
-
-def _convolve(x: Array, w: Array, *, spec: ConvSpec, dtype: Any) -> Array:
-  """The part that is linear in x and in w."""
-  return convolve("y", {"x": x, "w": w}, spec, dtype)
 
 
 _primitive.set_jvp(conv_fused_p, _jvp)
