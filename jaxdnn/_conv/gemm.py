@@ -46,14 +46,14 @@ def convolve(result: str, arrays: Mapping[str, Array], spec: ConvSpec, dtype: An
 
   matrices = {name: matrix(name, arrays[name]) for name in OPERANDS[result]}
   if result == "y":
-    y = primitives.convolve("y", matrices, matrix_spec(spec), dtype)
+    y = primitives.convolve("y", matrices, matrix_spec(spec, needed), dtype)
     return y.reshape(*a.shape[:2], *spec.y_spatial, y.shape[-1])
   if result == "w":
-    w = primitives.convolve("w", matrices, matrix_spec(spec), dtype)
+    w = primitives.convolve("w", matrices, matrix_spec(spec, needed), dtype)
     return w.reshape(batch, *spec.window, a.shape[-1], w.shape[-1])
   # The patches overlap, so they are summed before they are rounded.
   wide = max(_primitive.accumulator_dtype(a.dtype), np.dtype(dtype), key=lambda t: t.itemsize)
-  x = primitives.convolve("x", matrices, matrix_spec(spec), wide)
+  x = primitives.convolve("x", matrices, matrix_spec(spec, needed), wide)
   return col2im(x.reshape(*a.shape[:2], *spec.y_spatial, -1), spec.x_spatial, spec.window, **patches).astype(dtype)
 
 
@@ -61,9 +61,10 @@ def takes(spec: ConvSpec) -> bool:
   return spec.groups == 1 and 1 <= spec.rank <= 3 and all(d == 1 for d in spec.lhs_dilation)
 
 
-def matrix_spec(spec: ConvSpec) -> ConvSpec:
-  """Of the product: a convolution of as many images as there are patches, without spatial dimensions."""
-  return ConvSpec((), (), (), (), 1, (), (), spec.precision)
+def matrix_spec(spec: ConvSpec, patches: int) -> ConvSpec:
+  """Of the product: a convolution of as many images as there are patches, in the memory that these leave."""
+  limit = None if spec.workspace_limit is None else max(0, spec.workspace_limit - patches)
+  return ConvSpec((), (), (), (), 1, (), (), spec.precision, workspace_limit=limit)
 
 
 def patches_bytes(result: str, images: int, channels: int, spec: ConvSpec, dtype: Any) -> int:
