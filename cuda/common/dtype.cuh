@@ -13,20 +13,25 @@ struct TypeTag {
   using type = T;
 };
 
-// Calls f with the TypeTag of `t`: the one place where a runtime element type becomes a template argument.
+// Calls f with the TypeTag of `t`, which is not double.
 template <class F>
-cudaError_t VisitDType(DType t, F&& f) {
+cudaError_t VisitSingleDType(DType t, F&& f) {
   switch (t) {
     case DType::kF32:
       return f(TypeTag<float>{});
-    case DType::kF64:
-      return f(TypeTag<double>{});
     case DType::kF16:
       return f(TypeTag<__half>{});
     case DType::kBF16:
       return f(TypeTag<__nv_bfloat16>{});
+    default:
+      return cudaErrorInvalidValue;
   }
-  return cudaErrorInvalidValue;
+}
+
+// Calls f with the TypeTag of `t`: here and above alone a runtime element type becomes a template argument.
+template <class F>
+cudaError_t VisitDType(DType t, F&& f) {
+  return t == DType::kF64 ? f(TypeTag<double>{}) : VisitSingleDType(t, f);
 }
 
 template <class T>

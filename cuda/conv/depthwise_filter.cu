@@ -280,7 +280,7 @@ cudaError_t LaunchDepthwiseFilter(const Problem& p, const Config& config, const 
   FilterParams q = MakeParams(p);
   const int64_t splits = config.splits;
   q.splits = int(splits);
-  const auto with_type = [&](auto type) {
+  return VisitSingleDType(p.in, [&](auto type) {
     using T = typename decltype(type)::type;
     const bool paired = Paired(p, {x, y});
     const cudaError_t status = VisitTaps(q, p, paired, [&](auto tag) {
@@ -297,17 +297,7 @@ cudaError_t LaunchDepthwiseFilter(const Problem& p, const Config& config, const 
     const auto* partial = static_cast<const float*>(workspace);
     if (p.out == p.in) return SumRows(partial, 1, splits, q.size, static_cast<T*>(out), stream);
     return SumRows(partial, 1, splits, q.size, static_cast<float*>(out), stream);
-  };
-  switch (p.in) {
-    case DType::kF32:
-      return with_type(TypeTag<float>{});
-    case DType::kF16:
-      return with_type(TypeTag<__half>{});
-    case DType::kBF16:
-      return with_type(TypeTag<__nv_bfloat16>{});
-    default:
-      return cudaErrorInvalidValue;
-  }
+  });
 }
 
 }  // namespace jaxdnn::conv

@@ -279,16 +279,8 @@ bool IsLine(Map map, const Problem& p, DType dtype) {
 
 cudaError_t LaunchLine(Map map, const Problem& p, DType dtype, const void* t, const void* x, void* out,
                        cudaStream_t stream) {
-  switch (dtype) {
-    case DType::kF32:
-      return LaunchType<float>(map, p, t, x, out, stream);
-    case DType::kF16:
-      return LaunchType<__half>(map, p, t, x, out, stream);
-    case DType::kBF16:
-      return LaunchType<__nv_bfloat16>(map, p, t, x, out, stream);
-    default:
-      return cudaErrorInvalidValue;
-  }
+  return VisitSingleDType(
+      dtype, [&](auto type) { return LaunchType<typename decltype(type)::type>(map, p, t, x, out, stream); });
 }
 
 }  // namespace jaxdnn::lrn

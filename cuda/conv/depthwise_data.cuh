@@ -1,0 +1,152 @@
+// What the kernels of depthwise convolution's forward and data gradient share: their parameters, which channels and
+// phase a thread has, and how it stores.
+#pragma once
+
+#include "cuda/conv/depthwise.cuh"
+#include "cuda/conv/epilogue.cuh"
+
+namespace jaxdnn::conv::depthwise {
+
+struct DataParams {
+  PhasedAxis at[kRank];
+  Slabs slabs;
+  FastDiv phases;
+  FastDiv lines, strips, planes, segments, images;  // of the largest phase; images per problem
+  int segment;                                      // lines in a segment
+  int units;                                        // of work, in a phase
+  int channels;                                     // of the result
+  // Strides in bytes.
+  int in_pixel;
+  int64_t in_line[kRank], in_image, out_line[kRank], out_image;
+  int64_t filter_tap[kRank], filter_batch;
+  FastDiv features;  // results of an input channel
+  bool forward, widened;
+  PhaseLine whole[kRank];  // the only phase, if there is one
+  Epilogue epilogue;
+};
+
+inline DataParams MakeParams(const Problem& p, const Epilogue& epilogue) {
+  const bool forward = p.direction == Direction::kForward;
+  const auto& in = forward ? p.x : p.y;
+  const auto& out = forward ? p.y : p.x;
+  const int64_t k = p.groups * p.features;
+  DataParams q = {};
+  q.epilogue = epilogue;
+  q.forward = forward;
+  q.widened = p.out != p.in;
+  q.channels = int(forward ? k : p.groups);
+  const int size = p.in == DType::kF32 ? 4 : 2;
+  q.in_pixel = int(forward ? p.groups : k) * size;
+  q.features = FastDiv(p.features);
+  q.slabs = Slabs(q.channels);
+  q.images = FastDiv(p.images);
+  int64_t in_stride = q.in_pixel, out_stride = q.channels * (p.out == DType::kF32 ? 4 : 2), tap_stride = k * size;
+  int64_t phases = 1;
+  for (int d = kRank - 1; d >= 0; --d) {
+    q.at[d] = PhasedAxis(forward ? InputAxis(p, d) : OutputAxis(p, d), out[d], p.window[d]);
+    q.in_line[d] = in_stride;
+    q.out_line[d] = out_stride;
+    q.filter_tap[d] = tap_stride;
+    in_stride *= in[d];
+    out_stride *= out[d];
+    tap_stride *= p.window[d];
+    phases *= q.at[d].phases;
+  }
+  q.in_image = in_stride;
+  q.out_image = out_stride;
+  q.filter_batch = tap_stride;
+  q.phases = FastDiv(phases);
+  for (int d = 0; d < kRank; ++d) q.whole[d] = q.at[d].At(0);
+  return q;
+}
+
+// What a block does.
+struct DataBlock {
+  PhaseLine at[kRank];
+  int slab, unit;
+
+  __device__ void Set(const DataParams& p) {
+    int which, rest = p.slabs.count.Div(static_cast<int>(blockIdx.x), &slab);
+    unit = p.phases.Div(rest, &which) * p.slabs.units;
+    if (p.phases.divisor == 1) {
+      for (int d = 0; d < kRank; ++d) at[d] = p.whole[d];
+    } else {
+      at[2] = p.at[2].At(which % p.at[2].phases);
+      at[1] = p.at[1].At(which / p.at[2].phases % p.at[1].phases);
+      at[0] = p.at[0].At(which / p.at[2].phases / p.at[1].phases);
+    }
+  }
+};
+
+// Which channels a thread has, of result, operand and filter.
+struct Channels {
+  int out, in, filter, in_second, filter_second;  // the second's distance from the first
+  bool both;
+
+  __device__ Channels(const DataParams& p, int pair) : out(2 * pair), both(2 * pair + 1 < p.channels) {
+    if (p.forward) {
+      in = p.features.Div(out);
+      in_second = both ? p.features.Div(out + 1) - in : 0;
+      filter = out;
+      filter_second = both;
+    } else {
+      in = filter = out * static_cast<int>(p.features.divisor);
+      in_second = filter_second = both ? static_cast<int>(p.features.divisor) : 0;
+    }
+  }
+};
+
+template <class T, bool kPaired>
+__device__ void StorePair(char* to, float2 v, bool both) {
+  if constexpr (!kPaired) {
+    reinterpret_cast<T*>(to)[0] = static_cast<T>(v.x);
+    if (both) reinterpret_cast<T*>(to)[1] = static_cast<T>(v.y);
+  } else if constexpr (sizeof(T) == 2) {
+    *reinterpret_cast<uint32_t*>(to) = NarrowPair<T>(v.x, v.y);
+  } else {
+    *reinterpret_cast<float2*>(to) = v;
+  }
+}
+
+// The first `count` of a strip's results, `step` bytes apart.
+template <class Out, bool kPaired, int kStrip>
+__device__ void StoreStrip(char* to, int step, int count, const float2 (&sums)[kStrip], bool both) {
+#pragma unroll
+  for (int j = 0; j < kStrip; ++j)
+    if (j < count) StorePair<Out, kPaired>(to + int64_t{step} * j, sums[j], both);
+}
+
+// Calls f with the TypeTag of the result's type: the operands', or that of the sums.
+template <class T, class F>
+__device__ void WithOut(bool widened, F&& f) {
+  if constexpr (sizeof(T) == 2) {
+    if (widened) return f(TypeTag<float>{});
+  }
+  f(TypeTag<T>{});
+}
+
+// The bias of a thread's channels, or zeros.
+template <class T>
+__device__ float2 BiasOf(const Epilogue& e, int64_t index, bool both, bool widened) {
+  float bias[2][1] = {};
+  WithOut<T>(widened, [&](auto type) {
+    using Out = typename decltype(type)::type;
+    Add<Out>(bias[0], e.bias, index);
+    if (both) Add<Out>(bias[1], e.bias, index + 1);
+  });
+  return {bias[0][0], bias[1][0]};
+}
+
+// Sets how the work is shared out: strips, and segments of `segment` lines.
+inline int64_t Blocks(DataParams& q, const Problem& p, int strip, int segment) {
+  q.planes = FastDiv(q.at[0].MaxCount());
+  q.lines = FastDiv(q.at[1].MaxCount());
+  q.strips = FastDiv(CeilDiv(q.at[2].MaxCount(), strip));
+  q.segment = std::max(segment, 1);
+  q.segments = FastDiv(CeilDiv(q.at[1].MaxCount(), q.segment));
+  q.units = int(p.batch * p.images * q.at[0].MaxCount() * q.segments.divisor * q.strips.divisor);
+  if (q.at[0].out == 0 || q.at[1].out == 0 || q.at[2].out == 0 || q.channels == 0) return 0;
+  return CeilDiv(q.units, q.slabs.units) * q.phases.divisor * q.slabs.count.divisor;
+}
+
+}  // namespace jaxdnn::conv::depthwise
