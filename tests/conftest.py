@@ -9,6 +9,8 @@ jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_num_cpu_devices", 8)
+# XLA's optimisations are not what is tested, and compiling is most of what the tests do without a GPU.
+jax.config.update("jax_disable_most_optimizations", jax.default_backend() == "cpu")
 # What is tested at less, TF32, says so.
 jax.config.update("jax_default_matmul_precision", "highest")
 

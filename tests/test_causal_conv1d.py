@@ -91,9 +91,9 @@ def test_derivatives_vmap_and_leading_dimensions(segments):
     )
     return y, last
 
-  check_grads(f, (x, w, b, s), order=2, modes=("fwd", "rev"))
+  check_grads(jax.jit(f), (x, w, b, s), order=2, modes=("fwd", "rev"))
   got = jax.jit(jax.vmap(f, (0, None, None, 0)))(x, w, b, s)
-  jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-12), got, f(x, w, b, s))
+  jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-12), got, jax.jit(f)(x, w, b, s))
 
 
 def test_wrong_arguments():

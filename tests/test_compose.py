@@ -111,29 +111,42 @@ def test_jit_of_grad(name):
   close(jax.jit(g)(*args), g(*args))
 
 
+# The rest under jit, which compiles each side of an equation at once instead of step by step.
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_jvp_is_vjp(name):
   f, args = operator(name)
   tangents = [jnp.asarray(sample(a.shape, "float64", seed=9 + i)) for i, a in enumerate(args)]
-  _, forward = jax.jvp(loss(f), args, tangents)
-  gradients = jax.grad(loss(f), argnums(args))(*args)
-  close(forward, sum(jnp.vdot(g, t) for g, t in zip(gradients, tangents, strict=True)))
+
+  @jax.jit
+  def both(args, tangents):
+    _, forward = jax.jvp(loss(f), args, tangents)
+    gradients = jax.grad(loss(f), argnums(args))(*args)
+    return forward, sum(jnp.vdot(g, t) for g, t in zip(gradients, tangents, strict=True))
+
+  close(*both(args, tangents))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_jvp_of_grad_is_grad_of_jvp(name):
   f, args = operator(name)
   tangents = [jnp.asarray(sample(a.shape, "float64", seed=9 + i)) for i, a in enumerate(args)]
-  forward_over_reverse = jax.jvp(jax.grad(loss(f), argnums(args)), args, tangents)[1]
-  reverse_over_forward = jax.grad(lambda *a: jax.jvp(loss(f), a, tuple(tangents))[1], argnums(args))(*args)
-  close(forward_over_reverse, reverse_over_forward)
+
+  @jax.jit
+  def both(args, tangents):
+    forward_over_reverse = jax.jvp(jax.grad(loss(f), argnums(args)), args, tangents)[1]
+    reverse_over_forward = jax.grad(lambda *a: jax.jvp(loss(f), a, tuple(tangents))[1], argnums(args))(*args)
+    return forward_over_reverse, reverse_over_forward
+
+  close(*both(args, tangents))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_hessian_is_symmetric(name):
   f, args = operator(name)
   small = args[0]
-  h = jax.hessian(lambda x: loss(f)(x, *args[1:]))(small).reshape(small.size, small.size)
+  h = jax.jit(jax.hessian(lambda x: loss(f)(x, *args[1:])))(small).reshape(small.size, small.size)
   close(h, h.T)
 
 
@@ -141,17 +154,17 @@ def test_hessian_is_symmetric(name):
 def test_vmap_of_grad_and_grad_of_vmap(name):
   f, args = operator(name)
   stacked = [jnp.stack([a, 0.5 * a, -a]) for a in args]
-  gradient = jax.grad(loss(f), argnums(args))
+  gradient = jax.jit(jax.grad(loss(f), argnums(args)))
   each = [gradient(*(s[i] for s in stacked)) for i in range(3)]
   each = jax.tree.map(lambda *a: jnp.stack(a), *each)
-  close(jax.vmap(gradient)(*stacked), each)
-  close(jax.grad(lambda *s: jax.vmap(loss(f))(*s).sum(), argnums(args))(*stacked), each)
+  close(jax.jit(jax.vmap(gradient))(*stacked), each)
+  close(jax.jit(jax.grad(lambda *s: jax.vmap(loss(f))(*s).sum(), argnums(args)))(*stacked), each)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_checkpoint(name):
   f, args = operator(name)
-  close(jax.grad(loss(jax.checkpoint(f)), argnums(args))(*args), jax.grad(loss(f), argnums(args))(*args))
+  close(*(jax.jit(jax.grad(loss(f), argnums(args)))(*args) for f in (jax.checkpoint(f), f)))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -159,13 +172,14 @@ def test_scan(name):
   f, args = operator(name)
   stacked = [jnp.stack([a, 0.5 * a]) for a in args]
   total = lambda *s: jax.lax.scan(lambda c, xs: (c + loss(f)(*xs), None), 0.0, s)[0]  # noqa: E731
-  want = [jax.grad(loss(f), argnums(args))(*(s[i] for s in stacked)) for i in range(2)]
-  close(jax.grad(total, argnums(args))(*stacked), jax.tree.map(lambda *a: jnp.stack(a), *want))
+  gradient = jax.jit(jax.grad(loss(f), argnums(args)))
+  want = [gradient(*(s[i] for s in stacked)) for i in range(2)]
+  close(jax.jit(jax.grad(total, argnums(args)))(*stacked), jax.tree.map(lambda *a: jnp.stack(a), *want))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_keep_the_dtype(name):
   f, args = operator(name)
   for dtype in ("float32", "float16", "bfloat16"):
-    y, vjp = jax.vjp(f, *(a.astype(dtype) for a in args))
+    y, vjp = jax.vjp(jax.jit(f), *(a.astype(dtype) for a in args))
     assert y.dtype == dtype and all(g.dtype == dtype for g in vjp(y))

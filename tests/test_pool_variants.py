@@ -1,5 +1,6 @@
 """Ceil mode, divisors, indices, unpooling and adaptive pooling, against brute force, and torch where it is there."""
 
+import functools
 import itertools
 import math
 
@@ -34,18 +35,25 @@ def test_ceil_mode(stride, padding):
     more = (outputs - 1) * stride + (w - 1) * d + 1 - i - lo
     g = np.ones((1, outputs, 2))
     want, _ = pool_oracle.max_pool(x, g, (w,), (stride,), ((lo, more),), (d,))
-    np.testing.assert_array_equal(jaxdnn.max_pool(x, (w,), **arguments), want)
     total = w * pool_oracle.avg_pool(x, g, (w,), (stride,), ((lo, more),), (d,), True)[0]
-    for include in (True, False):
+    average = functools.partial(jaxdnn.avg_pool, window=(w,), **arguments)
+    most, including, excluding, by_override = jax.jit(
+      lambda x: (
+        jaxdnn.max_pool(x, (w,), **arguments),  # noqa: B023
+        average(x),  # noqa: B023
+        average(x, count_include_pad=False),  # noqa: B023
+        average(x, divisor_override=1.5),  # noqa: B023
+      )
+    )(x)
+    np.testing.assert_array_equal(most, want)
+    np.testing.assert_allclose(by_override, total / 1.5, rtol=1e-12, atol=1e-14)
+    for include, got in ((True, including), (False, excluding)):
       count = [
         sum(-lo * include <= o * stride - lo + k * d < i + hi * include for k in range(w)) for o in range(outputs)
       ]
-      got = jaxdnn.avg_pool(x, (w,), count_include_pad=include, **arguments)
       np.testing.assert_allclose(got, total / np.maximum(count, 1)[:, None], rtol=1e-12, atol=1e-14)
-    got = jaxdnn.avg_pool(x, (w,), divisor_override=1.5, **arguments)
-    np.testing.assert_allclose(got, total / 1.5, rtol=1e-12, atol=1e-14)
     if (w, d) == (3, 2):
-      check_grads(lambda x: jaxdnn.avg_pool(x, (w,), **arguments), (x,), 2)  # noqa: B023
+      check_grads(jax.jit(average), (x,), 2)
 
 
 # Indices and unpooling -----------------------------------------------------------------------------------------------
@@ -84,7 +92,7 @@ def test_unpool_is_the_adjoint_of_what_max_pool_took(window, stride, dilation):
   for n, c in itertools.product(range(2), range(3)):
     np.add.at(want[n, :, c], np.asarray(indices)[n, ..., c].ravel(), np.asarray(y)[n, ..., c].ravel())
   np.testing.assert_allclose(got, want.reshape(x.shape), rtol=1e-12)
-  check_grads(unpool, (y,), 2, modes=("fwd", "rev"))
+  check_grads(jax.jit(unpool), (y,), 2, modes=("fwd", "rev"))
   np.testing.assert_array_equal(
     jax.vmap(unpool, 2, 2)(jnp.stack([y, -y], 2), jnp.stack([indices] * 2, 2)), jnp.stack([got, -got], 2)
   )
@@ -167,7 +175,7 @@ def test_adaptive_other_dtypes_and_vectors():
 @pytest.mark.parametrize("pool", [jaxdnn.adaptive_max_pool, jaxdnn.adaptive_avg_pool])
 def test_adaptive_transformations(pool):
   x = jnp.asarray(np.random.default_rng(0).permutation(2 * 5 * 7 * 2).reshape(2, 5, 7, 2) / 10)
-  check_grads(lambda x: pool(x, (3, 4)), (x,), 2, modes=("fwd", "rev"), eps=1e-3)
+  check_grads(jax.jit(lambda x: pool(x, (3, 4))), (x,), 2, modes=("fwd", "rev"), eps=1e-3)
   gradient = jax.grad(lambda x: (pool(x, (3, 4)) ** 3).sum())
   stacked = jnp.stack([x, -x, 2 * x], 2)
   want = jnp.stack([gradient(v) for v in (x, -x, 2 * x)], 2)

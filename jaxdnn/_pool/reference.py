@@ -29,8 +29,15 @@ def _pad(x: Array, g: Geometry, *, sign: int = 1) -> Array:
 
 
 def _cell(k: Array, g: Geometry) -> list[Array]:
-  """The position in its window of the k-th cell, in elements."""
-  return [i * d for i, d in zip(jnp.unravel_index(k, g.window), g.dilation, strict=True)]
+  """The position in its window of the k-th cell."""
+  positions = np.stack(np.unravel_index(np.arange(math.prod(g.window)), g.window), -1).astype(np.int32)
+  return list(lax.dynamic_index_in_dim(positions, k, keepdims=False))
+
+
+def _start(k: Array, g: Geometry, lead: int) -> list[Array]:
+  """Where in the padded array the first window's k-th cell is."""
+  zero = jnp.int32(0)
+  return [*[zero] * lead, *(i * jnp.int32(d) for i, d in zip(_cell(k, g), g.dilation, strict=True)), zero]
 
 
 def _cells(padded: Array, k: Array, g: Geometry) -> Array:
@@ -40,10 +47,9 @@ def _cells(padded: Array, k: Array, g: Geometry) -> Array:
     for axis, (cell, start) in enumerate(zip(_cell(k, g), g.starts(), strict=True), lead):
       padded = jnp.take(padded, jnp.asarray(start, jnp.int32) + cell, axis, mode="clip")
     return padded
-  zero = jnp.zeros_like(k)
   span = [(o - 1) * s + 1 for o, s in zip(g.out_extent, g.stride, strict=True)]
   sizes = (*padded.shape[:lead], *span, padded.shape[-1])
-  block = lax.dynamic_slice(padded, [*[zero] * lead, *_cell(k, g), zero], sizes)
+  block = lax.dynamic_slice(padded, _start(k, g, lead), sizes)
   return lax.slice(block, (0,) * block.ndim, sizes, (*[1] * lead, *g.stride, 1))
 
 
@@ -53,21 +59,22 @@ def _add_to_cells(padded: Array, values: Array, k: Array, g: Geometry) -> Array:
   if g.bins:
     (added,) = jax.linear_transpose(lambda p: _cells(p, k, g), padded)(values)
     return padded + added
-  zero = jnp.zeros_like(k)
   config = [(0, 0, 0)] * lead + [(0, 0, s - 1) for s in g.stride] + [(0, 0, 0)]
   block = lax.pad(values, jnp.zeros((), values.dtype), config)
-  start = [*[zero] * lead, *_cell(k, g), zero]
+  start = _start(k, g, lead)
   return lax.dynamic_update_slice(padded, lax.dynamic_slice(padded, start, block.shape) + block, start)
 
 
 def _inside(k: Array, g: Geometry) -> Array:
   """Whether the k-th cell of each window is in the window and in the input, not in the padding."""
   result = jnp.ones((1,) * (g.rank + 1), bool)
-  cells = zip(jnp.unravel_index(k, g.window), g.starts(), g.sizes(), g.extent, g.dilation, strict=True)
-  for axis, (cell, start, size, i, d) in enumerate(cells):
-    position = jnp.asarray(start, jnp.int32) + cell.astype(jnp.int32) * d
-    inside = (cell.astype(jnp.int32) < jnp.asarray(size, jnp.int32)) & (position >= 0) & (position < i)
-    result = result & inside.reshape([-1 if a == axis else 1 for a in range(g.rank + 1)])
+  dimensions = zip(_cell(k, g), g.window, g.starts(), g.sizes(), g.extent, g.dilation, strict=True)
+  for axis, (cell, window, start, size, i, d) in enumerate(dimensions):
+    cells = np.arange(window)[:, None]
+    position = start + cells * d
+    inside = (cells < size) & (position >= 0) & (position < i)
+    shape = [-1 if a == axis else 1 for a in range(g.rank + 1)]
+    result &= lax.dynamic_index_in_dim(inside, cell, keepdims=False).reshape(shape)
   return result
 
 
@@ -79,7 +86,7 @@ def _for_each_cell(body: Callable[[Array, Any], Any], init: Any, g: Geometry) ->
   if 0 in g.out_extent:
     return init
   # The first step stands outside the loop: under shard_map it gives the carry the type that the others keep.
-  return lax.fori_loop(1, math.prod(g.window), body, body(jnp.int32(0), init))
+  return lax.fori_loop(np.int32(1), np.int32(math.prod(g.window)), body, body(jnp.int32(0), init))
 
 
 def _padded_zeros(y: Array, g: Geometry) -> Array:
