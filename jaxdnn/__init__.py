@@ -37,6 +37,8 @@ from jaxdnn._conv import conv as conv
 from jaxdnn._conv import conv_algorithms as conv_algorithms
 from jaxdnn._conv import conv_dgrad as conv_dgrad
 from jaxdnn._conv import conv_general_dilated as conv_general_dilated
+from jaxdnn._conv import conv_general_dilated_local as conv_general_dilated_local
+from jaxdnn._conv import conv_local as conv_local
 from jaxdnn._conv import conv_transpose as conv_transpose
 from jaxdnn._conv import conv_wgrad as conv_wgrad
 from jaxdnn._dropout import dropout as dropout

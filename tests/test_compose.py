@@ -25,6 +25,10 @@ OPERATORS = {
   "causal_conv1d": (lambda x, w: jaxdnn.causal_conv1d(x, w, activation="silu"), [(3, 6, 4), (3, 4)]),
   "conv_dgrad": (lambda g, w: jaxdnn.conv_dgrad(g, w, (6, 5), stride=2, padding="SAME"), [(3, 3, 3, 6), (3, 2, 4, 6)]),
   "conv_3d": (lambda x, w: jaxdnn.conv(x, w, dilation=(1, 2, 1)), [(3, 3, 4, 3, 2), (2, 2, 2, 2, 3)]),
+  "conv_local": (
+    lambda x, w, b: jaxdnn.conv_local(x, w, b, padding=((1, 0),), activation="tanh"),
+    [(3, 4, 2), (3, 3, 2, 3), (3, 3)],
+  ),
   "conv_0d": (lambda x, w: jaxdnn.conv(x, w), [(3, 4), (4, 6)]),
   "batch_norm": (
     lambda x, s, b, r: jaxdnn.batch_norm(x, s, b, axis=(0, 2), activation="tanh", residual=r)[0],
