@@ -30,8 +30,11 @@ def _pad(x: Array, g: Geometry, *, sign: int = 1) -> Array:
 
 def _cell(k: Array, g: Geometry) -> list[Array]:
   """The position in its window of the k-th cell."""
-  positions = np.stack(np.unravel_index(np.arange(math.prod(g.window)), g.window), -1).astype(np.int32)
-  return list(lax.dynamic_index_in_dim(positions, k, keepdims=False))
+  cells, k = [], k.astype(jnp.int32)
+  for w in reversed(g.window):
+    cells.append(lax.rem(k, np.int32(w)))
+    k = lax.div(k, np.int32(w))
+  return cells[::-1]
 
 
 def _start(k: Array, g: Geometry, lead: int) -> list[Array]:
@@ -86,7 +89,7 @@ def _for_each_cell(body: Callable[[Array, Any], Any], init: Any, g: Geometry) ->
   if 0 in g.out_extent:
     return init
   # The first step stands outside the loop: under shard_map it gives the carry the type that the others keep.
-  return lax.fori_loop(np.int32(1), np.int32(math.prod(g.window)), body, body(jnp.int32(0), init))
+  return lax.fori_loop(1, math.prod(g.window), body, body(jnp.int32(0), init))
 
 
 def _padded_zeros(y: Array, g: Geometry) -> Array:
