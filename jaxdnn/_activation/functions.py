@@ -122,6 +122,13 @@ def gelu_tanh_derivative(x: Array) -> Array:
   return lax.logistic(u) * (1 + x * (GELU_LINEAR + 3 * GELU_CUBIC * x * x) * lax.logistic(-u))
 
 
+def mish(x: Array) -> Array:
+  # tanh(log(1 + e^x)) as a ratio of polynomials in e^-|x|, which neither overflows nor cancels.
+  e = jnp.exp(-jnp.abs(x))
+  above, below = 1 + 2 * e, e * (e + 2)
+  return x * jnp.where(x > 0, above / (above + 2 * e * e), below / (below + 2))
+
+
 def mish_derivative(x: Array) -> Array:
   # 1 - tanh² of s as a product of sigmoids, which does not cancel.
   s = softplus(x)
@@ -186,7 +193,7 @@ ACTIVATIONS = {
   "hard_swish": Activation(lambda x, _: x * hard_sigmoid(x), "input", lambda x, _: hard_swish_derivative(x)),
   "gelu": Activation(lambda x, _: x * normal_cdf(x), "input", lambda x, _: gelu_derivative(x)),
   "gelu_tanh": Activation(lambda x, _: gelu_tanh(x), "input", lambda x, _: gelu_tanh_derivative(x)),
-  "mish": Activation(lambda x, _: x * jnp.tanh(softplus(x)), "input", lambda x, _: mish_derivative(x)),
+  "mish": Activation(lambda x, _: mish(x), "input", lambda x, _: mish_derivative(x)),
   "soft_sign": Activation(lambda x, _: x / (1 + abs(x)), "input", lambda x, _: 1 / (1 + abs(x)) ** 2),
   "squareplus": Activation(squareplus, "input", squareplus_derivative, parameter=4.0),
 }
