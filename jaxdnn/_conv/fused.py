@@ -26,6 +26,11 @@ FROM_OUTPUT = ("relu", "clipped_relu", "sigmoid", "tanh")
 """Activations whose derivative is a function of their output alone."""
 
 
+def check_activation(where: str, activation: str | None) -> None:
+  if activation is not None and activation not in ACTIVATIONS:
+    raise ValueError(f"{where}: activation must be None or one of {sorted(ACTIVATIONS)}, got {activation!r}")
+
+
 def fused(
   x: Array, w: Array, bias: Array | None, residual: Array | None, spec: ConvSpec, dtype: Any, kind: str | None
 ) -> Array:

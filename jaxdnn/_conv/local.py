@@ -12,10 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jaxdnn import _activation
 from jaxdnn._arguments import Padding
 from jaxdnn._conv import layout
-from jaxdnn._conv.fused import fused
+from jaxdnn._conv.fused import check_activation, fused
 from jaxdnn._conv.layout import DimensionNumbers
 from jaxdnn._conv.spec import ConvSpec, channels_last, make_spec, result_dtype
 from jaxdnn._transform import im2col
@@ -65,10 +64,7 @@ def conv_local(
     raise ValueError(f"{where}: w must be [*out_spatial, *window, C, K] of rank 4, 6 or 8, got shape {w.shape}")
   if x.ndim < rank + 1:
     raise ValueError(f"{where}: x of shape {x.shape} has too few dimensions for filters w of shape {w.shape}")
-  if activation is not None and activation not in _activation.ACTIVATIONS:
-    raise ValueError(
-      f"{where}: activation must be None or one of {sorted(_activation.ACTIVATIONS)}, got {activation!r}"
-    )
+  check_activation(where, activation)
   (*leading, c), window = (*x.shape[: x.ndim - rank - 1], x.shape[-1]), w.shape[rank : 2 * rank]
   spec = make_spec(
     where, x.shape[-rank - 1 : -1], window, stride=stride, padding=padding, lhs_dilation=None, rhs_dilation=dilation,
@@ -128,14 +124,9 @@ def conv_general_dilated_local(
       f"{where}: filter_shape must have an entry for each of 1 to 3 spatial dimensions, got {tuple(filter_shape)} for "
       f"lhs of shape {lhs.shape}"
     )
-  if lhs_dilation is not None and any(d != 1 for d in lhs_dilation):
-    if isinstance(padding, str) or any(d < 1 for d in lhs_dilation):
-      raise ValueError(f"{where}: padding={padding!r} is ambiguous with lhs_dilation={tuple(lhs_dilation)}")
-    holes = dict(zip(numbers.lhs_spec[2:], lhs_dilation, strict=True))
-    lhs = lax.pad(lhs, jnp.zeros((), lhs.dtype), [(0, 0, holes.get(d, 1) - 1) for d in range(lhs.ndim)])
   spec = make_spec(
     where, layout.spatial(lhs, numbers.lhs_spec), filter_shape, stride=window_strides, padding=padding,
-    lhs_dilation=None, rhs_dilation=rhs_dilation, groups=1, precision=precision,
+    lhs_dilation=lhs_dilation, rhs_dilation=rhs_dilation, groups=1, precision=precision,
   )  # fmt: skip
   c, inputs = lhs.shape[numbers.lhs_spec[1]], rhs.shape[numbers.rhs_spec[1]]
   if inputs != c * math.prod(filter_shape):
@@ -163,6 +154,7 @@ def _local(
 
   def apply(x: Array, w: Array, *bias: Array) -> Array:
     x, w = layout.to_canonical(x, numbers.lhs_spec), layout.filter_to_canonical(w, numbers.rhs_spec)
+    x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *((0, 0, d - 1) for d in spec.lhs_dilation), (0, 0, 0)])
     patches = im2col(
       x, spec.window, stride=spec.stride, padding=spec.padding, dilation=spec.rhs_dilation, order=order
     )

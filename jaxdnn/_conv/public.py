@@ -8,10 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxdnn import _activation
 from jaxdnn._arguments import Padding, dilated, explicit_padding, per_dimension
 from jaxdnn._conv import layout
-from jaxdnn._conv.fused import fused
+from jaxdnn._conv.fused import check_activation, fused
 from jaxdnn._conv.gemm import convolve
 from jaxdnn._conv.gradients import conv_dgrad
 from jaxdnn._conv.layout import DimensionNumbers
@@ -153,8 +152,7 @@ def conv(
     (8, 24, 24, 32)
   """
   x, w = jnp.asarray(x), jnp.asarray(w)
-  if activation is not None and activation not in _activation.ACTIVATIONS:
-    raise ValueError(f"conv: activation must be None or one of {sorted(_activation.ACTIVATIONS)}, got {activation!r}")
+  check_activation("conv", activation)
   rank = w.ndim - 2
   leading: tuple[int, ...] | None = None
   if dimension_numbers is None:
