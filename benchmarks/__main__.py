@@ -48,7 +48,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
   parser.add_argument("--dtypes", nargs="+", choices=["bfloat16", "float32"], default=["bfloat16", "float32"])
   parser.add_argument("--sweep", action="store_true", help="neighbouring and odd sizes instead of the listed cases")
   parser.add_argument("--quick", action="store_true", help="a handful of cases of each family")
-  parser.add_argument("--filter", default="", metavar="TEXT", help="only cases whose name contains this")
+  parser.add_argument("--filter", nargs="+", default=[""], metavar="TEXT", help="only cases whose name contains one")
   parser.add_argument("--shrink", type=int, default=1, metavar="N", help=argparse.SUPPRESS)
   return parser.parse_args(arguments)
 
@@ -91,7 +91,8 @@ def main(arguments: list[str] | None = None) -> dict:
   kind = "sweep" if args.sweep else "work"
   for family in args.families:
     works = getattr(FAMILIES[family], kind, lambda *_: ())(args.dtypes, args.quick, args.shrink)
-    for row in harness.measure_all([work for work in works if args.filter in work.case], ceilings, clock):
+    wanted = [work for work in works if any(text in work.case for text in args.filter)]
+    for row in harness.measure_all(wanted, ceilings, clock):
       rows.append({**row, "sweep": True} if args.sweep else row)
       print(report.line(rows[-1]), flush=True)
       record["seconds"] = time.perf_counter() - began
