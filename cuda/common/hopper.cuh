@@ -190,6 +190,29 @@ __device__ inline void Multiply(float (&d)[kColumns / 2], uint64_t a_tile, uint6
   }
 }
 
+// The same of 8 terms of floats, whose rows the threads hold: of row 16 w + l / 4 the terms l % 4 and l % 4 + 4 in a[0]
+// and a[2], and of the row 8 below in a[1] and a[3]. They must stay as they are until the product is done.
+#define JAXDNN_WGMMA_HELD(n, operands, rows, b, add, ...)                                                 \
+  asm volatile("{\n .reg .pred add;\n setp.ne.b32 add, " add ", 0;\n wgmma.mma_async.sync.aligned.m64n" n \
+               "k8.f32.tf32.tf32 {" operands "}, {" rows "}, " b ", add, 1, 1;\n}"                        \
+               : __VA_ARGS__                                                                              \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b_tile), "r"(int{add_to})                \
+               : "memory")
+template <int kColumns>
+__device__ inline void MultiplyHeld(float (&d)[kColumns / 2], const uint32_t (&a)[4], uint64_t b_tile, bool add_to) {
+  if constexpr (!kAvailable) {
+  } else if constexpr (kColumns == 64) {
+    JAXDNN_WGMMA_HELD("64", JAXDNN_TEN() JAXDNN_TEN(1) JAXDNN_TEN(2) "%30, %31", "%32, %33, %34, %35", "%36", "%37",
+                      JAXDNN_SUMS16(0), JAXDNN_SUMS16(16));
+  } else {
+    static_assert(kColumns == 128);
+    JAXDNN_WGMMA_HELD(
+        "128", JAXDNN_TEN() JAXDNN_TEN(1) JAXDNN_TEN(2) JAXDNN_TEN(3) JAXDNN_TEN(4) JAXDNN_TEN(5) "%60, %61, %62, %63",
+        "%64, %65, %66, %67", "%68", "%69", JAXDNN_SUMS64(0));
+  }
+}
+#undef JAXDNN_WGMMA_HELD
+
 #undef JAXDNN_TEN
 #undef JAXDNN_SUMS4
 #undef JAXDNN_SUMS16

@@ -16,6 +16,7 @@ constexpr int64_t kMinSlice = 128;      // terms of the reduction that are worth
 constexpr int64_t kIndexLimit = int64_t{1} << 30;
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+int64_t FloorDiv(int64_t a, int64_t b) { return (a - (a % b + b) % b) / b; }
 
 // What a step of a tile's main loop takes, in cycles: `latency` when nothing else hides its loads, `busy` when other
 // blocks do; and how many blocks share a multiprocessor. Fitted to an H200, where the model's times then have a root
@@ -57,15 +58,25 @@ WgmmaCost WgmmaCostOf(const TileShape& t, const Problem& p) {
   const bool filter = p.direction == Direction::kFilterGradient, floats = p.in == DType::kF32;
   switch (t.tile) {
     case Tile::kWgmma128x128:
-      return filter ? WgmmaCost{660, 1200} : floats ? WgmmaCost{625, 8000} : WgmmaCost{600, 4400};
+      return filter   ? floats ? WgmmaCost{680, 1200} : WgmmaCost{660, 1200}
+             : floats ? WgmmaCost{625, 8000}
+                      : WgmmaCost{600, 4400};
     case Tile::kWgmma256x64:
-      return filter ? WgmmaCost{800, 1600} : floats ? WgmmaCost{795, 8000} : WgmmaCost{750, 4400};
+      return filter   ? floats ? WgmmaCost{760, 1600} : WgmmaCost{800, 1600}
+             : floats ? WgmmaCost{795, 8000}
+                      : WgmmaCost{750, 4400};
     case Tile::kWgmma128x64:
-      return filter ? WgmmaCost{480, 500} : floats ? WgmmaCost{450, 6100} : WgmmaCost{410, 4100};
+      return filter   ? floats ? WgmmaCost{420, 500} : WgmmaCost{480, 500}
+             : floats ? WgmmaCost{450, 6100}
+                      : WgmmaCost{410, 4100};
     case Tile::kWgmma64x128:
-      return filter ? WgmmaCost{480, 0} : floats ? WgmmaCost{450, 4700} : WgmmaCost{465, 3400};
+      return filter   ? floats ? WgmmaCost{420, 0} : WgmmaCost{480, 0}
+             : floats ? WgmmaCost{450, 4700}
+                      : WgmmaCost{465, 3400};
     case Tile::kWgmma64x64:
-      return filter ? WgmmaCost{335, 0} : floats ? WgmmaCost{360, 4100} : WgmmaCost{355, 3500};
+      return filter   ? floats ? WgmmaCost{300, 0} : WgmmaCost{335, 0}
+             : floats ? WgmmaCost{360, 4100}
+                      : WgmmaCost{355, 3500};
     default:
       return {};
   }
@@ -74,11 +85,29 @@ WgmmaCost WgmmaCostOf(const TileShape& t, const Problem& p) {
 // Whether rows of channels are runs of so many elements, or of whole 16-byte chunks.
 bool InRunsOf(const Problem& p, int64_t n) { return p.channels % n == 0 && p.features % n == 0; }
 bool InChunks(const Problem& p) { return InRunsOf(p, 16 / SizeOf(p.in)); }
+bool GathersChunks(const Problem& p, const Dense& dense) {
+  return p.DepthChannels() * dense.groups % (16 / SizeOf(p.in)) == 0;
+}
 
 bool IsTripled(const Problem& p) { return p.in == DType::kF32 && p.products == 3; }
 
 double ReductionCycles(int64_t splits, int64_t result_bytes) {
   return splits > 1 ? kLaunchCycles + 2.0 * splits * result_bytes / (kMultiprocessors * kBytesPerCycle) : 0;
+}
+
+// The product that the mma.sync kernels compute.
+Gemm DenseGemmOf(const Problem& p, const Dense& dense) {
+  Gemm g = GemmOf(p);
+  const int64_t depth = dense.Folds() ? dense.taps[0] * dense.taps[1] * dense.taps[2] * p.DepthChannels() : g.depth;
+  g.problems /= dense.groups;
+  g.columns *= dense.groups;
+  if (p.direction == Direction::kFilterGradient) return {g.problems, g.rows * dense.groups, g.columns, g.depth};
+  for (int d = 0; d < kRank; ++d) {
+    const int64_t extent = p.direction == Direction::kForward ? p.y[d] : p.x[d];
+    g.rows = g.rows / std::max<int64_t>(extent, 1) * CeilDiv(extent, dense.fold[d]);
+    g.columns *= dense.fold[d];
+  }
+  return {g.problems, g.rows, g.columns, depth * dense.groups};
 }
 
 // Tiles of rows, and of them those of the average phase and its steps' depth.
@@ -87,9 +116,10 @@ struct Work {
 };
 
 Work WorkOf(const Problem& p, const TileShape& t, int64_t splits) {
-  const Gemm g = GemmOf(p);
+  const Dense dense = t.unit == Unit::kMma ? DenseOf(p) : Dense();
+  const Gemm g = t.unit == Unit::kMma ? DenseGemmOf(p, dense) : GemmOf(p);
   double phases = 1, taps_per_tap = 1;
-  if (p.direction != Direction::kFilterGradient) {
+  if (p.direction != Direction::kFilterGradient && !dense.Folds()) {
     const Phases f = PhasesOf(p);
     for (int d = 0; d < kRank; ++d) phases *= f.period[d], taps_per_tap *= f.tap_period[d];
   }
@@ -105,7 +135,9 @@ double Cycles(const Problem& p, const TileShape& t, int64_t splits) {
   const double steps = std::ceil(work.depth / depth) + (t.unit == Unit::kMma ? 8 : 4);
   const double each = std::ceil(work.tiles / kMultiprocessors);
   // What the mma.sync kernels copy piece by piece.
-  const double pieces = t.unit == Unit::kSimt || InChunks(p) ? 1 : InRunsOf(p, 4 / SizeOf(p.in)) ? 1.6 : 2;
+  const double pieces = t.unit == Unit::kSimt || GathersChunks(p, DenseOf(p)) ? 1
+                        : InRunsOf(p, 4 / SizeOf(p.in))                       ? 1.6
+                                                                              : 2;
   return steps * pieces * (IsTripled(p) ? 2.5 : 1) *
          std::max(std::ceil(each / cost.resident) * cost.latency, each * cost.busy);
 }
@@ -116,8 +148,9 @@ double WgmmaCycles(const Problem& p, const TileShape& t, int64_t splits) {
   double steps;
   if (p.direction == Direction::kFilterGradient) {
     // Rows come in units of a line of channels.
-    const double units = double(p.Taps()) * CeilDiv(p.channels, 64);
-    work.tiles = std::ceil(units / (t.rows / 64)) * CeilDiv(p.features, t.columns) * splits;
+    const int line = WgmmaDepth(p.in);
+    const double units = double(p.Taps()) * CeilDiv(p.channels, line);
+    work.tiles = std::ceil(units / (t.rows / line)) * CeilDiv(p.features, t.columns) * splits;
     steps = std::ceil(work.depth / WgmmaDepth(p.in));
   } else {
     const int64_t channels = p.direction == Direction::kForward ? p.channels : p.features;
@@ -150,6 +183,14 @@ double DepthwiseCycles(const Problem& p, int64_t splits) {
   return 2000 + 3000 * rounds + std::max(all * unused, bytes / (kMultiprocessors * kBytesPerCycle));
 }
 
+// Of an operand that wgmma wants K-major: the filter forward, y in the filter gradient. TF32 has no MN-major operands.
+int64_t TransposedBytes(const Problem& p, const TileShape& t) {
+  if (t.unit != Unit::kWgmma || p.in != DType::kF32 || p.direction == Direction::kDataGradient) return 0;
+  if (p.direction == Direction::kForward) return p.FilterSize() * 4;
+  const int64_t depth = WgmmaDepth(p.in);
+  return CeilDiv(p.images * p.YPixels(), depth) * depth * p.features * 4;
+}
+
 bool Indexable(const Problem& p) {
   // Coordinates and positions within one image are 32-bit in the kernels; offsets into arrays are 64-bit.
   for (int d = 0; d < kRank; ++d) {
@@ -163,8 +204,8 @@ bool Indexable(const Problem& p) {
 }
 
 // The tensor-core kernels take 16-bit floats, and floats that may be rounded to TF32. Hopper's take what the TMA unit
-// can read: one problem and group, lines of whole 16-byte chunks. Those with mma.sync take all but the longest windows.
-// Rows of channels that are no whole chunks have one tile only (VisitMmaKernel), and three products a term too many
+// can read: one problem and group, lines of whole 16-byte chunks. Those with mma.sync take all but the longest windows;
+// what is not dense, or not in whole chunks, in some of the tiles (VisitMmaKernel). Three products a term are too many
 // registers for the largest.
 //
 // The depthwise kernels have one input channel to a group, and count work and the bytes between columns with 32 bits.
@@ -182,16 +223,49 @@ bool Takes(const TileShape& t, const Problem& p, bool hopper) {
   if (p.in == DType::kF64 || (p.in == DType::kF32 && p.products == 0)) return false;
   if (t.unit == Unit::kWgmma) {
     MappedPhase phases[kMaxMaps];
-    // TF32 has no MN-major operands, which the filter gradient's are.
-    const bool floats = p.in == DType::kF32 && p.products == 1 && p.direction != Direction::kFilterGradient;
+    const bool floats =
+        p.in == DType::kF32 && p.products == 1 && (p.direction != Direction::kFilterGradient || t.rows > 64);
     return hopper && (floats || p.in != DType::kF32) && p.batch == 1 && p.groups == 1 && InChunks(p) &&
            p.images * std::max(p.XPixels(), p.YPixels()) < INT32_MAX && MapPhases(p, phases) > 0;
   }
-  return *std::max_element(p.window, p.window + kRank) <= kMmaMaxWindow &&
-         (InChunks(p) ? !(t.tile == Tile::kMma128x128 && IsTripled(p)) : t.tile == Tile::kMma128x64);
+  if (*std::max_element(p.window, p.window + kRank) > kMmaMaxWindow) return false;
+  const Dense dense = DenseOf(p);
+  if (InChunks(p) && dense.groups == 1 && !dense.Folds()) return !(t.tile == Tile::kMma128x128 && IsTripled(p));
+  return t.tile == Tile::kMma128x64 || (t.tile == Tile::kMma128x32 && GathersChunks(p, dense));
 }
 
 }  // namespace
+
+Dense DenseOf(const Problem& p) {
+  constexpr int64_t kColumns = 32, kMostChannels = 128, kMostFolded = 64;
+  const int64_t chunk = 16 / SizeOf(p.in), widest = std::max(p.channels, p.features);
+  Dense dense;
+  for (int64_t twice = 2; p.groups % twice == 0; twice *= 2) {
+    const bool chunks = InRunsOf(p, chunk / std::gcd(chunk, dense.groups));
+    if (twice * widest > (chunks ? kColumns : kMostChannels)) break;
+    dense.groups = twice;
+  }
+  if (p.direction == Direction::kFilterGradient || p.groups > 1 || p.DepthChannels() % chunk != 0) return dense;
+
+  const bool forward = p.direction == Direction::kForward;
+  Dense folded = dense;
+  int64_t columns = forward ? p.features : p.channels;
+  for (int d = 0; d < kRank; ++d) {
+    // As in axis.cuh, for whose terms index * step = position * stride + tap * tap_step + constant.
+    const int64_t step = forward ? p.lhs_dilation[d] : p.stride[d], tap_step = forward ? 1 : -1;
+    folded.taps[d] = p.window[d];
+    if (step == 1) continue;
+    if (p.rhs_dilation[d] != 1 || (forward ? p.stride[d] : p.lhs_dilation[d]) != 1) return dense;
+    const int64_t constant = forward ? -p.pad[d] : p.pad[d], offset = -FloorDiv(-constant, step);
+    const int64_t first = tap_step * (step * offset - constant), least = forward ? first - (step - 1) : first;
+    folded.fold[d] = step;
+    folded.offset[d] = offset;
+    folded.first_tap[d] = first;
+    folded.taps[d] = FloorDiv(p.window[d] - 1 - least, step) + 1;
+    columns *= step;
+  }
+  return columns <= kMostFolded ? folded : dense;
+}
 
 Phases PhasesOf(const Problem& p) {
   // index * step = position * stride + tap * tap_step + constant, as in axis.cuh.
@@ -233,14 +307,14 @@ std::optional<Config> Choose(const Problem& p, bool hopper, std::string_view alg
     if (!wanted || !Takes(t, p, hopper)) continue;
     for (int64_t splits = 1; splits == 1 || (splittable && splits * kMinSlice <= g.depth);
          splits += std::max<int64_t>(1, splits / 8)) {
-      const bool transposed = t.unit == Unit::kWgmma && p.in == DType::kF32 && p.direction == Direction::kForward;
-      const int64_t bytes = transposed ? result_bytes : splits > 1 ? splits * result_bytes : 0;
+      const int64_t transposed = TransposedBytes(p, t), bytes = transposed + (splits > 1 ? splits * result_bytes : 0);
       if (bytes > workspace_limit) break;
       if (splittable && CeilDiv(g.depth, splits) >= kIndexLimit) continue;  // a slice is indexed with 32 bits
       const double product = t.unit == Unit::kDepthwise ? DepthwiseCycles(p, splits)
                              : t.unit == Unit::kWgmma   ? WgmmaCycles(p, t, splits)
                                                         : Cycles(p, t, splits);
-      const double cycles = product + ReductionCycles(splits, result_bytes) + (transposed ? kLaunchCycles : 0);
+      const double cycles = product + ReductionCycles(splits, result_bytes) +
+                            (transposed ? kLaunchCycles + 2 * transposed / (kMultiprocessors * kBytesPerCycle) : 0);
       if (!best || cycles < best->cycles) best = Config{t.tile, splits, bytes, cycles};
     }
   }

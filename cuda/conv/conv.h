@@ -35,6 +35,8 @@ struct Problem {
 
   int64_t XPixels() const { return x[0] * x[1] * x[2]; }
   int64_t YPixels() const { return y[0] * y[1] * y[2]; }
+  // Of a group, in the operand whose pixels the windows gather.
+  int64_t DepthChannels() const { return direction == Direction::kDataGradient ? features : channels; }
   int64_t Taps() const { return window[0] * window[1] * window[2]; }
   int64_t FilterSize() const { return batch * Taps() * channels * groups * features; }
 };
@@ -110,6 +112,20 @@ struct Phases {
   int64_t period[kRank], tap_period[kRank];
 };
 Phases PhasesOf(const Problem& p);
+
+// What the mma.sync kernels make of few channels, so that they fill a tile. `groups` neighbouring groups are computed
+// as one, whose filter is zero off its diagonal. And where a strided data gradient, or a forward convolution over a
+// dilated input, has few columns, those of all phases lie side by side: the result is `fold` times smaller in a
+// dimension, and a window of `taps` meets every position of it. Position o reads at tap v the operand's index o +
+// tap_step * v + offset, which for phase a is the tap v * fold + first_tap - tap_step * a of the filter, if there is
+// one.
+struct Dense {
+  int64_t groups = 1;
+  int64_t fold[kRank] = {1, 1, 1}, taps[kRank] = {}, offset[kRank] = {}, first_tap[kRank] = {};
+
+  bool Folds() const { return fold[0] * fold[1] * fold[2] > 1; }
+};
+Dense DenseOf(const Problem& p);
 
 // The kernel for a problem: a closed-form function of the problem and of whether the device has Hopper's instructions
 // (compute capability 9.0), so that equal shapes give equal bits on all devices of a kind. Empty where no kernel takes

@@ -31,10 +31,17 @@ struct DataParams {
   int64_t filter_tap[kRank], filter_channel, filter_column;  // filter_tap: between taps of a phase
   int64_t first_filter_tap[kRank];                           // between taps of the whole window
   int64_t result_pixel;                                      // channels of a pixel of the result
+  int extent[kRank], fold[kRank], first_tap[kRank];          // of the result; and Dense, where it folds
+  int filter_taps[kRank];                                    // of the filter, not of what it is folded to
+  FastDiv phase_columns;                                     // columns of a phase, or of one of the merged groups,
+  int phase_channels;                                        // and how many channels these meet
+  int filter_run;                                            // elements of the filter that belong together
+  bool whole_runs;                                           // whether chunks of the result's columns do
   Epilogue epilogue;
 };
 
-inline DataParams MakeDataParams(const Problem& p, const Epilogue& epilogue, int tile_rows, int tile_columns) {
+inline DataParams MakeDataParams(const Problem& p, const Epilogue& epilogue, int tile_rows, int tile_columns,
+                                 const Dense& dense = {}) {
   const bool forward = p.direction == Direction::kForward;
   const Gemm g = GemmOf(p);
   const Phases phases = PhasesOf(p);
@@ -42,9 +49,11 @@ inline DataParams MakeDataParams(const Problem& p, const Epilogue& epilogue, int
   DataParams q = {};
   q.epilogue = epilogue;
   q.images = p.images;
-  q.columns = int(g.columns);
-  q.channels = int(forward ? p.channels : p.features);
-  q.groups = int(p.groups);
+  q.columns = int(g.columns * dense.groups);
+  q.channels = int(p.DepthChannels() * dense.groups);
+  q.groups = int(p.groups / dense.groups);
+  q.phase_columns = FastDiv(g.columns);
+  q.phase_channels = int(p.DepthChannels());
   int64_t phase_count = 1;
   q.all_taps = true;
   q.first_filter_tap[2] = p.channels * k;
@@ -53,30 +62,41 @@ inline DataParams MakeDataParams(const Problem& p, const Epilogue& epilogue, int
   int64_t largest = p.images;
   for (int d = 0; d < kRank; ++d) {
     q.axis[d] = forward ? InputAxis(p, d) : OutputAxis(p, d);
-    q.out[d] = int(forward ? p.y[d] : p.x[d]);
+    q.out[d] = q.extent[d] = int(forward ? p.y[d] : p.x[d]);
     q.window[d] = int(p.window[d]);
     q.period[d] = int(phases.period[d]);
     q.tap_period[d] = int(phases.tap_period[d]);
     q.tap_distance[d] = q.axis[d].tap_step * q.tap_period[d] / int(q.axis[d].step.divisor);
     q.filter_tap[d] = q.first_filter_tap[d] * q.tap_period[d];
+    q.fold[d] = int(dense.fold[d]);
+    q.filter_taps[d] = q.window[d];
+    if (q.fold[d] > 1) {
+      q.out[d] = int(CeilDiv(q.extent[d], q.fold[d]));
+      q.window[d] = int(dense.taps[d]);
+      q.axis[d].offset = int(dense.offset[d]);
+      q.axis[d].step = FastDiv(1);
+      q.period[d] = 1;
+      q.first_tap[d] = int(dense.first_tap[d]);
+      q.columns *= q.fold[d];
+    }
     phase_count *= q.period[d];
     q.all_taps &= q.axis[d].step.divisor == 1;
     largest *= CeilDiv(q.out[d], q.period[d]);
   }
   q.phases = FastDiv(phase_count);
   q.row_tiles = FastDiv(CeilDiv(largest, tile_rows));
-  q.column_tiles = FastDiv(CeilDiv(g.columns, tile_columns));
-  q.group_div = FastDiv(p.groups);
+  q.column_tiles = FastDiv(CeilDiv(q.columns, tile_columns));
+  q.group_div = FastDiv(q.groups);
   q.tile_rows = tile_rows;
   q.whole = Box(q.out);
   q.whole_image = FastDiv(int64_t{q.out[0]} * q.out[1] * q.out[2]);
   q.window_box = Box(q.window);
   q.channel_div = FastDiv(q.channels);
   q.group_size = q.channels;
-  q.pixel_size = p.groups * q.group_size;
+  q.pixel_size = q.groups * q.group_size;
   q.image_size = q.pixel_size * (forward ? p.XPixels() : p.YPixels());
   q.filter_batch = p.Taps() * p.channels * k;
-  q.filter_group = p.features;
+  q.filter_group = p.features * dense.groups;
   q.filter_channel = forward ? k : 1;
   q.filter_column = forward ? 1 : k;
   q.result_pixel = p.groups * g.columns;
@@ -86,7 +106,7 @@ inline DataParams MakeDataParams(const Problem& p, const Epilogue& epilogue, int
 inline int64_t DataBlocks(const Problem& p, const DataParams& q) {
   const int64_t tiles = int64_t{q.row_tiles.divisor} * q.column_tiles.divisor * q.phases.divisor;
   const bool empty = p.images == 0 || q.columns == 0 || q.out[0] == 0 || q.out[1] == 0 || q.out[2] == 0;
-  return empty ? 0 : p.batch * p.groups * tiles;
+  return empty ? 0 : p.batch * q.groups * tiles;
 }
 
 // One dimension of a phase: its positions phase + period * i, and its taps first_tap + tap_period * j.
@@ -175,7 +195,8 @@ struct DataBlock {
         rows[i].origin[d] = p.all_taps ? position : position / static_cast<int>(p.axis[d].step.divisor);
       }
       rows[i].image = image * p.image_size + group * p.group_size;
-      rows[i].result = ((image * p.out[0] + out[0]) * p.out[1] + out[1]) * p.out[2] + out[2];
+      rows[i].result = ((image * p.extent[0] + out[0] * p.fold[0]) * p.extent[1] + out[1] * p.fold[1]) * p.extent[2] +
+                       out[2] * p.fold[2];
       if (first_row + i >= row_count) rows[i].result = -1;
     }
   }

@@ -16,31 +16,36 @@ struct FilterParams {
   int64_t pixels;  // of y, per problem
   int64_t slice;   // of them in a block, a multiple of the tile's depth
   int rows, columns, groups;
+  int64_t filter_rows;  // of a problem in the result: `rows`, but for groups that are computed together
   int row_tiles, column_tiles, splits;
   Axis axis[kRank];
   Box pixels_box, taps_box;
-  FastDiv image_pixels, channels;             // of y per image; of x per group
+  FastDiv image_pixels, channels;             // of y per image; of x per group that is computed
+  FastDiv group_channels, group_columns;      // of one of the groups that are computed together (Dense)
   int64_t images, x_image, x_pixel, y_pixel;  // strides in elements
   int64_t result_size;                        // elements of the whole result
 };
 
 inline FilterParams MakeFilterParams(const Problem& p, const Config& config, int tile_rows, int tile_columns,
-                                     int tile_depth) {
+                                     int tile_depth, int64_t merged = 1) {
   const Gemm g = GemmOf(p);
   FilterParams q = {};
   q.pixels = g.depth;
   q.slice = std::max<int64_t>(1, CeilDiv(CeilDiv(g.depth, config.splits), tile_depth)) * tile_depth;
-  q.rows = int(g.rows);
-  q.columns = int(g.columns);
-  q.groups = int(p.groups);
-  q.row_tiles = int(CeilDiv(g.rows, tile_rows));
-  q.column_tiles = int(CeilDiv(g.columns, tile_columns));
+  q.rows = int(g.rows * merged);
+  q.columns = int(g.columns * merged);
+  q.filter_rows = g.rows;
+  q.groups = int(p.groups / merged);
+  q.row_tiles = int(CeilDiv(q.rows, tile_rows));
+  q.column_tiles = int(CeilDiv(q.columns, tile_columns));
   q.splits = int(config.splits);
   for (int d = 0; d < kRank; ++d) q.axis[d] = InputAxis(p, d);
   q.pixels_box = Box(p.y);
   q.taps_box = Box(p.window);
   q.image_pixels = FastDiv(p.YPixels());
-  q.channels = FastDiv(p.channels);
+  q.channels = FastDiv(p.channels * merged);
+  q.group_channels = FastDiv(p.channels);
+  q.group_columns = FastDiv(p.features);
   q.images = p.images;
   q.x_pixel = p.groups * p.channels;
   q.x_image = q.x_pixel * p.XPixels();
@@ -50,7 +55,7 @@ inline FilterParams MakeFilterParams(const Problem& p, const Config& config, int
 }
 
 inline int64_t FilterBlocks(const Problem& p, const FilterParams& q) {
-  return p.batch * p.groups * q.row_tiles * q.column_tiles * q.splits;
+  return p.batch * q.groups * q.row_tiles * q.column_tiles * q.splits;
 }
 
 // What a block of the grid does.
@@ -80,7 +85,7 @@ struct FilterBlock {
 
   // Of the first column of the group, in the partial sums of this slice.
   __device__ int64_t ResultOffset(const FilterParams& p, int row) const {
-    return split * p.result_size + (batch * p.rows + row) * p.y_pixel + group * int64_t{p.columns};
+    return split * p.result_size + (batch * p.filter_rows + row) * p.y_pixel + group * int64_t{p.columns};
   }
 };
 

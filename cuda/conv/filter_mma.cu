@@ -36,6 +36,48 @@ struct PixelTable {
   }
 };
 
+// Copies chunks into the stage, kRun elements at a time: locate(j, i, &from) says where those from element i of chunk j
+// on begin, and whether they are not zeros instead; then `from` is not read. Single elements of 16 bits, for which
+// there is no asynchronous copy, come through registers, those of two chunks before the first of them is stored.
+template <class In, int kRun, int kCount, class Locate, class Place>
+__device__ __forceinline__ void CopyRuns(const Locate& locate, const Place& place) {
+  if constexpr (kRun * sizeof(In) > 2) {
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+#pragma unroll
+      for (int i = 0; i < kChunk<In>; i += kRun) {
+        const In* from;
+        const bool valid = locate(j, i, &from);
+        CopyAsync<kRun * sizeof(In)>(place(j) + sizeof(In) * i, from, valid);
+      }
+    }
+  } else {
+    constexpr int kAtOnce = kCount < 2 ? kCount : 2;
+#pragma unroll
+    for (int first = 0; first < kCount; first += kAtOnce) {
+      unsigned short bits[kAtOnce][8];
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          const In* from;
+          const bool valid = locate(first + j, i, &from);
+          bits[j][i] = valid ? *reinterpret_cast<const unsigned short*>(from) : 0;
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        uint32_t pairs[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) pairs[i] = bits[j][2 * i] | uint32_t{bits[j][2 * i + 1]} << 16;
+        asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(place(first + j)), "r"(pairs[0]), "r"(pairs[1]),
+                     "r"(pairs[2]), "r"(pairs[3])
+                     : "memory");
+      }
+    }
+  }
+}
+
 template <class T, int kVec, class In>
 struct LoadInput {
   using Tile = OperandTile<In, T::kRows, T::kDepth, false>;
@@ -78,60 +120,70 @@ struct LoadInput {
 
   template <bool kDilated>
   __device__ void Copy(int step, uint32_t to) const {
+    CopyRuns<In, kVec, Mine::kCount>(
+        [&](int j, int i, const In** from) {
+          const Pixel& pixel = table.pixels[step % 2][Mine::Line() + j * Mine::kLinesApart];
+          int at[kRank];
+          bool inside = true;
 #pragma unroll
-    for (int j = 0; j < Mine::kCount; ++j) {
-      const Pixel pixel = table.pixels[step % 2][Mine::Line() + j * Mine::kLinesApart];
-#pragma unroll
-      for (int i = 0; i < kChunk<In> / kVec; ++i) {
-        int at[kRank];
-        bool inside = true;
-#pragma unroll
-        for (int d = 0; d < kRank; ++d) {
-          at[d] = pixel.origin[d] + tap[i][d];
-          if constexpr (kDilated) {
-            inside &= p.axis[d].Find(at[d], &at[d]);
-          } else {
-            inside &= static_cast<unsigned>(at[d]) < static_cast<unsigned>(p.axis[d].extent);
+          for (int d = 0; d < kRank; ++d) {
+            at[d] = pixel.origin[d] + tap[i / kVec][d];
+            if constexpr (kDilated) {
+              inside &= p.axis[d].Find(at[d], &at[d]);
+            } else {
+              inside &= static_cast<unsigned>(at[d]) < static_cast<unsigned>(p.axis[d].extent);
+            }
           }
-        }
-        const int in_pixel = (at[0] * p.axis[1].extent + at[1]) * p.axis[2].extent + at[2];
-        CopyElements<kVec>(to + Mine::Step(j) + sizeof(In) * kVec * i,
-                           x + pixel.image + in_pixel * p.x_pixel + channel[i], inside);
-      }
-    }
+          const int in_pixel = (at[0] * p.axis[1].extent + at[1]) * p.axis[2].extent + at[2];
+          *from = x + pixel.image + in_pixel * p.x_pixel + channel[i / kVec];
+          return inside;
+        },
+        [&](int j) { return to + Mine::Step(j); });
   }
 };
 
-template <class T, int kVec, class In>
+template <class T, bool kDense, class In>
 struct LoadCotangent {
   using Tile = OperandTile<In, T::kColumns, T::kDepth, false>;
   using Mine = Share<Tile, T::kThreads>;
   const FilterParams& p;
   const In* y;  // at this thread's line and columns
-  const int place, count, columns;
+  const int run, place, count, columns;
 
-  __device__ LoadCotangent(const FilterParams& p, const FilterBlock& block, const In* y)
+  __device__ LoadCotangent(const FilterParams& p, const FilterBlock& block, const In* y, int run)
       : p(p),
         y(y + block.y_offset + Mine::Line() * p.y_pixel + block.column_tile * T::kColumns + Mine::Chunk() * kChunk<In>),
+        run(run),
         place(Tile::Offset(Mine::Line(), Mine::Chunk())),
         count(block.count - Mine::Line()),
         columns(p.columns - block.column_tile * T::kColumns - Mine::Chunk() * kChunk<In>) {}
 
   __device__ void operator()(int step, uint32_t stage) const {
-#pragma unroll
-    for (int j = 0; j < Mine::kCount; ++j) {
-      const int pixel = step * T::kDepth + j * Mine::kLinesApart;
-#pragma unroll
-      for (int i = 0; i < kChunk<In>; i += kVec)
-        CopyElements<kVec>(stage + place + Mine::Step(j) + sizeof(In) * i, y + pixel * p.y_pixel + i,
-                           pixel < count && i < columns);
+    if (kDense || run == kChunk<In>) {
+      Copy<kChunk<In>>(step, stage);
+    } else if (run * sizeof(In) >= 4) {
+      Copy<4 / sizeof(In)>(step, stage);
+    } else {
+      Copy<1>(step, stage);
     }
+  }
+
+  template <int kRun>
+  __device__ void Copy(int step, uint32_t stage) const {
+    CopyRuns<In, kRun, Mine::kCount>(
+        [&](int j, int i, const In** from) {
+          const int pixel = step * T::kDepth + j * Mine::kLinesApart;
+          *from = y + pixel * p.y_pixel + i;
+          return pixel < count && i < columns;
+        },
+        [&](int j) { return stage + place + Mine::Step(j); });
   }
 };
 
-template <class T, int kVec, class In>
+template <class T, int kVec, bool kDense, class In>
 __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
-    FilterMmaKernel(const __grid_constant__ FilterParams p, const In* x, const In* y, bool wide, void* out) {
+    FilterMmaKernel(const __grid_constant__ FilterParams p, const In* x, const In* y, int y_run, bool whole_runs,
+                    bool wide, void* out) {
   extern __shared__ __align__(128) unsigned char ring[];
   __shared__ PixelTable<T> table;
   const FilterBlock block(p);
@@ -140,14 +192,24 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
 
   typename T::Sums sums = {};
   LoadInput<T, kVec, In> load_x(p, block, table, x);
-  LoadCotangent<T, kVec, In> load_y(p, block, y);
+  LoadCotangent<T, kDense, In> load_y(p, block, y, y_run);
   MultiplyPipelined<In, T>(SharedAddress(ring), (block.count + T::kDepth - 1) / T::kDepth, load_x, load_y, sums);
 
   const int first_row = block.row_tile * T::kRows, first_column = block.column_tile * T::kColumns;
-  const auto store = [&](auto* result) {
-    StoreSums<T, kVec>(ring, sums, result + first_column, p.columns - first_column,
-                       [&](int row) { return first_row + row < p.rows ? block.ResultOffset(p, first_row + row) : -1; });
+  const auto address = [&](int tile_row, int tile_column) -> int64_t {
+    int row = first_row + tile_row;
+    const int column = first_column + tile_column;
+    if (row >= p.rows || column >= p.columns) return -1;
+    if constexpr (!kDense) {
+      // A row is a channel of all groups that are computed together, each of which has its own part of the columns.
+      int channel, in_group;
+      const int tap = p.channels.Div(row, &channel), group = p.group_channels.Div(channel, &in_group);
+      if (group != p.group_columns.Div(column)) return -1;
+      row = tap * p.group_channels.divisor + in_group;
+    }
+    return block.ResultOffset(p, row) + column;
   };
+  const auto store = [&](auto* result) { StoreSums<T, kChunk<In>>(ring, sums, result, address, kDense || whole_runs); };
   if (wide) {
     store(static_cast<float*>(out));
   } else {
@@ -159,17 +221,21 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
 
 cudaError_t LaunchFilterMma(const Problem& p, const Config& config, const void* x, const void* y, void* out,
                             void* workspace, cudaStream_t stream) {
-  return VisitMmaKernel<Direction::kFilterGradient>(p, config, {x, y, out}, [&](auto tile, auto vec, auto in) {
+  const int64_t merged = DenseOf(p).groups;
+  const int y_run = AlignedRun(p.features * merged, p.in, {y});
+  const bool split = config.splits > 1, whole_runs = IsChunk(AlignedRun(p.features, p.out, {out}), p.out);
+  const bool whole = whole_runs && IsChunk(y_run, p.in);
+  return VisitMmaKernel<Direction::kFilterGradient>(p, config, x, whole, [&](auto tile, auto vec, auto dense, auto in) {
     using T = typename decltype(tile)::type;
     using In = typename decltype(in)::type;
     constexpr int kVec = decltype(vec)::value;
-    const FilterParams q = MakeFilterParams(p, config, T::kRows, T::kColumns, T::kDepth);
-    const bool split = config.splits > 1;
-    const cudaError_t status = LaunchKernel(
-        FilterMmaKernel<T, kVec, In>,
-        Grid{FilterBlocks(p, q), T::kThreads, kSharedBytes<T, LoadInput<T, kVec, In>, LoadCotangent<T, kVec, In>>},
-        stream, q, static_cast<const In*>(x), static_cast<const In*>(y), split || p.out != p.in,
-        split ? workspace : out);
+    constexpr bool kDense = decltype(dense)::value;
+    const FilterParams q = MakeFilterParams(p, config, T::kRows, T::kColumns, T::kDepth, merged);
+    constexpr int kShared = kSharedBytes<T, LoadInput<T, kVec, In>, LoadCotangent<T, kDense, In>>;
+    const cudaError_t status =
+        LaunchKernel(FilterMmaKernel<T, kVec, kDense, In>, Grid{FilterBlocks(p, q), T::kThreads, kShared}, stream, q,
+                     static_cast<const In*>(x), static_cast<const In*>(y), y_run, whole_runs, split || p.out != p.in,
+                     split ? workspace : out);
     if (!split || status != cudaSuccess) return status;
     const float* partial = static_cast<const float*>(workspace);
     return p.out == p.in ? SumSlices(partial, static_cast<In*>(out), q.result_size, q.splits, stream)

@@ -1,9 +1,12 @@
-// Filter gradient on Hopper's tensor cores, for 16-bit floats.
+// Filter gradient on Hopper's tensor cores.
 //
-// The result's rows are units of 64 channels of one tap, so that a tile's rows may belong to several taps, which read
-// the same pixels of y. A step of the reduction is 64 pixels: of x one im2col load for every unit, at its tap's offset,
-// and of y a box of pixels. Both are MN-major: channels are what lies next to each other. The pixels are cut into
-// slices, as filter.cuh says.
+// The result's rows are units of a line of channels of one tap, so that a tile's rows may belong to several taps, which
+// read the same pixels of y. A step of the reduction is as many pixels as a line has channels: of x one im2col load for
+// every unit, at its tap's offset, and of y a box of pixels. Both are MN-major: channels are what lies next to each
+// other. The pixels are cut into slices, as filter.cuh says.
+//
+// wgmma takes MN-major operands of 16 bits only. Of floats it gets x from registers, which can be read from shared
+// memory in any order, and y from the workspace, where another kernel has left it K-major.
 #include "cuda/conv/filter.cuh"
 #include "cuda/conv/wgmma.h"
 #include "cuda/conv/wgmma_tile.cuh"
@@ -22,6 +25,29 @@ struct Params {
   int64_t result_size;  // elements of the whole result
 };
 
+template <class T>
+constexpr bool kFloats = sizeof(typename T::In) == 4;
+
+// Bytes of a unit in a stage, of so many rows.
+template <class T>
+constexpr int kUnitBytes = T::kDepth * kLineBytes;
+
+// With yt[k][i] = y[pixel][k], of every eight pixels the even ones first: so terms l % 4 and l % 4 + 4 of x, which one
+// thread has, are two neighbouring pixels, and the threads of a warp meet in no bank. Zeros after the last pixel.
+constexpr int kSide = 32;
+__global__ void __launch_bounds__(256) TransposeKernel(const float* y, float* yt, int64_t pixels, int features) {
+  __shared__ float tile[kSide][kSide + 1];
+  const int64_t pixel = blockIdx.x * int64_t{kSide};
+  const int feature = blockIdx.y * kSide, lane = threadIdx.x % kSide, warp = threadIdx.x / kSide;
+  const int64_t pitch = gridDim.x * int64_t{kSide};
+  for (int i = warp; i < kSide; i += 256 / kSide)
+    tile[i][lane] = pixel + i < pixels && feature + lane < features ? y[(pixel + i) * features + feature + lane] : 0;
+  __syncthreads();
+  const int from = lane / 8 * 8 + lane % 4 * 2 + lane % 8 / 4;
+  for (int i = warp; i < kSide && feature + i < features; i += 256 / kSide)
+    yt[(feature + i) * pitch + pixel + lane] = tile[from][i];
+}
+
 struct Place {
   int column, unit, split, steps;
   int64_t first_pixel;
@@ -31,7 +57,7 @@ struct Place {
     const int row_tile = tile / p.column_tiles;
     column = (tile - row_tile * p.column_tiles) * T::kColumns;
     split = row_tile / p.row_tiles;
-    unit = (row_tile - split * p.row_tiles) * (T::kRows / 64);
+    unit = (row_tile - split * p.row_tiles) * (T::kRows / T::kLine);
     const int64_t first_step = int64_t{split} * p.slice_steps;
     steps = static_cast<int>(min(int64_t{p.slice_steps}, p.steps - first_step));
     first_pixel = first_step * T::kDepth;
@@ -40,7 +66,7 @@ struct Place {
 
 template <class T, int kDimensions>
 __device__ void Produce(const Params& p, Ring<T> ring) {
-  constexpr int kUnits = T::kRows / 64;
+  constexpr int kUnits = T::kRows / T::kLine;
   const MappedPhase& f = p.phase;
   const int pixels = f.positions[0] * f.positions[1] * f.positions[2];
   for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
@@ -66,14 +92,86 @@ __device__ void Produce(const Params& p, Ring<T> ring) {
       BeginStage(ring);
 #pragma unroll
       for (int u = 0; u < kUnits; ++u)
-        hopper::LoadPixels<kDimensions>(ring.Data() + u * T::kSlab, &p.x, ring.Full(), channel[u], at, image,
+        hopper::LoadPixels<kDimensions>(ring.Data() + u * kUnitBytes<T>, &p.x, ring.Full(), channel[u], at, image,
                                         offset[u]);
 #pragma unroll
-      for (int slab = 0; slab < T::kColumns / 64; ++slab)
-        hopper::LoadBox(ring.Data() + T::kBytesA + slab * T::kSlab, &p.y, ring.Full(), place.column + slab * 64,
-                        static_cast<int>(pixel), 0);
+      for (int slab = 0; slab < T::kColumns / 64; ++slab) {
+        const int column = place.column + slab * 64, first = static_cast<int>(pixel);
+        hopper::LoadBox(ring.Data() + T::kBytesA + slab * T::kSlab, &p.y, ring.Full(), kFloats<T> ? first : column,
+                        kFloats<T> ? column : first, 0);
+      }
       ring.Next();
     }
+  }
+}
+
+// Where in the result a row of the tile begins, or -1 for no row.
+template <class T>
+__device__ int64_t RowOf(const Params& p, const Place& place, int row) {
+  const int unit = place.unit + row / T::kLine, tap = unit / p.lines;
+  const int channel = (unit - tap * p.lines) * T::kLine + row % T::kLine;
+  if (unit >= p.units || channel >= p.channels) return -1;
+  return (int64_t{tap} * p.channels + channel) * p.columns;
+}
+
+// What a warpgroup has of a tile of floats, whose every stage both take together: while one loads its rows, the other's
+// products run on.
+template <class T>
+using HalfTile = WgmmaTile<typename T::In, T::kRows / 2, T::kColumns>;
+
+// sums = A B over the ring's next `steps` stages, at least one, with the rows of A in registers.
+template <class T>
+__device__ void MultiplyHeldStages(Ring<T>& ring, int steps, int warpgroup, typename HalfTile<T>::Sums& sums) {
+  constexpr int kBlocks = HalfTile<T>::kBlocks;
+  const int thread = threadIdx.x % kWarpgroup, lane = thread % 32, warp = thread / 32;
+  // Where in the stage the thread's four elements of the first eight pixels are: two channels of two pixels.
+  uint32_t place[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int channel = (16 * warp + lane / 4 + 8 * (i % 2)) % T::kLine, pixel = lane % 4 * 2 + i / 2;
+    place[i] = warpgroup * kBlocks * T::kSlab + 16 * warp / T::kLine * kUnitBytes<T> + pixel * kLineBytes +
+               ((channel / 4 ^ pixel) << 4) + channel % 4 * 4;
+  }
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
+    hopper::WaitBarrier(ring.Full(), ring.parity);
+    uint32_t a[kBlocks][4][4];
+#pragma unroll
+    for (int m = 0; m < kBlocks; ++m)
+#pragma unroll
+      for (int k = 0; k < 4; ++k)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          asm volatile("ld.shared.b32 %0, [%1];"
+                       : "=r"(a[m][k][i])
+                       : "r"(ring.Data() + place[i] + m * T::kSlab + k * 8 * kLineBytes)
+                       : "memory");
+    const uint64_t b = hopper::Descriptor(ring.Data() + T::kBytesA, T::kSlab);
+    hopper::BeginProducts();
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+#pragma unroll
+      for (int m = 0; m < kBlocks; ++m)
+        hopper::MultiplyHeld<T::kColumns>(sums[m], a[m][k], b + k * (32 >> 4), step > 0 || k > 0);
+    hopper::CommitProducts();
+    hopper::WaitForProducts<0>();
+#pragma unroll
+    for (auto& block : sums)
+#pragma unroll
+      for (float& each : block) asm volatile("" : "+f"(each));
+    if (lane == 0) hopper::Arrive(ring.Empty(ring.stage));
+    ring.Next();
+  }
+}
+
+template <class T, class Out>
+__device__ void ConsumeTogether(const Params& p, Ring<T> ring, int warpgroup, Out* out) {
+  for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
+    const Place place(p, tile, T());
+    typename HalfTile<T>::Sums sums;
+    MultiplyHeldStages<T>(ring, place.steps, warpgroup, sums);
+    StoreSums<HalfTile<T>>(sums, out + place.split * p.result_size + place.column, p.columns - place.column,
+                           [&](int row) { return RowOf<T>(p, place, row + warpgroup * HalfTile<T>::kRows); });
   }
 }
 
@@ -89,12 +187,7 @@ __device__ void Consume(const Params& p, Ring<T> ring, int warpgroup, Out* out) 
     typename T::Sums sums;
     MultiplyStages<T, true, true>(ring, place.steps, warpgroup, sums);
     StoreSums<T>(sums, out + place.split * p.result_size + place.column, p.columns - place.column,
-                 [&](int row) -> int64_t {
-                   const int unit = place.unit + row / 64, tap = unit / p.lines;
-                   const int channel = (unit - tap * p.lines) * T::kLine + row % 64;
-                   if (unit >= p.units || channel >= p.channels) return -1;
-                   return (int64_t{tap} * p.channels + channel) * p.columns;
-                 });
+                 [&](int row) { return RowOf<T>(p, place, row); });
   }
 }
 
@@ -103,8 +196,14 @@ __global__ void __launch_bounds__(T::kThreads, 1) FilterWgmmaKernel(const __grid
   if constexpr (hopper::kAvailable) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const Ring<T> ring(shared);
-    ring.Init();
-    RunRoles<T>([&] { Produce<T, kDimensions>(p, ring); }, [&](int warpgroup) { Consume<T>(p, ring, warpgroup, out); });
+    ring.Init(kFloats<T> ? kConsumers : 1);
+    RunRoles<T>([&] { Produce<T, kDimensions>(p, ring); },
+                [&](int warpgroup) {
+                  if constexpr (kFloats<T>)
+                    ConsumeTogether<T>(p, ring, warpgroup, out);
+                  else
+                    Consume<T>(p, ring, warpgroup, out);
+                });
   }
 }
 
@@ -118,7 +217,7 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* x, co
   q.phase = phases[0];
   q.lines = int(CeilDiv(p.channels, T::kLine));
   q.units = int(p.Taps()) * q.lines;
-  q.row_tiles = int(CeilDiv(q.units, T::kRows / 64));
+  q.row_tiles = int(CeilDiv(q.units, T::kRows / T::kLine));
   q.column_tiles = int(CeilDiv(p.features, T::kColumns));
   q.channels = int(p.channels);
   q.columns = int(p.features);
@@ -130,7 +229,19 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* x, co
   q.positions = Box(q.phase.positions);
   q.result_size = p.FilterSize();
   cudaError_t e = EncodePixels(&q.x, p.in, x, p.images, p.x, p.channels, q.phase.map, T::kDepth);
-  if (e == cudaSuccess) e = EncodeBoxes(&q.y, p.in, y, {p.features, pixels, 1}, {T::kLine, T::kDepth, 1});
+  auto* partial = static_cast<float*>(workspace);
+  if constexpr (kFloats<T>) {
+    const int64_t pitch = q.steps * T::kDepth;
+    auto* yt = partial;
+    partial += pitch * p.features;
+    static_assert(T::kDepth == kSide);
+    TransposeKernel<<<dim3(q.steps, CeilDiv(p.features, kSide)), 256, 0, stream>>>(static_cast<const float*>(y), yt,
+                                                                                   pixels, int(p.features));
+    if (e == cudaSuccess) e = cudaPeekAtLastError();
+    if (e == cudaSuccess) e = EncodeBoxes(&q.y, p.in, yt, {pitch, p.features, 1}, {T::kLine, 64, 1});
+  } else if (e == cudaSuccess) {
+    e = EncodeBoxes(&q.y, p.in, y, {p.features, pixels, 1}, {T::kLine, T::kDepth, 1});
+  }
   if (e != cudaSuccess) return e;
 
   const auto with_result = [&](auto* result) {
@@ -140,7 +251,6 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* x, co
     });
   };
   if (splits == 1) return p.out == p.in ? with_result(static_cast<In*>(out)) : with_result(static_cast<float*>(out));
-  auto* partial = static_cast<float*>(workspace);
   if (e = with_result(partial); e != cudaSuccess) return e;
   return p.out == p.in ? SumSlices(partial, static_cast<In*>(out), q.result_size, splits, stream)
                        : SumSlices(partial, static_cast<float*>(out), q.result_size, splits, stream);
@@ -150,8 +260,13 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* x, co
 
 cudaError_t LaunchFilterWgmma(const Problem& p, const Config& config, const void* x, const void* y, void* out,
                               void* workspace, cudaStream_t stream) {
-  return VisitWgmmaTile<false>(p, config, [&](auto tile) {
-    return LaunchTile<typename decltype(tile)::type>(p, config, x, y, out, workspace, stream);
+  return VisitWgmmaTile<true>(p, config, [&](auto tile) {
+    using T = typename decltype(tile)::type;
+    // The two warpgroups share the rows of floats.
+    if constexpr (kFloats<T> && T::kRows == 64)
+      return cudaErrorInvalidValue;
+    else
+      return LaunchTile<T>(p, config, x, y, out, workspace, stream);
   });
 }
 

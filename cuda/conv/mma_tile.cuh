@@ -226,43 +226,71 @@ __device__ const Staged* StageSums(unsigned char* ring, const typename T::Sums& 
   return scratch;
 }
 
-// Stores the block's sums through shared memory, so that whole lines leave at once. address(row) is where the block's
-// first column of a row is, in elements of `out`, or -1 for no row; of the columns those below `count` exist.
-template <class T, int kVec, class Out, class Address>
-__device__ void StoreSums(unsigned char* ring, const typename T::Sums& sums, Out* out, int count,
-                          const Address& address) {
-  constexpr int kMost = 16 / sizeof(Out), kN = kVec < kMost ? kVec : kMost;
+// Stores the block's sums through shared memory, so that whole lines leave at once. address(row, column) says where to,
+// in elements of `out`, or is -1; and `whole_runs`, whether kChunk columns and their addresses always follow each
+// other.
+template <class T, int kChunk, class Out, class Address>
+__device__ void StoreSums(unsigned char* ring, const typename T::Sums& sums, Out* out, const Address& address,
+                          bool whole_runs) {
   const Out* scratch = StageSums<T, Out>(ring, sums);
-  constexpr int kRuns = T::kColumns / kN;
+  const auto store = [&](auto vec) {
+    constexpr int kN = decltype(vec)::value, kRuns = T::kColumns / kN;
 #pragma unroll 4
-  for (int run = threadIdx.x; run < T::kRows * kRuns; run += T::kThreads) {
-    const int row = run / kRuns, column = run % kRuns * kN;
-    const int64_t offset = address(row);
-    if (offset >= 0 && column < count)
-      *reinterpret_cast<Vec<Out, kN>*>(out + offset + column) =
-          *reinterpret_cast<const Vec<Out, kN>*>(scratch + row * kPitch<T, Out> + column);
+    for (int run = threadIdx.x; run < T::kRows * kRuns; run += T::kThreads) {
+      const int row = run / kRuns, column = run % kRuns * kN;
+      const int64_t offset = address(row, column);
+      if (offset >= 0)
+        *reinterpret_cast<Vec<Out, kN>*>(out + offset) =
+            *reinterpret_cast<const Vec<Out, kN>*>(scratch + row * kPitch<T, Out> + column);
+    }
+  };
+  constexpr int kMost = 16 / sizeof(Out);
+  if (whole_runs) {
+    store(std::integral_constant < int, kChunk<kMost ? kChunk : kMost>());
+  } else {
+    store(std::integral_constant<int, 1>());
   }
 }
 
-// The same through an epilogue. `first` is the block's first column among the result's channels, and `bias` where its
-// problem's begin.
-template <class T, int kVec, class Out, class Address>
-__device__ void StoreFinished(unsigned char* ring, const typename T::Sums& sums, Out* out, int64_t first, int count,
-                              const Address& address, const Epilogue& epilogue, int64_t bias) {
-  constexpr int kN = kVec < 4 ? kVec : 4, kRuns = T::kColumns / kN;
+// The same through an epilogue, whose bias for a column is at bias(column).
+template <class T, class Out, class Address, class Bias>
+__device__ void StoreFinished(unsigned char* ring, const typename T::Sums& sums, Out* out, const Address& address,
+                              bool whole_runs, const Epilogue& epilogue, const Bias& bias) {
+  constexpr int kN = 4, kRuns = T::kColumns / kN;
   const float* scratch = StageSums<T, float>(ring, sums);
 #pragma unroll 1
   for (int run = threadIdx.x; run < T::kRows * kRuns; run += T::kThreads) {
     const int row = run / kRuns, column = run % kRuns * kN;
-    const int64_t offset = address(row);
-    if (offset < 0 || column >= count) continue;
+    int64_t to[kN];
     float v[kN];
 #pragma unroll
-    for (int i = 0; i < kN; ++i) v[i] = scratch[row * kPitch<T, float> + column + i];
-    Add<Out>(v, epilogue.bias, bias + first + column);
-    Add<Out>(v, epilogue.residual, offset + first + column);
+    for (int i = 0; i < kN; ++i) {
+      to[i] = i > 0 && whole_runs ? to[0] + i : address(row, column + i);
+      v[i] = scratch[row * kPitch<T, float> + column + i];
+    }
+    if (whole_runs) {
+      if (to[0] < 0) continue;
+      Add<Out>(v, epilogue.bias, bias(column));
+      Add<Out>(v, epilogue.residual, to[0]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kN; ++i) {
+        float one[] = {v[i]};
+        if (to[i] < 0) continue;
+        Add<Out>(one, epilogue.bias, bias(column + i));
+        Add<Out>(one, epilogue.residual, to[i]);
+        v[i] = one[0];
+      }
+    }
     Activate<Out>(v, epilogue.activation);
-    *reinterpret_cast<Vec<Out, kN>*>(out + offset + first + column) = Round<Out>(v);
+    const Vec<Out, kN> rounded = Round<Out>(v);
+    if (whole_runs) {
+      *reinterpret_cast<Vec<Out, kN>*>(out + to[0]) = rounded;
+    } else {
+#pragma unroll
+      for (int i = 0; i < kN; ++i)
+        if (to[i] >= 0) out[to[i]] = rounded.v[i];
+    }
   }
 }
 
@@ -271,35 +299,49 @@ template <class T, class LoadA, class LoadB>
 constexpr int kSharedBytes =
     std::max(T::kStages * (LoadA::Tile::kBytes + LoadB::Tile::kBytes), T::kRows*(T::kColumns + 8) * 4);
 
-// Calls f with the TypeTag of the tile, how many elements an access moves, and the TypeTag of the operands' type. Rows
-// of channels that are no whole chunks, or begin anywhere, are copied element by element or two by two.
+// How many elements of lines of `n` can be moved together, from arrays that begin anywhere.
+inline int AlignedRun(int64_t n, DType type, std::initializer_list<const void*> arrays) {
+  int run = 16 / SizeOf(type);
+  const auto aligned = [&](const void* a) { return reinterpret_cast<uintptr_t>(a) % (run * SizeOf(type)) == 0; };
+  while (n % run != 0 || !std::all_of(arrays.begin(), arrays.end(), aligned)) run /= 2;
+  return run;
+}
+
+inline bool IsChunk(int run, DType type) { return run * SizeOf(type) == 16; }
+
+// Calls f with the TypeTag of the tile, how many elements of the gathered operand a copy moves, whether the product is
+// dense and in whole chunks otherwise, and the TypeTag of the operands' type. `columns` are of the other arrays.
 template <Direction kDirection, class F>
-cudaError_t VisitMmaKernel(const Problem& p, const Config& config, std::initializer_list<const void*> arrays, F&& f) {
-  const auto vectors = [&](int n) {
-    return p.channels % n == 0 && p.features % n == 0 && std::all_of(arrays.begin(), arrays.end(), [&](const void* a) {
-             return reinterpret_cast<uintptr_t>(a) % (SizeOf(p.out) * n) == 0;
-           });
-  };
+cudaError_t VisitMmaKernel(const Problem& p, const Config& config, const void* operand, bool whole_columns, F&& f) {
+  const Dense dense = DenseOf(p);
+  const int run = AlignedRun(p.DepthChannels() * dense.groups, p.in, {operand});
   const auto with_type = [&](auto in, auto products) {
     using In = typename decltype(in)::type;
     constexpr int kProducts = decltype(products)::value;
     constexpr std::integral_constant<int, kChunk<In>> kVec;
-    if (!vectors(kVec)) {
-      using Tile = TypeTag<MmaTile<In, kDirection, 128, 64, 2, 2, 2, kProducts>>;
+    using Tile128x32 = TypeTag<MmaTile<In, kDirection, 128, 32, 4, 1, 3, kProducts>>;
+    using Sparse128x64 = TypeTag<MmaTile<In, kDirection, 128, 64, 2, 2, 2, kProducts>>;
+    constexpr std::true_type kDense;
+    constexpr std::false_type kSparse;
+    if (run < kVec) {
       if constexpr (sizeof(In) == 2)
-        if (vectors(2)) return f(Tile(), std::integral_constant<int, 2>(), in);
-      return f(Tile(), std::integral_constant<int, 1>(), in);
+        if (run > 1) return f(Sparse128x64(), std::integral_constant<int, 2>(), kSparse, in);
+      return f(Sparse128x64(), std::integral_constant<int, 1>(), kSparse, in);
     }
+    if (dense.groups > 1 || dense.Folds() || !whole_columns)
+      return config.tile == Tile::kMma128x32 ? f(Tile128x32(), kVec, kSparse, in)
+                                             : f(Sparse128x64(), kVec, kSparse, in);
     switch (config.tile) {
       case Tile::kMma128x128:
-        if constexpr (kProducts == 1) return f(TypeTag<MmaTile<In, kDirection, 128, 128, 2, 2, 2>>(), kVec, in);
+        if constexpr (kProducts == 1) return f(TypeTag<MmaTile<In, kDirection, 128, 128, 2, 2, 2>>(), kVec, kDense, in);
         return cudaErrorInvalidValue;
       case Tile::kMma128x64:
-        return f(TypeTag<MmaTile<In, kDirection, 128, 64, 2, 2, kProducts == 1 ? 3 : 2, kProducts>>(), kVec, in);
+        return f(TypeTag<MmaTile<In, kDirection, 128, 64, 2, 2, kProducts == 1 ? 3 : 2, kProducts>>(), kVec, kDense,
+                 in);
       case Tile::kMma64x64:
-        return f(TypeTag<MmaTile<In, kDirection, 64, 64, 2, 2, 3, kProducts>>(), kVec, in);
+        return f(TypeTag<MmaTile<In, kDirection, 64, 64, 2, 2, 3, kProducts>>(), kVec, kDense, in);
       case Tile::kMma128x32:
-        return f(TypeTag<MmaTile<In, kDirection, 128, 32, 4, 1, 3, kProducts>>(), kVec, in);
+        return f(Tile128x32(), kVec, kDense, in);
       default:
         return cudaErrorInvalidValue;
     }

@@ -68,12 +68,12 @@ struct Ring {
     parity ^= rounds & 1;
   }
 
-  // All threads of the block, once.
-  __device__ void Init() const {
+  // All threads of the block, once. So many warpgroups take each stage.
+  __device__ void Init(int takers = 1) const {
     if (threadIdx.x == 0) {
       for (int s = 0; s < T::kStages; ++s) {
         hopper::InitBarrier(Full(s), 1);
-        hopper::InitBarrier(Empty(s), kWarpgroup / 32);
+        hopper::InitBarrier(Empty(s), takers * kWarpgroup / 32);
       }
       for (int w = 0; w < kConsumers; ++w) hopper::InitBarrier(Turn(w), kWarpgroup / 32);
       hopper::PublishBarriers();
