@@ -55,28 +55,25 @@ struct WgmmaCost {
 };
 
 WgmmaCost WgmmaCostOf(const TileShape& t, const Problem& p) {
-  const bool filter = p.direction == Direction::kFilterGradient, floats = p.in == DType::kF32;
+  // Of 16-bit floats and of TF32: forward and data gradient, then the filter gradient, which takes no floats in tiles
+  // of 64 rows.
+  constexpr WgmmaCost k128x128[] = {{600, 4400}, {625, 8000}, {660, 1200}, {720, 1200}};
+  constexpr WgmmaCost k256x64[] = {{750, 4400}, {795, 8000}, {800, 1600}, {1000, 1600}};
+  constexpr WgmmaCost k128x64[] = {{410, 4100}, {450, 6100}, {480, 500}, {620, 500}};
+  constexpr WgmmaCost k64x128[] = {{465, 3400}, {450, 4700}, {480, 0}, {}};
+  constexpr WgmmaCost k64x64[] = {{355, 3500}, {360, 4100}, {335, 0}, {}};
+  const int which = 2 * (p.direction == Direction::kFilterGradient) + (p.in == DType::kF32);
   switch (t.tile) {
     case Tile::kWgmma128x128:
-      return filter   ? floats ? WgmmaCost{680, 1200} : WgmmaCost{660, 1200}
-             : floats ? WgmmaCost{625, 8000}
-                      : WgmmaCost{600, 4400};
+      return k128x128[which];
     case Tile::kWgmma256x64:
-      return filter   ? floats ? WgmmaCost{760, 1600} : WgmmaCost{800, 1600}
-             : floats ? WgmmaCost{795, 8000}
-                      : WgmmaCost{750, 4400};
+      return k256x64[which];
     case Tile::kWgmma128x64:
-      return filter   ? floats ? WgmmaCost{420, 500} : WgmmaCost{480, 500}
-             : floats ? WgmmaCost{450, 6100}
-                      : WgmmaCost{410, 4100};
+      return k128x64[which];
     case Tile::kWgmma64x128:
-      return filter   ? floats ? WgmmaCost{420, 0} : WgmmaCost{480, 0}
-             : floats ? WgmmaCost{450, 4700}
-                      : WgmmaCost{465, 3400};
+      return k64x128[which];
     case Tile::kWgmma64x64:
-      return filter   ? floats ? WgmmaCost{300, 0} : WgmmaCost{335, 0}
-             : floats ? WgmmaCost{360, 4100}
-                      : WgmmaCost{355, 3500};
+      return k64x64[which];
     default:
       return {};
   }
@@ -314,7 +311,7 @@ std::optional<Config> Choose(const Problem& p, bool hopper, std::string_view alg
                              : t.unit == Unit::kWgmma   ? WgmmaCycles(p, t, splits)
                                                         : Cycles(p, t, splits);
       const double cycles = product + ReductionCycles(splits, result_bytes) +
-                            (transposed ? kLaunchCycles + 2 * transposed / (kMultiprocessors * kBytesPerCycle) : 0);
+                            (transposed ? kLaunchCycles + 3.0 * transposed / (kMultiprocessors * kBytesPerCycle) : 0);
       if (!best || cycles < best->cycles) best = Config{t.tile, splits, bytes, cycles};
     }
   }
