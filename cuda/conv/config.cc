@@ -4,6 +4,7 @@
 #include <numeric>
 
 #include "cuda/conv/pixel_map.h"
+#include "cuda/conv/strips.h"
 
 namespace jaxdnn::conv {
 namespace {
@@ -188,6 +189,29 @@ int64_t TransposedBytes(const Problem& p, const TileShape& t) {
   return CeilDiv(p.images * p.YPixels(), depth) * depth * p.features * 4;
 }
 
+// Of the kernels of few channels: a tile's products, and what it moves to and from memory. Fitted to an H200.
+double FewChannelsCycles(const Problem& p, int64_t splits) {
+  const bool filter = p.direction == Direction::kFilterGradient;
+  Strips s;
+  s.Fit(p, FewPixels(p), 16);
+  const double size = SizeOf(filter ? p.in : p.out), strips = s.lines * s.line_bytes;
+  const double outputs = double(FewPixels(p)) * FewFeatures(p), columns = CeilDiv(p.features, FewFeatures(p));
+  const double tiles = double(p.images * p.y[0]) * CeilDiv(p.y[1], s.height) * CeilDiv(p.y[2], s.width);
+  const double bytes = outputs * size + strips, pieces = s.copy_bytes == 2 ? 0.3 * strips : 0;
+  constexpr double kStart = 8000;
+  if (!filter) {
+    const double tile = 0.0125 * outputs * s.Steps(p) + bytes / kBytesPerCycle + pieces;
+    return kStart + std::ceil(tiles * columns * p.batch / kMultiprocessors) * tile;
+  }
+  const double rows = s.Steps(p) * Strips::kStepWords * 4.0 / SizeOf(p.in);
+  const double row_tiles = std::ceil(rows / kFewMostRows);
+  const double taken = rows > 80 ? kFewMostRows : rows > 32 ? 80 : 32;
+  const double tile = 1.25 * (outputs * SizeOf(p.in) / 2 * taken * 0.8e-3 + bytes / kBytesPerCycle + pieces);
+  const double each = std::ceil(splits * row_tiles * columns * p.batch / kMultiprocessors);
+  const double resident = taken > 32 ? 2 : 3;
+  return kStart * std::ceil(each / resident) + std::ceil(tiles / splits) * std::max(800 + 1.22 * tile, each * tile);
+}
+
 bool Indexable(const Problem& p) {
   // Coordinates and positions within one image are 32-bit in the kernels; offsets into arrays are 64-bit.
   for (int d = 0; d < kRank; ++d) {
@@ -208,6 +232,7 @@ bool Indexable(const Problem& p) {
 // The depthwise kernels have one input channel to a group, and count work and the bytes between columns with 32 bits.
 bool Takes(const TileShape& t, const Problem& p, bool hopper) {
   if (t.unit == Unit::kSimt) return true;
+  if (t.unit == Unit::kFewChannels) return TakesFewChannels(p);
   if (t.unit == Unit::kDepthwise) {
     const bool holes = *std::max_element(p.lhs_dilation, p.lhs_dilation + kRank) > 1;
     double apart = 0;
@@ -307,9 +332,10 @@ std::optional<Config> Choose(const Problem& p, bool hopper, std::string_view alg
       const int64_t transposed = TransposedBytes(p, t), bytes = transposed + (splits > 1 ? splits * result_bytes : 0);
       if (bytes > workspace_limit) break;
       if (splittable && CeilDiv(g.depth, splits) >= kIndexLimit) continue;  // a slice is indexed with 32 bits
-      const double product = t.unit == Unit::kDepthwise ? DepthwiseCycles(p, splits)
-                             : t.unit == Unit::kWgmma   ? WgmmaCycles(p, t, splits)
-                                                        : Cycles(p, t, splits);
+      const double product = t.unit == Unit::kDepthwise     ? DepthwiseCycles(p, splits)
+                             : t.unit == Unit::kFewChannels ? FewChannelsCycles(p, splits)
+                             : t.unit == Unit::kWgmma       ? WgmmaCycles(p, t, splits)
+                                                            : Cycles(p, t, splits);
       const double cycles = product + ReductionCycles(splits, result_bytes) +
                             (transposed ? kLaunchCycles + 3.0 * transposed / (kMultiprocessors * kBytesPerCycle) : 0);
       if (!best || cycles < best->cycles) best = Config{t.tile, splits, bytes, cycles};

@@ -42,10 +42,11 @@ struct Problem {
 };
 
 // Block tiles (rows x columns of the implicit matrix product) that kernels are compiled for: on the CUDA cores, or with
-// mma.sync or Hopper's wgmma on the tensor cores. Depthwise convolution is no product of matrices and has no tiles.
-enum class Unit { kSimt, kMma, kWgmma, kDepthwise };
-constexpr const char* kAlgorithms[] = {"implicit_gemm", "implicit_gemm_mma", "implicit_gemm_wgmma",
-                                       "depthwise"};  // by Unit
+// mma.sync or Hopper's wgmma on the tensor cores. Depthwise convolution is no product of matrices and has no tiles;
+// those of few channels depend on the problem.
+enum class Unit { kSimt, kMma, kWgmma, kDepthwise, kFewChannels };
+constexpr const char* kAlgorithms[] = {"implicit_gemm", "implicit_gemm_mma", "implicit_gemm_wgmma", "depthwise",
+                                       "few_channels"};  // by Unit
 enum class Tile {
   kSimt128x64,
   kSimt64x32,
@@ -60,6 +61,7 @@ enum class Tile {
   kWgmma64x128,
   kWgmma64x64,
   kDepthwise,
+  kFewChannels,
 };
 struct TileShape {
   Tile tile;
@@ -81,6 +83,7 @@ constexpr TileShape kTiles[] = {
     {Tile::kWgmma64x128, "wgmma 64x128", Unit::kWgmma, 64, 128, 384},
     {Tile::kWgmma64x64, "wgmma 64x64", Unit::kWgmma, 64, 64, 384},
     {Tile::kDepthwise, "depthwise", Unit::kDepthwise, 1, 1, 128},
+    {Tile::kFewChannels, "few_channels", Unit::kFewChannels, 1, 1, 128},
 };
 
 // Depth of a tile step: how many terms of the reduction are in shared memory at once.

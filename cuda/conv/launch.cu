@@ -1,6 +1,7 @@
 // Config -> kernel.
 #include "cuda/conv/depthwise.h"
 #include "cuda/conv/epilogue.cuh"
+#include "cuda/conv/few_channels.h"
 #include "cuda/conv/mma.h"
 #include "cuda/conv/simt.h"
 #include "cuda/conv/wgmma.h"
@@ -24,6 +25,9 @@ int Launch(const Problem& p, const Config& config, const void* lhs, const void* 
     case Unit::kDepthwise:
       return filter ? LaunchDepthwiseFilter(p, config, lhs, rhs, out, workspace, stream)
                     : LaunchDepthwiseData(p, lhs, rhs, out, epilogue, stream);
+    case Unit::kFewChannels:
+      return filter ? LaunchFewChannelsFilter(p, config, lhs, rhs, out, workspace, stream)
+                    : LaunchFewChannelsData(p, lhs, rhs, out, epilogue, stream);
   }
   return cudaErrorInvalidValue;
 }

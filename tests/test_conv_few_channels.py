@@ -1,0 +1,165 @@
+"""The kernels of few input channels: what they take, and problems around their limits against the float64 oracle."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxdnn
+from conv_cases import SAME3, SAME7, ConvCase
+from conv_checks import coarse
+from conv_oracle import conv as conv_oracle
+from conv_oracle import conv_gradients
+from jaxdnn._conv.primitives import FEW_CHANNELS, OPERANDS, convolve, plan
+from jaxdnn._conv.spec import ConvSpec
+from numerics import assert_close, assert_repeatable, exact, sample
+
+
+def algorithms(direction, window, c, k, dtype="bfloat16", spatial=(224, 224), batch=32, **options):
+  x, w = (jax.ShapeDtypeStruct(s, dtype) for s in ((batch, *spatial, c), (*window, c, k)))
+  return jaxdnn.conv_algorithms(x, w, direction=direction, **{"padding": "SAME", "precision": "default", **options})
+
+
+@pytest.mark.parametrize("hopper", [False, True])
+@pytest.mark.parametrize("direction", ["forward", "filter_gradient"])
+def test_is_chosen(direction, hopper):
+  for dtype in ("bfloat16", "float16", "float32"):
+    for window, c, k, stride in (((7, 7), 3, 64, 2), ((3, 3), 3, 32, 1), ((5, 5), 1, 33, 1)):
+      first = algorithms(direction, window, c, k, dtype, stride=stride, hopper=hopper)[0]
+      assert first.name == FEW_CHANNELS
+      assert first.exactness == ("float32 of tf32" if dtype == "float32" else "float32")
+      assert (first.workspace_bytes > 0) == (first.splits > 1) == (direction == "filter_gradient")
+
+
+def test_is_not_offered():
+  names = lambda *a, **k: {each.name for each in algorithms(*a, **k)}  # noqa: E731
+  assert FEW_CHANNELS not in names("data_gradient", (7, 7), 3, 64)
+  for direction in ("forward", "filter_gradient"):
+    assert FEW_CHANNELS not in names(direction, (7, 7), 3, 64, "float32", precision="high")
+    assert FEW_CHANNELS not in names(direction, (7, 7), 3, 64, "float64")
+    assert FEW_CHANNELS not in names(direction, (7, 7), 3, 64, dilation=(1, 2))
+    assert FEW_CHANNELS in names(direction, (7, 7), 3, 64, dilation=(2, 1))
+    # Longer lines than a strip.
+    assert FEW_CHANNELS not in names(direction, (1, 1), 2048, 64)
+    assert FEW_CHANNELS not in names(direction, (1, 1), 4, 64, batch=0)
+  assert FEW_CHANNELS not in names("forward", (9, 9), 64, 64)
+
+
+# Strips that are copied by 16, 4 and 2 bytes; windows that begin at odd and even elements; ragged tiles.
+CASES = [
+  ConvCase("stem", 2, (64, 64), 3, (7, 7), 64, (2, 2), SAME7),
+  ConvCase("stem_odd", 2, (59, 59), 3, (7, 7), 64, (2, 2), SAME7),
+  ConvCase("3x3", 2, (40, 40), 3, (3, 3), 64, padding=SAME3),
+  ConvCase("3x3s2", 2, (75, 75), 3, (3, 3), 32, (2, 2)),
+  ConvCase("mnist", 5, (28, 28), 1, (5, 5), 32, padding=((2, 2), (2, 2))),
+  ConvCase("audio", 2, (4000,), 1, (10,), 136, (5,)),
+  ConvCase("3d", 2, (9, 10, 12), 1, (3, 3, 3), 32, padding=((1, 1),) * 3),
+  ConvCase("3d_s2", 2, (8, 9, 11), 2, (3, 5, 3), 64, (2, 2, 2), ((1, 1),) * 3, rhs_dilation=(1, 2, 1)),
+  ConvCase("37_features", 3, (17, 19), 2, (3, 4), 37, padding=SAME3),
+  ConvCase("one_feature", 3, (17, 19), 4, (3, 3), 1, padding=SAME3),
+  ConvCase("narrow", 5, (3, 2), 3, (3, 3), 72, padding=SAME3),
+  ConvCase("one_pixel", 7, (1, 1), 1, (1, 1), 8),
+  ConvCase("seven_channels", 2, (21, 22), 7, (3, 3), 66, (2, 2), SAME3),
+  ConvCase("negative_padding", 2, (31, 33), 5, (2, 3), 40, (3, 3), ((-2, -2), (3, -1))),
+  ConvCase("lines_apart", 2, (31, 33), 3, (3, 3), 64, padding=((2, 2), (1, 1)), rhs_dilation=(2, 1)),
+  ConvCase("far_padding", 2, (8, 8), 3, (3, 3), 64, padding=((5, 0), (0, 9))),
+  ConvCase("alexnet", 2, (67, 67), 3, (11, 11), 96, (4, 4), ((2, 2), (2, 2))),
+  ConvCase("long_line", 2, (5, 200), 1, (1, 129), 64, padding=((0, 0), (3, 3))),
+  ConvCase("many_lines", 2, (40, 24), 1, (31, 5), 64, padding=((2, 2), (2, 2))),
+  ConvCase("many_tiles", 40, (60, 64), 2, (3, 3), 40, padding=SAME3),
+]  # fmt: skip
+
+
+def check(case, dtype, out_dtype, draw=sample):
+  """Returns in how many directions the kernels take the problem."""
+  spec = ConvSpec(*case.geometry, 1, case.spatial, case.window, None, FEW_CHANNELS)
+  shapes = {"x": case.x_shape, "w": case.w_shape, "y": (case.batch, *spec.y_spatial, case.k)}
+  arrays = {name: draw(shape, dtype, seed) for seed, (name, shape) in enumerate(shapes.items())}
+  oracle = [exact(arrays[name]) for name in "xwy"]
+  wants = {"y": conv_oracle(*oracle[:2], *case.geometry), "w": conv_gradients(*oracle, *case.geometry)[1]}
+  terms = {"y": int(np.prod(case.w_shape[:-1])), "w": int(np.prod(shapes["y"][:-1]))}
+  taken = 0
+  for result, want in wants.items():
+    operands = {name: jnp.asarray(arrays[name])[None] for name in OPERANDS[result]}
+    if plan(result, *operands.values(), spec, np.dtype(out_dtype), hopper=False) is None:
+      continue
+    taken += 1
+    f = lambda a, b, r=result: convolve(r, dict(zip(OPERANDS[r], (a, b), strict=True)), spec, out_dtype)  # noqa: E731
+    got = assert_repeatable(f, *operands.values(), repeats=3)
+    assert_close(got[0], want, out_dtype, terms=terms[result], scale=3 * np.sqrt(terms[result]))
+  return taken
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_kernels(case):
+  for dtypes in (("bfloat16",) * 2, ("float16",) * 2, ("bfloat16", "float32")):
+    assert check(case, *dtypes) == 2
+  # Its products are of TF32, which coarse numbers are.
+  taken = check(case, "float32", "float32", coarse)
+  assert taken == 2 or case.name == "alexnet"
+
+
+@pytest.mark.gpu
+def test_random_problems():
+  rng = np.random.default_rng(0)
+  taken = 0
+  for _ in range(60):
+    rank = int(rng.integers(1, 4))
+    draw = lambda lo, hi, rank=rank: tuple(int(v) for v in rng.integers(lo, hi + 1, rank))  # noqa: E731
+    padding = tuple((int(a), int(b)) for a, b in rng.integers(-1, 5, (rank, 2)))
+    case = ConvCase("random", int(rng.integers(1, 5)), draw(4, 50 if rank < 3 else 12), int(rng.integers(1, 8)),
+                    draw(1, 6 if rank < 3 else 3), int(rng.integers(1, 140)), draw(1, 4), padding,
+                    rhs_dilation=(*draw(1, 2)[1:], 1))  # fmt: skip
+    if min(ConvSpec(*case.geometry, 1, case.spatial, case.window, None).y_spatial) > 0:
+      taken += check(case, "bfloat16", "bfloat16") + check(case, "float32", "float32", coarse)
+  assert taken > 150
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_batch_of_problems(dtype):
+  x, w = (jnp.asarray(coarse(s, dtype, i)) for i, s in enumerate(((3, 2, 11, 9, 3), (3, 3, 3, 3, 40))))
+  f = lambda x, w: jaxdnn.conv(x, w, padding="SAME", precision="default", algorithm=FEW_CHANNELS)  # noqa: E731
+  for each, *operands in zip(jax.vmap(f)(x, w), x, w, strict=True):
+    assert_close(each, conv_oracle(*(exact(a) for a in operands), (1, 1), SAME3, (1, 1), (1, 1)), dtype, terms=27)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("features", [64, 36, 33])
+@pytest.mark.parametrize("activation", [None, "relu", "gelu"])
+def test_epilogue(features, activation):
+  shapes = (2, 18, 20, 3), (3, 3, 3, features), (features,)
+  x, w, b = (jnp.asarray(sample(s, "bfloat16", i)) for i, s in enumerate(shapes))
+  r = jnp.asarray(sample((2, 18, 20, features), "bfloat16", 3))
+  layer = dict(padding="SAME", activation=activation)
+  for residual in (None, r):
+    got = jaxdnn.conv(x, w, b, residual=residual, algorithm=FEW_CHANNELS, **layer)
+    want = jaxdnn.conv(x, w, b, residual=residual, algorithm="implicit_gemm", **layer)
+    assert_close(got, exact(want), "bfloat16", terms=27, scale=6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_not_finite_stays_local(dtype, value):
+  """An input meets the taps of results that there are, and no others: neither neighbours in a word, nor what is beside
+  the result in a tile."""
+
+  def draw(shape, dtype, seed):
+    a = coarse(shape, dtype, seed)
+    if seed == 0:
+      a[0, -1, ..., 0] = value
+    return a
+
+  with np.errstate(invalid="ignore"):
+    for name in ("stem_odd", "3x3", "3x3s2", "mnist", "37_features", "many_lines"):
+      check(next(c for c in CASES if c.name == name), dtype, dtype, draw)
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitize
+def test_kernels_under_the_sanitizer():
+  for name in ("stem_odd", "3x3", "mnist", "37_features", "3d_s2", "many_lines"):
+    check(next(c for c in CASES if c.name == name), "bfloat16", "bfloat16")
+    check(next(c for c in CASES if c.name == name), "float32", "float32", coarse)
