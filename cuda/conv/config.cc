@@ -58,9 +58,9 @@ struct WgmmaCost {
 WgmmaCost WgmmaCostOf(const TileShape& t, const Problem& p) {
   // Of 16-bit floats and of TF32: forward and data gradient, then the filter gradient, which takes no floats in tiles
   // of 64 rows.
-  constexpr WgmmaCost k128x128[] = {{600, 4400}, {625, 8000}, {660, 1200}, {720, 1200}};
-  constexpr WgmmaCost k256x64[] = {{750, 4400}, {795, 8000}, {800, 1600}, {1000, 1600}};
-  constexpr WgmmaCost k128x64[] = {{410, 4100}, {450, 6100}, {480, 500}, {620, 500}};
+  constexpr WgmmaCost k128x128[] = {{600, 4400}, {625, 8000}, {660, 1200}, {680, 1200}};
+  constexpr WgmmaCost k256x64[] = {{750, 4400}, {795, 8000}, {800, 1600}, {760, 1600}};
+  constexpr WgmmaCost k128x64[] = {{410, 4100}, {450, 6100}, {480, 500}, {420, 500}};
   constexpr WgmmaCost k64x128[] = {{465, 3400}, {450, 4700}, {480, 0}, {}};
   constexpr WgmmaCost k64x64[] = {{355, 3500}, {360, 4100}, {335, 0}, {}};
   const int which = 2 * (p.direction == Direction::kFilterGradient) + (p.in == DType::kF32);
@@ -337,7 +337,7 @@ std::optional<Config> Choose(const Problem& p, bool hopper, std::string_view alg
                              : t.unit == Unit::kWgmma       ? WgmmaCycles(p, t, splits)
                                                             : Cycles(p, t, splits);
       const double cycles = product + ReductionCycles(splits, result_bytes) +
-                            (transposed ? kLaunchCycles + 3.0 * transposed / (kMultiprocessors * kBytesPerCycle) : 0);
+                            (transposed ? kLaunchCycles + 2.0 * transposed / (kMultiprocessors * kBytesPerCycle) : 0);
       if (!best || cycles < best->cycles) best = Config{t.tile, splits, bytes, cycles};
     }
   }

@@ -127,6 +127,13 @@ struct LoadFilterTransposed {
   }
 };
 
+// Where the table of columns has one. Forward, threads next to each other need columns a chunk apart, which would all
+// lie in one bank.
+template <class T, bool kForward>
+__device__ int Slot(int column) {
+  return kForward ? column % 8 * (T::kColumns / 8) + column / 8 : column;
+}
+
 // Any filter, in both directions: in runs of as many elements as belong together, and without those that a column does
 // not meet.
 template <class T, bool kForward, class In>
@@ -168,7 +175,7 @@ struct LoadFilterRuns {
 #pragma unroll 2
       for (int i = 0; i < kChunk<In>; i += kRun) {
         const int element = Mine::Chunk() * kChunk<In> + i, k = step * T::kDepth + (kForward ? line : element);
-        const Column& column = columns[kForward ? element : line];
+        const Column& column = columns[Slot<T, kForward>(kForward ? element : line)];
         const Walk at(p, block.taps, k);
         const bool meets = static_cast<unsigned>(at.channel - column.first_channel) < unsigned(p.phase_channels) &&
                            column.taps.Contains(at.packed);
@@ -195,7 +202,8 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   block.SetRows(p, rows);
   const int first_column = block.column_tile * T::kColumns;
   if constexpr (!kDense)
-    for (int i = threadIdx.x; i < T::kColumns; i += T::kThreads) columns[i] = Column(p, kForward, first_column + i);
+    for (int i = threadIdx.x; i < T::kColumns; i += T::kThreads)
+      columns[Slot<T, kForward>(i)] = Column(p, kForward, first_column + i);
   __syncthreads();
 
   typename T::Sums sums = {};
@@ -211,14 +219,15 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   }
 
   const int64_t first = block.group * int64_t{p.columns};
-  const auto channel = [&](int column) { return first + (kDense ? first_column + column : columns[column].channel); };
+  const auto entry = [&](int column) -> const Column& { return columns[Slot<T, kForward>(column)]; };
+  const auto channel = [&](int column) { return first + (kDense ? first_column + column : entry(column).channel); };
   const auto address = [&](int row, int column) -> int64_t {
     const Row& at = rows[row];
     if (at.result < 0 || first_column + column >= p.columns) return -1;
     if constexpr (kDense) {
       return at.result * p.result_pixel + channel(column);
     } else {
-      return columns[column].Exists(p, at) ? at.result * p.result_pixel + first + columns[column].result : -1;
+      return entry(column).Exists(p, at) ? at.result * p.result_pixel + first + entry(column).result : -1;
     }
   };
   const bool whole_runs = kDense || p.whole_runs;
