@@ -91,6 +91,8 @@ POOL = [
   PoolCase("global_planes", (5, 4, 5, 1), (4, 5)),
   PoolCase("wide_vectors", (1, 14, 11, 16), (9, 9), 1, 4),
   PoolCase("channels6", (2, 6, 5, 6), (3, 3), 2, 1),
+  PoolCase("plane_in_bands", (1, 57, 27, 3), (3, 3), 2),
+  PoolCase("rows_in_bands", (1, 157, 35, 1), (3, 3), 2),
   PoolCase("no_batch_dimension", (7, 6, 3), (2, 2), 2),
   PoolCase("two_batch_dimensions", (2, 3, 7, 4), (3,), 2, 1),
   PoolCase("no_channels", (2, 6, 5, 0), (2, 2)),

@@ -211,6 +211,7 @@ KERNELS = [
   "empty_input",
   "no_channels",
   "global_planes",
+  "plane_in_bands",
 ] + [case.name for case in POOL if case.name.endswith("vectors") or case.name.startswith("rows")]
 
 

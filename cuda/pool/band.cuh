@@ -44,11 +44,12 @@ struct Band {
     } else {
       bool fits = false;
       for (rows = std::min(g.out[1], 64); !fits; rows = (rows + 1) / 2) {
-        whole = depths * reach(1, rows) * row + 2 * e <= capacity;
+        const int64_t lines = depths * reach(1, rows) + 1;
+        whole = lines * row + 2 * e <= capacity;
         columns = g.out[2];
         p1 = row;
         if (!whole) {
-          const int64_t columns_in = (capacity / (depths * reach(1, rows)) - 2 * e) / g.channels;
+          const int64_t columns_in = (capacity / lines - 2 * e) / g.channels;
           const int64_t beyond = int64_t{g.window[2] - 1} * g.dilation[2] + 1;
           columns = static_cast<int>(std::clamp<int64_t>((columns_in - beyond) / g.stride[2] + 1, 0, g.out[2]));
           if (columns_in < beyond) columns = 0;
@@ -60,7 +61,7 @@ struct Band {
         if (fits || rows == 1) break;
       }
       if (!fits) return false;
-      shared = static_cast<int>(depths * p0 + 2 * e);
+      shared = static_cast<int>(depths * p0 + p1 + 2 * e);  // walks may read a row more than they use
     }
     pitch0 = static_cast<int>(p0), pitch1 = static_cast<int>(p1);
     const int vectors = g.channels / channels_a_thread;
