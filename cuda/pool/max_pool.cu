@@ -3,6 +3,7 @@
 // Bytes that must move: x + y, and a byte an output for the index under differentiation. Without an index a cell costs
 // one instruction for two 16-bit channels, with it five.
 #include "cuda/pool/forward.cuh"
+#include "cuda/pool/planes.cuh"
 #include "cuda/pool/rows.cuh"
 
 namespace jaxdnn::pool {
@@ -13,6 +14,7 @@ struct Select {
   using Element = T;
   using Loaded = Words<T, N>;
   using Mergeable = std::conditional_t<kIndexed, IndexedMax<T, N>, Max<T, N>>;
+  using Quick = std::conditional_t<kIndexed && kIsTuned<T> && (N > 1), QuickMax<T, N>, Mergeable>;
   using State = std::conditional_t<kIndexed && kInPairs<T, N>, IndexedPairMax<T, N>, Mergeable>;
   static constexpr int kWidth = N;
   static constexpr bool kUnrolls = true, kShares = true, kWidens = false, kIdempotent = true;
@@ -30,6 +32,17 @@ struct Select {
   __device__ Loaded Identity() const { return Flip<T, N>(Splat<T, N>(-INFINITY), flip); }
   __device__ Loaded Get(const T* p) const { return LoadWords<N>(p); }
   __device__ Loaded Prepare(const Loaded& v) const { return Flip<T, N>(v, flip); }
+  // Stores the first `count`, neighbours in a row, one by one.
+  template <class S>
+  __device__ void FinishEach(const S& state, int to, int, int, int count) const {
+    const auto value = BitCast<Vec<T, N>>(Flip<T, N>(BitCast<Words<T, N>>(state.value), flip));
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      if (j >= count) continue;
+      y[to + j] = value.v[j];
+      if constexpr (kIndexed) static_cast<uint8_t*>(index)[to + j] = static_cast<uint8_t>(state.Index(j));
+    }
+  }
   template <class S>
   __device__ void Finish(const S& state, int64_t to, int, int, int) const {
     Store(y + to, BitCast<Vec<T, N>>(Flip<T, N>(BitCast<Words<T, N>>(state.value), flip)));
@@ -68,7 +81,12 @@ cudaError_t MaxPool(const Geometry& g, DType dtype, IndexType index_type, bool m
             bytes);
       };
       if constexpr (kIsTuned<T>) {
-        return LaunchRows(g, IsVectorAligned(in, out, bytes), general, stream,
+        const auto planes = [&] {
+          if (index != nullptr && index_type != IndexType::kUint8) return general();
+          return LaunchPlanes(g, general, stream,
+                              [&] { return task(std::integral_constant<int, kVecLength<T>>{}, 1); });
+        };
+        return LaunchRows(g, IsVectorAligned(in, out, bytes), planes, stream,
                           [&](auto width) { return task(width, 1); });
       } else {
         return general();

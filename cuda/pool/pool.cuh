@@ -254,4 +254,17 @@ cudaError_t VisitSquare(const Geometry& g, F&& f, G&& otherwise) {
   return otherwise();
 }
 
+// Shared memory that a block may have, and that leaves room for two.
+struct SharedBytes {
+  int64_t one = 48 << 10, two;
+
+  SharedBytes() {
+    int device = 0, most = 0;
+    if (cudaGetDevice(&device) == cudaSuccess &&
+        cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) == cudaSuccess)
+      one = most;
+    two = (one - 1024) / 2;
+  }
+};
+
 }  // namespace jaxdnn::pool

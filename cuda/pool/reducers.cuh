@@ -53,13 +53,14 @@ __device__ inline __nv_bfloat16 MaxOrNan(__nv_bfloat16 a, __nv_bfloat16 b) { ret
 // The maxima alone.
 template <class T, int N>
 struct Max {
-  static constexpr bool kIndexed = false;
+  static constexpr bool kIndexed = false, kQuick = false;
   Words<T, N> value = Splat<T, N>(-INFINITY);
 
   Max() = default;
   __device__ explicit Max(int) {}
 
-  __device__ void Start(const Words<T, N>& v) { value = v; }
+  __device__ void Start(const Words<T, N>& v, int = 0) { value = v; }
+  __device__ void Move(int) {}
   __device__ void Take(const Words<T, N>& v, int) {
     if constexpr (kInPairs<T, N>) {
 #pragma unroll
@@ -81,7 +82,7 @@ struct Max {
 // search starts at -inf with the window's first cell inside the input, which therefore wins when nothing is larger.
 template <class T, int N>
 struct IndexedMax {
-  static constexpr bool kIndexed = true;
+  static constexpr bool kIndexed = true, kQuick = false;
   Vec<T, N> value = BitCast<Vec<T, N>>(Splat<T, N>(-INFINITY));
   int index[N];
 
@@ -141,7 +142,7 @@ struct IndexedMax {
 // them. That takes half the instructions, of which a 3x3 window already has more than its memory traffic hides.
 template <class T, int N>
 struct IndexedPairMax {
-  static constexpr bool kIndexed = true;
+  static constexpr bool kIndexed = true, kQuick = false;
   using Pair = PairOf<T>;
   Words<T, N> value = Splat<T, N>(-INFINITY);
   unsigned index[N / 2];
@@ -182,16 +183,97 @@ struct IndexedPairMax {
   static __device__ unsigned Twice(int k) { return (k & 0xFFFF) * 0x10001u; }
 };
 
+// The winners where no cell is NaN, for three instructions a cell. With a NaN its value is NaN and its index is not to
+// be used.
+template <class T, int N>
+struct QuickMax {
+  static constexpr bool kIndexed = true, kQuick = true, kPairs = kInPairs<T, N>;
+  static constexpr int kValues = kPairs ? N / 2 : N;
+  unsigned value[kValues];
+  unsigned index[kValues];
+
+  // `first` is the number of the cell that wins if all are -inf.
+  __device__ void Start(const Words<T, N>& v, int first) {
+#pragma unroll
+    for (int j = 0; j < kValues; ++j) value[j] = v.v[j], index[j] = Number(first);
+  }
+  __device__ void Choose(int j, unsigned candidate, unsigned cell) {
+    if constexpr (kPairs) {
+      using Pair = PairOf<T>;
+      const Pair c = BitCast<Pair>(candidate), best = BitCast<Pair>(value[j]);
+      const unsigned wins = __hgt2_mask(c, best);
+      value[j] = BitCast<unsigned>(__hmax2_nan(best, c));
+      index[j] = (cell & wins) | (index[j] & ~wins);
+    } else {
+      const float c = __uint_as_float(candidate), best = __uint_as_float(value[j]);
+      index[j] = c > best ? cell : index[j];
+      value[j] = __float_as_uint(MaxOrNan(best, c));
+    }
+  }
+  __device__ void Take(const Words<T, N>& v, int cell) {
+#pragma unroll
+    for (int j = 0; j < kValues; ++j) Choose(j, v.v[j], Number(cell));
+  }
+  __device__ void Take(const QuickMax& row, int cell) {
+#pragma unroll
+    for (int j = 0; j < kValues; ++j) Choose(j, row.value[j], row.index[j] + Number(cell));
+  }
+  __device__ void Move(int cells) {
+#pragma unroll
+    for (int j = 0; j < kValues; ++j) index[j] += Number(cells);
+  }
+  __device__ void SetIndex(int cell) {
+#pragma unroll
+    for (int j = 0; j < kValues; ++j) index[j] = Number(cell);
+  }
+  // Of places, as IndexedMax.
+  __device__ void Shift(int by) { Move(by); }
+  __device__ void Renumber(int top, int left, int columns) {
+    if constexpr (kPairs) {
+      const unsigned first = (top * columns + left) * 0x10001;
+#pragma unroll
+      for (int j = 0; j < kValues; ++j) index[j] = (index[j] >> 8 & 0xFF00FF) * columns + (index[j] & 0xFF00FF) - first;
+    } else {
+#pragma unroll
+      for (int j = 0; j < kValues; ++j) index[j] = ((index[j] >> 8) - top) * columns + (index[j] & 255) - left;
+    }
+  }
+  // Makes `most` NaN for good if a value is.
+  __device__ void Watch(unsigned& most) const {
+#pragma unroll
+    for (int j = 0; j < kValues; ++j) {
+      if constexpr (kPairs)
+        most = BitCast<unsigned>(__hmax2_nan(BitCast<PairOf<T>>(most), BitCast<PairOf<T>>(value[j])));
+      else
+        most = __float_as_uint(MaxOrNan(__uint_as_float(most), __uint_as_float(value[j])));
+    }
+  }
+  static __device__ bool SawNan(unsigned most) {
+    if constexpr (kPairs) {
+      const auto pair = BitCast<PairOf<T>>(most);
+      return __hneu2_mask(pair, pair) != 0;
+    } else {
+      return __uint_as_float(most) != __uint_as_float(most);
+    }
+  }
+  __device__ int Index(int j) const {
+    return kPairs ? static_cast<int16_t>(index[j / 2] >> (j % 2 * 16)) : static_cast<int>(index[j]);
+  }
+
+  static __device__ unsigned Number(int k) { return kPairs ? (k & 0xFFFF) * 0x10001u : static_cast<unsigned>(k); }
+};
+
 template <class T, int N>
 struct Sum {
-  static constexpr bool kIndexed = false;
+  static constexpr bool kIndexed = false, kQuick = false;
   Accumulator<T> value[N] = {};
 
   Sum() = default;
   __device__ explicit Sum(int) {}
 
+  __device__ void Move(int) {}
   template <class V>
-  __device__ void Start(const Vec<V, N>& v) {
+  __device__ void Start(const Vec<V, N>& v, int = 0) {
 #pragma unroll
     for (int j = 0; j < N; ++j) value[j] = static_cast<Accumulator<T>>(v.v[j]);
   }

@@ -3,6 +3,8 @@
 //
 // Bytes that must move: dy + index + dx backward; the tangent loads its elements one by one.
 #include "cuda/common/launch.cuh"
+#include "cuda/pool/march_grad.cuh"
+#include "cuda/pool/ring_grad.cuh"
 #include "cuda/pool/rows.cuh"
 #include "cuda/pool/scatter.cuh"
 #include "cuda/pool/spread.cuh"
@@ -140,10 +142,18 @@ cudaError_t Scatter(const Geometry& g, DType dtype, IndexType index_type, const 
                                               index,
                                               out,
                                               wide};
-      if constexpr (in_bytes() && kIsTuned<T>) {
-        if (!WindowsAreApart(apart) && HasTiles(apart)) return LaunchTiles(task, stream);
+      const auto spread = [&] {
+        if constexpr (in_bytes() && kIsTuned<T>) {
+          if (!WindowsAreApart(apart) && HasTiles(apart)) return LaunchTiles(task, stream);
+        }
+        return LaunchSpread(task, stream);
+      };
+      if constexpr (in_bytes() && kIsTuned<T> && N == kVecLength<T>) {
+        if (!WindowsAreApart(apart))
+          return LaunchRingGrad<3>(g, in, bytes, out, stream,
+                                   [&] { return LaunchMarchGrad(g, in, bytes, out, stream, spread); });
       }
-      return LaunchSpread(task, stream);
+      return spread();
     };
     const auto general = [&] {
       return VisitWidth<T>(
@@ -159,15 +169,8 @@ cudaError_t Scatter(const Geometry& g, DType dtype, IndexType index_type, const 
     if constexpr (kIsTuned<T>) {
       if (wide) return general();
       const auto scatter = [&] { return LaunchScatter(g, in, bytes, out, stream, general); };
-      // Measured: 4-byte types gain from sums in shared memory, 2-byte types lose where another kernel will do.
-      if constexpr (sizeof(T) == 2) {
-        return LaunchRowsGrad(g, in, bytes, out, stream, scatter);
-      } else {
-        constexpr int kManyCells = 81;
-        if (IsWide(g) && g.window[1] * g.window[2] >= kManyCells)
-          return LaunchWideGrad(g, in, bytes, out, stream, general);
-        return scatter();
-      }
+      // Measured: 2-byte types lose by sums in shared memory where another kernel will do.
+      return sizeof(T) == 2 ? LaunchRowsGrad(g, in, bytes, out, stream, scatter) : scatter();
     } else {
       return general();
     }

@@ -3,6 +3,7 @@
 // Bytes that must move: x + y. 16-bit elements are summed in float; the divisor is a multiplication there, whose error
 // is far below the result's rounding.
 #include "cuda/pool/forward.cuh"
+#include "cuda/pool/planes.cuh"
 #include "cuda/pool/rows.cuh"
 
 namespace jaxdnn::pool {
@@ -17,6 +18,7 @@ struct Average {
   using Loaded = Words<T, N>;
   using State = Sum<T, N>;
   using Mergeable = State;
+  using Quick = State;
   static constexpr int kWidth = N;
   static constexpr bool kUnrolls = true, kShares = true, kWidens = true, kIdempotent = false;
 
@@ -32,18 +34,33 @@ struct Average {
   __device__ Loaded Get(const T* p) const { return LoadWords<N>(p); }
   __device__ Vec<T, N> Prepare(const Loaded& v) const { return BitCast<Vec<T, N>>(v); }
   __device__ void Finish(const State& state, int64_t to, int o0, int o1, int o2) const {
+    FinishAs<kAlongRow>(state, to, o0, o1, o2);
+  }
+  template <bool kDense>
+  __device__ void FinishAs(const State& state, int64_t to, int o0, int o1, int o2) const {
+    Store(y + to, Result<kDense>(state, o0, o1, o2));
+  }
+  // Stores the first `count`, neighbours in a row, one by one.
+  __device__ void FinishEach(const State& state, int to, int o1, int o2, int count) const {
+    const Vec<T, N> result = Result<true>(state, 0, o1, o2);
+#pragma unroll
+    for (int j = 0; j < N; ++j)
+      if (j < count) y[to + j] = result.v[j];
+  }
+  template <bool kDense>
+  __device__ Vec<T, N> Result(const State& state, int o0, int o1, int o2) const {
     Vec<T, N> result;
     A own = factor;
 #pragma unroll
     for (int j = 0; j < N; ++j) {
       if constexpr (kCounted) {
-        if (j == 0 || kAlongRow) own = FactorOf<A, kAlongRow>(g, division, o0, o1, o2 + j);
+        if (j == 0 || kAlongRow) own = FactorOf<A, kDense>(g, division, o0, o1, o2 + j);
         result.v[j] = static_cast<T>(state.value[j] * own);
       } else {
         result.v[j] = static_cast<T>(Divided(state.value[j]));
       }
     }
-    Store(y + to, result);
+    return result;
   }
   // By the divisor, as division rounds, but without its branches.
   __device__ A Divided(A sum) const {
@@ -84,7 +101,11 @@ cudaError_t SumPool(const Geometry& g, DType dtype, const Division& division, co
             in, out);
       };
       if constexpr (kIsTuned<T>) {
-        return LaunchRows(g, IsVectorAligned(in, out), general, stream,
+        const auto planes = [&] {
+          return LaunchPlanes(g, general, stream,
+                              [&] { return task(std::integral_constant<int, kVecLength<T>>{}, std::true_type{}); });
+        };
+        return LaunchRows(g, IsVectorAligned(in, out), planes, stream,
                           [&](auto width) { return task(width, std::true_type{}); });
       } else {
         return general();

@@ -1,5 +1,4 @@
-// Wide windows, one apart, over planes that fit into shared memory with channels to spare: maxima, and the gradient of
-// a choice.
+// Maxima of wide windows, one apart, over planes that fit into shared memory.
 #pragma once
 
 #include "cuda/common/async_copy.cuh"
@@ -18,21 +17,6 @@ inline bool IsWide(const Geometry& g) {
   return wide;
 }
 
-// Shared memory that a block may have, and that leaves room for two.
-struct SharedBytes {
-  int64_t one = 48 << 10, two;
-
-  SharedBytes() {
-    int device = 0, most = 0;
-    if (cudaGetDevice(&device) == cudaSuccess &&
-        cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) == cudaSuccess)
-      one = most;
-    two = (one - 1024) / 2;
-  }
-};
-
-// Maxima -------------------------------------------------------------------------------------------------------------
-//
 // A block takes a slice of the channels of a plane: first the maxima of rows, then of columns of those. A thread takes
 // B neighbouring windows of a line: they have most cells in common, so that B windows of k cells cost k + 2 B loads.
 
@@ -158,92 +142,6 @@ cudaError_t LaunchWide(const Task& task, cudaStream_t stream, Otherwise&& otherw
     if (std::min(g.window[1], g.window[2]) >= 8) return launch(std::integral_constant<int, 8>{});
   }
   return launch(std::integral_constant<int, 4>{});
-}
-
-// The gradient -------------------------------------------------------------------------------------------------------
-//
-// A block has the sums of some channels of a plane in shared memory, and adds to them what windows pass back. Windows
-// that are a window's extent apart have no cell in common: those are taken at once, in as many phases as a window has
-// cells, so that every sum has its order.
-
-struct WideGrad {
-  int lanes, count2;  // channels of a block; windows of a phase in a row
-  FastDiv by_window, by_slice, by_depth;
-};
-
-template <class T>
-__global__ void __launch_bounds__(1024)
-    WideGradKernel(const __grid_constant__ Geometry g, const __grid_constant__ WideGrad wide, const T* __restrict__ dy,
-                   const uint8_t* __restrict__ index, T* __restrict__ dx) {
-  constexpr int kNone = 255;
-  extern __shared__ __align__(16) unsigned char memory[];
-  float* const sums = reinterpret_cast<float*>(memory);
-  int slice, o0;
-  const int image = wide.by_depth.Div(wide.by_slice.Div(static_cast<int>(blockIdx.x), &slice), &o0);
-  const int lane = threadIdx.x & (wide.lanes - 1), window = threadIdx.x / wide.lanes;
-  const int first1 = window / wide.count2 * g.window[1], first2 = window % wide.count2 * g.window[2];
-  const int elements = g.in[1] * g.in[2] * wide.lanes;
-  const int64_t plane = int64_t{image} * g.in[0] + o0;
-  const int64_t from = plane * g.out[1] * g.out[2] * g.channels + slice * wide.lanes + lane;
-  for (int i = threadIdx.x; i < elements / 4; i += blockDim.x) reinterpret_cast<float4*>(sums)[i] = float4{};
-
-  // Window (o1, o2) of the phase, and what it passes back; that of the next phase is loaded meanwhile.
-  int o1 = first1, o2 = first2, cell;
-  float value;
-  const auto fetch = [&] {
-    cell = kNone;
-    if (o1 < g.out[1] && o2 < g.out[2]) {
-      const int64_t at = from + int64_t{o1 * g.out[2] + o2} * g.channels;
-      cell = index[at];
-      value = static_cast<float>(dy[at]);
-    }
-  };
-  fetch();
-  __syncthreads();
-  for (int p1 = 0; p1 < g.window[1]; ++p1) {
-    for (int p2 = 0; p2 < g.window[2]; ++p2) {
-      const int top = o1 - g.low[1], left = o2 - g.low[2], chosen = cell;
-      const float passed = value;
-      const bool wraps = p2 == g.window[2] - 1;
-      o1 = first1 + p1 + wraps;
-      o2 = wraps ? first2 : o2 + 1;
-      if (p1 + wraps < g.window[1]) fetch();
-      if (chosen != kNone) {
-        int k2;
-        const int k1 = wide.by_window.Div(chosen, &k2), row = top + k1, column = left + k2;
-        if (static_cast<unsigned>(row) < static_cast<unsigned>(g.in[1]) &&
-            static_cast<unsigned>(column) < static_cast<unsigned>(g.in[2]))
-          sums[(row * g.in[2] + column) * wide.lanes + lane] += passed;
-      }
-      __syncthreads();
-    }
-  }
-  T* const to = dx + plane * g.in[1] * g.in[2] * g.channels + slice * wide.lanes;
-  for (int i = static_cast<int>(threadIdx.x) * 4; i < elements; i += static_cast<int>(blockDim.x) * 4) {
-    const Vec<float, 4> v = Load<4>(sums + i);
-    Vec<T, 4> result;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) result.v[j] = static_cast<T>(v.v[j]);
-    Store(to + int64_t{i / wide.lanes} * g.channels + i % wide.lanes, result);
-  }
-}
-
-template <class T, class Otherwise>
-cudaError_t LaunchWideGrad(const Geometry& g, const T* dy, const uint8_t* index, T* dx, cudaStream_t stream,
-                           Otherwise&& otherwise) {
-  const SharedBytes most;
-  const int64_t bytes = int64_t{g.in[1]} * g.in[2] * sizeof(float);
-  WideGrad w = {};
-  for (int lanes : {32, 16, 8})
-    if (w.lanes == 0 && g.channels % lanes == 0 && bytes * lanes <= most.two) w.lanes = lanes;
-  if (w.lanes == 0 || !IsVectorAligned(dx)) return otherwise();
-  w.count2 = static_cast<int>(CeilDiv(g.out[2], g.window[2]));
-  const int64_t threads = CeilDiv(CeilDiv(g.out[1], g.window[1]) * w.count2 * w.lanes, 32) * 32;
-  const int64_t blocks = g.batch * g.in[0] * (g.channels / w.lanes);
-  if (threads > 1024 || blocks > INT32_MAX) return otherwise();
-  w.by_window = FastDiv(g.window[2]), w.by_slice = FastDiv(g.channels / w.lanes), w.by_depth = FastDiv(g.in[0]);
-  const Grid grid = {blocks, static_cast<int>(threads), static_cast<size_t>(bytes * w.lanes)};
-  return LaunchKernel(WideGradKernel<T>, grid, stream, g, w, dy, index, dx);
 }
 
 }  // namespace jaxdnn::pool
