@@ -3,21 +3,12 @@
 // Every window is compared with the mean of its own centre, so that no two share a term; expanding the square would,
 // but would lose the digits of a small deviation from a large mean. A thread has N neighbours of the inner dimension,
 // of each of C neighbouring rows, whose windows share loads. The two passes of the cotangent are those of direct.cu;
-// the first of them also leaves the cotangent of the means.
+// the first of them also leaves the cotangent of the means. Square boxes of up to seven cells have march.cuh.
 #include "cuda/lrn/direct.cuh"
+#include "cuda/lrn/march.cuh"
 
 namespace jaxdnn::lrn {
 namespace {
-
-enum class Pass { kForward, kTangent, kSeed, kCotangent };
-
-template <class T>
-struct Operands {
-  const T *t, *tm;  // of x and of the means; t is the cotangent too
-  const T *x, *m;
-  T *out, *dm;
-  Accumulator<T>*scratch, *saved;  // r and D^-beta g
-};
 
 // The windows of C neighbours in the second dimension, from `at` on: calls f(offset, live) for every element of any of
 // them, where bit c of `live` says whether it is in the c-th.
@@ -136,7 +127,7 @@ __global__ void __launch_bounds__(kDirectThreads, 2)
 }
 
 template <Pass kPass, class T>
-cudaError_t Launch(const Problem& p, const Operands<T>& in, cudaStream_t stream) {
+cudaError_t LaunchGeneral(const Problem& p, const Operands<T>& in, cudaStream_t stream) {
   return VisitDirectWidth<T>(
       p,
       [&](auto width) {
@@ -155,6 +146,26 @@ cudaError_t Launch(const Problem& p, const Operands<T>& in, cudaStream_t stream)
         return launch(std::integral_constant<int, 1>{});
       },
       in.t, in.tm, in.x, in.m, in.out, in.dm, in.scratch);
+}
+
+template <Pass kPass, class T>
+cudaError_t Launch(const Problem& p, const Operands<T>& in, cudaStream_t stream) {
+  const auto general = [&] { return LaunchGeneral<kPass>(p, in, stream); };
+  if constexpr (kPass == Pass::kTangent || sizeof(T) == 8 || std::is_same_v<T, __half>) {
+    return general();
+  } else {
+    if (p.Elements() == 0) return general();
+    return VisitMarch<T>(
+        p,
+        [&](auto h, auto n, auto across) {
+          // Measured: this one is a little slower.
+          if constexpr (kPass == Pass::kForward && sizeof(T) == 2 && h() == 2 && n() == 2 && !across())
+            return general();
+          else
+            return LaunchMarch<kPass, h(), n(), across(), T>(p, in, stream);
+        },
+        general, in.t, in.x, in.m, in.out, in.dm, in.scratch, in.saved);
+  }
 }
 
 }  // namespace
