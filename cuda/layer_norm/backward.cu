@@ -164,11 +164,12 @@ cudaError_t Launch(const Backward& b, const Shape& shape, const Options& options
   });
 }
 
-// Rows as vectors of 16 bytes. Short ones get threads with more columns, so that a group is a warp at most.
-template <class T>
+// Rows as vectors of L elements, of 16 bytes or 8. Short ones get threads with more columns, so that a group is a warp
+// at most.
+template <class T, int L>
 cudaError_t RunAligned(const Backward& b, const Shape& shape, const Options& options, const Device& device,
                        void* workspace, cudaStream_t stream, bool* done) {
-  constexpr int L = kVecLength<T>, kKeep = 16 / L, kMore = 24 / L, kMost = 32 / L;
+  constexpr int kKeep = 16 / L, kMore = 24 / L, kMost = 32 / L;
   constexpr int kRows = 4 / kKeep > 1 ? 4 / kKeep : 1;
   const int64_t n = shape.n / L;
   if (n > 32 * kKeep && n <= 32 * kMore)
@@ -220,8 +221,10 @@ cudaError_t RunBackward(const Backward& b, DType dtype, Shape shape, Options opt
     if constexpr (sizeof(T) < 8) {
       if (aligned && shape.n % kVecLength<T> == 0) {
         if (GoesDownColumns(shape, dtype)) return RunWideBackward(b, dtype, shape, options, workspace, stream);
-        return RunAligned<T>(b, shape, options, device, workspace, stream, &done);
+        return RunAligned<T, kVecLength<T>>(b, shape, options, device, workspace, stream, &done);
       }
+      if constexpr (kHasPairs<T>)
+        if (aligned && shape.n % 4 == 0) return RunAligned<T, 4>(b, shape, options, device, workspace, stream, &done);
       if (aligned && TakesSlabs(dtype, shape, true))
         return RunSlabBackward(b, dtype, shape, options, workspace, stream);
     }

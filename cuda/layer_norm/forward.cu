@@ -138,11 +138,11 @@ cudaError_t Launch(const Forward& f, const Shape& shape, const Options& options,
                       Constants<Accumulator<T>>(options, shape.n), spread);
 }
 
-// Rows as vectors of 16 bytes.
-template <class T>
+// Rows as vectors of L elements, of 16 bytes or 8.
+template <class T, int L>
 cudaError_t RunAligned(const Forward& f, const Shape& shape, const Options& options, const Device& device,
                        cudaStream_t stream, bool* done) {
-  constexpr int L = kVecLength<T>, kKeep = 4, kColumns = 16 / L;
+  constexpr int kKeep = 4, kColumns = 16 / L;
   // Blocks of a multiprocessor: what the compiler makes of f16 takes more registers.
   constexpr int kBlocks = std::is_same_v<T, __half> ? 2 : 3;
   const int64_t n = shape.n / L;
@@ -156,7 +156,7 @@ cudaError_t RunAligned(const Forward& f, const Shape& shape, const Options& opti
                              : Launch<T, L, kColumns, 1, true, 512>(f, shape, options, wide, stream);
   }
   // Of the shortest, two vectors to a lane and more rows at once: fewer steps of a sum over the lanes.
-  if constexpr (kHasPairs<T>)
+  if constexpr (kHasPairs<T> && L == kVecLength<T>)
     if (n >= 4 && n <= 8)
       return Launch<T, L, 2, 4, false, 256, 2>(f, shape, options, SpreadShortRows(n, 2, 256), stream);
   if (n <= 256 * kKeep) {
@@ -203,7 +203,10 @@ cudaError_t RunForward(const Forward& f, DType dtype, Shape shape, Options optio
     using T = typename decltype(type)::type;
     const bool aligned = IsVectorAligned(f.x, f.residual, f.scale, f.bias, f.y, f.sum);
     if constexpr (sizeof(T) < 8) {
-      if (aligned && shape.n % kVecLength<T> == 0) return RunAligned<T>(f, shape, options, device, stream, &done);
+      if (aligned && shape.n % kVecLength<T> == 0)
+        return RunAligned<T, kVecLength<T>>(f, shape, options, device, stream, &done);
+      if constexpr (kHasPairs<T>)
+        if (aligned && shape.n % 4 == 0) return RunAligned<T, 4>(f, shape, options, device, stream, &done);
       if (aligned && TakesSlabs(dtype, shape, false)) return RunSlabForward(f, dtype, shape, options, stream);
     }
     if constexpr (kHasPairs<T>)
