@@ -206,10 +206,10 @@ double FewChannelsCycles(const Problem& p, int64_t splits) {
   const double rows = s.Steps(p) * Strips::kStepWords * 4.0 / SizeOf(p.in);
   const double row_tiles = std::ceil(rows / kFewMostRows);
   const double taken = rows > 80 ? kFewMostRows : rows > 32 ? 80 : 32;
-  const double tile = 1.25 * (outputs * SizeOf(p.in) / 2 * taken * 0.8e-3 + bytes / kBytesPerCycle + pieces);
+  const double tile = 1.1 * (outputs * SizeOf(p.in) / 2 * taken * 0.8e-3 + bytes / kBytesPerCycle + pieces);
   const double each = std::ceil(splits * row_tiles * columns * p.batch / kMultiprocessors);
   const double resident = taken > 32 ? 2 : 3;
-  return kStart * std::ceil(each / resident) + std::ceil(tiles / splits) * std::max(800 + 1.22 * tile, each * tile);
+  return kStart * std::ceil(each / resident) + std::ceil(tiles / splits) * std::max(500 + 1.25 * tile, each * tile);
 }
 
 bool Indexable(const Problem& p) {

@@ -32,6 +32,11 @@ struct Layout {
   int steps, table, strips, strip_bytes, bytes;
 };
 
+// A thread's eight of 32 features are runs of so many neighbours, so that four threads store 64 bytes next to each
+// other.
+template <class In>
+constexpr int kRun = 16 / sizeof(In);
+
 struct FewParams {
   Epilogue epilogue;
   Layout layout;
@@ -75,6 +80,7 @@ __device__ void FillFilter(const StripParams& q, int steps, const In* filter, in
   const int words = steps * Strips::kStepWords, columns = q.features - first_column;
   const bool whole = q.features % 8 == 0 && reinterpret_cast<uintptr_t>(filter) % 16 == 0;
   filter += first_column;
+#pragma unroll 4
   for (int i = threadIdx.x; i < q.strips.classes * words * kRuns; i += T::kThreads) {
     const int t = i % 4, run = i / 4 % kRuns, half = i / 4 / kRuns % 2, step = i / (8 * kRuns);
     const int of_class = step >= steps, index = (step - of_class * steps) * Strips::kStepWords + half * 4 + t;
@@ -86,12 +92,14 @@ __device__ void FillFilter(const StripParams& q, int steps, const In* filter, in
       const bool valid = word.line < q.window_lines && element >= 0 && element < q.window_run;
       const In* from = filter + (int64_t{word.line} * q.window_run + element) * q.features + 8 * run;
       if (whole) {
-        Vec<uint4, sizeof(In) / 2> v = {};
-        if (valid && 8 * run < columns) v = *reinterpret_cast<const Vec<uint4, sizeof(In) / 2>*>(from);
-        memcpy(value[e], &v, sizeof(v));
+        uint4 v[sizeof(In) / 2] = {};
+#pragma unroll
+        for (int k = 0; k < int(sizeof(In)) / 2; ++k)
+          if (valid && 8 * run < columns) v[k] = __ldg(reinterpret_cast<const uint4*>(from) + k);
+        memcpy(value[e], v, sizeof(v));
       } else {
 #pragma unroll
-        for (int f = 0; f < 8; ++f) value[e][f] = valid && 8 * run + f < columns ? from[f] : In(0.f);
+        for (int f = 0; f < 8; ++f) value[e][f] = valid && 8 * run + f < columns ? __ldg(from + f) : In(0.f);
       }
     }
 #pragma unroll
@@ -104,9 +112,11 @@ __device__ void FillFilter(const StripParams& q, int steps, const In* filter, in
         const In pair[2] = {value[0][f], value[1][f]};
         memcpy(bits, pair, 4);
       }
-      // Feature 32 o + 8 t' + 2 j + e is column 2 t' + e of the octet's unit j.
-      const int column = 2 * (run % 4) + f % 2;
-      to[((step * T::kOctets * 2 + run / 4 * 2 + f / 4) * 32 + column * 4 + t) * 4 + f / 2 % 2 * 2 + half] = bits[0];
+      // Feature 32 o + 4 kRun p + kRun t' + 2 j + e is column 2 t' + e of the octet's unit j + kRun / 2 p.
+      const int feature = 8 * (run % 4) + f, in_part = feature % (4 * kRun<In>);
+      const int unit = feature / (4 * kRun<In>)*(kRun<In> / 2) + in_part % kRun<In> / 2;
+      const int column = 2 * (in_part / kRun<In>)+f % 2;
+      to[((step * T::kOctets * 2 + run / 4 * 2 + unit / 2) * 32 + column * 4 + t) * 4 + unit % 2 * 2 + half] = bits[0];
     }
   }
 }
@@ -144,65 +154,67 @@ __device__ void Multiply(const int (&place)[T::kHeight][2], uint32_t strips, con
   }
 }
 
-// Eight features of a pixel, of which there are `columns`; at once where that is a whole number of eights.
-template <class Out>
+// Stores eight features of a pixel, of which those below `columns` exist; run by run where that is a number of eights.
+template <int kRun, class Out>
 __device__ void StoreEight(Out* to, const float (&v)[8], bool whole, int columns) {
   constexpr int kN = 16 / sizeof(Out);
-  if (whole) {
-    if (columns <= 0) return;
 #pragma unroll
-    for (int i = 0; i < 8; i += kN) {
+  for (int i = 0; i < 8; i += kN) {
+    const int at = i / kRun * 4 * kRun + i % kRun;
+    if (whole) {
       float part[kN];
 #pragma unroll
       for (int k = 0; k < kN; ++k) part[k] = v[i + k];
-      StorePacked<Out, kN>(to + i, Narrow<Out, kN>(part));
+      if (at < columns) StorePacked<Out, kN>(to + at, Narrow<Out, kN>(part));
+    } else {
+#pragma unroll
+      for (int k = 0; k < kN; ++k)
+        if (at + k < columns) to[at + k] = static_cast<Out>(v[i + k]);
     }
-  } else {
-#pragma unroll
-    for (int i = 0; i < 8; ++i)
-      if (i < columns) to[i] = static_cast<Out>(v[i]);
   }
 }
 
-// v += up to eight elements of an array, if there is one.
-template <class Out>
+// v += those of an array, if there is one.
+template <int kRun, class Out>
 __device__ void AddEight(float (&v)[8], const void* array, int64_t offset, bool whole, int columns) {
-  if (whole) {
-    if (columns > 0) Add<Out>(v, array, offset);
-  } else if (array != nullptr) {
+  if (array == nullptr) return;
+  constexpr int kN = 16 / sizeof(Out);
+  const Out* from = static_cast<const Out*>(array) + offset;
 #pragma unroll
-    for (int i = 0; i < 8; ++i)
-      if (i < columns) v[i] += static_cast<float>(static_cast<const Out*>(array)[offset + i]);
-  }
-}
-
-// Four at a time, which change places, for less code.
-template <class Out>
-__device__ void ActivateEight(float (&v)[8], const activation::Activation& activation) {
-#pragma unroll 1
-  for (int turn = 0; turn < 2; ++turn) {
-    float four[4];
+  for (int i = 0; i < 8; i += kN) {
+    const int at = i / kRun * 4 * kRun + i % kRun;
+    if (whole) {
+      if (at >= columns) continue;
+      const auto more = *reinterpret_cast<const Vec<Out, kN>*>(from + at);
 #pragma unroll
-    for (int k = 0; k < 4; ++k) four[k] = v[k];
-    Activate<Out>(four, activation);
+      for (int k = 0; k < kN; ++k) v[i + k] += static_cast<float>(more.v[k]);
+    } else {
 #pragma unroll
-    for (int k = 0; k < 4; ++k) v[k] = v[k + 4], v[k + 4] = four[k];
+      for (int k = 0; k < kN; ++k)
+        if (at + k < columns) v[i + k] += static_cast<float>(from[at + k]);
+    }
   }
 }
 
 // Of the warp's pixels, which are its class's from `index` on.
-template <class T, class Out>
+template <class T, int kRun, class Out>
 __device__ void Store(const StripParams& q, const FewParams& r, const StripTile& tile, int64_t problem, int of_class,
                       int index, int first_feature, typename T::Sums& sums, Out* out) {
-  const int lane = threadIdx.x % 32, feature = first_feature + lane % 4 * 8;
+  const int lane = threadIdx.x % 32, feature = first_feature + lane % 4 * kRun, columns = q.features - feature;
   const int64_t first = problem * q.y_problem + tile.FirstPixel(q);
-  // Of unit i's pixel: its offset in the result, or -1.
+  // Of a pixel of unit i: its offset in the result, or -1.
   const auto locate = [&](int i, int half) -> int64_t {
     const StripPixel pixel(q, of_class, index + 16 * i + 8 * half + lane / 4);
     const bool valid = pixel.line < q.strips.height && tile.Contains(q, pixel.line, pixel.column);
     return valid ? (first + pixel.line * q.y[2] + pixel.column) * q.features + feature : -1;
   };
-  if (IsNone(r.epilogue)) {
+  const activation::Kind kind = r.epilogue.activation.kind;
+  if (kind == activation::Kind::kIdentity || kind == activation::Kind::kRelu) {
+    const float least = kind == activation::Kind::kRelu ? 0 : -INFINITY;
+    float bias[T::kOctets][8] = {};
+#pragma unroll
+    for (int o = 0; o < T::kOctets; ++o)
+      AddEight<kRun, Out>(bias[o], r.epilogue.bias, problem * q.features + feature + 32 * o, r.whole, columns - 32 * o);
 #pragma unroll
     for (int i = 0; i < 2 * T::kHeight; ++i) {
       const int64_t at = locate(i / 2, i % 2);
@@ -211,25 +223,43 @@ __device__ void Store(const StripParams& q, const FewParams& r, const StripTile&
       for (int o = 0; o < T::kOctets; ++o) {
         float v[8];
 #pragma unroll
-        for (int k = 0; k < 8; ++k) v[k] = sums[(i / 2 * T::kOctets + o) * 4 + k / 2].v[i % 2 * 2 + k % 2];
-        StoreEight(out + at + 32 * o, v, r.whole, q.features - feature - 32 * o);
+        for (int k = 0; k < 8; ++k) v[k] = sums[(i / 2 * T::kOctets + o) * 4 + k / 2].v[i % 2 * 2 + k % 2] + bias[o][k];
+        AddEight<kRun, Out>(v, r.epilogue.residual, at + 32 * o, r.whole, columns - 32 * o);
+#pragma unroll
+        for (int k = 0; k < 8; ++k) v[k] = activation::MaxOrNan(v[k], least);
+        StoreEight<kRun>(out + at + 32 * o, v, r.whole, columns - 32 * o);
       }
     }
     return;
   }
+  // Other activations are too much code to have more than once.
 #pragma unroll 1
-  for (int i = 0; i < 2 * T::kHeight * T::kOctets; ++i) {
-    const int half = i % 2, o = i / 2 % T::kOctets, columns = q.features - feature - 32 * o;
-    float v[8];
+  for (int i = 0; i < T::kHeight * T::kOctets; ++i) {
+    const int o = i % T::kOctets;
+    float v[2][8];
+    int64_t at[2];
 #pragma unroll
-    for (int k = 0; k < 8; ++k) v[k] = half ? sums[k / 2].v[2 + k % 2] : sums[k / 2].v[k % 2];
-    if (const int64_t at = locate(i / 2 / T::kOctets, half); at >= 0) {
-      AddEight<Out>(v, r.epilogue.bias, problem * q.features + feature + 32 * o, r.whole, columns);
-      AddEight<Out>(v, r.epilogue.residual, at + 32 * o, r.whole, columns);
-      ActivateEight<Out>(v, r.epilogue.activation);
-      StoreEight(out + at + 32 * o, v, r.whole, columns);
+    for (int half = 0; half < 2; ++half) {
+      at[half] = locate(i / T::kOctets, half);
+#pragma unroll
+      for (int k = 0; k < 8; ++k) v[half][k] = sums[k / 2].v[2 * half + k % 2];
+      AddEight<kRun, Out>(v[half], r.epilogue.bias, problem * q.features + feature + 32 * o, r.whole, columns - 32 * o);
+      if (at[half] >= 0)
+        AddEight<kRun, Out>(v[half], r.epilogue.residual, at[half] + 32 * o, r.whole, columns - 32 * o);
     }
-    if (half) Rotate<4>(sums);
+    float (&all)[16] = reinterpret_cast<float (&)[16]>(v);
+#pragma unroll 1
+    for (int turn = 0; turn < 4; ++turn) {
+      float four[4] = {all[0], all[1], all[2], all[3]};
+      Activate<Out>(four, r.epilogue.activation);
+      Rotate<4>(all);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) all[12 + k] = four[k];
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      if (at[half] >= 0) StoreEight<kRun>(out + at[half] + 32 * o, v[half], r.whole, columns - 32 * o);
+    Rotate<4>(sums);
   }
 }
 
@@ -275,9 +305,9 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
                     table + first_step * Strips::kStepWords, r.layout.steps, sums);
     const StripTile tile(q, i);
     if (sizeof(In) == 4 || wide) {
-      Store<T>(q, r, tile, problem, of_class, index, first_feature, sums, static_cast<float*>(out));
+      Store<T, kRun<In>>(q, r, tile, problem, of_class, index, first_feature, sums, static_cast<float*>(out));
     } else {
-      Store<T>(q, r, tile, problem, of_class, index, first_feature, sums, static_cast<In*>(out));
+      Store<T, kRun<In>>(q, r, tile, problem, of_class, index, first_feature, sums, static_cast<In*>(out));
     }
   }
 }

@@ -16,11 +16,13 @@ struct FewTile {
   using In = In_;
   static constexpr int kUnits = kUnits_;  // of 16 rows a warp
   static constexpr int kWarpsDown = kWarpsDown_, kWarpsAcross = kWarpsAcross_, kFeatures = kFeatures_;
-  static constexpr int kPixels = kPixels_ * 2 / sizeof(In), kBlocks = kBlocks_;
+  static constexpr int kPixels = kPixels_ * 2 / sizeof(In);
+  // That share a multiprocessor: as many as keep their sums in registers.
+  static constexpr int kBlocks = kUnits > 2 ? kBlocks_ : kFeatures > 32 ? 3 : 4;
   static constexpr int kThreads = 32 * kWarpsDown * kWarpsAcross;
   static constexpr int kWords = kWarpsDown * kUnits * (sizeof(In) == 4 ? 16 : 8);
   static constexpr int kStep = 2 * kChunk<In>;  // pixels of a product
-  static constexpr int kPitch = kFeatures + 8;  // of sums in shared memory
+  static constexpr int kPitch = kFeatures + 4;  // of sums in shared memory
   using Cotangent = OperandTile<In, kFeatures, kPixels, false>;
   using Columns = Fragments<Cotangent, kFeatures, kStep, true>;
   using Sums = float[kUnits][kFeatures / 8][4];
@@ -130,8 +132,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
     const int height = min(q.strips.height, q.y[1] - tile.at[1]), width = q.y[2] - tile.at[2];
     unsigned char* const cotangent = shared + turn * kCotangentBytes;
     // Where a pixel's features are, or whether they are not.
-    const auto locate = [&](int pixel, const In** from) {
-      const uint32_t at = pixels[pixel];
+    const auto locate = [&](uint32_t at, const In** from) {
       const int line = at >> 16, column = at & 0xFFFF;
       *from = from_tile + (line * q.y[2] + column) * int64_t{q.features};
       return line < height && column < width;
@@ -140,11 +141,18 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
       using Mine = Share<typename T::Cotangent, T::kThreads>;
       const int feature = Mine::Chunk() * kChunk<In>;
       const uint32_t to = SharedAddress(cotangent) + T::Cotangent::Offset(Mine::Line(), Mine::Chunk());
-#pragma unroll 4
-      for (int j = 0; j < Mine::kCount; ++j) {
-        const In* from;
-        const bool valid = locate(Mine::Line() + j * Mine::kLinesApart, &from) && feature < features;
-        CopyAsync<16>(to + Mine::Step(j), valid ? from + feature : y, valid);
+      constexpr int kAtOnce = 4;  // the table's entries before the copies, which order memory
+#pragma unroll 1
+      for (int begin = 0; begin < Mine::kCount; begin += kAtOnce) {
+        uint32_t at[kAtOnce];
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j) at[j] = pixels[Mine::Line() + (begin + j) * Mine::kLinesApart];
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j) {
+          const In* from;
+          const bool valid = locate(at[j], &from) && feature < features;
+          CopyAsync<16>(to + Mine::Step(begin + j), valid ? from + feature : y, valid);
+        }
       }
       return;
     }
@@ -153,7 +161,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
           const unsigned pieces = T::kFeatures / elements, pixel = min(i / pieces, T::kPixels - 1u);
           const int feature = i % pieces * elements;
           *to = T::Cotangent::Offset(pixel, feature / kChunk<In>) + feature % kChunk<In> * int(sizeof(In));
-          const bool valid = locate(pixel, from) && feature < features;
+          const bool valid = locate(pixels[pixel], from) && feature < features;
           *from += feature;
           return valid;
         });
@@ -238,6 +246,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   const int rows = min(r.lines, q.window_lines - first_line) * q.window_run;
   const int64_t first =
       split * r.result_size + problem * q.filter + int64_t{first_line} * q.window_run * q.features + first_feature;
+#pragma unroll 4
   for (int i = threadIdx.x; i < rows * T::kFeatures; i += T::kThreads) {
     const int row = i / T::kFeatures, feature = i % T::kFeatures;
     if (feature >= features) continue;
@@ -314,9 +323,9 @@ cudaError_t LaunchFeatures(const Problem& p, const Config& config, const void* x
   const auto launch = [&](auto tile) {
     return LaunchTile<typename decltype(tile)::type>(p, config, x, y, out, workspace, stream);
   };
-  if (words <= 2 * kUnit) return launch(TypeTag<FewTile<In, 2, 1, 4, kFeatures, 128, 2>>());
-  if (words <= 5 * kUnit) return launch(TypeTag<FewTile<In, 5, 1, 4, kFeatures, 128, 2>>());
-  return launch(TypeTag<FewTile<In, 5, 2, 2, kFeatures, 128, 2>>());
+  if (words <= 2 * kUnit) return launch(TypeTag<FewTile<In, 2, 1, 4, kFeatures, 256, 2>>());
+  if (words <= 5 * kUnit) return launch(TypeTag<FewTile<In, 5, 1, 4, kFeatures, 256, 2>>());
+  return launch(TypeTag<FewTile<In, 5, 2, 2, kFeatures, 256, 2>>());
 }
 
 }  // namespace

@@ -39,12 +39,14 @@ bool Strips::Fit(const Problem& p, int pixels, int alignment) {
   // Every tile's strips begin as far from whole copies, and its pixels in the same class, as the first one's.
   const int64_t unit = std::lcm(vec / std::gcd(step, vec), int64_t{classes});
   const int64_t lines_of = p.rhs_dilation[1] * (p.window[1] - 1) + 1;
+  // Twice, and with what else a kernel has, no more than every device's shared memory.
+  const int64_t most_bytes = (p.direction == Direction::kForward ? 24 : 16) << 10;
   double best = 0;
   for (int64_t w = unit; w <= pixels; w += unit) {
     const int64_t granule = std::max(copy_bytes, 4), bytes = RoundUp((lead + (w - 1) * step + run + 1) * size, granule);
     // Eight banks past the window's last word, so that a fragment that goes over to the next line seldom meets itself.
     const int64_t place = RoundUp(line_words[0] * 4 + 32, granule), apart = bytes + ((place - bytes) % 128 + 128) % 128;
-    const int64_t most_lines = kMaxBytes / apart / p.window[0];
+    const int64_t most_lines = most_bytes / apart / p.window[0];
     if (most_lines < lines_of) break;
     const int64_t fit = std::min({pixels / w, p.y[1], (most_lines - lines_of) / p.stride[1] + 1});
     const int64_t h = CeilDiv(p.y[1], CeilDiv(p.y[1], fit)), plane = (h - 1) * p.stride[1] + lines_of;

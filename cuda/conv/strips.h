@@ -23,17 +23,16 @@ struct Strips {
   int lines, plane_lines;       // of x: all, and those of one tap of the first dimension
   int line_bytes, pitch;        // of a strip, and from line to line
 
-  // In a tile of at most `pixels`, with arrays aligned to `alignment` bytes. False where they take more than
-  // kMaxBytes, or the problem is none of this kind.
+  // In a tile of at most `pixels`, with arrays aligned to `alignment` bytes. False where they take too
+  // much memory, or the problem is none of this kind.
   bool Fit(const Problem& p, int pixels, int alignment);
 
-  static constexpr int kMaxBytes = 24 << 10;
   int Bytes() const { return lines * pitch; }
   int Steps(const Problem& p) const;  // of the depth, in the class with more of them
 };
 
-// Pixels of a tile. In the filter gradient so many words, or half as many, so that the cotangent's tile is as large.
-constexpr int FewPixels(const Problem& p) { return p.direction == Direction::kForward ? 256 : 256 / SizeOf(p.in); }
+// Pixels of a tile. In the filter gradient the cotangent's tile too is in shared memory, in 32 KB.
+constexpr int FewPixels(const Problem& p) { return p.direction == Direction::kForward ? 256 : 512 / SizeOf(p.in); }
 constexpr int FewFeatures(const Problem& p) { return p.features > 32 ? 64 : 32; }
 constexpr int kFewMostChannels = 7;
 constexpr int kFewMostSteps = 24;  // that the filter takes forward, of both classes together
