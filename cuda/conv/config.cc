@@ -190,13 +190,11 @@ int64_t TransposedBytes(const Problem& p, const TileShape& t) {
 }
 
 // Of the kernels of few channels: a tile's products, and what it moves to and from memory. Fitted to an H200.
-double FewChannelsCycles(const Problem& p, int64_t splits) {
+double FewChannelsCycles(const Problem& p, const Strips& s, int64_t splits) {
   const bool filter = p.direction == Direction::kFilterGradient;
-  Strips s;
-  s.Fit(p, FewPixels(p), 16);
   const double size = SizeOf(filter ? p.in : p.out), strips = s.lines * s.line_bytes;
   const double outputs = double(FewPixels(p)) * FewFeatures(p), columns = CeilDiv(p.features, FewFeatures(p));
-  const double tiles = double(p.images * p.y[0]) * CeilDiv(p.y[1], s.height) * CeilDiv(p.y[2], s.width);
+  const double tiles = s.Tiles(p);
   const double bytes = outputs * size + strips, pieces = s.copy_bytes == 2 ? 0.3 * strips : 0;
   constexpr double kStart = 8000;
   if (!filter) {
@@ -327,18 +325,23 @@ std::optional<Config> Choose(const Problem& p, bool hopper, std::string_view alg
   for (const TileShape& t : kTiles) {
     const bool wanted = algorithm.empty() || algorithm == kAlgorithms[static_cast<int>(t.unit)] || algorithm == t.name;
     if (!wanted || !Takes(t, p, hopper)) continue;
+    Strips strips;
+    if (t.unit == Unit::kFewChannels) strips.Fit(p, FewPixels(p), 16);
     for (int64_t splits = 1; splits == 1 || (splittable && splits * kMinSlice <= g.depth);
          splits += std::max<int64_t>(1, splits / 8)) {
-      const int64_t transposed = TransposedBytes(p, t), bytes = transposed + (splits > 1 ? splits * result_bytes : 0);
+      // As few as give the longest slice no more of whole tiles.
+      const int64_t tiles = t.unit == Unit::kFewChannels ? strips.Tiles(p) : 0;
+      const int64_t slices = tiles > 0 ? CeilDiv(tiles, CeilDiv(tiles, splits)) : splits;
+      const int64_t transposed = TransposedBytes(p, t), bytes = transposed + (slices > 1 ? slices * result_bytes : 0);
       if (bytes > workspace_limit) break;
-      if (splittable && CeilDiv(g.depth, splits) >= kIndexLimit) continue;  // a slice is indexed with 32 bits
-      const double product = t.unit == Unit::kDepthwise     ? DepthwiseCycles(p, splits)
-                             : t.unit == Unit::kFewChannels ? FewChannelsCycles(p, splits)
-                             : t.unit == Unit::kWgmma       ? WgmmaCycles(p, t, splits)
-                                                            : Cycles(p, t, splits);
-      const double cycles = product + ReductionCycles(splits, result_bytes) +
+      if (splittable && CeilDiv(g.depth, slices) >= kIndexLimit) continue;  // a slice is indexed with 32 bits
+      const double product = t.unit == Unit::kDepthwise     ? DepthwiseCycles(p, slices)
+                             : t.unit == Unit::kFewChannels ? FewChannelsCycles(p, strips, slices)
+                             : t.unit == Unit::kWgmma       ? WgmmaCycles(p, t, slices)
+                                                            : Cycles(p, t, slices);
+      const double cycles = product + ReductionCycles(slices, result_bytes) +
                             (transposed ? kLaunchCycles + 2.0 * transposed / (kMultiprocessors * kBytesPerCycle) : 0);
-      if (!best || cycles < best->cycles) best = Config{t.tile, splits, bytes, cycles};
+      if (!best || cycles < best->cycles) best = Config{t.tile, slices, bytes, cycles};
     }
   }
   return best;

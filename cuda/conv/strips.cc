@@ -67,6 +67,10 @@ bool Strips::Fit(const Problem& p, int pixels, int alignment) {
   return best > 0;
 }
 
+int64_t Strips::Tiles(const Problem& p) const {
+  return p.images * p.y[0] * CeilDiv(p.y[1], height) * CeilDiv(p.y[2], width);
+}
+
 int Strips::Steps(const Problem& p) const {
   const int64_t words = p.window[0] * p.window[1] * std::max(line_words[0], line_words[classes - 1]);
   return int(CeilDiv(words, kStepWords));

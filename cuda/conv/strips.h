@@ -28,6 +28,7 @@ struct Strips {
   bool Fit(const Problem& p, int pixels, int alignment);
 
   int Bytes() const { return lines * pitch; }
+  int64_t Tiles(const Problem& p) const;
   int Steps(const Problem& p) const;  // of the depth, in the class with more of them
 };
 
