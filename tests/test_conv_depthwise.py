@@ -47,7 +47,8 @@ def case(name, batch, spatial, c, window, k=None, **geometry):
 
 
 SAME5 = ((2, 2), (2, 2))
-# Windows that are compiled for, in phases and segments of every kind; all others, whole and in pieces.
+# Windows that are compiled for, in phases and segments of every kind, of channels that are chunks of 16 bytes and not;
+# all others, whole and in pieces.
 CASES = [
   case("3x3", 2, (19, 13), 96, (3, 3), padding=SAME3),
   case("3x3s2", 3, (20, 23), 24, (3, 3), stride=(2, 2), padding=SAME3),
@@ -55,6 +56,8 @@ CASES = [
   case("5x5", 2, (17, 9), 70, (5, 5), padding=SAME5),
   case("5x5s2", 2, (17, 30), 64, (5, 5), stride=(2, 2), padding=((1, 2), (2, 1))),
   case("7x7", 2, (40, 15), 130, (7, 7), padding=SAME7),
+  case("5x5_chunks", 2, (17, 29), 72, (5, 5), padding=SAME5),
+  case("7x7_chunks", 2, (40, 15), 136, (7, 7), padding=SAME7),
   case("7x7s2", 1, (15, 15), 8, (7, 7), stride=(2, 2), padding=SAME7),
   case("7x7_on_few", 5, (3, 4), 48, (7, 7), padding=SAME7),
   case("dilated", 2, (25, 24), 12, (3, 3), padding=((3, 3), (4, 4)), rhs_dilation=(3, 4)),
@@ -73,6 +76,7 @@ CASES = [
   case("1d31", 2, (150,), 34, (31,), padding=((15, 15),)),
   case("1d64s3", 1, (301,), 7, (64,), stride=(3,), padding=((63, 0),), rhs_dilation=(2,)),
   case("3d", 2, (5, 9, 10), 12, (3, 3, 3), padding=((1, 1),) * 3),
+  case("3d_chunks", 2, (5, 9, 20), 40, (3, 3, 3), padding=((1, 1),) * 3),
   case("3d_s122", 1, (4, 9, 10), 6, (3, 3, 3), stride=(1, 2, 2), padding=((1, 1),) * 3),
   case("3d_time", 1, (9, 4, 5), 10, (5, 1, 1), padding=((2, 2), (0, 0), (0, 0))),
   case("many_pixels", 70, (28, 28), 8, (3, 3), padding=SAME3),

@@ -1,7 +1,8 @@
-// Forward and data gradient of depthwise convolution, with no workspace: the sliding kernel where it is compiled for
-// the window, and for all other windows one in which a thread computes one strip, tap by tap, the operand sliding
-// through its registers.
+// Forward and data gradient of depthwise convolution, with no workspace: the ring or the sliding kernel where they are
+// compiled for the window, and for all other windows one in which a thread computes one strip, tap by tap, the operand
+// sliding through its registers.
 #include "cuda/conv/depthwise.h"
+#include "cuda/conv/depthwise_ring.cuh"
 #include "cuda/conv/depthwise_slide.cuh"
 
 namespace jaxdnn::conv {
@@ -127,8 +128,9 @@ __global__ void __launch_bounds__(kDepthwiseThreads, kStrip* kChunk > 64 ? 2 : 4
   });
 }
 
+// Calls f with the first of the kernels that takes the problem, or fails as an invalid value.
 template <class F, class... Each>
-cudaError_t VisitSlide(const DataParams& q, F&& f, TypeTag<Each>... each) {
+cudaError_t VisitTaking(const DataParams& q, F&& f, TypeTag<Each>... each) {
   cudaError_t status = cudaErrorInvalidValue;
   (void)((Each::Takes(q) && (status = f(each), true)) || ...);
   return status;
@@ -148,8 +150,28 @@ cudaError_t LaunchDepthwiseData(const Problem& p, const void* operand, const voi
       return LaunchKernel(kernel, blocks, kDepthwiseThreads, stream, q, in, w, static_cast<char*>(out));
     };
     const bool paired = Paired(p, {operand, filter, out});
+    if (paired && reinterpret_cast<uintptr_t>(operand) % 16 == 0) {
+      const cudaError_t status = VisitTaking(
+          q,
+          [&](auto tag) {
+            using R = typename decltype(tag)::type;
+            return VisitPairs(q.channels, CeilDiv(q.at[2].MaxCount(), R::kStrip), [&](auto pairs) {
+              using L = Lanes<T, pairs()>;
+              DataParams r = q;
+              const int64_t warps = R::Share(r, p, L::kPairs, L::kStrips);
+              if (warps > INT32_MAX - kDepthwiseWarps) return cudaErrorInvalidValue;
+              constexpr int kRing = R::template kStages<L> * R::template Copy<L>::kBytes;
+              return LaunchKernel(RingKernel<R, T, L>,
+                                  Grid{CeilDiv(warps, kDepthwiseWarps), kDepthwiseThreads, kDepthwiseWarps * kRing},
+                                  stream, r, in, w, static_cast<char*>(out));
+            });
+          },
+          TypeTag<Ring<3, 3, 1, 7, 4>>{}, TypeTag<Ring<3, 3, 2, 7, 4>>{}, TypeTag<Ring<5, 5, 1, 7, 2>>{},
+          TypeTag<Ring<5, 5, 2, 5, 3>>{}, TypeTag<Ring<7, 7, 1, 7, 2>>{});
+      if (status != cudaErrorInvalidValue) return status;
+    }
     if (paired) {
-      const cudaError_t status = VisitSlide(
+      const cudaError_t status = VisitTaking(
           q,
           [&](auto tag) {
             using S = typename decltype(tag)::type;

@@ -1,0 +1,181 @@
+// Depthwise convolution like depthwise_slide.cuh, but lines of the operand pass through a ring in shared memory
+// (depthwise_line.cuh). For channels that are whole chunks of 16 bytes, and windows without dilation.
+#pragma once
+
+#include "cuda/conv/depthwise_data.cuh"
+#include "cuda/conv/depthwise_line.cuh"
+
+namespace jaxdnn::conv::depthwise {
+
+// A window of kLines x kColumns taps, results kStride lines and columns apart, kStrip of them in a strip.
+// An odd strip keeps strips side by side from the same banks.
+template <int kLines_, int kColumns_, int kStride_, int kStrip_, int kBlocks_>
+struct Ring {
+  static constexpr int kLines = kLines_, kColumns = kColumns_, kStride = kStride_, kStrip = kStrip_, kBlocks = kBlocks_;
+  static constexpr int kSums = (kLines + kStride - 1) / kStride;    // lines of results that a line is part of
+  static constexpr int kWidth = (kStrip - 1) * kStride + kColumns;  // of the operand's strip
+
+  template <class L>
+  using Copy = LineCopy<L, kWidth + (L::kStrips - 1) * kStrip * kStride>;
+  template <class L>
+  static constexpr int kStages = RingStages(Copy<L>::kBytes);
+
+  static bool Takes(const DataParams& q) {
+    return q.epilogue.residual == nullptr && q.epilogue.activation.kind == activation::Kind::kIdentity &&
+           q.at[0].MaxTaps() == 1 && q.at[1].MaxTaps() == kLines && q.at[2].MaxTaps() == kColumns &&
+           q.at[1].stride == kStride && q.at[2].stride == kStride && q.at[1].pitch == 1 && q.at[2].pitch == 1 &&
+           q.phases.divisor * q.at[0].axis.step.divisor * q.at[1].axis.step.divisor * q.at[2].axis.step.divisor == 1 &&
+           q.whole[1].origin > -kLines && q.in_pixel % 16 == 0;
+  }
+
+  // Sets how the work is shared out between warps with `strips` strips of `pairs` pairs of channels, and returns how
+  // many there are. As for SlideKernel, short segments are work for more warps but have lines in common; and it takes
+  // some lines' time to fill a ring.
+  static int64_t Share(DataParams& q, const Problem& p, int pairs, int strips) {
+    constexpr int kStart = 4;
+    const int lines = std::max(q.at[1].MaxCount(), 1), planes = q.at[0].MaxCount();
+    q.slabs.count = FastDiv(CeilDiv(q.channels, 2 * pairs));
+    q.planes = FastDiv(planes);
+    q.strips = FastDiv(CeilDiv(q.at[2].MaxCount(), kStrip * strips));
+    const int64_t columns = p.batch * p.images * planes * int64_t{q.strips.divisor},
+                  places = 132 * kBlocks * kDepthwiseWarps;
+    int64_t least = INT64_MAX;
+    for (int count = 1; count == 1 || count * kLines <= lines; ++count) {
+      const int segment = int(CeilDiv(lines, count));
+      const int64_t rounds = CeilDiv(columns * q.slabs.count.divisor * CeilDiv(lines, segment), places);
+      const int64_t steps = rounds * (segment + kLines - 1 + kStart);
+      if (steps < least) q.segment = segment, least = steps;
+    }
+    q.segments = FastDiv(CeilDiv(lines, q.segment));
+    q.units = int(columns * q.segments.divisor);
+    if (q.at[0].out == 0 || q.at[1].out == 0 || q.at[2].out == 0) return 0;
+    return int64_t{q.units} * q.slabs.count.divisor;
+  }
+};
+
+template <class R, class T, class L>
+__global__ void __launch_bounds__(kDepthwiseThreads, R::kBlocks)
+    RingKernel(const __grid_constant__ DataParams p, const char* in, const char* filter, char* out) {
+  using Copy = typename R::template Copy<L>;
+  constexpr int kLines = R::kLines, kColumns = R::kColumns, kStride = R::kStride, kStrip = R::kStrip, kSums = R::kSums,
+                kStages = R::template kStages<L>, kStage = Copy::kBytes;
+  extern __shared__ __align__(16) char shared[];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, within = lane / L::kPairs;
+  int slab, strips, segment, plane;
+  int image = p.slabs.count.Div(static_cast<int>(blockIdx.x) * kDepthwiseWarps + warp, &slab);
+  if (image >= p.units) return;
+  image = p.planes.Div(image, &plane);
+  image = p.strips.Div(image, &strips);
+  image = p.segments.Div(image, &segment);
+  const int64_t problem = p.images.Div(image);
+  const int pair = slab * L::kPairs + lane % L::kPairs, channel = min(2 * pair, p.channels - 2);
+  const int tile0 = strips * L::kStrips * kStrip, column0 = tile0 + within * kStrip;
+  const int columns = 2 * pair < p.channels ? p.whole[2].count - column0 : 0;
+  const int line0 = segment * p.segment, lines = min(p.segment, p.whole[1].count - line0);
+
+  float2 w[kLines][kColumns];
+  {
+    const char* from = filter + problem * p.filter_batch + channel * sizeof(T);
+#pragma unroll
+    for (int d = 0; d < kRank; ++d) from += p.whole[d].first_tap * p.filter_tap[d];
+#pragma unroll
+    for (int r = 0; r < kLines; ++r)
+#pragma unroll
+      for (int s = 0; s < kColumns; ++s) {
+        const int64_t tap = r * p.whole[1].tap_step * p.filter_tap[1] + s * p.whole[2].tap_step * p.filter_tap[2];
+        w[r][s] = ToFloats<T>(LoadPair<T, true>(from + tap, 1));
+        Keep(w[r][s]);
+      }
+  }
+
+  // Steps are lines of results, and begin with those that are other segments'. Lines of the operand that are outside
+  // add nothing: the first steps that have only such are left out, and the last have no products.
+  const int in_line = p.whole[1].origin + kStride * line0, steps = lines + kSums - 1;
+  const int begin = min(max(-in_line / kStride, 0), kSums - 1);
+  const int end = max(min((p.at[1].axis.extent - in_line + kStride - 1) / kStride, steps), begin);
+  const int end_line = min(in_line + kStride * end, p.at[1].axis.extent);
+  const int in_column = p.whole[2].origin + kStride * tile0, chunk0 = slab * L::kPixelBytes;
+  const int in_plane = p.whole[0].origin + p.at[0].pitch * p.at[0].stride * plane;
+  const Copy copy(in_column, p.at[2].axis.extent, chunk0, p.in_pixel);
+  const bool plane_inside = in_plane >= 0 && in_plane < p.at[0].axis.extent;
+  int ahead = in_line + kStride * begin;
+  const char* from = in + image * p.in_image + in_plane * p.in_line[0] + ahead * p.in_line[1] +
+                     int64_t{in_column} * p.in_pixel + chunk0 + copy.Offset(p.in_pixel);
+  char* const ring = shared + warp * kStages * kStage;
+  const uint32_t to_ring = SharedAddress(ring);
+  const auto copy_line = [&](int stage) {
+    copy.Start(to_ring + stage, from, plane_inside && ahead >= 0 && ahead < end_line);
+    CommitCopies();
+    from += p.in_line[1];
+    ++ahead;
+  };
+#pragma unroll
+  for (int i = 0; i < kStages - 1; ++i) copy_line(i * kStage);
+
+  const float2 bias = BiasOf<T>(p.epilogue, problem * p.channels + channel, true, p.widened);
+  float2 sums[kSums][kStrip];
+#pragma unroll
+  for (int k = 0; k < kSums; ++k)
+#pragma unroll
+    for (int j = 0; j < kStrip; ++j) sums[k][j] = bias;
+  const auto up = [&](int k) {
+#pragma unroll
+    for (int j = 0; j < kStrip; ++j) sums[k][j] = k > 0 ? sums[k - 1][j] : bias;
+  };
+  const char* to = out + image * p.out_image + plane * p.out_line[0] +
+                   int64_t{line0 - (kSums - 1) + begin} * p.out_line[1] + int64_t{column0} * p.out_line[2] +
+                   channel * (p.widened ? sizeof(float) : sizeof(T));
+  const auto store = [&](int step) {
+    if (step >= kSums - 1) {
+      WithOut<T>(p.widened, [&](auto type) {
+        const char* at = to;
+#pragma unroll
+        for (int j = 0; j < kStrip; ++j) {
+          if (j < columns)
+            StorePair<typename decltype(type)::type, true>(const_cast<char*>(at), sums[kSums - 1][j], true);
+          at += static_cast<int>(p.out_line[2]);
+          Keep(at);
+        }
+      });
+    }
+    to += p.out_line[1];
+  };
+
+  const char* const own = ring + within * kStrip * kStride * L::kPixelBytes + lane % L::kPairs * sizeof(Pair<T>);
+  int stage = 0, before = (kStages - 1) * kStage;
+#pragma unroll 1
+  for (int step = begin; step < end; ++step) {
+#pragma unroll
+    for (int a = 0; a < kStride; ++a) {
+      WaitForCopies<kStages - 2>();
+      __syncwarp();
+      float2 x[R::kWidth];
+#pragma unroll
+      for (int i = 0; i < R::kWidth; ++i)
+        x[i] = ToFloats<T>(*reinterpret_cast<const Pair<T>*>(own + stage + i * L::kPixelBytes));
+      copy_line(before);
+      before = stage;
+      stage = stage == (kStages - 1) * kStage ? 0 : stage + kStage;
+      // Tap a + kStride k of the results `k` lines up.
+#pragma unroll
+      for (int k = kSums - 1; k >= 0; --k) {
+        const int r = a + kStride * k;
+        if (a == 0) up(k);
+        if (r >= kLines) continue;
+#pragma unroll
+        for (int s = 0; s < kColumns; ++s)
+#pragma unroll
+          for (int j = 0; j < kStrip; ++j) MultiplyAdd(sums[k][j], w[r][s], x[j * kStride + s]);
+      }
+    }
+    store(step);
+  }
+#pragma unroll 1
+  for (int step = end; step < steps; ++step) {
+#pragma unroll
+    for (int k = kSums - 1; k >= 0; --k) up(k);
+    store(step);
+  }
+}
+
+}  // namespace jaxdnn::conv::depthwise
