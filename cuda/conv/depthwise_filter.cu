@@ -6,28 +6,12 @@
 // A window of one line is folded: with results Q (strip + line) and taps Q r + s, strips of Q results that follow one
 // another are lines too, and the taps a window of lines.
 #include "cuda/common/column_sum.cuh"
-#include "cuda/conv/depthwise.cuh"
 #include "cuda/conv/depthwise.h"
+#include "cuda/conv/depthwise_filter_ring.cuh"
 
 namespace jaxdnn::conv {
+namespace depthwise {
 namespace {
-
-struct FilterParams {
-  PhasedAxis at[kRank];
-  Slabs slabs;
-  FastDiv strips, segments, rows, planes, images, phases[kRank];  // of units of work; images per problem
-  int segment;                                                    // steps in a segment
-  int units, splits, tasks;
-  int line_tasks, column_tasks;
-  FastDiv line_residues, column_residues;  // taps apart by the stride, where that is not compiled for
-  int channels;
-  FastDiv features;
-  // Strides in bytes.
-  int x_pixel, y_pixel;
-  int64_t x_line[kRank], x_image, y_line[kRank], y_image;
-  int64_t size;  // elements of the filter
-  bool widened;
-};
 
 template <class T, bool kPaired, bool kFolded, int kLines, int kColumns, int kStride, int kStrip, int kBlocks>
 __global__ void __launch_bounds__(kDepthwiseThreads, kBlocks)
@@ -35,7 +19,6 @@ __global__ void __launch_bounds__(kDepthwiseThreads, kBlocks)
   constexpr int kHeld = (kLines + kStride - 1) / kStride;    // lines of y that a line of x meets
   constexpr int kWidth = (kStrip - 1) * kStride + kColumns;  // of the strip of x
   static_assert(!kFolded || (kStride == 1 && (kLines == 1 || kColumns == kStrip)));
-  __shared__ float2 scratch[kColumns][kDepthwiseThreads];
   int slab, lane, rest = p.slabs.count.Div(static_cast<int>(blockIdx.x), &slab);
   const int task = rest % p.tasks;
   rest /= p.tasks;
@@ -153,65 +136,13 @@ __global__ void __launch_bounds__(kDepthwiseThreads, kBlocks)
     }
   }
 
-#pragma unroll
-  for (int r = 0; r < kLines; ++r) {
-#pragma unroll
-    for (int s = 0; s < kColumns; ++s) scratch[s][threadIdx.x] = sums[r][s];
-    __syncthreads();
-#pragma unroll 1
-    for (int i = threadIdx.x; i < kColumns * p.slabs.width; i += kDepthwiseThreads) {
-      const int s = p.slabs.thread.Div(i, &lane), channel = 2 * (slab * p.slabs.width + lane);
-      const int line_tap = first_line + (kFolded ? 0 : lines_apart * r);
-      const int column_tap = first_column + columns_apart * (s + (kFolded ? kColumns * r : 0));
-      if (channel >= p.channels || line_tap >= p.at[1].window || column_tap >= p.at[2].window) continue;
-      float2 sum = {0, 0};
-#pragma unroll 4
-      for (int u = 0; u < p.slabs.units; ++u) {
-        const float2 term = scratch[s][u * p.slabs.width + lane];
-        sum.x += term.x;
-        sum.y += term.y;
-      }
-      const int64_t tap =
-          ((int64_t{problem} * p.at[0].window + plane_tap) * p.at[1].window + line_tap) * p.at[2].window + column_tap;
-      const int64_t to = tap * p.channels + channel;
-      const bool second = channel + 1 < p.channels;
-      if (partial || p.widened || sizeof(T) == 4) {
-        float* floats = partial ? partial + split * p.size + to : reinterpret_cast<float*>(out) + to;
-        floats[0] = sum.x;
-        if (second) floats[1] = sum.y;
-      } else {
-        T* result = reinterpret_cast<T*>(out) + to;
-        result[0] = static_cast<T>(sum.x);
-        if (second) result[1] = static_cast<T>(sum.y);
-      }
-    }
-    __syncthreads();
-  }
-}
-
-FilterParams MakeParams(const Problem& p) {
-  FilterParams q = {};
-  const int64_t k = p.groups * p.features, size = p.in == DType::kF32 ? 4 : 2;
-  q.channels = int(k);
-  q.features = FastDiv(p.features);
-  q.slabs = Slabs(k);
-  q.images = FastDiv(p.images);
-  q.x_pixel = int(p.groups * size);
-  q.y_pixel = int(k * size);
-  int64_t x_stride = q.x_pixel, y_stride = q.y_pixel;
-  for (int d = kRank - 1; d >= 0; --d) {
-    q.at[d] = PhasedAxis(InputAxis(p, d), p.y[d], p.window[d]);
-    q.phases[d] = FastDiv(q.at[d].phases);
-    q.x_line[d] = x_stride;
-    q.y_line[d] = y_stride;
-    x_stride *= p.x[d];
-    y_stride *= p.y[d];
-  }
-  q.x_image = x_stride;
-  q.y_image = y_stride;
-  q.size = p.FilterSize();
-  q.widened = p.out != p.in;
-  return q;
+  const auto tap = [&](int r, int s) {
+    const int line = first_line + (kFolded ? 0 : lines_apart * r);
+    const int column = first_column + columns_apart * (s + (kFolded ? kColumns * r : 0));
+    if (line >= p.at[1].window || column >= p.at[2].window) return int64_t{-1};
+    return ((int64_t{problem} * p.at[0].window + plane_tap) * p.at[1].window + line) * p.at[2].window + column;
+  };
+  WriteSums<T>(p, sums, slab, split, tap, partial, out);
 }
 
 // What a kernel is compiled for.
@@ -273,30 +204,45 @@ auto VisitTaps(FilterParams& q, const Problem& p, bool paired, F&& f) {
 }
 
 }  // namespace
+}  // namespace depthwise
 
 cudaError_t LaunchDepthwiseFilter(const Problem& p, const Config& config, const void* x, const void* y, void* out,
                                   void* workspace, cudaStream_t stream) {
+  using namespace depthwise;
   if (p.FilterSize() == 0) return cudaSuccess;
   FilterParams q = MakeParams(p);
-  const int64_t splits = config.splits;
-  q.splits = int(splits);
+  q.splits = int(config.splits);
   return VisitSingleDType(p.in, [&](auto type) {
     using T = typename decltype(type)::type;
     const bool paired = Paired(p, {x, y});
-    const cudaError_t status = VisitTaps(q, p, paired, [&](auto tag) {
-      using S = decltype(tag);
-      float* partial = splits > 1 ? static_cast<float*>(workspace) : nullptr;
-      const auto launch = [&](auto* kernel) {
-        const int64_t blocks = p.batch * splits * q.tasks * q.slabs.count.divisor;
-        return LaunchKernel(kernel, blocks, kDepthwiseThreads, stream, q, static_cast<const char*>(x),
-                            static_cast<const char*>(y), partial, static_cast<char*>(out));
-      };
-      return launch(FilterKernel<T, S::kPaired, S::kFolded, S::kLines, S::kColumns, S::kStride, S::kStrip, S::kBlocks>);
-    });
-    if (status != cudaSuccess || splits == 1) return status;
+    const auto launch = [&](auto* kernel, size_t shared_bytes) {
+      float* partial = q.splits > 1 ? static_cast<float*>(workspace) : nullptr;
+      const int64_t blocks = p.batch * q.splits * q.tasks * q.slabs.count.divisor;
+      return LaunchKernel(kernel, Grid{blocks, kDepthwiseThreads, shared_bytes}, stream, q, static_cast<const char*>(x),
+                          static_cast<const char*>(y), partial, static_cast<char*>(out));
+    };
+    cudaError_t status = cudaErrorInvalidValue;
+    if (paired && (reinterpret_cast<uintptr_t>(x) | reinterpret_cast<uintptr_t>(y)) % 16 == 0) {
+      status = VisitRingTaps<T>(q, p, [&](auto tag) {
+        using R = typename decltype(tag)::type;
+        return VisitPairs(q.channels, CeilDiv(q.at[2].out, R::kStrip), [&](auto pairs) {
+          using L = Lanes<T, pairs()>;
+          R::Share(q, p, L::kPairs, L::kStrips);
+          return launch(FilterRingKernel<R, T, L>, kDepthwiseWarps * R::template kStages<L> * R::template kStage<L>);
+        });
+      });
+    }
+    if (status == cudaErrorInvalidValue) {
+      status = VisitTaps(q, p, paired, [&](auto tag) {
+        using S = decltype(tag);
+        return launch(
+            FilterKernel<T, S::kPaired, S::kFolded, S::kLines, S::kColumns, S::kStride, S::kStrip, S::kBlocks>, 0);
+      });
+    }
+    if (status != cudaSuccess || q.splits == 1) return status;
     const auto* partial = static_cast<const float*>(workspace);
-    if (p.out == p.in) return SumRows(partial, 1, splits, q.size, static_cast<T*>(out), stream);
-    return SumRows(partial, 1, splits, q.size, static_cast<float*>(out), stream);
+    if (p.out == p.in) return SumRows(partial, 1, q.splits, q.size, static_cast<T*>(out), stream);
+    return SumRows(partial, 1, q.splits, q.size, static_cast<float*>(out), stream);
   });
 }
 

@@ -1,0 +1,91 @@
+// What the kernels of depthwise convolution's filter gradient share: their parameters, and how the sums of a block come
+// together.
+#pragma once
+
+#include "cuda/conv/depthwise.cuh"
+
+namespace jaxdnn::conv::depthwise {
+
+struct FilterParams {
+  PhasedAxis at[kRank];
+  Slabs slabs;
+  FastDiv strips, segments, rows, planes, images, phases[kRank];  // of units of work; images per problem
+  int segment;                                                    // steps in a segment
+  int units, splits, tasks;
+  int line_tasks, column_tasks;
+  FastDiv line_residues, column_residues;  // taps apart by the stride, where that is not compiled for
+  int channels;
+  FastDiv features;
+  // Strides in bytes.
+  int x_pixel, y_pixel;
+  int64_t x_line[kRank], x_image, y_line[kRank], y_image;
+  int64_t size;  // elements of the filter
+  bool widened;
+};
+
+inline FilterParams MakeParams(const Problem& p) {
+  FilterParams q = {};
+  const int64_t k = p.groups * p.features, size = p.in == DType::kF32 ? 4 : 2;
+  q.channels = int(k);
+  q.features = FastDiv(p.features);
+  q.slabs = Slabs(k);
+  q.images = FastDiv(p.images);
+  q.x_pixel = int(p.groups * size);
+  q.y_pixel = int(k * size);
+  int64_t x_stride = q.x_pixel, y_stride = q.y_pixel;
+  for (int d = kRank - 1; d >= 0; --d) {
+    q.at[d] = PhasedAxis(InputAxis(p, d), p.y[d], p.window[d]);
+    q.phases[d] = FastDiv(q.at[d].phases);
+    q.x_line[d] = x_stride;
+    q.y_line[d] = y_stride;
+    x_stride *= p.x[d];
+    y_stride *= p.y[d];
+  }
+  q.x_image = x_stride;
+  q.y_image = y_stride;
+  q.size = p.FilterSize();
+  q.widened = p.out != p.in;
+  return q;
+}
+
+// Adds up the sums of a block's threads that have the same channels, and writes them: rows of partial sums, or the
+// result. Those in [r][s] are of tap(r, s) of the window, and of none if that is negative.
+template <class T, int kLines, int kColumns, class Tap>
+__device__ void WriteSums(const FilterParams& p, const float2 (&sums)[kLines][kColumns], int slab, int split,
+                          const Tap& tap, float* partial, char* out) {
+  __shared__ float2 scratch[kColumns][kDepthwiseThreads];
+#pragma unroll
+  for (int r = 0; r < kLines; ++r) {
+#pragma unroll
+    for (int s = 0; s < kColumns; ++s) scratch[s][threadIdx.x] = sums[r][s];
+    __syncthreads();
+#pragma unroll 1
+    for (int i = threadIdx.x; i < kColumns * p.slabs.width; i += kDepthwiseThreads) {
+      int lane;
+      const int s = p.slabs.thread.Div(i, &lane), channel = 2 * (slab * p.slabs.width + lane);
+      const int64_t of = tap(r, s);
+      if (channel >= p.channels || of < 0) continue;
+      float2 sum = {0, 0};
+#pragma unroll 4
+      for (int u = 0; u < p.slabs.units; ++u) {
+        const float2 term = scratch[s][u * p.slabs.width + lane];
+        sum.x += term.x;
+        sum.y += term.y;
+      }
+      const int64_t to = of * p.channels + channel;
+      const bool second = channel + 1 < p.channels;
+      if (partial || p.widened || sizeof(T) == 4) {
+        float* floats = partial ? partial + split * p.size + to : reinterpret_cast<float*>(out) + to;
+        floats[0] = sum.x;
+        if (second) floats[1] = sum.y;
+      } else {
+        T* result = reinterpret_cast<T*>(out) + to;
+        result[0] = static_cast<T>(sum.x);
+        if (second) result[1] = static_cast<T>(sum.y);
+      }
+    }
+    __syncthreads();
+  }
+}
+
+}  // namespace jaxdnn::conv::depthwise
