@@ -56,10 +56,10 @@ struct WgmmaCost {
 };
 
 WgmmaCost WgmmaCostOf(const TileShape& t, const Problem& p) {
-  // Of 16-bit floats and of TF32: forward and data gradient, then the filter gradient, which takes no floats in tiles
-  // of 64 rows.
+  // Of 16-bit floats and of TF32: forward and data gradient, then the filter gradient, which takes floats in tiles of
+  // 128 rows only.
   constexpr WgmmaCost k128x128[] = {{600, 4400}, {625, 8000}, {660, 1200}, {680, 1200}};
-  constexpr WgmmaCost k256x64[] = {{750, 4400}, {795, 8000}, {800, 1600}, {760, 1600}};
+  constexpr WgmmaCost k256x64[] = {{750, 4400}, {795, 8000}, {800, 1600}, {}};
   constexpr WgmmaCost k128x64[] = {{410, 4100}, {450, 6100}, {480, 500}, {420, 500}};
   constexpr WgmmaCost k64x128[] = {{465, 3400}, {450, 4700}, {480, 0}, {}};
   constexpr WgmmaCost k64x64[] = {{355, 3500}, {360, 4100}, {335, 0}, {}};
@@ -151,8 +151,9 @@ double WgmmaCycles(const Problem& p, const TileShape& t, int64_t splits) {
     work.tiles = std::ceil(units / (t.rows / line)) * CeilDiv(p.features, t.columns) * splits;
     steps = std::ceil(work.depth / WgmmaDepth(p.in));
   } else {
-    const int64_t channels = p.direction == Direction::kForward ? p.channels : p.features;
-    steps = std::max(1.0, work.depth / channels * CeilDiv(channels, WgmmaDepth(p.in)));
+    // Pixels of half a line and less take as many loads, which are slower for what they bring.
+    const int64_t channels = p.DepthChannels(), line = WgmmaDepth(p.in);
+    steps = std::max(1.0, work.depth / channels * CeilDiv(channels, line)) * (2 * channels <= line ? 1.45 : 1);
   }
   const double each = std::ceil(work.tiles / kMultiprocessors), busy = steps * cost.step;
   return each * std::max(busy, (busy + cost.tile) / 2) + cost.tile;
@@ -244,7 +245,7 @@ bool Takes(const TileShape& t, const Problem& p, bool hopper) {
   if (t.unit == Unit::kWgmma) {
     MappedPhase phases[kMaxMaps];
     const bool floats =
-        p.in == DType::kF32 && p.products == 1 && (p.direction != Direction::kFilterGradient || t.rows > 64);
+        p.in == DType::kF32 && p.products == 1 && (p.direction != Direction::kFilterGradient || t.rows == 128);
     return hopper && (floats || p.in != DType::kF32) && p.batch == 1 && p.groups == 1 && InChunks(p) &&
            p.images * std::max(p.XPixels(), p.YPixels()) < INT32_MAX && MapPhases(p, phases) > 0;
   }
@@ -260,7 +261,8 @@ Dense DenseOf(const Problem& p) {
   constexpr int64_t kColumns = 32, kMostChannels = 128, kMostFolded = 64;
   const int64_t chunk = 16 / SizeOf(p.in), widest = std::max(p.channels, p.features);
   Dense dense;
-  for (int64_t twice = 2; p.groups % twice == 0; twice *= 2) {
+  // Single channels are the depthwise kernels'.
+  for (int64_t twice = 2; p.channels > 1 && p.groups % twice == 0; twice *= 2) {
     const bool chunks = InRunsOf(p, chunk / std::gcd(chunk, dense.groups));
     if (twice * widest > (chunks ? kColumns : kMostChannels)) break;
     dense.groups = twice;

@@ -262,8 +262,8 @@ cudaError_t LaunchFilterWgmma(const Problem& p, const Config& config, const void
                               void* workspace, cudaStream_t stream) {
   return VisitWgmmaTile<true>(p, config, [&](auto tile) {
     using T = typename decltype(tile)::type;
-    // The two warpgroups share the rows of floats.
-    if constexpr (kFloats<T> && T::kRows == 64)
+    // The two warpgroups share the rows of floats: 64 each, since 128 are too many registers.
+    if constexpr (kFloats<T> && T::kRows != 128)
       return cudaErrorInvalidValue;
     else
       return LaunchTile<T>(p, config, x, y, out, workspace, stream);
