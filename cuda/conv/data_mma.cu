@@ -177,14 +177,31 @@ struct LoadFilterRuns {
         const int element = Mine::Chunk() * kChunk<In> + i, k = step * T::kDepth + (kForward ? line : element);
         const Column& column = columns[Slot<T, kForward>(kForward ? element : line)];
         const Walk at(p, block.taps, k);
-        const bool meets = static_cast<unsigned>(at.channel - column.first_channel) < unsigned(p.phase_channels) &&
-                           column.taps.Contains(at.packed);
         CopyElements<kRun>(stage + place + Mine::Step(j) + sizeof(In) * i,
-                           filter + column.filter + at.filter + at.channel * p.filter_channel, k < depth && meets);
+                           filter + column.filter + at.filter + at.channel * p.filter_channel,
+                           k < depth && column.Meets(p, at));
       }
     }
   }
 };
+
+// One sum by itself, of the terms alone that its column meets.
+template <class In>
+__device__ __noinline__ float SumOf(const DataParams& p, const DataBlock& block, const Row& row, const Column& column,
+                                    const In* in, const In* filter) {
+  in += row.image +
+        ((int64_t{row.origin[0]} * p.axis[1].extent + row.origin[1]) * p.axis[2].extent + row.origin[2]) * p.pixel_size;
+  filter += block.FilterStart(p) + column.filter;
+  const TapRange inside(row, p, block.phase);
+  float sum = 0;
+  for (int k = 0, depth = block.Depth(p); k < depth; ++k) {
+    const Walk at(p, block.taps, k);
+    if (!column.Meets(p, at)) continue;
+    const float x = inside.Contains(at.packed) ? static_cast<float>(in[at.operand + at.channel]) : 0;
+    sum += x * static_cast<float>(filter[at.filter + at.channel * p.filter_channel]);
+  }
+  return sum;
+}
 
 template <class T, bool kDense, bool kForward, class In>
 using LoadFilter =
@@ -230,6 +247,21 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
       return entry(column).Exists(p, at) ? at.result * p.result_pixel + first + entry(column).result : -1;
     }
   };
+  if constexpr (!kDense) {
+    // Zeros of the filter do not make up for an infinity of a group or tap that is not the column's.
+    bool finite = true;
+#pragma unroll
+    for (auto& block_of_rows : sums)
+#pragma unroll
+      for (auto& block_of_columns : block_of_rows)
+#pragma unroll
+        for (float sum : block_of_columns) finite &= isfinite(sum);
+    if (__syncthreads_or(!finite))
+      RepairSums<T>(ring, sums, [&](int row, int column) {
+        const bool exists = rows[row].result >= 0 && first_column + column < p.columns;
+        return exists ? SumOf(p, block, rows[row], entry(column), in, filter) : 0.f;
+      });
+  }
   const bool whole_runs = kDense || p.whole_runs;
   const auto store = [&](auto* result) {
     if constexpr (kForward) {

@@ -226,6 +226,27 @@ __device__ const Staged* StageSums(unsigned char* ring, const typename T::Sums& 
   return scratch;
 }
 
+// Replaces the sums that are not finite by again(row, column), one at a time through shared memory.
+template <class T, class Again>
+__device__ __noinline__ void RepairSums(unsigned char* ring, typename T::Sums& sums, const Again& again) {
+  float* scratch = const_cast<float*>(StageSums<T, float>(ring, sums));
+  for (int i = threadIdx.x; i < T::kRows * T::kColumns; i += T::kThreads) {
+    float& sum = scratch[i / T::kColumns * kPitch<T, float> + i % T::kColumns];
+    if (!isfinite(sum)) sum = again(i / T::kColumns, i % T::kColumns);
+  }
+  __syncthreads();
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < T::kWarpRows / 16; ++i)
+#pragma unroll
+    for (int j = 0; j < T::kWarpColumns / 8; ++j)
+#pragma unroll
+      for (int k = 0; k < 4; ++k)
+        sums[i][j][k] = scratch[(T::Row() + 16 * i + lane / 4 + k / 2 * 8) * kPitch<T, float> + T::Column() + 8 * j +
+                                2 * (lane % 4) + k % 2];
+  __syncthreads();
+}
+
 // Stores the block's sums through shared memory, so that whole lines leave at once. address(row, column) says where to,
 // in elements of `out`, or is -1; and `whole_runs`, whether kChunk columns and their addresses always follow each
 // other.

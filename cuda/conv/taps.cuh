@@ -110,6 +110,11 @@ struct Column {
     taps = TapRange(first, last);
   }
 
+  __device__ bool Meets(const DataParams& p, const Walk& at) const {
+    return static_cast<unsigned>(at.channel - first_channel) < static_cast<unsigned>(p.phase_channels) &&
+           taps.Contains(at.packed);
+  }
+
   // Whether the phase has a position at the row: it may end before the first.
   __device__ bool Exists(const DataParams& p, const Row& row) const {
     bool inside = true;
