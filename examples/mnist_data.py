@@ -13,6 +13,7 @@ import numpy as np
 
 IMAGES, LABELS = 2051, 2049  # the magic numbers: 0x08 for unsigned bytes, then the number of dimensions
 SIZE = 28
+BOX = 20  # what the digits fill of it
 
 
 class DataError(Exception):
@@ -43,8 +44,9 @@ def load_digits() -> Dataset:
   from sklearn import datasets, model_selection
 
   digits = datasets.load_digits()
-  box = np.asarray(jax.image.resize(digits.images.astype(np.float32), (len(digits.images), 20, 20), "linear"))
-  images = np.pad(np.rint(box * (255 / 16)).astype(np.uint8), [(0, 0), (4, 4), (4, 4)])
+  margin = (SIZE - BOX) // 2
+  box = np.asarray(jax.image.resize(digits.images.astype(np.float32), (len(digits.images), BOX, BOX), "linear"))
+  images = np.pad(np.rint(box * (255 / 16)).astype(np.uint8), [(0, 0), (margin, margin), (margin, margin)])
   labels = digits.target.astype(np.uint8)
   split = model_selection.train_test_split(images, labels, test_size=0.2, stratify=labels, random_state=0)
   train_images, test_images, train_labels, test_labels = split
