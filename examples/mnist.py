@@ -344,7 +344,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
   parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="type of the activations")
   parser.add_argument("--schedule", choices=["constant", "cosine"], help="of the learning rate; cosine on the digits")
   parser.add_argument(
-    "--shift", type=int, choices=margin, metavar="N", help="move training images by up to N of 4 pixels; 2 on the digits"
+    "--shift", type=int, choices=margin, metavar="N", help="moves training images by up to N pixels; 2 on the digits"
   )
   parser.add_argument("--limit", type=positive(int), metavar="N", help="train on the first N images alone")
   parser.add_argument("--output", type=Path, default=Path("mnist-output"), metavar="DIR", help="folder of the pictures")

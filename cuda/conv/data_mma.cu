@@ -271,11 +271,9 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
     }
     StoreSums<T, kChunk<In>>(ring, sums, result, address, whole_runs);
   };
-  if (wide) {
-    store(static_cast<float*>(out));
-  } else {
-    store(static_cast<In*>(out));
-  }
+  if constexpr (sizeof(In) == 2)
+    if (wide) return store(static_cast<float*>(out));
+  store(static_cast<In*>(out));
 }
 
 template <Direction kDirection>
