@@ -7,7 +7,7 @@ from jax import lax
 
 import jaxdnn
 from conv_cases import SAME3, SAME7, ConvCase
-from conv_checks import check, sample
+from conv_checks import check, coarse, sample
 from conv_oracle import conv as conv_oracle
 from conv_oracle import conv_gradients
 from numerics import assert_close, exact
@@ -124,13 +124,13 @@ def test_random_problems(seed):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_infinities_stay_where_they_belong(dtype):
   """Neither another group's channels nor the neighbouring phases' positions become NaN."""
-  x, w = (np.array(sample(s, dtype, i)) for i, s in enumerate(((2, 9, 8, 64), (3, 3, 4, 64))))
+  x, w = (np.array(coarse(s, dtype, i)) for i, s in enumerate(((2, 9, 8, 64), (3, 3, 4, 64))))
   x[0, 4, 4, 5], x[1, 0, 0, 63] = np.inf, np.nan
   y = jaxdnn.conv(x, w, padding="SAME", groups=16, algorithm="implicit_gemm_mma", precision="default")
   want = conv_oracle(exact(x), exact(w), (1, 1), SAME3, (1, 1), (1, 1), 16)
   assert_close(y, want, dtype, terms=36, scale=12)
   assert np.isfinite(np.asarray(y[0, ..., 8:], np.float32)).all()
-  g, w = (np.array(sample(s, dtype, i)) for i, s in enumerate(((1, 8, 8, 32), (7, 7, 3, 32))))
+  g, w = (np.array(coarse(s, dtype, i)) for i, s in enumerate(((1, 8, 8, 32), (7, 7, 3, 32))))
   g[0, 3, 3, 7] = np.inf
   layer = dict(stride=2, padding=SAME7, algorithm="implicit_gemm_mma", precision="default")
   dx = jaxdnn.conv_dgrad(g, w, (16, 16), **layer)
