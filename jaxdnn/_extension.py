@@ -6,7 +6,16 @@ import warnings
 
 import jax
 
-from jaxdnn import _jaxdnn as native
+try:
+  from jaxdnn import _jaxdnn as native
+except ImportError:
+  folder = pathlib.Path(__file__).parent
+  if any(folder.glob("_jaxdnn*")):
+    raise
+  raise ImportError(
+    f"{folder} is jaxdnn's source and not an installation, but Python finds it first where it is started beside it. "
+    "Install jaxdnn (pip install .), and start Python in another folder or as python -P."
+  ) from None
 
 
 def runtime_ffi_version() -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -10,6 +11,23 @@ import pytest
 from jaxdnn import _extension
 
 built = pytest.mark.skipif(not _extension.TARGETS, reason="the CUDA kernels were not built")
+
+# As in the source folder, where an editable installation would help out.
+IMPORT_HERE = """
+import sys
+sys.meta_path = [finder for finder in sys.meta_path if "Redirecting" not in type(finder).__name__]
+import jaxdnn
+"""
+
+
+def test_the_source_folder_says_that_it_is_no_installation(tmp_path):
+  package = pathlib.Path(_extension.__file__).parent
+  shutil.copytree(package, tmp_path / "jaxdnn", ignore=shutil.ignore_patterns("_jaxdnn*", "__pycache__"))
+  run = subprocess.run([sys.executable, "-c", IMPORT_HERE], cwd=tmp_path, capture_output=True, text=True)
+  assert run.returncode == 1
+  assert f"ImportError: {tmp_path / 'jaxdnn'} is jaxdnn's source and not an installation" in run.stderr
+  assert "python -P" in run.stderr.splitlines()[-1]
+
 
 # Aims the CUDA lowering and the CUDA handlers at the CPU and calls every primitive once. Decoding must stop at the
 # missing CUDA stream and complain about nothing else: attribute names, counts and types, numbers of operands and
