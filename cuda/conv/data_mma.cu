@@ -187,8 +187,8 @@ struct LoadFilterRuns {
 
 // One sum by itself, of the terms alone that its column meets.
 template <class In>
-__device__ __noinline__ float SumOf(const DataParams& p, const DataBlock& block, const Row& row, const Column& column,
-                                    const In* in, const In* filter) {
+__device__ float SumOf(const DataParams& p, const DataBlock& block, const Row& row, const Column& column, const In* in,
+                       const In* filter) {
   in += row.image +
         ((int64_t{row.origin[0]} * p.axis[1].extent + row.origin[1]) * p.axis[2].extent + row.origin[2]) * p.pixel_size;
   filter += block.FilterStart(p) + column.filter;
@@ -201,6 +201,20 @@ __device__ __noinline__ float SumOf(const DataParams& p, const DataBlock& block,
     sum += x * static_cast<float>(filter[at.filter + at.channel * p.filter_channel]);
   }
   return sum;
+}
+
+// Replaces the block's staged sums that are not finite. Rarely called, hence out of line; and what such a call takes by
+// reference lives in memory all along, which the sums must not, nor the kernel's own block.
+template <class T, bool kForward, class In>
+__device__ __noinline__ void RepairStaged(const DataParams& p, const Row* rows, const Column* columns, const In* in,
+                                          const In* filter, float* scratch) {
+  const DataBlock block(p);
+  for (int i = threadIdx.x; i < T::kRows * T::kColumns; i += T::kThreads) {
+    const int row = i / T::kColumns, column = i % T::kColumns;
+    float& sum = scratch[row * kPitch<T, float> + column];
+    if (isfinite(sum) || rows[row].result < 0 || block.column_tile * T::kColumns + column >= p.columns) continue;
+    sum = SumOf(p, block, rows[row], columns[Slot<T, kForward>(column)], in, filter);
+  }
 }
 
 template <class T, bool kDense, bool kForward, class In>
@@ -256,11 +270,11 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
       for (auto& block_of_columns : block_of_rows)
 #pragma unroll
         for (float sum : block_of_columns) finite &= isfinite(sum);
-    if (__syncthreads_or(!finite))
-      RepairSums<T>(ring, sums, [&](int row, int column) {
-        const bool exists = rows[row].result >= 0 && first_column + column < p.columns;
-        return exists ? SumOf(p, block, rows[row], entry(column), in, filter) : 0.f;
-      });
+    if (__syncthreads_or(!finite)) {
+      float* scratch = StageSums<T, float>(ring, sums);
+      RepairStaged<T, kForward>(p, rows, columns, in, filter, scratch);
+      TakeStaged<T>(scratch, sums);
+    }
   }
   const bool whole_runs = kDense || p.whole_runs;
   const auto store = [&](auto* result) {
@@ -271,9 +285,11 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
     }
     StoreSums<T, kChunk<In>>(ring, sums, result, address, whole_runs);
   };
-  if constexpr (sizeof(In) == 2)
-    if (wide) return store(static_cast<float*>(out));
-  store(static_cast<In*>(out));
+  if (sizeof(In) == 4 || wide) {
+    store(static_cast<float*>(out));
+  } else {
+    store(static_cast<In*>(out));
+  }
 }
 
 template <Direction kDirection>

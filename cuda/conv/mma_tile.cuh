@@ -208,7 +208,7 @@ template <class T, class Staged>
 constexpr int kPitch = T::kColumns + 16 / sizeof(Staged);
 
 template <class T, class Staged>
-__device__ const Staged* StageSums(unsigned char* ring, const typename T::Sums& sums) {
+__device__ Staged* StageSums(unsigned char* ring, const typename T::Sums& sums) {
   Staged* scratch = reinterpret_cast<Staged*>(ring);
   const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -226,14 +226,9 @@ __device__ const Staged* StageSums(unsigned char* ring, const typename T::Sums& 
   return scratch;
 }
 
-// Replaces the sums that are not finite by again(row, column), one at a time through shared memory.
-template <class T, class Again>
-__device__ __noinline__ void RepairSums(unsigned char* ring, typename T::Sums& sums, const Again& again) {
-  float* scratch = const_cast<float*>(StageSums<T, float>(ring, sums));
-  for (int i = threadIdx.x; i < T::kRows * T::kColumns; i += T::kThreads) {
-    float& sum = scratch[i / T::kColumns * kPitch<T, float> + i % T::kColumns];
-    if (!isfinite(sum)) sum = again(i / T::kColumns, i % T::kColumns);
-  }
+// The sums back from there.
+template <class T>
+__device__ void TakeStaged(const float* scratch, typename T::Sums& sums) {
   __syncthreads();
   const int lane = threadIdx.x % 32;
 #pragma unroll
