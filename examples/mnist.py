@@ -330,8 +330,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     convert.__name__ = kind.__name__
     return convert
 
-  margin = range((mnist_data.SIZE - mnist_data.BOX) // 2 + 1)
-
   parser = argparse.ArgumentParser(
     description="Trains a convolutional network on handwritten digits with jaxdnn.",
   )
@@ -343,9 +341,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
   parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="one run for each")
   parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="type of the activations")
   parser.add_argument("--schedule", choices=["constant", "cosine"], help="of the learning rate; cosine on the digits")
-  parser.add_argument(
-    "--shift", type=int, choices=margin, metavar="N", help="moves training images by up to N pixels; 2 on the digits"
-  )
+  shifts = range(mnist_data.MARGIN + 1)
+  parser.add_argument("--shift", type=int, choices=shifts, help="moves training images so far; 2 on the digits")
   parser.add_argument("--limit", type=positive(int), metavar="N", help="train on the first N images alone")
   parser.add_argument("--output", type=Path, default=Path("mnist-output"), metavar="DIR", help="folder of the pictures")
   parser.add_argument("--no-plots", action="store_true", help="write no pictures")

@@ -13,7 +13,7 @@ import numpy as np
 
 IMAGES, LABELS = 2051, 2049  # the magic numbers: 0x08 for unsigned bytes, then the number of dimensions
 SIZE = 28
-BOX = 20  # what the digits fill of it
+MARGIN = 4  # around the box that the digits fill
 
 
 class DataError(Exception):
@@ -44,9 +44,9 @@ def load_digits() -> Dataset:
   from sklearn import datasets, model_selection
 
   digits = datasets.load_digits()
-  margin = (SIZE - BOX) // 2
-  box = np.asarray(jax.image.resize(digits.images.astype(np.float32), (len(digits.images), BOX, BOX), "linear"))
-  images = np.pad(np.rint(box * (255 / 16)).astype(np.uint8), [(0, 0), (margin, margin), (margin, margin)])
+  box = SIZE - 2 * MARGIN
+  boxes = np.asarray(jax.image.resize(digits.images.astype(np.float32), (len(digits.images), box, box), "linear"))
+  images = np.pad(np.rint(boxes * (255 / 16)).astype(np.uint8), [(0, 0), (MARGIN, MARGIN), (MARGIN, MARGIN)])
   labels = digits.target.astype(np.uint8)
   split = model_selection.train_test_split(images, labels, test_size=0.2, stratify=labels, random_state=0)
   train_images, test_images, train_labels, test_labels = split
