@@ -87,6 +87,11 @@ bool GathersChunks(const Problem& p, const Dense& dense) {
   return p.DepthChannels() * dense.groups % (16 / SizeOf(p.in)) == 0;
 }
 
+// Data of one group whose lines are not in whole chunks has kernels that shift them (ragged.cuh).
+bool IsRagged(const Problem& p, const Dense& dense) {
+  return p.direction != Direction::kFilterGradient && dense.groups == 1 && !dense.Folds() && !InChunks(p);
+}
+
 bool IsTripled(const Problem& p) { return p.in == DType::kF32 && p.products == 3; }
 
 double ReductionCycles(int64_t splits, int64_t result_bytes) {
@@ -132,10 +137,13 @@ double Cycles(const Problem& p, const TileShape& t, int64_t splits) {
   // Finding its place and storing its sums take a block as long as some steps.
   const double steps = std::ceil(work.depth / depth) + (t.unit == Unit::kMma ? 8 : 4);
   const double each = std::ceil(work.tiles / kMultiprocessors);
-  // What the mma.sync kernels copy piece by piece.
-  const double pieces = t.unit == Unit::kSimt || GathersChunks(p, DenseOf(p)) ? 1
-                        : InRunsOf(p, 4 / SizeOf(p.in))                       ? 1.6
-                                                                              : 2;
+  // What the mma.sync kernels shift, or copy piece by piece.
+  const Dense dense = DenseOf(p);
+  const double pieces = t.unit == Unit::kSimt           ? 1
+                        : IsRagged(p, dense)            ? 1.3
+                        : GathersChunks(p, dense)       ? 1
+                        : InRunsOf(p, 4 / SizeOf(p.in)) ? 1.6
+                                                        : 2;
   return steps * pieces * (IsTripled(p) ? 2.5 : 1) *
          std::max(std::ceil(each / cost.resident) * cost.latency, each * cost.busy);
 }
@@ -252,7 +260,7 @@ bool Takes(const TileShape& t, const Problem& p, bool hopper) {
   if (*std::max_element(p.window, p.window + kRank) > kMmaMaxWindow) return false;
   const Dense dense = DenseOf(p);
   if (InChunks(p) && dense.groups == 1 && !dense.Folds()) return !(t.tile == Tile::kMma128x128 && IsTripled(p));
-  return t.tile == Tile::kMma128x64 || (t.tile == Tile::kMma128x32 && GathersChunks(p, dense));
+  return t.tile == Tile::kMma128x64 || (t.tile == Tile::kMma128x32 && (IsRagged(p, dense) || GathersChunks(p, dense)));
 }
 
 }  // namespace

@@ -4,9 +4,8 @@
 // data.cuh says what rows, columns and taps are. A thread copies chunks of 16 bytes: of the operand always the same
 // few rows, whose first address and valid taps it keeps in registers, and of each step the chunk at one depth. It walks
 // along the depth, channels within taps, so that the main loop divides nothing.
+#include "cuda/conv/data_mma.cuh"
 #include "cuda/conv/mma.h"
-#include "cuda/conv/mma_tile.cuh"
-#include "cuda/conv/taps.cuh"
 
 namespace jaxdnn::conv {
 namespace {
@@ -19,8 +18,7 @@ struct LoadOperand {
   const DataBlock& block;
   const int depth, place;
   Walk walk;
-  const In* rows[Mine::kCount];
-  TapRange taps[Mine::kCount];
+  const GatheredRows<Mine, In> rows;
 
   __device__ LoadOperand(const DataParams& p, const DataBlock& block, const Row (&tile)[T::kRows], const In* in,
                          int depth)
@@ -28,15 +26,8 @@ struct LoadOperand {
         block(block),
         depth(depth),
         place(Tile::Offset(Mine::Line(), Mine::Chunk())),
-        walk(p, block.taps, Mine::Chunk() * kChunk<In>) {
-#pragma unroll
-    for (int j = 0; j < Mine::kCount; ++j) {
-      const Row& row = tile[Mine::Line() + j * Mine::kLinesApart];
-      const int64_t line = int64_t{row.origin[0]} * p.axis[1].extent + row.origin[1];
-      rows[j] = in + row.image + (line * p.axis[2].extent + row.origin[2]) * p.pixel_size;
-      taps[j] = TapRange(row, p, block.phase);
-    }
-  }
+        walk(p, block.taps, Mine::Chunk() * kChunk<In>),
+        rows(p, block, tile, in) {}
 
   __device__ void operator()(int step, uint32_t stage) {
     if constexpr (kVec == kChunk<In>) {
@@ -56,7 +47,7 @@ struct LoadOperand {
     const int64_t offset = at.operand + at.channel;
 #pragma unroll
     for (int j = 0; j < Mine::kCount; ++j)
-      CopyElements<kN>(to + Mine::Step(j), rows[j] + offset, taps[j].Contains(at.packed));
+      CopyElements<kN>(to + Mine::Step(j), rows.first[j] + offset, rows.taps[j].Contains(at.packed));
   }
 };
 
@@ -276,20 +267,9 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
       TakeStaged<T>(scratch, sums);
     }
   }
-  const bool whole_runs = kDense || p.whole_runs;
-  const auto store = [&](auto* result) {
-    if constexpr (kForward) {
-      if (!IsNone(p.epilogue))
-        return StoreFinished<T>(ring, sums, result, address, whole_runs, p.epilogue,
-                                [&](int column) { return block.batch * p.result_pixel + channel(column); });
-    }
-    StoreSums<T, kChunk<In>>(ring, sums, result, address, whole_runs);
-  };
-  if (sizeof(In) == 4 || wide) {
-    store(static_cast<float*>(out));
-  } else {
-    store(static_cast<In*>(out));
-  }
+  StoreData<T, kForward, In>(
+      p, ring, sums, address, [&](int column) { return block.batch * p.result_pixel + channel(column); },
+      kDense || p.whole_runs, wide, out);
 }
 
 template <Direction kDirection>
@@ -300,6 +280,8 @@ cudaError_t LaunchDirection(const Problem& p, const Config& config, const void* 
   const int filter_run = AlignedRun(p.features, p.in, {filter});
   const bool whole_runs = IsChunk(AlignedRun(columns, p.out, {out, epilogue.bias, epilogue.residual}), p.out);
   const bool whole = whole_runs && IsChunk(filter_run, p.in);
+  if (dense.groups == 1 && !dense.Folds() && !(whole && IsChunk(AlignedRun(p.DepthChannels(), p.in, {operand}), p.in)))
+    return LaunchDataRagged(p, config, operand, filter, out, epilogue, stream);
   return VisitMmaKernel<kDirection>(p, config, operand, whole, [&](auto tile, auto vec, auto is_dense, auto in) {
     using T = typename decltype(tile)::type;
     using In = typename decltype(in)::type;

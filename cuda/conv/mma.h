@@ -11,6 +11,11 @@ namespace jaxdnn::conv {
 cudaError_t LaunchDataMma(const Problem& p, const Config& config, const void* operand, const void* filter, void* out,
                           const Epilogue& epilogue, cudaStream_t stream);
 
+// The same for one group at a time, where lines are no whole chunks of 16 bytes. Takes the tiles 128x64 and 128x32; any
+// other stands for the first.
+cudaError_t LaunchDataRagged(const Problem& p, const Config& config, const void* operand, const void* filter, void* out,
+                             const Epilogue& epilogue, cudaStream_t stream);
+
 // Filter gradient; `workspace` holds config.workspace_bytes.
 cudaError_t LaunchFilterMma(const Problem& p, const Config& config, const void* x, const void* y, void* out,
                             void* workspace, cudaStream_t stream);

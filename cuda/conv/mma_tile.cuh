@@ -130,13 +130,61 @@ __device__ void CopyElements(uint32_t shared, const In* global, bool valid) {
   }
 }
 
+// sums += A B over the stage whose operands are at `a` and `b`. meanwhile() is called once the first fragments are on
+// their way.
+template <class In, class T, class OfA, class OfB, class Meanwhile>
+__device__ __forceinline__ void MultiplyStage(uint32_t a, uint32_t b, const OfA& of_a, const OfB& of_b,
+                                              typename T::Sums& sums, const Meanwhile& meanwhile) {
+  constexpr int kParts = T::kDepth / (2 * kChunk<In>);
+  uint32_t fragment_a[2][T::kWarpRows / 16][4], fragment_b[2][T::kWarpColumns / 16][4];
+  const auto fetch = [&](int d) {
+#pragma unroll
+    for (int i = 0; i < T::kWarpRows / 16; ++i) of_a.Load(fragment_a[d % 2][i], a, i, d);
+#pragma unroll
+    for (int j = 0; j < T::kWarpColumns / 16; ++j) of_b.Load(fragment_b[d % 2][j], b, j, d);
+  };
+  fetch(0);
+  meanwhile();
+  const auto multiply = [&](const auto& a, const auto& b) {
+#pragma unroll
+    for (int i = 0; i < T::kWarpRows / 16; ++i) {
+#pragma unroll
+      for (int j = 0; j < T::kWarpColumns / 16; ++j) {
+        Mma<In>(sums[i][2 * j], a[i], b[j][0], b[j][1]);
+        Mma<In>(sums[i][2 * j + 1], a[i], b[j][2], b[j][3]);
+      }
+    }
+  };
+#pragma unroll
+  for (int d = 0; d < kParts; ++d) {
+    if (d + 1 < kParts) fetch(d + 1);
+    auto& part_a = fragment_a[d % 2];
+    auto& part_b = fragment_b[d % 2];
+    if constexpr (T::kProducts == 3) {
+      uint32_t rest_a[T::kWarpRows / 16][4], rest_b[T::kWarpColumns / 16][4];
+#pragma unroll
+      for (int i = 0; i < T::kWarpRows / 16; ++i) SplitTf32(part_a[i], rest_a[i]);
+#pragma unroll
+      for (int j = 0; j < T::kWarpColumns / 16; ++j) SplitTf32(part_b[j], rest_b[j]);
+      multiply(rest_a, part_b);
+      multiply(part_a, rest_b);
+    } else if constexpr (sizeof(In) == 4) {
+#pragma unroll
+      for (int i = 0; i < T::kWarpRows / 16; ++i) RoundToTf32(part_a[i]);
+#pragma unroll
+      for (int j = 0; j < T::kWarpColumns / 16; ++j) RoundToTf32(part_b[j]);
+    }
+    multiply(part_a, part_b);
+  }
+}
+
 // sums += A B over `steps` stages. load_a(step, address), called for one step after another, begins the copies of that
 // step's operand into the stage at `address`, with LoadA::Tile its layout.
 template <class In, class T, class LoadA, class LoadB>
 __device__ void MultiplyPipelined(uint32_t ring, int steps, LoadA& load_a, LoadB& load_b, typename T::Sums& sums) {
   using TileA = typename LoadA::Tile;
   using TileB = typename LoadB::Tile;
-  constexpr int kStageBytes = TileA::kBytes + TileB::kBytes, kParts = T::kDepth / (2 * kChunk<In>);
+  constexpr int kStageBytes = TileA::kBytes + TileB::kBytes;
   const Fragments<TileA, T::kWarpRows, T::kDepth, false> of_a(T::Row());
   const Fragments<TileB, T::kWarpColumns, T::kDepth, true> of_b(T::Column());
   const auto load = [&](int step) {
@@ -157,47 +205,8 @@ __device__ void MultiplyPipelined(uint32_t ring, int steps, LoadA& load_a, LoadB
     WaitForCopies<T::kStages - 2>();
     // This step's copies of every thread are here, and the stage that is filled next was last read before.
     __syncthreads();
-    const uint32_t a = ring + step % T::kStages * kStageBytes, b = a + TileA::kBytes;
-    uint32_t fragment_a[2][T::kWarpRows / 16][4], fragment_b[2][T::kWarpColumns / 16][4];
-    const auto fetch = [&](int d) {
-#pragma unroll
-      for (int i = 0; i < T::kWarpRows / 16; ++i) of_a.Load(fragment_a[d % 2][i], a, i, d);
-#pragma unroll
-      for (int j = 0; j < T::kWarpColumns / 16; ++j) of_b.Load(fragment_b[d % 2][j], b, j, d);
-    };
-    fetch(0);
-    load(step + T::kStages - 1);
-    const auto multiply = [&](const auto& a, const auto& b) {
-#pragma unroll
-      for (int i = 0; i < T::kWarpRows / 16; ++i) {
-#pragma unroll
-        for (int j = 0; j < T::kWarpColumns / 16; ++j) {
-          Mma<In>(sums[i][2 * j], a[i], b[j][0], b[j][1]);
-          Mma<In>(sums[i][2 * j + 1], a[i], b[j][2], b[j][3]);
-        }
-      }
-    };
-#pragma unroll
-    for (int d = 0; d < kParts; ++d) {
-      if (d + 1 < kParts) fetch(d + 1);
-      auto& part_a = fragment_a[d % 2];
-      auto& part_b = fragment_b[d % 2];
-      if constexpr (T::kProducts == 3) {
-        uint32_t rest_a[T::kWarpRows / 16][4], rest_b[T::kWarpColumns / 16][4];
-#pragma unroll
-        for (int i = 0; i < T::kWarpRows / 16; ++i) SplitTf32(part_a[i], rest_a[i]);
-#pragma unroll
-        for (int j = 0; j < T::kWarpColumns / 16; ++j) SplitTf32(part_b[j], rest_b[j]);
-        multiply(rest_a, part_b);
-        multiply(part_a, rest_b);
-      } else if constexpr (sizeof(In) == 4) {
-#pragma unroll
-        for (int i = 0; i < T::kWarpRows / 16; ++i) RoundToTf32(part_a[i]);
-#pragma unroll
-        for (int j = 0; j < T::kWarpColumns / 16; ++j) RoundToTf32(part_b[j]);
-      }
-      multiply(part_a, part_b);
-    }
+    const uint32_t stage = ring + step % T::kStages * kStageBytes;
+    MultiplyStage<In, T>(stage, stage + TileA::kBytes, of_a, of_b, sums, [&] { load(step + T::kStages - 1); });
   }
   WaitForCopies<0>();
   __syncthreads();

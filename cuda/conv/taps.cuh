@@ -43,6 +43,7 @@ struct Walk {
   uint32_t packed;
   int64_t operand, filter;  // offsets of the tap, from its first
 
+  Walk() = default;
   __device__ Walk(const DataParams& p, const Box& taps, int k) {
     taps.Split(p.channel_div.Div(k, &channel), tap);
     SetTap(p);
