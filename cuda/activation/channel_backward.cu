@@ -49,7 +49,9 @@ struct PRelu {
 template <class T, class Rule>
 struct ChannelOp {
   static constexpr int N = kVecLength<T>;
+  static constexpr bool kAsync = !Rule::kMasked;  // A lane's bits are too few for that.
   using A = Accumulator<T>;
+  using Vector = Vec<T, N>;
   using Residual = std::conditional_t<Rule::kMasked, uint8_t, T>;
   using LoadedResidual = std::conditional_t<Rule::kMasked, unsigned, Vec<T, N>>;
   struct Loaded {
@@ -80,6 +82,11 @@ struct ChannelOp {
       out.residual = reinterpret_cast<const Vec<T, N>*>(residual)[i];
     return out;
   }
+  __device__ void Fetch(Vector* slot, int stride, int64_t i) const {
+    CopyAsync(slot, reinterpret_cast<const Vector*>(g) + i);
+    CopyAsync(slot + stride, reinterpret_cast<const Vector*>(residual) + i);
+  }
+  __device__ Loaded Take(const Vector* slot, int stride) const { return {slot[0], slot[stride]}; }
   __device__ void Store(int64_t i, const Vec<T, N>& out) const { reinterpret_cast<Vec<T, N>*>(dx)[i] = out; }
 
   __device__ Vec<T, N> Map(const Loaded& in, const A (&p)[N], A (&sum)[N]) const {

@@ -5,6 +5,8 @@
 //   SelectGroup(group, shape)       from here on, vectors and elements count from the beginning of this group
 //   Channel(c)                      the operand's value
 //   Loaded, Load(i), Store(i, out)  vector i, before and after
+//   kAsync, Fetch(slot, stride, i), Take(slot, stride)   whether both halves of what Load gives can go through shared
+//                                   memory, `stride` vectors apart; the beginning and the end of that
 //   Map(loaded, p[N], sum[N])       maps it, with the channels' values p, and adds to sum
 //   Gather(i, size), Scatter(i, size, out)   the same as Load and Store for a vector that is not aligned, or of which
 //                                   elements from `size` on are missing; they add nothing
@@ -12,8 +14,8 @@
 //
 // Two ways to cut the array, both without atomics, into partial rows that SumRows adds up in a fixed order:
 //   columns  the array as rows of a period: the least whole number of rows of channels that fills whole vectors. A
-//   thread
-//            owns a vector's columns, hence the same channels all the way down, and keeps their sums in registers.
+//            thread owns a vector's columns, hence the same channels all the way down, and keeps their sums in
+//            registers.
 //   planes   where a channel has long runs of elements: a block takes one channel's, all of them or every so many.
 #pragma once
 
@@ -21,6 +23,7 @@
 #include <numeric>
 
 #include "cuda/activation/channels.cuh"
+#include "cuda/common/async_copy.cuh"
 #include "cuda/common/column_sum.cuh"
 #include "cuda/common/dtype.cuh"
 #include "cuda/common/fast_div.cuh"
@@ -37,30 +40,39 @@ constexpr int kMultiprocessors = 132;  // Of an H200, which full waves are count
 
 // Columns -------------------------------------------------------------------------------------------------------------
 
+// Vectors of a lane that are on their way: in registers, or in a ring in shared memory, for maps so long that the
+// compiler would put loads off until it has registers for what follows from them.
 constexpr int kColumnUnroll = 4;
-constexpr int kColumnResident = 2;
+constexpr int kColumnStages = 4;
+// Blocks on a multiprocessor, and waves of those: multiprocessors, some faster than others, end at nearly one time.
+template <class A>
+constexpr int kColumnResident = sizeof(A) > 4 ? 2 : 3;
+constexpr int kColumnWaves = 4;
 
 struct ColumnPlan {
   int64_t columns;  // Channels times inner: what repeats.
   int64_t width;    // Vectors in a period, `repeats` times as many elements as columns.
   int64_t repeats;
-  int64_t rows;    // Periods in a group, the last perhaps in part.
-  int64_t tiles;   // Blocks side by side.
-  int64_t chunks;  // Blocks one below the other.
+  int64_t rows;        // Periods in a group, the last perhaps in part.
+  int64_t whole_rows;  // Those of whole vectors,
+  int64_t rest;        // and the whole vectors of the next one.
+  int64_t tiles;       // Blocks side by side.
+  int64_t chunks;      // Blocks one below the other.
+  int64_t height;      // Rows of a chunk.
   FastDiv by_columns, by_inner, by_tiles, by_chunks;
   bool folded;  // A tile holds every column: a block leaves one row of `columns`, else a chunk leaves a period.
 
   int64_t PartialRows() const { return folded ? tiles * chunks : chunks * repeats; }
 };
 
-// Into how many chunks `side` blocks next to each other are cut, at most `most`: so many that a full wave of blocks, or
-// several, keep all multiprocessors busy to the end.
-inline int64_t ChooseChunks(int64_t side, int64_t most, int64_t wave) {
+// Into how many chunks `side` blocks next to each other are cut, at most `most`: so many that `waves` full waves of
+// blocks, or more, keep all multiprocessors busy to the end.
+inline int64_t ChooseChunks(int64_t side, int64_t most, int64_t wave, int64_t waves) {
   const auto idle = [&](int64_t chunks) {
     const int64_t blocks = side * chunks;
     return static_cast<double>(CeilDiv(blocks, wave) * wave) / static_cast<double>(blocks);
   };
-  const int64_t least = std::min(most, std::max<int64_t>(1, wave / side));
+  const int64_t least = std::min(most, std::max<int64_t>(1, waves * wave / side));
   int64_t best = least;
   for (int64_t chunks = least + 1; chunks <= std::min(most, least + 8) && idle(best) > 1.15; ++chunks)
     if (idle(chunks) < idle(best)) best = chunks;
@@ -85,8 +97,15 @@ inline ColumnPlan PlanColumns(const ChannelShape& shape, int vector_length) {
   plan.rows = CeilDiv(GroupSize(shape), plan.width * vector_length);
   plan.tiles = CeilDiv(plan.width, kLanes);
   plan.folded = plan.columns < kLanes * vector_length;
-  plan.chunks = ChooseChunks(plan.tiles * shape.groups, std::max<int64_t>(1, CeilDiv(plan.rows, kSumWarps)),
-                             kMultiprocessors * kColumnResident);
+  constexpr int kBatch = kSumWarps * kColumnUnroll;
+  const int64_t batches = CeilDiv(plan.rows, kBatch);
+  // Few columns leave the second stage few blocks: they must not get many rows.
+  const int64_t side = plan.tiles * shape.groups, waves = side < 4 * kColumnWaves ? 1 : kColumnWaves;
+  const int64_t chunks = ChooseChunks(side, batches, kMultiprocessors * kColumnResident<float>, waves);
+  plan.height = CeilDiv(batches, chunks) * kBatch;
+  plan.chunks = CeilDiv(plan.rows, plan.height);
+  plan.whole_rows = GroupSize(shape) / vector_length / plan.width;
+  plan.rest = GroupSize(shape) / vector_length % plan.width;
   plan.by_columns = FastDiv(plan.columns);
   plan.by_inner = FastDiv(shape.inner);
   plan.by_tiles = FastDiv(plan.tiles);
@@ -95,8 +114,10 @@ inline ColumnPlan PlanColumns(const ChannelShape& shape, int vector_length) {
 }
 
 template <class Op>
-__global__ __launch_bounds__(kSumThreads, kColumnResident) void ColumnKernel(Op op, ChannelShape shape, ColumnPlan plan,
-                                                                             bool vectors, typename Op::A* partial) {
+__global__ __launch_bounds__(kSumThreads, kColumnResident<typename Op::A>) void ColumnKernel(Op op, ChannelShape shape,
+                                                                                             ColumnPlan plan,
+                                                                                             bool vectors,
+                                                                                             typename Op::A* partial) {
   using A = typename Op::A;
   constexpr int N = Op::N;
   constexpr int kTile = kLanes * N;
@@ -119,21 +140,39 @@ __global__ __launch_bounds__(kSumThreads, kColumnResident) void ColumnKernel(Op 
     if (++place == plan.columns) place = 0;
   }
   if (column < plan.width) {
-    const int64_t step = plan.chunks * kSumWarps * plan.width;
-    for (int64_t i = int64_t{chunk * kSumWarps + warp} * plan.width + column; i * N < size; i += kColumnUnroll * step) {
-      typename Op::Loaded loaded[kColumnUnroll];
-      const bool whole = vectors && (i + (kColumnUnroll - 1) * step + 1) * N <= size;
-#pragma unroll
-      for (int u = 0; u < kColumnUnroll; ++u) loaded[u] = whole ? op.Load(i + u * step) : op.Gather(i + u * step, size);
-#pragma unroll
-      for (int u = 0; u < kColumnUnroll; ++u) {
-        const auto out = op.Map(loaded[u], p, sum);
-        if (whole)
-          op.Store(i + u * step, out);
-        else
-          op.Scatter(i + u * step, size, out);
+    const int64_t step = kSumWarps * plan.width;
+    int64_t i = (int64_t{chunk} * plan.height + warp) * plan.width + column;
+    const int64_t rows = plan.whole_rows + (column < plan.rest) - int64_t{chunk} * plan.height;
+    int left = vectors ? (static_cast<int>(min(rows, plan.height)) - warp + kSumWarps - 1) / kSumWarps : 0;
+    if constexpr (Op::kAsync) {
+      __shared__ typename Op::Vector ring[kColumnStages][2][kSumThreads];
+      const auto slot = [&](int k) { return &ring[k % kColumnStages][0][threadIdx.x]; };
+      const auto fetch = [&](int k) {
+        if (k < left) op.Fetch(slot(k), kSumThreads, i + k * step);
+        CommitAsync();
+      };
+      for (int k = 0; k < kColumnStages - 1; ++k) fetch(k);
+#pragma unroll 1
+      for (int k = 0; k < left; ++k) {
+        fetch(k + kColumnStages - 1);
+        WaitAsync<kColumnStages - 1>();
+        op.Store(i + k * step, op.Map(op.Take(slot(k), kSumThreads), p, sum));
       }
+      i += left * step;
+    } else {
+      for (; left >= kColumnUnroll; left -= kColumnUnroll, i += kColumnUnroll * step) {
+        typename Op::Loaded loaded[kColumnUnroll];
+#pragma unroll
+        for (int u = 0; u < kColumnUnroll; ++u) loaded[u] = op.Load(i + u * step);
+#pragma unroll
+        for (int u = 0; u < kColumnUnroll; ++u) op.Store(i + u * step, op.Map(loaded[u], p, sum));
+      }
+#pragma unroll 1
+      for (; left > 0; --left, i += step) op.Store(i, op.Map(op.Load(i), p, sum));
     }
+    const int64_t end = min((int64_t{chunk} + 1) * plan.height * plan.width, (size + N - 1) / N);
+#pragma unroll 1
+    for (; i < end; i += step) op.Scatter(i, size, op.Map(op.Gather(i, size), p, sum));
   }
 
 #pragma unroll
@@ -163,8 +202,6 @@ __global__ __launch_bounds__(kSumThreads, kColumnResident) void ColumnKernel(Op 
   }
 }
 
-__device__ __forceinline__ int64_t Least(int64_t a, int64_t b) { return a < b ? a : b; }
-
 // Planes --------------------------------------------------------------------------------------------------------------
 
 constexpr int kPlaneUnroll = 4;
@@ -183,7 +220,7 @@ inline PlanePlan PlanPlanes(const ChannelShape& shape, int vector_length) {
   plan.pieces = std::max<int64_t>(1, CeilDiv(shape.inner / vector_length, kLanes * kPlaneUnroll));
   plan.items = shape.outer * plan.pieces;
   plan.chunks =
-      ChooseChunks(shape.groups * shape.channels, CeilDiv(plan.items, kSumWarps), kMultiprocessors * kPlaneResident);
+      ChooseChunks(shape.groups * shape.channels, CeilDiv(plan.items, kSumWarps), kMultiprocessors * kPlaneResident, 1);
   plan.by_pieces = FastDiv(plan.pieces);
   plan.by_channels = FastDiv(shape.channels);
   plan.by_chunks = FastDiv(plan.chunks);
