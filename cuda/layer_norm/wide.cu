@@ -266,11 +266,11 @@ __global__ void __launch_bounds__(kThreads) ColumnsKernel(Backward b, Shape shap
     }
     load(first + kBatch * step);
   }
-  A* const outs[2] = {static_cast<A*>(b.dscale), static_cast<A*>(b.dbias)};
+  const auto out_of = [&](int j) { return static_cast<A*>(j == 0 ? b.dscale : b.dbias); };
   if (groups == 1) {
 #pragma unroll
     for (int j = 0; j < 2; ++j)
-      if (exists && outs[j] != nullptr) StoreParameters(outs[j], outer * n + k, both[j]);
+      if (exists && out_of(j) != nullptr) StoreParameters(out_of(j), outer * n + k, both[j]);
     return;
   }
   // The groups' sums, a column of each in a thread's turn.
@@ -281,10 +281,10 @@ __global__ void __launch_bounds__(kThreads) ColumnsKernel(Backward b, Shape shap
   for (int i = threadIdx.x; i < 2 * columns; i += kThreads) {
     const int j = i >= columns, c = i - j * columns;
     const int64_t column = (k - across) * L + c;
-    if (column >= shape.n || outs[j] == nullptr) continue;
+    if (column >= shape.n || out_of(j) == nullptr) continue;
     A sum = 0;
     for (int g = 0; g < groups; ++g) sum += scratch[j][g * columns + c];
-    outs[j][outer * shape.n + column] = sum;
+    out_of(j)[outer * shape.n + column] = sum;
   }
 }
 
