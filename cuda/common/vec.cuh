@@ -2,6 +2,8 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
+#include <type_traits>
 
 namespace jaxdnn {
 
@@ -13,6 +15,17 @@ struct alignas(sizeof(T) * N) Vec {
 // Elements in a 16-byte access, the widest that every supported architecture has.
 template <class T>
 constexpr int kVecLength = 16 / sizeof(T);
+
+// Loads what nothing writes while the kernel runs, so that the compiler may do it before stores to anything else.
+template <class V>
+__device__ V LoadConstant(const V* p) {
+  using Word = std::conditional_t<sizeof(V) == 16, uint4, std::conditional_t<sizeof(V) == 8, uint2, unsigned>>;
+  static_assert(sizeof(V) == sizeof(Word), "one access");
+  const Word word = __ldg(reinterpret_cast<const Word*>(p));
+  V v;
+  memcpy(&v, &word, sizeof(V));
+  return v;
+}
 
 // XLA may hand a kernel a slice of a larger buffer, so alignment is a property of the pointer, not of the type.
 template <class... P>

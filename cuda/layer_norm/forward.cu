@@ -93,7 +93,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     for (int u = 0; u < U; ++u) {
       ForEachVector<V, false>(p, [&](int s, int k) {
         const int64_t at = row[u] * p.n + k;
-        x[u][s] = AddRounded<T>(x[u][s], static_cast<const X*>(f.residual)[at]);
+        const X residual = static_cast<const X*>(f.residual)[at];  // by reference it would be read byte by byte
+        x[u][s] = AddRounded<T>(x[u][s], residual);
         if (exists[u]) static_cast<X*>(f.sum)[at] = x[u][s];
       });
       if (p.n > 0) pivot[u] += static_cast<A>(static_cast<const T*>(f.residual)[row[u] * p.n * L]);
@@ -113,10 +114,27 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 #pragma unroll
   for (int u = 0; u < U; ++u) ForEachVector<V, false>(p, [&](int s, int) { ForgetWide(x[u][s]); });
 
+  if (p.n == 0) return;
   int64_t problem[U] = {};
   if (shape.problems > 1)
 #pragma unroll
     for (int u = 0; u < U; ++u) problem[u] = ProblemOf(row[u], shape);
+  // Without branches the vectors' waits for the parameters overlap, where registers are left for that.
+  constexpr bool kStraight = U * V * L <= 32 || (U == 1 && kBlocks < 3);
+  if (kStraight && problem[0] == problem[U - 1]) {
+#pragma unroll
+    for (int s = 0; s < V; ++s) {
+      const int k = p.first + s * p.stride;
+      if constexpr (!kEarly) load_parameters(problem[0], s, min(k, p.n - 1));
+#pragma unroll
+      for (int u = 0; u < U; ++u) {
+        const Statistics<T> stats({mean[u], rest[u], rstd[u]});
+        const X y = Apply<T>(x[u][s], stats, scale[kEarly ? s : 0], bias[kEarly ? s : 0]);
+        if (exists[u] && k < p.n) static_cast<X*>(f.y)[row[u] * p.n + k] = y;
+      }
+    }
+    return;
+  }
   ForEachVector<V, false>(p, [&](int s, int k) {
 #pragma unroll
     for (int u = 0; u < U; ++u) {

@@ -206,7 +206,7 @@ __device__ void LoadParameters(A (&to)[L], const A* from, int64_t k) {
   const auto* in = reinterpret_cast<const Vec<A, P>*>(from) + k * (L / P);
 #pragma unroll
   for (int j = 0; j < L / P; ++j) {
-    const Vec<A, P> v = in[j];
+    const Vec<A, P> v = LoadConstant(in + j);
 #pragma unroll
     for (int i = 0; i < P; ++i) to[j * P + i] = v.v[i];
   }
