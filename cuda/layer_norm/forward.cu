@@ -173,10 +173,13 @@ cudaError_t RunAligned(const Forward& f, const Shape& shape, const Options& opti
     return wide.cluster == 1 ? Launch<T, L, kColumns, 1, false, 512>(f, shape, options, wide, stream)
                              : Launch<T, L, kColumns, 1, true, 512>(f, shape, options, wide, stream);
   }
-  // Of the shortest, two vectors to a lane and more rows at once: fewer steps of a sum over the lanes.
-  if constexpr (kHasPairs<T> && L == kVecLength<T>)
-    if (n >= 4 && n <= 8)
-      return Launch<T, L, 2, 4, false, 256, 2>(f, shape, options, SpreadShortRows(n, 2, 256), stream);
+  // Of the shortest, two vectors to a lane: fewer steps of a sum over the lanes. The more rows at once, the fewer times
+  // parameters are read; but where there are fewer, more blocks load while others store.
+  if constexpr (kHasPairs<T> && L == kVecLength<T>) {
+    const Spread spread = SpreadShortRows(n, 2, 256);
+    if (n >= 4 && n <= 8) return Launch<T, L, 2, 4, false, 256, 2>(f, shape, options, spread, stream);
+    if (n > 8 && n <= 16) return Launch<T, L, 2, 2, false, 256, kBlocks>(f, shape, options, spread, stream);
+  }
   if (n <= 256 * kKeep) {
     // Several rows at once halve what is read of the parameters.
     const bool is_short = n > 8 && n <= 32 * kKeep;
