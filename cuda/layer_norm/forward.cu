@@ -120,7 +120,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 #pragma unroll
     for (int u = 0; u < U; ++u) problem[u] = ProblemOf(row[u], shape);
   // Without branches the vectors' waits for the parameters overlap, where registers are left for that.
-  constexpr bool kStraight = U * V * L <= 32 || (U == 1 && kBlocks < 3);
+  constexpr int kRegisters = (1 << 16) / (kThreads * kBlocks);
+  constexpr bool kStraight = U * V * L <= 32 || (U == 1 && kRegisters > 96);
   if (kStraight && problem[0] == problem[U - 1]) {
 #pragma unroll
     for (int s = 0; s < V; ++s) {
@@ -189,8 +190,18 @@ cudaError_t RunAligned(const Forward& f, const Shape& shape, const Options& opti
       return Launch<T, L, V, U, false, 256, kBlocks>(f, shape, options, spread, stream);
     });
   }
+  // Small blocks leave as many registers as such rows need without fewer blocks.
+  if constexpr (kHasPairs<T> && L == 8)
+    if (n <= 192 * 2 * kKeep)
+      return Launch<T, L, 2 * kKeep, 1, false, 192, 3>(f, shape, options, SpreadRows(n, 2 * kKeep, 256, 256, 1),
+                                                       stream);
   if (const Spread spread = SpreadRows(n, 2 * kKeep, 256, 256, 1); spread.steps > 0)
     return Launch<T, L, 2 * kKeep, 1, false, 256, kBlocks>(f, shape, options, spread, stream);
+  // Rather more warps than more vectors for each thread.
+  if constexpr (std::is_same_v<T, float>)
+    if (n <= 384 * 2 * kKeep)
+      return Launch<T, L, 2 * kKeep, 1, false, 384, 2>(f, shape, options, SpreadRows(n, 2 * kKeep, 256, 384, 1),
+                                                       stream);
   if (const Spread spread = SpreadRows(n, 4 * kKeep, 256, 256, 1); spread.steps > 0)
     return Launch<T, L, 4 * kKeep, 1, false, 256, kBlocks - 1>(f, shape, options, spread, stream);
   const Spread spread = SpreadRows(n, 2 * kKeep, 256, 256, device.max_cluster);
