@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     pivot[u] = p.n > 0 ? static_cast<A>(static_cast<const T*>(f.x)[row[u] * p.n * L]) : A(0);
   }
   // The parameters too, where nothing else hides the wait, and registers are left for them.
-  constexpr bool kEarly = U == 1 && V * L <= 16;
+  constexpr bool kEarly = U == 1 && V * L <= (kThreads == 512 ? 32 : 16);
   A scale[kEarly ? V : 1][L], bias[kEarly ? V : 1][L];
   const auto load_parameters = [&](int64_t problem, int s, int k) {
     const int64_t at = problem * p.n + k;
@@ -168,6 +168,10 @@ cudaError_t RunAligned(const Forward& f, const Shape& shape, const Options& opti
   if (AreFew(shape, n, device)) {
     const Spread thin = SpreadRows(n, 1, 256, 512, 1);
     if (thin.cluster == 1) return Launch<T, L, 1, 1, false, 512>(f, shape, options, thin, stream);
+    // Two blocks that share a row wait for each other longer than one takes for all of it.
+    if constexpr (kHasPairs<T> && L == kVecLength<T>)
+      if (const Spread whole = SpreadRows(n, 2 * kColumns, 256, 512, 1); n > 512 * kColumns && whole.steps > 0)
+        return Launch<T, L, 2 * kColumns, 1, false, 512>(f, shape, options, whole, stream);
     const Spread wide = SpreadRows(n, kColumns, 256, 512, device.max_cluster);
     *done = wide.steps > 0;
     if (!*done) return cudaSuccess;
