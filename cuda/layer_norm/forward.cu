@@ -119,9 +119,10 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   if (shape.problems > 1)
 #pragma unroll
     for (int u = 0; u < U; ++u) problem[u] = ProblemOf(row[u], shape);
-  // Without branches the vectors' waits for the parameters overlap, where registers are left for that.
+  // Without branches the vectors' waits for the parameters overlap, where registers are left for that: what the
+  // compiler makes of it for architectures without clusters takes more.
   constexpr int kRegisters = (1 << 16) / (kThreads * kBlocks);
-  constexpr bool kStraight = U * V * L <= 48 || (U == 1 && kRegisters > 96);
+  constexpr bool kStraight = kHasClusters && (U * V * L <= 48 || (U == 1 && kRegisters > 96));
   if (kStraight && problem[0] == problem[U - 1]) {
 #pragma unroll
     for (int s = 0; s < V; ++s) {
