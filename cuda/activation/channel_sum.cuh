@@ -100,7 +100,8 @@ inline ColumnPlan PlanColumns(const ChannelShape& shape, int vector_length) {
   constexpr int kBatch = kSumWarps * kColumnUnroll;
   const int64_t batches = CeilDiv(plan.rows, kBatch);
   // Few columns leave the second stage few blocks: they must not get many rows.
-  const int64_t side = plan.tiles * shape.groups, waves = side < 4 * kColumnWaves ? 1 : kColumnWaves;
+  const int64_t side = plan.tiles * shape.groups;
+  const int64_t waves = side < 4 * kColumnWaves * plan.repeats ? 1 : kColumnWaves;
   const int64_t chunks = ChooseChunks(side, batches, kMultiprocessors * kColumnResident<float>, waves);
   plan.height = CeilDiv(batches, chunks) * kBatch;
   plan.chunks = CeilDiv(plan.rows, plan.height);
