@@ -56,6 +56,15 @@ RAGGED = [
   _("c65k64", 2, (9, 8), 65, (3, 3), 64, padding=SAME3),
   _("c12k20", 2, (9, 8), 12, (3, 3), 20, padding=SAME3),
   _("c64k66", 2, (9, 8), 64, (3, 3), 66, (2, 2), SAME3),
+  _("c65k65", 3, (15, 14), 65, (3, 3), 65, padding=SAME3),
+  _("c65k65s2", 2, (13, 12), 65, (3, 3), 65, (2, 2), SAME3),
+  _("c31k33", 1, (9, 8), 31, (3, 3), 33, padding=((0, 3), (2, -1)), rhs_dilation=(1, 2)),
+  _("c130k127", 2, (5, 7), 130, (1, 1), 127),
+  _("c1k9", 2, (9, 8), 1, (3, 3), 9),
+  _("wide_groups", 2, (6, 5), 138, (3, 3), 142, padding=SAME3, groups=2),
+  _("ragged_1d", 3, (150,), 29, (5,), 67, (3,), ((2, 2),)),
+  _("ragged_3d", 1, (5, 4, 6), 11, (3, 3, 3), 19, padding=((1, 1),) * 3),
+  _("ragged_transposed", 2, (7, 6), 37, (4, 4), 35, padding=((2, 2),) * 2, lhs_dilation=(2, 2)),
   _("folded_window", 2, (9, 32), 3, (2, 16), 40, (1, 16)),
   _("folded_window_s16", 2, (32, 48), 3, (16, 16), 72, (16, 16)),
 ]
@@ -91,7 +100,7 @@ def test_kernels(case):
 @pytest.mark.gpu
 @pytest.mark.sanitize
 @pytest.mark.parametrize(
-  "case", [GROUPED[1], GROUPED[5], FOLDED[0], FOLDED[-2], RAGGED[0], RAGGED[1]], ids=lambda c: c.name
+  "case", [GROUPED[1], GROUPED[5], FOLDED[0], FOLDED[-2], RAGGED[0], RAGGED[1], RAGGED[6], RAGGED[7]], ids=lambda c: c.name
 )
 def test_under_the_sanitizer(case):
   for dtype in ("bfloat16", "float32"):

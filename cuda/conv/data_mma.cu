@@ -10,47 +10,6 @@
 namespace jaxdnn::conv {
 namespace {
 
-template <class T, int kVec, class In>
-struct LoadOperand {
-  using Tile = OperandTile<In, T::kRows, T::kDepth, true>;
-  using Mine = Share<Tile, T::kThreads>;
-  const DataParams& p;
-  const DataBlock& block;
-  const int depth, place;
-  Walk walk;
-  const GatheredRows<Mine, In> rows;
-
-  __device__ LoadOperand(const DataParams& p, const DataBlock& block, const Row (&tile)[T::kRows], const In* in,
-                         int depth)
-      : p(p),
-        block(block),
-        depth(depth),
-        place(Tile::Offset(Mine::Line(), Mine::Chunk())),
-        walk(p, block.taps, Mine::Chunk() * kChunk<In>),
-        rows(p, block, tile, in) {}
-
-  __device__ void operator()(int step, uint32_t stage) {
-    if constexpr (kVec == kChunk<In>) {
-      Copy<kVec>(stage + place, walk);
-      walk.template Advance<T::kDepth>(p, block.phase);
-    } else {
-      // The chunk's elements may belong to several taps.
-#pragma unroll 1
-      for (int i = 0; i < kChunk<In>; i += kVec)
-        Copy<kVec>(stage + place + sizeof(In) * i,
-                   Walk(p, block.taps, step * T::kDepth + Mine::Chunk() * kChunk<In> + i));
-    }
-  }
-
-  template <int kN>
-  __device__ void Copy(uint32_t to, const Walk& at) const {
-    const int64_t offset = at.operand + at.channel;
-#pragma unroll
-    for (int j = 0; j < Mine::kCount; ++j)
-      CopyElements<kN>(to + Mine::Step(j), rows.first[j] + offset, rows.taps[j].Contains(at.packed));
-  }
-};
-
 // The filter of a dense product forward: [tap, channel] lines of output channels.
 template <class T, class In>
 struct LoadFilterForward {

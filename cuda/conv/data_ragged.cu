@@ -10,9 +10,11 @@ namespace jaxdnn::conv {
 namespace {
 
 template <class T, bool kForward, class In>
-using FetchFilter = std::conditional_t<kForward, FetchFilterForward<T, In>, FetchFilterTransposed<T, In>>;
+using LoadRaggedFilter =
+    std::conditional_t<kForward, LoadRaggedFilterForward<T, In>, LoadRaggedFilterTransposed<T, In>>;
 
-template <class T, bool kForward, class In>
+// kAligned: the operand's lines are whole chunks, only the filter's are not.
+template <class T, bool kAligned, bool kForward, class In>
 __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
     DataRaggedKernel(const __grid_constant__ DataParams p, Bounds<In> in, Bounds<In> filter, bool wide, void* out) {
   extern __shared__ __align__(128) unsigned char ring[];
@@ -23,9 +25,16 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   __syncthreads();
 
   typename T::Sums sums = {};
-  FetchOperand<T, In> a(p, block, rows, in);
-  FetchFilter<T, kForward, In> b(p, block, filter);
-  MultiplyFetched<In, T>(SharedAddress(ring), (block.Depth(p) + T::kDepth - 1) / T::kDepth, a, b, sums);
+  const int depth = block.Depth(p), steps = (depth + T::kDepth - 1) / T::kDepth;
+  LoadRaggedFilter<T, kForward, In> load_b(p, block, filter);
+  const auto multiply = [&](auto load_a) {
+    MultiplyPipelined<In, T>(SharedAddress(ring), steps, load_a, load_b, sums);
+  };
+  if constexpr (kAligned) {
+    multiply(LoadOperand<T, kChunk<In>, In>(p, block, rows, in.begin, depth));
+  } else {
+    multiply(LoadRaggedOperand<T, In>(p, block, rows, in));
+  }
 
   const int first_column = block.column_tile * T::kColumns;
   const auto channel = [&](int column) { return block.group * int64_t{p.columns} + first_column + column; };
@@ -41,12 +50,10 @@ template <Direction kDirection, class In, int kProducts>
 cudaError_t LaunchType(const Problem& p, const Config& config, const void* operand, const void* filter, void* out,
                        const Epilogue& epilogue, cudaStream_t stream) {
   constexpr bool kForward = kDirection == Direction::kForward;
-  const auto launch = [&](auto tile) {
+  const bool aligned = IsChunk(AlignedRun(p.DepthChannels(), p.in, {operand}), p.in);
+  const auto launch = [&](auto tile, auto is_aligned) {
     using T = typename decltype(tile)::type;
-    using TileA = typename FetchOperand<T, In>::Tile;
-    using TileB = typename FetchFilter<T, kForward, In>::Tile;
-    constexpr int kShared =
-        std::max(kRaggedStages * (TileA::kBytes + TileB::kBytes), T::kRows * kPitch<T, float> * int(sizeof(float)));
+    constexpr bool kAligned = decltype(is_aligned)::value;
     DataParams q = MakeDataParams(p, epilogue, T::kRows, T::kColumns);
     q.channels = int(CeilDiv(q.channels, kChunk<In>)) * kChunk<In>;
     q.channel_div = FastDiv(q.channels);
@@ -54,12 +61,18 @@ cudaError_t LaunchType(const Problem& p, const Config& config, const void* opera
     const auto bounds = [](const void* array, int64_t size) {
       return Bounds<In>{static_cast<const In*>(array), static_cast<const In*>(array) + size};
     };
-    return LaunchKernel(DataRaggedKernel<T, kForward, In>, Grid{DataBlocks(p, q), T::kThreads, kShared}, stream, q,
+    const Grid grid = {DataBlocks(p, q), T::kThreads,
+                       kSharedBytes<T, LoadRaggedOperand<T, In>, LoadRaggedFilter<T, kForward, In>>};
+    return LaunchKernel(DataRaggedKernel<T, kAligned, kForward, In>, grid, stream, q,
                         bounds(operand, p.batch * p.images * q.image_size), bounds(filter, p.FilterSize()),
                         p.out != p.in, out);
   };
-  if (config.tile == Tile::kMma128x32) return launch(TypeTag<MmaTile<In, kDirection, 128, 32, 4, 1, 3, kProducts>>());
-  return launch(TypeTag<MmaTile<In, kDirection, 128, 64, 2, 2, 2, kProducts>>());
+  const auto with_tile = [&](auto tile) {
+    return aligned ? launch(tile, std::true_type()) : launch(tile, std::false_type());
+  };
+  if (config.tile == Tile::kMma128x32)
+    return with_tile(TypeTag<MmaTile<In, kDirection, 128, 32, 4, 1, 3, kProducts>>());
+  return with_tile(TypeTag<MmaTile<In, kDirection, 128, 64, 2, 2, 2, kProducts>>());
 }
 
 template <Direction kDirection, class... Args>

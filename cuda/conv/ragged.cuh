@@ -1,9 +1,10 @@
 // Operands whose lines are no whole chunks of 16 bytes, because of how many channels or features there are, or of where
 // an array begins.
 //
-// A chunk of such a line begins at any element. A thread reads the two aligned chunks that it lies in to registers, a
-// step ahead, and shifts them into one on their way to shared memory. Along the depth each tap's channels are filled up
-// with zeros to whole chunks (DataParams' `channels`), so that a chunk is of one tap and found as an aligned one is.
+// A chunk of such a line begins at any element. A thread reads the two aligned chunks that it lies in to registers, and
+// when the next step is loaded shifts them into one on their way to shared memory. Along the depth each tap's channels
+// are filled up with zeros to whole chunks (DataParams' `channels`), so that a chunk is of one tap and found as an
+// aligned one is.
 #pragma once
 
 #include "cuda/conv/data_mma.cuh"
@@ -24,21 +25,23 @@ template <class In>
 struct RaggedChunk {
   uint32_t words[8];
   int shift;  // bytes in front of the chunk's first element
+  bool at_end;
 
-  // Begins to read `count` elements. Where there are none, all are zero.
+  // Begins to read `count` elements, without a branch, so that a thread's chunks are all on their way at once. Where
+  // there are none, all are zero; and where an aligned chunk is partly outside the array, it is left to FetchOneByOne.
   __device__ __forceinline__ void Fetch(const In* from, int count, const Bounds<In>& array) {
-#pragma unroll
-    for (uint32_t& word : words) word = 0;
     shift = static_cast<int>(reinterpret_cast<uintptr_t>(from) % 16);
-    if (count <= 0) return;
     const char* aligned = reinterpret_cast<const char*>(from) - shift;
-    const bool both = shift + count * static_cast<int>(sizeof(In)) > 16;
-    if (array.Contain(aligned, both ? 32 : 16)) {
-      Take(0, __ldg(reinterpret_cast<const uint4*>(aligned)));
-      if (both) Take(4, __ldg(reinterpret_cast<const uint4*>(aligned) + 1));
-      return;
-    }
-    // At the array's ends, one by one.
+    const bool both = shift + count * static_cast<int>(sizeof(In)) > 16,
+               inside = array.Contain(aligned, both ? 32 : 16);
+    at_end = count > 0 && !inside;
+    uint4 low = {}, high = {};
+    if (count > 0 && inside) low = __ldg(reinterpret_cast<const uint4*>(aligned));
+    if (count > 0 && inside && both) high = __ldg(reinterpret_cast<const uint4*>(aligned) + 1);
+    words[0] = low.x, words[1] = low.y, words[2] = low.z, words[3] = low.w;
+    words[4] = high.x, words[5] = high.y, words[6] = high.z, words[7] = high.w;
+  }
+  __device__ __forceinline__ void FetchOneByOne(const In* from, int count) {
     shift = 0;
 #pragma unroll
     for (int i = 0; i < kChunk<In>; ++i)
@@ -55,22 +58,18 @@ struct RaggedChunk {
     if constexpr (sizeof(In) == 2)
 #pragma unroll
       for (int i = 0; i < 4; ++i) words[i] = __funnelshift_r(words[i], words[i + 1], shift % 4 * 8);
-    if (count < kChunk<In>)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int elements = count - i * static_cast<int>(4 / sizeof(In));
-        if (elements <= 0) words[i] = 0;
-        if (sizeof(In) == 2 && elements == 1) words[i] &= 0xFFFF;
-      }
+    for (int i = 0; i < 4; ++i) {
+      const int elements = count - i * static_cast<int>(4 / sizeof(In));
+      if (elements <= 0) words[i] = 0;
+      if (sizeof(In) == 2 && elements == 1) words[i] &= 0xFFFF;
+    }
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(words[0]), "r"(words[1]), "r"(words[2]),
                  "r"(words[3])
                  : "memory");
   }
 
  private:
-  __device__ void Take(int at, const uint4& v) {
-    words[at] = v.x, words[at + 1] = v.y, words[at + 2] = v.z, words[at + 3] = v.w;
-  }
   static __device__ uint32_t BitsOf(In v) {
     if constexpr (sizeof(In) == 2)
       return *reinterpret_cast<const unsigned short*>(&v);
@@ -79,102 +78,131 @@ struct RaggedChunk {
   }
 };
 
-// The three operands, step by step: Fetch() begins to read the next step's chunks, Put(stage) stores them.
+// A thread's chunks of a step. `count` of each one's elements exist where exists(j), and begin at from(j).
+template <class Mine, class In>
+struct RaggedShare {
+  int count;
+  RaggedChunk<In> chunks[Mine::kCount];
+
+  template <class Exists, class From>
+  __device__ __forceinline__ void Fetch(int elements, const Bounds<In>& array, const Exists& exists, const From& from) {
+    count = min(elements, kChunk<In>);
+    bool at_end = false;
+#pragma unroll
+    for (int j = 0; j < Mine::kCount; ++j) {
+      chunks[j].Fetch(from(j), exists(j) ? count : 0, array);
+      at_end |= chunks[j].at_end;
+    }
+    if (at_end)
+#pragma unroll
+      for (int j = 0; j < Mine::kCount; ++j)
+        if (chunks[j].at_end) chunks[j].FetchOneByOne(from(j), count);
+  }
+  __device__ __forceinline__ void Put(uint32_t to) {
+#pragma unroll
+    for (int j = 0; j < Mine::kCount; ++j) chunks[j].Put(to + Mine::Step(j), count);
+  }
+};
+
+// The loaders (of MultiplyPipelined): each puts the chunks of the step that is to be loaded, which it has fetched, and
+// fetches those of the next.
 
 template <class T, class In>
-struct FetchOperand {
+struct LoadRaggedOperand {
   using Tile = OperandTile<In, T::kRows, T::kDepth, true>;
   using Mine = Share<Tile, T::kThreads>;
   const DataParams& p;
   const DataBlock& block;
-  const Bounds<In> array;
+  const Bounds<In>& array;
   const GatheredRows<Mine, In> rows;
   const int place;
   Walk walk;
-  int count;
-  RaggedChunk<In> chunks[Mine::kCount];
+  RaggedShare<Mine, In> share;
 
-  __device__ FetchOperand(const DataParams& p, const DataBlock& block, const Row (&tile)[T::kRows],
-                          const Bounds<In>& array)
+  __device__ LoadRaggedOperand(const DataParams& p, const DataBlock& block, const Row (&tile)[T::kRows],
+                               const Bounds<In>& array)
       : p(p),
         block(block),
         array(array),
         rows(p, block, tile, array.begin),
         place(Tile::Offset(Mine::Line(), Mine::Chunk())),
-        walk(p, block.taps, Mine::Chunk() * kChunk<In>) {}
-
-  __device__ void Fetch() {
-    count = p.group_size - walk.channel;
-    const int64_t offset = walk.operand + walk.channel;
-#pragma unroll
-    for (int j = 0; j < Mine::kCount; ++j)
-      chunks[j].Fetch(rows.first[j] + offset, rows.taps[j].Contains(walk.packed) ? min(count, kChunk<In>) : 0, array);
-    walk.template Advance<T::kDepth>(p, block.phase);
+        walk(p, block.taps, Mine::Chunk() * kChunk<In>) {
+    Fetch();
   }
-  __device__ void Put(uint32_t stage) {
-#pragma unroll
-    for (int j = 0; j < Mine::kCount; ++j) chunks[j].Put(stage + place + Mine::Step(j), count);
+
+  __device__ void operator()(int, uint32_t stage) {
+    share.Put(stage + place);
+    walk.template Advance<T::kDepth>(p, block.phase);
+    Fetch();
+  }
+
+ private:
+  __device__ void Fetch() {
+    const int64_t offset = walk.operand + walk.channel;
+    share.Fetch(
+        static_cast<int>(p.group_size) - walk.channel, array, [&](int j) { return rows.taps[j].Contains(walk.packed); },
+        [&](int j) { return rows.first[j] + offset; });
   }
 };
 
 // Forward: [tap, channel] lines of output channels.
 template <class T, class In>
-struct FetchFilterForward {
+struct LoadRaggedFilterForward {
   using Tile = OperandTile<In, T::kColumns, T::kDepth, false>;
   using Mine = Share<Tile, T::kThreads>;
   const DataParams& p;
   const DataBlock& block;
-  const Bounds<In> array;
+  const Bounds<In>& array;
   const In* const filter;  // at the block's first tap and this thread's columns
-  const int place, count;
+  const int place, columns;
   int left;  // of the depth, from this thread's first line on
   Walk walk[Mine::kCount];
-  RaggedChunk<In> chunks[Mine::kCount];
+  RaggedShare<Mine, In> share;
 
-  __device__ FetchFilterForward(const DataParams& p, const DataBlock& block, const Bounds<In>& array)
+  __device__ LoadRaggedFilterForward(const DataParams& p, const DataBlock& block, const Bounds<In>& array)
       : p(p),
         block(block),
         array(array),
         filter(array.begin + block.FilterStart(p) + block.column_tile * T::kColumns + Mine::Chunk() * kChunk<In>),
         place(Tile::Offset(Mine::Line(), Mine::Chunk())),
-        count(p.columns - block.column_tile * T::kColumns - Mine::Chunk() * kChunk<In>),
+        columns(p.columns - block.column_tile * T::kColumns - Mine::Chunk() * kChunk<In>),
         left(block.Depth(p) - Mine::Line()) {
 #pragma unroll
     for (int j = 0; j < Mine::kCount; ++j) walk[j] = Walk(p, block.taps, Mine::Line() + j * Mine::kLinesApart);
+    Fetch();
   }
 
-  __device__ void Fetch() {
-#pragma unroll
-    for (int j = 0; j < Mine::kCount; ++j) {
-      const bool exists = j * Mine::kLinesApart < left && walk[j].channel < p.group_size;
-      chunks[j].Fetch(filter + walk[j].filter + walk[j].channel * p.filter_channel, exists ? min(count, kChunk<In>) : 0,
-                      array);
-      walk[j].template Advance<T::kDepth>(p, block.phase);
-    }
+  __device__ void operator()(int, uint32_t stage) {
+    share.Put(stage + place);
     left -= T::kDepth;
-  }
-  __device__ void Put(uint32_t stage) {
 #pragma unroll
-    for (int j = 0; j < Mine::kCount; ++j) chunks[j].Put(stage + place + Mine::Step(j), count);
+    for (int j = 0; j < Mine::kCount; ++j) walk[j].template Advance<T::kDepth>(p, block.phase);
+    Fetch();
+  }
+
+ private:
+  __device__ void Fetch() {
+    share.Fetch(
+        columns, array, [&](int j) { return j * Mine::kLinesApart < left && walk[j].channel < p.group_size; },
+        [&](int j) { return filter + walk[j].filter + walk[j].channel * p.filter_channel; });
   }
 };
 
 // In the data gradient: for every column (an input channel) lines of (tap, output channel).
 template <class T, class In>
-struct FetchFilterTransposed {
+struct LoadRaggedFilterTransposed {
   using Tile = OperandTile<In, T::kColumns, T::kDepth, true>;
   using Mine = Share<Tile, T::kThreads>;
   const DataParams& p;
   const DataBlock& block;
-  const Bounds<In> array;
+  const Bounds<In>& array;
   const In* const filter;  // at the block's first tap and this thread's first column
   const int place, columns;
   int left;  // of the depth, from this thread's chunk on
   Walk walk;
-  int count;
-  RaggedChunk<In> chunks[Mine::kCount];
+  RaggedShare<Mine, In> share;
 
-  __device__ FetchFilterTransposed(const DataParams& p, const DataBlock& block, const Bounds<In>& array)
+  __device__ LoadRaggedFilterTransposed(const DataParams& p, const DataBlock& block, const Bounds<In>& array)
       : p(p),
         block(block),
         array(array),
@@ -182,48 +210,25 @@ struct FetchFilterTransposed {
         place(Tile::Offset(Mine::Line(), Mine::Chunk())),
         columns(p.columns - block.column_tile * T::kColumns - Mine::Line()),
         left(block.Depth(p) - Mine::Chunk() * kChunk<In>),
-        walk(p, block.taps, Mine::Chunk() * kChunk<In>) {}
+        walk(p, block.taps, Mine::Chunk() * kChunk<In>) {
+    Fetch();
+  }
 
-  __device__ void Fetch() {
-    count = p.group_size - walk.channel;
-    const In* from = filter + walk.filter + walk.channel;
-#pragma unroll
-    for (int j = 0; j < Mine::kCount; ++j) {
-      const bool exists = left > 0 && j * Mine::kLinesApart < columns;
-      chunks[j].Fetch(from + j * Mine::kLinesApart * p.filter_column, exists ? min(count, kChunk<In>) : 0, array);
-    }
+  __device__ void operator()(int, uint32_t stage) {
+    share.Put(stage + place);
     left -= T::kDepth;
     walk.template Advance<T::kDepth>(p, block.phase);
+    Fetch();
   }
-  __device__ void Put(uint32_t stage) {
-#pragma unroll
-    for (int j = 0; j < Mine::kCount; ++j) chunks[j].Put(stage + place + Mine::Step(j), count);
+
+ private:
+  __device__ void Fetch() {
+    const In* from = filter + walk.filter + walk.channel;
+    share.Fetch(
+        static_cast<int>(p.group_size) - walk.channel, array,
+        [&](int j) { return left > 0 && j * Mine::kLinesApart < columns; },
+        [&](int j) { return from + j * Mine::kLinesApart * p.filter_column; });
   }
 };
-
-constexpr int kRaggedStages = 2;
-
-// sums += A B over `steps` stages, whose operands come through registers: a step's chunks are on their way while the
-// one before is multiplied.
-template <class In, class T, class FetchA, class FetchB>
-__device__ void MultiplyFetched(uint32_t ring, int steps, FetchA& a, FetchB& b, typename T::Sums& sums) {
-  using TileA = typename FetchA::Tile;
-  using TileB = typename FetchB::Tile;
-  constexpr int kStageBytes = TileA::kBytes + TileB::kBytes;
-  const Fragments<TileA, T::kWarpRows, T::kDepth, false> of_a(T::Row());
-  const Fragments<TileB, T::kWarpColumns, T::kDepth, true> of_b(T::Column());
-  if (steps > 0) a.Fetch(), b.Fetch();
-#pragma unroll 1
-  for (int step = 0; step < steps; ++step) {
-    const uint32_t stage = ring + step % kRaggedStages * kStageBytes;
-    a.Put(stage);
-    b.Put(stage + TileA::kBytes);
-    // Every thread's chunks are here; and what is put next goes where all have done reading.
-    __syncthreads();
-    if (step + 1 < steps) a.Fetch(), b.Fetch();
-    MultiplyStage<In, T>(stage, stage + TileA::kBytes, of_a, of_b, sums, [] {});
-  }
-  __syncthreads();
-}
 
 }  // namespace jaxdnn::conv
