@@ -100,7 +100,9 @@ def test_kernels(case):
 @pytest.mark.gpu
 @pytest.mark.sanitize
 @pytest.mark.parametrize(
-  "case", [GROUPED[1], GROUPED[5], FOLDED[0], FOLDED[-2], RAGGED[0], RAGGED[1], RAGGED[6], RAGGED[7]], ids=lambda c: c.name
+  "case",
+  [GROUPED[1], GROUPED[5], FOLDED[0], FOLDED[-2], RAGGED[0], RAGGED[1], RAGGED[6], RAGGED[7]],
+  ids=lambda c: c.name,
 )
 def test_under_the_sanitizer(case):
   for dtype in ("bfloat16", "float32"):

@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     pivot[u] = p.n > 0 ? static_cast<A>(static_cast<const T*>(f.x)[row[u] * p.n * L]) : A(0);
   }
   // The parameters too, where nothing else hides the wait, and registers are left for them.
-  constexpr bool kEarly = U == 1 && V * L <= (kThreads == 512 ? 32 : 16);
+  constexpr bool kEarly = U == 1 && V * L <= 16;
   A scale[kEarly ? V : 1][L], bias[kEarly ? V : 1][L];
   const auto load_parameters = [&](int64_t problem, int s, int k) {
     const int64_t at = problem * p.n + k;
@@ -169,23 +169,16 @@ cudaError_t RunAligned(const Forward& f, const Shape& shape, const Options& opti
   if (AreFew(shape, n, device)) {
     const Spread thin = SpreadRows(n, 1, 256, 512, 1);
     if (thin.cluster == 1) return Launch<T, L, 1, 1, false, 512>(f, shape, options, thin, stream);
-    // Two blocks that share a row wait for each other longer than one takes for all of it.
-    if constexpr (kHasPairs<T> && L == kVecLength<T>)
-      if (const Spread whole = SpreadRows(n, 2 * kColumns, 256, 512, 1); n > 512 * kColumns && whole.steps > 0)
-        return Launch<T, L, 2 * kColumns, 1, false, 512>(f, shape, options, whole, stream);
     const Spread wide = SpreadRows(n, kColumns, 256, 512, device.max_cluster);
     *done = wide.steps > 0;
     if (!*done) return cudaSuccess;
     return wide.cluster == 1 ? Launch<T, L, kColumns, 1, false, 512>(f, shape, options, wide, stream)
                              : Launch<T, L, kColumns, 1, true, 512>(f, shape, options, wide, stream);
   }
-  // Of the shortest, two vectors to a lane: fewer steps of a sum over the lanes. The more rows at once, the fewer times
-  // parameters are read; but where there are fewer, more blocks load while others store.
-  if constexpr (kHasPairs<T> && L == kVecLength<T>) {
-    const Spread spread = SpreadShortRows(n, 2, 256);
-    if (n >= 4 && n <= 8) return Launch<T, L, 2, 4, false, 256, 2>(f, shape, options, spread, stream);
-    if (n > 8 && n <= 16) return Launch<T, L, 2, 2, false, 256, kBlocks>(f, shape, options, spread, stream);
-  }
+  // Of the shortest, two vectors to a lane and more rows at once: fewer steps of a sum over the lanes.
+  if constexpr (kHasPairs<T> && L == kVecLength<T>)
+    if (n >= 4 && n <= 8)
+      return Launch<T, L, 2, 4, false, 256, 2>(f, shape, options, SpreadShortRows(n, 2, 256), stream);
   if (n <= 256 * kKeep) {
     // Several rows at once halve what is read of the parameters.
     const bool is_short = n > 8 && n <= 32 * kKeep;
@@ -195,11 +188,6 @@ cudaError_t RunAligned(const Forward& f, const Shape& shape, const Options& opti
       return Launch<T, L, V, U, false, 256, kBlocks>(f, shape, options, spread, stream);
     });
   }
-  // Small blocks leave as many registers as such rows need without fewer blocks.
-  if constexpr (kHasPairs<T> && L == 8)
-    if (n <= 192 * 2 * kKeep)
-      return Launch<T, L, 2 * kKeep, 1, false, 192, 3>(f, shape, options, SpreadRows(n, 2 * kKeep, 256, 256, 1),
-                                                       stream);
   if (const Spread spread = SpreadRows(n, 2 * kKeep, 256, 256, 1); spread.steps > 0)
     return Launch<T, L, 2 * kKeep, 1, false, 256, kBlocks>(f, shape, options, spread, stream);
   // Rather more warps than more vectors for each thread.
