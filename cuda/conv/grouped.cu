@@ -14,6 +14,11 @@
 namespace jaxdnn::conv {
 namespace {
 
+template <class T>
+__device__ int WarpIndex() {
+  return blockIdx.x * T::kWarps + threadIdx.x / 32;
+}
+
 // sums += those of one tap and tile.
 template <class T>
 __device__ __forceinline__ void MultiplyTile(float (&sums)[4], const uint32_t (&a)[T::kFragments][4],
@@ -208,15 +213,17 @@ __device__ __forceinline__ float ZeroOrNan(const typename T::Sums& sums, float s
 // of their own group's terms alone. Rarely called, hence out of line, when nothing is in registers any more.
 template <class T, bool kFinish, class Out>
 __device__ __noinline__ void Repair(const GroupedParams& q, const typename T::In* in, const typename T::In* filter,
-                                    Out* out, int problem, int part, int worker) {
+                                    Out* out) {
+  const GroupedWork work(q, WarpIndex<T>());
+  filter += work.problem * q.filter_problem;
   __syncwarp();  // after every lane's stores
-  for (int at = q.FirstLine(worker); at < q.FirstLine(worker + 1); ++at) {
+  for (int at = work.first_line; at < work.end_line; ++at) {
     const GroupedBlock block(q, at, at + 1);
     for (int i = threadIdx.x % 32; i < block.Columns(q) * T::kChannels; i += 32) {
-      const int channel = part * T::kChannels + i % T::kChannels, n = channel % 8;
+      const int channel = work.part * T::kChannels + i % T::kChannels, n = channel % 8;
       if (channel >= q.channels) continue;
       int x;
-      const int64_t image = problem * q.images + q.image_columns.Div(block.first_column + i / T::kChannels, &x);
+      const int64_t image = work.problem * q.images + q.image_columns.Div(block.first_column + i / T::kChannels, &x);
       float sum = 0, others = 0;
       for (int tap = 0; tap < 9; ++tap) {
         const int row = block.first_line * T::kStep - q.pad_h + tap / 3, column = x * T::kStep - q.pad_w + tap % 3;
@@ -235,7 +242,7 @@ __device__ __noinline__ void Repair(const GroupedParams& q, const typename T::In
       const int64_t to = ((image * q.image_lines.divisor + block.first_line) * q.image_columns.divisor + x) * q.channels;
       float v[] = {sum};
       if constexpr (kFinish) {
-        Add<Out>(v, q.epilogue.bias, int64_t{problem} * q.channels + channel);
+        Add<Out>(v, q.epilogue.bias, int64_t{work.problem} * q.channels + channel);
         Add<Out>(v, q.epilogue.residual, to + channel);
         Activate<Out>(v, q.epilogue.activation);
       }
@@ -249,23 +256,20 @@ __global__ void __launch_bounds__(T::kThreads, kFinish ? 3 : T::kBlocks)
     GroupedKernel(const __grid_constant__ GroupedParams q, const typename T::In* in, const typename T::In* filter,
                   Out* out) {
   extern __shared__ __align__(128) unsigned char shared[];
-  int part, worker;
-  const int problem = q.workers.Div(q.parts.Div(blockIdx.x * T::kWarps + threadIdx.x / 32, &part), &worker);
-  if (problem >= q.batch) return;
-  filter += problem * q.filter_problem;
+  const GroupedWork work(q, WarpIndex<T>());
+  if (work.problem >= q.batch) return;
   const uint32_t ring = SharedAddress(shared) + threadIdx.x / 32 * (T::kSlots * T::kSlotBytes);
   constexpr int kAhead = T::kSlots - 1;
 
-  int at = q.FirstLine(worker);
-  const int end = q.FirstLine(worker + 1);
-  GroupedBlock block(q, at, end);
-  GroupedStrip<T> strip(q, block, problem, part);
+  int at = work.first_line;
+  GroupedBlock block(q, at, work.end_line);
+  GroupedStrip<T> strip(q, block, work.problem, work.part);
   const auto begin = [&] {
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) strip.Copy(q, in, ring + i * T::kSlotBytes);
   };
   begin();
-  const GroupedFilter<T> words(q, filter, part);
+  const GroupedFilter<T> words(q, filter + work.problem * q.filter_problem, work.part);
 
   float not_finite = 0;  // or NaN
   while (true) {
@@ -275,7 +279,7 @@ __global__ void __launch_bounds__(T::kThreads, kFinish ? 3 : T::kBlocks)
     const int pixel = strip.Padded(q, block.first_column + row) - strip.Padded(q, block.first_column);
 #pragma unroll
     for (int s = 0; s < T::kTaps; ++s) place[s] = T::Place(pixel + s, lane / 16);
-    GroupedStore<T> store(q, block, problem, part);
+    GroupedStore<T> store(q, block, work.problem, work.part);
     typename T::Sums sums[T::kLines] = {};
     uint32_t slot = ring;
 
@@ -290,8 +294,8 @@ __global__ void __launch_bounds__(T::kThreads, kFinish ? 3 : T::kBlocks)
         if (index >= 0) {
           if constexpr (!T::kWide) not_finite = ZeroOrNan<T>(sums[0], not_finite);
           if constexpr (kFinish) {
-            StoreFinished<T>(q.epilogue, store, int64_t{problem} * q.channels + part * T::kChannels + FirstOfRun<T>(),
-                             sums[0], out);
+            const int channel = work.part * T::kChannels + FirstOfRun<T>();
+            StoreFinished<T>(q.epilogue, store, int64_t{work.problem} * q.channels + channel, sums[0], out);
           } else {
             StoreLine<T>(store, sums[0], out);
           }
@@ -317,15 +321,15 @@ __global__ void __launch_bounds__(T::kThreads, kFinish ? 3 : T::kBlocks)
         }
       }
     }
-    if (at >= end) break;
+    if (at >= work.end_line) break;
     __syncwarp();
-    block = GroupedBlock(q, at, end);
-    strip = GroupedStrip<T>(q, block, problem, part);
+    block = GroupedBlock(q, at, work.end_line);
+    strip = GroupedStrip<T>(q, block, work.problem, work.part);
     begin();
   }
   if constexpr (!T::kWide) {
     const bool repair = q.group_log < 3 && __any_sync(0xFFFFFFFFu, not_finite != 0);
-    if (repair) Repair<T, kFinish>(q, in, filter, out, problem, part, worker);
+    if (repair) Repair<T, kFinish>(q, in, filter, out);
   }
 }
 

@@ -68,9 +68,18 @@ struct GroupedParams {
   bool gradient;
   int64_t filter_problem;      // elements
   uint32_t in_line, out_line;  // fours of channels
+};
 
-  // Of all columns' lines.
-  __device__ int FirstLine(int worker) const { return worker * lines + min(worker, more_lines); }
+// What a warp works on: a part of a problem's channels, in some of all columns' lines.
+struct GroupedWork {
+  int problem, part, first_line, end_line;
+
+  __device__ GroupedWork(const GroupedParams& q, int warp) {
+    int worker;
+    problem = q.workers.Div(q.parts.Div(warp, &part), &worker);
+    first_line = worker * q.lines + min(worker, q.more_lines);
+    end_line = first_line + q.lines + (worker < q.more_lines);
+  }
 };
 
 // Lines of some columns of the result.
