@@ -34,38 +34,48 @@ __device__ __forceinline__ void MultiplyTile(float (&sums)[4], const uint32_t (&
   }
 }
 
-// A line of the operand times the filter, into the sums of those lines of the result it belongs to. `place` are the
-// lane's addresses in a slot, by tap; kParity is the line's, counted from the first that a result reads.
+// The operand's pixels that the columns' tap s meets, in the line at `slot`. `place` are the lane's addresses there.
+template <class T>
+__device__ __forceinline__ void LoadPixels(uint32_t slot, const int (&place)[T::kTaps], int s,
+                                           uint32_t (&a)[T::kFragments][4]) {
+#pragma unroll
+  for (int f = 0; f < T::kFragments; ++f) {
+    LoadMatrices<false>(a[f], (slot + place[s]) ^ (32 * f));
+    if constexpr (sizeof(typename T::In) == 4) RoundToTf32(a[f]);
+  }
+}
+
+template <class T>
+__device__ __forceinline__ void MultiplyTap(typename T::Sums& sums, const uint32_t (&a)[T::kFragments][4],
+                                            const GroupedFilter<T>& filter, int tap) {
+#pragma unroll
+  for (int j = 0; j < T::kTiles; ++j) MultiplyTile<T>(sums[j], a, &filter.words[tap][j * T::kWords], j);
+}
+
+// A line of the operand times the filter, into the sums of those lines of the result it belongs to. kParity is its
+// number's, counted from the first that a result reads.
 template <class T, int kParity>
 __device__ __forceinline__ void MultiplyLine(uint32_t slot, const int (&place)[T::kTaps], const GroupedFilter<T>& filter,
-                                             typename T::Sums (&sums)[T::kLines]) {
+                                             typename T::Sums (&sums)[T::kSums]) {
 #pragma unroll
   for (int s = 0; s < T::kTaps; ++s) {
     uint32_t a[T::kFragments][4];
+    LoadPixels<T>(slot, place, s, a);
 #pragma unroll
-    for (int f = 0; f < T::kFragments; ++f) {
-      LoadMatrices<false>(a[f], (slot + place[s]) ^ (32 * f));
-      if constexpr (sizeof(typename T::In) == 4) RoundToTf32(a[f]);
-    }
-#pragma unroll
-    for (int r = 0; r < T::kTaps; ++r) {
-      if ((r + kParity) % T::kStep != 0) continue;
-      auto& line = sums[T::kStep == 1 ? T::kTaps - 1 - r : r == 0];
-#pragma unroll
-      for (int j = 0; j < T::kTiles; ++j) MultiplyTile<T>(line[j], a, &filter.words[3 * r + s][j * T::kWords], j);
-    }
+    for (int r = 0; r < T::kTaps; ++r)
+      if ((r + kParity) % T::kStep == 0) MultiplyTap<T>(sums[T::kStep == 1 ? 2 - r : r == 0], a, filter, 3 * r + s);
   }
 }
 
 // The next line of the result comes first.
 template <class T>
-__device__ __forceinline__ void NextLine(typename T::Sums (&sums)[T::kLines]) {
+__device__ __forceinline__ void NextLine(typename T::Sums (&sums)[T::kSums]) {
 #pragma unroll
-  for (int i = 0; i < T::kLines; ++i)
+  for (int i = 0; i < T::kSums; ++i)
 #pragma unroll
     for (int j = 0; j < T::kTiles; ++j)
 #pragma unroll
-      for (int k = 0; k < 4; ++k) sums[i][j][k] = i + 1 < T::kLines ? sums[i + 1][j][k] : 0;
+      for (int k = 0; k < 4; ++k) sums[i][j][k] = i + 1 < T::kSums ? sums[i + 1][j][k] : 0;
 }
 
 // Exchanges words between the lanes whose numbers differ in `bit`: the lower gets both lanes' `a`, the upper both `b`.
@@ -93,27 +103,41 @@ __device__ int FirstOfRun() {
   return T::kTiles == 4 ? 8 * t : t % 2 * 8 + t / 2 * 4;
 }
 
-// The lane's two pixels of a finished line of the result.
+// Where the results of the lane's two columns go.
 template <class T>
 struct GroupedStore {
   uint32_t to[2];  // fours of channels
-  bool valid[2];
+  unsigned there;  // bit kResults * half + b: result b of a column
+  int line;        // of the result; not all of an even number of them need exist
 
-  __device__ GroupedStore(const GroupedParams& q, const GroupedBlock& block, int problem, int part) {
+  __device__ GroupedStore(const GroupedParams& q, const GroupedBlock& block, int problem, int part)
+      : there(0), line(block.first_line * T::kResults - q.outside_h) {
     const int channel = part * T::kChannels + FirstOfRun<T>(), columns = block.Columns(q);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int column = threadIdx.x % 32 / 4 + 8 * half;
       int x;
       const int image = q.image_columns.Div(block.first_column + column, &x);
-      valid[half] = column < columns && channel < q.channels;
-      const uint32_t line = uint32_t(problem * q.images + image) * q.image_lines.divisor + block.first_line;
-      to[half] = line * q.out_line + (uint32_t(x) * q.channels + channel) / 4;
+      x = x * T::kResults - q.outside_w;
+#pragma unroll
+      for (int b = 0; b < T::kResults; ++b)
+        if (column < columns && channel < q.channels && unsigned(x + b) < unsigned(q.result_width))
+          there |= 1u << (T::kResults * half + b);
+      to[half] = (uint32_t(problem * q.images + image) * q.result_height + line) * q.out_line +
+                 uint32_t(x) * (q.channels / 4u) + channel / 4u;
     }
   }
-  __device__ void Advance(const GroupedParams& q) {
+  __device__ bool Exists(const GroupedParams& q, int half, int b) const {
+    return (there >> (T::kResults * half + b) & 1) && (T::kResults == 1 || unsigned(line) < unsigned(q.result_height));
+  }
+  // Of the column's result b, in elements.
+  __device__ uint64_t Offset(const GroupedParams& q, int half, int b) const {
+    return uint64_t{to[half] + b * (q.channels / 4u)} * 4;
+  }
+  __device__ void NextLine(const GroupedParams& q) {
     to[0] += q.out_line;
     to[1] += q.out_line;
+    ++line;
   }
 };
 
@@ -143,22 +167,24 @@ __device__ __forceinline__ void StoreRun(Out* out, const float (&run)[kRun]) {
   }
 }
 
+// The columns' results b of a line.
 template <class T, class Out>
-__device__ __forceinline__ void StoreLine(const GroupedStore<T>& store, const typename T::Sums& sums, Out* out) {
+__device__ __forceinline__ void StoreLine(const GroupedParams& q, const GroupedStore<T>& store, int b,
+                                          const typename T::Sums& sums, Out* out) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    Out* const to = out + uint64_t{store.to[half]} * 4;
+    Out* const to = out + store.Offset(q, half, b);
     if constexpr (sizeof(Out) == 2) {
       // Rounded first: half as many words to exchange.
       Packed<Out, 2 * T::kTiles> packed;
 #pragma unroll
       for (int j = 0; j < T::kTiles; ++j) packed.v[j] = NarrowPair<Out>(sums[j][2 * half], sums[j][2 * half + 1]);
       Transpose(packed.v);
-      if (store.valid[half]) StorePacked<Out, 2 * T::kTiles>(to, packed);
+      if (store.Exists(q, half, b)) StorePacked<Out, 2 * T::kTiles>(to, packed);
     } else {
       float run[2 * T::kTiles];
       RunOf<T>(sums, half, run);
-      if (store.valid[half]) StoreRun(to, run);
+      if (store.Exists(q, half, b)) StoreRun(to, run);
     }
   }
 }
@@ -172,16 +198,16 @@ __device__ __forceinline__ void AddRun(float (&run)[kRun], const void* array, ui
 
 // The same through the epilogue, whose bias of the run begins at `bias`.
 template <class T, class Out>
-__device__ __forceinline__ void StoreFinished(const Epilogue& epilogue, const GroupedStore<T>& store, int64_t bias,
+__device__ __forceinline__ void StoreFinished(const GroupedParams& q, const GroupedStore<T>& store, int64_t bias,
                                               const typename T::Sums& sums, Out* out) {
   constexpr int kRun = 2 * T::kTiles, kAtOnce = 4;
   float runs[2][kRun];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     RunOf<T>(sums, half, runs[half]);
-    if (!store.valid[half]) continue;
-    AddRun<kRun, Out>(runs[half], epilogue.bias, bias);
-    AddRun<kRun, Out>(runs[half], epilogue.residual, uint64_t{store.to[half]} * 4);
+    if (!store.Exists(q, half, 0)) continue;
+    AddRun<kRun, Out>(runs[half], q.epilogue.bias, bias);
+    AddRun<kRun, Out>(runs[half], q.epilogue.residual, store.Offset(q, half, 0));
   }
   float(&all)[2 * kRun] = reinterpret_cast<float(&)[2 * kRun]>(runs);
 #pragma unroll 1
@@ -189,14 +215,14 @@ __device__ __forceinline__ void StoreFinished(const Epilogue& epilogue, const Gr
     float some[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) some[i] = all[i];
-    Activate<Out>(some, epilogue.activation);
+    Activate<Out>(some, q.epilogue.activation);
     Rotate<kAtOnce>(all);
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) all[2 * kRun - kAtOnce + i] = some[i];
   }
 #pragma unroll
   for (int half = 0; half < 2; ++half)
-    if (store.valid[half]) StoreRun(out + uint64_t{store.to[half]} * 4, runs[half]);
+    if (store.Exists(q, half, 0)) StoreRun(out + store.Offset(q, half, 0), runs[half]);
 }
 
 // `so_far`, or NaN if one of the sums is not finite.
@@ -219,14 +245,23 @@ __device__ __noinline__ void Repair(const GroupedParams& q, const typename T::In
   __syncwarp();  // after every lane's stores
   for (int at = work.first_line; at < work.end_line; ++at) {
     const GroupedBlock block(q, at, at + 1);
-    for (int i = threadIdx.x % 32; i < block.Columns(q) * T::kChannels; i += 32) {
+    constexpr int kEach = T::kResults * T::kResults * T::kChannels;
+    for (int i = threadIdx.x % 32; i < block.Columns(q) * kEach; i += 32) {
       const int channel = work.part * T::kChannels + i % T::kChannels, n = channel % 8;
-      if (channel >= q.channels) continue;
+      const int a = i / T::kChannels / T::kResults % T::kResults, b = i / T::kChannels % T::kResults;
       int x;
-      const int64_t image = work.problem * q.images + q.image_columns.Div(block.first_column + i / T::kChannels, &x);
+      const int64_t image = work.problem * q.images + q.image_columns.Div(block.first_column + i / kEach, &x);
+      const int64_t y = block.first_line * T::kResults + a - q.outside_h, to_x = x * T::kResults + b - q.outside_w;
+      if (channel >= q.channels || y < 0 || y >= q.result_height || to_x < 0 || to_x >= q.result_width) continue;
       float sum = 0, others = 0;
       for (int tap = 0; tap < 9; ++tap) {
-        const int row = block.first_line * T::kStep - q.pad_h + tap / 3, column = x * T::kStep - q.pad_w + tap % 3;
+        int r = tap / 3, s = tap % 3;
+        if constexpr (T::kResults == 2) {
+          if (r % 2 != a || s % 2 != b) continue;
+          r = r < 2;
+          s = s < 2;
+        }
+        const int row = block.first_line * T::kStep - q.pad_h + r, column = x * T::kStep - q.pad_w + s;
         if (row < 0 || row >= q.height || column < 0 || column >= q.width) continue;
         const typename T::In* const eight = in + ((image * q.height + row) * q.width + column) * q.channels + channel - n;
         for (int k = 0; k < 8; ++k) {
@@ -239,14 +274,14 @@ __device__ __noinline__ void Repair(const GroupedParams& q, const typename T::In
         }
       }
       if (others == 0) continue;
-      const int64_t to = ((image * q.image_lines.divisor + block.first_line) * q.image_columns.divisor + x) * q.channels;
+      const int64_t to = ((image * q.result_height + y) * q.result_width + to_x) * q.channels + channel;
       float v[] = {sum};
       if constexpr (kFinish) {
         Add<Out>(v, q.epilogue.bias, int64_t{work.problem} * q.channels + channel);
-        Add<Out>(v, q.epilogue.residual, to + channel);
+        Add<Out>(v, q.epilogue.residual, to);
         Activate<Out>(v, q.epilogue.activation);
       }
-      out[to + channel] = static_cast<Out>(v[0]);
+      out[to] = static_cast<Out>(v[0]);
     }
   }
 }
@@ -280,32 +315,73 @@ __global__ void __launch_bounds__(T::kThreads, kFinish ? 3 : T::kBlocks)
 #pragma unroll
     for (int s = 0; s < T::kTaps; ++s) place[s] = T::Place(pixel + s, lane / 16);
     GroupedStore<T> store(q, block, work.problem, work.part);
-    typename T::Sums sums[T::kLines] = {};
+    typename T::Sums sums[T::kSums] = {};
     uint32_t slot = ring;
 
-    const auto line = [&](int index, auto parity) {
+    const auto next_slot = [&] {
       WaitForCopies<kAhead - 1>();
       // Every lane's copies are here, and nobody reads the line before any more.
       __syncwarp();
       strip.Copy(q, in, slot == ring ? ring + kAhead * T::kSlotBytes : slot - T::kSlotBytes);
-      MultiplyLine<T, decltype(parity)::value>(slot, place, words, sums);
+      const uint32_t now = slot;
       slot = slot == ring + kAhead * T::kSlotBytes ? ring : slot + T::kSlotBytes;
+      return now;
+    };
+    const auto finish = [&](const typename T::Sums& finished, int b) {
+      if constexpr (!T::kWide) not_finite = ZeroOrNan<T>(finished, not_finite);
+      if constexpr (kFinish) {
+        const int channel = work.part * T::kChannels + FirstOfRun<T>();
+        StoreFinished<T>(q, store, int64_t{work.problem} * q.channels + channel, finished, out);
+      } else {
+        StoreLine<T>(q, store, b, finished, out);
+      }
+    };
+    const auto line = [&](int index, auto parity) {
+      MultiplyLine<T, decltype(parity)::value>(next_slot(), place, words, sums);
       if constexpr (decltype(parity)::value == 0) {
         if (index >= 0) {
-          if constexpr (!T::kWide) not_finite = ZeroOrNan<T>(sums[0], not_finite);
-          if constexpr (kFinish) {
-            const int channel = work.part * T::kChannels + FirstOfRun<T>();
-            StoreFinished<T>(q.epilogue, store, int64_t{work.problem} * q.channels + channel, sums[0], out);
-          } else {
-            StoreLine<T>(store, sums[0], out);
-          }
-          store.Advance(q);
+          finish(sums[0], 0);
+          store.NextLine(q);
         }
         NextLine<T>(sums);
       }
     };
+    // Two lines of two results a column, of which those of the first line met the operand's line before as well.
+    const auto two_lines = [&](int index) {
+      const uint32_t now = next_slot();
+      uint32_t a[2][T::kFragments][4];
+#pragma unroll
+      for (int s = 0; s < 2; ++s) LoadPixels<T>(now, place, s, a[s]);
+      const auto multiply = [&](typename T::Sums& to, int r, int b) {
+        MultiplyTap<T>(to, a[1], words, 3 * r + b);
+        if (b == 0) MultiplyTap<T>(to, a[0], words, 3 * r + 2);
+      };
+      if (index >= 0) {
+#pragma unroll
+        for (int b = 0; b < 2; ++b) {
+          multiply(sums[b], 0, b);
+          finish(sums[b], b);
+        }
+        store.NextLine(q);
+#pragma unroll
+        for (int b = 0; b < 2; ++b) {
+          typename T::Sums second = {};
+          multiply(second, 1, b);
+          finish(second, b);
+        }
+        store.NextLine(q);
+      }
+#pragma unroll
+      for (int b = 0; b < 2; ++b) {
+#pragma unroll
+        for (int j = 0; j < T::kTiles; ++j)
+#pragma unroll
+          for (int k = 0; k < 4; ++k) sums[b][j][k] = 0;
+        multiply(sums[b], 2, b);
+      }
+    };
     // So many that sums return to the registers they began in.
-    constexpr int kUnrolled = kFinish ? T::kStep : T::kStep == 1 ? 3 : 4;
+    constexpr int kUnrolled = T::kResults == 2 ? 1 : kFinish ? T::kStep : T::kStep == 1 ? 3 : 4;
     at += block.lines;
     // Counted from the line that finishes the first of the result.
     const int lines = (block.lines - 1) * T::kStep + 1;
@@ -314,7 +390,9 @@ __global__ void __launch_bounds__(T::kThreads, kFinish ? 3 : T::kBlocks)
 #pragma unroll
       for (int k = 0; k < kUnrolled; ++k) {
         if (index >= lines) break;
-        if (T::kStep == 1 || k % 2 == 0) {
+        if constexpr (T::kResults == 2) {
+          two_lines(index++);
+        } else if (T::kStep == 1 || k % 2 == 0) {
           line(index++, std::integral_constant<int, 0>());
         } else {
           line(index++, std::integral_constant<int, 1>());
@@ -352,20 +430,29 @@ cudaError_t LaunchTile(const Problem& p, const void* operand, const void* filter
   const int64_t *in = forward ? p.x : p.y, *result = forward ? p.y : p.x, channels = p.groups * p.channels;
   GroupedParams q = {};
   q.epilogue = epilogue;
-  q.image_columns = FastDiv(result[2]);
-  q.image_lines = FastDiv(result[1]);
-  q.padded_width = FastDiv(result[2] * T::kStep + T::kOverlap);
   q.batch = int(p.batch);
   q.images = int(p.images);
   q.height = int(in[1]);
   q.width = int(in[2]);
-  q.pad_h = int(forward ? p.pad[1] : 2 - p.pad[1]);
-  q.pad_w = int(forward ? p.pad[2] : 2 - p.pad[2]);
-  q.all_columns = int(p.images * result[2]);
-  q.columns = ColumnsOfWarp<T>(p.images, result[2]);
+  q.result_height = int(result[1]);
+  q.result_width = int(result[2]);
+  // A column's results of two begin where the padded line's pixels of two do.
+  q.outside_h = T::kResults == 2 ? int(p.pad[1] & 1) : 0;
+  q.outside_w = T::kResults == 2 ? int(p.pad[2] & 1) : 0;
+  const auto pad = [&](int64_t low) { return int(forward ? low : T::kResults == 2 ? 1 - (low >> 1) : 2 - low); };
+  q.pad_h = pad(p.pad[1]);
+  q.pad_w = pad(p.pad[2]);
+  const int64_t image_lines = CeilDiv(result[1] + q.outside_h, T::kResults);
+  const int64_t image_columns = CeilDiv(result[2] + q.outside_w, T::kResults);
+  q.image_lines = FastDiv(image_lines);
+  q.image_columns = FastDiv(image_columns);
+  q.padded_width = FastDiv(image_columns * T::kStep + T::kOverlap);
+  q.all_columns = int(p.images * image_columns);
+  q.columns = ColumnsOfWarp<T>(p.images, image_columns);
   q.channels = int(channels);
   q.group_log = Log2(p.channels);
   q.gradient = !forward;
+  q.mirrored = !forward && T::kResults == 1;
   q.filter_problem = 9 * p.channels * channels;
   q.in_line = uint32_t(in[2] * channels / 4);
   q.out_line = uint32_t(result[2] * channels / 4);
@@ -376,7 +463,7 @@ cudaError_t LaunchTile(const Problem& p, const void* operand, const void* filter
   if (const cudaError_t e = ResidentBlocks(kernel, grid, &resident); e != cudaSuccess) return e;
   // A worker's lines should be some more than it reads besides.
   constexpr int kLeastLines = 4;
-  const int64_t parts = CeilDiv(channels, T::kChannels), lines = CeilDiv(q.all_columns, q.columns) * result[1];
+  const int64_t parts = CeilDiv(channels, T::kChannels), lines = CeilDiv(q.all_columns, q.columns) * image_lines;
   const int64_t places = std::max<int64_t>(1, resident * T::kWarps / (parts * p.batch));
   const int64_t workers = std::min(places, CeilDiv(lines, kLeastLines));
   q.parts = FastDiv(parts);
@@ -394,8 +481,9 @@ cudaError_t LaunchType(const Problem& p, const void* operand, const void* filter
   const auto with_out = [&](auto tile, auto type) {
     using T = typename decltype(tile)::type;
     using Out = typename decltype(type)::type;
-    return IsNone(epilogue) ? LaunchTile<T, false, Out>(p, operand, filter, out, epilogue, stream)
-                            : LaunchTile<T, true, Out>(p, operand, filter, out, epilogue, stream);
+    if constexpr (T::kResults == 1)
+      if (!IsNone(epilogue)) return LaunchTile<T, true, Out>(p, operand, filter, out, epilogue, stream);
+    return LaunchTile<T, false, Out>(p, operand, filter, out, epilogue, stream);
   };
   const auto with_tile = [&](auto tile) {
     if (p.out == p.in) return with_out(tile, TypeTag<In>());
@@ -403,8 +491,9 @@ cudaError_t LaunchType(const Problem& p, const void* operand, const void* filter
   };
   const auto with_stride = [&](auto wide) {
     constexpr bool kWide = decltype(wide)::value;
-    return p.stride[2] == 1 ? with_tile(TypeTag<GroupedTile<In, kWide, Stride::kOne>>())
-                            : with_tile(TypeTag<GroupedTile<In, kWide, Stride::kTwo>>());
+    if (p.stride[2] == 1) return with_tile(TypeTag<GroupedTile<In, kWide, Stride::kOne>>());
+    return p.direction == Direction::kForward ? with_tile(TypeTag<GroupedTile<In, kWide, Stride::kTwo>>())
+                                              : with_tile(TypeTag<GroupedTile<In, kWide, Stride::kHalf>>());
   };
   return p.channels == 16 ? with_stride(std::true_type()) : with_stride(std::false_type());
 }

@@ -8,8 +8,9 @@
 
 namespace jaxdnn::conv {
 
-// How columns of the result lie over the operand: at stride 1 and 2 forward.
-enum class Stride { kOne, kTwo };
+// How columns of the result lie over the operand: side by side, every second pixel, or (in the data gradient of stride 2)
+// two to a pixel.
+enum class Stride { kOne, kTwo, kHalf };
 
 // A warp has 16 columns of the result, and kBytes of each pixel's channels. kWide are groups of 16 channels; otherwise
 // eight neighbouring channels are a product by themselves, whether they are one group or several.
@@ -18,12 +19,14 @@ struct GroupedTile {
   using In = In_;
   static constexpr bool kWide = kWide_;
   static constexpr int kWarps = 4, kThreads = 32 * kWarps;
-  static constexpr int kStep = kStride == Stride::kOne ? 1 : 2;  // pixels of the operand from column to column
-  static constexpr int kTaps = 3;                                // of them, and lines, that a result meets
-  static constexpr int kOverlap = kTaps - kStep;
-  static constexpr int kLines = kStride == Stride::kOne ? 3 : 2;  // of results whose sums are being added up
 
-  static constexpr int kBlocks = kWide && sizeof(In) == 4 ? 3 : 4;  // that share a multiprocessor
+  // Columns are of as many results, and as many lines of them. They are kStep pixels of the operand apart, and meet
+  // kTaps pixels and lines of it.
+  static constexpr int kResults = kStride == Stride::kHalf ? 2 : 1;
+  static constexpr int kStep = kStride == Stride::kTwo ? 2 : 1, kTaps = kStride == Stride::kHalf ? 2 : 3;
+  static constexpr int kOverlap = kTaps - kStep;
+  static constexpr int kSums = kStride == Stride::kOne ? 3 : 2;  // results of a column that are being added up
+  static constexpr int kBlocks = (kWide && sizeof(In) == 4) || kResults == 2 ? 3 : 4;  // that share a multiprocessor
 
   static constexpr int kBytes = kWide && sizeof(In) == 2 ? 32 : 64;
   static constexpr int kChannels = kBytes / sizeof(In), kChunk = 16 / sizeof(In), kChunks = kBytes / 16;
@@ -56,16 +59,17 @@ struct GroupedTile {
 
 struct GroupedParams {
   Epilogue epilogue;
-  // The result's columns are those of all images side by side. In the operand, padded, an image's line is as wide as
-  // its columns reach.
+  // Columns are those of all images side by side. In the operand, padded, an image's line is as wide as its columns
+  // reach.
   FastDiv image_columns, image_lines, padded_width;
   FastDiv parts, workers;  // parts of the channels; warps that share a part's lines
   int batch, images;
-  int height, width, pad_h, pad_w;  // of the operand
-  int all_columns, columns;         // columns, and those of a warp
+  int height, width, pad_h, pad_w;                        // of the operand
+  int result_height, result_width, outside_h, outside_w;  // of the result, of which so many lines are before the first
+  int all_columns, columns;                               // columns, and those of a warp
   int lines, more_lines;            // of a worker, and workers that have one more
   int channels, group_log;          // all; and of a group, whose number is a power of two
-  bool gradient;
+  bool gradient, mirrored;          // the filter's channels are exchanged; its taps in reverse order
   int64_t filter_problem;      // elements
   uint32_t in_line, out_line;  // fours of channels
 };
@@ -82,7 +86,7 @@ struct GroupedWork {
   }
 };
 
-// Lines of some columns of the result.
+// Lines of some columns.
 struct GroupedBlock {
   int first_column, first_line, lines;
 
@@ -113,7 +117,8 @@ struct GroupedStrip {
       x -= q.pad_w;
       if (padded < end && static_cast<unsigned>(x) < static_cast<unsigned>(q.width) && channel < q.channels)
         there |= 1u << k;
-      from[k] = (uint32_t(problem * q.images + image) * q.height + line) * q.in_line + (uint32_t(x) * q.channels + channel) / 4;
+      from[k] = (uint32_t(problem * q.images + image) * q.height + line) * q.in_line +
+                uint32_t(x) * (q.channels / 4u) + channel / 4u;
     }
   }
 
@@ -142,7 +147,7 @@ struct GroupedStrip {
 // The filter's place, between two of a part's channels of the same group: from `k` of the operand to `n` of the result.
 __device__ __forceinline__ int FilterPlace(const GroupedParams& q, int tap, int first, int k, int n) {
   const int in_group = (1 << q.group_log) - 1, line = (q.gradient ? n : k) & in_group;
-  return (((q.gradient ? 8 - tap : tap) << q.group_log) + line) * q.channels + first + (q.gradient ? k : n);
+  return (((q.mirrored ? 8 - tap : tap) << q.group_log) + line) * q.channels + first + (q.gradient ? k : n);
 }
 
 // As the products want it, with zeros between channels of different groups.
@@ -155,7 +160,7 @@ struct GroupedFilter {
     using Bits = std::conditional_t<sizeof(In) == 2, unsigned short, unsigned>;
     constexpr int kPerWord = 4 / sizeof(In), kRows = T::kWords * kPerWord;
     const int lane = threadIdx.x % 32, first = part * T::kChannels, n = lane / 4;
-    const int tap_step = (q.channels << q.group_log) * (q.gradient ? -1 : 1);
+    const int tap_step = (q.channels << q.group_log) * (q.mirrored ? -1 : 1);
     const int tile_step = T::kWide && q.gradient ? 8 * q.channels : 8;
     // Of the first tap and tile. Between tiles of eight channels, k and n differ alike.
     const Bits* from[kRows];
