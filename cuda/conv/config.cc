@@ -223,7 +223,7 @@ double GroupedCycles(const Problem& p) {
 }
 
 bool TakesGrouped(const Problem& p) {
-  const auto are = [](const int64_t(&v)[kRank], int64_t first, int64_t second, int64_t third) {
+  const auto are = [](const int64_t (&v)[kRank], int64_t first, int64_t second, int64_t third) {
     return v[0] == first && v[1] == second && v[2] == third;
   };
   const int64_t stride = p.stride[2], channels = p.groups * p.channels, size = SizeOf(p.in);

@@ -14,15 +14,18 @@
 namespace jaxdnn::conv {
 namespace {
 
+// The compiler does not know that it is the same every time, and so keeps nothing that follows from it in registers.
 template <class T>
 __device__ int WarpIndex() {
-  return blockIdx.x * T::kWarps + threadIdx.x / 32;
+  int block;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
+  return block * T::kWarps + threadIdx.x / 32;
 }
 
 // sums += those of one tap and tile.
 template <class T>
-__device__ __forceinline__ void MultiplyTile(float (&sums)[4], const uint32_t (&a)[T::kFragments][4],
-                                             const uint32_t* b, int tile) {
+__device__ __forceinline__ void MultiplyTile(float (&sums)[4], const uint32_t (&a)[T::kFragments][4], const uint32_t* b,
+                                             int tile) {
   using In = typename T::In;
   if constexpr (T::kWords == 1) {
     Mma<In>(sums, a[tile / 2][tile % 2 * 2], a[tile / 2][tile % 2 * 2 + 1], b[0]);
@@ -55,8 +58,8 @@ __device__ __forceinline__ void MultiplyTap(typename T::Sums& sums, const uint32
 // A line of the operand times the filter, into the sums of those lines of the result it belongs to. kParity is its
 // number's, counted from the first that a result reads.
 template <class T, int kParity>
-__device__ __forceinline__ void MultiplyLine(uint32_t slot, const int (&place)[T::kTaps], const GroupedFilter<T>& filter,
-                                             typename T::Sums (&sums)[T::kSums]) {
+__device__ __forceinline__ void MultiplyLine(uint32_t slot, const int (&place)[T::kTaps],
+                                             const GroupedFilter<T>& filter, typename T::Sums (&sums)[T::kSums]) {
 #pragma unroll
   for (int s = 0; s < T::kTaps; ++s) {
     uint32_t a[T::kFragments][4];
@@ -106,12 +109,12 @@ __device__ int FirstOfRun() {
 // Where the results of the lane's two columns go.
 template <class T>
 struct GroupedStore {
-  uint32_t to[2];  // fours of channels
-  unsigned there;  // bit kResults * half + b: result b of a column
-  int line;        // of the result; not all of an even number of them need exist
+  uint32_t to[2];              // fours of channels
+  bool there[2][T::kResults];  // by a column's result
+  int line;                    // of the result; not all of an even number of them need exist
 
   __device__ GroupedStore(const GroupedParams& q, const GroupedBlock& block, int problem, int part)
-      : there(0), line(block.first_line * T::kResults - q.outside_h) {
+      : line(block.first_line * T::kResults - q.outside_h) {
     const int channel = part * T::kChannels + FirstOfRun<T>(), columns = block.Columns(q);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -121,14 +124,13 @@ struct GroupedStore {
       x = x * T::kResults - q.outside_w;
 #pragma unroll
       for (int b = 0; b < T::kResults; ++b)
-        if (column < columns && channel < q.channels && unsigned(x + b) < unsigned(q.result_width))
-          there |= 1u << (T::kResults * half + b);
+        there[half][b] = column < columns && channel < q.channels && unsigned(x + b) < unsigned(q.result_width);
       to[half] = (uint32_t(problem * q.images + image) * q.result_height + line) * q.out_line +
                  uint32_t(x) * (q.channels / 4u) + channel / 4u;
     }
   }
   __device__ bool Exists(const GroupedParams& q, int half, int b) const {
-    return (there >> (T::kResults * half + b) & 1) && (T::kResults == 1 || unsigned(line) < unsigned(q.result_height));
+    return there[half][b] && (T::kResults == 1 || unsigned(line) < unsigned(q.result_height));
   }
   // Of the column's result b, in elements.
   __device__ uint64_t Offset(const GroupedParams& q, int half, int b) const {
@@ -193,7 +195,7 @@ template <int kRun, class Out>
 __device__ __forceinline__ void AddRun(float (&run)[kRun], const void* array, uint64_t offset) {
   constexpr int kN = kRun * int(sizeof(Out)) > 16 ? 16 / int(sizeof(Out)) : kRun;
 #pragma unroll
-  for (int i = 0; i < kRun; i += kN) Add<Out>(reinterpret_cast<float(&)[kN]>(run[i]), array, offset + i);
+  for (int i = 0; i < kRun; i += kN) Add<Out>(reinterpret_cast<float (&)[kN]>(run[i]), array, offset + i);
 }
 
 // The same through the epilogue, whose bias of the run begins at `bias`.
@@ -209,7 +211,7 @@ __device__ __forceinline__ void StoreFinished(const GroupedParams& q, const Grou
     AddRun<kRun, Out>(runs[half], q.epilogue.bias, bias);
     AddRun<kRun, Out>(runs[half], q.epilogue.residual, store.Offset(q, half, 0));
   }
-  float(&all)[2 * kRun] = reinterpret_cast<float(&)[2 * kRun]>(runs);
+  float (&all)[2 * kRun] = reinterpret_cast<float (&)[2 * kRun]>(runs);
 #pragma unroll 1
   for (int turn = 0; turn < 2 * kRun / kAtOnce; ++turn) {
     float some[kAtOnce];
@@ -263,7 +265,8 @@ __device__ __noinline__ void Repair(const GroupedParams& q, const typename T::In
         }
         const int row = block.first_line * T::kStep - q.pad_h + r, column = x * T::kStep - q.pad_w + s;
         if (row < 0 || row >= q.height || column < 0 || column >= q.width) continue;
-        const typename T::In* const eight = in + ((image * q.height + row) * q.width + column) * q.channels + channel - n;
+        const typename T::In* const eight =
+            in + ((image * q.height + row) * q.width + column) * q.channels + channel - n;
         for (int k = 0; k < 8; ++k) {
           const float value = static_cast<float>(eight[k]);
           if (k >> q.group_log == n >> q.group_log) {
@@ -287,7 +290,7 @@ __device__ __noinline__ void Repair(const GroupedParams& q, const typename T::In
 }
 
 template <class T, bool kFinish, class Out>
-__global__ void __launch_bounds__(T::kThreads, kFinish ? 3 : T::kBlocks)
+__global__ void __launch_bounds__(T::kThreads, kFinish || sizeof(Out) > sizeof(typename T::In) ? 3 : T::kBlocks)
     GroupedKernel(const __grid_constant__ GroupedParams q, const typename T::In* in, const typename T::In* filter,
                   Out* out) {
   extern __shared__ __align__(128) unsigned char shared[];
@@ -299,30 +302,30 @@ __global__ void __launch_bounds__(T::kThreads, kFinish ? 3 : T::kBlocks)
   int at = work.first_line;
   GroupedBlock block(q, at, work.end_line);
   GroupedStrip<T> strip(q, block, work.problem, work.part);
+  GroupedStore<T> store(q, block, work.problem, work.part);
+  int place[T::kTaps];
   const auto begin = [&] {
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) strip.Copy(q, in, ring + i * T::kSlotBytes);
+    for (int i = 0; i < kAhead; ++i) strip.Copy(q, in, ring + i * T::kSlotBytes, i < block.LinesRead<T>());
+    // Rows of a fragment are columns; those that there are not read what the last one does.
+    const int lane = threadIdx.x % 32, row = min(lane % 16, block.Columns(q) - 1);
+    const int pixel = strip.Padded(q, block.first_column + row) - strip.Padded(q, block.first_column);
+#pragma unroll
+    for (int s = 0; s < T::kTaps; ++s) place[s] = T::Place(pixel + s, lane / 16);
   };
   begin();
   const GroupedFilter<T> words(q, filter + work.problem * q.filter_problem, work.part);
 
   float not_finite = 0;  // or NaN
   while (true) {
-    // Rows of a fragment are columns; those that there are not read what the last one does.
-    int place[T::kTaps];
-    const int lane = threadIdx.x % 32, row = min(lane % 16, block.Columns(q) - 1);
-    const int pixel = strip.Padded(q, block.first_column + row) - strip.Padded(q, block.first_column);
-#pragma unroll
-    for (int s = 0; s < T::kTaps; ++s) place[s] = T::Place(pixel + s, lane / 16);
-    GroupedStore<T> store(q, block, work.problem, work.part);
     typename T::Sums sums[T::kSums] = {};
     uint32_t slot = ring;
-
-    const auto next_slot = [&] {
+    const int lines = block.LinesRead<T>();
+    const auto next_slot = [&](int index) {
       WaitForCopies<kAhead - 1>();
       // Every lane's copies are here, and nobody reads the line before any more.
       __syncwarp();
-      strip.Copy(q, in, slot == ring ? ring + kAhead * T::kSlotBytes : slot - T::kSlotBytes);
+      strip.Copy(q, in, slot == ring ? ring + kAhead * T::kSlotBytes : slot - T::kSlotBytes, index + kAhead < lines);
       const uint32_t now = slot;
       slot = slot == ring + kAhead * T::kSlotBytes ? ring : slot + T::kSlotBytes;
       return now;
@@ -337,9 +340,9 @@ __global__ void __launch_bounds__(T::kThreads, kFinish ? 3 : T::kBlocks)
       }
     };
     const auto line = [&](int index, auto parity) {
-      MultiplyLine<T, decltype(parity)::value>(next_slot(), place, words, sums);
+      MultiplyLine<T, decltype(parity)::value>(next_slot(index), place, words, sums);
       if constexpr (decltype(parity)::value == 0) {
-        if (index >= 0) {
+        if (index >= T::kTaps - 1) {
           finish(sums[0], 0);
           store.NextLine(q);
         }
@@ -348,7 +351,7 @@ __global__ void __launch_bounds__(T::kThreads, kFinish ? 3 : T::kBlocks)
     };
     // Two lines of two results a column, of which those of the first line met the operand's line before as well.
     const auto two_lines = [&](int index) {
-      const uint32_t now = next_slot();
+      const uint32_t now = next_slot(index);
       uint32_t a[2][T::kFragments][4];
 #pragma unroll
       for (int s = 0; s < 2; ++s) LoadPixels<T>(now, place, s, a[s]);
@@ -356,7 +359,7 @@ __global__ void __launch_bounds__(T::kThreads, kFinish ? 3 : T::kBlocks)
         MultiplyTap<T>(to, a[1], words, 3 * r + b);
         if (b == 0) MultiplyTap<T>(to, a[0], words, 3 * r + 2);
       };
-      if (index >= 0) {
+      if (index >= T::kTaps - 1) {
 #pragma unroll
         for (int b = 0; b < 2; ++b) {
           multiply(sums[b], 0, b);
@@ -383,10 +386,8 @@ __global__ void __launch_bounds__(T::kThreads, kFinish ? 3 : T::kBlocks)
     // So many that sums return to the registers they began in.
     constexpr int kUnrolled = T::kResults == 2 ? 1 : kFinish ? T::kStep : T::kStep == 1 ? 3 : 4;
     at += block.lines;
-    // Counted from the line that finishes the first of the result.
-    const int lines = (block.lines - 1) * T::kStep + 1;
 #pragma unroll 1
-    for (int index = 1 - T::kTaps; index < lines;) {
+    for (int index = 0; index < lines;) {
 #pragma unroll
       for (int k = 0; k < kUnrolled; ++k) {
         if (index >= lines) break;
@@ -399,10 +400,12 @@ __global__ void __launch_bounds__(T::kThreads, kFinish ? 3 : T::kBlocks)
         }
       }
     }
+    const GroupedWork work(q, WarpIndex<T>());
     if (at >= work.end_line) break;
     __syncwarp();
     block = GroupedBlock(q, at, work.end_line);
     strip = GroupedStrip<T>(q, block, work.problem, work.part);
+    store = GroupedStore<T>(q, block, work.problem, work.part);
     begin();
   }
   if constexpr (!T::kWide) {

@@ -8,8 +8,8 @@
 
 namespace jaxdnn::conv {
 
-// How columns of the result lie over the operand: side by side, every second pixel, or (in the data gradient of stride 2)
-// two to a pixel.
+// How columns of the result lie over the operand: side by side, every second pixel, or (in the data gradient of stride
+// 2) two to a pixel.
 enum class Stride { kOne, kTwo, kHalf };
 
 // A warp has 16 columns of the result, and kBytes of each pixel's channels. kWide are groups of 16 channels; otherwise
@@ -67,9 +67,9 @@ struct GroupedParams {
   int height, width, pad_h, pad_w;                        // of the operand
   int result_height, result_width, outside_h, outside_w;  // of the result, of which so many lines are before the first
   int all_columns, columns;                               // columns, and those of a warp
-  int lines, more_lines;            // of a worker, and workers that have one more
-  int channels, group_log;          // all; and of a group, whose number is a power of two
-  bool gradient, mirrored;          // the filter's channels are exchanged; its taps in reverse order
+  int lines, more_lines;                                  // of a worker, and workers that have one more
+  int channels, group_log;                                // all; and of a group, whose number is a power of two
+  bool gradient, mirrored;     // the filter's channels are exchanged; its taps in reverse order
   int64_t filter_problem;      // elements
   uint32_t in_line, out_line;  // fours of channels
 };
@@ -95,6 +95,11 @@ struct GroupedBlock {
     first_column = q.image_lines.Div(at, &first_line) * q.columns;
     lines = min(end - at, int(q.image_lines.divisor) - first_line);
   }
+  // Of the operand.
+  template <class T>
+  __device__ int LinesRead() const {
+    return (lines - 1) * T::kStep + T::kTaps;
+  }
   __device__ int Columns(const GroupedParams& q) const { return min(q.columns, q.all_columns - first_column); }
 };
 
@@ -103,12 +108,13 @@ template <class T>
 struct GroupedStrip {
   uint32_t from[T::kCopies];  // fours of channels
   unsigned there = 0;         // bit k: copy k is of the operand
-  int line, left;
+  int line;
 
   __device__ GroupedStrip(const GroupedParams& q, const GroupedBlock& block, int problem, int part)
-      : line(block.first_line * T::kStep - q.pad_h), left((block.lines - 1) * T::kStep + T::kTaps) {
+      : line(block.first_line * T::kStep - q.pad_h) {
     const int lane = threadIdx.x % 32, channel = part * T::kChannels + lane % T::kChunks * T::kChunk;
-    const int first = Padded(q, block.first_column), end = Padded(q, block.first_column + block.Columns(q) - 1) + T::kTaps;
+    const int first = Padded(q, block.first_column),
+              end = Padded(q, block.first_column + block.Columns(q) - 1) + T::kTaps;
 #pragma unroll
     for (int k = 0; k < T::kCopies; ++k) {
       const int padded = first + lane / T::kChunks + k * T::kApart;
@@ -117,8 +123,8 @@ struct GroupedStrip {
       x -= q.pad_w;
       if (padded < end && static_cast<unsigned>(x) < static_cast<unsigned>(q.width) && channel < q.channels)
         there |= 1u << k;
-      from[k] = (uint32_t(problem * q.images + image) * q.height + line) * q.in_line +
-                uint32_t(x) * (q.channels / 4u) + channel / 4u;
+      from[k] = (uint32_t(problem * q.images + image) * q.height + line) * q.in_line + uint32_t(x) * (q.channels / 4u) +
+                channel / 4u;
     }
   }
 
@@ -127,9 +133,9 @@ struct GroupedStrip {
     return column * T::kStep + q.image_columns.Div(column) * T::kOverlap;
   }
 
-  // Begins to copy the next line, if there is one.
-  __device__ void Copy(const GroupedParams& q, const typename T::In* in, uint32_t slot) {
-    if (left > 0) {
+  // Begins to copy the next line, if it is `needed`.
+  __device__ void Copy(const GroupedParams& q, const typename T::In* in, uint32_t slot, bool needed) {
+    if (needed) {
       const int lane = threadIdx.x % 32, place = T::Place(lane / T::kChunks, lane % T::kChunks);
       const bool inside = static_cast<unsigned>(line) < static_cast<unsigned>(q.height);
 #pragma unroll
@@ -138,7 +144,6 @@ struct GroupedStrip {
         from[k] += q.in_line;
       }
       ++line;
-      --left;
     }
     CommitCopies();
   }
@@ -178,8 +183,7 @@ struct GroupedFilter {
         const bool exists = first + 8 * tile < q.channels;
         Bits elements[kRows];
 #pragma unroll
-        for (int i = 0; i < kRows; ++i)
-          elements[i] = meet[i] && exists ? __ldg(from[i] + tile * tile_step) : Bits(0);
+        for (int i = 0; i < kRows; ++i) elements[i] = meet[i] && exists ? __ldg(from[i] + tile * tile_step) : Bits(0);
 #pragma unroll
         for (int i = 0; i < T::kWords; ++i)
           words[tap][tile * T::kWords + i] =
@@ -188,7 +192,7 @@ struct GroupedFilter {
       if constexpr (sizeof(In) == 4) {
 #pragma unroll
         for (int i = 0; i < T::kTiles * T::kWords; i += 4)
-          RoundToTf32(reinterpret_cast<uint32_t(&)[4]>(words[tap][i]));
+          RoundToTf32(reinterpret_cast<uint32_t (&)[4]>(words[tap][i]));
       }
 #pragma unroll
       for (int i = 0; i < kRows; ++i) from[i] += tap_step;
