@@ -215,10 +215,10 @@ double FewChannelsCycles(const Problem& p, const Strips& s, int64_t splits) {
 // 16 columns of the result by 64 bytes of channels. To be fitted to an H200.
 double GroupedCycles(const Problem& p) {
   constexpr double kStart = 5000, kLine = 0.5;
-  const int64_t *result = p.direction == Direction::kForward ? p.y : p.x, channels = p.groups * p.channels;
+  const int64_t channels = p.groups * p.channels;
   const double images = double(p.batch) * p.images, size = SizeOf(p.in), of_warp = p.channels == 16 ? 16 : 64 / size;
   const double bytes = images * channels * size * (p.XPixels() + p.YPixels());
-  const double lines = std::ceil(images * result[2] / 16) * result[1] * std::ceil(channels / of_warp);
+  const double lines = std::ceil(images * p.y[2] / 16) * p.y[1] * std::ceil(channels / of_warp);
   return kStart + std::max(bytes / kBytesPerCycle, kLine * 190 * p.stride[2] * lines) / kMultiprocessors;
 }
 
@@ -232,7 +232,7 @@ bool TakesGrouped(const Problem& p) {
   const double pixels = double(p.batch) * p.images * std::max(p.XPixels(), p.YPixels());
   return p.direction != Direction::kFilterGradient && size <= 4 && (size == 2 || p.products == 1) && plane &&
          are(p.window, 1, 3, 3) && are(p.lhs_dilation, 1, 1, 1) && are(p.rhs_dilation, 1, 1, 1) &&
-         p.stride[1] == stride && (stride == 1 || (stride == 2 && p.direction == Direction::kForward)) && small &&
+         p.stride[1] == stride && (stride == 1 || stride == 2) && small &&
          p.features == p.channels && p.groups > 1 && channels % 16 == 0 && p.XPixels() > 0 && p.YPixels() > 0 &&
          // The kernels count pixels with 31 bits, and fours of channels with 32.
          pixels > 0 && pixels * 3 < INT32_MAX && pixels * channels / 4 < UINT32_MAX;
