@@ -232,8 +232,8 @@ bool TakesGrouped(const Problem& p) {
   const double pixels = double(p.batch) * p.images * std::max(p.XPixels(), p.YPixels());
   return p.direction != Direction::kFilterGradient && size <= 4 && (size == 2 || p.products == 1) && plane &&
          are(p.window, 1, 3, 3) && are(p.lhs_dilation, 1, 1, 1) && are(p.rhs_dilation, 1, 1, 1) &&
-         p.stride[1] == stride && (stride == 1 || stride == 2) && small &&
-         p.features == p.channels && p.groups > 1 && channels % 16 == 0 && p.XPixels() > 0 && p.YPixels() > 0 &&
+         p.stride[1] == stride && (stride == 1 || stride == 2) && small && p.features == p.channels && p.groups > 1 &&
+         channels % 16 == 0 && p.XPixels() > 0 && p.YPixels() > 0 &&
          // The kernels count pixels with 31 bits, and fours of channels with 32.
          pixels > 0 && pixels * 3 < INT32_MAX && pixels * channels / 4 < UINT32_MAX;
 }

@@ -25,8 +25,8 @@ struct GroupedTile {
   static constexpr int kResults = kStride == Stride::kHalf ? 2 : 1;
   static constexpr int kStep = kStride == Stride::kTwo ? 2 : 1, kTaps = kStride == Stride::kHalf ? 2 : 3;
   static constexpr int kOverlap = kTaps - kStep;
-  static constexpr int kSums = kStride == Stride::kOne ? 3 : 2;  // results of a column that are being added up
-  static constexpr int kBlocks = (kWide && sizeof(In) == 4) || kResults == 2 ? 3 : 4;  // that share a multiprocessor
+  static constexpr int kSums = kStride == Stride::kOne ? 3 : 2;     // results of a column that are being added up
+  static constexpr int kBlocks = kWide && sizeof(In) == 4 ? 3 : 4;  // that share a multiprocessor
 
   static constexpr int kBytes = kWide && sizeof(In) == 2 ? 32 : 64;
   static constexpr int kChannels = kBytes / sizeof(In), kChunk = 16 / sizeof(In), kChunks = kBytes / 16;
