@@ -262,12 +262,12 @@ __global__ void __launch_bounds__(T::kThreads, kFinish || sizeof(Out) > sizeof(t
         }
       }
     }
-    const GroupedWork work(q, WarpIndex<T>());
-    if (at >= work.end_line) break;
+    const GroupedWork again(q, WarpIndex<T>());
+    if (at >= again.end_line) break;
     __syncwarp();
-    block = GroupedBlock(q, at, work.end_line);
-    strip = GroupedStrip<T>(q, block, work.problem, work.part);
-    store = GroupedStore<T>(q, block, work.problem, work.part);
+    block = GroupedBlock(q, at, again.end_line);
+    strip = GroupedStrip<T>(q, block, again.problem, again.part);
+    store = GroupedStore<T>(q, block, again.problem, again.part);
     begin();
   }
   if constexpr (!T::kWide) {
