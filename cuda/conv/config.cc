@@ -219,6 +219,33 @@ double FewChannelsCycles(const Problem& p, const Strips& s, int64_t splits) {
   return kStart * std::ceil(each / resident) + std::ceil(tiles / splits) * std::max(500 + 1.25 * tile, each * tile);
 }
 
+// Of the kernels of small groups: what they move to and from memory, or the instructions of a warp's lines, which are
+// 16 columns of the result by 64 bytes of channels. To be fitted to an H200.
+double GroupedCycles(const Problem& p) {
+  constexpr double kStart = 5000, kLine = 0.5;
+  const int64_t channels = p.groups * p.channels;
+  const double images = double(p.batch) * p.images, size = SizeOf(p.in), of_warp = p.channels == 16 ? 16 : 64 / size;
+  const double bytes = images * channels * size * (p.XPixels() + p.YPixels());
+  const double lines = std::ceil(images * p.y[2] / 16) * p.y[1] * std::ceil(channels / of_warp);
+  return kStart + std::max(bytes / kBytesPerCycle, kLine * 190 * p.stride[2] * lines) / kMultiprocessors;
+}
+
+bool TakesGrouped(const Problem& p) {
+  const auto are = [](const int64_t (&v)[kRank], int64_t first, int64_t second, int64_t third) {
+    return v[0] == first && v[1] == second && v[2] == third;
+  };
+  const int64_t stride = p.stride[2], channels = p.groups * p.channels, size = SizeOf(p.in);
+  const bool plane = p.x[0] == 1 && p.y[0] == 1 && p.pad[0] == 0;
+  const bool small = p.channels == 2 || p.channels == 4 || p.channels == 8 || p.channels == 16;
+  const double pixels = double(p.batch) * p.images * std::max(p.XPixels(), p.YPixels());
+  return p.direction != Direction::kFilterGradient && size <= 4 && (size == 2 || p.products == 1) && plane &&
+         are(p.window, 1, 3, 3) && are(p.lhs_dilation, 1, 1, 1) && are(p.rhs_dilation, 1, 1, 1) &&
+         p.stride[1] == stride && (stride == 1 || stride == 2) && small && p.features == p.channels && p.groups > 1 &&
+         channels % 16 == 0 && p.XPixels() > 0 && p.YPixels() > 0 &&
+         // The kernels count pixels with 31 bits, and fours of channels with 32.
+         pixels > 0 && pixels * 3 < INT32_MAX && pixels * channels / 4 < UINT32_MAX;
+}
+
 bool Indexable(const Problem& p) {
   // Coordinates and positions within one image are 32-bit in the kernels; offsets into arrays are 64-bit.
   for (int d = 0; d < kRank; ++d) {
@@ -240,6 +267,7 @@ bool Indexable(const Problem& p) {
 bool Takes(const TileShape& t, const Problem& p, bool hopper) {
   if (t.unit == Unit::kSimt) return true;
   if (t.unit == Unit::kFewChannels) return TakesFewChannels(p);
+  if (t.unit == Unit::kGrouped) return TakesGrouped(p);
   if (t.unit == Unit::kDepthwise) {
     const bool holes = *std::max_element(p.lhs_dilation, p.lhs_dilation + kRank) > 1;
     double apart = 0;
@@ -347,6 +375,7 @@ std::optional<Config> Choose(const Problem& p, bool hopper, std::string_view alg
       if (splittable && CeilDiv(g.depth, slices) >= kIndexLimit) continue;  // a slice is indexed with 32 bits
       const double product = t.unit == Unit::kDepthwise     ? DepthwiseCycles(p, slices)
                              : t.unit == Unit::kFewChannels ? FewChannelsCycles(p, strips, slices)
+                             : t.unit == Unit::kGrouped     ? GroupedCycles(p)
                              : t.unit == Unit::kWgmma       ? WgmmaCycles(p, t, slices)
                                                             : Cycles(p, t, slices);
       const double cycles = product + ReductionCycles(slices, result_bytes) +

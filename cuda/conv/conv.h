@@ -43,10 +43,10 @@ struct Problem {
 
 // Block tiles (rows x columns of the implicit matrix product) that kernels are compiled for: on the CUDA cores, or with
 // mma.sync or Hopper's wgmma on the tensor cores. Depthwise convolution is no product of matrices and has no tiles;
-// those of few channels depend on the problem.
-enum class Unit { kSimt, kMma, kWgmma, kDepthwise, kFewChannels };
-constexpr const char* kAlgorithms[] = {"implicit_gemm", "implicit_gemm_mma", "implicit_gemm_wgmma", "depthwise",
-                                       "few_channels"};  // by Unit
+// those of few channels and of small groups depend on the problem.
+enum class Unit { kSimt, kMma, kWgmma, kDepthwise, kFewChannels, kGrouped };
+constexpr const char* kAlgorithms[] = {"implicit_gemm", "implicit_gemm_mma", "implicit_gemm_wgmma",
+                                       "depthwise",     "few_channels",      "grouped"};  // by Unit
 enum class Tile {
   kSimt128x64,
   kSimt64x32,
@@ -62,6 +62,7 @@ enum class Tile {
   kWgmma64x64,
   kDepthwise,
   kFewChannels,
+  kGrouped,
 };
 struct TileShape {
   Tile tile;
@@ -84,6 +85,7 @@ constexpr TileShape kTiles[] = {
     {Tile::kWgmma64x64, "wgmma 64x64", Unit::kWgmma, 64, 64, 384},
     {Tile::kDepthwise, "depthwise", Unit::kDepthwise, 1, 1, 128},
     {Tile::kFewChannels, "few_channels", Unit::kFewChannels, 1, 1, 128},
+    {Tile::kGrouped, "grouped", Unit::kGrouped, 1, 1, 128},
 };
 
 // Depth of a tile step: how many terms of the reduction are in shared memory at once.

@@ -1,0 +1,379 @@
+// Forward convolution and data gradient of small groups with 3x3 windows.
+//
+// A product of 16 pixels by eight channels is so small that nothing but memory should count. So each warp works by
+// itself: it goes down the lines of 16 columns of the result, for 32 to 64 bytes of each pixel's channels, whose filter
+// it has in registers. The operand's lines come through a ring in its own part of shared memory, copies running some
+// lines ahead. Each is read three times, once for every column of the window, and multiplied into the sums of all lines
+// of the result that it belongs to. No warp waits for another, and columns of several images lie side by side, so that
+// widths need not be multiples of 16.
+//
+// In the data gradient of stride 2 a pixel of the operand belongs to results of all four phases, which take nine
+// products altogether: a column is of two results, and two lines of them.
+//
+// What bounds it: memory, by design. A line of 16 columns and 64 bytes of channels moves 2 KB, which takes a
+// multiprocessor some 115 cycles at its share of memory. In bfloat16 at stride 1 it takes 178 instructions (36 of them
+// products), a fourth of that on each scheduler, and the copies that are under way together, 16 warps' of five lines,
+// are 100 KB. What a worker reads twice, two lines and two columns more than it has, comes from the L2 cache.
+#include "cuda/conv/grouped.cuh"
+#include "cuda/conv/grouped.h"
+#include "cuda/conv/grouped_store.cuh"
+#include "cuda/conv/mma.h"
+
+namespace jaxdnn::conv {
+namespace {
+
+// The compiler does not know that it is the same every time, and so keeps nothing that follows from it in registers.
+template <class T>
+__device__ int WarpIndex() {
+  int block;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
+  return block * T::kWarps + threadIdx.x / 32;
+}
+
+// sums += those of one tap and tile.
+template <class T>
+__device__ __forceinline__ void MultiplyTile(float (&sums)[4], const uint32_t (&a)[T::kFragments][4], const uint32_t* b,
+                                             int tile) {
+  using In = typename T::In;
+  if constexpr (T::kWords == 1) {
+    Mma<In>(sums, a[tile / 2][tile % 2 * 2], a[tile / 2][tile % 2 * 2 + 1], b[0]);
+  } else if constexpr (!T::kWide) {
+    Mma<In>(sums, a[tile], b[0], b[1]);
+  } else {
+#pragma unroll
+    for (int f = 0; f < T::kFragments; ++f) Mma<In>(sums, a[f], b[2 * f], b[2 * f + 1]);
+  }
+}
+
+// The operand's pixels that the columns' tap s meets, in the line at `slot`. `place` are the lane's addresses there.
+template <class T>
+__device__ __forceinline__ void LoadPixels(uint32_t slot, const int (&place)[T::kTaps], int s,
+                                           uint32_t (&a)[T::kFragments][4]) {
+#pragma unroll
+  for (int f = 0; f < T::kFragments; ++f) {
+    LoadMatrices<false>(a[f], (slot + place[s]) ^ (32 * f));
+    if constexpr (sizeof(typename T::In) == 4) RoundToTf32(a[f]);
+  }
+}
+
+template <class T>
+__device__ __forceinline__ void MultiplyTap(typename T::Sums& sums, const uint32_t (&a)[T::kFragments][4],
+                                            const GroupedFilter<T>& filter, int tap) {
+#pragma unroll
+  for (int j = 0; j < T::kTiles; ++j) MultiplyTile<T>(sums[j], a, &filter.words[tap][j * T::kWords], j);
+}
+
+// A line of the operand times the filter, into the sums of those lines of the result it belongs to. kParity is its
+// number's, counted from the first that a result reads.
+template <class T, int kParity>
+__device__ __forceinline__ void MultiplyLine(uint32_t slot, const int (&place)[T::kTaps],
+                                             const GroupedFilter<T>& filter, typename T::Sums (&sums)[T::kSums]) {
+#pragma unroll
+  for (int s = 0; s < T::kTaps; ++s) {
+    uint32_t a[T::kFragments][4];
+    LoadPixels<T>(slot, place, s, a);
+#pragma unroll
+    for (int r = 0; r < T::kTaps; ++r)
+      if ((r + kParity) % T::kStep == 0) MultiplyTap<T>(sums[T::kStep == 1 ? 2 - r : r == 0], a, filter, 3 * r + s);
+  }
+}
+
+// The next line of the result comes first.
+template <class T>
+__device__ __forceinline__ void NextLine(typename T::Sums (&sums)[T::kSums]) {
+#pragma unroll
+  for (int i = 0; i < T::kSums; ++i)
+#pragma unroll
+    for (int j = 0; j < T::kTiles; ++j)
+#pragma unroll
+      for (int k = 0; k < 4; ++k) sums[i][j][k] = i + 1 < T::kSums ? sums[i + 1][j][k] : 0;
+}
+
+// `so_far`, or NaN if one of the sums is not finite.
+template <class T>
+__device__ __forceinline__ float ZeroOrNan(const typename T::Sums& sums, float so_far) {
+#pragma unroll
+  for (int j = 0; j < T::kTiles; ++j)
+#pragma unroll
+    for (int k = 0; k < 4; ++k) so_far = fmaf(sums[j][k], 0, so_far);
+  return so_far;
+}
+
+// Zeros of the filter do not make up for an infinity of another group: computes a worker's results that met one again,
+// of their own group's terms alone. Rarely called, hence out of line, when nothing is in registers any more.
+template <class T, bool kFinish, class Out>
+__device__ __noinline__ void Repair(const GroupedParams& q, const typename T::In* in, const typename T::In* filter,
+                                    Out* out) {
+  const GroupedWork work(q, WarpIndex<T>());
+  filter += work.problem * q.filter_problem;
+  __syncwarp();  // after every lane's stores
+  for (int at = work.first_line; at < work.end_line; ++at) {
+    const GroupedBlock block(q, at, at + 1);
+    constexpr int kEach = T::kResults * T::kResults * T::kChannels;
+    for (int i = threadIdx.x % 32; i < block.Columns(q) * kEach; i += 32) {
+      const int channel = work.part * T::kChannels + i % T::kChannels, n = channel % 8;
+      const int a = i / T::kChannels / T::kResults % T::kResults, b = i / T::kChannels % T::kResults;
+      int x;
+      const int64_t image = work.problem * q.images + q.image_columns.Div(block.first_column + i / kEach, &x);
+      const int64_t y = block.first_line * T::kResults + a - q.outside_h, to_x = x * T::kResults + b - q.outside_w;
+      if (channel >= q.channels || y < 0 || y >= q.result_height || to_x < 0 || to_x >= q.result_width) continue;
+      float sum = 0, others = 0;
+      for (int tap = 0; tap < 9; ++tap) {
+        int r = tap / 3, s = tap % 3;
+        if constexpr (T::kResults == 2) {
+          if (r % 2 != a || s % 2 != b) continue;
+          r = r < 2;
+          s = s < 2;
+        }
+        const int row = block.first_line * T::kStep - q.pad_h + r, column = x * T::kStep - q.pad_w + s;
+        if (row < 0 || row >= q.height || column < 0 || column >= q.width) continue;
+        const typename T::In* const eight =
+            in + ((image * q.height + row) * q.width + column) * q.channels + channel - n;
+        for (int k = 0; k < 8; ++k) {
+          const float value = static_cast<float>(eight[k]);
+          if (k >> q.group_log == n >> q.group_log) {
+            sum += value * static_cast<float>(filter[FilterPlace(q, tap, channel - n, k, n)]);
+          } else {
+            others += value * 0;
+          }
+        }
+      }
+      if (others == 0) continue;
+      const int64_t to = ((image * q.result_height + y) * q.result_width + to_x) * q.channels + channel;
+      float v[] = {sum};
+      if constexpr (kFinish) {
+        Add<Out>(v, q.epilogue.bias, int64_t{work.problem} * q.channels + channel);
+        Add<Out>(v, q.epilogue.residual, to);
+        Activate<Out>(v, q.epilogue.activation);
+      }
+      out[to] = static_cast<Out>(v[0]);
+    }
+  }
+}
+
+template <class T, bool kFinish, class Out>
+__global__ void __launch_bounds__(T::kThreads, kFinish || sizeof(Out) > sizeof(typename T::In) ? 3 : T::kBlocks)
+    GroupedKernel(const __grid_constant__ GroupedParams q, const typename T::In* in, const typename T::In* filter,
+                  Out* out) {
+  extern __shared__ __align__(128) unsigned char shared[];
+  const GroupedWork work(q, WarpIndex<T>());
+  if (work.problem >= q.batch) return;
+  const uint32_t ring = SharedAddress(shared) + threadIdx.x / 32 * (T::kSlots * T::kSlotBytes);
+  constexpr int kAhead = T::kSlots - 1;
+
+  int at = work.first_line;
+  GroupedBlock block(q, at, work.end_line);
+  GroupedStrip<T> strip(q, block, work.problem, work.part);
+  GroupedStore<T> store(q, block, work.problem, work.part);
+  int place[T::kTaps];
+  const auto begin = [&] {
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) strip.Copy(q, in, ring + i * T::kSlotBytes, i < block.LinesRead<T>());
+    // Rows of a fragment are columns; those that there are not read what the last one does.
+    const int lane = threadIdx.x % 32, row = min(lane % 16, block.Columns(q) - 1);
+    const int pixel = strip.Padded(q, block.first_column + row) - strip.Padded(q, block.first_column);
+#pragma unroll
+    for (int s = 0; s < T::kTaps; ++s) place[s] = T::Place(pixel + s, lane / 16);
+  };
+  begin();
+  const GroupedFilter<T> words(q, filter + work.problem * q.filter_problem, work.part);
+
+  float not_finite = 0;  // or NaN
+  while (true) {
+    typename T::Sums sums[T::kSums] = {};
+    uint32_t slot = ring;
+    const int lines = block.LinesRead<T>();
+    const auto next_slot = [&](int index) {
+      WaitForCopies<kAhead - 1>();
+      // Every lane's copies are here, and nobody reads the line before any more.
+      __syncwarp();
+      strip.Copy(q, in, slot == ring ? ring + kAhead * T::kSlotBytes : slot - T::kSlotBytes, index + kAhead < lines);
+      const uint32_t now = slot;
+      slot = slot == ring + kAhead * T::kSlotBytes ? ring : slot + T::kSlotBytes;
+      return now;
+    };
+    const auto finish = [&](const typename T::Sums& finished, int b) {
+      if constexpr (!T::kWide) not_finite = ZeroOrNan<T>(finished, not_finite);
+      if constexpr (kFinish) {
+        const int channel = work.part * T::kChannels + FirstOfRun<T>();
+        StoreFinished<T>(q, store, int64_t{work.problem} * q.channels + channel, finished, out);
+      } else {
+        StoreLine<T>(q, store, b, finished, out);
+      }
+    };
+    const auto line = [&](int index, auto parity) {
+      MultiplyLine<T, decltype(parity)::value>(next_slot(index), place, words, sums);
+      if constexpr (decltype(parity)::value == 0) {
+        if (index >= T::kTaps - 1) {
+          finish(sums[0], 0);
+          store.NextLine(q);
+        }
+        NextLine<T>(sums);
+      }
+    };
+    // Two lines of two results a column, of which those of the first line met the operand's line before as well.
+    const auto two_lines = [&](int index) {
+      const uint32_t now = next_slot(index);
+      uint32_t a[2][T::kFragments][4];
+#pragma unroll
+      for (int s = 0; s < 2; ++s) LoadPixels<T>(now, place, s, a[s]);
+      const auto multiply = [&](typename T::Sums& to, int r, int b) {
+        MultiplyTap<T>(to, a[1], words, 3 * r + b);
+        if (b == 0) MultiplyTap<T>(to, a[0], words, 3 * r + 2);
+      };
+      if (index >= T::kTaps - 1) {
+#pragma unroll
+        for (int b = 0; b < 2; ++b) {
+          multiply(sums[b], 0, b);
+          finish(sums[b], b);
+        }
+        store.NextLine(q);
+#pragma unroll
+        for (int b = 0; b < 2; ++b) {
+          typename T::Sums second = {};
+          multiply(second, 1, b);
+          finish(second, b);
+        }
+        store.NextLine(q);
+      }
+#pragma unroll
+      for (int b = 0; b < 2; ++b) {
+#pragma unroll
+        for (int j = 0; j < T::kTiles; ++j)
+#pragma unroll
+          for (int k = 0; k < 4; ++k) sums[b][j][k] = 0;
+        multiply(sums[b], 2, b);
+      }
+    };
+    // So many that sums return to the registers they began in.
+    constexpr int kUnrolled = T::kResults == 2 ? 1 : kFinish ? T::kStep : T::kStep == 1 ? 3 : 4;
+    at += block.lines;
+#pragma unroll 1
+    for (int index = 0; index < lines;) {
+#pragma unroll
+      for (int k = 0; k < kUnrolled; ++k) {
+        if (index >= lines) break;
+        if constexpr (T::kResults == 2) {
+          two_lines(index++);
+        } else if (T::kStep == 1 || k % 2 == 0) {
+          line(index++, std::integral_constant<int, 0>());
+        } else {
+          line(index++, std::integral_constant<int, 1>());
+        }
+      }
+    }
+    const GroupedWork again(q, WarpIndex<T>());
+    if (at >= again.end_line) break;
+    __syncwarp();
+    block = GroupedBlock(q, at, again.end_line);
+    strip = GroupedStrip<T>(q, block, again.problem, again.part);
+    store = GroupedStore<T>(q, block, again.problem, again.part);
+    begin();
+  }
+  if constexpr (!T::kWide) {
+    const bool repair = q.group_log < 3 && __any_sync(0xFFFFFFFFu, not_finite != 0);
+    if (repair) Repair<T, kFinish>(q, in, filter, out);
+  }
+}
+
+int Log2(int64_t n) { return n > 1 ? 1 + Log2(n / 2) : 0; }
+
+// The most columns of a warp whose pixels fit into a slot.
+template <class T>
+int ColumnsOfWarp(int64_t images, int64_t width) {
+  for (int64_t n = 16;; --n) {
+    const int64_t touched = std::min(images, 1 + CeilDiv(n - 1, width));
+    if (n * T::kStep + touched * T::kOverlap <= T::kPixels) return int(n);
+  }
+}
+
+template <class T, bool kFinish, class Out>
+cudaError_t LaunchTile(const Problem& p, const void* operand, const void* filter, void* out, const Epilogue& epilogue,
+                       cudaStream_t stream) {
+  using In = typename T::In;
+  const bool forward = p.direction == Direction::kForward;
+  const int64_t *in = forward ? p.x : p.y, *result = forward ? p.y : p.x, channels = p.groups * p.channels;
+  GroupedParams q = {};
+  q.epilogue = epilogue;
+  q.batch = int(p.batch);
+  q.images = int(p.images);
+  q.height = int(in[1]);
+  q.width = int(in[2]);
+  q.result_height = int(result[1]);
+  q.result_width = int(result[2]);
+  // A column's results of two begin where the padded line's pixels of two do.
+  q.outside_h = T::kResults == 2 ? int(p.pad[1] & 1) : 0;
+  q.outside_w = T::kResults == 2 ? int(p.pad[2] & 1) : 0;
+  const auto pad = [&](int64_t low) { return int(forward ? low : T::kResults == 2 ? 1 - (low >> 1) : 2 - low); };
+  q.pad_h = pad(p.pad[1]);
+  q.pad_w = pad(p.pad[2]);
+  const int64_t image_lines = CeilDiv(result[1] + q.outside_h, T::kResults);
+  const int64_t image_columns = CeilDiv(result[2] + q.outside_w, T::kResults);
+  q.image_lines = FastDiv(image_lines);
+  q.image_columns = FastDiv(image_columns);
+  q.padded_width = FastDiv(image_columns * T::kStep + T::kOverlap);
+  q.all_columns = int(p.images * image_columns);
+  q.columns = ColumnsOfWarp<T>(p.images, image_columns);
+  q.channels = int(channels);
+  q.group_log = Log2(p.channels);
+  q.gradient = !forward;
+  q.mirrored = !forward && T::kResults == 1;
+  q.filter_problem = 9 * p.channels * channels;
+  q.in_line = uint32_t(in[2] * channels / 4);
+  q.out_line = uint32_t(result[2] * channels / 4);
+
+  const auto kernel = GroupedKernel<T, kFinish, Out>;
+  Grid grid = {0, T::kThreads, T::kSharedBytes};
+  int64_t resident;
+  if (const cudaError_t e = ResidentBlocks(kernel, grid, &resident); e != cudaSuccess) return e;
+  // A worker's lines should be some more than it reads besides.
+  constexpr int kLeastLines = 4;
+  const int64_t parts = CeilDiv(channels, T::kChannels), lines = CeilDiv(q.all_columns, q.columns) * image_lines;
+  const int64_t places = std::max<int64_t>(1, resident * T::kWarps / (parts * p.batch));
+  const int64_t workers = std::min(places, CeilDiv(lines, kLeastLines));
+  q.parts = FastDiv(parts);
+  q.workers = FastDiv(workers);
+  q.lines = int(lines / workers);
+  q.more_lines = int(lines % workers);
+  grid.blocks = CeilDiv(parts * workers * p.batch, T::kWarps);
+  return LaunchKernel(kernel, grid, stream, q, static_cast<const In*>(operand), static_cast<const In*>(filter),
+                      static_cast<Out*>(out));
+}
+
+template <class In>
+cudaError_t LaunchType(const Problem& p, const void* operand, const void* filter, void* out, const Epilogue& epilogue,
+                       cudaStream_t stream) {
+  const auto with_out = [&](auto tile, auto type) {
+    using T = typename decltype(tile)::type;
+    using Out = typename decltype(type)::type;
+    if constexpr (T::kResults == 1)
+      if (!IsNone(epilogue)) return LaunchTile<T, true, Out>(p, operand, filter, out, epilogue, stream);
+    return LaunchTile<T, false, Out>(p, operand, filter, out, epilogue, stream);
+  };
+  const auto with_tile = [&](auto tile) {
+    if (p.out == p.in) return with_out(tile, TypeTag<In>());
+    return with_out(tile, TypeTag<float>());
+  };
+  const auto with_stride = [&](auto wide) {
+    constexpr bool kWide = decltype(wide)::value;
+    if (p.stride[2] == 1) return with_tile(TypeTag<GroupedTile<In, kWide, Stride::kOne>>());
+    return p.direction == Direction::kForward ? with_tile(TypeTag<GroupedTile<In, kWide, Stride::kTwo>>())
+                                              : with_tile(TypeTag<GroupedTile<In, kWide, Stride::kHalf>>());
+  };
+  return p.channels == 16 ? with_stride(std::true_type()) : with_stride(std::false_type());
+}
+
+}  // namespace
+
+cudaError_t LaunchGrouped(const Problem& p, const void* operand, const void* filter, void* out,
+                          const Epilogue& epilogue, cudaStream_t stream) {
+  if (!IsVectorAligned(operand, static_cast<const void*>(out), epilogue.bias, epilogue.residual)) {
+    const Config config = {Tile::kMma128x64, 1, 0, 0};
+    return LaunchDataMma(p, config, operand, filter, out, epilogue, stream);
+  }
+  return VisitSingleDType(p.in, [&](auto in) {
+    return LaunchType<typename decltype(in)::type>(p, operand, filter, out, epilogue, stream);
+  });
+}
+
+}  // namespace jaxdnn::conv

@@ -1,0 +1,203 @@
+// What a warp of the kernels of small groups works on: its pixels in shared memory, its filter in registers.
+#pragma once
+
+#include "cuda/common/fast_div.cuh"
+#include "cuda/common/launch.cuh"
+#include "cuda/common/mma.cuh"
+#include "cuda/conv/epilogue.cuh"
+
+namespace jaxdnn::conv {
+
+// How columns of the result lie over the operand: side by side, every second pixel, or (in the data gradient of stride
+// 2) two to a pixel.
+enum class Stride { kOne, kTwo, kHalf };
+
+// A warp has 16 columns of the result, and kBytes of each pixel's channels. kWide are groups of 16 channels; otherwise
+// eight neighbouring channels are a product by themselves, whether they are one group or several.
+template <class In_, bool kWide_, Stride kStride>
+struct GroupedTile {
+  using In = In_;
+  static constexpr bool kWide = kWide_;
+  static constexpr int kWarps = 4, kThreads = 32 * kWarps;
+
+  // Columns are of as many results, and as many lines of them. They are kStep pixels of the operand apart, and meet
+  // kTaps pixels and lines of it.
+  static constexpr int kResults = kStride == Stride::kHalf ? 2 : 1;
+  static constexpr int kStep = kStride == Stride::kTwo ? 2 : 1, kTaps = kStride == Stride::kHalf ? 2 : 3;
+  static constexpr int kOverlap = kTaps - kStep;
+  static constexpr int kSums = kStride == Stride::kOne ? 3 : 2;     // results of a column that are being added up
+  static constexpr int kBlocks = kWide && sizeof(In) == 4 ? 3 : 4;  // that share a multiprocessor
+
+  static constexpr int kBytes = kWide && sizeof(In) == 2 ? 32 : 64;
+  static constexpr int kChannels = kBytes / sizeof(In), kChunk = 16 / sizeof(In), kChunks = kBytes / 16;
+  static constexpr int kFragments = kBytes / 32;  // of 16 pixels by two chunks
+  static constexpr int kTiles = kChannels / 8;    // of the product's columns
+  // Of a tile's filter, for a tap: registers of a lane.
+  static constexpr int kWords = (kWide ? 2 : 1) * int(sizeof(In)) / 2;
+
+  // A ring of lines, each of as many pixels as a lane's few copies bring.
+  static constexpr int kApart = 32 / kChunks;
+  static constexpr int kCopies = ((16 * kStep + 4 * kOverlap) + kApart - 1) / kApart;
+  static constexpr int kPixels = kCopies * kApart, kSlotBytes = kPixels * kBytes;
+  static constexpr int kSlots = kStep == 1 ? 6 : 4;
+  static constexpr int kSharedBytes = kWarps * kSlots * kSlotBytes;
+
+  using Sums = float[kTiles][4];
+
+  // Where in a slot a chunk of a pixel is. Chunks are exchanged so that those of eight columns, kStep pixels apart, lie
+  // in different banks.
+  static constexpr int kPerRow = 8 / kChunks, kExchanges = kStep * kChunks;
+  static __device__ int Place(int pixel, int chunk) {
+    return ((pixel * kChunks + chunk) ^ (pixel / kPerRow % kExchanges)) * 16;
+  }
+  // The place of the pixel k times kApart after that at `place`.
+  static __device__ constexpr int Further(int place, int k) {
+    static_assert(kApart / kPerRow == 4);
+    return (place ^ (4 * k % kExchanges * 16)) + k * kApart * kBytes;
+  }
+};
+
+struct GroupedParams {
+  Epilogue epilogue;
+  // Columns are those of all images side by side. In the operand, padded, an image's line is as wide as its columns
+  // reach.
+  FastDiv image_columns, image_lines, padded_width;
+  FastDiv parts, workers;  // parts of the channels; warps that share a part's lines
+  int batch, images;
+  int height, width, pad_h, pad_w;                        // of the operand
+  int result_height, result_width, outside_h, outside_w;  // of the result, of which so many lines are before the first
+  int all_columns, columns;                               // columns, and those of a warp
+  int lines, more_lines;                                  // of a worker, and workers that have one more
+  int channels, group_log;                                // all; and of a group, whose number is a power of two
+  bool gradient, mirrored;     // the filter's channels are exchanged; its taps in reverse order
+  int64_t filter_problem;      // elements
+  uint32_t in_line, out_line;  // fours of channels
+};
+
+// What a warp works on: a part of a problem's channels, in some of all columns' lines.
+struct GroupedWork {
+  int problem, part, first_line, end_line;
+
+  __device__ GroupedWork(const GroupedParams& q, int warp) {
+    int worker;
+    problem = q.workers.Div(q.parts.Div(warp, &part), &worker);
+    first_line = worker * q.lines + min(worker, q.more_lines);
+    end_line = first_line + q.lines + (worker < q.more_lines);
+  }
+};
+
+// Lines of some columns.
+struct GroupedBlock {
+  int first_column, first_line, lines;
+
+  // From line `at` of all columns' lines on, up to `end`.
+  __device__ GroupedBlock(const GroupedParams& q, int at, int end) {
+    first_column = q.image_lines.Div(at, &first_line) * q.columns;
+    lines = min(end - at, int(q.image_lines.divisor) - first_line);
+  }
+  // Of the operand.
+  template <class T>
+  __device__ int LinesRead() const {
+    return (lines - 1) * T::kStep + T::kTaps;
+  }
+  __device__ int Columns(const GroupedParams& q) const { return min(q.columns, q.all_columns - first_column); }
+};
+
+// The operand's lines on their way to shared memory.
+template <class T>
+struct GroupedStrip {
+  uint32_t from[T::kCopies];  // fours of channels
+  unsigned there = 0;         // bit k: copy k is of the operand
+  int line;
+
+  __device__ GroupedStrip(const GroupedParams& q, const GroupedBlock& block, int problem, int part)
+      : line(block.first_line * T::kStep - q.pad_h) {
+    const int lane = threadIdx.x % 32, channel = part * T::kChannels + lane % T::kChunks * T::kChunk;
+    const int first = Padded(q, block.first_column),
+              end = Padded(q, block.first_column + block.Columns(q) - 1) + T::kTaps;
+#pragma unroll
+    for (int k = 0; k < T::kCopies; ++k) {
+      const int padded = first + lane / T::kChunks + k * T::kApart;
+      int x;
+      const int image = q.padded_width.Div(padded, &x);
+      x -= q.pad_w;
+      if (padded < end && static_cast<unsigned>(x) < static_cast<unsigned>(q.width) && channel < q.channels)
+        there |= 1u << k;
+      from[k] = (uint32_t(problem * q.images + image) * q.height + line) * q.in_line + uint32_t(x) * (q.channels / 4u) +
+                channel / 4u;
+    }
+  }
+
+  // The first padded pixel that a column reads.
+  static __device__ int Padded(const GroupedParams& q, int column) {
+    return column * T::kStep + q.image_columns.Div(column) * T::kOverlap;
+  }
+
+  // Begins to copy the next line, if it is `needed`.
+  __device__ void Copy(const GroupedParams& q, const typename T::In* in, uint32_t slot, bool needed) {
+    if (needed) {
+      const int lane = threadIdx.x % 32, place = T::Place(lane / T::kChunks, lane % T::kChunks);
+      const bool inside = static_cast<unsigned>(line) < static_cast<unsigned>(q.height);
+#pragma unroll
+      for (int k = 0; k < T::kCopies; ++k) {
+        CopyAsync<16>(slot + T::Further(place, k), in + uint64_t{from[k]} * 4, inside && (there >> k & 1));
+        from[k] += q.in_line;
+      }
+      ++line;
+    }
+    CommitCopies();
+  }
+};
+
+// The filter's place, between two of a part's channels of the same group: from `k` of the operand to `n` of the result.
+__device__ __forceinline__ int FilterPlace(const GroupedParams& q, int tap, int first, int k, int n) {
+  const int in_group = (1 << q.group_log) - 1, line = (q.gradient ? n : k) & in_group;
+  return (((q.mirrored ? 8 - tap : tap) << q.group_log) + line) * q.channels + first + (q.gradient ? k : n);
+}
+
+// As the products want it, with zeros between channels of different groups.
+template <class T>
+struct GroupedFilter {
+  uint32_t words[9][T::kTiles * T::kWords];
+
+  __device__ GroupedFilter(const GroupedParams& q, const typename T::In* filter, int part) {
+    using In = typename T::In;
+    using Bits = std::conditional_t<sizeof(In) == 2, unsigned short, unsigned>;
+    constexpr int kPerWord = 4 / sizeof(In), kRows = T::kWords * kPerWord;
+    const int lane = threadIdx.x % 32, first = part * T::kChannels, n = lane / 4;
+    const int tap_step = (q.channels << q.group_log) * (q.mirrored ? -1 : 1);
+    const int tile_step = T::kWide && q.gradient ? 8 * q.channels : 8;
+    // Of the first tap and tile. Between tiles of eight channels, k and n differ alike.
+    const Bits* from[kRows];
+    bool meet[kRows];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int k = (i / kPerWord * 4 + lane % 4) * kPerWord + i % kPerWord;
+      from[i] = reinterpret_cast<const Bits*>(filter) + FilterPlace(q, 0, first, k, n);
+      meet[i] = T::kWide || k >> q.group_log == n >> q.group_log;
+    }
+#pragma unroll
+    for (int tap = 0; tap < 9; ++tap) {
+#pragma unroll
+      for (int tile = 0; tile < T::kTiles; ++tile) {
+        const bool exists = first + 8 * tile < q.channels;
+        Bits elements[kRows];
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) elements[i] = meet[i] && exists ? __ldg(from[i] + tile * tile_step) : Bits(0);
+#pragma unroll
+        for (int i = 0; i < T::kWords; ++i)
+          words[tap][tile * T::kWords + i] =
+              kPerWord == 1 ? elements[i] : elements[2 * i] | uint32_t{elements[kRows > 1 ? 2 * i + 1 : 0]} << 16;
+      }
+      if constexpr (sizeof(In) == 4) {
+#pragma unroll
+        for (int i = 0; i < T::kTiles * T::kWords; i += 4)
+          RoundToTf32(reinterpret_cast<uint32_t (&)[4]>(words[tap][i]));
+      }
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) from[i] += tap_step;
+    }
+  }
+};
+
+}  // namespace jaxdnn::conv

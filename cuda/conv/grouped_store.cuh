@@ -1,0 +1,156 @@
+// How warps of the kernels of small groups store their sums: neighbouring lanes exchange them until each has 16 bytes
+// or so of one pixel, and together all bytes of it.
+#pragma once
+
+#include "cuda/common/convert.cuh"
+#include "cuda/conv/grouped.cuh"
+
+namespace jaxdnn::conv {
+
+// Exchanges words between the lanes whose numbers differ in `bit`: the lower gets both lanes' `a`, the upper both `b`.
+__device__ __forceinline__ void Exchange(uint32_t& a, uint32_t& b, int bit) {
+  const bool upper = threadIdx.x & bit;
+  const uint32_t got = __shfl_xor_sync(0xFFFFFFFFu, upper ? a : b, bit);
+  (upper ? a : b) = got;
+}
+
+// Four neighbouring lanes have words of the same kTiles tiles, in order; lane t gets four (or two) words of one tile.
+template <int kTiles>
+__device__ __forceinline__ void Transpose(uint32_t (&words)[kTiles]) {
+#pragma unroll
+  for (int j = 0; j < kTiles; j += 2) Exchange(words[j], words[j + 1], 1);
+  if constexpr (kTiles == 4) {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) Exchange(words[j], words[j + 2], 2);
+  }
+}
+
+// The channel, of a part's, with which a lane's run of neighbours begins after that.
+template <class T>
+__device__ int FirstOfRun() {
+  const int t = threadIdx.x % 4;
+  return T::kTiles == 4 ? 8 * t : t % 2 * 8 + t / 2 * 4;
+}
+
+// Where the results of the lane's two columns go.
+template <class T>
+struct GroupedStore {
+  uint32_t to[2];              // fours of channels
+  bool there[2][T::kResults];  // by a column's result
+  int line;                    // of the result; not all of an even number of them need exist
+
+  __device__ GroupedStore(const GroupedParams& q, const GroupedBlock& block, int problem, int part)
+      : line(block.first_line * T::kResults - q.outside_h) {
+    const int channel = part * T::kChannels + FirstOfRun<T>(), columns = block.Columns(q);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int column = threadIdx.x % 32 / 4 + 8 * half;
+      int x;
+      const int image = q.image_columns.Div(block.first_column + column, &x);
+      x = x * T::kResults - q.outside_w;
+#pragma unroll
+      for (int b = 0; b < T::kResults; ++b)
+        there[half][b] = column < columns && channel < q.channels && unsigned(x + b) < unsigned(q.result_width);
+      to[half] = (uint32_t(problem * q.images + image) * q.result_height + line) * q.out_line +
+                 uint32_t(x) * (q.channels / 4u) + channel / 4u;
+    }
+  }
+  __device__ bool Exists(const GroupedParams& q, int half, int b) const {
+    return there[half][b] && (T::kResults == 1 || unsigned(line) < unsigned(q.result_height));
+  }
+  // Of the column's result b, in elements.
+  __device__ uint64_t Offset(const GroupedParams& q, int half, int b) const {
+    return uint64_t{to[half] + b * (q.channels / 4u)} * 4;
+  }
+  __device__ void NextLine(const GroupedParams& q) {
+    to[0] += q.out_line;
+    to[1] += q.out_line;
+    ++line;
+  }
+};
+
+// The run of a pixel, as floats.
+template <class T>
+__device__ __forceinline__ void RunOf(const typename T::Sums& sums, int half, float (&run)[2 * T::kTiles]) {
+#pragma unroll
+  for (int e = 0; e < 2; ++e) {
+    uint32_t words[T::kTiles];
+#pragma unroll
+    for (int j = 0; j < T::kTiles; ++j) words[j] = __float_as_uint(sums[j][2 * half + e]);
+    Transpose(words);
+#pragma unroll
+    for (int j = 0; j < T::kTiles; ++j) run[2 * j + e] = __uint_as_float(words[j]);
+  }
+}
+
+template <class Out, int kRun>
+__device__ __forceinline__ void StoreRun(Out* out, const float (&run)[kRun]) {
+  constexpr int kN = kRun * int(sizeof(Out)) > 16 ? 16 / int(sizeof(Out)) : kRun;
+#pragma unroll
+  for (int i = 0; i < kRun; i += kN) {
+    float part[kN];
+#pragma unroll
+    for (int k = 0; k < kN; ++k) part[k] = run[i + k];
+    StorePacked<Out, kN>(out + i, Narrow<Out, kN>(part));
+  }
+}
+
+// The columns' results b of a line.
+template <class T, class Out>
+__device__ __forceinline__ void StoreLine(const GroupedParams& q, const GroupedStore<T>& store, int b,
+                                          const typename T::Sums& sums, Out* out) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    Out* const to = out + store.Offset(q, half, b);
+    if constexpr (sizeof(Out) == 2) {
+      // Rounded first: half as many words to exchange.
+      Packed<Out, 2 * T::kTiles> packed;
+#pragma unroll
+      for (int j = 0; j < T::kTiles; ++j) packed.v[j] = NarrowPair<Out>(sums[j][2 * half], sums[j][2 * half + 1]);
+      Transpose(packed.v);
+      if (store.Exists(q, half, b)) StorePacked<Out, 2 * T::kTiles>(to, packed);
+    } else {
+      float run[2 * T::kTiles];
+      RunOf<T>(sums, half, run);
+      if (store.Exists(q, half, b)) StoreRun(to, run);
+    }
+  }
+}
+
+template <int kRun, class Out>
+__device__ __forceinline__ void AddRun(float (&run)[kRun], const void* array, uint64_t offset) {
+  constexpr int kN = kRun * int(sizeof(Out)) > 16 ? 16 / int(sizeof(Out)) : kRun;
+#pragma unroll
+  for (int i = 0; i < kRun; i += kN) Add<Out>(reinterpret_cast<float (&)[kN]>(run[i]), array, offset + i);
+}
+
+// The same through the epilogue, whose bias of the run begins at `bias`.
+template <class T, class Out>
+__device__ __forceinline__ void StoreFinished(const GroupedParams& q, const GroupedStore<T>& store, int64_t bias,
+                                              const typename T::Sums& sums, Out* out) {
+  constexpr int kRun = 2 * T::kTiles, kAtOnce = 4;
+  float runs[2][kRun];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    RunOf<T>(sums, half, runs[half]);
+    if (!store.Exists(q, half, 0)) continue;
+    AddRun<kRun, Out>(runs[half], q.epilogue.bias, bias);
+    AddRun<kRun, Out>(runs[half], q.epilogue.residual, store.Offset(q, half, 0));
+  }
+  float (&all)[2 * kRun] = reinterpret_cast<float (&)[2 * kRun]>(runs);
+#pragma unroll 1
+  for (int turn = 0; turn < 2 * kRun / kAtOnce; ++turn) {
+    float some[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) some[i] = all[i];
+    Activate<Out>(some, q.epilogue.activation);
+    Rotate<kAtOnce>(all);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) all[2 * kRun - kAtOnce + i] = some[i];
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+    if (store.Exists(q, half, 0)) StoreRun(out + store.Offset(q, half, 0), runs[half]);
+}
+
+}  // namespace jaxdnn::conv

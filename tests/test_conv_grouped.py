@@ -1,0 +1,209 @@
+"""The kernels of small groups: what they take, and problems around their limits against the float64 oracle."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxdnn
+from conv_cases import SAME3, ConvCase
+from conv_checks import coarse
+from conv_oracle import conv as conv_oracle
+from conv_oracle import conv_gradients
+from jaxdnn._conv.primitives import GROUPED, OPERANDS, convolve, plan
+from jaxdnn._conv.spec import ConvSpec
+from numerics import assert_close, assert_repeatable, exact, sample
+
+RESULTS = {"forward": "y", "data_gradient": "x"}
+
+
+def algorithms(direction, channels, groups, dtype="bfloat16", window=(3, 3), features=None, **options):
+  x = jax.ShapeDtypeStruct((options.pop("batch", 32), *options.pop("spatial", (56, 56)), channels * groups), dtype)
+  w = jax.ShapeDtypeStruct((*window, channels, (features or channels) * groups), dtype)
+  options = {"padding": SAME3, "precision": "default", "groups": groups, **options}
+  return jaxdnn.conv_algorithms(x, w, direction=direction, **options)
+
+
+@pytest.mark.parametrize("hopper", [False, True])
+@pytest.mark.parametrize("direction", RESULTS)
+@pytest.mark.parametrize("stride", [1, 2])
+def test_is_chosen(direction, stride, hopper):
+  for dtype in ("bfloat16", "float16", "float32"):
+    for channels, groups in ((4, 32), (8, 32), (16, 28), (2, 64), (2, 8), (4, 12)):
+      first = algorithms(direction, channels, groups, dtype, stride=stride, hopper=hopper)[0]
+      assert first.name == first.tile == GROUPED
+      assert first.exactness == ("float32 of tf32" if dtype == "float32" else "float32")
+      assert first.workspace_bytes == 0 and first.splits == 1
+
+
+@pytest.mark.parametrize("direction", RESULTS)
+def test_is_not_offered(direction):
+  names = lambda *a, **k: {each.name for each in algorithms(direction, *a, **k)}  # noqa: E731
+  assert GROUPED in names(4, 32, padding=((-1, 2), (0, 3)))
+  assert GROUPED not in names(4, 31)  # 124 channels
+  assert GROUPED not in names(1, 32)
+  assert GROUPED not in names(32, 4)
+  assert GROUPED not in names(16, 1)
+  assert GROUPED not in names(4, 32, features=8)
+  assert GROUPED not in names(4, 32, window=(5, 5))
+  assert GROUPED not in names(4, 32, window=(1, 3), padding=((0, 0), (1, 1)))
+  assert GROUPED not in names(4, 32, stride=3)
+  assert GROUPED not in names(4, 32, stride=(1, 2))
+  assert GROUPED not in names(4, 32, dilation=2)
+  assert GROUPED not in names(4, 32, "float64")
+  assert GROUPED not in names(4, 32, "float32", precision="high")
+  assert GROUPED not in names(4, 32, batch=0)
+  assert GROUPED not in names(4, 32, window=(3, 3, 3), spatial=(8, 8, 8), padding="SAME")
+  assert GROUPED not in names(4, 32, window=(3,), spatial=(56,), padding="SAME")
+  assert GROUPED not in {each.name for each in algorithms("filter_gradient", 4, 32)}
+
+
+def case(channels, groups, batch, spatial, stride=1, padding=SAME3):
+  name = f"{groups}x{channels}@{'x'.join(map(str, spatial))}s{stride}"
+  return ConvCase(name, batch, spatial, groups * channels, (3, 3), groups * channels, (stride,) * 2, padding,
+                  groups=groups)  # fmt: skip
+
+
+PADDINGS = (
+  ((0, 0), (0, 0)), ((2, 2), (2, 2)), ((0, 1), (0, 1)), ((1, 0), (2, 1)), ((-1, 2), (1, -1)), ((3, 0), (0, 4)),
+)  # fmt: skip
+# Every width of groups, and widths of lines around a warp's columns and of less, where several images lie side by side;
+# parts of the channels that are not full (48 channels); more tiles than warps.
+CASES = [
+  *(
+    case(channels, 48 // channels if n % 2 else 64 // channels, 1 + n % 5, (1 + n % 7, width), 1 + n // 8 % 2)
+    for channels in (2, 4, 8, 16)
+    for n, width in enumerate((1, 5, 14, 15, 16, 17, 31, 56, 1, 5, 14, 15, 16, 17, 31, 56))
+  ),
+  *(case(4, 8, 3, (9, 12), stride, padding) for stride in (1, 2) for padding in PADDINGS),
+  *(case(16, 3, 2, (8, 9), stride, padding) for stride in (1, 2) for padding in PADDINGS),
+  case(4, 32, 40, (40, 33)),
+  case(8, 16, 40, (41, 34), 2),
+]
+
+
+def check(case, dtype, out_dtype, draw=coarse):
+  spec = ConvSpec(*case.geometry, case.groups, case.spatial, case.window, None, GROUPED)
+  if min(spec.y_spatial) == 0:
+    return
+  shapes = {"x": case.x_shape, "w": case.w_shape, "y": (case.batch, *spec.y_spatial, case.k)}
+  arrays = {name: draw(shape, dtype, seed) for seed, (name, shape) in enumerate(shapes.items())}
+  oracle = [exact(arrays[name]) for name in "xwy"]
+  wants = {"y": conv_oracle(*oracle[:2], *case.geometry, case.groups)}
+  wants["x"] = conv_gradients(*oracle, *case.geometry, case.groups)[0]
+  terms = 9 * case.c // case.groups
+  for result, want in wants.items():
+    operands = {name: jnp.asarray(arrays[name])[None] for name in OPERANDS[result]}
+    assert plan(result, *operands.values(), spec, np.dtype(out_dtype), hopper=False), case.name
+    f = lambda a, b, r=result: convolve(r, dict(zip(OPERANDS[r], (a, b), strict=True)), spec, out_dtype)  # noqa: E731
+    got = assert_repeatable(f, *operands.values(), repeats=3)
+    assert_close(got[0], want, out_dtype, terms=terms, scale=3 * np.sqrt(terms))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+  "dtype, out_dtype", [("bfloat16",) * 2, ("float16",) * 2, ("bfloat16", "float32"), ("float32",) * 2]
+)
+def test_kernels(dtype, out_dtype):
+  for each in CASES:
+    check(each, dtype, out_dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_kernels_under_the_sanitizer(dtype):
+  for channels, stride in ((4, 1), (4, 2), (16, 1), (16, 2)):
+    check(case(channels, 48 // channels, 3, (5, 9), stride, PADDINGS[3]), dtype, dtype)
+    with np.errstate(invalid="ignore"):
+      check(case(channels, 48 // channels, 3, (5, 9), stride), dtype, dtype, not_finite)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(20))
+def test_random_problems(seed):
+  rng = np.random.default_rng(seed)
+  channels = int(rng.choice([2, 4, 8, 16]))
+  padding = tuple((int(a), int(b)) for a, b in rng.integers(-2, 5, (2, 2)))
+  spatial = tuple(int(v) for v in rng.integers(4, 40, 2))
+  groups = 16 // channels * int(rng.integers(2, 9))
+  each = case(channels, groups, int(rng.integers(1, 9)), spatial, int(rng.integers(1, 3)), padding)
+  check(each, "bfloat16", "bfloat16")
+  check(each, "float32", "float32")
+
+
+def not_finite(shape, dtype, seed):
+  """Infinities and a NaN among the gathered operands, not in the filter."""
+  a = coarse(shape, dtype, seed)
+  if seed != 1:
+    a[0, 0, 0, 5], a[0, -1, -1, 0], a[-1, shape[1] // 2, shape[2] // 2, -1] = np.inf, -np.inf, np.nan
+  return a
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("channels", [2, 4, 8, 16])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_infinities_stay_in_their_group(dtype, channels, stride):
+  with np.errstate(invalid="ignore"):
+    check(case(channels, 64 // channels, 3, (9, 18), stride), dtype, dtype, not_finite)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_batch_of_problems(dtype, stride):
+  x, w = (jnp.asarray(coarse(s, dtype, i)) for i, s in enumerate(((3, 2, 11, 9, 48), (3, 3, 3, 4, 48))))
+  layer = dict(stride=stride, padding=SAME3, groups=12, precision="default", algorithm=GROUPED)
+  y = jax.vmap(lambda x, w: jaxdnn.conv(x, w, **layer))(x, w)
+  g = jnp.asarray(coarse(y.shape, dtype, 2))
+  dx = jax.vmap(lambda g, w: jaxdnn.conv_dgrad(g, w, (11, 9), **layer))(g, w)
+  geometry = (stride,) * 2, SAME3, (1, 1), (1, 1), 12
+  for i in range(3):
+    operands = [exact(a[i]) for a in (x, w, g)]
+    assert_close(y[i], conv_oracle(*operands[:2], *geometry), dtype, terms=36, scale=12)
+    assert_close(dx[i], conv_gradients(*operands, *geometry)[0], dtype, terms=36, scale=12)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("channels, stride", [(4, 1), (8, 2), (16, 1)])
+@pytest.mark.parametrize("activation", [None, "relu", "gelu"])
+@pytest.mark.parametrize("dtype, out_dtype", [("bfloat16", None), ("float32", None), ("bfloat16", "float32")])
+def test_epilogue(channels, stride, activation, dtype, out_dtype):
+  each = case(channels, 48 // channels, 3, (7, 18), stride)
+  layer = dict(stride=stride, padding=SAME3, groups=each.groups, precision="default", activation=activation,
+               preferred_element_type=out_dtype)  # fmt: skip
+  x, w = (jnp.asarray(coarse(s, dtype, i)) for i, s in enumerate((each.x_shape, each.w_shape)))
+  y_shape = jax.eval_shape(lambda x, w: jaxdnn.conv(x, w, **layer), x, w).shape
+  b, r = (jnp.asarray(sample(s, out_dtype or dtype, i)) for i, s in ((2, (48,)), (3, y_shape)))
+  for bias, residual in ((b, None), (None, r), (b, r)):
+    got = jaxdnn.conv(x, w, bias, residual=residual, algorithm=GROUPED, **layer)
+    want = jaxdnn.conv(x, w, bias, residual=residual, algorithm="implicit_gemm", **layer)
+    assert_close(got, exact(want), out_dtype or dtype, terms=9 * channels, scale=9 * np.sqrt(channels))
+
+
+@pytest.mark.gpu
+def test_infinities_and_an_epilogue():
+  x, w = not_finite((2, 9, 8, 64), "bfloat16", 0), coarse((3, 3, 4, 64), "bfloat16", 1)
+  bias, residual = sample((64,), "bfloat16", 2), sample((2, 9, 8, 64), "bfloat16", 3)
+  got = jaxdnn.conv(x, w, bias, residual=residual, padding=SAME3, groups=16, activation="relu", algorithm=GROUPED)
+  with np.errstate(invalid="ignore"):
+    want = conv_oracle(exact(x), exact(w), (1, 1), SAME3, (1, 1), (1, 1), 16) + exact(bias) + exact(residual)
+    assert_close(got, np.maximum(want, 0), "bfloat16", terms=36, scale=12)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_arrays_that_begin_anywhere(dtype):
+  """XLA may place an operand within a larger buffer; those that are not on 16 bytes take another kernel."""
+  each = case(4, 12, 1, (6, 7))
+  x, w = coarse((3, 6, 7, 48), dtype), coarse(each.w_shape, dtype, 1)
+
+  def f(flat, w, offset):
+    x = jax.lax.slice(flat, (offset,), (offset + 6 * 7 * 48,)).reshape(1, 6, 7, 48)
+    return jaxdnn.conv(x, w, padding=SAME3, groups=12, precision="default", algorithm=GROUPED)
+
+  for offset in (0, 1, 3):
+    got = jax.jit(f, static_argnums=2)(x.reshape(-1), w, offset)
+    want = conv_oracle(exact(x).reshape(-1)[offset:][: 6 * 7 * 48].reshape(1, 6, 7, 48), exact(w), *each.geometry, 12)
+    assert_close(got, want, dtype, terms=36, scale=12)
