@@ -140,7 +140,7 @@ double Cycles(const Problem& p, const TileShape& t, int64_t splits) {
   // What the mma.sync kernels shift, or copy piece by piece.
   const Dense dense = DenseOf(p);
   const double pieces = t.unit == Unit::kSimt           ? 1
-                        : IsRagged(p, dense)            ? 1.3
+                        : IsRagged(p, dense)            ? (GathersChunks(p, dense) ? 1.2 : 2.2)
                         : GathersChunks(p, dense)       ? 1
                         : InRunsOf(p, 4 / SizeOf(p.in)) ? 1.6
                                                         : 2;
@@ -220,14 +220,14 @@ double FewChannelsCycles(const Problem& p, const Strips& s, int64_t splits) {
 }
 
 // Of the kernels of small groups: what they move to and from memory, or the instructions of a warp's lines, which are
-// 16 columns of the result by 64 bytes of channels. To be fitted to an H200.
+// 16 columns of the result by 64 bytes of channels. Fitted to an H200.
 double GroupedCycles(const Problem& p) {
-  constexpr double kStart = 5000, kLine = 0.5;
+  constexpr double kStart = 5000, kLine = 0.75, kShare = 0.8;  // of the memory's rate
   const int64_t channels = p.groups * p.channels;
   const double images = double(p.batch) * p.images, size = SizeOf(p.in), of_warp = p.channels == 16 ? 16 : 64 / size;
   const double bytes = images * channels * size * (p.XPixels() + p.YPixels());
   const double lines = std::ceil(images * p.y[2] / 16) * p.y[1] * std::ceil(channels / of_warp);
-  return kStart + std::max(bytes / kBytesPerCycle, kLine * 190 * p.stride[2] * lines) / kMultiprocessors;
+  return kStart + std::max(bytes / (kShare * kBytesPerCycle), kLine * 190 * p.stride[2] * lines) / kMultiprocessors;
 }
 
 bool TakesGrouped(const Problem& p) {
