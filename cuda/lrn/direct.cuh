@@ -77,12 +77,24 @@ __device__ void ForWindow(const Problem& p, const int (&at)[3], bool mirrored, F
 // N neighbours, as the accumulator's type.
 template <int N, class T>
 __device__ void LoadWide(const T* p, Accumulator<T> (&wide)[N]) {
-  Widen<T>(*reinterpret_cast<const Packed<T, N>*>(p), wide);
+  const auto* packed = reinterpret_cast<const Packed<T, N>*>(p);
+  if constexpr (sizeof(*packed) < 4)
+    Widen<T>(*packed, wide);
+  else
+    Widen<T>(LoadConstant(packed), wide);
 }
 
 template <int N, class T>
 __device__ void StoreNarrow(T* p, const Accumulator<T> (&wide)[N]) {
-  StorePacked<T, N>(p, Narrow<T, N>(wide));
+  const Packed<T, N> packed = Narrow<T, N>(wide);
+  if constexpr (sizeof(packed) == 8) {
+    // By its own instruction: where it comes under a condition the compiler splits an assignment.
+    uint2 words;
+    memcpy(&words, &packed, sizeof(words));
+    asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(p), "r"(words.x), "r"(words.y) : "memory");
+  } else {
+    StorePacked<T, N>(p, packed);
+  }
 }
 
 // Calls f with the width of a thread's vectors, as an integral constant.

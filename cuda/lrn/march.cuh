@@ -33,17 +33,21 @@ __global__ void __launch_bounds__(kMarchThreads, kMarchBlocks)
   int at[3];
   const int64_t outer = walk.At(p, flat, at);
   const int height = p.extent[1], width = p.extent[2];
-  const int64_t row = int64_t{width} * p.inner, step = kAcross ? N : p.inner;  // between vectors
+  const int64_t row = int64_t{width} * p.inner;
   const int begin = at[1] * strip, end = min(begin + strip, height), column = at[2] * (kAcross ? N : 1);
   const int64_t base = outer * height * row + (kAcross ? column : column * p.inner + walk.Vector(flat) * N);
 
   // Of the windows whose centres are H rows back, ..., H rows ahead: the centre's mean (of the cotangent its x), the
   // sum of squared deviations (of the cotangent what neighbours take away), and that of deviations.
   A centre[W][N], sum[W][N], deviations[W][N];
-  const auto inside = [&](int c) {
-    const int at = column + (c - M) * (kAcross ? N : 1);
-    return at >= 0 && at < width;
-  };
+  const auto column_of = [&](int c) { return column + (c - M) * (kAcross ? N : 1); };
+  const auto inside = [&](int c) { return column_of(c) >= 0 && column_of(c) < width; };
+  // From the thread's own column to a neighbour, or to the border instead of beyond it: so that all of a row's loads
+  // are on their way at once, without a branch between them.
+  int64_t apart[2 * M + 1];
+#pragma unroll
+  for (int c = 0; c <= 2 * M; ++c)
+    apart[c] = (min(max(column_of(c), 0), width - (kAcross ? N : 1)) - column) * (kAcross ? 1 : p.inner);
   const auto take = [&](int j, A v, A weight) {
 #pragma unroll
     for (int o = 0; o < W; ++o) {
@@ -57,13 +61,9 @@ __global__ void __launch_bounds__(kMarchThreads, kMarchBlocks)
     }
   };
   const auto open = [&](int o, int i) {  // the window in row o
-    const bool exists = o >= begin && o < end;
-    if (exists) LoadWide((kPass == Pass::kCotangent ? in.x : in.m) + base + o * row, centre[i]);
+    LoadWide((kPass == Pass::kCotangent ? in.x : in.m) + base + min(max(o, begin), end - 1) * row, centre[i]);
 #pragma unroll
-    for (int j = 0; j < N; ++j) {
-      sum[i][j] = deviations[i][j] = 0;
-      if (!exists) centre[i][j] = 0;
-    }
+    for (int j = 0; j < N; ++j) sum[i][j] = deviations[i][j] = 0;
   };
 #pragma unroll
   for (int i = 0; i < W - 1; ++i) open(begin - 2 * H + i, i);
@@ -77,11 +77,8 @@ __global__ void __launch_bounds__(kMarchThreads, kMarchBlocks)
         A v[2 * M + 1][N], weight[2 * M + 1][N] = {};
 #pragma unroll
         for (int c = 0; c <= 2 * M; ++c) {
-          if (inside(c)) {
-            const int64_t there = here + (c - M) * step;
-            LoadWide((kPass == Pass::kCotangent ? in.m : in.x) + there, v[c]);
-            if constexpr (kPass == Pass::kCotangent) LoadWide(in.scratch + there, weight[c]);
-          }
+          LoadWide((kPass == Pass::kCotangent ? in.m : in.x) + here + apart[c], v[c]);
+          if constexpr (kPass == Pass::kCotangent) LoadWide(in.scratch + here + apart[c], weight[c]);
         }
 #pragma unroll
         for (int c = 0; c <= 2 * M; ++c) {
