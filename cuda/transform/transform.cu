@@ -1,5 +1,5 @@
-// Plans a transform: merges dimensions, widens elements, and chooses between copying rows, transposing tiles and
-// gathering elements.
+// Plans a transform: merges dimensions, widens elements, and chooses between copying rows, transposing tiles, weaving
+// planes and gathering elements.
 //
 // Bound by memory: the input is read once and the result written once, whatever the permutation.
 #include <algorithm>
@@ -8,6 +8,7 @@
 #include <limits>
 
 #include "cuda/transform/tile.cuh"
+#include "cuda/transform/weave.cuh"
 
 namespace jaxdnn::transform {
 namespace {
@@ -306,6 +307,9 @@ struct Element {
 template <int kBytes>
 cudaError_t LaunchCopy(const Problem& p, const Element& pad, const void* x, void* out, cudaStream_t stream) {
   using B = Bits<kBytes>;
+  if constexpr (kBytes <= 4)
+    if (Weave weave; IsWeave(p, 16 / kBytes, &weave) && IsVectorAligned(x, out) && Volume(p) <= kMaxLaunch)
+      return LaunchWeave(weave, Volume(p), static_cast<const B*>(x) + p.offset, static_cast<B*>(out), stream);
   const Copy<kBytes> op = {static_cast<B*>(out), pad.As<B>(), pad.As<B>(), pad.As<uint4>()};
   return Launch(p, op, x, true, stream);
 }
