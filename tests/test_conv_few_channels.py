@@ -1,5 +1,7 @@
 """The kernels of few input channels: what they take, and problems around their limits against the float64 oracle."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,9 +33,20 @@ def test_is_chosen(direction, hopper):
       assert (first.workspace_bytes > 0) == (first.splits > 1) == (direction == "filter_gradient")
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_is_chosen_for_the_gradient_of_few_features(dtype):
+  for window, c, k, spatial in (((3, 3), 64, 3, (256, 256)), ((5, 5), 33, 1, (64, 64))):
+    first = algorithms("data_gradient", window, c, k, dtype, spatial)[0]
+    assert first.name == FEW_CHANNELS and first.splits == 1 and first.workspace_bytes == 0
+
+
 def test_is_not_offered():
   names = lambda *a, **k: {each.name for each in algorithms(*a, **k)}  # noqa: E731
   assert FEW_CHANNELS not in names("data_gradient", (7, 7), 3, 64)
+  assert FEW_CHANNELS not in names("data_gradient", (3, 3), 64, 8)
+  assert FEW_CHANNELS not in names("data_gradient", (3, 3), 64, 3, stride=2)
+  assert FEW_CHANNELS not in names("data_gradient", (3, 3), 64, 3, dilation=(1, 2))
+  assert FEW_CHANNELS in names("data_gradient", (3, 3), 64, 3, dilation=(2, 1))
   for direction in ("forward", "filter_gradient"):
     assert FEW_CHANNELS not in names(direction, (7, 7), 3, 64, "float32", precision="high")
     assert FEW_CHANNELS not in names(direction, (7, 7), 3, 64, "float64")
@@ -70,23 +83,40 @@ CASES = [
 ]  # fmt: skip
 
 
-def check(case, dtype, out_dtype, draw=sample):
+# Data gradients of few features, with strides (of a transposed convolution) and without.
+DATA_CASES = [
+  ConvCase("rgb", 2, (40, 40), 64, (3, 3), 3, padding=SAME3),
+  ConvCase("generator", 2, (16, 16), 64, (4, 4), 3, padding=((2, 2), (2, 2)), lhs_dilation=(2, 2)),
+  ConvCase("odd", 3, (17, 19), 37, (3, 4), 2, padding=((0, 3), (2, 1))),
+  ConvCase("one", 5, (28, 28), 33, (5, 5), 1),
+  ConvCase("seven", 2, (21, 22), 66, (2, 3), 7, padding=((-2, 3), (0, -1))),
+  ConvCase("lines_apart", 2, (31, 33), 40, (3, 3), 5, padding=((2, 2), (1, 1)), rhs_dilation=(2, 1)),
+  ConvCase("audio", 2, (400,), 136, (10,), 1, padding=((9, 4),), lhs_dilation=(5,)),
+  ConvCase("3d", 2, (6, 7, 9), 32, (3, 2, 3), 4, padding=((1, 1),) * 3, lhs_dilation=(2, 1, 3)),
+  ConvCase("narrow", 5, (3, 2), 72, (3, 3), 3, padding=SAME3),
+  ConvCase("many_tiles", 40, (60, 64), 40, (3, 3), 2, padding=SAME3),
+]  # fmt: skip
+
+
+def check(case, dtype, out_dtype, draw=sample, results="yw"):
   """Returns in how many directions the kernels take the problem."""
   spec = ConvSpec(*case.geometry, 1, case.spatial, case.window, None, FEW_CHANNELS)
   shapes = {"x": case.x_shape, "w": case.w_shape, "y": (case.batch, *spec.y_spatial, case.k)}
   arrays = {name: draw(shape, dtype, seed) for seed, (name, shape) in enumerate(shapes.items())}
   oracle = [exact(arrays[name]) for name in "xwy"]
-  wants = {"y": conv_oracle(*oracle[:2], *case.geometry), "w": conv_gradients(*oracle, *case.geometry)[1]}
-  terms = {"y": int(np.prod(case.w_shape[:-1])), "w": int(np.prod(shapes["y"][:-1]))}
+  wants = {"y": conv_oracle(*oracle[:2], *case.geometry)}
+  wants["x"], wants["w"] = conv_gradients(*oracle, *case.geometry)
+  terms = {"y": case.w_shape[:-1], "x": (*case.window, case.k), "w": shapes["y"][:-1]}
+  terms = {name: int(np.prod(shape)) for name, shape in terms.items()}
   taken = 0
-  for result, want in wants.items():
+  for result in results:
     operands = {name: jnp.asarray(arrays[name])[None] for name in OPERANDS[result]}
     if plan(result, *operands.values(), spec, np.dtype(out_dtype), hopper=False) is None:
       continue
     taken += 1
     f = lambda a, b, r=result: convolve(r, dict(zip(OPERANDS[r], (a, b), strict=True)), spec, out_dtype)  # noqa: E731
     got = assert_repeatable(f, *operands.values(), repeats=3)
-    assert_close(got[0], want, out_dtype, terms=terms[result], scale=3 * np.sqrt(terms[result]))
+    assert_close(got[0], wants[result], out_dtype, terms=terms[result], scale=3 * np.sqrt(terms[result]))
   return taken
 
 
@@ -98,6 +128,31 @@ def test_kernels(case):
   # Its products are of TF32, which coarse numbers are.
   taken = check(case, "float32", "float32", coarse)
   assert taken == 2 or case.name == "alexnet"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", DATA_CASES, ids=lambda c: c.name)
+def test_data_gradient(case):
+  for dtypes in (("bfloat16",) * 2, ("float16",) * 2, ("bfloat16", "float32")):
+    assert check(case, *dtypes, results="x") == 1
+  assert check(case, "float32", "float32", coarse, results="x") == 1
+
+
+@pytest.mark.gpu
+def test_random_data_gradients():
+  rng = np.random.default_rng(1)
+  taken = 0
+  for _ in range(40):
+    rank = int(rng.integers(1, 4))
+    draw = lambda lo, hi, rank=rank: tuple(int(v) for v in rng.integers(lo, hi + 1, rank))  # noqa: E731
+    padding = tuple((int(a), int(b)) for a, b in rng.integers(-1, 5, (rank, 2)))
+    case = ConvCase("random", int(rng.integers(1, 5)), draw(4, 40 if rank < 3 else 8), int(rng.integers(1, 140)),
+                    draw(1, 6 if rank < 3 else 3), int(rng.integers(1, 8)), (1,) * rank, padding, draw(1, 3),
+                    (*draw(1, 2)[1:], 1))  # fmt: skip
+    if min(ConvSpec(*case.geometry, 1, case.spatial, case.window, None).y_spatial) > 0:
+      taken += check(case, "bfloat16", "bfloat16", results="x")
+      taken += check(case, "float32", "float32", coarse, results="x")
+  assert taken > 50
 
 
 @pytest.mark.gpu
@@ -123,6 +178,11 @@ def test_batch_of_problems(dtype):
   f = lambda x, w: jaxdnn.conv(x, w, padding="SAME", precision="default", algorithm=FEW_CHANNELS)  # noqa: E731
   for each, *operands in zip(jax.vmap(f)(x, w), x, w, strict=True):
     assert_close(each, conv_oracle(*(exact(a) for a in operands), (1, 1), SAME3, (1, 1), (1, 1)), dtype, terms=27)
+  g, w = (jnp.asarray(coarse(s, dtype, i)) for i, s in enumerate(((3, 2, 11, 9, 3), (3, 3, 3, 40, 3))))
+  f = lambda g, w: jaxdnn.conv_dgrad(g, w, (11, 9), padding="SAME", precision="default", algorithm=FEW_CHANNELS)  # noqa: E731
+  for each, *operands in zip(jax.vmap(f)(g, w), np.zeros((3, 2, 11, 9, 40)), w, g, strict=True):
+    want = conv_gradients(*(exact(a) for a in operands), (1, 1), SAME3, (1, 1), (1, 1))[0]
+    assert_close(each, want, dtype, terms=27, scale=6)
 
 
 @pytest.mark.gpu
@@ -146,15 +206,17 @@ def test_not_finite_stays_local(dtype, value):
   """An input meets the taps of results that there are, and no others: neither neighbours in a word, nor what is beside
   the result in a tile."""
 
-  def draw(shape, dtype, seed):
+  def draw(shape, dtype, seed, operand=0):
     a = coarse(shape, dtype, seed)
-    if seed == 0:
+    if seed == operand:
       a[0, -1, ..., 0] = value
     return a
 
   with np.errstate(invalid="ignore"):
     for name in ("stem_odd", "3x3", "3x3s2", "mnist", "37_features", "many_lines"):
       check(next(c for c in CASES if c.name == name), dtype, dtype, draw)
+    for case in DATA_CASES[:4]:
+      check(case, dtype, dtype, partial(draw, operand=2), "x")
 
 
 @pytest.mark.gpu
@@ -163,3 +225,6 @@ def test_kernels_under_the_sanitizer():
   for name in ("stem_odd", "3x3", "mnist", "37_features", "3d_s2", "many_lines"):
     check(next(c for c in CASES if c.name == name), "bfloat16", "bfloat16")
     check(next(c for c in CASES if c.name == name), "float32", "float32", coarse)
+  for case in DATA_CASES[:4]:
+    check(case, "bfloat16", "bfloat16", results="x")
+    check(case, "float32", "float32", coarse, "x")

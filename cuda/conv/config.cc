@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 #include <numeric>
+#include <utility>
 
 #include "cuda/conv/pixel_map.h"
 #include "cuda/conv/strips.h"
@@ -198,7 +199,8 @@ int64_t TransposedBytes(const Problem& p, const TileShape& t) {
   return CeilDiv(p.images * p.YPixels(), depth) * depth * p.features * 4;
 }
 
-// Of the kernels of few channels: a tile's products, and what it moves to and from memory. Fitted to an H200.
+// Of the kernels of few channels, of a problem as AsForward has it: a tile's products, and what it moves to and from
+// memory. Fitted to an H200.
 double FewChannelsCycles(const Problem& p, const Strips& s, int64_t splits) {
   const bool filter = p.direction == Direction::kFilterGradient;
   const double size = SizeOf(filter ? p.in : p.out), strips = s.lines * s.line_bytes;
@@ -293,6 +295,17 @@ bool Takes(const TileShape& t, const Problem& p, bool hopper) {
 
 }  // namespace
 
+Problem AsForward(const Problem& p) {
+  Problem f = p;
+  if (p.direction != Direction::kDataGradient) return f;
+  f.direction = Direction::kForward;
+  std::swap(f.channels, f.features);
+  std::swap(f.x, f.y);
+  std::swap(f.stride, f.lhs_dilation);
+  for (int d = 0; d < kRank; ++d) f.pad[d] = (p.window[d] - 1) * p.rhs_dilation[d] - p.pad[d];
+  return f;
+}
+
 Dense DenseOf(const Problem& p) {
   constexpr int64_t kColumns = 32, kMostChannels = 128, kMostFolded = 64;
   const int64_t chunk = 16 / SizeOf(p.in), widest = std::max(p.channels, p.features);
@@ -364,17 +377,17 @@ std::optional<Config> Choose(const Problem& p, bool hopper, std::string_view alg
     const bool wanted = algorithm.empty() || algorithm == kAlgorithms[static_cast<int>(t.unit)] || algorithm == t.name;
     if (!wanted || !Takes(t, p, hopper)) continue;
     Strips strips;
-    if (t.unit == Unit::kFewChannels) strips.Fit(p, FewPixels(p), 16);
+    if (t.unit == Unit::kFewChannels) strips.Fit(AsForward(p), FewPixels(AsForward(p)), 16);
     for (int64_t splits = 1; splits == 1 || (splittable && splits * kMinSlice <= g.depth);
          splits += std::max<int64_t>(1, splits / 8)) {
       // As few as give the longest slice no more of whole tiles.
-      const int64_t tiles = t.unit == Unit::kFewChannels ? strips.Tiles(p) : 0;
+      const int64_t tiles = t.unit == Unit::kFewChannels && splittable ? strips.Tiles(p) : 0;
       const int64_t slices = tiles > 0 ? CeilDiv(tiles, CeilDiv(tiles, splits)) : splits;
       const int64_t transposed = TransposedBytes(p, t), bytes = transposed + (slices > 1 ? slices * result_bytes : 0);
       if (bytes > workspace_limit) break;
       if (splittable && CeilDiv(g.depth, slices) >= kIndexLimit) continue;  // a slice is indexed with 32 bits
       const double product = t.unit == Unit::kDepthwise     ? DepthwiseCycles(p, slices)
-                             : t.unit == Unit::kFewChannels ? FewChannelsCycles(p, strips, slices)
+                             : t.unit == Unit::kFewChannels ? FewChannelsCycles(AsForward(p), strips, slices)
                              : t.unit == Unit::kGrouped     ? GroupedCycles(p)
                              : t.unit == Unit::kWgmma       ? WgmmaCycles(p, t, slices)
                                                             : Cycles(p, t, slices);

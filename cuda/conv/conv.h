@@ -41,6 +41,10 @@ struct Problem {
   int64_t FilterSize() const { return batch * Taps() * channels * groups * features; }
 };
 
+// A data gradient as the forward convolution of y that it is, by a filter whose taps are mirrored and whose channels
+// are exchanged; other problems as they are.
+Problem AsForward(const Problem& p);
+
 // Block tiles (rows x columns of the implicit matrix product) that kernels are compiled for: on the CUDA cores, or with
 // mma.sync or Hopper's wgmma on the tensor cores. Depthwise convolution is no product of matrices and has no tiles;
 // those of few channels and of small groups depend on the problem.

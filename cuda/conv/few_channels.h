@@ -1,5 +1,5 @@
 // Forward convolution and filter gradient of few input channels on the tensor cores (mma.sync, since sm_80): the first
-// layers of networks.
+// layers of networks; and the data gradient, without stride, of few features: the last layers of generators.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -8,8 +8,9 @@
 
 namespace jaxdnn::conv {
 
-cudaError_t LaunchFewChannelsData(const Problem& p, const void* x, const void* w, void* y, const Epilogue& epilogue,
-                                  cudaStream_t stream);
+// `operand` is x forward, y in the data gradient.
+cudaError_t LaunchFewChannelsData(const Problem& p, const void* operand, const void* filter, void* out,
+                                  const Epilogue& epilogue, cudaStream_t stream);
 
 // `workspace` holds config.workspace_bytes.
 cudaError_t LaunchFewChannelsFilter(const Problem& p, const Config& config, const void* x, const void* y, void* out,

@@ -1,4 +1,4 @@
-// Forward convolution of few input channels, by strips (strips.h).
+// Forward convolution of few input channels, by strips (strips.h), and the data gradients that are one.
 //
 // Rows of the product are pixels, columns features, and its depth goes line by line through the window, a word of a
 // line after another. The strips are the operand's matrix already: a thread's words of a fragment are at a pixel's
@@ -41,7 +41,8 @@ struct FewParams {
   Epilogue epilogue;
   Layout layout;
   int batch;
-  bool whole;  // whether eight features can be stored at once
+  bool whole;             // whether eight features can be stored at once
+  int mirrored_channels;  // of a data gradient, whose filter is mirrored [taps, features, channels]; otherwise 0
 };
 
 template <class T>
@@ -75,11 +76,13 @@ __device__ void FillTable(const StripParams& q, int steps, uint2* table) {
 
 // The filter's words, each of one feature, in the order of the fragments. A thread takes eight features of a word.
 template <class T, class In>
-__device__ void FillFilter(const StripParams& q, int steps, const In* filter, int first_column, uint32_t* to) {
+__device__ void FillFilter(const StripParams& q, const FewParams& r, const In* filter, int first_column, uint32_t* to) {
   constexpr int kPerWord = 4 / sizeof(In), kRuns = T::kFeatures / 8;
-  const int words = steps * Strips::kStepWords, columns = q.features - first_column;
-  const bool whole = q.features % 8 == 0 && reinterpret_cast<uintptr_t>(filter) % 16 == 0;
-  filter += first_column;
+  const int steps = r.layout.steps, words = steps * Strips::kStepWords, columns = q.features - first_column;
+  const bool mirrored = r.mirrored_channels > 0;
+  const bool whole = !mirrored && q.features % 8 == 0 && reinterpret_cast<uintptr_t>(filter) % 16 == 0;
+  const int apart = mirrored ? r.mirrored_channels : 1;  // from feature to feature
+  filter += int64_t{first_column} * apart;
 #pragma unroll 4
   for (int i = threadIdx.x; i < q.strips.classes * words * kRuns; i += T::kThreads) {
     const int t = i % 4, run = i / 4 % kRuns, half = i / 4 / kRuns % 2, step = i / (8 * kRuns);
@@ -90,7 +93,16 @@ __device__ void FillFilter(const StripParams& q, int steps, const In* filter, in
     for (int e = 0; e < kPerWord; ++e) {
       const int element = word.element + e;
       const bool valid = word.line < q.window_lines && element >= 0 && element < q.window_run;
-      const In* from = filter + (int64_t{word.line} * q.window_run + element) * q.features + 8 * run;
+      int64_t row = int64_t{word.line} * q.window_run + element;
+      if (mirrored) {
+        // Taps and channels both in reverse order, and then the channels back in theirs.
+        const int channel = element % apart;
+        row = int64_t{q.window_lines} * q.window_run - 1 - row;
+        row = (row - (apart - 1 - channel)) * q.features + channel;
+      } else {
+        row *= q.features;
+      }
+      const In* from = filter + row + int64_t{8} * run * apart;
       if (whole) {
         uint4 v[sizeof(In) / 2] = {};
 #pragma unroll
@@ -99,7 +111,7 @@ __device__ void FillFilter(const StripParams& q, int steps, const In* filter, in
         memcpy(value[e], v, sizeof(v));
       } else {
 #pragma unroll
-        for (int f = 0; f < 8; ++f) value[e][f] = valid && 8 * run + f < columns ? __ldg(from + f) : In(0.f);
+        for (int f = 0; f < 8; ++f) value[e][f] = valid && 8 * run + f < columns ? __ldg(from + f * apart) : In(0.f);
       }
     }
 #pragma unroll
@@ -277,7 +289,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   CommitCopies();
   uint2* const table = reinterpret_cast<uint2*>(shared + r.layout.table);
   FillTable<T, In>(q, r.layout.steps, table);
-  FillFilter<T>(q, r.layout.steps, filter + problem * q.filter, first_feature, reinterpret_cast<uint32_t*>(shared));
+  FillFilter<T>(q, r, filter + problem * q.filter, first_feature, reinterpret_cast<uint32_t*>(shared));
 
   // A warp's pixels are of one class.
   const int warps = T::kWarps / q.strips.classes, warp = threadIdx.x / 32, of_class = warp >= warps;
@@ -313,8 +325,9 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
 }
 
 template <class T, class In>
-cudaError_t LaunchTile(const Problem& p, const void* x, const void* w, void* y, const Epilogue& epilogue,
+cudaError_t LaunchTile(const Problem& problem, const void* x, const void* w, void* y, const Epilogue& epilogue,
                        cudaStream_t stream) {
+  const Problem p = AsForward(problem);
   if (p.images * p.YPixels() * p.features == 0) return cudaSuccess;
   Strips strips;
   if (!strips.Fit(p, T::kPixels, Alignment(x))) return cudaErrorInvalidValue;
@@ -323,6 +336,7 @@ cudaError_t LaunchTile(const Problem& p, const void* x, const void* w, void* y, 
   r.epilogue = epilogue;
   r.layout = LayoutOf<T>(p, strips);
   r.batch = int(p.batch);
+  r.mirrored_channels = problem.direction == Direction::kForward ? 0 : int(p.channels);
   r.whole = p.features % 8 == 0 && IsVectorAligned(y, epilogue.bias, epilogue.residual);
   const auto kernel = FewChannelsKernel<T, In>;
   Grid grid = {0, T::kThreads, size_t(r.layout.bytes)};
@@ -337,16 +351,18 @@ cudaError_t LaunchTile(const Problem& p, const void* x, const void* w, void* y, 
 template <class In>
 cudaError_t LaunchType(const Problem& p, const void* x, const void* w, void* y, const Epilogue& epilogue,
                        cudaStream_t stream) {
-  return p.features > 32 ? LaunchTile<FewTile<8, 2, 2, 2>, In>(p, x, w, y, epilogue, stream)
-                         : LaunchTile<FewTile<4, 4, 1, sizeof(In) == 4 ? 3 : 4>, In>(p, x, w, y, epilogue, stream);
+  return AsForward(p).features > 32
+             ? LaunchTile<FewTile<8, 2, 2, 2>, In>(p, x, w, y, epilogue, stream)
+             : LaunchTile<FewTile<4, 4, 1, sizeof(In) == 4 ? 3 : 4>, In>(p, x, w, y, epilogue, stream);
 }
 
 }  // namespace
 
-cudaError_t LaunchFewChannelsData(const Problem& p, const void* x, const void* w, void* y, const Epilogue& epilogue,
-                                  cudaStream_t stream) {
-  return VisitSingleDType(
-      p.in, [&](auto in) { return LaunchType<typename decltype(in)::type>(p, x, w, y, epilogue, stream); });
+cudaError_t LaunchFewChannelsData(const Problem& p, const void* operand, const void* filter, void* out,
+                                  const Epilogue& epilogue, cudaStream_t stream) {
+  return VisitSingleDType(p.in, [&](auto in) {
+    return LaunchType<typename decltype(in)::type>(p, operand, filter, out, epilogue, stream);
+  });
 }
 
 }  // namespace jaxdnn::conv

@@ -76,8 +76,9 @@ int Strips::Steps(const Problem& p) const {
   return int(CeilDiv(words, kStepWords));
 }
 
-bool TakesFewChannels(const Problem& p) {
-  if (p.direction == Direction::kDataGradient || (p.in == DType::kF32 && p.products != 1)) return false;
+bool TakesFewChannels(const Problem& problem) {
+  const Problem p = AsForward(problem);
+  if (p.in == DType::kF32 && p.products != 1) return false;
   const auto takes = [&](int alignment) {
     Strips s;
     if (!s.Fit(p, FewPixels(p), alignment)) return false;

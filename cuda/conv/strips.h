@@ -1,4 +1,5 @@
-// How the kernels of few input channels (few_channels.h) cut a convolution into tiles.
+// How the kernels of few input channels (few_channels.h) cut a convolution into tiles. A data gradient is the forward
+// convolution that AsForward makes of it.
 //
 // Along the last dimension a window's values are next to each other in memory, so a line of it is one run of
 // window[2] * channels elements, too short for 16-byte copies only by where it begins. Blocks copy whole strips of the
