@@ -2,8 +2,8 @@
 #include <algorithm>
 #include <cmath>
 #include <numeric>
-#include <utility>
 
+#include "cuda/conv/few_features_plan.h"
 #include "cuda/conv/pixel_map.h"
 #include "cuda/conv/strips.h"
 
@@ -270,6 +270,7 @@ bool Takes(const TileShape& t, const Problem& p, bool hopper) {
   if (t.unit == Unit::kSimt) return true;
   if (t.unit == Unit::kFewChannels) return TakesFewChannels(p);
   if (t.unit == Unit::kGrouped) return TakesGrouped(p);
+  if (t.unit == Unit::kFewFeatures) return TakesFewFeatures(p);
   if (t.unit == Unit::kDepthwise) {
     const bool holes = *std::max_element(p.lhs_dilation, p.lhs_dilation + kRank) > 1;
     double apart = 0;
@@ -294,17 +295,6 @@ bool Takes(const TileShape& t, const Problem& p, bool hopper) {
 }
 
 }  // namespace
-
-Problem AsForward(const Problem& p) {
-  Problem f = p;
-  if (p.direction != Direction::kDataGradient) return f;
-  f.direction = Direction::kForward;
-  std::swap(f.channels, f.features);
-  std::swap(f.x, f.y);
-  std::swap(f.stride, f.lhs_dilation);
-  for (int d = 0; d < kRank; ++d) f.pad[d] = (p.window[d] - 1) * p.rhs_dilation[d] - p.pad[d];
-  return f;
-}
 
 Dense DenseOf(const Problem& p) {
   constexpr int64_t kColumns = 32, kMostChannels = 128, kMostFolded = 64;
@@ -338,34 +328,6 @@ Dense DenseOf(const Problem& p) {
   return columns <= kMostFolded ? folded : dense;
 }
 
-Phases PhasesOf(const Problem& p) {
-  // index * step = position * stride + tap * tap_step + constant, as in axis.cuh.
-  const bool forward = p.direction == Direction::kForward;
-  Phases f;
-  for (int d = 0; d < kRank; ++d) {
-    const int64_t step = forward ? p.lhs_dilation[d] : p.stride[d];
-    const int64_t stride = forward ? p.stride[d] : p.lhs_dilation[d];
-    const int64_t extent = forward ? p.y[d] : p.x[d];
-    // More phases than positions would be empty.
-    f.period[d] = std::min(step / std::gcd(stride, step), std::max<int64_t>(extent, 1));
-    f.tap_period[d] = step / std::gcd(p.rhs_dilation[d], step);
-  }
-  return f;
-}
-
-Gemm GemmOf(const Problem& p) {
-  const int64_t problems = p.batch * p.groups;
-  switch (p.direction) {
-    case Direction::kForward:
-      return {problems, p.images * p.YPixels(), p.features, p.Taps() * p.channels};
-    case Direction::kDataGradient:
-      return {problems, p.images * p.XPixels(), p.channels, p.Taps() * p.features};
-    case Direction::kFilterGradient:
-      return {problems, p.Taps() * p.channels, p.features, p.images * p.YPixels()};
-  }
-  return {};
-}
-
 std::optional<Config> Choose(const Problem& p, bool hopper, std::string_view algorithm, int64_t workspace_limit) {
   const bool widened = p.out == DType::kF32 && (p.in == DType::kF16 || p.in == DType::kBF16);
   if (!(p.in == p.out || widened) || !Indexable(p)) return std::nullopt;
@@ -389,6 +351,7 @@ std::optional<Config> Choose(const Problem& p, bool hopper, std::string_view alg
       const double product = t.unit == Unit::kDepthwise     ? DepthwiseCycles(p, slices)
                              : t.unit == Unit::kFewChannels ? FewChannelsCycles(AsForward(p), strips, slices)
                              : t.unit == Unit::kGrouped     ? GroupedCycles(p)
+                             : t.unit == Unit::kFewFeatures ? FewFeaturesCycles(p)
                              : t.unit == Unit::kWgmma       ? WgmmaCycles(p, t, slices)
                                                             : Cycles(p, t, slices);
       const double cycles = product + ReductionCycles(slices, result_bytes) +

@@ -47,10 +47,10 @@ Problem AsForward(const Problem& p);
 
 // Block tiles (rows x columns of the implicit matrix product) that kernels are compiled for: on the CUDA cores, or with
 // mma.sync or Hopper's wgmma on the tensor cores. Depthwise convolution is no product of matrices and has no tiles;
-// those of few channels and of small groups depend on the problem.
-enum class Unit { kSimt, kMma, kWgmma, kDepthwise, kFewChannels, kGrouped };
-constexpr const char* kAlgorithms[] = {"implicit_gemm", "implicit_gemm_mma", "implicit_gemm_wgmma",
-                                       "depthwise",     "few_channels",      "grouped"};  // by Unit
+// those of few channels or features and of small groups depend on the problem.
+enum class Unit { kSimt, kMma, kWgmma, kDepthwise, kFewChannels, kGrouped, kFewFeatures };
+constexpr const char* kAlgorithms[] = {"implicit_gemm", "implicit_gemm_mma", "implicit_gemm_wgmma", "depthwise",
+                                       "few_channels",  "grouped",           "few_features"};  // by Unit
 enum class Tile {
   kSimt128x64,
   kSimt64x32,
@@ -67,6 +67,7 @@ enum class Tile {
   kDepthwise,
   kFewChannels,
   kGrouped,
+  kFewFeatures,
 };
 struct TileShape {
   Tile tile;
@@ -90,6 +91,7 @@ constexpr TileShape kTiles[] = {
     {Tile::kDepthwise, "depthwise", Unit::kDepthwise, 1, 1, 128},
     {Tile::kFewChannels, "few_channels", Unit::kFewChannels, 1, 1, 128},
     {Tile::kGrouped, "grouped", Unit::kGrouped, 1, 1, 128},
+    {Tile::kFewFeatures, "few_features", Unit::kFewFeatures, 1, 1, 128},
 };
 
 // Depth of a tile step: how many terms of the reduction are in shared memory at once.

@@ -278,15 +278,6 @@ __global__ void __launch_bounds__(T::kThreads, kFinish || sizeof(Out) > sizeof(t
 
 int Log2(int64_t n) { return n > 1 ? 1 + Log2(n / 2) : 0; }
 
-// The most columns of a warp whose pixels fit into a slot.
-template <class T>
-int ColumnsOfWarp(int64_t images, int64_t width) {
-  for (int64_t n = 16;; --n) {
-    const int64_t touched = std::min(images, 1 + CeilDiv(n - 1, width));
-    if (n * T::kStep + touched * T::kOverlap <= T::kPixels) return int(n);
-  }
-}
-
 template <class T, bool kFinish, class Out>
 cudaError_t LaunchTile(const Problem& p, const void* operand, const void* filter, void* out, const Epilogue& epilogue,
                        cudaStream_t stream) {
@@ -313,7 +304,7 @@ cudaError_t LaunchTile(const Problem& p, const void* operand, const void* filter
   q.image_columns = FastDiv(image_columns);
   q.padded_width = FastDiv(image_columns * T::kStep + T::kOverlap);
   q.all_columns = int(p.images * image_columns);
-  q.columns = ColumnsOfWarp<T>(p.images, image_columns);
+  q.columns = ColumnsOfWarp(16, T::kStep, T::kOverlap, T::kPixels, p.images, image_columns);
   q.channels = int(channels);
   q.group_log = Log2(p.channels);
   q.gradient = !forward;

@@ -1,6 +1,8 @@
 // What a warp of the kernels of small groups works on: its pixels in shared memory, its filter in registers.
 #pragma once
 
+#include <algorithm>
+
 #include "cuda/common/fast_div.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/common/mma.cuh"
@@ -73,6 +75,14 @@ struct GroupedParams {
   int64_t filter_problem;      // elements
   uint32_t in_line, out_line;  // fours of channels
 };
+
+// The most columns of a warp, of `most`, whose pixels fit into a slot. Images' lines are `width` columns.
+inline int ColumnsOfWarp(int64_t most, int step, int overlap, int pixels, int64_t images, int64_t width) {
+  for (int64_t n = most;; --n) {
+    const int64_t touched = std::min(images, 1 + CeilDiv(n - 1, width));
+    if (n * step + touched * overlap <= pixels) return int(n);
+  }
+}
 
 // What a warp works on: a part of a problem's channels, in some of all columns' lines.
 struct GroupedWork {

@@ -2,6 +2,7 @@
 #include "cuda/conv/depthwise.h"
 #include "cuda/conv/epilogue.cuh"
 #include "cuda/conv/few_channels.h"
+#include "cuda/conv/few_features.h"
 #include "cuda/conv/grouped.h"
 #include "cuda/conv/mma.h"
 #include "cuda/conv/simt.h"
@@ -31,6 +32,8 @@ int Launch(const Problem& p, const Config& config, const void* lhs, const void* 
                     : LaunchFewChannelsData(p, lhs, rhs, out, epilogue, stream);
     case Unit::kGrouped:
       return LaunchGrouped(p, lhs, rhs, out, epilogue, stream);
+    case Unit::kFewFeatures:
+      return LaunchFewFeatures(p, lhs, rhs, out, epilogue, stream);
   }
   return cudaErrorInvalidValue;
 }

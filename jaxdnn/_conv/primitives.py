@@ -228,7 +228,8 @@ def _batch(operands: Any, dims: Any, *, result: str, spec: ConvSpec, dtype: Any)
 
 
 ALGORITHMS = ("implicit_gemm_wgmma", "implicit_gemm_mma", "implicit_gemm")
-DEPTHWISE, FEW_CHANNELS, GROUPED = "depthwise", "few_channels", "grouped"  # also the names of their one tile
+# Also the names of their one tile.
+DEPTHWISE, FEW_CHANNELS, GROUPED, FEW_FEATURES = "depthwise", "few_channels", "grouped", "few_features"
 
 
 def plan(result: str, a: Any, b: Any, spec: ConvSpec, dtype: Any, *, hopper: bool) -> dict[str, Any] | None:

@@ -1,0 +1,15 @@
+// Forward convolution of few features, and the data gradient, without stride, of few channels, on the tensor cores
+// (mma.sync, since sm_80).
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "cuda/conv/conv.h"
+
+namespace jaxdnn::conv {
+
+// `operand` is x forward, y in the data gradient. An operand that is not on 16 bytes goes to the kernels of mma.h.
+cudaError_t LaunchFewFeatures(const Problem& p, const void* operand, const void* filter, void* out,
+                              const Epilogue& epilogue, cudaStream_t stream);
+
+}  // namespace jaxdnn::conv
