@@ -22,15 +22,16 @@ namespace {
 
 // A line's slice at `slot`, times the filter at `filter`. `pixel` are those of the lane's rows of the fragments.
 template <class T>
-__device__ __forceinline__ void MultiplySlice(const FewFeaturesParams& q, uint32_t slot, const int (&pixel)[T::kParts],
-                                              const uint2* filter, int steps, typename T::Sums& sums) {
+__device__ __forceinline__ void MultiplySlice(const FewFeaturesParams& q, uint32_t slot,
+                                              const unsigned (&pixel)[T::kParts], const uint2* filter, int steps,
+                                              typename T::Sums& sums) {
   const int height = T::kAnyHeight ? q.window_height : T::kRows, step_words = height * 32;
   const int chunk = threadIdx.x % 32 / 16;
 #pragma unroll 1
   for (int s = 0; s < q.window_width; ++s) {
     uint32_t place[T::kParts];
 #pragma unroll
-    for (int i = 0; i < T::kParts; ++i) place[i] = slot + T::Place(pixel[i] + s, chunk);
+    for (int i = 0; i < T::kParts; ++i) place[i] = slot + T::Places::At(pixel[i] + s, chunk);
     const auto multiply = [&](int step) {
       uint32_t a[T::kParts][4];
 #pragma unroll
@@ -140,11 +141,13 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
     for (int i = 0; i < kAhead; ++i) strip.Copy(q, in, ring + i * T::kSlotBytes, i < items);
     FillPlaces<T>(q, block, work.problem, places);
     // Rows of a fragment are columns; those that there are not read what the last one does.
-    int pixel[T::kParts];
+    unsigned pixel[T::kParts];
 #pragma unroll
     for (int i = 0; i < T::kParts; ++i) {
       const int column = block.first_column + min(16 * i + lane % 16, block.Columns(q) - 1);
       pixel[i] = strip.Padded(q, column) - strip.Padded(q, block.first_column);
+      // Else the compiler prefers to compute them again for each column of the window.
+      asm volatile("" : "+r"(pixel[i]));
     }
 
     typename T::Sums sums = {};

@@ -32,11 +32,7 @@ struct FewFeaturesTile {
 
   using Sums = float[kRows][kParts][4];
 
-  // Where in a slot a chunk of a pixel is. Chunks are exchanged so that those of eight neighbours lie in different
-  // banks.
-  static __device__ int Place(int pixel, int chunk) {
-    return ((pixel * kChunks + chunk) ^ (pixel / (8 / kChunks) % kChunks)) * 16;
-  }
+  using Places = SlotPlaces<kChunks, 1>;
 };
 
 struct FewFeaturesParams : GroupedParams {
@@ -49,8 +45,9 @@ struct FewFeaturesParams : GroupedParams {
 // The operand's lines on their way to shared memory, slice by slice.
 template <class T>
 struct FewFeaturesStrip {
-  uint32_t from[T::kCopies];        // fours of channels
-  unsigned wanted = 0, inside = 0;  // bit k: copy k is of a column's window; and of the operand
+  uint32_t from[T::kCopies];  // fours of channels
+  unsigned inside = 0;        // bit k: copy k is of the operand
+  int copies;                 // that bring a pixel which a column reads
   int line, slice = 0;
 
   __device__ FewFeaturesStrip(const FewFeaturesParams& q, const GroupedBlock& block, int problem)
@@ -58,16 +55,14 @@ struct FewFeaturesStrip {
     const int lane = threadIdx.x % 32;
     const int first = Padded(q, block.first_column);
     const int end = Padded(q, block.first_column + block.Columns(q) - 1) + q.window_width;
+    copies = (end - first + T::kApart - 1) / T::kApart;
 #pragma unroll
     for (int k = 0; k < T::kCopies; ++k) {
       const int padded = first + lane / T::kChunks + k * T::kApart;
       int x;
       const int image = q.padded_width.Div(padded, &x);
       x -= q.pad_w;
-      if (padded < end) {
-        wanted |= 1u << k;
-        if (static_cast<unsigned>(x) < static_cast<unsigned>(q.width)) inside |= 1u << k;
-      }
+      if (padded < end && static_cast<unsigned>(x) < static_cast<unsigned>(q.width)) inside |= 1u << k;
       from[k] = (uint32_t(problem * q.images + image) * q.height + line) * q.in_line + uint32_t(x) * (q.channels / 4u) +
                 lane % T::kChunks * (T::kChunk / 4);
     }
@@ -83,14 +78,16 @@ struct FewFeaturesStrip {
     if (needed) {
       const int lane = threadIdx.x % 32, chunk = lane % T::kChunks, first = slice * T::kChannels;
       const int channel = first + chunk * T::kChunk;
-      const bool exists = channel < q.channels && static_cast<unsigned>(line) < static_cast<unsigned>(q.height);
+      const unsigned there =
+          channel < q.channels && static_cast<unsigned>(line) < static_cast<unsigned>(q.height) ? inside : 0;
+      const int place = T::Places::At(lane / T::kChunks, chunk);
+      in += first;
       // The last step may be half of zeros.
       if (channel < q.steps * T::kDepth) {
 #pragma unroll
         for (int k = 0; k < T::kCopies; ++k)
-          if (wanted >> k & 1)
-            CopyAsync<16>(slot + T::Place(lane / T::kChunks + k * T::kApart, chunk), in + uint64_t{from[k]} * 4 + first,
-                          exists && (inside >> k & 1));
+          if (k * T::kApart < T::kColumns || k < copies)
+            CopyAsync<16>(slot + T::Places::Further(place, k), in + uint64_t{from[k]} * 4, there >> k & 1);
       }
       if (++slice == q.slices) {
         slice = 0;

@@ -173,7 +173,7 @@ __global__ void __launch_bounds__(T::kThreads, kFinish || sizeof(Out) > sizeof(t
     const int lane = threadIdx.x % 32, row = min(lane % 16, block.Columns(q) - 1);
     const int pixel = strip.Padded(q, block.first_column + row) - strip.Padded(q, block.first_column);
 #pragma unroll
-    for (int s = 0; s < T::kTaps; ++s) place[s] = T::Place(pixel + s, lane / 16);
+    for (int s = 0; s < T::kTaps; ++s) place[s] = T::Places::At(pixel + s, lane / 16);
   };
   begin();
   const GroupedFilter<T> words(q, filter + work.problem * q.filter_problem, work.part);

@@ -14,6 +14,23 @@ namespace jaxdnn::conv {
 // 2) two to a pixel.
 enum class Stride { kOne, kTwo, kHalf };
 
+// Where in a slot of pixels of kChunks 16-byte chunks each chunk is. They are exchanged so that those of eight columns,
+// kStep pixels apart, lie in different banks.
+template <int kChunks, int kStep>
+struct SlotPlaces {
+  static constexpr int kPerRow = 8 / kChunks, kExchanges = kStep * kChunks;
+
+  static __device__ int At(unsigned pixel, unsigned chunk) {
+    return int(((pixel * kChunks + chunk) ^ (pixel / kPerRow % kExchanges)) * 16);
+  }
+  // Of the pixel as many after that at `place` as k warps bring, a chunk each lane.
+  static __device__ constexpr int Further(int place, int k) {
+    constexpr int kApart = 32 / kChunks;
+    static_assert(kApart / kPerRow == 4);
+    return (place ^ (4 * k % kExchanges * 16)) + k * kApart * kChunks * 16;
+  }
+};
+
 // A warp has 16 columns of the result, and kBytes of each pixel's channels. kWide are groups of 16 channels; otherwise
 // eight neighbouring channels are a product by themselves, whether they are one group or several.
 template <class In_, bool kWide_, Stride kStride>
@@ -46,17 +63,7 @@ struct GroupedTile {
 
   using Sums = float[kTiles][4];
 
-  // Where in a slot a chunk of a pixel is. Chunks are exchanged so that those of eight columns, kStep pixels apart, lie
-  // in different banks.
-  static constexpr int kPerRow = 8 / kChunks, kExchanges = kStep * kChunks;
-  static __device__ int Place(int pixel, int chunk) {
-    return ((pixel * kChunks + chunk) ^ (pixel / kPerRow % kExchanges)) * 16;
-  }
-  // The place of the pixel k times kApart after that at `place`.
-  static __device__ constexpr int Further(int place, int k) {
-    static_assert(kApart / kPerRow == 4);
-    return (place ^ (4 * k % kExchanges * 16)) + k * kApart * kBytes;
-  }
+  using Places = SlotPlaces<kChunks, kStep>;
 };
 
 struct GroupedParams {
@@ -146,11 +153,11 @@ struct GroupedStrip {
   // Begins to copy the next line, if it is `needed`.
   __device__ void Copy(const GroupedParams& q, const typename T::In* in, uint32_t slot, bool needed) {
     if (needed) {
-      const int lane = threadIdx.x % 32, place = T::Place(lane / T::kChunks, lane % T::kChunks);
+      const int lane = threadIdx.x % 32, place = T::Places::At(lane / T::kChunks, lane % T::kChunks);
       const bool inside = static_cast<unsigned>(line) < static_cast<unsigned>(q.height);
 #pragma unroll
       for (int k = 0; k < T::kCopies; ++k) {
-        CopyAsync<16>(slot + T::Further(place, k), in + uint64_t{from[k]} * 4, inside && (there >> k & 1));
+        CopyAsync<16>(slot + T::Places::Further(place, k), in + uint64_t{from[k]} * 4, inside && (there >> k & 1));
         from[k] += q.in_line;
       }
       ++line;
