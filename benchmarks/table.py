@@ -35,13 +35,13 @@ def markdown(head: list[str], rows: list[list[str]]) -> str:
 
 
 def newest(records: list[Record]) -> list[dict[str, Any]]:
-  """Every row of the records once: of several recordings of one case, the last by date."""
+  """Every row of the records once: of several recordings of one case, the last by date; but a sweep, which may meet a
+  listed case, does not take its place."""
+  recorded = [row for record in sorted(records, key=lambda r: r["date"]) for row in record["rows"]]
   rows = {}
-  for record in sorted(records, key=lambda r: r["date"]):
-    for row in record["rows"]:
-      # In the order of the last recording.
-      rows[row["family"], row["case"], row["dtype"], row["direction"]] = row
-  families = list(dict.fromkeys(key[0] for key in rows))
+  for row in sorted(recorded, key=lambda r: not r.get("sweep", False)):
+    rows[row["family"], row["case"], row["dtype"], row["direction"]] = row
+  families = list(dict.fromkeys(row["family"] for row in recorded))
   return sorted(rows.values(), key=lambda row: families.index(row["family"]))
 
 

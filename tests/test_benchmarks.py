@@ -201,6 +201,13 @@ def test_the_newest_recording_of_a_case_counts():
   assert "| `a` | f32 | 5.0 / 40.0 / 10.0 (8.00×) |" in text and "20.0 / 40.0" not in text
 
 
+def test_a_sweep_does_not_take_a_listed_cases_place():
+  swept = {**copy.deepcopy(RECORD), "date": "2031-01-01T00:00:00+00:00"}
+  swept["rows"] = [{**row(case, "fwd", 5.0, 40.0), "sweep": True} for case in ("a", "z")]
+  text = table.every_case([RECORD, swept])
+  assert "| `z` | f32 | 5.0 / 40.0 / 10.0 (8.00×) |" in text and "| `a` | f32 | 5.0" not in text
+
+
 def test_a_trial_run_is_refused():
   with pytest.raises(ValueError, match="--shrink 16"):
     table.by_device([{**RECORD, "shrink": 16}], table.overview)
