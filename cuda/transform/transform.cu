@@ -308,7 +308,7 @@ template <int kBytes>
 cudaError_t LaunchCopy(const Problem& p, const Element& pad, const void* x, void* out, cudaStream_t stream) {
   using B = Bits<kBytes>;
   if constexpr (kBytes <= 4)
-    if (Weave weave; IsWeave(p, 16 / kBytes, &weave) && IsVectorAligned(x, out) && Volume(p) <= kMaxLaunch)
+    if (Weave weave; IsWeave<B>(p, &weave) && IsVectorAligned(x, out) && Volume(p) <= kMaxLaunch)
       return LaunchWeave(weave, Volume(p), static_cast<const B*>(x) + p.offset, static_cast<B*>(out), stream);
   const Copy<kBytes> op = {static_cast<B*>(out), pad.As<B>(), pad.As<B>(), pad.As<uint4>()};
   return Launch(p, op, x, true, stream);
