@@ -3,7 +3,8 @@
 //
 // data.cuh says what rows, columns and taps are. A thread copies chunks of 16 bytes: of the operand always the same
 // few rows, whose first address and valid taps it keeps in registers, and of each step the chunk at one depth. It walks
-// along the depth, channels within taps, so that the main loop divides nothing.
+// along the depth, channels within taps, so that the main loop divides nothing. Single groups whose lines are no whole
+// chunks are data_ragged.cu's.
 #include "cuda/conv/data_mma.cuh"
 #include "cuda/conv/mma.h"
 
