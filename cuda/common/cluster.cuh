@@ -65,6 +65,38 @@ class Mailbox {
   uint64_t counter_;
 };
 
+// Where the shared memory at `address` of this block lies in the block of rank `rank`.
+__device__ inline uint32_t RemoteAddress(uint32_t address, int rank) {
+  uint32_t remote = 0;
+  if constexpr (kHasClusters) asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+  return remote;
+}
+// Writes there, and counts the bytes at a barrier of the same block.
+__device__ inline void SendRemote(uint32_t remote, float4 v, uint32_t remote_barrier) {
+  if constexpr (kHasClusters)
+    asm volatile(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(remote),
+        "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(remote_barrier)
+        : "memory");
+}
+// Arrives at a barrier of another block. What came before a fence is done when who waits there goes on.
+__device__ inline void FenceCluster() {
+  if constexpr (kHasClusters) asm volatile("fence.acq_rel.cluster;" ::: "memory");
+}
+__device__ inline void ArriveRemote(uint32_t remote_barrier) {
+  if constexpr (kHasClusters)
+    asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(remote_barrier) : "memory");
+}
+__device__ inline void WaitForCluster(uint32_t barrier, uint32_t parity) {
+  if constexpr (kHasClusters)
+    asm volatile(
+        "{\n .reg .pred there;\nagain:\n"
+        " mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 there, [%0], %1;\n @!there bra again;\n}" ::"r"(
+            barrier),
+        "r"(parity)
+        : "memory");
+}
+
 // Writes `value` to the place of `*local` in the shared memory of the block of rank `rank`.
 __device__ inline void StoreRemote(float* local, int rank, float value) {
   if constexpr (kHasClusters) {

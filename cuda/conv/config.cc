@@ -149,7 +149,7 @@ double Cycles(const Problem& p, const TileShape& t, int64_t splits) {
          std::max(std::ceil(each / cost.resident) * cost.latency, each * cost.busy);
 }
 
-double WgmmaCycles(const Problem& p, const TileShape& t, int64_t splits) {
+double WgmmaCycles(const Problem& p, const TileShape& t, int64_t splits, int64_t cluster) {
   const WgmmaCost cost = WgmmaCostOf(t, p);
   Work work = WorkOf(p, t, splits);
   double steps;
@@ -164,8 +164,18 @@ double WgmmaCycles(const Problem& p, const TileShape& t, int64_t splits) {
     const int64_t channels = p.DepthChannels(), line = WgmmaDepth(p.in);
     steps = std::max(1.0, work.depth / channels * CeilDiv(channels, line)) * (2 * channels <= line ? 1.45 : 1);
   }
-  const double each = std::ceil(work.tiles / kMultiprocessors), busy = steps * cost.step;
-  return each * std::max(busy, (busy + cost.tile) / 2) + cost.tile;
+  const double each = std::ceil(work.tiles / (kMultiprocessors / cluster)),
+               busy = std::ceil(steps / cluster) * cost.step;
+  return each * std::max(busy, (busy + cost.tile) / 2) + cost.tile + (cluster > 1 ? 2000 : 0);
+}
+
+// How many blocks may share a tile in the Hopper kernels (wgmma_team.cuh), of the powers of two.
+int64_t MostBlocks(const Problem& p, const TileShape& t) {
+  if (t.unit != Unit::kWgmma || p.direction == Direction::kFilterGradient || t.rows == 256) return 1;
+  const Phases f = PhasesOf(p);
+  if (f.period[0] * f.period[1] * f.period[2] > 1) return 1;
+  const int64_t steps = p.Taps() * CeilDiv(p.DepthChannels(), WgmmaDepth(p.in));
+  return std::min<int64_t>({8, t.rows * t.columns / 2048, steps / 2});
 }
 
 // Of the depthwise kernels, by what an element of the larger of input and output takes a multiprocessor. Windows that
@@ -191,10 +201,9 @@ double DepthwiseCycles(const Problem& p, int64_t splits) {
   return 2000 + 3000 * rounds + std::max(all * unused, bytes / (kMultiprocessors * kBytesPerCycle));
 }
 
-// Of an operand that wgmma wants K-major: the filter forward, y in the filter gradient. TF32 has no MN-major operands.
+// Of y in the filter gradient, which wgmma wants K-major: TF32 has no MN-major operands.
 int64_t TransposedBytes(const Problem& p, const TileShape& t) {
-  if (t.unit != Unit::kWgmma || p.in != DType::kF32 || p.direction == Direction::kDataGradient) return 0;
-  if (p.direction == Direction::kForward) return p.FilterSize() * 4;
+  if (t.unit != Unit::kWgmma || p.in != DType::kF32 || p.direction != Direction::kFilterGradient) return 0;
   const int64_t depth = WgmmaDepth(p.in);
   return CeilDiv(p.images * p.YPixels(), depth) * depth * p.features * 4;
 }
@@ -348,15 +357,17 @@ std::optional<Config> Choose(const Problem& p, bool hopper, std::string_view alg
       const int64_t transposed = TransposedBytes(p, t), bytes = transposed + (slices > 1 ? slices * result_bytes : 0);
       if (bytes > workspace_limit) break;
       if (splittable && CeilDiv(g.depth, slices) >= kIndexLimit) continue;  // a slice is indexed with 32 bits
-      const double product = t.unit == Unit::kDepthwise     ? DepthwiseCycles(p, slices)
-                             : t.unit == Unit::kFewChannels ? FewChannelsCycles(AsForward(p), strips, slices)
-                             : t.unit == Unit::kGrouped     ? GroupedCycles(p)
-                             : t.unit == Unit::kFewFeatures ? FewFeaturesCycles(p)
-                             : t.unit == Unit::kWgmma       ? WgmmaCycles(p, t, slices)
-                                                            : Cycles(p, t, slices);
-      const double cycles = product + ReductionCycles(slices, result_bytes) +
-                            (transposed ? kLaunchCycles + 2.0 * transposed / (kMultiprocessors * kBytesPerCycle) : 0);
-      if (!best || cycles < best->cycles) best = Config{t.tile, slices, bytes, cycles};
+      for (int64_t cluster = 1; cluster == 1 || cluster <= MostBlocks(p, t); cluster *= 2) {
+        const double product = t.unit == Unit::kDepthwise     ? DepthwiseCycles(p, slices)
+                               : t.unit == Unit::kFewChannels ? FewChannelsCycles(AsForward(p), strips, slices)
+                               : t.unit == Unit::kGrouped     ? GroupedCycles(p)
+                               : t.unit == Unit::kFewFeatures ? FewFeaturesCycles(p)
+                               : t.unit == Unit::kWgmma       ? WgmmaCycles(p, t, slices, cluster)
+                                                              : Cycles(p, t, slices);
+        const double cycles = product + ReductionCycles(slices, result_bytes) +
+                              (transposed ? kLaunchCycles + 2.0 * transposed / (kMultiprocessors * kBytesPerCycle) : 0);
+        if (!best || cycles < best->cycles) best = Config{t.tile, slices, cluster, bytes, cycles};
+      }
     }
   }
   return best;

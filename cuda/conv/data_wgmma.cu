@@ -3,11 +3,12 @@
 //
 // Rows are positions of a phase, columns the result's channels, and a step of the reduction is a line of channels of
 // one tap: one im2col load, and a box of the filter [taps, channels, features], which forward is MN-major and in the
-// data gradient K-major. TF32 has no MN-major operands, so forward reads a copy [taps, features, channels] that a first
-// kernel makes. What lies past the last channel is read as zeros, of the filter too.
+// data gradient K-major. TF32 has no MN-major operands, so that forward it goes through registers (wgmma_held.cuh).
+// What lies past the last channel is read as zeros, of the filter too.
 #include "cuda/conv/epilogue.cuh"
 #include "cuda/conv/wgmma.h"
-#include "cuda/conv/wgmma_tile.cuh"
+#include "cuda/conv/wgmma_held.cuh"
+#include "cuda/conv/wgmma_team.cuh"
 
 namespace jaxdnn::conv {
 namespace {
@@ -18,6 +19,7 @@ struct Params {
   int phases, first_tile[kMaxMaps + 1];  // of each phase, in tiles of rows
   int tiles, column_tiles, columns;
   int lines;  // of channels
+  int team;   // blocks that share a tile
   int window[kRank], out[kRank];
   int images;
   bool scattered;  // the rows of a phase are not neighbours in the result
@@ -60,56 +62,69 @@ __device__ int64_t ResultPixel(const Params& p, const MappedPhase& f, int64_t ro
   return pixel;
 }
 
-// Whether the filter's columns are what lies next to each other.
+// Whether the filter goes through registers.
 template <class T, bool kForward>
-constexpr bool kColumnsFirst = kForward && sizeof(typename T::In) == 2;
+constexpr bool kHeld = kForward && sizeof(typename T::In) == 4;
 
 template <class T, bool kForward>
 __device__ void LoadFilter(const Params& p, const Ring<T>& ring, int column, int line, int tap) {
   const uint32_t to = ring.Data() + T::kBytesA;
-  if constexpr (kColumnsFirst<T, kForward>) {
+  if constexpr (kForward) {
 #pragma unroll
-    for (int slab = 0; slab < T::kColumns / 64; ++slab)
-      hopper::LoadBox(to + slab * T::kSlab, &p.filter, ring.Full(), column + slab * 64, line * T::kLine, tap);
+    for (int slab = 0; slab < T::kColumns / T::kLine; ++slab)
+      hopper::LoadBox(to + slab * T::kLine * kLineBytes, &p.filter, ring.Full(), column + slab * T::kLine,
+                      line * T::kLine, tap);
   } else {
     hopper::LoadBox(to, &p.filter, ring.Full(), line * T::kLine, column, tap);
   }
 }
 
 template <class T, bool kForward, int kDimensions>
-__device__ void Produce(const Params& p, Ring<T> ring) {
-  for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
+__device__ void Produce(const Params& p, Ring<T> ring, const Team<T>& team) {
+  for (int tile = blockIdx.x / p.team; tile < p.tiles; tile += gridDim.x / p.team) {
     const Place place(p, tile, T());
     const MappedPhase& f = p.phase[place.phase];
-    int at[kRank], tap[kRank], offset[kRank];
+    int at[kRank], offset[kRank] = {};
     const int image = static_cast<int>(Split(f, place.row, at));
 #pragma unroll
     for (int d = 0; d < kRank; ++d) at[d] = f.map.lower[d] + at[d] * f.map.step[d];
     if (f.tap_count == 0) {
       // Past the last image and tap there are zeros.
       BeginStage(ring);
-      offset[0] = offset[1] = offset[2] = 0;
       hopper::LoadPixels<kDimensions>(ring.Data(), &p.operand[place.phase], ring.Full(), 0, at, p.images, offset);
       LoadFilter<T, kForward>(p, ring, place.column, 0, p.window[0] * p.window[1] * p.window[2]);
       ring.Next();
+      continue;
     }
-    for (tap[0] = 0; tap[0] < f.taps[0]; ++tap[0])
-      for (tap[1] = 0; tap[1] < f.taps[1]; ++tap[1])
-        for (tap[2] = 0; tap[2] < f.taps[2]; ++tap[2]) {
-          int number = 0;
+    const int steps = f.tap_count * p.lines, end = team.LastStep(steps);
+    for (int step = team.FirstStep(steps); step < end;) {
+      int rest = step / p.lines, tap[kRank], number = 0;
+      int line = step - rest * p.lines;
 #pragma unroll
-          for (int d = 0; d < kRank; ++d) {
-            offset[d] = (f.reversed[d] ? f.taps[d] - 1 - tap[d] : tap[d]) * f.distance[d];
-            number = number * p.window[d] + f.first_tap[d] + tap[d] * f.tap_period[d];
-          }
-          for (int line = 0; line < p.lines; ++line) {
-            BeginStage(ring);
-            hopper::LoadPixels<kDimensions>(ring.Data(), &p.operand[place.phase], ring.Full(), line * T::kLine, at,
-                                            image, offset);
-            LoadFilter<T, kForward>(p, ring, place.column, line, number);
-            ring.Next();
-          }
-        }
+      for (int d = kRank - 1; d >= 0; --d) tap[d] = rest % f.taps[d], rest /= f.taps[d];
+#pragma unroll
+      for (int d = 0; d < kRank; ++d) {
+        offset[d] = (f.reversed[d] ? f.taps[d] - 1 - tap[d] : tap[d]) * f.distance[d];
+        number = number * p.window[d] + f.first_tap[d] + tap[d] * f.tap_period[d];
+      }
+      for (; line < p.lines && step < end; ++line, ++step) {
+        BeginStage(ring);
+        hopper::LoadPixels<kDimensions>(ring.Data(), &p.operand[place.phase], ring.Full(), line * T::kLine, at, image,
+                                        offset);
+        LoadFilter<T, kForward>(p, ring, place.column, line, number);
+        ring.Next();
+      }
+    }
+  }
+}
+
+// The tile's rows in the result, in pixels, by the threads of a warpgroup.
+template <class T>
+__device__ void FindPixels(const Params& p, const MappedPhase& f, const Place& place, int warpgroup, int64_t* pixels) {
+  hopper::SyncWarpgroup(1 + warpgroup);  // the last tile's are read
+  for (int i = threadIdx.x % kWarpgroup; i < T::kRows; i += kWarpgroup) {
+    const int64_t row = place.row + i;
+    pixels[i] = p.scattered ? ResultPixel(p, f, row) : row < f.rows ? row : -1;
   }
 }
 
@@ -119,10 +134,7 @@ __device__ void StoreRounded(const Params& p, const MappedPhase& f, const Ring<T
                              const Place& place, const typename T::Sums& sums, typename T::In* out, int64_t* pixels,
                              int& turn) {
   const int thread = threadIdx.x % kWarpgroup;
-  if (p.scattered) {
-    hopper::SyncWarpgroup(1 + warpgroup);  // the last tile's are read
-    for (int i = thread; i < T::kRows; i += kWarpgroup) pixels[i] = ResultPixel(p, f, place.row + i);
-  }
+  if (p.scattered) FindPixels<T>(p, f, place, warpgroup, pixels);
   StoreSlabs<T>(ring.Slabs(), warpgroup, sums, turn, [&](int row, int column, uint32_t slab) {
     if (!p.scattered) {
       hopper::ShowSharedToTma();
@@ -148,11 +160,24 @@ __device__ void StoreRounded(const Params& p, const MappedPhase& f, const Ring<T
   });
 }
 
+// v += the residual, then the activation.
+template <bool kForward, class Out, int kN>
+__device__ void Finish(const Params& p, float (&v)[kN], const Vec<Out, kN>& residual) {
+  if constexpr (kForward) {
+    if (p.epilogue.residual != nullptr) {
+#pragma unroll
+      for (int k = 0; k < kN; ++k) v[k] += static_cast<float>(residual.v[k]);
+    }
+    Activate<Out>(v, p.epilogue.activation);
+  }
+}
+
 // Stores the sums through the epilogue, 64 rows and 32 columns at a time, in floats through shared memory. The loop is
 // not unrolled, since it holds the code of every activation.
-template <class T, class Out>
+template <class T, bool kForward, class Out>
 __device__ void StoreFinished(const Params& p, const MappedPhase& f, const Ring<T>& ring, int warpgroup,
-                              const Place& place, typename T::Sums& sums, Out* out, int64_t* pixels, int& turn) {
+                              const Place& place, typename T::Sums& sums, Team<T>& team, Out* out, int64_t* pixels,
+                              int& turn) {
   constexpr int kAcross = T::kColumns / 32, kRounds = 64 * 8 / kWarpgroup;
   const int thread = threadIdx.x % kWarpgroup, warp = thread / 32, lane = thread % 32;
   const int chunk = thread % 8, line = thread / 8;  // of what it stores: 4 columns of every 16th row
@@ -160,13 +185,12 @@ __device__ void StoreFinished(const Params& p, const MappedPhase& f, const Ring<
   const auto place_of = [](int row, int chunk) {
     return row * kLineBytes + ((chunk ^ (row % 4 * 2 + row / 4 % 2)) << 4);
   };
-  hopper::SyncWarpgroup(1 + warpgroup);  // the last tile's are read
-  for (int i = thread; i < T::kRows; i += kWarpgroup) pixels[i] = ResultPixel(p, f, place.row + i);
+  FindPixels<T>(p, f, place, warpgroup, pixels);
   hopper::SyncWarpgroup(1 + warpgroup);
-#pragma unroll 1
-  for (int part = 0; part < T::kBlocks * kAcross; ++part, turn ^= 1) {
+  team.template Finish<false>(sums, [&](int part, const float (&all)[16]) {
     const int row = part / kAcross * 64, column = place.column + part % kAcross * 32 + chunk * 4;
     const uint32_t slab = ring.Slabs() + (warpgroup * 2 + turn) * T::kSlab;
+    turn ^= 1;
     // What comes from far away first.
     Vec<Out, 4> residual[kRounds];
     if (p.epilogue.residual != nullptr) {
@@ -178,7 +202,6 @@ __device__ void StoreFinished(const Params& p, const MappedPhase& f, const Ring<
                                                               pixel * p.columns + column);
       }
     }
-    float (&all)[T::kBlocks * T::kColumns / 2] = reinterpret_cast<float (&)[T::kBlocks * T::kColumns / 2]>(sums);
 #pragma unroll
     for (int j = 0; j < 4; ++j)
 #pragma unroll
@@ -187,7 +210,6 @@ __device__ void StoreFinished(const Params& p, const MappedPhase& f, const Ring<
                          slab + place_of(16 * warp + lane / 4 + 8 * half, 2 * j + lane % 4 / 2) + lane % 2 * 8),
                      "f"(all[4 * j + 2 * half]), "f"(all[4 * j + 2 * half + 1])
                      : "memory");
-    Rotate<16>(all);
     hopper::SyncWarpgroup(1 + warpgroup);
 #pragma unroll 1
     for (int i = 0; i < kRounds; ++i) {
@@ -198,51 +220,99 @@ __device__ void StoreFinished(const Params& p, const MappedPhase& f, const Ring<
         asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                      : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
                      : "r"(slab + place_of(at, chunk)));
-        Add<Out>(v, p.epilogue.bias, column);
-        if (p.epilogue.residual != nullptr) {
-#pragma unroll
-          for (int k = 0; k < 4; ++k) v[k] += static_cast<float>(residual[0].v[k]);
-        }
-        Activate<Out>(v, p.epilogue.activation);
+        if constexpr (kForward) Add<Out>(v, p.epilogue.bias, column);
+        Finish<kForward, Out>(p, v, residual[0]);
         *reinterpret_cast<Vec<Out, 4>*>(out + pixel * p.columns + column) = Round<Out>(v);
       }
       Rotate<1>(residual);
     }
+  });
+}
+
+// Stores the sums of a product whose filter went through registers, in which they lie as the result has them.
+template <class T>
+__device__ void StoreHeld(const Params& p, const MappedPhase& f, int warpgroup, const Place& place,
+                          typename Held<T>::Sums& sums, Team<T>& team, float* out, int64_t* pixels) {
+  using H = Held<T>;
+  constexpr int kVector = H::kVector, kEach = Team<T>::kPart / kVector;
+  const int column = place.column + H::Column();
+  FindPixels<T>(p, f, place, warpgroup, pixels);
+  hopper::SyncWarpgroup(1 + warpgroup);
+  if (p.team == 1 && IsNone(p.epilogue)) {
+#pragma unroll
+    for (int i = 0; i < T::kRows / 4; ++i) {
+      if (i % 4 == 0) asm volatile("" ::: "memory");  // or all rows' pixels are loaded first, into too many registers
+      const int64_t pixel = pixels[H::Row(i)];
+      Vec<float, kVector> v;
+#pragma unroll
+      for (int k = 0; k < kVector; ++k)
+        v.v[k] = sums[k / 2 + i / (H::kRows / 4)][i % (H::kRows / 4) / 2 * 4 + k % 2 * 2 + i % 2];
+      if (pixel >= 0 && column < p.columns)
+        *reinterpret_cast<Vec<float, kVector>*>(out + pixel * p.columns + column) = v;
+    }
+    return;
   }
+  team.template Finish<H::kBlocks == 2>(sums, [&](int part, const float (&natural)[16]) {
+    float v[16];
+#pragma unroll
+    for (int k = 0; k < 16; ++k)
+      v[k] = natural[k % kVector / 2 * (16 / H::kBlocks) + k / kVector / 2 * 4 + k % 2 * 2 + k / kVector % 2];
+    // What comes from far away first.
+    Vec<float, kVector> residual[kEach];
+    int64_t offset[kEach];
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const int64_t pixel = pixels[H::Row(part * kEach + i)];
+      offset[i] = pixel >= 0 && column < p.columns ? pixel * p.columns + column : -1;
+      if (p.epilogue.residual != nullptr && offset[i] >= 0)
+        residual[i] =
+            *reinterpret_cast<const Vec<float, kVector>*>(static_cast<const float*>(p.epilogue.residual) + offset[i]);
+    }
+#pragma unroll 1
+    for (int i = 0; i < kEach; ++i) {
+      if (offset[0] >= 0) {
+        float each[kVector];
+#pragma unroll
+        for (int k = 0; k < kVector; ++k) each[k] = v[k];
+        Add<float>(each, p.epilogue.bias, column);
+        Finish<true, float>(p, each, residual[0]);
+        *reinterpret_cast<Vec<float, kVector>*>(out + offset[0]) = Round<float>(each);
+      }
+      Rotate<kVector>(v);
+      Rotate<1>(residual);
+      Rotate<1>(offset);
+    }
+  });
 }
 
 template <class T, bool kForward>
-__device__ void Consume(const Params& p, Ring<T> ring, int warpgroup, float* wide, typename T::In* out,
+__device__ void Consume(const Params& p, Ring<T> ring, Team<T> team, int warpgroup, float* wide, typename T::In* out,
                         int64_t* pixels) {
   int turn = 0, whose = 0;
-  for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x, whose ^= 1) {
+  for (int tile = blockIdx.x / p.team; tile < p.tiles; tile += gridDim.x / p.team, whose ^= 1, team.Next()) {
     const Place place(p, tile, T());
     const MappedPhase& f = p.phase[place.phase];
-    const int steps = max(1, f.tap_count * p.lines);
+    const int all_steps = max(1, f.tap_count * p.lines), steps = team.LastStep(all_steps) - team.FirstStep(all_steps);
     if (whose != warpgroup) {
       ring.Skip(steps);
       continue;
     }
-    typename T::Sums sums;
-    MultiplyStages<T, false, kColumnsFirst<T, kForward>>(ring, steps, warpgroup, sums);
-    if constexpr (kForward) {
-      if (!IsNone(p.epilogue)) {
-        if (sizeof(typename T::In) == 4 || wide != nullptr) {
-          StoreFinished<T>(p, f, ring, warpgroup, place, sums, wide, pixels, turn);
-        } else {
-          StoreFinished<T>(p, f, ring, warpgroup, place, sums, out, pixels, turn);
-        }
-        continue;
+    if constexpr (kHeld<T, kForward>) {
+      typename Held<T>::Sums sums;
+      MultiplyHeldStages<T>(ring, steps, warpgroup, sums);
+      StoreHeld<T>(p, f, warpgroup, place, sums, team, wide, pixels);
+    } else {
+      typename T::Sums sums;
+      MultiplyStages<T, false, kForward>(ring, steps, warpgroup, sums);
+      if (sizeof(typename T::In) == 4 || wide != nullptr) {
+        StoreFinished<T, kForward>(p, f, ring, warpgroup, place, sums, team, wide, pixels, turn);
+      } else if constexpr (sizeof(typename T::In) == 2) {
+        if (p.team == 1 && (!kForward || IsNone(p.epilogue)))
+          StoreRounded<T>(p, f, ring, warpgroup, place, sums, out, pixels, turn);
+        else
+          StoreFinished<T, kForward>(p, f, ring, warpgroup, place, sums, team, out, pixels, turn);
       }
     }
-    if (sizeof(typename T::In) == 4 || wide != nullptr) {
-      StoreSums<T>(sums, wide + place.column, p.columns - place.column, [&](int row) -> int64_t {
-        const int64_t pixel = ResultPixel(p, f, place.row + row);
-        return pixel < 0 ? -1 : pixel * p.columns;
-      });
-      continue;
-    }
-    if constexpr (sizeof(typename T::In) == 2) StoreRounded<T>(p, f, ring, warpgroup, place, sums, out, pixels, turn);
   }
 }
 
@@ -251,36 +321,26 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     DataWgmmaKernel(const __grid_constant__ Params p, float* wide, typename T::In* out) {
   if constexpr (hopper::kAvailable) {
     extern __shared__ __align__(1024) unsigned char shared[];
-    const Ring<T> ring(shared);
+    const Ring<T> ring(shared, Team<T>::Stages(p.team));
+    const Team<T> team(ring, p.team);
+    team.Init();
     ring.Init();
-    RunRoles<T>([&] { Produce<T, kForward, kDimensions>(p, ring); },
+    team.Meet();
+    RunRoles<T>([&] { Produce<T, kForward, kDimensions>(p, ring, team); },
                 [&](int warpgroup) {
-                  Consume<T, kForward>(p, ring, warpgroup, wide, out, Ring<T>::Pixels(shared, warpgroup));
+                  Consume<T, kForward>(p, ring, team, warpgroup, wide, out, Ring<T>::Pixels(shared, warpgroup));
                 });
+    team.Meet();
   }
 }
 
-// out [taps, columns, rows] = in [taps, rows, columns].
-__global__ void TransposeKernel(const float* in, float* out, int rows, int columns) {
-  constexpr int kSide = 32;
-  __shared__ float tile[kSide][kSide + 1];
-  const int64_t tap = blockIdx.z * int64_t{rows} * columns;
-  const int row = blockIdx.y * kSide, column = blockIdx.x * kSide;
-  for (int i = threadIdx.y; i < kSide; i += blockDim.y)
-    if (row + i < rows && column + threadIdx.x < columns)
-      tile[i][threadIdx.x] = in[tap + int64_t{row + i} * columns + column + threadIdx.x];
-  __syncthreads();
-  for (int i = threadIdx.y; i < kSide; i += blockDim.y)
-    if (column + i < columns && row + threadIdx.x < rows)
-      out[tap + int64_t{column + i} * rows + row + threadIdx.x] = tile[threadIdx.x][i];
-}
-
 template <class T, bool kForward>
-cudaError_t LaunchTile(const Problem& p, const void* operand, const void* filter, void* out, void* workspace,
+cudaError_t LaunchTile(const Problem& p, const Config& config, const void* operand, const void* filter, void* out,
                        const Epilogue& epilogue, cudaStream_t stream) {
   const int64_t channels = kForward ? p.channels : p.features, columns = kForward ? p.features : p.channels;
   Params q = {};
   q.epilogue = epilogue;
+  q.team = int(config.cluster);
   q.phases = MapPhases(p, q.phase);
   if (q.phases == 0) return cudaErrorInvalidValue;
   q.column_tiles = int(CeilDiv(columns, T::kColumns));
@@ -300,23 +360,15 @@ cudaError_t LaunchTile(const Problem& p, const void* operand, const void* filter
     q.window[d] = int(p.window[d]);
     q.out[d] = int(kForward ? p.y[d] : p.x[d]);
   }
-  if constexpr (kForward && sizeof(typename T::In) == 4) {
-    const dim3 grid(CeilDiv(p.features, 32), CeilDiv(p.channels, 32), p.Taps());
-    TransposeKernel<<<grid, dim3(32, 8), 0, stream>>>(static_cast<const float*>(filter), static_cast<float*>(workspace),
-                                                      int(p.channels), int(p.features));
-    if (e == cudaSuccess) e = cudaPeekAtLastError();
-    if (e == cudaSuccess)
-      e = EncodeBoxes(&q.filter, p.in, workspace, {p.channels, p.features, p.Taps()}, {T::kLine, T::kColumns, 1});
-  } else if (e == cudaSuccess) {
+  if (e == cudaSuccess)
     e = EncodeBoxes(&q.filter, p.in, filter, {p.features, p.channels, p.Taps()},
                     {T::kLine, kForward ? T::kLine : T::kColumns, 1});
-  }
   const bool wide = p.out == DType::kF32;
   if (e == cudaSuccess && !wide) e = EncodeBoxes(&q.result, p.in, out, {columns, GemmOf(p).rows}, {T::kLine, 64});
   if (e != cudaSuccess) return e;
 
   return VisitDimensions(q.phase[0].map.dimensions, [&](auto dimensions) {
-    return LaunchPersistent<T>(DataWgmmaKernel<T, kForward, decltype(dimensions)::value>, q.tiles, stream, q,
+    return LaunchPersistent<T>(DataWgmmaKernel<T, kForward, decltype(dimensions)::value>, q.tiles, q.team, stream, q,
                                wide ? static_cast<float*>(out) : nullptr, static_cast<typename T::In*>(out));
   });
 }
@@ -324,12 +376,11 @@ cudaError_t LaunchTile(const Problem& p, const void* operand, const void* filter
 }  // namespace
 
 cudaError_t LaunchDataWgmma(const Problem& p, const Config& config, const void* operand, const void* filter, void* out,
-                            void* workspace, const Epilogue& epilogue, cudaStream_t stream) {
+                            const Epilogue& epilogue, cudaStream_t stream) {
   return VisitWgmmaTile<true>(p, config, [&](auto tile) {
     using T = typename decltype(tile)::type;
-    return (p.direction == Direction::kForward ? LaunchTile<T, true> : LaunchTile<T, false>)(p, operand, filter, out,
-                                                                                             workspace, epilogue,
-                                                                                             stream);
+    return (p.direction == Direction::kForward ? LaunchTile<T, true> : LaunchTile<T, false>)(p, config, operand, filter,
+                                                                                             out, epilogue, stream);
   });
 }
 

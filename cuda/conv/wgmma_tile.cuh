@@ -33,7 +33,7 @@ struct WgmmaTile {
   static constexpr int kBytesA = kRows / 64 * kSlab, kBytesB = kColumns / 64 * kSlab, kStageBytes = kBytesA + kBytesB;
   // Sums wait in two slabs of each warpgroup to be stored, to pixels whose numbers stand there too.
   static constexpr int kStoreBytes = kConsumers * 2 * kSlab, kPixelBytes = kConsumers * kRows * 8,
-                       kBarrierBytes = kMaxStages * 16 + 16;
+                       kBarrierBytes = kMaxStages * 16 + 32;
   // Beside them as many stages as fit.
   static constexpr int kStages =
       std::min(kMaxStages, ((227 << 10) - kStoreBytes - kPixelBytes - kBarrierBytes) / kStageBytes);
@@ -46,32 +46,34 @@ struct WgmmaTile {
 template <class T>
 struct Ring {
   uint32_t data;
-  int stage = 0;
+  int stages, stage = 0;
   uint32_t parity = 0, turn_parity = 0;
 
-  __device__ explicit Ring(const void* shared) : data(SharedAddress(shared)) {}
+  // Of the stages the last few may be put to another use.
+  __device__ explicit Ring(const void* shared, int stages = T::kStages) : data(SharedAddress(shared)), stages(stages) {}
   __device__ uint32_t Data() const { return data + stage * T::kStageBytes; }
   __device__ uint32_t Full(int s) const { return Slabs() + T::kStoreBytes + T::kPixelBytes + 16 * s; }
   __device__ uint32_t Empty(int s) const { return Full(s) + 8; }
   __device__ uint32_t Turn(int warpgroup) const { return Full(kMaxStages) + 8 * warpgroup; }
+  __device__ uint32_t More(int i) const { return Turn(kConsumers + i); }
   __device__ uint32_t Full() const { return Full(stage); }
   __device__ uint32_t Slabs() const { return data + T::kStages * T::kStageBytes; }
   static __device__ int64_t* Pixels(unsigned char* shared, int warpgroup) {
     return reinterpret_cast<int64_t*>(shared + T::kStages * T::kStageBytes + T::kStoreBytes) + warpgroup * T::kRows;
   }
   __device__ void Next() {
-    if (++stage == T::kStages) stage = 0, parity ^= 1;
+    if (++stage == stages) stage = 0, parity ^= 1;
   }
   __device__ void Skip(int steps) {
-    const int on = stage + steps, rounds = on / T::kStages;
-    stage = on - rounds * T::kStages;
+    const int on = stage + steps, rounds = on / stages;
+    stage = on - rounds * stages;
     parity ^= rounds & 1;
   }
 
   // All threads of the block, once. So many warpgroups take each stage.
   __device__ void Init(int takers = 1) const {
     if (threadIdx.x == 0) {
-      for (int s = 0; s < T::kStages; ++s) {
+      for (int s = 0; s < stages; ++s) {
         hopper::InitBarrier(Full(s), 1);
         hopper::InitBarrier(Empty(s), takers * kWarpgroup / 32);
       }
@@ -89,6 +91,23 @@ __device__ void BeginStage(const Ring<T>& ring) {
   hopper::ArriveExpecting(ring.Full(), T::kStageBytes);
 }
 
+// Who multiplies says when a warp is done with a stage,
+template <class T>
+__device__ void Release(const Ring<T>& ring, int stage) {
+  if (threadIdx.x % 32 == 0) hopper::Arrive(ring.Empty(stage));
+}
+// waits for its turn, where the first warpgroup's first needs no other's,
+template <class T>
+__device__ void BeginTurn(Ring<T>& ring, int warpgroup) {
+  hopper::WaitBarrier(ring.Turn(warpgroup), ring.turn_parity ^ (warpgroup == 0));
+  ring.turn_parity ^= 1;
+}
+// and ends it.
+template <class T>
+__device__ void EndTurn(const Ring<T>& ring, int warpgroup) {
+  if (threadIdx.x % 32 == 0) hopper::Arrive(ring.Turn(1 - warpgroup));
+}
+
 // sums = A B over the ring's next `steps` stages, at least one, by one warpgroup. Operands are K-major, or MN-major
 // where transposed.
 template <class T, bool kTransposedA, bool kTransposedB>
@@ -97,12 +116,7 @@ __device__ void MultiplyStages(Ring<T>& ring, int steps, int warpgroup, typename
   // Of one wgmma: 32 bytes of every line, or 16 lines.
   constexpr int kStepA = (kTransposedA ? 16 * kLineBytes : 32) >> 4,
                 kStepB = (kTransposedB ? 16 * kLineBytes : 32) >> 4;
-  const auto release = [&](int stage) {
-    if (threadIdx.x % 32 == 0) hopper::Arrive(ring.Empty(stage));
-  };
-  // The first warpgroup's first turn needs no other's.
-  hopper::WaitBarrier(ring.Turn(warpgroup), ring.turn_parity ^ (warpgroup == 0));
-  ring.turn_parity ^= 1;
+  BeginTurn(ring, warpgroup);
   int last = 0;
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
@@ -119,13 +133,13 @@ __device__ void MultiplyStages(Ring<T>& ring, int steps, int warpgroup, typename
     hopper::CommitProducts();
     // One stage's products run on while the next one's are issued; those before are done.
     hopper::WaitForProducts<1>();
-    if (step > 0) release(last);
+    if (step > 0) Release(ring, last);
     last = ring.stage;
     ring.Next();
   }
-  if (threadIdx.x % 32 == 0) hopper::Arrive(ring.Turn(1 - warpgroup));
+  EndTurn(ring, warpgroup);
   hopper::WaitForProducts<0>();
-  release(last);
+  Release(ring, last);
 #pragma unroll
   for (auto& block : sums)
 #pragma unroll
@@ -202,14 +216,14 @@ __device__ void RunRoles(const Produce& produce, const Consume& consume) {
   }
 }
 
-// Launches one block a multiprocessor, or fewer, that go over the tiles together.
+// Launches one block a multiprocessor, or fewer, that go over the tiles together; each by a cluster of so many.
 template <class T, class... Params, class... Args>
-cudaError_t LaunchPersistent(void (*kernel)(Params...), int64_t tiles, cudaStream_t stream, Args&&... args) {
-  int device = 0, multiprocessors = 0;
-  cudaError_t e = cudaGetDevice(&device);
-  if (e == cudaSuccess) e = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-  if (e != cudaSuccess) return e;
-  const Grid grid = {std::min<int64_t>(tiles, multiprocessors), T::kThreads, T::kSharedBytes};
+cudaError_t LaunchPersistent(void (*kernel)(Params...), int64_t tiles, int cluster, cudaStream_t stream,
+                             Args&&... args) {
+  Grid grid = {0, T::kThreads, T::kSharedBytes, cluster};
+  int64_t resident = 0;
+  if (const cudaError_t e = ResidentBlocks(kernel, grid, &resident); e != cudaSuccess) return e;
+  grid.blocks = std::min<int64_t>(tiles * cluster, resident);
   return LaunchKernel(kernel, grid, stream, args...);
 }
 
