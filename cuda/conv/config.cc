@@ -59,9 +59,9 @@ struct WgmmaCost {
 WgmmaCost WgmmaCostOf(const TileShape& t, const Problem& p) {
   // Of 16-bit floats and of TF32: forward and data gradient, then the filter gradient, which takes floats in tiles of
   // 128 rows only.
-  constexpr WgmmaCost k128x128[] = {{600, 4400}, {625, 8000}, {660, 1200}, {680, 1200}};
+  constexpr WgmmaCost k128x128[] = {{600, 4400}, {625, 8000}, {660, 1200}, {950, 1200}};
   constexpr WgmmaCost k256x64[] = {{750, 4400}, {795, 8000}, {800, 1600}, {}};
-  constexpr WgmmaCost k128x64[] = {{410, 4100}, {450, 6100}, {480, 500}, {420, 500}};
+  constexpr WgmmaCost k128x64[] = {{410, 4100}, {450, 6100}, {480, 500}, {600, 500}};
   constexpr WgmmaCost k64x128[] = {{465, 3400}, {450, 4700}, {480, 0}, {}};
   constexpr WgmmaCost k64x64[] = {{355, 3500}, {360, 4100}, {335, 0}, {}};
   const int which = 2 * (p.direction == Direction::kFilterGradient) + (p.in == DType::kF32);
@@ -199,13 +199,6 @@ double DepthwiseCycles(const Problem& p, int64_t splits) {
   constexpr double kPlaces = 2 * kMultiprocessors;
   const double rounds = filter ? std::ceil(blocks / kPlaces) : 1, unused = filter ? rounds * kPlaces / blocks : 1;
   return 2000 + 3000 * rounds + std::max(all * unused, bytes / (kMultiprocessors * kBytesPerCycle));
-}
-
-// Of y in the filter gradient, which wgmma wants K-major: TF32 has no MN-major operands.
-int64_t TransposedBytes(const Problem& p, const TileShape& t) {
-  if (t.unit != Unit::kWgmma || p.in != DType::kF32 || p.direction != Direction::kFilterGradient) return 0;
-  const int64_t depth = WgmmaDepth(p.in);
-  return CeilDiv(p.images * p.YPixels(), depth) * depth * p.features * 4;
 }
 
 // Of the kernels of few channels, of a problem as AsForward has it: a tile's products, and what it moves to and from
@@ -354,7 +347,7 @@ std::optional<Config> Choose(const Problem& p, bool hopper, std::string_view alg
       // As few as give the longest slice no more of whole tiles.
       const int64_t tiles = t.unit == Unit::kFewChannels && splittable ? strips.Tiles(p) : 0;
       const int64_t slices = tiles > 0 ? CeilDiv(tiles, CeilDiv(tiles, splits)) : splits;
-      const int64_t transposed = TransposedBytes(p, t), bytes = transposed + (slices > 1 ? slices * result_bytes : 0);
+      const int64_t bytes = slices > 1 ? slices * result_bytes : 0;
       if (bytes > workspace_limit) break;
       if (splittable && CeilDiv(g.depth, slices) >= kIndexLimit) continue;  // a slice is indexed with 32 bits
       for (int64_t cluster = 1; cluster == 1 || cluster <= MostBlocks(p, t); cluster *= 2) {
@@ -364,8 +357,7 @@ std::optional<Config> Choose(const Problem& p, bool hopper, std::string_view alg
                                : t.unit == Unit::kFewFeatures ? FewFeaturesCycles(p)
                                : t.unit == Unit::kWgmma       ? WgmmaCycles(p, t, slices, cluster)
                                                               : Cycles(p, t, slices);
-        const double cycles = product + ReductionCycles(slices, result_bytes) +
-                              (transposed ? kLaunchCycles + 2.0 * transposed / (kMultiprocessors * kBytesPerCycle) : 0);
+        const double cycles = product + ReductionCycles(slices, result_bytes);
         if (!best || cycles < best->cycles) best = Config{t.tile, slices, cluster, bytes, cycles};
       }
     }

@@ -62,9 +62,11 @@ __device__ int64_t ResultPixel(const Params& p, const MappedPhase& f, int64_t ro
   return pixel;
 }
 
-// Whether the filter goes through registers.
+// // Whether the filter goes through registers.
 template <class T, bool kForward>
 constexpr bool kHeld = kForward && sizeof(typename T::In) == 4;
+template <class T>
+using HeldOf = Held<T::kRows, T::kColumns>;
 
 template <class T, bool kForward>
 __device__ void LoadFilter(const Params& p, const Ring<T>& ring, int column, int line, int tap) {
@@ -232,8 +234,8 @@ __device__ void StoreFinished(const Params& p, const MappedPhase& f, const Ring<
 // Stores the sums of a product whose filter went through registers, in which they lie as the result has them.
 template <class T>
 __device__ void StoreHeld(const Params& p, const MappedPhase& f, int warpgroup, const Place& place,
-                          typename Held<T>::Sums& sums, Team<T>& team, float* out, int64_t* pixels) {
-  using H = Held<T>;
+                          typename HeldOf<T>::Sums& sums, Team<T>& team, float* out, int64_t* pixels) {
+  using H = HeldOf<T>;
   constexpr int kVector = H::kVector, kEach = Team<T>::kPart / kVector;
   const int column = place.column + H::Column();
   FindPixels<T>(p, f, place, warpgroup, pixels);
@@ -298,8 +300,12 @@ __device__ void Consume(const Params& p, Ring<T> ring, Team<T> team, int warpgro
       continue;
     }
     if constexpr (kHeld<T, kForward>) {
-      typename Held<T>::Sums sums;
-      MultiplyHeldStages<T>(ring, steps, warpgroup, sums);
+      using H = HeldOf<T>;
+      typename H::Sums sums;
+      BeginTurn(ring, warpgroup);
+      MultiplyHeldStages<H>(
+          ring, steps, 0, T::kBytesA, [&] { hopper::WaitBarrier(ring.Full(), ring.parity); },
+          [&] { EndTurn(ring, warpgroup); }, sums);
       StoreHeld<T>(p, f, warpgroup, place, sums, team, wide, pixels);
     } else {
       typename T::Sums sums;
@@ -326,10 +332,10 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     team.Init();
     ring.Init();
     team.Meet();
-    RunRoles<T>([&] { Produce<T, kForward, kDimensions>(p, ring, team); },
-                [&](int warpgroup) {
-                  Consume<T, kForward>(p, ring, team, warpgroup, wide, out, Ring<T>::Pixels(shared, warpgroup));
-                });
+    RunRoles([&] { Produce<T, kForward, kDimensions>(p, ring, team); }, [](int) {},
+             [&](int warpgroup) {
+               Consume<T, kForward>(p, ring, team, warpgroup, wide, out, Ring<T>::Pixels(shared, warpgroup));
+             });
     team.Meet();
   }
 }

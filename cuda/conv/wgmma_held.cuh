@@ -9,11 +9,10 @@
 
 namespace jaxdnn::conv {
 
-template <class T>
+template <int kAllRows, int kColumns>
 struct Held {
-  static_assert(std::is_same_v<typename T::In, float>);
-  static constexpr int kBlocks = T::kColumns / 64, kVector = 2 * kBlocks;  // columns of a thread
-  static constexpr int kRows = std::min(T::kRows, 128), kRowBlocks = T::kRows / kRows;
+  static constexpr int kBlocks = kColumns / 64, kVector = 2 * kBlocks;  // columns of a thread
+  static constexpr int kRows = std::min(kAllRows, 128), kRowBlocks = kAllRows / kRows;
   static constexpr int kSlab = 32 * kLineBytes;  // 32 terms of 32 columns
   using Sums = float[kBlocks * kRowBlocks][kRows / 2];
 
@@ -27,22 +26,23 @@ struct Held {
   static __device__ int Row(int i) { return i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2; }
 };
 
-// sums = (A B)^T over the ring's next `steps` stages, at least one, by one warpgroup. A is K-major, and B in slabs of
-// 32 columns.
-template <class T>
-__device__ void MultiplyHeldStages(Ring<T>& ring, int steps, int warpgroup, typename Held<T>::Sums& sums) {
-  using H = Held<T>;
+// // sums = (A B)^T over the ring's next `steps` stages, at least one, by one warpgroup. A lies K-major at `rows` in a
+// stage, and B at `columns` in slabs of 32 of them. Calls wait() for each stage, and end() when all products are
+// issued.
+template <class H, class T, class Wait, class End>
+__device__ void MultiplyHeldStages(Ring<T>& ring, int steps, uint32_t rows, uint32_t columns, const Wait& wait,
+                                   const End& end, typename H::Sums& sums) {
   using Terms = Vec<uint32_t, H::kVector>;
   // Where the columns lie at the thread's first term, and at the one 4 below.
   const int column = H::Column(), term = threadIdx.x % 4, chunk = column % 32 / 4;
-  const uint32_t place = T::kBytesA + column / 32 * H::kSlab + column % 4 * 4,
+  const uint32_t place = columns + column / 32 * H::kSlab + column % 4 * 4,
                  first = place + term * kLineBytes + ((chunk ^ term) << 4),
                  second = place + (term + 4) * kLineBytes + ((chunk ^ (term + 4)) << 4);
-  BeginTurn(ring, warpgroup);
+
   int last = 0;
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
-    hopper::WaitBarrier(ring.Full(), ring.parity);
+    wait();
     // Half a stage's products run on while the other half's columns are loaded.
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -74,14 +74,15 @@ __device__ void MultiplyHeldStages(Ring<T>& ring, int steps, int warpgroup, type
           for (int n = 0; n < H::kRowBlocks; ++n)
             hopper::MultiplyHeld<H::kRows>(
                 sums[m * H::kRowBlocks + n], b[k][m],
-                hopper::Descriptor(ring.Data() + n * H::kRows * kLineBytes, T::kSlab) + (2 * half + k) * (32 >> 4),
+                hopper::Descriptor(ring.Data() + rows + n * H::kRows * kLineBytes, T::kSlab) +
+                    (2 * half + k) * (32 >> 4),
                 step > 0 || half > 0 || k > 0);
       hopper::CommitProducts();
     }
     last = ring.stage;
     ring.Next();
   }
-  EndTurn(ring, warpgroup);
+  end();
   hopper::WaitForProducts<0>();
   Release(ring, last);
 #pragma unroll
