@@ -79,13 +79,19 @@ __device__ inline void SendRemote(uint32_t remote, float4 v, uint32_t remote_bar
         "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(remote_barrier)
         : "memory");
 }
-// Arrives at a barrier of another block. What came before a fence is done when who waits there goes on.
+// Counts there. What came before a fence is done for who sees the count.
 __device__ inline void FenceCluster() {
   if constexpr (kHasClusters) asm volatile("fence.acq_rel.cluster;" ::: "memory");
 }
-__device__ inline void ArriveRemote(uint32_t remote_barrier) {
+__device__ inline void CountRemote(uint32_t remote) {
   if constexpr (kHasClusters)
-    asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(remote_barrier) : "memory");
+    asm volatile("red.relaxed.cluster.shared::cluster.add.u32 [%0], 1;" ::"r"(remote) : "memory");
+}
+__device__ inline uint32_t LoadCount(uint32_t address) {
+  uint32_t count = 0;
+  if constexpr (kHasClusters)
+    asm volatile("ld.acquire.cluster.shared::cta.u32 %0, [%1];" : "=r"(count) : "r"(address) : "memory");
+  return count;
 }
 __device__ inline void WaitForCluster(uint32_t barrier, uint32_t parity) {
   if constexpr (kHasClusters)

@@ -170,12 +170,15 @@ double WgmmaCycles(const Problem& p, const TileShape& t, int64_t splits, int64_t
 }
 
 // How many blocks may share a tile in the Hopper kernels (wgmma_team.cuh), of the powers of two.
-int64_t MostBlocks(const Problem& p, const TileShape& t) {
-  if (t.unit != Unit::kWgmma || p.direction == Direction::kFilterGradient || t.rows == 256) return 1;
+int64_t MostBlocks(const Problem& p, const TileShape& t, int64_t splits) {
+  if (t.unit != Unit::kWgmma || t.rows == 256) return 1;
+  const bool filter = p.direction == Direction::kFilterGradient, shared = filter && p.in == DType::kF32;
+  const int64_t parts = t.rows * t.columns / (shared ? 4096 : 2048), line = WgmmaDepth(p.in);
   const Phases f = PhasesOf(p);
-  if (f.period[0] * f.period[1] * f.period[2] > 1) return 1;
-  const int64_t steps = p.Taps() * CeilDiv(p.DepthChannels(), WgmmaDepth(p.in));
-  return std::min<int64_t>({8, t.rows * t.columns / 2048, steps / 2});
+  if (!filter && f.period[0] * f.period[1] * f.period[2] > 1) return 1;
+  const int64_t steps =
+      filter ? CeilDiv(CeilDiv(p.images * p.YPixels(), line), splits) : p.Taps() * CeilDiv(p.DepthChannels(), line);
+  return std::min<int64_t>({8, parts, steps / 2});
 }
 
 // Of the depthwise kernels, by what an element of the larger of input and output takes a multiprocessor. Windows that
@@ -350,7 +353,7 @@ std::optional<Config> Choose(const Problem& p, bool hopper, std::string_view alg
       const int64_t bytes = slices > 1 ? slices * result_bytes : 0;
       if (bytes > workspace_limit) break;
       if (splittable && CeilDiv(g.depth, slices) >= kIndexLimit) continue;  // a slice is indexed with 32 bits
-      for (int64_t cluster = 1; cluster == 1 || cluster <= MostBlocks(p, t); cluster *= 2) {
+      for (int64_t cluster = 1; cluster == 1 || cluster <= MostBlocks(p, t, slices); cluster *= 2) {
         const double product = t.unit == Unit::kDepthwise     ? DepthwiseCycles(p, slices)
                                : t.unit == Unit::kFewChannels ? FewChannelsCycles(AsForward(p), strips, slices)
                                : t.unit == Unit::kGrouped     ? GroupedCycles(p)

@@ -23,6 +23,7 @@ struct Params {
   int window[kRank], out[kRank];
   int images;
   bool scattered;  // the rows of a phase are not neighbours in the result
+  bool boxes;      // the result is stored as it is, in the operands' type
   Epilogue epilogue;
 };
 
@@ -67,6 +68,8 @@ template <class T, bool kForward>
 constexpr bool kHeld = kForward && sizeof(typename T::In) == 4;
 template <class T>
 using HeldOf = Held<T::kRows, T::kColumns>;
+template <class T>
+using TeamOf = Team<T, T::kRows * T::kColumns / kWarpgroup>;
 
 template <class T, bool kForward>
 __device__ void LoadFilter(const Params& p, const Ring<T>& ring, int column, int line, int tap) {
@@ -82,7 +85,7 @@ __device__ void LoadFilter(const Params& p, const Ring<T>& ring, int column, int
 }
 
 template <class T, bool kForward, int kDimensions>
-__device__ void Produce(const Params& p, Ring<T> ring, const Team<T>& team) {
+__device__ void Produce(const Params& p, Ring<T> ring, const Share& share) {
   for (int tile = blockIdx.x / p.team; tile < p.tiles; tile += gridDim.x / p.team) {
     const Place place(p, tile, T());
     const MappedPhase& f = p.phase[place.phase];
@@ -98,12 +101,16 @@ __device__ void Produce(const Params& p, Ring<T> ring, const Team<T>& team) {
       ring.Next();
       continue;
     }
-    const int steps = f.tap_count * p.lines, end = team.LastStep(steps);
-    for (int step = team.FirstStep(steps); step < end;) {
-      int rest = step / p.lines, tap[kRank], number = 0;
-      int line = step - rest * p.lines;
+    const int steps = f.tap_count * p.lines, end = share.Last(steps);
+    int step = share.First(steps), tap[kRank] = {}, line = 0;
+    if (step > 0) {
+      int rest = step / p.lines;
+      line = step - rest * p.lines;
 #pragma unroll
       for (int d = kRank - 1; d >= 0; --d) tap[d] = rest % f.taps[d], rest /= f.taps[d];
+    }
+    while (step < end) {
+      int number = 0;
 #pragma unroll
       for (int d = 0; d < kRank; ++d) {
         offset[d] = (f.reversed[d] ? f.taps[d] - 1 - tap[d] : tap[d]) * f.distance[d];
@@ -116,6 +123,12 @@ __device__ void Produce(const Params& p, Ring<T> ring, const Team<T>& team) {
         LoadFilter<T, kForward>(p, ring, place.column, line, number);
         ring.Next();
       }
+      line = 0;
+      if (++tap[2] < f.taps[2]) continue;
+      tap[2] = 0;
+      if (++tap[1] < f.taps[1]) continue;
+      tap[1] = 0;
+      ++tap[0];
     }
   }
 }
@@ -130,11 +143,11 @@ __device__ void FindPixels(const Params& p, const MappedPhase& f, const Place& p
   }
 }
 
-// Rounds the sums and stores them: by TMA, or a phase's positions one by one.
+// Stores the sums in the operands' type: by TMA, or a phase's positions one by one.
 template <class T>
-__device__ void StoreRounded(const Params& p, const MappedPhase& f, const Ring<T>& ring, int warpgroup,
-                             const Place& place, const typename T::Sums& sums, typename T::In* out, int64_t* pixels,
-                             int& turn) {
+__device__ void StoreBoxes(const Params& p, const MappedPhase& f, const Ring<T>& ring, int warpgroup,
+                           const Place& place, const typename T::Sums& sums, typename T::In* out, int64_t* pixels,
+                           int& turn) {
   const int thread = threadIdx.x % kWarpgroup;
   if (p.scattered) FindPixels<T>(p, f, place, warpgroup, pixels);
   StoreSlabs<T>(ring.Slabs(), warpgroup, sums, turn, [&](int row, int column, uint32_t slab) {
@@ -148,8 +161,9 @@ __device__ void StoreRounded(const Params& p, const MappedPhase& f, const Ring<T
       return;
     }
     hopper::SyncWarpgroup(1 + warpgroup);
-    const int chunk = thread % 8;
-    if (place.column + column + chunk * 8 >= p.columns) return;
+    constexpr int kChunk = kVecLength<typename T::In>;
+    const int chunk = thread % 8, first = place.column + column + chunk * kChunk;
+    if (first >= p.columns) return;
 #pragma unroll
     for (int line = thread / 8; line < 64; line += kWarpgroup / 8) {
       const int64_t pixel = pixels[row + line];
@@ -157,7 +171,7 @@ __device__ void StoreRounded(const Params& p, const MappedPhase& f, const Ring<T
       asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                    : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                    : "r"(slab + line * kLineBytes + ((chunk ^ (line % 8)) << 4)));
-      if (pixel >= 0) *reinterpret_cast<uint4*>(out + pixel * p.columns + place.column + column + chunk * 8) = v;
+      if (pixel >= 0) *reinterpret_cast<uint4*>(out + pixel * p.columns + first) = v;
     }
   });
 }
@@ -178,8 +192,7 @@ __device__ void Finish(const Params& p, float (&v)[kN], const Vec<Out, kN>& resi
 // not unrolled, since it holds the code of every activation.
 template <class T, bool kForward, class Out>
 __device__ void StoreFinished(const Params& p, const MappedPhase& f, const Ring<T>& ring, int warpgroup,
-                              const Place& place, typename T::Sums& sums, Team<T>& team, Out* out, int64_t* pixels,
-                              int& turn) {
+                              const Place& place, typename T::Sums& sums, Out* out, int64_t* pixels, int& turn) {
   constexpr int kAcross = T::kColumns / 32, kRounds = 64 * 8 / kWarpgroup;
   const int thread = threadIdx.x % kWarpgroup, warp = thread / 32, lane = thread % 32;
   const int chunk = thread % 8, line = thread / 8;  // of what it stores: 4 columns of every 16th row
@@ -189,10 +202,11 @@ __device__ void StoreFinished(const Params& p, const MappedPhase& f, const Ring<
   };
   FindPixels<T>(p, f, place, warpgroup, pixels);
   hopper::SyncWarpgroup(1 + warpgroup);
-  team.template Finish<false>(sums, [&](int part, const float (&all)[16]) {
+  float (&all)[T::kBlocks * T::kColumns / 2] = reinterpret_cast<float (&)[T::kBlocks * T::kColumns / 2]>(sums);
+#pragma unroll 1
+  for (int part = 0; part < T::kBlocks * kAcross; ++part, turn ^= 1) {
     const int row = part / kAcross * 64, column = place.column + part % kAcross * 32 + chunk * 4;
     const uint32_t slab = ring.Slabs() + (warpgroup * 2 + turn) * T::kSlab;
-    turn ^= 1;
     // What comes from far away first.
     Vec<Out, 4> residual[kRounds];
     if (p.epilogue.residual != nullptr) {
@@ -212,6 +226,7 @@ __device__ void StoreFinished(const Params& p, const MappedPhase& f, const Ring<
                          slab + place_of(16 * warp + lane / 4 + 8 * half, 2 * j + lane % 4 / 2) + lane % 2 * 8),
                      "f"(all[4 * j + 2 * half]), "f"(all[4 * j + 2 * half + 1])
                      : "memory");
+    Rotate<16>(all);
     hopper::SyncWarpgroup(1 + warpgroup);
 #pragma unroll 1
     for (int i = 0; i < kRounds; ++i) {
@@ -228,15 +243,44 @@ __device__ void StoreFinished(const Params& p, const MappedPhase& f, const Ring<
       }
       Rotate<1>(residual);
     }
+  }
+}
+
+// Stores the parts that this block finishes, two columns at a time: few, where blocks share tiles.
+template <class T, bool kForward, class Out>
+__device__ void StoreParts(const Params& p, const MappedPhase& f, int warpgroup, const Place& place,
+                           typename T::Sums& sums, TeamOf<T>& team, bool last, Out* out, int64_t* pixels) {
+  constexpr int kAcross = T::kColumns / 32, kPairs = TeamOf<T>::kPart / 2;
+  const int warp = threadIdx.x % kWarpgroup / 32, lane = threadIdx.x % 32;
+  FindPixels<T>(p, f, place, warpgroup, pixels);
+  hopper::SyncWarpgroup(1 + warpgroup);
+  team.template Finish<false>(sums, last, [&](int part, float (&v)[16]) {
+    const int row = part / kAcross * 64 + 16 * warp + lane / 4;
+    const int column = place.column + part % kAcross * 32 + 2 * (lane % 4);
+#pragma unroll 1
+    for (int i = 0; i < kPairs; ++i) {
+      const int64_t pixel = pixels[row + i % 2 * 8];
+      const int first = column + i / 2 * 8;
+      if (pixel >= 0 && first < p.columns) {
+        float pair[2] = {v[0], v[1]};
+        if constexpr (kForward) {
+          Add<Out>(pair, p.epilogue.bias, first);
+          Add<Out>(pair, p.epilogue.residual, pixel * p.columns + first);
+          Activate<Out>(pair, p.epilogue.activation);
+        }
+        *reinterpret_cast<Vec<Out, 2>*>(out + pixel * p.columns + first) = Round<Out>(pair);
+      }
+      Rotate<2>(v);
+    }
   });
 }
 
 // Stores the sums of a product whose filter went through registers, in which they lie as the result has them.
 template <class T>
 __device__ void StoreHeld(const Params& p, const MappedPhase& f, int warpgroup, const Place& place,
-                          typename HeldOf<T>::Sums& sums, Team<T>& team, float* out, int64_t* pixels) {
+                          typename HeldOf<T>::Sums& sums, TeamOf<T>& team, bool last, float* out, int64_t* pixels) {
   using H = HeldOf<T>;
-  constexpr int kVector = H::kVector, kEach = Team<T>::kPart / kVector;
+  constexpr int kVector = H::kVector, kEach = TeamOf<T>::kPart / kVector;
   const int column = place.column + H::Column();
   FindPixels<T>(p, f, place, warpgroup, pixels);
   hopper::SyncWarpgroup(1 + warpgroup);
@@ -254,7 +298,7 @@ __device__ void StoreHeld(const Params& p, const MappedPhase& f, int warpgroup, 
     }
     return;
   }
-  team.template Finish<H::kBlocks == 2>(sums, [&](int part, const float (&natural)[16]) {
+  team.template Finish<H::kBlocks == 2>(sums, last, [&](int part, const float (&natural)[16]) {
     float v[16];
 #pragma unroll
     for (int k = 0; k < 16; ++k)
@@ -288,17 +332,19 @@ __device__ void StoreHeld(const Params& p, const MappedPhase& f, int warpgroup, 
 }
 
 template <class T, bool kForward>
-__device__ void Consume(const Params& p, Ring<T> ring, Team<T> team, int warpgroup, float* wide, typename T::In* out,
-                        int64_t* pixels) {
+__device__ void Consume(const Params& p, Ring<T> ring, const Share& share, int warpgroup, float* wide,
+                        typename T::In* out, int64_t* pixels) {
+  TeamOf<T> team(ring, share);
   int turn = 0, whose = 0;
   for (int tile = blockIdx.x / p.team; tile < p.tiles; tile += gridDim.x / p.team, whose ^= 1, team.Next()) {
     const Place place(p, tile, T());
     const MappedPhase& f = p.phase[place.phase];
-    const int all_steps = max(1, f.tap_count * p.lines), steps = team.LastStep(all_steps) - team.FirstStep(all_steps);
+    const int all_steps = max(1, f.tap_count * p.lines), steps = share.Last(all_steps) - share.First(all_steps);
     if (whose != warpgroup) {
       ring.Skip(steps);
       continue;
     }
+    const bool last = tile + static_cast<int>(gridDim.x) / p.team >= p.tiles;
     if constexpr (kHeld<T, kForward>) {
       using H = HeldOf<T>;
       typename H::Sums sums;
@@ -306,18 +352,22 @@ __device__ void Consume(const Params& p, Ring<T> ring, Team<T> team, int warpgro
       MultiplyHeldStages<H>(
           ring, steps, 0, T::kBytesA, [&] { hopper::WaitBarrier(ring.Full(), ring.parity); },
           [&] { EndTurn(ring, warpgroup); }, sums);
-      StoreHeld<T>(p, f, warpgroup, place, sums, team, wide, pixels);
+      StoreHeld<T>(p, f, warpgroup, place, sums, team, last, wide, pixels);
     } else {
       typename T::Sums sums;
       MultiplyStages<T, false, kForward>(ring, steps, warpgroup, sums);
-      if (sizeof(typename T::In) == 4 || wide != nullptr) {
-        StoreFinished<T, kForward>(p, f, ring, warpgroup, place, sums, team, wide, pixels, turn);
-      } else if constexpr (sizeof(typename T::In) == 2) {
-        if (p.team == 1 && (!kForward || IsNone(p.epilogue)))
-          StoreRounded<T>(p, f, ring, warpgroup, place, sums, out, pixels, turn);
+      const auto store = [&](auto* result) {
+        if (p.team > 1)
+          StoreParts<T, kForward>(p, f, warpgroup, place, sums, team, last, result, pixels);
         else
-          StoreFinished<T, kForward>(p, f, ring, warpgroup, place, sums, team, out, pixels, turn);
-      }
+          StoreFinished<T, kForward>(p, f, ring, warpgroup, place, sums, result, pixels, turn);
+      };
+      if (p.team == 1 && p.boxes)
+        StoreBoxes<T>(p, f, ring, warpgroup, place, sums, out, pixels, turn);
+      else if (wide != nullptr)
+        store(wide);
+      else if constexpr (kForward || sizeof(typename T::In) == 2)
+        store(out);
     }
   }
 }
@@ -327,16 +377,15 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     DataWgmmaKernel(const __grid_constant__ Params p, float* wide, typename T::In* out) {
   if constexpr (hopper::kAvailable) {
     extern __shared__ __align__(1024) unsigned char shared[];
-    const Ring<T> ring(shared, Team<T>::Stages(p.team));
-    const Team<T> team(ring, p.team);
-    team.Init();
+    const Share share(p.team);
+    const Ring<T> ring(shared, TeamStages<T>(p.team));
+    InitTeams(ring);
     ring.Init();
-    team.Meet();
-    RunRoles([&] { Produce<T, kForward, kDimensions>(p, ring, team); }, [](int) {},
+    if (p.team > 1) ClusterArrive();
+    RunRoles([&] { Produce<T, kForward, kDimensions>(p, ring, share); }, [](int) {},
              [&](int warpgroup) {
-               Consume<T, kForward>(p, ring, team, warpgroup, wide, out, Ring<T>::Pixels(shared, warpgroup));
+               Consume<T, kForward>(p, ring, share, warpgroup, wide, out, Ring<T>::Pixels(shared, warpgroup));
              });
-    team.Meet();
   }
 }
 
@@ -367,10 +416,12 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* opera
     q.out[d] = int(kForward ? p.y[d] : p.x[d]);
   }
   if (e == cudaSuccess)
-    e = EncodeBoxes(&q.filter, p.in, filter, {p.features, p.channels, p.Taps()},
+    e = EncodeBoxes(&q.filter, MapType(p.in), filter, {p.features, p.channels, p.Taps()},
                     {T::kLine, kForward ? T::kLine : T::kColumns, 1});
   const bool wide = p.out == DType::kF32;
-  if (e == cudaSuccess && !wide) e = EncodeBoxes(&q.result, p.in, out, {columns, GemmOf(p).rows}, {T::kLine, 64});
+  q.boxes = p.out == p.in && IsNone(epilogue);
+  if (e == cudaSuccess && q.boxes)
+    e = EncodeBoxes(&q.result, MapType(p.in, false), out, {columns, GemmOf(p).rows}, {T::kLine, 64});
   if (e != cudaSuccess) return e;
 
   return VisitDimensions(q.phase[0].map.dimensions, [&](auto dimensions) {

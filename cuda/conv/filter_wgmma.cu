@@ -10,6 +10,7 @@
 #include "cuda/conv/filter.cuh"
 #include "cuda/conv/wgmma.h"
 #include "cuda/conv/wgmma_held.cuh"
+#include "cuda/conv/wgmma_team.cuh"
 
 namespace jaxdnn::conv {
 namespace {
@@ -21,6 +22,7 @@ struct Params {
   int units, lines, tiles, row_tiles, column_tiles;  // lines of channels
   int channels, columns;
   int slice_steps;
+  int team;             // blocks that share a tile
   int64_t steps;        // of all slices
   int64_t result_size;  // elements of the whole result
 };
@@ -32,29 +34,32 @@ constexpr bool kFloats = sizeof(typename T::In) == 4;
 template <class T>
 constexpr int kUnitBytes = T::kDepth * kLineBytes;
 
+// A block's share of a tile.
 struct Place {
   int column, unit, split, steps;
   int64_t first_pixel;
 
   template <class T>
-  __device__ Place(const Params& p, int tile, T) {
+  __device__ Place(const Params& p, const Share& share, int tile, T) {
     const int row_tile = tile / p.column_tiles;
     column = (tile - row_tile * p.column_tiles) * T::kColumns;
     split = row_tile / p.row_tiles;
     unit = (row_tile - split * p.row_tiles) * (T::kRows / T::kLine);
     const int64_t first_step = int64_t{split} * p.slice_steps;
-    steps = static_cast<int>(min(int64_t{p.slice_steps}, p.steps - first_step));
-    first_pixel = first_step * T::kDepth;
+    // One for each block at least, past the last pixel if need be.
+    const int all = static_cast<int>(max(int64_t{p.team}, min(int64_t{p.slice_steps}, p.steps - first_step)));
+    steps = share.Last(all) - share.First(all);
+    first_pixel = (first_step + share.First(all)) * T::kDepth;
   }
 };
 
 template <class T, int kDimensions>
-__device__ void Produce(const Params& p, Ring<T> ring) {
+__device__ void Produce(const Params& p, Ring<T> ring, const Share& share) {
   constexpr int kUnits = T::kRows / T::kLine;
   const MappedPhase& f = p.phase;
   const int pixels = f.positions[0] * f.positions[1] * f.positions[2];
-  for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
-    const Place place(p, tile, T());
+  for (int tile = blockIdx.x / p.team; tile < p.tiles; tile += gridDim.x / p.team) {
+    const Place place(p, share, tile, T());
     int channel[kUnits], offset[kUnits][kRank];
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
@@ -96,6 +101,26 @@ __device__ int64_t RowOf(const Params& p, const Place& place, int row) {
   return (int64_t{tap} * p.channels + channel) * p.columns;
 }
 
+// Stores a part of the sums, 64 rows by 32 columns, in slice `split` of the result: row(block, half) is the tile's row
+// that a thread has in a half of wgmma's rows.
+template <class T, class Out, class Row>
+__device__ void StorePart(const Params& p, const Place& place, int part, const float (&sums)[16], Out* out,
+                          const Row& row) {
+  constexpr int kAcross = T::kColumns / 32;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int64_t offset = RowOf<T>(p, place, row(part / kAcross, half));
+    if (offset < 0) continue;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int column = place.column + part % kAcross * 32 + 8 * j + 2 * (threadIdx.x % 4);
+      if (column < p.columns)
+        *reinterpret_cast<Vec<Out, 2>*>(out + place.split * p.result_size + offset + column) = {
+            static_cast<Out>(sums[4 * j + 2 * half]), static_cast<Out>(sums[4 * j + 2 * half + 1])};
+    }
+  }
+}
+
 // Transposes 32 lines of 32 floats, both swizzled, by a warp: in pieces of 4 lines by 4 floats, of which each eight
 // threads take those that meet in no bank, neither as they were nor as they become.
 __device__ inline void TransposeLines(uint32_t lines) {
@@ -128,10 +153,10 @@ __device__ inline void TransposeLines(uint32_t lines) {
 template <class T>
 constexpr int kLines = T::kColumns / T::kLine;
 template <class T>
-__device__ void TransposeStages(const Params& p, Ring<T> ring, int warp) {
+__device__ void TransposeStages(const Params& p, Ring<T> ring, const Share& share, int warp) {
   int turn = 0;
-  for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
-    const Place place(p, tile, T());
+  for (int tile = blockIdx.x / p.team; tile < p.tiles; tile += gridDim.x / p.team) {
+    const Place place(p, share, tile, T());
     for (int step = 0; step < place.steps; ++step, ring.Next())
 #pragma unroll 1
       for (int line = 0; line < kLines<T>; ++line, turn = turn + 1 == kHelpers ? 0 : turn + 1) {
@@ -148,35 +173,45 @@ __device__ void TransposeStages(const Params& p, Ring<T> ring, int warp) {
 // Both warpgroups take every stage of floats together, half the rows each: while one loads its rows, the other's
 // products run on.
 template <class T, class Out>
-__device__ void ConsumeTogether(const Params& p, Ring<T> ring, int warpgroup, Out* out) {
+__device__ void ConsumeTogether(const Params& p, Ring<T> ring, const Share& share, int warpgroup, Out* out) {
   constexpr int kRows = T::kRows / kConsumers;
   using H = Held<T::kColumns, kRows>;
-  for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
-    const Place place(p, tile, T());
+  Team<T, kRows * T::kColumns / kWarpgroup> team(ring, share, warpgroup);
+  for (int tile = blockIdx.x / p.team; tile < p.tiles; tile += gridDim.x / p.team) {
+    const Place place(p, share, tile, T());
     const auto wait = [&] {
       hopper::WaitBarrier(ring.Full(), ring.parity);
       hopper::WaitBarrier(ring.Ready(ring.stage), ring.parity);
     };
     typename H::Sums sums;
     MultiplyHeldStages<H>(ring, place.steps, T::kBytesA, warpgroup * kRows * kLineBytes, wait, [] {}, sums);
-    StoreSums(sums, out + place.split * p.result_size + place.column, p.columns - place.column,
-              [&](int m, int half) { return RowOf<T>(p, place, warpgroup * kRows + H::Column() + 2 * m + half); });
+    team.template Finish<false>(
+        sums, tile + static_cast<int>(gridDim.x) / p.team >= p.tiles, [&](int part, const float (&v)[16]) {
+          StorePart<T>(p, place, part, v, out,
+                       [&](int m, int half) { return warpgroup * kRows + H::Column() + 2 * m + half; });
+        });
+    team.Next();
   }
 }
 
 template <class T, class Out>
-__device__ void Consume(const Params& p, Ring<T> ring, int warpgroup, Out* out) {
+__device__ void Consume(const Params& p, Ring<T> ring, const Share& share, int warpgroup, Out* out) {
+  Team<T, T::kRows * T::kColumns / kWarpgroup> team(ring, share);
   int whose = 0;
-  for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x, whose ^= 1) {
-    const Place place(p, tile, T());
+  for (int tile = blockIdx.x / p.team; tile < p.tiles; tile += gridDim.x / p.team, whose ^= 1, team.Next()) {
+    const Place place(p, share, tile, T());
     if (whose != warpgroup) {
       ring.Skip(place.steps);
       continue;
     }
     typename T::Sums sums;
     MultiplyStages<T, true, true>(ring, place.steps, warpgroup, sums);
-    StoreSums(sums, out + place.split * p.result_size + place.column, p.columns - place.column,
-              [&](int m, int half) { return RowOf<T>(p, place, RowOfSums(m, half)); });
+    team.template Finish<false>(
+        sums, tile + static_cast<int>(gridDim.x) / p.team >= p.tiles, [&](int part, const float (&v)[16]) {
+          StorePart<T>(p, place, part, v, out, [&](int m, int half) {
+            return m * 64 + threadIdx.x % kWarpgroup / 32 * 16 + threadIdx.x % 32 / 4 + 8 * half;
+          });
+        });
   }
 }
 
@@ -184,17 +219,20 @@ template <class T, class Out, int kDimensions>
 __global__ void __launch_bounds__(T::kThreads, 1) FilterWgmmaKernel(const __grid_constant__ Params p, Out* out) {
   if constexpr (hopper::kAvailable) {
     extern __shared__ __align__(1024) unsigned char shared[];
-    const Ring<T> ring(shared);
+    const Share share(p.team);
+    const Ring<T> ring(shared, TeamStages<T>(p.team));
+    InitTeams(ring);
     ring.Init(kFloats<T> ? kConsumers : 1, kLines<T>);
-    RunRoles<kFloats<T> ? 96 : 40>([&] { Produce<T, kDimensions>(p, ring); },
+    if (p.team > 1) ClusterArrive();
+    RunRoles<kFloats<T> ? 96 : 40>([&] { Produce<T, kDimensions>(p, ring, share); },
                                    [&](int warp) {
-                                     if constexpr (kFloats<T>) TransposeStages<T>(p, ring, warp);
+                                     if constexpr (kFloats<T>) TransposeStages<T>(p, ring, share, warp);
                                    },
                                    [&](int warpgroup) {
                                      if constexpr (kFloats<T>)
-                                       ConsumeTogether<T>(p, ring, warpgroup, out);
+                                       ConsumeTogether<T>(p, ring, share, warpgroup, out);
                                      else
-                                       Consume<T>(p, ring, warpgroup, out);
+                                       Consume<T>(p, ring, share, warpgroup, out);
                                    });
   }
 }
@@ -215,6 +253,7 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* x, co
   q.columns = int(p.features);
   const int64_t pixels = p.images * p.YPixels();
   q.steps = CeilDiv(pixels, T::kDepth);
+  q.team = int(config.cluster);
   q.slice_steps = int(CeilDiv(q.steps, config.splits));
   const int splits = int(CeilDiv(q.steps, q.slice_steps));
   q.tiles = splits * q.row_tiles * q.column_tiles;
@@ -222,13 +261,13 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* x, co
   q.result_size = p.FilterSize();
   cudaError_t e = EncodePixels(&q.x, p.in, x, p.images, p.x, p.channels, q.phase.map, T::kDepth);
   auto* partial = static_cast<float*>(workspace);
-  if (e == cudaSuccess) e = EncodeBoxes(&q.y, p.in, y, {p.features, pixels, 1}, {T::kLine, T::kDepth, 1});
+  if (e == cudaSuccess) e = EncodeBoxes(&q.y, MapType(p.in), y, {p.features, pixels, 1}, {T::kLine, T::kDepth, 1});
   if (e != cudaSuccess) return e;
 
   const auto with_result = [&](auto* result) {
     return VisitDimensions(q.phase.map.dimensions, [&](auto dimensions) {
       const auto kernel = FilterWgmmaKernel<T, std::remove_pointer_t<decltype(result)>, decltype(dimensions)::value>;
-      return LaunchPersistent<T>(kernel, q.tiles, 1, stream, q, result);
+      return LaunchPersistent<T>(kernel, q.tiles, q.team, stream, q, result);
     });
   };
   if (splits == 1) return p.out == p.in ? with_result(static_cast<In*>(out)) : with_result(static_cast<float*>(out));

@@ -43,40 +43,35 @@ __device__ void MultiplyHeldStages(Ring<T>& ring, int steps, uint32_t rows, uint
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     wait();
-    // Half a stage's products run on while the other half's columns are loaded.
+    // // Three quarters of a stage's products run on while the columns of another are loaded.
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      hopper::WaitForProducts<1>();
-      if (half == 1 && step > 0) Release(ring, last);
-      uint32_t b[2][H::kBlocks][4];
+    for (int k = 0; k < 4; ++k) {
+      hopper::WaitForProducts<3>();
+      if (k == 3 && step > 0) Release(ring, last);
+      uint32_t b[H::kBlocks][4];
 #pragma unroll
-      for (int k = 0; k < 2; ++k)
+      for (int below = 0; below < 2; ++below) {
+        const uint32_t at = ring.Data() + (below ? second : first) + k * 8 * kLineBytes;
+        Terms t;
+        if constexpr (H::kVector == 4)
+          asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                       : "=r"(t.v[0]), "=r"(t.v[1]), "=r"(t.v[2]), "=r"(t.v[3])
+                       : "r"(at)
+                       : "memory");
+        else
+          asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(t.v[0]), "=r"(t.v[1]) : "r"(at) : "memory");
 #pragma unroll
-        for (int below = 0; below < 2; ++below) {
-          const uint32_t at = ring.Data() + (below ? second : first) + (2 * half + k) * 8 * kLineBytes;
-          Terms t;
-          if constexpr (H::kVector == 4)
-            asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                         : "=r"(t.v[0]), "=r"(t.v[1]), "=r"(t.v[2]), "=r"(t.v[3])
-                         : "r"(at)
-                         : "memory");
-          else
-            asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(t.v[0]), "=r"(t.v[1]) : "r"(at) : "memory");
-#pragma unroll
-          for (int i = 0; i < H::kVector; ++i) b[k][i / 2][2 * below + i % 2] = t.v[i];
-        }
+        for (int i = 0; i < H::kVector; ++i) b[i / 2][2 * below + i % 2] = t.v[i];
+      }
       hopper::BeginProducts();
 #pragma unroll
-      for (int k = 0; k < 2; ++k)
+      for (int m = 0; m < H::kBlocks; ++m)
 #pragma unroll
-        for (int m = 0; m < H::kBlocks; ++m)
-#pragma unroll
-          for (int n = 0; n < H::kRowBlocks; ++n)
-            hopper::MultiplyHeld<H::kRows>(
-                sums[m * H::kRowBlocks + n], b[k][m],
-                hopper::Descriptor(ring.Data() + rows + n * H::kRows * kLineBytes, T::kSlab) +
-                    (2 * half + k) * (32 >> 4),
-                step > 0 || half > 0 || k > 0);
+        for (int n = 0; n < H::kRowBlocks; ++n)
+          hopper::MultiplyHeld<H::kRows>(
+              sums[m * H::kRowBlocks + n], b[m],
+              hopper::Descriptor(ring.Data() + rows + n * H::kRows * kLineBytes, T::kSlab) + k * (32 >> 4),
+              step > 0 || k > 0);
       hopper::CommitProducts();
     }
     last = ring.stage;

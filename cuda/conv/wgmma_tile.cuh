@@ -34,7 +34,7 @@ struct WgmmaTile {
   static constexpr int kBytesA = kRows / 64 * kSlab, kBytesB = kColumns / 64 * kSlab, kStageBytes = kBytesA + kBytesB;
   // Sums wait in two slabs of each warpgroup to be stored, to pixels whose numbers stand there too.
   static constexpr int kStoreBytes = kConsumers * 2 * kSlab, kPixelBytes = kConsumers * kRows * 8,
-                       kBarrierBytes = kMaxStages * 24 + 32;
+                       kBarrierBytes = kMaxStages * 24 + kConsumers * 24;
   // Beside them as many stages as fit.
   static constexpr int kStages =
       std::min(kMaxStages, ((227 << 10) - kStoreBytes - kPixelBytes - kBarrierBytes) / kStageBytes);
@@ -57,7 +57,8 @@ struct Ring {
   __device__ uint32_t Empty(int s) const { return Full(s) + 8; }
   __device__ uint32_t Ready(int s) const { return Full(s) + 16; }
   __device__ uint32_t Turn(int warpgroup) const { return Full(kMaxStages) + 8 * warpgroup; }
-  __device__ uint32_t More(int i) const { return Turn(kConsumers + i); }
+  __device__ uint32_t Sent(int team) const { return Turn(kConsumers + team); }
+  __device__ uint32_t Taken(int team) const { return Turn(2 * kConsumers + team); }
   __device__ uint32_t Full() const { return Full(stage); }
   __device__ uint32_t Slabs() const { return data + T::kStages * T::kStageBytes; }
   static __device__ int64_t* Pixels(unsigned char* shared, int warpgroup) {
@@ -158,53 +159,42 @@ __device__ uint32_t Pack(float a, float b) {
   return word;
 }
 
-// Hands the sums on as 16-bit elements in slabs of 64 rows and columns, swizzled as the TMA unit wants them: store(row,
-// column, slab) begins to store one, whose first row and column in the tile these are, and may be called for the next
-// before it is done. The threads of the warpgroup call it together. `turn` is whose turn it is of the two slabs.
+// Hands the sums on in slabs of 64 rows and a line of columns, in the operands' type, swizzled as the TMA unit wants
+// them: store(row, column, slab) begins to store one, whose first row and column in the tile these are, and may be
+// called for the next before it is done. The threads of the warpgroup call it together. `turn` is whose turn it is of
+// the two slabs.
 template <class T, class Store>
 __device__ void StoreSlabs(uint32_t slabs, int warpgroup, const typename T::Sums& sums, int& turn, const Store& store) {
   const int thread = threadIdx.x % kWarpgroup, warp = thread / 32, lane = thread % 32;
 #pragma unroll
   for (int m = 0; m < T::kBlocks; ++m)
 #pragma unroll
-    for (int s = 0; s < T::kColumns / 64; ++s, turn ^= 1) {
+    for (int s = 0; s < T::kColumns / T::kLine; ++s, turn ^= 1) {
       const uint32_t slab = slabs + (warpgroup * 2 + turn) * T::kSlab;
+      const float* v = &sums[m][s * T::kLine / 2];
       if (thread == 0) hopper::WaitForStoreReads<1>();
       hopper::SyncWarpgroup(1 + warpgroup);
-      const int row = 16 * warp + lane % 16;
+      if constexpr (sizeof(typename T::In) == 2) {
+        const int row = 16 * warp + lane % 16;
 #pragma unroll
-      for (int q = 0; q < 4; ++q) {
-        const float* v = &sums[m][(s * 8 + 2 * q) * 4];
-        const uint32_t words[4] = {Pack<typename T::In>(v[0], v[1]), Pack<typename T::In>(v[2], v[3]),
-                                   Pack<typename T::In>(v[4], v[5]), Pack<typename T::In>(v[6], v[7])};
-        hopper::StoreMatrices(slab + row * kLineBytes + (((2 * q + lane / 16) ^ (row % 8)) << 4), words);
+        for (int q = 0; q < 4; ++q, v += 8) {
+          const uint32_t words[4] = {Pack<typename T::In>(v[0], v[1]), Pack<typename T::In>(v[2], v[3]),
+                                     Pack<typename T::In>(v[4], v[5]), Pack<typename T::In>(v[6], v[7])};
+          hopper::StoreMatrices(slab + row * kLineBytes + (((2 * q + lane / 16) ^ (row % 8)) << 4), words);
+        }
+      } else {
+        const int row = 16 * warp + lane / 4;
+#pragma unroll
+        for (int q = 0; q < 4; ++q, v += 4)
+#pragma unroll
+          for (int half = 0; half < 2; ++half)
+            asm volatile(
+                "st.shared.v2.f32 [%0], {%1, %2};" ::"r"(slab + (row + 8 * half) * kLineBytes +
+                                                         (((2 * q + lane % 4 / 2) ^ (row % 8)) << 4) + lane % 2 * 8),
+                "f"(v[2 * half]), "f"(v[2 * half + 1])
+                : "memory");
       }
-      store(m * 64, s * 64, slab);
-    }
-}
-
-// // The row of a tile whose sums the thread has in the half of block m.
-__device__ inline int RowOfSums(int m, int half) {
-  return m * 64 + threadIdx.x % kWarpgroup / 32 * 16 + threadIdx.x % 32 / 4 + 8 * half;
-}
-
-// Stores the sums as they are, two columns at a time: address(block, half) is where the tile's first column of a row
-// is, in elements of `out`, or -1 for no row; of the columns those below `count` exist.
-template <class Out, int kBlocks, int kHalfColumns, class Address>
-__device__ void StoreSums(const float (&sums)[kBlocks][kHalfColumns], Out* out, int count, const Address& address) {
-#pragma unroll
-  for (int m = 0; m < kBlocks; ++m)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int64_t offset = address(m, half);
-      if (offset < 0) continue;
-#pragma unroll
-      for (int j = 0; j < kHalfColumns / 4; ++j) {
-        const int column = 8 * j + 2 * (threadIdx.x % 4);
-        if (column < count)
-          *reinterpret_cast<Vec<Out, 2>*>(out + offset + column) = {static_cast<Out>(sums[m][4 * j + 2 * half]),
-                                                                    static_cast<Out>(sums[m][4 * j + 2 * half + 1])};
-      }
+      store(m * 64, s * T::kLine, slab);
     }
 }
 
