@@ -164,9 +164,14 @@ double WgmmaCycles(const Problem& p, const TileShape& t, int64_t splits, int64_t
     const int64_t channels = p.DepthChannels(), line = WgmmaDepth(p.in);
     steps = std::max(1.0, work.depth / channels * CeilDiv(channels, line)) * (2 * channels <= line ? 1.45 : 1);
   }
-  const double each = std::ceil(work.tiles / (kMultiprocessors / cluster)),
-               busy = std::ceil(steps / cluster) * cost.step;
-  return each * std::max(busy, (busy + cost.tile) / 2) + cost.tile + (cluster > 1 ? 2000 : 0);
+  const double busy = std::ceil(steps / cluster) * cost.step;
+  if (cluster == 1) {
+    const double each = std::ceil(work.tiles / kMultiprocessors);
+    return each * std::max(busy, (busy + cost.tile) / 2) + cost.tile;
+  }
+  // Clusters have to fit into the device's groups of multiprocessors, and wait for each other at every tile.
+  const double clusters = cluster == 2 ? 66 : cluster == 4 ? 30 : 15, exchange = 1500 + t.rows * t.columns / 4;
+  return std::ceil(work.tiles / clusters) * (1.1 * busy + exchange) + cost.tile;
 }
 
 // How many blocks may share a tile in the Hopper kernels (wgmma_team.cuh), of the powers of two.

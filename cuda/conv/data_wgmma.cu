@@ -350,7 +350,7 @@ __device__ void Consume(const Params& p, Ring<T> ring, const Share& share, int w
       typename H::Sums sums;
       BeginTurn(ring, warpgroup);
       MultiplyHeldStages<H>(
-          ring, steps, 0, T::kBytesA, [&] { hopper::WaitBarrier(ring.Full(), ring.parity); },
+          ring, steps, 0, T::kBytesA, [](const Ring<T>& at) { hopper::WaitBarrier(at.Full(), at.parity); },
           [&] { EndTurn(ring, warpgroup); }, sums);
       StoreHeld<T>(p, f, warpgroup, place, sums, team, last, wide, pixels);
     } else {
@@ -379,7 +379,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     extern __shared__ __align__(1024) unsigned char shared[];
     const Share share(p.team);
     const Ring<T> ring(shared, TeamStages<T>(p.team));
-    InitTeams(ring);
+    InitTeams(ring, p.team);
     ring.Init();
     if (p.team > 1) ClusterArrive();
     RunRoles([&] { Produce<T, kForward, kDimensions>(p, ring, share); }, [](int) {},

@@ -179,9 +179,9 @@ __device__ void ConsumeTogether(const Params& p, Ring<T> ring, const Share& shar
   Team<T, kRows * T::kColumns / kWarpgroup> team(ring, share, warpgroup);
   for (int tile = blockIdx.x / p.team; tile < p.tiles; tile += gridDim.x / p.team) {
     const Place place(p, share, tile, T());
-    const auto wait = [&] {
-      hopper::WaitBarrier(ring.Full(), ring.parity);
-      hopper::WaitBarrier(ring.Ready(ring.stage), ring.parity);
+    const auto wait = [](const Ring<T>& at) {
+      hopper::WaitBarrier(at.Full(), at.parity);
+      hopper::WaitBarrier(at.Ready(at.stage), at.parity);
     };
     typename H::Sums sums;
     MultiplyHeldStages<H>(ring, place.steps, T::kBytesA, warpgroup * kRows * kLineBytes, wait, [] {}, sums);
@@ -221,7 +221,7 @@ __global__ void __launch_bounds__(T::kThreads, 1) FilterWgmmaKernel(const __grid
     extern __shared__ __align__(1024) unsigned char shared[];
     const Share share(p.team);
     const Ring<T> ring(shared, TeamStages<T>(p.team));
-    InitTeams(ring);
+    InitTeams(ring, p.team);
     ring.Init(kFloats<T> ? kConsumers : 1, kLines<T>);
     if (p.team > 1) ClusterArrive();
     RunRoles<kFloats<T> ? 96 : 40>([&] { Produce<T, kDimensions>(p, ring, share); },

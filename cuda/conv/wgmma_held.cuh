@@ -27,56 +27,66 @@ struct Held {
 };
 
 // // sums = (A B)^T over the ring's next `steps` stages, at least one, by one warpgroup. A lies K-major at `rows` in a
-// stage, and B at `columns` in slabs of 32 of them. Calls wait() for each stage, and end() when all products are
+// stage, and B at `columns` in slabs of 32 of them. Calls wait(ring) for each stage, and end() when all products are
 // issued.
 template <class H, class T, class Wait, class End>
 __device__ void MultiplyHeldStages(Ring<T>& ring, int steps, uint32_t rows, uint32_t columns, const Wait& wait,
                                    const End& end, typename H::Sums& sums) {
-  using Terms = Vec<uint32_t, H::kVector>;
   // Where the columns lie at the thread's first term, and at the one 4 below.
   const int column = H::Column(), term = threadIdx.x % 4, chunk = column % 32 / 4;
   const uint32_t place = columns + column / 32 * H::kSlab + column % 4 * 4,
                  first = place + term * kLineBytes + ((chunk ^ term) << 4),
                  second = place + (term + 4) * kLineBytes + ((chunk ^ (term + 4)) << 4);
-
+  uint32_t b[4][H::kBlocks][4];
+  const auto load = [&](const Ring<T>& from, int k) {
+#pragma unroll
+    for (int below = 0; below < 2; ++below) {
+      const uint32_t at = from.Data() + (below ? second : first) + k * 8 * kLineBytes;
+      Vec<uint32_t, H::kVector> t;
+      if constexpr (H::kVector == 4)
+        asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(t.v[0]), "=r"(t.v[1]), "=r"(t.v[2]), "=r"(t.v[3])
+                     : "r"(at)
+                     : "memory");
+      else
+        asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(t.v[0]), "=r"(t.v[1]) : "r"(at) : "memory");
+#pragma unroll
+      for (int i = 0; i < H::kVector; ++i) b[k][i / 2][2 * below + i % 2] = t.v[i];
+    }
+  };
+  wait(ring);
+  load(ring, 0);
+  load(ring, 1);
   int last = 0;
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
-    wait();
-    // // Three quarters of a stage's products run on while the columns of another are loaded.
+    Ring<T> next = ring;
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      hopper::WaitForProducts<3>();
-      if (k == 3 && step > 0) Release(ring, last);
-      uint32_t b[H::kBlocks][4];
-#pragma unroll
-      for (int below = 0; below < 2; ++below) {
-        const uint32_t at = ring.Data() + (below ? second : first) + k * 8 * kLineBytes;
-        Terms t;
-        if constexpr (H::kVector == 4)
-          asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                       : "=r"(t.v[0]), "=r"(t.v[1]), "=r"(t.v[2]), "=r"(t.v[3])
-                       : "r"(at)
-                       : "memory");
-        else
-          asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(t.v[0]), "=r"(t.v[1]) : "r"(at) : "memory");
-#pragma unroll
-        for (int i = 0; i < H::kVector; ++i) b[i / 2][2 * below + i % 2] = t.v[i];
+      // Columns are loaded two products ahead of theirs, where those of the product before the last were. After the
+      // last step's they are loaded again.
+      if (k == 2 && step + 1 < steps) {
+        next.Next();
+        wait(next);
       }
+      hopper::WaitForProducts<1>();
+      if (k == 1 && step > 0) Release(ring, last);
+      load(k < 2 ? ring : next, (k + 2) % 4);
       hopper::BeginProducts();
 #pragma unroll
       for (int m = 0; m < H::kBlocks; ++m)
 #pragma unroll
         for (int n = 0; n < H::kRowBlocks; ++n)
           hopper::MultiplyHeld<H::kRows>(
-              sums[m * H::kRowBlocks + n], b[m],
+              sums[m * H::kRowBlocks + n], b[k][m],
               hopper::Descriptor(ring.Data() + rows + n * H::kRows * kLineBytes, T::kSlab) + k * (32 >> 4),
               step > 0 || k > 0);
       hopper::CommitProducts();
     }
     last = ring.stage;
-    ring.Next();
+    if (step + 1 < steps) ring = next;
   }
+  ring.Next();
   end();
   hopper::WaitForProducts<0>();
   Release(ring, last);

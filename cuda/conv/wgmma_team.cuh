@@ -28,10 +28,10 @@ __device__ int TeamStages(int size) {
 
 // All threads of the block, before the ring's barriers are published; the others' memory is not written before they do.
 template <class T>
-__device__ void InitTeams(const Ring<T>& ring) {
+__device__ void InitTeams(const Ring<T>& ring, int size) {
   if (threadIdx.x != 0) return;
   for (int i = 0; i < kConsumers; ++i) {
-    hopper::InitBarrier(ring.Sent(i), 1);
+    hopper::InitBarrier(ring.Sent(i), max(1, (size - 1) * kWarpgroup / 32));
     asm volatile("st.shared.u32 [%0], 0;" ::"r"(ring.Taken(i)) : "memory");
   }
 }
@@ -55,26 +55,23 @@ class Team {
   // `kShared`.
   template <bool kShared, int kArrays, int kN, class F>
   __device__ void Finish(float (&sums)[kArrays][kN], bool last, const F& finish) {
-    if (size_ > 1) Exchange<kShared>(sums);
+    if (size_ > 1) Exchange<kShared>(sums, last);
 #pragma unroll 1
     for (int i = 0; i < parts_; ++i) {
       float part[kPart];
 #pragma unroll
       for (int k = 0; k < kPart; ++k) part[k] = Sum<kShared>(sums, k);
-#pragma unroll 1
-      for (int other = 0; other < size_ - 1; ++other) AddSent(other * parts_ + i, part);
       finish(rank_ * parts_ + i, part);
       RotatePart<kShared>(sums);
     }
-    if (size_ > 1 && !last) ShowTaken();
   }
   // On to the block's next tile.
   __device__ void Next() { ++round_; }
 
  private:
-  static __device__ int Thread() { return threadIdx.x % kWarpgroup; }
-  __device__ uint32_t Place(int part, int quarter) const {
-    return space_ + ((part * 4 + quarter) * kWarpgroup + Thread()) * 16;
+  // Of the thread's first four sums of a part.
+  __device__ uint32_t Place(int part) const {
+    return space_ + (part * kPart / 4 * kWarpgroup + threadIdx.x % kWarpgroup) * 16;
   }
 
   // Every warp counts in every block that it has taken what was sent. Warpgroups may be two tiles apart: of a barrier's
@@ -105,9 +102,9 @@ class Team {
     for (int i = 0; i + kPart < kArrays * kN; ++i) Sum<kShared>(sums, i) = Sum<kShared>(sums, i + kPart);
   }
 
-  // Sends the others their parts, waits for theirs, and moves this block's to the front.
+  // Sends the others their parts, and adds what they send to this block's, which it moves to the front.
   template <bool kShared, int kArrays, int kN>
-  __device__ void Exchange(float (&sums)[kArrays][kN]) {
+  __device__ void Exchange(float (&sums)[kArrays][kN], bool last) {
     if (!met_) ClusterWait();
     met_ = true;
     WaitUntilTaken();
@@ -116,29 +113,39 @@ class Team {
       const int owner = part / parts_;
       if (owner == rank_) continue;
       const int from = rank_ < owner ? rank_ : rank_ - 1;
+      const uint32_t to = RemoteAddress(Place(from * parts_ + part - owner * parts_), owner);
 #pragma unroll
-      for (int q = 0; q < 4; ++q) {
-        const auto sum = [&](int k) { return Sum<kShared>(sums, part * kPart + 4 * q + k); };
-        SendRemote(RemoteAddress(Place(from * parts_ + part - owner * parts_, q), owner),
-                   make_float4(sum(0), sum(1), sum(2), sum(3)), RemoteAddress(sent_, owner));
-      }
+      for (int k = 0; k < kPart; k += 4)
+        StoreRemote(to + k * kWarpgroup * 4,
+                    {Sum<kShared>(sums, part * kPart + k), Sum<kShared>(sums, part * kPart + k + 1),
+                     Sum<kShared>(sums, part * kPart + k + 2), Sum<kShared>(sums, part * kPart + k + 3)});
     }
-    if (Thread() == 0) hopper::ArriveExpecting(sent_, (size_ - 1) * parts_ * kPart * kWarpgroup * 4);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) {
+      FenceCluster();
+      for (int block = 0; block < size_; ++block)
+        if (block != rank_) ArriveRemote(RemoteAddress(sent_, block));
+    }
 #pragma unroll 1
     for (int i = 0; i < rank_ * parts_; ++i) RotatePart<kShared>(sums);
     WaitForCluster(sent_, round_ & 1);
-  }
-  __device__ void AddSent(int part, float (&sums)[kPart]) const {
 #pragma unroll
-    for (int q = 0; q < 4; ++q) {
-      float v[4];
-      asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                   : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
-                   : "r"(Place(part, q))
-                   : "memory");
+    for (int part = 0; part < kParts; ++part) {
+      if (part >= parts_) break;
+#pragma unroll 1
+      for (int other = 0; other < size_ - 1; ++other)
 #pragma unroll
-      for (int k = 0; k < 4; ++k) sums[4 * q + k] += v[k];
+        for (int k = 0; k < kPart; k += 4) {
+          float v[4];
+          asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                       : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
+                       : "r"(Place(other * parts_ + part) + k * kWarpgroup * 4)
+                       : "memory");
+#pragma unroll
+          for (int i = 0; i < 4; ++i) Sum<kShared>(sums, part * kPart + k + i) += v[i];
+        }
     }
+    if (!last) ShowTaken();
   }
 
   int size_, rank_, parts_;
