@@ -58,6 +58,11 @@ __device__ inline void SyncWarpgroup(int id) { asm volatile("bar.sync %0, 128;" 
 // Tensor boxes
 // ---------------------------------------------------------------------------------------------------------
 
+// Of a map that will be needed soon.
+__device__ inline void PrefetchMap(const CUtensorMap* map) {
+  if constexpr (kAvailable) asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
 // Loads the box at (x, y, z) and adds its bytes to the barrier.
 __device__ inline void LoadBox(uint32_t to, const CUtensorMap* map, uint32_t barrier, int x, int y, int z) {
   if constexpr (kAvailable)

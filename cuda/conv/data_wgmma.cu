@@ -42,10 +42,9 @@ struct Place {
 };
 
 // The image of a row, and its position there.
-__device__ int64_t Split(const MappedPhase& f, int64_t row, int (&position)[kRank]) {
-  const int plane = f.positions[1] * f.positions[2];
-  const int64_t image = row / (f.positions[0] * plane);
-  int pixel = static_cast<int>(row - image * f.positions[0] * plane);
+__device__ int Split(const MappedPhase& f, int row, int (&position)[kRank]) {
+  const int plane = f.positions[1] * f.positions[2], image = row / (f.positions[0] * plane);
+  int pixel = row - image * f.positions[0] * plane;
   position[0] = pixel / plane;
   pixel -= position[0] * plane;
   position[1] = pixel / f.positions[2];
@@ -57,13 +56,13 @@ __device__ int64_t Split(const MappedPhase& f, int64_t row, int (&position)[kRan
 __device__ int64_t ResultPixel(const Params& p, const MappedPhase& f, int64_t row) {
   if (row >= f.rows) return -1;
   int at[kRank];
-  int64_t pixel = Split(f, row, at);
+  int64_t pixel = Split(f, static_cast<int>(row), at);
 #pragma unroll
   for (int d = 0; d < kRank; ++d) pixel = pixel * p.out[d] + f.first[d] + at[d] * f.period[d];
   return pixel;
 }
 
-// // Whether the filter goes through registers.
+// Whether the filter goes through registers.
 template <class T, bool kForward>
 constexpr bool kHeld = kForward && sizeof(typename T::In) == 4;
 template <class T>
@@ -86,11 +85,13 @@ __device__ void LoadFilter(const Params& p, const Ring<T>& ring, int column, int
 
 template <class T, bool kForward, int kDimensions>
 __device__ void Produce(const Params& p, Ring<T> ring, const Share& share) {
+  hopper::PrefetchMap(&p.operand[0]);
+  hopper::PrefetchMap(&p.filter);
   for (int tile = blockIdx.x / p.team; tile < p.tiles; tile += gridDim.x / p.team) {
     const Place place(p, tile, T());
     const MappedPhase& f = p.phase[place.phase];
     int at[kRank], offset[kRank] = {};
-    const int image = static_cast<int>(Split(f, place.row, at));
+    const int image = Split(f, static_cast<int>(place.row), at);
 #pragma unroll
     for (int d = 0; d < kRank; ++d) at[d] = f.map.lower[d] + at[d] * f.map.step[d];
     if (f.tap_count == 0) {

@@ -55,6 +55,8 @@ struct Place {
 
 template <class T, int kDimensions>
 __device__ void Produce(const Params& p, Ring<T> ring, const Share& share) {
+  hopper::PrefetchMap(&p.x);
+  hopper::PrefetchMap(&p.y);
   constexpr int kUnits = T::kRows / T::kLine;
   const MappedPhase& f = p.phase;
   const int pixels = f.positions[0] * f.positions[1] * f.positions[2];

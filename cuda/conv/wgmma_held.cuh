@@ -26,7 +26,7 @@ struct Held {
   static __device__ int Row(int i) { return i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2; }
 };
 
-// // sums = (A B)^T over the ring's next `steps` stages, at least one, by one warpgroup. A lies K-major at `rows` in a
+// sums = (A B)^T over the ring's next `steps` stages, at least one, by one warpgroup. A lies K-major at `rows` in a
 // stage, and B at `columns` in slabs of 32 of them. Calls wait(ring) for each stage, and end() when all products are
 // issued.
 template <class H, class T, class Wait, class End>

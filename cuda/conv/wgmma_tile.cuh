@@ -73,7 +73,7 @@ struct Ring {
     parity ^= rounds & 1;
   }
 
-  // // All threads of the block, once. So many warpgroups take each stage, when as many warps have made it ready for
+  // All threads of the block, once. So many warpgroups take each stage, when as many warps have made it ready for
   // them.
   __device__ void Init(int takers = 1, int helpers = 1) const {
     if (threadIdx.x == 0) {
