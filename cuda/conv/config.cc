@@ -64,6 +64,8 @@ WgmmaCost WgmmaCostOf(const TileShape& t, const Problem& p) {
   constexpr WgmmaCost k128x64[] = {{410, 4100}, {450, 6100}, {480, 500}, {600, 500}};
   constexpr WgmmaCost k64x128[] = {{465, 3400}, {450, 4700}, {480, 0}, {}};
   constexpr WgmmaCost k64x64[] = {{355, 3500}, {360, 4100}, {335, 0}, {}};
+  constexpr WgmmaCost k128x160[] = {{720, 5500}, {750, 10000}, {}, {}};
+  constexpr WgmmaCost k160x128[] = {{}, {750, 10000}, {}, {}};
   const int which = 2 * (p.direction == Direction::kFilterGradient) + (p.in == DType::kF32);
   switch (t.tile) {
     case Tile::kWgmma128x128:
@@ -76,6 +78,10 @@ WgmmaCost WgmmaCostOf(const TileShape& t, const Problem& p) {
       return k64x128[which];
     case Tile::kWgmma64x64:
       return k64x64[which];
+    case Tile::kWgmma128x160:
+      return k128x160[which];
+    case Tile::kWgmma160x128:
+      return k160x128[which];
     default:
       return {};
   }
@@ -176,7 +182,7 @@ double WgmmaCycles(const Problem& p, const TileShape& t, int64_t splits, int64_t
 
 // How many blocks may share a tile in the Hopper kernels (wgmma_team.cuh), of the powers of two.
 int64_t MostBlocks(const Problem& p, const TileShape& t, int64_t splits) {
-  if (t.unit != Unit::kWgmma || t.rows == 256) return 1;
+  if (t.unit != Unit::kWgmma || t.rows > 128 || t.columns > 128 || p.out != p.in) return 1;
   const bool filter = p.direction == Direction::kFilterGradient, shared = filter && p.in == DType::kF32;
   const int64_t parts = t.rows * t.columns / (shared ? 4096 : 2048), line = WgmmaDepth(p.in);
   const Phases f = PhasesOf(p);
@@ -295,6 +301,10 @@ bool Takes(const TileShape& t, const Problem& p, bool hopper) {
     MappedPhase phases[kMaxMaps];
     const bool floats =
         p.in == DType::kF32 && p.products == 1 && (p.direction != Direction::kFilterGradient || t.rows == 128);
+    // 160 is a multiple of what few networks have, where 128 leaves much of the last tile empty, or a last round of
+    // tiles.
+    if (t.columns == 160 && p.direction != Direction::kDataGradient) return false;
+    if (t.rows == 160 && !(p.direction == Direction::kForward && floats)) return false;
     return hopper && (floats || p.in != DType::kF32) && p.batch == 1 && p.groups == 1 && InChunks(p) &&
            p.images * std::max(p.XPixels(), p.YPixels()) < INT32_MAX && MapPhases(p, phases) > 0;
   }

@@ -150,9 +150,9 @@ __device__ void StoreBoxes(const Params& p, const MappedPhase& f, const Ring<T>&
                            const Place& place, const typename T::Sums& sums, typename T::In* out, int64_t* pixels,
                            int& turn) {
   const int thread = threadIdx.x % kWarpgroup;
-  if (p.scattered) FindPixels<T>(p, f, place, warpgroup, pixels);
+  if (p.scattered || T::kColumns % T::kLine != 0) FindPixels<T>(p, f, place, warpgroup, pixels);
   StoreSlabs<T>(ring.Slabs(), warpgroup, sums, turn, [&](int row, int column, uint32_t slab) {
-    if (!p.scattered) {
+    if (!p.scattered && column + T::kLine <= T::kColumns) {
       hopper::ShowSharedToTma();
       hopper::SyncWarpgroup(1 + warpgroup);
       if (thread == 0) {
@@ -164,7 +164,7 @@ __device__ void StoreBoxes(const Params& p, const MappedPhase& f, const Ring<T>&
     hopper::SyncWarpgroup(1 + warpgroup);
     constexpr int kChunk = kVecLength<typename T::In>;
     const int chunk = thread % 8, first = place.column + column + chunk * kChunk;
-    if (first >= p.columns) return;
+    if (first >= p.columns || column + chunk * kChunk >= T::kColumns) return;
 #pragma unroll
     for (int line = thread / 8; line < 64; line += kWarpgroup / 8) {
       const int64_t pixel = pixels[row + line];
@@ -248,7 +248,7 @@ __device__ void StoreFinished(const Params& p, const MappedPhase& f, const Ring<
 }
 
 // Stores the parts that this block finishes, two columns at a time: few, where blocks share tiles.
-template <class T, bool kForward, class Out>
+template <class T, bool kForward, class Out = typename T::In>
 __device__ void StoreParts(const Params& p, const MappedPhase& f, int warpgroup, const Place& place,
                            typename T::Sums& sums, TeamOf<T>& team, bool last, Out* out, int64_t* pixels) {
   constexpr int kAcross = T::kColumns / 32, kPairs = TeamOf<T>::kPart / 2;
@@ -306,28 +306,28 @@ __device__ void StoreHeld(const Params& p, const MappedPhase& f, int warpgroup, 
       v[k] = natural[k % kVector / 2 * (16 / H::kBlocks) + k / kVector / 2 * 4 + k % 2 * 2 + k / kVector % 2];
     // What comes from far away first.
     Vec<float, kVector> residual[kEach];
-    int64_t offset[kEach];
+    if (p.epilogue.residual != nullptr) {
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      const int64_t pixel = pixels[H::Row(part * kEach + i)];
-      offset[i] = pixel >= 0 && column < p.columns ? pixel * p.columns + column : -1;
-      if (p.epilogue.residual != nullptr && offset[i] >= 0)
-        residual[i] =
-            *reinterpret_cast<const Vec<float, kVector>*>(static_cast<const float*>(p.epilogue.residual) + offset[i]);
+      for (int i = 0; i < kEach; ++i) {
+        const int64_t pixel = pixels[H::Row(part * kEach + i)];
+        if (pixel >= 0 && column < p.columns)
+          residual[i] = *reinterpret_cast<const Vec<float, kVector>*>(static_cast<const float*>(p.epilogue.residual) +
+                                                                      pixel * p.columns + column);
+      }
     }
 #pragma unroll 1
     for (int i = 0; i < kEach; ++i) {
-      if (offset[0] >= 0) {
+      const int64_t pixel = pixels[H::Row(part * kEach + i)];
+      if (pixel >= 0 && column < p.columns) {
         float each[kVector];
 #pragma unroll
         for (int k = 0; k < kVector; ++k) each[k] = v[k];
         Add<float>(each, p.epilogue.bias, column);
         Finish<true, float>(p, each, residual[0]);
-        *reinterpret_cast<Vec<float, kVector>*>(out + offset[0]) = Round<float>(each);
+        *reinterpret_cast<Vec<float, kVector>*>(out + pixel * p.columns + column) = Round<float>(each);
       }
       Rotate<kVector>(v);
       Rotate<1>(residual);
-      Rotate<1>(offset);
     }
   });
 }
@@ -357,18 +357,14 @@ __device__ void Consume(const Params& p, Ring<T> ring, const Share& share, int w
     } else {
       typename T::Sums sums;
       MultiplyStages<T, false, kForward>(ring, steps, warpgroup, sums);
-      const auto store = [&](auto* result) {
-        if (p.team > 1)
-          StoreParts<T, kForward>(p, f, warpgroup, place, sums, team, last, result, pixels);
-        else
-          StoreFinished<T, kForward>(p, f, ring, warpgroup, place, sums, result, pixels, turn);
-      };
-      if (p.team == 1 && p.boxes)
+      if (p.team > 1)
+        StoreParts<T, kForward>(p, f, warpgroup, place, sums, team, last, out, pixels);
+      else if (p.boxes)
         StoreBoxes<T>(p, f, ring, warpgroup, place, sums, out, pixels, turn);
       else if (wide != nullptr)
-        store(wide);
-      else if constexpr (kForward || sizeof(typename T::In) == 2)
-        store(out);
+        StoreFinished<T, kForward>(p, f, ring, warpgroup, place, sums, wide, pixels, turn);
+      else if constexpr (kForward)
+        StoreFinished<T, kForward>(p, f, ring, warpgroup, place, sums, out, pixels, turn);
     }
   }
 }
@@ -437,8 +433,14 @@ cudaError_t LaunchDataWgmma(const Problem& p, const Config& config, const void* 
                             const Epilogue& epilogue, cudaStream_t stream) {
   return VisitWgmmaTile<true>(p, config, [&](auto tile) {
     using T = typename decltype(tile)::type;
-    return (p.direction == Direction::kForward ? LaunchTile<T, true> : LaunchTile<T, false>)(p, config, operand, filter,
-                                                                                             out, epilogue, stream);
+    constexpr bool kFloats = sizeof(typename T::In) == 4;
+    if constexpr (T::kColumns != 160 && (T::kRows != 160 || kFloats))
+      if (p.direction == Direction::kForward)
+        return LaunchTile<T, true>(p, config, operand, filter, out, epilogue, stream);
+    if constexpr (T::kRows != 160)
+      if (p.direction == Direction::kDataGradient)
+        return LaunchTile<T, false>(p, config, operand, filter, out, epilogue, stream);
+    return cudaErrorInvalidValue;
   });
 }
 

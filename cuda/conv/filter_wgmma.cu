@@ -226,7 +226,7 @@ __global__ void __launch_bounds__(T::kThreads, 1) FilterWgmmaKernel(const __grid
     InitTeams(ring, p.team);
     ring.Init(kFloats<T> ? kConsumers : 1, kLines<T>);
     if (p.team > 1) ClusterArrive();
-    RunRoles<kFloats<T> ? 96 : 40>([&] { Produce<T, kDimensions>(p, ring, share); },
+    RunRoles<kFloats<T> ? 96 : 48>([&] { Produce<T, kDimensions>(p, ring, share); },
                                    [&](int warp) {
                                      if constexpr (kFloats<T>) TransposeStages<T>(p, ring, share, warp);
                                    },
@@ -285,7 +285,7 @@ cudaError_t LaunchFilterWgmma(const Problem& p, const Config& config, const void
   return VisitWgmmaTile<true>(p, config, [&](auto tile) {
     using T = typename decltype(tile)::type;
     // The two warpgroups share the rows of floats: 64 each, since 128 are too many registers.
-    if constexpr (kFloats<T> && T::kRows != 128)
+    if constexpr (T::kRows == 160 || T::kColumns == 160 || (kFloats<T> && T::kRows != 128))
       return cudaErrorInvalidValue;
     else
       return LaunchTile<T>(p, config, x, y, out, workspace, stream);

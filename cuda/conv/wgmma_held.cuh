@@ -12,7 +12,7 @@ namespace jaxdnn::conv {
 template <int kAllRows, int kColumns>
 struct Held {
   static constexpr int kBlocks = kColumns / 64, kVector = 2 * kBlocks;  // columns of a thread
-  static constexpr int kRows = std::min(kAllRows, 128), kRowBlocks = kAllRows / kRows;
+  static constexpr int kRows = kAllRows == 256 ? 128 : kAllRows, kRowBlocks = kAllRows / kRows;
   static constexpr int kSlab = 32 * kLineBytes;  // 32 terms of 32 columns
   using Sums = float[kBlocks * kRowBlocks][kRows / 2];
 

@@ -41,27 +41,24 @@ template <class T, int kSums>
 class Team {
  public:
   static constexpr int kPart = 16, kParts = kSums / kPart;
+  static constexpr bool kMayShare = kSums <= 128;  // or there are too few registers
 
   __device__ Team(const Ring<T>& ring, const Share& share, int number = 0)
-      : size_(share.size),
-        rank_(share.rank),
-        parts_(kParts / share.size),
-        space_(ring.data + ring.stages * T::kStageBytes + number * kSums * kWarpgroup * 4),
-        sent_(ring.Sent(number)),
-        taken_(ring.Taken(number)) {}
+      : ring_(ring), share_(share), number_(number) {}
 
   // Calls finish(number, part) with the parts that this block finishes, by the threads of the warpgroup whose tile it
   // is, the cluster's `last` or not. The sums' arrays follow each other, or parts have the same share of each,
   // `kShared`.
   template <bool kShared, int kArrays, int kN, class F>
   __device__ void Finish(float (&sums)[kArrays][kN], bool last, const F& finish) {
-    if (size_ > 1) Exchange<kShared>(sums, last);
+    if constexpr (kMayShare)
+      if (share_.size > 1) Exchange<kShared>(sums, last);
 #pragma unroll 1
-    for (int i = 0; i < parts_; ++i) {
+    for (int i = 0; i < Parts(); ++i) {
       float part[kPart];
 #pragma unroll
       for (int k = 0; k < kPart; ++k) part[k] = Sum<kShared>(sums, k);
-      finish(rank_ * parts_ + i, part);
+      finish(share_.rank * Parts() + i, part);
       RotatePart<kShared>(sums);
     }
   }
@@ -69,9 +66,11 @@ class Team {
   __device__ void Next() { ++round_; }
 
  private:
+  __device__ int Parts() const { return kParts / share_.size; }  // that this block finishes
   // Of the thread's first four sums of a part.
   __device__ uint32_t Place(int part) const {
-    return space_ + (part * kPart / 4 * kWarpgroup + threadIdx.x % kWarpgroup) * 16;
+    return ring_.data + ring_.stages * T::kStageBytes + number_ * kSums * kWarpgroup * 4 +
+           (part * kPart / 4 * kWarpgroup + threadIdx.x % kWarpgroup) * 16;
   }
 
   // Every warp counts in every block that it has taken what was sent. Warpgroups may be two tiles apart: of a barrier's
@@ -81,11 +80,11 @@ class Team {
     if (threadIdx.x % 32 != 0) return;
     FenceCluster();
 #pragma unroll 1
-    for (int block = 0; block < size_; ++block) CountRemote(RemoteAddress(taken_, block));
+    for (int block = 0; block < share_.size; ++block) CountRemote(RemoteAddress(ring_.Taken(number_), block));
   }
   __device__ void WaitUntilTaken() const {
     if (threadIdx.x % 32 == 0)
-      while (static_cast<int>(LoadCount(taken_) - round_ * size_ * (kWarpgroup / 32)) < 0) {
+      while (static_cast<int>(LoadCount(ring_.Taken(number_)) - round_ * share_.size * (kWarpgroup / 32)) < 0) {
       }
     __syncwarp();
   }
@@ -110,10 +109,10 @@ class Team {
     WaitUntilTaken();
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
-      const int owner = part / parts_;
-      if (owner == rank_) continue;
-      const int from = rank_ < owner ? rank_ : rank_ - 1;
-      const uint32_t to = RemoteAddress(Place(from * parts_ + part - owner * parts_), owner);
+      const int owner = part / Parts();
+      if (owner == share_.rank) continue;
+      const int from = share_.rank < owner ? share_.rank : share_.rank - 1;
+      const uint32_t to = RemoteAddress(Place(from * Parts() + part - owner * Parts()), owner);
 #pragma unroll
       for (int k = 0; k < kPart; k += 4)
         StoreRemote(to + k * kWarpgroup * 4,
@@ -123,23 +122,23 @@ class Team {
     __syncwarp();
     if (threadIdx.x % 32 == 0) {
       FenceCluster();
-      for (int block = 0; block < size_; ++block)
-        if (block != rank_) ArriveRemote(RemoteAddress(sent_, block));
+      for (int block = 0; block < share_.size; ++block)
+        if (block != share_.rank) ArriveRemote(RemoteAddress(ring_.Sent(number_), block));
     }
 #pragma unroll 1
-    for (int i = 0; i < rank_ * parts_; ++i) RotatePart<kShared>(sums);
-    WaitForCluster(sent_, round_ & 1);
+    for (int i = 0; i < share_.rank * Parts(); ++i) RotatePart<kShared>(sums);
+    WaitForCluster(ring_.Sent(number_), round_ & 1);
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
-      if (part >= parts_) break;
+      if (part >= Parts()) break;
 #pragma unroll 1
-      for (int other = 0; other < size_ - 1; ++other)
+      for (int other = 0; other < share_.size - 1; ++other)
 #pragma unroll
         for (int k = 0; k < kPart; k += 4) {
           float v[4];
           asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                        : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
-                       : "r"(Place(other * parts_ + part) + k * kWarpgroup * 4)
+                       : "r"(Place(other * Parts() + part) + k * kWarpgroup * 4)
                        : "memory");
 #pragma unroll
           for (int i = 0; i < 4; ++i) Sum<kShared>(sums, part * kPart + k + i) += v[i];
@@ -148,8 +147,10 @@ class Team {
     if (!last) ShowTaken();
   }
 
-  int size_, rank_, parts_;
-  uint32_t space_, sent_, taken_, round_ = 0;
+  const Ring<T>& ring_;
+  const Share& share_;
+  int number_;
+  uint32_t round_ = 0;
   bool met_ = false;
 };
 

@@ -31,7 +31,7 @@ struct WgmmaTile {
   static constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
   static constexpr int kBlocks = kRows / 64;     // rows of one wgmma
   static constexpr int kSlab = 64 * kLineBytes;  // bytes: 64 rows, or columns, of a stage
-  static constexpr int kBytesA = kRows / 64 * kSlab, kBytesB = kColumns / 64 * kSlab, kStageBytes = kBytesA + kBytesB;
+  static constexpr int kBytesA = kRows * kLineBytes, kBytesB = kColumns * kLineBytes, kStageBytes = kBytesA + kBytesB;
   // Sums wait in two slabs of each warpgroup to be stored, to pixels whose numbers stand there too.
   static constexpr int kStoreBytes = kConsumers * 2 * kSlab, kPixelBytes = kConsumers * kRows * 8,
                        kBarrierBytes = kMaxStages * 24 + kConsumers * 24;
@@ -169,7 +169,7 @@ __device__ void StoreSlabs(uint32_t slabs, int warpgroup, const typename T::Sums
 #pragma unroll
   for (int m = 0; m < T::kBlocks; ++m)
 #pragma unroll
-    for (int s = 0; s < T::kColumns / T::kLine; ++s, turn ^= 1) {
+    for (int s = 0; s * T::kLine < T::kColumns; ++s, turn ^= 1) {
       const uint32_t slab = slabs + (warpgroup * 2 + turn) * T::kSlab;
       const float* v = &sums[m][s * T::kLine / 2];
       if (thread == 0) hopper::WaitForStoreReads<1>();
@@ -177,7 +177,7 @@ __device__ void StoreSlabs(uint32_t slabs, int warpgroup, const typename T::Sums
       if constexpr (sizeof(typename T::In) == 2) {
         const int row = 16 * warp + lane % 16;
 #pragma unroll
-        for (int q = 0; q < 4; ++q, v += 8) {
+        for (int q = 0; q < 4 && s * T::kLine + q * 16 < T::kColumns; ++q, v += 8) {
           const uint32_t words[4] = {Pack<typename T::In>(v[0], v[1]), Pack<typename T::In>(v[2], v[3]),
                                      Pack<typename T::In>(v[4], v[5]), Pack<typename T::In>(v[6], v[7])};
           hopper::StoreMatrices(slab + row * kLineBytes + (((2 * q + lane / 16) ^ (row % 8)) << 4), words);
@@ -202,7 +202,7 @@ __device__ void StoreSlabs(uint32_t slabs, int warpgroup, const typename T::Sums
 // and consume(warpgroup) in the two that multiply. Registers move from the one, whose threads keep so many, to the
 // others.
 constexpr int kHelpers = 3;
-template <int kRegisters = 40, class Produce, class Help, class Consume>
+template <int kRegisters = 48, class Produce, class Help, class Consume>
 __device__ void RunRoles(const Produce& produce, const Help& help, const Consume& consume) {
   const int warpgroup = threadIdx.x / kWarpgroup, warp = threadIdx.x % kWarpgroup / 32;
   if (warpgroup == kConsumers) {
@@ -251,6 +251,10 @@ cudaError_t VisitWgmmaTile(const Problem& p, const Config& config, F&& f) {
         return f(TypeTag<WgmmaTile<In, 64, 128>>());
       case Tile::kWgmma64x64:
         return f(TypeTag<WgmmaTile<In, 64, 64>>());
+      case Tile::kWgmma128x160:
+        return f(TypeTag<WgmmaTile<In, 128, 160>>());
+      case Tile::kWgmma160x128:
+        return f(TypeTag<WgmmaTile<In, 160, 128>>());
       default:
         return cudaErrorInvalidValue;
     }
