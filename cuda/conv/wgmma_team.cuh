@@ -1,7 +1,6 @@
-// A tile that the blocks of a cluster compute together, each a share of the reduction: where there are fewer tiles than
-// multiprocessors, or few more. Each block finishes as many parts of the tile's sums, 16 of every thread; the others
-// send it theirs, which it adds in their order. What arrives lies behind the ring's stages: where the last one and the
-// slabs were.
+// Tiles that the blocks of a cluster compute together, each a share of the reduction: where there are fewer tiles than
+// multiprocessors, of many steps. A part of a tile's sums is 16 of every thread's. Each block finishes as many parts:
+// the others write theirs into its shared memory, behind the ring's stages, and it adds them in the blocks' order.
 #pragma once
 
 #include "cuda/common/cluster.cuh"
@@ -46,20 +45,20 @@ class Team {
   __device__ Team(const Ring<T>& ring, const Share& share, int number = 0)
       : ring_(ring), share_(share), number_(number) {}
 
-  // Calls finish(number, part) with the parts that this block finishes, by the threads of the warpgroup whose tile it
-  // is, the cluster's `last` or not. The sums' arrays follow each other, or parts have the same share of each,
-  // `kShared`.
-  template <bool kShared, int kArrays, int kN, class F>
+  // Calls finish(number, part) for the parts that this block finishes, by the threads of the warpgroup whose tile it
+  // is; `last` is whether the cluster has no more of them. Parts are cut from the arrays of sums one after the other,
+  // or take as much of each where they are spread.
+  template <bool kSpread, int kArrays, int kN, class F>
   __device__ void Finish(float (&sums)[kArrays][kN], bool last, const F& finish) {
     if constexpr (kMayShare)
-      if (share_.size > 1) Exchange<kShared>(sums, last);
+      if (share_.size > 1) Exchange<kSpread>(sums, last);
 #pragma unroll 1
     for (int i = 0; i < Parts(); ++i) {
       float part[kPart];
 #pragma unroll
-      for (int k = 0; k < kPart; ++k) part[k] = Sum<kShared>(sums, k);
+      for (int k = 0; k < kPart; ++k) part[k] = Sum<kSpread>(sums, k);
       finish(share_.rank * Parts() + i, part);
-      RotatePart<kShared>(sums);
+      RotatePart<kSpread>(sums);
     }
   }
   // On to the block's next tile.
@@ -90,19 +89,19 @@ class Team {
   }
 
   // Of the parts in turn.
-  template <bool kShared, int kArrays, int kN>
+  template <bool kSpread, int kArrays, int kN>
   static __device__ float& Sum(float (&sums)[kArrays][kN], int i) {
     constexpr int kShare = kPart / kArrays;
-    return kShared ? sums[i % kPart / kShare][i / kPart * kShare + i % kShare] : sums[i / kN][i % kN];
+    return kSpread ? sums[i % kPart / kShare][i / kPart * kShare + i % kShare] : sums[i / kN][i % kN];
   }
-  template <bool kShared, int kArrays, int kN>
+  template <bool kSpread, int kArrays, int kN>
   static __device__ void RotatePart(float (&sums)[kArrays][kN]) {
 #pragma unroll
-    for (int i = 0; i + kPart < kArrays * kN; ++i) Sum<kShared>(sums, i) = Sum<kShared>(sums, i + kPart);
+    for (int i = 0; i + kPart < kArrays * kN; ++i) Sum<kSpread>(sums, i) = Sum<kSpread>(sums, i + kPart);
   }
 
   // Sends the others their parts, and adds what they send to this block's, which it moves to the front.
-  template <bool kShared, int kArrays, int kN>
+  template <bool kSpread, int kArrays, int kN>
   __device__ void Exchange(float (&sums)[kArrays][kN], bool last) {
     if (!met_) ClusterWait();
     met_ = true;
@@ -116,8 +115,8 @@ class Team {
 #pragma unroll
       for (int k = 0; k < kPart; k += 4)
         StoreRemote(to + k * kWarpgroup * 4,
-                    {Sum<kShared>(sums, part * kPart + k), Sum<kShared>(sums, part * kPart + k + 1),
-                     Sum<kShared>(sums, part * kPart + k + 2), Sum<kShared>(sums, part * kPart + k + 3)});
+                    {Sum<kSpread>(sums, part * kPart + k), Sum<kSpread>(sums, part * kPart + k + 1),
+                     Sum<kSpread>(sums, part * kPart + k + 2), Sum<kSpread>(sums, part * kPart + k + 3)});
     }
     __syncwarp();
     if (threadIdx.x % 32 == 0) {
@@ -126,7 +125,7 @@ class Team {
         if (block != share_.rank) ArriveRemote(RemoteAddress(ring_.Sent(number_), block));
     }
 #pragma unroll 1
-    for (int i = 0; i < share_.rank * Parts(); ++i) RotatePart<kShared>(sums);
+    for (int i = 0; i < share_.rank * Parts(); ++i) RotatePart<kSpread>(sums);
     WaitForCluster(ring_.Sent(number_), round_ & 1);
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
@@ -141,7 +140,7 @@ class Team {
                        : "r"(Place(other * Parts() + part) + k * kWarpgroup * 4)
                        : "memory");
 #pragma unroll
-          for (int i = 0; i < 4; ++i) Sum<kShared>(sums, part * kPart + k + i) += v[i];
+          for (int i = 0; i < 4; ++i) Sum<kSpread>(sums, part * kPart + k + i) += v[i];
         }
     }
     if (!last) ShowTaken();
