@@ -357,9 +357,12 @@ __device__ void Consume(const Params& p, Ring<T> ring, const Share& share, int w
     } else {
       typename T::Sums sums;
       MultiplyStages<T, false, kForward>(ring, steps, warpgroup, sums);
-      if (p.team > 1)
-        StoreParts<T, kForward>(p, f, warpgroup, place, sums, team, last, out, pixels);
-      else if (p.boxes)
+      if constexpr (TeamOf<T>::kMayShare)
+        if (p.team > 1) {
+          StoreParts<T, kForward>(p, f, warpgroup, place, sums, team, last, out, pixels);
+          continue;
+        }
+      if (p.boxes)
         StoreBoxes<T>(p, f, ring, warpgroup, place, sums, out, pixels, turn);
       else if (wide != nullptr)
         StoreFinished<T, kForward>(p, f, ring, warpgroup, place, sums, wide, pixels, turn);

@@ -226,7 +226,7 @@ __global__ void __launch_bounds__(T::kThreads, 1) FilterWgmmaKernel(const __grid
     InitTeams(ring, p.team);
     ring.Init(kFloats<T> ? kConsumers : 1, kLines<T>);
     if (p.team > 1) ClusterArrive();
-    RunRoles<kFloats<T> ? 96 : 48>([&] { Produce<T, kDimensions>(p, ring, share); },
+    RunRoles<kFloats<T> ? 96 : 40>([&] { Produce<T, kDimensions>(p, ring, share); },
                                    [&](int warp) {
                                      if constexpr (kFloats<T>) TransposeStages<T>(p, ring, share, warp);
                                    },

@@ -40,7 +40,8 @@ template <class T, int kSums>
 class Team {
  public:
   static constexpr int kPart = 16, kParts = kSums / kPart;
-  static constexpr bool kMayShare = kSums <= 128;  // or there are too few registers
+  // Or there are too few registers, or stages.
+  static constexpr bool kMayShare = T::kRows <= 128 && T::kColumns <= 128;
 
   __device__ Team(const Ring<T>& ring, const Share& share, int number = 0)
       : ring_(ring), share_(share), number_(number) {}

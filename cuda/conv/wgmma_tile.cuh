@@ -202,7 +202,7 @@ __device__ void StoreSlabs(uint32_t slabs, int warpgroup, const typename T::Sums
 // and consume(warpgroup) in the two that multiply. Registers move from the one, whose threads keep so many, to the
 // others.
 constexpr int kHelpers = 3;
-template <int kRegisters = 48, class Produce, class Help, class Consume>
+template <int kRegisters = 40, class Produce, class Help, class Consume>
 __device__ void RunRoles(const Produce& produce, const Help& help, const Consume& consume) {
   const int warpgroup = threadIdx.x / kWarpgroup, warp = threadIdx.x % kWarpgroup / 32;
   if (warpgroup == kConsumers) {
