@@ -11,13 +11,13 @@ from jax import lax
 
 import jaxdnn
 from conv_cases import SAME3, ConvCase
-from conv_checks import check, coarse, takes
+from conv_checks import check, coarse
 from conv_oracle import conv as conv_oracle
 from conv_oracle import conv_gradients
 from jaxdnn import _extension
 from jaxdnn._conv.primitives import ALGORITHMS, OPERANDS, convolve, plan
 from jaxdnn._conv.spec import ConvSpec
-from numerics import assert_close, assert_repeatable, exact, sample
+from numerics import assert_close, exact, sample
 
 DIRECTIONS = {"forward": "y", "data_gradient": "x", "filter_gradient": "w"}
 
@@ -222,7 +222,7 @@ def test_many_tiles_for_every_block(tile, stride, dtype):
   y = coarse((32, *spec.y_spatial, 128), dtype, 2)
   arrays = {name: jnp.asarray(a)[None] for name, a in {"x": x, "w": w, "y": y}.items()}
   for result in OPERANDS:
-    if not takes(tile, result, dtype):
+    if dtype == "float32" and result == "w" and not tile.startswith("wgmma 128"):
       continue
     f = lambda algorithm, r=result: convolve(  # noqa: E731
       r, {n: arrays[n] for n in OPERANDS[r]}, dataclasses.replace(spec, algorithm=algorithm), jnp.dtype(dtype)
@@ -232,9 +232,8 @@ def test_many_tiles_for_every_block(tile, stride, dtype):
     np.testing.assert_allclose(got, want, rtol=0.02, atol=2e-3 * np.sqrt(terms))
 
 
-# Few tiles of long sums; and some more than there are clusters of two, whose three rounds are then half as long as two.
+# Few tiles of long sums.
 DEEP = ConvCase("deep", 1, (7, 9), 520, (3, 3), 264, padding=SAME3)
-DEEPER = ConvCase("deeper", 4, (14, 16), 512, (3, 3), 640, padding=SAME3)
 
 
 def shares(case, result, dtype, tile):
@@ -249,7 +248,6 @@ def test_blocks_share_few_tiles(dtype):
   for result in "yx":
     assert shares(DEEP, result, dtype, "implicit_gemm_wgmma") >= 4
     assert shares(CASES[-1], result, dtype, "implicit_gemm_wgmma") == 1
-  assert shares(DEEPER, "y", dtype, "wgmma 64x64") == 2
 
 
 @pytest.mark.gpu
@@ -257,18 +255,6 @@ def test_blocks_share_few_tiles(dtype):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_shared_tiles(tile, dtype):
   check(DEEP, tile, dtype, dtype)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_more_shared_tiles_than_clusters(dtype):
-  arrays = [jnp.asarray(coarse(s, dtype, i))[None] for i, s in enumerate((DEEPER.x_shape, DEEPER.w_shape))]
-  spec = ConvSpec(*DEEPER.geometry, 1, DEEPER.spatial, DEEPER.window, None, None)
-  f = lambda algorithm, x, w: convolve(  # noqa: E731
-    "y", {"x": x, "w": w}, dataclasses.replace(spec, algorithm=algorithm), jnp.dtype(dtype)
-  )
-  got = assert_repeatable(functools.partial(f, "wgmma 64x64"), *arrays, repeats=5)
-  np.testing.assert_allclose(exact(got), exact(f("implicit_gemm_mma", *arrays)), rtol=0.02, atol=0.1)
 
 
 @pytest.mark.gpu

@@ -71,19 +71,17 @@ __device__ inline uint32_t RemoteAddress(uint32_t address, int rank) {
   if constexpr (kHasClusters) asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
   return remote;
 }
-__device__ inline void StoreRemote(uint32_t remote, float4 v) {
+// Writes there, and counts the bytes at a barrier of the same block.
+__device__ inline void SendRemote(uint32_t remote, float4 v, uint32_t remote_barrier) {
   if constexpr (kHasClusters)
-    asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(remote), "f"(v.x), "f"(v.y), "f"(v.z),
-                 "f"(v.w)
-                 : "memory");
+    asm volatile(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(remote),
+        "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(remote_barrier)
+        : "memory");
 }
-// Arrives at a barrier there, or counts. What came before a fence is done for who sees it.
+// Counts there. What came before a fence is done for who sees the count.
 __device__ inline void FenceCluster() {
   if constexpr (kHasClusters) asm volatile("fence.acq_rel.cluster;" ::: "memory");
-}
-__device__ inline void ArriveRemote(uint32_t remote) {
-  if constexpr (kHasClusters)
-    asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(remote) : "memory");
 }
 __device__ inline void CountRemote(uint32_t remote) {
   if constexpr (kHasClusters)

@@ -58,11 +58,6 @@ __device__ inline void SyncWarpgroup(int id) { asm volatile("bar.sync %0, 128;" 
 // Tensor boxes
 // ---------------------------------------------------------------------------------------------------------
 
-// Of a map that will be needed soon.
-__device__ inline void PrefetchMap(const CUtensorMap* map) {
-  if constexpr (kAvailable) asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-
 // Loads the box at (x, y, z) and adds its bytes to the barrier.
 __device__ inline void LoadBox(uint32_t to, const CUtensorMap* map, uint32_t barrier, int x, int y, int z) {
   if constexpr (kAvailable)
@@ -167,17 +162,10 @@ __device__ inline void WaitForProducts() {
                : __VA_ARGS__                                                                                    \
                : "l"(a_tile), "l"(b_tile), "r"(int{add_to}), "n"(int{kTransposedA}), "n"(int{kTransposedB})     \
                : "memory")
-#define JAXDNN_SUMS80 JAXDNN_SUMS64(0), JAXDNN_SUMS16(64)
-#define JAXDNN_EIGHTY                                                   \
-  JAXDNN_TEN()                                                          \
-  JAXDNN_TEN(1) JAXDNN_TEN(2) JAXDNN_TEN(3) JAXDNN_TEN(4) JAXDNN_TEN(5) \
-      JAXDNN_TEN(6) "%70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
-#define JAXDNN_WGMMA_OF_TYPE(type, k, more64, more128, more160)                                                   \
+#define JAXDNN_WGMMA_OF_TYPE(type, k, more64, more128)                                                            \
   if constexpr (kColumns == 64) {                                                                                 \
     JAXDNN_WGMMA(type, "64", k, JAXDNN_TEN() JAXDNN_TEN(1) JAXDNN_TEN(2) "%30, %31", "%32", "%33", "%34", more64, \
                  JAXDNN_SUMS16(0), JAXDNN_SUMS16(16));                                                            \
-  } else if constexpr (kColumns == 160) {                                                                         \
-    JAXDNN_WGMMA(type, "160", k, JAXDNN_EIGHTY, "%80", "%81", "%82", more160, JAXDNN_SUMS80);                     \
   } else {                                                                                                        \
     static_assert(kColumns == 128);                                                                               \
     JAXDNN_WGMMA(type, "128", k,                                                                                  \
@@ -194,11 +182,11 @@ __device__ inline void Multiply(float (&d)[kColumns / 2], uint64_t a_tile, uint6
   if constexpr (!kAvailable) {
   } else if constexpr (std::is_same_v<In, float>) {
     static_assert(!kTransposedA && !kTransposedB);
-    JAXDNN_WGMMA_OF_TYPE("tf32", "8", "", "", "")
+    JAXDNN_WGMMA_OF_TYPE("tf32", "8", "", "")
   } else if constexpr (std::is_same_v<In, __nv_bfloat16>) {
-    JAXDNN_WGMMA_OF_TYPE("bf16", "16", ", %35, %36", ", %67, %68", ", %83, %84")
+    JAXDNN_WGMMA_OF_TYPE("bf16", "16", ", %35, %36", ", %67, %68")
   } else {
-    JAXDNN_WGMMA_OF_TYPE("f16", "16", ", %35, %36", ", %67, %68", ", %83, %84")
+    JAXDNN_WGMMA_OF_TYPE("f16", "16", ", %35, %36", ", %67, %68")
   }
 }
 
@@ -216,8 +204,6 @@ __device__ inline void MultiplyHeld(float (&d)[kColumns / 2], const uint32_t (&a
   } else if constexpr (kColumns == 64) {
     JAXDNN_WGMMA_HELD("64", JAXDNN_TEN() JAXDNN_TEN(1) JAXDNN_TEN(2) "%30, %31", "%32, %33, %34, %35", "%36", "%37",
                       JAXDNN_SUMS16(0), JAXDNN_SUMS16(16));
-  } else if constexpr (kColumns == 160) {
-    JAXDNN_WGMMA_HELD("160", JAXDNN_EIGHTY, "%80, %81, %82, %83", "%84", "%85", JAXDNN_SUMS80);
   } else {
     static_assert(kColumns == 128);
     JAXDNN_WGMMA_HELD(
@@ -231,8 +217,6 @@ __device__ inline void MultiplyHeld(float (&d)[kColumns / 2], const uint32_t (&a
 #undef JAXDNN_SUMS4
 #undef JAXDNN_SUMS16
 #undef JAXDNN_SUMS64
-#undef JAXDNN_SUMS80
-#undef JAXDNN_EIGHTY
 #undef JAXDNN_WGMMA
 #undef JAXDNN_WGMMA_OF_TYPE
 

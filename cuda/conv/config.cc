@@ -57,16 +57,16 @@ struct WgmmaCost {
 };
 
 WgmmaCost WgmmaCostOf(const TileShape& t, const Problem& p) {
-  // Of 16-bit floats and of TF32: forward and data gradient, then the filter gradient, which takes floats in tiles of
-  // 128 rows only.
-  constexpr WgmmaCost k128x128[] = {{600, 4400}, {625, 8000}, {660, 1200}, {950, 1200}};
-  constexpr WgmmaCost k256x64[] = {{750, 4400}, {795, 8000}, {800, 1600}, {}};
-  constexpr WgmmaCost k128x64[] = {{410, 4100}, {450, 6100}, {480, 500}, {600, 500}};
-  constexpr WgmmaCost k64x128[] = {{465, 3400}, {450, 4700}, {480, 0}, {}};
-  constexpr WgmmaCost k64x64[] = {{355, 3500}, {360, 4100}, {335, 0}, {}};
-  constexpr WgmmaCost k128x160[] = {{720, 5500}, {750, 10000}, {}, {}};
-  constexpr WgmmaCost k160x128[] = {{}, {750, 10000}, {}, {}};
-  const int which = 2 * (p.direction == Direction::kFilterGradient) + (p.in == DType::kF32);
+  // Of 16-bit floats and of TF32: the data gradient, and of 16 bits forward too; the filter gradient, which takes
+  // floats in tiles of 128 rows only; and TF32 forward.
+  constexpr WgmmaCost k128x128[] = {{600, 4400}, {625, 8000}, {660, 1200}, {680, 1200}, {700, 7500}};
+  constexpr WgmmaCost k256x64[] = {{750, 4400}, {795, 8000}, {800, 1600}, {}, {765, 8500}};
+  constexpr WgmmaCost k128x64[] = {{410, 4100}, {450, 6100}, {480, 500}, {420, 500}, {490, 5600}};
+  constexpr WgmmaCost k64x128[] = {{465, 3400}, {450, 4700}, {480, 0}, {}, {605, 5700}};
+  constexpr WgmmaCost k64x64[] = {{355, 3500}, {360, 4100}, {335, 0}, {}, {420, 5000}};
+  const bool floats = p.in == DType::kF32;
+  const int which =
+      floats && p.direction == Direction::kForward ? 4 : 2 * (p.direction == Direction::kFilterGradient) + floats;
   switch (t.tile) {
     case Tile::kWgmma128x128:
       return k128x128[which];
@@ -78,10 +78,6 @@ WgmmaCost WgmmaCostOf(const TileShape& t, const Problem& p) {
       return k64x128[which];
     case Tile::kWgmma64x64:
       return k64x64[which];
-    case Tile::kWgmma128x160:
-      return k128x160[which];
-    case Tile::kWgmma160x128:
-      return k160x128[which];
     default:
       return {};
   }
@@ -176,20 +172,24 @@ double WgmmaCycles(const Problem& p, const TileShape& t, int64_t splits, int64_t
     return each * std::max(busy, (busy + cost.tile) / 2) + cost.tile;
   }
   // Clusters have to fit into the device's groups of multiprocessors, and wait for each other at every tile.
-  const double clusters = cluster == 2 ? 66 : cluster == 4 ? 30 : 15, exchange = 1500 + t.rows * t.columns / 4;
-  return std::ceil(work.tiles / clusters) * (1.1 * busy + exchange) + cost.tile;
+  const double clusters = cluster == 2 ? 66 : cluster == 4 ? 30 : 15, exchange = 4000 + t.rows * t.columns / 4;
+  return std::ceil(work.tiles / clusters) * (1.3 * busy + exchange) + cost.tile;
 }
 
 // How many blocks may share a tile in the Hopper kernels (wgmma_team.cuh), of the powers of two.
-int64_t MostBlocks(const Problem& p, const TileShape& t, int64_t splits) {
-  if (t.unit != Unit::kWgmma || t.rows > 128 || t.columns > 128 || p.out != p.in) return 1;
-  const bool filter = p.direction == Direction::kFilterGradient, shared = filter && p.in == DType::kF32;
-  const int64_t parts = t.rows * t.columns / (shared ? 4096 : 2048), line = WgmmaDepth(p.in);
+int64_t MostBlocks(const Problem& p, const TileShape& t) {
+  if (t.unit != Unit::kWgmma || p.direction == Direction::kFilterGradient || t.rows == 256) return 1;
   const Phases f = PhasesOf(p);
-  if (!filter && f.period[0] * f.period[1] * f.period[2] > 1) return 1;
-  const int64_t steps =
-      filter ? CeilDiv(CeilDiv(p.images * p.YPixels(), line), splits) : p.Taps() * CeilDiv(p.DepthChannels(), line);
-  return std::min<int64_t>({8, parts, steps / 2});
+  if (f.period[0] * f.period[1] * f.period[2] > 1) return 1;
+  const int64_t steps = p.Taps() * CeilDiv(p.DepthChannels(), WgmmaDepth(p.in));
+  return std::min<int64_t>({8, t.rows * t.columns / 2048, steps / 2});
+}
+
+// Of y in the filter gradient, which wgmma wants K-major: TF32 has no MN-major operands.
+int64_t TransposedBytes(const Problem& p, const TileShape& t) {
+  if (t.unit != Unit::kWgmma || p.in != DType::kF32 || p.direction != Direction::kFilterGradient) return 0;
+  const int64_t depth = WgmmaDepth(p.in);
+  return CeilDiv(p.images * p.YPixels(), depth) * depth * p.features * 4;
 }
 
 // Of the depthwise kernels, by what an element of the larger of input and output takes a multiprocessor. Windows that
@@ -301,10 +301,6 @@ bool Takes(const TileShape& t, const Problem& p, bool hopper) {
     MappedPhase phases[kMaxMaps];
     const bool floats =
         p.in == DType::kF32 && p.products == 1 && (p.direction != Direction::kFilterGradient || t.rows == 128);
-    // 160 is a multiple of what few networks have, where 128 leaves much of the last tile empty, or a last round of
-    // tiles.
-    if (t.columns == 160 && p.direction != Direction::kDataGradient) return false;
-    if (t.rows == 160 && !(p.direction == Direction::kForward && floats)) return false;
     return hopper && (floats || p.in != DType::kF32) && p.batch == 1 && p.groups == 1 && InChunks(p) &&
            p.images * std::max(p.XPixels(), p.YPixels()) < INT32_MAX && MapPhases(p, phases) > 0;
   }
@@ -365,17 +361,18 @@ std::optional<Config> Choose(const Problem& p, bool hopper, std::string_view alg
       // As few as give the longest slice no more of whole tiles.
       const int64_t tiles = t.unit == Unit::kFewChannels && splittable ? strips.Tiles(p) : 0;
       const int64_t slices = tiles > 0 ? CeilDiv(tiles, CeilDiv(tiles, splits)) : splits;
-      const int64_t bytes = slices > 1 ? slices * result_bytes : 0;
+      const int64_t transposed = TransposedBytes(p, t), bytes = transposed + (slices > 1 ? slices * result_bytes : 0);
       if (bytes > workspace_limit) break;
       if (splittable && CeilDiv(g.depth, slices) >= kIndexLimit) continue;  // a slice is indexed with 32 bits
-      for (int64_t cluster = 1; cluster == 1 || cluster <= MostBlocks(p, t, slices); cluster *= 2) {
+      for (int64_t cluster = 1; cluster == 1 || cluster <= MostBlocks(p, t); cluster *= 2) {
         const double product = t.unit == Unit::kDepthwise     ? DepthwiseCycles(p, slices)
                                : t.unit == Unit::kFewChannels ? FewChannelsCycles(AsForward(p), strips, slices)
                                : t.unit == Unit::kGrouped     ? GroupedCycles(p)
                                : t.unit == Unit::kFewFeatures ? FewFeaturesCycles(p)
                                : t.unit == Unit::kWgmma       ? WgmmaCycles(p, t, slices, cluster)
                                                               : Cycles(p, t, slices);
-        const double cycles = product + ReductionCycles(slices, result_bytes);
+        const double cycles = product + ReductionCycles(slices, result_bytes) +
+                              (transposed ? kLaunchCycles + 2.0 * transposed / (kMultiprocessors * kBytesPerCycle) : 0);
         if (!best || cycles < best->cycles) best = Config{t.tile, slices, cluster, bytes, cycles};
       }
     }

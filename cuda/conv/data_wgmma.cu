@@ -42,9 +42,10 @@ struct Place {
 };
 
 // The image of a row, and its position there.
-__device__ int Split(const MappedPhase& f, int row, int (&position)[kRank]) {
-  const int plane = f.positions[1] * f.positions[2], image = row / (f.positions[0] * plane);
-  int pixel = row - image * f.positions[0] * plane;
+__device__ int64_t Split(const MappedPhase& f, int64_t row, int (&position)[kRank]) {
+  const int plane = f.positions[1] * f.positions[2];
+  const int64_t image = row / (f.positions[0] * plane);
+  int pixel = static_cast<int>(row - image * f.positions[0] * plane);
   position[0] = pixel / plane;
   pixel -= position[0] * plane;
   position[1] = pixel / f.positions[2];
@@ -56,7 +57,7 @@ __device__ int Split(const MappedPhase& f, int row, int (&position)[kRank]) {
 __device__ int64_t ResultPixel(const Params& p, const MappedPhase& f, int64_t row) {
   if (row >= f.rows) return -1;
   int at[kRank];
-  int64_t pixel = Split(f, static_cast<int>(row), at);
+  int64_t pixel = Split(f, row, at);
 #pragma unroll
   for (int d = 0; d < kRank; ++d) pixel = pixel * p.out[d] + f.first[d] + at[d] * f.period[d];
   return pixel;
@@ -85,13 +86,11 @@ __device__ void LoadFilter(const Params& p, const Ring<T>& ring, int column, int
 
 template <class T, bool kForward, int kDimensions>
 __device__ void Produce(const Params& p, Ring<T> ring, const Share& share) {
-  hopper::PrefetchMap(&p.operand[0]);
-  hopper::PrefetchMap(&p.filter);
   for (int tile = blockIdx.x / p.team; tile < p.tiles; tile += gridDim.x / p.team) {
     const Place place(p, tile, T());
     const MappedPhase& f = p.phase[place.phase];
     int at[kRank], offset[kRank] = {};
-    const int image = Split(f, static_cast<int>(place.row), at);
+    const int image = static_cast<int>(Split(f, place.row, at));
 #pragma unroll
     for (int d = 0; d < kRank; ++d) at[d] = f.map.lower[d] + at[d] * f.map.step[d];
     if (f.tap_count == 0) {
@@ -150,9 +149,9 @@ __device__ void StoreBoxes(const Params& p, const MappedPhase& f, const Ring<T>&
                            const Place& place, const typename T::Sums& sums, typename T::In* out, int64_t* pixels,
                            int& turn) {
   const int thread = threadIdx.x % kWarpgroup;
-  if (p.scattered || T::kColumns % T::kLine != 0) FindPixels<T>(p, f, place, warpgroup, pixels);
+  if (p.scattered) FindPixels<T>(p, f, place, warpgroup, pixels);
   StoreSlabs<T>(ring.Slabs(), warpgroup, sums, turn, [&](int row, int column, uint32_t slab) {
-    if (!p.scattered && column + T::kLine <= T::kColumns) {
+    if (!p.scattered) {
       hopper::ShowSharedToTma();
       hopper::SyncWarpgroup(1 + warpgroup);
       if (thread == 0) {
@@ -164,7 +163,7 @@ __device__ void StoreBoxes(const Params& p, const MappedPhase& f, const Ring<T>&
     hopper::SyncWarpgroup(1 + warpgroup);
     constexpr int kChunk = kVecLength<typename T::In>;
     const int chunk = thread % 8, first = place.column + column + chunk * kChunk;
-    if (first >= p.columns || column + chunk * kChunk >= T::kColumns) return;
+    if (first >= p.columns) return;
 #pragma unroll
     for (int line = thread / 8; line < 64; line += kWarpgroup / 8) {
       const int64_t pixel = pixels[row + line];
@@ -248,7 +247,7 @@ __device__ void StoreFinished(const Params& p, const MappedPhase& f, const Ring<
 }
 
 // Stores the parts that this block finishes, two columns at a time: few, where blocks share tiles.
-template <class T, bool kForward, class Out = typename T::In>
+template <class T, bool kForward, class Out>
 __device__ void StoreParts(const Params& p, const MappedPhase& f, int warpgroup, const Place& place,
                            typename T::Sums& sums, TeamOf<T>& team, bool last, Out* out, int64_t* pixels) {
   constexpr int kAcross = T::kColumns / 32, kPairs = TeamOf<T>::kPart / 2;
@@ -306,28 +305,28 @@ __device__ void StoreHeld(const Params& p, const MappedPhase& f, int warpgroup, 
       v[k] = natural[k % kVector / 2 * (16 / H::kBlocks) + k / kVector / 2 * 4 + k % 2 * 2 + k / kVector % 2];
     // What comes from far away first.
     Vec<float, kVector> residual[kEach];
-    if (p.epilogue.residual != nullptr) {
+    int64_t offset[kEach];
 #pragma unroll
-      for (int i = 0; i < kEach; ++i) {
-        const int64_t pixel = pixels[H::Row(part * kEach + i)];
-        if (pixel >= 0 && column < p.columns)
-          residual[i] = *reinterpret_cast<const Vec<float, kVector>*>(static_cast<const float*>(p.epilogue.residual) +
-                                                                      pixel * p.columns + column);
-      }
+    for (int i = 0; i < kEach; ++i) {
+      const int64_t pixel = pixels[H::Row(part * kEach + i)];
+      offset[i] = pixel >= 0 && column < p.columns ? pixel * p.columns + column : -1;
+      if (p.epilogue.residual != nullptr && offset[i] >= 0)
+        residual[i] =
+            *reinterpret_cast<const Vec<float, kVector>*>(static_cast<const float*>(p.epilogue.residual) + offset[i]);
     }
 #pragma unroll 1
     for (int i = 0; i < kEach; ++i) {
-      const int64_t pixel = pixels[H::Row(part * kEach + i)];
-      if (pixel >= 0 && column < p.columns) {
+      if (offset[0] >= 0) {
         float each[kVector];
 #pragma unroll
         for (int k = 0; k < kVector; ++k) each[k] = v[k];
         Add<float>(each, p.epilogue.bias, column);
         Finish<true, float>(p, each, residual[0]);
-        *reinterpret_cast<Vec<float, kVector>*>(out + pixel * p.columns + column) = Round<float>(each);
+        *reinterpret_cast<Vec<float, kVector>*>(out + offset[0]) = Round<float>(each);
       }
       Rotate<kVector>(v);
       Rotate<1>(residual);
+      Rotate<1>(offset);
     }
   });
 }
@@ -351,23 +350,24 @@ __device__ void Consume(const Params& p, Ring<T> ring, const Share& share, int w
       typename H::Sums sums;
       BeginTurn(ring, warpgroup);
       MultiplyHeldStages<H>(
-          ring, steps, 0, T::kBytesA, [](const Ring<T>& at) { hopper::WaitBarrier(at.Full(), at.parity); },
+          ring, steps, 0, T::kBytesA, [&] { hopper::WaitBarrier(ring.Full(), ring.parity); },
           [&] { EndTurn(ring, warpgroup); }, sums);
       StoreHeld<T>(p, f, warpgroup, place, sums, team, last, wide, pixels);
     } else {
       typename T::Sums sums;
       MultiplyStages<T, false, kForward>(ring, steps, warpgroup, sums);
-      if constexpr (TeamOf<T>::kMayShare)
-        if (p.team > 1) {
-          StoreParts<T, kForward>(p, f, warpgroup, place, sums, team, last, out, pixels);
-          continue;
-        }
-      if (p.boxes)
+      const auto store = [&](auto* result) {
+        if (p.team > 1)
+          StoreParts<T, kForward>(p, f, warpgroup, place, sums, team, last, result, pixels);
+        else
+          StoreFinished<T, kForward>(p, f, ring, warpgroup, place, sums, result, pixels, turn);
+      };
+      if (p.team == 1 && p.boxes)
         StoreBoxes<T>(p, f, ring, warpgroup, place, sums, out, pixels, turn);
       else if (wide != nullptr)
-        StoreFinished<T, kForward>(p, f, ring, warpgroup, place, sums, wide, pixels, turn);
-      else if constexpr (kForward)
-        StoreFinished<T, kForward>(p, f, ring, warpgroup, place, sums, out, pixels, turn);
+        store(wide);
+      else if constexpr (kForward || sizeof(typename T::In) == 2)
+        store(out);
     }
   }
 }
@@ -379,13 +379,13 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     extern __shared__ __align__(1024) unsigned char shared[];
     const Share share(p.team);
     const Ring<T> ring(shared, TeamStages<T>(p.team));
-    InitTeams(ring, p.team);
+    InitTeams(ring);
     ring.Init();
     if (p.team > 1) ClusterArrive();
-    RunRoles([&] { Produce<T, kForward, kDimensions>(p, ring, share); }, [](int) {},
-             [&](int warpgroup) {
-               Consume<T, kForward>(p, ring, share, warpgroup, wide, out, Ring<T>::Pixels(shared, warpgroup));
-             });
+    RunRoles<T>([&] { Produce<T, kForward, kDimensions>(p, ring, share); },
+                [&](int warpgroup) {
+                  Consume<T, kForward>(p, ring, share, warpgroup, wide, out, Ring<T>::Pixels(shared, warpgroup));
+                });
   }
 }
 
@@ -436,14 +436,8 @@ cudaError_t LaunchDataWgmma(const Problem& p, const Config& config, const void* 
                             const Epilogue& epilogue, cudaStream_t stream) {
   return VisitWgmmaTile<true>(p, config, [&](auto tile) {
     using T = typename decltype(tile)::type;
-    constexpr bool kFloats = sizeof(typename T::In) == 4;
-    if constexpr (T::kColumns != 160 && (T::kRows != 160 || kFloats))
-      if (p.direction == Direction::kForward)
-        return LaunchTile<T, true>(p, config, operand, filter, out, epilogue, stream);
-    if constexpr (T::kRows != 160)
-      if (p.direction == Direction::kDataGradient)
-        return LaunchTile<T, false>(p, config, operand, filter, out, epilogue, stream);
-    return cudaErrorInvalidValue;
+    return (p.direction == Direction::kForward ? LaunchTile<T, true> : LaunchTile<T, false>)(p, config, operand, filter,
+                                                                                             out, epilogue, stream);
   });
 }
 

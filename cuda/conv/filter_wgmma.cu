@@ -5,12 +5,11 @@
 // every unit, at its tap's offset, and of y a box of pixels. Both are MN-major: channels are what lies next to each
 // other. The pixels are cut into slices, as filter.cuh says.
 //
-// wgmma takes MN-major operands of 16 bits only. Of floats it gets x from registers (wgmma_held.cuh), and y when warps
-// have transposed what came of it.
+// wgmma takes MN-major operands of 16 bits only. Of floats it gets x from registers, which can be read from shared
+// memory in any order, and y from the workspace, where another kernel has left it K-major.
 #include "cuda/conv/filter.cuh"
 #include "cuda/conv/wgmma.h"
-#include "cuda/conv/wgmma_held.cuh"
-#include "cuda/conv/wgmma_team.cuh"
+#include "cuda/conv/wgmma_tile.cuh"
 
 namespace jaxdnn::conv {
 namespace {
@@ -22,7 +21,6 @@ struct Params {
   int units, lines, tiles, row_tiles, column_tiles;  // lines of channels
   int channels, columns;
   int slice_steps;
-  int team;             // blocks that share a tile
   int64_t steps;        // of all slices
   int64_t result_size;  // elements of the whole result
 };
@@ -30,38 +28,49 @@ struct Params {
 template <class T>
 constexpr bool kFloats = sizeof(typename T::In) == 4;
 
-// Bytes of a unit in a stage, or of a line of y's channels.
+// Bytes of a unit in a stage, of so many rows.
 template <class T>
 constexpr int kUnitBytes = T::kDepth * kLineBytes;
 
-// A block's share of a tile.
+// With yt[k][i] = y[pixel][k], of every eight pixels the even ones first: so terms l % 4 and l % 4 + 4 of x, which one
+// thread has, are two neighbouring pixels, and the threads of a warp meet in no bank. Zeros after the last pixel.
+constexpr int kSide = 32;
+__global__ void __launch_bounds__(256) TransposeKernel(const float* y, float* yt, int64_t pixels, int features) {
+  __shared__ float tile[kSide][kSide + 1];
+  const int64_t pixel = blockIdx.x * int64_t{kSide};
+  const int feature = blockIdx.y * kSide, lane = threadIdx.x % kSide, warp = threadIdx.x / kSide;
+  const int64_t pitch = gridDim.x * int64_t{kSide};
+  for (int i = warp; i < kSide; i += 256 / kSide)
+    tile[i][lane] = pixel + i < pixels && feature + lane < features ? y[(pixel + i) * features + feature + lane] : 0;
+  __syncthreads();
+  const int from = lane / 8 * 8 + lane % 4 * 2 + lane % 8 / 4;
+  for (int i = warp; i < kSide && feature + i < features; i += 256 / kSide)
+    yt[(feature + i) * pitch + pixel + lane] = tile[from][i];
+}
+
 struct Place {
   int column, unit, split, steps;
   int64_t first_pixel;
 
   template <class T>
-  __device__ Place(const Params& p, const Share& share, int tile, T) {
+  __device__ Place(const Params& p, int tile, T) {
     const int row_tile = tile / p.column_tiles;
     column = (tile - row_tile * p.column_tiles) * T::kColumns;
     split = row_tile / p.row_tiles;
     unit = (row_tile - split * p.row_tiles) * (T::kRows / T::kLine);
     const int64_t first_step = int64_t{split} * p.slice_steps;
-    // One for each block at least, past the last pixel if need be.
-    const int all = static_cast<int>(max(int64_t{p.team}, min(int64_t{p.slice_steps}, p.steps - first_step)));
-    steps = share.Last(all) - share.First(all);
-    first_pixel = (first_step + share.First(all)) * T::kDepth;
+    steps = static_cast<int>(min(int64_t{p.slice_steps}, p.steps - first_step));
+    first_pixel = first_step * T::kDepth;
   }
 };
 
 template <class T, int kDimensions>
-__device__ void Produce(const Params& p, Ring<T> ring, const Share& share) {
-  hopper::PrefetchMap(&p.x);
-  hopper::PrefetchMap(&p.y);
+__device__ void Produce(const Params& p, Ring<T> ring) {
   constexpr int kUnits = T::kRows / T::kLine;
   const MappedPhase& f = p.phase;
   const int pixels = f.positions[0] * f.positions[1] * f.positions[2];
-  for (int tile = blockIdx.x / p.team; tile < p.tiles; tile += gridDim.x / p.team) {
-    const Place place(p, share, tile, T());
+  for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
+    const Place place(p, tile, T());
     int channel[kUnits], offset[kUnits][kRank];
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
@@ -86,9 +95,11 @@ __device__ void Produce(const Params& p, Ring<T> ring, const Share& share) {
         hopper::LoadPixels<kDimensions>(ring.Data() + u * kUnitBytes<T>, &p.x, ring.Full(), channel[u], at, image,
                                         offset[u]);
 #pragma unroll
-      for (int slab = 0; slab < T::kColumns / T::kLine; ++slab)
-        hopper::LoadBox(ring.Data() + T::kBytesA + slab * kUnitBytes<T>, &p.y, ring.Full(),
-                        place.column + slab * T::kLine, static_cast<int>(pixel), 0);
+      for (int slab = 0; slab < T::kColumns / 64; ++slab) {
+        const int column = place.column + slab * 64, first = static_cast<int>(pixel);
+        hopper::LoadBox(ring.Data() + T::kBytesA + slab * T::kSlab, &p.y, ring.Full(), kFloats<T> ? first : column,
+                        kFloats<T> ? column : first, 0);
+      }
       ring.Next();
     }
   }
@@ -103,117 +114,80 @@ __device__ int64_t RowOf(const Params& p, const Place& place, int row) {
   return (int64_t{tap} * p.channels + channel) * p.columns;
 }
 
-// Stores a part of the sums, 64 rows by 32 columns, in slice `split` of the result: row(block, half) is the tile's row
-// that a thread has in a half of wgmma's rows.
-template <class T, class Out, class Row>
-__device__ void StorePart(const Params& p, const Place& place, int part, const float (&sums)[16], Out* out,
-                          const Row& row) {
-  constexpr int kAcross = T::kColumns / 32;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int64_t offset = RowOf<T>(p, place, row(part / kAcross, half));
-    if (offset < 0) continue;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const int column = place.column + part % kAcross * 32 + 8 * j + 2 * (threadIdx.x % 4);
-      if (column < p.columns)
-        *reinterpret_cast<Vec<Out, 2>*>(out + place.split * p.result_size + offset + column) = {
-            static_cast<Out>(sums[4 * j + 2 * half]), static_cast<Out>(sums[4 * j + 2 * half + 1])};
-    }
-  }
-}
-
-// Transposes 32 lines of 32 floats, both swizzled, by a warp: in pieces of 4 lines by 4 floats, of which each eight
-// threads take those that meet in no bank, neither as they were nor as they become.
-__device__ inline void TransposeLines(uint32_t lines) {
-  const int lane = threadIdx.x % 32, across = lane % 8;
-  const auto place = [=](int line, int chunk) { return lines + line * kLineBytes + ((chunk ^ (line % 8)) << 4); };
-  uint32_t v[2][4][4];
-#pragma unroll
-  for (int piece = 0; piece < 2; ++piece) {
-    const int down = across ^ (lane / 8 + 4 * piece);
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(v[piece][i][0]), "=r"(v[piece][i][1]), "=r"(v[piece][i][2]), "=r"(v[piece][i][3])
-                   : "r"(place(4 * down + i, across))
-                   : "memory");
-  }
-  __syncwarp();
-#pragma unroll
-  for (int piece = 0; piece < 2; ++piece) {
-    const int down = across ^ (lane / 8 + 4 * piece);
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(place(4 * across + i, down)), "r"(v[piece][0][i]),
-                   "r"(v[piece][1][i]), "r"(v[piece][2][i]), "r"(v[piece][3][i])
-                   : "memory");
-  }
-}
-
-// Makes y's lines of channels of every stage lines of pixels; the warps take them in turn.
-template <class T>
-constexpr int kLines = T::kColumns / T::kLine;
-template <class T>
-__device__ void TransposeStages(const Params& p, Ring<T> ring, const Share& share, int warp) {
-  int turn = 0;
-  for (int tile = blockIdx.x / p.team; tile < p.tiles; tile += gridDim.x / p.team) {
-    const Place place(p, share, tile, T());
-    for (int step = 0; step < place.steps; ++step, ring.Next())
-#pragma unroll 1
-      for (int line = 0; line < kLines<T>; ++line, turn = turn + 1 == kHelpers ? 0 : turn + 1) {
-        if (turn != warp) continue;
-        hopper::WaitBarrier(ring.Full(), ring.parity);
-        TransposeLines(ring.Data() + T::kBytesA + line * kUnitBytes<T>);
-        hopper::ShowSharedToTma();
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) hopper::Arrive(ring.Ready(ring.stage));
-      }
-  }
-}
-
-// Both warpgroups take every stage of floats together, half the rows each: while one loads its rows, the other's
+// What a warpgroup has of a tile of floats, whose every stage both take together: while one loads its rows, the other's
 // products run on.
-template <class T, class Out>
-__device__ void ConsumeTogether(const Params& p, Ring<T> ring, const Share& share, int warpgroup, Out* out) {
-  constexpr int kRows = T::kRows / kConsumers;
-  using H = Held<T::kColumns, kRows>;
-  Team<T, kRows * T::kColumns / kWarpgroup> team(ring, share, warpgroup);
-  for (int tile = blockIdx.x / p.team; tile < p.tiles; tile += gridDim.x / p.team) {
-    const Place place(p, share, tile, T());
-    const auto wait = [](const Ring<T>& at) {
-      hopper::WaitBarrier(at.Full(), at.parity);
-      hopper::WaitBarrier(at.Ready(at.stage), at.parity);
-    };
-    typename H::Sums sums;
-    MultiplyHeldStages<H>(ring, place.steps, T::kBytesA, warpgroup * kRows * kLineBytes, wait, [] {}, sums);
-    team.template Finish<false>(
-        sums, tile + static_cast<int>(gridDim.x) / p.team >= p.tiles, [&](int part, const float (&v)[16]) {
-          StorePart<T>(p, place, part, v, out,
-                       [&](int m, int half) { return warpgroup * kRows + H::Column() + 2 * m + half; });
-        });
-    team.Next();
+template <class T>
+using HalfTile = WgmmaTile<typename T::In, T::kRows / 2, T::kColumns>;
+
+// sums = A B over the ring's next `steps` stages, at least one, with the rows of A in registers.
+template <class T>
+__device__ void MultiplyHeldStages(Ring<T>& ring, int steps, int warpgroup, typename HalfTile<T>::Sums& sums) {
+  constexpr int kBlocks = HalfTile<T>::kBlocks;
+  const int thread = threadIdx.x % kWarpgroup, lane = thread % 32, warp = thread / 32;
+  // Where in the stage the thread's four elements of the first eight pixels are: two channels of two pixels.
+  uint32_t place[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int channel = (16 * warp + lane / 4 + 8 * (i % 2)) % T::kLine, pixel = lane % 4 * 2 + i / 2;
+    place[i] = warpgroup * kBlocks * T::kSlab + 16 * warp / T::kLine * kUnitBytes<T> + pixel * kLineBytes +
+               ((channel / 4 ^ pixel) << 4) + channel % 4 * 4;
+  }
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
+    hopper::WaitBarrier(ring.Full(), ring.parity);
+    uint32_t a[kBlocks][4][4];
+#pragma unroll
+    for (int m = 0; m < kBlocks; ++m)
+#pragma unroll
+      for (int k = 0; k < 4; ++k)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          asm volatile("ld.shared.b32 %0, [%1];"
+                       : "=r"(a[m][k][i])
+                       : "r"(ring.Data() + place[i] + m * T::kSlab + k * 8 * kLineBytes)
+                       : "memory");
+    const uint64_t b = hopper::Descriptor(ring.Data() + T::kBytesA, T::kSlab);
+    hopper::BeginProducts();
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+#pragma unroll
+      for (int m = 0; m < kBlocks; ++m)
+        hopper::MultiplyHeld<T::kColumns>(sums[m], a[m][k], b + k * (32 >> 4), step > 0 || k > 0);
+    hopper::CommitProducts();
+    hopper::WaitForProducts<0>();
+#pragma unroll
+    for (auto& block : sums)
+#pragma unroll
+      for (float& each : block) asm volatile("" : "+f"(each));
+    if (lane == 0) hopper::Arrive(ring.Empty(ring.stage));
+    ring.Next();
   }
 }
 
 template <class T, class Out>
-__device__ void Consume(const Params& p, Ring<T> ring, const Share& share, int warpgroup, Out* out) {
-  Team<T, T::kRows * T::kColumns / kWarpgroup> team(ring, share);
+__device__ void ConsumeTogether(const Params& p, Ring<T> ring, int warpgroup, Out* out) {
+  for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
+    const Place place(p, tile, T());
+    typename HalfTile<T>::Sums sums;
+    MultiplyHeldStages<T>(ring, place.steps, warpgroup, sums);
+    StoreSums<HalfTile<T>>(sums, out + place.split * p.result_size + place.column, p.columns - place.column,
+                           [&](int row) { return RowOf<T>(p, place, row + warpgroup * HalfTile<T>::kRows); });
+  }
+}
+
+template <class T, class Out>
+__device__ void Consume(const Params& p, Ring<T> ring, int warpgroup, Out* out) {
   int whose = 0;
-  for (int tile = blockIdx.x / p.team; tile < p.tiles; tile += gridDim.x / p.team, whose ^= 1, team.Next()) {
-    const Place place(p, share, tile, T());
+  for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x, whose ^= 1) {
+    const Place place(p, tile, T());
     if (whose != warpgroup) {
       ring.Skip(place.steps);
       continue;
     }
     typename T::Sums sums;
     MultiplyStages<T, true, true>(ring, place.steps, warpgroup, sums);
-    team.template Finish<false>(
-        sums, tile + static_cast<int>(gridDim.x) / p.team >= p.tiles, [&](int part, const float (&v)[16]) {
-          StorePart<T>(p, place, part, v, out, [&](int m, int half) {
-            return m * 64 + threadIdx.x % kWarpgroup / 32 * 16 + threadIdx.x % 32 / 4 + 8 * half;
-          });
-        });
+    StoreSums<T>(sums, out + place.split * p.result_size + place.column, p.columns - place.column,
+                 [&](int row) { return RowOf<T>(p, place, row); });
   }
 }
 
@@ -221,21 +195,15 @@ template <class T, class Out, int kDimensions>
 __global__ void __launch_bounds__(T::kThreads, 1) FilterWgmmaKernel(const __grid_constant__ Params p, Out* out) {
   if constexpr (hopper::kAvailable) {
     extern __shared__ __align__(1024) unsigned char shared[];
-    const Share share(p.team);
-    const Ring<T> ring(shared, TeamStages<T>(p.team));
-    InitTeams(ring, p.team);
-    ring.Init(kFloats<T> ? kConsumers : 1, kLines<T>);
-    if (p.team > 1) ClusterArrive();
-    RunRoles<kFloats<T> ? 96 : 40>([&] { Produce<T, kDimensions>(p, ring, share); },
-                                   [&](int warp) {
-                                     if constexpr (kFloats<T>) TransposeStages<T>(p, ring, share, warp);
-                                   },
-                                   [&](int warpgroup) {
-                                     if constexpr (kFloats<T>)
-                                       ConsumeTogether<T>(p, ring, share, warpgroup, out);
-                                     else
-                                       Consume<T>(p, ring, share, warpgroup, out);
-                                   });
+    const Ring<T> ring(shared);
+    ring.Init(kFloats<T> ? kConsumers : 1);
+    RunRoles<T>([&] { Produce<T, kDimensions>(p, ring); },
+                [&](int warpgroup) {
+                  if constexpr (kFloats<T>)
+                    ConsumeTogether<T>(p, ring, warpgroup, out);
+                  else
+                    Consume<T>(p, ring, warpgroup, out);
+                });
   }
 }
 
@@ -255,7 +223,6 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* x, co
   q.columns = int(p.features);
   const int64_t pixels = p.images * p.YPixels();
   q.steps = CeilDiv(pixels, T::kDepth);
-  q.team = int(config.cluster);
   q.slice_steps = int(CeilDiv(q.steps, config.splits));
   const int splits = int(CeilDiv(q.steps, q.slice_steps));
   q.tiles = splits * q.row_tiles * q.column_tiles;
@@ -263,13 +230,24 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* x, co
   q.result_size = p.FilterSize();
   cudaError_t e = EncodePixels(&q.x, p.in, x, p.images, p.x, p.channels, q.phase.map, T::kDepth);
   auto* partial = static_cast<float*>(workspace);
-  if (e == cudaSuccess) e = EncodeBoxes(&q.y, MapType(p.in), y, {p.features, pixels, 1}, {T::kLine, T::kDepth, 1});
+  if constexpr (kFloats<T>) {
+    const int64_t pitch = q.steps * T::kDepth;
+    auto* yt = partial;
+    partial += pitch * p.features;
+    static_assert(T::kDepth == kSide);
+    TransposeKernel<<<dim3(q.steps, CeilDiv(p.features, kSide)), 256, 0, stream>>>(static_cast<const float*>(y), yt,
+                                                                                   pixels, int(p.features));
+    if (e == cudaSuccess) e = cudaPeekAtLastError();
+    if (e == cudaSuccess) e = EncodeBoxes(&q.y, MapType(p.in), yt, {pitch, p.features, 1}, {T::kLine, 64, 1});
+  } else if (e == cudaSuccess) {
+    e = EncodeBoxes(&q.y, MapType(p.in), y, {p.features, pixels, 1}, {T::kLine, T::kDepth, 1});
+  }
   if (e != cudaSuccess) return e;
 
   const auto with_result = [&](auto* result) {
     return VisitDimensions(q.phase.map.dimensions, [&](auto dimensions) {
       const auto kernel = FilterWgmmaKernel<T, std::remove_pointer_t<decltype(result)>, decltype(dimensions)::value>;
-      return LaunchPersistent<T>(kernel, q.tiles, q.team, stream, q, result);
+      return LaunchPersistent<T>(kernel, q.tiles, 1, stream, q, result);
     });
   };
   if (splits == 1) return p.out == p.in ? with_result(static_cast<In*>(out)) : with_result(static_cast<float*>(out));
@@ -285,7 +263,7 @@ cudaError_t LaunchFilterWgmma(const Problem& p, const Config& config, const void
   return VisitWgmmaTile<true>(p, config, [&](auto tile) {
     using T = typename decltype(tile)::type;
     // The two warpgroups share the rows of floats: 64 each, since 128 are too many registers.
-    if constexpr (T::kRows == 160 || T::kColumns == 160 || (kFloats<T> && T::kRows != 128))
+    if constexpr (kFloats<T> && T::kRows != 128)
       return cudaErrorInvalidValue;
     else
       return LaunchTile<T>(p, config, x, y, out, workspace, stream);

@@ -3,8 +3,7 @@
 // and while one warpgroup stores its tile the other multiplies the next.
 //
 // A stage holds a line of 128 bytes, 64 terms of the reduction or 32 of floats, for every row and column. Its barrier
-// `full` counts the bytes that the unit has written, `empty` the warps that are done with it; `ready` counts those that
-// have changed what came, where they do. A warpgroup has a third,
+// `full` counts the bytes that the unit has written, `empty` the warps that are done with it. A warpgroup has a third,
 // `turn`, where the other one arrives when it has issued a tile's products: who waits for a stage must not be more than
 // a round ahead of it, since barriers tell only odd phases from even ones.
 #pragma once
@@ -31,10 +30,10 @@ struct WgmmaTile {
   static constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
   static constexpr int kBlocks = kRows / 64;     // rows of one wgmma
   static constexpr int kSlab = 64 * kLineBytes;  // bytes: 64 rows, or columns, of a stage
-  static constexpr int kBytesA = kRows * kLineBytes, kBytesB = kColumns * kLineBytes, kStageBytes = kBytesA + kBytesB;
+  static constexpr int kBytesA = kRows / 64 * kSlab, kBytesB = kColumns / 64 * kSlab, kStageBytes = kBytesA + kBytesB;
   // Sums wait in two slabs of each warpgroup to be stored, to pixels whose numbers stand there too.
   static constexpr int kStoreBytes = kConsumers * 2 * kSlab, kPixelBytes = kConsumers * kRows * 8,
-                       kBarrierBytes = kMaxStages * 24 + kConsumers * 24;
+                       kBarrierBytes = kMaxStages * 16 + kConsumers * 24;
   // Beside them as many stages as fit.
   static constexpr int kStages =
       std::min(kMaxStages, ((227 << 10) - kStoreBytes - kPixelBytes - kBarrierBytes) / kStageBytes);
@@ -53,9 +52,8 @@ struct Ring {
   // Of the stages the last few may be put to another use.
   __device__ explicit Ring(const void* shared, int stages = T::kStages) : data(SharedAddress(shared)), stages(stages) {}
   __device__ uint32_t Data() const { return data + stage * T::kStageBytes; }
-  __device__ uint32_t Full(int s) const { return Slabs() + T::kStoreBytes + T::kPixelBytes + 24 * s; }
+  __device__ uint32_t Full(int s) const { return Slabs() + T::kStoreBytes + T::kPixelBytes + 16 * s; }
   __device__ uint32_t Empty(int s) const { return Full(s) + 8; }
-  __device__ uint32_t Ready(int s) const { return Full(s) + 16; }
   __device__ uint32_t Turn(int warpgroup) const { return Full(kMaxStages) + 8 * warpgroup; }
   __device__ uint32_t Sent(int team) const { return Turn(kConsumers + team); }
   __device__ uint32_t Taken(int team) const { return Turn(2 * kConsumers + team); }
@@ -73,14 +71,12 @@ struct Ring {
     parity ^= rounds & 1;
   }
 
-  // All threads of the block, once. So many warpgroups take each stage, when as many warps have made it ready for
-  // them.
-  __device__ void Init(int takers = 1, int helpers = 1) const {
+  // All threads of the block, once. So many warpgroups take each stage.
+  __device__ void Init(int takers = 1) const {
     if (threadIdx.x == 0) {
       for (int s = 0; s < stages; ++s) {
         hopper::InitBarrier(Full(s), 1);
         hopper::InitBarrier(Empty(s), takers * kWarpgroup / 32);
-        hopper::InitBarrier(Ready(s), helpers);
       }
       for (int w = 0; w < kConsumers; ++w) hopper::InitBarrier(Turn(w), kWarpgroup / 32);
       hopper::PublishBarriers();
@@ -169,7 +165,7 @@ __device__ void StoreSlabs(uint32_t slabs, int warpgroup, const typename T::Sums
 #pragma unroll
   for (int m = 0; m < T::kBlocks; ++m)
 #pragma unroll
-    for (int s = 0; s * T::kLine < T::kColumns; ++s, turn ^= 1) {
+    for (int s = 0; s < T::kColumns / T::kLine; ++s, turn ^= 1) {
       const uint32_t slab = slabs + (warpgroup * 2 + turn) * T::kSlab;
       const float* v = &sums[m][s * T::kLine / 2];
       if (thread == 0) hopper::WaitForStoreReads<1>();
@@ -177,7 +173,7 @@ __device__ void StoreSlabs(uint32_t slabs, int warpgroup, const typename T::Sums
       if constexpr (sizeof(typename T::In) == 2) {
         const int row = 16 * warp + lane % 16;
 #pragma unroll
-        for (int q = 0; q < 4 && s * T::kLine + q * 16 < T::kColumns; ++q, v += 8) {
+        for (int q = 0; q < 4; ++q, v += 8) {
           const uint32_t words[4] = {Pack<typename T::In>(v[0], v[1]), Pack<typename T::In>(v[2], v[3]),
                                      Pack<typename T::In>(v[4], v[5]), Pack<typename T::In>(v[6], v[7])};
           hopper::StoreMatrices(slab + row * kLineBytes + (((2 * q + lane / 16) ^ (row % 8)) << 4), words);
@@ -198,21 +194,38 @@ __device__ void StoreSlabs(uint32_t slabs, int warpgroup, const typename T::Sums
     }
 }
 
-// Splits the block by role: produce() runs in one thread, help(number) in the other kHelpers warps of its warpgroup,
-// and consume(warpgroup) in the two that multiply. Registers move from the one, whose threads keep so many, to the
-// others.
-constexpr int kHelpers = 3;
-template <int kRegisters = 40, class Produce, class Help, class Consume>
-__device__ void RunRoles(const Produce& produce, const Help& help, const Consume& consume) {
-  const int warpgroup = threadIdx.x / kWarpgroup, warp = threadIdx.x % kWarpgroup / 32;
+// Stores the sums as they are, two columns at a time: address(row) is where the tile's first column of a row is, in
+// elements of `out`, or -1 for no row; of the columns those below `count` exist.
+template <class T, class Out, class Address>
+__device__ void StoreSums(const typename T::Sums& sums, Out* out, int count, const Address& address) {
+  const int thread = threadIdx.x % kWarpgroup, lane = thread % 32;
+#pragma unroll
+  for (int m = 0; m < T::kBlocks; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int64_t offset = address(m * 64 + thread / 32 * 16 + lane / 4 + 8 * half);
+      if (offset < 0) continue;
+#pragma unroll
+      for (int j = 0; j < T::kColumns / 8; ++j) {
+        const int column = 8 * j + 2 * (lane % 4);
+        if (column < count)
+          *reinterpret_cast<Vec<Out, 2>*>(out + offset + column) = {static_cast<Out>(sums[m][4 * j + 2 * half]),
+                                                                    static_cast<Out>(sums[m][4 * j + 2 * half + 1])};
+      }
+    }
+}
+
+// Splits the block by role: produce() runs in one thread, consume(warpgroup) in the two that multiply, which take the
+// block's first, third, ... tile and the others. Registers move from the one to the others.
+template <class T, class Produce, class Consume>
+__device__ void RunRoles(const Produce& produce, const Consume& consume) {
+  const int warpgroup = threadIdx.x / kWarpgroup;
   if (warpgroup == kConsumers) {
-    hopper::SetRegisters<kRegisters, false>();
-    if (warp > 0) help(warp - 1);
+    hopper::SetRegisters<40, false>();
     if (threadIdx.x == kConsumers * kWarpgroup) produce();
     __syncwarp();
   } else {
-    // Of the 168 that each of three warpgroups begins with: who asks for more than there are waits forever.
-    hopper::SetRegisters<(3 * 168 - kRegisters) / 2 / 8 * 8, true>();
+    hopper::SetRegisters<232, true>();
     consume(warpgroup);
     if (threadIdx.x % kWarpgroup == 0) hopper::WaitForStoreReads<0>();
   }
@@ -252,10 +265,6 @@ cudaError_t VisitWgmmaTile(const Problem& p, const Config& config, F&& f) {
         return f(TypeTag<WgmmaTile<In, 64, 128>>());
       case Tile::kWgmma64x64:
         return f(TypeTag<WgmmaTile<In, 64, 64>>());
-      case Tile::kWgmma128x160:
-        return f(TypeTag<WgmmaTile<In, 128, 160>>());
-      case Tile::kWgmma160x128:
-        return f(TypeTag<WgmmaTile<In, 160, 128>>());
       default:
         return cudaErrorInvalidValue;
     }
