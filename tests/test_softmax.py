@@ -82,7 +82,7 @@ SPECIAL = [[-INF, 1, 2], [1, -INF, -INF], [-INF, -INF, -INF], [INF, 1, 2], [1, -
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("length", [3, 40, 1100, 70000])
+@pytest.mark.parametrize("length", [3, 40, 41, 1100, 70000, pytest.param(600000, marks=pytest.mark.gpu)])
 def test_special_values(dtype, length):
   """-inf is a class of probability 0; nothing but -inf, or any +inf or NaN, makes the whole row NaN."""
   rows = np.full((len(SPECIAL), length), -INF)
@@ -278,9 +278,21 @@ def test_few_elements_in_many_columns(op, inner):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("op", BOTH)
+def test_rows_and_columns_that_no_cluster_holds(op, dtype):
+  """Few and long, of whole vectors and odd."""
+  rows = [Case((1, 1 << 20)), Case((2, 600001)), Case((3, 270000))]
+  columns = [Case((2, 20000, 64), 1), Case((3, 9001, 100), 1), Case((2, 10000, 13), 1), Case((1, 30000, 7), 1)]
+  check_cases(op, rows + columns, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", BOTH)
 def test_kernels_write_everything_and_repeat(op, dtype):
-  for shape, axis in [((3, 1001), -1), ((2, 4096), -1), ((2, 100000), -1), ((2, 99999), -1), ((3, 200, 48), 1)]:
-    check_repeatable(op, shape, axis, dtype)
+  for shape in [(5001, 33), (3, 1001), (2, 4096), (2, 100000), (2, 99999), (2, 600001)]:
+    check_repeatable(op, shape, -1, dtype)
+  for shape in [(3, 19, 4096), (3, 200, 48), (2, 20000, 64)]:
+    check_repeatable(op, shape, 1, dtype)
 
 
 @pytest.mark.gpu

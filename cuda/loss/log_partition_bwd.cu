@@ -175,13 +175,37 @@ __global__ void __launch_bounds__(kThreads, 5)
 }
 
 // Short rows, one to each group of 1 << span lanes of a block, whose rows are a run of memory that begins on a vector.
-template <class T, bool kMasked>
+template <class T, int kWhole>
 __global__ void __launch_bounds__(kThreads)
     PackedKernel(softmax::Shape shape, int per_block, int span, const __grid_constant__ TypedTargets<T> t,
                  Arrays<Accumulator<T>> arrays, const T* x, T* dx) {
   using A = Accumulator<T>;
-  constexpr int L = kVecLength<T>;
-  using V = Vec<T, L>;
+  extern __shared__ __align__(16) unsigned char shared[];
+  T* const held = reinterpret_cast<T*>(shared);
+  const int n = static_cast<int>(shape.n), wanted = threadIdx.x >> span;
+  const int64_t first = int64_t{blockIdx.x} * per_block;
+  const int rows = static_cast<int>(min(int64_t{per_block}, shape.outer - first));
+  LoadRun(held, x + first * n, rows * n);
+  const int at = min(wanted, rows - 1);
+  const RowMap<T> map(t, arrays, first + at);
+  WaitRun();
+  PackedRow<softmax::ForwardOp<T, true>, T, kWhole> row(held, 0, at, n, span);
+  const bool has_label = wanted < rows && row.lane == 0 && static_cast<unsigned>(map.label) < n;
+  T* const label = held + at * n + (has_label ? map.label : 0);
+  const A of_label = map(static_cast<A>(*label)) + map.label_g;
+  __syncwarp();
+  if (wanted < rows) row.Store([&](auto& word, int i) { return map(word[0][i]); });
+  __syncwarp();
+  if (has_label) *label = static_cast<T>(of_label);
+  StoreRun(dx + first * n, held, rows * n);
+}
+
+// The same with a mask, element by element.
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    MaskedKernel(softmax::Shape shape, int per_block, int span, const __grid_constant__ TypedTargets<T> t,
+                 Arrays<Accumulator<T>> arrays, const T* x, T* dx) {
+  using A = Accumulator<T>;
   extern __shared__ __align__(16) unsigned char shared[];
   T* const held = reinterpret_cast<T*>(shared);
   const int n = static_cast<int>(shape.n);
@@ -192,14 +216,11 @@ __global__ void __launch_bounds__(kThreads)
   const RowMap<T> map(t, arrays, first + min(row, rows - 1));
   WaitRun();
   if (row < rows) {
-    const bool* keep = kMasked ? t.mask.data + t.mask.Row(first + row) : nullptr;
+    const bool* keep = t.mask.data + t.mask.Row(first + row);
     T* const mine = held + row * n;
 #pragma unroll 4
-    for (int k = lane; k < n; k += 1 << span) {
-      A value = map(static_cast<A>(mine[k]));
-      if (k == map.label) value += map.label_g;
-      mine[k] = static_cast<T>(kMasked && !keep[k * t.mask.along_n] ? A(0) : value);
-    }
+    for (int k = lane; k < n; k += 1 << span)
+      mine[k] = static_cast<T>(keep[k * t.mask.along_n] ? map(static_cast<A>(mine[k])) : A(0));
   }
   StoreRun(dx + first * n, held, rows * n);
 }
@@ -220,7 +241,7 @@ cudaError_t RunLongRows(const softmax::Shape& shape, const TypedTargets<T>& t, c
                         const T* x, T* dx, cudaStream_t stream) {
   constexpr int L = kVecLength<T>, V = kBatch;
   const int64_t vectors = shape.n / L;
-  softmax::HeldRows r = {shape.outer, static_cast<int>(shape.n), 1, 1, softmax::Phase::kWhole, 0};
+  softmax::HeldRows r = {shape.outer, static_cast<int>(shape.n), 1, 1, 0};
   while (r.width < 32 && (shape.n % L != 0 || r.width * V < vectors)) r.width *= 2;
   if (vectors > 32 * V) {
     r.shares = static_cast<int>(CeilDiv(vectors, kThreads * V));
@@ -242,12 +263,15 @@ cudaError_t Run(const softmax::Shape& shape, const TypedTargets<T>& t, const Arr
   // What is rare takes fewer ways: doubles go element by element, and so do columns with scores.
   if constexpr (sizeof(T) < 8) {
     if constexpr (!kScores) {
-      if (aligned && shape.inner == 1 && shape.n <= kMaxPackedRow && shape.n % L != 0) {
-        const PackedRows rows = PlanPackedRows(shape, sizeof(T), 1);
-        const auto run = [&](auto kernel) {
-          return LaunchKernel(kernel, rows.grid, stream, shape, rows.per_block, rows.span, t, arrays, x, dx);
+      if (aligned && shape.inner == 1 && shape.n % L != 0) {
+        const auto run = [&](auto kernel, int span) {
+          const PackedRows rows = PlanPackedRows(shape, span, sizeof(T), 1);
+          return LaunchKernel(kernel, rows.grid, stream, shape, rows.per_block, span, t, arrays, x, dx);
         };
-        return t.mask.data != nullptr ? run(PackedKernel<T, true>) : run(PackedKernel<T, false>);
+        const bool masked = t.mask.data != nullptr;
+        if (masked && shape.n <= kMaxMaskedRow) return run(MaskedKernel<T>, MaskedSpan(shape));
+        if (!masked && shape.n <= kMaxPackedRow<T>)
+          return VisitPackedRow<T>(shape.n, [&](auto whole, int span) { return run(PackedKernel<T, whole>, span); });
       }
       if (aligned && shape.inner == 1 && shape.n < softmax::kMaxHeldRow && t.mask.data == nullptr)
         return RunLongRows(shape, t, arrays, x, dx, stream);

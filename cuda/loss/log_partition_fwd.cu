@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(kThreads, V <= 4 ? 5 : 4)
   const int64_t wanted = shared ? (int64_t{blockIdx.x} * kThreads + threadIdx.x) >> (31 - __clz(r.width))
                                 : blockIdx.x / static_cast<unsigned>(r.shares);
   const int64_t row = min(wanted, r.rows - 1);  // all lanes of a warp take part
-  if (r.IsCluster()) softmax::OpenExchange(exchange, r.shares);
+  if (r.shares > 1) softmax::OpenExchange(exchange, r.shares);
   const T* const from = x + row * r.n;
   const int head = kEdges ? static_cast<int>(-(row * r.n) & (L - 1)) : 0;
   const int vectors = (r.n - head) / L, first = rank * r.width + lane, step = r.width * r.shares;
@@ -161,16 +161,41 @@ __global__ void __launch_bounds__(kThreads, V <= 4 ? 5 : 4)
   if (shared) {
     Op::Combine(own, softmax::ShuffleReduce{31 - __clz(r.width)});
   } else {
-    if (r.IsCluster()) ClusterWait();
+    if (r.shares > 1) ClusterWait();
     own[0] = softmax::CombineBlocks<Op>(own[0], exchange, r.shares, rank);
   }
   if (first == 0 && wanted == row) WriteRow(own[0], t, shape, row, x, m, sums);
 }
 
 // Short rows, per_block of them, which are a run of memory that begins on a vector. Groups of 1 << span lanes.
-template <class T, bool kMasked>
+template <class T, int kWhole>
 __global__ void __launch_bounds__(kThreads)
     PackedKernel(softmax::Shape shape, int per_block, int span, const __grid_constant__ TypedTargets<T> t, const T* x,
+                 Accumulator<T>* m, Accumulator<T>* sums) {
+  using Op = softmax::ForwardOp<T, true>;
+  extern __shared__ __align__(16) unsigned char shared[];
+  T* const held = reinterpret_cast<T*>(shared);
+  const int n = static_cast<int>(shape.n);
+  const int64_t first = int64_t{blockIdx.x} * per_block;
+  const int rows = static_cast<int>(min(int64_t{per_block}, shape.outer - first));
+  LoadRun(held, x + first * n, rows * n);
+  WaitRun();
+  for (int top = 0; top < rows; top += kThreads >> span) {
+    const int wanted = top + (threadIdx.x >> span);  // all lanes of a warp take part
+    PackedRow<Op, T, kWhole> row(held, 0, min(wanted, rows - 1), n, span);
+    Accumulator<T> most[1] = {kLowest<Accumulator<T>>};
+    row.Each([&](auto& word) { softmax::Fold(most, word[0], Max{}); });
+    typename Op::Stats stats[1] = {{fmin(most[0], t.largest), 0}};
+    Op::Exponentiate(stats, [&](auto&& visit) { row.Each(visit); });
+    Op::Combine(stats, softmax::ShuffleReduce{span});
+    if (wanted < rows && row.lane == 0) WriteRow(stats[0], t, shape, first + wanted, x, m, sums);
+  }
+}
+
+// The same with a mask, element by element.
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    MaskedKernel(softmax::Shape shape, int per_block, int span, const __grid_constant__ TypedTargets<T> t, const T* x,
                  Accumulator<T>* m, Accumulator<T>* sums) {
   using A = Accumulator<T>;
   using Op = softmax::ForwardOp<T, true>;
@@ -183,26 +208,25 @@ __global__ void __launch_bounds__(kThreads)
   WaitRun();
   const int lane = threadIdx.x & ((1 << span) - 1);
   for (int top = 0; top < rows; top += kThreads >> span) {
-    const int row = top + (threadIdx.x >> span), left = row < rows ? n - lane : 0;
-    const bool* keep = !kMasked || row >= rows ? nullptr : t.mask.data + t.mask.Row(first + row);
-    const T* mine = held + (row < rows ? row : 0) * n + lane;
-    A v[kPackedSteps][1][1];
+    const int wanted = top + (threadIdx.x >> span), row = min(wanted, rows - 1), left = n - lane;
+    const bool* keep = t.mask.data + t.mask.Row(first + row);
+    const T* mine = held + row * n + lane;
+    A v[kMaskedSteps][1][1];
 #pragma unroll
-    for (int s = 0; s < kPackedSteps; ++s) {
+    for (int s = 0; s < kMaskedSteps; ++s) {
       v[s][0][0] = -softmax::kInfinity<A>;
-      if (s << span < left && (!kMasked || keep[(lane + (s << span)) * t.mask.along_n]))
-        v[s][0][0] = static_cast<A>(mine[s << span]);
+      if (s << span < left && keep[(lane + (s << span)) * t.mask.along_n]) v[s][0][0] = static_cast<A>(mine[s << span]);
     }
     softmax::MaxSum<A> stats[1] = {{kLowest<A>, A(0)}};
 #pragma unroll
-    for (int s = 0; s < kPackedSteps; ++s) stats[0].m = Max{}(stats[0].m, v[s][0][0]);
+    for (int s = 0; s < kMaskedSteps; ++s) stats[0].m = Max{}(stats[0].m, v[s][0][0]);
     stats[0].m = fmin(stats[0].m, t.largest);
     Op::Exponentiate(stats, [&](auto&& visit) {
 #pragma unroll
-      for (int s = 0; s < kPackedSteps; ++s) visit(v[s]);
+      for (int s = 0; s < kMaskedSteps; ++s) visit(v[s]);
     });
     Op::Combine(stats, softmax::ShuffleReduce{span});
-    if (row < rows && lane == 0) WriteRow(stats[0], t, shape, first + row, x, m, sums);
+    if (wanted < rows && lane == 0) WriteRow(stats[0], t, shape, first + row, x, m, sums);
   }
 }
 
@@ -236,7 +260,7 @@ cudaError_t RunLongRows(const softmax::Shape& shape, const softmax::Device& devi
   const int64_t vectors = shape.n / L;
   const auto run = [&](auto held) {
     constexpr int V = decltype(held)::value;
-    softmax::HeldRows r = {shape.outer, static_cast<int>(shape.n), 1, 1, softmax::Phase::kWhole, 0};
+    softmax::HeldRows r = {shape.outer, static_cast<int>(shape.n), 1, 1, 0};
     while (r.width < 32 && (shape.n % L != 0 || r.width * V < vectors)) r.width *= 2;
     if (vectors > 32 * V) {
       r.width = 32 * static_cast<int>(std::min<int64_t>(kThreads / 32, CeilDiv(vectors, 32 * V)));
@@ -263,13 +287,13 @@ cudaError_t Run(const softmax::Shape& shape, const TypedTargets<T>& t, const T* 
   if constexpr (!kScores)
     if (aligned && shape.inner == 1 && shape.n > 0) {
       const bool masked = t.mask.data != nullptr;
-      if (shape.n <= kMaxPackedRow && shape.n % L != 0) {
-        const PackedRows rows = PlanPackedRows(shape, sizeof(T), 16 << 10);
-        const auto run = [&](auto kernel) {
-          return LaunchKernel(kernel, rows.grid, stream, shape, rows.per_block, rows.span, t, x, m, sums);
-        };
-        return masked ? run(PackedKernel<T, true>) : run(PackedKernel<T, false>);
-      }
+      const auto run = [&](auto kernel, int span) {
+        const PackedRows rows = PlanPackedRows(shape, span, sizeof(T), 16 << 10);
+        return LaunchKernel(kernel, rows.grid, stream, shape, rows.per_block, span, t, x, m, sums);
+      };
+      if (masked && shape.n <= kMaxMaskedRow && shape.n % L != 0) return run(MaskedKernel<T>, MaskedSpan(shape));
+      if (!masked && shape.n <= kMaxPackedRow<T> && shape.n % L != 0)
+        return VisitPackedRow<T>(shape.n, [&](auto whole, int span) { return run(PackedKernel<T, whole>, span); });
       softmax::Device device;
       if (const cudaError_t e = softmax::CurrentDevice(&device); e != cudaSuccess) return e;
       // Of a few rows that are very long, clusters would leave most multiprocessors without work.

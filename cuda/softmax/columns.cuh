@@ -2,12 +2,14 @@
 //
 // A tile is all of n by some neighbouring columns: of a wide array as many as a few lanes read, of a narrow one all of
 // them, so that the tile is a run of memory. Its elements, in order, are dealt out as vectors of W to the threads of a
-// block, or of a cluster whose blocks share n. A block takes whole rows at a time, so that all of a thread's vectors
-// are of the same W columns.
+// block, or of a cluster whose blocks share n (longer columns are read twice: shares.cuh). A block takes whole rows at
+// a time, so that all of a thread's vectors are of the same W columns. Columns of few elements are simpler: a thread
+// holds all of them.
 #pragma once
 
 #include <numeric>
 
+#include "cuda/common/fast_div.cuh"
 #include "cuda/softmax/held.cuh"
 
 namespace jaxdnn::softmax {
@@ -16,8 +18,6 @@ constexpr int kColumnThreads = 256;
 // Columns of a tile of a wide array; one of no more is narrow. Of long columns fewer.
 constexpr int kTileColumns = 64;
 constexpr int kLongTileColumns = 32;
-// Elements of a tile of short columns, which is wider.
-constexpr int kTileElements = 4096;
 // 8 bytes: of wider vectors a thread would have to hold too many statistics.
 template <class T>
 constexpr int kColumnVector = 8 / sizeof(T);
@@ -72,36 +72,25 @@ __device__ void StoreVector(T* to, const P& packed) {
   asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(words.x), "r"(words.y) : "memory");
 }
 
+// Of columns, elements that a thread holds: 32 registers.
+template <class Op>
+constexpr int kShortColumn = 32 / Op::kInputs;
+// Bytes of neighbouring elements, at least, without which there is not enough to an access.
+constexpr int kShortBytes = 64;
+
+// Columns of up to V elements. A thread takes a word of neighbouring ones.
 template <class Op, class T, int V>
-__global__ void __launch_bounds__(kColumnThreads, 1024 / kColumnThreads)
-    HeldColumnsKernel(const __grid_constant__ HeldColumns c, Op op, const T* in0, const T* in1, T* out) {
+__global__ void __launch_bounds__(kColumnThreads, V <= 8 ? 5 : 3)
+    ShortColumnsKernel(Shape shape, FastDiv words, uint32_t zero, Op op, const T* in0, const T* in1, T* out) {
   using A = typename Op::A;
-  using Stats = typename Op::Stats;
-  constexpr int W = kColumnVector<T>, kInputs = Op::kInputs;
+  constexpr int W = 4 / sizeof(T), kInputs = Op::kInputs, kBatch = 4;
   using P = Packed<T, W>;
   constexpr bool kInPlace = sizeof(T) == sizeof(A);
-  extern __shared__ __align__(16) unsigned char shared[];
-  __shared__ Mailbox mailbox;
-  const int columns = c.columns, taken = blockDim.x * W;  // elements that the block takes at a time
-  Stats* const slots = reinterpret_cast<Stats*>(shared);  // of threads' columns
-  Stats* const totals = slots + taken;                    // of the tile's
-  Stats* const ranks = totals + columns;                  // the same of the cluster's blocks
-  const unsigned index = blockIdx.x / static_cast<unsigned>(c.cluster), rank = blockIdx.x - index * c.cluster;
-  const unsigned outer = index / static_cast<unsigned>(c.tiles), tile = index - outer * static_cast<unsigned>(c.tiles);
-  if (c.cluster > 1) {
-    if (threadIdx.x == 0) mailbox.Expect(c.cluster * columns * sizeof(Stats));
-    ClusterArriveRelaxed();
-  }
-
-  const int place = threadIdx.x * W, row = static_cast<unsigned>(place) / columns, column = place - row * columns;
-  const int64_t inner = c.shape.inner, first_row = int64_t{rank} * c.share;
-  const int64_t start = (outer * c.shape.n + first_row + row) * inner + int64_t{tile} * columns + column;
-  in0 += start, in1 += start, out += start;
-  const int step = static_cast<unsigned>(taken) / columns * static_cast<int>(inner);
-  const int rows = static_cast<int>(max(int64_t{0}, min(int64_t{c.share}, c.shape.n - first_row)));
-  const int left = int64_t{tile} * columns + column < inner ? rows * columns - place : 0;
-  // Of the thread's vectors, and of those of any thread.
-  const int count = (left + taken - 1) / taken, steps = (rows * columns + taken - 1) / taken;
+  const int64_t at = int64_t{blockIdx.x} * kColumnThreads + threadIdx.x;
+  if (at >= shape.outer * words.divisor) return;
+  int across;
+  const int outer = words.Div(static_cast<int>(at), &across), n = static_cast<int>(shape.n);
+  const int64_t start = outer * shape.n * shape.inner + across * W;
 
   P x[V][kInputs];
 #pragma unroll
@@ -109,89 +98,193 @@ __global__ void __launch_bounds__(kColumnThreads, 1024 / kColumnThreads)
 #pragma unroll
     for (int k = 0; k < kInputs; ++k) {
       x[s][k] = Filled<Op, T, W>(k);
-      if (s < count) x[s][k] = *reinterpret_cast<const P*>((k == 0 ? in0 : in1) + s * step);
+      if (s < n) x[s][k] = *reinterpret_cast<const P*>((k == 0 ? in0 : in1) + start + s * shape.inner);
     }
-
-  Stats own[W];
-#pragma unroll
-  for (Stats& each : own) each = Op::Nothing();
-  if constexpr (Op::kHasMaximum) {
-    A m[W];
-    MaxOfColumns<T, W, V>(x, m);
-#pragma unroll
-    for (int w = 0; w < W; ++w) own[w].m = m[w];
-  }
-  Op::Exponentiate(own, [&](auto&& visit) {
+  typename Op::Stats stats[W];
+  Op::Local(stats, [&](auto&& visit) {
 #pragma unroll
     for (int s = 0; s < V; ++s) {
-      // With one input the test takes longer than what it saves.
-      if (kInputs > 1 && s >= steps) break;
+      if (s % kBatch == 0 && s >= n) break;
       A v[kInputs][W];
 #pragma unroll
-      for (int k = 0; k < kInputs; ++k) Widen<T, W>(x[s][k], v[k]);
+      for (int k = 0; k < kInputs; ++k) Widen<T, W>(Again(x[s][k], zero), v[k]);
       visit(v);
       if constexpr (kInPlace)
 #pragma unroll
         for (int k = 0; k < kInputs; ++k) x[s][k] = Narrow<T, W>(v[k]);
     }
   });
-
-  // First as many threads a column as there are, then one.
-#pragma unroll
-  for (int w = 0; w < W; ++w) slots[place + w] = count > 0 ? own[w] : Op::Nothing();
-  __syncthreads();
-  int parts = taken / columns;
-  if (const int fewer = blockDim.x / columns; fewer > 1) {
-    if (const int at = threadIdx.x; at < fewer * columns)
-      slots[at] =
-          Op::Total((parts - at / columns + fewer - 1) / fewer, [&](int j) { return slots[at + j * fewer * columns]; });
-    parts = fewer;
-    __syncthreads();
-  }
-  if (c.cluster > 1) ClusterWait();
-  for (int at = threadIdx.x; at < columns; at += blockDim.x) {
-    const Stats total = Op::Total(parts, [&](int j) { return slots[at + j * columns]; });
-    if (c.cluster == 1) {
-      totals[at] = total;
-    } else {
-      for (int to = 0; to < c.cluster; ++to)
-        for (int i = 0; i < static_cast<int>(sizeof(Stats) / sizeof(A)); ++i)
-          mailbox.Send(reinterpret_cast<A*>(ranks + rank * columns + at) + i, to,
-                       reinterpret_cast<const A*>(&total)[i]);
-    }
-  }
-  if (c.cluster > 1) {
-    mailbox.Wait();
-    for (int at = threadIdx.x; at < columns; at += blockDim.x)
-      totals[at] = Op::Total(c.cluster, [&](int j) { return ranks[at + j * columns]; });
-  }
-  __syncthreads();
-  Stats stats[W];
   typename Op::Final final[W];
 #pragma unroll
-  for (int w = 0; w < W; ++w) {
-    int at = column + w;
-    while (at >= columns) at -= columns;
-    stats[w] = totals[at];
-    final[w] = op.Finish(kInPlace ? own[w] : stats[w], stats[w]);
-  }
-
+  for (int w = 0; w < W; ++w) final[w] = op.Finish(stats[w], stats[w]);
 #pragma unroll
   for (int s = 0; s < V; ++s) {
-    if (s >= count) break;
+    if (s >= n) break;
     A v[kInputs][W], results[W];
 #pragma unroll
-    for (int k = 0; k < kInputs; ++k) Widen<T, W>(Again(x[s][k], c.zero), v[k]);
+    for (int k = 0; k < kInputs; ++k) Widen<T, W>(Again(x[s][k], zero), v[k]);
     if constexpr (!kInPlace) {
-      Stats unused[W];
+      typename Op::Stats unused[W];
 #pragma unroll
       for (int w = 0; w < W; ++w) unused[w] = stats[w];
       Op::Exponentiate(unused, [&](auto&& visit) { visit(v); });
     }
 #pragma unroll
     for (int w = 0; w < W; ++w) results[w] = Op::Result(final[w], v, w);
-    StoreVector(out + s * step, Narrow<T, W>(results));
+    *reinterpret_cast<P*>(out + start + s * shape.inner) = Narrow<T, W>(results);
   }
+}
+
+// A thread's part of a tile: V vectors of the same W columns.
+template <class Op, class T, int V>
+struct HeldColumn {
+  using A = typename Op::A;
+  using Stats = typename Op::Stats;
+  static constexpr int W = kColumnVector<T>, kInputs = Op::kInputs;
+  using P = Packed<T, W>;
+  // Whether what takes an element's place has its type.
+  static constexpr bool kInPlace = sizeof(T) == sizeof(A);
+
+  const HeldColumns& c;
+  T* out;
+  int step;
+  int count, steps;  // of the thread's vectors, and of those of any thread
+  int parts;         // threads of a column whose statistics Total adds up
+  P x[V][kInputs];
+  Stats own[W];
+
+  // Of a tile, the rows of the block `share`.
+  __device__ HeldColumn(const HeldColumns& c, const T* in0, const T* in1, T* to, unsigned index, int share) : c(c) {
+    const int place = threadIdx.x * W, taken = blockDim.x * W;  // elements that the block takes at a time
+    const int row = static_cast<unsigned>(place) / c.columns, column = place - row * c.columns;
+    const unsigned tiles = static_cast<unsigned>(c.tiles), outer = index / tiles, tile = index - outer * tiles;
+    const int64_t inner = c.shape.inner, first_row = int64_t{share} * c.share;
+    const int64_t start = (outer * c.shape.n + first_row + row) * inner + int64_t{tile} * c.columns + column;
+    in0 += start, in1 += start, out = to + start;
+    step = static_cast<unsigned>(taken) / c.columns * static_cast<int>(inner);
+    const int rows = static_cast<int>(max(int64_t{0}, min(int64_t{c.share}, c.shape.n - first_row)));
+    const int left = int64_t{tile} * c.columns + column < inner ? rows * c.columns - place : 0;
+    count = (left + taken - 1) / taken, steps = (rows * c.columns + taken - 1) / taken;
+#pragma unroll
+    for (int s = 0; s < V; ++s)
+#pragma unroll
+      for (int k = 0; k < kInputs; ++k) {
+        x[s][k] = Filled<Op, T, W>(k);
+        if (s < count) x[s][k] = *reinterpret_cast<const P*>((k == 0 ? in0 : in1) + s * step);
+      }
+  }
+
+  // Leaves the statistics of threads' columns in `slots`, for Total.
+  __device__ void Local(Stats* slots) {
+#pragma unroll
+    for (Stats& each : own) each = Op::Nothing();
+    if constexpr (Op::kHasMaximum) {
+      A m[W];
+      MaxOfColumns<T, W, V>(x, m);
+#pragma unroll
+      for (int w = 0; w < W; ++w) own[w].m = m[w];
+    }
+    Op::Exponentiate(own, [&](auto&& visit) {
+#pragma unroll
+      for (int s = 0; s < V; ++s) {
+        // With one input the test takes longer than what it saves.
+        if (kInputs > 1 && s >= steps) break;
+        A v[kInputs][W];
+#pragma unroll
+        for (int k = 0; k < kInputs; ++k) Widen<T, W>(x[s][k], v[k]);
+        visit(v);
+        if constexpr (kInPlace)
+#pragma unroll
+          for (int k = 0; k < kInputs; ++k) x[s][k] = Narrow<T, W>(v[k]);
+      }
+    });
+    // First as many threads a column as there are, then one.
+#pragma unroll
+    for (int w = 0; w < W; ++w) slots[threadIdx.x * W + w] = count > 0 ? own[w] : Op::Nothing();
+    __syncthreads();
+    parts = blockDim.x * W / c.columns;
+    if (const int fewer = blockDim.x / c.columns; fewer > 1) {
+      if (const int at = threadIdx.x; at < fewer * c.columns)
+        slots[at] = Op::Total((parts - at / c.columns + fewer - 1) / fewer,
+                              [&](int j) { return slots[at + j * fewer * c.columns]; });
+      parts = fewer;
+      __syncthreads();
+    }
+  }
+  // Of the block's rows of a column.
+  __device__ Stats Total(const Stats* slots, int at) const {
+    return Op::Total(parts, [&](int j) { return slots[at + j * c.columns]; });
+  }
+
+  // Writes the results of columns whose statistics are `totals`. With kAgain nothing is left of Local, as in HeldRow.
+  template <bool kAgain>
+  __device__ void Store(const Op& op, const Stats* totals, uint32_t zero) const {
+    Stats stats[W];
+    typename Op::Final final[W];
+#pragma unroll
+    for (int w = 0; w < W; ++w) {
+      int at = static_cast<int>(threadIdx.x * W % c.columns) + w;
+      while (at >= c.columns) at -= c.columns;
+      stats[w] = totals[at];
+      final[w] = op.Finish(kAgain ? stats[w] : own[w], stats[w]);
+    }
+#pragma unroll
+    for (int s = 0; s < V; ++s) {
+      if (s >= count) break;
+      A v[kInputs][W], results[W];
+#pragma unroll
+      for (int k = 0; k < kInputs; ++k) Widen<T, W>(Again(x[s][k], zero), v[k]);
+      if constexpr (kAgain) {
+        Stats unused[W];
+#pragma unroll
+        for (int w = 0; w < W; ++w) unused[w] = stats[w];
+        Op::Exponentiate(unused, [&](auto&& visit) { visit(v); });
+      }
+#pragma unroll
+      for (int w = 0; w < W; ++w) results[w] = Op::Result(final[w], v, w);
+      StoreVector(out + s * step, Narrow<T, W>(results));
+    }
+  }
+};
+
+template <class Op, class T, int V>
+__global__ void __launch_bounds__(kColumnThreads, 1024 / kColumnThreads)
+    HeldColumnsKernel(const __grid_constant__ HeldColumns c, Op op, const T* in0, const T* in1, T* out) {
+  using Column = HeldColumn<Op, T, V>;
+  using A = typename Op::A;
+  using Stats = typename Op::Stats;
+  extern __shared__ __align__(16) unsigned char shared[];
+  __shared__ Mailbox mailbox;
+  Stats* const slots = reinterpret_cast<Stats*>(shared);        // of threads' columns
+  Stats* const totals = slots + blockDim.x * kColumnVector<T>;  // of the tile's
+  Stats* const ranks = totals + c.columns;                      // the same of the cluster's blocks
+  const unsigned index = blockIdx.x / static_cast<unsigned>(c.cluster), rank = blockIdx.x - index * c.cluster;
+  if (c.cluster > 1) {
+    if (threadIdx.x == 0) mailbox.Expect(c.cluster * c.columns * sizeof(Stats));
+    ClusterArriveRelaxed();
+  }
+
+  Column column(c, in0, in1, out, index, rank);
+  column.Local(slots);
+  if (c.cluster > 1) ClusterWait();
+  for (int at = threadIdx.x; at < c.columns; at += blockDim.x) {
+    const Stats total = column.Total(slots, at);
+    if (c.cluster == 1) {
+      totals[at] = total;
+    } else {
+      for (int to = 0; to < c.cluster; ++to)
+        for (int i = 0; i < static_cast<int>(sizeof(Stats) / sizeof(A)); ++i)
+          mailbox.Send(reinterpret_cast<A*>(ranks + rank * c.columns + at) + i, to,
+                       reinterpret_cast<const A*>(&total)[i]);
+    }
+  }
+  if (c.cluster > 1) {
+    mailbox.Wait();
+    for (int at = threadIdx.x; at < c.columns; at += blockDim.x)
+      totals[at] = Op::Total(c.cluster, [&](int j) { return ranks[at + j * c.columns]; });
+  }
+  __syncthreads();
+  column.template Store<!Column::kInPlace>(op, totals, c.zero);
 }
 
 // How columns are dealt out, up to `most` vectors of W elements to a thread, in clusters of up to `max_cluster` blocks
@@ -204,8 +297,6 @@ inline HeldColumns PlanHeldColumns(const Shape& s, int W, int most, int max_clus
   if (narrow ? s.n * s.inner % W != 0 || s.n * s.inner < 256 * W : s.inner % W != 0) return c;
   if (s.n * std::max<int64_t>(s.inner, kTileColumns) > kMaxHeldRow) return c;
   if (narrow) c.columns = static_cast<int>(s.inner);
-  while (s.n < 16 && c.columns < std::min<int64_t>(s.inner, kColumnThreads * W) && s.n * c.columns < kTileElements)
-    c.columns *= 2;
   c.tiles = CeilDiv(s.inner, c.columns);
   // Threads come in multiples of `unit`, which take whole rows; shares begin on a vector.
   const int common = std::gcd(c.columns, W), unit = c.columns / common, multiple = W / common;
@@ -238,6 +329,25 @@ cudaError_t RunHeldColumns(const Op& op, const HeldColumns& c, const T* in0, con
   if (Op::kInputs == 1 && int64_t{c.share} * c.columns <= int64_t{kFew} * kColumnVector<T> * c.threads)
     return LaunchKernel(HeldColumnsKernel<Op, T, kFew>, grid, stream, c, op, in0, in1, out);
   return LaunchKernel(HeldColumnsKernel<Op, T, kHeldColumns<Op>>, grid, stream, c, op, in0, in1, out);
+}
+
+// Whether a thread's columns are words, of rows that are long enough, and 32 bits count them.
+template <class T>
+bool IsShortColumns(const Shape& s) {
+  const int64_t bytes = s.inner * sizeof(T);
+  return bytes % 4 == 0 && bytes >= kShortBytes && s.outer * bytes / 4 <= INT32_MAX;
+}
+
+template <class T, class Op>
+cudaError_t RunShortColumns(const Op& op, const Shape& s, const T* in0, const T* in1, T* out, cudaStream_t stream) {
+  constexpr int kFew = 8;
+  const int64_t words = s.inner * sizeof(T) / 4;
+  const auto run = [&](auto kernel) {
+    return LaunchKernel(kernel, CeilDiv(s.outer * words, kColumnThreads), kColumnThreads, stream, s, FastDiv(words),
+                        uint32_t{0}, op, in0, in1, out);
+  };
+  if (s.n <= kFew) return run(ShortColumnsKernel<Op, T, kFew>);
+  return run(ShortColumnsKernel<Op, T, kShortColumn<Op>>);
 }
 
 }  // namespace jaxdnn::softmax

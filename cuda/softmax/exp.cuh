@@ -28,6 +28,15 @@ __device__ A Exp(A x) {
   }
 }
 
+// a / b: for 16-bit elements without the steps that round it correctly. b is less than 2^126, or no number.
+template <class T, class A>
+__device__ A Divide(A a, A b) {
+  if constexpr (sizeof(T) == 2)
+    return __fdividef(a, b);
+  else
+    return a / b;
+}
+
 // What the exponentials of a row are relative to: exp(x - m).
 template <class T, bool kFused = sizeof(T) == 2>
 struct Origin {

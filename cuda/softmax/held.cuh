@@ -1,9 +1,8 @@
 // Rows in registers, as they lie in memory: each pass over a row widens what it needs.
 //
-// A row is vectors of L elements, dealt out to a group of threads: a warp, a block, a cluster of blocks, or, where that
-// cannot hold it, the blocks of two launches, of which the first leaves statistics in the workspace and the second
-// reads the row again. Rows may start anywhere: what comes before the first whole vector of the array, and after the
-// last, goes one element to a lane.
+// A row is vectors of L elements, dealt out to a group of threads: a warp, a block, or a cluster of blocks (longer rows
+// are read twice: shares.cuh). Rows may start anywhere: what comes before the first whole vector of the array, and
+// after the last, goes one element to a lane.
 #pragma once
 
 #include <algorithm>
@@ -42,11 +41,8 @@ struct HeldRows {
   int64_t rows;
   int n;
   int width;   // threads of a group in one block: a warp, or the whole block
-  int shares;  // blocks of a group; a cluster if the phase is kWhole
-  Phase phase;
+  int shares;  // blocks of a group, which are a cluster
   uint32_t zero;
-
-  __host__ __device__ bool IsCluster() const { return shares > 1 && phase == Phase::kWhole; }
 };
 
 // Statistics that the warps of a group hand to each other.
@@ -131,69 +127,57 @@ __device__ Accumulator<T> MaxOf(const Packed<T, N> (&x)[V][1]) {
   }
 }
 
-// N elements of Fill.
-template <class Op, class T, int N>
-__device__ Packed<T, N> Filled(int input) {
-  typename Op::A fill[N];
-#pragma unroll
-  for (auto& each : fill) each = Op::Fill(input);
-  return Narrow<T, N>(fill);
-}
-
+// A thread's part of a row: V vectors, and maybe one element before or after all of them.
 template <class Op, class T, int V, bool kEdges>
-__global__ void __launch_bounds__(kHeldThreads, 2)
-    HeldRowsKernel(const __grid_constant__ HeldRows r, Op op, const T* in0, const T* in1, T* out,
-                   typename Op::Stats* workspace) {
+struct HeldRow {
   using A = typename Op::A;
   using Stats = typename Op::Stats;
-  constexpr int L = kVecLength<T>, kInputs = Op::kInputs;
+  static constexpr int L = kVecLength<T>, kInputs = Op::kInputs;
   using P = Packed<T, L>;
   // Whether what takes an element's place has its type.
-  constexpr bool kInPlace = sizeof(T) == sizeof(A);
-  __shared__ Exchange<Op> exchange;
-  const bool is_warp = r.width == 32;
-  const int lane = is_warp ? threadIdx.x % 32 : threadIdx.x;
-  // What was read last by the first launch, the second finds in the cache.
-  const unsigned block = r.phase == Phase::kApply ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
-  const int rank = r.shares == 1 ? 0 : static_cast<int>(block % r.shares);
-  const int64_t row =
-      is_warp ? int64_t{block} * (blockDim.x / 32) + threadIdx.x / 32 : block / static_cast<unsigned>(r.shares);
-  if (r.IsCluster()) OpenExchange(exchange, r.shares);
-  if (row >= r.rows) return;
+  static constexpr bool kInPlace = sizeof(T) == sizeof(A);
+  static constexpr int kNone = INT32_MAX;
 
-  const int64_t start = row * r.n;
-  const int head = kEdges ? static_cast<int>(-start & (L - 1)) : 0;
-  const int vectors = (r.n - head) / L;
-  const int first = rank * r.width + lane, step = r.width * r.shares;
-  const bool has_edge = kEdges && rank == 0 && (is_warp || threadIdx.x < 32);
-  const int edge_at = lane < head ? lane : vectors * L + lane;
-  in0 += start + head, in1 += start + head, out += start + head;
-
+  T* out;
+  int vectors, first, step;
+  int edge_at;  // kNone: the thread has none
   P x[V][kInputs];
   A edge[kInputs][1];
+
+  // Of the row of n elements at `start` the vectors first, first + step, ...; and its edges, if `lane` is one of a
+  // warp.
+  __device__ HeldRow(const T* in0, const T* in1, T* to, int64_t start, int n, int first, int step, int lane)
+      : first(first), step(step) {
+    const int head = kEdges ? static_cast<int>(-start & (L - 1)) : 0;
+    vectors = (n - head) / L;
+    in0 += start + head, in1 += start + head, out = to + start + head;
+    const int edge = lane < head ? lane : vectors * L + lane;
+    edge_at = kEdges && lane < 32 && edge < n ? edge - head : kNone;
 #pragma unroll
-  for (int s = 0; s < V; ++s)
+    for (int s = 0; s < V; ++s)
+#pragma unroll
+      for (int k = 0; k < kInputs; ++k) {
+        x[s][k] = Filled<Op, T, L>(k);
+        const int at = first + s * step;
+        if (at < vectors) x[s][k] = reinterpret_cast<const P*>(k == 0 ? in0 : in1)[at];
+      }
+    // Nothing is done with these before all loads are under way.
+    T loaded[kInputs];
 #pragma unroll
     for (int k = 0; k < kInputs; ++k) {
-      x[s][k] = Filled<Op, T, L>(k);
-      const int at = first + s * step;
-      if (at < vectors) x[s][k] = reinterpret_cast<const P*>(k == 0 ? in0 : in1)[at];
+      loaded[k] = static_cast<T>(Op::Fill(k));
+      if (edge_at != kNone) loaded[k] = (k == 0 ? in0 : in1)[edge_at];
     }
 #pragma unroll
-  for (int k = 0; k < kInputs; ++k) {
-    edge[k][0] = Op::Fill(k);
-    if (has_edge && edge_at < r.n) edge[k][0] = static_cast<A>((k == 0 ? in0 : in1)[edge_at - head]);
+    for (int k = 0; k < kInputs; ++k) this->edge[k][0] = static_cast<A>(loaded[k]);
   }
 
-  Stats own[1], stats[1];
-  if (r.phase == Phase::kApply) {
-    own[0] = stats[0] = CombineSlots<Op>(workspace + row * r.shares, r.shares);
-  } else {
+  // The thread's statistics; exponentials take the elements' place if they have their type.
+  __device__ Stats Local() {
+    Stats own[1] = {Op::Nothing()};
     if constexpr (Op::kHasMaximum) {
       own[0] = {Max{}(MaxOf<T, L>(x), kLowest<A>), A(0)};
-      if (has_edge) own[0].m = Max{}(own[0].m, edge[0][0]);
-    } else {
-      own[0] = Op::Nothing();
+      if (edge_at != kNone) own[0].m = Max{}(own[0].m, edge[0][0]);
     }
     Op::Exponentiate(own, [&](auto&& visit) {
 #pragma unroll
@@ -208,7 +192,7 @@ __global__ void __launch_bounds__(kHeldThreads, 2)
 #pragma unroll
           for (int k = 0; k < kInputs; ++k) x[s][k] = Narrow<T, L>(v[k]);
       }
-      if (has_edge) {
+      if (edge_at != kNone) {
         A v[kInputs][1];
 #pragma unroll
         for (int k = 0; k < kInputs; ++k) v[k][0] = edge[k][0];
@@ -218,45 +202,64 @@ __global__ void __launch_bounds__(kHeldThreads, 2)
           for (int k = 0; k < kInputs; ++k) edge[k][0] = v[k][0];
       }
     });
-    if (r.IsCluster()) ClusterWait();
-    stats[0] = own[0];
-    if (is_warp)
-      Op::Combine(stats, ShuffleReduce{5});
-    else
-      stats[0] = CombineBlocks(own[0], exchange, r.IsCluster() ? r.shares : 1, r.IsCluster() ? rank : 0);
-    if (r.phase == Phase::kReduce) {
-      if (threadIdx.x == 0) workspace[row * r.shares + rank] = stats[0];
-      return;
-    }
+    return own[0];
   }
 
-  // Exponentials that were not kept are computed again, relative to the row.
-  const bool again = !kInPlace || r.phase == Phase::kApply;
-  const typename Op::Final final = op.Finish(again ? stats[0] : own[0], stats[0]);
-  const auto finish = [&](auto& v, auto& results) {
-    if (again) {
-      Stats unused[1] = {stats[0]};
-      Op::Exponentiate(unused, [&](auto&& visit) { visit(v); });
+  // Writes the results of a row whose statistics are `stats`. With kAgain nothing is left of Local: exponentials are
+  // computed again, relative to the row. `zero` as in Again.
+  template <bool kAgain>
+  __device__ void Store(const Op& op, Stats own, Stats stats, uint32_t zero) {
+    const typename Op::Final final = op.Finish(kAgain ? stats : own, stats);
+    const auto finish = [&](auto& v, auto& results) {
+      if constexpr (kAgain) {
+        Stats unused[1] = {stats};
+        Op::Exponentiate(unused, [&](auto&& visit) { visit(v); });
+      }
+      constexpr int kCount = std::extent_v<std::remove_reference_t<decltype(results)>>;
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) results[i] = Op::Result(final, v, i);
+    };
+#pragma unroll
+    for (int s = 0; s < V; ++s) {
+      const int at = first + s * step;
+      if (at >= vectors) continue;
+      A v[kInputs][L], results[L];
+#pragma unroll
+      for (int k = 0; k < kInputs; ++k) Widen<T, L>(Again(x[s][k], zero), v[k]);
+      finish(v, results);
+      StorePacked<T, L>(out + at * L, Narrow<T, L>(results));
     }
-    constexpr int kCount = std::extent_v<std::remove_reference_t<decltype(results)>>;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) results[i] = Op::Result(final, v, i);
-  };
-#pragma unroll
-  for (int s = 0; s < V; ++s) {
-    const int at = first + s * step;
-    if (at >= vectors) continue;
-    A v[kInputs][L], results[L];
-#pragma unroll
-    for (int k = 0; k < kInputs; ++k) Widen<T, L>(Again(x[s][k], r.zero), v[k]);
-    finish(v, results);
-    StorePacked<T, L>(out + at * L, Narrow<T, L>(results));
+    if (edge_at != kNone) {
+      A results[1];
+      finish(edge, results);
+      out[edge_at] = static_cast<T>(results[0]);
+    }
   }
-  if (has_edge && edge_at < r.n) {
-    A results[1];
-    finish(edge, results);
-    out[edge_at - head] = static_cast<T>(results[0]);
-  }
+};
+
+template <class Op, class T, int V, bool kEdges>
+__global__ void __launch_bounds__(kHeldThreads, 2)
+    HeldRowsKernel(const __grid_constant__ HeldRows r, Op op, const T* in0, const T* in1, T* out) {
+  using Row = HeldRow<Op, T, V, kEdges>;
+  using Stats = typename Op::Stats;
+  __shared__ Exchange<Op> exchange;
+  const bool is_warp = r.width == 32;
+  const int lane = is_warp ? threadIdx.x % 32 : threadIdx.x;
+  const int rank = r.shares == 1 ? 0 : static_cast<int>(blockIdx.x % r.shares);
+  const int64_t at = is_warp ? int64_t{blockIdx.x} * (blockDim.x / 32) + threadIdx.x / 32
+                             : blockIdx.x / static_cast<unsigned>(r.shares);
+  if (r.shares > 1) OpenExchange(exchange, r.shares);
+  if (at >= r.rows) return;
+
+  Row row(in0, in1, out, at * r.n, r.n, rank * r.width + lane, r.width * r.shares, rank * r.width + lane);
+  const Stats own = row.Local();
+  Stats stats[1] = {own};
+  if (r.shares > 1) ClusterWait();
+  if (is_warp)
+    Op::Combine(stats, ShuffleReduce{5});
+  else
+    stats[0] = CombineBlocks(own, exchange, r.shares, rank);
+  row.template Store<!Row::kInPlace>(op, own, stats[0], r.zero);
 }
 
 // Vectors that a thread holds: 32 registers of elements.
@@ -266,33 +269,22 @@ constexpr int kHeld = 8 / Op::kInputs;
 // Of longer rows, a block's threads, so that several blocks on a multiprocessor hide each other's waits.
 constexpr int kShareThreads = 256;
 
-// How rows of `vectors` vectors are dealt out, `steps` to a thread.
+// How rows of `vectors` vectors are dealt out, `steps` to a thread; no shares: no cluster holds them.
 inline HeldRows PlanHeldRows(int64_t rows, int64_t n, int64_t vectors, const Device& device, int steps) {
-  HeldRows r = {rows, static_cast<int>(n), 32, 1, Phase::kWhole, 0};
+  HeldRows r = {rows, static_cast<int>(n), 32, 1, 0};
   const auto holds = [&](int threads) { return int64_t{r.shares} * threads * steps >= vectors; };
   while (r.shares < device.max_cluster && !holds(kShareThreads)) r.shares *= 2;
-  if (!holds(kHeldThreads)) {
-    r.phase = Phase::kReduce;
-    r.shares = static_cast<int>(CeilDiv(vectors, kShareThreads * steps));
-  }
-  r.width = 32 * static_cast<int>(CeilDiv(vectors, int64_t{32} * steps * r.shares));
+  if (!holds(kHeldThreads)) r.shares = 0;
+  if (r.shares > 0) r.width = 32 * static_cast<int>(CeilDiv(vectors, int64_t{32} * steps * r.shares));
   return r;
 }
 
 template <class T, int V, bool kEdges, class Op>
-cudaError_t RunHeldRows(const Op& op, HeldRows r, void* workspace, const T* in0, const T* in1, T* out,
-                        cudaStream_t stream) {
+cudaError_t RunHeldRows(const Op& op, const HeldRows& r, const T* in0, const T* in1, T* out, cudaStream_t stream) {
   constexpr int kShared = 128;  // threads of a block of several rows
-  const Grid grid = r.width == 32 ? Grid{CeilDiv(r.rows, kShared / 32), kShared}
-                                  : Grid{r.rows * r.shares, r.width, 0, r.IsCluster() ? r.shares : 1};
-  const auto launch = [&] {
-    return LaunchKernel(HeldRowsKernel<Op, T, V, kEdges>, grid, stream, r, op, in0, in1, out,
-                        static_cast<typename Op::Stats*>(workspace));
-  };
-  const cudaError_t e = launch();
-  if (e != cudaSuccess || r.phase == Phase::kWhole) return e;
-  r.phase = Phase::kApply;
-  return launch();
+  const Grid grid =
+      r.width == 32 ? Grid{CeilDiv(r.rows, kShared / 32), kShared} : Grid{r.rows * r.shares, r.width, 0, r.shares};
+  return LaunchKernel(HeldRowsKernel<Op, T, V, kEdges>, grid, stream, r, op, in0, in1, out);
 }
 
 }  // namespace jaxdnn::softmax

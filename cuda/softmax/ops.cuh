@@ -124,7 +124,7 @@ struct ForwardOp {
   __device__ Final Finish(Stats own, Stats row) const {
     const Origin<T> origin(row.m);
     const A absent = row.m == -kInfinity<A> ? without_entries : kLog ? -kInfinity<A> : A(0);
-    const A scale = kLog ? origin.Log(row.s, row.m) : origin.From(Origin<T>(own.m)) / row.s;
+    const A scale = kLog ? origin.Log(row.s, row.m) : Divide<T>(origin.From(Origin<T>(own.m)), row.s);
     return {Max{}(row.m, kLowest<A>), scale, absent};
   }
   // m goes first: x - (m + log(s)) would round log(s) away where m is large.

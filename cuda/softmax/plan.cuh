@@ -7,6 +7,7 @@
 #include "cuda/softmax/columns.cuh"
 #include "cuda/softmax/held.cuh"
 #include "cuda/softmax/rows.cuh"
+#include "cuda/softmax/shares.cuh"
 #include "cuda/softmax/tile.cuh"
 
 namespace jaxdnn::softmax {
@@ -17,9 +18,9 @@ constexpr int64_t kTileBytes = 64 << 10;
 constexpr int64_t kLongTileBytes = 200 << 10;
 // The width of a tile of columns, at least. Less wastes what memory transfers at once.
 constexpr int64_t kNarrowBytes = 64;
-// Packed rows have at most so many elements.
+// Elements of a packed line that a lane holds, and the longest.
 constexpr int kMaxPackedSteps = 16;
-constexpr int kMaxPackedRow = 32 * kMaxPackedSteps;
+constexpr int kMaxPackedLine = 32 * kMaxPackedSteps;
 
 inline int CeilLog2(int64_t n) {
   int log = 0;
@@ -102,9 +103,8 @@ cudaError_t RunRowsOfVector(const Op& op, const Problem& p, const T* in0, const 
 // How packed rows are dealt out, or columns that are few: slices of `inner`, so that a block's begin on a vector; none
 // to a block: they are not.
 template <int L>
-Rows PlanPackedRows(const Shape& s, int steps, int64_t element_bytes) {
+Rows PlanPackedRows(const Shape& s, int span, int64_t element_bytes) {
   constexpr int64_t kBytes = 16 << 10, kMost = 48 << 10;
-  const int span = CeilLog2(CeilDiv(s.n, steps));
   const int64_t groups = kRowThreads >> span, lines = s.outer * s.inner, slice = s.n * s.inner;
   // A whole number of slices, that ends on a vector too.
   const int64_t unit = s.inner * (L / std::gcd<int64_t>(L, slice));
@@ -115,21 +115,34 @@ Rows PlanPackedRows(const Shape& s, int steps, int64_t element_bytes) {
   return {lines, static_cast<int>(s.n), span, fits ? static_cast<int>(per_block) : 0};
 }
 
-template <class T, int kSteps, bool kMasked, class Op>
-cudaError_t RunPackedRows(const Op& op, const Problem& p, const T* in0, const T* in1, T* out, cudaStream_t stream) {
-  const Rows rows = PlanPackedRows<kVecLength<T>>(p.shape, kSteps, Op::kInputs * sizeof(T));
-  const Grid grid = {rows.Blocks(), kRowThreads, size_t{Op::kInputs} * rows.per_block * rows.n * sizeof(T)};
-  return LaunchKernel(PackedRowsKernel<Op, T, kSteps, kMasked>, grid, stream, rows, FastDiv(p.shape.inner), op, p.mask,
-                      in0, in1, out);
+template <class Op, class T>
+Grid PackedGrid(const Rows& rows) {
+  return {rows.Blocks(), kRowThreads, size_t{Op::kInputs} * rows.per_block * rows.n * sizeof(T)};
 }
 
-// With the fewest steps that hold a thread's elements of a short row.
 template <class T, class Op>
-cudaError_t RunPacked(const Op& op, const Problem& p, const T* in0, const T* in1, T* out, cudaStream_t stream) {
-  if (p.shape.n <= 4) return RunPackedRows<T, 4, false>(op, p, in0, in1, out, stream);
-  if (p.shape.n <= 8) return RunPackedRows<T, 8, false>(op, p, in0, in1, out, stream);
-  if (p.shape.n <= 12) return RunPackedRows<T, 12, false>(op, p, in0, in1, out, stream);
-  return RunPackedRows<T, kMaxPackedSteps, false>(op, p, in0, in1, out, stream);
+cudaError_t RunPackedRows(const Op& op, const Problem& p, const T* in0, const T* in1, T* out, cudaStream_t stream) {
+  return VisitPackedRow<T>(p.shape.n, [&](auto whole, int span) {
+    const Rows rows = PlanPackedRows<kVecLength<T>>(p.shape, span, Op::kInputs * sizeof(T));
+    return LaunchKernel(PackedRowsKernel<Op, T, whole>, PackedGrid<Op, T>(rows), stream, rows, op, in0, in1, out);
+  });
+}
+
+inline int LineSpan(int64_t n, int steps) { return CeilLog2(CeilDiv(n, steps)); }
+
+template <class T, int kSteps, bool kMasked, class Op>
+cudaError_t RunPackedLines(const Op& op, const Problem& p, const T* in0, const T* in1, T* out, cudaStream_t stream) {
+  const Rows rows = PlanPackedRows<kVecLength<T>>(p.shape, LineSpan(p.shape.n, kSteps), Op::kInputs * sizeof(T));
+  return LaunchKernel(PackedLinesKernel<Op, T, kSteps, kMasked>, PackedGrid<Op, T>(rows), stream, rows,
+                      FastDiv(p.shape.inner), op, p.mask, in0, in1, out);
+}
+
+// With the fewest steps that hold a thread's elements of a short column.
+template <class T, class Op>
+cudaError_t RunPackedColumns(const Op& op, const Problem& p, const T* in0, const T* in1, T* out, cudaStream_t stream) {
+  if (p.shape.n <= 4) return RunPackedLines<T, 4, false>(op, p, in0, in1, out, stream);
+  if (p.shape.n <= 8) return RunPackedLines<T, 8, false>(op, p, in0, in1, out, stream);
+  return RunPackedLines<T, kMaxPackedSteps, false>(op, p, in0, in1, out, stream);
 }
 
 // Rows that no warp of rows.cuh takes.
@@ -143,10 +156,13 @@ cudaError_t RunLongRows(const Op& op, const Problem& p, const T* in0, const T* i
   const bool few = p.shape.outer * vectors < int64_t{1024 * kMost} * device.multiprocessors;
   const int steps = vectors <= 32 * 4 || (few && vectors <= kHeldThreads * 4) ? 4 : kMost;
   const HeldRows rows = PlanHeldRows(p.shape.outer, p.shape.n, vectors, device, steps);
+  if (rows.shares == 0 && p.shape.n % L == 0)
+    return RunSharedRows<T, false>(op, p.shape, p.workspace, in0, in1, out, stream);
+  if (rows.shares == 0) return RunSharedRows<T, true>(op, p.shape, p.workspace, in0, in1, out, stream);
   const auto run = [&](auto held) {
     constexpr int V = decltype(held)::value;
-    if (p.shape.n % L == 0) return RunHeldRows<T, V, false>(op, rows, p.workspace, in0, in1, out, stream);
-    return RunHeldRows<T, V, true>(op, rows, p.workspace, in0, in1, out, stream);
+    if (p.shape.n % L == 0) return RunHeldRows<T, V, false>(op, rows, in0, in1, out, stream);
+    return RunHeldRows<T, V, true>(op, rows, in0, in1, out, stream);
   };
   if constexpr (kMost > 4)
     if (steps == 4) return run(std::integral_constant<int, 4>{});
@@ -163,14 +179,20 @@ cudaError_t RunTuned(const Op& op, const Problem& p, const T* in0, const T* in1,
     if (!masked) {
       Device device;
       if (const cudaError_t e = CurrentDevice(&device); e != cudaSuccess) return e;
+      if (s.n <= kShortColumn<Op> && IsShortColumns<T>(s)) return RunShortColumns(op, s, in0, in1, out, stream);
       // Of one input, narrower tiles are better than the largest clusters.
-      const int max_cluster = std::min(Op::kInputs == 1 ? 8 : 16, device.max_cluster);
-      HeldColumns c = PlanHeldColumns(s, kColumnVector<T>, kHeldColumns<Op>, max_cluster, kTileColumns, device);
-      if (c.threads == 0)
-        c = PlanHeldColumns(s, kColumnVector<T>, kHeldColumns<Op>, device.max_cluster, kLongTileColumns, device);
+      const int max_cluster = std::min(kInputs == 1 ? 8 : 16, device.max_cluster);
+      const auto plan = [&](int cluster, int columns) {
+        return PlanHeldColumns(s, kColumnVector<T>, kHeldColumns<Op>, cluster, columns, device);
+      };
+      HeldColumns c = plan(max_cluster, kTileColumns);
+      if (c.threads == 0) c = plan(device.max_cluster, kLongTileColumns);
       if (c.threads > 0) return RunHeldColumns(op, c, in0, in1, out, stream);
-      if (s.n <= kMaxPackedRow && PlanPackedRows<L>(s, kMaxPackedSteps, kInputs * sizeof(T)).per_block > 0)
-        return RunPacked(op, p, in0, in1, out, stream);
+      if (device.max_cluster > 1) c = plan(kMaxColumnShares, kTileColumns);
+      if (c.threads > 0) return RunSharedColumns(op, c, p.workspace, in0, in1, out, stream);
+      if (s.n <= kMaxPackedLine &&
+          PlanPackedRows<L>(s, LineSpan(s.n, kMaxPackedSteps), kInputs * sizeof(T)).per_block > 0)
+        return RunPackedColumns(op, p, in0, in1, out, stream);
     }
     if (s.inner % L == 0 && !masked) return RunTiles<T, L, L, false>(op, p, in0, in1, out, stream);
     return RunTiles<T, 1, 1, true>(op, p, in0, in1, out, stream);
@@ -190,8 +212,8 @@ cudaError_t RunTuned(const Op& op, const Problem& p, const T* in0, const T* in1,
     if constexpr (L == 8)
       if (s.n == 4) return RunRowsOfVector<T, 4>(op, p, in0, in1, out, stream);
   }
-  if (s.n <= kMaxPackedRow && masked) return RunPackedRows<T, kMaxPackedSteps, true>(op, p, in0, in1, out, stream);
-  if (s.n <= kMaxPackedRow) return RunPacked(op, p, in0, in1, out, stream);
+  if (s.n <= kMaxPackedLine && masked) return RunPackedLines<T, kMaxPackedSteps, true>(op, p, in0, in1, out, stream);
+  if (s.n <= kMaxPackedRow<T> && !masked) return RunPackedRows(op, p, in0, in1, out, stream);
   if (masked || s.n > kMaxHeldRow) return RunTiles<T, L, 1, true>(op, p, in0, in1, out, stream);
   return RunLongRows(op, p, in0, in1, out, stream);
 }

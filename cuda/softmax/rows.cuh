@@ -1,10 +1,9 @@
 // Short rows, several to a warp: of whole vectors, or of any length through shared memory; there, columns too.
 #pragma once
 
-#include "cuda/common/async_copy.cuh"
 #include "cuda/common/fast_div.cuh"
 #include "cuda/common/launch.cuh"
-#include "cuda/softmax/ops.cuh"
+#include "cuda/softmax/packed.cuh"
 
 namespace jaxdnn::softmax {
 
@@ -42,7 +41,7 @@ template <class Op, class T, int kSteps>
 __global__ void __launch_bounds__(kRowThreads) VectorRowsKernel(Rows r, Op op, const T* in0, const T* in1, T* out) {
   using A = typename Op::A;
   constexpr int L = kVecLength<T>, kInputs = Op::kInputs, kRows = kRowVectors<Op, T> / kSteps;
-  using V = Vec<T, L>;
+  using P = Packed<T, L>;
   const int group = threadIdx.x >> r.span, groups = kRowThreads >> r.span, lane = threadIdx.x & ((1 << r.span) - 1);
   const int vectors = r.n / L;
   const int64_t first = int64_t{blockIdx.x} * r.per_block + group;
@@ -50,16 +49,15 @@ __global__ void __launch_bounds__(kRowThreads) VectorRowsKernel(Rows r, Op op, c
   const auto exists = [&](int j, int s) { return row(j) < r.rows && lane + (s << r.span) < vectors; };
   const auto index = [&](int j, int s) { return row(j) * vectors + lane + (s << r.span); };
 
-  V loaded[kRows][kSteps][kInputs];
+  P loaded[kRows][kSteps][kInputs];
 #pragma unroll
   for (int j = 0; j < kRows; ++j)
 #pragma unroll
     for (int s = 0; s < kSteps; ++s)
 #pragma unroll
       for (int k = 0; k < kInputs; ++k) {
-#pragma unroll
-        for (T& x : loaded[j][s][k].v) x = static_cast<T>(Op::Fill(k));
-        if (exists(j, s)) loaded[j][s][k] = reinterpret_cast<const V*>(k == 0 ? in0 : in1)[index(j, s)];
+        loaded[j][s][k] = Filled<Op, T, L>(k);
+        if (exists(j, s)) loaded[j][s][k] = reinterpret_cast<const P*>(k == 0 ? in0 : in1)[index(j, s)];
       }
   A v[kRows][kSteps][kInputs][L];
 #pragma unroll
@@ -67,9 +65,7 @@ __global__ void __launch_bounds__(kRowThreads) VectorRowsKernel(Rows r, Op op, c
 #pragma unroll
     for (int s = 0; s < kSteps; ++s)
 #pragma unroll
-      for (int k = 0; k < kInputs; ++k)
-#pragma unroll
-        for (int i = 0; i < L; ++i) v[j][s][k][i] = static_cast<A>(loaded[j][s][k].v[i]);
+      for (int k = 0; k < kInputs; ++k) Widen<T, L>(loaded[j][s][k], v[j][s][k]);
 
   typename Op::Stats own[kRows], stats[kRows];
 #pragma unroll
@@ -89,10 +85,10 @@ __global__ void __launch_bounds__(kRowThreads) VectorRowsKernel(Rows r, Op op, c
     const typename Op::Final final = op.Finish(own[j], stats[j]);
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
-      V result;
+      A results[L];
 #pragma unroll
-      for (int i = 0; i < L; ++i) result.v[i] = static_cast<T>(Op::Result(final, v[j][s], i));
-      if (exists(j, s)) reinterpret_cast<V*>(out)[index(j, s)] = result;
+      for (int i = 0; i < L; ++i) results[i] = Op::Result(final, v[j][s], i);
+      if (exists(j, s)) StorePacked<T, L>(out + index(j, s) * L, Narrow<T, L>(results));
     }
   }
 }
@@ -131,32 +127,46 @@ __global__ void __launch_bounds__(kRowThreads)
   }
 }
 
-// Rows of any length, or columns, `inner` of them side by side: per_block of them are a run of memory that begins on a
-// vector. It is copied to shared memory as it is, the results take its place, and it is copied back. A thread holds up
-// to kSteps elements.
+// Rows of any length, per_block of which are a run of memory that begins on a vector. Groups take one at a time, in
+// words (packed.cuh).
+template <class Op, class T, int kWhole>
+__global__ void __launch_bounds__(kRowThreads) PackedRowsKernel(Rows r, Op op, const T* in0, const T* in1, T* out) {
+  extern __shared__ __align__(16) unsigned char shared[];
+  T* const held = reinterpret_cast<T*>(shared);
+  const int64_t first = int64_t{blockIdx.x} * r.per_block;
+  const int rows = static_cast<int>(min(int64_t{r.per_block}, r.rows - first)), pitch = r.per_block * r.n;
+#pragma unroll
+  for (int k = 0; k < Op::kInputs; ++k) LoadRun(held + k * pitch, (k == 0 ? in0 : in1) + first * r.n, rows * r.n);
+  WaitRun();
+  const int group = threadIdx.x >> r.span, groups = kRowThreads >> r.span;
+  for (int top = 0; top < rows; top += groups) {
+    const int wanted = top + group;  // all lanes of a warp take part
+    PackedRow<Op, T, kWhole> row(held, pitch, min(wanted, rows - 1), r.n, r.span);
+    typename Op::Stats own[1], stats[1];
+    Op::Local(own, [&](auto&& visit) { row.Each(visit); });
+    stats[0] = own[0];
+    Op::Combine(stats, ShuffleReduce{r.span});
+    const typename Op::Final final = op.Finish(own[0], stats[0]);
+    if (wanted < rows) row.Store([&](auto& word, int i) { return Op::Result(final, word, i); });
+  }
+  StoreRun(out + first * r.n, held, rows * r.n);
+}
+
+// Rows with a mask, or columns, `inner` of them side by side, in runs like these; element by element, of which a thread
+// holds up to kSteps.
 template <class Op, class T, int kSteps, bool kMasked>
 __global__ void __launch_bounds__(kRowThreads)
-    PackedRowsKernel(Rows r, FastDiv inner, Op op, const __grid_constant__ Mask mask, const T* in0, const T* in1,
-                     T* out) {
+    PackedLinesKernel(Rows r, FastDiv inner, Op op, const __grid_constant__ Mask mask, const T* in0, const T* in1,
+                      T* out) {
   using A = typename Op::A;
-  constexpr int L = kVecLength<T>, kInputs = Op::kInputs;
-  using V = Vec<T, L>;
+  constexpr int kInputs = Op::kInputs;
   extern __shared__ __align__(16) unsigned char shared[];
-  T* held = reinterpret_cast<T*>(shared);
+  T* const held = reinterpret_cast<T*>(shared);
   const int64_t first = int64_t{blockIdx.x} * r.per_block;
-  const int rows = static_cast<int>(min(int64_t{r.per_block}, r.rows - first));
-  const int size = r.per_block * r.n, count = rows * r.n, whole = count / L;
+  const int rows = static_cast<int>(min(int64_t{r.per_block}, r.rows - first)), size = r.per_block * r.n;
 #pragma unroll
-  for (int k = 0; k < kInputs; ++k) {
-    const T* in = (k == 0 ? in0 : in1) + first * r.n;
-    V* to = reinterpret_cast<V*>(held + k * size);
-#pragma unroll 4
-    for (int i = threadIdx.x; i < whole; i += kRowThreads) CopyAsync(to + i, reinterpret_cast<const V*>(in) + i);
-    for (int i = whole * L + threadIdx.x; i < count; i += kRowThreads) held[k * size + i] = in[i];
-  }
-  CommitAsync();
-  WaitAsync<0>();
-  __syncthreads();
+  for (int k = 0; k < kInputs; ++k) LoadRun(held + k * size, (k == 0 ? in0 : in1) + first * r.n, rows * r.n);
+  WaitRun();
 
   const int lane = threadIdx.x & ((1 << r.span) - 1), groups = kRowThreads >> r.span;
   const int step = static_cast<int>(inner.divisor) << r.span;  // between a thread's elements
@@ -198,11 +208,7 @@ __global__ void __launch_bounds__(kRowThreads)
         mine[s * step] = static_cast<T>(kept >> s & 1 ? value : final.absent);
       }
   }
-  __syncthreads();
-  V* to = reinterpret_cast<V*>(out + first * r.n);
-#pragma unroll 4
-  for (int i = threadIdx.x; i < whole; i += kRowThreads) to[i] = reinterpret_cast<V*>(held)[i];
-  for (int i = whole * L + threadIdx.x; i < count; i += kRowThreads) out[first * r.n + i] = held[i];
+  StoreRun(out + first * r.n, held, rows * r.n);
 }
 
 }  // namespace jaxdnn::softmax

@@ -2,8 +2,8 @@
 //
 // Bound by memory: one read and one write. Short rows, several to a warp, are held in registers or, packed, in shared
 // memory (rows.cuh); longer ones in the registers of warps, blocks and clusters (held.cuh), and so are columns
-// (columns.cuh). What is left, as masks, doubles and unaligned buffers, is tiles in shared memory (tile.cuh). plan.cuh
-// chooses.
+// (columns.cuh); the longest of both are read twice (shares.cuh). What is left, as masks, doubles and unaligned
+// buffers, is tiles in shared memory (tile.cuh). plan.cuh chooses.
 #include "cuda/softmax/plan.cuh"
 
 namespace jaxdnn::softmax {
@@ -23,9 +23,7 @@ cudaError_t Forward(bool log, DType dtype, double without_entries, const void* x
 int64_t WorkspaceBytes(DType dtype, Shape s) {
   const int64_t element_bytes = dtype == DType::kF64 ? 8 : dtype == DType::kF32 ? 4 : 2;
   // One share is held by a block.
-  int64_t shares = WorkspaceShares(s, element_bytes);
-  // Backward holds least.
-  if (s.inner == 1) shares = std::max(shares, CeilDiv(s.n * element_bytes, 16 * 4 * kShareThreads));
+  const int64_t shares = std::max(WorkspaceShares(s, element_bytes), MostShares(s, element_bytes));
   return shares == 1 ? 0 : s.outer * (shares + 1) * s.inner * 2 * std::max<int64_t>(element_bytes, 4);
 }
 
