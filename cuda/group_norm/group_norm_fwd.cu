@@ -59,15 +59,17 @@ __global__ void __launch_bounds__(kThreads, kResident) ColumnKernel(ColumnTiling
     Shifted<A> own[V] = {};
     tile.FirstVisit(place, [&](int m, const Run& run, int slot) {
       if (m == 0 && run.count > 0) {
-        const Vec<T, V> v = *tile.Slot(0, slot);
+        A x[V];
+        tile.Read(0, slot, x);
 #pragma unroll
-        for (int j = 0; j < V; ++j) own[j].first = static_cast<A>(v.v[j]);
+        for (int j = 0; j < V; ++j) own[j].first = x[j];
       }
 #pragma unroll 2
       for (int k = 0; k < run.count; ++k) {
-        const Vec<T, V> v = *tile.Slot(0, slot + k);
+        A x[V];
+        tile.Read(0, slot + k, x);
 #pragma unroll
-        for (int j = 0; j < V; ++j) own[j].Add(static_cast<A>(v.v[j]));
+        for (int j = 0; j < V; ++j) own[j].Add(x[j]);
       }
     });
     if (threadIdx.x < t.slab_groups) pivots[threadIdx.x] = static_cast<A>(pivot);
@@ -119,10 +121,11 @@ __global__ void __launch_bounds__(kThreads, kResident) ColumnKernel(ColumnTiling
         [&](int m, const Run& run, int slot) {
 #pragma unroll 2
           for (int k = 0; k < run.count; ++k) {
-            Vec<T, V> v = *tile.Slot(0, slot + k);
+            A x[V];
+            tile.Read(0, slot + k, x);
 #pragma unroll
-            for (int j = 0; j < V; ++j) v.v[j] = static_cast<T>(f.Forward(affine[j](static_cast<A>(v.v[j]))));
-            o.y[run.base + k * run.step] = v;
+            for (int j = 0; j < V; ++j) x[j] = f.Forward(affine[j](x[j]));
+            Write<T, V>(o.y + run.base + k * run.step, x);
           }
         });
     __syncthreads();  // The next unit's sums and statistics go where these were.
@@ -157,9 +160,10 @@ __global__ void __launch_bounds__(kThreads, kResidentRows) RowKernel(RowTiling t
       count += run.count;
 #pragma unroll 2
       for (int k = 0; k < run.count; ++k) {
-        const Vec<T, V> v = *tile.Slot(0, slot + k);
+        A x[V];
+        tile.Read(0, slot + k, x);
 #pragma unroll
-        for (int j = 0; j < V; ++j) part[j % kParts].Add(static_cast<A>(v.v[j]));
+        for (int j = 0; j < V; ++j) part[j % kParts].Add(x[j]);
       }
     });
     Shifted<A> own = part[0];
@@ -187,10 +191,11 @@ __global__ void __launch_bounds__(kThreads, kResidentRows) RowKernel(RowTiling t
           const Affine<A> affine(statistics, o.scale[channel], o.bias[channel]);
 #pragma unroll 2
           for (int k = 0; k < run.count; ++k) {
-            Vec<T, V> v = *tile.Slot(0, slot + k);
+            A x[V];
+            tile.Read(0, slot + k, x);
 #pragma unroll
-            for (int j = 0; j < V; ++j) v.v[j] = static_cast<T>(f.Forward(affine(static_cast<A>(v.v[j]))));
-            o.y[run.base + k * run.step] = v;
+            for (int j = 0; j < V; ++j) x[j] = f.Forward(affine(x[j]));
+            Write<T, V>(o.y + run.base + k * run.step, x);
           }
         });
   }
@@ -215,7 +220,7 @@ cudaError_t Forward(const Problem& p, const void* x, const void* scale, const vo
                            static_cast<A*>(statistics), static_cast<Moments*>(workspace),
                            static_cast<A>(p.epsilon),   1.0 / static_cast<double>(p.channels / p.groups * p.spatial)};
     if (cudaError_t e = t.team.Reset(o.partial + t.team.ExchangedRows() * t.SlabGroups(), stream)) return e;
-    return VisitActivation<T, (C::V > 1), true>(p.activation, [&](auto f) {
+    return VisitActivation<T, C::V>(p.activation, [&](auto f) {
       using F = decltype(f);
       auto* kernel = [] {
         if constexpr (C::kColumns)

@@ -145,11 +145,13 @@ __global__ void __launch_bounds__(kThreads, kResident) MapColumnsKernel(ColumnTi
 
     Sums<A> own[V] = {};
     tile.FirstVisit(place, [&](int m, const Run& run, int slot) {
-#pragma unroll 1
+#pragma unroll 2
       for (int k = 0; k < run.count; ++k) {
-        const Vec<T, V> in = *tile.Slot(0, slot + k), x = *tile.Slot(1, slot + k);
+        A in[V], x[V];
+        tile.Read(0, slot + k, in);
+        tile.Read(1, slot + k, x);
 #pragma unroll
-        for (int j = 0; j < V; ++j) map[j].AddTo(own[j], f, static_cast<A>(in.v[j]), static_cast<A>(x.v[j]));
+        for (int j = 0; j < V; ++j) map[j].AddTo(own[j], f, in[j], x[j]);
       }
     });
     SumChannels(t, place, own, AddPairs{}, scratch, channel_sums);
@@ -187,14 +189,14 @@ __global__ void __launch_bounds__(kThreads, kResident) MapColumnsKernel(ColumnTi
     tile.SecondVisit(
         place, next < t.team.units, [&] { return ColumnPlace<V>(t, next); },
         [&](int m, const Run& run, int slot) {
-#pragma unroll 1
+#pragma unroll 2
           for (int k = 0; k < run.count; ++k) {
-            Vec<T, V> in = *tile.Slot(0, slot + k);
-            const Vec<T, V> x = *tile.Slot(1, slot + k);
+            A in[V], x[V];
+            tile.Read(0, slot + k, in);
+            tile.Read(1, slot + k, x);
 #pragma unroll
-            for (int j = 0; j < V; ++j)
-              in.v[j] = static_cast<T>(map[j].Apply(f, static_cast<A>(in.v[j]), static_cast<A>(x.v[j])));
-            o.out[run.base + k * run.step] = in;
+            for (int j = 0; j < V; ++j) in[j] = map[j].Apply(f, in[j], x[j]);
+            Write<T, V>(o.out + run.base + k * run.step, in);
           }
         });
     if constexpr (kMap == Map::kPullback) kept().Finish();
@@ -229,9 +231,11 @@ __global__ void __launch_bounds__(kThreads, kResidentRows) MapRowsKernel(RowTili
         const Linear<kMap, A> map(statistics, o.scale[channel], o.bias[channel]);
 #pragma unroll 2
         for (int k = 0; k < run.count; ++k) {
-          const Vec<T, V> in = *tile.Slot(0, slot + k), x = *tile.Slot(1, slot + k);
+          A in[V], x[V];
+          tile.Read(0, slot + k, in);
+          tile.Read(1, slot + k, x);
 #pragma unroll
-          for (int j = 0; j < V; ++j) map.AddTo(sums[j % kParts], f, static_cast<A>(in.v[j]), static_cast<A>(x.v[j]));
+          for (int j = 0; j < V; ++j) map.AddTo(sums[j % kParts], f, in[j], x[j]);
         }
       }
       Sums<A> all[1] = {sums[0]};
@@ -281,12 +285,12 @@ __global__ void __launch_bounds__(kThreads, kResidentRows) MapRowsKernel(RowTili
           map.Finish(statistics, Times(group[0], inverse), tscale, tbias);
 #pragma unroll 2
           for (int k = 0; k < run.count; ++k) {
-            Vec<T, V> in = *tile.Slot(0, slot + k);
-            const Vec<T, V> x = *tile.Slot(1, slot + k);
+            A in[V], x[V];
+            tile.Read(0, slot + k, in);
+            tile.Read(1, slot + k, x);
 #pragma unroll
-            for (int j = 0; j < V; ++j)
-              in.v[j] = static_cast<T>(map.Apply(f, static_cast<A>(in.v[j]), static_cast<A>(x.v[j])));
-            o.out[run.base + k * run.step] = in;
+            for (int j = 0; j < V; ++j) in[j] = map.Apply(f, in[j], x[j]);
+            Write<T, V>(o.out + run.base + k * run.step, in);
           }
         });
     if constexpr (kMap == Map::kPullback) kept().Finish();
@@ -299,19 +303,16 @@ template <Map kMap, class C, class Tiling>
 cudaError_t LaunchMap(const Problem& p, const Tiling& t, const MapOperands<typename C::Type, C::V>& operands,
                       cudaStream_t stream) {
   using T = typename C::Type;
-  return VisitActivation < T, C::V == kVecLength<T>,
-         C::V<8>(
-             p.activation,
-             [&](auto f) {
-               using F = decltype(f);
-               auto* kernel = [] {
-                 if constexpr (C::kColumns)
-                   return MapColumnsKernel<kMap, F, T, C::V>;
-                 else
-                   return MapRowsKernel<kMap, F, T, C::V>;
-               }();
-               return LaunchTeams(kernel, t.team, t.threads, t.shared, stream, t, operands, f);
-             });
+  return VisitActivation<T, C::V>(p.activation, [&](auto f) {
+    using F = decltype(f);
+    auto* kernel = [] {
+      if constexpr (C::kColumns)
+        return MapColumnsKernel<kMap, F, T, C::V>;
+      else
+        return MapRowsKernel<kMap, F, T, C::V>;
+    }();
+    return LaunchTeams(kernel, t.team, t.threads, t.shared, stream, t, operands, f);
+  });
 }
 
 }  // namespace jaxdnn::group_norm

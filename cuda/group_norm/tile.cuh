@@ -11,6 +11,7 @@
 #include <cstdint>
 
 #include "cuda/common/async_copy.cuh"
+#include "cuda/common/convert.cuh"
 #include "cuda/common/vec.cuh"
 
 namespace jaxdnn::group_norm {
@@ -67,6 +68,11 @@ struct Tile {
 
   __device__ Vector* Slot(int array, int slot) const {
     return slots + (array * schedule.Slots() + slot) * static_cast<int>(blockDim.x);
+  }
+
+  // A slot's elements.
+  __device__ void Read(int array, int slot, Accumulator<T> (&wide)[V]) const {
+    Widen<T, V>(*reinterpret_cast<const Packed<T, V>*>(Slot(array, slot)), wide);
   }
 
   // The first slot of run m.
@@ -133,5 +139,11 @@ struct Tile {
       for (int m = schedule.held; m < schedule.Places(); ++m) Copy(coming, m);
   }
 };
+
+// Rounds elements and stores them.
+template <class T, int V>
+__device__ void Write(Vec<T, V>* to, const Accumulator<T> (&wide)[V]) {
+  StorePacked<T, V>(reinterpret_cast<T*>(to), Narrow<T, V>(wide));
+}
 
 }  // namespace jaxdnn::group_norm

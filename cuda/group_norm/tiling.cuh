@@ -60,6 +60,10 @@ inline int64_t StepsOfBlock(int64_t steps, int64_t step_bytes, int64_t scratch, 
   // One team more, reading some twice, rather than blocks that no team has a use for.
   const int64_t teams = resident / std::min(blocks, resident);
   if (resident - teams * blocks > resident / 5 && slabs > teams) blocks = resident / (teams + 1);
+  // A few blocks more, so that the last round of units leaves none idle; large teams, which meet slowly, stay.
+  const int64_t rounds = CeilDiv(slabs, std::max<int64_t>(1, resident / blocks));
+  const int64_t even = resident / CeilDiv(slabs, rounds);
+  if (even > blocks && 5 * even <= 6 * blocks && 3 * even <= resident) blocks = even;
   return CeilDiv(steps, std::clamp<int64_t>(blocks, 1, most));
 }
 

@@ -31,10 +31,6 @@ bool WholeVectors(const Problem& p) {
   return (columns ? p.spatial * p.channels : p.spatial) % kVecLength<T> == 0;
 }
 
-// With two arrays and an activation, eight channels of a thread are more than its registers hold.
-template <class T, int kArrays>
-constexpr bool kNarrow = kArrays == 2 && kVecLength<T> == 8;
-
 // Calls f(Access, tiling) for a problem whose arrays allow 16-byte accesses or do not. Doubles go one by one.
 template <int kArrays, class F>
 cudaError_t VisitTiling(const Problem& p, bool aligned, F&& f) {
@@ -44,17 +40,13 @@ cudaError_t VisitTiling(const Problem& p, bool aligned, F&& f) {
   return VisitDType(p.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     if constexpr (sizeof(T) < sizeof(double))
-      if (aligned && WholeVectors<T>(p)) {
-        if constexpr (kNarrow<T, kArrays>)
-          if (p.activation != activation::Kind::kIdentity) return PlanAndCall<T, 4>(p, kArrays, d, f);
-        return PlanAndCall<T, kVecLength<T>>(p, kArrays, d, f);
-      }
+      if (aligned && WholeVectors<T>(p)) return PlanAndCall<T, kVecLength<T>>(p, kArrays, d, f);
     return PlanAndCall<T, 1>(p, kArrays, d, f);
   });
 }
 
-// The most that bytes(tiling, size of an accumulator) is for any alignment and activation; none if a block would need
-// more shared memory than there is.
+// The most that bytes(tiling, size of an accumulator) is for any alignment; none if a block would need more shared
+// memory than there is.
 template <int kArrays, class F>
 std::optional<int64_t> MostBytes(const Problem& p, F&& bytes) {
   if (p.Empty()) return 0;
@@ -69,10 +61,7 @@ std::optional<int64_t> MostBytes(const Problem& p, F&& bytes) {
       return cudaSuccess;
     };
     if constexpr (sizeof(T) < sizeof(double))
-      if (WholeVectors<T>(p)) {
-        PlanAndCall<T, kVecLength<T>>(p, kArrays, kNominal, take);
-        if constexpr (kNarrow<T, kArrays>) PlanAndCall<T, 4>(p, kArrays, kNominal, take);
-      }
+      if (WholeVectors<T>(p)) PlanAndCall<T, kVecLength<T>>(p, kArrays, kNominal, take);
     return PlanAndCall<T, 1>(p, kArrays, kNominal, take);
   });
   if (!fits) return std::nullopt;
@@ -94,14 +83,13 @@ struct Chosen {
   }
 };
 
-// Calls f with a functor of the activation: the identity's own, where there are kernels for it, or one for all.
-template <class T, bool kOwn, bool kAll, class F>
+// Calls f with a functor of the activation: the identity's own, for whole vectors, or one for all.
+template <class T, int V, class F>
 cudaError_t VisitActivation(activation::Kind kind, F&& f) {
   using activation::Kind;
-  if constexpr (kOwn)
+  if constexpr (V > 1)
     if (kind == Kind::kIdentity) return f(activation::Identity<T>{});
-  if constexpr (kAll)
-    if (kind == Kind::kIdentity || kind == Kind::kRelu || kind == Kind::kSilu) return f(Chosen<T>{kind});
+  if (kind == Kind::kIdentity || kind == Kind::kRelu || kind == Kind::kSilu) return f(Chosen<T>{kind});
   return cudaErrorInvalidValue;
 }
 
