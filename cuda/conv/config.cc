@@ -6,6 +6,7 @@
 #include "cuda/conv/few_features_plan.h"
 #include "cuda/conv/pixel_map.h"
 #include "cuda/conv/strips.h"
+#include "cuda/conv/unaligned_plan.h"
 
 namespace jaxdnn::conv {
 namespace {
@@ -271,6 +272,7 @@ bool Takes(const TileShape& t, const Problem& p, bool hopper) {
   if (t.unit == Unit::kFewChannels) return TakesFewChannels(p);
   if (t.unit == Unit::kGrouped) return TakesGrouped(p);
   if (t.unit == Unit::kFewFeatures) return TakesFewFeatures(p);
+  if (t.unit == Unit::kUnaligned) return hopper && TakesUnaligned(p);
   if (t.unit == Unit::kDepthwise) {
     const bool holes = *std::max_element(p.lhs_dilation, p.lhs_dilation + kRank) > 1;
     double apart = 0;
@@ -352,6 +354,7 @@ std::optional<Config> Choose(const Problem& p, bool hopper, std::string_view alg
                              : t.unit == Unit::kFewChannels ? FewChannelsCycles(AsForward(p), strips, slices)
                              : t.unit == Unit::kGrouped     ? GroupedCycles(p)
                              : t.unit == Unit::kFewFeatures ? FewFeaturesCycles(p)
+                             : t.unit == Unit::kUnaligned   ? UnalignedCycles(p)
                              : t.unit == Unit::kWgmma       ? WgmmaCycles(p, t, slices)
                                                             : Cycles(p, t, slices);
       const double cycles = product + ReductionCycles(slices, result_bytes) +

@@ -47,10 +47,10 @@ Problem AsForward(const Problem& p);
 
 // Block tiles (rows x columns of the implicit matrix product) that kernels are compiled for: on the CUDA cores, or with
 // mma.sync or Hopper's wgmma on the tensor cores. Depthwise convolution is no product of matrices and has no tiles;
-// those of few channels or features and of small groups depend on the problem.
-enum class Unit { kSimt, kMma, kWgmma, kDepthwise, kFewChannels, kGrouped, kFewFeatures };
+// those of few channels or features, of small groups and of unaligned channels depend on the problem.
+enum class Unit { kSimt, kMma, kWgmma, kDepthwise, kFewChannels, kGrouped, kFewFeatures, kUnaligned };
 constexpr const char* kAlgorithms[] = {"implicit_gemm", "implicit_gemm_mma", "implicit_gemm_wgmma", "depthwise",
-                                       "few_channels",  "grouped",           "few_features"};  // by Unit
+                                       "few_channels",  "grouped",           "few_features",        "unaligned"};  // by Unit
 enum class Tile {
   kSimt128x64,
   kSimt64x32,
@@ -68,6 +68,7 @@ enum class Tile {
   kFewChannels,
   kGrouped,
   kFewFeatures,
+  kUnaligned,
 };
 struct TileShape {
   Tile tile;
@@ -92,6 +93,7 @@ constexpr TileShape kTiles[] = {
     {Tile::kFewChannels, "few_channels", Unit::kFewChannels, 1, 1, 128},
     {Tile::kGrouped, "grouped", Unit::kGrouped, 1, 1, 128},
     {Tile::kFewFeatures, "few_features", Unit::kFewFeatures, 1, 1, 128},
+    {Tile::kUnaligned, "unaligned", Unit::kUnaligned, 1, 1, 512},
 };
 
 // Depth of a tile step: how many terms of the reduction are in shared memory at once.

@@ -6,6 +6,7 @@
 #include "cuda/conv/grouped.h"
 #include "cuda/conv/mma.h"
 #include "cuda/conv/simt.h"
+#include "cuda/conv/unaligned.h"
 #include "cuda/conv/wgmma.h"
 
 namespace jaxdnn::conv {
@@ -34,6 +35,8 @@ int Launch(const Problem& p, const Config& config, const void* lhs, const void* 
       return LaunchGrouped(p, lhs, rhs, out, epilogue, stream);
     case Unit::kFewFeatures:
       return LaunchFewFeatures(p, lhs, rhs, out, epilogue, stream);
+    case Unit::kUnaligned:
+      return LaunchUnaligned(p, lhs, rhs, out, epilogue, stream);
   }
   return cudaErrorInvalidValue;
 }

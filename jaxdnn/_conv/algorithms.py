@@ -10,7 +10,9 @@ import numpy as np
 
 from jaxdnn._arguments import Padding
 from jaxdnn._conv import gemm
-from jaxdnn._conv.primitives import ALGORITHMS, DEPTHWISE, FEW_CHANNELS, FEW_FEATURES, GROUPED, OPERANDS, plan, products
+from jaxdnn._conv.primitives import (
+  ALGORITHMS, DEPTHWISE, FEW_CHANNELS, FEW_FEATURES, GROUPED, OPERANDS, UNALIGNED, plan, products,
+)  # fmt: skip
 from jaxdnn._conv.spec import ConvSpec, check_channels, make_spec, result_dtype
 
 _RESULTS = {"forward": "y", "data_gradient": "x", "filter_gradient": "w"}
@@ -89,7 +91,7 @@ def conv_algorithms(
   a, b = (jax.ShapeDtypeStruct((1, *shapes[name]), x.dtype) for name in OPERANDS[result])
   plans = [
     plan(result, a, b, dataclasses.replace(spec, algorithm=name), dtype, hopper=hopper)
-    for name in (*ALGORITHMS, DEPTHWISE, FEW_CHANNELS, GROUPED, FEW_FEATURES)
+    for name in (*ALGORITHMS, DEPTHWISE, FEW_CHANNELS, GROUPED, FEW_FEATURES, UNALIGNED)
   ]
   found = [
     ConvAlgorithm(

@@ -1,0 +1,338 @@
+// Forward convolution and data gradient, without stride, of any numbers of channels and features: what the TMA unit
+// cannot read, because lines begin anywhere, on Hopper's tensor cores.
+//
+// unaligned_plan.h says what rows are. The threads of two warpgroups bring a tile's strip of pixels to shared memory,
+// every chunk of 16 bytes shifted once to where it belongs, and not once for every tap as in data_ragged.cu. Chunks lie
+// side by side pixel by pixel, so that a tap's operand is that strip from some pixels later on, and wgmma reads it in
+// place: its unswizzled operands may begin on any 16 bytes. The filter comes the same way; all of it stays where there
+// is room, else it comes in parts for each tile.
+//
+// 65 channels are five products of 16, so a tap of 64 rows and 72 columns takes 180 cycles of the tensor cores, and the
+// strip some 45 instructions for each of nine chunks a pixel, about half of what the schedulers have.
+//
+// A tile's results are as many neighbours as it has rows that are pixels of the result. They go through shared memory,
+// and leave element by element.
+#include "cuda/conv/unaligned.h"
+
+#include "cuda/conv/epilogue.cuh"
+#include "cuda/conv/unaligned.cuh"
+
+namespace jaxdnn::conv {
+namespace {
+
+// A tile's first row, and column of the result.
+struct UnalignedPlace {
+  int row, column;
+
+  template <class T>
+  __device__ UnalignedPlace(const UnalignedParams& q, int tile, T) {
+    row = q.column_tiles_div.Div(tile, &column) * (T::kResident ? 1 : UnalignedPlan::kWarpgroups) * T::kWarpgroupRows;
+    column *= q.columns;
+  }
+};
+
+// Pixels of the result before a row; that of the row, if `exists`.
+__device__ __forceinline__ int ResultPixel(const UnalignedParams& q, int row, bool* exists) {
+  int x, y;
+  const int line = q.line_div.Div(row, &x), plane = q.lines_div.Div(line, &y);
+  *exists = x < q.out[2] && y < q.out[1] && plane < q.planes;
+  if (plane >= q.planes) return q.planes * q.out[1] * q.out[2];
+  return (plane * q.out[1] + min(y, q.out[1])) * q.out[2] + (y < q.out[1] ? min(x, q.out[2]) : 0);
+}
+
+// Calls bring(group, part) for one strip of a tile after another.
+template <class Bring>
+__device__ __forceinline__ void ForStrips(const UnalignedParams& q, const Bring& bring) {
+  for (int group = 0; group < q.groups; ++group)
+    for (int slice = 0; slice < q.slices; ++slice) bring(group, UnalignedPart(q, slice));
+}
+
+template <class T>
+__device__ void ProduceStrips(const UnalignedParams& q, const UnalignedShared<T>& shared, int thread,
+                              const Bounds<typename T::In>& in) {
+  UnalignedTurn turn;
+  for (int tile = blockIdx.x; tile < q.tiles; tile += gridDim.x) {
+    const UnalignedPlace place(q, tile, T());
+    ForStrips(q, [&](int group, const UnalignedPart& part) {
+      const int plane_tap = group / q.plane_groups, line = (group - plane_tap * q.plane_groups) * q.tap_lines;
+      int* const pixels = shared.pixels + turn.stage * q.pixels;
+      FindPixels(q, thread, T::kStripThreads, place.row + line * q.line_step, plane_tap, pixels);
+      // Nobody is two strips ahead of another.
+      SyncThreads(4, T::kStripThreads);
+      hopper::WaitBarrier(shared.StripEmpty(turn.stage), turn.parity ^ 1);
+      FillStrip<T>(q, thread, part, pixels, in, shared.strips + turn.stage * q.strip_bytes);
+      hopper::ShowSharedToTma();
+      ArriveWarp(shared.StripFull(turn.stage));
+      turn.Next(2);
+    });
+  }
+}
+
+template <class T>
+__device__ void ProduceSlabs(const UnalignedParams& q, const UnalignedShared<T>& shared, int thread,
+                             const Bounds<typename T::In>& filter) {
+  UnalignedTurn turn;
+  for (int tile = blockIdx.x; tile < q.tiles; tile += gridDim.x) {
+    const UnalignedPlace place(q, tile, T());
+    ForStrips(q, [&](int group, const UnalignedPart& part) {
+      const int taps = q.tap_lines * q.window_width;
+      for (int tap = group * taps; tap < (group + 1) * taps; ++tap) {
+        hopper::WaitBarrier(shared.SlabEmpty(turn.stage), turn.parity ^ 1);
+        FillSlab<T>(q, thread, T::kWarpgroup, part, tap, place.column, filter,
+                    shared.slabs + turn.stage * q.slab_bytes);
+        hopper::ShowSharedToTma();
+        ArriveWarp(shared.SlabFull(turn.stage));
+        turn.Next(q.slabs);
+      }
+    });
+  }
+}
+
+// Stores 64 rows of sums, from row `first` of the result and its `column` on.
+template <class T, class Out>
+__device__ __forceinline__ void StoreRows(const UnalignedParams& q, int first, int column,
+                                          const float (&sums)[T::kColumns / 2], int warpgroup, float* staged, Out* out) {
+  constexpr int kPitch = T::kColumns;
+  const int thread = threadIdx.x % T::kWarpgroup, warp = thread / 32, lane = thread % 32;
+  bool exists;
+  const int before = ResultPixel(q, first, &exists), count = ResultPixel(q, first + 64, &exists) - before;
+  hopper::SyncWarpgroup(1 + warpgroup);  // the last rows are read
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int pixel = ResultPixel(q, first + 16 * warp + lane / 4 + 8 * half, &exists);
+    if (exists) {
+      float* const to = staged + (pixel - before) * kPitch + 2 * (lane % 4);
+#pragma unroll
+      for (int j = 0; j < T::kColumns / 8; ++j)
+        *reinterpret_cast<float2*>(to + 8 * j) = make_float2(sums[4 * j + 2 * half], sums[4 * j + 2 * half + 1]);
+    }
+  }
+  hopper::SyncWarpgroup(1 + warpgroup);
+  const int64_t origin = int64_t{before} * q.features + column;
+  const int all = count * q.columns;
+  const auto store = [&](int i, bool finish) {
+    int mine;
+    const int row = q.columns_div.Div(i, &mine);
+    if (column + mine >= q.features) return;
+    const int64_t at = origin + int64_t{row} * q.features + mine;
+    float v[] = {staged[row * kPitch + mine]};
+    if (finish) {
+      Add<Out>(v, q.epilogue.bias, column + mine);
+      Add<Out>(v, q.epilogue.residual, at);
+      Activate<Out>(v, q.epilogue.activation);
+    }
+    out[at] = static_cast<Out>(v[0]);
+  };
+  if (T::kForward && q.finish) {
+#pragma unroll 1
+    for (int i = thread; i < all; i += T::kWarpgroup) store(i, true);
+  } else {
+#pragma unroll 8
+    for (int i = thread; i < all; i += T::kWarpgroup) store(i, false);
+  }
+}
+
+// Which strip and part of the filter a product reads: step by step of a tap's channels, then tap by tap of a strip.
+template <class T>
+struct UnalignedCursor {
+  UnalignedTurn strip, slab;
+  int slice, steps, step, tap, line, column;
+
+  __device__ void Begin(const UnalignedParams& q) {
+    slice = step = tap = line = column = 0;
+    steps = UnalignedPart(q, 0).steps;
+  }
+  __device__ void Next(const UnalignedParams& q) {
+    if (++step < steps) return;
+    step = 0;
+    if constexpr (!T::kResident) slab.Next(q.slabs);
+    ++tap;
+    if (++column < q.window_width) return;
+    column = 0;
+    if (++line < q.tap_lines) return;
+    line = tap = 0;
+    if constexpr (T::kResident) {
+      strip.parity ^= 1;
+    } else {
+      strip.Next(2);
+    }
+    if (++slice == q.slices) slice = 0;
+    steps = UnalignedPart(q, slice).steps;
+  }
+};
+
+// The sums of a tile's rows that are the warpgroup's.
+template <class T>
+__device__ __forceinline__ void MultiplyStrips(const UnalignedParams& q, const UnalignedShared<T>& shared,
+                                               int warpgroup, UnalignedCursor<T>& at, typename T::Sums& sums) {
+  using In = typename T::In;
+  const int all = q.groups * q.tap_lines * q.window_width * q.steps;
+  const int step_a = 2 * q.pixels, step_b = T::kTransposed ? 16 : 2 * (T::kColumns + 1);
+  int last_strip = -1, last_slab = -1;
+  uint64_t a = 0, b = 0;
+  at.Begin(q);
+#pragma unroll 1
+  for (int i = 0; i < all; ++i) {
+    const bool new_tap = at.step == 0, new_strip = new_tap && at.tap == 0;
+    if (new_tap) {
+      if (new_strip) hopper::WaitBarrier(shared.StripFull(at.strip.stage), at.strip.parity);
+      if constexpr (!T::kResident) hopper::WaitBarrier(shared.SlabFull(at.slab.stage), at.slab.parity);
+      const int pixel = at.line * q.line_step + at.column * q.dilation[2] +
+                        (T::kResident ? 0 : warpgroup * T::kWarpgroupRows);
+      a = hopper::PlainDescriptor(shared.strips + at.strip.stage * q.strip_bytes + pixel * 16, q.pixels * 16, 128,
+                                  false);
+      const int apart = (T::kTransposed ? at.steps * T::kDepth : T::kColumns) + 1;
+      b = hopper::PlainDescriptor(shared.slabs + (T::kResident ? at.tap : at.slab.stage) * q.slab_bytes, apart * 16,
+                                  128, T::kTransposed);
+    }
+    hopper::BeginProducts();
+#pragma unroll
+    for (int m = 0; m < T::kBlocks; ++m)
+      hopper::Multiply<In, T::kColumns, false, T::kTransposed>(sums[m], a + m * 64, b, i > 0);
+    hopper::CommitProducts();
+    // A step's products run on while the next one's are issued; those before are done.
+    hopper::WaitForProducts<1>();
+    if (!T::kResident && new_tap && i > 0) ArriveWarp(shared.SlabEmpty(last_slab));
+    if (new_strip && i > 0) ArriveWarp(shared.StripEmpty(last_strip));
+    last_slab = at.slab.stage;
+    last_strip = at.strip.stage;
+    a += step_a;
+    b += step_b;
+    at.Next(q);
+  }
+  hopper::WaitForProducts<0>();
+  if constexpr (!T::kResident) ArriveWarp(shared.SlabEmpty(last_slab));
+  ArriveWarp(shared.StripEmpty(last_strip));
+#pragma unroll
+  for (auto& block : sums)
+#pragma unroll
+    for (float& each : block) asm volatile("" : "+f"(each));
+}
+
+template <class T>
+__device__ void Consume(const UnalignedParams& q, const UnalignedShared<T>& shared, int warpgroup, void* out) {
+  using In = typename T::In;
+  UnalignedCursor<T> at;
+  if constexpr (T::kResident) at.strip.stage = warpgroup;
+  const int turns = T::kResident ? UnalignedPlan::kWarpgroups : 1, first = T::kResident ? warpgroup : 0;
+  for (int tile = blockIdx.x + first * gridDim.x; tile < q.tiles; tile += turns * gridDim.x) {
+    const UnalignedPlace place(q, tile, T());
+    typename T::Sums sums;
+    MultiplyStrips(q, shared, warpgroup, at, sums);
+    // Not unrolled, since it holds the code of every activation.
+#pragma unroll 1
+    for (int m = 0; m < T::kBlocks; ++m) {
+      const int row = place.row + (T::kResident ? 0 : warpgroup * T::kWarpgroupRows) + m * 64;
+      float* const staged = shared.staged + warpgroup * 64 * T::kColumns;
+      if (sizeof(In) == 4 || q.wide) {
+        StoreRows<T>(q, row, place.column, sums[0], warpgroup, staged, static_cast<float*>(out));
+      } else {
+        StoreRows<T>(q, row, place.column, sums[0], warpgroup, staged, static_cast<In*>(out));
+      }
+#pragma unroll
+      for (int i = 0; i + 1 < T::kBlocks; ++i)
+#pragma unroll
+        for (int k = 0; k < T::kColumns / 2; ++k) sums[i][k] = sums[i + 1][k];
+    }
+  }
+}
+
+template <class T>
+__global__ void __launch_bounds__(T::kThreads, 1)
+    UnalignedKernel(const __grid_constant__ UnalignedParams q, Bounds<typename T::In> in,
+                    Bounds<typename T::In> filter, void* out) {
+  if constexpr (hopper::kAvailable) {
+    extern __shared__ __align__(128) unsigned char memory[];
+    const UnalignedShared<T> shared(q, memory);
+    shared.Init();
+    const int thread = threadIdx.x % T::kConsumers;
+    if (threadIdx.x >= T::kConsumers) {
+      if (T::kResident || thread < T::kWarpgroup) {
+        ProduceStrips(q, shared, thread, in);
+      } else {
+        ProduceSlabs(q, shared, thread - T::kWarpgroup, filter);
+      }
+      return;
+    }
+    if constexpr (T::kResident) {
+      const UnalignedPart all(q, 0);
+      for (int tap = 0; tap < q.taps; ++tap)
+        FillSlab<T>(q, thread, T::kConsumers, all, tap, 0, filter, shared.slabs + tap * q.slab_bytes);
+      hopper::ShowSharedToTma();
+      SyncThreads(3, T::kConsumers);
+    }
+    Consume(q, shared, threadIdx.x / T::kWarpgroup, out);
+  }
+}
+
+template <class T>
+cudaError_t LaunchTile(const Problem& p, const UnalignedPlan& plan, const void* operand,
+                       const void* filter, void* out, const Epilogue& epilogue, cudaStream_t stream) {
+  using In = typename T::In;
+  UnalignedParams q = {};
+  q.epilogue = epilogue;
+  q.finish = !IsNone(epilogue);
+  q.wide = p.out != p.in;
+  q.tiles = int(plan.Tiles());
+  q.columns = plan.columns;
+  q.column_tiles_div = FastDiv(plan.column_tiles);
+  q.columns_div = FastDiv(plan.columns);
+  q.channels = int(p.channels);
+  q.features = int(p.features);
+  q.steps = plan.steps;
+  q.slices = plan.slices;
+  for (int i = 0; i < 2; ++i) q.chunks_div[i] = FastDiv(2 * (plan.steps / plan.slices + i));
+  q.taps = int(p.Taps());
+  q.window_width = int(p.window[2]);
+  q.tap_lines = plan.tap_lines;
+  q.line_step = int(p.rhs_dilation[1] * plan.line);
+  q.groups = plan.groups;
+  q.plane_groups = int(p.window[1] / plan.tap_lines);
+  q.line_div = FastDiv(plan.line);
+  q.lines_div = FastDiv(plan.lines);
+  q.planes_div = FastDiv(p.y[0]);
+  q.planes = int(p.images * p.y[0]);
+  for (int d = 0; d < kRank; ++d) {
+    q.extent[d] = int(p.x[d]);
+    q.out[d] = int(p.y[d]);
+    q.pad[d] = int(p.pad[d]);
+    q.dilation[d] = int(p.rhs_dilation[d]);
+  }
+  q.pixels = plan.pixels;
+  q.strip_bytes = plan.StripBytes();
+  q.slabs = plan.slabs;
+  q.slab_bytes = plan.SlabBytes(sizeof(In));
+
+  int device = 0, multiprocessors = 0;
+  cudaError_t e = cudaGetDevice(&device);
+  if (e == cudaSuccess) e = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  if (e != cudaSuccess) return e;
+  const auto bounds = [](const void* array, int64_t size) {
+    return Bounds<In>{static_cast<const In*>(array), static_cast<const In*>(array) + size};
+  };
+  const Grid grid = {std::min<int64_t>(q.tiles, multiprocessors), T::kThreads, size_t(plan.SharedBytes(sizeof(In)))};
+  return LaunchKernel(UnalignedKernel<T>, grid, stream, q, bounds(operand, p.images * p.XPixels() * p.channels),
+                      bounds(filter, p.FilterSize()), out);
+}
+
+}  // namespace
+
+cudaError_t LaunchUnaligned(const Problem& problem, const void* operand, const void* filter, void* out,
+                            const Epilogue& epilogue, cudaStream_t stream) {
+  const Problem p = AsForward(problem);
+  UnalignedPlan plan;
+  if (!plan.Fit(p)) return cudaErrorInvalidValue;
+  return VisitSingleDType(p.in, [&](auto in) {
+    using In = typename decltype(in)::type;
+    const auto launch = [&](auto tile) {
+      return LaunchTile<typename decltype(tile)::type>(p, plan, operand, filter, out, epilogue, stream);
+    };
+    if (problem.direction == Direction::kForward)
+      return plan.resident ? launch(TypeTag<UnalignedTile<In, true, true>>())
+                           : launch(TypeTag<UnalignedTile<In, true, false>>());
+    return plan.resident ? launch(TypeTag<UnalignedTile<In, false, true>>())
+                         : launch(TypeTag<UnalignedTile<In, false, false>>());
+  });
+}
+
+}  // namespace jaxdnn::conv

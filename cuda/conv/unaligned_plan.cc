@@ -1,0 +1,94 @@
+#include "cuda/conv/unaligned_plan.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace jaxdnn::conv {
+namespace {
+
+constexpr int kMostSharedBytes = 227 << 10;
+
+int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// How far apart lines (or planes) are, so that what a window reads past one is zeros of the next, or there anyway.
+int64_t Pitch(const Problem& p, int d) {
+  const int64_t needed = p.y[d] + (p.window[d] - 1) * p.rhs_dilation[d];
+  return std::max({p.y[d], needed - std::max<int64_t>(p.pad[d], 0), std::min(p.pad[d] + p.x[d], needed)});
+}
+
+}  // namespace
+
+int UnalignedPlan::SlabBytes(int size) const {
+  // The larger of the two layouts: columns by the depth's chunks, or the depth by the columns' chunks.
+  const int chunk = 16 / size, chunks = 2 * MostSteps();
+  return std::max(chunks * (kColumns + 1), kColumns / chunk * (chunks * chunk + 1)) * 16;
+}
+
+int UnalignedPlan::SharedBytes(int size) const {
+  constexpr int kStaged = kWarpgroups * 64 * kColumns * 4, kBarriers = (2 + kMostSlabs) * 16;
+  return 2 * StripBytes() + slabs * SlabBytes(size) + kStaged + 2 * pixels * 4 + kBarriers;
+}
+
+bool UnalignedPlan::Fit(const Problem& p) {
+  const int size = SizeOf(p.in);
+  const int64_t pitch = Pitch(p, 2), plane = Pitch(p, 1), most = INT32_MAX / 4;
+  const int64_t reach = (p.window[2] - 1) * p.rhs_dilation[2], line_step = p.rhs_dilation[1] * pitch;
+  if (double(p.images) * p.y[0] * pitch * plane > most || double(p.window[1]) * line_step + reach > most) return false;
+  line = int(pitch);
+  lines = int(plane);
+  all_rows = p.images * p.y[0] * plane * pitch;
+  steps = int(CeilDiv(p.channels * size, kStepBytes));
+  column_tiles = int(CeilDiv(p.features, kColumns));
+  columns = int(CeilDiv(p.features, column_tiles));
+  const auto take = [&](int of_rows, int64_t of_lines, int64_t of_slices, int64_t of_slabs) {
+    const int64_t all = (of_rows + reach + (of_lines - 1) * line_step) | 1;
+    if (all > (1 << 14)) return false;
+    resident = of_rows == kWarpgroupRows;
+    rows = of_rows;
+    tap_lines = int(of_lines);
+    groups = int(p.window[0] * p.window[1] / of_lines);
+    slices = int(of_slices);
+    pixels = int(all);
+    slabs = int(of_slabs);
+    return SharedBytes(size) <= kMostSharedBytes;
+  };
+  constexpr int kBoth = kWarpgroups * kWarpgroupRows, kLeastSlabs = 3;
+  if (p.window[0] == 1 && steps <= kMostSteps && column_tiles == 1 && p.Taps() < 1024 &&
+      take(kWarpgroupRows, p.window[1], 1, p.Taps()))
+    return true;
+  // All of the window's lines in a strip are loaded once, but with as many lines more.
+  const bool together = (p.window[1] - 1) * (kBoth + reach) > (p.window[1] - 1) * line_step;
+  for (const int64_t of_lines : {together ? p.window[1] : int64_t{1}, int64_t{1}})
+    for (int64_t slice = kMostSteps; slice >= 2 || slice == std::min(steps, 1); --slice)
+      if (take(kBoth, of_lines, CeilDiv(steps, slice), kLeastSlabs)) {
+        while (slabs < kMostSlabs && take(kBoth, of_lines, slices, slabs + 1)) {
+        }
+        if (SharedBytes(size) > kMostSharedBytes) --slabs;
+        return true;
+      }
+  return false;
+}
+
+bool TakesUnaligned(const Problem& problem) {
+  const Problem p = AsForward(problem);
+  if (p.direction != Direction::kForward || p.groups != 1 || p.batch != 1) return false;
+  if (p.in == DType::kF64 || (p.in == DType::kF32 && p.products != 1)) return false;
+  for (int d = 0; d < kRank; ++d)
+    if (p.stride[d] != 1 || p.lhs_dilation[d] != 1) return false;
+  if (std::min({p.images, p.channels, p.features, p.XPixels(), p.YPixels(), p.Taps()}) == 0) return false;
+  if (p.images * std::max(p.XPixels(), p.YPixels()) >= INT32_MAX / 4) return false;
+  UnalignedPlan plan;
+  return plan.Fit(p);
+}
+
+double UnalignedCycles(const Problem& problem) {
+  constexpr double kMultiprocessors = 132, kStart = 9000, kProduct = 40, kStore = 2500;
+  const Problem p = AsForward(problem);
+  UnalignedPlan plan;
+  if (!plan.Fit(p)) return HUGE_VAL;
+  const double products = double(p.Taps()) * plan.steps * plan.rows / 64;
+  const double tile = plan.resident ? products * kProduct : products * kProduct * 1.2 + kStore;
+  return kStart + std::ceil(plan.Tiles() / kMultiprocessors) * tile;
+}
+
+}  // namespace jaxdnn::conv

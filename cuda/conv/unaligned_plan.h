@@ -1,0 +1,45 @@
+// What the kernels of unaligned channels (unaligned.h) take, how they cut it up, and how long that takes. A data gradient
+// is the forward convolution that AsForward makes of it. Plain host declarations.
+//
+// Their rows are the pixels of all images with some of the padding: a line has what is to its left, and that is also to
+// the right of the line before; so it is with the lines of a plane. On these every tap of the window is so many pixels
+// away, wherever the window is, and a tile's operand is one strip of pixels, which lies in shared memory once for all
+// taps. Rows that are no pixels of the result are computed for nothing.
+#pragma once
+
+#include "cuda/conv/conv.h"
+
+namespace jaxdnn::conv {
+
+struct UnalignedPlan {
+  static constexpr int kColumns = 72;       // of a tile
+  static constexpr int kWarpgroupRows = 128, kWarpgroups = 2;
+  static constexpr int kStepBytes = 32;     // of a pixel's channels, that one product takes
+  static constexpr int kMostSteps = 5;      // of a slice of the channels
+  static constexpr int kMostSlabs = 8;      // of the filter's parts that are in shared memory, unless all of them are
+
+  bool resident;        // all of the filter is in shared memory, and each warpgroup has tiles of its own
+  int rows, columns;    // of a tile
+  int column_tiles;
+  int line, lines;      // pixels of a line, and lines of a plane
+  int64_t all_rows;
+  int tap_lines;        // of the window, that a strip holds: all or one
+  int groups;           // of as many of the window's lines
+  int steps, slices;    // of the channels, in almost equal parts
+  int pixels;           // of a strip: an odd number, so that its chunks lie in different banks
+  int slabs;            // the filter's, of a tap and slice each
+
+  bool Fit(const Problem& p);
+
+  int MostSteps() const { return (steps + slices - 1) / slices; }
+  int StripBytes() const { return pixels * MostSteps() * kStepBytes; }
+  // With a chunk more for each eight, or chunk of the depth, that spreads them over the banks.
+  int SlabBytes(int size) const;
+  int SharedBytes(int size) const;
+  int64_t Tiles() const { return (all_rows + rows - 1) / rows * column_tiles; }
+};
+
+bool TakesUnaligned(const Problem& p);
+double UnalignedCycles(const Problem& p);
+
+}  // namespace jaxdnn::conv
