@@ -1,0 +1,177 @@
+"""The kernels of unaligned channels: what they take, and problems around their limits against the float64 oracle."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxdnn
+from conv_cases import SAME3, ConvCase
+from conv_checks import coarse
+from conv_oracle import conv as conv_oracle
+from conv_oracle import conv_gradients
+from jaxdnn._conv.primitives import OPERANDS, UNALIGNED, convolve, plan
+from jaxdnn._conv.spec import ConvSpec
+from numerics import assert_close, assert_repeatable, exact, sample
+
+DIRECTIONS = {"forward": "y", "data_gradient": "x"}
+DTYPES = [("bfloat16",) * 2, ("float16",) * 2, ("bfloat16", "float32"), ("float32",) * 2]
+
+
+def algorithms(direction, c, k, dtype="bfloat16", window=(3, 3), **options):
+  x = jax.ShapeDtypeStruct((options.pop("batch", 32), *options.pop("spatial", (56, 56)), c), dtype)
+  w = jax.ShapeDtypeStruct((*window, c // options.get("groups", 1), k), dtype)
+  return jaxdnn.conv_algorithms(x, w, direction=direction, **{"padding": "SAME", "precision": "default", **options})
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_is_chosen(direction, dtype):
+  for c, k in ((65, 65), (64, 65), (65, 64), (129, 129), (257, 257)):
+    first = algorithms(direction, c, k, dtype)[0]
+    assert first.name == first.tile == UNALIGNED, (c, k)
+    assert first.exactness == ("float32 of tf32" if dtype == "float32" else "float32")
+    assert first.workspace_bytes == 0 and first.splits == 1
+  assert algorithms(direction, 64, 64, dtype)[0].name == "implicit_gemm_wgmma"
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_is_not_offered(direction):
+  names = lambda *a, **k: {each.name for each in algorithms(direction, *a, **k)}  # noqa: E731
+  assert UNALIGNED in names(65, 65, padding=((-1, 2), (0, 3)), dilation=2)
+  assert UNALIGNED in names(65, 65, window=(3, 3, 3), spatial=(8, 8, 8))
+  assert UNALIGNED in names(65, 65, window=(5,), spatial=(4000,))
+  assert UNALIGNED not in names(65, 65, hopper=False)
+  assert UNALIGNED not in names(65, 65, stride=2)
+  assert UNALIGNED not in names(66, 66, groups=2)
+  assert UNALIGNED not in names(65, 65, "float64")
+  assert UNALIGNED not in names(65, 65, "float32", precision="high")
+  assert UNALIGNED not in names(65, 65, batch=0)
+  assert UNALIGNED not in {each.name for each in algorithms("filter_gradient", 65, 65)}
+
+
+_ = ConvCase
+# Filters that stay and that come in parts, slices of different lengths, columns in several tiles; windows of lines that a
+# strip holds together or by itself; padding beyond the window and of less than nothing; several tiles to a block.
+CASES = [
+  _("c65k65", 2, (9, 8), 65, (3, 3), 65, padding=SAME3),
+  _("c64k65", 2, (15, 14), 64, (3, 3), 65, padding=SAME3),
+  _("c65k64", 2, (15, 14), 65, (3, 3), 64, padding=SAME3),
+  _("c72k72", 1, (9, 8), 72, (3, 3), 72, padding=SAME3),
+  _("c31k33", 1, (9, 8), 31, (3, 3), 33, padding=((0, 3), (2, -1)), rhs_dilation=(1, 2)),
+  _("negative_padding", 2, (12, 11), 9, (3, 3), 20, padding=((-2, 1), (3, -3))),
+  _("far_padding", 1, (6, 5), 5, (3, 2), 7, padding=((7, 0), (0, 9))),
+  _("window_as_input", 3, (3, 4), 21, (3, 4), 11),
+  _("c1k9", 2, (9, 8), 1, (3, 3), 9),
+  _("c130k127", 2, (5, 7), 130, (1, 1), 127),
+  _("c129k145", 1, (20, 19), 129, (3, 3), 145, padding=SAME3),
+  _("c257k83", 1, (9, 9), 257, (3, 3), 83, padding=SAME3),
+  _("wide_line", 1, (4, 400), 37, (3, 3), 41, padding=SAME3),
+  _("wider_line", 1, (3, 900), 70, (3, 3), 21, padding=SAME3),
+  _("5x4", 2, (9, 10), 17, (5, 4), 12, padding=((2, 2), (1, 2)), rhs_dilation=(2, 1)),
+  _("1d", 3, (150,), 29, (5,), 67, padding=((2, 2),)),
+  _("3d", 1, (5, 4, 6), 11, (3, 3, 3), 19, padding=((1, 1),) * 3),
+  _("3d_dilated", 1, (5, 7, 9), 83, (2, 3, 2), 75, padding=((1, 2), (1, 0), (1, 1)), rhs_dilation=(2, 2, 1)),
+  _("long", 90, (28, 28), 65, (3, 3), 65, padding=SAME3),
+]
+
+
+def check(case, dtype, out_dtype, draw=coarse):
+  """Returns in how many directions the kernels take the problem."""
+  spec = ConvSpec(*case.geometry, 1, case.spatial, case.window, None, UNALIGNED)
+  if min(spec.y_spatial) <= 0:
+    return 0
+  shapes = {"x": case.x_shape, "w": case.w_shape, "y": (case.batch, *spec.y_spatial, case.k)}
+  arrays = {name: draw(shape, dtype, seed) for seed, (name, shape) in enumerate(shapes.items())}
+  oracle = [exact(arrays[name]) for name in "xwy"]
+  wants = {"y": conv_oracle(*oracle[:2], *case.geometry), "x": conv_gradients(*oracle, *case.geometry)[0]}
+  taken = 0
+  for result, want in wants.items():
+    operands = {name: jnp.asarray(arrays[name])[None] for name in OPERANDS[result]}
+    if not plan(result, *operands.values(), spec, np.dtype(out_dtype), hopper=True):
+      continue
+    taken += 1
+    f = lambda a, b, r=result: convolve(r, dict(zip(OPERANDS[r], (a, b), strict=True)), spec, out_dtype)  # noqa: E731
+    got = assert_repeatable(f, *operands.values(), repeats=3)
+    terms = int(np.prod(case.window)) * (case.c if result == "y" else case.k)
+    assert_close(got[0], want, out_dtype, terms=terms, scale=3 * np.sqrt(terms))
+  return taken
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_kernels(case):
+  for dtype, out_dtype in DTYPES:
+    assert check(case, dtype, out_dtype) == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitize
+@pytest.mark.parametrize("case", [CASES[0], CASES[4], CASES[10], CASES[16]], ids=lambda c: c.name)
+def test_kernels_under_the_sanitizer(case):
+  for dtype in ("bfloat16", "float32"):
+    assert check(case, dtype, dtype) == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(30))
+def test_random_problems(seed):
+  rng = np.random.default_rng(seed)
+  rank = int(rng.integers(1, 4))
+  small = lambda lo, hi: tuple(int(v) for v in rng.integers(lo, hi + 1, rank))  # noqa: E731
+  padding = tuple((int(a), int(b)) for a, b in rng.integers(-1, 6, (rank, 2)))
+  c, k = (int(v) for v in rng.integers(1, 150, 2))
+  case = _(
+    "random", int(rng.integers(1, 5)), small(4, 12 if rank < 3 else 6), c, small(1, 4), k, padding=padding,
+    rhs_dilation=small(1, 2),
+  )  # fmt: skip
+  check(case, "bfloat16", "bfloat16")
+  check(case, "float32", "float32")
+
+
+def not_finite(shape, dtype, seed):
+  """Infinities and a NaN among the gathered operands, not in the filter."""
+  a = coarse(shape, dtype, seed)
+  if seed != 1:
+    a[0, 0, 0, -1], a[0, -1, -1, 0], a[-1, shape[1] // 2, shape[2] // 2, -1] = np.inf, -np.inf, np.nan
+  return a
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_infinities_stay_in_their_windows(dtype):
+  """Neither what fills up channels and columns nor pixels between the lines carries them anywhere."""
+  with np.errstate(invalid="ignore"):
+    for c, k in ((65, 65), (17, 30), (129, 75)):
+      assert check(_("", 3, (9, 13), c, (3, 3), k, padding=SAME3), dtype, dtype, not_finite) == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("features", [9, 65, 137])
+@pytest.mark.parametrize("activation", [None, "relu", "gelu"])
+@pytest.mark.parametrize("dtype, out_dtype", [("bfloat16", None), ("float32", None), ("bfloat16", "float32")])
+def test_epilogue(features, activation, dtype, out_dtype):
+  layer = dict(padding="SAME", precision="default", activation=activation, preferred_element_type=out_dtype)
+  x, w = (jnp.asarray(coarse(s, dtype, i)) for i, s in enumerate(((3, 7, 18, 41), (3, 3, 41, features))))
+  b, r = (jnp.asarray(sample(s, out_dtype or dtype, i)) for i, s in ((2, (features,)), (3, (3, 7, 18, features))))
+  for bias, residual in ((b, None), (None, r), (b, r)):
+    got = jaxdnn.conv(x, w, bias, residual=residual, algorithm=UNALIGNED, **layer)
+    want = jaxdnn.conv(x, w, bias, residual=residual, algorithm="implicit_gemm", **layer)
+    assert_close(got, exact(want), out_dtype or dtype, terms=369, scale=3 * np.sqrt(369))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_arrays_that_begin_anywhere(dtype):
+  """Arrays that are not on 16 bytes take another kernel."""
+  x, w = coarse((2, 6, 7, 48), dtype), coarse((3, 3, 48, 33), dtype, 1)
+
+  def f(flat, w, offset):
+    x = jax.lax.slice(flat, (offset,), (offset + 6 * 7 * 48,)).reshape(1, 6, 7, 48)
+    return jaxdnn.conv(x, w, padding=SAME3, precision="default")
+
+  for offset in (0, 1, 3):
+    got = jax.jit(f, static_argnums=2)(x.reshape(-1), w, offset)
+    operand = exact(x).reshape(-1)[offset:][: 6 * 7 * 48].reshape(1, 6, 7, 48)
+    want = conv_oracle(operand, exact(w), (1, 1), SAME3, (1, 1), (1, 1))
+    assert_close(got, want, dtype, terms=432, scale=3 * np.sqrt(432))
