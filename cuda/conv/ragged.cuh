@@ -21,12 +21,6 @@ struct Bounds {
   }
 };
 
-__device__ inline void StoreChunk(uint32_t shared, const uint32_t (&words)[4]) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(words[0]), "r"(words[1]), "r"(words[2]),
-               "r"(words[3])
-               : "memory");
-}
-
 template <class In>
 struct RaggedChunk {
   uint32_t words[8];
@@ -54,8 +48,8 @@ struct RaggedChunk {
       if (i < count) words[i * sizeof(In) / 4] |= BitsOf(from[i]) << i * sizeof(In) % 4 * 8;
   }
 
-  // To the first four words, with zeros behind the first `count` elements.
-  __device__ __forceinline__ void Shift(int count) {
+  // Into shared memory, with zeros behind the first `count` elements.
+  __device__ __forceinline__ void Put(uint32_t shared, int count) {
     const bool two = shift & 8, one = shift & 4;
 #pragma unroll
     for (int i = 0; i < 6; ++i) words[i] = two ? words[i + 2] : words[i];
@@ -70,11 +64,9 @@ struct RaggedChunk {
       if (elements <= 0) words[i] = 0;
       if (sizeof(In) == 2 && elements == 1) words[i] &= 0xFFFF;
     }
-  }
-  // So into shared memory.
-  __device__ __forceinline__ void Put(uint32_t shared, int count) {
-    Shift(count);
-    StoreChunk(shared, {words[0], words[1], words[2], words[3]});
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(words[0]), "r"(words[1]), "r"(words[2]),
+                 "r"(words[3])
+                 : "memory");
   }
 
  private:

@@ -11,7 +11,7 @@
 // strip some 45 instructions for each of nine chunks a pixel, about half of what the schedulers have.
 //
 // A tile's results are as many neighbours as it has rows that are pixels of the result. They go through shared memory,
-// and leave element by element.
+// and leave in fours.
 #include "cuda/conv/unaligned.h"
 
 #include "cuda/conv/epilogue.cuh"
@@ -78,8 +78,8 @@ __device__ void ProduceSlabs(const UnalignedParams& q, const UnalignedShared<T>&
       const int taps = q.tap_lines * q.window_width;
       for (int tap = group * taps; tap < (group + 1) * taps; ++tap) {
         hopper::WaitBarrier(shared.SlabEmpty(turn.stage), turn.parity ^ 1);
-        FillSlab<T>(q, thread, T::kWarpgroup, part, tap, place.column, filter,
-                    shared.slabs + turn.stage * q.slab_bytes);
+        FillSlabs<T>(q, thread, T::kWarpgroup, part, tap, 1, place.column, filter,
+                     shared.slabs + turn.stage * q.slab_bytes);
         hopper::ShowSharedToTma();
         ArriveWarp(shared.SlabFull(turn.stage));
         turn.Next(q.slabs);
@@ -88,47 +88,86 @@ __device__ void ProduceSlabs(const UnalignedParams& q, const UnalignedShared<T>&
   }
 }
 
-// Stores 64 rows of sums, from row `first` of the result and its `column` on.
+// Stores 64 rows of sums, from row `first` of the result and its `column` on. In shared memory they are side by side,
+// as far from an aligned four as in the result where all of its columns are the tile's, with a place left free after
+// each four, so that neither rows nor fours meet in a bank.
 template <class T, class Out>
 __device__ __forceinline__ void StoreRows(const UnalignedParams& q, int first, int column,
                                           const float (&sums)[T::kColumns / 2], int warpgroup, float* staged, Out* out) {
-  constexpr int kPitch = T::kColumns;
   const int thread = threadIdx.x % T::kWarpgroup, warp = thread / 32, lane = thread % 32;
+  const FastDiv& width_div = q.width_div[column + q.columns >= q.features];
+  const int width = width_div.divisor;
   bool exists;
   const int before = ResultPixel(q, first, &exists), count = ResultPixel(q, first + 64, &exists) - before;
+  const int64_t origin = int64_t{before} * q.features + column;
+  const bool whole = width == q.features;
+  const int start = whole ? static_cast<int>(origin % 4) : 0, end = start + count * width;
+  const auto place = [](int i) { return i + i / 4; };
   hopper::SyncWarpgroup(1 + warpgroup);  // the last rows are read
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int pixel = ResultPixel(q, first + 16 * warp + lane / 4 + 8 * half, &exists);
-    if (exists) {
-      float* const to = staged + (pixel - before) * kPitch + 2 * (lane % 4);
+    const int mine = 2 * (lane % 4), left = exists ? width - mine : 0, at = start + (pixel - before) * width + mine;
+    float *const even = staged + place(at), *const odd = staged + place(at + 1);
 #pragma unroll
-      for (int j = 0; j < T::kColumns / 8; ++j)
-        *reinterpret_cast<float2*>(to + 8 * j) = make_float2(sums[4 * j + 2 * half], sums[4 * j + 2 * half + 1]);
+    for (int j = 0; j < T::kColumns / 8; ++j) {
+      if (8 * j < left) even[10 * j] = sums[4 * j + 2 * half];
+      if (8 * j + 1 < left) odd[10 * j] = sums[4 * j + 2 * half + 1];
     }
   }
   hopper::SyncWarpgroup(1 + warpgroup);
-  const int64_t origin = int64_t{before} * q.features + column;
-  const int all = count * q.columns;
-  const auto store = [&](int i, bool finish) {
-    int mine;
-    const int row = q.columns_div.Div(i, &mine);
-    if (column + mine >= q.features) return;
-    const int64_t at = origin + int64_t{row} * q.features + mine;
-    float v[] = {staged[row * kPitch + mine]};
-    if (finish) {
-      Add<Out>(v, q.epilogue.bias, column + mine);
-      Add<Out>(v, q.epilogue.residual, at);
-      Activate<Out>(v, q.epilogue.activation);
-    }
-    out[at] = static_cast<Out>(v[0]);
+
+  Out* const to = out + (origin - start);
+  const auto load = [&](int four, float (&v)[4]) {
+#pragma unroll
+    for (int k = 0; k < 4; ++k) v[k] = staged[5 * four + k];
   };
-  if (T::kForward && q.finish) {
+  const auto store = [&](int four, const float (&v)[4]) {
+    const Vec<Out, 4> rounded = Round<Out>(v);
+    if (4 * four >= start && 4 * four + 4 <= end) {
+      *reinterpret_cast<Vec<Out, 4>*>(to + 4 * four) = rounded;
+    } else {
+#pragma unroll
+      for (int k = 0; k < 4; ++k)
+        if (4 * four + k >= start && 4 * four + k < end) to[4 * four + k] = rounded.v[k];
+    }
+  };
+  if (whole && !(T::kForward && q.finish)) {
+#pragma unroll 2
+    for (int i = thread; 4 * i < end; i += T::kWarpgroup) {
+      float v[4];
+      load(i, v);
+      store(i, v);
+    }
+    return;
+  }
 #pragma unroll 1
-    for (int i = thread; i < all; i += T::kWarpgroup) store(i, true);
-  } else {
-#pragma unroll 8
-    for (int i = thread; i < all; i += T::kWarpgroup) store(i, false);
+  for (int i = thread; 4 * i < end; i += T::kWarpgroup) {
+    float v[4];
+    int64_t at[4];
+    load(i, v);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      int mine;
+      const int row = width_div.Div(max(4 * i + k - start, 0), &mine);
+      const bool is_there = 4 * i + k >= start && 4 * i + k < end;
+      at[k] = is_there ? origin + int64_t{row} * q.features + mine : -1;
+      if (T::kForward && is_there) {
+        float one[] = {v[k]};
+        Add<Out>(one, q.epilogue.bias, column + mine);
+        Add<Out>(one, q.epilogue.residual, at[k]);
+        v[k] = one[0];
+      }
+    }
+    if (T::kForward && q.finish) Activate<Out>(v, q.epilogue.activation);
+    if (whole) {
+      store(i, v);
+    } else {
+      const Vec<Out, 4> rounded = Round<Out>(v);
+#pragma unroll
+      for (int k = 0; k < 4; ++k)
+        if (at[k] >= 0) out[at[k]] = rounded.v[k];
+    }
   }
 }
 
@@ -223,7 +262,7 @@ __device__ void Consume(const UnalignedParams& q, const UnalignedShared<T>& shar
 #pragma unroll 1
     for (int m = 0; m < T::kBlocks; ++m) {
       const int row = place.row + (T::kResident ? 0 : warpgroup * T::kWarpgroupRows) + m * 64;
-      float* const staged = shared.staged + warpgroup * 64 * T::kColumns;
+      float* const staged = shared.staged + warpgroup * (q.staged_bytes / 4);
       if (sizeof(In) == 4 || q.wide) {
         StoreRows<T>(q, row, place.column, sums[0], warpgroup, staged, static_cast<float*>(out));
       } else {
@@ -255,9 +294,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       return;
     }
     if constexpr (T::kResident) {
-      const UnalignedPart all(q, 0);
-      for (int tap = 0; tap < q.taps; ++tap)
-        FillSlab<T>(q, thread, T::kConsumers, all, tap, 0, filter, shared.slabs + tap * q.slab_bytes);
+      FillSlabs<T>(q, thread, T::kConsumers, UnalignedPart(q, 0), 0, q.taps, 0, filter, shared.slabs);
       hopper::ShowSharedToTma();
       SyncThreads(3, T::kConsumers);
     }
@@ -276,12 +313,14 @@ cudaError_t LaunchTile(const Problem& p, const UnalignedPlan& plan, const void* 
   q.tiles = int(plan.Tiles());
   q.columns = plan.columns;
   q.column_tiles_div = FastDiv(plan.column_tiles);
-  q.columns_div = FastDiv(plan.columns);
+  q.width_div[0] = FastDiv(plan.columns);
+  q.width_div[1] = FastDiv(p.features - (plan.column_tiles - 1) * plan.columns);
   q.channels = int(p.channels);
   q.features = int(p.features);
   q.steps = plan.steps;
   q.slices = plan.slices;
-  for (int i = 0; i < 2; ++i) q.chunks_div[i] = FastDiv(2 * (plan.steps / plan.slices + i));
+  for (int i = 0; i < 2; ++i) q.steps_div[i] = FastDiv(plan.steps / plan.slices + i);
+  q.column_pairs = FastDiv(CeilDiv(T::kColumns / kChunk<In>, 2));
   q.taps = int(p.Taps());
   q.window_width = int(p.window[2]);
   q.tap_lines = plan.tap_lines;
@@ -300,6 +339,7 @@ cudaError_t LaunchTile(const Problem& p, const UnalignedPlan& plan, const void* 
   }
   q.pixels = plan.pixels;
   q.strip_bytes = plan.StripBytes();
+  q.staged_bytes = plan.StagedBytes();
   q.slabs = plan.slabs;
   q.slab_bytes = plan.SlabBytes(sizeof(In));
 

@@ -4,10 +4,21 @@
 #include "cuda/common/fast_div.cuh"
 #include "cuda/common/hopper.cuh"
 #include "cuda/common/launch.cuh"
-#include "cuda/conv/ragged.cuh"
+#include "cuda/common/mma.cuh"
+#include "cuda/conv/epilogue.cuh"
 #include "cuda/conv/unaligned_plan.h"
 
 namespace jaxdnn::conv {
+
+// An array on 16 bytes, of which no byte outside is read.
+template <class In>
+struct Bounds {
+  const In *begin, *end;
+};
+
+// Elements of 16 bytes.
+template <class In>
+constexpr int kChunk = 16 / sizeof(In);
 
 // Two warpgroups multiply, two bring the operands.
 template <class In_, bool kForward_, bool kResident_>
@@ -29,17 +40,18 @@ struct UnalignedParams {
   Epilogue epilogue;
   bool finish, wide;  // whether there is an epilogue; whether the result is of floats
   int tiles, columns;  // and columns of a tile
-  FastDiv column_tiles_div, columns_div;
+  FastDiv column_tiles_div, width_div[2];  // columns of a tile, and of the last
   int channels, features;  // of the operand and of the result
   int steps, slices;
   int taps, window_width, tap_lines;
   int line_step;             // pixels from line to line of the window
   int groups, plane_groups;  // of the window's lines: all, and those of a plane of it
   FastDiv line_div, lines_div, planes_div;
-  FastDiv chunks_div[2];  // of a slice of the fewest steps, and of one more
+  FastDiv steps_div[2];  // of a slice of the fewest steps, and of one more
+  FastDiv column_pairs;  // of chunks of columns
   int planes;                        // of the result, of all images
   int extent[kRank], pad[kRank], dilation[kRank], out[kRank];  // of the operand, and of the result
-  int pixels, strip_bytes, slab_bytes, slabs;
+  int pixels, strip_bytes, slab_bytes, slabs, staged_bytes;
 };
 
 // The parts of a block's shared memory, and its barriers.
@@ -54,7 +66,7 @@ struct UnalignedShared {
       : strips(SharedAddress(shared)), slabs(strips + 2 * q.strip_bytes) {
     unsigned char* next = shared + 2 * q.strip_bytes + q.slabs * q.slab_bytes;
     staged = reinterpret_cast<float*>(next);
-    next += UnalignedPlan::kWarpgroups * 64 * T::kColumns * 4;
+    next += UnalignedPlan::kWarpgroups * q.staged_bytes;
     barriers = SharedAddress(next);
     pixels = reinterpret_cast<int*>(next + (2 + UnalignedPlan::kMostSlabs) * 16);
   }
@@ -97,7 +109,7 @@ struct UnalignedPart {
   bool longer;
 
   __device__ UnalignedPart(const UnalignedParams& q, int slice) {
-    const int each = q.chunks_div[0].divisor / 2, more = q.steps - each * q.slices;
+    const int each = static_cast<int>(q.steps_div[0].divisor), more = q.steps - each * q.slices;
     longer = slice < more;
     first_step = slice * each + min(slice, more);
     steps = each + longer;
@@ -115,44 +127,108 @@ __device__ inline void ArriveWarp(uint32_t barrier) {
   if (threadIdx.x % 32 == 0) hopper::Arrive(barrier);
 }
 
-// A chunk of an operand: `count` elements from `from` on, if any, to `to`.
+__device__ inline void StoreChunk(uint32_t shared, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+
+// Two chunks of elements that begin anywhere, in a row, and the three aligned ones they lie in. Of their bytes so many
+// exist, the others are zeros.
 template <class In>
-struct UnalignedChunk {
-  const In* from;
-  int count;
-  uint32_t to;
+struct ChunkPair {
+  uint32_t words[12];
+  int shift;  // bytes in front of the first element
+
+  // Begins to read them. What does not end before `end`, the array's last multiple of 16 bytes, is left to FetchSlowly.
+  __device__ __forceinline__ bool Fetch(const In* from, int bytes, bool exists, const char* end) {
+    shift = static_cast<int>(reinterpret_cast<uintptr_t>(from) % 16);
+    const char* const first = reinterpret_cast<const char*>(from);
+    const bool inside = exists && first + bytes <= end;
+    const uint4* const aligned = reinterpret_cast<const uint4*>(first - shift);
+    uint4 chunks[3] = {};
+    if (inside) chunks[0] = __ldg(aligned);
+    if (inside && shift + bytes > 16) chunks[1] = __ldg(aligned + 1);
+    if (inside && shift + bytes > 32) chunks[2] = __ldg(aligned + 2);
+#pragma unroll
+    for (int i = 0; i < 3; ++i) {
+      words[4 * i] = chunks[i].x, words[4 * i + 1] = chunks[i].y;
+      words[4 * i + 2] = chunks[i].z, words[4 * i + 3] = chunks[i].w;
+    }
+    return exists && !inside;
+  }
+  __device__ __forceinline__ void FetchSlowly(const In* from, int bytes) {
+    using Bits = std::conditional_t<sizeof(In) == 2, unsigned short, unsigned>;
+    constexpr int kPerWord = 4 / sizeof(In);
+    shift = 0;
+#pragma unroll
+    for (int i = 0; i < 8 * kPerWord; ++i)
+      if (i * static_cast<int>(sizeof(In)) < bytes)
+        words[i / kPerWord] |= uint32_t{__ldg(reinterpret_cast<const Bits*>(from) + i)} << i % kPerWord * 16;
+  }
+
+  // To the first eight words.
+  __device__ __forceinline__ void Shift(const uint32_t (&mask)[8]) {
+    const bool two = shift & 8, one = shift & 4;
+#pragma unroll
+    for (int i = 0; i < 10; ++i) words[i] = two ? words[i + 2] : words[i];
+#pragma unroll
+    for (int i = 0; i < 9; ++i) words[i] = one ? words[i + 1] : words[i];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if constexpr (sizeof(In) == 2) words[i] = __funnelshift_r(words[i], words[i + 1], shift % 4 * 8);
+      words[i] &= mask[i];
+    }
+    if constexpr (sizeof(In) == 4) {
+      RoundToTf32(reinterpret_cast<uint32_t (&)[4]>(words[0]));
+      RoundToTf32(reinterpret_cast<uint32_t (&)[4]>(words[4]));
+    }
+  }
 };
 
-// Copies `all` chunks, of which chunk(i) says all, by kThreads threads. So many of a thread are on their way at once.
-template <int kAtOnce, class In, class Chunk>
-__device__ __forceinline__ void CopyChunks(int thread, int threads, int all, const Bounds<In>& array,
-                                           const Chunk& chunk) {
-#pragma unroll 1
-  for (int first = thread; first < all; first += kAtOnce * threads) {
-    RaggedChunk<In> chunks[kAtOnce];
-    int count[kAtOnce];
-    uint32_t to[kAtOnce];
-    bool at_end = false;
+// Copies `elements` of each of some lines, and zeros behind them, to a line's `chunks`, which are so many bytes apart.
+// pairs.divisor is half of those: a thread always copies the same two of a line, of kAtOnce lines at once. from(line,
+// &at) says whether there is such a line, and where; to(line), where its first chunk goes.
+template <int kAtOnce, class In, class From, class To>
+__device__ __forceinline__ void CopyLines(int thread, int threads, const FastDiv& pairs, int lines, int chunks,
+                                          int elements, int chunks_apart, const In* end, const From& from,
+                                          const To& to) {
+  int mine;
+  const int first = pairs.Div(thread, &mine), apart = pairs.Div(threads), element = mine * 2 * kChunk<In>;
+  if (first >= apart) return;
+  const int bytes = max(0, min(elements - element, 2 * kChunk<In>)) * static_cast<int>(sizeof(In));
+  const char* const last = reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(end) / 16 * 16);
+  uint32_t mask[8];
 #pragma unroll
-    for (int j = 0; j < kAtOnce; ++j) {
-      const int i = first + j * threads;
-      const UnalignedChunk<In> mine = chunk(min(i, all - 1));
-      count[j] = min(mine.count, kChunk<In>);
-      to[j] = mine.to;
-      chunks[j].Fetch(mine.from, i < all ? count[j] : 0, array);
-      at_end |= chunks[j].at_end;
-    }
-    if (at_end) {
+  for (int i = 0; i < 8; ++i) mask[i] = bytes >= 4 * i + 4 ? ~0u : bytes <= 4 * i ? 0u : 0xFFFFu;
+#pragma unroll 1
+  for (int begin = first; begin < lines; begin += kAtOnce * apart) {
+    ChunkPair<In> pair[kAtOnce];
+    bool slow = false;
+    const auto each = [&](int j, const auto& f) {
+      const int line = begin + j * apart;
+      const In* at;
+      const bool exists = from(min(line, lines - 1), &at) && line < lines && bytes > 0;
+      return f(at + element, exists);
+    };
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j)
+      slow |= each(j, [&](const In* at, bool exists) { return pair[j].Fetch(at, bytes, exists, last); });
+    if (slow) {
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j)
-        if (chunks[j].at_end) chunks[j].FetchOneByOne(chunk(first + j * threads).from, count[j]);
+        each(j, [&](const In* at, bool exists) {
+          if (exists && reinterpret_cast<const char*>(at) + bytes > last) pair[j].FetchSlowly(at, bytes);
+        });
     }
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
-      chunks[j].Shift(count[j]);
-      uint32_t words[4] = {chunks[j].words[0], chunks[j].words[1], chunks[j].words[2], chunks[j].words[3]};
-      if constexpr (sizeof(In) == 4) RoundToTf32(words);
-      if (first + j * threads < all) StoreChunk(to[j], words);
+      pair[j].Shift(mask);
+      const int line = begin + j * apart;
+      const uint32_t* const words = pair[j].words;
+      if (line < lines) {
+        const uint32_t place = to(line) + 2 * mine * chunks_apart;
+        StoreChunk(place, words[0], words[1], words[2], words[3]);
+        if (2 * mine + 1 < chunks) StoreChunk(place + chunks_apart, words[4], words[5], words[6], words[7]);
+      }
     }
   }
 }
@@ -182,69 +258,89 @@ template <class T>
 __device__ __forceinline__ void FillStrip(const UnalignedParams& q, int thread, const UnalignedPart& part,
                                           const int* pixels, const Bounds<typename T::In>& in, uint32_t strip) {
   using In = typename T::In;
-  const int chunks = 2 * part.steps, first = part.first_step * T::kDepth;
-  const FastDiv& chunks_div = q.chunks_div[part.longer];
-  CopyChunks<5>(thread, T::kStripThreads, q.pixels * chunks, in, [&](int i) {
-    int chunk;
-    const int at = chunks_div.Div(i, &chunk), pixel = pixels[at], channel = first + chunk * kChunk<In>;
-    return UnalignedChunk<In>{in.begin + int64_t{pixel} * q.channels + channel, pixel < 0 ? 0 : q.channels - channel,
-                              strip + (chunk * q.pixels + at) * 16};
-  });
+  const int first = part.first_step * T::kDepth;
+  CopyLines<3>(
+      thread, T::kStripThreads, q.steps_div[part.longer], q.pixels, 2 * part.steps, q.channels - first, q.pixels * 16,
+      in.end,
+      [&](int i, const In** at) {
+        const int pixel = pixels[i];
+        *at = in.begin + (int64_t{pixel} * q.channels + first);
+        return pixel >= 0;
+      },
+      [&](int i) { return strip + i * 16; });
 }
 
-// A tap's filter between a slice of the channels and a tile's columns.
+// The filter of some taps from `tap` on, between a slice of the channels and a tile's columns, a slab each: columns by
+// chunks of the depth, or the depth by chunks of columns.
 template <class T>
-__device__ __forceinline__ void FillSlab(const UnalignedParams& q, int thread, int threads, const UnalignedPart& part,
-                                         int tap, int column, const Bounds<typename T::In>& filter, uint32_t slab) {
+__device__ __forceinline__ void FillSlabs(const UnalignedParams& q, int thread, int threads, const UnalignedPart& part,
+                                          int tap, int taps, int column, const Bounds<typename T::In>& filter,
+                                          uint32_t slab) {
   using In = typename T::In;
   constexpr int kColumns = T::kColumns;
   const int first = part.first_step * T::kDepth, depth = part.steps * T::kDepth;
+  const int columns = min(q.columns, q.features - column), channels = min(depth, q.channels - first);
+  const auto split = [&](int line, int lines, int* rest) {
+    const int of_tap = T::kResident ? line / lines : 0;
+    *rest = line - of_tap * lines;
+    return of_tap;
+  };
+  const auto place = [&](int line, int lines) {
+    const uint32_t of_tap = slab + split(line, lines, &line) * q.slab_bytes;
+    return of_tap + line * 16;
+  };
   if constexpr (T::kTransposed) {
     constexpr int kChunks = kColumns / kChunk<In>;
     const In* const from = filter.begin + (int64_t{tap} * q.channels + first) * q.features + column;
-    CopyChunks<6>(thread, threads, depth * kChunks, filter, [&](int i) {
-      const int line = i / kChunks, chunk = i % kChunks;
-      return UnalignedChunk<In>{from + int64_t{line} * q.features + chunk * kChunk<In>,
-                                first + line < q.channels ? min(q.columns, q.features - column) - chunk * kChunk<In>
-                                                          : 0,
-                                slab + (chunk * (depth + 1) + line) * 16};
-    });
+    CopyLines<2>(
+        thread, threads, q.column_pairs, taps * depth, kChunks, columns, (depth + 1) * 16, filter.end,
+        [&](int i, const In** at) {
+          int line;
+          const int of_tap = split(i, depth, &line);
+          *at = from + int64_t{of_tap * q.channels + line} * q.features;
+          return line < channels;
+        },
+        [&](int i) { return place(i, depth); });
   } else if constexpr (!T::kForward) {
-    const int chunks = 2 * part.steps;
-    const FastDiv& chunks_div = q.chunks_div[part.longer];
     const In* const from = filter.begin + (int64_t{q.taps - 1 - tap} * q.features + column) * q.channels + first;
-    CopyChunks<6>(thread, threads, kColumns * chunks, filter, [&](int i) {
-      int chunk;
-      const int line = chunks_div.Div(i, &chunk);
-      return UnalignedChunk<In>{
-          from + int64_t{line} * q.channels + chunk * kChunk<In>,
-          line < q.columns && column + line < q.features ? q.channels - first - chunk * kChunk<In> : 0,
-          slab + (chunk * (kColumns + 1) + line) * 16};
-    });
+    CopyLines<3>(
+        thread, threads, q.steps_div[part.longer], taps * kColumns, 2 * part.steps, channels, (kColumns + 1) * 16,
+        filter.end,
+        [&](int i, const In** at) {
+          int line;
+          const int of_tap = split(i, kColumns, &line);
+          *at = from + int64_t{line - of_tap * q.features} * q.channels;
+          return line < columns;
+        },
+        [&](int i) { return place(i, kColumns); });
   } else {
     // A chunk of the depth is a column's elements of four lines.
     constexpr int kAtOnce = 6;
     const In* const from = filter.begin + (int64_t{tap} * q.channels + first) * q.features + column;
     const int all = kColumns * 2 * part.steps;
 #pragma unroll 1
-    for (int begin = thread; begin < all; begin += kAtOnce * threads) {
-      uint32_t words[kAtOnce][4];
+    for (int of_tap = 0; of_tap < taps; ++of_tap) {
+#pragma unroll 1
+      for (int begin = thread; begin < all; begin += kAtOnce * threads) {
+        uint32_t words[kAtOnce][4];
 #pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) {
-        const int i = begin + j * threads, line = i / kColumns * 4, mine = i % kColumns;
-        const bool exists = i < all && mine < q.columns && column + mine < q.features;
-        const In* const at = from + int64_t{line} * q.features + mine;
+        for (int j = 0; j < kAtOnce; ++j) {
+          const int i = begin + j * threads, line = i / kColumns * 4, mine = i % kColumns;
+          const In* const at = from + int64_t{of_tap * q.channels + line} * q.features + mine;
 #pragma unroll
-        for (int k = 0; k < 4; ++k)
-          words[j][k] = exists && first + line + k < q.channels
-                            ? __float_as_uint(__ldg(at + k * int64_t{q.features}))
-                            : 0;
-      }
+          for (int k = 0; k < 4; ++k)
+            words[j][k] = i < all && mine < columns && line + k < channels
+                              ? __float_as_uint(__ldg(at + k * int64_t{q.features}))
+                              : 0;
+        }
 #pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) {
-        const int i = begin + j * threads;
-        RoundToTf32(words[j]);
-        if (i < all) StoreChunk(slab + (i / kColumns * (kColumns + 1) + i % kColumns) * 16, words[j]);
+        for (int j = 0; j < kAtOnce; ++j) {
+          const int i = begin + j * threads;
+          RoundToTf32(words[j]);
+          if (i < all)
+            StoreChunk(slab + of_tap * q.slab_bytes + (i / kColumns * (kColumns + 1) + i % kColumns) * 16, words[j][0],
+                       words[j][1], words[j][2], words[j][3]);
+        }
       }
     }
   }

@@ -25,8 +25,8 @@ int UnalignedPlan::SlabBytes(int size) const {
 }
 
 int UnalignedPlan::SharedBytes(int size) const {
-  constexpr int kStaged = kWarpgroups * 64 * kColumns * 4, kBarriers = (2 + kMostSlabs) * 16;
-  return 2 * StripBytes() + slabs * SlabBytes(size) + kStaged + 2 * pixels * 4 + kBarriers;
+  constexpr int kBarriers = (2 + kMostSlabs) * 16;
+  return 2 * StripBytes() + slabs * SlabBytes(size) + kWarpgroups * StagedBytes() + 2 * pixels * 4 + kBarriers;
 }
 
 bool UnalignedPlan::Fit(const Problem& p) {
@@ -59,7 +59,7 @@ bool UnalignedPlan::Fit(const Problem& p) {
   // All of the window's lines in a strip are loaded once, but with as many lines more.
   const bool together = (p.window[1] - 1) * (kBoth + reach) > (p.window[1] - 1) * line_step;
   for (const int64_t of_lines : {together ? p.window[1] : int64_t{1}, int64_t{1}})
-    for (int64_t slice = kMostSteps; slice >= 2 || slice == std::min(steps, 1); --slice)
+    for (int64_t slice = kMostSteps; slice >= 1; --slice)
       if (take(kBoth, of_lines, CeilDiv(steps, slice), kLeastSlabs)) {
         while (slabs < kMostSlabs && take(kBoth, of_lines, slices, slabs + 1)) {
         }

@@ -35,6 +35,8 @@ struct UnalignedPlan {
   int StripBytes() const { return pixels * MostSteps() * kStepBytes; }
   // With a chunk more for each eight, or chunk of the depth, that spreads them over the banks.
   int SlabBytes(int size) const;
+  // Of 64 rows' results on their way, as floats, a fifth of them left free.
+  int StagedBytes() const { return (64 * columns + 8) / 4 * 5 * 4 / 16 * 16 + 16; }
   int SharedBytes(int size) const;
   int64_t Tiles() const { return (all_rows + rows - 1) / rows * column_tiles; }
 };
