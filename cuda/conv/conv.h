@@ -49,8 +49,9 @@ Problem AsForward(const Problem& p);
 // mma.sync or Hopper's wgmma on the tensor cores. Depthwise convolution is no product of matrices and has no tiles;
 // those of few channels or features, of small groups and of unaligned channels depend on the problem.
 enum class Unit { kSimt, kMma, kWgmma, kDepthwise, kFewChannels, kGrouped, kFewFeatures, kUnaligned };
-constexpr const char* kAlgorithms[] = {"implicit_gemm", "implicit_gemm_mma", "implicit_gemm_wgmma", "depthwise",
-                                       "few_channels",  "grouped",           "few_features",        "unaligned"};  // by Unit
+constexpr const char* kAlgorithms[] = {"implicit_gemm", "implicit_gemm_mma", "implicit_gemm_wgmma",
+                                       "depthwise",     "few_channels",      "grouped",
+                                       "few_features",  "unaligned"};  // by Unit
 enum class Tile {
   kSimt128x64,
   kSimt64x32,

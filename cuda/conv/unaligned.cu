@@ -12,10 +12,9 @@
 //
 // A tile's results are as many neighbours as it has rows that are pixels of the result. They go through shared memory,
 // and leave in fours.
-#include "cuda/conv/unaligned.h"
-
 #include "cuda/conv/epilogue.cuh"
 #include "cuda/conv/unaligned.cuh"
+#include "cuda/conv/unaligned.h"
 
 namespace jaxdnn::conv {
 namespace {
@@ -40,11 +39,12 @@ __device__ __forceinline__ int ResultPixel(const UnalignedParams& q, int row, bo
   return (plane * q.out[1] + min(y, q.out[1])) * q.out[2] + (y < q.out[1] ? min(x, q.out[2]) : 0);
 }
 
-// Calls bring(group, part) for one strip of a tile after another.
-template <class Bring>
+// Calls bring(group, channel) for one strip of a tile after another, which holds a slice of the channels from there on.
+template <class T, class Bring>
 __device__ __forceinline__ void ForStrips(const UnalignedParams& q, const Bring& bring) {
+  const int channels = q.steps * T::kDepth;
   for (int group = 0; group < q.groups; ++group)
-    for (int slice = 0; slice < q.slices; ++slice) bring(group, UnalignedPart(q, slice));
+    for (int slice = 0; slice < q.slices; ++slice) bring(group, slice * channels);
 }
 
 template <class T>
@@ -53,14 +53,14 @@ __device__ void ProduceStrips(const UnalignedParams& q, const UnalignedShared<T>
   UnalignedTurn turn;
   for (int tile = blockIdx.x; tile < q.tiles; tile += gridDim.x) {
     const UnalignedPlace place(q, tile, T());
-    ForStrips(q, [&](int group, const UnalignedPart& part) {
+    ForStrips<T>(q, [&](int group, int channel) {
       const int plane_tap = group / q.plane_groups, line = (group - plane_tap * q.plane_groups) * q.tap_lines;
       int* const pixels = shared.pixels + turn.stage * q.pixels;
       FindPixels(q, thread, T::kStripThreads, place.row + line * q.line_step, plane_tap, pixels);
       // Nobody is two strips ahead of another.
       SyncThreads(4, T::kStripThreads);
       hopper::WaitBarrier(shared.StripEmpty(turn.stage), turn.parity ^ 1);
-      FillStrip<T>(q, thread, part, pixels, in, shared.strips + turn.stage * q.strip_bytes);
+      FillStrip<T>(q, thread, channel, pixels, in, shared.strips + turn.stage * q.strip_bytes);
       hopper::ShowSharedToTma();
       ArriveWarp(shared.StripFull(turn.stage));
       turn.Next(2);
@@ -74,11 +74,11 @@ __device__ void ProduceSlabs(const UnalignedParams& q, const UnalignedShared<T>&
   UnalignedTurn turn;
   for (int tile = blockIdx.x; tile < q.tiles; tile += gridDim.x) {
     const UnalignedPlace place(q, tile, T());
-    ForStrips(q, [&](int group, const UnalignedPart& part) {
+    ForStrips<T>(q, [&](int group, int channel) {
       const int taps = q.tap_lines * q.window_width;
       for (int tap = group * taps; tap < (group + 1) * taps; ++tap) {
         hopper::WaitBarrier(shared.SlabEmpty(turn.stage), turn.parity ^ 1);
-        FillSlabs<T>(q, thread, T::kWarpgroup, part, tap, 1, place.column, filter,
+        FillSlabs<T>(q, thread, T::kWarpgroup, channel, tap, 1, place.column, filter,
                      shared.slabs + turn.stage * q.slab_bytes);
         hopper::ShowSharedToTma();
         ArriveWarp(shared.SlabFull(turn.stage));
@@ -93,7 +93,8 @@ __device__ void ProduceSlabs(const UnalignedParams& q, const UnalignedShared<T>&
 // each four, so that neither rows nor fours meet in a bank.
 template <class T, class Out>
 __device__ __forceinline__ void StoreRows(const UnalignedParams& q, int first, int column,
-                                          const float (&sums)[T::kColumns / 2], int warpgroup, float* staged, Out* out) {
+                                          const float (&sums)[T::kColumns / 2], int warpgroup, float* staged,
+                                          Out* out) {
   const int thread = threadIdx.x % T::kWarpgroup, warp = thread / 32, lane = thread % 32;
   const FastDiv& width_div = q.width_div[column + q.columns >= q.features];
   const int width = width_div.divisor;
@@ -171,19 +172,14 @@ __device__ __forceinline__ void StoreRows(const UnalignedParams& q, int first, i
   }
 }
 
-// Which strip and part of the filter a product reads: step by step of a tap's channels, then tap by tap of a strip.
+// Which strip and part of the filter a tap's products read, tap by tap of a strip.
 template <class T>
 struct UnalignedCursor {
   UnalignedTurn strip, slab;
-  int slice, steps, step, tap, line, column;
+  int tap, line, column;
 
-  __device__ void Begin(const UnalignedParams& q) {
-    slice = step = tap = line = column = 0;
-    steps = UnalignedPart(q, 0).steps;
-  }
+  __device__ void Begin() { tap = line = column = 0; }
   __device__ void Next(const UnalignedParams& q) {
-    if (++step < steps) return;
-    step = 0;
     if constexpr (!T::kResident) slab.Next(q.slabs);
     ++tap;
     if (++column < q.window_width) return;
@@ -195,8 +191,6 @@ struct UnalignedCursor {
     } else {
       strip.Next(2);
     }
-    if (++slice == q.slices) slice = 0;
-    steps = UnalignedPart(q, slice).steps;
   }
 };
 
@@ -205,38 +199,44 @@ template <class T>
 __device__ __forceinline__ void MultiplyStrips(const UnalignedParams& q, const UnalignedShared<T>& shared,
                                                int warpgroup, UnalignedCursor<T>& at, typename T::Sums& sums) {
   using In = typename T::In;
-  const int all = q.groups * q.tap_lines * q.window_width * q.steps;
+  const int all = q.groups * q.slices * q.tap_lines * q.window_width;
+  // From one step's operands to the next's, in 16 bytes.
   const int step_a = 2 * q.pixels, step_b = T::kTransposed ? 16 : 2 * (T::kColumns + 1);
+  const auto later = [](uint64_t descriptor, uint32_t more) {
+    return descriptor >> 32 << 32 | (static_cast<uint32_t>(descriptor) + more);
+  };
   int last_strip = -1, last_slab = -1;
-  uint64_t a = 0, b = 0;
-  at.Begin(q);
+  at.Begin();
 #pragma unroll 1
   for (int i = 0; i < all; ++i) {
-    const bool new_tap = at.step == 0, new_strip = new_tap && at.tap == 0;
-    if (new_tap) {
-      if (new_strip) hopper::WaitBarrier(shared.StripFull(at.strip.stage), at.strip.parity);
-      if constexpr (!T::kResident) hopper::WaitBarrier(shared.SlabFull(at.slab.stage), at.slab.parity);
-      const int pixel = at.line * q.line_step + at.column * q.dilation[2] +
-                        (T::kResident ? 0 : warpgroup * T::kWarpgroupRows);
-      a = hopper::PlainDescriptor(shared.strips + at.strip.stage * q.strip_bytes + pixel * 16, q.pixels * 16, 128,
-                                  false);
-      const int apart = (T::kTransposed ? at.steps * T::kDepth : T::kColumns) + 1;
-      b = hopper::PlainDescriptor(shared.slabs + (T::kResident ? at.tap : at.slab.stage) * q.slab_bytes, apart * 16,
-                                  128, T::kTransposed);
-    }
+    if (at.tap == 0) hopper::WaitBarrier(shared.StripFull(at.strip.stage), at.strip.parity);
+    if constexpr (!T::kResident) hopper::WaitBarrier(shared.SlabFull(at.slab.stage), at.slab.parity);
+    const int pixel =
+        at.line * q.line_step + at.column * q.dilation[2] + (T::kResident ? 0 : warpgroup * T::kWarpgroupRows);
+    const int apart = (T::kTransposed ? q.steps * T::kDepth : T::kColumns) + 1;
+    const uint64_t a =
+        hopper::PlainDescriptor(shared.strips + at.strip.stage * q.strip_bytes + pixel * 16, q.pixels * 16, 128, false);
+    const uint64_t b = hopper::PlainDescriptor(shared.slabs + (T::kResident ? at.tap : at.slab.stage) * q.slab_bytes,
+                                               apart * 16, 128, T::kTransposed);
+    // The number of steps being the kernel's parameter, ptxas knows that all threads take them.
     hopper::BeginProducts();
 #pragma unroll
-    for (int m = 0; m < T::kBlocks; ++m)
-      hopper::Multiply<In, T::kColumns, false, T::kTransposed>(sums[m], a + m * 64, b, i > 0);
+    for (int k = 0; k < UnalignedPlan::kMostSteps; ++k) {
+      if (k >= q.steps) break;
+#pragma unroll
+      for (int m = 0; m < T::kBlocks; ++m)
+        hopper::Multiply<In, T::kColumns, false, T::kTransposed>(sums[m], later(a, k * step_a + m * 64),
+                                                                 later(b, k * step_b), i > 0 || k > 0);
+    }
     hopper::CommitProducts();
-    // A step's products run on while the next one's are issued; those before are done.
+    // A tap's products run on while the next one's are issued; those before are done.
     hopper::WaitForProducts<1>();
-    if (!T::kResident && new_tap && i > 0) ArriveWarp(shared.SlabEmpty(last_slab));
-    if (new_strip && i > 0) ArriveWarp(shared.StripEmpty(last_strip));
+    if (i > 0) {
+      if constexpr (!T::kResident) ArriveWarp(shared.SlabEmpty(last_slab));
+      if (at.tap == 0) ArriveWarp(shared.StripEmpty(last_strip));
+    }
     last_slab = at.slab.stage;
     last_strip = at.strip.stage;
-    a += step_a;
-    b += step_b;
     at.Next(q);
   }
   hopper::WaitForProducts<0>();
@@ -278,8 +278,8 @@ __device__ void Consume(const UnalignedParams& q, const UnalignedShared<T>& shar
 
 template <class T>
 __global__ void __launch_bounds__(T::kThreads, 1)
-    UnalignedKernel(const __grid_constant__ UnalignedParams q, Bounds<typename T::In> in,
-                    Bounds<typename T::In> filter, void* out) {
+    UnalignedKernel(const __grid_constant__ UnalignedParams q, Bounds<typename T::In> in, Bounds<typename T::In> filter,
+                    void* out) {
   if constexpr (hopper::kAvailable) {
     extern __shared__ __align__(128) unsigned char memory[];
     const UnalignedShared<T> shared(q, memory);
@@ -294,7 +294,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       return;
     }
     if constexpr (T::kResident) {
-      FillSlabs<T>(q, thread, T::kConsumers, UnalignedPart(q, 0), 0, q.taps, 0, filter, shared.slabs);
+      FillSlabs<T>(q, thread, T::kConsumers, 0, 0, q.taps, 0, filter, shared.slabs);
       hopper::ShowSharedToTma();
       SyncThreads(3, T::kConsumers);
     }
@@ -303,8 +303,8 @@ __global__ void __launch_bounds__(T::kThreads, 1)
 }
 
 template <class T>
-cudaError_t LaunchTile(const Problem& p, const UnalignedPlan& plan, const void* operand,
-                       const void* filter, void* out, const Epilogue& epilogue, cudaStream_t stream) {
+cudaError_t LaunchTile(const Problem& p, const UnalignedPlan& plan, const void* operand, const void* filter, void* out,
+                       const Epilogue& epilogue, cudaStream_t stream) {
   using In = typename T::In;
   UnalignedParams q = {};
   q.epilogue = epilogue;
@@ -319,7 +319,7 @@ cudaError_t LaunchTile(const Problem& p, const UnalignedPlan& plan, const void* 
   q.features = int(p.features);
   q.steps = plan.steps;
   q.slices = plan.slices;
-  for (int i = 0; i < 2; ++i) q.steps_div[i] = FastDiv(plan.steps / plan.slices + i);
+  q.steps_div = FastDiv(plan.steps);
   q.column_pairs = FastDiv(CeilDiv(T::kColumns / kChunk<In>, 2));
   q.taps = int(p.Taps());
   q.window_width = int(p.window[2]);

@@ -38,18 +38,17 @@ struct UnalignedTile {
 
 struct UnalignedParams {
   Epilogue epilogue;
-  bool finish, wide;  // whether there is an epilogue; whether the result is of floats
-  int tiles, columns;  // and columns of a tile
+  bool finish, wide;                       // whether there is an epilogue; whether the result is of floats
+  int tiles, columns;                      // and columns of a tile
   FastDiv column_tiles_div, width_div[2];  // columns of a tile, and of the last
-  int channels, features;  // of the operand and of the result
-  int steps, slices;
+  int channels, features;                  // of the operand and of the result
+  int steps, slices;                       // of a slice, and slices of the channels
   int taps, window_width, tap_lines;
   int line_step;             // pixels from line to line of the window
   int groups, plane_groups;  // of the window's lines: all, and those of a plane of it
   FastDiv line_div, lines_div, planes_div;
-  FastDiv steps_div[2];  // of a slice of the fewest steps, and of one more
-  FastDiv column_pairs;  // of chunks of columns
-  int planes;                        // of the result, of all images
+  FastDiv steps_div, column_pairs;                             // steps of a slice; pairs of chunks of columns
+  int planes;                                                  // of the result, of all images
   int extent[kRank], pad[kRank], dilation[kRank], out[kRank];  // of the operand, and of the result
   int pixels, strip_bytes, slab_bytes, slabs, staged_bytes;
 };
@@ -100,19 +99,6 @@ struct UnalignedTurn {
 
   __device__ void Next(int stages) {
     if (++stage == stages) stage = 0, parity ^= 1;
-  }
-};
-
-// What one strip holds: of the tile's pixels, moved by a group of the window's lines, a slice of the channels.
-struct UnalignedPart {
-  int first_step, steps;
-  bool longer;
-
-  __device__ UnalignedPart(const UnalignedParams& q, int slice) {
-    const int each = static_cast<int>(q.steps_div[0].divisor), more = q.steps - each * q.slices;
-    longer = slice < more;
-    first_step = slice * each + min(slice, more);
-    steps = each + longer;
   }
 };
 
@@ -253,18 +239,16 @@ __device__ __forceinline__ void FindPixels(const UnalignedParams& q, int thread,
   }
 }
 
-// Chunk after chunk of the channels, each of all pixels.
+// Chunk after chunk of a slice of the channels, from `channel` on, each of all pixels.
 template <class T>
-__device__ __forceinline__ void FillStrip(const UnalignedParams& q, int thread, const UnalignedPart& part,
-                                          const int* pixels, const Bounds<typename T::In>& in, uint32_t strip) {
+__device__ __forceinline__ void FillStrip(const UnalignedParams& q, int thread, int channel, const int* pixels,
+                                          const Bounds<typename T::In>& in, uint32_t strip) {
   using In = typename T::In;
-  const int first = part.first_step * T::kDepth;
   CopyLines<3>(
-      thread, T::kStripThreads, q.steps_div[part.longer], q.pixels, 2 * part.steps, q.channels - first, q.pixels * 16,
-      in.end,
+      thread, T::kStripThreads, q.steps_div, q.pixels, 2 * q.steps, q.channels - channel, q.pixels * 16, in.end,
       [&](int i, const In** at) {
         const int pixel = pixels[i];
-        *at = in.begin + (int64_t{pixel} * q.channels + first);
+        *at = in.begin + (int64_t{pixel} * q.channels + channel);
         return pixel >= 0;
       },
       [&](int i) { return strip + i * 16; });
@@ -273,13 +257,12 @@ __device__ __forceinline__ void FillStrip(const UnalignedParams& q, int thread, 
 // The filter of some taps from `tap` on, between a slice of the channels and a tile's columns, a slab each: columns by
 // chunks of the depth, or the depth by chunks of columns.
 template <class T>
-__device__ __forceinline__ void FillSlabs(const UnalignedParams& q, int thread, int threads, const UnalignedPart& part,
-                                          int tap, int taps, int column, const Bounds<typename T::In>& filter,
-                                          uint32_t slab) {
+__device__ __forceinline__ void FillSlabs(const UnalignedParams& q, int thread, int threads, int channel, int tap,
+                                          int taps, int column, const Bounds<typename T::In>& filter, uint32_t slab) {
   using In = typename T::In;
   constexpr int kColumns = T::kColumns;
-  const int first = part.first_step * T::kDepth, depth = part.steps * T::kDepth;
-  const int columns = min(q.columns, q.features - column), channels = min(depth, q.channels - first);
+  const int depth = q.steps * T::kDepth;
+  const int columns = min(q.columns, q.features - column), channels = min(depth, q.channels - channel);
   const auto split = [&](int line, int lines, int* rest) {
     const int of_tap = T::kResident ? line / lines : 0;
     *rest = line - of_tap * lines;
@@ -291,7 +274,7 @@ __device__ __forceinline__ void FillSlabs(const UnalignedParams& q, int thread, 
   };
   if constexpr (T::kTransposed) {
     constexpr int kChunks = kColumns / kChunk<In>;
-    const In* const from = filter.begin + (int64_t{tap} * q.channels + first) * q.features + column;
+    const In* const from = filter.begin + (int64_t{tap} * q.channels + channel) * q.features + column;
     CopyLines<2>(
         thread, threads, q.column_pairs, taps * depth, kChunks, columns, (depth + 1) * 16, filter.end,
         [&](int i, const In** at) {
@@ -302,10 +285,9 @@ __device__ __forceinline__ void FillSlabs(const UnalignedParams& q, int thread, 
         },
         [&](int i) { return place(i, depth); });
   } else if constexpr (!T::kForward) {
-    const In* const from = filter.begin + (int64_t{q.taps - 1 - tap} * q.features + column) * q.channels + first;
+    const In* const from = filter.begin + (int64_t{q.taps - 1 - tap} * q.features + column) * q.channels + channel;
     CopyLines<3>(
-        thread, threads, q.steps_div[part.longer], taps * kColumns, 2 * part.steps, channels, (kColumns + 1) * 16,
-        filter.end,
+        thread, threads, q.steps_div, taps * kColumns, 2 * q.steps, channels, (kColumns + 1) * 16, filter.end,
         [&](int i, const In** at) {
           int line;
           const int of_tap = split(i, kColumns, &line);
@@ -316,8 +298,8 @@ __device__ __forceinline__ void FillSlabs(const UnalignedParams& q, int thread, 
   } else {
     // A chunk of the depth is a column's elements of four lines.
     constexpr int kAtOnce = 6;
-    const In* const from = filter.begin + (int64_t{tap} * q.channels + first) * q.features + column;
-    const int all = kColumns * 2 * part.steps;
+    const In* const from = filter.begin + (int64_t{tap} * q.channels + channel) * q.features + column;
+    const int all = kColumns * 2 * q.steps;
 #pragma unroll 1
     for (int of_tap = 0; of_tap < taps; ++of_tap) {
 #pragma unroll 1

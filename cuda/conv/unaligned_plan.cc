@@ -20,7 +20,7 @@ int64_t Pitch(const Problem& p, int d) {
 
 int UnalignedPlan::SlabBytes(int size) const {
   // The larger of the two layouts: columns by the depth's chunks, or the depth by the columns' chunks.
-  const int chunk = 16 / size, chunks = 2 * MostSteps();
+  const int chunk = 16 / size, chunks = 2 * steps;
   return std::max(chunks * (kColumns + 1), kColumns / chunk * (chunks * chunk + 1)) * 16;
 }
 
@@ -37,36 +37,42 @@ bool UnalignedPlan::Fit(const Problem& p) {
   line = int(pitch);
   lines = int(plane);
   all_rows = p.images * p.y[0] * plane * pitch;
-  steps = int(CeilDiv(p.channels * size, kStepBytes));
+  const int64_t all_steps = CeilDiv(p.channels * size, kStepBytes);
   column_tiles = int(CeilDiv(p.features, kColumns));
   columns = int(CeilDiv(p.features, column_tiles));
-  const auto take = [&](int of_rows, int64_t of_lines, int64_t of_slices, int64_t of_slabs) {
+  const auto take = [&](int of_rows, int64_t of_lines, int64_t of_steps, int64_t of_slabs) {
     const int64_t all = (of_rows + reach + (of_lines - 1) * line_step) | 1;
     if (all > (1 << 14)) return false;
     resident = of_rows == kWarpgroupRows;
     rows = of_rows;
     tap_lines = int(of_lines);
     groups = int(p.window[0] * p.window[1] / of_lines);
-    slices = int(of_slices);
+    steps = int(of_steps);
+    slices = int(CeilDiv(all_steps, of_steps));
     pixels = int(all);
     slabs = int(of_slabs);
     return SharedBytes(size) <= kMostSharedBytes;
   };
   constexpr int kBoth = kWarpgroups * kWarpgroupRows, kLeastSlabs = 3;
-  if (p.window[0] == 1 && steps <= kMostSteps && column_tiles == 1 && p.Taps() < 1024 &&
-      take(kWarpgroupRows, p.window[1], 1, p.Taps()))
+  if (p.window[0] == 1 && all_steps <= kMostSteps && column_tiles == 1 && p.Taps() < 1024 &&
+      take(kWarpgroupRows, p.window[1], all_steps, p.Taps()))
     return true;
   // All of the window's lines in a strip are loaded once, but with as many lines more.
-  const bool together = (p.window[1] - 1) * (kBoth + reach) > (p.window[1] - 1) * line_step;
-  for (const int64_t of_lines : {together ? p.window[1] : int64_t{1}, int64_t{1}})
-    for (int64_t slice = kMostSteps; slice >= 1; --slice)
-      if (take(kBoth, of_lines, CeilDiv(steps, slice), kLeastSlabs)) {
-        while (slabs < kMostSlabs && take(kBoth, of_lines, slices, slabs + 1)) {
-        }
-        if (SharedBytes(size) > kMostSharedBytes) --slabs;
-        return true;
-      }
-  return false;
+  const bool together = kBoth + reach > line_step;
+  const auto fits = [&](int64_t of_lines) {
+    // Slices are equally long. Those of the fewest steps in all, or of a little more.
+    double best = 0;
+    int64_t of_steps = 0;
+    for (int64_t n = 1; n <= std::min<int64_t>(kMostSteps, all_steps); ++n) {
+      const double cost = CeilDiv(all_steps, n) * (n + 0.3);
+      if (take(kBoth, of_lines, n, kLeastSlabs) && (best == 0 || cost < best)) best = cost, of_steps = n;
+    }
+    if (best == 0) return false;
+    int of_slabs = kMostSlabs;
+    while (!take(kBoth, of_lines, of_steps, of_slabs)) --of_slabs;
+    return true;
+  };
+  return (together && fits(p.window[1])) || fits(1);
 }
 
 bool TakesUnaligned(const Problem& problem) {
@@ -86,7 +92,7 @@ double UnalignedCycles(const Problem& problem) {
   const Problem p = AsForward(problem);
   UnalignedPlan plan;
   if (!plan.Fit(p)) return HUGE_VAL;
-  const double products = double(p.Taps()) * plan.steps * plan.rows / 64;
+  const double products = double(p.Taps()) * plan.slices * plan.steps * plan.rows / 64;
   const double tile = plan.resident ? products * kProduct : products * kProduct * 1.2 + kStore;
   return kStart + std::ceil(plan.Tiles() / kMultiprocessors) * tile;
 }

@@ -1,5 +1,5 @@
-// What the kernels of unaligned channels (unaligned.h) take, how they cut it up, and how long that takes. A data gradient
-// is the forward convolution that AsForward makes of it. Plain host declarations.
+// What the kernels of unaligned channels (unaligned.h) take, how they cut it up, and how long that takes. A data
+// gradient is the forward convolution that AsForward makes of it. Plain host declarations.
 //
 // Their rows are the pixels of all images with some of the padding: a line has what is to its left, and that is also to
 // the right of the line before; so it is with the lines of a plane. On these every tap of the window is so many pixels
@@ -12,27 +12,26 @@
 namespace jaxdnn::conv {
 
 struct UnalignedPlan {
-  static constexpr int kColumns = 72;       // of a tile
+  static constexpr int kColumns = 72;  // of a tile
   static constexpr int kWarpgroupRows = 128, kWarpgroups = 2;
-  static constexpr int kStepBytes = 32;     // of a pixel's channels, that one product takes
-  static constexpr int kMostSteps = 5;      // of a slice of the channels
-  static constexpr int kMostSlabs = 8;      // of the filter's parts that are in shared memory, unless all of them are
+  static constexpr int kStepBytes = 32;  // of a pixel's channels, that one product takes
+  static constexpr int kMostSteps = 5;   // of a slice of the channels
+  static constexpr int kMostSlabs = 8;   // of the filter's parts that are in shared memory, unless all of them are
 
-  bool resident;        // all of the filter is in shared memory, and each warpgroup has tiles of its own
-  int rows, columns;    // of a tile
+  bool resident;      // all of the filter is in shared memory, and each warpgroup has tiles of its own
+  int rows, columns;  // of a tile
   int column_tiles;
-  int line, lines;      // pixels of a line, and lines of a plane
+  int line, lines;  // pixels of a line, and lines of a plane
   int64_t all_rows;
-  int tap_lines;        // of the window, that a strip holds: all or one
-  int groups;           // of as many of the window's lines
-  int steps, slices;    // of the channels, in almost equal parts
-  int pixels;           // of a strip: an odd number, so that its chunks lie in different banks
-  int slabs;            // the filter's, of a tap and slice each
+  int tap_lines;      // of the window, that a strip holds: all or one
+  int groups;         // of as many of the window's lines
+  int steps, slices;  // of a slice, and slices of the channels
+  int pixels;         // of a strip: an odd number, so that its chunks lie in different banks
+  int slabs;          // the filter's, of a tap and slice each
 
   bool Fit(const Problem& p);
 
-  int MostSteps() const { return (steps + slices - 1) / slices; }
-  int StripBytes() const { return pixels * MostSteps() * kStepBytes; }
+  int StripBytes() const { return pixels * steps * kStepBytes; }
   // With a chunk more for each eight, or chunk of the depth, that spreads them over the banks.
   int SlabBytes(int size) const;
   // Of 64 rows' results on their way, as floats, a fifth of them left free.
