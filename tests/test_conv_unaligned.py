@@ -27,7 +27,7 @@ def algorithms(direction, c, k, dtype="bfloat16", window=(3, 3), **options):
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_is_chosen(direction, dtype):
-  for c, k in ((65, 65), (64, 65), (65, 64), (129, 129), (257, 257)):
+  for c, k in ((65, 65), (64, 65), (65, 64), (33, 129), (129, 129), (257, 257)):
     first = algorithms(direction, c, k, dtype)[0]
     assert first.name == first.tile == UNALIGNED, (c, k)
     assert first.exactness == ("float32 of tf32" if dtype == "float32" else "float32")
@@ -41,6 +41,8 @@ def test_is_not_offered(direction):
   assert UNALIGNED in names(65, 65, padding=((-1, 2), (0, 3)), dilation=2)
   assert UNALIGNED in names(65, 65, window=(3, 3, 3), spatial=(8, 8, 8))
   assert UNALIGNED in names(65, 65, window=(5,), spatial=(4000,))
+  assert UNALIGNED in names(60, 60) and UNALIGNED not in names(60, 60, "float32")
+  assert UNALIGNED not in names(64, 64)
   assert UNALIGNED not in names(65, 65, hopper=False)
   assert UNALIGNED not in names(65, 65, stride=2)
   assert UNALIGNED not in names(66, 66, groups=2)
@@ -57,7 +59,7 @@ CASES = [
   _("c65k65", 2, (9, 8), 65, (3, 3), 65, padding=SAME3),
   _("c64k65", 2, (15, 14), 64, (3, 3), 65, padding=SAME3),
   _("c65k64", 2, (15, 14), 65, (3, 3), 64, padding=SAME3),
-  _("c72k72", 1, (9, 8), 72, (3, 3), 72, padding=SAME3),
+  _("c65k72", 1, (9, 8), 65, (3, 3), 72, padding=SAME3),
   _("c31k33", 1, (9, 8), 31, (3, 3), 33, padding=((0, 3), (2, -1)), rhs_dilation=(1, 2)),
   _("negative_padding", 2, (12, 11), 9, (3, 3), 20, padding=((-2, 1), (3, -3))),
   _("far_padding", 1, (6, 5), 5, (3, 2), 7, padding=((7, 0), (0, 9))),
@@ -164,7 +166,7 @@ def test_epilogue(features, activation, dtype, out_dtype):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_arrays_that_begin_anywhere(dtype):
   """Arrays that are not on 16 bytes take another kernel."""
-  x, w = coarse((2, 6, 7, 48), dtype), coarse((3, 3, 48, 33), dtype, 1)
+  x, w = coarse((2, 6, 7, 48), dtype), coarse((3, 3, 48, 65), dtype, 1)
 
   def f(flat, w, offset):
     x = jax.lax.slice(flat, (offset,), (offset + 6 * 7 * 48,)).reshape(1, 6, 7, 48)
