@@ -345,16 +345,20 @@ std::optional<Config> Choose(const Problem& p, bool hopper, std::string_view alg
     for (int64_t splits = 1; splits == 1 || (splittable && splits * kMinSlice <= g.depth);
          splits += std::max<int64_t>(1, splits / 8)) {
       // As few as give the longest slice no more of whole tiles.
-      const int64_t tiles = t.unit == Unit::kFewChannels && splittable ? strips.Tiles(p) : 0;
+      const int64_t tiles = !splittable                    ? 0
+                            : t.unit == Unit::kFewChannels ? strips.Tiles(p)
+                            : t.unit == Unit::kUnaligned   ? UnalignedFilterPlan(p).Tiles()
+                                                           : 0;
       const int64_t slices = tiles > 0 ? CeilDiv(tiles, CeilDiv(tiles, splits)) : splits;
       const int64_t transposed = TransposedBytes(p, t), bytes = transposed + (slices > 1 ? slices * result_bytes : 0);
       if (bytes > workspace_limit) break;
-      if (splittable && CeilDiv(g.depth, slices) >= kIndexLimit) continue;  // a slice is indexed with 32 bits
+      if (t.unit == Unit::kUnaligned && splittable && slices == 1) continue;  // which always has partial sums
+      if (splittable && CeilDiv(g.depth, slices) >= kIndexLimit) continue;    // a slice is indexed with 32 bits
       const double product = t.unit == Unit::kDepthwise     ? DepthwiseCycles(p, slices)
                              : t.unit == Unit::kFewChannels ? FewChannelsCycles(AsForward(p), strips, slices)
                              : t.unit == Unit::kGrouped     ? GroupedCycles(p)
                              : t.unit == Unit::kFewFeatures ? FewFeaturesCycles(p)
-                             : t.unit == Unit::kUnaligned   ? UnalignedCycles(p)
+                             : t.unit == Unit::kUnaligned   ? UnalignedCycles(p, slices)
                              : t.unit == Unit::kWgmma       ? WgmmaCycles(p, t, slices)
                                                             : Cycles(p, t, slices);
       const double cycles = product + ReductionCycles(slices, result_bytes) +

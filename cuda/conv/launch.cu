@@ -36,7 +36,8 @@ int Launch(const Problem& p, const Config& config, const void* lhs, const void* 
     case Unit::kFewFeatures:
       return LaunchFewFeatures(p, lhs, rhs, out, epilogue, stream);
     case Unit::kUnaligned:
-      return LaunchUnaligned(p, lhs, rhs, out, epilogue, stream);
+      return filter ? LaunchUnalignedFilter(p, config, lhs, rhs, out, workspace, stream)
+                    : LaunchUnaligned(p, lhs, rhs, out, epilogue, stream);
   }
   return cudaErrorInvalidValue;
 }

@@ -30,15 +30,6 @@ struct UnalignedPlace {
   }
 };
 
-// Pixels of the result before a row; that of the row, if `exists`.
-__device__ __forceinline__ int ResultPixel(const UnalignedParams& q, int row, bool* exists) {
-  int x, y;
-  const int line = q.line_div.Div(row, &x), plane = q.lines_div.Div(line, &y);
-  *exists = x < q.out[2] && y < q.out[1] && plane < q.planes;
-  if (plane >= q.planes) return q.planes * q.out[1] * q.out[2];
-  return (plane * q.out[1] + min(y, q.out[1])) * q.out[2] + (y < q.out[1] ? min(x, q.out[2]) : 0);
-}
-
 // Calls bring(group, channel) for one strip of a tile after another, which holds a slice of the channels from there on.
 template <class T, class Bring>
 __device__ __forceinline__ void ForStrips(const UnalignedParams& q, const Bring& bring) {
@@ -60,7 +51,8 @@ __device__ void ProduceStrips(const UnalignedParams& q, const UnalignedShared<T>
       // Nobody is two strips ahead of another.
       SyncThreads(4, T::kStripThreads);
       hopper::WaitBarrier(shared.StripEmpty(turn.stage), turn.parity ^ 1);
-      FillStrip<T>(q, thread, channel, pixels, in, shared.strips + turn.stage * q.strip_bytes);
+      FillStrip(thread, T::kStripThreads, q.steps_div, q.pixels, pixels, q.channels, channel, q.channels, 2 * q.steps,
+                q.pixels, in, shared.strips + turn.stage * q.strip_bytes);
       hopper::ShowSharedToTma();
       ArriveWarp(shared.StripFull(turn.stage));
       turn.Next(2);
@@ -306,7 +298,7 @@ template <class T>
 cudaError_t LaunchTile(const Problem& p, const UnalignedPlan& plan, const void* operand, const void* filter, void* out,
                        const Epilogue& epilogue, cudaStream_t stream) {
   using In = typename T::In;
-  UnalignedParams q = {};
+  UnalignedParams q = RowParams(p, plan.line, plan.lines);
   q.epilogue = epilogue;
   q.finish = !IsNone(epilogue);
   q.wide = p.out != p.in;
@@ -322,21 +314,9 @@ cudaError_t LaunchTile(const Problem& p, const UnalignedPlan& plan, const void* 
   q.steps_div = FastDiv(plan.steps);
   q.column_pairs = FastDiv(CeilDiv(T::kColumns / kChunk<In>, 2));
   q.taps = int(p.Taps());
-  q.window_width = int(p.window[2]);
   q.tap_lines = plan.tap_lines;
-  q.line_step = int(p.rhs_dilation[1] * plan.line);
   q.groups = plan.groups;
   q.plane_groups = int(p.window[1] / plan.tap_lines);
-  q.line_div = FastDiv(plan.line);
-  q.lines_div = FastDiv(plan.lines);
-  q.planes_div = FastDiv(p.y[0]);
-  q.planes = int(p.images * p.y[0]);
-  for (int d = 0; d < kRank; ++d) {
-    q.extent[d] = int(p.x[d]);
-    q.out[d] = int(p.y[d]);
-    q.pad[d] = int(p.pad[d]);
-    q.dilation[d] = int(p.rhs_dilation[d]);
-  }
   q.pixels = plan.pixels;
   q.strip_bytes = plan.StripBytes();
   q.staged_bytes = plan.StagedBytes();

@@ -53,6 +53,24 @@ struct UnalignedParams {
   int pixels, strip_bytes, slab_bytes, slabs, staged_bytes;
 };
 
+// What rows are, of lines and planes that are so far apart.
+inline UnalignedParams RowParams(const Problem& p, int line, int lines) {
+  UnalignedParams q = {};
+  q.window_width = int(p.window[2]);
+  q.line_step = int(p.rhs_dilation[1] * line);
+  q.line_div = FastDiv(line);
+  q.lines_div = FastDiv(lines);
+  q.planes_div = FastDiv(p.y[0]);
+  q.planes = int(p.images * p.y[0]);
+  for (int d = 0; d < kRank; ++d) {
+    q.extent[d] = int(p.x[d]);
+    q.out[d] = int(p.y[d]);
+    q.pad[d] = int(p.pad[d]);
+    q.dilation[d] = int(p.rhs_dilation[d]);
+  }
+  return q;
+}
+
 // The parts of a block's shared memory, and its barriers.
 template <class T>
 struct UnalignedShared {
@@ -219,36 +237,47 @@ __device__ __forceinline__ void CopyLines(int thread, int threads, const FastDiv
   }
 }
 
-// Where the pixels of a strip come from, which begins at row `first` of the group's plane of the window: numbers of
-// pixels of the operand, or -1 for zeros.
-__device__ __forceinline__ void FindPixels(const UnalignedParams& q, int thread, int threads, int first, int plane_tap,
-                                           int* pixels) {
-  for (int i = thread; i < q.pixels; i += threads) {
-    int at[kRank];
-    const int line = q.line_div.Div(first + i, &at[2]), plane = q.lines_div.Div(line, &at[1]);
-    int pixel = q.planes_div.Div(plane, &at[0]);
-    at[0] += plane_tap * q.dilation[0];
-    bool inside = plane < q.planes;
+// The operand's pixel at a row, which a plane of the window moves, or -1 for zeros.
+__device__ __forceinline__ int OperandPixel(const UnalignedParams& q, int row, int plane_tap) {
+  int at[kRank];
+  const int line = q.line_div.Div(row, &at[2]), plane = q.lines_div.Div(line, &at[1]);
+  int pixel = q.planes_div.Div(plane, &at[0]);
+  at[0] += plane_tap * q.dilation[0];
+  bool inside = plane < q.planes;
 #pragma unroll
-    for (int d = 0; d < kRank; ++d) {
-      at[d] -= q.pad[d];
-      inside &= static_cast<unsigned>(at[d]) < static_cast<unsigned>(q.extent[d]);
-      pixel = pixel * q.extent[d] + at[d];
-    }
-    pixels[i] = inside ? pixel : -1;
+  for (int d = 0; d < kRank; ++d) {
+    at[d] -= q.pad[d];
+    inside &= static_cast<unsigned>(at[d]) < static_cast<unsigned>(q.extent[d]);
+    pixel = pixel * q.extent[d] + at[d];
   }
+  return inside ? pixel : -1;
 }
 
-// Chunk after chunk of a slice of the channels, from `channel` on, each of all pixels.
-template <class T>
-__device__ __forceinline__ void FillStrip(const UnalignedParams& q, int thread, int channel, const int* pixels,
-                                          const Bounds<typename T::In>& in, uint32_t strip) {
-  using In = typename T::In;
-  CopyLines<3>(
-      thread, T::kStripThreads, q.steps_div, q.pixels, 2 * q.steps, q.channels - channel, q.pixels * 16, in.end,
+// Pixels of the result before a row; that of the row, if `exists`.
+__device__ __forceinline__ int ResultPixel(const UnalignedParams& q, int row, bool* exists) {
+  int x, y;
+  const int line = q.line_div.Div(row, &x), plane = q.lines_div.Div(line, &y);
+  *exists = x < q.out[2] && y < q.out[1] && plane < q.planes;
+  if (plane >= q.planes) return q.planes * q.out[1] * q.out[2];
+  return (plane * q.out[1] + min(y, q.out[1])) * q.out[2] + (y < q.out[1] ? min(x, q.out[2]) : 0);
+}
+
+// Those of a strip from row `first` on.
+__device__ __forceinline__ void FindPixels(const UnalignedParams& q, int thread, int threads, int first, int plane_tap,
+                                           int* pixels) {
+  for (int i = thread; i < q.pixels; i += threads) pixels[i] = OperandPixel(q, first + i, plane_tap);
+}
+
+// Some pixels' channels from `channel` up to `end`, of `all`: chunk after chunk of them, each of `pitch` pixels.
+template <class In>
+__device__ __forceinline__ void FillStrip(int thread, int threads, const FastDiv& pairs, int count, const int* pixels,
+                                          int all, int channel, int end, int chunks, int pitch, const Bounds<In>& in,
+                                          uint32_t strip) {
+  CopyLines<2>(
+      thread, threads, pairs, count, chunks, end - channel, pitch * 16, in.end,
       [&](int i, const In** at) {
         const int pixel = pixels[i];
-        *at = in.begin + (int64_t{pixel} * q.channels + channel);
+        *at = in.begin + (int64_t{pixel} * all + channel);
         return pixel >= 0;
       },
       [&](int i) { return strip + i * 16; });
@@ -286,7 +315,7 @@ __device__ __forceinline__ void FillSlabs(const UnalignedParams& q, int thread, 
         [&](int i) { return place(i, depth); });
   } else if constexpr (!T::kForward) {
     const In* const from = filter.begin + (int64_t{q.taps - 1 - tap} * q.features + column) * q.channels + channel;
-    CopyLines<3>(
+    CopyLines<2>(
         thread, threads, q.steps_div, taps * kColumns, 2 * q.steps, channels, (kColumns + 1) * 16, filter.end,
         [&](int i, const In** at) {
           int line;

@@ -1,5 +1,4 @@
-// Forward convolution and data gradient, without stride, of any numbers of channels and features, on Hopper's tensor
-// cores.
+// Convolution without stride of any numbers of channels and features, on Hopper's tensor cores.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -8,8 +7,12 @@
 
 namespace jaxdnn::conv {
 
-// `operand` is x forward, y in the data gradient.
+// Forward (operand x) and data gradient (operand y).
 cudaError_t LaunchUnaligned(const Problem& p, const void* operand, const void* filter, void* out,
                             const Epilogue& epilogue, cudaStream_t stream);
+
+// Filter gradient of 16-bit floats; `workspace` holds config.workspace_bytes.
+cudaError_t LaunchUnalignedFilter(const Problem& p, const Config& config, const void* x, const void* y, void* out,
+                                  void* workspace, cudaStream_t stream);
 
 }  // namespace jaxdnn::conv

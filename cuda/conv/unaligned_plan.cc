@@ -16,6 +16,8 @@ int64_t Pitch(const Problem& p, int d) {
   return std::max({p.y[d], needed - std::max<int64_t>(p.pad[d], 0), std::min(p.pad[d] + p.x[d], needed)});
 }
 
+double Rows(const Problem& p) { return double(p.images) * p.y[0] * Pitch(p, 1) * Pitch(p, 2); }
+
 }  // namespace
 
 int UnalignedPlan::SlabBytes(int size) const {
@@ -33,7 +35,7 @@ bool UnalignedPlan::Fit(const Problem& p) {
   const int size = SizeOf(p.in);
   const int64_t pitch = Pitch(p, 2), plane = Pitch(p, 1), most = INT32_MAX / 4;
   const int64_t reach = (p.window[2] - 1) * p.rhs_dilation[2], line_step = p.rhs_dilation[1] * pitch;
-  if (double(p.images) * p.y[0] * pitch * plane > most || double(p.window[1]) * line_step + reach > most) return false;
+  if (Rows(p) > most || double(p.window[1]) * line_step + reach > most) return false;
   line = int(pitch);
   lines = int(plane);
   all_rows = p.images * p.y[0] * plane * pitch;
@@ -75,10 +77,29 @@ bool UnalignedPlan::Fit(const Problem& p) {
   return (together && fits(p.window[1])) || fits(1);
 }
 
+UnalignedFilterPlan::UnalignedFilterPlan(const Problem& p) {
+  constexpr int kColumns = UnalignedPlan::kColumns, kMostAppended = 2;
+  line = int(Pitch(p, 2));
+  lines = int(Pitch(p, 1));
+  all_rows = p.images * p.y[0] * lines * line;
+  column_tiles = int(CeilDiv(p.features, kColumns));
+  columns = int(CeilDiv(p.features, column_tiles));
+  const int64_t eights = CeilDiv(p.channels, 8), width = p.window[2];
+  whole_groups = int(eights / 8);
+  left = int(eights % 8);
+  left_units = int(left * CeilDiv(width, 8));
+  appended = whole_groups > 0 && left > 0 && left <= kMostAppended && left_units < width;
+  channel_groups = whole_groups + (left > 0 && !appended);
+  const int64_t most = whole_groups > 0 ? width + (appended ? left_units : 0) : std::min<int64_t>(width, left_units);
+  unit_groups = int(CeilDiv(most, kUnits));
+  pixels = int((kRows + (width - 1) * p.rhs_dilation[2]) | 1);
+}
+
 bool TakesUnaligned(const Problem& problem) {
   const Problem p = AsForward(problem);
-  if (p.direction != Direction::kForward || p.groups != 1 || p.batch != 1) return false;
-  if (p.in == DType::kF64 || (p.in == DType::kF32 && p.products != 1)) return false;
+  const bool filter = p.direction == Direction::kFilterGradient;
+  if (p.groups != 1 || p.batch != 1) return false;
+  if (p.in == DType::kF64 || (p.in == DType::kF32 && (filter || p.products != 1))) return false;
   for (int d = 0; d < kRank; ++d)
     if (p.stride[d] != 1 || p.lhs_dilation[d] != 1) return false;
   // What is aligned, the kernels that read through the TMA unit take, and faster.
@@ -87,12 +108,19 @@ bool TakesUnaligned(const Problem& problem) {
   if (std::min({p.images, p.channels, p.features, p.XPixels(), p.YPixels(), p.Taps()}) == 0) return false;
   if (p.images * std::max(p.XPixels(), p.YPixels()) >= INT32_MAX / 4) return false;
   UnalignedPlan plan;
-  return plan.Fit(p);
+  if (!filter) return plan.Fit(p);
+  constexpr int64_t kMostPixels = 400;  // for shared memory
+  return Rows(p) < INT32_MAX / 4 && (p.window[2] - 1) * p.rhs_dilation[2] + UnalignedFilterPlan::kRows < kMostPixels;
 }
 
-double UnalignedCycles(const Problem& problem) {
-  constexpr double kMultiprocessors = 132, kStart = 9000, kProduct = 40, kStore = 2500;
+double UnalignedCycles(const Problem& problem, int64_t splits) {
+  constexpr double kMultiprocessors = 132, kStart = 9000, kProduct = 40, kStore = 2500, kFilterTile = 3200;
   const Problem p = AsForward(problem);
+  if (p.direction == Direction::kFilterGradient) {
+    const UnalignedFilterPlan plan(p);
+    const double blocks = double(plan.BlocksOfSlice(p)) * splits;
+    return std::ceil(blocks / kMultiprocessors) * (kStart + CeilDiv(plan.Tiles(), splits) * kFilterTile);
+  }
   UnalignedPlan plan;
   if (!plan.Fit(p)) return HUGE_VAL;
   const double products = double(p.Taps()) * plan.slices * plan.steps * plan.rows / 64;

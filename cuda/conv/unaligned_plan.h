@@ -40,7 +40,27 @@ struct UnalignedPlan {
   int64_t Tiles() const { return (all_rows + rows - 1) / rows * column_tiles; }
 };
 
+// Of the filter gradient: a block's units of the result's rows are of one line of the window, and of up to 64 channels
+// and those that are left over.
+struct UnalignedFilterPlan {
+  static constexpr int kRows = 256, kUnits = 4;  // of a tile; of a block
+
+  int line, lines;
+  int64_t all_rows;
+  int columns, column_tiles;
+  int whole_groups, channel_groups;  // of 64 channels, and all
+  int left, left_units;              // eights of channels that are left over, and units of single ones
+  bool appended;                     // to the last whole group
+  int unit_groups, pixels;
+
+  explicit UnalignedFilterPlan(const Problem& p);
+  int64_t Tiles() const { return (all_rows + kRows - 1) / kRows; }
+  int64_t BlocksOfSlice(const Problem& p) const {
+    return p.window[0] * p.window[1] * channel_groups * unit_groups * column_tiles;
+  }
+};
+
 bool TakesUnaligned(const Problem& p);
-double UnalignedCycles(const Problem& p);
+double UnalignedCycles(const Problem& p, int64_t splits);
 
 }  // namespace jaxdnn::conv
