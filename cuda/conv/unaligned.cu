@@ -40,7 +40,7 @@ __device__ __forceinline__ void ForStrips(const UnalignedParams& q, const Bring&
 
 template <class T>
 __device__ void ProduceStrips(const UnalignedParams& q, const UnalignedShared<T>& shared, int thread,
-                              const Bounds<typename T::In>& in) {
+                              const AlignedArray<typename T::In>& in) {
   UnalignedTurn turn;
   for (int tile = blockIdx.x; tile < q.tiles; tile += gridDim.x) {
     const UnalignedPlace place(q, tile, T());
@@ -51,8 +51,8 @@ __device__ void ProduceStrips(const UnalignedParams& q, const UnalignedShared<T>
       // Nobody is two strips ahead of another.
       SyncThreads(4, T::kStripThreads);
       hopper::WaitBarrier(shared.StripEmpty(turn.stage), turn.parity ^ 1);
-      FillStrip(thread, T::kStripThreads, q.steps_div, q.pixels, pixels, q.channels, channel, q.channels, 2 * q.steps,
-                q.pixels, in, shared.strips + turn.stage * q.strip_bytes);
+      FillStrip<5>(thread, T::kStripThreads, q.steps_div, q.pixels, pixels, q.channels, channel, q.channels,
+                   2 * q.steps, q.pixels, in, shared.strips + turn.stage * q.strip_bytes);
       hopper::ShowSharedToTma();
       ArriveWarp(shared.StripFull(turn.stage));
       turn.Next(2);
@@ -62,7 +62,7 @@ __device__ void ProduceStrips(const UnalignedParams& q, const UnalignedShared<T>
 
 template <class T>
 __device__ void ProduceSlabs(const UnalignedParams& q, const UnalignedShared<T>& shared, int thread,
-                             const Bounds<typename T::In>& filter) {
+                             const AlignedArray<typename T::In>& filter) {
   UnalignedTurn turn;
   for (int tile = blockIdx.x; tile < q.tiles; tile += gridDim.x) {
     const UnalignedPlace place(q, tile, T());
@@ -193,7 +193,7 @@ __device__ __forceinline__ void MultiplyStrips(const UnalignedParams& q, const U
   using In = typename T::In;
   const int all = q.groups * q.slices * q.tap_lines * q.window_width;
   // From one step's operands to the next's, in 16 bytes.
-  const int step_a = 2 * q.pixels, step_b = T::kTransposed ? 16 : 2 * (T::kColumns + 1);
+  const int step_a = 2 * q.pixels, step_b = T::kTransposed ? 16 : 2 * T::kColumns;
   const auto later = [](uint64_t descriptor, uint32_t more) {
     return descriptor >> 32 << 32 | (static_cast<uint32_t>(descriptor) + more);
   };
@@ -205,7 +205,7 @@ __device__ __forceinline__ void MultiplyStrips(const UnalignedParams& q, const U
     if constexpr (!T::kResident) hopper::WaitBarrier(shared.SlabFull(at.slab.stage), at.slab.parity);
     const int pixel =
         at.line * q.line_step + at.column * q.dilation[2] + (T::kResident ? 0 : warpgroup * T::kWarpgroupRows);
-    const int apart = (T::kTransposed ? q.steps * T::kDepth : T::kColumns) + 1;
+    const int apart = T::kTransposed ? q.steps * T::kDepth : T::kColumns;
     const uint64_t a =
         hopper::PlainDescriptor(shared.strips + at.strip.stage * q.strip_bytes + pixel * 16, q.pixels * 16, 128, false);
     const uint64_t b = hopper::PlainDescriptor(shared.slabs + (T::kResident ? at.tap : at.slab.stage) * q.slab_bytes,
@@ -270,27 +270,29 @@ __device__ void Consume(const UnalignedParams& q, const UnalignedShared<T>& shar
 
 template <class T>
 __global__ void __launch_bounds__(T::kThreads, 1)
-    UnalignedKernel(const __grid_constant__ UnalignedParams q, Bounds<typename T::In> in, Bounds<typename T::In> filter,
-                    void* out) {
+    UnalignedKernel(const __grid_constant__ UnalignedParams q, AlignedArray<typename T::In> in,
+                    AlignedArray<typename T::In> filter, void* out) {
   if constexpr (hopper::kAvailable) {
     extern __shared__ __align__(128) unsigned char memory[];
     const UnalignedShared<T> shared(q, memory);
     shared.Init();
     const int thread = threadIdx.x % T::kConsumers;
     if (threadIdx.x >= T::kConsumers) {
+      hopper::SetRegisters<144, true>();
       if (T::kResident || thread < T::kWarpgroup) {
         ProduceStrips(q, shared, thread, in);
       } else {
         ProduceSlabs(q, shared, thread - T::kWarpgroup, filter);
       }
-      return;
+    } else {
+      hopper::SetRegisters<112, false>();
+      if constexpr (T::kResident) {
+        FillSlabs<T>(q, thread, T::kConsumers, 0, 0, q.taps, 0, filter, shared.slabs);
+        hopper::ShowSharedToTma();
+        SyncThreads(3, T::kConsumers);
+      }
+      Consume(q, shared, threadIdx.x / T::kWarpgroup, out);
     }
-    if constexpr (T::kResident) {
-      FillSlabs<T>(q, thread, T::kConsumers, 0, 0, q.taps, 0, filter, shared.slabs);
-      hopper::ShowSharedToTma();
-      SyncThreads(3, T::kConsumers);
-    }
-    Consume(q, shared, threadIdx.x / T::kWarpgroup, out);
   }
 }
 
@@ -312,7 +314,7 @@ cudaError_t LaunchTile(const Problem& p, const UnalignedPlan& plan, const void* 
   q.steps = plan.steps;
   q.slices = plan.slices;
   q.steps_div = FastDiv(plan.steps);
-  q.column_pairs = FastDiv(CeilDiv(T::kColumns / kChunk<In>, 2));
+  q.column_pairs = FastDiv(CeilDiv(T::kColumns / kVecLength<In>, 2));
   q.taps = int(p.Taps());
   q.tap_lines = plan.tap_lines;
   q.groups = plan.groups;
@@ -321,18 +323,18 @@ cudaError_t LaunchTile(const Problem& p, const UnalignedPlan& plan, const void* 
   q.strip_bytes = plan.StripBytes();
   q.staged_bytes = plan.StagedBytes();
   q.slabs = plan.slabs;
-  q.slab_bytes = plan.SlabBytes(sizeof(In));
+  q.slab_bytes = plan.SlabBytes();
 
   int device = 0, multiprocessors = 0;
   cudaError_t e = cudaGetDevice(&device);
   if (e == cudaSuccess) e = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
   if (e != cudaSuccess) return e;
-  const auto bounds = [](const void* array, int64_t size) {
-    return Bounds<In>{static_cast<const In*>(array), static_cast<const In*>(array) + size};
+  const auto array = [](const void* begin, int64_t size) {
+    return AlignedArray<In>{static_cast<const In*>(begin), static_cast<const In*>(begin) + size};
   };
-  const Grid grid = {std::min<int64_t>(q.tiles, multiprocessors), T::kThreads, size_t(plan.SharedBytes(sizeof(In)))};
-  return LaunchKernel(UnalignedKernel<T>, grid, stream, q, bounds(operand, p.images * p.XPixels() * p.channels),
-                      bounds(filter, p.FilterSize()), out);
+  const Grid grid = {std::min<int64_t>(q.tiles, multiprocessors), T::kThreads, size_t(plan.SharedBytes())};
+  return LaunchKernel(UnalignedKernel<T>, grid, stream, q, array(operand, p.images * p.XPixels() * p.channels),
+                      array(filter, p.FilterSize()), out);
 }
 
 }  // namespace

@@ -12,13 +12,9 @@ namespace jaxdnn::conv {
 
 // An array on 16 bytes, of which no byte outside is read.
 template <class In>
-struct Bounds {
+struct AlignedArray {
   const In *begin, *end;
 };
-
-// Elements of 16 bytes.
-template <class In>
-constexpr int kChunk = 16 / sizeof(In);
 
 // Two warpgroups multiply, two bring the operands.
 template <class In_, bool kForward_, bool kResident_>
@@ -189,16 +185,18 @@ struct ChunkPair {
 };
 
 // Copies `elements` of each of some lines, and zeros behind them, to a line's `chunks`, which are so many bytes apart.
-// pairs.divisor is half of those: a thread always copies the same two of a line, of kAtOnce lines at once. from(line,
-// &at) says whether there is such a line, and where; to(line), where its first chunk goes.
+// pairs.divisor is half of those: a thread always copies the same two of a line, and eight threads next to each other
+// those of eight lines, which they store side by side. from(line, &at) says whether there is such a line, and where;
+// to(line), where its first chunk goes.
 template <int kAtOnce, class In, class From, class To>
 __device__ __forceinline__ void CopyLines(int thread, int threads, const FastDiv& pairs, int lines, int chunks,
                                           int elements, int chunks_apart, const In* end, const From& from,
                                           const To& to) {
   int mine;
-  const int first = pairs.Div(thread, &mine), apart = pairs.Div(threads), element = mine * 2 * kChunk<In>;
-  if (first >= apart) return;
-  const int bytes = max(0, min(elements - element, 2 * kChunk<In>)) * static_cast<int>(sizeof(In));
+  const int eight = pairs.Div(thread / 8, &mine), eights = pairs.Div(threads / 8), element = mine * 2 * kVecLength<In>;
+  if (eight >= eights) return;
+  const int first = eight * 8 + thread % 8, apart = eights * 8;
+  const int bytes = max(0, min(elements - element, 2 * kVecLength<In>)) * static_cast<int>(sizeof(In));
   const char* const last = reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(end) / 16 * 16);
   uint32_t mask[8];
 #pragma unroll
@@ -269,11 +267,11 @@ __device__ __forceinline__ void FindPixels(const UnalignedParams& q, int thread,
 }
 
 // Some pixels' channels from `channel` up to `end`, of `all`: chunk after chunk of them, each of `pitch` pixels.
-template <class In>
+template <int kAtOnce, class In>
 __device__ __forceinline__ void FillStrip(int thread, int threads, const FastDiv& pairs, int count, const int* pixels,
-                                          int all, int channel, int end, int chunks, int pitch, const Bounds<In>& in,
-                                          uint32_t strip) {
-  CopyLines<2>(
+                                          int all, int channel, int end, int chunks, int pitch,
+                                          const AlignedArray<In>& in, uint32_t strip) {
+  CopyLines<kAtOnce>(
       thread, threads, pairs, count, chunks, end - channel, pitch * 16, in.end,
       [&](int i, const In** at) {
         const int pixel = pixels[i];
@@ -287,7 +285,8 @@ __device__ __forceinline__ void FillStrip(int thread, int threads, const FastDiv
 // chunks of the depth, or the depth by chunks of columns.
 template <class T>
 __device__ __forceinline__ void FillSlabs(const UnalignedParams& q, int thread, int threads, int channel, int tap,
-                                          int taps, int column, const Bounds<typename T::In>& filter, uint32_t slab) {
+                                          int taps, int column, const AlignedArray<typename T::In>& filter,
+                                          uint32_t slab) {
   using In = typename T::In;
   constexpr int kColumns = T::kColumns;
   const int depth = q.steps * T::kDepth;
@@ -302,10 +301,10 @@ __device__ __forceinline__ void FillSlabs(const UnalignedParams& q, int thread, 
     return of_tap + line * 16;
   };
   if constexpr (T::kTransposed) {
-    constexpr int kChunks = kColumns / kChunk<In>;
+    constexpr int kChunks = kColumns / kVecLength<In>;
     const In* const from = filter.begin + (int64_t{tap} * q.channels + channel) * q.features + column;
     CopyLines<2>(
-        thread, threads, q.column_pairs, taps * depth, kChunks, columns, (depth + 1) * 16, filter.end,
+        thread, threads, q.column_pairs, taps * depth, kChunks, columns, depth * 16, filter.end,
         [&](int i, const In** at) {
           int line;
           const int of_tap = split(i, depth, &line);
@@ -316,7 +315,7 @@ __device__ __forceinline__ void FillSlabs(const UnalignedParams& q, int thread, 
   } else if constexpr (!T::kForward) {
     const In* const from = filter.begin + (int64_t{q.taps - 1 - tap} * q.features + column) * q.channels + channel;
     CopyLines<2>(
-        thread, threads, q.steps_div, taps * kColumns, 2 * q.steps, channels, (kColumns + 1) * 16, filter.end,
+        thread, threads, q.steps_div, taps * kColumns, 2 * q.steps, channels, kColumns * 16, filter.end,
         [&](int i, const In** at) {
           int line;
           const int of_tap = split(i, kColumns, &line);
@@ -349,8 +348,7 @@ __device__ __forceinline__ void FillSlabs(const UnalignedParams& q, int thread, 
           const int i = begin + j * threads;
           RoundToTf32(words[j]);
           if (i < all)
-            StoreChunk(slab + of_tap * q.slab_bytes + (i / kColumns * (kColumns + 1) + i % kColumns) * 16, words[j][0],
-                       words[j][1], words[j][2], words[j][3]);
+            StoreChunk(slab + of_tap * q.slab_bytes + i * 16, words[j][0], words[j][1], words[j][2], words[j][3]);
         }
       }
     }

@@ -80,7 +80,7 @@ struct FilterShared {
   int x_bytes, y_bytes;
   int *x_pixels, *y_pixels;  // of each stage
 
-  static constexpr int kYPitch = kRows + 1;
+  static constexpr int kYPitch = kRows;
 
   __device__ __host__ static int XBytes(int pixels) { return pixels * 10 * 16; }
   static constexpr int kYBytes = kYPitch * kEights * 16;
@@ -103,8 +103,8 @@ struct FilterShared {
 
 template <class In>
 __device__ void ProduceTiles(const UnalignedFilterParams& q, const FilterShared<In>& shared, const FilterPlace& place,
-                             const ChannelGroup& group, int thread, const Bounds<In>& x, const Bounds<In>& y,
-                             int tiles) {
+                             const ChannelGroup& group, int thread, const AlignedArray<In>& x,
+                             const AlignedArray<In>& y, int tiles) {
   UnalignedTurn turn;
   const int plane_tap = place.line / q.plane_groups, line = place.line - plane_tap * q.plane_groups;
   const FastDiv x_pairs((group.chunks + 1) / 2);
@@ -121,11 +121,11 @@ __device__ void ProduceTiles(const UnalignedFilterParams& q, const FilterShared<
     // Nobody is two tiles ahead of another.
     SyncThreads(4, FilterTile::kStripThreads);
     hopper::WaitBarrier(shared.Empty(turn.stage), turn.parity ^ 1);
-    FillStrip(thread, FilterTile::kStripThreads, x_pairs, q.pixels, x_pixels, q.channels, group.channel, q.channels,
-              group.chunks, q.pixels, x, shared.x + turn.stage * shared.x_bytes);
-    FillStrip(thread, FilterTile::kStripThreads, q.column_pairs, kRows, y_pixels, q.features, place.column,
-              min(place.column + q.columns, q.features), kEights, shared.kYPitch, y,
-              shared.y + turn.stage * shared.y_bytes);
+    FillStrip<5>(thread, FilterTile::kStripThreads, x_pairs, q.pixels, x_pixels, q.channels, group.channel, q.channels,
+                 group.chunks, q.pixels, x, shared.x + turn.stage * shared.x_bytes);
+    FillStrip<5>(thread, FilterTile::kStripThreads, q.column_pairs, kRows, y_pixels, q.features, place.column,
+                 min(place.column + q.columns, q.features), kEights, shared.kYPitch, y,
+                 shared.y + turn.stage * shared.y_bytes);
     hopper::ShowSharedToTma();
     ArriveWarp(shared.Full(turn.stage));
     turn.Next(2);
@@ -187,7 +187,8 @@ __device__ void ConsumeTiles(const UnalignedFilterParams& q, const FilterShared<
 
 template <class In>
 __global__ void __launch_bounds__(FilterTile::kThreads, 1)
-    UnalignedFilterKernel(const __grid_constant__ UnalignedFilterParams q, Bounds<In> x, Bounds<In> y, float* partial) {
+    UnalignedFilterKernel(const __grid_constant__ UnalignedFilterParams q, AlignedArray<In> x, AlignedArray<In> y,
+                          float* partial) {
   if constexpr (hopper::kAvailable) {
     extern __shared__ __align__(128) unsigned char memory[];
     const FilterShared<In> shared(memory, q.pixels);
@@ -205,8 +206,10 @@ __global__ void __launch_bounds__(FilterTile::kThreads, 1)
     const int tiles = min(q.slice_tiles, q.tiles - place.split * q.slice_tiles);
     const int thread = threadIdx.x % FilterTile::kConsumers;
     if (threadIdx.x >= FilterTile::kConsumers) {
+      hopper::SetRegisters<144, true>();
       ProduceTiles(q, shared, place, group, thread, x, y, tiles);
     } else {
+      hopper::SetRegisters<112, false>();
       ConsumeTiles(q, shared, place, group, thread / FilterTile::kWarpgroup, tiles,
                    partial + place.split * q.result_size);
     }
@@ -272,15 +275,15 @@ cudaError_t LaunchType(const Problem& p, const Config& config, const void* x, co
   q.slice_tiles = int(CeilDiv(q.tiles, config.splits));
   q.splits = int(CeilDiv(q.tiles, q.slice_tiles));
   q.result_size = p.FilterSize();
-  const auto bounds = [](const void* array, int64_t size) {
-    return Bounds<In>{static_cast<const In*>(array), static_cast<const In*>(array) + size};
+  const auto array = [](const void* begin, int64_t size) {
+    return AlignedArray<In>{static_cast<const In*>(begin), static_cast<const In*>(begin) + size};
   };
   auto* const partial = static_cast<float*>(workspace);
   const Grid grid = {int64_t{q.splits} * plan.BlocksOfSlice(p), FilterTile::kThreads,
                      size_t(FilterShared<In>::Bytes(q.pixels))};
   const cudaError_t e =
-      LaunchKernel(UnalignedFilterKernel<In>, grid, stream, q, bounds(x, p.images * p.XPixels() * p.channels),
-                   bounds(y, p.images * p.YPixels() * p.features), partial);
+      LaunchKernel(UnalignedFilterKernel<In>, grid, stream, q, array(x, p.images * p.XPixels() * p.channels),
+                   array(y, p.images * p.YPixels() * p.features), partial);
   if (e != cudaSuccess) return e;
   const auto sum = [&](auto* to) {
     return LaunchKernel(UnalignedSumKernel<In, std::remove_pointer_t<decltype(to)>>, CeilDiv(q.result_size, 32),

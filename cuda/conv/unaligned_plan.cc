@@ -9,6 +9,7 @@ namespace {
 constexpr int kMostSharedBytes = 227 << 10;
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+int64_t RoundUp(int64_t a, int64_t b) { return CeilDiv(a, b) * b; }
 
 // How far apart lines (or planes) are, so that what a window reads past one is zeros of the next, or there anyway.
 int64_t Pitch(const Problem& p, int d) {
@@ -20,15 +21,9 @@ double Rows(const Problem& p) { return double(p.images) * p.y[0] * Pitch(p, 1) *
 
 }  // namespace
 
-int UnalignedPlan::SlabBytes(int size) const {
-  // The larger of the two layouts: columns by the depth's chunks, or the depth by the columns' chunks.
-  const int chunk = 16 / size, chunks = 2 * steps;
-  return std::max(chunks * (kColumns + 1), kColumns / chunk * (chunks * chunk + 1)) * 16;
-}
-
-int UnalignedPlan::SharedBytes(int size) const {
+int UnalignedPlan::SharedBytes() const {
   constexpr int kBarriers = (2 + kMostSlabs) * 16;
-  return 2 * StripBytes() + slabs * SlabBytes(size) + kWarpgroups * StagedBytes() + 2 * pixels * 4 + kBarriers;
+  return 2 * StripBytes() + slabs * SlabBytes() + kWarpgroups * StagedBytes() + 2 * pixels * 4 + kBarriers;
 }
 
 bool UnalignedPlan::Fit(const Problem& p) {
@@ -43,7 +38,7 @@ bool UnalignedPlan::Fit(const Problem& p) {
   column_tiles = int(CeilDiv(p.features, kColumns));
   columns = int(CeilDiv(p.features, column_tiles));
   const auto take = [&](int of_rows, int64_t of_lines, int64_t of_steps, int64_t of_slabs) {
-    const int64_t all = (of_rows + reach + (of_lines - 1) * line_step) | 1;
+    const int64_t all = RoundUp(of_rows + reach + (of_lines - 1) * line_step, 8);
     if (all > (1 << 14)) return false;
     resident = of_rows == kWarpgroupRows;
     rows = of_rows;
@@ -53,7 +48,7 @@ bool UnalignedPlan::Fit(const Problem& p) {
     slices = int(CeilDiv(all_steps, of_steps));
     pixels = int(all);
     slabs = int(of_slabs);
-    return SharedBytes(size) <= kMostSharedBytes;
+    return SharedBytes() <= kMostSharedBytes;
   };
   constexpr int kBoth = kWarpgroups * kWarpgroupRows, kLeastSlabs = 3;
   if (p.window[0] == 1 && all_steps <= kMostSteps && column_tiles == 1 && p.Taps() < 1024 &&
@@ -92,7 +87,7 @@ UnalignedFilterPlan::UnalignedFilterPlan(const Problem& p) {
   channel_groups = whole_groups + (left > 0 && !appended);
   const int64_t most = whole_groups > 0 ? width + (appended ? left_units : 0) : std::min<int64_t>(width, left_units);
   unit_groups = int(CeilDiv(most, kUnits));
-  pixels = int((kRows + (width - 1) * p.rhs_dilation[2]) | 1);
+  pixels = int(RoundUp(kRows + (width - 1) * p.rhs_dilation[2], 8));
 }
 
 bool TakesUnaligned(const Problem& problem) {
