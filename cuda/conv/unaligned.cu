@@ -60,6 +60,8 @@ __device__ void ProduceStrips(const UnalignedParams& q, const UnalignedShared<T>
   }
 }
 
+constexpr int kSlabsAtOnce = 3;
+
 template <class T>
 __device__ void ProduceSlabs(const UnalignedParams& q, const UnalignedShared<T>& shared, int thread,
                              const AlignedArray<typename T::In>& filter) {
@@ -68,13 +70,16 @@ __device__ void ProduceSlabs(const UnalignedParams& q, const UnalignedShared<T>&
     const UnalignedPlace place(q, tile, T());
     ForStrips<T>(q, [&](int group, int channel) {
       const int taps = q.tap_lines * q.window_width;
-      for (int tap = group * taps; tap < (group + 1) * taps; ++tap) {
-        hopper::WaitBarrier(shared.SlabEmpty(turn.stage), turn.parity ^ 1);
-        FillSlabs<T>(q, thread, T::kWarpgroup, channel, tap, 1, place.column, filter,
-                     shared.slabs + turn.stage * q.slab_bytes);
+      // Several at once, since each time takes as long as the memory.
+      for (int tap = 0; tap < taps; tap += kSlabsAtOnce) {
+        const int count = min(kSlabsAtOnce, taps - tap);
+        UnalignedTurn filled = turn;
+        for (int i = 0; i < count; ++i, turn.Next(q.slabs))
+          hopper::WaitBarrier(shared.SlabEmpty(turn.stage), turn.parity ^ 1);
+        FillSlabs<T>(q, thread, T::kWarpgroup, channel, group * taps + tap, count, place.column, filter, shared.slabs,
+                     filled.stage);
         hopper::ShowSharedToTma();
-        ArriveWarp(shared.SlabFull(turn.stage));
-        turn.Next(q.slabs);
+        for (int i = 0; i < count; ++i, filled.Next(q.slabs)) ArriveWarp(shared.SlabFull(filled.stage));
       }
     });
   }
@@ -287,7 +292,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     } else {
       hopper::SetRegisters<112, false>();
       if constexpr (T::kResident) {
-        FillSlabs<T>(q, thread, T::kConsumers, 0, 0, q.taps, 0, filter, shared.slabs);
+        FillSlabs<T>(q, thread, T::kConsumers, 0, 0, q.taps, 0, filter, shared.slabs, 0);
         hopper::ShowSharedToTma();
         SyncThreads(3, T::kConsumers);
       }
@@ -314,6 +319,9 @@ cudaError_t LaunchTile(const Problem& p, const UnalignedPlan& plan, const void* 
   q.steps = plan.steps;
   q.slices = plan.slices;
   q.steps_div = FastDiv(plan.steps);
+  q.depth_div = FastDiv(plan.steps * T::kDepth);
+  q.column_div = FastDiv(T::kColumns);
+  q.chunks_div = FastDiv(2 * plan.steps * T::kColumns);
   q.column_pairs = FastDiv(CeilDiv(T::kColumns / kVecLength<In>, 2));
   q.taps = int(p.Taps());
   q.tap_lines = plan.tap_lines;

@@ -43,6 +43,7 @@ struct UnalignedParams {
   int line_step;             // pixels from line to line of the window
   int groups, plane_groups;  // of the window's lines: all, and those of a plane of it
   FastDiv line_div, lines_div, planes_div;
+  FastDiv depth_div, column_div, chunks_div;  // of a slab: its depth, columns and chunks
   FastDiv steps_div, column_pairs;                             // steps of a slice; pairs of chunks of columns
   int planes;                                                  // of the result, of all images
   int extent[kRank], pad[kRank], dilation[kRank], out[kRank];  // of the operand, and of the result
@@ -286,56 +287,52 @@ __device__ __forceinline__ void FillStrip(int thread, int threads, const FastDiv
 template <class T>
 __device__ __forceinline__ void FillSlabs(const UnalignedParams& q, int thread, int threads, int channel, int tap,
                                           int taps, int column, const AlignedArray<typename T::In>& filter,
-                                          uint32_t slab) {
+                                          uint32_t slabs, int stage) {
   using In = typename T::In;
-  constexpr int kColumns = T::kColumns;
+  constexpr int kColumns = T::kColumns, kLinesAtOnce = T::kResident ? 2 : 4;
   const int depth = q.steps * T::kDepth;
   const int columns = min(q.columns, q.features - column), channels = min(depth, q.channels - channel);
-  const auto split = [&](int line, int lines, int* rest) {
-    const int of_tap = T::kResident ? line / lines : 0;
-    *rest = line - of_tap * lines;
-    return of_tap;
-  };
-  const auto place = [&](int line, int lines) {
-    const uint32_t of_tap = slab + split(line, lines, &line) * q.slab_bytes;
-    return of_tap + line * 16;
+  const auto place = [&](const FastDiv& lines, int line) {
+    const int number = stage + lines.Div(line, &line);
+    return slabs + (number < q.slabs ? number : number - q.slabs) * q.slab_bytes + line * 16;
   };
   if constexpr (T::kTransposed) {
     constexpr int kChunks = kColumns / kVecLength<In>;
     const In* const from = filter.begin + (int64_t{tap} * q.channels + channel) * q.features + column;
-    CopyLines<2>(
+    CopyLines<kLinesAtOnce>(
         thread, threads, q.column_pairs, taps * depth, kChunks, columns, depth * 16, filter.end,
         [&](int i, const In** at) {
           int line;
-          const int of_tap = split(i, depth, &line);
+          const int of_tap = q.depth_div.Div(i, &line);
           *at = from + int64_t{of_tap * q.channels + line} * q.features;
           return line < channels;
         },
-        [&](int i) { return place(i, depth); });
+        [&](int i) { return place(q.depth_div, i); });
   } else if constexpr (!T::kForward) {
     const In* const from = filter.begin + (int64_t{q.taps - 1 - tap} * q.features + column) * q.channels + channel;
-    CopyLines<2>(
+    CopyLines<kLinesAtOnce>(
         thread, threads, q.steps_div, taps * kColumns, 2 * q.steps, channels, kColumns * 16, filter.end,
         [&](int i, const In** at) {
           int line;
-          const int of_tap = split(i, kColumns, &line);
+          const int of_tap = q.column_div.Div(i, &line);
           *at = from + int64_t{line - of_tap * q.features} * q.channels;
           return line < columns;
         },
-        [&](int i) { return place(i, kColumns); });
+        [&](int i) { return place(q.column_div, i); });
   } else {
     // A chunk of the depth is a column's elements of four lines.
     constexpr int kAtOnce = 6;
     const In* const from = filter.begin + (int64_t{tap} * q.channels + channel) * q.features + column;
-    const int all = kColumns * 2 * q.steps;
-#pragma unroll 1
-    for (int of_tap = 0; of_tap < taps; ++of_tap) {
+    const int all = taps * kColumns * 2 * q.steps;
+    {
 #pragma unroll 1
       for (int begin = thread; begin < all; begin += kAtOnce * threads) {
         uint32_t words[kAtOnce][4];
 #pragma unroll
         for (int j = 0; j < kAtOnce; ++j) {
-          const int i = begin + j * threads, line = i / kColumns * 4, mine = i % kColumns;
+          const int i = begin + j * threads;
+          int in_tap;
+          const int of_tap = q.chunks_div.Div(i, &in_tap), line = in_tap / kColumns * 4, mine = in_tap % kColumns;
           const In* const at = from + int64_t{of_tap * q.channels + line} * q.features + mine;
 #pragma unroll
           for (int k = 0; k < 4; ++k)
@@ -348,7 +345,7 @@ __device__ __forceinline__ void FillSlabs(const UnalignedParams& q, int thread, 
           const int i = begin + j * threads;
           RoundToTf32(words[j]);
           if (i < all)
-            StoreChunk(slab + of_tap * q.slab_bytes + i * 16, words[j][0], words[j][1], words[j][2], words[j][3]);
+            StoreChunk(place(q.chunks_div, i), words[j][0], words[j][1], words[j][2], words[j][3]);
         }
       }
     }

@@ -50,7 +50,7 @@ bool UnalignedPlan::Fit(const Problem& p) {
     slabs = int(of_slabs);
     return SharedBytes() <= kMostSharedBytes;
   };
-  constexpr int kBoth = kWarpgroups * kWarpgroupRows, kLeastSlabs = 3;
+  constexpr int kBoth = kWarpgroups * kWarpgroupRows, kLeastSlabs = 4;
   if (p.window[0] == 1 && all_steps <= kMostSteps && column_tiles == 1 && p.Taps() < 1024 &&
       take(kWarpgroupRows, p.window[1], all_steps, p.Taps()))
     return true;
@@ -61,7 +61,7 @@ bool UnalignedPlan::Fit(const Problem& p) {
     double best = 0;
     int64_t of_steps = 0;
     for (int64_t n = 1; n <= std::min<int64_t>(kMostSteps, all_steps); ++n) {
-      const double cost = CeilDiv(all_steps, n) * (n + 0.3);
+      const double cost = CeilDiv(all_steps, n) * (n + 2);
       if (take(kBoth, of_lines, n, kLeastSlabs) && (best == 0 || cost < best)) best = cost, of_steps = n;
     }
     if (best == 0) return false;
