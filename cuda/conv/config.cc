@@ -89,6 +89,12 @@ bool GathersChunks(const Problem& p, const Dense& dense) {
   return p.DepthChannels() * dense.groups % (16 / SizeOf(p.in)) == 0;
 }
 
+// The filter gradient's cotangent is copied as its input is.
+bool CopiesChunks(const Problem& p, const Dense& dense) {
+  const bool other = p.direction != Direction::kFilterGradient || p.features * dense.groups % (16 / SizeOf(p.in)) == 0;
+  return other && GathersChunks(p, dense);
+}
+
 // Data of one group whose lines are not in whole chunks has kernels that shift them (ragged.cuh).
 bool IsRagged(const Problem& p, const Dense& dense) {
   return p.direction != Direction::kFilterGradient && dense.groups == 1 && !dense.Folds() && !InChunks(p);
@@ -143,7 +149,7 @@ double Cycles(const Problem& p, const TileShape& t, int64_t splits) {
   const Dense dense = DenseOf(p);
   const double pieces = t.unit == Unit::kSimt           ? 1
                         : IsRagged(p, dense)            ? (GathersChunks(p, dense) ? 1.2 : 2.2)
-                        : GathersChunks(p, dense)       ? 1
+                        : CopiesChunks(p, dense)        ? 1
                         : InRunsOf(p, 4 / SizeOf(p.in)) ? 1.6
                                                         : 2;
   return steps * pieces * (IsTripled(p) ? 2.5 : 1) *
@@ -350,10 +356,11 @@ std::optional<Config> Choose(const Problem& p, bool hopper, std::string_view alg
                             : t.unit == Unit::kUnaligned   ? UnalignedFilterPlan(p).Tiles()
                                                            : 0;
       const int64_t slices = tiles > 0 ? CeilDiv(tiles, CeilDiv(tiles, splits)) : splits;
-      const int64_t transposed = TransposedBytes(p, t), bytes = transposed + (slices > 1 ? slices * result_bytes : 0);
+      // Those of unaligned channels have partial sums of a single slice too.
+      const bool partial = slices > 1 || (t.unit == Unit::kUnaligned && splittable);
+      const int64_t transposed = TransposedBytes(p, t), bytes = transposed + (partial ? slices * result_bytes : 0);
       if (bytes > workspace_limit) break;
-      if (t.unit == Unit::kUnaligned && splittable && slices == 1) continue;  // which always has partial sums
-      if (splittable && CeilDiv(g.depth, slices) >= kIndexLimit) continue;    // a slice is indexed with 32 bits
+      if (splittable && CeilDiv(g.depth, slices) >= kIndexLimit) continue;  // a slice is indexed with 32 bits
       const double product = t.unit == Unit::kDepthwise     ? DepthwiseCycles(p, slices)
                              : t.unit == Unit::kFewChannels ? FewChannelsCycles(AsForward(p), strips, slices)
                              : t.unit == Unit::kGrouped     ? GroupedCycles(p)

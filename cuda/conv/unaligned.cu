@@ -7,8 +7,8 @@
 // place: its unswizzled operands may begin on any 16 bytes. The filter comes the same way; all of it stays where there
 // is room, else it comes in parts for each tile.
 //
-// 65 channels are five products of 16, so a tap of 64 rows and 72 columns takes 180 cycles of the tensor cores, and the
-// strip some 45 instructions for each of nine chunks a pixel, about half of what the schedulers have.
+// 65 channels are five products of 16 for each tap. An H200 takes some 90 to 110 cycles for one of 64 rows and 72
+// columns with all that belongs to it, about a third of what its tensor cores could do.
 //
 // A tile's results are as many neighbours as it has rows that are pixels of the result. They go through shared memory,
 // and leave in fours.
@@ -51,16 +51,14 @@ __device__ void ProduceStrips(const UnalignedParams& q, const UnalignedShared<T>
       // Nobody is two strips ahead of another.
       SyncThreads(4, T::kStripThreads);
       hopper::WaitBarrier(shared.StripEmpty(turn.stage), turn.parity ^ 1);
-      FillStrip<5>(thread, T::kStripThreads, q.steps_div, q.pixels, pixels, q.channels, channel, q.channels,
-                   2 * q.steps, q.pixels, in, shared.strips + turn.stage * q.strip_bytes);
+      FillStrip(thread, T::kStripThreads, q.steps_div, q.pixels, pixels, q.channels, channel, q.channels, 2 * q.steps,
+                q.pixels, in, shared.strips + turn.stage * q.strip_bytes);
       hopper::ShowSharedToTma();
       ArriveWarp(shared.StripFull(turn.stage));
       turn.Next(2);
     });
   }
 }
-
-constexpr int kSlabsAtOnce = 3;
 
 template <class T>
 __device__ void ProduceSlabs(const UnalignedParams& q, const UnalignedShared<T>& shared, int thread,
@@ -70,16 +68,13 @@ __device__ void ProduceSlabs(const UnalignedParams& q, const UnalignedShared<T>&
     const UnalignedPlace place(q, tile, T());
     ForStrips<T>(q, [&](int group, int channel) {
       const int taps = q.tap_lines * q.window_width;
-      // Several at once, since each time takes as long as the memory.
-      for (int tap = 0; tap < taps; tap += kSlabsAtOnce) {
-        const int count = min(kSlabsAtOnce, taps - tap);
-        UnalignedTurn filled = turn;
-        for (int i = 0; i < count; ++i, turn.Next(q.slabs))
-          hopper::WaitBarrier(shared.SlabEmpty(turn.stage), turn.parity ^ 1);
-        FillSlabs<T>(q, thread, T::kWarpgroup, channel, group * taps + tap, count, place.column, filter, shared.slabs,
-                     filled.stage);
+      for (int tap = group * taps; tap < (group + 1) * taps; ++tap) {
+        hopper::WaitBarrier(shared.SlabEmpty(turn.stage), turn.parity ^ 1);
+        FillSlabs<T>(q, thread, T::kWarpgroup, channel, tap, 1, place.column, filter,
+                     shared.slabs + turn.stage * q.slab_bytes);
         hopper::ShowSharedToTma();
-        for (int i = 0; i < count; ++i, filled.Next(q.slabs)) ArriveWarp(shared.SlabFull(filled.stage));
+        ArriveWarp(shared.SlabFull(turn.stage));
+        turn.Next(q.slabs);
       }
     });
   }
@@ -198,7 +193,7 @@ __device__ __forceinline__ void MultiplyStrips(const UnalignedParams& q, const U
   using In = typename T::In;
   const int all = q.groups * q.slices * q.tap_lines * q.window_width;
   // From one step's operands to the next's, in 16 bytes.
-  const int step_a = 2 * q.pixels, step_b = T::kTransposed ? 16 : 2 * T::kColumns;
+  const int step_a = 2 * q.pixels, step_b = T::kTransposed ? 16 : 2 * (T::kColumns + 1);
   const auto later = [](uint64_t descriptor, uint32_t more) {
     return descriptor >> 32 << 32 | (static_cast<uint32_t>(descriptor) + more);
   };
@@ -210,7 +205,7 @@ __device__ __forceinline__ void MultiplyStrips(const UnalignedParams& q, const U
     if constexpr (!T::kResident) hopper::WaitBarrier(shared.SlabFull(at.slab.stage), at.slab.parity);
     const int pixel =
         at.line * q.line_step + at.column * q.dilation[2] + (T::kResident ? 0 : warpgroup * T::kWarpgroupRows);
-    const int apart = T::kTransposed ? q.steps * T::kDepth : T::kColumns;
+    const int apart = (T::kTransposed ? q.steps * T::kDepth : T::kColumns) + 1;
     const uint64_t a =
         hopper::PlainDescriptor(shared.strips + at.strip.stage * q.strip_bytes + pixel * 16, q.pixels * 16, 128, false);
     const uint64_t b = hopper::PlainDescriptor(shared.slabs + (T::kResident ? at.tap : at.slab.stage) * q.slab_bytes,
@@ -283,21 +278,19 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     shared.Init();
     const int thread = threadIdx.x % T::kConsumers;
     if (threadIdx.x >= T::kConsumers) {
-      hopper::SetRegisters<144, true>();
       if (T::kResident || thread < T::kWarpgroup) {
         ProduceStrips(q, shared, thread, in);
       } else {
         ProduceSlabs(q, shared, thread - T::kWarpgroup, filter);
       }
-    } else {
-      hopper::SetRegisters<112, false>();
-      if constexpr (T::kResident) {
-        FillSlabs<T>(q, thread, T::kConsumers, 0, 0, q.taps, 0, filter, shared.slabs, 0);
-        hopper::ShowSharedToTma();
-        SyncThreads(3, T::kConsumers);
-      }
-      Consume(q, shared, threadIdx.x / T::kWarpgroup, out);
+      return;
     }
+    if constexpr (T::kResident) {
+      FillSlabs<T>(q, thread, T::kConsumers, 0, 0, q.taps, 0, filter, shared.slabs);
+      hopper::ShowSharedToTma();
+      SyncThreads(3, T::kConsumers);
+    }
+    Consume(q, shared, threadIdx.x / T::kWarpgroup, out);
   }
 }
 
@@ -319,9 +312,6 @@ cudaError_t LaunchTile(const Problem& p, const UnalignedPlan& plan, const void* 
   q.steps = plan.steps;
   q.slices = plan.slices;
   q.steps_div = FastDiv(plan.steps);
-  q.depth_div = FastDiv(plan.steps * T::kDepth);
-  q.column_div = FastDiv(T::kColumns);
-  q.chunks_div = FastDiv(2 * plan.steps * T::kColumns);
   q.column_pairs = FastDiv(CeilDiv(T::kColumns / kVecLength<In>, 2));
   q.taps = int(p.Taps());
   q.tap_lines = plan.tap_lines;
@@ -331,7 +321,7 @@ cudaError_t LaunchTile(const Problem& p, const UnalignedPlan& plan, const void* 
   q.strip_bytes = plan.StripBytes();
   q.staged_bytes = plan.StagedBytes();
   q.slabs = plan.slabs;
-  q.slab_bytes = plan.SlabBytes();
+  q.slab_bytes = plan.SlabBytes(sizeof(In));
 
   int device = 0, multiprocessors = 0;
   cudaError_t e = cudaGetDevice(&device);
@@ -340,7 +330,7 @@ cudaError_t LaunchTile(const Problem& p, const UnalignedPlan& plan, const void* 
   const auto array = [](const void* begin, int64_t size) {
     return AlignedArray<In>{static_cast<const In*>(begin), static_cast<const In*>(begin) + size};
   };
-  const Grid grid = {std::min<int64_t>(q.tiles, multiprocessors), T::kThreads, size_t(plan.SharedBytes())};
+  const Grid grid = {std::min<int64_t>(q.tiles, multiprocessors), T::kThreads, size_t(plan.SharedBytes(sizeof(In)))};
   return LaunchKernel(UnalignedKernel<T>, grid, stream, q, array(operand, p.images * p.XPixels() * p.channels),
                       array(filter, p.FilterSize()), out);
 }

@@ -43,7 +43,6 @@ struct UnalignedParams {
   int line_step;             // pixels from line to line of the window
   int groups, plane_groups;  // of the window's lines: all, and those of a plane of it
   FastDiv line_div, lines_div, planes_div;
-  FastDiv depth_div, column_div, chunks_div;  // of a slab: its depth, columns and chunks
   FastDiv steps_div, column_pairs;                             // steps of a slice; pairs of chunks of columns
   int planes;                                                  // of the result, of all images
   int extent[kRank], pad[kRank], dilation[kRank], out[kRank];  // of the operand, and of the result
@@ -186,17 +185,15 @@ struct ChunkPair {
 };
 
 // Copies `elements` of each of some lines, and zeros behind them, to a line's `chunks`, which are so many bytes apart.
-// pairs.divisor is half of those: a thread always copies the same two of a line, and eight threads next to each other
-// those of eight lines, which they store side by side. from(line, &at) says whether there is such a line, and where;
-// to(line), where its first chunk goes.
+// pairs.divisor is half of those: a thread always copies the same two of a line, of kAtOnce lines at once. from(line,
+// &at) says whether there is such a line, and where; to(line), where its first chunk goes.
 template <int kAtOnce, class In, class From, class To>
 __device__ __forceinline__ void CopyLines(int thread, int threads, const FastDiv& pairs, int lines, int chunks,
                                           int elements, int chunks_apart, const In* end, const From& from,
                                           const To& to) {
   int mine;
-  const int eight = pairs.Div(thread / 8, &mine), eights = pairs.Div(threads / 8), element = mine * 2 * kVecLength<In>;
-  if (eight >= eights) return;
-  const int first = eight * 8 + thread % 8, apart = eights * 8;
+  const int first = pairs.Div(thread, &mine), apart = pairs.Div(threads), element = mine * 2 * kVecLength<In>;
+  if (first >= apart) return;
   const int bytes = max(0, min(elements - element, 2 * kVecLength<In>)) * static_cast<int>(sizeof(In));
   const char* const last = reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(end) / 16 * 16);
   uint32_t mask[8];
@@ -268,11 +265,11 @@ __device__ __forceinline__ void FindPixels(const UnalignedParams& q, int thread,
 }
 
 // Some pixels' channels from `channel` up to `end`, of `all`: chunk after chunk of them, each of `pitch` pixels.
-template <int kAtOnce, class In>
+template <class In>
 __device__ __forceinline__ void FillStrip(int thread, int threads, const FastDiv& pairs, int count, const int* pixels,
                                           int all, int channel, int end, int chunks, int pitch,
                                           const AlignedArray<In>& in, uint32_t strip) {
-  CopyLines<kAtOnce>(
+  CopyLines<2>(
       thread, threads, pairs, count, chunks, end - channel, pitch * 16, in.end,
       [&](int i, const In** at) {
         const int pixel = pixels[i];
@@ -287,52 +284,56 @@ __device__ __forceinline__ void FillStrip(int thread, int threads, const FastDiv
 template <class T>
 __device__ __forceinline__ void FillSlabs(const UnalignedParams& q, int thread, int threads, int channel, int tap,
                                           int taps, int column, const AlignedArray<typename T::In>& filter,
-                                          uint32_t slabs, int stage) {
+                                          uint32_t slab) {
   using In = typename T::In;
-  constexpr int kColumns = T::kColumns, kLinesAtOnce = T::kResident ? 2 : 4;
+  constexpr int kColumns = T::kColumns;
   const int depth = q.steps * T::kDepth;
   const int columns = min(q.columns, q.features - column), channels = min(depth, q.channels - channel);
-  const auto place = [&](const FastDiv& lines, int line) {
-    const int number = stage + lines.Div(line, &line);
-    return slabs + (number < q.slabs ? number : number - q.slabs) * q.slab_bytes + line * 16;
+  const auto split = [&](int line, int lines, int* rest) {
+    const int of_tap = T::kResident ? line / lines : 0;
+    *rest = line - of_tap * lines;
+    return of_tap;
+  };
+  const auto place = [&](int line, int lines) {
+    const uint32_t of_tap = slab + split(line, lines, &line) * q.slab_bytes;
+    return of_tap + line * 16;
   };
   if constexpr (T::kTransposed) {
     constexpr int kChunks = kColumns / kVecLength<In>;
     const In* const from = filter.begin + (int64_t{tap} * q.channels + channel) * q.features + column;
-    CopyLines<kLinesAtOnce>(
-        thread, threads, q.column_pairs, taps * depth, kChunks, columns, depth * 16, filter.end,
+    CopyLines<2>(
+        thread, threads, q.column_pairs, taps * depth, kChunks, columns, (depth + 1) * 16, filter.end,
         [&](int i, const In** at) {
           int line;
-          const int of_tap = q.depth_div.Div(i, &line);
+          const int of_tap = split(i, depth, &line);
           *at = from + int64_t{of_tap * q.channels + line} * q.features;
           return line < channels;
         },
-        [&](int i) { return place(q.depth_div, i); });
+        [&](int i) { return place(i, depth); });
   } else if constexpr (!T::kForward) {
     const In* const from = filter.begin + (int64_t{q.taps - 1 - tap} * q.features + column) * q.channels + channel;
-    CopyLines<kLinesAtOnce>(
-        thread, threads, q.steps_div, taps * kColumns, 2 * q.steps, channels, kColumns * 16, filter.end,
+    CopyLines<2>(
+        thread, threads, q.steps_div, taps * kColumns, 2 * q.steps, channels, (kColumns + 1) * 16, filter.end,
         [&](int i, const In** at) {
           int line;
-          const int of_tap = q.column_div.Div(i, &line);
+          const int of_tap = split(i, kColumns, &line);
           *at = from + int64_t{line - of_tap * q.features} * q.channels;
           return line < columns;
         },
-        [&](int i) { return place(q.column_div, i); });
+        [&](int i) { return place(i, kColumns); });
   } else {
     // A chunk of the depth is a column's elements of four lines.
     constexpr int kAtOnce = 6;
     const In* const from = filter.begin + (int64_t{tap} * q.channels + channel) * q.features + column;
-    const int all = taps * kColumns * 2 * q.steps;
-    {
+    const int all = kColumns * 2 * q.steps;
+#pragma unroll 1
+    for (int of_tap = 0; of_tap < taps; ++of_tap) {
 #pragma unroll 1
       for (int begin = thread; begin < all; begin += kAtOnce * threads) {
         uint32_t words[kAtOnce][4];
 #pragma unroll
         for (int j = 0; j < kAtOnce; ++j) {
-          const int i = begin + j * threads;
-          int in_tap;
-          const int of_tap = q.chunks_div.Div(i, &in_tap), line = in_tap / kColumns * 4, mine = in_tap % kColumns;
+          const int i = begin + j * threads, line = i / kColumns * 4, mine = i % kColumns;
           const In* const at = from + int64_t{of_tap * q.channels + line} * q.features + mine;
 #pragma unroll
           for (int k = 0; k < 4; ++k)
@@ -345,7 +346,8 @@ __device__ __forceinline__ void FillSlabs(const UnalignedParams& q, int thread, 
           const int i = begin + j * threads;
           RoundToTf32(words[j]);
           if (i < all)
-            StoreChunk(place(q.chunks_div, i), words[j][0], words[j][1], words[j][2], words[j][3]);
+            StoreChunk(slab + of_tap * q.slab_bytes + (i / kColumns * (kColumns + 1) + i % kColumns) * 16, words[j][0],
+                       words[j][1], words[j][2], words[j][3]);
         }
       }
     }

@@ -80,7 +80,7 @@ struct FilterShared {
   int x_bytes, y_bytes;
   int *x_pixels, *y_pixels;  // of each stage
 
-  static constexpr int kYPitch = kRows;
+  static constexpr int kYPitch = kRows + 1;
 
   __device__ __host__ static int XBytes(int pixels) { return pixels * 10 * 16; }
   static constexpr int kYBytes = kYPitch * kEights * 16;
@@ -121,11 +121,11 @@ __device__ void ProduceTiles(const UnalignedFilterParams& q, const FilterShared<
     // Nobody is two tiles ahead of another.
     SyncThreads(4, FilterTile::kStripThreads);
     hopper::WaitBarrier(shared.Empty(turn.stage), turn.parity ^ 1);
-    FillStrip<5>(thread, FilterTile::kStripThreads, x_pairs, q.pixels, x_pixels, q.channels, group.channel, q.channels,
-                 group.chunks, q.pixels, x, shared.x + turn.stage * shared.x_bytes);
-    FillStrip<5>(thread, FilterTile::kStripThreads, q.column_pairs, kRows, y_pixels, q.features, place.column,
-                 min(place.column + q.columns, q.features), kEights, shared.kYPitch, y,
-                 shared.y + turn.stage * shared.y_bytes);
+    FillStrip(thread, FilterTile::kStripThreads, x_pairs, q.pixels, x_pixels, q.channels, group.channel, q.channels,
+              group.chunks, q.pixels, x, shared.x + turn.stage * shared.x_bytes);
+    FillStrip(thread, FilterTile::kStripThreads, q.column_pairs, kRows, y_pixels, q.features, place.column,
+              min(place.column + q.columns, q.features), kEights, shared.kYPitch, y,
+              shared.y + turn.stage * shared.y_bytes);
     hopper::ShowSharedToTma();
     ArriveWarp(shared.Full(turn.stage));
     turn.Next(2);
@@ -206,10 +206,8 @@ __global__ void __launch_bounds__(FilterTile::kThreads, 1)
     const int tiles = min(q.slice_tiles, q.tiles - place.split * q.slice_tiles);
     const int thread = threadIdx.x % FilterTile::kConsumers;
     if (threadIdx.x >= FilterTile::kConsumers) {
-      hopper::SetRegisters<144, true>();
       ProduceTiles(q, shared, place, group, thread, x, y, tiles);
     } else {
-      hopper::SetRegisters<112, false>();
       ConsumeTiles(q, shared, place, group, thread / FilterTile::kWarpgroup, tiles,
                    partial + place.split * q.result_size);
     }

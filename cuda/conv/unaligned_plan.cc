@@ -9,7 +9,6 @@ namespace {
 constexpr int kMostSharedBytes = 227 << 10;
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
-int64_t RoundUp(int64_t a, int64_t b) { return CeilDiv(a, b) * b; }
 
 // How far apart lines (or planes) are, so that what a window reads past one is zeros of the next, or there anyway.
 int64_t Pitch(const Problem& p, int d) {
@@ -21,9 +20,15 @@ double Rows(const Problem& p) { return double(p.images) * p.y[0] * Pitch(p, 1) *
 
 }  // namespace
 
-int UnalignedPlan::SharedBytes() const {
+int UnalignedPlan::SlabBytes(int size) const {
+  // The larger of the two layouts: columns by the depth's chunks, or the depth by the columns' chunks.
+  const int chunk = 16 / size, chunks = 2 * steps;
+  return std::max(chunks * (kColumns + 1), kColumns / chunk * (chunks * chunk + 1)) * 16;
+}
+
+int UnalignedPlan::SharedBytes(int size) const {
   constexpr int kBarriers = (2 + kMostSlabs) * 16;
-  return 2 * StripBytes() + slabs * SlabBytes() + kWarpgroups * StagedBytes() + 2 * pixels * 4 + kBarriers;
+  return 2 * StripBytes() + slabs * SlabBytes(size) + kWarpgroups * StagedBytes() + 2 * pixels * 4 + kBarriers;
 }
 
 bool UnalignedPlan::Fit(const Problem& p) {
@@ -38,7 +43,7 @@ bool UnalignedPlan::Fit(const Problem& p) {
   column_tiles = int(CeilDiv(p.features, kColumns));
   columns = int(CeilDiv(p.features, column_tiles));
   const auto take = [&](int of_rows, int64_t of_lines, int64_t of_steps, int64_t of_slabs) {
-    const int64_t all = RoundUp(of_rows + reach + (of_lines - 1) * line_step, 8);
+    const int64_t all = (of_rows + reach + (of_lines - 1) * line_step) | 1;
     if (all > (1 << 14)) return false;
     resident = of_rows == kWarpgroupRows;
     rows = of_rows;
@@ -48,9 +53,9 @@ bool UnalignedPlan::Fit(const Problem& p) {
     slices = int(CeilDiv(all_steps, of_steps));
     pixels = int(all);
     slabs = int(of_slabs);
-    return SharedBytes() <= kMostSharedBytes;
+    return SharedBytes(size) <= kMostSharedBytes;
   };
-  constexpr int kBoth = kWarpgroups * kWarpgroupRows, kLeastSlabs = 4;
+  constexpr int kBoth = kWarpgroups * kWarpgroupRows, kLeastSlabs = 3;
   if (p.window[0] == 1 && all_steps <= kMostSteps && column_tiles == 1 && p.Taps() < 1024 &&
       take(kWarpgroupRows, p.window[1], all_steps, p.Taps()))
     return true;
@@ -61,7 +66,7 @@ bool UnalignedPlan::Fit(const Problem& p) {
     double best = 0;
     int64_t of_steps = 0;
     for (int64_t n = 1; n <= std::min<int64_t>(kMostSteps, all_steps); ++n) {
-      const double cost = CeilDiv(all_steps, n) * (n + 2);
+      const double cost = CeilDiv(all_steps, n) * (n + 0.3);
       if (take(kBoth, of_lines, n, kLeastSlabs) && (best == 0 || cost < best)) best = cost, of_steps = n;
     }
     if (best == 0) return false;
@@ -87,7 +92,7 @@ UnalignedFilterPlan::UnalignedFilterPlan(const Problem& p) {
   channel_groups = whole_groups + (left > 0 && !appended);
   const int64_t most = whole_groups > 0 ? width + (appended ? left_units : 0) : std::min<int64_t>(width, left_units);
   unit_groups = int(CeilDiv(most, kUnits));
-  pixels = int(RoundUp(kRows + (width - 1) * p.rhs_dilation[2], 8));
+  pixels = int((kRows + (width - 1) * p.rhs_dilation[2]) | 1);
 }
 
 bool TakesUnaligned(const Problem& problem) {
@@ -108,18 +113,23 @@ bool TakesUnaligned(const Problem& problem) {
   return Rows(p) < INT32_MAX / 4 && (p.window[2] - 1) * p.rhs_dilation[2] + UnalignedFilterPlan::kRows < kMostPixels;
 }
 
+// Fitted to an H200. A tile takes as long as its products, or what brings and stores it; where the filter comes in
+// parts, as those; and the filter gradient's, as what brings it.
 double UnalignedCycles(const Problem& problem, int64_t splits) {
-  constexpr double kMultiprocessors = 132, kStart = 9000, kProduct = 40, kStore = 2500, kFilterTile = 3200;
+  constexpr double kMultiprocessors = 132, kStart = 7000, kProduct = 110, kLeast = 5200;
+  constexpr double kSlab = 700, kSlabStep = 380, kPair = 10, kFilterStart = 25000, kFilterTile = 10200;
   const Problem p = AsForward(problem);
   if (p.direction == Direction::kFilterGradient) {
     const UnalignedFilterPlan plan(p);
     const double blocks = double(plan.BlocksOfSlice(p)) * splits;
-    return std::ceil(blocks / kMultiprocessors) * (kStart + CeilDiv(plan.Tiles(), splits) * kFilterTile);
+    return std::ceil(blocks / kMultiprocessors) * (kFilterStart + CeilDiv(plan.Tiles(), splits) * kFilterTile);
   }
   UnalignedPlan plan;
   if (!plan.Fit(p)) return HUGE_VAL;
-  const double products = double(p.Taps()) * plan.slices * plan.steps * plan.rows / 64;
-  const double tile = plan.resident ? products * kProduct : products * kProduct * 1.2 + kStore;
+  const double slabs = double(p.Taps()) * plan.slices, products = slabs * plan.steps * plan.rows / 64;
+  const double pairs = double(plan.groups) * plan.slices * plan.steps * plan.pixels;
+  const double tile = plan.resident ? std::max(kLeast, products * kProduct)
+                                    : std::max(slabs * (kSlab + plan.steps * kSlabStep), pairs * kPair);
   return kStart + std::ceil(plan.Tiles() / kMultiprocessors) * tile;
 }
 

@@ -26,16 +26,17 @@ struct UnalignedPlan {
   int tap_lines;      // of the window, that a strip holds: all or one
   int groups;         // of as many of the window's lines
   int steps, slices;  // of a slice, and slices of the channels
-  int pixels;         // of a strip: whole eights, which are what wgmma reads at once
+  int pixels;         // of a strip: an odd number, so that its chunks lie in different banks
   int slabs;          // the filter's, of a tap and slice each
 
   bool Fit(const Problem& p);
 
   int StripBytes() const { return pixels * steps * kStepBytes; }
-  int SlabBytes() const { return kColumns * steps * kStepBytes; }
+  // With a chunk more for each eight, or chunk of the depth, that spreads them over the banks.
+  int SlabBytes(int size) const;
   // Of 64 rows' results on their way, as floats, a fifth of them left free.
   int StagedBytes() const { return (64 * columns + 8) / 4 * 5 * 4 / 16 * 16 + 16; }
-  int SharedBytes() const;
+  int SharedBytes(int size) const;
   int64_t Tiles() const { return (all_rows + rows - 1) / rows * column_tiles; }
 };
 
