@@ -136,9 +136,10 @@ __device__ inline uint64_t Descriptor(uint32_t address, uint32_t next) {
   return kSwizzle128 | kGroup | uint64_t{next >> 4} << 16 | (address & 0x3ffff) >> 4;
 }
 
-// Describes an operand whose chunks of 16 bytes lie as they are, each 8 rows (K-major) or terms (MN-major) in 128 bytes,
-// which may begin on any 16. From one chunk, and from one eight, to the next it is so many bytes.
-__device__ inline uint64_t PlainDescriptor(uint32_t address, uint32_t next_chunk, uint32_t next_eight, bool transposed) {
+// Describes an operand whose chunks of 16 bytes lie as they are, each 8 rows (K-major) or terms (MN-major) in 128
+// bytes, which may begin on any 16. From one chunk, and from one eight, to the next it is so many bytes.
+__device__ inline uint64_t PlainDescriptor(uint32_t address, uint32_t next_chunk, uint32_t next_eight,
+                                           bool transposed) {
   const uint64_t leading = transposed ? next_eight : next_chunk, stride = transposed ? next_chunk : next_eight;
   return (stride >> 4) << 32 | (leading >> 4) << 16 | (address & 0x3ffff) >> 4;
 }
@@ -169,20 +170,19 @@ __device__ inline void WaitForProducts() {
                : __VA_ARGS__                                                                                    \
                : "l"(a_tile), "l"(b_tile), "r"(int{add_to}), "n"(int{kTransposedA}), "n"(int{kTransposedB})     \
                : "memory")
-#define JAXDNN_WGMMA_OF_TYPE(type, k, more64, more72, more128)                                                    \
-  if constexpr (kColumns == 64) {                                                                                 \
-    JAXDNN_WGMMA(type, "64", k, JAXDNN_TEN() JAXDNN_TEN(1) JAXDNN_TEN(2) "%30, %31", "%32", "%33", "%34", more64, \
-                 JAXDNN_SUMS16(0), JAXDNN_SUMS16(16));                                                            \
-  } else if constexpr (kColumns == 72) {                                                                          \
-    JAXDNN_WGMMA(type, "72", k,                                                                                   \
-                 JAXDNN_TEN() JAXDNN_TEN(1) JAXDNN_TEN(2) "%30, %31, %32, %33, %34, %35", "%36", "%37", "%38",    \
-                 more72, JAXDNN_SUMS16(0), JAXDNN_SUMS16(16), JAXDNN_SUMS4(32));                                  \
-  } else {                                                                                                        \
-    static_assert(kColumns == 128);                                                                               \
-    JAXDNN_WGMMA(type, "128", k,                                                                                  \
-                 JAXDNN_TEN() JAXDNN_TEN(1) JAXDNN_TEN(2) JAXDNN_TEN(3) JAXDNN_TEN(4)                             \
-                     JAXDNN_TEN(5) "%60, %61, %62, %63",                                                          \
-                 "%64", "%65", "%66", more128, JAXDNN_SUMS64(0));                                                 \
+#define JAXDNN_WGMMA_OF_TYPE(type, k, more64, more72, more128)                                                         \
+  if constexpr (kColumns == 64) {                                                                                      \
+    JAXDNN_WGMMA(type, "64", k, JAXDNN_TEN() JAXDNN_TEN(1) JAXDNN_TEN(2) "%30, %31", "%32", "%33", "%34", more64,      \
+                 JAXDNN_SUMS16(0), JAXDNN_SUMS16(16));                                                                 \
+  } else if constexpr (kColumns == 72) {                                                                               \
+    JAXDNN_WGMMA(type, "72", k, JAXDNN_TEN() JAXDNN_TEN(1) JAXDNN_TEN(2) "%30, %31, %32, %33, %34, %35", "%36", "%37", \
+                 "%38", more72, JAXDNN_SUMS16(0), JAXDNN_SUMS16(16), JAXDNN_SUMS4(32));                                \
+  } else {                                                                                                             \
+    static_assert(kColumns == 128);                                                                                    \
+    JAXDNN_WGMMA(type, "128", k,                                                                                       \
+                 JAXDNN_TEN() JAXDNN_TEN(1) JAXDNN_TEN(2) JAXDNN_TEN(3) JAXDNN_TEN(4)                                  \
+                     JAXDNN_TEN(5) "%60, %61, %62, %63",                                                               \
+                 "%64", "%65", "%66", more128, JAXDNN_SUMS64(0));                                                      \
   }
 
 // d += A B, or d = A B where `add_to` is false, of 64 rows, kColumns columns and 32 bytes of terms, by the 128 threads
