@@ -55,8 +55,8 @@ def test_is_not_offered(direction):
 
 
 _ = ConvCase
-# Filters that stay and that come in parts, slices of different lengths, columns in several tiles; windows of lines that a
-# strip holds together or by itself; padding beyond the window and of less than nothing; several tiles to a block.
+# Filters that stay and that come in parts, one slice and several, columns in several tiles; windows whose lines a strip
+# holds together or one by one; padding beyond the window and of less than nothing; several tiles to a block.
 CASES = [
   _("c65k65", 2, (9, 8), 65, (3, 3), 65, padding=SAME3),
   _("c64k65", 2, (15, 14), 64, (3, 3), 65, padding=SAME3),

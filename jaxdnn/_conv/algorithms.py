@@ -11,8 +11,16 @@ import numpy as np
 from jaxdnn._arguments import Padding
 from jaxdnn._conv import gemm
 from jaxdnn._conv.primitives import (
-  ALGORITHMS, DEPTHWISE, FEW_CHANNELS, FEW_FEATURES, GROUPED, OPERANDS, UNALIGNED, plan, products,
-)  # fmt: skip
+  ALGORITHMS,
+  DEPTHWISE,
+  FEW_CHANNELS,
+  FEW_FEATURES,
+  GROUPED,
+  OPERANDS,
+  UNALIGNED,
+  plan,
+  products,
+)
 from jaxdnn._conv.spec import ConvSpec, check_channels, make_spec, result_dtype
 
 _RESULTS = {"forward": "y", "data_gradient": "x", "filter_gradient": "w"}
