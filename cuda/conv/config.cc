@@ -102,8 +102,9 @@ bool IsRagged(const Problem& p, const Dense& dense) {
 
 bool IsTripled(const Problem& p) { return p.in == DType::kF32 && p.products == 3; }
 
-double ReductionCycles(int64_t splits, int64_t result_bytes) {
-  return splits > 1 ? kLaunchCycles + 2.0 * splits * result_bytes / (kMultiprocessors * kBytesPerCycle) : 0;
+double ReductionCycles(const Problem& p, int64_t splits, int64_t result_bytes) {
+  return UsesWorkspace(p, splits) ? kLaunchCycles + 2.0 * splits * result_bytes / (kMultiprocessors * kBytesPerCycle)
+                                  : 0;
 }
 
 // The product that the mma.sync kernels compute.
@@ -221,7 +222,7 @@ double FewChannelsCycles(const Problem& p, const Strips& s, int64_t splits) {
   }
   const double rows = s.Steps(p) * Strips::kStepWords * 4.0 / SizeOf(p.in);
   const double row_tiles = std::ceil(rows / kFewMostRows);
-  const double taken = rows > 80 ? kFewMostRows : rows > 32 ? 80 : 32;
+  const double taken = rows > 80 ? kFewMostRows : rows > 48 ? 80 : rows > 32 ? 48 : 32;
   const double tile = 1.1 * (outputs * SizeOf(p.in) / 2 * taken * 0.8e-3 + bytes / kBytesPerCycle + pieces);
   const double each = std::ceil(splits * row_tiles * columns * p.batch / kMultiprocessors);
   const double resident = taken > 32 ? 2 : 3;
@@ -229,13 +230,26 @@ double FewChannelsCycles(const Problem& p, const Strips& s, int64_t splits) {
 }
 
 // Of the kernels of small groups: what they move to and from memory, or the instructions of a warp's lines, which are
-// 16 columns of the result by 64 bytes of channels. Fitted to an H200.
-double GroupedCycles(const Problem& p) {
+// 16 columns of the result by 64 bytes of channels. In the filter gradient, of blocks of four warps that have a share
+// of the lines. Fitted to an H200.
+double GroupedCycles(const Problem& p, int64_t splits) {
   constexpr double kStart = 5000, kLine = 0.75, kShare = 0.8;  // of the memory's rate
   const int64_t channels = p.groups * p.channels;
   const double images = double(p.batch) * p.images, size = SizeOf(p.in), of_warp = p.channels == 16 ? 16 : 64 / size;
   const double bytes = images * channels * size * (p.XPixels() + p.YPixels());
-  const double lines = std::ceil(images * p.y[2] / 16) * p.y[1] * std::ceil(channels / of_warp);
+  const double parts = std::ceil(channels / of_warp), lines = std::ceil(images * p.y[2] / 16) * p.y[1] * parts;
+  if (p.direction == Direction::kFilterGradient) {
+    // Cycles of a block, of a line where too few are on their way, and of beginning with other columns.
+    constexpr double kBlock = 1500, kLatency = 500, kBegin = 1500;
+    const double places = size == 4 && p.channels == 16 ? 2 : 3;  // of a multiprocessor
+    const double blocks = parts * p.batch * splits, rounds = std::ceil(blocks / (places * kMultiprocessors));
+    const double resident = std::min(places, std::ceil(blocks / kMultiprocessors));
+    const double line = 16 * (size == 2 && p.channels == 16 ? 32 : 64) * (1 + p.stride[1] * p.stride[2]);
+    const double each = std::ceil(lines / (4 * blocks));
+    const double begins = std::ceil(each / p.y[1]) + (p.y[1] % int64_t(each) != 0);
+    const double of_line = std::max(kLatency, 4 * resident * line / (kShare * kBytesPerCycle));
+    return 3000 + rounds * (kBlock * resident + begins * (kBegin + (3 - p.stride[1]) * kLatency) + each * of_line);
+  }
   return kStart + std::max(bytes / (kShare * kBytesPerCycle), kLine * 190 * p.stride[2] * lines) / kMultiprocessors;
 }
 
@@ -247,10 +261,10 @@ bool TakesGrouped(const Problem& p) {
   const bool plane = p.x[0] == 1 && p.y[0] == 1 && p.pad[0] == 0;
   const bool small = p.channels == 2 || p.channels == 4 || p.channels == 8 || p.channels == 16;
   const double pixels = double(p.batch) * p.images * std::max(p.XPixels(), p.YPixels());
-  return p.direction != Direction::kFilterGradient && size <= 4 && (size == 2 || p.products == 1) && plane &&
-         are(p.window, 1, 3, 3) && are(p.lhs_dilation, 1, 1, 1) && are(p.rhs_dilation, 1, 1, 1) &&
-         p.stride[1] == stride && (stride == 1 || stride == 2) && small && p.features == p.channels && p.groups > 1 &&
-         channels % 16 == 0 && p.XPixels() > 0 && p.YPixels() > 0 &&
+  return size <= 4 && (size == 2 || p.products == 1) && plane && are(p.window, 1, 3, 3) &&
+         are(p.lhs_dilation, 1, 1, 1) && are(p.rhs_dilation, 1, 1, 1) && p.stride[1] == stride &&
+         (stride == 1 || stride == 2) && small && p.features == p.channels && p.groups > 1 && channels % 16 == 0 &&
+         p.XPixels() > 0 && p.YPixels() > 0 &&
          // The kernels count pixels with 31 bits, and fours of channels with 32.
          pixels > 0 && pixels * 3 < INT32_MAX && pixels * channels / 4 < UINT32_MAX;
 }
@@ -267,6 +281,12 @@ bool Indexable(const Problem& p) {
          p.Taps() * std::max(p.channels, p.features) < kIndexLimit;
 }
 
+// Whether the filter gradient is stored by SumSlices, also with x and y exchanged.
+bool StoresExchanged(Unit unit) {
+  return unit == Unit::kSimt || unit == Unit::kMma || unit == Unit::kWgmma || unit == Unit::kFewChannels ||
+         unit == Unit::kGrouped;
+}
+
 // The tensor-core kernels take 16-bit floats, and floats that may be rounded to TF32. Hopper's take what the TMA unit
 // can read: one problem and group, lines of whole 16-byte chunks. Those with mma.sync take all but the longest windows;
 // what is not dense, or not in whole chunks, in some of the tiles (VisitMmaKernel). Three products a term are too many
@@ -274,6 +294,7 @@ bool Indexable(const Problem& p) {
 //
 // The depthwise kernels have one input channel to a group, and count work and the bytes between columns with 32 bits.
 bool Takes(const TileShape& t, const Problem& p, bool hopper) {
+  if (p.exchanged && !StoresExchanged(t.unit)) return false;
   if (t.unit == Unit::kSimt) return true;
   if (t.unit == Unit::kFewChannels) return TakesFewChannels(p);
   if (t.unit == Unit::kGrouped) return TakesGrouped(p);
@@ -336,7 +357,9 @@ Dense DenseOf(const Problem& p) {
   return columns <= kMostFolded ? folded : dense;
 }
 
-std::optional<Config> Choose(const Problem& p, bool hopper, std::string_view algorithm, int64_t workspace_limit) {
+namespace {
+
+std::optional<Config> ChooseAsItIs(const Problem& p, bool hopper, std::string_view algorithm, int64_t workspace_limit) {
   const bool widened = p.out == DType::kF32 && (p.in == DType::kF16 || p.in == DType::kBF16);
   if (!(p.in == p.out || widened) || !Indexable(p)) return std::nullopt;
   const Gemm g = GemmOf(p);
@@ -357,23 +380,43 @@ std::optional<Config> Choose(const Problem& p, bool hopper, std::string_view alg
                                                            : 0;
       const int64_t slices = tiles > 0 ? CeilDiv(tiles, CeilDiv(tiles, splits)) : splits;
       // Those of unaligned channels have partial sums of a single slice too.
-      const bool partial = slices > 1 || (t.unit == Unit::kUnaligned && splittable);
+      const bool partial = UsesWorkspace(p, slices) || (t.unit == Unit::kUnaligned && splittable);
       const int64_t transposed = TransposedBytes(p, t), bytes = transposed + (partial ? slices * result_bytes : 0);
       if (bytes > workspace_limit) break;
       if (splittable && CeilDiv(g.depth, slices) >= kIndexLimit) continue;  // a slice is indexed with 32 bits
       const double product = t.unit == Unit::kDepthwise     ? DepthwiseCycles(p, slices)
                              : t.unit == Unit::kFewChannels ? FewChannelsCycles(AsForward(p), strips, slices)
-                             : t.unit == Unit::kGrouped     ? GroupedCycles(p)
+                             : t.unit == Unit::kGrouped     ? GroupedCycles(p, slices)
                              : t.unit == Unit::kFewFeatures ? FewFeaturesCycles(p)
                              : t.unit == Unit::kUnaligned   ? UnalignedCycles(p, slices)
                              : t.unit == Unit::kWgmma       ? WgmmaCycles(p, t, slices)
                                                             : Cycles(p, t, slices);
-      const double cycles = product + ReductionCycles(slices, result_bytes) +
+      const double cycles = product + ReductionCycles(p, slices, result_bytes) +
                             (transposed ? kLaunchCycles + 2.0 * transposed / (kMultiprocessors * kBytesPerCycle) : 0);
       if (!best || cycles < best->cycles) best = Config{t.tile, slices, bytes, cycles};
     }
   }
   return best;
+}
+
+// With x and y exchanged a dilated input has no holes, and few features are few channels.
+bool IsWorthExchanging(const Problem& p) {
+  const auto is_one = [](int64_t n) { return n == 1; };
+  return p.direction == Direction::kFilterGradient && std::all_of(p.stride, p.stride + kRank, is_one) &&
+         (!std::all_of(p.lhs_dilation, p.lhs_dilation + kRank, is_one) ||
+          (p.features <= kFewMostChannels && p.channels > kFewMostChannels)) &&
+         p.FilterSize() < INT32_MAX;
+}
+
+}  // namespace
+
+std::optional<Config> Choose(const Problem& p, bool hopper, std::string_view algorithm, int64_t workspace_limit) {
+  const std::optional<Config> best = ChooseAsItIs(p, hopper, algorithm, workspace_limit);
+  if (!IsWorthExchanging(p)) return best;
+  std::optional<Config> other = ChooseAsItIs(Exchanged(p), hopper, algorithm, workspace_limit);
+  if (!other || (best && best->cycles <= other->cycles)) return best;
+  other->exchanged = true;
+  return other;
 }
 
 }  // namespace jaxdnn::conv
