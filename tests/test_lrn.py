@@ -81,7 +81,9 @@ def test_the_divisor_is_the_same_at_the_borders():
     LrnCase((2, 9, 4), 4, options={"axis": 1}),
     LrnCase((2, 6, 7, 4), 3, "within_channel"),
     LrnCase((2, 2, 6, 7), 5, "within_channel", {"axis": 1}),
+    LrnCase((2, 2, 6, 8), 3, "within_channel", {"axis": 1}),
     LrnCase((2, 6, 7, 4), 3, "divisive"),
+    LrnCase((2, 2, 6, 8), 5, "divisive", {"axis": 1}),
   ],
   ids=str,
 )
@@ -98,12 +100,29 @@ def test_nan_and_infinity_reach_their_windows_and_no_further(case, dtype):
     assert not np.isnan(exact(y)[1]).any()
 
 
+@pytest.mark.parametrize("value", [np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_infinite_means(dtype, value):
+  """Windows with an infinite mean have an infinite divisor, or none where an element is as infinite as the mean."""
+  for case in (LrnCase((2, 6, 7, 4), 3, "divisive"), LrnCase((2, 2, 6, 8), 5, "divisive", {"axis": 1})):
+    x, m = operands(case, dtype)
+    m[0, 1, 2, 3] = value
+    for at in (None, (0, 1, 2, 3)):
+      if at:
+        x[at] = value
+      with np.errstate(all="ignore"):
+        want = Oracle(case, x, m).y
+      assert_close(jax.jit(function(case))(x, m), want, dtype, terms=9, scale=np.nan_to_num(np.abs(want)))
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_small_deviation_from_a_large_mean_keeps_its_digits(dtype):
+@pytest.mark.parametrize("axis", [1, 3])
+def test_a_small_deviation_from_a_large_mean_keeps_its_digits(axis, dtype):
   """Squares are of deviations: nothing is left of these where 1e8 is subtracted from 1e8."""
-  case = LrnCase((2, 8, 8, 4), 3, "divisive", {"k": 0.0, "alpha": 1.0, "beta": 0.5})
+  options = {"k": 0.0, "alpha": 1.0, "beta": 0.5, "axis": axis}
+  case = LrnCase((2, 8, 8, 8), 3 if axis == 3 else 5, "divisive", options)
   x = (1e4 + 1e-2 * sample(case.shape, "float64")).astype(np.float32).astype(sample((), dtype).dtype)
-  m = exact(x).mean((1, 2), keepdims=True) + np.zeros(case.shape) + (0.125 if dtype == "float32" else 64)
+  m = exact(x).mean(keepdims=True) + np.zeros(case.shape) + (0.125 if dtype == "float32" else 64)
   m = m.astype(x.dtype)
   want = Oracle(case, x, m)
   assert_close(function(case)(x, m), want.y, dtype, terms=want.terms, scale=np.abs(want.y))

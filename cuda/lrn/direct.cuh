@@ -86,15 +86,7 @@ __device__ void LoadWide(const T* p, Accumulator<T> (&wide)[N]) {
 
 template <int N, class T>
 __device__ void StoreNarrow(T* p, const Accumulator<T> (&wide)[N]) {
-  const Packed<T, N> packed = Narrow<T, N>(wide);
-  if constexpr (sizeof(packed) == 8) {
-    // By its own instruction: where it comes under a condition the compiler splits an assignment.
-    uint2 words;
-    memcpy(&words, &packed, sizeof(words));
-    asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(p), "r"(words.x), "r"(words.y) : "memory");
-  } else {
-    StorePacked<T, N>(p, packed);
-  }
+  StorePacked<T, N>(p, Narrow<T, N>(wide));
 }
 
 // Calls f with the width of a thread's vectors, as an integral constant.

@@ -33,6 +33,16 @@ __device__ void ForWindows(const Problem& p, const int (&at)[3], bool mirrored, 
     }
 }
 
+enum class Pass { kForward, kTangent, kSeed, kCotangent };
+
+template <class T>
+struct Operands {
+  const T *t, *tm;  // of x and of the means; t is the cotangent too
+  const T *x, *m;
+  T *out, *dm;
+  Accumulator<T>*scratch, *saved;  // r and D^-beta g
+};
+
 template <Pass kPass, int N, int C, class T>
 __global__ void __launch_bounds__(kDirectThreads, 2)
     DivisiveKernel(const __grid_constant__ Problem p, const __grid_constant__ Walk walk, Response<T> response,
@@ -148,24 +158,14 @@ cudaError_t LaunchGeneral(const Problem& p, const Operands<T>& in, cudaStream_t 
       in.t, in.tm, in.x, in.m, in.out, in.dm, in.scratch);
 }
 
-template <Pass kPass, class T>
-cudaError_t Launch(const Problem& p, const Operands<T>& in, cudaStream_t stream) {
-  const auto general = [&] { return LaunchGeneral<kPass>(p, in, stream); };
-  if constexpr (kPass == Pass::kTangent || sizeof(T) == 8 || std::is_same_v<T, __half>) {
-    return general();
-  } else {
-    if (p.Elements() == 0) return general();
-    return VisitMarch<T>(
-        p,
-        [&](auto h, auto n, auto across) {
-          // Measured: this one is a little slower.
-          if constexpr (kPass == Pass::kForward && sizeof(T) == 2 && h() == 2 && n() == 2 && !across())
-            return general();
-          else
-            return LaunchMarch<kPass, h(), n(), across(), T>(p, in, stream);
-        },
-        general, in.t, in.x, in.m, in.out, in.dm, in.scratch, in.saved);
+// The square boxes that march.cuh has, forward and cotangent; or else f().
+template <Map kMap, class T, class F>
+cudaError_t LaunchSquare(const Problem& p, DType dtype, const Operands<T>& in, cudaStream_t stream, F&& otherwise) {
+  if constexpr (std::is_same_v<T, float> || std::is_same_v<T, __nv_bfloat16>) {
+    if (IsBoxes(p, dtype) && p.Elements() > 0)
+      return LaunchBoxes<kMap, true>(p, MarchArrays<T>{in.x, in.m, in.t, in.out, in.dm}, stream);
   }
+  return otherwise();
 }
 
 }  // namespace
@@ -175,7 +175,8 @@ cudaError_t DivisiveForward(const Problem& p, DType dtype, const void* x, const 
     using T = typename decltype(type)::type;
     Operands<T> in = {};
     in.x = static_cast<const T*>(x), in.m = static_cast<const T*>(m), in.out = static_cast<T*>(y);
-    return Launch<Pass::kForward>(p, in, stream);
+    return LaunchSquare<Map::kForward>(p, dtype, in, stream,
+                                       [&] { return LaunchGeneral<Pass::kForward>(p, in, stream); });
   });
 }
 
@@ -186,13 +187,12 @@ cudaError_t DivisiveTangent(const Problem& p, DType dtype, const void* tx, const
     Operands<T> in = {};
     in.t = static_cast<const T*>(tx), in.tm = static_cast<const T*>(tm);
     in.x = static_cast<const T*>(x), in.m = static_cast<const T*>(m), in.out = static_cast<T*>(out);
-    return Launch<Pass::kTangent>(p, in, stream);
+    return LaunchGeneral<Pass::kTangent>(p, in, stream);
   });
 }
 
 cudaError_t DivisiveCotangent(const Problem& p, DType dtype, const void* g, const void* x, const void* m, void* dx,
                               void* dm, Scratch scratch, cudaStream_t stream) {
-  if (!Fits(p, dtype, scratch)) return cudaErrorInvalidValue;
   return VisitDType(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     Operands<T> in = {};
@@ -200,8 +200,11 @@ cudaError_t DivisiveCotangent(const Problem& p, DType dtype, const void* g, cons
     in.out = static_cast<T*>(dx), in.dm = static_cast<T*>(dm);
     in.scratch = static_cast<Accumulator<T>*>(scratch.data);
     in.saved = in.scratch + p.Elements();
-    const cudaError_t status = Launch<Pass::kSeed>(p, in, stream);
-    return status != cudaSuccess ? status : Launch<Pass::kCotangent>(p, in, stream);
+    return LaunchSquare<Map::kCotangent>(p, dtype, in, stream, [&] {
+      if (!Fits(p, dtype, scratch)) return cudaErrorInvalidValue;
+      const cudaError_t status = LaunchGeneral<Pass::kSeed>(p, in, stream);
+      return status != cudaSuccess ? status : LaunchGeneral<Pass::kCotangent>(p, in, stream);
+    });
   });
 }
 

@@ -1,173 +1,534 @@
-// Divisive normalization over square boxes of W = 2 H + 1 cells.
+// Normalization over square boxes of W = 2 H + 1 cells in two dimensions: local response normalization within a
+// channel, and divisive normalization.
 //
-// A thread has N neighbours of a row, and walks down a strip of rows: it loads the W columns of a row once, and gives
-// them to the W windows that the row belongs to. Neighbours across are `inner` elements apart; or inner is 1, and a
-// thread's N elements are neighbours across themselves (kAcross).
+// A thread owns a strip of two units of a row, and marches down the rows. A unit is N neighbours of the inner
+// dimension, and units are neighbours across; or inner is 1, and a unit is N neighbours across itself (kAcross). What a
+// box reaches on either side comes from the threads that own it, through shared memory: one exchange for every row.
+// Sums are taken across first, and then down. The cotangent exchanges in the same step the row of its terms that the
+// step before has completed, and takes their sums across from every result whose window they belong to. So every
+// element is read once, but for the rows and columns where blocks overlap.
+//
+// Bound by instructions, most of which are the curve's and the sums', and by the steps' latency.
 #pragma once
 
-#include "cuda/lrn/direct.cuh"
+#include <algorithm>
+#include <cfloat>
+#include <climits>
+#include <type_traits>
+
+#include "cuda/common/convert.cuh"
+#include "cuda/common/launch.cuh"
+#include "cuda/lrn/response.cuh"
 
 namespace jaxdnn::lrn {
 
-enum class Pass { kForward, kTangent, kSeed, kCotangent };
+constexpr int kMaxSlices = 32;
+constexpr int kMaxChunks = 8;
+constexpr int kMultiprocessors = 132;
 
-template <class T>
-struct Operands {
-  const T *t, *tm;  // of x and of the means; t is the cotangent too
-  const T *x, *m;
-  T *out, *dm;
-  Accumulator<T>*scratch, *saved;  // r and D^-beta g
+// A block takes `slices` neighbouring vectors of each of `columns` strips of each of `groups` planes. A plane's strips
+// are all there, behind empty ones that separate it from its neighbour; or they are some, which overlap with other
+// blocks' by what the outermost cannot sum.
+struct Tiles {
+  int64_t outer, plane, row, step;  // planes; bytes of a plane, of a row, and from a unit to the next
+  int64_t vectors;                  // of a column
+  int height, width;                // width in columns
+  int units;                        // of a row
+  int groups, columns, slices;
+  int origin;  // strips that a block's neighbour has results for
+  int64_t slice_tiles;
+  int spans, chunks, chunk;
+
+  int Threads() const { return static_cast<int>(CeilDiv(groups * columns * slices, 32)) * 32; }
+  int64_t Blocks() const { return CeilDiv(outer, groups) * chunks * spans * slice_tiles; }
 };
 
-constexpr int kMarchThreads = 128, kMarchBlocks = 4;  // of a multiprocessor, which bounds the registers
+template <class T>
+struct MarchArrays {
+  const T *x, *m, *t;  // no means without kMeans; t is the cotangent
+  T *out, *dm;
+};
 
-template <Pass kPass, int H, int N, bool kAcross, class T>
-__global__ void __launch_bounds__(kMarchThreads, kMarchBlocks)
-    MarchKernel(const __grid_constant__ Problem p, const __grid_constant__ Walk walk, int strip, Response<T> response,
-                Operands<T> in) {
+template <Map kMap, bool kHasMeans, int kH, int kN, bool kIsAcross, class T>
+struct March {
+  static constexpr int H = kH, N = kN, W = 2 * H + 1, E = 2 * N;
+  static constexpr bool kMeans = kHasMeans, kAcross = kIsAcross, kCotangent = kMap == Map::kCotangent;
+  // Squares of 16-bit deviations are summed as S(x²) - 2 m S(x) + n m²: where these nearly cancel, numbers are of the
+  // same magnitude, and float holds sums of products of their 8 bits exactly.
+  static constexpr bool kPivot = kMeans && sizeof(T) > 2;
+  // Terms that the cotangent sums over windows: r, and r m.
+  static constexpr int kTerms = !kCotangent ? 0 : kMeans ? 2 : 1;
+  // Rows from an element's arrival to its result, and rows and columns that a result sees.
+  static constexpr int kLag = kCotangent ? W : H, kSight = kCotangent ? 2 * H : H;
+  // Units that a sum reaches on either side, and strips that have them.
+  static constexpr int kReach = kAcross ? (H + N - 1) / N : H, kMargin = (kReach + 1) / 2;
+  // A warp holds rows of its own where lanes lie across, and so waits for no other.
+  static constexpr int kThreads = kAcross ? 32 : 256;
+  static constexpr int kPitch = kThreads + 2 * kMargin * (kAcross ? 1 : kMaxSlices);
+  static constexpr int L = (2 * kReach + 2) * N;  // elements that a strip's sums see
+  // Rows that are unrolled, so that a row's place in a ring is known: a multiple of W, with room for those to come.
+  static constexpr int U = H == 1 ? 2 * W : W;
+  // Warps on a multiprocessor, and rows whose loads are in flight: as registers allow.
+  static constexpr bool kFew = sizeof(T) == 2, kMany = kCotangent || kPivot;  // registers
+  static constexpr int kWarps = (kCotangent && kMeans) || (kMany && H == 3)     ? 8
+                                : kAcross && kFew && !kMany && !kMeans && H < 3 ? 32
+                                                                                : 16;
+  static constexpr int kAhead = !kMany           ? (H == 3 ? 3 : 5)
+                                : kFew || N == 1 ? (kMeans && H == 3 ? 2 : 4)
+                                : kWarps == 8    ? 3
+                                                 : 2;
+  static constexpr int kResident = kWarps * 32 / kThreads;
+
+  // A strip's elements are N pairs of neighbours across. Of the q-th pair: the i-th element that its sums see, where
+  // the second of the pair sees 1, ..., W; the pair's elements; and how far that is from the strip's first column.
+  static constexpr __host__ __device__ int Seen(int q, int i) {
+    return kAcross ? kReach * N - H + 2 * q + i : i * N + q;
+  }
+  static constexpr __host__ __device__ int Own(int q, int side) { return kAcross ? 2 * q + side : side * N + q; }
+  static constexpr __host__ __device__ int Column(int q, int i) { return (kAcross ? 2 * q : 0) + i - H; }
+};
+
+// A strip as it lies in memory.
+template <int N, class T>
+struct Strip {
+  Packed<T, N> unit[2];
+};
+
+template <class T>
+__device__ T* Shift(T* p, int64_t bytes) {
+  using Byte = std::conditional_t<std::is_const_v<T>, const char, char>;
+  return reinterpret_cast<T*>(reinterpret_cast<Byte*>(p) + bytes);
+}
+
+// Rows from 0 up to a unit's limit exist.
+__device__ inline bool Within(int row, int limit) { return static_cast<unsigned>(row) < static_cast<unsigned>(limit); }
+
+template <class S, class T>
+__device__ Strip<S::N, T> LoadStrip(const T* p, int64_t step, int row, const int (&limit)[2]) {
+  constexpr int N = S::N;
+  Strip<N, T> strip = {};
+  if constexpr (S::kAcross) {
+    Packed<T, 2 * N> both = {};
+    if (Within(row, limit[0])) both = *reinterpret_cast<const Packed<T, 2 * N>*>(p);
+    constexpr int kWords = sizeof(both.v) / sizeof(both.v[0]) / 2;
+#pragma unroll
+    for (int i = 0; i < 2 * kWords; ++i) strip.unit[i / kWords].v[i % kWords] = both.v[i];
+  } else {
+    if (Within(row, limit[0])) strip.unit[0] = *reinterpret_cast<const Packed<T, N>*>(p);
+    if (Within(row, limit[1])) strip.unit[1] = *reinterpret_cast<const Packed<T, N>*>(Shift(p, step));
+  }
+  return strip;
+}
+
+// Stores the row's units that have results from there on.
+template <class S, class T>
+__device__ void StoreStrip(T* p, int64_t step, int row, const int (&from)[2], const Accumulator<T> (&wide)[S::E]) {
+  constexpr int N = S::N;
+  if constexpr (S::kAcross) {
+    if (row >= from[0]) StorePacked<T, 2 * N>(p, Narrow<T, 2 * N>(wide));
+  } else {
+    Accumulator<T> unit[2][N];
+#pragma unroll
+    for (int i = 0; i < 2 * N; ++i) unit[i / N][i % N] = wide[i];
+    if (row >= from[0]) StorePacked<T, N>(p, Narrow<T, N>(unit[0]));
+    if (row >= from[1]) StorePacked<T, N>(Shift(p, step), Narrow<T, N>(unit[1]));
+  }
+}
+
+template <int N, class T, class A = Accumulator<T>>
+__device__ void WidenStrip(const Strip<N, T>& strip, A (&wide)[2 * N]) {
+#pragma unroll
+  for (int u = 0; u < 2; ++u) {
+    A unit[N];
+    Widen<T>(strip.unit[u], unit);
+#pragma unroll
+    for (int j = 0; j < N; ++j) wide[u * N + j] = unit[j];
+  }
+}
+
+// What a strip's sums see: its own units, and its neighbours' from the exchange, where `lane` points at the thread's
+// first; the second lies kPitch behind.
+template <class S, class U, class F>
+__device__ void Gather(const U* lane, int slices, const U (&own)[2], F&& widen) {
+#pragma unroll
+  for (int k = 0; k < 2 * S::kReach + 2; ++k) {
+    const int from = k - S::kReach, strip = from >= 0 ? from / 2 : (from - 1) / 2;
+    widen(k, strip == 0 ? own[from & 1] : lane[strip * slices + (from & 1) * S::kPitch]);
+  }
+}
+
+template <class S, class A>
+__device__ void SumAcross(const A (&e)[S::L], A (&sum)[S::E]) {
+#pragma unroll
+  for (int q = 0; q < S::N; ++q) {
+    A both = e[S::Seen(q, 1)];
+#pragma unroll
+    for (int i = 2; i < S::W; ++i) both += e[S::Seen(q, i)];
+    sum[S::Own(q, 0)] = e[S::Seen(q, 0)] + both;
+    sum[S::Own(q, 1)] = both + e[S::Seen(q, S::W)];
+  }
+}
+
+// Sums of the last W rows, without differences: of the rows since the last multiple of W, and of the last rows in front
+// of it.
+template <class S, class A>
+struct Running {
+  A since[S::E] = {}, before[S::W][S::E] = {};
+
+  // Adds a row, the i-th since the multiple.
+  __device__ void Add(int i, const A (&row)[S::E], A (&sum)[S::E]) {
+#pragma unroll
+    for (int j = 0; j < S::E; ++j) {
+      since[j] = i == 0 ? row[j] : since[j] + row[j];
+      sum[j] = i == S::W - 1 ? since[j] : since[j] + before[i + 1][j];
+      before[i][j] = row[j];
+    }
+    if (i < S::W - 1) return;
+#pragma unroll
+    for (int k = S::W - 2; k > 0; --k)
+#pragma unroll
+      for (int j = 0; j < S::E; ++j) before[k][j] += before[k + 1][j];
+  }
+};
+
+// Divisive sums of squares of numbers whose squares float does not hold: of every row about one of its own elements,
+// which no window's sum can be much less than, and from there, for every window that the row belongs to, about its
+// mean.
+template <class S, class A>
+struct Pivoted {
+  A mean[S::W][S::E] = {}, cross[S::W][S::E] = {};  // of the windows whose centres are H rows back, ..., H ahead
+  A inside[S::kAcross ? S::L : S::W + 1];           // 1 where there is a column, else 0
+
+  __device__ Pivoted(int column, int width) {
+#pragma unroll
+    for (int q = 0; q < (S::kAcross ? S::N : 1); ++q)
+#pragma unroll
+      for (int i = 0; i <= S::W; ++i) inside[S::Seen(q, i) / Apart()] = Within(column + S::Column(q, i), width) ? 1 : 0;
+  }
+  // Elements of a column.
+  static constexpr __device__ int Apart() { return S::kAcross ? 1 : S::N; }
+
+  __device__ void Open(int slot, const A (&m)[S::E]) {
+#pragma unroll
+    for (int j = 0; j < S::E; ++j) mean[slot][j] = m[j], cross[slot][j] = 0;
+  }
+
+  // A row: its sums of squares about its pivots, and of values.
+  __device__ void Add(const A (&e)[S::L], const A (&cells)[S::E], bool exists, A (&squares)[S::E], A (&values)[S::E]) {
+    constexpr int W = S::W;
+#pragma unroll
+    for (int q = 0; q < S::N; ++q) {
+      const A own = e[S::Seen(q, S::H)], pivot = fabsf(own) <= FLT_MAX ? own : 0;
+      A d[W + 1];
+#pragma unroll
+      for (int i = 0; i <= W; ++i) {
+        d[i] = e[S::Seen(q, i)] - pivot;
+        if (i != S::H) d[i] *= inside[S::Seen(q, i) / Apart()];
+      }
+      A linear = d[1], square = d[1] * d[1];
+#pragma unroll
+      for (int i = 2; i < W; ++i) linear += d[i], square += d[i] * d[i];
+#pragma unroll
+      for (int side = 0; side < 2; ++side) {
+        const int j = S::Own(q, side);
+        const A end = d[side * W], sum = linear + end;
+        squares[j] = square + end * end;
+        values[j] = sum + cells[j] * pivot;
+        if (!exists) continue;
+#pragma unroll
+        for (int o = 0; o < W; ++o) {
+          const A apart = pivot - mean[o][j];
+          cross[o][j] += apart * (cells[j] * apart + 2 * sum);
+        }
+      }
+    }
+  }
+};
+
+template <class S, class T>
+__global__ void __launch_bounds__(S::kThreads, S::kResident)
+    MarchKernel(const __grid_constant__ Tiles tiles, Response<T> response, const __grid_constant__ MarchArrays<T> in) {
   using A = Accumulator<T>;
-  constexpr int W = 2 * H + 1, M = kAcross ? (H + N - 1) / N : H;  // vectors on either side
-  constexpr bool kSums = kPass != Pass::kForward;
-  const int64_t flat = blockIdx.x * int64_t{kMarchThreads} + threadIdx.x;
-  if (flat >= walk.total) return;
-  int at[3];
-  const int64_t outer = walk.At(p, flat, at);
-  const int height = p.extent[1], width = p.extent[2];
-  const int64_t row = int64_t{width} * p.inner;
-  const int begin = at[1] * strip, end = min(begin + strip, height), column = at[2] * (kAcross ? N : 1);
-  const int64_t base = outer * height * row + (kAcross ? column : column * p.inner + walk.Vector(flat) * N);
+  using Unit = Packed<T, S::N>;
+  using Term = Vec<A, S::N>;
+  constexpr int H = S::H, N = S::N, W = S::W, U = S::U, E = S::E, L = S::L, kTerms = S::kTerms, kAhead = S::kAhead;
+  constexpr bool kMeans = S::kMeans, kCotangent = S::kCotangent;
+  // Two exchanges take turns, so that one barrier each will do.
+  __shared__ Unit elements[2][2 * S::kPitch];
+  __shared__ Term terms[2][kTerms > 0 ? kTerms : 1][kTerms > 0 ? 2 * S::kPitch : 1];
+  const int lane = threadIdx.x, margin = S::kMargin * tiles.slices;
 
-  // Of the windows whose centres are H rows back, ..., H rows ahead: the centre's mean (of the cotangent its x), the
-  // sum of squared deviations (of the cotangent what neighbours take away), and that of deviations.
-  A centre[W][N], sum[W][N], deviations[W][N];
-  const auto column_of = [&](int c) { return column + (c - M) * (kAcross ? N : 1); };
-  const auto inside = [&](int c) { return column_of(c) >= 0 && column_of(c) < width; };
-  // From the thread's own column to a neighbour, or to the border instead of beyond it: so that all of a row's loads
-  // are on their way at once, without a branch between them.
-  int64_t apart[2 * M + 1];
+  int64_t block = blockIdx.x;
+  const int64_t slice_tile = block % tiles.slice_tiles;
+  block /= tiles.slice_tiles;
+  const int span = static_cast<int>(block % tiles.spans);
+  block /= tiles.spans;
+  const int first = static_cast<int>(block % tiles.chunks) * tiles.chunk;
+  const int last = min(tiles.height, first + tiles.chunk);
+  block /= tiles.chunks;
+  const int slice = lane % tiles.slices, strip = lane / tiles.slices % tiles.columns;
+  const int group = lane / (tiles.slices * tiles.columns);
+  const int64_t outer = block * tiles.groups + group, vector = slice_tile * tiles.slices + slice;
+  const int unit = 2 * (span * (tiles.columns - 2 * tiles.origin) + strip);  // the strip's first
+  const bool exists = group < tiles.groups && outer < tiles.outer && vector < tiles.vectors && unit < tiles.units;
+  const bool second = exists && unit + 1 < tiles.units;
+  const int limit[2] = {exists ? tiles.height : 0, second ? tiles.height : 0};
+  const bool results = exists && (span == 0 || strip >= tiles.origin) &&
+                       (span == tiles.spans - 1 || strip < tiles.columns - tiles.origin);
+  const int from[2] = {results ? first : INT_MAX, results && second ? first : INT_MAX};
+
+  // What lies beyond the outermost lanes is zero.
+  for (int i = lane; i < 2 * 2 * 2 * margin; i += blockDim.x) {
+    const int plane = i / (2 * margin), at = i % (2 * margin);
+    const int beyond = plane % 2 * S::kPitch + (at < margin ? at : blockDim.x + at);
+    elements[plane / 2][beyond] = {};
 #pragma unroll
-  for (int c = 0; c <= 2 * M; ++c)
-    apart[c] = (min(max(column_of(c), 0), width - (kAcross ? N : 1)) - column) * (kAcross ? 1 : p.inner);
-  const auto take = [&](int j, A v, A weight) {
+    for (int k = 0; k < kTerms; ++k) terms[plane / 2][k][beyond] = {};
+  }
+
+  // Cells of a window in its row, where all columns exist.
+  const int column = unit * (S::kAcross ? N : 1);
+  A across[E];
 #pragma unroll
-    for (int o = 0; o < W; ++o) {
-      const A deviation = v - centre[o][j];
-      if constexpr (kPass == Pass::kCotangent) {
-        sum[o][j] -= weight * deviation;
+  for (int q = 0; q < N; ++q)
+#pragma unroll
+    for (int side = 0; side < 2; ++side) {
+      const int at = column + S::Column(q, H + side);
+      across[S::Own(q, side)] = static_cast<A>(min(at + H, tiles.width - 1) - max(at - H, 0) + 1);
+    }
+
+  // The next row to load, and what lies that far from the arrays' beginnings.
+  const int begin = max(first - S::kSight, 0);
+  // A mean is due when its window's centre is, or opens.
+  constexpr int kMeanLag = S::kPivot ? -H : H;
+  const int64_t base = outer * tiles.plane + unit * tiles.step + vector * int64_t{sizeof(Unit)};
+  const auto at = [&](auto* array, int row) { return Shift(array, base + row * tiles.row); };
+  const T* x_from = at(in.x, begin);
+  const T* t_from = at(in.t, begin - H);
+  const T* m_from = at(in.m, begin - kMeanLag);
+  T* out_to = at(in.out, begin - S::kLag);
+  T* dm_to = at(in.dm, begin - H);
+  Strip<N, T> x_next[U], t_next[U], m_next[U];
+  const auto load = [&](int i, int row) {
+    const auto next = [&](const T*& p, int row) {
+      const auto loaded = LoadStrip<S, T>(p, tiles.step, row, limit);
+      p = Shift(p, tiles.row);
+      return loaded;
+    };
+    x_next[i] = next(x_from, row);
+    if constexpr (kCotangent) t_next[i] = next(t_from, row - H);
+    if constexpr (kMeans) m_next[i] = next(m_from, row - kMeanLag);
+  };
+#pragma unroll
+  for (int i = 0; i < kAhead; ++i) load(i, begin + i);
+
+  // Of the last rows: x, and the results of the windows that are still open.
+  Strip<N, T> x_held[U] = {};
+  A opened[W][E] = {}, term[kTerms > 0 ? kTerms : 1][E] = {};
+  Running<S, A> energy, values;
+  Pivoted<S, A> pivoted(column, tiles.width);
+  if constexpr (S::kPivot) {
+    // Windows with centres up to H - 1 rows below the first row have it too.
+#pragma unroll
+    for (int i = 0; i < H; ++i) {
+      A m[E];
+      WidenStrip<N, T>(LoadStrip<S, T>(at(in.m, begin + i), tiles.step, begin + i, limit), m);
+      pivoted.Open(i, m);
+    }
+  }
+  bool turn = false;
+  for (int rows = begin;; rows += U) {
+#pragma unroll
+    for (int i = 0; i < U; ++i) {
+      const int row = rows + i, centre = row - H;
+      if (row >= last + S::kLag) return;
+      const Strip<N, T> x_now = x_next[i], t_now = t_next[i], m_now = m_next[i];
+      turn = !turn;
+      Unit* const x_lane = elements[turn] + margin + lane;
+      Term term_units[kTerms > 0 ? kTerms : 1][2];
+#pragma unroll
+      for (int u = 0; u < 2; ++u) {
+        x_lane[u * S::kPitch] = x_now.unit[u];
+#pragma unroll
+        for (int k = 0; k < kTerms; ++k) {
+#pragma unroll
+          for (int j = 0; j < N; ++j) term_units[k][u].v[j] = term[k][u * N + j];
+          terms[turn][k][margin + lane + u * S::kPitch] = term_units[k][u];
+        }
+      }
+      load((i + kAhead) % U, row + kAhead);
+      __syncthreads();
+
+      if constexpr (kCotangent) {
+        A pulled[kTerms][E];
+#pragma unroll
+        for (int k = 0; k < kTerms; ++k) {
+          A e[L];
+          Gather<S>(terms[turn][k] + margin + lane, tiles.slices, term_units[k], [&](int at, const Term& v) {
+#pragma unroll
+            for (int j = 0; j < N; ++j) e[at * N + j] = v.v[j];
+          });
+          SumAcross<S>(e, pulled[k]);
+        }
+#pragma unroll
+        for (int o = 0; o < W; ++o) {
+          A x[E];
+          WidenStrip<N, T>(x_held[(i + U - W + o) % U], x);
+#pragma unroll
+          for (int j = 0; j < E; ++j) {
+            A& open = opened[(i + o) % W][j];
+            const A pull = kMeans ? x[j] * pulled[0][j] - pulled[kTerms - 1][j] : x[j] * pulled[0][j];
+            open = o == W - 1 ? -pull : open - pull;
+          }
+        }
+        A(&result)[E] = opened[i % W];
+        StoreStrip<S, T>(out_to, tiles.step, row - S::kLag, from, result);
+      }
+
+      A e[L], energies[E], sum[E], drift[E], x[E], m[E], t[E];
+      Gather<S>(x_lane, tiles.slices, x_now.unit, [&](int at, const Unit& v) {
+        A wide[N];
+        Widen<T>(v, wide);
+#pragma unroll
+        for (int j = 0; j < N; ++j) e[at * N + j] = wide[j];
+      });
+      x_held[i] = x_now;
+      WidenStrip<N, T>(x_held[(i + U - H) % U], x);
+      if constexpr (kMeans) WidenStrip<N, T>(m_now, m);
+      if constexpr (S::kPivot) {
+        A squares[E];
+        pivoted.Open((i + H) % W, m);
+        pivoted.Add(e, across, row < tiles.height, squares, sum);
+        energy.Add(i % W, squares, energies);
+        values.Add(i % W, sum, drift);
       } else {
-        sum[o][j] += deviation * deviation;
-        if constexpr (kSums) deviations[o][j] += deviation;
-      }
-    }
-  };
-  const auto open = [&](int o, int i) {  // the window in row o
-    LoadWide((kPass == Pass::kCotangent ? in.x : in.m) + base + min(max(o, begin), end - 1) * row, centre[i]);
+        A squares[L];
 #pragma unroll
-    for (int j = 0; j < N; ++j) sum[i][j] = deviations[i][j] = 0;
-  };
-#pragma unroll
-  for (int i = 0; i < W - 1; ++i) open(begin - 2 * H + i, i);
-  for (int first = begin - H; first < end + H; first += W) {
-#pragma unroll
-    for (int u = 0; u < W; ++u) {
-      const int r = first + u;
-      open(r + H, (u + W - 1) % W);
-      if (r >= 0 && r < height && r < end + H) {
-        const int64_t here = base + r * row;
-        A v[2 * M + 1][N], weight[2 * M + 1][N] = {};
-#pragma unroll
-        for (int c = 0; c <= 2 * M; ++c) {
-          LoadWide((kPass == Pass::kCotangent ? in.m : in.x) + here + apart[c], v[c]);
-          if constexpr (kPass == Pass::kCotangent) LoadWide(in.scratch + here + apart[c], weight[c]);
-        }
-#pragma unroll
-        for (int c = 0; c <= 2 * M; ++c) {
-          if (c != M && !inside(c)) continue;
-#pragma unroll
-          for (int i = 0; i < N; ++i) {
-#pragma unroll
-            for (int j = 0; j < N; ++j) {
-              const int apart = kAcross ? (c - M) * N + i - j : i == j ? 0 : W;
-              if (apart >= -H && apart <= H) take(j, v[c][i], weight[c][i]);
-            }
-          }
+        for (int j = 0; j < L; ++j) squares[j] = e[j] * e[j];
+        SumAcross<S>(squares, sum);
+        energy.Add(i % W, sum, energies);
+        if constexpr (kMeans) {
+          SumAcross<S>(e, sum);
+          values.Add(i % W, sum, drift);
         }
       }
-      // The oldest window has seen its last row.
-      const int done = r - H;
-      if (done >= begin && done < end) {
-        const int64_t to = base + done * row;
-        A result[N];
-        if constexpr (kPass == Pass::kCotangent) {
-          LoadWide(in.saved + to, result);
+      if constexpr (kMeans) {
+        const A down = static_cast<A>(min(row, tiles.height - 1) - max(centre - H, 0) + 1);
 #pragma unroll
-          for (int j = 0; j < N; ++j) result[j] -= sum[u][j];
-          StoreNarrow(in.out + to, result);
+        for (int j = 0; j < E; ++j) {
+          if constexpr (S::kPivot) m[j] = pivoted.mean[(i + H + 1) % W][j];
+          const A mean_sum = across[j] * down * m[j];
+          const A cross = S::kPivot ? pivoted.cross[(i + H + 1) % W][j] : m[j] * (mean_sum - 2 * drift[j]);
+          drift[j] -= mean_sum;
+          // What is infinite stays so, and an infinite deviation from an infinite mean is not a number.
+          energies[j] += energies[j] <= FLT_MAX ? cross : m[j] - m[j];
+        }
+      }
+      if constexpr (kCotangent) WidenStrip<N, T>(t_now, t);
+      A result[E], gain[E], q[E];
+#pragma unroll
+      for (int j = 0; j < E; ++j) energies[j] = response.Divisor(energies[j]);
+      response.Gains(energies, gain, q);
+#pragma unroll
+      for (int j = 0; j < E; ++j) {
+        if constexpr (!kCotangent) {
+          result[j] = x[j] * gain[j];
         } else {
-          A x[N], t[N] = {}, seed[N];
-          LoadWide(in.x + to, x);
-          if constexpr (kSums) LoadWide(in.t + to, t);
-#pragma unroll
-          for (int j = 0; j < N; ++j) {
-            A q;
-            const A gain = response.Gain(response.Divisor(sum[u][j]), &q);
-            result[j] = (kSums ? t[j] : x[j]) * gain;
-            seed[j] = q * (x[j] * t[j]);
-            deviations[u][j] *= seed[j];
-          }
-          if constexpr (kSums) {
-            StoreNarrow(in.scratch + to, seed);
-            StoreNarrow(in.saved + to, result);
-            StoreNarrow(in.dm + to, deviations[u]);
-          } else {
-            StoreNarrow(in.out + to, result);
+          opened[(i + H + 1) % W][j] += t[j] * gain[j];
+          // Beyond the borders q may be infinite.
+          term[0][j] = Within(centre, limit[S::kAcross ? 0 : j / N]) ? q[j] * (x[j] * t[j]) : A(0);
+          if constexpr (kMeans) {
+            result[j] = term[0][j] * drift[j];
+            term[kTerms - 1][j] = term[0][j] * m[j];
           }
         }
       }
+      if constexpr (!kCotangent) {
+        StoreStrip<S, T>(out_to, tiles.step, centre, from, result);
+      } else if constexpr (kMeans) {
+        if (centre < last) StoreStrip<S, T>(dm_to, tiles.step, centre, from, result);
+        dm_to = Shift(dm_to, tiles.row);
+      }
+      out_to = Shift(out_to, tiles.row);
     }
   }
 }
 
-// Calls f(H, N, across) as integral constants, or otherwise().
-template <class T, class F, class Otherwise, class... P>
-cudaError_t VisitMarch(const Problem& p, F&& f, Otherwise&& otherwise, const P*... arrays) {
+template <class S>
+Tiles Tile(const Problem& p, int item) {
+  constexpr int N = S::N;
+  Tiles t = {};
+  t.outer = p.outer * p.extent[0];
+  t.height = p.extent[1];
+  t.width = p.extent[2];
+  t.row = p.extent[2] * p.inner * item;
+  t.plane = t.height * t.row;
+  t.units = S::kAcross ? t.width / N : t.width;
+  t.step = (S::kAcross ? N : p.inner) * item;
+  t.vectors = S::kAcross ? 1 : p.inner / N;
+  const int64_t strips = CeilDiv(t.units, 2), whole = strips + S::kMargin;
+  // Eight lanes read what is worth a visit of a cache line; half a sector will do where that keeps a row in one block.
+  const int64_t most = std::min<int64_t>(t.vectors, 8), least = std::clamp<int64_t>(16 / (N * item), 1, most);
+  if (whole * least <= S::kThreads) {
+    t.columns = static_cast<int>(whole);
+    t.slices =
+        static_cast<int>(std::clamp<int64_t>(S::kThreads / whole, least, std::min<int64_t>(t.vectors, kMaxSlices)));
+    t.groups = static_cast<int>(std::clamp<int64_t>(S::kThreads / (whole * t.slices), 1, t.outer));
+    t.spans = 1;
+  } else {
+    t.slices = static_cast<int>(most);
+    t.columns = S::kThreads / t.slices;
+    t.groups = 1;
+    t.origin = static_cast<int>(CeilDiv(S::kSight, S::kAcross ? 2 * N : 2));
+    t.spans = static_cast<int>(std::max<int64_t>(CeilDiv(strips - 2 * t.origin, t.columns - 2 * t.origin), 1));
+  }
+  t.slice_tiles = CeilDiv(t.vectors, t.slices);
+  // Of the numbers of chunks, the one with which the device takes the fewest rows' time.
+  int64_t best = INT64_MAX;
+  for (int wanted = 1; wanted <= kMaxChunks; ++wanted) {
+    Tiles tried = t;
+    tried.chunk = static_cast<int>(CeilDiv(t.height, wanted));
+    tried.chunks = static_cast<int>(CeilDiv(t.height, tried.chunk));
+    const int64_t waves = CeilDiv(tried.Blocks(), kMultiprocessors * S::kResident);
+    const int64_t rows = waves * (tried.chunk + S::kLag + (wanted > 1 ? S::kSight : 0));
+    if (rows < best) best = rows, t.chunk = tried.chunk, t.chunks = tried.chunks;
+  }
+  return t;
+}
+
+template <class S, class T>
+cudaError_t LaunchMarch(const Problem& p, const MarchArrays<T>& arrays, cudaStream_t stream) {
+  const Tiles tiles = Tile<S>(p, sizeof(T));
+  return LaunchKernel(MarchKernel<S, T>, tiles.Blocks(), tiles.Threads(), stream, tiles, Response<T>(p), arrays);
+}
+
+// Whether LaunchBoxes takes the problem: odd square boxes of up to seven cells.
+inline bool IsBoxes(const Problem& p, DType dtype) {
   const int reach = p.after[2];
-  const bool square = p.before[0] == 0 && p.after[0] == 0 && p.after[1] == reach && p.before[1] == reach &&
-                      p.before[2] == reach && reach >= 1 && reach <= 3;
-  if (!square) return otherwise();
-  const auto visit = [&](auto h) {
-    constexpr int kN = h() == 3 ? 2 : 4;
-    using Yes = std::true_type;
-    using No = std::false_type;
-    if (IsVectorAligned(arrays...)) {
-      if (p.inner % 2 == 0) return f(h, std::integral_constant<int, 2>{}, No{});
-      if (p.inner == 1 && p.extent[2] % kN == 0) return f(h, std::integral_constant<int, kN>{}, Yes{});
-    }
-    return f(h, std::integral_constant<int, 1>{}, No{});
-  };
-  if (reach == 1) return visit(std::integral_constant<int, 1>{});
-  if (reach == 2) return visit(std::integral_constant<int, 2>{});
-  return visit(std::integral_constant<int, 3>{});
+  return (dtype == DType::kF32 || dtype == DType::kBF16) && p.before[0] == 0 && p.after[0] == 0 &&
+         p.after[1] == reach && p.before[1] == reach && p.before[2] == reach && reach >= 1 && reach <= 3;
 }
 
-template <Pass kPass, int H, int N, bool kAcross, class T>
-cudaError_t LaunchMarch(const Problem& p, const Operands<T>& in, cudaStream_t stream) {
-  const int64_t columns = p.Elements() / p.extent[1] / N;
-  // The cheapest product of waves and rows to load.
-  constexpr int64_t kResident = 132 * kMarchBlocks * kMarchThreads;
-  int strip = p.extent[1];
-  int64_t least = INT64_MAX;
-  for (int n = 1; n <= p.extent[1]; ++n) {
-    const int64_t each = CeilDiv(p.extent[1], n), waves = CeilDiv(columns * CeilDiv(p.extent[1], each), kResident);
-    const int64_t cost = waves * (each + 2 * H + 1);
-    if (cost < least) least = cost, strip = static_cast<int>(each);
+template <Map kMap, bool kMeans, int H, class T>
+cudaError_t LaunchReach(const Problem& p, const MarchArrays<T>& a, cudaStream_t stream) {
+  // As many neighbours as registers allow.
+  constexpr bool kFew = kMap == Map::kForward && !kMeans && sizeof(T) == 2;
+  constexpr bool kMany = kMap == Map::kCotangent && kMeans && sizeof(T) == 4 && H == 3;
+  constexpr int kWide = kFew ? 4 : kMany ? 1 : 2;
+  if constexpr (kWide > 1) {
+    if (IsVectorAligned(a.x, a.m, a.t, a.out, a.dm)) {
+      if (p.inner % kWide == 0) return LaunchMarch<March<kMap, kMeans, H, kWide, false, T>>(p, a, stream);
+      if (p.inner == 1 && p.extent[2] % 4 == 0) return LaunchMarch<March<kMap, kMeans, H, 2, true, T>>(p, a, stream);
+    }
   }
-  Problem tiles = p;
-  tiles.extent[1] = static_cast<int>(CeilDiv(p.extent[1], strip));
-  if (kAcross) tiles.extent[2] = p.extent[2] / N;
-  const Walk walk(tiles, kAcross ? 1 : N);
-  return LaunchKernel(MarchKernel<kPass, H, N, kAcross, T>, CeilDiv(walk.total, kMarchThreads), kMarchThreads, stream,
-                      p, walk, strip, Response<T>(p), in);
+  return LaunchMarch<March<kMap, kMeans, H, 1, false, T>>(p, a, stream);
+}
+
+template <Map kMap, bool kMeans, class T>
+cudaError_t LaunchBoxes(const Problem& p, const MarchArrays<T>& a, cudaStream_t stream) {
+  if (p.after[2] == 1) return LaunchReach<kMap, kMeans, 1>(p, a, stream);
+  if (p.after[2] == 2) return LaunchReach<kMap, kMeans, 2>(p, a, stream);
+  return LaunchReach<kMap, kMeans, 3>(p, a, stream);
 }
 
 }  // namespace jaxdnn::lrn

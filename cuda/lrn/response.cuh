@@ -46,6 +46,10 @@ struct Response {
         slope(static_cast<A>(2 * p.scale * p.beta)),
         three_quarters(p.beta == 0.75) {}
 
+  template <bool kOther>
+  __device__ explicit Response(const Response<T, kOther>& r)
+      : scale(r.scale), k(r.k), beta(r.beta), slope(r.slope), three_quarters(r.three_quarters) {}
+
   __device__ A Divisor(A energy) const { return k + scale * energy; }
 
   __device__ A Gain(A d) const {
@@ -68,8 +72,8 @@ struct Response {
   }
 
   __device__ A Gain(A d, A* q) const {
-    if constexpr (sizeof(T) == 2 && kThreeQuarters) {
-      const float root = ApproximateRsqrt(d), gain = root * ApproximateSqrt(root);
+    if constexpr (sizeof(T) < 8 && kThreeQuarters) {
+      const float root = sizeof(T) == 2 ? ApproximateRsqrt(d) : rsqrtf(d), gain = root * ApproximateSqrt(root);
       *q = slope * gain * (root * root);
       return gain;
     } else if constexpr (sizeof(T) == 2) {
@@ -85,6 +89,19 @@ struct Response {
       *q = slope * (gain / d);
       return gain;
     }
+  }
+
+  // Of several divisors, which are raised to the same power: one choice for all.
+  template <int N>
+  __device__ void Gains(const A (&d)[N], A (&gain)[N], A (&q)[N]) const {
+    const auto all = [&](const auto& response) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) gain[i] = response.Gain(d[i], &q[i]);
+    };
+    if (sizeof(T) == 4 && three_quarters)
+      all(Response<T, true>(*this));
+    else
+      all(*this);
   }
 };
 
