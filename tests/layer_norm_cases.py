@@ -15,13 +15,14 @@ LENGTHS = (
   4104, 8190, 8191, 8192, 8193, 8194, 8200,
 )  # fmt: skip
 WIDE = (
-  12288, 16383, 16384, 16386, 16392, 32766, 32767, 32768, 32776, 65535, 65536, 65544, 70002, 131072, 131080, 262144,
-  262145, 262152, 300000,
+  10241, 12288, 16383, 16384, 16386, 16392, 32766, 32767, 32768, 32776, 65535, 65536, 65544, 70002, 81919, 81930,
+  131071, 131072, 131080, 262144, 262145, 262152, 300000,
 )  # fmt: skip
 
 # Rows that fill a block's groups, miss them, and need every block.
 ROWS = (
-  Case(1, 40), Case(9, 768), Case(33, 65), Case(2, 40), Case(7, 24), Case(300, 17), Case(130, 2056), Case(5000, 24)
+  Case(1, 40), Case(9, 768), Case(33, 65), Case(2, 40), Case(7, 24), Case(300, 17), Case(130, 2056), Case(5000, 24),
+  Case(9, 1001), Case(70, 513),
 )  # fmt: skip
 
 # What models ask for, widths from a head to a wide decoder, and few rows, as in decoding.

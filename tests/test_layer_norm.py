@@ -101,7 +101,15 @@ def test_unaligned_slice():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("zero_centered", [False, True])
 def test_adaptive(dtype, zero_centered):
-  shapes = [((3,), (5,), 24), ((2, 3), (4,), 17), ((), (6,), 8), ((4,), (), 40), ((2,), (70, 2), 520)]
+  shapes = [
+    ((3,), (5,), 24),
+    ((2, 3), (4,), 17),
+    ((), (6,), 8),
+    ((4,), (), 40),
+    ((2,), (70, 2), 520),
+    ((3,), (5,), 33),
+    ((5,), (9,), 1001),
+  ]
   for batch, positions, n in shapes if dtype == "float32" or jax.default_backend() == "gpu" else shapes[:2]:
     shape, wide = (*batch, *positions, n), ACCUMULATOR[dtype]
     x, g = sample(shape, dtype), sample(shape, dtype, 1)
@@ -269,6 +277,16 @@ def test_many_short_rows(kind, residual):
   """So many that the kernels take them which fill the device."""
   cases = [Case(70001, 40), Case(69999, 64), Case(90000, 24), Case(20001, 200)]
   check_cases(kind, cases, "bfloat16", residual=residual, tangent=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", BOTH)
+def test_many_rows_of_odd_lengths(kind, dtype):
+  """So many that every block takes several slabs of the short ones, and every thread several of the long ones."""
+  cases = [Case(900001, 1), Case(400001, 3), Case(100001, 12), Case(50001, 17), Case(20001, 127), Case(3001, 1001)]
+  check_cases(kind, cases, dtype, tangent=False)
+  check_cases(kind, [Case(30001, 33), Case(901, 4097)], dtype, residual=True, tangent=False)
 
 
 @pytest.mark.gpu

@@ -7,7 +7,6 @@
 // and whose sums for dscale and dbias stay in its registers from row to row, while the rows to come are on their way
 // into its part of shared memory. At the end every block leaves one row of sums, and a second kernel adds those up in
 // order; a problem with one block needs no second kernel.
-#include "cuda/common/async_copy.cuh"
 #include "cuda/layer_norm/partial_rows.cuh"
 #include "cuda/layer_norm/paths.h"
 #include "cuda/layer_norm/rows.cuh"
@@ -16,18 +15,21 @@ namespace jaxdnn::layer_norm {
 namespace {
 
 // Adds up the columns' sums of the groups of a block, and writes them to a row of `out`.
-template <bool kExact, int V, int L, class A>
-__device__ void StoreSums(const A (&sums)[V][L], A* out, const Place& p, int groups, A* scratch) {
+template <bool kExact, int V, int L, bool kShifted, class A>
+__device__ void StoreSums(const A (&sums)[V][L], A edge, A* out, const Place& p, const Columns<L, kShifted>& columns,
+                          int groups, A* scratch) {
   if (groups == 1) {
-    ForEachVector<V, kExact>(p, [&](int s, int k) { StoreParameters(out, k, sums[s]); });
+    ForEachVector<V, kExact>(p, [&](int s, int k) { StoreParameters(out, columns, k, sums[s]); });
+    if (columns.HasEdge()) out[columns.edge] = edge;
     return;
   }
-  const int n = p.n * L;
+  const int n = columns.n;
   __syncthreads();
   ForEachVector<V, kExact>(p, [&](int s, int k) {
 #pragma unroll
-    for (int i = 0; i < L; ++i) scratch[p.group * n + k * L + i] = sums[s][i];
+    for (int i = 0; i < L; ++i) scratch[p.group * n + columns.At(k, i)] = sums[s][i];
   });
+  if (columns.HasEdge()) scratch[p.group * n + columns.edge] = edge;
   __syncthreads();
   for (int c = threadIdx.x; c < n; c += blockDim.x) {
     A sum = 0;
@@ -37,17 +39,23 @@ __device__ void StoreSums(const A (&sums)[V][L], A* out, const Place& p, int gro
 }
 
 // V vectors of each of U rows at once. `parts` blocks (or clusters) share a problem; each leaves a row of sums.
-template <class T, int L, int V, int U, bool kExact, bool kCluster>
+template <class T, int L, int V, int U, bool kShifted, bool kExact, bool kCluster>
 __global__ void __launch_bounds__(V* L > 16 ? 128 : 512)
     BackwardKernel(Backward b, Shape shape, Constants<Accumulator<T>> constants, Spread spread, int parts) {
   using A = Accumulator<T>;
   using X = Vec<T, L>;
   extern __shared__ uint4 shared[];
   __shared__ Exchange<A, 2 * U, kCluster> exchanges[2];
-  const Place p(spread, kCluster);
+  Place p(spread, kCluster);
   const int problem = p.block / parts, part = p.block - problem * parts;
   const int64_t offset = problem * shape.rows;
-  const int64_t step = int64_t{parts} * spread.groups * U;
+  // Of the block's groups the first row, and of a thread's rows at once the distance: of those that start anywhere in a
+  // vector it is a multiple of their period.
+  int64_t first = int64_t{part} * spread.groups * (kShifted ? 1 : U);
+  const int64_t apart = spread.groups * (kShifted ? parts : 1), step = int64_t{parts} * spread.groups * U;
+  int64_t row = first + p.group;
+  const Columns<L, kShifted> columns(shape.n, offset + row, p.first);
+  p.n = columns.vectors;
 
   // The thread's part of shared memory: [stage][g, x or g_sum][row][vector], strided over the threads.
   const int inputs = b.g_sum == nullptr ? 2 : 3;
@@ -58,8 +66,8 @@ __global__ void __launch_bounds__(V* L > 16 ? 128 : 512)
   const auto fetch = [&](int64_t first, int stage) {
 #pragma unroll
     for (int u = 0; u < U; ++u)
-      if (const int64_t row = first + u * spread.groups; row < shape.rows) {
-        const int64_t at = (offset + row) * p.n;
+      if (const int64_t row = first + u * apart; row < shape.rows) {
+        const int64_t at = columns.Base(offset + row);
         ForEachVector<V, kExact>(p, [&](int s, int k) {
           CopyAsync(&slot(stage, 0, u, s), static_cast<const X*>(b.g) + at + k);
           CopyAsync(&slot(stage, 1, u, s), static_cast<const X*>(b.x) + at + k);
@@ -68,22 +76,33 @@ __global__ void __launch_bounds__(V* L > 16 ? 128 : 512)
       }
     CommitAsync();
   };
+  // The statistics of the rows to come, and the thread's elements in their edges: not converted before they are used.
+  struct Edge {
+    T g, x, g_sum;
+  };
   StoredStatistics<A> next[U];
-  const auto fetch_statistics = [&](int64_t first) {
+  Edge next_edge[U] = {};
+  const auto fetch_singles = [&](int64_t first) {
 #pragma unroll
     for (int u = 0; u < U; ++u)
-      if (const int64_t row = first + u * spread.groups; row < shape.rows)
+      if (const int64_t row = first + u * apart; row < shape.rows) {
         next[u] = LoadStatistics<A>(b.mean, b.rstd, offset + row);
+        if (!columns.HasEdge()) continue;
+        const int64_t at = (offset + row) * shape.n + columns.edge;
+        next_edge[u].g = static_cast<const T*>(b.g)[at];
+        next_edge[u].x = static_cast<const T*>(b.x)[at];
+        if (b.g_sum != nullptr) next_edge[u].g_sum = static_cast<const T*>(b.g_sum)[at];
+      }
   };
 
   if constexpr (kCluster) ClusterArrive();
-  int64_t first = int64_t{part} * spread.groups * U;  // of the block's groups
-  int64_t row = first + p.group;                      // and the U - 1 that follow, a block's groups apart
   fetch(row, 0);
-  fetch_statistics(row);
+  fetch_singles(row);
   A scale[V][L], dscale[V][L] = {}, dbias[V][L] = {};
   ForEachVector<V, kExact>(
-      p, [&](int s, int k) { LoadScale(scale[s], b.scale, constants.offset, int64_t{problem} * p.n + k); });
+      p, [&](int s, int k) { LoadScale(scale[s], b.scale, constants.offset, columns, int64_t{problem}, k); });
+  A edge_scale[1], edge_dscale = 0, edge_dbias = 0;
+  LoadScale(edge_scale, columns.HasEdge() ? b.scale : nullptr, constants.offset, problem * shape.n + columns.edge);
   if constexpr (kCluster) ClusterWait();
 
   for (int stage = 0; first < shape.rows; first += step, row += step, stage ^= 1) {
@@ -91,61 +110,75 @@ __global__ void __launch_bounds__(V* L > 16 ? 128 : 512)
     Statistics<T> stats[U];
 #pragma unroll
     for (int u = 0; u < U; ++u) stats[u] = Statistics<T>(next[u]);
-    fetch_statistics(row + step);
+    Edge edges[U];
+#pragma unroll
+    for (int u = 0; u < U; ++u) edges[u] = next_edge[u];
+    fetch_singles(row + step);
     WaitAsync<1>();
 
     A sums[2 * U] = {};  // of q h, then of q
+    const auto add = [&](int u, A g, A x, A scale, A* dscale, A* dbias) {
+      const A gh = g * stats[u].Normalize(x);
+      sums[u] = fma(gh, scale, sums[u]);
+      sums[U + u] = fma(g, scale, sums[U + u]);
+      *dscale += gh;
+      *dbias += g;
+    };
 #pragma unroll
     for (int u = 0; u < U; ++u)
-      if (row + u * spread.groups < shape.rows)
+      if (row + u * apart < shape.rows) {
         ForEachVector<V, kExact>(p, [&](int s, int) {
           A g[L], x[L];
           Widen(g, slot(stage, 0, u, s));
           Widen(x, slot(stage, 1, u, s));
 #pragma unroll
-          for (int i = 0; i < L; ++i) {
-            const A gh = g[i] * stats[u].Normalize(x[i]);
-            sums[u] = fma(gh, scale[s][i], sums[u]);
-            sums[U + u] = fma(g[i], scale[s][i], sums[U + u]);
-            dscale[s][i] += gh;
-            dbias[s][i] += g[i];
-          }
+          for (int i = 0; i < L; ++i) add(u, g[i], x[i], scale[s][i], &dscale[s][i], &dbias[s][i]);
         });
+        if (columns.HasEdge())
+          add(u, static_cast<A>(edges[u].g), static_cast<A>(edges[u].x), edge_scale[0], &edge_dscale, &edge_dbias);
+      }
     GroupSum<kCluster>(sums, p, exchanges[stage]);
 #pragma unroll
     for (int u = 0; u < U; ++u)
-      if (row + u * spread.groups < shape.rows) {
+      if (row + u * apart < shape.rows) {
         const A mean_qh = sums[u] * constants.inverse;
         const A mean_q = constants.center ? sums[U + u] * constants.inverse : A(0);
-        X* const out = static_cast<X*>(b.dx) + (offset + row + u * spread.groups) * p.n;
+        X* const out = static_cast<X*>(b.dx) + columns.Base(offset + row + u * apart);
+        const auto gradient = [&](A g, A x, A scale, A g_sum) {
+          const A centered = fma(g, scale, -mean_q);
+          return fma(stats[u].rstd, fma(-stats[u].Normalize(x), mean_qh, centered), g_sum);
+        };
         ForEachVector<V, kExact>(p, [&](int s, int k) {
           A g[L], x[L], g_sum[L] = {};
           Widen(g, slot(stage, 0, u, s));
           Widen(x, slot(stage, 1, u, s));
           if (b.g_sum != nullptr) Widen(g_sum, slot(stage, 2, u, s));
 #pragma unroll
-          for (int i = 0; i < L; ++i) {
-            const A centered = fma(g[i], scale[s][i], -mean_q);
-            g[i] = fma(stats[u].rstd, fma(-stats[u].Normalize(x[i]), mean_qh, centered), g_sum[i]);
-          }
+          for (int i = 0; i < L; ++i) g[i] = gradient(g[i], x[i], scale[s][i], g_sum[i]);
           out[k] = Narrow<T>(g);
         });
+        if (!columns.HasEdge()) continue;
+        const A g_sum = b.g_sum == nullptr ? A(0) : static_cast<A>(edges[u].g_sum);
+        const A dx = gradient(static_cast<A>(edges[u].g), static_cast<A>(edges[u].x), edge_scale[0], g_sum);
+        static_cast<T*>(b.dx)[(offset + row + u * apart) * shape.n + columns.edge] = static_cast<T>(dx);
       }
   }
 
-  const int64_t out = int64_t{p.block} * p.n * L;
+  const int64_t out = int64_t{p.block} * shape.n;
   A* scratch = reinterpret_cast<A*>(shared);
   WaitAsync<0>();
-  if (b.dscale != nullptr) StoreSums<kExact>(dscale, static_cast<A*>(b.dscale) + out, p, spread.groups, scratch);
-  if (b.dbias != nullptr) StoreSums<kExact>(dbias, static_cast<A*>(b.dbias) + out, p, spread.groups, scratch);
+  if (b.dscale != nullptr)
+    StoreSums<kExact>(dscale, edge_dscale, static_cast<A*>(b.dscale) + out, p, columns, spread.groups, scratch);
+  if (b.dbias != nullptr)
+    StoreSums<kExact>(dbias, edge_dbias, static_cast<A*>(b.dbias) + out, p, columns, spread.groups, scratch);
 }
 
-template <class T, int L, int V, int U, bool kExact, bool kCluster>
+template <class T, int L, int V, int U, bool kExact, bool kCluster, bool kShifted = false>
 cudaError_t Launch(const Backward& b, const Shape& shape, const Options& options, Spread spread, void* workspace,
                    cudaStream_t stream) {
   using A = Accumulator<T>;
   while (spread.groups / 2 * U >= shape.rows && spread.Threads() > 32) spread.groups /= 2;
-  const auto kernel = BackwardKernel<T, L, V, U, kExact, kCluster>;
+  const auto kernel = BackwardKernel<T, L, V, U, kShifted, kExact, kCluster>;
   const int inputs = b.g_sum == nullptr ? 2 : 3, rows = U * spread.groups;
   const size_t ring = size_t{2} * inputs * U * V * sizeof(Vec<T, L>) * spread.Threads();
   const size_t sums = spread.groups > 1 ? spread.groups * shape.n * sizeof(A) : 0;
@@ -155,8 +188,9 @@ cudaError_t Launch(const Backward& b, const Shape& shape, const Options& options
   int64_t resident = 0;
   if (const cudaError_t e = ResidentBlocks(kernel, one, &resident); e != cudaSuccess) return e;
   const int64_t wanted = resident / spread.cluster / shape.problems;
-  const int64_t parts =
+  const int64_t most =
       std::max<int64_t>(1, std::min({PartialRows(shape, kDType<T>), CeilDiv(shape.rows, rows), wanted}));
+  const int64_t parts = kShifted ? SplitRows(most, shape, spread, Period(shape, kDType<T>)) : most;
   return WithPartialRows<A>(b, shape, parts, workspace, stream, [&](const Backward& partial) {
     const Grid grid = {shape.problems * parts * spread.cluster, one.threads, one.shared_bytes, one.cluster};
     return LaunchKernel(kernel, grid, stream, partial, shape, Constants<A>(options, shape.n), spread,
@@ -164,8 +198,8 @@ cudaError_t Launch(const Backward& b, const Shape& shape, const Options& options
   });
 }
 
-// Rows as vectors of L elements, of 16 bytes or 8. Short ones get threads with more columns, so that a group is a warp
-// at most.
+// Rows as vectors of 16 bytes, of L elements. Short ones get threads with more columns, so that a group is a warp at
+// most.
 template <class T, int L>
 cudaError_t RunAligned(const Backward& b, const Shape& shape, const Options& options, const Device& device,
                        void* workspace, cudaStream_t stream, bool* done) {
@@ -176,17 +210,22 @@ cudaError_t RunAligned(const Backward& b, const Shape& shape, const Options& opt
     return Launch<T, L, kMore, 1, false, false>(b, shape, options, SpreadRows(n, kMore, 128, 0, 0), workspace, stream);
   if (n > 32 * kMore && n <= 32 * kMost)
     return Launch<T, L, kMost, 1, false, false>(b, shape, options, SpreadRows(n, kMost, 128, 0, 0), workspace, stream);
-  // Vectors of bf16 are long enough for fewer rows at once.
-  if constexpr (kHasPairs<T>)
+  // Vectors of bf16 are long enough for fewer rows at once. Two to a lane, where one would leave lanes without.
+  if constexpr (kHasPairs<T>) {
+    if (n > 16 && n <= 28 && !AreFew(shape, n, device))
+      return Launch<T, L, kKeep, kRows, false, false>(b, shape, options, SpreadShortRows(n, kKeep, 256), workspace,
+                                                      stream);
     if (n <= 32 && !AreFew(shape, n, device))
       return Launch<T, L, 1, 2, true, false>(b, shape, options, SpreadRows(n, 1, 256, 0, 0), workspace, stream);
+  }
   if (n <= 32 || AreFew(shape, n, device)) {
     const Spread thin = SpreadRows(n, 1, 256, 512, device.max_cluster);
     if (thin.cluster == 1) return Launch<T, L, 1, 4, true, false>(b, shape, options, thin, workspace, stream);
     if (thin.steps > 0) return Launch<T, L, 1, 4, true, true>(b, shape, options, thin, workspace, stream);
   }
-  // Of 16-bit floats a larger block saves the cluster; of others two small ones are as good.
-  Spread spread = SpreadRows(n, kKeep, 256, sizeof(T) == 2 ? 512 : 256, std::min(8, device.max_cluster));
+  // Of 16-bit floats a larger block saves the cluster, if it is about full; of others two small ones are as good.
+  const int most = sizeof(T) == 2 && (n <= 256 * kKeep || n > 320 * kKeep) ? 512 : 256;
+  Spread spread = SpreadRows(n, kKeep, 256, most, std::min(8, device.max_cluster));
   if (spread.steps == 0) spread = SpreadRows(n, kKeep, 256, 512, device.max_cluster);
   *done = spread.steps > 0;
   if (!*done) return cudaSuccess;
@@ -194,12 +233,27 @@ cudaError_t RunAligned(const Backward& b, const Shape& shape, const Options& opt
                              : Launch<T, L, kKeep, kRows, false, true>(b, shape, options, spread, workspace, stream);
 }
 
-// Rows as vectors of L elements, where rows or buffers are not aligned to 16 bytes.
-template <class T, int L>
+// Rows that start anywhere in a vector.
+template <class T>
+cudaError_t RunShifted(const Backward& b, const Shape& shape, const Options& options, const Device& device,
+                       void* workspace, cudaStream_t stream, bool* done) {
+  constexpr int L = kVecLength<T>, kKeep = 16 / L, kRows = 4 / kKeep;
+  // Two blocks of a multiprocessor hide each other's waits.
+  Spread spread = SpreadShifted(shape.n, L, kKeep, 256, device.max_cluster);
+  if (spread.steps == 0) spread = SpreadShifted(shape.n, L, kKeep, 512, device.max_cluster);
+  *done = spread.steps > 0;
+  if (!*done) return cudaSuccess;
+  return spread.cluster == 1
+             ? Launch<T, L, kKeep, kRows, false, false, true>(b, shape, options, spread, workspace, stream)
+             : Launch<T, L, kKeep, kRows, false, true, true>(b, shape, options, spread, workspace, stream);
+}
+
+// Rows element by element: of doubles, of f16 that are not aligned to 16 bytes, and where buffers are not.
+template <class T>
 cudaError_t RunNarrow(const Backward& b, const Shape& shape, const Options& options, const Device& device,
                       void* workspace, cudaStream_t stream, bool* done) {
-  constexpr int kKeep = (sizeof(T) == 8 ? 8 : 12) / L;
-  const Spread spread = SpreadRows(shape.n / L, kKeep, 256, 512, MaxCluster<T>(device));
+  constexpr int L = 1, kKeep = sizeof(T) == 8 ? 8 : 12;
+  const Spread spread = SpreadRows(shape.n, kKeep, 256, 512, MaxCluster<T>(device));
   *done = spread.steps > 0;
   if (!*done) return cudaSuccess;
   if constexpr (sizeof(T) < 8)
@@ -217,20 +271,24 @@ cudaError_t RunBackward(const Backward& b, DType dtype, Shape shape, Options opt
   bool done = true;
   const cudaError_t e = VisitDType(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    const bool aligned = IsVectorAligned(b.g, b.g_sum, b.x, b.scale, b.dx, b.dscale, b.dbias, workspace);
+    const bool aligned =
+        IsVectorAligned(b.g, b.g_sum, b.x, b.scale, b.mean, b.rstd, b.dx, b.dscale, b.dbias, workspace);
     if constexpr (sizeof(T) < 8) {
       if (aligned && shape.n % kVecLength<T> == 0) {
         if (GoesDownColumns(shape, dtype)) return RunWideBackward(b, dtype, shape, options, workspace, stream);
         return RunAligned<T, kVecLength<T>>(b, shape, options, device, workspace, stream, &done);
       }
       if constexpr (kHasPairs<T>)
-        if (aligned && shape.n % 4 == 0) return RunAligned<T, 4>(b, shape, options, device, workspace, stream, &done);
-      if (aligned && TakesSlabs(dtype, shape, true))
-        return RunSlabBackward(b, dtype, shape, options, workspace, stream);
+        if (aligned && shape.n == 4)
+          return Launch<T, 4, 1, 2, true, false>(b, shape, options, SpreadRows(1, 1, 256, 0, 0), workspace, stream);
+      if (aligned && TakesSlabs(dtype, shape)) return RunSlabBackward(b, dtype, shape, options, workspace, stream);
+      if constexpr (!std::is_same_v<T, __half>)
+        if (aligned) {
+          if (HasFewRows(shape, sizeof(T))) return RunWideBackward(b, dtype, shape, options, workspace, stream);
+          return RunShifted<T>(b, shape, options, device, workspace, stream, &done);
+        }
     }
-    if constexpr (kHasPairs<T>)
-      if (aligned && shape.n % 2 == 0) return RunNarrow<T, 2>(b, shape, options, device, workspace, stream, &done);
-    return RunNarrow<T, 1>(b, shape, options, device, workspace, stream, &done);
+    return RunNarrow<T>(b, shape, options, device, workspace, stream, &done);
   });
   return done || e != cudaSuccess ? e : RunWideBackward(b, dtype, shape, options, workspace, stream);
 }

@@ -14,10 +14,11 @@
 namespace jaxdnn::layer_norm {
 namespace {
 
-// The moments of U rows in each thread of their groups. widen(v, u, s) gives vector s of row u.
-template <class T, int L, int V, bool kCluster, int U, class A, class E, class W>
-__device__ void RowMoments(A (&mean)[U], A (&rest)[U], A (&rstd)[U], const A (&pivots)[U], const Place& p,
-                           const Constants<A>& constants, E (&exchanges)[2], int& turn, W&& widen) {
+// The moments of U rows in each thread of their groups.
+template <class T, int L, int V, bool kCluster, int U, bool kShifted, class A, class E>
+__device__ void RowMoments(A (&mean)[U], A (&rest)[U], A (&rstd)[U], const Vec<T, L> (&x)[U][V], const A (&pivots)[U],
+                           const A (&edges)[U], const Place& p, const Columns<L, kShifted>& columns,
+                           const Constants<A>& constants, E (&exchanges)[2], int& turn) {
   A pivot[U];
 #pragma unroll
   for (int u = 0; u < U; ++u) pivot[u] = constants.center ? pivots[u] : A(0);
@@ -28,7 +29,7 @@ __device__ void RowMoments(A (&mean)[U], A (&rest)[U], A (&rstd)[U], const A (&p
     for (int u = 0; u < U; ++u)
       ForEachVector<V, false>(p, [&](int s, int) {
         A v[L];
-        widen(v, u, s);
+        Widen(v, x[u][s]);
 #pragma unroll
         for (A& each : v) {
           each -= pivot[u];
@@ -36,6 +37,13 @@ __device__ void RowMoments(A (&mean)[U], A (&rest)[U], A (&rstd)[U], const A (&p
         }
         sums[u] += SumOf(v);
       });
+    if (columns.HasEdge())
+#pragma unroll
+      for (int u = 0; u < U; ++u) {
+        const A edge = edges[u] - pivot[u];
+        sums[u] += edge;
+        sums[U + u] = fma(edge, edge, sums[U + u]);
+      }
     GroupSum<kCluster>(sums, p, exchanges[turn]);
     turn ^= 1;
     bool far = false;
@@ -103,13 +111,11 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 
   A mean[U], rest[U], rstd[U];
   int turn = 0;
-  RowMoments<T, L, V, kCluster>(mean, rest, rstd, pivot, p, constants, exchanges, turn,
-                                [&](A(&v)[L], int u, int s) { Widen(v, x[u][s]); });
+  RowMoments<T, L, V, kCluster>(mean, rest, rstd, x, pivot, pivot, p, Columns<L, false>(shape.n, 0, 0), constants,
+                                exchanges, turn);
 #pragma unroll
   for (int u = 0; u < U; ++u) {
-    if (!p.IsLeader() || !exists[u]) continue;
-    static_cast<A*>(f.rstd)[row[u]] = rstd[u];
-    if (f.mean != nullptr) static_cast<Vec<A, 2>*>(f.mean)[row[u]] = {{mean[u], rest[u]}};
+    if (p.IsLeader() && exists[u]) StoreStatistics(f, row[u], mean[u], rest[u], rstd[u]);
   }
 #pragma unroll
   for (int u = 0; u < U; ++u) ForEachVector<V, false>(p, [&](int s, int) { ForgetWide(x[u][s]); });
@@ -147,6 +153,117 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
         static_cast<X*>(f.y)[row[u] * p.n + k] = Apply<T>(x[u][s], stats, scale[kEarly ? s : 0], bias[kEarly ? s : 0]);
     }
   });
+}
+
+// The same for rows that start anywhere in a vector. A thread takes rows a period apart, whose parameters stay in its
+// registers, while kStages - 1 rows to come are on their way into its part of shared memory.
+constexpr int kStages = 4, kShiftedThreads = 320;
+
+template <class T, int L, int V, bool kCluster>
+__global__ void __launch_bounds__(kShiftedThreads, kCluster && sizeof(T) == 4 ? 1 : 2)
+    ShiftedForwardKernel(Forward f, Shape shape, Constants<Accumulator<T>> constants, Spread spread, int parts) {
+  using A = Accumulator<T>;
+  using X = Vec<T, L>;
+  extern __shared__ uint4 shared[];
+  __shared__ Exchange<A, 2, kCluster> exchanges[2];
+  Place p(spread, kCluster);
+  const int problem = p.block / parts, part = p.block - problem * parts;
+  const int64_t offset = problem * shape.rows, apart = int64_t{parts} * spread.groups;
+  int64_t first = int64_t{part} * spread.groups, row = first + p.group;
+  const Columns<L, true> columns(shape.n, offset + row, p.first);
+  p.n = columns.vectors;
+
+  // The thread's part of shared memory: [stage][x or residual][vector], strided over the threads.
+  const int inputs = f.residual == nullptr ? 1 : 2;
+  X* const ring = reinterpret_cast<X*>(shared) + threadIdx.x;
+  const auto slot = [&](int stage, int input, int s) -> X& {
+    return ring[((stage * inputs + input) * V + s) * static_cast<int>(blockDim.x)];
+  };
+  const auto fetch = [&](int64_t row, int stage) {
+    if (row < shape.rows) {
+      const int64_t at = columns.Base(offset + row);
+      ForEachVector<V, false>(p, [&](int s, int k) {
+        CopyAsync(&slot(stage, 0, s), static_cast<const X*>(f.x) + at + k);
+        if (f.residual != nullptr) CopyAsync(&slot(stage, 1, s), static_cast<const X*>(f.residual) + at + k);
+      });
+    }
+    CommitAsync();
+  };
+  // Of a row, its first element and the thread's in its edges. They are not converted before they are used: that would
+  // wait for them.
+  struct Singles {
+    T first, edge;
+  };
+  const int column = max(columns.edge, 0);
+  const auto load_singles = [&](const void* from, int64_t row) {
+    const T* const in = static_cast<const T*>(from) + (offset + min(row, shape.rows - 1)) * shape.n;
+    return Singles{in[0], in[column]};
+  };
+
+  if constexpr (kCluster) ClusterArrive();
+#pragma unroll
+  for (int stage = 0; stage < kStages - 1; ++stage) fetch(row + stage * apart, stage);
+  Singles next = load_singles(f.x, row), next_residual = {};
+  if (f.residual != nullptr) next_residual = load_singles(f.residual, row);
+  A scale[V][L], bias[V][L], edge_scale[1], edge_bias[1];
+  ForEachVector<V, false>(p, [&](int s, int k) {
+    LoadScale(scale[s], f.scale, constants.offset, columns, int64_t{problem}, k);
+    LoadBias(bias[s], f.bias, columns, int64_t{problem}, k);
+  });
+  LoadScale(edge_scale, f.scale, constants.offset, problem * shape.n + column);
+  LoadBias(edge_bias, f.bias, problem * shape.n + column);
+  if constexpr (kCluster) ClusterWait();
+
+  int turn = 0;
+  for (int stage = 0; first < shape.rows; first += apart, row += apart, stage = (stage + 1) % kStages) {
+    fetch(row + (kStages - 1) * apart, (stage + kStages - 1) % kStages);
+    Vec<T, 1> edge = {{next.edge}};
+    A pivot[1] = {static_cast<A>(next.first)}, edges[1], mean[1], rest[1], rstd[1];
+    if (f.residual != nullptr) {
+      pivot[0] += static_cast<A>(next_residual.first);
+      edge = AddRounded<T>(edge, Vec<T, 1>{{next_residual.edge}});
+      next_residual = load_singles(f.residual, row + apart);
+    }
+    next = load_singles(f.x, row + apart);
+    Widen(edges, edge);
+    WaitAsync<kStages - 1>();
+
+    X x[1][V] = {};
+    const bool exists = row < shape.rows;
+    const int64_t at = columns.Base(offset + row), at_edge = (offset + row) * shape.n + column;
+    if (exists)
+      ForEachVector<V, false>(p, [&](int s, int k) {
+        x[0][s] = slot(stage, 0, s);
+        if (f.residual == nullptr) return;
+        x[0][s] = AddRounded<T>(x[0][s], slot(stage, 1, s));
+        static_cast<X*>(f.sum)[at + k] = x[0][s];
+      });
+    RowMoments<T, L, V, kCluster>(mean, rest, rstd, x, pivot, edges, p, columns, constants, exchanges, turn);
+    if (!exists) continue;
+    if (p.IsLeader()) StoreStatistics(f, offset + row, mean[0], rest[0], rstd[0]);
+    const Statistics<T> stats({mean[0], rest[0], rstd[0]});
+    ForEachVector<V, false>(
+        p, [&](int s, int k) { static_cast<X*>(f.y)[at + k] = Apply<T>(x[0][s], stats, scale[s], bias[s]); });
+    if (!columns.HasEdge()) continue;
+    if (f.residual != nullptr) static_cast<T*>(f.sum)[at_edge] = edge.v[0];
+    static_cast<T*>(f.y)[at_edge] = Apply<T>(edge, stats, edge_scale, edge_bias).v[0];
+  }
+}
+
+template <class T, int L, int V, bool kCluster>
+cudaError_t LaunchShifted(const Forward& f, const Shape& shape, const Options& options, const Spread& spread,
+                          cudaStream_t stream) {
+  const auto kernel = ShiftedForwardKernel<T, L, V, kCluster>;
+  const size_t inputs = f.residual == nullptr ? 1 : 2;
+  Grid grid = {1, spread.Threads(), kStages * inputs * V * sizeof(Vec<T, L>) * spread.Threads(), spread.cluster};
+  int64_t resident = 0;
+  if (const cudaError_t e = ResidentBlocks(kernel, grid, &resident); e != cudaSuccess) return e;
+  const int64_t wanted = std::max<int64_t>(1, resident / spread.cluster / shape.problems);
+  const int64_t parts =
+      SplitRows(std::min(CeilDiv(shape.rows, int64_t{spread.groups}), wanted), shape, spread, Period(shape, kDType<T>));
+  grid.blocks = shape.problems * parts * spread.cluster;
+  return LaunchKernel(kernel, grid, stream, f, shape, Constants<Accumulator<T>>(options, shape.n), spread,
+                      static_cast<int>(parts));
 }
 
 template <class T, int L, int V, int U, bool kCluster, int kThreads, int kBlocks = 1>
@@ -203,12 +320,24 @@ cudaError_t RunAligned(const Forward& f, const Shape& shape, const Options& opti
   return Launch<T, L, 2 * kKeep, 1, true, 256, kBlocks - 1>(f, shape, options, spread, stream);
 }
 
-// Rows as vectors of L elements, where rows or buffers are not aligned to 16 bytes.
-template <class T, int L>
+// Rows that start anywhere in a vector.
+template <class T>
+cudaError_t RunShifted(const Forward& f, const Shape& shape, const Options& options, const Device& device,
+                       cudaStream_t stream, bool* done) {
+  constexpr int L = kVecLength<T>, kKeep = 16 / L;
+  const Spread spread = SpreadShifted(shape.n, L, kKeep, kShiftedThreads, device.max_cluster);
+  *done = spread.steps > 0;
+  if (!*done) return cudaSuccess;
+  return spread.cluster == 1 ? LaunchShifted<T, L, kKeep, false>(f, shape, options, spread, stream)
+                             : LaunchShifted<T, L, kKeep, true>(f, shape, options, spread, stream);
+}
+
+// Rows element by element: of doubles, of f16 that are not aligned to 16 bytes, and where buffers are not.
+template <class T>
 cudaError_t RunNarrow(const Forward& f, const Shape& shape, const Options& options, const Device& device,
                       cudaStream_t stream, bool* done) {
-  constexpr int kKeep = sizeof(T) == 8 ? 4 : 8;
-  const Spread spread = SpreadRows(shape.n / L, kKeep, 256, 512, MaxCluster<T>(device));
+  constexpr int L = 1, kKeep = sizeof(T) == 8 ? 4 : 8;
+  const Spread spread = SpreadRows(shape.n, kKeep, 256, 512, MaxCluster<T>(device));
   *done = spread.steps > 0;
   if (!*done) return cudaSuccess;
   if constexpr (sizeof(T) < 8)
@@ -226,17 +355,19 @@ cudaError_t RunForward(const Forward& f, DType dtype, Shape shape, Options optio
   bool done = true;
   const cudaError_t e = VisitDType(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    const bool aligned = IsVectorAligned(f.x, f.residual, f.scale, f.bias, f.y, f.sum);
+    const bool aligned = IsVectorAligned(f.x, f.residual, f.scale, f.bias, f.y, f.sum, f.mean, f.rstd);
     if constexpr (sizeof(T) < 8) {
       if (aligned && shape.n % kVecLength<T> == 0)
         return RunAligned<T, kVecLength<T>>(f, shape, options, device, stream, &done);
+      // Of bf16 vectors of 8 bytes are as good, but where they leave many lanes without one, or need a cluster.
       if constexpr (kHasPairs<T>)
-        if (aligned && shape.n % 4 == 0) return RunAligned<T, 4>(f, shape, options, device, stream, &done);
-      if (aligned && TakesSlabs(dtype, shape, false)) return RunSlabForward(f, dtype, shape, options, stream);
+        if (aligned && shape.n % 4 == 0 && (shape.n == 4 || (shape.n > 32 && shape.n <= 16384)))
+          return RunAligned<T, 4>(f, shape, options, device, stream, &done);
+      if (aligned && TakesSlabs(dtype, shape)) return RunSlabForward(f, dtype, shape, options, stream);
+      if constexpr (!std::is_same_v<T, __half>)
+        if (aligned) return RunShifted<T>(f, shape, options, device, stream, &done);
     }
-    if constexpr (kHasPairs<T>)
-      if (aligned && shape.n % 2 == 0) return RunNarrow<T, 2>(f, shape, options, device, stream, &done);
-    return RunNarrow<T, 1>(f, shape, options, device, stream, &done);
+    return RunNarrow<T>(f, shape, options, device, stream, &done);
   });
   return done || e != cudaSuccess ? e : RunWideForward(f, dtype, shape, options, workspace, stream);
 }

@@ -59,12 +59,21 @@ inline bool GoesDownColumns(const Shape& s, DType dtype) {
   return dtype != DType::kF16 && s.n * bytes % 16 == 0 && HasFewRows(s, bytes);
 }
 
-// Rows of dscale and of dbias that a problem's blocks may leave to be summed; a single one is the result.
+// How many rows apart those are that start equally far into a vector of 16 bytes.
+inline int64_t Period(const Shape& s, DType dtype) {
+  int64_t period = 1;
+  while (period * s.n * static_cast<int64_t>(SizeOf(dtype)) % 16 != 0) period *= 2;
+  return period;
+}
+
+// Rows of dscale and of dbias that a problem's blocks may leave to be summed; a single one is the result. They are as
+// many as the rows of a period at least, so that a block can have rows a period apart alone.
 inline int64_t PartialRows(const Shape& s, DType dtype) {
   constexpr int64_t kElements = 5 << 18, kMost = 1024;
   if (GoesDownColumns(s, dtype)) return 1;
   const int64_t useful = std::min(kMost, (s.rows + 3) / 4);
-  return std::max<int64_t>(1, std::min(useful, kElements / std::max<int64_t>(1, s.problems * s.n)));
+  return std::max(std::min(Period(s, dtype), s.rows),
+                  std::min(useful, kElements / std::max<int64_t>(1, s.problems * s.n)));
 }
 
 inline int64_t ForwardWorkspace(const Shape& s) { return s.problems * s.rows * Chunks(s) * 2 * sizeof(double); }

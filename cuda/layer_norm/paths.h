@@ -6,7 +6,7 @@
 namespace jaxdnn::layer_norm {
 
 // Short rows that are not aligned to 16 bytes, in slabs of several rows that are.
-bool TakesSlabs(DType dtype, const Shape& shape, bool backward);
+bool TakesSlabs(DType dtype, const Shape& shape);
 cudaError_t RunSlabForward(const Forward& f, DType dtype, const Shape& shape, const Options& options,
                            cudaStream_t stream);
 cudaError_t RunSlabBackward(const Backward& b, DType dtype, const Shape& shape, const Options& options, void* workspace,

@@ -10,6 +10,7 @@
 #include <cstring>
 #include <type_traits>
 
+#include "cuda/common/async_copy.cuh"
 #include "cuda/common/cluster.cuh"
 #include "cuda/common/convert.cuh"
 #include "cuda/common/dtype.cuh"
@@ -90,8 +91,46 @@ __device__ void ForEachVector(const Place& p, F&& f) {
   }
 }
 
+// The vectors of a row. Where rows are no multiple of a vector long they start anywhere in one: what lies before a
+// row's first whole vector, and behind its last, are its edges, and threads take an element of those each. Rows a
+// period apart start equally far into a vector: a thread that takes such rows alone has the same columns in each of
+// them.
+template <int L, bool kShifted>
+struct Columns {
+  int n, head, vectors;  // elements of a row, those before its vectors, and its vectors
+  int edge;              // the thread's column in the edges, or none: -1
+
+  // `thread`: its index in the group that shares the row.
+  __device__ Columns(int64_t elements, int64_t row, int thread) : n(static_cast<int>(elements)), head(0), edge(-1) {
+    if constexpr (kShifted) head = min(static_cast<int>(-(row * elements) & (L - 1)), n);
+    vectors = (n - head) / L;
+    if constexpr (kShifted) {
+      const int column = thread < head ? thread : thread + vectors * L;
+      if (column < n) edge = column;
+    }
+  }
+  // The first of the vectors, in the array.
+  __device__ int64_t Base(int64_t row) const { return (row * n + head) / L; }
+  // The column of element i of vector k.
+  __device__ int At(int k, int i) const { return head + k * L + i; }
+  __device__ bool HasEdge() const { return kShifted && edge >= 0; }
+};
+
 __device__ inline float InverseRoot(float x) { return rsqrtf(x); }
 __device__ inline double InverseRoot(double x) { return rsqrt(x); }
+
+// The spread for rows that start anywhere in a vector, of L elements. Their edges take less than 2 L threads.
+inline Spread SpreadShifted(int64_t elements, int L, int keep, int most, int max_cluster) {
+  return SpreadRows(std::max<int64_t>(32, elements / L), keep, 256, most, max_cluster);
+}
+
+// Blocks, or clusters, for each problem's rows: `most`, but such that the rows of a thread are a multiple of the period
+// apart, if it has several.
+inline int64_t SplitRows(int64_t most, const Shape& shape, const Spread& spread, int64_t period) {
+  const int64_t unit = std::max<int64_t>(1, period / spread.groups);
+  if (most * spread.groups >= shape.rows) return most;
+  return std::min(std::max(unit, most / unit * unit), shape.rows);
+}
 
 // Calls f(integral_constant<int, steps>) for steps from 1 to kMost.
 template <int kMost, class F>
@@ -104,14 +143,15 @@ cudaError_t VisitSteps(int steps, F&& f) {
 // The sum of L values, by halves: short chains of additions, and errors that do not grow with L.
 template <class A, int L>
 __device__ A SumOf(const A (&v)[L]) {
-  A half[L];
+  if constexpr (L == 1) {
+    return v[0];
+  } else {
+    constexpr int kHalf = (L + 1) / 2;
+    A half[kHalf];
 #pragma unroll
-  for (int i = 0; i < L; ++i) half[i] = v[i];
-#pragma unroll
-  for (int width = L / 2; width > 0; width /= 2)
-#pragma unroll
-    for (int i = 0; i < width; ++i) half[i] += half[i + width];
-  return half[0];
+    for (int i = 0; i < kHalf; ++i) half[i] = i + kHalf < L ? v[i] + v[i + kHalf] : v[i];
+    return SumOf(half);
+  }
 }
 
 // Up to W values that each warp of a group hands to the others. Consecutive sums need different exchanges.
@@ -225,6 +265,27 @@ __device__ void StoreParameters(A* to, int64_t k, const A (&from)[L]) {
   }
 }
 
+// The same of the columns of vector k.
+template <int L, bool kShifted, class A>
+__device__ void LoadParameters(A (&to)[L], const A* from, const Columns<L, kShifted>& columns, int64_t problem, int k) {
+  if constexpr (!kShifted) {
+    LoadParameters(to, from, problem * columns.vectors + k);
+  } else {
+#pragma unroll
+    for (int i = 0; i < L; ++i) to[i] = from[problem * columns.n + columns.At(k, i)];
+  }
+}
+
+template <int L, bool kShifted, class A>
+__device__ void StoreParameters(A* to, const Columns<L, kShifted>& columns, int k, const A (&from)[L]) {
+  if constexpr (!kShifted) {
+    StoreParameters(to, k, from);
+  } else {
+#pragma unroll
+    for (int i = 0; i < L; ++i) to[columns.At(k, i)] = from[i];
+  }
+}
+
 // The options in the accumulator's type, and what else a row's arithmetic needs.
 template <class A>
 struct Constants {
@@ -238,22 +299,22 @@ struct Constants {
         inverse(static_cast<A>(1.0 / static_cast<double>(n))) {}
 };
 
-// scale + offset of vector k; 1 where there is no scale.
-template <int L, class A>
-__device__ void LoadScale(A (&scale)[L], const void* from, A offset, int64_t k) {
+// scale + offset of a vector; 1 where there is no scale.
+template <int L, class A, class... At>
+__device__ void LoadScale(A (&scale)[L], const void* from, A offset, const At&... at) {
 #pragma unroll
   for (A& each : scale) each = 1;
   if (from == nullptr) return;
-  LoadParameters(scale, static_cast<const A*>(from), k);
+  LoadParameters(scale, static_cast<const A*>(from), at...);
 #pragma unroll
   for (A& each : scale) each += offset;
 }
 
-template <int L, class A>
-__device__ void LoadBias(A (&bias)[L], const void* from, int64_t k) {
+template <int L, class A, class... At>
+__device__ void LoadBias(A (&bias)[L], const void* from, const At&... at) {
 #pragma unroll
   for (A& each : bias) each = 0;
-  if (from != nullptr) LoadParameters(bias, static_cast<const A*>(from), k);
+  if (from != nullptr) LoadParameters(bias, static_cast<const A*>(from), at...);
 }
 
 // A mean of 16-bit floats is exact enough as one number of the accumulator's type: if they differ at all, their
@@ -272,6 +333,12 @@ __device__ StoredStatistics<A> LoadStatistics(const void* mean, const void* rstd
   Vec<A, 2> m = {};
   if (mean != nullptr) m = static_cast<const Vec<A, 2>*>(mean)[row];
   return {m.v[0], m.v[1], static_cast<const A*>(rstd)[row]};
+}
+
+template <class A>
+__device__ void StoreStatistics(const Forward& f, int64_t row, A mean, A rest, A rstd) {
+  if (f.rstd != nullptr) static_cast<A*>(f.rstd)[row] = rstd;
+  if (f.mean != nullptr) static_cast<Vec<A, 2>*>(f.mean)[row] = {{mean, rest}};
 }
 
 // The same, for h = (x - mean) rstd.

@@ -1,10 +1,9 @@
-// Short rows that are not aligned to 16 bytes: those of an odd number of elements, or of very few.
+// Short rows that are not aligned to 16 bytes.
 //
 // A slab of several rows is aligned where its rows are not. A block moves slabs between global and shared memory in
-// 16-byte accesses, and there lets groups of lanes take rows element by element: lane t of the group takes elements
-// t, t + size, ..., V of them at most. Its columns are the same in every row, so that parameters, and sums for their
-// gradients, stay in registers.
-#include "cuda/common/async_copy.cuh"
+// 16-byte accesses, the next one while it works on one, and there lets groups of lanes take rows element by element:
+// lane t of the group takes elements t, t + size, ..., V of them at most. Its columns are the same in every row, so
+// that parameters, and sums for their gradients, stay in registers.
 #include "cuda/layer_norm/partial_rows.cuh"
 #include "cuda/layer_norm/paths.h"
 #include "cuda/layer_norm/rows.cuh"
@@ -12,40 +11,72 @@
 namespace jaxdnn::layer_norm {
 namespace {
 
-constexpr int kLongest = 1024;
-// Elements that a lane takes: of the shortest rows, of others, and of the longest.
-constexpr int kLeast = 4, kSome = 16, kMost = 32;
-constexpr int kElements = 4096;
-
-// Blocks for rows of many elements for each lane are small, for want of registers.
+constexpr int kThreads = 256;
+// Elements of a lane; and of those, if they are more than one, the last that may be past the end of a row.
+constexpr int kMost = 16, kTail = 4;
+constexpr int kLongest = 32 * kMost;
+constexpr int kSlabBytes = 16 << 10;
+// Blocks of a multiprocessor, for which registers are left by a lane's V elements.
 template <int V>
-constexpr int kThreads = V < kMost ? 256 : 128;
+constexpr int kForwardBlocks = V > 8 ? 3 : 4;
+template <int V>
+constexpr int kBackwardBlocks = V > 4 ? 2 : 4;
 
 struct Slabs {
-  int n;             // elements of a row
-  int rows;          // of a slab
-  int width;         // lanes of a group, a power of two
-  int buffer_bytes;  // of one slab in shared memory
+  int n;      // elements of a row
+  int rows;   // of a slab
+  int width;  // lanes of a group, a power of two
 };
 
-template <class T, int V>
-Slabs MakeSlabs(const Shape& shape) {
-  const int n = static_cast<int>(shape.n), bytes = n * static_cast<int>(sizeof(T));
-  int aligned = 1, width = 1;
-  while (aligned * bytes % 16 != 0) aligned *= 2;
-  while (width * V < n) width *= 2;
-  const int rows = std::max(1, kElements / (n * aligned)) * aligned;
-  return {n, rows, width, rows * bytes};
-}
+// A thread's place in its group, and its columns.
+template <int V>
+struct Lane {
+  int n, lane, width, row;  // row: of those that the block takes at once
+
+  template <class T>
+  __device__ Lane(const Slabs& s, T) : n(s.n), lane(threadIdx.x & (s.width - 1)), width(s.width) {
+    // The warp's groups take rows so far apart that they read different banks of shared memory, where n is odd. Of the
+    // shortest, neighbours, whose statistics are neighbours too.
+    const int apart = V <= 4 ? 1 : min(width * 4 / static_cast<int>(sizeof(T)), kThreads / 32);
+    const int warp = threadIdx.x / 32, group = threadIdx.x % 32 / width;
+    row = (warp / apart * 32 / width + group) * apart + warp % apart;
+  }
+  __device__ int Column(int i) const { return lane + i * width; }
+  __device__ bool Has(int i) const { return V == 1 || i < V - kTail || Column(i) < n; }
+
+  // v = f(its element) for each of the lane's columns, and 0 past the end of the row.
+  template <class A, class F>
+  __device__ void Load(A (&v)[V], F&& f) const {
+#pragma unroll
+    for (int i = 0; i < V; ++i) v[i] = f(Has(i) ? Column(i) : n - 1);
+#pragma unroll
+    for (int i = 0; i < V; ++i)
+      if (!Has(i)) v[i] = 0;
+  }
+  template <class F>
+  __device__ void ForEach(F&& f) const {
+#pragma unroll
+    for (int i = 0; i < V; ++i)
+      if (Has(i)) f(i, Column(i));
+  }
+  // The sum over the lanes of the group.
+  template <class A>
+  __device__ A Sum(A v) const {
+    for (int mask = 1; mask < width; mask *= 2) v += ShuffleXor(v, mask);
+    return v;
+  }
+};
 
 // Copies a slab of `count` elements. A thread copies the same ones in as out: it need not wait for others in between.
 template <class T>
 __device__ void LoadSlab(T* shared, const T* global, int count) {
   using X = Vec<T, kVecLength<T>>;
   const int vectors = count / kVecLength<T>;
-  for (int k = threadIdx.x; k < vectors; k += blockDim.x)
+#pragma unroll 1
+  for (int k = threadIdx.x; k < vectors; k += kThreads)
     CopyAsync(reinterpret_cast<X*>(shared) + k, reinterpret_cast<const X*>(global) + k);
-  if (vectors % blockDim.x == threadIdx.x)
+  if (vectors % kThreads == threadIdx.x)
+#pragma unroll 1
     for (int k = vectors * kVecLength<T>; k < count; ++k) shared[k] = global[k];
 }
 
@@ -53,163 +84,183 @@ template <class T>
 __device__ void StoreSlab(T* global, const T* shared, int count) {
   using X = Vec<T, kVecLength<T>>;
   const int vectors = count / kVecLength<T>;
-  for (int k = threadIdx.x; k < vectors; k += blockDim.x)
+#pragma unroll 2
+  for (int k = threadIdx.x; k < vectors; k += kThreads)
     reinterpret_cast<X*>(global)[k] = reinterpret_cast<const X*>(shared)[k];
-  if (vectors % blockDim.x == threadIdx.x)
+  if (vectors % kThreads == threadIdx.x)
+#pragma unroll 1
     for (int k = vectors * kVecLength<T>; k < count; ++k) global[k] = shared[k];
 }
 
-template <class A>
-__device__ A LanesSum(A v, int width) {
-  for (int mask = 1; mask < width; mask *= 2) v += ShuffleXor(v, mask);
-  return v;
-}
+// A block's slabs: every `parts`-th of one problem.
+struct Share {
+  int problem;
+  int64_t offset, first, step, end;  // rows: before the problem; of the problem, those of the slabs
 
-template <class T, int V>
-__global__ void __launch_bounds__(kThreads<V>)
-    SlabForwardKernel(Forward f, Shape shape, Constants<Accumulator<T>> constants, Slabs slabs) {
-  using A = Accumulator<T>;
-  extern __shared__ uint4 shared[];
-  T* const data = reinterpret_cast<T*>(shared);
-  T* const residual = data + slabs.buffer_bytes / sizeof(T);
-  T* const result = f.residual == nullptr ? data : residual;
-  const int n = slabs.n, width = slabs.width, lane = threadIdx.x & (width - 1);
-  const int groups = blockDim.x / width, group = threadIdx.x / width;
-  const int64_t first = int64_t{blockIdx.x} * slabs.rows, total = shape.problems * shape.rows;
-  const int rows = static_cast<int>(min(int64_t{slabs.rows}, total - first)), count = rows * n;
-
-  LoadSlab(data, static_cast<const T*>(f.x) + first * n, count);
-  if (f.residual != nullptr) LoadSlab(residual, static_cast<const T*>(f.residual) + first * n, count);
-  CommitAsync();
-  int64_t problem = -1;
-  A scale[V], bias[V];
-  WaitAsync<0>();
-  __syncthreads();
-
-  // Every lane of a warp goes as many rounds: they add up together.
-  for (int round = 0; round < rows; round += groups) {
-    const int r = round + group;
-    const int elements = r < rows ? n : 0, at = r * n;
-    const int64_t row = first + r;
-    if (r < rows && (round == 0 || shape.problems > 1))
-      if (const int64_t own = ProblemOf(row, shape); own != problem) {
-        problem = own;
-#pragma unroll
-        for (int i = 0; i < V; ++i)
-          if (const int c = lane + i * width; c < n) {
-            scale[i] = f.scale == nullptr ? A(1) : static_cast<const A*>(f.scale)[problem * n + c] + constants.offset;
-            bias[i] = f.bias == nullptr ? A(0) : static_cast<const A*>(f.bias)[problem * n + c];
-          }
-      }
-    A v[V], mean = 0, rest = 0, square = 0;
-#pragma unroll
-    for (int i = 0; i < V; ++i) {
-      v[i] = 0;
-      if (const int c = lane + i * width; c < elements) {
-        if (f.residual != nullptr)
-          data[at + c] = static_cast<T>(static_cast<A>(data[at + c]) + static_cast<A>(residual[at + c]));
-        v[i] = static_cast<A>(data[at + c]);
-      }
-      mean += v[i];
-    }
-    mean = constants.center ? LanesSum(mean, width) * constants.inverse : A(0);
-#pragma unroll
-    for (int i = 0; i < V; ++i) {
-      if (lane + i * width < elements) v[i] -= mean;
-      rest += v[i];
-      square = fma(v[i], v[i], square);
-    }
-    rest = kWideMean<T> && constants.center ? LanesSum(rest, width) * constants.inverse : A(0);
-    square = LanesSum(square, width) * constants.inverse;
-    const A rstd = InverseRoot(square - rest * rest + constants.epsilon);
-    if (lane == 0 && r < rows) {
-      static_cast<A*>(f.rstd)[row] = rstd;
-      if (f.mean != nullptr) static_cast<Vec<A, 2>*>(f.mean)[row] = {{mean, rest}};
-    }
-#pragma unroll
-    for (int i = 0; i < V; ++i)
-      if (const int c = lane + i * width; c < elements)
-        result[at + c] = static_cast<T>(fma((v[i] - rest) * rstd, scale[i], bias[i]));
+  __device__ Share(const Shape& shape, const Slabs& slabs, int parts)
+      : problem(blockIdx.x / parts),
+        offset(problem * shape.rows),
+        first(int64_t{blockIdx.x - static_cast<unsigned>(problem * parts)} * slabs.rows),
+        step(int64_t{parts} * slabs.rows),
+        end(shape.rows) {}
+  __device__ int Rows(const Slabs& slabs, int64_t from) const {
+    return static_cast<int>(max(int64_t{0}, min(int64_t{slabs.rows}, end - from)));
   }
-  __syncthreads();
-  StoreSlab(static_cast<T*>(f.y) + first * n, result, count);
-  if (f.residual != nullptr) StoreSlab(static_cast<T*>(f.sum) + first * n, data, count);
-}
+};
 
 template <class T, int V>
-__global__ void __launch_bounds__(kThreads<V>, 2)
-    SlabBackwardKernel(Backward b, Shape shape, Constants<Accumulator<T>> constants, Slabs slabs, int parts) {
+__global__ void __launch_bounds__(kThreads, kForwardBlocks<V>)
+    SlabForwardKernel(Forward f, Shape shape, Constants<Accumulator<T>> constants, Slabs slabs, int parts) {
   using A = Accumulator<T>;
   extern __shared__ uint4 shared[];
-  const int inputs = b.g_sum == nullptr ? 2 : 3, slab = slabs.buffer_bytes / static_cast<int>(sizeof(T));
-  const int n = slabs.n, width = slabs.width, lane = threadIdx.x & (width - 1);
-  const int groups = blockDim.x / width, group = threadIdx.x / width;
-  const int problem = blockIdx.x / parts, part = blockIdx.x - problem * parts;
-  const int64_t offset = problem * shape.rows, step = int64_t{parts} * slabs.rows;
+  const Lane<V> lane(slabs, T());
+  Share share(shape, slabs, parts);
+  const int n = slabs.n, slab = slabs.rows * n, inputs = f.residual == nullptr ? 1 : 2, groups = kThreads / slabs.width;
   const auto buffer = [&](int stage, int input) {
     return reinterpret_cast<T*>(shared) + (stage * inputs + input) * slab;
   };
-  const auto rows_from = [&](int64_t first) {
-    return static_cast<int>(max(int64_t{0}, min(int64_t{slabs.rows}, shape.rows - first)));
-  };
   const auto fetch = [&](int64_t first, int stage) {
-    const int count = rows_from(first) * n;
-    const int64_t at = (offset + first) * n;
-    LoadSlab(buffer(stage, 0), static_cast<const T*>(b.g) + at, count);
-    LoadSlab(buffer(stage, 1), static_cast<const T*>(b.x) + at, count);
-    if (b.g_sum != nullptr) LoadSlab(buffer(stage, 2), static_cast<const T*>(b.g_sum) + at, count);
+    const int count = share.Rows(slabs, first) * n;
+    const int64_t at = (share.offset + first) * n;
+    LoadSlab(buffer(stage, 0), static_cast<const T*>(f.x) + at, count);
+    if (f.residual != nullptr) LoadSlab(buffer(stage, 1), static_cast<const T*>(f.residual) + at, count);
     CommitAsync();
   };
 
-  int64_t first = int64_t{part} * slabs.rows;
-  fetch(first, 0);
-  A scale[V], dscale[V] = {}, dbias[V] = {};
-#pragma unroll
-  for (int i = 0; i < V; ++i) {
-    scale[i] = 1;
-    if (const int c = lane + i * width; c < n && b.scale != nullptr)
-      scale[i] = static_cast<const A*>(b.scale)[int64_t{problem} * n + c] + constants.offset;
-  }
+  fetch(share.first, 0);
+  A scale[V], bias[V];
+  const int64_t parameters = int64_t{share.problem} * n;
+  lane.Load(scale, [&](int c) {
+    return f.scale == nullptr ? A(1) : static_cast<const A*>(f.scale)[parameters + c] + constants.offset;
+  });
+  lane.Load(bias, [&](int c) { return f.bias == nullptr ? A(0) : static_cast<const A*>(f.bias)[parameters + c]; });
 
-  for (int stage = 0; first < shape.rows; first += step, stage ^= 1) {
-    fetch(first + step, stage ^ 1);
+  for (int stage = 0; share.first < share.end; share.first += share.step, stage ^= 1) {
+    fetch(share.first + share.step, stage ^ 1);
     WaitAsync<1>();
     __syncthreads();
-    const int rows = rows_from(first);
-    const T* const g = buffer(stage, 0);
-    T* const x = buffer(stage, 1);
+    const int rows = share.Rows(slabs, share.first);
+    T *const x = buffer(stage, 0), *const y = buffer(stage, inputs - 1);
+    // Every lane of a warp goes as many rounds: they add up together.
+#pragma unroll 1
     for (int round = 0; round < rows; round += groups) {
-      const int r = round + group;
-      const int elements = r < rows ? n : 0, at = r * n;
-      StoredStatistics<A> stored = {};
-      if (r < rows) stored = LoadStatistics<A>(b.mean, b.rstd, offset + first + r);
-      const Statistics<T> stats(stored);
-      A h[V], q[V], mean_q = 0, mean_qh = 0;
-#pragma unroll
-      for (int i = 0; i < V; ++i) {
-        h[i] = q[i] = 0;
-        if (const int c = lane + i * width; c < elements) {
-          const A each = static_cast<A>(g[at + c]);
-          h[i] = stats.Normalize(static_cast<A>(x[at + c]));
-          q[i] = each * scale[i];
-          dscale[i] = fma(each, h[i], dscale[i]);
-          dbias[i] += each;
+      const int r = round + lane.row, at = r * n;
+      A v[V] = {}, sum = 0, rest = 0, square = 0;
+      if (r < rows) {
+        lane.Load(v, [&](int c) { return static_cast<A>(x[at + c]); });
+        if (f.residual != nullptr) {
+          A other[V];
+          lane.Load(other, [&](int c) { return static_cast<A>(y[at + c]); });
+          lane.ForEach([&](int i, int c) {
+            x[at + c] = static_cast<T>(v[i] + other[i]);
+            v[i] = static_cast<A>(x[at + c]);
+          });
         }
-        mean_q += q[i];
-        mean_qh = fma(q[i], h[i], mean_qh);
       }
-      mean_q = constants.center ? LanesSum(mean_q, width) * constants.inverse : A(0);
-      mean_qh = LanesSum(mean_qh, width) * constants.inverse;
+      if (constants.center) sum = SumOf(v);
+      const A mean = lane.Sum(sum) * constants.inverse;
 #pragma unroll
-      for (int i = 0; i < V; ++i)
-        if (const int c = lane + i * width; c < elements) {
-          A dx = stats.rstd * fma(-h[i], mean_qh, q[i] - mean_q);
-          if (b.g_sum != nullptr) dx += static_cast<A>(buffer(stage, 2)[at + c]);
-          x[at + c] = static_cast<T>(dx);
-        }
+      for (int i = 0; i < V; ++i) v[i] = lane.Has(i) ? v[i] - mean : A(0);
+      if (kWideMean<T> && constants.center) rest = lane.Sum(SumOf(v)) * constants.inverse;
+#pragma unroll
+      for (int i = 0; i < V; ++i) square = fma(v[i], v[i], square);
+      square = lane.Sum(square) * constants.inverse;
+      const A rstd = InverseRoot(square - rest * rest + constants.epsilon);
+      if (r >= rows) continue;
+      if (lane.lane == 0) StoreStatistics(f, share.offset + share.first + r, mean, rest, rstd);
+      lane.ForEach([&](int i, int c) { y[at + c] = static_cast<T>(fma((v[i] - rest) * rstd, scale[i], bias[i])); });
     }
     __syncthreads();
-    StoreSlab(static_cast<T*>(b.dx) + (offset + first) * n, x, rows * n);
+    const int64_t at = (share.offset + share.first) * n;
+    StoreSlab(static_cast<T*>(f.y) + at, y, rows * n);
+    if (f.residual != nullptr) StoreSlab(static_cast<T*>(f.sum) + at, x, rows * n);
+  }
+}
+
+// Statistics of a slab's rows in shared memory.
+template <class A>
+struct SlabStatistics {
+  Vec<A, 2>* mean;  // and its rest
+  A* rstd;
+
+  // The `index`-th behind what starts at `shared`.
+  __device__ SlabStatistics(void* shared, int index, int rows)
+      : mean(static_cast<Vec<A, 2>*>(shared) + index * rows / 2 * 3), rstd(reinterpret_cast<A*>(mean + rows)) {}
+};
+
+template <class T, int V>
+__global__ void __launch_bounds__(kThreads, kBackwardBlocks<V>)
+    SlabBackwardKernel(Backward b, Shape shape, Constants<Accumulator<T>> constants, Slabs slabs, int parts) {
+  using A = Accumulator<T>;
+  extern __shared__ uint4 shared[];
+  const Lane<V> lane(slabs, T());
+  Share share(shape, slabs, parts);
+  const int n = slabs.n, slab = slabs.rows * n, inputs = b.g_sum == nullptr ? 2 : 3, groups = kThreads / slabs.width;
+  const auto buffer = [&](int stage, int input) {
+    return reinterpret_cast<T*>(shared) + (stage * inputs + input) * slab;
+  };
+  const auto statistics = [&](int stage) { return SlabStatistics<A>(buffer(2, 0), stage, slabs.rows); };
+  const auto fetch = [&](int64_t first, int stage) {
+    const int rows = share.Rows(slabs, first), count = rows * n;
+    const int64_t at = (share.offset + first) * n;
+    LoadSlab(buffer(stage, 0), static_cast<const T*>(b.g) + at, count);
+    LoadSlab(buffer(stage, 1), static_cast<const T*>(b.x) + at, count);
+    if (b.g_sum != nullptr) LoadSlab(buffer(stage, 2), static_cast<const T*>(b.g_sum) + at, count);
+    const int64_t row = share.offset + first;
+    LoadSlab(statistics(stage).rstd, static_cast<const A*>(b.rstd) + row, rows);
+    if (b.mean != nullptr) LoadSlab(statistics(stage).mean->v, static_cast<const A*>(b.mean) + 2 * row, 2 * rows);
+    CommitAsync();
+  };
+
+  fetch(share.first, 0);
+  A scale[V], dscale[V] = {}, dbias[V] = {};
+  lane.Load(scale, [&](int c) {
+    const int64_t at = int64_t{share.problem} * n + c;
+    return b.scale == nullptr ? A(1) : static_cast<const A*>(b.scale)[at] + constants.offset;
+  });
+
+  for (int stage = 0; share.first < share.end; share.first += share.step, stage ^= 1) {
+    fetch(share.first + share.step, stage ^ 1);
+    WaitAsync<1>();
+    __syncthreads();
+    const int rows = share.Rows(slabs, share.first);
+    const T *const g = buffer(stage, 0), *const g_sum = buffer(stage, 2);
+    T* const x = buffer(stage, 1);
+#pragma unroll 1
+    for (int round = 0; round < rows; round += groups) {
+      const int r = round + lane.row, at = r * n;
+      A h[V], q[V], sum_q = 0, sum_qh = 0, rstd = 0;
+      if (r < rows) {
+        const SlabStatistics<A> stored = statistics(stage);
+        const Vec<A, 2> mean = b.mean == nullptr ? Vec<A, 2>{} : stored.mean[r];
+        rstd = stored.rstd[r];
+        const Statistics<T> stats({mean.v[0], mean.v[1], rstd});
+        lane.Load(q, [&](int c) { return static_cast<A>(g[at + c]); });
+        lane.Load(h, [&](int c) { return stats.Normalize(static_cast<A>(x[at + c])); });
+#pragma unroll
+        for (int i = 0; i < V; ++i) {
+          dscale[i] = fma(q[i], h[i], dscale[i]);
+          dbias[i] += q[i];
+          q[i] *= scale[i];
+          sum_q += q[i];
+          sum_qh = fma(q[i], h[i], sum_qh);
+        }
+      }
+      const A mean_q = constants.center ? lane.Sum(sum_q) * constants.inverse : A(0);
+      const A mean_qh = lane.Sum(sum_qh) * constants.inverse;
+      if (r >= rows) continue;
+#pragma unroll
+      for (int i = 0; i < V; ++i) q[i] = rstd * fma(-h[i], mean_qh, q[i] - mean_q);
+      if (b.g_sum != nullptr) {
+        A other[V];
+        lane.Load(other, [&](int c) { return static_cast<A>(g_sum[at + c]); });
+#pragma unroll
+        for (int i = 0; i < V; ++i) q[i] += other[i];
+      }
+      lane.ForEach([&](int i, int c) { x[at + c] = static_cast<T>(q[i]); });
+    }
+    __syncthreads();
+    StoreSlab(static_cast<T*>(b.dx) + (share.offset + share.first) * n, x, rows * n);
   }
 
   // Of the groups' sums, in order.
@@ -217,11 +268,9 @@ __global__ void __launch_bounds__(kThreads<V>, 2)
   const auto store = [&](const A(&sums)[V], void* out) {
     if (out == nullptr) return;
     __syncthreads();
-#pragma unroll
-    for (int i = 0; i < V; ++i)
-      if (const int c = lane + i * width; c < n) scratch[group * n + c] = sums[i];
+    lane.ForEach([&](int i, int c) { scratch[lane.row * n + c] = sums[i]; });
     __syncthreads();
-    for (int c = threadIdx.x; c < n; c += blockDim.x) {
+    for (int c = threadIdx.x; c < n; c += kThreads) {
       A sum = 0;
       for (int each = 0; each < groups; ++each) sum += scratch[each * n + c];
       static_cast<A*>(out)[int64_t{blockIdx.x} * n + c] = sum;
@@ -232,51 +281,84 @@ __global__ void __launch_bounds__(kThreads<V>, 2)
   store(dbias, b.dbias);
 }
 
+// Calls f(TypeTag of the element type, integral_constant of a lane's elements).
 template <class F>
 cudaError_t VisitSlabs(DType dtype, const Shape& shape, F&& f) {
   return VisitDType(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    const auto call = [&](auto elements) { return f(type, elements, MakeSlabs<T, decltype(elements)::value>(shape)); };
     if constexpr (std::is_same_v<T, float> || std::is_same_v<T, __nv_bfloat16>) {
-      if (shape.n <= 4 * kLeast) return call(std::integral_constant<int, kLeast>{});
-      if (shape.n <= 32 * kSome) return call(std::integral_constant<int, kSome>{});
-      return call(std::integral_constant<int, kMost>{});
+      // Of lengths above half of kMost the lanes' elements are halved until no more than kMost are left.
+      int64_t n = shape.n;
+      while (n > kMost) n = (n + 1) / 2;
+      if (n <= 1) return f(type, std::integral_constant<int, 1>{});
+      if (n <= 4) return f(type, std::integral_constant<int, 4>{});
+      if (n <= 8) return f(type, std::integral_constant<int, 8>{});
+      if (n <= 12) return f(type, std::integral_constant<int, 12>{});
+      return f(type, std::integral_constant<int, kMost>{});
     }
     return cudaErrorInvalidValue;
   });
 }
 
+// Slabs of as many rows as the block takes at once, or several times as many; or fewer, to give every block some. They
+// are multiples of kAligned: rows so far apart are aligned, and so are their statistics.
+constexpr int kAligned = 8;
+
+template <class T, int V>
+Slabs MakeSlabs(const Shape& shape) {
+  constexpr int64_t kBlocks = 512;
+  const int n = static_cast<int>(shape.n);
+  int width = 1;
+  while (width * V < n) width *= 2;
+  const int at_once = std::max(kThreads / width, kAligned);
+  // Of the shortest rows, statistics take more than they do.
+  const int bytes = std::max(n * static_cast<int>(sizeof(T)), 12);
+  const int most = std::max(1, kSlabBytes / (bytes * at_once)) * at_once;
+  const int64_t fair = CeilDiv(shape.problems * shape.rows, kBlocks * kAligned) * kAligned;
+  return {n, static_cast<int>(std::min<int64_t>(most, fair)), width};
+}
+
 }  // namespace
 
-bool TakesSlabs(DType dtype, const Shape& shape, bool backward) {
-  const int64_t bytes = static_cast<int64_t>(SizeOf(dtype));
-  // A problem's first slab must be aligned as well, unless slabs go across problems.
-  const bool aligned = !backward || shape.problems == 1 || shape.rows * shape.n * bytes % 16 == 0;
-  return (dtype == DType::kF32 || dtype == DType::kBF16) && shape.n <= kLongest && shape.n * bytes % 16 != 0 && aligned;
+bool TakesSlabs(DType dtype, const Shape& shape) {
+  // Rows of 8 bytes are a vector of those.
+  if (dtype == DType::kBF16 && shape.n == 4) return false;
+  const int64_t bytes = shape.n * static_cast<int64_t>(SizeOf(dtype));
+  return (dtype == DType::kF32 || dtype == DType::kBF16) && shape.n <= kLongest && bytes % 16 != 0 &&
+         (shape.problems == 1 || shape.rows % kAligned == 0);
 }
 
 cudaError_t RunSlabForward(const Forward& f, DType dtype, const Shape& shape, const Options& options,
                            cudaStream_t stream) {
-  return VisitSlabs(dtype, shape, [&](auto type, auto elements, const Slabs& slabs) {
+  return VisitSlabs(dtype, shape, [&](auto type, auto elements) {
     using T = typename decltype(type)::type;
     constexpr int V = decltype(elements)::value;
-    const size_t bytes = size_t{f.residual == nullptr ? 1u : 2u} * slabs.buffer_bytes;
-    const Grid grid = {CeilDiv(shape.problems * shape.rows, slabs.rows), kThreads<V>, bytes};
-    return LaunchKernel(SlabForwardKernel<T, V>, grid, stream, f, shape, Constants<Accumulator<T>>(options, shape.n),
-                        slabs);
+    const Slabs slabs = MakeSlabs<T, V>(shape);
+    const auto kernel = SlabForwardKernel<T, V>;
+    const size_t inputs = f.residual == nullptr ? 1 : 2;
+    using A = Accumulator<T>;
+    Grid grid = {1, kThreads, 2 * inputs * slabs.rows * slabs.n * sizeof(T)};
+    int64_t resident = 0;
+    if (const cudaError_t e = ResidentBlocks(kernel, grid, &resident); e != cudaSuccess) return e;
+    const int64_t wanted = std::max<int64_t>(1, resident / shape.problems);
+    const int64_t parts = std::min(CeilDiv(shape.rows, slabs.rows), wanted);
+    grid.blocks = shape.problems * parts;
+    return LaunchKernel(kernel, grid, stream, f, shape, Constants<A>(options, shape.n), slabs, static_cast<int>(parts));
   });
 }
 
 cudaError_t RunSlabBackward(const Backward& b, DType dtype, const Shape& shape, const Options& options, void* workspace,
                             cudaStream_t stream) {
-  return VisitSlabs(dtype, shape, [&](auto type, auto elements, const Slabs& slabs) {
+  return VisitSlabs(dtype, shape, [&](auto type, auto elements) {
     using T = typename decltype(type)::type;
     using A = Accumulator<T>;
     constexpr int V = decltype(elements)::value;
+    const Slabs slabs = MakeSlabs<T, V>(shape);
     const auto kernel = SlabBackwardKernel<T, V>;
-    const size_t buffers = size_t{b.g_sum == nullptr ? 4u : 6u} * slabs.buffer_bytes;
-    const size_t sums = size_t{kThreads<V>} / slabs.width * slabs.n * sizeof(A);
-    Grid grid = {1, kThreads<V>, std::max(buffers, sums)};
+    const size_t inputs = b.g_sum == nullptr ? 2 : 3;
+    const size_t buffers = 2 * slabs.rows * (inputs * slabs.n * sizeof(T) + sizeof(StoredStatistics<A>));
+    const size_t sums = size_t{kThreads} / slabs.width * slabs.n * sizeof(A);
+    Grid grid = {1, kThreads, std::max(buffers, sums)};
     int64_t resident = 0;
     if (const cudaError_t e = ResidentBlocks(kernel, grid, &resident); e != cudaSuccess) return e;
     const int64_t wanted = resident / shape.problems;
