@@ -275,6 +275,12 @@ def test_every_width(first):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_more_than_is_on_its_way_at_a_time(dtype):
+  check_cases([Case((150_000, 64)), Case((48, 16, 112, 112), 1)], dtype)
+
+
+@pytest.mark.gpu
 @pytest.mark.xdist_group("memory")  # one at a time
 def test_more_than_2_to_the_31_elements():
   """64-bit offsets, in both layouts: the last channel differs, so that a wrapped offset shows."""

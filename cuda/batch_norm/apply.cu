@@ -119,9 +119,8 @@ cudaError_t Map(const Tiling& t, const Arrays<typename M::T>& arrays, const type
 cudaError_t Apply(const Problem& p, const Affine& affine, activation::Activation f, const void* x, const void* residual,
                   void* y, cudaStream_t stream) {
   const bool aligned = IsVectorAligned(x, residual, y);
-  const bool light = SizeOf(p.dtype) == 2 && !residual;
   return VisitAccess<false>(
-      p, f, aligned, kNoLimit, light ? kLightBlocks : kBlocks, [&](auto access, auto g, const Tiling& t) {
+      p, f, aligned, kNoLimit, residual ? kMapBlocks<2> : kMapBlocks<1>, [&](auto access, auto g, const Tiling& t) {
         using M = typename decltype(access)::type;
         using G = decltype(g);
         using T = typename M::T;
@@ -137,7 +136,7 @@ cudaError_t Apply(const Problem& p, const Affine& affine, activation::Activation
 cudaError_t Gradient(const Problem& p, const Affine& affine, activation::Activation f, const void* g, const void* k,
                      const void* x, void* dx, cudaStream_t stream) {
   const bool aligned = IsVectorAligned(g, x, dx);
-  return VisitAccess<false>(p, f, aligned, kNoLimit, kBlocks, [&](auto access, auto group, const Tiling& t) {
+  return VisitAccess<false>(p, f, aligned, kNoLimit, kMapBlocks<2>, [&](auto access, auto group, const Tiling& t) {
     using M = typename decltype(access)::type;
     using T = typename M::T;
     const Arrays<T> arrays = {{static_cast<const T*>(g), static_cast<const T*>(x)}, static_cast<T*>(dx)};
@@ -149,7 +148,7 @@ cudaError_t Gradient(const Problem& p, const Affine& affine, activation::Activat
 cudaError_t Tangent(const Problem& p, const Affine& affine, activation::Activation f, Slot slot, const void* t,
                     const void* k, const void* x, const void* source, void* out, cudaStream_t stream) {
   const bool aligned = IsVectorAligned(x, t, source, out);
-  return VisitAccess<true>(p, f, aligned, kNoLimit, kBlocks, [&](auto access, auto group, const Tiling& tiling) {
+  return VisitAccess<true>(p, f, aligned, kNoLimit, kMapBlocks<3>, [&](auto access, auto group, const Tiling& tiling) {
     using M = typename decltype(access)::type;
     using T = typename M::T;
     const auto or_x = [x](const void* in) { return static_cast<const T*>(in ? in : x); };

@@ -72,19 +72,18 @@ __device__ A PreActivation(Source kind, A p, A source) {
   return kind == Source::kOutput ? source : kind == Source::kResidual ? p + source : p;
 }
 
-// Blocks on a multiprocessor, of maps of one 16-bit input and of everything else; and how many vectors of each input a
-// thread loads before it uses the first.
-constexpr int kLightBlocks = 3;
-constexpr int kBlocks = 2;
-template <class M, class Op>
-constexpr bool kLight = sizeof(typename M::T) == 2 && M::V > 1 && Op::kInputs == 1 && !Op::kSwitch;
-template <class M, class Op>
-constexpr int kInFlight = (Op::kInputs == 1   ? 8
-                           : Op::kInputs == 2 ? 4
-                                              : 2) /
-                          (kLight<M, Op> || Op::kSwitch ? 2 : 1);
-// Of vectors that may exist in part.
-template <class M, class Op>
+// Blocks on a multiprocessor, of kernels for the plain activations and of those for any.
+struct Blocks {
+  int plain, any;
+};
+constexpr Blocks kSumBlocks = {2, 2};
+template <int kInputs>
+constexpr Blocks kMapBlocks = {3, kInputs > 1 ? 2 : 3};
+// How many vectors of each input a thread of a sum reads at once, where it does not branch among activations.
+template <class Op>
+constexpr int kInFlight = Op::kInputs == 2 ? 4 : 2;
+// How many vectors that may exist in part a thread loads before it uses the first.
+template <class Op>
 constexpr int kPartsInFlight = Op::kSwitch ? 1 : 2;
 
 template <class T>
@@ -93,51 +92,62 @@ struct Arrays {
   T* out;
 };
 
-// Calls f(span, v...) U vectors at a time: those at(0), ... at(U - 1), less than `count` of them if not kWhole.
-template <class M, int U, bool kWhole, int K, class At, class F>
-__device__ void ForVectors(const Tiling& t, const Arrays<typename M::T>& arrays, int count, At at, F&& f) {
-  Vec<typename M::T, M::V> v[U][K];
+// Stores what this kernel will not look at again: what it has yet to read stays in the cache instead.
+template <class V>
+__device__ void StoreOnce(V* to, const V& v) {
+  if constexpr (sizeof(V) == sizeof(uint4)) {
+    uint4 words;
+    memcpy(&words, &v, sizeof(V));
+    __stcs(reinterpret_cast<uint4*>(to), words);
+  } else {
+    *to = v;
+  }
+}
+
+// Calls f(span, v) for the vectors at(0), at(1), ... at(count - 1), which may exist in part.
+template <class M, class Op, class At, class F>
+__device__ void ForParts(const Tiling& t, const Arrays<typename M::T>& arrays, int count, At at, F&& f) {
+  constexpr int U = kPartsInFlight<Op>, K = Op::kInputs;
+  for (int i = 0; i < count; i += U) {
+    Vec<typename M::T, M::V> v[U][K];
 #pragma unroll
-  for (int u = 0; u < U; ++u)
-    if (kWhole || u < count) {
-      const Span span = at(u);
+    for (int u = 0; u < U; ++u)
+      if (i + u < count) {
+        const Span span = at(i + u);
 #pragma unroll
-      for (int k = 0; k < K; ++k) v[u][k] = Load<M, kWhole>(t, arrays.in[k], span);
-    }
+        for (int k = 0; k < K; ++k) v[u][k] = Load<M>(t, arrays.in[k], span);
+      }
 #pragma unroll
-  for (int u = 0; u < U; ++u)
-    if (kWhole || u < count) f(at(u), v[u]);
+    for (int u = 0; u < U; ++u)
+      if (i + u < count) f(at(i + u), v[u]);
+  }
 }
 
 // out = op(in...), in reverse order; 0 where the mask is false.
 template <class M, class Op>
-__global__ void __launch_bounds__(kThreads, kLight<M, Op> ? kLightBlocks : kBlocks)
+__global__ void __launch_bounds__(kThreads, Op::kSwitch ? kMapBlocks<Op::kInputs>.any : kMapBlocks<Op::kInputs>.plain)
     MapKernel(Tiling t, Arrays<typename M::T> arrays, typename Op::Arguments arguments) {
   using T = typename M::T;
-  constexpr int V = M::V, U = kInFlight<M, Op>, P = kPartsInFlight<M, Op>, K = Op::kInputs;
+  using Whole = Stream<M, Op::kInputs, true>;
+  constexpr int V = M::V;
+  __shared__ typename Whole::Ring ring;
   const M m(t, true);
   if (m.steps == 0) return;
+  Whole whole(t, m, arrays.in, ring);
   const Op op(t, m, arguments);
-  // The last vectors first, one of which may be a part; then whole ones only.
-  const int whole = V > 1 ? m.full - m.full % U : 0;
-  for (int i = m.steps; i > whole; i -= P)
-    ForVectors<M, P, false, K>(
-        t, arrays, i - whole, [&](int u) { return m.At(t, i - 1 - u); },
-        [&](const Span& span, const auto& v) {
-          Vec<T, V> out;
-          out.v[0] = static_cast<T>(0.0f);
-          if (Kept<M>(t, span)) op(out, v);
-          Store<M>(arrays.out, span, out);
-        });
-  if constexpr (V > 1)
-    for (int i = whole; i > 0; i -= U)
-      ForVectors<M, U, true, K>(
-          t, arrays, U, [&](int u) { return m.At(t, i - 1 - u); },
-          [&](const Span& span, const auto& v) {
-            Vec<T, V> out;
-            op(out, v);
-            Store<M, true>(arrays.out, span, out);
-          });
+  ForParts<M, Op>(
+      t, arrays, m.steps - m.full, [&](int i) { return m.At(t, m.steps - 1 - i); },
+      [&](const Span& span, const auto& v) {
+        Vec<T, V> out;
+        out.v[0] = static_cast<T>(0.0f);
+        if (Kept<M>(t, span)) op(out, v);
+        Store<M>(arrays.out, span, out);
+      });
+  whole.ForEach([&](int64_t offset, const auto& v) {
+    Vec<T, V> out;
+    op(out, v);
+    StoreOnce(reinterpret_cast<Vec<T, V>*>(arrays.out + offset), out);
+  });
 }
 
 template <class A>
@@ -164,37 +174,41 @@ __device__ Vec<typename M::T, M::V> Rounded(const Op& op, const A (&values)[M::V
 // The sums that op leaves for each channel, partial[outer, 2, rows, c]; and, where there is an `out`, op's elementwise
 // results, 0 where the mask is false.
 template <class M, class Op>
-__global__ void __launch_bounds__(kThreads, kBlocks)
+__global__ void __launch_bounds__(kThreads, kSumBlocks.any)
     SumKernel(Tiling t, Arrays<typename M::T> arrays, typename Op::Arguments arguments,
               Accumulator<typename M::T>* partial) {
   using T = typename M::T;
   using A = Accumulator<T>;
-  constexpr int V = M::V, W = M::W, U = kInFlight<M, Op>, P = kPartsInFlight<M, Op>, K = Op::kInputs;
-  __shared__ Pair<A> scratch[kThreads * W];
+  using Whole = Stream<M, Op::kInputs, false>;
+  constexpr int V = M::V, W = M::W;
+  __shared__ union {
+    typename Whole::Ring ring;
+    Pair<A> scratch[kThreads * W];
+  } shared;
   const M m(t, false);
   Pair<A> sums[W] = {};
   if (m.steps > 0) {
     const Op op(t, m, arguments);
-    int i = 0;
-    if constexpr (V > 1)
-      for (; i + U <= m.full; i += U)
-        ForVectors<M, U, true, K>(
-            t, arrays, U, [&](int u) { return m.At(t, i + u); },
-            [&](const Span& span, const auto& v) {
-              A out[V];
-              op(out, v, sums, 0, V);
-              if (arrays.out) Store<M, true>(arrays.out, span, Rounded<M>(op, out));
-            });
-    for (; i < m.steps; i += P)
-      ForVectors<M, P, false, K>(
-          t, arrays, m.steps - i, [&](int u) { return m.At(t, i + u); },
-          [&](const Span& span, const auto& v) {
-            A out[V] = {};
-            if (Kept<M>(t, span)) op(out, v, sums, span.lo, span.hi);
-            if (arrays.out) Store<M>(arrays.out, span, Rounded<M>(op, out));
-          });
+    const auto whole = [&](int64_t offset, const auto& v) {
+      A out[V];
+      op(out, v, sums, 0, V);
+      if (arrays.out) *reinterpret_cast<Vec<T, V>*>(arrays.out + offset) = Rounded<M>(op, out);
+    };
+    // A branch for each vector leaves no gain in having several at once.
+    if constexpr (Op::kSwitch)
+      Whole(t, m, arrays.in, shared.ring).ForEach(whole);
+    else
+      ForBatches<Op::kInputs, kInFlight<Op>>(t, m, arrays.in, whole);
+    ForParts<M, Op>(
+        t, arrays, m.steps - m.full, [&](int i) { return m.At(t, m.full + i); },
+        [&](const Span& span, const auto& v) {
+          A out[V] = {};
+          if (Kept<M>(t, span)) op(out, v, sums, span.lo, span.hi);
+          if (arrays.out) Store<M>(arrays.out, span, Rounded<M>(op, out));
+        });
   }
-  ReduceBlock(t, m, sums, AddPairs{}, scratch, [&](int64_t channel, const Pair<A>& value) {
+  __syncthreads();
+  ReduceBlock(t, m, sums, AddPairs{}, shared.scratch, [&](int64_t channel, const Pair<A>& value) {
     A* out = partial + (m.block.outer * t.slabs * 2 + m.block.slab) * t.copies * t.c + channel;
     out[0] = value.first;
     out[t.Partials() * t.c] = value.second;
@@ -206,25 +220,24 @@ constexpr int64_t kNoLimit = int64_t{1} << 40;
 // Calls f(AccessTag, group, Tiling). What seldom matters shares code: float64, masks and odd buffers go element by
 // element and, like all of it if kSmall, with any activation; and float16 has vectors for the plain ones alone.
 template <bool kSmall, class F>
-cudaError_t VisitAccess(const Problem& p, activation::Activation a, bool aligned, int64_t limit, int64_t blocks,
-                        F&& f) {
+cudaError_t VisitAccess(const Problem& p, activation::Activation a, bool aligned, int64_t limit, Blocks blocks, F&& f) {
   if (!IsFused(a.kind)) return cudaErrorNotSupported;
   if (limit < 1) return cudaErrorInvalidValue;
   return VisitDType(p.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     constexpr bool kFloat16 = std::is_same_v<T, __half>, kDouble = std::is_same_v<T, double>;
-    const int64_t wave = blocks * kMultiprocessors;
     const SwitchGroup<T> any = {a.kind, static_cast<Accumulator<T>>(a.parameter)};
     if constexpr (!kDouble && !kSmall)
       if (a.kind == activation::Kind::kIdentity || a.kind == activation::Kind::kRelu)
-        return VisitTiling<T, true>(p, aligned, limit, wave, [&](auto access, const Tiling& t) {
-          if constexpr (decltype(access)::type::V > 1)
-            return f(access, PlainGroup<T>{a.kind == activation::Kind::kRelu}, t);
-          else
-            return f(access, any, t);
-        });
-    return VisitTiling < T, !kDouble && !kFloat16 > (p, aligned, limit, wave,
-                                                     [&](auto access, const Tiling& t) { return f(access, any, t); });
+        return VisitTiling<T, true>(p, aligned, limit, blocks.plain * kMultiprocessors,
+                                    [&](auto access, const Tiling& t) {
+                                      if constexpr (decltype(access)::type::V > 1)
+                                        return f(access, PlainGroup<T>{a.kind == activation::Kind::kRelu}, t);
+                                      else
+                                        return f(access, any, t);
+                                    });
+    return VisitTiling<T, (!kDouble && !kFloat16)>(p, aligned, limit, blocks.any * kMultiprocessors,
+                                                   [&](auto access, const Tiling& t) { return f(access, any, t); });
   });
 }
 

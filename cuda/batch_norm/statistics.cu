@@ -13,10 +13,11 @@ namespace {
 
 constexpr int kBlocks = 2;  // on a multiprocessor
 constexpr int kVectorsInFlight = 8;
+constexpr int kFinalRows = 2;  // of partial results, which a thread loads at once
 
 // Of `count` elements: their mean, relative to the origin, and the sum of their squared deviations from it.
 template <class A>
-struct Summary {
+struct alignas(16) Summary {
   A count, origin, mean, m2;
 };
 
@@ -54,33 +55,29 @@ struct ThreadSums {
 
 template <class M>
 __global__ void __launch_bounds__(kThreads, kBlocks)
-    PartialKernel(Tiling t, const typename M::T* __restrict__ x, Summary<Accumulator<typename M::T>>* partial) {
+    PartialKernel(Tiling t, const typename M::T* x, Summary<Accumulator<typename M::T>>* partial) {
   using T = typename M::T;
   using A = Accumulator<T>;
-  constexpr int V = M::V, W = M::W, U = kVectorsInFlight;
+  constexpr int V = M::V, W = M::W, U = V > 1 && !M::kRuns ? 1 : 4;
   __shared__ Summary<A> scratch[kThreads * W];
   const M m(t, false);
   ThreadSums<A, W> sums;
-  Vec<T, V> v[U];
   int i = 0;
   // V = 1 looks at the mask first.
-  if (V > 1 && m.full >= U) {
-    for (; i + U <= m.full; i += U) {
-#pragma unroll
-      for (int u = 0; u < U; ++u) v[u] = Load<M, true>(t, x, m.At(t, i + u));
-      if (i == 0)
+  if constexpr (V > 1) {
+    ForBatches<1, kVectorsInFlight>(t, m, &x, [&](int64_t, const auto& v) {
+      if (i++ == 0)
 #pragma unroll
         for (int w = 0; w < W; ++w) sums.origin[w] = static_cast<A>(v[0].v[w]);
 #pragma unroll
-      for (int u = 0; u < U; ++u)
+      for (int e = 0; e < V; ++e) sums.Add(e % W, static_cast<A>(v[0].v[e]));
+    });
 #pragma unroll
-        for (int e = 0; e < V; ++e) sums.Add(e % W, static_cast<A>(v[u].v[e]));
-#pragma unroll
-      for (int w = 0; w < W; ++w) sums.count[w] += A(U * V / W);
-    }
+    for (int w = 0; w < W; ++w) sums.count[w] = static_cast<A>(i) * A(V / W);
   }
   for (; i < m.steps; i += U) {
     Span span[U];
+    Vec<T, V> v[U];
 #pragma unroll
     for (int u = 0; u < U; ++u)
       if (i + u < m.steps) {
@@ -113,13 +110,19 @@ __global__ void __launch_bounds__(kThreads) FinalKernel(const Summary<A>* __rest
                                                         int64_t tiles, Group group, A* mean, A* var) {
   __shared__ Summary<A> scratch[kThreads];
   const int64_t outer = blockIdx.x / tiles;
-  const int width = 1 << group.stride, column = threadIdx.x & (width - 1);
+  const int width = 1 << group.stride, column = threadIdx.x & (width - 1), step = kThreads >> group.stride;
   const int64_t channel = (blockIdx.x - outer * tiles) * width + column;
+  partial += outer * rows * c + min(channel, c - 1);
   Summary<A> m[1] = {};
-  if (channel < c) {
-#pragma unroll 4
-    for (int64_t r = threadIdx.x >> group.stride; r < rows; r += kThreads >> group.stride)
-      m[0] = Merge{}(m[0], partial[(outer * rows + r) * c + channel]);
+  for (int64_t r = threadIdx.x >> group.stride; r < rows; r += kFinalRows * step) {
+    Summary<A> loaded[kFinalRows];
+#pragma unroll
+    for (int i = 0; i < kFinalRows; ++i) {
+      loaded[i] = partial[min(r + i * step, rows - 1) * c];
+      if (r + i * step >= rows) loaded[i].count = A(0);
+    }
+#pragma unroll
+    for (int i = 0; i < kFinalRows; ++i) m[0] = Merge{}(m[0], loaded[i]);
   }
   Reduce(m, Merge{}, group, scratch);
   if (threadIdx.x != column || channel >= c) return;
@@ -130,10 +133,9 @@ __global__ void __launch_bounds__(kThreads) FinalKernel(const Summary<A>* __rest
 template <class A>
 cudaError_t Finish(const Tiling& t, const Summary<A>* partial, A* mean, A* var, cudaStream_t stream) {
   const int64_t rows = t.Partials();
-  // Rows first: four for a thread, but a warp reads 8 channels side by side.
+  // As many channels side by side as leave a thread few rows, which it reads at once.
   Group group = {kSpan, kSpan};
-  while (group.stride > 0 && rows > int64_t{4} * (kThreads >> group.stride)) --group.stride;
-  while (group.stride < 3 && (1 << group.stride) < t.c) ++group.stride;
+  while (group.stride > 0 && rows > int64_t{kFinalRows} * (kThreads >> group.stride)) --group.stride;
   const int64_t tiles = CeilDiv(t.c, 1 << group.stride);
   return LaunchKernel(FinalKernel<A>, t.outer * tiles, kThreads, stream, partial, rows, t.c, tiles, group, mean, var);
 }

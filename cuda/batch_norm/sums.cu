@@ -110,7 +110,7 @@ cudaError_t Sums(const Problem& p, const Affine& affine, activation::Activation 
   if (p.n * p.s == 0) return Zero(p, sums, stream);
   const bool aligned = IsVectorAligned(g, x, source, out);
   const int64_t limit = Limit(p, workspace);
-  return VisitAccess<false>(p, f, aligned, limit, kBlocks, [&](auto access, auto group, const Tiling& t) {
+  return VisitAccess<false>(p, f, aligned, limit, kSumBlocks, [&](auto access, auto group, const Tiling& t) {
     using M = typename decltype(access)::type;
     using G = decltype(group);
     using T = typename M::T;
@@ -131,7 +131,7 @@ cudaError_t Moments(const Problem& p, const Affine& affine, activation::Activati
   if (p.n * p.s == 0) return Zero(p, moments, stream);
   const bool aligned = IsVectorAligned(t, x, out);
   const int64_t limit = Limit(p, workspace);
-  return VisitAccess<true>(p, f, aligned, limit, kBlocks, [&](auto access, auto group, const Tiling& tiling) {
+  return VisitAccess<true>(p, f, aligned, limit, kSumBlocks, [&](auto access, auto group, const Tiling& tiling) {
     using M = typename decltype(access)::type;
     using T = typename M::T;
     const Arrays<T> arrays = {{static_cast<const T*>(t), static_cast<const T*>(x)}, static_cast<T*>(out)};

@@ -9,8 +9,9 @@
 // Runs (s large): a channel has n runs of s elements. A block keeps to one channel, W = 1, and walks over its vectors.
 // Where a run is no multiple of V, its first and last vector reach into its neighbours and are taken in part.
 //
-// The reduced dimension is split into slabs, so that the grid is one wave of blocks, or whole waves. Maps go through
-// the same slabs backwards: what the reduction before read last is still in the L2 cache.
+// The blocks that share a channel take turns, so that the grid, one wave of blocks or whole waves, goes through memory
+// from one end to the other. Maps start from the other end: what the reduction before read last is still in the L2
+// cache.
 #pragma once
 
 #include <algorithm>
@@ -18,6 +19,7 @@
 #include <numeric>
 
 #include "cuda/batch_norm/batch_norm.h"
+#include "cuda/common/async_copy.cuh"
 #include "cuda/common/dtype.cuh"
 #include "cuda/common/fast_div.cuh"
 #include "cuda/common/launch.cuh"
@@ -35,15 +37,18 @@ constexpr int kTileWidth = 32;
 
 struct Tiling {
   int64_t outer, n, c, s;
-  int64_t tiles;        // of columns; for runs, channels
-  int64_t slabs, slab;  // their number, and the rows or vectors in one
+  int64_t tiles;  // of columns; for runs, channels
+  int64_t slabs;  // blocks that share a channel
+  int steps;      // the most that a thread takes
   FastDiv by_tiles, by_slabs;
   // Columns.
   int64_t copies, columns, rows;
   FastDiv width, height;
   int lanes;
-  // Runs: vectors in one.
+  // Runs: vectors in one; and from a block's first to the next one's, and from one of a thread to its next.
   FastDiv length;
+  int64_t start;
+  int stride;
   bool ragged;
   const uint8_t* where;
 
@@ -81,7 +86,7 @@ struct Columns {
   BlockPlace block;
   int64_t base, end, first, column, row, step;
   int steps;  // the rows of this thread; the last may be a part of a vector
-  int full;   // those before it
+  int full;   // those before it; none of V = 1
   bool part;  // of the tile
 
   __device__ Columns(const Tiling& t, bool reverse) : block(t, reverse) {
@@ -92,26 +97,19 @@ struct Columns {
     column = (block.tile * width + tx) * V;
     base = block.outer * t.n * t.c * t.s;
     end = base + t.n * t.c * t.s;
-    row = block.slab * t.slab + ty;
-    const int rows = static_cast<int>(min(t.slab, t.rows - block.slab * t.slab));
+    row = block.slab * height + ty;
     first = base + row * t.columns + column;
-    step = height * t.columns;
-    steps = part && column < t.columns && ty < rows ? t.height.Div(rows - ty + height - 1) : 0;
-    full = steps;
-    if (steps > 0) {
-      const int64_t last = first + (steps - 1) * step;
-      if (last >= end)
-        steps = full = steps - 1;
-      else if (last + V > end)
-        full = steps - 1;
-    }
+    step = t.slabs * height * t.columns;
+    steps = part && column < t.columns ? t.steps : 0;
+    if (steps > 0 && first + (steps - 1) * step >= end) --steps;
+    full = V == 1 ? 0 : steps > 0 && first + (steps - 1) * step + V > end ? steps - 1 : steps;
   }
 
   __device__ Span At(const Tiling& t, int i) const {
     Span span = {first + i * step, 0, V, 0};
-    if (i >= full) span.hi = static_cast<int>(end - span.offset);
+    if (V > 1 && i >= full) span.hi = static_cast<int>(end - span.offset);
     if constexpr (V == 1)
-      if (t.where) span.where = (block.outer * t.n + row + int64_t{i} * t.height.divisor) * t.s + column % t.s;
+      if (t.where) span.where = (block.outer * t.n + row + i * t.slabs * t.height.divisor) * t.s + column % t.s;
     return span;
   }
 
@@ -141,20 +139,19 @@ struct Runs {
   int at, steps, full;
 
   __device__ Runs(const Tiling& t, bool reverse) : block(t, reverse) {
-    const int64_t length = t.length.divisor, start = block.slab * t.slab;
-    const int64_t stop = min(start + t.slab, t.n * length);
+    const int64_t length = t.length.divisor, start = block.slab * t.start;
+    const int64_t left = t.n * length - start - threadIdx.x;
     run = start / length;
     base = (block.outer * t.n * t.c + block.tile) * t.s;
     step = t.c * t.s;
     at = static_cast<int>(start - run * length) + threadIdx.x;
-    const int count = static_cast<int>(stop - start) - static_cast<int>(threadIdx.x);
-    steps = count > 0 ? (count + kThreads - 1) / kThreads : 0;
-    full = t.ragged ? 0 : steps;
+    steps = left > 0 ? static_cast<int>(min(int64_t{t.steps}, (left - 1) / t.stride + 1)) : 0;
+    full = V == 1 || t.ragged ? 0 : steps;
   }
 
   __device__ Span At(const Tiling& t, int i) const {
     int v;
-    const int64_t n = run + t.length.Div(at + i * kThreads, &v);
+    const int64_t n = run + t.length.Div(at + i * t.stride, &v);
     const int64_t start = base + n * step;
     if (V == 1 || !t.ragged) return {start + v * V, 0, V, (block.outer * t.n + n) * t.s + v};
     const int64_t offset = (start & -V) + v * V;
@@ -177,13 +174,13 @@ __device__ bool Kept(const Tiling& t, const Span& span) {
     return true;
 }
 
-// A vector; zeros where it does not exist, or what is next to it. kWhole: all of it exists.
-template <class M, bool kWhole = false>
+// A vector; zeros where it does not exist, or what is next to it.
+template <class M>
 __device__ Vec<typename M::T, M::V> Load(const Tiling& t, const typename M::T* in, const Span& span) {
   using T = typename M::T;
   constexpr int V = M::V;
   Vec<T, V> v;
-  if (kWhole || V == 1 || span.offset + V <= t.outer * t.n * t.c * t.s) {
+  if (V == 1 || span.offset + V <= t.outer * t.n * t.c * t.s) {
     v = *reinterpret_cast<const Vec<T, V>*>(in + span.offset);
   } else {
 #pragma unroll
@@ -192,11 +189,11 @@ __device__ Vec<typename M::T, M::V> Load(const Tiling& t, const typename M::T* i
   return v;
 }
 
-template <class M, bool kWhole = false>
+template <class M>
 __device__ void Store(typename M::T* out, const Span& span, const Vec<typename M::T, M::V>& v) {
   using T = typename M::T;
   constexpr int V = M::V;
-  if (kWhole || V == 1 || (span.lo == 0 && span.hi == V)) {
+  if (V == 1 || (span.lo == 0 && span.hi == V)) {
     *reinterpret_cast<Vec<T, V>*>(out + span.offset) = v;
   } else {
 #pragma unroll
@@ -204,6 +201,72 @@ __device__ void Store(typename M::T* out, const Span& span, const Vec<typename M
       if (i >= span.lo && i < span.hi) out[span.offset + i] = v.v[i];
   }
 }
+
+// Calls f(offset, v) for the thread's whole vectors of K arrays, from the first to the last. It reads U at once.
+template <int K, int U, class M, class F>
+__device__ void ForBatches(const Tiling& t, const M& m, const typename M::T* const* in, F&& f) {
+  using Vector = Vec<typename M::T, M::V>;
+  for (int i = 0; i < m.full; i += U) {
+    Vector v[U][K];
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+      const int64_t offset = m.At(t, min(i + u, m.full - 1)).offset;
+#pragma unroll
+      for (int k = 0; k < K; ++k) v[u][k] = *reinterpret_cast<const Vector*>(in[k] + offset);
+    }
+#pragma unroll
+    for (int u = 0; u < U; ++u)
+      if (i + u < m.full) f(m.At(t, i + u).offset, v[u]);
+  }
+}
+
+// The thread's whole vectors of K arrays, from the first to the last or, if kReverse, the other way. They come through
+// a ring in shared memory: so many are on their way as there would not be registers for.
+template <class M, int K, bool kReverse>
+class Stream {
+ public:
+  using T = typename M::T;
+  using Vector = Vec<T, M::V>;
+  static constexpr int kStages = K == 1 ? 8 : K == 2 ? 4 : 3;
+  using Ring = Vector[kStages][K][kThreads];
+
+  // Begins to read.
+  __device__ Stream(const Tiling& t, const M& m, const T* const* in, Ring& ring) : t_(t), m_(m), in_(in), ring_(ring) {
+#pragma unroll
+    for (int k = 0; k < kStages - 1; ++k) Fetch(k);
+  }
+
+  // f(offset, v)
+  template <class F>
+  __device__ void ForEach(F&& f) {
+#pragma unroll 1
+    for (int k = 0; k < m_.full; ++k) {
+      Fetch(k + kStages - 1);
+      WaitAsync<kStages - 1>();
+      Vector v[K];
+#pragma unroll
+      for (int j = 0; j < K; ++j) v[j] = ring_[k % kStages][j][threadIdx.x];
+      f(Offset(k), v);
+    }
+  }
+
+ private:
+  __device__ int64_t Offset(int k) const { return m_.At(t_, kReverse ? m_.full - 1 - k : k).offset; }
+  __device__ void Fetch(int k) {
+    if (k < m_.full) {
+      const int64_t offset = Offset(k);
+#pragma unroll
+      for (int j = 0; j < K; ++j)
+        CopyAsync(&ring_[k % kStages][j][threadIdx.x], reinterpret_cast<const Vector*>(in_[j] + offset));
+    }
+    CommitAsync();
+  }
+
+  const Tiling& t_;
+  const M& m_;
+  const T* const* in_;
+  Ring& ring_;
+};
 
 // Reduces the results of a block's threads to one for each channel, and hands them to write(i, value): i is the index
 // of the channel in a row of partial results, which holds copies * c of them. `scratch`: W values for each thread.
@@ -214,11 +277,18 @@ __device__ void ReduceBlock(const Tiling& t, const M& m, V (&v)[M::W], Op op, V*
     if (threadIdx.x == 0) write(m.block.tile, v[0]);
   } else {
     constexpr int W = M::W;
-    const int columns = static_cast<int>(t.width.divisor) * W, height = static_cast<int>(t.height.divisor);
-    const int s = static_cast<int>(t.s), channels = columns / s;
+    const int width = static_cast<int>(t.width.divisor), height = static_cast<int>(t.height.divisor);
+    const int s = static_cast<int>(t.s), channels = width * W / s;
+    // A thread's values are exchanged, differently from those of its neighbours, for the banks' sake.
+    const auto place = [&](int y, int column) {
+      const int x = column / W;
+      return (y * width + x) * W + ((column ^ (x + y)) & (W - 1));
+    };
+    int x;
+    const int y = t.width.Div(static_cast<int>(threadIdx.x), &x);
     if (m.part) {
 #pragma unroll
-      for (int i = 0; i < W; ++i) scratch[threadIdx.x * W + i] = v[i];
+      for (int i = 0; i < W; ++i) scratch[place(y, x * W + i)] = v[i];
     }
     __syncthreads();
     // `lanes` threads for a channel: down the tile's rows, or where a channel has several columns, along these.
@@ -229,7 +299,7 @@ __device__ void ReduceBlock(const Tiling& t, const M& m, V (&v)[M::W], Op op, V*
       if (channel < channels)
         for (int y = s == 1 ? lane : 0; y < height; y += s == 1 ? t.lanes : 1)
           for (int x = s == 1 ? 0 : lane; x < s; x += s == 1 ? 1 : t.lanes)
-            sum = op(sum, scratch[y * columns + channel * s + x]);
+            sum = op(sum, scratch[place(y, channel * s + x)]);
       for (int mask = 1; mask < t.lanes; mask *= 2) sum = op(sum, ShuffleXor(sum, mask));
       const int64_t i = m.block.tile * channels + channel;
       if (lane == 0 && channel < channels && i < t.copies * t.c) write(i, sum);
@@ -239,17 +309,19 @@ __device__ void ReduceBlock(const Tiling& t, const M& m, V (&v)[M::W], Op op, V*
 
 // Host side -----------------------------------------------------------------------------------------------------------
 
-// Chooses the slabs, at most `limit`: those that leave the multiprocessors least idle at the end of `wave` blocks at a
-// time, if a block's beginning and end cost as much as `overhead` of the extent.
-inline void Split(Tiling* t, int64_t extent, int64_t overhead, int64_t limit, int64_t wave) {
+// Chooses how many blocks, at most `limit`, share the `steps` of a channel: those that leave the multiprocessors least
+// idle at the end of `wave` blocks at a time, if a block's beginning and end cost as much as kOverhead steps.
+inline void Split(Tiling* t, int64_t steps, int64_t limit, int64_t wave) {
+  constexpr int64_t kOverhead = 4;
   const int64_t blocks = t->outer * t->tiles;
-  limit = std::max<int64_t>(1, std::min({limit, CeilDiv(extent, overhead), CeilDiv(4 * wave, blocks)}));
-  int64_t least = 0;
+  limit = std::max<int64_t>(1, std::min({limit, CeilDiv(steps, kOverhead), CeilDiv(4 * wave, blocks)}));
+  int64_t least = 0, best = steps;
   for (int64_t slabs = 1; slabs <= limit; ++slabs) {
-    const int64_t cost = CeilDiv(blocks * slabs, wave) * (CeilDiv(extent, slabs) + overhead);
-    if (slabs == 1 || cost < least) least = cost, t->slab = CeilDiv(extent, slabs);
+    const int64_t each = CeilDiv(steps, slabs), cost = CeilDiv(blocks * slabs, wave) * (each + kOverhead);
+    if (slabs == 1 || cost < least) least = cost, best = each;
   }
-  t->slabs = CeilDiv(extent, t->slab);
+  t->steps = static_cast<int>(best);
+  t->slabs = CeilDiv(steps, best);
   t->by_tiles = FastDiv(t->tiles);
   t->by_slabs = FastDiv(t->slabs);
 }
@@ -263,7 +335,11 @@ inline Tiling ByRuns(const Problem& p, int vector, int64_t limit, int64_t wave) 
   t.ragged = p.s % vector != 0;
   const int64_t length = p.s % vector ? (p.s + 2 * vector - 2) / vector : p.s / vector;
   t.length = FastDiv(length);
-  Split(&t, p.n * length, 4 * kThreads, limit, wave);
+  Split(&t, CeilDiv(p.n * length, kThreads), limit, wave);
+  // A block's indices are 32 bits: where they would not be, blocks go one after the other through what they share.
+  const bool turns = p.n * length <= INT32_MAX;
+  t.start = turns ? kThreads : int64_t{t.steps} * kThreads;
+  t.stride = static_cast<int>(turns ? t.slabs * kThreads : kThreads);
   return t;
 }
 
@@ -293,7 +369,7 @@ inline Tiling ByColumns(const Problem& p, int vector, int64_t limit, int64_t wav
   const int channels = width * vector / static_cast<int>(p.s);
   t.lanes = 1;
   while (t.lanes < 32 && 2 * t.lanes * channels <= kThreads) t.lanes *= 2;
-  Split(&t, t.rows, 4 * height, limit / t.copies, wave);
+  Split(&t, CeilDiv(t.rows, height), limit / t.copies, wave);
   return t;
 }
 
