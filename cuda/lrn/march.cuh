@@ -71,6 +71,7 @@ struct March {
   // Warps on a multiprocessor, and rows whose loads are in flight: as registers allow.
   static constexpr bool kFew = sizeof(T) == 2, kMany = kCotangent || kPivot;  // registers
   static constexpr int kWarps = (kCotangent && kMeans) || (kMany && H == 3)     ? 8
+                                : kAcross && kPivot                             ? 12
                                 : kAcross && kFew && !kMany && !kMeans && H < 3 ? 32
                                                                                 : 16;
   static constexpr int kAhead = !kMany           ? (H == 3 ? 3 : 5)
