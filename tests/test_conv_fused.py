@@ -15,7 +15,7 @@ from conv_cases import SAME3, ConvCase
 from conv_oracle import conv as conv_oracle
 from jaxdnn import _activation, _extension
 from jaxdnn._conv.fused import FROM_OUTPUT, fused
-from jaxdnn._conv.primitives import ALGORITHMS, DEPTHWISE, FEW_CHANNELS, GROUPED, plan
+from jaxdnn._conv.primitives import ALGORITHMS, DEPTHWISE, FEW_CHANNELS, FEW_FEATURES, GROUPED, UNALIGNED, plan
 from jaxdnn._conv.spec import ConvSpec
 from numerics import assert_close, assert_repeatable, exact, sample
 
@@ -125,11 +125,13 @@ def check(case, tile, dtype, out_dtype, kind):
   return True
 
 
+# Kernels of few shapes have such a test beside their others.
+OF_FEW_SHAPES = {DEPTHWISE, FEW_CHANNELS, FEW_FEATURES, GROUPED, UNALIGNED}
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", [None, "relu", "gelu"])
-@pytest.mark.parametrize(
-  "tile", sorted({*ALGORITHMS, *_extension.native.conv_tiles} - {DEPTHWISE, FEW_CHANNELS, GROUPED})
-)
+@pytest.mark.parametrize("tile", sorted({*ALGORITHMS, *_extension.native.conv_tiles} - OF_FEW_SHAPES))
 def test_kernels(tile, kind):
   types = [("bfloat16", "bfloat16"), ("float16", "float16"), ("bfloat16", "float32"), ("float32", "float32")]
   taken = [check(case, tile, *pair, kind) for case in CASES for pair in types]
