@@ -3,11 +3,13 @@
 //
 // Both read and write `cols` once and `x` once; `cols` is the larger by up to the size of the window. Patches are rows
 // of a strided view, where the last spatial dimension of the window and the channels are one run of the input unless
-// the window is dilated there. The sum is gathered: a thread owns a few channels of one element of x and visits the
-// patches over it in a fixed order, so that nothing needs atomics.
+// the window is dilated there. Where these runs are odd and short, as images of three channels make them, blocks take
+// the rows of the input under a row of patches to shared memory first. The sum is gathered: a thread owns a few
+// channels of one element of x and visits the patches over it in a fixed order, so that nothing needs atomics.
 #include <algorithm>
 #include <numeric>
 
+#include "cuda/common/async_copy.cuh"
 #include "cuda/common/dtype.cuh"
 #include "cuda/transform/rows.cuh"
 
@@ -68,6 +70,123 @@ struct PatchView {
   }
 };
 
+// A row of patches, or a part of it, from the rows of the input under it, for the last two dimensions.
+struct Stage {
+  // Tiles in a row of patches; rows in an example; elements in a patch, and in one row of a window.
+  FastDiv tiles, rows, inner, window;
+  int tile, patches;                  // Patches in a tile, and in a row.
+  int channels, step, dilation, low;  // From a patch to the next, from a cell to the next, in elements.
+  int pitch, width;                   // Elements of a row in shared memory, and of the input.
+  int window_rows, in_rows, row_step, row_low, row_dilation;
+};
+
+// kChunk elements in an access to x: a row of it, which is whole chunks, begins at one in shared memory too.
+template <int kBytes, int kChunk>
+__global__ void __launch_bounds__(kThreads)
+    StageKernel(const Stage s, const Bits<kBytes>* __restrict__ x, Bits<kBytes>* __restrict__ cols) {
+  using B = Bits<kBytes>;
+  using Chunk = Bits<kBytes * kChunk>;
+  constexpr int kWord = kBytes < 4 ? 4 / kBytes : 1;  // Elements that are written at once.
+  extern __shared__ __align__(16) char shared[];
+  B* const rows = reinterpret_cast<B*>(shared);
+  int* const offsets = reinterpret_cast<int*>(rows + s.window_rows * s.pitch);
+  int tile, out_row;
+  const int64_t example = s.rows.Div(s.tiles.Div(static_cast<int>(blockIdx.x), &tile), &out_row);
+  const int inner = static_cast<int>(s.inner.divisor), first = tile * s.tile;
+  const int begin = (first * s.step - s.low) & -kChunk, top = out_row * s.row_step - s.row_low;  // Of what is staged.
+
+  // Where element i of a patch is, from the patch's beginning; and those of the next.
+  for (int i = threadIdx.x; i < inner + kWord - 1; i += kThreads) {
+    const int of_next = i >= inner;
+    int in_row;
+    const int row = s.window.Div(of_next ? i - inner : i, &in_row), cell = in_row / s.channels;
+    offsets[i] = row * s.pitch + cell * s.dilation + in_row - cell * s.channels + of_next * s.step;
+  }
+  const int chunks = s.pitch / kChunk;
+  const B* const image = x + example * s.in_rows * s.width;
+  for (int row = threadIdx.x / 32; row < s.window_rows; row += kThreads / 32) {
+    const int in_row = top + row * s.row_dilation;
+    const bool inside = in_row >= 0 && in_row < s.in_rows;
+    const B* const from = image + static_cast<int64_t>(in_row) * s.width + begin;
+#pragma unroll 4
+    for (int i = threadIdx.x % 32; i < chunks; i += 32) {
+      Chunk* const to = reinterpret_cast<Chunk*>(rows + row * s.pitch) + i;
+      if (inside && static_cast<unsigned>(begin + i * kChunk) < static_cast<unsigned>(s.width))
+        CopyAsync(to, reinterpret_cast<const Chunk*>(from) + i);
+      else
+        *to = Chunk{};
+    }
+  }
+  CommitAsync();
+  WaitAsync<0>();
+  __syncthreads();
+
+  const int count = min(s.tile, s.patches - first) * inner;
+  B* const to = cols + ((example * s.rows.divisor + out_row) * s.patches + first) * inner;
+  const B* const patches = rows + (first * s.step - s.low - begin);
+  const auto element = [&](int e) {
+    int i;
+    const int patch = s.inner.Div(e, &i);
+    return patches[patch * s.step + offsets[i]];
+  };
+  const int shift = static_cast<int>(reinterpret_cast<uintptr_t>(to) / kBytes % kWord);
+#pragma unroll 4
+  for (int e = threadIdx.x * kWord - shift; e < count; e += kThreads * kWord) {
+    if (e >= 0 && e + kWord <= count) {
+      int i;
+      const int patch = s.inner.Div(e, &i);
+      Vec<B, kWord> word;
+#pragma unroll
+      for (int j = 0; j < kWord; ++j) word.v[j] = patches[patch * s.step + offsets[i + j]];
+      *reinterpret_cast<Vec<B, kWord>*>(to + e) = word;
+    } else {
+#pragma unroll 1
+      for (int j = max(e, 0); j < min(e + kWord, count); ++j) to[j] = element(j);
+    }
+  }
+}
+
+// Cuts rows of patches into tiles; false where what is under one does not fit, or is little beside what it shares with
+// the next.
+inline bool CutTiles(int bytes, int chunk, Stage* s) {
+  constexpr int64_t kRoom = 24 << 10;
+  const int64_t row = kRoom / (s->window_rows * bytes), unit = 16 / bytes;
+  const int64_t window = int64_t{s->dilation} * (s->window.divisor / s->channels - 1) + s->channels;
+  const auto staged = [&](int64_t patches) {
+    return CeilDiv((patches - 1) * s->step + window + chunk - 1, unit) * unit;
+  };
+  const int64_t most = staged(1) > row ? 0 : (row / unit * unit - window - chunk + 1) / s->step + 1;
+  const int64_t tiles = most > 0 ? CeilDiv(s->patches, most) : 0;
+  if (tiles == 0 || (tiles > 1 && most * s->step < 2 * window)) return false;
+  s->tile = static_cast<int>(CeilDiv(s->patches, tiles));
+  s->tiles = FastDiv(tiles);
+  s->pitch = static_cast<int>(staged(s->tile));
+  return s->tile * s->inner.divisor * bytes >= 4096 && s->inner.divisor * sizeof(int) <= kRoom / 2;
+}
+
+// Where patches are worth it, launches the kernel.
+template <int kBytes>
+bool IsStaged(const Patches& p, const int64_t (&first)[4], const int64_t (&extent)[4], const void* x, Stage* s,
+              bool* chunks) {
+  const int64_t width = p.in[2] * p.channels;
+  *chunks = width * kBytes % 16 == 0 && reinterpret_cast<uintptr_t>(x) % 16 == 0;
+  s->rows = FastDiv(extent[2]);
+  s->inner = FastDiv(p.window[1] * p.window[2] * p.channels);
+  s->window = FastDiv(p.window[2] * p.channels);
+  s->patches = static_cast<int>(extent[3]);
+  s->channels = static_cast<int>(p.channels);
+  s->step = static_cast<int>(p.stride[2] * p.channels);
+  s->dilation = static_cast<int>(p.dilation[2] * p.channels);
+  s->low = static_cast<int>((p.low[2] - first[3] * p.stride[2]) * p.channels);
+  s->width = static_cast<int>(width);
+  s->window_rows = static_cast<int>(p.window[1]);
+  s->in_rows = static_cast<int>(p.in[1]);
+  s->row_step = static_cast<int>(p.stride[1]);
+  s->row_low = static_cast<int>(p.low[1] - first[2] * p.stride[1]);
+  s->row_dilation = static_cast<int>(p.dilation[1]);
+  return CutTiles(kBytes, *chunks ? 16 / kBytes : 1, s);
+}
+
 template <int kRank, int kBytes>
 cudaError_t LaunchIm2col(const Patches& p, const void* x, void* cols, cudaStream_t stream) {
   using B = Bits<kBytes>;
@@ -93,6 +212,17 @@ cudaError_t LaunchIm2col(const Patches& p, const void* x, void* cols, cudaStream
     const int64_t rows = extent[0] * extent[1] * extent[2] * extent[3] * (inner / view.length);
     const auto* in = static_cast<const B*>(x) + first[0] * pitch;
     const int64_t offset = ((first[0] * p.out[0] + first[1]) * p.out[1] + first[2]) * p.out[2] + first[3];
+    if constexpr (kRank == 2 && kBytes < 16) {
+      Stage stage;
+      bool chunks;
+      if (IsStaged<kBytes>(p, first, extent, in, &stage, &chunks)) {
+        const int64_t blocks = extent[0] * extent[2] * stage.tiles.divisor;
+        const size_t shared =
+            size_t{kBytes} * stage.window_rows * stage.pitch + sizeof(int) * (stage.inner.divisor + 4 / kBytes);
+        return LaunchKernel(chunks ? StageKernel<kBytes, 16 / kBytes> : StageKernel<kBytes, 1>,
+                            Grid{blocks, kThreads, shared}, stream, stage, in, static_cast<B*>(cols) + offset * inner);
+      }
+    }
     const Copy<kBytes> op = {static_cast<B*>(cols) + offset * inner, B{}, B{}, uint4{}};
     constexpr int kN = kBytes == 16 ? 1 : 0;
     return LaunchRows<kN>(view, rows, view.length, 1, op.Aligned(), op, in, stream);
@@ -232,6 +362,73 @@ __global__ void __launch_bounds__(kThreads, kRank == 2 ? 6 : 3)
   StoreGroup(result, x + static_cast<int64_t>(index) * kN);
 }
 
+// Few channels: what is under two rows of x is taken to shared memory first, by runs of cells, which lie together.
+struct StagedSum {
+  Cells rows, columns;
+  FastDiv pairs, run;  // Pairs of rows in an example; elements in a row of a window.
+  FastDiv channels;
+  int in_rows, width;        // Of x, in elements.
+  int patches, most;         // In a row of them; and rows of them over one of x.
+  int64_t out_row, example;  // Of cols, in elements.
+};
+
+constexpr int kPair = 2;
+constexpr size_t kStagedSumBytes = 72 << 10, kLeastStagedBytes = 8 << 10;
+
+template <class T>
+__global__ void __launch_bounds__(kThreads, 3)
+    StagedSumKernel(const StagedSum s, const T* __restrict__ cols, T* __restrict__ x) {
+  using A = Accumulator<T>;
+  extern __shared__ __align__(16) char shared[];
+  T* const staged = reinterpret_cast<T*>(shared);
+  const int run = static_cast<int>(s.run.divisor), length = s.patches * run;
+  const int inner = static_cast<int>(s.out_row / s.patches);
+  int pair;
+  const int64_t example = s.pairs.Div(static_cast<int>(blockIdx.x), &pair);
+  int first[kPair], at[kPair];
+#pragma unroll
+  for (int r = 0; r < kPair; ++r) {
+    s.rows.First(pair * kPair + r, &first[r], &at[r]);
+    if (pair * kPair + r >= s.in_rows) at[r] = -1;
+  }
+  const auto has = [&](int r, int i) {
+    return first[r] + i * static_cast<int>(s.rows.step.divisor) < s.rows.window && at[r] - i * s.rows.fall >= 0;
+  };
+  for (int i = 0; i < s.most; ++i)
+#pragma unroll
+    for (int r = 0; r < kPair; ++r)
+      if (has(r, i)) {
+        const int k = first[r] + i * static_cast<int>(s.rows.step.divisor), o = at[r] - i * s.rows.fall;
+        const T* const from = cols + example * s.example + o * s.out_row + k * run;
+        T* const to = staged + (r * s.most + i) * length;
+#pragma unroll 4
+        for (int e = threadIdx.x; e < length; e += kThreads) {
+          int j;
+          const int patch = s.run.Div(e, &j);
+          to[e] = from[patch * inner + j];
+        }
+      }
+  __syncthreads();
+  const int channels = static_cast<int>(s.channels.divisor);
+  for (int e = threadIdx.x; e < s.width; e += kThreads) {
+    int c, column, patch;
+    s.columns.First(s.channels.Div(e, &c), &column, &patch);
+    A sum[kPair] = {};
+#pragma unroll
+    for (int r = 0; r < kPair; ++r)
+      for (int i = 0; i < s.most && has(r, i); ++i) {
+        const T* const from = staged + (r * s.most + i) * length + c;
+        for (int k = column, o = patch; k < s.columns.window && o >= 0;
+             k += s.columns.step.divisor, o -= s.columns.fall)
+          sum[r] += static_cast<A>(from[o * run + k * channels]);
+      }
+#pragma unroll
+    for (int r = 0; r < kPair; ++r)
+      if (pair * kPair + r < s.in_rows)
+        x[(example * s.in_rows + pair * kPair + r) * s.width + e] = static_cast<T>(sum[r]);
+  }
+}
+
 template <int kRank, class T, int kN>
 cudaError_t LaunchSum(const Patches& p, const T* cols, T* x, cudaStream_t stream) {
   const int64_t vectors = p.channels / kN;
@@ -252,6 +449,26 @@ cudaError_t LaunchSum(const Patches& p, const T* cols, T* x, cudaStream_t stream
     s.example = pitch;
     const int64_t offset = ((first[0] * p.in[0] + first[1]) * p.in[1] + first[2]) * p.in[2] + first[3];
     const int64_t total = extent[0] * extent[1] * extent[2] * extent[3] * vectors;
+    if constexpr (kRank == 2 && kN != kVecLength<T>) {
+      const int64_t run = p.window[2] * p.channels, most = CeilDiv(p.window[1], s.cells[0].step.divisor);
+      const size_t bytes = kPair * most * p.out[2] * run * sizeof(T);
+      if (bytes <= kStagedSumBytes && bytes >= kLeastStagedBytes && extent[2] == p.in[1] && extent[3] == p.in[2]) {
+        const int64_t pairs = CeilDiv(p.in[1], kPair), row = p.out[2] * p.window[1] * run;
+        const StagedSum staged = {s.cells[0],
+                                  s.cells[1],
+                                  FastDiv(pairs),
+                                  FastDiv(run),
+                                  FastDiv(p.channels),
+                                  static_cast<int>(p.in[1]),
+                                  static_cast<int>(p.in[2] * p.channels),
+                                  static_cast<int>(p.out[2]),
+                                  static_cast<int>(most),
+                                  row,
+                                  p.out[1] * row};
+        return LaunchKernel(StagedSumKernel<T>, Grid{extent[0] * pairs, kThreads, bytes}, stream, staged,
+                            cols + first[0] * staged.example, x + offset * p.channels);
+      }
+    }
     return LaunchKernel(SumKernel<kRank, T, kN>, CeilDiv(total, kThreads), kThreads, stream, s,
                         cols + first[0] * s.example * kN, x + offset * p.channels, static_cast<int>(total));
   });

@@ -170,6 +170,7 @@ bool SquareFits(const Problem& p, int y, const Op& op, const void* x) {
 }
 
 constexpr int64_t kBoxBytes = 16 << 10;  // Of the input, for large arrays.
+constexpr int kLineBytes = 128;          // Of the cache.
 
 template <class Op>
 cudaError_t Tiles(const Problem& p, int y, const Op& op, const void* x, cudaStream_t stream) {
@@ -189,7 +190,8 @@ cudaError_t Tiles(const Problem& p, int y, const Op& op, const void* x, cudaStre
   // Small arrays are divided into many boxes all the same.
   const int64_t bytes = std::clamp<int64_t>(Volume(p) * kSize / 2048, kBoxBytes / 4, kBoxBytes);
   const auto fill = [&](int64_t other, int64_t extent) {
-    return std::min(std::max<int64_t>(bytes / (kSize * other) / 16 * 16, 16), extent);
+    const int64_t most = bytes / (kSize * other), unit = most * kSize >= kLineBytes ? kLineBytes / kSize : 16;
+    return std::min(std::max<int64_t>(most / unit * unit, 16), extent);
   };
   int64_t box_x = std::min<int64_t>(dx.extent, kSquareRows);
   int64_t box_y = std::min<int64_t>(dy.extent, 128 / kSize);
@@ -226,6 +228,10 @@ cudaError_t Tiles(const Problem& p, int y, const Op& op, const void* x, cudaStre
 // The result of `p` is small enough for 32-bit indices. `tiles` says whether transposition through shared memory works.
 template <class Op>
 cudaError_t LaunchBox(const Problem& p, const Op& op, const void* x, bool tiles, cudaStream_t stream) {
+  if constexpr (Op::kTakesApart)
+    if (Weave weave; IsWeave(p, Op::kVector, &weave) && (Op::kWeaves || !weave.to_woven) && op.Aligned() &&
+                     IsVectorAligned(static_cast<const char*>(x)))
+      return LaunchWeave(weave, Volume(p), op, static_cast<const typename Op::In*>(x) + p.offset, stream);
   if constexpr (Op::kTiles) {
     const int y = InputInner(p);
     const int64_t nx = p.dims[p.rank - 1].extent, ny = y < 0 ? 0 : p.dims[y].extent;
@@ -307,9 +313,6 @@ struct Element {
 template <int kBytes>
 cudaError_t LaunchCopy(const Problem& p, const Element& pad, const void* x, void* out, cudaStream_t stream) {
   using B = Bits<kBytes>;
-  if constexpr (kBytes <= 4)
-    if (Weave weave; IsWeave<B>(p, &weave) && IsVectorAligned(x, out) && Volume(p) <= kMaxLaunch)
-      return LaunchWeave(weave, Volume(p), static_cast<const B*>(x) + p.offset, static_cast<B*>(out), stream);
   const Copy<kBytes> op = {static_cast<B*>(out), pad.As<B>(), pad.As<B>(), pad.As<uint4>()};
   return Launch(p, op, x, true, stream);
 }
