@@ -199,8 +199,8 @@ int64_t TransposedBytes(const Problem& p, const TileShape& t) {
   return CeilDiv(p.images * p.YPixels(), depth) * depth * p.features * 4;
 }
 
-// Of the kernels of few channels, of a problem as AsForward has it: a tile's products, and what it moves to and from
-// memory. Fitted to an H200.
+// Of the kernels of few channels, of a problem as OfFewChannels has it: a tile's products, and what it moves to and
+// from memory. Fitted to an H200.
 double FewChannelsCycles(const Problem& p, const Strips& s, int64_t splits) {
   const bool filter = p.direction == Direction::kFilterGradient;
   const double size = SizeOf(filter ? p.in : p.out), strips = s.lines * s.line_bytes;
@@ -222,13 +222,22 @@ double FewChannelsCycles(const Problem& p, const Strips& s, int64_t splits) {
 }
 
 // Of the kernels of small groups: what they move to and from memory, or the instructions of a warp's lines, which are
-// 16 columns of the result by 64 bytes of channels. Fitted to an H200.
-double GroupedCycles(const Problem& p) {
+// 16 columns of the result by 64 bytes of channels. In the filter gradient blocks of four warps have a share of the
+// lines each; few of them wait for memory. Fitted to an H200.
+double GroupedCycles(const Problem& p, int64_t splits) {
   constexpr double kStart = 5000, kLine = 0.75, kShare = 0.8;  // of the memory's rate
   const int64_t channels = p.groups * p.channels;
   const double images = double(p.batch) * p.images, size = SizeOf(p.in), of_warp = p.channels == 16 ? 16 : 64 / size;
   const double bytes = images * channels * size * (p.XPixels() + p.YPixels());
-  const double lines = std::ceil(images * p.y[2] / 16) * p.y[1] * std::ceil(channels / of_warp);
+  const double parts = std::ceil(channels / of_warp), lines = std::ceil(images * p.y[2] / 16) * p.y[1] * parts;
+  if (p.direction == Direction::kFilterGradient) {
+    constexpr double kLatency = 700, kPlaces = 3;  // of a line; blocks that share a multiprocessor
+    const double blocks = parts * p.batch * splits, rounds = std::ceil(blocks / (kPlaces * kMultiprocessors));
+    const double warps = 4 * std::min(kPlaces, std::ceil(blocks / kMultiprocessors));
+    const double line = 16 * (size == 2 && p.channels == 16 ? 32 : 64) * (1 + p.stride[1] * p.stride[2]);
+    const double each = std::ceil(lines / (4 * blocks)) + 3 - p.stride[1];
+    return kStart + rounds * (3000 + each * std::max(kLatency, warps * line / (kShare * kBytesPerCycle)));
+  }
   return kStart + std::max(bytes / (kShare * kBytesPerCycle), kLine * 190 * p.stride[2] * lines) / kMultiprocessors;
 }
 
@@ -240,10 +249,10 @@ bool TakesGrouped(const Problem& p) {
   const bool plane = p.x[0] == 1 && p.y[0] == 1 && p.pad[0] == 0;
   const bool small = p.channels == 2 || p.channels == 4 || p.channels == 8 || p.channels == 16;
   const double pixels = double(p.batch) * p.images * std::max(p.XPixels(), p.YPixels());
-  return p.direction != Direction::kFilterGradient && size <= 4 && (size == 2 || p.products == 1) && plane &&
-         are(p.window, 1, 3, 3) && are(p.lhs_dilation, 1, 1, 1) && are(p.rhs_dilation, 1, 1, 1) &&
-         p.stride[1] == stride && (stride == 1 || stride == 2) && small && p.features == p.channels && p.groups > 1 &&
-         channels % 16 == 0 && p.XPixels() > 0 && p.YPixels() > 0 &&
+  return size <= 4 && (size == 2 || p.products == 1) && plane && are(p.window, 1, 3, 3) &&
+         are(p.lhs_dilation, 1, 1, 1) && are(p.rhs_dilation, 1, 1, 1) && p.stride[1] == stride &&
+         (stride == 1 || stride == 2) && small && p.features == p.channels && p.groups > 1 && channels % 16 == 0 &&
+         p.XPixels() > 0 && p.YPixels() > 0 &&
          // The kernels count pixels with 31 bits, and fours of channels with 32.
          pixels > 0 && pixels * 3 < INT32_MAX && pixels * channels / 4 < UINT32_MAX;
 }
@@ -334,23 +343,24 @@ std::optional<Config> Choose(const Problem& p, bool hopper, std::string_view alg
   const Gemm g = GemmOf(p);
   const int64_t result_bytes = p.FilterSize() * (p.in == DType::kF64 ? 8 : 4);
   const bool splittable = p.direction == Direction::kFilterGradient;
+  const Problem of_few_channels = OfFewChannels(p);
   std::optional<Config> best;
   for (const TileShape& t : kTiles) {
     const bool wanted = algorithm.empty() || algorithm == kAlgorithms[static_cast<int>(t.unit)] || algorithm == t.name;
     if (!wanted || !Takes(t, p, hopper)) continue;
     Strips strips;
-    if (t.unit == Unit::kFewChannels) strips.Fit(AsForward(p), FewPixels(AsForward(p)), 16);
+    if (t.unit == Unit::kFewChannels) strips.Fit(of_few_channels, FewPixels(of_few_channels), 16);
     for (int64_t splits = 1; splits == 1 || (splittable && splits * kMinSlice <= g.depth);
          splits += std::max<int64_t>(1, splits / 8)) {
       // As few as give the longest slice no more of whole tiles.
-      const int64_t tiles = t.unit == Unit::kFewChannels && splittable ? strips.Tiles(p) : 0;
+      const int64_t tiles = t.unit == Unit::kFewChannels && splittable ? strips.Tiles(of_few_channels) : 0;
       const int64_t slices = tiles > 0 ? CeilDiv(tiles, CeilDiv(tiles, splits)) : splits;
       const int64_t transposed = TransposedBytes(p, t), bytes = transposed + (slices > 1 ? slices * result_bytes : 0);
       if (bytes > workspace_limit) break;
       if (splittable && CeilDiv(g.depth, slices) >= kIndexLimit) continue;  // a slice is indexed with 32 bits
       const double product = t.unit == Unit::kDepthwise     ? DepthwiseCycles(p, slices)
-                             : t.unit == Unit::kFewChannels ? FewChannelsCycles(AsForward(p), strips, slices)
-                             : t.unit == Unit::kGrouped     ? GroupedCycles(p)
+                             : t.unit == Unit::kFewChannels ? FewChannelsCycles(of_few_channels, strips, slices)
+                             : t.unit == Unit::kGrouped     ? GroupedCycles(p, slices)
                              : t.unit == Unit::kFewFeatures ? FewFeaturesCycles(p)
                              : t.unit == Unit::kWgmma       ? WgmmaCycles(p, t, slices)
                                                             : Cycles(p, t, slices);

@@ -41,8 +41,11 @@ struct Problem {
   int64_t FilterSize() const { return batch * Taps() * channels * groups * features; }
 };
 
-// A data gradient as the forward convolution of y that it is, by a filter whose taps are mirrored and whose channels
-// are exchanged; other problems as they are.
+// The problem that pairs the same elements of x and y, which have changed places, at mirrored taps; the filter's
+// channels are exchanged.
+Problem Exchanged(const Problem& p);
+
+// A data gradient as the forward convolution of y that it is, with x and y exchanged; other problems as they are.
 Problem AsForward(const Problem& p);
 
 // Block tiles (rows x columns of the implicit matrix product) that kernels are compiled for: on the CUDA cores, or with

@@ -168,10 +168,4 @@ __device__ void FillStrips(const StripParams& q, const In* x, const StripTile& t
                        });
 }
 
-__device__ __forceinline__ uint32_t LoadWord(uint32_t shared) {
-  uint32_t word;
-  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(shared) : "memory");
-  return word;
-}
-
 }  // namespace jaxdnn::conv

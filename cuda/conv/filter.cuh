@@ -95,13 +95,38 @@ __global__ void SumSlicesKernel(const Sum* partial, Out* out, int64_t size, int 
   const int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
   if (i >= size) return;
   Sum sum = 0;
+#pragma unroll 8
   for (int s = 0; s < splits; ++s) sum += partial[s * size + i];
+  out[i] = static_cast<Out>(sum);
+}
+
+// The same of many slices of few elements: a block takes kElements of them, and every kParts-th slice to a thread.
+template <class Sum, class Out>
+__global__ void SumManySlicesKernel(const Sum* partial, Out* out, int64_t size, int splits) {
+  constexpr int kElements = 32, kParts = 16;
+  __shared__ Sum parts[kParts][kElements];
+  const int element = threadIdx.x % kElements, part = threadIdx.x / kElements;
+  const int64_t i = blockIdx.x * int64_t{kElements} + element;
+  Sum sum = 0;
+  if (i < size) {
+#pragma unroll 8
+    for (int s = part; s < splits; s += kParts) sum += partial[s * size + i];
+  }
+  parts[part][element] = sum;
+  __syncthreads();
+  if (part != 0 || i >= size) return;
+#pragma unroll
+  for (int k = 1; k < kParts; ++k) sum += parts[k][element];
   out[i] = static_cast<Out>(sum);
 }
 
 template <class Sum, class Out>
 cudaError_t SumSlices(const Sum* partial, Out* out, int64_t size, int splits, cudaStream_t stream) {
   constexpr int kThreads = 256;
+  // With a thread to an element, fewer would not keep the device busy.
+  constexpr int64_t kManyElements = int64_t{1} << 17;
+  if (splits >= 8 && size < kManyElements)
+    return LaunchKernel(SumManySlicesKernel<Sum, Out>, CeilDiv(size, 32), 512, stream, partial, out, size, splits);
   return LaunchKernel(SumSlicesKernel<Sum, Out>, CeilDiv(size, kThreads), kThreads, stream, partial, out, size, splits);
 }
 

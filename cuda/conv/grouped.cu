@@ -276,42 +276,12 @@ __global__ void __launch_bounds__(T::kThreads, kFinish || sizeof(Out) > sizeof(t
   }
 }
 
-int Log2(int64_t n) { return n > 1 ? 1 + Log2(n / 2) : 0; }
-
 template <class T, bool kFinish, class Out>
 cudaError_t LaunchTile(const Problem& p, const void* operand, const void* filter, void* out, const Epilogue& epilogue,
                        cudaStream_t stream) {
   using In = typename T::In;
-  const bool forward = p.direction == Direction::kForward;
-  const int64_t *in = forward ? p.x : p.y, *result = forward ? p.y : p.x, channels = p.groups * p.channels;
-  GroupedParams q = {};
+  GroupedParams q = MakeGroupedParams<T>(p, T::kPixels);
   q.epilogue = epilogue;
-  q.batch = int(p.batch);
-  q.images = int(p.images);
-  q.height = int(in[1]);
-  q.width = int(in[2]);
-  q.result_height = int(result[1]);
-  q.result_width = int(result[2]);
-  // A column's results of two begin where the padded line's pixels of two do.
-  q.outside_h = T::kResults == 2 ? int(p.pad[1] & 1) : 0;
-  q.outside_w = T::kResults == 2 ? int(p.pad[2] & 1) : 0;
-  const auto pad = [&](int64_t low) { return int(forward ? low : T::kResults == 2 ? 1 - (low >> 1) : 2 - low); };
-  q.pad_h = pad(p.pad[1]);
-  q.pad_w = pad(p.pad[2]);
-  const int64_t image_lines = CeilDiv(result[1] + q.outside_h, T::kResults);
-  const int64_t image_columns = CeilDiv(result[2] + q.outside_w, T::kResults);
-  q.image_lines = FastDiv(image_lines);
-  q.image_columns = FastDiv(image_columns);
-  q.padded_width = FastDiv(image_columns * T::kStep + T::kOverlap);
-  q.all_columns = int(p.images * image_columns);
-  q.columns = ColumnsOfWarp(16, T::kStep, T::kOverlap, T::kPixels, p.images, image_columns);
-  q.channels = int(channels);
-  q.group_log = Log2(p.channels);
-  q.gradient = !forward;
-  q.mirrored = !forward && T::kResults == 1;
-  q.filter_problem = 9 * p.channels * channels;
-  q.in_line = uint32_t(in[2] * channels / 4);
-  q.out_line = uint32_t(result[2] * channels / 4);
 
   const auto kernel = GroupedKernel<T, kFinish, Out>;
   Grid grid = {0, T::kThreads, T::kSharedBytes};
@@ -319,13 +289,9 @@ cudaError_t LaunchTile(const Problem& p, const void* operand, const void* filter
   if (const cudaError_t e = ResidentBlocks(kernel, grid, &resident); e != cudaSuccess) return e;
   // A worker's lines should be some more than it reads besides.
   constexpr int kLeastLines = 4;
-  const int64_t parts = CeilDiv(channels, T::kChannels), lines = CeilDiv(q.all_columns, q.columns) * image_lines;
-  const int64_t places = std::max<int64_t>(1, resident * T::kWarps / (parts * p.batch));
-  const int64_t workers = std::min(places, CeilDiv(lines, kLeastLines));
-  q.parts = FastDiv(parts);
-  q.workers = FastDiv(workers);
-  q.lines = int(lines / workers);
-  q.more_lines = int(lines % workers);
+  const int64_t parts = q.parts.divisor, places = std::max<int64_t>(1, resident * T::kWarps / (parts * p.batch));
+  const int64_t workers = std::min(places, CeilDiv(LinesOfAll(q), kLeastLines));
+  ShareLines(&q, workers);
   grid.blocks = CeilDiv(parts * workers * p.batch, T::kWarps);
   return LaunchKernel(kernel, grid, stream, q, static_cast<const In*>(operand), static_cast<const In*>(filter),
                       static_cast<Out*>(out));

@@ -91,6 +91,50 @@ inline int ColumnsOfWarp(int64_t most, int step, int overlap, int pixels, int64_
   }
 }
 
+// Of lines whose columns fit into a slot of `pixels`. The filter gradient's operand is x, like that forward.
+template <class T>
+GroupedParams MakeGroupedParams(const Problem& p, int pixels) {
+  const bool gradient = p.direction == Direction::kDataGradient;
+  const int64_t *in = gradient ? p.y : p.x, *result = gradient ? p.x : p.y;
+  GroupedParams q = {};
+  q.batch = int(p.batch);
+  q.images = int(p.images);
+  q.height = int(in[1]);
+  q.width = int(in[2]);
+  q.result_height = int(result[1]);
+  q.result_width = int(result[2]);
+  // A column's results of two begin where the padded line's pixels of two do.
+  q.outside_h = T::kResults == 2 ? int(p.pad[1] & 1) : 0;
+  q.outside_w = T::kResults == 2 ? int(p.pad[2] & 1) : 0;
+  const auto pad = [&](int64_t low) { return int(!gradient ? low : T::kResults == 2 ? 1 - (low >> 1) : 2 - low); };
+  q.pad_h = pad(p.pad[1]);
+  q.pad_w = pad(p.pad[2]);
+  const int64_t image_columns = CeilDiv(result[2] + q.outside_w, T::kResults), channels = p.groups * p.channels;
+  q.image_lines = FastDiv(CeilDiv(result[1] + q.outside_h, T::kResults));
+  q.image_columns = FastDiv(image_columns);
+  q.padded_width = FastDiv(image_columns * T::kStep + T::kOverlap);
+  q.all_columns = int(p.images * image_columns);
+  q.columns = ColumnsOfWarp(16, T::kStep, T::kOverlap, pixels, p.images, image_columns);
+  q.channels = int(channels);
+  while (1 << q.group_log < p.channels) ++q.group_log;
+  q.gradient = gradient;
+  q.mirrored = gradient && T::kResults == 1;
+  q.filter_problem = 9 * p.channels * channels;
+  q.in_line = uint32_t(in[2] * channels / 4);
+  q.out_line = uint32_t(result[2] * channels / 4);
+  q.parts = FastDiv(CeilDiv(channels, T::kChannels));
+  return q;
+}
+
+// Of all columns.
+inline int64_t LinesOfAll(const GroupedParams& q) { return CeilDiv(q.all_columns, q.columns) * q.image_lines.divisor; }
+
+inline void ShareLines(GroupedParams* q, int64_t workers) {
+  q->workers = FastDiv(workers);
+  q->lines = int(LinesOfAll(*q) / workers);
+  q->more_lines = int(LinesOfAll(*q) % workers);
+}
+
 // What a warp works on: a part of a problem's channels, in some of all columns' lines.
 struct GroupedWork {
   int problem, part, first_line, end_line;

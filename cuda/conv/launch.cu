@@ -31,7 +31,8 @@ int Launch(const Problem& p, const Config& config, const void* lhs, const void* 
       return filter ? LaunchFewChannelsFilter(p, config, lhs, rhs, out, workspace, stream)
                     : LaunchFewChannelsData(p, lhs, rhs, out, epilogue, stream);
     case Unit::kGrouped:
-      return LaunchGrouped(p, lhs, rhs, out, epilogue, stream);
+      return filter ? LaunchGroupedFilter(p, config, lhs, rhs, out, workspace, stream)
+                    : LaunchGrouped(p, lhs, rhs, out, epilogue, stream);
     case Unit::kFewFeatures:
       return LaunchFewFeatures(p, lhs, rhs, out, epilogue, stream);
   }

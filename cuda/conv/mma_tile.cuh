@@ -36,6 +36,12 @@ struct MmaTile {
 template <class In>
 constexpr int kChunk = 16 / sizeof(In);
 
+__device__ __forceinline__ uint32_t LoadWord(uint32_t shared) {
+  uint32_t word;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(shared) : "memory");
+  return word;
+}
+
 // An operand of one stage: kExtent rows (or columns) by kDepth terms, in lines along whichever of the two is contiguous
 // in memory. 16-byte chunks of a line are exchanged among each other, line by line in another way, so that neither the
 // copies nor the eight lines of a matrix load meet in a bank; nor, where floats are read one by one, a warp's four
@@ -107,10 +113,7 @@ struct Fragments {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const int e_half = kDepthFirst ? j / 2 : j % 2, d_half = kDepthFirst ? j % 2 : j / 2;
-        asm volatile("ld.shared.b32 %0, [%1];"
-                     : "=r"(r[j])
-                     : "r"(tile + offset[2 * i + e_half] + (2 * d + d_half) * 4 * kLine)
-                     : "memory");
+        r[j] = LoadWord(tile + offset[2 * i + e_half] + (2 * d + d_half) * 4 * kLine);
       }
     } else {
       LoadMatrices<true>(r, tile + offset[i] + d * 16 * kLine);

@@ -7,14 +7,19 @@
 
 namespace jaxdnn::conv {
 
+Problem Exchanged(const Problem& p) {
+  Problem e = p;
+  std::swap(e.channels, e.features);
+  std::swap(e.x, e.y);
+  std::swap(e.stride, e.lhs_dilation);
+  for (int d = 0; d < kRank; ++d) e.pad[d] = (p.window[d] - 1) * p.rhs_dilation[d] - p.pad[d];
+  return e;
+}
+
 Problem AsForward(const Problem& p) {
-  Problem f = p;
-  if (p.direction != Direction::kDataGradient) return f;
+  if (p.direction != Direction::kDataGradient) return p;
+  Problem f = Exchanged(p);
   f.direction = Direction::kForward;
-  std::swap(f.channels, f.features);
-  std::swap(f.x, f.y);
-  std::swap(f.stride, f.lhs_dilation);
-  for (int d = 0; d < kRank; ++d) f.pad[d] = (p.window[d] - 1) * p.rhs_dilation[d] - p.pad[d];
   return f;
 }
 
