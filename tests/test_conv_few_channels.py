@@ -40,6 +40,13 @@ def test_is_chosen_for_the_gradient_of_few_features(dtype):
     assert first.name == FEW_CHANNELS and first.splits == 1 and first.workspace_bytes == 0
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_is_chosen_for_the_filter_gradient_of_few_features(dtype):
+  for window, c, k, spatial in (((3, 3), 64, 3, (256, 256)), ((5, 5), 33, 1, (64, 64))):
+    first = algorithms("filter_gradient", window, c, k, dtype, spatial)[0]
+    assert first.name == FEW_CHANNELS and first.splits > 1
+
+
 def test_is_not_offered():
   names = lambda *a, **k: {each.name for each in algorithms(*a, **k)}  # noqa: E731
   assert FEW_CHANNELS not in names("data_gradient", (7, 7), 3, 64)
@@ -47,6 +54,9 @@ def test_is_not_offered():
   assert FEW_CHANNELS not in names("data_gradient", (3, 3), 64, 3, stride=2)
   assert FEW_CHANNELS not in names("data_gradient", (3, 3), 64, 3, dilation=(1, 2))
   assert FEW_CHANNELS in names("data_gradient", (3, 3), 64, 3, dilation=(2, 1))
+  assert FEW_CHANNELS in names("filter_gradient", (3, 3), 64, 3, dilation=(2, 1))
+  assert FEW_CHANNELS not in names("filter_gradient", (3, 3), 64, 8)
+  assert FEW_CHANNELS not in names("filter_gradient", (3, 3), 64, 3, stride=2)
   for direction in ("forward", "filter_gradient"):
     assert FEW_CHANNELS not in names(direction, (7, 7), 3, 64, "float32", precision="high")
     assert FEW_CHANNELS not in names(direction, (7, 7), 3, 64, "float64")
@@ -83,8 +93,8 @@ CASES = [
 ]  # fmt: skip
 
 
-# Data gradients of few features, with strides (of a transposed convolution) and without.
-DATA_CASES = [
+# Gradients of few features, with strides (of a transposed convolution) and without.
+FEW_FEATURES = [
   ConvCase("rgb", 2, (40, 40), 64, (3, 3), 3, padding=SAME3),
   ConvCase("generator", 2, (16, 16), 64, (4, 4), 3, padding=((2, 2), (2, 2)), lhs_dilation=(2, 2)),
   ConvCase("odd", 3, (17, 19), 37, (3, 4), 2, padding=((0, 3), (2, 1))),
@@ -131,15 +141,28 @@ def test_kernels(case):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", DATA_CASES, ids=lambda c: c.name)
-def test_data_gradient(case):
+@pytest.mark.parametrize("case", FEW_FEATURES, ids=lambda c: c.name)
+def test_gradients_of_few_features(case):
   for dtypes in (("bfloat16",) * 2, ("float16",) * 2, ("bfloat16", "float32")):
-    assert check(case, *dtypes, results="x") == 1
-  assert check(case, "float32", "float32", coarse, results="x") == 1
+    assert check(case, *dtypes, results="xw") == 2
+  assert check(case, "float32", "float32", coarse, results="xw") == 2
 
 
 @pytest.mark.gpu
-def test_random_data_gradients():
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_infinities_meet_no_padding_of_the_other_operand(dtype):
+  """With x and y exchanged y has the padding; taps that an element of x does not meet there do not see it."""
+  x, g = (np.array(coarse((2, 9, 11, c), dtype, c)) for c in (40, 3))
+  x[0, 0, 0, 5], x[1, -1, -1, 0], x[1, 4, 0, 39] = np.inf, -np.inf, np.nan
+  got = jaxdnn.conv_wgrad(x, g, (3, 3), padding=SAME3, precision="default", algorithm=FEW_CHANNELS)
+  with np.errstate(invalid="ignore"):
+    want = conv_gradients(exact(x), np.zeros((3, 3, 40, 3)), exact(g), (1, 1), SAME3, (1, 1), (1, 1))[1]
+  assert np.isfinite(want).any((0, 1, 3))[[0, 5]].all()
+  assert_close(got, want, dtype, terms=198, scale=42)
+
+
+@pytest.mark.gpu
+def test_random_gradients_of_few_features():
   rng = np.random.default_rng(1)
   taken = 0
   for _ in range(40):
@@ -150,9 +173,9 @@ def test_random_data_gradients():
                     draw(1, 6 if rank < 3 else 3), int(rng.integers(1, 8)), (1,) * rank, padding, draw(1, 3),
                     (*draw(1, 2)[1:], 1))  # fmt: skip
     if min(ConvSpec(*case.geometry, 1, case.spatial, case.window, None).y_spatial) > 0:
-      taken += check(case, "bfloat16", "bfloat16", results="x")
-      taken += check(case, "float32", "float32", coarse, results="x")
-  assert taken > 50
+      taken += check(case, "bfloat16", "bfloat16", results="xw")
+      taken += check(case, "float32", "float32", coarse, results="xw")
+  assert taken > 100
 
 
 @pytest.mark.gpu
@@ -215,7 +238,7 @@ def test_not_finite_stays_local(dtype, value):
   with np.errstate(invalid="ignore"):
     for name in ("stem_odd", "3x3", "3x3s2", "mnist", "37_features", "many_lines"):
       check(next(c for c in CASES if c.name == name), dtype, dtype, draw)
-    for case in DATA_CASES[:4]:
+    for case in FEW_FEATURES[:4]:
       check(case, dtype, dtype, partial(draw, operand=2), "x")
 
 
@@ -225,6 +248,6 @@ def test_kernels_under_the_sanitizer():
   for name in ("stem_odd", "3x3", "mnist", "37_features", "3d_s2", "many_lines"):
     check(next(c for c in CASES if c.name == name), "bfloat16", "bfloat16")
     check(next(c for c in CASES if c.name == name), "float32", "float32", coarse)
-  for case in DATA_CASES[:4]:
-    check(case, "bfloat16", "bfloat16", results="x")
-    check(case, "float32", "float32", coarse, "x")
+  for case in FEW_FEATURES[:4]:
+    check(case, "bfloat16", "bfloat16", results="xw")
+    check(case, "float32", "float32", coarse, "xw")

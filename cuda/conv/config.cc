@@ -231,9 +231,10 @@ double GroupedCycles(const Problem& p, int64_t splits) {
   const double bytes = images * channels * size * (p.XPixels() + p.YPixels());
   const double parts = std::ceil(channels / of_warp), lines = std::ceil(images * p.y[2] / 16) * p.y[1] * parts;
   if (p.direction == Direction::kFilterGradient) {
-    constexpr double kLatency = 700, kPlaces = 3;  // of a line; blocks that share a multiprocessor
-    const double blocks = parts * p.batch * splits, rounds = std::ceil(blocks / (kPlaces * kMultiprocessors));
-    const double warps = 4 * std::min(kPlaces, std::ceil(blocks / kMultiprocessors));
+    constexpr double kLatency = 700;                              // of a line
+    const double places = size == 4 && p.channels == 16 ? 2 : 3;  // of a multiprocessor
+    const double blocks = parts * p.batch * splits, rounds = std::ceil(blocks / (places * kMultiprocessors));
+    const double warps = 4 * std::min(places, std::ceil(blocks / kMultiprocessors));
     const double line = 16 * (size == 2 && p.channels == 16 ? 32 : 64) * (1 + p.stride[1] * p.stride[2]);
     const double each = std::ceil(lines / (4 * blocks)) + 3 - p.stride[1];
     return kStart + rounds * (3000 + each * std::max(kLatency, warps * line / (kShare * kBytesPerCycle)));

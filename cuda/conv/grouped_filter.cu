@@ -39,7 +39,7 @@ struct GroupedFilterTile : GroupedTile<In_, kWide_, kStride> {
   using Base::kBytes, Base::kChannels, Base::kChunks, Base::kStep, Base::kTiles, Base::kWarps, Base::kWide;
   using typename Base::In;
   static constexpr bool kFloats = sizeof(In) == 4;
-  static constexpr int kBlocks = 3;  // that share a multiprocessor: as many as keep their sums in registers
+  static constexpr int kBlocks = kFloats && kWide ? 2 : 3;  // that share a multiprocessor
   static constexpr int kRows = kWide ? 16 : 8;
 
   template <int kStep>
@@ -106,20 +106,20 @@ struct CotangentStrip {
   }
 };
 
-// Loads 16 pixels of a pair of tiles from the slot: those at the lane's addresses there.
-template <class T>
-__device__ __forceinline__ void LoadPixels(uint32_t slot, const int (&place)[T::kAddresses], int pair,
-                                           typename T::Pixels& pixels) {
+// Loads 16 pixels of a pair of tiles: address(i, unit) is the lane's, in unit 2 * pair, of 32 bytes of channels, and
+// following ones; of its i-th four pixels where they are floats.
+template <class T, class Address>
+__device__ __forceinline__ void LoadPixels(const Address& address, int pair, typename T::Pixels& pixels) {
   if constexpr (T::kFloats) {
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
 #pragma unroll
-      for (int i = 0; i < T::kParts; ++i) pixels[j][i] = LoadWord((slot + place[i]) ^ (32 * (2 * pair + j)));
+      for (int i = 0; i < T::kParts; ++i) pixels[j][i] = LoadWord(address(i, 2 * pair + j));
       RoundToTf32(pixels[j]);
     }
   } else {
     uint32_t r[4];
-    LoadMatrices<true>(r, (slot + place[0]) ^ (32 * pair));
+    LoadMatrices<true>(r, address(0, pair));
 #pragma unroll
     for (int i = 0; i < 4; ++i) pixels[i / 2][i % 2] = r[i];
   }
@@ -185,11 +185,9 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   constexpr int kAhead = T::kStages - 1, kOfY = T::kStep * T::kSlotBytes;
 
   typename T::Sums sums = {};
-  int y_place[T::kAddresses];
-#pragma unroll
-  for (int i = 0; i < T::kAddresses; ++i)
-    y_place[i] = T::template PlacesOf<1>::At(T::kFloats ? lane % 4 + 4 * i : lane % 16, lane / 16) +
-                 (T::kFloats ? lane / 4 % 4 * 4 : 0);
+  // A lane's pixel of a fragment, and what follows the chunk's beginning.
+  const int of_lane = lane % (T::kFloats ? 4 : 16), in_chunk = T::kFloats ? lane / 4 % 4 * 4 : 0;
+  const int y_place = T::template PlacesOf<1>::At(of_lane, lane / 16) + in_chunk;
   for (int at = work.first_line; at < work.end_line;) {
     const GroupedBlock block(q, at, work.end_line);
     at += block.lines;
@@ -210,12 +208,11 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
     int x_place[3][T::kAddresses];
 #pragma unroll
     for (int i = 0; i < T::kAddresses; ++i) {
-      const int column = T::kFloats ? lane % 4 + 4 * i : lane % 16;
+      const int column = of_lane + 4 * i;
       const int pixel = x_strip.Padded(q, block.first_column + column) - x_strip.Padded(q, block.first_column);
 #pragma unroll
       for (int s = 0; s < 3; ++s)
-        x_place[s][i] = T::Places::At(column < block.Columns(q) ? pixel + s : T::kPixels - 1, lane / 16) +
-                        (T::kFloats ? lane / 4 % 4 * 4 : 0);
+        x_place[s][i] = T::Places::At(column < block.Columns(q) ? pixel + s : T::kPixels - 1, lane / 16) + in_chunk;
     }
 
     typename T::Pixels of_y[T::kMeet][T::kPairs];
@@ -228,12 +225,20 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
       copy(stage == ring ? ring + kAhead * T::kStageBytes : stage - T::kStageBytes, index + kAhead);
 #pragma unroll
       for (int pair = 0; pair < T::kPairs; ++pair) {
-        if (index < block.lines) LoadPixels<T>(stage + kOfY, y_place, pair, of_y[0][pair]);
+        const auto of_y_line = [&](int i, int unit) {
+          return ((stage + kOfY + y_place) ^ (32 * unit)) + i * (4 * T::kBytes);
+        };
+        if (index < block.lines) LoadPixels<T>(of_y_line, pair, of_y[0][pair]);
 #pragma unroll
         for (int a = 0; a < T::kStep; ++a) {
           typename T::Pixels of_x[3];
 #pragma unroll
-          for (int s = 0; s < 3; ++s) LoadPixels<T>(stage + a * T::kSlotBytes, x_place[s], pair, of_x[s]);
+          for (int s = 0; s < 3; ++s) {
+            const auto of_x_line = [&](int i, int unit) {
+              return (stage + a * T::kSlotBytes + x_place[s][i]) ^ (32 * unit);
+            };
+            LoadPixels<T>(of_x_line, pair, of_x[s]);
+          }
 #pragma unroll
           for (int r = a; r < 3; r += T::kStep) {
             const int ago = (r - a) / T::kStep;
