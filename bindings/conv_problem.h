@@ -32,6 +32,21 @@ inline void FoldWindowIntoChannels(conv::Problem* p) {
   p->window[d] = p->stride[d] = 1;
 }
 
+// Where they also lie side by side down a plane, further apart than the TMA unit steps, each of their lines is the same
+// line of a plane of its own: x [H, W] is x [H / s, s, W]. In the data gradient most taps would then meet nothing.
+inline void FoldWindowIntoPlanes(conv::Problem* p) {
+  constexpr int64_t kMostSteps = 8;
+  const int64_t s = p->stride[1];
+  if (s <= kMostSteps || p->direction == conv::Direction::kDataGradient || p->window[1] != s ||
+      p->x[1] != s * p->y[1] || p->pad[1] != 0 || p->lhs_dilation[1] != 1 || p->rhs_dilation[1] != 1 || p->x[0] != 1 ||
+      p->y[0] != 1 || p->window[0] != 1 || p->pad[0] != 0)
+    return;
+  p->x[0] = p->y[0] = p->y[1];
+  p->stride[0] = p->lhs_dilation[0] = p->rhs_dilation[0] = 1;
+  p->x[1] = s;
+  p->y[1] = p->stride[1] = 1;
+}
+
 // Empty if there are more than conv::kRank spatial dimensions or if the shapes contradict one another.
 inline std::optional<conv::Problem> MakeConvProblem(conv::Direction direction, DType in, DType out, Dims x, Dims w,
                                                     Dims y, Dims stride, Dims padding_low, Dims lhs_dilation,
@@ -64,6 +79,7 @@ inline std::optional<conv::Problem> MakeConvProblem(conv::Direction direction, D
     if (p.stride[d] < 1 || p.lhs_dilation[d] < 1 || p.rhs_dilation[d] < 1) return std::nullopt;
   }
   FoldWindowIntoChannels(&p);
+  FoldWindowIntoPlanes(&p);
   return p;
 }
 

@@ -155,6 +155,8 @@ CASES = [
   ConvCase("1d", 3, (301,), 72, (5,), 136, (2,), ((4, 3),), rhs_dilation=(3,)),
   ConvCase("1d_far", 1, (700,), 64, (2,), 64, padding=((600, 0),), rhs_dilation=(600,)),
   ConvCase("3d", 1, (9, 8, 7), 64, (3, 3, 3), 64, padding=((1, 1),) * 3),
+  ConvCase("patches", 2, (32, 48), 3, (16, 16), 72, (16, 16)),
+  ConvCase("transposed", 2, (7, 6), 72, (2, 3), 40, padding=SAME3, lhs_dilation=(2, 3)),
   ConvCase("one_position", 5, (3, 3), 64, (3, 3), 128),
   ConvCase("long", 40, (14, 14), 64, (3, 3), 128, padding=SAME3),
 ]  # fmt: skip

@@ -95,8 +95,9 @@ bool IsRagged(const Problem& p, const Dense& dense) {
 
 bool IsTripled(const Problem& p) { return p.in == DType::kF32 && p.products == 3; }
 
-double ReductionCycles(int64_t splits, int64_t result_bytes) {
-  return splits > 1 ? kLaunchCycles + 2.0 * splits * result_bytes / (kMultiprocessors * kBytesPerCycle) : 0;
+double ReductionCycles(const Problem& p, int64_t splits, int64_t result_bytes) {
+  return UsesWorkspace(p, splits) ? kLaunchCycles + 2.0 * splits * result_bytes / (kMultiprocessors * kBytesPerCycle)
+                                  : 0;
 }
 
 // The product that the mma.sync kernels compute.
@@ -199,7 +200,7 @@ int64_t TransposedBytes(const Problem& p, const TileShape& t) {
   return CeilDiv(p.images * p.YPixels(), depth) * depth * p.features * 4;
 }
 
-// Of the kernels of few channels, of a problem as OfFewChannels has it: a tile's products, and what it moves to and
+// Of the kernels of few channels, of a problem as AsForward has it: a tile's products, and what it moves to and
 // from memory. Fitted to an H200.
 double FewChannelsCycles(const Problem& p, const Strips& s, int64_t splits) {
   const bool filter = p.direction == Direction::kFilterGradient;
@@ -286,7 +287,7 @@ bool Takes(const TileShape& t, const Problem& p, bool hopper) {
     double apart = 0;
     for (int d = 0; d < kRank; ++d)
       apart = std::max(apart, double(p.stride[d]) * p.lhs_dilation[d] * p.rhs_dilation[d]);
-    return p.channels == 1 && p.features > 0 && p.in != DType::kF64 &&
+    return p.channels == 1 && p.features > 0 && !p.exchanged && p.in != DType::kF64 &&
            !(holes && p.direction == Direction::kFilterGradient) && apart * p.groups * p.features * 8 < INT32_MAX &&
            p.batch * p.images * std::max(p.XPixels(), p.YPixels()) < INT32_MAX;
   }
@@ -302,6 +303,50 @@ bool Takes(const TileShape& t, const Problem& p, bool hopper) {
   const Dense dense = DenseOf(p);
   if (InChunks(p) && dense.groups == 1 && !dense.Folds()) return !(t.tile == Tile::kMma128x128 && IsTripled(p));
   return t.tile == Tile::kMma128x64 || (t.tile == Tile::kMma128x32 && (IsRagged(p, dense) || GathersChunks(p, dense)));
+}
+
+std::optional<Config> ChooseAsItIs(const Problem& p, bool hopper, std::string_view algorithm, int64_t workspace_limit) {
+  const bool widened = p.out == DType::kF32 && (p.in == DType::kF16 || p.in == DType::kBF16);
+  if (!(p.in == p.out || widened) || !Indexable(p)) return std::nullopt;
+  const Gemm g = GemmOf(p);
+  const int64_t result_bytes = p.FilterSize() * (p.in == DType::kF64 ? 8 : 4);
+  const bool splittable = p.direction == Direction::kFilterGradient;
+  std::optional<Config> best;
+  for (const TileShape& t : kTiles) {
+    const bool wanted = algorithm.empty() || algorithm == kAlgorithms[static_cast<int>(t.unit)] || algorithm == t.name;
+    if (!wanted || !Takes(t, p, hopper)) continue;
+    Strips strips;
+    if (t.unit == Unit::kFewChannels) strips.Fit(AsForward(p), FewPixels(AsForward(p)), 16);
+    for (int64_t splits = 1; splits == 1 || (splittable && splits * kMinSlice <= g.depth);
+         splits += std::max<int64_t>(1, splits / 8)) {
+      // As few as give the longest slice no more of whole tiles.
+      const int64_t tiles = t.unit == Unit::kFewChannels && splittable ? strips.Tiles(p) : 0;
+      const int64_t slices = tiles > 0 ? CeilDiv(tiles, CeilDiv(tiles, splits)) : splits;
+      const int64_t transposed = TransposedBytes(p, t),
+                    bytes = transposed + (UsesWorkspace(p, slices) ? slices * result_bytes : 0);
+      if (bytes > workspace_limit) break;
+      if (splittable && CeilDiv(g.depth, slices) >= kIndexLimit) continue;  // a slice is indexed with 32 bits
+      const double product = t.unit == Unit::kDepthwise     ? DepthwiseCycles(p, slices)
+                             : t.unit == Unit::kFewChannels ? FewChannelsCycles(AsForward(p), strips, slices)
+                             : t.unit == Unit::kGrouped     ? GroupedCycles(p, slices)
+                             : t.unit == Unit::kFewFeatures ? FewFeaturesCycles(p)
+                             : t.unit == Unit::kWgmma       ? WgmmaCycles(p, t, slices)
+                                                            : Cycles(p, t, slices);
+      const double cycles = product + ReductionCycles(p, slices, result_bytes) +
+                            (transposed ? kLaunchCycles + 2.0 * transposed / (kMultiprocessors * kBytesPerCycle) : 0);
+      if (!best || cycles < best->cycles) best = Config{t.tile, slices, bytes, cycles, p.exchanged};
+    }
+  }
+  return best;
+}
+
+// With x and y exchanged a dilated input has no holes, and few features are few channels.
+bool IsWorthExchanging(const Problem& p) {
+  const auto is_one = [](int64_t n) { return n == 1; };
+  return p.direction == Direction::kFilterGradient && std::all_of(p.stride, p.stride + kRank, is_one) &&
+         (!std::all_of(p.lhs_dilation, p.lhs_dilation + kRank, is_one) ||
+          (p.features <= kFewMostChannels && p.channels > kFewMostChannels)) &&
+         p.FilterSize() < INT32_MAX;
 }
 
 }  // namespace
@@ -339,38 +384,10 @@ Dense DenseOf(const Problem& p) {
 }
 
 std::optional<Config> Choose(const Problem& p, bool hopper, std::string_view algorithm, int64_t workspace_limit) {
-  const bool widened = p.out == DType::kF32 && (p.in == DType::kF16 || p.in == DType::kBF16);
-  if (!(p.in == p.out || widened) || !Indexable(p)) return std::nullopt;
-  const Gemm g = GemmOf(p);
-  const int64_t result_bytes = p.FilterSize() * (p.in == DType::kF64 ? 8 : 4);
-  const bool splittable = p.direction == Direction::kFilterGradient;
-  const Problem of_few_channels = OfFewChannels(p);
-  std::optional<Config> best;
-  for (const TileShape& t : kTiles) {
-    const bool wanted = algorithm.empty() || algorithm == kAlgorithms[static_cast<int>(t.unit)] || algorithm == t.name;
-    if (!wanted || !Takes(t, p, hopper)) continue;
-    Strips strips;
-    if (t.unit == Unit::kFewChannels) strips.Fit(of_few_channels, FewPixels(of_few_channels), 16);
-    for (int64_t splits = 1; splits == 1 || (splittable && splits * kMinSlice <= g.depth);
-         splits += std::max<int64_t>(1, splits / 8)) {
-      // As few as give the longest slice no more of whole tiles.
-      const int64_t tiles = t.unit == Unit::kFewChannels && splittable ? strips.Tiles(of_few_channels) : 0;
-      const int64_t slices = tiles > 0 ? CeilDiv(tiles, CeilDiv(tiles, splits)) : splits;
-      const int64_t transposed = TransposedBytes(p, t), bytes = transposed + (slices > 1 ? slices * result_bytes : 0);
-      if (bytes > workspace_limit) break;
-      if (splittable && CeilDiv(g.depth, slices) >= kIndexLimit) continue;  // a slice is indexed with 32 bits
-      const double product = t.unit == Unit::kDepthwise     ? DepthwiseCycles(p, slices)
-                             : t.unit == Unit::kFewChannels ? FewChannelsCycles(of_few_channels, strips, slices)
-                             : t.unit == Unit::kGrouped     ? GroupedCycles(p, slices)
-                             : t.unit == Unit::kFewFeatures ? FewFeaturesCycles(p)
-                             : t.unit == Unit::kWgmma       ? WgmmaCycles(p, t, slices)
-                                                            : Cycles(p, t, slices);
-      const double cycles = product + ReductionCycles(slices, result_bytes) +
-                            (transposed ? kLaunchCycles + 2.0 * transposed / (kMultiprocessors * kBytesPerCycle) : 0);
-      if (!best || cycles < best->cycles) best = Config{t.tile, slices, bytes, cycles};
-    }
-  }
-  return best;
+  const std::optional<Config> best = ChooseAsItIs(p, hopper, algorithm, workspace_limit);
+  if (!IsWorthExchanging(p)) return best;
+  const std::optional<Config> other = ChooseAsItIs(Exchanged(p), hopper, algorithm, workspace_limit);
+  return !best || (other && other->cycles < best->cycles) ? other : best;
 }
 
 }  // namespace jaxdnn::conv

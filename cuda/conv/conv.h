@@ -32,6 +32,7 @@ struct Problem {
   int64_t channels, features;  // input and output channels of one group
   int64_t x[kRank], window[kRank], y[kRank];
   int64_t stride[kRank], pad[kRank], lhs_dilation[kRank], rhs_dilation[kRank];
+  bool exchanged;  // see Exchanged; the filter that is the result of a filter gradient stays as it is
 
   int64_t XPixels() const { return x[0] * x[1] * x[2]; }
   int64_t YPixels() const { return y[0] * y[1] * y[2]; }
@@ -41,8 +42,8 @@ struct Problem {
   int64_t FilterSize() const { return batch * Taps() * channels * groups * features; }
 };
 
-// The problem that pairs the same elements of x and y, which have changed places, at mirrored taps; the filter's
-// channels are exchanged.
+// The problem that pairs the same elements of x and y, which have changed places, with strides and dilations of x, at
+// mirrored taps; the filter's channels are exchanged.
 Problem Exchanged(const Problem& p);
 
 // A data gradient as the forward convolution of y that it is, with x and y exchanged; other problems as they are.
@@ -112,6 +113,7 @@ struct Config {
   int64_t splits;           // slices of the reduction, summed in order by a second kernel when more than 1
   int64_t workspace_bytes;  // for the slices' partial sums, or a transposed filter
   double cycles;            // modelled time, for comparing configurations
+  bool exchanged;           // whether the kernel computes a filter gradient with x and y exchanged
 };
 
 // The matrix product that a problem is: per problem of the batch and group, rows x columns sums of `depth` terms.
@@ -147,6 +149,9 @@ Dense DenseOf(const Problem& p);
 constexpr int64_t kWorkspaceLimit = int64_t{256} << 20;
 std::optional<Config> Choose(const Problem& p, bool hopper, std::string_view algorithm = "",
                              int64_t workspace_limit = kWorkspaceLimit);
+
+// Whether a filter gradient's sums, as floats or doubles, go to the workspace, and from there to the result.
+inline bool UsesWorkspace(const Problem& p, int64_t splits) { return splits > 1 || p.exchanged; }
 
 // What becomes of a forward convolution's sums before they are rounded: activation(sum + bias + residual).
 struct Epilogue {

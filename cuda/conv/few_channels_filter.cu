@@ -4,9 +4,6 @@
 // or those of some lines of the window, and goes over tiles of a slice of the pixels; its warps share the rows, and
 // where there are more warps, each tile's pixels. Operand A is the strips' transpose: two words, of two pixels, are
 // exchanged into two pairs of pixels, of two rows.
-//
-// Few features are few channels of y: with x and y exchanged (OfFewChannels), what differs is where sums are stored.
-// And zeros around y, not x, are no terms of the sum, but for infinities the same.
 #include "cuda/conv/few_channels.cuh"
 #include "cuda/conv/few_channels.h"
 #include "cuda/conv/filter.cuh"
@@ -35,10 +32,7 @@ struct FewParams {
   int lines, row_tiles;  // of the window: in a block, and such blocks
   int splits, strip_bytes;
   int y_bytes;  // of a copy
-  bool exchanged;
-  FastDiv channels;
-  // Where a sum goes, in elements.
-  int64_t result_size, first, tap_step, channel_step, feature_step;
+  int64_t result_size;
 };
 
 // A thread's words of a unit: one of two rows, or two.
@@ -100,32 +94,6 @@ __device__ __forceinline__ void Multiply(uint32_t strips, const int* places,
       Mma<In>(sums[u][2 * j + 1], a[u], b[2], b[3]);
     }
   }
-}
-
-// A sum over the block's pixels, of one feature at `y`, of those products alone whose element of x exists: where it
-// does not, the strips' zero may have met an infinity. Rarely called.
-template <class In>
-__device__ __noinline__ float SumOfExisting(const StripParams& q, int split, int splits, const In* x, const In* y,
-                                            int window_line, int element) {
-  const int in_plane = window_line % q.window_height;
-  float sum = 0;
-  for (int i = split; i < q.tiles; i += splits) {
-    const StripTile tile(q, i);
-    const int plane = tile.at[0] * q.stride[0] - q.pad[0] + window_line / q.window_height * q.dilation[0];
-    for (int at = 0; at < q.strips.height * q.strips.width; ++at) {
-      const int line = at / q.strips.width, column = at - line * q.strips.width;
-      const int down = (tile.at[1] + line) * q.stride[1] - q.pad[1] + in_plane * q.dilation[1];
-      const int across = (tile.at[2] + column) * q.step + q.start + q.strips.lead + element;
-      if (tile.Contains(q, line, column) && static_cast<unsigned>(plane) < static_cast<unsigned>(q.x[0]) &&
-          static_cast<unsigned>(down) < static_cast<unsigned>(q.x[1]) &&
-          static_cast<unsigned>(across) < static_cast<unsigned>(q.line)) {
-        const int64_t pixel = tile.FirstPixel(q) + int64_t{line} * q.y[2] + column;
-        sum += static_cast<float>(x[tile.image * q.x_image + (int64_t{plane} * q.x[1] + down) * q.line + across]) *
-               static_cast<float>(y[pixel * q.features]);
-      }
-    }
-  }
-  return sum;
 }
 
 template <class T, class In>
@@ -276,19 +244,14 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
     __syncthreads();
   }
   const int rows = min(r.lines, q.window_lines - first_line) * q.window_run;
-  const int64_t first = split * r.result_size + problem * q.filter + r.first + first_feature * r.feature_step;
+  const int64_t first =
+      split * r.result_size + problem * q.filter + int64_t{first_line} * q.window_run * q.features + first_feature;
 #pragma unroll 4
   for (int i = threadIdx.x; i < rows * T::kFeatures; i += T::kThreads) {
     const int row = i / T::kFeatures, feature = i % T::kFeatures;
     if (feature >= features) continue;
-    float sum = total[row * T::kPitch + feature];
-    if (r.exchanged && isnan(sum)) {
-      const int line = row / q.window_run;
-      sum = SumOfExisting(q, split, r.splits, x, y + feature, first_line + line, row - line * q.window_run);
-    }
-    int channel;
-    const int tap = r.channels.Div(first_line * q.window_run + row, &channel);
-    const int64_t at = first + tap * r.tap_step + channel * r.channel_step + feature * r.feature_step;
+    const float sum = total[row * T::kPitch + feature];
+    const int64_t at = first + row * int64_t{q.features} + feature;
     if (wide) {
       static_cast<float*>(out)[at] = sum;
     } else {
@@ -298,8 +261,8 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
 }
 
 template <class T>
-cudaError_t LaunchTile(const Problem& p, bool exchanged, const Config& config, const void* x, const void* y, void* out,
-                       void* workspace, cudaStream_t stream) {
+cudaError_t LaunchTile(const Problem& p, const Config& config, const void* x, const void* y, void* out, void* workspace,
+                       cudaStream_t stream) {
   using In = typename T::In;
   Strips strips;
   if (!strips.Fit(p, T::kPixels, Alignment(x))) return cudaErrorInvalidValue;
@@ -315,33 +278,26 @@ cudaError_t LaunchTile(const Problem& p, bool exchanged, const Config& config, c
   for (const int bytes : {4, 16})
     if (p.features * sizeof(In) % bytes == 0 && Alignment(y) % bytes == 0) r.y_bytes = bytes;
   r.result_size = p.FilterSize();
-  r.exchanged = exchanged;
-  r.channels = FastDiv(p.channels);
-  r.channel_step = exchanged ? 1 : p.features;
-  r.feature_step = exchanged ? p.channels : 1;
-  r.tap_step = p.channels * p.features * (exchanged ? -1 : 1);
-  r.first = exchanged ? (1 - p.Taps()) * r.tap_step : 0;
-  const bool split = config.splits > 1;
+  const bool partial = UsesWorkspace(p, config.splits);
   const size_t shared = std::max<size_t>(2 * (T::Cotangent::kBytes + r.strip_bytes),
                                          size_t(r.lines) * q.window_run * T::kPitch * sizeof(float));
   const Grid grid = {p.batch * r.splits * r.row_tiles * q.column_tiles, T::kThreads, shared};
-  const cudaError_t status = LaunchKernel(FewFilterKernel<T, In>, grid, stream, q, r, static_cast<const In*>(x),
-                                          static_cast<const In*>(y), split || p.out != p.in, split ? workspace : out);
-  if (!split || status != cudaSuccess) return status;
-  const float* partial = static_cast<const float*>(workspace);
-  return p.out == p.in ? SumSlices(partial, static_cast<In*>(out), r.result_size, r.splits, stream)
-                       : SumSlices(partial, static_cast<float*>(out), r.result_size, r.splits, stream);
+  const cudaError_t status =
+      LaunchKernel(FewFilterKernel<T, In>, grid, stream, q, r, static_cast<const In*>(x), static_cast<const In*>(y),
+                   partial || p.out != p.in, partial ? workspace : out);
+  if (!partial || status != cudaSuccess) return status;
+  return SumSlices<In>(p, static_cast<const float*>(workspace), config.splits, x, y, out, stream);
 }
 
 template <class In, int kFeatures>
-cudaError_t LaunchFeatures(const Problem& p, bool exchanged, const Config& config, const void* x, const void* y,
-                           void* out, void* workspace, cudaStream_t stream) {
+cudaError_t LaunchFeatures(const Problem& p, const Config& config, const void* x, const void* y, void* out,
+                           void* workspace, cudaStream_t stream) {
   // By the words of a window, with room for those that a class has more of.
   const int64_t per_word = 4 / sizeof(In), line = CeilDiv(p.window[2] * p.channels + per_word - 1, per_word);
   const int64_t words = p.window[0] * p.window[1] * line;
   constexpr int kUnit = sizeof(In) == 4 ? 16 : 8;
   const auto launch = [&](auto tile) {
-    return LaunchTile<typename decltype(tile)::type>(p, exchanged, config, x, y, out, workspace, stream);
+    return LaunchTile<typename decltype(tile)::type>(p, config, x, y, out, workspace, stream);
   };
   if (words <= 2 * kUnit) return launch(TypeTag<FewTile<In, 2, 1, 4, kFeatures, 256, 2>>());
   if (words <= 5 * kUnit) return launch(TypeTag<FewTile<In, 5, 1, 4, kFeatures, 256, 2>>());
@@ -350,16 +306,13 @@ cudaError_t LaunchFeatures(const Problem& p, bool exchanged, const Config& confi
 
 }  // namespace
 
-cudaError_t LaunchFewChannelsFilter(const Problem& problem, const Config& config, const void* x, const void* y,
-                                    void* out, void* workspace, cudaStream_t stream) {
-  if (problem.FilterSize() == 0) return cudaSuccess;
-  bool exchanged;
-  const Problem p = OfFewChannels(problem, &exchanged);
-  if (exchanged) std::swap(x, y);
+cudaError_t LaunchFewChannelsFilter(const Problem& p, const Config& config, const void* x, const void* y, void* out,
+                                    void* workspace, cudaStream_t stream) {
+  if (p.FilterSize() == 0) return cudaSuccess;
   return VisitSingleDType(p.in, [&](auto in) {
     using In = typename decltype(in)::type;
-    return p.features > 32 ? LaunchFeatures<In, 64>(p, exchanged, config, x, y, out, workspace, stream)
-                           : LaunchFeatures<In, 32>(p, exchanged, config, x, y, out, workspace, stream);
+    return p.features > 32 ? LaunchFeatures<In, 64>(p, config, x, y, out, workspace, stream)
+                           : LaunchFeatures<In, 32>(p, config, x, y, out, workspace, stream);
   });
 }
 

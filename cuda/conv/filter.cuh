@@ -7,6 +7,7 @@
 
 #include <algorithm>
 
+#include "cuda/common/dtype.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/conv/axis.cuh"
 
@@ -26,19 +27,19 @@ struct FilterParams {
   int64_t result_size;                        // elements of the whole result
 };
 
-inline FilterParams MakeFilterParams(const Problem& p, const Config& config, int tile_rows, int tile_columns,
-                                     int tile_depth, int64_t merged = 1) {
+inline FilterParams MakeFilterParams(const Problem& p, int64_t splits, int tile_rows, int tile_columns, int tile_depth,
+                                     int64_t merged = 1) {
   const Gemm g = GemmOf(p);
   FilterParams q = {};
   q.pixels = g.depth;
-  q.slice = std::max<int64_t>(1, CeilDiv(CeilDiv(g.depth, config.splits), tile_depth)) * tile_depth;
+  q.slice = std::max<int64_t>(1, CeilDiv(CeilDiv(g.depth, splits), tile_depth)) * tile_depth;
   q.rows = int(g.rows * merged);
   q.columns = int(g.columns * merged);
   q.filter_rows = g.rows;
   q.groups = int(p.groups / merged);
   q.row_tiles = int(CeilDiv(q.rows, tile_rows));
   q.column_tiles = int(CeilDiv(q.columns, tile_columns));
-  q.splits = int(config.splits);
+  q.splits = int(splits);
   for (int d = 0; d < kRank; ++d) q.axis[d] = InputAxis(p, d);
   q.pixels_box = Box(p.y);
   q.taps_box = Box(p.window);
@@ -89,20 +90,74 @@ struct FilterBlock {
   }
 };
 
-// out[i] = partial[0][i] + partial[1][i] + ...
-template <class Sum, class Out>
-__global__ void SumSlicesKernel(const Sum* partial, Out* out, int64_t size, int splits) {
+template <class Out>
+struct StoreInOrder {
+  Out* out;
+
+  template <class Sum>
+  __device__ void operator()(int64_t i, Sum sum) const {
+    out[i] = static_cast<Out>(sum);
+  }
+};
+
+// Of the exchanged problem's sums, for the filter of the other one.
+template <class In, class Out>
+struct StoreExchanged {
+  FilterParams q;
+  const In *x, *y;
+  Out* out;
+
+  template <class Sum>
+  __device__ void operator()(int64_t i, Sum sum) const {
+    const int channels = q.channels.divisor, taps = q.rows / channels;
+    int row = int(i / q.y_pixel);
+    const int column = int(i - row * q.y_pixel), batch = row / q.rows;
+    row -= batch * q.rows;
+    const int tap = row / channels, channel = row - tap * channels;
+    const int group = column / q.columns, feature = column - group * q.columns;
+    // A zero around x may have met an infinity of y. But the other problem has its zeros around y.
+    if (isnan(sum)) sum = SumOfExisting<Sum>(batch, group, tap, channel, feature);
+    out[(int64_t{batch + 1} * taps - 1 - tap) * q.columns * q.x_pixel + feature * q.x_pixel + group * channels +
+        channel] = static_cast<Out>(sum);
+  }
+
+  // The sum of the terms alone whose element of x exists. Rarely called.
+  template <class Sum>
+  __device__ __noinline__ Sum SumOfExisting(int batch, int group, int tap, int channel, int feature) const {
+    int taps[kRank];
+    q.taps_box.Split(tap, taps);
+    Sum sum = 0;
+    for (int64_t pixel = 0; pixel < q.pixels && !isnan(sum); ++pixel) {
+      const int64_t image = batch * q.images + pixel / q.image_pixels.divisor;
+      int to[kRank], at[kRank];
+      q.pixels_box.Split(int(pixel % q.image_pixels.divisor), to);
+      bool inside = true;
+      for (int d = 0; d < kRank; ++d)
+        inside &= q.axis[d].Find(q.axis[d].Origin(to[d]) + taps[d] * q.axis[d].tap_step, &at[d]);
+      if (!inside) continue;
+      const int in_pixel = (at[0] * q.axis[1].extent + at[1]) * q.axis[2].extent + at[2];
+      const In of_x = x[image * q.x_image + in_pixel * q.x_pixel + group * int64_t{q.channels.divisor} + channel];
+      const In of_y = y[(batch * q.pixels + pixel) * q.y_pixel + group * int64_t{q.columns} + feature];
+      sum += static_cast<Sum>(of_x) * static_cast<Sum>(of_y);
+    }
+    return sum;
+  }
+};
+
+// Stores partial[0][i] + partial[1][i] + ...
+template <class Sum, class Store>
+__global__ void SumSlicesKernel(const Sum* partial, int64_t size, int splits, const __grid_constant__ Store store) {
   const int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
   if (i >= size) return;
   Sum sum = 0;
 #pragma unroll 8
   for (int s = 0; s < splits; ++s) sum += partial[s * size + i];
-  out[i] = static_cast<Out>(sum);
+  store(i, sum);
 }
 
 // The same of many slices of few elements: a block takes kElements of them, and every kParts-th slice to a thread.
-template <class Sum, class Out>
-__global__ void SumManySlicesKernel(const Sum* partial, Out* out, int64_t size, int splits) {
+template <class Sum, class Store>
+__global__ void SumManySlicesKernel(const Sum* partial, int64_t size, int splits, const __grid_constant__ Store store) {
   constexpr int kElements = 32, kParts = 16;
   __shared__ Sum parts[kParts][kElements];
   const int element = threadIdx.x % kElements, part = threadIdx.x / kElements;
@@ -117,17 +172,34 @@ __global__ void SumManySlicesKernel(const Sum* partial, Out* out, int64_t size, 
   if (part != 0 || i >= size) return;
 #pragma unroll
   for (int k = 1; k < kParts; ++k) sum += parts[k][element];
-  out[i] = static_cast<Out>(sum);
+  store(i, sum);
 }
 
-template <class Sum, class Out>
-cudaError_t SumSlices(const Sum* partial, Out* out, int64_t size, int splits, cudaStream_t stream) {
-  constexpr int kThreads = 256;
-  // With a thread to an element, fewer would not keep the device busy.
-  constexpr int64_t kManyElements = int64_t{1} << 17;
-  if (splits >= 8 && size < kManyElements)
-    return LaunchKernel(SumManySlicesKernel<Sum, Out>, CeilDiv(size, 32), 512, stream, partial, out, size, splits);
-  return LaunchKernel(SumSlicesKernel<Sum, Out>, CeilDiv(size, kThreads), kThreads, stream, partial, out, size, splits);
+// The result, from the workspace's `splits` slices of sums of In.
+template <class In>
+cudaError_t SumSlices(const Problem& p, const Accumulator<In>* partial, int64_t splits, const void* x, const void* y,
+                      void* out, cudaStream_t stream) {
+  const int64_t size = p.FilterSize();
+  const auto sum = [&](auto store) {
+    using Sum = Accumulator<In>;
+    using Store = decltype(store);
+    // A thread to each element would not keep the device busy.
+    constexpr int64_t kFewElements = int64_t{1} << 17;
+    if (splits >= 8 && size < kFewElements)
+      return LaunchKernel(SumManySlicesKernel<Sum, Store>, CeilDiv(size, 32), 512, stream, partial, size, int(splits),
+                          store);
+    return LaunchKernel(SumSlicesKernel<Sum, Store>, CeilDiv(size, 256), 256, stream, partial, size, int(splits),
+                        store);
+  };
+  const auto to = [&](auto* result) {
+    using Out = std::remove_pointer_t<decltype(result)>;
+    if (!p.exchanged) return sum(StoreInOrder<Out>{result});
+    return sum(StoreExchanged<In, Out>{MakeFilterParams(p, splits, 1, 1, 1), static_cast<const In*>(x),
+                                       static_cast<const In*>(y), result});
+  };
+  if constexpr (sizeof(In) == 2)
+    if (p.out != p.in) return to(static_cast<float*>(out));
+  return to(static_cast<In*>(out));
 }
 
 }  // namespace jaxdnn::conv

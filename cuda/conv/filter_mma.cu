@@ -223,23 +223,22 @@ cudaError_t LaunchFilterMma(const Problem& p, const Config& config, const void* 
                             void* workspace, cudaStream_t stream) {
   const int64_t merged = DenseOf(p).groups;
   const int y_run = AlignedRun(p.features * merged, p.in, {y});
-  const bool split = config.splits > 1, whole_runs = IsChunk(AlignedRun(p.features, p.out, {out}), p.out);
+  const bool partial = UsesWorkspace(p, config.splits),
+             whole_runs = IsChunk(AlignedRun(p.features, p.out, {out}), p.out);
   const bool whole = whole_runs && IsChunk(y_run, p.in);
   return VisitMmaKernel<Direction::kFilterGradient>(p, config, x, whole, [&](auto tile, auto vec, auto dense, auto in) {
     using T = typename decltype(tile)::type;
     using In = typename decltype(in)::type;
     constexpr int kVec = decltype(vec)::value;
     constexpr bool kDense = decltype(dense)::value;
-    const FilterParams q = MakeFilterParams(p, config, T::kRows, T::kColumns, T::kDepth, merged);
+    const FilterParams q = MakeFilterParams(p, config.splits, T::kRows, T::kColumns, T::kDepth, merged);
     constexpr int kShared = kSharedBytes<T, LoadInput<T, kVec, In>, LoadCotangent<T, kDense, In>>;
     const cudaError_t status =
         LaunchKernel(FilterMmaKernel<T, kVec, kDense, In>, Grid{FilterBlocks(p, q), T::kThreads, kShared}, stream, q,
-                     static_cast<const In*>(x), static_cast<const In*>(y), y_run, whole_runs, split || p.out != p.in,
-                     split ? workspace : out);
-    if (!split || status != cudaSuccess) return status;
-    const float* partial = static_cast<const float*>(workspace);
-    return p.out == p.in ? SumSlices(partial, static_cast<In*>(out), q.result_size, q.splits, stream)
-                         : SumSlices(partial, static_cast<float*>(out), q.result_size, q.splits, stream);
+                     static_cast<const In*>(x), static_cast<const In*>(y), y_run, whole_runs, partial || p.out != p.in,
+                     partial ? workspace : out);
+    if (!partial || status != cudaSuccess) return status;
+    return SumSlices<In>(p, static_cast<const float*>(workspace), config.splits, x, y, out, stream);
   });
 }
 

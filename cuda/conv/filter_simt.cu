@@ -92,15 +92,15 @@ cudaError_t LaunchFilterSimt(const Problem& p, const Config& config, const void*
     using In = typename decltype(in)::type;
     using Out = typename decltype(result)::type;
     using Sum = typename T::Sum;
-    const FilterParams q = MakeFilterParams(p, config, T::kRows, T::kColumns, T::kDepth);
+    const FilterParams q = MakeFilterParams(p, config.splits, T::kRows, T::kColumns, T::kDepth);
     const auto run = [&](auto* destination) {
       using Destination = std::remove_pointer_t<decltype(destination)>;
       return LaunchKernel(FilterKernel<T, In, Destination>, FilterBlocks(p, q), T::kThreads, stream, q,
                           static_cast<const In*>(x), static_cast<const In*>(y), destination);
     };
-    if (config.splits == 1) return run(static_cast<Out*>(out));
+    if (!UsesWorkspace(p, config.splits)) return run(static_cast<Out*>(out));
     if (const cudaError_t status = run(static_cast<Sum*>(workspace)); status != cudaSuccess) return status;
-    return SumSlices(static_cast<const Sum*>(workspace), static_cast<Out*>(out), q.result_size, q.splits, stream);
+    return SumSlices<In>(p, static_cast<const Sum*>(workspace), config.splits, x, y, out, stream);
   });
 }
 

@@ -250,10 +250,10 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* x, co
       return LaunchPersistent<T>(kernel, q.tiles, stream, q, result);
     });
   };
-  if (splits == 1) return p.out == p.in ? with_result(static_cast<In*>(out)) : with_result(static_cast<float*>(out));
+  if (!UsesWorkspace(p, splits))
+    return p.out == p.in ? with_result(static_cast<In*>(out)) : with_result(static_cast<float*>(out));
   if (e = with_result(partial); e != cudaSuccess) return e;
-  return p.out == p.in ? SumSlices(partial, static_cast<In*>(out), q.result_size, splits, stream)
-                       : SumSlices(partial, static_cast<float*>(out), q.result_size, splits, stream);
+  return SumSlices<In>(p, partial, splits, x, y, out, stream);
 }
 
 }  // namespace

@@ -52,19 +52,33 @@ struct GroupedFilterTile : GroupedTile<In_, kWide_, kStride> {
   // Stages of x after y's last line; lines of y that one of x meets.
   static constexpr int kMoreStages = 2 / kStep, kMeet = kMoreStages + 1;
 
-  // A lane's words of 16 pixels: two in a row for 16-bit floats, or one.
-  static constexpr int kParts = kFloats ? 4 : 2, kAddresses = kFloats ? 4 : 1;
-  using Pixels = uint32_t[2][kParts];  // of two tiles of channels
+  // A lane's words of 16 pixels: pairs of 16-bit floats, or one by one. Steps are of the products' depth.
+  static constexpr int kWords = kFloats ? 4 : 2, kSteps = kWords / 2, kAddresses = kFloats ? 4 : 1;
+  using OfX = uint32_t[3][kSteps][4];  // of two tiles of channels, as the operand's registers follow each other
+  using OfY = uint32_t[2][kSteps][2];
   static constexpr int kPairs = kTiles / 2;
 
-  // By line of the window. Of groups of 16 the products are the window's columns by two tiles; of others, two by tile,
-  // whose rows are those of two columns of the window.
+  // For a line of the window and two tiles. The 16 rows of x's fragments are, in groups of 16, both tiles' channels, in
+  // a fragment for each column of the window. In others, eight of either tile at the first two columns, and both tiles'
+  // eight at the third, of which each tile's product has eight rows too many.
   static constexpr int kProducts = kWide ? 6 : 4;
   using Sums = float[3][kPairs][kProducts][4];
 
-  // The block's sums: rows are of a tap and channel of the group.
-  static constexpr int kTotals = 9 * kRows * kChannels;
-  static constexpr int kSharedBytes = std::max(kWarps * kStages * kStageBytes, kTotals * 4);
+  static __host__ __device__ constexpr int FragmentOf(int product) {
+    return kWide ? product / 2 : product < 2 ? product : 2;
+  }
+  static __host__ __device__ constexpr int TileOf(int product) { return product % 2; }
+  // Of the eight rows in a half of a fragment: the column of the window, and the tile.
+  static __host__ __device__ constexpr int ColumnOf(int fragment, int half) {
+    return kWide || fragment == 2 ? fragment : half;
+  }
+  static __host__ __device__ constexpr int TileOf(int fragment, int half) {
+    return kWide || fragment == 2 ? half : fragment;
+  }
+
+  // A warp's sums in shared memory, where eight rows of a store lie in different banks.
+  static constexpr int kPitch = kChannels + 8, kTotals = 9 * kRows * kPitch;
+  static constexpr int kSharedBytes = kWarps * std::max(kStages * kStageBytes, kTotals * 4);
 };
 
 struct GroupedFilterParams : GroupedParams {
@@ -106,52 +120,63 @@ struct CotangentStrip {
   }
 };
 
-// Loads 16 pixels of a pair of tiles: address(i, unit) is the lane's, in unit 2 * pair, of 32 bytes of channels, and
-// following ones; of its i-th four pixels where they are floats.
-template <class T, class Address>
-__device__ __forceinline__ void LoadPixels(const Address& address, int pair, typename T::Pixels& pixels) {
+// Loads 16 pixels of y, of a pair of tiles, whose first word's address is the lane's.
+template <class T>
+__device__ __forceinline__ void LoadY(uint32_t address, int pair, typename T::OfY& y) {
   if constexpr (T::kFloats) {
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
+      uint32_t r[4];
 #pragma unroll
-      for (int i = 0; i < T::kParts; ++i) pixels[j][i] = LoadWord(address(i, 2 * pair + j));
-      RoundToTf32(pixels[j]);
+      for (int i = 0; i < 4; ++i) r[i] = LoadWord((address ^ (32 * (2 * pair + j))) + i * (4 * T::kBytes));
+      RoundToTf32(r);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) y[j][i / 2][i % 2] = r[i];
     }
   } else {
     uint32_t r[4];
-    LoadMatrices<true>(r, address(0, pair));
+    LoadMatrices<true>(r, address ^ (32 * pair));
 #pragma unroll
-    for (int i = 0; i < 4; ++i) pixels[i / 2][i % 2] = r[i];
+    for (int i = 0; i < 4; ++i) y[i / 2][0][i % 2] = r[i];
   }
 }
 
-// sums += the products of a line of x, whose columns are shifted by those of the window, and one of y.
+// Loads those of x, shifted by the columns of the window, of the line at `slot`.
 template <class T>
-__device__ __forceinline__ void MultiplyLines(const typename T::Pixels (&x)[3], const typename T::Pixels& y,
-                                              float (&sums)[T::kProducts][4]) {
+__device__ __forceinline__ void LoadX(uint32_t slot, const int (&place)[3][T::kAddresses], int pair,
+                                      typename T::OfX& x) {
 #pragma unroll
-  for (int k = 0; k < T::kParts; k += 2) {
+  for (int f = 0; f < 3; ++f) {
+    if constexpr (T::kFloats) {
 #pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      const auto multiply = [&](int product, const uint32_t (&first)[T::kParts], const uint32_t* second) {
-        const uint32_t a[] = {first[k], second ? second[k] : 0, first[k + 1], second ? second[k + 1] : 0};
-        Mma<typename T::In>(sums[product], a, y[j][k], y[j][k + 1]);
-      };
-      if constexpr (T::kWide) {
+      for (int i = 0; i < T::kWords; ++i)
 #pragma unroll
-        for (int s = 0; s < 3; ++s) multiply(2 * s + j, x[s][0], x[s][1]);
-      } else {
-        multiply(2 * j, x[0][j], x[1][j]);
-        multiply(2 * j + 1, x[2][j], nullptr);
-      }
+        for (int half = 0; half < 2; ++half)
+          x[f][i / 2][i % 2 * 2 + half] =
+              LoadWord((slot + place[T::ColumnOf(f, half)][i]) ^ (32 * (2 * pair + T::TileOf(f, half))));
+#pragma unroll
+      for (int k = 0; k < T::kSteps; ++k) RoundToTf32(x[f][k]);
+    } else {
+      LoadMatrices<true>(x[f][0], (slot + place[f][0]) ^ (32 * pair));
     }
   }
 }
 
-// Calls f(sum, tap, channel, feature) for the lane's sums that belong to one group; channels and features are a part's.
-template <class T, class F>
-__device__ __forceinline__ void VisitSums(typename T::Sums& sums, int group_log, const F& f) {
-  const int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
+// sums += the products of a line of x and one of y.
+template <class T>
+__device__ __forceinline__ void MultiplyLines(const typename T::OfX& x, const typename T::OfY& y,
+                                              float (&sums)[T::kProducts][4]) {
+#pragma unroll
+  for (int k = 0; k < T::kSteps; ++k)
+#pragma unroll
+    for (int i = 0; i < T::kProducts; ++i)
+      Mma<typename T::In>(sums[i], x[T::FragmentOf(i)][k], y[T::TileOf(i)][k][0], y[T::TileOf(i)][k][1]);
+}
+
+// Stores the lane's sums that belong to one group: rows are of a tap and channel of the group, columns features.
+template <class T>
+__device__ __forceinline__ void StoreSums(const typename T::Sums& sums, int group_log, float* to) {
+  const int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2, in_group = (1 << group_log) - 1;
 #pragma unroll
   for (int r = 0; r < 3; ++r) {
 #pragma unroll
@@ -159,12 +184,15 @@ __device__ __forceinline__ void VisitSums(typename T::Sums& sums, int group_log,
 #pragma unroll
       for (int product = 0; product < T::kProducts; ++product) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int s = T::kWide ? product / 2 : product % 2 * 2 + i / 2;
-          const int tile = 2 * pair + (T::kWide ? product % 2 : product / 2);
-          const int channel = row + 8 * (T::kWide ? i / 2 : tile), feature = column + i % 2 + 8 * tile;
-          if (s < 3 && channel >> group_log == feature >> group_log)
-            f(sums[r][pair][product][i], 3 * r + s, channel, feature);
+        for (int half = 0; half < 2; ++half) {
+          const int f = T::FragmentOf(product), s = T::ColumnOf(f, half);
+          if (!T::kWide && T::TileOf(f, half) != T::TileOf(product)) continue;
+          const int channel = row + 8 * (2 * pair + T::TileOf(f, half));
+          const int feature = column + 8 * (2 * pair + T::TileOf(product));
+          const auto& sum = sums[r][pair][product];
+          if (channel >> group_log == feature >> group_log)
+            *reinterpret_cast<float2*>(to + (((3 * r + s) << group_log) + (channel & in_group)) * T::kPitch +
+                                       feature) = {sum[2 * half], sum[2 * half + 1]};
         }
       }
     }
@@ -185,9 +213,9 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   constexpr int kAhead = T::kStages - 1, kOfY = T::kStep * T::kSlotBytes;
 
   typename T::Sums sums = {};
-  // A lane's pixel of a fragment, and what follows the chunk's beginning.
-  const int of_lane = lane % (T::kFloats ? 4 : 16), in_chunk = T::kFloats ? lane / 4 % 4 * 4 : 0;
-  const int y_place = T::template PlacesOf<1>::At(of_lane, lane / 16) + in_chunk;
+  // Of floats, a lane's word of a tile's eight; of others, it gives the address of a tile's pixel.
+  const int in_chunk = T::kFloats ? lane / 4 % 4 * 4 : 0;
+  const int y_place = T::template PlacesOf<1>::At(lane % (T::kFloats ? 4 : 16), lane / 16) + in_chunk;
   for (int at = work.first_line; at < work.end_line;) {
     const GroupedBlock block(q, at, work.end_line);
     at += block.lines;
@@ -208,14 +236,16 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
     int x_place[3][T::kAddresses];
 #pragma unroll
     for (int i = 0; i < T::kAddresses; ++i) {
-      const int column = of_lane + 4 * i;
+      const int column = T::kFloats ? lane % 4 + 4 * i : lane % 8 + lane / 16 * 8, half = lane / 8 % 2;
       const int pixel = x_strip.Padded(q, block.first_column + column) - x_strip.Padded(q, block.first_column);
 #pragma unroll
-      for (int s = 0; s < 3; ++s)
-        x_place[s][i] = T::Places::At(column < block.Columns(q) ? pixel + s : T::kPixels - 1, lane / 16) + in_chunk;
+      for (int f = 0; f < 3; ++f) {
+        const int s = T::kFloats ? f : T::ColumnOf(f, half), chunk = T::kFloats ? lane / 16 : T::TileOf(f, half);
+        x_place[f][i] = T::Places::At(column < block.Columns(q) ? pixel + s : T::kPixels - 1, chunk) + in_chunk;
+      }
     }
 
-    typename T::Pixels of_y[T::kMeet][T::kPairs];
+    typename T::OfY of_y[T::kMeet][T::kPairs];
     uint32_t stage = ring;
 #pragma unroll 1
     for (int index = 0; index < stages; ++index) {
@@ -225,20 +255,11 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
       copy(stage == ring ? ring + kAhead * T::kStageBytes : stage - T::kStageBytes, index + kAhead);
 #pragma unroll
       for (int pair = 0; pair < T::kPairs; ++pair) {
-        const auto of_y_line = [&](int i, int unit) {
-          return ((stage + kOfY + y_place) ^ (32 * unit)) + i * (4 * T::kBytes);
-        };
-        if (index < block.lines) LoadPixels<T>(of_y_line, pair, of_y[0][pair]);
+        if (index < block.lines) LoadY<T>(stage + kOfY + y_place, pair, of_y[0][pair]);
 #pragma unroll
         for (int a = 0; a < T::kStep; ++a) {
-          typename T::Pixels of_x[3];
-#pragma unroll
-          for (int s = 0; s < 3; ++s) {
-            const auto of_x_line = [&](int i, int unit) {
-              return (stage + a * T::kSlotBytes + x_place[s][i]) ^ (32 * unit);
-            };
-            LoadPixels<T>(of_x_line, pair, of_x[s]);
-          }
+          typename T::OfX of_x;
+          LoadX<T>(stage + a * T::kSlotBytes, x_place, pair, of_x);
 #pragma unroll
           for (int r = a; r < 3; r += T::kStep) {
             const int ago = (r - a) / T::kStep;
@@ -254,36 +275,30 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
 #pragma unroll
           for (int j = 0; j < 2; ++j)
 #pragma unroll
-            for (int i = 0; i < T::kParts; ++i) of_y[ago][pair][j][i] = of_y[ago - 1][pair][j][i];
+            for (int i = 0; i < T::kWords; ++i) of_y[ago][pair][j][i / 2][i % 2] = of_y[ago - 1][pair][j][i / 2][i % 2];
       stage = stage == ring + kAhead * T::kStageBytes ? ring : stage + T::kStageBytes;
     }
   }
   WaitForCopies<0>();
   __syncthreads();
 
-  // The warps' sums, one after the other.
-  float* const total = reinterpret_cast<float*>(shared);
-  const int group_log = q.group_log, in_group = (1 << group_log) - 1;
-  for (int w = 0; w < T::kWarps; ++w) {
-    if (w == warp) {
-      VisitSums<T>(sums, group_log, [&](float sum, int tap, int channel, int feature) {
-        float* const to = total + ((tap << group_log) + (channel & in_group)) * T::kChannels + feature;
-        *to = w > 0 ? *to + sum : sum;
-      });
-    }
-    __syncthreads();
-  }
-  const int rows = 9 << group_log, first = part * T::kChannels;
+  float* const totals = reinterpret_cast<float*>(shared);
+  StoreSums<T>(sums, q.group_log, totals + warp * T::kTotals);
+  __syncthreads();
+  const int rows = 9 << q.group_log, first = part * T::kChannels;
   const int64_t result = split % q.splits * q.result_size + work.problem * q.filter_problem + first;
 #pragma unroll 4
   for (int i = threadIdx.x; i < rows * T::kChannels; i += T::kThreads) {
     const int row = i / T::kChannels, feature = i % T::kChannels;
     if (first + feature >= q.channels) continue;
+    float sum = 0;
+#pragma unroll
+    for (int w = 0; w < T::kWarps; ++w) sum += totals[w * T::kTotals + row * T::kPitch + feature];
     const int64_t to = result + int64_t{row} * q.channels + feature;
     if (wide) {
-      static_cast<float*>(out)[to] = total[i];
+      static_cast<float*>(out)[to] = sum;
     } else {
-      static_cast<In*>(out)[to] = static_cast<In>(total[i]);
+      static_cast<In*>(out)[to] = static_cast<In>(sum);
     }
   }
 }
@@ -292,16 +307,15 @@ template <class T>
 cudaError_t LaunchTile(const Problem& p, const Config& config, const void* x, const void* y, void* out, void* workspace,
                        cudaStream_t stream) {
   using In = typename T::In;
-  const bool split = config.splits > 1;
+  const bool partial = UsesWorkspace(p, config.splits);
   GroupedFilterParams q = {MakeGroupedParams<T>(p, T::kPixels - 1), int(config.splits), p.FilterSize()};
   ShareLines(&q, config.splits * T::kWarps);
   const Grid grid = {int64_t{q.parts.divisor} * config.splits * p.batch, T::kThreads, T::kSharedBytes};
-  const cudaError_t status = LaunchKernel(GroupedFilterKernel<T>, grid, stream, q, static_cast<const In*>(x),
-                                          static_cast<const In*>(y), split || p.out != p.in, split ? workspace : out);
-  if (!split || status != cudaSuccess) return status;
-  const float* partial = static_cast<const float*>(workspace);
-  return p.out == p.in ? SumSlices(partial, static_cast<In*>(out), q.result_size, q.splits, stream)
-                       : SumSlices(partial, static_cast<float*>(out), q.result_size, q.splits, stream);
+  const cudaError_t status =
+      LaunchKernel(GroupedFilterKernel<T>, grid, stream, q, static_cast<const In*>(x), static_cast<const In*>(y),
+                   partial || p.out != p.in, partial ? workspace : out);
+  if (!partial || status != cudaSuccess) return status;
+  return SumSlices<In>(p, static_cast<const float*>(workspace), config.splits, x, y, out, stream);
 }
 
 }  // namespace

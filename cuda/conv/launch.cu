@@ -14,6 +14,7 @@ int Launch(const Problem& p, const Config& config, const void* lhs, const void* 
            const Epilogue& epilogue, CUstream_st* stream) {
   const bool filter = p.direction == Direction::kFilterGradient;
   if (p.direction != Direction::kForward && !IsNone(epilogue)) return cudaErrorInvalidValue;
+  if (config.exchanged != p.exchanged) return Launch(Exchanged(p), config, rhs, lhs, out, workspace, epilogue, stream);
   switch (kTiles[static_cast<int>(config.tile)].unit) {
     case Unit::kSimt:
       return filter ? LaunchFilterSimt(p, config, lhs, rhs, out, workspace, stream)

@@ -9,6 +9,7 @@ namespace jaxdnn::conv {
 
 Problem Exchanged(const Problem& p) {
   Problem e = p;
+  e.exchanged = !p.exchanged;
   std::swap(e.channels, e.features);
   std::swap(e.x, e.y);
   std::swap(e.stride, e.lhs_dilation);

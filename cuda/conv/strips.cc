@@ -76,16 +76,8 @@ int Strips::Steps(const Problem& p) const {
   return int(CeilDiv(words, kStepWords));
 }
 
-Problem OfFewChannels(const Problem& p, bool* exchanged) {
-  bool strided = false, dilated = false;
-  for (int d = 0; d < kRank; ++d) strided |= p.stride[d] != 1, dilated |= p.lhs_dilation[d] != 1;
-  const bool exchange = p.direction == Direction::kFilterGradient && !strided && (p.features < p.channels || dilated);
-  if (exchanged) *exchanged = exchange;
-  return exchange ? Exchanged(p) : AsForward(p);
-}
-
 bool TakesFewChannels(const Problem& problem) {
-  const Problem p = OfFewChannels(problem);
+  const Problem p = AsForward(problem);
   if (p.in == DType::kF32 && p.products != 1) return false;
   const auto takes = [&](int alignment) {
     Strips s;

@@ -1,4 +1,5 @@
-// How the kernels of few input channels (few_channels.h) cut a convolution into tiles.
+// How the kernels of few input channels (few_channels.h) cut a convolution into tiles. A data gradient is the forward
+// convolution that AsForward makes of it.
 //
 // Along the last dimension a window's values are next to each other in memory, so a line of it is one run of
 // window[2] * channels elements, too short for 16-byte copies only by where it begins. Blocks copy whole strips of the
@@ -38,10 +39,6 @@ constexpr int FewFeatures(const Problem& p) { return p.features > 32 ? 64 : 32; 
 constexpr int kFewMostChannels = 7;
 constexpr int kFewMostSteps = 24;  // that the filter takes forward, of both classes together
 constexpr int kFewMostRows = 160;  // of the filter gradient that a block has
-
-// What the kernels make of a problem: data gradients become forward convolutions, and filter gradients of a stride-1
-// convolution with fewer features than channels, or a dilated input, have x and y `exchanged`.
-Problem OfFewChannels(const Problem& p, bool* exchanged = nullptr);
 
 bool TakesFewChannels(const Problem& p);
 
