@@ -215,7 +215,7 @@ double FewChannelsCycles(const Problem& p, const Strips& s, int64_t splits) {
   }
   const double rows = s.Steps(p) * Strips::kStepWords * 4.0 / SizeOf(p.in);
   const double row_tiles = std::ceil(rows / kFewMostRows);
-  const double taken = rows > 80 ? kFewMostRows : rows > 32 ? 80 : 32;
+  const double taken = rows > 80 ? kFewMostRows : rows > 48 ? 80 : rows > 32 ? 48 : 32;
   const double tile = 1.1 * (outputs * SizeOf(p.in) / 2 * taken * 0.8e-3 + bytes / kBytesPerCycle + pieces);
   const double each = std::ceil(splits * row_tiles * columns * p.batch / kMultiprocessors);
   const double resident = taken > 32 ? 2 : 3;
@@ -232,13 +232,16 @@ double GroupedCycles(const Problem& p, int64_t splits) {
   const double bytes = images * channels * size * (p.XPixels() + p.YPixels());
   const double parts = std::ceil(channels / of_warp), lines = std::ceil(images * p.y[2] / 16) * p.y[1] * parts;
   if (p.direction == Direction::kFilterGradient) {
-    constexpr double kLatency = 700;                              // of a line
+    // A block; a line, where too few are on their way; and that a warp begins with other columns.
+    constexpr double kBlock = 1500, kLatency = 500, kBegin = 1500;
     const double places = size == 4 && p.channels == 16 ? 2 : 3;  // of a multiprocessor
     const double blocks = parts * p.batch * splits, rounds = std::ceil(blocks / (places * kMultiprocessors));
-    const double warps = 4 * std::min(places, std::ceil(blocks / kMultiprocessors));
+    const double resident = std::min(places, std::ceil(blocks / kMultiprocessors));
     const double line = 16 * (size == 2 && p.channels == 16 ? 32 : 64) * (1 + p.stride[1] * p.stride[2]);
-    const double each = std::ceil(lines / (4 * blocks)) + 3 - p.stride[1];
-    return kStart + rounds * (3000 + each * std::max(kLatency, warps * line / (kShare * kBytesPerCycle)));
+    const double each = std::ceil(lines / (4 * blocks)),
+                 begins = std::ceil(each / p.y[1]) + (p.y[1] % int64_t(each) != 0);
+    const double of_line = std::max(kLatency, 4 * resident * line / (kShare * kBytesPerCycle));
+    return 3000 + rounds * (kBlock * resident + begins * (kBegin + (3 - p.stride[1]) * kLatency) + each * of_line);
   }
   return kStart + std::max(bytes / (kShare * kBytesPerCycle), kLine * 190 * p.stride[2] * lines) / kMultiprocessors;
 }

@@ -11,14 +11,14 @@
 namespace jaxdnn::conv {
 namespace {
 
-template <class In_, int kUnits_, int kWarpsDown_, int kWarpsAcross_, int kFeatures_, int kPixels_, int kBlocks_>
+template <class In_, int kUnits_, int kWarpsDown_, int kWarpsAcross_, int kFeatures_, int kPixels_>
 struct FewTile {
   using In = In_;
   static constexpr int kUnits = kUnits_;  // of 16 rows a warp
   static constexpr int kWarpsDown = kWarpsDown_, kWarpsAcross = kWarpsAcross_, kFeatures = kFeatures_;
   static constexpr int kPixels = kPixels_ * 2 / sizeof(In);
   // That share a multiprocessor: as many as keep their sums in registers.
-  static constexpr int kBlocks = kUnits > 2 ? kBlocks_ : kFeatures > 32 ? 3 : 4;
+  static constexpr int kBlocks = kUnits * kFeatures > 128 ? 2 : kUnits * kFeatures > 64 ? 3 : 4;
   static constexpr int kThreads = 32 * kWarpsDown * kWarpsAcross;
   static constexpr int kWords = kWarpsDown * kUnits * (sizeof(In) == 4 ? 16 : 8);
   static constexpr int kStep = 2 * kChunk<In>;  // pixels of a product
@@ -103,6 +103,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   extern __shared__ __align__(128) unsigned char shared[];
   __shared__ int places[T::kPixels];
   __shared__ uint32_t pixels[T::kPixels];  // a line and a column of the tile
+  __shared__ int distances[T::kPixels];    // from its first pixel, in pixels
   constexpr int kCotangentBytes = T::Cotangent::kBytes, kLineBytes = T::kFeatures * sizeof(In);
   int rest = blockIdx.x;
   const int first_feature = rest % q.column_tiles * T::kFeatures;
@@ -123,6 +124,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
     const bool exists = pixel.line < q.strips.height;
     pixels[i] = exists ? pixel.line << 16 | pixel.column : 0xFFFFFFFFu;
     places[i] = exists ? pixel.Offset(q, of_class, sizeof(In)) : 0;
+    distances[i] = exists ? pixel.line * q.y[2] + pixel.column : 0;
   }
   const auto load = [&](int i, int turn) {
     if (i >= q.tiles) return;
@@ -131,28 +133,25 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
     const In* from_tile = y + tile.FirstPixel(q) * q.features;
     const int height = min(q.strips.height, q.y[1] - tile.at[1]), width = q.y[2] - tile.at[2];
     unsigned char* const cotangent = shared + turn * kCotangentBytes;
-    // Where a pixel's features are, or whether they are not.
-    const auto locate = [&](uint32_t at, const In** from) {
-      const int line = at >> 16, column = at & 0xFFFF;
-      *from = from_tile + (line * q.y[2] + column) * int64_t{q.features};
-      return line < height && column < width;
-    };
+    const auto exists = [&](uint32_t at) { return int(at >> 16) < height && int(at & 0xFFFF) < width; };
     if (r.y_bytes == 16) {
       using Mine = Share<typename T::Cotangent, T::kThreads>;
       const int feature = Mine::Chunk() * kChunk<In>;
       const uint32_t to = SharedAddress(cotangent) + T::Cotangent::Offset(Mine::Line(), Mine::Chunk());
-      constexpr int kAtOnce = 4;  // the table's entries before the copies, which order memory
+      constexpr int kAtOnce = 4;  // the tables' entries before the copies, which order memory
 #pragma unroll 1
       for (int begin = 0; begin < Mine::kCount; begin += kAtOnce) {
         uint32_t at[kAtOnce];
-#pragma unroll
-        for (int j = 0; j < kAtOnce; ++j) at[j] = pixels[Mine::Line() + (begin + j) * Mine::kLinesApart];
+        int distance[kAtOnce];
 #pragma unroll
         for (int j = 0; j < kAtOnce; ++j) {
-          const In* from;
-          const bool valid = locate(at[j], &from) && feature < features;
-          CopyAsync<16>(to + Mine::Step(begin + j), valid ? from + feature : y, valid);
+          at[j] = pixels[Mine::Line() + (begin + j) * Mine::kLinesApart];
+          distance[j] = distances[Mine::Line() + (begin + j) * Mine::kLinesApart];
         }
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j)
+          CopyAsync<16>(to + Mine::Step(begin + j), from_tile + feature + int64_t{distance[j]} * q.features,
+                        exists(at[j]) && feature < features);
       }
       return;
     }
@@ -161,9 +160,8 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
           const unsigned pieces = T::kFeatures / elements, pixel = min(i / pieces, T::kPixels - 1u);
           const int feature = i % pieces * elements;
           *to = T::Cotangent::Offset(pixel, feature / kChunk<In>) + feature % kChunk<In> * int(sizeof(In));
-          const bool valid = locate(pixels[pixel], from) && feature < features;
-          *from += feature;
-          return valid;
+          *from = from_tile + feature + int64_t{distances[pixel]} * q.features;
+          return exists(pixels[pixel]) && feature < features;
         });
   };
 
@@ -261,11 +259,9 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
 }
 
 template <class T>
-cudaError_t LaunchTile(const Problem& p, const Config& config, const void* x, const void* y, void* out, void* workspace,
-                       cudaStream_t stream) {
+cudaError_t LaunchTile(const Problem& p, const Strips& strips, const Config& config, const void* x, const void* y,
+                       void* out, void* workspace, cudaStream_t stream) {
   using In = typename T::In;
-  Strips strips;
-  if (!strips.Fit(p, T::kPixels, Alignment(x))) return cudaErrorInvalidValue;
   const StripParams q = MakeStripParams(p, strips, T::kFeatures);
   FewParams r;
   r.lines =
@@ -292,16 +288,18 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* x, co
 template <class In, int kFeatures>
 cudaError_t LaunchFeatures(const Problem& p, const Config& config, const void* x, const void* y, void* out,
                            void* workspace, cudaStream_t stream) {
-  // By the words of a window, with room for those that a class has more of.
-  const int64_t per_word = 4 / sizeof(In), line = CeilDiv(p.window[2] * p.channels + per_word - 1, per_word);
-  const int64_t words = p.window[0] * p.window[1] * line;
+  Strips strips;
+  if (!strips.Fit(p, FewPixels(p), Alignment(x))) return cudaErrorInvalidValue;
+  const int64_t words =
+      p.window[0] * p.window[1] * std::max(strips.line_words[0], strips.line_words[strips.classes - 1]);
   constexpr int kUnit = sizeof(In) == 4 ? 16 : 8;
   const auto launch = [&](auto tile) {
-    return LaunchTile<typename decltype(tile)::type>(p, config, x, y, out, workspace, stream);
+    return LaunchTile<typename decltype(tile)::type>(p, strips, config, x, y, out, workspace, stream);
   };
-  if (words <= 2 * kUnit) return launch(TypeTag<FewTile<In, 2, 1, 4, kFeatures, 256, 2>>());
-  if (words <= 5 * kUnit) return launch(TypeTag<FewTile<In, 5, 1, 4, kFeatures, 256, 2>>());
-  return launch(TypeTag<FewTile<In, 5, 2, 2, kFeatures, 256, 2>>());
+  if (words <= 2 * kUnit) return launch(TypeTag<FewTile<In, 2, 1, 4, kFeatures, 256>>());
+  if (words <= 3 * kUnit) return launch(TypeTag<FewTile<In, 3, 1, 4, kFeatures, 256>>());
+  if (words <= 5 * kUnit) return launch(TypeTag<FewTile<In, 5, 1, 4, kFeatures, 256>>());
+  return launch(TypeTag<FewTile<In, 5, 2, 2, kFeatures, 256>>());
 }
 
 }  // namespace
