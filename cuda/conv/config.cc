@@ -200,8 +200,8 @@ int64_t TransposedBytes(const Problem& p, const TileShape& t) {
   return CeilDiv(p.images * p.YPixels(), depth) * depth * p.features * 4;
 }
 
-// Of the kernels of few channels, of a problem as AsForward has it: a tile's products, and what it moves to and
-// from memory. Fitted to an H200.
+// Of the kernels of few channels, of a problem as AsForward has it: a tile's products, and what it moves to and from
+// memory. Fitted to an H200.
 double FewChannelsCycles(const Problem& p, const Strips& s, int64_t splits) {
   const bool filter = p.direction == Direction::kFilterGradient;
   const double size = SizeOf(filter ? p.in : p.out), strips = s.lines * s.line_bytes;
@@ -223,8 +223,8 @@ double FewChannelsCycles(const Problem& p, const Strips& s, int64_t splits) {
 }
 
 // Of the kernels of small groups: what they move to and from memory, or the instructions of a warp's lines, which are
-// 16 columns of the result by 64 bytes of channels. In the filter gradient blocks of four warps have a share of the
-// lines each; few of them wait for memory. Fitted to an H200.
+// 16 columns of the result by 64 bytes of channels. In the filter gradient, of blocks of four warps that have a share
+// of the lines. Fitted to an H200.
 double GroupedCycles(const Problem& p, int64_t splits) {
   constexpr double kStart = 5000, kLine = 0.75, kShare = 0.8;  // of the memory's rate
   const int64_t channels = p.groups * p.channels;
@@ -232,14 +232,14 @@ double GroupedCycles(const Problem& p, int64_t splits) {
   const double bytes = images * channels * size * (p.XPixels() + p.YPixels());
   const double parts = std::ceil(channels / of_warp), lines = std::ceil(images * p.y[2] / 16) * p.y[1] * parts;
   if (p.direction == Direction::kFilterGradient) {
-    // A block; a line, where too few are on their way; and that a warp begins with other columns.
+    // Cycles of a block, of a line where too few are on their way, and of beginning with other columns.
     constexpr double kBlock = 1500, kLatency = 500, kBegin = 1500;
     const double places = size == 4 && p.channels == 16 ? 2 : 3;  // of a multiprocessor
     const double blocks = parts * p.batch * splits, rounds = std::ceil(blocks / (places * kMultiprocessors));
     const double resident = std::min(places, std::ceil(blocks / kMultiprocessors));
     const double line = 16 * (size == 2 && p.channels == 16 ? 32 : 64) * (1 + p.stride[1] * p.stride[2]);
-    const double each = std::ceil(lines / (4 * blocks)),
-                 begins = std::ceil(each / p.y[1]) + (p.y[1] % int64_t(each) != 0);
+    const double each = std::ceil(lines / (4 * blocks));
+    const double begins = std::ceil(each / p.y[1]) + (p.y[1] % int64_t(each) != 0);
     const double of_line = std::max(kLatency, 4 * resident * line / (kShare * kBytesPerCycle));
     return 3000 + rounds * (kBlock * resident + begins * (kBegin + (3 - p.stride[1]) * kLatency) + each * of_line);
   }
@@ -325,8 +325,8 @@ std::optional<Config> ChooseAsItIs(const Problem& p, bool hopper, std::string_vi
       // As few as give the longest slice no more of whole tiles.
       const int64_t tiles = t.unit == Unit::kFewChannels && splittable ? strips.Tiles(p) : 0;
       const int64_t slices = tiles > 0 ? CeilDiv(tiles, CeilDiv(tiles, splits)) : splits;
-      const int64_t transposed = TransposedBytes(p, t),
-                    bytes = transposed + (UsesWorkspace(p, slices) ? slices * result_bytes : 0);
+      const int64_t transposed = TransposedBytes(p, t), sums = UsesWorkspace(p, slices) ? slices * result_bytes : 0;
+      const int64_t bytes = transposed + sums;
       if (bytes > workspace_limit) break;
       if (splittable && CeilDiv(g.depth, slices) >= kIndexLimit) continue;  // a slice is indexed with 32 bits
       const double product = t.unit == Unit::kDepthwise     ? DepthwiseCycles(p, slices)

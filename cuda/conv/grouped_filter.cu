@@ -8,11 +8,12 @@
 // lines. Then the warps of a block, which have the same channels, add theirs in shared memory, and a second kernel
 // those of the blocks.
 //
-// Eight channels are half the rows of a product: the window's first two columns share one.
+// Eight channels are half the rows of a product: the window's first two columns share one. Fragments are loaded as
+// the products want their registers, which no instruction then moves.
 //
 // What bounds it: memory, by design. A line of 16 columns and 64 bytes of channels of both operands takes a
-// multiprocessor some 115 cycles at its share of memory. In bfloat16 at stride 1 it takes 8 ldmatrix and 36 products,
-// of some 100 instructions, a fourth of that on each scheduler.
+// multiprocessor some 115 cycles at its share of memory. In bfloat16 at stride 1 it takes 8 ldmatrix and 24 products,
+// of some 150 instructions, a fourth of that on each scheduler.
 #include "cuda/conv/filter.cuh"
 #include "cuda/conv/grouped.cuh"
 #include "cuda/conv/grouped.h"
