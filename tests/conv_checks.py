@@ -1,8 +1,10 @@
 """Every direction of a convolution by a kernel that is named, against the float64 oracle."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
+import jaxdnn
 from conv_oracle import conv as conv_oracle
 from conv_oracle import conv_gradients
 from jaxdnn._conv.primitives import OPERANDS, convolve, plan
@@ -34,3 +36,16 @@ def check(case, algorithm, dtype, out_dtype, precision=None, draw=coarse):
     got = assert_repeatable(f, *operands.values(), repeats=3)
     terms = int(np.prod(sums[result])) // (case.k if result == "y" else 1)
     assert_close(got[0], want, out_dtype, terms=terms, scale=np.sqrt(terms) * 3)
+
+
+def check_epilogue(algorithm, x_shape, w_shape, dtype, out_dtype, **layer):
+  """Bias, residual and activation in a layer by `algorithm`, against the same by the kernels of the CUDA cores."""
+  x, w = (jnp.asarray(coarse(s, dtype, i)) for i, s in enumerate((x_shape, w_shape)))
+  f = lambda *extras, **more: jaxdnn.conv(  # noqa: E731
+    x, w, *extras, precision="default", preferred_element_type=out_dtype, **layer, **more
+  )
+  y_shape, terms = jax.eval_shape(f).shape, int(np.prod(w_shape[:-1]))
+  b, r = (jnp.asarray(sample(s, out_dtype or dtype, i)) for i, s in ((2, y_shape[-1:]), (3, y_shape)))
+  for bias, residual in ((b, None), (None, r), (b, r)):
+    got, want = (f(bias, residual=residual, algorithm=name) for name in (algorithm, "implicit_gemm"))
+    assert_close(got, exact(want), out_dtype or dtype, terms=terms, scale=3 * np.sqrt(terms))

@@ -7,12 +7,12 @@ import pytest
 
 import jaxdnn
 from conv_cases import SAME3, ConvCase
-from conv_checks import coarse
+from conv_checks import check_epilogue, coarse
 from conv_oracle import conv as conv_oracle
 from conv_oracle import conv_gradients
 from jaxdnn._conv.primitives import FEW_FEATURES, OPERANDS, convolve, plan
 from jaxdnn._conv.spec import ConvSpec
-from numerics import assert_close, assert_repeatable, exact, sample
+from numerics import assert_close, assert_repeatable, exact
 
 RESULTS = {"forward": "y", "data_gradient": "x"}
 DTYPES = [("bfloat16",) * 2, ("float16",) * 2, ("bfloat16", "float32"), ("float32",) * 2]
@@ -184,14 +184,8 @@ def test_batch_of_problems(dtype):
 @pytest.mark.parametrize("activation", [None, "relu", "gelu"])
 @pytest.mark.parametrize("dtype, out_dtype", [("bfloat16", None), ("float32", None), ("bfloat16", "float32")])
 def test_epilogue(features, activation, dtype, out_dtype):
-  layer = dict(padding="SAME", precision="default", activation=activation, preferred_element_type=out_dtype)
   shapes = (3, 7, 18, 40), (3, 3, 40, features)
-  x, w = (jnp.asarray(coarse(s, dtype, i)) for i, s in enumerate(shapes))
-  b, r = (jnp.asarray(sample(s, out_dtype or dtype, i)) for i, s in ((2, (features,)), (3, (3, 7, 18, features))))
-  for bias, residual in ((b, None), (None, r), (b, r)):
-    got = jaxdnn.conv(x, w, bias, residual=residual, algorithm=FEW_FEATURES, **layer)
-    want = jaxdnn.conv(x, w, bias, residual=residual, algorithm="implicit_gemm", **layer)
-    assert_close(got, exact(want), out_dtype or dtype, terms=360, scale=3 * np.sqrt(360))
+  check_epilogue(FEW_FEATURES, *shapes, dtype, out_dtype, padding="SAME", activation=activation)
 
 
 @pytest.mark.gpu

@@ -7,7 +7,7 @@ import pytest
 
 import jaxdnn
 from conv_cases import SAME3, ConvCase
-from conv_checks import coarse
+from conv_checks import check_epilogue, coarse
 from conv_oracle import conv as conv_oracle
 from conv_oracle import conv_gradients
 from jaxdnn._conv.primitives import GROUPED, OPERANDS, convolve, plan
@@ -174,15 +174,8 @@ def test_batch_of_problems(dtype, stride):
 @pytest.mark.parametrize("dtype, out_dtype", [("bfloat16", None), ("float32", None), ("bfloat16", "float32")])
 def test_epilogue(channels, stride, activation, dtype, out_dtype):
   each = case(channels, 48 // channels, 3, (7, 18), stride)
-  layer = dict(stride=stride, padding=SAME3, groups=each.groups, precision="default", activation=activation,
-               preferred_element_type=out_dtype)  # fmt: skip
-  x, w = (jnp.asarray(coarse(s, dtype, i)) for i, s in enumerate((each.x_shape, each.w_shape)))
-  y_shape = jax.eval_shape(lambda x, w: jaxdnn.conv(x, w, **layer), x, w).shape
-  b, r = (jnp.asarray(sample(s, out_dtype or dtype, i)) for i, s in ((2, (48,)), (3, y_shape)))
-  for bias, residual in ((b, None), (None, r), (b, r)):
-    got = jaxdnn.conv(x, w, bias, residual=residual, algorithm=GROUPED, **layer)
-    want = jaxdnn.conv(x, w, bias, residual=residual, algorithm="implicit_gemm", **layer)
-    assert_close(got, exact(want), out_dtype or dtype, terms=9 * channels, scale=9 * np.sqrt(channels))
+  layer = dict(stride=stride, padding=SAME3, groups=each.groups, activation=activation)
+  check_epilogue(GROUPED, each.x_shape, each.w_shape, dtype, out_dtype, **layer)
 
 
 @pytest.mark.gpu

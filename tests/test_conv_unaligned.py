@@ -7,12 +7,12 @@ import pytest
 
 import jaxdnn
 from conv_cases import SAME3, ConvCase
-from conv_checks import coarse
+from conv_checks import check_epilogue, coarse
 from conv_oracle import conv as conv_oracle
 from conv_oracle import conv_gradients
 from jaxdnn._conv.primitives import OPERANDS, UNALIGNED, convolve, plan
 from jaxdnn._conv.spec import ConvSpec
-from numerics import assert_close, assert_repeatable, exact, sample
+from numerics import assert_close, assert_repeatable, exact
 
 DIRECTIONS = {"forward": "y", "data_gradient": "x", "filter_gradient": "w"}
 TAKEN = {"bfloat16": 3, "float16": 3, "float32": 2}
@@ -157,13 +157,8 @@ def test_infinities_stay_in_their_windows(dtype):
 @pytest.mark.parametrize("activation", [None, "relu", "gelu"])
 @pytest.mark.parametrize("dtype, out_dtype", [("bfloat16", None), ("float32", None), ("bfloat16", "float32")])
 def test_epilogue(features, activation, dtype, out_dtype):
-  layer = dict(padding="SAME", precision="default", activation=activation, preferred_element_type=out_dtype)
-  x, w = (jnp.asarray(coarse(s, dtype, i)) for i, s in enumerate(((3, 7, 18, 41), (3, 3, 41, features))))
-  b, r = (jnp.asarray(sample(s, out_dtype or dtype, i)) for i, s in ((2, (features,)), (3, (3, 7, 18, features))))
-  for bias, residual in ((b, None), (None, r), (b, r)):
-    got = jaxdnn.conv(x, w, bias, residual=residual, algorithm=UNALIGNED, **layer)
-    want = jaxdnn.conv(x, w, bias, residual=residual, algorithm="implicit_gemm", **layer)
-    assert_close(got, exact(want), out_dtype or dtype, terms=369, scale=3 * np.sqrt(369))
+  shapes = (3, 7, 18, 41), (3, 3, 41, features)
+  check_epilogue(UNALIGNED, *shapes, dtype, out_dtype, padding="SAME", activation=activation)
 
 
 @pytest.mark.gpu
