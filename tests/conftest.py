@@ -5,6 +5,13 @@ import os
 import jax
 import pytest
 
+# With kernels that run on the CPU (tests/emulation), "GPU" tests run there too.
+EMULATED = os.environ.get("JAXDNN_EMULATED") == "1"
+if EMULATED:
+  import emulation
+
+  emulation.install()
+
 jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -19,7 +26,7 @@ def gpu_missing() -> str | None:
   """Why GPU tests cannot run here, or None where they can."""
   from jaxdnn import _extension
 
-  if jax.default_backend() != "gpu":
+  if jax.default_backend() != "gpu" and not EMULATED:
     return f"the default backend is {jax.default_backend()!r}, not 'gpu'"
   if not _extension.TARGETS:
     return "jaxdnn was built without its CUDA kernels"
