@@ -310,7 +310,7 @@ def attributes(
   return given | _choice(spec) | (epilogue if result == "y" else {})
 
 
-TARGETS = {"y": "jaxdnn.conv_fwd.v4", "x": "jaxdnn.conv_dgrad.v3", "w": "jaxdnn.conv_wgrad.v3"}
+TARGETS = {"y": "jaxdnn.conv_fwd.v5", "x": "jaxdnn.conv_dgrad.v4", "w": "jaxdnn.conv_wgrad.v4"}
 
 for _result, _p in PRIMITIVES.items():
   _primitive.bilinear(

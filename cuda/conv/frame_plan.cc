@@ -1,0 +1,87 @@
+// Which problems have a frame, and how it is shared out.
+#include <algorithm>
+#include <cstdlib>
+
+#include "cuda/conv/frame.h"
+
+namespace jaxdnn::conv {
+namespace {
+
+int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Results of an image that are not the frame's.
+int64_t Interior(const Problem& p) {
+  int64_t pixels = 1;
+  for (int d = 0; d < kRank; ++d) {
+    const Reach reach = ReachOf(p, d);
+    int64_t inside = p.y[d] - CeilDiv(reach.low, p.stride[d]) - CeilDiv(reach.high, p.stride[d]);
+    if (p.direction == Direction::kDataGradient)
+      inside =
+          p.x[d] - (p.mode[d] == PadMode::kReplicate ? (reach.low > 0) + (reach.high > 0) : reach.low + reach.high);
+    pixels *= std::max<int64_t>(0, inside);
+  }
+  return pixels;
+}
+
+}  // namespace
+
+Reach ReachOf(const Problem& p, int d) {
+  if (p.mode[d] == PadMode::kZeros || p.y[d] == 0) return {0, 0};
+  const int64_t last = (p.y[d] - 1) * p.stride[d] + (p.window[d] - 1) * p.rhs_dilation[d] - p.pad[d];
+  return {std::max<int64_t>(0, p.pad[d]), std::max<int64_t>(0, last - (p.x[d] - 1))};
+}
+
+bool HasFrame(const Problem& p) {
+  for (int d = 0; d < kRank; ++d)
+    if (const Reach reach = ReachOf(p, d); reach.low > 0 || reach.high > 0) return true;
+  return false;
+}
+
+Problem WithZeros(const Problem& p) {
+  Problem z = p;
+  for (PadMode& mode : z.mode) mode = PadMode::kZeros;
+  if (p.direction == Direction::kFilterGradient && p.in != DType::kF64) z.out = DType::kF32;
+  return z;
+}
+
+bool TakesFrame(const Problem& p) {
+  // The kernels have the frame's pixels of an image, in tiles, in an int.
+  constexpr int64_t kMost = int64_t{1} << 30;
+  for (int d = 0; d < kRank; ++d) {
+    const Reach reach = ReachOf(p, d);
+    const int64_t most = p.mode[d] == PadMode::kReflect    ? p.x[d] - 1
+                         : p.mode[d] == PadMode::kCircular ? p.x[d]
+                         : p.x[d] > 0                      ? kMost
+                                                           : 0;
+    if (std::max(reach.low, reach.high) > most || p.lhs_dilation[d] != 1) return false;
+  }
+  return p.images * std::max(p.XPixels(), p.YPixels()) < kMost;
+}
+
+double FrameShare(const Problem& p) {
+  const int64_t pixels = p.direction == Direction::kDataGradient ? p.XPixels() : p.YPixels();
+  return HasFrame(p) ? 1 - double(Interior(p)) / std::max<int64_t>(1, pixels) : 0;
+}
+
+bool OnTensorCores(const Problem& p) {
+  if (p.in == DType::kF64 || (p.in == DType::kF32 && p.products == 0)) return false;
+  return p.groups == 1 || p.DepthChannels() * SizeOf(p.in) >= 16;
+}
+
+int64_t FrameSlices(const Problem& p) {
+  if (p.direction != Direction::kFilterGradient || !HasFrame(p)) return 0;
+  constexpr int64_t kBlocks = 528, kPixels = 256;  // to fill the device; that are worth a block
+  const int64_t tiles =
+      p.batch * (OnTensorCores(p) ? p.groups * CeilDiv(p.Taps() * p.channels, 128) * CeilDiv(p.features, 64)
+                                  : p.Taps() * CeilDiv(p.channels * p.groups * p.features, 128));
+  const int64_t pixels = p.images * (p.YPixels() - Interior(p));
+  return std::max<int64_t>(1, std::min(kBlocks / std::max<int64_t>(1, tiles), CeilDiv(pixels, kPixels)));
+}
+
+int64_t FrameBytes(const Problem& p) {
+  constexpr int64_t kAlignment = 256;
+  const int64_t slices = FrameSlices(p), bytes = (1 + slices) * p.FilterSize() * (p.in == DType::kF64 ? 8 : 4);
+  return slices == 0 ? 0 : CeilDiv(bytes, kAlignment) * kAlignment;
+}
+
+}  // namespace jaxdnn::conv
