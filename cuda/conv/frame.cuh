@@ -87,25 +87,19 @@ inline Frame MakeFrame(const Problem& p, int64_t images, int tile_rows) {
     if (!gradient) {
       ends[0] = std::min<int>(out, int(CeilDiv(low, p.stride[d])));
       ends[1] = std::max<int>(0, out - int(CeilDiv(high, p.stride[d])));
-    } else if (low > 0 || high > 0) {
-      switch (p.mode[d]) {
-        case PadMode::kReflect:
-          f.aliases[d][0] = {1, low, -1, 0, 0, low > 0};
-          f.aliases[d][1] = {n - 1 - high, n - 2, -1, 2 * (n - 1), 0, high > 0};
-          break;
-        case PadMode::kReplicate:
-          f.aliases[d][0] = {0, 0, 0, -1, -1, low};
-          f.aliases[d][1] = {n - 1, n - 1, 0, n, 1, high};
-          break;
-        default:
-          f.aliases[d][0] = {n - low, n - 1, 1, -n, 0, low > 0};
-          f.aliases[d][1] = {0, high - 1, 1, n, 0, high > 0};
-      }
-      for (int i = 0; i < 2; ++i) {
-        if (f.aliases[d][i].count == 0) continue;
-        ends[2 * i] = f.aliases[d][i].first;
-        ends[2 * i + 1] = f.aliases[d][i].last + 1;
-      }
+    } else {
+      const AliasedElements of = AliasedBy(p, d);
+      const auto alias = [&](int which, const Range& range, int sign, int shift, int step, int count) {
+        if (count == 0) return;
+        f.aliases[d][which] = {int(range.first), int(range.last), sign, shift, step, count};
+        ends[2 * which] = int(range.first);
+        ends[2 * which + 1] = int(range.last) + 1;
+      };
+      const bool replicates = p.mode[d] == PadMode::kReplicate;
+      const Edges map = InputEdges(p, d);
+      // A position is sign * element + shift as an element is sign * position + a constant; or any as far as it goes.
+      alias(0, of.low, map.sign, replicates ? -1 : -map.low * map.sign, -1, replicates ? low : low > 0);
+      alias(1, of.high, map.sign, replicates ? n : -map.high * map.sign, 1, replicates ? high : high > 0);
     }
     std::sort(ends, ends + Frame::kSegments);
     int begin = 0, longest = 1;

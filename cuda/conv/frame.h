@@ -17,6 +17,15 @@ struct Reach {
 };
 Reach ReachOf(const Problem& p, int d);
 
+// The elements that stand for positions as far before the first, and beyond the last: none where last < first.
+struct Range {
+  int64_t first, last;
+};
+struct AliasedElements {
+  Range low, high;
+};
+AliasedElements AliasedBy(const Problem& p, int d);
+
 bool HasFrame(const Problem& p);
 
 // The problem with zeros; its filter gradient as the sums are held.

@@ -9,15 +9,19 @@ namespace {
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+int64_t Size(const Range& r) { return std::max<int64_t>(0, r.last - r.first + 1); }
+
 // Results of an image that are not the frame's.
 int64_t Interior(const Problem& p) {
   int64_t pixels = 1;
   for (int d = 0; d < kRank; ++d) {
     const Reach reach = ReachOf(p, d);
     int64_t inside = p.y[d] - CeilDiv(reach.low, p.stride[d]) - CeilDiv(reach.high, p.stride[d]);
-    if (p.direction == Direction::kDataGradient)
-      inside =
-          p.x[d] - (p.mode[d] == PadMode::kReplicate ? (reach.low > 0) + (reach.high > 0) : reach.low + reach.high);
+    if (p.direction == Direction::kDataGradient) {
+      const AliasedElements of = AliasedBy(p, d);
+      const Range both = {std::max(of.low.first, of.high.first), std::min(of.low.last, of.high.last)};
+      inside = p.x[d] - Size(of.low) - Size(of.high) + Size(both);
+    }
     pixels *= std::max<int64_t>(0, inside);
   }
   return pixels;
@@ -29,6 +33,21 @@ Reach ReachOf(const Problem& p, int d) {
   if (p.mode[d] == PadMode::kZeros || p.y[d] == 0) return {0, 0};
   const int64_t last = (p.y[d] - 1) * p.stride[d] + (p.window[d] - 1) * p.rhs_dilation[d] - p.pad[d];
   return {std::max<int64_t>(0, p.pad[d]), std::max<int64_t>(0, last - (p.x[d] - 1))};
+}
+
+AliasedElements AliasedBy(const Problem& p, int d) {
+  const Reach reach = ReachOf(p, d);
+  const int64_t n = p.x[d];
+  switch (p.mode[d]) {
+    case PadMode::kReflect:
+      return {{1, reach.low}, {n - 1 - reach.high, n - 2}};
+    case PadMode::kReplicate:
+      return {{0, reach.low > 0 ? 0 : -1}, {n - 1, reach.high > 0 ? n - 1 : n - 2}};
+    case PadMode::kCircular:
+      return {{n - reach.low, n - 1}, {0, reach.high - 1}};
+    default:
+      return {{0, -1}, {0, -1}};
+  }
 }
 
 bool HasFrame(const Problem& p) {
