@@ -139,8 +139,8 @@ inline Frame MakeFrame(const Problem& p, int64_t images, int tile_rows) {
 
 // A block of the forward convolution or the data gradient: of one box, and one phase of it.
 struct FrameBlock : DataBlock {
-  int first[kRank], segment[kRank];
-  int readings[kRank];  // positions that the results stand for: their own, and their aliases
+  int first[kRank], last[kRank], segment[kRank];  // positions of the result
+  int readings[kRank];                            // positions that the results stand for: their own, and their aliases
 
   __device__ FrameBlock(const DataParams& p, const Frame& f) {
     int which, tile, rest = p.column_tiles.Div(static_cast<int>(blockIdx.x), &column_tile);
@@ -156,6 +156,7 @@ struct FrameBlock : DataBlock {
       which /= f.period[d];
       first[d] = f.begin[d][segment[d]] + start;
       count[d] = max(0, (f.Length(d, segment[d]) - start + f.period[d] - 1) / f.period[d]);
+      last[d] = first[d] + f.period[d] * (count[d] - 1);
       readings[d] = 1;
       for (const Aliases& a : f.aliases[d]) readings[d] += a.Has(first[d]) ? a.count : 0;
     }
@@ -179,11 +180,23 @@ struct FrameBlock : DataBlock {
       shift[d] = e < 0 ? 0 : e < below ? low.shift + low.step * e : high.shift + high.step * (e - below);
       const Axis& axis = p.axis[d];
       const int step = static_cast<int>(axis.step.divisor), candidates = min(p.tap_period[d], p.window[d]);
-      const int origin = axis.Origin(sign[d] * first[d] + shift[d]);
+      const int begin = axis.Origin(sign[d] * first[d] + shift[d]), end = axis.Origin(sign[d] * last[d] + shift[d]);
       int tap = 0;
-      while (tap < candidates && (origin + tap * axis.tap_step) % step != 0) ++tap;
-      phase[d].first_tap = tap < candidates ? tap : 0;
+      while (tap < candidates && (begin + tap * axis.tap_step) % step != 0) ++tap;
+      phase[d].first_tap = tap;
       phase[d].taps = tap < candidates ? (p.window[d] - tap + p.tap_period[d] - 1) / p.tap_period[d] : 0;
+      if (!f.edges[d].mapped) {
+        // Only taps that some position of the box meets an element at. Of those beyond edges few are.
+        const int from = (min(begin, end) + tap * axis.tap_step) / step,
+                  to = (max(begin, end) + tap * axis.tap_step) / step;
+        const int distance = abs(p.tap_distance[d]), most = f.edges[d].extent - 1;
+        const bool up = p.tap_distance[d] > 0;
+        const int before = up ? -to : from - most, after = up ? most - from : to;
+        const int skipped = before > 0 ? (before + distance - 1) / distance : 0;
+        phase[d].taps = after < 0 ? 0 : max(0, min(phase[d].taps, after / distance + 1) - skipped);
+        phase[d].first_tap += skipped * p.tap_period[d];
+      }
+      if (phase[d].taps == 0) phase[d].first_tap = 0;
       count[d] = phase[d].taps;
     }
     taps = Box(count);
