@@ -67,8 +67,9 @@ __global__ void __launch_bounds__(kThreads, 3)
             at[d] = row.origin[d] + tap[d] * p.tap_distance[d];
             reads[i] &= f.edges[d].Find(&at[d]);
           }
-          const int pixel = reads[i] ? (at[0] * f.edges[1].extent + at[1]) * f.edges[2].extent : 0;
-          line[i] = in + row.image + pixel * p.pixel_size;
+          // Where nothing is read, the first element is loaded.
+          const int pixel = (at[0] * f.edges[1].extent + at[1]) * f.edges[2].extent;
+          line[i] = reads[i] ? in + row.image + pixel * p.pixel_size : in;
           column[i] = row.origin[2];
         }
         const In* weights = first_tap + tap[0] * p.filter_tap[0] + tap[1] * p.filter_tap[1];
