@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from jaxdnn._arguments import Padding, explicit_padding
 
@@ -66,3 +66,30 @@ def extend(x: Array, added: Sequence[tuple[int, int]], modes: Sequence[str]) -> 
       widths: Any = [pair if axis == d + 2 else (0, 0) for axis in range(x.ndim)]
       x = jnp.pad(x, widths, mode=_NUMPY[mode])
   return x
+
+
+def fold(x: Array, added: Sequence[tuple[int, int]], modes: Sequence[str]) -> Array:
+  """The adjoint of `extend`: each element has what it stands for added."""
+  for d, ((lo, hi), mode) in enumerate(zip(added, modes, strict=True)):
+    if lo or hi:
+      x = _fold_dimension(x, d + 2, lo, hi, mode)
+  return x
+
+
+def _fold_dimension(x: Array, axis: int, lo: int, hi: int, mode: str) -> Array:
+  n = x.shape[axis] - lo - hi
+  low, inner, high = (
+    lax.slice_in_dim(x, begin, begin + size, axis=axis) for begin, size in ((0, lo), (lo, n), (lo + n, hi))
+  )
+  # What lies beyond the edges, in the elements' order, and the first of these.
+  if mode == CIRCULAR:
+    parts = (low, n - lo), (high, 0)
+  elif mode == REFLECT:
+    parts = (lax.rev(low, [axis]), 1), (lax.rev(high, [axis]), n - 1 - hi)
+  else:
+    parts = (low.sum(axis, keepdims=True), 0), (high.sum(axis, keepdims=True), n - 1)
+  for part, first in parts:
+    if size := part.shape[axis]:
+      widths = [(first, n - first - size, 0) if a == axis else (0, 0, 0) for a in range(x.ndim)]
+      inner = inner + lax.pad(part, jnp.zeros((), x.dtype), widths)
+  return inner

@@ -9,7 +9,7 @@ more grid dimension.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from jax import Array, lax
 
 from jaxdnn import _extension, _primitive
 from jaxdnn._arguments import dilated
-from jaxdnn._conv.padding import MODES, beyond, extend
+from jaxdnn._conv.padding import MODES, beyond, extend, fold
 from jaxdnn._conv.spec import ConvSpec, Precision, channels_last
 
 OPERANDS = {"y": ("x", "w"), "x": ("y", "w"), "w": ("x", "y")}
@@ -48,21 +48,21 @@ def convolve(result: str, arrays: Mapping[str, Array], spec: ConvSpec, dtype: An
 # written out first.
 
 
-def _extended(spec: ConvSpec) -> tuple[ConvSpec, Callable[[Array], Array]]:
-  """The problem whose input is the given one's with its padding, and the function that pads it."""
+def _extended(spec: ConvSpec) -> tuple[ConvSpec, dict[str, Any]]:
+  """The problem whose input is the given one's with its padding; and what `extend` and `fold` want to know."""
   added = beyond(spec.padding, spec.padding_mode)
   spatial = tuple(size + lo + hi for size, (lo, hi) in zip(spec.x_spatial, added, strict=True))
   left = tuple((a - lo, b - hi) for (a, b), (lo, hi) in zip(spec.padding, added, strict=True))
   plain = dataclasses.replace(spec, padding=left, x_spatial=spatial, padding_mode=())
-  return plain, partial(extend, added=added, modes=spec.padding_mode)
+  return plain, {"added": added, "modes": spec.padding_mode}
 
 
 def _forward_reference(x: Array, w: Array, *, spec: ConvSpec, dtype: Any) -> Array:
   if (empty := _if_empty("y", x, w, spec, dtype)) is not None:
     return empty
   if spec.padding_mode:
-    plain, extended = _extended(spec)
-    return _forward_reference(extended(x), w, spec=plain, dtype=dtype)
+    plain, edges = _extended(spec)
+    return _forward_reference(extend(x, **edges), w, spec=plain, dtype=dtype)
   y = _grouped_convolution(
     _split(x, spec.groups), _split(w, spec.groups), spec.y_spatial, spec.stride, spec.lhs_dilation, spec.rhs_dilation,
     [lo for lo, _ in spec.padding], spec.precision, dtype,
@@ -75,13 +75,10 @@ def _dgrad_reference(y: Array, w: Array, *, spec: ConvSpec, dtype: Any) -> Array
   if (empty := _if_empty("x", y, w, spec, dtype)) is not None:
     return empty
   if spec.padding_mode:
-    plain, extended = _extended(spec)
+    plain, edges = _extended(spec)
     # Elements that stand for several positions have the sum of these, which is rounded once.
     wide = max(_primitive.accumulator_dtype(y.dtype), np.dtype(dtype), key=lambda t: t.itemsize)
-    (x,) = jax.linear_transpose(extended, jax.ShapeDtypeStruct(_result_shape("x", y, w, spec), wide))(
-      _dgrad_reference(y, w, spec=plain, dtype=wide)
-    )
-    return x.astype(dtype)
+    return fold(_dgrad_reference(y, w, spec=plain, dtype=wide), **edges).astype(dtype)
   filters = jnp.swapaxes(_split(w, spec.groups), -1, -2)
   filters = lax.rev(filters, range(1, 1 + spec.rank))
   low = [(r - 1) * d - lo for r, d, (lo, _) in zip(spec.window, spec.rhs_dilation, spec.padding, strict=True)]
@@ -97,8 +94,8 @@ def _wgrad_reference(x: Array, y: Array, *, spec: ConvSpec, dtype: Any) -> Array
   if (empty := _if_empty("w", x, y, spec, dtype)) is not None:
     return empty
   if spec.padding_mode:
-    plain, extended = _extended(spec)
-    return _wgrad_reference(extended(x), y, spec=plain, dtype=dtype)
+    plain, edges = _extended(spec)
+    return _wgrad_reference(extend(x, **edges), y, spec=plain, dtype=dtype)
   images_last, images_in = jnp.swapaxes(_split(x, spec.groups), 1, -1), jnp.moveaxis(_split(y, spec.groups), 1, -2)
   w = _grouped_convolution(
     images_last, images_in, spec.window, spec.rhs_dilation, spec.lhs_dilation, spec.stride,
