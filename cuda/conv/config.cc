@@ -394,7 +394,7 @@ std::optional<Config> ChooseAsItIs(const Problem& p, bool hopper, std::string_vi
                                                             : Cycles(p, t, slices);
       const double cycles = product + ReductionCycles(p, slices, result_bytes) +
                             (transposed ? kLaunchCycles + 2.0 * transposed / (kMultiprocessors * kBytesPerCycle) : 0);
-      if (!best || cycles < best->cycles) best = Config{t.tile, slices, bytes, cycles, false, 0};
+      if (!best || cycles < best->cycles) best = Config{t.tile, slices, bytes, cycles};
     }
   }
   return best;
@@ -412,16 +412,7 @@ bool IsWorthExchanging(const Problem& p) {
 }  // namespace
 
 std::optional<Config> Choose(const Problem& p, bool hopper, std::string_view algorithm, int64_t workspace_limit) {
-  if (HasFrame(p)) {
-    const int64_t bytes = FrameBytes(p);
-    if (!TakesFrame(p) || bytes > workspace_limit) return std::nullopt;
-    std::optional<Config> framed = Choose(WithZeros(p), hopper, algorithm, workspace_limit - bytes);
-    if (!framed) return framed;
-    framed->workspace_bytes += bytes;
-    framed->frame_slices = FrameSlices(p);
-    framed->cycles += kLaunchCycles + FrameShare(p) * framed->cycles;
-    return framed;
-  }
+  if (HasFrame(p)) return ChooseWithFrame(p, hopper, algorithm, workspace_limit);
   const std::optional<Config> best = ChooseAsItIs(p, hopper, algorithm, workspace_limit);
   if (!IsWorthExchanging(p)) return best;
   std::optional<Config> other = ChooseAsItIs(Exchanged(p), hopper, algorithm, workspace_limit);

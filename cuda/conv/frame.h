@@ -31,8 +31,9 @@ bool HasFrame(const Problem& p);
 // The problem with zeros; its filter gradient as the sums are held.
 Problem WithZeros(const Problem& p);
 
-// Whether there is a kernel for the frame: no dilated input, and no reach further than there are elements.
-bool TakesFrame(const Problem& p);
+// Choose, for a problem that has a frame: any kernel for the problem with zeros, where there is one for the frame too.
+std::optional<Config> ChooseWithFrame(const Problem& p, bool hopper, std::string_view algorithm,
+                                      int64_t workspace_limit);
 
 // The frame's share of the results.
 double FrameShare(const Problem& p);

@@ -1,6 +1,5 @@
 // Which problems have a frame, and how it is shared out.
 #include <algorithm>
-#include <cstdlib>
 
 #include "cuda/conv/frame.h"
 
@@ -25,6 +24,21 @@ int64_t Interior(const Problem& p) {
     pixels *= std::max<int64_t>(0, inside);
   }
   return pixels;
+}
+
+// Whether the kernels take the frame: no dilated input, and no reach further than there are elements.
+bool TakesFrame(const Problem& p) {
+  // The kernels have the frame's pixels of an image, in tiles, in an int.
+  constexpr int64_t kMost = int64_t{1} << 30;
+  for (int d = 0; d < kRank; ++d) {
+    const Reach reach = ReachOf(p, d);
+    const int64_t most = p.mode[d] == PadMode::kReflect    ? p.x[d] - 1
+                         : p.mode[d] == PadMode::kCircular ? p.x[d]
+                         : p.x[d] > 0                      ? kMost
+                                                           : 0;
+    if (std::max(reach.low, reach.high) > most || p.lhs_dilation[d] != 1) return false;
+  }
+  return p.images * std::max(p.XPixels(), p.YPixels()) < kMost;
 }
 
 }  // namespace
@@ -63,20 +77,6 @@ Problem WithZeros(const Problem& p) {
   return z;
 }
 
-bool TakesFrame(const Problem& p) {
-  // The kernels have the frame's pixels of an image, in tiles, in an int.
-  constexpr int64_t kMost = int64_t{1} << 30;
-  for (int d = 0; d < kRank; ++d) {
-    const Reach reach = ReachOf(p, d);
-    const int64_t most = p.mode[d] == PadMode::kReflect    ? p.x[d] - 1
-                         : p.mode[d] == PadMode::kCircular ? p.x[d]
-                         : p.x[d] > 0                      ? kMost
-                                                           : 0;
-    if (std::max(reach.low, reach.high) > most || p.lhs_dilation[d] != 1) return false;
-  }
-  return p.images * std::max(p.XPixels(), p.YPixels()) < kMost;
-}
-
 double FrameShare(const Problem& p) {
   const int64_t pixels = p.direction == Direction::kDataGradient ? p.XPixels() : p.YPixels();
   return HasFrame(p) ? 1 - double(Interior(p)) / std::max<int64_t>(1, pixels) : 0;
@@ -101,6 +101,19 @@ int64_t FrameBytes(const Problem& p) {
   constexpr int64_t kAlignment = 256;
   const int64_t slices = FrameSlices(p), bytes = (1 + slices) * p.FilterSize() * (p.in == DType::kF64 ? 8 : 4);
   return slices == 0 ? 0 : CeilDiv(bytes, kAlignment) * kAlignment;
+}
+
+std::optional<Config> ChooseWithFrame(const Problem& p, bool hopper, std::string_view algorithm,
+                                      int64_t workspace_limit) {
+  constexpr double kLaunchCycles = 4000;  // of one more kernel
+  const int64_t bytes = FrameBytes(p);
+  if (!TakesFrame(p) || bytes > workspace_limit) return std::nullopt;
+  std::optional<Config> config = Choose(WithZeros(p), hopper, algorithm, workspace_limit - bytes);
+  if (!config) return config;
+  config->workspace_bytes += bytes;
+  config->frame_slices = FrameSlices(p);
+  config->cycles += kLaunchCycles + FrameShare(p) * config->cycles;
+  return config;
 }
 
 }  // namespace jaxdnn::conv
