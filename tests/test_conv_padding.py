@@ -218,7 +218,7 @@ def test_compiled_programs_copy_nothing(mode):
   compiled = jax.jit(functools.partial(jaxdnn.conv, padding=1, padding_mode=mode)).lower(x, w).compile()
   # Wider or higher than x: what padding would make.
   assert "[2,11," not in compiled.as_text() and "[2,9,10" not in compiled.as_text()
-  assert compiled.memory_analysis().temp_size_in_bytes == 0
+  assert compiled.memory_analysis().temp_size_in_bytes < x.nbytes
 
 
 # Arguments ------------------------------------------------------------------------------------------------------------

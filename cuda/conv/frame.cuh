@@ -139,8 +139,8 @@ inline Frame MakeFrame(const Problem& p, int64_t images, int tile_rows) {
 
 // A block of the forward convolution or the data gradient: of one box, and one phase of it.
 struct FrameBlock : DataBlock {
-  int first[kRank], last[kRank], segment[kRank];  // positions of the result
-  int readings[kRank];                            // positions that the results stand for: their own, and their aliases
+  int first[kRank], last[kRank], segment[kRank], count[kRank];  // positions of the result
+  int readings[kRank];  // positions that the results stand for: their own, and their aliases
 
   __device__ FrameBlock(const DataParams& p, const Frame& f) {
     int which, tile, rest = p.column_tiles.Div(static_cast<int>(blockIdx.x), &column_tile);
@@ -148,7 +148,6 @@ struct FrameBlock : DataBlock {
     batch = f.tiles.Div(rest, &tile);
     const int box = f.BoxOf(tile);
     first_row = int64_t{f.phases.Div(tile - f.first_tile[box], &which)} * p.tile_rows;
-    int count[kRank];
 #pragma unroll
     for (int d = kRank - 1; d >= 0; --d) {
       segment[d] = f.segment[box][d];
@@ -160,17 +159,18 @@ struct FrameBlock : DataBlock {
       readings[d] = 1;
       for (const Aliases& a : f.aliases[d]) readings[d] += a.Has(first[d]) ? a.count : 0;
     }
-    positions = Box(count);
     row_count = p.images * count[0] * count[1] * count[2];
-    image_div = FastDiv(count[0] * count[1] * count[2]);
   }
+
+  // The taps of a reading, in order.
+  __device__ Box Taps() const { return Box({phase[0].taps, phase[1].taps, phase[2].taps}); }
 
   __device__ int Readings() const { return readings[0] * readings[1] * readings[2]; }
 
   // All threads of the block, between barriers: where its results read the operand at one of their positions.
   template <int kRows>
   __device__ void SetReading(const DataParams& p, const Frame& f, int which, Row (&rows)[kRows]) {
-    int sign[kRank], shift[kRank], count[kRank];
+    int sign[kRank], shift[kRank];
 #pragma unroll
     for (int d = kRank - 1; d >= 0; --d) {
       const Aliases &low = f.aliases[d][0], &high = f.aliases[d][1];
@@ -185,8 +185,8 @@ struct FrameBlock : DataBlock {
       while (tap < candidates && (begin + tap * axis.tap_step) % step != 0) ++tap;
       phase[d].first_tap = tap;
       phase[d].taps = tap < candidates ? (p.window[d] - tap + p.tap_period[d] - 1) / p.tap_period[d] : 0;
-      if (!f.edges[d].mapped) {
-        // Only taps that some position of the box meets an element at. Of those beyond edges few are.
+      if (axis.tap_step < 0) {
+        // Only taps that some position of the box meets an element at, which beyond the edges are few.
         const int from = (min(begin, end) + tap * axis.tap_step) / step,
                   to = (max(begin, end) + tap * axis.tap_step) / step;
         const int distance = abs(p.tap_distance[d]), most = f.edges[d].extent - 1;
@@ -197,13 +197,12 @@ struct FrameBlock : DataBlock {
         phase[d].first_tap += skipped * p.tap_period[d];
       }
       if (phase[d].taps == 0) phase[d].first_tap = 0;
-      count[d] = phase[d].taps;
     }
-    taps = Box(count);
     for (int i = threadIdx.x; i < kRows; i += blockDim.x) {
-      int pixel, out[kRank];
-      const int64_t image = batch * p.images + image_div.Div(static_cast<int>(first_row) + i, &pixel);
-      positions.Split(pixel, out);
+      // Plainly divided, by those threads alone that have a row.
+      const int row = static_cast<int>(first_row) + i, line = row / count[2], plane = line / count[1];
+      int out[kRank] = {plane % count[0], line % count[1], row % count[2]};
+      const int64_t image = batch * p.images + plane / count[0];
 #pragma unroll
       for (int d = 0; d < kRank; ++d) {
         out[d] = first[d] + f.period[d] * out[d];

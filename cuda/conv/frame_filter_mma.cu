@@ -1,8 +1,8 @@
 // The frame's terms in the filter gradient, on the tensor cores: the products alone whose element of x is beyond an
 // edge, for 16-bit floats and TF32, any alignment and group count, since sm_80.
 //
-// Rows, columns and slices are those of filter.cuh. The reduction runs over the frame's pixels, which a few warps look
-// up for all, a step ahead.
+// Rows, columns and slices are those of filter.cuh. The reduction runs over the frame's pixels, which all
+// threads look up together, a few steps ahead.
 #include "cuda/conv/frame.cuh"
 #include "cuda/conv/mma_tile.cuh"
 
@@ -14,21 +14,28 @@ struct Pixel {
   int origin[kRank];
 };
 
+// Looked up for kSteps steps at a time, since that takes long.
 template <class T>
 struct PixelTable {
-  Pixel pixels[2][T::kDepth];
+  static constexpr int kSteps = 4, kPixels = kSteps * T::kDepth;
+  Pixel pixels[2][kPixels];
 
-  __device__ void Fill(const FilterParams& p, const Frame& f, const FilterBlock& block, int64_t y_image, int step) {
-    if (threadIdx.x >= T::kDepth) return;
-    const int pixel = step * T::kDepth + threadIdx.x;
-    Pixel& entry = pixels[step % 2][threadIdx.x];
-    int which;
-    const int image = p.image_pixels.Div(block.first_pixel + min(pixel, block.count), &which);
-    const FramePixel at(p, f, which);
-    entry.x = image * p.x_image;
-    entry.y = pixel < block.count ? image * y_image + at.number * p.y_pixel : -1;
+  __device__ void Fill(const FilterParams& p, const Frame& f, const FilterBlock& block, int64_t y_image, int group) {
+    for (int i = threadIdx.x; i < kPixels; i += T::kThreads) {
+      const int pixel = group * kPixels + i;
+      Pixel& entry = pixels[group % 2][i];
+      int which;
+      const int image = p.image_pixels.Div(block.first_pixel + min(pixel, block.count), &which);
+      const FramePixel at(p, f, which);
+      entry.x = image * p.x_image;
+      entry.y = pixel < block.count ? image * y_image + at.number * p.y_pixel : -1;
 #pragma unroll
-    for (int d = 0; d < kRank; ++d) entry.origin[d] = at.origin[d];
+      for (int d = 0; d < kRank; ++d) entry.origin[d] = at.origin[d];
+    }
+  }
+
+  __device__ const Pixel& At(int step, int line) const {
+    return pixels[step / kSteps % 2][step % kSteps * T::kDepth + line];
   }
 };
 
@@ -79,7 +86,7 @@ struct LoadInput {
   __device__ void CopyAll(int step, uint32_t to, int row, const int (&tap)[kRank], int channel) const {
 #pragma unroll
     for (int j = 0; j < Mine::kCount; ++j) {
-      const Pixel& pixel = table.pixels[step % 2][Mine::Line() + j * Mine::kLinesApart];
+      const Pixel& pixel = table.At(step, Mine::Line() + j * Mine::kLinesApart);
       const int at = FindBeyond(f, pixel.origin, tap);
       CopyElements<kN>(to + Mine::Step(j), x + pixel.x + max(at, 0) * p.x_pixel + channel,
                        at >= 0 && pixel.y >= 0 && row < p.rows);
@@ -117,14 +124,14 @@ struct LoadCotangent {
   __device__ void CopyAll(int step, uint32_t to, int i) const {
 #pragma unroll
     for (int j = 0; j < Mine::kCount; ++j) {
-      const int64_t pixel = table.pixels[step % 2][Mine::Line() + j * Mine::kLinesApart].y;
+      const int64_t pixel = table.At(step, Mine::Line() + j * Mine::kLinesApart).y;
       CopyElements<kN>(to + Mine::Step(j), y + max(pixel, int64_t{0}) + i, pixel >= 0 && i < columns);
     }
   }
 };
 
-// Fills the table for the step after the one that is loaded: the last of the two loaders, hence of the step's.
-template <class Load, class Fill>
+// Fills the table for what comes after the steps that are loaded now: the last of the two loaders, hence of the step's.
+template <int kSteps, class Load, class Fill>
 struct WithNext {
   using Tile = typename Load::Tile;
   const Load load;
@@ -132,11 +139,9 @@ struct WithNext {
 
   __device__ void operator()(int step, uint32_t stage) const {
     load(step, stage);
-    fill(step + 1);  // read after the next barrier
+    if (step % kSteps == 0) fill(step / kSteps + 1);  // read after a barrier
   }
 };
-template <class Load, class Fill>
-WithNext(Load, Fill) -> WithNext<Load, Fill>;
 
 template <class T, class In>
 __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
@@ -148,14 +153,15 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   const int64_t y_image = int64_t{f.extent[0]} * f.extent[1] * f.extent[2] * p.y_pixel;
   const int64_t frame_pixels = f.first_tile[f.boxes];
   const int64_t first_image = block.batch * p.images + block.split * p.slice / frame_pixels;
-  const auto fill = [&](int step) { table.Fill(p, f, block, y_image, step); };
+  const auto fill = [&](int group) { table.Fill(p, f, block, y_image, group); };
   fill(0);
   __syncthreads();
 
   typename T::Sums sums = {};
   const LoadInput<T, In> load_x(p, f, block, table, x + block.x_offset, x_chunks);
-  const WithNext load_y{
-      LoadCotangent<T, In>(p, block, table, y + first_image * y_image + block.group * p.columns, y_chunks), fill};
+  using LoadY = LoadCotangent<T, In>;
+  const WithNext<PixelTable<T>::kSteps, LoadY, decltype(fill)> load_y{
+      LoadY(p, block, table, y + first_image * y_image + block.group * p.columns, y_chunks), fill};
   MultiplyPipelined<In, T>(SharedAddress(ring), (block.count + T::kDepth - 1) / T::kDepth, load_x, load_y, sums);
 
   const int first_row = block.row_tile * T::kRows, first_column = block.column_tile * T::kColumns;
@@ -169,7 +175,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
 template <class In, int kProducts>
 cudaError_t LaunchType(const Problem& p, int64_t slices, const void* x, const void* y, void* partial,
                        cudaStream_t stream) {
-  using T = MmaTile<In, Direction::kFilterGradient, 128, 64, 2, 2, 2, kProducts>;
+  using T = MmaTile<In, Direction::kFilterGradient, 128, 64, 4, 2, kProducts == 1 ? 2 : 1, kProducts>;
   const Frame f = MakeFrame(p, 1, 1);
   const FilterParams q = MakeFrameFilterParams(p, f, slices, T::kRows, T::kColumns, T::kDepth);
   using LoadY = LoadCotangent<T, In>;

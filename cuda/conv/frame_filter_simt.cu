@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kThreads)
       from_y[place] = (image * y_image + at.number) * p.y_pixel;
     }
     __syncthreads();
-#pragma unroll 4
+#pragma unroll 8
     for (int i = 0; i < count; ++i) sum += static_cast<Sum>(x[from_x[i]]) * static_cast<Sum>(y[from_y[i]]);
   }
   if (exists) partial[slice * p.result_size + (batch * taps + tap) * p.columns + element] = sum;

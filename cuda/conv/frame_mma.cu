@@ -75,6 +75,7 @@ struct LoadFilter {
   const In* filter;
   const bool chunks;
   const int depth, place;
+  Walk walk;  // of the thread's chunk, in the data gradient
 
   __device__ LoadFilter(const DataParams& p, const FrameBlock& block, const In* filter, bool chunks, int depth)
       : p(p),
@@ -82,29 +83,38 @@ struct LoadFilter {
         filter(filter + block.FilterStart(p)),
         chunks(chunks),
         depth(depth),
-        place(Tile::Offset(Mine::Line(), Mine::Chunk())) {}
+        place(Tile::Offset(Mine::Line(), Mine::Chunk())),
+        walk(p, block.taps, Mine::Chunk() * kChunk<In>) {}
 
-  __device__ void operator()(int step, uint32_t stage) const {
+  __device__ void operator()(int step, uint32_t stage) {
 #pragma unroll
     for (int j = 0; j < Mine::kCount; ++j) {
       if (chunks) {
-        Copy<kChunk<In>>(step, stage, j, 0);
+        // Forward there are all taps, whose lines follow each other.
+        const int64_t line = int64_t{step * T::kDepth + Mine::Line() + j * Mine::kLinesApart};
+        Copy<kChunk<In>>(step, stage, j, 0, kForward ? line * p.filter_channel : walk.filter + walk.channel);
       } else {
 #pragma unroll 1
-        for (int i = 0; i < kChunk<In>; ++i) Copy<1>(step, stage, j, i);
+        for (int i = 0; i < kChunk<In>; ++i) {
+          const Walk at(p, block.taps, Depth(step, j, i));
+          Copy<1>(step, stage, j, i, at.filter + at.channel * p.filter_channel);
+        }
       }
     }
+    if (!kForward) walk.template Advance<T::kDepth>(p, block.phase);
+  }
+
+  // Element i of the thread's chunk in its line j: which term it belongs to.
+  static __device__ int Depth(int step, int j, int i) {
+    return step * T::kDepth + (kForward ? Mine::Line() + j * Mine::kLinesApart : Mine::Chunk() * kChunk<In> + i);
   }
 
   template <int kN>
-  __device__ void Copy(int step, uint32_t stage, int j, int i) const {
-    const int line = Mine::Line() + j * Mine::kLinesApart, element = Mine::Chunk() * kChunk<In> + i;
-    const int k = step * T::kDepth + (kForward ? line : element);
-    const int column = block.column_tile * T::kColumns + (kForward ? element : line);
-    const Walk at(p, block.taps, k);
-    CopyElements<kN>(stage + place + Mine::Step(j) + sizeof(In) * i,
-                     filter + at.filter + at.channel * p.filter_channel + column * p.filter_column,
-                     k < depth && column < p.columns);
+  __device__ void Copy(int step, uint32_t stage, int j, int i, int64_t offset) const {
+    const int along = kForward ? Mine::Chunk() * kChunk<In> + i : Mine::Line() + j * Mine::kLinesApart;
+    const int column = block.column_tile * T::kColumns + along;
+    CopyElements<kN>(stage + place + Mine::Step(j) + sizeof(In) * i, filter + offset + column * p.filter_column,
+                     Depth(step, j, i) < depth && column < p.columns);
   }
 };
 
@@ -120,6 +130,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
 #pragma unroll 1
   for (int which = 0, count = block.Readings(); which < count; ++which) {
     block.SetReading(p, f, which, rows);
+    block.taps = kForward ? p.window_box : block.Taps();
     __syncthreads();
     const int depth = block.Depth(p);
     LoadOperand<T, In> load_a(p, f, block, rows, in, operand_chunks);
@@ -140,7 +151,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
 template <Direction kDirection, class In, int kProducts>
 cudaError_t LaunchType(const Problem& p, const void* operand, const void* filter, void* out, const Epilogue& epilogue,
                        cudaStream_t stream) {
-  using T = MmaTile<In, kDirection, 128, 64, 2, 2, 2, kProducts>;
+  using T = MmaTile<In, kDirection, 128, 64, 4, 2, kProducts == 1 ? 2 : 1, kProducts>;
   constexpr bool kForward = kDirection == Direction::kForward;
   DataParams q = MakeDataParams(p, epilogue, T::kRows, T::kColumns);
   q.whole_runs = IsChunk(AlignedRun(GemmOf(p).columns, p.out, {out, epilogue.bias, epilogue.residual}), p.out);

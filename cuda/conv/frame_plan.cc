@@ -89,12 +89,13 @@ bool OnTensorCores(const Problem& p) {
 
 int64_t FrameSlices(const Problem& p) {
   if (p.direction != Direction::kFilterGradient || !HasFrame(p)) return 0;
-  constexpr int64_t kBlocks = 528, kPixels = 256;  // to fill the device; that are worth a block
+  // Blocks that fill the device, and pixels that are worth one.
+  const int64_t blocks = OnTensorCores(p) ? 528 : 2112, least = 256;
   const int64_t tiles =
       p.batch * (OnTensorCores(p) ? p.groups * CeilDiv(p.Taps() * p.channels, 128) * CeilDiv(p.features, 64)
                                   : p.Taps() * CeilDiv(p.channels * p.groups * p.features, 128));
   const int64_t pixels = p.images * (p.YPixels() - Interior(p));
-  return std::max<int64_t>(1, std::min(kBlocks / std::max<int64_t>(1, tiles), CeilDiv(pixels, kPixels)));
+  return std::max<int64_t>(1, std::min(blocks / std::max<int64_t>(1, tiles), CeilDiv(pixels, least)));
 }
 
 int64_t FrameBytes(const Problem& p) {

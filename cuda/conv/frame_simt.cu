@@ -1,11 +1,12 @@
 // The frame's results, forward and in the data gradient, on the CUDA cores: every type and group count.
 //
-// A warp has 32 channels of the result, or 64 of a depthwise convolution, and a thread kPixels pixels of its channels,
+// A warp has 32 channels of the result, or 128 of a depthwise convolution, and a thread kPixels pixels of its channels,
 // which share what is loaded of the filter. Where they read the operand is worked out once a line of taps.
 #include <algorithm>
 #include <initializer_list>
 #include <type_traits>
 
+#include "cuda/common/convert.cuh"
 #include "cuda/conv/epilogue.cuh"
 #include "cuda/conv/frame.cuh"
 
@@ -14,15 +15,19 @@ namespace {
 
 constexpr int kThreads = 128, kPixels = 4, kTileRows = kThreads / 32 * kPixels;
 
-// kChannels neighbours of a thread: more than 1 in depthwise convolution, whose operands have as many channels.
+// kChannels neighbours of a thread, or zeros: more than 1 in depthwise convolution, whose operands have as many
+// channels.
 template <class In, int kChannels>
-__device__ void LoadChannels(const In* from, Accumulator<In> (&to)[kChannels]) {
+__device__ void LoadChannels(const In* from, bool valid, Accumulator<In> (&to)[kChannels]) {
   if constexpr (kChannels == 1) {
-    to[0] = static_cast<Accumulator<In>>(*from);
+    to[0] = static_cast<Accumulator<In>>(valid ? *from : In(0));
   } else {
-    const auto v = LoadConstant(reinterpret_cast<const Vec<In, kChannels>*>(from));
+    const auto packed = LoadConstant(reinterpret_cast<const Packed<In, kChannels>*>(from));
+    Widen<In, kChannels>(packed, to);
+    if (!valid) {
 #pragma unroll
-    for (int i = 0; i < kChannels; ++i) to[i] = static_cast<Accumulator<In>>(v.v[i]);
+      for (int i = 0; i < kChannels; ++i) to[i] = 0;
+    }
   }
 }
 
@@ -87,13 +92,13 @@ __global__ void __launch_bounds__(kThreads, 3)
           const In* weight = weights;
           for (int c = 0; c < p.phase_channels; c += kChannels) {
             Sum w[kChannels];
-            LoadChannels(weight, w);
+            LoadChannels(weight, true, w);
 #pragma unroll
             for (int i = 0; i < kPixels; ++i) {
               Sum x[kChannels];
-              LoadChannels(from[i] + c, x);
+              LoadChannels(from[i] + c, valid[i], x);
 #pragma unroll
-              for (int j = 0; j < kChannels; ++j) sums[i][j] += valid[i] ? x[j] * w[j] : 0;
+              for (int j = 0; j < kChannels; ++j) sums[i][j] += x[j] * w[j];
             }
             weight += p.filter_channel;
           }
@@ -133,9 +138,11 @@ int LaunchFrameSimt(const Problem& p, const void* operand, const void* filter, v
     return std::all_of(arrays.begin(), arrays.end(),
                        [=](const void* a) { return reinterpret_cast<uintptr_t>(a) % bytes == 0; });
   };
-  const bool paired = p.channels == 1 && p.features == 1 && p.groups % 2 == 0 &&
-                      aligned({operand, filter}, 2 * SizeOf(p.in)) &&
-                      aligned({out, epilogue.bias, epilogue.residual}, 2 * SizeOf(p.out));
+  // Of double a vector would be more than one access.
+  const int most = p.in == DType::kF64 ? 2 : 4;
+  const bool depthwise = p.channels == 1 && p.features == 1 && p.groups % most == 0 &&
+                         aligned({operand, filter}, most * SizeOf(p.in)) &&
+                         aligned({out, epilogue.bias, epilogue.residual}, most * SizeOf(p.out));
   return VisitDType(p.in, [&](auto type) {
     using In = typename decltype(type)::type;
     const auto launch = [&](auto channels) {
@@ -149,7 +156,8 @@ int LaunchFrameSimt(const Problem& p, const void* operand, const void* filter, v
       return LaunchKernel(FrameSimtKernel<In, channels()>, FrameBlocks(p, q, f), kThreads, stream, q, f,
                           static_cast<const In*>(operand), static_cast<const In*>(filter), p.out != p.in, out);
     };
-    return paired ? launch(std::integral_constant<int, 2>()) : launch(std::integral_constant<int, 1>());
+    constexpr std::integral_constant<int, sizeof(In) == 8 ? 2 : 4> kMost;
+    return depthwise ? launch(kMost) : launch(std::integral_constant<int, 1>());
   });
 }
 
