@@ -140,20 +140,21 @@ def test_replicated_single_element():
   np.testing.assert_allclose(y, np.broadcast_to(x @ w.sum(0), y.shape), atol=1e-12)
 
 
+@pytest.mark.parametrize("dtype, groups", [("float32", 1), ("bfloat16", 1), ("bfloat16", 8)])
 @pytest.mark.parametrize("mode", MODES[1:])
-def test_epilogue_and_layout(mode):
-  x, w, b = sample((2, 6, 5, 4), "float32"), sample((3, 3, 4, 8), "float32", 1), sample((8,), "float32", 2)
-  r = sample((2, 6, 5, 8), "float32", 3)
-  arguments = dict(stride=(1, 1), padding=((1, 1), (1, 1)), dilation=(1, 1), groups=1, padding_mode=(mode,) * 2)
+def test_epilogue_and_layout(mode, dtype, groups):
+  x, w, b = sample((2, 6, 5, 8), dtype), sample((3, 3, 8 // groups, 8), dtype, 1), sample((8,), dtype, 2)
+  r = sample((2, 6, 5, 8), dtype, 3)
+  arguments = dict(stride=(1, 1), padding=((1, 1), (1, 1)), dilation=(1, 1), groups=groups, padding_mode=(mode,) * 2)
   want = np.maximum(oracle(x, w, None, **arguments) + exact(b) + exact(r), 0)
-  got = jaxdnn.conv(x, w, b, padding="SAME", padding_mode=mode, activation="relu", residual=r)
-  assert_close(got, want, "float32", terms=36, scale=4)
+  got = jaxdnn.conv(x, w, b, padding="SAME", padding_mode=mode, groups=groups, activation="relu", residual=r)
+  assert_close(got, want, dtype, terms=72, scale=4)
   first = lambda a: a.transpose(0, 3, 1, 2)  # noqa: E731
   got = jaxdnn.conv(
-    first(x), w.transpose(3, 2, 0, 1), b, padding=1, padding_mode=mode, activation="relu", residual=first(r),
-    dimension_numbers=("NCHW", "OIHW", "NCHW"),
+    first(x), w.transpose(3, 2, 0, 1), b, padding=1, padding_mode=mode, groups=groups, activation="relu",
+    residual=first(r), dimension_numbers=("NCHW", "OIHW", "NCHW"),
   )  # fmt: skip
-  assert_close(got.transpose(0, 2, 3, 1), want, "float32", terms=36, scale=4)
+  assert_close(got.transpose(0, 2, 3, 1), want, dtype, terms=72, scale=4)
 
 
 # Derivatives and transformations --------------------------------------------------------------------------------------
