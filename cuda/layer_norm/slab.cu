@@ -44,11 +44,12 @@ struct Lane {
   __device__ int Column(int i) const { return lane + i * width; }
   __device__ bool Has(int i) const { return V == 1 || i < V - kTail || Column(i) < n; }
 
-  // v = f(its element) for each of the lane's columns, and 0 past the end of the row.
+  // v = f(its element) for each of the lane's columns, and 0 past the end of the row, in whose place its first one is
+  // read: other lanes write others.
   template <class A, class F>
   __device__ void Load(A (&v)[V], F&& f) const {
 #pragma unroll
-    for (int i = 0; i < V; ++i) v[i] = f(Has(i) ? Column(i) : n - 1);
+    for (int i = 0; i < V; ++i) v[i] = f(Has(i) ? Column(i) : lane);
 #pragma unroll
     for (int i = 0; i < V; ++i)
       if (!Has(i)) v[i] = 0;

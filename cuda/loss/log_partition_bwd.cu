@@ -189,14 +189,16 @@ __global__ void __launch_bounds__(kThreads)
   const int at = min(wanted, rows - 1);
   const RowMap<T> map(t, arrays, first + at);
   WaitRun();
-  PackedRow<softmax::ForwardOp<T, true>, T, kWhole> row(held, 0, at, n, span);
-  const bool has_label = wanted < rows && row.lane == 0 && static_cast<unsigned>(map.label) < n;
-  T* const label = held + at * n + (has_label ? map.label : 0);
-  const A of_label = map(static_cast<A>(*label)) + map.label_g;
-  __syncwarp();
-  if (wanted < rows) row.Store([&](auto& word, int i) { return map(word[0][i]); });
-  __syncwarp();
-  if (has_label) *label = static_cast<T>(of_label);
+  if (softmax::FirstOfWarp(span) < rows) {  // what a warp without a row would read, another one writes
+    PackedRow<softmax::ForwardOp<T, true>, T, kWhole> row(held, 0, at, n, span);
+    const bool has_label = wanted < rows && row.lane == 0 && static_cast<unsigned>(map.label) < n;
+    T* const label = held + at * n + (has_label ? map.label : 0);
+    const A of_label = map(static_cast<A>(*label)) + map.label_g;
+    __syncwarp();
+    if (wanted < rows) row.Store([&](auto& word, int i) { return map(word[0][i]); });
+    __syncwarp();
+    if (has_label) *label = static_cast<T>(of_label);
+  }
   StoreRun(dx + first * n, held, rows * n);
 }
 
