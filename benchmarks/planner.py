@@ -2,6 +2,9 @@
 
 Draws random convolutions of all kinds, times every kernel and tile of ours that the model does not rule out by far, and
 compares the fastest with the one that the model chooses. The same seed draws the same problems.
+
+The algorithm `gemm`, whose workspace is larger than its operands, is never chosen, and not among the best; it is timed
+where the model has it near them.
 """
 
 import argparse
@@ -229,7 +232,7 @@ def measure(
     {"tile": name, "splits": kept[name]["splits"], "us_model": kept[name]["us"], "us": float(np.median(s)) * 1e6}
     for name, s in samples.items()
   ]
-  chosen, best = timed[0], min(timed, key=lambda each: each["us"])
+  chosen, best = timed[0], min((each for each in timed if each["tile"] != gemm.NAME), key=lambda each: each["us"])
   return {**row, "chosen": chosen["tile"], "best": best["tile"], "ratio": chosen["us"] / best["us"], "timed": timed}
 
 
