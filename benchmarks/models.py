@@ -188,7 +188,7 @@ def measure(model: Model, variant: str, small: bool, profile: Callable[..., Any]
   return row
 
 
-def longest(kernels: list[tuple[str, float]], count: int = 40) -> list[tuple[str, float]]:
+def longest(kernels: list[tuple[str, float]], count: int = 60) -> list[tuple[str, float]]:
   """The names that take most of a step, and how many milliseconds."""
   totals: dict[str, float] = {}
   for name, milliseconds in kernels:

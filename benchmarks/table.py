@@ -1,7 +1,7 @@
 """Turns recorded runs into tables: `python -m benchmarks.table [--check] [RECORD.json ...]`.
 
-A table replaces what stands between `<!-- name:begin -->` and `<!-- name:end -->`; `SECTIONS` says of which records. With
-`--check` nothing is written; the exit status is 1 if a page differs.
+A table, made of the records that `SECTIONS` says, replaces what stands between `<!-- name:begin -->` and
+`<!-- name:end -->`. With `--check` nothing is written; the exit status is 1 if a page differs.
 """
 
 import argparse
