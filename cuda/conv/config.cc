@@ -143,17 +143,20 @@ double Cycles(const Problem& p, const TileShape& t, int64_t splits) {
 double WgmmaCycles(const Problem& p, const TileShape& t, int64_t splits) {
   const WgmmaCost cost = WgmmaCostOf(t, p);
   Work work = WorkOf(p, t, splits);
+  // Whether pixels do not begin with the sectors that memory is read in.
+  const auto apart = [&](int64_t n) { return n * SizeOf(p.in) % 32 != 0; };
   double steps;
   if (p.direction == Direction::kFilterGradient) {
     // Rows come in units of a line of channels.
     const int line = WgmmaDepth(p.in);
     const double units = double(p.Taps()) * CeilDiv(p.channels, line);
     work.tiles = std::ceil(units / (t.rows / line)) * CeilDiv(p.features, t.columns) * splits;
-    steps = std::ceil(work.depth / WgmmaDepth(p.in));
+    steps = std::ceil(work.depth / WgmmaDepth(p.in)) * (apart(p.channels) ? 1.45 : 1) * (apart(p.features) ? 1.45 : 1);
   } else {
-    // Pixels of half a line and less take as many loads, which are slower for what they bring.
-    const int64_t channels = p.DepthChannels(), line = WgmmaDepth(p.in);
-    steps = std::max(1.0, work.depth / channels * CeilDiv(channels, line)) * (2 * channels <= line ? 1.45 : 1);
+    // What is left of a pixel's channels takes a load too, which is slower for what it brings.
+    const int64_t channels = p.DepthChannels(), line = WgmmaDepth(p.in), left = channels % line;
+    const double last = left == 0 ? 0 : apart(left) ? 2.7 : 1.6;
+    steps = std::max(1.0, work.depth / channels * (channels / line + last));
   }
   const double each = std::ceil(work.tiles / kMultiprocessors), busy = steps * cost.step;
   return each * std::max(busy, (busy + cost.tile) / 2) + cost.tile;
