@@ -8,11 +8,13 @@ Each network (`networks.py`) is trained in four ways, in one process:
 - `all`: normalisation, activations and pooling are jaxdnn's too
 - `lax`: as Flax has it
 
-They run in this order, so that what XLA's autotuner learns of the rest of the network is to the advantage of those that
-jaxdnn is compared with.
+They run in this order, each for all networks, so that what XLA's autotuner learns of the rest of a network is to the
+advantage of those that jaxdnn is compared with.
 """
 
 import argparse
+import itertools
+import math
 import re
 import sys
 import time
@@ -213,21 +215,25 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
   parser.add_argument("--out", type=Path, metavar="FILE", help="record to this JSON file, row by row")
   parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
   parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
+  parser.add_argument("--seconds", type=float, default=math.inf, help="begin nothing more after this time")
   parser.add_argument("--shrink", type=int, default=1, metavar="N", help=argparse.SUPPRESS)
   args = parser.parse_args(arguments)
+  began = time.perf_counter()
   _, record = harness.start(harness.command_line("benchmarks.models", arguments), args.shrink)
   profile = partial(harness.cupti_kernels, harness.cupti_extension()) if record["clock"] == "cupti" else None
   rows = record["rows"] = []
-  for name in args.models:
-    for variant in args.variants:
-      try:
-        row = measure(MODELS[name], variant, args.shrink > 1, profile)
-      except Exception as error:
-        row = {"variant": variant, "error": harness.reason(error)}
-      rows.append({"model": name, **row})
-      print(line(rows[-1]) if "error" not in row else rows[-1], flush=True)
-      harness.save(args.out, record)
-      jax.clear_caches()
+  for variant, name in itertools.product(args.variants, args.models):
+    if record.get("seconds", 0.0) > args.seconds:
+      break
+    try:
+      row = measure(MODELS[name], variant, args.shrink > 1, profile)
+    except Exception as error:
+      row = {"variant": variant, "error": harness.reason(error)}
+    rows.append({"model": name, **row})
+    print(line(rows[-1]) if "error" not in row else rows[-1], flush=True)
+    record["seconds"] = time.perf_counter() - began
+    harness.save(args.out, record)
+    jax.clear_caches()
   return record
 
 

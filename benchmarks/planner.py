@@ -134,7 +134,7 @@ def moved(problem: Problem) -> int:
 def spec_of(case: ConvCase, algorithm: str | None) -> Any:
   return make_spec(
     "planner", case.spatial, case.window, stride=case.stride, padding=case.padding, lhs_dilation=case.lhs_dilation,
-    rhs_dilation=case.rhs_dilation, groups=case.groups, precision=None, algorithm=algorithm,
+    rhs_dilation=case.rhs_dilation, groups=case.groups, precision="default", algorithm=algorithm,
   )  # fmt: skip
 
 
@@ -171,7 +171,7 @@ def by_patches(problem: Problem) -> list[jaxdnn.ConvAlgorithm]:
   x, w = (jax.ShapeDtypeStruct(shape, problem.dtype) for shape in (case.x_shape, case.w_shape))
   listed = jaxdnn.conv_algorithms(
     x, w, direction=CONV_DIRECTIONS[problem.direction], stride=case.stride, padding=case.padding,
-    dilation=case.rhs_dilation,
+    dilation=case.rhs_dilation, precision="default",
   )  # fmt: skip
   return [each for each in listed if each.name == gemm.NAME]
 
@@ -265,8 +265,8 @@ def measure_all(
 def choose_again(row: dict[str, Any]) -> dict[str, Any]:
   """The row with what the model, as it is now, chooses of the kernels that were timed.
 
-  `slices` says that it would sum a filter gradient in another number of slices than was timed, `untimed` that its choice
-  was not timed; there is no ratio then.
+  `slices` says that it would sum a filter gradient in other slices than were timed; `untimed`, that its choice
+  was not timed: there is no ratio then.
   """
   if "timed" not in row:
     return row
@@ -279,9 +279,10 @@ def choose_again(row: dict[str, Any]) -> dict[str, Any]:
   models = {each["tile"]: model(problem, each["tile"]) for each in row["timed"] if each["tile"] != gemm.NAME}
   timed = [{**t, "us_model": plan["us"]} if (plan := models.get(t["tile"])) else t for t in row["timed"]]
   kept = {key: value for key, value in row.items() if key not in ("ratio", "slices", "untimed")}
+  then = row.get("ratio_then", row.get("ratio"))
   chosen = model(problem, None)
   us = {t["tile"]: t["us"] for t in timed}
-  row = {**kept, "chosen": chosen["tile"], "timed": timed}
+  row = {**kept, "ratio_then": then, "chosen": chosen["tile"], "timed": timed}
   if chosen["tile"] not in us:
     return {**row, "untimed": chosen}
   was = next(t["splits"] for t in timed if t["tile"] == chosen["tile"])
@@ -337,7 +338,8 @@ def summarise(record: dict[str, Any]) -> dict[str, Any]:
   for row in record["rows"]:
     if row.get("ratio", math.inf) > CLOSE:
       print(line(row))
-  print(f"{len(ratios)} problems in {record['seconds']:.0f} s, {sum(r <= CLOSE for r in ratios)} within 10 % of the best")
+  close = sum(ratio <= CLOSE for ratio in ratios)
+  print(f"{len(ratios)} problems in {record['seconds']:.0f} s, {close} within 10 % of the best")
   return record
 
 

@@ -225,7 +225,21 @@ def choices(records: list[Record]) -> str:
     patches = sum(us[row["chosen"]] > CLOSE * us.get("gemm", math.inf) for us, row in zip(at, own, strict=True))
     lines.append([kind, str(len(own)), share, times(geometric_mean(ratios)), times(max(ratios)), str(patches)])
   head = ["random problems", "", "within 10 % of the best", "chosen / best, mean", "worst", "`gemm` 10 % faster"]
-  return "\n\n".join([provenance(records), markdown(head, lines)])
+  return "\n\n".join([provenance(records), *anew(records), markdown(head, lines)])
+
+
+def anew(records: list[Record]) -> list[str]:
+  """Whose choices are not those of the module that was timed."""
+  rows = [row for record in records if "chosen_by" in record for row in record["rows"]]
+  if not rows:
+    return []
+  then = sum(row.get("ratio_then", math.inf) <= CLOSE for row in rows)
+  slices, untimed = (sum(key in row for row in rows) for key in ("slices", "untimed"))
+  return [
+    f"{len(rows)} of these were chosen anew among the recorded times (`--choose`), by a model that was fitted to them; "
+    f"the model of the time was within 10 % in {then}. {slices} now have their sum in other slices than were timed, "
+    f"{untimed} a kernel that was not timed."
+  ]
 
 
 def misses(records: list[Record]) -> str:

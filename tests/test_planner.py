@@ -79,3 +79,35 @@ def test_misses_are_listed():
   ):
     assert line in lines
   assert sum("8×8" in line for line in lines) == 2
+
+
+def test_choosing_anew():
+  (problem,) = planner.draw_problems(1, seed=7)
+  case, kept = problem.case, planner.candidates(problem)
+  timed = [
+    {"tile": tile, "splits": plan["splits"], "us_model": 0.0, "us": 10.0 + i}
+    for i, (tile, plan) in enumerate(kept.items())
+  ]
+  timed[0]["us"] = 30.0
+  geometry = [case.batch, case.spatial, case.c, case.window, case.k, *case.geometry, case.groups]
+  row = {"kind": problem.kind, "direction": problem.direction, "dtype": problem.dtype, "case": "", "timed": timed,
+         "geometry": json.loads(json.dumps(geometry)), "chosen": "other", "best": timed[1]["tile"],
+         "ratio": 1.5}  # fmt: skip
+  again = planner.choose_again(row)
+  assert again["chosen"] == timed[0]["tile"] and again["ratio"] == pytest.approx(30 / 11)
+  assert again["timed"][0]["us_model"] == pytest.approx(kept[again["chosen"]]["us"])
+  timed[0]["splits"] += 1
+  assert planner.choose_again(row)["slices"] == timed[0]["splits"] - 1
+  del timed[0]
+  without = planner.choose_again(row)
+  assert "ratio" not in without and without["untimed"]["tile"] == again["chosen"]
+  assert "untimed" not in again and "slices" not in again and again["ratio_then"] == 1.5
+  assert planner.choose_again(again) == again
+
+
+def test_recorded_problems():
+  """The model still chooses well among what was measured."""
+  record = json.loads((table.RESULTS / "planner.json").read_text())
+  ratios = [again["ratio"] for row in record["rows"] if "ratio" in (again := planner.choose_again(row))]
+  assert len(ratios) > 0.8 * len(record["rows"])
+  assert sum(ratio <= planner.CLOSE for ratio in ratios) > 0.85 * len(ratios)
