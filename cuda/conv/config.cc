@@ -5,6 +5,7 @@
 
 #include "cuda/conv/few_features_plan.h"
 #include "cuda/conv/pixel_map.h"
+#include "cuda/conv/step_cost.h"
 #include "cuda/conv/strips.h"
 #include "cuda/conv/unaligned_plan.h"
 
@@ -20,36 +21,6 @@ constexpr int64_t kIndexLimit = int64_t{1} << 30;
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t FloorDiv(int64_t a, int64_t b) { return (a - (a % b + b) % b) / b; }
-
-// What a step of a tile's main loop takes, in cycles: `latency` when nothing else hides its loads, `busy` when other
-// blocks do; and how many blocks share a multiprocessor. Fitted to an H200, where the model's times then have a root
-// mean square error of 10 %. The CUDA-core rates are shares of 128 multiply-adds a cycle.
-struct StepCost {
-  double latency, busy, resident;
-};
-
-StepCost CostOf(const TileShape& t, const Problem& p, int depth) {
-  const bool filter = p.direction == Direction::kFilterGradient, floats = p.in == DType::kF32;
-  const double simt_step = t.rows * t.columns * depth / 128.0;
-  switch (t.tile) {
-    case Tile::kSimt128x64:
-      return {700, simt_step / 0.6, 4};
-    case Tile::kSimt64x32:
-      return {700, simt_step / 0.45, 8};
-    case Tile::kSimt128x8:
-      return {700, simt_step / 0.3, 8};
-    case Tile::kMma128x128:
-      return !filter ? StepCost{900, 700, 2} : floats ? StepCost{2050, 1350, 2} : StepCost{1350, 980, 2};
-    case Tile::kMma128x64:
-      return !filter ? StepCost{600, 420, 2} : floats ? StepCost{1550, 970, 3} : StepCost{1350, 820, 3};
-    case Tile::kMma64x64:
-      return !filter ? StepCost{650, 260, 3} : floats ? StepCost{1020, 600, 3} : StepCost{1100, 440, 4};
-    case Tile::kMma128x32:
-      return !filter ? StepCost{700, 300, 3} : floats ? StepCost{1320, 790, 3} : StepCost{1350, 580, 3};
-    default:
-      return {};
-  }
-}
 
 // Of the Hopper kernels: the cycles of a step, and those of beginning and storing a tile, which the other warpgroup
 // hides unless tiles are short. Fitted to an H200, where the choice is then on average 2 % slower than the best.
@@ -122,55 +93,70 @@ Gemm DenseGemmOf(const Problem& p, const Dense& dense) {
   return {g.problems, g.rows, g.columns, depth * dense.groups};
 }
 
-// Tiles of rows, and of them those of the average phase and its steps' depth.
+// Tiles of rows, the depth of the sums of the average phase, and of that which meets most taps.
 struct Work {
-  double tiles, depth;
+  double tiles, depth, longest;
 };
 
 Work WorkOf(const Problem& p, const TileShape& t, int64_t splits) {
   const Dense dense = t.unit == Unit::kMma ? DenseOf(p) : Dense();
   const Gemm g = t.unit == Unit::kMma ? DenseGemmOf(p, dense) : GemmOf(p);
-  double phases = 1, taps_per_tap = 1;
+  double phases = 1, taps_per_tap = 1, share = 1;
   if (p.direction != Direction::kFilterGradient && !dense.Folds()) {
     const Phases f = PhasesOf(p);
-    for (int d = 0; d < kRank; ++d) phases *= f.period[d], taps_per_tap *= f.tap_period[d];
+    for (int d = 0; d < kRank; ++d) {
+      phases *= f.period[d], taps_per_tap *= f.tap_period[d];
+      share *= double(CeilDiv(p.window[d], f.tap_period[d])) / std::max<int64_t>(p.window[d], 1);
+    }
   }
   const double row_tiles = phases * std::ceil(g.rows / phases / t.rows);
-  return {double(g.problems) * row_tiles * CeilDiv(g.columns, t.columns) * splits, g.depth / taps_per_tap / splits};
+  const double tiles = double(g.problems) * row_tiles * CeilDiv(g.columns, t.columns) * splits;
+  return {tiles, g.depth / taps_per_tap / splits, g.depth * share / splits};
+}
+
+Lines LinesOf(const Problem& p, const Dense& dense) {
+  constexpr int64_t kWide = 64;
+  if (IsRagged(p, dense)) return GathersChunks(p, dense) ? Lines::kSomeInPieces : Lines::kInPieces;
+  if (p.direction == Direction::kFilterGradient) {
+    const bool wide = p.channels >= kWide && !GathersChunks(p, dense);
+    return CopiesChunks(p, dense) ? Lines::kWhole : wide ? Lines::kInPieces : Lines::kSomeInPieces;
+  }
+  return dense.groups > 1 || dense.Folds() ? Lines::kSpread : Lines::kWhole;
 }
 
 double Cycles(const Problem& p, const TileShape& t, int64_t splits) {
+  const bool mma = t.unit == Unit::kMma;
   const Work work = WorkOf(p, t, splits);
-  const int depth = t.unit == Unit::kMma ? MmaDepth(p.direction, SizeOf(p.in)) : SimtDepth(p.in);
-  const StepCost cost = CostOf(t, p, depth);
+  const Dense dense = mma ? DenseOf(p) : Dense();
+  const Lines lines = mma ? LinesOf(p, dense) : Lines::kWhole;
+  const StepCost cost = StepCostOf(t.tile, p.direction, SizeOf(p.in), lines);
   // Finding its place and storing its sums take a block as long as some steps.
-  const double steps = std::ceil(work.depth / depth) + (t.unit == Unit::kMma ? 8 : 4);
+  const int depth = mma ? MmaDepth(p.direction, SizeOf(p.in)) : SimtDepth(p.in), beside = mma ? 8 : 4;
+  const double steps = std::ceil(work.depth / depth) + beside, longest = std::ceil(work.longest / depth) + beside;
   const double each = std::ceil(work.tiles / kMultiprocessors);
-  // What the mma.sync kernels shift, or copy piece by piece.
-  const Dense dense = DenseOf(p);
-  const double pieces = t.unit == Unit::kSimt           ? 1
-                        : IsRagged(p, dense)            ? (GathersChunks(p, dense) ? 1.2 : 2.2)
-                        : CopiesChunks(p, dense)        ? 1
-                        : InRunsOf(p, 4 / SizeOf(p.in)) ? 1.6
-                                                        : 2;
-  return steps * pieces * (IsTripled(p) ? 2.5 : 1) *
-         std::max(std::ceil(each / cost.resident) * cost.latency, each * cost.busy);
+  // Groups that are merged may come in pieces too.
+  const double pieces = lines != Lines::kSpread || CopiesChunks(p, dense) ? 1 : InRunsOf(p, 4 / SizeOf(p.in)) ? 1.6 : 2;
+  const double latency = std::max(steps * std::ceil(each / cost.resident), longest) * cost.latency;
+  return pieces * (IsTripled(p) ? 2.5 : 1) * std::max(latency, steps * each * cost.busy);
 }
 
 double WgmmaCycles(const Problem& p, const TileShape& t, int64_t splits) {
   const WgmmaCost cost = WgmmaCostOf(t, p);
   Work work = WorkOf(p, t, splits);
+  // Whether pixels do not begin with the sectors that memory is read in.
+  const auto apart = [&](int64_t n) { return n * SizeOf(p.in) % 32 != 0; };
   double steps;
   if (p.direction == Direction::kFilterGradient) {
     // Rows come in units of a line of channels.
     const int line = WgmmaDepth(p.in);
     const double units = double(p.Taps()) * CeilDiv(p.channels, line);
     work.tiles = std::ceil(units / (t.rows / line)) * CeilDiv(p.features, t.columns) * splits;
-    steps = std::ceil(work.depth / WgmmaDepth(p.in));
+    steps = std::ceil(work.depth / WgmmaDepth(p.in)) * (apart(p.channels) ? 1.45 : 1) * (apart(p.features) ? 1.45 : 1);
   } else {
-    // Pixels of half a line and less take as many loads, which are slower for what they bring.
-    const int64_t channels = p.DepthChannels(), line = WgmmaDepth(p.in);
-    steps = std::max(1.0, work.depth / channels * CeilDiv(channels, line)) * (2 * channels <= line ? 1.45 : 1);
+    // What is left of a pixel's channels takes a load too, which is slower for what it brings.
+    const int64_t channels = p.DepthChannels(), line = WgmmaDepth(p.in), left = channels % line;
+    const double last = left == 0 ? 0 : apart(left) ? 2.7 : 1.6;
+    steps = std::max(1.0, work.depth / channels * (channels / line + last));
   }
   const double each = std::ceil(work.tiles / kMultiprocessors), busy = steps * cost.step;
   return each * std::max(busy, (busy + cost.tile) / 2) + cost.tile;
@@ -187,10 +173,13 @@ double DepthwiseCycles(const Problem& p, int64_t splits) {
   const bool paired = p.features == 1 && p.groups % 2 == 0;
   const double lines = p.window[0] * p.window[1], taps = p.Taps() * (paired ? 1 : 2);
   const double element = compiled && paired ? 0.25 + 0.015 * taps : 0.6 + 0.017 * taps + 0.1 * lines;
-  const double elements = double(p.batch) * p.images * p.groups * p.features * std::max(p.XPixels(), p.YPixels());
+  // Compiled windows go over all lines, others over results alone.
+  const bool results = !(compiled && paired) && p.direction == Direction::kForward;
+  const double planes = double(p.batch) * p.images * p.groups * p.features;
+  const double most = planes * std::max(p.XPixels(), p.YPixels()), elements = results ? planes * p.YPixels() : most;
   // Lanes run over channels, of which few leave loads scattered.
   const double scattered = std::max(1.0, 16.0 / p.groups);
-  const double all = elements * element * scattered / kMultiprocessors, bytes = elements * 2 * SizeOf(p.in);
+  const double all = elements * element * scattered / kMultiprocessors, bytes = most * 2 * SizeOf(p.in);
   // Blocks have channels of their own, and in the filter gradient 32 taps where the window is not compiled for.
   const double pieces = compiled ? 1 : std::ceil(p.Taps() / 32.0);
   const double blocks = double(p.batch) * std::ceil(p.groups * p.features / 64.0) * splits * pieces;

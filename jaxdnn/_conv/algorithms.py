@@ -26,6 +26,7 @@ from jaxdnn._conv.spec import ConvSpec, check_channels, make_spec, result_dtype
 _RESULTS = {"forward": "y", "data_gradient": "x", "filter_gradient": "w"}
 _CLOCK_HZ = 1.755e9  # of the H200 that the model's cycles were fitted to
 _BYTES_PER_SECOND = 4e12
+_LAUNCH_MICROSECONDS = 3.0  # of one more kernel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,9 +61,10 @@ def conv_algorithms(
   workspace_limit: int | None = None,
   hopper: bool = True,
 ) -> list[ConvAlgorithm]:
-  """The kernels that can compute a convolution, or a gradient of it, fastest first: the first is what is used.
+  """The kernels that can compute a convolution, or a gradient of it, fastest first.
 
-  The order comes from a closed-form model of their times. Nothing is run or measured, and no GPU is needed.
+  The first is what is used, or the next after 'gemm', which is only used where it is asked for. The order comes from a
+  closed-form model of their times. Nothing is run or measured, and no GPU is needed.
 
   Args:
     x: input [N, *spatial, C]: an array, or anything with a shape and a dtype, such as `jax.ShapeDtypeStruct`.
@@ -119,7 +121,7 @@ def conv_algorithms(
 def _by_patches(
   result: str, shapes: dict[str, Any], spec: ConvSpec, dtype: Any, out_dtype: Any, hopper: bool
 ) -> ConvAlgorithm:
-  """The best kernel for the product, and one pass that writes, or sums, the patches."""
+  """The best kernel for the product, and one more that writes, or sums, the patches."""
   n, c, k = shapes["x"][0], shapes["x"][-1], shapes["w"][-1]
   rows, terms = n * math.prod(spec.y_spatial), math.prod(spec.window) * c
   matrices = {"x": (1, rows, terms), "w": (1, terms, k), "y": (1, rows, k)}
@@ -127,8 +129,9 @@ def _by_patches(
   workspace = gemm.patches_bytes(result, n, c, spec, dtype)
   p = plan(result, a, b, gemm.matrix_spec(spec, workspace), out_dtype, hopper=hopper)
   assert p is not None
-  moved = workspace + math.prod(shapes["x"]) * np.dtype(dtype).itemsize
-  microseconds = p["cycles"] / _CLOCK_HZ * 1e6 + moved / _BYTES_PER_SECOND * 1e6
+  # The patches are both written and read.
+  moved = 2 * workspace + math.prod(shapes["x"]) * np.dtype(dtype).itemsize
+  microseconds = p["cycles"] / _CLOCK_HZ * 1e6 + moved / _BYTES_PER_SECOND * 1e6 + _LAUNCH_MICROSECONDS
   exactness = _exactness(p["algorithm"], dtype, spec)
   return ConvAlgorithm(
     gemm.NAME, p["tile"], p["splits"], workspace + p["workspace_bytes"], exactness, microseconds
