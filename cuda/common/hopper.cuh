@@ -58,6 +58,11 @@ __device__ inline void SyncWarpgroup(int id) { asm volatile("bar.sync %0, 128;" 
 // Tensor boxes
 // ---------------------------------------------------------------------------------------------------------
 
+// Of a map that will be needed soon.
+__device__ inline void PrefetchMap(const CUtensorMap* map) {
+  if constexpr (kAvailable) asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
 // Loads the box at (x, y, z) and adds its bytes to the barrier.
 __device__ inline void LoadBox(uint32_t to, const CUtensorMap* map, uint32_t barrier, int x, int y, int z) {
   if constexpr (kAvailable)
@@ -230,6 +235,20 @@ __device__ inline void MultiplyHeld(float (&d)[kColumns / 2], const uint32_t (&a
 #undef JAXDNN_SUMS64
 #undef JAXDNN_WGMMA
 #undef JAXDNN_WGMMA_OF_TYPE
+
+// Neighbouring elements from and to shared memory.
+__device__ inline void LoadWords(uint32_t (&v)[2], uint32_t address) {
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(v[0]), "=r"(v[1]) : "r"(address) : "memory");
+}
+__device__ inline void LoadWords(uint32_t (&v)[4], uint32_t address) {
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+               : "r"(address)
+               : "memory");
+}
+__device__ inline void StorePair(uint32_t address, float first, float second) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(first), "f"(second) : "memory");
+}
 
 // Four 8x8 matrices of 16-bit elements to shared memory: lane i gives the address of row i % 8 of matrix i / 8, and
 // holds of each matrix the elements 2 (i % 4) and 2 (i % 4) + 1 of row i / 4.

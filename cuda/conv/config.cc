@@ -14,6 +14,7 @@ namespace {
 // A Hopper-sized device. A constant, not a query: the choice must be the same on every machine.
 constexpr double kMultiprocessors = 132;
 constexpr double kLaunchCycles = 4000;  // of one more kernel
+constexpr double kExchangeCycles = 2000;  // of a cluster's blocks that share a tile
 constexpr double kBytesPerCycle = 18;   // of device memory, per multiprocessor
 constexpr int64_t kMinSlice = 128;      // terms of the reduction that are worth a block
 constexpr int64_t kIndexLimit = int64_t{1} << 30;
@@ -157,7 +158,7 @@ double Cycles(const Problem& p, const TileShape& t, int64_t splits) {
          std::max(std::ceil(each / cost.resident) * cost.latency, each * cost.busy);
 }
 
-double WgmmaCycles(const Problem& p, const TileShape& t, int64_t splits) {
+double WgmmaCycles(const Problem& p, const TileShape& t, int64_t splits, int64_t cluster) {
   const WgmmaCost cost = WgmmaCostOf(t, p);
   Work work = WorkOf(p, t, splits);
   double steps;
@@ -172,7 +173,8 @@ double WgmmaCycles(const Problem& p, const TileShape& t, int64_t splits) {
     const int64_t channels = p.DepthChannels(), line = WgmmaDepth(p.in);
     steps = std::max(1.0, work.depth / channels * CeilDiv(channels, line)) * (2 * channels <= line ? 1.45 : 1);
   }
-  const double each = std::ceil(work.tiles / kMultiprocessors), busy = steps * cost.step;
+  const double each = std::ceil(work.tiles * cluster / kMultiprocessors), busy = std::ceil(steps / cluster) * cost.step;
+  if (cluster > 1) return each * (busy + cost.tile) + kExchangeCycles;
   return each * std::max(busy, (busy + cost.tile) / 2) + cost.tile;
 }
 
@@ -199,10 +201,17 @@ double DepthwiseCycles(const Problem& p, int64_t splits) {
   return 2000 + 3000 * rounds + std::max(all * unused, bytes / (kMultiprocessors * kBytesPerCycle));
 }
 
-// Of an operand that wgmma wants K-major: the filter forward, y in the filter gradient. TF32 has no MN-major operands.
+// How many blocks may share a tile in the Hopper kernels (wgmma_team.cuh).
+int64_t MostBlocks(const Problem& p, const TileShape& t) {
+  if (t.unit != Unit::kWgmma || p.direction == Direction::kFilterGradient || t.rows == 256) return 1;
+  const Phases f = PhasesOf(p);
+  if (f.period[0] * f.period[1] * f.period[2] > 1) return 1;
+  return std::min<int64_t>(8, p.Taps() * CeilDiv(p.DepthChannels(), WgmmaDepth(p.in)) / 2);
+}
+
+// Of y in the filter gradient, which wgmma wants K-major: TF32 has no MN-major operands.
 int64_t TransposedBytes(const Problem& p, const TileShape& t) {
-  if (t.unit != Unit::kWgmma || p.in != DType::kF32 || p.direction == Direction::kDataGradient) return 0;
-  if (p.direction == Direction::kForward) return p.FilterSize() * 4;
+  if (t.unit != Unit::kWgmma || p.in != DType::kF32 || p.direction != Direction::kFilterGradient) return 0;
   const int64_t depth = WgmmaDepth(p.in);
   return CeilDiv(p.images * p.YPixels(), depth) * depth * p.features * 4;
 }
@@ -384,16 +393,18 @@ std::optional<Config> ChooseAsItIs(const Problem& p, bool hopper, std::string_vi
       const int64_t transposed = TransposedBytes(p, t), bytes = transposed + (partial ? slices * result_bytes : 0);
       if (bytes > workspace_limit) break;
       if (splittable && CeilDiv(g.depth, slices) >= kIndexLimit) continue;  // a slice is indexed with 32 bits
-      const double product = t.unit == Unit::kDepthwise     ? DepthwiseCycles(p, slices)
-                             : t.unit == Unit::kFewChannels ? FewChannelsCycles(AsForward(p), strips, slices)
-                             : t.unit == Unit::kGrouped     ? GroupedCycles(p, slices)
-                             : t.unit == Unit::kFewFeatures ? FewFeaturesCycles(p)
-                             : t.unit == Unit::kUnaligned   ? UnalignedCycles(p, slices)
-                             : t.unit == Unit::kWgmma       ? WgmmaCycles(p, t, slices)
-                                                            : Cycles(p, t, slices);
-      const double cycles = product + ReductionCycles(p, slices, result_bytes) +
-                            (transposed ? kLaunchCycles + 2.0 * transposed / (kMultiprocessors * kBytesPerCycle) : 0);
-      if (!best || cycles < best->cycles) best = Config{t.tile, slices, bytes, cycles};
+      for (int64_t cluster = 1; cluster == 1 || cluster <= MostBlocks(p, t); cluster *= 2) {
+        const double product = t.unit == Unit::kDepthwise     ? DepthwiseCycles(p, slices)
+                               : t.unit == Unit::kFewChannels ? FewChannelsCycles(AsForward(p), strips, slices)
+                               : t.unit == Unit::kGrouped     ? GroupedCycles(p, slices)
+                               : t.unit == Unit::kFewFeatures ? FewFeaturesCycles(p)
+                               : t.unit == Unit::kUnaligned   ? UnalignedCycles(p, slices)
+                               : t.unit == Unit::kWgmma       ? WgmmaCycles(p, t, slices, cluster)
+                                                              : Cycles(p, t, slices);
+        const double cycles = product + ReductionCycles(p, slices, result_bytes) +
+                              (transposed ? kLaunchCycles + 2.0 * transposed / (kMultiprocessors * kBytesPerCycle) : 0);
+        if (!best || cycles < best->cycles) best = Config{t.tile, slices, cluster, bytes, cycles};
+      }
     }
   }
   return best;

@@ -114,7 +114,8 @@ constexpr int64_t kMmaMaxWindow = 511;
 struct Config {
   Tile tile;
   int64_t splits;           // slices of the reduction, summed in order by a second kernel when more than 1
-  int64_t workspace_bytes;  // for the slices' partial sums, or a transposed filter
+  int64_t cluster;          // neighbouring blocks that share the reduction of a tile
+  int64_t workspace_bytes;  // for the slices' partial sums, or a transposed operand
   double cycles;            // modelled time, for comparing configurations
   bool exchanged;           // whether the kernel computes a filter gradient with x and y exchanged
 };

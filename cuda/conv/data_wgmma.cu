@@ -3,11 +3,12 @@
 //
 // Rows are positions of a phase, columns the result's channels, and a step of the reduction is a line of channels of
 // one tap: one im2col load, and a box of the filter [taps, channels, features], which forward is MN-major and in the
-// data gradient K-major. TF32 has no MN-major operands, so forward reads a copy [taps, features, channels] that a first
-// kernel makes. What lies past the last channel is read as zeros, of the filter too.
+// data gradient K-major. TF32 has no MN-major operands, so that forward it goes through registers (wgmma_held.cuh).
+// What lies past the last channel is read as zeros, of the filter too.
 #include "cuda/conv/epilogue.cuh"
 #include "cuda/conv/wgmma.h"
-#include "cuda/conv/wgmma_tile.cuh"
+#include "cuda/conv/wgmma_held.cuh"
+#include "cuda/conv/wgmma_team.cuh"
 
 namespace jaxdnn::conv {
 namespace {
@@ -18,9 +19,11 @@ struct Params {
   int phases, first_tile[kMaxMaps + 1];  // of each phase, in tiles of rows
   int tiles, column_tiles, columns;
   int lines;  // of channels
+  int team;   // blocks that share a tile
   int window[kRank], out[kRank];
   int images;
   bool scattered;  // the rows of a phase are not neighbours in the result
+  bool boxes;      // the sums are stored as they are, in the operands' type
   Epilogue epilogue;
 };
 
@@ -38,11 +41,10 @@ struct Place {
   }
 };
 
-// The image of a row, and its position there.
-__device__ int64_t Split(const MappedPhase& f, int64_t row, int (&position)[kRank]) {
-  const int plane = f.positions[1] * f.positions[2];
-  const int64_t image = row / (f.positions[0] * plane);
-  int pixel = static_cast<int>(row - image * f.positions[0] * plane);
+// The image of a row, and its position there. There are fewer than 2^31 rows.
+__device__ int Split(const MappedPhase& f, int64_t row, int (&position)[kRank]) {
+  const int plane = f.positions[1] * f.positions[2], image = static_cast<int>(row) / (f.positions[0] * plane);
+  int pixel = static_cast<int>(row) - image * f.positions[0] * plane;
   position[0] = pixel / plane;
   pixel -= position[0] * plane;
   position[1] = pixel / f.positions[2];
@@ -53,6 +55,7 @@ __device__ int64_t Split(const MappedPhase& f, int64_t row, int (&position)[kRan
 // Where a row is in the result, in pixels; -1 past the last.
 __device__ int64_t ResultPixel(const Params& p, const MappedPhase& f, int64_t row) {
   if (row >= f.rows) return -1;
+  if (!p.scattered) return row;
   int at[kRank];
   int64_t pixel = Split(f, row, at);
 #pragma unroll
@@ -60,17 +63,18 @@ __device__ int64_t ResultPixel(const Params& p, const MappedPhase& f, int64_t ro
   return pixel;
 }
 
-// Whether the filter's columns are what lies next to each other.
+// Whether the filter goes through registers.
 template <class T, bool kForward>
-constexpr bool kColumnsFirst = kForward && sizeof(typename T::In) == 2;
+constexpr bool kHeld = kForward && sizeof(typename T::In) == 4;
 
 template <class T, bool kForward>
 __device__ void LoadFilter(const Params& p, const Ring<T>& ring, int column, int line, int tap) {
   const uint32_t to = ring.Data() + T::kBytesA;
-  if constexpr (kColumnsFirst<T, kForward>) {
+  if constexpr (kForward) {
 #pragma unroll
-    for (int slab = 0; slab < T::kColumns / 64; ++slab)
-      hopper::LoadBox(to + slab * T::kSlab, &p.filter, ring.Full(), column + slab * 64, line * T::kLine, tap);
+    for (int slab = 0; slab < T::kColumns / T::kLine; ++slab)
+      hopper::LoadBox(to + slab * T::kLine * kLineBytes, &p.filter, ring.Full(), column + slab * T::kLine,
+                      line * T::kLine, tap);
   } else {
     hopper::LoadBox(to, &p.filter, ring.Full(), line * T::kLine, column, tap);
   }
@@ -78,51 +82,69 @@ __device__ void LoadFilter(const Params& p, const Ring<T>& ring, int column, int
 
 template <class T, bool kForward, int kDimensions>
 __device__ void Produce(const Params& p, Ring<T> ring) {
-  for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
+  hopper::PrefetchMap(&p.operand[0]);
+  hopper::PrefetchMap(&p.filter);
+  for (int tile = blockIdx.x / p.team; tile < p.tiles; tile += gridDim.x / p.team) {
     const Place place(p, tile, T());
     const MappedPhase& f = p.phase[place.phase];
-    int at[kRank], tap[kRank], offset[kRank];
-    const int image = static_cast<int>(Split(f, place.row, at));
+    int at[kRank], offset[kRank] = {};
+    const int image = Split(f, place.row, at);
 #pragma unroll
     for (int d = 0; d < kRank; ++d) at[d] = f.map.lower[d] + at[d] * f.map.step[d];
     if (f.tap_count == 0) {
       // Past the last image and tap there are zeros.
       BeginStage(ring);
-      offset[0] = offset[1] = offset[2] = 0;
       hopper::LoadPixels<kDimensions>(ring.Data(), &p.operand[place.phase], ring.Full(), 0, at, p.images, offset);
       LoadFilter<T, kForward>(p, ring, place.column, 0, p.window[0] * p.window[1] * p.window[2]);
       ring.Next();
+      continue;
     }
-    for (tap[0] = 0; tap[0] < f.taps[0]; ++tap[0])
-      for (tap[1] = 0; tap[1] < f.taps[1]; ++tap[1])
-        for (tap[2] = 0; tap[2] < f.taps[2]; ++tap[2]) {
-          int number = 0;
+    const Share share(f.tap_count * p.lines, p.team);
+    int step = share.first, tap[kRank] = {}, line = 0;
+    if (step > 0) {
+      int rest = step / p.lines;
+      line = step - rest * p.lines;
 #pragma unroll
-          for (int d = 0; d < kRank; ++d) {
-            offset[d] = (f.reversed[d] ? f.taps[d] - 1 - tap[d] : tap[d]) * f.distance[d];
-            number = number * p.window[d] + f.first_tap[d] + tap[d] * f.tap_period[d];
-          }
-          for (int line = 0; line < p.lines; ++line) {
-            BeginStage(ring);
-            hopper::LoadPixels<kDimensions>(ring.Data(), &p.operand[place.phase], ring.Full(), line * T::kLine, at,
-                                            image, offset);
-            LoadFilter<T, kForward>(p, ring, place.column, line, number);
-            ring.Next();
-          }
-        }
+      for (int d = kRank - 1; d >= 0; --d) tap[d] = rest % f.taps[d], rest /= f.taps[d];
+    }
+    while (step < share.end) {
+      int number = 0;
+#pragma unroll
+      for (int d = 0; d < kRank; ++d) {
+        offset[d] = (f.reversed[d] ? f.taps[d] - 1 - tap[d] : tap[d]) * f.distance[d];
+        number = number * p.window[d] + f.first_tap[d] + tap[d] * f.tap_period[d];
+      }
+      for (; line < p.lines && step < share.end; ++line, ++step) {
+        BeginStage(ring);
+        hopper::LoadPixels<kDimensions>(ring.Data(), &p.operand[place.phase], ring.Full(), line * T::kLine, at, image,
+                                        offset);
+        LoadFilter<T, kForward>(p, ring, place.column, line, number);
+        ring.Next();
+      }
+      line = 0;
+      if (++tap[2] < f.taps[2]) continue;
+      tap[2] = 0;
+      if (++tap[1] < f.taps[1]) continue;
+      tap[1] = 0;
+      ++tap[0];
+    }
   }
 }
 
-// Rounds the sums and stores them: by TMA, or a phase's positions one by one.
+// The tile's rows in the result, in pixels, by the threads of a warpgroup.
 template <class T>
-__device__ void StoreRounded(const Params& p, const MappedPhase& f, const Ring<T>& ring, int warpgroup,
-                             const Place& place, const typename T::Sums& sums, typename T::In* out, int64_t* pixels,
-                             int& turn) {
+__device__ void FindPixels(const Params& p, const MappedPhase& f, const Place& place, int warpgroup, int64_t* pixels) {
+  hopper::SyncWarpgroup(1 + warpgroup);  // the last tile's are read
+  for (int i = threadIdx.x % kWarpgroup; i < T::kRows; i += kWarpgroup) pixels[i] = ResultPixel(p, f, place.row + i);
+}
+
+// Stores the sums in the operands' type: by TMA, or a phase's positions one by one.
+template <class T>
+__device__ void StoreBoxes(const Params& p, const MappedPhase& f, const Ring<T>& ring, int warpgroup,
+                           const Place& place, const typename T::Sums& sums, typename T::In* out, int64_t* pixels,
+                           int& turn) {
   const int thread = threadIdx.x % kWarpgroup;
-  if (p.scattered) {
-    hopper::SyncWarpgroup(1 + warpgroup);  // the last tile's are read
-    for (int i = thread; i < T::kRows; i += kWarpgroup) pixels[i] = ResultPixel(p, f, place.row + i);
-  }
+  if (p.scattered) FindPixels<T>(p, f, place, warpgroup, pixels);
   StoreSlabs<T>(ring.Slabs(), warpgroup, sums, turn, [&](int row, int column, uint32_t slab) {
     if (!p.scattered) {
       hopper::ShowSharedToTma();
@@ -134,8 +156,8 @@ __device__ void StoreRounded(const Params& p, const MappedPhase& f, const Ring<T
       return;
     }
     hopper::SyncWarpgroup(1 + warpgroup);
-    const int chunk = thread % 8;
-    if (place.column + column + chunk * 8 >= p.columns) return;
+    const int chunk = thread % 8, first = place.column + column + chunk * kVecLength<typename T::In>;
+    if (first >= p.columns) return;
 #pragma unroll
     for (int line = thread / 8; line < 64; line += kWarpgroup / 8) {
       const int64_t pixel = pixels[row + line];
@@ -143,7 +165,7 @@ __device__ void StoreRounded(const Params& p, const MappedPhase& f, const Ring<T
       asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                    : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                    : "r"(slab + line * kLineBytes + ((chunk ^ (line % 8)) << 4)));
-      if (pixel >= 0) *reinterpret_cast<uint4*>(out + pixel * p.columns + place.column + column + chunk * 8) = v;
+      if (pixel >= 0) *reinterpret_cast<uint4*>(out + pixel * p.columns + first) = v;
     }
   });
 }
@@ -160,8 +182,7 @@ __device__ void StoreFinished(const Params& p, const MappedPhase& f, const Ring<
   const auto place_of = [](int row, int chunk) {
     return row * kLineBytes + ((chunk ^ (row % 4 * 2 + row / 4 % 2)) << 4);
   };
-  hopper::SyncWarpgroup(1 + warpgroup);  // the last tile's are read
-  for (int i = thread; i < T::kRows; i += kWarpgroup) pixels[i] = ResultPixel(p, f, place.row + i);
+  FindPixels<T>(p, f, place, warpgroup, pixels);
   hopper::SyncWarpgroup(1 + warpgroup);
 #pragma unroll 1
   for (int part = 0; part < T::kBlocks * kAcross; ++part, turn ^= 1) {
@@ -183,10 +204,8 @@ __device__ void StoreFinished(const Params& p, const MappedPhase& f, const Ring<
     for (int j = 0; j < 4; ++j)
 #pragma unroll
       for (int half = 0; half < 2; ++half)
-        asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(
-                         slab + place_of(16 * warp + lane / 4 + 8 * half, 2 * j + lane % 4 / 2) + lane % 2 * 8),
-                     "f"(all[4 * j + 2 * half]), "f"(all[4 * j + 2 * half + 1])
-                     : "memory");
+        hopper::StorePair(slab + place_of(16 * warp + lane / 4 + 8 * half, 2 * j + lane % 4 / 2) + lane % 2 * 8,
+                          all[4 * j + 2 * half], all[4 * j + 2 * half + 1]);
     Rotate<16>(all);
     hopper::SyncWarpgroup(1 + warpgroup);
 #pragma unroll 1
@@ -211,38 +230,124 @@ __device__ void StoreFinished(const Params& p, const MappedPhase& f, const Ring<
   }
 }
 
+// Stores the sums of a product whose filter went through registers, in which they lie as the result has them.
+template <class T>
+__device__ void StoreHeld(const Params& p, const MappedPhase& f, int warpgroup, const Place& place,
+                          typename Held<T>::Sums& sums, float* out, int64_t* pixels) {
+  using H = Held<T>;
+  using Columns = Vec<float, H::kVector>;
+  const int column = place.column + H::Column();
+  FindPixels<T>(p, f, place, warpgroup, pixels);
+  hopper::SyncWarpgroup(1 + warpgroup);
+  if (column >= p.columns) return;
+  if (p.boxes) {
+#pragma unroll
+    for (int i = 0; i < T::kRows / 4; ++i) {
+      if (i % 4 == 0) asm volatile("" ::: "memory");  // or all rows' pixels are loaded first, into too many registers
+      const int64_t pixel = pixels[H::Row(i)];
+      if (pixel >= 0) *reinterpret_cast<Columns*>(out + pixel * p.columns + column) = H::Get(sums, i);
+    }
+    return;
+  }
+  // Four rows at a time, in a loop that holds the code of every activation.
+  constexpr int kEach = 4, kShare = kEach * H::kVector / H::kBlocks;  // of every block of columns' sums
+  using Block = float[H::kRowBlocks * H::kRows / 2];
+#pragma unroll 1
+  for (int i = 0; i < T::kRows / 4; i += kEach) {
+    Columns v[kEach], residual[kEach];
+    int64_t offset[kEach];
+#pragma unroll
+    for (int k = 0; k < kEach; ++k) {
+      v[k] = H::Get(sums, k);
+      const int64_t pixel = pixels[H::Row(i + k)];
+      offset[k] = pixel >= 0 ? pixel * p.columns + column : -1;
+      // What comes from far away first.
+      if (p.epilogue.residual != nullptr && offset[k] >= 0)
+        residual[k] = *reinterpret_cast<const Columns*>(static_cast<const float*>(p.epilogue.residual) + offset[k]);
+    }
+#pragma unroll
+    for (auto& block : sums) Rotate<kShare>(reinterpret_cast<Block&>(block));
+#pragma unroll 1
+    for (int k = 0; k < kEach; ++k) {
+      if (offset[0] >= 0) {
+        Add<float>(v[0].v, p.epilogue.bias, column);
+        if (p.epilogue.residual != nullptr) {
+#pragma unroll
+          for (int n = 0; n < H::kVector; ++n) v[0].v[n] += residual[0].v[n];
+        }
+        Activate<float>(v[0].v, p.epilogue.activation);
+        *reinterpret_cast<Columns*>(out + offset[0]) = v[0];
+      }
+      Rotate<1>(v);
+      Rotate<1>(residual);
+      Rotate<1>(offset);
+    }
+  }
+}
+
+// Stores the rows of a shared tile that are this block's.
+template <class T, bool kForward, class Out>
+__device__ void StoreShare(const Params& p, const MappedPhase& f, const Ring<T>& ring, const Place& place,
+                           Out* out) {
+  FinishShare<T>(ring.data, p.team, [&](int row, int from, float (&v)[4]) {
+    const int64_t pixel = ResultPixel(p, f, place.row + row);
+    const int column = place.column + from;
+    if (pixel < 0 || column >= p.columns) return;
+    if constexpr (kForward) {
+      Add<Out>(v, p.epilogue.bias, column);
+      Add<Out>(v, p.epilogue.residual, pixel * p.columns + column);
+      Activate<Out>(v, p.epilogue.activation);
+    }
+    *reinterpret_cast<Vec<Out, 4>*>(out + pixel * p.columns + column) = Round<Out>(v);
+  });
+}
+
 template <class T, bool kForward>
 __device__ void Consume(const Params& p, Ring<T> ring, int warpgroup, float* wide, typename T::In* out,
                         int64_t* pixels) {
+  constexpr bool kFloats = sizeof(typename T::In) == 4;
+  using Sums = typename std::conditional_t<kHeld<T, kForward>, Held<T>, T>::Sums;
   int turn = 0, whose = 0;
-  for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x, whose ^= 1) {
+  for (int tile = blockIdx.x / p.team; tile < p.tiles; tile += gridDim.x / p.team, whose ^= 1) {
     const Place place(p, tile, T());
     const MappedPhase& f = p.phase[place.phase];
-    const int steps = max(1, f.tap_count * p.lines);
+    const int steps = Share(max(1, f.tap_count * p.lines), p.team).Steps();
     if (whose != warpgroup) {
       ring.Skip(steps);
       continue;
     }
-    typename T::Sums sums;
-    MultiplyStages<T, false, kColumnsFirst<T, kForward>>(ring, steps, warpgroup, sums);
-    if constexpr (kForward) {
-      if (!IsNone(p.epilogue)) {
-        if (sizeof(typename T::In) == 4 || wide != nullptr) {
-          StoreFinished<T>(p, f, ring, warpgroup, place, sums, wide, pixels, turn);
-        } else {
-          StoreFinished<T>(p, f, ring, warpgroup, place, sums, out, pixels, turn);
-        }
-        continue;
-      }
+    Sums sums;
+    if constexpr (kHeld<T, kForward>)
+      MultiplyHeldStages<T>(ring, steps, warpgroup, sums);
+    else
+      MultiplyStages<T, false, kForward>(ring, steps, warpgroup, sums);
+    if (p.team > 1) {
+      hopper::SyncWarpgroup(1 + warpgroup);  // all warps are done with the stages
+      if constexpr (kHeld<T, kForward>)
+        LeaveHeldSums<T>(ring.data, sums);
+      else
+        LeaveSums<T>(ring.data, sums);
+      if (kFloats || wide != nullptr)
+        StoreShare<T, kForward>(p, f, ring, place, wide);
+      else
+        StoreShare<T, kForward>(p, f, ring, place, out);
+      continue;
     }
-    if (sizeof(typename T::In) == 4 || wide != nullptr) {
+    if constexpr (kHeld<T, kForward>) {
+      StoreHeld<T>(p, f, warpgroup, place, sums, wide, pixels);
+    } else if (p.boxes) {
+      StoreBoxes<T>(p, f, ring, warpgroup, place, sums, out, pixels, turn);
+    } else if constexpr (!kFloats && kForward) {
+      if (wide != nullptr)
+        StoreFinished<T>(p, f, ring, warpgroup, place, sums, wide, pixels, turn);
+      else
+        StoreFinished<T>(p, f, ring, warpgroup, place, sums, out, pixels, turn);
+    } else if constexpr (!kFloats) {
       StoreSums<T>(sums, wide + place.column, p.columns - place.column, [&](int row) -> int64_t {
         const int64_t pixel = ResultPixel(p, f, place.row + row);
         return pixel < 0 ? -1 : pixel * p.columns;
       });
-      continue;
     }
-    if constexpr (sizeof(typename T::In) == 2) StoreRounded<T>(p, f, ring, warpgroup, place, sums, out, pixels, turn);
   }
 }
 
@@ -260,27 +365,13 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   }
 }
 
-// out [taps, columns, rows] = in [taps, rows, columns].
-__global__ void TransposeKernel(const float* in, float* out, int rows, int columns) {
-  constexpr int kSide = 32;
-  __shared__ float tile[kSide][kSide + 1];
-  const int64_t tap = blockIdx.z * int64_t{rows} * columns;
-  const int row = blockIdx.y * kSide, column = blockIdx.x * kSide;
-  for (int i = threadIdx.y; i < kSide; i += blockDim.y)
-    if (row + i < rows && column + threadIdx.x < columns)
-      tile[i][threadIdx.x] = in[tap + int64_t{row + i} * columns + column + threadIdx.x];
-  __syncthreads();
-  for (int i = threadIdx.y; i < kSide; i += blockDim.y)
-    if (column + i < columns && row + threadIdx.x < rows)
-      out[tap + int64_t{column + i} * rows + row + threadIdx.x] = tile[threadIdx.x][i];
-}
-
 template <class T, bool kForward>
-cudaError_t LaunchTile(const Problem& p, const void* operand, const void* filter, void* out, void* workspace,
+cudaError_t LaunchTile(const Problem& p, const Config& config, const void* operand, const void* filter, void* out,
                        const Epilogue& epilogue, cudaStream_t stream) {
   const int64_t channels = kForward ? p.channels : p.features, columns = kForward ? p.features : p.channels;
   Params q = {};
   q.epilogue = epilogue;
+  q.team = int(config.cluster);
   q.phases = MapPhases(p, q.phase);
   if (q.phases == 0) return cudaErrorInvalidValue;
   q.column_tiles = int(CeilDiv(columns, T::kColumns));
@@ -300,23 +391,17 @@ cudaError_t LaunchTile(const Problem& p, const void* operand, const void* filter
     q.window[d] = int(p.window[d]);
     q.out[d] = int(kForward ? p.y[d] : p.x[d]);
   }
-  if constexpr (kForward && sizeof(typename T::In) == 4) {
-    const dim3 grid(CeilDiv(p.features, 32), CeilDiv(p.channels, 32), p.Taps());
-    TransposeKernel<<<grid, dim3(32, 8), 0, stream>>>(static_cast<const float*>(filter), static_cast<float*>(workspace),
-                                                      int(p.channels), int(p.features));
-    if (e == cudaSuccess) e = cudaPeekAtLastError();
-    if (e == cudaSuccess)
-      e = EncodeBoxes(&q.filter, p.in, workspace, {p.channels, p.features, p.Taps()}, {T::kLine, T::kColumns, 1});
-  } else if (e == cudaSuccess) {
+  if (e == cudaSuccess)
     e = EncodeBoxes(&q.filter, p.in, filter, {p.features, p.channels, p.Taps()},
                     {T::kLine, kForward ? T::kLine : T::kColumns, 1});
-  }
   const bool wide = p.out == DType::kF32;
-  if (e == cudaSuccess && !wide) e = EncodeBoxes(&q.result, p.in, out, {columns, GemmOf(p).rows}, {T::kLine, 64});
+  q.boxes = p.out == p.in && IsNone(epilogue);
+  if (e == cudaSuccess && q.boxes)
+    e = EncodeBoxes(&q.result, p.in, out, {columns, GemmOf(p).rows}, {T::kLine, 64}, false);
   if (e != cudaSuccess) return e;
 
   return VisitDimensions(q.phase[0].map.dimensions, [&](auto dimensions) {
-    return LaunchPersistent<T>(DataWgmmaKernel<T, kForward, decltype(dimensions)::value>, q.tiles, stream, q,
+    return LaunchPersistent<T>(DataWgmmaKernel<T, kForward, decltype(dimensions)::value>, q.tiles, q.team, stream, q,
                                wide ? static_cast<float*>(out) : nullptr, static_cast<typename T::In*>(out));
   });
 }
@@ -324,12 +409,11 @@ cudaError_t LaunchTile(const Problem& p, const void* operand, const void* filter
 }  // namespace
 
 cudaError_t LaunchDataWgmma(const Problem& p, const Config& config, const void* operand, const void* filter, void* out,
-                            void* workspace, const Epilogue& epilogue, cudaStream_t stream) {
+                            const Epilogue& epilogue, cudaStream_t stream) {
   return VisitWgmmaTile<true>(p, config, [&](auto tile) {
     using T = typename decltype(tile)::type;
-    return (p.direction == Direction::kForward ? LaunchTile<T, true> : LaunchTile<T, false>)(p, operand, filter, out,
-                                                                                             workspace, epilogue,
-                                                                                             stream);
+    return (p.direction == Direction::kForward ? LaunchTile<T, true> : LaunchTile<T, false>)(p, config, operand, filter,
+                                                                                             out, epilogue, stream);
   });
 }
 

@@ -247,7 +247,7 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* x, co
   const auto with_result = [&](auto* result) {
     return VisitDimensions(q.phase.map.dimensions, [&](auto dimensions) {
       const auto kernel = FilterWgmmaKernel<T, std::remove_pointer_t<decltype(result)>, decltype(dimensions)::value>;
-      return LaunchPersistent<T>(kernel, q.tiles, stream, q, result);
+      return LaunchPersistent<T>(kernel, q.tiles, 1, stream, q, result);
     });
   };
   if (!UsesWorkspace(p, splits))

@@ -1,0 +1,104 @@
+// The block-level product of floats by a matrix [terms, columns], which TF32's wgmma cannot read: the product's
+// transpose is computed, with the columns' elements in registers, which can be had from shared memory in any order.
+//
+// A thread takes neighbouring columns, four or two of one load, as the rows of wgmma that it holds. So it has as many
+// neighbouring elements of the result, and a warp 32, which it can store as they are.
+#pragma once
+
+#include "cuda/conv/wgmma_tile.cuh"
+
+namespace jaxdnn::conv {
+
+template <class T>
+struct Held {
+  static constexpr int kBlocks = T::kColumns / 64, kVector = 2 * kBlocks;  // columns of a thread
+  static constexpr int kRows = std::min(T::kRows, 128), kRowBlocks = T::kRows / kRows;
+  static constexpr int kSlab = 32 * kLineBytes;  // 32 terms of 32 columns
+  using Sums = float[kBlocks][kRowBlocks][kRows / 2];
+
+  // The thread's first column. Neighbouring threads' are 64 bytes apart, so that of four terms they meet in no bank.
+  static __device__ int Column() {
+    const int warp = threadIdx.x % kWarpgroup / 32, i = threadIdx.x % 32 / 4;
+    if constexpr (kBlocks == 2) return 32 * warp + 16 * (i % 2) + 4 * (i / 2);
+    return 32 * (warp / 2) + 16 * (i / 2 % 2) + 8 * (warp % 2) + 4 * (i / 4) + 2 * (i % 2);
+  }
+  // Of the T::kRows / 4 rows of which it has sums.
+  static __device__ int Row(int i) { return i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2; }
+  // Its columns' sums of such a row.
+  static __device__ Vec<float, kVector> Get(const Sums& sums, int i) {
+    Vec<float, kVector> v;
+#pragma unroll
+    for (int k = 0; k < kVector; ++k)
+      v.v[k] = sums[k / 2][i / (kRows / 4)][i % (kRows / 4) / 2 * 4 + k % 2 * 2 + i % 2];
+    return v;
+  }
+};
+
+// sums = (A B)^T over the ring's next `steps` stages, at least one, by one warpgroup. In a stage A is followed by B, in
+// slabs of 32 columns.
+template <class T>
+__device__ void MultiplyHeldStages(Ring<T>& ring, int steps, int warpgroup, typename Held<T>::Sums& sums) {
+  using H = Held<T>;
+  // Where the columns lie at the thread's first term, and at the one 4 below.
+  const int column = H::Column(), term = threadIdx.x % 4, chunk = column % 32 / 4;
+  const uint32_t place = T::kBytesA + column / 32 * H::kSlab + column % 4 * 4,
+                 first = place + term * kLineBytes + ((chunk ^ term) << 4),
+                 second = place + (term + 4) * kLineBytes + ((chunk ^ (term + 4)) << 4);
+  // Half a stage is loaded while the halves before it are multiplied.
+  uint32_t next[2][2][H::kVector], held[2][2][H::kBlocks][4];
+  const auto load = [&](int half) {
+#pragma unroll
+    for (int k = 0; k < 2; ++k)
+#pragma unroll
+      for (int below = 0; below < 2; ++below)
+        hopper::LoadWords(next[k][below], ring.Data() + (below ? second : first) + (2 * half + k) * 8 * kLineBytes);
+  };
+
+  BeginTurn(ring, warpgroup);
+  hopper::WaitBarrier(ring.Full(), ring.parity);
+  load(0);
+  int last = 0;
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      hopper::WaitForProducts<1>();
+      if (half == 1 && step > 0) Release(ring, last);
+#pragma unroll
+      for (int k = 0; k < 2; ++k)
+#pragma unroll
+        for (int below = 0; below < 2; ++below)
+#pragma unroll
+          for (int i = 0; i < H::kVector; ++i) held[half][k][i / 2][2 * below + i % 2] = next[k][below][i];
+      const uint64_t rows = hopper::Descriptor(ring.Data(), T::kSlab);
+      hopper::BeginProducts();
+#pragma unroll
+      for (int k = 0; k < 2; ++k)
+#pragma unroll
+        for (int m = 0; m < H::kBlocks; ++m)
+#pragma unroll
+          for (int n = 0; n < H::kRowBlocks; ++n)
+            hopper::MultiplyHeld<H::kRows>(sums[m][n], held[half][k][m],
+                                           rows + n * (H::kRows * kLineBytes >> 4) + (2 * half + k) * (32 >> 4),
+                                           step > 0 || half > 0 || k > 0);
+      hopper::CommitProducts();
+      if (half == 0) load(1);
+    }
+    last = ring.stage;
+    ring.Next();
+    if (step + 1 == steps) break;
+    hopper::WaitBarrier(ring.Full(), ring.parity);
+    load(0);
+  }
+  EndTurn(ring, warpgroup);
+  hopper::WaitForProducts<0>();
+  Release(ring, last);
+#pragma unroll
+  for (auto& block : sums)
+#pragma unroll
+    for (auto& rows : block)
+#pragma unroll
+      for (float& each : rows) asm volatile("" : "+f"(each));
+}
+
+}  // namespace jaxdnn::conv
