@@ -65,6 +65,7 @@ WgmmaCost WgmmaCostOf(const TileShape& t, const Problem& p) {
   constexpr WgmmaCost k256x64[] = {{750, 4400}, {795, 8000}, {800, 1600}, {}};
   constexpr WgmmaCost k128x64[] = {{410, 4100}, {450, 6100}, {480, 500}, {420, 500}};
   constexpr WgmmaCost k64x128[] = {{465, 3400}, {450, 4700}, {480, 0}, {}};
+  constexpr WgmmaCost k128x160[] = {{760, 5500}, {760, 6500}, {}, {}};
   constexpr WgmmaCost k64x64[] = {{355, 3500}, {360, 4100}, {335, 0}, {}};
   const int which = 2 * (p.direction == Direction::kFilterGradient) + (p.in == DType::kF32);
   switch (t.tile) {
@@ -78,6 +79,9 @@ WgmmaCost WgmmaCostOf(const TileShape& t, const Problem& p) {
       return k64x128[which];
     case Tile::kWgmma64x64:
       return k64x64[which];
+    case Tile::kWgmma128x160:
+    case Tile::kWgmma160x128:
+      return k128x160[which];
     default:
       return {};
   }
@@ -159,23 +163,30 @@ double Cycles(const Problem& p, const TileShape& t, int64_t splits) {
 }
 
 double WgmmaCycles(const Problem& p, const TileShape& t, int64_t splits, int64_t cluster) {
+  constexpr double kShare = 0.8;  // of the memory's rate
   const WgmmaCost cost = WgmmaCostOf(t, p);
   Work work = WorkOf(p, t, splits);
-  double steps;
+  double steps, moving = 0;
   if (p.direction == Direction::kFilterGradient) {
     // Rows come in units of a line of channels.
     const int line = WgmmaDepth(p.in);
     const double units = double(p.Taps()) * CeilDiv(p.channels, line);
     work.tiles = std::ceil(units / (t.rows / line)) * CeilDiv(p.features, t.columns) * splits;
     steps = std::ceil(work.depth / WgmmaDepth(p.in));
+    const double elements = double(p.images) * (p.XPixels() * p.channels + p.YPixels() * p.features);
+    moving = elements * SizeOf(p.in) / (kShare * kMultiprocessors * kBytesPerCycle);
   } else {
     // Pixels of half a line and less take as many loads, which are slower for what they bring.
     const int64_t channels = p.DepthChannels(), line = WgmmaDepth(p.in);
     steps = std::max(1.0, work.depth / channels * CeilDiv(channels, line)) * (2 * channels <= line ? 1.45 : 1);
   }
-  const double each = std::ceil(work.tiles * cluster / kMultiprocessors), busy = std::ceil(steps / cluster) * cost.step;
-  if (cluster > 1) return each * (busy + cost.tile) + kExchangeCycles;
-  return each * std::max(busy, (busy + cost.tile) / 2) + cost.tile;
+  if (cluster > 1) {
+    // Clusters have to fit into the device's groups of multiprocessors.
+    const double clusters = cluster == 2 ? 66 : cluster == 4 ? 30 : 15;
+    return std::ceil(work.tiles / clusters) * (std::ceil(steps / cluster) * cost.step + cost.tile + kExchangeCycles);
+  }
+  const double each = std::ceil(work.tiles / kMultiprocessors), busy = steps * cost.step;
+  return std::max(moving, each * std::max(busy, (busy + cost.tile) / 2) + cost.tile);
 }
 
 // Of the depthwise kernels, by what an element of the larger of input and output takes a multiprocessor. Windows that
@@ -203,9 +214,11 @@ double DepthwiseCycles(const Problem& p, int64_t splits) {
 
 // How many blocks may share a tile in the Hopper kernels (wgmma_team.cuh).
 int64_t MostBlocks(const Problem& p, const TileShape& t) {
-  if (t.unit != Unit::kWgmma || p.direction == Direction::kFilterGradient || t.rows == 256) return 1;
+  if (t.unit != Unit::kWgmma || p.direction == Direction::kFilterGradient || t.rows * t.columns > 128 * 128)
+    return 1;
   const Phases f = PhasesOf(p);
-  if (f.period[0] * f.period[1] * f.period[2] > 1) return 1;
+  for (int d = 0; d < kRank; ++d)
+    if (f.period[d] > 1 || f.tap_period[d] > 1) return 1;
   return std::min<int64_t>(8, p.Taps() * CeilDiv(p.DepthChannels(), WgmmaDepth(p.in)) / 2);
 }
 
@@ -320,11 +333,15 @@ bool Takes(const TileShape& t, const Problem& p, bool hopper) {
   }
   if (p.in == DType::kF64 || (p.in == DType::kF32 && p.products == 0)) return false;
   if (t.unit == Unit::kWgmma) {
+    // 160 is a multiple of what few networks have, where 128 leaves much of the last tile, or of the last round, empty.
+    const bool held = p.in == DType::kF32 && p.direction == Direction::kForward;
+    if (std::max(t.rows, t.columns) == 160 && (p.direction == Direction::kFilterGradient || held != (t.rows == 160)))
+      return false;
     MappedPhase phases[kMaxMaps];
     const bool floats =
         p.in == DType::kF32 && p.products == 1 && (p.direction != Direction::kFilterGradient || t.rows == 128);
     return hopper && (floats || p.in != DType::kF32) && p.batch == 1 && p.groups == 1 && InChunks(p) &&
-           p.images * std::max(p.XPixels(), p.YPixels()) < INT32_MAX && MapPhases(p, phases) > 0;
+           p.images * std::max(p.XPixels(), p.YPixels()) < INT32_MAX - t.rows && MapPhases(p, phases) > 0;
   }
   if (*std::max_element(p.window, p.window + kRank) > kMmaMaxWindow) return false;
   const Dense dense = DenseOf(p);
@@ -410,12 +427,15 @@ std::optional<Config> ChooseAsItIs(const Problem& p, bool hopper, std::string_vi
   return best;
 }
 
-// With x and y exchanged a dilated input has no holes, and few features are few channels.
+// With x and y exchanged a dilated input has no holes, few features are few channels, and the smaller of the two is what
+// Hopper's kernels transpose for TF32.
 bool IsWorthExchanging(const Problem& p) {
   const auto is_one = [](int64_t n) { return n == 1; };
+  const bool transposes = p.in == DType::kF32 && p.products == 1 && p.groups == 1;
   return p.direction == Direction::kFilterGradient && std::all_of(p.stride, p.stride + kRank, is_one) &&
          (!std::all_of(p.lhs_dilation, p.lhs_dilation + kRank, is_one) ||
-          (p.features <= kFewMostChannels && p.channels > kFewMostChannels)) &&
+          (p.features <= kFewMostChannels && p.channels > kFewMostChannels) ||
+          (transposes && p.features * p.YPixels() > p.channels * p.XPixels())) &&
          p.FilterSize() < INT32_MAX;
 }
 

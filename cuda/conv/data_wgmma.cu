@@ -29,22 +29,21 @@ struct Params {
 
 // A tile of the grid.
 struct Place {
-  int phase, column;
-  int64_t row;
+  int phase, column, row;
 
   template <class T>
   __device__ Place(const Params& p, int tile, T) : phase(0) {
     const int row_tile = tile / p.column_tiles;
     column = (tile - row_tile * p.column_tiles) * T::kColumns;
     while (row_tile >= p.first_tile[phase + 1]) ++phase;
-    row = int64_t{row_tile - p.first_tile[phase]} * T::kRows;
+    row = (row_tile - p.first_tile[phase]) * T::kRows;
   }
 };
 
-// The image of a row, and its position there. There are fewer than 2^31 rows.
-__device__ int Split(const MappedPhase& f, int64_t row, int (&position)[kRank]) {
-  const int plane = f.positions[1] * f.positions[2], image = static_cast<int>(row) / (f.positions[0] * plane);
-  int pixel = static_cast<int>(row) - image * f.positions[0] * plane;
+// The image of a row, and its position there.
+__device__ int Split(const MappedPhase& f, int row, int (&position)[kRank]) {
+  const int plane = f.positions[1] * f.positions[2], image = row / (f.positions[0] * plane);
+  int pixel = row - image * f.positions[0] * plane;
   position[0] = pixel / plane;
   pixel -= position[0] * plane;
   position[1] = pixel / f.positions[2];
@@ -53,11 +52,11 @@ __device__ int Split(const MappedPhase& f, int64_t row, int (&position)[kRank]) 
 }
 
 // Where a row is in the result, in pixels; -1 past the last.
-__device__ int64_t ResultPixel(const Params& p, const MappedPhase& f, int64_t row) {
+__device__ int ResultPixel(const Params& p, const MappedPhase& f, int row) {
   if (row >= f.rows) return -1;
   if (!p.scattered) return row;
   int at[kRank];
-  int64_t pixel = Split(f, row, at);
+  int pixel = Split(f, row, at);
 #pragma unroll
   for (int d = 0; d < kRank; ++d) pixel = pixel * p.out[d] + f.first[d] + at[d] * f.period[d];
   return pixel;
@@ -67,12 +66,16 @@ __device__ int64_t ResultPixel(const Params& p, const MappedPhase& f, int64_t ro
 template <class T, bool kForward>
 constexpr bool kHeld = kForward && sizeof(typename T::In) == 4;
 
+// Of a stage: a box of lines of features forward, the last of which may be half empty, or of channels.
+template <class T, bool kForward>
+constexpr int kLoadedBytes = T::kBytesA + (kForward ? T::kBytesB : T::kColumns * kLineBytes);
+
 template <class T, bool kForward>
 __device__ void LoadFilter(const Params& p, const Ring<T>& ring, int column, int line, int tap) {
   const uint32_t to = ring.Data() + T::kBytesA;
   if constexpr (kForward) {
 #pragma unroll
-    for (int slab = 0; slab < T::kColumns / T::kLine; ++slab)
+    for (int slab = 0; slab * T::kLine < T::kColumns; ++slab)
       hopper::LoadBox(to + slab * T::kLine * kLineBytes, &p.filter, ring.Full(), column + slab * T::kLine,
                       line * T::kLine, tap);
   } else {
@@ -93,7 +96,7 @@ __device__ void Produce(const Params& p, Ring<T> ring) {
     for (int d = 0; d < kRank; ++d) at[d] = f.map.lower[d] + at[d] * f.map.step[d];
     if (f.tap_count == 0) {
       // Past the last image and tap there are zeros.
-      BeginStage(ring);
+      BeginStage(ring, kLoadedBytes<T, kForward>);
       hopper::LoadPixels<kDimensions>(ring.Data(), &p.operand[place.phase], ring.Full(), 0, at, p.images, offset);
       LoadFilter<T, kForward>(p, ring, place.column, 0, p.window[0] * p.window[1] * p.window[2]);
       ring.Next();
@@ -115,7 +118,7 @@ __device__ void Produce(const Params& p, Ring<T> ring) {
         number = number * p.window[d] + f.first_tap[d] + tap[d] * f.tap_period[d];
       }
       for (; line < p.lines && step < share.end; ++line, ++step) {
-        BeginStage(ring);
+        BeginStage(ring, kLoadedBytes<T, kForward>);
         hopper::LoadPixels<kDimensions>(ring.Data(), &p.operand[place.phase], ring.Full(), line * T::kLine, at, image,
                                         offset);
         LoadFilter<T, kForward>(p, ring, place.column, line, number);
@@ -133,7 +136,7 @@ __device__ void Produce(const Params& p, Ring<T> ring) {
 
 // The tile's rows in the result, in pixels, by the threads of a warpgroup.
 template <class T>
-__device__ void FindPixels(const Params& p, const MappedPhase& f, const Place& place, int warpgroup, int64_t* pixels) {
+__device__ void FindPixels(const Params& p, const MappedPhase& f, const Place& place, int warpgroup, int* pixels) {
   hopper::SyncWarpgroup(1 + warpgroup);  // the last tile's are read
   for (int i = threadIdx.x % kWarpgroup; i < T::kRows; i += kWarpgroup) pixels[i] = ResultPixel(p, f, place.row + i);
 }
@@ -141,31 +144,31 @@ __device__ void FindPixels(const Params& p, const MappedPhase& f, const Place& p
 // Stores the sums in the operands' type: by TMA, or a phase's positions one by one.
 template <class T>
 __device__ void StoreBoxes(const Params& p, const MappedPhase& f, const Ring<T>& ring, int warpgroup,
-                           const Place& place, const typename T::Sums& sums, typename T::In* out, int64_t* pixels,
+                           const Place& place, const typename T::Sums& sums, typename T::In* out, int* pixels,
                            int& turn) {
   const int thread = threadIdx.x % kWarpgroup;
-  if (p.scattered) FindPixels<T>(p, f, place, warpgroup, pixels);
+  if (p.scattered || T::kColumns % T::kLine != 0) FindPixels<T>(p, f, place, warpgroup, pixels);
   StoreSlabs<T>(ring.Slabs(), warpgroup, sums, turn, [&](int row, int column, uint32_t slab) {
-    if (!p.scattered) {
+    if (!p.scattered && column + T::kLine <= T::kColumns) {
       hopper::ShowSharedToTma();
       hopper::SyncWarpgroup(1 + warpgroup);
       if (thread == 0) {
-        hopper::StoreBox(&p.result, slab, place.column + column, static_cast<int>(place.row + row));
+        hopper::StoreBox(&p.result, slab, place.column + column, place.row + row);
         hopper::CommitStores();
       }
       return;
     }
     hopper::SyncWarpgroup(1 + warpgroup);
-    const int chunk = thread % 8, first = place.column + column + chunk * kVecLength<typename T::In>;
-    if (first >= p.columns) return;
+    const int chunk = thread % 8, in_tile = column + chunk * kVecLength<typename T::In>, first = place.column + in_tile;
+    if (first >= p.columns || in_tile >= T::kColumns) return;
 #pragma unroll
     for (int line = thread / 8; line < 64; line += kWarpgroup / 8) {
-      const int64_t pixel = pixels[row + line];
+      const int pixel = pixels[row + line];
       uint4 v;
       asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                    : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                    : "r"(slab + line * kLineBytes + ((chunk ^ (line % 8)) << 4)));
-      if (pixel >= 0) *reinterpret_cast<uint4*>(out + pixel * p.columns + first) = v;
+      if (pixel >= 0) *reinterpret_cast<uint4*>(out + int64_t{pixel} * p.columns + first) = v;
     }
   });
 }
@@ -174,7 +177,7 @@ __device__ void StoreBoxes(const Params& p, const MappedPhase& f, const Ring<T>&
 // not unrolled, since it holds the code of every activation.
 template <class T, class Out>
 __device__ void StoreFinished(const Params& p, const MappedPhase& f, const Ring<T>& ring, int warpgroup,
-                              const Place& place, typename T::Sums& sums, Out* out, int64_t* pixels, int& turn) {
+                              const Place& place, typename T::Sums& sums, Out* out, int* pixels, int& turn) {
   constexpr int kAcross = T::kColumns / 32, kRounds = 64 * 8 / kWarpgroup;
   const int thread = threadIdx.x % kWarpgroup, warp = thread / 32, lane = thread % 32;
   const int chunk = thread % 8, line = thread / 8;  // of what it stores: 4 columns of every 16th row
@@ -193,10 +196,10 @@ __device__ void StoreFinished(const Params& p, const MappedPhase& f, const Ring<
     if (p.epilogue.residual != nullptr) {
 #pragma unroll
       for (int i = 0; i < kRounds; ++i) {
-        const int64_t pixel = pixels[row + line + 16 * i];
+        const int pixel = pixels[row + line + 16 * i];
         if (pixel >= 0 && column < p.columns)
           residual[i] = *reinterpret_cast<const Vec<Out, 4>*>(static_cast<const Out*>(p.epilogue.residual) +
-                                                              pixel * p.columns + column);
+                                                              int64_t{pixel} * p.columns + column);
       }
     }
     float (&all)[T::kBlocks * T::kColumns / 2] = reinterpret_cast<float (&)[T::kBlocks * T::kColumns / 2]>(sums);
@@ -211,7 +214,7 @@ __device__ void StoreFinished(const Params& p, const MappedPhase& f, const Ring<
 #pragma unroll 1
     for (int i = 0; i < kRounds; ++i) {
       const int at = line + 16 * i;
-      const int64_t pixel = pixels[row + at];
+      const int pixel = pixels[row + at];
       if (pixel >= 0 && column < p.columns) {
         float v[4];
         asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
@@ -223,7 +226,7 @@ __device__ void StoreFinished(const Params& p, const MappedPhase& f, const Ring<
           for (int k = 0; k < 4; ++k) v[k] += static_cast<float>(residual[0].v[k]);
         }
         Activate<Out>(v, p.epilogue.activation);
-        *reinterpret_cast<Vec<Out, 4>*>(out + pixel * p.columns + column) = Round<Out>(v);
+        *reinterpret_cast<Vec<Out, 4>*>(out + int64_t{pixel} * p.columns + column) = Round<Out>(v);
       }
       Rotate<1>(residual);
     }
@@ -233,7 +236,7 @@ __device__ void StoreFinished(const Params& p, const MappedPhase& f, const Ring<
 // Stores the sums of a product whose filter went through registers, in which they lie as the result has them.
 template <class T>
 __device__ void StoreHeld(const Params& p, const MappedPhase& f, int warpgroup, const Place& place,
-                          typename Held<T>::Sums& sums, float* out, int64_t* pixels) {
+                          typename Held<T>::Sums& sums, float* out, int* pixels) {
   using H = Held<T>;
   using Columns = Vec<float, H::kVector>;
   const int column = place.column + H::Column();
@@ -243,9 +246,9 @@ __device__ void StoreHeld(const Params& p, const MappedPhase& f, int warpgroup, 
   if (p.boxes) {
 #pragma unroll
     for (int i = 0; i < T::kRows / 4; ++i) {
-      if (i % 4 == 0) asm volatile("" ::: "memory");  // or all rows' pixels are loaded first, into too many registers
-      const int64_t pixel = pixels[H::Row(i)];
-      if (pixel >= 0) *reinterpret_cast<Columns*>(out + pixel * p.columns + column) = H::Get(sums, i);
+      if (i % 2 == 0) asm volatile("" ::: "memory");  // or all rows' pixels are loaded first, into too many registers
+      const int pixel = pixels[H::Row(i)];
+      if (pixel >= 0) *reinterpret_cast<Columns*>(out + int64_t{pixel} * p.columns + column) = H::Get(sums, i);
     }
     return;
   }
@@ -255,32 +258,34 @@ __device__ void StoreHeld(const Params& p, const MappedPhase& f, int warpgroup, 
 #pragma unroll 1
   for (int i = 0; i < T::kRows / 4; i += kEach) {
     Columns v[kEach], residual[kEach];
-    int64_t offset[kEach];
+    // What comes from far away first.
+    if (p.epilogue.residual != nullptr) {
 #pragma unroll
-    for (int k = 0; k < kEach; ++k) {
-      v[k] = H::Get(sums, k);
-      const int64_t pixel = pixels[H::Row(i + k)];
-      offset[k] = pixel >= 0 ? pixel * p.columns + column : -1;
-      // What comes from far away first.
-      if (p.epilogue.residual != nullptr && offset[k] >= 0)
-        residual[k] = *reinterpret_cast<const Columns*>(static_cast<const float*>(p.epilogue.residual) + offset[k]);
+      for (int k = 0; k < kEach; ++k) {
+        const int pixel = pixels[H::Row(i + k)];
+        if (pixel >= 0)
+          residual[k] = *reinterpret_cast<const Columns*>(static_cast<const float*>(p.epilogue.residual) +
+                                                          int64_t{pixel} * p.columns + column);
+      }
     }
+#pragma unroll
+    for (int k = 0; k < kEach; ++k) v[k] = H::Get(sums, k);
 #pragma unroll
     for (auto& block : sums) Rotate<kShare>(reinterpret_cast<Block&>(block));
 #pragma unroll 1
     for (int k = 0; k < kEach; ++k) {
-      if (offset[0] >= 0) {
+      const int pixel = pixels[H::Row(i + k)];
+      if (pixel >= 0) {
         Add<float>(v[0].v, p.epilogue.bias, column);
         if (p.epilogue.residual != nullptr) {
 #pragma unroll
           for (int n = 0; n < H::kVector; ++n) v[0].v[n] += residual[0].v[n];
         }
         Activate<float>(v[0].v, p.epilogue.activation);
-        *reinterpret_cast<Columns*>(out + offset[0]) = v[0];
+        *reinterpret_cast<Columns*>(out + int64_t{pixel} * p.columns + column) = v[0];
       }
       Rotate<1>(v);
       Rotate<1>(residual);
-      Rotate<1>(offset);
     }
   }
 }
@@ -290,38 +295,42 @@ template <class T, bool kForward, class Out>
 __device__ void StoreShare(const Params& p, const MappedPhase& f, const Ring<T>& ring, const Place& place,
                            Out* out) {
   FinishShare<T>(ring.data, p.team, [&](int row, int from, float (&v)[4]) {
-    const int64_t pixel = ResultPixel(p, f, place.row + row);
+    const int pixel = ResultPixel(p, f, place.row + row);
     const int column = place.column + from;
     if (pixel < 0 || column >= p.columns) return;
     if constexpr (kForward) {
       Add<Out>(v, p.epilogue.bias, column);
-      Add<Out>(v, p.epilogue.residual, pixel * p.columns + column);
+      Add<Out>(v, p.epilogue.residual, int64_t{pixel} * p.columns + column);
       Activate<Out>(v, p.epilogue.activation);
     }
-    *reinterpret_cast<Vec<Out, 4>*>(out + pixel * p.columns + column) = Round<Out>(v);
+    *reinterpret_cast<Vec<Out, 4>*>(out + int64_t{pixel} * p.columns + column) = Round<Out>(v);
   });
 }
 
+// Large tiles are not shared.
+template <class T>
+constexpr bool kMayShare = T::kRows * T::kColumns <= 128 * 128;
+
 template <class T, bool kForward>
 __device__ void Consume(const Params& p, Ring<T> ring, int warpgroup, float* wide, typename T::In* out,
-                        int64_t* pixels) {
+                        int* pixels) {
   constexpr bool kFloats = sizeof(typename T::In) == 4;
   using Sums = typename std::conditional_t<kHeld<T, kForward>, Held<T>, T>::Sums;
-  int turn = 0, whose = 0;
-  for (int tile = blockIdx.x / p.team; tile < p.tiles; tile += gridDim.x / p.team, whose ^= 1) {
+  int turn = 0, number = 0;
+  for (int tile = blockIdx.x / p.team; tile < p.tiles; tile += gridDim.x / p.team, ++number) {
     const Place place(p, tile, T());
     const MappedPhase& f = p.phase[place.phase];
     const int steps = Share(max(1, f.tap_count * p.lines), p.team).Steps();
-    if (whose != warpgroup) {
+    if (number % 2 != warpgroup) {
       ring.Skip(steps);
       continue;
     }
     Sums sums;
     if constexpr (kHeld<T, kForward>)
-      MultiplyHeldStages<T>(ring, steps, warpgroup, sums);
+      MultiplyHeldStages<T>(ring, steps, number, sums);
     else
-      MultiplyStages<T, false, kForward>(ring, steps, warpgroup, sums);
-    if (p.team > 1) {
+      MultiplyStages<T, false, kForward>(ring, steps, number, sums);
+    if (kMayShare<T> && p.team > 1) {
       hopper::SyncWarpgroup(1 + warpgroup);  // all warps are done with the stages
       if constexpr (kHeld<T, kForward>)
         LeaveHeldSums<T>(ring.data, sums);
@@ -364,6 +373,10 @@ __global__ void __launch_bounds__(T::kThreads, 1)
                 });
   }
 }
+
+// Of tiles with a side of 160, that side is the columns of one product: those of the result, or held, its rows.
+template <class T, bool kForward>
+constexpr bool kTakes = T::kRows == 160 ? kHeld<T, kForward> : T::kColumns != 160 || !kHeld<T, kForward>;
 
 template <class T, bool kForward>
 cudaError_t LaunchTile(const Problem& p, const Config& config, const void* operand, const void* filter, void* out,
@@ -412,8 +425,12 @@ cudaError_t LaunchDataWgmma(const Problem& p, const Config& config, const void* 
                             const Epilogue& epilogue, cudaStream_t stream) {
   return VisitWgmmaTile<true>(p, config, [&](auto tile) {
     using T = typename decltype(tile)::type;
-    return (p.direction == Direction::kForward ? LaunchTile<T, true> : LaunchTile<T, false>)(p, config, operand, filter,
-                                                                                             out, epilogue, stream);
+    if constexpr (kTakes<T, true>)
+      if (p.direction == Direction::kForward) return LaunchTile<T, true>(p, config, operand, filter, out, epilogue, stream);
+    if constexpr (kTakes<T, false>)
+      if (p.direction == Direction::kDataGradient)
+        return LaunchTile<T, false>(p, config, operand, filter, out, epilogue, stream);
+    return cudaErrorInvalidValue;
   });
 }
 

@@ -12,7 +12,7 @@ namespace jaxdnn::conv {
 template <class T>
 struct Held {
   static constexpr int kBlocks = T::kColumns / 64, kVector = 2 * kBlocks;  // columns of a thread
-  static constexpr int kRows = std::min(T::kRows, 128), kRowBlocks = T::kRows / kRows;
+  static constexpr int kRows = T::kRows > 160 ? 128 : T::kRows, kRowBlocks = T::kRows / kRows;
   static constexpr int kSlab = 32 * kLineBytes;  // 32 terms of 32 columns
   using Sums = float[kBlocks][kRowBlocks][kRows / 2];
 
@@ -34,55 +34,50 @@ struct Held {
   }
 };
 
-// sums = (A B)^T over the ring's next `steps` stages, at least one, by one warpgroup. In a stage A is followed by B, in
-// slabs of 32 columns.
+// sums = (A B)^T over the ring's next `steps` stages, at least one, by the warpgroup whose turn it is at the block's
+// tile of this number. In a stage A is followed by B, in slabs of 32 columns.
 template <class T>
-__device__ void MultiplyHeldStages(Ring<T>& ring, int steps, int warpgroup, typename Held<T>::Sums& sums) {
+__device__ void MultiplyHeldStages(Ring<T>& ring, int steps, int number, typename Held<T>::Sums& sums) {
   using H = Held<T>;
   // Where the columns lie at the thread's first term, and at the one 4 below.
   const int column = H::Column(), term = threadIdx.x % 4, chunk = column % 32 / 4;
   const uint32_t place = T::kBytesA + column / 32 * H::kSlab + column % 4 * 4,
                  first = place + term * kLineBytes + ((chunk ^ term) << 4),
                  second = place + (term + 4) * kLineBytes + ((chunk ^ (term + 4)) << 4);
-  // Half a stage is loaded while the halves before it are multiplied.
-  uint32_t next[2][2][H::kVector], held[2][2][H::kBlocks][4];
-  const auto load = [&](int half) {
+  // The terms of one wgmma are loaded while those before are multiplied. They must not change before that is done, so
+  // each quarter of a stage has its registers, and at most two products before the next one's are unfinished.
+  uint32_t held[4][H::kBlocks][4];
+  const auto load = [&](int quarter) {
 #pragma unroll
-    for (int k = 0; k < 2; ++k)
+    for (int below = 0; below < 2; ++below) {
+      uint32_t words[H::kVector];
+      hopper::LoadWords(words, ring.Data() + (below ? second : first) + quarter * 8 * kLineBytes);
 #pragma unroll
-      for (int below = 0; below < 2; ++below)
-        hopper::LoadWords(next[k][below], ring.Data() + (below ? second : first) + (2 * half + k) * 8 * kLineBytes);
+      for (int i = 0; i < H::kVector; ++i) held[quarter][i / 2][2 * below + i % 2] = words[i];
+    }
   };
 
-  BeginTurn(ring, warpgroup);
+  BeginTurn(ring, number);
   hopper::WaitBarrier(ring.Full(), ring.parity);
   load(0);
   int last = 0;
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
+    const uint64_t rows = hopper::Descriptor(ring.Data(), T::kSlab);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      hopper::WaitForProducts<1>();
-      if (half == 1 && step > 0) Release(ring, last);
-#pragma unroll
-      for (int k = 0; k < 2; ++k)
-#pragma unroll
-        for (int below = 0; below < 2; ++below)
-#pragma unroll
-          for (int i = 0; i < H::kVector; ++i) held[half][k][i / 2][2 * below + i % 2] = next[k][below][i];
-      const uint64_t rows = hopper::Descriptor(ring.Data(), T::kSlab);
+    for (int quarter = 0; quarter < 4; ++quarter) {
+      hopper::WaitForProducts<2>();
+      if (quarter == 2 && step > 0) Release(ring, last);
       hopper::BeginProducts();
 #pragma unroll
-      for (int k = 0; k < 2; ++k)
+      for (int m = 0; m < H::kBlocks; ++m)
 #pragma unroll
-        for (int m = 0; m < H::kBlocks; ++m)
-#pragma unroll
-          for (int n = 0; n < H::kRowBlocks; ++n)
-            hopper::MultiplyHeld<H::kRows>(sums[m][n], held[half][k][m],
-                                           rows + n * (H::kRows * kLineBytes >> 4) + (2 * half + k) * (32 >> 4),
-                                           step > 0 || half > 0 || k > 0);
+        for (int n = 0; n < H::kRowBlocks; ++n)
+          hopper::MultiplyHeld<H::kRows>(sums[m][n], held[quarter][m],
+                                         rows + n * (H::kRows * kLineBytes >> 4) + quarter * (32 >> 4),
+                                         step > 0 || quarter > 0);
       hopper::CommitProducts();
-      if (half == 0) load(1);
+      if (quarter < 3) load(quarter + 1);
     }
     last = ring.stage;
     ring.Next();
@@ -90,7 +85,7 @@ __device__ void MultiplyHeldStages(Ring<T>& ring, int steps, int warpgroup, type
     hopper::WaitBarrier(ring.Full(), ring.parity);
     load(0);
   }
-  EndTurn(ring, warpgroup);
+  EndTurn(ring, number);
   hopper::WaitForProducts<0>();
   Release(ring, last);
 #pragma unroll

@@ -96,7 +96,7 @@ __device__ void FinishShare(uint32_t sums, int team, const F& finish) {
   }
   // Nobody leaves while others read its sums.
   __syncwarp();
-  ClusterArrive();
+  ClusterArriveRelaxed();
   ClusterWait();
 }
 

@@ -30,9 +30,11 @@ struct WgmmaTile {
   static constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
   static constexpr int kBlocks = kRows / 64;     // rows of one wgmma
   static constexpr int kSlab = 64 * kLineBytes;  // bytes: 64 rows, or columns, of a stage
-  static constexpr int kBytesA = kRows / 64 * kSlab, kBytesB = kColumns / 64 * kSlab, kStageBytes = kBytesA + kBytesB;
+  static constexpr int kBytesA = kRows * kLineBytes,
+                       kBytesB = (kColumns * sizeof(In) + kLineBytes - 1) / kLineBytes * kDepth * kLineBytes,
+                       kStageBytes = kBytesA + kBytesB;
   // Sums wait in two slabs of each warpgroup to be stored, to pixels whose numbers stand there too.
-  static constexpr int kStoreBytes = kConsumers * 2 * kSlab, kPixelBytes = kConsumers * kRows * 8,
+  static constexpr int kStoreBytes = kConsumers * 2 * kSlab, kPixelBytes = kConsumers * kRows * 4,
                        kBarrierBytes = kMaxStages * 16 + 16;
   // Beside them as many stages as fit.
   static constexpr int kStages =
@@ -47,7 +49,7 @@ template <class T>
 struct Ring {
   uint32_t data;
   int stage = 0;
-  uint32_t parity = 0, turn_parity = 0;
+  uint32_t parity = 0;
 
   __device__ explicit Ring(const void* shared) : data(SharedAddress(shared)) {}
   __device__ uint32_t Data() const { return data + stage * T::kStageBytes; }
@@ -56,8 +58,8 @@ struct Ring {
   __device__ uint32_t Turn(int warpgroup) const { return Full(kMaxStages) + 8 * warpgroup; }
   __device__ uint32_t Full() const { return Full(stage); }
   __device__ uint32_t Slabs() const { return data + T::kStages * T::kStageBytes; }
-  static __device__ int64_t* Pixels(unsigned char* shared, int warpgroup) {
-    return reinterpret_cast<int64_t*>(shared + T::kStages * T::kStageBytes + T::kStoreBytes) + warpgroup * T::kRows;
+  static __device__ int* Pixels(unsigned char* shared, int warpgroup) {
+    return reinterpret_cast<int*>(shared + T::kStages * T::kStageBytes + T::kStoreBytes) + warpgroup * T::kRows;
   }
   __device__ void Next() {
     if (++stage == T::kStages) stage = 0, parity ^= 1;
@@ -84,9 +86,9 @@ struct Ring {
 
 // The producer's turn: waits for a free stage and announces its bytes; the caller begins the loads, then calls Next.
 template <class T>
-__device__ void BeginStage(const Ring<T>& ring) {
+__device__ void BeginStage(const Ring<T>& ring, int bytes = T::kStageBytes) {
   hopper::WaitBarrier(ring.Empty(ring.stage), ring.parity ^ 1);
-  hopper::ArriveExpecting(ring.Full(), T::kStageBytes);
+  hopper::ArriveExpecting(ring.Full(), bytes);
 }
 
 // Who multiplies says when a warp is done with a stage,
@@ -94,27 +96,27 @@ template <class T>
 __device__ void Release(const Ring<T>& ring, int stage) {
   if (threadIdx.x % 32 == 0) hopper::Arrive(ring.Empty(stage));
 }
-// waits for its turn, where the first warpgroup's first needs no other's,
+// waits for its turn at the block's tile of this number, where the first needs no other's,
 template <class T>
-__device__ void BeginTurn(Ring<T>& ring, int warpgroup) {
-  hopper::WaitBarrier(ring.Turn(warpgroup), ring.turn_parity ^ (warpgroup == 0));
-  ring.turn_parity ^= 1;
+__device__ void BeginTurn(const Ring<T>& ring, int number) {
+  const int warpgroup = number % 2;
+  hopper::WaitBarrier(ring.Turn(warpgroup), (number / 2 + (warpgroup == 0)) % 2);
 }
 // and ends it.
 template <class T>
-__device__ void EndTurn(const Ring<T>& ring, int warpgroup) {
-  if (threadIdx.x % 32 == 0) hopper::Arrive(ring.Turn(1 - warpgroup));
+__device__ void EndTurn(const Ring<T>& ring, int number) {
+  if (threadIdx.x % 32 == 0) hopper::Arrive(ring.Turn((number + 1) % 2));
 }
 
-// sums = A B over the ring's next `steps` stages, at least one, by one warpgroup. Operands are K-major, or MN-major
-// where transposed.
+// sums = A B over the ring's next `steps` stages, at least one, by the warpgroup whose turn it is at the block's tile
+// of this number. Operands are K-major, or MN-major where transposed.
 template <class T, bool kTransposedA, bool kTransposedB>
-__device__ void MultiplyStages(Ring<T>& ring, int steps, int warpgroup, typename T::Sums& sums) {
+__device__ void MultiplyStages(Ring<T>& ring, int steps, int number, typename T::Sums& sums) {
   using In = typename T::In;
   // Of one wgmma: 32 bytes of every line, or 16 lines.
   constexpr int kStepA = (kTransposedA ? 16 * kLineBytes : 32) >> 4,
                 kStepB = (kTransposedB ? 16 * kLineBytes : 32) >> 4;
-  BeginTurn(ring, warpgroup);
+  BeginTurn(ring, number);
   int last = 0;
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
@@ -135,7 +137,7 @@ __device__ void MultiplyStages(Ring<T>& ring, int steps, int warpgroup, typename
     last = ring.stage;
     ring.Next();
   }
-  EndTurn(ring, warpgroup);
+  EndTurn(ring, number);
   hopper::WaitForProducts<0>();
   Release(ring, last);
 #pragma unroll
@@ -162,7 +164,7 @@ __device__ void StoreSlabs(uint32_t slabs, int warpgroup, const typename T::Sums
 #pragma unroll
   for (int m = 0; m < T::kBlocks; ++m)
 #pragma unroll
-    for (int s = 0; s < T::kColumns / T::kLine; ++s, turn ^= 1) {
+    for (int s = 0; s * T::kLine < T::kColumns; ++s, turn ^= 1) {
       const uint32_t slab = slabs + (warpgroup * 2 + turn) * T::kSlab;
       const float* v = &sums[m][s * T::kLine / 2];
       if (thread == 0) hopper::WaitForStoreReads<1>();
@@ -170,7 +172,7 @@ __device__ void StoreSlabs(uint32_t slabs, int warpgroup, const typename T::Sums
       if constexpr (sizeof(typename T::In) == 2) {
         const int row = 16 * warp + lane % 16;
 #pragma unroll
-        for (int q = 0; q < 4; ++q, v += 8) {
+        for (int q = 0; q < 4 && s * T::kLine + q * 16 < T::kColumns; ++q, v += 8) {
           const uint32_t words[4] = {Pack<typename T::In>(v[0], v[1]), Pack<typename T::In>(v[2], v[3]),
                                      Pack<typename T::In>(v[4], v[5]), Pack<typename T::In>(v[6], v[7])};
           hopper::StoreMatrices(slab + row * kLineBytes + (((2 * q + lane / 16) ^ (row % 8)) << 4), words);
@@ -261,6 +263,10 @@ cudaError_t VisitWgmmaTile(const Problem& p, const Config& config, F&& f) {
         return f(TypeTag<WgmmaTile<In, 64, 128>>());
       case Tile::kWgmma64x64:
         return f(TypeTag<WgmmaTile<In, 64, 64>>());
+      case Tile::kWgmma128x160:
+        return f(TypeTag<WgmmaTile<In, 128, 160>>());
+      case Tile::kWgmma160x128:
+        return f(TypeTag<WgmmaTile<In, 160, 128>>());
       default:
         return cudaErrorInvalidValue;
     }
