@@ -175,8 +175,8 @@ __device__ inline void WaitForProducts() {
                : __VA_ARGS__                                                                                    \
                : "l"(a_tile), "l"(b_tile), "r"(int{add_to}), "n"(int{kTransposedA}), "n"(int{kTransposedB})     \
                : "memory")
-#define JAXDNN_EIGHTY                                                                                 \
-  JAXDNN_TEN()                                                                                        \
+#define JAXDNN_EIGHTY \
+  JAXDNN_TEN()        \
   JAXDNN_TEN(1) JAXDNN_TEN(2) JAXDNN_TEN(3) JAXDNN_TEN(4) JAXDNN_TEN(5) JAXDNN_TEN(6) "%70, %71, %72, " \
                                                                                       "%73, %74, %75, %76, %77, %78, %79"
 #define JAXDNN_WGMMA_OF_TYPE(type, k, more64, more72, more128, more160)                                                \
@@ -226,8 +226,11 @@ __device__ inline void MultiplyHeld(float (&d)[kColumns / 2], const uint32_t (&a
   } else if constexpr (kColumns == 64) {
     JAXDNN_WGMMA_HELD("64", JAXDNN_TEN() JAXDNN_TEN(1) JAXDNN_TEN(2) "%30, %31", "%32, %33, %34, %35", "%36", "%37",
                       JAXDNN_SUMS16(0), JAXDNN_SUMS16(16));
-  } else if constexpr (kColumns == 160) {
-    JAXDNN_WGMMA_HELD("160", JAXDNN_EIGHTY, "%80, %81, %82, %83", "%84", "%85", JAXDNN_SUMS64(0), JAXDNN_SUMS16(64));
+  } else if constexpr (kColumns == 256) {
+    JAXDNN_WGMMA_HELD("256",
+                      JAXDNN_EIGHTY ", " JAXDNN_TEN(8) JAXDNN_TEN(9) JAXDNN_TEN(10)
+                          JAXDNN_TEN(11) "%120, %121, %122, %123, %124, %125, %126, %127",
+                      "%128, %129, %130, %131", "%132", "%133", JAXDNN_SUMS64(0), JAXDNN_SUMS64(64));
   } else {
     static_assert(kColumns == 128);
     JAXDNN_WGMMA_HELD(

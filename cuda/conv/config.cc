@@ -7,6 +7,7 @@
 #include "cuda/conv/pixel_map.h"
 #include "cuda/conv/strips.h"
 #include "cuda/conv/unaligned_plan.h"
+#include "cuda/conv/wgmma_plan.h"
 
 namespace jaxdnn::conv {
 namespace {
@@ -14,7 +15,6 @@ namespace {
 // A Hopper-sized device. A constant, not a query: the choice must be the same on every machine.
 constexpr double kMultiprocessors = 132;
 constexpr double kLaunchCycles = 4000;  // of one more kernel
-constexpr double kExchangeCycles = 2000;  // of a cluster's blocks that share a tile
 constexpr double kBytesPerCycle = 18;   // of device memory, per multiprocessor
 constexpr int64_t kMinSlice = 128;      // terms of the reduction that are worth a block
 constexpr int64_t kIndexLimit = int64_t{1} << 30;
@@ -52,41 +52,6 @@ StepCost CostOf(const TileShape& t, const Problem& p, int depth) {
   }
 }
 
-// Of the Hopper kernels: the cycles of a step, and those of beginning and storing a tile, which the other warpgroup
-// hides unless tiles are short. Fitted to an H200, where the choice is then on average 2 % slower than the best.
-struct WgmmaCost {
-  double step, tile;
-};
-
-WgmmaCost WgmmaCostOf(const TileShape& t, const Problem& p) {
-  // Of 16-bit floats and of TF32: forward and data gradient, then the filter gradient, which takes floats in tiles of
-  // 128 rows only.
-  constexpr WgmmaCost k128x128[] = {{600, 4400}, {625, 8000}, {660, 1200}, {680, 1200}};
-  constexpr WgmmaCost k256x64[] = {{750, 4400}, {795, 8000}, {800, 1600}, {}};
-  constexpr WgmmaCost k128x64[] = {{410, 4100}, {450, 6100}, {480, 500}, {420, 500}};
-  constexpr WgmmaCost k64x128[] = {{465, 3400}, {450, 4700}, {480, 0}, {}};
-  constexpr WgmmaCost k128x160[] = {{760, 5500}, {760, 6500}, {}, {}};
-  constexpr WgmmaCost k64x64[] = {{355, 3500}, {360, 4100}, {335, 0}, {}};
-  const int which = 2 * (p.direction == Direction::kFilterGradient) + (p.in == DType::kF32);
-  switch (t.tile) {
-    case Tile::kWgmma128x128:
-      return k128x128[which];
-    case Tile::kWgmma256x64:
-      return k256x64[which];
-    case Tile::kWgmma128x64:
-      return k128x64[which];
-    case Tile::kWgmma64x128:
-      return k64x128[which];
-    case Tile::kWgmma64x64:
-      return k64x64[which];
-    case Tile::kWgmma128x160:
-    case Tile::kWgmma160x128:
-      return k128x160[which];
-    default:
-      return {};
-  }
-}
-
 // Whether rows of channels are runs of so many elements, or of whole 16-byte chunks.
 bool InRunsOf(const Problem& p, int64_t n) { return p.channels % n == 0 && p.features % n == 0; }
 bool InChunks(const Problem& p) { return InRunsOf(p, 16 / SizeOf(p.in)); }
@@ -108,8 +73,9 @@ bool IsRagged(const Problem& p, const Dense& dense) {
 bool IsTripled(const Problem& p) { return p.in == DType::kF32 && p.products == 3; }
 
 double ReductionCycles(const Problem& p, int64_t splits, int64_t result_bytes) {
-  return UsesWorkspace(p, splits) ? kLaunchCycles + 2.0 * splits * result_bytes / (kMultiprocessors * kBytesPerCycle)
-                                  : 0;
+  if (!UsesWorkspace(p, splits)) return 0;
+  const double scattered = p.exchanged ? 10.0 * result_bytes : 0;  // their places are far apart
+  return kLaunchCycles + (2.0 * splits * result_bytes + scattered) / (kMultiprocessors * kBytesPerCycle);
 }
 
 // The product that the mma.sync kernels compute.
@@ -162,33 +128,6 @@ double Cycles(const Problem& p, const TileShape& t, int64_t splits) {
          std::max(std::ceil(each / cost.resident) * cost.latency, each * cost.busy);
 }
 
-double WgmmaCycles(const Problem& p, const TileShape& t, int64_t splits, int64_t cluster) {
-  constexpr double kShare = 0.8;  // of the memory's rate
-  const WgmmaCost cost = WgmmaCostOf(t, p);
-  Work work = WorkOf(p, t, splits);
-  double steps, moving = 0;
-  if (p.direction == Direction::kFilterGradient) {
-    // Rows come in units of a line of channels.
-    const int line = WgmmaDepth(p.in);
-    const double units = double(p.Taps()) * CeilDiv(p.channels, line);
-    work.tiles = std::ceil(units / (t.rows / line)) * CeilDiv(p.features, t.columns) * splits;
-    steps = std::ceil(work.depth / WgmmaDepth(p.in));
-    const double elements = double(p.images) * (p.XPixels() * p.channels + p.YPixels() * p.features);
-    moving = elements * SizeOf(p.in) / (kShare * kMultiprocessors * kBytesPerCycle);
-  } else {
-    // Pixels of half a line and less take as many loads, which are slower for what they bring.
-    const int64_t channels = p.DepthChannels(), line = WgmmaDepth(p.in);
-    steps = std::max(1.0, work.depth / channels * CeilDiv(channels, line)) * (2 * channels <= line ? 1.45 : 1);
-  }
-  if (cluster > 1) {
-    // Clusters have to fit into the device's groups of multiprocessors.
-    const double clusters = cluster == 2 ? 66 : cluster == 4 ? 30 : 15;
-    return std::ceil(work.tiles / clusters) * (std::ceil(steps / cluster) * cost.step + cost.tile + kExchangeCycles);
-  }
-  const double each = std::ceil(work.tiles / kMultiprocessors), busy = steps * cost.step;
-  return std::max(moving, each * std::max(busy, (busy + cost.tile) / 2) + cost.tile);
-}
-
 // Of the depthwise kernels, by what an element of the larger of input and output takes a multiprocessor. Windows that
 // are not compiled for cost more a line; 16-bit channels that cannot be had as pairs, more a tap. Fitted to an H200.
 double DepthwiseCycles(const Problem& p, int64_t splits) {
@@ -210,23 +149,6 @@ double DepthwiseCycles(const Problem& p, int64_t splits) {
   constexpr double kPlaces = 2 * kMultiprocessors;
   const double rounds = filter ? std::ceil(blocks / kPlaces) : 1, unused = filter ? rounds * kPlaces / blocks : 1;
   return 2000 + 3000 * rounds + std::max(all * unused, bytes / (kMultiprocessors * kBytesPerCycle));
-}
-
-// How many blocks may share a tile in the Hopper kernels (wgmma_team.cuh).
-int64_t MostBlocks(const Problem& p, const TileShape& t) {
-  if (t.unit != Unit::kWgmma || p.direction == Direction::kFilterGradient || t.rows * t.columns > 128 * 128)
-    return 1;
-  const Phases f = PhasesOf(p);
-  for (int d = 0; d < kRank; ++d)
-    if (f.period[d] > 1 || f.tap_period[d] > 1) return 1;
-  return std::min<int64_t>(8, p.Taps() * CeilDiv(p.DepthChannels(), WgmmaDepth(p.in)) / 2);
-}
-
-// Of y in the filter gradient, which wgmma wants K-major: TF32 has no MN-major operands.
-int64_t TransposedBytes(const Problem& p, const TileShape& t) {
-  if (t.unit != Unit::kWgmma || p.in != DType::kF32 || p.direction != Direction::kFilterGradient) return 0;
-  const int64_t depth = WgmmaDepth(p.in);
-  return CeilDiv(p.images * p.YPixels(), depth) * depth * p.features * 4;
 }
 
 // Of the kernels of few channels, of a problem as AsForward has it: a tile's products, and what it moves to and from
@@ -322,6 +244,7 @@ bool Takes(const TileShape& t, const Problem& p, bool hopper) {
   if (t.unit == Unit::kGrouped) return TakesGrouped(p);
   if (t.unit == Unit::kFewFeatures) return TakesFewFeatures(p);
   if (t.unit == Unit::kUnaligned) return hopper && TakesUnaligned(p);
+  if (t.unit == Unit::kWgmma) return hopper && TakesWgmma(p, t);
   if (t.unit == Unit::kDepthwise) {
     const bool holes = *std::max_element(p.lhs_dilation, p.lhs_dilation + kRank) > 1;
     double apart = 0;
@@ -332,17 +255,6 @@ bool Takes(const TileShape& t, const Problem& p, bool hopper) {
            p.batch * p.images * std::max(p.XPixels(), p.YPixels()) < INT32_MAX;
   }
   if (p.in == DType::kF64 || (p.in == DType::kF32 && p.products == 0)) return false;
-  if (t.unit == Unit::kWgmma) {
-    // 160 is a multiple of what few networks have, where 128 leaves much of the last tile, or of the last round, empty.
-    const bool held = p.in == DType::kF32 && p.direction == Direction::kForward;
-    if (std::max(t.rows, t.columns) == 160 && (p.direction == Direction::kFilterGradient || held != (t.rows == 160)))
-      return false;
-    MappedPhase phases[kMaxMaps];
-    const bool floats =
-        p.in == DType::kF32 && p.products == 1 && (p.direction != Direction::kFilterGradient || t.rows == 128);
-    return hopper && (floats || p.in != DType::kF32) && p.batch == 1 && p.groups == 1 && InChunks(p) &&
-           p.images * std::max(p.XPixels(), p.YPixels()) < INT32_MAX - t.rows && MapPhases(p, phases) > 0;
-  }
   if (*std::max_element(p.window, p.window + kRank) > kMmaMaxWindow) return false;
   const Dense dense = DenseOf(p);
   if (InChunks(p) && dense.groups == 1 && !dense.Folds()) return !(t.tile == Tile::kMma128x128 && IsTripled(p));
@@ -407,10 +319,12 @@ std::optional<Config> ChooseAsItIs(const Problem& p, bool hopper, std::string_vi
       const int64_t slices = tiles > 0 ? CeilDiv(tiles, CeilDiv(tiles, splits)) : splits;
       // Those of unaligned channels have partial sums of a single slice too.
       const bool partial = UsesWorkspace(p, slices) || (t.unit == Unit::kUnaligned && splittable);
-      const int64_t transposed = TransposedBytes(p, t), bytes = transposed + (partial ? slices * result_bytes : 0);
+      const int64_t transposed = t.unit == Unit::kWgmma ? TransposedBytes(p, t) : 0;
+      const int64_t bytes = transposed + (partial ? slices * result_bytes : 0);
       if (bytes > workspace_limit) break;
       if (splittable && CeilDiv(g.depth, slices) >= kIndexLimit) continue;  // a slice is indexed with 32 bits
-      for (int64_t cluster = 1; cluster == 1 || cluster <= MostBlocks(p, t); cluster *= 2) {
+      const int64_t most_blocks = t.unit == Unit::kWgmma ? MostBlocks(p, t) : 1;
+      for (int64_t cluster = 1; cluster == 1 || cluster <= most_blocks; cluster *= 2) {
         const double product = t.unit == Unit::kDepthwise     ? DepthwiseCycles(p, slices)
                                : t.unit == Unit::kFewChannels ? FewChannelsCycles(AsForward(p), strips, slices)
                                : t.unit == Unit::kGrouped     ? GroupedCycles(p, slices)
@@ -418,8 +332,7 @@ std::optional<Config> ChooseAsItIs(const Problem& p, bool hopper, std::string_vi
                                : t.unit == Unit::kUnaligned   ? UnalignedCycles(p, slices)
                                : t.unit == Unit::kWgmma       ? WgmmaCycles(p, t, slices, cluster)
                                                               : Cycles(p, t, slices);
-        const double cycles = product + ReductionCycles(p, slices, result_bytes) +
-                              (transposed ? kLaunchCycles + 2.0 * transposed / (kMultiprocessors * kBytesPerCycle) : 0);
+        const double cycles = product + ReductionCycles(p, slices, result_bytes);
         if (!best || cycles < best->cycles) best = Config{t.tile, slices, cluster, bytes, cycles};
       }
     }
@@ -427,8 +340,8 @@ std::optional<Config> ChooseAsItIs(const Problem& p, bool hopper, std::string_vi
   return best;
 }
 
-// With x and y exchanged a dilated input has no holes, few features are few channels, and the smaller of the two is what
-// Hopper's kernels transpose for TF32.
+// With x and y exchanged a dilated input has no holes, few features are few channels, and the smaller of the two is
+// what Hopper's kernels transpose for TF32.
 bool IsWorthExchanging(const Problem& p) {
   const auto is_one = [](int64_t n) { return n == 1; };
   const bool transposes = p.in == DType::kF32 && p.products == 1 && p.groups == 1;

@@ -263,7 +263,7 @@ cudaError_t LaunchFilterWgmma(const Problem& p, const Config& config, const void
   return VisitWgmmaTile<true>(p, config, [&](auto tile) {
     using T = typename decltype(tile)::type;
     // The two warpgroups share the rows of floats: 64 each, since 128 are too many registers.
-    if constexpr (T::kColumns == 160 || T::kRows == 160 || (kFloats<T> && T::kRows != 128))
+    if constexpr (T::kCopied || T::kColumns == 160 || (kFloats<T> && T::kRows != 128))
       return cudaErrorInvalidValue;
     else
       return LaunchTile<T>(p, config, x, y, out, workspace, stream);

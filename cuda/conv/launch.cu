@@ -25,7 +25,7 @@ int Launch(const Problem& p, const Config& config, const void* lhs, const void* 
                     : LaunchDataMma(p, config, lhs, rhs, out, epilogue, stream);
     case Unit::kWgmma:
       return filter ? LaunchFilterWgmma(p, config, lhs, rhs, out, workspace, stream)
-                    : LaunchDataWgmma(p, config, lhs, rhs, out, epilogue, stream);
+                    : LaunchDataWgmma(p, config, lhs, rhs, out, workspace, epilogue, stream);
     case Unit::kDepthwise:
       return filter ? LaunchDepthwiseFilter(p, config, lhs, rhs, out, workspace, stream)
                     : LaunchDepthwiseData(p, lhs, rhs, out, epilogue, stream);

@@ -9,7 +9,7 @@ namespace jaxdnn::conv {
 
 // Forward (operand x) and data gradient (operand y).
 cudaError_t LaunchDataWgmma(const Problem& p, const Config& config, const void* operand, const void* filter, void* out,
-                            const Epilogue& epilogue, cudaStream_t stream);
+                            void* workspace, const Epilogue& epilogue, cudaStream_t stream);
 
 // Filter gradient; `workspace` holds config.workspace_bytes.
 cudaError_t LaunchFilterWgmma(const Problem& p, const Config& config, const void* x, const void* y, void* out,

@@ -12,9 +12,8 @@ namespace jaxdnn::conv {
 template <class T>
 struct Held {
   static constexpr int kBlocks = T::kColumns / 64, kVector = 2 * kBlocks;  // columns of a thread
-  static constexpr int kRows = T::kRows > 160 ? 128 : T::kRows, kRowBlocks = T::kRows / kRows;
-  static constexpr int kSlab = 32 * kLineBytes;  // 32 terms of 32 columns
-  using Sums = float[kBlocks][kRowBlocks][kRows / 2];
+  static constexpr int kSlab = 32 * kLineBytes;                            // 32 terms of 32 columns
+  using Sums = float[kBlocks][T::kRows / 2];
 
   // The thread's first column. Neighbouring threads' are 64 bytes apart, so that of four terms they meet in no bank.
   static __device__ int Column() {
@@ -28,8 +27,7 @@ struct Held {
   static __device__ Vec<float, kVector> Get(const Sums& sums, int i) {
     Vec<float, kVector> v;
 #pragma unroll
-    for (int k = 0; k < kVector; ++k)
-      v.v[k] = sums[k / 2][i / (kRows / 4)][i % (kRows / 4) / 2 * 4 + k % 2 * 2 + i % 2];
+    for (int k = 0; k < kVector; ++k) v.v[k] = sums[k / 2][i / 2 * 4 + k % 2 * 2 + i % 2];
     return v;
   }
 };
@@ -71,11 +69,7 @@ __device__ void MultiplyHeldStages(Ring<T>& ring, int steps, int number, typenam
       hopper::BeginProducts();
 #pragma unroll
       for (int m = 0; m < H::kBlocks; ++m)
-#pragma unroll
-        for (int n = 0; n < H::kRowBlocks; ++n)
-          hopper::MultiplyHeld<H::kRows>(sums[m][n], held[quarter][m],
-                                         rows + n * (H::kRows * kLineBytes >> 4) + quarter * (32 >> 4),
-                                         step > 0 || quarter > 0);
+        hopper::MultiplyHeld<T::kRows>(sums[m], held[quarter][m], rows + quarter * (32 >> 4), step > 0 || quarter > 0);
       hopper::CommitProducts();
       if (quarter < 3) load(quarter + 1);
     }
@@ -91,9 +85,7 @@ __device__ void MultiplyHeldStages(Ring<T>& ring, int steps, int number, typenam
 #pragma unroll
   for (auto& block : sums)
 #pragma unroll
-    for (auto& rows : block)
-#pragma unroll
-      for (float& each : rows) asm volatile("" : "+f"(each));
+    for (float& each : block) asm volatile("" : "+f"(each));
 }
 
 }  // namespace jaxdnn::conv

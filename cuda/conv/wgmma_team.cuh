@@ -38,8 +38,9 @@ __device__ void LeaveSums(uint32_t at, const typename T::Sums& sums) {
     for (int j = 0; j < T::kColumns / 8; ++j)
 #pragma unroll
       for (int half = 0; half < 2; ++half)
-        hopper::StorePair(SumPlace<T>(at, m * 64 + 16 * warp + lane / 4 + 8 * half, 2 * j + lane % 4 / 2) + lane % 2 * 8,
-                          sums[m][4 * j + 2 * half], sums[m][4 * j + 2 * half + 1]);
+        hopper::StorePair(
+            SumPlace<T>(at, m * 64 + 16 * warp + lane / 4 + 8 * half, 2 * j + lane % 4 / 2) + lane % 2 * 8,
+            sums[m][4 * j + 2 * half], sums[m][4 * j + 2 * half + 1]);
 }
 template <class T>
 __device__ void LeaveHeldSums(uint32_t at, const typename Held<T>::Sums& sums) {
@@ -62,11 +63,11 @@ __device__ void AddSums(uint32_t sums, int first, Vec<float, 4> (&v)[8 / 2]) {
     float4 part[kSize];
 #pragma unroll
     for (int rank = 0; rank < kSize; ++rank)
-      part[rank] = LoadRemote(
-          RemoteAddress(SumPlace<T>(sums, at / (T::kColumns / 4), at % (T::kColumns / 4)), rank));
+      part[rank] = LoadRemote(RemoteAddress(SumPlace<T>(sums, at / (T::kColumns / 4), at % (T::kColumns / 4)), rank));
     v[b] = {};
 #pragma unroll
-    for (const float4& each : part) v[b] = {v[b].v[0] + each.x, v[b].v[1] + each.y, v[b].v[2] + each.z, v[b].v[3] + each.w};
+    for (const float4& each : part)
+      v[b] = {v[b].v[0] + each.x, v[b].v[1] + each.y, v[b].v[2] + each.z, v[b].v[3] + each.w};
   }
 }
 

@@ -23,9 +23,11 @@ constexpr int kWarpgroup = 128;
 constexpr int kConsumers = 2;  // warpgroups that multiply
 constexpr int kMaxStages = 8;
 
-template <class In_, int kRows_, int kColumns_>
+// Forward the filter of floats goes through registers (wgmma_held.cuh), or is copied first, `kCopied`.
+template <class In_, int kRows_, int kColumns_, bool kCopied_ = false>
 struct WgmmaTile {
   using In = In_;
+  static constexpr bool kCopied = kCopied_;
   static constexpr int kRows = kRows_, kColumns = kColumns_, kLine = kLineBytes / sizeof(In), kDepth = kLine;
   static constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
   static constexpr int kBlocks = kRows / 64;     // rows of one wgmma
@@ -183,9 +185,9 @@ __device__ void StoreSlabs(uint32_t slabs, int warpgroup, const typename T::Sums
         for (int q = 0; q < 4; ++q, v += 4)
 #pragma unroll
           for (int half = 0; half < 2; ++half)
-            hopper::StorePair(slab + (row + 8 * half) * kLineBytes + (((2 * q + lane % 4 / 2) ^ (row % 8)) << 4) +
-                                  lane % 2 * 8,
-                              v[2 * half], v[2 * half + 1]);
+            hopper::StorePair(
+                slab + (row + 8 * half) * kLineBytes + (((2 * q + lane % 4 / 2) ^ (row % 8)) << 4) + lane % 2 * 8,
+                v[2 * half], v[2 * half + 1]);
       }
       store(m * 64, s * T::kLine, slab);
     }
@@ -264,9 +266,9 @@ cudaError_t VisitWgmmaTile(const Problem& p, const Config& config, F&& f) {
       case Tile::kWgmma64x64:
         return f(TypeTag<WgmmaTile<In, 64, 64>>());
       case Tile::kWgmma128x160:
-        return f(TypeTag<WgmmaTile<In, 128, 160>>());
-      case Tile::kWgmma160x128:
-        return f(TypeTag<WgmmaTile<In, 160, 128>>());
+        return f(TypeTag<WgmmaTile<In, 128, 160, sizeof(In) == 4>>());
+      case Tile::kWgmma128x128Copied:
+        return f(TypeTag<WgmmaTile<In, 128, 128, true>>());
       default:
         return cudaErrorInvalidValue;
     }
