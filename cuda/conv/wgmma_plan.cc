@@ -65,9 +65,9 @@ bool TakesWgmma(const Problem& p, const TileShape& t) {
 }
 
 int64_t MostBlocks(const Problem& p, const TileShape& t) {
-  if (p.direction == Direction::kFilterGradient || t.tile == Tile::kWgmma128x128Copied ||
-      t.rows * t.columns > 128 * 128 || t.rows == 256)
-    return 1;
+  const bool copied = t.tile == Tile::kWgmma128x128Copied;
+  if (p.direction == Direction::kFilterGradient || copied || t.rows > 128 || t.columns > 128) return 1;
+  // In a phase, or of a dilated input, some blocks could be left without a tap.
   const Phases f = PhasesOf(p);
   for (int d = 0; d < kRank; ++d)
     if (f.period[d] > 1 || f.tap_period[d] > 1) return 1;
@@ -93,10 +93,10 @@ double WgmmaCycles(const Problem& p, const TileShape& t, int64_t splits, int64_t
     const double units = double(p.Taps()) * CeilDiv(p.channels, line);
     tiles = std::ceil(units / (t.rows / line)) * CeilDiv(p.features, t.columns) * splits;
     steps = std::ceil(double(g.depth) / splits / line);
-    // What is moved is not hidden where the warpgroups share their stages.
+    // What dense layers move is not hidden where the warpgroups share their stages.
     const double x_pixels = std::min(p.XPixels(), p.YPixels() * p.Taps());
-    if (p.in == DType::kF32)
-      more = p.images * (x_pixels * p.channels + double(p.YPixels()) * p.features) * 4 / 2.5 /
+    if (p.in == DType::kF32 && std::min(p.channels, p.features) >= 64)
+      more = p.images * (x_pixels * p.channels + double(p.YPixels()) * p.features) * 4 / 2 /
              (kMultiprocessors * kBytesPerCycle);
   } else {
     double phases = 1, taps_per_tap = 1;
@@ -106,8 +106,10 @@ double WgmmaCycles(const Problem& p, const TileShape& t, int64_t splits, int64_t
     // Pixels of half a line and less take as many loads, which are slower for what they bring.
     steps = std::max(1.0, p.Taps() / taps_per_tap * CeilDiv(channels, line)) * (2 * channels <= line ? 1.45 : 1);
   }
-  constexpr double kLaunch = 4000, kTransposed = 3.3;  // of another kernel, and how often it moves its result's bytes
-  if (transposed) more += kLaunch + kTransposed * transposed / (kMultiprocessors * kBytesPerCycle);
+  // Another kernel, and how often it moves its result's bytes.
+  constexpr double kLaunch = 4000;
+  const double moves = p.direction == Direction::kForward ? 3.3 : 2;
+  if (transposed) more += kLaunch + moves * transposed / (kMultiprocessors * kBytesPerCycle);
   if (cluster > 1) {
     // Clusters have to fit into the device's groups of multiprocessors, and none has a second tile to hide the first.
     const double clusters = cluster == 2 ? 66 : cluster == 4 ? 30 : 15, exchange = 2000 + t.rows * t.columns / 4;
