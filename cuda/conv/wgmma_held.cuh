@@ -79,13 +79,7 @@ __device__ void MultiplyHeldStages(Ring<T>& ring, int steps, int number, typenam
     hopper::WaitBarrier(ring.Full(), ring.parity);
     load(0);
   }
-  EndTurn(ring, number);
-  hopper::WaitForProducts<0>();
-  Release(ring, last);
-#pragma unroll
-  for (auto& block : sums)
-#pragma unroll
-    for (float& each : block) asm volatile("" : "+f"(each));
+  EndTurn(ring, number, last, sums);
 }
 
 }  // namespace jaxdnn::conv
