@@ -326,11 +326,12 @@ std::optional<Config> ChooseAsItIs(const Problem& p, bool hopper, std::string_vi
   return best;
 }
 
-// With x and y exchanged a dilated input has no holes, few features are few channels, and the smaller of the two is
-// what Hopper's kernels transpose for TF32.
+// With x and y exchanged a dilated input has no holes, few features are few channels, and the smaller operand of a
+// dense layer is what Hopper's kernels transpose for TF32, which counts where windows are 1x1.
 bool IsWorthExchanging(const Problem& p) {
   const auto is_one = [](int64_t n) { return n == 1; };
-  const bool transposes = p.in == DType::kF32 && p.products == 1 && p.groups == 1;
+  const bool transposes = p.in == DType::kF32 && p.products == 1 && p.groups == 1 && p.Taps() == 1 &&
+                          std::min(p.channels, p.features) >= 64;
   return p.direction == Direction::kFilterGradient && std::all_of(p.stride, p.stride + kRank, is_one) &&
          (!std::all_of(p.lhs_dilation, p.lhs_dilation + kRank, is_one) ||
           (p.features <= kFewMostChannels && p.channels > kFewMostChannels) ||

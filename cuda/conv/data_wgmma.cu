@@ -88,7 +88,7 @@ __device__ void Produce(const WgmmaParams& p, Ring<T> ring) {
 
 // Whether blocks may share a tile.
 template <class T>
-constexpr bool kMayShare = !T::kCopied && T::kRows * T::kColumns <= 128 * 128;
+constexpr bool kMayShare = !T::kCopied && T::kRows <= 128 && T::kColumns <= 128;
 
 template <class T, bool kForward>
 __device__ void Consume(const WgmmaParams& p, Ring<T> ring, int warpgroup, float* wide, typename T::In* out,

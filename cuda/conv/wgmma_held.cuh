@@ -42,8 +42,8 @@ __device__ void MultiplyHeldStages(Ring<T>& ring, int steps, int number, typenam
   const uint32_t place = T::kBytesA + column / 32 * H::kSlab + column % 4 * 4,
                  first = place + term * kLineBytes + ((chunk ^ term) << 4),
                  second = place + (term + 4) * kLineBytes + ((chunk ^ (term + 4)) << 4);
-  // The terms of one wgmma are loaded while those before are multiplied. They must not change before that is done, so
-  // each quarter of a stage has its registers, and at most two products before the next one's are unfinished.
+  // A quarter's terms are loaded while earlier products run. Registers must not change before the product that reads
+  // them is done, so each quarter has its own, and three products at most are under way when the next one's are loaded.
   uint32_t held[4][H::kBlocks][4];
   const auto load = [&](int quarter) {
 #pragma unroll
@@ -79,13 +79,7 @@ __device__ void MultiplyHeldStages(Ring<T>& ring, int steps, int number, typenam
     hopper::WaitBarrier(ring.Full(), ring.parity);
     load(0);
   }
-  EndTurn(ring, number);
-  hopper::WaitForProducts<0>();
-  Release(ring, last);
-#pragma unroll
-  for (auto& block : sums)
-#pragma unroll
-    for (float& each : block) asm volatile("" : "+f"(each));
+  EndTurn(ring, number, last, sums);
 }
 
 }  // namespace jaxdnn::conv

@@ -21,12 +21,13 @@ struct Cost {
 Cost CostOf(const TileShape& t, const Problem& p) {
   // Of 16-bit floats and of TF32: forward and data gradient, then the filter gradient, which takes floats in tiles of
   // 128 rows only; and of TF32 forward, with the filter in registers.
-  constexpr Cost k128x128[] = {{600, 4400}, {620, 8700}, {660, 1200}, {680, 1200}, {760, 7000}};
-  constexpr Cost k256x64[] = {{750, 4400}, {830, 9700}, {800, 1600}, {}, {720, 8500}};
-  constexpr Cost k128x64[] = {{420, 4100}, {475, 5100}, {480, 500}, {420, 500}, {460, 4750}};
-  constexpr Cost k64x128[] = {{420, 3400}, {400, 5150}, {480, 0}, {}, {670, 4000}};
+  constexpr Cost k128x128[] = {{600, 4400}, {620, 8000}, {660, 1200}, {680, 1200}, {750, 7000}};
+  constexpr Cost k256x64[] = {{750, 4400}, {830, 9700}, {800, 1600}, {}, {740, 9500}};
+  constexpr Cost k128x64[] = {{420, 4100}, {475, 5100}, {480, 500}, {420, 500}, {450, 5600}};
+  constexpr Cost k64x128[] = {{420, 3450}, {400, 5150}, {480, 0}, {}, {670, 4000}};
   constexpr Cost k64x64[] = {{355, 3500}, {360, 4100}, {335, 0}, {}, {390, 4150}};
-  constexpr Cost k128x160[] = {{760, 5500}, {700, 9600}};
+  constexpr Cost k128x160[] = {{790, 5500}, {820, 9000}};
+  constexpr Cost kCopied = {630, 8300};
   const bool filter = p.direction == Direction::kFilterGradient, floats = p.in == DType::kF32;
   const int which = 2 * filter + floats, held = floats && p.direction == Direction::kForward ? 4 : which;
   switch (t.tile) {
@@ -43,7 +44,7 @@ Cost CostOf(const TileShape& t, const Problem& p) {
     case Tile::kWgmma128x160:
       return k128x160[which];
     case Tile::kWgmma128x128Copied:
-      return k128x128[which];
+      return kCopied;
     default:
       return {};
   }
@@ -64,9 +65,9 @@ bool TakesWgmma(const Problem& p, const TileShape& t) {
 }
 
 int64_t MostBlocks(const Problem& p, const TileShape& t) {
-  if (p.direction == Direction::kFilterGradient || t.tile == Tile::kWgmma128x128Copied ||
-      t.rows * t.columns > 128 * 128 || t.rows == 256)
-    return 1;
+  const bool copied = t.tile == Tile::kWgmma128x128Copied;
+  if (p.direction == Direction::kFilterGradient || copied || t.rows > 128 || t.columns > 128) return 1;
+  // In a phase, or of a dilated input, some blocks could be left without a tap.
   const Phases f = PhasesOf(p);
   for (int d = 0; d < kRank; ++d)
     if (f.period[d] > 1 || f.tap_period[d] > 1) return 1;
@@ -95,10 +96,10 @@ double WgmmaCycles(const Problem& p, const TileShape& t, int64_t splits, int64_t
     tiles = std::ceil(units / (t.rows / line)) * CeilDiv(p.features, t.columns) * splits;
     steps =
         std::ceil(double(g.depth) / splits / line) * (apart(p.channels) ? 1.45 : 1) * (apart(p.features) ? 1.45 : 1);
-    // What is moved is not hidden where the warpgroups share their stages.
+    // What dense layers move is not hidden where the warpgroups share their stages.
     const double x_pixels = std::min(p.XPixels(), p.YPixels() * p.Taps());
-    if (p.in == DType::kF32)
-      more = p.images * (x_pixels * p.channels + double(p.YPixels()) * p.features) * 4 / 2.5 /
+    if (p.in == DType::kF32 && std::min(p.channels, p.features) >= 64)
+      more = p.images * (x_pixels * p.channels + double(p.YPixels()) * p.features) * 4 / 2 /
              (kMultiprocessors * kBytesPerCycle);
   } else {
     double phases = 1, taps_per_tap = 1;
@@ -110,8 +111,10 @@ double WgmmaCycles(const Problem& p, const TileShape& t, int64_t splits, int64_t
     const double last = left == 0 ? 0 : apart(left) ? 2.7 : 1.6;
     steps = std::max(1.0, p.Taps() / taps_per_tap * (channels / line + last));
   }
-  constexpr double kLaunch = 4000, kTransposed = 3.3;  // of another kernel, and how often it moves its result's bytes
-  if (transposed) more += kLaunch + kTransposed * transposed / (kMultiprocessors * kBytesPerCycle);
+  // Another kernel, and how often it moves its result's bytes.
+  constexpr double kLaunch = 4000;
+  const double moves = p.direction == Direction::kForward ? 3.3 : 2;
+  if (transposed) more += kLaunch + moves * transposed / (kMultiprocessors * kBytesPerCycle);
   if (cluster > 1) {
     // Clusters have to fit into the device's groups of multiprocessors, and none has a second tile to hide the first.
     const double clusters = cluster == 2 ? 66 : cluster == 4 ? 30 : 15, exchange = 2000 + t.rows * t.columns / 4;

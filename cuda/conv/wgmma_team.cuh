@@ -54,11 +54,13 @@ __device__ void LeaveHeldSums(uint32_t at, const typename Held<T>::Sums& sums) {
   }
 }
 
-// v[b] = the sums of all kSize blocks of the thread's chunk `first` + b * kWarpgroup, in row-major order.
+// v[b] = the sums that all kSize blocks have of chunk `first` + b * kWarpgroup, in row-major order. So many loads of a
+// thread are on their way at once.
+constexpr int kLoads = 8;
 template <int kSize, class T>
-__device__ void AddSums(uint32_t sums, int first, Vec<float, 4> (&v)[8 / 2]) {
+__device__ void AddSums(uint32_t sums, int first, Vec<float, 4> (&v)[kLoads / 2]) {
 #pragma unroll
-  for (int b = 0; b < 8 / kSize; ++b) {
+  for (int b = 0; b < kLoads / kSize; ++b) {
     const int at = first + b * kWarpgroup;
     float4 part[kSize];
 #pragma unroll
@@ -76,12 +78,12 @@ __device__ void AddSums(uint32_t sums, int first, Vec<float, 4> (&v)[8 / 2]) {
 template <class T, class F>
 __device__ void FinishShare(uint32_t sums, int team, const F& finish) {
   constexpr int kChunks = T::kColumns / 4;
-  const int each = 8 / team, all = T::kRows * kChunks / team, begin = blockIdx.x % team * all;
+  const int each = kLoads / team, all = T::kRows * kChunks / team, begin = blockIdx.x % team * all;
   ClusterArrive();
   ClusterWait();
 #pragma unroll 1
   for (int i = threadIdx.x % kWarpgroup; i < all; i += each * kWarpgroup) {
-    Vec<float, 4> v[4];
+    Vec<float, 4> v[kLoads / 2];
     if (team == 2)
       AddSums<2, T>(sums, begin + i, v);
     else if (team == 4)

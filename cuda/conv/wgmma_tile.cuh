@@ -104,10 +104,16 @@ __device__ void BeginTurn(const Ring<T>& ring, int number) {
   const int warpgroup = number % 2;
   hopper::WaitBarrier(ring.Turn(warpgroup), (number / 2 + (warpgroup == 0)) % 2);
 }
-// and ends it.
-template <class T>
-__device__ void EndTurn(const Ring<T>& ring, int number) {
+// and ends it when all products are issued, of which the last read the stage `last`: then waits for the sums.
+template <class T, class Sums>
+__device__ void EndTurn(const Ring<T>& ring, int number, int last, Sums& sums) {
   if (threadIdx.x % 32 == 0) hopper::Arrive(ring.Turn((number + 1) % 2));
+  hopper::WaitForProducts<0>();
+  Release(ring, last);
+#pragma unroll
+  for (auto& block : sums)
+#pragma unroll
+    for (float& each : block) asm volatile("" : "+f"(each));
 }
 
 // sums = A B over the ring's next `steps` stages, at least one, by the warpgroup whose turn it is at the block's tile
@@ -139,13 +145,7 @@ __device__ void MultiplyStages(Ring<T>& ring, int steps, int number, typename T:
     last = ring.stage;
     ring.Next();
   }
-  EndTurn(ring, number);
-  hopper::WaitForProducts<0>();
-  Release(ring, last);
-#pragma unroll
-  for (auto& block : sums)
-#pragma unroll
-    for (float& each : block) asm volatile("" : "+f"(each));
+  EndTurn(ring, number, last, sums);
 }
 
 template <class In>
