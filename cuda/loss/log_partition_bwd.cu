@@ -180,12 +180,8 @@ __global__ void __launch_bounds__(kThreads)
     PackedKernel(softmax::Shape shape, int per_block, int span, const __grid_constant__ TypedTargets<T> t,
                  Arrays<Accumulator<T>> arrays, const T* x, T* dx) {
   using A = Accumulator<T>;
-  extern __shared__ __align__(16) unsigned char shared[];
-  T* const held = reinterpret_cast<T*>(shared);
-  const int n = static_cast<int>(shape.n), wanted = threadIdx.x >> span;
-  const int64_t first = int64_t{blockIdx.x} * per_block;
-  const int rows = static_cast<int>(min(int64_t{per_block}, shape.outer - first));
-  LoadRun(held, x + first * n, rows * n);
+  const auto [held, first, n, rows] = PackedBlock<T>(shape, per_block, x);
+  const int wanted = threadIdx.x >> span;
   const int at = min(wanted, rows - 1);
   const RowMap<T> map(t, arrays, first + at);
   WaitRun();
@@ -208,12 +204,7 @@ __global__ void __launch_bounds__(kThreads)
     MaskedKernel(softmax::Shape shape, int per_block, int span, const __grid_constant__ TypedTargets<T> t,
                  Arrays<Accumulator<T>> arrays, const T* x, T* dx) {
   using A = Accumulator<T>;
-  extern __shared__ __align__(16) unsigned char shared[];
-  T* const held = reinterpret_cast<T*>(shared);
-  const int n = static_cast<int>(shape.n);
-  const int64_t first = int64_t{blockIdx.x} * per_block;
-  const int rows = static_cast<int>(min(int64_t{per_block}, shape.outer - first));
-  LoadRun(held, x + first * n, rows * n);
+  const auto [held, first, n, rows] = PackedBlock<T>(shape, per_block, x);
   const int lane = threadIdx.x & ((1 << span) - 1), row = threadIdx.x >> span;
   const RowMap<T> map(t, arrays, first + min(row, rows - 1));
   WaitRun();
