@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -104,6 +105,26 @@ def test_residuals_are_the_input_and_two_statistics():
   assert sum(k.size * k.dtype.itemsize for k in kept) == 8 * 16 * 2 + 16 * 4 + 8 * 3 * 4
   kept = jax.tree.leaves(jax.vjp(jaxdnn.rms_norm, x, p)[1])
   assert sum(k.size * k.dtype.itemsize for k in kept) == 8 * 16 * 2 + 16 * 4 + 8 * 4
+
+
+def test_statistics_are_made_for_a_gradient_alone():
+  x, p = jnp.zeros((8, 16), jnp.bfloat16), jnp.ones(16, jnp.float32)
+
+  def made(f):
+    def walk(jaxpr):
+      for e in jaxpr.eqns:
+        if e.primitive.name == "layer_norm":
+          yield [v.aval.shape for v in e.outvars[2:]]
+        for sub in jax.extend.core.jaxprs_in_params(e.params):
+          yield from walk(sub)
+
+    return list(walk(jax.make_jaxpr(f)(x, p).jaxpr))
+
+  norm = jax.jit(jaxdnn.layer_norm)
+  assert made(norm) == [[(0, 0, 0), (0, 0)]]
+  assert made(jax.vmap(norm, (0, None))) == [[(0, 0, 0), (0, 0)]]
+  assert made(jax.grad(lambda x, p: norm(x, p).sum().astype(jnp.float32))) == [[(1, 8, 2), (1, 8)]]
+  assert made(lambda x, p: jax.jvp(lambda x: norm(x, p), (x,), (x,))) == [[(1, 8, 2), (1, 8)]]
 
 
 def test_sum_of_the_residual_is_what_is_normalised():

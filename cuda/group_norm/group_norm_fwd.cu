@@ -21,7 +21,7 @@ struct Operands {
   const A *scale, *bias;
   Vec<T, V>* y;
   A* statistics;
-  Moments* partial;  // [units, blocks of a team, groups of a slab]
+  Letter<Moments>* partial;  // [units, blocks of a team, groups of a slab]
   A epsilon;
   double inverse;  // of the elements of a group
 };
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kThreads, kResident) ColumnKernel(ColumnTiling
 #pragma unroll
     for (int j = 0; j < V; ++j) total[j] = own[j].About(pivots[t.group_channels.Div(place.Channel(t, j))], place.count);
     SumChannels(t, place, total, AddPairs{}, scratch, sums);
-    Moments* partial = o.partial + unit * (t.team.size + 1) * t.slab_groups;
+    Letter<Moments>* partial = o.partial + unit * (t.team.size + 1) * t.slab_groups;
     const auto take = [&](int g, const Moments& m) {
       statistics[g] = Statistics<A>(m, o.inverse, pivots[g], o.epsilon);
     };
@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kThreads, kResident) ColumnKernel(ColumnTiling
         t, AddPairs{}, [&](int c) { return sums[c]; },
         [&](int g, const Moments& m) {
           if (t.team.size > 1)
-            partial[t.team.Rank() * t.slab_groups + g] = m;
+            partial[t.team.Rank() * t.slab_groups + g].Write(m);
           else
             take(g, m);
         });
@@ -100,8 +100,8 @@ __global__ void __launch_bounds__(kThreads, kResident) ColumnKernel(ColumnTiling
       scale[j] = o.scale[parameter], bias[j] = o.bias[parameter];
     }
     if (t.team.size > 1) {
-      const auto merge = [&](const Moments* p, int span) { return AddBlocks(p, t.team.size, t.slab_groups, span); };
-      t.team.Exchange(unit, partial, t.slab_groups, merge, take);
+      const auto merge = [&](const Letter<Moments>* p, int span) { return AddBlocks(p, t.team.size, t.slab_groups, span); };
+      t.team.Exchange(partial, t.slab_groups, merge, take);
     }
     __syncthreads();
 
@@ -173,9 +173,8 @@ __global__ void __launch_bounds__(kThreads, kResidentRows) RowKernel(RowTiling t
     Moments moments[1] = {count > 0 ? own.About(pivot, V * count) : Moments{}};
     Reduce(moments, AddPairs{}, {0, t.span}, scratch);
     if (t.team.size > 1) {
-      Moments* partial = o.partial + unit * (t.team.size + 1);
-      if (threadIdx.x == 0) partial[t.team.Rank()] = moments[0];
-      t.team.Meet(unit, 1);
+      Letter<Moments>* partial = o.partial + unit * (t.team.size + 1);
+      if (threadIdx.x == 0) partial[t.team.Rank()].Write(moments[0]);
       moments[0] = AddBlocks(partial, t.team.size, 1, 5);
     }
     const Statistics<A> statistics(moments[0], o.inverse, pivot, o.epsilon);
@@ -204,8 +203,7 @@ __global__ void __launch_bounds__(kThreads, kResidentRows) RowKernel(RowTiling t
 }  // namespace
 
 std::optional<int64_t> ForwardWorkspace(const Problem& p) {
-  return MostBytes<1>(p,
-                      [](const auto& t, size_t) { return ExchangeBytes(t.team, t.SlabGroups(), 2, sizeof(double)); });
+  return MostBytes<1>(p, [](const auto& t, auto) { return ExchangeBytes<Moments>(t.team, t.SlabGroups()); });
 }
 
 cudaError_t Forward(const Problem& p, const void* x, const void* scale, const void* bias, void* y, void* statistics,
@@ -217,9 +215,9 @@ cudaError_t Forward(const Problem& p, const void* x, const void* scale, const vo
     using V = Vec<T, C::V>;
     Operands<T, C::V> o = {static_cast<const V*>(x),    static_cast<const A*>(scale),
                            static_cast<const A*>(bias), static_cast<V*>(y),
-                           static_cast<A*>(statistics), static_cast<Moments*>(workspace),
+                           static_cast<A*>(statistics), static_cast<Letter<Moments>*>(workspace),
                            static_cast<A>(p.epsilon),   1.0 / static_cast<double>(p.channels / p.groups * p.spatial)};
-    if (cudaError_t e = t.team.Reset(o.partial + t.team.ExchangedRows() * t.SlabGroups(), stream)) return e;
+    if (cudaError_t e = t.team.Reset(o.partial, t.SlabGroups(), stream)) return e;
     return VisitActivation<T, C::V>(p.activation, [&](auto f) {
       using F = decltype(f);
       auto* kernel = [] {

@@ -43,11 +43,22 @@ struct Shifted {
 
 // The sum of what the team's blocks have, by 1 << span lanes of a warp.
 template <class A>
-__device__ Pair<A> AddBlocks(const Pair<A>* partial, int blocks, int stride, int span) {
+__device__ Pair<A> AddBlocks(const Letter<Pair<A>>* partial, int blocks, int stride, int span) {
+  constexpr int kAtOnce = 4;
   Pair<A> sums[1] = {};
-#pragma unroll 4
-  for (int i = threadIdx.x & ((1 << span) - 1); i < blocks; i += 1 << span)
-    sums[0] = AddPairs{}(sums[0], LoadRemote(partial + int64_t{i} * stride));
+  for (int first = threadIdx.x & ((1 << span) - 1); first < blocks; first += kAtOnce << span) {
+    Pair<A> values[kAtOnce];
+    bool there;
+    do {
+      there = true;
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k)
+        there &= partial[int64_t{min(first + (k << span), blocks - 1)} * stride].Read(&values[k]);
+    } while (!there);
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k)
+      if (first + (k << span) < blocks) sums[0] = AddPairs{}(sums[0], values[k]);
+  }
   Reduce(sums, AddPairs{}, {0, span}, static_cast<Pair<A>*>(nullptr));
   return sums[0];
 }

@@ -28,7 +28,7 @@ struct Spread {
   int n;        // vectors of a row
   int width;    // threads of a group in one block: a power of two up to 32, or the whole block
   int groups;   // of a block
-  int cluster;  // blocks that share a row
+  int cluster;  // blocks that share a row, a power of two
   int steps;    // vectors that a thread takes at most
 
   int Threads() const { return width * groups; }
@@ -66,7 +66,6 @@ struct Place {
   int block;             // index of the block, or cluster, in the grid
   int rank;              // of the block in its cluster
   int group;             // index of the group in the block
-  int span;              // lanes that add up what the group's warps have
 
   __device__ Place(const Spread& s, bool clustered) : n(s.n), width(s.width), cluster(clustered ? s.cluster : 1) {
     block = clustered ? blockIdx.x / cluster : blockIdx.x;
@@ -75,8 +74,6 @@ struct Place {
     group = s.groups == 1 ? 0 : threadIdx.x >> (31 - __clz(width));
     first = rank * width + threadIdx.x - group * width;
     stride = width * cluster;
-    const int warps = max(1, width / 32) * cluster;
-    span = warps >= 32 ? 32 : 1 << (32 - __clz(warps - 1));
   }
   __device__ bool IsLeader() const { return first == 0; }
 };
@@ -154,41 +151,73 @@ __device__ A SumOf(const A (&v)[L]) {
   }
 }
 
-// Up to W values that each warp of a group hands to the others. Consecutive sums need different exchanges.
+// Up to W values that each warp of a group hands to the others of its block; and in a cluster, its block to the other
+// blocks. Consecutive sums take turns with two of them.
 template <class A, int W, bool kCluster>
 struct Exchange {
-  A values[W][kMaxWarps * (kCluster ? kMaxCluster : 1)];
+  A values[W][kMaxWarps];
+
+  __device__ void Open() {}
 };
 
-// v[i] = the sum of v[i] over the threads of the group, in each of them, in a fixed order.
+template <class A, int W>
+struct Exchange<A, W, true> {
+  A values[W][kMaxWarps], blocks[W][kMaxCluster];
+  Mailbox mailbox;
+
+  __device__ void Open() { mailbox.Open(); }
+};
+
+// In a cluster: before the first sum, and followed by ClusterWait.
+template <class E>
+__device__ void OpenExchanges(E (&exchanges)[2]) {
+  if (threadIdx.x == 0)
+    for (E& each : exchanges) each.Open();
+  ClusterArriveRelaxed();
+}
+
+// v[i] = the sum of v[i] over `lanes` neighbouring lanes, a power of two of them.
+template <int W, class A>
+__device__ void LaneSum(A (&v)[W], int lanes) {
+  for (int mask = 1; mask < lanes; mask *= 2)
+#pragma unroll
+    for (int i = 0; i < W; ++i) v[i] += ShuffleXor(v[i], mask);
+}
+
+// v[i] = the sum of v[i] over the threads of the group, in each of them, in a fixed order; for the
+// `turn`-th time, from 0 on.
 template <bool kCluster, int W, int M, class A>
-__device__ void GroupSum(A (&v)[W], const Place& p, Exchange<A, M, kCluster>& exchange) {
+__device__ void GroupSum(A (&v)[W], const Place& p, Exchange<A, M, kCluster> (&exchanges)[2], int turn) {
   static_assert(W <= M, "has room");
-  for (int mask = 1; mask < min(32, p.width); mask *= 2)
-#pragma unroll
-    for (int i = 0; i < W; ++i) v[i] += ShuffleXor(v[i], mask);
+  LaneSum(v, min(32, p.width));
   if (!kCluster && p.width <= 32) return;
+  Exchange<A, M, kCluster>& exchange = exchanges[turn & 1];
   const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (lane == 0)
+    for (int i = 0; i < W; ++i) exchange.values[i][warp] = v[i];
+  __syncthreads();
+  // Every run of as many lanes as there are warps adds up their values; in a cluster one warp does, and sends the sums.
+  if (!kCluster || warp == 0) {
+    const int span = 1 << (32 - __clz(warps - 1));
+#pragma unroll
+    for (int i = 0; i < W; ++i) {
+      v[i] = 0;
+      for (int w = lane & (span - 1); w < warps; w += span) v[i] += exchange.values[i][w];
+    }
+    LaneSum(v, span);
+  }
   if constexpr (kCluster) {
-    if (lane < p.cluster)
-      for (int i = 0; i < W; ++i) StoreRemote(&exchange.values[i][p.rank * warps + warp], lane, v[i]);
-    ClusterArrive();
-    ClusterWait();
-  } else {
-    if (lane == 0)
-      for (int i = 0; i < W; ++i) exchange.values[i][warp] = v[i];
-    __syncthreads();
-  }
-  // Every run of `span` lanes adds up all of them.
-  const int all = warps * p.cluster, span = p.span;
+    if (warp == 0) {
+      if (lane == 0) exchange.mailbox.Expect(W * p.cluster * static_cast<int>(sizeof(A)));
+      if (lane < p.cluster)
 #pragma unroll
-  for (int i = 0; i < W; ++i) {
-    v[i] = 0;
-    for (int w = lane & (span - 1); w < all; w += span) v[i] += exchange.values[i][w];
-  }
-  for (int mask = 1; mask < span; mask *= 2)
+        for (int i = 0; i < W; ++i) exchange.mailbox.Send(&exchange.blocks[i][p.rank], lane, v[i]);
+    }
+    exchange.mailbox.Wait(turn >> 1);
 #pragma unroll
-    for (int i = 0; i < W; ++i) v[i] += ShuffleXor(v[i], mask);
+    for (int i = 0; i < W; ++i) v[i] = exchange.blocks[i][lane & (p.cluster - 1)];
+    LaneSum(v, p.cluster);
+  }
 }
 
 // The elements in the accumulator's type, and back: of 16-bit floats a word of two at a time.
