@@ -28,8 +28,8 @@ __device__ inline void ClusterArriveRelaxed() {
 }
 
 // Numbers that the cluster's blocks send to each other's shared memory: no barrier of all of them is needed, since a
-// counter of the bytes that arrive, in the receiver's shared memory, says when they are there. A barrier would also wait
-// for all that the block has written to global memory.
+// counter of the bytes that arrive, in the receiver's shared memory, says when they are there. A barrier would also
+// wait for all that the block has written to global memory.
 class Mailbox {
  public:
   // By one thread, before the cluster first arrives and waits.
@@ -54,8 +54,8 @@ class Mailbox {
           "r"(Address(&counter_)), "r"(rank), "r"(__float_as_uint(value))
           : "memory");
   }
-  // Until all of the round's numbers are there. Rounds count from 0. What is sent lies in the block's own shared memory:
-  // at a wider scope the wait would also empty the cache of global memory.
+  // Until all of the round's numbers are there. Rounds count from 0. What is sent lies in the block's own shared
+  // memory: at a wider scope the wait would also empty the cache of global memory.
   __device__ void Wait(int round = 0) {
     if constexpr (kHasClusters)
       asm volatile(

@@ -48,6 +48,7 @@ __global__ void __launch_bounds__(kThreads, kResident) ColumnKernel(ColumnTiling
   auto* statistics = reinterpret_cast<Statistics<A>*>(scratch + (t.parallel_rows + 1) / 2 * t.block_columns * V);
   A* pivots = reinterpret_cast<A*>(statistics + t.slab_groups);
 
+  t.team.Stagger();
   tile.Start(ColumnPlace<V>(t, t.team.First()));
   for (int64_t unit = t.team.First(); unit < t.team.units; unit += t.team.Step()) {
     const ColumnPlace<V> place(t, unit);
@@ -100,7 +101,9 @@ __global__ void __launch_bounds__(kThreads, kResident) ColumnKernel(ColumnTiling
       scale[j] = o.scale[parameter], bias[j] = o.bias[parameter];
     }
     if (t.team.size > 1) {
-      const auto merge = [&](const Letter<Moments>* p, int span) { return AddBlocks(p, t.team.size, t.slab_groups, span); };
+      const auto merge = [&](const Letter<Moments>* p, int span) {
+        return AddBlocks(p, t.team.size, t.slab_groups, span);
+      };
       t.team.Exchange(partial, t.slab_groups, merge, take);
     }
     __syncthreads();
@@ -141,6 +144,7 @@ __global__ void __launch_bounds__(kThreads, kResidentRows) RowKernel(RowTiling t
   auto* scratch = reinterpret_cast<Moments*>(tile_memory + t.schedule.Slots() * blockDim.x);
 
   const auto place_of = [&](int64_t unit) { return RowPlace(t, static_cast<int>(unit) * (blockDim.x >> t.span)); };
+  t.team.Stagger();
   tile.Start(place_of(t.team.First()));
   for (int64_t unit = t.team.First(); unit < t.team.units; unit += t.team.Step()) {
     const RowPlace place = place_of(unit);

@@ -4,7 +4,8 @@
 namespace jaxdnn::group_norm {
 
 std::optional<int64_t> TangentWorkspace(const Problem& p) {
-  return MostBytes<2>(p, [](const auto& t, auto a) { return ExchangeBytes<Sums<decltype(a)>>(t.team, t.SlabGroups()); });
+  return MostBytes<2>(p,
+                      [](const auto& t, auto a) { return ExchangeBytes<Sums<decltype(a)>>(t.team, t.SlabGroups()); });
 }
 
 cudaError_t Tangent(const Problem& p, const void* t_in, const void* tscale, const void* tbias, const void* x,

@@ -40,7 +40,7 @@ struct MapOperands {
   const A *scale, *bias;
   const A *tscale, *tbias;  // of the tangent
   const Statistics<A>* statistics;
-  Vec<T, V>* out;     // dx or ty
+  Vec<T, V>* out;            // dx or ty
   A *dscale, *dbias;         // of the pullback, those of each block: [examples, blocks of a team, channels]
   Letter<Sums<A>>* partial;  // [units, blocks of a team, groups of a slab]
   A count;                   // elements of a group
@@ -118,6 +118,7 @@ __global__ void __launch_bounds__(kThreads, kResident) MapColumnsKernel(ColumnTi
   auto* scratch = channel_sums + t.slab_channels;
   const A inverse = A(1) / o.count;
 
+  t.team.Stagger();
   tile.Start(ColumnPlace<V>(t, t.team.First()));
   for (int64_t unit = t.team.First(); unit < t.team.units; unit += t.team.Step()) {
     const ColumnPlace<V> place(t, unit);
@@ -158,7 +159,9 @@ __global__ void __launch_bounds__(kThreads, kResident) MapColumnsKernel(ColumnTi
         group_sums[g] = sums;
     });
     if (t.team.size > 1) {
-      const auto merge = [&](const Letter<Sums<A>>* p, int span) { return AddBlocks(p, t.team.size, t.slab_groups, span); };
+      const auto merge = [&](const Letter<Sums<A>>* p, int span) {
+        return AddBlocks(p, t.team.size, t.slab_groups, span);
+      };
       t.team.Exchange(partial, t.slab_groups, merge, [&](int g, const Sums<A>& sums) { group_sums[g] = sums; });
     }
     __syncthreads();
@@ -199,6 +202,7 @@ __global__ void __launch_bounds__(kThreads, kResidentRows) MapRowsKernel(RowTili
   const A inverse = A(1) / o.count;
 
   const auto place_of = [&](int64_t unit) { return RowPlace(t, static_cast<int>(unit) * (blockDim.x >> t.span)); };
+  t.team.Stagger();
   tile.Start(place_of(t.team.First()));
   for (int64_t unit = t.team.First(); unit < t.team.units; unit += t.team.Step()) {
     const RowPlace place = place_of(unit);

@@ -17,9 +17,9 @@ namespace jaxdnn::group_norm {
 // A team's values that each of its blocks may sum for itself.
 constexpr int kOwnSums = 512;
 
-// A value that a block sends to others through global memory. Every word of it travels with a mark, in one access, which
-// says that it is there: a barrier would wait for all else that the block has written, which is a lot and takes longer.
-// Beforehand the memory is zero.
+// A value that a block sends to others through global memory. Every word of it travels with a mark, in one access,
+// which says that it is there: a barrier would wait for all else that the block has written, which is a lot and takes
+// longer. Beforehand the memory is zero.
 template <class Value>
 struct alignas(16) Letter {
   static_assert(sizeof(Value) % 8 == 0, "goes in pairs of words");
@@ -71,6 +71,16 @@ struct alignas(16) Letter {
 struct Team {
   int64_t units;
   int size;
+  int lag;  // in cycles
+
+  // Blocks that share a multiprocessor begin one after the other, each when what the one before has asked for is there:
+  // in step they would all load, then all exchange sums, then all store.
+  __device__ void Stagger() const {
+    unsigned multiprocessors;
+    asm("mov.u32 %0, %%nsmid;" : "=r"(multiprocessors));
+    const int64_t start = clock64(), wait = int64_t{blockIdx.x / multiprocessors} * lag;
+    while (clock64() - start < wait) __nanosleep(64);
+  }
 
   // Rows of letters: one of each block of each unit, and one for the result.
   __host__ __device__ int64_t ExchangedRows() const { return units * (size + 1); }

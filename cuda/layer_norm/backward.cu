@@ -278,8 +278,7 @@ cudaError_t RunBackward(const Backward& b, DType dtype, Shape shape, Options opt
     const bool aligned =
         IsVectorAligned(b.g, b.g_sum, b.x, b.scale, b.mean, b.rstd, b.dx, b.dscale, b.dbias, workspace);
     if constexpr (sizeof(T) < 8) {
-      if (aligned && TakesPacked(dtype, shape))
-        return RunPackedBackward(b, dtype, shape, options, workspace, stream);
+      if (aligned && TakesPacked(dtype, shape)) return RunPackedBackward(b, dtype, shape, options, workspace, stream);
       if (aligned && shape.n % kVecLength<T> == 0) {
         if (GoesDownColumns(shape, dtype)) return RunWideBackward(b, dtype, shape, options, workspace, stream);
         return RunAligned<T, kVecLength<T>>(b, shape, options, device, workspace, stream, &done);

@@ -164,8 +164,7 @@ __global__ void __launch_bounds__(kThreads)
         const A mean_q = constants.center ? SumOf(q) * constants.inverse : A(0);
         const A mean_qh = SumOf(qh) * constants.inverse;
 #pragma unroll
-        for (int i = 0; i < N; ++i)
-          g[r * N + i] = fma(m.rstd, fma(-h[i], mean_qh, q[i] - mean_q), g_sum[r * N + i]);
+        for (int i = 0; i < N; ++i) g[r * N + i] = fma(m.rstd, fma(-h[i], mean_qh, q[i] - mean_q), g_sum[r * N + i]);
       }
       vectors.Store(b.dx, k, Narrow<T>(g));
     }
