@@ -176,11 +176,7 @@ __global__ void __launch_bounds__(kThreads, kResidentRows) RowKernel(RowTiling t
 
     Moments moments[1] = {count > 0 ? own.About(pivot, V * count) : Moments{}};
     Reduce(moments, AddPairs{}, {0, t.span}, scratch);
-    if (t.team.size > 1) {
-      Letter<Moments>* partial = o.partial + unit * (t.team.size + 1);
-      if (threadIdx.x == 0) partial[t.team.Rank()].Write(moments[0]);
-      moments[0] = AddBlocks(partial, t.team.size, 1, 5);
-    }
+    if (t.team.size > 1) moments[0] = ExchangeOne(t.team, o.partial + unit * (t.team.size + 1), moments[0], scratch);
     const Statistics<A> statistics(moments[0], o.inverse, pivot, o.epsilon);
     if (exists && t.team.Rank() == 0 && place.in_slab == 0)
       reinterpret_cast<Statistics<A>*>(o.statistics)[place.unit] = statistics;

@@ -251,11 +251,7 @@ __global__ void __launch_bounds__(kThreads, kResidentRows) MapRowsKernel(RowTili
         group[0] = AddPairs{}(group[0], sums);
       }
     Reduce(group, AddPairs{}, {0, t.span}, scratch);
-    if (t.team.size > 1) {
-      Letter<Sums<A>>* partial = o.partial + unit * (t.team.size + 1);
-      if (threadIdx.x == 0) partial[t.team.Rank()].Write(group[0]);
-      group[0] = AddBlocks(partial, t.team.size, 1, 5);
-    }
+    if (t.team.size > 1) group[0] = ExchangeOne(t.team, o.partial + unit * (t.team.size + 1), group[0], scratch);
 
     const int64_t next = unit + t.team.Step();
     tile.SecondVisit(

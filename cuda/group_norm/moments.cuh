@@ -47,20 +47,34 @@ __device__ Pair<A> AddBlocks(const Letter<Pair<A>>* partial, int blocks, int str
   constexpr int kAtOnce = 4;
   Pair<A> sums[1] = {};
   for (int first = threadIdx.x & ((1 << span) - 1); first < blocks; first += kAtOnce << span) {
-    Pair<A> values[kAtOnce];
-    bool there;
-    do {
-      there = true;
+    Pair<A> values[kAtOnce] = {};
+    bool there[kAtOnce];
 #pragma unroll
-      for (int k = 0; k < kAtOnce; ++k)
-        there &= partial[int64_t{min(first + (k << span), blocks - 1)} * stride].Read(&values[k]);
-    } while (!there);
+    for (int k = 0; k < kAtOnce; ++k) {
+      const int block = first + (k << span);
+      there[k] = block >= blocks || partial[int64_t{block} * stride].Read(&values[k]);
+    }
 #pragma unroll
-    for (int k = 0; k < kAtOnce; ++k)
-      if (first + (k << span) < blocks) sums[0] = AddPairs{}(sums[0], values[k]);
+    for (int k = 0; k < kAtOnce; ++k) {
+      if (!there[k]) values[k] = partial[int64_t{first + (k << span)} * stride].Await();
+      sums[0] = AddPairs{}(sums[0], values[k]);
+    }
   }
   Reduce(sums, AddPairs{}, {0, span}, static_cast<Pair<A>*>(nullptr));
   return sums[0];
+}
+
+// The same of one value for every block, in all of its threads: one warp asks for it, as all that ask load memory.
+template <class A>
+__device__ Pair<A> ExchangeOne(const Team& team, Letter<Pair<A>>* letters, const Pair<A>& own, Pair<A>* scratch) {
+  __syncthreads();  // An earlier sum may still be read.
+  if (threadIdx.x < 32) {
+    if (threadIdx.x == 0) letters[team.Rank()].Write(own);
+    const Pair<A> sum = AddBlocks(letters, team.size, 1, 5);
+    if (threadIdx.x == 0) *scratch = sum;
+  }
+  __syncthreads();
+  return *scratch;
 }
 
 // A group's statistics: x less its mean is (x - mean) - rest, in which the first difference is exact near the mean.

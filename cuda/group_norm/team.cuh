@@ -58,8 +58,7 @@ struct alignas(16) Letter {
   }
   __device__ Value Await() const {
     Value value;
-    while (!Read(&value)) {
-    }
+    while (!Read(&value)) __nanosleep(32);
     return value;
   }
 

@@ -7,6 +7,7 @@
 // and whose sums for dscale and dbias stay in its registers from row to row, while the rows to come are on their way
 // into its part of shared memory. At the end every block leaves one row of sums, and a second kernel adds those up in
 // order; a problem with one block needs no second kernel.
+#include "cuda/layer_norm/group_sum.cuh"
 #include "cuda/layer_norm/partial_rows.cuh"
 #include "cuda/layer_norm/paths.h"
 #include "cuda/layer_norm/rows.cuh"
@@ -40,7 +41,9 @@ __device__ void StoreSums(const A (&sums)[V][L], A edge, A* out, const Place& p,
 
 // V vectors of each of U rows at once. `parts` blocks (or clusters) share a problem; each leaves a row of sums.
 template <class T, int L, int V, int U, bool kShifted, bool kExact, bool kCluster>
-__global__ void __launch_bounds__(V* L > 16 ? 128 : 512)
+__global__ void __launch_bounds__(V* L > 16              ? 128
+                                  : kShifted && kCluster ? 384
+                                                         : 512)
     BackwardKernel(Backward b, Shape shape, Constants<Accumulator<T>> constants, Spread spread, int parts) {
   using A = Accumulator<T>;
   using X = Vec<T, L>;
@@ -237,19 +240,21 @@ cudaError_t RunAligned(const Backward& b, const Shape& shape, const Options& opt
 template <class T>
 cudaError_t RunShifted(const Backward& b, const Shape& shape, const Options& options, const Device& device,
                        void* workspace, cudaStream_t stream, bool* done) {
-  constexpr int L = kVecLength<T>, kKeep = 16 / L, kMore = 24 / L, kRows = 4 / kKeep;
+  constexpr int L = kVecLength<T>, kKeep = 16 / L, kMore = 24 / L, kMost = 32 / L, kRows = 4 / kKeep;
   // A warp for each, rather than two warps that have half of what they can take.
-  if (const int64_t n = shape.n / L; n > 32 * kKeep && n <= 32 * kMore)
-    return Launch<T, L, kMore, 1, false, false, true>(b, shape, options, SpreadRows(n, kMore, 128, 0, 0), workspace,
-                                                      stream);
+  if (const int64_t n = shape.n / L; n > 32 * kKeep && n <= 32 * kMost) {
+    const Spread spread = SpreadRows(n, n <= 32 * kMore ? kMore : kMost, 128, 0, 0);
+    return n <= 32 * kMore ? Launch<T, L, kMore, 1, false, false, true>(b, shape, options, spread, workspace, stream)
+                           : Launch<T, L, kMost, 1, false, false, true>(b, shape, options, spread, workspace, stream);
+  }
   // Two blocks of a multiprocessor hide each other's waits.
   Spread spread = SpreadShifted(shape.n, L, kKeep, 256, device.max_cluster);
-  if (spread.steps == 0) spread = SpreadShifted(shape.n, L, kKeep, 512, device.max_cluster);
+  if (spread.steps == 0) spread = SpreadShifted(shape.n, L, kKeep, 384, device.max_cluster);
   *done = spread.steps > 0;
   if (!*done) return cudaSuccess;
   return spread.cluster == 1
              ? Launch<T, L, kKeep, kRows, false, false, true>(b, shape, options, spread, workspace, stream)
-             : Launch<T, L, kKeep, 1, false, true, true>(b, shape, options, spread, workspace, stream);
+             : Launch<T, L, kKeep, kRows, false, true, true>(b, shape, options, spread, workspace, stream);
 }
 
 // Rows element by element: of doubles, of f16 that are not aligned to 16 bytes, and where buffers are not.

@@ -8,6 +8,7 @@
 //
 // One exchange among the threads gives both moments: about the row's first element, and rarely once more about the
 // mean.
+#include "cuda/layer_norm/group_sum.cuh"
 #include "cuda/layer_norm/paths.h"
 #include "cuda/layer_norm/rows.cuh"
 
@@ -286,11 +287,11 @@ cudaError_t RunAligned(const Forward& f, const Shape& shape, const Options& opti
     if (thin.cluster == 1) return Launch<T, L, 1, 1, false, 512>(f, shape, options, thin, stream);
     const Spread wide = SpreadRows(n, kColumns, 256, 512, device.max_cluster);
     if (wide.cluster == 1) return Launch<T, L, kColumns, 1, false, 512>(f, shape, options, wide, stream);
-    // A multiprocessor has its row sooner than a cluster of two has met.
-    if (n <= 512 * kLong && shape.problems * shape.rows <= device.multiprocessors) {
-      const Spread alone = {static_cast<int>(n), 512, 1, 1, kLong};
-      return Launch<T, L, kLong, 1, false, 512>(f, shape, options, alone, stream);
-    }
+    // Several rows at once read their parameters once.
+    const Spread thinnest = SpreadRows(n, 1, 256, 256, device.max_cluster);
+    if (thinnest.steps > 0 &&
+        4 * device.multiprocessors <= 5 * CeilDiv(shape.problems * shape.rows, 4) * thinnest.cluster)
+      return Launch<T, L, 1, 4, true, 256>(f, shape, options, thinnest, stream);
     if (wide.steps > 0) return Launch<T, L, kColumns, 1, true, 512>(f, shape, options, wide, stream);
     const Spread widest = SpreadRows(n, kLong, 256, 512, device.max_cluster);
     *done = widest.steps > 0;
@@ -329,10 +330,13 @@ cudaError_t RunAligned(const Forward& f, const Shape& shape, const Options& opti
 template <class T>
 cudaError_t RunShifted(const Forward& f, const Shape& shape, const Options& options, const Device& device,
                        cudaStream_t stream, bool* done) {
-  constexpr int L = kVecLength<T>, kKeep = 16 / L, kMore = 24 / L;
+  constexpr int L = kVecLength<T>, kKeep = 16 / L, kMore = 24 / L, kMost = kHasPairs<T> ? 32 / L : kMore;
   // A warp for each, rather than two warps that have half of what they can take.
-  if (const int64_t n = shape.n / L; n > 32 * kKeep && n <= 32 * kMore)
-    return LaunchShifted<T, L, kMore, false>(f, shape, options, SpreadRows(n, kMore, 256, 0, 0), stream);
+  if (const int64_t n = shape.n / L; n > 32 * kKeep && n <= 32 * kMost) {
+    const Spread spread = SpreadRows(n, n <= 32 * kMore ? kMore : kMost, 256, 0, 0);
+    return n <= 32 * kMore ? LaunchShifted<T, L, kMore, false>(f, shape, options, spread, stream)
+                           : LaunchShifted<T, L, kMost, false>(f, shape, options, spread, stream);
+  }
   const Spread spread = SpreadShifted(shape.n, L, kKeep, kShiftedThreads, device.max_cluster);
   *done = spread.steps > 0;
   if (!*done) return cudaSuccess;
@@ -365,7 +369,8 @@ cudaError_t RunForward(const Forward& f, DType dtype, Shape shape, Options optio
     using T = typename decltype(type)::type;
     const bool aligned = IsVectorAligned(f.x, f.residual, f.scale, f.bias, f.y, f.sum, f.mean, f.rstd);
     if constexpr (sizeof(T) < 8) {
-      if (aligned && TakesPacked(dtype, shape)) return RunPackedForward(f, dtype, shape, options, stream);
+      if (aligned && f.rstd == nullptr && TakesPacked(dtype, shape))
+        return RunPackedForward(f, dtype, shape, options, stream);
       if (aligned && shape.n % kVecLength<T> == 0)
         return RunAligned<T, kVecLength<T>>(f, shape, options, device, stream, &done);
       // Of bf16 vectors of 8 bytes are as good, but where they leave many lanes without one, or need a cluster.

@@ -2,6 +2,7 @@
 // statistics itself, in the gradient once more, since they are more bytes than the row.
 #include <type_traits>
 
+#include "cuda/layer_norm/group_sum.cuh"
 #include "cuda/layer_norm/partial_rows.cuh"
 #include "cuda/layer_norm/paths.h"
 #include "cuda/layer_norm/rows.cuh"
@@ -88,7 +89,7 @@ __device__ void LoadParameters(A (&scale)[N], A (&bias)[N], const void* scales, 
 
 template <class T, int N>
 __global__ void __launch_bounds__(kThreads)
-    PackedForwardKernel(Forward f, Shape shape, Vectors<T> vectors, Constants<Accumulator<T>> constants) {
+    PackedForwardKernel(Forward f, Vectors<T> vectors, Constants<Accumulator<T>> constants) {
   using A = Accumulator<T>;
   constexpr int L = kVecLength<T>;
   using X = Vec<T, L>;
@@ -116,7 +117,6 @@ __global__ void __launch_bounds__(kThreads)
       A row[N];
       TakeRow(row, v, r);
       const Moments<T, N> m(row, constants);
-      if (k * (L / N) + r < shape.rows) StoreStatistics(f, k * (L / N) + r, m.mean, m.rest, m.rstd);
 #pragma unroll
       for (int i = 0; i < N; ++i) v[r * N + i] = fma(row[i] * m.rstd, scale[i], bias[i]);
     }
@@ -213,7 +213,7 @@ cudaError_t RunPackedForward(const Forward& f, DType dtype, const Shape& shape, 
     using T = typename decltype(type)::type;
     const Vectors<T> vectors(shape);
     return LaunchKernel(PackedForwardKernel<T, decltype(elements)::value>,
-                        CeilDiv(vectors.Count(), int64_t{kAtOnce} * kThreads), kThreads, stream, f, shape, vectors,
+                        CeilDiv(vectors.Count(), int64_t{kAtOnce} * kThreads), kThreads, stream, f, vectors,
                         Constants<Accumulator<T>>(options, shape.n));
   });
 }

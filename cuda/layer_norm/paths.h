@@ -5,7 +5,7 @@
 
 namespace jaxdnn::layer_norm {
 
-// Rows of which a vector of 16 bytes is one or several.
+// Rows of which a vector of 16 bytes is one or several. The forward pass leaves no statistics.
 bool TakesPacked(DType dtype, const Shape& shape);
 cudaError_t RunPackedForward(const Forward& f, DType dtype, const Shape& shape, const Options& options,
                              cudaStream_t stream);

@@ -5,6 +5,7 @@
 // two sums of every row: threads own columns, and add up dscale and dbias as they go down the rows.
 #include <type_traits>
 
+#include "cuda/common/reduce.cuh"
 #include "cuda/layer_norm/partial_rows.cuh"
 #include "cuda/layer_norm/paths.h"
 #include "cuda/layer_norm/rows.cuh"
@@ -195,7 +196,7 @@ __global__ void __launch_bounds__(kThreads)
 template <class T, int L>
 __global__ void __launch_bounds__(kThreads) ColumnsKernel(Backward b, Shape shape, Options options, int width,
                                                           int64_t parts, int chunks, const Sums* __restrict__ sums) {
-  constexpr int kBatch = kVectors<L>;
+  constexpr int kBatch = 4;
   using A = Accumulator<T>;
   using X = Vec<T, L>;
   __shared__ alignas(16) A scratch[2][kThreads * L];
