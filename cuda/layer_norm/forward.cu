@@ -369,8 +369,10 @@ cudaError_t RunForward(const Forward& f, DType dtype, Shape shape, Options optio
     using T = typename decltype(type)::type;
     const bool aligned = IsVectorAligned(f.x, f.residual, f.scale, f.bias, f.y, f.sum, f.mean, f.rstd);
     if constexpr (sizeof(T) < 8) {
-      if (aligned && f.rstd == nullptr && TakesPacked(dtype, shape))
-        return RunPackedForward(f, dtype, shape, options, stream);
+      if (aligned && f.rstd == nullptr) {
+        if (TakesPacked(dtype, shape)) return RunPackedForward(f, dtype, shape, options, stream);
+        if (TakesRuns(f, dtype, shape)) return RunRuns(f, dtype, shape, options, stream);
+      }
       if (aligned && shape.n % kVecLength<T> == 0)
         return RunAligned<T, kVecLength<T>>(f, shape, options, device, stream, &done);
       // Of bf16 vectors of 8 bytes are as good, but where they leave many lanes without one, or need a cluster.

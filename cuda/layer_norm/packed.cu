@@ -1,5 +1,6 @@
 // Rows so short that a vector of 16 bytes is several of them: a thread has whole rows in its registers, and makes their
 // statistics itself, in the gradient once more, since they are more bytes than the row.
+#include <numeric>
 #include <type_traits>
 
 #include "cuda/layer_norm/group_sum.cuh"
@@ -87,6 +88,19 @@ __device__ void LoadParameters(A (&scale)[N], A (&bias)[N], const void* scales, 
   }
 }
 
+// The results of the rows in v, in their place.
+template <class T, int N, int M, class A>
+__device__ void NormalizeRows(A (&v)[M], const A (&scale)[N], const A (&bias)[N], const Constants<A>& constants) {
+#pragma unroll
+  for (int r = 0; r < M / N; ++r) {
+    A row[N];
+    TakeRow(row, v, r);
+    const Moments<T, N> m(row, constants);
+#pragma unroll
+    for (int i = 0; i < N; ++i) v[r * N + i] = fma(row[i] * m.rstd, scale[i], bias[i]);
+  }
+}
+
 template <class T, int N>
 __global__ void __launch_bounds__(kThreads)
     PackedForwardKernel(Forward f, Vectors<T> vectors, Constants<Accumulator<T>> constants) {
@@ -112,16 +126,55 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t k = first + u * kThreads;
     A v[L];
     Widen(v, x[u]);
-#pragma unroll
-    for (int r = 0; r < L / N; ++r) {
-      A row[N];
-      TakeRow(row, v, r);
-      const Moments<T, N> m(row, constants);
-#pragma unroll
-      for (int i = 0; i < N; ++i) v[r * N + i] = fma(row[i] * m.rstd, scale[i], bias[i]);
-    }
+    NormalizeRows<T>(v, scale, bias, constants);
     vectors.Store(f.y, k, Narrow<T>(v));
   }
+}
+
+// The fewest vectors that are whole rows.
+template <class T, int N>
+constexpr int kRun = N / std::gcd(N, kVecLength<T>);
+
+// The same of rows that end within a vector: a thread has as many as end with one, which are few vectors side by side.
+// In shared memory threads pass them to those that load and store neighbouring vectors.
+template <class T, int N>
+__global__ void __launch_bounds__(kThreads)
+    PackedRunsKernel(Forward f, Vectors<T> vectors, Constants<Accumulator<T>> constants) {
+  using A = Accumulator<T>;
+  constexpr int L = kVecLength<T>, V = kRun<T, N>;
+  using X = Vec<T, L>;
+  __shared__ X held[kThreads * V];
+  const int64_t first = int64_t{blockIdx.x} * kThreads * V + threadIdx.x;
+#pragma unroll
+  for (int s = 0; s < V; ++s) {
+    const int64_t k = first + s * kThreads;
+    X* const to = held + s * kThreads + threadIdx.x;
+    if (k < vectors.whole) CopyAsync(to, static_cast<const X*>(f.x) + k);
+    if (k == vectors.whole)
+      for (int i = 0; i < vectors.rest; ++i) to->v[i] = static_cast<const T*>(f.x)[k * L + i];
+  }
+  CommitAsync();
+  A scale[N], bias[N], v[V * L];
+  LoadParameters(scale, bias, f.scale, f.bias, constants.offset);
+  WaitAsync<0>();
+  __syncthreads();
+#pragma unroll
+  for (int s = 0; s < V; ++s) {
+    A part[L];
+    Widen(part, held[threadIdx.x * V + s]);
+#pragma unroll
+    for (int i = 0; i < L; ++i) v[s * L + i] = part[i];
+  }
+  NormalizeRows<T>(v, scale, bias, constants);
+#pragma unroll
+  for (int s = 0; s < V; ++s) {
+    A part[L];
+    TakeRow(part, v, s);
+    held[threadIdx.x * V + s] = Narrow<T>(part);
+  }
+  __syncthreads();
+#pragma unroll
+  for (int s = 0; s < V; ++s) vectors.Store(f.y, first + s * kThreads, held[s * kThreads + threadIdx.x]);
 }
 
 // Every block leaves a row of dscale and of dbias.
@@ -183,7 +236,7 @@ __global__ void __launch_bounds__(kThreads)
   if (out != nullptr) out[int64_t{blockIdx.x} * N + threadIdx.x % N] = sum;
 }
 
-// Calls f(TypeTag of the element type, integral_constant of a row's elements).
+// Calls f(TypeTag of the element type, integral_constant of a row's elements), which are a part of a vector.
 template <class F>
 cudaError_t VisitPacked(DType dtype, const Shape& shape, F&& f) {
   return VisitDType(dtype, [&](auto type) {
@@ -199,12 +252,42 @@ cudaError_t VisitPacked(DType dtype, const Shape& shape, F&& f) {
   });
 }
 
+// The same of those that are not.
+template <class F>
+cudaError_t VisitRuns(DType dtype, const Shape& shape, F&& f) {
+  return VisitDType(dtype, [&](auto type) {
+    using T = typename decltype(type)::type;
+    if constexpr (std::is_same_v<T, float> || std::is_same_v<T, __nv_bfloat16>) {
+      if (shape.n == 3) return f(type, std::integral_constant<int, 3>{});
+      if (shape.n == 5) return f(type, std::integral_constant<int, 5>{});
+      if (shape.n == 6) return f(type, std::integral_constant<int, 6>{});
+      if (shape.n == 7) return f(type, std::integral_constant<int, 7>{});
+    }
+    return cudaErrorInvalidValue;
+  });
+}
+
 }  // namespace
 
 bool TakesPacked(DType dtype, const Shape& shape) {
   const int64_t length = dtype == DType::kBF16 ? 8 : dtype == DType::kF32 ? 4 : 0;
   return shape.n > 0 && shape.n <= length && length % shape.n == 0 && shape.problems == 1 &&
          shape.rows * shape.n >= length;
+}
+
+bool TakesRuns(const Forward& f, DType dtype, const Shape& shape) {
+  return (dtype == DType::kBF16 || dtype == DType::kF32) && f.residual == nullptr && shape.problems == 1 &&
+         (shape.n == 3 || (shape.n >= 5 && shape.n <= 7));
+}
+
+cudaError_t RunRuns(const Forward& f, DType dtype, const Shape& shape, const Options& options, cudaStream_t stream) {
+  return VisitRuns(dtype, shape, [&](auto type, auto elements) {
+    using T = typename decltype(type)::type;
+    constexpr int N = decltype(elements)::value, V = kRun<T, N>;
+    const Vectors<T> vectors(shape);
+    return LaunchKernel(PackedRunsKernel<T, N>, CeilDiv(vectors.Count(), int64_t{kThreads} * V), kThreads, stream, f,
+                        vectors, Constants<Accumulator<T>>(options, shape.n));
+  });
 }
 
 cudaError_t RunPackedForward(const Forward& f, DType dtype, const Shape& shape, const Options& options,
