@@ -162,7 +162,7 @@ __global__ void __launch_bounds__(kThreads, kResidentRows) RowKernel(RowTiling t
         for (int j = 0; j < kParts; ++j) part[j].first = first;
       }
       count += run.count;
-#pragma unroll 2
+#pragma unroll 4
       for (int k = 0; k < run.count; ++k) {
         A x[V];
         tile.Read(0, slot + k, x);
@@ -188,7 +188,7 @@ __global__ void __launch_bounds__(kThreads, kResidentRows) RowKernel(RowTiling t
           if (run.count == 0) return;
           const int64_t channel = place.parameters + place.Channel(place.Piece(m));
           const Affine<A> affine(statistics, o.scale[channel], o.bias[channel]);
-#pragma unroll 2
+#pragma unroll 4
           for (int k = 0; k < run.count; ++k) {
             A x[V];
             tile.Read(0, slot + k, x);

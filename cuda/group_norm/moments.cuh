@@ -45,19 +45,23 @@ struct Shifted {
 template <class A>
 __device__ Pair<A> AddBlocks(const Letter<Pair<A>>* partial, int blocks, int stride, int span) {
   constexpr int kAtOnce = 4;
+  const int lanes = 1 << span, lane = threadIdx.x & (lanes - 1);
   Pair<A> sums[1] = {};
-  for (int first = threadIdx.x & ((1 << span) - 1); first < blocks; first += kAtOnce << span) {
-    Pair<A> values[kAtOnce] = {};
-    bool there[kAtOnce];
+  if (blocks <= lanes) {
+    if (lane < blocks) sums[0] = partial[int64_t{lane} * stride].Await();
+  } else {
+    for (int first = lane; first < blocks; first += kAtOnce * lanes) {
+      Pair<A> values[kAtOnce];
+      bool there;
+      do {
+        there = true;
 #pragma unroll
-    for (int k = 0; k < kAtOnce; ++k) {
-      const int block = first + (k << span);
-      there[k] = block >= blocks || partial[int64_t{block} * stride].Read(&values[k]);
-    }
+        for (int k = 0; k < kAtOnce; ++k)
+          there &= partial[int64_t{min(first + k * lanes, blocks - 1)} * stride].Read(&values[k]);
+      } while (!there);
 #pragma unroll
-    for (int k = 0; k < kAtOnce; ++k) {
-      if (!there[k]) values[k] = partial[int64_t{first + (k << span)} * stride].Await();
-      sums[0] = AddPairs{}(sums[0], values[k]);
+      for (int k = 0; k < kAtOnce; ++k)
+        if (first + k * lanes < blocks) sums[0] = AddPairs{}(sums[0], values[k]);
     }
   }
   Reduce(sums, AddPairs{}, {0, span}, static_cast<Pair<A>*>(nullptr));

@@ -41,9 +41,7 @@ __device__ void StoreSums(const A (&sums)[V][L], A edge, A* out, const Place& p,
 
 // V vectors of each of U rows at once. `parts` blocks (or clusters) share a problem; each leaves a row of sums.
 template <class T, int L, int V, int U, bool kShifted, bool kExact, bool kCluster>
-__global__ void __launch_bounds__(V* L > 16              ? 128
-                                  : kShifted && kCluster ? 384
-                                                         : 512)
+__global__ void __launch_bounds__(V* L > 16 ? 128 : 512)
     BackwardKernel(Backward b, Shape shape, Constants<Accumulator<T>> constants, Spread spread, int parts) {
   using A = Accumulator<T>;
   using X = Vec<T, L>;
@@ -249,12 +247,12 @@ cudaError_t RunShifted(const Backward& b, const Shape& shape, const Options& opt
   }
   // Two blocks of a multiprocessor hide each other's waits.
   Spread spread = SpreadShifted(shape.n, L, kKeep, 256, device.max_cluster);
-  if (spread.steps == 0) spread = SpreadShifted(shape.n, L, kKeep, 384, device.max_cluster);
+  if (spread.steps == 0) spread = SpreadShifted(shape.n, L, kKeep, 512, device.max_cluster);
   *done = spread.steps > 0;
   if (!*done) return cudaSuccess;
   return spread.cluster == 1
              ? Launch<T, L, kKeep, kRows, false, false, true>(b, shape, options, spread, workspace, stream)
-             : Launch<T, L, kKeep, kRows, false, true, true>(b, shape, options, spread, workspace, stream);
+             : Launch<T, L, kKeep, 1, false, true, true>(b, shape, options, spread, workspace, stream);
 }
 
 // Rows element by element: of doubles, of f16 that are not aligned to 16 bytes, and where buffers are not.

@@ -286,13 +286,9 @@ cudaError_t RunAligned(const Forward& f, const Shape& shape, const Options& opti
     const Spread thin = SpreadRows(n, 1, 256, 512, 1);
     if (thin.cluster == 1) return Launch<T, L, 1, 1, false, 512>(f, shape, options, thin, stream);
     const Spread wide = SpreadRows(n, kColumns, 256, 512, device.max_cluster);
-    if (wide.cluster == 1) return Launch<T, L, kColumns, 1, false, 512>(f, shape, options, wide, stream);
-    // Several rows at once read their parameters once.
-    const Spread thinnest = SpreadRows(n, 1, 256, 256, device.max_cluster);
-    if (thinnest.steps > 0 &&
-        4 * device.multiprocessors <= 5 * CeilDiv(shape.problems * shape.rows, 4) * thinnest.cluster)
-      return Launch<T, L, 1, 4, true, 256>(f, shape, options, thinnest, stream);
-    if (wide.steps > 0) return Launch<T, L, kColumns, 1, true, 512>(f, shape, options, wide, stream);
+    if (wide.steps > 0)
+      return wide.cluster == 1 ? Launch<T, L, kColumns, 1, false, 512>(f, shape, options, wide, stream)
+                               : Launch<T, L, kColumns, 1, true, 512>(f, shape, options, wide, stream);
     const Spread widest = SpreadRows(n, kLong, 256, 512, device.max_cluster);
     *done = widest.steps > 0;
     if (!*done) return cudaSuccess;
