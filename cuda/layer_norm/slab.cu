@@ -4,6 +4,7 @@
 // 16-byte accesses, the next one while it works on one, and there lets groups of lanes take rows element by element:
 // lane t of the group takes elements t, t + size, ..., V of them at most. Its columns are the same in every row, so
 // that parameters, and sums for their gradients, stay in registers.
+#include "cuda/common/reduce.cuh"
 #include "cuda/layer_norm/partial_rows.cuh"
 #include "cuda/layer_norm/paths.h"
 #include "cuda/layer_norm/rows.cuh"
