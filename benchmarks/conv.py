@@ -1,4 +1,7 @@
-"""Convolution: forward, data gradient and filter gradient against lax, which calls cuDNN."""
+"""Convolution: forward, data gradient and filter gradient against lax, which calls cuDNN.
+
+What lax does not pad with, `jnp.pad` writes out before it.
+"""
 
 import dataclasses
 import math
@@ -7,6 +10,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
@@ -17,6 +21,7 @@ from conv_cases import ConvCase
 
 QUICK = ("rn50.stem7x7s2", "rn50.3x3.128@28", "convnext.dw7x7.96@56", "ensemble.e64.3x3.32@32", "mnist.conv2")
 NUMBERS = {1: ("NWC", "WIO", "NWC"), 2: ("NHWC", "HWIO", "NHWC"), 3: ("NDHWC", "DHWIO", "NDHWC")}
+OF_NUMPY: dict[str, Any] = {"reflect": "reflect", "replicate": "edge", "circular": "wrap"}
 
 
 def work(dtypes: list[str], quick: bool = False, shrink: int = 1) -> Iterator[Work]:
@@ -49,8 +54,16 @@ def directions(case: ConvCase, dtype: str) -> Iterator[Work]:
 
 def convolve(api: Any, case: ConvCase, x: Array, w: Array) -> Array:
   def one(x: Array, w: Array) -> Array:
+    padding: Any = case.padding
+    if case.padding_mode != "zeros":
+      if api is jaxdnn.conv_general_dilated:
+        return jaxdnn.conv(
+          x, w, stride=case.stride, padding=padding, padding_mode=case.padding_mode, dilation=case.rhs_dilation,
+          groups=case.groups,
+        )  # fmt: skip
+      x, padding = jnp.pad(x, ((0, 0), *padding, (0, 0)), mode=OF_NUMPY[case.padding_mode]), "VALID"
     return api(
-      x, w, case.stride, case.padding, lhs_dilation=case.lhs_dilation, rhs_dilation=case.rhs_dilation,
+      x, w, case.stride, padding, lhs_dilation=case.lhs_dilation, rhs_dilation=case.rhs_dilation,
       dimension_numbers=NUMBERS[len(case.window)], feature_group_count=case.groups,
     )  # fmt: skip
 
@@ -72,7 +85,7 @@ def filter_gradient(conv: Any, x: Array, w: Array, y: Array) -> Array:
 class Counts(NamedTuple):
   outputs: tuple[int, ...]
   pairs: int
-  """Of an output position and a tap that meet an element of x: padding and the zeros of a dilation cost nothing."""
+  """Of an output position and a tap that meet an element of x: zeros of the padding and of a dilation cost nothing."""
   touched: int
   """Positions of x that some output reads."""
 
@@ -83,6 +96,8 @@ def count(case: ConvCase) -> Counts:
     extent = (n - 1) * lhs + 1
     o = (extent + low + high - (window - 1) * rhs - 1) // stride + 1
     at = np.arange(o)[:, None] * stride + np.arange(window) * rhs - low
+    if case.padding_mode != "zeros":
+      at = np.pad(np.arange(n), (low, high), mode=OF_NUMPY[case.padding_mode])[at + low]
     at = at[(at >= 0) & (at < extent) & (at % lhs == 0)]
     outputs.append(o)
     pairs *= at.size

@@ -9,7 +9,7 @@
 namespace jaxdnn {
 
 struct ConvAttrs {
-  ffi::Span<const int64_t> stride, padding_low, lhs_dilation, rhs_dilation;
+  ffi::Span<const int64_t> stride, padding_low, lhs_dilation, rhs_dilation, padding_mode;
   int64_t groups;
   int64_t products;            // as in conv::Problem
   std::string_view algorithm;  // of conv::kAlgorithms or a tile, or empty: the best
@@ -17,7 +17,7 @@ struct ConvAttrs {
 };
 
 struct ConvFwdAttrs {
-  ffi::Span<const int64_t> stride, padding_low, lhs_dilation, rhs_dilation;
+  ffi::Span<const int64_t> stride, padding_low, lhs_dilation, rhs_dilation, padding_mode;
   int64_t groups, products;
   std::string_view algorithm;
   int64_t workspace_limit;
@@ -33,6 +33,7 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jaxdnn::ConvAttrs,
                                       xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("padding_low"),
                                       xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("lhs_dilation"),
                                       xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("rhs_dilation"),
+                                      xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("padding_mode"),
                                       xla::ffi::StructMember<int64_t>("groups"),
                                       xla::ffi::StructMember<int64_t>("products"),
                                       xla::ffi::StructMember<std::string_view>("algorithm"),
@@ -42,7 +43,8 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     jaxdnn::ConvFwdAttrs, xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("stride"),
     xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("padding_low"),
     xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("lhs_dilation"),
-    xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("rhs_dilation"), xla::ffi::StructMember<int64_t>("groups"),
+    xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("rhs_dilation"),
+    xla::ffi::StructMember<xla::ffi::Span<const int64_t>>("padding_mode"), xla::ffi::StructMember<int64_t>("groups"),
     xla::ffi::StructMember<int64_t>("products"), xla::ffi::StructMember<std::string_view>("algorithm"),
     xla::ffi::StructMember<int64_t>("workspace_limit"), xla::ffi::StructMember<std::string_view>("activation"),
     xla::ffi::StructMember<double>("parameter"), xla::ffi::StructMember<bool>("bias"),
@@ -75,8 +77,9 @@ ffi::Error Convolve(conv::Direction direction, cudaStream_t stream, ffi::AnyBuff
   const ffi::AnyBuffer& x = direction == Direction::kDataGradient ? out : lhs;
   const ffi::AnyBuffer& w = direction == Direction::kFilterGradient ? out : rhs;
   const ffi::AnyBuffer& y = direction == Direction::kForward ? out : direction == Direction::kDataGradient ? lhs : rhs;
-  auto problem = MakeConvProblem(direction, *in_type, *out_type, x.dimensions(), w.dimensions(), y.dimensions(),
-                                 attrs.stride, attrs.padding_low, attrs.lhs_dilation, attrs.rhs_dilation, attrs.groups);
+  auto problem =
+      MakeConvProblem(direction, *in_type, *out_type, x.dimensions(), w.dimensions(), y.dimensions(), attrs.stride,
+                      attrs.padding_low, attrs.lhs_dilation, attrs.rhs_dilation, attrs.padding_mode, attrs.groups);
   if (problem) problem->products = attrs.products;
   const auto config = problem ? conv::Choose(*problem,
                                              TakesHopperKernels({lhs.untyped_data(), rhs.untyped_data(),

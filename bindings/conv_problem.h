@@ -35,10 +35,11 @@ inline void FoldWindowIntoChannels(conv::Problem* p) {
 // Empty if there are more than conv::kRank spatial dimensions or if the shapes contradict one another.
 inline std::optional<conv::Problem> MakeConvProblem(conv::Direction direction, DType in, DType out, Dims x, Dims w,
                                                     Dims y, Dims stride, Dims padding_low, Dims lhs_dilation,
-                                                    Dims rhs_dilation, int64_t groups) {
+                                                    Dims rhs_dilation, Dims padding_mode, int64_t groups) {
   const size_t rank = stride.size;
   if (rank > conv::kRank || x.size != rank + 3 || w.size != rank + 3 || y.size != rank + 3) return std::nullopt;
-  if (padding_low.size != rank || lhs_dilation.size != rank || rhs_dilation.size != rank) return std::nullopt;
+  if (padding_low.size != rank || lhs_dilation.size != rank || rhs_dilation.size != rank || padding_mode.size != rank)
+    return std::nullopt;
   conv::Problem p = {};
   p.direction = direction;
   p.in = in;
@@ -61,6 +62,7 @@ inline std::optional<conv::Problem> MakeConvProblem(conv::Direction direction, D
     p.pad[d] = s < 0 ? 0 : padding_low[s];
     p.lhs_dilation[d] = s < 0 ? 1 : lhs_dilation[s];
     p.rhs_dilation[d] = s < 0 ? 1 : rhs_dilation[s];
+    p.mode[d] = s < 0 ? conv::PadMode::kZeros : static_cast<conv::PadMode>(padding_mode[s]);
     if (p.stride[d] < 1 || p.lhs_dilation[d] < 1 || p.rhs_dilation[d] < 1) return std::nullopt;
   }
   FoldWindowIntoChannels(&p);

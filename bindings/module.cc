@@ -70,9 +70,9 @@ static nb::dict Handlers() {
   add("jaxdnn.sum_pool_bwd.v1", SumPoolBwd);
   add("jaxdnn.lp_pool.v1", LpPool);
   add("jaxdnn.lp_pool_bwd.v1", LpPoolBwd);
-  add("jaxdnn.conv_fwd.v4", ConvFwd);
-  add("jaxdnn.conv_dgrad.v3", ConvDgrad);
-  add("jaxdnn.conv_wgrad.v3", ConvWgrad);
+  add("jaxdnn.conv_fwd.v5", ConvFwd);
+  add("jaxdnn.conv_dgrad.v4", ConvDgrad);
+  add("jaxdnn.conv_wgrad.v4", ConvWgrad);
   add("jaxdnn.log_partition.v1", LogPartition);
   add("jaxdnn.log_partition_bwd.v1", LogPartitionBwd);
   add("jaxdnn.softmax.v2", Softmax);
@@ -89,15 +89,15 @@ static nb::object PlanConv(const std::string& direction, const std::string& in_d
                            const std::vector<int64_t>& x, const std::vector<int64_t>& w, const std::vector<int64_t>& y,
                            const std::vector<int64_t>& stride, const std::vector<int64_t>& padding_low,
                            const std::vector<int64_t>& lhs_dilation, const std::vector<int64_t>& rhs_dilation,
-                           int64_t groups, int products, bool hopper, const std::string& algorithm,
-                           int64_t workspace_limit) {
+                           const std::vector<int64_t>& padding_mode, int64_t groups, int products, bool hopper,
+                           const std::string& algorithm, int64_t workspace_limit) {
   using namespace jaxdnn;
   static const std::map<std::string, conv::Direction> kDirections = {{"conv_fwd", conv::Direction::kForward},
                                                                      {"conv_dgrad", conv::Direction::kDataGradient},
                                                                      {"conv_wgrad", conv::Direction::kFilterGradient}};
   if (!kTypes.count(in_dtype) || !kTypes.count(out_dtype)) return nb::none();
   auto problem = MakeConvProblem(kDirections.at(direction), kTypes.at(in_dtype), kTypes.at(out_dtype), x, w, y, stride,
-                                 padding_low, lhs_dilation, rhs_dilation, groups);
+                                 padding_low, lhs_dilation, rhs_dilation, padding_mode, groups);
   if (problem) problem->products = products;
   const auto config = problem ? conv::Choose(*problem, hopper, algorithm, workspace_limit) : std::nullopt;
   if (!config) return nb::none();
@@ -128,8 +128,8 @@ NB_MODULE(_jaxdnn, m) {
   using nb::literals::operator""_a;
   m.attr("conv_workspace_limit") = jaxdnn::conv::kWorkspaceLimit;
   m.def("plan_conv", &PlanConv, "direction"_a, "in_dtype"_a, "out_dtype"_a, "x"_a, "w"_a, "y"_a, "stride"_a,
-        "padding_low"_a, "lhs_dilation"_a, "rhs_dilation"_a, "groups"_a, "products"_a, "hopper"_a, "algorithm"_a,
-        "workspace_limit"_a);
+        "padding_low"_a, "lhs_dilation"_a, "rhs_dilation"_a, "padding_mode"_a, "groups"_a, "products"_a, "hopper"_a,
+        "algorithm"_a, "workspace_limit"_a);
 #ifdef JAXDNN_WITH_CUDA
   m.def("group_norm_workspace", &GroupNormWorkspace, "call"_a, "dtype"_a, "channels_last"_a, "x"_a, "groups"_a);
   m.def(

@@ -20,6 +20,7 @@ class ConvCase:
   groups: int = 1
   models: int = 0
   """If not 0, x and w carry that many models in front, and the convolution is vmapped over both."""
+  padding_mode: str = "zeros"
 
   def __post_init__(self):
     rank = len(self.window)
@@ -137,6 +138,10 @@ BENCHMARKS = [
   _("unet3d.3x3x3.32@96", 1, (96, 96, 96), 32, (3, 3, 3), 32, padding=((1, 1),) * 3),
   _("x3d.dw3x3x3.108@16x28", 4, (16, 28, 28), 108, (3, 3, 3), 108, padding=((1, 1),) * 3, groups=108),
   _("ensemble.e64.3x3.32@32", 16, (32, 32), 32, (3, 3), 32, padding=SAME3, models=64),
+  _("circular.3x3.128@28", 32, (28, 28), 128, (3, 3), 128, padding=SAME3, padding_mode="circular"),
+  _("reflect.3x3.256@56", 32, (56, 56), 256, (3, 3), 256, padding=SAME3, padding_mode="reflect"),
+  _("replicate.3x3x3.64@48", 2, (48, 48, 48), 64, (3, 3, 3), 64, padding=((1, 1),) * 3, padding_mode="replicate"),
+  _("circular.dw3x3.144@56", 32, (56, 56), 144, (3, 3), 144, padding=SAME3, groups=144, padding_mode="circular"),
   _("unet.up2x2s2.128-64@64", 8, (64, 64), 128, (2, 2), 64, padding=SAME3, lhs_dilation=(2, 2)),
   _("mnist.conv1", 128, (28, 28), 1, (5, 5), 32),
   _("mnist.conv2", 128, (12, 12), 32, (5, 5), 64),

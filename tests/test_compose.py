@@ -18,6 +18,10 @@ OPERATORS = {
     lambda x, w, b, r: jaxdnn.conv(x, w, b, groups=2, activation="tanh", residual=r),
     [(3, 6, 4), (2, 2, 4), (4,), (3, 5, 4)],
   ),
+  "conv_circular": (
+    lambda x, w: jaxdnn.conv(x, w, stride=2, padding=2, padding_mode=("circular", "reflect")),
+    [(3, 4, 5, 2), (3, 2, 2, 4)],
+  ),
   "conv_transpose": (
     lambda x, w: jaxdnn.conv_transpose(x, w, (2,), "SAME", transpose_kernel=True),
     [(3, 5, 4), (3, 2, 4)],

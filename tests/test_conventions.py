@@ -1,5 +1,6 @@
 """docs/conventions.md row by row, here activations, dropout, transforms and convolution, against the other library."""
 
+import itertools
 import pathlib
 import re
 
@@ -209,6 +210,31 @@ def test_conv_same(torch):
   for padding in ("SAME", "SAME_LOWER"):
     want = lax.conv_general_dilated(x, f, (2, 2), padding, dimension_numbers=("NHWC", "HWIO", "NHWC"))
     close(jaxdnn.conv(x, f, stride=2, padding=padding), want)
+
+
+@needs("torch")
+def test_conv_padding_mode(torch):
+  for rank, mode in itertools.product((1, 2, 3), ("zeros", "reflect", "replicate", "circular")):
+    x, arguments = image((2, *(7, 6, 5)[:rank], 4)), dict(stride=2, padding=3, dilation=2, padding_mode=mode)
+    layer = getattr(torch.nn, f"Conv{rank}d")(4, 6, 3, **arguments, dtype=torch.float64)
+    f, b = (np.asarray(v.detach()) for v in (layer.weight, layer.bias))
+    ours = lambda x, f=f, b=b, a=arguments: jaxdnn.conv(x, np.moveaxis(f, (1, 0), (-2, -1)), b, **a)  # noqa: E731
+    theirs = lambda x, layer=layer: layer(x.movedim(-1, 1))  # noqa: E731
+    close(first(ours(x)), theirs(torch.tensor(x)))
+    close(grad(ours, x), torch_grad(torch, theirs, x))
+
+
+@needs("flax.linen")
+def test_conv_padding_strings(linen):
+  for padding, dilation in itertools.product(("CIRCULAR", "REFLECT", "CAUSAL", "SAME"), (1, 2)):
+    x = image((2, 8, 4)) if padding == "CAUSAL" else image((2, 8, 7, 4))
+    window = (4, 3)[: x.ndim - 2]
+    layer = linen.Conv(6, window, strides=2, padding=padding, kernel_dilation=dilation, dtype="float64")
+    variables = layer.init(jax.random.key(0), x)
+    f, b = (np.asarray(variables["params"][name], "float64") for name in ("kernel", "bias"))
+    ours = jaxdnn.conv(x, f, b, stride=2, padding=padding, dilation=dilation)
+    with jax.numpy_dtype_promotion("standard"):
+      close(ours, layer.apply(variables, x))
 
 
 @needs("torch")

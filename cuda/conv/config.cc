@@ -4,6 +4,7 @@
 #include <numeric>
 
 #include "cuda/conv/few_features_plan.h"
+#include "cuda/conv/frame.h"
 #include "cuda/conv/pixel_map.h"
 #include "cuda/conv/step_cost.h"
 #include "cuda/conv/strips.h"
@@ -342,6 +343,7 @@ bool IsWorthExchanging(const Problem& p) {
 }  // namespace
 
 std::optional<Config> Choose(const Problem& p, bool hopper, std::string_view algorithm, int64_t workspace_limit) {
+  if (HasFrame(p)) return ChooseWithFrame(p, hopper, algorithm, workspace_limit);
   const std::optional<Config> best = ChooseAsItIs(p, hopper, algorithm, workspace_limit);
   if (!IsWorthExchanging(p)) return best;
   std::optional<Config> other = ChooseAsItIs(Exchanged(p), hopper, algorithm, workspace_limit);

@@ -21,6 +21,10 @@ constexpr int kRank = 3;
 
 enum class Direction { kForward, kDataGradient, kFilterGradient };
 
+// What is read beyond the input's first and last element of a dimension: zeros; the elements beside the edge, mirrored;
+// the edge; or the other end.
+enum class PadMode { kZeros, kReflect, kReplicate, kCircular };
+
 struct Problem {
   Direction direction;
   DType in;        // of both operands
@@ -33,6 +37,7 @@ struct Problem {
   int64_t x[kRank], window[kRank], y[kRank];
   int64_t stride[kRank], pad[kRank], lhs_dilation[kRank], rhs_dilation[kRank];
   bool exchanged;  // see Exchanged; the filter that is the result of a filter gradient stays as it is
+  PadMode mode[kRank];
 
   int64_t XPixels() const { return x[0] * x[1] * x[2]; }
   int64_t YPixels() const { return y[0] * y[1] * y[2]; }
@@ -122,6 +127,7 @@ struct Config {
   int64_t workspace_bytes;  // for the slices' partial sums, or a transposed operand
   double cycles;            // modelled time, for comparing configurations
   bool exchanged;           // whether the kernel computes a filter gradient with x and y exchanged
+  int64_t frame_slices;     // further ones, of what reads beyond the edges (frame.h)
 };
 
 // The matrix product that a problem is: per problem of the batch and group, rows x columns sums of `depth` terms.

@@ -3,6 +3,8 @@
 #include "cuda/conv/epilogue.cuh"
 #include "cuda/conv/few_channels.h"
 #include "cuda/conv/few_features.h"
+#include "cuda/conv/filter.cuh"
+#include "cuda/conv/frame.h"
 #include "cuda/conv/grouped.h"
 #include "cuda/conv/mma.h"
 #include "cuda/conv/simt.h"
@@ -10,11 +12,45 @@
 #include "cuda/conv/wgmma.h"
 
 namespace jaxdnn::conv {
+namespace {
+
+template <class Sum, class Out>
+cudaError_t SumFrame(const Problem& p, const Config& config, const void* workspace, Out* out, cudaStream_t stream) {
+  return LaunchKernel(SumSlicesKernel<Sum, StoreInOrder<Out>>, CeilDiv(p.FilterSize(), 128), 128, stream,
+                      static_cast<const Sum*>(workspace), p.FilterSize(), int(1 + config.frame_slices),
+                      StoreInOrder<Out>{out});
+}
+
+// The filter gradient of the problem with zeros, as sums, and the frame's terms after it, which are then added.
+int LaunchFilterWithFrame(const Problem& p, const Config& config, const void* x, const void* y, void* out,
+                          char* workspace, cudaStream_t stream) {
+  Config plain = config;
+  plain.frame_slices = 0;
+  char *const frame = workspace + p.FilterSize() * (p.in == DType::kF64 ? 8 : 4), *const rest =
+                                                                                      workspace + FrameBytes(p);
+  if (const int e = Launch(WithZeros(p), plain, x, y, workspace, rest, {}, stream)) return e;
+  const auto launch = OnTensorCores(p) ? LaunchFrameFilterMma : LaunchFrameFilterSimt;
+  if (const int e = launch(p, config.frame_slices, x, y, frame, stream)) return e;
+  return VisitDType(p.in, [&](auto in) {
+    using In = typename decltype(in)::type;
+    using Sum = Accumulator<In>;
+    return p.out == p.in ? SumFrame<Sum>(p, config, workspace, static_cast<In*>(out), stream)
+                         : SumFrame<Sum>(p, config, workspace, static_cast<Sum*>(out), stream);
+  });
+}
+
+}  // namespace
 
 int Launch(const Problem& p, const Config& config, const void* lhs, const void* rhs, void* out, void* workspace,
            const Epilogue& epilogue, CUstream_st* stream) {
   const bool filter = p.direction == Direction::kFilterGradient;
   if (p.direction != Direction::kForward && !IsNone(epilogue)) return cudaErrorInvalidValue;
+  if (HasFrame(p)) {
+    if (filter) return LaunchFilterWithFrame(p, config, lhs, rhs, out, static_cast<char*>(workspace), stream);
+    if (FrameShare(p) < 1)
+      if (const int e = Launch(WithZeros(p), config, lhs, rhs, out, workspace, epilogue, stream)) return e;
+    return (OnTensorCores(p) ? LaunchFrameMma : LaunchFrameSimt)(p, lhs, rhs, out, epilogue, stream);
+  }
   if (config.exchanged != p.exchanged) return Launch(Exchanged(p), config, rhs, lhs, out, workspace, epilogue, stream);
   switch (kTiles[static_cast<int>(config.tile)].unit) {
     case Unit::kSimt:

@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxdnn._arguments import Padding
 from jaxdnn._conv import gemm
+from jaxdnn._conv.padding import PaddingMode
 from jaxdnn._conv.primitives import (
   ALGORITHMS,
   DEPTHWISE,
@@ -54,6 +55,7 @@ def conv_algorithms(
   direction: str = "forward",
   stride: int | Sequence[int] = 1,
   padding: Padding = "VALID",
+  padding_mode: PaddingMode = "zeros",
   dilation: int | Sequence[int] = 1,
   groups: int = 1,
   precision: Any = None,
@@ -70,7 +72,7 @@ def conv_algorithms(
     x: input [N, *spatial, C]: an array, or anything with a shape and a dtype, such as `jax.ShapeDtypeStruct`.
     w: filter [*window, C / groups, K], likewise.
     direction: 'forward' (default), 'data_gradient' or 'filter_gradient'.
-    stride, padding, dilation, groups, precision, preferred_element_type, workspace_limit: as in `conv`.
+    stride, padding, padding_mode, dilation, groups, precision, preferred_element_type, workspace_limit: as in `conv`.
     hopper: whether for devices of compute capability 9.0 (default), which have kernels of their own.
 
   Returns:
@@ -92,7 +94,7 @@ def conv_algorithms(
     raise ValueError(f"{where}: x and w must have the same rank, at least 2, got shapes {x.shape} and {w.shape}")
   spec = make_spec(
     where, x.shape[1:-1], w.shape[:-2], stride=stride, padding=padding, lhs_dilation=None, rhs_dilation=dilation,
-    groups=groups, precision=precision, workspace_limit=workspace_limit,
+    groups=groups, precision=precision, workspace_limit=workspace_limit, padding_mode=padding_mode,
   )  # fmt: skip
   check_channels(where, x.shape[-1], w.shape[-2], w.shape[-1], groups, x.shape[0], 1)
   dtype = result_dtype(where, x, w, preferred_element_type)

@@ -26,8 +26,9 @@ def convolve(result: str, arrays: Mapping[str, Array], spec: ConvSpec, dtype: An
     return primitives.convolve(result, arrays, spec, dtype)
   if not takes(spec):
     raise ValueError(
-      f"{primitives.NAMES[result]}: algorithm={NAME!r} takes one group, 1 to 3 spatial dimensions and an input that is "
-      f"not dilated, got groups={spec.groups}, {spec.rank} dimensions and lhs_dilation={spec.lhs_dilation}"
+      f"{primitives.NAMES[result]}: algorithm={NAME!r} takes one group, 1 to 3 spatial dimensions, an input that is "
+      f"not dilated and padding with zeros, got groups={spec.groups}, {spec.rank} dimensions, "
+      f"lhs_dilation={spec.lhs_dilation} and padding_mode={spec.padding_mode}"
     )
   a, b = (arrays[name] for name in OPERANDS[result])
   channels = b.shape[-2] if result == "x" else a.shape[-1]
@@ -58,7 +59,8 @@ def convolve(result: str, arrays: Mapping[str, Array], spec: ConvSpec, dtype: An
 
 
 def takes(spec: ConvSpec) -> bool:
-  return spec.groups == 1 and 1 <= spec.rank <= 3 and all(d == 1 for d in spec.lhs_dilation)
+  holes = any(d != 1 for d in spec.lhs_dilation)
+  return spec.groups == 1 and 1 <= spec.rank <= 3 and not holes and not spec.padding_mode
 
 
 def matrix_spec(spec: ConvSpec, patches: int) -> ConvSpec:

@@ -10,6 +10,7 @@ from jaxdnn._arguments import Padding
 from jaxdnn._conv import layout
 from jaxdnn._conv.gemm import convolve
 from jaxdnn._conv.layout import DimensionNumbers
+from jaxdnn._conv.padding import PaddingMode
 from jaxdnn._conv.spec import ConvSpec, channels_last, check_channels, make_spec, result_dtype
 
 
@@ -20,6 +21,7 @@ def conv_dgrad(
   *,
   stride: int | Sequence[int] = 1,
   padding: Padding = "VALID",
+  padding_mode: PaddingMode = "zeros",
   dilation: int | Sequence[int] = 1,
   groups: int = 1,
   dimension_numbers: DimensionNumbers = None,
@@ -34,7 +36,7 @@ def conv_dgrad(
     g: cotangent of the convolution's result, [N, *out_spatial, K] or as `dimension_numbers` says.
     w: the convolution's filter, [*window, C / groups, K] or as `dimension_numbers` says.
     x_spatial: the input's spatial extents, which a strided convolution's output does not determine.
-    stride, padding, dilation, groups, dimension_numbers: those of the convolution; see `conv`.
+    stride, padding, padding_mode, dilation, groups, dimension_numbers: those of the convolution; see `conv`.
     precision: as in `conv_general_dilated`.
     preferred_element_type: dtype of the result, by default the operands'.
     algorithm, workspace_limit: as in `conv_general_dilated`.
@@ -57,6 +59,7 @@ def conv_dgrad(
   spec = make_spec(
     where, x_spatial, layout.spatial(w, numbers.rhs_spec), stride=stride, padding=padding, lhs_dilation=None,
     rhs_dilation=dilation, groups=groups, precision=precision, algorithm=algorithm, workspace_limit=workspace_limit,
+    padding_mode=padding_mode,
   )  # fmt: skip
   k, w_in = (w.shape[d] for d in numbers.rhs_spec[:2])
   check_channels(where, w_in * groups, w_in, k, groups, 1, 1)
@@ -76,6 +79,7 @@ def conv_wgrad(
   *,
   stride: int | Sequence[int] = 1,
   padding: Padding = "VALID",
+  padding_mode: PaddingMode = "zeros",
   dilation: int | Sequence[int] = 1,
   groups: int = 1,
   dimension_numbers: DimensionNumbers = None,
@@ -90,7 +94,7 @@ def conv_wgrad(
     x: the convolution's input, [N, *spatial, C] or as `dimension_numbers` says.
     g: cotangent of the convolution's result, [N, *out_spatial, K] or as `dimension_numbers` says.
     window: the filter's spatial extents.
-    stride, padding, dilation, groups, dimension_numbers: those of the convolution; see `conv`.
+    stride, padding, padding_mode, dilation, groups, dimension_numbers: those of the convolution; see `conv`.
     precision: as in `conv_general_dilated`.
     preferred_element_type: dtype of the result, by default the operands'.
     algorithm, workspace_limit: as in `conv_general_dilated`.
@@ -114,6 +118,7 @@ def conv_wgrad(
   spec = make_spec(
     where, layout.spatial(x, numbers.lhs_spec), window, stride=stride, padding=padding, lhs_dilation=None,
     rhs_dilation=dilation, groups=groups, precision=precision, algorithm=algorithm, workspace_limit=workspace_limit,
+    padding_mode=padding_mode,
   )  # fmt: skip
   (images, c), k = (x.shape[d] for d in numbers.lhs_spec[:2]), g.shape[numbers.out_spec[1]]
   check_channels(where, c, c // groups, k, groups, 1, 1)

@@ -20,6 +20,7 @@ from jax import Array, lax
 
 from jaxdnn import _extension, _primitive
 from jaxdnn._arguments import dilated
+from jaxdnn._conv.padding import MODES, beyond, extend, fold
 from jaxdnn._conv.spec import ConvSpec, Precision, channels_last
 
 OPERANDS = {"y": ("x", "w"), "x": ("y", "w"), "w": ("x", "y")}
@@ -43,12 +44,25 @@ def convolve(result: str, arrays: Mapping[str, Array], spec: ConvSpec, dtype: An
 # Reference -----------------------------------------------------------------------------------------------------------
 #
 # Each of the three is written as one plain channels-last convolution, which XLA:CPU runs fast inside loops as well; the
-# transposes that lax derives are not. The problems of the batch are further groups.
+# transposes that lax derives are not. The problems of the batch are further groups. Padding that is not zeros is
+# written out first.
+
+
+def _extended(spec: ConvSpec) -> tuple[ConvSpec, dict[str, Any]]:
+  """The problem whose input is the given one's with its padding; and what `extend` and `fold` want to know."""
+  added = beyond(spec.padding, spec.padding_mode)
+  spatial = tuple(size + lo + hi for size, (lo, hi) in zip(spec.x_spatial, added, strict=True))
+  left = tuple((a - lo, b - hi) for (a, b), (lo, hi) in zip(spec.padding, added, strict=True))
+  plain = dataclasses.replace(spec, padding=left, x_spatial=spatial, padding_mode=())
+  return plain, {"added": added, "modes": spec.padding_mode}
 
 
 def _forward_reference(x: Array, w: Array, *, spec: ConvSpec, dtype: Any) -> Array:
   if (empty := _if_empty("y", x, w, spec, dtype)) is not None:
     return empty
+  if spec.padding_mode:
+    plain, edges = _extended(spec)
+    return _forward_reference(extend(x, **edges), w, spec=plain, dtype=dtype)
   y = _grouped_convolution(
     _split(x, spec.groups), _split(w, spec.groups), spec.y_spatial, spec.stride, spec.lhs_dilation, spec.rhs_dilation,
     [lo for lo, _ in spec.padding], spec.precision, dtype,
@@ -60,6 +74,11 @@ def _dgrad_reference(y: Array, w: Array, *, spec: ConvSpec, dtype: Any) -> Array
   """x from y and the flipped filter with its channel axes exchanged; strides and input dilation change places."""
   if (empty := _if_empty("x", y, w, spec, dtype)) is not None:
     return empty
+  if spec.padding_mode:
+    plain, edges = _extended(spec)
+    # Elements that stand for several positions have the sum of these, which is rounded once.
+    wide = max(_primitive.accumulator_dtype(y.dtype), np.dtype(dtype), key=lambda t: t.itemsize)
+    return fold(_dgrad_reference(y, w, spec=plain, dtype=wide), **edges).astype(dtype)
   filters = jnp.swapaxes(_split(w, spec.groups), -1, -2)
   filters = lax.rev(filters, range(1, 1 + spec.rank))
   low = [(r - 1) * d - lo for r, d, (lo, _) in zip(spec.window, spec.rhs_dilation, spec.padding, strict=True)]
@@ -74,6 +93,9 @@ def _wgrad_reference(x: Array, y: Array, *, spec: ConvSpec, dtype: Any) -> Array
   """w from x with images as channels, and y as a filter over images; strides and filter dilation change places."""
   if (empty := _if_empty("w", x, y, spec, dtype)) is not None:
     return empty
+  if spec.padding_mode:
+    plain, edges = _extended(spec)
+    return _wgrad_reference(extend(x, **edges), y, spec=plain, dtype=dtype)
   images_last, images_in = jnp.swapaxes(_split(x, spec.groups), 1, -1), jnp.moveaxis(_split(y, spec.groups), 1, -2)
   w = _grouped_convolution(
     images_last, images_in, spec.window, spec.rhs_dilation, spec.lhs_dilation, spec.stride,
@@ -290,6 +312,7 @@ def _geometry(spec: ConvSpec) -> dict[str, Any]:
     "padding_low": tuple(lo for lo, _ in spec.padding),
     "lhs_dilation": spec.lhs_dilation,
     "rhs_dilation": spec.rhs_dilation,
+    "padding_mode": tuple(MODES.index(m) for m in spec.padding_mode) or (0,) * spec.rank,
     "groups": spec.groups,
   }
 
@@ -310,7 +333,7 @@ def attributes(
   return given | _choice(spec) | (epilogue if result == "y" else {})
 
 
-TARGETS = {"y": "jaxdnn.conv_fwd.v4", "x": "jaxdnn.conv_dgrad.v3", "w": "jaxdnn.conv_wgrad.v3"}
+TARGETS = {"y": "jaxdnn.conv_fwd.v5", "x": "jaxdnn.conv_dgrad.v4", "w": "jaxdnn.conv_wgrad.v4"}
 
 for _result, _p in PRIMITIVES.items():
   _primitive.bilinear(

@@ -14,6 +14,7 @@ from jaxdnn._conv.fused import check_activation, fused
 from jaxdnn._conv.gemm import convolve
 from jaxdnn._conv.gradients import conv_dgrad
 from jaxdnn._conv.layout import DimensionNumbers
+from jaxdnn._conv.padding import PaddingMode
 from jaxdnn._conv.spec import channels_last, check_channels, make_spec, result_dtype
 
 
@@ -110,6 +111,7 @@ def conv(
   *,
   stride: int | Sequence[int] = 1,
   padding: Padding = "VALID",
+  padding_mode: PaddingMode = "zeros",
   dilation: int | Sequence[int] = 1,
   groups: int = 1,
   dimension_numbers: DimensionNumbers = None,
@@ -128,7 +130,13 @@ def conv(
     w: filter [*window, C / groups, K] of the same dtype; its rank gives the number of spatial dimensions.
     b: bias [K], or None.
     stride: step between windows, an int or one per spatial dimension.
-    padding: 'VALID' (default), 'SAME', 'SAME_LOWER', an int for every side, or (low, high) pairs.
+    padding: 'VALID' (default), 'SAME', 'SAME_LOWER', an int for every side, or (low, high) pairs, of which negative
+      ones crop; or, as in flax, 'CAUSAL' for one dimension, whose outputs then see no later input, and 'CIRCULAR' and
+      'REFLECT', which are padding of that mode for an output like the input.
+    padding_mode: what is read beyond the edges, one of PyTorch's names or one a dimension: 'zeros' (default);
+      'reflect', the elements beside the edge, mirrored (padding below the input's size); 'replicate', the edge;
+      'circular', the other end (padding up to the input's size). A padded copy is never made: kernels find the
+      elements by index.
     dilation: spacing of the filter's taps, an int or one per spatial dimension.
     groups: number of groups of channels; C for a depthwise convolution.
     dimension_numbers: None for channels-last, else as in `jax.lax.conv_general_dilated`, e.g.
@@ -170,6 +178,7 @@ def conv(
     layout.spatial(w, numbers.rhs_spec),
     stride=per_dimension("conv", "stride", stride, rank),
     padding=padding,
+    padding_mode=padding_mode,
     lhs_dilation=None,
     rhs_dilation=per_dimension("conv", "dilation", dilation, rank),
     groups=groups,

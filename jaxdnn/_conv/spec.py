@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 
 from jaxdnn._arguments import Padding, dilated, explicit_padding, per_dimension
+from jaxdnn._conv.padding import PaddingMode, layer_padding
 
 Precision = tuple[lax.Precision, lax.Precision] | None
 
@@ -28,6 +29,7 @@ class ConvSpec:
   precision: Precision
   algorithm: str | None = None  # of this primitive; its gradients choose theirs
   workspace_limit: int | None = None  # in bytes, of this primitive and its gradients; or the library's own
+  padding_mode: tuple[str, ...] = ()  # of `padding.MODES`, one a dimension; or none, all zeros
 
   @property
   def rank(self) -> int:
@@ -61,8 +63,12 @@ def make_spec(
   precision: Any,
   algorithm: str | None = None,
   workspace_limit: int | None = None,
+  padding_mode: PaddingMode | None = None,
 ) -> ConvSpec:
-  """Checks and canonicalises; `where` is the caller's name, for messages."""
+  """Checks and canonicalises; `where` is the caller's name, for messages.
+
+  Without a `padding_mode`, `padding` is as in lax; with one, as in `conv`.
+  """
   rank = len(window)
   stride = per_dimension(where, "stride", stride, rank)
   lhs_dilation = per_dimension(where, "lhs_dilation", 1 if lhs_dilation is None else lhs_dilation, rank)
@@ -75,7 +81,11 @@ def make_spec(
   if workspace_limit is not None and (not isinstance(workspace_limit, int) or workspace_limit < 0):
     raise ValueError(f"{where}: workspace_limit must be None or a number of bytes, got {workspace_limit!r}")
   extents = [dilated(r, d) for r, d in zip(window, rhs_dilation, strict=True)]
-  pads = explicit_padding(where, padding, x_spatial, extents, stride)
+  if padding_mode is None:
+    pads = explicit_padding(where, padding, x_spatial, extents, stride)
+    modes: tuple[str, ...] = ()
+  else:
+    pads, modes = layer_padding(where, padding, padding_mode, x_spatial, extents, stride)
   for i, d, (lo, hi) in zip(x_spatial, lhs_dilation, pads, strict=True):
     if dilated(i, d) + lo + hi < 0:
       raise ValueError(
@@ -84,7 +94,7 @@ def make_spec(
       )
   return ConvSpec(
     stride, pads, lhs_dilation, rhs_dilation, groups, tuple(x_spatial), tuple(window), canonical_precision(precision),
-    algorithm, workspace_limit,
+    algorithm, workspace_limit, modes,
   )  # fmt: skip
 
 

@@ -1,0 +1,279 @@
+"""Padding with elements of the input: values, derivatives and errors, against NumPy's padding in float64."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+
+import jaxdnn
+from conv_oracle import conv as conv_oracle
+from conv_oracle import conv_gradients
+from jaxdnn import _extension
+from jaxdnn._conv.padding import MODES
+from numerics import DTYPES, assert_close, assert_repeatable, exact, sample, with_gradients
+
+NUMPY = {"reflect": "reflect", "replicate": "edge", "circular": "wrap"}
+
+
+def indices(spatial, padding, modes):
+  """For each dimension the element that each position of the padded input is; and what is left, padding with zeros."""
+  maps, left = [], []
+  for n, (lo, hi), mode in zip(spatial, padding, modes, strict=True):
+    added = (0, 0) if mode == "zeros" else (max(lo, 0), max(hi, 0))
+    maps.append(np.arange(n) if added == (0, 0) else np.pad(np.arange(n), added, mode=NUMPY[mode]))
+    left.append((lo - added[0], hi - added[1]))
+  return maps, left
+
+
+def oracle(x, w, g, *, stride, padding, dilation, groups, padding_mode):
+  """y and, for the cotangent g of y (or None), the gradients of x and w."""
+  x, w = exact(x), exact(w)
+  maps, left = indices(x.shape[1:-1], padding, padding_mode)
+  where = np.ix_(np.arange(x.shape[0]), *maps, np.arange(x.shape[-1]))
+  geometry = (stride, left, (1,) * len(stride), dilation)
+  y = conv_oracle(x[where], w, *geometry, groups)
+  if g is None:
+    return y
+  dpadded, dw = conv_gradients(x[where], w, exact(g), *geometry, groups)
+  dx = np.zeros_like(x)
+  np.add.at(dx, where, dpadded)
+  return y, dx, dw
+
+
+def drawn(rng, rank, groups, multiple):
+  """x's and w's shapes, and the arguments of a convolution whose padding its modes allow."""
+  small = lambda lo, hi: tuple(int(v) for v in rng.integers(lo, hi + 1, rank))  # noqa: E731
+  spatial, window, stride, dilation = small(1, 8), small(1, 4), small(1, 3), small(1, 3)
+  modes = tuple(MODES[i] for i in rng.integers(0, 4, rank))
+  padding = []
+  for n, r, d, mode in zip(spatial, window, dilation, modes, strict=True):
+    most = {"reflect": n - 1, "circular": n}.get(mode, 5)
+    pair = [int(v) for v in rng.integers(-1 if n > 2 else 0, most + 1, 2)]
+    if rng.random() < 0.3 or n + sum(pair) < (r - 1) * d + 1:
+      pair = [most, most]
+    padding.append(tuple(pair))
+  c, k = (groups * multiple * int(rng.integers(1, 4)) for _ in range(2))
+  arguments = dict(stride=stride, padding=tuple(padding), dilation=dilation, groups=groups, padding_mode=modes)
+  return (int(rng.integers(1, 4)), *spatial, c), (*window, c // groups, k), arguments
+
+
+def check(seed, dtype, groups, multiple, repeat=False, **more):
+  rng = np.random.default_rng(seed)
+  x_shape, w_shape, arguments = drawn(rng, 1 + seed % 3, groups, multiple)
+  # Exact in TF32.
+  drawn_as = "bfloat16" if dtype == "float32" else dtype
+  draw = lambda shape, i: sample(shape, drawn_as, seed + i).astype(jnp.dtype(dtype))  # noqa: E731
+  x, w = draw(x_shape, 0), draw(w_shape, 1)
+  f = functools.partial(jaxdnn.conv, **arguments, **more)
+  g = draw(jax.eval_shape(f, x, w).shape, 2)
+
+  def all_three(x, w, g):
+    y, vjp = jax.vjp(f, x, w)
+    return y, *vjp(g)
+
+  run = assert_repeatable if repeat else lambda f, *a: jax.jit(f)(*a)
+  got = run(all_three, *map(jnp.asarray, (x, w, g)))
+  want = oracle(x, w, g, **arguments)
+  for a, b in zip(got, want, strict=True):
+    assert_close(a, b, dtype, terms=1000 * multiple, scale=4)
+  direct = (
+    jaxdnn.conv_dgrad(g, w, x_shape[1:-1], **arguments, **more),
+    jaxdnn.conv_wgrad(x, g, w_shape[:-2], **arguments, **more),
+  )
+  for a, b in zip(direct, got[1:], strict=True):
+    np.testing.assert_array_equal(exact(a), exact(b))
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_random_problems(seed):
+  check(seed, "float64", 1 + seed % 2, 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("multiple", [1, 4, 8], ids=["elements", "halves", "chunks"])
+@pytest.mark.parametrize(
+  "dtype, precision", [*((dtype, "highest") for dtype in DTYPES), ("float32", "default"), ("float32", "high")]
+)
+@pytest.mark.parametrize("seed", range(12))
+def test_kernels_on_random_problems(seed, dtype, precision, multiple):
+  check(seed, dtype, 1 + seed // 3 % 2, multiple, repeat=True, precision=precision)
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("seed, groups, multiple", [(0, 1, 8), (1, 1, 3), (2, 2, 1), (4, 6, 1)])
+def test_kernels_under_the_sanitizer(seed, groups, multiple, dtype):
+  check(seed, dtype, groups, multiple)
+
+
+@pytest.mark.parametrize("dtype, groups", [("float64", 1), ("bfloat16", 4)])
+@pytest.mark.parametrize("mode", MODES[1:])
+@pytest.mark.parametrize(
+  "spatial, window, padding, stride, dilation",
+  [
+    ((5,), (3,), ((4, 4),), (1,), (1,)),
+    ((5,), (4,), ((1, 2),), (3,), (1,)),
+    ((6, 1), (3, 1), ((2, 0), (0, 0)), (1, 1), (1, 1)),
+    ((4, 3), (2, 2), ((3, 3), (2, 2)), (1, 2), (5, 4)),
+    ((7, 8), (3, 3), ((1, 1), (-1, 2)), (2, 2), (1, 1)),
+    ((4, 5, 3), (3, 2, 3), ((1, 1), (1, 0), (2, 1)), (1, 2, 1), (1, 1, 1)),
+  ],
+  ids=["size-1", "rest of the stride", "size 1", "dilation over size", "strided and cropped", "3d"],
+)
+def test_edges(spatial, window, padding, stride, dilation, groups, mode, dtype):
+  arguments = dict(stride=stride, padding=padding, dilation=dilation, groups=groups, padding_mode=mode)
+  x, w = sample((2, *spatial, 4), dtype), sample((*window, 4 // groups, 8), dtype, 1)
+  f = functools.partial(jaxdnn.conv, **arguments)
+  g = sample(jax.eval_shape(f, x, w).shape, dtype, 2)
+  want = oracle(x, w, g, **{**arguments, "padding_mode": (mode,) * len(spatial)})
+  for got, b in zip(with_gradients(f, x, w, g), want, strict=True):
+    assert_close(got, b, dtype, terms=500, scale=4)
+
+
+def test_replicated_single_element():
+  x, w = sample((2, 1, 3), "float64"), sample((4, 3, 2), "float64", 1)
+  y = jaxdnn.conv(x, w, padding=((3, 4),), padding_mode="replicate")
+  np.testing.assert_allclose(y, np.broadcast_to(x @ w.sum(0), y.shape), atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype, groups", [("float32", 1), ("bfloat16", 1), ("bfloat16", 8)])
+@pytest.mark.parametrize("mode", MODES[1:])
+def test_epilogue_and_layout(mode, dtype, groups):
+  x, w, b = sample((2, 6, 5, 8), dtype), sample((3, 3, 8 // groups, 8), dtype, 1), sample((8,), dtype, 2)
+  r = sample((2, 6, 5, 8), dtype, 3)
+  arguments = dict(stride=(1, 1), padding=((1, 1), (1, 1)), dilation=(1, 1), groups=groups, padding_mode=(mode,) * 2)
+  want = np.maximum(oracle(x, w, None, **arguments) + exact(b) + exact(r), 0)
+  got = jaxdnn.conv(x, w, b, padding="SAME", padding_mode=mode, groups=groups, activation="relu", residual=r)
+  assert_close(got, want, dtype, terms=72, scale=4)
+  first = lambda a: a.transpose(0, 3, 1, 2)  # noqa: E731
+  got = jaxdnn.conv(
+    first(x), w.transpose(3, 2, 0, 1), b, padding=1, padding_mode=mode, groups=groups, activation="relu",
+    residual=first(r), dimension_numbers=("NCHW", "OIHW", "NCHW"),
+  )  # fmt: skip
+  assert_close(got.transpose(0, 2, 3, 1), want, dtype, terms=72, scale=4)
+
+
+# Derivatives and transformations --------------------------------------------------------------------------------------
+
+CALL = dict(stride=(2, 1), padding=((1, 2), (2, 1)), dilation=(1, 2), padding_mode=("reflect", "circular"))
+
+
+@pytest.mark.parametrize("mode", [*MODES[1:], ("reflect", "zeros")])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_derivatives_of_every_order_and_mode(mode, groups):
+  x, w = jnp.asarray(sample((2, 4, 3, 2), "float64")), jnp.asarray(sample((3, 2, 2 // groups, 4), "float64", 1))
+  f = functools.partial(jaxdnn.conv, **{**CALL, "padding_mode": mode}, groups=groups)
+  check_grads(jax.jit(f), (x, w), order=3, modes=("fwd", "rev"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize("mode", MODES[1:])
+def test_the_data_gradient_is_the_adjoint(mode, dtype):
+  """<conv(x), y> = <x, dgrad(y)> for small integers, exactly."""
+  rng = np.random.default_rng(0)
+  draw = lambda *shape: rng.integers(-2, 3, shape).astype(jnp.dtype(dtype))  # noqa: E731
+  x, w = draw(2, 6, 7, 8), draw(3, 3, 8, 8)
+  call = dict(stride=(1, 2), padding=((3, 2), (2, 1)), padding_mode=mode)
+  kwargs = dict(**call, preferred_element_type="float64" if dtype == "float64" else "float32")
+  y = jaxdnn.conv(x, w, **kwargs)
+  g = draw(*y.shape)
+  dx, dw = jaxdnn.conv_dgrad(g, w, (6, 7), **kwargs), jaxdnn.conv_wgrad(x, g, (3, 3), **kwargs)
+  forward = (exact(y) * exact(g)).sum()
+  assert forward == (exact(dx) * exact(x)).sum() == (exact(dw) * exact(w)).sum()
+
+
+@pytest.mark.parametrize("in_axes", [(0, None), (None, 0), (2, 0)])
+def test_vmap(in_axes):
+  x, w = sample((2, 7, 6, 4), "float64"), sample((3, 2, 4, 6), "float64", 1)
+  f = functools.partial(jaxdnn.conv, **CALL)
+  g = sample(f(x, w).shape, "float64", 2)
+  stacked = [a if d is None else np.stack([a, 2 * a + 1, -a], d) for a, d in zip((x, w), in_axes, strict=True)]
+  each = lambda x, w: with_gradients(f, x, w, g)  # noqa: E731
+  take = lambda a, d, i: a if d is None else np.take(a, i, d)  # noqa: E731
+  want = [each(*(take(a, d, i) for a, d in zip(stacked, in_axes, strict=True))) for i in range(3)]
+  for got, wanted in zip(jax.vmap(each, in_axes)(*stacked), zip(*want, strict=True), strict=True):
+    np.testing.assert_allclose(got, np.stack(wanted), atol=1e-11)
+
+
+@pytest.mark.skipif(not _extension.TARGETS, reason="the CUDA kernels were not built")
+@pytest.mark.parametrize("mode", MODES[1:])
+def test_kernels_take_the_input_as_it_is(mode):
+  """The program for a GPU has the three calls, and neither a padded copy nor another convolution."""
+  x, w = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((2, 9, 8, 16), (3, 3, 16, 8)))
+  loss = lambda x, w: (jaxdnn.conv(x, w, padding=1, padding_mode=mode).astype(jnp.float32) ** 2).sum()  # noqa: E731
+  text = jax.jit(jax.grad(loss, (0, 1))).trace(x, w).lower(lowering_platforms=("cuda",)).as_text()
+  for name in ("fwd", "dgrad", "wgrad"):
+    assert f"jaxdnn.conv_{name}" in text
+  for operation in ("pad", "concatenate", "gather", "reverse", "convolution", "slice"):
+    assert f"stablehlo.{operation}" not in text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", MODES[1:])
+def test_compiled_programs_copy_nothing(mode):
+  x, w = jnp.ones((2, 9, 8, 16), jnp.bfloat16), jnp.ones((3, 3, 16, 8), jnp.bfloat16)
+  compiled = jax.jit(functools.partial(jaxdnn.conv, padding=1, padding_mode=mode)).lower(x, w).compile()
+  # Wider or higher than x: what padding would make.
+  assert "[2,11," not in compiled.as_text() and "[2,9,10" not in compiled.as_text()
+  assert compiled.memory_analysis().temp_size_in_bytes < x.nbytes
+
+
+# Arguments ------------------------------------------------------------------------------------------------------------
+
+
+def test_zeros_are_the_default():
+  x, w = sample((2, 6, 5, 4), "float64"), sample((3, 3, 4, 6), "float64", 1)
+  want = jaxdnn.conv(x, w, padding=1)
+  np.testing.assert_array_equal(jaxdnn.conv(x, w, padding=1, padding_mode="zeros"), want)
+  np.testing.assert_array_equal(jaxdnn.conv(x, w, padding=((1, 1), (1, 1)), padding_mode=("zeros", "zeros")), want)
+  # Nothing is read beyond edges without padding.
+  np.testing.assert_array_equal(jaxdnn.conv(x, w, padding_mode="circular"), jaxdnn.conv(x, w))
+
+
+def test_causal_padding():
+  x, w = sample((2, 9, 4), "float64"), sample((3, 4, 6), "float64", 1)
+  for stride, dilation in ((1, 1), (2, 2)):
+    kwargs = dict(stride=stride, dilation=dilation)
+    want = jaxdnn.conv(x, w, padding=((2 * dilation, 0),), **kwargs)
+    np.testing.assert_array_equal(jaxdnn.conv(x, w, padding="CAUSAL", **kwargs), want)
+
+
+@pytest.mark.parametrize(
+  "arguments, message",
+  [
+    (dict(padding=4, padding_mode="reflect"), r"padding_mode='reflect' takes padding at most 3 .* size 4.*\(\(4, 4\)"),
+    (dict(padding=((0, 0), (0, 6)), padding_mode="circular"), r"'circular' takes padding at most 5 .* size 5"),
+    (dict(padding=1, padding_mode="wrap"), r"padding_mode must be one of .*'circular'.*, got 'wrap'"),
+    (dict(padding=1, padding_mode=("zeros",)), r"padding_mode .* each of 2 spatial dimensions, got \('zeros',\)"),
+    (dict(padding="CIRCULAR", padding_mode="reflect"), "padding='CIRCULAR' and padding_mode='reflect' contradict"),
+    (dict(padding="CAUSAL"), "padding='CAUSAL' is for one spatial dimension, got 2"),
+    (dict(padding="AROUND"), "padding must be .* got 'AROUND'"),
+    (dict(padding=1, padding_mode="circular", algorithm="gemm"), "padding with zeros, got .*circular"),
+  ],
+)
+def test_errors(arguments, message):
+  with pytest.raises(ValueError, match=message):
+    jaxdnn.conv(jnp.ones((1, 4, 5, 3)), jnp.ones((3, 3, 3, 2)), **arguments)
+
+
+def test_empty_input_has_no_elements_to_pad_with():
+  for mode in MODES[1:]:
+    with pytest.raises(ValueError, match=f"padding_mode='{mode}'.*size 0"):
+      jaxdnn.conv(jnp.ones((1, 0, 3)), jnp.ones((1, 3, 2)), padding=1, padding_mode=mode)
+  assert jaxdnn.conv(jnp.ones((1, 0, 3)), jnp.ones((1, 3, 2)), padding=1).shape == (1, 2, 2)
+
+
+def test_planner():
+  x, w = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((8, 28, 28, 64), (3, 3, 64, 64)))
+  names = lambda **kwargs: {a.name for a in jaxdnn.conv_algorithms(x, w, padding=1, **kwargs)}  # noqa: E731
+  assert names() - names(padding_mode="circular") == {"gemm"}
+  for direction in ("forward", "data_gradient", "filter_gradient"):
+    plain, framed = (
+      {a.tile: a for a in jaxdnn.conv_algorithms(x, w, padding=1, direction=direction, padding_mode=mode)}
+      for mode in ("zeros", "reflect")
+    )
+    assert all(framed[tile].microseconds > plain[tile].microseconds for tile in framed if tile in plain)
