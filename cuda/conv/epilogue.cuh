@@ -9,7 +9,7 @@
 namespace jaxdnn::conv {
 
 __host__ __device__ inline bool IsNone(const Epilogue& e) {
-  return e.bias == nullptr && e.residual == nullptr && e.activation.kind == activation::Kind::kIdentity;
+  return e.bias == nullptr && e.residual == nullptr && e.scale == nullptr && e.activation.kind == activation::Kind::kIdentity;
 }
 
 // v += the elements of `array`, the epilogue's bias or residual, from `offset` on; nothing where there is none.
@@ -44,6 +44,48 @@ __device__ __forceinline__ Vec<Out, kN> Round(const Accumulator<Out> (&v)[kN]) {
 #pragma unroll
   for (int i = 0; i < kN; ++i) out.v[i] = static_cast<Out>(v[i]);
   return out;
+}
+
+// Calls f with a pointer to elements of the type, which is of floats of 16 or 32 bits.
+template <class F>
+__device__ __forceinline__ void WithFloats(DType type, const void* array, const F& f) {
+  if (type == DType::kF32) {
+    f(static_cast<const float*>(array));
+  } else if (type == DType::kF16) {
+    f(static_cast<const __half*>(array));
+  } else {
+    f(static_cast<const __nv_bfloat16*>(array));
+  }
+}
+
+// Stores kN neighbouring sums of 8-bit operands, whose first belongs at `to` and has the bias and scale at `channel`:
+// integers as they are, others as floats of the type, after the epilogue. kN elements of every array are aligned.
+template <class Sum, int kN>
+__device__ __forceinline__ void StoreAs(DType type, const Vec<Sum, kN>& sums, const Epilogue& epilogue, int64_t channel,
+                                        void* out, int64_t to) {
+  if (type == DType::kS32) {
+    *reinterpret_cast<Vec<Sum, kN>*>(static_cast<Sum*>(out) + to) = sums;
+    return;
+  }
+  float v[kN];
+#pragma unroll
+  for (int i = 0; i < kN; ++i) v[i] = static_cast<float>(sums.v[i]);
+  if (epilogue.scale != nullptr) {
+    const auto scale = *reinterpret_cast<const Vec<float, kN>*>(epilogue.scale + channel);
+    // Rounded before the bias is added, as two operations elsewhere are.
+#pragma unroll
+    for (int i = 0; i < kN; ++i) v[i] = __fmul_rn(v[i], scale.v[i]);
+  }
+  WithFloats(type, out, [&](auto* typed) {
+    using Out = std::remove_const_t<std::remove_pointer_t<decltype(typed)>>;
+    Add<Out>(v, epilogue.bias, channel);
+    Add<Out>(v, epilogue.residual, to);
+  });
+  Activate<float>(v, epilogue.activation);
+  WithFloats(type, out, [&](auto* typed) {
+    using Out = std::remove_const_t<std::remove_pointer_t<decltype(typed)>>;
+    *reinterpret_cast<Vec<Out, kN>*>(const_cast<Out*>(typed) + to) = Round<Out>(v);
+  });
 }
 
 }  // namespace jaxdnn::conv
