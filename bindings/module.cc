@@ -30,7 +30,11 @@ namespace nb = nanobind;
 static const std::map<std::string, jaxdnn::DType> kTypes = {{"float32", jaxdnn::DType::kF32},
                                                             {"float64", jaxdnn::DType::kF64},
                                                             {"float16", jaxdnn::DType::kF16},
-                                                            {"bfloat16", jaxdnn::DType::kBF16}};
+                                                            {"bfloat16", jaxdnn::DType::kBF16},
+                                                            {"int8", jaxdnn::DType::kS8},
+                                                            {"int32", jaxdnn::DType::kS32},
+                                                            {"float8_e4m3fn", jaxdnn::DType::kE4M3},
+                                                            {"float8_e5m2", jaxdnn::DType::kE5M2}};
 
 static nb::dict Handlers() {
   nb::dict d;
@@ -70,7 +74,7 @@ static nb::dict Handlers() {
   add("jaxdnn.sum_pool_bwd.v1", SumPoolBwd);
   add("jaxdnn.lp_pool.v1", LpPool);
   add("jaxdnn.lp_pool_bwd.v1", LpPoolBwd);
-  add("jaxdnn.conv_fwd.v4", ConvFwd);
+  add("jaxdnn.conv_fwd.v5", ConvFwd);
   add("jaxdnn.conv_dgrad.v3", ConvDgrad);
   add("jaxdnn.conv_wgrad.v3", ConvWgrad);
   add("jaxdnn.log_partition.v1", LogPartition);

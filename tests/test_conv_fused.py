@@ -80,7 +80,7 @@ def test_vmap_over_each_subset(mapped):
     assert g.shape == (3, *shapes[i])
 
 
-@pytest.mark.skipif("jaxdnn.conv_fwd.v4" not in _extension.TARGETS, reason="the CUDA kernels were not built")
+@pytest.mark.skipif("jaxdnn.conv_fwd.v5" not in _extension.TARGETS, reason="the CUDA kernels were not built")
 def test_layer_is_one_call():
   x, w, b, r = (jnp.asarray(a) for a in operands("bfloat16", True, True))
   f = lambda x, w, b, r: jaxdnn.conv(x, w, b, padding="SAME", groups=2, activation="gelu", residual=r)  # noqa: E731

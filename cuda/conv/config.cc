@@ -199,10 +199,12 @@ double DepthwiseCycles(const Problem& p, int64_t splits) {
   return 2000 + 3000 * rounds + std::max(all * unused, bytes / (kMultiprocessors * kBytesPerCycle));
 }
 
-// Of an operand that wgmma wants K-major: the filter forward, y in the filter gradient. TF32 has no MN-major operands.
+// Of an operand that wgmma wants K-major: the filter forward, y in the filter gradient. TF32 and bytes have no MN-major
+// operands.
 int64_t TransposedBytes(const Problem& p, const TileShape& t) {
-  if (t.unit != Unit::kWgmma || p.in != DType::kF32 || p.direction == Direction::kDataGradient) return 0;
-  if (p.direction == Direction::kForward) return p.FilterSize() * 4;
+  if (t.unit != Unit::kWgmma || !(p.in == DType::kF32 || IsByte(p.in)) || p.direction == Direction::kDataGradient)
+    return 0;
+  if (p.direction == Direction::kForward) return p.FilterSize() * SizeOf(p.in);
   const int64_t depth = WgmmaDepth(p.in);
   return CeilDiv(p.images * p.YPixels(), depth) * depth * p.features * 4;
 }
@@ -287,6 +289,21 @@ bool StoresExchanged(Unit unit) {
          unit == Unit::kGrouped;
 }
 
+// Of 8-bit operands, forward. Hopper's sums of 8-bit floats have fewer bits than `products` of 0, HIGHEST, allows.
+bool TakesBytes(const TileShape& t, const Problem& p, bool hopper) {
+  if (p.direction != Direction::kForward) return false;
+  if (t.unit == Unit::kWgmma) {
+    MappedPhase phases[kMaxMaps];
+    return hopper && (t.tile == Tile::kWgmma128x128 || t.tile == Tile::kWgmma128x64) && p.batch == 1 && p.groups == 1 &&
+           InChunks(p) && p.channels > 0 && p.features > 0 && (p.in == DType::kS8 || p.products > 0) && p.Taps() <= UINT16_MAX &&
+           p.images * std::max(p.XPixels(), p.YPixels()) < INT32_MAX && MapPhases(p, phases) > 0;
+  }
+  const Dense dense = DenseOf(p);
+  const bool is_dense = InChunks(p) && dense.groups == 1 && !dense.Folds();
+  return *std::max_element(p.window, p.window + kRank) <= kMmaMaxWindow &&
+         (t.tile == Tile::kMma128x64 || (t.tile == Tile::kMma128x128 && is_dense));
+}
+
 // The tensor-core kernels take 16-bit floats, and floats that may be rounded to TF32. Hopper's take what the TMA unit
 // can read: one problem and group, lines of whole 16-byte chunks. Those with mma.sync take all but the longest windows;
 // what is not dense, or not in whole chunks, in some of the tiles (VisitMmaKernel). Three products a term are too many
@@ -294,6 +311,7 @@ bool StoresExchanged(Unit unit) {
 //
 // The depthwise kernels have one input channel to a group, and count work and the bytes between columns with 32 bits.
 bool Takes(const TileShape& t, const Problem& p, bool hopper) {
+  if (IsByte(p.in)) return TakesBytes(t, p, hopper);
   if (p.exchanged && !StoresExchanged(t.unit)) return false;
   if (t.unit == Unit::kSimt) return true;
   if (t.unit == Unit::kFewChannels) return TakesFewChannels(p);
@@ -329,8 +347,8 @@ Dense DenseOf(const Problem& p) {
   constexpr int64_t kColumns = 32, kMostChannels = 128, kMostFolded = 64;
   const int64_t chunk = 16 / SizeOf(p.in), widest = std::max(p.channels, p.features);
   Dense dense;
-  // Single channels are the depthwise kernels'.
-  for (int64_t twice = 2; p.channels > 1 && p.groups % twice == 0; twice *= 2) {
+  // Single channels are the depthwise kernels', which take no bytes.
+  for (int64_t twice = 2; (p.channels > 1 || IsByte(p.in)) && p.groups % twice == 0; twice *= 2) {
     const bool chunks = InRunsOf(p, chunk / std::gcd(chunk, dense.groups));
     if (twice * widest > (chunks ? kColumns : kMostChannels)) break;
     dense.groups = twice;
@@ -361,7 +379,10 @@ namespace {
 
 std::optional<Config> ChooseAsItIs(const Problem& p, bool hopper, std::string_view algorithm, int64_t workspace_limit) {
   const bool widened = p.out == DType::kF32 && (p.in == DType::kF16 || p.in == DType::kBF16);
-  if (!(p.in == p.out || widened) || !Indexable(p)) return std::nullopt;
+  const bool floats = p.out == DType::kF32 || p.out == DType::kF16 || p.out == DType::kBF16;
+  const bool known = IsByte(p.in) ? floats || (p.in == DType::kS8 && p.out == DType::kS32)
+                                  : (p.in == p.out && p.in != DType::kS32) || widened;
+  if (!known || !Indexable(p)) return std::nullopt;
   const Gemm g = GemmOf(p);
   const int64_t result_bytes = p.FilterSize() * (p.in == DType::kF64 ? 8 : 4);
   const bool splittable = p.direction == Direction::kFilterGradient;

@@ -106,7 +106,7 @@ constexpr TileShape kTiles[] = {
 constexpr int MmaDepth(Direction direction, int size) {
   return (direction == Direction::kFilterGradient ? 128 : 64) / size;
 }
-constexpr int WgmmaDepth(DType in) { return in == DType::kF32 ? 32 : 64; }
+constexpr int WgmmaDepth(DType in) { return 128 / int(SizeOf(in)); }
 constexpr int SimtDepth(DType in) { return in == DType::kF64 ? 8 : 16; }
 
 // The most taps along a dimension that the tensor-core kernels take.

@@ -70,41 +70,44 @@ struct LoadOperand {
 // Stores the sums of 8-bit operands.
 template <class T, class Address, class Bias>
 __device__ void StoreBytes(const DataParams& p, unsigned char* ring, const typename T::Sums& sums,
-                           const Address& address, const Bias& bias, bool whole_runs, void* out) {
+                           const Address& address, const Bias& bias, int columns, bool whole_runs, void* out) {
   using Sum = typename T::Sum;
-  constexpr int kN = 4, kRuns = T::kColumns / kN;
+  constexpr int kN = BytesEpilogue::kN, kRuns = T::kColumns / kN;
+  static_assert(T::kThreads % kRuns == 0);
   const Sum* scratch = StageSums<T, Sum>(ring, sums);
+  const int column = threadIdx.x % kRuns * kN;  // of all that this thread stores
+  const BytesEpilogue epilogue(p.result_type, p.epilogue,
+                               [&](int i) { return column + i < columns ? bias(column + i) : -1; });
 #pragma unroll 1
-  for (int run = threadIdx.x; run < T::kRows * kRuns; run += T::kThreads) {
-    const int row = run / kRuns, column = run % kRuns * kN;
-    const Sum* from = scratch + row * kPitch<T, Sum> + column;
+  for (int row = threadIdx.x / kRuns; row < T::kRows; row += T::kThreads / kRuns) {
+    const auto run = *reinterpret_cast<const Vec<Sum, kN>*>(scratch + row * kPitch<T, Sum> + column);
     if (whole_runs) {
       const int64_t to = address(row, column);
-      if (to >= 0)
-        StoreAs(p.result_type, *reinterpret_cast<const Vec<Sum, kN>*>(from), p.epilogue, bias(column), out, to);
+      if (to >= 0) epilogue.Store(run, p.epilogue, out, to);
     } else {
 #pragma unroll 1
       for (int i = 0; i < kN; ++i) {
         const int64_t to = address(row, column + i);
-        if (to >= 0) StoreAs(p.result_type, Vec<Sum, 1>{from[i]}, p.epilogue, bias(column + i), out, to);
+        if (to >= 0) epilogue.StoreOne(run, i, p.epilogue, out, to);
       }
     }
   }
 }
 
 // Stores the block's sums, through the epilogue if there is one. address(row, column) says where to, or is -1;
-// bias(column) is the place of a column's bias, and `wide` whether floats come of shorter operands.
+// bias(column) is the place of a column's bias, `columns` of the tile's exist, and `wide` is whether floats come of
+// shorter operands.
 template <class T, bool kForward, class In, class Address, class Bias>
 __device__ __forceinline__ void StoreData(const DataParams& p, unsigned char* ring, const typename T::Sums& sums,
-                                          const Address& address, const Bias& bias, bool whole_runs, bool wide,
-                                          void* out) {
+                                          const Address& address, const Bias& bias, int columns, bool whole_runs,
+                                          bool wide, void* out) {
   const auto store = [&](auto* result) {
     if constexpr (kForward)
       if (!IsNone(p.epilogue)) return StoreFinished<T>(ring, sums, result, address, whole_runs, p.epilogue, bias);
     StoreSums<T, kChunk<In>>(ring, sums, result, address, whole_runs);
   };
   if constexpr (sizeof(In) == 1) {
-    StoreBytes<T>(p, ring, sums, address, bias, whole_runs, out);
+    StoreBytes<T>(p, ring, sums, address, bias, columns, whole_runs, out);
   } else if (sizeof(In) == 4 || wide) {
     store(static_cast<float*>(out));
   } else {
@@ -330,7 +333,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   }
   StoreData<T, kForward, In>(
       p, ring, sums, address, [&](int column) { return block.batch * p.result_pixel + channel(column); },
-      kDense || p.whole_runs, wide, out);
+      p.columns - first_column, kDense || p.whole_runs, wide, out);
 }
 
 }  // namespace jaxdnn::conv

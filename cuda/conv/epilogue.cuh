@@ -3,6 +3,7 @@
 
 #include "cuda/activation/functions.cuh"
 #include "cuda/common/dtype.cuh"
+#include "cuda/common/float8.cuh"
 #include "cuda/common/vec.cuh"
 #include "cuda/conv/conv.h"
 
@@ -58,34 +59,70 @@ __device__ __forceinline__ void WithFloats(DType type, const void* array, const 
   }
 }
 
-// Stores kN neighbouring sums of 8-bit operands, whose first belongs at `to` and has the bias and scale at `channel`:
-// integers as they are, others as floats of the type, after the epilogue. kN elements of every array are aligned.
-template <class Sum, int kN>
-__device__ __forceinline__ void StoreAs(DType type, const Vec<Sum, kN>& sums, const Epilogue& epilogue, int64_t channel,
-                                        void* out, int64_t to) {
-  if (type == DType::kS32) {
-    *reinterpret_cast<Vec<Sum, kN>*>(static_cast<Sum*>(out) + to) = sums;
-    return;
-  }
-  float v[kN];
+// What becomes of the sums of 8-bit operands in four neighbouring columns: integers are stored as they are, others as
+// floats of the type, after the epilogue.
+struct BytesEpilogue {
+  static constexpr int kN = 4;
+  DType type;
+  float scale[kN], bias[kN];
+
+  // channel(i) is the place of column i's scale and bias, or -1 if there is no such column.
+  template <class Channel>
+  __device__ __forceinline__ BytesEpilogue(DType type, const Epilogue& epilogue, const Channel& channel) : type(type) {
 #pragma unroll
-  for (int i = 0; i < kN; ++i) v[i] = static_cast<float>(sums.v[i]);
-  if (epilogue.scale != nullptr) {
-    const auto scale = *reinterpret_cast<const Vec<float, kN>*>(epilogue.scale + channel);
-    // Rounded before the bias is added, as two operations elsewhere are.
-#pragma unroll
-    for (int i = 0; i < kN; ++i) v[i] = __fmul_rn(v[i], scale.v[i]);
+    for (int i = 0; i < kN; ++i) {
+      const int64_t at = channel(i);
+      scale[i] = epilogue.scale != nullptr && at >= 0 ? epilogue.scale[at] : 1;
+      bias[i] = 0;
+      if (epilogue.bias != nullptr && at >= 0)
+        WithFloats(type, epilogue.bias, [&](auto* typed) { bias[i] = static_cast<float>(typed[at]); });
+    }
   }
-  WithFloats(type, out, [&](auto* typed) {
-    using Out = std::remove_const_t<std::remove_pointer_t<decltype(typed)>>;
-    Add<Out>(v, epilogue.bias, channel);
-    Add<Out>(v, epilogue.residual, to);
-  });
-  Activate<float>(v, epilogue.activation);
-  WithFloats(type, out, [&](auto* typed) {
-    using Out = std::remove_const_t<std::remove_pointer_t<decltype(typed)>>;
-    *reinterpret_cast<Vec<Out, kN>*>(const_cast<Out*>(typed) + to) = Round<Out>(v);
-  });
-}
+
+  // Column i alone, as a run of one.
+  template <class V>
+  static __device__ __forceinline__ V Pick(const V (&v)[kN], int i) {
+    return i == 0 ? v[0] : i == 1 ? v[1] : i == 2 ? v[2] : v[3];
+  }
+  template <class Sum>
+  __device__ __forceinline__ void StoreOne(const Vec<Sum, kN>& sums, int i, const Epilogue& epilogue, void* out,
+                                           int64_t to) const {
+    Finish<1>(type, Vec<Sum, 1>{Pick(sums.v, i)}, {Pick(scale, i)}, {Pick(bias, i)}, epilogue, out, to);
+  }
+  // All of them, where they are aligned in all arrays.
+  template <class Sum>
+  __device__ __forceinline__ void Store(const Vec<Sum, kN>& sums, const Epilogue& epilogue, void* out,
+                                        int64_t to) const {
+    Finish<kN>(type, sums, scale, bias, epilogue, out, to);
+  }
+
+ private:
+  template <int kCount, class Sum>
+  static __device__ __forceinline__ void Finish(DType type, const Vec<Sum, kCount>& sums, const float (&scale)[kCount],
+                                                const float (&bias)[kCount], const Epilogue& epilogue, void* out,
+                                                int64_t to) {
+    if (type == DType::kS32) {
+      *reinterpret_cast<Vec<Sum, kCount>*>(static_cast<Sum*>(out) + to) = sums;
+      return;
+    }
+    float v[kCount];
+    // Rounded before the bias is added, as by two operations elsewhere.
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) v[i] = __fmul_rn(static_cast<float>(sums.v[i]), scale[i]);
+    if (epilogue.bias != nullptr) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) v[i] += bias[i];
+    }
+    WithFloats(type, epilogue.residual, [&](auto* typed) {
+      using Out = std::remove_const_t<std::remove_pointer_t<decltype(typed)>>;
+      Add<Out>(v, typed, to);
+    });
+    Activate<float>(v, epilogue.activation);
+    WithFloats(type, out, [&](auto* typed) {
+      using Out = std::remove_const_t<std::remove_pointer_t<decltype(typed)>>;
+      *reinterpret_cast<Vec<Out, kCount>*>(const_cast<Out*>(typed) + to) = Round<Out>(v);
+    });
+  }
+};
 
 }  // namespace jaxdnn::conv

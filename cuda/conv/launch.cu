@@ -15,7 +15,12 @@ int Launch(const Problem& p, const Config& config, const void* lhs, const void* 
            const Epilogue& epilogue, CUstream_st* stream) {
   const bool filter = p.direction == Direction::kFilterGradient;
   if (p.direction != Direction::kForward && !IsNone(epilogue)) return cudaErrorInvalidValue;
+  if (epilogue.scale != nullptr && !IsByte(p.in)) return cudaErrorInvalidValue;
   if (config.exchanged != p.exchanged) return Launch(Exchanged(p), config, rhs, lhs, out, workspace, epilogue, stream);
+  if (IsByte(p.in))
+    return kTiles[static_cast<int>(config.tile)].unit == Unit::kWgmma
+               ? LaunchDataBytesWgmma(p, config, lhs, rhs, out, workspace, epilogue, stream)
+               : LaunchDataBytes(p, config, lhs, rhs, out, epilogue, stream);
   switch (kTiles[static_cast<int>(config.tile)].unit) {
     case Unit::kSimt:
       return filter ? LaunchFilterSimt(p, config, lhs, rhs, out, workspace, stream)
