@@ -10,8 +10,9 @@
 namespace jaxdnn::conv {
 namespace {
 
-template <class In>
-using Tile128x64 = MmaTile<In, Direction::kForward, 128, 64, 2, 2, 2>;
+// The smaller tile with fewer registers where nothing takes more.
+template <class In, int kBlocks>
+using Tile128x64 = MmaTile<In, Direction::kForward, 128, 64, 2, 2, kBlocks>;
 template <class In>
 using Tile128x128 = MmaTile<In, Direction::kForward, 128, 128, 2, 2, 2>;
 
@@ -65,7 +66,7 @@ cudaError_t LaunchType(const Problem& p, const Config& config, const Arrays& arr
   const bool filter_chunks = IsChunk(AlignedRun(p.features, p.in, {arrays.w}), p.in);
   const int run = AlignedRun(p.channels * dense.groups, p.in, {arrays.x});
   const bool chunks = IsChunk(run, p.in);
-  using Small = Tile128x64<In>;
+  using Small = Tile128x64<In, 2>;
   if (dense.groups > 1 || dense.Folds()) {
     if (chunks) return LaunchChunks<In, Small, kChunk<In>, false>(p, arrays, dense, whole_runs, stream);
     return LaunchChunks<In, Small, 1, false>(p, arrays, dense, whole_runs, stream);
@@ -74,7 +75,7 @@ cudaError_t LaunchType(const Problem& p, const Config& config, const Arrays& arr
   if (!filter_chunks || !whole_runs) return LaunchRagged<In, Small, true>(p, arrays, whole_runs, stream);
   if (config.tile == Tile::kMma128x128)
     return LaunchChunks<In, Tile128x128<In>, kChunk<In>, true>(p, arrays, dense, whole_runs, stream);
-  return LaunchChunks<In, Small, kChunk<In>, true>(p, arrays, dense, whole_runs, stream);
+  return LaunchChunks<In, Tile128x64<In, 3>, kChunk<In>, true>(p, arrays, dense, whole_runs, stream);
 }
 
 }  // namespace

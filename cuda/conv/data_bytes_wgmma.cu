@@ -250,21 +250,23 @@ __device__ void StoreBytes(const Params& p, uint32_t slab, const BytesPlace& pla
     __syncwarp();
     const BytesEpilogue epilogue(p.result_type, p.epilogue,
                                  [&](int i) { return int64_t{column + i < p.columns ? column + i : -1}; });
-#pragma unroll 1
-    for (int i = 0; i < kRounds; ++i) {
-      const int pixel = pixels[0];
-      if (pixel >= 0 && column < p.columns) {
-        uint32_t words[4];
-        asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-                     : "r"(slab + place_of(lane / kLanes + 4 * i, chunk)));
-        Vec<Sum, 4> four;
-        memcpy(&four, words, sizeof(four));
-        epilogue.Store(four, p.epilogue, out, int64_t{pixel} * p.columns + column);
+    epilogue.ForRows(out, [&](const auto& store, auto unroll) {
+#pragma unroll decltype(unroll)::value
+      for (int i = 0; i < kRounds; ++i) {
+        const int pixel = pixels[0];
+        if (pixel >= 0 && column < p.columns) {
+          uint32_t words[4];
+          asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                       : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                       : "r"(slab + place_of(lane / kLanes + 4 * i, chunk)));
+          Vec<Sum, 4> four;
+          memcpy(&four, words, sizeof(four));
+          store(four, int64_t{pixel} * p.columns + column);
+        }
+        // Around, so that the next 32 columns find them in their order.
+        pixels[0] = pixels[1], pixels[1] = pixels[2], pixels[2] = pixels[3], pixels[3] = pixel;
       }
-      // Around, so that the next 32 columns find them in their order.
-      pixels[0] = pixels[1], pixels[1] = pixels[2], pixels[2] = pixels[3], pixels[3] = pixel;
-    }
+    });
   }
 }
 

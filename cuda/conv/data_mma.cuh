@@ -78,18 +78,24 @@ __device__ void StoreBytes(const DataParams& p, unsigned char* ring, const typen
   const int column = threadIdx.x % kRuns * kN;  // of all that this thread stores
   const BytesEpilogue epilogue(p.result_type, p.epilogue,
                                [&](int i) { return column + i < columns ? bias(column + i) : -1; });
-#pragma unroll 1
-  for (int row = threadIdx.x / kRuns; row < T::kRows; row += T::kThreads / kRuns) {
-    const auto run = *reinterpret_cast<const Vec<Sum, kN>*>(scratch + row * kPitch<T, Sum> + column);
-    if (whole_runs) {
-      const int64_t to = address(row, column);
-      if (to >= 0) epilogue.Store(run, p.epilogue, out, to);
-    } else {
-#pragma unroll 1
-      for (int i = 0; i < kN; ++i) {
-        const int64_t to = address(row, column + i);
-        if (to >= 0) epilogue.StoreOne(run, i, p.epilogue, out, to);
+  const int first_row = threadIdx.x / kRuns;
+  constexpr int kRowsApart = T::kThreads / kRuns;
+  if (whole_runs) {
+    epilogue.ForRows(out, [&](const auto& store, auto unroll) {
+#pragma unroll decltype(unroll)::value
+      for (int i = 0; i < T::kRows / kRowsApart; ++i) {
+        const int row = first_row + i * kRowsApart;
+        const int64_t to = address(row, column);
+        if (to >= 0) store(*reinterpret_cast<const Vec<Sum, kN>*>(scratch + row * kPitch<T, Sum> + column), to);
       }
+    });
+  } else {
+#pragma unroll 1
+    for (int i = 0; i < T::kRows / kRowsApart * kN; ++i) {
+      const int row = first_row + i / kN * kRowsApart;
+      const int64_t to = address(row, column + i % kN);
+      if (to >= 0)
+        epilogue.StoreAny(Vec<Sum, 1>{scratch[row * kPitch<T, Sum> + column + i % kN]}, i % kN, out, to);
     }
   }
 }

@@ -59,16 +59,18 @@ __device__ __forceinline__ void WithFloats(DType type, const void* array, const 
   }
 }
 
-// What becomes of the sums of 8-bit operands in four neighbouring columns: integers are stored as they are, others as
-// floats of the type, after the epilogue.
+// What becomes of the sums of 8-bit operands in four neighbouring columns, of many rows: integers are stored as they are,
+// others as floats of the type, after the epilogue.
 struct BytesEpilogue {
   static constexpr int kN = 4;
-  DType type;
+  const Epilogue& epilogue;
+  const DType type;
   float scale[kN], bias[kN];
 
   // channel(i) is the place of column i's scale and bias, or -1 if there is no such column.
   template <class Channel>
-  __device__ __forceinline__ BytesEpilogue(DType type, const Epilogue& epilogue, const Channel& channel) : type(type) {
+  __device__ __forceinline__ BytesEpilogue(DType type, const Epilogue& epilogue, const Channel& channel)
+      : epilogue(epilogue), type(type) {
 #pragma unroll
     for (int i = 0; i < kN; ++i) {
       const int64_t at = channel(i);
@@ -79,49 +81,67 @@ struct BytesEpilogue {
     }
   }
 
-  // Column i alone, as a run of one.
-  template <class V>
-  static __device__ __forceinline__ V Pick(const V (&v)[kN], int i) {
-    return i == 0 ? v[0] : i == 1 ? v[1] : i == 2 ? v[2] : v[3];
+  // Calls visit(store, unroll), whose loop over rows, unrolled so many times, calls store(sums, to) for each, where kN
+  // elements are aligned at `to`. What the elements are, and whether the loop holds the code of all activations, is
+  // decided once.
+  template <class Visit>
+  __device__ __forceinline__ void ForRows(void* out, const Visit& visit) const {
+    constexpr std::integral_constant<int, 4> kFour;
+    const auto kind = epilogue.activation.kind;
+    const bool relu = kind == activation::Kind::kRelu;
+    if (type == DType::kS32) {
+      visit([&](const auto& sums, int64_t to) { StoreRun(sums, static_cast<int*>(out) + to); }, kFour);
+    } else if (relu || kind == activation::Kind::kIdentity) {
+      WithFloats(type, out, [&](auto* typed) {
+        const auto store = [&](const auto& sums, int64_t to) {
+          float v[kN];
+          Scale(sums, 0, v);
+          Add<Element<decltype(typed)>>(v, epilogue.residual, to);
+#pragma unroll
+          for (float& each : v) each = relu && each < 0 ? 0 : each;
+          StoreRun(Round<Element<decltype(typed)>>(v), typed + to);
+        };
+        visit(store, kFour);
+      });
+    } else {
+      visit([&](const auto& sums, int64_t to) { StoreAny(sums, 0, out, to); }, std::integral_constant<int, 1>());
+    }
   }
-  template <class Sum>
-  __device__ __forceinline__ void StoreOne(const Vec<Sum, kN>& sums, int i, const Epilogue& epilogue, void* out,
-                                           int64_t to) const {
-    Finish<1>(type, Vec<Sum, 1>{Pick(sums.v, i)}, {Pick(scale, i)}, {Pick(bias, i)}, epilogue, out, to);
-  }
-  // All of them, where they are aligned in all arrays.
-  template <class Sum>
-  __device__ __forceinline__ void Store(const Vec<Sum, kN>& sums, const Epilogue& epilogue, void* out,
-                                        int64_t to) const {
-    Finish<kN>(type, sums, scale, bias, epilogue, out, to);
+
+  // Column `first` by itself, or all.
+  template <class Sum, int kCount>
+  __device__ __forceinline__ void StoreAny(const Vec<Sum, kCount>& sums, int first, void* out, int64_t to) const {
+    if (type == DType::kS32) return StoreRun(sums, static_cast<int*>(out) + to);
+    float v[kCount];
+    Scale(sums, first, v);
+    WithFloats(type, epilogue.residual, [&](auto* typed) { Add<Element<decltype(typed)>>(v, typed, to); });
+    Activate<float>(v, epilogue.activation);
+    WithFloats(type, out, [&](auto* typed) { StoreRun(Round<Element<decltype(typed)>>(v), typed + to); });
   }
 
  private:
-  template <int kCount, class Sum>
-  static __device__ __forceinline__ void Finish(DType type, const Vec<Sum, kCount>& sums, const float (&scale)[kCount],
-                                                const float (&bias)[kCount], const Epilogue& epilogue, void* out,
-                                                int64_t to) {
-    if (type == DType::kS32) {
-      *reinterpret_cast<Vec<Sum, kCount>*>(static_cast<Sum*>(out) + to) = sums;
-      return;
-    }
-    float v[kCount];
+  template <class Pointer>
+  using Element = std::remove_const_t<std::remove_pointer_t<Pointer>>;
+
+  template <class Run, class T>
+  static __device__ __forceinline__ void StoreRun(const Run& run, const T* to) {
+    *reinterpret_cast<Run*>(const_cast<T*>(to)) = run;
+  }
+
+  template <class Sum, int kCount>
+  __device__ __forceinline__ void Scale(const Vec<Sum, kCount>& sums, int first, float (&v)[kCount]) const {
+    // Without an index that would put an array into memory.
+    const auto of = [&](const float(&each)[kN], int i) {
+      if constexpr (kCount == kN) return each[i];
+      return first == 0 ? each[0] : first == 1 ? each[1] : first == 2 ? each[2] : each[3];
+    };
     // Rounded before the bias is added, as by two operations elsewhere.
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) v[i] = __fmul_rn(static_cast<float>(sums.v[i]), scale[i]);
+    for (int i = 0; i < kCount; ++i) v[i] = __fmul_rn(static_cast<float>(sums.v[i]), of(scale, i));
     if (epilogue.bias != nullptr) {
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) v[i] += bias[i];
+      for (int i = 0; i < kCount; ++i) v[i] += of(bias, i);
     }
-    WithFloats(type, epilogue.residual, [&](auto* typed) {
-      using Out = std::remove_const_t<std::remove_pointer_t<decltype(typed)>>;
-      Add<Out>(v, typed, to);
-    });
-    Activate<float>(v, epilogue.activation);
-    WithFloats(type, out, [&](auto* typed) {
-      using Out = std::remove_const_t<std::remove_pointer_t<decltype(typed)>>;
-      *reinterpret_cast<Vec<Out, kCount>*>(const_cast<Out*>(typed) + to) = Round<Out>(v);
-    });
   }
 };
 
