@@ -96,12 +96,12 @@ ffi::Error Convolve(conv::Direction direction, cudaStream_t stream, ffi::AnyBuff
                                  attrs.stride, attrs.padding_low, attrs.lhs_dilation, attrs.rhs_dilation, attrs.groups);
   if (problem) problem->products = attrs.products;
   if (problem) problem->filter = *rhs_type;
-  const auto config = problem ? conv::Choose(*problem,
-                                             TakesHopperKernels({lhs.untyped_data(), rhs.untyped_data(),
-                                                                 out.untyped_data(), epilogue.bias, epilogue.residual,
-                                                                 epilogue.scale}),
-                                             attrs.algorithm, attrs.workspace_limit)
-                              : std::nullopt;
+  const auto config = problem
+                          ? conv::Choose(*problem,
+                                         TakesHopperKernels({lhs.untyped_data(), rhs.untyped_data(), out.untyped_data(),
+                                                             epilogue.bias, epilogue.residual, epilogue.scale}),
+                                         attrs.algorithm, attrs.workspace_limit)
+                          : std::nullopt;
   if (!config)
     return Unsupported(attrs.algorithm.empty() ? "no kernel for these shapes" : "the algorithm cannot do this here",
                        name, lhs, rhs, out);

@@ -1,5 +1,5 @@
-// 8-bit floats, every value of which float16 has too: e4m3 (no infinity, one NaN) and e5m2 (float16's upper half). Which
-// of the two is known at run time, so that kernels are compiled once for both and for their mixture.
+// 8-bit floats, every value of which float16 has too: e4m3 (no infinity, one NaN) and e5m2 (float16's upper half).
+// Which of the two is known at run time, so that kernels are compiled once for both and for their mixture.
 #pragma once
 
 #include <cuda_fp16.h>

@@ -295,8 +295,9 @@ bool TakesBytes(const TileShape& t, const Problem& p, bool hopper) {
   if (t.unit == Unit::kWgmma) {
     MappedPhase phases[kMaxMaps];
     return hopper && (t.tile == Tile::kWgmma128x128 || t.tile == Tile::kWgmma128x64) && p.batch == 1 && p.groups == 1 &&
-           InChunks(p) && p.channels > 0 && p.features > 0 && (p.in == DType::kS8 || p.products > 0) && p.Taps() <= UINT16_MAX &&
-           p.images * std::max(p.XPixels(), p.YPixels()) < INT32_MAX && MapPhases(p, phases) > 0;
+           InChunks(p) && p.channels > 0 && p.features > 0 && (p.in == DType::kS8 || p.products > 0) &&
+           p.Taps() <= UINT16_MAX && p.images * std::max(p.XPixels(), p.YPixels()) < INT32_MAX &&
+           MapPhases(p, phases) > 0;
   }
   const Dense dense = DenseOf(p);
   const bool is_dense = InChunks(p) && dense.groups == 1 && !dense.Folds();

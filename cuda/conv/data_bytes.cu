@@ -1,9 +1,9 @@
-// Forward convolution of 8-bit integers and floats on the tensor cores: every shape, stride, dilation, padding, rank and
-// group count, on every architecture since sm_80, with no workspace.
+// Forward convolution of 8-bit integers and floats on the tensor cores: every shape, stride, dilation, padding, rank
+// and group count, on every architecture since sm_80, with no workspace.
 //
-// The kernels are data_mma.cu's and data_ragged.cu's. Integers are multiplied as they are, exactly, and their 32-bit sums
-// wrap. Not every architecture has products of 8-bit floats: they become float16 on the way from shared memory to the
-// product, which changes no value.
+// The kernels are data_mma.cu's and data_ragged.cu's. Integers are multiplied as they are, exactly, and their 32-bit
+// sums wrap. Not every architecture has products of 8-bit floats: they become float16 on the way from shared memory to
+// the product, which changes no value.
 #include "cuda/conv/mma.h"
 #include "cuda/conv/ragged.cuh"
 

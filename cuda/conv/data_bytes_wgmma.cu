@@ -39,8 +39,10 @@ struct BytesTile {
   static constexpr int kBytesA = kRows * kLine, kStageBytes = kBytesA + kColumns * kLine;
   // Sums of 16 rows and 32 columns wait in each warp's slab to be stored.
   static constexpr int kSlab = 16 * 32 * 4, kSlabBytes = kConsumers * 4 * kSlab, kBarrierBytes = 128;
-  static constexpr int kStages = std::min(8, ((227 << 10) - kSlabBytes - kBarrierBytes) / kStageBytes);
-  static constexpr int kSharedBytes = kStages * kStageBytes + kSlabBytes + kBarrierBytes;
+  static constexpr int kFactorBytes = kConsumers * kColumns * int(sizeof(ColumnFactors));
+  static constexpr int kMoreBytes = kSlabBytes + kBarrierBytes + kFactorBytes;
+  static constexpr int kStages = std::min(8, ((227 << 10) - kMoreBytes) / kStageBytes);
+  static constexpr int kSharedBytes = kStages * kStageBytes + kMoreBytes;
 };
 
 // A block's shared memory, and where a thread is in the stages' round.
@@ -55,6 +57,9 @@ struct BytesRing {
   __device__ uint32_t Slab(int warp) const { return data + T::kStages * T::kStageBytes + warp * T::kSlab; }
   __device__ uint32_t Full(int s) const { return data + T::kStages * T::kStageBytes + T::kSlabBytes + 16 * s; }
   __device__ uint32_t Empty(int s) const { return Full(s) + 8; }
+  static __device__ ColumnFactors* Factors(unsigned char* shared, int warpgroup) {
+    return reinterpret_cast<ColumnFactors*>(shared + T::kSharedBytes - T::kFactorBytes) + warpgroup * T::kColumns;
+  }
   __device__ void Next() {
     if (++stage == T::kStages) stage = 0, parity ^= 1;
   }
@@ -221,7 +226,7 @@ __device__ void MultiplyBytes(const Params& p, BytesRing<T>& ring, int steps, in
 // every activation, and takes the sums from registers that rotate.
 template <class T>
 __device__ void StoreBytes(const Params& p, uint32_t slab, const BytesPlace& place, int first_row,
-                           typename T::Sum (&sums)[T::kColumns / 2], void* out) {
+                           typename T::Sum (&sums)[T::kColumns / 2], const ColumnFactors* factors, void* out) {
   using Sum = typename T::Sum;
   constexpr int kRounds = 4, kLanes = 8;  // lanes store a row's 32 columns
   const MappedPhase& f = p.phase[place.phase];
@@ -248,8 +253,7 @@ __device__ void StoreBytes(const Params& p, uint32_t slab, const BytesPlace& pla
       }
     Rotate<16>(sums);
     __syncwarp();
-    const BytesEpilogue epilogue(p.result_type, p.epilogue,
-                                 [&](int i) { return int64_t{column + i < p.columns ? column + i : -1}; });
+    const BytesEpilogue epilogue(p.result_type, p.epilogue, [&](int i) { return factors[part * 32 + chunk * 4 + i]; });
     epilogue.ForRows(out, [&](const auto& store, auto unroll) {
 #pragma unroll decltype(unroll)::value
       for (int i = 0; i < kRounds; ++i) {
@@ -271,18 +275,24 @@ __device__ void StoreBytes(const Params& p, uint32_t slab, const BytesPlace& pla
 }
 
 template <class T>
-__device__ void Consume(const Params& p, BytesRing<T> ring, int warpgroup, void* out) {
-  const int warp = threadIdx.x / 32;
+__device__ void Consume(const Params& p, BytesRing<T> ring, int warpgroup, ColumnFactors* factors, void* out) {
+  const int warp = threadIdx.x / 32, thread = threadIdx.x % T::kWarpgroup;
   for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
     const BytesPlace place(p, tile, T());
     const int steps = p.phase[place.phase].tap_count * p.lines;
+    // What comes from far away first.
+    const int column = thread < T::kColumns ? place.column + thread : p.columns;
+    const ColumnFactors mine = LoadFactors(p.result_type, p.epilogue, column < p.columns ? column : -1);
     typename T::Sum sums[T::kColumns / 2];
     MultiplyBytes<T>(p, ring, steps, warpgroup, sums);
     if (steps == 0) {  // a phase that meets no tap
 #pragma unroll
       for (auto& sum : sums) sum = 0;
     }
-    StoreBytes<T>(p, ring.Slab(warp), place, 16 * warp, sums, out);
+    hopper::SyncWarpgroup(1 + warpgroup);  // the last tile's are read
+    if (thread < T::kColumns) factors[thread] = mine;
+    hopper::SyncWarpgroup(1 + warpgroup);
+    StoreBytes<T>(p, ring.Slab(warp), place, 16 * warp, sums, factors, out);
   }
 }
 
@@ -299,7 +309,7 @@ __global__ void __launch_bounds__(T::kThreads, 1) DataBytesKernel(const __grid_c
       __syncwarp();
     } else {
       hopper::SetRegisters<232, true>();
-      Consume<T>(p, ring, warpgroup, out);
+      Consume<T>(p, ring, warpgroup, BytesRing<T>::Factors(shared, warpgroup), out);
     }
   }
 }
@@ -324,7 +334,7 @@ __global__ void __launch_bounds__(256) TransposeBytesKernel(const uint32_t* in, 
                  odd[2] = {__byte_perm(w[0], w[1], 0x7351), __byte_perm(w[2], w[3], 0x7351)};
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const uint32_t(&pair)[2] = i % 2 == 0 ? even : odd;
+    const uint32_t (&pair)[2] = i % 2 == 0 ? even : odd;
     out[(tap + int64_t{column + 4 * c + i} * rows + row + r) / 4] =
         __byte_perm(pair[0], pair[1], i < 2 ? 0x5410 : 0x7632);
   }
@@ -372,8 +382,9 @@ cudaError_t LaunchDataBytesWgmma(const Problem& p, const Config& config, const v
                                  void* workspace, const Epilogue& epilogue, cudaStream_t stream) {
   const auto with_sums = [&](auto sum) {
     using Sum = typename decltype(sum)::type;
-    return (config.tile == Tile::kWgmma128x64 ? LaunchTile<BytesTile<Sum, 64>> : LaunchTile<BytesTile<Sum, 128>>)(
-        p, x, w, y, workspace, epilogue, stream);
+    return (config.tile == Tile::kWgmma128x64
+                ? LaunchTile<BytesTile<Sum, 64>>
+                : LaunchTile<BytesTile<Sum, 128>>)(p, x, w, y, workspace, epilogue, stream);
   };
   return p.in == DType::kS8 ? with_sums(TypeTag<int>()) : with_sums(TypeTag<float>());
 }

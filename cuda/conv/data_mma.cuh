@@ -2,7 +2,7 @@
 // and how the sums leave. What loads the operand and stores sums serves data_ragged.cu too.
 #pragma once
 
-#include "cuda/conv/mma_tile.cuh"
+#include "cuda/conv/mma_store.cuh"
 #include "cuda/conv/taps.cuh"
 
 namespace jaxdnn::conv {
@@ -67,39 +67,6 @@ struct LoadOperand {
   }
 };
 
-// Stores the sums of 8-bit operands.
-template <class T, class Address, class Bias>
-__device__ void StoreBytes(const DataParams& p, unsigned char* ring, const typename T::Sums& sums,
-                           const Address& address, const Bias& bias, int columns, bool whole_runs, void* out) {
-  using Sum = typename T::Sum;
-  constexpr int kN = BytesEpilogue::kN, kRuns = T::kColumns / kN;
-  static_assert(T::kThreads % kRuns == 0);
-  const Sum* scratch = StageSums<T, Sum>(ring, sums);
-  const int column = threadIdx.x % kRuns * kN;  // of all that this thread stores
-  const BytesEpilogue epilogue(p.result_type, p.epilogue,
-                               [&](int i) { return column + i < columns ? bias(column + i) : -1; });
-  const int first_row = threadIdx.x / kRuns;
-  constexpr int kRowsApart = T::kThreads / kRuns;
-  if (whole_runs) {
-    epilogue.ForRows(out, [&](const auto& store, auto unroll) {
-#pragma unroll decltype(unroll)::value
-      for (int i = 0; i < T::kRows / kRowsApart; ++i) {
-        const int row = first_row + i * kRowsApart;
-        const int64_t to = address(row, column);
-        if (to >= 0) store(*reinterpret_cast<const Vec<Sum, kN>*>(scratch + row * kPitch<T, Sum> + column), to);
-      }
-    });
-  } else {
-#pragma unroll 1
-    for (int i = 0; i < T::kRows / kRowsApart * kN; ++i) {
-      const int row = first_row + i / kN * kRowsApart;
-      const int64_t to = address(row, column + i % kN);
-      if (to >= 0)
-        epilogue.StoreAny(Vec<Sum, 1>{scratch[row * kPitch<T, Sum> + column + i % kN]}, i % kN, out, to);
-    }
-  }
-}
-
 // Stores the block's sums, through the epilogue if there is one. address(row, column) says where to, or is -1;
 // bias(column) is the place of a column's bias, `columns` of the tile's exist, and `wide` is whether floats come of
 // shorter operands.
@@ -113,7 +80,7 @@ __device__ __forceinline__ void StoreData(const DataParams& p, unsigned char* ri
     StoreSums<T, kChunk<In>>(ring, sums, result, address, whole_runs);
   };
   if constexpr (sizeof(In) == 1) {
-    StoreBytes<T>(p, ring, sums, address, bias, columns, whole_runs, out);
+    StoreBytes<T>(ring, sums, p.result_type, out, address, whole_runs, p.epilogue, bias, columns);
   } else if (sizeof(In) == 4 || wide) {
     store(static_cast<float*>(out));
   } else {

@@ -10,7 +10,8 @@
 namespace jaxdnn::conv {
 
 __host__ __device__ inline bool IsNone(const Epilogue& e) {
-  return e.bias == nullptr && e.residual == nullptr && e.scale == nullptr && e.activation.kind == activation::Kind::kIdentity;
+  return e.bias == nullptr && e.residual == nullptr && e.scale == nullptr &&
+         e.activation.kind == activation::Kind::kIdentity;
 }
 
 // v += the elements of `array`, the epilogue's bias or residual, from `offset` on; nothing where there is none.
@@ -59,25 +60,36 @@ __device__ __forceinline__ void WithFloats(DType type, const void* array, const 
   }
 }
 
-// What becomes of the sums of 8-bit operands in four neighbouring columns, of many rows: integers are stored as they are,
-// others as floats of the type, after the epilogue.
+struct ColumnFactors {
+  float scale, bias;
+};
+
+// Of the column whose scale and bias are at `channel`, or if that is -1 of none.
+__device__ __forceinline__ ColumnFactors LoadFactors(DType type, const Epilogue& epilogue, int64_t channel) {
+  ColumnFactors factors = {1, 0};
+  if (epilogue.scale != nullptr && channel >= 0) factors.scale = epilogue.scale[channel];
+  if (epilogue.bias != nullptr && channel >= 0)
+    WithFloats(type, epilogue.bias, [&](auto* typed) { factors.bias = static_cast<float>(typed[channel]); });
+  return factors;
+}
+
+// What becomes of the sums of 8-bit operands in four neighbouring columns, of many rows: integers are stored as they
+// are, others as floats of the type, after the epilogue.
 struct BytesEpilogue {
   static constexpr int kN = 4;
   const Epilogue& epilogue;
   const DType type;
   float scale[kN], bias[kN];
 
-  // channel(i) is the place of column i's scale and bias, or -1 if there is no such column.
-  template <class Channel>
-  __device__ __forceinline__ BytesEpilogue(DType type, const Epilogue& epilogue, const Channel& channel)
+  // factors(i) are those of column i.
+  template <class Factors>
+  __device__ __forceinline__ BytesEpilogue(DType type, const Epilogue& epilogue, const Factors& factors)
       : epilogue(epilogue), type(type) {
 #pragma unroll
     for (int i = 0; i < kN; ++i) {
-      const int64_t at = channel(i);
-      scale[i] = epilogue.scale != nullptr && at >= 0 ? epilogue.scale[at] : 1;
-      bias[i] = 0;
-      if (epilogue.bias != nullptr && at >= 0)
-        WithFloats(type, epilogue.bias, [&](auto* typed) { bias[i] = static_cast<float>(typed[at]); });
+      const ColumnFactors of_column = factors(i);
+      scale[i] = of_column.scale;
+      bias[i] = of_column.bias;
     }
   }
 
@@ -131,7 +143,7 @@ struct BytesEpilogue {
   template <class Sum, int kCount>
   __device__ __forceinline__ void Scale(const Vec<Sum, kCount>& sums, int first, float (&v)[kCount]) const {
     // Without an index that would put an array into memory.
-    const auto of = [&](const float(&each)[kN], int i) {
+    const auto of = [&](const float (&each)[kN], int i) {
       if constexpr (kCount == kN) return each[i];
       return first == 0 ? each[0] : first == 1 ? each[1] : first == 2 ? each[2] : each[3];
     };

@@ -11,7 +11,6 @@
 #include "cuda/common/mma.cuh"
 #include "cuda/common/vec.cuh"
 #include "cuda/conv/conv.h"
-#include "cuda/conv/epilogue.cuh"
 
 namespace jaxdnn::conv {
 
@@ -138,8 +137,7 @@ struct Fragments {
       uint32_t pairs[4];  // of columns, for two terms each
       LoadMatrices<true>(pairs, tile + offset[i] + d * 32 * kLine);
 #pragma unroll
-      for (int j = 0; j < 4; ++j)
-        r[j] = __byte_perm(pairs[j % 2 * 2], pairs[j % 2 * 2 + 1], j < 2 ? 0x6420 : 0x7531);
+      for (int j = 0; j < 4; ++j) r[j] = __byte_perm(pairs[j % 2 * 2], pairs[j % 2 * 2 + 1], j < 2 ? 0x6420 : 0x7531);
     } else {
       LoadMatrices<true>(r, tile + offset[i] + d * 16 * kLine);
     }
@@ -271,116 +269,6 @@ __device__ void MultiplyPipelined(uint32_t ring, int steps, LoadA& load_a, LoadB
   }
   WaitForCopies<0>();
   __syncthreads();
-}
-
-// The sums in shared memory, as Staged, row by row with a pitch that spreads the 8 rows of a store over the banks.
-template <class T, class Staged>
-constexpr int kPitch = T::kColumns + 16 / sizeof(Staged);
-
-template <class T, class Staged>
-__device__ Staged* StageSums(unsigned char* ring, const typename T::Sums& sums) {
-  Staged* scratch = reinterpret_cast<Staged*>(ring);
-  constexpr int kRun = sizeof(typename T::In) == 1 ? 4 : 2;  // neighbouring columns that a thread has
-#pragma unroll
-  for (int i = 0; i < T::kWarpRows / 16; ++i) {
-#pragma unroll
-    for (int j = 0; j < T::kWarpColumns / 8; j += kRun / 2) {
-      Staged* p = scratch + (T::Row() + 16 * i + threadIdx.x % 32 / 4) * kPitch<T, Staged> + T::Column(j, 0);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        Vec<Staged, kRun> run;
-#pragma unroll
-        for (int k = 0; k < kRun; ++k)
-          run.v[k] = static_cast<Staged>(kRun == 2 ? sums[i][j][2 * half + k] : sums[i][j + k % 2][2 * half + k / 2]);
-        *reinterpret_cast<Vec<Staged, kRun>*>(p + 8 * half * kPitch<T, Staged>) = run;
-      }
-    }
-  }
-  __syncthreads();
-  return scratch;
-}
-
-// The sums back from there.
-template <class T>
-__device__ void TakeStaged(const float* scratch, typename T::Sums& sums) {
-  __syncthreads();
-#pragma unroll
-  for (int i = 0; i < T::kWarpRows / 16; ++i)
-#pragma unroll
-    for (int j = 0; j < T::kWarpColumns / 8; ++j)
-#pragma unroll
-      for (int k = 0; k < 4; ++k)
-        sums[i][j][k] =
-            scratch[(T::Row() + 16 * i + threadIdx.x % 32 / 4 + k / 2 * 8) * kPitch<T, float> + T::Column(j, k)];
-  __syncthreads();
-}
-
-// Stores the block's sums through shared memory, so that whole lines leave at once. address(row, column) says where to,
-// in elements of `out`, or is -1; and `whole_runs`, whether kChunk columns and their addresses always follow each
-// other.
-template <class T, int kChunk, class Out, class Address>
-__device__ void StoreSums(unsigned char* ring, const typename T::Sums& sums, Out* out, const Address& address,
-                          bool whole_runs) {
-  const Out* scratch = StageSums<T, Out>(ring, sums);
-  const auto store = [&](auto vec) {
-    constexpr int kN = decltype(vec)::value, kRuns = T::kColumns / kN;
-#pragma unroll 4
-    for (int run = threadIdx.x; run < T::kRows * kRuns; run += T::kThreads) {
-      const int row = run / kRuns, column = run % kRuns * kN;
-      const int64_t offset = address(row, column);
-      if (offset >= 0)
-        *reinterpret_cast<Vec<Out, kN>*>(out + offset) =
-            *reinterpret_cast<const Vec<Out, kN>*>(scratch + row * kPitch<T, Out> + column);
-    }
-  };
-  constexpr int kMost = 16 / sizeof(Out);
-  if (whole_runs) {
-    store(std::integral_constant < int, kChunk<kMost ? kChunk : kMost>());
-  } else {
-    store(std::integral_constant<int, 1>());
-  }
-}
-
-// The same through an epilogue, whose bias for a column is at bias(column).
-template <class T, class Out, class Address, class Bias>
-__device__ void StoreFinished(unsigned char* ring, const typename T::Sums& sums, Out* out, const Address& address,
-                              bool whole_runs, const Epilogue& epilogue, const Bias& bias) {
-  constexpr int kN = 4, kRuns = T::kColumns / kN;
-  const float* scratch = StageSums<T, float>(ring, sums);
-#pragma unroll 1
-  for (int run = threadIdx.x; run < T::kRows * kRuns; run += T::kThreads) {
-    const int row = run / kRuns, column = run % kRuns * kN;
-    int64_t to[kN];
-    float v[kN];
-#pragma unroll
-    for (int i = 0; i < kN; ++i) {
-      to[i] = i > 0 && whole_runs ? to[0] + i : address(row, column + i);
-      v[i] = scratch[row * kPitch<T, float> + column + i];
-    }
-    if (whole_runs) {
-      if (to[0] < 0) continue;
-      Add<Out>(v, epilogue.bias, bias(column));
-      Add<Out>(v, epilogue.residual, to[0]);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kN; ++i) {
-        float one[] = {v[i]};
-        if (to[i] < 0) continue;
-        Add<Out>(one, epilogue.bias, bias(column + i));
-        Add<Out>(one, epilogue.residual, to[i]);
-        v[i] = one[0];
-      }
-    }
-    Activate<Out>(v, epilogue.activation);
-    const Vec<Out, kN> rounded = Round<Out>(v);
-    if (whole_runs) {
-      *reinterpret_cast<Vec<Out, kN>*>(out + to[0]) = rounded;
-    } else {
-#pragma unroll
-      for (int i = 0; i < kN; ++i)
-        if (to[i] >= 0) out[to[i]] = rounded.v[i];
-    }
-  }
 }
 
 // Dynamic shared memory of a kernel: the ring, and after it, in the same place, the sums.

@@ -1,5 +1,5 @@
-// The kernel of operands whose lines are no whole chunks of 16 bytes, because of how many channels or features there are, or of where
-// an array begins.
+// The kernel of operands whose lines are no whole chunks of 16 bytes, because of how many channels or features there
+// are, or of where an array begins.
 //
 // A chunk of such a line begins at any element. A thread reads the two aligned chunks that it lies in to registers, and
 // when the next step is loaded shifts them into one on their way to shared memory. Along the depth each tap's channels
