@@ -3,6 +3,7 @@
 #include <cmath>
 #include <numeric>
 
+#include "cuda/conv/bytes_plan.h"
 #include "cuda/conv/few_features_plan.h"
 #include "cuda/conv/pixel_map.h"
 #include "cuda/conv/strips.h"
@@ -39,8 +40,10 @@ StepCost CostOf(const TileShape& t, const Problem& p, int depth) {
     case Tile::kSimt128x8:
       return {700, simt_step / 0.3, 8};
     case Tile::kMma128x128:
+      if (IsByte(p.in)) return p.in == DType::kS8 ? StepCost{1400, 700, 2} : StepCost{2600, 1340, 2};
       return !filter ? StepCost{900, 700, 2} : floats ? StepCost{2050, 1350, 2} : StepCost{1350, 980, 2};
     case Tile::kMma128x64:
+      if (IsByte(p.in)) return p.in == DType::kS8 ? StepCost{1250, 400, 3} : StepCost{2500, 850, 3};
       return !filter ? StepCost{600, 420, 2} : floats ? StepCost{1550, 970, 3} : StepCost{1350, 820, 3};
     case Tile::kMma64x64:
       return !filter ? StepCost{650, 260, 3} : floats ? StepCost{1020, 600, 3} : StepCost{1100, 440, 4};
@@ -202,9 +205,10 @@ double DepthwiseCycles(const Problem& p, int64_t splits) {
 // Of an operand that wgmma wants K-major: the filter forward, y in the filter gradient. TF32 and bytes have no MN-major
 // operands.
 int64_t TransposedBytes(const Problem& p, const TileShape& t) {
-  if (t.unit != Unit::kWgmma || !(p.in == DType::kF32 || IsByte(p.in)) || p.direction == Direction::kDataGradient)
-    return 0;
-  if (p.direction == Direction::kForward) return p.FilterSize() * SizeOf(p.in);
+  if (t.unit != Unit::kWgmma) return 0;
+  if (IsByte(p.in)) return BytesWorkspace(p);
+  if (p.in != DType::kF32 || p.direction == Direction::kDataGradient) return 0;
+  if (p.direction == Direction::kForward) return p.FilterSize() * 4;
   const int64_t depth = WgmmaDepth(p.in);
   return CeilDiv(p.images * p.YPixels(), depth) * depth * p.features * 4;
 }
@@ -287,22 +291,6 @@ bool Indexable(const Problem& p) {
 bool StoresExchanged(Unit unit) {
   return unit == Unit::kSimt || unit == Unit::kMma || unit == Unit::kWgmma || unit == Unit::kFewChannels ||
          unit == Unit::kGrouped;
-}
-
-// Of 8-bit operands, forward. Hopper's sums of 8-bit floats have fewer bits than `products` of 0, HIGHEST, allows.
-bool TakesBytes(const TileShape& t, const Problem& p, bool hopper) {
-  if (p.direction != Direction::kForward) return false;
-  if (t.unit == Unit::kWgmma) {
-    MappedPhase phases[kMaxMaps];
-    return hopper && (t.tile == Tile::kWgmma128x128 || t.tile == Tile::kWgmma128x64) && p.batch == 1 && p.groups == 1 &&
-           InChunks(p) && p.channels > 0 && p.features > 0 && (p.in == DType::kS8 || p.products > 0) &&
-           p.Taps() <= UINT16_MAX && p.images * std::max(p.XPixels(), p.YPixels()) < INT32_MAX &&
-           MapPhases(p, phases) > 0;
-  }
-  const Dense dense = DenseOf(p);
-  const bool is_dense = InChunks(p) && dense.groups == 1 && !dense.Folds();
-  return *std::max_element(p.window, p.window + kRank) <= kMmaMaxWindow &&
-         (t.tile == Tile::kMma128x64 || (t.tile == Tile::kMma128x128 && is_dense));
 }
 
 // The tensor-core kernels take 16-bit floats, and floats that may be rounded to TF32. Hopper's take what the TMA unit
@@ -411,8 +399,8 @@ std::optional<Config> ChooseAsItIs(const Problem& p, bool hopper, std::string_vi
                              : t.unit == Unit::kGrouped     ? GroupedCycles(p, slices)
                              : t.unit == Unit::kFewFeatures ? FewFeaturesCycles(p)
                              : t.unit == Unit::kUnaligned   ? UnalignedCycles(p, slices)
-                             : t.unit == Unit::kWgmma       ? WgmmaCycles(p, t, slices)
-                                                            : Cycles(p, t, slices);
+                             : t.unit == Unit::kWgmma ? (IsByte(p.in) ? BytesCycles(p, t) : WgmmaCycles(p, t, slices))
+                                                      : Cycles(p, t, slices);
       const double cycles = product + ReductionCycles(p, slices, result_bytes) +
                             (transposed ? kLaunchCycles + 2.0 * transposed / (kMultiprocessors * kBytesPerCycle) : 0);
       if (!best || cycles < best->cycles) best = Config{t.tile, slices, bytes, cycles};

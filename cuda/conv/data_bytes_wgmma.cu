@@ -3,12 +3,14 @@
 //
 // Rows are positions of a phase and columns features, as in data_wgmma.cu, and a step is a line of 128 channels of one
 // tap, loaded by the TMA unit. wgmma takes bytes K-major alone, so a first kernel writes the filter as [taps, features,
-// channels]. Two warpgroups share every stage, 64 rows each.
+// channels]; and a second one the operand, if its pixels are no whole 16 bytes. Two warpgroups share every stage, 64
+// rows each.
 //
 // Integers are exact. The products of 8-bit floats are added by the tensor cores with some 13 bits behind the binary
 // point of the largest, so that the sum of a step goes to registers of its own and is added to the others in float.
 #include <algorithm>
 
+#include "cuda/common/fast_div.cuh"
 #include "cuda/common/hopper_bytes.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/common/mma.cuh"
@@ -26,6 +28,7 @@ struct Params {
   int tiles, column_tiles, columns;
   int lines;  // of channels
   int window[kRank], out[kRank];
+  bool whole_runs;  // of four columns
   DType result_type;
   Float8Kinds e5m2;
   Epilogue epilogue;
@@ -254,23 +257,40 @@ __device__ void StoreBytes(const Params& p, uint32_t slab, const BytesPlace& pla
     Rotate<16>(sums);
     __syncwarp();
     const BytesEpilogue epilogue(p.result_type, p.epilogue, [&](int i) { return factors[part * 32 + chunk * 4 + i]; });
-    epilogue.ForRows(out, [&](const auto& store, auto unroll) {
+    const auto take = [&](int i) {
+      uint32_t words[4];
+      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                   : "r"(slab + place_of(lane / kLanes + 4 * i, chunk)));
+      Vec<Sum, 4> four;
+      memcpy(&four, words, sizeof(four));
+      return four;
+    };
+    // Around, so that the next 32 columns find them in their order.
+    const auto next_pixel = [&] {
+      const int pixel = pixels[0];
+      pixels[0] = pixels[1], pixels[1] = pixels[2], pixels[2] = pixels[3], pixels[3] = pixel;
+      return pixel;
+    };
+    if (p.whole_runs) {
+      epilogue.ForRows(out, [&](const auto& store, auto unroll) {
 #pragma unroll decltype(unroll)::value
+        for (int i = 0; i < kRounds; ++i)
+          if (const int pixel = next_pixel(); pixel >= 0 && column < p.columns)
+            store(take(i), int64_t{pixel} * p.columns + column);
+      });
+    } else {
+#pragma unroll 1
       for (int i = 0; i < kRounds; ++i) {
-        const int pixel = pixels[0];
-        if (pixel >= 0 && column < p.columns) {
-          uint32_t words[4];
-          asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                       : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-                       : "r"(slab + place_of(lane / kLanes + 4 * i, chunk)));
-          Vec<Sum, 4> four;
-          memcpy(&four, words, sizeof(four));
-          store(four, int64_t{pixel} * p.columns + column);
+        const int pixel = next_pixel(), count = pixel < 0 ? 0 : min(4, p.columns - column);
+        Vec<Sum, 4> four = take(i);
+#pragma unroll 1
+        for (int j = 0; j < count; ++j) {
+          epilogue.StoreAny(Vec<Sum, 1>{four.v[0]}, j, out, int64_t{pixel} * p.columns + column + j);
+          Rotate<1>(four.v);
         }
-        // Around, so that the next 32 columns find them in their order.
-        pixels[0] = pixels[1], pixels[1] = pixels[2], pixels[2] = pixels[3], pixels[3] = pixel;
       }
-    });
+    }
   }
 }
 
@@ -314,30 +334,55 @@ __global__ void __launch_bounds__(T::kThreads, 1) DataBytesKernel(const __grid_c
   }
 }
 
-// out [taps, columns, rows] = in [taps, rows, columns], rows and columns in whole 16s.
-constexpr int kSide = 64;
-__global__ void __launch_bounds__(256) TransposeBytesKernel(const uint32_t* in, uint32_t* out, int rows, int columns) {
-  __shared__ uint32_t tile[kSide][kSide / 4 + 1];
-  const int row = blockIdx.y * kSide, column = blockIdx.x * kSide;
-  const int64_t tap = blockIdx.z * int64_t{rows} * columns;
-  for (int i = threadIdx.x; i < kSide * kSide / 4; i += blockDim.x) {
-    const int r = i / (kSide / 4), word = i % (kSide / 4);
-    if (row + r < rows && column + 4 * word < columns)
-      tile[r][word] = in[(tap + int64_t{row + r} * columns + column) / 4 + word];
-  }
-  __syncthreads();
-  // Four by four bytes a thread.
-  const int r = threadIdx.x % (kSide / 4) * 4, c = threadIdx.x / (kSide / 4);
-  if (row + r >= rows || column + 4 * c >= columns) return;
-  const uint32_t w[4] = {tile[r][c], tile[r + 1][c], tile[r + 2][c], tile[r + 3][c]};
-  const uint32_t even[2] = {__byte_perm(w[0], w[1], 0x6240), __byte_perm(w[2], w[3], 0x6240)},
-                 odd[2] = {__byte_perm(w[0], w[1], 0x7351), __byte_perm(w[2], w[3], 0x7351)};
+// The filter [taps, channels, features] as [taps, features, channels], with zeros behind the last channel. A thread has
+// a chunk of channels, and its neighbours the same ones of the next features.
+__global__ void PackFilterKernel(const uint8_t* in, uint4* out, int64_t total, int channels, FastDiv chunks,
+                                 FastDiv features) {
+  const int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
+  if (i >= total) return;
+  int feature, chunk;
+  const int tap = chunks.Div(features.Div(static_cast<int>(i), &feature), &chunk);
+  const int64_t first = (int64_t{tap} * channels + chunk * 16) * features.divisor + feature;
+  uint32_t words[4] = {};
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const uint32_t (&pair)[2] = i % 2 == 0 ? even : odd;
-    out[(tap + int64_t{column + 4 * c + i} * rows + row + r) / 4] =
-        __byte_perm(pair[0], pair[1], i < 2 ? 0x5410 : 0x7632);
+  for (int c = 0; c < 16; ++c) {
+    const bool exists = chunk * 16 + c < channels;
+    const uint32_t byte = in[exists ? first + c * int64_t{features.divisor} : 0];
+    words[c / 4] |= (exists ? byte : 0) << c % 4 * 8;
   }
+  out[(int64_t{tap} * features.divisor + feature) * chunks.divisor + chunk] = {words[0], words[1], words[2], words[3]};
+}
+
+// Pixels of channels that are no whole chunks, with zeros behind the last one.
+__global__ void PadPixelsKernel(const uint8_t* in, uint4* out, int64_t total, int channels, int chunks) {
+  const int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
+  if (i >= total) return;
+  const int64_t pixel = i / chunks, first = static_cast<int>(i - pixel * chunks) * 16;
+  uint32_t words[4] = {};
+#pragma unroll
+  for (int c = 0; c < 16; ++c) {
+    const bool exists = first + c < channels;
+    const uint32_t byte = in[exists ? pixel * channels + first + c : 0];
+    words[c / 4] |= (exists ? byte : 0) << c % 4 * 8;
+  }
+  out[i] = {words[0], words[1], words[2], words[3]};
+}
+
+// Packs the filter into the workspace, and behind it the operand where it needs to be, and points there.
+cudaError_t Pack(const Problem& p, const void** x, const void** w, void* workspace, cudaStream_t stream) {
+  constexpr int kThreads = 256;
+  const int64_t chunks = CeilDiv(p.channels, 16), filter = p.Taps() * p.features * chunks;
+  uint4* const out = static_cast<uint4*>(workspace);
+  cudaError_t e =
+      LaunchKernel(PackFilterKernel, CeilDiv(filter, kThreads), kThreads, stream, static_cast<const uint8_t*>(*w), out,
+                   filter, int(p.channels), FastDiv(chunks), FastDiv(p.features));
+  *w = out;
+  if (e != cudaSuccess || p.channels % 16 == 0) return e;
+  const int64_t pixels = p.images * p.XPixels() * chunks;
+  e = LaunchKernel(PadPixelsKernel, CeilDiv(pixels, kThreads), kThreads, stream, static_cast<const uint8_t*>(*x),
+                   out + filter, pixels, int(p.channels), int(chunks));
+  *x = out + filter;
+  return e;
 }
 
 template <class T>
@@ -352,22 +397,20 @@ cudaError_t LaunchTile(const Problem& p, const void* x, const void* w, void* y, 
   q.columns = int(p.features);
   q.column_tiles = int(CeilDiv(p.features, T::kColumns));
   q.lines = int(CeilDiv(p.channels, T::kLine));
-  cudaError_t e = cudaSuccess;
+  q.whole_runs = p.features % 4 == 0;
+  const int64_t channels = CeilDiv(p.channels, 16) * 16;
+  cudaError_t e = Pack(p, &x, &w, workspace, stream);
   for (int i = 0; i < q.phases; ++i) {
     q.first_tile[i + 1] = q.first_tile[i] + int(CeilDiv(q.phase[i].rows, T::kRows));
-    if (e == cudaSuccess) e = EncodePixels(&q.operand[i], p.in, x, p.images, p.x, p.channels, q.phase[i].map, T::kRows);
+    if (e == cudaSuccess) e = EncodePixels(&q.operand[i], p.in, x, p.images, p.x, channels, q.phase[i].map, T::kRows);
   }
   q.tiles = q.first_tile[q.phases] * q.column_tiles;
   for (int d = 0; d < kRank; ++d) {
     q.window[d] = int(p.window[d]);
     q.out[d] = int(p.y[d]);
   }
-  const dim3 grid(CeilDiv(p.features, kSide), CeilDiv(p.channels, kSide), p.Taps());
-  TransposeBytesKernel<<<grid, 256, 0, stream>>>(static_cast<const uint32_t*>(w), static_cast<uint32_t*>(workspace),
-                                                 int(p.channels), int(p.features));
-  if (e == cudaSuccess) e = cudaPeekAtLastError();
   if (e == cudaSuccess)
-    e = EncodeBoxes(&q.filter, p.in, workspace, {p.channels, p.features, p.Taps()}, {T::kLine, T::kColumns, 1});
+    e = EncodeBoxes(&q.filter, p.in, w, {channels, p.features, p.Taps()}, {T::kLine, T::kColumns, 1});
   int device = 0, multiprocessors = 0;
   if (e == cudaSuccess) e = cudaGetDevice(&device);
   if (e == cudaSuccess) e = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);

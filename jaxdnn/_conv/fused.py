@@ -5,8 +5,8 @@
 Nothing but the derivative is kept for the backward pass: of functions whose derivative the output tells, the output,
 which the next layer keeps anyway. For the others the kernel stops before the activation when differentiated.
 
-Only int8 and float8 operands have a scale. Such a layer is differentiated in the scale, the bias and the residual, not in
-the operands, whose own type would round their cotangents to nothing.
+Only int8 and float8 operands have a scale. Such a layer is differentiated in the scale, the bias and the residual, not
+in the operands, whose own type would round their cotangents to nothing.
 """
 
 import functools
@@ -182,7 +182,8 @@ def _batch(operands: Any, dims: Any, **params: Any) -> tuple[Array, int]:
   if w is None:
     # [V, B, N, ...] -> [B, V N, ...]
     fold = lambda a: jnp.moveaxis(a, 0, 1).reshape(a.shape[1], -1, *a.shape[3:])  # noqa: E731
-    y = _primitive.bind(conv_fused_p, *(a if i in of_features else fold(every[i]) for i, a in enumerate(operands)), **params)
+    folded = (a if i in of_features else fold(every[i]) for i, a in enumerate(operands))
+    y = _primitive.bind(conv_fused_p, *folded, **params)
     return jnp.moveaxis(y.reshape(y.shape[0], size, -1, *y.shape[2:]), 1, 0), 0
   fold = lambda a: a.reshape(-1, *a.shape[2:])  # noqa: E731
   y = _primitive.bind(conv_fused_p, *map(fold, every), **params)

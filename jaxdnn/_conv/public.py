@@ -235,13 +235,13 @@ def _scale(where: str, x: Array, w: Array, x_scale: Any, w_scale: Any, features:
       f"{where}: x_scale and w_scale go with int8 operands, or with float8_e4m3fn and float8_e5m2, got {x.dtype} and "
       f"{w.dtype}"
     )
-  scales = {"x_scale": (x_scale, [()]), "w_scale": (w_scale, [(), (features,)])}
+  shapes: tuple[tuple[int, ...], ...] = ((), (features,))
   factor = jnp.ones(features, np.float32)
-  for name, (value, shapes) in scales.items():
+  for name, value, taken in (("x_scale", x_scale, 1), ("w_scale", w_scale, 2)):
     if value is None:
       continue
-    if jnp.shape(value) not in shapes:
-      allowed = " or ".join(map(str, shapes))
+    if jnp.shape(value) not in shapes[:taken]:
+      allowed = " or ".join(map(str, shapes[:taken]))
       raise ValueError(f"{where}: {name} must have shape {allowed}, got {jnp.shape(value)}")
     factor = factor * jnp.broadcast_to(jnp.asarray(value, np.float32), (features,))
   return factor
