@@ -300,7 +300,8 @@ def test_planner():
   assert names(*shapes("int8"), workspace_limit=1000) == ["implicit_gemm_mma"]
   assert names(*shapes("int8"), hopper=False) == ["implicit_gemm_mma"]
   assert names(*shapes("int8"), precision="highest")[0] == "implicit_gemm_wgmma"
-  assert names(*shapes(E4M3), precision="highest") == ["implicit_gemm_mma"]
+  for precision in ("high", "highest"):
+    assert names(*shapes(E4M3), precision=precision) == ["implicit_gemm_mma"]
   for c, k in ((65, 256), (256, 65), (3, 16)):
     found = {each.name: each for each in algorithms(*shapes("int8", c=c, k=k))}
     assert set(found) == {"implicit_gemm_wgmma", "implicit_gemm_mma"}

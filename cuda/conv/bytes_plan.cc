@@ -15,14 +15,14 @@ int64_t InChunks(int64_t channels) { return CeilDiv(channels, 16) * 16; }
 
 }  // namespace
 
-// Forward alone. Hopper's sums of 8-bit floats have fewer bits than `products` of 0, HIGHEST, allows.
+// Forward alone. Hopper's sums of 8-bit floats have fewer bits than HIGH and HIGHEST ask for.
 bool TakesBytes(const TileShape& t, const Problem& p, bool hopper) {
   if (p.direction != Direction::kForward) return false;
   if (t.unit == Unit::kWgmma) {
     MappedPhase phases[kMaxMaps];
     const bool tile = t.tile == Tile::kWgmma128x128 || t.tile == Tile::kWgmma128x64;
     return hopper && tile && p.batch == 1 && p.groups == 1 && p.channels > 0 && p.features > 0 &&
-           (p.in == DType::kS8 || p.products > 0) && p.Taps() * InChunks(p.channels) / 16 * p.features < INT32_MAX &&
+           (p.in == DType::kS8 || p.products == 1) && p.Taps() * InChunks(p.channels) / 16 * p.features < INT32_MAX &&
            p.images * std::max(p.XPixels(), p.YPixels()) < INT32_MAX && MapPhases(p, phases) > 0;
   }
   if (*std::max_element(p.window, p.window + kRank) > kMmaMaxWindow) return false;
