@@ -11,6 +11,7 @@ from benchmarks import (
   activation,
   batch_norm,
   conv,
+  conv_quantized,
   dropout,
   group_norm,
   harness,
@@ -26,6 +27,7 @@ from benchmarks import (
 # sizes that show whether there are cliffs.
 FAMILIES = {
   "conv": conv,
+  "conv_quantized": conv_quantized,
   "pool": pool,
   "softmax": softmax,
   "activation": activation,

@@ -64,7 +64,7 @@ class Work:
   """Those that must move, each once."""
   flops: int = 0
   unit: str = ""
-  """What does the FLOPs: a dtype's matrix product, or "fma"."""
+  """What does the FLOPs: a dtype's matrix product, "bytes" or "fma"."""
   backward: bool = False
   """Times the pullback alone of the function, in its first operand; the last operand is the cotangent."""
   inputs: int = 1
@@ -296,6 +296,7 @@ def measure_ceilings(clock: Clock, shrink: int = 1) -> dict[str, float]:
   for dtype in ("bfloat16", "float32"):
     operands = draw(jax.random.key(0, impl="rbg"), (Draw((n, n), dtype),) * 2)
     ceilings[dtype] = 2 * n**3 / fastest(jax.jit(jnp.matmul), operands, clock, 5)
+  ceilings["bytes"] = 2 * ceilings["bfloat16"]  # what tensor cores do of 8-bit products
   return ceilings
 
 

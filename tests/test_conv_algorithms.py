@@ -55,7 +55,7 @@ def test_list_names_what_can_do_the_problem():
   assert "implicit_gemm_wgmma" not in names(struct((2, 9, 9, 63)), struct((3, 3, 63, 64)))
   # Nine phases; eight are the most that a launch takes.
   assert "implicit_gemm_wgmma" not in names(x, struct((4, 4, 64, 64)), stride=3, direction="data_gradient")
-  assert names(struct((2, 9, 9, 64), "int8"), struct((3, 3, 64, 64), "int8")) == set()
+  assert names(struct((2, 9, 9, 64), "uint8"), struct((3, 3, 64, 64), "uint8")) == set()
 
 
 def test_wrong_arguments():
@@ -169,6 +169,9 @@ CASES = [
     ("float32", "highest", {"float32"}),
     ("float32", "high", {"float32", "float32 of 3xtf32"}),
     ("float32", "default", {"float32", "float32 of tf32"}),
+    ("int8", None, {"int32"}),
+    ("float8_e5m2", "default", {"float32", "float32 of 13 bits"}),
+    ("float8_e5m2", "highest", {"float32"}),
   ],
 )
 def test_exactness(dtype, precision, exactness):

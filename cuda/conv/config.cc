@@ -3,6 +3,7 @@
 #include <cmath>
 #include <numeric>
 
+#include "cuda/conv/bytes_plan.h"
 #include "cuda/conv/few_features_plan.h"
 #include "cuda/conv/frame.h"
 #include "cuda/conv/pixel_map.h"
@@ -101,7 +102,7 @@ double Cycles(const Problem& p, const TileShape& t, int64_t splits) {
   const Work work = WorkOf(p, t, splits);
   const Dense dense = mma ? DenseOf(p) : Dense();
   const Lines lines = mma ? LinesOf(p, dense) : Lines::kWhole;
-  const StepCost cost = StepCostOf(t.tile, p.direction, SizeOf(p.in), lines);
+  const StepCost cost = StepCostOf(t.tile, p.direction, p.in, lines);
   // Finding its place and storing its sums take a block as long as some steps.
   const int depth = mma ? MmaDepth(p.direction, SizeOf(p.in)) : SimtDepth(p.in), beside = mma ? 8 : 4;
   const double steps = std::ceil(work.depth / depth) + beside, longest = std::ceil(work.longest / depth) + beside;
@@ -225,6 +226,7 @@ bool StoresExchanged(Unit unit) {
 //
 // The depthwise kernels have one input channel to a group, and count work and the bytes between columns with 32 bits.
 bool Takes(const TileShape& t, const Problem& p, bool hopper) {
+  if (IsByte(p.in)) return TakesBytes(t, p, hopper);
   if (p.exchanged && !StoresExchanged(t.unit)) return false;
   if (t.unit == Unit::kSimt) return true;
   if (t.unit == Unit::kFewChannels) return TakesFewChannels(p);
@@ -254,8 +256,8 @@ Dense DenseOf(const Problem& p) {
   constexpr int64_t kColumns = 32, kMostChannels = 128, kMostFolded = 64;
   const int64_t chunk = 16 / SizeOf(p.in), widest = std::max(p.channels, p.features);
   Dense dense;
-  // Single channels are the depthwise kernels'.
-  for (int64_t twice = 2; p.channels > 1 && p.groups % twice == 0; twice *= 2) {
+  // Single channels are the depthwise kernels', which take no bytes.
+  for (int64_t twice = 2; (p.channels > 1 || IsByte(p.in)) && p.groups % twice == 0; twice *= 2) {
     const bool chunks = InRunsOf(p, chunk / std::gcd(chunk, dense.groups));
     if (twice * widest > (chunks ? kColumns : kMostChannels)) break;
     dense.groups = twice;
@@ -286,7 +288,10 @@ namespace {
 
 std::optional<Config> ChooseAsItIs(const Problem& p, bool hopper, std::string_view algorithm, int64_t workspace_limit) {
   const bool widened = p.out == DType::kF32 && (p.in == DType::kF16 || p.in == DType::kBF16);
-  if (!(p.in == p.out || widened) || !Indexable(p)) return std::nullopt;
+  const bool floats = p.out == DType::kF32 || p.out == DType::kF16 || p.out == DType::kBF16;
+  const bool known = IsByte(p.in) ? floats || (p.in == DType::kS8 && p.out == DType::kS32)
+                                  : (p.in == p.out && p.in != DType::kS32) || widened;
+  if (!known || !Indexable(p)) return std::nullopt;
   const Gemm g = GemmOf(p);
   const int64_t result_bytes = p.FilterSize() * (p.in == DType::kF64 ? 8 : 4);
   const bool splittable = p.direction == Direction::kFilterGradient;
@@ -306,19 +311,20 @@ std::optional<Config> ChooseAsItIs(const Problem& p, bool hopper, std::string_vi
       const int64_t slices = tiles > 0 ? CeilDiv(tiles, CeilDiv(tiles, splits)) : splits;
       // Those of unaligned channels have partial sums of a single slice too.
       const bool partial = UsesWorkspace(p, slices) || (t.unit == Unit::kUnaligned && splittable);
-      const int64_t transposed = t.unit == Unit::kWgmma ? TransposedBytes(p, t) : 0;
+      const int64_t transposed = t.unit != Unit::kWgmma ? 0 : IsByte(p.in) ? BytesWorkspace(p) : TransposedBytes(p, t);
       const int64_t bytes = transposed + (partial ? slices * result_bytes : 0);
       if (bytes > workspace_limit) break;
       if (splittable && CeilDiv(g.depth, slices) >= kIndexLimit) continue;  // a slice is indexed with 32 bits
-      const int64_t most_blocks = t.unit == Unit::kWgmma ? MostBlocks(p, t) : 1;
+      const int64_t most_blocks = t.unit == Unit::kWgmma && !IsByte(p.in) ? MostBlocks(p, t) : 1;
       for (int64_t cluster = 1; cluster == 1 || cluster <= most_blocks; cluster *= 2) {
         const double product = t.unit == Unit::kDepthwise     ? DepthwiseCycles(p, slices)
                                : t.unit == Unit::kFewChannels ? FewChannelsCycles(AsForward(p), strips, slices)
                                : t.unit == Unit::kGrouped     ? GroupedCycles(p, slices)
                                : t.unit == Unit::kFewFeatures ? FewFeaturesCycles(p)
                                : t.unit == Unit::kUnaligned   ? UnalignedCycles(p, slices)
-                               : t.unit == Unit::kWgmma       ? WgmmaCycles(p, t, slices, cluster)
-                                                              : Cycles(p, t, slices);
+                               : t.unit == Unit::kWgmma
+                                   ? (IsByte(p.in) ? BytesCycles(p, t) : WgmmaCycles(p, t, slices, cluster))
+                                   : Cycles(p, t, slices);
         const double cycles = product + ReductionCycles(p, slices, result_bytes);
         if (!best || cycles < best->cycles) best = Config{t.tile, slices, cluster, bytes, cycles};
       }

@@ -27,8 +27,9 @@ enum class PadMode { kZeros, kReflect, kReplicate, kCircular };
 
 struct Problem {
   Direction direction;
-  DType in;        // of both operands
-  DType out;       // of the result: `in`, or the type it is summed in
+  DType in;        // of both operands, but that the two types of 8-bit floats may be mixed
+  DType filter;    // of the filter
+  DType out;       // of the result: `in`, or the type it is summed in; of 8-bit floats and scaled integers any float
   int products;    // of TF32 for one of floats: 1, 3 for nearly all of float32's bits, or 0 for float32 arithmetic
   int64_t batch;   // independent problems
   int64_t images;  // per problem
@@ -114,7 +115,7 @@ constexpr TileShape kTiles[] = {
 constexpr int MmaDepth(Direction direction, int size) {
   return (direction == Direction::kFilterGradient ? 128 : 64) / size;
 }
-constexpr int WgmmaDepth(DType in) { return in == DType::kF32 ? 32 : 64; }
+constexpr int WgmmaDepth(DType in) { return 128 / int(SizeOf(in)); }
 constexpr int SimtDepth(DType in) { return in == DType::kF64 ? 8 : 16; }
 
 // The most taps along a dimension that the tensor-core kernels take.
@@ -167,11 +168,12 @@ std::optional<Config> Choose(const Problem& p, bool hopper, std::string_view alg
 // Whether a filter gradient's sums, as floats or doubles, go to the workspace, and from there to the result.
 inline bool UsesWorkspace(const Problem& p, int64_t splits) { return splits > 1 || p.exchanged; }
 
-// What becomes of a forward convolution's sums before they are rounded: activation(sum + bias + residual).
+// What becomes of a forward convolution's sums before they are rounded: activation(scale sum + bias + residual).
 struct Epilogue {
   const void* bias = nullptr;      // [batch, groups * features], of the result's type, or null
   const void* residual = nullptr;  // like the result, or null
   activation::Activation activation = {activation::Kind::kIdentity};
+  const float* scale = nullptr;  // [batch, groups * features], or null; of 8-bit operands' sums alone
 };
 
 // `lhs`, `rhs` and `out` are x, w, y (forward); y, w, x (data gradient); x, y, w (filter gradient). Returns a

@@ -58,9 +58,16 @@ BySize DataMmaCost(Tile tile, Lines lines) {
                                    : BySize{{900, 330, 3}, {900, 330, 3}};
 }
 
+StepCost BytesCost(Tile tile, DType in) {
+  if (tile == Tile::kMma128x128) return in == DType::kS8 ? StepCost{1400, 700, 2} : StepCost{2600, 1340, 2};
+  return in == DType::kS8 ? StepCost{1250, 400, 3} : StepCost{2500, 850, 3};
+}
+
 }  // namespace
 
-StepCost StepCostOf(Tile tile, Direction direction, int size, Lines lines) {
+StepCost StepCostOf(Tile tile, Direction direction, DType in, Lines lines) {
+  if (IsByte(in)) return BytesCost(tile, in);
+  const int size = SizeOf(in);
   const bool filter = direction == Direction::kFilterGradient;
   if (tile == Tile::kSimt128x64 || tile == Tile::kSimt64x32 || tile == Tile::kSimt128x8)
     return SimtCost(tile, filter).Of(size);

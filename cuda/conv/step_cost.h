@@ -16,6 +16,6 @@ struct StepCost {
 // of few channels; or all in pieces.
 enum class Lines { kWhole, kSpread, kSomeInPieces, kInPieces };
 
-StepCost StepCostOf(Tile tile, Direction direction, int size, Lines lines);
+StepCost StepCostOf(Tile tile, Direction direction, DType in, Lines lines);
 
 }  // namespace jaxdnn::conv

@@ -25,7 +25,8 @@ cudaError_t FindDriverFunction(const char* name, Function** function) {
 
 // Floats are rounded to TF32 on their way, if they may be.
 inline CUtensorMapDataType MapType(DType t, bool rounded = true) {
-  return t == DType::kF32    ? (rounded ? CU_TENSOR_MAP_DATA_TYPE_TFLOAT32 : CU_TENSOR_MAP_DATA_TYPE_FLOAT32)
+  return IsByte(t)           ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+         : t == DType::kF32  ? (rounded ? CU_TENSOR_MAP_DATA_TYPE_TFLOAT32 : CU_TENSOR_MAP_DATA_TYPE_FLOAT32)
          : t == DType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                              : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
 }

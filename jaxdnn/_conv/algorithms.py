@@ -22,7 +22,7 @@ from jaxdnn._conv.primitives import (
   plan,
   products,
 )
-from jaxdnn._conv.spec import ConvSpec, check_channels, make_spec, result_dtype
+from jaxdnn._conv.spec import ConvSpec, check_channels, is_float8, make_spec, result_dtype, sums_dtype
 
 _RESULTS = {"forward": "y", "data_gradient": "x", "filter_gradient": "w"}
 _CLOCK_HZ = 1.755e9  # of the H200 that the model's cycles were fitted to
@@ -43,7 +43,8 @@ class ConvAlgorithm:
   workspace_bytes: int
   exactness: str
   """The type that sums are kept in, and what float32 operands are rounded to before: 'float32', 'float32 of tf32',
-  'float32 of 3xtf32', 'float64'. Products of 16-bit floats are exact."""
+  'float32 of 3xtf32', 'float64', 'int32'; or 'float32 of 13 bits', where the tensor cores add 128 products of float8
+  with 13 bits behind the point of the largest. Products of 16-bit and of 8-bit floats are exact."""
   microseconds: float
   """Modelled, for an H200."""
 
@@ -98,6 +99,8 @@ def conv_algorithms(
   )  # fmt: skip
   check_channels(where, x.shape[-1], w.shape[-2], w.shape[-1], groups, x.shape[0], 1)
   dtype = result_dtype(where, x, w, preferred_element_type)
+  if direction == "forward":
+    dtype = sums_dtype(x, w, math.prod(w.shape[:-1]), dtype)
   shapes = {"x": x.shape, "w": w.shape, "y": (x.shape[0], *spec.y_spatial, w.shape[-1])}
   result = _RESULTS[direction]
   a, b = (jax.ShapeDtypeStruct((1, *shapes[name]), x.dtype) for name in OPERANDS[result])
@@ -113,7 +116,7 @@ def conv_algorithms(
     for p in plans
     if p is not None
   ]  # fmt: skip
-  if gemm.takes(spec) and found:
+  if gemm.takes(spec) and found and np.dtype(x.dtype).itemsize > 1:
     found.append(_by_patches(result, shapes, spec, x.dtype, dtype, hopper))
   if spec.workspace_limit is not None:
     found = [each for each in found if each.workspace_bytes <= spec.workspace_limit]
@@ -143,5 +146,9 @@ def _by_patches(
 def _exactness(algorithm: str, dtype: Any, spec: ConvSpec) -> str:
   if np.dtype(dtype) == np.float64:
     return "float64"
+  if np.dtype(dtype) == np.int8:
+    return "int32"
+  if is_float8(dtype) and algorithm == ALGORITHMS[0]:
+    return "float32 of 13 bits"
   rounded = np.dtype(dtype) == np.float32 and algorithm not in (ALGORITHMS[-1], DEPTHWISE)
   return "float32 of " + {1: "tf32", 3: "3xtf32"}[products(spec)] if rounded else "float32"
