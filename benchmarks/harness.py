@@ -15,13 +15,16 @@ with the rates that the same run measured (`measure_ceilings`).
 import dataclasses
 import datetime
 import importlib.metadata
+import json
 import math
 import os
+import shlex
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -61,7 +64,7 @@ class Work:
   """Those that must move, each once."""
   flops: int = 0
   unit: str = ""
-  """What does the FLOPs: a dtype's matrix product, or "fma"."""
+  """What does the FLOPs: a dtype's matrix product, "bytes" or "fma"."""
   backward: bool = False
   """Times the pullback alone of the function, in its first operand; the last operand is the cotangent."""
   inputs: int = 1
@@ -102,19 +105,32 @@ def wall_clock(program: Program, sets: list[tuple[Any, ...]]) -> float:
   return seconds / calls
 
 
-def cupti_clock(extension: Any, program: Program, sets: list[tuple[Any, ...]]) -> float:
-  """Device time: the durations of all kernels of a pass.
+def cupti_extension() -> Any:
+  """What comes with JAX and speaks to CUPTI."""
+  from jax.experimental.mosaic.gpu import profiler
+
+  return profiler.mosaic_gpu_lib._mosaic_gpu_ext
+
+
+def cupti_kernels(extension: Any, run: Callable[[], None]) -> list[tuple[str, float]]:
+  """Name and milliseconds of every kernel that `run`, which waits for the device, launches, in order.
 
   `jax.experimental.mosaic.gpu.profiler.Cupti.measure` does the same, but it warms up on the operands that it times,
   which leaves them in the cache.
   """
   extension._cupti_init()
   try:
-    run_all(program, sets)
+    run()
   finally:
     timings = extension._cupti_get_timings(False)
   if not timings:
     raise RuntimeError("CUPTI saw no kernel")
+  return timings
+
+
+def cupti_clock(extension: Any, program: Program, sets: list[tuple[Any, ...]]) -> float:
+  """Device time: the durations of all kernels of a pass."""
+  timings = cupti_kernels(extension, partial(run_all, program, sets))
   return sum(milliseconds for _, milliseconds in timings) / len(sets) / 1e3
 
 
@@ -123,9 +139,7 @@ def find_clock() -> tuple[str, Clock]:
   if jax.default_backend() != "gpu":
     return "wall", wall_clock
   try:
-    from jax.experimental.mosaic.gpu import profiler
-
-    clock = partial(cupti_clock, profiler.mosaic_gpu_lib._mosaic_gpu_ext)
+    clock = partial(cupti_clock, cupti_extension())
     clock(jax.jit(lambda x: x + 1), [(jnp.ones(1 << 20),)])
     return "cupti", clock
   except Exception as error:  # Private interfaces: anything may be missing.
@@ -282,10 +296,48 @@ def measure_ceilings(clock: Clock, shrink: int = 1) -> dict[str, float]:
   for dtype in ("bfloat16", "float32"):
     operands = draw(jax.random.key(0, impl="rbg"), (Draw((n, n), dtype),) * 2)
     ceilings[dtype] = 2 * n**3 / fastest(jax.jit(jnp.matmul), operands, clock, 5)
+  ceilings["bytes"] = 2 * ceilings["bfloat16"]  # what tensor cores do of 8-bit products
   return ceilings
 
 
 # Record --------------------------------------------------------------------------------------------------------------
+
+
+def start(command: str, shrink: int = 1, quick: bool = False) -> tuple[Clock, dict[str, Any]]:
+  """The clock, and the head of a record."""
+  # XLA would put the kernels of a call into a graph, which CUPTI need not see one by one. Read when a backend starts.
+  os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_command_buffer=".strip()
+  clock_name, clock = find_clock()
+  ceilings = measure_ceilings(clock, shrink)
+  record = header(command, clock_name, ceilings, shrink, quick)
+  print(
+    f"{record['device']}, jax {record['jax']}, jaxdnn {record['jaxdnn']}, clock {clock_name}; copy "
+    f"{ceilings['copy'] / 1e12:.2f} TB/s, x + 1 {ceilings['elementwise'] / 1e12:.2f} TB/s, matmul "
+    f"{ceilings['bfloat16'] / 1e12:.0f} TFLOP/s bf16, {ceilings['float32'] / 1e12:.0f} TFLOP/s f32",
+    flush=True,
+  )
+  return clock, record
+
+
+def command_line(module: str, arguments: list[str]) -> str:
+  """As typed, but for the folder of --out, which says nothing to others."""
+  shown = list(arguments)
+  for i, argument in enumerate(shown):
+    if i and shown[i - 1] == "--out":
+      shown[i] = f"benchmarks/results/{Path(argument).name}"
+    elif argument.startswith("--out="):
+      shown[i] = f"--out=benchmarks/results/{Path(argument).name}"
+  return shlex.join(["python", "-m", module, *shown])
+
+
+def save(path: Path | None, record: dict[str, Any]) -> None:
+  """Replaces the file at once, if there is one: a run that is stopped leaves the rows it has."""
+  if path is None:
+    return
+  path.parent.mkdir(parents=True, exist_ok=True)
+  unfinished = path.with_name(path.name + ".partial")
+  unfinished.write_text(json.dumps(record, indent=1) + "\n")
+  unfinished.replace(path)
 
 
 def header(command: str, clock: str, ceilings: dict[str, float], shrink: int, quick: bool) -> dict[str, Any]:

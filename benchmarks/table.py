@@ -1,21 +1,22 @@
 """Turns recorded runs into tables: `python -m benchmarks.table [--check] [RECORD.json ...]`.
 
-A table replaces what stands between `<!-- name:begin -->` and `<!-- name:end -->`: `summary` in the README, `cases` in
-docs/benchmarks.md, and `mnist` in the README, from records that `examples/mnist.py --json` wrote as `mnist-*.json`.
-With `--check` nothing is written; the exit status is 1 if a page differs.
+A table, made of the records that `SECTIONS` says, replaces what stands between `<!-- name:begin -->` and
+`<!-- name:end -->`. With `--check` nothing is written; the exit status is 1 if a page differs.
 """
 
 import argparse
 import json
 import math
+import re
 import statistics
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks import ROOT
-from benchmarks.report import summarise
+from benchmarks.report import geometric_mean, summarise
 
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = [ROOT / "README.md", ROOT / "docs" / "benchmarks.md"]
@@ -140,6 +141,124 @@ def microseconds(value: float | None) -> str:
   return f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 
+# Whole networks ------------------------------------------------------------------------------------------------------
+
+
+def steps(records: list[Record]) -> str:
+  """Training steps: what they take, and what they take to compile."""
+  lines = []
+  for model, own in by_model(records).items():
+    ours, lax, none, whole = (own.get(variant, {}) for variant in ("convolution", "lax", "none", "all"))
+
+    def both(show: Callable[[dict[str, Any]], str], ours: Any = ours, lax: Any = lax) -> str:
+      return f"{show(ours)} / {show(lax)}"
+
+    def convolutions(row: dict[str, Any], none: Any = none) -> str:
+      return number(compiling(row) - compiling(none), 1) if row and none else "-"
+
+    name = f"{model}, {ours.get('batch', '?')} images"
+    ratio = f" ({lax['ms_wall'] / ours['ms_wall']:.2f}×)" if {"ms_wall"} <= ours.keys() & lax.keys() else ""
+    lines.append([
+      name, both(lambda row: number(row.get("ms_wall"), 1)) + ratio, number(whole.get("ms_wall"), 1),
+      both(lambda row: number(compiling(row), 1)), both(convolutions),
+      both(lambda row: number(row.get("peak_bytes", math.nan) / 2**30, 1)),
+    ])  # fmt: skip
+  head = ["ours / lax", "ms a step", "all layers ours", "s to compile", "of it the convolutions", "GiB"]
+  return "\n\n".join([provenance(records), markdown(head, lines)])
+
+
+def whereabouts(records: list[Record]) -> str:
+  """The steps, and where the device's time goes in each."""
+  parts = [steps(records)]
+  for model, own in by_model(records).items():
+    profiles = {variant: row["ms_by_kind"] for variant, row in own.items() if "ms_by_kind" in row}
+    most: dict[str, float] = {}
+    for profile in profiles.values():
+      most |= {kind: max(ms, most.get(kind, 0)) for kind, ms in profile.items()}
+    kinds = sorted(most, key=lambda kind: -most[kind])
+    lines = [[kind, *(number(p[kind], 2) if kind in p else "" for p in profiles.values())] for kind in kinds]
+    lines.append(["all kernels", *(number(own[variant]["ms_device"], 2) for variant in profiles)])
+    lines.append(["a step, by the wall clock", *(number(own[variant]["ms_wall"], 2) for variant in profiles)])
+    parts.append(markdown([f"{model}: ms", *(f"`{variant}`" for variant in profiles)], lines))
+  failures = [
+    f"- {model}, `{variant}`: `{row['error']}`"
+    for model, own in by_model(records).items()
+    for variant, row in own.items()
+    if "error" in row
+  ]
+  return "\n\n".join([*parts, *(["\n".join(["Failures:", "", *failures])] if failures else [])])
+
+
+def by_model(records: list[Record]) -> dict[str, dict[str, dict[str, Any]]]:
+  """The last row of each network and variant."""
+  models: dict[str, dict[str, dict[str, Any]]] = {}
+  for record in sorted(records, key=lambda r: r["date"]):
+    for row in record["rows"]:
+      models.setdefault(row["model"], {})[row["variant"]] = row
+  return models
+
+
+def compiling(row: dict[str, Any]) -> float:
+  """Seconds to trace, lower and compile."""
+  return row.get("seconds_lower", math.nan) + row.get("seconds_compile", math.nan)
+
+
+def number(value: float | None, digits: int) -> str:
+  return "-" if value is None or math.isnan(value) else f"{value:.{digits}f}"
+
+
+# The planner ---------------------------------------------------------------------------------------------------------
+
+CLOSE = 1.1
+
+
+def choices(records: list[Record]) -> str:
+  """How often the planner's kernel is within 10 % of the best, by kind."""
+  rows = timed_problems(records)
+  groups = {kind: [r for r in rows if r["kind"] == kind] for kind in dict.fromkeys(row["kind"] for row in rows)}
+  lines = []
+  for kind, own in {**groups, "all": rows}.items():
+    ratios = [row["ratio"] for row in own]
+    close = sum(ratio <= CLOSE for ratio in ratios)
+    share = f"{close} ({close / len(own):.0%})"
+    at = [{each["tile"]: each["us"] for each in row["timed"]} for row in own]
+    patches = sum(us[row["chosen"]] > CLOSE * us.get("gemm", math.inf) for us, row in zip(at, own, strict=True))
+    lines.append([kind, str(len(own)), share, times(geometric_mean(ratios)), times(max(ratios)), str(patches)])
+  head = ["random problems", "", "within 10 % of the best", "chosen / best, mean", "worst", "`gemm` 10 % faster"]
+  return "\n\n".join([provenance(records), *anew(records), markdown(head, lines)])
+
+
+def anew(records: list[Record]) -> list[str]:
+  """Whose choices are not those of the module that was timed."""
+  rows = [row for record in records if "chosen_by" in record for row in record["rows"]]
+  if not rows:
+    return []
+  then = sum(row.get("ratio_then", math.inf) <= CLOSE for row in rows)
+  slices, untimed = (sum(key in row for row in rows) for key in ("slices", "untimed"))
+  return [
+    f"{len(rows)} of these were chosen anew among the recorded times (`--choose`), by a model that was fitted to them; "
+    f"the model of the time was within 10 % in {then}. {slices} now have their sum in other slices than were timed, "
+    f"{untimed} a kernel that was not timed."
+  ]
+
+
+def misses(records: list[Record]) -> str:
+  """The same, and each problem where another kernel is more than 10 % faster."""
+  lines = []
+  for row in sorted(timed_problems(records), key=lambda row: -row["ratio"]):
+    if row["ratio"] > CLOSE:
+      at = {each["tile"]: f"{each['tile']}, {microseconds(each['us'])}" for each in row["timed"]}
+      chosen, best = at[row["chosen"]], at[row["best"]]
+      case = f"{row['kind']}: {row['case']}"
+      lines.append([case, SHORT[row["dtype"]], row["direction"], chosen, best, times(row["ratio"])])
+  head = ["missed", "dtype", "", "chosen, µs", "best, µs", "chosen / best"]
+  return "\n\n".join([choices(records), markdown(head, lines)])
+
+
+def timed_problems(records: list[Record]) -> list[dict[str, Any]]:
+  return [row for record in records for row in record["rows"] if "ratio" in row]
+
+
 # MNIST ---------------------------------------------------------------------------------------------------------------
 
 
@@ -178,13 +297,23 @@ def replace(text: str, name: str, content: str) -> str:
 
 def render(text: str, paths: list[Path]) -> str:
   """A page's text with what the records of `paths` give."""
-  records = {path: json.loads(path.read_text()) for path in paths}
-  timings = [r for p, r in records.items() if not p.name.startswith("mnist-")]
-  trainings = [r for p, r in records.items() if p.name.startswith("mnist-")]
-  if timings:
-    text = replace(text, "summary", by_device(timings, overview))
-    text = replace(text, "cases", by_device(timings, every_case))
-  return replace(text, "mnist", mnist(trainings)) if trainings else text
+  records: dict[str, list[Record]] = {}
+  for path in paths:
+    kind = re.split(r"[-.]", path.name)[0]
+    records.setdefault(kind if kind in SECTIONS else "", []).append(json.loads(path.read_text()))
+  for kind, own in records.items():
+    for name, section in SECTIONS[kind].items():
+      text = replace(text, name, section(own))
+  return text
+
+
+SECTIONS: dict[str, dict[str, Callable[[list[Record]], str]]] = {
+  "": {"summary": partial(by_device, section=overview), "cases": partial(by_device, section=every_case)},
+  "models": {"models": partial(by_device, section=steps), "kernels": partial(by_device, section=whereabouts)},
+  "planner": {"planner": partial(by_device, section=choices), "misses": partial(by_device, section=misses)},
+  "mnist": {"mnist": mnist},
+}
+"""By the first word of a record's name, the tables that are made of them."""
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -23,7 +23,7 @@ struct ConvFwdAttrs {
   int64_t workspace_limit;
   std::string_view activation;
   double parameter;
-  bool bias, residual;  // which of the two optional operands there are, in this order
+  bool bias, residual, scale;  // which of the optional operands there are, in this order
 };
 
 }  // namespace jaxdnn
@@ -48,9 +48,25 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     xla::ffi::StructMember<int64_t>("products"), xla::ffi::StructMember<std::string_view>("algorithm"),
     xla::ffi::StructMember<int64_t>("workspace_limit"), xla::ffi::StructMember<std::string_view>("activation"),
     xla::ffi::StructMember<double>("parameter"), xla::ffi::StructMember<bool>("bias"),
-    xla::ffi::StructMember<bool>("residual"));
+    xla::ffi::StructMember<bool>("residual"), xla::ffi::StructMember<bool>("scale"));
 
 namespace jaxdnn {
+
+// Convolution takes bytes too.
+static std::optional<DType> ToConvDType(ffi::DataType type) {
+  switch (type) {
+    case ffi::S8:
+      return DType::kS8;
+    case ffi::S32:
+      return DType::kS32;
+    case ffi::F8E4M3FN:
+      return DType::kE4M3;
+    case ffi::F8E5M2:
+      return DType::kE5M2;
+    default:
+      return ToDType(type);
+  }
+}
 
 // Whether the current device has the instructions of compute capability 9.0, whose loads want arrays on 16 bytes.
 static bool TakesHopperKernels(std::initializer_list<const void*> arrays) {
@@ -71,8 +87,9 @@ ffi::Error Convolve(conv::Direction direction, cudaStream_t stream, ffi::AnyBuff
   const char* name = direction == Direction::kForward        ? "conv_fwd"
                      : direction == Direction::kDataGradient ? "conv_dgrad"
                                                              : "conv_wgrad";
-  const auto in_type = ToDType(lhs.element_type()), out_type = ToDType(out.element_type());
-  if (!in_type || !out_type || rhs.element_type() != lhs.element_type())
+  const auto in_type = ToConvDType(lhs.element_type()), rhs_type = ToConvDType(rhs.element_type()),
+             out_type = ToConvDType(out.element_type());
+  if (!in_type || !out_type || !rhs_type || !(*in_type == *rhs_type || (IsFloat8(*in_type) && IsFloat8(*rhs_type))))
     return Unsupported("no kernel for these types", name, lhs, rhs, out);
   const ffi::AnyBuffer& x = direction == Direction::kDataGradient ? out : lhs;
   const ffi::AnyBuffer& w = direction == Direction::kFilterGradient ? out : rhs;
@@ -81,11 +98,13 @@ ffi::Error Convolve(conv::Direction direction, cudaStream_t stream, ffi::AnyBuff
       MakeConvProblem(direction, *in_type, *out_type, x.dimensions(), w.dimensions(), y.dimensions(), attrs.stride,
                       attrs.padding_low, attrs.lhs_dilation, attrs.rhs_dilation, attrs.padding_mode, attrs.groups);
   if (problem) problem->products = attrs.products;
-  const auto config = problem ? conv::Choose(*problem,
-                                             TakesHopperKernels({lhs.untyped_data(), rhs.untyped_data(),
-                                                                 out.untyped_data(), epilogue.bias, epilogue.residual}),
-                                             attrs.algorithm, attrs.workspace_limit)
-                              : std::nullopt;
+  if (problem) problem->filter = *rhs_type;
+  const auto config = problem
+                          ? conv::Choose(*problem,
+                                         TakesHopperKernels({lhs.untyped_data(), rhs.untyped_data(), out.untyped_data(),
+                                                             epilogue.bias, epilogue.residual, epilogue.scale}),
+                                         attrs.algorithm, attrs.workspace_limit)
+                          : std::nullopt;
   if (!config)
     return Unsupported(attrs.algorithm.empty() ? "no kernel for these shapes" : "the algorithm cannot do this here",
                        name, lhs, rhs, out);
@@ -100,7 +119,7 @@ static ffi::Error ConvFwdImpl(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuf
                               ffi::Result<ffi::AnyBuffer> y, ffi::Result<ffi::AnyBuffer> workspace,
                               ConvFwdAttrs attrs) {
   const auto activation = ToActivation(attrs.activation, attrs.parameter);
-  if (!activation || rest.size() != size_t{attrs.bias} + attrs.residual)
+  if (!activation || rest.size() != size_t{attrs.bias} + attrs.residual + attrs.scale)
     return Unsupported("no such epilogue", "conv_fwd", x, w, *y);
   conv::Epilogue epilogue = {nullptr, nullptr, *activation};
   const auto y_dims = y->dimensions();
@@ -117,6 +136,13 @@ static ffi::Error ConvFwdImpl(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuf
     if (residual->element_type() != y->element_type() || !SameShape(*residual, *y))
       return Unsupported("the residual does not fit", "conv_fwd", x, w, *y, *residual);
     epilogue.residual = residual->untyped_data();
+  }
+  if (attrs.scale) {
+    const auto scale = rest.get<ffi::AnyBuffer>(next++);
+    if (scale->element_type() != ffi::F32 ||
+        static_cast<int64_t>(scale->element_count()) != y_dims.front() * y_dims.back())
+      return Unsupported("the scale does not fit", "conv_fwd", x, w, *y, *scale);
+    epilogue.scale = static_cast<const float*>(scale->untyped_data());
   }
   return Convolve(conv::Direction::kForward, stream, x, w, *y, &*workspace, attrs, epilogue);
 }

@@ -42,7 +42,7 @@ inline std::optional<conv::Problem> MakeConvProblem(conv::Direction direction, D
     return std::nullopt;
   conv::Problem p = {};
   p.direction = direction;
-  p.in = in;
+  p.in = p.filter = in;
   p.out = out;
   p.batch = x[0];
   p.images = x[1];

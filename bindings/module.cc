@@ -27,10 +27,10 @@
 
 namespace nb = nanobind;
 
-static const std::map<std::string, jaxdnn::DType> kTypes = {{"float32", jaxdnn::DType::kF32},
-                                                            {"float64", jaxdnn::DType::kF64},
-                                                            {"float16", jaxdnn::DType::kF16},
-                                                            {"bfloat16", jaxdnn::DType::kBF16}};
+static const std::map<std::string, jaxdnn::DType> kTypes = {
+    {"float32", jaxdnn::DType::kF32},        {"float64", jaxdnn::DType::kF64},     {"float16", jaxdnn::DType::kF16},
+    {"bfloat16", jaxdnn::DType::kBF16},      {"int8", jaxdnn::DType::kS8},         {"int32", jaxdnn::DType::kS32},
+    {"float8_e4m3fn", jaxdnn::DType::kE4M3}, {"float8_e5m2", jaxdnn::DType::kE5M2}};
 
 static nb::dict Handlers() {
   nb::dict d;
@@ -106,6 +106,7 @@ static nb::object PlanConv(const std::string& direction, const std::string& in_d
   d["algorithm"] = conv::kAlgorithms[static_cast<int>(tile.unit)];
   d["tile"] = tile.name;
   d["splits"] = config->splits;
+  d["cluster"] = config->cluster;
   d["workspace_bytes"] = config->workspace_bytes;
   d["cycles"] = config->cycles;
   return d;

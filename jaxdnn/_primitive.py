@@ -207,16 +207,18 @@ def lower_to_cuda(
   supported: Callable[..., bool] = lambda *avals, **params: True,
   workspace: Callable[..., int] | None = None,
   integers: frozenset[np.dtype[Any]] = frozenset(),
+  more_floats: frozenset[np.dtype[Any]] = frozenset(),
 ) -> None:
   """Lowers `p` on CUDA to the FFI call `target`, or to `reference` where no kernel covers the operands.
 
   Args:
     attributes: `(*avals_in, **params)` to the call's attributes: Python scalars, strings and int64 arrays.
-    supported: `(*avals_in, **params)` to whether the kernels take this call. Element types outside `KERNEL_DTYPES`
-      and symbolic shapes never reach it.
+    supported: `(*avals_in, **params)` to whether the kernels take this call. Floating-point types outside
+      `KERNEL_DTYPES` and symbolic shapes never reach it.
     workspace: `(*avals_in, **params)` to bytes of scratch memory, which becomes one more result of the call: XLA
       plans it like any other buffer, so that the kernels allocate nothing and can be captured in a CUDA graph.
     integers: element types of which all operands may be; without any, at least one operand is floating-point.
+    more_floats: floating-point types beside `KERNEL_DTYPES` that reach `supported`.
   """
   if target not in _extension.TARGETS:
     return
@@ -226,7 +228,7 @@ def lower_to_cuda(
     avals = ctx.avals_in
     static = all(isinstance(d, int) for a in avals for d in a.shape)
     floats = [a.dtype for a in avals if jnp.issubdtype(a.dtype, jnp.inexact)]
-    known = all(np.dtype(d) in KERNEL_DTYPES for d in floats)
+    known = all(np.dtype(d) in KERNEL_DTYPES | more_floats for d in floats)
     known &= bool(floats) or all(np.dtype(a.dtype) in integers for a in avals)
     if not (static and known and supported(*avals, **params)):
       return fallback(ctx, *operands, **params)

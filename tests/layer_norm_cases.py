@@ -22,7 +22,7 @@ WIDE = (
 # Rows that fill a block's groups, miss them, and need every block.
 ROWS = (
   Case(1, 40), Case(9, 768), Case(33, 65), Case(2, 40), Case(7, 24), Case(300, 17), Case(130, 2056), Case(5000, 24),
-  Case(9, 1001), Case(70, 513),
+  Case(9, 1001), Case(70, 513), Case(77, 577), Case(301, 2), Case(1001, 4), Case(401, 8),
 )  # fmt: skip
 
 # What models ask for, widths from a head to a wide decoder, and few rows, as in decoding.
@@ -40,6 +40,6 @@ BENCHMARKS = (
 
 # Their neighbours: rows of every kind of length.
 SWEEP = (
-  1, 3, 8, 17, 32, 64, 100, 127, 128, 192, 256, 384, 512, 640, 768, 1000, 1001, 1024, 1280, 1536, 2048, 2560, 3072,
+  1, 3, 8, 17, 32, 64, 100, 127, 128, 192, 256, 384, 512, 577, 640, 768, 1000, 1001, 1024, 1280, 1536, 2048, 2560, 3072,
   4095, 4096, 5120, 6144, 8192, 8193, 12288, 16384, 24576, 32768, 65536, 65537, 131072, 262144,
 )  # fmt: skip

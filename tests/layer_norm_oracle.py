@@ -36,7 +36,7 @@ def with_gradients(f, g, *args):
 
 
 def check_cases(kind, cases, dtype, *, residual=False, affine=True, tangent=True):
-  """Value, cotangents and maybe tangent of every case, all in one compilation."""
+  """Value, alone and with cotangents, and maybe tangent of every case, all in one compilation."""
   wide = ACCUMULATOR[dtype]
   shapes = [(c.rows, c.n) for c in cases]
   data = [[sample(s, dtype, 5 * i + j) for j in range(4)] for i, s in enumerate(shapes)]
@@ -52,16 +52,17 @@ def check_cases(kind, cases, dtype, *, residual=False, affine=True, tangent=True
     f = (ADD if residual else NORMS)[kind]
     y, vjp = jax.vjp(f, *primals)
     dy = jax.jvp(f, tuple(primals), tuple(tangents))[1] if tangent else y
-    return y, vjp((g, g_sum) if residual else g), dy
+    return f(*primals), y, vjp((g, g_sum) if residual else g), dy
 
   results = jax.jit(lambda data, parameters: list(map(maps, data, parameters)))(data, parameters)
 
-  for (x, r, g, g_sum), (scale, bias, dscale, dbias), (y, gradients, dy) in zip(data, parameters, results, strict=True):
+  for (x, r, g, g_sum), (scale, bias, dscale, dbias), (alone, *of_rules) in zip(data, parameters, results, strict=True):
+    y, gradients, dy = of_rules
     rows, n = x.shape
     s = x
     t = exact(g)
     if residual:
-      (y, s), (dy, ds) = y, dy
+      (alone, _), (y, s), (dy, ds) = alone, y, dy
       assert_close(s, exact(x) + exact(r), dtype)
       if tangent:
         assert_close(ds, exact(g) + exact(g_sum), dtype)
@@ -69,7 +70,8 @@ def check_cases(kind, cases, dtype, *, residual=False, affine=True, tangent=True
     h, rstd = statistics(kind, s, EPSILON[kind])
     by = exact(scale) if affine else np.float64(1)
     want = h * by + (exact(bias) if affine else 0)
-    assert_close(y, want, dtype, terms=n, scale=np.abs(h * by).max() + np.abs(want).max())
+    for each in (alone, y):
+      assert_close(each, want, dtype, terms=n, scale=np.abs(h * by).max() + np.abs(want).max())
 
     q = exact(g) * by
     dx = project(kind, q, h, rstd) + (exact(g_sum) if residual else 0)

@@ -55,6 +55,7 @@ WITHIN = [
   LrnCase((2, 5, 4, 3), 1, "within_channel"),
   # Rows wider than a block, images taller than a block's share, many planes, and a single row or column.
   *(LrnCase((1, 9, 300, 2), n, "within_channel") for n in (3, 5, 7)),
+  LrnCase((1, 9, 130, 48), 3, "within_channel"),
   *(LrnCase((1, 2, 9, 300), n, "within_channel", {"axis": 1}) for n in (3, 5, 7)),
   LrnCase((1, 90, 5, 8), 7, "within_channel"),
   LrnCase((5, 7, 6, 4), 5, "within_channel", {"axis": 1}),
@@ -75,6 +76,7 @@ DIVISIVE = [
   *(LrnCase((2, 3, 8, 5), n, "divisive", {"axis": 1}) for n in (3, 5, 7)),
   *(LrnCase((1, 9, 300, 2), n, "divisive") for n in (3, 5, 7)),
   LrnCase((1, 2, 9, 300), 5, "divisive", {"axis": 1}),
+  LrnCase((1, 9, 130, 48), 3, "divisive"),
   LrnCase((1, 90, 5, 8), 5, "divisive"),
 ]
 

@@ -80,6 +80,8 @@ POOL = [
   PoolCase("3x3s1_vectors", (2, 9, 7, 16), (3, 3), 1, 1),
   PoolCase("3x3s2_vectors", (1, 10, 11, 16), (3, 3), 2, ((0, 1), (1, 0))),
   PoolCase("2x2s1_cropped_vectors", (2, 7, 6, 16), (2, 2), 1, ((-1, 2), (2, -1))),
+  PoolCase("2x2s2_vectors", (2, 6, 8, 16), (2, 2), 2),
+  PoolCase("2x2s2_cropped_vectors", (2, 9, 8, 16), (2, 2), 2, ((-1, 0), (-2, 0))),
   PoolCase("2x2s2_odd_vectors", (1, 7, 9, 16), (2, 2), 2, ((1, 1), (-1, 0))),
   PoolCase("tall_vectors", (1, 70, 3, 8), (3, 3), 1, "SAME"),
   PoolCase("2x2x2_vectors", (1, 5, 6, 7, 8), (2, 2, 2), 2, 1),

@@ -286,6 +286,9 @@ def test_many_rows_of_odd_lengths(kind, dtype):
   """So many that every block takes several slabs of the short ones, and every thread several of the long ones."""
   cases = [Case(900001, 1), Case(400001, 3), Case(100001, 12), Case(50001, 17), Case(20001, 127), Case(3001, 1001)]
   check_cases(kind, cases, dtype, tangent=False)
+  cases = [Case(700003, 2), Case(400001, 4), Case(100003, 5), Case(100002, 6), Case(100001, 7), Case(200001, 8)]
+  check_cases(kind, [*cases, Case(9001, 577), Case(9001, 1020)], dtype, tangent=False)
+  check_cases(kind, [Case(901, 16383), Case(301, 20480), Case(301, 70000)], dtype, tangent=False)
   check_cases(kind, [Case(30001, 33), Case(901, 4097)], dtype, residual=True, tangent=False)
 
 

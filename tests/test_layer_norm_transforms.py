@@ -106,6 +106,20 @@ def test_residuals_are_the_input_and_two_statistics():
   assert sum(k.size * k.dtype.itemsize for k in kept) == 8 * 16 * 2 + 16 * 4 + 8 * 4
 
 
+def test_statistics_are_made_for_a_gradient_alone():
+  x, p = jnp.zeros((8, 16), jnp.bfloat16), jnp.ones(16, jnp.float32)
+
+  def made(f):
+    calls = [e for e in jax.make_jaxpr(f)(x, p).jaxpr.eqns if e.primitive.name == "jaxdnn_layer_norm"]
+    return [[v.aval.shape for v in e.outvars[2:]] for e in calls]
+
+  norm = jaxdnn.layer_norm
+  assert made(norm) == [[(0, 0, 0), (0, 0)]]
+  assert made(jax.vmap(norm, (0, None))) == [[(0, 0, 0), (0, 0)]]
+  assert made(jax.grad(lambda x, p: norm(x, p).sum().astype(jnp.float32))) == [[(1, 8, 2), (1, 8)]]
+  assert made(lambda x, p: jax.jvp(lambda x: norm(x, p), (x,), (x,))) == [[(1, 8, 2), (1, 8)]]
+
+
 def test_sum_of_the_residual_is_what_is_normalised():
   x, r = jnp.asarray(sample((5, 24), "bfloat16")), jnp.asarray(sample((5, 24), "bfloat16", 1))
   y, s = jax.jit(jaxdnn.add_rms_norm)(x, r)

@@ -165,6 +165,16 @@ def test_filter_gradient_workspace_is_a_result():
 
 
 @built
+@pytest.mark.parametrize("size, scratch", [(3, 0), (7, 0), (4, 2), (9, 2), ((3, 5), 2)])
+def test_boxes_in_registers_take_no_workspace(size, scratch):
+  """The derivative of divisive normalization takes one pass over odd square boxes of up to seven cells, else two."""
+  x = jnp.zeros((2, 16, 18, 4), F32)
+  program = text(jax.grad(lambda x, m: jaxdnn.divisive_norm(x, m, size=size).sum()), [x, x], "cuda")
+  (workspace,) = re.findall(r"jaxdnn.divisive_vjp.*tensor<(\d+)xui8>\)", program)
+  assert int(workspace) == scratch * x.size * 4
+
+
+@built
 def test_what_no_kernel_takes_falls_back():
   four = text(
     lambda x, w: jaxdnn.conv(x, w), [jnp.zeros((1, 3, 3, 3, 3, 2)), jnp.zeros((2, 2, 2, 2, 2, 2))], "cuda"

@@ -139,11 +139,12 @@ def test_scale_and_accumulate(dtype):
 @pytest.mark.parametrize("target", ["float32", "bfloat16"])
 def test_images_become_activations(target):
   """Bytes, channels-last, to normalised floating-point numbers, channels-first, in one pass."""
-  x = values((2, 17, 19, 3), "uint8")
-  got = jaxdnn.transform(x, permutation=(0, 3, 1, 2), dtype=target, alpha=1 / 255)
-  assert_close(got, exact(x).transpose(0, 3, 1, 2) / 255, target)
-  back = jaxdnn.transform(got, permutation=(0, 2, 3, 1), dtype="uint8", alpha=255)
-  assert np.abs(exact(back) - exact(x)).max() <= (1 if target == "bfloat16" else 0)
+  for shape in ((2, 17, 19, 3), (3, 16, 40, 3), (2, 16, 20, 4)):
+    x = values(shape, "uint8")
+    got = jaxdnn.transform(x, permutation=(0, 3, 1, 2), dtype=target, alpha=1 / 255)
+    assert_close(got, exact(x).transpose(0, 3, 1, 2) / 255, target)
+    back = jaxdnn.transform(got, permutation=(0, 2, 3, 1), dtype="uint8", alpha=255)
+    assert np.abs(exact(back) - exact(x)).max() <= (1 if target == "bfloat16" else 0)
 
 
 def test_beta_zero_does_not_read_y():

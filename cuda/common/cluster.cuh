@@ -28,17 +28,21 @@ __device__ inline void ClusterArriveRelaxed() {
 }
 
 // Numbers that the cluster's blocks send to each other's shared memory: no barrier of all of them is needed, since a
-// counter of the bytes that arrive, in the receiver's shared memory, says when they are there. It counts once.
+// counter of the bytes that arrive, in the receiver's shared memory, says when they are there. A barrier would also
+// wait for all that the block has written to global memory.
 class Mailbox {
  public:
   // By one thread, before the cluster first arrives and waits.
+  __device__ void Open() {
+    if constexpr (kHasClusters)
+      asm volatile("mbarrier.init.shared.b64 [%0], 1;\n fence.mbarrier_init.release.cluster;" ::"r"(Address(&counter_))
+                   : "memory");
+  }
+  // By one thread for each round of sending, after the block has waited for the round before.
   __device__ void Expect(int bytes) {
     if constexpr (kHasClusters)
-      asm volatile(
-          "mbarrier.init.shared.b64 [%0], 1;\n fence.mbarrier_init.release.cluster;\n"
-          " mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(Address(&counter_)),
-          "r"(bytes)
-          : "memory");
+      asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(Address(&counter_)), "r"(bytes)
+                   : "memory");
   }
   // Sends `value` to the place of `*local` in the block of rank `rank`, and counts it there.
   __device__ void Send(float* local, int rank, float value) {
@@ -50,12 +54,15 @@ class Mailbox {
           "r"(Address(&counter_)), "r"(rank), "r"(__float_as_uint(value))
           : "memory");
   }
-  __device__ void Wait() {
+  // Until all of the round's numbers are there. Rounds count from 0. What is sent lies in the block's own shared
+  // memory: at a wider scope the wait would also empty the cache of global memory.
+  __device__ void Wait(int round = 0) {
     if constexpr (kHasClusters)
       asm volatile(
           "{\n .reg .pred there;\nagain:\n"
-          " mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 there, [%0], 0;\n"
-          " @!there bra again;\n}" ::"r"(Address(&counter_))
+          " mbarrier.try_wait.parity.shared::cta.b64 there, [%0], %1;\n"
+          " @!there bra again;\n}" ::"r"(Address(&counter_)),
+          "r"(round & 1)
           : "memory");
   }
 
@@ -64,6 +71,22 @@ class Mailbox {
 
   uint64_t counter_;
 };
+
+// Where the shared memory at `address` of this block lies in the block of rank `rank`, and what is there.
+__device__ inline uint32_t RemoteAddress(uint32_t address, int rank) {
+  uint32_t remote = 0;
+  if constexpr (kHasClusters) asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+  return remote;
+}
+__device__ inline float4 LoadRemote(uint32_t remote) {
+  float4 v = {};
+  if constexpr (kHasClusters)
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                 : "r"(remote)
+                 : "memory");
+  return v;
+}
 
 // Writes `value` to the place of `*local` in the shared memory of the block of rank `rank`.
 __device__ inline void StoreRemote(float* local, int rank, float value) {

@@ -21,7 +21,7 @@ __global__ void SumRowsKernel(const A* __restrict__ partial, int64_t rows, int64
   A sum = A(0);
   if (column < columns) {
     const A* p = partial + outer * rows * columns + column;
-#pragma unroll 4
+#pragma unroll 8
     for (int64_t r = y; r < rows; r += kColumnSumHeight) sum += p[r * columns];
   }
   scratch[y][x] = sum;

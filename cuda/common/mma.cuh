@@ -1,5 +1,6 @@
-// Matrix products on the tensor cores, a warp at a time (sm_80 and newer), of 16-bit floats and of floats as TF32, and
-// the asynchronous copies and matrix loads that feed them. PTX ISA 8.0: cp.async, ldmatrix, mma.m16n8k16, mma.m16n8k8.
+// Matrix products on the tensor cores, a warp at a time (sm_80 and newer), of 16-bit floats, of floats as TF32 and of
+// 8-bit integers, and the asynchronous copies and matrix loads that feed them. PTX ISA 8.0: cp.async, ldmatrix,
+// mma.m16n8k32, mma.m16n8k16, mma.m16n8k8.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -107,6 +108,19 @@ __device__ inline void Mma<float>(float (&d)[4], const uint32_t (&a)[4], uint32_
       "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
       "{%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Of 8-bit integers, A 16x32 and B 32x8: lane i has of A the bytes 4 (i % 4) to 4 (i % 4) + 3 of its rows' first half,
+// then of their second, and of B the same of column i / 4. Sums wrap.
+template <class T>
+__device__ inline void Mma(int (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
+
+template <>
+__device__ inline void Mma<int8_t>(int (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 

@@ -3,11 +3,14 @@
 #include <cmath>
 #include <numeric>
 
+#include "cuda/conv/bytes_plan.h"
 #include "cuda/conv/few_features_plan.h"
 #include "cuda/conv/frame.h"
 #include "cuda/conv/pixel_map.h"
+#include "cuda/conv/step_cost.h"
 #include "cuda/conv/strips.h"
 #include "cuda/conv/unaligned_plan.h"
+#include "cuda/conv/wgmma_plan.h"
 
 namespace jaxdnn::conv {
 namespace {
@@ -21,67 +24,6 @@ constexpr int64_t kIndexLimit = int64_t{1} << 30;
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t FloorDiv(int64_t a, int64_t b) { return (a - (a % b + b) % b) / b; }
-
-// What a step of a tile's main loop takes, in cycles: `latency` when nothing else hides its loads, `busy` when other
-// blocks do; and how many blocks share a multiprocessor. Fitted to an H200, where the model's times then have a root
-// mean square error of 10 %. The CUDA-core rates are shares of 128 multiply-adds a cycle.
-struct StepCost {
-  double latency, busy, resident;
-};
-
-StepCost CostOf(const TileShape& t, const Problem& p, int depth) {
-  const bool filter = p.direction == Direction::kFilterGradient, floats = p.in == DType::kF32;
-  const double simt_step = t.rows * t.columns * depth / 128.0;
-  switch (t.tile) {
-    case Tile::kSimt128x64:
-      return {700, simt_step / 0.6, 4};
-    case Tile::kSimt64x32:
-      return {700, simt_step / 0.45, 8};
-    case Tile::kSimt128x8:
-      return {700, simt_step / 0.3, 8};
-    case Tile::kMma128x128:
-      return !filter ? StepCost{900, 700, 2} : floats ? StepCost{2050, 1350, 2} : StepCost{1350, 980, 2};
-    case Tile::kMma128x64:
-      return !filter ? StepCost{600, 420, 2} : floats ? StepCost{1550, 970, 3} : StepCost{1350, 820, 3};
-    case Tile::kMma64x64:
-      return !filter ? StepCost{650, 260, 3} : floats ? StepCost{1020, 600, 3} : StepCost{1100, 440, 4};
-    case Tile::kMma128x32:
-      return !filter ? StepCost{700, 300, 3} : floats ? StepCost{1320, 790, 3} : StepCost{1350, 580, 3};
-    default:
-      return {};
-  }
-}
-
-// Of the Hopper kernels: the cycles of a step, and those of beginning and storing a tile, which the other warpgroup
-// hides unless tiles are short. Fitted to an H200, where the choice is then on average 2 % slower than the best.
-struct WgmmaCost {
-  double step, tile;
-};
-
-WgmmaCost WgmmaCostOf(const TileShape& t, const Problem& p) {
-  // Of 16-bit floats and of TF32: forward and data gradient, then the filter gradient, which takes floats in tiles of
-  // 128 rows only.
-  constexpr WgmmaCost k128x128[] = {{600, 4400}, {625, 8000}, {660, 1200}, {680, 1200}};
-  constexpr WgmmaCost k256x64[] = {{750, 4400}, {795, 8000}, {800, 1600}, {}};
-  constexpr WgmmaCost k128x64[] = {{410, 4100}, {450, 6100}, {480, 500}, {420, 500}};
-  constexpr WgmmaCost k64x128[] = {{465, 3400}, {450, 4700}, {480, 0}, {}};
-  constexpr WgmmaCost k64x64[] = {{355, 3500}, {360, 4100}, {335, 0}, {}};
-  const int which = 2 * (p.direction == Direction::kFilterGradient) + (p.in == DType::kF32);
-  switch (t.tile) {
-    case Tile::kWgmma128x128:
-      return k128x128[which];
-    case Tile::kWgmma256x64:
-      return k256x64[which];
-    case Tile::kWgmma128x64:
-      return k128x64[which];
-    case Tile::kWgmma64x128:
-      return k64x128[which];
-    case Tile::kWgmma64x64:
-      return k64x64[which];
-    default:
-      return {};
-  }
-}
 
 // Whether rows of channels are runs of so many elements, or of whole 16-byte chunks.
 bool InRunsOf(const Problem& p, int64_t n) { return p.channels % n == 0 && p.features % n == 0; }
@@ -104,8 +46,9 @@ bool IsRagged(const Problem& p, const Dense& dense) {
 bool IsTripled(const Problem& p) { return p.in == DType::kF32 && p.products == 3; }
 
 double ReductionCycles(const Problem& p, int64_t splits, int64_t result_bytes) {
-  return UsesWorkspace(p, splits) ? kLaunchCycles + 2.0 * splits * result_bytes / (kMultiprocessors * kBytesPerCycle)
-                                  : 0;
+  if (!UsesWorkspace(p, splits)) return 0;
+  const double scattered = p.exchanged ? 10.0 * result_bytes : 0;  // their places are far apart
+  return kLaunchCycles + (2.0 * splits * result_bytes + scattered) / (kMultiprocessors * kBytesPerCycle);
 }
 
 // The product that the mma.sync kernels compute.
@@ -123,58 +66,51 @@ Gemm DenseGemmOf(const Problem& p, const Dense& dense) {
   return {g.problems, g.rows, g.columns, depth * dense.groups};
 }
 
-// Tiles of rows, and of them those of the average phase and its steps' depth.
+// Tiles of rows, the depth of the sums of the average phase, and of that which meets most taps.
 struct Work {
-  double tiles, depth;
+  double tiles, depth, longest;
 };
 
 Work WorkOf(const Problem& p, const TileShape& t, int64_t splits) {
   const Dense dense = t.unit == Unit::kMma ? DenseOf(p) : Dense();
   const Gemm g = t.unit == Unit::kMma ? DenseGemmOf(p, dense) : GemmOf(p);
-  double phases = 1, taps_per_tap = 1;
+  double phases = 1, taps_per_tap = 1, share = 1;
   if (p.direction != Direction::kFilterGradient && !dense.Folds()) {
     const Phases f = PhasesOf(p);
-    for (int d = 0; d < kRank; ++d) phases *= f.period[d], taps_per_tap *= f.tap_period[d];
+    for (int d = 0; d < kRank; ++d) {
+      phases *= f.period[d], taps_per_tap *= f.tap_period[d];
+      share *= double(CeilDiv(p.window[d], f.tap_period[d])) / std::max<int64_t>(p.window[d], 1);
+    }
   }
   const double row_tiles = phases * std::ceil(g.rows / phases / t.rows);
-  return {double(g.problems) * row_tiles * CeilDiv(g.columns, t.columns) * splits, g.depth / taps_per_tap / splits};
+  const double tiles = double(g.problems) * row_tiles * CeilDiv(g.columns, t.columns) * splits;
+  return {tiles, g.depth / taps_per_tap / splits, g.depth * share / splits};
+}
+
+Lines LinesOf(const Problem& p, const Dense& dense) {
+  constexpr int64_t kWide = 64;
+  if (IsRagged(p, dense)) return GathersChunks(p, dense) ? Lines::kSomeInPieces : Lines::kInPieces;
+  if (p.direction == Direction::kFilterGradient) {
+    const bool wide = p.channels >= kWide && !GathersChunks(p, dense);
+    return CopiesChunks(p, dense) ? Lines::kWhole : wide ? Lines::kInPieces : Lines::kSomeInPieces;
+  }
+  return dense.groups > 1 || dense.Folds() ? Lines::kSpread : Lines::kWhole;
 }
 
 double Cycles(const Problem& p, const TileShape& t, int64_t splits) {
+  const bool mma = t.unit == Unit::kMma;
   const Work work = WorkOf(p, t, splits);
-  const int depth = t.unit == Unit::kMma ? MmaDepth(p.direction, SizeOf(p.in)) : SimtDepth(p.in);
-  const StepCost cost = CostOf(t, p, depth);
+  const Dense dense = mma ? DenseOf(p) : Dense();
+  const Lines lines = mma ? LinesOf(p, dense) : Lines::kWhole;
+  const StepCost cost = StepCostOf(t.tile, p.direction, p.in, lines);
   // Finding its place and storing its sums take a block as long as some steps.
-  const double steps = std::ceil(work.depth / depth) + (t.unit == Unit::kMma ? 8 : 4);
+  const int depth = mma ? MmaDepth(p.direction, SizeOf(p.in)) : SimtDepth(p.in), beside = mma ? 8 : 4;
+  const double steps = std::ceil(work.depth / depth) + beside, longest = std::ceil(work.longest / depth) + beside;
   const double each = std::ceil(work.tiles / kMultiprocessors);
-  // What the mma.sync kernels shift, or copy piece by piece.
-  const Dense dense = DenseOf(p);
-  const double pieces = t.unit == Unit::kSimt           ? 1
-                        : IsRagged(p, dense)            ? (GathersChunks(p, dense) ? 1.2 : 2.2)
-                        : CopiesChunks(p, dense)        ? 1
-                        : InRunsOf(p, 4 / SizeOf(p.in)) ? 1.6
-                                                        : 2;
-  return steps * pieces * (IsTripled(p) ? 2.5 : 1) *
-         std::max(std::ceil(each / cost.resident) * cost.latency, each * cost.busy);
-}
-
-double WgmmaCycles(const Problem& p, const TileShape& t, int64_t splits) {
-  const WgmmaCost cost = WgmmaCostOf(t, p);
-  Work work = WorkOf(p, t, splits);
-  double steps;
-  if (p.direction == Direction::kFilterGradient) {
-    // Rows come in units of a line of channels.
-    const int line = WgmmaDepth(p.in);
-    const double units = double(p.Taps()) * CeilDiv(p.channels, line);
-    work.tiles = std::ceil(units / (t.rows / line)) * CeilDiv(p.features, t.columns) * splits;
-    steps = std::ceil(work.depth / WgmmaDepth(p.in));
-  } else {
-    // Pixels of half a line and less take as many loads, which are slower for what they bring.
-    const int64_t channels = p.DepthChannels(), line = WgmmaDepth(p.in);
-    steps = std::max(1.0, work.depth / channels * CeilDiv(channels, line)) * (2 * channels <= line ? 1.45 : 1);
-  }
-  const double each = std::ceil(work.tiles / kMultiprocessors), busy = steps * cost.step;
-  return each * std::max(busy, (busy + cost.tile) / 2) + cost.tile;
+  // Groups that are merged may come in pieces too.
+  const double pieces = lines != Lines::kSpread || CopiesChunks(p, dense) ? 1 : InRunsOf(p, 4 / SizeOf(p.in)) ? 1.6 : 2;
+  const double latency = std::max(steps * std::ceil(each / cost.resident), longest) * cost.latency;
+  return pieces * (IsTripled(p) ? 2.5 : 1) * std::max(latency, steps * each * cost.busy);
 }
 
 // Of the depthwise kernels, by what an element of the larger of input and output takes a multiprocessor. Windows that
@@ -188,24 +124,19 @@ double DepthwiseCycles(const Problem& p, int64_t splits) {
   const bool paired = p.features == 1 && p.groups % 2 == 0;
   const double lines = p.window[0] * p.window[1], taps = p.Taps() * (paired ? 1 : 2);
   const double element = compiled && paired ? 0.25 + 0.015 * taps : 0.6 + 0.017 * taps + 0.1 * lines;
-  const double elements = double(p.batch) * p.images * p.groups * p.features * std::max(p.XPixels(), p.YPixels());
+  // Compiled windows go over all lines, others over results alone.
+  const bool results = !(compiled && paired) && p.direction == Direction::kForward;
+  const double planes = double(p.batch) * p.images * p.groups * p.features;
+  const double most = planes * std::max(p.XPixels(), p.YPixels()), elements = results ? planes * p.YPixels() : most;
   // Lanes run over channels, of which few leave loads scattered.
   const double scattered = std::max(1.0, 16.0 / p.groups);
-  const double all = elements * element * scattered / kMultiprocessors, bytes = elements * 2 * SizeOf(p.in);
+  const double all = elements * element * scattered / kMultiprocessors, bytes = most * 2 * SizeOf(p.in);
   // Blocks have channels of their own, and in the filter gradient 32 taps where the window is not compiled for.
   const double pieces = compiled ? 1 : std::ceil(p.Taps() / 32.0);
   const double blocks = double(p.batch) * std::ceil(p.groups * p.features / 64.0) * splits * pieces;
   constexpr double kPlaces = 2 * kMultiprocessors;
   const double rounds = filter ? std::ceil(blocks / kPlaces) : 1, unused = filter ? rounds * kPlaces / blocks : 1;
   return 2000 + 3000 * rounds + std::max(all * unused, bytes / (kMultiprocessors * kBytesPerCycle));
-}
-
-// Of an operand that wgmma wants K-major: the filter forward, y in the filter gradient. TF32 has no MN-major operands.
-int64_t TransposedBytes(const Problem& p, const TileShape& t) {
-  if (t.unit != Unit::kWgmma || p.in != DType::kF32 || p.direction == Direction::kDataGradient) return 0;
-  if (p.direction == Direction::kForward) return p.FilterSize() * 4;
-  const int64_t depth = WgmmaDepth(p.in);
-  return CeilDiv(p.images * p.YPixels(), depth) * depth * p.features * 4;
 }
 
 // Of the kernels of few channels, of a problem as AsForward has it: a tile's products, and what it moves to and from
@@ -295,12 +226,14 @@ bool StoresExchanged(Unit unit) {
 //
 // The depthwise kernels have one input channel to a group, and count work and the bytes between columns with 32 bits.
 bool Takes(const TileShape& t, const Problem& p, bool hopper) {
+  if (IsByte(p.in)) return TakesBytes(t, p, hopper);
   if (p.exchanged && !StoresExchanged(t.unit)) return false;
   if (t.unit == Unit::kSimt) return true;
   if (t.unit == Unit::kFewChannels) return TakesFewChannels(p);
   if (t.unit == Unit::kGrouped) return TakesGrouped(p);
   if (t.unit == Unit::kFewFeatures) return TakesFewFeatures(p);
   if (t.unit == Unit::kUnaligned) return hopper && TakesUnaligned(p);
+  if (t.unit == Unit::kWgmma) return hopper && TakesWgmma(p, t);
   if (t.unit == Unit::kDepthwise) {
     const bool holes = *std::max_element(p.lhs_dilation, p.lhs_dilation + kRank) > 1;
     double apart = 0;
@@ -311,13 +244,6 @@ bool Takes(const TileShape& t, const Problem& p, bool hopper) {
            p.batch * p.images * std::max(p.XPixels(), p.YPixels()) < INT32_MAX;
   }
   if (p.in == DType::kF64 || (p.in == DType::kF32 && p.products == 0)) return false;
-  if (t.unit == Unit::kWgmma) {
-    MappedPhase phases[kMaxMaps];
-    const bool floats =
-        p.in == DType::kF32 && p.products == 1 && (p.direction != Direction::kFilterGradient || t.rows == 128);
-    return hopper && (floats || p.in != DType::kF32) && p.batch == 1 && p.groups == 1 && InChunks(p) &&
-           p.images * std::max(p.XPixels(), p.YPixels()) < INT32_MAX && MapPhases(p, phases) > 0;
-  }
   if (*std::max_element(p.window, p.window + kRank) > kMmaMaxWindow) return false;
   const Dense dense = DenseOf(p);
   if (InChunks(p) && dense.groups == 1 && !dense.Folds()) return !(t.tile == Tile::kMma128x128 && IsTripled(p));
@@ -330,8 +256,8 @@ Dense DenseOf(const Problem& p) {
   constexpr int64_t kColumns = 32, kMostChannels = 128, kMostFolded = 64;
   const int64_t chunk = 16 / SizeOf(p.in), widest = std::max(p.channels, p.features);
   Dense dense;
-  // Single channels are the depthwise kernels'.
-  for (int64_t twice = 2; p.channels > 1 && p.groups % twice == 0; twice *= 2) {
+  // Single channels are the depthwise kernels', which take no bytes.
+  for (int64_t twice = 2; (p.channels > 1 || IsByte(p.in)) && p.groups % twice == 0; twice *= 2) {
     const bool chunks = InRunsOf(p, chunk / std::gcd(chunk, dense.groups));
     if (twice * widest > (chunks ? kColumns : kMostChannels)) break;
     dense.groups = twice;
@@ -362,7 +288,10 @@ namespace {
 
 std::optional<Config> ChooseAsItIs(const Problem& p, bool hopper, std::string_view algorithm, int64_t workspace_limit) {
   const bool widened = p.out == DType::kF32 && (p.in == DType::kF16 || p.in == DType::kBF16);
-  if (!(p.in == p.out || widened) || !Indexable(p)) return std::nullopt;
+  const bool floats = p.out == DType::kF32 || p.out == DType::kF16 || p.out == DType::kBF16;
+  const bool known = IsByte(p.in) ? floats || (p.in == DType::kS8 && p.out == DType::kS32)
+                                  : (p.in == p.out && p.in != DType::kS32) || widened;
+  if (!known || !Indexable(p)) return std::nullopt;
   const Gemm g = GemmOf(p);
   const int64_t result_bytes = p.FilterSize() * (p.in == DType::kF64 ? 8 : 4);
   const bool splittable = p.direction == Direction::kFilterGradient;
@@ -382,30 +311,38 @@ std::optional<Config> ChooseAsItIs(const Problem& p, bool hopper, std::string_vi
       const int64_t slices = tiles > 0 ? CeilDiv(tiles, CeilDiv(tiles, splits)) : splits;
       // Those of unaligned channels have partial sums of a single slice too.
       const bool partial = UsesWorkspace(p, slices) || (t.unit == Unit::kUnaligned && splittable);
-      const int64_t transposed = TransposedBytes(p, t), bytes = transposed + (partial ? slices * result_bytes : 0);
+      const int64_t transposed = t.unit != Unit::kWgmma ? 0 : IsByte(p.in) ? BytesWorkspace(p) : TransposedBytes(p, t);
+      const int64_t bytes = transposed + (partial ? slices * result_bytes : 0);
       if (bytes > workspace_limit) break;
       if (splittable && CeilDiv(g.depth, slices) >= kIndexLimit) continue;  // a slice is indexed with 32 bits
-      const double product = t.unit == Unit::kDepthwise     ? DepthwiseCycles(p, slices)
-                             : t.unit == Unit::kFewChannels ? FewChannelsCycles(AsForward(p), strips, slices)
-                             : t.unit == Unit::kGrouped     ? GroupedCycles(p, slices)
-                             : t.unit == Unit::kFewFeatures ? FewFeaturesCycles(p)
-                             : t.unit == Unit::kUnaligned   ? UnalignedCycles(p, slices)
-                             : t.unit == Unit::kWgmma       ? WgmmaCycles(p, t, slices)
-                                                            : Cycles(p, t, slices);
-      const double cycles = product + ReductionCycles(p, slices, result_bytes) +
-                            (transposed ? kLaunchCycles + 2.0 * transposed / (kMultiprocessors * kBytesPerCycle) : 0);
-      if (!best || cycles < best->cycles) best = Config{t.tile, slices, bytes, cycles};
+      const int64_t most_blocks = t.unit == Unit::kWgmma && !IsByte(p.in) ? MostBlocks(p, t) : 1;
+      for (int64_t cluster = 1; cluster == 1 || cluster <= most_blocks; cluster *= 2) {
+        const double product = t.unit == Unit::kDepthwise     ? DepthwiseCycles(p, slices)
+                               : t.unit == Unit::kFewChannels ? FewChannelsCycles(AsForward(p), strips, slices)
+                               : t.unit == Unit::kGrouped     ? GroupedCycles(p, slices)
+                               : t.unit == Unit::kFewFeatures ? FewFeaturesCycles(p)
+                               : t.unit == Unit::kUnaligned   ? UnalignedCycles(p, slices)
+                               : t.unit == Unit::kWgmma
+                                   ? (IsByte(p.in) ? BytesCycles(p, t) : WgmmaCycles(p, t, slices, cluster))
+                                   : Cycles(p, t, slices);
+        const double cycles = product + ReductionCycles(p, slices, result_bytes);
+        if (!best || cycles < best->cycles) best = Config{t.tile, slices, cluster, bytes, cycles};
+      }
     }
   }
   return best;
 }
 
-// With x and y exchanged a dilated input has no holes, and few features are few channels.
+// With x and y exchanged a dilated input has no holes, few features are few channels, and the smaller operand of a
+// dense layer is what Hopper's kernels transpose for TF32, which counts where windows are 1x1.
 bool IsWorthExchanging(const Problem& p) {
   const auto is_one = [](int64_t n) { return n == 1; };
+  const bool transposes = p.in == DType::kF32 && p.products == 1 && p.groups == 1 && p.Taps() == 1 &&
+                          std::min(p.channels, p.features) >= 64;
   return p.direction == Direction::kFilterGradient && std::all_of(p.stride, p.stride + kRank, is_one) &&
          (!std::all_of(p.lhs_dilation, p.lhs_dilation + kRank, is_one) ||
-          (p.features <= kFewMostChannels && p.channels > kFewMostChannels)) &&
+          (p.features <= kFewMostChannels && p.channels > kFewMostChannels) ||
+          (transposes && p.features * p.YPixels() > p.channels * p.XPixels())) &&
          p.FilterSize() < INT32_MAX;
 }
 

@@ -27,8 +27,9 @@ enum class PadMode { kZeros, kReflect, kReplicate, kCircular };
 
 struct Problem {
   Direction direction;
-  DType in;        // of both operands
-  DType out;       // of the result: `in`, or the type it is summed in
+  DType in;        // of both operands, but that the two types of 8-bit floats may be mixed
+  DType filter;    // of the filter
+  DType out;       // of the result: `in`, or the type it is summed in; of 8-bit floats and scaled integers any float
   int products;    // of TF32 for one of floats: 1, 3 for nearly all of float32's bits, or 0 for float32 arithmetic
   int64_t batch;   // independent problems
   int64_t images;  // per problem
@@ -74,6 +75,8 @@ enum class Tile {
   kWgmma128x64,
   kWgmma64x128,
   kWgmma64x64,
+  kWgmma128x160,
+  kWgmma128x128Copied,
   kDepthwise,
   kFewChannels,
   kGrouped,
@@ -99,6 +102,8 @@ constexpr TileShape kTiles[] = {
     {Tile::kWgmma128x64, "wgmma 128x64", Unit::kWgmma, 128, 64, 384},
     {Tile::kWgmma64x128, "wgmma 64x128", Unit::kWgmma, 64, 128, 384},
     {Tile::kWgmma64x64, "wgmma 64x64", Unit::kWgmma, 64, 64, 384},
+    {Tile::kWgmma128x160, "wgmma 128x160", Unit::kWgmma, 128, 160, 384},
+    {Tile::kWgmma128x128Copied, "wgmma 128x128 copied", Unit::kWgmma, 128, 128, 384},
     {Tile::kDepthwise, "depthwise", Unit::kDepthwise, 1, 1, 128},
     {Tile::kFewChannels, "few_channels", Unit::kFewChannels, 1, 1, 128},
     {Tile::kGrouped, "grouped", Unit::kGrouped, 1, 1, 128},
@@ -110,7 +115,7 @@ constexpr TileShape kTiles[] = {
 constexpr int MmaDepth(Direction direction, int size) {
   return (direction == Direction::kFilterGradient ? 128 : 64) / size;
 }
-constexpr int WgmmaDepth(DType in) { return in == DType::kF32 ? 32 : 64; }
+constexpr int WgmmaDepth(DType in) { return 128 / int(SizeOf(in)); }
 constexpr int SimtDepth(DType in) { return in == DType::kF64 ? 8 : 16; }
 
 // The most taps along a dimension that the tensor-core kernels take.
@@ -119,7 +124,8 @@ constexpr int64_t kMmaMaxWindow = 511;
 struct Config {
   Tile tile;
   int64_t splits;           // slices of the reduction, summed in order by a second kernel when more than 1
-  int64_t workspace_bytes;  // for the slices' partial sums, or a transposed filter
+  int64_t cluster;          // neighbouring blocks that share the reduction of a tile
+  int64_t workspace_bytes;  // for the slices' partial sums, or a transposed operand
   double cycles;            // modelled time, for comparing configurations
   bool exchanged;           // whether the kernel computes a filter gradient with x and y exchanged
   int64_t frame_slices;     // further ones, of what reads beyond the edges (frame.h)
@@ -162,11 +168,12 @@ std::optional<Config> Choose(const Problem& p, bool hopper, std::string_view alg
 // Whether a filter gradient's sums, as floats or doubles, go to the workspace, and from there to the result.
 inline bool UsesWorkspace(const Problem& p, int64_t splits) { return splits > 1 || p.exchanged; }
 
-// What becomes of a forward convolution's sums before they are rounded: activation(sum + bias + residual).
+// What becomes of a forward convolution's sums before they are rounded: activation(scale sum + bias + residual).
 struct Epilogue {
   const void* bias = nullptr;      // [batch, groups * features], of the result's type, or null
   const void* residual = nullptr;  // like the result, or null
   activation::Activation activation = {activation::Kind::kIdentity};
+  const float* scale = nullptr;  // [batch, groups * features], or null; of 8-bit operands' sums alone
 };
 
 // `lhs`, `rhs` and `out` are x, w, y (forward); y, w, x (data gradient); x, y, w (filter gradient). Returns a

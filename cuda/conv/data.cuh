@@ -7,6 +7,7 @@
 // convolution and no more.
 #pragma once
 
+#include "cuda/common/float8.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/conv/axis.cuh"
 
@@ -37,6 +38,8 @@ struct DataParams {
   int phase_channels;                                        // and how many channels these meet
   int filter_run;                                            // elements of the filter that belong together
   bool whole_runs;                                           // whether chunks of the result's columns do
+  DType result_type;                                         // where the operands' type does not tell
+  Float8Kinds e5m2;
   Epilogue epilogue;
 };
 
@@ -48,6 +51,8 @@ inline DataParams MakeDataParams(const Problem& p, const Epilogue& epilogue, int
   const int64_t k = p.groups * p.features;
   DataParams q = {};
   q.epilogue = epilogue;
+  q.result_type = p.out;
+  q.e5m2 = {p.in == DType::kE5M2, p.filter == DType::kE5M2};
   q.images = p.images;
   q.columns = int(g.columns * dense.groups);
   q.channels = int(p.DepthChannels() * dense.groups);

@@ -9,43 +9,6 @@
 namespace jaxdnn::conv {
 namespace {
 
-template <class T, bool kForward, class In>
-using LoadRaggedFilter =
-    std::conditional_t<kForward, LoadRaggedFilterForward<T, In>, LoadRaggedFilterTransposed<T, In>>;
-
-// kAligned: the operand's lines are whole chunks, only the filter's are not.
-template <class T, bool kAligned, bool kForward, class In>
-__global__ void __launch_bounds__(T::kThreads, T::kBlocks)
-    DataRaggedKernel(const __grid_constant__ DataParams p, Bounds<In> in, Bounds<In> filter, bool wide, void* out) {
-  extern __shared__ __align__(128) unsigned char ring[];
-  __shared__ Row rows[T::kRows];
-  const DataBlock block(p);
-  if (block.first_row >= block.row_count) return;  // not every phase has as many rows as the largest
-  block.SetRows(p, rows);
-  __syncthreads();
-
-  typename T::Sums sums = {};
-  const int depth = block.Depth(p), steps = (depth + T::kDepth - 1) / T::kDepth;
-  LoadRaggedFilter<T, kForward, In> load_b(p, block, filter);
-  const auto multiply = [&](auto load_a) {
-    MultiplyPipelined<In, T>(SharedAddress(ring), steps, load_a, load_b, sums);
-  };
-  if constexpr (kAligned) {
-    multiply(LoadOperand<T, kChunk<In>, In>(p, block, rows, in.begin, depth));
-  } else {
-    multiply(LoadRaggedOperand<T, In>(p, block, rows, in));
-  }
-
-  const int first_column = block.column_tile * T::kColumns;
-  const auto channel = [&](int column) { return block.group * int64_t{p.columns} + first_column + column; };
-  const auto address = [&](int row, int column) -> int64_t {
-    const int64_t pixel = rows[row].result;
-    return pixel < 0 || first_column + column >= p.columns ? -1 : pixel * p.result_pixel + channel(column);
-  };
-  const auto bias = [&](int column) { return block.batch * p.result_pixel + channel(column); };
-  StoreData<T, kForward, In>(p, ring, sums, address, bias, p.whole_runs, wide, out);
-}
-
 template <Direction kDirection, class In, int kProducts>
 cudaError_t LaunchType(const Problem& p, const Config& config, const void* operand, const void* filter, void* out,
                        const Epilogue& epilogue, cudaStream_t stream) {

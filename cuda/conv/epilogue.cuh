@@ -3,13 +3,15 @@
 
 #include "cuda/activation/functions.cuh"
 #include "cuda/common/dtype.cuh"
+#include "cuda/common/float8.cuh"
 #include "cuda/common/vec.cuh"
 #include "cuda/conv/conv.h"
 
 namespace jaxdnn::conv {
 
 __host__ __device__ inline bool IsNone(const Epilogue& e) {
-  return e.bias == nullptr && e.residual == nullptr && e.activation.kind == activation::Kind::kIdentity;
+  return e.bias == nullptr && e.residual == nullptr && e.scale == nullptr &&
+         e.activation.kind == activation::Kind::kIdentity;
 }
 
 // v += the elements of `array`, the epilogue's bias or residual, from `offset` on; nothing where there is none.
@@ -45,5 +47,114 @@ __device__ __forceinline__ Vec<Out, kN> Round(const Accumulator<Out> (&v)[kN]) {
   for (int i = 0; i < kN; ++i) out.v[i] = static_cast<Out>(v[i]);
   return out;
 }
+
+// Calls f with a pointer to elements of the type, which is of floats of 16 or 32 bits.
+template <class F>
+__device__ __forceinline__ void WithFloats(DType type, const void* array, const F& f) {
+  if (type == DType::kF32) {
+    f(static_cast<const float*>(array));
+  } else if (type == DType::kF16) {
+    f(static_cast<const __half*>(array));
+  } else {
+    f(static_cast<const __nv_bfloat16*>(array));
+  }
+}
+
+struct ColumnFactors {
+  float scale, bias;
+};
+
+// Of the column whose scale and bias are at `channel`, or if that is -1 of none.
+__device__ __forceinline__ ColumnFactors LoadFactors(DType type, const Epilogue& epilogue, int64_t channel) {
+  ColumnFactors factors = {1, 0};
+  if (epilogue.scale != nullptr && channel >= 0) factors.scale = epilogue.scale[channel];
+  if (epilogue.bias != nullptr && channel >= 0)
+    WithFloats(type, epilogue.bias, [&](auto* typed) { factors.bias = static_cast<float>(typed[channel]); });
+  return factors;
+}
+
+// What becomes of the sums of 8-bit operands in four neighbouring columns, of many rows: integers are stored as they
+// are, others as floats of the type, after the epilogue.
+struct BytesEpilogue {
+  static constexpr int kN = 4;
+  const Epilogue& epilogue;
+  const DType type;
+  float scale[kN], bias[kN];
+
+  // factors(i) are those of column i.
+  template <class Factors>
+  __device__ __forceinline__ BytesEpilogue(DType type, const Epilogue& epilogue, const Factors& factors)
+      : epilogue(epilogue), type(type) {
+#pragma unroll
+    for (int i = 0; i < kN; ++i) {
+      const ColumnFactors of_column = factors(i);
+      scale[i] = of_column.scale;
+      bias[i] = of_column.bias;
+    }
+  }
+
+  // Calls visit(store, unroll), whose loop over rows, unrolled so many times, calls store(sums, to) for each, where kN
+  // elements are aligned at `to`. What the elements are, and whether the loop holds the code of all activations, is
+  // decided once.
+  template <class Visit>
+  __device__ __forceinline__ void ForRows(void* out, const Visit& visit) const {
+    constexpr std::integral_constant<int, 4> kFour;
+    const auto kind = epilogue.activation.kind;
+    const bool relu = kind == activation::Kind::kRelu;
+    if (type == DType::kS32) {
+      visit([&](const auto& sums, int64_t to) { StoreRun(sums, static_cast<int*>(out) + to); }, kFour);
+    } else if (relu || kind == activation::Kind::kIdentity) {
+      WithFloats(type, out, [&](auto* typed) {
+        const auto store = [&](const auto& sums, int64_t to) {
+          float v[kN];
+          Scale(sums, 0, v);
+          Add<Element<decltype(typed)>>(v, epilogue.residual, to);
+#pragma unroll
+          for (float& each : v) each = relu && each < 0 ? 0 : each;
+          StoreRun(Round<Element<decltype(typed)>>(v), typed + to);
+        };
+        visit(store, kFour);
+      });
+    } else {
+      visit([&](const auto& sums, int64_t to) { StoreAny(sums, 0, out, to); }, std::integral_constant<int, 1>());
+    }
+  }
+
+  // Column `first` by itself, or all.
+  template <class Sum, int kCount>
+  __device__ __forceinline__ void StoreAny(const Vec<Sum, kCount>& sums, int first, void* out, int64_t to) const {
+    if (type == DType::kS32) return StoreRun(sums, static_cast<int*>(out) + to);
+    float v[kCount];
+    Scale(sums, first, v);
+    WithFloats(type, epilogue.residual, [&](auto* typed) { Add<Element<decltype(typed)>>(v, typed, to); });
+    Activate<float>(v, epilogue.activation);
+    WithFloats(type, out, [&](auto* typed) { StoreRun(Round<Element<decltype(typed)>>(v), typed + to); });
+  }
+
+ private:
+  template <class Pointer>
+  using Element = std::remove_const_t<std::remove_pointer_t<Pointer>>;
+
+  template <class Run, class T>
+  static __device__ __forceinline__ void StoreRun(const Run& run, const T* to) {
+    *reinterpret_cast<Run*>(const_cast<T*>(to)) = run;
+  }
+
+  template <class Sum, int kCount>
+  __device__ __forceinline__ void Scale(const Vec<Sum, kCount>& sums, int first, float (&v)[kCount]) const {
+    // Without an index that would put an array into memory.
+    const auto of = [&](const float (&each)[kN], int i) {
+      if constexpr (kCount == kN) return each[i];
+      return first == 0 ? each[0] : first == 1 ? each[1] : first == 2 ? each[2] : each[3];
+    };
+    // Rounded before the bias is added, as by two operations elsewhere.
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) v[i] = __fmul_rn(static_cast<float>(sums.v[i]), of(scale, i));
+    if (epilogue.bias != nullptr) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) v[i] += of(bias, i);
+    }
+  }
+};
 
 }  // namespace jaxdnn::conv

@@ -8,6 +8,7 @@
 // The filter stays in shared memory, in the order of the fragments. A block goes over tiles, and loads one while it
 // multiplies another. Columns are assigned to features so that a thread has eight neighbours of them.
 #include "cuda/common/convert.cuh"
+#include "cuda/conv/epilogue.cuh"
 #include "cuda/conv/few_channels.cuh"
 #include "cuda/conv/few_channels.h"
 

@@ -8,7 +8,7 @@
 #include "cuda/common/launch.cuh"
 #include "cuda/conv/filter.cuh"
 #include "cuda/conv/mma.h"
-#include "cuda/conv/mma_tile.cuh"
+#include "cuda/conv/mma_store.cuh"
 
 namespace jaxdnn::conv {
 namespace {

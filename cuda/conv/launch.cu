@@ -51,7 +51,12 @@ int Launch(const Problem& p, const Config& config, const void* lhs, const void* 
       if (const int e = Launch(WithZeros(p), config, lhs, rhs, out, workspace, epilogue, stream)) return e;
     return (OnTensorCores(p) ? LaunchFrameMma : LaunchFrameSimt)(p, lhs, rhs, out, epilogue, stream);
   }
+  if (epilogue.scale != nullptr && !IsByte(p.in)) return cudaErrorInvalidValue;
   if (config.exchanged != p.exchanged) return Launch(Exchanged(p), config, rhs, lhs, out, workspace, epilogue, stream);
+  if (IsByte(p.in))
+    return kTiles[static_cast<int>(config.tile)].unit == Unit::kWgmma
+               ? LaunchDataBytesWgmma(p, config, lhs, rhs, out, workspace, epilogue, stream)
+               : LaunchDataBytes(p, config, lhs, rhs, out, epilogue, stream);
   switch (kTiles[static_cast<int>(config.tile)].unit) {
     case Unit::kSimt:
       return filter ? LaunchFilterSimt(p, config, lhs, rhs, out, workspace, stream)

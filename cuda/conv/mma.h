@@ -1,4 +1,4 @@
-// The tensor-core kernels for 16-bit floats, on every architecture since sm_80.
+// The tensor-core kernels with mma.sync, on every architecture since sm_80.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -15,6 +15,10 @@ cudaError_t LaunchDataMma(const Problem& p, const Config& config, const void* op
 // other stands for the first.
 cudaError_t LaunchDataRagged(const Problem& p, const Config& config, const void* operand, const void* filter, void* out,
                              const Epilogue& epilogue, cudaStream_t stream);
+
+// Forward, of 8-bit operands. Takes the tiles 128x128 and 128x64.
+cudaError_t LaunchDataBytes(const Problem& p, const Config& config, const void* x, const void* w, void* y,
+                            const Epilogue& epilogue, cudaStream_t stream);
 
 // Filter gradient; `workspace` holds config.workspace_bytes.
 cudaError_t LaunchFilterMma(const Problem& p, const Config& config, const void* x, const void* y, void* out,

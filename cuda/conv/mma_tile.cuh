@@ -7,17 +7,19 @@
 #include <type_traits>
 
 #include "cuda/common/dtype.cuh"
+#include "cuda/common/float8.cuh"
 #include "cuda/common/mma.cuh"
 #include "cuda/common/vec.cuh"
 #include "cuda/conv/conv.h"
-#include "cuda/conv/epilogue.cuh"
 
 namespace jaxdnn::conv {
 
 // A block computes kRows x kColumns sums with kWarpsDown x kWarpsAcross warps.
-template <class In, Direction kDirection, int kRows_, int kColumns_, int kWarpsDown, int kWarpsAcross_, int kBlocks_,
+template <class In_, Direction kDirection, int kRows_, int kColumns_, int kWarpsDown, int kWarpsAcross_, int kBlocks_,
           int kProducts_ = 1>
 struct MmaTile {
+  using In = In_;
+  using Sum = std::conditional_t<std::is_integral_v<In>, int, float>;
   static constexpr int kRows = kRows_, kColumns = kColumns_, kWarpsAcross = kWarpsAcross_;
   static constexpr int kDepth = MmaDepth(kDirection, sizeof(In));  // terms of the reduction in a stage
   static constexpr int kStages = kDirection == Direction::kFilterGradient ? 3 : 4;
@@ -25,11 +27,18 @@ struct MmaTile {
   static constexpr int kBlocks = kBlocks_;      // that share a multiprocessor: as many as keep their sums in registers
   static constexpr int kThreads = 32 * kWarpsDown * kWarpsAcross;
   static constexpr int kWarpRows = kRows / kWarpsDown, kWarpColumns = kColumns / kWarpsAcross;
-  using Sums = float[kWarpRows / 16][kWarpColumns / 8][4];
+  using Sums = Sum[kWarpRows / 16][kWarpColumns / 8][4];
 
   // First row and column of this warp's sums.
   static __device__ int Row() { return threadIdx.x / 32 / kWarpsAcross * kWarpRows; }
   static __device__ int Column() { return threadIdx.x / 32 % kWarpsAcross * kWarpColumns; }
+  // Of sum k of a thread's block j of columns. Bytes of two columns come out of a matrix load together, so that two
+  // blocks have the even and the odd ones of 16.
+  static __device__ int Column(int j, int k) {
+    const int lane = threadIdx.x % 32;
+    if constexpr (sizeof(In) == 1) return Column() + 16 * (j / 2) + 4 * (lane % 4) + 2 * (k % 2) + j % 2;
+    return Column() + 8 * j + 2 * (lane % 4) + k % 2;
+  }
 };
 
 // Elements of 16 bytes.
@@ -55,9 +64,15 @@ struct OperandTile {
   static constexpr int kChunks = (kDepthContiguous ? kDepth : kExtent) / kChunk<In>;
   static constexpr int kBytes = kLines * kChunks * 16;
   static constexpr bool kOneByOne = sizeof(In) == 4 && !kDepthContiguous;
-  static constexpr int kLinesPeriod = kOneByOne ? 4 : 8;  // of the exchange
+  static constexpr bool kPaired = sizeof(In) == 1 && !kDepthContiguous;
+  static constexpr int kLinesPeriod = kOneByOne ? 4 : kPaired ? 16 : 8;  // of the exchange
 
+  // Of 16 lines of bytes the first two of every four come first: what a lane gets of two matrices, transposed, is then
+  // four lines that follow each other.
   static __device__ int Offset(int line, int chunk) {
+    return Place(kPaired ? (line & ~15) | (line >> 1 & 6) | (line & 2) << 2 | (line & 1) : line, chunk);
+  }
+  static __device__ int Place(int line, int chunk) {
     constexpr int kPeriod = kChunks < 8 ? kChunks : 8;
     static_assert(!kOneByOne || kPeriod == 8);
     const int exchange = kOneByOne ? 2 * (line % 4) : line / (8 / kPeriod) % kPeriod;
@@ -98,6 +113,9 @@ struct Fragments {
 #pragma unroll
       for (int i = 0; i < kExtent / 8; ++i)
         offset[i] = Tile::Offset(lane % 4, first / 4 + 2 * i + lane / 16) + lane / 4 % 4 * 4;
+    } else if constexpr (Tile::kPaired) {
+#pragma unroll
+      for (int i = 0; i < kExtent / 16; ++i) offset[i] = Tile::Place(lane, first / 16 + i);
     } else {
 #pragma unroll
       for (int i = 0; i < kExtent / 16; ++i) offset[i] = Tile::Offset(8 * d_half + along, first / 8 + 2 * i + e_half);
@@ -115,21 +133,53 @@ struct Fragments {
         const int e_half = kDepthFirst ? j / 2 : j % 2, d_half = kDepthFirst ? j % 2 : j / 2;
         r[j] = LoadWord(tile + offset[2 * i + e_half] + (2 * d + d_half) * 4 * kLine);
       }
+    } else if constexpr (Tile::kPaired) {
+      uint32_t pairs[4];  // of columns, for two terms each
+      LoadMatrices<true>(pairs, tile + offset[i] + d * 32 * kLine);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) r[j] = __byte_perm(pairs[j % 2 * 2], pairs[j % 2 * 2 + 1], j < 2 ? 0x6420 : 0x7531);
     } else {
       LoadMatrices<true>(r, tile + offset[i] + d * 16 * kLine);
     }
   }
 };
 
-// Copies kVec elements into the stage, or zeros where they are not `valid`; then `global` is not read. One element of
-// 16 bits has no asynchronous copy.
+// Copies kVec elements into the stage, or zeros where they are not `valid`; then `global` is not read. Fewer than four
+// bytes have no asynchronous copy.
 template <int kVec, class In>
 __device__ void CopyElements(uint32_t shared, const In* global, bool valid) {
   if constexpr (kVec * sizeof(In) == 2) {
     const unsigned short bits = valid ? *reinterpret_cast<const unsigned short*>(global) : 0;
     asm volatile("st.shared.b16 [%0], %1;" ::"r"(shared), "h"(bits) : "memory");
+  } else if constexpr (kVec * sizeof(In) == 1) {
+    const unsigned short bits = valid ? *reinterpret_cast<const unsigned char*>(global) : 0;
+    asm volatile("st.shared.b8 [%0], %1;" ::"r"(shared), "h"(bits) : "memory");
   } else {
     CopyAsync<kVec * sizeof(In)>(shared, global, valid);
+  }
+}
+
+// sums += A B of 8-bit floats, widened. A register of four terms is one of the first half of a product's depth and one
+// of the second, in both operands.
+template <int kA, int kB>
+__device__ __forceinline__ void MultiplyFloat8(const uint32_t (&a)[kA][4], const uint32_t (&b)[kB][4],
+                                               const Float8Kinds& e5m2, float (&sums)[kA][2 * kB][4]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    uint32_t wide_b[2 * kB][2];
+#pragma unroll
+    for (int j = 0; j < 2 * kB; ++j) {
+      const uint32_t word = b[j / 2][j % 2 * 2 + half];
+      wide_b[j][0] = WidenFloat8<false>(word, e5m2.b), wide_b[j][1] = WidenFloat8<true>(word, e5m2.b);
+    }
+#pragma unroll
+    for (int i = 0; i < kA; ++i) {
+      const uint32_t upper = a[i][2 * half], lower = a[i][2 * half + 1];  // rows
+      const uint32_t wide_a[4] = {WidenFloat8<false>(upper, e5m2.a), WidenFloat8<false>(lower, e5m2.a),
+                                  WidenFloat8<true>(upper, e5m2.a), WidenFloat8<true>(lower, e5m2.a)};
+#pragma unroll
+      for (int j = 0; j < 2 * kB; ++j) Mma<__half>(sums[i][j], wide_a, wide_b[j][0], wide_b[j][1]);
+    }
   }
 }
 
@@ -137,7 +187,8 @@ __device__ void CopyElements(uint32_t shared, const In* global, bool valid) {
 // their way.
 template <class In, class T, class OfA, class OfB, class Meanwhile>
 __device__ __forceinline__ void MultiplyStage(uint32_t a, uint32_t b, const OfA& of_a, const OfB& of_b,
-                                              typename T::Sums& sums, const Meanwhile& meanwhile) {
+                                              typename T::Sums& sums, const Float8Kinds& e5m2,
+                                              const Meanwhile& meanwhile) {
   constexpr int kParts = T::kDepth / (2 * kChunk<In>);
   uint32_t fragment_a[2][T::kWarpRows / 16][4], fragment_b[2][T::kWarpColumns / 16][4];
   const auto fetch = [&](int d) {
@@ -177,14 +228,19 @@ __device__ __forceinline__ void MultiplyStage(uint32_t a, uint32_t b, const OfA&
 #pragma unroll
       for (int j = 0; j < T::kWarpColumns / 16; ++j) RoundToTf32(part_b[j]);
     }
-    multiply(part_a, part_b);
+    if constexpr (std::is_same_v<In, Float8>) {
+      MultiplyFloat8(part_a, part_b, e5m2, sums);
+    } else {
+      multiply(part_a, part_b);
+    }
   }
 }
 
 // sums += A B over `steps` stages. load_a(step, address), called for one step after another, begins the copies of that
 // step's operand into the stage at `address`, with LoadA::Tile its layout.
 template <class In, class T, class LoadA, class LoadB>
-__device__ void MultiplyPipelined(uint32_t ring, int steps, LoadA& load_a, LoadB& load_b, typename T::Sums& sums) {
+__device__ void MultiplyPipelined(uint32_t ring, int steps, LoadA& load_a, LoadB& load_b, typename T::Sums& sums,
+                                  const Float8Kinds& e5m2 = {}) {
   using TileA = typename LoadA::Tile;
   using TileB = typename LoadB::Tile;
   constexpr int kStageBytes = TileA::kBytes + TileB::kBytes;
@@ -209,117 +265,10 @@ __device__ void MultiplyPipelined(uint32_t ring, int steps, LoadA& load_a, LoadB
     // This step's copies of every thread are here, and the stage that is filled next was last read before.
     __syncthreads();
     const uint32_t stage = ring + step % T::kStages * kStageBytes;
-    MultiplyStage<In, T>(stage, stage + TileA::kBytes, of_a, of_b, sums, [&] { load(step + T::kStages - 1); });
+    MultiplyStage<In, T>(stage, stage + TileA::kBytes, of_a, of_b, sums, e5m2, [&] { load(step + T::kStages - 1); });
   }
   WaitForCopies<0>();
   __syncthreads();
-}
-
-// The sums in shared memory, as Staged, row by row with a pitch that spreads the 8 rows of a store over the banks.
-template <class T, class Staged>
-constexpr int kPitch = T::kColumns + 16 / sizeof(Staged);
-
-template <class T, class Staged>
-__device__ Staged* StageSums(unsigned char* ring, const typename T::Sums& sums) {
-  Staged* scratch = reinterpret_cast<Staged*>(ring);
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int i = 0; i < T::kWarpRows / 16; ++i) {
-#pragma unroll
-    for (int j = 0; j < T::kWarpColumns / 8; ++j) {
-      Staged* p = scratch + (T::Row() + 16 * i + lane / 4) * kPitch<T, Staged> + T::Column() + 8 * j + 2 * (lane % 4);
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-        *reinterpret_cast<Vec<Staged, 2>*>(p + 8 * half * kPitch<T, Staged>) = {
-            static_cast<Staged>(sums[i][j][2 * half]), static_cast<Staged>(sums[i][j][2 * half + 1])};
-    }
-  }
-  __syncthreads();
-  return scratch;
-}
-
-// The sums back from there.
-template <class T>
-__device__ void TakeStaged(const float* scratch, typename T::Sums& sums) {
-  __syncthreads();
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int i = 0; i < T::kWarpRows / 16; ++i)
-#pragma unroll
-    for (int j = 0; j < T::kWarpColumns / 8; ++j)
-#pragma unroll
-      for (int k = 0; k < 4; ++k)
-        sums[i][j][k] = scratch[(T::Row() + 16 * i + lane / 4 + k / 2 * 8) * kPitch<T, float> + T::Column() + 8 * j +
-                                2 * (lane % 4) + k % 2];
-  __syncthreads();
-}
-
-// Stores the block's sums through shared memory, so that whole lines leave at once. address(row, column) says where to,
-// in elements of `out`, or is -1; and `whole_runs`, whether kChunk columns and their addresses always follow each
-// other.
-template <class T, int kChunk, class Out, class Address>
-__device__ void StoreSums(unsigned char* ring, const typename T::Sums& sums, Out* out, const Address& address,
-                          bool whole_runs) {
-  const Out* scratch = StageSums<T, Out>(ring, sums);
-  const auto store = [&](auto vec) {
-    constexpr int kN = decltype(vec)::value, kRuns = T::kColumns / kN;
-#pragma unroll 4
-    for (int run = threadIdx.x; run < T::kRows * kRuns; run += T::kThreads) {
-      const int row = run / kRuns, column = run % kRuns * kN;
-      const int64_t offset = address(row, column);
-      if (offset >= 0)
-        *reinterpret_cast<Vec<Out, kN>*>(out + offset) =
-            *reinterpret_cast<const Vec<Out, kN>*>(scratch + row * kPitch<T, Out> + column);
-    }
-  };
-  constexpr int kMost = 16 / sizeof(Out);
-  if (whole_runs) {
-    store(std::integral_constant < int, kChunk<kMost ? kChunk : kMost>());
-  } else {
-    store(std::integral_constant<int, 1>());
-  }
-}
-
-// The same through an epilogue, whose bias for a column is at bias(column).
-template <class T, class Out, class Address, class Bias>
-__device__ void StoreFinished(unsigned char* ring, const typename T::Sums& sums, Out* out, const Address& address,
-                              bool whole_runs, const Epilogue& epilogue, const Bias& bias) {
-  constexpr int kN = 4, kRuns = T::kColumns / kN;
-  const float* scratch = StageSums<T, float>(ring, sums);
-#pragma unroll 1
-  for (int run = threadIdx.x; run < T::kRows * kRuns; run += T::kThreads) {
-    const int row = run / kRuns, column = run % kRuns * kN;
-    int64_t to[kN];
-    float v[kN];
-#pragma unroll
-    for (int i = 0; i < kN; ++i) {
-      to[i] = i > 0 && whole_runs ? to[0] + i : address(row, column + i);
-      v[i] = scratch[row * kPitch<T, float> + column + i];
-    }
-    if (whole_runs) {
-      if (to[0] < 0) continue;
-      Add<Out>(v, epilogue.bias, bias(column));
-      Add<Out>(v, epilogue.residual, to[0]);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kN; ++i) {
-        float one[] = {v[i]};
-        if (to[i] < 0) continue;
-        Add<Out>(one, epilogue.bias, bias(column + i));
-        Add<Out>(one, epilogue.residual, to[i]);
-        v[i] = one[0];
-      }
-    }
-    Activate<Out>(v, epilogue.activation);
-    const Vec<Out, kN> rounded = Round<Out>(v);
-    if (whole_runs) {
-      *reinterpret_cast<Vec<Out, kN>*>(out + to[0]) = rounded;
-    } else {
-#pragma unroll
-      for (int i = 0; i < kN; ++i)
-        if (to[i] >= 0) out[to[i]] = rounded.v[i];
-    }
-  }
 }
 
 // Dynamic shared memory of a kernel: the ring, and after it, in the same place, the sums.

@@ -1,5 +1,5 @@
-// Operands whose lines are no whole chunks of 16 bytes, because of how many channels or features there are, or of where
-// an array begins.
+// The kernel of operands whose lines are no whole chunks of 16 bytes, because of how many channels or features there
+// are, or of where an array begins.
 //
 // A chunk of such a line begins at any element. A thread reads the two aligned chunks that it lies in to registers, and
 // when the next step is loaded shifts them into one on their way to shared memory. Along the depth each tap's channels
@@ -55,14 +55,15 @@ struct RaggedChunk {
     for (int i = 0; i < 6; ++i) words[i] = two ? words[i + 2] : words[i];
 #pragma unroll
     for (int i = 0; i < 5; ++i) words[i] = one ? words[i + 1] : words[i];
-    if constexpr (sizeof(In) == 2)
+    if constexpr (sizeof(In) < 4)
 #pragma unroll
       for (int i = 0; i < 4; ++i) words[i] = __funnelshift_r(words[i], words[i + 1], shift % 4 * 8);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int elements = count - i * static_cast<int>(4 / sizeof(In));
-      if (elements <= 0) words[i] = 0;
-      if (sizeof(In) == 2 && elements == 1) words[i] &= 0xFFFF;
+      const int bytes = (count - i * static_cast<int>(4 / sizeof(In))) * static_cast<int>(sizeof(In));
+      if (bytes <= 0) words[i] = 0;
+      if (sizeof(In) == 2 && bytes == 2) words[i] &= 0xFFFF;
+      if (sizeof(In) == 1 && bytes > 0 && bytes < 4) words[i] &= (1u << 8 * bytes) - 1;
     }
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(words[0]), "r"(words[1]), "r"(words[2]),
                  "r"(words[3])
@@ -71,7 +72,9 @@ struct RaggedChunk {
 
  private:
   static __device__ uint32_t BitsOf(In v) {
-    if constexpr (sizeof(In) == 2)
+    if constexpr (sizeof(In) == 1)
+      return *reinterpret_cast<const unsigned char*>(&v);
+    else if constexpr (sizeof(In) == 2)
       return *reinterpret_cast<const unsigned short*>(&v);
     else
       return __float_as_uint(v);
@@ -230,5 +233,42 @@ struct LoadRaggedFilterTransposed {
         [&](int j) { return from + j * Mine::kLinesApart * p.filter_column; });
   }
 };
+
+template <class T, bool kForward, class In>
+using LoadRaggedFilter =
+    std::conditional_t<kForward, LoadRaggedFilterForward<T, In>, LoadRaggedFilterTransposed<T, In>>;
+
+// kAligned: the operand's lines are whole chunks, only the filter's are not.
+template <class T, bool kAligned, bool kForward, class In>
+__global__ void __launch_bounds__(T::kThreads, T::kBlocks)
+    DataRaggedKernel(const __grid_constant__ DataParams p, Bounds<In> in, Bounds<In> filter, bool wide, void* out) {
+  extern __shared__ __align__(128) unsigned char ring[];
+  __shared__ Row rows[T::kRows];
+  const DataBlock block(p);
+  if (block.first_row >= block.row_count) return;  // not every phase has as many rows as the largest
+  block.SetRows(p, rows);
+  __syncthreads();
+
+  typename T::Sums sums = {};
+  const int depth = block.Depth(p), steps = (depth + T::kDepth - 1) / T::kDepth;
+  LoadRaggedFilter<T, kForward, In> load_b(p, block, filter);
+  const auto multiply = [&](auto load_a) {
+    MultiplyPipelined<In, T>(SharedAddress(ring), steps, load_a, load_b, sums, p.e5m2);
+  };
+  if constexpr (kAligned) {
+    multiply(LoadOperand<T, kChunk<In>, In>(p, block, rows, in.begin, depth));
+  } else {
+    multiply(LoadRaggedOperand<T, In>(p, block, rows, in));
+  }
+
+  const int first_column = block.column_tile * T::kColumns;
+  const auto channel = [&](int column) { return block.group * int64_t{p.columns} + first_column + column; };
+  const auto address = [&](int row, int column) -> int64_t {
+    const int64_t pixel = rows[row].result;
+    return pixel < 0 || first_column + column >= p.columns ? -1 : pixel * p.result_pixel + channel(column);
+  };
+  const auto bias = [&](int column) { return block.batch * p.result_pixel + channel(column); };
+  StoreData<T, kForward, In>(p, ring, sums, address, bias, p.columns - first_column, p.whole_runs, wide, out);
+}
 
 }  // namespace jaxdnn::conv

@@ -116,8 +116,8 @@ bool TakesUnaligned(const Problem& problem) {
 // Fitted to an H200. A tile takes as long as its products, or what brings and stores it; where the filter comes in
 // parts, as those; and the filter gradient's, as what brings it.
 double UnalignedCycles(const Problem& problem, int64_t splits) {
-  constexpr double kMultiprocessors = 132, kStart = 7000, kProduct = 110, kLeast = 5200;
-  constexpr double kSlab = 700, kSlabStep = 380, kPair = 10, kFilterStart = 25000, kFilterTile = 10200;
+  constexpr double kMultiprocessors = 132, kStart = 7000, kProduct = 110, kLeast = 5200, kLeastShared = 8500;
+  constexpr double kSlab = 700, kSlabStep = 380, kPair = 10, kFilterStart = 12000, kFilterTile = 11300;
   const Problem p = AsForward(problem);
   if (p.direction == Direction::kFilterGradient) {
     const UnalignedFilterPlan plan(p);
@@ -129,7 +129,7 @@ double UnalignedCycles(const Problem& problem, int64_t splits) {
   const double slabs = double(p.Taps()) * plan.slices, products = slabs * plan.steps * plan.rows / 64;
   const double pairs = double(plan.groups) * plan.slices * plan.steps * plan.pixels;
   const double tile = plan.resident ? std::max(kLeast, products * kProduct)
-                                    : std::max(slabs * (kSlab + plan.steps * kSlabStep), pairs * kPair);
+                                    : std::max({kLeastShared, slabs * (kSlab + plan.steps * kSlabStep), pairs * kPair});
   return kStart + std::ceil(plan.Tiles() / kMultiprocessors) * tile;
 }
 

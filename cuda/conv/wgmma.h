@@ -1,4 +1,4 @@
-// The Hopper kernels (sm_90a) for 16-bit floats: TMA loads, wgmma products.
+// The Hopper kernels (sm_90a): TMA loads, wgmma products.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,6 +10,10 @@ namespace jaxdnn::conv {
 // Forward (operand x) and data gradient (operand y).
 cudaError_t LaunchDataWgmma(const Problem& p, const Config& config, const void* operand, const void* filter, void* out,
                             void* workspace, const Epilogue& epilogue, cudaStream_t stream);
+
+// Forward, of 8-bit operands; `workspace` holds config.workspace_bytes. Takes the tiles 128x128 and 128x64.
+cudaError_t LaunchDataBytesWgmma(const Problem& p, const Config& config, const void* x, const void* w, void* y,
+                                 void* workspace, const Epilogue& epilogue, cudaStream_t stream);
 
 // Filter gradient; `workspace` holds config.workspace_bytes.
 cudaError_t LaunchFilterWgmma(const Problem& p, const Config& config, const void* x, const void* y, void* out,

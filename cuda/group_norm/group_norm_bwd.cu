@@ -7,9 +7,10 @@
 namespace jaxdnn::group_norm {
 
 std::optional<int64_t> BackwardWorkspace(const Problem& p) {
-  return MostBytes<2>(p, [&](const auto& t, size_t word) {
-    const int64_t rows = p.batch * p.n * p.channels, of_blocks = t.team.size == 1 ? 0 : rows * t.team.size;
-    return 2 * (rows + of_blocks) * word + ExchangeBytes(t.team, t.SlabGroups(), 2, word);
+  return MostBytes<2>(p, [&](const auto& t, auto a) {
+    using A = decltype(a);
+    return ExchangeBytes<Sums<A>>(t.team, t.SlabGroups()) +
+           2 * p.batch * p.n * t.team.size * p.channels * static_cast<int64_t>(sizeof(A));
   });
 }
 
@@ -27,18 +28,18 @@ cudaError_t Backward(const Problem& p, const void* dy, const void* x, const void
     using C = decltype(access);
     using A = Accumulator<typename C::Type>;
     using V = Vec<typename C::Type, C::V>;
-    const int64_t rows = p.batch * p.n * p.channels;
+    const int64_t rows = p.n * t.team.size;
     MapOperands<typename C::Type, C::V> o = {};
     o.in = static_cast<const V*>(dy), o.x = static_cast<const V*>(x), o.out = static_cast<V*>(dx);
     o.scale = static_cast<const A*>(scale), o.bias = static_cast<const A*>(bias);
     o.statistics = static_cast<const Statistics<A>*>(statistics);
-    o.dscale = static_cast<A*>(workspace), o.dbias = o.dscale + rows;
-    o.channels = reinterpret_cast<Sums<A>*>(o.dbias + rows);
-    o.partial = o.channels + (t.team.size == 1 ? 0 : rows * t.team.size);
+    o.partial = static_cast<Letter<Sums<A>>*>(workspace);
+    o.dscale = reinterpret_cast<A*>(o.partial + (t.team.size == 1 ? 0 : t.team.ExchangedRows() * t.SlabGroups()));
+    o.dbias = o.dscale + p.batch * rows * p.channels;
     o.count = GroupSize<A>(p);
-    if (cudaError_t e = t.team.Reset(o.partial + t.team.ExchangedRows() * t.SlabGroups(), stream)) return e;
+    if (cudaError_t e = t.team.Reset(o.partial, t.SlabGroups(), stream)) return e;
     if (cudaError_t e = LaunchMap<Map::kPullback, C>(p, t, o, stream)) return e;
-    return SumRows(o.dscale, p.batch, p.n, p.channels, static_cast<A*>(dscale), static_cast<A*>(dbias), stream);
+    return SumRows(o.dscale, p.batch, rows, p.channels, static_cast<A*>(dscale), static_cast<A*>(dbias), stream);
   });
 }
 

@@ -21,7 +21,7 @@ struct Operands {
   const A *scale, *bias;
   Vec<T, V>* y;
   A* statistics;
-  Moments* partial;  // [units, blocks of a team, groups of a slab]
+  Letter<Moments>* partial;  // [units, blocks of a team, groups of a slab]
   A epsilon;
   double inverse;  // of the elements of a group
 };
@@ -48,6 +48,7 @@ __global__ void __launch_bounds__(kThreads, kResident) ColumnKernel(ColumnTiling
   auto* statistics = reinterpret_cast<Statistics<A>*>(scratch + (t.parallel_rows + 1) / 2 * t.block_columns * V);
   A* pivots = reinterpret_cast<A*>(statistics + t.slab_groups);
 
+  t.team.Stagger();
   tile.Start(ColumnPlace<V>(t, t.team.First()));
   for (int64_t unit = t.team.First(); unit < t.team.units; unit += t.team.Step()) {
     const ColumnPlace<V> place(t, unit);
@@ -81,7 +82,7 @@ __global__ void __launch_bounds__(kThreads, kResident) ColumnKernel(ColumnTiling
 #pragma unroll
     for (int j = 0; j < V; ++j) total[j] = own[j].About(pivots[t.group_channels.Div(place.Channel(t, j))], place.count);
     SumChannels(t, place, total, AddPairs{}, scratch, sums);
-    Moments* partial = o.partial + unit * (t.team.size + 1) * t.slab_groups;
+    Letter<Moments>* partial = o.partial + unit * (t.team.size + 1) * t.slab_groups;
     const auto take = [&](int g, const Moments& m) {
       statistics[g] = Statistics<A>(m, o.inverse, pivots[g], o.epsilon);
     };
@@ -89,7 +90,7 @@ __global__ void __launch_bounds__(kThreads, kResident) ColumnKernel(ColumnTiling
         t, AddPairs{}, [&](int c) { return sums[c]; },
         [&](int g, const Moments& m) {
           if (t.team.size > 1)
-            partial[t.team.Rank() * t.slab_groups + g] = m;
+            partial[t.team.Rank() * t.slab_groups + g].Write(m);
           else
             take(g, m);
         });
@@ -100,8 +101,10 @@ __global__ void __launch_bounds__(kThreads, kResident) ColumnKernel(ColumnTiling
       scale[j] = o.scale[parameter], bias[j] = o.bias[parameter];
     }
     if (t.team.size > 1) {
-      const auto merge = [&](const Moments* p, int span) { return AddBlocks(p, t.team.size, t.slab_groups, span); };
-      t.team.Exchange(unit, partial, t.slab_groups, merge, take);
+      const auto merge = [&](const Letter<Moments>* p, int span) {
+        return AddBlocks(p, t.team.size, t.slab_groups, span);
+      };
+      t.team.Exchange(partial, t.slab_groups, merge, take);
     }
     __syncthreads();
 
@@ -141,6 +144,7 @@ __global__ void __launch_bounds__(kThreads, kResidentRows) RowKernel(RowTiling t
   auto* scratch = reinterpret_cast<Moments*>(tile_memory + t.schedule.Slots() * blockDim.x);
 
   const auto place_of = [&](int64_t unit) { return RowPlace(t, static_cast<int>(unit) * (blockDim.x >> t.span)); };
+  t.team.Stagger();
   tile.Start(place_of(t.team.First()));
   for (int64_t unit = t.team.First(); unit < t.team.units; unit += t.team.Step()) {
     const RowPlace place = place_of(unit);
@@ -158,7 +162,7 @@ __global__ void __launch_bounds__(kThreads, kResidentRows) RowKernel(RowTiling t
         for (int j = 0; j < kParts; ++j) part[j].first = first;
       }
       count += run.count;
-#pragma unroll 2
+#pragma unroll 4
       for (int k = 0; k < run.count; ++k) {
         A x[V];
         tile.Read(0, slot + k, x);
@@ -172,12 +176,7 @@ __global__ void __launch_bounds__(kThreads, kResidentRows) RowKernel(RowTiling t
 
     Moments moments[1] = {count > 0 ? own.About(pivot, V * count) : Moments{}};
     Reduce(moments, AddPairs{}, {0, t.span}, scratch);
-    if (t.team.size > 1) {
-      Moments* partial = o.partial + unit * (t.team.size + 1);
-      if (threadIdx.x == 0) partial[t.team.Rank()] = moments[0];
-      t.team.Meet(unit, 1);
-      moments[0] = AddBlocks(partial, t.team.size, 1, 5);
-    }
+    if (t.team.size > 1) moments[0] = ExchangeOne(t.team, o.partial + unit * (t.team.size + 1), moments[0], scratch);
     const Statistics<A> statistics(moments[0], o.inverse, pivot, o.epsilon);
     if (exists && t.team.Rank() == 0 && place.in_slab == 0)
       reinterpret_cast<Statistics<A>*>(o.statistics)[place.unit] = statistics;
@@ -189,7 +188,7 @@ __global__ void __launch_bounds__(kThreads, kResidentRows) RowKernel(RowTiling t
           if (run.count == 0) return;
           const int64_t channel = place.parameters + place.Channel(place.Piece(m));
           const Affine<A> affine(statistics, o.scale[channel], o.bias[channel]);
-#pragma unroll 2
+#pragma unroll 4
           for (int k = 0; k < run.count; ++k) {
             A x[V];
             tile.Read(0, slot + k, x);
@@ -204,8 +203,7 @@ __global__ void __launch_bounds__(kThreads, kResidentRows) RowKernel(RowTiling t
 }  // namespace
 
 std::optional<int64_t> ForwardWorkspace(const Problem& p) {
-  return MostBytes<1>(p,
-                      [](const auto& t, size_t) { return ExchangeBytes(t.team, t.SlabGroups(), 2, sizeof(double)); });
+  return MostBytes<1>(p, [](const auto& t, auto) { return ExchangeBytes<Moments>(t.team, t.SlabGroups()); });
 }
 
 cudaError_t Forward(const Problem& p, const void* x, const void* scale, const void* bias, void* y, void* statistics,
@@ -217,9 +215,9 @@ cudaError_t Forward(const Problem& p, const void* x, const void* scale, const vo
     using V = Vec<T, C::V>;
     Operands<T, C::V> o = {static_cast<const V*>(x),    static_cast<const A*>(scale),
                            static_cast<const A*>(bias), static_cast<V*>(y),
-                           static_cast<A*>(statistics), static_cast<Moments*>(workspace),
+                           static_cast<A*>(statistics), static_cast<Letter<Moments>*>(workspace),
                            static_cast<A>(p.epsilon),   1.0 / static_cast<double>(p.channels / p.groups * p.spatial)};
-    if (cudaError_t e = t.team.Reset(o.partial + t.team.ExchangedRows() * t.SlabGroups(), stream)) return e;
+    if (cudaError_t e = t.team.Reset(o.partial, t.SlabGroups(), stream)) return e;
     return VisitActivation<T, C::V>(p.activation, [&](auto f) {
       using F = decltype(f);
       auto* kernel = [] {

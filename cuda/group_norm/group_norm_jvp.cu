@@ -4,7 +4,8 @@
 namespace jaxdnn::group_norm {
 
 std::optional<int64_t> TangentWorkspace(const Problem& p) {
-  return MostBytes<2>(p, [](const auto& t, size_t word) { return ExchangeBytes(t.team, t.SlabGroups(), 2, word); });
+  return MostBytes<2>(p,
+                      [](const auto& t, auto a) { return ExchangeBytes<Sums<decltype(a)>>(t.team, t.SlabGroups()); });
 }
 
 cudaError_t Tangent(const Problem& p, const void* t_in, const void* tscale, const void* tbias, const void* x,
@@ -19,9 +20,9 @@ cudaError_t Tangent(const Problem& p, const void* t_in, const void* tscale, cons
     o.scale = static_cast<const A*>(scale), o.bias = static_cast<const A*>(bias);
     o.tscale = static_cast<const A*>(tscale), o.tbias = static_cast<const A*>(tbias);
     o.statistics = static_cast<const Statistics<A>*>(statistics);
-    o.partial = static_cast<Sums<A>*>(workspace);
+    o.partial = static_cast<Letter<Sums<A>>*>(workspace);
     o.count = GroupSize<A>(p);
-    if (cudaError_t e = t.team.Reset(o.partial + t.team.ExchangedRows() * t.SlabGroups(), stream)) return e;
+    if (cudaError_t e = t.team.Reset(o.partial, t.SlabGroups(), stream)) return e;
     return LaunchMap<Map::kTangent, C>(p, t, o, stream);
   });
 }

@@ -40,11 +40,10 @@ struct MapOperands {
   const A *scale, *bias;
   const A *tscale, *tbias;  // of the tangent
   const Statistics<A>* statistics;
-  Vec<T, V>* out;     // dx or ty
-  A *dscale, *dbias;  // of the pullback, each example's: [examples, channels]
-  Sums<A>* channels;  // of the pullback: [units, blocks of a team, channels of a slab]
-  Sums<A>* partial;   // [units, blocks of a team, groups of a slab]
-  A count;            // elements of a group
+  Vec<T, V>* out;            // dx or ty
+  A *dscale, *dbias;         // of the pullback, those of each block: [examples, blocks of a team, channels]
+  Letter<Sums<A>>* partial;  // [units, blocks of a team, groups of a slab]
+  A count;                   // elements of a group
 };
 
 template <class A>
@@ -94,30 +93,18 @@ __device__ Sums<A> Normalized(const Sums<A>& sums, const Statistics<A>& s) {
   return {sums.first, s.rstd * (sums.second - s.rest * sums.first)};
 }
 
-// What the pullback keeps of a slab: each channel's sums, by a team through global memory. The row is the block's, and
-// the first of `rows` the team's.
+// Where the pullback keeps what the block has of a slab's channels.
 template <class A>
 struct ChannelSums {
-  const Team& team;
-  int channels;
-  Sums<A>* rows;
   A *dscale, *dbias;
 
-  __device__ void Put(int c, const Sums<A>& sums) const {
-    if (team.size > 1)
-      rows[int64_t{team.Rank()} * channels + c] = sums;
-    else
-      dscale[c] = sums.second, dbias[c] = sums.first;
+  // `first`: of the example's channels, the slab's first.
+  __device__ ChannelSums(const Team& team, A* dscale, A* dbias, int64_t example, int64_t channels, int64_t first) {
+    const int64_t at = (example * team.size + team.Rank()) * channels + first;
+    this->dscale = dscale + at;
+    this->dbias = dbias + at;
   }
-  // After the team has met: each block sums some of the channels.
-  __device__ void Finish() const {
-    if (team.size == 1) return;
-    const int warps = blockDim.x / 32;
-    for (int c = team.Rank() + threadIdx.x / 32 * team.size; c < channels; c += warps * team.size) {
-      const Sums<A> sums = AddBlocks(rows + c, team.size, channels, 5);
-      if (threadIdx.x % 32 == 0) dscale[c] = sums.second, dbias[c] = sums.first;
-    }
-  }
+  __device__ void Put(int64_t c, const Sums<A>& sums) const { dscale[c] = sums.second, dbias[c] = sums.first; }
 };
 
 template <Map kMap, class F, class T, int V>
@@ -131,6 +118,7 @@ __global__ void __launch_bounds__(kThreads, kResident) MapColumnsKernel(ColumnTi
   auto* scratch = channel_sums + t.slab_channels;
   const A inverse = A(1) / o.count;
 
+  t.team.Stagger();
   tile.Start(ColumnPlace<V>(t, t.team.First()));
   for (int64_t unit = t.team.First(); unit < t.team.units; unit += t.team.Step()) {
     const ColumnPlace<V> place(t, unit);
@@ -156,24 +144,25 @@ __global__ void __launch_bounds__(kThreads, kResident) MapColumnsKernel(ColumnTi
     });
     SumChannels(t, place, own, AddPairs{}, scratch, channel_sums);
 
-    const auto kept = [&] {
-      const int64_t row = unit * t.slab_channels;  // as slabs follow each other
-      return ChannelSums<A>{t.team, t.slab_channels, o.channels + unit * t.team.size * t.slab_channels, o.dscale + row,
-                            o.dbias + row};
-    };
+    const ChannelSums<A> kept(t.team, o.dscale, o.dbias, place.example, t.channels, place.first_channel);
     const auto of_channel = [&](int c) {
       const Sums<A> sums = Normalized(channel_sums[c], statistics[t.group_channels.Div(c)]);
       if constexpr (kMap == Map::kTangent) return sums;
-      kept().Put(c, sums);
+      kept.Put(c, sums);
       return Times(sums, o.scale[place.parameters + c]);
     };
-    Sums<A>* partial = o.partial + unit * (t.team.size + 1) * t.slab_groups;
+    Letter<Sums<A>>* partial = o.partial + unit * (t.team.size + 1) * t.slab_groups;
     ForEachGroup<Sums<A>>(t, AddPairs{}, of_channel, [&](int g, const Sums<A>& sums) {
-      (t.team.size > 1 ? partial + t.team.Rank() * t.slab_groups : group_sums)[g] = sums;
+      if (t.team.size > 1)
+        partial[t.team.Rank() * t.slab_groups + g].Write(sums);
+      else
+        group_sums[g] = sums;
     });
     if (t.team.size > 1) {
-      const auto merge = [&](const Sums<A>* p, int span) { return AddBlocks(p, t.team.size, t.slab_groups, span); };
-      t.team.Exchange(unit, partial, t.slab_groups, merge, [&](int g, const Sums<A>& sums) { group_sums[g] = sums; });
+      const auto merge = [&](const Letter<Sums<A>>* p, int span) {
+        return AddBlocks(p, t.team.size, t.slab_groups, span);
+      };
+      t.team.Exchange(partial, t.slab_groups, merge, [&](int g, const Sums<A>& sums) { group_sums[g] = sums; });
     }
     __syncthreads();
 
@@ -199,7 +188,6 @@ __global__ void __launch_bounds__(kThreads, kResident) MapColumnsKernel(ColumnTi
             Write<T, V>(o.out + run.base + k * run.step, in);
           }
         });
-    if constexpr (kMap == Map::kPullback) kept().Finish();
     __syncthreads();  // The next unit's sums go where these were.
   }
 }
@@ -214,6 +202,7 @@ __global__ void __launch_bounds__(kThreads, kResidentRows) MapRowsKernel(RowTili
   const A inverse = A(1) / o.count;
 
   const auto place_of = [&](int64_t unit) { return RowPlace(t, static_cast<int>(unit) * (blockDim.x >> t.span)); };
+  t.team.Stagger();
   tile.Start(place_of(t.team.First()));
   for (int64_t unit = t.team.First(); unit < t.team.units; unit += t.team.Step()) {
     const RowPlace place = place_of(unit);
@@ -247,11 +236,7 @@ __global__ void __launch_bounds__(kThreads, kResidentRows) MapRowsKernel(RowTili
     __syncthreads();
 
     Sums<A> group[1] = {};
-    const auto kept = [&] {
-      const int64_t row = place.unit * t.slab_channels;  // as slabs follow each other
-      return ChannelSums<A>{t.team, static_cast<int>(t.slab_channels),
-                            o.channels + unit * t.team.size * t.slab_channels, o.dscale + row, o.dbias + row};
-    };
+    const ChannelSums<A> kept(t.team, o.dscale, o.dbias, place.example, t.channels, place.channels);
     if (exists)
       for (int64_t c = place.in_slab; c < t.slab_channels; c += 1 << t.span) {
         Sums<A> sums = {};
@@ -260,18 +245,13 @@ __global__ void __launch_bounds__(kThreads, kResidentRows) MapRowsKernel(RowTili
         for (int64_t piece = begin; piece < end; ++piece) sums = AddPairs{}(sums, piece_sums[piece - place.first]);
         sums = Normalized(sums, statistics);
         if constexpr (kMap == Map::kPullback) {
-          kept().Put(static_cast<int>(c), sums);
+          kept.Put(c, sums);
           sums = Times(sums, o.scale[place.parameters + c]);
         }
         group[0] = AddPairs{}(group[0], sums);
       }
     Reduce(group, AddPairs{}, {0, t.span}, scratch);
-    if (t.team.size > 1) {
-      Sums<A>* partial = o.partial + unit * (t.team.size + 1);
-      if (threadIdx.x == 0) partial[t.team.Rank()] = group[0];
-      t.team.Meet(unit, 1);
-      group[0] = AddBlocks(partial, t.team.size, 1, 5);
-    }
+    if (t.team.size > 1) group[0] = ExchangeOne(t.team, o.partial + unit * (t.team.size + 1), group[0], scratch);
 
     const int64_t next = unit + t.team.Step();
     tile.SecondVisit(
@@ -293,7 +273,6 @@ __global__ void __launch_bounds__(kThreads, kResidentRows) MapRowsKernel(RowTili
             Write<T, V>(o.out + run.base + k * run.step, in);
           }
         });
-    if constexpr (kMap == Map::kPullback) kept().Finish();
     __syncthreads();  // The next unit's pieces go where these were.
   }
 }

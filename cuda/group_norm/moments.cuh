@@ -43,13 +43,42 @@ struct Shifted {
 
 // The sum of what the team's blocks have, by 1 << span lanes of a warp.
 template <class A>
-__device__ Pair<A> AddBlocks(const Pair<A>* partial, int blocks, int stride, int span) {
+__device__ Pair<A> AddBlocks(const Letter<Pair<A>>* partial, int blocks, int stride, int span) {
+  constexpr int kAtOnce = 4;
+  const int lanes = 1 << span, lane = threadIdx.x & (lanes - 1);
   Pair<A> sums[1] = {};
-#pragma unroll 4
-  for (int i = threadIdx.x & ((1 << span) - 1); i < blocks; i += 1 << span)
-    sums[0] = AddPairs{}(sums[0], LoadRemote(partial + int64_t{i} * stride));
+  if (blocks <= lanes) {
+    if (lane < blocks) sums[0] = partial[int64_t{lane} * stride].Await();
+  } else {
+    for (int first = lane; first < blocks; first += kAtOnce * lanes) {
+      Pair<A> values[kAtOnce];
+      bool there;
+      do {
+        there = true;
+#pragma unroll
+        for (int k = 0; k < kAtOnce; ++k)
+          there &= partial[int64_t{min(first + k * lanes, blocks - 1)} * stride].Read(&values[k]);
+      } while (!there);
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k)
+        if (first + k * lanes < blocks) sums[0] = AddPairs{}(sums[0], values[k]);
+    }
+  }
   Reduce(sums, AddPairs{}, {0, span}, static_cast<Pair<A>*>(nullptr));
   return sums[0];
+}
+
+// The same of one value for every block, in all of its threads: one warp asks for it, as all that ask load memory.
+template <class A>
+__device__ Pair<A> ExchangeOne(const Team& team, Letter<Pair<A>>* letters, const Pair<A>& own, Pair<A>* scratch) {
+  __syncthreads();  // An earlier sum may still be read.
+  if (threadIdx.x < 32) {
+    if (threadIdx.x == 0) letters[team.Rank()].Write(own);
+    const Pair<A> sum = AddBlocks(letters, team.size, 1, 5);
+    if (threadIdx.x == 0) *scratch = sum;
+  }
+  __syncthreads();
+  return *scratch;
 }
 
 // A group's statistics: x less its mean is (x - mean) - rest, in which the first difference is exact near the mean.

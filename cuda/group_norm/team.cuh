@@ -1,5 +1,5 @@
 // Blocks that work together on one slab of memory: each holds its share in shared memory, so that all of it is read
-// once; they exchange a few sums through global memory and meet at a barrier.
+// once; they exchange a few sums through global memory.
 //
 // The grid is launched cooperatively, so that all of its blocks are resident and none waits for one that cannot start.
 #pragma once
@@ -9,74 +9,97 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <type_traits>
 
 #include "cuda/common/launch.cuh"
 
 namespace jaxdnn::group_norm {
 
-// Counters are kept apart, so that teams do not wait for each other's.
-constexpr int kCounterWords = 32;
-
 // A team's values that each of its blocks may sum for itself.
 constexpr int kOwnSums = 512;
 
-// Reads what another block has written, past this multiprocessor's cache.
+// A value that a block sends to others through global memory. Every word of it travels with a mark, in one access,
+// which says that it is there: a barrier would wait for all else that the block has written, which is a lot and takes
+// longer. Beforehand the memory is zero.
 template <class Value>
-__device__ Value LoadRemote(const Value* p) {
-  using Word = std::conditional_t<alignof(Value) % sizeof(double) == 0, double, float>;
-  constexpr size_t kWords = sizeof(Value) / sizeof(Word);
-  static_assert(sizeof(Value) % sizeof(Word) == 0, "moves whole words");
-  Word words[kWords];
-#pragma unroll
-  for (size_t i = 0; i < kWords; ++i) words[i] = __ldcg(reinterpret_cast<const Word*>(p) + i);
-  Value value;
-  memcpy(&value, words, sizeof(Value));
-  return value;
-}
+struct alignas(16) Letter {
+  static_assert(sizeof(Value) % 8 == 0, "goes in pairs of words");
+  static constexpr int kPairs = sizeof(Value) / 8;
+  static constexpr uint32_t kMark = 1;
 
-// Blocks rank = 0..size-1 of team i take the units i, i + teams, ... Each unit has a counter, zero beforehand.
+  uint64_t words[kPairs][2];  // with the mark above
+
+  __device__ void Write(const Value& value) {
+    uint32_t v[2 * kPairs];
+    memcpy(v, &value, sizeof(Value));
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i)
+      asm volatile("st.relaxed.gpu.global.v2.b64 [%0], {%1, %2};" ::"l"(words[i]), "l"(Marked(v[2 * i])),
+                   "l"(Marked(v[2 * i + 1]))
+                   : "memory");
+  }
+  // Whether it was there.
+  __device__ bool Read(Value* value) const {
+    uint64_t read[2 * kPairs];
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i)
+      asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];"
+                   : "=l"(read[2 * i]), "=l"(read[2 * i + 1])
+                   : "l"(words[i])
+                   : "memory");
+    uint32_t v[2 * kPairs];
+    bool there = true;
+#pragma unroll
+    for (int i = 0; i < 2 * kPairs; ++i) {
+      v[i] = static_cast<uint32_t>(read[i]);
+      there &= read[i] >> 32 == kMark;
+    }
+    memcpy(value, v, sizeof(Value));
+    return there;
+  }
+  __device__ Value Await() const {
+    Value value;
+    while (!Read(&value)) __nanosleep(32);
+    return value;
+  }
+
+ private:
+  static __device__ uint64_t Marked(uint32_t word) { return uint64_t{kMark} << 32 | word; }
+};
+
+// Blocks rank = 0..size-1 of team i take the units i, i + teams, ...
 struct Team {
   int64_t units;
   int size;
-  unsigned* arrived;
+  int lag;  // in cycles
 
-  // Rows of values that the blocks write: one each, and one for the result.
+  // Blocks that share a multiprocessor begin one after the other, each when what the one before has asked for is there:
+  // in step they would all load, then all exchange sums, then all store.
+  __device__ void Stagger() const {
+    unsigned multiprocessors;
+    asm("mov.u32 %0, %%nsmid;" : "=r"(multiprocessors));
+    const int64_t start = clock64(), wait = int64_t{blockIdx.x / multiprocessors} * lag;
+    while (clock64() - start < wait) __nanosleep(64);
+  }
+
+  // Rows of letters: one of each block of each unit, and one for the result.
   __host__ __device__ int64_t ExchangedRows() const { return units * (size + 1); }
-  int64_t CounterBytes() const { return size == 1 ? 0 : units * kCounterWords * sizeof(unsigned); }
 
-  // Sets the counters up in workspace; alone, a block needs none.
-  cudaError_t Reset(void* counters, cudaStream_t stream) {
-    arrived = static_cast<unsigned*>(counters);
-    return size == 1 ? cudaSuccess : cudaMemsetAsync(counters, 0, CounterBytes(), stream);
+  // Makes the letters of all units, `width` of each block, ready; alone, a block needs none.
+  template <class Value>
+  cudaError_t Reset(Letter<Value>* letters, int64_t width, cudaStream_t stream) const {
+    return size == 1 ? cudaSuccess
+                     : cudaMemsetAsync(letters, 0, ExchangedRows() * width * sizeof(Letter<Value>), stream);
   }
 
   __device__ int64_t First() const { return blockIdx.x / size; }
   __device__ int64_t Step() const { return gridDim.x / size; }
   __device__ int Rank() const { return blockIdx.x % size; }
 
-  // Returns when all blocks of the team are here for the `round`-th time; what they wrote to global memory before is
-  // visible after.
-  __device__ void Meet(int64_t unit, int round) const {
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      unsigned* counter = arrived + unit * kCounterWords;
-      asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
-      unsigned count;
-      do {
-        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(count) : "l"(counter) : "memory");
-      } while (count < static_cast<unsigned>(size * round));
-    }
-    __syncthreads();
-  }
-
-  // Gives every block the sum of what the blocks have: rows[rank * width + i] for i < width, which is the block's part,
-  // has been written; merge(column, span) sums a column over the ranks by 1 << span lanes; take(i, sum) gets it in one
-  // thread for each i. Every block makes few sums itself; of many each makes some for all, which costs a second
-  // meeting.
+  // Gives every block the sum of what the blocks have: each writes rows[rank * width + i] for i < width;
+  // merge(column, span) sums a column over the ranks by 1 << span lanes; take(i, sum) gets it in one thread for each i.
+  // Every block makes few sums itself; of many each makes some for all.
   template <class Value, class Merge, class Take>
-  __device__ void Exchange(int64_t unit, Value* rows, int width, Merge&& merge, Take&& take) const {
-    Meet(unit, 1);
+  __device__ void Exchange(Letter<Value>* rows, int width, Merge&& merge, Take&& take) const {
     if (width * size <= kOwnSums) {
       int span = 5;
       while (span > 0 && width << span > static_cast<int>(blockDim.x)) --span;
@@ -89,13 +112,12 @@ struct Team {
       return;
     }
     const int warp = threadIdx.x / 32, warps = blockDim.x / 32;
-    Value* result = rows + int64_t{size} * width;
+    Letter<Value>* result = rows + int64_t{size} * width;
     for (int i = Rank() + warp * size; i < width; i += warps * size) {
       const Value sum = merge(rows + i, 5);
-      if (threadIdx.x % 32 == 0) result[i] = sum;
+      if (threadIdx.x % 32 == 0) result[i].Write(sum);
     }
-    Meet(unit, 2);
-    for (int i = threadIdx.x; i < width; i += blockDim.x) take(i, LoadRemote(result + i));
+    for (int i = threadIdx.x; i < width; i += blockDim.x) take(i, result[i].Await());
   }
 };
 

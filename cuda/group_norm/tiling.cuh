@@ -30,6 +30,8 @@ constexpr int kMinRowBytes = 128;
 constexpr int64_t kMinSlabBytes = 16 << 10;
 // The fewest bytes of a slab that are worth another block.
 constexpr int64_t kMinShareBytes = 16 << 10;
+// What memory hands to a multiprocessor.
+constexpr int64_t kBytesPerCycle = 16;
 // Channels first, the most bytes of a run of every thread.
 constexpr int64_t kRunBytes = 16 << 10;
 
@@ -159,6 +161,7 @@ ColumnTiling PlanColumns(const Problem& p, int arrays, const Device& d, int each
   const int64_t length = steps <= fit ? CeilDiv(steps, 4) : std::max<int64_t>(1, fit / 8);
   t.schedule = MakeSchedule(steps, length, fit);
   t.shared = t.schedule.Slots() * step_bytes + scratch;
+  t.team.lag = static_cast<int>(t.schedule.Slots() * step_bytes / kBytesPerCycle);
   return t;
 }
 
@@ -274,6 +277,7 @@ RowTiling PlanRows(const Problem& p, int arrays, const Device& d, int each = kRe
   const int64_t shared = t.team.size == 1 ? d.shared_per_block : ResidentShared(d, each);
   t.schedule = MakeSchedule(steps * length, length, (shared - kReduction - sums) / step_bytes);
   t.shared = t.schedule.Slots() * step_bytes + kReduction + sums;
+  t.team.lag = static_cast<int>(t.schedule.Slots() * step_bytes / kBytesPerCycle);
   return t;
 }
 

@@ -45,7 +45,7 @@ cudaError_t VisitTiling(const Problem& p, bool aligned, F&& f) {
   });
 }
 
-// The most that bytes(tiling, size of an accumulator) is for any alignment; none if a block would need more shared
+// The most that bytes(tiling, an accumulator) is for any alignment; none if a block would need more shared
 // memory than there is.
 template <int kArrays, class F>
 std::optional<int64_t> MostBytes(const Problem& p, F&& bytes) {
@@ -56,7 +56,7 @@ std::optional<int64_t> MostBytes(const Problem& p, F&& bytes) {
   VisitDType(p.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     const auto take = [&](auto, const auto& t) {
-      most = std::max(most, static_cast<int64_t>(bytes(t, sizeof(Accumulator<T>))));
+      most = std::max(most, static_cast<int64_t>(bytes(t, Accumulator<T>())));
       fits &= t.shared <= (t.team.size == 1 ? kNominal.shared_per_block : ResidentShared(kNominal, kFewest));
       return cudaSuccess;
     };
@@ -93,9 +93,10 @@ cudaError_t VisitActivation(activation::Kind kind, F&& f) {
   return cudaErrorInvalidValue;
 }
 
-// What a team's blocks exchange, `words` accumulators for each group, and the counters that they meet at.
-inline int64_t ExchangeBytes(const Team& team, int64_t slab_groups, int words, size_t accumulator) {
-  return team.size == 1 ? 0 : team.ExchangedRows() * slab_groups * words * accumulator + team.CounterBytes();
+// What a team's blocks exchange, a value for each group.
+template <class Value>
+int64_t ExchangeBytes(const Team& team, int64_t slab_groups) {
+  return team.size == 1 ? 0 : team.ExchangedRows() * slab_groups * sizeof(Letter<Value>);
 }
 
 }  // namespace jaxdnn::group_norm

@@ -7,6 +7,7 @@
 // and whose sums for dscale and dbias stay in its registers from row to row, while the rows to come are on their way
 // into its part of shared memory. At the end every block leaves one row of sums, and a second kernel adds those up in
 // order; a problem with one block needs no second kernel.
+#include "cuda/layer_norm/group_sum.cuh"
 #include "cuda/layer_norm/partial_rows.cuh"
 #include "cuda/layer_norm/paths.h"
 #include "cuda/layer_norm/rows.cuh"
@@ -95,7 +96,7 @@ __global__ void __launch_bounds__(V* L > 16 ? 128 : 512)
       }
   };
 
-  if constexpr (kCluster) ClusterArrive();
+  if constexpr (kCluster) OpenExchanges(exchanges);
   fetch(row, 0);
   fetch_singles(row);
   A scale[V][L], dscale[V][L] = {}, dbias[V][L] = {};
@@ -105,7 +106,7 @@ __global__ void __launch_bounds__(V* L > 16 ? 128 : 512)
   LoadScale(edge_scale, columns.HasEdge() ? b.scale : nullptr, constants.offset, problem * shape.n + columns.edge);
   if constexpr (kCluster) ClusterWait();
 
-  for (int stage = 0; first < shape.rows; first += step, row += step, stage ^= 1) {
+  for (int stage = 0, turn = 0; first < shape.rows; first += step, row += step, stage ^= 1) {
     fetch(row + step, stage ^ 1);
     Statistics<T> stats[U];
 #pragma unroll
@@ -137,7 +138,7 @@ __global__ void __launch_bounds__(V* L > 16 ? 128 : 512)
         if (columns.HasEdge())
           add(u, static_cast<A>(edges[u].g), static_cast<A>(edges[u].x), edge_scale[0], &edge_dscale, &edge_dbias);
       }
-    GroupSum<kCluster>(sums, p, exchanges[stage]);
+    GroupSum(sums, p, exchanges, kCluster ? turn++ : stage);
 #pragma unroll
     for (int u = 0; u < U; ++u)
       if (row + u * apart < shape.rows) {
@@ -237,7 +238,13 @@ cudaError_t RunAligned(const Backward& b, const Shape& shape, const Options& opt
 template <class T>
 cudaError_t RunShifted(const Backward& b, const Shape& shape, const Options& options, const Device& device,
                        void* workspace, cudaStream_t stream, bool* done) {
-  constexpr int L = kVecLength<T>, kKeep = 16 / L, kRows = 4 / kKeep;
+  constexpr int L = kVecLength<T>, kKeep = 16 / L, kMore = 24 / L, kMost = 32 / L, kRows = 4 / kKeep;
+  // A warp for each, rather than two warps that have half of what they can take.
+  if (const int64_t n = shape.n / L; n > 32 * kKeep && n <= 32 * kMost) {
+    const Spread spread = SpreadRows(n, n <= 32 * kMore ? kMore : kMost, 128, 0, 0);
+    return n <= 32 * kMore ? Launch<T, L, kMore, 1, false, false, true>(b, shape, options, spread, workspace, stream)
+                           : Launch<T, L, kMost, 1, false, false, true>(b, shape, options, spread, workspace, stream);
+  }
   // Two blocks of a multiprocessor hide each other's waits.
   Spread spread = SpreadShifted(shape.n, L, kKeep, 256, device.max_cluster);
   if (spread.steps == 0) spread = SpreadShifted(shape.n, L, kKeep, 512, device.max_cluster);
@@ -245,7 +252,7 @@ cudaError_t RunShifted(const Backward& b, const Shape& shape, const Options& opt
   if (!*done) return cudaSuccess;
   return spread.cluster == 1
              ? Launch<T, L, kKeep, kRows, false, false, true>(b, shape, options, spread, workspace, stream)
-             : Launch<T, L, kKeep, kRows, false, true, true>(b, shape, options, spread, workspace, stream);
+             : Launch<T, L, kKeep, 1, false, true, true>(b, shape, options, spread, workspace, stream);
 }
 
 // Rows element by element: of doubles, of f16 that are not aligned to 16 bytes, and where buffers are not.
@@ -274,6 +281,7 @@ cudaError_t RunBackward(const Backward& b, DType dtype, Shape shape, Options opt
     const bool aligned =
         IsVectorAligned(b.g, b.g_sum, b.x, b.scale, b.mean, b.rstd, b.dx, b.dscale, b.dbias, workspace);
     if constexpr (sizeof(T) < 8) {
+      if (aligned && TakesPacked(dtype, shape)) return RunPackedBackward(b, dtype, shape, options, workspace, stream);
       if (aligned && shape.n % kVecLength<T> == 0) {
         if (GoesDownColumns(shape, dtype)) return RunWideBackward(b, dtype, shape, options, workspace, stream);
         return RunAligned<T, kVecLength<T>>(b, shape, options, device, workspace, stream, &done);

@@ -8,6 +8,7 @@
 //
 // One exchange among the threads gives both moments: about the row's first element, and rarely once more about the
 // mean.
+#include "cuda/layer_norm/group_sum.cuh"
 #include "cuda/layer_norm/paths.h"
 #include "cuda/layer_norm/rows.cuh"
 
@@ -15,7 +16,7 @@ namespace jaxdnn::layer_norm {
 namespace {
 
 // The moments of U rows in each thread of their groups.
-template <class T, int L, int V, bool kCluster, int U, bool kShifted, class A, class E>
+template <class T, int L, int V, int U, bool kShifted, class A, class E>
 __device__ void RowMoments(A (&mean)[U], A (&rest)[U], A (&rstd)[U], const Vec<T, L> (&x)[U][V], const A (&pivots)[U],
                            const A (&edges)[U], const Place& p, const Columns<L, kShifted>& columns,
                            const Constants<A>& constants, E (&exchanges)[2], int& turn) {
@@ -44,8 +45,7 @@ __device__ void RowMoments(A (&mean)[U], A (&rest)[U], A (&rstd)[U], const Vec<T
         sums[u] += edge;
         sums[U + u] = fma(edge, edge, sums[U + u]);
       }
-    GroupSum<kCluster>(sums, p, exchanges[turn]);
-    turn ^= 1;
+    GroupSum(sums, p, exchanges, turn++);
     bool far = false;
 #pragma unroll
     for (int u = 0; u < U; ++u) {
@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   using X = Vec<T, L>;
   __shared__ Exchange<A, 2 * U, kCluster> exchanges[2];
   const Place p(spread, kCluster);
-  if constexpr (kCluster) ClusterArrive();
+  if constexpr (kCluster) OpenExchanges(exchanges);
 
   // Past the end the last row is done again, and not stored.
   const int64_t last = shape.problems * shape.rows - 1;
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     pivot[u] = p.n > 0 ? static_cast<A>(static_cast<const T*>(f.x)[row[u] * p.n * L]) : A(0);
   }
   // The parameters too, where nothing else hides the wait, and registers are left for them.
-  constexpr bool kEarly = U == 1 && V * L <= 16;
+  constexpr bool kEarly = U == 1 && V * L <= (kHasPairs<T> && kThreads == 512 && L > 1 ? 32 : 16);
   A scale[kEarly ? V : 1][L], bias[kEarly ? V : 1][L];
   const auto load_parameters = [&](int64_t problem, int s, int k) {
     const int64_t at = problem * p.n + k;
@@ -111,8 +111,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 
   A mean[U], rest[U], rstd[U];
   int turn = 0;
-  RowMoments<T, L, V, kCluster>(mean, rest, rstd, x, pivot, pivot, p, Columns<L, false>(shape.n, 0, 0), constants,
-                                exchanges, turn);
+  RowMoments<T>(mean, rest, rstd, x, pivot, pivot, p, Columns<L, false>(shape.n, 0, 0), constants, exchanges, turn);
 #pragma unroll
   for (int u = 0; u < U; ++u) {
     if (p.IsLeader() && exists[u]) StoreStatistics(f, row[u], mean[u], rest[u], rstd[u]);
@@ -160,7 +159,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 constexpr int kStages = 4, kShiftedThreads = 320;
 
 template <class T, int L, int V, bool kCluster>
-__global__ void __launch_bounds__(kShiftedThreads, kCluster && sizeof(T) == 4 ? 1 : 2)
+__global__ void __launch_bounds__(V* L > 16 ? 256 : kShiftedThreads, kCluster && sizeof(T) == 4 ? 1 : 2)
     ShiftedForwardKernel(Forward f, Shape shape, Constants<Accumulator<T>> constants, Spread spread, int parts) {
   using A = Accumulator<T>;
   using X = Vec<T, L>;
@@ -200,7 +199,7 @@ __global__ void __launch_bounds__(kShiftedThreads, kCluster && sizeof(T) == 4 ? 
     return Singles{in[0], in[column]};
   };
 
-  if constexpr (kCluster) ClusterArrive();
+  if constexpr (kCluster) OpenExchanges(exchanges);
 #pragma unroll
   for (int stage = 0; stage < kStages - 1; ++stage) fetch(row + stage * apart, stage);
   Singles next = load_singles(f.x, row), next_residual = {};
@@ -238,7 +237,7 @@ __global__ void __launch_bounds__(kShiftedThreads, kCluster && sizeof(T) == 4 ? 
         x[0][s] = AddRounded<T>(x[0][s], slot(stage, 1, s));
         static_cast<X*>(f.sum)[at + k] = x[0][s];
       });
-    RowMoments<T, L, V, kCluster>(mean, rest, rstd, x, pivot, edges, p, columns, constants, exchanges, turn);
+    RowMoments<T>(mean, rest, rstd, x, pivot, edges, p, columns, constants, exchanges, turn);
     if (!exists) continue;
     if (p.IsLeader()) StoreStatistics(f, offset + row, mean[0], rest[0], rstd[0]);
     const Statistics<T> stats({mean[0], rest[0], rstd[0]});
@@ -279,7 +278,7 @@ cudaError_t Launch(const Forward& f, const Shape& shape, const Options& options,
 template <class T, int L>
 cudaError_t RunAligned(const Forward& f, const Shape& shape, const Options& options, const Device& device,
                        cudaStream_t stream, bool* done) {
-  constexpr int kKeep = 4, kColumns = 16 / L;
+  constexpr int kKeep = 4, kColumns = 16 / L, kLong = 32 / L;
   // Blocks of a multiprocessor: what the compiler makes of f16 takes more registers.
   constexpr int kBlocks = std::is_same_v<T, __half> ? 2 : 3;
   const int64_t n = shape.n / L;
@@ -287,10 +286,13 @@ cudaError_t RunAligned(const Forward& f, const Shape& shape, const Options& opti
     const Spread thin = SpreadRows(n, 1, 256, 512, 1);
     if (thin.cluster == 1) return Launch<T, L, 1, 1, false, 512>(f, shape, options, thin, stream);
     const Spread wide = SpreadRows(n, kColumns, 256, 512, device.max_cluster);
-    *done = wide.steps > 0;
+    if (wide.steps > 0)
+      return wide.cluster == 1 ? Launch<T, L, kColumns, 1, false, 512>(f, shape, options, wide, stream)
+                               : Launch<T, L, kColumns, 1, true, 512>(f, shape, options, wide, stream);
+    const Spread widest = SpreadRows(n, kLong, 256, 512, device.max_cluster);
+    *done = widest.steps > 0;
     if (!*done) return cudaSuccess;
-    return wide.cluster == 1 ? Launch<T, L, kColumns, 1, false, 512>(f, shape, options, wide, stream)
-                             : Launch<T, L, kColumns, 1, true, 512>(f, shape, options, wide, stream);
+    return Launch<T, L, kLong, 1, true, 512>(f, shape, options, widest, stream);
   }
   // Of the shortest, two vectors to a lane and more rows at once: fewer steps of a sum over the lanes.
   if constexpr (kHasPairs<T> && L == kVecLength<T>)
@@ -324,7 +326,13 @@ cudaError_t RunAligned(const Forward& f, const Shape& shape, const Options& opti
 template <class T>
 cudaError_t RunShifted(const Forward& f, const Shape& shape, const Options& options, const Device& device,
                        cudaStream_t stream, bool* done) {
-  constexpr int L = kVecLength<T>, kKeep = 16 / L;
+  constexpr int L = kVecLength<T>, kKeep = 16 / L, kMore = 24 / L, kMost = kHasPairs<T> ? 32 / L : kMore;
+  // A warp for each, rather than two warps that have half of what they can take.
+  if (const int64_t n = shape.n / L; n > 32 * kKeep && n <= 32 * kMost) {
+    const Spread spread = SpreadRows(n, n <= 32 * kMore ? kMore : kMost, 256, 0, 0);
+    return n <= 32 * kMore ? LaunchShifted<T, L, kMore, false>(f, shape, options, spread, stream)
+                           : LaunchShifted<T, L, kMost, false>(f, shape, options, spread, stream);
+  }
   const Spread spread = SpreadShifted(shape.n, L, kKeep, kShiftedThreads, device.max_cluster);
   *done = spread.steps > 0;
   if (!*done) return cudaSuccess;
@@ -357,6 +365,10 @@ cudaError_t RunForward(const Forward& f, DType dtype, Shape shape, Options optio
     using T = typename decltype(type)::type;
     const bool aligned = IsVectorAligned(f.x, f.residual, f.scale, f.bias, f.y, f.sum, f.mean, f.rstd);
     if constexpr (sizeof(T) < 8) {
+      if (aligned && f.rstd == nullptr) {
+        if (TakesPacked(dtype, shape)) return RunPackedForward(f, dtype, shape, options, stream);
+        if (TakesRuns(f, dtype, shape)) return RunRuns(f, dtype, shape, options, stream);
+      }
       if (aligned && shape.n % kVecLength<T> == 0)
         return RunAligned<T, kVecLength<T>>(f, shape, options, device, stream, &done);
       // Of bf16 vectors of 8 bytes are as good, but where they leave many lanes without one, or need a cluster.

@@ -39,11 +39,16 @@ struct Backward {
 
 // Scratch memory, as a pure function of the shape: what a device makes of it does not change what it needs.
 
-// Rows longer than this, which a block holds of every element type, may be split into chunks. Each leaves two numbers.
+// Rows longer than this, which a block holds of every element type, may be split into chunks. Each leaves two numbers,
+// and a sum over a block, so that they are longer where there are plenty.
 constexpr int64_t kChunk = 2048;
-constexpr int64_t kMaxChunks = 256;
+constexpr int64_t kMaxChunks = 256, kPlentyOfChunks = 8192;
 
-inline int64_t Chunks(const Shape& s) { return s.n <= kChunk ? 0 : std::min(kMaxChunks, (s.n + kChunk - 1) / kChunk); }
+inline int64_t Chunks(const Shape& s) {
+  if (s.n <= kChunk) return 0;
+  const int64_t chunk = std::max(kChunk, s.problems * s.rows * s.n / kPlentyOfChunks);
+  return std::clamp<int64_t>((s.n + chunk - 1) / chunk, 1, kMaxChunks);
+}
 
 // Rows so few, and so long, that blocks which go down all of them leave no sums behind, and their data stays in the L2
 // cache between two readings.

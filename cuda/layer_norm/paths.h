@@ -5,6 +5,17 @@
 
 namespace jaxdnn::layer_norm {
 
+// Rows of which a vector of 16 bytes is one or several. The forward pass leaves no statistics.
+bool TakesPacked(DType dtype, const Shape& shape);
+cudaError_t RunPackedForward(const Forward& f, DType dtype, const Shape& shape, const Options& options,
+                             cudaStream_t stream);
+cudaError_t RunPackedBackward(const Backward& b, DType dtype, const Shape& shape, const Options& options,
+                              void* workspace, cudaStream_t stream);
+
+// Rows of 3 to 7 elements that end within a vector, without statistics.
+bool TakesRuns(const Forward& f, DType dtype, const Shape& shape);
+cudaError_t RunRuns(const Forward& f, DType dtype, const Shape& shape, const Options& options, cudaStream_t stream);
+
 // Short rows that are not aligned to 16 bytes, in slabs of several rows that are.
 bool TakesSlabs(DType dtype, const Shape& shape);
 cudaError_t RunSlabForward(const Forward& f, DType dtype, const Shape& shape, const Options& options,

@@ -11,11 +11,9 @@
 #include <type_traits>
 
 #include "cuda/common/async_copy.cuh"
-#include "cuda/common/cluster.cuh"
 #include "cuda/common/convert.cuh"
 #include "cuda/common/dtype.cuh"
 #include "cuda/common/launch.cuh"
-#include "cuda/common/reduce.cuh"
 #include "cuda/common/vec.cuh"
 #include "cuda/layer_norm/layer_norm.h"
 
@@ -28,7 +26,7 @@ struct Spread {
   int n;        // vectors of a row
   int width;    // threads of a group in one block: a power of two up to 32, or the whole block
   int groups;   // of a block
-  int cluster;  // blocks that share a row
+  int cluster;  // blocks that share a row, a power of two
   int steps;    // vectors that a thread takes at most
 
   int Threads() const { return width * groups; }
@@ -66,7 +64,6 @@ struct Place {
   int block;             // index of the block, or cluster, in the grid
   int rank;              // of the block in its cluster
   int group;             // index of the group in the block
-  int span;              // lanes that add up what the group's warps have
 
   __device__ Place(const Spread& s, bool clustered) : n(s.n), width(s.width), cluster(clustered ? s.cluster : 1) {
     block = clustered ? blockIdx.x / cluster : blockIdx.x;
@@ -75,8 +72,6 @@ struct Place {
     group = s.groups == 1 ? 0 : threadIdx.x >> (31 - __clz(width));
     first = rank * width + threadIdx.x - group * width;
     stride = width * cluster;
-    const int warps = max(1, width / 32) * cluster;
-    span = warps >= 32 ? 32 : 1 << (32 - __clz(warps - 1));
   }
   __device__ bool IsLeader() const { return first == 0; }
 };
@@ -152,43 +147,6 @@ __device__ A SumOf(const A (&v)[L]) {
     for (int i = 0; i < kHalf; ++i) half[i] = i + kHalf < L ? v[i] + v[i + kHalf] : v[i];
     return SumOf(half);
   }
-}
-
-// Up to W values that each warp of a group hands to the others. Consecutive sums need different exchanges.
-template <class A, int W, bool kCluster>
-struct Exchange {
-  A values[W][kMaxWarps * (kCluster ? kMaxCluster : 1)];
-};
-
-// v[i] = the sum of v[i] over the threads of the group, in each of them, in a fixed order.
-template <bool kCluster, int W, int M, class A>
-__device__ void GroupSum(A (&v)[W], const Place& p, Exchange<A, M, kCluster>& exchange) {
-  static_assert(W <= M, "has room");
-  for (int mask = 1; mask < min(32, p.width); mask *= 2)
-#pragma unroll
-    for (int i = 0; i < W; ++i) v[i] += ShuffleXor(v[i], mask);
-  if (!kCluster && p.width <= 32) return;
-  const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  if constexpr (kCluster) {
-    if (lane < p.cluster)
-      for (int i = 0; i < W; ++i) StoreRemote(&exchange.values[i][p.rank * warps + warp], lane, v[i]);
-    ClusterArrive();
-    ClusterWait();
-  } else {
-    if (lane == 0)
-      for (int i = 0; i < W; ++i) exchange.values[i][warp] = v[i];
-    __syncthreads();
-  }
-  // Every run of `span` lanes adds up all of them.
-  const int all = warps * p.cluster, span = p.span;
-#pragma unroll
-  for (int i = 0; i < W; ++i) {
-    v[i] = 0;
-    for (int w = lane & (span - 1); w < all; w += span) v[i] += exchange.values[i][w];
-  }
-  for (int mask = 1; mask < span; mask *= 2)
-#pragma unroll
-    for (int i = 0; i < W; ++i) v[i] += ShuffleXor(v[i], mask);
 }
 
 // The elements in the accumulator's type, and back: of 16-bit floats a word of two at a time.

@@ -4,6 +4,7 @@
 // 16-byte accesses, the next one while it works on one, and there lets groups of lanes take rows element by element:
 // lane t of the group takes elements t, t + size, ..., V of them at most. Its columns are the same in every row, so
 // that parameters, and sums for their gradients, stay in registers.
+#include "cuda/common/reduce.cuh"
 #include "cuda/layer_norm/partial_rows.cuh"
 #include "cuda/layer_norm/paths.h"
 #include "cuda/layer_norm/rows.cuh"
@@ -44,11 +45,12 @@ struct Lane {
   __device__ int Column(int i) const { return lane + i * width; }
   __device__ bool Has(int i) const { return V == 1 || i < V - kTail || Column(i) < n; }
 
-  // v = f(its element) for each of the lane's columns, and 0 past the end of the row.
+  // v = f(its element) for each of the lane's columns, and 0 past the end of the row, in whose place its first one is
+  // read: other lanes write others.
   template <class A, class F>
   __device__ void Load(A (&v)[V], F&& f) const {
 #pragma unroll
-    for (int i = 0; i < V; ++i) v[i] = f(Has(i) ? Column(i) : n - 1);
+    for (int i = 0; i < V; ++i) v[i] = f(Has(i) ? Column(i) : lane);
 #pragma unroll
     for (int i = 0; i < V; ++i)
       if (!Has(i)) v[i] = 0;

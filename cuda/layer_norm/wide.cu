@@ -5,6 +5,7 @@
 // two sums of every row: threads own columns, and add up dscale and dbias as they go down the rows.
 #include <type_traits>
 
+#include "cuda/common/reduce.cuh"
 #include "cuda/layer_norm/partial_rows.cuh"
 #include "cuda/layer_norm/paths.h"
 #include "cuda/layer_norm/rows.cuh"
@@ -13,8 +14,9 @@ namespace jaxdnn::layer_norm {
 namespace {
 
 constexpr int kThreads = static_cast<int>(kMaxChunks);
-// Vectors that a thread reads before it uses them.
-constexpr int kBatch = 4;
+// Vectors of L elements that a thread reads before it uses them.
+template <int L>
+constexpr int kVectors = L == 1 ? 8 : 4;
 // Blocks that the pass over columns is split into, if it has the rows: two waves of a big device.
 constexpr int64_t kColumnBlocks = 1024;
 
@@ -56,7 +58,7 @@ struct Chunk {
   }
 };
 
-template <class X>
+template <class X, int kBatch>
 __device__ void LoadBatch(X (&v)[kBatch], const X* in, int64_t k, int64_t end) {
 #pragma unroll
   for (int s = 0; s < kBatch; ++s)
@@ -66,6 +68,7 @@ __device__ void LoadBatch(X (&v)[kBatch], const X* in, int64_t k, int64_t end) {
 template <class T, int L>
 __global__ void __launch_bounds__(kThreads)
     MomentsKernel(Forward f, bool center, int64_t n, int64_t chunks, Vec<double, 2>* __restrict__ out) {
+  constexpr int kBatch = kVectors<L>;
   using A = Accumulator<T>;
   using X = Vec<T, L>;
   const Chunk chunk(n, chunks);
@@ -108,6 +111,7 @@ __global__ void __launch_bounds__(kThreads)
 template <class T, int L>
 __global__ void __launch_bounds__(kThreads)
     NormalizeKernel(Forward f, Shape shape, Options options, int64_t chunks, const Vec<double, 2>* __restrict__ in) {
+  constexpr int kBatch = kVectors<L>;
   using A = Accumulator<T>;
   using X = Vec<T, L>;
   const int64_t n = shape.n / L;
@@ -121,10 +125,7 @@ __global__ void __launch_bounds__(kThreads)
   const A mean = static_cast<A>(m.mean), rest = static_cast<A>(m.mean - mean);
   const A rstd = static_cast<A>(1 / sqrt(m.square / m.count + options.epsilon));
   const Statistics<T> stats({mean, rest, rstd});
-  if (chunk.first == 0) {
-    static_cast<A*>(f.rstd)[chunk.row] = rstd;
-    if (f.mean != nullptr) static_cast<Vec<A, 2>*>(f.mean)[chunk.row] = {{mean, rest}};
-  }
+  if (chunk.first == 0) StoreStatistics(f, chunk.row, mean, rest, rstd);
 
   const int64_t base = chunk.row * n, parameters = chunk.row / shape.rows * n;
   const X* from = static_cast<const X*>(f.residual != nullptr ? f.sum : f.x) + base;
@@ -159,6 +160,7 @@ struct AddSums {
 template <class T, int L>
 __global__ void __launch_bounds__(kThreads)
     SumsKernel(Backward b, Shape shape, Options options, int64_t chunks, Sums* __restrict__ out) {
+  constexpr int kBatch = kVectors<L>;
   using A = Accumulator<T>;
   using X = Vec<T, L>;
   const int64_t n = shape.n / L;
@@ -194,6 +196,7 @@ __global__ void __launch_bounds__(kThreads)
 template <class T, int L>
 __global__ void __launch_bounds__(kThreads) ColumnsKernel(Backward b, Shape shape, Options options, int width,
                                                           int64_t parts, int chunks, const Sums* __restrict__ sums) {
+  constexpr int kBatch = 4;
   using A = Accumulator<T>;
   using X = Vec<T, L>;
   __shared__ alignas(16) A scratch[2][kThreads * L];

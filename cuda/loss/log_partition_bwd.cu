@@ -180,23 +180,21 @@ __global__ void __launch_bounds__(kThreads)
     PackedKernel(softmax::Shape shape, int per_block, int span, const __grid_constant__ TypedTargets<T> t,
                  Arrays<Accumulator<T>> arrays, const T* x, T* dx) {
   using A = Accumulator<T>;
-  extern __shared__ __align__(16) unsigned char shared[];
-  T* const held = reinterpret_cast<T*>(shared);
-  const int n = static_cast<int>(shape.n), wanted = threadIdx.x >> span;
-  const int64_t first = int64_t{blockIdx.x} * per_block;
-  const int rows = static_cast<int>(min(int64_t{per_block}, shape.outer - first));
-  LoadRun(held, x + first * n, rows * n);
+  const auto [held, first, n, rows] = PackedBlock<T>(shape, per_block, x);
+  const int wanted = threadIdx.x >> span;
   const int at = min(wanted, rows - 1);
   const RowMap<T> map(t, arrays, first + at);
   WaitRun();
-  PackedRow<softmax::ForwardOp<T, true>, T, kWhole> row(held, 0, at, n, span);
-  const bool has_label = wanted < rows && row.lane == 0 && static_cast<unsigned>(map.label) < n;
-  T* const label = held + at * n + (has_label ? map.label : 0);
-  const A of_label = map(static_cast<A>(*label)) + map.label_g;
-  __syncwarp();
-  if (wanted < rows) row.Store([&](auto& word, int i) { return map(word[0][i]); });
-  __syncwarp();
-  if (has_label) *label = static_cast<T>(of_label);
+  if (softmax::FirstOfWarp(span) < rows) {  // what a warp without a row would read, another one writes
+    PackedRow<softmax::ForwardOp<T, true>, T, kWhole> row(held, 0, at, n, span);
+    const bool has_label = wanted < rows && row.lane == 0 && static_cast<unsigned>(map.label) < n;
+    T* const label = held + at * n + (has_label ? map.label : 0);
+    const A of_label = map(static_cast<A>(*label)) + map.label_g;
+    __syncwarp();
+    if (wanted < rows) row.Store([&](auto& word, int i) { return map(word[0][i]); });
+    __syncwarp();
+    if (has_label) *label = static_cast<T>(of_label);
+  }
   StoreRun(dx + first * n, held, rows * n);
 }
 
@@ -206,12 +204,7 @@ __global__ void __launch_bounds__(kThreads)
     MaskedKernel(softmax::Shape shape, int per_block, int span, const __grid_constant__ TypedTargets<T> t,
                  Arrays<Accumulator<T>> arrays, const T* x, T* dx) {
   using A = Accumulator<T>;
-  extern __shared__ __align__(16) unsigned char shared[];
-  T* const held = reinterpret_cast<T*>(shared);
-  const int n = static_cast<int>(shape.n);
-  const int64_t first = int64_t{blockIdx.x} * per_block;
-  const int rows = static_cast<int>(min(int64_t{per_block}, shape.outer - first));
-  LoadRun(held, x + first * n, rows * n);
+  const auto [held, first, n, rows] = PackedBlock<T>(shape, per_block, x);
   const int lane = threadIdx.x & ((1 << span) - 1), row = threadIdx.x >> span;
   const RowMap<T> map(t, arrays, first + min(row, rows - 1));
   WaitRun();

@@ -173,12 +173,7 @@ __global__ void __launch_bounds__(kThreads)
     PackedKernel(softmax::Shape shape, int per_block, int span, const __grid_constant__ TypedTargets<T> t, const T* x,
                  Accumulator<T>* m, Accumulator<T>* sums) {
   using Op = softmax::ForwardOp<T, true>;
-  extern __shared__ __align__(16) unsigned char shared[];
-  T* const held = reinterpret_cast<T*>(shared);
-  const int n = static_cast<int>(shape.n);
-  const int64_t first = int64_t{blockIdx.x} * per_block;
-  const int rows = static_cast<int>(min(int64_t{per_block}, shape.outer - first));
-  LoadRun(held, x + first * n, rows * n);
+  const auto [held, first, n, rows] = PackedBlock<T>(shape, per_block, x);
   WaitRun();
   for (int top = 0; top < rows; top += kThreads >> span) {
     const int wanted = top + (threadIdx.x >> span);  // all lanes of a warp take part
@@ -199,12 +194,7 @@ __global__ void __launch_bounds__(kThreads)
                  Accumulator<T>* m, Accumulator<T>* sums) {
   using A = Accumulator<T>;
   using Op = softmax::ForwardOp<T, true>;
-  extern __shared__ __align__(16) unsigned char shared[];
-  T* const held = reinterpret_cast<T*>(shared);
-  const int n = static_cast<int>(shape.n);
-  const int64_t first = int64_t{blockIdx.x} * per_block;
-  const int rows = static_cast<int>(min(int64_t{per_block}, shape.outer - first));
-  LoadRun(held, x + first * n, rows * n);
+  const auto [held, first, n, rows] = PackedBlock<T>(shape, per_block, x);
   WaitRun();
   const int lane = threadIdx.x & ((1 << span) - 1);
   for (int top = 0; top < rows; top += kThreads >> span) {

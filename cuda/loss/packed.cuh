@@ -36,6 +36,23 @@ inline PackedRows PlanPackedRows(const softmax::Shape& shape, int span, int elem
   return {per_block, {CeilDiv(shape.outer, per_block), kThreads, static_cast<size_t>(per_block) * bytes}};
 }
 
+// A block's rows, from number `first` on. They are in shared memory after WaitRun.
+template <class T>
+struct PackedBlock {
+  T* held;
+  int64_t first;
+  int n, rows;
+
+  __device__ PackedBlock(const softmax::Shape& shape, int per_block, const T* x)
+      : first(int64_t{blockIdx.x} * per_block),
+        n(static_cast<int>(shape.n)),
+        rows(static_cast<int>(min(int64_t{per_block}, shape.outer - first))) {
+    extern __shared__ __align__(16) unsigned char shared[];
+    held = reinterpret_cast<T*>(shared);
+    LoadRun(held, x + first * n, rows * n);
+  }
+};
+
 inline int MaskedSpan(const softmax::Shape& shape) { return CeilLog2(CeilDiv(shape.n, kMaskedSteps)); }
 
 }  // namespace jaxdnn::loss

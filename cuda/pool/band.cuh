@@ -156,9 +156,14 @@ __global__ void __launch_bounds__(kThreads, K == 0 ? 4 : 0)
     if constexpr (K > 0) {
       WalkStrip<K, S>(task, plane, band.pitch1, g.channels, o0, begin, end, o2, to);
     } else {
+      const auto reduce = [&](int o1) {
+        if (table.count == 0 || !IsInside(g, o0, o1, o2))
+          return ReduceWindow(task, plane, band.pitch0, band.pitch1, g.channels, o0, o1, o2);
+        const int row = o1 * g.stride[1] - g.low[1], first = o2 * g.stride[2] - g.low[2];
+        return ReduceInside(task, table, plane + row * band.pitch1 + first * g.channels);
+      };
       for (int o1 = begin; o1 < end; ++o1, to += int64_t{g.out[2]} * g.channels)
-        task.Finish(ReduceByTable(task, table, plane, band.pitch0, band.pitch1, g.channels, o0, o1, o2), to, o0, o1,
-                    o2);
+        task.Finish(reduce(o1), to, o0, o1, o2);
     }
   }
 }

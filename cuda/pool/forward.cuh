@@ -31,8 +31,9 @@ cudaError_t LaunchWindows(Task task, Workspace workspace, cudaStream_t stream) {
   const Geometry& g = task.g;
   const auto general = [&] {
     task.walk = Walk(g.batch, g.out, g.channels, N);
+    const CellTable table(g, g.dilation[0] * task.in.dim[0], task.in.dim[1], task.in.dim[2]);
     return LaunchKernel(WindowKernel<Task>, CeilDiv(task.walk.total, kThreads), kThreads, stream, task,
-                        CellTable(g, g.dilation[0] * task.in.dim[0], task.in.dim[1], task.in.dim[2]));
+                        Starts(g, task.in), table);
   };
   const bool empty = g.batch == 0 || g.channels == 0 || g.in[0] == 0 || g.in[1] == 0 || g.in[2] == 0 || g.out[0] == 0 ||
                      g.out[1] == 0 || g.out[2] == 0;

@@ -16,7 +16,7 @@ struct Select {
   using Mergeable = std::conditional_t<kIndexed, IndexedMax<T, N>, Max<T, N>>;
   using Quick = std::conditional_t<kIndexed && kIsTuned<T> && (N > 1), QuickMax<T, N>, Mergeable>;
   using State = std::conditional_t<kIndexed && kInPairs<T, N>, IndexedPairMax<T, N>, Mergeable>;
-  static constexpr int kWidth = N;
+  static constexpr int kWidth = N, kResident = 4;
   static constexpr bool kUnrolls = true, kShares = true, kWidens = false, kIdempotent = true;
 
   Shape g;
@@ -86,8 +86,8 @@ cudaError_t MaxPool(const Geometry& g, DType dtype, IndexType index_type, bool m
           return LaunchPlanes(g, general, stream,
                               [&] { return task(std::integral_constant<int, kVecLength<T>>{}, 1); });
         };
-        return LaunchRows(g, IsVectorAligned(in, out, bytes), planes, stream,
-                          [&](auto width) { return task(width, 1); });
+        return LaunchRows<T>(g, IsVectorAligned(in, out, bytes), planes, stream,
+                             [&](auto width) { return task(width, 1); });
       } else {
         return general();
       }

@@ -14,8 +14,8 @@
 
 namespace jaxdnn::pool {
 
-constexpr int kRowOutputs = 4;  // L
-constexpr int kRowStrip = 4;    // of 16-bit types: what strips load twice costs less than a last wave of few
+constexpr int kRowOutputs = 4;  // L, at most
+constexpr int kRowStrip = 4;    // what strips load twice costs less than a last wave of few
 
 // A thread's vector of a row, and the element on either side. Of 16-bit types these are the upper half of `left` and
 // the lower of `right`.
@@ -112,7 +112,7 @@ struct RowLoad {
 
 template <int K, int S, int kLow, class Task>
 __global__ void __launch_bounds__(kThreads, S > 1 && sizeof(typename Task::Element) == 2 ? 5 : 4)
-    RowsKernel(const __grid_constant__ Task task, int strip) {
+    RowsKernel(const __grid_constant__ Task task) {
   using T = typename Task::Element;
   using State = typename Task::State;
   constexpr int L = Task::kWidth, V = L * S, R = (K + S - 1) / S;
@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(kThreads, S > 1 && sizeof(typename Task::Eleme
   const bool stores = thread < task.walk.total;
   const Position o = task.walk.At(stores ? thread : task.walk.total - 1);
   const RowPlace place(o.at[2], g.out[2] / L);
-  const int begin = o.at[1] * strip, end = stores ? min(begin + strip, g.out[1]) : 0, o2 = o.at[2] * L;
+  const int begin = o.at[1] * kRowStrip, end = stores ? min(begin + kRowStrip, g.out[1]) : 0, o2 = o.at[2] * L;
   const T* column = task.x + o.batch * task.in.batch + o.at[0] * task.in.dim[0] + o.at[2] * V;
   int64_t to = ((o.batch * g.out[0] + o.at[0]) * g.out[1] + begin) * g.out[2] + o2;
 
@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(kThreads, S > 1 && sizeof(typename Task::Eleme
   State open[R];  // the windows that the current rows belong to, the newest first
   load(begin);
 #pragma unroll 1
-  for (int step = begin; step < begin + strip + R - 1; step += G) {
+  for (int step = begin; step < begin + kRowStrip + R - 1; step += G) {
     RowVector<T, V> joined[kRows];
     const int first_row = step * S - g.low[1];
 #pragma unroll
@@ -263,17 +263,16 @@ cudaError_t VisitRows(const Geometry& g, bool aligned, F&& f, Otherwise&& otherw
 }
 
 // Launches RowsKernel for task(width), or otherwise().
-template <class Otherwise, class MakeTask>
+template <class T, class Otherwise, class MakeTask>
 cudaError_t LaunchRows(const Geometry& g, bool aligned, Otherwise&& otherwise, cudaStream_t stream, MakeTask&& make) {
-  auto task = make(std::integral_constant<int, kRowOutputs>{});
-  using Task = decltype(task);
   const auto launch = [&](auto k, auto s, auto low) {
-    const int vectors = g.out[2] / kRowOutputs;
-    const int strip = sizeof(typename Task::Element) == 2 ? kRowStrip : StripOf(g, k, s, g.batch * g.out[0] * vectors);
-    const int extent[3] = {g.out[0], static_cast<int>(CeilDiv(g.out[1], strip)), vectors};
+    // As many outputs as have 16 bytes above them in a row, but no fewer than two.
+    constexpr int L = sizeof(T) == 4 && s() == 2 ? 2 : kRowOutputs;
+    auto task = make(std::integral_constant<int, L>{});
+    const int extent[3] = {g.out[0], static_cast<int>(CeilDiv(g.out[1], kRowStrip)), g.out[2] / L};
     task.walk = Walk(g.batch, extent, 1, 1);
-    return LaunchKernel(RowsKernel<k(), s(), low(), Task>, CeilDiv(task.walk.total, kThreads), kThreads, stream, task,
-                        strip);
+    return LaunchKernel(RowsKernel<k(), s(), low(), decltype(task)>, CeilDiv(task.walk.total, kThreads), kThreads,
+                        stream, task);
   };
   return VisitRows(g, aligned, launch, otherwise);
 }

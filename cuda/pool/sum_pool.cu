@@ -19,7 +19,7 @@ struct Average {
   using State = Sum<T, N>;
   using Mergeable = State;
   using Quick = State;
-  static constexpr int kWidth = N;
+  static constexpr int kWidth = N, kResident = 4;
   static constexpr bool kUnrolls = true, kShares = true, kWidens = true, kIdempotent = false;
 
   Shape g;
@@ -105,8 +105,8 @@ cudaError_t SumPool(const Geometry& g, DType dtype, const Division& division, co
           return LaunchPlanes(g, general, stream,
                               [&] { return task(std::integral_constant<int, kVecLength<T>>{}, std::true_type{}); });
         };
-        return LaunchRows(g, IsVectorAligned(in, out), planes, stream,
-                          [&](auto width) { return task(width, std::true_type{}); });
+        return LaunchRows<T>(g, IsVectorAligned(in, out), planes, stream,
+                             [&](auto width) { return task(width, std::true_type{}); });
       } else {
         return general();
       }

@@ -35,6 +35,25 @@ struct CellTable {
   }
 };
 
+// Where windows start in the input, in elements, and whether all of them lie inside it.
+struct Starts {
+  bool inside = true;
+  int64_t first = 0, batch, step[3];
+
+  Starts(const Geometry& g, const Pitch& in) : batch(in.batch) {
+    for (int d = 0; d < 3; ++d) {
+      const int64_t last = int64_t{g.out[d] - 1} * g.stride[d] - g.low[d] + int64_t{g.window[d] - 1} * g.dilation[d];
+      inside &= g.low[d] <= 0 && last < g.in[d];
+      step[d] = g.stride[d] * in.dim[d];
+      first -= g.low[d] * in.dim[d];
+    }
+  }
+
+  __device__ int64_t Of(const Position& o) const {
+    return o.batch * batch + o.at[0] * step[0] + o.at[1] * step[1] + o.at[2] * step[2] + first + o.channel;
+  }
+};
+
 // Takes Count cells of a window whose cells are numbered one after the other; `at(k)` is where the k-th is.
 template <int Count, class Task, class At>
 __device__ void TakeCells(const Task& task, typename Task::State& state, int first, const At& at) {
@@ -85,19 +104,10 @@ __device__ typename Task::State ReduceWindow(const Task& task, const typename Ta
   return state;
 }
 
-// The same, by table away from the borders.
-template <class Task, class P>
-__device__ typename Task::State ReduceByTable(const Task& task, const CellTable& table,
-                                              const typename Task::Element* plane, P step0, P pitch1, P pitch2, int o0,
-                                              int o1, int o2) {
-  const Shape& g = task.g;
-  const auto start = [&](int d, int o) { return o * g.stride[d] - g.low[d]; };
-  const auto inside = [&](int d, int o) {
-    return start(d, o) >= 0 && start(d, o) + (g.window[d] - 1) * g.dilation[d] < g.in[d];
-  };
-  if (table.count == 0 || !inside(0, o0) || !inside(1, o1) || !inside(2, o2))
-    return ReduceWindow(task, plane, step0, pitch1, pitch2, o0, o1, o2);
-  const auto* first = plane + start(1, o1) * pitch1 + start(2, o2) * pitch2;
+// Reduces a window inside the input from its first cell on.
+template <class Task>
+__device__ typename Task::State ReduceInside(const Task& task, const CellTable& table,
+                                             const typename Task::Element* first) {
   const auto at = [&](int k) { return first + table.offset[k]; };
   typename Task::State state(0);
   int k = 0;
@@ -105,6 +115,14 @@ __device__ typename Task::State ReduceByTable(const Task& task, const CellTable&
   if (k + 2 <= table.count) TakeCells<2>(task, state, k, at), k += 2;
   if (k < table.count) TakeCells<1>(task, state, k, at);
   return state;
+}
+
+__device__ inline bool IsInside(const Shape& g, int o0, int o1, int o2) {
+  const auto inside = [&](int d, int o) {
+    const int start = o * g.stride[d] - g.low[d];
+    return start >= 0 && start + (g.window[d] - 1) * g.dilation[d] < g.in[d];
+  };
+  return inside(0, o0) && inside(1, o1) && inside(2, o2);
 }
 
 // Gives row number r of the newest window to all the windows that it belongs to.
@@ -183,18 +201,20 @@ __device__ void WalkStrip(const Task& task, const typename Task::Element* plane,
 }
 
 template <class Task>
-__global__ void __launch_bounds__(kThreads, 4)
-    WindowKernel(const __grid_constant__ Task task, const __grid_constant__ CellTable table) {
+__global__ void __launch_bounds__(kThreads, Task::kResident)
+    WindowKernel(const __grid_constant__ Task task, const __grid_constant__ Starts starts,
+                 const __grid_constant__ CellTable table) {
   const int64_t flat = blockIdx.x * int64_t{kThreads} + threadIdx.x;
   if (flat >= task.walk.total) return;
-  const Shape& g = task.g;
   const Position o = task.walk.At(flat);
-  const int start = o.at[0] * g.stride[0] - g.low[0];
-  const int first = table.count > 0 && start >= 0 ? start : CellsOf(g, 0, o.at[0]).first;
-  const int64_t pitch0 = task.in.dim[0];
-  const auto* plane = task.x + o.batch * task.in.batch + first * pitch0 + o.channel;
-  const auto state = ReduceByTable(task, table, plane, g.dilation[0] * pitch0, task.in.dim[1], task.in.dim[2], o.at[0],
-                                   o.at[1], o.at[2]);
+  const auto state = [&] {
+    if (table.count > 0 && (starts.inside || IsInside(task.g, o.at[0], o.at[1], o.at[2])))
+      return ReduceInside(task, table, task.x + starts.Of(o));
+    const int64_t pitch0 = task.in.dim[0];
+    const auto* plane = task.x + o.batch * task.in.batch + CellsOf(task.g, 0, o.at[0]).first * pitch0 + o.channel;
+    return ReduceWindow(task, plane, task.g.dilation[0] * pitch0, task.in.dim[1], task.in.dim[2], o.at[0], o.at[1],
+                        o.at[2]);
+  }();
   task.Finish(state, flat * Task::kWidth, o.at[0], o.at[1], o.at[2]);
 }
 

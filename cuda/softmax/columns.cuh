@@ -260,7 +260,10 @@ __global__ void __launch_bounds__(kColumnThreads, 1024 / kColumnThreads)
   Stats* const ranks = totals + c.columns;                      // the same of the cluster's blocks
   const unsigned index = blockIdx.x / static_cast<unsigned>(c.cluster), rank = blockIdx.x - index * c.cluster;
   if (c.cluster > 1) {
-    if (threadIdx.x == 0) mailbox.Expect(c.cluster * c.columns * sizeof(Stats));
+    if (threadIdx.x == 0) {
+      mailbox.Open();
+      mailbox.Expect(c.cluster * c.columns * sizeof(Stats));
+    }
     ClusterArriveRelaxed();
   }
 

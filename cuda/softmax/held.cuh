@@ -65,7 +65,10 @@ __device__ typename Op::Stats CombineSlots(const typename Op::Stats* slots, int 
 // A block of a cluster begins with this, and waits for the cluster before it combines.
 template <class Op>
 __device__ void OpenExchange(Exchange<Op>& exchange, int cluster) {
-  if (threadIdx.x == 0) exchange.mailbox.Expect(blockDim.x / 32 * cluster * sizeof(typename Op::Stats));
+  if (threadIdx.x == 0) {
+    exchange.mailbox.Open();
+    exchange.mailbox.Expect(blockDim.x / 32 * cluster * sizeof(typename Op::Stats));
+  }
   ClusterArriveRelaxed();
 }
 

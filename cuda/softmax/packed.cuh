@@ -48,6 +48,9 @@ __device__ void StoreRun(T* to, const T* held, int count) {
   if (const int i = whole * L + threadIdx.x; i < count) to[i] = held[i];
 }
 
+// The first of the groups of 1 << span lanes that the thread's warp has.
+__device__ inline int FirstOfWarp(int span) { return static_cast<int>(threadIdx.x & ~31u) >> span; }
+
 // A row as the words of 4 bytes that it lies in, dealt out to the 1 << span lanes of a group. With elements of 2 bytes,
 // the first word can have one of the row before, and the last one of the row after. A lane holds its words widened:
 // kWhole of them, and one more where there may be no word, or half of one.

@@ -139,8 +139,10 @@ __global__ void __launch_bounds__(kRowThreads) PackedRowsKernel(Rows r, Op op, c
   for (int k = 0; k < Op::kInputs; ++k) LoadRun(held + k * pitch, (k == 0 ? in0 : in1) + first * r.n, rows * r.n);
   WaitRun();
   const int group = threadIdx.x >> r.span, groups = kRowThreads >> r.span;
-  for (int top = 0; top < rows; top += groups) {
-    const int wanted = top + group;  // all lanes of a warp take part
+  // All lanes of a warp take part, those without a row with the warp's last one. A warp without any stays away: what it
+  // would read, another one writes.
+  for (int top = 0; top + FirstOfWarp(r.span) < rows; top += groups) {
+    const int wanted = top + group;
     PackedRow<Op, T, kWhole> row(held, pitch, min(wanted, rows - 1), r.n, r.span);
     typename Op::Stats own[1], stats[1];
     Op::Local(own, [&](auto&& visit) { row.Each(visit); });

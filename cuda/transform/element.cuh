@@ -129,7 +129,8 @@ __device__ void Encode(C v, ElementType, uint2* bits) {
 // The operations of a kernel: Prepare takes an element as it comes from memory, Store writes it. `Value` is what the
 // kernel holds between the two. After(n) is the operation on the result's elements from the n-th on. The constants say
 // for what it has kernels: vectors of kVector elements, gathering from dense rows, transposition through shared memory
-// from any rows and from aligned ones. What is rare does with the one that takes all.
+// from any rows and from aligned ones, taking images of few channels apart and weaving them. What is rare does with the
+// one that takes all.
 
 // Moves bits.
 template <int kBytes>
@@ -138,7 +139,8 @@ struct Copy {
   using Out = Bits<kBytes>;
   using Value = Bits<kBytes>;
   static constexpr int kVector = 16 / kBytes;
-  static constexpr bool kVectors = kBytes == 16, kDense = true, kTiles = true, kSquares = true;
+  static constexpr bool kVectors = kBytes == 16, kDense = true, kTiles = true, kSquares = true,
+                        kTakesApart = kBytes <= 4, kWeaves = kBytes == 2 || kBytes == 4;
 
   Out* out;
   Value pad;
@@ -169,7 +171,8 @@ struct Convert {
   static constexpr int kVector = 16 / kOutBytes;
   static constexpr bool kVectors = std::is_same_v<Value, float>, kDense = false,
                         kTiles = kVectors && kInBytes + kOutBytes > 2,
-                        kSquares = kVectors && kInBytes > 1 && kOutBytes > 1;
+                        kSquares = kVectors && kInBytes > 1 && kOutBytes > 1,
+                        kTakesApart = kInBytes == 1 && (kOutBytes == 2 || kOutBytes == 4), kWeaves = false;
 
   Out* out;
   const Out* y;  // Null for beta = 0.

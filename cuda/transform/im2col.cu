@@ -3,13 +3,15 @@
 //
 // Both read and write `cols` once and `x` once; `cols` is the larger by up to the size of the window. Patches are rows
 // of a strided view, where the last spatial dimension of the window and the channels are one run of the input unless
-// the window is dilated there. The sum is gathered: a thread owns a few channels of one element of x and visits the
-// patches over it in a fixed order, so that nothing needs atomics.
+// the window is dilated there. Where these runs are odd and short, as images of three channels make them, blocks take
+// the rows of the input under a row of patches to shared memory first. The sum is gathered: a thread owns a few
+// channels of one element of x and visits the patches over it in a fixed order, so that nothing needs atomics.
 #include <algorithm>
 #include <numeric>
 
 #include "cuda/common/dtype.cuh"
 #include "cuda/transform/rows.cuh"
+#include "cuda/transform/stage.cuh"
 
 namespace jaxdnn::transform {
 namespace {
@@ -93,6 +95,23 @@ cudaError_t LaunchIm2col(const Patches& p, const void* x, void* cols, cudaStream
     const int64_t rows = extent[0] * extent[1] * extent[2] * extent[3] * (inner / view.length);
     const auto* in = static_cast<const B*>(x) + first[0] * pitch;
     const int64_t offset = ((first[0] * p.out[0] + first[1]) * p.out[1] + first[2]) * p.out[2] + first[3];
+    if constexpr (kRank == 2 && kBytes < 16) {
+      Stage stage;
+      bool chunks;
+      if (IsStaged<kBytes>(p, first, extent, in, &stage, &chunks)) {
+        const int64_t blocks = extent[0] * extent[2] * stage.tiles.divisor;
+        const size_t shared =
+            size_t{kBytes} * stage.window_rows * stage.pitch + sizeof(int) * (stage.inner.divisor + 4 / kBytes);
+        const auto launch = [&](auto threads) {
+          return LaunchKernel(chunks ? StageKernel<threads(), kBytes, 16 / kBytes> : StageKernel<threads(), kBytes, 1>,
+                              Grid{blocks, threads(), shared}, stream, stage, in,
+                              static_cast<B*>(cols) + offset * inner);
+        };
+        // Small tiles leave no work to many threads.
+        if (stage.tile * inner * kBytes < 16384) return launch(std::integral_constant<int, kThreads / 2>{});
+        return launch(std::integral_constant<int, kThreads>{});
+      }
+    }
     const Copy<kBytes> op = {static_cast<B*>(cols) + offset * inner, B{}, B{}, uint4{}};
     constexpr int kN = kBytes == 16 ? 1 : 0;
     return LaunchRows<kN>(view, rows, view.length, 1, op.Aligned(), op, in, stream);
@@ -186,10 +205,10 @@ struct Sum {
 
 // kN channels of an element, for the last kRank dimensions.
 template <int kRank, class T, int kN>
-__global__ void __launch_bounds__(kThreads, kRank == 2 ? 6 : 3)
+__global__ void __launch_bounds__(kRowThreads, kRank == 2 ? 6 : 3)
     SumKernel(const Sum<kRank> s, const T* __restrict__ cols, T* __restrict__ x, int total) {
   using A = Accumulator<T>;
-  const int index = blockIdx.x * kThreads + threadIdx.x;
+  const int index = blockIdx.x * kRowThreads + threadIdx.x;
   if (index >= total) return;
   int c, first[kRank], at[kRank];
   int b = s.vectors.Div(index, &c);
@@ -252,7 +271,7 @@ cudaError_t LaunchSum(const Patches& p, const T* cols, T* x, cudaStream_t stream
     s.example = pitch;
     const int64_t offset = ((first[0] * p.in[0] + first[1]) * p.in[1] + first[2]) * p.in[2] + first[3];
     const int64_t total = extent[0] * extent[1] * extent[2] * extent[3] * vectors;
-    return LaunchKernel(SumKernel<kRank, T, kN>, CeilDiv(total, kThreads), kThreads, stream, s,
+    return LaunchKernel(SumKernel<kRank, T, kN>, CeilDiv(total, kRowThreads), kRowThreads, stream, s,
                         cols + first[0] * s.example * kN, x + offset * p.channels, static_cast<int>(total));
   });
 }

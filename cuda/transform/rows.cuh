@@ -12,6 +12,7 @@
 namespace jaxdnn::transform {
 
 constexpr int kThreads = 256;
+constexpr int kRowThreads = 128;
 constexpr int64_t kMaxLaunch = int64_t{1} << 30;  // Elements of one launch, so that indices are 32 bits.
 
 // Element c of a row is in[offset + c * stride] for begin <= c < end, and padding elsewhere.
@@ -22,15 +23,15 @@ struct Row {
 
 // Vectors of kN elements, each of which is wholly inside or wholly padding. The stride is 1.
 template <int kN, int kUnroll, class View, class Op>
-__global__ void __launch_bounds__(kThreads) VectorKernel(const View view, const FastDiv per_row, const Op op,
-                                                         const typename Op::In* __restrict__ in, int total) {
+__global__ void __launch_bounds__(kRowThreads) VectorKernel(const View view, const FastDiv per_row, const Op op,
+                                                            const typename Op::In* __restrict__ in, int total) {
   using In = typename Op::In;
-  const int first = blockIdx.x * (kThreads * kUnroll) + threadIdx.x;
+  const int first = blockIdx.x * (kRowThreads * kUnroll) + threadIdx.x;
   Vec<In, kN> v[kUnroll];
   bool inside[kUnroll];
 #pragma unroll
   for (int u = 0; u < kUnroll; ++u) {
-    const int i = first + u * kThreads;
+    const int i = first + u * kRowThreads;
     inside[u] = false;
     if (i >= total) continue;
     int c;
@@ -42,7 +43,7 @@ __global__ void __launch_bounds__(kThreads) VectorKernel(const View view, const 
   }
 #pragma unroll
   for (int u = 0; u < kUnroll; ++u) {
-    const int i = first + u * kThreads;
+    const int i = first + u * kRowThreads;
     if (i >= total) continue;
     typename Op::Value value[kN];
 #pragma unroll
@@ -52,12 +53,12 @@ __global__ void __launch_bounds__(kThreads) VectorKernel(const View view, const 
 }
 
 template <bool kDense, class View, class Op>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kRowThreads)
     GatherKernel(const View view, const FastDiv length, const int64_t stride, const bool aligned, const Op op,
                  const typename Op::In* __restrict__ in, int rows) {
   constexpr int kN = Op::kVector;
   const int64_t step = kDense ? 1 : stride;
-  const int first = (blockIdx.x * kThreads + threadIdx.x) * kN, total = rows * static_cast<int>(length.divisor);
+  const int first = (blockIdx.x * kRowThreads + threadIdx.x) * kN, total = rows * static_cast<int>(length.divisor);
   if (first >= total) return;
   typename Op::Value value[kN];
 #pragma unroll
@@ -88,13 +89,19 @@ cudaError_t LaunchRows(const View& view, int64_t rows, int64_t length, int64_t s
   const auto* x = static_cast<const typename Op::In*>(in);
   const int64_t total = rows * length;
   if constexpr (kN > 0) {
-    // 64 bytes in flight a thread.
-    constexpr int kBytes = kN * sizeof(typename Op::In), kUnroll = kBytes < 8 ? 8 : kBytes > 32 ? 2 : 64 / kBytes;
-    return LaunchKernel(VectorKernel<kN, kUnroll, View, Op>, CeilDiv(total / kN, kThreads * kUnroll), kThreads, stream,
-                        view, FastDiv(length / kN), op, x, static_cast<int>(total / kN));
+    const auto launch = [&](auto unroll) {
+      return LaunchKernel(VectorKernel<kN, unroll(), View, Op>, CeilDiv(total / kN, kRowThreads * unroll()),
+                          kRowThreads, stream, view, FastDiv(length / kN), op, x, static_cast<int>(total / kN));
+    };
+    // Measured: memory is fastest in the order of its addresses, a vector a thread. Of short rows, to find each takes
+    // as long as a load, for which another makes up.
+    constexpr int kShortRow = 64;
+    if constexpr (std::is_same_v<typename Op::In, uint4>)
+      if (length / kN < kShortRow) return launch(std::integral_constant<int, 2>{});
+    return launch(std::integral_constant<int, 1>{});
   } else {
     const auto launch = [&](auto kernel) {
-      return LaunchKernel(kernel, CeilDiv(total, kThreads * Op::kVector), kThreads, stream, view, FastDiv(length),
+      return LaunchKernel(kernel, CeilDiv(total, kRowThreads * Op::kVector), kRowThreads, stream, view, FastDiv(length),
                           stride, aligned, op, x, static_cast<int>(rows));
     };
     if constexpr (View::kDense) {

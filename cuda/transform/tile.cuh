@@ -7,8 +7,9 @@
 // SquareKernel: all runs are aligned, and long in both orders. Rows of 128 bytes, 16-byte chunks swizzled by x.
 //
 // TileKernel: the rest. An access may take a few bytes before and after its run, and lands in shared memory as it is.
-// A run goes on over the whole box where the box holds all of its dimension and the next one is the box's other: many
-// channels or few, odd extents or even, only the ends of runs are written element by element.
+// A run goes on over the whole box where the box holds all of its dimension and the next one is the box's other. Where
+// rows of the result begin anywhere, a vector of one is the box's that it begins in, for which the box reads a few
+// columns beyond: many channels or few, odd extents or even, only the ends of rows are written element by element.
 #pragma once
 
 #include "cuda/transform/rows.cuh"
@@ -35,6 +36,7 @@ struct Runs {
   int chunks;       // 16-byte accesses of a run of the input.
   int out_vectors;  // 16-byte accesses of a run of the result.
   int pitch;        // Bytes of shared memory from one x to the next.
+  int beyond;       // Columns that a box reads past its own.
   int lanes_log2;   // Rows of the result that a warp writes together.
   FastDiv by_chunks, by_out_vectors, by_x;
   const char *in_first, *in_last;  // The input's memory.
@@ -130,7 +132,8 @@ __global__ void __launch_bounds__(kThreads)
   constexpr int kSize = sizeof(In), kN = Op::kVector;
   extern __shared__ __align__(16) char shared[];
   const Corner at(t, blockIdx.x);
-  const int nx = min(t.box_x, t.x_extent - at.x), ny = min(t.box_y, t.y_extent - at.y);
+  const int own = min(t.box_x, t.x_extent - at.x);  // Columns, of nx that are read.
+  const int nx = min(own + runs.beyond, t.x_extent - at.x), ny = min(t.box_y, t.y_extent - at.y);
   const int xa = at.outside ? nx : max(t.x_begin - at.x, 0), xb = at.outside ? nx : min(t.x_end - at.x, nx);
   const int ya = max(t.y_begin - at.y, 0), yb = min(t.y_end - at.y, ny);
   const bool all_x = xa == 0 && xb == nx, all_y = ya == 0 && yb == ny;
@@ -161,7 +164,8 @@ __global__ void __launch_bounds__(kThreads)
     }
     const int slots = (kInRun ? 1 : xb - xa) * runs.chunks;
     const int length = (kInRun ? nx * ny : ny) * kSize;
-    constexpr int kUnroll = 4;
+    // A box of 16 KiB; of rows, each takes some bytes before and after its own.
+    constexpr int kUnroll = kInRun || kOutRun ? 4 : 5;
     for (int first = threadIdx.x; first < slots; first += kThreads * kUnroll) {
       uint4 v[kUnroll];
       int to[kUnroll];
@@ -203,6 +207,7 @@ __global__ void __launch_bounds__(kThreads)
     const int start = at.out_offset + y * t.y_out_stride;
     const int low = static_cast<int>(reinterpret_cast<uintptr_t>(op.out + start) & 15) / sizeof(typename Op::Out);
     const int q = k * kN - low;  // Of the run.
+    if (!kOutRun && (q >= own || (q < 0 && at.x > 0))) continue;
     if (q >= 0 && q + kN <= length) {
       int x = q;
       if (kOutRun) y = runs.by_x.Div(q, &x);

@@ -183,29 +183,37 @@ cudaError_t Tiles(const Problem& p, int y, const Op& op, const void* x, cudaStre
       return LaunchKernel(SquareKernel<Op>, blocks, kThreads, stream, t, op, in);
     }
 
-  // A run of 256 bytes or more needs no help; a shorter one goes on where the next dimension lies beside it.
+  // A run of 256 bytes or more needs no help; a shorter one goes on where the next dimension lies beside it. So does
+  // one of the result that begins anywhere, up to twice that.
   const bool in_run = dy.extent * kSize < 256 && dx.stride == dy.extent && dy.begin == 0 && dy.end == dy.extent;
-  const bool out_run = !in_run && dx.extent < 64 && y == p.rank - 2;
+  const bool whole = op.Aligned() && dx.extent % Op::kVector == 0;  // Rows of the result are 16-byte accesses.
+  const bool out_run =
+      !in_run && y == p.rank - 2 && dx.extent <= kSquareRows && dx.extent * kOutSize < (whole ? 256 : 512);
+  bool even = IsVectorAligned(static_cast<const char*>(x)) && p.offset * kSize % 16 == 0;  // And those of the input.
+  for (int d = 0; d < p.rank; ++d) even &= d == y || p.dims[d].stride * kSize % 16 == 0;
+  const int beyond = out_run || whole ? 0 : Op::kVector - 1;
   // Small arrays are divided into many boxes all the same.
   const int64_t bytes = std::clamp<int64_t>(Volume(p) * kSize / 2048, kBoxBytes / 4, kBoxBytes);
-  const auto fill = [&](int64_t other, int64_t extent) {
-    return std::min(std::max<int64_t>(bytes / (kSize * other) / 16 * 16, 16), extent);
+  const auto at_least_16 = [](int64_t fit, int64_t extent) {
+    return std::min(std::max<int64_t>(fit / 16 * 16, 16), extent);
   };
   int64_t box_x = std::min<int64_t>(dx.extent, kSquareRows);
-  int64_t box_y = std::min<int64_t>(dy.extent, 128 / kSize);
+  int64_t box_y = std::min<int64_t>(dy.extent, 128 / kSize * (box_x > kSquareRows / 2 ? 1 : 2));
   if (in_run) {
     box_y = dy.extent;
-    box_x = fill(box_y, dx.extent);
+    box_x = at_least_16((bytes - 16) / (kSize * box_y) - beyond, dx.extent);
   } else if (out_run) {
-    box_y = fill(box_x, dy.extent);
+    box_y = at_least_16((bytes / box_x / 16 * 16 - (even ? 0 : 16)) / kSize, dy.extent);
   }
   const int64_t blocks = SetBox(p, box_x, box_y, &t);
 
-  // 16-byte accesses of a run of `bytes`, which may start anywhere in the first.
+  // 16-byte accesses of a run of `bytes`, which may start at any multiple of `size` in the first.
   const auto accesses = [](int bytes, int size) { return (bytes + 16 - size + 15) / 16; };
   constexpr int kStep = kGap<kSize>;
   Runs runs;
-  runs.chunks = accesses((in_run ? t.box_x : 1) * t.box_y * kSize, kSize);
+  runs.beyond = beyond;
+  const int columns = std::min(t.box_x + beyond, t.x_extent);
+  runs.chunks = accesses((in_run ? columns : 1) * t.box_y * kSize, even ? 16 : kSize);
   runs.out_vectors = accesses((out_run ? t.box_y : 1) * t.box_x * kOutSize, kOutSize);
   runs.pitch = in_run ? t.box_y * kSize : runs.chunks * 16 + (runs.chunks * 16 / kStep % 2 == 0 ? kStep : 0);
   runs.lanes_log2 = 0;
@@ -215,7 +223,7 @@ cudaError_t Tiles(const Problem& p, int y, const Op& op, const void* x, cudaStre
   runs.by_x = FastDiv(t.box_x);
   runs.in_first = static_cast<const char*>(x);
   runs.in_last = runs.in_first + p.x_elements * kSize;
-  const int shared = in_run ? Spread(runs.chunks * 16, kStep) + 16 : t.box_x * runs.pitch;
+  const int shared = in_run ? Spread(runs.chunks * 16, kStep) + 16 : columns * runs.pitch;
   const auto launch = [&](auto kernel) {
     return LaunchKernel(kernel, Grid{blocks, kThreads, static_cast<size_t>(shared)}, stream, t, runs, op, in);
   };
@@ -226,6 +234,10 @@ cudaError_t Tiles(const Problem& p, int y, const Op& op, const void* x, cudaStre
 // The result of `p` is small enough for 32-bit indices. `tiles` says whether transposition through shared memory works.
 template <class Op>
 cudaError_t LaunchBox(const Problem& p, const Op& op, const void* x, bool tiles, cudaStream_t stream) {
+  if constexpr (Op::kTakesApart)
+    if (Weave weave; IsWeave(p, Op::kVector, &weave) && (Op::kWeaves || !weave.to_woven) && op.Aligned() &&
+                     IsVectorAligned(static_cast<const char*>(x)))
+      return LaunchWeave(weave, Volume(p), op, static_cast<const typename Op::In*>(x) + p.offset, stream);
   if constexpr (Op::kTiles) {
     const int y = InputInner(p);
     const int64_t nx = p.dims[p.rank - 1].extent, ny = y < 0 ? 0 : p.dims[y].extent;
@@ -307,9 +319,6 @@ struct Element {
 template <int kBytes>
 cudaError_t LaunchCopy(const Problem& p, const Element& pad, const void* x, void* out, cudaStream_t stream) {
   using B = Bits<kBytes>;
-  if constexpr (kBytes <= 4)
-    if (Weave weave; IsWeave<B>(p, &weave) && IsVectorAligned(x, out) && Volume(p) <= kMaxLaunch)
-      return LaunchWeave(weave, Volume(p), static_cast<const B*>(x) + p.offset, static_cast<B*>(out), stream);
   const Copy<kBytes> op = {static_cast<B*>(out), pad.As<B>(), pad.As<B>(), pad.As<uint4>()};
   return Launch(p, op, x, true, stream);
 }

@@ -1,92 +1,131 @@
-// A few planes woven into one, or that one taken apart: images of two to four channels between channels first and last.
+// A few planes woven into one, that one taken apart, or given more channels: images of two to four channels between
+// channels first and last, and what pads them.
 //
-// A thread has a vector of each plane, and exchanges their elements in its registers: every access is a whole vector,
-// and no thread waits for another.
+// A thread has a vector of pixels of each channel, and exchanges their elements in its registers. Its vectors of a
+// woven plane lie together, apart from those of its neighbours: the threads of a warp exchange them before they are
+// written, so that every access is a whole vector, and neighbours write what lies side by side.
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #include "cuda/transform/rows.cuh"
 
 namespace jaxdnn::transform {
 
-constexpr int kFewestPlanes = 2, kMostPlanes = 4;
-
+// Images of `length` pixels with `in` channels in the input and `out` in the result, the last of them padding.
 struct Weave {
-  int64_t planes, length;  // in elements
-  bool weaves;             // or takes apart
+  int64_t length;
+  int64_t in, out;
+  bool from_woven, to_woven;
 };
 
-// A thread's vectors of the woven plane lie apart from its neighbours', and writing them so takes longer than reading.
-// Measured: of elements of 4 bytes, a quarter longer than the tiles of tile.cuh take.
-template <class B>
-constexpr bool kWeavesToo = sizeof(B) == 2;
-
-// Whether that is all of `p`, and planes are whole vectors.
-template <class B>
-bool IsWeave(const Problem& p, Weave* weave) {
-  constexpr int kVector = 16 / sizeof(B);
+// Whether that is all of `p`, in vectors of `vector` elements, and there is a kernel for it.
+inline bool IsWeave(const Problem& p, int vector, Weave* weave) {
   if (p.rank != 2 && p.rank != 3) return false;
   const Dim &outer = p.dims[p.rank - 2], &inner = p.dims[p.rank - 1];
-  weave->weaves = inner.extent <= kMostPlanes;
-  weave->planes = weave->weaves ? inner.extent : outer.extent;
-  weave->length = weave->weaves ? outer.extent : inner.extent;
-  bool fits = (kWeavesToo<B> || !weave->weaves) && outer.stride == 1 && inner.stride == outer.extent &&
-              weave->planes >= kFewestPlanes && weave->planes <= kMostPlanes && weave->length % kVector == 0 &&
-              p.offset % kVector == 0 && (p.rank == 2 || p.dims[0].stride == weave->planes * weave->length);
-  for (int d = 0; d < p.rank; ++d) fits &= p.dims[d].begin == 0 && p.dims[d].end == p.dims[d].extent;
+  weave->to_woven = inner.extent <= 8;
+  const Dim &channels = weave->to_woven ? inner : outer, &pixels = weave->to_woven ? outer : inner;
+  weave->length = pixels.extent;
+  weave->in = channels.end;
+  weave->out = channels.extent;
+  weave->from_woven = channels.stride == 1 && pixels.stride == weave->in;
+  const bool from_apart = pixels.stride == 1 && channels.stride == weave->length;
+  const bool padded = weave->in == 3 && weave->to_woven && (weave->out == 4 || weave->out == 8);
+  const bool moved =
+      weave->in == weave->out && weave->in >= 2 && weave->in <= 4 && weave->from_woven != weave->to_woven;
+  bool fits = (weave->from_woven || from_apart) && (padded || moved) && channels.begin == 0 && pixels.begin == 0 &&
+              pixels.end == pixels.extent && weave->length % vector == 0 && p.offset % vector == 0;
+  if (p.rank == 3) {
+    const Dim& images = p.dims[0];
+    fits &= images.begin == 0 && images.end == images.extent && images.stride == weave->in * weave->length;
+  }
   return fits;
 }
 
-template <int kPlanes, bool kWeaves, class B>
-__global__ void __launch_bounds__(kThreads, 4) WeaveKernel(FastDiv vectors, int total, const B* in, B* out) {
-  constexpr int V = 16 / sizeof(B);
-  using Vector = Vec<B, V>;
-  const int id = blockIdx.x * kThreads + threadIdx.x;
-  if (id >= total) return;
+// Where vector i of a warp's is in shared memory: no two of 8 successive threads, which have as many vectors in a row
+// as there are channels, meet in a bank.
+template <int kChannels>
+__host__ __device__ constexpr int WovenPlace(int i) {
+  return kChannels % 2 == 0 ? i + i / 8 : i;
+}
+
+// `total` vectors of pixels, `vectors` of them in an image.
+template <int kIn, int kOut, bool kFromWoven, bool kToWoven, class Op>
+__global__ void __launch_bounds__(kThreads, 4)
+    WeaveKernel(FastDiv vectors, int total, const Op op, const typename Op::In* in) {
+  using In = typename Op::In;
+  constexpr int V = Op::kVector, kLanes = 32;
+  const int lane = threadIdx.x % kLanes, first = blockIdx.x * kThreads + threadIdx.x - lane;
+  if (first >= total) return;
+  const int id = min(first + lane, total - 1);
   int vector;
   const int64_t image = vectors.Div(id, &vector), length = vectors.divisor;
-  const int64_t apart = image * kPlanes * length + vector, woven = (image * length + vector) * kPlanes;
-  const int64_t from = kWeaves ? apart : woven, to = kWeaves ? woven : apart;
-  const int64_t from_step = kWeaves ? length : 1, to_step = kWeaves ? 1 : length;
-  Vector x[kPlanes], y[kPlanes];
+  Vec<In, V> x[kIn], y[kOut];
 #pragma unroll
-  for (int c = 0; c < kPlanes; ++c) x[c] = LoadConstant(reinterpret_cast<const Vector*>(in) + from + c * from_step);
+  for (int c = 0; c < kIn; ++c)
+    x[c] = LoadVector<V>(in + (kFromWoven ? int64_t{id} * kIn + c : (image * kIn + c) * length + vector) * V);
 #pragma unroll
   for (int i = 0; i < V; ++i)
 #pragma unroll
-    for (int c = 0; c < kPlanes; ++c) {
-      const int at = i * kPlanes + c;
-      if constexpr (kWeaves)
-        y[at / V].v[at % V] = x[c].v[i];
+    for (int c = 0; c < kOut; ++c) {
+      const int from = i * kIn + c, to = i * kOut + c;
+      const In pixel = c >= kIn ? op.pad_bits : kFromWoven ? x[from / V].v[from % V] : x[c].v[i];
+      if constexpr (kToWoven)
+        y[to / V].v[to % V] = pixel;
       else
-        y[c].v[i] = x[at / V].v[at % V];
+        y[c].v[i] = pixel;
     }
+  const auto store = [&](int64_t to, const Vec<In, V>& v) {
+    typename Op::Value value[V];
 #pragma unroll
-  for (int c = 0; c < kPlanes; ++c) {
-    uint4 words;
-    memcpy(&words, &y[c], sizeof(words));
-    reinterpret_cast<uint4*>(out)[to + c * to_step] = words;
+    for (int i = 0; i < V; ++i) value[i] = op.Prepare(v.v[i]);
+    op.Store(static_cast<int>(to * V), value);
+  };
+  if constexpr (kToWoven) {
+    __shared__ Vec<In, V> exchange[kThreads / kLanes][WovenPlace<kOut>(kLanes * kOut)];
+    auto& mine = exchange[threadIdx.x / kLanes];
+#pragma unroll
+    for (int c = 0; c < kOut; ++c) mine[WovenPlace<kOut>(lane * kOut + c)] = y[c];
+    __syncwarp();
+    const int count = min(total - first, kLanes) * kOut;
+#pragma unroll
+    for (int c = 0; c < kOut; ++c) {
+      const int i = c * kLanes + lane;
+      if (i < count) store(int64_t{first} * kOut + i, mine[WovenPlace<kOut>(i)]);
+    }
+  } else if (first + lane < total) {
+#pragma unroll
+    for (int c = 0; c < kOut; ++c) store((image * kOut + c) * length + vector, y[c]);
   }
 }
 
-// Of `elements` in all.
-template <class B>
-cudaError_t LaunchWeave(const Weave& weave, int64_t elements, const B* in, B* out, cudaStream_t stream) {
-  constexpr int V = 16 / sizeof(B);
-  const int64_t threads = elements / (V * weave.planes);
+// Of `elements` in the result.
+template <class Op>
+cudaError_t LaunchWeave(const Weave& weave, int64_t elements, const Op& op, const typename Op::In* in,
+                        cudaStream_t stream) {
+  const int64_t vectors = elements / weave.out / Op::kVector;
   const auto launch = [&](auto kernel) {
-    return LaunchKernel(kernel, CeilDiv(threads, kThreads), kThreads, stream, FastDiv(weave.length / V),
-                        static_cast<int>(threads), in, out);
+    return LaunchKernel(kernel, CeilDiv(vectors, kThreads), kThreads, stream, FastDiv(weave.length / Op::kVector),
+                        static_cast<int>(vectors), op, in);
   };
-  const auto with_planes = [&](auto planes) {
-    if constexpr (kWeavesToo<B>)
-      if (weave.weaves) return launch(WeaveKernel<planes(), true, B>);
-    return launch(WeaveKernel<planes(), false, B>);
+  const auto moved = [&](auto to_woven) {
+    constexpr bool kTo = to_woven();
+    if (weave.in == 2) return launch(WeaveKernel<2, 2, !kTo, kTo, Op>);
+    if (weave.in == 3) return launch(WeaveKernel<3, 3, !kTo, kTo, Op>);
+    return launch(WeaveKernel<4, 4, !kTo, kTo, Op>);
   };
-  if (weave.planes == 2) return with_planes(std::integral_constant<int, 2>());
-  if (weave.planes == 3) return with_planes(std::integral_constant<int, 3>());
-  return with_planes(std::integral_constant<int, 4>());
+  const auto padded = [&](auto out) {
+    if (weave.from_woven) return launch(WeaveKernel<3, out(), true, true, Op>);
+    return launch(WeaveKernel<3, out(), false, true, Op>);
+  };
+  if (!weave.to_woven) return moved(std::false_type());
+  if constexpr (Op::kWeaves) {
+    if (weave.in == weave.out) return moved(std::true_type());
+    if (weave.out == 4) return padded(std::integral_constant<int, 4>());
+    return padded(std::integral_constant<int, 8>());
+  }
+  return cudaErrorNotSupported;
 }
 
 }  // namespace jaxdnn::transform

@@ -22,11 +22,12 @@ from jaxdnn._conv.primitives import (
   plan,
   products,
 )
-from jaxdnn._conv.spec import ConvSpec, check_channels, make_spec, result_dtype
+from jaxdnn._conv.spec import ConvSpec, check_channels, is_float8, make_spec, result_dtype, sums_dtype
 
 _RESULTS = {"forward": "y", "data_gradient": "x", "filter_gradient": "w"}
 _CLOCK_HZ = 1.755e9  # of the H200 that the model's cycles were fitted to
 _BYTES_PER_SECOND = 4e12
+_LAUNCH_MICROSECONDS = 3.0  # of one more kernel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +43,8 @@ class ConvAlgorithm:
   workspace_bytes: int
   exactness: str
   """The type that sums are kept in, and what float32 operands are rounded to before: 'float32', 'float32 of tf32',
-  'float32 of 3xtf32', 'float64'. Products of 16-bit floats are exact."""
+  'float32 of 3xtf32', 'float64', 'int32'; or 'float32 of 13 bits', where the tensor cores add 128 products of float8
+  with 13 bits behind the point of the largest. Products of 16-bit and of 8-bit floats are exact."""
   microseconds: float
   """Modelled, for an H200."""
 
@@ -62,9 +64,10 @@ def conv_algorithms(
   workspace_limit: int | None = None,
   hopper: bool = True,
 ) -> list[ConvAlgorithm]:
-  """The kernels that can compute a convolution, or a gradient of it, fastest first: the first is what is used.
+  """The kernels that can compute a convolution, or a gradient of it, fastest first.
 
-  The order comes from a closed-form model of their times. Nothing is run or measured, and no GPU is needed.
+  The first is what is used, or the next after 'gemm', which is only used where it is asked for. The order comes from a
+  closed-form model of their times. Nothing is run or measured, and no GPU is needed.
 
   Args:
     x: input [N, *spatial, C]: an array, or anything with a shape and a dtype, such as `jax.ShapeDtypeStruct`.
@@ -96,6 +99,8 @@ def conv_algorithms(
   )  # fmt: skip
   check_channels(where, x.shape[-1], w.shape[-2], w.shape[-1], groups, x.shape[0], 1)
   dtype = result_dtype(where, x, w, preferred_element_type)
+  if direction == "forward":
+    dtype = sums_dtype(x, w, math.prod(w.shape[:-1]), dtype)
   shapes = {"x": x.shape, "w": w.shape, "y": (x.shape[0], *spec.y_spatial, w.shape[-1])}
   result = _RESULTS[direction]
   a, b = (jax.ShapeDtypeStruct((1, *shapes[name]), x.dtype) for name in OPERANDS[result])
@@ -111,7 +116,7 @@ def conv_algorithms(
     for p in plans
     if p is not None
   ]  # fmt: skip
-  if gemm.takes(spec) and found:
+  if gemm.takes(spec) and found and np.dtype(x.dtype).itemsize > 1:
     found.append(_by_patches(result, shapes, spec, x.dtype, dtype, hopper))
   if spec.workspace_limit is not None:
     found = [each for each in found if each.workspace_bytes <= spec.workspace_limit]
@@ -121,7 +126,7 @@ def conv_algorithms(
 def _by_patches(
   result: str, shapes: dict[str, Any], spec: ConvSpec, dtype: Any, out_dtype: Any, hopper: bool
 ) -> ConvAlgorithm:
-  """The best kernel for the product, and one pass that writes, or sums, the patches."""
+  """The best kernel for the product, and one more that writes, or sums, the patches."""
   n, c, k = shapes["x"][0], shapes["x"][-1], shapes["w"][-1]
   rows, terms = n * math.prod(spec.y_spatial), math.prod(spec.window) * c
   matrices = {"x": (1, rows, terms), "w": (1, terms, k), "y": (1, rows, k)}
@@ -129,8 +134,9 @@ def _by_patches(
   workspace = gemm.patches_bytes(result, n, c, spec, dtype)
   p = plan(result, a, b, gemm.matrix_spec(spec, workspace), out_dtype, hopper=hopper)
   assert p is not None
-  moved = workspace + math.prod(shapes["x"]) * np.dtype(dtype).itemsize
-  microseconds = p["cycles"] / _CLOCK_HZ * 1e6 + moved / _BYTES_PER_SECOND * 1e6
+  # The patches are both written and read.
+  moved = 2 * workspace + math.prod(shapes["x"]) * np.dtype(dtype).itemsize
+  microseconds = p["cycles"] / _CLOCK_HZ * 1e6 + moved / _BYTES_PER_SECOND * 1e6 + _LAUNCH_MICROSECONDS
   exactness = _exactness(p["algorithm"], dtype, spec)
   return ConvAlgorithm(
     gemm.NAME, p["tile"], p["splits"], workspace + p["workspace_bytes"], exactness, microseconds
@@ -140,5 +146,9 @@ def _by_patches(
 def _exactness(algorithm: str, dtype: Any, spec: ConvSpec) -> str:
   if np.dtype(dtype) == np.float64:
     return "float64"
+  if np.dtype(dtype) == np.int8:
+    return "int32"
+  if is_float8(dtype) and algorithm == ALGORITHMS[0]:
+    return "float32 of 13 bits"
   rounded = np.dtype(dtype) == np.float32 and algorithm not in (ALGORITHMS[-1], DEPTHWISE)
   return "float32 of " + {1: "tf32", 3: "3xtf32"}[products(spec)] if rounded else "float32"

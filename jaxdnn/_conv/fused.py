@@ -1,9 +1,12 @@
-"""Convolution with what follows it in a layer, in one kernel: `activation(conv(x, w) + bias + residual)`.
+"""Convolution with what follows it in a layer, in one kernel: `activation(conv(x, w) scale + bias + residual)`.
 
-    x  [B, N, *S, C]      w  [B, *R, C/groups, K]      bias  [B, K]      residual, y  [B, N, *P, K]
+    x  [B, N, *S, C]      w  [B, *R, C/groups, K]      scale, bias  [B, K]      residual, y  [B, N, *P, K]
 
 Nothing but the derivative is kept for the backward pass: of functions whose derivative the output tells, the output,
 which the next layer keeps anyway. For the others the kernel stops before the activation when differentiated.
+
+Only int8 and float8 operands have a scale. Such a layer is differentiated in the scale, the bias and the residual, not
+in the operands, whose own type would round their cotangents to nothing.
 """
 
 import functools
@@ -32,11 +35,12 @@ def check_activation(where: str, activation: str | None) -> None:
 
 
 def fused(
-  x: Array, w: Array, bias: Array | None, residual: Array | None, spec: ConvSpec, dtype: Any, kind: str | None
-) -> Array:
+  x: Array, w: Array, bias: Array | None, residual: Array | None, spec: ConvSpec, dtype: Any, kind: str | None,
+  scale: Array | None = None,
+) -> Array:  # fmt: skip
   """The layer, where bias and residual are of the type `dtype`; in steps where the kernels have no epilogue."""
   dtype = np.dtype(dtype)
-  extras = [a for a in (bias, residual) if a is not None]
+  extras = [a for a in (bias, residual, scale) if a is not None]
   params: dict[str, Any] = dict(
     spec=spec,
     dtype=dtype,
@@ -44,39 +48,54 @@ def fused(
     parameter=ACTIVATIONS[kind].parameter if kind else 0.0,
     bias=bias is not None,
     residual=residual is not None,
+    scale=scale is not None,
   )
   narrower = dtype.itemsize < x.dtype.itemsize
   plain = kind is None and not extras
-  if plain or narrower or spec.algorithm == gemm.NAME or not jnp.issubdtype(dtype, jnp.floating):
+  # Integers' sums become floats where they are scaled, and nowhere else.
+  unscaled = x.dtype == np.int8 and scale is None
+  if plain or unscaled or narrower or spec.algorithm == gemm.NAME or not jnp.issubdtype(dtype, jnp.floating):
     return _in_steps(x, w, *extras, **params)
   if spec.algorithm is not None:
     primitives.check_algorithm("y", x, w, spec, dtype)
   return _primitive.bind(conv_fused_p, x, w, *extras, **params)
 
 
-def _add_extras(y: Array, extras: Any, bias: bool, residual: bool) -> Array:
+def _add_extras(y: Array, extras: Any, bias: bool, residual: bool, scale: bool = False) -> Array:
+  def of_features(a: Array) -> Array:
+    return a.reshape(a.shape[0], *(1,) * (y.ndim - 2), a.shape[-1]).astype(y.dtype)
+
+  if scale:
+    y = y * of_features(extras[-1])
   if bias:
-    b = extras[0].astype(y.dtype)
-    y = y + b.reshape(b.shape[0], *(1,) * (y.ndim - 2), b.shape[-1])
-  return y + extras[-1].astype(y.dtype) if residual else y
+    y = y + of_features(extras[0])
+  return y + extras[int(bias)].astype(y.dtype) if residual else y
 
 
 def _in_steps(
   x: Array, w: Array, *extras: Array, spec: ConvSpec, dtype: Any, kind: str, parameter: float, bias: bool,
-  residual: bool,
+  residual: bool, scale: bool,
 ) -> Array:  # fmt: skip
   """The same from the operators that it consists of, each with its own rules."""
-  y = _add_extras(convolve("y", {"x": x, "w": w}, spec, dtype), extras, bias, residual)
-  return y if kind == IDENTITY else elementwise.activate(kind, y, parameter)
+  y = convolve("y", {"x": x, "w": w}, spec, _scaled_sums(x) if scale else dtype)
+  y = _add_extras(y.astype(np.float32) if scale else y, extras, bias, residual, scale)
+  return (y if kind == IDENTITY else elementwise.activate(kind, y, parameter)).astype(dtype)
+
+
+def _scaled_sums(x: Array) -> type:
+  """What sums are kept in until they are scaled; integers wrap."""
+  return np.int32 if x.dtype == np.int8 else np.float32
 
 
 def _reference(
   x: Array, w: Array, *extras: Array, spec: ConvSpec, dtype: Any, kind: str, parameter: float, bias: bool,
-  residual: bool,
+  residual: bool, scale: bool,
 ) -> Array:  # fmt: skip
   """Rounded once, as the kernel does it."""
-  wide = max(_primitive.accumulator_dtype(x.dtype), np.dtype(dtype), key=lambda t: t.itemsize)
-  y = _add_extras(primitives.REFERENCES["y"](x, w, spec=spec, dtype=wide), extras, bias, residual)
+  least = np.dtype(np.float32) if scale else _primitive.accumulator_dtype(x.dtype)
+  wide = max(least, np.dtype(dtype), key=lambda t: t.itemsize)
+  sums = _scaled_sums(x) if scale else wide
+  y = _add_extras(primitives.REFERENCES["y"](x, w, spec=spec, dtype=sums).astype(wide), extras, bias, residual, scale)
   return (y if kind == IDENTITY else ACTIVATIONS[kind].forward(y, parameter)).astype(dtype)
 
 
@@ -88,13 +107,15 @@ conv_fused_p = _primitive.define(
   "conv_fused",
   abstract_eval=_abstract,
   reference=_reference,
-  params=["spec", "dtype", "kind", "parameter", "bias", "residual"],
+  params=["spec", "dtype", "kind", "parameter", "bias", "residual", "scale"],
 )
 
 # Differentiation -----------------------------------------------------------------------------------------------------
 
 
 def _jvp(primals: Any, tangents: Any, *, kind: str, parameter: float, **params: Any) -> Any:
+  if params["scale"]:
+    return _jvp_scaled(primals, tangents, kind=kind, parameter=parameter, **params)
   if kind != IDENTITY and kind not in FROM_OUTPUT:
     z, dz = _jvp(primals, tangents, kind=IDENTITY, parameter=0.0, **params)
     activate = lambda z: elementwise.activate(kind, z, parameter)  # noqa: E731
@@ -117,6 +138,29 @@ def _jvp(primals: Any, tangents: Any, *, kind: str, parameter: float, **params: 
   return y, f.scale(dy.astype(wide), kept, parameter).astype(y.dtype)
 
 
+def _jvp_scaled(primals: Any, tangents: Any, **params: Any) -> Any:
+  (x, w, *extras), (dx, dw, *dextras) = primals, tangents
+  if not (_primitive.is_zero(dx) and _primitive.is_zero(dw)):
+    raise TypeError(
+      f"conv: no derivative with respect to x of {x.dtype} and w of {w.dtype} with x_scale or w_scale, since their "
+      "cotangents would be rounded to that type. To train, wrap the quantized layer in jax.custom_vjp and compute "
+      "gradients of wider operands with jaxdnn.conv_dgrad and jaxdnn.conv_wgrad; to hold x or w fixed, use "
+      "jax.lax.stop_gradient"
+    )
+  y = _primitive.bind(conv_fused_p, *primals, **params)
+  moving = [i for i, d in enumerate(dextras) if not _primitive.is_zero(d)]
+  if not moving:
+    return y, _primitive.zero_tangent(y)
+
+  def of_moving(*values: Array) -> Array:
+    full = list(extras)
+    for i, value in zip(moving, values, strict=True):
+      full[i] = value
+    return _in_steps(x, w, *full, **params)
+
+  return y, jax.jvp(of_moving, [extras[i] for i in moving], [dextras[i] for i in moving])[1]
+
+
 _primitive.set_jvp(conv_fused_p, _jvp)
 
 # Batching ------------------------------------------------------------------------------------------------------------
@@ -126,9 +170,11 @@ def _batch(operands: Any, dims: Any, **params: Any) -> tuple[Array, int]:
   """More images where filter and bias are shared, more problems where x and w both have the axis, else in steps."""
   size = next(a.shape[d] for a, d in zip(operands, dims, strict=True) if d is not None)
   front = [jnp.moveaxis(a, d, 0) if d is not None else None for a, d in zip(operands, dims, strict=True)]
-  x, w, *extras = front
-  shared_bias = not params["bias"] or extras[0] is None
-  if x is None or (w is None and not shared_bias) or size == 0:
+  x, w, *_ = front
+  # Of features, as the filter: the bias comes first, the scale last.
+  of_features = {1} | ({2} if params["bias"] else set()) | ({len(front) - 1} if params["scale"] else set())
+  shared = all(front[i] is None for i in of_features)
+  if x is None or (w is None and not shared) or size == 0:
     return jax.vmap(functools.partial(_in_steps, **params), dims)(*operands), 0
 
   every = [jnp.broadcast_to(a, (size, *a.shape)) if f is None else f for a, f in zip(operands, front, strict=True)]
@@ -136,8 +182,8 @@ def _batch(operands: Any, dims: Any, **params: Any) -> tuple[Array, int]:
   if w is None:
     # [V, B, N, ...] -> [B, V N, ...]
     fold = lambda a: jnp.moveaxis(a, 0, 1).reshape(a.shape[1], -1, *a.shape[3:])  # noqa: E731
-    kept = {1, 2} if params["bias"] else {1}
-    y = _primitive.bind(conv_fused_p, *(a if i in kept else fold(every[i]) for i, a in enumerate(operands)), **params)
+    folded = (a if i in of_features else fold(every[i]) for i, a in enumerate(operands))
+    y = _primitive.bind(conv_fused_p, *folded, **params)
     return jnp.moveaxis(y.reshape(y.shape[0], size, -1, *y.shape[2:]), 1, 0), 0
   fold = lambda a: a.reshape(-1, *a.shape[2:])  # noqa: E731
   y = _primitive.bind(conv_fused_p, *map(fold, every), **params)
@@ -156,4 +202,5 @@ _primitive.lower_to_cuda(
   attributes=functools.partial(primitives.attributes, result="y"),
   supported=functools.partial(primitives.supported, result="y"),
   workspace=functools.partial(primitives.workspace, result="y"),
+  **primitives.BYTES,
 )

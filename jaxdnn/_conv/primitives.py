@@ -9,6 +9,7 @@ more grid dimension.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -21,7 +22,7 @@ from jax import Array, lax
 from jaxdnn import _extension, _primitive
 from jaxdnn._arguments import dilated
 from jaxdnn._conv.padding import MODES, beyond, extend, fold
-from jaxdnn._conv.spec import ConvSpec, Precision, channels_last
+from jaxdnn._conv.spec import FLOAT8, ConvSpec, Precision, channels_last, is_float8, sums_dtype
 
 OPERANDS = {"y": ("x", "w"), "x": ("y", "w"), "w": ("x", "y")}
 """For each array of the trilinear form, the two that the primitive which computes it takes."""
@@ -34,11 +35,14 @@ def convolve(result: str, arrays: Mapping[str, Array], spec: ConvSpec, dtype: An
   """
   a, b = (arrays[name] for name in OPERANDS[result])
   common = max(a.dtype, b.dtype, key=lambda t: t.itemsize)
+  if not (is_float8(a.dtype) and is_float8(b.dtype)):
+    a, b = a.astype(common), b.astype(common)
   out_dtype = max(np.dtype(dtype), common, key=lambda t: t.itemsize)
+  if result == "y":
+    out_dtype = sums_dtype(a, b, math.prod(b.shape[1:-1]), out_dtype)
   if spec.algorithm is not None:
-    check_algorithm(result, a.astype(common), b.astype(common), spec, out_dtype)
-  out = _primitive.bind(PRIMITIVES[result], a.astype(common), b.astype(common), spec=spec, dtype=out_dtype)
-  return out.astype(dtype)
+    check_algorithm(result, a, b, spec, out_dtype)
+  return _primitive.bind(PRIMITIVES[result], a, b, spec=spec, dtype=out_dtype).astype(dtype)
 
 
 # Reference -----------------------------------------------------------------------------------------------------------
@@ -258,8 +262,8 @@ UNALIGNED = "unaligned"
 def plan(result: str, a: Any, b: Any, spec: ConvSpec, dtype: Any, *, hopper: bool) -> dict[str, Any] | None:
   """What the planner chooses for this call, or None if no kernel, or not the spec's algorithm, takes it.
 
-  With hopper, on devices of compute capability 9.0. The algorithm, its tile and splits, bytes of workspace, and the
-  modelled time in cycles.
+  With hopper, on devices of compute capability 9.0. The algorithm, its tile, splits, blocks that share a tile
+  ("cluster"), bytes of workspace, and the modelled time in cycles.
   """
   shapes = {name: aval.shape for name, aval in zip(OPERANDS[result], (a, b), strict=True)}
   shapes[result] = _result_shape(result, a, b, spec)
@@ -293,8 +297,12 @@ def _plans(result: str, a: Any, b: Any, spec: ConvSpec, dtype: Any) -> list[dict
   return [p for p in found if p is not None]
 
 
-def supported(a: Any, b: Any, *_: Any, result: str, spec: ConvSpec, dtype: Any, **__: Any) -> bool:
-  return bool(_plans(result, a, b, spec, dtype))
+def supported(
+  a: Any, b: Any, *_: Any, result: str, spec: ConvSpec, dtype: Any, scale: bool = False, **__: Any
+) -> bool:
+  # Of integers' sums the kernels make floats by a scale, after they may have wrapped.
+  wraps = np.dtype(a.dtype) == np.int8 and jnp.issubdtype(dtype, jnp.floating) and not scale
+  return not wraps and bool(_plans(result, a, b, spec, dtype))
 
 
 def workspace(a: Any, b: Any, *_: Any, result: str, spec: ConvSpec, dtype: Any, **__: Any) -> int:
@@ -325,13 +333,18 @@ def _choice(spec: ConvSpec) -> dict[str, Any]:
 
 def attributes(
   a: Any, b: Any, *_: Any, result: str, spec: ConvSpec, kind: str = "identity", parameter: float = 0.0,
-  bias: bool = False, residual: bool = False, **__: Any,
+  bias: bool = False, residual: bool = False, scale: bool = False, **__: Any,
 ) -> dict[str, Any]:  # fmt: skip
   """Of the call, which forward has an epilogue as well (`fused.py`)."""
   given = {k: np.asarray(v, np.int64) if isinstance(v, tuple) else v for k, v in _geometry(spec).items()}
-  epilogue = {"activation": kind, "parameter": float(parameter), "bias": bias, "residual": residual}
+  epilogue = {
+    "activation": kind, "parameter": float(parameter), "bias": bias, "residual": residual, "scale": scale,
+  }  # fmt: skip
   return given | _choice(spec) | (epilogue if result == "y" else {})
 
+
+BYTES: dict[str, Any] = {"integers": frozenset([np.dtype(np.int8)]), "more_floats": FLOAT8}
+"""Element types that only convolution has kernels for."""
 
 TARGETS = {"y": "jaxdnn.conv_fwd.v5", "x": "jaxdnn.conv_dgrad.v4", "w": "jaxdnn.conv_wgrad.v4"}
 
@@ -347,4 +360,5 @@ for _result, _p in PRIMITIVES.items():
     attributes=partial(attributes, result=_result),
     supported=partial(supported, result=_result),
     workspace=None if _result == "x" else partial(workspace, result=_result),
+    **BYTES,
   )

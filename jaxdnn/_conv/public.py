@@ -6,7 +6,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
+from jax.typing import ArrayLike
 
 from jaxdnn._arguments import Padding, dilated, explicit_padding, per_dimension
 from jaxdnn._conv import layout
@@ -15,7 +17,7 @@ from jaxdnn._conv.gemm import convolve
 from jaxdnn._conv.gradients import conv_dgrad
 from jaxdnn._conv.layout import DimensionNumbers
 from jaxdnn._conv.padding import PaddingMode
-from jaxdnn._conv.spec import channels_last, check_channels, make_spec, result_dtype
+from jaxdnn._conv.spec import channels_last, check_channels, is_float8, make_spec, result_dtype
 
 
 def conv_general_dilated(
@@ -39,7 +41,7 @@ def conv_general_dilated(
 
   Args:
     lhs: input of rank n + 2.
-    rhs: filter of rank n + 2, of the same dtype.
+    rhs: filter of rank n + 2, of the same dtype; or, unlike lax, of the other one of float8_e4m3fn and float8_e5m2.
     window_strides: n positive ints.
     padding: 'VALID', 'SAME', 'SAME_LOWER', or n (low, high) pairs; negative padding crops.
     lhs_dilation: n positive ints (default 1): spacing of the input's elements. The holes are never stored.
@@ -49,10 +51,10 @@ def conv_general_dilated(
     feature_group_count: number of groups of channels.
     batch_group_count: number of groups of the batch. At most one of the two may exceed 1.
     precision: as in lax, of float32 on a GPU: DEFAULT rounds the operands to TF32 (11 bits of mantissa), HIGH adds up
-      three products of TF32 parts (about 22 bits), HIGHEST computes in float32. None defers to
-      `jax_default_matmul_precision`.
-    preferred_element_type: dtype of the result, by default the operands'. Sums are held in float32 for 16-bit
-      operands in any case.
+      three products of TF32 parts (about 22 bits), HIGHEST computes in float32. Of float8 on Hopper, DEFAULT adds up
+      to 128 products with 13 bits, HIGH and HIGHEST all in float32. None defers to `jax_default_matmul_precision`.
+    preferred_element_type: dtype of the result, by default the operands'. Sums are held in float32 for 16-bit and
+      float8 operands in any case, and those of int8 in int32; a narrower integer, such as int8's default, wraps.
     out_sharding: as in lax: the sharding of the result under a mesh with explicit axes.
     algorithm: the name of a kernel, or of one of its tiles, as `conv_algorithms` lists them; or None (default) for what
       is modelled to be the fastest. Not part of lax's signature. Gradients choose their own.
@@ -117,12 +119,14 @@ def conv(
   dimension_numbers: DimensionNumbers = None,
   activation: str | None = None,
   residual: Array | None = None,
+  x_scale: ArrayLike | None = None,
+  w_scale: ArrayLike | None = None,
   precision: Any = None,
   preferred_element_type: Any = None,
   algorithm: str | None = None,
   workspace_limit: int | None = None,
 ) -> Array:
-  """Convolution layer: `activation(conv(x, w) + b + residual)`, in one kernel.
+  """Convolution layer: `activation(conv(x, w) x_scale w_scale + b + residual)`, in one kernel.
 
   Args:
     x: input, channels-last [..., *spatial, C] with any number of leading batch dimensions, or as
@@ -144,8 +148,13 @@ def conv(
     activation: None, or the name of an activation of this library, with its default parameter; 'gelu' is the exact one,
       'gelu_tanh' the approximation.
     residual: array like the result, added before the activation, or None.
-    precision: as in `conv_general_dilated`.
-    preferred_element_type: dtype of the result, by default the operands'.
+    x_scale, w_scale: what one step of quantized operands is worth: scalars, and of the filter also [K], one for each
+      output channel. With either, x and w are int8, or float8_e4m3fn and float8_e5m2 in any mixture, the result is
+      float32 (default), bfloat16 or float16, and the float32 product of both multiplies the sums: int32 ones of int8,
+      exact up to 2^31 and wrapping there, float32 ones of float8. Differentiable in scales, b and residual; in x and w
+      of float8, a TypeError says what to do instead.
+    precision: as in `conv_general_dilated`; of float8 on Hopper, HIGH and HIGHEST are more exact and slower.
+    preferred_element_type: dtype of the result, by default the operands', or float32 with a scale.
     algorithm, workspace_limit: as in `conv_general_dilated`.
 
   Returns:
@@ -171,7 +180,15 @@ def conv(
       x = x.reshape(math.prod(leading), *x.shape[len(leading) :])
   given = channels_last(rank) if dimension_numbers is None else dimension_numbers
   numbers = layout.dimension_numbers("conv", x, w, given)
-  dtype = result_dtype("conv", x, w, preferred_element_type)
+  scale = _scale("conv", x, w, x_scale, w_scale, w.shape[numbers.rhs_spec[0]])
+  if scale is None:
+    dtype = result_dtype("conv", x, w, preferred_element_type)
+  else:
+    dtype = result_dtype("conv", x, w, np.float32 if preferred_element_type is None else preferred_element_type)
+    if dtype not in (np.float32, np.float16, jnp.bfloat16):
+      raise TypeError(
+        f"conv: with x_scale or w_scale, preferred_element_type must be float32, bfloat16 or float16, got {dtype}"
+      )
   spec = make_spec(
     "conv",
     layout.spatial(x, numbers.lhs_spec),
@@ -208,12 +225,35 @@ def conv(
     rest = iter(extras)
     bias = None if b is None else next(rest)[None]
     added = None if residual is None else layout.to_canonical(next(rest), numbers.out_spec)[None]
+    factor = None if scale is None else next(rest)[None]
     x, w = layout.to_canonical(x, numbers.lhs_spec)[None], layout.filter_to_canonical(w, numbers.rhs_spec)[None]
-    return layout.from_canonical(fused(x, w, bias, added, spec, dtype, activation)[0], numbers.out_spec)
+    return layout.from_canonical(fused(x, w, bias, added, spec, dtype, activation, factor)[0], numbers.out_spec)
 
-  extras = [(a, kept) for a, kept in ((b, ()), (residual, (numbers.out_spec[0],))) if a is not None]
+  every = ((b, ()), (residual, (numbers.out_spec[0],)), (scale, ()))
+  extras = [(a, kept) for a, kept in every if a is not None]
   y = layout.by_batch(apply, (x, w), numbers.lhs_spec, numbers.out_spec, extras)
   return y if leading is None else y.reshape(*leading, *y.shape[1:])
+
+
+def _scale(where: str, x: Array, w: Array, x_scale: Any, w_scale: Any, features: int) -> Array | None:
+  """The factor of each output channel's sums, [features] of float32, or None."""
+  if x_scale is None and w_scale is None:
+    return None
+  if not (x.dtype == w.dtype == np.int8 or (is_float8(x.dtype) and is_float8(w.dtype))):
+    raise TypeError(
+      f"{where}: x_scale and w_scale go with int8 operands, or with float8_e4m3fn and float8_e5m2, got {x.dtype} and "
+      f"{w.dtype}"
+    )
+  shapes: tuple[tuple[int, ...], ...] = ((), (features,))
+  factor = jnp.ones(features, np.float32)
+  for name, value, taken in (("x_scale", x_scale, 1), ("w_scale", w_scale, 2)):
+    if value is None:
+      continue
+    if jnp.shape(value) not in shapes[:taken]:
+      allowed = " or ".join(map(str, shapes[:taken]))
+      raise ValueError(f"{where}: {name} must have shape {allowed}, got {jnp.shape(value)}")
+    factor = factor * jnp.broadcast_to(jnp.asarray(value, np.float32), (features,))
+  return factor
 
 
 def conv_transpose(

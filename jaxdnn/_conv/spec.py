@@ -132,10 +132,36 @@ def check_channels(where: str, c: int, w_in: int, w_out: int, groups: int, batch
     raise ValueError(f"{where}: batch_group_count={batch_groups} does not divide the batch size {batch}")
 
 
+FLOAT8 = frozenset(np.dtype(d) for d in (jnp.float8_e4m3fn, jnp.float8_e5m2))
+"""The 8-bit floats that kernels take, also one type for the input and the other for the filter."""
+
+
+def is_float8(dtype: Any) -> bool:
+  return np.dtype(dtype) in FLOAT8
+
+
+def sums_dtype(a: Any, b: Any, terms: int, dtype: Any) -> np.dtype[Any]:
+  """What a forward convolution is computed in, before it is converted to `dtype`.
+
+  Sums of int8 products wrap in int32, and so does what is narrower; floats can be had of them where none can wrap.
+  float8 has float32 sums.
+  """
+  dtype = np.dtype(dtype)
+  if a.dtype == b.dtype == np.int8:
+    narrow = jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize <= 4
+    if narrow or (jnp.issubdtype(dtype, jnp.floating) and terms * 2**14 < 2**31):
+      return np.dtype(np.int32)
+  return np.dtype(np.float32) if dtype.itemsize == 1 and jnp.issubdtype(dtype, jnp.floating) else dtype
+
+
 def result_dtype(where: str, a: Any, b: Any, preferred: Any) -> np.dtype[Any]:
-  """The result's element type: the operands' own, which must agree, or the wider one that is asked for."""
-  if a.dtype != b.dtype:
-    raise TypeError(f"{where}: operands must have the same dtype, got {a.dtype} and {b.dtype}")
+  """The result's element type: the operands' own, which must agree, or the wider one that is asked for.
+
+  Two types of float8 may be mixed, which lax does not take, if the result's type is given.
+  """
+  if a.dtype != b.dtype and not (is_float8(a.dtype) and is_float8(b.dtype) and preferred is not None):
+    mixed = "; of two float8 types, give preferred_element_type" if is_float8(a.dtype) and is_float8(b.dtype) else ""
+    raise TypeError(f"{where}: operands must have the same dtype, got {a.dtype} and {b.dtype}{mixed}")
   if preferred is None:
     return np.dtype(a.dtype)
   preferred = np.dtype(jax.dtypes.canonicalize_dtype(preferred))

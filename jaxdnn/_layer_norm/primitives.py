@@ -73,13 +73,22 @@ def _plus_bias(x: Array, bias: Array) -> Array:
 
 
 def _forward_reference(
-  x: Array, residual: Array, scale: Array, bias: Array, *, center: bool, epsilon: float, offset: float
+  x: Array,
+  residual: Array,
+  scale: Array,
+  bias: Array,
+  *,
+  center: bool,
+  epsilon: float,
+  offset: float,
+  statistics: bool,
 ) -> list[Array]:
   total = absent(3, x.dtype) if is_absent(residual) else x + residual
   x = x if is_absent(residual) else _as_returned(total)
   mean, rstd = _statistics(x, center, epsilon)
   y = _plus_bias(_times_scale(_normalized(x, mean, rstd), scale, offset), bias)
-  return [y.astype(x.dtype), total, mean, rstd]
+  kept = (mean, rstd) if statistics else (absent(3, mean.dtype), absent(2, rstd.dtype))
+  return [y.astype(x.dtype), total, *kept]
 
 
 def _tangent_reference(
@@ -130,14 +139,16 @@ def _backward_reference(
 # Primitives ----------------------------------------------------------------------------------------------------------
 
 
-def _forward_abstract(x: Any, residual: Any, scale: Any, bias: Any, *, center: bool, **_: Any) -> list[Any]:
+def _forward_abstract(
+  x: Any, residual: Any, scale: Any, bias: Any, *, center: bool, statistics: bool, **_: Any
+) -> list[Any]:
   wide = _primitive.accumulator_dtype(x.dtype)
-  mean = (*x.shape[:2], 2) if center else (0, 0, 0)
+  mean = (*x.shape[:2], 2) if center and statistics else (0, 0, 0)
   return [
     _primitive.out_aval(x, x.shape),
     _primitive.out_aval(x, residual.shape),
     _primitive.out_aval(x, mean, wide),
-    _primitive.out_aval(x, x.shape[:2], wide),
+    _primitive.out_aval(x, x.shape[:2] if statistics else (0, 0), wide),
   ]
 
 
@@ -165,7 +176,7 @@ def _define(name: str, abstract_eval: Any, reference: Any, *params: str) -> Any:
   )
 
 
-layer_norm_p = _define("layer_norm", _forward_abstract, _forward_reference)
+layer_norm_p = _define("layer_norm", _forward_abstract, _forward_reference, "statistics")
 layer_norm_lin_p = _define("layer_norm_lin", _tangent_abstract, _tangent_reference, "bias", "carry")
 layer_norm_bwd_p = _define("layer_norm_bwd", _backward_abstract, _backward_reference, "bias", "carry")
 
@@ -177,15 +188,17 @@ layer_norm_bwd_p = _define("layer_norm_bwd", _backward_abstract, _backward_refer
 #
 # The last two are linear before the bar and each other's adjoints. The statistics are not seen from outside and carry
 # no tangent: they spare the kernels a pass, and what they contribute to a derivative in s is had by computing them from
-# s again. `carry` says that s is a result, and `bias` that there is one.
+# s again: 12 bytes a row, which layer_norm leaves absent until it is differentiated (`statistics`). `carry` says that s
+# is a result, and `bias` that there is one.
 
 
-def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+def _jvp(primals: Any, tangents: Any, *, statistics: bool, **params: Any) -> Any:
   x, residual, scale, bias = primals
-  outs = _primitive.bind(layer_norm_p, *primals, **params)
-  _, total, mean, rstd = outs
+  moves = not all(map(_primitive.is_zero, tangents))
+  y, total, mean, rstd = _primitive.bind(layer_norm_p, *primals, statistics=statistics or moves, **params)
+  outs = [y, total, *((mean, rstd) if statistics else (mean[:0, :0, :0], rstd[:0, :0]))]
   zeros = [_primitive.zero_tangent(out) for out in outs]
-  if all(map(_primitive.is_zero, tangents)):
+  if not moves:
     return outs, zeros
   t, dresidual, dscale, dbias = map(_primitive.instantiate, tangents)
   carry = not is_absent(residual)

@@ -199,6 +199,7 @@ def adaptive_layer_norm(
       center=True,
       epsilon=float(epsilon),
       offset=float(zero_centered),
+      statistics=False,
     )
     return y.reshape(x.shape)
 
@@ -251,6 +252,7 @@ def _norm(
       center=center,
       epsilon=float(epsilon),
       offset=float(zero_centered),
+      statistics=False,
     )
     local = [data[0].shape[d] for d in order]
     return tuple(y.reshape(local).transpose(back) for y in results[: len(data)])

@@ -1,6 +1,5 @@
 """Divisive normalization with given means."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +14,8 @@ from jaxdnn._lrn.window import (
   apply,
   attributes,
   checked,
+  is_box,
+  pair_of_values,
   powers,
   spatial,
   sum_over_cells,
@@ -175,8 +176,8 @@ _primitive.linear(divisive_vjp_p, 1, _vjp_reference, transpose=_tangents)
 
 
 def _scratch(g: Any, *_: Any, response: Response) -> int:
-  """Two values of each element, between the pass that computes them and the one that sums over windows."""
-  return 2 * math.prod(g.shape) * _primitive.accumulator_dtype(g.dtype).itemsize
+  """Other windows than boxes are summed in two passes."""
+  return 0 if is_box(g, response) else pair_of_values(g)
 
 
 def _register(p: Any, target: str, reference: Any, **options: Any) -> None:

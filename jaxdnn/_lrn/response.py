@@ -1,6 +1,5 @@
 """Local response normalization, across channels and within a channel."""
 
-import math
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -15,6 +14,8 @@ from jaxdnn._lrn.window import (
   apply,
   attributes,
   checked,
+  is_box,
+  pair_of_values,
   powers,
   spatial,
   supported,
@@ -151,17 +152,17 @@ _primitive.linear_in_first(lrn_vjp_p, _vjp_reference, transpose=_tangent_map)
 
 def _held(x: Any, response: Response) -> bool:
   """Whether a kernel holds what the adjoint needs of the window in registers, in types that are trained in."""
-  (*others, last), window = response.window, set(response.window)
+  *others, last = response.window
   if others:
-    return len(others) == 1 and window == {(last[0],) * 2} and last[0] <= 3 and x.dtype in (jnp.float32, jnp.bfloat16)
+    return is_box(x, response)
   if x.dtype == jnp.float64:
     return False
   return max(last) <= 8 if x.shape[-1] == 1 else last in ((1, 1), (2, 2), (3, 3))
 
 
 def _scratch(g: Any, x: Any, *, response: Response) -> int:
-  """Other windows are summed in two passes, with two values of each element between them."""
-  return 0 if _held(x, response) else 2 * math.prod(g.shape) * _primitive.accumulator_dtype(g.dtype).itemsize
+  """Other windows are summed in two passes."""
+  return 0 if _held(x, response) else pair_of_values(g)
 
 
 def _register(p: Any, target: str, reference: Any, **options: Any) -> None:

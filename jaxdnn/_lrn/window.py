@@ -130,8 +130,6 @@ def window_sum(v: Array, response: Response, *, adjoint: bool = False) -> Array:
   )
 
 
-
-
 def sum_over_cells(
   term: Callable[..., Sequence[Array]], arrays: Sequence[Array], response: Response, *, adjoint: bool = False
 ) -> list[Array]:
@@ -175,3 +173,14 @@ def attributes(*_: Any, response: Response) -> dict[str, Any]:
 def supported(*avals: Any, response: Response) -> bool:
   # 0 times the logarithm of D would be NaN for a D of 0 or infinity.
   return response.beta != 0 and all(d < 2**30 for d in avals[0].shape[-1 - len(response.window) : -1])
+
+
+def is_box(x: Any, response: Response) -> bool:
+  """Whether the windows are odd square boxes that a kernel holds in registers, in types that are trained in."""
+  reach, window = response.window[-1][0], response.window
+  return 1 <= reach <= 3 and window == ((reach, reach),) * 2 and x.dtype in (jnp.float32, jnp.bfloat16)
+
+
+def pair_of_values(x: Any) -> int:
+  """Bytes of two values of each element, between a pass that computes them and one that sums over windows."""
+  return 2 * math.prod(x.shape) * _primitive.accumulator_dtype(x.dtype).itemsize

@@ -1,0 +1,79 @@
+// Sums over the threads that share a row: lanes, warps, and the blocks of a cluster.
+#pragma once
+
+#include "cuda/common/cluster.cuh"
+#include "cuda/common/reduce.cuh"
+#include "cuda/layer_norm/rows.cuh"
+
+namespace jaxdnn::layer_norm {
+
+// Up to W values that each warp of a group hands to the others of its block; and in a cluster, its block to the other
+// blocks. Consecutive sums take turns with two of them.
+template <class A, int W, bool kCluster>
+struct Exchange {
+  A values[W][kMaxWarps];
+
+  __device__ void Open() {}
+};
+
+template <class A, int W>
+struct Exchange<A, W, true> {
+  A values[W][kMaxWarps], blocks[W][kMaxCluster];
+  Mailbox mailbox;
+
+  __device__ void Open() { mailbox.Open(); }
+};
+
+// In a cluster: before the first sum, and followed by ClusterWait.
+template <class E>
+__device__ void OpenExchanges(E (&exchanges)[2]) {
+  if (threadIdx.x == 0)
+    for (E& each : exchanges) each.Open();
+  ClusterArriveRelaxed();
+}
+
+// v[i] = the sum of v[i] over `lanes` neighbouring lanes, a power of two of them.
+template <int W, class A>
+__device__ void LaneSum(A (&v)[W], int lanes) {
+  for (int mask = 1; mask < lanes; mask *= 2)
+#pragma unroll
+    for (int i = 0; i < W; ++i) v[i] += ShuffleXor(v[i], mask);
+}
+
+// v[i] = the sum of v[i] over the threads of the group, in each of them, in a fixed order; for the
+// `turn`-th time, from 0 on.
+template <bool kCluster, int W, int M, class A>
+__device__ void GroupSum(A (&v)[W], const Place& p, Exchange<A, M, kCluster> (&exchanges)[2], int turn) {
+  static_assert(W <= M, "has room");
+  LaneSum(v, min(32, p.width));
+  if (!kCluster && p.width <= 32) return;
+  Exchange<A, M, kCluster>& exchange = exchanges[turn & 1];
+  const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (lane == 0)
+    for (int i = 0; i < W; ++i) exchange.values[i][warp] = v[i];
+  __syncthreads();
+  // Every run of as many lanes as there are warps adds up their values; in a cluster one warp does, and sends the sums.
+  if (!kCluster || warp == 0) {
+    const int span = 1 << (32 - __clz(warps - 1));
+#pragma unroll
+    for (int i = 0; i < W; ++i) {
+      v[i] = 0;
+      for (int w = lane & (span - 1); w < warps; w += span) v[i] += exchange.values[i][w];
+    }
+    LaneSum(v, span);
+  }
+  if constexpr (kCluster) {
+    if (warp == 0) {
+      if (lane == 0) exchange.mailbox.Expect(W * p.cluster * static_cast<int>(sizeof(A)));
+      if (lane < p.cluster)
+#pragma unroll
+        for (int i = 0; i < W; ++i) exchange.mailbox.Send(&exchange.blocks[i][p.rank], lane, v[i]);
+    }
+    exchange.mailbox.Wait(turn >> 1);
+#pragma unroll
+    for (int i = 0; i < W; ++i) v[i] = exchange.blocks[i][lane & (p.cluster - 1)];
+    LaneSum(v, p.cluster);
+  }
+}
+
+}  // namespace jaxdnn::layer_norm
