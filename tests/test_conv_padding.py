@@ -277,3 +277,13 @@ def test_planner():
       for mode in ("zeros", "reflect")
     )
     assert all(framed[tile].microseconds > plain[tile].microseconds for tile in framed if tile in plain)
+
+
+def test_operands_of_8_bits_have_no_kernel():
+  x, w = (jax.ShapeDtypeStruct(s, jnp.int8) for s in ((8, 28, 28, 64), (3, 3, 64, 64)))
+  assert jaxdnn.conv_algorithms(x, w, padding=1, padding_mode="circular", preferred_element_type="int32") == []
+  x, w = np.arange(-8, 8, dtype=np.int8).reshape(1, 16, 1), np.array([[[1]], [[-2]], [[3]]], np.int8)
+  if jax.default_backend() != "gpu":  # lax has no integer convolution on GPUs
+    got = jaxdnn.conv(x, w, padding="CIRCULAR", preferred_element_type="int32")
+    want = np.convolve(np.pad(x[0, :, 0], 1, mode="wrap").astype(np.int32), w[::-1, 0, 0], "valid")
+    np.testing.assert_array_equal(got[0, :, 0], want)

@@ -26,8 +26,10 @@ int64_t Interior(const Problem& p) {
   return pixels;
 }
 
-// Whether the kernels take the frame: no dilated input, and no reach further than there are elements.
+// Whether the kernels take the frame: floats of 16 bits and more, no dilated input, and no reach further than there are
+// elements.
 bool TakesFrame(const Problem& p) {
+  if (IsByte(p.in)) return false;
   // The kernels have the frame's pixels of an image, in tiles, in an int.
   constexpr int64_t kMost = int64_t{1} << 30;
   for (int d = 0; d < kRank; ++d) {
