@@ -22,6 +22,7 @@ def plan_conv(
   padding_low: Sequence[int],
   lhs_dilation: Sequence[int],
   rhs_dilation: Sequence[int],
+  padding_mode: Sequence[int],
   groups: int,
   products: int,
   hopper: bool,

@@ -221,7 +221,7 @@ def test_planner_is_a_pure_function_of_the_problem():
 def test_planner_prefers_big_tiles_for_big_problems_and_splits_long_sums():
   common = dict(
     in_dtype="float32", out_dtype="float32", stride=(1, 1), padding_low=(1, 1), lhs_dilation=(1, 1),
-    rhs_dilation=(1, 1), products=0, hopper=False, algorithm="", workspace_limit=1 << 28,
+    rhs_dilation=(1, 1), padding_mode=(0, 0), products=0, hopper=False, algorithm="", workspace_limit=1 << 28,
   )  # fmt: skip
   plan = _extension.native.plan_conv
   x, y = (1, 64, 56, 56, 64), (1, 64, 56, 56, 64)

@@ -4,6 +4,7 @@
 // Rows, columns and slices are those of filter.cuh. The reduction runs over the frame's pixels, which all
 // threads look up together, a few steps ahead.
 #include "cuda/conv/frame.cuh"
+#include "cuda/conv/mma_store.cuh"
 #include "cuda/conv/mma_tile.cuh"
 
 namespace jaxdnn::conv {

@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
     return pixel < 0 || first_column + column >= p.columns ? -1 : pixel * p.result_pixel + channel(column);
   };
   const auto bias = [&](int column) { return block.batch * p.result_pixel + channel(column); };
-  StoreData<T, kForward, In>(p, ring, sums, address, bias, p.whole_runs, wide, out);
+  StoreData<T, kForward, In>(p, ring, sums, address, bias, p.columns - first_column, p.whole_runs, wide, out);
 }
 
 template <Direction kDirection, class In, int kProducts>
