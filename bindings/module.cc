@@ -106,6 +106,7 @@ static nb::object PlanConv(const std::string& direction, const std::string& in_d
   d["algorithm"] = conv::kAlgorithms[static_cast<int>(tile.unit)];
   d["tile"] = tile.name;
   d["splits"] = config->splits;
+  d["cluster"] = config->cluster;
   d["workspace_bytes"] = config->workspace_bytes;
   d["cycles"] = config->cycles;
   return d;

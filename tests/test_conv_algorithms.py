@@ -11,7 +11,7 @@ from jax import lax
 
 import jaxdnn
 from conv_cases import SAME3, ConvCase
-from conv_checks import check, coarse
+from conv_checks import check, coarse, takes
 from conv_oracle import conv as conv_oracle
 from conv_oracle import conv_gradients
 from jaxdnn import _extension
@@ -223,7 +223,7 @@ def test_many_tiles_for_every_block(tile, stride, dtype):
   y = coarse((32, *spec.y_spatial, 128), dtype, 2)
   arrays = {name: jnp.asarray(a)[None] for name, a in {"x": x, "w": w, "y": y}.items()}
   for result in OPERANDS:
-    if dtype == "float32" and result == "w" and not tile.startswith("wgmma 128"):
+    if not takes(tile, result, dtype):
       continue
     f = lambda algorithm, r=result: convolve(  # noqa: E731
       r, {n: arrays[n] for n in OPERANDS[r]}, dataclasses.replace(spec, algorithm=algorithm), jnp.dtype(dtype)
@@ -233,12 +233,51 @@ def test_many_tiles_for_every_block(tile, stride, dtype):
     np.testing.assert_allclose(got, want, rtol=0.02, atol=2e-3 * np.sqrt(terms))
 
 
+# Few tiles of long sums.
+DEEP = ConvCase("deep", 1, (7, 9), 520, (3, 3), 264, padding=SAME3)
+
+
+def planned(case, result, dtype, tile):
+  spec = ConvSpec(*case.geometry, 1, case.spatial, case.window, None, tile)
+  shapes = {"x": case.x_shape, "w": case.w_shape, "y": (case.batch, *spec.y_spatial, case.k)}
+  operands = (struct((1, *shapes[name]), dtype) for name in OPERANDS[result])
+  return plan(result, *operands, spec, jnp.dtype(dtype), hopper=True)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("result", ["y", "x"])
+def test_blocks_share_few_tiles(result, dtype):
+  assert planned(DEEP, result, dtype, None)["cluster"] >= 4
+  assert planned(ConvCase("many", 32, (28, 28), 256, (3, 3), 256), result, dtype, None)["cluster"] == 1
+  # In a phase, or of a dilated input, blocks could find themselves without a tap.
+  strided = ConvCase("strided", 1, (8, 8), 512, (3, 3), 512, (2, 2), SAME3, lhs_dilation=(2, 2))
+  assert planned(strided, result, dtype, "implicit_gemm_wgmma")["cluster"] == 1
+
+
+def test_copies_of_floats():
+  """Forward a copy of the filter is for long sums only; the filter gradient copies the smaller operand."""
+  long, short = (ConvCase("", 32, (size, size), 512, (3, 3), 512, padding=SAME3) for size in (28, 7))
+  assert planned(long, "y", "float32", None)["workspace_bytes"] == 4 * 9 * 512 * 512
+  assert planned(short, "y", "float32", None)["workspace_bytes"] == 0
+  for c, k in ((128, 512), (512, 128)):
+    case = ConvCase("", 32, (28, 28), c, (1, 1), k)
+    p = planned(case, "w", "float32", "wgmma 128x64")
+    assert p["workspace_bytes"] == 4 * (32 * 28 * 28 * 128 + p["splits"] * c * k)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_shared_tiles(tile, dtype):
+  check(DEEP, tile, dtype, dtype)
+
+
 @pytest.mark.gpu
 @pytest.mark.sanitize
-@pytest.mark.parametrize("name", ["ragged", "phases_without_taps", "dilated_input", "1d", "3d"])
+@pytest.mark.parametrize("name", ["ragged", "phases_without_taps", "dilated_input", "1d", "3d", "deep"])
 def test_hopper_kernels_under_the_sanitizer(name):
-  case = next(case for case in CASES if case.name == name)
-  for tile in ("wgmma 64x64", "wgmma 128x128"):
+  case = next(case for case in [*CASES, DEEP] if case.name == name)
+  for tile in ("wgmma 64x64", "wgmma 128x128", "wgmma 128x160"):
     for dtype in ("bfloat16", "float32"):
       check(case, tile, dtype, dtype)
   check(case, "mma 128x64", "float32", "float32", HIGH, sample)

@@ -65,6 +65,22 @@ class Mailbox {
   uint64_t counter_;
 };
 
+// Where the shared memory at `address` of this block lies in the block of rank `rank`, and what is there.
+__device__ inline uint32_t RemoteAddress(uint32_t address, int rank) {
+  uint32_t remote = 0;
+  if constexpr (kHasClusters) asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+  return remote;
+}
+__device__ inline float4 LoadRemote(uint32_t remote) {
+  float4 v = {};
+  if constexpr (kHasClusters)
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                 : "r"(remote)
+                 : "memory");
+  return v;
+}
+
 // Writes `value` to the place of `*local` in the shared memory of the block of rank `rank`.
 __device__ inline void StoreRemote(float* local, int rank, float value) {
   if constexpr (kHasClusters) {

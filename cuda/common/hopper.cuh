@@ -58,6 +58,11 @@ __device__ inline void SyncWarpgroup(int id) { asm volatile("bar.sync %0, 128;" 
 // Tensor boxes
 // ---------------------------------------------------------------------------------------------------------
 
+// Of a map that will be needed soon.
+__device__ inline void PrefetchMap(const CUtensorMap* map) {
+  if constexpr (kAvailable) asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
 // Loads the box at (x, y, z) and adds its bytes to the barrier.
 __device__ inline void LoadBox(uint32_t to, const CUtensorMap* map, uint32_t barrier, int x, int y, int z) {
   if constexpr (kAvailable)
@@ -170,13 +175,19 @@ __device__ inline void WaitForProducts() {
                : __VA_ARGS__                                                                                    \
                : "l"(a_tile), "l"(b_tile), "r"(int{add_to}), "n"(int{kTransposedA}), "n"(int{kTransposedB})     \
                : "memory")
-#define JAXDNN_WGMMA_OF_TYPE(type, k, more64, more72, more128)                                                         \
+#define JAXDNN_EIGHTY \
+  JAXDNN_TEN()        \
+  JAXDNN_TEN(1) JAXDNN_TEN(2) JAXDNN_TEN(3) JAXDNN_TEN(4) JAXDNN_TEN(5) JAXDNN_TEN(6) "%70, %71, %72, " \
+                                                                                      "%73, %74, %75, %76, %77, %78, %79"
+#define JAXDNN_WGMMA_OF_TYPE(type, k, more64, more72, more128, more160)                                                \
   if constexpr (kColumns == 64) {                                                                                      \
     JAXDNN_WGMMA(type, "64", k, JAXDNN_TEN() JAXDNN_TEN(1) JAXDNN_TEN(2) "%30, %31", "%32", "%33", "%34", more64,      \
                  JAXDNN_SUMS16(0), JAXDNN_SUMS16(16));                                                                 \
   } else if constexpr (kColumns == 72) {                                                                               \
     JAXDNN_WGMMA(type, "72", k, JAXDNN_TEN() JAXDNN_TEN(1) JAXDNN_TEN(2) "%30, %31, %32, %33, %34, %35", "%36", "%37", \
                  "%38", more72, JAXDNN_SUMS16(0), JAXDNN_SUMS16(16), JAXDNN_SUMS4(32));                                \
+  } else if constexpr (kColumns == 160) {                                                                              \
+    JAXDNN_WGMMA(type, "160", k, JAXDNN_EIGHTY, "%80", "%81", "%82", more160, JAXDNN_SUMS64(0), JAXDNN_SUMS16(64));    \
   } else {                                                                                                             \
     static_assert(kColumns == 128);                                                                                    \
     JAXDNN_WGMMA(type, "128", k,                                                                                       \
@@ -193,11 +204,11 @@ __device__ inline void Multiply(float (&d)[kColumns / 2], uint64_t a_tile, uint6
   if constexpr (!kAvailable) {
   } else if constexpr (std::is_same_v<In, float>) {
     static_assert(!kTransposedA && !kTransposedB);
-    JAXDNN_WGMMA_OF_TYPE("tf32", "8", "", "", "")
+    JAXDNN_WGMMA_OF_TYPE("tf32", "8", "", "", "", "")
   } else if constexpr (std::is_same_v<In, __nv_bfloat16>) {
-    JAXDNN_WGMMA_OF_TYPE("bf16", "16", ", %35, %36", ", %39, %40", ", %67, %68")
+    JAXDNN_WGMMA_OF_TYPE("bf16", "16", ", %35, %36", ", %39, %40", ", %67, %68", ", %83, %84")
   } else {
-    JAXDNN_WGMMA_OF_TYPE("f16", "16", ", %35, %36", ", %39, %40", ", %67, %68")
+    JAXDNN_WGMMA_OF_TYPE("f16", "16", ", %35, %36", ", %39, %40", ", %67, %68", ", %83, %84")
   }
 }
 
@@ -215,6 +226,11 @@ __device__ inline void MultiplyHeld(float (&d)[kColumns / 2], const uint32_t (&a
   } else if constexpr (kColumns == 64) {
     JAXDNN_WGMMA_HELD("64", JAXDNN_TEN() JAXDNN_TEN(1) JAXDNN_TEN(2) "%30, %31", "%32, %33, %34, %35", "%36", "%37",
                       JAXDNN_SUMS16(0), JAXDNN_SUMS16(16));
+  } else if constexpr (kColumns == 256) {
+    JAXDNN_WGMMA_HELD("256",
+                      JAXDNN_EIGHTY ", " JAXDNN_TEN(8) JAXDNN_TEN(9) JAXDNN_TEN(10)
+                          JAXDNN_TEN(11) "%120, %121, %122, %123, %124, %125, %126, %127",
+                      "%128, %129, %130, %131", "%132", "%133", JAXDNN_SUMS64(0), JAXDNN_SUMS64(64));
   } else {
     static_assert(kColumns == 128);
     JAXDNN_WGMMA_HELD(
@@ -224,12 +240,27 @@ __device__ inline void MultiplyHeld(float (&d)[kColumns / 2], const uint32_t (&a
 }
 #undef JAXDNN_WGMMA_HELD
 
+#undef JAXDNN_EIGHTY
 #undef JAXDNN_TEN
 #undef JAXDNN_SUMS4
 #undef JAXDNN_SUMS16
 #undef JAXDNN_SUMS64
 #undef JAXDNN_WGMMA
 #undef JAXDNN_WGMMA_OF_TYPE
+
+// Neighbouring elements from and to shared memory.
+__device__ inline void LoadWords(uint32_t (&v)[2], uint32_t address) {
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(v[0]), "=r"(v[1]) : "r"(address) : "memory");
+}
+__device__ inline void LoadWords(uint32_t (&v)[4], uint32_t address) {
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+               : "r"(address)
+               : "memory");
+}
+__device__ inline void StorePair(uint32_t address, float first, float second) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(first), "f"(second) : "memory");
+}
 
 // Four 8x8 matrices of 16-bit elements to shared memory: lane i gives the address of row i % 8 of matrix i / 8, and
 // holds of each matrix the elements 2 (i % 4) and 2 (i % 4) + 1 of row i / 4.

@@ -7,6 +7,7 @@
 #include "cuda/conv/pixel_map.h"
 #include "cuda/conv/strips.h"
 #include "cuda/conv/unaligned_plan.h"
+#include "cuda/conv/wgmma_plan.h"
 
 namespace jaxdnn::conv {
 namespace {
@@ -51,37 +52,6 @@ StepCost CostOf(const TileShape& t, const Problem& p, int depth) {
   }
 }
 
-// Of the Hopper kernels: the cycles of a step, and those of beginning and storing a tile, which the other warpgroup
-// hides unless tiles are short. Fitted to an H200, where the choice is then on average 2 % slower than the best.
-struct WgmmaCost {
-  double step, tile;
-};
-
-WgmmaCost WgmmaCostOf(const TileShape& t, const Problem& p) {
-  // Of 16-bit floats and of TF32: forward and data gradient, then the filter gradient, which takes floats in tiles of
-  // 128 rows only.
-  constexpr WgmmaCost k128x128[] = {{600, 4400}, {625, 8000}, {660, 1200}, {680, 1200}};
-  constexpr WgmmaCost k256x64[] = {{750, 4400}, {795, 8000}, {800, 1600}, {}};
-  constexpr WgmmaCost k128x64[] = {{410, 4100}, {450, 6100}, {480, 500}, {420, 500}};
-  constexpr WgmmaCost k64x128[] = {{465, 3400}, {450, 4700}, {480, 0}, {}};
-  constexpr WgmmaCost k64x64[] = {{355, 3500}, {360, 4100}, {335, 0}, {}};
-  const int which = 2 * (p.direction == Direction::kFilterGradient) + (p.in == DType::kF32);
-  switch (t.tile) {
-    case Tile::kWgmma128x128:
-      return k128x128[which];
-    case Tile::kWgmma256x64:
-      return k256x64[which];
-    case Tile::kWgmma128x64:
-      return k128x64[which];
-    case Tile::kWgmma64x128:
-      return k64x128[which];
-    case Tile::kWgmma64x64:
-      return k64x64[which];
-    default:
-      return {};
-  }
-}
-
 // Whether rows of channels are runs of so many elements, or of whole 16-byte chunks.
 bool InRunsOf(const Problem& p, int64_t n) { return p.channels % n == 0 && p.features % n == 0; }
 bool InChunks(const Problem& p) { return InRunsOf(p, 16 / SizeOf(p.in)); }
@@ -103,8 +73,9 @@ bool IsRagged(const Problem& p, const Dense& dense) {
 bool IsTripled(const Problem& p) { return p.in == DType::kF32 && p.products == 3; }
 
 double ReductionCycles(const Problem& p, int64_t splits, int64_t result_bytes) {
-  return UsesWorkspace(p, splits) ? kLaunchCycles + 2.0 * splits * result_bytes / (kMultiprocessors * kBytesPerCycle)
-                                  : 0;
+  if (!UsesWorkspace(p, splits)) return 0;
+  const double scattered = p.exchanged ? 10.0 * result_bytes : 0;  // their places are far apart
+  return kLaunchCycles + (2.0 * splits * result_bytes + scattered) / (kMultiprocessors * kBytesPerCycle);
 }
 
 // The product that the mma.sync kernels compute.
@@ -157,25 +128,6 @@ double Cycles(const Problem& p, const TileShape& t, int64_t splits) {
          std::max(std::ceil(each / cost.resident) * cost.latency, each * cost.busy);
 }
 
-double WgmmaCycles(const Problem& p, const TileShape& t, int64_t splits) {
-  const WgmmaCost cost = WgmmaCostOf(t, p);
-  Work work = WorkOf(p, t, splits);
-  double steps;
-  if (p.direction == Direction::kFilterGradient) {
-    // Rows come in units of a line of channels.
-    const int line = WgmmaDepth(p.in);
-    const double units = double(p.Taps()) * CeilDiv(p.channels, line);
-    work.tiles = std::ceil(units / (t.rows / line)) * CeilDiv(p.features, t.columns) * splits;
-    steps = std::ceil(work.depth / WgmmaDepth(p.in));
-  } else {
-    // Pixels of half a line and less take as many loads, which are slower for what they bring.
-    const int64_t channels = p.DepthChannels(), line = WgmmaDepth(p.in);
-    steps = std::max(1.0, work.depth / channels * CeilDiv(channels, line)) * (2 * channels <= line ? 1.45 : 1);
-  }
-  const double each = std::ceil(work.tiles / kMultiprocessors), busy = steps * cost.step;
-  return each * std::max(busy, (busy + cost.tile) / 2) + cost.tile;
-}
-
 // Of the depthwise kernels, by what an element of the larger of input and output takes a multiprocessor. Windows that
 // are not compiled for cost more a line; 16-bit channels that cannot be had as pairs, more a tap. Fitted to an H200.
 double DepthwiseCycles(const Problem& p, int64_t splits) {
@@ -197,14 +149,6 @@ double DepthwiseCycles(const Problem& p, int64_t splits) {
   constexpr double kPlaces = 2 * kMultiprocessors;
   const double rounds = filter ? std::ceil(blocks / kPlaces) : 1, unused = filter ? rounds * kPlaces / blocks : 1;
   return 2000 + 3000 * rounds + std::max(all * unused, bytes / (kMultiprocessors * kBytesPerCycle));
-}
-
-// Of an operand that wgmma wants K-major: the filter forward, y in the filter gradient. TF32 has no MN-major operands.
-int64_t TransposedBytes(const Problem& p, const TileShape& t) {
-  if (t.unit != Unit::kWgmma || p.in != DType::kF32 || p.direction == Direction::kDataGradient) return 0;
-  if (p.direction == Direction::kForward) return p.FilterSize() * 4;
-  const int64_t depth = WgmmaDepth(p.in);
-  return CeilDiv(p.images * p.YPixels(), depth) * depth * p.features * 4;
 }
 
 // Of the kernels of few channels, of a problem as AsForward has it: a tile's products, and what it moves to and from
@@ -300,6 +244,7 @@ bool Takes(const TileShape& t, const Problem& p, bool hopper) {
   if (t.unit == Unit::kGrouped) return TakesGrouped(p);
   if (t.unit == Unit::kFewFeatures) return TakesFewFeatures(p);
   if (t.unit == Unit::kUnaligned) return hopper && TakesUnaligned(p);
+  if (t.unit == Unit::kWgmma) return hopper && TakesWgmma(p, t);
   if (t.unit == Unit::kDepthwise) {
     const bool holes = *std::max_element(p.lhs_dilation, p.lhs_dilation + kRank) > 1;
     double apart = 0;
@@ -310,13 +255,6 @@ bool Takes(const TileShape& t, const Problem& p, bool hopper) {
            p.batch * p.images * std::max(p.XPixels(), p.YPixels()) < INT32_MAX;
   }
   if (p.in == DType::kF64 || (p.in == DType::kF32 && p.products == 0)) return false;
-  if (t.unit == Unit::kWgmma) {
-    MappedPhase phases[kMaxMaps];
-    const bool floats =
-        p.in == DType::kF32 && p.products == 1 && (p.direction != Direction::kFilterGradient || t.rows == 128);
-    return hopper && (floats || p.in != DType::kF32) && p.batch == 1 && p.groups == 1 && InChunks(p) &&
-           p.images * std::max(p.XPixels(), p.YPixels()) < INT32_MAX && MapPhases(p, phases) > 0;
-  }
   if (*std::max_element(p.window, p.window + kRank) > kMmaMaxWindow) return false;
   const Dense dense = DenseOf(p);
   if (InChunks(p) && dense.groups == 1 && !dense.Folds()) return !(t.tile == Tile::kMma128x128 && IsTripled(p));
@@ -381,30 +319,37 @@ std::optional<Config> ChooseAsItIs(const Problem& p, bool hopper, std::string_vi
       const int64_t slices = tiles > 0 ? CeilDiv(tiles, CeilDiv(tiles, splits)) : splits;
       // Those of unaligned channels have partial sums of a single slice too.
       const bool partial = UsesWorkspace(p, slices) || (t.unit == Unit::kUnaligned && splittable);
-      const int64_t transposed = TransposedBytes(p, t), bytes = transposed + (partial ? slices * result_bytes : 0);
+      const int64_t transposed = t.unit == Unit::kWgmma ? TransposedBytes(p, t) : 0;
+      const int64_t bytes = transposed + (partial ? slices * result_bytes : 0);
       if (bytes > workspace_limit) break;
       if (splittable && CeilDiv(g.depth, slices) >= kIndexLimit) continue;  // a slice is indexed with 32 bits
-      const double product = t.unit == Unit::kDepthwise     ? DepthwiseCycles(p, slices)
-                             : t.unit == Unit::kFewChannels ? FewChannelsCycles(AsForward(p), strips, slices)
-                             : t.unit == Unit::kGrouped     ? GroupedCycles(p, slices)
-                             : t.unit == Unit::kFewFeatures ? FewFeaturesCycles(p)
-                             : t.unit == Unit::kUnaligned   ? UnalignedCycles(p, slices)
-                             : t.unit == Unit::kWgmma       ? WgmmaCycles(p, t, slices)
-                                                            : Cycles(p, t, slices);
-      const double cycles = product + ReductionCycles(p, slices, result_bytes) +
-                            (transposed ? kLaunchCycles + 2.0 * transposed / (kMultiprocessors * kBytesPerCycle) : 0);
-      if (!best || cycles < best->cycles) best = Config{t.tile, slices, bytes, cycles};
+      const int64_t most_blocks = t.unit == Unit::kWgmma ? MostBlocks(p, t) : 1;
+      for (int64_t cluster = 1; cluster == 1 || cluster <= most_blocks; cluster *= 2) {
+        const double product = t.unit == Unit::kDepthwise     ? DepthwiseCycles(p, slices)
+                               : t.unit == Unit::kFewChannels ? FewChannelsCycles(AsForward(p), strips, slices)
+                               : t.unit == Unit::kGrouped     ? GroupedCycles(p, slices)
+                               : t.unit == Unit::kFewFeatures ? FewFeaturesCycles(p)
+                               : t.unit == Unit::kUnaligned   ? UnalignedCycles(p, slices)
+                               : t.unit == Unit::kWgmma       ? WgmmaCycles(p, t, slices, cluster)
+                                                              : Cycles(p, t, slices);
+        const double cycles = product + ReductionCycles(p, slices, result_bytes);
+        if (!best || cycles < best->cycles) best = Config{t.tile, slices, cluster, bytes, cycles};
+      }
     }
   }
   return best;
 }
 
-// With x and y exchanged a dilated input has no holes, and few features are few channels.
+// With x and y exchanged a dilated input has no holes, few features are few channels, and the smaller operand of a
+// dense layer is what Hopper's kernels transpose for TF32, which counts where windows are 1x1.
 bool IsWorthExchanging(const Problem& p) {
   const auto is_one = [](int64_t n) { return n == 1; };
+  const bool transposes = p.in == DType::kF32 && p.products == 1 && p.groups == 1 && p.Taps() == 1 &&
+                          std::min(p.channels, p.features) >= 64;
   return p.direction == Direction::kFilterGradient && std::all_of(p.stride, p.stride + kRank, is_one) &&
          (!std::all_of(p.lhs_dilation, p.lhs_dilation + kRank, is_one) ||
-          (p.features <= kFewMostChannels && p.channels > kFewMostChannels)) &&
+          (p.features <= kFewMostChannels && p.channels > kFewMostChannels) ||
+          (transposes && p.features * p.YPixels() > p.channels * p.XPixels())) &&
          p.FilterSize() < INT32_MAX;
 }
 

@@ -69,6 +69,8 @@ enum class Tile {
   kWgmma128x64,
   kWgmma64x128,
   kWgmma64x64,
+  kWgmma128x160,
+  kWgmma128x128Copied,
   kDepthwise,
   kFewChannels,
   kGrouped,
@@ -94,6 +96,8 @@ constexpr TileShape kTiles[] = {
     {Tile::kWgmma128x64, "wgmma 128x64", Unit::kWgmma, 128, 64, 384},
     {Tile::kWgmma64x128, "wgmma 64x128", Unit::kWgmma, 64, 128, 384},
     {Tile::kWgmma64x64, "wgmma 64x64", Unit::kWgmma, 64, 64, 384},
+    {Tile::kWgmma128x160, "wgmma 128x160", Unit::kWgmma, 128, 160, 384},
+    {Tile::kWgmma128x128Copied, "wgmma 128x128 copied", Unit::kWgmma, 128, 128, 384},
     {Tile::kDepthwise, "depthwise", Unit::kDepthwise, 1, 1, 128},
     {Tile::kFewChannels, "few_channels", Unit::kFewChannels, 1, 1, 128},
     {Tile::kGrouped, "grouped", Unit::kGrouped, 1, 1, 128},
@@ -114,7 +118,8 @@ constexpr int64_t kMmaMaxWindow = 511;
 struct Config {
   Tile tile;
   int64_t splits;           // slices of the reduction, summed in order by a second kernel when more than 1
-  int64_t workspace_bytes;  // for the slices' partial sums, or a transposed filter
+  int64_t cluster;          // neighbouring blocks that share the reduction of a tile
+  int64_t workspace_bytes;  // for the slices' partial sums, or a transposed operand
   double cycles;            // modelled time, for comparing configurations
   bool exchanged;           // whether the kernel computes a filter gradient with x and y exchanged
 };

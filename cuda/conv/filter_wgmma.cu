@@ -177,15 +177,15 @@ __device__ void ConsumeTogether(const Params& p, Ring<T> ring, int warpgroup, Ou
 
 template <class T, class Out>
 __device__ void Consume(const Params& p, Ring<T> ring, int warpgroup, Out* out) {
-  int whose = 0;
-  for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x, whose ^= 1) {
+  int number = 0;
+  for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x, ++number) {
     const Place place(p, tile, T());
-    if (whose != warpgroup) {
+    if (number % 2 != warpgroup) {
       ring.Skip(place.steps);
       continue;
     }
     typename T::Sums sums;
-    MultiplyStages<T, true, true>(ring, place.steps, warpgroup, sums);
+    MultiplyStages<T, true, true>(ring, place.steps, number, sums);
     StoreSums<T>(sums, out + place.split * p.result_size + place.column, p.columns - place.column,
                  [&](int row) { return RowOf<T>(p, place, row); });
   }
@@ -247,7 +247,7 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* x, co
   const auto with_result = [&](auto* result) {
     return VisitDimensions(q.phase.map.dimensions, [&](auto dimensions) {
       const auto kernel = FilterWgmmaKernel<T, std::remove_pointer_t<decltype(result)>, decltype(dimensions)::value>;
-      return LaunchPersistent<T>(kernel, q.tiles, stream, q, result);
+      return LaunchPersistent<T>(kernel, q.tiles, 1, stream, q, result);
     });
   };
   if (!UsesWorkspace(p, splits))
@@ -263,7 +263,7 @@ cudaError_t LaunchFilterWgmma(const Problem& p, const Config& config, const void
   return VisitWgmmaTile<true>(p, config, [&](auto tile) {
     using T = typename decltype(tile)::type;
     // The two warpgroups share the rows of floats: 64 each, since 128 are too many registers.
-    if constexpr (kFloats<T> && T::kRows != 128)
+    if constexpr (T::kCopied || T::kColumns == 160 || (kFloats<T> && T::kRows != 128))
       return cudaErrorInvalidValue;
     else
       return LaunchTile<T>(p, config, x, y, out, workspace, stream);

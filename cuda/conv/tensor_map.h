@@ -23,16 +23,16 @@ cudaError_t FindDriverFunction(const char* name, Function** function) {
   return e != cudaSuccess ? e : found == cudaDriverEntryPointSuccess ? cudaSuccess : cudaErrorNotSupported;
 }
 
-inline CUtensorMapDataType MapType(DType t) {
-  // Floats are rounded to TF32 on their way.
-  return t == DType::kF32    ? CU_TENSOR_MAP_DATA_TYPE_TFLOAT32
+// Floats are rounded to TF32 on their way, if they may be.
+inline CUtensorMapDataType MapType(DType t, bool rounded = true) {
+  return t == DType::kF32    ? (rounded ? CU_TENSOR_MAP_DATA_TYPE_TFLOAT32 : CU_TENSOR_MAP_DATA_TYPE_FLOAT32)
          : t == DType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                              : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
 }
 
 // Boxes of an array with these extents, the contiguous one first; boxes are one line wide.
 inline cudaError_t EncodeBoxes(CUtensorMap* map, DType type, const void* data, std::initializer_list<int64_t> extents,
-                               std::initializer_list<int> box) {
+                               std::initializer_list<int> box, bool rounded = true) {
   static decltype(&cuTensorMapEncodeTiled) encode;
   if (!encode)
     if (const cudaError_t e = FindDriverFunction("cuTensorMapEncodeTiled", &encode); e != cudaSuccess) return e;
@@ -46,7 +46,7 @@ inline cudaError_t EncodeBoxes(CUtensorMap* map, DType type, const void* data, s
     shape[n] = box.begin()[n];
     ++n;
   }
-  const CUresult r = encode(map, MapType(type), n, const_cast<void*>(data), size, stride + 1, shape, ones,
+  const CUresult r = encode(map, MapType(type, rounded), n, const_cast<void*>(data), size, stride + 1, shape, ones,
                             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return r == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;

@@ -1,4 +1,4 @@
-// The Hopper kernels (sm_90a) for 16-bit floats: TMA loads, wgmma products.
+// The Hopper kernels (sm_90a) for 16-bit floats, and floats as TF32: TMA loads, wgmma products.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -23,16 +23,20 @@ constexpr int kWarpgroup = 128;
 constexpr int kConsumers = 2;  // warpgroups that multiply
 constexpr int kMaxStages = 8;
 
-template <class In_, int kRows_, int kColumns_>
+// Forward the filter of floats goes through registers (wgmma_held.cuh), or is copied first, `kCopied`.
+template <class In_, int kRows_, int kColumns_, bool kCopied_ = false>
 struct WgmmaTile {
   using In = In_;
+  static constexpr bool kCopied = kCopied_;
   static constexpr int kRows = kRows_, kColumns = kColumns_, kLine = kLineBytes / sizeof(In), kDepth = kLine;
   static constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
   static constexpr int kBlocks = kRows / 64;     // rows of one wgmma
   static constexpr int kSlab = 64 * kLineBytes;  // bytes: 64 rows, or columns, of a stage
-  static constexpr int kBytesA = kRows / 64 * kSlab, kBytesB = kColumns / 64 * kSlab, kStageBytes = kBytesA + kBytesB;
+  static constexpr int kBytesA = kRows * kLineBytes,
+                       kBytesB = (kColumns * sizeof(In) + kLineBytes - 1) / kLineBytes * kDepth * kLineBytes,
+                       kStageBytes = kBytesA + kBytesB;
   // Sums wait in two slabs of each warpgroup to be stored, to pixels whose numbers stand there too.
-  static constexpr int kStoreBytes = kConsumers * 2 * kSlab, kPixelBytes = kConsumers * kRows * 8,
+  static constexpr int kStoreBytes = kConsumers * 2 * kSlab, kPixelBytes = kConsumers * kRows * 4,
                        kBarrierBytes = kMaxStages * 16 + 16;
   // Beside them as many stages as fit.
   static constexpr int kStages =
@@ -47,7 +51,7 @@ template <class T>
 struct Ring {
   uint32_t data;
   int stage = 0;
-  uint32_t parity = 0, turn_parity = 0;
+  uint32_t parity = 0;
 
   __device__ explicit Ring(const void* shared) : data(SharedAddress(shared)) {}
   __device__ uint32_t Data() const { return data + stage * T::kStageBytes; }
@@ -56,8 +60,8 @@ struct Ring {
   __device__ uint32_t Turn(int warpgroup) const { return Full(kMaxStages) + 8 * warpgroup; }
   __device__ uint32_t Full() const { return Full(stage); }
   __device__ uint32_t Slabs() const { return data + T::kStages * T::kStageBytes; }
-  static __device__ int64_t* Pixels(unsigned char* shared, int warpgroup) {
-    return reinterpret_cast<int64_t*>(shared + T::kStages * T::kStageBytes + T::kStoreBytes) + warpgroup * T::kRows;
+  static __device__ int* Pixels(unsigned char* shared, int warpgroup) {
+    return reinterpret_cast<int*>(shared + T::kStages * T::kStageBytes + T::kStoreBytes) + warpgroup * T::kRows;
   }
   __device__ void Next() {
     if (++stage == T::kStages) stage = 0, parity ^= 1;
@@ -84,25 +88,43 @@ struct Ring {
 
 // The producer's turn: waits for a free stage and announces its bytes; the caller begins the loads, then calls Next.
 template <class T>
-__device__ void BeginStage(const Ring<T>& ring) {
+__device__ void BeginStage(const Ring<T>& ring, int bytes = T::kStageBytes) {
   hopper::WaitBarrier(ring.Empty(ring.stage), ring.parity ^ 1);
-  hopper::ArriveExpecting(ring.Full(), T::kStageBytes);
+  hopper::ArriveExpecting(ring.Full(), bytes);
 }
 
-// sums = A B over the ring's next `steps` stages, at least one, by one warpgroup. Operands are K-major, or MN-major
-// where transposed.
+// Who multiplies says when a warp is done with a stage,
+template <class T>
+__device__ void Release(const Ring<T>& ring, int stage) {
+  if (threadIdx.x % 32 == 0) hopper::Arrive(ring.Empty(stage));
+}
+// waits for its turn at the block's tile of this number, where the first needs no other's,
+template <class T>
+__device__ void BeginTurn(const Ring<T>& ring, int number) {
+  const int warpgroup = number % 2;
+  hopper::WaitBarrier(ring.Turn(warpgroup), (number / 2 + (warpgroup == 0)) % 2);
+}
+// and ends it when all products are issued, of which the last read the stage `last`: then waits for the sums.
+template <class T, class Sums>
+__device__ void EndTurn(const Ring<T>& ring, int number, int last, Sums& sums) {
+  if (threadIdx.x % 32 == 0) hopper::Arrive(ring.Turn((number + 1) % 2));
+  hopper::WaitForProducts<0>();
+  Release(ring, last);
+#pragma unroll
+  for (auto& block : sums)
+#pragma unroll
+    for (float& each : block) asm volatile("" : "+f"(each));
+}
+
+// sums = A B over the ring's next `steps` stages, at least one, by the warpgroup whose turn it is at the block's tile
+// of this number. Operands are K-major, or MN-major where transposed.
 template <class T, bool kTransposedA, bool kTransposedB>
-__device__ void MultiplyStages(Ring<T>& ring, int steps, int warpgroup, typename T::Sums& sums) {
+__device__ void MultiplyStages(Ring<T>& ring, int steps, int number, typename T::Sums& sums) {
   using In = typename T::In;
   // Of one wgmma: 32 bytes of every line, or 16 lines.
   constexpr int kStepA = (kTransposedA ? 16 * kLineBytes : 32) >> 4,
                 kStepB = (kTransposedB ? 16 * kLineBytes : 32) >> 4;
-  const auto release = [&](int stage) {
-    if (threadIdx.x % 32 == 0) hopper::Arrive(ring.Empty(stage));
-  };
-  // The first warpgroup's first turn needs no other's.
-  hopper::WaitBarrier(ring.Turn(warpgroup), ring.turn_parity ^ (warpgroup == 0));
-  ring.turn_parity ^= 1;
+  BeginTurn(ring, number);
   int last = 0;
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
@@ -119,17 +141,11 @@ __device__ void MultiplyStages(Ring<T>& ring, int steps, int warpgroup, typename
     hopper::CommitProducts();
     // One stage's products run on while the next one's are issued; those before are done.
     hopper::WaitForProducts<1>();
-    if (step > 0) release(last);
+    if (step > 0) Release(ring, last);
     last = ring.stage;
     ring.Next();
   }
-  if (threadIdx.x % 32 == 0) hopper::Arrive(ring.Turn(1 - warpgroup));
-  hopper::WaitForProducts<0>();
-  release(last);
-#pragma unroll
-  for (auto& block : sums)
-#pragma unroll
-    for (float& each : block) asm volatile("" : "+f"(each));
+  EndTurn(ring, number, last, sums);
 }
 
 template <class In>
@@ -140,28 +156,40 @@ __device__ uint32_t Pack(float a, float b) {
   return word;
 }
 
-// Hands the sums on as 16-bit elements in slabs of 64 rows and columns, swizzled as the TMA unit wants them: store(row,
-// column, slab) begins to store one, whose first row and column in the tile these are, and may be called for the next
-// before it is done. The threads of the warpgroup call it together. `turn` is whose turn it is of the two slabs.
+// Hands the sums on in slabs of 64 rows and a line of columns, in the operands' type, swizzled as the TMA unit wants
+// them: store(row, column, slab) begins to store one, whose first row and column in the tile these are, and may be
+// called for the next before it is done. The threads of the warpgroup call it together. `turn` is whose turn it is of
+// the two slabs.
 template <class T, class Store>
 __device__ void StoreSlabs(uint32_t slabs, int warpgroup, const typename T::Sums& sums, int& turn, const Store& store) {
   const int thread = threadIdx.x % kWarpgroup, warp = thread / 32, lane = thread % 32;
 #pragma unroll
   for (int m = 0; m < T::kBlocks; ++m)
 #pragma unroll
-    for (int s = 0; s < T::kColumns / 64; ++s, turn ^= 1) {
+    for (int s = 0; s * T::kLine < T::kColumns; ++s, turn ^= 1) {
       const uint32_t slab = slabs + (warpgroup * 2 + turn) * T::kSlab;
+      const float* v = &sums[m][s * T::kLine / 2];
       if (thread == 0) hopper::WaitForStoreReads<1>();
       hopper::SyncWarpgroup(1 + warpgroup);
-      const int row = 16 * warp + lane % 16;
+      if constexpr (sizeof(typename T::In) == 2) {
+        const int row = 16 * warp + lane % 16;
 #pragma unroll
-      for (int q = 0; q < 4; ++q) {
-        const float* v = &sums[m][(s * 8 + 2 * q) * 4];
-        const uint32_t words[4] = {Pack<typename T::In>(v[0], v[1]), Pack<typename T::In>(v[2], v[3]),
-                                   Pack<typename T::In>(v[4], v[5]), Pack<typename T::In>(v[6], v[7])};
-        hopper::StoreMatrices(slab + row * kLineBytes + (((2 * q + lane / 16) ^ (row % 8)) << 4), words);
+        for (int q = 0; q < 4 && s * T::kLine + q * 16 < T::kColumns; ++q, v += 8) {
+          const uint32_t words[4] = {Pack<typename T::In>(v[0], v[1]), Pack<typename T::In>(v[2], v[3]),
+                                     Pack<typename T::In>(v[4], v[5]), Pack<typename T::In>(v[6], v[7])};
+          hopper::StoreMatrices(slab + row * kLineBytes + (((2 * q + lane / 16) ^ (row % 8)) << 4), words);
+        }
+      } else {
+        const int row = 16 * warp + lane / 4;
+#pragma unroll
+        for (int q = 0; q < 4; ++q, v += 4)
+#pragma unroll
+          for (int half = 0; half < 2; ++half)
+            hopper::StorePair(
+                slab + (row + 8 * half) * kLineBytes + (((2 * q + lane % 4 / 2) ^ (row % 8)) << 4) + lane % 2 * 8,
+                v[2 * half], v[2 * half + 1]);
       }
-      store(m * 64, s * 64, slab);
+      store(m * 64, s * T::kLine, slab);
     }
 }
 
@@ -202,15 +230,16 @@ __device__ void RunRoles(const Produce& produce, const Consume& consume) {
   }
 }
 
-// Launches one block a multiprocessor, or fewer, that go over the tiles together.
+// Launches one block a multiprocessor, or fewer, that go over the tiles together; or clusters that have one tile each.
 template <class T, class... Params, class... Args>
-cudaError_t LaunchPersistent(void (*kernel)(Params...), int64_t tiles, cudaStream_t stream, Args&&... args) {
+cudaError_t LaunchPersistent(void (*kernel)(Params...), int64_t tiles, int cluster, cudaStream_t stream,
+                             Args&&... args) {
   int device = 0, multiprocessors = 0;
   cudaError_t e = cudaGetDevice(&device);
   if (e == cudaSuccess) e = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
   if (e != cudaSuccess) return e;
-  const Grid grid = {std::min<int64_t>(tiles, multiprocessors), T::kThreads, T::kSharedBytes};
-  return LaunchKernel(kernel, grid, stream, args...);
+  const int64_t blocks = cluster > 1 ? tiles * cluster : std::min<int64_t>(tiles, multiprocessors);
+  return LaunchKernel(kernel, Grid{blocks, T::kThreads, T::kSharedBytes, cluster}, stream, args...);
 }
 
 // Calls f with the number of spatial dimensions, as a type.
@@ -236,6 +265,10 @@ cudaError_t VisitWgmmaTile(const Problem& p, const Config& config, F&& f) {
         return f(TypeTag<WgmmaTile<In, 64, 128>>());
       case Tile::kWgmma64x64:
         return f(TypeTag<WgmmaTile<In, 64, 64>>());
+      case Tile::kWgmma128x160:
+        return f(TypeTag<WgmmaTile<In, 128, 160, sizeof(In) == 4>>());
+      case Tile::kWgmma128x128Copied:
+        return f(TypeTag<WgmmaTile<In, 128, 128, true>>());
       default:
         return cudaErrorInvalidValue;
     }

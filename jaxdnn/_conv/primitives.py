@@ -236,8 +236,8 @@ UNALIGNED = "unaligned"
 def plan(result: str, a: Any, b: Any, spec: ConvSpec, dtype: Any, *, hopper: bool) -> dict[str, Any] | None:
   """What the planner chooses for this call, or None if no kernel, or not the spec's algorithm, takes it.
 
-  With hopper, on devices of compute capability 9.0. The algorithm, its tile and splits, bytes of workspace, and the
-  modelled time in cycles.
+  With hopper, on devices of compute capability 9.0. The algorithm, its tile, splits, blocks that share a tile
+  ("cluster"), bytes of workspace, and the modelled time in cycles.
   """
   shapes = {name: aval.shape for name, aval in zip(OPERANDS[result], (a, b), strict=True)}
   shapes[result] = _result_shape(result, a, b, spec)

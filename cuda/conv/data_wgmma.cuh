@@ -1,0 +1,231 @@
+// Hopper's forward convolution and data gradient: what its kernel is told, where a tile's rows are in the result, and
+// how its sums are stored.
+#pragma once
+
+#include "cuda/conv/epilogue.cuh"
+#include "cuda/conv/wgmma_held.cuh"
+#include "cuda/conv/wgmma_team.cuh"
+
+namespace jaxdnn::conv {
+
+struct WgmmaParams {
+  CUtensorMap operand[kMaxMaps], filter, result;
+  MappedPhase phase[kMaxMaps];
+  int phases, first_tile[kMaxMaps + 1];  // of each phase, in tiles of rows
+  int tiles, column_tiles, columns;
+  int lines;  // of channels
+  int team;   // blocks that share a tile
+  int window[kRank], out[kRank];
+  int images;
+  bool scattered;  // the rows of a phase are not neighbours in the result
+  bool boxes;      // the sums are stored as they are, in the operands' type
+  Epilogue epilogue;
+};
+
+// A tile of the grid.
+struct WgmmaPlace {
+  int phase, column, row;
+
+  template <class T>
+  __device__ WgmmaPlace(const WgmmaParams& p, int tile, T) : phase(0) {
+    const int row_tile = tile / p.column_tiles;
+    column = (tile - row_tile * p.column_tiles) * T::kColumns;
+    while (row_tile >= p.first_tile[phase + 1]) ++phase;
+    row = (row_tile - p.first_tile[phase]) * T::kRows;
+  }
+};
+
+// The image of a row, and its position there.
+__device__ inline int Split(const MappedPhase& f, int row, int (&position)[kRank]) {
+  const int plane = f.positions[1] * f.positions[2], image = row / (f.positions[0] * plane);
+  int pixel = row - image * f.positions[0] * plane;
+  position[0] = pixel / plane;
+  pixel -= position[0] * plane;
+  position[1] = pixel / f.positions[2];
+  position[2] = pixel - position[1] * f.positions[2];
+  return image;
+}
+
+// Where a row is in the result, in pixels; -1 past the last.
+__device__ inline int ResultPixel(const WgmmaParams& p, const MappedPhase& f, int row) {
+  if (row >= f.rows) return -1;
+  if (!p.scattered) return row;
+  int at[kRank];
+  int pixel = Split(f, row, at);
+#pragma unroll
+  for (int d = 0; d < kRank; ++d) pixel = pixel * p.out[d] + f.first[d] + at[d] * f.period[d];
+  return pixel;
+}
+
+// The tile's rows in the result, in pixels, by the threads of a warpgroup.
+template <class T>
+__device__ void FindPixels(const WgmmaParams& p, const MappedPhase& f, const WgmmaPlace& place, int warpgroup,
+                           int* pixels) {
+  hopper::SyncWarpgroup(1 + warpgroup);  // the last tile's are read
+  for (int i = threadIdx.x % kWarpgroup; i < T::kRows; i += kWarpgroup) pixels[i] = ResultPixel(p, f, place.row + i);
+}
+
+// Stores the sums in the operands' type: by TMA, or a phase's positions one by one.
+template <class T>
+__device__ void StoreBoxes(const WgmmaParams& p, const MappedPhase& f, const Ring<T>& ring, int warpgroup,
+                           const WgmmaPlace& place, const typename T::Sums& sums, typename T::In* out, int* pixels,
+                           int& turn) {
+  const int thread = threadIdx.x % kWarpgroup;
+  if (p.scattered || T::kColumns % T::kLine != 0) FindPixels<T>(p, f, place, warpgroup, pixels);
+  StoreSlabs<T>(ring.Slabs(), warpgroup, sums, turn, [&](int row, int column, uint32_t slab) {
+    const bool box = !p.scattered && column + T::kLine <= T::kColumns;
+    if (box) hopper::ShowSharedToTma();
+    hopper::SyncWarpgroup(1 + warpgroup);
+    if (thread == 0) {
+      if (box) hopper::StoreBox(&p.result, slab, place.column + column, place.row + row);
+      hopper::CommitStores();  // of none too, since those before the last are waited for
+    }
+    if (box) return;
+    const int chunk = thread % 8, in_tile = column + chunk * kVecLength<typename T::In>, first = place.column + in_tile;
+    if (first >= p.columns || in_tile >= T::kColumns) return;
+#pragma unroll
+    for (int line = thread / 8; line < 64; line += kWarpgroup / 8) {
+      const int pixel = pixels[row + line];
+      uint4 v;
+      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                   : "r"(slab + line * kLineBytes + ((chunk ^ (line % 8)) << 4)));
+      if (pixel >= 0) *reinterpret_cast<uint4*>(out + int64_t{pixel} * p.columns + first) = v;
+    }
+  });
+}
+
+// Stores the sums through the epilogue, 64 rows and 32 columns at a time, in floats through shared memory. The loop is
+// not unrolled, since it holds the code of every activation.
+template <class T, class Out>
+__device__ void StoreFinished(const WgmmaParams& p, const MappedPhase& f, const Ring<T>& ring, int warpgroup,
+                              const WgmmaPlace& place, typename T::Sums& sums, Out* out, int* pixels, int& turn) {
+  constexpr int kAcross = T::kColumns / 32, kRounds = 64 * 8 / kWarpgroup;
+  const int thread = threadIdx.x % kWarpgroup, warp = thread / 32, lane = thread % 32;
+  const int chunk = thread % 8, line = thread / 8;  // of what it stores: 4 columns of every 16th row
+  // Rows of four chunks that warps store together, and of eight that they load together, meet in no bank.
+  const auto place_of = [](int row, int chunk) {
+    return row * kLineBytes + ((chunk ^ (row % 4 * 2 + row / 4 % 2)) << 4);
+  };
+  FindPixels<T>(p, f, place, warpgroup, pixels);
+  hopper::SyncWarpgroup(1 + warpgroup);
+#pragma unroll 1
+  for (int part = 0; part < T::kBlocks * kAcross; ++part, turn ^= 1) {
+    const int row = part / kAcross * 64, column = place.column + part % kAcross * 32 + chunk * 4;
+    const uint32_t slab = ring.Slabs() + (warpgroup * 2 + turn) * T::kSlab;
+    // What comes from far away first.
+    Vec<Out, 4> residual[kRounds];
+    if (p.epilogue.residual != nullptr) {
+#pragma unroll
+      for (int i = 0; i < kRounds; ++i) {
+        const int pixel = pixels[row + line + 16 * i];
+        if (pixel >= 0 && column < p.columns)
+          residual[i] = *reinterpret_cast<const Vec<Out, 4>*>(static_cast<const Out*>(p.epilogue.residual) +
+                                                              int64_t{pixel} * p.columns + column);
+      }
+    }
+    float (&all)[T::kBlocks * T::kColumns / 2] = reinterpret_cast<float (&)[T::kBlocks * T::kColumns / 2]>(sums);
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        hopper::StorePair(slab + place_of(16 * warp + lane / 4 + 8 * half, 2 * j + lane % 4 / 2) + lane % 2 * 8,
+                          all[4 * j + 2 * half], all[4 * j + 2 * half + 1]);
+    Rotate<16>(all);
+    hopper::SyncWarpgroup(1 + warpgroup);
+#pragma unroll 1
+    for (int i = 0; i < kRounds; ++i) {
+      const int at = line + 16 * i;
+      const int pixel = pixels[row + at];
+      if (pixel >= 0 && column < p.columns) {
+        float v[4];
+        asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                     : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
+                     : "r"(slab + place_of(at, chunk)));
+        Add<Out>(v, p.epilogue.bias, column);
+        if (p.epilogue.residual != nullptr) {
+#pragma unroll
+          for (int k = 0; k < 4; ++k) v[k] += static_cast<float>(residual[0].v[k]);
+        }
+        Activate<Out>(v, p.epilogue.activation);
+        *reinterpret_cast<Vec<Out, 4>*>(out + int64_t{pixel} * p.columns + column) = Round<Out>(v);
+      }
+      Rotate<1>(residual);
+    }
+  }
+}
+
+// Stores the sums of a product whose filter went through registers, in which they lie as the result has them.
+template <class T>
+__device__ void StoreHeld(const WgmmaParams& p, const MappedPhase& f, int warpgroup, const WgmmaPlace& place,
+                          typename Held<T>::Sums& sums, float* out, int* pixels) {
+  using H = Held<T>;
+  using Columns = Vec<float, H::kVector>;
+  const int column = place.column + H::Column();
+  FindPixels<T>(p, f, place, warpgroup, pixels);
+  hopper::SyncWarpgroup(1 + warpgroup);
+  if (column >= p.columns) return;
+  if (p.boxes) {
+#pragma unroll
+    for (int i = 0; i < T::kRows / 4; ++i) {
+      if (i % 2 == 0) asm volatile("" ::: "memory");  // or all rows' pixels are loaded first, into too many registers
+      const int pixel = pixels[H::Row(i)];
+      if (pixel >= 0) *reinterpret_cast<Columns*>(out + int64_t{pixel} * p.columns + column) = H::Get(sums, i);
+    }
+    return;
+  }
+  // Four rows at a time, in a loop that holds the code of every activation.
+  constexpr int kEach = 4, kShare = kEach * H::kVector / H::kBlocks;  // of every block of columns' sums
+#pragma unroll 1
+  for (int i = 0; i < T::kRows / 4; i += kEach) {
+    Columns v[kEach], residual[kEach];
+    // What comes from far away first.
+    if (p.epilogue.residual != nullptr) {
+#pragma unroll
+      for (int k = 0; k < kEach; ++k) {
+        const int pixel = pixels[H::Row(i + k)];
+        if (pixel >= 0)
+          residual[k] = *reinterpret_cast<const Columns*>(static_cast<const float*>(p.epilogue.residual) +
+                                                          int64_t{pixel} * p.columns + column);
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kEach; ++k) v[k] = H::Get(sums, k);
+#pragma unroll
+    for (auto& block : sums) Rotate<kShare>(block);
+#pragma unroll 1
+    for (int k = 0; k < kEach; ++k) {
+      const int pixel = pixels[H::Row(i + k)];
+      if (pixel >= 0) {
+        Add<float>(v[0].v, p.epilogue.bias, column);
+        if (p.epilogue.residual != nullptr) {
+#pragma unroll
+          for (int n = 0; n < H::kVector; ++n) v[0].v[n] += residual[0].v[n];
+        }
+        Activate<float>(v[0].v, p.epilogue.activation);
+        *reinterpret_cast<Columns*>(out + int64_t{pixel} * p.columns + column) = v[0];
+      }
+      Rotate<1>(v);
+      Rotate<1>(residual);
+    }
+  }
+}
+
+// Stores the rows of a shared tile that are this block's.
+template <class T, bool kForward, class Out>
+__device__ void StoreShare(const WgmmaParams& p, const MappedPhase& f, const Ring<T>& ring, const WgmmaPlace& place,
+                           Out* out) {
+  FinishShare<T>(ring.data, p.team, [&](int row, int from, float (&v)[4]) {
+    const int pixel = ResultPixel(p, f, place.row + row);
+    const int column = place.column + from;
+    if (pixel < 0 || column >= p.columns) return;
+    if constexpr (kForward) {
+      Add<Out>(v, p.epilogue.bias, column);
+      Add<Out>(v, p.epilogue.residual, int64_t{pixel} * p.columns + column);
+      Activate<Out>(v, p.epilogue.activation);
+    }
+    *reinterpret_cast<Vec<Out, 4>*>(out + int64_t{pixel} * p.columns + column) = Round<Out>(v);
+  });
+}
+
+}  // namespace jaxdnn::conv
