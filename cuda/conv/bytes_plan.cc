@@ -41,7 +41,7 @@ double BytesCycles(const Problem& p, const TileShape& t) {
   struct Cost {
     double step, tile;
   };
-  constexpr Cost kIntegers[] = {{460, 6000}, {330, 5000}}, kFloats[] = {{620, 6500}, {420, 5500}};
+  constexpr Cost kIntegers[] = {{465, 8500}, {333, 5400}}, kFloats[] = {{640, 8700}, {410, 5400}};
   const Cost cost = (p.in == DType::kS8 ? kIntegers : kFloats)[t.columns == 64];
   double phases = 1, taps = p.Taps();
   const Phases f = PhasesOf(p);
@@ -49,7 +49,7 @@ double BytesCycles(const Problem& p, const TileShape& t) {
   const double rows = double(p.images) * p.YPixels();
   const double tiles = phases * std::ceil(rows / phases / t.rows) * CeilDiv(p.features, t.columns);
   const double steps = taps * CeilDiv(p.channels, WgmmaDepth(p.in));
-  return std::ceil(tiles / kMultiprocessors) * (steps * cost.step + cost.tile) + 2 * kLaunch +
+  return std::ceil(tiles / kMultiprocessors) * (steps * cost.step + cost.tile) + 1500 + kLaunch +
          2.0 * BytesWorkspace(p) / (kMultiprocessors * kBytesPerCycle);
 }
 

@@ -77,14 +77,17 @@ __device__ __forceinline__ ColumnFactors LoadFactors(DType type, const Epilogue&
 // are, others as floats of the type, after the epilogue.
 struct BytesEpilogue {
   static constexpr int kN = 4;
-  const Epilogue& epilogue;
+  // Copies, so that a store to anywhere changes none of them.
   const DType type;
+  const void* const residual;
+  const activation::Activation activation;
+  const bool biased;
   float scale[kN], bias[kN];
 
   // factors(i) are those of column i.
   template <class Factors>
   __device__ __forceinline__ BytesEpilogue(DType type, const Epilogue& epilogue, const Factors& factors)
-      : epilogue(epilogue), type(type) {
+      : type(type), residual(epilogue.residual), activation(epilogue.activation), biased(epilogue.bias != nullptr) {
 #pragma unroll
     for (int i = 0; i < kN; ++i) {
       const ColumnFactors of_column = factors(i);
@@ -99,7 +102,7 @@ struct BytesEpilogue {
   template <class Visit>
   __device__ __forceinline__ void ForRows(void* out, const Visit& visit) const {
     constexpr std::integral_constant<int, 4> kFour;
-    const auto kind = epilogue.activation.kind;
+    const auto kind = activation.kind;
     const bool relu = kind == activation::Kind::kRelu;
     if (type == DType::kS32) {
       visit([&](const auto& sums, int64_t to) { StoreRun(sums, static_cast<int*>(out) + to); }, kFour);
@@ -108,7 +111,7 @@ struct BytesEpilogue {
         const auto store = [&](const auto& sums, int64_t to) {
           float v[kN];
           Scale(sums, 0, v);
-          Add<Element<decltype(typed)>>(v, epilogue.residual, to);
+          Add<Element<decltype(typed)>>(v, residual, to);
 #pragma unroll
           for (float& each : v) each = relu && each < 0 ? 0 : each;
           StoreRun(Round<Element<decltype(typed)>>(v), typed + to);
@@ -126,8 +129,8 @@ struct BytesEpilogue {
     if (type == DType::kS32) return StoreRun(sums, static_cast<int*>(out) + to);
     float v[kCount];
     Scale(sums, first, v);
-    WithFloats(type, epilogue.residual, [&](auto* typed) { Add<Element<decltype(typed)>>(v, typed, to); });
-    Activate<float>(v, epilogue.activation);
+    WithFloats(type, residual, [&](auto* typed) { Add<Element<decltype(typed)>>(v, typed, to); });
+    Activate<float>(v, activation);
     WithFloats(type, out, [&](auto* typed) { StoreRun(Round<Element<decltype(typed)>>(v), typed + to); });
   }
 
@@ -150,7 +153,7 @@ struct BytesEpilogue {
     // Rounded before the bias is added, as by two operations elsewhere.
 #pragma unroll
     for (int i = 0; i < kCount; ++i) v[i] = __fmul_rn(static_cast<float>(sums.v[i]), of(scale, i));
-    if (epilogue.bias != nullptr) {
+    if (biased) {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) v[i] += of(bias, i);
     }
