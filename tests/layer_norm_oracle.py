@@ -15,7 +15,11 @@ EPSILON = {"layer": 1e-5, "rms": 1e-6}
 def statistics(kind, x, epsilon, axis=-1):
   """The normalised rows and the reciprocal deviation."""
   x = exact(x)
-  d = x - x.mean(axis, keepdims=True) if kind == "layer" else x
+  d = x
+  if kind == "layer":
+    # The mean's own rounding counts where the elements of a row hardly differ.
+    d = x - x.mean(axis, keepdims=True)
+    d = d - d.mean(axis, keepdims=True)
   rstd = 1 / np.sqrt((d * d).mean(axis, keepdims=True) + epsilon)
   return d * rstd, rstd
 

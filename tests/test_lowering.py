@@ -14,7 +14,7 @@ from jaxdnn import _extension
 
 built = pytest.mark.skipif(not _extension.TARGETS, reason="the CUDA kernels were not built")
 
-F32, I8 = jnp.float32, jnp.int8
+F32, I8, I16 = jnp.float32, jnp.int8, jnp.int16
 X, W = ((2, 9, 8, 4), F32), ((3, 3, 2, 6), F32)
 # name -> (function, operands, calls in the CUDA program of its gradient)
 LOWERED = {
@@ -180,7 +180,7 @@ def test_what_no_kernel_takes_falls_back():
     lambda x, w: jaxdnn.conv(x, w), [jnp.zeros((1, 3, 3, 3, 3, 2)), jnp.zeros((2, 2, 2, 2, 2, 2))], "cuda"
   )
   integers = text(
-    lambda x, w: jaxdnn.conv(x, w, preferred_element_type="int32"), zeros([((1, 5, 2), I8), ((3, 2, 2), I8)]), "cuda"
+    lambda x, w: jaxdnn.conv(x, w, preferred_element_type="int32"), zeros([((1, 5, 2), I16), ((3, 2, 2), I16)]), "cuda"
   )
   pooled = text(lambda x: jaxdnn.max_pool(x, (2,)), zeros([((1, 5, 2), I8)]), "cuda")
   for program in (four, integers, pooled):

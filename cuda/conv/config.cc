@@ -110,7 +110,7 @@ double Cycles(const Problem& p, const TileShape& t, int64_t splits) {
   // Groups that are merged may come in pieces too.
   const double pieces = lines != Lines::kSpread || CopiesChunks(p, dense) ? 1 : InRunsOf(p, 4 / SizeOf(p.in)) ? 1.6 : 2;
   const double latency = std::max(steps * std::ceil(each / cost.resident), longest) * cost.latency;
-  return pieces * (IsTripled(p) ? 2.5 : 1) * std::max(latency, steps * each * cost.busy);
+  return pieces * (mma && IsTripled(p) ? 2.5 : 1) * std::max(latency, steps * each * cost.busy);
 }
 
 // Of the depthwise kernels, by what an element of the larger of input and output takes a multiprocessor. Windows that

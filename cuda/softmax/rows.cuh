@@ -149,6 +149,7 @@ __global__ void __launch_bounds__(kRowThreads) PackedRowsKernel(Rows r, Op op, c
     stats[0] = own[0];
     Op::Combine(stats, ShuffleReduce{r.span});
     const typename Op::Final final = op.Finish(own[0], stats[0]);
+    __syncwarp();
     if (wanted < rows) row.Store([&](auto& word, int i) { return Op::Result(final, word, i); });
   }
   StoreRun(out + first * r.n, held, rows * r.n);

@@ -40,6 +40,9 @@ def convolve(result: str, arrays: Mapping[str, Array], spec: ConvSpec, dtype: An
   out_dtype = max(np.dtype(dtype), common, key=lambda t: t.itemsize)
   if result == "y":
     out_dtype = sums_dtype(a, b, math.prod(b.shape[1:-1]), out_dtype)
+    if a.dtype == np.int8 and jnp.issubdtype(out_dtype, jnp.floating):  # sums that could wrap are floats'
+      out_dtype = max(out_dtype, np.dtype(np.float32), key=lambda t: t.itemsize)
+      a, b = a.astype(out_dtype), b.astype(out_dtype)
   if spec.algorithm is not None:
     check_algorithm(result, a, b, spec, out_dtype)
   return _primitive.bind(PRIMITIVES[result], a, b, spec=spec, dtype=out_dtype).astype(dtype)
