@@ -17,6 +17,7 @@
 #include "cuda/conv/epilogue.cuh"
 #include "cuda/conv/tensor_map.h"
 #include "cuda/conv/wgmma.h"
+#include "cuda/conv/wgmma_place.cuh"
 
 namespace jaxdnn::conv {
 namespace {
@@ -78,48 +79,14 @@ struct BytesRing {
   }
 };
 
-struct BytesPlace {
-  int phase, column, row;
-
-  template <class T>
-  __device__ BytesPlace(const Params& p, int tile, T) : phase(0) {
-    const int row_tile = tile / p.column_tiles;
-    column = (tile - row_tile * p.column_tiles) * T::kColumns;
-    while (row_tile >= p.first_tile[phase + 1]) ++phase;
-    row = (row_tile - p.first_tile[phase]) * T::kRows;
-  }
-};
-
-// The image of a row, and its position there.
-__device__ int SplitRow(const MappedPhase& f, int row, int (&position)[kRank]) {
-  const int plane = f.positions[1] * f.positions[2], image = row / (f.positions[0] * plane);
-  int pixel = row - image * f.positions[0] * plane;
-  position[0] = pixel / plane;
-  pixel -= position[0] * plane;
-  position[1] = pixel / f.positions[2];
-  position[2] = pixel - position[1] * f.positions[2];
-  return image;
-}
-
-// Where a row is in the result, in pixels; -1 past the last.
-__device__ int PixelOf(const Params& p, const MappedPhase& f, int row) {
-  if (row >= f.rows) return -1;
-  if (p.phases == 1) return row;
-  int at[kRank];
-  int pixel = SplitRow(f, row, at);
-#pragma unroll
-  for (int d = 0; d < kRank; ++d) pixel = pixel * p.out[d] + f.first[d] + at[d] * f.period[d];
-  return pixel;
-}
-
 template <class T>
 __device__ void Produce(const Params& p, BytesRing<T> ring) {
   for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
-    const BytesPlace place(p, tile, T());
+    const WgmmaPlace place(p, tile, T());
     const MappedPhase& f = p.phase[place.phase];
     const CUtensorMap* const operand = &p.operand[place.phase];
     int at[kRank], tap[kRank], offset[kRank];
-    const int image = SplitRow(f, place.row, at);
+    const int image = Split(f, place.row, at);
 #pragma unroll
     for (int d = 0; d < kRank; ++d) at[d] = f.map.lower[d] + at[d] * f.map.step[d];
     for (tap[0] = 0; tap[0] < f.taps[0]; ++tap[0])
@@ -228,7 +195,7 @@ __device__ void MultiplyBytes(const Params& p, BytesRing<T>& ring, int steps, in
 // Stores a warp's 16 rows, 32 columns at a time, through its slab. The loop is not unrolled, since it holds the code of
 // every activation, and takes the sums from registers that rotate.
 template <class T>
-__device__ void StoreBytes(const Params& p, uint32_t slab, const BytesPlace& place, int first_row,
+__device__ void StoreBytes(const Params& p, uint32_t slab, const WgmmaPlace& place, int first_row,
                            typename T::Sum (&sums)[T::kColumns / 2], const ColumnFactors* factors, void* out) {
   using Sum = typename T::Sum;
   constexpr int kRounds = 4, kLanes = 8;  // lanes store a row's 32 columns
@@ -238,7 +205,8 @@ __device__ void StoreBytes(const Params& p, uint32_t slab, const BytesPlace& pla
   const auto place_of = [](int row, int chunk) { return row * 128 + ((chunk ^ (row % 4 * 2 + row / 4 % 2)) << 4); };
   int pixels[kRounds];
 #pragma unroll
-  for (int i = 0; i < kRounds; ++i) pixels[i] = PixelOf(p, f, place.row + first_row + lane / kLanes + 4 * i);
+  for (int i = 0; i < kRounds; ++i)
+    pixels[i] = ResultPixel(p, f, place.row + first_row + lane / kLanes + 4 * i, p.phases != 1);
 #pragma unroll 1
   for (int part = 0; part < T::kColumns / 32; ++part) {
     const int column = place.column + part * 32 + chunk * 4;
@@ -298,7 +266,7 @@ template <class T>
 __device__ void Consume(const Params& p, BytesRing<T> ring, int warpgroup, ColumnFactors* factors, void* out) {
   const int warp = threadIdx.x / 32, thread = threadIdx.x % T::kWarpgroup;
   for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
-    const BytesPlace place(p, tile, T());
+    const WgmmaPlace place(p, tile, T());
     const int steps = p.phase[place.phase].tap_count * p.lines;
     // What comes from far away first.
     const int column = thread < T::kColumns ? place.column + thread : p.columns;

@@ -132,7 +132,7 @@ __device__ void Consume(const WgmmaParams& p, Ring<T> ring, int warpgroup, float
         StoreFinished<T>(p, f, ring, warpgroup, place, sums, out, pixels, turn);
     } else if constexpr (!kFloats) {
       StoreSums<T>(sums, wide + place.column, p.columns - place.column, [&](int row) -> int64_t {
-        const int64_t pixel = ResultPixel(p, f, place.row + row);
+        const int64_t pixel = ResultPixel(p, f, place.row + row, p.scattered);
         return pixel < 0 ? -1 : pixel * p.columns;
       });
     }

@@ -1,9 +1,9 @@
-// Hopper's forward convolution and data gradient: what its kernel is told, where a tile's rows are in the result, and
-// how its sums are stored.
+// Hopper's forward convolution and data gradient: what its kernel is told, and how its sums are stored.
 #pragma once
 
 #include "cuda/conv/epilogue.cuh"
 #include "cuda/conv/wgmma_held.cuh"
+#include "cuda/conv/wgmma_place.cuh"
 #include "cuda/conv/wgmma_team.cuh"
 
 namespace jaxdnn::conv {
@@ -22,47 +22,13 @@ struct WgmmaParams {
   Epilogue epilogue;
 };
 
-// A tile of the grid.
-struct WgmmaPlace {
-  int phase, column, row;
-
-  template <class T>
-  __device__ WgmmaPlace(const WgmmaParams& p, int tile, T) : phase(0) {
-    const int row_tile = tile / p.column_tiles;
-    column = (tile - row_tile * p.column_tiles) * T::kColumns;
-    while (row_tile >= p.first_tile[phase + 1]) ++phase;
-    row = (row_tile - p.first_tile[phase]) * T::kRows;
-  }
-};
-
-// The image of a row, and its position there.
-__device__ inline int Split(const MappedPhase& f, int row, int (&position)[kRank]) {
-  const int plane = f.positions[1] * f.positions[2], image = row / (f.positions[0] * plane);
-  int pixel = row - image * f.positions[0] * plane;
-  position[0] = pixel / plane;
-  pixel -= position[0] * plane;
-  position[1] = pixel / f.positions[2];
-  position[2] = pixel - position[1] * f.positions[2];
-  return image;
-}
-
-// Where a row is in the result, in pixels; -1 past the last.
-__device__ inline int ResultPixel(const WgmmaParams& p, const MappedPhase& f, int row) {
-  if (row >= f.rows) return -1;
-  if (!p.scattered) return row;
-  int at[kRank];
-  int pixel = Split(f, row, at);
-#pragma unroll
-  for (int d = 0; d < kRank; ++d) pixel = pixel * p.out[d] + f.first[d] + at[d] * f.period[d];
-  return pixel;
-}
-
 // The tile's rows in the result, in pixels, by the threads of a warpgroup.
 template <class T>
 __device__ void FindPixels(const WgmmaParams& p, const MappedPhase& f, const WgmmaPlace& place, int warpgroup,
                            int* pixels) {
   hopper::SyncWarpgroup(1 + warpgroup);  // the last tile's are read
-  for (int i = threadIdx.x % kWarpgroup; i < T::kRows; i += kWarpgroup) pixels[i] = ResultPixel(p, f, place.row + i);
+  for (int i = threadIdx.x % kWarpgroup; i < T::kRows; i += kWarpgroup)
+    pixels[i] = ResultPixel(p, f, place.row + i, p.scattered);
 }
 
 // Stores the sums in the operands' type: by TMA, or a phase's positions one by one.
@@ -216,7 +182,7 @@ template <class T, bool kForward, class Out>
 __device__ void StoreShare(const WgmmaParams& p, const MappedPhase& f, const Ring<T>& ring, const WgmmaPlace& place,
                            Out* out) {
   FinishShare<T>(ring.data, p.team, [&](int row, int from, float (&v)[4]) {
-    const int pixel = ResultPixel(p, f, place.row + row);
+    const int pixel = ResultPixel(p, f, place.row + row, p.scattered);
     const int column = place.column + from;
     if (pixel < 0 || column >= p.columns) return;
     if constexpr (kForward) {
