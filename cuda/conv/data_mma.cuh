@@ -88,6 +88,20 @@ __device__ __forceinline__ void StoreData(const DataParams& p, unsigned char* ri
   }
 }
 
+// The same for a tile of one group, whose columns are neighbouring channels.
+template <class T, bool kForward, class In, class Block>
+__device__ __forceinline__ void StoreGroup(const DataParams& p, const Block& block, const Row (&rows)[T::kRows],
+                                           unsigned char* ring, const typename T::Sums& sums, bool wide, void* out) {
+  const int first_column = block.column_tile * T::kColumns;
+  const auto channel = [&](int column) { return block.group * int64_t{p.columns} + first_column + column; };
+  const auto address = [&](int row, int column) -> int64_t {
+    const int64_t pixel = rows[row].result;
+    return pixel < 0 || first_column + column >= p.columns ? -1 : pixel * p.result_pixel + channel(column);
+  };
+  const auto bias = [&](int column) { return block.batch * p.result_pixel + channel(column); };
+  StoreData<T, kForward, In>(p, ring, sums, address, bias, p.columns - first_column, p.whole_runs, wide, out);
+}
+
 // The filter of a dense product forward: [tap, channel] lines of output channels.
 template <class T, class In>
 struct LoadFilterForward {

@@ -261,14 +261,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
     multiply(LoadRaggedOperand<T, In>(p, block, rows, in));
   }
 
-  const int first_column = block.column_tile * T::kColumns;
-  const auto channel = [&](int column) { return block.group * int64_t{p.columns} + first_column + column; };
-  const auto address = [&](int row, int column) -> int64_t {
-    const int64_t pixel = rows[row].result;
-    return pixel < 0 || first_column + column >= p.columns ? -1 : pixel * p.result_pixel + channel(column);
-  };
-  const auto bias = [&](int column) { return block.batch * p.result_pixel + channel(column); };
-  StoreData<T, kForward, In>(p, ring, sums, address, bias, p.columns - first_column, p.whole_runs, wide, out);
+  StoreGroup<T, kForward, In>(p, block, rows, ring, sums, wide, out);
 }
 
 }  // namespace jaxdnn::conv
