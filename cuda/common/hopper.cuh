@@ -103,6 +103,17 @@ __device__ inline void LoadPixels(uint32_t to, const CUtensorMap* map, uint32_t 
   }
 }
 
+// The same, where the map's dimensions are known at run time.
+__device__ inline void LoadPixels(int dimensions, uint32_t to, const CUtensorMap* map, uint32_t barrier, int channel,
+                                  const int (&at)[3], int image, const int (&offset)[3]) {
+  if (dimensions == 1)
+    LoadPixels<1>(to, map, barrier, channel, at, image, offset);
+  else if (dimensions == 2)
+    LoadPixels<2>(to, map, barrier, channel, at, image, offset);
+  else
+    LoadPixels<3>(to, map, barrier, channel, at, image, offset);
+}
+
 // Stores begun by one thread form groups, as its copies do. What ordinary instructions wrote to shared memory must be
 // shown to the TMA unit first.
 __device__ inline void ShowSharedToTma() {
