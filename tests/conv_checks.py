@@ -17,12 +17,16 @@ def coarse(shape, dtype, seed=0):
   return sample(shape, "bfloat16" if dtype == "float32" else dtype, seed).astype(jnp.dtype(dtype))
 
 
-def takes(tile, result, dtype):
+def takes(tile, result, dtype, out_dtype):
   """Whether a tile of Hopper's kernels, or another algorithm, is for such a result: few are for filter gradients."""
+  if tile.endswith("across"):
+    return result != "w" and dtype == out_dtype != "float32"
+  if tile == "wgmma 128x160":
+    return result == "x" or (result == "y" and dtype == "float32")
   if tile == "wgmma 128x128 copied":
     return result == "y" and dtype == "float32"
   floats = dtype != "float32" or not tile.startswith("wgmma") or tile.startswith("wgmma 128")
-  return result != "w" or (tile != "wgmma 128x160" and floats)
+  return result != "w" or floats
 
 
 def check(case, algorithm, dtype, out_dtype, precision=None, draw=coarse):
@@ -35,7 +39,7 @@ def check(case, algorithm, dtype, out_dtype, precision=None, draw=coarse):
   sums = {"y": case.w_shape, "x": (*case.window, case.k // case.groups), "w": shapes["y"][:-1]}
   for result, want in wants.items():
     operands = {name: jnp.asarray(arrays[name])[None] for name in OPERANDS[result]}
-    if not takes(algorithm, result, dtype):
+    if not takes(algorithm, result, dtype, out_dtype):
       continue
     assert plan(result, *operands.values(), spec, np.dtype(out_dtype), hopper=True), case.name
     f = lambda a, b, r=result: convolve(r, dict(zip(OPERANDS[r], (a, b), strict=True)), spec, out_dtype)  # noqa: E731

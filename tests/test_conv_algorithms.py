@@ -226,7 +226,7 @@ def test_many_tiles_for_every_block(tile, stride, dtype):
   y = coarse((32, *spec.y_spatial, 128), dtype, 2)
   arrays = {name: jnp.asarray(a)[None] for name, a in {"x": x, "w": w, "y": y}.items()}
   for result in OPERANDS:
-    if not takes(tile, result, dtype):
+    if not takes(tile, result, dtype, dtype):
       continue
     f = lambda algorithm, r=result: convolve(  # noqa: E731
       r, {n: arrays[n] for n in OPERANDS[r]}, dataclasses.replace(spec, algorithm=algorithm), jnp.dtype(dtype)
@@ -280,7 +280,7 @@ def test_shared_tiles(tile, dtype):
 @pytest.mark.parametrize("name", ["ragged", "phases_without_taps", "dilated_input", "1d", "3d", "deep"])
 def test_hopper_kernels_under_the_sanitizer(name):
   case = next(case for case in [*CASES, DEEP] if case.name == name)
-  for tile in ("wgmma 64x64", "wgmma 128x128", "wgmma 128x160"):
+  for tile in ("wgmma 64x64", "wgmma 128x128", "wgmma 128x160", "wgmma 96x128 across"):
     for dtype in ("bfloat16", "float32"):
       check(case, tile, dtype, dtype)
   check(case, "mma 128x64", "float32", "float32", HIGH, sample)

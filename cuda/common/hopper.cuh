@@ -223,6 +223,41 @@ __device__ inline void Multiply(float (&d)[kColumns / 2], uint64_t a_tile, uint6
   }
 }
 
+// The same of 16-bit floats, with as many columns as tiles across (wgmma_across.cuh) have rows.
+#define JAXDNN_WGMMA_ACROSS(type)                                                                                      \
+  if constexpr (kColumns == 80) {                                                                                      \
+    JAXDNN_WGMMA(type, "80", "16",                                                                                     \
+                 JAXDNN_TEN() JAXDNN_TEN(1) JAXDNN_TEN(2) "%30, %31, %32, %33, %34, %35, %36, %37, %38, %39", "%40",   \
+                 "%41", "%42", ", %43, %44", JAXDNN_SUMS16(0), JAXDNN_SUMS16(16), JAXDNN_SUMS4(32), JAXDNN_SUMS4(36)); \
+  } else if constexpr (kColumns == 96) {                                                                               \
+    JAXDNN_WGMMA(type, "96", "16",                                                                                     \
+                 JAXDNN_TEN() JAXDNN_TEN(1) JAXDNN_TEN(2) JAXDNN_TEN(3) "%40, %41, %42, %43, %44, %45, %46, %47",      \
+                 "%48", "%49", "%50", ", %51, %52", JAXDNN_SUMS16(0), JAXDNN_SUMS16(16), JAXDNN_SUMS16(32));           \
+  } else if constexpr (kColumns == 160) {                                                                              \
+    JAXDNN_WGMMA(type, "160", "16", JAXDNN_EIGHTY, "%80", "%81", "%82", ", %83, %84", JAXDNN_SUMS64(0),                \
+                 JAXDNN_SUMS16(64));                                                                                   \
+  } else if constexpr (kColumns == 192) {                                                                              \
+    JAXDNN_WGMMA(type, "192", "16", JAXDNN_EIGHTY ", " JAXDNN_TEN(8) "%90, %91, %92, %93, %94, %95", "%96", "%97",     \
+                 "%98", ", %99, %100", JAXDNN_SUMS64(0), JAXDNN_SUMS16(64), JAXDNN_SUMS16(80));                        \
+  } else if constexpr (kColumns == 208) {                                                                              \
+    JAXDNN_WGMMA(type, "208", "16", JAXDNN_EIGHTY ", " JAXDNN_TEN(8) JAXDNN_TEN(9) "%100, %101, %102, %103", "%104",   \
+                 "%105", "%106", ", %107, %108", JAXDNN_SUMS64(0), JAXDNN_SUMS16(64), JAXDNN_SUMS16(80),               \
+                 JAXDNN_SUMS4(96), JAXDNN_SUMS4(100));                                                                 \
+  } else {                                                                                                             \
+    static_assert(kColumns == 0);                                                                                      \
+  }
+template <class In, int kColumns, bool kTransposedA>
+__device__ inline void MultiplyAcross(float (&d)[kColumns / 2], uint64_t a_tile, uint64_t b_tile, bool add_to) {
+  constexpr bool kTransposedB = false;
+  if constexpr (!kAvailable) {
+  } else if constexpr (std::is_same_v<In, __nv_bfloat16>) {
+    JAXDNN_WGMMA_ACROSS("bf16")
+  } else {
+    JAXDNN_WGMMA_ACROSS("f16")
+  }
+}
+#undef JAXDNN_WGMMA_ACROSS
+
 // The same of 8 terms of floats, whose rows the threads hold: of row 16 w + l / 4 the terms l % 4 and l % 4 + 4 in a[0]
 // and a[2], and of the row 8 below in a[1] and a[3]. They must stay as they are until the product is done.
 #define JAXDNN_WGMMA_HELD(n, operands, rows, b, add, ...)                                                 \
@@ -278,6 +313,13 @@ __device__ inline void StorePair(uint32_t address, float first, float second) {
 __device__ inline void StoreMatrices(uint32_t address, const uint32_t (&r)[4]) {
   if constexpr (kAvailable)
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]),
+                 "r"(r[1]), "r"(r[2]), "r"(r[3])
+                 : "memory");
+}
+// The same of their transposes: lane i holds the elements 2 (i % 4) and 2 (i % 4) + 1 of column i / 4.
+__device__ inline void StoreTransposed(uint32_t address, const uint32_t (&r)[4]) {
+  if constexpr (kAvailable)
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]),
                  "r"(r[1]), "r"(r[2]), "r"(r[3])
                  : "memory");
 }

@@ -77,6 +77,11 @@ enum class Tile {
   kWgmma64x64,
   kWgmma128x160,
   kWgmma128x128Copied,
+  kWgmma80Across,
+  kWgmma96Across,
+  kWgmma160Across,
+  kWgmma192Across,
+  kWgmma208Across,
   kDepthwise,
   kFewChannels,
   kGrouped,
@@ -104,12 +109,20 @@ constexpr TileShape kTiles[] = {
     {Tile::kWgmma64x64, "wgmma 64x64", Unit::kWgmma, 64, 64, 384},
     {Tile::kWgmma128x160, "wgmma 128x160", Unit::kWgmma, 128, 160, 384},
     {Tile::kWgmma128x128Copied, "wgmma 128x128 copied", Unit::kWgmma, 128, 128, 384},
+    {Tile::kWgmma80Across, "wgmma 80x128 across", Unit::kWgmma, 80, 128, 384},
+    {Tile::kWgmma96Across, "wgmma 96x128 across", Unit::kWgmma, 96, 128, 384},
+    {Tile::kWgmma160Across, "wgmma 160x128 across", Unit::kWgmma, 160, 128, 384},
+    {Tile::kWgmma192Across, "wgmma 192x128 across", Unit::kWgmma, 192, 128, 384},
+    {Tile::kWgmma208Across, "wgmma 208x128 across", Unit::kWgmma, 208, 128, 384},
     {Tile::kDepthwise, "depthwise", Unit::kDepthwise, 1, 1, 128},
     {Tile::kFewChannels, "few_channels", Unit::kFewChannels, 1, 1, 128},
     {Tile::kGrouped, "grouped", Unit::kGrouped, 1, 1, 128},
     {Tile::kFewFeatures, "few_features", Unit::kFewFeatures, 1, 1, 128},
     {Tile::kUnaligned, "unaligned", Unit::kUnaligned, 1, 1, 512},
 };
+
+// Whether rows are wgmma's columns (wgmma_across.cuh).
+constexpr bool IsAcross(Tile t) { return t >= Tile::kWgmma80Across && t <= Tile::kWgmma208Across; }
 
 // Depth of a tile step: how many terms of the reduction are in shared memory at once.
 constexpr int MmaDepth(Direction direction, int size) {

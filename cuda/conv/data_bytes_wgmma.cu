@@ -24,9 +24,10 @@ namespace {
 
 struct Params {
   CUtensorMap operand[kMaxMaps], filter;
-  MappedPhase phase[kMaxMaps];
+  WgmmaPhase phase[kMaxMaps];
   int phases, first_tile[kMaxMaps + 1];  // of each phase, in tiles of rows
-  int tiles, column_tiles, columns;
+  int tiles, columns;
+  FastDiv column_tiles;
   int lines;  // of channels
   int window[kRank], out[kRank];
   bool whole_runs;  // of four columns
@@ -83,10 +84,10 @@ template <class T>
 __device__ void Produce(const Params& p, BytesRing<T> ring) {
   for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
     const WgmmaPlace place(p, tile, T());
-    const MappedPhase& f = p.phase[place.phase];
+    const WgmmaPhase& f = p.phase[place.phase];
     const CUtensorMap* const operand = &p.operand[place.phase];
     int at[kRank], tap[kRank], offset[kRank];
-    const int image = Split(f, place.row, at);
+    const int image = f.Split(place.row, at);
 #pragma unroll
     for (int d = 0; d < kRank; ++d) at[d] = f.map.lower[d] + at[d] * f.map.step[d];
     for (tap[0] = 0; tap[0] < f.taps[0]; ++tap[0])
@@ -193,7 +194,7 @@ __device__ void StoreBytes(const Params& p, uint32_t slab, const WgmmaPlace& pla
                            typename T::Sum (&sums)[T::kColumns / 2], const ColumnFactors* factors, void* out) {
   using Sum = typename T::Sum;
   constexpr int kRounds = 4, kLanes = 8;  // lanes store a row's 32 columns
-  const MappedPhase& f = p.phase[place.phase];
+  const WgmmaPhase& f = p.phase[place.phase];
   const int lane = threadIdx.x % 32, chunk = lane % kLanes;
   // Neither the stores of eight rows by two columns nor the loads of four rows meet in a bank.
   const auto place_of = [](int row, int chunk) { return row * 128 + ((chunk ^ (row % 4 * 2 + row / 4 % 2)) << 4); };
@@ -306,7 +307,7 @@ cudaError_t LaunchTile(const Problem& p, const void* x, const void* w, void* y, 
   q.phases = MapPhases(p, q.phase);
   if (q.phases == 0) return cudaErrorInvalidValue;
   q.columns = int(p.features);
-  q.column_tiles = int(CeilDiv(p.features, T::kColumns));
+  q.column_tiles = FastDiv(CeilDiv(p.features, T::kColumns));
   q.lines = int(CeilDiv(p.channels, T::kLine));
   q.whole_runs = p.features % 4 == 0;
   const int64_t channels = CeilDiv(p.channels, 16) * 16;
@@ -315,7 +316,7 @@ cudaError_t LaunchTile(const Problem& p, const void* x, const void* w, void* y, 
     q.first_tile[i + 1] = q.first_tile[i] + int(CeilDiv(q.phase[i].rows, T::kRows));
     if (e == cudaSuccess) e = EncodePixels(&q.operand[i], p.in, x, p.images, p.x, channels, q.phase[i].map, T::kRows);
   }
-  q.tiles = q.first_tile[q.phases] * q.column_tiles;
+  q.tiles = q.first_tile[q.phases] * int(q.column_tiles.divisor);
   for (int d = 0; d < kRank; ++d) {
     q.window[d] = int(p.window[d]);
     q.out[d] = int(p.y[d]);

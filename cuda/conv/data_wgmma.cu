@@ -6,8 +6,8 @@
 // data gradient K-major. TF32 has no MN-major operands, so that forward it goes through registers (wgmma_held.cuh), or
 // a first kernel makes a copy [taps, features, channels]. What lies past the last channel is read as zeros, of the
 // filter too.
-#include "cuda/conv/data_wgmma.cuh"
 #include "cuda/conv/wgmma.h"
+#include "cuda/conv/wgmma_across.cuh"
 
 namespace jaxdnn::conv {
 namespace {
@@ -37,13 +37,11 @@ __device__ void LoadFilter(const WgmmaParams& p, const Ring<T>& ring, int column
 
 template <class T, bool kForward>
 __device__ void Produce(const WgmmaParams& p, Ring<T> ring) {
-  hopper::PrefetchMap(&p.operand[0]);
-  hopper::PrefetchMap(&p.filter);
-  for (int tile = blockIdx.x / p.team; tile < p.tiles; tile += gridDim.x / p.team) {
+  for (int tile = p.team.Div(blockIdx.x); tile < p.tiles; tile += p.team.Div(gridDim.x)) {
     const WgmmaPlace place(p, tile, T());
-    const MappedPhase& f = p.phase[place.phase];
+    const WgmmaPhase& f = p.phase[place.phase];
     int at[kRank], offset[kRank] = {};
-    const int image = Split(f, place.row, at);
+    const int image = f.Split(place.row, at);
 #pragma unroll
     for (int d = 0; d < kRank; ++d) at[d] = f.map.lower[d] + at[d] * f.map.step[d];
     if (f.tap_count == 0) {
@@ -96,9 +94,9 @@ __device__ void Consume(const WgmmaParams& p, Ring<T> ring, int warpgroup, float
   constexpr bool kFloats = sizeof(typename T::In) == 4;
   using Sums = typename std::conditional_t<kHeld<T, kForward>, Held<T>, T>::Sums;
   int turn = 0, number = 0;
-  for (int tile = blockIdx.x / p.team; tile < p.tiles; tile += gridDim.x / p.team, ++number) {
+  for (int tile = p.team.Div(blockIdx.x); tile < p.tiles; tile += p.team.Div(gridDim.x), ++number) {
     const WgmmaPlace place(p, tile, T());
-    const MappedPhase& f = p.phase[place.phase];
+    const WgmmaPhase& f = p.phase[place.phase];
     const int steps = Share(max(1, f.tap_count * p.lines), p.team).Steps();
     if (number % 2 != warpgroup) {
       ring.Skip(steps);
@@ -109,7 +107,7 @@ __device__ void Consume(const WgmmaParams& p, Ring<T> ring, int warpgroup, float
       MultiplyHeldStages<T>(ring, steps, number, sums);
     else
       MultiplyStages<T, false, kOfFeatures<T, kForward>>(ring, steps, number, sums);
-    if (kMayShare<T> && p.team > 1) {
+    if (kMayShare<T> && p.team.divisor > 1) {
       hopper::SyncWarpgroup(1 + warpgroup);  // all warps are done with the stages
       if constexpr (kHeld<T, kForward>)
         LeaveHeldSums<T>(ring.data, sums);
@@ -140,15 +138,37 @@ __device__ void Consume(const WgmmaParams& p, Ring<T> ring, int warpgroup, float
 }
 
 template <class T, bool kForward>
+__device__ void ConsumeAcross(const WgmmaParams& p, Ring<T> ring, int warpgroup, typename T::In* out, int* pixels) {
+  for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
+    const WgmmaPlace place(p, tile, T());
+    const WgmmaPhase& f = p.phase[place.phase];
+    typename T::Sums sums;
+    MultiplyAcross<T, kForward>(ring, max(1, f.tap_count * p.lines), warpgroup, sums);
+    if (p.boxes)
+      StoreAcross<T>(p, f, ring, warpgroup, place, sums, out, pixels);
+    else if constexpr (kForward)
+      StoreAcrossFinished<T>(p, f, ring, warpgroup, place, sums, out, pixels);
+  }
+}
+
+template <class T, bool kForward>
 __global__ void __launch_bounds__(T::kThreads, 1)
     DataWgmmaKernel(const __grid_constant__ WgmmaParams p, float* wide, typename T::In* out) {
   if constexpr (hopper::kAvailable) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const Ring<T> ring(shared);
-    ring.Init();
+    if (threadIdx.x == kConsumers * kWarpgroup) {
+      hopper::PrefetchMap(&p.operand[0]);
+      hopper::PrefetchMap(&p.filter);
+    }
+    ring.Init(kIsAcross<T> ? kConsumers : 1);
     RunRoles<T>([&] { Produce<T, kForward>(p, ring); },
                 [&](int warpgroup) {
-                  Consume<T, kForward>(p, ring, warpgroup, wide, out, Ring<T>::Pixels(shared, warpgroup));
+                  int* const pixels = Ring<T>::Pixels(shared, warpgroup);
+                  if constexpr (kIsAcross<T>)
+                    ConsumeAcross<T, kForward>(p, ring, warpgroup, out, pixels);
+                  else
+                    Consume<T, kForward>(p, ring, warpgroup, wide, out, pixels);
                 });
   }
 }
@@ -174,10 +194,10 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* opera
   const int64_t channels = kForward ? p.channels : p.features, columns = kForward ? p.features : p.channels;
   WgmmaParams q = {};
   q.epilogue = epilogue;
-  q.team = int(config.cluster);
+  q.team = FastDiv(config.cluster);
   q.phases = MapPhases(p, q.phase);
   if (q.phases == 0) return cudaErrorInvalidValue;
-  q.column_tiles = int(CeilDiv(columns, T::kColumns));
+  q.column_tiles = FastDiv(CeilDiv(columns, T::kColumns));
   q.columns = int(columns);
   q.lines = int(CeilDiv(channels, T::kLine));
   q.images = int(p.images);
@@ -189,7 +209,7 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* opera
       e = EncodePixels(&q.operand[i], p.in, operand, p.images, kForward ? p.x : p.y, channels, q.phase[i].map,
                        T::kRows);
   }
-  q.tiles = q.first_tile[q.phases] * q.column_tiles;
+  q.tiles = q.first_tile[q.phases] * int(q.column_tiles.divisor);
   for (int d = 0; d < kRank; ++d) {
     q.window[d] = int(p.window[d]);
     q.out[d] = int(kForward ? p.y[d] : p.x[d]);
@@ -208,10 +228,10 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* opera
   const bool wide = p.out == DType::kF32;
   q.boxes = p.out == p.in && IsNone(epilogue);
   if (e == cudaSuccess && q.boxes)
-    e = EncodeBoxes(&q.result, p.in, out, {columns, GemmOf(p).rows}, {T::kLine, 64}, false);
+    e = EncodeBoxes(&q.result, p.in, out, {columns, GemmOf(p).rows}, {T::kLine, kIsAcross<T> ? T::kRows : 64}, false);
   if (e != cudaSuccess) return e;
 
-  return LaunchPersistent<T>(DataWgmmaKernel<T, kForward>, q.tiles, q.team, stream, q,
+  return LaunchPersistent<T>(DataWgmmaKernel<T, kForward>, q.tiles, int(config.cluster), stream, q,
                              wide ? static_cast<float*>(out) : nullptr, static_cast<typename T::In*>(out));
 }
 
@@ -219,17 +239,19 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* opera
 
 cudaError_t LaunchDataWgmma(const Problem& p, const Config& config, const void* operand, const void* filter, void* out,
                             void* workspace, const Epilogue& epilogue, cudaStream_t stream) {
-  return VisitWgmmaTile<true>(p, config, [&](auto tile) {
+  const auto launch = [&](auto tile) {
     using T = typename decltype(tile)::type;
-    constexpr bool kOnlyForward = T::kCopied && T::kColumns == 128;
-    if constexpr (!kOnlyForward || sizeof(typename T::In) == 4)
+    // Those that TakesWgmma says.
+    constexpr bool kFloats = sizeof(typename T::In) == 4, kCopiedAlone = T::kCopied && T::kColumns == 128;
+    if constexpr (kFloats || (!kCopiedAlone && T::kColumns != 160))
       if (p.direction == Direction::kForward)
         return LaunchTile<T, true>(p, config, operand, filter, out, workspace, epilogue, stream);
-    if constexpr (!kOnlyForward)
+    if constexpr (!kCopiedAlone)
       if (p.direction == Direction::kDataGradient)
         return LaunchTile<T, false>(p, config, operand, filter, out, workspace, epilogue, stream);
     return cudaErrorInvalidValue;
-  });
+  };
+  return IsAcross(config.tile) ? VisitAcrossTile(p, config, launch) : VisitWgmmaTile<true>(p, config, launch);
 }
 
 }  // namespace jaxdnn::conv

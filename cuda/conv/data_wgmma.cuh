@@ -10,11 +10,12 @@ namespace jaxdnn::conv {
 
 struct WgmmaParams {
   CUtensorMap operand[kMaxMaps], filter, result;
-  MappedPhase phase[kMaxMaps];
+  WgmmaPhase phase[kMaxMaps];
   int phases, first_tile[kMaxMaps + 1];  // of each phase, in tiles of rows
-  int tiles, column_tiles, columns;
-  int lines;  // of channels
-  int team;   // blocks that share a tile
+  int tiles, columns;
+  FastDiv column_tiles;
+  int lines;     // of channels
+  FastDiv team;  // blocks that share a tile
   int window[kRank], out[kRank];
   int images;
   bool scattered;  // the rows of a phase are not neighbours in the result
@@ -24,16 +25,32 @@ struct WgmmaParams {
 
 // The tile's rows in the result, in pixels, by the threads of a warpgroup.
 template <class T>
-__device__ void FindPixels(const WgmmaParams& p, const MappedPhase& f, const WgmmaPlace& place, int warpgroup,
+__device__ void FindPixels(const WgmmaParams& p, const WgmmaPhase& f, const WgmmaPlace& place, int warpgroup,
                            int* pixels) {
   hopper::SyncWarpgroup(1 + warpgroup);  // the last tile's are read
   for (int i = threadIdx.x % kWarpgroup; i < T::kRows; i += kWarpgroup)
     pixels[i] = ResultPixel(p, f, place.row + i, p.scattered);
 }
 
+// Stores lines of columns, swizzled as the TMA unit has them, to these pixels; of the columns those below `end`.
+template <int kLines, class In>
+__device__ void StoreLines(uint32_t lines, const int* pixels, In* out, int column, int end, int columns) {
+  const int thread = threadIdx.x % kWarpgroup, chunk = thread % 8, first = column + chunk * kVecLength<In>;
+  if (first >= end) return;
+#pragma unroll
+  for (int line = thread / 8; line < kLines; line += kWarpgroup / 8) {
+    const int pixel = pixels[line];
+    uint4 v;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(lines + line * kLineBytes + ((chunk ^ (line % 8)) << 4)));
+    if (pixel >= 0) *reinterpret_cast<uint4*>(out + int64_t{pixel} * columns + first) = v;
+  }
+}
+
 // Stores the sums in the operands' type: by TMA, or a phase's positions one by one.
 template <class T>
-__device__ void StoreBoxes(const WgmmaParams& p, const MappedPhase& f, const Ring<T>& ring, int warpgroup,
+__device__ void StoreBoxes(const WgmmaParams& p, const WgmmaPhase& f, const Ring<T>& ring, int warpgroup,
                            const WgmmaPlace& place, const typename T::Sums& sums, typename T::In* out, int* pixels,
                            int& turn) {
   const int thread = threadIdx.x % kWarpgroup;
@@ -47,24 +64,28 @@ __device__ void StoreBoxes(const WgmmaParams& p, const MappedPhase& f, const Rin
       hopper::CommitStores();  // of none too, since those before the last are waited for
     }
     if (box) return;
-    const int chunk = thread % 8, in_tile = column + chunk * kVecLength<typename T::In>, first = place.column + in_tile;
-    if (first >= p.columns || in_tile >= T::kColumns) return;
-#pragma unroll
-    for (int line = thread / 8; line < 64; line += kWarpgroup / 8) {
-      const int pixel = pixels[row + line];
-      uint4 v;
-      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                   : "r"(slab + line * kLineBytes + ((chunk ^ (line % 8)) << 4)));
-      if (pixel >= 0) *reinterpret_cast<uint4*>(out + int64_t{pixel} * p.columns + first) = v;
-    }
+    StoreLines<64>(slab, pixels + row, out, place.column + column, min(p.columns, place.column + T::kColumns),
+                   p.columns);
   });
+}
+
+// Stores four neighbouring columns of a row through the epilogue.
+template <class Out>
+__device__ void Finish(const WgmmaParams& p, float (&v)[4], const Vec<Out, 4>& residual, int pixel, int column,
+                       Out* out) {
+  Add<Out>(v, p.epilogue.bias, column);
+  if (p.epilogue.residual != nullptr) {
+#pragma unroll
+    for (int k = 0; k < 4; ++k) v[k] += static_cast<float>(residual.v[k]);
+  }
+  Activate<Out>(v, p.epilogue.activation);
+  *reinterpret_cast<Vec<Out, 4>*>(out + int64_t{pixel} * p.columns + column) = Round<Out>(v);
 }
 
 // Stores the sums through the epilogue, 64 rows and 32 columns at a time, in floats through shared memory. The loop is
 // not unrolled, since it holds the code of every activation.
 template <class T, class Out>
-__device__ void StoreFinished(const WgmmaParams& p, const MappedPhase& f, const Ring<T>& ring, int warpgroup,
+__device__ void StoreFinished(const WgmmaParams& p, const WgmmaPhase& f, const Ring<T>& ring, int warpgroup,
                               const WgmmaPlace& place, typename T::Sums& sums, Out* out, int* pixels, int& turn) {
   constexpr int kAcross = T::kColumns / 32, kRounds = 64 * 8 / kWarpgroup;
   const int thread = threadIdx.x % kWarpgroup, warp = thread / 32, lane = thread % 32;
@@ -108,13 +129,7 @@ __device__ void StoreFinished(const WgmmaParams& p, const MappedPhase& f, const 
         asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                      : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
                      : "r"(slab + place_of(at, chunk)));
-        Add<Out>(v, p.epilogue.bias, column);
-        if (p.epilogue.residual != nullptr) {
-#pragma unroll
-          for (int k = 0; k < 4; ++k) v[k] += static_cast<float>(residual[0].v[k]);
-        }
-        Activate<Out>(v, p.epilogue.activation);
-        *reinterpret_cast<Vec<Out, 4>*>(out + int64_t{pixel} * p.columns + column) = Round<Out>(v);
+        Finish(p, v, residual[0], pixel, column, out);
       }
       Rotate<1>(residual);
     }
@@ -123,7 +138,7 @@ __device__ void StoreFinished(const WgmmaParams& p, const MappedPhase& f, const 
 
 // Stores the sums of a product whose filter went through registers, in which they lie as the result has them.
 template <class T>
-__device__ void StoreHeld(const WgmmaParams& p, const MappedPhase& f, int warpgroup, const WgmmaPlace& place,
+__device__ void StoreHeld(const WgmmaParams& p, const WgmmaPhase& f, int warpgroup, const WgmmaPlace& place,
                           typename Held<T>::Sums& sums, float* out, int* pixels) {
   using H = Held<T>;
   using Columns = Vec<float, H::kVector>;
@@ -179,9 +194,9 @@ __device__ void StoreHeld(const WgmmaParams& p, const MappedPhase& f, int warpgr
 
 // Stores the rows of a shared tile that are this block's.
 template <class T, bool kForward, class Out>
-__device__ void StoreShare(const WgmmaParams& p, const MappedPhase& f, const Ring<T>& ring, const WgmmaPlace& place,
+__device__ void StoreShare(const WgmmaParams& p, const WgmmaPhase& f, const Ring<T>& ring, const WgmmaPlace& place,
                            Out* out) {
-  FinishShare<T>(ring.data, p.team, [&](int row, int from, float (&v)[4]) {
+  FinishShare<T>(ring.data, int(p.team.divisor), [&](int row, int from, float (&v)[4]) {
     const int pixel = ResultPixel(p, f, place.row + row, p.scattered);
     const int column = place.column + from;
     if (pixel < 0 || column >= p.columns) return;

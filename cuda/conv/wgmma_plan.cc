@@ -28,6 +28,9 @@ Cost CostOf(const TileShape& t, const Problem& p) {
   constexpr Cost k64x64[] = {{355, 3500}, {360, 4100}, {335, 0}, {}, {390, 4150}};
   constexpr Cost k128x160[] = {{790, 5500}, {820, 9000}};
   constexpr Cost kCopied = {630, 8300};
+  // Across, no other warpgroup hides what is between tiles.
+  constexpr Cost k80Across = {440, 1400}, k96Across = {465, 1500}, k160Across = {670, 1800}, k192Across = {785, 1950},
+                 k208Across = {940, 2000};
   const bool filter = p.direction == Direction::kFilterGradient, floats = p.in == DType::kF32;
   const int which = 2 * filter + floats, held = floats && p.direction == Direction::kForward ? 4 : which;
   switch (t.tile) {
@@ -45,6 +48,16 @@ Cost CostOf(const TileShape& t, const Problem& p) {
       return k128x160[which];
     case Tile::kWgmma128x128Copied:
       return kCopied;
+    case Tile::kWgmma80Across:
+      return k80Across;
+    case Tile::kWgmma96Across:
+      return k96Across;
+    case Tile::kWgmma160Across:
+      return k160Across;
+    case Tile::kWgmma192Across:
+      return k192Across;
+    case Tile::kWgmma208Across:
+      return k208Across;
     default:
       return {};
   }
@@ -55,8 +68,10 @@ Cost CostOf(const TileShape& t, const Problem& p) {
 bool TakesWgmma(const Problem& p, const TileShape& t) {
   const bool filter = p.direction == Direction::kFilterGradient, floats = p.in == DType::kF32;
   if (p.in == DType::kF64 || (floats && (p.products != 1 || (filter && t.rows != 128)))) return false;
-  if (filter && t.columns == 160) return false;
-  if (t.tile == Tile::kWgmma128x128Copied && !(floats && p.direction == Direction::kForward)) return false;
+  const bool forward = p.direction == Direction::kForward;
+  if (t.columns == 160 && (filter || (forward && !floats))) return false;
+  if (IsAcross(t.tile) && (filter || floats || p.out != p.in)) return false;
+  if (t.tile == Tile::kWgmma128x128Copied && !(floats && forward)) return false;
   // One problem and group, lines of whole 16-byte chunks, and rows that 32 bits number.
   const int64_t chunk = 16 / SizeOf(p.in);
   MappedPhase phases[kMaxMaps];
@@ -66,7 +81,8 @@ bool TakesWgmma(const Problem& p, const TileShape& t) {
 
 int64_t MostBlocks(const Problem& p, const TileShape& t) {
   const bool copied = t.tile == Tile::kWgmma128x128Copied;
-  if (p.direction == Direction::kFilterGradient || copied || t.rows > 128 || t.columns > 128) return 1;
+  if (p.direction == Direction::kFilterGradient || copied || IsAcross(t.tile) || t.rows > 128 || t.columns > 128)
+    return 1;
   // In a phase, or of a dilated input, some blocks could be left without a tap.
   const Phases f = PhasesOf(p);
   for (int d = 0; d < kRank; ++d)
@@ -89,7 +105,7 @@ double WgmmaCycles(const Problem& p, const TileShape& t, int64_t splits, int64_t
   const int64_t channels = p.DepthChannels(), line = WgmmaDepth(p.in), transposed = TransposedBytes(p, t);
   // Whether pixels do not begin with the sectors that memory is read in.
   const auto apart = [&](int64_t n) { return n * SizeOf(p.in) % 32 != 0; };
-  double tiles, steps, more = 0;
+  double tiles, steps, longest = 0, more = 0;  // steps of a tile, and of those that have most
   if (p.direction == Direction::kFilterGradient) {
     // Rows come in units of a line of channels.
     const double units = double(p.Taps()) * CeilDiv(p.channels, line);
@@ -102,14 +118,18 @@ double WgmmaCycles(const Problem& p, const TileShape& t, int64_t splits, int64_t
       more = p.images * (x_pixels * p.channels + double(p.YPixels()) * p.features) * 4 / 2 /
              (kMultiprocessors * kBytesPerCycle);
   } else {
-    double phases = 1, taps_per_tap = 1;
+    double phases = 1, taps_per_tap = 1, most_taps = 1;
     const Phases f = PhasesOf(p);
-    for (int d = 0; d < kRank; ++d) phases *= f.period[d], taps_per_tap *= f.tap_period[d];
+    for (int d = 0; d < kRank; ++d) {
+      phases *= f.period[d], taps_per_tap *= f.tap_period[d];
+      most_taps *= CeilDiv(p.window[d], f.tap_period[d]);
+    }
     tiles = phases * std::ceil(g.rows / phases / t.rows) * CeilDiv(g.columns, t.columns);
     // What is left of a pixel's channels takes a load too, which is slower for what it brings.
     const int64_t left = channels % line;
-    const double last = left == 0 ? 0 : apart(left) ? 2.7 : 1.6;
-    steps = std::max(1.0, p.Taps() / taps_per_tap * (channels / line + last));
+    const double last = left == 0 ? 0 : apart(left) ? 2.7 : 1.6, lines = channels / line + last;
+    steps = std::max(1.0, p.Taps() / taps_per_tap * lines);
+    longest = most_taps * lines;
   }
   // Another kernel, and how often it moves its result's bytes.
   constexpr double kLaunch = 4000;
@@ -121,7 +141,9 @@ double WgmmaCycles(const Problem& p, const TileShape& t, int64_t splits, int64_t
     return std::ceil(tiles / clusters) * (1.3 * std::ceil(steps / cluster) * cost.step + cost.tile + exchange);
   }
   const double each = std::ceil(tiles / kMultiprocessors), busy = steps * cost.step;
-  return each * std::max(busy, (busy + cost.tile) / 2) + cost.tile + more;
+  constexpr double kBegin = 4400;  // until the first step
+  if (IsAcross(t.tile)) return std::max(each * (busy + cost.tile), longest * cost.step + cost.tile) + kBegin;
+  return std::max(each * std::max(busy, (busy + cost.tile) / 2), longest * cost.step) + cost.tile + more;
 }
 
 }  // namespace jaxdnn::conv

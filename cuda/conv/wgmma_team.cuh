@@ -4,6 +4,7 @@
 #pragma once
 
 #include "cuda/common/cluster.cuh"
+#include "cuda/common/fast_div.cuh"
 #include "cuda/conv/epilogue.cuh"
 #include "cuda/conv/wgmma_held.cuh"
 
@@ -13,11 +14,12 @@ namespace jaxdnn::conv {
 struct Share {
   int first, end;
 
-  __device__ Share(int steps, int team) : first(0), end(steps) {
-    if (team == 1) return;
-    const int rank = blockIdx.x % team;
-    first = steps * rank / team;
-    end = steps * (rank + 1) / team;
+  __device__ Share(int steps, const FastDiv& team) : first(0), end(steps) {
+    if (team.divisor == 1) return;
+    int rank;
+    team.Div(blockIdx.x, &rank);
+    first = team.Div(steps * rank);
+    end = team.Div(steps * (rank + 1));
   }
   __device__ int Steps() const { return end - first; }
 };

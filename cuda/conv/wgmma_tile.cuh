@@ -106,14 +106,18 @@ __device__ void BeginTurn(const Ring<T>& ring, int number) {
 }
 // and ends it when all products are issued, of which the last read the stage `last`: then waits for the sums.
 template <class T, class Sums>
-__device__ void EndTurn(const Ring<T>& ring, int number, int last, Sums& sums) {
-  if (threadIdx.x % 32 == 0) hopper::Arrive(ring.Turn((number + 1) % 2));
+__device__ void EndProducts(const Ring<T>& ring, int last, Sums& sums) {
   hopper::WaitForProducts<0>();
   Release(ring, last);
 #pragma unroll
   for (auto& block : sums)
 #pragma unroll
     for (float& each : block) asm volatile("" : "+f"(each));
+}
+template <class T, class Sums>
+__device__ void EndTurn(const Ring<T>& ring, int number, int last, Sums& sums) {
+  if (threadIdx.x % 32 == 0) hopper::Arrive(ring.Turn((number + 1) % 2));
+  EndProducts(ring, last, sums);
 }
 
 // sums = A B over the ring's next `steps` stages, at least one, by the warpgroup whose turn it is at the block's tile

@@ -1,0 +1,163 @@
+// The block-level product's transpose, of 16-bit floats: the result's columns are wgmma's rows, and its rows wgmma's
+// columns, which there may be any multiple of 8 of. So a tile may have as many rows as make all multiprocessors equal
+// parts of a layer. The two warpgroups multiply every stage together, 64 of the tile's 128 columns each.
+#pragma once
+
+#include "cuda/conv/data_wgmma.cuh"
+
+namespace jaxdnn::conv {
+
+template <class In_, int kRows_>
+struct AcrossTile {
+  using In = In_;
+  static constexpr bool kCopied = false;
+  static constexpr int kRows = kRows_, kColumns = 128, kLine = kLineBytes / sizeof(In), kDepth = kLine;
+  static constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
+  static constexpr int kSlab = 64 * kLineBytes;  // bytes of a warpgroup's columns in a stage
+  static constexpr int kBytesA = kRows * kLineBytes, kBytesB = kConsumers * kSlab, kStageBytes = kBytesA + kBytesB;
+  // All sums of a warpgroup wait to be stored, a line of its columns for each row.
+  static constexpr int kOut = kRows * kLineBytes, kStoreBytes = kConsumers * kOut, kPixelBytes = kConsumers * kRows * 4,
+                       kBarrierBytes = kMaxStages * 16 + 16;
+  static constexpr int kStages =
+      std::min(kMaxStages, ((227 << 10) - kStoreBytes - kPixelBytes - kBarrierBytes) / kStageBytes);
+  static constexpr int kSharedBytes = kStages * kStageBytes + kStoreBytes + kPixelBytes + kBarrierBytes;
+  using Sums = float[1][kRows / 2];
+  static_assert(kRows % 16 == 0);
+};
+
+template <class T>
+constexpr bool kIsAcross = false;
+template <class In, int kRows>
+constexpr bool kIsAcross<AcrossTile<In, kRows>> = true;
+
+// sums = (A B)^T over the ring's next `steps` stages, at least one. The filter's terms lie next to each other, or its
+// columns where transposed.
+template <class T, bool kTransposed>
+__device__ void MultiplyAcross(Ring<T>& ring, int steps, int warpgroup, typename T::Sums& sums) {
+  constexpr int kStep = (kTransposed ? 16 * kLineBytes : 32) >> 4;
+  int last = 0;
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
+    hopper::WaitBarrier(ring.Full(), ring.parity);
+    const uint64_t columns = hopper::Descriptor(ring.Data() + T::kBytesA + warpgroup * T::kSlab, T::kSlab);
+    const uint64_t rows = hopper::Descriptor(ring.Data(), T::kSlab);
+    hopper::BeginProducts();
+#pragma unroll
+    for (int k = 0; k < kLineBytes / 32; ++k)
+      hopper::MultiplyAcross<typename T::In, T::kRows, kTransposed>(sums[0], columns + k * kStep, rows + k * (32 >> 4),
+                                                                    step > 0 || k > 0);
+    hopper::CommitProducts();
+    hopper::WaitForProducts<1>();
+    if (step > 0) Release(ring, last);
+    last = ring.stage;
+    ring.Next();
+  }
+  EndProducts(ring, last, sums);
+}
+
+// Stores the sums as they are, by TMA, or a phase's positions one by one.
+template <class T>
+__device__ void StoreAcross(const WgmmaParams& p, const WgmmaPhase& f, const Ring<T>& ring, int warpgroup,
+                            const WgmmaPlace& place, const typename T::Sums& sums, typename T::In* out, int* pixels) {
+  using In = typename T::In;
+  const int thread = threadIdx.x % kWarpgroup, warp = thread / 32, lane = thread % 32;
+  const int column = place.column + warpgroup * T::kLine;
+  const uint32_t lines = ring.Slabs() + warpgroup * T::kOut;
+  if (thread == 0) hopper::WaitForStoreReads<0>();
+  if (p.scattered)
+    FindPixels<T>(p, f, place, warpgroup, pixels);
+  else
+    hopper::SyncWarpgroup(1 + warpgroup);
+#pragma unroll
+  for (int first = 0; first < T::kRows; first += 16) {
+    const float* v = &sums[0][first / 2];
+    const uint32_t words[4] = {Pack<In>(v[0], v[1]), Pack<In>(v[2], v[3]), Pack<In>(v[4], v[5]), Pack<In>(v[6], v[7])};
+    const int row = first + lane / 16 * 8 + lane % 8, chunk = 2 * warp + lane / 8 % 2;
+    hopper::StoreTransposed(lines + row * kLineBytes + ((chunk ^ (row % 8)) << 4), words);
+  }
+  if (!p.scattered) {
+    hopper::ShowSharedToTma();
+    hopper::SyncWarpgroup(1 + warpgroup);
+    if (thread == 0) {
+      hopper::StoreBox(&p.result, lines, column, place.row);
+      hopper::CommitStores();
+    }
+    return;
+  }
+  hopper::SyncWarpgroup(1 + warpgroup);
+  StoreLines<T::kRows>(lines, pixels, out, column, p.columns, p.columns);
+}
+
+// Stores the sums through the epilogue, 16 rows at a time, in floats through shared memory.
+template <class T>
+__device__ void StoreAcrossFinished(const WgmmaParams& p, const WgmmaPhase& f, const Ring<T>& ring, int warpgroup,
+                                    const WgmmaPlace& place, typename T::Sums& sums, typename T::In* out, int* pixels) {
+  using In = typename T::In;
+  const int thread = threadIdx.x % kWarpgroup, warp = thread / 32, lane = thread % 32;
+  const int chunk = thread % 16, line = thread / 16;  // of what it stores: 4 columns of two rows
+  const int column = place.column + warpgroup * T::kLine + chunk * 4;
+  const uint32_t slab = ring.Slabs() + warpgroup * T::kOut;
+  // Rows that a warp stores together meet in no bank.
+  const auto place_of = [](int row, int column) {
+    return row * 256 + ((column / 4 ^ (row / 2 % 4 * 2)) << 4) + column % 4 * 4;
+  };
+  FindPixels<T>(p, f, place, warpgroup, pixels);
+#pragma unroll 1
+  for (int first = 0; first < T::kRows; first += 16) {
+    hopper::SyncWarpgroup(1 + warpgroup);
+    Vec<In, 4> residual[2];
+    if (p.epilogue.residual != nullptr) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int pixel = pixels[first + line + 8 * i];
+        if (pixel >= 0 && column < p.columns)
+          residual[i] = *reinterpret_cast<const Vec<In, 4>*>(static_cast<const In*>(p.epilogue.residual) +
+                                                             int64_t{pixel} * p.columns + column);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int row = i / 4 * 8 + lane % 4 * 2 + i % 2, of = 16 * warp + lane / 4 + i / 2 % 2 * 8;
+      asm volatile("st.shared.f32 [%0], %1;" ::"r"(slab + place_of(row, of)), "f"(sums[0][i]) : "memory");
+    }
+    Rotate<8>(sums[0]);
+    hopper::SyncWarpgroup(1 + warpgroup);
+#pragma unroll 1
+    for (int i = 0; i < 2; ++i) {
+      const int row = line + 8 * i, pixel = pixels[first + row];
+      if (pixel >= 0 && column < p.columns) {
+        float v[4];
+        asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                     : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
+                     : "r"(slab + place_of(row, chunk * 4)));
+        Finish(p, v, residual[0], pixel, column, out);
+      }
+      Rotate<1>(residual);
+    }
+  }
+}
+
+// Calls f with the TypeTag of the tile.
+template <class F>
+cudaError_t VisitAcrossTile(const Problem& p, const Config& config, F&& f) {
+  const auto with_type = [&](auto in) {
+    using In = typename decltype(in)::type;
+    switch (config.tile) {
+      case Tile::kWgmma80Across:
+        return f(TypeTag<AcrossTile<In, 80>>());
+      case Tile::kWgmma96Across:
+        return f(TypeTag<AcrossTile<In, 96>>());
+      case Tile::kWgmma160Across:
+        return f(TypeTag<AcrossTile<In, 160>>());
+      case Tile::kWgmma192Across:
+        return f(TypeTag<AcrossTile<In, 192>>());
+      case Tile::kWgmma208Across:
+        return f(TypeTag<AcrossTile<In, 208>>());
+      default:
+        return cudaErrorInvalidValue;
+    }
+  };
+  return p.in == DType::kBF16 ? with_type(TypeTag<__nv_bfloat16>()) : with_type(TypeTag<__half>());
+}
+
+}  // namespace jaxdnn::conv
