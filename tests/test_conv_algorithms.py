@@ -257,6 +257,21 @@ def test_blocks_share_few_tiles(result, dtype):
   assert planned(strided, result, dtype, "implicit_gemm_wgmma")["cluster"] == 1
 
 
+def test_tiles_across_divide_layers_evenly():
+  """6272 rows and 256 columns are 132 tiles of 96 rows, a multiprocessor each; only of 16-bit floats stored as such."""
+  case, across = ConvCase("", 32, (14, 14), 256, (3, 3), 256, padding=SAME3), "wgmma 96x128 across"
+  for result in "yx":
+    for dtype in ("bfloat16", "float16"):
+      assert planned(case, result, dtype, None)["tile"] == across
+    assert not planned(case, result, "float32", None)["tile"].endswith("across")
+    assert planned(case, result, "float32", across) is None
+  assert planned(case, "w", "bfloat16", across) is None
+  spec = ConvSpec(*case.geometry, 1, case.spatial, case.window, None, across)
+  operands = [struct((1, *shape)) for shape in (case.x_shape, case.w_shape)]
+  for out in ("bfloat16", "float32"):
+    assert (plan("y", *operands, spec, jnp.dtype(out), hopper=True) is None) == (out == "float32")
+
+
 def test_copies_of_floats():
   """Forward a copy of the filter is for long sums only; the filter gradient copies the smaller operand."""
   long, short = (ConvCase("", 32, (size, size), 512, (3, 3), 512, padding=SAME3) for size in (28, 7))
