@@ -35,7 +35,7 @@ __device__ void LoadFilter(const WgmmaParams& p, const Ring<T>& ring, int column
   }
 }
 
-template <class T, bool kForward, int kDimensions>
+template <class T, bool kForward>
 __device__ void Produce(const WgmmaParams& p, Ring<T> ring) {
   hopper::PrefetchMap(&p.operand[0]);
   hopper::PrefetchMap(&p.filter);
@@ -49,7 +49,7 @@ __device__ void Produce(const WgmmaParams& p, Ring<T> ring) {
     if (f.tap_count == 0) {
       // Past the last image and tap there are zeros.
       BeginStage(ring, kLoadedBytes<T, kForward>);
-      hopper::LoadPixels<kDimensions>(ring.Data(), &p.operand[place.phase], ring.Full(), 0, at, p.images, offset);
+      hopper::LoadPixels(f.map.dimensions, ring.Data(), &p.operand[place.phase], ring.Full(), 0, at, p.images, offset);
       LoadFilter<T, kForward>(p, ring, place.column, 0, p.window[0] * p.window[1] * p.window[2]);
       ring.Next();
       continue;
@@ -71,8 +71,8 @@ __device__ void Produce(const WgmmaParams& p, Ring<T> ring) {
       }
       for (; line < p.lines && step < share.end; ++line, ++step) {
         BeginStage(ring, kLoadedBytes<T, kForward>);
-        hopper::LoadPixels<kDimensions>(ring.Data(), &p.operand[place.phase], ring.Full(), line * T::kLine, at, image,
-                                        offset);
+        hopper::LoadPixels(f.map.dimensions, ring.Data(), &p.operand[place.phase], ring.Full(), line * T::kLine, at,
+                           image, offset);
         LoadFilter<T, kForward>(p, ring, place.column, line, number);
         ring.Next();
       }
@@ -139,14 +139,14 @@ __device__ void Consume(const WgmmaParams& p, Ring<T> ring, int warpgroup, float
   }
 }
 
-template <class T, bool kForward, int kDimensions>
+template <class T, bool kForward>
 __global__ void __launch_bounds__(T::kThreads, 1)
     DataWgmmaKernel(const __grid_constant__ WgmmaParams p, float* wide, typename T::In* out) {
   if constexpr (hopper::kAvailable) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const Ring<T> ring(shared);
     ring.Init();
-    RunRoles<T>([&] { Produce<T, kForward, kDimensions>(p, ring); },
+    RunRoles<T>([&] { Produce<T, kForward>(p, ring); },
                 [&](int warpgroup) {
                   Consume<T, kForward>(p, ring, warpgroup, wide, out, Ring<T>::Pixels(shared, warpgroup));
                 });
@@ -211,10 +211,8 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* opera
     e = EncodeBoxes(&q.result, p.in, out, {columns, GemmOf(p).rows}, {T::kLine, 64}, false);
   if (e != cudaSuccess) return e;
 
-  return VisitDimensions(q.phase[0].map.dimensions, [&](auto dimensions) {
-    return LaunchPersistent<T>(DataWgmmaKernel<T, kForward, decltype(dimensions)::value>, q.tiles, q.team, stream, q,
-                               wide ? static_cast<float*>(out) : nullptr, static_cast<typename T::In*>(out));
-  });
+  return LaunchPersistent<T>(DataWgmmaKernel<T, kForward>, q.tiles, q.team, stream, q,
+                             wide ? static_cast<float*>(out) : nullptr, static_cast<typename T::In*>(out));
 }
 
 }  // namespace

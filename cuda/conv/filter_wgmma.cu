@@ -64,7 +64,7 @@ struct Place {
   }
 };
 
-template <class T, int kDimensions>
+template <class T>
 __device__ void Produce(const Params& p, Ring<T> ring) {
   constexpr int kUnits = T::kRows / T::kLine;
   const MappedPhase& f = p.phase;
@@ -92,8 +92,8 @@ __device__ void Produce(const Params& p, Ring<T> ring) {
       BeginStage(ring);
 #pragma unroll
       for (int u = 0; u < kUnits; ++u)
-        hopper::LoadPixels<kDimensions>(ring.Data() + u * kUnitBytes<T>, &p.x, ring.Full(), channel[u], at, image,
-                                        offset[u]);
+        hopper::LoadPixels(f.map.dimensions, ring.Data() + u * kUnitBytes<T>, &p.x, ring.Full(), channel[u], at, image,
+                           offset[u]);
 #pragma unroll
       for (int slab = 0; slab < T::kColumns / 64; ++slab) {
         const int column = place.column + slab * 64, first = static_cast<int>(pixel);
@@ -191,13 +191,13 @@ __device__ void Consume(const Params& p, Ring<T> ring, int warpgroup, Out* out) 
   }
 }
 
-template <class T, class Out, int kDimensions>
+template <class T, class Out>
 __global__ void __launch_bounds__(T::kThreads, 1) FilterWgmmaKernel(const __grid_constant__ Params p, Out* out) {
   if constexpr (hopper::kAvailable) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const Ring<T> ring(shared);
     ring.Init(kFloats<T> ? kConsumers : 1);
-    RunRoles<T>([&] { Produce<T, kDimensions>(p, ring); },
+    RunRoles<T>([&] { Produce<T>(p, ring); },
                 [&](int warpgroup) {
                   if constexpr (kFloats<T>)
                     ConsumeTogether<T>(p, ring, warpgroup, out);
@@ -245,10 +245,8 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* x, co
   if (e != cudaSuccess) return e;
 
   const auto with_result = [&](auto* result) {
-    return VisitDimensions(q.phase.map.dimensions, [&](auto dimensions) {
-      const auto kernel = FilterWgmmaKernel<T, std::remove_pointer_t<decltype(result)>, decltype(dimensions)::value>;
-      return LaunchPersistent<T>(kernel, q.tiles, 1, stream, q, result);
-    });
+    return LaunchPersistent<T>(FilterWgmmaKernel<T, std::remove_pointer_t<decltype(result)>>, q.tiles, 1, stream, q,
+                               result);
   };
   if (!UsesWorkspace(p, splits))
     return p.out == p.in ? with_result(static_cast<In*>(out)) : with_result(static_cast<float*>(out));

@@ -242,13 +242,6 @@ cudaError_t LaunchPersistent(void (*kernel)(Params...), int64_t tiles, int clust
   return LaunchKernel(kernel, Grid{blocks, T::kThreads, T::kSharedBytes, cluster}, stream, args...);
 }
 
-// Calls f with the number of spatial dimensions, as a type.
-template <class F>
-cudaError_t VisitDimensions(int n, F&& f) {
-  if (n == 1) return f(std::integral_constant<int, 1>());
-  return n == 2 ? f(std::integral_constant<int, 2>()) : f(std::integral_constant<int, 3>());
-}
-
 // Calls f with the TypeTag of the tile.
 template <bool kTakesFloats, class F>
 cudaError_t VisitWgmmaTile(const Problem& p, const Config& config, F&& f) {
