@@ -143,8 +143,8 @@ def is_float8(dtype: Any) -> bool:
 def sums_dtype(a: Any, b: Any, terms: int, dtype: Any) -> np.dtype[Any]:
   """What a forward convolution is computed in, before it is converted to `dtype`.
 
-  Sums of int8 products wrap in int32, and so does what is narrower; what is wider can be had of them where none can wrap.
-  float8 has float32 sums.
+  Sums of int8 products wrap in int32, and so does what is narrower; what is wider can be had of them where none can
+  wrap. float8 has float32 sums.
   """
   dtype = np.dtype(dtype)
   if a.dtype == b.dtype == np.int8:
