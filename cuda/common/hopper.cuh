@@ -74,17 +74,18 @@ __device__ inline void LoadBox(uint32_t to, const CUtensorMap* map, uint32_t bar
 }
 
 // A column of pixels, from the one at `at` on, each moved by `offset`: (depth,) (height,) width, as many as the map
-// has. One thread asks for thousands of bytes, so that it may choose the instruction as it goes.
-__device__ inline void LoadPixels(int dimensions, uint32_t to, const CUtensorMap* map, uint32_t barrier, int channel,
+// has.
+template <int kDimensions>
+__device__ inline void LoadPixels(uint32_t to, const CUtensorMap* map, uint32_t barrier, int channel,
                                   const int (&at)[3], int image, const int (&offset)[3]) {
-  if constexpr (!kAvailable) return;
-  if (dimensions == 1) {
+  if constexpr (!kAvailable) {
+  } else if constexpr (kDimensions == 1) {
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes"
         " [%0], [%1, {%3, %4, %5}], [%2], {%6};" ::"r"(to),
         "l"(map), "r"(barrier), "r"(channel), "r"(at[2]), "r"(image), "h"(static_cast<uint16_t>(offset[2]))
         : "memory");
-  } else if (dimensions == 2) {
+  } else if constexpr (kDimensions == 2) {
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes"
         " [%0], [%1, {%3, %4, %5, %6}], [%2], {%7, %8};" ::"r"(to),

@@ -103,7 +103,13 @@ __device__ void Produce(const Params& p, BytesRing<T> ring) {
             const uint32_t full = ring.Full(ring.stage);
             hopper::WaitBarrier(ring.Empty(ring.stage), ring.parity ^ 1);
             hopper::ArriveExpecting(full, T::kStageBytes);
-            hopper::LoadPixels(f.map.dimensions, ring.Data(), operand, full, channel, at, image, offset);
+            if (f.map.dimensions == 1) {
+              hopper::LoadPixels<1>(ring.Data(), operand, full, channel, at, image, offset);
+            } else if (f.map.dimensions == 2) {
+              hopper::LoadPixels<2>(ring.Data(), operand, full, channel, at, image, offset);
+            } else {
+              hopper::LoadPixels<3>(ring.Data(), operand, full, channel, at, image, offset);
+            }
             hopper::LoadBox(ring.Data() + T::kBytesA, &p.filter, full, channel, place.column, number);
             ring.Next();
           }

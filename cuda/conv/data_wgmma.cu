@@ -35,7 +35,7 @@ __device__ void LoadFilter(const WgmmaParams& p, const Ring<T>& ring, int column
   }
 }
 
-template <class T, bool kForward>
+template <class T, bool kForward, int kDimensions>
 __device__ void Produce(const WgmmaParams& p, Ring<T> ring) {
   hopper::PrefetchMap(&p.operand[0]);
   hopper::PrefetchMap(&p.filter);
@@ -49,7 +49,7 @@ __device__ void Produce(const WgmmaParams& p, Ring<T> ring) {
     if (f.tap_count == 0) {
       // Past the last image and tap there are zeros.
       BeginStage(ring, kLoadedBytes<T, kForward>);
-      hopper::LoadPixels(f.map.dimensions, ring.Data(), &p.operand[place.phase], ring.Full(), 0, at, p.images, offset);
+      hopper::LoadPixels<kDimensions>(ring.Data(), &p.operand[place.phase], ring.Full(), 0, at, p.images, offset);
       LoadFilter<T, kForward>(p, ring, place.column, 0, p.window[0] * p.window[1] * p.window[2]);
       ring.Next();
       continue;
@@ -71,8 +71,8 @@ __device__ void Produce(const WgmmaParams& p, Ring<T> ring) {
       }
       for (; line < p.lines && step < share.end; ++line, ++step) {
         BeginStage(ring, kLoadedBytes<T, kForward>);
-        hopper::LoadPixels(f.map.dimensions, ring.Data(), &p.operand[place.phase], ring.Full(), line * T::kLine, at,
-                           image, offset);
+        hopper::LoadPixels<kDimensions>(ring.Data(), &p.operand[place.phase], ring.Full(), line * T::kLine, at, image,
+                                        offset);
         LoadFilter<T, kForward>(p, ring, place.column, line, number);
         ring.Next();
       }
@@ -146,10 +146,14 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     extern __shared__ __align__(1024) unsigned char shared[];
     const Ring<T> ring(shared);
     ring.Init();
-    RunRoles<T>([&] { Produce<T, kForward>(p, ring); },
-                [&](int warpgroup) {
-                  Consume<T, kForward>(p, ring, warpgroup, wide, out, Ring<T>::Pixels(shared, warpgroup));
-                });
+    RunRoles<T>(
+        [&] {
+          VisitDimensions(p.phase[0].map.dimensions,
+                          [&](auto d) { Produce<T, kForward, decltype(d)::value>(p, ring); });
+        },
+        [&](int warpgroup) {
+          Consume<T, kForward>(p, ring, warpgroup, wide, out, Ring<T>::Pixels(shared, warpgroup));
+        });
   }
 }
 

@@ -64,7 +64,7 @@ struct Place {
   }
 };
 
-template <class T>
+template <class T, int kDimensions>
 __device__ void Produce(const Params& p, Ring<T> ring) {
   constexpr int kUnits = T::kRows / T::kLine;
   const MappedPhase& f = p.phase;
@@ -92,8 +92,8 @@ __device__ void Produce(const Params& p, Ring<T> ring) {
       BeginStage(ring);
 #pragma unroll
       for (int u = 0; u < kUnits; ++u)
-        hopper::LoadPixels(f.map.dimensions, ring.Data() + u * kUnitBytes<T>, &p.x, ring.Full(), channel[u], at, image,
-                           offset[u]);
+        hopper::LoadPixels<kDimensions>(ring.Data() + u * kUnitBytes<T>, &p.x, ring.Full(), channel[u], at, image,
+                                        offset[u]);
 #pragma unroll
       for (int slab = 0; slab < T::kColumns / 64; ++slab) {
         const int column = place.column + slab * 64, first = static_cast<int>(pixel);
@@ -197,13 +197,14 @@ __global__ void __launch_bounds__(T::kThreads, 1) FilterWgmmaKernel(const __grid
     extern __shared__ __align__(1024) unsigned char shared[];
     const Ring<T> ring(shared);
     ring.Init(kFloats<T> ? kConsumers : 1);
-    RunRoles<T>([&] { Produce<T>(p, ring); },
-                [&](int warpgroup) {
-                  if constexpr (kFloats<T>)
-                    ConsumeTogether<T>(p, ring, warpgroup, out);
-                  else
-                    Consume<T>(p, ring, warpgroup, out);
-                });
+    RunRoles<T>(
+        [&] { VisitDimensions(p.phase.map.dimensions, [&](auto d) { Produce<T, decltype(d)::value>(p, ring); }); },
+        [&](int warpgroup) {
+          if constexpr (kFloats<T>)
+            ConsumeTogether<T>(p, ring, warpgroup, out);
+          else
+            Consume<T>(p, ring, warpgroup, out);
+        });
   }
 }
 

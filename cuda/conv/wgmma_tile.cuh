@@ -242,6 +242,18 @@ cudaError_t LaunchPersistent(void (*kernel)(Params...), int64_t tiles, int clust
   return LaunchKernel(kernel, Grid{blocks, T::kThreads, T::kSharedBytes, cluster}, stream, args...);
 }
 
+// Calls f with the number of spatial dimensions, as a type: by a kernel's producer, whose loop must not look at it,
+// before the loop, so that the kernel's other code is there once.
+template <class F>
+__device__ __forceinline__ void VisitDimensions(int n, F&& f) {
+  if (n == 1)
+    f(std::integral_constant<int, 1>());
+  else if (n == 2)
+    f(std::integral_constant<int, 2>());
+  else
+    f(std::integral_constant<int, 3>());
+}
+
 // Calls f with the TypeTag of the tile.
 template <bool kTakesFloats, class F>
 cudaError_t VisitWgmmaTile(const Problem& p, const Config& config, F&& f) {
