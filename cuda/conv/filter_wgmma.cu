@@ -64,8 +64,9 @@ struct Place {
   }
 };
 
+// One thread loads x, another y: the first asks for a box for every unit.
 template <class T, int kDimensions>
-__device__ void Produce(const Params& p, Ring<T> ring) {
+__device__ void ProduceX(const Params& p, Ring<T> ring) {
   constexpr int kUnits = T::kRows / T::kLine;
   const MappedPhase& f = p.phase;
   const int pixels = f.positions[0] * f.positions[1] * f.positions[2];
@@ -89,16 +90,28 @@ __device__ void Produce(const Params& p, Ring<T> ring) {
       p.positions.Split(in_image, at);
 #pragma unroll
       for (int d = 0; d < kRank; ++d) at[d] = f.map.lower[d] + at[d] * f.map.step[d];
-      BeginStage(ring);
+      BeginStage(ring, T::kBytesA);
 #pragma unroll
       for (int u = 0; u < kUnits; ++u)
         hopper::LoadPixels<kDimensions>(ring.Data() + u * kUnitBytes<T>, &p.x, ring.Full(), channel[u], at, image,
                                         offset[u]);
+      ring.Next();
+    }
+  }
+}
+
+template <class T>
+__device__ void ProduceY(const Params& p, Ring<T> ring) {
+  for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
+    const Place place(p, tile, T());
+    int pixel = static_cast<int>(place.first_pixel);
+    for (int step = 0; step < place.steps; ++step, pixel += T::kDepth) {
+      BeginStage(ring, T::kBytesB);
 #pragma unroll
       for (int slab = 0; slab < T::kColumns / 64; ++slab) {
-        const int column = place.column + slab * 64, first = static_cast<int>(pixel);
-        hopper::LoadBox(ring.Data() + T::kBytesA + slab * T::kSlab, &p.y, ring.Full(), kFloats<T> ? first : column,
-                        kFloats<T> ? column : first, 0);
+        const int column = place.column + slab * 64;
+        hopper::LoadBox(ring.Data() + T::kBytesA + slab * T::kSlab, &p.y, ring.Full(), kFloats<T> ? pixel : column,
+                        kFloats<T> ? column : pixel, 0);
       }
       ring.Next();
     }
@@ -198,7 +211,10 @@ __global__ void __launch_bounds__(T::kThreads, 1) FilterWgmmaKernel(const __grid
     const Ring<T> ring(shared);
     ring.Init(kFloats<T> ? kConsumers : 1);
     RunRoles<T>(
-        [&] { VisitDimensions(p.phase.map.dimensions, [&](auto d) { Produce<T, decltype(d)::value>(p, ring); }); },
+        [&](int which) {
+          if (which == 1) return ProduceY<T>(p, ring);
+          hopper::VisitDimensions(p.phase.map.dimensions, [&](auto d) { ProduceX<T, decltype(d)::value>(p, ring); });
+        },
         [&](int warpgroup) {
           if constexpr (kFloats<T>)
             ConsumeTogether<T>(p, ring, warpgroup, out);
