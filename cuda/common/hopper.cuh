@@ -103,15 +103,16 @@ __device__ inline void LoadPixels(uint32_t to, const CUtensorMap* map, uint32_t 
   }
 }
 
-// The same, where the map's dimensions are known at run time.
-__device__ inline void LoadPixels(int dimensions, uint32_t to, const CUtensorMap* map, uint32_t barrier, int channel,
-                                  const int (&at)[3], int image, const int (&offset)[3]) {
-  if (dimensions == 1)
-    LoadPixels<1>(to, map, barrier, channel, at, image, offset);
-  else if (dimensions == 2)
-    LoadPixels<2>(to, map, barrier, channel, at, image, offset);
+// Calls f with the number of spatial dimensions, as a type: by who loads, before
+// a loop that must not look at it; so a kernel's other code is there once.
+template <class F>
+__device__ __forceinline__ void VisitDimensions(int n, F&& f) {
+  if (n == 1)
+    f(std::integral_constant<int, 1>());
+  else if (n == 2)
+    f(std::integral_constant<int, 2>());
   else
-    LoadPixels<3>(to, map, barrier, channel, at, image, offset);
+    f(std::integral_constant<int, 3>());
 }
 
 // Stores begun by one thread form groups, as its copies do. What ordinary instructions wrote to shared memory must be

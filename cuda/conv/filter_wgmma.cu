@@ -64,8 +64,9 @@ struct Place {
   }
 };
 
+// One thread loads x, another y: the first asks for a box for every unit.
 template <class T, int kDimensions>
-__device__ void Produce(const Params& p, Ring<T> ring) {
+__device__ void ProduceX(const Params& p, Ring<T> ring) {
   constexpr int kUnits = T::kRows / T::kLine;
   const MappedPhase& f = p.phase;
   const int pixels = f.positions[0] * f.positions[1] * f.positions[2];
@@ -89,16 +90,28 @@ __device__ void Produce(const Params& p, Ring<T> ring) {
       p.positions.Split(in_image, at);
 #pragma unroll
       for (int d = 0; d < kRank; ++d) at[d] = f.map.lower[d] + at[d] * f.map.step[d];
-      BeginStage(ring);
+      BeginStage(ring, T::kBytesA);
 #pragma unroll
       for (int u = 0; u < kUnits; ++u)
         hopper::LoadPixels<kDimensions>(ring.Data() + u * kUnitBytes<T>, &p.x, ring.Full(), channel[u], at, image,
                                         offset[u]);
+      ring.Next();
+    }
+  }
+}
+
+template <class T>
+__device__ void ProduceY(const Params& p, Ring<T> ring) {
+  for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
+    const Place place(p, tile, T());
+    int pixel = static_cast<int>(place.first_pixel);
+    for (int step = 0; step < place.steps; ++step, pixel += T::kDepth) {
+      BeginStage(ring, T::kBytesB);
 #pragma unroll
       for (int slab = 0; slab < T::kColumns / 64; ++slab) {
-        const int column = place.column + slab * 64, first = static_cast<int>(pixel);
-        hopper::LoadBox(ring.Data() + T::kBytesA + slab * T::kSlab, &p.y, ring.Full(), kFloats<T> ? first : column,
-                        kFloats<T> ? column : first, 0);
+        const int column = place.column + slab * 64;
+        hopper::LoadBox(ring.Data() + T::kBytesA + slab * T::kSlab, &p.y, ring.Full(), kFloats<T> ? pixel : column,
+                        kFloats<T> ? column : pixel, 0);
       }
       ring.Next();
     }
@@ -191,19 +204,23 @@ __device__ void Consume(const Params& p, Ring<T> ring, int warpgroup, Out* out) 
   }
 }
 
-template <class T, class Out, int kDimensions>
+template <class T, class Out>
 __global__ void __launch_bounds__(T::kThreads, 1) FilterWgmmaKernel(const __grid_constant__ Params p, Out* out) {
   if constexpr (hopper::kAvailable) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const Ring<T> ring(shared);
     ring.Init(kFloats<T> ? kConsumers : 1);
-    RunRoles<T>([&] { Produce<T, kDimensions>(p, ring); },
-                [&](int warpgroup) {
-                  if constexpr (kFloats<T>)
-                    ConsumeTogether<T>(p, ring, warpgroup, out);
-                  else
-                    Consume<T>(p, ring, warpgroup, out);
-                });
+    RunRoles<T>(
+        [&](int which) {
+          if (which == 1) return ProduceY<T>(p, ring);
+          hopper::VisitDimensions(p.phase.map.dimensions, [&](auto d) { ProduceX<T, decltype(d)::value>(p, ring); });
+        },
+        [&](int warpgroup) {
+          if constexpr (kFloats<T>)
+            ConsumeTogether<T>(p, ring, warpgroup, out);
+          else
+            Consume<T>(p, ring, warpgroup, out);
+        });
   }
 }
 
@@ -245,10 +262,8 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* x, co
   if (e != cudaSuccess) return e;
 
   const auto with_result = [&](auto* result) {
-    return VisitDimensions(q.phase.map.dimensions, [&](auto dimensions) {
-      const auto kernel = FilterWgmmaKernel<T, std::remove_pointer_t<decltype(result)>, decltype(dimensions)::value>;
-      return LaunchPersistent<T>(kernel, q.tiles, 1, stream, q, result);
-    });
+    return LaunchPersistent<T>(FilterWgmmaKernel<T, std::remove_pointer_t<decltype(result)>>, q.tiles, 1, stream, q,
+                               result);
   };
   if (!UsesWorkspace(p, splits))
     return p.out == p.in ? with_result(static_cast<In*>(out)) : with_result(static_cast<float*>(out));
