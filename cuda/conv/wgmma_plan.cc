@@ -27,6 +27,9 @@ Cost CostOf(const TileShape& t, const Problem& p) {
   constexpr Cost k64x128[] = {{420, 3450}, {400, 5150}, {480, 0}, {}, {670, 4000}};
   constexpr Cost k64x64[] = {{355, 3500}, {360, 4100}, {335, 0}, {}, {390, 4150}};
   constexpr Cost k128x160[] = {{790, 5500}, {820, 9000}};
+  constexpr Cost k128x256[] = {{}, {}, {1100, 3000}, {1100, 3000}};
+  constexpr Cost k256x128[] = {{}, {}, {1120, 3000}};
+  constexpr Cost k256x160[] = {{}, {}, {1400, 4000}};
   constexpr Cost kCopied = {630, 8300};
   const bool filter = p.direction == Direction::kFilterGradient, floats = p.in == DType::kF32;
   const int which = 2 * filter + floats, held = floats && p.direction == Direction::kForward ? 4 : which;
@@ -45,9 +48,48 @@ Cost CostOf(const TileShape& t, const Problem& p) {
       return k128x160[which];
     case Tile::kWgmma128x128Copied:
       return kCopied;
+    case Tile::kWgmma128x256:
+      return k128x256[which];
+    case Tile::kWgmma256x128:
+      return k256x128[which];
+    case Tile::kWgmma256x160:
+      return k256x160[which];
     default:
       return {};
   }
+}
+
+// Whether pixels do not begin with the sectors that memory is read in.
+bool AreApart(const Problem& p, int64_t channels) { return channels * SizeOf(p.in) % 32 != 0; }
+
+// Of the kernel that makes a transposed copy, which moves its result's bytes so often.
+double TransposingCycles(const Problem& p, const TileShape& t, double moves) {
+  constexpr double kLaunch = 4000;
+  const double bytes = TransposedBytes(p, t);
+  return bytes > 0 ? kLaunch + moves * bytes / (kMultiprocessors * kBytesPerCycle) : 0;
+}
+
+// Of a filter gradient's tiles by so many blocks.
+double FilterCycles(const Problem& p, const TileShape& t, const FilterShape& shape, int64_t blocks) {
+  const Cost cost = CostOf(t, p);
+  const double step = cost.step * (AreApart(p, p.channels) ? 1.45 : 1) * (AreApart(p, p.features) ? 1.45 : 1);
+  double more = TransposingCycles(p, t, 2);
+  // What dense layers move is not hidden where the warpgroups share their stages.
+  const double x_pixels = std::min(p.XPixels(), p.YPixels() * p.Taps());
+  if (p.in == DType::kF32 && std::min(p.channels, p.features) >= 64)
+    more += p.images * (x_pixels * p.channels + double(p.YPixels()) * p.features) * 4 / 2 /
+            (kMultiprocessors * kBytesPerCycle);
+  const bool together = t.rows * t.columns > 128 * 128;
+  const int64_t slots = shape.Slots(blocks);
+  if (slots == 0) {
+    const double busy = shape.steps * step, each = std::ceil(blocks / kMultiprocessors);
+    return each * (together ? busy + cost.tile : std::max(busy, (busy + cost.tile) / 2)) + cost.tile + more;
+  }
+  // A span; then blocks wait for each other, and go over what they left.
+  constexpr double kWait = 3000, kLeave = 0.06;
+  const double steps = std::ceil(double(shape.tiles) * shape.steps / blocks);
+  const double whole = together ? std::floor(steps / shape.steps) : 0;
+  return steps * step + (whole + 1) * cost.tile + kWait + slots * kLeave * t.rows * t.columns * 4 + more;
 }
 
 }  // namespace
@@ -55,7 +97,7 @@ Cost CostOf(const TileShape& t, const Problem& p) {
 bool TakesWgmma(const Problem& p, const TileShape& t) {
   const bool filter = p.direction == Direction::kFilterGradient, floats = p.in == DType::kF32;
   if (p.in == DType::kF64 || (floats && (p.products != 1 || (filter && t.rows != 128)))) return false;
-  if (filter && t.columns == 160) return false;
+  if (t.rows * t.columns > 128 * 160 ? !filter : filter && t.columns == 160) return false;
   if (t.tile == Tile::kWgmma128x128Copied && !(floats && p.direction == Direction::kForward)) return false;
   // One problem and group, lines of whole 16-byte chunks, and rows that 32 bits number.
   const int64_t chunk = 16 / SizeOf(p.in);
@@ -83,45 +125,54 @@ int64_t TransposedBytes(const Problem& p, const TileShape& t) {
   return CeilDiv(p.images * p.YPixels(), depth) * depth * p.features * 4;
 }
 
-double WgmmaCycles(const Problem& p, const TileShape& t, int64_t splits, int64_t cluster) {
+FilterShape FilterShapeOf(const Problem& p, const TileShape& t) {
+  const int64_t line = WgmmaDepth(p.in), units = p.Taps() * CeilDiv(p.channels, line);
+  return {CeilDiv(units, t.rows / line) * CeilDiv(p.features, t.columns), CeilDiv(p.images * p.YPixels(), line),
+          p.exchanged};
+}
+
+std::optional<Config> PlanFilterWgmma(const Problem& p, const TileShape& t, int64_t workspace_limit) {
+  constexpr int64_t kMostBlocks = 132, kLeastSteps = 2;  // that are worth a block
+  const FilterShape shape = FilterShapeOf(p, t);
+  const int64_t all = shape.tiles * shape.steps, piece = t.rows * t.columns * 4, transposed = TransposedBytes(p, t);
+  if (all >= INT32_MAX) return std::nullopt;  // the kernel counts them with 32 bits
+  std::optional<Config> best;
+  const auto consider = [&](int64_t blocks) {
+    const int64_t slots = shape.Slots(blocks), bytes = transposed + blocks * slots * piece;
+    if (bytes > workspace_limit || (slots == 0 && blocks < shape.tiles) || (slots == 2 && p.exchanged)) return;
+    const int64_t parts = CeilDiv(blocks, shape.tiles) + (slots == 2);
+    const double cycles = FilterCycles(p, t, shape, blocks);
+    if (!best || cycles < best->cycles) best = Config{t.tile, parts, 1, blocks, bytes, cycles};
+  };
+  // Blocks of whole tiles; of spans of equal lengths; and of equal parts of one tile each, which are fewer pieces.
+  consider(shape.tiles);
+  const int64_t most = std::min(kMostBlocks, all / kLeastSteps), pieces = (workspace_limit - transposed) / piece;
+  const int64_t spans = std::min(most, pieces / 2), parts = std::min(most, pieces) / shape.tiles;
+  if (spans > 0) consider(spans);
+  if (parts > 1) consider(parts * shape.tiles);
+  return best;
+}
+
+double WgmmaCycles(const Problem& p, const TileShape& t, int64_t cluster) {
   const Cost cost = CostOf(t, p);
   const Gemm g = GemmOf(p);
-  const int64_t channels = p.DepthChannels(), line = WgmmaDepth(p.in), transposed = TransposedBytes(p, t);
-  // Whether pixels do not begin with the sectors that memory is read in.
-  const auto apart = [&](int64_t n) { return n * SizeOf(p.in) % 32 != 0; };
-  double tiles, steps, more = 0;
-  if (p.direction == Direction::kFilterGradient) {
-    // Rows come in units of a line of channels.
-    const double units = double(p.Taps()) * CeilDiv(p.channels, line);
-    tiles = std::ceil(units / (t.rows / line)) * CeilDiv(p.features, t.columns) * splits;
-    steps =
-        std::ceil(double(g.depth) / splits / line) * (apart(p.channels) ? 1.45 : 1) * (apart(p.features) ? 1.45 : 1);
-    // What dense layers move is not hidden where the warpgroups share their stages.
-    const double x_pixels = std::min(p.XPixels(), p.YPixels() * p.Taps());
-    if (p.in == DType::kF32 && std::min(p.channels, p.features) >= 64)
-      more = p.images * (x_pixels * p.channels + double(p.YPixels()) * p.features) * 4 / 2 /
-             (kMultiprocessors * kBytesPerCycle);
-  } else {
-    double phases = 1, taps_per_tap = 1;
-    const Phases f = PhasesOf(p);
-    for (int d = 0; d < kRank; ++d) phases *= f.period[d], taps_per_tap *= f.tap_period[d];
-    tiles = phases * std::ceil(g.rows / phases / t.rows) * CeilDiv(g.columns, t.columns);
-    // What is left of a pixel's channels takes a load too, which is slower for what it brings.
-    const int64_t left = channels % line;
-    const double last = left == 0 ? 0 : apart(left) ? 2.7 : 1.6;
-    steps = std::max(1.0, p.Taps() / taps_per_tap * (channels / line + last));
-  }
-  // Another kernel, and how often it moves its result's bytes.
-  constexpr double kLaunch = 4000;
-  const double moves = p.direction == Direction::kForward ? 3.3 : 2;
-  if (transposed) more += kLaunch + moves * transposed / (kMultiprocessors * kBytesPerCycle);
+  const int64_t channels = p.DepthChannels(), line = WgmmaDepth(p.in);
+  double phases = 1, taps_per_tap = 1;
+  const Phases f = PhasesOf(p);
+  for (int d = 0; d < kRank; ++d) phases *= f.period[d], taps_per_tap *= f.tap_period[d];
+  const double tiles = phases * std::ceil(g.rows / phases / t.rows) * CeilDiv(g.columns, t.columns);
+  // What is left of a pixel's channels takes a load too, which is slower for what it brings.
+  const int64_t left = channels % line;
+  const double last = left == 0 ? 0 : AreApart(p, left) ? 2.7 : 1.6;
+  const double steps = std::max(1.0, p.Taps() / taps_per_tap * (channels / line + last));
   if (cluster > 1) {
     // Clusters have to fit into the device's groups of multiprocessors, and none has a second tile to hide the first.
     const double clusters = cluster == 2 ? 66 : cluster == 4 ? 30 : 15, exchange = 2000 + t.rows * t.columns / 4;
     return std::ceil(tiles / clusters) * (1.3 * std::ceil(steps / cluster) * cost.step + cost.tile + exchange);
   }
   const double each = std::ceil(tiles / kMultiprocessors), busy = steps * cost.step;
-  return each * std::max(busy, (busy + cost.tile) / 2) + cost.tile + more;
+  return each * std::max(busy, (busy + cost.tile) / 2) + cost.tile +
+         TransposingCycles(p, t, p.direction == Direction::kForward ? 3.3 : 2);
 }
 
 }  // namespace jaxdnn::conv

@@ -1,0 +1,101 @@
+"""Hopper's filter gradients, whose tiles are shared out among blocks: the plan, and sums of every kind of pieces."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from conv_cases import SAME3, ConvCase
+from conv_checks import coarse, takes
+from conv_oracle import conv_gradients
+from jaxdnn import _extension
+from jaxdnn._conv.primitives import convolve, plan
+from jaxdnn._conv.spec import ConvSpec
+from numerics import assert_close, assert_repeatable, exact
+
+MULTIPROCESSORS = 132
+TILES = [tile for tile in _extension.native.conv_tiles if takes(tile, "w", "bfloat16") and tile.startswith("wgmma")]
+
+
+def spec_of(case, tile, limit=None):
+  return ConvSpec(*case.geometry, 1, case.spatial, case.window, None, tile, limit)
+
+
+def planned(case, tile, dtype="bfloat16", limit=None):
+  spec = spec_of(case, tile, limit)
+  shapes = (1, *case.x_shape), (1, case.batch, *spec.y_spatial, case.k)
+  return plan("w", *(jax.ShapeDtypeStruct(s, dtype) for s in shapes), spec, jnp.dtype(dtype), hopper=True)
+
+
+def shape_of(case, tile, dtype="bfloat16"):
+  """Tiles, the steps of each, and the bytes of a piece of one."""
+  rows, columns = (int(n) for n in tile.split()[1].split("x"))
+  line = 128 // jnp.dtype(dtype).itemsize
+  units = math.prod(case.window) * -(-case.c // line)
+  pixels = case.batch * math.prod(spec_of(case, tile).y_spatial)
+  return -(-units // (rows // line)) * -(-case.k // columns), -(-pixels // line), 4 * rows * columns
+
+
+# 6 tiles of 128x128 and 123 steps; 45 and 5; one tile of one step.
+WIDE = ConvCase("wide", 40, (14, 14), 264, (1, 1), 136)
+SHORT = ConvCase("short", 2, (13, 11), 120, (3, 3), 600, padding=SAME3)
+ONE = ConvCase("one", 1, (5, 5), 64, (1, 1), 64)
+LONG = ConvCase("long", 32, (28, 28), 512, (3, 3), 512, padding=SAME3)
+
+
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("case", [WIDE, SHORT, ONE, LONG], ids=lambda c: c.name)
+def test_plan(case, tile):
+  """Whole tiles need no workspace; else it is two pieces a block at most, whatever the shape."""
+  tiles, steps, piece = shape_of(case, tile)
+  p = planned(case, tile)
+  if p["splits"] == 1:
+    assert p["workspace_bytes"] == 0 and p["blocks"] == tiles
+  else:
+    slots = 1 if p["blocks"] % tiles == 0 else 2
+    assert p["workspace_bytes"] == p["blocks"] * slots * piece
+    assert p["blocks"] <= min(MULTIPROCESSORS, tiles * steps // 2)
+    assert p["splits"] == -(-p["blocks"] // tiles) + slots - 1
+  assert planned(ONE, tile)["splits"] == 1
+
+
+@pytest.mark.parametrize("tile", TILES)
+def test_limit_of_the_workspace(tile):
+  """A smaller one leaves fewer pieces, and none at all whole tiles."""
+  tiles, _, piece = shape_of(WIDE, tile)
+  plans = [planned(WIDE, tile, limit=n * 2 * piece) for n in (0, tiles + 1, 3 * tiles, MULTIPROCESSORS)]
+  blocks = [p["blocks"] for p in plans]
+  assert blocks[0] == tiles and plans[0]["workspace_bytes"] == 0
+  assert blocks == sorted(blocks) and blocks[0] < blocks[-1]
+  for p, n in zip(plans, (0, tiles + 1, 3 * tiles, MULTIPROCESSORS), strict=True):
+    assert p["workspace_bytes"] <= n * 2 * piece
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("tile", TILES)
+def test_pieces(tile, dtype):
+  """Spans within a tile, over the edges of several, that end at an edge; equal parts of tiles, and whole ones."""
+  if not takes(tile, "w", dtype):
+    pytest.skip(f"{tile} is not for {dtype}")
+  kinds = set()
+  for case in (WIDE, SHORT):
+    tiles, _, piece = shape_of(case, tile, dtype)
+    x = coarse(case.x_shape, dtype)
+    y = coarse((case.batch, *spec_of(case, tile).y_spatial, case.k), dtype, 1)
+    want = conv_gradients(exact(x), np.zeros(case.w_shape), exact(y), *case.geometry)[1]
+    operands = {"x": jnp.asarray(x)[None], "y": jnp.asarray(y)[None]}
+    others = planned(case, tile, dtype, limit=None)["workspace_bytes"] if dtype == "float32" else 0
+    for blocks in (0, 2, 5, 2 * tiles, 3 * tiles + 1, MULTIPROCESSORS):
+      limit = others + blocks * 2 * piece
+      p = planned(case, tile, dtype, limit)
+      kinds.add((p["splits"] > 1) + (p["splits"] > 1 and p["blocks"] % tiles > 0))
+      spec = spec_of(case, tile, limit)
+      f = lambda x, y, spec=spec: convolve("w", {"x": x, "y": y}, spec, jnp.dtype(dtype))  # noqa: E731
+      got = assert_repeatable(f, *operands.values(), repeats=3)
+      terms = math.prod(y.shape[:-1])
+      assert_close(got[0], want, dtype, terms=terms, scale=np.sqrt(terms) * 3)
+  assert len(kinds) > 1
