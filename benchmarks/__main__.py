@@ -44,7 +44,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
   parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Times jaxdnn against lax/XLA.")
   parser.add_argument("--out", type=Path, metavar="FILE", help="record to this JSON file, row by row")
   parser.add_argument("--families", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
-  parser.add_argument("--dtypes", nargs="+", choices=["bfloat16", "float32"], default=["bfloat16", "float32"])
+  parser.add_argument("--dtypes", nargs="+", choices=harness.DTYPES, default=["bfloat16", "float32"])
   parser.add_argument("--sweep", action="store_true", help="neighbouring and odd sizes instead of the listed cases")
   parser.add_argument("--quick", action="store_true", help="a handful of cases of each family")
   parser.add_argument("--filter", nargs="+", default=[""], metavar="TEXT", help="only cases whose name contains one")

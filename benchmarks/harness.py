@@ -33,6 +33,7 @@ import numpy as np
 
 import jaxdnn
 
+DTYPES = ("bfloat16", "float16", "float32")
 ROTATED_BYTES = 192 << 20
 MAX_SETS = 64
 SECONDS_PER_CASE = 0.12
@@ -293,7 +294,7 @@ def measure_ceilings(clock: Clock, shrink: int = 1) -> dict[str, float]:
   ceilings["copy"] = 2 * 4 * n / fastest(jax.jit(jnp.copy), operands, wall_clock, 20)
   ceilings["elementwise"] = 2 * 4 * n / fastest(jax.jit(lambda x: x + 1), operands, clock, 5)
   n = max(64, 8192 // shrink)
-  for dtype in ("bfloat16", "float32"):
+  for dtype in DTYPES:
     operands = draw(jax.random.key(0, impl="rbg"), (Draw((n, n), dtype),) * 2)
     ceilings[dtype] = 2 * n**3 / fastest(jax.jit(jnp.matmul), operands, clock, 5)
   ceilings["bytes"] = 2 * ceilings["bfloat16"]  # what tensor cores do of 8-bit products

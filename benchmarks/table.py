@@ -21,7 +21,9 @@ from benchmarks.report import geometric_mean, summarise
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = [ROOT / "README.md", ROOT / "docs" / "benchmarks.md"]
 EPOCHS = (1, 10, 30)
-SHORT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64"}
+SHORT = {
+  "bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64", "int8": "int8", "float8_e4m3fn": "e4m3",
+}  # fmt: skip
 
 Record = dict[str, Any]
 
@@ -59,7 +61,7 @@ def overview(records: list[Record]) -> str:
   rows = newest(records)
   listed, swept = ([row for row in rows if row.get("sweep", False) is kind] for kind in (False, True))
   sweeps = ["Sweeps over neighbouring and odd sizes, small ones included:", summary(swept)] if swept else []
-  return "\n\n".join([provenance(records), summary(listed), *sweeps])
+  return "\n\n".join([conditions(records), summary(listed), *sweeps])
 
 
 def every_case(records: list[Record]) -> str:
@@ -84,16 +86,36 @@ def provenance(records: list[Record]) -> str:
   return "\n".join(lines)
 
 
+def conditions(records: list[Record]) -> str:
+  """With what all of the records were made, and when."""
+
+  def values(key: str) -> str:
+    return " and ".join(dict.fromkeys(str(r[key]) for r in records if r.get(key)))
+
+  dates = sorted(r["date"][:10] for r in records)
+  days = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
+  versions = (("jax", "jax"), ("jaxdnn", "jaxdnn"), ("cuDNN", "cudnn"), ("driver", "driver"))
+  named = [f"{name} {values(key)}" for name, key in versions if values(key)]
+  return f"**{values('device')}**, {', '.join(named)}, {days}, {values('clock')} clock."
+
+
 def summary(rows: list[dict[str, Any]]) -> str:
-  table = []
-  for g in summarise(rows):
-    compared = f"{g['faster']} of {g['compared']}"
-    share = "-" if math.isnan(g["share"]) else f"{g['share']:.0%}"
-    name = f"{g['family']} {g['direction']}"
-    memory = times(g["memory"])
-    table.append([name, SHORT[g["dtype"]], str(g["cases"]), times(g["ratio"]), compared, share, memory])
-  head = ["", "dtype", "cases", "lax / ours", "faster than lax", "share of the floor", "memory, ours / lax"]
-  return markdown(head, table)
+  """A line for each family and direction, a column for each dtype; those of equal dtypes are one table."""
+  lines: dict[str, dict[str, str]] = {}
+  for group in summarise(rows):
+    lines.setdefault(f"{group['family']} {group['direction']}", {})[group["dtype"]] = group_cell(group)
+  tables: dict[tuple[str, ...], list[list[str]]] = {}
+  for name, cells in lines.items():
+    tables.setdefault(tuple(cells), []).append([name, *cells.values()])
+  head = "lax / ours, cases faster, of the floor, memory"
+  return "\n\n".join(markdown([head, *map(SHORT.__getitem__, dtypes)], own) for dtypes, own in tables.items())
+
+
+def group_cell(group: dict[str, Any]) -> str:
+  parts = [times(group["ratio"]), f"{group['faster']} of {group['compared']}"]
+  parts += [] if math.isnan(group["share"]) else [f"{group['share']:.0%}"]
+  parts += [] if math.isnan(group["memory"]) else [f"memory {times(group['memory'])}"]
+  return ", ".join(parts)
 
 
 def times(ratio: float) -> str:

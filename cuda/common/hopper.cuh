@@ -103,6 +103,18 @@ __device__ inline void LoadPixels(uint32_t to, const CUtensorMap* map, uint32_t 
   }
 }
 
+// Calls f with the number of spatial dimensions, as a type: by who loads, before
+// a loop that must not look at it; so a kernel's other code is there once.
+template <class F>
+__device__ __forceinline__ void VisitDimensions(int n, F&& f) {
+  if (n == 1)
+    f(std::integral_constant<int, 1>());
+  else if (n == 2)
+    f(std::integral_constant<int, 2>());
+  else
+    f(std::integral_constant<int, 3>());
+}
+
 // Stores begun by one thread form groups, as its copies do. What ordinary instructions wrote to shared memory must be
 // shown to the TMA unit first.
 __device__ inline void ShowSharedToTma() {

@@ -70,7 +70,7 @@ struct BytesRing {
   __device__ void Init() const {
     if (threadIdx.x == 0) {
       for (int s = 0; s < T::kStages; ++s) {
-        hopper::InitBarrier(Full(s), 1);
+        hopper::InitBarrier(Full(s), 2);
         hopper::InitBarrier(Empty(s), T::kConsumers * T::kWarpgroup / 32);
       }
       hopper::PublishBarriers();
@@ -80,40 +80,38 @@ struct BytesRing {
 };
 
 template <class T>
-__device__ void Produce(const Params& p, BytesRing<T> ring) {
+__device__ void BeginStage(const BytesRing<T>& ring, int bytes) {
+  hopper::WaitBarrier(ring.Empty(ring.stage), ring.parity ^ 1);
+  hopper::ArriveExpecting(ring.Full(ring.stage), bytes);
+}
+
+// One thread loads pixels and another the filter.
+template <class T, int kDimensions>
+__device__ void ProducePixels(const Params& p, BytesRing<T> ring) {
   for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
     const WgmmaPlace place(p, tile, T());
     const MappedPhase& f = p.phase[place.phase];
-    const CUtensorMap* const operand = &p.operand[place.phase];
-    int at[kRank], tap[kRank], offset[kRank];
-    const int image = Split(f, place.row, at);
-#pragma unroll
-    for (int d = 0; d < kRank; ++d) at[d] = f.map.lower[d] + at[d] * f.map.step[d];
-    for (tap[0] = 0; tap[0] < f.taps[0]; ++tap[0])
-      for (tap[1] = 0; tap[1] < f.taps[1]; ++tap[1])
-        for (tap[2] = 0; tap[2] < f.taps[2]; ++tap[2]) {
-          int number = 0;
-#pragma unroll
-          for (int d = 0; d < kRank; ++d) {
-            offset[d] = (f.reversed[d] ? f.taps[d] - 1 - tap[d] : tap[d]) * f.distance[d];
-            number = number * p.window[d] + f.first_tap[d] + tap[d] * f.tap_period[d];
-          }
-          for (int line = 0; line < p.lines; ++line) {
-            const int channel = line * T::kLine;
-            const uint32_t full = ring.Full(ring.stage);
-            hopper::WaitBarrier(ring.Empty(ring.stage), ring.parity ^ 1);
-            hopper::ArriveExpecting(full, T::kStageBytes);
-            if (f.map.dimensions == 1) {
-              hopper::LoadPixels<1>(ring.Data(), operand, full, channel, at, image, offset);
-            } else if (f.map.dimensions == 2) {
-              hopper::LoadPixels<2>(ring.Data(), operand, full, channel, at, image, offset);
-            } else {
-              hopper::LoadPixels<3>(ring.Data(), operand, full, channel, at, image, offset);
-            }
-            hopper::LoadBox(ring.Data() + T::kBytesA, &p.filter, full, channel, place.column, number);
-            ring.Next();
-          }
-        }
+    int at[kRank];
+    const int image = FirstPixel(f, place.row, at);
+    ForEachStep(p, f, 0, f.tap_count * p.lines, [&](int line, int, const int (&offset)[kRank]) {
+      BeginStage(ring, T::kBytesA);
+      hopper::LoadPixels<kDimensions>(ring.Data(), &p.operand[place.phase], ring.Full(ring.stage), line * T::kLine, at,
+                                      image, offset);
+      ring.Next();
+    });
+  }
+}
+
+template <class T>
+__device__ void ProduceFilter(const Params& p, BytesRing<T> ring) {
+  for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
+    const WgmmaPlace place(p, tile, T());
+    const MappedPhase& f = p.phase[place.phase];
+    ForEachStep(p, f, 0, f.tap_count * p.lines, [&](int line, int tap, const int (&)[kRank]) {
+      BeginStage(ring, T::kStageBytes - T::kBytesA);
+      hopper::LoadBox(ring.Data() + T::kBytesA, &p.filter, ring.Full(ring.stage), line * T::kLine, place.column, tap);
+      ring.Next();
+    });
   }
 }
 
@@ -293,7 +291,12 @@ __global__ void __launch_bounds__(T::kThreads, 1) DataBytesKernel(const __grid_c
     const int warpgroup = threadIdx.x / T::kWarpgroup;
     if (warpgroup == T::kConsumers) {
       hopper::SetRegisters<40, false>();
-      if (threadIdx.x == T::kConsumers * T::kWarpgroup) Produce<T>(p, ring);
+      const int thread = threadIdx.x - T::kConsumers * T::kWarpgroup;
+      if (thread == 0)
+        hopper::VisitDimensions(p.phase[0].map.dimensions,
+                                [&](auto d) { ProducePixels<T, decltype(d)::value>(p, ring); });
+      else if (thread == 32)
+        ProduceFilter<T>(p, ring);
       __syncwarp();
     } else {
       hopper::SetRegisters<232, true>();

@@ -40,9 +40,9 @@ cudaError_t LaunchDirection(const Problem& p, const Config& config, const void* 
 
 cudaError_t LaunchDataMma(const Problem& p, const Config& config, const void* operand, const void* filter, void* out,
                           const Epilogue& epilogue, cudaStream_t stream) {
-  return p.direction == Direction::kForward
-             ? LaunchDirection<Direction::kForward>(p, config, operand, filter, out, epilogue, stream)
-             : LaunchDirection<Direction::kDataGradient>(p, config, operand, filter, out, epilogue, stream);
+  return VisitDataDirection(p, [&](auto direction) {
+    return LaunchDirection<direction()>(p, config, operand, filter, out, epilogue, stream);
+  });
 }
 
 }  // namespace jaxdnn::conv

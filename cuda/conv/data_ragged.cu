@@ -38,20 +38,16 @@ cudaError_t LaunchType(const Problem& p, const Config& config, const void* opera
   return with_tile(TypeTag<MmaTile<In, kDirection, 128, 64, 2, 2, 2, kProducts>>());
 }
 
-template <Direction kDirection, class... Args>
-cudaError_t LaunchDirection(const Problem& p, const Args&... args) {
-  if (p.in == DType::kBF16) return LaunchType<kDirection, __nv_bfloat16, 1>(p, args...);
-  if (p.in == DType::kF16) return LaunchType<kDirection, __half, 1>(p, args...);
-  return p.products == 3 ? LaunchType<kDirection, float, 3>(p, args...) : LaunchType<kDirection, float, 1>(p, args...);
-}
-
 }  // namespace
 
 cudaError_t LaunchDataRagged(const Problem& p, const Config& config, const void* operand, const void* filter, void* out,
                              const Epilogue& epilogue, cudaStream_t stream) {
-  return p.direction == Direction::kForward
-             ? LaunchDirection<Direction::kForward>(p, config, operand, filter, out, epilogue, stream)
-             : LaunchDirection<Direction::kDataGradient>(p, config, operand, filter, out, epilogue, stream);
+  return VisitDataDirection(p, [&](auto direction) {
+    return VisitMmaType(p, [&](auto in, auto products) {
+      return LaunchType<direction(), typename decltype(in)::type, products()>(p, config, operand, filter, out, epilogue,
+                                                                              stream);
+    });
+  });
 }
 
 }  // namespace jaxdnn::conv

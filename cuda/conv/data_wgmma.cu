@@ -20,7 +20,7 @@ constexpr bool kHeld = kForward && sizeof(typename T::In) == 4 && !T::kCopied;
 template <class T, bool kForward>
 constexpr bool kOfFeatures = kForward && !T::kCopied;
 template <class T, bool kForward>
-constexpr int kLoadedBytes = T::kBytesA + (kOfFeatures<T, kForward> ? T::kBytesB : T::kColumns * kLineBytes);
+constexpr int kFilterBytes = kOfFeatures<T, kForward> ? T::kBytesB : T::kColumns * kLineBytes;
 
 template <class T, bool kForward>
 __device__ void LoadFilter(const WgmmaParams& p, const Ring<T>& ring, int column, int line, int tap) {
@@ -35,54 +35,47 @@ __device__ void LoadFilter(const WgmmaParams& p, const Ring<T>& ring, int column
   }
 }
 
-template <class T, bool kForward, int kDimensions>
-__device__ void Produce(const WgmmaParams& p, Ring<T> ring) {
+// One thread loads pixels and another the filter: one alone would be late. Past the last image and tap there are zeros.
+template <class T, int kDimensions>
+__device__ void ProducePixels(const WgmmaParams& p, Ring<T> ring) {
   hopper::PrefetchMap(&p.operand[0]);
+  for (int tile = blockIdx.x / p.team; tile < p.tiles; tile += gridDim.x / p.team) {
+    const WgmmaPlace place(p, tile, T());
+    const MappedPhase& f = p.phase[place.phase];
+    int at[kRank], image = FirstPixel(f, place.row, at);
+    const auto load = [&](int line, int, const int (&offset)[kRank]) {
+      BeginStage(ring, T::kBytesA);
+      hopper::LoadPixels<kDimensions>(ring.Data(), &p.operand[place.phase], ring.Full(), line * T::kLine, at, image,
+                                      offset);
+      ring.Next();
+    };
+    if (f.tap_count == 0) {
+      image = p.images;
+      load(0, 0, {});
+      continue;
+    }
+    const Share share(f.tap_count * p.lines, p.team);
+    ForEachStep(p, f, share.first, share.end, load);
+  }
+}
+
+template <class T, bool kForward>
+__device__ void ProduceFilter(const WgmmaParams& p, Ring<T> ring) {
   hopper::PrefetchMap(&p.filter);
   for (int tile = blockIdx.x / p.team; tile < p.tiles; tile += gridDim.x / p.team) {
     const WgmmaPlace place(p, tile, T());
     const MappedPhase& f = p.phase[place.phase];
-    int at[kRank], offset[kRank] = {};
-    const int image = Split(f, place.row, at);
-#pragma unroll
-    for (int d = 0; d < kRank; ++d) at[d] = f.map.lower[d] + at[d] * f.map.step[d];
-    if (f.tap_count == 0) {
-      // Past the last image and tap there are zeros.
-      BeginStage(ring, kLoadedBytes<T, kForward>);
-      hopper::LoadPixels<kDimensions>(ring.Data(), &p.operand[place.phase], ring.Full(), 0, at, p.images, offset);
-      LoadFilter<T, kForward>(p, ring, place.column, 0, p.window[0] * p.window[1] * p.window[2]);
+    const auto load = [&](int line, int tap, const int (&)[kRank]) {
+      BeginStage(ring, kFilterBytes<T, kForward>);
+      LoadFilter<T, kForward>(p, ring, place.column, line, tap);
       ring.Next();
+    };
+    if (f.tap_count == 0) {
+      load(0, p.window[0] * p.window[1] * p.window[2], {});
       continue;
     }
     const Share share(f.tap_count * p.lines, p.team);
-    int step = share.first, tap[kRank] = {}, line = 0;
-    if (step > 0) {
-      int rest = step / p.lines;
-      line = step - rest * p.lines;
-#pragma unroll
-      for (int d = kRank - 1; d >= 0; --d) tap[d] = rest % f.taps[d], rest /= f.taps[d];
-    }
-    while (step < share.end) {
-      int number = 0;
-#pragma unroll
-      for (int d = 0; d < kRank; ++d) {
-        offset[d] = (f.reversed[d] ? f.taps[d] - 1 - tap[d] : tap[d]) * f.distance[d];
-        number = number * p.window[d] + f.first_tap[d] + tap[d] * f.tap_period[d];
-      }
-      for (; line < p.lines && step < share.end; ++line, ++step) {
-        BeginStage(ring, kLoadedBytes<T, kForward>);
-        hopper::LoadPixels<kDimensions>(ring.Data(), &p.operand[place.phase], ring.Full(), line * T::kLine, at, image,
-                                        offset);
-        LoadFilter<T, kForward>(p, ring, place.column, line, number);
-        ring.Next();
-      }
-      line = 0;
-      if (++tap[2] < f.taps[2]) continue;
-      tap[2] = 0;
-      if (++tap[1] < f.taps[1]) continue;
-      tap[1] = 0;
-      ++tap[0];
-    }
+    ForEachStep(p, f, share.first, share.end, load);
   }
 }
 
@@ -139,17 +132,22 @@ __device__ void Consume(const WgmmaParams& p, Ring<T> ring, int warpgroup, float
   }
 }
 
-template <class T, bool kForward, int kDimensions>
+template <class T, bool kForward>
 __global__ void __launch_bounds__(T::kThreads, 1)
     DataWgmmaKernel(const __grid_constant__ WgmmaParams p, float* wide, typename T::In* out) {
   if constexpr (hopper::kAvailable) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const Ring<T> ring(shared);
     ring.Init();
-    RunRoles<T>([&] { Produce<T, kForward, kDimensions>(p, ring); },
-                [&](int warpgroup) {
-                  Consume<T, kForward>(p, ring, warpgroup, wide, out, Ring<T>::Pixels(shared, warpgroup));
-                });
+    RunRoles<T>(
+        [&](int which) {
+          if (which == 1) return ProduceFilter<T, kForward>(p, ring);
+          hopper::VisitDimensions(p.phase[0].map.dimensions,
+                                  [&](auto d) { ProducePixels<T, decltype(d)::value>(p, ring); });
+        },
+        [&](int warpgroup) {
+          Consume<T, kForward>(p, ring, warpgroup, wide, out, Ring<T>::Pixels(shared, warpgroup));
+        });
   }
 }
 
@@ -211,10 +209,8 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* opera
     e = EncodeBoxes(&q.result, p.in, out, {columns, GemmOf(p).rows}, {T::kLine, 64}, false);
   if (e != cudaSuccess) return e;
 
-  return VisitDimensions(q.phase[0].map.dimensions, [&](auto dimensions) {
-    return LaunchPersistent<T>(DataWgmmaKernel<T, kForward, decltype(dimensions)::value>, q.tiles, q.team, stream, q,
-                               wide ? static_cast<float*>(out) : nullptr, static_cast<typename T::In*>(out));
-  });
+  return LaunchPersistent<T>(DataWgmmaKernel<T, kForward>, q.tiles, q.team, stream, q,
+                             wide ? static_cast<float*>(out) : nullptr, static_cast<typename T::In*>(out));
 }
 
 }  // namespace

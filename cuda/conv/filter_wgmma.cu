@@ -44,21 +44,33 @@ __global__ void __launch_bounds__(256) TransposeKernel(const float* y, float* yt
     yt[(feature + i) * pitch + pixel + lane] = tile[from][i];
 }
 
+// Where in the result a tile begins.
+struct Place {
+  int column, row;
+
+  template <class T>
+  __device__ Place(const Params& p, int tile, T) {
+    const int row_tile = tile / p.column_tiles;
+    column = (tile - row_tile * p.column_tiles) * T::kColumns;
+    row = row_tile * T::kRows;
+  }
+};
+
+// One thread loads x, another y: the first asks for a box for every unit.
 template <class T, int kDimensions>
-__device__ void Produce(const Params& p, Ring<T> ring) {
+__device__ void ProduceX(const Params& p, Ring<T> ring) {
   hopper::PrefetchMap(&p.x);
-  hopper::PrefetchMap(&p.y);
   constexpr int kUnits = T::kRows / T::kLine;
   const MappedPhase& f = p.phase;
   const int pixels = f.positions[0] * f.positions[1] * f.positions[2];
   for (Pieces piece(p.spans); piece.Next();) {
-    const int row_tile = piece.tile / p.column_tiles, first = (piece.tile - row_tile * p.column_tiles) * T::kColumns;
+    const int first = Place(p, piece.tile, T()).row / T::kLine;
     int channel[kUnits], offset[kUnits][kRank];
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
       // Past the last unit it is loaded again, and not stored.
       int line;
-      const int tap = p.rows.lines.Div(min(row_tile * kUnits + u, p.rows.units - 1), &line),
+      const int tap = p.rows.lines.Div(min(first + u, p.rows.units - 1), &line),
                 in_plane = tap % (f.taps[1] * f.taps[2]);
       channel[u] = line * T::kLine;
       offset[u][0] = tap / (f.taps[1] * f.taps[2]) * f.distance[0];
@@ -72,11 +84,24 @@ __device__ void Produce(const Params& p, Ring<T> ring) {
       p.positions.Split(in_image, at);
 #pragma unroll
       for (int d = 0; d < kRank; ++d) at[d] = f.map.lower[d] + at[d] * f.map.step[d];
-      BeginStage(ring);
+      BeginStage(ring, T::kBytesA);
 #pragma unroll
       for (int u = 0; u < kUnits; ++u)
         hopper::LoadPixels<kDimensions>(ring.Data() + u * kUnitBytes<T>, &p.x, ring.Full(), channel[u], at, image,
                                         offset[u]);
+      ring.Next();
+    }
+  }
+}
+
+template <class T>
+__device__ void ProduceY(const Params& p, Ring<T> ring) {
+  hopper::PrefetchMap(&p.y);
+  for (Pieces piece(p.spans); piece.Next();) {
+    const int first = Place(p, piece.tile, T()).column;
+    int pixel = piece.first * T::kDepth;
+    for (int step = 0; step < piece.steps; ++step, pixel += T::kDepth) {
+      BeginStage(ring, T::kBytesB);
 #pragma unroll
       for (int slab = 0; slab * 64 < T::kColumns; ++slab) {
         const int column = first + slab * 64;
@@ -118,21 +143,26 @@ __device__ void Consume(const Params& p, Ring<T> ring, int warpgroup) {
       LeavePiece<T>(p.pieces + p.spans.Slot(piece.block, piece.tile) * kTileFours<T>, first, sums);
       continue;
     }
-    const int row_tile = piece.tile / p.column_tiles, column = (piece.tile - row_tile * p.column_tiles) * T::kColumns;
+    const Place place(p, piece.tile, T());
     WithOut<T>(p, [&](auto* out) {
-      StoreSums<Own>(sums, out + column, p.rows.columns - column,
-                     [&](int row) { return p.rows.Begin<T::kLine>(row_tile * T::kRows + first * 64 + row); });
+      StoreSums<Own>(sums, out + place.column, p.rows.columns - place.column,
+                     [&](int row) { return p.rows.Begin<T::kLine>(place.row + first * 64 + row); });
     });
   }
 }
 
-template <class T, int kDimensions>
+template <class T>
 __global__ void __launch_bounds__(T::kThreads, 1) FilterWgmmaKernel(const __grid_constant__ Params p) {
   if constexpr (hopper::kAvailable) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const Ring<T> ring(shared);
     ring.Init(kTogether<T> ? kConsumers : 1);
-    RunRoles<T>([&] { Produce<T, kDimensions>(p, ring); }, [&](int warpgroup) { Consume<T>(p, ring, warpgroup); });
+    RunRoles<T>(
+        [&](int which) {
+          if (which == 1) return ProduceY<T>(p, ring);
+          hopper::VisitDimensions(p.phase.map.dimensions, [&](auto d) { ProduceX<T, decltype(d)::value>(p, ring); });
+        },
+        [&](int warpgroup) { Consume<T>(p, ring, warpgroup); });
   }
 }
 
@@ -169,9 +199,7 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* x, co
   q.leaves = p.exchanged;
   q.out = out;
   q.wide = p.out != p.in;
-  e = VisitDimensions(q.phase.map.dimensions, [&](auto dimensions) {
-    return LaunchPersistent<T>(FilterWgmmaKernel<T, decltype(dimensions)::value>, config.blocks, 1, stream, q);
-  });
+  e = LaunchPersistent<T>(FilterWgmmaKernel<T>, config.blocks, 1, stream, q);
   if (e != cudaSuccess || q.spans.slots == 0) return e;
   const PieceTiles tiles = {
       FastDiv(T::kColumns / 2), FastDiv(T::kColumns / 8), int(shape.tiles), T::kRows, T::kColumns, q.column_tiles};

@@ -191,10 +191,9 @@ cudaError_t LaunchType(const Problem& p, int64_t slices, const void* x, const vo
 
 int LaunchFrameFilterMma(const Problem& p, int64_t slices, const void* x, const void* y, void* partial,
                          cudaStream_t stream) {
-  if (p.in == DType::kBF16) return LaunchType<__nv_bfloat16, 1>(p, slices, x, y, partial, stream);
-  if (p.in == DType::kF16) return LaunchType<__half, 1>(p, slices, x, y, partial, stream);
-  return p.products == 3 ? LaunchType<float, 3>(p, slices, x, y, partial, stream)
-                         : LaunchType<float, 1>(p, slices, x, y, partial, stream);
+  return VisitMmaType(p, [&](auto in, auto products) {
+    return LaunchType<typename decltype(in)::type, products()>(p, slices, x, y, partial, stream);
+  });
 }
 
 }  // namespace jaxdnn::conv

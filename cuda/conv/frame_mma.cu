@@ -156,20 +156,16 @@ cudaError_t LaunchType(const Problem& p, const void* operand, const void* filter
                       IsChunk(AlignedRun(p.features, p.in, {filter}), p.in), p.out != p.in, out);
 }
 
-template <Direction kDirection, class... Args>
-cudaError_t LaunchDirection(const Problem& p, const Args&... args) {
-  if (p.in == DType::kBF16) return LaunchType<kDirection, __nv_bfloat16, 1>(p, args...);
-  if (p.in == DType::kF16) return LaunchType<kDirection, __half, 1>(p, args...);
-  return p.products == 3 ? LaunchType<kDirection, float, 3>(p, args...) : LaunchType<kDirection, float, 1>(p, args...);
-}
-
 }  // namespace
 
 int LaunchFrameMma(const Problem& p, const void* operand, const void* filter, void* out, const Epilogue& epilogue,
                    cudaStream_t stream) {
-  return p.direction == Direction::kForward
-             ? LaunchDirection<Direction::kForward>(p, operand, filter, out, epilogue, stream)
-             : LaunchDirection<Direction::kDataGradient>(p, operand, filter, out, epilogue, stream);
+  return VisitDataDirection(p, [&](auto direction) {
+    return VisitMmaType(p, [&](auto in, auto products) {
+      return LaunchType<direction(), typename decltype(in)::type, products()>(p, operand, filter, out, epilogue,
+                                                                              stream);
+    });
+  });
 }
 
 }  // namespace jaxdnn::conv

@@ -286,13 +286,30 @@ inline int AlignedRun(int64_t n, DType type, std::initializer_list<const void*> 
 
 inline bool IsChunk(int run, DType type) { return run * SizeOf(type) == 16; }
 
+// Calls f with the TypeTag of the operands' type and how many products of it make one of theirs.
+template <class F>
+cudaError_t VisitMmaType(const Problem& p, F&& f) {
+  constexpr std::integral_constant<int, 1> kOne;
+  constexpr std::integral_constant<int, 3> kThree;
+  if (p.in == DType::kBF16) return f(TypeTag<__nv_bfloat16>(), kOne);
+  if (p.in == DType::kF16) return f(TypeTag<__half>(), kOne);
+  return p.products == 3 ? f(TypeTag<float>(), kThree) : f(TypeTag<float>(), kOne);
+}
+
+// Calls f with the direction, of the two that have the same kernels, as a type.
+template <class F>
+cudaError_t VisitDataDirection(const Problem& p, F&& f) {
+  if (p.direction == Direction::kForward) return f(std::integral_constant<Direction, Direction::kForward>());
+  return f(std::integral_constant<Direction, Direction::kDataGradient>());
+}
+
 // Calls f with the TypeTag of the tile, how many elements of the gathered operand a copy moves, whether the product is
 // dense and in whole chunks otherwise, and the TypeTag of the operands' type. `columns` are of the other arrays.
 template <Direction kDirection, class F>
 cudaError_t VisitMmaKernel(const Problem& p, const Config& config, const void* operand, bool whole_columns, F&& f) {
   const Dense dense = DenseOf(p);
   const int run = AlignedRun(p.DepthChannels() * dense.groups, p.in, {operand});
-  const auto with_type = [&](auto in, auto products) {
+  return VisitMmaType(p, [&](auto in, auto products) {
     using In = typename decltype(in)::type;
     constexpr int kProducts = decltype(products)::value;
     constexpr std::integral_constant<int, kChunk<In>> kVec;
@@ -322,12 +339,7 @@ cudaError_t VisitMmaKernel(const Problem& p, const Config& config, const void* o
       default:
         return cudaErrorInvalidValue;
     }
-  };
-  constexpr std::integral_constant<int, 1> kOne;
-  if (p.in == DType::kBF16) return with_type(TypeTag<__nv_bfloat16>(), kOne);
-  if (p.in == DType::kF16) return with_type(TypeTag<__half>(), kOne);
-  return p.products == 3 ? with_type(TypeTag<float>(), std::integral_constant<int, 3>())
-                         : with_type(TypeTag<float>(), kOne);
+  });
 }
 
 }  // namespace jaxdnn::conv

@@ -1,4 +1,4 @@
-// The block-level matrix product under the Hopper kernels: one thread fills a ring of stages in shared memory through
+// The block-level matrix product under the Hopper kernels: two threads fill a ring of stages in shared memory through
 // the TMA unit, and two warpgroups multiply them with wgmma, taking tiles in turn. Loads run ahead into the next tile,
 // and while one warpgroup stores its tile the other multiplies the next.
 //
@@ -21,6 +21,7 @@ namespace jaxdnn::conv {
 
 constexpr int kWarpgroup = 128;
 constexpr int kConsumers = 2;  // warpgroups that multiply
+constexpr int kProducers = 2;  // threads that load, of a warp each
 constexpr int kMaxStages = 8;
 
 // Forward the filter of floats goes through registers (wgmma_held.cuh), or is copied first, `kCopied`. Where sums do
@@ -77,7 +78,7 @@ struct Ring {
   __device__ void Init(int takers = 1) const {
     if (threadIdx.x == 0) {
       for (int s = 0; s < T::kStages; ++s) {
-        hopper::InitBarrier(Full(s), 1);
+        hopper::InitBarrier(Full(s), kProducers);
         hopper::InitBarrier(Empty(s), takers * kWarpgroup / 32);
       }
       for (int w = 0; w < kConsumers; ++w) hopper::InitBarrier(Turn(w), kWarpgroup / 32);
@@ -87,9 +88,9 @@ struct Ring {
   }
 };
 
-// The producer's turn: waits for a free stage and announces its bytes; the caller begins the loads, then calls Next.
+// A producer's turn: waits for a free stage and announces bytes; the caller begins the loads, then calls Next.
 template <class T>
-__device__ void BeginStage(const Ring<T>& ring, int bytes = T::kStageBytes) {
+__device__ void BeginStage(const Ring<T>& ring, int bytes) {
   hopper::WaitBarrier(ring.Empty(ring.stage), ring.parity ^ 1);
   hopper::ArriveExpecting(ring.Full(), bytes);
 }
@@ -244,14 +245,16 @@ __device__ void StoreSums(const typename T::Sums& sums, Out* out, int count, con
     }
 }
 
-// Splits the block by role: produce() runs in one thread, consume(warpgroup) in the two that multiply, which take the
-// block's first, third, ... tile and the others. Registers move from the one to the others.
+// Splits the block by role: produce(i) runs in each of the threads that fill the stages, consume(warpgroup) in the two
+// that multiply, which take the block's first, third, ... tile and the others. Registers move from the one to the
+// others.
 template <class T, class Produce, class Consume>
 __device__ void RunRoles(const Produce& produce, const Consume& consume) {
   const int warpgroup = threadIdx.x / kWarpgroup;
   if (warpgroup == kConsumers) {
     hopper::SetRegisters<40, false>();
-    if (threadIdx.x == kConsumers * kWarpgroup) produce();
+    const int warp = threadIdx.x / 32 - kConsumers * kWarpgroup / 32;
+    if (threadIdx.x % 32 == 0 && warp < kProducers) produce(warp);
     __syncwarp();
   } else {
     hopper::SetRegisters<232, true>();
@@ -270,13 +273,6 @@ cudaError_t LaunchPersistent(void (*kernel)(Params...), int64_t tiles, int clust
   if (e != cudaSuccess) return e;
   const int64_t blocks = cluster > 1 ? tiles * cluster : std::min<int64_t>(tiles, multiprocessors);
   return LaunchKernel(kernel, Grid{blocks, T::kThreads, T::kSharedBytes, cluster}, stream, args...);
-}
-
-// Calls f with the number of spatial dimensions, as a type.
-template <class F>
-cudaError_t VisitDimensions(int n, F&& f) {
-  if (n == 1) return f(std::integral_constant<int, 1>());
-  return n == 2 ? f(std::integral_constant<int, 2>()) : f(std::integral_constant<int, 3>());
 }
 
 // Calls f with the TypeTag of the tile.

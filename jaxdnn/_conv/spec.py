@@ -143,13 +143,13 @@ def is_float8(dtype: Any) -> bool:
 def sums_dtype(a: Any, b: Any, terms: int, dtype: Any) -> np.dtype[Any]:
   """What a forward convolution is computed in, before it is converted to `dtype`.
 
-  Sums of int8 products wrap in int32, and so does what is narrower; floats can be had of them where none can wrap.
-  float8 has float32 sums.
+  Sums of int8 products wrap in int32, and so does what is narrower; what is wider can be had of them where none can
+  wrap. float8 has float32 sums.
   """
   dtype = np.dtype(dtype)
   if a.dtype == b.dtype == np.int8:
     narrow = jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize <= 4
-    if narrow or (jnp.issubdtype(dtype, jnp.floating) and terms * 2**14 < 2**31):
+    if narrow or terms * 2**14 < 2**31:
       return np.dtype(np.int32)
   return np.dtype(np.float32) if dtype.itemsize == 1 and jnp.issubdtype(dtype, jnp.floating) else dtype
 
