@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kSumWarps * 32)
   pieces += which * 32 + lane;
   float4 sum = {};
   if (part == 0) sum = pieces[spans.Slot(first, tile) * fours];
-#pragma unroll 4
+#pragma unroll 8
   for (int block = first + (part == 0 ? kParts : part); block <= last; block += kParts)
     sum = sum + pieces[block * spans.slots * fours];
   if constexpr (kParts > 1) {
@@ -113,9 +113,9 @@ cudaError_t SumPieces(const Problem& p, const Spans& spans, const FilterRows& ro
       return LaunchKernel(kernel, tiles.count * tiles.Warps() * parts / kSumWarps, kSumWarps * 32, stream, pieces,
                           spans, rows, tiles, p.exchanged, store);
     };
-    constexpr int kMany = 8;
+    constexpr int kParts = 8, kMany = 16;  // pieces of a tile
     if (spans.blocks.divisor >= uint32_t(kMany) * tiles.count)
-      return launch(SumPiecesKernel<kLine, kMany, Store>, kMany);
+      return launch(SumPiecesKernel<kLine, kParts, Store>, kParts);
     return launch(SumPiecesKernel<kLine, 1, Store>, 1);
   };
   const auto to = [&](auto* result) {

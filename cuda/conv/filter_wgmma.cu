@@ -3,7 +3,7 @@
 // The result's rows are units of a line of channels of one tap, so that a tile's rows may belong to several taps, which
 // read the same pixels of y. A step of the reduction is as many pixels as a line has channels: of x one im2col load for
 // every unit, at its tap's offset, and of y a box of pixels. Both are MN-major: channels are what lies next to each
-// other. The pixels are cut into slices, as filter.cuh says.
+// other. How the work is shared out filter_spans.cuh says, and what becomes of shared tiles, filter_pieces.cuh.
 //
 // wgmma takes MN-major operands of 16 bits only. Of floats it gets x from registers, which can be read from shared
 // memory in any order, and y from the workspace, where another kernel has left it K-major.

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 #include "cuda/conv/pixel_map.h"
 
@@ -21,15 +22,15 @@ struct Cost {
 Cost CostOf(const TileShape& t, const Problem& p) {
   // Of 16-bit floats and of TF32: forward and data gradient, then the filter gradient, which takes floats in tiles of
   // 128 rows only; and of TF32 forward, with the filter in registers.
-  constexpr Cost k128x128[] = {{600, 4400}, {620, 8000}, {660, 1200}, {680, 1200}, {750, 7000}};
-  constexpr Cost k256x64[] = {{750, 4200}, {830, 9700}, {800, 1600}, {}, {740, 9500}};
-  constexpr Cost k128x64[] = {{420, 4100}, {475, 5100}, {480, 500}, {420, 500}, {450, 5600}};
-  constexpr Cost k64x128[] = {{420, 3450}, {400, 5150}, {480, 0}, {}, {670, 4000}};
-  constexpr Cost k64x64[] = {{355, 3500}, {360, 4100}, {335, 0}, {}, {390, 4150}};
+  constexpr Cost k128x128[] = {{600, 4400}, {620, 8000}, {590, 3500}, {620, 6000}, {750, 7000}};
+  constexpr Cost k256x64[] = {{750, 4200}, {830, 9700}, {740, 4000}, {}, {740, 9500}};
+  constexpr Cost k128x64[] = {{420, 4100}, {475, 5100}, {435, 4000}, {470, 3000}, {450, 5600}};
+  constexpr Cost k64x128[] = {{420, 3450}, {400, 5150}, {420, 3500}, {}, {670, 4000}};
+  constexpr Cost k64x64[] = {{355, 3500}, {360, 4100}, {335, 2500}, {}, {390, 4150}};
   constexpr Cost k128x160[] = {{790, 5500}, {820, 9000}};
-  constexpr Cost k128x256[] = {{}, {}, {1100, 3000}, {1100, 3000}};
-  constexpr Cost k256x128[] = {{}, {}, {1120, 3000}};
-  constexpr Cost k256x160[] = {{}, {}, {1400, 4000}};
+  constexpr Cost k128x256[] = {{}, {}, {1110, 4000}, {1040, 8000}};
+  constexpr Cost k256x128[] = {{}, {}, {1120, 4500}};
+  constexpr Cost k256x160[] = {{}, {}, {1340, 5000}};
   constexpr Cost kCopied = {630, 8300};
   const bool filter = p.direction == Direction::kFilterGradient, floats = p.in == DType::kF32;
   const int which = 2 * filter + floats, held = floats && p.direction == Direction::kForward ? 4 : which;
@@ -73,23 +74,29 @@ double TransposingCycles(const Problem& p, const TileShape& t, double moves) {
 double FilterCycles(const Problem& p, const TileShape& t, const FilterShape& shape, int64_t blocks) {
   const Cost cost = CostOf(t, p);
   const double step = cost.step * (AreApart(p, p.channels) ? 1.45 : 1) * (AreApart(p, p.features) ? 1.45 : 1);
+  const double x_pixels = std::min(p.XPixels(), p.YPixels() * p.Taps());
+  const double elements = p.images * (x_pixels * p.channels + double(p.YPixels()) * p.features);
+  const double memory = elements * SizeOf(p.in) / (kMultiprocessors * kBytesPerCycle);
   double more = TransposingCycles(p, t, 2);
   // What dense layers move is not hidden where the warpgroups share their stages.
-  const double x_pixels = std::min(p.XPixels(), p.YPixels() * p.Taps());
-  if (p.in == DType::kF32 && std::min(p.channels, p.features) >= 64)
-    more += p.images * (x_pixels * p.channels + double(p.YPixels()) * p.features) * 4 / 2 /
-            (kMultiprocessors * kBytesPerCycle);
-  const bool together = t.rows * t.columns > 128 * 128;
-  const int64_t slots = shape.Slots(blocks);
-  if (slots == 0) {
+  if (p.in == DType::kF32 && std::min(p.channels, p.features) >= 64) more += memory / 2;
+  // Where the warpgroups share a tile, nothing hides how it is stored.
+  const bool together = p.in == DType::kF32 || t.rows * t.columns > 128 * 128;
+  if (blocks == shape.tiles) {
     const double busy = shape.steps * step, each = std::ceil(blocks / kMultiprocessors);
-    return each * (together ? busy + cost.tile : std::max(busy, (busy + cost.tile) / 2)) + cost.tile + more;
+    if (together) return each * (busy + cost.tile) + more;
+    return each * std::max(busy, (busy + cost.tile) / 2) + cost.tile + more;
   }
-  // A span; then blocks wait for each other, and go over what they left.
-  constexpr double kWait = 3000, kLeave = 0.06;
-  const double steps = std::ceil(double(shape.tiles) * shape.steps / blocks);
-  const double whole = together ? std::floor(steps / shape.steps) : 0;
-  return steps * step + (whole + 1) * cost.tile + kWait + slots * kLeave * t.rows * t.columns * 4 + more;
+  // Blocks that begin at many different steps find less of what they read in the cache. Then comes the kernel that adds
+  // up, and bytes of pieces to and from it; that of exchanged problems is counted elsewhere.
+  constexpr double kApart = 0.0035, kAlike = 7, kSum = 6000, kSecond = 2000;
+  const double byte = p.in == DType::kF32 ? 0.06 : 0.1;
+  const double begins = double(blocks) / std::gcd(blocks, shape.tiles);
+  const double steps = CeilDiv(shape.tiles * shape.steps, blocks), slots = shape.Slots(blocks);
+  const double busy = steps * step * (1 + kApart * std::max(0.0, begins - kAlike)) +
+                      (together ? std::floor(steps / shape.steps) * cost.tile : 0);
+  const double sum = p.exchanged ? 0 : slots == 2 ? kSum + kSecond : kSum;
+  return std::max(busy, memory) + sum + slots * byte * t.rows * t.columns * 4 + more;
 }
 
 }  // namespace
@@ -148,7 +155,7 @@ std::optional<Config> PlanFilterWgmma(const Problem& p, const TileShape& t, int6
   consider(shape.tiles);
   const int64_t most = std::min(kMostBlocks, all / kLeastSteps), pieces = (workspace_limit - transposed) / piece;
   const int64_t spans = std::min(most, pieces / 2), parts = std::min(most, pieces) / shape.tiles;
-  if (spans > 0) consider(spans);
+  for (int64_t blocks = spans; blocks > spans * 3 / 4; --blocks) consider(blocks);
   if (parts > 1) consider(parts * shape.tiles);
   return best;
 }
