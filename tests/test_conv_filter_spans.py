@@ -1,5 +1,6 @@
 """Hopper's filter gradients, whose tiles are shared out among blocks: the plan, and sums of every kind of pieces."""
 
+import functools
 import math
 
 import jax
@@ -38,15 +39,16 @@ def shape_of(case, tile, dtype="bfloat16"):
   return -(-units // (rows // line)) * -(-case.k // columns), -(-pixels // line), 4 * rows * columns
 
 
-# 6 tiles of 128x128 and 123 steps; 45 and 5; one tile of one step.
+# 6 tiles of 128x128 and 123 steps; 72 and 80; 45 and 5; one tile of one step.
 WIDE = ConvCase("wide", 40, (14, 14), 264, (1, 1), 136)
+TALL = ConvCase("tall", 20, (16, 16), 1152, (1, 1), 1024)
 SHORT = ConvCase("short", 2, (13, 11), 120, (3, 3), 600, padding=SAME3)
 ONE = ConvCase("one", 1, (5, 5), 64, (1, 1), 64)
 LONG = ConvCase("long", 32, (28, 28), 512, (3, 3), 512, padding=SAME3)
 
 
 @pytest.mark.parametrize("tile", TILES)
-@pytest.mark.parametrize("case", [WIDE, SHORT, ONE, LONG], ids=lambda c: c.name)
+@pytest.mark.parametrize("case", [WIDE, TALL, SHORT, ONE, LONG], ids=lambda c: c.name)
 def test_plan(case, tile):
   """Whole tiles need no workspace; else it is two pieces a block at most, whatever the shape."""
   tiles, steps, piece = shape_of(case, tile)
@@ -61,6 +63,14 @@ def test_plan(case, tile):
   assert planned(ONE, tile)["splits"] == 1
 
 
+def test_kinds_of_shares():
+  """Parts of tiles that are equally long, where they leave few blocks idle; else spans, or whole tiles."""
+  blocks = [planned(case, "wgmma 128x128")["blocks"] for case in (WIDE, TALL, SHORT)]
+  assert blocks[0] > 120 and blocks[0] % 6 == 0
+  assert blocks[1] > 99 and blocks[1] % 72 > 0
+  assert blocks[2] == 45
+
+
 @pytest.mark.parametrize("tile", TILES)
 def test_limit_of_the_workspace(tile):
   """A smaller one leaves fewer pieces, and none at all whole tiles."""
@@ -73,30 +83,37 @@ def test_limit_of_the_workspace(tile):
     assert p["workspace_bytes"] <= n * 2 * piece
 
 
+@functools.cache
+def operands_and_result(case, dtype):
+  x = coarse(case.x_shape, dtype)
+  y = coarse((case.batch, *spec_of(case, None).y_spatial, case.k), dtype, 1)
+  want = conv_gradients(exact(x), np.zeros(case.w_shape), exact(y), *case.geometry)[1]
+  return jnp.asarray(x)[None], jnp.asarray(y)[None], want
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
   "tile", [pytest.param(t, marks=pytest.mark.sanitize) if t in ("wgmma 64x64", "wgmma 128x256") else t for t in TILES]
 )
 def test_pieces(tile, dtype):
-  """Spans within a tile, over the edges of several, that end at an edge; equal parts of tiles, and whole ones."""
+  """Whole tiles, equal parts of them, and spans that begin and end within tiles."""
   if not takes(tile, "w", dtype):
     pytest.skip(f"{tile} is not for {dtype}")
-  kinds = set()
-  for case in (WIDE, SHORT):
-    tiles, _, piece = shape_of(case, tile, dtype)
-    x = coarse(case.x_shape, dtype)
-    y = coarse((case.batch, *spec_of(case, tile).y_spatial, case.k), dtype, 1)
-    want = conv_gradients(exact(x), np.zeros(case.w_shape), exact(y), *case.geometry)[1]
-    operands = {"x": jnp.asarray(x)[None], "y": jnp.asarray(y)[None]}
-    others = planned(case, tile, dtype, limit=None)["workspace_bytes"] if dtype == "float32" else 0
-    for blocks in (0, 2, 5, 2 * tiles, 3 * tiles + 1, MULTIPROCESSORS):
-      limit = others + blocks * 2 * piece
-      p = planned(case, tile, dtype, limit)
-      kinds.add((p["splits"] > 1) + (p["splits"] > 1 and p["blocks"] % tiles > 0))
+  for case in (WIDE, TALL, SHORT):
+    tiles, steps, piece = shape_of(case, tile, dtype)
+    x, y, want = operands_and_result(case, dtype)
+    terms = math.prod(y.shape[:-1])
+    transposed = 4 * steps * 32 * case.k if dtype == "float32" else 0
+    seen = set()
+    for most in (0, 2, 5, 2 * tiles, 3 * tiles + 1, MULTIPROCESSORS):
+      limit = transposed + most * 2 * piece
+      blocks = planned(case, tile, dtype, limit)["blocks"]
+      if blocks in seen:
+        continue
+      seen.add(blocks)
       spec = spec_of(case, tile, limit)
       f = lambda x, y, spec=spec: convolve("w", {"x": x, "y": y}, spec, jnp.dtype(dtype))  # noqa: E731
-      got = assert_repeatable(f, *operands.values(), repeats=3)
-      terms = math.prod(y.shape[:-1])
+      got = assert_repeatable(f, x, y, repeats=3)
       assert_close(got[0], want, dtype, terms=terms, scale=np.sqrt(terms) * 3)
-  assert len(kinds) > 1
+    assert tiles in seen and (len(seen) > 2 or case is not WIDE)
