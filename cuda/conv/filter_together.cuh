@@ -58,12 +58,8 @@ __device__ void MultiplyHeldStages(Ring<T>& ring, int steps, int warpgroup, type
       for (int m = 0; m < kBlocks; ++m)
         hopper::MultiplyHeld<T::kColumns>(sums[m], a[m][k], b + k * (32 >> 4), step > 0 || k > 0);
     hopper::CommitProducts();
-    hopper::WaitForProducts<0>();
-#pragma unroll
-    for (auto& block : sums)
-#pragma unroll
-      for (float& each : block) asm volatile("" : "+f"(each));
-    if (lane == 0) hopper::Arrive(ring.Empty(ring.stage));
+    WaitForSums(sums);
+    Release(ring, ring.stage);
     ring.Next();
   }
 }
@@ -92,12 +88,8 @@ __device__ void MultiplyStagesTogether(Ring<T>& ring, int steps, int warpgroup, 
     last = ring.stage;
     ring.Next();
   }
-  hopper::WaitForProducts<0>();
+  WaitForSums(sums);
   Release(ring, last);
-#pragma unroll
-  for (auto& block : sums)
-#pragma unroll
-    for (float& each : block) asm volatile("" : "+f"(each));
 }
 
 }  // namespace jaxdnn::conv

@@ -95,6 +95,16 @@ __device__ void BeginStage(const Ring<T>& ring, int bytes) {
   hopper::ArriveExpecting(ring.Full(), bytes);
 }
 
+// Until all products are done, and their sums in registers.
+template <class Sums>
+__device__ void WaitForSums(Sums& sums) {
+  hopper::WaitForProducts<0>();
+#pragma unroll
+  for (auto& block : sums)
+#pragma unroll
+    for (float& each : block) asm volatile("" : "+f"(each));
+}
+
 // Who multiplies says when a warp is done with a stage,
 template <class T>
 __device__ void Release(const Ring<T>& ring, int stage) {
@@ -110,12 +120,8 @@ __device__ void BeginTurn(const Ring<T>& ring, int number) {
 template <class T, class Sums>
 __device__ void EndTurn(const Ring<T>& ring, int number, int last, Sums& sums) {
   if (threadIdx.x % 32 == 0) hopper::Arrive(ring.Turn((number + 1) % 2));
-  hopper::WaitForProducts<0>();
+  WaitForSums(sums);
   Release(ring, last);
-#pragma unroll
-  for (auto& block : sums)
-#pragma unroll
-    for (float& each : block) asm volatile("" : "+f"(each));
 }
 
 // sums = A B over the ring's next `steps` stages, at least one, by the warpgroup whose turn it is at the block's tile
