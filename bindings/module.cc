@@ -107,6 +107,7 @@ static nb::object PlanConv(const std::string& direction, const std::string& in_d
   d["tile"] = tile.name;
   d["splits"] = config->splits;
   d["cluster"] = config->cluster;
+  d["blocks"] = config->blocks;
   d["workspace_bytes"] = config->workspace_bytes;
   d["cycles"] = config->cycles;
   return d;

@@ -18,13 +18,15 @@ def coarse(shape, dtype, seed=0):
 
 
 def takes(tile, result, dtype, out_dtype):
-  """Whether a tile of Hopper's kernels, or another algorithm, is for such a result: few are for filter gradients."""
+  """Whether a tile of Hopper's kernels, or another algorithm, is for such a result."""
   if tile.endswith("across"):
     return result != "w" and dtype == out_dtype != "float32"
   if tile == "wgmma 128x160":
     return result == "x" or (result == "y" and dtype == "float32")
   if tile == "wgmma 128x128 copied":
     return result == "y" and dtype == "float32"
+  if tile in ("wgmma 128x256", "wgmma 256x128", "wgmma 256x160") and result != "w":
+    return False
   floats = dtype != "float32" or not tile.startswith("wgmma") or tile.startswith("wgmma 128")
   return result != "w" or floats
 

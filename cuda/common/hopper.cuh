@@ -191,7 +191,9 @@ __device__ inline void WaitForProducts() {
   JAXDNN_TEN()        \
   JAXDNN_TEN(1) JAXDNN_TEN(2) JAXDNN_TEN(3) JAXDNN_TEN(4) JAXDNN_TEN(5) JAXDNN_TEN(6) "%70, %71, %72, " \
                                                                                       "%73, %74, %75, %76, %77, %78, %79"
-#define JAXDNN_WGMMA_OF_TYPE(type, k, more64, more72, more128, more160)                                                \
+#define JAXDNN_TO_127 \
+  ", " JAXDNN_TEN(8) JAXDNN_TEN(9) JAXDNN_TEN(10) JAXDNN_TEN(11) "%120, %121, %122, %123, %124, %125, %126, %127"
+#define JAXDNN_WGMMA_OF_TYPE(type, k, more64, more72, more128, more160, more256)                                       \
   if constexpr (kColumns == 64) {                                                                                      \
     JAXDNN_WGMMA(type, "64", k, JAXDNN_TEN() JAXDNN_TEN(1) JAXDNN_TEN(2) "%30, %31", "%32", "%33", "%34", more64,      \
                  JAXDNN_SUMS16(0), JAXDNN_SUMS16(16));                                                                 \
@@ -200,6 +202,9 @@ __device__ inline void WaitForProducts() {
                  "%38", more72, JAXDNN_SUMS16(0), JAXDNN_SUMS16(16), JAXDNN_SUMS4(32));                                \
   } else if constexpr (kColumns == 160) {                                                                              \
     JAXDNN_WGMMA(type, "160", k, JAXDNN_EIGHTY, "%80", "%81", "%82", more160, JAXDNN_SUMS64(0), JAXDNN_SUMS16(64));    \
+  } else if constexpr (kColumns == 256) {                                                                              \
+    JAXDNN_WGMMA(type, "256", k, JAXDNN_EIGHTY JAXDNN_TO_127, "%128", "%129", "%130", more256, JAXDNN_SUMS64(0),       \
+                 JAXDNN_SUMS64(64));                                                                                   \
   } else {                                                                                                             \
     static_assert(kColumns == 128);                                                                                    \
     JAXDNN_WGMMA(type, "128", k,                                                                                       \
@@ -216,11 +221,11 @@ __device__ inline void Multiply(float (&d)[kColumns / 2], uint64_t a_tile, uint6
   if constexpr (!kAvailable) {
   } else if constexpr (std::is_same_v<In, float>) {
     static_assert(!kTransposedA && !kTransposedB);
-    JAXDNN_WGMMA_OF_TYPE("tf32", "8", "", "", "", "")
+    JAXDNN_WGMMA_OF_TYPE("tf32", "8", "", "", "", "", "")
   } else if constexpr (std::is_same_v<In, __nv_bfloat16>) {
-    JAXDNN_WGMMA_OF_TYPE("bf16", "16", ", %35, %36", ", %39, %40", ", %67, %68", ", %83, %84")
+    JAXDNN_WGMMA_OF_TYPE("bf16", "16", ", %35, %36", ", %39, %40", ", %67, %68", ", %83, %84", ", %131, %132")
   } else {
-    JAXDNN_WGMMA_OF_TYPE("f16", "16", ", %35, %36", ", %39, %40", ", %67, %68", ", %83, %84")
+    JAXDNN_WGMMA_OF_TYPE("f16", "16", ", %35, %36", ", %39, %40", ", %67, %68", ", %83, %84", ", %131, %132")
   }
 }
 
@@ -274,10 +279,8 @@ __device__ inline void MultiplyHeld(float (&d)[kColumns / 2], const uint32_t (&a
     JAXDNN_WGMMA_HELD("64", JAXDNN_TEN() JAXDNN_TEN(1) JAXDNN_TEN(2) "%30, %31", "%32, %33, %34, %35", "%36", "%37",
                       JAXDNN_SUMS16(0), JAXDNN_SUMS16(16));
   } else if constexpr (kColumns == 256) {
-    JAXDNN_WGMMA_HELD("256",
-                      JAXDNN_EIGHTY ", " JAXDNN_TEN(8) JAXDNN_TEN(9) JAXDNN_TEN(10)
-                          JAXDNN_TEN(11) "%120, %121, %122, %123, %124, %125, %126, %127",
-                      "%128, %129, %130, %131", "%132", "%133", JAXDNN_SUMS64(0), JAXDNN_SUMS64(64));
+    JAXDNN_WGMMA_HELD("256", JAXDNN_EIGHTY JAXDNN_TO_127, "%128, %129, %130, %131", "%132", "%133", JAXDNN_SUMS64(0),
+                      JAXDNN_SUMS64(64));
   } else {
     static_assert(kColumns == 128);
     JAXDNN_WGMMA_HELD(
@@ -288,6 +291,7 @@ __device__ inline void MultiplyHeld(float (&d)[kColumns / 2], const uint32_t (&a
 #undef JAXDNN_WGMMA_HELD
 
 #undef JAXDNN_EIGHTY
+#undef JAXDNN_TO_127
 #undef JAXDNN_TEN
 #undef JAXDNN_SUMS4
 #undef JAXDNN_SUMS16

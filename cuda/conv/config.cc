@@ -296,9 +296,19 @@ std::optional<Config> ChooseAsItIs(const Problem& p, bool hopper, std::string_vi
   const int64_t result_bytes = p.FilterSize() * (p.in == DType::kF64 ? 8 : 4);
   const bool splittable = p.direction == Direction::kFilterGradient;
   std::optional<Config> best;
+  const auto consider = [&](const Config& config) {
+    if (!best || config.cycles < best->cycles) best = config;
+  };
   for (const TileShape& t : kTiles) {
     const bool wanted = algorithm.empty() || algorithm == kAlgorithms[static_cast<int>(t.unit)] || algorithm == t.name;
     if (!wanted || !Takes(t, p, hopper)) continue;
+    if (t.unit == Unit::kWgmma && splittable) {
+      if (std::optional<Config> config = PlanFilterWgmma(p, t, workspace_limit)) {
+        config->cycles += ReductionCycles(p, 1, result_bytes);
+        consider(*config);
+      }
+      continue;
+    }
     Strips strips;
     if (t.unit == Unit::kFewChannels) strips.Fit(AsForward(p), FewPixels(AsForward(p)), 16);
     for (int64_t splits = 1; splits == 1 || (splittable && splits * kMinSlice <= g.depth);
@@ -323,10 +333,10 @@ std::optional<Config> ChooseAsItIs(const Problem& p, bool hopper, std::string_vi
                                : t.unit == Unit::kFewFeatures ? FewFeaturesCycles(p)
                                : t.unit == Unit::kUnaligned   ? UnalignedCycles(p, slices)
                                : t.unit == Unit::kWgmma
-                                   ? (IsByte(p.in) ? BytesCycles(p, t) : WgmmaCycles(p, t, slices, cluster))
+                                   ? (IsByte(p.in) ? BytesCycles(p, t) : WgmmaCycles(p, t, cluster))
                                    : Cycles(p, t, slices);
         const double cycles = product + ReductionCycles(p, slices, result_bytes);
-        if (!best || cycles < best->cycles) best = Config{t.tile, slices, cluster, bytes, cycles};
+        consider({t.tile, slices, cluster, 0, bytes, cycles});
       }
     }
   }

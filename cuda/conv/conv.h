@@ -82,6 +82,9 @@ enum class Tile {
   kWgmma160Across,
   kWgmma192Across,
   kWgmma208Across,
+  kWgmma128x256,
+  kWgmma256x128,
+  kWgmma256x160,
   kDepthwise,
   kFewChannels,
   kGrouped,
@@ -114,6 +117,9 @@ constexpr TileShape kTiles[] = {
     {Tile::kWgmma160Across, "wgmma 160x128 across", Unit::kWgmma, 160, 128, 384},
     {Tile::kWgmma192Across, "wgmma 192x128 across", Unit::kWgmma, 192, 128, 384},
     {Tile::kWgmma208Across, "wgmma 208x128 across", Unit::kWgmma, 208, 128, 384},
+    {Tile::kWgmma128x256, "wgmma 128x256", Unit::kWgmma, 128, 256, 384},
+    {Tile::kWgmma256x128, "wgmma 256x128", Unit::kWgmma, 256, 128, 384},
+    {Tile::kWgmma256x160, "wgmma 256x160", Unit::kWgmma, 256, 160, 384},
     {Tile::kDepthwise, "depthwise", Unit::kDepthwise, 1, 1, 128},
     {Tile::kFewChannels, "few_channels", Unit::kFewChannels, 1, 1, 128},
     {Tile::kGrouped, "grouped", Unit::kGrouped, 1, 1, 128},
@@ -136,8 +142,9 @@ constexpr int64_t kMmaMaxWindow = 511;
 
 struct Config {
   Tile tile;
-  int64_t splits;           // slices of the reduction, summed in order by a second kernel when more than 1
+  int64_t splits;           // parts of the reduction, at most, that are summed in order at the end when more than 1
   int64_t cluster;          // neighbouring blocks that share the reduction of a tile
+  int64_t blocks;           // of Hopper's filter gradient, which share its tiles (wgmma_plan.h)
   int64_t workspace_bytes;  // for the slices' partial sums, or a transposed operand
   double cycles;            // modelled time, for comparing configurations
   bool exchanged;           // whether the kernel computes a filter gradient with x and y exchanged

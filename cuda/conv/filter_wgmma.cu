@@ -3,13 +3,14 @@
 // The result's rows are units of a line of channels of one tap, so that a tile's rows may belong to several taps, which
 // read the same pixels of y. A step of the reduction is as many pixels as a line has channels: of x one im2col load for
 // every unit, at its tap's offset, and of y a box of pixels. Both are MN-major: channels are what lies next to each
-// other. The pixels are cut into slices, as filter.cuh says.
+// other. How the work is shared out filter_spans.cuh says, and what becomes of shared tiles, filter_pieces.cuh.
 //
 // wgmma takes MN-major operands of 16 bits only. Of floats it gets x from registers, which can be read from shared
 // memory in any order, and y from the workspace, where another kernel has left it K-major.
-#include "cuda/conv/filter.cuh"
+#include "cuda/conv/filter_pieces.cuh"
+#include "cuda/conv/filter_together.cuh"
 #include "cuda/conv/wgmma.h"
-#include "cuda/conv/wgmma_tile.cuh"
+#include "cuda/conv/wgmma_plan.h"
 
 namespace jaxdnn::conv {
 namespace {
@@ -18,19 +19,14 @@ struct Params {
   CUtensorMap x, y;
   MappedPhase phase;
   Box positions;
-  int units, lines, tiles, row_tiles, column_tiles;  // lines of channels
-  int channels, columns;
-  int slice_steps;
-  int64_t steps;        // of all slices
-  int64_t result_size;  // elements of the whole result
+  FilterRows rows;
+  int column_tiles;
+  Spans spans;
+  float4* pieces;
+  bool leaves;  // whole tiles too
+  void* out;
+  bool wide;  // whether the result is of floats
 };
-
-template <class T>
-constexpr bool kFloats = sizeof(typename T::In) == 4;
-
-// Bytes of a unit in a stage, of so many rows.
-template <class T>
-constexpr int kUnitBytes = T::kDepth * kLineBytes;
 
 // With yt[k][i] = y[pixel][k], of every eight pixels the even ones first: so terms l % 4 and l % 4 + 4 of x, which one
 // thread has, are two neighbouring pixels, and the threads of a warp meet in no bank. Zeros after the last pixel.
@@ -48,43 +44,41 @@ __global__ void __launch_bounds__(256) TransposeKernel(const float* y, float* yt
     yt[(feature + i) * pitch + pixel + lane] = tile[from][i];
 }
 
+// Where in the result a tile begins.
 struct Place {
-  int column, unit, split, steps;
-  int64_t first_pixel;
+  int column, row;
 
   template <class T>
   __device__ Place(const Params& p, int tile, T) {
     const int row_tile = tile / p.column_tiles;
     column = (tile - row_tile * p.column_tiles) * T::kColumns;
-    split = row_tile / p.row_tiles;
-    unit = (row_tile - split * p.row_tiles) * (T::kRows / T::kLine);
-    const int64_t first_step = int64_t{split} * p.slice_steps;
-    steps = static_cast<int>(min(int64_t{p.slice_steps}, p.steps - first_step));
-    first_pixel = first_step * T::kDepth;
+    row = row_tile * T::kRows;
   }
 };
 
 // One thread loads x, another y: the first asks for a box for every unit.
 template <class T, int kDimensions>
 __device__ void ProduceX(const Params& p, Ring<T> ring) {
+  hopper::PrefetchMap(&p.x);
   constexpr int kUnits = T::kRows / T::kLine;
   const MappedPhase& f = p.phase;
   const int pixels = f.positions[0] * f.positions[1] * f.positions[2];
-  for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
-    const Place place(p, tile, T());
+  for (Pieces piece(p.spans); piece.Next();) {
+    const int first = Place(p, piece.tile, T()).row / T::kLine;
     int channel[kUnits], offset[kUnits][kRank];
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
       // Past the last unit it is loaded again, and not stored.
-      const int unit = min(place.unit + u, p.units - 1), tap = unit / p.lines, in_plane = tap % (f.taps[1] * f.taps[2]);
-      channel[u] = (unit - tap * p.lines) * T::kLine;
+      int line;
+      const int tap = p.rows.lines.Div(min(first + u, p.rows.units - 1), &line),
+                in_plane = tap % (f.taps[1] * f.taps[2]);
+      channel[u] = line * T::kLine;
       offset[u][0] = tap / (f.taps[1] * f.taps[2]) * f.distance[0];
       offset[u][1] = in_plane / f.taps[2] * f.distance[1];
       offset[u][2] = in_plane % f.taps[2] * f.distance[2];
     }
-    int64_t pixel = place.first_pixel;
-    int image = static_cast<int>(pixel / pixels), in_image = static_cast<int>(pixel - int64_t{image} * pixels);
-    for (int step = 0; step < place.steps; ++step, pixel += T::kDepth, in_image += T::kDepth) {
+    int pixel = piece.first * T::kDepth, image = pixel / pixels, in_image = pixel - image * pixels;
+    for (int step = 0; step < piece.steps; ++step, pixel += T::kDepth, in_image += T::kDepth) {
       while (in_image >= pixels) in_image -= pixels, ++image;
       int at[kRank];
       p.positions.Split(in_image, at);
@@ -102,14 +96,15 @@ __device__ void ProduceX(const Params& p, Ring<T> ring) {
 
 template <class T>
 __device__ void ProduceY(const Params& p, Ring<T> ring) {
-  for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
-    const Place place(p, tile, T());
-    int pixel = static_cast<int>(place.first_pixel);
-    for (int step = 0; step < place.steps; ++step, pixel += T::kDepth) {
+  hopper::PrefetchMap(&p.y);
+  for (Pieces piece(p.spans); piece.Next();) {
+    const int first = Place(p, piece.tile, T()).column;
+    int pixel = piece.first * T::kDepth;
+    for (int step = 0; step < piece.steps; ++step, pixel += T::kDepth) {
       BeginStage(ring, T::kBytesB);
 #pragma unroll
-      for (int slab = 0; slab < T::kColumns / 64; ++slab) {
-        const int column = place.column + slab * 64;
+      for (int slab = 0; slab * 64 < T::kColumns; ++slab) {
+        const int column = first + slab * 64;
         hopper::LoadBox(ring.Data() + T::kBytesA + slab * T::kSlab, &p.y, ring.Full(), kFloats<T> ? pixel : column,
                         kFloats<T> ? column : pixel, 0);
       }
@@ -118,171 +113,137 @@ __device__ void ProduceY(const Params& p, Ring<T> ring) {
   }
 }
 
-// Where in the result a row of the tile begins, or -1 for no row.
-template <class T>
-__device__ int64_t RowOf(const Params& p, const Place& place, int row) {
-  const int unit = place.unit + row / T::kLine, tap = unit / p.lines;
-  const int channel = (unit - tap * p.lines) * T::kLine + row % T::kLine;
-  if (unit >= p.units || channel >= p.channels) return -1;
-  return (int64_t{tap} * p.channels + channel) * p.columns;
+// Calls f with the result, of its type.
+template <class T, class F>
+__device__ void WithOut(const Params& p, const F& f) {
+  if (kFloats<T> || p.wide)
+    f(static_cast<float*>(p.out));
+  else
+    f(static_cast<typename T::In*>(p.out));
 }
 
-// What a warpgroup has of a tile of floats, whose every stage both take together: while one loads its rows, the other's
-// products run on.
 template <class T>
-using HalfTile = WgmmaTile<typename T::In, T::kRows / 2, T::kColumns>;
-
-// sums = A B over the ring's next `steps` stages, at least one, with the rows of A in registers.
-template <class T>
-__device__ void MultiplyHeldStages(Ring<T>& ring, int steps, int warpgroup, typename HalfTile<T>::Sums& sums) {
-  constexpr int kBlocks = HalfTile<T>::kBlocks;
-  const int thread = threadIdx.x % kWarpgroup, lane = thread % 32, warp = thread / 32;
-  // Where in the stage the thread's four elements of the first eight pixels are: two channels of two pixels.
-  uint32_t place[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int channel = (16 * warp + lane / 4 + 8 * (i % 2)) % T::kLine, pixel = lane % 4 * 2 + i / 2;
-    place[i] = warpgroup * kBlocks * T::kSlab + 16 * warp / T::kLine * kUnitBytes<T> + pixel * kLineBytes +
-               ((channel / 4 ^ pixel) << 4) + channel % 4 * 4;
-  }
-#pragma unroll 1
-  for (int step = 0; step < steps; ++step) {
-    hopper::WaitBarrier(ring.Full(), ring.parity);
-    uint32_t a[kBlocks][4][4];
-#pragma unroll
-    for (int m = 0; m < kBlocks; ++m)
-#pragma unroll
-      for (int k = 0; k < 4; ++k)
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          asm volatile("ld.shared.b32 %0, [%1];"
-                       : "=r"(a[m][k][i])
-                       : "r"(ring.Data() + place[i] + m * T::kSlab + k * 8 * kLineBytes)
-                       : "memory");
-    const uint64_t b = hopper::Descriptor(ring.Data() + T::kBytesA, T::kSlab);
-    hopper::BeginProducts();
-#pragma unroll
-    for (int k = 0; k < 4; ++k)
-#pragma unroll
-      for (int m = 0; m < kBlocks; ++m)
-        hopper::MultiplyHeld<T::kColumns>(sums[m], a[m][k], b + k * (32 >> 4), step > 0 || k > 0);
-    hopper::CommitProducts();
-    hopper::WaitForProducts<0>();
-#pragma unroll
-    for (auto& block : sums)
-#pragma unroll
-      for (float& each : block) asm volatile("" : "+f"(each));
-    if (lane == 0) hopper::Arrive(ring.Empty(ring.stage));
-    ring.Next();
-  }
-}
-
-template <class T, class Out>
-__device__ void ConsumeTogether(const Params& p, Ring<T> ring, int warpgroup, Out* out) {
-  for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
-    const Place place(p, tile, T());
-    typename HalfTile<T>::Sums sums;
-    MultiplyHeldStages<T>(ring, place.steps, warpgroup, sums);
-    StoreSums<HalfTile<T>>(sums, out + place.split * p.result_size + place.column, p.columns - place.column,
-                           [&](int row) { return RowOf<T>(p, place, row + warpgroup * HalfTile<T>::kRows); });
-  }
-}
-
-template <class T, class Out>
-__device__ void Consume(const Params& p, Ring<T> ring, int warpgroup, Out* out) {
+__device__ void Consume(const Params& p, Ring<T> ring, int warpgroup) {
+  using Own = std::conditional_t<kTogether<T>, HalfTile<T>, T>;
   int number = 0;
-  for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x, ++number) {
-    const Place place(p, tile, T());
-    if (number % 2 != warpgroup) {
-      ring.Skip(place.steps);
+  for (Pieces piece(p.spans); piece.Next(); ++number) {
+    if (!kTogether<T> && number % 2 != warpgroup) {
+      ring.Skip(piece.steps);
       continue;
     }
-    typename T::Sums sums;
-    MultiplyStages<T, true, true>(ring, place.steps, number, sums);
-    StoreSums<T>(sums, out + place.split * p.result_size + place.column, p.columns - place.column,
-                 [&](int row) { return RowOf<T>(p, place, row); });
+    typename Own::Sums sums;
+    if constexpr (kFloats<T>)
+      MultiplyHeldStages<T>(ring, piece.steps, warpgroup, sums);
+    else if constexpr (kTogether<T>)
+      MultiplyStagesTogether<T>(ring, piece.steps, warpgroup, sums);
+    else
+      MultiplyStages<T, true, true>(ring, piece.steps, number, sums);
+    const int first = kTogether<T> ? warpgroup * Own::kBlocks : 0;
+    if (piece.steps < p.spans.Steps() || p.leaves) {
+      LeavePiece<T>(p.pieces + p.spans.Slot(piece.block, piece.tile) * kTileFours<T>, first, sums);
+      continue;
+    }
+    const Place place(p, piece.tile, T());
+    WithOut<T>(p, [&](auto* out) {
+      StoreSums<Own>(sums, out + place.column, p.rows.columns - place.column,
+                     [&](int row) { return p.rows.Begin<T::kLine>(place.row + first * 64 + row); });
+    });
   }
 }
 
-template <class T, class Out>
-__global__ void __launch_bounds__(T::kThreads, 1) FilterWgmmaKernel(const __grid_constant__ Params p, Out* out) {
+template <class T>
+__global__ void __launch_bounds__(T::kThreads, 1) FilterWgmmaKernel(const __grid_constant__ Params p) {
   if constexpr (hopper::kAvailable) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const Ring<T> ring(shared);
-    ring.Init(kFloats<T> ? kConsumers : 1);
+    ring.Init(kTogether<T> ? kConsumers : 1);
     RunRoles<T>(
         [&](int which) {
           if (which == 1) return ProduceY<T>(p, ring);
           hopper::VisitDimensions(p.phase.map.dimensions, [&](auto d) { ProduceX<T, decltype(d)::value>(p, ring); });
         },
-        [&](int warpgroup) {
-          if constexpr (kFloats<T>)
-            ConsumeTogether<T>(p, ring, warpgroup, out);
-          else
-            Consume<T>(p, ring, warpgroup, out);
-        });
+        [&](int warpgroup) { Consume<T>(p, ring, warpgroup); });
   }
 }
 
 template <class T>
 cudaError_t LaunchTile(const Problem& p, const Config& config, const void* x, const void* y, void* out, void* workspace,
                        cudaStream_t stream) {
-  using In = typename T::In;
   Params q = {};
   MappedPhase phases[kMaxMaps];
   if (MapPhases(p, phases) != 1) return cudaErrorInvalidValue;
   q.phase = phases[0];
-  q.lines = int(CeilDiv(p.channels, T::kLine));
-  q.units = int(p.Taps()) * q.lines;
-  q.row_tiles = int(CeilDiv(q.units, T::kRows / T::kLine));
-  q.column_tiles = int(CeilDiv(p.features, T::kColumns));
-  q.channels = int(p.channels);
-  q.columns = int(p.features);
-  const int64_t pixels = p.images * p.YPixels();
-  q.steps = CeilDiv(pixels, T::kDepth);
-  q.slice_steps = int(CeilDiv(q.steps, config.splits));
-  const int splits = int(CeilDiv(q.steps, q.slice_steps));
-  q.tiles = splits * q.row_tiles * q.column_tiles;
   q.positions = Box(q.phase.positions);
-  q.result_size = p.FilterSize();
+  const FilterShape shape = FilterShapeOf(p, {config.tile, "", Unit::kWgmma, T::kRows, T::kColumns, T::kThreads});
+  const int64_t lines = CeilDiv(p.channels, T::kLine);
+  q.rows = {FastDiv(lines), int(p.Taps() * lines), int(p.channels), int(p.features)};
+  q.column_tiles = int(CeilDiv(p.features, T::kColumns));
+  q.spans = Spans(shape.tiles, shape.steps, config.blocks, shape.Slots(config.blocks));
   cudaError_t e = EncodePixels(&q.x, p.in, x, p.images, p.x, p.channels, q.phase.map, T::kDepth);
-  auto* partial = static_cast<float*>(workspace);
+  const int64_t pixels = p.images * p.YPixels();
+  auto* left = static_cast<float*>(workspace);
   if constexpr (kFloats<T>) {
-    const int64_t pitch = q.steps * T::kDepth;
-    auto* yt = partial;
-    partial += pitch * p.features;
+    const int64_t pitch = shape.steps * T::kDepth;
+    auto* yt = left;
+    left += pitch * p.features;
     static_assert(T::kDepth == kSide);
-    TransposeKernel<<<dim3(q.steps, CeilDiv(p.features, kSide)), 256, 0, stream>>>(static_cast<const float*>(y), yt,
-                                                                                   pixels, int(p.features));
+    TransposeKernel<<<dim3(shape.steps, CeilDiv(p.features, kSide)), 256, 0, stream>>>(static_cast<const float*>(y), yt,
+                                                                                       pixels, int(p.features));
     if (e == cudaSuccess) e = cudaPeekAtLastError();
     if (e == cudaSuccess) e = EncodeBoxes(&q.y, p.in, yt, {pitch, p.features, 1}, {T::kLine, 64, 1});
   } else if (e == cudaSuccess) {
     e = EncodeBoxes(&q.y, p.in, y, {p.features, pixels, 1}, {T::kLine, T::kDepth, 1});
   }
   if (e != cudaSuccess) return e;
-
-  const auto with_result = [&](auto* result) {
-    return LaunchPersistent<T>(FilterWgmmaKernel<T, std::remove_pointer_t<decltype(result)>>, q.tiles, 1, stream, q,
-                               result);
-  };
-  if (!UsesWorkspace(p, splits))
-    return p.out == p.in ? with_result(static_cast<In*>(out)) : with_result(static_cast<float*>(out));
-  if (e = with_result(partial); e != cudaSuccess) return e;
-  return SumSlices<In>(p, partial, splits, x, y, out, stream);
+  q.pieces = reinterpret_cast<float4*>(left);
+  q.leaves = p.exchanged;
+  q.out = out;
+  q.wide = p.out != p.in;
+  e = LaunchPersistent<T>(FilterWgmmaKernel<T>, config.blocks, 1, stream, q);
+  if (e != cudaSuccess || q.spans.slots == 0) return e;
+  const PieceTiles tiles = {
+      FastDiv(T::kColumns / 2), FastDiv(T::kColumns / 8), int(shape.tiles), T::kRows, T::kColumns, q.column_tiles};
+  return SumPieces<typename T::In>(p, q.spans, q.rows, tiles, q.pieces, x, y, out, stream);
 }
 
 }  // namespace
 
 cudaError_t LaunchFilterWgmma(const Problem& p, const Config& config, const void* x, const void* y, void* out,
                               void* workspace, cudaStream_t stream) {
-  return VisitWgmmaTile<true>(p, config, [&](auto tile) {
-    using T = typename decltype(tile)::type;
-    // The two warpgroups share the rows of floats: 64 each, since 128 are too many registers.
-    if constexpr (T::kCopied || T::kColumns == 160 || (kFloats<T> && T::kRows != 128))
-      return cudaErrorInvalidValue;
-    else
-      return LaunchTile<T>(p, config, x, y, out, workspace, stream);
-  });
+  const auto with_type = [&](auto in) {
+    using In = typename decltype(in)::type;
+    const auto launch = [&](auto tile) {
+      // Of floats a warpgroup has 64 rows, since 128 are too many registers.
+      using T = typename decltype(tile)::type;
+      if constexpr (kFloats<T> && T::kRows != 128)
+        return cudaErrorInvalidValue;
+      else
+        return LaunchTile<T>(p, config, x, y, out, workspace, stream);
+    };
+    switch (config.tile) {
+      case Tile::kWgmma128x128:
+        return launch(TypeTag<FilterTile<In, 128, 128>>());
+      case Tile::kWgmma256x64:
+        return launch(TypeTag<FilterTile<In, 256, 64>>());
+      case Tile::kWgmma128x64:
+        return launch(TypeTag<FilterTile<In, 128, 64>>());
+      case Tile::kWgmma64x128:
+        return launch(TypeTag<FilterTile<In, 64, 128>>());
+      case Tile::kWgmma64x64:
+        return launch(TypeTag<FilterTile<In, 64, 64>>());
+      case Tile::kWgmma128x256:
+        return launch(TypeTag<FilterTile<In, 128, 256>>());
+      case Tile::kWgmma256x128:
+        return launch(TypeTag<FilterTile<In, 256, 128>>());
+      case Tile::kWgmma256x160:
+        return launch(TypeTag<FilterTile<In, 256, 160>>());
+      default:
+        return cudaErrorInvalidValue;
+    }
+  };
+  return p.in == DType::kF32    ? with_type(TypeTag<float>())
+         : p.in == DType::kBF16 ? with_type(TypeTag<__nv_bfloat16>())
+                                : with_type(TypeTag<__half>());
 }
 
 }  // namespace jaxdnn::conv

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 #include "cuda/conv/pixel_map.h"
 
@@ -21,12 +22,15 @@ struct Cost {
 Cost CostOf(const TileShape& t, const Problem& p) {
   // Of 16-bit floats and of TF32: forward and data gradient, then the filter gradient, which takes floats in tiles of
   // 128 rows only; and of TF32 forward, with the filter in registers.
-  constexpr Cost k128x128[] = {{600, 4400}, {620, 8000}, {660, 1200}, {680, 1200}, {750, 7000}};
-  constexpr Cost k256x64[] = {{750, 4200}, {830, 9700}, {800, 1600}, {}, {740, 9500}};
-  constexpr Cost k128x64[] = {{420, 4100}, {475, 5100}, {480, 500}, {420, 500}, {450, 5600}};
-  constexpr Cost k64x128[] = {{420, 3450}, {400, 5150}, {480, 0}, {}, {670, 4000}};
-  constexpr Cost k64x64[] = {{355, 3500}, {360, 4100}, {335, 0}, {}, {390, 4150}};
+  constexpr Cost k128x128[] = {{600, 4400}, {620, 8000}, {590, 3500}, {620, 6000}, {750, 7000}};
+  constexpr Cost k256x64[] = {{750, 4200}, {830, 9700}, {740, 4000}, {}, {740, 9500}};
+  constexpr Cost k128x64[] = {{420, 4100}, {475, 5100}, {435, 4000}, {470, 3000}, {450, 5600}};
+  constexpr Cost k64x128[] = {{420, 3450}, {400, 5150}, {420, 3500}, {}, {670, 4000}};
+  constexpr Cost k64x64[] = {{355, 3500}, {360, 4100}, {335, 2500}, {}, {390, 4150}};
   constexpr Cost k128x160[] = {{790, 5500}, {820, 9000}};
+  constexpr Cost k128x256[] = {{}, {}, {1110, 4000}, {1040, 8000}};
+  constexpr Cost k256x128[] = {{}, {}, {1120, 4500}};
+  constexpr Cost k256x160[] = {{}, {}, {1340, 5000}};
   constexpr Cost kCopied = {630, 8300};
   // Across, no other warpgroup hides what is between tiles.
   constexpr Cost k80Across = {440, 1400}, k96Across = {465, 1500}, k160Across = {670, 1800}, k192Across = {785, 1950},
@@ -58,9 +62,54 @@ Cost CostOf(const TileShape& t, const Problem& p) {
       return k192Across;
     case Tile::kWgmma208Across:
       return k208Across;
+    case Tile::kWgmma128x256:
+      return k128x256[which];
+    case Tile::kWgmma256x128:
+      return k256x128[which];
+    case Tile::kWgmma256x160:
+      return k256x160[which];
     default:
       return {};
   }
+}
+
+// Whether pixels do not begin with the sectors that memory is read in.
+bool AreApart(const Problem& p, int64_t channels) { return channels * SizeOf(p.in) % 32 != 0; }
+
+// Of the kernel that makes a transposed copy, which moves its result's bytes so often.
+double TransposingCycles(const Problem& p, const TileShape& t, double moves) {
+  constexpr double kLaunch = 4000;
+  const double bytes = TransposedBytes(p, t);
+  return bytes > 0 ? kLaunch + moves * bytes / (kMultiprocessors * kBytesPerCycle) : 0;
+}
+
+// Of a filter gradient's tiles by so many blocks.
+double FilterCycles(const Problem& p, const TileShape& t, const FilterShape& shape, int64_t blocks) {
+  const Cost cost = CostOf(t, p);
+  const double step = cost.step * (AreApart(p, p.channels) ? 1.45 : 1) * (AreApart(p, p.features) ? 1.45 : 1);
+  const double x_pixels = std::min(p.XPixels(), p.YPixels() * p.Taps());
+  const double elements = p.images * (x_pixels * p.channels + double(p.YPixels()) * p.features);
+  const double memory = elements * SizeOf(p.in) / (kMultiprocessors * kBytesPerCycle);
+  double more = TransposingCycles(p, t, 2);
+  // What dense layers move is not hidden where the warpgroups share their stages.
+  if (p.in == DType::kF32 && std::min(p.channels, p.features) >= 64) more += memory / 2;
+  // Where the warpgroups share a tile, nothing hides how it is stored.
+  const bool together = p.in == DType::kF32 || t.rows * t.columns > 128 * 128;
+  if (blocks == shape.tiles) {
+    const double busy = shape.steps * step, each = std::ceil(blocks / kMultiprocessors);
+    if (together) return each * (busy + cost.tile) + more;
+    return each * std::max(busy, (busy + cost.tile) / 2) + cost.tile + more;
+  }
+  // Blocks that begin at many different steps find less of what they read in the cache. Then comes the kernel that adds
+  // up, and bytes of pieces to and from it; that of exchanged problems is counted elsewhere.
+  constexpr double kApart = 0.0035, kAlike = 7, kSum = 6000, kSecond = 2000;
+  const double byte = p.in == DType::kF32 ? 0.06 : 0.1;
+  const double begins = double(blocks) / std::gcd(blocks, shape.tiles);
+  const double steps = CeilDiv(shape.tiles * shape.steps, blocks), slots = shape.Slots(blocks);
+  const double busy = steps * step * (1 + kApart * std::max(0.0, begins - kAlike)) +
+                      (together ? std::floor(steps / shape.steps) * cost.tile : 0);
+  const double sum = p.exchanged ? 0 : slots == 2 ? kSum + kSecond : kSum;
+  return std::max(busy, memory) + sum + slots * byte * t.rows * t.columns * 4 + more;
 }
 
 }  // namespace
@@ -69,8 +118,13 @@ bool TakesWgmma(const Problem& p, const TileShape& t) {
   const bool filter = p.direction == Direction::kFilterGradient, floats = p.in == DType::kF32;
   if (p.in == DType::kF64 || (floats && (p.products != 1 || (filter && t.rows != 128)))) return false;
   const bool forward = p.direction == Direction::kForward;
-  if (t.columns == 160 && (filter || (forward && !floats))) return false;
-  if (IsAcross(t.tile) && (filter || floats || p.out != p.in)) return false;
+  if (IsAcross(t.tile)) {
+    if (filter || floats || p.out != p.in) return false;
+  } else if (t.rows * t.columns > 128 * 160) {
+    if (!filter) return false;
+  } else if (t.columns == 160 && (filter || (forward && !floats))) {
+    return false;
+  }
   if (t.tile == Tile::kWgmma128x128Copied && !(floats && forward)) return false;
   // One problem and group, lines of whole 16-byte chunks, and rows that 32 bits number.
   const int64_t chunk = 16 / SizeOf(p.in);
@@ -99,42 +153,50 @@ int64_t TransposedBytes(const Problem& p, const TileShape& t) {
   return CeilDiv(p.images * p.YPixels(), depth) * depth * p.features * 4;
 }
 
-double WgmmaCycles(const Problem& p, const TileShape& t, int64_t splits, int64_t cluster) {
+FilterShape FilterShapeOf(const Problem& p, const TileShape& t) {
+  const int64_t line = WgmmaDepth(p.in), units = p.Taps() * CeilDiv(p.channels, line);
+  return {CeilDiv(units, t.rows / line) * CeilDiv(p.features, t.columns), CeilDiv(p.images * p.YPixels(), line),
+          p.exchanged};
+}
+
+std::optional<Config> PlanFilterWgmma(const Problem& p, const TileShape& t, int64_t workspace_limit) {
+  constexpr int64_t kMostBlocks = 132, kLeastSteps = 2;  // that are worth a block
+  const FilterShape shape = FilterShapeOf(p, t);
+  const int64_t all = shape.tiles * shape.steps, piece = t.rows * t.columns * 4, transposed = TransposedBytes(p, t);
+  if (all >= INT32_MAX) return std::nullopt;  // the kernel counts them with 32 bits
+  std::optional<Config> best;
+  const auto consider = [&](int64_t blocks) {
+    const int64_t slots = shape.Slots(blocks), bytes = transposed + blocks * slots * piece;
+    if (bytes > workspace_limit || (slots == 0 && blocks < shape.tiles) || (slots == 2 && p.exchanged)) return;
+    const int64_t parts = CeilDiv(blocks, shape.tiles) + (slots == 2);
+    const double cycles = FilterCycles(p, t, shape, blocks);
+    if (!best || cycles < best->cycles) best = Config{t.tile, parts, 1, blocks, bytes, cycles};
+  };
+  // Blocks of whole tiles; of spans of equal lengths; and of equal parts of one tile each, which are fewer pieces.
+  consider(shape.tiles);
+  const int64_t most = std::min(kMostBlocks, all / kLeastSteps), pieces = (workspace_limit - transposed) / piece;
+  const int64_t spans = std::min(most, pieces / 2), parts = std::min(most, pieces) / shape.tiles;
+  for (int64_t blocks = spans; blocks > spans * 3 / 4; --blocks) consider(blocks);
+  if (parts > 1) consider(parts * shape.tiles);
+  return best;
+}
+
+double WgmmaCycles(const Problem& p, const TileShape& t, int64_t cluster) {
   const Cost cost = CostOf(t, p);
   const Gemm g = GemmOf(p);
-  const int64_t channels = p.DepthChannels(), line = WgmmaDepth(p.in), transposed = TransposedBytes(p, t);
-  // Whether pixels do not begin with the sectors that memory is read in.
-  const auto apart = [&](int64_t n) { return n * SizeOf(p.in) % 32 != 0; };
-  double tiles, steps, longest = 0, more = 0;  // steps of a tile, and of those that have most
-  if (p.direction == Direction::kFilterGradient) {
-    // Rows come in units of a line of channels.
-    const double units = double(p.Taps()) * CeilDiv(p.channels, line);
-    tiles = std::ceil(units / (t.rows / line)) * CeilDiv(p.features, t.columns) * splits;
-    steps =
-        std::ceil(double(g.depth) / splits / line) * (apart(p.channels) ? 1.45 : 1) * (apart(p.features) ? 1.45 : 1);
-    // What dense layers move is not hidden where the warpgroups share their stages.
-    const double x_pixels = std::min(p.XPixels(), p.YPixels() * p.Taps());
-    if (p.in == DType::kF32 && std::min(p.channels, p.features) >= 64)
-      more = p.images * (x_pixels * p.channels + double(p.YPixels()) * p.features) * 4 / 2 /
-             (kMultiprocessors * kBytesPerCycle);
-  } else {
-    double phases = 1, taps_per_tap = 1, most_taps = 1;
-    const Phases f = PhasesOf(p);
-    for (int d = 0; d < kRank; ++d) {
-      phases *= f.period[d], taps_per_tap *= f.tap_period[d];
-      most_taps *= CeilDiv(p.window[d], f.tap_period[d]);
-    }
-    tiles = phases * std::ceil(g.rows / phases / t.rows) * CeilDiv(g.columns, t.columns);
-    // What is left of a pixel's channels takes a load too, which is slower for what it brings.
-    const int64_t left = channels % line;
-    const double last = left == 0 ? 0 : apart(left) ? 2.7 : 1.6, lines = channels / line + last;
-    steps = std::max(1.0, p.Taps() / taps_per_tap * lines);
-    longest = most_taps * lines;
+  const int64_t channels = p.DepthChannels(), line = WgmmaDepth(p.in);
+  double phases = 1, taps_per_tap = 1, most_taps = 1;
+  const Phases f = PhasesOf(p);
+  for (int d = 0; d < kRank; ++d) {
+    phases *= f.period[d], taps_per_tap *= f.tap_period[d];
+    most_taps *= CeilDiv(p.window[d], f.tap_period[d]);
   }
-  // Another kernel, and how often it moves its result's bytes.
-  constexpr double kLaunch = 4000;
-  const double moves = p.direction == Direction::kForward ? 3.3 : 2;
-  if (transposed) more += kLaunch + moves * transposed / (kMultiprocessors * kBytesPerCycle);
+  const double tiles = phases * std::ceil(g.rows / phases / t.rows) * CeilDiv(g.columns, t.columns);
+  // What is left of a pixel's channels takes a load too, which is slower for what it brings.
+  const int64_t left = channels % line;
+  const double last = left == 0 ? 0 : AreApart(p, left) ? 2.7 : 1.6, lines = channels / line + last;
+  const double steps = std::max(1.0, p.Taps() / taps_per_tap * lines);
+  const double longest = most_taps * lines;  // of the tiles that have most
   if (cluster > 1) {
     // Clusters have to fit into the device's groups of multiprocessors, and none has a second tile to hide the first.
     const double clusters = cluster == 2 ? 66 : cluster == 4 ? 30 : 15, exchange = 2000 + t.rows * t.columns / 4;
@@ -143,7 +205,8 @@ double WgmmaCycles(const Problem& p, const TileShape& t, int64_t splits, int64_t
   const double each = std::ceil(tiles / kMultiprocessors), busy = steps * cost.step;
   constexpr double kBegin = 4400;  // until the first step
   if (IsAcross(t.tile)) return std::max(each * (busy + cost.tile), longest * cost.step + cost.tile) + kBegin;
-  return std::max(each * std::max(busy, (busy + cost.tile) / 2), longest * cost.step) + cost.tile + more;
+  return std::max(each * std::max(busy, (busy + cost.tile) / 2), longest * cost.step) + cost.tile +
+         TransposingCycles(p, t, p.direction == Direction::kForward ? 3.3 : 2);
 }
 
 }  // namespace jaxdnn::conv

@@ -15,7 +15,24 @@ int64_t MostBlocks(const Problem& p, const TileShape& t);
 // gradient, and forward, of some tiles, the filter.
 int64_t TransposedBytes(const Problem& p, const TileShape& t);
 
-// The modelled time, but for adding up slices.
-double WgmmaCycles(const Problem& p, const TileShape& t, int64_t splits, int64_t cluster);
+// A filter gradient's tiles and the steps of each, which `blocks` blocks share (filter_spans.cuh): by tiles, or by
+// steps.
+struct FilterShape {
+  int64_t tiles, steps;
+  bool exchanged;  // whole tiles too go to the workspace first: blocks have a part of one tile each, or one
+
+  // Pieces of tiles that a block may have to leave in the workspace.
+  int64_t Slots(int64_t blocks) const {
+    if (blocks % tiles == 0) return blocks > tiles || exchanged;
+    return tiles % blocks == 0 ? 0 : 2;
+  }
+};
+FilterShape FilterShapeOf(const Problem& p, const TileShape& t);
+
+// The best of a filter gradient's configurations of that tile within `workspace_limit` bytes.
+std::optional<Config> PlanFilterWgmma(const Problem& p, const TileShape& t, int64_t workspace_limit);
+
+// The modelled time of the others.
+double WgmmaCycles(const Problem& p, const TileShape& t, int64_t cluster);
 
 }  // namespace jaxdnn::conv

@@ -24,8 +24,9 @@ constexpr int kConsumers = 2;  // warpgroups that multiply
 constexpr int kProducers = 2;  // threads that load, of a warp each
 constexpr int kMaxStages = 8;
 
-// Forward the filter of floats goes through registers (wgmma_held.cuh), or is copied first, `kCopied`.
-template <class In_, int kRows_, int kColumns_, bool kCopied_ = false>
+// Forward the filter of floats goes through registers (wgmma_held.cuh), or is copied first, `kCopied`. Where sums do
+// not leave through shared memory there are no slabs, and more stages.
+template <class In_, int kRows_, int kColumns_, bool kCopied_ = false, bool kSlabs = true>
 struct WgmmaTile {
   using In = In_;
   static constexpr bool kCopied = kCopied_;
@@ -37,8 +38,8 @@ struct WgmmaTile {
                        kBytesB = (kColumns * sizeof(In) + kLineBytes - 1) / kLineBytes * kDepth * kLineBytes,
                        kStageBytes = kBytesA + kBytesB;
   // Sums wait in two slabs of each warpgroup to be stored, to pixels whose numbers stand there too.
-  static constexpr int kStoreBytes = kConsumers * 2 * kSlab, kPixelBytes = kConsumers * kRows * 4,
-                       kBarrierBytes = kMaxStages * 16 + 16;
+  static constexpr int kStoreBytes = kSlabs ? kConsumers * 2 * kSlab : 0,
+                       kPixelBytes = kSlabs ? kConsumers * kRows * 4 : 0, kBarrierBytes = kMaxStages * 16 + 16;
   // Beside them as many stages as fit.
   static constexpr int kStages =
       std::min(kMaxStages, ((227 << 10) - kStoreBytes - kPixelBytes - kBarrierBytes) / kStageBytes);
@@ -94,6 +95,16 @@ __device__ void BeginStage(const Ring<T>& ring, int bytes) {
   hopper::ArriveExpecting(ring.Full(), bytes);
 }
 
+// Until all products are done, and their sums in registers.
+template <class Sums>
+__device__ void WaitForSums(Sums& sums) {
+  hopper::WaitForProducts<0>();
+#pragma unroll
+  for (auto& block : sums)
+#pragma unroll
+    for (float& each : block) asm volatile("" : "+f"(each));
+}
+
 // Who multiplies says when a warp is done with a stage,
 template <class T>
 __device__ void Release(const Ring<T>& ring, int stage) {
@@ -108,12 +119,8 @@ __device__ void BeginTurn(const Ring<T>& ring, int number) {
 // and ends it when all products are issued, of which the last read the stage `last`: then waits for the sums.
 template <class T, class Sums>
 __device__ void EndProducts(const Ring<T>& ring, int last, Sums& sums) {
-  hopper::WaitForProducts<0>();
+  WaitForSums(sums);
   Release(ring, last);
-#pragma unroll
-  for (auto& block : sums)
-#pragma unroll
-    for (float& each : block) asm volatile("" : "+f"(each));
 }
 template <class T, class Sums>
 __device__ void EndTurn(const Ring<T>& ring, int number, int last, Sums& sums) {
@@ -198,8 +205,25 @@ __device__ void StoreSlabs(uint32_t slabs, int warpgroup, const typename T::Sums
     }
 }
 
-// Stores the sums as they are, two columns at a time: address(row) is where the tile's first column of a row is, in
-// elements of `out`, or -1 for no row; of the columns those below `count` exist.
+// Exchanges words among four neighbouring lanes: v[i] becomes what lane i of them has in v[lane].
+__device__ inline void TransposeQuad(uint32_t (&v)[4]) {
+  const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    const uint32_t other = __shfl_xor_sync(~0u, odd ? v[i] : v[i + 1], 1);
+    v[i] = odd ? other : v[i];
+    v[i + 1] = odd ? v[i + 1] : other;
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t other = __shfl_xor_sync(~0u, upper ? v[i] : v[i + 2], 2);
+    v[i] = upper ? other : v[i];
+    v[i + 2] = upper ? v[i + 2] : other;
+  }
+}
+
+// Stores the sums as they are, in whole sectors of memory: address(row) is where the tile's first column of a row is,
+// in elements of `out`, or -1 for no row; of the columns those below `count` exist.
 template <class T, class Out, class Address>
 __device__ void StoreSums(const typename T::Sums& sums, Out* out, int count, const Address& address) {
   const int thread = threadIdx.x % kWarpgroup, lane = thread % 32;
@@ -208,13 +232,25 @@ __device__ void StoreSums(const typename T::Sums& sums, Out* out, int count, con
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int64_t offset = address(m * 64 + thread / 32 * 16 + lane / 4 + 8 * half);
-      if (offset < 0) continue;
+      const auto* v = &sums[m][2 * half];
+      if constexpr (sizeof(Out) == 2) {
 #pragma unroll
-      for (int j = 0; j < T::kColumns / 8; ++j) {
-        const int column = 8 * j + 2 * (lane % 4);
-        if (column < count)
-          *reinterpret_cast<Vec<Out, 2>*>(out + offset + column) = {static_cast<Out>(sums[m][4 * j + 2 * half]),
-                                                                    static_cast<Out>(sums[m][4 * j + 2 * half + 1])};
+        for (int j = 0; j < T::kColumns / 8; j += 4) {
+          uint32_t words[4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) words[i] = Pack<Out>(v[4 * (j + i)], v[4 * (j + i) + 1]);
+          TransposeQuad(words);
+          const int column = 8 * (j + lane % 4);
+          if (offset >= 0 && column < count)
+            *reinterpret_cast<uint4*>(out + offset + column) = {words[0], words[1], words[2], words[3]};
+        }
+      } else {
+#pragma unroll
+        for (int j = 0; j < T::kColumns / 8; ++j) {
+          const int column = 8 * j + 2 * (lane % 4);
+          if (offset >= 0 && column < count)
+            *reinterpret_cast<Vec<Out, 2>*>(out + offset + column) = {v[4 * j], v[4 * j + 1]};
+        }
       }
     }
 }

@@ -39,7 +39,7 @@ class ConvAlgorithm:
   tile: str
   """The instruction, and the rows and columns of the result that a block, or warpgroup, computes at once."""
   splits: int
-  """Slices of the filter gradient's sum, which a second kernel adds up in order."""
+  """Parts, at most, of each of the filter gradient's sums, which a second kernel adds up in order."""
   workspace_bytes: int
   exactness: str
   """The type that sums are kept in, and what float32 operands are rounded to before: 'float32', 'float32 of tf32',

@@ -1,0 +1,132 @@
+// What blocks leave behind of the tiles whose steps several of them have, and the kernel that adds it up.
+//
+// Of a piece of a tile a thread leaves its sums as it has them: in fours, of two columns of a row and of the one 8
+// below, and those of a warp next to each other.
+#pragma once
+
+#include "cuda/conv/filter.cuh"
+#include "cuda/conv/filter_spans.cuh"
+#include "cuda/conv/wgmma_tile.cuh"
+
+namespace jaxdnn::conv {
+
+// The result's rows, which are (tap, channel) pairs in units of a line of channels.
+struct FilterRows {
+  FastDiv lines;  // of channels
+  int units, channels, columns;
+
+  // Where in the result one of them begins, or -1 for no row.
+  template <int kLine>
+  __device__ int64_t Begin(int row) const {
+    const int unit = row / kLine;
+    int line;
+    const int tap = lines.Div(unit, &line), channel = line * kLine + row % kLine;
+    if (unit >= units || channel >= channels) return -1;
+    return (int64_t{tap} * channels + channel) * columns;
+  }
+};
+
+// Fours of a tile.
+template <class T>
+constexpr int kTileFours = T::kRows * T::kColumns / 4;
+
+// Leaves a warpgroup's sums of a tile's piece, from this 64th row on.
+template <class T, class Sums>
+__device__ void LeavePiece(float4* piece, int first, const Sums& sums) {
+  piece += first * (T::kColumns / 8) * kWarpgroup + threadIdx.x % kWarpgroup;
+#pragma unroll
+  for (auto& block : sums)
+#pragma unroll
+    for (int j = 0; j < T::kColumns / 8; ++j, piece += kWarpgroup)
+      *piece = {block[4 * j], block[4 * j + 1], block[4 * j + 2], block[4 * j + 3]};
+}
+
+__device__ inline float4 operator+(float4 a, float4 b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
+
+template <class Out>
+__device__ void StorePair(const StoreInOrder<Out>& store, int64_t i, float first, float second) {
+  *reinterpret_cast<Vec<Out, 2>*>(store.out + i) = {static_cast<Out>(first), static_cast<Out>(second)};
+}
+template <class In, class Out>
+__device__ void StorePair(const StoreExchanged<In, Out>& store, int64_t i, float first, float second) {
+  store(i, first);
+  store(i + 1, second);
+}
+
+// A tile's place, for a kernel that does not know its extents.
+struct PieceTiles {
+  FastDiv fours;                     // of 64 rows, by warps
+  FastDiv eights;                    // of columns
+  int count, rows, columns, of_row;  // tiles of the result, rows and columns of a tile, tiles next to each other
+
+  // Fours of a tile, by warps.
+  __host__ __device__ int Warps() const { return rows * columns / 128; }
+};
+
+// A warp adds up 32 fours of all pieces of a tile, in the order of their blocks; or, of many pieces, kParts warps do,
+// every kParts-th each. Whole tiles are left to be added up too where `whole`.
+constexpr int kSumWarps = 8;
+template <int kLine, int kParts, class Store>
+__global__ void __launch_bounds__(kSumWarps * 32)
+    SumPiecesKernel(const float4* pieces, const __grid_constant__ Spans spans, const __grid_constant__ FilterRows rows,
+                    const __grid_constant__ PieceTiles tiles, bool whole, const __grid_constant__ Store store) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = warp % kParts;
+  const int blocks = tiles.Warps() * kParts / kSumWarps, tile = blockIdx.x / blocks;
+  const int which = (blockIdx.x - tile * blocks) * (kSumWarps / kParts) + warp / kParts, begin = tile * spans.Steps();
+  const int first = spans.BlockOf(begin), last = spans.BlockOf(begin + spans.Steps() - 1);
+  if (first == last && !whole) return;
+  const int64_t fours = tiles.Warps() * 32;
+  pieces += which * 32 + lane;
+  float4 sum = {};
+  if (part == 0) sum = pieces[spans.Slot(first, tile) * fours];
+#pragma unroll 8
+  for (int block = first + (part == 0 ? kParts : part); block <= last; block += kParts)
+    sum = sum + pieces[block * spans.slots * fours];
+  if constexpr (kParts > 1) {
+    __shared__ float4 sums[kSumWarps][32];
+    sums[warp][lane] = sum;
+    __syncthreads();
+    if (part > 0) return;
+#pragma unroll
+    for (int k = 1; k < kParts; ++k) sum = sum + sums[warp + k][lane];
+  }
+  // A warpgroup's four warps have 16 rows each.
+  int eight;
+  const int row_tile = tile / tiles.of_row, sixty_four = tiles.fours.Div(which);
+  tiles.eights.Div(which / 4, &eight);
+  const int column = (tile - row_tile * tiles.of_row) * tiles.columns + eight * 8 + lane % 4 * 2;
+  const int row = row_tile * tiles.rows + sixty_four * 64 + which % 4 * 16 + lane / 4;
+  if (column >= rows.columns) return;
+  const int64_t upper = rows.Begin<kLine>(row), lower = rows.Begin<kLine>(row + 8);
+  if (upper >= 0) StorePair(store, upper + column, sum.x, sum.y);
+  if (lower >= 0) StorePair(store, lower + column, sum.z, sum.w);
+}
+
+// The result, from the pieces that blocks have left of its tiles.
+template <class In>
+cudaError_t SumPieces(const Problem& p, const Spans& spans, const FilterRows& rows, const PieceTiles& tiles,
+                      const float4* pieces, const void* x, const void* y, void* out, cudaStream_t stream) {
+  constexpr int kLine = kLineBytes / sizeof(In);
+  const auto sum = [&](auto store) {
+    using Store = decltype(store);
+    const auto launch = [&](auto kernel, int64_t parts) {
+      return LaunchKernel(kernel, tiles.count * tiles.Warps() * parts / kSumWarps, kSumWarps * 32, stream, pieces,
+                          spans, rows, tiles, p.exchanged, store);
+    };
+    constexpr int kParts = 8, kMany = 16;  // pieces of a tile
+    if (spans.blocks.divisor >= uint32_t(kMany) * tiles.count)
+      return launch(SumPiecesKernel<kLine, kParts, Store>, kParts);
+    return launch(SumPiecesKernel<kLine, 1, Store>, 1);
+  };
+  const auto to = [&](auto* result) {
+    using Out = std::remove_pointer_t<decltype(result)>;
+    if (!p.exchanged) return sum(StoreInOrder<Out>{result});
+    return sum(StoreExchanged<In, Out>{MakeFilterParams(p, 1, 1, 1, 1), static_cast<const In*>(x),
+                                       static_cast<const In*>(y), result});
+  };
+  if constexpr (sizeof(In) == 2)
+    if (p.out != p.in) return to(static_cast<float*>(out));
+  return to(static_cast<In*>(out));
+}
+
+}  // namespace jaxdnn::conv

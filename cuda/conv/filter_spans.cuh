@@ -1,0 +1,84 @@
+// How the tiles of a filter gradient are shared out: the steps of all tiles, one tile's after the other's, are one
+// line, which is cut into spans of equal lengths, a block's each. So all blocks have equally much to do, however many
+// tiles there are, and a block has at most two pieces of tiles, at the ends of its span, and whole ones between them.
+//
+// The decomposition is "stream-K": Osama, Merrill, Cecka, Garland, Owens, "Stream-K: Work-Centric Parallel
+// Decomposition for Dense Matrix-Matrix Multiplication on the GPU", PPoPP 2023.
+#pragma once
+
+#include <cstdint>
+#include <numeric>
+
+#include "cuda/common/fast_div.cuh"
+
+namespace jaxdnn::conv {
+
+// Neighbouring multiprocessors take spans that begin at the same step of their tiles, as far as there are such: they
+// read the same pixels at the same time.
+struct Spans {
+  FastDiv steps;   // of a tile
+  FastDiv blocks;  // at most as many as there are steps
+  int each, rest;  // steps of all tiles, divided by the blocks
+  float share;     // blocks of a step
+  FastDiv alike;   // blocks whose spans begin at the same step of a tile
+  int slots;       // pieces of tiles that a block may have
+
+  Spans() = default;
+  Spans(int64_t tiles, int64_t steps_of_tile, int64_t blocks_of_all, int64_t slots_of_block)
+      : steps(steps_of_tile),
+        blocks(blocks_of_all),
+        each(int(tiles * steps_of_tile / blocks_of_all)),
+        rest(int(tiles * steps_of_tile % blocks_of_all)),
+        share(float(blocks_of_all) / (tiles * steps_of_tile)),
+        alike(std::gcd(tiles, blocks_of_all)),
+        slots(int(slots_of_block)) {}
+
+  __device__ int Steps() const { return steps.divisor; }
+  __device__ int Blocks() const { return blocks.divisor; }
+  __device__ int Begin(int block) const { return block * each + blocks.Div(block * rest); }
+  // The block that is the device's `number`th.
+  __device__ int Block(int number) const {
+    int which;
+    const int begin = alike.Div(number, &which);
+    return which * alike.Div(Blocks()) + begin;
+  }
+  // Who has this step.
+  __device__ int BlockOf(int step) const {
+    int block = min(static_cast<int>(step * share), Blocks() - 1);
+    while (Begin(block) > step) --block;
+    while (Begin(block + 1) <= step) ++block;
+    return block;
+  }
+  __device__ int FirstTile(int block) const { return steps.Div(Begin(block)); }
+  __device__ int LastTile(int block) const { return steps.Div(Begin(block + 1) - 1); }
+  // Where a block leaves its piece of a tile: a second one is its last tile's.
+  __device__ int Slot(int block, int tile) const { return block * slots + (tile > FirstTile(block) ? 1 : 0); }
+};
+
+// The pieces of a block's spans, one after the other: if blocks do not run all at once, it has several.
+struct Pieces {
+  const Spans& spans;
+  int block, tile, first, steps;
+
+  __device__ explicit Pieces(const Spans& s)
+      : spans(s), block(s.Block(blockIdx.x)), number_(blockIdx.x), at_(s.Begin(block)), end_(s.Begin(block + 1)) {}
+
+  __device__ bool Next() {
+    if (at_ == end_) {
+      number_ += gridDim.x;
+      if (number_ >= spans.Blocks()) return false;
+      block = spans.Block(number_);
+      at_ = spans.Begin(block);
+      end_ = spans.Begin(block + 1);
+    }
+    tile = spans.steps.Div(at_, &first);
+    steps = min(spans.Steps() - first, end_ - at_);
+    at_ += steps;
+    return true;
+  }
+
+ private:
+  int number_, at_, end_;
+};
+
+}  // namespace jaxdnn::conv

@@ -1,0 +1,95 @@
+// Tiles of the filter gradient that the two warpgroups compute together: both take every stage, and half of the rows.
+// Those of floats: while one loads its rows into registers, the other's products run. And large ones, of which a stage
+// has more products to what it brings.
+#pragma once
+
+#include "cuda/conv/wgmma_tile.cuh"
+
+namespace jaxdnn::conv {
+
+template <class In, int kRows, int kColumns>
+using FilterTile = WgmmaTile<In, kRows, kColumns, false, false>;
+
+template <class T>
+constexpr bool kFloats = sizeof(typename T::In) == 4;
+
+// Bytes of a unit in a stage, of so many rows.
+template <class T>
+constexpr int kUnitBytes = T::kDepth * kLineBytes;
+
+template <class T>
+constexpr bool kTogether = kFloats<T> || T::kRows * T::kColumns > 128 * 128;
+
+template <class T>
+using HalfTile = WgmmaTile<typename T::In, T::kRows / 2, T::kColumns>;
+
+// sums = A B over the ring's next `steps` stages, at least one, with the rows of A in registers.
+template <class T>
+__device__ void MultiplyHeldStages(Ring<T>& ring, int steps, int warpgroup, typename HalfTile<T>::Sums& sums) {
+  constexpr int kBlocks = HalfTile<T>::kBlocks;
+  const int thread = threadIdx.x % kWarpgroup, lane = thread % 32, warp = thread / 32;
+  // Where in the stage the thread's four elements of the first eight pixels are: two channels of two pixels.
+  uint32_t place[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int channel = (16 * warp + lane / 4 + 8 * (i % 2)) % T::kLine, pixel = lane % 4 * 2 + i / 2;
+    place[i] = warpgroup * kBlocks * T::kSlab + 16 * warp / T::kLine * kUnitBytes<T> + pixel * kLineBytes +
+               ((channel / 4 ^ pixel) << 4) + channel % 4 * 4;
+  }
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
+    hopper::WaitBarrier(ring.Full(), ring.parity);
+    uint32_t a[kBlocks][4][4];
+#pragma unroll
+    for (int m = 0; m < kBlocks; ++m)
+#pragma unroll
+      for (int k = 0; k < 4; ++k)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          asm volatile("ld.shared.b32 %0, [%1];"
+                       : "=r"(a[m][k][i])
+                       : "r"(ring.Data() + place[i] + m * T::kSlab + k * 8 * kLineBytes)
+                       : "memory");
+    const uint64_t b = hopper::Descriptor(ring.Data() + T::kBytesA, T::kSlab);
+    hopper::BeginProducts();
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+#pragma unroll
+      for (int m = 0; m < kBlocks; ++m)
+        hopper::MultiplyHeld<T::kColumns>(sums[m], a[m][k], b + k * (32 >> 4), step > 0 || k > 0);
+    hopper::CommitProducts();
+    WaitForSums(sums);
+    Release(ring, ring.stage);
+    ring.Next();
+  }
+}
+
+// The same of 16-bit floats, from shared memory.
+template <class T>
+__device__ void MultiplyStagesTogether(Ring<T>& ring, int steps, int warpgroup, typename HalfTile<T>::Sums& sums) {
+  constexpr int kBlocks = HalfTile<T>::kBlocks;
+  int last = 0;
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
+    hopper::WaitBarrier(ring.Full(), ring.parity);
+    const uint64_t a = hopper::Descriptor(ring.Data() + warpgroup * kBlocks * T::kSlab, T::kSlab);
+    const uint64_t b = hopper::Descriptor(ring.Data() + T::kBytesA, T::kSlab);
+    hopper::BeginProducts();
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+#pragma unroll
+      for (int m = 0; m < kBlocks; ++m)
+        hopper::Multiply<typename T::In, T::kColumns, true, true>(sums[m],
+                                                                  a + m * (T::kSlab >> 4) + k * (16 * kLineBytes >> 4),
+                                                                  b + k * (16 * kLineBytes >> 4), step > 0 || k > 0);
+    hopper::CommitProducts();
+    hopper::WaitForProducts<1>();
+    if (step > 0) Release(ring, last);
+    last = ring.stage;
+    ring.Next();
+  }
+  WaitForSums(sums);
+  Release(ring, last);
+}
+
+}  // namespace jaxdnn::conv
