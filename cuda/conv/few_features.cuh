@@ -12,7 +12,8 @@ struct FewFeaturesTile {
   using In = In_;
   static constexpr int kLines = kLines_;
   // Of a multiprocessor, for the registers that sums take.
-  static constexpr int kMostThreads = sizeof(In) == 2 ? (kLines <= 4 ? 512 : 384) : (kLines <= 4 ? 384 : 256);
+  static constexpr int kMostThreads =
+      sizeof(In) == 2 ? (kLines == kFewFewLines ? 512 : 384) : (kLines == kFewFewLines ? 384 : 256);
 
   static constexpr int kChunk = 16 / sizeof(In), kChunks = kFewSlotBytes / 16;  // of a slot's pixel
   static constexpr int kDepth = 32 / sizeof(In), kSteps = kFewSlotBytes / 32;   // channels of a step, steps of a slot
@@ -26,16 +27,16 @@ struct FewFeaturesTile {
 
 struct FewFeaturesParams {
   Epilogue epilogue;
-  int height, width, channels;                      // of the operand
-  int result_height, result_width, features;        // the width in elements
+  int height, width, channels;                // of the operand
+  int result_height, result_width, features;  // the width in elements
   int images, window_height, steps, slices;
-  int run, parts, pixels, elements;            // as in FewFeaturesPlan
-  int reach_h, reach_w, stride_h, cell_elements;    // cell_elements of a line of a cell
+  int run, parts, pixels, elements;                    // as in FewFeaturesPlan
+  int reach_h, reach_w, stride_h, cell_elements;       // cell_elements of a line of a cell
   int first_cell_h, first_cell_w, before_h, before_w;  // the last in elements
   int row_bytes, back_bytes, value_log;  // between pixels' values; from one to the next that is added; of a column
-  int cells;                                           // of the columns that a block has
-  // Workers of a problem; those that have a share of all tiles' lines of cells, of as many; theirs, and how many have one
-  // more.
+  int cells;                             // of the columns that a block has
+  // Workers of a problem; those that have a share of all tiles' lines of cells, of as many; theirs, and how many have
+  // one more.
   FastDiv workers, pieces;
   int share, lines, more_lines;
   FastDiv cell_div, features_div, places, cell_lines, channels_div;
@@ -78,7 +79,8 @@ __device__ __forceinline__ void FillElements(const FewFeaturesParams& q, const F
     const int x = (place - before + q.first_cell_w) * q.cell_elements + column - q.before_w;
     const bool exists =
         image < q.images && place >= before && static_cast<unsigned>(x) < static_cast<unsigned>(q.result_width);
-    elements[i] = make_int2(exists ? image * q.result_height * q.result_width + x : -1, pixel * q.row_bytes + (column << q.value_log));
+    elements[i] = make_int2(exists ? image * q.result_height * q.result_width + x : -1,
+                            pixel * q.row_bytes + (column << q.value_log));
   }
 }
 

@@ -6,12 +6,13 @@
 
 namespace jaxdnn::conv {
 
-constexpr int kFewMostFeatures = 8;
-constexpr int kFewMostLines = 7;       // of a window
-constexpr int kFewMostParts = 7;       // of 8 values of a line of a window
-constexpr int kFewPixels = 64;         // of a warp
-constexpr int kFewSlots = 2;           // of a ring of pixels
-constexpr int kFewSlotBytes = 128;     // of a pixel in a slot
+constexpr int kFewMostFeatures = 8;      // and twice as many of a result that has a stride
+constexpr int kFewMostLines = 7;         // of a window
+constexpr int kFewFewLines = 4;          // of one that kernels with fewer registers take
+constexpr int kFewMostParts = 7;         // of 8 values of a line of a window
+constexpr int kFewPixels = 64;           // of a warp
+constexpr int kFewSlots = 2;             // of a ring of pixels
+constexpr int kFewSlotBytes = 128;       // of a pixel in a slot
 constexpr int kFewMostBytes = 99 << 10;  // of shared memory, that every device since sm_80 gives a block
 
 // A dimension of the result, in which results are counted from the first that an operand's pixel 0 adds to. In each
