@@ -1,5 +1,7 @@
 """The kernels of few features: what they take, and problems around their limits against the float64 oracle."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,9 +12,10 @@ from conv_cases import SAME3, ConvCase
 from conv_checks import check_epilogue, coarse
 from conv_oracle import conv as conv_oracle
 from conv_oracle import conv_gradients
+from jaxdnn._conv.fused import fused
 from jaxdnn._conv.primitives import FEW_FEATURES, OPERANDS, convolve, plan
 from jaxdnn._conv.spec import ConvSpec
-from numerics import assert_close, assert_repeatable, exact
+from numerics import assert_close, assert_repeatable, exact, sample
 
 RESULTS = {"forward": "y", "data_gradient": "x"}
 DTYPES = [("bfloat16",) * 2, ("float16",) * 2, ("bfloat16", "float32"), ("float32",) * 2]
@@ -37,6 +40,32 @@ def test_is_chosen(direction, hopper):
       assert first.workspace_bytes == 0 and first.splits == 1
 
 
+@pytest.mark.parametrize("hopper", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_is_chosen_for_gradients_of_first_layers(dtype, hopper):
+  for few, features, window, stride in ((3, 64, 7, 2), (3, 32, 3, 2), (3, 96, 4, 4), (1, 32, 5, 2)):
+    options = dict(spatial=(224, 224), stride=stride, padding="VALID", hopper=hopper)
+    assert algorithms("data_gradient", features, few, dtype, (window,) * 2, **options)[0].name == FEW_FEATURES
+
+
+def takes(dtype="bfloat16", window=(4, 4), padding=((2, 2), (2, 2)), lhs_dilation=(2, 2), hopper=False):
+  """What is chosen forward over a dilated input, or that it is this algorithm."""
+  spec = ConvSpec((1, 1), padding, lhs_dilation, (1, 1), 1, (32, 32), window, None, FEW_FEATURES)
+  x, w = (jax.ShapeDtypeStruct(s, dtype) for s in ((1, 128, 32, 32, 64), (1, *window, 64, 3)))
+  best = plan("y", x, w, dataclasses.replace(spec, algorithm=None), np.dtype(dtype), hopper=hopper)
+  named = plan("y", x, w, spec, np.dtype(dtype), hopper=hopper)
+  assert named is None or best["cycles"] <= named["cycles"]
+  return best["algorithm"], named is not None
+
+
+@pytest.mark.parametrize("hopper", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_is_chosen_over_a_dilated_input(dtype, hopper):
+  assert takes(dtype, hopper=hopper) == (FEW_FEATURES, True)
+  assert takes(dtype, (7, 5), ((-1, 3), (0, 9)), (1, 5), hopper)[1]
+  assert not takes(dtype, (8, 4), hopper=hopper)[1]
+
+
 @pytest.mark.parametrize("direction", RESULTS)
 def test_is_not_offered(direction):
   names = lambda *a, **k: {each.name for each in algorithms(direction, *a, **k)}  # noqa: E731
@@ -48,10 +77,17 @@ def test_is_not_offered(direction):
   assert FEW_FEATURES not in names(64, 9)
   assert FEW_FEATURES not in names(12, 3)
   assert FEW_FEATURES not in names(4, 3, "float32")
+  assert FEW_FEATURES in names(512, 3)
+  assert FEW_FEATURES in names(64, 1, window=(3, 56))
   assert FEW_FEATURES not in names(64, 3, window=(8, 3))
-  assert FEW_FEATURES not in names(512, 3)
-  assert FEW_FEATURES not in names(64, 3, stride=2)
-  assert FEW_FEATURES not in names(64, 3, stride=(1, 2))
+  assert FEW_FEATURES not in names(64, 1, window=(3, 57))
+  assert FEW_FEATURES not in names(64, 8, window=(3, 8))
+  assert FEW_FEATURES not in names(2048, 3)
+  for stride in (2, (1, 2), (9, 1)):
+    assert (FEW_FEATURES in names(64, 3, stride=stride)) == (direction == "data_gradient")
+  assert FEW_FEATURES not in names(64, 3, stride=(1, 4000))
+  assert (FEW_FEATURES in names(64, 16, window=(2, 3), stride=2)) == (direction == "data_gradient")
+  assert FEW_FEATURES not in names(64, 17, window=(2, 3), stride=2)
   assert FEW_FEATURES not in names(64, 3, dilation=2)
   assert FEW_FEATURES not in names(64, 3, "float64")
   assert FEW_FEATURES not in names(64, 3, "float32", precision="high")
@@ -60,10 +96,10 @@ def test_is_not_offered(direction):
   assert FEW_FEATURES not in {each.name for each in algorithms("filter_gradient", 64, 3)}
 
 
-def case(gathered, few, window, batch, spatial, padding=SAME3, name=""):
+def case(gathered, few, window, batch, spatial, padding=SAME3, **more):
   """Forward; `check` has its data gradient with the channels exchanged."""
-  name = name or f"{'x'.join(map(str, window))}.{gathered}-{few}@{'x'.join(map(str, spatial))}"
-  return ConvCase(name, batch, spatial, gathered, window, few, padding=padding)
+  name = f"{'x'.join(map(str, window))}.{gathered}-{few}@{'x'.join(map(str, spatial))} {padding} {more}"
+  return ConvCase(name, batch, spatial, gathered, window, few, padding=padding, **more)
 
 
 PADDINGS = (
@@ -86,6 +122,29 @@ CASES = [
   case(64, 3, (3, 3), 16, (120, 130)),
   case(32, 1, (5, 5), 40, (24, 24), ((4, 4), (4, 4))),
 ]
+
+# Data gradients of these strides, and forward over an operand dilated by as much: windows that lie over each other,
+# side by side and apart; extents that a stride does not divide.
+STRIDES = ((2, 2), (4, 4), (1, 2), (3, 1), (2, 3), (5, 4), (1, 1), (8, 9))
+STRIDED_WINDOWS = ((7, 7), (3, 3), (4, 4), (5, 2), (2, 16), (1, 7), (6, 11), (1, 1), (3, 5))
+STRIDED = [
+  dict(
+    gathered=(8, 24, 64, 40, 96)[n % 5],
+    few=min(1 + 3 * (n + i) % (8 if max(stride) == 1 else 16), 40 // max(window[1], stride[1])),
+    window=window, batch=1 + n % 3, apart=stride, padding=PADDINGS[(n + i) % 6],
+  )
+  for i, stride in enumerate(STRIDES) for n, window in enumerate(STRIDED_WINDOWS)
+]  # fmt: skip
+
+
+def dilated(gathered, few, window, batch, apart, padding, spatial=(7, 23)):
+  """Forward over an input dilated by `apart`."""
+  return case(gathered, few, window, batch, spatial, padding, lhs_dilation=apart)
+
+
+def strided(gathered, few, window, batch, apart, padding, spatial=(25, 97)):
+  """For the data gradient, whose extents are `spatial`."""
+  return case(gathered, few, window, batch, spatial, padding, stride=apart)
 
 
 def check(case, dtype, out_dtype, draw=coarse, results="yx"):
@@ -120,6 +179,24 @@ def test_kernels(dtype, out_dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype, out_dtype", DTYPES)
+def test_strides(dtype, out_dtype):
+  for each in STRIDED:
+    for one, result in ((strided(**each), "x"), (dilated(**each), "y")):
+      assert check(one, dtype, out_dtype, results=result) == 1, one.name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [126, 127, 128, 129, 253, 254, 255, 256, 383, 385])
+def test_columns_around_those_of_blocks(width):
+  """Of a window's line in one, two and three parts; the last in blocks of half as many pixels."""
+  layer = dict(window=(3, 3), batch=2, apart=(2, 2), padding=SAME3, spatial=(9, width))
+  for few in (2, 5, 8):
+    for gathered in (16, 200):
+      assert check(strided(gathered, few, **layer), "bfloat16", "bfloat16", results="x") == 1
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_one_dimension(dtype):
   for window, padding in (((1,), (0, 0)), ((5,), (2, 2)), ((7,), (0, 6))):
@@ -134,6 +211,8 @@ def test_kernels_under_the_sanitizer(dtype):
     assert check(case(gathered, few, window, 3, (5, 19), PADDINGS[3]), dtype, dtype) == 2
     with np.errstate(invalid="ignore"):
       check(case(gathered, few, window, 2, (5, 37)), dtype, dtype, not_finite)
+  for each in STRIDED[:27:4]:
+    assert check(strided(**each), dtype, dtype, results="x") == check(dilated(**each), dtype, dtype, results="y") == 1
 
 
 @pytest.mark.gpu
@@ -145,6 +224,22 @@ def test_random_problems(seed):
   each = case(8 * int(rng.integers(1, 10)), int(rng.integers(1, 9)), window, int(rng.integers(1, 7)), spatial, padding)
   check(each, "bfloat16", "bfloat16")
   check(each, "float32", "float32")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(20))
+def test_random_strides(seed):
+  rng = np.random.default_rng(seed)
+  few = int(rng.integers(1, 9))
+  window = (int(rng.integers(1, 8)), int(rng.integers(1, 1 + min(20, 56 // few))))
+  layer = dict(
+    gathered=8 * int(rng.integers(1, 10)), few=few, window=window, batch=int(rng.integers(1, 5)),
+    apart=tuple(int(v) for v in rng.integers(1, 6, 2)),
+    padding=tuple((int(a), int(b)) for a, b in rng.integers(-2, 7, (2, 2))),
+  )  # fmt: skip
+  for dtype in ("bfloat16", "float32"):
+    check(strided(**layer, spatial=tuple(int(v) for v in rng.integers(25, 90, 2))), dtype, dtype, results="x")
+    check(dilated(**layer, spatial=tuple(int(v) for v in rng.integers(3, 40, 2))), dtype, dtype, results="y")
 
 
 def not_finite(shape, dtype, seed):
@@ -162,6 +257,9 @@ def test_infinities_stay_in_their_windows(dtype, window):
   with np.errstate(invalid="ignore"):
     for gathered, few in ((24, 3), (64, 8)):
       assert check(case(gathered, few, window, 3, (9, 35), ((2, 2), (2, 2))), dtype, dtype, not_finite) == 2
+      layer = min(gathered, 32), few, window, 3
+      assert check(strided(*layer, (2, 2), ((2, 2), (2, 2))), dtype, dtype, not_finite, "x") == 1
+      assert check(dilated(*layer, (2, 2), ((2, 2), (2, 2))), dtype, dtype, not_finite, "y") == 1
 
 
 @pytest.mark.gpu
@@ -186,6 +284,23 @@ def test_batch_of_problems(dtype):
 def test_epilogue(features, activation, dtype, out_dtype):
   shapes = (3, 7, 18, 40), (3, 3, 40, features)
   check_epilogue(FEW_FEATURES, *shapes, dtype, out_dtype, padding="SAME", activation=activation)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype, out_dtype", DTYPES)
+def test_epilogue_over_a_dilated_input(dtype, out_dtype):
+  spec = ConvSpec((1, 1), SAME3, (2, 3), (1, 1), 1, (7, 18), (4, 4), None, FEW_FEATURES)
+  for features in (1, 3, 8):
+    x, w = (jnp.asarray(coarse(s, dtype, i)) for i, s in enumerate(((2, 3, 7, 18, 40), (2, 4, 4, 40, features))))
+    assert plan("y", x, w, spec, np.dtype(out_dtype), hopper=False)
+    y_shape = (2, 3, *spec.y_spatial, features)
+    b, r = (jnp.asarray(sample(s, out_dtype, i)) for i, s in ((2, (2, features)), (3, y_shape)))
+    for bias, residual, kind in ((b, None, None), (None, r, "relu"), (b, r, "gelu")):
+      got, want = (
+        fused(x, w, bias, residual, dataclasses.replace(spec, algorithm=name), np.dtype(out_dtype), kind)
+        for name in (FEW_FEATURES, "implicit_gemm")
+      )
+      assert_close(got, exact(want), out_dtype, terms=640, scale=3 * np.sqrt(640))
 
 
 @pytest.mark.gpu

@@ -1,19 +1,14 @@
-// Forward convolution of few features, and the data gradients that are one.
+// Forward convolution to few features, also over a dilated input, and the data gradients that are one.
 //
-// Results of one to eight channels are a product of eight columns, whose arithmetic is little for the bytes it reads:
-// all of the operand, once. So each warp works by itself, as in grouped.cu: it goes down the lines of 32 columns of the
-// result, and the operand's lines come through a ring in its own part of shared memory, copies running ahead, a slice
-// of the channels at a time where they are many. For each column of the window a line's fragments are loaded, and
-// multiplied into the sums of all lines of the result that the line belongs to. The filter is too large for registers;
-// the block has it in shared memory in the order of the fragments, and two fragments of 16 pixels share what a lane
-// loads of it.
+// Each pixel of the operand is multiplied with all of the window at once: the product's rows are a line's pixels, its
+// columns the values that they add to the result, a line of the window after another. A block goes down the lines of
+// its pixels. A line's values of one line of the window belong to one line of the result, so that those of the next
+// lines are open sums in registers; with a stride several are finished by each of the operand's lines. Along a line,
+// values of neighbouring pixels belong to the same elements. They go through shared memory, and a lane adds those of an
+// element, two lines of the result at once.
 //
-// A line of 3x3 windows on 64 bfloat16 channels takes 24 ldmatrix, 36 loads of the filter and 72 products, of some 430
-// instructions, for its 4 KB. Those take a multiprocessor some 230 cycles at its share of memory; shared memory is busy
-// for about 200 of them, and each scheduler for 110.
-//
-// A line's results are contiguous, some tens of elements. They go through shared memory, so that lanes store
-// neighbours.
+// A line of 128 pixels of 64 bfloat16 channels for a 7x7 window on three, with stride 2, is 672 products of 16x8x16,
+// for 16 KB in and 3 KB out.
 #include "cuda/conv/few_features.cuh"
 #include "cuda/conv/few_features.h"
 #include "cuda/conv/mma.h"
@@ -21,170 +16,263 @@
 namespace jaxdnn::conv {
 namespace {
 
-// A line's slice at `slot`, times the filter at `filter`. `pixel` are those of the lane's rows of the fragments.
+// A part of the lines of the window from `first` on, 8 values of each, times a slice of a warp's pixels at `pixels`.
 template <class T>
-__device__ __forceinline__ void MultiplySlice(const FewFeaturesParams& q, uint32_t slot,
-                                              const unsigned (&pixel)[T::kParts], const uint2* filter, int steps,
-                                              typename T::Sums& sums) {
-  const int height = T::kAnyHeight ? q.window_height : T::kRows, step_words = height * 32;
-  const int chunk = threadIdx.x % 32 / 16;
-#pragma unroll 1
-  for (int s = 0; s < q.window_width; ++s) {
-    uint32_t place[T::kParts];
+__device__ __forceinline__ void MultiplySlice(uint32_t pixels, uint32_t filter, const int (&lines)[(T::kLines + 1) / 2],
+                                              int steps, int first, typename T::Sums& sums) {
+  const auto multiply = [&](int step, auto all) {
+    uint32_t a[T::kBlocks][4];
 #pragma unroll
-    for (int i = 0; i < T::kParts; ++i) place[i] = slot + T::Places::At(pixel[i] + s, chunk);
-    const auto multiply = [&](int step) {
-      uint32_t a[T::kParts][4];
-#pragma unroll
-      for (int i = 0; i < T::kParts; ++i) {
-        LoadMatrices<false>(a[i], place[i] ^ (32 * step));
-        if constexpr (sizeof(typename T::In) == 4) RoundToTf32(a[i]);
-      }
-      const uint2* const words = filter + step * step_words;
-#pragma unroll
-      for (int j = 0; j < T::kRows; ++j) {
-        if (j < height) {
-          const uint2 b = words[j * 32];
-#pragma unroll
-          for (int i = 0; i < T::kParts; ++i) Mma<typename T::In>(sums[j][i], a[i], b.x, b.y);
-        }
-      }
-    };
-    if (steps == T::kSteps) {
-#pragma unroll
-      for (int step = 0; step < T::kSteps; ++step) multiply(step);
-    } else {
-#pragma unroll 1
-      for (int step = 0; step < steps; ++step) multiply(step);
+    for (int i = 0; i < T::kBlocks; ++i) {
+      LoadMatrices<false>(a[i], (pixels ^ 32 * step) + i * 16 * kFewSlotBytes);
+      if constexpr (sizeof(typename T::In) == 4) RoundToTf32(a[i]);
     }
-    filter += q.steps * step_words;
-  }
-}
-
-// Where the elements of a line of the block's columns go, counted from the first element of the result's first line; -1
-// where there is no such column.
-template <class T>
-__device__ __forceinline__ void FillPlaces(const FewFeaturesParams& q, const GroupedBlock& block, int problem,
-                                           int* to) {
-  const int columns = block.Columns(q);
-  for (int i = threadIdx.x % 32; i < T::kColumns * q.features; i += 32) {
-    int feature, x;
-    const int column = q.features_div.Div(i, &feature);
-    const int image = q.image_columns.Div(block.first_column + column, &x);
-    const int line = (problem * q.images + image) * q.result_height + block.first_line;
-    to[i] = column < columns ? (line * q.result_width + x) * q.features + feature : -1;
-  }
-}
-
-// Puts a line's results side by side.
-template <class T>
-__device__ __forceinline__ void GatherLine(const FewFeaturesParams& q, const float (&sums)[T::kParts][4], float* line) {
-  const int lane = threadIdx.x % 32, feature = 2 * (lane % 4);
 #pragma unroll
-  for (int i = 0; i < 2 * T::kParts; ++i) {
-    float* const to = line + (8 * i + lane / 4) * q.features + feature;
-    if (feature < q.features) to[0] = sums[i / 2][i % 2 * 2];
-    if (feature + 1 < q.features) to[1] = sums[i / 2][i % 2 * 2 + 1];
+    for (int line = 0; line < T::kLines; line += 2) {
+      if (!decltype(all)::value && line + 1 < first) continue;
+      uint32_t b[4];
+      LoadMatrices<false>(b, filter + (lines[line / 2] ^ 32 * step));
+      if constexpr (sizeof(typename T::In) == 4) RoundToTf32(b);
+#pragma unroll
+      for (int i = 0; i < T::kBlocks; ++i) Mma<typename T::In>(sums[line][i], a[i], b[0], b[1]);
+      if (line + 1 < T::kLines) {
+#pragma unroll
+        for (int i = 0; i < T::kBlocks; ++i) Mma<typename T::In>(sums[line + 1][i], a[i], b[2], b[3]);
+      }
+    }
+  };
+  if (first > 0) {
+#pragma unroll 1
+    for (int step = 0; step < steps; ++step) multiply(step, std::false_type());
+  } else if (steps == T::kSteps) {
+#pragma unroll
+    for (int step = 0; step < T::kSteps; ++step) multiply(step, std::true_type());
+  } else {
+#pragma unroll 1
+    for (int step = 0; step < steps; ++step) multiply(step, std::true_type());
   }
 }
 
-// Stores them `offset` elements after their places.
-template <class Out>
-__device__ __forceinline__ void StoreLine(const FewFeaturesParams& q, const float* line, const int* places, int columns,
-                                          int64_t bias, int offset, Out* out) {
-  const int lane = threadIdx.x % 32, all = columns * q.features;
-  if (!q.finish) {
-#pragma unroll 4
-    for (int i = lane; i < all; i += 32)
-      if (places[i] >= 0) out[places[i] + offset] = static_cast<Out>(line[i]);
-    return;
-  }
+// Values of a column and the next one, of one or two lines of the result.
+__device__ __forceinline__ void StoreValues(uint32_t shared, float first, float second) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(shared), "f"(first), "f"(second) : "memory");
+}
+__device__ __forceinline__ void StoreValues(uint32_t shared, float2 first, float2 second) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "f"(first.x), "f"(first.y), "f"(second.x),
+               "f"(second.y)
+               : "memory");
+}
+
+__device__ __forceinline__ void AddValues(uint32_t shared, float (&sums)[1]) {
+  float value;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(shared) : "memory");
+  sums[0] += value;
+}
+__device__ __forceinline__ void AddValues(uint32_t shared, float (&sums)[2]) {
+  float first, second;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(first), "=f"(second) : "r"(shared) : "memory");
+  sums[0] += first;
+  sums[1] += second;
+}
+
+// Adds up the pixels' values of kCount lines of the result, and stores them `offset` elements after the places.
+template <int kCount, bool kFinish, class Out>
+__device__ __forceinline__ void StoreLines(const FewFeaturesParams& q, uint32_t values, const int2* elements,
+                                           int offset, int problem, Out* out) {
+  constexpr int kAtOnce = 4;
 #pragma unroll 1
-  for (int i = lane; i < all; i += 32) {
-    if (places[i] < 0) continue;
-    const int at = places[i] + offset;
-    int feature;
-    q.features_div.Div(i, &feature);
-    float v[] = {line[i]};
-    Add<Out>(v, q.epilogue.bias, bias + feature);
-    Add<Out>(v, q.epilogue.residual, at);
-    Activate<Out>(v, q.epilogue.activation);
-    out[at] = static_cast<Out>(v[0]);
+  for (int base = threadIdx.x; base < q.elements; base += kAtOnce * blockDim.x) {
+    int places[kAtOnce];
+    uint32_t from[kAtOnce];
+    float sums[kAtOnce][kCount] = {};
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+      const int i = base + k * blockDim.x;
+      const int2 element = elements[min(i, q.elements - 1)];
+      places[k] = i < q.elements ? element.x : -1;
+      from[k] = values + element.y;
+    }
+#pragma unroll 1
+    for (int j = 0; j < q.reach_w; ++j) {
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k, from[k - 1] += q.back_bytes) AddValues(from[k], sums[k]);
+    }
+    if constexpr (!kFinish) {
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        Out* const to = out + (places[k] + offset);
+#pragma unroll
+        for (int line = 0; line < kCount; ++line)
+          if (places[k] >= 0) to[line * q.result_width] = static_cast<Out>(sums[k][line]);
+      }
+    } else {
+      static_assert(kCount == 1);
+      float results[kAtOnce];
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) results[k] = sums[k][0];
+#pragma unroll 1
+      for (int k = 0; k < kAtOnce; ++k, Rotate<1>(results), Rotate<1>(places)) {
+        const int at = places[0] + offset;
+        if (places[0] < 0) continue;
+        int feature;
+        q.features_div.Div(places[0], &feature);
+        float v[] = {results[0]};
+        Add<Out>(v, q.epilogue.bias, int64_t{problem} * q.features + feature);
+        Add<Out>(v, q.epilogue.residual, problem * q.out_problem + at);
+        Activate<Out>(v, q.epilogue.activation);
+        out[at] = static_cast<Out>(v[0]);
+      }
+    }
   }
+}
+
+// Stores line `line` of the result, whose values are at `values`, and if there are `both` the next one, whose values
+// are beside: those that there are.
+template <class Out>
+__device__ __forceinline__ void StoreResult(const FewFeaturesParams& q, uint32_t values, const int2* elements, int line,
+                                            bool both, int problem, Out* out) {
+  const int first = max(line, 0), end = min(line + (both ? 2 : 1), q.result_height);
+  if (q.finish) {
+#pragma unroll 1
+    for (int i = first; i < end; ++i)
+      StoreLines<1, true>(q, values + (i - line) * 4, elements, i * q.result_width, problem, out);
+  } else if (end - first == 2) {
+    StoreLines<2, false>(q, values, elements, first * q.result_width, problem, out);
+  } else if (end - first == 1) {
+    StoreLines<1, false>(q, values + (first - line) * 4, elements, first * q.result_width, problem, out);
+  }
+}
+
+// A later line of the window comes first. Sums of lines that it does not have are of no use.
+template <class T, int kCount>
+__device__ __forceinline__ void NextLines(const FewFeaturesParams& q, typename T::Sums& sums) {
+#pragma unroll
+  for (int i = 0; i < T::kLines; ++i)
+#pragma unroll
+    for (int j = 0; j < T::kBlocks; ++j)
+#pragma unroll
+      for (int k = 0; k < 4; ++k)
+        sums[i][j][k] = i + kCount < T::kLines && i + kCount < q.window_height ? sums[i + kCount][j][k] : 0;
 }
 
 template <class T>
-__global__ void __launch_bounds__(T::kThreads, T::kBlocks)
+__global__ void __launch_bounds__(T::kMostThreads)
     FewFeaturesKernel(const __grid_constant__ FewFeaturesParams q, const typename T::In* in,
                       const typename T::In* filter, void* out) {
   extern __shared__ __align__(128) unsigned char shared[];
-  // A block's warps are of one problem.
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const GroupedWork work(q, blockIdx.x * T::kWarps + warp);
-  const uint32_t ring = SharedAddress(shared) + warp * (T::kSlots * T::kSlotBytes);
-  unsigned char* const results = shared + T::kWarps * T::kSlots * T::kSlotBytes;
-  float* const line_results = reinterpret_cast<float*>(results + warp * T::kResultBytes);
-  int* const places = reinterpret_cast<int*>(line_results + T::kResults);
-  uint2* const words = reinterpret_cast<uint2*>(results + T::kWarps * T::kResultBytes);
-  FillFilter<T>(q, filter + work.problem * q.filter_problem, words);
-  __syncthreads();
+  const int strip = warp / q.parts, part = warp - strip * q.parts;
+  const int slot_bytes = q.pixels * kFewSlotBytes;
+  const int slice_bytes = ((q.window_height - 1) * q.run + 8 * q.parts) * kFewSlotBytes;
+  const uint32_t ring = SharedAddress(shared);
+  unsigned char* const filter_lines = shared + kFewSlots * slot_bytes;
+  unsigned char* const value_lines = filter_lines + q.slices * slice_bytes;
+  const int value_bytes = q.pixels * q.row_bytes;
+  int2* const elements = reinterpret_cast<int2*>(value_lines + value_bytes);
+  int* const from = reinterpret_cast<int*>(elements + q.elements);
+  int worker, piece;
+  const int problem = q.workers.Div(blockIdx.x, &worker);
+  const int share = q.pieces.Div(worker, &piece);
+  int at = share * q.share + piece * q.lines + min(piece, q.more_lines);
+  const int end = at + q.lines + (piece < q.more_lines);
+  in += problem * q.in_problem;
+  const bool floats = sizeof(typename T::In) == 4 || q.wide;
+  out = static_cast<char*>(out) + problem * q.out_problem * (floats ? sizeof(float) : sizeof(typename T::In));
+  asm volatile("" : "+l"(out));  // else the compiler prefers to compute it again for each element
+  FillFilter<T>(q, filter + problem * q.filter_problem, filter_lines);
+  // Columns that no value is stored to are added too.
+  if (q.reach_w * q.cell_elements > 8 * q.parts)
+    for (int i = threadIdx.x * 16; i < value_bytes; i += blockDim.x * 16)
+      *reinterpret_cast<float4*>(value_lines + i) = make_float4(0, 0, 0, 0);
 
-  const int height = T::kAnyHeight ? q.window_height : T::kRows;
-  for (int at = work.first_line; at < work.end_line;) {
-    const GroupedBlock block(q, at, work.end_line);
-    const int lines = block.lines + height - 1, items = lines * q.slices;
-    at += block.lines;
-    // Nobody reads the lines and places of the columns before any more.
-    __syncwarp();
-    FewFeaturesStrip<T> strip(q, block, work.problem);
-    constexpr int kAhead = T::kSlots - 1;
+  // The lane's rows of the matrices that it loads: of its pixels, and of the values of two lines of the window.
+  const int of_pixels = T::Places::At(strip * kFewPixels + lane % 16, lane / 16);
+  int of_lines[(T::kLines + 1) / 2];
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) strip.Copy(q, in, ring + i * T::kSlotBytes, i < items);
-    FillPlaces<T>(q, block, work.problem, places);
-    // Rows of a fragment are columns; those that there are not read what the last one does.
-    unsigned pixel[T::kParts];
-#pragma unroll
-    for (int i = 0; i < T::kParts; ++i) {
-      const int column = block.first_column + min(16 * i + lane % 16, block.Columns(q) - 1);
-      pixel[i] = strip.Padded(q, column) - strip.Padded(q, block.first_column);
-      // Else the compiler prefers to compute them again for each column of the window.
-      asm volatile("" : "+r"(pixel[i]));
-    }
+  for (int i = 0; i < (T::kLines + 1) / 2; ++i) {
+    const int line = min(2 * i + lane / 16, q.window_height - 1);
+    of_lines[i] = T::Places::At(line * q.run + 8 * part + lane % 8, lane / 8 % 2);
+  }
+  const int column = 8 * part + 2 * (lane % 4);
+  const bool pairs = q.stride_h > 1;
+  const uint32_t values = SharedAddress(value_lines);
+  const uint32_t to = values + (strip * kFewPixels + lane / 4) * q.row_bytes + column * (pairs ? 8 : 4);
+
+  while (at < end) {
+    const FewFeaturesBlock block(q, at, end);
+    at += block.end_cell - block.first_cell;
+    // Nobody reads the places and slots of the columns before any more.
+    __syncthreads();
+    FillPlaces(q, block, from);
+    __syncthreads();
+    const int first_line = block.first_cell - (q.reach_h - 1);
+    int next_line = max(first_line, 0), next_slice = 0;
+    const int end_line = min(block.end_cell, q.height);
+    const auto copy = [&](uint32_t slot) {
+      if (next_line < end_line) {
+        CopySlice<T>(q, in, from, next_line, next_slice, slot);
+        if (++next_slice == q.slices) {
+          next_slice = 0;
+          ++next_line;
+        }
+      }
+      CommitCopies();
+    };
+    constexpr int kAhead = kFewSlots - 1;
+    uint32_t slot = ring;
+#pragma unroll 1
+    for (int i = 0; i < kAhead; ++i) copy(ring + i * slot_bytes);
+    FillElements(q, block, elements);
 
     typename T::Sums sums = {};
-    uint32_t slot = ring;
-    int item = 0, offset = 0;
 #pragma unroll 1
-    for (int line = 0; line < lines; ++line) {
+    for (int line = first_line; line < block.end_cell; ++line) {
+      if (line >= 0 && line < end_line) {
+        const int first = (block.first_cell - line) * q.stride_h;  // of the window's lines that results are left of
 #pragma unroll 1
-      for (int slice = 0; slice < q.slices; ++slice, ++item) {
-        WaitForCopies<kAhead - 1>();
-        // Every lane's copies are here, and nobody reads the slice before any more.
-        __syncwarp();
-        constexpr int kLast = kAhead * T::kSlotBytes;
-        strip.Copy(q, in, slot == ring ? ring + kLast : slot - T::kSlotBytes, item + kAhead < items);
-        const int first = slice * T::kSteps;
-        MultiplySlice<T>(q, slot, pixel, words + first * height * 32 + lane, min(T::kSteps, q.steps - first), sums);
-        slot = slot == ring + kLast ? ring : slot + T::kSlotBytes;
-      }
-      if (line >= height - 1) {
-        GatherLine<T>(q, sums[0], line_results);
-        __syncwarp();
-        const int64_t bias = int64_t{work.problem} * q.features;
-        if (sizeof(typename T::In) == 4 || q.wide) {
-          StoreLine(q, line_results, places, q.columns, bias, offset, static_cast<float*>(out));
-        } else {
-          StoreLine(q, line_results, places, q.columns, bias, offset, static_cast<typename T::In*>(out));
+        for (int slice = 0; slice < q.slices; ++slice) {
+          WaitForCopies<kAhead - 1>();
+          // Everyone's copies are here, and nobody reads the slice before any more.
+          __syncthreads();
+          copy(slot == ring ? ring + kAhead * slot_bytes : slot - slot_bytes);
+          MultiplySlice<T>(slot + of_pixels, SharedAddress(filter_lines) + slice * slice_bytes, of_lines,
+                           min(T::kSteps, q.steps - slice * T::kSteps), first, sums);
+          slot = slot == ring + kAhead * slot_bytes ? ring : slot + slot_bytes;
         }
-        offset += q.result_width * q.features;
       }
-      // The next line of the result comes first.
+#pragma unroll 1
+      for (int i = 0; i < q.stride_h; i += 2) {
+        const bool both = i + 1 < q.stride_h;
+        if (line >= block.first_cell) {
+          // Nobody reads the values before any more. Of an operand's line, everyone has waited for its copies.
+          if (i > 0 || line < 0 || line >= end_line) __syncthreads();
+          const bool more = i > 0 || q.window_height > 1;  // else the second is no line of the window
 #pragma unroll
-      for (int j = 0; j < T::kRows; ++j)
-#pragma unroll
-        for (int i = 0; i < T::kParts; ++i)
-#pragma unroll
-          for (int k = 0; k < 4; ++k) sums[j][i][k] = j + 1 < T::kRows ? sums[j + 1][i][k] : 0;
+          for (int k = 0; k < 2 * T::kBlocks; ++k) {
+            const uint32_t place = to + 8 * k * q.row_bytes;
+            const float (&a)[4] = sums[0][k / 2], (&b)[4] = sums[1][k / 2];
+            const int n = k % 2 * 2;
+            if (pairs) {
+              StoreValues(place, column < q.run ? make_float2(a[n], more ? b[n] : 0) : float2(),
+                          column + 1 < q.run ? make_float2(a[n + 1], more ? b[n + 1] : 0) : float2());
+            } else {
+              StoreValues(place, column < q.run ? a[n] : 0, column + 1 < q.run ? a[n + 1] : 0);
+            }
+          }
+          __syncthreads();
+          const int y = line * q.stride_h - q.before_h + i;
+          if (floats) {
+            StoreResult(q, values, elements, y, both, problem, static_cast<float*>(out));
+          } else {
+            StoreResult(q, values, elements, y, both, problem, static_cast<typename T::In*>(out));
+          }
+        }
+        if (both) {
+          NextLines<T, 2>(q, sums);
+        } else {
+          NextLines<T, 1>(q, sums);
+        }
+      }
     }
   }
 }
@@ -194,81 +282,85 @@ cudaError_t LaunchTile(const Problem& problem, const void* operand, const void* 
                        const Epilogue& epilogue, cudaStream_t stream) {
   using In = typename T::In;
   const Problem p = AsForward(problem);
+  const FewFeaturesPlan plan(p);
+  const FewAxis &lines = plan.lines, &columns = plan.columns;
   FewFeaturesParams q = {};
   q.epilogue = epilogue;
   q.finish = !IsNone(epilogue);
   q.wide = p.out != p.in;
-  q.batch = int(p.batch);
+  q.mirrored = problem.direction == Direction::kDataGradient;
   q.images = int(p.images);
   q.height = int(p.x[1]);
   q.width = int(p.x[2]);
-  q.pad_h = int(p.pad[1]);
-  q.pad_w = int(p.pad[2]);
-  q.result_height = int(p.y[1]);
-  q.result_width = int(p.y[2]);
-  q.image_lines = FastDiv(p.y[1]);
-  q.image_columns = FastDiv(p.y[2]);
-  const int overlap = int(p.window[2]) - 1;
-  q.padded_width = FastDiv(p.y[2] + overlap);
-  q.all_columns = int(p.images * p.y[2]);
-  q.columns = ColumnsOfWarp(T::kColumns, 1, overlap, T::kPixels, p.images, p.y[2]);
   q.channels = int(p.channels);
   q.features = int(p.features);
-  q.features_div = FastDiv(p.features);
-  q.mirrored = problem.direction == Direction::kDataGradient;
+  q.result_height = int(p.y[1]);
+  q.result_width = int(p.y[2] * p.features);
   q.window_height = int(p.window[1]);
-  q.window_width = int(p.window[2]);
-  q.steps = int(FewFeaturesSteps(p));
-  q.slices = int(CeilDiv(q.steps, T::kSteps));
+  q.steps = int(plan.steps);
+  q.slices = int(plan.slices);
+  q.run = int(plan.run);
+  q.parts = int(plan.parts);
+  q.row_bytes = int(plan.RowBytes());
+  q.back_bytes = int(columns.stride * p.features * plan.ValueBytes() - plan.RowBytes());
+  q.value_log = plan.ValueBytes() == 8 ? 3 : 2;
+  q.pixels = int(plan.Pixels());
+  q.cells = int(plan.cells);
+  q.elements = int(plan.Elements(p));
+  q.reach_h = int(lines.reach);
+  q.reach_w = int(columns.reach);
+  q.stride_h = int(lines.stride);
+  q.cell_elements = int(columns.stride * p.features);
+  q.first_cell_h = int(lines.first_cell);
+  q.first_cell_w = int(columns.first_cell);
+  q.before_h = int(lines.before);
+  q.before_w = int(columns.before * p.features);
+  q.cell_div = FastDiv(q.cell_elements);
+  q.features_div = FastDiv(p.features);
+  q.channels_div = FastDiv(p.channels);
+  q.places = FastDiv(plan.Places());
+  q.cell_lines = FastDiv(lines.cells);
+  q.pixel_chunks = int(p.channels / T::kChunk);
+  q.line_chunks = int(p.x[2] * q.pixel_chunks);
+  q.in_problem = p.images * p.XPixels() * p.channels;
   q.filter_problem = p.Taps() * p.channels * p.features;
-  q.in_line = uint32_t(p.x[2] * p.channels / 4);
+  q.out_problem = p.images * p.YPixels() * p.features;
 
   const auto kernel = FewFeaturesKernel<T>;
-  Grid grid = {0, T::kThreads, size_t(T::kWarps * T::kWarpBytes + FewFeaturesFilterBytes(p))};
+  Grid grid = {0, int(32 * plan.strips * plan.parts), size_t(plan.SharedBytes(p))};
   int64_t resident;
   if (const cudaError_t e = ResidentBlocks(kernel, grid, &resident); e != cudaSuccess) return e;
   // A worker's lines should be some more than it reads besides.
-  constexpr int kLeastLines = 4;
-  const int64_t lines = CeilDiv(q.all_columns, q.columns) * p.y[1];
-  const int64_t places = std::max<int64_t>(1, resident / p.batch);
-  const int64_t blocks = std::min(places, CeilDiv(lines, kLeastLines * T::kWarps)), workers = blocks * T::kWarps;
-  q.parts = FastDiv(1);
-  q.workers = FastDiv(workers);
-  q.lines = int(lines / workers);
-  q.more_lines = int(lines % workers);
-  grid.blocks = blocks * p.batch;
+  constexpr int kLeastLines = 2;
+  const int64_t all = plan.tiles * lines.cells, beside = lines.reach - 1;
+  const int64_t workers = std::min(std::max<int64_t>(1, resident / p.batch), CeilDiv(all, kLeastLines));
+  // Equal shares of all lines are mostly of two tiles, and read beside each; those of a tile may be fewer.
+  const int64_t of_tile = workers / plan.tiles;
+  const bool apart = of_tile > 0 && CeilDiv(lines.cells, of_tile) <= CeilDiv(all, workers) + beside;
+  q.pieces = FastDiv(apart ? of_tile : workers);
+  q.workers = FastDiv(apart ? of_tile * plan.tiles : workers);
+  q.share = int(apart ? lines.cells : all);
+  q.lines = q.share / int(q.pieces.divisor);
+  q.more_lines = q.share % int(q.pieces.divisor);
+  grid.blocks = q.workers.divisor * p.batch;
   return LaunchKernel(kernel, grid, stream, q, static_cast<const In*>(operand), static_cast<const In*>(filter), out);
-}
-
-template <class In>
-cudaError_t LaunchType(const Problem& p, const void* operand, const void* filter, void* out, const Epilogue& epilogue,
-                       cudaStream_t stream) {
-  const auto with_chunks = [&](auto chunks) {
-    constexpr int kChunks = decltype(chunks)::value;
-    const auto launch = [&](auto tile) {
-      return LaunchTile<typename decltype(tile)::type>(p, operand, filter, out, epilogue, stream);
-    };
-    if (p.window[1] == 3) return launch(TypeTag<FewFeaturesTile<In, 3, false, kChunks>>());
-    if (p.window[1] == 5) return launch(TypeTag<FewFeaturesTile<In, 5, false, kChunks>>());
-    return launch(TypeTag<FewFeaturesTile<In, kFewMostWindow, true, kChunks>>());
-  };
-  using Widest = FewFeaturesTile<In, 3, false, 8>;
-  const bool wide = p.DepthChannels() * int64_t{sizeof(In)} > Widest::kBytes / 2 &&
-                    FewFeaturesFilterBytes(AsForward(p)) <= Widest::kMostFilterBytes;
-  return wide ? with_chunks(std::integral_constant<int, Widest::kChunks>())
-              : with_chunks(std::integral_constant<int, Widest::kChunks / 2>());
 }
 
 }  // namespace
 
 cudaError_t LaunchFewFeatures(const Problem& p, const void* operand, const void* filter, void* out,
                               const Epilogue& epilogue, cudaStream_t stream) {
-  if (!IsVectorAligned(operand)) {
+  if (!IsVectorAligned(operand) || !IsVectorAligned(filter)) {
     const Config config = {Tile::kMma128x64, 1, 0, 0};
     return LaunchDataMma(p, config, operand, filter, out, epilogue, stream);
   }
   return VisitSingleDType(p.in, [&](auto in) {
-    return LaunchType<typename decltype(in)::type>(p, operand, filter, out, epilogue, stream);
+    using In = typename decltype(in)::type;
+    const auto launch = [&](auto tile) {
+      return LaunchTile<typename decltype(tile)::type>(p, operand, filter, out, epilogue, stream);
+    };
+    return p.window[1] <= kFewFewLines ? launch(TypeTag<FewFeaturesTile<In, kFewFewLines>>())
+                                       : launch(TypeTag<FewFeaturesTile<In, kFewMostLines>>());
   });
 }
 

@@ -1,4 +1,4 @@
-// What a warp of the kernels of few features works on: its pixels in shared memory, and its block's filter there.
+// What a block of the kernels of few features works on: its pixels and its filter in shared memory.
 #pragma once
 
 #include "cuda/conv/few_features_plan.h"
@@ -6,124 +6,165 @@
 
 namespace jaxdnn::conv {
 
-// A warp has 32 columns of the result, and reads up to kChunks 16-byte chunks of a pixel's channels at once. Windows
-// are kRows high, or (kAnyHeight) at most that.
-template <class In_, int kRows_, bool kAnyHeight_, int kChunks_>
+// Windows are at most kLines high. A warp has kFewPixels pixels, times a part of their windows' lines.
+template <class In_, int kLines_>
 struct FewFeaturesTile {
   using In = In_;
-  static constexpr int kRows = kRows_, kChunks = kChunks_;
-  static constexpr bool kAnyHeight = kAnyHeight_;
-  static constexpr int kWarps = 4, kThreads = 32 * kWarps, kBlocks = kChunks == 8 ? 3 : 4;
-  static constexpr int kColumns = 32, kParts = kColumns / 16;  // of the product's rows
+  static constexpr int kLines = kLines_;
+  // Of a multiprocessor, for the registers that sums take.
+  static constexpr int kMostThreads =
+      sizeof(In) == 2 ? (kLines == kFewFewLines ? 512 : 384) : (kLines == kFewFewLines ? 384 : 256);
 
-  static constexpr int kChunk = 16 / sizeof(In), kChannels = kChunks * kChunk, kBytes = kChunks * 16;
-  static constexpr int kSteps = kBytes / 32, kDepth = 32 / sizeof(In);  // and channels of a step
+  static constexpr int kChunk = 16 / sizeof(In), kChunks = kFewSlotBytes / 16;  // of a slot's pixel
+  static constexpr int kDepth = 32 / sizeof(In), kSteps = kFewSlotBytes / 32;   // channels of a step, steps of a slot
+  static constexpr int kBlocks = kFewPixels / 16;                               // of the product's rows
 
-  // A ring of lines of a slice of the channels.
-  static constexpr int kPixels = 40, kApart = 32 / kChunks, kCopies = kPixels / kApart;
-  static constexpr int kSlotBytes = kPixels * kBytes, kSlots = kChunks == 8 ? 3 : 4;
-  // A warp's results of a line, on their way to lanes that store neighbours; and where they go.
-  static constexpr int kResults = kColumns * kFewMostFeatures, kResultBytes = kResults * 8;
-  static constexpr int kWarpBytes = kSlots * kSlotBytes + kResultBytes;
-  // What every device since sm_80 gives a block leaves so much for the filter.
-  static constexpr int kMostFilterBytes = (99 << 10) - kWarps * kWarpBytes;
-  static_assert(kChunks > 4 || kMostFilterBytes >= kFewMostFilterBytes);
-  static_assert(kPixels >= kColumns + kFewMostWindow - 1);
-
-  using Sums = float[kRows][kParts][4];
+  // Of each line of the window.
+  using Sums = float[kLines][kBlocks][4];
 
   using Places = SlotPlaces<kChunks, 1>;
 };
 
-struct FewFeaturesParams : GroupedParams {
-  int features, window_height, window_width;
-  int steps, slices;  // of the channels
-  FastDiv features_div;
-  bool finish, wide;  // whether there is an epilogue; whether the result is of floats
+struct FewFeaturesParams {
+  Epilogue epilogue;
+  int height, width, channels;                // of the operand
+  int result_height, result_width, features;  // the width in elements
+  int images, window_height, steps, slices;
+  int run, parts, pixels, elements;                    // as in FewFeaturesPlan
+  int reach_h, reach_w, stride_h, cell_elements;       // cell_elements of a line of a cell
+  int first_cell_h, first_cell_w, before_h, before_w;  // the last in elements
+  int row_bytes, back_bytes, value_log;  // between pixels' values; from one to the next that is added; of a column
+  int cells;                             // of the columns that a block has
+  // Workers of a problem; those that have a share of all tiles' lines of cells, of as many; theirs, and how many have
+  // one more.
+  FastDiv workers, pieces;
+  int share, lines, more_lines;
+  FastDiv cell_div, features_div, places, cell_lines, channels_div;
+  int pixel_chunks, line_chunks;                    // 16 bytes of the operand
+  int64_t in_problem, filter_problem, out_problem;  // elements
+  bool mirrored, finish, wide;  // whether the filter is a data gradient's; whether there is an epilogue; results floats
 };
 
-// The operand's lines on their way to shared memory, slice by slice.
-template <class T>
-struct FewFeaturesStrip {
-  uint32_t from[T::kCopies];  // fours of channels
-  unsigned inside = 0;        // bit k: copy k is of the operand
-  int copies;                 // that bring a pixel which a column reads
-  int line, slice = 0;
+// Lines of cells of some columns, of one tile.
+struct FewFeaturesBlock {
+  int first_place, first_cell, end_cell;
 
-  __device__ FewFeaturesStrip(const FewFeaturesParams& q, const GroupedBlock& block, int problem)
-      : line(block.first_line - q.pad_h) {
-    const int lane = threadIdx.x % 32;
-    const int first = Padded(q, block.first_column);
-    const int end = Padded(q, block.first_column + block.Columns(q) - 1) + q.window_width;
-    copies = (end - first + T::kApart - 1) / T::kApart;
+  __device__ FewFeaturesBlock(const FewFeaturesParams& q, int at, int end) {
+    int line;
+    first_place = q.cell_lines.Div(at, &line) * q.cells;
+    first_cell = line + q.first_cell_h;
+    end_cell = first_cell + min(end - at, int(q.cell_lines.divisor) - line);
+  }
+};
+
+// Where the block's pixels are in the operand's line 0, in 16 bytes, or -1.
+__device__ __forceinline__ void FillPlaces(const FewFeaturesParams& q, const FewFeaturesBlock& block, int* from) {
+  for (int i = threadIdx.x; i < q.pixels; i += blockDim.x) {
+    int place;
+    const int image = q.places.Div(block.first_place + i, &place), x = place + q.first_cell_w - (q.reach_w - 1);
+    const bool exists = image < q.images && static_cast<unsigned>(x) < static_cast<unsigned>(q.width);
+    from[i] = exists ? image * q.height * q.line_chunks + x * q.pixel_chunks : -1;
+  }
+}
+
+// The elements of the block's lines of the result: where each goes, counted from the first of the result's first line,
+// or -1 if there is none; and where the first value is that it is the sum of, in bytes.
+__device__ __forceinline__ void FillElements(const FewFeaturesParams& q, const FewFeaturesBlock& block,
+                                             int2* elements) {
+  const int before = q.reach_w - 1;  // a cell's results are of so many pixels more
+  for (int i = threadIdx.x; i < q.elements; i += blockDim.x) {
+    int column, place;
+    const int pixel = q.cell_div.Div(i, &column) + before;
+    const int image = q.places.Div(block.first_place + pixel, &place);
+    const int x = (place - before + q.first_cell_w) * q.cell_elements + column - q.before_w;
+    const bool exists =
+        image < q.images && place >= before && static_cast<unsigned>(x) < static_cast<unsigned>(q.result_width);
+    elements[i] = make_int2(exists ? image * q.result_height * q.result_width + x : -1,
+                            pixel * q.row_bytes + (column << q.value_log));
+  }
+}
+
+// Begins to copy the block's pixels of a line, a slice of their channels. A thread has two chunks of some.
+template <class T>
+__device__ __forceinline__ void CopySlice(const FewFeaturesParams& q, const typename T::In* in, const int* from,
+                                          int line, int slice, uint32_t slot) {
+  constexpr int kAtOnce = T::kLines > 4 ? 3 : 4, kHalf = T::kChunks / 2;
+  const int chunk = slice * T::kChunks + threadIdx.x % kHalf, apart = blockDim.x / kHalf;
+  static_assert(32 / kHalf % 8 == 0, "pixels whose chunks are exchanged alike");
+  const bool first = chunk < q.pixel_chunks, second = chunk + kHalf < q.pixel_chunks;
+  const bool both = slice * T::kChunks + kHalf < 2 * q.steps;  // the last step may be half of zeros
+  in += int64_t{line * q.line_chunks + chunk} * T::kChunk;
+  uint32_t to = slot + T::Places::At(threadIdx.x / kHalf, threadIdx.x % kHalf);
+#pragma unroll 1
+  for (int base = threadIdx.x / kHalf; base < q.pixels; base += kAtOnce * apart) {
+    int places[kAtOnce];
 #pragma unroll
-    for (int k = 0; k < T::kCopies; ++k) {
-      const int padded = first + lane / T::kChunks + k * T::kApart;
-      int x;
-      const int image = q.padded_width.Div(padded, &x);
-      x -= q.pad_w;
-      if (padded < end && static_cast<unsigned>(x) < static_cast<unsigned>(q.width)) inside |= 1u << k;
-      from[k] = (uint32_t(problem * q.images + image) * q.height + line) * q.in_line + uint32_t(x) * (q.channels / 4u) +
-                lane % T::kChunks * (T::kChunk / 4);
+    for (int k = 0; k < kAtOnce; ++k) places[k] = from[min(base + k * apart, q.pixels - 1)];
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k, to += apart * kFewSlotBytes) {
+      if (base + k * apart >= q.pixels) continue;
+      const typename T::In* const pixel = in + int64_t{places[k]} * T::kChunk;
+      CopyAsync<16>(to, pixel, first && places[k] >= 0);
+      if (both) CopyAsync<16>(to ^ 16 * kHalf, pixel + kHalf * T::kChunk, second && places[k] >= 0);
     }
   }
+}
 
-  // The first padded pixel that a column reads.
-  static __device__ int Padded(const FewFeaturesParams& q, int column) {
-    return column + q.image_columns.Div(column) * (q.window_width - 1);
+// The filter, slice by slice: for each value of the window a line of channels, the values in the order of the result's
+// elements. The data gradient's lies so in memory.
+template <class T>
+__device__ __forceinline__ void FillFilter(const FewFeaturesParams& q, const typename T::In* filter,
+                                           unsigned char* to) {
+  const int values = q.window_height * q.run, lines = (q.window_height - 1) * q.run + 8 * q.parts;
+  const int slice_bytes = lines * kFewSlotBytes;
+  if (q.mirrored) {
+    for (int chunk = threadIdx.x % T::kChunks; chunk < 2 * q.steps; chunk += T::kChunks, to += slice_bytes)
+      for (int line = threadIdx.x / T::kChunks; line < values; line += blockDim.x / T::kChunks)
+        CopyAsync<16>(SharedAddress(to) + T::Places::At(line, chunk % T::kChunks),
+                      filter + (line * q.pixel_chunks + chunk) * T::kChunk, chunk < q.pixel_chunks);
+    return;
   }
-
-  // Begins to copy the next slice, if it is `needed`.
-  __device__ void Copy(const FewFeaturesParams& q, const typename T::In* in, uint32_t slot, bool needed) {
-    if (needed) {
-      const int lane = threadIdx.x % 32, chunk = lane % T::kChunks, first = slice * T::kChannels;
-      const int channel = first + chunk * T::kChunk;
-      const unsigned there =
-          channel < q.channels && static_cast<unsigned>(line) < static_cast<unsigned>(q.height) ? inside : 0;
-      const int place = T::Places::At(lane / T::kChunks, chunk);
-      in += first;
-      // The last step may be half of zeros.
-      if (channel < q.steps * T::kDepth) {
+  // Otherwise a tap's are, channel by channel, those of all features.
+  using Bits = std::conditional_t<sizeof(typename T::In) == 2, unsigned short, unsigned>;
+  const auto place = [&](int line, int channel) -> Bits& {
+    const int chunk = channel / T::kChunk;
+    unsigned char* const slice = to + chunk / T::kChunks * slice_bytes;
+    return reinterpret_cast<Bits*>(slice + T::Places::At(line, chunk % T::kChunks))[channel % T::kChunk];
+  };
+  constexpr int kAtOnce = 4;
+  const int all = values * q.pixel_chunks;
+#pragma unroll 1
+  for (int base = threadIdx.x; base < all; base += kAtOnce * blockDim.x) {
+    Vec<Bits, T::kChunk> chunks[kAtOnce];
 #pragma unroll
-        for (int k = 0; k < T::kCopies; ++k)
-          if (k * T::kApart < T::kColumns || k < copies)
-            CopyAsync<16>(slot + T::Places::Further(place, k), in + uint64_t{from[k]} * 4, there >> k & 1);
-      }
-      if (++slice == q.slices) {
-        slice = 0;
+    for (int k = 0; k < kAtOnce; ++k)
+      chunks[k] = LoadConstant(reinterpret_cast<const Vec<Bits, T::kChunk>*>(filter) +
+                               min(base + k * int(blockDim.x), all - 1));
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+      const int i = base + k * blockDim.x;
+      if (i >= all) continue;
+      int feature, channel;
+      const int tap = q.channels_div.Div(q.features_div.Div(i * T::kChunk, &feature), &channel);
+      int line = values - (tap + 1) * q.features + feature;
+#pragma unroll
+      for (int j = 0; j < T::kChunk; ++j) {
+        place(line, channel) = chunks[k].v[j];
         ++line;
-#pragma unroll
-        for (int k = 0; k < T::kCopies; ++k) from[k] += q.in_line;
+        if (++feature == q.features) {
+          feature = 0;
+          line -= q.features;
+          if (++channel == q.channels) {
+            channel = 0;
+            line -= q.features;
+          }
+        }
       }
     }
-    CommitCopies();
   }
-};
-
-// The filter in the order of the products: by column of the window, step and row of it from the last on, each lane's
-// two words.
-template <class T>
-__device__ void FillFilter(const FewFeaturesParams& q, const typename T::In* filter, uint2* to) {
-  using In = typename T::In;
-  using Bits = std::conditional_t<sizeof(In) == 2, unsigned short, unsigned>;
-  constexpr int kPerWord = 4 / sizeof(In);
-  const int taps = q.window_height * q.window_width, lane = threadIdx.x % 32, n = lane / 4;
-  for (int i = threadIdx.x / 32; i < taps * q.steps; i += T::kWarps) {
-    const int r = q.window_height - 1 - i % q.window_height, rest = i / q.window_height;
-    const int step = rest % q.steps, tap = r * q.window_width + rest / q.steps;
-    uint32_t words[4] = {};
-#pragma unroll
-    for (int k = 0; k < 2 * kPerWord; ++k) {
-      const int channel = step * T::kDepth + (k / kPerWord * 4 + lane % 4) * kPerWord + k % kPerWord;
-      const int at = q.mirrored ? ((taps - 1 - tap) * q.features + n) * q.channels + channel
-                                : (tap * q.channels + channel) * q.features + n;
-      const bool exists = channel < q.channels && n < q.features;
-      const Bits bits = exists ? __ldg(reinterpret_cast<const Bits*>(filter) + at) : Bits(0);
-      words[k / kPerWord] |= uint32_t{bits} << 16 * (k % kPerWord);
-    }
-    if constexpr (sizeof(In) == 4) RoundToTf32(words);
-    to[i * 32 + lane] = make_uint2(words[0], words[1]);
-  }
+  if (q.channels % T::kDepth != 0)
+    for (int i = threadIdx.x; i < values * T::kChunk; i += blockDim.x)
+      place(i / T::kChunk, q.channels + i % T::kChunk) = 0;
 }
 
 }  // namespace jaxdnn::conv

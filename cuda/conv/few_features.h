@@ -1,5 +1,5 @@
-// Forward convolution of few features, and the data gradient, without stride, of few channels, on the tensor cores
-// (mma.sync, since sm_80).
+// Forward convolution of few features, also over a dilated input, and the data gradient of few channels, also with
+// strides, on the tensor cores (mma.sync, since sm_80).
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -8,7 +8,7 @@
 
 namespace jaxdnn::conv {
 
-// `operand` is x forward, y in the data gradient. An operand that is not on 16 bytes goes to the kernels of mma.h.
+// `operand` is x forward, y in the data gradient. Operands that are not on 16 bytes go to the kernels of mma.h.
 cudaError_t LaunchFewFeatures(const Problem& p, const void* operand, const void* filter, void* out,
                               const Epilogue& epilogue, cudaStream_t stream);
 

@@ -4,34 +4,74 @@
 #include <cmath>
 
 namespace jaxdnn::conv {
+namespace {
+
+int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+int64_t FloorDiv(int64_t a, int64_t b) { return (a - (a % b + b) % b) / b; }
+
+FewAxis AxisOf(const Problem& p, int d) {
+  FewAxis axis = {p.lhs_dilation[d], CeilDiv(p.window[d], p.lhs_dilation[d]), p.window[d] - 1 - p.pad[d]};
+  axis.first_cell = FloorDiv(axis.before, axis.stride);
+  axis.cells = FloorDiv(axis.before + p.y[d] - 1, axis.stride) - axis.first_cell + 1;
+  return axis;
+}
+
+}  // namespace
+
+FewFeaturesPlan::FewFeaturesPlan(const Problem& p) : lines(AxisOf(p, 1)), columns(AxisOf(p, 2)) {
+  steps = CeilDiv(p.channels * SizeOf(p.in), 32);
+  slices = CeilDiv(steps * 32, kFewSlotBytes);
+  run = p.window[2] * p.features;
+  parts = CeilDiv(run, 8);
+  // Columns up to the last of a cell, and so many that neither storing nor adding values up meets in a bank.
+  row = 8 * (std::max(parts, CeilDiv(columns.reach * columns.stride * p.features, 8)) | 1);
+  filter_lines = (p.window[1] - 1) * run + 8 * parts;
+  for (strips = parts <= 3 ? 2 : 1;; --strips) {
+    cells = Pixels() - columns.reach + 1;
+    if (strips == 1 || SharedBytes(p) <= kFewMostBytes) break;
+  }
+  tiles = CeilDiv(p.images * Places() - columns.reach + 1, std::max<int64_t>(cells, 1));
+}
 
 bool TakesFewFeatures(const Problem& problem) {
   const Problem p = AsForward(problem);
   if (p.direction != Direction::kForward || p.groups != 1 || (p.in == DType::kF32 && p.products != 1)) return false;
   const int64_t size = SizeOf(p.in);
   for (int d = 0; d < kRank; ++d)
-    if (p.stride[d] != 1 || p.lhs_dilation[d] != 1 || (p.rhs_dilation[d] != 1 && p.window[d] > 1)) return false;
+    if (p.stride[d] != 1 || (p.rhs_dilation[d] != 1 && p.window[d] > 1)) return false;
   const double pixels = double(p.batch) * p.images * std::max(p.XPixels(), p.YPixels());
-  return size <= 4 && p.x[0] == 1 && p.y[0] == 1 && p.window[0] == 1 && p.pad[0] == 0 &&
-         std::max(p.window[1], p.window[2]) <= kFewMostWindow && p.features > 0 && p.features <= kFewMostFeatures &&
-         p.channels >= 8 && p.channels * size % 16 == 0 && FewFeaturesFilterBytes(p) <= kFewMostFilterBytes &&
-         p.Taps() > 0 && p.XPixels() > 0 && p.YPixels() > 0 &&
-         // The kernels count elements of the result with 31 bits, and fours of channels with 32.
-         pixels > 0 && pixels * kFewMostFeatures < INT32_MAX && pixels * p.channels / 4 < UINT32_MAX;
+  const bool strided = p.lhs_dilation[1] > 1 || p.lhs_dilation[2] > 1;
+  if (size > 4 || p.x[0] != 1 || p.y[0] != 1 || p.window[0] != 1 || p.pad[0] != 0 || p.window[1] > kFewMostLines ||
+      p.features < 1 || p.features > kFewMostFeatures * (strided ? 2 : 1) ||
+      p.window[2] * p.features > 8 * kFewMostParts || p.channels < 8 || p.channels * size % 16 != 0 || p.Taps() < 1 ||
+      pixels < 1)
+    return false;
+  const FewFeaturesPlan plan(p);
+  return plan.SharedBytes(p) <= kFewMostBytes &&
+         // The kernels count results, places of columns, lines of all tiles, and 16 bytes of the operand with 31 bits.
+         pixels * p.features < INT32_MAX && double(p.images) * plan.Places() < INT32_MAX - 4 * kFewPixels &&
+         double(plan.tiles) * plan.lines.cells < INT32_MAX && pixels * p.channels / 4 < INT32_MAX;
 }
 
-// What they move to and from memory, or what a warp reads from shared memory for its lines, which are 32 columns of the
-// result. An H200 takes 1.1 to 1.7 times as long.
+// A block's work on a line of its pixels, or what they move to and from memory. Fitted to an H200, which takes 1 to 1.6
+// times as long, about as it does beside the models of the kernels that this is compared with.
 double FewFeaturesCycles(const Problem& problem) {
-  constexpr double kMultiprocessors = 132, kBytesPerCycle = 18, kStart = 6000, kShare = 0.8, kLine = 120;
+  constexpr double kMultiprocessors = 132, kBytesPerCycle = 18, kShare = 0.8, kBlocks = 3 * kMultiprocessors;
   const Problem p = AsForward(problem);
-  const double images = double(p.batch) * p.images, size = SizeOf(p.in);
-  const double bytes = images * (p.XPixels() * p.channels * size + p.YPixels() * p.features * SizeOf(p.out));
-  // As many lines more as the window is higher than one, of some eight that a warp has.
-  const double lines = std::ceil(images * p.y[2] / 32) * (p.y[1] + std::ceil(p.y[1] / 8.0) * (p.window[1] - 1));
-  const double step = (size == 4 ? 14 : 10) + 3 * p.window[1];
-  const double line = kLine + p.window[2] * FewFeaturesSteps(p) * step;
-  return kStart + std::max(bytes / (kShare * kBytesPerCycle), lines * line) / kMultiprocessors;
+  const FewFeaturesPlan plan(p);
+  const double images = double(p.batch) * p.images, pixels = plan.Pixels();
+  const double bytes = images * (p.XPixels() * p.channels * SizeOf(p.in) + p.YPixels() * p.features * SizeOf(p.out));
+  // A forward filter is brought into the order of the result's elements.
+  const double start = 6000 + (problem.direction == Direction::kForward ? plan.FilterBytes() * 0.4 : 0);
+  const double height = p.window[1] <= kFewFewLines ? kFewFewLines : kFewMostLines;
+  const double products = pixels / 16 * height * plan.parts * plan.steps;
+  const double results = plan.Elements(p) * plan.lines.stride;
+  const double line = 140 + 2 * (products + pixels * plan.slices) + (0.2 + 0.06 * plan.columns.reach) * results;
+  // Beside its own, a block reads some of another's lines, of which it multiplies a part.
+  const double all = double(p.batch) * plan.tiles * plan.lines.cells, blocks = std::min(kBlocks, std::ceil(all / 2));
+  const double lines = all + 0.7 * blocks * (plan.lines.reach - 1);
+  return start + std::max(bytes / (kShare * kBytesPerCycle) / kMultiprocessors,
+                          lines / std::min(kMultiprocessors, blocks) * line);
 }
 
 }  // namespace jaxdnn::conv
