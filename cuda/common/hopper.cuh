@@ -73,6 +73,15 @@ __device__ inline void LoadBox(uint32_t to, const CUtensorMap* map, uint32_t bar
         : "memory");
 }
 
+__device__ inline void LoadBox(uint32_t to, const CUtensorMap* map, uint32_t barrier, const int (&at)[5]) {
+  if constexpr (kAvailable)
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+        " [%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(to),
+        "l"(map), "r"(barrier), "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]), "r"(at[4])
+        : "memory");
+}
+
 // A column of pixels, from the one at `at` on, each moved by `offset`: (depth,) (height,) width, as many as the map
 // has.
 template <int kDimensions>
@@ -141,6 +150,14 @@ __device__ inline uint64_t Descriptor(uint32_t address, uint32_t next) {
   return kSwizzle128 | kGroup | uint64_t{next >> 4} << 16 | (address & 0x3ffff) >> 4;
 }
 
+// Describes an operand in lines of 64 or 128 bytes, whose chunks are exchanged as TMA's swizzle of as many bytes does. It
+// goes by the address, so that the operand may begin with any line. From eight lines to the next, and, MN-major, from
+// the columns that a line holds to those after them, it is so many bytes.
+__device__ inline uint64_t LineDescriptor(uint32_t address, int line_bytes, uint32_t next_eight, uint32_t next_columns) {
+  const uint64_t swizzle = uint64_t{line_bytes == 128 ? 1u : 2u} << 62;
+  return swizzle | uint64_t{next_eight >> 4} << 32 | uint64_t{next_columns >> 4} << 16 | (address & 0x3ffff) >> 4;
+}
+
 // Describes an operand whose chunks of 16 bytes lie as they are, each 8 rows (K-major) or terms (MN-major) in 128
 // bytes, which may begin on any 16. From one chunk, and from one eight, to the next it is so many bytes.
 __device__ inline uint64_t PlainDescriptor(uint32_t address, uint32_t next_chunk, uint32_t next_eight,
@@ -179,13 +196,18 @@ __device__ inline void WaitForProducts() {
   JAXDNN_TEN()        \
   JAXDNN_TEN(1) JAXDNN_TEN(2) JAXDNN_TEN(3) JAXDNN_TEN(4) JAXDNN_TEN(5) JAXDNN_TEN(6) "%70, %71, %72, " \
                                                                                       "%73, %74, %75, %76, %77, %78, %79"
-#define JAXDNN_WGMMA_OF_TYPE(type, k, more64, more72, more128, more160)                                                \
+#define JAXDNN_WGMMA_OF_TYPE(type, k, more64, more72, more96, more128, more160)                                        \
   if constexpr (kColumns == 64) {                                                                                      \
     JAXDNN_WGMMA(type, "64", k, JAXDNN_TEN() JAXDNN_TEN(1) JAXDNN_TEN(2) "%30, %31", "%32", "%33", "%34", more64,      \
                  JAXDNN_SUMS16(0), JAXDNN_SUMS16(16));                                                                 \
   } else if constexpr (kColumns == 72) {                                                                               \
     JAXDNN_WGMMA(type, "72", k, JAXDNN_TEN() JAXDNN_TEN(1) JAXDNN_TEN(2) "%30, %31, %32, %33, %34, %35", "%36", "%37", \
                  "%38", more72, JAXDNN_SUMS16(0), JAXDNN_SUMS16(16), JAXDNN_SUMS4(32));                                \
+  } else if constexpr (kColumns == 96) {                                                                               \
+    JAXDNN_WGMMA(type, "96", k,                                                                                        \
+                 JAXDNN_TEN() JAXDNN_TEN(1) JAXDNN_TEN(2)                                                              \
+                     JAXDNN_TEN(3) "%40, %41, %42, %43, %44, %45, %46, %47",                                           \
+                 "%48", "%49", "%50", more96, JAXDNN_SUMS16(0), JAXDNN_SUMS16(16), JAXDNN_SUMS16(32));                 \
   } else if constexpr (kColumns == 160) {                                                                              \
     JAXDNN_WGMMA(type, "160", k, JAXDNN_EIGHTY, "%80", "%81", "%82", more160, JAXDNN_SUMS64(0), JAXDNN_SUMS16(64));    \
   } else {                                                                                                             \
@@ -204,11 +226,11 @@ __device__ inline void Multiply(float (&d)[kColumns / 2], uint64_t a_tile, uint6
   if constexpr (!kAvailable) {
   } else if constexpr (std::is_same_v<In, float>) {
     static_assert(!kTransposedA && !kTransposedB);
-    JAXDNN_WGMMA_OF_TYPE("tf32", "8", "", "", "", "")
+    JAXDNN_WGMMA_OF_TYPE("tf32", "8", "", "", "", "", "")
   } else if constexpr (std::is_same_v<In, __nv_bfloat16>) {
-    JAXDNN_WGMMA_OF_TYPE("bf16", "16", ", %35, %36", ", %39, %40", ", %67, %68", ", %83, %84")
+    JAXDNN_WGMMA_OF_TYPE("bf16", "16", ", %35, %36", ", %39, %40", ", %51, %52", ", %67, %68", ", %83, %84")
   } else {
-    JAXDNN_WGMMA_OF_TYPE("f16", "16", ", %35, %36", ", %39, %40", ", %67, %68", ", %83, %84")
+    JAXDNN_WGMMA_OF_TYPE("f16", "16", ", %35, %36", ", %39, %40", ", %51, %52", ", %67, %68", ", %83, %84")
   }
 }
 

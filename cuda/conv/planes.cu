@@ -1,0 +1,435 @@
+// Forward convolution and data gradient of few channels without stride, plane by plane (planes_plan.h).
+//
+// One thread loads planes of the operand, with what the window sees beside a tile and zeros in the padding, by the TMA
+// unit. wgmma reads a tap's rows from there: 64 positions, as eight times eight neighbours, which may begin at any
+// position, since the swizzle goes by addresses. A product's columns are 32 features of the three planes of results that
+// a plane of the operand belongs to: a third is complete then, and is stored, and the others move up.
+//
+// Each of two warpgroups has two such blocks of 64 rows. They multiply in turn, and store while the other multiplies.
+#include "cuda/common/fast_div.cuh"
+#include "cuda/common/hopper.cuh"
+#include "cuda/common/launch.cuh"
+#include "cuda/conv/epilogue.cuh"
+#include "cuda/conv/exchange.cuh"
+#include "cuda/conv/planes.h"
+#include "cuda/conv/planes_plan.h"
+#include "cuda/conv/wgmma_tile.cuh"
+
+namespace jaxdnn::conv {
+namespace {
+
+constexpr int kBlocksOfWarpgroup = PlanesPlan::kBlocks / kConsumers;
+constexpr int kMultipliers = kConsumers * kWarpgroup, kThreads = kMultipliers + kWarpgroup;
+constexpr int kFeatures = PlanesPlan::kFeatures, kTaps = PlanesPlan::kTaps, kColumns = kTaps * kFeatures;
+using PlaneSums = float[kColumns / 2];
+
+struct PlanesParams {
+  CUtensorMap operand, filter;
+  Epilogue epilogue;
+  bool staged;           // sums go through shared memory, for an epilogue, or as floats
+  bool wide;             // the result is of floats
+  bool volume, lines;    // as in the plan
+  int across;            // blocks of 64 rows side by side
+  int columns, others;   // of a tile
+  int out_columns, out_others, features;
+  int pixels_of_image, pixels_of_other, elements_of_plane;
+  int images_of_model;
+  int64_t work;          // planes of all tiles
+  FastDiv planes_div, column_div, other_div, image_div, feature_div;
+  int pad[kRank];        // of the planes, the others, the columns
+  int window[kRank];     // likewise; of images 1
+  int line_step, column_step;       // bytes from tap to tap
+  int next_block, next_block_line;  // bytes from 64 rows to the next, beside and below
+  int next_eight;                   // and from 8 rows
+  int slab_bytes, filter_bytes, stage_bytes, box_bytes, stages;
+};
+
+// Some planes of a tile.
+struct PlanesPlace {
+  int first, count;                        // planes of the result
+  int column, other, image, model, feature;  // where the tile begins
+  int filter;                              // whether the filter is another
+
+  __device__ PlanesPlace(const PlanesParams& q, int at, int end) {
+    int rest = q.planes_div.Div(at, &first);
+    count = min(end - at, static_cast<int>(q.planes_div.divisor) - first);
+    rest = q.column_div.Div(rest, &column);
+    rest = q.other_div.Div(rest, &other);
+    filter = q.image_div.Div(rest, &image);
+    model = q.feature_div.Div(filter, &feature);
+    column *= q.columns;
+    other *= q.others;
+    feature *= kFeatures;
+    image += model * q.images_of_model;
+  }
+};
+
+struct PlanesShared {
+  uint32_t filter, stages, staged, barriers;
+
+  __device__ PlanesShared(const PlanesParams& q, unsigned char* shared)
+      : filter(static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
+        stages(filter + q.filter_bytes),
+        staged(stages + q.stages * q.stage_bytes),
+        barriers(staged + (q.staged ? kConsumers * PlanesPlan::kStagedBytes : 0)) {}
+  __device__ uint32_t Full(int stage) const { return barriers + 16 * stage; }
+  __device__ uint32_t Empty(int stage) const { return barriers + 16 * stage + 8; }
+  __device__ uint32_t FilterFull() const { return Full(PlanesPlan::kMostStages); }
+  __device__ uint32_t FilterEmpty() const { return Empty(PlanesPlan::kMostStages); }
+
+  __device__ uint32_t Turn(int warpgroup) const { return Full(PlanesPlan::kMostStages + 1) + 8 * warpgroup; }
+
+  __device__ void Init() const {
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < kConsumers; ++i) hopper::InitBarrier(Turn(i), kWarpgroup / 32);
+      for (int i = 0; i <= PlanesPlan::kMostStages; ++i) {
+        hopper::InitBarrier(Full(i), 1);
+        hopper::InitBarrier(Empty(i), kMultipliers / 32);
+      }
+      hopper::PublishBarriers();
+    }
+    __syncthreads();
+  }
+};
+
+struct PlanesTurn {
+  int stage = 0;
+  uint32_t parity = 0;
+
+  __device__ void Next(const PlanesParams& q) {
+    if (++stage == q.stages) stage = 0, parity ^= 1;
+  }
+};
+
+__device__ inline int FirstWork(const PlanesParams& q, int block) {
+  return static_cast<int>(q.work * block / gridDim.x);
+}
+
+__device__ inline void ArriveOnce(uint32_t barrier) {
+  if (threadIdx.x % 32 == 0) hopper::Arrive(barrier);
+}
+
+// Loads the filter's taps in the order of the products: one position of the window in its plane after another, and of
+// each the window's planes from the last to the first, as the sums of the planes of results lie.
+template <bool kForward>
+__device__ void LoadFilter(const PlanesParams& q, const PlanesShared& shared, const PlanesPlace& place) {
+  hopper::ArriveExpecting(shared.FilterFull(), q.filter_bytes);
+  const int plane = q.window[1] * q.window[2];
+  uint32_t to = shared.filter;
+  for (int i = 0; i < plane; ++i)
+    for (int j = 0; j < kTaps; ++j, to += q.slab_bytes) {
+      // The data gradient's window is mirrored.
+      const int tap = kForward ? (kTaps - 1 - j) * plane + i : j * plane + plane - 1 - i;
+      hopper::LoadBox(to, &q.filter, shared.FilterFull(), kForward ? place.feature : 0, kForward ? 0 : place.feature,
+                      place.model * kTaps * plane + tap);
+    }
+}
+
+template <bool kForward>
+__device__ void ProducePlanes(const PlanesParams& q, const PlanesShared& shared) {
+  hopper::PrefetchMap(&q.operand);
+  hopper::PrefetchMap(&q.filter);
+  PlanesTurn turn;
+  uint32_t filter_parity = 0;
+  int filter = -1;
+  const int end = FirstWork(q, blockIdx.x + 1);
+  for (int at = FirstWork(q, blockIdx.x); at < end;) {
+    const PlanesPlace place(q, at, end);
+    if (place.filter != filter) {
+      if (filter >= 0) {
+        hopper::WaitBarrier(shared.FilterEmpty(), filter_parity);
+        filter_parity ^= 1;
+      }
+      filter = place.filter;
+      LoadFilter<kForward>(q, shared, place);
+    }
+    const int other = place.other - q.pad[1];
+    for (int i = 0; i < place.count + kTaps - 1; ++i) {
+      const int plane = place.first - q.pad[0] + i;
+      const int coordinates[] = {0, place.column - q.pad[2], q.volume ? other : plane, q.volume ? plane : other,
+                                 q.volume ? place.image : place.model};
+      hopper::WaitBarrier(shared.Empty(turn.stage), turn.parity ^ 1);
+      hopper::ArriveExpecting(shared.Full(turn.stage), q.box_bytes);
+      hopper::LoadBox(shared.stages + turn.stage * q.stage_bytes, &q.operand, shared.Full(turn.stage), coordinates);
+      turn.Next(q);
+    }
+    at += place.count;
+  }
+}
+
+// Issues the products of a warpgroup's rows with all taps of the window.
+template <class In, bool kForward, int kLine, int kLines>
+__device__ __forceinline__ void MultiplyPlane(const PlanesParams& q, const uint32_t (&rows)[2], uint32_t filter,
+                                              PlaneSums (&sums)[2]) {
+  // From one step's operands to the next's, in 16 bytes: forward the filter's lines are of one channel each.
+  constexpr int kSteps = kLine / 32, kSlab = kTaps * kFeatures * kLine, kStepB = kForward ? 16 * 2 * kFeatures : 32;
+  const uint64_t b = kForward ? hopper::LineDescriptor(filter, 2 * kFeatures, 8 * 2 * kFeatures, kFeatures * kLine)
+                              : hopper::LineDescriptor(filter, kLine, 8 * kLine, 0);
+  const int line_step = q.line_step >> 4, column_step = q.column_step >> 4;
+  hopper::BeginProducts();
+#pragma unroll
+  for (int m = 0; m < 2; ++m) {
+    const uint64_t a = hopper::LineDescriptor(rows[m], kLine, q.next_eight, 0);
+#pragma unroll
+    for (int i = 0; i < kLines; ++i)
+#pragma unroll
+      for (int j = 0; j < kTaps; ++j)
+#pragma unroll
+        for (int k = 0; k < kSteps; ++k)
+          hopper::Multiply<In, kColumns, false, kForward>(sums[m], a + i * line_step + j * column_step + k * 2,
+                                                          b + (((i * kTaps + j) * kSlab + k * kStepB) >> 4), true);
+  }
+  hopper::CommitProducts();
+}
+
+// Of a block of 64 rows: which it is, and where a row's features begin in the result.
+struct PlanesRows {
+  int column, other;  // of the first, in the tile
+
+  __device__ PlanesRows(const PlanesParams& q, int block) {
+    const int down = block / q.across, beside = block - down * q.across;
+    column = beside * (q.lines ? 64 : 8);
+    other = down * (q.lines ? 1 : 8);
+  }
+  // In elements, of the first plane; -1 for none.
+  __device__ int64_t Offset(const PlanesParams& q, const PlanesPlace& place, int row) const {
+    const int x = place.column + column + (q.lines ? row : row % 8), y = place.other + other + (q.lines ? 0 : row / 8);
+    if (x >= q.out_columns || y >= q.out_others) return -1;
+    const int pixel = place.image * q.pixels_of_image + y * q.pixels_of_other + x;
+    return int64_t{pixel} * q.features + place.feature;
+  }
+};
+
+// Where four features of a row wait: rows of four chunks that warps store together, and of eight that they load together,
+// meet in no bank.
+__device__ inline uint32_t StagedChunk(uint32_t staged, int row, int chunk) {
+  return staged + row * 128 + ((chunk ^ (row % 4 * 2 + row / 4 % 2)) << 4);
+}
+
+// Stores four features of each row that the thread has in turn, through the epilogue, from shared memory.
+template <class In>
+__device__ __forceinline__ void FinishRows(const PlanesParams& q, const PlanesPlace& place, const PlanesRows& rows,
+                                           int64_t plane, uint32_t staged, void* out) {
+  const int thread = threadIdx.x % kWarpgroup, chunk = thread % 8, feature = place.feature + 4 * chunk;
+#pragma unroll 1
+  for (int row = thread / 8; row < 64; row += kWarpgroup / 8) {
+    const int64_t first = rows.Offset(q, place, row), to = first + plane + 4 * chunk;
+    if (first < 0 || feature >= q.features) continue;
+    float v[4];
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
+                 : "r"(StagedChunk(staged, row, chunk)));
+    if (q.wide) {
+      Add<float>(v, q.epilogue.bias, place.model * q.features + feature);
+      Add<float>(v, q.epilogue.residual, to);
+    } else {
+      Add<In>(v, q.epilogue.bias, place.model * q.features + feature);
+      Add<In>(v, q.epilogue.residual, to);
+    }
+    Activate<float>(v, q.epilogue.activation);
+    if (q.wide) {
+      *reinterpret_cast<Vec<float, 4>*>(static_cast<float*>(out) + to) = Round<float>(v);
+    } else {
+      *reinterpret_cast<Vec<In, 4>*>(static_cast<In*>(out) + to) = Round<In>(v);
+    }
+  }
+}
+
+// Takes the sums of the plane of results that is complete, and moves the others up.
+using PlaneResults = float[kFeatures / 2];
+__device__ __forceinline__ void TakePlane(PlaneSums& sums, PlaneResults& results) {
+#pragma unroll
+  for (float& each : sums) asm volatile("" : "+f"(each));
+#pragma unroll
+  for (int i = 0; i < kFeatures / 2; ++i) results[i] = sums[i];
+  Rotate<kFeatures / 2>(sums);
+#pragma unroll
+  for (int i = 0; i < kFeatures / 2; ++i) sums[kColumns / 2 - 1 - i] = 0;
+}
+
+// Stores what was taken, if the plane is one of the block's; `first` says where the thread's eight features of two rows
+// are in the first plane.
+template <class In>
+__device__ __forceinline__ void StorePlane(const PlanesParams& q, const PlanesPlace& place, const PlanesRows& rows,
+                                           const int64_t (&first)[2], int plane, uint32_t staged,
+                                           const PlaneResults& results, void* out) {
+  if (plane < place.first) return;
+  const int thread = threadIdx.x % kWarpgroup, warp = thread / 32, lane = thread % 32;
+  const int64_t offset = int64_t{plane} * q.elements_of_plane;
+  if (q.staged) {
+    const int barrier = 1 + threadIdx.x / kWarpgroup;
+    hopper::SyncWarpgroup(barrier);  // the last rows are read
+#pragma unroll
+    for (int j = 0; j < kFeatures / 8; ++j)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = 16 * warp + lane / 4 + 8 * half;
+        hopper::StorePair(StagedChunk(staged, row, 2 * j + lane % 4 / 2) + lane % 2 * 8, results[4 * j + 2 * half],
+                          results[4 * j + 2 * half + 1]);
+      }
+    hopper::SyncWarpgroup(barrier);
+    FinishRows<In>(q, place, rows, offset, staged, out);
+    return;
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    uint32_t words[kFeatures / 8];
+#pragma unroll
+    for (int j = 0; j < kFeatures / 8; ++j)
+      words[j] = Pack<In>(results[4 * j + 2 * half], results[4 * j + 2 * half + 1]);
+    Transpose(words);
+    if (first[half] >= 0)
+      *reinterpret_cast<uint4*>(static_cast<In*>(out) + offset + first[half]) =
+          make_uint4(words[0], words[1], words[2], words[3]);
+  }
+}
+
+template <class In, bool kForward, int kLine, int kLines>
+__device__ void ConsumePlanes(const PlanesParams& q, const PlanesShared& shared, int warpgroup, void* out) {
+  static_assert(kBlocksOfWarpgroup == 2);
+  const PlanesRows rows[2] = {PlanesRows(q, 2 * warpgroup), PlanesRows(q, 2 * warpgroup + 1)};
+  const auto first_row = [&](int i) {
+    const int block = 2 * warpgroup + i, down = block / q.across;
+    return down * q.next_block_line + (block - down * q.across) * q.next_block;
+  };
+  const uint32_t offset[2] = {uint32_t(first_row(0)), uint32_t(first_row(1))};
+  const uint32_t staged = shared.staged + warpgroup * PlanesPlan::kStagedBytes;
+  PlanesTurn turn;
+  uint32_t filter_parity = 0;
+  int filter = -1, number = 0;
+  const int end = FirstWork(q, blockIdx.x + 1);
+  for (int at = FirstWork(q, blockIdx.x); at < end;) {
+    const PlanesPlace place(q, at, end);
+    if (place.filter != filter) {
+      if (filter >= 0) ArriveOnce(shared.FilterEmpty());
+      filter = place.filter;
+      hopper::WaitBarrier(shared.FilterFull(), filter_parity);
+      filter_parity ^= 1;
+    }
+    const int thread = threadIdx.x % kWarpgroup, feature = thread % 4 * 8;
+    int64_t first[2][2];  // where the thread stores eight features of a row
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int64_t to = rows[i / 2].Offset(q, place, thread / 32 * 16 + thread % 32 / 4 + i % 2 * 8);
+      first[i / 2][i % 2] = to < 0 || place.feature + feature >= q.features ? -1 : to + feature;
+    }
+    PlaneSums sums[2] = {};
+#pragma unroll 1
+    for (int i = 0; i < place.count + kTaps - 1; ++i, ++number) {
+      const uint32_t stage = shared.stages + turn.stage * q.stage_bytes;
+      hopper::WaitBarrier(shared.Full(turn.stage), turn.parity);
+      // One warpgroup's products after the other's, so that each stores while the other multiplies.
+      hopper::WaitBarrier(shared.Turn(warpgroup), (number + (warpgroup == 0)) % 2);
+      MultiplyPlane<In, kForward, kLine, kLines>(q, {stage + offset[0], stage + offset[1]}, shared.filter, sums);
+      ArriveOnce(shared.Turn(1 - warpgroup));
+      hopper::WaitForProducts<0>();
+      ArriveOnce(shared.Empty(turn.stage));
+      turn.Next(q);
+      PlaneResults results[2];
+      TakePlane(sums[0], results[0]);
+      TakePlane(sums[1], results[1]);
+#pragma unroll
+      for (int m = 0; m < 2; ++m)
+        StorePlane<In>(q, place, rows[m], first[m], place.first + i - kTaps + 1, staged, results[m], out);
+    }
+    at += place.count;
+  }
+}
+
+template <class In, bool kForward, int kLine, int kLines>
+__global__ void __launch_bounds__(kThreads, 1) PlanesKernel(const __grid_constant__ PlanesParams q, void* out) {
+  if constexpr (hopper::kAvailable) {
+    extern __shared__ __align__(1024) unsigned char memory[];
+    const PlanesShared shared(q, memory);
+    shared.Init();
+    RunRoles<void>([&] { ProducePlanes<kForward>(q, shared); },
+                   [&](int warpgroup) { ConsumePlanes<In, kForward, kLine, kLines>(q, shared, warpgroup, out); });
+  }
+}
+
+template <class In, bool kForward>
+cudaError_t LaunchTyped(const Problem& p, const PlanesPlan& plan, const void* operand, const void* filter, void* out,
+                        const Epilogue& epilogue, cudaStream_t stream) {
+  const bool volume = plan.volume;
+  PlanesParams q = {};
+  q.epilogue = epilogue;
+  q.wide = p.out != p.in;
+  q.staged = q.wide || !IsNone(epilogue);
+  q.volume = volume;
+  q.lines = plan.lines;
+  q.across = plan.columns / (plan.lines ? 64 : 8);
+  q.columns = plan.columns;
+  q.others = plan.others;
+  q.out_columns = int(p.y[2]);
+  q.out_others = int(volume ? p.y[1] : p.images);
+  q.features = int(p.features);
+  q.images_of_model = int(p.images);
+  q.pixels_of_image = int(p.YPixels());
+  q.pixels_of_other = int(volume ? p.y[2] : p.YPixels());
+  q.elements_of_plane = int((volume ? p.y[1] * p.y[2] : p.y[2]) * p.features);
+  q.work = plan.chains * plan.planes;
+  q.planes_div = FastDiv(plan.planes);
+  q.column_div = FastDiv(plan.column_tiles);
+  q.other_div = FastDiv(plan.other_tiles);
+  q.image_div = FastDiv(volume ? p.images : 1);
+  q.feature_div = FastDiv(plan.feature_tiles);
+  const int order[kRank] = {volume ? 0 : 1, volume ? 1 : 0, 2};  // planes, others, columns
+  for (int d = 0; d < kRank; ++d) {
+    q.pad[d] = int(p.pad[order[d]]);
+    q.window[d] = int(p.window[order[d]]);
+  }
+  const int line = plan.line_bytes, pitch = plan.box_columns * line;
+  q.column_step = int(p.rhs_dilation[2]) * line;
+  q.line_step = int(volume ? p.rhs_dilation[1] : 1) * pitch;
+  q.next_eight = plan.lines ? 8 * line : pitch;
+  q.next_block = (plan.lines ? 64 : 8) * line;
+  q.next_block_line = (plan.lines ? 1 : 8) * pitch;
+  q.slab_bytes = plan.slab_bytes;
+  q.filter_bytes = plan.filter_bytes;
+  q.stage_bytes = plan.stage_bytes;
+  q.box_bytes = plan.box_others * pitch;
+  q.stages = plan.Stages(q.staged);
+
+  const int elements = line / int(sizeof(In));
+  cudaError_t e =
+      volume ? EncodeBoxes(&q.operand, p.in, operand, {p.channels, p.x[2], p.x[1], p.x[0], p.batch * p.images},
+                           {elements, plan.box_columns, plan.box_others, 1, 1})
+             : EncodeBoxes(&q.operand, p.in, operand, {p.channels, p.x[2], p.x[1], p.images, p.batch},
+                           {elements, plan.box_columns, 1, plan.box_others, 1});
+  // The filter is [taps, channels, features] as the problem had it before AsForward.
+  if (e == cudaSuccess)
+    e = kForward ? EncodeBoxes(&q.filter, p.in, filter, {p.features, p.channels, p.batch * p.Taps()},
+                               {kFeatures, elements, 1})
+                 : EncodeBoxes(&q.filter, p.in, filter, {p.channels, p.features, p.batch * p.Taps()},
+                               {elements, kFeatures, 1});
+  if (e != cudaSuccess) return e;
+  const Grid grid = {plan.blocks, kThreads, size_t(plan.SharedBytes(q.stages, q.staged))};
+  const auto launch = [&](auto line_bytes, auto lines) {
+    return LaunchKernel(PlanesKernel<In, kForward, decltype(line_bytes)::value, decltype(lines)::value>, grid, stream, q,
+                        out);
+  };
+  const auto launch_lines = [&](auto lines) {
+    return line == 64 ? launch(std::integral_constant<int, 64>(), lines)
+                      : launch(std::integral_constant<int, 128>(), lines);
+  };
+  return volume ? launch_lines(std::integral_constant<int, kTaps>()) : launch_lines(std::integral_constant<int, 1>());
+}
+
+}  // namespace
+
+cudaError_t LaunchPlanes(const Problem& problem, const void* operand, const void* filter, void* out,
+                         const Epilogue& epilogue, cudaStream_t stream) {
+  const Problem p = AsForward(problem);
+  PlanesPlan plan;
+  if (!plan.Fit(p)) return cudaErrorInvalidValue;
+  const auto launch = [&](auto in, auto forward) {
+    return LaunchTyped<typename decltype(in)::type, decltype(forward)::value>(p, plan, operand, filter, out, epilogue,
+                                                                            stream);
+  };
+  const auto typed = [&](auto in) {
+    return problem.direction == Direction::kForward ? launch(in, std::true_type()) : launch(in, std::false_type());
+  };
+  return p.in == DType::kBF16 ? typed(TypeTag<__nv_bfloat16>()) : typed(TypeTag<__half>());
+}
+
+}  // namespace jaxdnn::conv

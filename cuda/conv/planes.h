@@ -1,0 +1,14 @@
+// Dense convolution of few channels without stride, also of many problems at once, on Hopper's tensor cores.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "cuda/conv/conv.h"
+
+namespace jaxdnn::conv {
+
+// Forward (operand x) and data gradient (operand y).
+cudaError_t LaunchPlanes(const Problem& p, const void* operand, const void* filter, void* out, const Epilogue& epilogue,
+                         cudaStream_t stream);
+
+}  // namespace jaxdnn::conv
