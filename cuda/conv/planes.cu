@@ -6,6 +6,7 @@
 // a plane of the operand belongs to: a third is complete then, and is stored, and the others move up.
 //
 // Each of two warpgroups has two such blocks of 64 rows. They multiply in turn, and store while the other multiplies.
+#include "cuda/common/convert.cuh"
 #include "cuda/common/fast_div.cuh"
 #include "cuda/common/hopper.cuh"
 #include "cuda/common/launch.cuh"
@@ -166,19 +167,24 @@ __device__ __forceinline__ void MultiplyPlane(const PlanesParams& q, const uint3
   const uint64_t b = kForward ? hopper::LineDescriptor(filter, 2 * kFeatures, 8 * 2 * kFeatures, kFeatures * kLine)
                               : hopper::LineDescriptor(filter, kLine, 8 * kLine, 0);
   const int line_step = q.line_step >> 4, column_step = q.column_step >> 4;
+  // What the sums are by now, they are in their registers before the products begin.
+#pragma unroll
+  for (auto& block : sums)
+#pragma unroll
+    for (float& each : block) asm volatile("" : "+f"(each));
   hopper::BeginProducts();
+  const uint64_t a[] = {hopper::LineDescriptor(rows[0], kLine, q.next_eight, 0),
+                        hopper::LineDescriptor(rows[1], kLine, q.next_eight, 0)};
 #pragma unroll
-  for (int m = 0; m < 2; ++m) {
-    const uint64_t a = hopper::LineDescriptor(rows[m], kLine, q.next_eight, 0);
+  for (int i = 0; i < kLines; ++i)
 #pragma unroll
-    for (int i = 0; i < kLines; ++i)
+    for (int j = 0; j < kTaps; ++j)
 #pragma unroll
-      for (int j = 0; j < kTaps; ++j)
+      for (int k = 0; k < kSteps; ++k)
 #pragma unroll
-        for (int k = 0; k < kSteps; ++k)
-          hopper::Multiply<In, kColumns, false, kForward>(sums[m], a + i * line_step + j * column_step + k * 2,
+        for (int m = 0; m < 2; ++m)
+          hopper::Multiply<In, kColumns, false, kForward>(sums[m], a[m] + i * line_step + j * column_step + k * 2,
                                                           b + (((i * kTaps + j) * kSlab + k * kStepB) >> 4), true);
-  }
   hopper::CommitProducts();
 }
 
@@ -228,9 +234,9 @@ __device__ __forceinline__ void FinishRows(const PlanesParams& q, const PlanesPl
     }
     Activate<float>(v, q.epilogue.activation);
     if (q.wide) {
-      *reinterpret_cast<Vec<float, 4>*>(static_cast<float*>(out) + to) = Round<float>(v);
+      StorePacked<float, 4>(static_cast<float*>(out) + to, Narrow<float, 4>(v));
     } else {
-      *reinterpret_cast<Vec<In, 4>*>(static_cast<In*>(out) + to) = Round<In>(v);
+      StorePacked<In, 4>(static_cast<In*>(out) + to, Narrow<In, 4>(v));
     }
   }
 }
