@@ -52,6 +52,11 @@ __device__ inline void WaitBarrier(uint32_t barrier, uint32_t parity) {
         : "memory");
 }
 
+// So many threads that wait for each other.
+__device__ inline void SyncThreads(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 // The threads of one warpgroup alone.
 __device__ inline void SyncWarpgroup(int id) { asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory"); }
 

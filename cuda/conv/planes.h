@@ -11,4 +11,8 @@ namespace jaxdnn::conv {
 cudaError_t LaunchPlanes(const Problem& p, const void* operand, const void* filter, void* out, const Epilogue& epilogue,
                          cudaStream_t stream);
 
+// Filter gradient; `workspace` holds config.workspace_bytes.
+cudaError_t LaunchPlanesFilter(const Problem& p, const Config& config, const void* x, const void* y, void* out,
+                               void* workspace, cudaStream_t stream);
+
 }  // namespace jaxdnn::conv

@@ -13,6 +13,17 @@ constexpr double kMemoryBytes = 18, kCacheBytes = 36;        // a cycle, per mul
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+constexpr int kTaps = PlanesPlan::kTaps;
+constexpr double kFilterStart = 9000, kFilterPiece = 1700;  // cycles of a block, and of its pieces
+
+// Whether the window is 3x3x3, or 3x3 in two dimensions, and goes from plane to plane by one.
+bool IsOfPlanes(const Problem& p, bool* volume) {
+  const bool flat = p.x[0] == 1 && p.y[0] == 1 && p.window[0] == 1 && p.pad[0] == 0;
+  *volume = !flat;
+  return p.window[1] == kTaps && p.window[2] == kTaps && (flat || p.window[0] == kTaps) &&
+         p.rhs_dilation[flat ? 1 : 0] == 1;
+}
+
 }  // namespace
 
 int PlanesPlan::SharedBytes(int stages, bool staged) const {
@@ -26,11 +37,8 @@ int PlanesPlan::Stages(bool staged) const {
 }
 
 bool PlanesPlan::Fit(const Problem& p) {
-  const bool flat = p.x[0] == 1 && p.y[0] == 1 && p.window[0] == 1 && p.pad[0] == 0;
-  volume = !flat;
+  if (!IsOfPlanes(p, &volume)) return false;
   const int along = volume ? 0 : 1;
-  if (p.window[1] != kTaps || p.window[2] != kTaps || (volume && p.window[0] != kTaps)) return false;
-  if (p.rhs_dilation[along] != 1) return false;
   const int64_t size = SizeOf(p.in), channels = p.channels, result = SizeOf(p.out);
   const int64_t reach = (p.window[2] - 1) * p.rhs_dilation[2];
   const int64_t other_reach = volume ? (p.window[1] - 1) * p.rhs_dilation[1] : 0;
@@ -85,9 +93,39 @@ bool PlanesPlan::Fit(const Problem& p) {
   return cycles < HUGE_VAL;
 }
 
+bool PlanesFilterPlan::Fit(const Problem& p) {
+  if (!IsOfPlanes(p, &volume)) return false;
+  const int along = volume ? 0 : 1;
+  const int64_t reach = (kTaps - 1) * p.rhs_dilation[2], size = SizeOf(p.in);
+  const int64_t other = volume ? p.y[1] : p.images, images = volume ? p.images : 1;
+  if (reach >= kMostBox / 2) return false;
+  double least = HUGE_VAL;
+  PlanesFilterPlan best = *this;
+  for (columns = 8; columns <= kPixels / 2; columns *= 2) {
+    others = kPixels / columns;
+    column_tiles = int(CeilDiv(p.y[2], columns));
+    other_tiles = int(CeilDiv(other, others));
+    plane_tiles = int(CeilDiv(p.y[along], kPlanes));
+    pieces = images * other_tiles * column_tiles * plane_tiles;
+    const int64_t box = (columns + reach) * others * (kPlanes + kTaps - 1);
+    y_bytes = kPlanes * kPixels * kSide * 2;
+    x_bytes = int(CeilDiv(box * kSide * 2, kSwizzleBytes)) * kSwizzleBytes;
+    if (2 * (x_bytes + y_bytes) > kMostSharedBytes - kBarrierBytes) continue;
+    const double bytes = (std::min<int64_t>(p.channels, kSide) * box + kPlanes * kPixels * kSide) * size;
+    piece = std::max(kFilterPiece, bytes / kCacheBytes);
+    if (pieces * piece < least) {
+      least = pieces * piece;
+      best = *this;
+    }
+  }
+  *this = best;
+  units = p.batch * (volume ? kTaps : 1) * CeilDiv(p.channels, kSide) * CeilDiv(p.features, kSide);
+  return least < HUGE_VAL;
+}
+
 bool TakesPlanes(const Problem& problem) {
   const Problem p = AsForward(problem);
-  if (p.direction != Direction::kForward || p.groups != 1 || SizeOf(p.in) != 2) return false;
+  if (p.groups != 1 || SizeOf(p.in) != 2) return false;
   for (int d = 0; d < kRank; ++d)
     if (p.stride[d] != 1 || p.lhs_dilation[d] != 1) return false;
   // The TMA unit reads lines of whole 16 bytes.
@@ -96,13 +134,25 @@ bool TakesPlanes(const Problem& problem) {
     return false;
   if (std::min({p.batch, p.images, p.channels, p.features, p.XPixels(), p.YPixels(), p.Taps()}) == 0) return false;
   if (double(p.batch) * p.images * std::max(p.XPixels(), p.YPixels()) * 4 >= INT32_MAX) return false;
-  PlanesPlan plan;
-  return plan.Fit(p);
+  if (p.direction == Direction::kFilterGradient) return PlanesFilterPlan().Fit(p);
+  return PlanesPlan().Fit(p);
 }
 
-double PlanesCycles(const Problem& problem) {
+double PlanesCycles(const Problem& problem, int64_t splits) {
+  const Problem p = AsForward(problem);
+  if (p.direction == Direction::kFilterGradient) {
+    PlanesFilterPlan plan;
+    if (!plan.Fit(p)) return HUGE_VAL;
+    const double blocks = std::ceil(double(plan.units) * splits / kMultiprocessors);
+    return blocks * (kFilterStart + CeilDiv(plan.pieces, splits) * plan.piece);
+  }
   PlanesPlan plan;
-  return plan.Fit(AsForward(problem)) ? plan.cycles : HUGE_VAL;
+  return plan.Fit(p) ? plan.cycles : HUGE_VAL;
+}
+
+int64_t PlanesPieces(const Problem& p) {
+  PlanesFilterPlan plan;
+  return plan.Fit(p) ? plan.pieces : 0;
 }
 
 }  // namespace jaxdnn::conv

@@ -35,7 +35,26 @@ struct PlanesPlan {
   int SharedBytes(int stages, bool staged) const;
 };
 
+// Of the filter gradient. The sum is over pixels of y, and a block has the three taps of each of the window's planes and
+// columns, at one of its lines: of 32 channels and 32 features. It goes through pieces of four planes of y, with the six of
+// x that they meet.
+struct PlanesFilterPlan {
+  static constexpr int kSide = 32;              // channels, and features, of a block
+  static constexpr int kPlanes = 4, kPixels = 64;  // of a piece of y; and of one of its planes
+
+  bool volume;
+  int columns, others;
+  int column_tiles, other_tiles, plane_tiles;
+  int64_t pieces;  // of a problem
+  int64_t units;   // blocks of a slice
+  int x_bytes, y_bytes;
+  double piece;    // cycles
+
+  bool Fit(const Problem& p);
+};
+
 bool TakesPlanes(const Problem& p);
-double PlanesCycles(const Problem& p);
+double PlanesCycles(const Problem& p, int64_t splits);
+int64_t PlanesPieces(const Problem& p);  // of the filter gradient
 
 }  // namespace jaxdnn::conv

@@ -18,6 +18,7 @@ from jaxdnn._conv.primitives import (
   FEW_FEATURES,
   GROUPED,
   OPERANDS,
+  PLANES,
   UNALIGNED,
   plan,
   products,
@@ -106,7 +107,7 @@ def conv_algorithms(
   a, b = (jax.ShapeDtypeStruct((1, *shapes[name]), x.dtype) for name in OPERANDS[result])
   plans = [
     plan(result, a, b, dataclasses.replace(spec, algorithm=name), dtype, hopper=hopper)
-    for name in (*ALGORITHMS, DEPTHWISE, FEW_CHANNELS, GROUPED, FEW_FEATURES, UNALIGNED)
+    for name in (*ALGORITHMS, DEPTHWISE, FEW_CHANNELS, GROUPED, FEW_FEATURES, UNALIGNED, PLANES)
   ]
   found = [
     ConvAlgorithm(
