@@ -155,10 +155,11 @@ __device__ inline uint64_t Descriptor(uint32_t address, uint32_t next) {
   return kSwizzle128 | kGroup | uint64_t{next >> 4} << 16 | (address & 0x3ffff) >> 4;
 }
 
-// Describes an operand in lines of 64 or 128 bytes, whose chunks are exchanged as TMA's swizzle of as many bytes does. It
-// goes by the address, so that the operand may begin with any line. From eight lines to the next, and, MN-major, from
-// the columns that a line holds to those after them, it is so many bytes.
-__device__ inline uint64_t LineDescriptor(uint32_t address, int line_bytes, uint32_t next_eight, uint32_t next_columns) {
+// Describes an operand in lines of 64 or 128 bytes, whose chunks are exchanged as TMA's swizzle of as many bytes does.
+// It goes by the address, so that the operand may begin with any line. From eight lines to the next, and, MN-major,
+// from the columns that a line holds to those after them, it is so many bytes.
+__device__ inline uint64_t LineDescriptor(uint32_t address, int line_bytes, uint32_t next_eight,
+                                          uint32_t next_columns) {
   const uint64_t swizzle = uint64_t{line_bytes == 128 ? 1u : 2u} << 62;
   return swizzle | uint64_t{next_eight >> 4} << 32 | uint64_t{next_columns >> 4} << 16 | (address & 0x3ffff) >> 4;
 }
@@ -210,8 +211,7 @@ __device__ inline void WaitForProducts() {
                  "%38", more72, JAXDNN_SUMS16(0), JAXDNN_SUMS16(16), JAXDNN_SUMS4(32));                                \
   } else if constexpr (kColumns == 96) {                                                                               \
     JAXDNN_WGMMA(type, "96", k,                                                                                        \
-                 JAXDNN_TEN() JAXDNN_TEN(1) JAXDNN_TEN(2)                                                              \
-                     JAXDNN_TEN(3) "%40, %41, %42, %43, %44, %45, %46, %47",                                           \
+                 JAXDNN_TEN() JAXDNN_TEN(1) JAXDNN_TEN(2) JAXDNN_TEN(3) "%40, %41, %42, %43, %44, %45, %46, %47",      \
                  "%48", "%49", "%50", more96, JAXDNN_SUMS16(0), JAXDNN_SUMS16(16), JAXDNN_SUMS16(32));                 \
   } else if constexpr (kColumns == 160) {                                                                              \
     JAXDNN_WGMMA(type, "160", k, JAXDNN_EIGHTY, "%80", "%81", "%82", more160, JAXDNN_SUMS64(0), JAXDNN_SUMS16(64));    \

@@ -2,8 +2,8 @@
 //
 // One thread loads planes of the operand, with what the window sees beside a tile and zeros in the padding, by the TMA
 // unit. wgmma reads a tap's rows from there: 64 positions, as eight times eight neighbours, which may begin at any
-// position, since the swizzle goes by addresses. A product's columns are 32 features of the three planes of results that
-// a plane of the operand belongs to: a third is complete then, and is stored, and the others move up.
+// position, since the swizzle goes by addresses. A product's columns are 32 features of the three planes of results
+// that a plane of the operand belongs to: a third is complete then, and is stored, and the others move up.
 //
 // Each of two warpgroups has two such blocks of 64 rows. They multiply in turn, and store while the other multiplies.
 #include "cuda/common/convert.cuh"
@@ -27,18 +27,18 @@ using PlaneSums = float[kColumns / 2];
 struct PlanesParams {
   CUtensorMap operand, filter;
   Epilogue epilogue;
-  bool staged;           // sums go through shared memory, for an epilogue, or as floats
-  bool wide;             // the result is of floats
-  bool volume, lines;    // as in the plan
-  int across;            // blocks of 64 rows side by side
-  int columns, others;   // of a tile
+  bool staged;          // sums go through shared memory, for an epilogue, or as floats
+  bool wide;            // the result is of floats
+  bool volume, lines;   // as in the plan
+  int across;           // blocks of 64 rows side by side
+  int columns, others;  // of a tile
   int out_columns, out_others, features;
   int pixels_of_image, pixels_of_other, elements_of_plane;
   int images_of_model;
-  int64_t work;          // planes of all tiles
+  int64_t work;  // planes of all tiles
   FastDiv planes_div, column_div, other_div, image_div, feature_div;
-  int pad[kRank];        // of the planes, the others, the columns
-  int window[kRank];     // likewise; of images 1
+  int pad[kRank];                   // of the planes, the others, the columns
+  int window[kRank];                // likewise; of images 1
   int line_step, column_step;       // bytes from tap to tap
   int next_block, next_block_line;  // bytes from 64 rows to the next, beside and below
   int next_eight;                   // and from 8 rows
@@ -47,9 +47,9 @@ struct PlanesParams {
 
 // Some planes of a tile.
 struct PlanesPlace {
-  int first, count;                        // planes of the result
+  int first, count;                          // planes of the result
   int column, other, image, model, feature;  // where the tile begins
-  int filter;                              // whether the filter is another
+  int filter;                                // whether the filter is another
 
   __device__ PlanesPlace(const PlanesParams& q, int at, int end) {
     int rest = q.planes_div.Div(at, &first);
@@ -206,8 +206,8 @@ struct PlanesRows {
   }
 };
 
-// Where four features of a row wait: rows of four chunks that warps store together, and of eight that they load together,
-// meet in no bank.
+// Where four features of a row wait: rows of four chunks that warps store together, and of eight that they load
+// together, meet in no bank.
 __device__ inline uint32_t StagedChunk(uint32_t staged, int row, int chunk) {
   return staged + row * 128 + ((chunk ^ (row % 4 * 2 + row / 4 % 2)) << 4);
 }
@@ -397,11 +397,11 @@ cudaError_t LaunchTyped(const Problem& p, const PlanesPlan& plan, const void* op
   q.stages = plan.Stages(q.staged);
 
   const int elements = line / int(sizeof(In));
-  cudaError_t e =
-      volume ? EncodeBoxes(&q.operand, p.in, operand, {p.channels, p.x[2], p.x[1], p.x[0], p.batch * p.images},
-                           {elements, plan.box_columns, plan.box_others, 1, 1})
-             : EncodeBoxes(&q.operand, p.in, operand, {p.channels, p.x[2], p.x[1], p.images, p.batch},
-                           {elements, plan.box_columns, 1, plan.box_others, 1});
+  cudaError_t e = volume
+                      ? EncodeBoxes(&q.operand, p.in, operand, {p.channels, p.x[2], p.x[1], p.x[0], p.batch * p.images},
+                                    {elements, plan.box_columns, plan.box_others, 1, 1})
+                      : EncodeBoxes(&q.operand, p.in, operand, {p.channels, p.x[2], p.x[1], p.images, p.batch},
+                                    {elements, plan.box_columns, 1, plan.box_others, 1});
   // The filter is [taps, channels, features] as the problem had it before AsForward.
   if (e == cudaSuccess)
     e = kForward ? EncodeBoxes(&q.filter, p.in, filter, {p.features, p.channels, p.batch * p.Taps()},
@@ -411,8 +411,8 @@ cudaError_t LaunchTyped(const Problem& p, const PlanesPlan& plan, const void* op
   if (e != cudaSuccess) return e;
   const Grid grid = {plan.blocks, kThreads, size_t(plan.SharedBytes(q.stages, q.staged))};
   const auto launch = [&](auto line_bytes, auto lines) {
-    return LaunchKernel(PlanesKernel<In, kForward, decltype(line_bytes)::value, decltype(lines)::value>, grid, stream, q,
-                        out);
+    return LaunchKernel(PlanesKernel<In, kForward, decltype(line_bytes)::value, decltype(lines)::value>, grid, stream,
+                        q, out);
   };
   const auto launch_lines = [&](auto lines) {
     return line == 64 ? launch(std::integral_constant<int, 64>(), lines)
@@ -430,7 +430,7 @@ cudaError_t LaunchPlanes(const Problem& problem, const void* operand, const void
   if (!plan.Fit(p)) return cudaErrorInvalidValue;
   const auto launch = [&](auto in, auto forward) {
     return LaunchTyped<typename decltype(in)::type, decltype(forward)::value>(p, plan, operand, filter, out, epilogue,
-                                                                            stream);
+                                                                              stream);
   };
   const auto typed = [&](auto in) {
     return problem.direction == Direction::kForward ? launch(in, std::true_type()) : launch(in, std::false_type());

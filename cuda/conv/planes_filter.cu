@@ -1,9 +1,9 @@
 // Filter gradient of few channels without stride, plane by plane (planes_plan.h).
 //
 // One thread loads pieces of y, four planes of some lines, and of x with what the window sees beside them. Both are
-// MN-major operands of wgmma as they lie: their terms are pixels. A product's columns are 32 channels of x at each of the
-// three columns of the window, which are a pixel apart; its rows are 32 features of a plane of y, and of the next one. Two
-// planes of y meet four of x: of the eight products six are taps, and the others are dropped.
+// MN-major operands of wgmma as they lie: their terms are pixels. A product's columns are 32 channels of x at each of
+// the three columns of the window, which are a pixel apart; its rows are 32 features of a plane of y, and of the next
+// one. Two planes of y meet four of x: of the eight products six are taps, and the others are dropped.
 //
 // Lines of y that do not exist are zeros, but x may have an infinity where they meet it: sums that are not finite are
 // computed once more, one by one, when the slices are added up.
@@ -18,8 +18,8 @@ namespace {
 using Plan = PlanesFilterPlan;
 constexpr int kSide = Plan::kSide, kTaps = PlanesPlan::kTaps, kColumns = kTaps * kSide, kLine = kSide * 2;
 constexpr int kThreads = (kConsumers + 1) * kWarpgroup, kMostStages = 8, kBarrierBytes = 256;
-constexpr int kMet = kTaps + 1;                                        // planes of x that two of y meet
-constexpr int kSteps = Plan::kPixels / 16 / kConsumers;                // products of a plane, of a warpgroup
+constexpr int kMet = kTaps + 1;                                             // planes of x that two of y meet
+constexpr int kSteps = Plan::kPixels / 16 / kConsumers;                     // products of a plane, of a warpgroup
 constexpr int kPitch = kColumns + 1, kPartFloats = kTaps * kSide * kPitch;  // of a part of the sums, in shared memory
 constexpr int kPartBytes = kPartFloats * 4, kParts = 2 * kConsumers;
 using FilterSums = float[kMet][kColumns / 2];
@@ -30,7 +30,7 @@ struct PlanesFilterParams {
   int columns, others;
   int channels, features, images;
   int lines, taps;            // lines of the window that are blocks of their own; and all taps
-  int pad[kRank], line_step;            // of the planes, the others, the columns; and from line to line of the window
+  int pad[kRank], line_step;  // of the planes, the others, the columns; and from line to line of the window
   int x_other, x_plane, y_other, y_plane, column_step;  // bytes in shared memory
   int x_bytes, y_bytes, box_bytes, stages;
   int pieces, splits;
