@@ -5,65 +5,13 @@
 // position, since the swizzle goes by addresses. A product's columns are 32 features of the three planes of results
 // that a plane of the operand belongs to: a third is complete then, and is stored, and the others move up.
 //
-// Each of two warpgroups has two such blocks of 64 rows. They multiply in turn, and store while the other multiplies.
-#include "cuda/common/convert.cuh"
-#include "cuda/common/fast_div.cuh"
-#include "cuda/common/hopper.cuh"
-#include "cuda/common/launch.cuh"
-#include "cuda/conv/epilogue.cuh"
-#include "cuda/conv/exchange.cuh"
+// Each of two warpgroups has two such blocks of 64 rows. It stores the results of one plane while
+// the next one's products run.
+#include "cuda/conv/planes.cuh"
 #include "cuda/conv/planes.h"
-#include "cuda/conv/planes_plan.h"
-#include "cuda/conv/wgmma_tile.cuh"
 
 namespace jaxdnn::conv {
 namespace {
-
-constexpr int kBlocksOfWarpgroup = PlanesPlan::kBlocks / kConsumers;
-constexpr int kMultipliers = kConsumers * kWarpgroup, kThreads = kMultipliers + kWarpgroup;
-constexpr int kFeatures = PlanesPlan::kFeatures, kTaps = PlanesPlan::kTaps, kColumns = kTaps * kFeatures;
-using PlaneSums = float[kColumns / 2];
-
-struct PlanesParams {
-  CUtensorMap operand, filter;
-  Epilogue epilogue;
-  bool staged;          // sums go through shared memory, for an epilogue, or as floats
-  bool wide;            // the result is of floats
-  bool volume, lines;   // as in the plan
-  int across;           // blocks of 64 rows side by side
-  int columns, others;  // of a tile
-  int out_columns, out_others, features;
-  int pixels_of_image, pixels_of_other, elements_of_plane;
-  int images_of_model;
-  int64_t work;  // planes of all tiles
-  FastDiv planes_div, column_div, other_div, image_div, feature_div;
-  int pad[kRank];                   // of the planes, the others, the columns
-  int window[kRank];                // likewise; of images 1
-  int line_step, column_step;       // bytes from tap to tap
-  int next_block, next_block_line;  // bytes from 64 rows to the next, beside and below
-  int next_eight;                   // and from 8 rows
-  int slab_bytes, filter_bytes, stage_bytes, box_bytes, stages;
-};
-
-// Some planes of a tile.
-struct PlanesPlace {
-  int first, count;                          // planes of the result
-  int column, other, image, model, feature;  // where the tile begins
-  int filter;                                // whether the filter is another
-
-  __device__ PlanesPlace(const PlanesParams& q, int at, int end) {
-    int rest = q.planes_div.Div(at, &first);
-    count = min(end - at, static_cast<int>(q.planes_div.divisor) - first);
-    rest = q.column_div.Div(rest, &column);
-    rest = q.other_div.Div(rest, &other);
-    filter = q.image_div.Div(rest, &image);
-    model = q.feature_div.Div(filter, &feature);
-    column *= q.columns;
-    other *= q.others;
-    feature *= kFeatures;
-    image += model * q.images_of_model;
-  }
-};
 
 struct PlanesShared {
   uint32_t filter, stages, staged, barriers;
@@ -72,17 +20,14 @@ struct PlanesShared {
       : filter(static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
         stages(filter + q.filter_bytes),
         staged(stages + q.stages * q.stage_bytes),
-        barriers(staged + (q.staged ? kConsumers * PlanesPlan::kStagedBytes : 0)) {}
+        barriers(staged + (q.staged ? PlanesPlan::kBlocks * PlanesPlan::kStagedBytes : 0)) {}
   __device__ uint32_t Full(int stage) const { return barriers + 16 * stage; }
   __device__ uint32_t Empty(int stage) const { return barriers + 16 * stage + 8; }
   __device__ uint32_t FilterFull() const { return Full(PlanesPlan::kMostStages); }
   __device__ uint32_t FilterEmpty() const { return Empty(PlanesPlan::kMostStages); }
 
-  __device__ uint32_t Turn(int warpgroup) const { return Full(PlanesPlan::kMostStages + 1) + 8 * warpgroup; }
-
   __device__ void Init() const {
     if (threadIdx.x == 0) {
-      for (int i = 0; i < kConsumers; ++i) hopper::InitBarrier(Turn(i), kWarpgroup / 32);
       for (int i = 0; i <= PlanesPlan::kMostStages; ++i) {
         hopper::InitBarrier(Full(i), 1);
         hopper::InitBarrier(Empty(i), kMultipliers / 32);
@@ -188,121 +133,19 @@ __device__ __forceinline__ void MultiplyPlane(const PlanesParams& q, const uint3
   hopper::CommitProducts();
 }
 
-// Of a block of 64 rows: which it is, and where a row's features begin in the result.
-struct PlanesRows {
-  int column, other;  // of the first, in the tile
-
-  __device__ PlanesRows(const PlanesParams& q, int block) {
-    const int down = block / q.across, beside = block - down * q.across;
-    column = beside * (q.lines ? 64 : 8);
-    other = down * (q.lines ? 1 : 8);
-  }
-  // In elements, of the first plane; -1 for none.
-  __device__ int64_t Offset(const PlanesParams& q, const PlanesPlace& place, int row) const {
-    const int x = place.column + column + (q.lines ? row : row % 8), y = place.other + other + (q.lines ? 0 : row / 8);
-    if (x >= q.out_columns || y >= q.out_others) return -1;
-    const int pixel = place.image * q.pixels_of_image + y * q.pixels_of_other + x;
-    return int64_t{pixel} * q.features + place.feature;
-  }
-};
-
-// Where four features of a row wait: rows of four chunks that warps store together, and of eight that they load
-// together, meet in no bank.
-__device__ inline uint32_t StagedChunk(uint32_t staged, int row, int chunk) {
-  return staged + row * 128 + ((chunk ^ (row % 4 * 2 + row / 4 % 2)) << 4);
-}
-
-// Stores four features of each row that the thread has in turn, through the epilogue, from shared memory.
-template <class In>
-__device__ __forceinline__ void FinishRows(const PlanesParams& q, const PlanesPlace& place, const PlanesRows& rows,
-                                           int64_t plane, uint32_t staged, void* out) {
-  const int thread = threadIdx.x % kWarpgroup, chunk = thread % 8, feature = place.feature + 4 * chunk;
-#pragma unroll 1
-  for (int row = thread / 8; row < 64; row += kWarpgroup / 8) {
-    const int64_t first = rows.Offset(q, place, row), to = first + plane + 4 * chunk;
-    if (first < 0 || feature >= q.features) continue;
-    float v[4];
-    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
-                 : "r"(StagedChunk(staged, row, chunk)));
-    if (q.wide) {
-      Add<float>(v, q.epilogue.bias, place.model * q.features + feature);
-      Add<float>(v, q.epilogue.residual, to);
-    } else {
-      Add<In>(v, q.epilogue.bias, place.model * q.features + feature);
-      Add<In>(v, q.epilogue.residual, to);
-    }
-    Activate<float>(v, q.epilogue.activation);
-    if (q.wide) {
-      StorePacked<float, 4>(static_cast<float*>(out) + to, Narrow<float, 4>(v));
-    } else {
-      StorePacked<In, 4>(static_cast<In*>(out) + to, Narrow<In, 4>(v));
-    }
-  }
-}
-
-// Takes the sums of the plane of results that is complete, and moves the others up.
-using PlaneResults = float[kFeatures / 2];
-__device__ __forceinline__ void TakePlane(PlaneSums& sums, PlaneResults& results) {
-#pragma unroll
-  for (float& each : sums) asm volatile("" : "+f"(each));
-#pragma unroll
-  for (int i = 0; i < kFeatures / 2; ++i) results[i] = sums[i];
-  Rotate<kFeatures / 2>(sums);
-#pragma unroll
-  for (int i = 0; i < kFeatures / 2; ++i) sums[kColumns / 2 - 1 - i] = 0;
-}
-
-// Stores what was taken, if the plane is one of the block's; `first` says where the thread's eight features of two rows
-// are in the first plane.
-template <class In>
-__device__ __forceinline__ void StorePlane(const PlanesParams& q, const PlanesPlace& place, const PlanesRows& rows,
-                                           const int64_t (&first)[2], int plane, uint32_t staged,
-                                           const PlaneResults& results, void* out) {
-  if (plane < place.first) return;
-  const int thread = threadIdx.x % kWarpgroup, warp = thread / 32, lane = thread % 32;
-  const int64_t offset = int64_t{plane} * q.elements_of_plane;
-  if (q.staged) {
-    const int barrier = 1 + threadIdx.x / kWarpgroup;
-    hopper::SyncWarpgroup(barrier);  // the last rows are read
-#pragma unroll
-    for (int j = 0; j < kFeatures / 8; ++j)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = 16 * warp + lane / 4 + 8 * half;
-        hopper::StorePair(StagedChunk(staged, row, 2 * j + lane % 4 / 2) + lane % 2 * 8, results[4 * j + 2 * half],
-                          results[4 * j + 2 * half + 1]);
-      }
-    hopper::SyncWarpgroup(barrier);
-    FinishRows<In>(q, place, rows, offset, staged, out);
-    return;
-  }
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    uint32_t words[kFeatures / 8];
-#pragma unroll
-    for (int j = 0; j < kFeatures / 8; ++j)
-      words[j] = Pack<In>(results[4 * j + 2 * half], results[4 * j + 2 * half + 1]);
-    Transpose(words);
-    if (first[half] >= 0)
-      *reinterpret_cast<uint4*>(static_cast<In*>(out) + offset + first[half]) =
-          make_uint4(words[0], words[1], words[2], words[3]);
-  }
-}
-
 template <class In, bool kForward, int kLine, int kLines>
 __device__ void ConsumePlanes(const PlanesParams& q, const PlanesShared& shared, int warpgroup, void* out) {
   static_assert(kBlocksOfWarpgroup == 2);
-  const PlanesRows rows[2] = {PlanesRows(q, 2 * warpgroup), PlanesRows(q, 2 * warpgroup + 1)};
   const auto first_row = [&](int i) {
     const int block = 2 * warpgroup + i, down = block / q.across;
     return down * q.next_block_line + (block - down * q.across) * q.next_block;
   };
-  const uint32_t offset[2] = {uint32_t(first_row(0)), uint32_t(first_row(1))};
-  const uint32_t staged = shared.staged + warpgroup * PlanesPlan::kStagedBytes;
+  // The same in all of a warp, which its instructions then know.
+  const uint32_t offset[2] = {__shfl_sync(~0u, uint32_t(first_row(0)), 0), __shfl_sync(~0u, uint32_t(first_row(1)), 0)};
+  const uint32_t staged = shared.staged + 2 * warpgroup * PlanesPlan::kStagedBytes;
   PlanesTurn turn;
   uint32_t filter_parity = 0;
-  int filter = -1, number = 0;
+  int filter = -1;
   const int end = FirstWork(q, blockIdx.x + 1);
   for (int at = FirstWork(q, blockIdx.x); at < end;) {
     const PlanesPlace place(q, at, end);
@@ -316,28 +159,26 @@ __device__ void ConsumePlanes(const PlanesParams& q, const PlanesShared& shared,
     int64_t first[2][2];  // where the thread stores eight features of a row
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int64_t to = rows[i / 2].Offset(q, place, thread / 32 * 16 + thread % 32 / 4 + i % 2 * 8);
+      const int64_t to =
+          PlanesRows(q, 2 * warpgroup + i / 2).Offset(q, place, thread / 32 * 16 + thread % 32 / 4 + i % 2 * 8);
       first[i / 2][i % 2] = to < 0 || place.feature + feature >= q.features ? -1 : to + feature;
     }
     PlaneSums sums[2] = {};
+    PlaneResults results[2] = {};
 #pragma unroll 1
-    for (int i = 0; i < place.count + kTaps - 1; ++i, ++number) {
+    for (int i = 0; i < place.count + kTaps - 1; ++i) {
       const uint32_t stage = shared.stages + turn.stage * q.stage_bytes;
       hopper::WaitBarrier(shared.Full(turn.stage), turn.parity);
-      // One warpgroup's products after the other's, so that each stores while the other multiplies.
-      hopper::WaitBarrier(shared.Turn(warpgroup), (number + (warpgroup == 0)) % 2);
       MultiplyPlane<In, kForward, kLine, kLines>(q, {stage + offset[0], stage + offset[1]}, shared.filter, sums);
-      ArriveOnce(shared.Turn(1 - warpgroup));
+      // Of the plane before, while these products run; the first ones are another block's.
+      if (i >= kTaps) StorePlane<In>(q, place, warpgroup, first, place.first + i - kTaps, staged, results, out);
       hopper::WaitForProducts<0>();
       ArriveOnce(shared.Empty(turn.stage));
       turn.Next(q);
-      PlaneResults results[2];
       TakePlane(sums[0], results[0]);
       TakePlane(sums[1], results[1]);
-#pragma unroll
-      for (int m = 0; m < 2; ++m)
-        StorePlane<In>(q, place, rows[m], first[m], place.first + i - kTaps + 1, staged, results[m], out);
     }
+    StorePlane<In>(q, place, warpgroup, first, place.first + place.count - 1, staged, results, out);
     at += place.count;
   }
 }

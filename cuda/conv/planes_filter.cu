@@ -110,7 +110,8 @@ __device__ void ConsumePieces(const PlanesFilterParams& q, const FilterShared& s
   uint32_t step_x[kSteps], step_y[kSteps];
 #pragma unroll
   for (int k = 0; k < kSteps; ++k) {
-    const int step = warpgroup * kSteps + k, across = q.columns / 8, down = step / across;
+    // The same in all of a warp, which its instructions then know.
+    const int step = __shfl_sync(~0u, warpgroup, 0) * kSteps + k, across = q.columns / 8, down = step / across;
     step_x[k] = (2 * down * q.x_other + (step - down * across) * 8 * kLine) >> 4;
     step_y[k] = (2 * down * q.y_other + (step - down * across) * 8 * kLine) >> 4;
   }

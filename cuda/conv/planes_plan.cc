@@ -14,7 +14,7 @@ constexpr double kMemoryBytes = 18, kCacheBytes = 36;        // a cycle, per mul
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 constexpr int kTaps = PlanesPlan::kTaps;
-constexpr double kFilterStart = 9000, kFilterPiece = 1700;  // cycles of a block, and of its pieces
+constexpr double kFilterStart = 19000, kFilterPiece = 1600, kFilterBytes = 20;  // cycles of a block and a piece
 
 // Whether the window is 3x3x3, or 3x3 in two dimensions, and goes from plane to plane by one.
 bool IsOfPlanes(const Problem& p, bool* volume) {
@@ -27,7 +27,7 @@ bool IsOfPlanes(const Problem& p, bool* volume) {
 }  // namespace
 
 int PlanesPlan::SharedBytes(int stages, bool staged) const {
-  return filter_bytes + stages * stage_bytes + (staged ? 2 * kStagedBytes : 0) + kBarrierBytes;
+  return filter_bytes + stages * stage_bytes + (staged ? kBlocks * kStagedBytes : 0) + kBarrierBytes;
 }
 
 int PlanesPlan::Stages(bool staged) const {
@@ -112,7 +112,7 @@ bool PlanesFilterPlan::Fit(const Problem& p) {
     x_bytes = int(CeilDiv(box * kSide * 2, kSwizzleBytes)) * kSwizzleBytes;
     if (2 * (x_bytes + y_bytes) > kMostSharedBytes - kBarrierBytes) continue;
     const double bytes = (std::min<int64_t>(p.channels, kSide) * box + kPlanes * kPixels * kSide) * size;
-    piece = std::max(kFilterPiece, bytes / kCacheBytes);
+    piece = std::max(kFilterPiece, bytes / kFilterBytes);
     if (pieces * piece < least) {
       least = pieces * piece;
       best = *this;
