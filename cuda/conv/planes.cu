@@ -201,7 +201,9 @@ cudaError_t LaunchTyped(const Problem& p, const PlanesPlan& plan, const void* op
   PlanesParams q = {};
   q.epilogue = epilogue;
   q.wide = p.out != p.in;
-  q.staged = q.wide || !IsNone(epilogue);
+  q.plain = !q.wide && IsNone(epilogue);
+  const auto kind = epilogue.activation.kind;
+  q.staged = kind != activation::Kind::kIdentity && kind != activation::Kind::kRelu;
   q.volume = volume;
   q.lines = plan.lines;
   q.across = plan.columns / (plan.lines ? 64 : 8);
@@ -213,7 +215,7 @@ cudaError_t LaunchTyped(const Problem& p, const PlanesPlan& plan, const void* op
   q.images_of_model = int(p.images);
   q.pixels_of_image = int(p.YPixels());
   q.pixels_of_other = int(volume ? p.y[2] : p.YPixels());
-  q.elements_of_plane = int((volume ? p.y[1] * p.y[2] : p.y[2]) * p.features);
+  q.elements_of_plane = (volume ? p.y[1] * p.y[2] : p.y[2]) * p.features;
   q.work = plan.chains * plan.planes;
   q.planes_div = FastDiv(plan.planes);
   q.column_div = FastDiv(plan.column_tiles);

@@ -18,13 +18,15 @@ using PlaneSums = float[kColumns / 2];
 struct PlanesParams {
   CUtensorMap operand, filter;
   Epilogue epilogue;
-  bool staged;          // sums go through shared memory, for an epilogue, or as floats
+  bool plain;           // sums are stored as they are, in the operands' type
+  bool staged;          // they go through shared memory, for an activation other than ReLU
   bool wide;            // the result is of floats
   bool volume, lines;   // as in the plan
   int across;           // blocks of 64 rows side by side
   int columns, others;  // of a tile
   int out_columns, out_others, features;
-  int pixels_of_image, pixels_of_other, elements_of_plane;
+  int pixels_of_image, pixels_of_other;
+  int64_t elements_of_plane;
   int images_of_model;
   int64_t work;  // planes of all tiles
   FastDiv planes_div, column_div, other_div, image_div, feature_div;
@@ -106,7 +108,8 @@ __device__ __forceinline__ void FinishRows(const PlanesParams& q, const PlanesPl
     if (q.wide) {
       __stwb(reinterpret_cast<float4*>(static_cast<float*>(out) + to), make_float4(v[0], v[1], v[2], v[3]));
     } else {
-      __stwb(reinterpret_cast<uint2*>(static_cast<In*>(out) + to), make_uint2(Pack<In>(v[0], v[1]), Pack<In>(v[2], v[3])));
+      __stwb(reinterpret_cast<uint2*>(static_cast<In*>(out) + to),
+             make_uint2(Pack<In>(v[0], v[1]), Pack<In>(v[2], v[3])));
     }
   }
 }
@@ -123,6 +126,25 @@ __device__ __forceinline__ void TakePlane(PlaneSums& sums, PlaneResults& results
   for (int i = 0; i < kFeatures / 2; ++i) sums[kColumns / 2 - 1 - i] = 0;
 }
 
+// Stores eight features of a row after an epilogue without activation, or with ReLU.
+template <class Out>
+__device__ __forceinline__ void FinishRun(const PlanesParams& q, float (&run)[8], int64_t bias, int64_t to, Out* out) {
+  const bool relu = q.epilogue.activation.kind == activation::Kind::kRelu;
+#pragma unroll
+  for (int i = 0; i < 8; i += 4) {
+    float (&part)[4] = reinterpret_cast<float (&)[4]>(run[i]);
+    Add<Out>(part, q.epilogue.bias, bias + i);
+    Add<Out>(part, q.epilogue.residual, to + i);
+#pragma unroll
+    for (float& each : part) each = relu && each < 0 ? 0 : each;
+    if constexpr (sizeof(Out) == 4)
+      __stwb(reinterpret_cast<float4*>(out + to + i), make_float4(part[0], part[1], part[2], part[3]));
+  }
+  if constexpr (sizeof(Out) == 2)
+    __stwb(reinterpret_cast<uint4*>(out + to), make_uint4(Pack<Out>(run[0], run[1]), Pack<Out>(run[2], run[3]),
+                                                          Pack<Out>(run[4], run[5]), Pack<Out>(run[6], run[7])));
+}
+
 // Stores what a warpgroup has taken of a plane; `first` says where the thread's eight features of each block's two rows
 // are in the first plane.
 template <class In>
@@ -130,7 +152,7 @@ __device__ __forceinline__ void StorePlane(const PlanesParams& q, const PlanesPl
                                            const int64_t (&first)[2][2], int plane, uint32_t staged,
                                            const PlaneResults (&results)[2], void* out) {
   const int warp = threadIdx.x % kWarpgroup / 32, lane = threadIdx.x % 32;
-  const int64_t offset = int64_t{plane} * q.elements_of_plane;
+  const int64_t offset = plane * q.elements_of_plane;
   if (q.staged) {
     hopper::SyncWarpgroup(1 + warpgroup);  // the last rows are read
 #pragma unroll
@@ -145,6 +167,32 @@ __device__ __forceinline__ void StorePlane(const PlanesParams& q, const PlanesPl
         }
     hopper::SyncWarpgroup(1 + warpgroup);
     FinishRows<In>(q, place, warpgroup, offset, staged, out);
+    return;
+  }
+  if (!q.plain) {
+    const int64_t bias = int64_t{place.model} * q.features + place.feature + lane % 4 * 8;
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float run[8];
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          uint32_t words[kFeatures / 8];
+#pragma unroll
+          for (int j = 0; j < kFeatures / 8; ++j) words[j] = __float_as_uint(results[m][4 * j + 2 * half + e]);
+          Transpose(words);
+#pragma unroll
+          for (int j = 0; j < kFeatures / 8; ++j) run[2 * j + e] = __uint_as_float(words[j]);
+        }
+        const int64_t to = offset + first[m][half];
+        if (first[m][half] < 0) continue;
+        if (q.wide) {
+          FinishRun(q, run, bias, to, static_cast<float*>(out));
+        } else {
+          FinishRun(q, run, bias, to, static_cast<In*>(out));
+        }
+      }
     return;
   }
 #pragma unroll

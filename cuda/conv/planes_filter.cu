@@ -166,7 +166,7 @@ __device__ void StoreFilter(const PlanesFilterParams& q, const FilterPlace& plac
     }
   }
   hopper::SyncThreads(3, kAll);
-#pragma unroll 1
+#pragma unroll 4
   for (int i = thread; i < kTaps * kSide * kColumns; i += kAll) {
     const int feature = i % kSide, column = i / kSide % kColumns, plane = i / (kSide * kColumns);
     const int channel = column % kSide, tap = (plane * q.lines + place.line) * kTaps + column / kSide;

@@ -8,13 +8,13 @@ namespace {
 
 constexpr int kMostSharedBytes = 227 << 10, kBarrierBytes = 256, kSwizzleBytes = 1024;
 constexpr int kMultiprocessors = 132, kMostBox = 256;
-constexpr double kStart = 6000, kProduct = 55, kStep = 300;  // cycles
-constexpr double kMemoryBytes = 18, kCacheBytes = 36;        // a cycle, per multiprocessor
+constexpr double kStart = 8000, kProduct = 49, kStep = 300, kLeast = 1400;  // cycles
+constexpr double kMemoryBytes = 18, kCacheBytes = 36;                       // a cycle, per multiprocessor
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 constexpr int kTaps = PlanesPlan::kTaps;
-constexpr double kFilterStart = 19000, kFilterPiece = 1600, kFilterBytes = 20;  // cycles of a block and a piece
+constexpr double kFilterStart = 24000, kFilterPiece = 1600, kFilterBytes = 25;  // cycles of a block and a piece
 
 // Whether the window is 3x3x3, or 3x3 in two dimensions, and goes from plane to plane by one.
 bool IsOfPlanes(const Problem& p, bool* volume) {
@@ -73,7 +73,7 @@ bool PlanesPlan::Fit(const Problem& p) {
     const double box = (used_columns + reach) * (used_others + other_reach) * channels * size;
     const double features = double(p.features) / feature_tiles;
     const double moved = rows * (channels * size / feature_tiles + features * result) / kMemoryBytes;
-    const double step = std::max({products, moved, box / kCacheBytes}) + kStep;
+    const double step = std::max({products, moved, box / kCacheBytes, kLeast}) + kStep;
     const int64_t all = chains * planes;
     for (int n = int(std::min<int64_t>(kMultiprocessors, all)); n > 0 && 3 * n > kMultiprocessors; --n) {
       const int64_t each = CeilDiv(all, n);

@@ -86,7 +86,7 @@ def conv_algorithms(
   Example:
     >>> x, w = (jax.ShapeDtypeStruct(s, 'bfloat16') for s in ((32, 56, 56, 64), (3, 3, 64, 64)))
     >>> [a.name for a in jaxdnn.conv_algorithms(x, w, padding='SAME')]
-    ['implicit_gemm_wgmma', 'gemm', 'implicit_gemm_mma', 'implicit_gemm']
+    ['implicit_gemm_wgmma', 'planes', 'implicit_gemm_mma', 'gemm', 'implicit_gemm']
   """
   where = "conv_algorithms"
   if direction not in _RESULTS:
