@@ -75,7 +75,8 @@ bool PlanesPlan::Fit(const Problem& p) {
     const double moved = rows * (channels * size / feature_tiles + features * result) / kMemoryBytes;
     const double step = std::max({products, moved, box / kCacheBytes, kLeast}) + kStep;
     const int64_t all = chains * planes;
-    for (int n = int(std::min<int64_t>(kMultiprocessors, all)); n > 0 && 3 * n > kMultiprocessors; --n) {
+    const int most = int(std::min<int64_t>(kMultiprocessors, all));
+    for (int n = most; 3 * n > most; --n) {
       const int64_t each = CeilDiv(all, n);
       // Each begins with two planes more, at the beginning of a tile and in the middle.
       const bool whole = all % n == 0 && (each % planes == 0 || planes % each == 0);
