@@ -15,7 +15,7 @@ from conv_cases import SAME3, ConvCase
 from conv_oracle import conv as conv_oracle
 from jaxdnn import _activation, _extension
 from jaxdnn._conv.fused import FROM_OUTPUT, fused
-from jaxdnn._conv.primitives import ALGORITHMS, DEPTHWISE, FEW_CHANNELS, FEW_FEATURES, GROUPED, UNALIGNED, plan
+from jaxdnn._conv.primitives import ALGORITHMS, DEPTHWISE, FEW_CHANNELS, FEW_FEATURES, GROUPED, PLANES, UNALIGNED, plan
 from jaxdnn._conv.spec import ConvSpec
 from numerics import assert_close, assert_repeatable, exact, sample
 
@@ -127,7 +127,7 @@ def check(case, tile, dtype, out_dtype, kind):
 
 
 # Kernels of few shapes have such a test beside their others.
-OF_FEW_SHAPES = {DEPTHWISE, FEW_CHANNELS, FEW_FEATURES, GROUPED, UNALIGNED}
+OF_FEW_SHAPES = {DEPTHWISE, FEW_CHANNELS, FEW_FEATURES, GROUPED, PLANES, UNALIGNED}
 
 
 @pytest.mark.gpu

@@ -52,6 +52,11 @@ __device__ inline void WaitBarrier(uint32_t barrier, uint32_t parity) {
         : "memory");
 }
 
+// So many threads that wait for each other.
+__device__ inline void SyncThreads(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 // The threads of one warpgroup alone.
 __device__ inline void SyncWarpgroup(int id) { asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory"); }
 
@@ -70,6 +75,15 @@ __device__ inline void LoadBox(uint32_t to, const CUtensorMap* map, uint32_t bar
         "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
         " [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(to),
         "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z)
+        : "memory");
+}
+
+__device__ inline void LoadBox(uint32_t to, const CUtensorMap* map, uint32_t barrier, const int (&at)[5]) {
+  if constexpr (kAvailable)
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+        " [%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(to),
+        "l"(map), "r"(barrier), "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]), "r"(at[4])
         : "memory");
 }
 
@@ -153,6 +167,15 @@ __device__ inline uint64_t Descriptor(uint32_t address, uint32_t next) {
   return kSwizzle128 | kGroup | uint64_t{next >> 4} << 16 | (address & 0x3ffff) >> 4;
 }
 
+// Describes an operand in lines of 64 or 128 bytes, whose chunks are exchanged as TMA's swizzle of as many bytes does.
+// It goes by the address, so that the operand may begin with any line. From eight lines to the next, and, MN-major,
+// from the columns that a line holds to those after them, it is so many bytes.
+__device__ inline uint64_t LineDescriptor(uint32_t address, int line_bytes, uint32_t next_eight,
+                                          uint32_t next_columns) {
+  const uint64_t swizzle = uint64_t{line_bytes == 128 ? 1u : 2u} << 62;
+  return swizzle | uint64_t{next_eight >> 4} << 32 | uint64_t{next_columns >> 4} << 16 | (address & 0x3ffff) >> 4;
+}
+
 // Describes an operand whose chunks of 16 bytes lie as they are, each 8 rows (K-major) or terms (MN-major) in 128
 // bytes, which may begin on any 16. From one chunk, and from one eight, to the next it is so many bytes.
 __device__ inline uint64_t PlainDescriptor(uint32_t address, uint32_t next_chunk, uint32_t next_eight,
@@ -177,40 +200,51 @@ __device__ inline void WaitForProducts() {
 // An instruction's operands can only be written out.
 #define JAXDNN_TEN(t) \
   "%" #t "0, %" #t "1, %" #t "2, %" #t "3, %" #t "4, %" #t "5, %" #t "6, %" #t "7, %" #t "8, %" #t "9, "
+#define JAXDNN_TO_29 JAXDNN_TEN() JAXDNN_TEN(1) JAXDNN_TEN(2)
+#define JAXDNN_TO_59 JAXDNN_TO_29 JAXDNN_TEN(3) JAXDNN_TEN(4) JAXDNN_TEN(5)
+#define JAXDNN_TO_89 JAXDNN_TO_59 JAXDNN_TEN(6) JAXDNN_TEN(7) JAXDNN_TEN(8)
+#define JAXDNN_TO_127 \
+  JAXDNN_TO_89 JAXDNN_TEN(9) JAXDNN_TEN(10) JAXDNN_TEN(11) "%120" \
+                                                           ", %121, %122, %123, %124, %125, %126, %127"
 #define JAXDNN_SUMS4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define JAXDNN_SUMS16(i) JAXDNN_SUMS4(i), JAXDNN_SUMS4(i + 4), JAXDNN_SUMS4(i + 8), JAXDNN_SUMS4(i + 12)
 #define JAXDNN_SUMS64(i) JAXDNN_SUMS16(i), JAXDNN_SUMS16(i + 16), JAXDNN_SUMS16(i + 32), JAXDNN_SUMS16(i + 48)
-// Of m64nNkK; the operands after the sums are a, b, whether to add to the sums, and which are transposed, if `more`.
-#define JAXDNN_WGMMA(type, n, k, operands, a, b, add, more, ...)                                                \
-  asm volatile("{\n .reg .pred add;\n setp.ne.b32 add, " add ", 0;\n wgmma.mma_async.sync.aligned.m64n" n "k" k \
-               ".f32." type "." type " {" operands "}, " a ", " b ", add, 1, 1" more ";\n}"                     \
-               : __VA_ARGS__                                                                                    \
-               : "l"(a_tile), "l"(b_tile), "r"(int{add_to}), "n"(int{kTransposedA}), "n"(int{kTransposedB})     \
+// Of m64nNkK; the operands after the sums are a, b, whether to add to the sums, and, of 16 bits, which are transposed.
+#define JAXDNN_TRANSPOSED(t, u) ", %" #t ", %" #u
+#define JAXDNN_NO_TRANSPOSED(t, u) ""
+#define JAXDNN_WGMMA(type, n, k, transposed, operands, a, b, add, t, u, ...)                                      \
+  asm volatile("{\n .reg .pred add;\n setp.ne.b32 add, %" #add ", 0;\n wgmma.mma_async.sync.aligned.m64n" n "k" k \
+               ".f32." type "." type " {" operands "}, %" #a ", %" #b ", add, 1, 1" transposed(t, u) ";\n}"       \
+               : __VA_ARGS__                                                                                      \
+               : "l"(a_tile), "l"(b_tile), "r"(int{add_to}), "n"(int{kTransposedA}), "n"(int{kTransposedB})       \
                : "memory")
-#define JAXDNN_EIGHTY \
-  JAXDNN_TEN()        \
-  JAXDNN_TEN(1) JAXDNN_TEN(2) JAXDNN_TEN(3) JAXDNN_TEN(4) JAXDNN_TEN(5) JAXDNN_TEN(6) "%70, %71, %72, " \
-                                                                                      "%73, %74, %75, %76, %77, %78, %79"
-#define JAXDNN_TO_127 \
-  ", " JAXDNN_TEN(8) JAXDNN_TEN(9) JAXDNN_TEN(10) JAXDNN_TEN(11) "%120, %121, %122, %123, %124, %125, %126, %127"
-#define JAXDNN_WGMMA_OF_TYPE(type, k, more64, more72, more128, more160, more256)                                       \
+#define JAXDNN_WGMMA_OF_TYPE(type, k, more)                                                                            \
   if constexpr (kColumns == 64) {                                                                                      \
-    JAXDNN_WGMMA(type, "64", k, JAXDNN_TEN() JAXDNN_TEN(1) JAXDNN_TEN(2) "%30, %31", "%32", "%33", "%34", more64,      \
-                 JAXDNN_SUMS16(0), JAXDNN_SUMS16(16));                                                                 \
+    JAXDNN_WGMMA(type, "64", k, more, JAXDNN_TO_29 "%30, %31", 32, 33, 34, 35, 36, JAXDNN_SUMS16(0),                   \
+                 JAXDNN_SUMS16(16));                                                                                   \
   } else if constexpr (kColumns == 72) {                                                                               \
-    JAXDNN_WGMMA(type, "72", k, JAXDNN_TEN() JAXDNN_TEN(1) JAXDNN_TEN(2) "%30, %31, %32, %33, %34, %35", "%36", "%37", \
-                 "%38", more72, JAXDNN_SUMS16(0), JAXDNN_SUMS16(16), JAXDNN_SUMS4(32));                                \
+    JAXDNN_WGMMA(type, "72", k, more, JAXDNN_TO_29 "%30, %31, %32, %33, %34, %35", 36, 37, 38, 39, 40,                 \
+                 JAXDNN_SUMS16(0), JAXDNN_SUMS16(16), JAXDNN_SUMS4(32));                                               \
+  } else if constexpr (kColumns == 80) {                                                                               \
+    JAXDNN_WGMMA(type, "80", k, more, JAXDNN_TO_29 "%30, %31, %32, %33, %34, %35, %36, %37, %38, %39", 40, 41, 42, 43, \
+                 44, JAXDNN_SUMS16(0), JAXDNN_SUMS16(16), JAXDNN_SUMS4(32), JAXDNN_SUMS4(36));                         \
+  } else if constexpr (kColumns == 96) {                                                                               \
+    JAXDNN_WGMMA(type, "96", k, more, JAXDNN_TO_29 JAXDNN_TEN(3) "%40, %41, %42, %43, %44, %45, %46, %47", 48, 49, 50, \
+                 51, 52, JAXDNN_SUMS16(0), JAXDNN_SUMS16(16), JAXDNN_SUMS16(32));                                      \
+  } else if constexpr (kColumns == 128) {                                                                              \
+    JAXDNN_WGMMA(type, "128", k, more, JAXDNN_TO_59 "%60, %61, %62, %63", 64, 65, 66, 67, 68, JAXDNN_SUMS64(0));       \
   } else if constexpr (kColumns == 160) {                                                                              \
-    JAXDNN_WGMMA(type, "160", k, JAXDNN_EIGHTY, "%80", "%81", "%82", more160, JAXDNN_SUMS64(0), JAXDNN_SUMS16(64));    \
-  } else if constexpr (kColumns == 256) {                                                                              \
-    JAXDNN_WGMMA(type, "256", k, JAXDNN_EIGHTY JAXDNN_TO_127, "%128", "%129", "%130", more256, JAXDNN_SUMS64(0),       \
-                 JAXDNN_SUMS64(64));                                                                                   \
+    JAXDNN_WGMMA(type, "160", k, more, JAXDNN_TO_59 JAXDNN_TEN(6) "%70, %71, %72, %73, %74, %75, %76, %77, %78, %79",  \
+                 80, 81, 82, 83, 84, JAXDNN_SUMS64(0), JAXDNN_SUMS16(64));                                             \
+  } else if constexpr (kColumns == 192) {                                                                              \
+    JAXDNN_WGMMA(type, "192", k, more, JAXDNN_TO_89 "%90, %91, %92, %93, %94, %95", 96, 97, 98, 99, 100,               \
+                 JAXDNN_SUMS64(0), JAXDNN_SUMS16(64), JAXDNN_SUMS16(80));                                              \
+  } else if constexpr (kColumns == 208) {                                                                              \
+    JAXDNN_WGMMA(type, "208", k, more, JAXDNN_TO_89 JAXDNN_TEN(9) "%100, %101, %102, %103", 104, 105, 106, 107, 108,   \
+                 JAXDNN_SUMS64(0), JAXDNN_SUMS16(64), JAXDNN_SUMS16(80), JAXDNN_SUMS4(96), JAXDNN_SUMS4(100));         \
   } else {                                                                                                             \
-    static_assert(kColumns == 128);                                                                                    \
-    JAXDNN_WGMMA(type, "128", k,                                                                                       \
-                 JAXDNN_TEN() JAXDNN_TEN(1) JAXDNN_TEN(2) JAXDNN_TEN(3) JAXDNN_TEN(4)                                  \
-                     JAXDNN_TEN(5) "%60, %61, %62, %63",                                                               \
-                 "%64", "%65", "%66", more128, JAXDNN_SUMS64(0));                                                      \
+    static_assert(kColumns == 256);                                                                                    \
+    JAXDNN_WGMMA(type, "256", k, more, JAXDNN_TO_127, 128, 129, 130, 131, 132, JAXDNN_SUMS64(0), JAXDNN_SUMS64(64));   \
   }
 
 // d += A B, or d = A B where `add_to` is false, of 64 rows, kColumns columns and 32 bytes of terms, by the 128 threads
@@ -221,48 +255,13 @@ __device__ inline void Multiply(float (&d)[kColumns / 2], uint64_t a_tile, uint6
   if constexpr (!kAvailable) {
   } else if constexpr (std::is_same_v<In, float>) {
     static_assert(!kTransposedA && !kTransposedB);
-    JAXDNN_WGMMA_OF_TYPE("tf32", "8", "", "", "", "", "")
+    JAXDNN_WGMMA_OF_TYPE("tf32", "8", JAXDNN_NO_TRANSPOSED)
   } else if constexpr (std::is_same_v<In, __nv_bfloat16>) {
-    JAXDNN_WGMMA_OF_TYPE("bf16", "16", ", %35, %36", ", %39, %40", ", %67, %68", ", %83, %84", ", %131, %132")
+    JAXDNN_WGMMA_OF_TYPE("bf16", "16", JAXDNN_TRANSPOSED)
   } else {
-    JAXDNN_WGMMA_OF_TYPE("f16", "16", ", %35, %36", ", %39, %40", ", %67, %68", ", %83, %84", ", %131, %132")
+    JAXDNN_WGMMA_OF_TYPE("f16", "16", JAXDNN_TRANSPOSED)
   }
 }
-
-// The same of 16-bit floats, with as many columns as tiles across (wgmma_across.cuh) have rows.
-#define JAXDNN_WGMMA_ACROSS(type)                                                                                      \
-  if constexpr (kColumns == 80) {                                                                                      \
-    JAXDNN_WGMMA(type, "80", "16",                                                                                     \
-                 JAXDNN_TEN() JAXDNN_TEN(1) JAXDNN_TEN(2) "%30, %31, %32, %33, %34, %35, %36, %37, %38, %39", "%40",   \
-                 "%41", "%42", ", %43, %44", JAXDNN_SUMS16(0), JAXDNN_SUMS16(16), JAXDNN_SUMS4(32), JAXDNN_SUMS4(36)); \
-  } else if constexpr (kColumns == 96) {                                                                               \
-    JAXDNN_WGMMA(type, "96", "16",                                                                                     \
-                 JAXDNN_TEN() JAXDNN_TEN(1) JAXDNN_TEN(2) JAXDNN_TEN(3) "%40, %41, %42, %43, %44, %45, %46, %47",      \
-                 "%48", "%49", "%50", ", %51, %52", JAXDNN_SUMS16(0), JAXDNN_SUMS16(16), JAXDNN_SUMS16(32));           \
-  } else if constexpr (kColumns == 160) {                                                                              \
-    JAXDNN_WGMMA(type, "160", "16", JAXDNN_EIGHTY, "%80", "%81", "%82", ", %83, %84", JAXDNN_SUMS64(0),                \
-                 JAXDNN_SUMS16(64));                                                                                   \
-  } else if constexpr (kColumns == 192) {                                                                              \
-    JAXDNN_WGMMA(type, "192", "16", JAXDNN_EIGHTY ", " JAXDNN_TEN(8) "%90, %91, %92, %93, %94, %95", "%96", "%97",     \
-                 "%98", ", %99, %100", JAXDNN_SUMS64(0), JAXDNN_SUMS16(64), JAXDNN_SUMS16(80));                        \
-  } else if constexpr (kColumns == 208) {                                                                              \
-    JAXDNN_WGMMA(type, "208", "16", JAXDNN_EIGHTY ", " JAXDNN_TEN(8) JAXDNN_TEN(9) "%100, %101, %102, %103", "%104",   \
-                 "%105", "%106", ", %107, %108", JAXDNN_SUMS64(0), JAXDNN_SUMS16(64), JAXDNN_SUMS16(80),               \
-                 JAXDNN_SUMS4(96), JAXDNN_SUMS4(100));                                                                 \
-  } else {                                                                                                             \
-    static_assert(kColumns == 0);                                                                                      \
-  }
-template <class In, int kColumns, bool kTransposedA>
-__device__ inline void MultiplyAcross(float (&d)[kColumns / 2], uint64_t a_tile, uint64_t b_tile, bool add_to) {
-  constexpr bool kTransposedB = false;
-  if constexpr (!kAvailable) {
-  } else if constexpr (std::is_same_v<In, __nv_bfloat16>) {
-    JAXDNN_WGMMA_ACROSS("bf16")
-  } else {
-    JAXDNN_WGMMA_ACROSS("f16")
-  }
-}
-#undef JAXDNN_WGMMA_ACROSS
 
 // The same of 8 terms of floats, whose rows the threads hold: of row 16 w + l / 4 the terms l % 4 and l % 4 + 4 in a[0]
 // and a[2], and of the row 8 below in a[1] and a[3]. They must stay as they are until the product is done.
@@ -276,22 +275,24 @@ template <int kColumns>
 __device__ inline void MultiplyHeld(float (&d)[kColumns / 2], const uint32_t (&a)[4], uint64_t b_tile, bool add_to) {
   if constexpr (!kAvailable) {
   } else if constexpr (kColumns == 64) {
-    JAXDNN_WGMMA_HELD("64", JAXDNN_TEN() JAXDNN_TEN(1) JAXDNN_TEN(2) "%30, %31", "%32, %33, %34, %35", "%36", "%37",
-                      JAXDNN_SUMS16(0), JAXDNN_SUMS16(16));
+    JAXDNN_WGMMA_HELD("64", JAXDNN_TO_29 "%30, %31", "%32, %33, %34, %35", "%36", "%37", JAXDNN_SUMS16(0),
+                      JAXDNN_SUMS16(16));
   } else if constexpr (kColumns == 256) {
-    JAXDNN_WGMMA_HELD("256", JAXDNN_EIGHTY JAXDNN_TO_127, "%128, %129, %130, %131", "%132", "%133", JAXDNN_SUMS64(0),
+    JAXDNN_WGMMA_HELD("256", JAXDNN_TO_127, "%128, %129, %130, %131", "%132", "%133", JAXDNN_SUMS64(0),
                       JAXDNN_SUMS64(64));
   } else {
     static_assert(kColumns == 128);
-    JAXDNN_WGMMA_HELD(
-        "128", JAXDNN_TEN() JAXDNN_TEN(1) JAXDNN_TEN(2) JAXDNN_TEN(3) JAXDNN_TEN(4) JAXDNN_TEN(5) "%60, %61, %62, %63",
-        "%64, %65, %66, %67", "%68", "%69", JAXDNN_SUMS64(0));
+    JAXDNN_WGMMA_HELD("128", JAXDNN_TO_59 "%60, %61, %62, %63", "%64, %65, %66, %67", "%68", "%69", JAXDNN_SUMS64(0));
   }
 }
 #undef JAXDNN_WGMMA_HELD
 
-#undef JAXDNN_EIGHTY
+#undef JAXDNN_TO_29
+#undef JAXDNN_TO_59
+#undef JAXDNN_TO_89
 #undef JAXDNN_TO_127
+#undef JAXDNN_TRANSPOSED
+#undef JAXDNN_NO_TRANSPOSED
 #undef JAXDNN_TEN
 #undef JAXDNN_SUMS4
 #undef JAXDNN_SUMS16

@@ -7,6 +7,7 @@
 #include "cuda/conv/few_features_plan.h"
 #include "cuda/conv/frame.h"
 #include "cuda/conv/pixel_map.h"
+#include "cuda/conv/planes_plan.h"
 #include "cuda/conv/step_cost.h"
 #include "cuda/conv/strips.h"
 #include "cuda/conv/unaligned_plan.h"
@@ -233,6 +234,7 @@ bool Takes(const TileShape& t, const Problem& p, bool hopper) {
   if (t.unit == Unit::kGrouped) return TakesGrouped(p);
   if (t.unit == Unit::kFewFeatures) return TakesFewFeatures(p);
   if (t.unit == Unit::kUnaligned) return hopper && TakesUnaligned(p);
+  if (t.unit == Unit::kPlanes) return hopper && TakesPlanes(p);
   if (t.unit == Unit::kWgmma) return hopper && TakesWgmma(p, t);
   if (t.unit == Unit::kDepthwise) {
     const bool holes = *std::max_element(p.lhs_dilation, p.lhs_dilation + kRank) > 1;
@@ -317,10 +319,12 @@ std::optional<Config> ChooseAsItIs(const Problem& p, bool hopper, std::string_vi
       const int64_t tiles = !splittable                    ? 0
                             : t.unit == Unit::kFewChannels ? strips.Tiles(p)
                             : t.unit == Unit::kUnaligned   ? UnalignedFilterPlan(p).Tiles()
+                            : t.unit == Unit::kPlanes      ? PlanesPieces(p)
                                                            : 0;
       const int64_t slices = tiles > 0 ? CeilDiv(tiles, CeilDiv(tiles, splits)) : splits;
-      // Those of unaligned channels have partial sums of a single slice too.
-      const bool partial = UsesWorkspace(p, slices) || (t.unit == Unit::kUnaligned && splittable);
+      // Those of unaligned channels and of planes have partial sums of a single slice too.
+      const bool partial =
+          UsesWorkspace(p, slices) || ((t.unit == Unit::kUnaligned || t.unit == Unit::kPlanes) && splittable);
       const int64_t transposed = t.unit != Unit::kWgmma ? 0 : IsByte(p.in) ? BytesWorkspace(p) : TransposedBytes(p, t);
       const int64_t bytes = transposed + (partial ? slices * result_bytes : 0);
       if (bytes > workspace_limit) break;
@@ -332,6 +336,7 @@ std::optional<Config> ChooseAsItIs(const Problem& p, bool hopper, std::string_vi
                                : t.unit == Unit::kGrouped     ? GroupedCycles(p, slices)
                                : t.unit == Unit::kFewFeatures ? FewFeaturesCycles(p)
                                : t.unit == Unit::kUnaligned   ? UnalignedCycles(p, slices)
+                               : t.unit == Unit::kPlanes      ? PlanesCycles(p, slices)
                                : t.unit == Unit::kWgmma
                                    ? (IsByte(p.in) ? BytesCycles(p, t) : WgmmaCycles(p, t, cluster))
                                    : Cycles(p, t, slices);

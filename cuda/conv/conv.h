@@ -57,11 +57,11 @@ Problem AsForward(const Problem& p);
 
 // Block tiles (rows x columns of the implicit matrix product) that kernels are compiled for: on the CUDA cores, or with
 // mma.sync or Hopper's wgmma on the tensor cores. Depthwise convolution is no product of matrices and has no tiles;
-// those of few channels or features, of small groups and of unaligned channels depend on the problem.
-enum class Unit { kSimt, kMma, kWgmma, kDepthwise, kFewChannels, kGrouped, kFewFeatures, kUnaligned };
+// those of few channels or features, of small groups, of unaligned channels and of planes depend on the problem.
+enum class Unit { kSimt, kMma, kWgmma, kDepthwise, kFewChannels, kGrouped, kFewFeatures, kUnaligned, kPlanes };
 constexpr const char* kAlgorithms[] = {"implicit_gemm", "implicit_gemm_mma", "implicit_gemm_wgmma",
                                        "depthwise",     "few_channels",      "grouped",
-                                       "few_features",  "unaligned"};  // by Unit
+                                       "few_features",  "unaligned",         "planes"};  // by Unit
 enum class Tile {
   kSimt128x64,
   kSimt64x32,
@@ -90,6 +90,7 @@ enum class Tile {
   kGrouped,
   kFewFeatures,
   kUnaligned,
+  kPlanes,
 };
 struct TileShape {
   Tile tile;
@@ -125,6 +126,7 @@ constexpr TileShape kTiles[] = {
     {Tile::kGrouped, "grouped", Unit::kGrouped, 1, 1, 128},
     {Tile::kFewFeatures, "few_features", Unit::kFewFeatures, 1, 1, 128},
     {Tile::kUnaligned, "unaligned", Unit::kUnaligned, 1, 1, 512},
+    {Tile::kPlanes, "planes", Unit::kPlanes, 1, 1, 384},
 };
 
 // Whether rows are wgmma's columns (wgmma_across.cuh).

@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     extern __shared__ __align__(1024) unsigned char shared[];
     const Ring<T> ring(shared);
     ring.Init(kIsAcross<T> ? kConsumers : 1);
-    RunRoles<T>(
+    RunRoles(
         [&](int which) {
           if (which == 1) return ProduceFilter<T, kForward>(p, ring);
           hopper::VisitDimensions(p.phase[0].map.dimensions,

@@ -144,6 +144,44 @@ struct StoreExchanged {
   }
 };
 
+// Of sums in which a zero that stands for no pixel of y may have met an infinity of x.
+template <class In, class Out>
+struct StoreChecked {
+  FilterParams q;
+  const In *x, *y;
+  Out* out;
+
+  template <class Sum>
+  __device__ void operator()(int64_t i, Sum sum) const {
+    if (isnan(sum)) sum = SumOfPixels<Sum>(i);
+    out[i] = static_cast<Out>(sum);
+  }
+
+  // The sum over the pixels of y that exist, of one group. Rarely called.
+  template <class Sum>
+  __device__ __noinline__ Sum SumOfPixels(int64_t i) const {
+    const int feature = static_cast<int>(i % q.columns), channels = q.channels.divisor;
+    int64_t row = i / q.columns;
+    const int64_t batch = row / q.rows;
+    row -= batch * q.rows;
+    int taps[kRank];
+    q.taps_box.Split(static_cast<int>(row / channels), taps);
+    Sum sum = 0;
+    for (int64_t pixel = 0; pixel < q.pixels && !isnan(sum); ++pixel) {
+      const int64_t image = batch * q.images + pixel / q.image_pixels.divisor;
+      int to[kRank], at[kRank];
+      q.pixels_box.Split(static_cast<int>(pixel % q.image_pixels.divisor), to);
+      bool inside = true;
+      for (int d = 0; d < kRank; ++d)
+        inside &= q.axis[d].Find(q.axis[d].Origin(to[d]) + taps[d] * q.axis[d].tap_step, &at[d]);
+      const int in_pixel = (at[0] * q.axis[1].extent + at[1]) * q.axis[2].extent + at[2];
+      const Sum of_x = inside ? static_cast<Sum>(x[image * q.x_image + in_pixel * q.x_pixel + row % channels]) : Sum(0);
+      sum += of_x * static_cast<Sum>(y[(batch * q.pixels + pixel) * q.y_pixel + feature]);
+    }
+    return sum;
+  }
+};
+
 // Stores partial[0][i] + partial[1][i] + ...
 template <class Sum, class Store>
 __global__ void SumSlicesKernel(const Sum* partial, int64_t size, int splits, const __grid_constant__ Store store) {
@@ -175,8 +213,8 @@ __global__ void SumManySlicesKernel(const Sum* partial, int64_t size, int splits
   store(i, sum);
 }
 
-// The result, from the workspace's `splits` slices of sums of In.
-template <class In>
+// The result, from the workspace's `splits` slices of sums of In, which may have to be checked.
+template <class In, bool kChecked = false>
 cudaError_t SumSlices(const Problem& p, const Accumulator<In>* partial, int64_t splits, const void* x, const void* y,
                       void* out, cudaStream_t stream) {
   const int64_t size = p.FilterSize();
@@ -193,6 +231,9 @@ cudaError_t SumSlices(const Problem& p, const Accumulator<In>* partial, int64_t 
   };
   const auto to = [&](auto* result) {
     using Out = std::remove_pointer_t<decltype(result)>;
+    if constexpr (kChecked)
+      return sum(StoreChecked<In, Out>{MakeFilterParams(p, splits, 1, 1, 1), static_cast<const In*>(x),
+                                       static_cast<const In*>(y), result});
     if (!p.exchanged) return sum(StoreInOrder<Out>{result});
     return sum(StoreExchanged<In, Out>{MakeFilterParams(p, splits, 1, 1, 1), static_cast<const In*>(x),
                                        static_cast<const In*>(y), result});

@@ -7,6 +7,7 @@
 #include "cuda/conv/frame.h"
 #include "cuda/conv/grouped.h"
 #include "cuda/conv/mma.h"
+#include "cuda/conv/planes.h"
 #include "cuda/conv/simt.h"
 #include "cuda/conv/unaligned.h"
 #include "cuda/conv/wgmma.h"
@@ -81,6 +82,9 @@ int Launch(const Problem& p, const Config& config, const void* lhs, const void* 
     case Unit::kUnaligned:
       return filter ? LaunchUnalignedFilter(p, config, lhs, rhs, out, workspace, stream)
                     : LaunchUnaligned(p, lhs, rhs, out, epilogue, stream);
+    case Unit::kPlanes:
+      return filter ? LaunchPlanesFilter(p, config, lhs, rhs, out, workspace, stream)
+                    : LaunchPlanes(p, lhs, rhs, out, epilogue, stream);
   }
   return cudaErrorInvalidValue;
 }

@@ -49,7 +49,7 @@ __device__ void ProduceStrips(const UnalignedParams& q, const UnalignedShared<T>
       int* const pixels = shared.pixels + turn.stage * q.pixels;
       FindPixels(q, thread, T::kStripThreads, place.row + line * q.line_step, plane_tap, pixels);
       // Nobody is two strips ahead of another.
-      SyncThreads(4, T::kStripThreads);
+      hopper::SyncThreads(4, T::kStripThreads);
       hopper::WaitBarrier(shared.StripEmpty(turn.stage), turn.parity ^ 1);
       FillStrip(thread, T::kStripThreads, q.steps_div, q.pixels, pixels, q.channels, channel, q.channels, 2 * q.steps,
                 q.pixels, in, shared.strips + turn.stage * q.strip_bytes);
@@ -288,7 +288,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     if constexpr (T::kResident) {
       FillSlabs<T>(q, thread, T::kConsumers, 0, 0, q.taps, 0, filter, shared.slabs);
       hopper::ShowSharedToTma();
-      SyncThreads(3, T::kConsumers);
+      hopper::SyncThreads(3, T::kConsumers);
     }
     Consume(q, shared, threadIdx.x / T::kWarpgroup, out);
   }

@@ -116,11 +116,6 @@ struct UnalignedTurn {
   }
 };
 
-// Threads that wait for each other.
-__device__ inline void SyncThreads(int id, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
 // To those who wait for this, of whose warps each arrives once.
 __device__ inline void ArriveWarp(uint32_t barrier) {
   __syncwarp();

@@ -119,7 +119,7 @@ __device__ void ProduceTiles(const UnalignedFilterParams& q, const FilterShared<
       y_pixels[i] = exists ? pixel : -1;
     }
     // Nobody is two tiles ahead of another.
-    SyncThreads(4, FilterTile::kStripThreads);
+    hopper::SyncThreads(4, FilterTile::kStripThreads);
     hopper::WaitBarrier(shared.Empty(turn.stage), turn.parity ^ 1);
     FillStrip(thread, FilterTile::kStripThreads, x_pairs, q.pixels, x_pixels, q.channels, group.channel, q.channels,
               group.chunks, q.pixels, x, shared.x + turn.stage * shared.x_bytes);

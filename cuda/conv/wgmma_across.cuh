@@ -44,8 +44,8 @@ __device__ void MultiplyAcross(Ring<T>& ring, int steps, int warpgroup, typename
     hopper::BeginProducts();
 #pragma unroll
     for (int k = 0; k < kLineBytes / 32; ++k)
-      hopper::MultiplyAcross<typename T::In, T::kRows, kTransposed>(sums[0], columns + k * kStep, rows + k * (32 >> 4),
-                                                                    step > 0 || k > 0);
+      hopper::Multiply<typename T::In, T::kRows, kTransposed, false>(sums[0], columns + k * kStep, rows + k * (32 >> 4),
+                                                                     step > 0 || k > 0);
     hopper::CommitProducts();
     hopper::WaitForProducts<1>();
     if (step > 0) Release(ring, last);

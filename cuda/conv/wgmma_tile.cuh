@@ -258,13 +258,13 @@ __device__ void StoreSums(const typename T::Sums& sums, Out* out, int count, con
 // Splits the block by role: produce(i) runs in each of the threads that fill the stages, consume(warpgroup) in the two
 // that multiply, which take the block's first, third, ... tile and the others. Registers move from the one to the
 // others.
-template <class T, class Produce, class Consume>
+template <int kThreads = kProducers, class Produce, class Consume>
 __device__ void RunRoles(const Produce& produce, const Consume& consume) {
   const int warpgroup = threadIdx.x / kWarpgroup;
   if (warpgroup == kConsumers) {
     hopper::SetRegisters<40, false>();
     const int warp = threadIdx.x / 32 - kConsumers * kWarpgroup / 32;
-    if (threadIdx.x % 32 == 0 && warp < kProducers) produce(warp);
+    if (threadIdx.x % 32 == 0 && warp < kThreads) produce(warp);
     __syncwarp();
   } else {
     hopper::SetRegisters<232, true>();

@@ -18,6 +18,7 @@ from jaxdnn._conv.primitives import (
   FEW_FEATURES,
   GROUPED,
   OPERANDS,
+  PLANES,
   UNALIGNED,
   plan,
   products,
@@ -85,7 +86,7 @@ def conv_algorithms(
   Example:
     >>> x, w = (jax.ShapeDtypeStruct(s, 'bfloat16') for s in ((32, 56, 56, 64), (3, 3, 64, 64)))
     >>> [a.name for a in jaxdnn.conv_algorithms(x, w, padding='SAME')]
-    ['implicit_gemm_wgmma', 'gemm', 'implicit_gemm_mma', 'implicit_gemm']
+    ['implicit_gemm_wgmma', 'planes', 'implicit_gemm_mma', 'gemm', 'implicit_gemm']
   """
   where = "conv_algorithms"
   if direction not in _RESULTS:
@@ -106,7 +107,7 @@ def conv_algorithms(
   a, b = (jax.ShapeDtypeStruct((1, *shapes[name]), x.dtype) for name in OPERANDS[result])
   plans = [
     plan(result, a, b, dataclasses.replace(spec, algorithm=name), dtype, hopper=hopper)
-    for name in (*ALGORITHMS, DEPTHWISE, FEW_CHANNELS, GROUPED, FEW_FEATURES, UNALIGNED)
+    for name in (*ALGORITHMS, DEPTHWISE, FEW_CHANNELS, GROUPED, FEW_FEATURES, UNALIGNED, PLANES)
   ]
   found = [
     ConvAlgorithm(

@@ -1,0 +1,213 @@
+// What the kernels of planes are told of a problem, where a block works, and how it stores results.
+#pragma once
+
+#include "cuda/common/convert.cuh"
+#include "cuda/common/fast_div.cuh"
+#include "cuda/conv/epilogue.cuh"
+#include "cuda/conv/exchange.cuh"
+#include "cuda/conv/planes_plan.h"
+#include "cuda/conv/wgmma_tile.cuh"
+
+namespace jaxdnn::conv {
+
+constexpr int kBlocksOfWarpgroup = PlanesPlan::kBlocks / kConsumers;
+constexpr int kMultipliers = kConsumers * kWarpgroup, kThreads = kMultipliers + kWarpgroup;
+constexpr int kFeatures = PlanesPlan::kFeatures, kTaps = PlanesPlan::kTaps, kColumns = kTaps * kFeatures;
+using PlaneSums = float[kColumns / 2];
+
+struct PlanesParams {
+  CUtensorMap operand, filter;
+  Epilogue epilogue;
+  bool plain;           // sums are stored as they are, in the operands' type
+  bool staged;          // they go through shared memory, for an activation other than ReLU
+  bool wide;            // the result is of floats
+  bool volume, lines;   // as in the plan
+  int across;           // blocks of 64 rows side by side
+  int columns, others;  // of a tile
+  int out_columns, out_others, features;
+  int pixels_of_image, pixels_of_other;
+  int64_t elements_of_plane;
+  int images_of_model;
+  int64_t work;  // planes of all tiles
+  FastDiv planes_div, column_div, other_div, image_div, feature_div;
+  int pad[kRank];                   // of the planes, the others, the columns
+  int window[kRank];                // likewise; of images 1
+  int line_step, column_step;       // bytes from tap to tap
+  int next_block, next_block_line;  // bytes from 64 rows to the next, beside and below
+  int next_eight;                   // and from 8 rows
+  int slab_bytes, filter_bytes, stage_bytes, box_bytes, stages;
+};
+
+// Some planes of a tile.
+struct PlanesPlace {
+  int first, count;                          // planes of the result
+  int column, other, image, model, feature;  // where the tile begins
+  int filter;                                // whether the filter is another
+
+  __device__ PlanesPlace(const PlanesParams& q, int at, int end) {
+    int rest = q.planes_div.Div(at, &first);
+    count = min(end - at, static_cast<int>(q.planes_div.divisor) - first);
+    rest = q.column_div.Div(rest, &column);
+    rest = q.other_div.Div(rest, &other);
+    filter = q.image_div.Div(rest, &image);
+    model = q.feature_div.Div(filter, &feature);
+    column *= q.columns;
+    other *= q.others;
+    feature *= kFeatures;
+    image += model * q.images_of_model;
+  }
+};
+
+// Of a block of 64 rows: which it is, and where a row's features begin in the result.
+struct PlanesRows {
+  int column, other;  // of the first, in the tile
+
+  __device__ PlanesRows(const PlanesParams& q, int block) {
+    const int down = block / q.across, beside = block - down * q.across;
+    column = beside * (q.lines ? 64 : 8);
+    other = down * (q.lines ? 1 : 8);
+  }
+  // In elements, of the first plane; -1 for none.
+  __device__ int64_t Offset(const PlanesParams& q, const PlanesPlace& place, int row) const {
+    const int x = place.column + column + (q.lines ? row : row % 8), y = place.other + other + (q.lines ? 0 : row / 8);
+    if (x >= q.out_columns || y >= q.out_others) return -1;
+    const int pixel = place.image * q.pixels_of_image + y * q.pixels_of_other + x;
+    return int64_t{pixel} * q.features + place.feature;
+  }
+};
+
+// Where four features of a row wait: rows of four chunks that warps store together, and of eight that they load
+// together, meet in no bank.
+__device__ inline uint32_t StagedChunk(uint32_t staged, int row, int chunk) {
+  return staged + row * 128 + ((chunk ^ (row % 4 * 2 + row / 4 % 2)) << 4);
+}
+
+// Stores four features of each row that the thread has in turn, through the epilogue, from shared memory.
+template <class In>
+__device__ __forceinline__ void FinishRows(const PlanesParams& q, const PlanesPlace& place, int warpgroup,
+                                           int64_t plane, uint32_t staged, void* out) {
+  const int thread = threadIdx.x % kWarpgroup, chunk = thread % 8, feature = place.feature + 4 * chunk;
+#pragma unroll 1
+  for (int row = thread / 8; row < 2 * 64; row += kWarpgroup / 8) {
+    const int64_t first = PlanesRows(q, 2 * warpgroup + row / 64).Offset(q, place, row % 64);
+    const int64_t to = first + plane + 4 * chunk;
+    if (first < 0 || feature >= q.features) continue;
+    float v[4];
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
+                 : "r"(StagedChunk(staged, row, chunk)));
+    if (q.wide) {
+      Add<float>(v, q.epilogue.bias, place.model * q.features + feature);
+      Add<float>(v, q.epilogue.residual, to);
+    } else {
+      Add<In>(v, q.epilogue.bias, place.model * q.features + feature);
+      Add<In>(v, q.epilogue.residual, to);
+    }
+    Activate<float>(v, q.epilogue.activation);
+    // By name: the compiler splits other stores that come under a condition.
+    if (q.wide) {
+      __stwb(reinterpret_cast<float4*>(static_cast<float*>(out) + to), make_float4(v[0], v[1], v[2], v[3]));
+    } else {
+      __stwb(reinterpret_cast<uint2*>(static_cast<In*>(out) + to),
+             make_uint2(Pack<In>(v[0], v[1]), Pack<In>(v[2], v[3])));
+    }
+  }
+}
+
+// Takes the sums of the plane of results that is complete, and moves the others up.
+using PlaneResults = float[kFeatures / 2];
+__device__ __forceinline__ void TakePlane(PlaneSums& sums, PlaneResults& results) {
+#pragma unroll
+  for (float& each : sums) asm volatile("" : "+f"(each));
+#pragma unroll
+  for (int i = 0; i < kFeatures / 2; ++i) results[i] = sums[i];
+  Rotate<kFeatures / 2>(sums);
+#pragma unroll
+  for (int i = 0; i < kFeatures / 2; ++i) sums[kColumns / 2 - 1 - i] = 0;
+}
+
+// Stores eight features of a row after an epilogue without activation, or with ReLU.
+template <class Out>
+__device__ __forceinline__ void FinishRun(const PlanesParams& q, float (&run)[8], int64_t bias, int64_t to, Out* out) {
+  const bool relu = q.epilogue.activation.kind == activation::Kind::kRelu;
+#pragma unroll
+  for (int i = 0; i < 8; i += 4) {
+    float (&part)[4] = reinterpret_cast<float (&)[4]>(run[i]);
+    Add<Out>(part, q.epilogue.bias, bias + i);
+    Add<Out>(part, q.epilogue.residual, to + i);
+#pragma unroll
+    for (float& each : part) each = relu && each < 0 ? 0 : each;
+    if constexpr (sizeof(Out) == 4)
+      __stwb(reinterpret_cast<float4*>(out + to + i), make_float4(part[0], part[1], part[2], part[3]));
+  }
+  if constexpr (sizeof(Out) == 2)
+    __stwb(reinterpret_cast<uint4*>(out + to), make_uint4(Pack<Out>(run[0], run[1]), Pack<Out>(run[2], run[3]),
+                                                          Pack<Out>(run[4], run[5]), Pack<Out>(run[6], run[7])));
+}
+
+// Stores what a warpgroup has taken of a plane; `first` says where the thread's eight features of each block's two rows
+// are in the first plane.
+template <class In>
+__device__ __forceinline__ void StorePlane(const PlanesParams& q, const PlanesPlace& place, int warpgroup,
+                                           const int64_t (&first)[2][2], int plane, uint32_t staged,
+                                           const PlaneResults (&results)[2], void* out) {
+  const int warp = threadIdx.x % kWarpgroup / 32, lane = threadIdx.x % 32;
+  const int64_t offset = plane * q.elements_of_plane;
+  if (q.staged) {
+    hopper::SyncWarpgroup(1 + warpgroup);  // the last rows are read
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+      for (int j = 0; j < kFeatures / 8; ++j)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int row = 64 * m + 16 * warp + lane / 4 + 8 * half;
+          hopper::StorePair(StagedChunk(staged, row, 2 * j + lane % 4 / 2) + lane % 2 * 8, results[m][4 * j + 2 * half],
+                            results[m][4 * j + 2 * half + 1]);
+        }
+    hopper::SyncWarpgroup(1 + warpgroup);
+    FinishRows<In>(q, place, warpgroup, offset, staged, out);
+    return;
+  }
+  if (!q.plain) {
+    const int64_t bias = int64_t{place.model} * q.features + place.feature + lane % 4 * 8;
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float run[8];
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          uint32_t words[kFeatures / 8];
+#pragma unroll
+          for (int j = 0; j < kFeatures / 8; ++j) words[j] = __float_as_uint(results[m][4 * j + 2 * half + e]);
+          Transpose(words);
+#pragma unroll
+          for (int j = 0; j < kFeatures / 8; ++j) run[2 * j + e] = __uint_as_float(words[j]);
+        }
+        const int64_t to = offset + first[m][half];
+        if (first[m][half] < 0) continue;
+        if (q.wide) {
+          FinishRun(q, run, bias, to, static_cast<float*>(out));
+        } else {
+          FinishRun(q, run, bias, to, static_cast<In*>(out));
+        }
+      }
+    return;
+  }
+#pragma unroll
+  for (int m = 0; m < 2; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      uint32_t words[kFeatures / 8];
+#pragma unroll
+      for (int j = 0; j < kFeatures / 8; ++j)
+        words[j] = Pack<In>(results[m][4 * j + 2 * half], results[m][4 * j + 2 * half + 1]);
+      Transpose(words);
+      if (first[m][half] >= 0)
+        *reinterpret_cast<uint4*>(static_cast<In*>(out) + offset + first[m][half]) =
+            make_uint4(words[0], words[1], words[2], words[3]);
+    }
+}
+
+}  // namespace jaxdnn::conv

@@ -1,0 +1,159 @@
+#include "cuda/conv/planes_plan.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace jaxdnn::conv {
+namespace {
+
+constexpr int kMostSharedBytes = 227 << 10, kBarrierBytes = 256, kSwizzleBytes = 1024;
+constexpr int kMultiprocessors = 132, kMostBox = 256;
+constexpr double kStart = 8000, kProduct = 49, kStep = 300, kLeast = 1400;  // cycles
+constexpr double kMemoryBytes = 18, kCacheBytes = 36;                       // a cycle, per multiprocessor
+
+int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+constexpr int kTaps = PlanesPlan::kTaps;
+constexpr double kFilterStart = 24000, kFilterPiece = 1600, kFilterBytes = 25;  // cycles of a block and a piece
+
+// Whether the window is 3x3x3, or 3x3 in two dimensions, and goes from plane to plane by one.
+bool IsOfPlanes(const Problem& p, bool* volume) {
+  const bool flat = p.x[0] == 1 && p.y[0] == 1 && p.window[0] == 1 && p.pad[0] == 0;
+  *volume = !flat;
+  return p.window[1] == kTaps && p.window[2] == kTaps && (flat || p.window[0] == kTaps) &&
+         p.rhs_dilation[flat ? 1 : 0] == 1;
+}
+
+}  // namespace
+
+int PlanesPlan::SharedBytes(int stages, bool staged) const {
+  return filter_bytes + stages * stage_bytes + (staged ? kBlocks * kStagedBytes : 0) + kBarrierBytes;
+}
+
+int PlanesPlan::Stages(bool staged) const {
+  int stages = kMostStages;
+  while (stages > 1 && SharedBytes(stages, staged) > kMostSharedBytes) --stages;
+  return stages;
+}
+
+bool PlanesPlan::Fit(const Problem& p) {
+  if (!IsOfPlanes(p, &volume)) return false;
+  const int along = volume ? 0 : 1;
+  const int64_t size = SizeOf(p.in), channels = p.channels, result = SizeOf(p.out);
+  const int64_t reach = (p.window[2] - 1) * p.rhs_dilation[2];
+  const int64_t other_reach = volume ? (p.window[1] - 1) * p.rhs_dilation[1] : 0;
+  const int64_t other = volume ? p.y[1] : p.images, images = volume ? p.images : 1;
+  const int64_t plane_taps = volume ? kTaps * kTaps : kTaps;
+  if (reach >= kMostBox || other_reach >= kMostBox) return false;
+  line_bytes = channels * size <= 64 ? 64 : 128;
+  const int steps = line_bytes / 32;
+  feature_tiles = int(CeilDiv(p.features, kFeatures));
+  planes = int(p.y[along]);
+  slab_bytes = kFeatures * line_bytes;
+  filter_bytes = int(plane_taps) * kTaps * slab_bytes;
+  const double products = kBlocks * double(plane_taps) * steps * kProduct;
+  cycles = HUGE_VAL;
+  PlanesPlan best = *this;
+  for (int shape = 0; shape < 6; ++shape) {
+    lines = shape >= 3;
+    const int across = 1 << shape % 3;
+    columns = (lines ? 64 : 8) * across;
+    others = (lines ? 1 : 8) * kBlocks / across;
+    box_columns = int(columns + reach);
+    box_others = int(others + other_reach);
+    if (box_columns > kMostBox || box_others > kMostBox) continue;
+    const int bytes = box_columns * box_others * line_bytes;
+    stage_bytes = int(CeilDiv(bytes, kSwizzleBytes)) * kSwizzleBytes;
+    if (SharedBytes(2, true) > kMostSharedBytes) continue;
+    column_tiles = int(CeilDiv(p.y[2], columns));
+    other_tiles = int(CeilDiv(other, others));
+    chains = p.batch * feature_tiles * images * other_tiles * column_tiles;
+    const double used_columns = double(p.y[2]) / column_tiles, used_others = double(other) / other_tiles;
+    const double rows = used_columns * used_others;
+    const double box = (used_columns + reach) * (used_others + other_reach) * channels * size;
+    const double features = double(p.features) / feature_tiles;
+    const double moved = rows * (channels * size / feature_tiles + features * result) / kMemoryBytes;
+    const double step = std::max({products, moved, box / kCacheBytes, kLeast}) + kStep;
+    const int64_t all = chains * planes;
+    const int most = int(std::min<int64_t>(kMultiprocessors, all));
+    for (int n = most; 3 * n > most; --n) {
+      const int64_t each = CeilDiv(all, n);
+      // Each begins with two planes more, at the beginning of a tile and in the middle.
+      const bool whole = all % n == 0 && (each % planes == 0 || planes % each == 0);
+      const double begun = whole ? CeilDiv(each, planes) : CeilDiv(each - 1, planes) + 1;
+      const double time = kStart + (each + (kTaps - 1) * begun) * step + begun * filter_bytes / kCacheBytes;
+      if (time < best.cycles) {
+        best = *this;
+        best.blocks = n;
+        best.cycles = time;
+      }
+      if (whole && each <= planes) break;
+    }
+  }
+  *this = best;
+  return cycles < HUGE_VAL;
+}
+
+bool PlanesFilterPlan::Fit(const Problem& p) {
+  if (!IsOfPlanes(p, &volume)) return false;
+  const int along = volume ? 0 : 1;
+  const int64_t reach = (kTaps - 1) * p.rhs_dilation[2], size = SizeOf(p.in);
+  const int64_t other = volume ? p.y[1] : p.images, images = volume ? p.images : 1;
+  if (reach >= kMostBox / 2) return false;
+  double least = HUGE_VAL;
+  PlanesFilterPlan best = *this;
+  for (columns = 8; columns <= kPixels / 2; columns *= 2) {
+    others = kPixels / columns;
+    column_tiles = int(CeilDiv(p.y[2], columns));
+    other_tiles = int(CeilDiv(other, others));
+    plane_tiles = int(CeilDiv(p.y[along], kPlanes));
+    pieces = images * other_tiles * column_tiles * plane_tiles;
+    const int64_t box = (columns + reach) * others * (kPlanes + kTaps - 1);
+    y_bytes = kPlanes * kPixels * kSide * 2;
+    x_bytes = int(CeilDiv(box * kSide * 2, kSwizzleBytes)) * kSwizzleBytes;
+    if (2 * (x_bytes + y_bytes) > kMostSharedBytes - kBarrierBytes) continue;
+    const double bytes = (std::min<int64_t>(p.channels, kSide) * box + kPlanes * kPixels * kSide) * size;
+    piece = std::max(kFilterPiece, bytes / kFilterBytes);
+    if (pieces * piece < least) {
+      least = pieces * piece;
+      best = *this;
+    }
+  }
+  *this = best;
+  units = p.batch * (volume ? kTaps : 1) * CeilDiv(p.channels, kSide) * CeilDiv(p.features, kSide);
+  return least < HUGE_VAL;
+}
+
+bool TakesPlanes(const Problem& problem) {
+  const Problem p = AsForward(problem);
+  if (p.groups != 1 || SizeOf(p.in) != 2) return false;
+  for (int d = 0; d < kRank; ++d)
+    if (p.stride[d] != 1 || p.lhs_dilation[d] != 1) return false;
+  // The TMA unit reads lines of whole 16 bytes.
+  constexpr int kChunk = 8, kMostChannels = 64, kMostFeatures = 128;
+  if (p.channels % kChunk != 0 || p.features % kChunk != 0 || p.channels > kMostChannels || p.features > kMostFeatures)
+    return false;
+  if (std::min({p.batch, p.images, p.channels, p.features, p.XPixels(), p.YPixels(), p.Taps()}) == 0) return false;
+  if (double(p.batch) * p.images * std::max(p.XPixels(), p.YPixels()) * 4 >= INT32_MAX) return false;
+  if (p.direction == Direction::kFilterGradient) return PlanesFilterPlan().Fit(p);
+  return PlanesPlan().Fit(p);
+}
+
+double PlanesCycles(const Problem& problem, int64_t splits) {
+  const Problem p = AsForward(problem);
+  if (p.direction == Direction::kFilterGradient) {
+    PlanesFilterPlan plan;
+    if (!plan.Fit(p)) return HUGE_VAL;
+    const double blocks = std::ceil(double(plan.units) * splits / kMultiprocessors);
+    return blocks * (kFilterStart + CeilDiv(plan.pieces, splits) * plan.piece);
+  }
+  PlanesPlan plan;
+  return plan.Fit(p) ? plan.cycles : HUGE_VAL;
+}
+
+int64_t PlanesPieces(const Problem& p) {
+  PlanesFilterPlan plan;
+  return plan.Fit(p) ? plan.pieces : 0;
+}
+
+}  // namespace jaxdnn::conv

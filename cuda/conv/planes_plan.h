@@ -1,0 +1,60 @@
+// What the kernels of planes (planes.h) take, how they cut it up, and how long that takes. A data gradient is the
+// forward convolution that AsForward makes of it. Plain host declarations.
+//
+// A tile goes through the result plane by plane, along the one dimension whose window has three taps: along the depth
+// of volumes, or along the lines of several images, which are then a plane. A plane of the operand, with all that the
+// window sees of it, is in shared memory once, and meets all taps from there: each plane of the window is a third of
+// the product's columns.
+#pragma once
+
+#include "cuda/conv/conv.h"
+
+namespace jaxdnn::conv {
+
+struct PlanesPlan {
+  static constexpr int kTaps = 3;            // along the planes
+  static constexpr int kFeatures = 32;       // of a tile
+  static constexpr int kBlocks = 4;          // of 64 rows, in a tile
+  static constexpr int kMostStages = 8;      // planes of the operand in shared memory
+  static constexpr int kStagedBytes = 8192;  // of 64 rows' results on their way, as floats
+
+  bool volume;                  // of volumes, else of images side by side
+  int columns, others;          // of a tile: positions in a line, and lines of a volume's plane, or images
+  bool lines;                   // 64 rows are positions of one line, else 8 of each of 8
+  int box_columns, box_others;  // of a plane of the operand
+  int line_bytes;               // of a position's channels in shared memory
+  int column_tiles, other_tiles, feature_tiles;
+  int planes;      // of the result
+  int64_t chains;  // tiles, each with all planes
+  int blocks;      // which share all planes of all tiles evenly
+  int slab_bytes, filter_bytes, stage_bytes;
+  double cycles;
+
+  bool Fit(const Problem& p);
+  int Stages(bool staged) const;
+  int SharedBytes(int stages, bool staged) const;
+};
+
+// Of the filter gradient. The sum is over pixels of y, and a block has the three taps of each of the window's planes
+// and columns, at one of its lines: of 32 channels and 32 features. It goes through pieces of four planes of y, with
+// the six of x that they meet.
+struct PlanesFilterPlan {
+  static constexpr int kSide = 32;                 // channels, and features, of a block
+  static constexpr int kPlanes = 4, kPixels = 64;  // of a piece of y; and of one of its planes
+
+  bool volume;
+  int columns, others;
+  int column_tiles, other_tiles, plane_tiles;
+  int64_t pieces;  // of a problem
+  int64_t units;   // blocks of a slice
+  int x_bytes, y_bytes;
+  double piece;  // cycles
+
+  bool Fit(const Problem& p);
+};
+
+bool TakesPlanes(const Problem& p);
+double PlanesCycles(const Problem& p, int64_t splits);
+int64_t PlanesPieces(const Problem& p);  // of the filter gradient
+
+}  // namespace jaxdnn::conv

@@ -1,0 +1,198 @@
+"""The kernels that go plane by plane: what they take, and problems around their limits against the float64 oracle."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxdnn
+from conv_cases import SAME3, ConvCase
+from conv_checks import check_epilogue, coarse
+from conv_oracle import conv as conv_oracle
+from conv_oracle import conv_gradients
+from jaxdnn._conv.primitives import OPERANDS, PLANES, convolve, plan
+from jaxdnn._conv.spec import ConvSpec
+from numerics import assert_close, assert_repeatable, exact
+
+DIRECTIONS = {"forward": "y", "data_gradient": "x", "filter_gradient": "w"}
+DTYPES = [("bfloat16",) * 2, ("float16",) * 2, ("bfloat16", "float32")]
+
+
+def algorithms(direction, c, k, dtype="bfloat16", window=(3, 3), **options):
+  x = jax.ShapeDtypeStruct((options.pop("batch", 32), *options.pop("spatial", (56, 56)), c), dtype)
+  w = jax.ShapeDtypeStruct((*window, c // options.get("groups", 1), k), dtype)
+  return jaxdnn.conv_algorithms(x, w, direction=direction, **{"padding": "SAME", "precision": "default", **options})
+
+
+def planned(result, models, x_shape, w_shape, **options):
+  """What is chosen for so many problems at once, in 16 bits."""
+  padding = options.pop("padding", ((1, 1),) * (len(w_shape) - 2))
+  case = ConvCase("", x_shape[0], x_shape[1:-1], x_shape[-1], w_shape[:-2], w_shape[-1], padding=padding, **options)
+  spec = ConvSpec(*case.geometry, 1, case.spatial, case.window, None, None)
+  shapes = {"x": x_shape, "w": w_shape, "y": (x_shape[0], *spec.y_spatial, w_shape[-1])}
+  operands = [jax.ShapeDtypeStruct((models, *shapes[name]), "bfloat16") for name in OPERANDS[result]]
+  return plan(result, *operands, spec, np.dtype("bfloat16"), hopper=True)
+
+
+@pytest.mark.parametrize("result", "yxw")
+def test_is_chosen(result):
+  """For many models at once, and for volumes of few channels."""
+  for channels in (16, 24, 32, 40, 64):
+    chosen = planned(result, 64, (16, 32, 32, channels), (3, 3, channels, channels))
+    assert chosen["algorithm"] == chosen["tile"] == PLANES, channels
+    assert (chosen["workspace_bytes"] > 0) == (result == "w")
+  assert planned(result, 1, (1, 96, 96, 96, 32), (3, 3, 3, 32, 32))["algorithm"] == PLANES
+  if result != "w":  # a position in an image is not worth the eight of a product
+    assert planned(result, 64, (1, 4, 4, 32), (3, 3, 32, 32))["algorithm"] != PLANES
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_is_not_offered(direction):
+  names = lambda *a, **k: {each.name for each in algorithms(direction, *a, **k)}  # noqa: E731
+  assert PLANES in names(32, 32, padding=((-1, 2), (0, 3)), dilation=(1, 2))
+  assert PLANES in names(8, 24, window=(3, 3, 3), spatial=(8, 8, 8), dilation=(1, 2, 2))
+  # Two planes of 64 channels, with what a dilated window sees, are too large beside the filter.
+  dilated = names(64, 64, window=(3, 3, 3), spatial=(8, 8, 8), dilation=(1, 2, 2))
+  assert (PLANES in dilated) == (direction == "filter_gradient")
+  assert PLANES in names(64, 64)
+  assert PLANES not in names(36, 32) and PLANES not in names(32, 36)
+  assert PLANES not in names(136, 32) and PLANES not in names(32, 136)
+  assert PLANES not in names(32, 32, dilation=2)
+  assert PLANES not in names(32, 32, window=(5, 5)) and PLANES not in names(32, 32, window=(3, 1))
+  assert PLANES not in names(32, 32, window=(1, 3, 3), spatial=(8, 8, 8))
+  assert PLANES not in names(32, 32, window=(3,), spatial=(4000,))
+  assert PLANES not in names(32, 32, hopper=False)
+  assert PLANES not in names(32, 32, stride=2)
+  assert PLANES not in names(64, 64, groups=2)
+  assert PLANES not in names(32, 32, "float32") and PLANES not in names(32, 32, "float64")
+  assert PLANES not in names(32, 32, batch=0)
+
+
+_ = ConvCase
+SAME333 = ((1, 1),) * 3
+# Channels and features of whole and of part of 32; columns, images, lines and planes of whole tiles, and one more or
+# fewer; padding beyond the window and of less than nothing; several tiles to a block, and parts of them.
+CASES = [
+  _("c32k32", 8, (9, 32), 32, (3, 3), 32, padding=SAME3),
+  *(_(f"c{n}k{n}", 2, (5, 9), n, (3, 3), n, padding=SAME3) for n in (16, 24, 40, 48, 56, 64)),
+  _("c8k16", 9, (6, 31), 8, (3, 3), 16, padding=SAME3),
+  _("c24k64", 7, (8, 33), 24, (3, 3), 64, padding=SAME3),
+  _("c64k8", 17, (7, 15), 64, (3, 3), 8, padding=SAME3),
+  _("one_image", 1, (13, 65), 32, (3, 3), 40, padding=SAME3),
+  _("no_padding", 3, (5, 18), 16, (3, 3), 24),
+  _("negative_padding", 2, (12, 19), 16, (3, 3), 24, padding=((-2, 1), (3, -3))),
+  _("far_padding", 1, (6, 5), 8, (3, 3), 16, padding=((7, 0), (0, 9))),
+  _("dilated", 3, (9, 20), 16, (3, 3), 32, padding=((1, 1), (5, 5)), rhs_dilation=(1, 5)),
+  _("one_line", 4, (1, 40), 32, (3, 3), 32, padding=SAME3),
+  _("many_images", 130, (14, 14), 16, (3, 3), 16, padding=SAME3),
+  _("3d", 2, (5, 9, 17), 32, (3, 3, 3), 32, padding=SAME333),
+  _("3d_c64", 1, (6, 15, 16), 64, (3, 3, 3), 64, padding=SAME333),
+  _("3d_c40k24", 2, (3, 7, 9), 40, (3, 3, 3), 24, padding=((2, 0), (0, 1), (1, 3))),
+  _("3d_dilated", 1, (7, 9, 12), 8, (3, 3, 3), 8, padding=((0, 1), (2, 2), (3, 1)), rhs_dilation=(1, 2, 3)),
+  _("3d_large", 2, (20, 33, 31), 16, (3, 3, 3), 16, padding=SAME333),
+]
+
+
+def check(case, dtype, out_dtype, models=1, draw=coarse):
+  spec = ConvSpec(*case.geometry, 1, case.spatial, case.window, None, PLANES)
+  shapes = {"x": case.x_shape, "w": case.w_shape, "y": (case.batch, *spec.y_spatial, case.k)}
+  arrays = {n: np.stack([draw(shape, dtype, 3 * i + seed) for i in range(models)])
+            for seed, (n, shape) in enumerate(shapes.items())}  # fmt: skip
+  wants = {name: [] for name in "yxw"}
+  for i in range(models):
+    oracle = [exact(arrays[name][i]) for name in "xwy"]
+    gradients = conv_gradients(*oracle, *case.geometry)
+    for name, want in zip("yxw", (conv_oracle(*oracle[:2], *case.geometry), *gradients), strict=True):
+      wants[name].append(want)
+  for result, want in wants.items():
+    operands = {name: jnp.asarray(arrays[name]) for name in OPERANDS[result]}
+    assert plan(result, *operands.values(), spec, np.dtype(out_dtype), hopper=True), (case.name, result)
+    f = lambda a, b, r=result: convolve(r, dict(zip(OPERANDS[r], (a, b), strict=True)), spec, out_dtype)  # noqa: E731
+    got = assert_repeatable(f, *operands.values(), repeats=3)
+    window = int(np.prod(case.window))
+    terms = {"y": window * case.c, "x": window * case.k, "w": int(np.prod(shapes["y"][:-1]))}[result]
+    assert_close(got, np.stack(want), out_dtype, terms=terms, scale=3 * np.sqrt(terms))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_kernels(case):
+  for dtype, out_dtype in DTYPES:
+    check(case, dtype, out_dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [CASES[0], CASES[8], CASES[10], CASES[17], CASES[19]], ids=lambda c: c.name)
+def test_many_problems(case):
+  """Models do not mix, whose images do not fill a tile."""
+  for models in (3, 70):
+    check(case, "bfloat16", "bfloat16", models)
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitize
+@pytest.mark.parametrize("case", [CASES[1], CASES[12], CASES[19], CASES[20]], ids=lambda c: c.name)
+def test_kernels_under_the_sanitizer(case):
+  check(case, "bfloat16", "bfloat16", 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(30))
+def test_random_problems(seed):
+  rng = np.random.default_rng(seed)
+  rank = int(rng.integers(2, 4))
+  spatial = tuple(int(n) for n in rng.integers(4, 40 if rank == 2 else 14, rank))
+  padding = tuple((int(a), int(b)) for a, b in rng.integers(-1, 5, (rank, 2)))
+  c, k = (8 * int(n) for n in rng.integers(1, 9, 2))
+  most = 1 if rank == 3 and max(c, k) > 32 else 2  # for shared memory
+  dilation = (1, *(int(n) for n in rng.integers(1, most + 1, rank - 1)))
+  # A window that is wider than what there is has no result.
+  padding = tuple((max(lo, 2), hi) if n + lo + hi <= 2 * d else (lo, hi)
+                  for n, (lo, hi), d in zip(spatial, padding, dilation, strict=True))  # fmt: skip
+  case = _("random", int(rng.integers(1, 12)), spatial, c, (3,) * rank, k, padding=padding, rhs_dilation=dilation)
+  check(case, "bfloat16", "bfloat16", int(rng.integers(1, 4)))
+
+
+def not_finite(shape, dtype, seed):
+  """Infinities and a NaN among the gathered operands, not in the filter."""
+  a = coarse(shape, dtype, seed)
+  if seed % 3 != 1:
+    a[0, 0, 0, -1], a[0, -1, -1, 0], a[-1, shape[1] // 2, shape[2] // 2, -1] = np.inf, -np.inf, np.nan
+  return a
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_infinities_stay_in_their_windows(dtype):
+  """Neither what fills up channels and columns nor lines that do not exist carry them anywhere."""
+  with np.errstate(invalid="ignore"):
+    for c, k in ((24, 40), (32, 32), (56, 8)):
+      check(_("", 3, (9, 13), c, (3, 3), k, padding=SAME3), dtype, dtype, draw=not_finite)
+      check(_("", 3, (9, 13), c, (3, 3), k, padding=((0, 2), (-1, 1))), dtype, dtype, 2, not_finite)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("features", [8, 32, 56])
+@pytest.mark.parametrize("activation", [None, "relu", "gelu"])
+@pytest.mark.parametrize("dtype, out_dtype", [("bfloat16", None), ("float16", None), ("bfloat16", "float32")])
+def test_epilogue(features, activation, dtype, out_dtype):
+  for shapes in (((3, 7, 18, 40), (3, 3, 40, features)), ((2, 4, 7, 9, 16), (3, 3, 3, 16, features))):
+    check_epilogue(PLANES, *shapes, dtype, out_dtype, padding="SAME", activation=activation)
+
+
+@pytest.mark.gpu
+def test_vmap():
+  """Models and their gradients, and gradients of single examples, as by the kernels of the CUDA cores."""
+  x, w = (jnp.asarray(coarse(shape, "bfloat16", i)) for i, shape in enumerate(((5, 4, 9, 11, 24), (5, 3, 3, 24, 32))))
+  g = jnp.asarray(coarse((5, 4, 9, 11, 32), "bfloat16", 2))
+
+  def results(name):
+    layer = {"padding": SAME3, "algorithm": name}
+    y = jax.vmap(lambda x, w: jaxdnn.conv(x, w, **layer))(x, w)
+    dx = jax.vmap(lambda g, w: jaxdnn.conv_dgrad(g, w, (9, 11), **layer))(g, w)
+    dw = jax.vmap(lambda x, g: jaxdnn.conv_wgrad(x, g, (3, 3), **layer))(x, g)
+    each = jax.vmap(lambda x, g: jaxdnn.conv_wgrad(x[None], g[None], (3, 3), **layer))(x[0], g[0])
+    return y, dx, dw, each
+
+  for got, want, terms in zip(results(PLANES), results("implicit_gemm"), (216, 288, 396, 99), strict=True):
+    assert_close(got, exact(want), "bfloat16", terms=terms, scale=3 * np.sqrt(terms))
