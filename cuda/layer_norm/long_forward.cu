@@ -16,8 +16,8 @@ constexpr int kThreads = 256, kMostStages = 4;
 // Sums of two rows are on their way, and another block may be one row ahead or behind.
 constexpr int kExchanges = 4;
 // Dynamic shared memory of a block, where two share a multiprocessor and where it has one to itself; less where the
-// device has less than Hopper. A kernel's own is a few KiB.
-constexpr size_t kHalf = size_t{110} << 10, kWhole = size_t{225} << 10, kOwn = size_t{4} << 10;
+// device has less than Hopper. And what a kernel has of its own, at most.
+constexpr size_t kHalf = 110 << 10, kWhole = 225 << 10, kOwn = 2816;
 
 // Until no more than `pending` of the thread's groups of copies are unfinished.
 __device__ void WaitForStage(int pending) {
@@ -96,6 +96,7 @@ __global__ void __launch_bounds__(kThreads, 3) LongForwardKernel(Forward f, Shap
   __shared__ Exchange<float, 2, true> exchanges[kExchanges], again[2];
   // Of each row under way, for every warp, the vector of x and of the residual with the row's first element.
   __shared__ X firsts[kMostStages][2][kThreads / 32];
+  static_assert(sizeof(exchanges) + sizeof(again) + sizeof(firsts) <= kOwn, "fits");
   const Place p(spread, true);
   const int problem = p.block / parts, part = p.block - problem * parts, n = static_cast<int>(shape.n);
   const int slice = spread.n, begin = p.rank * slice, warp = threadIdx.x / 32;
