@@ -64,22 +64,27 @@ struct March {
   static constexpr int kLag = kCotangent ? W : H, kSight = kCotangent ? 2 * H : H;
   // Units that a sum reaches on either side, and strips that have them.
   static constexpr int kReach = kAcross ? (H + N - 1) / N : H, kMargin = (kReach + 1) / 2;
-  // A warp holds rows of its own where lanes lie across, and so waits for no other.
-  static constexpr int kThreads = kAcross ? 32 : 256;
-  static constexpr int kPitch = kThreads + 2 * kMargin * (kAcross ? 1 : kMaxSlices);
   static constexpr int L = (2 * kReach + 2) * N;  // elements that a strip's sums see
   // Rows that are unrolled, so that a row's place in a ring is known: a multiple of W, with room for those to come.
   static constexpr int U = H == 1 ? 2 * W : W;
   // Warps on a multiprocessor, and rows whose loads are in flight: as registers allow.
   static constexpr bool kFew = sizeof(T) == 2, kMany = kCotangent || kPivot;  // registers
-  static constexpr int kWarps = (kCotangent && kMeans) || (kMany && H == 3)     ? 8
+  static constexpr int kWarps = kCotangent && kMeans                            ? (H == 3 && !kFew ? 12 : 8)
+                                : kCotangent && H == 3                          ? (kAcross && kFew ? 16 : 12)
+                                : kPivot && H == 3                              ? 8
                                 : kAcross && kPivot                             ? 12
                                 : kAcross && kFew && !kMany && !kMeans && H < 3 ? 32
                                                                                 : 16;
-  static constexpr int kAhead = !kMany           ? (H == 3 ? 3 : 5)
-                                : kFew || N == 1 ? (kMeans && H == 3 ? 2 : 4)
-                                : kWarps == 8    ? 3
-                                                 : 2;
+  static constexpr int kAhead = !kMany                                 ? (H == 3 ? 3 : 5)
+                                : kMeans && H == 3 && (kFew || N == 1) ? 2
+                                : kAcross && kFew && H == 3            ? 3
+                                : kFew || N == 1                       ? 4
+                                : kWarps == 8                          ? 3
+                                                                       : 2;
+  // A warp holds rows of its own where lanes lie across, and so waits for no other. Elsewhere smaller blocks have to
+  // make up for few warps.
+  static constexpr int kThreads = kAcross ? 32 : kWarps == 12 ? 128 : 256;
+  static constexpr int kPitch = kThreads + 2 * kMargin * (kAcross ? 1 : kMaxSlices);
   static constexpr int kResident = kWarps * 32 / kThreads;
 
   // A strip's elements are N pairs of neighbours across. Of the q-th pair: the i-th element that its sums see, where
@@ -308,8 +313,10 @@ Tiles Tile(const Problem& p, int item) {
   t.step = (S::kAcross ? N : p.inner) * item;
   t.vectors = S::kAcross ? 1 : p.inner / N;
   const int64_t strips = CeilDiv(t.units, 2), whole = strips + S::kMargin;
-  // Eight lanes read what is worth a visit of a cache line; a sector will do where that keeps a row in one block.
-  const int64_t most = std::min<int64_t>(t.vectors, 8), least = std::clamp<int64_t>(32 / (N * item), 1, most);
+  // Eight lanes read what is worth a visit of a cache line, and in a small block four; a sector will do where that
+  // keeps a row in one block.
+  const int64_t most = std::min<int64_t>(t.vectors, S::kAcross ? 1 : S::kThreads / 32);
+  const int64_t least = std::clamp<int64_t>(32 / (N * item), 1, most);
   if (whole * least <= S::kThreads) {
     t.columns = static_cast<int>(whole);
     t.slices =
