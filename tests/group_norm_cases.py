@@ -48,12 +48,15 @@ _LAST = (
   Case((70, 2, 2, 2), 1),
 )
 CASES = (*_LAST, *(first(c) for c in _LAST if len(c.shape) > 2), Case((2, 3, 8, 5), 4, 2), Case((2, 4, 6, 3, 2), 3, -3))
+# Large enough for Hopper's kernels in both layouts and in 16 bits, in several units for each block.
+RING = Case((5, 44, 64, 600), 15)
 # For which a GPU takes teams of blocks, some of whose data are read twice.
 _LARGE_LAST = (
   Case((2, 64, 64, 96), 8),
   Case((1, 300, 301, 24), 3),
   Case((1, 2048, 2048, 8), 2),
   Case((3, 129, 128, 33), 11),
+  RING,
 )
 LARGE = (*_LARGE_LAST, *map(first, _LARGE_LAST))
 

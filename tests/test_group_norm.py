@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxdnn
-from group_norm_cases import CASES, EMPTY, LARGE, Case
+from group_norm_cases import CASES, EMPTY, LARGE, RING, Case, first
 from group_norm_oracle import ON_GPU, Oracle, apply, check_cases, operands
 from numerics import DTYPES, assert_close, assert_repeatable, exact, sample
 
@@ -197,8 +197,30 @@ def test_every_number_of_channels(axis):
 def test_kernels_write_everything_and_repeat(dtype):
   cases = [Case((2, 9, 65), 5), Case((2, 16, 16, 40), 4), Case((2, 64, 64, 96), 8), Case((1, 300, 301, 24), 3)]
   rounds = Case((130, 50, 50, 32), 8)  # more slabs than teams, of which some blocks more leave no round short
-  for case in (*cases, rounds, Case((2, 24, 11, 11), 3, 1), Case((1, 8, 512, 512), 2, 1)):
+  for case in (*cases, rounds, Case((2, 24, 11, 11), 3, 1), Case((1, 8, 512, 512), 2, 1), RING, first(RING)):
     check_repeatable(case, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [RING, first(RING)])
+def test_special_values_stay_in_their_group_of_a_large_array(case):
+  """Whichever block of a team has them: the first, whose values others are taken about, or the last."""
+  x, scale, bias = operands(case, "bfloat16")
+  per_group = case.channels // case.groups
+  for example, group, value in ((1, 0, np.inf), (3, 7, np.nan), (4, 14, -np.inf)):
+    place = 0 if group == 0 else -1
+    where = [example, place, place, place]
+    where[case.axis] = per_group * group
+    x[tuple(where)] = value
+  y, vjp = jax.vjp(functools.partial(apply, case), x, scale, bias)
+  dx = vjp(np.ones_like(y))[0]
+  hit = np.zeros(case.shape, bool)
+  for example, group in ((1, 0), (3, 7), (4, 14)):
+    index = [slice(None)] * 4
+    index[0], index[case.axis] = example, slice(per_group * group, per_group * (group + 1))
+    hit[tuple(index)] = True
+  for result in (exact(y), exact(dx)):
+    assert np.isnan(result[hit]).all() and np.isfinite(result[~hit]).all()
 
 
 @pytest.mark.gpu

@@ -3,15 +3,17 @@
 // fixed order.
 #include "cuda/common/column_sum.cuh"
 #include "cuda/group_norm/maps.cuh"
+#include "cuda/group_norm/ring.h"
 
 namespace jaxdnn::group_norm {
 
 std::optional<int64_t> BackwardWorkspace(const Problem& p) {
-  return MostBytes<2>(p, [&](const auto& t, auto a) {
+  const auto bytes = MostBytes<2>(p, [&](const auto& t, auto a) {
     using A = decltype(a);
     return ExchangeBytes<Sums<A>>(t.team, t.SlabGroups()) +
            2 * p.batch * p.n * t.team.size * p.channels * static_cast<int64_t>(sizeof(A));
   });
+  return bytes ? std::optional(std::max(*bytes, RingBackwardWorkspace(p))) : bytes;
 }
 
 cudaError_t Backward(const Problem& p, const void* dy, const void* x, const void* scale, const void* bias,
@@ -24,6 +26,7 @@ cudaError_t Backward(const Problem& p, const void* dy, const void* x, const void
     if (cudaError_t e = cudaMemsetAsync(dscale, 0, bytes, stream)) return e;
     return cudaMemsetAsync(dbias, 0, bytes, stream);
   }
+  if (const auto e = RingBackward(p, dy, x, scale, bias, statistics, dx, dscale, dbias, workspace, stream)) return *e;
   return VisitTiling<2>(p, IsVectorAligned(dy, x, dx), [&](auto access, auto t) {
     using C = decltype(access);
     using A = Accumulator<typename C::Type>;

@@ -8,6 +8,7 @@
 #include "cuda/common/reduce.cuh"
 #include "cuda/group_norm/columns.cuh"
 #include "cuda/group_norm/moments.cuh"
+#include "cuda/group_norm/ring.h"
 #include "cuda/group_norm/tiling.cuh"
 #include "cuda/group_norm/visit.cuh"
 
@@ -24,17 +25,6 @@ struct Operands {
   Letter<Moments>* partial;  // [units, blocks of a team, groups of a slab]
   A epsilon;
   double inverse;  // of the elements of a group
-};
-
-// y = f((x - mean) * slope + offset), where slope = rstd * scale, and offset holds the rest of the mean.
-template <class A>
-struct Affine {
-  A mean, slope, offset;
-
-  Affine() = default;
-  __device__ Affine(const Statistics<A>& s, A scale, A bias)
-      : mean(s.mean), slope(s.rstd * scale), offset(bias - s.rest * slope) {}
-  __device__ A operator()(A x) const { return (x - mean) * slope + offset; }
 };
 
 template <class F, class T, int V>
@@ -127,7 +117,8 @@ __global__ void __launch_bounds__(kThreads, kResident) ColumnKernel(ColumnTiling
             A x[V];
             tile.Read(0, slot + k, x);
 #pragma unroll
-            for (int j = 0; j < V; ++j) x[j] = f.Forward(affine[j](x[j]));
+            for (int j = 0; j < V; ++j) x[j] = affine[j](x[j]);
+            f.Forward(x);
             Write<T, V>(o.y + run.base + k * run.step, x);
           }
         });
@@ -193,7 +184,8 @@ __global__ void __launch_bounds__(kThreads, kResidentRows) RowKernel(RowTiling t
             A x[V];
             tile.Read(0, slot + k, x);
 #pragma unroll
-            for (int j = 0; j < V; ++j) x[j] = f.Forward(affine(x[j]));
+            for (int j = 0; j < V; ++j) x[j] = affine(x[j]);
+            f.Forward(x);
             Write<T, V>(o.y + run.base + k * run.step, x);
           }
         });
@@ -203,11 +195,14 @@ __global__ void __launch_bounds__(kThreads, kResidentRows) RowKernel(RowTiling t
 }  // namespace
 
 std::optional<int64_t> ForwardWorkspace(const Problem& p) {
-  return MostBytes<1>(p, [](const auto& t, auto) { return ExchangeBytes<Moments>(t.team, t.SlabGroups()); });
+  const auto bytes =
+      MostBytes<1>(p, [](const auto& t, auto) { return ExchangeBytes<Moments>(t.team, t.SlabGroups()); });
+  return bytes ? std::optional(std::max(*bytes, RingForwardWorkspace(p))) : bytes;
 }
 
 cudaError_t Forward(const Problem& p, const void* x, const void* scale, const void* bias, void* y, void* statistics,
                     void* workspace, cudaStream_t stream) {
+  if (const auto e = RingForward(p, x, scale, bias, y, statistics, workspace, stream)) return *e;
   return VisitTiling<1>(p, IsVectorAligned(x, y), [&](auto access, auto t) {
     using C = decltype(access);
     using T = typename C::Type;

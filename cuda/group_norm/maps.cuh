@@ -69,23 +69,39 @@ struct Linear {
     tilt = s.rstd * (tscale - lead * means.second);
     shift = tbias - lead * means.first - s.rest * tilt;
   }
-  template <class F>
-  __device__ A TimesDerivative(F f, A value, A x) const {
-    return activation::ApplySlope(value, f.Derivative((x - mean) * slope + offset));
-  }
-  template <class F>
-  __device__ void AddTo(Sums<A>& sums, F f, A in, A x) const {
-    const A w = kMap == Map::kPullback ? TimesDerivative(f, in, x) : in;
+  // The pre-activation.
+  __device__ A Input(A x) const { return (x - mean) * slope + offset; }
+  __device__ void AddTo(Sums<A>& sums, A w, A x) const {
     sums.first += w;
     sums.second += w * (x - mean);
   }
-  template <class F>
-  __device__ A Apply(F f, A in, A x) const {
-    const A rest = (x - mean) * tilt + shift;
-    if constexpr (kMap == Map::kPullback) return TimesDerivative(f, in, x) * slope + rest;
-    return TimesDerivative(f, in * slope + rest, x);
-  }
+  __device__ A Apply(A w, A x) const { return w * slope + ((x - mean) * tilt + shift); }
 };
+
+// The first visit to a vector: of(j) is the map of its element j, and sums(j) what that is added to.
+template <Map kMap, class F, class A, int V, class Of, class To>
+__device__ void AddVector(F f, A (&in)[V], const A (&x)[V], Of&& of, To&& sums) {
+  if constexpr (kMap == Map::kPullback) {
+    A p[V];
+#pragma unroll
+    for (int j = 0; j < V; ++j) p[j] = of(j).Input(x[j]);
+    f.TimesDerivative(in, p);
+  }
+#pragma unroll
+  for (int j = 0; j < V; ++j) of(j).AddTo(sums(j), in[j], x[j]);
+}
+
+// The second visit, which leaves the result in `in`.
+template <Map kMap, class F, class A, int V, class Of>
+__device__ void MapVector(F f, A (&in)[V], const A (&x)[V], Of&& of) {
+  A p[V];
+#pragma unroll
+  for (int j = 0; j < V; ++j) p[j] = of(j).Input(x[j]);
+  if constexpr (kMap == Map::kPullback) f.TimesDerivative(in, p);
+#pragma unroll
+  for (int j = 0; j < V; ++j) in[j] = of(j).Apply(in[j], x[j]);
+  if constexpr (kMap == Map::kTangent) f.TimesDerivative(in, p);
+}
 
 // From the sums of w and w (x - mean) to those of w and w xhat.
 template <class A>
@@ -138,8 +154,7 @@ __global__ void __launch_bounds__(kThreads, kResident) MapColumnsKernel(ColumnTi
         A in[V], x[V];
         tile.Read(0, slot + k, in);
         tile.Read(1, slot + k, x);
-#pragma unroll
-        for (int j = 0; j < V; ++j) map[j].AddTo(own[j], f, in[j], x[j]);
+        AddVector<kMap>(f, in, x, [&](int j) -> auto& { return map[j]; }, [&](int j) -> auto& { return own[j]; });
       }
     });
     SumChannels(t, place, own, AddPairs{}, scratch, channel_sums);
@@ -183,8 +198,7 @@ __global__ void __launch_bounds__(kThreads, kResident) MapColumnsKernel(ColumnTi
             A in[V], x[V];
             tile.Read(0, slot + k, in);
             tile.Read(1, slot + k, x);
-#pragma unroll
-            for (int j = 0; j < V; ++j) in[j] = map[j].Apply(f, in[j], x[j]);
+            MapVector<kMap>(f, in, x, [&](int j) -> auto& { return map[j]; });
             Write<T, V>(o.out + run.base + k * run.step, in);
           }
         });
@@ -223,8 +237,7 @@ __global__ void __launch_bounds__(kThreads, kResidentRows) MapRowsKernel(RowTili
           A in[V], x[V];
           tile.Read(0, slot + k, in);
           tile.Read(1, slot + k, x);
-#pragma unroll
-          for (int j = 0; j < V; ++j) map.AddTo(sums[j % kParts], f, in[j], x[j]);
+          AddVector<kMap>(f, in, x, [&](int) { return map; }, [&](int j) -> auto& { return sums[j % kParts]; });
         }
       }
       Sums<A> all[1] = {sums[0]};
@@ -268,8 +281,7 @@ __global__ void __launch_bounds__(kThreads, kResidentRows) MapRowsKernel(RowTili
             A in[V], x[V];
             tile.Read(0, slot + k, in);
             tile.Read(1, slot + k, x);
-#pragma unroll
-            for (int j = 0; j < V; ++j) in[j] = map.Apply(f, in[j], x[j]);
+            MapVector<kMap>(f, in, x, [&](int) { return map; });
             Write<T, V>(o.out + run.base + k * run.step, in);
           }
         });

@@ -95,4 +95,15 @@ struct Statistics {
   }
 };
 
+// y = f((x - mean) * slope + offset), where slope = rstd * scale, and offset holds the rest of the mean.
+template <class A>
+struct Affine {
+  A mean, slope, offset;
+
+  Affine() = default;
+  __device__ Affine(const Statistics<A>& s, A scale, A bias)
+      : mean(s.mean), slope(s.rstd * scale), offset(bias - s.rest * slope) {}
+  __device__ A operator()(A x) const { return (x - mean) * slope + offset; }
+};
+
 }  // namespace jaxdnn::group_norm

@@ -1,0 +1,295 @@
+// The pullback through the ring (ring.cuh): maps.cuh has the formulas.
+//
+// Channels last, a block adds up dscale and dbias over all of its units, and leaves one row of them. Channels first, it
+// leaves a row for each unit's channels.
+#include "cuda/common/column_sum.cuh"
+#include "cuda/group_norm/maps.cuh"
+#include "cuda/group_norm/ring_plan.cuh"
+
+namespace jaxdnn::group_norm {
+namespace {
+
+template <class T, int V>
+struct RingMapOperands {
+  using A = Accumulator<T>;
+  const Vec<T, V>*in, *x;
+  const A *scale, *bias;
+  const Statistics<A>* statistics;
+  Vec<T, V>* out;
+  A *dscale, *dbias;  // rows of channels: of each block, or of each example's blocks
+  Letter<Sums<A>>* letters;
+  A inverse;  // of the elements of a group
+};
+
+// The sums that channels first, a warp has of the share's channels.
+template <class A>
+struct WarpSums {
+  Sums<A>* row;
+  int channel = -1;
+  Sums<A> own = {};
+
+  __device__ void Flush() {
+    if (channel < 0) return;
+    Sums<A> all[1] = {own};
+    Reduce(all, AddPairs{}, {0, 5}, static_cast<Sums<A>*>(nullptr));
+    if (threadIdx.x % 32 == 0) row[channel] = all[0];
+    own = {};
+  }
+};
+
+template <bool kColumns, class F, class T, int V>
+__global__ void __launch_bounds__(kRingThreads, 1)
+    RingBackwardKernel(const __grid_constant__ RingTiling t, const __grid_constant__ RingMapOperands<T, V> o, F f) {
+  using A = Accumulator<T>;
+  using Vector = Vec<T, V>;
+  using Pullback = Linear<Map::kPullback, A>;
+  constexpr int D = kDepth<2>, kWarps = kVisitors / 32;
+  extern __shared__ __align__(128) unsigned char shared[];
+  __shared__ RingBarriers barriers;
+  const int chunk = D * t.side;
+  auto* ring = reinterpret_cast<Vector*>(shared);
+  auto* scratch = reinterpret_cast<Sums<A>*>(ring + 2 * t.stages * chunk);
+  // Channels last: what the block has of each channel; channels first: the channels' maps, twice.
+  auto* known = scratch + (kColumns ? t.half * t.columns * V : kWarps * t.slab_channels);
+  auto* kept = known + 2 * t.slab_groups;
+  auto* table = reinterpret_cast<Pullback*>(kept);
+  if constexpr (!hopper::kAvailable) return;
+
+  if (threadIdx.x == 0) InitBarriers(&barriers, t.stages, kColumns && t.team.size == 1 ? kVisitors : 32);
+  __syncthreads();
+
+  const int64_t first = t.team.First(), step = t.team.Step();
+  const Share share(t, chunk);
+  const Part part = PartOfThread();
+  if (part == kCopy) {
+    const Vector* in[2] = {o.in, o.x};
+    if (threadIdx.x % 32 == 0) CopyShares<2>(t, in, ring, &barriers);
+    return;
+  }
+
+  const auto letters_of = [&](int64_t unit) { return o.letters + unit * (t.team.size + 1) * t.slab_groups; };
+  const auto tell = [&](int buffer, int g, const Sums<A>& sum) {
+    known[buffer * t.slab_groups + g] = Times(sum, o.inverse);
+  };
+  if (part > kApply) {
+    const bool alone = t.team.size == 1;
+    if (part == kSend ? kColumns : alone || (part == kGather && IsDirect(t))) return;
+    int round = 0;
+    for (int64_t unit = first; unit < t.team.units; unit += step, ++round) {
+      const RingUnit u(t, unit);
+      const int buffer = round & 1, lane = threadIdx.x % 32;
+      const Statistics<A> statistics = o.statistics[u.first_group];
+      const bool takes = part == kTake || alone;
+      if (takes) hopper::WaitBarrier(SharedAddress(&barriers.known_free[buffer]), (round >> 1 & 1) ^ 1);
+      if (part == kSend) {
+        hopper::WaitBarrier(SharedAddress(&barriers.summed), round & 1);
+        const auto of_channel = [&](int, int c) {
+          Sums<A> sum = scratch[c];
+          for (int w = 1; w < kWarps; ++w) sum = AddPairs{}(sum, scratch[w * t.slab_channels + c]);
+          sum = Normalized(sum, statistics);
+          const int64_t to = (int64_t{u.example} * t.team.size + t.team.Rank()) * t.channels + u.first_channel;
+          o.dscale[to + c] = sum.second, o.dbias[to + c] = sum.first;
+          return Times(sum, o.scale[u.first_channel + c]);
+        };
+        ForEachGroup<Sums<A>>(t, 32, lane, of_channel, [&](int, const Sums<A>& sum) {
+          if (alone)
+            tell(buffer, 0, sum);
+          else
+            letters_of(unit)[t.team.Rank()].Write(sum);
+        });
+        hopper::Arrive(SharedAddress(&barriers.sums_free));
+      } else if (part == kGather) {
+        Gather(t, letters_of(unit));
+      } else {
+        Take(t, letters_of(unit), [&](int g, const Sums<A>& sum) { tell(buffer, g, sum); });
+      }
+      if (!takes) continue;
+      __syncwarp();
+      if constexpr (!kColumns) {
+        for (int c = lane; c < t.slab_channels; c += 32) {
+          Pullback map(statistics, o.scale[u.first_channel + c], o.bias[u.first_channel + c]);
+          map.Finish(statistics, known[buffer], A(0), A(0));
+          table[buffer * t.slab_channels + c] = map;
+        }
+      }
+      hopper::Arrive(SharedAddress(&barriers.known[buffer]));
+      __syncwarp();
+    }
+    return;
+  }
+
+  const bool applies = part == kApply;
+  const int thread = threadIdx.x - (applies ? kVisitors : 0);
+  const bool visits = thread < t.side;
+  const int mine = min(thread, t.side - 1);  // Threads to spare read what another does, and leave it.
+  const int across = kColumns ? thread % t.columns : 0;
+  const auto map_of = [&](const RingUnit& u, int c) {
+    return Pullback(o.statistics[u.first_group + (kColumns ? t.group_channels.Div(c) : 0)],
+                    o.scale[u.first_channel + c], o.bias[u.first_channel + c]);
+  };
+  const auto widen = [&](const Vector* from, A(&wide)[V]) {
+    Widen<T, V>(*reinterpret_cast<const Packed<T, V>*>(from), wide);
+  };
+  Turn turn;
+  if (!applies) {
+    int round = 0;
+    for (int64_t unit = first; unit < t.team.units; unit += step, ++round) {
+      const RingUnit u(t, unit);
+      Pullback map[kColumns ? V : 1];
+      Sums<A> own[kColumns ? V : 1] = {};
+      WarpSums<A> warp = {scratch + (thread / 32) * t.slab_channels};
+      if constexpr (kColumns) {
+#pragma unroll
+        for (int j = 0; j < V; ++j) map[j] = map_of(u, across * V + j);
+      } else {
+        hopper::WaitBarrier(SharedAddress(&barriers.sums_free), round & 1 ^ 1);
+        for (int c = thread % 32; c < t.slab_channels; c += 32) warp.row[c] = {};
+        __syncwarp();
+      }
+      for (int i = 0; i < share.chunks; ++i) {
+        const int n = min(chunk, share.count - i * chunk);
+        hopper::WaitBarrier(SharedAddress(&barriers.full[turn.place]), turn.parity);
+        const Vector* from = ring + 2 * turn.place * chunk + mine;
+#pragma unroll
+        for (int k = 0; k < D; ++k) {
+          if (k * t.side + mine >= n) continue;
+          if constexpr (!kColumns) {
+            // The same for the whole warp, as channels are whole warps' vectors.
+            const int channel = t.row.Div(static_cast<int>(share.begin) + i * chunk + k * t.side + mine);
+            if (channel != warp.channel) {
+              warp.Flush();
+              warp.channel = channel;
+              map[0] = map_of(u, channel);
+            }
+          }
+          A in[V], x[V];
+          widen(from + k * t.side, in);
+          widen(from + chunk + k * t.side, x);
+          AddVector<Map::kPullback>(
+              f, in, x, [&](int j) -> auto& { return map[kColumns ? j : 0]; },
+              [&](int j) -> auto& { return kColumns ? own[j] : warp.own; });
+        }
+        if (i < share.streamed) Release(&barriers, turn.place);
+        turn.Skip(1, t.stages);
+      }
+      turn.Skip(share.streamed, t.stages);
+
+      if constexpr (kColumns) {
+        SumHalves(t, thread, own, scratch);
+        const bool alone = t.team.size == 1;
+        const int buffer = round & 1;
+        if (alone) hopper::WaitBarrier(SharedAddress(&barriers.known_free[buffer]), (round >> 1 & 1) ^ 1);
+        const auto of_channel = [&](int g, int c) {
+          const Sums<A> sum = Normalized(ChannelSum<V>(t, scratch, c), o.statistics[u.first_group + g]);
+          kept[c] = round == 0 ? sum : AddPairs{}(kept[c], sum);
+          return Times(sum, o.scale[c]);
+        };
+        ForEachGroup<Sums<A>>(t, kVisitors, thread, of_channel, [&](int g, const Sums<A>& sum) {
+          if (alone)
+            tell(buffer, g, sum);
+          else
+            letters_of(unit)[t.team.Rank() * t.slab_groups + g].Write(sum);
+        });
+        if (alone) hopper::Arrive(SharedAddress(&barriers.known[buffer]));
+      } else {
+        warp.Flush();
+        hopper::Arrive(SharedAddress(&barriers.summed));
+      }
+      // A place's parity tells neighbouring uses apart, not those before: those skipped must be over.
+      if (share.streamed > 0) hopper::WaitBarrier(SharedAddress(&barriers.known_free[round & 1]), round >> 1 & 1);
+    }
+    if constexpr (kColumns) {
+      SyncSumming();
+      for (int c = thread; c < t.channels; c += kVisitors) {
+        o.dscale[int64_t{blockIdx.x} * t.channels + c] = kept[c].second;
+        o.dbias[int64_t{blockIdx.x} * t.channels + c] = kept[c].first;
+      }
+    }
+    return;
+  }
+
+  int round = 0;
+  for (int64_t unit = first; unit < t.team.units; unit += step, ++round) {
+    const RingUnit u(t, unit);
+    const int buffer = round & 1;
+    Pullback map[kColumns ? V : 1];
+    if constexpr (kColumns) {
+#pragma unroll
+      for (int j = 0; j < V; ++j) map[j] = map_of(u, across * V + j);
+    }
+    hopper::WaitBarrier(SharedAddress(&barriers.known[buffer]), round >> 1 & 1);
+    if constexpr (kColumns) {
+#pragma unroll
+      for (int j = 0; j < V; ++j) {
+        const int g = t.group_channels.Div(across * V + j);
+        map[j].Finish(o.statistics[u.first_group + g], known[buffer * t.slab_groups + g], A(0), A(0));
+      }
+    }
+    turn.Skip(share.streamed, t.stages);
+    for (int i = 0; i < share.chunks; ++i) {
+      const int which = share.Again(i);
+      const int n = min(chunk, share.count - which * chunk);
+      const int64_t at = share.begin + which * chunk + mine;
+      hopper::WaitBarrier(SharedAddress(&barriers.full[turn.place]), turn.parity);
+      const Vector* from = ring + 2 * turn.place * chunk + mine;
+#pragma unroll
+      for (int k = 0; k < D; ++k) {
+        if (!visits || k * t.side + mine >= n) continue;
+        if constexpr (!kColumns)
+          map[0] = table[buffer * t.slab_channels + t.row.Div(static_cast<int>(at) + k * t.side)];
+        A in[V], x[V];
+        widen(from + k * t.side, in);
+        widen(from + chunk + k * t.side, x);
+        MapVector<Map::kPullback>(f, in, x, [&](int j) -> auto& { return map[kColumns ? j : 0]; });
+        Write<T, V>(o.out + unit * t.slab + at + k * t.side, in);
+      }
+      Release(&barriers, turn.place);
+      turn.Skip(1, t.stages);
+    }
+    hopper::Arrive(SharedAddress(&barriers.known_free[buffer]));
+  }
+}
+
+constexpr RingBytes kBackwardBytes = {sizeof(Sums<float>), sizeof(Sums<float>),
+                                      2 * sizeof(Linear<Map::kPullback, float>), sizeof(Sums<float>), true};
+
+// Rows of dscale and dbias that are left behind.
+int64_t RowsLeft(const Problem& p, const RingTiling& t) { return p.channels_last ? t.Blocks() : p.n * t.team.size; }
+
+}  // namespace
+
+int64_t RingBackwardWorkspace(const Problem& p) {
+  const auto t = PlanRing(p, 2, kBackwardBytes);
+  if (!t) return 0;
+  return ExchangeBytes<Sums<float>>(t->team, t->SlabGroups()) +
+         2 * RowsLeft(p, *t) * p.channels * static_cast<int64_t>(sizeof(float));
+}
+
+std::optional<cudaError_t> RingBackward(const Problem& p, const void* dy, const void* x, const void* scale,
+                                        const void* bias, const void* statistics, void* dx, void* dscale, void* dbias,
+                                        void* workspace, cudaStream_t stream) {
+  const auto t = PlanRing(p, 2, kBackwardBytes);
+  if (!t || !IsVectorAligned(dy, x, dx) || !HasRings()) return std::nullopt;
+  return VisitRing(p, [&](auto type, auto f) {
+    using T = typename decltype(type)::type;
+    constexpr int kLength = kVecLength<T>;
+    using A = Accumulator<T>;
+    using V = Vec<T, kLength>;
+    const int64_t rows = RowsLeft(p, *t);
+    RingMapOperands<T, kLength> o = {};
+    o.in = static_cast<const V*>(dy), o.x = static_cast<const V*>(x), o.out = static_cast<V*>(dx);
+    o.scale = static_cast<const A*>(scale), o.bias = static_cast<const A*>(bias);
+    o.statistics = static_cast<const Statistics<A>*>(statistics);
+    o.letters = static_cast<Letter<Sums<A>>*>(workspace);
+    o.dscale = reinterpret_cast<A*>(o.letters + (t->team.size == 1 ? 0 : t->team.ExchangedRows() * t->SlabGroups()));
+    o.dbias = o.dscale + rows * p.channels;
+    o.inverse = A(1) / GroupSize<A>(p);
+    if (cudaError_t e = t->team.Reset(o.letters, t->SlabGroups(), stream)) return e;
+    auto* kernel = p.channels_last ? RingBackwardKernel<true, decltype(f), T, kLength>
+                                   : RingBackwardKernel<false, decltype(f), T, kLength>;
+    if (cudaError_t e = LaunchTeams(kernel, t->team, kRingThreads, t->shared, stream, *t, o, f)) return e;
+    return SumRows(o.dscale, 1, rows, p.channels, static_cast<A*>(dscale), static_cast<A*>(dbias), stream);
+  });
+}
+
+}  // namespace jaxdnn::group_norm

@@ -1,0 +1,113 @@
+// Which problems go through rings (ring.cuh), and how they are cut.
+#pragma once
+
+#include <algorithm>
+#include <optional>
+
+#include "cuda/common/launch.cuh"
+#include "cuda/group_norm/ring.cuh"
+#include "cuda/group_norm/visit.cuh"
+
+namespace jaxdnn::group_norm {
+
+// Bytes of what a block keeps beside the ring: of a thread's sums; of each channel where channels are last, and first;
+// of a group, twice.
+struct RingBytes {
+  int sums, last, first, group;
+  bool by_channel;  // channels first, warps sum each channel on its own
+};
+
+// Chunks on their way, of 16 KiB: what memory needs to be at work. The letters of a meeting wait behind them.
+constexpr int kInFlight = 3;
+// The fewest bytes of an array, and channels first of a group, that are worth a ring.
+constexpr int64_t kMinRingBytes = 16 << 20;
+constexpr int64_t kMinGroupBytes = 32 << 10;
+// The most groups of an example that blocks exchange sums of, channels last; and, channels first, channels of a group,
+// for which there are tables.
+constexpr int64_t kMostGroups = 64, kMostChannels = 64;
+
+// The blocks of a team. A round costs what a block moves, a meeting, which is longer where there are results of many
+// groups to pass on, and what memory waits for it: the more, the larger a share is beside the ring. What the ring
+// cannot hold is copied twice.
+inline int RingTeam(const RingTiling& t, int64_t grain, int arrays, int64_t ring_bytes) {
+  const int64_t meeting = t.columns > 1 ? 24 << 10 : 12 << 10, grains = CeilDiv(t.slab, grain);
+  int best = 1;
+  int64_t least = INT64_MAX;
+  for (int size = 1; size <= std::min<int64_t>(kNominal.multiprocessors, grains); ++size) {
+    const int64_t bytes = CeilDiv(grains, size) * grain * 16 * arrays;
+    const int64_t round = bytes + (size == 1 ? 0 : meeting) + std::max<int64_t>(0, bytes - ring_bytes * 3 / 10) / 3 +
+                          std::max<int64_t>(0, bytes - ring_bytes);
+    const int64_t cost = CeilDiv(t.team.units, kNominal.multiprocessors / size) * round;
+    if (cost < least) best = size, least = cost;
+  }
+  return best;
+}
+
+inline std::optional<RingTiling> PlanRing(const Problem& p, int arrays, const RingBytes& bytes) {
+  if (p.Empty() || p.dtype == DType::kF64 || p.batch != 1 || p.spatial == 1) return std::nullopt;
+  const int64_t vector = p.dtype == DType::kF32 ? 4 : 8, group = p.channels / p.groups;
+  const bool last = p.channels_last;
+  if ((last ? p.channels : p.spatial) % vector != 0) return std::nullopt;
+  if (p.n * p.spatial * p.channels / vector * 16 < kMinRingBytes) return std::nullopt;
+  // Channels last, a thread keeps its column; channels first, a warp's vectors are of one channel, of which it takes
+  // several before it sums over its lanes.
+  if (last ? p.channels / vector > kVisitors || p.groups > kMostGroups
+           : p.spatial / vector % 32 != 0 || group > kMostChannels || group * p.spatial / vector * 16 < kMinGroupBytes)
+    return std::nullopt;
+  if (!last && bytes.by_channel && p.spatial / vector < kVisitors) return std::nullopt;
+  RingTiling t = {};
+  t.columns = static_cast<int>(last ? p.channels / vector : 1);
+  t.channels = static_cast<int>(p.channels), t.groups = static_cast<int>(p.groups);
+  t.slab_channels = static_cast<int>(last ? p.channels : group);
+  t.slab_groups = static_cast<int>(last ? p.groups : 1);
+  t.slab = t.slab_channels * p.spatial / vector;
+  if (t.slab > INT32_MAX) return std::nullopt;
+  t.row = FastDiv(p.spatial / vector);
+  t.group_channels = FastDiv(group);
+  t.by_slabs = FastDiv(p.groups / t.slab_groups);
+  t.team.units = p.n * p.groups / t.slab_groups;
+  const int rows = kVisitors / t.columns;
+  t.side = t.columns * rows;
+  t.half = (rows + 1) / 2;
+  if (4 * t.side < 3 * kVisitors) return std::nullopt;
+
+  const int64_t sums = last ? t.half * t.columns * vector : kVisitors / 32 * (bytes.by_channel ? group : 1);
+  const int64_t kept =
+      sums * bytes.sums + t.slab_channels * (last ? bytes.last : bytes.first) + 2 * t.slab_groups * bytes.group;
+  const int64_t chunk_bytes = int64_t{16} * arrays * t.side * (arrays == 1 ? kDepth<1> : kDepth<2>);
+  constexpr int kBarrierBytes = 1024;
+  t.stages =
+      static_cast<int>(std::min<int64_t>(kMaxStages, (kNominal.shared_per_block - kBarrierBytes - kept) / chunk_bytes));
+  if (t.stages < 2 * kInFlight) return std::nullopt;
+  t.depth = kInFlight;
+  t.kept = t.stages - 2;
+  t.shared = t.stages * chunk_bytes + kept;
+  const int64_t grain = last ? t.columns : 32, ring_bytes = t.stages * chunk_bytes;
+  t.team.size = RingTeam(t, grain, arrays, ring_bytes);
+  t.share = CeilDiv(t.slab / grain, t.team.size) * grain;
+  // Far more than the ring holds is left to blocks that leave room for nothing else.
+  if (t.share * 16 * arrays > ring_bytes * 3 / 2) return std::nullopt;
+  // One round of long meetings has nothing to hide them behind.
+  if (last && t.Blocks() == t.team.units * t.team.size) return std::nullopt;
+  return t;
+}
+
+// Whether the current device is what rings are written and planned for.
+inline bool HasRings() {
+  int device = 0, major = 0, multiprocessors = 0;
+  return cudaGetDevice(&device) == cudaSuccess &&
+         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess && major == 9 &&
+         cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device) == cudaSuccess &&
+         multiprocessors == kNominal.multiprocessors;
+}
+
+// Calls f(TypeTag, activation) for a problem that rings take.
+template <class F>
+cudaError_t VisitRing(const Problem& p, F&& f) {
+  return VisitSingleDType(p.dtype, [&](auto type) {
+    using T = typename decltype(type)::type;
+    return VisitActivation<T, kVecLength<T>>(p.activation, [&](auto activation) { return f(type, activation); });
+  });
+}
+
+}  // namespace jaxdnn::group_norm
