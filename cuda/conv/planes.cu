@@ -137,8 +137,8 @@ template <class In, bool kForward, int kLine, int kLines>
 __device__ void ConsumePlanes(const PlanesParams& q, const PlanesShared& shared, int warpgroup, void* out) {
   static_assert(kBlocksOfWarpgroup == 2);
   const auto first_row = [&](int i) {
-    const int block = 2 * warpgroup + i, down = block / q.across;
-    return down * q.next_block_line + (block - down * q.across) * q.next_block;
+    const int block = 2 * warpgroup + i, down = block >> q.across_bits;
+    return down * q.next_block_line + (block - (down << q.across_bits)) * q.next_block;
   };
   // The same in all of a warp, which its instructions then know.
   const uint32_t offset[2] = {__shfl_sync(~0u, uint32_t(first_row(0)), 0), __shfl_sync(~0u, uint32_t(first_row(1)), 0)};
@@ -206,7 +206,8 @@ cudaError_t LaunchTyped(const Problem& p, const PlanesPlan& plan, const void* op
   q.staged = kind != activation::Kind::kIdentity && kind != activation::Kind::kRelu;
   q.volume = volume;
   q.lines = plan.lines;
-  q.across = plan.columns / (plan.lines ? 64 : 8);
+  const int across = plan.columns / (plan.lines ? 64 : 8);  // 1, 2 or 4
+  q.across_bits = across / 2;
   q.columns = plan.columns;
   q.others = plan.others;
   q.out_columns = int(p.y[2]);

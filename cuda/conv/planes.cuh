@@ -22,7 +22,7 @@ struct PlanesParams {
   bool staged;          // they go through shared memory, for an activation other than ReLU
   bool wide;            // the result is of floats
   bool volume, lines;   // as in the plan
-  int across;           // blocks of 64 rows side by side
+  int across_bits;      // of how many blocks of 64 rows are side by side
   int columns, others;  // of a tile
   int out_columns, out_others, features;
   int pixels_of_image, pixels_of_other;
@@ -63,7 +63,7 @@ struct PlanesRows {
   int column, other;  // of the first, in the tile
 
   __device__ PlanesRows(const PlanesParams& q, int block) {
-    const int down = block / q.across, beside = block - down * q.across;
+    const int down = block >> q.across_bits, beside = block - (down << q.across_bits);
     column = beside * (q.lines ? 64 : 8);
     other = down * (q.lines ? 1 : 8);
   }
@@ -83,34 +83,28 @@ __device__ inline uint32_t StagedChunk(uint32_t staged, int row, int chunk) {
 }
 
 // Stores four features of each row that the thread has in turn, through the epilogue, from shared memory.
-template <class In>
+template <class Out>
 __device__ __forceinline__ void FinishRows(const PlanesParams& q, const PlanesPlace& place, int warpgroup,
-                                           int64_t plane, uint32_t staged, void* out) {
+                                           int64_t plane, uint32_t staged, Out* out) {
+  constexpr int kRows = 64, kRowsApart = kWarpgroup / 8;
   const int thread = threadIdx.x % kWarpgroup, chunk = thread % 8, feature = place.feature + 4 * chunk;
 #pragma unroll 1
-  for (int row = thread / 8; row < 2 * 64; row += kWarpgroup / 8) {
-    const int64_t first = PlanesRows(q, 2 * warpgroup + row / 64).Offset(q, place, row % 64);
+  for (int row = thread / 8; row < 2 * kRows; row += kRowsApart) {
+    const int64_t first = PlanesRows(q, 2 * warpgroup + row / kRows).Offset(q, place, row % kRows);
     const int64_t to = first + plane + 4 * chunk;
     if (first < 0 || feature >= q.features) continue;
     float v[4];
     asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                  : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
                  : "r"(StagedChunk(staged, row, chunk)));
-    if (q.wide) {
-      Add<float>(v, q.epilogue.bias, place.model * q.features + feature);
-      Add<float>(v, q.epilogue.residual, to);
-    } else {
-      Add<In>(v, q.epilogue.bias, place.model * q.features + feature);
-      Add<In>(v, q.epilogue.residual, to);
-    }
-    Activate<float>(v, q.epilogue.activation);
+    Add<Out>(v, q.epilogue.bias, place.model * q.features + feature);
+    Add<Out>(v, q.epilogue.residual, to);
+    Activate<Out>(v, q.epilogue.activation);
     // By name: the compiler splits other stores that come under a condition.
-    if (q.wide) {
-      __stwb(reinterpret_cast<float4*>(static_cast<float*>(out) + to), make_float4(v[0], v[1], v[2], v[3]));
-    } else {
-      __stwb(reinterpret_cast<uint2*>(static_cast<In*>(out) + to),
-             make_uint2(Pack<In>(v[0], v[1]), Pack<In>(v[2], v[3])));
-    }
+    if constexpr (sizeof(Out) == 4)
+      __stwb(reinterpret_cast<float4*>(out + to), make_float4(v[0], v[1], v[2], v[3]));
+    else
+      __stwb(reinterpret_cast<uint2*>(out + to), make_uint2(Pack<Out>(v[0], v[1]), Pack<Out>(v[2], v[3])));
   }
 }
 
@@ -166,7 +160,11 @@ __device__ __forceinline__ void StorePlane(const PlanesParams& q, const PlanesPl
                             results[m][4 * j + 2 * half + 1]);
         }
     hopper::SyncWarpgroup(1 + warpgroup);
-    FinishRows<In>(q, place, warpgroup, offset, staged, out);
+    if (q.wide) {
+      FinishRows(q, place, warpgroup, offset, staged, static_cast<float*>(out));
+    } else {
+      FinishRows(q, place, warpgroup, offset, staged, static_cast<In*>(out));
+    }
     return;
   }
   if (!q.plain) {
@@ -195,19 +193,20 @@ __device__ __forceinline__ void StorePlane(const PlanesParams& q, const PlanesPl
       }
     return;
   }
+  // All exchanges before all stores: those of one row would wait for each other.
+  uint32_t words[4][kFeatures / 8];
 #pragma unroll
-  for (int m = 0; m < 2; ++m)
+  for (int i = 0; i < 4; ++i) {
+    const float* const row = results[i / 2] + i % 2 * 2;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      uint32_t words[kFeatures / 8];
+    for (int j = 0; j < kFeatures / 8; ++j) words[i][j] = Pack<In>(row[4 * j], row[4 * j + 1]);
+    Transpose(words[i]);
+  }
 #pragma unroll
-      for (int j = 0; j < kFeatures / 8; ++j)
-        words[j] = Pack<In>(results[m][4 * j + 2 * half], results[m][4 * j + 2 * half + 1]);
-      Transpose(words);
-      if (first[m][half] >= 0)
-        *reinterpret_cast<uint4*>(static_cast<In*>(out) + offset + first[m][half]) =
-            make_uint4(words[0], words[1], words[2], words[3]);
-    }
+  for (int i = 0; i < 4; ++i)
+    if (const int64_t from = first[i / 2][i % 2]; from >= 0)
+      *reinterpret_cast<uint4*>(static_cast<In*>(out) + offset + from) =
+          make_uint4(words[i][0], words[i][1], words[i][2], words[i][3]);
 }
 
 }  // namespace jaxdnn::conv
