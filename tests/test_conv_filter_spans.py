@@ -17,7 +17,11 @@ from jaxdnn._conv.spec import ConvSpec
 from numerics import assert_close, assert_repeatable, exact
 
 MULTIPROCESSORS = 132
-TILES = [tile for tile in _extension.native.conv_tiles if takes(tile, "w", "bfloat16", "bfloat16") and tile.startswith("wgmma")]
+TILES = [
+  tile
+  for tile in _extension.native.conv_tiles
+  if tile.startswith("wgmma") and takes(tile, "w", "bfloat16", "bfloat16")
+]
 
 
 def spec_of(case, tile, limit=None):
