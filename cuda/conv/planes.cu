@@ -13,31 +13,6 @@
 namespace jaxdnn::conv {
 namespace {
 
-struct PlanesShared {
-  uint32_t filter, stages, staged, barriers;
-
-  __device__ PlanesShared(const PlanesParams& q, unsigned char* shared)
-      : filter(static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
-        stages(filter + q.filter_bytes),
-        staged(stages + q.stages * q.stage_bytes),
-        barriers(staged + (q.staged ? PlanesPlan::kBlocks * PlanesPlan::kStagedBytes : 0)) {}
-  __device__ uint32_t Full(int stage) const { return barriers + 16 * stage; }
-  __device__ uint32_t Empty(int stage) const { return barriers + 16 * stage + 8; }
-  __device__ uint32_t FilterFull() const { return Full(PlanesPlan::kMostStages); }
-  __device__ uint32_t FilterEmpty() const { return Empty(PlanesPlan::kMostStages); }
-
-  __device__ void Init() const {
-    if (threadIdx.x == 0) {
-      for (int i = 0; i <= PlanesPlan::kMostStages; ++i) {
-        hopper::InitBarrier(Full(i), 1);
-        hopper::InitBarrier(Empty(i), kMultipliers / 32);
-      }
-      hopper::PublishBarriers();
-    }
-    __syncthreads();
-  }
-};
-
 struct PlanesTurn {
   int stage = 0;
   uint32_t parity = 0;
