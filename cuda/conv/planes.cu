@@ -13,23 +13,6 @@
 namespace jaxdnn::conv {
 namespace {
 
-struct PlanesTurn {
-  int stage = 0;
-  uint32_t parity = 0;
-
-  __device__ void Next(const PlanesParams& q) {
-    if (++stage == q.stages) stage = 0, parity ^= 1;
-  }
-};
-
-__device__ inline int FirstWork(const PlanesParams& q, int block) {
-  return static_cast<int>(q.work * block / gridDim.x);
-}
-
-__device__ inline void ArriveOnce(uint32_t barrier) {
-  if (threadIdx.x % 32 == 0) hopper::Arrive(barrier);
-}
-
 // Loads the filter's taps in the order of the products: one position of the window in its plane after another, and of
 // each the window's planes from the last to the first, as the sums of the planes of results lie.
 template <bool kForward>
