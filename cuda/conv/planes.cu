@@ -13,48 +13,6 @@
 namespace jaxdnn::conv {
 namespace {
 
-struct PlanesShared {
-  uint32_t filter, stages, staged, barriers;
-
-  __device__ PlanesShared(const PlanesParams& q, unsigned char* shared)
-      : filter(static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
-        stages(filter + q.filter_bytes),
-        staged(stages + q.stages * q.stage_bytes),
-        barriers(staged + (q.staged ? PlanesPlan::kBlocks * PlanesPlan::kStagedBytes : 0)) {}
-  __device__ uint32_t Full(int stage) const { return barriers + 16 * stage; }
-  __device__ uint32_t Empty(int stage) const { return barriers + 16 * stage + 8; }
-  __device__ uint32_t FilterFull() const { return Full(PlanesPlan::kMostStages); }
-  __device__ uint32_t FilterEmpty() const { return Empty(PlanesPlan::kMostStages); }
-
-  __device__ void Init() const {
-    if (threadIdx.x == 0) {
-      for (int i = 0; i <= PlanesPlan::kMostStages; ++i) {
-        hopper::InitBarrier(Full(i), 1);
-        hopper::InitBarrier(Empty(i), kMultipliers / 32);
-      }
-      hopper::PublishBarriers();
-    }
-    __syncthreads();
-  }
-};
-
-struct PlanesTurn {
-  int stage = 0;
-  uint32_t parity = 0;
-
-  __device__ void Next(const PlanesParams& q) {
-    if (++stage == q.stages) stage = 0, parity ^= 1;
-  }
-};
-
-__device__ inline int FirstWork(const PlanesParams& q, int block) {
-  return static_cast<int>(q.work * block / gridDim.x);
-}
-
-__device__ inline void ArriveOnce(uint32_t barrier) {
-  if (threadIdx.x % 32 == 0) hopper::Arrive(barrier);
-}
-
 // Loads the filter's taps in the order of the products: one position of the window in its plane after another, and of
 // each the window's planes from the last to the first, as the sums of the planes of results lie.
 template <bool kForward>

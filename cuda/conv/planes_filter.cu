@@ -19,7 +19,6 @@ using Plan = PlanesFilterPlan;
 constexpr int kSide = Plan::kSide, kTaps = PlanesPlan::kTaps, kColumns = kTaps * kSide, kLine = kSide * 2;
 constexpr int kThreads = (kConsumers + 1) * kWarpgroup, kMostStages = 8, kBarrierBytes = 256;
 constexpr int kMet = kTaps + 1;                                             // planes of x that two of y meet
-constexpr int kSteps = Plan::kPixels / 16 / kConsumers;                     // products of a plane, of a warpgroup
 constexpr int kPitch = kColumns + 1, kPartFloats = kTaps * kSide * kPitch;  // of a part of the sums, in shared memory
 constexpr int kPartBytes = kPartFloats * 4, kParts = 2 * kConsumers;
 using FilterSums = float[kMet][kColumns / 2];
@@ -107,6 +106,7 @@ template <class In>
 __device__ void ConsumePieces(const PlanesFilterParams& q, const FilterShared& shared, const FilterPlace& place,
                               int warpgroup, FilterSums& sums) {
   // A product's terms are eight pixels of each of two lines.
+  constexpr int kSteps = Plan::kPixels / 16 / kConsumers;  // products of a plane, of a warpgroup
   uint32_t step_x[kSteps], step_y[kSteps];
 #pragma unroll
   for (int k = 0; k < kSteps; ++k) {
