@@ -1,7 +1,5 @@
 // Rows, or tiles of columns, that no cluster holds. Blocks of a first launch leave the statistics of their shares in
-// the workspace; those of a second read their shares again, and write. Beside one reading and one writing that is two
-// thirds of memory's rate, and three fifths with two inputs, but for what the cache keeps. Tiles in the shared memory
-// of the largest clusters read once, and take longer: a multiprocessor holds one, and nothing hides its phases.
+// the workspace; those of a second read their shares again, and write.
 #pragma once
 
 #include "cuda/softmax/columns.cuh"
