@@ -17,6 +17,10 @@ def coarse(shape, dtype, seed=0):
   return sample(shape, "bfloat16" if dtype == "float32" else dtype, seed).astype(jnp.dtype(dtype))
 
 
+FILTER_TILES = {"wgmma 128x256", "wgmma 256x128", "wgmma 256x160"}
+"""Those that are for filter gradients alone."""
+
+
 def takes(tile, result, dtype, out_dtype):
   """Whether a tile of Hopper's kernels, or another algorithm, is for such a result."""
   if tile.endswith("across"):
@@ -25,7 +29,7 @@ def takes(tile, result, dtype, out_dtype):
     return result == "x" or (result == "y" and dtype == "float32")
   if tile == "wgmma 128x128 copied":
     return result == "y" and dtype == "float32"
-  if tile in ("wgmma 128x256", "wgmma 256x128", "wgmma 256x160") and result != "w":
+  if tile in FILTER_TILES and result != "w":
     return False
   floats = dtype != "float32" or not tile.startswith("wgmma") or tile.startswith("wgmma 128")
   return result != "w" or floats

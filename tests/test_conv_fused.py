@@ -12,6 +12,7 @@ from jax.test_util import check_grads
 import jaxdnn
 from activation_cases import BY_NAME, DEFAULTS
 from conv_cases import SAME3, ConvCase
+from conv_checks import FILTER_TILES
 from conv_oracle import conv as conv_oracle
 from jaxdnn import _activation, _extension
 from jaxdnn._conv.fused import FROM_OUTPUT, fused
@@ -132,7 +133,7 @@ OF_FEW_SHAPES = {DEPTHWISE, FEW_CHANNELS, FEW_FEATURES, GROUPED, PLANES, UNALIGN
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", [None, "relu", "gelu"])
-@pytest.mark.parametrize("tile", sorted({*ALGORITHMS, *_extension.native.conv_tiles} - OF_FEW_SHAPES))
+@pytest.mark.parametrize("tile", sorted({*ALGORITHMS, *_extension.native.conv_tiles} - OF_FEW_SHAPES - FILTER_TILES))
 def test_kernels(tile, kind):
   types = [("bfloat16", "bfloat16"), ("float16", "float16"), ("bfloat16", "float32"), ("float32", "float32")]
   taken = [check(case, tile, *pair, kind) for case in CASES for pair in types]
