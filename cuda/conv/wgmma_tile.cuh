@@ -110,18 +110,19 @@ template <class T>
 __device__ void Release(const Ring<T>& ring, int stage) {
   if (threadIdx.x % 32 == 0) hopper::Arrive(ring.Empty(stage));
 }
+// and with the one that the last products read, when the sums are there;
+template <class T, class Sums>
+__device__ void EndProducts(const Ring<T>& ring, int last, Sums& sums) {
+  WaitForSums(sums);
+  Release(ring, last);
+}
 // waits for its turn at the block's tile of this number, where the first needs no other's,
 template <class T>
 __device__ void BeginTurn(const Ring<T>& ring, int number) {
   const int warpgroup = number % 2;
   hopper::WaitBarrier(ring.Turn(warpgroup), (number / 2 + (warpgroup == 0)) % 2);
 }
-// and ends it when all products are issued, of which the last read the stage `last`: then waits for the sums.
-template <class T, class Sums>
-__device__ void EndProducts(const Ring<T>& ring, int last, Sums& sums) {
-  WaitForSums(sums);
-  Release(ring, last);
-}
+// and ends it when all products are issued.
 template <class T, class Sums>
 __device__ void EndTurn(const Ring<T>& ring, int number, int last, Sums& sums) {
   if (threadIdx.x % 32 == 0) hopper::Arrive(ring.Turn((number + 1) % 2));
