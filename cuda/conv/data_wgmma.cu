@@ -247,7 +247,7 @@ cudaError_t LaunchDataWgmma(const Problem& p, const Config& config, const void* 
         return LaunchTile<T, false>(p, config, operand, filter, out, workspace, epilogue, stream);
     return cudaErrorInvalidValue;
   };
-  return IsAcross(config.tile) ? VisitAcrossTile(p, config, launch) : VisitWgmmaTile<true>(p, config, launch);
+  return IsAcross(config.tile) ? VisitAcrossTile(p, config, launch) : VisitWgmmaTile(p, config, launch);
 }
 
 }  // namespace jaxdnn::conv

@@ -287,7 +287,7 @@ cudaError_t LaunchPersistent(void (*kernel)(Params...), int64_t tiles, int clust
 }
 
 // Calls f with the TypeTag of the tile.
-template <bool kTakesFloats, class F>
+template <class F>
 cudaError_t VisitWgmmaTile(const Problem& p, const Config& config, F&& f) {
   const auto with_type = [&](auto in) {
     using In = typename decltype(in)::type;
@@ -310,8 +310,7 @@ cudaError_t VisitWgmmaTile(const Problem& p, const Config& config, F&& f) {
         return cudaErrorInvalidValue;
     }
   };
-  if constexpr (kTakesFloats)
-    if (p.in == DType::kF32) return with_type(TypeTag<float>());
+  if (p.in == DType::kF32) return with_type(TypeTag<float>());
   return p.in == DType::kBF16 ? with_type(TypeTag<__nv_bfloat16>()) : with_type(TypeTag<__half>());
 }
 
