@@ -22,8 +22,8 @@ import shlex
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -150,7 +150,6 @@ def find_clock() -> tuple[str, Clock]:
 # Timing --------------------------------------------------------------------------------------------------------------
 
 
-@partial(jax.jit, static_argnums=1)
 def draw(key: jax.Array, operands: tuple[Draw, ...]) -> tuple[jax.Array, ...]:
   keys = jax.random.split(key, len(operands))
   return tuple(
@@ -159,12 +158,18 @@ def draw(key: jax.Array, operands: tuple[Draw, ...]) -> tuple[jax.Array, ...]:
   )
 
 
+@cache
+def drawing(operands: tuple[Draw, ...]) -> Program:
+  """`draw` of these operands, compiled: a function of a seed."""
+  # "rbg" generates at memory speed and compiles fast; nothing here rests on its quality.
+  return jax.jit(lambda seed: draw(jax.random.key(seed, impl="rbg"), operands)).lower(0).compile()
+
+
 def input_sets(work: Work) -> list[tuple[jax.Array, ...]]:
   count = min(MAX_SETS, max(2, math.ceil(ROTATED_BYTES / max(work.bytes, 1))))
   if jax.default_backend() != "gpu":
     count = 2
-  # "rbg" generates at memory speed and compiles fast; nothing here rests on its quality.
-  return [draw(jax.random.key(i, impl="rbg"), work.operands) for i in range(count)]
+  return [drawing(work.operands)(i) for i in range(count)]
 
 
 def residuals(function: Callable[..., Any], inputs: int, *operands: jax.Array) -> Any:
@@ -222,8 +227,10 @@ def measure_all(works: Sequence[Work], ceilings: dict[str, float], clock: Clock)
   workers = max(1, (os.cpu_count() or 1) // 2)
   with ThreadPoolExecutor(workers) as pool:
     for batch in (works[i : i + 2 * workers] for i in range(0, len(works), 2 * workers)):
+      drawn = [pool.submit(drawing, operands) for operands in {w.operands: None for w in batch}]
       sides = [{"ours": pool.submit(attempt, w.ours, w), "lax": pool.submit(attempt, w.lax, w)} for w in batch]
       ready = [{name: future.result() for name, future in pair.items()} for pair in sides]
+      wait(drawn)
       for work, pair in zip(batch, ready, strict=True):
         yield measure(work, pair, ceilings, clock)
 
@@ -289,13 +296,13 @@ def measure_ceilings(clock: Clock, shrink: int = 1) -> dict[str, float]:
     return min(clock(program, [operands] * calls) for _ in range(6))
 
   n = max(1 << 14, (1 << 27) // shrink**2)
-  operands = draw(jax.random.key(0, impl="rbg"), (Draw((n,), "float32"),))
+  operands = drawing((Draw((n,), "float32"),))(0)
   # CUPTI's kernel records leave out a copy. By the wall clock, with a dispatch much shorter than a call's 0.25 ms.
   ceilings["copy"] = 2 * 4 * n / fastest(jax.jit(jnp.copy), operands, wall_clock, 20)
   ceilings["elementwise"] = 2 * 4 * n / fastest(jax.jit(lambda x: x + 1), operands, clock, 5)
   n = max(64, 8192 // shrink)
   for dtype in DTYPES:
-    operands = draw(jax.random.key(0, impl="rbg"), (Draw((n, n), dtype),) * 2)
+    operands = drawing((Draw((n, n), dtype),) * 2)(0)
     ceilings[dtype] = 2 * n**3 / fastest(jax.jit(jnp.matmul), operands, clock, 5)
   ceilings["bytes"] = 2 * ceilings["bfloat16"]  # what tensor cores do of 8-bit products
   return ceilings
