@@ -48,7 +48,7 @@ def directions(case: ConvCase, dtype: str) -> Iterator[Work]:
   for direction, function in functions.items():
     yield Work(
       "conv", case.name, dtype, direction, partial(function, ours), partial(function, xla), (x, w, y),
-      elements[direction] * itemsize(dtype), flops, "fma" if depthwise else dtype,
+      elements[direction] * itemsize(dtype), flops, "fma" if depthwise else dtype, tuned=True,
     )  # fmt: skip
 
 

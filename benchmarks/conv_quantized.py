@@ -46,7 +46,7 @@ def work(dtypes: list[str], quick: bool = False, shrink: int = 1) -> Iterator[Wo
       products = case.batch * counts.pairs * (case.c // case.groups) * case.k
       yield Work(
         "conv_quantized", f"{name}.{case.name}", dtype, "fwd", partial(ours, case), partial(xla, case), (x, w, scale),
-        math.prod(x.shape) + math.prod(w.shape) + 2 * results, 2 * products, "bytes",
+        math.prod(x.shape) + math.prod(w.shape) + 2 * results, 2 * products, "bytes", tuned=True,
       )  # fmt: skip
 
 
