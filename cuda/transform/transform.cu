@@ -164,7 +164,7 @@ bool SquareFits(const Problem& p, int y, const Op& op, const void* x) {
   constexpr int kIn = 16 / sizeof(typename Op::In);
   const Dim &dx = p.dims[p.rank - 1], &dy = p.dims[y];
   bool fits = dx.extent % Op::kVector == 0 && p.offset % kIn == 0 && dy.begin % kIn == 0 && dy.end % kIn == 0 &&
-              dx.extent >= 4 * Op::kVector && dy.extent >= 4 * kIn;
+              2 * dx.extent >= kSquareRows && dy.extent >= 4 * kIn;  // Half of a box at least.
   for (int d = 0; d < p.rank; ++d) fits &= d == y || p.dims[d].stride % kIn == 0;
   return fits && op.Aligned() && IsVectorAligned(static_cast<const char*>(x));
 }

@@ -1,5 +1,5 @@
-// A few planes woven into one, that one taken apart, or given more channels: images of two to four channels between
-// channels first and last, and what pads them.
+// A few planes woven into one, that one taken apart, or given more channels or fewer: images of two to four channels
+// between channels first and last, what pads them, and what leaves out the fourth.
 //
 // A thread has a vector of pixels of each channel, and exchanges their elements in its registers. Its vectors of a
 // woven plane lie together, apart from those of its neighbours: the threads of a warp exchange them before they are
@@ -13,7 +13,7 @@
 
 namespace jaxdnn::transform {
 
-// Images of `length` pixels with `in` channels in the input and `out` in the result, the last of them padding.
+// Images of `length` pixels with `in` channels in the input and `out` in the result: the last are padding, or left out.
 struct Weave {
   int64_t length;
   int64_t in, out;
@@ -27,15 +27,16 @@ inline bool IsWeave(const Problem& p, int vector, Weave* weave) {
   weave->to_woven = inner.extent <= 8;
   const Dim &channels = weave->to_woven ? inner : outer, &pixels = weave->to_woven ? outer : inner;
   weave->length = pixels.extent;
-  weave->in = channels.end;
+  const bool cropped = weave->to_woven && channels.extent == 3 && channels.end == 3 && pixels.stride == 4;
+  weave->in = cropped ? 4 : channels.end;
   weave->out = channels.extent;
   weave->from_woven = channels.stride == 1 && pixels.stride == weave->in;
   const bool from_apart = pixels.stride == 1 && channels.stride == weave->length;
   const bool padded = weave->in == 3 && weave->to_woven && (weave->out == 4 || weave->out == 8);
   const bool moved =
       weave->in == weave->out && weave->in >= 2 && weave->in <= 4 && weave->from_woven != weave->to_woven;
-  bool fits = (weave->from_woven || from_apart) && (padded || moved) && channels.begin == 0 && pixels.begin == 0 &&
-              pixels.end == pixels.extent && weave->length % vector == 0 && p.offset % vector == 0;
+  bool fits = (weave->from_woven || (from_apart && !cropped)) && (padded || moved || cropped) && channels.begin == 0 &&
+              pixels.begin == 0 && pixels.end == pixels.extent && weave->length % vector == 0 && p.offset % vector == 0;
   if (p.rank == 3) {
     const Dim& images = p.dims[0];
     fits &= images.begin == 0 && images.end == images.extent && images.stride == weave->in * weave->length;
@@ -122,6 +123,7 @@ cudaError_t LaunchWeave(const Weave& weave, int64_t elements, const Op& op, cons
   if (!weave.to_woven) return moved(std::false_type());
   if constexpr (Op::kWeaves) {
     if (weave.in == weave.out) return moved(std::true_type());
+    if (weave.out == 3) return launch(WeaveKernel<4, 3, true, true, Op>);
     if (weave.out == 4) return padded(std::integral_constant<int, 4>());
     return padded(std::integral_constant<int, 8>());
   }
