@@ -158,7 +158,13 @@ __global__ __launch_bounds__(kThreads, 6) void VectorKernel(const T* all_x, cons
   } else {
 #pragma unroll 1
     for (int64_t i = first; i < first + kVectors * kThreads && i * N < p.size; i += kThreads) {
+      const bool vector = aligned && (i + 1) * N <= p.size;
+      if (vector) v[0] = *reinterpret_cast<const Packed<T, N>*>(p.x + i * N);
       const uint4 k = kept(i);
+      if (vector) {
+        StorePacked<T, N>(p.y + i * N, ApplyAll<T, N>(v[0], k, scale));
+        continue;
+      }
 #pragma unroll
       for (int j = 0; j < N; ++j)
         if (i * N + j < p.size) p.y[i * N + j] = Apply(p.x[i * N + j], IsKept(k, j), scale);
