@@ -2,8 +2,10 @@
 // compiled for the window, and for all other windows one in which a thread computes one strip, tap by tap, the operand
 // sliding through its registers.
 #include "cuda/conv/depthwise.h"
+#include "cuda/conv/depthwise_quads.cuh"
 #include "cuda/conv/depthwise_ring.cuh"
 #include "cuda/conv/depthwise_slide.cuh"
+#include "cuda/conv/depthwise_volume.cuh"
 
 namespace jaxdnn::conv {
 namespace depthwise {
@@ -149,6 +151,30 @@ cudaError_t LaunchDepthwiseData(const Problem& p, const void* operand, const voi
     const auto launch = [&](auto* kernel, int64_t blocks) {
       return LaunchKernel(kernel, blocks, kDepthwiseThreads, stream, q, in, w, static_cast<char*>(out));
     };
+#ifdef TUNE
+    if (!getenv("OLD"))
+#endif
+    if (AreQuads(p, epilogue, {operand, filter}, out)) {
+      DataParams r = q;
+      const VolumeTile tile(q.channels, q.at[2].MaxCount());
+      if (Volume::Takes(q, tile)) {
+        const int64_t blocks = Volume::Share(r, p, tile);
+        const size_t shared_bytes = size_t{VolumeTile::kStages * VolumeTile::kInPlanes} * tile.Pixels() * tile.width * sizeof(Pair<T>);
+        return LaunchKernel(VolumeKernel<T>, Grid{blocks, tile.threads, shared_bytes}, stream, r, tile, in, w, static_cast<char*>(out));
+      }
+      if (Line::Takes(q)) {
+        const int64_t blocks = Line::Share(r, p);
+        if (blocks <= INT32_MAX / kDepthwiseThreads) return LaunchKernel(LineKernel<T>, blocks, kDepthwiseThreads, stream, r, in, w, static_cast<char*>(out));
+      }
+      if (Window::Takes(q)) {
+        const int64_t blocks = Window::Share(r, p);
+        if (blocks <= INT32_MAX / kDepthwiseThreads) return LaunchKernel(WindowKernel<T>, blocks, kDepthwiseThreads, stream, r, in, w, static_cast<char*>(out));
+      }
+      if (Spread::Takes(q)) {
+        const int64_t blocks = Spread::Share(r, p);
+        if (blocks <= INT32_MAX / kDepthwiseThreads) return LaunchKernel(SpreadKernel<T>, blocks, kDepthwiseThreads, stream, r, in, w, static_cast<char*>(out));
+      }
+    }
     const bool paired = Paired(p, {operand, filter, out});
     if (paired && reinterpret_cast<uintptr_t>(operand) % 16 == 0) {
       const cudaError_t status = VisitTaking(
