@@ -154,12 +154,12 @@ cudaError_t LaunchDepthwiseData(const Problem& p, const void* operand, const voi
 #ifdef TUNE
     if (!getenv("OLD"))
 #endif
-    if (AreQuads(p, epilogue, {operand, filter}, out)) {
+    if (AreQuads(p, {operand, filter}) && (reinterpret_cast<uintptr_t>(out) | reinterpret_cast<uintptr_t>(epilogue.residual)) % (kQuad * SizeOf(p.out)) == 0) {
       DataParams r = q;
       const VolumeTile tile(q.channels, q.at[2].MaxCount());
       if (Volume::Takes(q, tile)) {
         const int64_t blocks = Volume::Share(r, p, tile);
-        const size_t shared_bytes = size_t{VolumeTile::kStages * VolumeTile::kInPlanes} * tile.Pixels() * tile.width * sizeof(Pair<T>);
+        const size_t shared_bytes = size_t{VolumeTile::kStages * VolumeTile::kTaps} * tile.Pixels() * tile.width * sizeof(Pair<T>);
         return LaunchKernel(VolumeKernel<T>, Grid{blocks, tile.threads, shared_bytes}, stream, r, tile, in, w, static_cast<char*>(out));
       }
       if (Line::Takes(q)) {

@@ -8,18 +8,8 @@
 
 namespace jaxdnn::conv::depthwise {
 
-constexpr int kQuad = 4;
-
 template <class T>
 using Quad = Packed<T, kQuad>;
-
-inline bool AreQuads(const Problem& p, const Epilogue& epilogue, std::initializer_list<const void*> operands,
-                     const void* out) {
-  const auto aligned = [](const void* a, int64_t bytes) { return reinterpret_cast<uintptr_t>(a) % bytes == 0; };
-  const int64_t quad = kQuad * SizeOf(p.in), out_quad = kQuad * SizeOf(p.out);
-  return p.features == 1 && p.groups % kQuad == 0 && aligned(out, out_quad) && aligned(epilogue.residual, out_quad) &&
-         std::all_of(operands.begin(), operands.end(), [&](const void* a) { return aligned(a, quad); });
-}
 
 // Sets what quads of channels and `units` units of work are, and returns how many blocks they take.
 inline int64_t QuadBlocks(DataParams& q, int64_t units) {

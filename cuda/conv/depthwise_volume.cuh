@@ -1,109 +1,35 @@
-// Depthwise convolution with a window of 3x3x3. A block has two neighbouring planes of results and goes down their
-// lines; the four lines of the operand of a step pass through a ring in shared memory, so that what planes and strips
-// have in common comes once, and what is outside as zeros. Threads are as in depthwise_slide.cuh, but follow one
-// another without gaps: over pairs of channels, strips and planes.
+// Depthwise convolution with a window of 3x3x3, its sums as in depthwise_slide.cuh.
 #pragma once
 
-#include "cuda/common/mma.cuh"
 #include "cuda/conv/depthwise_data.cuh"
+#include "cuda/conv/depthwise_volume_tile.cuh"
 
-namespace jaxdnn::conv {
-
-// How a block of the kernels of 3x3x3 shares out its threads and its shared memory.
-struct VolumeTile {
-#ifdef SEVEN
-  static constexpr int kTaps = 3, kStrip = 7, kPlanes = 2, kInPlanes = kPlanes + kTaps - 1, kStages = 3;
-  static constexpr int kMostThreads = 448, kMostPairs = 64, kCopies = 2, kChunkPairs = 2;
-#else
-  static constexpr int kTaps = 3, kStrip = 4, kPlanes = 1, kInPlanes = kPlanes + kTaps - 1, kStages = 4;
-  static constexpr int kMostThreads = 384, kMostPairs = 64, kCopies = 3, kChunkPairs = 2;
-#endif
-  int width, strips, threads;  // pairs of channels, a whole number of chunks; strips side by side
-  FastDiv pairs, strip, chunks;
-
-  VolumeTile() = default;
-  VolumeTile(int64_t channels, int64_t columns) {
-    const int64_t all = CeilDiv(channels, 2), slabs = CeilDiv(all, kMostPairs);
-    width = int(CeilDiv(CeilDiv(all, slabs), kChunkPairs)) * kChunkPairs;
-    strips = int(std::min<int64_t>(kMostThreads / kPlanes / width, CeilDiv(columns, kStrip)));
-    if (strips < 1) strips = 1;
-    threads = int(CeilDiv(kPlanes * width * strips, 32)) * 32;
-    pairs = FastDiv(width);
-    strip = FastDiv(strips);
-    chunks = FastDiv(width / kChunkPairs);
-  }
-
-  __host__ __device__ int Pixels() const { return strips * kStrip + kTaps - 1; }
-};
-
-// A block's copies of lines of the operand, in chunks of four channels.
-template <class T>
-struct VolumeCopy {
-  static constexpr int kChunk = VolumeTile::kChunkPairs * sizeof(Pair<T>);
-  int offset[VolumeTile::kCopies];
-  int plane_bytes, count;
-  unsigned there = 0;
-
-  // Pixels from number `first` of a line of `extent` on; the block's channels begin at byte `at` of a pixel's bytes.
-  __device__ VolumeCopy(const VolumeTile& tile, int first, int extent, int at, int pixel_bytes) {
-    const int threads = tile.threads;
-    count = tile.Pixels() * static_cast<int>(tile.chunks.divisor);
-    plane_bytes = count * kChunk;
-#pragma unroll
-    for (int k = 0; k < VolumeTile::kCopies; ++k) {
-      int chunk;
-      const int pixel = tile.chunks.Div(static_cast<int>(threadIdx.x) + threads * k, &chunk);
-      offset[k] = pixel * pixel_bytes + chunk * kChunk;
-      if (static_cast<unsigned>(first + pixel) < static_cast<unsigned>(extent) && at + chunk * kChunk < pixel_bytes)
-        there |= 1u << k;
-    }
-  }
-  // Starts the copies of a line of each plane, those planes that are bits of `inside`, and zeros of the others.
-  __device__ void Start(const VolumeTile& tile, uint32_t to, const char* from, int64_t plane_step,
-                        unsigned inside) const {
-#pragma unroll
-    for (int k = 0; k < VolumeTile::kCopies; ++k) {
-      const int at = threadIdx.x + tile.threads * k;
-      if (at >= count) break;
-      const char* chunk = from + offset[k];
-      const unsigned valid = there >> k & 1 ? inside : 0;
-#pragma unroll
-      for (int d = 0; d < VolumeTile::kInPlanes; ++d) {
-        CopyAsync<kChunk>(to + d * plane_bytes + at * kChunk, chunk, valid >> d & 1);
-        chunk += plane_step;
-      }
-    }
-  }
-};
-
-namespace depthwise {
+namespace jaxdnn::conv::depthwise {
 
 struct Volume {
   static bool Takes(const DataParams& q, const VolumeTile& tile) {
-    constexpr int kTaps = VolumeTile::kTaps;
     const auto is_plain = [](const PhasedAxis& at) {
-      return at.MaxTaps() == kTaps && at.stride == 1 && at.pitch == 1 && at.phases == 1 && at.axis.step.divisor == 1;
+      return at.MaxTaps() == VolumeTile::kTaps && at.stride == 1 && at.pitch == 1 && at.phases == 1 &&
+             at.axis.step.divisor == 1;
     };
     return q.epilogue.residual == nullptr && q.epilogue.activation.kind == activation::Kind::kIdentity &&
-           is_plain(q.at[0]) && is_plain(q.at[1]) && is_plain(q.at[2]) && tile.threads >= 64 &&
-           tile.Pixels() * tile.width <= VolumeTile::kChunkPairs * VolumeTile::kCopies * tile.threads;
+           is_plain(q.at[0]) && is_plain(q.at[1]) && is_plain(q.at[2]) && tile.Fits();
   }
 
   // Sets how the work is shared out between blocks, and returns how many there are.
   static int64_t Share(DataParams& q, const Problem& p, const VolumeTile& tile) {
     const int lines = std::max(q.at[1].MaxCount(), 1);
     q.slabs.count = FastDiv(CeilDiv(q.channels, 2 * tile.width));
-    q.planes = FastDiv(CeilDiv(q.at[0].MaxCount(), VolumeTile::kPlanes));
+    q.planes = FastDiv(q.at[0].MaxCount());
     q.strips = FastDiv(CeilDiv(q.at[2].MaxCount(), VolumeTile::kStrip * tile.strips));
     const int64_t columns =
         p.batch * p.images * int64_t{q.slabs.count.divisor} * q.planes.divisor * q.strips.divisor;
-    // Segments have lines in common, which are copied twice, and it takes some lines' time to fill a ring.
-    constexpr int kStart = 3;
-    const int64_t places = 132 * (VolumeTile::kMostThreads / tile.threads);
+    // Segments have lines in common, and it takes some lines' time to fill a ring.
+    constexpr int kStart = VolumeTile::kTaps - 1 + 3;
     int64_t least = INT64_MAX;
     for (int count = 1; count <= lines; ++count) {
       const int segment = int(CeilDiv(lines, count));
-      const int64_t steps = CeilDiv(columns * CeilDiv(lines, segment), places) * (segment + kStart);
+      const int64_t steps = CeilDiv(columns * CeilDiv(lines, segment), tile.Places()) * (segment + kStart);
 #ifdef TUNE
       if (getenv("VS")) { q.segment = int(CeilDiv(lines, atoi(getenv("VS")))); break; }
 #endif
@@ -119,37 +45,34 @@ template <class T>
 __global__ void __launch_bounds__(VolumeTile::kMostThreads, 1)
     VolumeKernel(const __grid_constant__ DataParams p, const __grid_constant__ VolumeTile tile, const char* in,
                  const char* filter, char* out) {
-  constexpr int kTaps = VolumeTile::kTaps, kStrip = VolumeTile::kStrip, kPlanes = VolumeTile::kPlanes,
-                kStages = VolumeTile::kStages, kWidth = kStrip + kTaps - 1;
+  constexpr int kTaps = VolumeTile::kTaps, kStrip = VolumeTile::kStrip, kStages = VolumeTile::kStages,
+                kWidth = kStrip + kTaps - 1;
   extern __shared__ __align__(16) char shared[];
-  int slab, strips, segment, planes, lane, within;
+  int slab, strips, segment, plane, lane;
   int image = p.slabs.count.Div(static_cast<int>(blockIdx.x), &slab);
   image = p.strips.Div(image, &strips);
   image = p.segments.Div(image, &segment);
-  image = p.planes.Div(image, &planes);
+  image = p.planes.Div(image, &plane);
   const int64_t problem = p.images.Div(image);
-  const int half = tile.strip.Div(tile.pairs.Div(static_cast<int>(threadIdx.x), &lane), &within);
-  const int pair = slab * tile.width + lane, plane = kPlanes * planes + half;
+  const int within = tile.pairs.Div(static_cast<int>(threadIdx.x), &lane), pair = slab * tile.width + lane;
   const int tile0 = strips * tile.strips * kStrip, column0 = tile0 + within * kStrip;
-  const bool there = half < kPlanes && plane < p.whole[0].count && 2 * pair < p.channels;
+  const bool there = within < tile.strips && 2 * pair < p.channels;
   const int columns = there ? p.whole[2].count - column0 : 0, channel = there ? 2 * pair : 0;
   const int line0 = segment * p.segment, lines = min(p.segment, p.whole[1].count - line0);
 
-  const int in_plane = p.whole[0].origin + kPlanes * planes, in_column = p.whole[2].origin + tile0;
+  const int in_plane = p.whole[0].origin + plane, in_column = p.whole[2].origin + tile0;
   const int chunk0 = slab * tile.width * static_cast<int>(sizeof(Pair<T>)), in_lines = p.at[1].axis.extent;
-  const VolumeCopy<T> copy(tile, in_column, p.at[2].axis.extent, chunk0, p.in_pixel);
-  const int stage_bytes = copy.plane_bytes * VolumeTile::kInPlanes;
+  const VolumeCopy<T> copy(tile, tile.Pixels(), in_column, p.at[2].axis.extent, chunk0, p.in_pixel);
+  const int stage_bytes = kTaps * copy.bytes;
   int ahead = p.whole[1].origin + line0;
   const int end_line = min(ahead + lines + kTaps - 1, in_lines);
   const char* from = in + image * p.in_image + in_plane * p.in_line[0] + ahead * p.in_line[1] +
                      int64_t{in_column} * p.in_pixel + chunk0;
   const uint32_t ring = SharedAddress(shared);
-  unsigned planes_there = 0;
-#pragma unroll
-  for (int d = 0; d < VolumeTile::kInPlanes; ++d)
-    if (static_cast<unsigned>(in_plane + d) < static_cast<unsigned>(p.at[0].axis.extent)) planes_there |= 1u << d;
+  const unsigned planes_inside = PlanesInside(in_plane, p.at[0].axis.extent);
   const auto copy_lines = [&](int stage) {
-    copy.Start(tile, ring + stage, from, p.in_line[0], ahead >= 0 && ahead < end_line ? planes_there : 0);
+    const bool inside = ahead >= 0 && ahead < end_line;
+    copy.template Start<kTaps>(ring + stage, from, p.in_line[0], inside ? planes_inside : 0);
     CommitCopies();
     from += p.in_line[1];
     ++ahead;
@@ -184,7 +107,7 @@ __global__ void __launch_bounds__(VolumeTile::kMostThreads, 1)
 
   const int pitch = tile.width * static_cast<int>(sizeof(Pair<T>)), out_column = static_cast<int>(p.out_line[2]);
   const char* const own =
-      shared + (there ? half * copy.plane_bytes + within * kStrip * pitch + lane * static_cast<int>(sizeof(Pair<T>)) : 0);
+      shared + (there ? within * kStrip * pitch + lane * static_cast<int>(sizeof(Pair<T>)) : 0);
   char* to = out + image * p.out_image + plane * p.out_line[0] + int64_t{line0 - (kTaps - 1)} * p.out_line[1] +
              int64_t{column0} * p.out_line[2] + channel * (p.widened ? sizeof(float) : sizeof(T));
   int stage = 0, before = (kStages - 1) * stage_bytes;
@@ -198,13 +121,9 @@ __global__ void __launch_bounds__(VolumeTile::kMostThreads, 1)
       float2 x[kWidth];
 #pragma unroll
       for (int i = 0; i < kWidth; ++i)
-        x[i] = ToFloats<T>(*reinterpret_cast<const Pair<T>*>(own + stage + d * copy.plane_bytes + i * pitch));
-      // Lines of results that are other segments' are left out. The others move up with the first product.
+        x[i] = ToFloats<T>(*reinterpret_cast<const Pair<T>*>(own + stage + d * copy.bytes + i * pitch));
 #pragma unroll
       for (int k = kTaps - 1; k >= 0; --k) {
-#ifdef SKIP
-        if (step < k || step - k >= lines) continue;
-#endif
 #pragma unroll
         for (int j = 0; d == 0 && j < kStrip; ++j) sums[k][j] = k > 0 ? sums[k - 1][j] : bias;
 #pragma unroll
@@ -224,5 +143,4 @@ __global__ void __launch_bounds__(VolumeTile::kMostThreads, 1)
   }
 }
 
-}  // namespace depthwise
-}  // namespace jaxdnn::conv
+}  // namespace jaxdnn::conv::depthwise
