@@ -148,32 +148,23 @@ cudaError_t LaunchDepthwiseData(const Problem& p, const void* operand, const voi
   return VisitSingleDType(p.in, [&](auto type) {
     using T = typename decltype(type)::type;
     const char *in = static_cast<const char*>(operand), *w = static_cast<const char*>(filter);
-    const auto launch = [&](auto* kernel, int64_t blocks) {
-      return LaunchKernel(kernel, blocks, kDepthwiseThreads, stream, q, in, w, static_cast<char*>(out));
+    const auto launch_grid = [&](auto* kernel, const Grid& grid, const DataParams& r, const auto&... tile) {
+      return LaunchKernel(kernel, grid, stream, r, tile..., in, w, static_cast<char*>(out));
     };
-#ifdef TUNE
-    if (!getenv("OLD"))
-#endif
-    if (AreQuads(p, {operand, filter}) && (reinterpret_cast<uintptr_t>(out) | reinterpret_cast<uintptr_t>(epilogue.residual)) % (kQuad * SizeOf(p.out)) == 0) {
+    const auto launch = [&](auto* kernel, int64_t blocks) {
+      return launch_grid(kernel, Grid{blocks, kDepthwiseThreads}, q);
+    };
+    const auto results = reinterpret_cast<uintptr_t>(out) | reinterpret_cast<uintptr_t>(epilogue.residual);
+    if (AreQuads(p, {operand, filter}) && results % (kQuad * SizeOf(p.out)) == 0) {
       DataParams r = q;
       const VolumeTile tile(q.channels, q.at[2].MaxCount());
-      if (Volume::Takes(q, tile)) {
-        const int64_t blocks = Volume::Share(r, p, tile);
-        const size_t shared_bytes = size_t{VolumeTile::kStages * VolumeTile::kTaps} * tile.Pixels() * tile.width * sizeof(Pair<T>);
-        return LaunchKernel(VolumeKernel<T>, Grid{blocks, tile.threads, shared_bytes}, stream, r, tile, in, w, static_cast<char*>(out));
+      if (Volume<T>::Takes(q, tile)) {
+        const int64_t blocks = Volume<T>::Share(r, p, tile);
+        return launch_grid(VolumeKernel<T>, Grid{blocks, tile.threads, Volume<T>::SharedBytes(tile)}, r, tile);
       }
-      if (Line::Takes(q)) {
-        const int64_t blocks = Line::Share(r, p);
-        if (blocks <= INT32_MAX / kDepthwiseThreads) return LaunchKernel(LineKernel<T>, blocks, kDepthwiseThreads, stream, r, in, w, static_cast<char*>(out));
-      }
-      if (Window::Takes(q)) {
-        const int64_t blocks = Window::Share(r, p);
-        if (blocks <= INT32_MAX / kDepthwiseThreads) return LaunchKernel(WindowKernel<T>, blocks, kDepthwiseThreads, stream, r, in, w, static_cast<char*>(out));
-      }
-      if (Spread::Takes(q)) {
-        const int64_t blocks = Spread::Share(r, p);
-        if (blocks <= INT32_MAX / kDepthwiseThreads) return LaunchKernel(SpreadKernel<T>, blocks, kDepthwiseThreads, stream, r, in, w, static_cast<char*>(out));
-      }
+      const cudaError_t status = VisitQuads<T>(
+          r, p, [&](auto* kernel, int64_t blocks) { return launch_grid(kernel, Grid{blocks, kDepthwiseThreads}, r); });
+      if (status != cudaErrorInvalidValue) return status;
     }
     const bool paired = Paired(p, {operand, filter, out});
     if (paired && reinterpret_cast<uintptr_t>(operand) % 16 == 0) {
@@ -187,9 +178,8 @@ cudaError_t LaunchDepthwiseData(const Problem& p, const void* operand, const voi
               const int64_t warps = R::Share(r, p, L::kPairs, L::kStrips);
               if (warps > INT32_MAX - kDepthwiseWarps) return cudaErrorInvalidValue;
               constexpr int kRing = R::template kStages<L> * R::template Copy<L>::kBytes;
-              return LaunchKernel(RingKernel<R, T, L>,
-                                  Grid{CeilDiv(warps, kDepthwiseWarps), kDepthwiseThreads, kDepthwiseWarps * kRing},
-                                  stream, r, in, w, static_cast<char*>(out));
+              return launch_grid(RingKernel<R, T, L>,
+                                 Grid{CeilDiv(warps, kDepthwiseWarps), kDepthwiseThreads, kDepthwiseWarps * kRing}, r);
             });
           },
           TypeTag<Ring<3, 3, 1, 7, 4>>{}, TypeTag<Ring<3, 3, 2, 7, 4>>{}, TypeTag<Ring<5, 5, 1, 7, 2>>{},
@@ -218,8 +208,8 @@ cudaError_t LaunchDepthwiseData(const Problem& p, const void* operand, const voi
         const int64_t blocks = Blocks(q, p, 8, 1);
         return launch(StripKernel<T, kPaired, 8, 4>, blocks);
       }
-      const int64_t blocks = Blocks(q, p, 16, 1);
-      return launch(StripKernel<T, kPaired, 16, 16>, blocks);
+      const int64_t blocks = Blocks(q, p, 14, 1);
+      return launch(StripKernel<T, kPaired, 14, 16>, blocks);
     };
     return paired ? strip(std::true_type{}) : strip(std::false_type{});
   });

@@ -222,17 +222,14 @@ cudaError_t LaunchDepthwiseFilter(const Problem& p, const Config& config, const 
                           partial, static_cast<char*>(out));
     };
     const auto launch = [&](auto* kernel, size_t shared_bytes) {
-      return launch_grid(
-          kernel, Grid{p.batch * q.splits * q.tasks * q.slabs.count.divisor, kDepthwiseThreads, shared_bytes});
+      return launch_grid(kernel,
+                         Grid{p.batch * q.splits * q.tasks * q.slabs.count.divisor, kDepthwiseThreads, shared_bytes});
     };
     cudaError_t status = cudaErrorInvalidValue;
     const VolumeTile tile(q.channels, q.at[2].out);
-#ifdef TUNE
-    if (!getenv("OLD"))
-#endif
-    if (AreQuads(p, {x, y}) && VolumeTaps::Takes(q, tile)) {
-      const int64_t blocks = VolumeTaps::Share(q, p, tile);
-      status = launch_grid(VolumeFilterKernel<T>, Grid{blocks, tile.threads, VolumeTaps::SharedBytes<T>(tile)}, tile);
+    if (AreQuads(p, {x, y}) && VolumeTaps<T>::Takes(q, tile)) {
+      const int64_t blocks = VolumeTaps<T>::Share(q, p, tile);
+      status = launch_grid(VolumeFilterKernel<T>, Grid{blocks, tile.threads, VolumeTaps<T>::SharedBytes(tile)}, tile);
     }
     if (status == cudaErrorInvalidValue && paired &&
         (reinterpret_cast<uintptr_t>(x) | reinterpret_cast<uintptr_t>(y)) % 16 == 0) {

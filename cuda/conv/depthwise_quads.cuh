@@ -63,11 +63,7 @@ struct Line {
 
   // Sets how the work is shared out: segments of lines, which have kTaps - 1 pixels in common.
   static int64_t Share(DataParams& q, const Problem& p) {
-#ifdef TUNE
-    const int kSegment = getenv("SEG") ? atoi(getenv("SEG")) : 16;
-#else
     constexpr int kSegment = 16;
-#endif
     q.planes = FastDiv(q.at[0].MaxCount());
     q.lines = FastDiv(q.at[1].MaxCount());
     q.segment = kSegment;
@@ -117,7 +113,7 @@ __global__ void __launch_bounds__(kDepthwiseThreads, sizeof(T) == 2 ? 5 : 4)
   float x[kTaps][kQuad];
 #pragma unroll
   for (int t = 0; t < kTaps - 1; ++t) Widen<T>(first[t], x[t]);
-  const auto add = [&](const Quad<T>& last, float(&sum)[kQuad]) {
+  const auto add = [&](const Quad<T>& last, float (&sum)[kQuad]) {
     Widen<T>(last, x[kTaps - 1]);
 #pragma unroll
     for (int c = 0; c < kQuad; ++c) sum[c] = bias[c];
@@ -132,8 +128,8 @@ __global__ void __launch_bounds__(kDepthwiseThreads, sizeof(T) == 2 ? 5 : 4)
 
   const bool plain = p.epilogue.residual == nullptr && p.epilogue.activation.kind == activation::Kind::kIdentity;
   const int size = p.widened ? sizeof(float) : sizeof(T), out_pixel = static_cast<int>(p.out_line[2]);
-  char* to = out + image * p.out_image + plane * p.out_line[0] + line * p.out_line[1] + begin * p.out_line[2] +
-             channel * size;
+  char* to =
+      out + image * p.out_image + plane * p.out_line[0] + line * p.out_line[1] + begin * p.out_line[2] + channel * size;
 #pragma unroll 1
   for (int column = begin; column < end; column += kBatch) {
     Quad<T> now[kBatch];
@@ -170,108 +166,6 @@ __global__ void __launch_bounds__(kDepthwiseThreads, sizeof(T) == 2 ? 5 : 4)
   }
 }
 
-// A window of 3x3 taps, results next to each other.
-struct Window {
-  static constexpr int kTaps = 3, kStrip = 4;
-
-  static bool Takes(const DataParams& q) {
-    const auto is_plain = [](const PhasedAxis& at) { return at.MaxTaps() == kTaps && at.stride == 1 && at.pitch == 1; };
-    return q.epilogue.residual == nullptr && q.epilogue.activation.kind == activation::Kind::kIdentity &&
-           q.at[0].MaxTaps() == 1 && is_plain(q.at[1]) && is_plain(q.at[2]) &&
-           q.phases.divisor * q.at[0].axis.step.divisor * q.at[1].axis.step.divisor * q.at[2].axis.step.divisor == 1;
-  }
-
-  // Sets how the work is shared out: strips, and segments, which have kTaps - 1 lines in common.
-  static int64_t Share(DataParams& q, const Problem& p) {
-#ifdef TUNE
-    const int kSegment = getenv("SEG") ? atoi(getenv("SEG")) : 14;
-#else
-    constexpr int kSegment = 14;
-#endif
-    if (q.at[0].out == 0 || q.at[1].out == 0 || q.at[2].out == 0) return 0;
-    q.planes = FastDiv(q.at[0].MaxCount());
-    q.strips = FastDiv(CeilDiv(q.at[2].MaxCount(), kStrip));
-    const int64_t segments = CeilDiv(q.at[1].MaxCount(), kSegment);
-    q.segment = int(CeilDiv(q.at[1].MaxCount(), segments));
-    q.segments = FastDiv(CeilDiv(q.at[1].MaxCount(), q.segment));
-    return QuadBlocks(q, p.batch * p.images * q.planes.divisor * q.segments.divisor * q.strips.divisor);
-  }
-};
-
-// A thread goes down its segment; a line of the operand is added to the sums of the three lines of results that it is
-// part of, which then move up.
-template <class T>
-__global__ void __launch_bounds__(kDepthwiseThreads, sizeof(T) == 2 ? 4 : 3)
-    WindowKernel(const __grid_constant__ DataParams p, const char* in, const char* filter, char* out) {
-  constexpr int kTaps = Window::kTaps, kStrip = Window::kStrip, kWidth = kStrip + kTaps - 1;
-  int quad, segment, strip, plane;
-  int image = p.slabs.thread.Div(static_cast<int>(blockIdx.x) * kDepthwiseThreads + threadIdx.x, &quad);
-  if (image >= p.units) return;
-  image = p.strips.Div(image, &strip);
-  image = p.segments.Div(image, &segment);
-  image = p.planes.Div(image, &plane);
-  const int64_t problem = p.images.Div(image);
-  const int channel = kQuad * quad, column0 = kStrip * strip, columns = p.whole[2].count - column0;
-  const int line0 = segment * p.segment, steps = min(p.segment, p.whole[1].count - line0) + kTaps - 1;
-  const int in_plane = p.whole[0].origin + p.at[0].pitch * p.at[0].stride * plane;
-  const int in_column = p.whole[2].origin + column0;
-  const bool inside = static_cast<unsigned>(in_plane) < static_cast<unsigned>(p.at[0].axis.extent);
-  const int extent = inside ? p.at[2].axis.extent : 0;
-  int line = p.whole[1].origin + line0;
-  const int end_line = min(line + steps, p.at[1].axis.extent);
-  const char* from = in + image * p.in_image + in_plane * p.in_line[0] + line * p.in_line[1] +
-                     int64_t{in_column} * p.in_pixel + channel * sizeof(T);
-  Quad<T> next[kWidth];
-  const auto load = [&] {
-    LoadQuads<T>(from, p.in_pixel, in_column, line >= 0 && line < end_line ? extent : 0, next);
-    from += p.in_line[1];
-    ++line;
-  };
-  load();
-
-  float w[kTaps][kTaps][kQuad], bias[kQuad], sums[kTaps][kStrip][kQuad] = {};
-  const char* tap = filter + problem * p.filter_batch + channel * sizeof(T);
-#pragma unroll
-  for (int d = 0; d < kRank; ++d) tap += p.whole[d].first_tap * p.filter_tap[d];
-#pragma unroll
-  for (int r = 0; r < kTaps; ++r)
-#pragma unroll
-    for (int s = 0; s < kTaps; ++s)
-      LoadTap<T>(tap + r * p.whole[1].tap_step * p.filter_tap[1] + s * p.whole[2].tap_step * p.filter_tap[2], w[r][s]);
-  BiasOf<T>(p, problem * p.channels + channel, bias);
-
-  const int size = p.widened ? sizeof(float) : sizeof(T), out_pixel = static_cast<int>(p.out_line[2]);
-  char* to = out + image * p.out_image + plane * p.out_line[0] + int64_t{line0 - (kTaps - 1)} * p.out_line[1] +
-             int64_t{column0} * out_pixel + channel * size;
-#pragma unroll 1
-  for (int step = 0; step < steps; ++step) {
-    float x[kWidth][kQuad];
-#pragma unroll
-    for (int i = 0; i < kWidth; ++i) Widen<T>(next[i], x[i]);
-    load();
-#pragma unroll
-    for (int k = kTaps - 1; k >= 0; --k) {
-#pragma unroll
-      for (int j = 0; j < kStrip; ++j) {
-#pragma unroll
-        for (int c = 0; c < kQuad; ++c) sums[k][j][c] = k > 0 ? sums[k - 1][j][c] : bias[c];
-#pragma unroll
-        for (int s = 0; s < kTaps; ++s) AddProducts(sums[k][j], w[k][s], x[j + s]);
-      }
-    }
-    if (step >= kTaps - 1) {
-      WithOut<T>(p.widened, [&](auto type) {
-        using Out = typename decltype(type)::type;
-#pragma unroll
-        for (int j = 0; j < kStrip; ++j)
-          if (j < columns)
-            StorePacked<Out, kQuad>(reinterpret_cast<Out*>(to + int64_t{out_pixel} * j), Narrow<Out>(sums[kTaps - 1][j]));
-      });
-    }
-    to += p.out_line[1];
-  }
-}
-
 // A window of 3x3 taps, each of whose inputs is part of results 2 i + u - lead, u < 3, of lines and columns. The
 // lattice of pairs of results 2 j and 2 j + 1, less `lead`, has the inputs' pitch.
 struct Spread {
@@ -292,11 +186,7 @@ struct Spread {
 
   // Sets how the work is shared out: strips, and segments, each of which begins with the line before.
   static int64_t Share(DataParams& q, const Problem& p) {
-#ifdef TUNE
-    const int kSegment = getenv("SEG") ? atoi(getenv("SEG")) : 4;
-#else
-    constexpr int kSegment = 4;
-#endif
+    constexpr int kSegment = 2;
     if (q.at[0].out == 0 || q.at[1].out == 0 || q.at[2].out == 0) return 0;
     q.planes = FastDiv(q.at[0].MaxCount());
     q.strips = FastDiv(CeilDiv(Count(q.at[2]), kStrip));
@@ -392,6 +282,17 @@ __global__ void __launch_bounds__(kDepthwiseThreads, 4)
 #pragma unroll
       for (int c = 0; c < kQuad; ++c) before[i][c] = x[i][c];
   }
+}
+
+// Calls f with the kernel of these that takes the problem, and how many blocks it runs, or fails as an invalid value.
+template <class T, class F>
+cudaError_t VisitQuads(DataParams& q, const Problem& p, F&& f) {
+  const bool line = Line::Takes(q);
+  if (!line && !Spread::Takes(q)) return cudaErrorInvalidValue;
+  const int64_t blocks = line ? Line::Share(q, p) : Spread::Share(q, p);
+  // Threads are numbered with 32 bits.
+  if (blocks > INT32_MAX / kDepthwiseThreads) return cudaErrorInvalidValue;
+  return f(line ? LineKernel<T> : SpreadKernel<T>, blocks);
 }
 
 }  // namespace jaxdnn::conv::depthwise

@@ -14,8 +14,6 @@ struct Ring {
   static constexpr int kLines = kLines_, kColumns = kColumns_, kStride = kStride_, kStrip = kStrip_, kBlocks = kBlocks_;
   static constexpr int kSums = (kLines + kStride - 1) / kStride;    // lines of results that a line is part of
   static constexpr int kWidth = (kStrip - 1) * kStride + kColumns;  // of the operand's strip
-  // Whether products that are part of other segments' results alone are left out. They cost where arithmetic bounds.
-  static constexpr bool kSkips = kLines > 3;
 
   template <class L>
   using Copy = LineCopy<L, kWidth + (L::kStrips - 1) * kStrip * kStride>;
@@ -46,9 +44,6 @@ struct Ring {
       const int segment = int(CeilDiv(lines, count));
       const int64_t rounds = CeilDiv(columns * q.slabs.count.divisor * CeilDiv(lines, segment), places);
       const int64_t steps = rounds * (segment + kLines - 1 + kStart);
-#ifdef TUNE
-      if (kSkips && getenv("KS")) { q.segment = int(CeilDiv(lines, atoi(getenv("KS")))); break; }
-#endif
       if (steps < least) q.segment = segment, least = steps;
     }
     q.segments = FastDiv(CeilDiv(lines, q.segment));
@@ -156,10 +151,8 @@ __global__ void __launch_bounds__(kDepthwiseThreads, R::kBlocks)
       __syncwarp();
       float2 x[R::kWidth];
 #pragma unroll
-      for (int i = 0; i < R::kWidth; ++i) {
+      for (int i = 0; i < R::kWidth; ++i)
         x[i] = ToFloats<T>(*reinterpret_cast<const Pair<T>*>(own + stage + i * L::kPixelBytes));
-        if (R::kSkips) Keep(x[i]);
-      }
       copy_line(before);
       before = stage;
       stage = stage == (kStages - 1) * kStage ? 0 : stage + kStage;
@@ -167,7 +160,6 @@ __global__ void __launch_bounds__(kDepthwiseThreads, R::kBlocks)
 #pragma unroll
       for (int k = kSums - 1; k >= 0; --k) {
         const int r = a + kStride * k;
-        if (R::kSkips && (step < k || step - k >= lines)) continue;
         if (a == 0) up(k);
         if (r >= kLines) continue;
 #pragma unroll

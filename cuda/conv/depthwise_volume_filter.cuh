@@ -7,12 +7,13 @@
 
 namespace jaxdnn::conv::depthwise {
 
+template <class T>
 struct VolumeTaps {
   static bool Takes(const FilterParams& q, const VolumeTile& tile) {
     const auto is_plain = [](const PhasedAxis& at) {
       return at.window == VolumeTile::kTaps && at.stride == 1 && at.pitch == 1 && at.phases == 1;
     };
-    return is_plain(q.at[0]) && is_plain(q.at[1]) && is_plain(q.at[2]) && tile.Fits();
+    return is_plain(q.at[0]) && is_plain(q.at[1]) && is_plain(q.at[2]) && tile.Fits() && CanShare(SharedBytes(tile));
   }
 
   // Sets how the work is shared out between blocks, and returns how many there are.
@@ -37,7 +38,6 @@ struct VolumeTaps {
     return p.batch * slabs * q.splits;
   }
 
-  template <class T>
   static size_t SharedBytes(const VolumeTile& tile) {
     constexpr int kTaps = VolumeTile::kTaps, kStages = VolumeTile::kStages;
     const size_t pixels = kTaps * tile.Pixels() + tile.strips * VolumeTile::kStrip;
@@ -59,8 +59,7 @@ __global__ void __launch_bounds__(VolumeTile::kMostThreads, 1)
   const int pitch = tile.width * static_cast<int>(sizeof(Pair<T>)), chunk0 = slab * pitch;
   const int x_lines = p.at[1].axis.extent, x_first = p.at[1].axis.offset;
   const uint32_t ring = SharedAddress(shared);
-  const char* const own =
-      shared + (there ? within * kStrip * pitch + lane * static_cast<int>(sizeof(Pair<T>)) : 0);
+  const char* const own = shared + (there ? within * kStrip * pitch + lane * static_cast<int>(sizeof(Pair<T>)) : 0);
 
   float2 sums[kTaps][kTaps][kTaps] = {};
 #pragma unroll 1
@@ -69,18 +68,19 @@ __global__ void __launch_bounds__(VolumeTile::kMostThreads, 1)
     int image = p.strips.Div(id, &strips);
     image = p.segments.Div(image, &segment);
     image = p.planes.Div(image, &plane);
-    const int column0 = strips * tile.strips * kStrip, columns = there ? p.at[2].out - column0 - within * kStrip : 0;
+    const int column0 = strips * tile.strips * kStrip,
+              columns = there ? p.at[2].out - column0 - within * kStrip : kStrip;
     const int line0 = segment * p.segment, lines = min(p.segment, p.at[1].out - line0);
     const int x_plane = p.at[0].axis.offset + plane, x_column = p.at[2].axis.offset + column0;
     const VolumeCopy<T> copy_x(tile, tile.Pixels(), x_column, p.at[2].axis.extent, chunk0, p.x_pixel);
     const VolumeCopy<T> copy_y(tile, tile.strips * kStrip, column0, p.at[2].out, chunk0, p.y_pixel);
     const int stage_bytes = kTaps * copy_x.bytes + copy_y.bytes;
-    const unsigned planes_inside = PlanesInside(x_plane, p.at[0].axis.extent);
+    const unsigned planes_inside = PlanesInside<kTaps>(x_plane, p.at[0].axis.extent);
     const int64_t whole_image = problem * int64_t{p.images.divisor} + image;
     const char* x_at = x + whole_image * p.x_image + x_plane * p.x_line[0] + (x_first + line0) * p.x_line[1] +
                        int64_t{x_column} * p.x_pixel + chunk0;
-    const char* y_at = y + whole_image * p.y_image + plane * p.y_line[0] + line0 * p.y_line[1] +
-                       int64_t{column0} * p.y_pixel + chunk0;
+    const char* y_at =
+        y + whole_image * p.y_image + plane * p.y_line[0] + line0 * p.y_line[1] + int64_t{column0} * p.y_pixel + chunk0;
     int ahead = 0;  // the step to copy for next
     const auto copy_step = [&](int stage) {
       const int line = x_first + line0 + ahead;
@@ -101,12 +101,21 @@ __global__ void __launch_bounds__(VolumeTile::kMostThreads, 1)
     for (int step = 0; step < lines + kTaps - 1; ++step) {
       WaitForCopies<kStages - 2>();
       __syncthreads();
-      copy_step(before);
+      Pair<T> last[kStrip], next[kWidth];
+      const auto load = [&](int d) {
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i)
+          next[i] = *reinterpret_cast<const Pair<T>*>(own + stage + d * copy_x.bytes + i * pitch);
+      };
+#pragma unroll
+      for (int j = 0; j < kStrip; ++j)
+        last[j] = *reinterpret_cast<const Pair<T>*>(own + stage + kTaps * copy_x.bytes + j * pitch);
+      load(0);
 #pragma unroll
       for (int j = 0; j < kStrip; ++j) {
 #pragma unroll
         for (int h = kTaps - 1; h > 0; --h) held[h][j] = held[h - 1][j];
-        held[0][j] = ToFloats<T>(*reinterpret_cast<const Pair<T>*>(own + stage + kTaps * copy_x.bytes + j * pitch));
+        held[0][j] = ToFloats<T>(last[j]);
       }
       // Results that there are not meet no inputs, which may not be finite.
       const bool whole = step >= kTaps - 1 && step < lines && columns >= kStrip;
@@ -114,8 +123,10 @@ __global__ void __launch_bounds__(VolumeTile::kMostThreads, 1)
       for (int d = 0; d < kTaps; ++d) {
         float2 wide[kWidth];
 #pragma unroll
-        for (int i = 0; i < kWidth; ++i)
-          wide[i] = ToFloats<T>(*reinterpret_cast<const Pair<T>*>(own + stage + d * copy_x.bytes + i * pitch));
+        for (int i = 0; i < kWidth; ++i) wide[i] = ToFloats<T>(next[i]);
+        if (d < kTaps - 1) load(d + 1);
+        // After what the products wait for.
+        if (d == kTaps - 2) copy_step(before);
         if (whole) {
 #pragma unroll
           for (int h = 0; h < kTaps; ++h)

@@ -1,5 +1,5 @@
-// What the depthwise kernels of 3x3x3 windows share: blocks whose threads follow one another without gaps, over pairs of
-// channels and strips side by side, and go down the lines of a plane of results. The lines that a step needs pass
+// What the depthwise kernels of 3x3x3 windows share: blocks whose threads follow one another without gaps, over pairs
+// of channels and strips side by side, and go down the lines of a plane of results. The lines that a step needs pass
 // through a ring in shared memory, so that what strips and planes have in common comes once, and what is outside as
 // zeros.
 #pragma once
@@ -34,6 +34,14 @@ struct VolumeTile {
   // Of a device.
   int Places() const { return 132 * (kMostThreads / threads); }
 };
+
+// Whether a block of the current device can have so much shared memory.
+inline bool CanShare(size_t bytes) {
+  int device = 0, most = 0;
+  return cudaGetDevice(&device) == cudaSuccess &&
+         cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) == cudaSuccess &&
+         bytes <= static_cast<size_t>(most);
+}
 
 // A block's copies of `pixels` neighbours of lines, in chunks of four channels.
 template <class T>
@@ -74,11 +82,12 @@ struct VolumeCopy {
   }
 };
 
-// Which of the planes from number `first` on are inside.
-__device__ inline unsigned PlanesInside(int first, int extent) {
+// Which of kPlanes planes from number `first` on are inside.
+template <int kPlanes>
+__device__ unsigned PlanesInside(int first, int extent) {
   unsigned inside = 0;
 #pragma unroll
-  for (int d = 0; d < VolumeTile::kTaps; ++d)
+  for (int d = 0; d < kPlanes; ++d)
     if (static_cast<unsigned>(first + d) < static_cast<unsigned>(extent)) inside |= 1u << d;
   return inside;
 }
