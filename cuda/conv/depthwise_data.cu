@@ -157,10 +157,12 @@ cudaError_t LaunchDepthwiseData(const Problem& p, const void* operand, const voi
     const auto results = reinterpret_cast<uintptr_t>(out) | reinterpret_cast<uintptr_t>(epilogue.residual);
     if (AreQuads(p, {operand, filter}) && results % (kQuad * SizeOf(p.out)) == 0) {
       DataParams r = q;
-      const VolumeTile tile(q.channels, q.at[2].MaxCount());
-      if (Volume<T>::Takes(q, tile)) {
-        const int64_t blocks = Volume<T>::Share(r, p, tile);
-        return launch_grid(VolumeKernel<T>, Grid{blocks, tile.threads, Volume<T>::SharedBytes(tile)}, r, tile);
+      if constexpr (sizeof(T) == 2) {
+        const VolumeTile tile(q.channels, q.at[2].MaxCount());
+        if (Volume<T>::Takes(q, tile)) {
+          const int64_t blocks = Volume<T>::Share(r, p, tile);
+          return launch_grid(VolumeKernel<T>, Grid{blocks, tile.threads, Volume<T>::SharedBytes(tile)}, r, tile);
+        }
       }
       const cudaError_t status = VisitQuads<T>(
           r, p, [&](auto* kernel, int64_t blocks) { return launch_grid(kernel, Grid{blocks, kDepthwiseThreads}, r); });
