@@ -101,21 +101,12 @@ __global__ void __launch_bounds__(VolumeTile::kMostThreads, 1)
     for (int step = 0; step < lines + kTaps - 1; ++step) {
       WaitForCopies<kStages - 2>();
       __syncthreads();
-      Pair<T> last[kStrip], next[kWidth];
-      const auto load = [&](int d) {
-#pragma unroll
-        for (int i = 0; i < kWidth; ++i)
-          next[i] = *reinterpret_cast<const Pair<T>*>(own + stage + d * copy_x.bytes + i * pitch);
-      };
-#pragma unroll
-      for (int j = 0; j < kStrip; ++j)
-        last[j] = *reinterpret_cast<const Pair<T>*>(own + stage + kTaps * copy_x.bytes + j * pitch);
-      load(0);
+      copy_step(before);
 #pragma unroll
       for (int j = 0; j < kStrip; ++j) {
 #pragma unroll
         for (int h = kTaps - 1; h > 0; --h) held[h][j] = held[h - 1][j];
-        held[0][j] = ToFloats<T>(last[j]);
+        held[0][j] = ToFloats<T>(*reinterpret_cast<const Pair<T>*>(own + stage + kTaps * copy_x.bytes + j * pitch));
       }
       // Results that there are not meet no inputs, which may not be finite.
       const bool whole = step >= kTaps - 1 && step < lines && columns >= kStrip;
@@ -123,10 +114,8 @@ __global__ void __launch_bounds__(VolumeTile::kMostThreads, 1)
       for (int d = 0; d < kTaps; ++d) {
         float2 wide[kWidth];
 #pragma unroll
-        for (int i = 0; i < kWidth; ++i) wide[i] = ToFloats<T>(next[i]);
-        if (d < kTaps - 1) load(d + 1);
-        // After what the products wait for.
-        if (d == kTaps - 2) copy_step(before);
+        for (int i = 0; i < kWidth; ++i)
+          wide[i] = ToFloats<T>(*reinterpret_cast<const Pair<T>*>(own + stage + d * copy_x.bytes + i * pitch));
         if (whole) {
 #pragma unroll
           for (int h = 0; h < kTaps; ++h)
