@@ -52,6 +52,8 @@ SAME5 = ((2, 2), (2, 2))
 CASES = [
   case("3x3", 2, (19, 13), 96, (3, 3), padding=SAME3),
   case("3x3s2", 3, (20, 23), 24, (3, 3), stride=(2, 2), padding=SAME3),
+  case("3x3s2_far", 2, (9, 11), 8, (3, 3), stride=(2, 2), padding=((5, 2), (-1, 4))),
+  case("3x3s2_even", 2, (3, 21, 22), 20, (1, 3, 3), stride=(1, 2, 2), padding=((0, 0), (0, 1), (2, 0))),
   case("3x3s2_dilated", 1, (21, 22), 10, (3, 3), stride=(2, 2), padding=SAME5, rhs_dilation=(2, 2)),
   case("5x5", 2, (17, 9), 70, (5, 5), padding=SAME5),
   case("5x5s2", 2, (17, 30), 64, (5, 5), stride=(2, 2), padding=((1, 2), (2, 1))),
@@ -65,6 +67,7 @@ CASES = [
   case("stride_exceeds_window", 2, (21, 22), 6, (3, 2), stride=(4, 5)),
   case("far_padding", 1, (5, 6), 4, (3, 3), padding=((9, 2), (-2, 12))),
   case("transposed", 2, (6, 7), 18, (4, 4), padding=((2, 2), (2, 2)), lhs_dilation=(2, 2)),
+  case("transposed3", 2, (9, 13), 12, (3, 3), padding=((1, 2), (2, 1)), lhs_dilation=(2, 2)),
   case("both_dilations", 1, (6, 7), 3, (3, 2), padding=((4, 1), (3, 5)), lhs_dilation=(3, 2), rhs_dilation=(2, 3)),
   case("31x31", 1, (20, 22), 34, (31, 31), padding=((15, 15),) * 2),
   case("9x13", 2, (11, 29), 16, (9, 13), padding=((4, 4), (6, 6))),
@@ -73,10 +76,16 @@ CASES = [
   case("two_features", 2, (9, 12), 33, (3, 3), 66, padding=SAME3),
   case("three_features_s2", 2, (9, 12), 8, (3, 3), 24, stride=(2, 2), padding=SAME3),
   case("causal", 2, (133,), 40, (4,), padding=((3, 0),)),
+  case("causal3", 2, (37,), 12, (3,), padding=((2, 0),)),
+  case("line2_far", 3, (2, 9), 8, (1, 2), padding=((0, 0), (13, 5))),
+  case("line4_cut", 2, (3, 70), 20, (1, 4), stride=(2, 1), padding=((1, 0), (-5, 9))),
   case("1d31", 2, (150,), 34, (31,), padding=((15, 15),)),
   case("1d64s3", 1, (301,), 7, (64,), stride=(3,), padding=((63, 0),), rhs_dilation=(2,)),
   case("3d", 2, (5, 9, 10), 12, (3, 3, 3), padding=((1, 1),) * 3),
   case("3d_chunks", 2, (5, 9, 20), 40, (3, 3, 3), padding=((1, 1),) * 3),
+  case("3d_segments", 3, (2, 40, 30), 108, (3, 3, 3), padding=((1, 1),) * 3),
+  case("3d_slabs", 1, (4, 6, 9), 264, (3, 3, 3), padding=((1, 1), (0, 2), (2, 1))),
+  case("3d_columns", 1, (3, 5, 131), 64, (3, 3, 3), padding=((0, 0), (1, 1), (3, 0))),
   case("3d_s122", 1, (4, 9, 10), 6, (3, 3, 3), stride=(1, 2, 2), padding=((1, 1),) * 3),
   case("3d_time", 1, (9, 4, 5), 10, (5, 1, 1), padding=((2, 2), (0, 0), (0, 0))),
   case("many_pixels", 70, (28, 28), 8, (3, 3), padding=SAME3),
@@ -145,6 +154,22 @@ def test_epilogue(window, groups):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("window", [2, 4])
+@pytest.mark.parametrize("groups", [20, 7])
+def test_epilogue_of_sequences(groups, window, dtype):
+  x, w = (jnp.asarray(sample(s, dtype, i)) for i, s in enumerate(((3, 45, groups), (window, 1, groups))))
+  b, r = (jnp.asarray(sample(s, dtype, 2 + i)) for i, s in enumerate(((groups,), x.shape)))
+  padding = ((window - 1, 0),)
+  sums = conv_oracle(x, w, (1,), padding, (1,), (1,), groups) + exact(b)
+  layer = dict(padding=padding, groups=groups, algorithm="depthwise")
+  bound = dict(terms=window + 2, scale=3 * window)
+  assert_close(jaxdnn.conv(x, w, b, **layer), sums, dtype, **bound)
+  assert_close(jaxdnn.conv(x, w, b, activation="relu", **layer), np.maximum(sums, 0), dtype, **bound)
+  assert_close(jaxdnn.conv(x, w, b, residual=r, **layer), sums + exact(r), dtype, **bound)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_not_finite_stays_local(value):
   """An input meets the taps of results that there are, and no others."""
@@ -156,12 +181,12 @@ def test_not_finite_stays_local(value):
     return a
 
   with np.errstate(invalid="ignore"):
-    for name in ("3x3", "3x3s2", "7x7", "9x13", "causal"):
+    for name in ("3x3", "3x3s2", "7x7", "9x13", "causal", "causal3", "3d_columns"):
       check(next(c for c in CASES if c.name == name), "float32", "float32", draw)
 
 
 @pytest.mark.gpu
 @pytest.mark.sanitize
 def test_kernels_under_the_sanitizer():
-  for name in ("3x3s2", "7x7_on_few", "9x13", "odd_channels", "causal", "3d"):
+  for name in ("3x3s2", "7x7_on_few", "9x13", "odd_channels", "causal", "3d", "3d_chunks", "transposed3"):
     check(next(c for c in CASES if c.name == name), "bfloat16", "bfloat16")

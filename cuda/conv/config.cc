@@ -114,6 +114,17 @@ double Cycles(const Problem& p, const TileShape& t, int64_t splits) {
   return pieces * (mma && IsTripled(p) ? 2.5 : 1) * std::max(latency, steps * each * cost.busy);
 }
 
+// Whether depthwise_quads.cuh has a kernel that runs at the rate of memory: of a line of up to four taps side by side,
+// or of a 3x3 whose results are twice as close as what it reads.
+bool IsInQuads(const Problem& p) {
+  if (p.features != 1 || p.groups % 4 != 0 || p.window[0] != 1) return false;
+  const Problem f = AsForward(p);
+  const auto is = [&](int d, int64_t taps, int64_t lhs_dilation) {
+    return p.window[d] == taps && f.stride[d] == 1 && f.lhs_dilation[d] == lhs_dilation && f.rhs_dilation[d] == 1;
+  };
+  return is(2, 3, 2) ? is(1, 3, 2) : p.window[1] == 1 && p.Taps() > 1 && p.Taps() <= 4 && is(2, p.Taps(), 1);
+}
+
 // Of the depthwise kernels, by what an element of the larger of input and output takes a multiprocessor. Windows that
 // are not compiled for cost more a line; 16-bit channels that cannot be had as pairs, more a tap. Fitted to an H200.
 double DepthwiseCycles(const Problem& p, int64_t splits) {
@@ -121,10 +132,11 @@ double DepthwiseCycles(const Problem& p, int64_t splits) {
   const auto is = [&](int64_t d, int64_t h, int64_t w) {
     return p.window[0] == d && p.window[1] == h && p.window[2] == w;
   };
-  const bool compiled = is(1, 3, 3) || is(1, 5, 5) || is(1, 7, 7) || (is(3, 3, 3) && !filter);
-  const bool paired = p.features == 1 && p.groups % 2 == 0;
+  const bool paired = p.features == 1 && p.groups % 2 == 0, quads = !filter && IsInQuads(p);
+  const bool compiled =
+      quads || is(1, 3, 3) || is(1, 5, 5) || is(1, 7, 7) || (is(3, 3, 3) && (!filter || p.groups % 4 == 0));
   const double lines = p.window[0] * p.window[1], taps = p.Taps() * (paired ? 1 : 2);
-  const double element = compiled && paired ? 0.25 + 0.015 * taps : 0.6 + 0.017 * taps + 0.1 * lines;
+  const double element = quads ? 0.2 : compiled && paired ? 0.25 + 0.015 * taps : 0.6 + 0.017 * taps + 0.1 * lines;
   // Compiled windows go over all lines, others over results alone.
   const bool results = !(compiled && paired) && p.direction == Direction::kForward;
   const double planes = double(p.batch) * p.images * p.groups * p.features;

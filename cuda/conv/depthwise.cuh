@@ -136,6 +136,14 @@ inline bool Paired(const Problem& p, std::initializer_list<const void*> arrays) 
          });
 }
 
+// Whether four channels can be had at once, in all of the operands.
+constexpr int kQuad = 4;
+inline bool AreQuads(const Problem& p, std::initializer_list<const void*> operands) {
+  return p.features == 1 && p.groups % kQuad == 0 && std::all_of(operands.begin(), operands.end(), [&](const void* a) {
+           return reinterpret_cast<uintptr_t>(a) % (kQuad * SizeOf(p.in)) == 0;
+         });
+}
+
 // Channels of the result in slabs of at most a warp of pairs, equally wide.
 struct Slabs {
   int width, units;  // pairs; groups of as many threads in a block

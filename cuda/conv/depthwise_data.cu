@@ -2,8 +2,10 @@
 // compiled for the window, and for all other windows one in which a thread computes one strip, tap by tap, the operand
 // sliding through its registers.
 #include "cuda/conv/depthwise.h"
+#include "cuda/conv/depthwise_quads.cuh"
 #include "cuda/conv/depthwise_ring.cuh"
 #include "cuda/conv/depthwise_slide.cuh"
+#include "cuda/conv/depthwise_volume.cuh"
 
 namespace jaxdnn::conv {
 namespace depthwise {
@@ -146,9 +148,26 @@ cudaError_t LaunchDepthwiseData(const Problem& p, const void* operand, const voi
   return VisitSingleDType(p.in, [&](auto type) {
     using T = typename decltype(type)::type;
     const char *in = static_cast<const char*>(operand), *w = static_cast<const char*>(filter);
-    const auto launch = [&](auto* kernel, int64_t blocks) {
-      return LaunchKernel(kernel, blocks, kDepthwiseThreads, stream, q, in, w, static_cast<char*>(out));
+    const auto launch_grid = [&](auto* kernel, const Grid& grid, const DataParams& r, const auto&... tile) {
+      return LaunchKernel(kernel, grid, stream, r, tile..., in, w, static_cast<char*>(out));
     };
+    const auto launch = [&](auto* kernel, int64_t blocks) {
+      return launch_grid(kernel, Grid{blocks, kDepthwiseThreads}, q);
+    };
+    const auto results = reinterpret_cast<uintptr_t>(out) | reinterpret_cast<uintptr_t>(epilogue.residual);
+    if (AreQuads(p, {operand, filter}) && results % (kQuad * SizeOf(p.out)) == 0) {
+      DataParams r = q;
+      if constexpr (sizeof(T) == 2) {
+        const VolumeTile tile(q.channels, q.at[2].MaxCount());
+        if (Volume<T>::Takes(q, tile)) {
+          const int64_t blocks = Volume<T>::Share(r, p, tile);
+          return launch_grid(VolumeKernel<T>, Grid{blocks, tile.threads, Volume<T>::SharedBytes(tile)}, r, tile);
+        }
+      }
+      const cudaError_t status = VisitQuads<T>(
+          r, p, [&](auto* kernel, int64_t blocks) { return launch_grid(kernel, Grid{blocks, kDepthwiseThreads}, r); });
+      if (status != cudaErrorInvalidValue) return status;
+    }
     const bool paired = Paired(p, {operand, filter, out});
     if (paired && reinterpret_cast<uintptr_t>(operand) % 16 == 0) {
       const cudaError_t status = VisitTaking(
@@ -161,9 +180,8 @@ cudaError_t LaunchDepthwiseData(const Problem& p, const void* operand, const voi
               const int64_t warps = R::Share(r, p, L::kPairs, L::kStrips);
               if (warps > INT32_MAX - kDepthwiseWarps) return cudaErrorInvalidValue;
               constexpr int kRing = R::template kStages<L> * R::template Copy<L>::kBytes;
-              return LaunchKernel(RingKernel<R, T, L>,
-                                  Grid{CeilDiv(warps, kDepthwiseWarps), kDepthwiseThreads, kDepthwiseWarps * kRing},
-                                  stream, r, in, w, static_cast<char*>(out));
+              return launch_grid(RingKernel<R, T, L>,
+                                 Grid{CeilDiv(warps, kDepthwiseWarps), kDepthwiseThreads, kDepthwiseWarps * kRing}, r);
             });
           },
           TypeTag<Ring<3, 3, 1, 7, 4>>{}, TypeTag<Ring<3, 3, 2, 7, 4>>{}, TypeTag<Ring<5, 5, 1, 7, 2>>{},
@@ -192,8 +210,8 @@ cudaError_t LaunchDepthwiseData(const Problem& p, const void* operand, const voi
         const int64_t blocks = Blocks(q, p, 8, 1);
         return launch(StripKernel<T, kPaired, 8, 4>, blocks);
       }
-      const int64_t blocks = Blocks(q, p, 16, 1);
-      return launch(StripKernel<T, kPaired, 16, 16>, blocks);
+      const int64_t blocks = Blocks(q, p, 14, 1);
+      return launch(StripKernel<T, kPaired, 14, 16>, blocks);
     };
     return paired ? strip(std::true_type{}) : strip(std::false_type{});
   });

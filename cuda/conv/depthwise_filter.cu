@@ -8,6 +8,7 @@
 #include "cuda/common/column_sum.cuh"
 #include "cuda/conv/depthwise.h"
 #include "cuda/conv/depthwise_filter_ring.cuh"
+#include "cuda/conv/depthwise_volume_filter.cuh"
 
 namespace jaxdnn::conv {
 namespace depthwise {
@@ -215,14 +216,23 @@ cudaError_t LaunchDepthwiseFilter(const Problem& p, const Config& config, const 
   return VisitSingleDType(p.in, [&](auto type) {
     using T = typename decltype(type)::type;
     const bool paired = Paired(p, {x, y});
-    const auto launch = [&](auto* kernel, size_t shared_bytes) {
+    const auto launch_grid = [&](auto* kernel, const Grid& grid, const auto&... tile) {
       float* partial = q.splits > 1 ? static_cast<float*>(workspace) : nullptr;
-      const int64_t blocks = p.batch * q.splits * q.tasks * q.slabs.count.divisor;
-      return LaunchKernel(kernel, Grid{blocks, kDepthwiseThreads, shared_bytes}, stream, q, static_cast<const char*>(x),
-                          static_cast<const char*>(y), partial, static_cast<char*>(out));
+      return LaunchKernel(kernel, grid, stream, q, tile..., static_cast<const char*>(x), static_cast<const char*>(y),
+                          partial, static_cast<char*>(out));
+    };
+    const auto launch = [&](auto* kernel, size_t shared_bytes) {
+      return launch_grid(kernel,
+                         Grid{p.batch * q.splits * q.tasks * q.slabs.count.divisor, kDepthwiseThreads, shared_bytes});
     };
     cudaError_t status = cudaErrorInvalidValue;
-    if (paired && (reinterpret_cast<uintptr_t>(x) | reinterpret_cast<uintptr_t>(y)) % 16 == 0) {
+    const VolumeTile tile(q.channels, q.at[2].out);
+    if (AreQuads(p, {x, y}) && VolumeTaps<T>::Takes(q, tile)) {
+      const int64_t blocks = VolumeTaps<T>::Share(q, p, tile);
+      status = launch_grid(VolumeFilterKernel<T>, Grid{blocks, tile.threads, VolumeTaps<T>::SharedBytes(tile)}, tile);
+    }
+    if (status == cudaErrorInvalidValue && paired &&
+        (reinterpret_cast<uintptr_t>(x) | reinterpret_cast<uintptr_t>(y)) % 16 == 0) {
       status = VisitRingTaps<T>(q, p, [&](auto tag) {
         using R = typename decltype(tag)::type;
         return VisitPairs(q.channels, CeilDiv(q.at[2].out, R::kStrip), [&](auto pairs) {

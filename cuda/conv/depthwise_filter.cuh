@@ -48,6 +48,23 @@ inline FilterParams MakeParams(const Problem& p) {
   return q;
 }
 
+// Writes the sum of a channel and the next, if there is one, at a tap, to a row of partial sums or to the result.
+template <class T>
+__device__ void StoreSum(const FilterParams& p, float2 sum, int split, int64_t tap, int channel, float* partial,
+                         char* out) {
+  const int64_t to = tap * p.channels + channel;
+  const bool second = channel + 1 < p.channels;
+  if (partial || p.widened || sizeof(T) == 4) {
+    float* floats = partial ? partial + split * p.size + to : reinterpret_cast<float*>(out) + to;
+    floats[0] = sum.x;
+    if (second) floats[1] = sum.y;
+  } else {
+    T* result = reinterpret_cast<T*>(out) + to;
+    result[0] = static_cast<T>(sum.x);
+    if (second) result[1] = static_cast<T>(sum.y);
+  }
+}
+
 // Adds up the sums of a block's threads that have the same channels, and writes them: rows of partial sums, or the
 // result. Those in [r][s] are of tap(r, s) of the window, and of none if that is negative.
 template <class T, int kLines, int kColumns, class Tap>
@@ -72,17 +89,7 @@ __device__ void WriteSums(const FilterParams& p, const float2 (&sums)[kLines][kC
         sum.x += term.x;
         sum.y += term.y;
       }
-      const int64_t to = of * p.channels + channel;
-      const bool second = channel + 1 < p.channels;
-      if (partial || p.widened || sizeof(T) == 4) {
-        float* floats = partial ? partial + split * p.size + to : reinterpret_cast<float*>(out) + to;
-        floats[0] = sum.x;
-        if (second) floats[1] = sum.y;
-      } else {
-        T* result = reinterpret_cast<T*>(out) + to;
-        result[0] = static_cast<T>(sum.x);
-        if (second) result[1] = static_cast<T>(sum.y);
-      }
+      StoreSum<T>(p, sum, split, of, channel, partial, out);
     }
     __syncthreads();
   }

@@ -46,6 +46,9 @@ struct Ring {
       const int64_t steps = rounds * (segment + kLines - 1 + kStart);
       if (steps < least) q.segment = segment, least = steps;
     }
+    // Where memory bounds, further turns of short segments are faster: blocks then follow the order of memory.
+    const int64_t most = 28 / SizeOf(p.in);
+    if (kLines <= 3 && q.segment > most) q.segment = int(CeilDiv(lines, CeilDiv(lines, most)));
     q.segments = FastDiv(CeilDiv(lines, q.segment));
     q.units = int(columns * q.segments.divisor);
     if (q.at[0].out == 0 || q.at[1].out == 0 || q.at[2].out == 0) return 0;
