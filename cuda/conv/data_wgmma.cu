@@ -67,7 +67,7 @@ __device__ void ProduceFilter(const WgmmaParams& p, Ring<T> ring) {
     const WgmmaPhase& f = p.phase[place.phase];
     const auto load = [&](int line, int tap, const int (&)[kRank]) {
       BeginStage(ring, kFilterBytes<T, kForward>);
-      LoadFilter<T, kForward>(p, ring, place.column, line, tap);
+      LoadFilter<T, kForward>(p, ring, place.column, line, tap + place.tap);
       ring.Next();
     };
     if (f.tap_count == 0) {
@@ -125,7 +125,7 @@ __device__ void Consume(const WgmmaParams& p, Ring<T> ring, int warpgroup, float
         StoreFinished<T>(p, f, ring, warpgroup, place, sums, out, pixels, turn);
     } else if constexpr (!kFloats) {
       StoreSums<T>(sums, wide + place.column, p.columns - place.column, [&](int row) -> int64_t {
-        const int64_t pixel = ResultPixel(p, f, place.row + row, p.scattered);
+        const int64_t pixel = ResultPixel(p, f, place, row, p.scattered);
         return pixel < 0 ? -1 : pixel * p.columns;
       });
     }
@@ -191,21 +191,21 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* opera
   WgmmaParams q = {};
   q.epilogue = epilogue;
   q.team = FastDiv(config.cluster);
-  q.phases = MapPhases(p, q.phase);
-  if (q.phases == 0) return cudaErrorInvalidValue;
-  q.column_tiles = FastDiv(CeilDiv(columns, T::kColumns));
+  const int phases = MapPhases(p, q.phase);
+  if (phases == 0) return cudaErrorInvalidValue;
+  q.in_row = WgmmaRow(CeilDiv(columns, T::kColumns), q.phase[0]);
   q.columns = int(columns);
   q.lines = int(CeilDiv(channels, T::kLine));
   q.images = int(p.images);
-  q.scattered = q.phases > 1;
+  q.scattered = phases > 1 || q.in_row.Alike();
   cudaError_t e = cudaSuccess;
-  for (int i = 0; i < q.phases; ++i) {
+  for (int i = 0; i < phases; ++i) {
     q.first_tile[i + 1] = q.first_tile[i] + int(CeilDiv(q.phase[i].rows, T::kRows));
     if (e == cudaSuccess)
       e = EncodePixels(&q.operand[i], p.in, operand, p.images, kForward ? p.x : p.y, channels, q.phase[i].map,
                        T::kRows);
   }
-  q.tiles = q.first_tile[q.phases] * int(q.column_tiles.divisor);
+  q.tiles = q.first_tile[phases] * int(q.in_row.tiles.divisor);
   for (int d = 0; d < kRank; ++d) {
     q.window[d] = int(p.window[d]);
     q.out[d] = int(kForward ? p.y[d] : p.x[d]);

@@ -11,9 +11,9 @@ namespace jaxdnn::conv {
 struct WgmmaParams {
   CUtensorMap operand[kMaxMaps], filter, result;
   WgmmaPhase phase[kMaxMaps];
-  int phases, first_tile[kMaxMaps + 1];  // of each phase, in tiles of rows
+  int first_tile[kMaxMaps + 1];  // of each phase, in tiles of rows
   int tiles, columns;
-  FastDiv column_tiles;
+  WgmmaRow in_row;
   int lines;     // of channels
   FastDiv team;  // blocks that share a tile
   int window[kRank], out[kRank];
@@ -29,7 +29,7 @@ __device__ void FindPixels(const WgmmaParams& p, const WgmmaPhase& f, const Wgmm
                            int* pixels) {
   hopper::SyncWarpgroup(1 + warpgroup);  // the last tile's are read
   for (int i = threadIdx.x % kWarpgroup; i < T::kRows; i += kWarpgroup)
-    pixels[i] = ResultPixel(p, f, place.row + i, p.scattered);
+    pixels[i] = ResultPixel(p, f, place, i, p.scattered);
 }
 
 // Stores lines of columns, swizzled as the TMA unit has them, to these pixels; of the columns those below `end`.
@@ -197,7 +197,7 @@ template <class T, bool kForward, class Out>
 __device__ void StoreShare(const WgmmaParams& p, const WgmmaPhase& f, const Ring<T>& ring, const WgmmaPlace& place,
                            Out* out) {
   FinishShare<T>(ring.data, int(p.team.divisor), [&](int row, int from, float (&v)[4]) {
-    const int pixel = ResultPixel(p, f, place.row + row, p.scattered);
+    const int pixel = ResultPixel(p, f, place, row, p.scattered);
     const int column = place.column + from;
     if (pixel < 0 || column >= p.columns) return;
     if constexpr (kForward) {

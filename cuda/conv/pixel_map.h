@@ -21,8 +21,13 @@ struct PixelMap {
 // Positions first + period i, i < positions, of the result, in the order of the base pixels lower + step i; and taps
 // j < taps of the operand, which are the window's first_tap + tap_period j, at offset `distance` j, or from the other
 // end where they are reversed.
+//
+// Where windows lie side by side, as wide as the steps between them, every phase meets one tap, and all at the same
+// pixels: `alike` of them in a dimension have one map. The a-th has positions a further on, and the a-th tap after
+// first_tap, or before it where they are not reversed.
 struct MappedPhase {
   PixelMap map;
+  int alike[kRank];
   int64_t rows;  // positions of all images
   int positions[kRank], first[kRank], period[kRank];
   int taps[kRank], first_tap[kRank], tap_period[kRank], distance[kRank];

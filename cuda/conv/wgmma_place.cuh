@@ -29,13 +29,36 @@ inline int MapPhases(const Problem& p, WgmmaPhase (&phases)[kMaxMaps]) {
   return count;
 }
 
-// A tile of the grid.
+// The tiles of a row of them: those of the result's columns, of one after the other of the phases that are alike.
+struct WgmmaRow {
+  FastDiv tiles, of_phase;
+  Box alike;
+  bool reversed;  // the phases' taps, as offsets are
+
+  WgmmaRow() = default;
+  WgmmaRow(int64_t column_tiles, const MappedPhase& f)
+      : tiles(column_tiles * f.alike[0] * f.alike[1] * f.alike[2]),
+        of_phase(column_tiles),
+        alike(f.alike),
+        reversed(f.reversed[0]) {}
+
+  __host__ __device__ bool Alike() const { return tiles.divisor > of_phase.divisor; }
+};
+
+// A tile of the grid; how far from the first phase's are its pixels in the result, and its tap.
 struct WgmmaPlace {
-  int phase, column, row;
+  int phase, column, row, pixel = 0, tap = 0;
 
   template <class Params, class T>
   __device__ WgmmaPlace(const Params& p, int tile, T) : phase(0) {
-    const int row_tile = p.column_tiles.Div(tile, &column);
+    const int row_tile = p.in_row.tiles.Div(tile, &column);
+    if (p.in_row.Alike()) {
+      int which[kRank];
+      p.in_row.alike.Split(p.in_row.of_phase.Div(column, &column), which);
+      pixel = (which[0] * p.out[1] + which[1]) * p.out[2] + which[2];
+      tap = (which[0] * p.window[1] + which[1]) * p.window[2] + which[2];
+      if (!p.in_row.reversed) tap = -tap;
+    }
     column *= T::kColumns;
     while (row_tile >= p.first_tile[phase + 1]) ++phase;
     row = (row_tile - p.first_tile[phase]) * T::kRows;
@@ -79,16 +102,17 @@ __device__ __forceinline__ void ForEachStep(const Params& p, const MappedPhase& 
   }
 }
 
-// Where a row is in the result, in pixels; -1 past the last. Those of a phase may be scattered.
+// Where a tile's row is in the result, in pixels; -1 past the last. Those of a phase may be scattered.
 template <class Params>
-__device__ int ResultPixel(const Params& p, const WgmmaPhase& f, int row, bool scattered) {
+__device__ int ResultPixel(const Params& p, const WgmmaPhase& f, const WgmmaPlace& place, int row, bool scattered) {
+  row += place.row;
   if (row >= f.rows) return -1;
   if (!scattered) return row;
   int at[kRank];
   int pixel = f.Split(row, at);
 #pragma unroll
   for (int d = 0; d < kRank; ++d) pixel = pixel * p.out[d] + f.first[d] + at[d] * f.period[d];
-  return pixel;
+  return pixel + place.pixel;
 }
 
 }  // namespace jaxdnn::conv
