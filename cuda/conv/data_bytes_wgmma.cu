@@ -318,8 +318,8 @@ cudaError_t LaunchTile(const Problem& p, const void* x, const void* w, void* y, 
   const int phases = MapPhases(p, q.phase);
   if (phases == 0) return cudaErrorInvalidValue;
   q.columns = int(p.features);
-  q.in_row = WgmmaRow(CeilDiv(p.features, T::kColumns), q.phase[0]);
-  q.scattered = phases > 1 || q.in_row.Alike();
+  q.in_row = WgmmaRow(p.features, T::kColumns, q.phase[0], false);
+  q.scattered = phases > 1 || q.in_row.phases > 1;
   q.lines = int(CeilDiv(p.channels, T::kLine));
   q.whole_runs = p.features % 4 == 0;
   const int64_t channels = CeilDiv(p.channels, 16) * 16;

@@ -12,7 +12,7 @@ struct WgmmaParams {
   CUtensorMap operand[kMaxMaps], filter, result;
   WgmmaPhase phase[kMaxMaps];
   int first_tile[kMaxMaps + 1];  // of each phase, in tiles of rows
-  int tiles, columns;
+  int tiles, columns;            // those of taps too
   WgmmaRow in_row;
   int lines;     // of channels
   FastDiv team;  // blocks that share a tile
@@ -34,9 +34,10 @@ __device__ void FindPixels(const WgmmaParams& p, const WgmmaPhase& f, const Wgmm
 
 // Stores lines of columns, swizzled as the TMA unit has them, to these pixels; of the columns those below `end`.
 template <int kLines, class In>
-__device__ void StoreLines(uint32_t lines, const int* pixels, In* out, int column, int end, int columns) {
+__device__ void StoreLines(const WgmmaParams& p, uint32_t lines, const int* pixels, In* out, int column, int end) {
   const int thread = threadIdx.x % kWarpgroup, chunk = thread % 8, first = column + chunk * kVecLength<In>;
   if (first >= end) return;
+  out += ResultColumn(p, first);
 #pragma unroll
   for (int line = thread / 8; line < kLines; line += kWarpgroup / 8) {
     const int pixel = pixels[line];
@@ -44,7 +45,7 @@ __device__ void StoreLines(uint32_t lines, const int* pixels, In* out, int colum
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                  : "r"(lines + line * kLineBytes + ((chunk ^ (line % 8)) << 4)));
-    if (pixel >= 0) *reinterpret_cast<uint4*>(out + int64_t{pixel} * columns + first) = v;
+    if (pixel >= 0) *reinterpret_cast<uint4*>(out + int64_t{pixel} * p.in_row.columns.divisor) = v;
   }
 }
 
@@ -64,8 +65,7 @@ __device__ void StoreBoxes(const WgmmaParams& p, const WgmmaPhase& f, const Ring
       hopper::CommitStores();  // of none too, since those before the last are waited for
     }
     if (box) return;
-    StoreLines<64>(slab, pixels + row, out, place.column + column, min(p.columns, place.column + T::kColumns),
-                   p.columns);
+    StoreLines<64>(p, slab, pixels + row, out, place.column + column, min(p.columns, place.column + T::kColumns));
   });
 }
 
@@ -147,11 +147,12 @@ __device__ void StoreHeld(const WgmmaParams& p, const WgmmaPhase& f, int warpgro
   hopper::SyncWarpgroup(1 + warpgroup);
   if (column >= p.columns) return;
   if (p.boxes) {
+    out += ResultColumn(p, column);
 #pragma unroll
     for (int i = 0; i < T::kRows / 4; ++i) {
       if (i % 2 == 0) asm volatile("" ::: "memory");  // or all rows' pixels are loaded first, into too many registers
       const int pixel = pixels[H::Row(i)];
-      if (pixel >= 0) *reinterpret_cast<Columns*>(out + int64_t{pixel} * p.columns + column) = H::Get(sums, i);
+      if (pixel >= 0) *reinterpret_cast<Columns*>(out + int64_t{pixel} * p.in_row.columns.divisor) = H::Get(sums, i);
     }
     return;
   }

@@ -33,10 +33,18 @@ struct MappedPhase {
   int taps[kRank], first_tap[kRank], tap_period[kRank], distance[kRank];
   bool reversed[kRank];
   int tap_count;
+
+  int Alike() const { return alike[0] * alike[1] * alike[2]; }
 };
 
 // The phases of a forward convolution or data gradient, or the one of a filter gradient's walk over x; 0 if the unit's
 // limits, or an input with holes, do not allow them.
 int MapPhases(const Problem& p, MappedPhase (&phases)[kMaxMaps]);
+
+// Whether the one phase there is stands for as many as there are taps. Then a row of all of their results is the
+// product of one row of the operand and the whole filter, with (tap, channel) pairs as its columns.
+inline bool TapsAreColumns(const Problem& p, int phases, const MappedPhase& f) {
+  return phases == 1 && f.Alike() > 1 && f.Alike() == p.Taps();
+}
 
 }  // namespace jaxdnn::conv

@@ -29,36 +29,56 @@ inline int MapPhases(const Problem& p, WgmmaPhase (&phases)[kMaxMaps]) {
   return count;
 }
 
-// The tiles of a row of them: those of the result's columns, of one after the other of the phases that are alike.
+// The tiles of a row of them: those of the result's columns, of one after the other of the phases that are alike; or of
+// (tap, column) pairs where taps are columns.
 struct WgmmaRow {
-  FastDiv tiles, of_phase;
+  FastDiv tiles, of_phase, columns;  // of the result
   Box alike;
-  bool reversed;  // the phases' taps, as offsets are
+  int phases;
+  bool reversed, taps;  // whether the phases' taps are in their order, and are columns
 
   WgmmaRow() = default;
-  WgmmaRow(int64_t column_tiles, const MappedPhase& f)
-      : tiles(column_tiles * f.alike[0] * f.alike[1] * f.alike[2]),
-        of_phase(column_tiles),
-        alike(f.alike),
-        reversed(f.reversed[0]) {}
-
-  __host__ __device__ bool Alike() const { return tiles.divisor > of_phase.divisor; }
+  WgmmaRow(int64_t result_columns, int tile_columns, const MappedPhase& f, bool taps_are_columns)
+      : columns(result_columns), alike(f.alike), phases(f.Alike()), reversed(f.reversed[0]), taps(taps_are_columns) {
+    const int64_t of_one = (result_columns + tile_columns - 1) / tile_columns;
+    tiles = FastDiv(taps ? (result_columns * phases + tile_columns - 1) / tile_columns : of_one * phases);
+    of_phase = taps ? tiles : FastDiv(of_one);
+  }
 };
 
-// A tile of the grid; how far from the first phase's are its pixels in the result, and its tap.
+// How far from the first phase's are the pixels of another, in the result, and its tap in the window.
+template <class Params>
+__device__ int PhasePixel(const Params& p, int phase) {
+  int which[kRank];
+  p.in_row.alike.Split(phase, which);
+  return (which[0] * p.out[1] + which[1]) * p.out[2] + which[2];
+}
+template <class Params>
+__device__ int PhaseTap(const Params& p, int phase) {
+  int which[kRank];
+  p.in_row.alike.Split(phase, which);
+  const int tap = (which[0] * p.window[1] + which[1]) * p.window[2] + which[2];
+  return p.in_row.reversed ? tap : -tap;
+}
+
+// Where a column lies from a row's first one, in elements of the result.
+template <class Params>
+__device__ int64_t ResultColumn(const Params& p, int column) {
+  if (!p.in_row.taps) return column;
+  int rest;
+  const int tap = p.in_row.columns.Div(column, &rest), phase = p.in_row.reversed ? tap : p.in_row.phases - 1 - tap;
+  return int64_t{PhasePixel(p, phase)} * p.in_row.columns.divisor + rest;
+}
+
+// A tile of the grid; and how far from the first phase's are its pixels and its tap.
 struct WgmmaPlace {
-  int phase, column, row, pixel = 0, tap = 0;
+  int phase, column, row, pixel, tap;
 
   template <class Params, class T>
   __device__ WgmmaPlace(const Params& p, int tile, T) : phase(0) {
-    const int row_tile = p.in_row.tiles.Div(tile, &column);
-    if (p.in_row.Alike()) {
-      int which[kRank];
-      p.in_row.alike.Split(p.in_row.of_phase.Div(column, &column), which);
-      pixel = (which[0] * p.out[1] + which[1]) * p.out[2] + which[2];
-      tap = (which[0] * p.window[1] + which[1]) * p.window[2] + which[2];
-      if (!p.in_row.reversed) tap = -tap;
-    }
+    const int row_tile = p.in_row.tiles.Div(tile, &column), which = p.in_row.of_phase.Div(column, &column);
+    pixel = PhasePixel(p, which);
+    tap = PhaseTap(p, which);
     column *= T::kColumns;
     while (row_tile >= p.first_tile[phase + 1]) ++phase;
     row = (row_tile - p.first_tile[phase]) * T::kRows;

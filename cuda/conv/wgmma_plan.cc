@@ -191,10 +191,16 @@ double WgmmaCycles(const Problem& p, const TileShape& t, int64_t cluster) {
     phases *= f.period[d], taps_per_tap *= f.tap_period[d];
     most_taps *= CeilDiv(p.window[d], f.tap_period[d]);
   }
-  const double tiles = phases * std::ceil(g.rows / phases / t.rows) * CeilDiv(g.columns, t.columns);
+  MappedPhase maps[kMaxMaps];
+  const bool read_as_it_is = p.direction == Direction::kForward && TransposedBytes(p, t) == 0;
+  const bool taps = TapsAreColumns(p, MapPhases(p, maps), maps[0]) && p.out == p.in &&
+                    (!read_as_it_is || g.columns % line == 0);  // as the kernel has it
+  const double column_tiles = taps ? CeilDiv(g.columns * p.Taps(), t.columns) : phases * CeilDiv(g.columns, t.columns);
+  const double tiles = std::ceil(g.rows / phases / t.rows) * column_tiles;
   // What is left of a pixel's channels takes a load too, which is slower for what it brings.
   const int64_t left = channels % line;
-  const double last = left == 0 ? 0 : AreApart(p, left) ? 2.7 : 1.6, lines = channels / line + last;
+  const double apart = p.in == DType::kF32 ? 2.1 : 2.7, last = left == 0 ? 0 : AreApart(p, left) ? apart : 1.6;
+  const double lines = channels / line + last;
   const double steps = std::max(1.0, p.Taps() / taps_per_tap * lines);
   const double longest = most_taps * lines;  // of the tiles that have most
   if (cluster > 1) {
