@@ -9,8 +9,9 @@ import pytest
 
 import jaxdnn
 from conv_cases import SAME3, ConvCase
-from conv_checks import check, check_epilogue, coarse
+from conv_checks import check, check_epilogue, coarse, takes
 from conv_oracle import conv as conv_oracle
+from conv_oracle import conv_gradients
 from jaxdnn import _extension
 from jaxdnn._conv.primitives import ALGORITHMS, OPERANDS, plan
 from jaxdnn._conv.spec import ConvSpec
@@ -36,11 +37,11 @@ CASES = [
 ]
 
 
-def planned(case, result, dtype, algorithm=None):
+def planned(case, result, dtype, algorithm=None, out=None):
   spec = ConvSpec(*case.geometry, case.groups, case.spatial, case.window, None, algorithm)
   shapes = {"x": case.x_shape, "w": case.w_shape, "y": (case.batch, *spec.y_spatial, case.k)}
   operands = (jax.ShapeDtypeStruct((1, *shapes[name]), dtype) for name in OPERANDS[result])
-  return plan(result, *operands, spec, jnp.dtype(dtype), hopper=True)
+  return plan(result, *operands, spec, jnp.dtype(out or dtype), hopper=True)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -122,6 +123,40 @@ def test_kernels(case):
     for dtype in ("bfloat16", "float16", "float32"):
       check(case, name, dtype, dtype)
     check(case, name, "bfloat16", "float32")
+
+
+# Of 12 and of 4 channels after folding, which make 48 and 12 columns.
+HALVES = [
+  _("patches of 24 bytes", 3, (20, 28), 3, (4, 4), 40, (4, 4)),
+  _("lines of 8 bytes", 2, (9, 14), 2, (3, 2), 72, (3, 2)),
+]
+
+
+def test_gradients_of_halves_of_chunks_are_for_16_bits_as_they_are():
+  for case in HALVES:
+    assert planned(case, "x", "bfloat16", "implicit_gemm_wgmma") and planned(case, "x", "float16", "wgmma 128x64")
+    assert planned(case, "y", "bfloat16", "implicit_gemm_wgmma") is None
+    assert planned(case, "w", "bfloat16", "implicit_gemm_wgmma") is None
+    assert planned(case, "x", "bfloat16", "implicit_gemm_wgmma", "float32") is None
+  assert planned(HALVES[0], "x", "float32", "implicit_gemm_wgmma")  # of 48 bytes
+  assert planned(HALVES[1], "x", "float32", "implicit_gemm_wgmma")  # of 16
+  assert planned(dataclasses.replace(HALVES[1], c=1, k=64), "x", "float32", "implicit_gemm_wgmma") is None
+  overlapping = _("", 2, (10, 14), 12, (3, 1), 72, (2, 1))
+  assert planned(overlapping, "x", "bfloat16", "implicit_gemm_wgmma") is None
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitize
+@pytest.mark.parametrize("case", HALVES, ids=lambda c: c.name)
+def test_gradients_in_halves_of_chunks(case):
+  y_shape = (case.batch, *(n // s for n, s in zip(case.spatial, case.stride, strict=True)), case.k)
+  for dtype in ("bfloat16", "float16"):
+    w, g = coarse(case.w_shape, dtype, 1), coarse(y_shape, dtype, 2)
+    want, _ = conv_gradients(np.zeros(case.x_shape), exact(w), exact(g), *case.geometry)
+    for tile in TILES:
+      if takes(tile, "x", dtype, dtype):
+        got = jaxdnn.conv_dgrad(g, w, case.spatial, stride=case.stride, algorithm=tile)
+        assert_close(got, want, dtype, terms=case.k, scale=3 * np.sqrt(case.k))
 
 
 @pytest.mark.gpu

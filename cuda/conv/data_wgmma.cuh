@@ -32,11 +32,15 @@ __device__ void FindPixels(const WgmmaParams& p, const WgmmaPhase& f, const Wgmm
     pixels[i] = ResultPixel(p, f, place, i, p.scattered);
 }
 
-// Stores lines of columns, swizzled as the TMA unit has them, to these pixels; of the columns those below `end`.
+// Stores lines of columns, swizzled as the TMA unit has them, to these pixels; of the columns those below `end`. Those
+// of taps may be whole halves of 16 bytes only.
 template <int kLines, class In>
 __device__ void StoreLines(const WgmmaParams& p, uint32_t lines, const int* pixels, In* out, int column, int end) {
   const int thread = threadIdx.x % kWarpgroup, chunk = thread % 8, first = column + chunk * kVecLength<In>;
   if (first >= end) return;
+  const int64_t pitch = p.in_row.columns.divisor;
+  const bool halves = sizeof(In) == 2 && pitch % kVecLength<In> != 0, both = first + kVecLength<In> / 2 < end;
+  In* const high = halves && both ? out + ResultColumn(p, first + kVecLength<In> / 2) : nullptr;
   out += ResultColumn(p, first);
 #pragma unroll
   for (int line = thread / 8; line < kLines; line += kWarpgroup / 8) {
@@ -45,7 +49,13 @@ __device__ void StoreLines(const WgmmaParams& p, uint32_t lines, const int* pixe
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                  : "r"(lines + line * kLineBytes + ((chunk ^ (line % 8)) << 4)));
-    if (pixel >= 0) *reinterpret_cast<uint4*>(out + int64_t{pixel} * p.in_row.columns.divisor) = v;
+    if (pixel < 0) continue;
+    if (!halves) {
+      *reinterpret_cast<uint4*>(out + pixel * pitch) = v;
+      continue;
+    }
+    *reinterpret_cast<uint2*>(out + pixel * pitch) = {v.x, v.y};
+    if (both) *reinterpret_cast<uint2*>(high + pixel * pitch) = {v.z, v.w};
   }
 }
 

@@ -15,11 +15,12 @@ bool AreSideBySide(const Problem& p, int d) {
 }
 
 // Along the last dimension, s pixels each, they are further channels: x [W, C] is x [W / s, s C] in memory, and w [s,
-// C, K] is w [1, s C, K]. So patches of few channels become lines of whole 16-byte chunks.
+// C, K] is w [1, s C, K]. So patches of few channels become lines of whole 16-byte chunks; or of halves of them, of
+// 16-bit floats that are only stored.
 void FoldIntoChannels(Problem* p) {
   constexpr int d = kRank - 1;
-  const int64_t s = p->stride[d];
-  if (s == 1 || p->groups != 1 || !AreSideBySide(*p, d) || s * p->channels * SizeOf(p->in) % 16 != 0) return;
+  const int64_t s = p->stride[d], chunk = p->direction == Direction::kDataGradient && SizeOf(p->in) == 2 ? 8 : 16;
+  if (s == 1 || p->groups != 1 || !AreSideBySide(*p, d) || s * p->channels * SizeOf(p->in) % chunk != 0) return;
   p->channels *= s;
   p->x[d] = p->y[d];
   p->window[d] = p->stride[d] = 1;
