@@ -31,6 +31,9 @@ CASES = [
   _("frames", 1, (3, 8, 12), 8, (1, 4, 2), 24, (1, 4, 2)),
   _("3d", 2, (4, 6, 8), 8, (2, 3, 2), 24, (2, 3, 2)),
   _("up2x2", 2, (9, 7), 72, (2, 2), 40, padding=SAME3, lhs_dilation=(2, 2)),
+  # Whose results of a tap leave as boxes, of lines that 64 is a multiple of, and the other way round.
+  _("halves_in_boxes", 3, (10, 16), 96, (2, 2), 72, (2, 2)),
+  _("up_in_boxes", 2, (3, 128), 40, (2, 2), 64, padding=SAME3, lhs_dilation=(2, 2)),
   _("up4x4", 1, (9, 8), 40, (4, 4), 136, padding=((3, 3),) * 2, lhs_dilation=(4, 4)),
   _("up2x3", 2, (7, 6), 72, (2, 3), 40, padding=SAME3, lhs_dilation=(2, 3)),
   _("up_3d", 1, (3, 4, 5), 16, (2, 2, 2), 24, padding=((1, 1),) * 3, lhs_dilation=(2, 2, 2)),
@@ -161,7 +164,7 @@ def test_gradients_in_halves_of_chunks(case):
 
 @pytest.mark.gpu
 @pytest.mark.sanitize
-@pytest.mark.parametrize("name", ["patches", "up2x2"])
+@pytest.mark.parametrize("name", ["patches", "up2x2", "halves_in_boxes"])
 def test_under_the_sanitizer(name):
   case = next(case for case in CASES if case.name == name)
   for tile in ("wgmma 128x64", "wgmma 96x128 across"):

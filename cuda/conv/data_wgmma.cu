@@ -231,6 +231,13 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* opera
     e = EncodeBoxes(&q.filter, p.in, filter, {p.features, rows, planes},
                     {T::kLine, kForward ? T::kLine : T::kColumns, 1});
   }
+  const MappedPhase& first = q.phase[0];
+  q.lattices = taps && !kIsAcross<T> && T::kColumns % T::kLine == 0 && columns % T::kLine == 0 && RowsAreBoxes(first);
+  if (e == cudaSuccess && q.lattices) {
+    const int width = first.positions[2], side = std::min(width, 64);
+    e = EncodeBoxes(&q.result, p.in, out, {columns, first.alike[2], width, first.alike[1], first.rows / width},
+                    {T::kLine, 1, side, 1, 64 / side}, false);
+  }
   if (e == cudaSuccess && q.boxes && !q.scattered)
     e = EncodeBoxes(&q.result, p.in, out, {columns, GemmOf(p).rows}, {T::kLine, kIsAcross<T> ? T::kRows : 64}, false);
   if (e != cudaSuccess) return e;

@@ -19,6 +19,7 @@ struct WgmmaParams {
   int window[kRank], out[kRank];
   int images;
   bool scattered;  // the rows of a phase are not neighbours in the result
+  bool lattices;   // but 64 of them, of a line of one tap's columns, are a box there
   bool boxes;      // the sums are stored as they are, in the operands' type
   Epilogue epilogue;
 };
@@ -59,19 +60,32 @@ __device__ void StoreLines(const WgmmaParams& p, uint32_t lines, const int* pixe
   }
 }
 
+// Stores 64 rows of a line of one tap's columns: the result is [images * H, phases, W, phases, columns].
+__device__ inline void StoreLattice(const WgmmaParams& p, const WgmmaPhase& f, uint32_t slab, int column, int row) {
+  int which[kRank], at[5];
+  p.in_row.alike.Split(p.in_row.Phase(column, &at[0]), which);
+  at[1] = which[2];
+  at[3] = which[1];
+  at[4] = f.image.row.Div(row, &at[2]);
+  hopper::StoreBox(&p.result, slab, at);
+}
+
 // Stores the sums in the operands' type: by TMA, or a phase's positions one by one.
 template <class T>
 __device__ void StoreBoxes(const WgmmaParams& p, const WgmmaPhase& f, const Ring<T>& ring, int warpgroup,
                            const WgmmaPlace& place, const typename T::Sums& sums, typename T::In* out, int* pixels,
                            int& turn) {
   const int thread = threadIdx.x % kWarpgroup;
-  if (p.scattered || T::kColumns % T::kLine != 0) FindPixels<T>(p, f, place, warpgroup, pixels);
+  if ((p.scattered && !p.lattices) || T::kColumns % T::kLine != 0) FindPixels<T>(p, f, place, warpgroup, pixels);
   StoreSlabs<T>(ring.Slabs(), warpgroup, sums, turn, [&](int row, int column, uint32_t slab) {
-    const bool box = !p.scattered && column + T::kLine <= T::kColumns;
+    const bool box = (!p.scattered || p.lattices) && column + T::kLine <= T::kColumns;
     if (box) hopper::ShowSharedToTma();
     hopper::SyncWarpgroup(1 + warpgroup);
     if (thread == 0) {
-      if (box) hopper::StoreBox(&p.result, slab, place.column + column, place.row + row);
+      if (box && !p.scattered)
+        hopper::StoreBox(&p.result, slab, place.column + column, place.row + row);
+      else if (box && place.column + column < p.columns)
+        StoreLattice(p, f, slab, place.column + column, place.row + row);
       hopper::CommitStores();  // of none too, since those before the last are waited for
     }
     if (box) return;

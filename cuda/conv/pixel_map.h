@@ -47,4 +47,10 @@ inline bool TapsAreColumns(const Problem& p, int phases, const MappedPhase& f) {
   return phases == 1 && f.Alike() > 1 && f.Alike() == p.Taps();
 }
 
+// Whether any 64 rows of a tile are then a box of each phase's pixels in the result, of two dimensions at most.
+inline bool RowsAreBoxes(const MappedPhase& f) {
+  const int width = f.positions[2];
+  return f.positions[0] == 1 && f.alike[0] == 1 && (width % 64 == 0 || 64 % width == 0);
+}
+
 }  // namespace jaxdnn::conv

@@ -44,6 +44,12 @@ struct WgmmaRow {
     tiles = FastDiv(taps ? (result_columns * phases + tile_columns - 1) / tile_columns : of_one * phases);
     of_phase = taps ? tiles : FastDiv(of_one);
   }
+
+  // Of a column where taps are columns; and which of the result's it is.
+  __device__ int Phase(int column, int* of_result) const {
+    const int tap = columns.Div(column, of_result);
+    return reversed ? tap : phases - 1 - tap;
+  }
 };
 
 // How far from the first phase's are the pixels of another, in the result, and its tap in the window.
@@ -66,7 +72,7 @@ template <class Params>
 __device__ int64_t ResultColumn(const Params& p, int column) {
   if (!p.in_row.taps) return column;
   int rest;
-  const int tap = p.in_row.columns.Div(column, &rest), phase = p.in_row.reversed ? tap : p.in_row.phases - 1 - tap;
+  const int phase = p.in_row.Phase(column, &rest);
   return int64_t{PhasePixel(p, phase)} * p.in_row.columns.divisor + rest;
 }
 

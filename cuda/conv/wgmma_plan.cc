@@ -205,8 +205,10 @@ double WgmmaCycles(const Problem& p, const TileShape& t, int64_t cluster) {
                     (!read_as_it_is || g.columns % line == 0);  // as the kernel has it
   const double column_tiles = taps ? CeilDiv(g.columns * p.Taps(), t.columns) : phases * CeilDiv(g.columns, t.columns);
   const double tiles = std::ceil(g.rows / phases / t.rows) * column_tiles;
-  // They are not stored by TMA, which takes 16-bit floats longer.
-  if (taps && p.in != DType::kF32) cost.tile = IsAcross(t.tile) ? 23 * t.rows - 350 : 1.42 * cost.tile;
+  // What is not stored by TMA takes 16-bit floats longer.
+  const bool boxes = taps && RowsAreBoxes(maps[0]) && g.columns % line == 0 && t.columns % line == 0;
+  if (taps && !(boxes && !IsAcross(t.tile)) && p.in != DType::kF32)
+    cost.tile = IsAcross(t.tile) ? 23 * t.rows - 350 : 1.42 * cost.tile;
   // What is left of a pixel's channels takes a load too, which is slower for what it brings.
   const int64_t left = channels % line;
   const double apart = p.in == DType::kF32 ? 2.1 : 2.7, last = left == 0 ? 0 : AreApart(p, left) ? apart : 1.6;
