@@ -19,19 +19,6 @@ struct Dims {
   int64_t operator[](size_t i) const { return data[i]; }
 };
 
-// Windows that lie side by side along the last dimension, s pixels each, are further channels: x [W, C] is x [W / s, s
-// C] in memory, and w [s, C, K] is w [1, s C, K]. So patches of few channels become lines of whole 16-byte chunks.
-inline void FoldWindowIntoChannels(conv::Problem* p) {
-  constexpr int d = conv::kRank - 1;
-  const int64_t s = p->stride[d];
-  if (s == 1 || p->groups != 1 || p->window[d] != s || p->x[d] != s * p->y[d] || p->pad[d] != 0 ||
-      p->lhs_dilation[d] != 1 || p->rhs_dilation[d] != 1 || s * p->channels * SizeOf(p->in) % 16 != 0)
-    return;
-  p->channels *= s;
-  p->x[d] = p->y[d];
-  p->window[d] = p->stride[d] = 1;
-}
-
 // Empty if there are more than conv::kRank spatial dimensions or if the shapes contradict one another.
 inline std::optional<conv::Problem> MakeConvProblem(conv::Direction direction, DType in, DType out, Dims x, Dims w,
                                                     Dims y, Dims stride, Dims padding_low, Dims lhs_dilation,
@@ -65,8 +52,7 @@ inline std::optional<conv::Problem> MakeConvProblem(conv::Direction direction, D
     p.mode[d] = s < 0 ? conv::PadMode::kZeros : static_cast<conv::PadMode>(padding_mode[s]);
     if (p.stride[d] < 1 || p.lhs_dilation[d] < 1 || p.rhs_dilation[d] < 1) return std::nullopt;
   }
-  FoldWindowIntoChannels(&p);
-  return p;
+  return conv::Folded(p);
 }
 
 }  // namespace jaxdnn

@@ -121,8 +121,10 @@ def test_kernels_under_the_sanitizer(seed, groups, multiple, dtype):
     ((4, 3), (2, 2), ((3, 3), (2, 2)), (1, 2), (5, 4)),
     ((7, 8), (3, 3), ((1, 1), (-1, 2)), (2, 2), (1, 1)),
     ((4, 5, 3), (3, 2, 3), ((1, 1), (1, 0), (2, 1)), (1, 2, 1), (1, 1, 1)),
+    ((8, 5), (4, 3), ((0, 0), (2, 1)), (4, 1), (1, 1)),
+    ((5, 8), (3, 4), ((2, 1), (0, 0)), (1, 4), (1, 1)),
   ],
-  ids=["size-1", "rest of the stride", "size 1", "dilation over size", "strided and cropped", "3d"],
+  ids=["size-1", "rest of the stride", "size 1", "dilation over size", "strided and cropped", "3d", "down", "along"],
 )
 def test_edges(spatial, window, padding, stride, dilation, groups, mode, dtype):
   arguments = dict(stride=stride, padding=padding, dilation=dilation, groups=groups, padding_mode=mode)

@@ -343,6 +343,7 @@ MORE = [
   _("columns", 3, (20, 20), 128, (3, 3), 320, padding=SAME3),
   _("many_tiles", 20, (28, 28), 64, (1, 1), 208),
   _("phases", 2, (6, 7), 64, (3, 3), 80, padding=SAME3, lhs_dilation=(2, 2)),
+  _("phases_alike", 3, (9, 7), 64, (2, 2), 80, padding=SAME3, lhs_dilation=(2, 2)),
   _("empty_phases", 2, (6, 7), 64, (1, 1), 80, lhs_dilation=(2, 2)),
   _("folded", 2, (6, 5), 16, (3, 3), 8, padding=SAME3, lhs_dilation=(2, 2)),
   _("c65", 2, (9, 8), 65, (3, 3), 65, padding=SAME3),
@@ -464,7 +465,7 @@ def test_scaled_kernels(kind, out, activation):
 @pytest.mark.sanitize
 @pytest.mark.parametrize("tile", TILES)
 def test_kernels_under_the_sanitizer(tile):
-  wanted = ("lines", "phases", "folded", "c65", "g32", "1d")
+  wanted = ("lines", "phases", "phases_alike", "folded", "c65", "g32", "1d")
   for case in (each for each in MORE if each.name in wanted):
     x, w = integers(case.x_shape, 1), integers(case.w_shape, 2)
     got = run(case, tile, x, w, np.int32)

@@ -140,6 +140,13 @@ __device__ inline void StoreBox(const CUtensorMap* map, uint32_t from, int x, in
                  "r"(from), "r"(x), "r"(y)
                  : "memory");
 }
+__device__ inline void StoreBox(const CUtensorMap* map, uint32_t from, const int (&at)[5]) {
+  if constexpr (kAvailable)
+    asm volatile(
+        "cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(map),
+        "r"(from), "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]), "r"(at[4])
+        : "memory");
+}
 __device__ inline void CommitStores() {
   if constexpr (kAvailable) asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }

@@ -48,6 +48,10 @@ struct Problem {
   int64_t FilterSize() const { return batch * Taps() * channels * groups * features; }
 };
 
+// Where windows lie side by side, as wide as their stride and without padding, the same arrays seen as other extents,
+// of a problem that has less stride, or none. Other problems as they are.
+Problem Folded(const Problem& p);
+
 // The problem that pairs the same elements of x and y, which have changed places, with strides and dilations of x, at
 // mirrored taps; the filter's channels are exchanged.
 Problem Exchanged(const Problem& p);

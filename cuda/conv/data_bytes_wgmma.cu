@@ -25,10 +25,11 @@ namespace {
 struct Params {
   CUtensorMap operand[kMaxMaps], filter;
   WgmmaPhase phase[kMaxMaps];
-  int phases, first_tile[kMaxMaps + 1];  // of each phase, in tiles of rows
+  int first_tile[kMaxMaps + 1];  // of each phase, in tiles of rows
   int tiles, columns;
-  FastDiv column_tiles;
-  int lines;  // of channels
+  WgmmaRow in_row;
+  int lines;       // of channels
+  bool scattered;  // the rows of a phase are not neighbours in the result
   int window[kRank], out[kRank];
   bool whole_runs;  // of four columns
   DType result_type;
@@ -110,7 +111,8 @@ __device__ void ProduceFilter(const Params& p, BytesRing<T> ring) {
     const WgmmaPhase& f = p.phase[place.phase];
     ForEachStep(p, f, 0, f.tap_count * p.lines, [&](int line, int tap, const int (&)[kRank]) {
       BeginStage(ring, T::kStageBytes - T::kBytesA);
-      hopper::LoadBox(ring.Data() + T::kBytesA, &p.filter, ring.Full(ring.stage), line * T::kLine, place.column, tap);
+      hopper::LoadBox(ring.Data() + T::kBytesA, &p.filter, ring.Full(ring.stage), line * T::kLine, place.column,
+                      tap + place.tap);
       ring.Next();
     });
   }
@@ -205,7 +207,7 @@ __device__ void StoreBytes(const Params& p, uint32_t slab, const WgmmaPlace& pla
   int pixels[kRounds];
 #pragma unroll
   for (int i = 0; i < kRounds; ++i)
-    pixels[i] = ResultPixel(p, f, place.row + first_row + lane / kLanes + 4 * i, p.phases != 1);
+    pixels[i] = ResultPixel(p, f, place, first_row + lane / kLanes + 4 * i, p.scattered);
 #pragma unroll 1
   for (int part = 0; part < T::kColumns / 32; ++part) {
     const int column = place.column + part * 32 + chunk * 4;
@@ -313,19 +315,20 @@ cudaError_t LaunchTile(const Problem& p, const void* x, const void* w, void* y, 
   q.epilogue = epilogue;
   q.result_type = p.out;
   q.e5m2 = {p.in == DType::kE5M2, p.filter == DType::kE5M2};
-  q.phases = MapPhases(p, q.phase);
-  if (q.phases == 0) return cudaErrorInvalidValue;
+  const int phases = MapPhases(p, q.phase);
+  if (phases == 0) return cudaErrorInvalidValue;
   q.columns = int(p.features);
-  q.column_tiles = FastDiv(CeilDiv(p.features, T::kColumns));
+  q.in_row = WgmmaRow(p.features, T::kColumns, q.phase[0], false);
+  q.scattered = phases > 1 || q.in_row.phases > 1;
   q.lines = int(CeilDiv(p.channels, T::kLine));
   q.whole_runs = p.features % 4 == 0;
   const int64_t channels = CeilDiv(p.channels, 16) * 16;
   cudaError_t e = Pack(p, &x, &w, workspace, stream);
-  for (int i = 0; i < q.phases; ++i) {
+  for (int i = 0; i < phases; ++i) {
     q.first_tile[i + 1] = q.first_tile[i] + int(CeilDiv(q.phase[i].rows, T::kRows));
     if (e == cudaSuccess) e = EncodePixels(&q.operand[i], p.in, x, p.images, p.x, channels, q.phase[i].map, T::kRows);
   }
-  q.tiles = q.first_tile[q.phases] * int(q.column_tiles.divisor);
+  q.tiles = q.first_tile[phases] * int(q.in_row.tiles.divisor);
   for (int d = 0; d < kRank; ++d) {
     q.window[d] = int(p.window[d]);
     q.out[d] = int(p.y[d]);

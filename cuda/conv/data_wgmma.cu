@@ -27,9 +27,11 @@ __device__ void LoadFilter(const WgmmaParams& p, const Ring<T>& ring, int column
   const uint32_t to = ring.Data() + T::kBytesA;
   if constexpr (kOfFeatures<T, kForward>) {
 #pragma unroll
-    for (int slab = 0; slab * T::kLine < T::kColumns; ++slab)
-      hopper::LoadBox(to + slab * T::kLine * kLineBytes, &p.filter, ring.Full(), column + slab * T::kLine,
-                      line * T::kLine, tap);
+    for (int slab = 0; slab * T::kLine < T::kColumns; ++slab, column += T::kLine) {
+      int in_tap = column;
+      if (p.in_row.taps) tap = p.in_row.columns.Div(column, &in_tap);
+      hopper::LoadBox(to + slab * T::kLine * kLineBytes, &p.filter, ring.Full(), in_tap, line * T::kLine, tap);
+    }
   } else {
     hopper::LoadBox(to, &p.filter, ring.Full(), line * T::kLine, column, tap);
   }
@@ -67,7 +69,7 @@ __device__ void ProduceFilter(const WgmmaParams& p, Ring<T> ring) {
     const WgmmaPhase& f = p.phase[place.phase];
     const auto load = [&](int line, int tap, const int (&)[kRank]) {
       BeginStage(ring, kFilterBytes<T, kForward>);
-      LoadFilter<T, kForward>(p, ring, place.column, line, tap);
+      LoadFilter<T, kForward>(p, ring, place.column, line, p.in_row.taps ? 0 : tap + place.tap);
       ring.Next();
     };
     if (f.tap_count == 0) {
@@ -125,7 +127,7 @@ __device__ void Consume(const WgmmaParams& p, Ring<T> ring, int warpgroup, float
         StoreFinished<T>(p, f, ring, warpgroup, place, sums, out, pixels, turn);
     } else if constexpr (!kFloats) {
       StoreSums<T>(sums, wide + place.column, p.columns - place.column, [&](int row) -> int64_t {
-        const int64_t pixel = ResultPixel(p, f, place.row + row, p.scattered);
+        const int64_t pixel = ResultPixel(p, f, place, row, p.scattered);
         return pixel < 0 ? -1 : pixel * p.columns;
       });
     }
@@ -191,39 +193,52 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* opera
   WgmmaParams q = {};
   q.epilogue = epilogue;
   q.team = FastDiv(config.cluster);
-  q.phases = MapPhases(p, q.phase);
-  if (q.phases == 0) return cudaErrorInvalidValue;
-  q.column_tiles = FastDiv(CeilDiv(columns, T::kColumns));
-  q.columns = int(columns);
+  const int phases = MapPhases(p, q.phase);
+  if (phases == 0) return cudaErrorInvalidValue;
+  const bool wide = p.out == DType::kF32;
+  q.boxes = p.out == p.in && IsNone(epilogue);
+  // The boxes of a filter that is read as it is are of one tap.
+  const bool taps =
+      q.boxes && TapsAreColumns(p, phases, q.phase[0]) && (!kOfFeatures<T, kForward> || columns % T::kLine == 0);
+  q.in_row = WgmmaRow(columns, T::kColumns, q.phase[0], taps);
+  q.columns = int(taps ? columns * p.Taps() : columns);
   q.lines = int(CeilDiv(channels, T::kLine));
   q.images = int(p.images);
-  q.scattered = q.phases > 1;
+  q.scattered = phases > 1 || q.in_row.phases > 1;
   cudaError_t e = cudaSuccess;
-  for (int i = 0; i < q.phases; ++i) {
+  for (int i = 0; i < phases; ++i) {
     q.first_tile[i + 1] = q.first_tile[i] + int(CeilDiv(q.phase[i].rows, T::kRows));
     if (e == cudaSuccess)
       e = EncodePixels(&q.operand[i], p.in, operand, p.images, kForward ? p.x : p.y, channels, q.phase[i].map,
                        T::kRows);
   }
-  q.tiles = q.first_tile[q.phases] * int(q.column_tiles.divisor);
+  q.tiles = q.first_tile[phases] * int(q.in_row.tiles.divisor);
   for (int d = 0; d < kRank; ++d) {
     q.window[d] = int(p.window[d]);
     q.out[d] = int(kForward ? p.y[d] : p.x[d]);
   }
+  // The filter is planes of taps, or one plane where those are columns of the product.
+  constexpr bool kAsItIs = kOfFeatures<T, kForward>;
+  const int64_t rows = kAsItIs ? channels : q.columns, planes = taps && !kAsItIs ? 1 : p.Taps();
   if constexpr (kForward && T::kCopied) {
     const dim3 grid(CeilDiv(p.features, 32), CeilDiv(p.channels, 32), p.Taps());
     TransposeKernel<<<grid, dim3(32, 8), 0, stream>>>(static_cast<const float*>(filter), static_cast<float*>(workspace),
                                                       int(p.channels), int(p.features));
     if (e == cudaSuccess) e = cudaPeekAtLastError();
     if (e == cudaSuccess)
-      e = EncodeBoxes(&q.filter, p.in, workspace, {p.channels, p.features, p.Taps()}, {T::kLine, T::kColumns, 1});
+      e = EncodeBoxes(&q.filter, p.in, workspace, {p.channels, rows, planes}, {T::kLine, T::kColumns, 1});
   } else if (e == cudaSuccess) {
-    e = EncodeBoxes(&q.filter, p.in, filter, {p.features, p.channels, p.Taps()},
+    e = EncodeBoxes(&q.filter, p.in, filter, {p.features, rows, planes},
                     {T::kLine, kForward ? T::kLine : T::kColumns, 1});
   }
-  const bool wide = p.out == DType::kF32;
-  q.boxes = p.out == p.in && IsNone(epilogue);
-  if (e == cudaSuccess && q.boxes)
+  const MappedPhase& first = q.phase[0];
+  q.lattices = taps && !kIsAcross<T> && T::kColumns % T::kLine == 0 && columns % T::kLine == 0 && RowsAreBoxes(first);
+  if (e == cudaSuccess && q.lattices) {
+    const int width = first.positions[2], side = std::min(width, 64);
+    e = EncodeBoxes(&q.result, p.in, out, {columns, first.alike[2], width, first.alike[1], first.rows / width},
+                    {T::kLine, 1, side, 1, 64 / side}, false);
+  }
+  if (e == cudaSuccess && q.boxes && !q.scattered)
     e = EncodeBoxes(&q.result, p.in, out, {columns, GemmOf(p).rows}, {T::kLine, kIsAcross<T> ? T::kRows : 64}, false);
   if (e != cudaSuccess) return e;
 

@@ -11,14 +11,15 @@ namespace jaxdnn::conv {
 struct WgmmaParams {
   CUtensorMap operand[kMaxMaps], filter, result;
   WgmmaPhase phase[kMaxMaps];
-  int phases, first_tile[kMaxMaps + 1];  // of each phase, in tiles of rows
-  int tiles, columns;
-  FastDiv column_tiles;
+  int first_tile[kMaxMaps + 1];  // of each phase, in tiles of rows
+  int tiles, columns;            // those of taps too
+  WgmmaRow in_row;
   int lines;     // of channels
   FastDiv team;  // blocks that share a tile
   int window[kRank], out[kRank];
   int images;
   bool scattered;  // the rows of a phase are not neighbours in the result
+  bool lattices;   // but 64 of them, of a line of one tap's columns, are a box there
   bool boxes;      // the sums are stored as they are, in the operands' type
   Epilogue epilogue;
 };
@@ -29,14 +30,19 @@ __device__ void FindPixels(const WgmmaParams& p, const WgmmaPhase& f, const Wgmm
                            int* pixels) {
   hopper::SyncWarpgroup(1 + warpgroup);  // the last tile's are read
   for (int i = threadIdx.x % kWarpgroup; i < T::kRows; i += kWarpgroup)
-    pixels[i] = ResultPixel(p, f, place.row + i, p.scattered);
+    pixels[i] = ResultPixel(p, f, place, i, p.scattered);
 }
 
-// Stores lines of columns, swizzled as the TMA unit has them, to these pixels; of the columns those below `end`.
+// Stores lines of columns, swizzled as the TMA unit has them, to these pixels; of the columns those below `end`. Those
+// of taps may be whole halves of 16 bytes only.
 template <int kLines, class In>
-__device__ void StoreLines(uint32_t lines, const int* pixels, In* out, int column, int end, int columns) {
+__device__ void StoreLines(const WgmmaParams& p, uint32_t lines, const int* pixels, In* out, int column, int end) {
   const int thread = threadIdx.x % kWarpgroup, chunk = thread % 8, first = column + chunk * kVecLength<In>;
   if (first >= end) return;
+  const int64_t pitch = p.in_row.columns.divisor;
+  const bool halves = sizeof(In) == 2 && pitch % kVecLength<In> != 0, both = first + kVecLength<In> / 2 < end;
+  In* const high = halves && both ? out + ResultColumn(p, first + kVecLength<In> / 2) : nullptr;
+  out += ResultColumn(p, first);
 #pragma unroll
   for (int line = thread / 8; line < kLines; line += kWarpgroup / 8) {
     const int pixel = pixels[line];
@@ -44,8 +50,24 @@ __device__ void StoreLines(uint32_t lines, const int* pixels, In* out, int colum
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                  : "r"(lines + line * kLineBytes + ((chunk ^ (line % 8)) << 4)));
-    if (pixel >= 0) *reinterpret_cast<uint4*>(out + int64_t{pixel} * columns + first) = v;
+    if (pixel < 0) continue;
+    if (!halves) {
+      *reinterpret_cast<uint4*>(out + pixel * pitch) = v;
+      continue;
+    }
+    *reinterpret_cast<uint2*>(out + pixel * pitch) = {v.x, v.y};
+    if (both) *reinterpret_cast<uint2*>(high + pixel * pitch) = {v.z, v.w};
   }
+}
+
+// Stores 64 rows of a line of one tap's columns: the result is [images * H, phases, W, phases, columns].
+__device__ inline void StoreLattice(const WgmmaParams& p, const WgmmaPhase& f, uint32_t slab, int column, int row) {
+  int which[kRank], at[5];
+  p.in_row.alike.Split(p.in_row.Phase(column, &at[0]), which);
+  at[1] = which[2];
+  at[3] = which[1];
+  at[4] = f.image.row.Div(row, &at[2]);
+  hopper::StoreBox(&p.result, slab, at);
 }
 
 // Stores the sums in the operands' type: by TMA, or a phase's positions one by one.
@@ -54,18 +76,20 @@ __device__ void StoreBoxes(const WgmmaParams& p, const WgmmaPhase& f, const Ring
                            const WgmmaPlace& place, const typename T::Sums& sums, typename T::In* out, int* pixels,
                            int& turn) {
   const int thread = threadIdx.x % kWarpgroup;
-  if (p.scattered || T::kColumns % T::kLine != 0) FindPixels<T>(p, f, place, warpgroup, pixels);
+  if ((p.scattered && !p.lattices) || T::kColumns % T::kLine != 0) FindPixels<T>(p, f, place, warpgroup, pixels);
   StoreSlabs<T>(ring.Slabs(), warpgroup, sums, turn, [&](int row, int column, uint32_t slab) {
-    const bool box = !p.scattered && column + T::kLine <= T::kColumns;
+    const bool box = (!p.scattered || p.lattices) && column + T::kLine <= T::kColumns;
     if (box) hopper::ShowSharedToTma();
     hopper::SyncWarpgroup(1 + warpgroup);
     if (thread == 0) {
-      if (box) hopper::StoreBox(&p.result, slab, place.column + column, place.row + row);
+      if (box && !p.scattered)
+        hopper::StoreBox(&p.result, slab, place.column + column, place.row + row);
+      else if (box && place.column + column < p.columns)
+        StoreLattice(p, f, slab, place.column + column, place.row + row);
       hopper::CommitStores();  // of none too, since those before the last are waited for
     }
     if (box) return;
-    StoreLines<64>(slab, pixels + row, out, place.column + column, min(p.columns, place.column + T::kColumns),
-                   p.columns);
+    StoreLines<64>(p, slab, pixels + row, out, place.column + column, min(p.columns, place.column + T::kColumns));
   });
 }
 
@@ -147,11 +171,12 @@ __device__ void StoreHeld(const WgmmaParams& p, const WgmmaPhase& f, int warpgro
   hopper::SyncWarpgroup(1 + warpgroup);
   if (column >= p.columns) return;
   if (p.boxes) {
+    out += ResultColumn(p, column);
 #pragma unroll
     for (int i = 0; i < T::kRows / 4; ++i) {
       if (i % 2 == 0) asm volatile("" ::: "memory");  // or all rows' pixels are loaded first, into too many registers
       const int pixel = pixels[H::Row(i)];
-      if (pixel >= 0) *reinterpret_cast<Columns*>(out + int64_t{pixel} * p.columns + column) = H::Get(sums, i);
+      if (pixel >= 0) *reinterpret_cast<Columns*>(out + int64_t{pixel} * p.in_row.columns.divisor) = H::Get(sums, i);
     }
     return;
   }
@@ -197,7 +222,7 @@ template <class T, bool kForward, class Out>
 __device__ void StoreShare(const WgmmaParams& p, const WgmmaPhase& f, const Ring<T>& ring, const WgmmaPlace& place,
                            Out* out) {
   FinishShare<T>(ring.data, int(p.team.divisor), [&](int row, int from, float (&v)[4]) {
-    const int pixel = ResultPixel(p, f, place.row + row, p.scattered);
+    const int pixel = ResultPixel(p, f, place, row, p.scattered);
     const int column = place.column + from;
     if (pixel < 0 || column >= p.columns) return;
     if constexpr (kForward) {

@@ -51,13 +51,23 @@ bool MapDimension(const Problem& p, int d, int which, const Phases& f, MappedPha
          std::max(lower, upper) < kCorner[n];
 }
 
-// All phases with the last n dimensions.
-bool MapAll(const Problem& p, const Phases& f, int n, MappedPhase (&phases)[kMaxMaps]) {
+// Whether all phases of a dimension have one tap each, at the same pixels.
+bool AreAlike(const Problem& p, int d) {
+  const bool data_gradient = p.direction == Direction::kDataGradient;
+  const int64_t step = data_gradient ? p.stride[d] : p.lhs_dilation[d];
+  return p.window[d] == step && p.rhs_dilation[d] == 1 && p.pad[d] == (data_gradient ? 0 : step - 1) &&
+         (data_gradient ? p.lhs_dilation[d] == 1 && p.x[d] == step * p.y[d]
+                        : p.stride[d] == 1 && p.y[d] == step * p.x[d]);
+}
+
+// All phases with the last n dimensions, of those that are alike the first.
+bool MapAll(const Problem& p, const Phases& f, const int (&alike)[kRank], int n, MappedPhase (&phases)[kMaxMaps]) {
   MappedPhase* m = phases;
-  for (int a = 0; a < f.period[0]; ++a)
-    for (int b = 0; b < f.period[1]; ++b)
-      for (int c = 0; c < f.period[2]; ++c, ++m) {
+  for (int a = 0; a < f.period[0] / alike[0]; ++a)
+    for (int b = 0; b < f.period[1] / alike[1]; ++b)
+      for (int c = 0; c < f.period[2] / alike[2]; ++c, ++m) {
         *m = {};
+        std::copy(alike, alike + kRank, m->alike);
         m->map.dimensions = n;
         if (!MapDimension(p, 0, a, f, m) || !MapDimension(p, 1, b, f, m) || !MapDimension(p, 2, c, f, m)) return false;
         m->tap_count = m->taps[0] * m->taps[1] * m->taps[2];
@@ -76,11 +86,16 @@ int MapPhases(const Problem& problem, MappedPhase (&phases)[kMaxMaps]) {
     if (std::any_of(p.lhs_dilation, p.lhs_dilation + kRank, [](int64_t n) { return n != 1; })) return 0;
   }
   const Phases f = PhasesOf(p);
-  const int64_t count = f.period[0] * f.period[1] * f.period[2];
+  int alike[kRank];
+  int64_t count = 1;
+  for (int d = 0; d < kRank; ++d) {
+    alike[d] = AreAlike(p, d) ? int(f.period[d]) : 1;
+    count *= f.period[d] / alike[d];
+  }
   if (count > kMaxMaps || p.images == 0 || p.XPixels() == 0 || p.YPixels() == 0 || p.Taps() == 0) return 0;
   // Fewer dimensions have wider limits.
   for (int n = 1; n <= kRank; ++n)
-    if (MapAll(p, f, n, phases)) return int(count);
+    if (MapAll(p, f, alike, n, phases)) return int(count);
   return 0;
 }
 

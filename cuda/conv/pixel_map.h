@@ -21,17 +21,36 @@ struct PixelMap {
 // Positions first + period i, i < positions, of the result, in the order of the base pixels lower + step i; and taps
 // j < taps of the operand, which are the window's first_tap + tap_period j, at offset `distance` j, or from the other
 // end where they are reversed.
+//
+// Where windows lie side by side, as wide as the steps between them, every phase meets one tap, and all at the same
+// pixels: `alike` of them in a dimension have one map. The a-th has positions a further on, and the a-th tap after
+// first_tap, or before it where they are not reversed.
 struct MappedPhase {
   PixelMap map;
+  int alike[kRank];
   int64_t rows;  // positions of all images
   int positions[kRank], first[kRank], period[kRank];
   int taps[kRank], first_tap[kRank], tap_period[kRank], distance[kRank];
   bool reversed[kRank];
   int tap_count;
+
+  int Alike() const { return alike[0] * alike[1] * alike[2]; }
 };
 
 // The phases of a forward convolution or data gradient, or the one of a filter gradient's walk over x; 0 if the unit's
 // limits, or an input with holes, do not allow them.
 int MapPhases(const Problem& p, MappedPhase (&phases)[kMaxMaps]);
+
+// Whether the one phase there is stands for as many as there are taps. Then a row of all of their results is the
+// product of one row of the operand and the whole filter, with (tap, channel) pairs as its columns.
+inline bool TapsAreColumns(const Problem& p, int phases, const MappedPhase& f) {
+  return phases == 1 && f.Alike() > 1 && f.Alike() == p.Taps();
+}
+
+// Whether any 64 rows of a tile are then a box of each phase's pixels in the result, of two dimensions at most.
+inline bool RowsAreBoxes(const MappedPhase& f) {
+  const int width = f.positions[2];
+  return f.positions[0] == 1 && f.alike[0] == 1 && (width % 64 == 0 || 64 % width == 0);
+}
 
 }  // namespace jaxdnn::conv

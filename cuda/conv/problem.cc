@@ -7,6 +7,49 @@
 
 namespace jaxdnn::conv {
 
+namespace {
+
+bool AreSideBySide(const Problem& p, int d) {
+  return p.window[d] == p.stride[d] && p.x[d] == p.stride[d] * p.y[d] && p.y[d] > 0 && p.pad[d] == 0 &&
+         p.lhs_dilation[d] == 1 && p.rhs_dilation[d] == 1;
+}
+
+// Along the last dimension, s pixels each, they are further channels: x [W, C] is x [W / s, s C] in memory, and w [s,
+// C, K] is w [1, s C, K]. So patches of few channels become lines of whole 16-byte chunks; or of halves of them, of
+// 16-bit floats that are only stored.
+void FoldIntoChannels(Problem* p) {
+  constexpr int d = kRank - 1;
+  const int64_t s = p->stride[d], chunk = p->direction == Direction::kDataGradient && SizeOf(p->in) == 2 ? 8 : 16;
+  if (s == 1 || p->groups != 1 || !AreSideBySide(*p, d) || s * p->channels * SizeOf(p->in) % chunk != 0) return;
+  p->channels *= s;
+  p->x[d] = p->y[d];
+  p->window[d] = p->stride[d] = 1;
+}
+
+// Along the first dimension that has a stride they are images of their own, x [N, H, W] is x [N H / s, s, W], and so
+// are the positions before it. That leaves no stride, of which the TMA unit has limits. But kernels of few channels go
+// down images, and in the data gradient all but one of the taps would meet nothing.
+void FoldIntoImages(Problem* p) {
+  if (p->direction == Direction::kDataGradient || p->groups != 1 || p->channels * SizeOf(p->in) % 16 != 0) return;
+  int d = 0;
+  while (d < kRank - 1 && p->stride[d] == 1 && AreSideBySide(*p, d)) ++d;
+  if (d == kRank - 1 || p->stride[d] == 1 || !AreSideBySide(*p, d)) return;
+  for (int i = 0; i <= d; ++i) {
+    p->images *= p->y[i];
+    p->x[i] = p->stride[i];
+    p->y[i] = p->stride[i] = 1;
+  }
+}
+
+}  // namespace
+
+Problem Folded(const Problem& p) {
+  Problem f = p;
+  FoldIntoChannels(&f);
+  FoldIntoImages(&f);
+  return f;
+}
+
 Problem Exchanged(const Problem& p) {
   Problem e = p;
   e.exchanged = !p.exchanged;

@@ -85,7 +85,7 @@ __device__ void StoreAcross(const WgmmaParams& p, const WgmmaPhase& f, const Rin
     return;
   }
   hopper::SyncWarpgroup(1 + warpgroup);
-  StoreLines<T::kRows>(lines, pixels, out, column, p.columns, p.columns);
+  StoreLines<T::kRows>(p, lines, pixels, out, column, p.columns);
 }
 
 // Stores the sums through the epilogue, 16 rows at a time, in floats through shared memory.

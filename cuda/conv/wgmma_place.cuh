@@ -29,13 +29,62 @@ inline int MapPhases(const Problem& p, WgmmaPhase (&phases)[kMaxMaps]) {
   return count;
 }
 
-// A tile of the grid.
+// The tiles of a row of them: those of the result's columns, of one after the other of the phases that are alike; or of
+// (tap, column) pairs where taps are columns.
+struct WgmmaRow {
+  FastDiv tiles, of_phase, columns;  // of the result
+  Box alike;
+  int phases;
+  bool reversed, taps;  // whether the phases' taps are in their order, and are columns
+
+  WgmmaRow() = default;
+  WgmmaRow(int64_t result_columns, int tile_columns, const MappedPhase& f, bool taps_are_columns)
+      : columns(result_columns), alike(f.alike), phases(f.Alike()), reversed(f.reversed[0]), taps(taps_are_columns) {
+    const int64_t of_one = (result_columns + tile_columns - 1) / tile_columns;
+    tiles = FastDiv(taps ? (result_columns * phases + tile_columns - 1) / tile_columns : of_one * phases);
+    of_phase = taps ? tiles : FastDiv(of_one);
+  }
+
+  // Of a column where taps are columns; and which of the result's it is.
+  __device__ int Phase(int column, int* of_result) const {
+    const int tap = columns.Div(column, of_result);
+    return reversed ? tap : phases - 1 - tap;
+  }
+};
+
+// How far from the first phase's are the pixels of another, in the result, and its tap in the window.
+template <class Params>
+__device__ int PhasePixel(const Params& p, int phase) {
+  int which[kRank];
+  p.in_row.alike.Split(phase, which);
+  return (which[0] * p.out[1] + which[1]) * p.out[2] + which[2];
+}
+template <class Params>
+__device__ int PhaseTap(const Params& p, int phase) {
+  int which[kRank];
+  p.in_row.alike.Split(phase, which);
+  const int tap = (which[0] * p.window[1] + which[1]) * p.window[2] + which[2];
+  return p.in_row.reversed ? tap : -tap;
+}
+
+// Where a column lies from a row's first one, in elements of the result.
+template <class Params>
+__device__ int64_t ResultColumn(const Params& p, int column) {
+  if (!p.in_row.taps) return column;
+  int rest;
+  const int phase = p.in_row.Phase(column, &rest);
+  return int64_t{PhasePixel(p, phase)} * p.in_row.columns.divisor + rest;
+}
+
+// A tile of the grid; and how far from the first phase's are its pixels and its tap.
 struct WgmmaPlace {
-  int phase, column, row;
+  int phase, column, row, pixel, tap;
 
   template <class Params, class T>
   __device__ WgmmaPlace(const Params& p, int tile, T) : phase(0) {
-    const int row_tile = p.column_tiles.Div(tile, &column);
+    const int row_tile = p.in_row.tiles.Div(tile, &column), which = p.in_row.of_phase.Div(column, &column);
+    pixel = PhasePixel(p, which);
+    tap = PhaseTap(p, which);
     column *= T::kColumns;
     while (row_tile >= p.first_tile[phase + 1]) ++phase;
     row = (row_tile - p.first_tile[phase]) * T::kRows;
@@ -79,16 +128,17 @@ __device__ __forceinline__ void ForEachStep(const Params& p, const MappedPhase& 
   }
 }
 
-// Where a row is in the result, in pixels; -1 past the last. Those of a phase may be scattered.
+// Where a tile's row is in the result, in pixels; -1 past the last. Those of a phase may be scattered.
 template <class Params>
-__device__ int ResultPixel(const Params& p, const WgmmaPhase& f, int row, bool scattered) {
+__device__ int ResultPixel(const Params& p, const WgmmaPhase& f, const WgmmaPlace& place, int row, bool scattered) {
+  row += place.row;
   if (row >= f.rows) return -1;
   if (!scattered) return row;
   int at[kRank];
   int pixel = f.Split(row, at);
 #pragma unroll
   for (int d = 0; d < kRank; ++d) pixel = pixel * p.out[d] + f.first[d] + at[d] * f.period[d];
-  return pixel;
+  return pixel + place.pixel;
 }
 
 }  // namespace jaxdnn::conv

@@ -86,15 +86,17 @@ double TransposingCycles(const Problem& p, const TileShape& t, double moves) {
 // Of a filter gradient's tiles by so many blocks.
 double FilterCycles(const Problem& p, const TileShape& t, const FilterShape& shape, int64_t blocks) {
   const Cost cost = CostOf(t, p);
-  const double step = cost.step * (AreApart(p, p.channels) ? 1.45 : 1) * (AreApart(p, p.features) ? 1.45 : 1);
+  // Where the warpgroups share a tile, nothing hides how it is stored.
+  const bool together = p.in == DType::kF32 || t.rows * t.columns > 128 * 128;
+  // Parts of lines take longer for what they bring, and large tiles need less of it.
+  const double part = AreApart(p, p.channels) ? 1.45 : p.channels % WgmmaDepth(p.in) != 0 && !together ? 1.25 : 1;
+  const double step = cost.step * part * (AreApart(p, p.features) ? 1.45 : 1);
   const double x_pixels = std::min(p.XPixels(), p.YPixels() * p.Taps());
   const double elements = p.images * (x_pixels * p.channels + double(p.YPixels()) * p.features);
   const double memory = elements * SizeOf(p.in) / (kMultiprocessors * kBytesPerCycle);
   double more = TransposingCycles(p, t, 2);
   // What dense layers move is not hidden where the warpgroups share their stages.
   if (p.in == DType::kF32 && std::min(p.channels, p.features) >= 64) more += memory / 2;
-  // Where the warpgroups share a tile, nothing hides how it is stored.
-  const bool together = p.in == DType::kF32 || t.rows * t.columns > 128 * 128;
   if (blocks == shape.tiles) {
     const double busy = shape.steps * step, each = std::ceil(blocks / kMultiprocessors);
     if (together) return each * (busy + cost.tile) + more;
@@ -128,9 +130,15 @@ bool TakesWgmma(const Problem& p, const TileShape& t) {
   if (t.tile == Tile::kWgmma128x128Copied && !(floats && forward)) return false;
   // One problem and group, lines of whole 16-byte chunks, and rows that 32 bits number.
   const int64_t chunk = 16 / SizeOf(p.in);
+  if (p.batch != 1 || p.groups != 1 || p.features % chunk != 0 ||
+      p.images * std::max(p.XPixels(), p.YPixels()) >= INT32_MAX - t.rows)
+    return false;
   MappedPhase phases[kMaxMaps];
-  return p.batch == 1 && p.groups == 1 && p.channels % chunk == 0 && p.features % chunk == 0 &&
-         p.images * std::max(p.XPixels(), p.YPixels()) < INT32_MAX - t.rows && MapPhases(p, phases) > 0;
+  const int count = MapPhases(p, phases);
+  // Columns of taps are stored in halves of chunks too, of 16-bit floats.
+  const bool halves =
+      p.direction == Direction::kDataGradient && !floats && p.out == p.in && TapsAreColumns(p, count, phases[0]);
+  return count > 0 && p.channels % (halves ? chunk / 2 : chunk) == 0;
 }
 
 int64_t MostBlocks(const Problem& p, const TileShape& t) {
@@ -182,7 +190,7 @@ std::optional<Config> PlanFilterWgmma(const Problem& p, const TileShape& t, int6
 }
 
 double WgmmaCycles(const Problem& p, const TileShape& t, int64_t cluster) {
-  const Cost cost = CostOf(t, p);
+  Cost cost = CostOf(t, p);
   const Gemm g = GemmOf(p);
   const int64_t channels = p.DepthChannels(), line = WgmmaDepth(p.in);
   double phases = 1, taps_per_tap = 1, most_taps = 1;
@@ -191,10 +199,20 @@ double WgmmaCycles(const Problem& p, const TileShape& t, int64_t cluster) {
     phases *= f.period[d], taps_per_tap *= f.tap_period[d];
     most_taps *= CeilDiv(p.window[d], f.tap_period[d]);
   }
-  const double tiles = phases * std::ceil(g.rows / phases / t.rows) * CeilDiv(g.columns, t.columns);
+  MappedPhase maps[kMaxMaps];
+  const bool read_as_it_is = p.direction == Direction::kForward && TransposedBytes(p, t) == 0;
+  const bool taps = TapsAreColumns(p, MapPhases(p, maps), maps[0]) && p.out == p.in &&
+                    (!read_as_it_is || g.columns % line == 0);  // as the kernel has it
+  const double column_tiles = taps ? CeilDiv(g.columns * p.Taps(), t.columns) : phases * CeilDiv(g.columns, t.columns);
+  const double tiles = std::ceil(g.rows / phases / t.rows) * column_tiles;
+  // What is not stored by TMA takes 16-bit floats longer.
+  const bool boxes = taps && RowsAreBoxes(maps[0]) && g.columns % line == 0 && t.columns % line == 0;
+  if (taps && !(boxes && !IsAcross(t.tile)) && p.in != DType::kF32)
+    cost.tile = IsAcross(t.tile) ? 23 * t.rows - 350 : 1.42 * cost.tile;
   // What is left of a pixel's channels takes a load too, which is slower for what it brings.
   const int64_t left = channels % line;
-  const double last = left == 0 ? 0 : AreApart(p, left) ? 2.7 : 1.6, lines = channels / line + last;
+  const double apart = p.in == DType::kF32 ? 2.1 : 2.7, last = left == 0 ? 0 : AreApart(p, left) ? apart : 1.6;
+  const double lines = channels / line + last;
   const double steps = std::max(1.0, p.Taps() / taps_per_tap * lines);
   const double longest = most_taps * lines;  // of the tiles that have most
   if (cluster > 1) {
