@@ -51,17 +51,17 @@ inline int RingTeam(const RingTiling& t, int64_t grain, int arrays, int64_t ring
 }
 
 // The same of slabs that are some of the channels, 0 if there is none. Of a unit no more than 13/20 of the ring are
-// held: what is free is filled with the next while the team meets. Boxes are copied as a whole.
-inline int SlabTeam(const RingTiling& t, int64_t chunk, int64_t chunk_bytes) {
-  const int64_t grains = t.slab / t.columns;
+// held: what is free is filled with the next while the team meets. Where elements take longer than memory, `busy`, few
+// rounds are better than hidden meetings. Boxes are copied as a whole.
+inline int SlabTeam(const RingTiling& t, int64_t chunk, int64_t chunk_bytes, bool busy) {
+  const int64_t grains = t.slab / t.columns, held = (busy ? 16 : 13) * t.stages / 20;
   int best = 0;
   int64_t least = INT64_MAX;
   for (int size = 1; size <= std::min<int64_t>(kNominal.multiprocessors, grains); ++size) {
     const int64_t chunks = CeilDiv(CeilDiv(grains, size) * t.columns, chunk);
-    if (20 * chunks > 13 * t.stages) continue;
-    const int64_t cost =
-        CeilDiv(t.team.units, kNominal.multiprocessors / size) * (chunks * chunk_bytes + kMeetingBytes);
-    if (cost < least) best = size, least = cost;
+    const int64_t cost = CeilDiv(t.team.units, kNominal.multiprocessors / size) *
+                         (chunks * chunk_bytes + (busy ? 2 : 1) * kMeetingBytes);
+    if (chunks <= held && cost < least) best = size, least = cost;
   }
   return best;
 }
@@ -109,9 +109,12 @@ inline std::optional<RingTiling> PlanSlabs(const Problem& p, int arrays, const R
   t.kept = t.stages - 2;
   t.shared = t.stages * chunk_bytes + kept;
   const int64_t grain = last ? t.columns : 32, ring_bytes = t.stages * chunk_bytes;
-  t.team.size = t.boxes ? SlabTeam(t, t.side * depth, chunk_bytes) : RingTeam(t, grain, arrays, ring_bytes);
+  const bool busy = vector == 8 && p.activation == activation::Kind::kSilu;
+  t.team.size = t.boxes ? SlabTeam(t, t.side * depth, chunk_bytes, busy) : RingTeam(t, grain, arrays, ring_bytes);
   // A slab that one block holds needs no meeting, and no ring.
   if (t.boxes && t.team.size <= 1) return std::nullopt;
+  // Nor are rings the faster where large teams pass on the sums of so many groups.
+  if (t.boxes && p.groups > kMostGroups && groups * t.team.size > 2 * kOwnLetters) return std::nullopt;
   t.share = CeilDiv(t.slab / grain, t.team.size) * grain;
   t.direct = groups * t.team.size <= kOwnLetters || groups == 1;
   // Far more than the ring holds is left to blocks that leave room for nothing else.
