@@ -56,6 +56,7 @@ _LARGE_LAST = (
   Case((1, 300, 301, 24), 3),
   Case((1, 2048, 2048, 8), 2),
   Case((3, 129, 128, 33), 11),
+  Case((16, 47, 47, 256), 256),
   RING,
 )
 LARGE = (*_LARGE_LAST, *map(first, _LARGE_LAST))

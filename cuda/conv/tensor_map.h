@@ -31,9 +31,10 @@ inline CUtensorMapDataType MapType(DType t, bool rounded = true) {
                              : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
 }
 
-// Boxes of an array with these extents, the contiguous one first; boxes are one line wide, of 64 or 128 bytes.
+// Boxes of an array with these extents, the contiguous one first; boxes are one line wide, of 64 or 128 bytes. Plain
+// ones may be wider, and lie as they are.
 inline cudaError_t EncodeBoxes(CUtensorMap* map, DType type, const void* data, std::initializer_list<int64_t> extents,
-                               std::initializer_list<int> box, bool rounded = true) {
+                               std::initializer_list<int> box, bool rounded = true, bool plain = false) {
   static decltype(&cuTensorMapEncodeTiled) encode;
   if (!encode)
     if (const cudaError_t e = FindDriverFunction("cuTensorMapEncodeTiled", &encode); e != cudaSuccess) return e;
@@ -47,10 +48,12 @@ inline cudaError_t EncodeBoxes(CUtensorMap* map, DType type, const void* data, s
     shape[n] = box.begin()[n];
     ++n;
   }
-  const CUtensorMapSwizzle swizzle =
-      shape[0] * SizeOf(type) <= 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B;
+  const CUtensorMapSwizzle swizzle = plain                           ? CU_TENSOR_MAP_SWIZZLE_NONE
+                                     : shape[0] * SizeOf(type) <= 64 ? CU_TENSOR_MAP_SWIZZLE_64B
+                                                                     : CU_TENSOR_MAP_SWIZZLE_128B;
   const CUresult r = encode(map, MapType(type, rounded), n, const_cast<void*>(data), size, stride + 1, shape, ones,
-                            CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                            CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+                            plain ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B : CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return r == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }

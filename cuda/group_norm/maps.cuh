@@ -51,6 +51,16 @@ A GroupSize(const Problem& p) {
   return static_cast<A>(p.channels / p.groups) * static_cast<A>(p.spatial);
 }
 
+// What a group adds to its channels' pullbacks: the means are those of w and w xhat.
+template <class A>
+struct Slant {
+  A tilt, shift;
+
+  Slant() = default;
+  __device__ Slant(const Statistics<A>& s, const Sums<A>& means)
+      : tilt(-s.rstd * s.rstd * means.second), shift(-s.rstd * means.first - s.rest * tilt) {}
+};
+
 // A channel's map: with u = (x - mean) * tilt + shift and p = (x - mean) *
 // slope + offset,
 //   dx = dy f'(p) slope + u,   ty = f'(p) (t slope + u).
@@ -69,6 +79,7 @@ struct Linear {
     tilt = s.rstd * (tscale - lead * means.second);
     shift = tbias - lead * means.first - s.rest * tilt;
   }
+  __device__ void Take(const Slant<A>& slant) { tilt = slant.tilt, shift = slant.shift; }
   // The pre-activation.
   __device__ A Input(A x) const { return (x - mean) * slope + offset; }
   __device__ void AddTo(Sums<A>& sums, A w, A x) const {

@@ -41,10 +41,9 @@ struct Shifted {
   }
 };
 
-// The sum of what the team's blocks have, by 1 << span lanes of a warp.
-template <class A>
+// The sum of what the team's blocks have, by 1 << span lanes of a warp, of which each asks for so many at once.
+template <int kAtOnce = 4, class A>
 __device__ Pair<A> AddBlocks(const Letter<Pair<A>>* partial, int blocks, int stride, int span) {
-  constexpr int kAtOnce = 4;
   const int lanes = 1 << span, lane = threadIdx.x & (lanes - 1);
   Pair<A> sums[1] = {};
   if (blocks <= lanes) {

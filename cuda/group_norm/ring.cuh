@@ -5,10 +5,13 @@
 // the team; the others apply the result, and give the places back. While one unit's sums travel, the next unit is on
 // its way into what is left of the ring, and the one before on its way out: memory is at work all the time.
 //
-// Chunks are contiguous in memory: channels last a block takes whole rows, channels first pieces of a group. A share
-// that the ring cannot hold has its first chunks summed as they stream by; they are copied once more after the meeting,
-// the last first, while the L2 cache may have them.
+// Chunks are contiguous in memory, where channels last a block takes whole rows, and channels first, where it takes
+// pieces of a group. Channels last they may also be boxes, rows of some groups' channels, which the TMA unit gathers. A
+// share that the ring cannot hold has its first chunks summed as they stream by; they are copied once more after the
+// meeting, the last first, while the L2 cache may have them.
 #pragma once
+
+#include <cuda.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -47,7 +50,12 @@ struct RingTiling {
   int stages;           // chunks that the ring holds
   int depth;            // chunks that are on their way at once: more would only make letters wait
   int kept;             // the most chunks of a share that stay from one visit to the other
-  int columns;          // channels last: vectors of a row
+  int columns;          // channels last: vectors of a slab's row
+  int row_vectors;      // of the array's
+  int stride;           // vectors from those visited side by side to the next
+  int64_t example;      // vectors of an example
+  bool boxes;           // slabs are some of the channels
+  bool direct;          // every block reads the letters of all others itself
   int half;             // channels last: half of the rows that are visited at once
   int64_t shared;
   FastDiv row;       // channels first: vectors of a channel
@@ -56,6 +64,13 @@ struct RingTiling {
   int slab_channels, slab_groups, channels, groups;
 
   int64_t SlabGroups() const { return slab_groups; }
+  // The unit's first vector.
+  __device__ int64_t Base(int64_t unit) const {
+    if (!boxes) return unit * slab;
+    int part;
+    const int at = by_slabs.Div(static_cast<int>(unit), &part);
+    return at * example + part * columns;
+  }
   // As many teams as fit the multiprocessors that plans are made for.
   int Blocks() const {
     return static_cast<int>(std::min<int64_t>(team.units, kNominal.multiprocessors / team.size)) * team.size;
@@ -80,6 +95,19 @@ struct Turn {
   }
 };
 
+// Where a unit's parameters and statistics are: those of the slab's first channel and group.
+struct RingUnit {
+  int example, first_channel;
+  int64_t first_group;
+
+  __device__ RingUnit(const RingTiling& t, int64_t unit) {
+    int slab;
+    example = t.by_slabs.Div(static_cast<int>(unit), &slab);
+    first_channel = slab * t.slab_channels;
+    first_group = int64_t{example} * t.groups + slab * t.slab_groups;
+  }
+};
+
 // A block's share of a unit, in chunks.
 struct Share {
   int64_t begin;
@@ -90,6 +118,13 @@ struct Share {
     count = static_cast<int>(max(int64_t{0}, min(t.share, t.slab - begin)));
     chunks = (count + chunk - 1) / chunk;
     streamed = chunks > t.stages ? chunks - t.kept : 0;
+  }
+  // Where in the unit thread `mine` of those that visit begins.
+  template <bool kColumns>
+  __device__ int64_t Start(const RingTiling& t, int mine) const {
+    if (!kColumns) return begin + mine;
+    const int down = mine / t.columns;
+    return (begin / t.columns + down) * t.row_vectors + mine - down * t.columns;
   }
   // Of the second visit: those that stayed, then the others from the last to the first.
   __device__ int Again(int i) const { return i < chunks - streamed ? streamed + i : chunks - 1 - i; }
@@ -103,19 +138,20 @@ __device__ inline void CopyBulk(uint32_t to, const void* from, int bytes, uint32
                  : "memory");
 }
 
-// The part of the thread that copies.
+// The part of the thread that copies; `maps` are of the arrays, if slabs are some of the channels.
 template <int kArrays, class Vector>
-__device__ void CopyShares(const RingTiling& t, const Vector* const (&in)[kArrays], Vector* ring,
-                           RingBarriers* barriers) {
+__device__ void CopyShares(const RingTiling& t, const Vector* const (&in)[kArrays], const CUtensorMap* maps,
+                           Vector* ring, RingBarriers* barriers) {
   const int chunk = kDepth<kArrays> * t.side;
   const Share share(t, chunk);
   Turn turn, landed;
   int64_t begun = 0;
   for (int64_t unit = t.team.First(); unit < t.team.units; unit += t.team.Step()) {
     const int64_t base = unit * t.slab + share.begin;
+    const RingUnit u(t, unit);
     for (int i = 0; i < share.chunks + share.streamed; ++i) {
       const int which = i < share.chunks ? i : share.streamed - 1 - (i - share.chunks);
-      const int n = min(chunk, share.count - which * chunk);
+      const int n = t.boxes ? chunk : min(chunk, share.count - which * chunk);
       const uint32_t full = SharedAddress(&barriers->full[turn.place]);
       hopper::WaitBarrier(SharedAddress(&barriers->empty[turn.place]), turn.parity ^ 1);
       if (++begun > t.depth) {
@@ -124,9 +160,14 @@ __device__ void CopyShares(const RingTiling& t, const Vector* const (&in)[kArray
       }
       hopper::ArriveExpecting(full, kArrays * n * static_cast<int>(sizeof(Vector)));
 #pragma unroll
-      for (int a = 0; a < kArrays; ++a)
-        CopyBulk(SharedAddress(ring + (turn.place * kArrays + a) * chunk), in[a] + base + which * chunk,
-                 n * static_cast<int>(sizeof(Vector)), full);
+      for (int a = 0; a < kArrays; ++a) {
+        const uint32_t to = SharedAddress(ring + (turn.place * kArrays + a) * chunk);
+        if (t.boxes)
+          hopper::LoadBox(to, &maps[a], full, u.first_channel,
+                          static_cast<int>(share.begin + which * chunk) / t.columns, u.example);
+        else
+          CopyBulk(to, in[a] + base + which * chunk, n * static_cast<int>(sizeof(Vector)), full);
+      }
       turn.Skip(1, t.stages);
     }
   }
@@ -157,19 +198,6 @@ __device__ inline void InitBarriers(RingBarriers* b, int stages, int knowing) {
 
 // The threads that sum, alone.
 __device__ inline void SyncSumming() { asm volatile("bar.sync 1, %0;" ::"n"(kVisitors) : "memory"); }
-
-// Where a unit's parameters and statistics are: those of the slab's first channel and group.
-struct RingUnit {
-  int example, first_channel;
-  int64_t first_group;
-
-  __device__ RingUnit(const RingTiling& t, int64_t unit) {
-    int slab;
-    example = t.by_slabs.Div(static_cast<int>(unit), &slab);
-    first_channel = slab * t.slab_channels;
-    first_group = int64_t{example} * t.groups + slab * t.slab_groups;
-  }
-};
 
 // Calls f(g, sum over the channels c of group g of the slab of value(c)), by `threads` threads, a power of two: whole
 // warps, of which this is number `thread`.
@@ -214,12 +242,13 @@ template <int V, class Value>
 __device__ Value ChannelSum(const RingTiling& t, const Value* scratch, int c) {
   const Value* at = scratch + c % V * t.half * t.columns + c / V;
   Value sum = *at;
+#pragma unroll 4
   for (int row = 1; row < t.half; ++row) sum = AddPairs{}(sum, at[row * t.columns]);
   return sum;
 }
 
-// Whether every block reads the letters of all others itself.
-__device__ inline bool IsDirect(const RingTiling& t) { return t.slab_groups == 1; }
+// Letters that a lane asks for at once, so that a warp has those of the largest team in one go.
+constexpr int kAtOnce = (kNominal.multiprocessors + 31) / 32;
 
 // Adds up the letters of those groups that are this block's, for all blocks. By one warp.
 template <class Value>
@@ -231,7 +260,7 @@ __device__ void Gather(const RingTiling& t, Letter<Value>* letters) {
   const int lane = threadIdx.x % 32, part = lane & ((1 << span) - 1);
   for (int first = t.team.Rank(); first < groups; first += size << (5 - span)) {
     const int g = first + size * (lane >> span);
-    const Value sum = AddBlocks(letters + min(g, groups - 1), size, groups, span);
+    const Value sum = AddBlocks<kAtOnce>(letters + min(g, groups - 1), size, groups, span);
     if (g < groups && part == 0) result[g].Write(sum);
   }
 }
@@ -240,12 +269,16 @@ __device__ void Gather(const RingTiling& t, Letter<Value>* letters) {
 template <class Value, class F>
 __device__ void Take(const RingTiling& t, const Letter<Value>* letters, F&& take) {
   const int groups = t.slab_groups, lane = threadIdx.x % 32;
-  if (IsDirect(t)) {
-    const Value sum = AddBlocks(letters, t.team.size, 1, 5);
-    if (lane == 0) take(0, sum);
+  if (t.direct) {
+    int span = 5;
+    while (span > 0 && groups << span > 32) --span;
+    for (int first = 0; first < groups; first += 32 >> span) {
+      const int g = first + (lane >> span);
+      const Value sum = AddBlocks<kAtOnce>(letters + min(g, groups - 1), t.team.size, groups, span);
+      if (g < groups && (lane & ((1 << span) - 1)) == 0) take(g, sum);
+    }
     return;
   }
-  constexpr int kAtOnce = 4;
   const Letter<Value>* result = letters + int64_t{t.team.size} * groups;
   for (int first = lane; first < groups; first += 32 * kAtOnce) {
     Value values[kAtOnce];

@@ -19,6 +19,7 @@ struct RingMapOperands {
   A *dscale, *dbias;  // rows of channels: of each block, or of each example's blocks
   Letter<Sums<A>>* letters;
   A inverse;  // of the elements of a group
+  CUtensorMap maps[2];
 };
 
 // The sums that channels first, a warp has of the share's channels.
@@ -49,9 +50,13 @@ __global__ void __launch_bounds__(kRingThreads, 1)
   const int chunk = D * t.side;
   auto* ring = reinterpret_cast<Vector*>(shared);
   auto* scratch = reinterpret_cast<Sums<A>*>(ring + 2 * t.stages * chunk);
-  // Channels last: what the block has of each channel; channels first: the channels' maps, twice.
-  auto* known = scratch + (kColumns ? t.half * t.columns * V : kWarps * t.slab_channels);
-  auto* kept = known + 2 * t.slab_groups;
+  auto* known = reinterpret_cast<Slant<A>*>(
+      scratch + (kColumns ? t.half * t.columns * V : kWarps * t.slab_channels));          // two units'
+  auto* summed_statistics = reinterpret_cast<Statistics<A>*>(known + 2 * t.slab_groups);  // the same, of who sums
+  auto* taken_statistics = summed_statistics + 2 * t.slab_groups;
+  // Channels last: what the block has of each channel, and its scale; channels first: the channels' maps, twice.
+  auto* kept = reinterpret_cast<Sums<A>*>(taken_statistics + t.slab_groups);
+  auto* scales = reinterpret_cast<A*>(kept + t.channels);
   auto* table = reinterpret_cast<Pullback*>(kept);
   if constexpr (!hopper::kAvailable) return;
 
@@ -63,17 +68,17 @@ __global__ void __launch_bounds__(kRingThreads, 1)
   const Part part = PartOfThread();
   if (part == kCopy) {
     const Vector* in[2] = {o.in, o.x};
-    if (threadIdx.x % 32 == 0) CopyShares<2>(t, in, ring, &barriers);
+    if (threadIdx.x % 32 == 0) CopyShares<2>(t, in, o.maps, ring, &barriers);
     return;
   }
 
   const auto letters_of = [&](int64_t unit) { return o.letters + unit * (t.team.size + 1) * t.slab_groups; };
-  const auto tell = [&](int buffer, int g, const Sums<A>& sum) {
-    known[buffer * t.slab_groups + g] = Times(sum, o.inverse);
+  const auto tell = [&](int buffer, int g, const Statistics<A>& statistics, const Sums<A>& sum) {
+    known[buffer * t.slab_groups + g] = Slant<A>(statistics, Times(sum, o.inverse));
   };
   if (part > kApply) {
     const bool alone = t.team.size == 1;
-    if (part == kSend ? kColumns : alone || (part == kGather && IsDirect(t))) return;
+    if (part == kSend ? kColumns : alone || (part == kGather && t.direct)) return;
     int round = 0;
     for (int64_t unit = first; unit < t.team.units; unit += step, ++round) {
       const RingUnit u(t, unit);
@@ -93,7 +98,7 @@ __global__ void __launch_bounds__(kRingThreads, 1)
         };
         ForEachGroup<Sums<A>>(t, 32, lane, of_channel, [&](int, const Sums<A>& sum) {
           if (alone)
-            tell(buffer, 0, sum);
+            tell(buffer, 0, statistics, sum);
           else
             letters_of(unit)[t.team.Rank()].Write(sum);
         });
@@ -101,14 +106,16 @@ __global__ void __launch_bounds__(kRingThreads, 1)
       } else if (part == kGather) {
         Gather(t, letters_of(unit));
       } else {
-        Take(t, letters_of(unit), [&](int g, const Sums<A>& sum) { tell(buffer, g, sum); });
+        for (int g = lane; g < t.slab_groups; g += 32) taken_statistics[g] = o.statistics[u.first_group + g];
+        __syncwarp();
+        Take(t, letters_of(unit), [&](int g, const Sums<A>& sum) { tell(buffer, g, taken_statistics[g], sum); });
       }
       if (!takes) continue;
       __syncwarp();
       if constexpr (!kColumns) {
         for (int c = lane; c < t.slab_channels; c += 32) {
           Pullback map(statistics, o.scale[u.first_channel + c], o.bias[u.first_channel + c]);
-          map.Finish(statistics, known[buffer], A(0), A(0));
+          map.Take(known[buffer]);
           table[buffer * t.slab_channels + c] = map;
         }
       }
@@ -132,6 +139,8 @@ __global__ void __launch_bounds__(kRingThreads, 1)
   };
   Turn turn;
   if (!applies) {
+    if constexpr (kColumns)
+      for (int c = thread; c < t.channels; c += kVisitors) kept[c] = {}, scales[c] = o.scale[c];
     int round = 0;
     for (int64_t unit = first; unit < t.team.units; unit += step, ++round) {
       const RingUnit u(t, unit);
@@ -141,6 +150,9 @@ __global__ void __launch_bounds__(kRingThreads, 1)
       if constexpr (kColumns) {
 #pragma unroll
         for (int j = 0; j < V; ++j) map[j] = map_of(u, across * V + j);
+        // What of them is read two units before was behind a barrier since.
+        for (int g = thread; g < t.slab_groups; g += kVisitors)
+          summed_statistics[(round & 1) * t.slab_groups + g] = o.statistics[u.first_group + g];
       } else {
         hopper::WaitBarrier(SharedAddress(&barriers.sums_free), round & 1 ^ 1);
         for (int c = thread % 32; c < t.slab_channels; c += 32) warp.row[c] = {};
@@ -179,14 +191,16 @@ __global__ void __launch_bounds__(kRingThreads, 1)
         const bool alone = t.team.size == 1;
         const int buffer = round & 1;
         if (alone) hopper::WaitBarrier(SharedAddress(&barriers.known_free[buffer]), (round >> 1 & 1) ^ 1);
+        const Statistics<A>* statistics = summed_statistics + buffer * t.slab_groups;
         const auto of_channel = [&](int g, int c) {
-          const Sums<A> sum = Normalized(ChannelSum<V>(t, scratch, c), o.statistics[u.first_group + g]);
-          kept[c] = round == 0 ? sum : AddPairs{}(kept[c], sum);
-          return Times(sum, o.scale[c]);
+          const Sums<A> sum = Normalized(ChannelSum<V>(t, scratch, c), statistics[g]);
+          const int channel = u.first_channel + c;
+          kept[channel] = AddPairs{}(kept[channel], sum);
+          return Times(sum, scales[channel]);
         };
         ForEachGroup<Sums<A>>(t, kVisitors, thread, of_channel, [&](int g, const Sums<A>& sum) {
           if (alone)
-            tell(buffer, g, sum);
+            tell(buffer, g, statistics[g], sum);
           else
             letters_of(unit)[t.team.Rank() * t.slab_groups + g].Write(sum);
         });
@@ -208,6 +222,7 @@ __global__ void __launch_bounds__(kRingThreads, 1)
     return;
   }
 
+  const int64_t start = share.Start<kColumns>(t, mine);
   int round = 0;
   for (int64_t unit = first; unit < t.team.units; unit += step, ++round) {
     const RingUnit u(t, unit);
@@ -220,28 +235,26 @@ __global__ void __launch_bounds__(kRingThreads, 1)
     hopper::WaitBarrier(SharedAddress(&barriers.known[buffer]), round >> 1 & 1);
     if constexpr (kColumns) {
 #pragma unroll
-      for (int j = 0; j < V; ++j) {
-        const int g = t.group_channels.Div(across * V + j);
-        map[j].Finish(o.statistics[u.first_group + g], known[buffer * t.slab_groups + g], A(0), A(0));
-      }
+      for (int j = 0; j < V; ++j) map[j].Take(known[buffer * t.slab_groups + t.group_channels.Div(across * V + j)]);
     }
+    Vector* out = o.out + t.Base(unit) + start;
     turn.Skip(share.streamed, t.stages);
     for (int i = 0; i < share.chunks; ++i) {
       const int which = share.Again(i);
       const int n = min(chunk, share.count - which * chunk);
-      const int64_t at = share.begin + which * chunk + mine;
       hopper::WaitBarrier(SharedAddress(&barriers.full[turn.place]), turn.parity);
       const Vector* from = ring + 2 * turn.place * chunk + mine;
 #pragma unroll
       for (int k = 0; k < D; ++k) {
         if (!visits || k * t.side + mine >= n) continue;
         if constexpr (!kColumns)
-          map[0] = table[buffer * t.slab_channels + t.row.Div(static_cast<int>(at) + k * t.side)];
+          map[0] = table[buffer * t.slab_channels +
+                         t.row.Div(static_cast<int>(share.begin) + which * chunk + k * t.side + mine)];
         A in[V], x[V];
         widen(from + k * t.side, in);
         widen(from + chunk + k * t.side, x);
         MapVector<Map::kPullback>(f, in, x, [&](int j) -> auto& { return map[kColumns ? j : 0]; });
-        Write<T, V>(o.out + unit * t.slab + at + k * t.side, in);
+        Write<T, V>(out + int64_t{which * D + k} * t.stride, in);
       }
       Release(&barriers, turn.place);
       turn.Skip(1, t.stages);
@@ -250,8 +263,9 @@ __global__ void __launch_bounds__(kRingThreads, 1)
   }
 }
 
-constexpr RingBytes kBackwardBytes = {sizeof(Sums<float>), sizeof(Sums<float>),
-                                      2 * sizeof(Linear<Map::kPullback, float>), sizeof(Sums<float>), true};
+constexpr RingBytes kBackwardBytes = {sizeof(Sums<float>), sizeof(Sums<float>) + sizeof(float),
+                                      2 * sizeof(Linear<Map::kPullback, float>),
+                                      2 * sizeof(Slant<float>) + 3 * sizeof(Statistics<float>), true};
 
 // Rows of dscale and dbias that are left behind.
 int64_t RowsLeft(const Problem& p, const RingTiling& t) { return p.channels_last ? t.Blocks() : p.n * t.team.size; }
@@ -285,6 +299,10 @@ std::optional<cudaError_t> RingBackward(const Problem& p, const void* dy, const 
     o.dbias = o.dscale + rows * p.channels;
     o.inverse = A(1) / GroupSize<A>(p);
     if (cudaError_t e = t->team.Reset(o.letters, t->SlabGroups(), stream)) return e;
+    if (t->boxes) {
+      if (cudaError_t e = EncodeSlabs(p, *t, kDepth<2>, dy, &o.maps[0])) return e;
+      if (cudaError_t e = EncodeSlabs(p, *t, kDepth<2>, x, &o.maps[1])) return e;
+    }
     auto* kernel = p.channels_last ? RingBackwardKernel<true, decltype(f), T, kLength>
                                    : RingBackwardKernel<false, decltype(f), T, kLength>;
     if (cudaError_t e = LaunchTeams(kernel, t->team, kRingThreads, t->shared, stream, *t, o, f)) return e;

@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kRingThreads, 1)
   const Part part = PartOfThread();
   if (part == kCopy) {
     const Vector* in[1] = {o.x};
-    if (threadIdx.x % 32 == 0) CopyShares<1>(t, in, ring, &barriers);
+    if (threadIdx.x % 32 == 0) CopyShares<1>(t, in, nullptr, ring, &barriers);
     return;
   }
 
@@ -157,7 +157,8 @@ __global__ void __launch_bounds__(kRingThreads, 1)
   }
 }
 
-constexpr RingBytes kForwardBytes = {sizeof(Moments), 0, 2 * sizeof(Affine<float>), sizeof(Statistics<float>), false};
+constexpr RingBytes kForwardBytes = {sizeof(Moments), 0, 2 * sizeof(Affine<float>), 2 * sizeof(Statistics<float>),
+                                     false};
 
 // Channels last, where blocks exchange many sums, rings are no faster than blocks that hold their shares (tile.cuh).
 std::optional<RingTiling> PlanForward(const Problem& p) {

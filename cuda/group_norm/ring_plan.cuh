@@ -5,13 +5,14 @@
 #include <optional>
 
 #include "cuda/common/launch.cuh"
+#include "cuda/conv/tensor_map.h"
 #include "cuda/group_norm/ring.cuh"
 #include "cuda/group_norm/visit.cuh"
 
 namespace jaxdnn::group_norm {
 
 // Bytes of what a block keeps beside the ring: of a thread's sums; of each channel where channels are last, and first;
-// of a group, twice.
+// of a group.
 struct RingBytes {
   int sums, last, first, group;
   bool by_channel;  // channels first, warps sum each channel on its own
@@ -22,15 +23,21 @@ constexpr int kInFlight = 3;
 // The fewest bytes of an array, and channels first of a group, that are worth a ring.
 constexpr int64_t kMinRingBytes = 16 << 20;
 constexpr int64_t kMinGroupBytes = 32 << 10;
-// The most groups of an example that blocks exchange sums of, channels last; and, channels first, channels of a group,
-// for which there are tables.
+// The most groups of a slab that blocks exchange sums of, channels last; and, channels first, channels of a group, for
+// which there are tables.
 constexpr int64_t kMostGroups = 64, kMostChannels = 64;
+// The most that a box may have of channels, and of positions; the fewest bytes of its lines that memory takes well.
+constexpr int64_t kMostBox = 256, kMinLineBytes = 128;
+// What a meeting of many groups costs, as bytes that memory could have moved.
+constexpr int64_t kMeetingBytes = 24 << 10;
+// Letters of a meeting that every block may read itself.
+constexpr int64_t kOwnLetters = 400;
 
 // The blocks of a team. A round costs what a block moves, a meeting, which is longer where there are results of many
 // groups to pass on, and what memory waits for it: the more, the larger a share is beside the ring. What the ring
 // cannot hold is copied twice.
 inline int RingTeam(const RingTiling& t, int64_t grain, int arrays, int64_t ring_bytes) {
-  const int64_t meeting = t.columns > 1 ? 24 << 10 : 12 << 10, grains = CeilDiv(t.slab, grain);
+  const int64_t meeting = t.columns > 1 ? kMeetingBytes : 12 << 10, grains = CeilDiv(t.slab, grain);
   int best = 1;
   int64_t least = INT64_MAX;
   for (int size = 1; size <= std::min<int64_t>(kNominal.multiprocessors, grains); ++size) {
@@ -43,38 +50,57 @@ inline int RingTeam(const RingTiling& t, int64_t grain, int arrays, int64_t ring
   return best;
 }
 
-inline std::optional<RingTiling> PlanRing(const Problem& p, int arrays, const RingBytes& bytes) {
-  if (p.Empty() || p.dtype == DType::kF64 || p.batch != 1 || p.spatial == 1) return std::nullopt;
-  const int64_t vector = p.dtype == DType::kF32 ? 4 : 8, group = p.channels / p.groups;
+// The same of slabs that are some of the channels, 0 if there is none. Of a unit no more than 13/20 of the ring are
+// held: what is free is filled with the next while the team meets. Where elements take longer than memory, `busy`, few
+// rounds are better than hidden meetings. Boxes are copied as a whole.
+inline int SlabTeam(const RingTiling& t, int64_t chunk, int64_t chunk_bytes, bool busy) {
+  const int64_t grains = t.slab / t.columns, held = (busy ? 16 : 13) * t.stages / 20;
+  int best = 0;
+  int64_t least = INT64_MAX;
+  for (int size = 1; size <= std::min<int64_t>(kNominal.multiprocessors, grains); ++size) {
+    const int64_t chunks = CeilDiv(CeilDiv(grains, size) * t.columns, chunk);
+    const int64_t cost = CeilDiv(t.team.units, kNominal.multiprocessors / size) *
+                         (chunks * chunk_bytes + (busy ? 2 : 1) * kMeetingBytes);
+    if (chunks <= held && cost < least) best = size, least = cost;
+  }
+  return best;
+}
+
+// The plan for slabs of so many groups of an example.
+inline std::optional<RingTiling> PlanSlabs(const Problem& p, int arrays, const RingBytes& bytes, int64_t groups) {
+  const int64_t vector = p.dtype == DType::kF32 ? 4 : 8, group = p.channels / p.groups, width = groups * group;
   const bool last = p.channels_last;
-  if ((last ? p.channels : p.spatial) % vector != 0) return std::nullopt;
-  if (p.n * p.spatial * p.channels / vector * 16 < kMinRingBytes) return std::nullopt;
-  // Channels last, a thread keeps its column; channels first, a warp's vectors are of one channel, of which it takes
-  // several before it sums over its lanes.
-  if (last ? p.channels / vector > kVisitors || p.groups > kMostGroups
-           : p.spatial / vector % 32 != 0 || group > kMostChannels || group * p.spatial / vector * 16 < kMinGroupBytes)
-    return std::nullopt;
-  if (!last && bytes.by_channel && p.spatial / vector < kVisitors) return std::nullopt;
+  if (last && (width % vector != 0 || width / vector > kVisitors || groups > kMostGroups)) return std::nullopt;
   RingTiling t = {};
-  t.columns = static_cast<int>(last ? p.channels / vector : 1);
+  t.boxes = last && groups < p.groups;
+  t.columns = static_cast<int>(last ? width / vector : 1);
+  t.row_vectors = static_cast<int>(last ? p.channels / vector : 1);
   t.channels = static_cast<int>(p.channels), t.groups = static_cast<int>(p.groups);
-  t.slab_channels = static_cast<int>(last ? p.channels : group);
-  t.slab_groups = static_cast<int>(last ? p.groups : 1);
-  t.slab = t.slab_channels * p.spatial / vector;
+  t.slab_channels = static_cast<int>(width);
+  t.slab_groups = static_cast<int>(groups);
+  t.slab = width * p.spatial / vector;
+  t.example = p.channels * p.spatial / vector;
   if (t.slab > INT32_MAX) return std::nullopt;
   t.row = FastDiv(p.spatial / vector);
   t.group_channels = FastDiv(group);
-  t.by_slabs = FastDiv(p.groups / t.slab_groups);
-  t.team.units = p.n * p.groups / t.slab_groups;
-  const int rows = kVisitors / t.columns;
+  t.by_slabs = FastDiv(p.groups / groups);
+  t.team.units = p.n * p.groups / groups;
+  const int depth = arrays == 1 ? kDepth<1> : kDepth<2>;
+  int rows = kVisitors / t.columns;
+  // The unit writes boxes to multiples of 128 bytes.
+  while (t.boxes && rows > 1 && t.columns * rows * depth % 8 != 0) --rows;
   t.side = t.columns * rows;
+  t.stride = last ? rows * t.row_vectors : t.side;
   t.half = (rows + 1) / 2;
   if (4 * t.side < 3 * kVisitors) return std::nullopt;
+  if (t.boxes &&
+      (width > kMostBox || rows * depth > kMostBox || t.side * depth % 8 != 0 || width / vector * 16 < kMinLineBytes))
+    return std::nullopt;
 
   const int64_t sums = last ? t.half * t.columns * vector : kVisitors / 32 * (bytes.by_channel ? group : 1);
   const int64_t kept =
-      sums * bytes.sums + t.slab_channels * (last ? bytes.last : bytes.first) + 2 * t.slab_groups * bytes.group;
-  const int64_t chunk_bytes = int64_t{16} * arrays * t.side * (arrays == 1 ? kDepth<1> : kDepth<2>);
+      sums * bytes.sums + (last ? p.channels * bytes.last : width * bytes.first) + groups * bytes.group;
+  const int64_t chunk_bytes = int64_t{16} * arrays * t.side * depth;
   constexpr int kBarrierBytes = 1024;
   t.stages =
       static_cast<int>(std::min<int64_t>(kMaxStages, (kNominal.shared_per_block - kBarrierBytes - kept) / chunk_bytes));
@@ -83,13 +109,49 @@ inline std::optional<RingTiling> PlanRing(const Problem& p, int arrays, const Ri
   t.kept = t.stages - 2;
   t.shared = t.stages * chunk_bytes + kept;
   const int64_t grain = last ? t.columns : 32, ring_bytes = t.stages * chunk_bytes;
-  t.team.size = RingTeam(t, grain, arrays, ring_bytes);
+  const bool busy = vector == 8 && p.activation == activation::Kind::kSilu;
+  t.team.size = t.boxes ? SlabTeam(t, t.side * depth, chunk_bytes, busy) : RingTeam(t, grain, arrays, ring_bytes);
+  // A slab that one block holds needs no meeting, and no ring.
+  if (t.boxes && t.team.size <= 1) return std::nullopt;
+  // Nor are rings the faster where large teams pass on the sums of so many groups.
+  if (t.boxes && p.groups > kMostGroups && groups * t.team.size > 2 * kOwnLetters) return std::nullopt;
   t.share = CeilDiv(t.slab / grain, t.team.size) * grain;
+  t.direct = groups * t.team.size <= kOwnLetters || groups == 1;
   // Far more than the ring holds is left to blocks that leave room for nothing else.
   if (t.share * 16 * arrays > ring_bytes * 3 / 2) return std::nullopt;
   // One round of long meetings has nothing to hide them behind.
   if (last && t.Blocks() == t.team.units * t.team.size) return std::nullopt;
   return t;
+}
+
+inline std::optional<RingTiling> PlanRing(const Problem& p, int arrays, const RingBytes& bytes) {
+  if (p.Empty() || p.dtype == DType::kF64 || p.batch != 1 || p.spatial == 1) return std::nullopt;
+  const int64_t vector = p.dtype == DType::kF32 ? 4 : 8, group = p.channels / p.groups;
+  const bool last = p.channels_last;
+  if ((last ? p.channels : p.spatial) % vector != 0) return std::nullopt;
+  if (p.n * p.spatial * p.channels / vector * 16 < kMinRingBytes) return std::nullopt;
+  // Channels last, a thread keeps its column; channels first, a warp's vectors are of one channel, of which it takes
+  // several before it sums over its lanes.
+  if (!last &&
+      (p.spatial / vector % 32 != 0 || group > kMostChannels || group * p.spatial / vector * 16 < kMinGroupBytes ||
+       (bytes.by_channel && p.spatial / vector < kVisitors)))
+    return std::nullopt;
+  // With two arrays, the fewest channels whose lines memory takes well: fewer blocks meet, with fewer sums.
+  if (last && arrays == 2) {
+    int64_t groups = 1;
+    while (groups < p.groups &&
+           (p.groups % groups != 0 || groups * group % vector != 0 || groups * group / vector * 16 < kMinLineBytes))
+      ++groups;
+    if (groups < p.groups)
+      if (const auto t = PlanSlabs(p, arrays, bytes, groups)) return t;
+  }
+  return PlanSlabs(p, arrays, bytes, last ? p.groups : 1);
+}
+
+// The boxes of an array's slabs.
+inline cudaError_t EncodeSlabs(const Problem& p, const RingTiling& t, int depth, const void* data, CUtensorMap* map) {
+  return conv::EncodeBoxes(map, p.dtype, data, {p.channels, p.spatial, p.n},
+                           {t.slab_channels, depth * t.side / t.columns, 1}, false, true);
 }
 
 // Whether the current device is what rings are written and planned for.
