@@ -42,6 +42,12 @@ __device__ inline void Arrive(uint32_t barrier) {
   if constexpr (kAvailable) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// Arrives when what this thread has copied with cp.async is there.
+__device__ inline void ArriveWithCopies(uint32_t barrier) {
+  if constexpr (kAvailable)
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 // Waits for the end of the phase with this parity: of 0, 1, 0, 1, ... in turn.
 __device__ inline void WaitBarrier(uint32_t barrier, uint32_t parity) {
   if constexpr (kAvailable)
@@ -59,6 +65,14 @@ __device__ inline void SyncThreads(int id, int threads) {
 
 // The threads of one warpgroup alone.
 __device__ inline void SyncWarpgroup(int id) { asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory"); }
+
+// Copies bytes, a multiple of 16 between places on 16, and adds them to the barrier.
+__device__ inline void CopyBulk(uint32_t to, const void* from, int bytes, uint32_t barrier) {
+  if constexpr (kAvailable)
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(barrier)
+                 : "memory");
+}
 
 // Tensor boxes
 // ---------------------------------------------------------------------------------------------------------

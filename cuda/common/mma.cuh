@@ -51,7 +51,8 @@ __device__ inline void LoadMatrices(uint32_t (&r)[4], uint32_t address) {
 }
 
 // To TF32's 11 bits of mantissa, to nearest; the product would cut them off.
-__device__ inline void RoundToTf32(uint32_t (&r)[4]) {
+template <int kCount>
+__device__ inline void RoundToTf32(uint32_t (&r)[kCount]) {
 #pragma unroll
   for (uint32_t& v : r)
 #if __CUDA_ARCH__ >= 900
