@@ -42,12 +42,6 @@ __device__ inline void Arrive(uint32_t barrier) {
   if constexpr (kAvailable) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives when what this thread has copied with cp.async is there.
-__device__ inline void ArriveWithCopies(uint32_t barrier) {
-  if constexpr (kAvailable)
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
-
 // Waits for the end of the phase with this parity: of 0, 1, 0, 1, ... in turn.
 __device__ inline void WaitBarrier(uint32_t barrier, uint32_t parity) {
   if constexpr (kAvailable)

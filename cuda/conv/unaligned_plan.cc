@@ -90,7 +90,7 @@ UnalignedFilterPlan::UnalignedFilterPlan(const Problem& p) {
 }
 
 int UnalignedFloatsPlan::SharedBytes() const {
-  constexpr int kBarriers = 64;
+  constexpr int kBarriers = 64;  // and what a block knows is not among these bytes
   // At the end the sums of all parts but the first.
   const int sums = (kWarps - kWarps / parts) * kWarpRows * UnalignedPlan::kColumns * 4;
   return std::max(2 * StageBytes(), sums) + 2 * (pixels + tile_rows) * 4 + kBarriers;
@@ -105,8 +105,9 @@ bool UnalignedFloatsPlan::Fit(const Problem& p) {
   line = int(pitch_of_lines);
   lines = int(Pitch(p, 1));
   all_rows = p.images * p.y[0] * lines * line;
-  column_tiles = int(CeilDiv(p.features, kColumns));
+  column_tiles = int(CeilDiv(p.features, kColumns - Shifts(p.features)));
   columns = int(CeilDiv(p.features, column_tiles));
+  if (Shifts(p.features) == 0) columns = (columns + 3) / 4 * 4;
   for (const int64_t of_lines : {p.window[1], int64_t{1}}) {
     const int64_t taps = of_lines * p.window[2], beyond = (of_lines - 1) * line_step + reach;
     const int64_t most = kWarps * kWarpRows / taps;
@@ -115,13 +116,15 @@ bool UnalignedFloatsPlan::Fit(const Problem& p) {
     for (int64_t n = fewest; n <= std::min(fewest + 8, p.channels); ++n) {
       tap_lines = int(of_lines);
       channels = int(CeilDiv(p.channels, n));
+      if (Shifts(p.channels) == 0) channels = (channels + 3) / 4 * 4;
+      if (taps * channels > kWarps * kWarpRows) continue;
       slices = int(CeilDiv(p.channels, channels));
       parts = 1;
       while (parts < kWarps && taps * channels * 2 * parts <= kWarps * kWarpRows) parts *= 2;
-      pitch = (channels + 7) / 16 * 16 + 8;
+      pitch = (channels + Shifts(p.channels) + 7) / 16 * 16 + 8;
       for (tile_rows = kMostTileRows; tile_rows > 0; tile_rows -= kUnit) {
         pixels = int(tile_rows + beyond);
-        if (SharedBytes() <= kMostSharedBytes) break;
+        if (SharedBytes() + 512 <= kMostSharedBytes) break;
       }
       if (tile_rows == 0) continue;
       // Products of a row's terms, and copies of single elements.

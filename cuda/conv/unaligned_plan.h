@@ -76,6 +76,8 @@ struct UnalignedFloatsPlan {
   int pitch;              // floats of a pixel of x, so that four pixels lie in different banks
   double cycles;          // of a row
 
+  // How far behind an aligned four lines of so many may begin.
+  static int Shifts(int64_t of_line) { return of_line % 4 == 0 ? 0 : 3; }
   bool Fit(const Problem& p);
   int StageBytes() const { return (pixels * pitch + tile_rows * UnalignedPlan::kColumns) * 4; }
   int SharedBytes() const;
