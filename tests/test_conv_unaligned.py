@@ -156,6 +156,21 @@ def test_infinities_stay_in_their_windows(dtype):
 
 
 @pytest.mark.gpu
+def test_floats_are_rounded_to_nearest():
+  """Not cut off: 1 + 0.75 / 1024 is 1 + 1 / 1024 in TF32, whether lines are whole chunks or not."""
+  near = np.float32(1 + 0.75 / 1024)
+  for c, k in ((65, 65), (64, 65), (65, 64)):
+    spec = ConvSpec((1, 1), ((0, 0), (0, 0)), (1, 1), (1, 1), 1, (9, 8), (1, 1), None, UNALIGNED)
+    shapes = {"x": (1, 2, 9, 8, c), "w": (1, 1, 1, c, k), "y": (1, 2, 9, 8, k)}
+    for result, names in OPERANDS.items():
+      terms = {"y": c, "x": k, "w": 144}[result]
+      for exact_one in names:
+        operands = {n: jnp.full(shapes[n], 1 if n == exact_one else near, jnp.float32) for n in names}
+        got = np.asarray(convolve(result, operands, spec, np.dtype(np.float32)))
+        np.testing.assert_allclose(got, terms * (1 + 1 / 1024), rtol=1e-4)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("features", [9, 65, 137])
 @pytest.mark.parametrize("activation", [None, "relu", "gelu"])
 @pytest.mark.parametrize("dtype, out_dtype", [("bfloat16", None), ("float32", None), ("bfloat16", "float32")])

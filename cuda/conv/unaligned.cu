@@ -13,8 +13,8 @@
 // A tile's results are as many neighbours as it has rows that are pixels of the result. They go through shared memory,
 // and leave in fours.
 #include "cuda/conv/epilogue.cuh"
-#include "cuda/conv/unaligned.cuh"
 #include "cuda/conv/unaligned.h"
+#include "cuda/conv/unaligned_slabs.cuh"
 
 namespace jaxdnn::conv {
 namespace {
@@ -51,47 +51,17 @@ __device__ void ProduceStrips(const UnalignedParams& q, const UnalignedShared<T>
       // Nobody is two strips ahead of another.
       hopper::SyncThreads(4, T::kStripThreads);
       hopper::WaitBarrier(shared.StripEmpty(turn.stage), turn.parity ^ 1);
+      const uint32_t strip = shared.strips + turn.stage * q.strip_bytes;
       FillStrip(thread, T::kStripThreads, q.steps_div, q.pixels, pixels, q.channels, channel, q.channels, 2 * q.steps,
-                q.pixels, in, shared.strips + turn.stage * q.strip_bytes);
+                q.pixels, in, strip);
+      CommitCopies();
+      WaitForCopies<0>();
       hopper::ShowSharedToTma();
       ArriveWarp(shared.StripFull(turn.stage));
       turn.Next(2);
     });
   }
 }
-
-// What brings the filter: one of the threads that multiply. Those of a tile are as many slabs in the order that they
-// are used in.
-template <class T>
-struct SlabCopies {
-  const unsigned char* slabs;
-  int all, tile, next;  // of a tile; the tile's and the slab's that is next
-  UnalignedTurn turn;
-
-  __device__ SlabCopies(const UnalignedParams& q, const unsigned char* slabs)
-      : slabs(slabs), all(q.groups * q.slices * q.tap_lines * q.window_width), tile(blockIdx.x), next(0) {}
-
-  __device__ void Begin(const UnalignedParams& q, const UnalignedShared<T>& shared) {
-    if constexpr (T::kResident) {
-      hopper::ArriveExpecting(shared.SlabFull(0), all * q.slab_bytes);
-      for (int i = 0; i < all; ++i)
-        hopper::CopyBulk(shared.slabs + i * q.slab_bytes, slabs + i * q.slab_bytes, q.slab_bytes, shared.SlabFull(0));
-    } else {
-      for (int i = 0; i < q.slabs; ++i) Next(q, shared);
-    }
-  }
-  __device__ void Next(const UnalignedParams& q, const UnalignedShared<T>& shared) {
-    if (tile >= q.tiles) return;
-    int column_tile;
-    q.column_tiles_div.Div(tile, &column_tile);
-    hopper::WaitBarrier(shared.SlabEmpty(turn.stage), turn.parity ^ 1);
-    hopper::ArriveExpecting(shared.SlabFull(turn.stage), q.slab_bytes);
-    hopper::CopyBulk(shared.slabs + turn.stage * q.slab_bytes, slabs + int64_t{column_tile * all + next} * q.slab_bytes,
-                     q.slab_bytes, shared.SlabFull(turn.stage));
-    turn.Next(q.slabs);
-    if (++next == all) next = 0, tile += gridDim.x;
-  }
-};
 
 // Stores 64 rows of sums, from row `first` of the result and its `column` on. In shared memory they are side by side,
 // as far from an aligned four as in the result where all of its columns are the tile's, with a place left free after
@@ -205,8 +175,17 @@ struct UnalignedCursor {
   }
 };
 
+// Calls f with the number of steps of a slice, as a type: products that nothing stands between run on together.
+template <int kMost = UnalignedPlan::kMostSteps, class F>
+__device__ __forceinline__ void VisitSteps(int steps, const F& f) {
+  if constexpr (kMost > 1) {
+    if (steps < kMost) return VisitSteps<kMost - 1>(steps, f);
+  }
+  f(std::integral_constant<int, kMost>());
+}
+
 // The sums of a tile's rows that are the warpgroup's.
-template <class T>
+template <int kSteps, class T>
 __device__ __forceinline__ void MultiplyStrips(const UnalignedParams& q, const UnalignedShared<T>& shared,
                                                int warpgroup, UnalignedCursor<T>& at, SlabCopies<T>& copies,
                                                typename T::Sums& sums) {
@@ -229,16 +208,13 @@ __device__ __forceinline__ void MultiplyStrips(const UnalignedParams& q, const U
         hopper::PlainDescriptor(shared.strips + at.strip.stage * q.strip_bytes + pixel * 16, q.pixels * 16, 128, false);
     const uint64_t b = hopper::PlainDescriptor(shared.slabs + (T::kResident ? at.tap : at.slab.stage) * q.slab_bytes,
                                                T::kColumns * 16, 128, false);
-    // The number of steps being the kernel's parameter, ptxas knows that all threads take them.
     hopper::BeginProducts();
 #pragma unroll
-    for (int k = 0; k < UnalignedPlan::kMostSteps; ++k) {
-      if (k >= q.steps) break;
+    for (int k = 0; k < kSteps; ++k)
 #pragma unroll
       for (int m = 0; m < T::kBlocks; ++m)
         hopper::Multiply<In, T::kColumns, false, false>(sums[m], later(a, k * step_a + m * 64), later(b, k * step_b),
                                                         i > 0 || k > 0);
-    }
     hopper::CommitProducts();
     // A tap's products run on while the next one's are issued; those before are done.
     hopper::WaitForProducts<1>();
@@ -280,7 +256,8 @@ __device__ void Consume(const UnalignedParams& q, const UnalignedShared<T>& shar
   for (int tile = blockIdx.x + first * gridDim.x; tile < q.tiles; tile += turns * gridDim.x) {
     const UnalignedPlace place(q, tile, T());
     typename T::Sums sums;
-    MultiplyStrips(q, shared, warpgroup, at, copies, sums);
+    VisitSteps(q.steps,
+               [&](auto steps) { MultiplyStrips<decltype(steps)::value>(q, shared, warpgroup, at, copies, sums); });
     // Not unrolled, since it holds the code of every activation.
 #pragma unroll 1
     for (int m = 0; m < T::kBlocks; ++m) {
@@ -312,35 +289,6 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     else
       ProduceStrips(q, shared, threadIdx.x - T::kConsumers, in);
   }
-}
-
-// Lays out the filter: slabs of a tile's columns, a strip's taps and a slice of the channels, tap by tap. A thread has
-// a chunk, and a slab's are columns by the depth's chunks.
-template <class In>
-__global__ void __launch_bounds__(256)
-    ArrangeFilterKernel(const __grid_constant__ UnalignedParams q, FastDiv slab_chunks, FastDiv taps, FastDiv slices,
-                        FastDiv groups, bool forward, const In* filter, int chunks, uint4* slabs) {
-  constexpr int kColumns = UnalignedPlan::kColumns, kVec = kVecLength<In>;
-  const int i = blockIdx.x * 256 + threadIdx.x;
-  if (i >= chunks) return;
-  int in_slab, tap, slice, group;
-  const int column_tile = groups.Div(slices.Div(taps.Div(slab_chunks.Div(i, &in_slab), &tap), &slice), &group);
-  tap += group * taps.divisor;
-  const int mine = in_slab % kColumns, column = column_tile * q.columns + mine;
-  const int channel = (slice * 2 * q.steps + in_slab / kColumns) * kVec;
-  Vec<In, kVec> chunk;
-#pragma unroll
-  for (int k = 0; k < kVec; ++k) {
-    const int at = channel + k;
-    const bool exists = at < q.channels && mine < q.columns && column < q.features;
-    const int64_t from = forward ? (int64_t{tap} * q.channels + at) * q.features + column
-                                 : (int64_t{q.taps - 1 - tap} * q.features + column) * q.channels + at;
-    chunk.v[k] = filter[exists ? from : 0];
-    if (!exists) chunk.v[k] = static_cast<In>(0.0f);
-  }
-  uint4 bits = *reinterpret_cast<const uint4*>(&chunk);
-  if constexpr (sizeof(In) == 4) RoundToTf32(reinterpret_cast<uint32_t (&)[4]>(bits));
-  slabs[i] = bits;
 }
 
 template <class T>

@@ -256,11 +256,29 @@ __device__ __forceinline__ void FindPixels(const UnalignedParams& q, int thread,
   for (int i = thread; i < q.pixels; i += threads) pixels[i] = OperandPixel(q, first + i, plane_tap);
 }
 
-// Some pixels' channels from `channel` up to `end`, of `all`: chunk after chunk of them, each of `pitch` pixels.
+// Some pixels' channels from `channel` up to `end`, of `all`: chunk after chunk of them, each of `pitch` pixels. Whole
+// chunks come asynchronously, and must still be waited for; floats, which have to be rounded, never do.
 template <class In>
 __device__ __forceinline__ void FillStrip(int thread, int threads, const FastDiv& pairs, int count, const int* pixels,
                                           int all, int channel, int end, int chunks, int pitch,
                                           const AlignedArray<In>& in, uint32_t strip) {
+  if (sizeof(In) == 2 && all % kVecLength<In> == 0 && channel % kVecLength<In> == 0) {
+    int mine;
+    const int first = pairs.Div(thread, &mine), apart = pairs.Div(threads),
+              element = channel + 2 * mine * kVecLength<In>;
+    if (first >= apart) return;
+#pragma unroll 4
+    for (int i = first; i < count; i += apart) {
+      const int pixel = pixels[i];
+      const In* const from = in.begin + (int64_t{max(pixel, 0)} * all + element);
+#pragma unroll
+      for (int k = 0; k < 2; ++k)
+        if (2 * mine + k < chunks)
+          CopyAsync<16>(strip + ((2 * mine + k) * pitch + i) * 16, from + k * kVecLength<In>,
+                        pixel >= 0 && element + k * kVecLength<In> < end);
+    }
+    return;
+  }
   CopyLines<2>(
       thread, threads, pairs, count, chunks, end - channel, pitch * 16, in.end,
       [&](int i, const In** at) {

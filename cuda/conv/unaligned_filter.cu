@@ -124,6 +124,8 @@ __device__ void ProduceTiles(const UnalignedFilterParams& q, const FilterShared<
     FillStrip(thread, FilterTile::kStripThreads, q.column_pairs, kRows, y_pixels, q.features, place.column,
               min(place.column + q.columns, q.features), kEights, shared.kYPitch, y,
               shared.y + turn.stage * shared.y_bytes);
+    CommitCopies();
+    WaitForCopies<0>();
     hopper::ShowSharedToTma();
     ArriveWarp(shared.Full(turn.stage));
     turn.Next(2);

@@ -127,10 +127,10 @@ bool UnalignedFloatsPlan::Fit(const Problem& p) {
         if (SharedBytes() + 512 <= kMostSharedBytes) break;
       }
       if (tile_rows == 0) continue;
-      // Products of a row's terms, and copies of single elements.
-      constexpr double kProducts = 95, kCopy = 0.22;
+      // Products of a row's terms, and copies of elements, which hardly overlap. Fitted to an H200.
+      constexpr double kProducts = 95, kCopy = 0.65;
       const double copies = double(pixels) / tile_rows * channels + columns;
-      cycles = double(BlocksOfSlice(p)) * std::max(kProducts / parts, kCopy * copies);
+      cycles = double(BlocksOfSlice(p)) * (kProducts / parts + kCopy * copies);
       if (best.cycles == 0 || cycles < best.cycles) best = *this;
     }
   }
@@ -172,8 +172,8 @@ bool TakesUnaligned(const Problem& problem) {
 // Fitted to an H200. A tile takes as long as its products, or what brings and stores it; where the filter comes in
 // parts, as those; and the filter gradient's, as what brings it.
 double UnalignedCycles(const Problem& problem, int64_t splits) {
-  constexpr double kMultiprocessors = 132, kStart = 7000, kProduct = 110, kLeast = 5200, kLeastShared = 8500;
-  constexpr double kSlab = 700, kSlabStep = 380, kPair = 10, kFilterStart = 12000, kFilterTile = 11300;
+  constexpr double kMultiprocessors = 132, kStart = 10000, kProduct = 105, kLeast = 5200, kLeastShared = 8500;
+  constexpr double kSlabStep = 340, kPair = 7, kFilterStart = 12000, kFilterTile = 11300;
   const Problem p = AsForward(problem);
   if (p.direction == Direction::kFilterGradient && p.in == DType::kF32) {
     constexpr double kFloatsStart = 12000;
@@ -192,7 +192,7 @@ double UnalignedCycles(const Problem& problem, int64_t splits) {
   const double slabs = double(p.Taps()) * plan.slices, products = slabs * plan.steps * plan.rows / 64;
   const double pairs = double(plan.groups) * plan.slices * plan.steps * plan.pixels;
   const double tile = plan.resident ? std::max(kLeast, products * kProduct)
-                                    : std::max({kLeastShared, slabs * (kSlab + plan.steps * kSlabStep), pairs * kPair});
+                                    : std::max({kLeastShared, slabs * plan.steps * kSlabStep, pairs * kPair});
   return kStart + std::ceil(plan.Tiles() / kMultiprocessors) * tile;
 }
 
