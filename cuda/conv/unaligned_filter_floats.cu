@@ -67,8 +67,10 @@ struct Channels {
       for (int k = 0; k < 2; ++k) {
         const uint32_t mine = to + max(at[k], 0);
         hopper::LoadWords(reinterpret_cast<uint32_t (&)[4]>(words[k][0]), mine);
-        hopper::LoadWords(reinterpret_cast<uint32_t (&)[4]>(words[k][4]), mine + 16);
-        const int shift = (pixel[k] * all + first) & 3;
+        // The last chunk needs no other.
+        const uint32_t next = chunk[k] + 1 < static_cast<int>(chunks.divisor) ? mine + 16 : mine;
+        hopper::LoadWords(reinterpret_cast<uint32_t (&)[4]>(words[k][4]), next);
+        const unsigned shift = (static_cast<unsigned>(pixel[k]) * all + first) & 3;
 #pragma unroll
         for (int j = 0; j < 5; ++j) words[k][j] = shift & 2 ? words[k][j + 2] : words[k][j];
 #pragma unroll
