@@ -15,7 +15,6 @@ from jaxdnn._conv.spec import ConvSpec
 from numerics import assert_close, assert_repeatable, exact
 
 DIRECTIONS = {"forward": "y", "data_gradient": "x", "filter_gradient": "w"}
-TAKEN = {"bfloat16": 3, "float16": 3, "float32": 2}
 DTYPES = [("bfloat16",) * 2, ("float16",) * 2, ("bfloat16", "float32"), ("float32",) * 2]
 
 
@@ -28,13 +27,17 @@ def algorithms(direction, c, k, dtype="bfloat16", window=(3, 3), **options):
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_is_chosen(direction, dtype):
-  if direction == "filter_gradient" and dtype == "float32":
-    return
   for c, k in ((65, 65), (64, 65), (65, 64), (129, 129), (257, 257)):
     first = next(each for each in algorithms(direction, c, k, dtype) if each.name != "gemm")
     assert first.name == first.tile == UNALIGNED, (c, k)
     assert first.exactness == ("float32 of tf32" if dtype == "float32" else "float32")
-    assert (first.workspace_bytes > 0) == (first.splits > 1) == (direction == "filter_gradient")
+    # Partial sums, or the filter as the kernel wants it: whole tiles of 72 columns, depth in whole 32 bytes.
+    assert (first.splits > 1) == (direction == "filter_gradient")
+    if first.splits > 1:
+      assert first.workspace_bytes == first.splits * 9 * c * k * 4
+    else:
+      depth, columns = (c, k) if direction == "forward" else (k, c)
+      assert first.workspace_bytes >= 9 * depth * -(-columns // 72) * 72 * np.dtype(dtype).itemsize
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -44,7 +47,7 @@ def test_is_not_offered(direction):
   assert UNALIGNED in names(65, 65, window=(3, 3, 3), spatial=(8, 8, 8))
   assert UNALIGNED in names(65, 65, window=(5,), spatial=(4000,))
   assert UNALIGNED in names(60, 60) and UNALIGNED not in names(60, 60, "float32")
-  assert (UNALIGNED in names(65, 65, "float32")) == (direction != "filter_gradient")
+  assert UNALIGNED in names(65, 65, "float32")
   assert UNALIGNED not in names(64, 64)
   assert UNALIGNED not in names(65, 65, hopper=False)
   assert UNALIGNED not in names(65, 65, stride=2)
@@ -81,7 +84,7 @@ CASES = [
 
 
 def check(case, dtype, out_dtype, draw=coarse):
-  """Returns in how many directions the kernels take the problem: all three, or with floats two."""
+  """Returns in how many directions the kernels take the problem."""
   spec = ConvSpec(*case.geometry, 1, case.spatial, case.window, None, UNALIGNED)
   if min(spec.y_spatial) <= 0:
     return 0
@@ -108,7 +111,7 @@ def check(case, dtype, out_dtype, draw=coarse):
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_kernels(case):
   for dtype, out_dtype in DTYPES:
-    assert check(case, dtype, out_dtype) == TAKEN[dtype]
+    assert check(case, dtype, out_dtype) == 3
 
 
 @pytest.mark.gpu
@@ -116,7 +119,7 @@ def test_kernels(case):
 @pytest.mark.parametrize("case", [CASES[0], CASES[4], CASES[10], CASES[16]], ids=lambda c: c.name)
 def test_kernels_under_the_sanitizer(case):
   for dtype in ("bfloat16", "float32"):
-    assert check(case, dtype, dtype) == TAKEN[dtype]
+    assert check(case, dtype, dtype) == 3
 
 
 @pytest.mark.gpu
@@ -149,7 +152,22 @@ def test_infinities_stay_in_their_windows(dtype):
   """Neither what fills up channels and columns nor pixels between the lines carries them anywhere."""
   with np.errstate(invalid="ignore"):
     for c, k in ((65, 65), (17, 30), (129, 75)):
-      assert check(_("", 3, (9, 13), c, (3, 3), k, padding=SAME3), dtype, dtype, not_finite) == TAKEN[dtype]
+      assert check(_("", 3, (9, 13), c, (3, 3), k, padding=SAME3), dtype, dtype, not_finite) == 3
+
+
+@pytest.mark.gpu
+def test_floats_are_rounded_to_nearest():
+  """Not cut off: 1 + 0.75 / 1024 is 1 + 1 / 1024 in TF32, whether lines are whole chunks or not."""
+  near = np.float32(1 + 0.75 / 1024)
+  for c, k in ((65, 65), (64, 65), (65, 64)):
+    spec = ConvSpec((1, 1), ((0, 0), (0, 0)), (1, 1), (1, 1), 1, (9, 8), (1, 1), None, UNALIGNED)
+    shapes = {"x": (1, 2, 9, 8, c), "w": (1, 1, 1, c, k), "y": (1, 2, 9, 8, k)}
+    for result, names in OPERANDS.items():
+      terms = {"y": c, "x": k, "w": 144}[result]
+      for exact_one in names:
+        operands = {n: jnp.full(shapes[n], 1 if n == exact_one else near, jnp.float32) for n in names}
+        got = np.asarray(convolve(result, operands, spec, np.dtype(np.float32)))
+        np.testing.assert_allclose(got, terms * (1 + 1 / 1024), rtol=1e-4)
 
 
 @pytest.mark.gpu

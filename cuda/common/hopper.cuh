@@ -60,6 +60,14 @@ __device__ inline void SyncThreads(int id, int threads) {
 // The threads of one warpgroup alone.
 __device__ inline void SyncWarpgroup(int id) { asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory"); }
 
+// Copies bytes, a multiple of 16 between places on 16, and adds them to the barrier.
+__device__ inline void CopyBulk(uint32_t to, const void* from, int bytes, uint32_t barrier) {
+  if constexpr (kAvailable)
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(barrier)
+                 : "memory");
+}
+
 // Tensor boxes
 // ---------------------------------------------------------------------------------------------------------
 

@@ -24,6 +24,11 @@ __device__ inline void CopyAsync(uint32_t shared, const void* global, bool valid
   }
 }
 
+// Copies the first `bytes` of 16, and zeros behind them.
+__device__ inline void CopyPart(uint32_t shared, const void* global, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
+}
+
 __device__ inline void CommitCopies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Waits until all but this thread's newest kPending groups of copies have arrived.
@@ -51,7 +56,8 @@ __device__ inline void LoadMatrices(uint32_t (&r)[4], uint32_t address) {
 }
 
 // To TF32's 11 bits of mantissa, to nearest; the product would cut them off.
-__device__ inline void RoundToTf32(uint32_t (&r)[4]) {
+template <int kCount>
+__device__ inline void RoundToTf32(uint32_t (&r)[kCount]) {
 #pragma unroll
   for (uint32_t& v : r)
 #if __CUDA_ARCH__ >= 900

@@ -330,14 +330,17 @@ std::optional<Config> ChooseAsItIs(const Problem& p, bool hopper, std::string_vi
       // As few as give the longest slice no more of whole tiles.
       const int64_t tiles = !splittable                    ? 0
                             : t.unit == Unit::kFewChannels ? strips.Tiles(p)
-                            : t.unit == Unit::kUnaligned   ? UnalignedFilterPlan(p).Tiles()
+                            : t.unit == Unit::kUnaligned   ? UnalignedTiles(p)
                             : t.unit == Unit::kPlanes      ? PlanesPieces(p)
                                                            : 0;
       const int64_t slices = tiles > 0 ? CeilDiv(tiles, CeilDiv(tiles, splits)) : splits;
       // Those of unaligned channels and of planes have partial sums of a single slice too.
       const bool partial =
           UsesWorkspace(p, slices) || ((t.unit == Unit::kUnaligned || t.unit == Unit::kPlanes) && splittable);
-      const int64_t transposed = t.unit != Unit::kWgmma ? 0 : IsByte(p.in) ? BytesWorkspace(p) : TransposedBytes(p, t);
+      const int64_t transposed = t.unit == Unit::kUnaligned ? UnalignedWorkspace(p)
+                                 : t.unit != Unit::kWgmma   ? 0
+                                 : IsByte(p.in)             ? BytesWorkspace(p)
+                                                            : TransposedBytes(p, t);
       const int64_t bytes = transposed + (partial ? slices * result_bytes : 0);
       if (bytes > workspace_limit) break;
       if (splittable && CeilDiv(g.depth, slices) >= kIndexLimit) continue;  // a slice is indexed with 32 bits

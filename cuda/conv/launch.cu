@@ -81,7 +81,7 @@ int Launch(const Problem& p, const Config& config, const void* lhs, const void* 
       return LaunchFewFeatures(p, lhs, rhs, out, epilogue, stream);
     case Unit::kUnaligned:
       return filter ? LaunchUnalignedFilter(p, config, lhs, rhs, out, workspace, stream)
-                    : LaunchUnaligned(p, lhs, rhs, out, epilogue, stream);
+                    : LaunchUnaligned(p, lhs, rhs, out, workspace, epilogue, stream);
     case Unit::kPlanes:
       return filter ? LaunchPlanesFilter(p, config, lhs, rhs, out, workspace, stream)
                     : LaunchPlanes(p, lhs, rhs, out, epilogue, stream);

@@ -4,8 +4,8 @@
 // unaligned_plan.h says what rows are. The threads of two warpgroups bring a tile's strip of pixels to shared memory,
 // every chunk of 16 bytes shifted once to where it belongs, and not once for every tap as in data_ragged.cu. Chunks lie
 // side by side pixel by pixel, so that a tap's operand is that strip from some pixels later on, and wgmma reads it in
-// place: its unswizzled operands may begin on any 16 bytes. The filter comes the same way; all of it stays where there
-// is room, else it comes in parts for each tile.
+// place: its unswizzled operands may begin on any 16 bytes. A first kernel lays the filter out as it is to lie there,
+// in slabs, which are copied as they are; all of it stays where there is room, else they come one by one for each tile.
 //
 // 65 channels are five products of 16 for each tap. An H200 takes some 90 to 110 cycles for one of 64 rows and 72
 // columns with all that belongs to it, about a third of what its tensor cores could do.
@@ -13,8 +13,8 @@
 // A tile's results are as many neighbours as it has rows that are pixels of the result. They go through shared memory,
 // and leave in fours.
 #include "cuda/conv/epilogue.cuh"
-#include "cuda/conv/unaligned.cuh"
 #include "cuda/conv/unaligned.h"
+#include "cuda/conv/unaligned_slabs.cuh"
 
 namespace jaxdnn::conv {
 namespace {
@@ -30,12 +30,11 @@ struct UnalignedPlace {
   }
 };
 
-// Calls bring(group, channel) for one strip of a tile after another, which holds a slice of the channels from there on.
-template <class T, class Bring>
+// Calls bring(group, slice) for one strip of a tile after another, of a slice of the channels.
+template <class Bring>
 __device__ __forceinline__ void ForStrips(const UnalignedParams& q, const Bring& bring) {
-  const int channels = q.steps * T::kDepth;
   for (int group = 0; group < q.groups; ++group)
-    for (int slice = 0; slice < q.slices; ++slice) bring(group, slice * channels);
+    for (int slice = 0; slice < q.slices; ++slice) bring(group, slice);
 }
 
 template <class T>
@@ -44,38 +43,22 @@ __device__ void ProduceStrips(const UnalignedParams& q, const UnalignedShared<T>
   UnalignedTurn turn;
   for (int tile = blockIdx.x; tile < q.tiles; tile += gridDim.x) {
     const UnalignedPlace place(q, tile, T());
-    ForStrips<T>(q, [&](int group, int channel) {
+    ForStrips(q, [&](int group, int slice) {
+      const int channel = slice * q.steps * T::kDepth;
       const int plane_tap = group / q.plane_groups, line = (group - plane_tap * q.plane_groups) * q.tap_lines;
       int* const pixels = shared.pixels + turn.stage * q.pixels;
       FindPixels(q, thread, T::kStripThreads, place.row + line * q.line_step, plane_tap, pixels);
       // Nobody is two strips ahead of another.
       hopper::SyncThreads(4, T::kStripThreads);
       hopper::WaitBarrier(shared.StripEmpty(turn.stage), turn.parity ^ 1);
+      const uint32_t strip = shared.strips + turn.stage * q.strip_bytes;
       FillStrip(thread, T::kStripThreads, q.steps_div, q.pixels, pixels, q.channels, channel, q.channels, 2 * q.steps,
-                q.pixels, in, shared.strips + turn.stage * q.strip_bytes);
+                q.pixels, in, strip);
+      CommitCopies();
+      WaitForCopies<0>();
       hopper::ShowSharedToTma();
       ArriveWarp(shared.StripFull(turn.stage));
       turn.Next(2);
-    });
-  }
-}
-
-template <class T>
-__device__ void ProduceSlabs(const UnalignedParams& q, const UnalignedShared<T>& shared, int thread,
-                             const AlignedArray<typename T::In>& filter) {
-  UnalignedTurn turn;
-  for (int tile = blockIdx.x; tile < q.tiles; tile += gridDim.x) {
-    const UnalignedPlace place(q, tile, T());
-    ForStrips<T>(q, [&](int group, int channel) {
-      const int taps = q.tap_lines * q.window_width;
-      for (int tap = group * taps; tap < (group + 1) * taps; ++tap) {
-        hopper::WaitBarrier(shared.SlabEmpty(turn.stage), turn.parity ^ 1);
-        FillSlabs<T>(q, thread, T::kWarpgroup, channel, tap, 1, place.column, filter,
-                     shared.slabs + turn.stage * q.slab_bytes);
-        hopper::ShowSharedToTma();
-        ArriveWarp(shared.SlabFull(turn.stage));
-        turn.Next(q.slabs);
-      }
     });
   }
 }
@@ -125,7 +108,7 @@ __device__ __forceinline__ void StoreRows(const UnalignedParams& q, int first, i
         if (4 * four + k >= start && 4 * four + k < end) to[4 * four + k] = rounded.v[k];
     }
   };
-  if (whole && !(T::kForward && q.finish)) {
+  if (whole && !q.finish) {
 #pragma unroll 2
     for (int i = thread; 4 * i < end; i += T::kWarpgroup) {
       float v[4];
@@ -145,14 +128,14 @@ __device__ __forceinline__ void StoreRows(const UnalignedParams& q, int first, i
       const int row = width_div.Div(max(4 * i + k - start, 0), &mine);
       const bool is_there = 4 * i + k >= start && 4 * i + k < end;
       at[k] = is_there ? origin + int64_t{row} * q.features + mine : -1;
-      if (T::kForward && is_there) {
+      if (q.finish && is_there) {
         float one[] = {v[k]};
         Add<Out>(one, q.epilogue.bias, column + mine);
         Add<Out>(one, q.epilogue.residual, at[k]);
         v[k] = one[0];
       }
     }
-    if (T::kForward && q.finish) Activate<Out>(v, q.epilogue.activation);
+    if (q.finish) Activate<Out>(v, q.epilogue.activation);
     if (whole) {
       store(i, v);
     } else {
@@ -168,11 +151,17 @@ __device__ __forceinline__ void StoreRows(const UnalignedParams& q, int first, i
 template <class T>
 struct UnalignedCursor {
   UnalignedTurn strip, slab;
-  int tap, line, column;
+  int taken = 0, tap, line, column;  // slabs; of the strip
+
+  // Whether a slab is one of the first two of all.
+  __device__ bool First() const { return taken < 2; }
 
   __device__ void Begin() { tap = line = column = 0; }
   __device__ void Next(const UnalignedParams& q) {
-    if constexpr (!T::kResident) slab.Next(q.slabs);
+    if constexpr (!T::kResident) {
+      slab.Next(q.slabs);
+      ++taken;
+    }
     ++tap;
     if (++column < q.window_width) return;
     column = 0;
@@ -186,14 +175,24 @@ struct UnalignedCursor {
   }
 };
 
+// Calls f with the number of steps of a slice, as a type: products that nothing stands between run on together.
+template <int kMost = UnalignedPlan::kMostSteps, class F>
+__device__ __forceinline__ void VisitSteps(int steps, const F& f) {
+  if constexpr (kMost > 1) {
+    if (steps < kMost) return VisitSteps<kMost - 1>(steps, f);
+  }
+  f(std::integral_constant<int, kMost>());
+}
+
 // The sums of a tile's rows that are the warpgroup's.
-template <class T>
+template <int kSteps, class T>
 __device__ __forceinline__ void MultiplyStrips(const UnalignedParams& q, const UnalignedShared<T>& shared,
-                                               int warpgroup, UnalignedCursor<T>& at, typename T::Sums& sums) {
+                                               int warpgroup, UnalignedCursor<T>& at, SlabCopies<T>& copies,
+                                               typename T::Sums& sums) {
   using In = typename T::In;
   const int all = q.groups * q.slices * q.tap_lines * q.window_width;
   // From one step's operands to the next's, in 16 bytes.
-  const int step_a = 2 * q.pixels, step_b = T::kTransposed ? 16 : 2 * (T::kColumns + 1);
+  const int step_a = 2 * q.pixels, step_b = 2 * T::kColumns;
   const auto later = [](uint64_t descriptor, uint32_t more) {
     return descriptor >> 32 << 32 | (static_cast<uint32_t>(descriptor) + more);
   };
@@ -205,27 +204,28 @@ __device__ __forceinline__ void MultiplyStrips(const UnalignedParams& q, const U
     if constexpr (!T::kResident) hopper::WaitBarrier(shared.SlabFull(at.slab.stage), at.slab.parity);
     const int pixel =
         at.line * q.line_step + at.column * q.dilation[2] + (T::kResident ? 0 : warpgroup * T::kWarpgroupRows);
-    const int apart = (T::kTransposed ? q.steps * T::kDepth : T::kColumns) + 1;
     const uint64_t a =
         hopper::PlainDescriptor(shared.strips + at.strip.stage * q.strip_bytes + pixel * 16, q.pixels * 16, 128, false);
     const uint64_t b = hopper::PlainDescriptor(shared.slabs + (T::kResident ? at.tap : at.slab.stage) * q.slab_bytes,
-                                               apart * 16, 128, T::kTransposed);
-    // The number of steps being the kernel's parameter, ptxas knows that all threads take them.
+                                               T::kColumns * 16, 128, false);
     hopper::BeginProducts();
 #pragma unroll
-    for (int k = 0; k < UnalignedPlan::kMostSteps; ++k) {
-      if (k >= q.steps) break;
+    for (int k = 0; k < kSteps; ++k)
 #pragma unroll
       for (int m = 0; m < T::kBlocks; ++m)
-        hopper::Multiply<In, T::kColumns, false, T::kTransposed>(sums[m], later(a, k * step_a + m * 64),
-                                                                 later(b, k * step_b), i > 0 || k > 0);
-    }
+        hopper::Multiply<In, T::kColumns, false, false>(sums[m], later(a, k * step_a + m * 64), later(b, k * step_b),
+                                                        i > 0 || k > 0);
     hopper::CommitProducts();
     // A tap's products run on while the next one's are issued; those before are done.
     hopper::WaitForProducts<1>();
     if (i > 0) {
       if constexpr (!T::kResident) ArriveWarp(shared.SlabEmpty(last_slab));
       if (at.tap == 0) ArriveWarp(shared.StripEmpty(last_strip));
+    }
+    // The slab before the last one has been read by now.
+    if constexpr (!T::kResident) {
+      if (threadIdx.x == 0 && !at.First()) copies.Next(q, shared);
+      __syncwarp();
     }
     last_slab = at.slab.stage;
     last_strip = at.strip.stage;
@@ -241,15 +241,23 @@ __device__ __forceinline__ void MultiplyStrips(const UnalignedParams& q, const U
 }
 
 template <class T>
-__device__ void Consume(const UnalignedParams& q, const UnalignedShared<T>& shared, int warpgroup, void* out) {
+__device__ void Consume(const UnalignedParams& q, const UnalignedShared<T>& shared, int warpgroup,
+                        const unsigned char* slabs, void* out) {
   using In = typename T::In;
   UnalignedCursor<T> at;
-  if constexpr (T::kResident) at.strip.stage = warpgroup;
+  SlabCopies<T> copies(q, slabs);
+  if (threadIdx.x == 0) copies.Begin(q, shared);
+  __syncwarp();
+  if constexpr (T::kResident) {
+    at.strip.stage = warpgroup;
+    hopper::WaitBarrier(shared.SlabFull(0), 0);
+  }
   const int turns = T::kResident ? UnalignedPlan::kWarpgroups : 1, first = T::kResident ? warpgroup : 0;
   for (int tile = blockIdx.x + first * gridDim.x; tile < q.tiles; tile += turns * gridDim.x) {
     const UnalignedPlace place(q, tile, T());
     typename T::Sums sums;
-    MultiplyStrips(q, shared, warpgroup, at, sums);
+    VisitSteps(q.steps,
+               [&](auto steps) { MultiplyStrips<decltype(steps)::value>(q, shared, warpgroup, at, copies, sums); });
     // Not unrolled, since it holds the code of every activation.
 #pragma unroll 1
     for (int m = 0; m < T::kBlocks; ++m) {
@@ -271,32 +279,21 @@ __device__ void Consume(const UnalignedParams& q, const UnalignedShared<T>& shar
 template <class T>
 __global__ void __launch_bounds__(T::kThreads, 1)
     UnalignedKernel(const __grid_constant__ UnalignedParams q, AlignedArray<typename T::In> in,
-                    AlignedArray<typename T::In> filter, void* out) {
+                    const unsigned char* slabs, void* out) {
   if constexpr (hopper::kAvailable) {
     extern __shared__ __align__(128) unsigned char memory[];
     const UnalignedShared<T> shared(q, memory);
     shared.Init();
-    const int thread = threadIdx.x % T::kConsumers;
-    if (threadIdx.x >= T::kConsumers) {
-      if (T::kResident || thread < T::kWarpgroup) {
-        ProduceStrips(q, shared, thread, in);
-      } else {
-        ProduceSlabs(q, shared, thread - T::kWarpgroup, filter);
-      }
-      return;
-    }
-    if constexpr (T::kResident) {
-      FillSlabs<T>(q, thread, T::kConsumers, 0, 0, q.taps, 0, filter, shared.slabs);
-      hopper::ShowSharedToTma();
-      hopper::SyncThreads(3, T::kConsumers);
-    }
-    Consume(q, shared, threadIdx.x / T::kWarpgroup, out);
+    if (threadIdx.x < T::kConsumers)
+      Consume(q, shared, threadIdx.x / T::kWarpgroup, slabs, out);
+    else
+      ProduceStrips(q, shared, threadIdx.x - T::kConsumers, in);
   }
 }
 
 template <class T>
 cudaError_t LaunchTile(const Problem& p, const UnalignedPlan& plan, const void* operand, const void* filter, void* out,
-                       const Epilogue& epilogue, cudaStream_t stream) {
+                       void* workspace, bool forward, const Epilogue& epilogue, cudaStream_t stream) {
   using In = typename T::In;
   UnalignedParams q = RowParams(p, plan.line, plan.lines);
   q.epilogue = epilogue;
@@ -312,7 +309,6 @@ cudaError_t LaunchTile(const Problem& p, const UnalignedPlan& plan, const void* 
   q.steps = plan.steps;
   q.slices = plan.slices;
   q.steps_div = FastDiv(plan.steps);
-  q.column_pairs = FastDiv(CeilDiv(T::kColumns / kVecLength<In>, 2));
   q.taps = int(p.Taps());
   q.tap_lines = plan.tap_lines;
   q.groups = plan.groups;
@@ -321,37 +317,38 @@ cudaError_t LaunchTile(const Problem& p, const UnalignedPlan& plan, const void* 
   q.strip_bytes = plan.StripBytes();
   q.staged_bytes = plan.StagedBytes();
   q.slabs = plan.slabs;
-  q.slab_bytes = plan.SlabBytes(sizeof(In));
+  q.slab_bytes = plan.SlabBytes();
 
   int device = 0, multiprocessors = 0;
   cudaError_t e = cudaGetDevice(&device);
   if (e == cudaSuccess) e = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
   if (e != cudaSuccess) return e;
-  const auto array = [](const void* begin, int64_t size) {
-    return AlignedArray<In>{static_cast<const In*>(begin), static_cast<const In*>(begin) + size};
-  };
-  const Grid grid = {std::min<int64_t>(q.tiles, multiprocessors), T::kThreads, size_t(plan.SharedBytes(sizeof(In)))};
-  return LaunchKernel(UnalignedKernel<T>, grid, stream, q, array(operand, p.images * p.XPixels() * p.channels),
-                      array(filter, p.FilterSize()), out);
+  const int chunks = int(plan.FilterBytes(p) / 16);
+  e = LaunchKernel(ArrangeFilterKernel<In>, CeilDiv(chunks, 256), 256, stream, q, FastDiv(q.slab_bytes / 16),
+                   FastDiv(q.tap_lines * q.window_width), FastDiv(q.slices), FastDiv(q.groups), forward,
+                   static_cast<const In*>(filter), chunks, static_cast<uint4*>(workspace));
+  if (e != cudaSuccess) return e;
+  const auto* const begin = static_cast<const In*>(operand);
+  const AlignedArray<In> array = {begin, begin + p.images * p.XPixels() * p.channels};
+  const Grid grid = {std::min<int64_t>(q.tiles, multiprocessors), T::kThreads, size_t(plan.SharedBytes())};
+  return LaunchKernel(UnalignedKernel<T>, grid, stream, q, array, static_cast<const unsigned char*>(workspace), out);
 }
 
 }  // namespace
 
-cudaError_t LaunchUnaligned(const Problem& problem, const void* operand, const void* filter, void* out,
+cudaError_t LaunchUnaligned(const Problem& problem, const void* operand, const void* filter, void* out, void* workspace,
                             const Epilogue& epilogue, cudaStream_t stream) {
   const Problem p = AsForward(problem);
+  const bool forward = problem.direction == Direction::kForward;
   UnalignedPlan plan;
   if (!plan.Fit(p)) return cudaErrorInvalidValue;
   return VisitSingleDType(p.in, [&](auto in) {
     using In = typename decltype(in)::type;
     const auto launch = [&](auto tile) {
-      return LaunchTile<typename decltype(tile)::type>(p, plan, operand, filter, out, epilogue, stream);
+      return LaunchTile<typename decltype(tile)::type>(p, plan, operand, filter, out, workspace, forward, epilogue,
+                                                       stream);
     };
-    if (problem.direction == Direction::kForward)
-      return plan.resident ? launch(TypeTag<UnalignedTile<In, true, true>>())
-                           : launch(TypeTag<UnalignedTile<In, true, false>>());
-    return plan.resident ? launch(TypeTag<UnalignedTile<In, false, true>>())
-                         : launch(TypeTag<UnalignedTile<In, false, false>>());
+    return plan.resident ? launch(TypeTag<UnalignedTile<In, true>>()) : launch(TypeTag<UnalignedTile<In, false>>());
   });
 }
 

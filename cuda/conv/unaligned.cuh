@@ -16,18 +16,15 @@ struct AlignedArray {
   const In *begin, *end;
 };
 
-// Two warpgroups multiply, two bring the operands.
-template <class In_, bool kForward_, bool kResident_>
+// Two warpgroups multiply, two bring strips.
+template <class In_, bool kResident_>
 struct UnalignedTile {
   using In = In_;
-  static constexpr bool kForward = kForward_, kResident = kResident_;
+  static constexpr bool kResident = kResident_;
   static constexpr int kColumns = UnalignedPlan::kColumns, kWarpgroup = 128;
   static constexpr int kWarpgroupRows = UnalignedPlan::kWarpgroupRows, kBlocks = kWarpgroupRows / 64;
-  static constexpr int kConsumers = UnalignedPlan::kWarpgroups * kWarpgroup, kThreads = 2 * kConsumers;
-  // Where the filter stays, all of the others bring strips.
-  static constexpr int kStripThreads = kResident ? kThreads - kConsumers : kWarpgroup;
-  // Forward the filter's columns are next to each other, else its depth. Floats must come K-major.
-  static constexpr bool kTransposed = kForward && sizeof(In) == 2;
+  static constexpr int kConsumers = UnalignedPlan::kWarpgroups * kWarpgroup, kStripThreads = 2 * kWarpgroup;
+  static constexpr int kThreads = kConsumers + kStripThreads;
   static constexpr int kDepth = UnalignedPlan::kStepBytes / sizeof(In);  // channels of a step
   using Sums = float[kBlocks][kColumns / 2];
 };
@@ -97,7 +94,7 @@ struct UnalignedShared {
         hopper::InitBarrier(StripEmpty(i), kTakers);
       }
       for (int i = 0; i < UnalignedPlan::kMostSlabs; ++i) {
-        hopper::InitBarrier(SlabFull(i), T::kWarpgroup / 32);
+        hopper::InitBarrier(SlabFull(i), 1);
         hopper::InitBarrier(SlabEmpty(i), kTakers);
       }
       hopper::PublishBarriers();
@@ -259,11 +256,29 @@ __device__ __forceinline__ void FindPixels(const UnalignedParams& q, int thread,
   for (int i = thread; i < q.pixels; i += threads) pixels[i] = OperandPixel(q, first + i, plane_tap);
 }
 
-// Some pixels' channels from `channel` up to `end`, of `all`: chunk after chunk of them, each of `pitch` pixels.
+// Some pixels' channels from `channel` up to `end`, of `all`: chunk after chunk of them, each of `pitch` pixels. Whole
+// chunks come asynchronously, and must still be waited for; floats, which have to be rounded, never do.
 template <class In>
 __device__ __forceinline__ void FillStrip(int thread, int threads, const FastDiv& pairs, int count, const int* pixels,
                                           int all, int channel, int end, int chunks, int pitch,
                                           const AlignedArray<In>& in, uint32_t strip) {
+  if (sizeof(In) == 2 && all % kVecLength<In> == 0 && channel % kVecLength<In> == 0) {
+    int mine;
+    const int first = pairs.Div(thread, &mine), apart = pairs.Div(threads),
+              element = channel + 2 * mine * kVecLength<In>;
+    if (first >= apart) return;
+#pragma unroll 4
+    for (int i = first; i < count; i += apart) {
+      const int pixel = pixels[i];
+      const In* const from = in.begin + (int64_t{max(pixel, 0)} * all + element);
+#pragma unroll
+      for (int k = 0; k < 2; ++k)
+        if (2 * mine + k < chunks)
+          CopyAsync<16>(strip + ((2 * mine + k) * pitch + i) * 16, from + k * kVecLength<In>,
+                        pixel >= 0 && element + k * kVecLength<In> < end);
+    }
+    return;
+  }
   CopyLines<2>(
       thread, threads, pairs, count, chunks, end - channel, pitch * 16, in.end,
       [&](int i, const In** at) {
@@ -272,81 +287,6 @@ __device__ __forceinline__ void FillStrip(int thread, int threads, const FastDiv
         return pixel >= 0;
       },
       [&](int i) { return strip + i * 16; });
-}
-
-// The filter of some taps from `tap` on, between a slice of the channels and a tile's columns, a slab each: columns by
-// chunks of the depth, or the depth by chunks of columns.
-template <class T>
-__device__ __forceinline__ void FillSlabs(const UnalignedParams& q, int thread, int threads, int channel, int tap,
-                                          int taps, int column, const AlignedArray<typename T::In>& filter,
-                                          uint32_t slab) {
-  using In = typename T::In;
-  constexpr int kColumns = T::kColumns;
-  const int depth = q.steps * T::kDepth;
-  const int columns = min(q.columns, q.features - column), channels = min(depth, q.channels - channel);
-  const auto split = [&](int line, int lines, int* rest) {
-    const int of_tap = T::kResident ? line / lines : 0;
-    *rest = line - of_tap * lines;
-    return of_tap;
-  };
-  const auto place = [&](int line, int lines) {
-    const uint32_t of_tap = slab + split(line, lines, &line) * q.slab_bytes;
-    return of_tap + line * 16;
-  };
-  if constexpr (T::kTransposed) {
-    constexpr int kChunks = kColumns / kVecLength<In>;
-    const In* const from = filter.begin + (int64_t{tap} * q.channels + channel) * q.features + column;
-    CopyLines<2>(
-        thread, threads, q.column_pairs, taps * depth, kChunks, columns, (depth + 1) * 16, filter.end,
-        [&](int i, const In** at) {
-          int line;
-          const int of_tap = split(i, depth, &line);
-          *at = from + int64_t{of_tap * q.channels + line} * q.features;
-          return line < channels;
-        },
-        [&](int i) { return place(i, depth); });
-  } else if constexpr (!T::kForward) {
-    const In* const from = filter.begin + (int64_t{q.taps - 1 - tap} * q.features + column) * q.channels + channel;
-    CopyLines<2>(
-        thread, threads, q.steps_div, taps * kColumns, 2 * q.steps, channels, (kColumns + 1) * 16, filter.end,
-        [&](int i, const In** at) {
-          int line;
-          const int of_tap = split(i, kColumns, &line);
-          *at = from + int64_t{line - of_tap * q.features} * q.channels;
-          return line < columns;
-        },
-        [&](int i) { return place(i, kColumns); });
-  } else {
-    // A chunk of the depth is a column's elements of four lines.
-    constexpr int kAtOnce = 6;
-    const In* const from = filter.begin + (int64_t{tap} * q.channels + channel) * q.features + column;
-    const int all = kColumns * 2 * q.steps;
-#pragma unroll 1
-    for (int of_tap = 0; of_tap < taps; ++of_tap) {
-#pragma unroll 1
-      for (int begin = thread; begin < all; begin += kAtOnce * threads) {
-        uint32_t words[kAtOnce][4];
-#pragma unroll
-        for (int j = 0; j < kAtOnce; ++j) {
-          const int i = begin + j * threads, line = i / kColumns * 4, mine = i % kColumns;
-          const In* const at = from + int64_t{of_tap * q.channels + line} * q.features + mine;
-#pragma unroll
-          for (int k = 0; k < 4; ++k)
-            words[j][k] = i < all && mine < columns && line + k < channels
-                              ? __float_as_uint(__ldg(at + k * int64_t{q.features}))
-                              : 0;
-        }
-#pragma unroll
-        for (int j = 0; j < kAtOnce; ++j) {
-          const int i = begin + j * threads;
-          RoundToTf32(words[j]);
-          if (i < all)
-            StoreChunk(slab + of_tap * q.slab_bytes + (i / kColumns * (kColumns + 1) + i % kColumns) * 16, words[j][0],
-                       words[j][1], words[j][2], words[j][3]);
-        }
-      }
-    }
-  }
 }
 
 }  // namespace jaxdnn::conv

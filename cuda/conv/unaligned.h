@@ -7,12 +7,14 @@
 
 namespace jaxdnn::conv {
 
-// Forward (operand x) and data gradient (operand y).
-cudaError_t LaunchUnaligned(const Problem& p, const void* operand, const void* filter, void* out,
+// Forward (operand x) and data gradient (operand y); `workspace` holds config.workspace_bytes.
+cudaError_t LaunchUnaligned(const Problem& p, const void* operand, const void* filter, void* out, void* workspace,
                             const Epilogue& epilogue, cudaStream_t stream);
 
-// Filter gradient of 16-bit floats; `workspace` holds config.workspace_bytes.
+// Filter gradient, and that of floats; likewise.
 cudaError_t LaunchUnalignedFilter(const Problem& p, const Config& config, const void* x, const void* y, void* out,
                                   void* workspace, cudaStream_t stream);
+cudaError_t LaunchUnalignedFilterFloats(const Problem& p, const Config& config, const void* x, const void* y, void* out,
+                                        void* workspace, cudaStream_t stream);
 
 }  // namespace jaxdnn::conv

@@ -8,9 +8,8 @@
 //
 // Rows that are no pixels of y have zeros there, but x may have an infinity where they meet it: sums that are not
 // finite are computed once more, one by one, when the slices are added up.
-#include "cuda/conv/filter.cuh"
-#include "cuda/conv/unaligned.cuh"
 #include "cuda/conv/unaligned.h"
+#include "cuda/conv/unaligned_sum.cuh"
 
 namespace jaxdnn::conv {
 namespace {
@@ -22,13 +21,12 @@ struct FilterTile {
   static constexpr int kWarpgroup = 128, kConsumers = 256, kStripThreads = 256, kThreads = 512;
 };
 
-struct UnalignedFilterParams : UnalignedParams {
+struct UnalignedFilterParams : UnalignedSlices {
   int whole_groups;  // of 64 channels; the eights that are left over
   int left, left_units;
   bool appended;  // to the last whole group
   FastDiv unit_groups, channel_groups, window_lines;
-  int splits, slice_tiles;
-  int64_t result_size;
+  int slice_tiles;
 };
 
 // Channels that a block's strips hold, and the units they make: `whole` of a tap each, and those of single eights.
@@ -126,6 +124,8 @@ __device__ void ProduceTiles(const UnalignedFilterParams& q, const FilterShared<
     FillStrip(thread, FilterTile::kStripThreads, q.column_pairs, kRows, y_pixels, q.features, place.column,
               min(place.column + q.columns, q.features), kEights, shared.kYPitch, y,
               shared.y + turn.stage * shared.y_bytes);
+    CommitCopies();
+    WaitForCopies<0>();
     hopper::ShowSharedToTma();
     ArriveWarp(shared.Full(turn.stage));
     turn.Next(2);
@@ -214,53 +214,15 @@ __global__ void __launch_bounds__(FilterTile::kThreads, 1)
   }
 }
 
-// out[i] = partial[0][i] + partial[1][i] + ..., a warp for 32 elements and some of the slices.
-constexpr int kSumWarps = 8;
-template <class In, class Out>
-__global__ void __launch_bounds__(32 * kSumWarps)
-    UnalignedSumKernel(const __grid_constant__ UnalignedFilterParams q, const In* x, const In* y, const float* partial,
-                       Out* out) {
-  __shared__ float sums[kSumWarps][32];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int64_t i = blockIdx.x * int64_t{32} + lane;
-  float sum = 0;
-#pragma unroll 4
-  for (int s = warp; s < q.splits; s += kSumWarps) sum += i < q.result_size ? partial[s * q.result_size + i] : 0;
-  sums[warp][lane] = sum;
-  __syncthreads();
-  if (warp > 0 || i >= q.result_size) return;
-#pragma unroll
-  for (int w = 1; w < kSumWarps; ++w) sum += sums[w][lane];
-  if (!isfinite(sum)) {
-    const int feature = static_cast<int>(i % q.features), row = static_cast<int>(i / q.features);
-    const int channel = row % q.channels, tap = row / q.channels, line = tap / q.window_width;
-    const int plane_tap = line / q.plane_groups, first = (line - plane_tap * q.plane_groups) * q.line_step;
-    const int further = first + (tap - line * q.window_width) * q.dilation[2];
-    sum = 0;
-    for (int r = 0; r < q.tiles * kRows; ++r) {
-      bool exists;
-      const int pixel = ResultPixel(q, r, &exists);
-      if (!exists) continue;
-      const int from = OperandPixel(q, r + further, plane_tap);
-      const float value = from < 0 ? 0.0f : static_cast<float>(x[int64_t{from} * q.channels + channel]);
-      sum += value * static_cast<float>(y[int64_t{pixel} * q.features + feature]);
-    }
-  }
-  out[i] = static_cast<Out>(sum);
-}
-
 template <class In>
 cudaError_t LaunchType(const Problem& p, const Config& config, const void* x, const void* y, void* out, void* workspace,
                        cudaStream_t stream) {
   const UnalignedFilterPlan plan(p);
   UnalignedFilterParams q = {};
-  static_cast<UnalignedParams&>(q) = RowParams(p, plan.line, plan.lines);
+  static_cast<UnalignedSlices&>(q) = SliceParams(p, plan.line, plan.lines);
   q.columns = plan.columns;
   q.column_tiles_div = FastDiv(plan.column_tiles);
-  q.channels = int(p.channels);
-  q.features = int(p.features);
   q.column_pairs = FastDiv(CeilDiv(kEights, 2));
-  q.plane_groups = int(p.window[1]);
   q.whole_groups = plan.whole_groups;
   q.left = plan.left;
   q.left_units = plan.left_units;
@@ -272,7 +234,6 @@ cudaError_t LaunchType(const Problem& p, const Config& config, const void* x, co
   q.tiles = int(plan.Tiles());
   q.slice_tiles = int(CeilDiv(q.tiles, config.splits));
   q.splits = int(CeilDiv(q.tiles, q.slice_tiles));
-  q.result_size = p.FilterSize();
   const auto array = [](const void* begin, int64_t size) {
     return AlignedArray<In>{static_cast<const In*>(begin), static_cast<const In*>(begin) + size};
   };
@@ -283,18 +244,14 @@ cudaError_t LaunchType(const Problem& p, const Config& config, const void* x, co
       LaunchKernel(UnalignedFilterKernel<In>, grid, stream, q, array(x, p.images * p.XPixels() * p.channels),
                    array(y, p.images * p.YPixels() * p.features), partial);
   if (e != cudaSuccess) return e;
-  const auto sum = [&](auto* to) {
-    return LaunchKernel(UnalignedSumKernel<In, std::remove_pointer_t<decltype(to)>>, CeilDiv(q.result_size, 32),
-                        32 * kSumWarps, stream, q, static_cast<const In*>(x), static_cast<const In*>(y),
-                        static_cast<const float*>(partial), to);
-  };
-  return p.out == p.in ? sum(static_cast<In*>(out)) : sum(static_cast<float*>(out));
+  return SumUnaligned<In>(p, q, x, y, partial, out, stream);
 }
 
 }  // namespace
 
 cudaError_t LaunchUnalignedFilter(const Problem& p, const Config& config, const void* x, const void* y, void* out,
                                   void* workspace, cudaStream_t stream) {
+  if (p.in == DType::kF32) return LaunchUnalignedFilterFloats(p, config, x, y, out, workspace, stream);
   return p.in == DType::kBF16 ? LaunchType<__nv_bfloat16>(p, config, x, y, out, workspace, stream)
                               : LaunchType<__half>(p, config, x, y, out, workspace, stream);
 }

@@ -20,15 +20,9 @@ double Rows(const Problem& p) { return double(p.images) * p.y[0] * Pitch(p, 1) *
 
 }  // namespace
 
-int UnalignedPlan::SlabBytes(int size) const {
-  // The larger of the two layouts: columns by the depth's chunks, or the depth by the columns' chunks.
-  const int chunk = 16 / size, chunks = 2 * steps;
-  return std::max(chunks * (kColumns + 1), kColumns / chunk * (chunks * chunk + 1)) * 16;
-}
-
-int UnalignedPlan::SharedBytes(int size) const {
+int UnalignedPlan::SharedBytes() const {
   constexpr int kBarriers = (2 + kMostSlabs) * 16;
-  return 2 * StripBytes() + slabs * SlabBytes(size) + kWarpgroups * StagedBytes() + 2 * pixels * 4 + kBarriers;
+  return 2 * StripBytes() + slabs * SlabBytes() + kWarpgroups * StagedBytes() + 2 * pixels * 4 + kBarriers;
 }
 
 bool UnalignedPlan::Fit(const Problem& p) {
@@ -53,7 +47,7 @@ bool UnalignedPlan::Fit(const Problem& p) {
     slices = int(CeilDiv(all_steps, of_steps));
     pixels = int(all);
     slabs = int(of_slabs);
-    return SharedBytes(size) <= kMostSharedBytes;
+    return SharedBytes() <= kMostSharedBytes;
   };
   constexpr int kBoth = kWarpgroups * kWarpgroupRows, kLeastSlabs = 3;
   if (p.window[0] == 1 && all_steps <= kMostSteps && column_tiles == 1 && p.Taps() < 1024 &&
@@ -95,11 +89,71 @@ UnalignedFilterPlan::UnalignedFilterPlan(const Problem& p) {
   pixels = int((kRows + (width - 1) * p.rhs_dilation[2]) | 1);
 }
 
+int UnalignedFloatsPlan::SharedBytes() const {
+  constexpr int kBarriers = 64;  // and what a block knows is not among these bytes
+  // At the end the sums of all parts but the first.
+  const int sums = (kWarps - kWarps / parts) * kWarpRows * UnalignedPlan::kColumns * 4;
+  return std::max(2 * StageBytes(), sums) + 2 * (pixels + tile_rows) * 4 + kBarriers;
+}
+
+bool UnalignedFloatsPlan::Fit(const Problem& p) {
+  constexpr int kColumns = UnalignedPlan::kColumns, kMostTileRows = 2 * kUnit;
+  const int64_t pitch_of_lines = Pitch(p, 2), reach = (p.window[2] - 1) * p.rhs_dilation[2];
+  const int64_t line_step = p.rhs_dilation[1] * pitch_of_lines;
+  if (Rows(p) > INT32_MAX / 4 || double(p.window[1]) * line_step + reach > INT32_MAX / 4) return false;
+  UnalignedFloatsPlan best = {};
+  line = int(pitch_of_lines);
+  lines = int(Pitch(p, 1));
+  all_rows = p.images * p.y[0] * lines * line;
+  column_tiles = int(CeilDiv(p.features, kColumns - Shifts(p.features)));
+  columns = int(CeilDiv(p.features, column_tiles));
+  if (Shifts(p.features) == 0) columns = (columns + 3) / 4 * 4;
+  for (const int64_t of_lines : {p.window[1], int64_t{1}}) {
+    const int64_t taps = of_lines * p.window[2], beyond = (of_lines - 1) * line_step + reach;
+    const int64_t most = kWarps * kWarpRows / taps;
+    if (most == 0 || beyond > 4096) continue;
+    const int64_t fewest = CeilDiv(p.channels, most);
+    for (int64_t n = fewest; n <= std::min(fewest + 8, p.channels); ++n) {
+      tap_lines = int(of_lines);
+      channels = int(CeilDiv(p.channels, n));
+      if (Shifts(p.channels) == 0) channels = (channels + 3) / 4 * 4;
+      if (taps * channels > kWarps * kWarpRows) continue;
+      slices = int(CeilDiv(p.channels, channels));
+      parts = 1;
+      while (parts < kWarps && taps * channels * 2 * parts <= kWarps * kWarpRows) parts *= 2;
+      pitch = (channels + Shifts(p.channels) + 7) / 16 * 16 + 8;
+      for (tile_rows = kMostTileRows; tile_rows > 0; tile_rows -= kUnit) {
+        pixels = int(tile_rows + beyond);
+        if (SharedBytes() + 512 <= kMostSharedBytes) break;
+      }
+      if (tile_rows == 0) continue;
+      // Products of a row's terms, and copies of elements, which hardly overlap. Fitted to an H200.
+      constexpr double kProducts = 95, kCopy = 0.65;
+      const double copies = double(pixels) / tile_rows * channels + columns;
+      cycles = double(BlocksOfSlice(p)) * (kProducts / parts + kCopy * copies);
+      if (best.cycles == 0 || cycles < best.cycles) best = *this;
+    }
+  }
+  *this = best;
+  return cycles > 0;
+}
+
+int64_t UnalignedTiles(const Problem& p) {
+  if (p.in != DType::kF32) return UnalignedFilterPlan(p).Tiles();
+  UnalignedFloatsPlan plan;
+  return plan.Fit(p) ? plan.Tiles() : 0;
+}
+
+int64_t UnalignedWorkspace(const Problem& p) {
+  UnalignedPlan plan;
+  return p.direction != Direction::kFilterGradient && plan.Fit(AsForward(p)) ? plan.FilterBytes(p) : 0;
+}
+
 bool TakesUnaligned(const Problem& problem) {
   const Problem p = AsForward(problem);
   const bool filter = p.direction == Direction::kFilterGradient;
   if (p.groups != 1 || p.batch != 1) return false;
-  if (p.in == DType::kF64 || (p.in == DType::kF32 && (filter || p.products != 1))) return false;
+  if (p.in == DType::kF64 || (p.in == DType::kF32 && p.products != 1)) return false;
   for (int d = 0; d < kRank; ++d)
     if (p.stride[d] != 1 || p.lhs_dilation[d] != 1) return false;
   // What is aligned, the kernels that read through the TMA unit take, and faster.
@@ -109,6 +163,8 @@ bool TakesUnaligned(const Problem& problem) {
   if (p.images * std::max(p.XPixels(), p.YPixels()) >= INT32_MAX / 4) return false;
   UnalignedPlan plan;
   if (!filter) return plan.Fit(p);
+  UnalignedFloatsPlan floats;
+  if (p.in == DType::kF32) return floats.Fit(p);
   constexpr int64_t kMostPixels = 400;  // for shared memory
   return Rows(p) < INT32_MAX / 4 && (p.window[2] - 1) * p.rhs_dilation[2] + UnalignedFilterPlan::kRows < kMostPixels;
 }
@@ -116,9 +172,16 @@ bool TakesUnaligned(const Problem& problem) {
 // Fitted to an H200. A tile takes as long as its products, or what brings and stores it; where the filter comes in
 // parts, as those; and the filter gradient's, as what brings it.
 double UnalignedCycles(const Problem& problem, int64_t splits) {
-  constexpr double kMultiprocessors = 132, kStart = 7000, kProduct = 110, kLeast = 5200, kLeastShared = 8500;
-  constexpr double kSlab = 700, kSlabStep = 380, kPair = 10, kFilterStart = 12000, kFilterTile = 11300;
+  constexpr double kMultiprocessors = 132, kStart = 10000, kProduct = 105, kLeast = 5200, kLeastShared = 8500;
+  constexpr double kSlabStep = 340, kPair = 7, kFilterStart = 12000, kFilterTile = 11300;
   const Problem p = AsForward(problem);
+  if (p.direction == Direction::kFilterGradient && p.in == DType::kF32) {
+    constexpr double kFloatsStart = 12000;
+    UnalignedFloatsPlan plan;
+    if (!plan.Fit(p)) return HUGE_VAL;
+    const double blocks = double(plan.BlocksOfSlice(p)), rows = CeilDiv(plan.Tiles(), splits) * plan.kUnit;
+    return std::ceil(blocks * splits / kMultiprocessors) * (kFloatsStart + rows * plan.cycles / blocks);
+  }
   if (p.direction == Direction::kFilterGradient) {
     const UnalignedFilterPlan plan(p);
     const double blocks = double(plan.BlocksOfSlice(p)) * splits;
@@ -129,7 +192,7 @@ double UnalignedCycles(const Problem& problem, int64_t splits) {
   const double slabs = double(p.Taps()) * plan.slices, products = slabs * plan.steps * plan.rows / 64;
   const double pairs = double(plan.groups) * plan.slices * plan.steps * plan.pixels;
   const double tile = plan.resident ? std::max(kLeast, products * kProduct)
-                                    : std::max({kLeastShared, slabs * (kSlab + plan.steps * kSlabStep), pairs * kPair});
+                                    : std::max({kLeastShared, slabs * plan.steps * kSlabStep, pairs * kPair});
   return kStart + std::ceil(plan.Tiles() / kMultiprocessors) * tile;
 }
 

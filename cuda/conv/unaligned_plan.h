@@ -32,11 +32,11 @@ struct UnalignedPlan {
   bool Fit(const Problem& p);
 
   int StripBytes() const { return pixels * steps * kStepBytes; }
-  // With a chunk more for each eight, or chunk of the depth, that spreads them over the banks.
-  int SlabBytes(int size) const;
+  int SlabBytes() const { return kColumns * steps * kStepBytes; }
+  int64_t FilterBytes(const Problem& p) const { return int64_t{column_tiles} * slices * p.Taps() * SlabBytes(); }
   // Of 64 rows' results on their way, as floats, a fifth of them left free.
   int StagedBytes() const { return (64 * columns + 8) / 4 * 5 * 4 / 16 * 16 + 16; }
-  int SharedBytes(int size) const;
+  int SharedBytes() const;
   int64_t Tiles() const { return (all_rows + rows - 1) / rows * column_tiles; }
 };
 
@@ -60,6 +60,37 @@ struct UnalignedFilterPlan {
   }
 };
 
+// Of the filter gradient of floats: the result's rows are channels of the window's taps, as many of both as eight warps
+// have sums of, or as two, four or eight times fewer warps, which then take every so manieth eight of a tile's rows.
+struct UnalignedFloatsPlan {
+  static constexpr int kWarps = 8, kWarpRows = 80, kDepth = 8;
+  static constexpr int kUnit = kWarps * kDepth;  // what slices and tiles are multiples of
+
+  int line, lines;
+  int64_t all_rows;
+  int columns, column_tiles;
+  int tap_lines;          // of the window, that a block has: all of a plane's or one
+  int channels, slices;   // of a block, and such slices of them
+  int parts;              // of the warps, that share the rows
+  int tile_rows, pixels;  // of a tile, and of x that they meet
+  int pitch;              // floats of a pixel of x, so that four pixels lie in different banks
+  double cycles;          // of a row
+
+  // How far behind an aligned four lines of so many may begin.
+  static int Shifts(int64_t of_line) { return of_line % 4 == 0 ? 0 : 3; }
+  bool Fit(const Problem& p);
+  int StageBytes() const { return (pixels * pitch + tile_rows * UnalignedPlan::kColumns) * 4; }
+  int SharedBytes() const;
+  int64_t Tiles() const { return (all_rows + kUnit - 1) / kUnit; }
+  int64_t BlocksOfSlice(const Problem& p) const {
+    return p.window[0] * (p.window[1] / tap_lines) * slices * column_tiles;
+  }
+};
+
+// What a filter gradient's slices are multiples of, in all.
+int64_t UnalignedTiles(const Problem& p);
+// Of the filter as the kernel wants it, but for the filter gradient.
+int64_t UnalignedWorkspace(const Problem& p);
 bool TakesUnaligned(const Problem& p);
 double UnalignedCycles(const Problem& p, int64_t splits);
 
