@@ -45,6 +45,7 @@ struct Tiles {
   int64_t Blocks() const { return CeilDiv(outer, groups) * chunks * spans * slice_tiles; }
 };
 
+// In a kernel every pointer lies as many rows in front of its array as the array's rows come after those of x to load.
 template <class T>
 struct MarchArrays {
   const T *x, *m, *t;  // no means without kMeans; t is the cotangent
@@ -68,11 +69,16 @@ struct March {
   // Rows that are unrolled, so that a row's place in a ring is known: a multiple of W, with room for those to come.
   static constexpr int U = H == 1 ? 2 * W : W;
   // Rows whose loads are in flight, and warps on a multiprocessor, as registers allow.
+  static constexpr bool kFew = sizeof(T) == 2;
   static constexpr int kAhead = 4;
-  static constexpr int kWarps = kCotangent && kMeans ? (kAcross && sizeof(T) == 2 && H < 3 ? 12 : 8) : kPivot || kCotangent ? (H == 3 ? 12 : 16) : 20;
-  static constexpr bool kChooses = sizeof(T) == 4;
+  static constexpr int kWarps = kCotangent && kMeans             ? (kAcross && H < 3 ? 12 : 8)
+                                : kCotangent && kAcross && kFew  ? (H == 1   ? 24
+                                                                    : H == 2 ? 20
+                                                                             : 16)
+                                : kAcross && kFew && !kCotangent ? 20
+                                                                 : 16;
   // A warp holds rows of its own where lanes lie across, and so waits for no other.
-  static constexpr int kThreads = kAcross ? 32 : 256;
+  static constexpr int kThreads = kAcross ? 32 : H == 3 && kFew && kCotangent && !kMeans ? 512 : 256;
   static constexpr int kVisit = 64;  // bytes
   static constexpr int kPitch = kThreads + (kAcross ? 0 : 2 * kMargin * kMaxSlices);
   static constexpr int kResident = kWarps * 32 / kThreads;
@@ -87,8 +93,8 @@ struct March {
 };
 
 // What a block holds in shared memory: the rows of x that windows still need and those on their way, the rows of the
-// others on their way, which no other thread sees, and the terms of two rows, which take turns, so that one barrier each
-// will do. Threads' strips lie beside each other, and zeros beyond the outermost.
+// others on their way, which no other thread sees, and the terms of two rows, which take turns, so that one barrier
+// each will do. Threads' strips lie beside each other, and zeros beyond the outermost.
 template <class S, class T>
 struct Exchange {
   static constexpr int kTerms = S::kAcross ? 0 : S::kTerms;  // others come from lanes
@@ -139,38 +145,32 @@ __global__ void __launch_bounds__(S::kThreads, S::kResident)
       across[S::Own(q, side)] = static_cast<A>(min(at + H, tiles.width - 1) - max(at - H, 0) + 1);
     }
 
-  // The next row to load, and what lies that far from the arrays' beginnings.
+  // The strip's place in the next row to load.
   const int begin = max(first - S::kSight, 0);
-  const int64_t base = outer * tiles.plane + unit * tiles.step + vector * int64_t{sizeof(Unit)};
-  const auto at = [&](auto* array, int row) { return Shift(array, base + row * tiles.row); };
-  const T* x_from = at(in.x, begin);
-  const T* t_from = at(in.t, begin - H);
-  const T* m_from = at(in.m, begin - H);
-  T* out_to = at(in.out, begin - S::kLag);
-  T* dm_to = at(in.dm, begin - H);
+  int64_t place = outer * tiles.plane + unit * tiles.step + vector * int64_t{sizeof(Unit)} + begin * tiles.row;
   // The strips of x of the half of the ring that the rows are in, and of the other.
   Strip<N, T>*x_half = shared.x[0][0] + margin + lane, *x_other = shared.x[1][0] + margin + lane;
   // The thread's strip of the row that lies `i` from the half's first.
   const auto x_strip = [&](int i) {
     return i < 0 ? x_other + (i + U) * S::kPitch : i < U ? x_half + i * S::kPitch : x_other + (i - U) * S::kPitch;
   };
+  Loader<S, T> x_loader, t_loader, m_loader;
   const auto load = [&](int i, int row) {
-    const auto next = [&](Strip<N, T>* to, const T*& p, int row) {
-      CopyStrip<S, T>(to, p, tiles.step, row, limit);
-      p = Shift(p, tiles.row);
+    const auto next = [&](Loader<S, T>& loader, Strip<N, T>* to, const T* from, int row) {
+      loader.Load(to, Shift(from, place), tiles.step, row, limit);
     };
-    next(x_strip(i), x_from, row);
-    if constexpr (kCotangent) next(&shared.t[i % U][lane], t_from, row - H);
-    if constexpr (kMeans) next(&shared.m[i % U][lane], m_from, row - H);
+    next(x_loader, x_strip(i), in.x, row);
+    if constexpr (kCotangent) next(t_loader, &shared.t[i % U][lane], in.t, row - H);
+    if constexpr (kMeans) next(m_loader, &shared.m[i % U][lane], in.m, row - H);
     CommitAsync();
   };
 
-  // The windows' results so far, and the terms of the row in front.
-  A opened[W][E], term[kTerms > 0 ? kTerms : 1][E] = {};
+  // D^-beta g of the last rows, and the terms of the row in front.
+  A scaled[W][E], term[kTerms > 0 ? kTerms : 1][E] = {};
   Running<S, A> energy, values, pull[kTerms > 0 ? kTerms : 1];
   Pivoted<S, A> pivoted(column, tiles.width);
 #pragma unroll
-  for (int i = 0; i < kAhead; ++i) load(i, begin + i);
+  for (int i = 0; i < kAhead; ++i, place += tiles.row) load(i, begin + i);
   bool turn = false;
   for (int rows = begin;; rows += U) {
 #pragma unroll
@@ -204,10 +204,10 @@ __global__ void __launch_bounds__(S::kThreads, S::kResident)
         WidenStrip<N, T>(*x_strip(i - W), x);
 #pragma unroll
         for (int j = 0; j < E; ++j) {
-          const A rest = kMeans ? opened[i % W][j] + box[kTerms - 1][j] : opened[i % W][j];
+          const A rest = kMeans ? scaled[i % W][j] + box[kTerms - 1][j] : scaled[i % W][j];
           result[j] = rest - x[j] * box[0][j];
         }
-        StoreStrip<S, T>(out_to, tiles.step, row - S::kLag, from, result);
+        StoreStrip<S, T>(Shift(in.out, place), tiles.step, row - S::kLag, from, result);
       }
 
       A e[L], energies[E], sum[E], drift[E], x[E], m[E], t[E];
@@ -250,16 +250,16 @@ __global__ void __launch_bounds__(S::kThreads, S::kResident)
       A result[E], gain[E], rate[E];
 #pragma unroll
       for (int j = 0; j < E; ++j) energies[j] = response.Divisor(energies[j]);
-      response.template GainsAndRates<S::kChooses>(energies, gain, rate);
+      response.GainsAndRates(energies, gain, rate);
 #pragma unroll
       for (int j = 0; j < E; ++j) {
         if constexpr (!kCotangent) {
           result[j] = x[j] * gain[j];
         } else {
-          const A scaled = t[j] * gain[j];
-          opened[(i + H + 1) % W][j] = scaled;
+          const A product = t[j] * gain[j];
+          scaled[(i + H + 1) % W][j] = product;
           // Beyond the borders the rate may be infinite.
-          term[0][j] = Within(centre, limit[S::kAcross ? 0 : j / N]) ? rate[j] * (x[j] * scaled) : A(0);
+          term[0][j] = Within(centre, limit[S::kAcross ? 0 : j / N]) ? rate[j] * (x[j] * product) : A(0);
           if constexpr (kMeans) {
             result[j] = term[0][j] * drift[j];
             term[kTerms - 1][j] = term[0][j] * m[j];
@@ -267,12 +267,11 @@ __global__ void __launch_bounds__(S::kThreads, S::kResident)
         }
       }
       if constexpr (!kCotangent) {
-        StoreStrip<S, T>(out_to, tiles.step, centre, from, result);
+        StoreStrip<S, T>(Shift(in.out, place), tiles.step, centre, from, result);
       } else if constexpr (kMeans) {
-        if (centre < last) StoreStrip<S, T>(dm_to, tiles.step, centre, from, result);
-        dm_to = Shift(dm_to, tiles.row);
+        if (centre < last) StoreStrip<S, T>(Shift(in.dm, place), tiles.step, centre, from, result);
       }
-      out_to = Shift(out_to, tiles.row);
+      place += tiles.row;
     }
     Strip<N, T>* const half = x_half;
     x_half = x_other;
@@ -327,8 +326,13 @@ Tiles Tile(const Problem& p, int item) {
 template <class S, class T>
 cudaError_t LaunchMarch(const Problem& p, const MarchArrays<T>& arrays, cudaStream_t stream) {
   const Tiles tiles = Tile<S>(p, sizeof(T));
+  const auto late = [&](auto* array, int rows) {
+    return reinterpret_cast<decltype(array)>(reinterpret_cast<uintptr_t>(array) - rows * tiles.row);
+  };
+  const MarchArrays<T> lagging = {arrays.x, late(arrays.m, S::H), late(arrays.t, S::H),
+                                  late(arrays.out, S::kLag + S::kAhead), late(arrays.dm, S::H + S::kAhead)};
   const Grid grid{tiles.Blocks(), tiles.Threads(), sizeof(Exchange<S, T>)};
-  return LaunchKernel(MarchKernel<S, T>, grid, stream, tiles, Response<T>(p), arrays);
+  return LaunchKernel(MarchKernel<S, T>, grid, stream, tiles, Response<T>(p), lagging);
 }
 
 // Whether LaunchBoxes takes the problem: odd square boxes of up to seven cells.

@@ -98,13 +98,13 @@ struct Response {
   }
 
   // Of several divisors, which are raised to the same power: one choice for all.
-  template <bool kChooses, int N>
+  template <int N>
   __device__ void GainsAndRates(const A (&d)[N], A (&gain)[N], A (&rate)[N]) const {
     const auto all = [&](const auto& response) {
 #pragma unroll
       for (int i = 0; i < N; ++i) gain[i] = response.GainAndRate(d[i], &rate[i]);
     };
-    if (kChooses && three_quarters)
+    if (sizeof(T) == 4 && three_quarters)
       all(Response<T, true>(*this));
     else
       all(*this);

@@ -33,17 +33,33 @@ __device__ T* Shift(T* p, int64_t bytes) {
 // Rows from 0 up to a unit's limit exist.
 __device__ inline bool Within(int row, int limit) { return static_cast<unsigned>(row) < static_cast<unsigned>(limit); }
 
-// Starts the copy of a strip to shared memory; what does not exist is zero there.
+// Brings an array's strips to shared memory, zeros where nothing exists. Copies run while the thread goes on; a unit
+// that is too small for one waits in registers, and comes to its place with the next.
 template <class S, class T>
-__device__ void CopyStrip(Strip<S::N, T>* to, const T* from, int64_t step, int row, const int (&limit)[2]) {
-  if constexpr (S::kAcross) {
-    CopyAsyncOrZero(to, reinterpret_cast<const Strip<S::N, T>*>(from), Within(row, limit[0]));
-  } else {
-    using Unit = Packed<T, S::N>;
-    CopyAsyncOrZero(&to->unit[0], reinterpret_cast<const Unit*>(from), Within(row, limit[0]));
-    CopyAsyncOrZero(&to->unit[1], reinterpret_cast<const Unit*>(Shift(from, step)), Within(row, limit[1]));
+struct Loader {
+  using Unit = Packed<T, S::N>;
+  using Place = Strip<S::N, T>;
+  static constexpr bool kHolds = sizeof(Unit) < 4;
+  Place held, *place = nullptr;
+
+  __device__ void Load(Place* to, const T* from, int64_t step, int row, const int (&limit)[2]) {
+    const bool exists[2] = {Within(row, limit[0]), Within(row, limit[1])};
+    if constexpr (kHolds) {
+      if (place) *place = held;
+      place = to;
+      held = {};
+#pragma unroll
+      for (int u = 0; u < 2; ++u)
+        if (exists[u]) held.unit[u] = *reinterpret_cast<const Unit*>(Shift(from, u * step));
+    } else if constexpr (S::kAcross) {
+      CopyAsyncOrZero(to, reinterpret_cast<const Place*>(from), exists[0]);
+    } else {
+#pragma unroll
+      for (int u = 0; u < 2; ++u)
+        CopyAsyncOrZero(&to->unit[u], reinterpret_cast<const Unit*>(Shift(from, u * step)), exists[u]);
+    }
   }
-}
+};
 
 // Stores the row's units that have results from there on.
 template <class S, class T>
