@@ -2,11 +2,12 @@
 // channel, and divisive normalization.
 //
 // A thread owns a strip of two units of a row, and marches down the rows. A unit is N neighbours of the inner
-// dimension, and units are neighbours across; or inner is 1, and a unit is N neighbours across itself (kAcross). What a
-// box reaches on either side comes from the threads that own it, through shared memory: one exchange for every row.
-// Sums are taken across first, and then down. The cotangent exchanges in the same step the row of its terms that the
-// step before has completed, and takes their sums across from every result whose window they belong to. So every
-// element is read once, but for the rows and columns where blocks overlap.
+// dimension, and units are neighbours across; or inner is 1, and a unit is N neighbours across itself (kAcross). Rows
+// come to shared memory some steps before they are due, by copies that take no registers, and stay until the last
+// window that needs them is complete. What a box reaches on either side comes from there too; where a warp has whole
+// rows, from its lanes. Sums are taken across first, and then down. The cotangent exchanges in the same step the row of
+// its terms that the step before has completed, and sums them likewise. So every element is read once, but for the rows
+// and columns where blocks overlap.
 //
 // Bound by instructions, most of which are the curve's and the sums', and by the steps' latency.
 #pragma once
@@ -68,18 +69,18 @@ struct March {
   static constexpr int L = (2 * kReach + 2) * N;  // elements that a strip's sums see
   // Rows that are unrolled, so that a row's place in a ring is known: a multiple of W, with room for those to come.
   static constexpr int U = H == 1 ? 2 * W : W;
-  // Rows whose loads are in flight, and warps on a multiprocessor, as registers allow.
+  static constexpr int kAhead = 4;  // rows whose loads are in flight
+  // Warps on a multiprocessor, as registers allow.
   static constexpr bool kFew = sizeof(T) == 2;
-  static constexpr int kAhead = 4;
-  static constexpr int kWarps = kCotangent && kMeans             ? (kAcross && H < 3 ? 12 : 8)
-                                : kCotangent && kAcross && kFew  ? (H == 1   ? 24
-                                                                    : H == 2 ? 20
-                                                                             : 16)
-                                : kAcross && kFew && !kCotangent ? 20
-                                                                 : 16;
-  // A warp holds rows of its own where lanes lie across, and so waits for no other.
-  static constexpr int kThreads = kAcross ? 32 : H == 3 && kFew && kCotangent && !kMeans ? 512 : 256;
-  static constexpr int kVisit = 64;  // bytes
+  static constexpr int kWarps = kCotangent && kMeans          ? (kAcross && H < 3 ? 12 : 8)
+                                : !kAcross || !kFew || kMeans ? 16
+                                : kCotangent && H < 3         ? (H == 1 ? 24 : 20)
+                                : kCotangent                  ? 16
+                                                              : 20;
+  // A warp has rows of its own where lanes lie across, and so waits for no other. Elsewhere a block should hold a row.
+  static constexpr int kThreads = kAcross ? 32 : kCotangent && !kMeans && kFew && H == 3 ? 512 : 256;
+  // Bytes of a column that a block should visit at once.
+  static constexpr int kVisit = kFew || (kCotangent && H > 1) ? 64 : 128;
   static constexpr int kPitch = kThreads + (kAcross ? 0 : 2 * kMargin * kMaxSlices);
   static constexpr int kResident = kWarps * 32 / kThreads;
 
@@ -100,7 +101,8 @@ struct Exchange {
   static constexpr int kTerms = S::kAcross ? 0 : S::kTerms;  // others come from lanes
   Strip<S::N, T> x[2][S::U][S::kPitch];
   Terms<S::N, Accumulator<T>> terms[2][kTerms > 0 ? kTerms : 1][kTerms > 0 ? S::kPitch : 1];
-  Strip<S::N, T> t[S::kCotangent ? S::U : 1][S::kThreads], m[S::kMeans ? S::U : 1][S::kThreads];
+  Strip<S::N, T> t[S::kCotangent ? S::U : 1][S::kCotangent ? S::kThreads : 1];
+  Strip<S::N, T> m[S::kMeans ? S::U : 1][S::kMeans ? S::kThreads : 1];
 };
 
 template <class S, class T>
@@ -155,13 +157,15 @@ __global__ void __launch_bounds__(S::kThreads, S::kResident)
     return i < 0 ? x_other + (i + U) * S::kPitch : i < U ? x_half + i * S::kPitch : x_other + (i - U) * S::kPitch;
   };
   Loader<S, T> x_loader, t_loader, m_loader;
-  const auto load = [&](int i, int row) {
-    const auto next = [&](Loader<S, T>& loader, Strip<N, T>* to, const T* from, int row) {
-      loader.Load(to, Shift(from, place), tiles.step, row, limit);
+  const auto load = [&](int i, int row, bool starts) {
+    using Place = Strip<N, T>;
+    const int due = i - Loader<S, T>::kHeld;
+    const auto next = [&](Loader<S, T>& loader, Place* to, Place* due, const T* from, int row) {
+      loader.Load(to, starts ? nullptr : due, Shift(from, place), tiles.step, row, limit);
     };
-    next(x_loader, x_strip(i), in.x, row);
-    if constexpr (kCotangent) next(t_loader, &shared.t[i % U][lane], in.t, row - H);
-    if constexpr (kMeans) next(m_loader, &shared.m[i % U][lane], in.m, row - H);
+    next(x_loader, x_strip(i), x_strip(due), in.x, row);
+    if constexpr (kCotangent) next(t_loader, &shared.t[i % U][lane], &shared.t[(due + U) % U][lane], in.t, row - H);
+    if constexpr (kMeans) next(m_loader, &shared.m[i % U][lane], &shared.m[(due + U) % U][lane], in.m, row - H);
     CommitAsync();
   };
 
@@ -170,7 +174,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kResident)
   Running<S, A> energy, values, pull[kTerms > 0 ? kTerms : 1];
   Pivoted<S, A> pivoted(column, tiles.width);
 #pragma unroll
-  for (int i = 0; i < kAhead; ++i, place += tiles.row) load(i, begin + i);
+  for (int i = 0; i < kAhead; ++i, place += tiles.row) load(i, begin + i, i < Loader<S, T>::kHeld);
   bool turn = false;
   for (int rows = begin;; rows += U) {
 #pragma unroll
@@ -187,7 +191,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kResident)
       }
       WaitAsync<kAhead - 1>();
       if constexpr (!S::kAcross) __syncthreads();
-      load(i + kAhead, row + kAhead);
+      load(i + kAhead, row + kAhead, false);
 
       if constexpr (kCotangent) {
         A box[kTerms][E], x[E], result[E];
@@ -291,23 +295,31 @@ Tiles Tile(const Problem& p, int item) {
   t.units = S::kAcross ? t.width / N : t.width;
   t.step = (S::kAcross ? N : p.inner) * item;
   t.vectors = S::kAcross ? 1 : p.inner / N;
-  // Lanes that read neighbouring bytes: less than kVisit of a column cost memory its speed.
   const int64_t strips = CeilDiv(t.units, 2), whole = strips + S::kMargin;
-  const int64_t visit = std::min<int64_t>(t.vectors, S::kAcross ? 1 : std::min(S::kVisit / (N * item), kMaxSlices));
-  if (whole * visit <= S::kThreads) {
-    t.columns = static_cast<int>(whole);
-    t.slices =
-        static_cast<int>(std::clamp<int64_t>(S::kThreads / whole, visit, std::min<int64_t>(t.vectors, kMaxSlices)));
-    t.groups = static_cast<int>(std::clamp<int64_t>(S::kThreads / (whole * t.slices), 1, t.outer));
-    t.spans = 1;
-  } else {
-    t.slices = static_cast<int>(visit);
-    t.columns = S::kThreads / t.slices - (S::kAcross ? S::kMargin : 0);
-    t.groups = 1;
-    t.origin = static_cast<int>(CeilDiv(S::kSight, S::kAcross ? 2 * N : 2));
-    t.spans = static_cast<int>(std::max<int64_t>(CeilDiv(strips - 2 * t.origin, t.columns - 2 * t.origin), 1));
-  }
-  t.slice_tiles = CeilDiv(t.vectors, t.slices);
+  // With at least that many slices to a block; and the lanes that a plane takes.
+  const auto cut = [&](int64_t least) {
+    if (whole * least <= S::kThreads) {
+      const int64_t most = std::min<int64_t>(t.vectors, kMaxSlices);
+      t.columns = static_cast<int>(whole);
+      t.slices = static_cast<int>(std::clamp<int64_t>(S::kThreads / whole, least, std::max(least, most)));
+      t.groups = static_cast<int>(std::clamp<int64_t>(S::kThreads / (whole * t.slices), 1, t.outer));
+      t.spans = 1;
+      t.origin = 0;
+    } else {
+      t.slices = static_cast<int>(least);
+      t.columns = S::kThreads / t.slices - (S::kAcross ? S::kMargin : 0);
+      t.groups = 1;
+      t.origin = static_cast<int>(CeilDiv(S::kSight, S::kAcross ? 2 * N : 2));
+      t.spans = static_cast<int>(std::max<int64_t>(CeilDiv(strips - 2 * t.origin, t.columns - 2 * t.origin), 1));
+    }
+    t.slice_tiles = CeilDiv(t.vectors, t.slices);
+    return t.slice_tiles * t.spans * S::kThreads / t.groups;
+  };
+  // Smaller visits cost memory its speed, unless the spans' overlap costs more.
+  const int64_t visit =
+      std::min<int64_t>(t.vectors, S::kAcross ? 1 : std::clamp<int64_t>(S::kVisit / (N * item), 1, kMaxSlices));
+  const int64_t half = CeilDiv(visit, 2), lanes = cut(visit);
+  if (4 * cut(half) > 3 * lanes) cut(visit);
   // Of the numbers of chunks, the one with which the device takes the fewest rows' time.
   int64_t best = INT64_MAX;
   for (int wanted = 1; wanted <= kMaxChunks; ++wanted) {
@@ -335,6 +347,15 @@ cudaError_t LaunchMarch(const Problem& p, const MarchArrays<T>& arrays, cudaStre
   return LaunchKernel(MarchKernel<S, T>, grid, stream, tiles, Response<T>(p), lagging);
 }
 
+// Whether a block may share so many bytes: 99 KB on every device since sm_80, more on some.
+inline bool MayShare(size_t bytes) {
+  int device = 0, most = 99 << 10;
+  if (bytes <= static_cast<size_t>(most)) return true;
+  return cudaGetDevice(&device) == cudaSuccess &&
+         cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) == cudaSuccess &&
+         bytes <= static_cast<size_t>(most);
+}
+
 // Whether LaunchBoxes takes the problem: odd square boxes of up to seven cells.
 inline bool IsBoxes(const Problem& p, DType dtype) {
   const int reach = p.after[2];
@@ -350,7 +371,8 @@ cudaError_t LaunchReach(const Problem& p, const MarchArrays<T>& a, cudaStream_t 
   constexpr int kWide = kFew ? 4 : kMany ? 1 : 2;
   if constexpr (kWide > 1) {
     if (IsVectorAligned(a.x, a.m, a.t, a.out, a.dm)) {
-      if (p.inner % kWide == 0) return LaunchMarch<March<kMap, kMeans, H, kWide, false, T>>(p, a, stream);
+      using Wide = March<kMap, kMeans, H, kWide, false, T>;
+      if (p.inner % kWide == 0 && MayShare(sizeof(Exchange<Wide, T>))) return LaunchMarch<Wide>(p, a, stream);
       if (p.inner == 1 && p.extent[2] % 4 == 0) return LaunchMarch<March<kMap, kMeans, H, 2, true, T>>(p, a, stream);
     }
   }

@@ -34,23 +34,26 @@ __device__ T* Shift(T* p, int64_t bytes) {
 __device__ inline bool Within(int row, int limit) { return static_cast<unsigned>(row) < static_cast<unsigned>(limit); }
 
 // Brings an array's strips to shared memory, zeros where nothing exists. Copies run while the thread goes on; a unit
-// that is too small for one waits in registers, and comes to its place with the next.
+// that is too small for one waits in registers for kHeld rows.
 template <class S, class T>
 struct Loader {
   using Unit = Packed<T, S::N>;
   using Place = Strip<S::N, T>;
   static constexpr bool kHolds = sizeof(Unit) < 4;
-  Place held, *place = nullptr;
+  static constexpr int kHeld = 3;
+  Place held[kHeld];
 
-  __device__ void Load(Place* to, const T* from, int64_t step, int row, const int (&limit)[2]) {
+  // A row for the place `to`; the one that came kHeld rows before it is for the place `due`, if there was one.
+  __device__ void Load(Place* to, Place* due, const T* from, int64_t step, int row, const int (&limit)[2]) {
     const bool exists[2] = {Within(row, limit[0]), Within(row, limit[1])};
     if constexpr (kHolds) {
-      if (place) *place = held;
-      place = to;
-      held = {};
+      if (due) *due = held[0];
+#pragma unroll
+      for (int i = 1; i < kHeld; ++i) held[i - 1] = held[i];
+      held[kHeld - 1] = {};
 #pragma unroll
       for (int u = 0; u < 2; ++u)
-        if (exists[u]) held.unit[u] = *reinterpret_cast<const Unit*>(Shift(from, u * step));
+        if (exists[u]) held[kHeld - 1].unit[u] = *reinterpret_cast<const Unit*>(Shift(from, u * step));
     } else if constexpr (S::kAcross) {
       CopyAsyncOrZero(to, reinterpret_cast<const Place*>(from), exists[0]);
     } else {
