@@ -72,7 +72,9 @@ struct March {
   static constexpr int kAhead = 4;  // rows whose loads are in flight
   // Warps on a multiprocessor, as registers allow.
   static constexpr bool kFew = sizeof(T) == 2;
-  static constexpr int kWarps = kCotangent && kMeans          ? (kAcross && H < 3 ? 12 : 8)
+  static constexpr int kWarps = kCotangent && kMeans          ? (!kAcross || H == 3 ? 8
+                                                                 : kFew             ? 16
+                                                                                    : 12)
                                 : !kAcross || !kFew || kMeans ? 16
                                 : kCotangent && H < 3         ? (H == 1 ? 24 : 20)
                                 : kCotangent                  ? 16
@@ -319,7 +321,7 @@ Tiles Tile(const Problem& p, int item) {
   const int64_t visit =
       std::min<int64_t>(t.vectors, S::kAcross ? 1 : std::clamp<int64_t>(S::kVisit / (N * item), 1, kMaxSlices));
   const int64_t half = CeilDiv(visit, 2), lanes = cut(visit);
-  if (4 * cut(half) > 3 * lanes) cut(visit);
+  if (16 * cut(half) > 15 * lanes) cut(visit);
   // Of the numbers of chunks, the one with which the device takes the fewest rows' time.
   int64_t best = INT64_MAX;
   for (int wanted = 1; wanted <= kMaxChunks; ++wanted) {
