@@ -59,6 +59,8 @@ WITHIN = [
   *(LrnCase((1, 2, 9, 300), n, "within_channel", {"axis": 1}) for n in (3, 5, 7)),
   LrnCase((1, 90, 5, 8), 7, "within_channel"),
   LrnCase((5, 7, 6, 4), 5, "within_channel", {"axis": 1}),
+  LrnCase((1, 9, 70, 48), 7, "within_channel"),
+  LrnCase((1, 30, 7, 3), 5, "within_channel"),
   LrnCase((2, 1, 9, 6), 5, "within_channel"),
   LrnCase((2, 9, 1, 6), 5, "within_channel"),
 ]
@@ -78,6 +80,9 @@ DIVISIVE = [
   LrnCase((1, 2, 9, 300), 5, "divisive", {"axis": 1}),
   LrnCase((1, 9, 130, 48), 3, "divisive"),
   LrnCase((1, 90, 5, 8), 5, "divisive"),
+  LrnCase((1, 12, 70, 48), 5, "divisive"),
+  LrnCase((1, 30, 7, 3), 3, "divisive"),
+  LrnCase((2, 3, 30, 12), 7, "divisive", {"axis": 1}),
 ]
 
 EMPTY = [

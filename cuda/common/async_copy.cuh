@@ -19,6 +19,16 @@ __device__ void CopyAsync(V* shared, const V* global) {
   }
 }
 
+// Starts a copy of 4, 8 or 16 bytes, or of zeros where the value does not exist. The 128 bytes around it come to the L2
+// cache, for who reads them soon.
+template <class V>
+__device__ void CopyAsyncOrZero(V* shared, const V* global, bool exists) {
+  const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared)), bytes = exists ? sizeof(V) : 0;
+  asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], %2, %3;" ::"r"(to), "l"(global), "n"(sizeof(V)),
+               "r"(bytes)
+               : "memory");
+}
+
 // Closes the group of copies that the thread has started since the last.
 __device__ inline void CommitAsync() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 

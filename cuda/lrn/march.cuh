@@ -2,11 +2,12 @@
 // channel, and divisive normalization.
 //
 // A thread owns a strip of two units of a row, and marches down the rows. A unit is N neighbours of the inner
-// dimension, and units are neighbours across; or inner is 1, and a unit is N neighbours across itself (kAcross). What a
-// box reaches on either side comes from the threads that own it, through shared memory: one exchange for every row.
-// Sums are taken across first, and then down. The cotangent exchanges in the same step the row of its terms that the
-// step before has completed, and takes their sums across from every result whose window they belong to. So every
-// element is read once, but for the rows and columns where blocks overlap.
+// dimension, and units are neighbours across; or inner is 1, and a unit is N neighbours across itself (kAcross). Rows
+// come to shared memory some steps before they are due, by copies that take no registers, and stay until the last
+// window that needs them is complete. What a box reaches on either side comes from there too; where a warp has whole
+// rows, from its lanes. Sums are taken across first, and then down. The cotangent exchanges in the same step the row of
+// its terms that the step before has completed, and sums them likewise. So every element is read once, but for the rows
+// and columns where blocks overlap.
 //
 // Bound by instructions, most of which are the curve's and the sums', and by the steps' latency.
 #pragma once
@@ -23,7 +24,7 @@
 
 namespace jaxdnn::lrn {
 
-constexpr int kMaxSlices = 32;
+constexpr int kMaxSlices = 16;
 constexpr int kMaxChunks = 8;
 constexpr int kMultiprocessors = 132;
 
@@ -45,6 +46,7 @@ struct Tiles {
   int64_t Blocks() const { return CeilDiv(outer, groups) * chunks * spans * slice_tiles; }
 };
 
+// In a kernel every pointer lies as many rows in front of its array as the array's rows come after those of x to load.
 template <class T>
 struct MarchArrays {
   const T *x, *m, *t;  // no means without kMeans; t is the cotangent
@@ -67,24 +69,21 @@ struct March {
   static constexpr int L = (2 * kReach + 2) * N;  // elements that a strip's sums see
   // Rows that are unrolled, so that a row's place in a ring is known: a multiple of W, with room for those to come.
   static constexpr int U = H == 1 ? 2 * W : W;
-  // Warps on a multiprocessor, and rows whose loads are in flight: as registers allow.
-  static constexpr bool kFew = sizeof(T) == 2, kMany = kCotangent || kPivot;  // registers
-  static constexpr int kWarps = kCotangent && kMeans                            ? (H == 3 && !kFew ? 12 : 8)
-                                : kCotangent && H == 3                          ? (kAcross && kFew ? 16 : 12)
-                                : kPivot && H == 3                              ? 8
-                                : kAcross && kPivot                             ? 12
-                                : kAcross && kFew && !kMany && !kMeans && H < 3 ? 32
-                                                                                : 16;
-  static constexpr int kAhead = !kMany                                 ? (H == 3 ? 3 : 5)
-                                : kMeans && H == 3 && (kFew || N == 1) ? 2
-                                : kAcross && kFew && H == 3            ? 3
-                                : kFew || N == 1                       ? 4
-                                : kWarps == 8                          ? 3
-                                                                       : 2;
-  // A warp holds rows of its own where lanes lie across, and so waits for no other. Elsewhere smaller blocks have to
-  // make up for few warps.
-  static constexpr int kThreads = kAcross ? 32 : kWarps == 12 ? 128 : 256;
-  static constexpr int kPitch = kThreads + 2 * kMargin * (kAcross ? 1 : kMaxSlices);
+  static constexpr int kAhead = 4;  // rows whose loads are in flight
+  // Warps on a multiprocessor, as registers allow.
+  static constexpr bool kFew = sizeof(T) == 2;
+  static constexpr int kWarps = kCotangent && kMeans          ? (!kAcross || H == 3 ? 8
+                                                                 : kFew             ? 16
+                                                                                    : 12)
+                                : !kAcross || !kFew || kMeans ? 16
+                                : kCotangent && H < 3         ? (H == 1 ? 24 : 20)
+                                : kCotangent                  ? 16
+                                                              : 20;
+  // A warp has rows of its own where lanes lie across, and so waits for no other. Elsewhere a block should hold a row.
+  static constexpr int kThreads = kAcross ? 32 : kCotangent && !kMeans && kFew && H == 3 ? 512 : 256;
+  // Bytes of a column that a block should visit at once.
+  static constexpr int kVisit = kFew || (kCotangent && H > 1) ? 64 : 128;
+  static constexpr int kPitch = kThreads + (kAcross ? 0 : 2 * kMargin * kMaxSlices);
   static constexpr int kResident = kWarps * 32 / kThreads;
 
   // A strip's elements are N pairs of neighbours across. Of the q-th pair: the i-th element that its sums see, where
@@ -96,6 +95,18 @@ struct March {
   static constexpr __host__ __device__ int Column(int q, int i) { return (kAcross ? 2 * q : 0) + i - H; }
 };
 
+// What a block holds in shared memory: the rows of x that windows still need and those on their way, the rows of the
+// others on their way, which no other thread sees, and the terms of two rows, which take turns, so that one barrier
+// each will do. Threads' strips lie beside each other, and zeros beyond the outermost.
+template <class S, class T>
+struct Exchange {
+  static constexpr int kTerms = S::kAcross ? 0 : S::kTerms;  // others come from lanes
+  Strip<S::N, T> x[2][S::U][S::kPitch];
+  Terms<S::N, Accumulator<T>> terms[2][kTerms > 0 ? kTerms : 1][kTerms > 0 ? S::kPitch : 1];
+  Strip<S::N, T> t[S::kCotangent ? S::U : 1][S::kCotangent ? S::kThreads : 1];
+  Strip<S::N, T> m[S::kMeans ? S::U : 1][S::kMeans ? S::kThreads : 1];
+};
+
 template <class S, class T>
 __global__ void __launch_bounds__(S::kThreads, S::kResident)
     MarchKernel(const __grid_constant__ Tiles tiles, Response<T> response, const __grid_constant__ MarchArrays<T> in) {
@@ -104,10 +115,9 @@ __global__ void __launch_bounds__(S::kThreads, S::kResident)
   using Term = Vec<A, S::N>;
   constexpr int H = S::H, N = S::N, W = S::W, U = S::U, E = S::E, L = S::L, kTerms = S::kTerms, kAhead = S::kAhead;
   constexpr bool kMeans = S::kMeans, kCotangent = S::kCotangent;
-  // Two exchanges take turns, so that one barrier each will do.
-  __shared__ Unit elements[2][2 * S::kPitch];
-  __shared__ Term terms[2][kTerms > 0 ? kTerms : 1][kTerms > 0 ? 2 * S::kPitch : 1];
-  const int lane = threadIdx.x, margin = S::kMargin * tiles.slices;
+  extern __shared__ uint4 shared_bytes[];
+  auto& shared = *reinterpret_cast<Exchange<S, T>*>(shared_bytes);
+  const int lane = threadIdx.x, margin = S::kAcross ? 0 : S::kMargin * tiles.slices;
 
   int slice_tile, span, chunk, slice, strip;
   const int block = tiles.by_chunk.Div(
@@ -123,14 +133,10 @@ __global__ void __launch_bounds__(S::kThreads, S::kResident)
                        (span == tiles.spans - 1 || strip < tiles.columns - tiles.origin);
   const int from[2] = {results ? first : INT_MAX, results && second ? first : INT_MAX};
 
-  // What lies beyond the outermost lanes is zero.
-  for (int i = lane; i < 2 * 2 * 2 * margin; i += blockDim.x) {
-    const int plane = i / (2 * margin), at = i % (2 * margin);
-    const int beyond = plane % 2 * S::kPitch + (at < margin ? at : blockDim.x + at);
-    elements[plane / 2][beyond] = {};
-#pragma unroll
-    for (int k = 0; k < kTerms; ++k) terms[plane / 2][k][beyond] = {};
-  }
+  // What lies beyond the outermost lanes is zero, and so is what lies in front of the first row.
+  for (int i = lane; i < 2 * U * S::kPitch; i += blockDim.x) shared.x[0][0][i] = {};
+  for (int i = lane; i < 2 * Exchange<S, T>::kTerms * S::kPitch; i += blockDim.x) shared.terms[0][0][i] = {};
+  __syncthreads();
 
   // Cells of a window in its row, where all columns exist.
   const int column = unit * (S::kAcross ? N : 1);
@@ -143,110 +149,86 @@ __global__ void __launch_bounds__(S::kThreads, S::kResident)
       across[S::Own(q, side)] = static_cast<A>(min(at + H, tiles.width - 1) - max(at - H, 0) + 1);
     }
 
-  // The next row to load, and what lies that far from the arrays' beginnings.
+  // The strip's place in the next row to load.
   const int begin = max(first - S::kSight, 0);
-  // A mean is due when its window's centre is, or opens.
-  constexpr int kMeanLag = S::kPivot ? -H : H;
-  const int64_t base = outer * tiles.plane + unit * tiles.step + vector * int64_t{sizeof(Unit)};
-  const auto at = [&](auto* array, int row) { return Shift(array, base + row * tiles.row); };
-  const T* x_from = at(in.x, begin);
-  const T* t_from = at(in.t, begin - H);
-  const T* m_from = at(in.m, begin - kMeanLag);
-  T* out_to = at(in.out, begin - S::kLag);
-  T* dm_to = at(in.dm, begin - H);
-  Strip<N, T> x_next[U], t_next[U], m_next[U];
-  const auto load = [&](int i, int row) {
-    const auto next = [&](const T*& p, int row) {
-      const auto loaded = LoadStrip<S, T>(p, tiles.step, row, limit);
-      p = Shift(p, tiles.row);
-      return loaded;
-    };
-    x_next[i] = next(x_from, row);
-    if constexpr (kCotangent) t_next[i] = next(t_from, row - H);
-    if constexpr (kMeans) m_next[i] = next(m_from, row - kMeanLag);
+  int64_t place = outer * tiles.plane + unit * tiles.step + vector * int64_t{sizeof(Unit)} + begin * tiles.row;
+  // The strips of x of the half of the ring that the rows are in, and of the other.
+  Strip<N, T>*x_half = shared.x[0][0] + margin + lane, *x_other = shared.x[1][0] + margin + lane;
+  // The thread's strip of the row that lies `i` from the half's first.
+  const auto x_strip = [&](int i) {
+    return i < 0 ? x_other + (i + U) * S::kPitch : i < U ? x_half + i * S::kPitch : x_other + (i - U) * S::kPitch;
   };
-#pragma unroll
-  for (int i = 0; i < kAhead; ++i) load(i, begin + i);
+  Loader<S, T> x_loader, t_loader, m_loader;
+  const auto load = [&](int i, int row, bool starts) {
+    using Place = Strip<N, T>;
+    const int due = i - Loader<S, T>::kHeld;
+    const auto next = [&](Loader<S, T>& loader, Place* to, Place* due, const T* from, int row) {
+      loader.Load(to, starts ? nullptr : due, Shift(from, place), tiles.step, row, limit);
+    };
+    next(x_loader, x_strip(i), x_strip(due), in.x, row);
+    if constexpr (kCotangent) next(t_loader, &shared.t[i % U][lane], &shared.t[(due + U) % U][lane], in.t, row - H);
+    if constexpr (kMeans) next(m_loader, &shared.m[i % U][lane], &shared.m[(due + U) % U][lane], in.m, row - H);
+    CommitAsync();
+  };
 
-  // Of the last rows: x, and the results of the windows that are still open.
-  Strip<N, T> x_held[U] = {};
-  A opened[W][E] = {}, term[kTerms > 0 ? kTerms : 1][E] = {};
-  Running<S, A> energy, values;
+  // D^-beta g of the last rows, and the terms of the row in front.
+  A scaled[W][E], term[kTerms > 0 ? kTerms : 1][E] = {};
+  Running<S, A> energy, values, pull[kTerms > 0 ? kTerms : 1];
   Pivoted<S, A> pivoted(column, tiles.width);
-  if constexpr (S::kPivot) {
-    // Windows with centres up to H - 1 rows below the first row have it too.
 #pragma unroll
-    for (int i = 0; i < H; ++i) {
-      A m[E];
-      WidenStrip<N, T>(LoadStrip<S, T>(at(in.m, begin + i), tiles.step, begin + i, limit), m);
-      pivoted.Open(i, m);
-    }
-  }
+  for (int i = 0; i < kAhead; ++i, place += tiles.row) load(i, begin + i, i < Loader<S, T>::kHeld);
   bool turn = false;
   for (int rows = begin;; rows += U) {
 #pragma unroll
     for (int i = 0; i < U; ++i) {
       const int row = rows + i, centre = row - H;
       if (row >= last + S::kLag) return;
-      const Strip<N, T> x_now = x_next[i], t_now = t_next[i], m_now = m_next[i];
       turn = !turn;
-      Unit* const x_lane = elements[turn] + margin + lane;
-      Term term_units[kTerms > 0 ? kTerms : 1][2];
+      Terms<N, A> own_terms[kTerms > 0 ? kTerms : 1];
 #pragma unroll
-      for (int u = 0; u < 2; ++u) {
-        x_lane[u * S::kPitch] = x_now.unit[u];
+      for (int k = 0; k < kTerms; ++k) {
 #pragma unroll
-        for (int k = 0; k < kTerms; ++k) {
-#pragma unroll
-          for (int j = 0; j < N; ++j) term_units[k][u].v[j] = term[k][u * N + j];
-          terms[turn][k][margin + lane + u * S::kPitch] = term_units[k][u];
-        }
+        for (int j = 0; j < E; ++j) own_terms[k].unit[j / N].v[j % N] = term[k][j];
+        if constexpr (!S::kAcross) shared.terms[turn][k][margin + lane] = own_terms[k];
       }
-      load((i + kAhead) % U, row + kAhead);
-      __syncthreads();
+      WaitAsync<kAhead - 1>();
+      if constexpr (!S::kAcross) __syncthreads();
+      load(i + kAhead, row + kAhead, false);
 
       if constexpr (kCotangent) {
-        A pulled[kTerms][E];
+        A box[kTerms][E], x[E], result[E];
 #pragma unroll
         for (int k = 0; k < kTerms; ++k) {
-          A e[L];
-          Gather<S>(terms[turn][k] + margin + lane, tiles.slices, term_units[k], [&](int at, const Term& v) {
+          A e[L], sum[E];
+          Gather<S>(own_terms[k], shared.terms[turn][k] + margin + lane, tiles.slices, [&](int at, const Term& v) {
 #pragma unroll
             for (int j = 0; j < N; ++j) e[at * N + j] = v.v[j];
           });
-          SumAcross<S>(e, pulled[k]);
+          SumAcross<S>(e, sum);
+          pull[k].Add(i % W, sum, box[k]);
         }
+        WidenStrip<N, T>(*x_strip(i - W), x);
 #pragma unroll
-        for (int o = 0; o < W; ++o) {
-          A x[E];
-          WidenStrip<N, T>(x_held[(i + U - W + o) % U], x);
-#pragma unroll
-          for (int j = 0; j < E; ++j) {
-            A& open = opened[(i + o) % W][j];
-            const A pull = kMeans ? x[j] * pulled[0][j] - pulled[kTerms - 1][j] : x[j] * pulled[0][j];
-            open = o == W - 1 ? -pull : open - pull;
-          }
+        for (int j = 0; j < E; ++j) {
+          const A rest = kMeans ? scaled[i % W][j] + box[kTerms - 1][j] : scaled[i % W][j];
+          result[j] = rest - x[j] * box[0][j];
         }
-        A(&result)[E] = opened[i % W];
-        StoreStrip<S, T>(out_to, tiles.step, row - S::kLag, from, result);
+        StoreStrip<S, T>(Shift(in.out, place), tiles.step, row - S::kLag, from, result);
       }
 
       A e[L], energies[E], sum[E], drift[E], x[E], m[E], t[E];
-      Gather<S>(x_lane, tiles.slices, x_now.unit, [&](int at, const Unit& v) {
+      Gather<S>(*x_strip(i), x_strip(i), tiles.slices, [&](int at, const Unit& v) {
         A wide[N];
         Widen<T>(v, wide);
 #pragma unroll
         for (int j = 0; j < N; ++j) e[at * N + j] = wide[j];
       });
-      x_held[i] = x_now;
-      WidenStrip<N, T>(x_held[(i + U - H) % U], x);
-      if constexpr (kMeans) WidenStrip<N, T>(m_now, m);
+      WidenStrip<N, T>(*x_strip(i - H), x);
+      if constexpr (kMeans) WidenStrip<N, T>(shared.m[i][lane], m);
+      A more[E];  // about the means
       if constexpr (S::kPivot) {
-        A squares[E];
-        pivoted.Open((i + H) % W, m);
-        pivoted.Add(e, across, row < tiles.height, squares, sum);
-        energy.Add(i % W, squares, energies);
-        values.Add(i % W, sum, drift);
+        pivoted.Add(i % W, e, energies);
+        pivoted.Shift(i % W, m, across, [&](int o) { return Within(row - o, tiles.height); }, more, drift);
       } else {
         A squares[L];
 #pragma unroll
@@ -256,33 +238,34 @@ __global__ void __launch_bounds__(S::kThreads, S::kResident)
         if constexpr (kMeans) {
           SumAcross<S>(e, sum);
           values.Add(i % W, sum, drift);
+          const A down = static_cast<A>(min(row, tiles.height - 1) - max(centre - H, 0) + 1);
+#pragma unroll
+          for (int j = 0; j < E; ++j) {
+            const A mean_sum = across[j] * down * m[j];
+            more[j] = m[j] * (mean_sum - 2 * drift[j]);
+            drift[j] -= mean_sum;
+          }
         }
       }
       if constexpr (kMeans) {
-        const A down = static_cast<A>(min(row, tiles.height - 1) - max(centre - H, 0) + 1);
+        // What is infinite stays so, and an infinite deviation from an infinite mean is not a number.
 #pragma unroll
-        for (int j = 0; j < E; ++j) {
-          if constexpr (S::kPivot) m[j] = pivoted.mean[(i + H + 1) % W][j];
-          const A mean_sum = across[j] * down * m[j];
-          const A cross = S::kPivot ? pivoted.cross[(i + H + 1) % W][j] : m[j] * (mean_sum - 2 * drift[j]);
-          drift[j] -= mean_sum;
-          // What is infinite stays so, and an infinite deviation from an infinite mean is not a number.
-          energies[j] += energies[j] <= FLT_MAX ? cross : m[j] - m[j];
-        }
+        for (int j = 0; j < E; ++j) energies[j] += energies[j] <= FLT_MAX ? more[j] : m[j] - m[j];
       }
-      if constexpr (kCotangent) WidenStrip<N, T>(t_now, t);
-      A result[E], gain[E], q[E];
+      if constexpr (kCotangent) WidenStrip<N, T>(shared.t[i][lane], t);
+      A result[E], gain[E], rate[E];
 #pragma unroll
       for (int j = 0; j < E; ++j) energies[j] = response.Divisor(energies[j]);
-      response.Gains(energies, gain, q);
+      response.GainsAndRates(energies, gain, rate);
 #pragma unroll
       for (int j = 0; j < E; ++j) {
         if constexpr (!kCotangent) {
           result[j] = x[j] * gain[j];
         } else {
-          opened[(i + H + 1) % W][j] += t[j] * gain[j];
-          // Beyond the borders q may be infinite.
-          term[0][j] = Within(centre, limit[S::kAcross ? 0 : j / N]) ? q[j] * (x[j] * t[j]) : A(0);
+          const A product = t[j] * gain[j];
+          scaled[(i + H + 1) % W][j] = product;
+          // Beyond the borders the rate may be infinite.
+          term[0][j] = Within(centre, limit[S::kAcross ? 0 : j / N]) ? rate[j] * (x[j] * product) : A(0);
           if constexpr (kMeans) {
             result[j] = term[0][j] * drift[j];
             term[kTerms - 1][j] = term[0][j] * m[j];
@@ -290,13 +273,15 @@ __global__ void __launch_bounds__(S::kThreads, S::kResident)
         }
       }
       if constexpr (!kCotangent) {
-        StoreStrip<S, T>(out_to, tiles.step, centre, from, result);
+        StoreStrip<S, T>(Shift(in.out, place), tiles.step, centre, from, result);
       } else if constexpr (kMeans) {
-        if (centre < last) StoreStrip<S, T>(dm_to, tiles.step, centre, from, result);
-        dm_to = Shift(dm_to, tiles.row);
+        if (centre < last) StoreStrip<S, T>(Shift(in.dm, place), tiles.step, centre, from, result);
       }
-      out_to = Shift(out_to, tiles.row);
+      place += tiles.row;
     }
+    Strip<N, T>* const half = x_half;
+    x_half = x_other;
+    x_other = half;
   }
 }
 
@@ -313,24 +298,30 @@ Tiles Tile(const Problem& p, int item) {
   t.step = (S::kAcross ? N : p.inner) * item;
   t.vectors = S::kAcross ? 1 : p.inner / N;
   const int64_t strips = CeilDiv(t.units, 2), whole = strips + S::kMargin;
-  // Eight lanes read what is worth a visit of a cache line, and in a small block four; a sector will do where that
-  // keeps a row in one block.
-  const int64_t most = std::min<int64_t>(t.vectors, S::kAcross ? 1 : S::kThreads / 32);
-  const int64_t least = std::clamp<int64_t>(32 / (N * item), 1, most);
-  if (whole * least <= S::kThreads) {
-    t.columns = static_cast<int>(whole);
-    t.slices =
-        static_cast<int>(std::clamp<int64_t>(S::kThreads / whole, least, std::min<int64_t>(t.vectors, kMaxSlices)));
-    t.groups = static_cast<int>(std::clamp<int64_t>(S::kThreads / (whole * t.slices), 1, t.outer));
-    t.spans = 1;
-  } else {
-    t.slices = static_cast<int>(most);
-    t.columns = S::kThreads / t.slices;
-    t.groups = 1;
-    t.origin = static_cast<int>(CeilDiv(S::kSight, S::kAcross ? 2 * N : 2));
-    t.spans = static_cast<int>(std::max<int64_t>(CeilDiv(strips - 2 * t.origin, t.columns - 2 * t.origin), 1));
-  }
-  t.slice_tiles = CeilDiv(t.vectors, t.slices);
+  // With at least that many slices to a block; and the lanes that a plane takes.
+  const auto cut = [&](int64_t least) {
+    if (whole * least <= S::kThreads) {
+      const int64_t most = std::min<int64_t>(t.vectors, kMaxSlices);
+      t.columns = static_cast<int>(whole);
+      t.slices = static_cast<int>(std::clamp<int64_t>(S::kThreads / whole, least, std::max(least, most)));
+      t.groups = static_cast<int>(std::clamp<int64_t>(S::kThreads / (whole * t.slices), 1, t.outer));
+      t.spans = 1;
+      t.origin = 0;
+    } else {
+      t.slices = static_cast<int>(least);
+      t.columns = S::kThreads / t.slices - (S::kAcross ? S::kMargin : 0);
+      t.groups = 1;
+      t.origin = static_cast<int>(CeilDiv(S::kSight, S::kAcross ? 2 * N : 2));
+      t.spans = static_cast<int>(std::max<int64_t>(CeilDiv(strips - 2 * t.origin, t.columns - 2 * t.origin), 1));
+    }
+    t.slice_tiles = CeilDiv(t.vectors, t.slices);
+    return t.slice_tiles * t.spans * S::kThreads / t.groups;
+  };
+  // Smaller visits cost memory its speed, unless the spans' overlap costs more.
+  const int64_t visit =
+      std::min<int64_t>(t.vectors, S::kAcross ? 1 : std::clamp<int64_t>(S::kVisit / (N * item), 1, kMaxSlices));
+  const int64_t half = CeilDiv(visit, 2), lanes = cut(visit);
+  if (16 * cut(half) > 15 * lanes) cut(visit);
   // Of the numbers of chunks, the one with which the device takes the fewest rows' time.
   int64_t best = INT64_MAX;
   for (int wanted = 1; wanted <= kMaxChunks; ++wanted) {
@@ -349,7 +340,22 @@ Tiles Tile(const Problem& p, int item) {
 template <class S, class T>
 cudaError_t LaunchMarch(const Problem& p, const MarchArrays<T>& arrays, cudaStream_t stream) {
   const Tiles tiles = Tile<S>(p, sizeof(T));
-  return LaunchKernel(MarchKernel<S, T>, tiles.Blocks(), tiles.Threads(), stream, tiles, Response<T>(p), arrays);
+  const auto late = [&](auto* array, int rows) {
+    return reinterpret_cast<decltype(array)>(reinterpret_cast<uintptr_t>(array) - rows * tiles.row);
+  };
+  const MarchArrays<T> lagging = {arrays.x, late(arrays.m, S::H), late(arrays.t, S::H),
+                                  late(arrays.out, S::kLag + S::kAhead), late(arrays.dm, S::H + S::kAhead)};
+  const Grid grid{tiles.Blocks(), tiles.Threads(), sizeof(Exchange<S, T>)};
+  return LaunchKernel(MarchKernel<S, T>, grid, stream, tiles, Response<T>(p), lagging);
+}
+
+// Whether a block may share so many bytes: 99 KB on every device since sm_80, more on some.
+inline bool MayShare(size_t bytes) {
+  int device = 0, most = 99 << 10;
+  if (bytes <= static_cast<size_t>(most)) return true;
+  return cudaGetDevice(&device) == cudaSuccess &&
+         cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) == cudaSuccess &&
+         bytes <= static_cast<size_t>(most);
 }
 
 // Whether LaunchBoxes takes the problem: odd square boxes of up to seven cells.
@@ -367,7 +373,8 @@ cudaError_t LaunchReach(const Problem& p, const MarchArrays<T>& a, cudaStream_t 
   constexpr int kWide = kFew ? 4 : kMany ? 1 : 2;
   if constexpr (kWide > 1) {
     if (IsVectorAligned(a.x, a.m, a.t, a.out, a.dm)) {
-      if (p.inner % kWide == 0) return LaunchMarch<March<kMap, kMeans, H, kWide, false, T>>(p, a, stream);
+      using Wide = March<kMap, kMeans, H, kWide, false, T>;
+      if (p.inner % kWide == 0 && MayShare(sizeof(Exchange<Wide, T>))) return LaunchMarch<Wide>(p, a, stream);
       if (p.inner == 1 && p.extent[2] % 4 == 0) return LaunchMarch<March<kMap, kMeans, H, 2, true, T>>(p, a, stream);
     }
   }

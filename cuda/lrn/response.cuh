@@ -71,32 +71,38 @@ struct Response {
     }
   }
 
-  __device__ A Gain(A d, A* q) const {
+  // D^-beta, and q D^beta = 2 scale beta / D.
+  __device__ A GainAndRate(A d, A* rate) const {
     if constexpr (sizeof(T) < 8 && kThreeQuarters) {
-      const float root = sizeof(T) == 2 ? ApproximateRsqrt(d) : rsqrtf(d), gain = root * ApproximateSqrt(root);
-      *q = slope * gain * (root * root);
-      return gain;
+      const float root = sizeof(T) == 2 ? ApproximateRsqrt(d) : rsqrtf(d);
+      *rate = slope * (root * root);
+      return root * ApproximateSqrt(root);
     } else if constexpr (sizeof(T) == 2) {
-      const float log = ApproximateLog2(d), gain = ApproximateExp2(-beta * log);
-      *q = slope * (gain * ApproximateExp2(-log));
-      return gain;
+      const float log = ApproximateLog2(d);
+      *rate = slope * ApproximateExp2(-log);
+      return ApproximateExp2(-beta * log);
     } else if constexpr (sizeof(T) == 4) {
-      const float gain = Gain(d);
-      *q = slope * __fdividef(gain, d);
-      return gain;
+      *rate = __fdividef(slope, d);
+      return Gain(d);
     } else {
-      const double gain = Gain(d);
-      *q = slope * (gain / d);
-      return gain;
+      *rate = slope / d;
+      return Gain(d);
     }
+  }
+
+  __device__ A Gain(A d, A* q) const {
+    A rate;
+    const A gain = GainAndRate(d, &rate);
+    *q = gain * rate;
+    return gain;
   }
 
   // Of several divisors, which are raised to the same power: one choice for all.
   template <int N>
-  __device__ void Gains(const A (&d)[N], A (&gain)[N], A (&q)[N]) const {
+  __device__ void GainsAndRates(const A (&d)[N], A (&gain)[N], A (&rate)[N]) const {
     const auto all = [&](const auto& response) {
 #pragma unroll
-      for (int i = 0; i < N; ++i) gain[i] = response.Gain(d[i], &q[i]);
+      for (int i = 0; i < N; ++i) gain[i] = response.GainAndRate(d[i], &rate[i]);
     };
     if (sizeof(T) == 4 && three_quarters)
       all(Response<T, true>(*this));

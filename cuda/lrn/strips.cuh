@@ -2,9 +2,11 @@
 // is a March, which says how a strip lies.
 #pragma once
 
+#include <algorithm>
 #include <cfloat>
 #include <type_traits>
 
+#include "cuda/common/async_copy.cuh"
 #include "cuda/common/convert.cuh"
 #include "cuda/lrn/response.cuh"
 
@@ -12,8 +14,14 @@ namespace jaxdnn::lrn {
 
 // A strip as it lies in memory.
 template <int N, class T>
-struct Strip {
+struct alignas(2 * sizeof(Packed<T, N>)) Strip {
   Packed<T, N> unit[2];
+};
+
+// A strip of terms that are summed over windows.
+template <int N, class A>
+struct alignas(std::min<size_t>(2 * N * sizeof(A), 16)) Terms {
+  Vec<A, N> unit[2];
 };
 
 template <class T>
@@ -25,22 +33,36 @@ __device__ T* Shift(T* p, int64_t bytes) {
 // Rows from 0 up to a unit's limit exist.
 __device__ inline bool Within(int row, int limit) { return static_cast<unsigned>(row) < static_cast<unsigned>(limit); }
 
+// Brings an array's strips to shared memory, zeros where nothing exists. Copies run while the thread goes on; a unit
+// that is too small for one waits in registers for kHeld rows.
 template <class S, class T>
-__device__ Strip<S::N, T> LoadStrip(const T* p, int64_t step, int row, const int (&limit)[2]) {
-  constexpr int N = S::N;
-  Strip<N, T> strip = {};
-  if constexpr (S::kAcross) {
-    Packed<T, 2 * N> both = {};
-    if (Within(row, limit[0])) both = *reinterpret_cast<const Packed<T, 2 * N>*>(p);
-    constexpr int kWords = sizeof(both.v) / sizeof(both.v[0]) / 2;
+struct Loader {
+  using Unit = Packed<T, S::N>;
+  using Place = Strip<S::N, T>;
+  static constexpr bool kHolds = sizeof(Unit) < 4;
+  static constexpr int kHeld = 3;
+  Place held[kHeld];
+
+  // A row for the place `to`; the one that came kHeld rows before it is for the place `due`, if there was one.
+  __device__ void Load(Place* to, Place* due, const T* from, int64_t step, int row, const int (&limit)[2]) {
+    const bool exists[2] = {Within(row, limit[0]), Within(row, limit[1])};
+    if constexpr (kHolds) {
+      if (due) *due = held[0];
 #pragma unroll
-    for (int i = 0; i < 2 * kWords; ++i) strip.unit[i / kWords].v[i % kWords] = both.v[i];
-  } else {
-    if (Within(row, limit[0])) strip.unit[0] = *reinterpret_cast<const Packed<T, N>*>(p);
-    if (Within(row, limit[1])) strip.unit[1] = *reinterpret_cast<const Packed<T, N>*>(Shift(p, step));
+      for (int i = 1; i < kHeld; ++i) held[i - 1] = held[i];
+      held[kHeld - 1] = {};
+#pragma unroll
+      for (int u = 0; u < 2; ++u)
+        if (exists[u]) held[kHeld - 1].unit[u] = *reinterpret_cast<const Unit*>(Shift(from, u * step));
+    } else if constexpr (S::kAcross) {
+      CopyAsyncOrZero(to, reinterpret_cast<const Place*>(from), exists[0]);
+    } else {
+#pragma unroll
+      for (int u = 0; u < 2; ++u)
+        CopyAsyncOrZero(&to->unit[u], reinterpret_cast<const Unit*>(Shift(from, u * step)), exists[u]);
+    }
   }
-  return strip;
-}
+};
 
 // Stores the row's units that have results from there on.
 template <class S, class T>
@@ -68,14 +90,30 @@ __device__ void WidenStrip(const Strip<N, T>& strip, A (&wide)[2 * N]) {
   }
 }
 
-// What a strip's sums see: its own units, and its neighbours' from the exchange, where `lane` points at the thread's
-// first; the second lies kPitch behind.
+// What a strip's sums see: its own units, and its neighbours', from their lanes or from where they lie around `strip`.
 template <class S, class U, class F>
-__device__ void Gather(const U* lane, int slices, const U (&own)[2], F&& widen) {
+__device__ void Gather(const U& own, const U* strip, int slices, F&& widen) {
+  constexpr int N = S::N, kSees = S::kReach * N - S::H;  // the first element that a sum sees
 #pragma unroll
-  for (int k = 0; k < 2 * S::kReach + 2; ++k) {
-    const int from = k - S::kReach, strip = from >= 0 ? from / 2 : (from - 1) / 2;
-    widen(k, strip == 0 ? own[from & 1] : lane[strip * slices + (from & 1) * S::kPitch]);
+  for (int k = -S::kMargin; k <= S::kMargin; ++k) {
+    U seen = own;
+    if constexpr (S::kAcross) {
+      constexpr int kWords = sizeof(own.unit[0].v) / sizeof(own.unit[0].v[0]), kEach = N / kWords;
+      const int lane = static_cast<int>(threadIdx.x) + k;
+#pragma unroll
+      for (int i = 0; i < 2 * kWords; ++i) {
+        const int at = (2 * k + S::kReach) * N + i * kEach;
+        auto& word = seen.unit[i / kWords].v[i % kWords];
+        if (k != 0 && at + kEach > kSees && at < S::L - kSees) word = __shfl_sync(0xFFFFFFFF, word, lane);
+      }
+    } else if (k != 0) {
+      seen = strip[k * slices];
+    }
+#pragma unroll
+    for (int u = 0; u < 2; ++u) {
+      const int at = 2 * k + u + S::kReach;
+      if (at >= 0 && at < 2 * S::kReach + 2) widen(at, seen.unit[u]);
+    }
   }
 }
 
@@ -113,13 +151,13 @@ struct Running {
   }
 };
 
-// Divisive sums of squares of numbers whose squares float does not hold: of every row about one of its own elements,
-// which no window's sum can be much less than, and from there, for every window that the row belongs to, about its
-// mean.
+// Sums about a mean of numbers whose squares float does not hold: of every row about one of its own elements, which no
+// window's sum can be much less than, and from there about the mean of each window that the row belongs to.
 template <class S, class A>
 struct Pivoted {
-  A mean[S::W][S::E] = {}, cross[S::W][S::E] = {};  // of the windows whose centres are H rows back, ..., H ahead
-  A inside[S::kAcross ? S::L : S::W + 1];           // 1 where there is a column, else 0
+  A pivot[S::W][S::N] = {}, sum[S::W][S::E] = {};  // of the last rows, and their sums about it
+  Running<S, A> squares;
+  A inside[S::kAcross ? S::L : S::W + 1];  // 1 where there is a column, else 0
 
   __device__ Pivoted(int column, int width) {
 #pragma unroll
@@ -130,39 +168,53 @@ struct Pivoted {
   // Elements of a column.
   static constexpr __device__ int Apart() { return S::kAcross ? 1 : S::N; }
 
-  __device__ void Open(int slot, const A (&m)[S::E]) {
-#pragma unroll
-    for (int j = 0; j < S::E; ++j) mean[slot][j] = m[j], cross[slot][j] = 0;
-  }
-
-  // A row: its sums of squares about its pivots, and of values.
-  __device__ void Add(const A (&e)[S::L], const A (&cells)[S::E], bool exists, A (&squares)[S::E], A (&values)[S::E]) {
+  // Adds a row, the i-th since a multiple of W: the window's sum of squares, every row's about its own pivot.
+  __device__ void Add(int i, const A (&e)[S::L], A (&energy)[S::E]) {
     constexpr int W = S::W;
+    A row[S::E];
 #pragma unroll
     for (int q = 0; q < S::N; ++q) {
-      const A own = e[S::Seen(q, S::H)], pivot = fabsf(own) <= FLT_MAX ? own : 0;
+      const A own = e[S::Seen(q, S::H)];
+      pivot[i][q] = fabsf(own) <= FLT_MAX ? own : 0;
       A d[W + 1];
 #pragma unroll
-      for (int i = 0; i <= W; ++i) {
-        d[i] = e[S::Seen(q, i)] - pivot;
-        if (i != S::H) d[i] *= inside[S::Seen(q, i) / Apart()];
+      for (int k = 0; k <= W; ++k) {
+        d[k] = e[S::Seen(q, k)] - pivot[i][q];
+        if (k != S::H) d[k] *= inside[S::Seen(q, k) / Apart()];
       }
       A linear = d[1], square = d[1] * d[1];
 #pragma unroll
-      for (int i = 2; i < W; ++i) linear += d[i], square += d[i] * d[i];
+      for (int k = 2; k < W; ++k) linear += d[k], square += d[k] * d[k];
 #pragma unroll
       for (int side = 0; side < 2; ++side) {
-        const int j = S::Own(q, side);
-        const A end = d[side * W], sum = linear + end;
-        squares[j] = square + end * end;
-        values[j] = sum + cells[j] * pivot;
-        if (!exists) continue;
-#pragma unroll
-        for (int o = 0; o < W; ++o) {
-          const A apart = pivot - mean[o][j];
-          cross[o][j] += apart * (cells[j] * apart + 2 * sum);
-        }
+        const A end = d[side * W];
+        sum[i][S::Own(q, side)] = linear + end;
+        row[S::Own(q, side)] = square + end * end;
       }
+    }
+    squares.Add(i, row, energy);
+  }
+
+  // About the means `m`, after that row: what the sum of squares is more, and the sum of deviations. `exists(o)`: the
+  // row o back exists, and has `cells` cells of a window.
+  template <class F>
+  __device__ void Shift(int i, const A (&m)[S::E], const A (&cells)[S::E], F&& exists, A (&more)[S::E],
+                        A (&drift)[S::E]) const {
+#pragma unroll
+    for (int j = 0; j < S::E; ++j) more[j] = drift[j] = 0;
+#pragma unroll
+    for (int o = 0; o < S::W; ++o) {
+      const int slot = (i + S::W - o) % S::W;
+      const bool counts = exists(o);
+#pragma unroll
+      for (int q = 0; q < S::N; ++q)
+#pragma unroll
+        for (int side = 0; side < 2; ++side) {
+          const int j = S::Own(q, side);
+          const A apart = pivot[slot][q] - m[j], deviations = sum[slot][j] + cells[j] * apart;
+          more[j] = counts ? more[j] + apart * (sum[slot][j] + deviations) : more[j];
+          drift[j] = counts ? drift[j] + deviations : drift[j];
+        }
     }
   }
 };
