@@ -334,6 +334,11 @@ cudaError_t RunShifted(const Forward& f, const Shape& shape, const Options& opti
                            : LaunchShifted<T, L, kMost, false>(f, shape, options, spread, stream);
   }
   const Spread spread = SpreadShifted(shape.n, L, kKeep, kShiftedThreads, device.max_cluster);
+  // So few of the largest clusters run at once that rows a period apart would leave many of them without work.
+  if (!AreFew(shape, shape.n / L, device) && (spread.steps == 0 || (kHasPairs<T> && spread.cluster == kMaxCluster))) {
+    const cudaError_t e = RunLongForward(f, kDType<T>, shape, options, device, stream, done);
+    if (*done) return e;
+  }
   *done = spread.steps > 0;
   if (!*done) return cudaSuccess;
   return spread.cluster == 1 ? LaunchShifted<T, L, kKeep, false>(f, shape, options, spread, stream)
