@@ -245,8 +245,15 @@ cudaError_t RunShifted(const Backward& b, const Shape& shape, const Options& opt
     return n <= 32 * kMore ? Launch<T, L, kMore, 1, false, false, true>(b, shape, options, spread, workspace, stream)
                            : Launch<T, L, kMost, 1, false, false, true>(b, shape, options, spread, workspace, stream);
   }
-  // Two blocks of a multiprocessor hide each other's waits.
+  // Two blocks of a multiprocessor hide each other's waits. Where its registers would be left for two and two thirds of
+  // them, there are three with more columns for each thread.
   Spread spread = SpreadShifted(shape.n, L, kKeep, 256, device.max_cluster);
+  if (spread.width == 192) {
+    spread = SpreadShifted(shape.n, L, kMore, 128, device.max_cluster);
+    return spread.cluster == 1
+               ? Launch<T, L, kMore, 1, false, false, true>(b, shape, options, spread, workspace, stream)
+               : Launch<T, L, kMore, 1, false, true, true>(b, shape, options, spread, workspace, stream);
+  }
   if (spread.steps == 0) spread = SpreadShifted(shape.n, L, kKeep, 512, device.max_cluster);
   *done = spread.steps > 0;
   if (!*done) return cudaSuccess;
