@@ -1,4 +1,4 @@
-// Sums over the threads that share a row: lanes, warps, and the blocks of a cluster.
+// Sums over the threads that share a row: lanes, warps, and the blocks of a cluster; and the moments of rows from them.
 #pragma once
 
 #include "cuda/common/cluster.cuh"
@@ -90,6 +90,50 @@ __device__ void GroupSum(A (&v)[W], const Place& p, Exchange<A, M, kCluster> (&e
   } else {
     LaneSum(v, min(32, p.width));
     if (p.width > 32) BlockSum(v, exchanges[turn & 1]);
+  }
+}
+
+// The moments of U rows in each thread of their groups.
+template <class T, int L, int V, int U, bool kShifted, class A, class E>
+__device__ void RowMoments(A (&mean)[U], A (&rest)[U], A (&rstd)[U], const Vec<T, L> (&x)[U][V], const A (&pivots)[U],
+                           const A (&edges)[U], const Place& p, const Columns<L, kShifted>& columns,
+                           const Constants<A>& constants, E (&exchanges)[2], int& turn) {
+  A pivot[U];
+#pragma unroll
+  for (int u = 0; u < U; ++u) pivot[u] = constants.center ? pivots[u] : A(0);
+  // Once for nearly every row, twice for others; a third time where the mean of equal numbers was rounded.
+  for (int round = 0; round < 4; ++round) {
+    A sums[2 * U] = {};
+#pragma unroll
+    for (int u = 0; u < U; ++u)
+      ForEachVector<V, false>(p, [&](int s, int) {
+        A v[L];
+        Widen(v, x[u][s]);
+#pragma unroll
+        for (A& each : v) {
+          each -= pivot[u];
+          sums[U + u] = fma(each, each, sums[U + u]);
+        }
+        sums[u] += SumOf(v);
+      });
+    if (columns.HasEdge())
+#pragma unroll
+      for (int u = 0; u < U; ++u) {
+        const A edge = edges[u] - pivot[u];
+        sums[u] += edge;
+        sums[U + u] = fma(edge, edge, sums[U + u]);
+      }
+    GroupSum(sums, p, exchanges, turn++);
+    bool far = false;
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+      const Central<A> c(pivot[u], constants.center ? sums[u] : A(0), sums[U + u], constants.inverse);
+      far |= c.far;
+      pivot[u] = mean[u] = c.mean;
+      rest[u] = kWideMean<T> ? c.rest : A(0);
+      rstd[u] = InverseRoot(c.variance + constants.epsilon);
+    }
+    if (!__any_sync(~0u, far)) break;  // a warp may have several groups
   }
 }
 
