@@ -289,7 +289,7 @@ cudaError_t RunShifted(const Backward& b, const Shape& shape, const Options& opt
   // Two blocks of a multiprocessor hide each other's waits. Where its registers would be left for two and two thirds of
   // them, there are three with more columns for each thread.
   Spread spread = SpreadShifted(shape.n, L, kKeep, 256, device.max_cluster);
-  if (spread.width == 192) {
+  if (spread.width == 192 && (kHasPairs<T> || spread.cluster > 2)) {
     spread = SpreadShifted(shape.n, L, kMore, 128, device.max_cluster);
     return spread.cluster == 1
                ? Launch<T, L, kMore, 1, false, false, true>(b, shape, options, spread, workspace, stream)
