@@ -109,6 +109,8 @@ def test_adaptive(dtype, zero_centered):
     ((2,), (70, 2), 520),
     ((3,), (5,), 33),
     ((5,), (9,), 1001),
+    ((3,), (70,), 8195),
+    ((2,), (40,), 65539),
   ]
   for batch, positions, n in shapes if dtype == "float32" or jax.default_backend() == "gpu" else shapes[:2]:
     shape, wide = (*batch, *positions, n), ACCUMULATOR[dtype]
@@ -133,7 +135,7 @@ def test_adaptive(dtype, zero_centered):
 # Special values ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n", [8, 100, 770, 5000, 70000])
+@pytest.mark.parametrize("n", [8, 100, 770, 5000, 8195, 70000, 70001])
 def test_mean_far_larger_than_the_deviation(n):
   """Mean 1e4, deviation 1e-2: the float32 mean is off by up to a twentieth of the deviation, the result is not."""
   x = (1e4 + 1e-2 * sample((4, n), "float64")).astype(np.float32)
@@ -157,7 +159,7 @@ def test_constant_rows(dtype):
   np.testing.assert_allclose(exact(jax.grad(lambda x: jaxdnn.layer_norm(x).sum())(one)), 0, atol=1e-6)
 
 
-@pytest.mark.parametrize("n", [3, 40, 300, 1100, 70000])
+@pytest.mark.parametrize("n", [3, 40, 300, 1100, 8195, 70000])
 def test_nan_and_infinity_stay_in_their_row(n):
   x = sample((4, n), "float32")
   x[1, n // 2], x[2, 0] = np.nan, np.inf
@@ -293,6 +295,31 @@ def test_many_rows_of_odd_lengths(kind, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", BOTH)
+def test_many_long_rows_of_odd_lengths(kind, dtype):
+  """So many that the ring of rows of every cluster goes around, and its parameters change."""
+  check_cases(kind, [Case(401, 8193), Case(151, 65537), Case(67, 131071)], dtype, tangent=False)
+  check_cases(kind, [Case(71, 70003)], dtype, affine=False, tangent=False)
+  check_cases(kind, [Case(201, 10243), Case(67, 70001)], dtype, residual=True, tangent=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", BOTH)
+def test_first_elements_far_from_the_mean(kind, dtype):
+  """Kernels take a row's first element for its mean at first: of every third row its sums are made once more."""
+  shapes = [(50001, 17), (3001, 1001), (901, 4097), (201, 10241), (151, 65537), (67, 131071)]
+  rows = [sample(shape, dtype) for shape in shapes]
+  for x in rows:
+    x[1::3, 0] = 60
+  results = jax.jit(lambda rows: [NORMS[kind](x) for x in rows])(rows)
+  for x, y in zip(rows, results, strict=True):
+    want = oracle(kind, x)
+    assert_close(y, want, dtype, terms=x.shape[1], scale=2 * np.abs(want).max())
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", BOTH)
 def test_wide_rows(kind, dtype):
@@ -312,7 +339,7 @@ def test_kernels_write_everything_and_repeat(kind, dtype):
 @pytest.mark.sanitize
 @pytest.mark.parametrize("kind", BOTH)
 def test_kernels_under_the_sanitizer(kind):
-  for rows, n in [(70, 24), (9, 77), (30, 768), (5, 4100), (5, 16400), (2, 300001)]:
+  for rows, n in [(70, 24), (9, 77), (30, 768), (5, 4100), (5, 16400), (70, 8193), (2, 300001)]:
     check_repeatable(kind, rows, n, "float32", repeats=2)
     check_repeatable(kind, rows, n, "bfloat16", repeats=2)
 

@@ -29,6 +29,14 @@ __device__ void CopyAsyncOrZero(V* shared, const V* global, bool exists) {
                : "memory");
 }
 
+// Starts a copy of the first `bytes` of 16, and of zeros for the rest.
+template <class V>
+__device__ void CopyAsyncPart(V* shared, const V* global, int bytes) {
+  static_assert(sizeof(V) == 16, "the one size that is copied past the first cache");
+  const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(bytes) : "memory");
+}
+
 // Closes the group of copies that the thread has started since the last.
 __device__ inline void CommitAsync() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 

@@ -39,10 +39,16 @@ __device__ void StoreSums(const A (&sums)[V][L], A edge, A* out, const Place& p,
   }
 }
 
-// V vectors of each of U rows at once. `parts` blocks (or clusters) share a problem; each leaves a row of sums.
+// Where few clusters run at once, those of 16-bit floats may take shares of the rows: their period is the longest.
+template <class T, bool kShifted, bool kCluster>
+constexpr bool kHasShares = kShifted && kCluster && sizeof(T) == 2;
+
+// V vectors of each of U rows at once. `parts` blocks (or clusters) share a problem; each leaves a row of sums, or one
+// for each start: the numbers of the part and of the start add up to its index, and where a part begins with a start,
+// nobody else has the index before.
 template <class T, int L, int V, int U, bool kShifted, bool kExact, bool kCluster>
 __global__ void __launch_bounds__(V* L > 16 ? 128 : 512)
-    BackwardKernel(Backward b, Shape shape, Constants<Accumulator<T>> constants, Spread spread, int parts) {
+    BackwardKernel(Backward b, Shape shape, Constants<Accumulator<T>> constants, Spread spread, int parts, int period) {
   using A = Accumulator<T>;
   using X = Vec<T, L>;
   extern __shared__ uint4 shared[];
@@ -50,13 +56,11 @@ __global__ void __launch_bounds__(V* L > 16 ? 128 : 512)
   Place p(spread, kCluster);
   const int problem = p.block / parts, part = p.block - problem * parts;
   const int64_t offset = problem * shape.rows;
-  // Of the block's groups the first row, and of a thread's rows at once the distance: of those that start anywhere in a
-  // vector it is a multiple of their period.
-  int64_t first = int64_t{part} * spread.groups * (kShifted ? 1 : U);
-  const int64_t apart = spread.groups * (kShifted ? parts : 1), step = int64_t{parts} * spread.groups * U;
-  int64_t row = first + p.group;
-  const Columns<L, kShifted> columns(shape.n, offset + row, p.first);
-  p.n = columns.vectors;
+  const bool shares = kHasShares<T, kShifted, kCluster> && period > 1;
+  const int64_t begin = shares ? shape.rows * part / parts : 0, end = shares ? shape.rows * (part + 1) / parts : 1;
+  // Of a thread's rows at once the distance: of those that start anywhere in a vector it is a multiple of their period.
+  const int64_t apart = shares ? period : spread.groups * (kShifted ? parts : 1);
+  const int64_t step = shares ? int64_t{period} * U : int64_t{parts} * spread.groups * U;
 
   // The thread's part of shared memory: [stage][g, x or g_sum][row][vector], strided over the threads.
   const int inputs = b.g_sum == nullptr ? 2 : 3;
@@ -64,114 +68,141 @@ __global__ void __launch_bounds__(V* L > 16 ? 128 : 512)
   const auto slot = [&](int stage, int input, int u, int s) -> X& {
     return ring[(((stage * inputs + input) * U + u) * V + s) * static_cast<int>(blockDim.x)];
   };
-  const auto fetch = [&](int64_t first, int stage) {
-#pragma unroll
-    for (int u = 0; u < U; ++u)
-      if (const int64_t row = first + u * apart; row < shape.rows) {
-        const int64_t at = columns.Base(offset + row);
-        ForEachVector<V, kExact>(p, [&](int s, int k) {
-          CopyAsync(&slot(stage, 0, u, s), static_cast<const X*>(b.g) + at + k);
-          CopyAsync(&slot(stage, 1, u, s), static_cast<const X*>(b.x) + at + k);
-          if (b.g_sum != nullptr) CopyAsync(&slot(stage, 2, u, s), static_cast<const X*>(b.g_sum) + at + k);
-        });
-      }
-    CommitAsync();
-  };
-  // The statistics of the rows to come, and the thread's elements in their edges: not converted before they are used.
-  struct Edge {
-    T g, x, g_sum;
-  };
-  StoredStatistics<A> next[U];
-  Edge next_edge[U] = {};
-  const auto fetch_singles = [&](int64_t first) {
-#pragma unroll
-    for (int u = 0; u < U; ++u)
-      if (const int64_t row = first + u * apart; row < shape.rows) {
-        next[u] = LoadStatistics<A>(b.mean, b.rstd, offset + row);
-        if (!columns.HasEdge()) continue;
-        const int64_t at = (offset + row) * shape.n + columns.edge;
-        next_edge[u].g = static_cast<const T*>(b.g)[at];
-        next_edge[u].x = static_cast<const T*>(b.x)[at];
-        if (b.g_sum != nullptr) next_edge[u].g_sum = static_cast<const T*>(b.g_sum)[at];
-      }
-  };
 
   if constexpr (kCluster) OpenExchanges(exchanges);
-  fetch(row, 0);
-  fetch_singles(row);
-  A scale[V][L], dscale[V][L] = {}, dbias[V][L] = {};
-  ForEachVector<V, kExact>(
-      p, [&](int s, int k) { LoadScale(scale[s], b.scale, constants.offset, columns, int64_t{problem}, k); });
-  A edge_scale[1], edge_dscale = 0, edge_dbias = 0;
-  LoadScale(edge_scale, columns.HasEdge() ? b.scale : nullptr, constants.offset, problem * shape.n + columns.edge);
-  if constexpr (kCluster) ClusterWait();
-
-  for (int stage = 0, turn = 0; first < shape.rows; first += step, row += step, stage ^= 1) {
-    fetch(row + step, stage ^ 1);
-    Statistics<T> stats[U];
+  int turn = 0;
+  // Rows c, c + period, ..., behind `before` others in that order.
+  int64_t before = 0;
+  for (int c = 0; c < (kHasShares<T, kShifted, kCluster> ? period : 1) && before < end; ++c) {
+    int64_t first = int64_t{part} * spread.groups * (kShifted ? 1 : U), last = shape.rows;
+    bool is_first = false;
+    if (shares) {
+      const int64_t count = (shape.rows - c + period - 1) >> (__ffs(period) - 1);
+      first = c + max(begin - before, int64_t{0}) * period;
+      last = c + min(end - before, count) * period;
+      is_first = begin == before && c > 0;
+      before += count;
+      if (first >= last) continue;
+    } else {
+      before = end;
+    }
+    int64_t row = first + p.group;
+    const Columns<L, kShifted> columns(shape.n, offset + row, p.first);
+    p.n = columns.vectors;
+    const auto fetch = [&](int64_t first, int stage) {
 #pragma unroll
-    for (int u = 0; u < U; ++u) stats[u] = Statistics<T>(next[u]);
-    Edge edges[U];
-#pragma unroll
-    for (int u = 0; u < U; ++u) edges[u] = next_edge[u];
-    fetch_singles(row + step);
-    WaitAsync<1>();
-
-    A sums[2 * U] = {};  // of q h, then of q
-    const auto add = [&](int u, A g, A x, A scale, A* dscale, A* dbias) {
-      const A gh = g * stats[u].Normalize(x);
-      sums[u] = fma(gh, scale, sums[u]);
-      sums[U + u] = fma(g, scale, sums[U + u]);
-      *dscale += gh;
-      *dbias += g;
+      for (int u = 0; u < U; ++u)
+        if (const int64_t row = first + u * apart; row < last) {
+          const int64_t at = columns.Base(offset + row);
+          ForEachVector<V, kExact>(p, [&](int s, int k) {
+            CopyAsync(&slot(stage, 0, u, s), static_cast<const X*>(b.g) + at + k);
+            CopyAsync(&slot(stage, 1, u, s), static_cast<const X*>(b.x) + at + k);
+            if (b.g_sum != nullptr) CopyAsync(&slot(stage, 2, u, s), static_cast<const X*>(b.g_sum) + at + k);
+          });
+        }
+      CommitAsync();
     };
+    // The statistics of the rows to come, and the thread's elements in their edges: not converted before they are used.
+    struct Edge {
+      T g, x, g_sum;
+    };
+    StoredStatistics<A> next[U];
+    Edge next_edge[U] = {};
+    const auto fetch_singles = [&](int64_t first) {
 #pragma unroll
-    for (int u = 0; u < U; ++u)
-      if (row + u * apart < shape.rows) {
-        ForEachVector<V, kExact>(p, [&](int s, int) {
-          A g[L], x[L];
-          Widen(g, slot(stage, 0, u, s));
-          Widen(x, slot(stage, 1, u, s));
-#pragma unroll
-          for (int i = 0; i < L; ++i) add(u, g[i], x[i], scale[s][i], &dscale[s][i], &dbias[s][i]);
-        });
-        if (columns.HasEdge())
-          add(u, static_cast<A>(edges[u].g), static_cast<A>(edges[u].x), edge_scale[0], &edge_dscale, &edge_dbias);
-      }
-    GroupSum(sums, p, exchanges, kCluster ? turn++ : stage);
-#pragma unroll
-    for (int u = 0; u < U; ++u)
-      if (row + u * apart < shape.rows) {
-        const A mean_qh = sums[u] * constants.inverse;
-        const A mean_q = constants.center ? sums[U + u] * constants.inverse : A(0);
-        X* const out = static_cast<X*>(b.dx) + columns.Base(offset + row + u * apart);
-        const auto gradient = [&](A g, A x, A scale, A g_sum) {
-          const A centered = fma(g, scale, -mean_q);
-          return fma(stats[u].rstd, fma(-stats[u].Normalize(x), mean_qh, centered), g_sum);
-        };
-        ForEachVector<V, kExact>(p, [&](int s, int k) {
-          A g[L], x[L], g_sum[L] = {};
-          Widen(g, slot(stage, 0, u, s));
-          Widen(x, slot(stage, 1, u, s));
-          if (b.g_sum != nullptr) Widen(g_sum, slot(stage, 2, u, s));
-#pragma unroll
-          for (int i = 0; i < L; ++i) g[i] = gradient(g[i], x[i], scale[s][i], g_sum[i]);
-          out[k] = Narrow<T>(g);
-        });
-        if (!columns.HasEdge()) continue;
-        const A g_sum = b.g_sum == nullptr ? A(0) : static_cast<A>(edges[u].g_sum);
-        const A dx = gradient(static_cast<A>(edges[u].g), static_cast<A>(edges[u].x), edge_scale[0], g_sum);
-        static_cast<T*>(b.dx)[(offset + row + u * apart) * shape.n + columns.edge] = static_cast<T>(dx);
-      }
-  }
+      for (int u = 0; u < U; ++u)
+        if (const int64_t row = first + u * apart; row < last) {
+          next[u] = LoadStatistics<A>(b.mean, b.rstd, offset + row);
+          if (!columns.HasEdge()) continue;
+          const int64_t at = (offset + row) * shape.n + columns.edge;
+          next_edge[u].g = static_cast<const T*>(b.g)[at];
+          next_edge[u].x = static_cast<const T*>(b.x)[at];
+          if (b.g_sum != nullptr) next_edge[u].g_sum = static_cast<const T*>(b.g_sum)[at];
+        }
+    };
 
-  const int64_t out = int64_t{p.block} * shape.n;
-  A* scratch = reinterpret_cast<A*>(shared);
-  WaitAsync<0>();
-  if (b.dscale != nullptr)
-    StoreSums<kExact>(dscale, edge_dscale, static_cast<A*>(b.dscale) + out, p, columns, spread.groups, scratch);
-  if (b.dbias != nullptr)
-    StoreSums<kExact>(dbias, edge_dbias, static_cast<A*>(b.dbias) + out, p, columns, spread.groups, scratch);
+    fetch(row, 0);
+    fetch_singles(row);
+    A scale[V][L], dscale[V][L] = {}, dbias[V][L] = {};
+    ForEachVector<V, kExact>(
+        p, [&](int s, int k) { LoadScale(scale[s], b.scale, constants.offset, columns, int64_t{problem}, k); });
+    A edge_scale[1], edge_dscale = 0, edge_dbias = 0;
+    LoadScale(edge_scale, columns.HasEdge() ? b.scale : nullptr, constants.offset, problem * shape.n + columns.edge);
+    if (kCluster && turn == 0) ClusterWait();
+
+    for (int stage = 0; first < last; first += step, row += step, stage ^= 1) {
+      fetch(row + step, stage ^ 1);
+      Statistics<T> stats[U];
+#pragma unroll
+      for (int u = 0; u < U; ++u) stats[u] = Statistics<T>(next[u]);
+      Edge edges[U];
+#pragma unroll
+      for (int u = 0; u < U; ++u) edges[u] = next_edge[u];
+      fetch_singles(row + step);
+      WaitAsync<1>();
+
+      A sums[2 * U] = {};  // of q h, then of q
+      const auto add = [&](int u, A g, A x, A scale, A* dscale, A* dbias) {
+        const A gh = g * stats[u].Normalize(x);
+        sums[u] = fma(gh, scale, sums[u]);
+        sums[U + u] = fma(g, scale, sums[U + u]);
+        *dscale += gh;
+        *dbias += g;
+      };
+#pragma unroll
+      for (int u = 0; u < U; ++u)
+        if (row + u * apart < last) {
+          ForEachVector<V, kExact>(p, [&](int s, int) {
+            A g[L], x[L];
+            Widen(g, slot(stage, 0, u, s));
+            Widen(x, slot(stage, 1, u, s));
+#pragma unroll
+            for (int i = 0; i < L; ++i) add(u, g[i], x[i], scale[s][i], &dscale[s][i], &dbias[s][i]);
+          });
+          if (columns.HasEdge())
+            add(u, static_cast<A>(edges[u].g), static_cast<A>(edges[u].x), edge_scale[0], &edge_dscale, &edge_dbias);
+        }
+      GroupSum(sums, p, exchanges, kCluster ? turn++ : stage);
+#pragma unroll
+      for (int u = 0; u < U; ++u)
+        if (row + u * apart < last) {
+          const A mean_qh = sums[u] * constants.inverse;
+          const A mean_q = constants.center ? sums[U + u] * constants.inverse : A(0);
+          X* const out = static_cast<X*>(b.dx) + columns.Base(offset + row + u * apart);
+          const auto gradient = [&](A g, A x, A scale, A g_sum) {
+            const A centered = fma(g, scale, -mean_q);
+            return fma(stats[u].rstd, fma(-stats[u].Normalize(x), mean_qh, centered), g_sum);
+          };
+          ForEachVector<V, kExact>(p, [&](int s, int k) {
+            A g[L], x[L], g_sum[L] = {};
+            Widen(g, slot(stage, 0, u, s));
+            Widen(x, slot(stage, 1, u, s));
+            if (b.g_sum != nullptr) Widen(g_sum, slot(stage, 2, u, s));
+#pragma unroll
+            for (int i = 0; i < L; ++i) g[i] = gradient(g[i], x[i], scale[s][i], g_sum[i]);
+            out[k] = Narrow<T>(g);
+          });
+          if (!columns.HasEdge()) continue;
+          const A g_sum = b.g_sum == nullptr ? A(0) : static_cast<A>(edges[u].g_sum);
+          const A dx = gradient(static_cast<A>(edges[u].g), static_cast<A>(edges[u].x), edge_scale[0], g_sum);
+          static_cast<T*>(b.dx)[(offset + row + u * apart) * shape.n + columns.edge] = static_cast<T>(dx);
+        }
+    }
+
+    A* const scratch = reinterpret_cast<A*>(shared);
+    WaitAsync<0>();
+    const auto store = [&](const A(&sums)[V][L], A edge, void* to) {
+      if (to == nullptr) return;
+      A* const out =
+          static_cast<A*>(to) +
+          (shares ? problem * (parts + min(int64_t{period}, shape.rows) - 1) + part + c : int64_t{p.block}) * shape.n;
+      StoreSums<kExact>(sums, edge, out, p, columns, spread.groups, scratch);
+      if (is_first)
+        for (int64_t i = p.first; i < shape.n; i += p.stride) out[i - shape.n] = 0;
+    };
+    store(dscale, edge_dscale, b.dscale);
+    store(dbias, edge_dbias, b.dbias);
+  }
 }
 
 template <class T, int L, int V, int U, bool kExact, bool kCluster, bool kShifted = false>
@@ -191,11 +222,21 @@ cudaError_t Launch(const Backward& b, const Shape& shape, const Options& options
   const int64_t wanted = resident / spread.cluster / shape.problems;
   const int64_t most =
       std::max<int64_t>(1, std::min({PartialRows(shape, kDType<T>), CeilDiv(shape.rows, rows), wanted}));
-  const int64_t parts = kShifted ? SplitRows(most, shape, spread, Period(shape, kDType<T>)) : most;
-  return WithPartialRows<A>(b, shape, parts, workspace, stream, [&](const Backward& partial) {
+  int64_t period = Period(shape, kDType<T>), parts = kShifted ? SplitRows(most, shape, spread, period) : most,
+          left = parts;
+  // Shares leave a row of sums for each start that they have rows of.
+  const int64_t others = std::min(period, shape.rows) - 1;
+  const int64_t shares = std::min(most, PartialRows(shape, kDType<T>) - others);
+  if (kHasShares<T, kShifted, kCluster> && TakesShares(parts, shares, shape, spread)) {
+    parts = shares;
+    left = parts + others;
+  } else {
+    period = 1;
+  }
+  return WithPartialRows<A>(b, shape, left, workspace, stream, [&](const Backward& partial) {
     const Grid grid = {shape.problems * parts * spread.cluster, one.threads, one.shared_bytes, one.cluster};
     return LaunchKernel(kernel, grid, stream, partial, shape, Constants<A>(options, shape.n), spread,
-                        static_cast<int>(parts));
+                        static_cast<int>(parts), static_cast<int>(period));
   });
 }
 
@@ -245,8 +286,15 @@ cudaError_t RunShifted(const Backward& b, const Shape& shape, const Options& opt
     return n <= 32 * kMore ? Launch<T, L, kMore, 1, false, false, true>(b, shape, options, spread, workspace, stream)
                            : Launch<T, L, kMost, 1, false, false, true>(b, shape, options, spread, workspace, stream);
   }
-  // Two blocks of a multiprocessor hide each other's waits.
+  // Two blocks of a multiprocessor hide each other's waits. Where its registers would be left for two and two thirds of
+  // them, there are three with more columns for each thread.
   Spread spread = SpreadShifted(shape.n, L, kKeep, 256, device.max_cluster);
+  if (spread.width == 192 && (kHasPairs<T> || spread.cluster > 2)) {
+    spread = SpreadShifted(shape.n, L, kMore, 128, device.max_cluster);
+    return spread.cluster == 1
+               ? Launch<T, L, kMore, 1, false, false, true>(b, shape, options, spread, workspace, stream)
+               : Launch<T, L, kMore, 1, false, true, true>(b, shape, options, spread, workspace, stream);
+  }
   if (spread.steps == 0) spread = SpreadShifted(shape.n, L, kKeep, 512, device.max_cluster);
   *done = spread.steps > 0;
   if (!*done) return cudaSuccess;

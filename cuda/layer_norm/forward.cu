@@ -15,50 +15,6 @@
 namespace jaxdnn::layer_norm {
 namespace {
 
-// The moments of U rows in each thread of their groups.
-template <class T, int L, int V, int U, bool kShifted, class A, class E>
-__device__ void RowMoments(A (&mean)[U], A (&rest)[U], A (&rstd)[U], const Vec<T, L> (&x)[U][V], const A (&pivots)[U],
-                           const A (&edges)[U], const Place& p, const Columns<L, kShifted>& columns,
-                           const Constants<A>& constants, E (&exchanges)[2], int& turn) {
-  A pivot[U];
-#pragma unroll
-  for (int u = 0; u < U; ++u) pivot[u] = constants.center ? pivots[u] : A(0);
-  // Once for nearly every row, twice for others; a third time where the mean of equal numbers was rounded.
-  for (int round = 0; round < 4; ++round) {
-    A sums[2 * U] = {};
-#pragma unroll
-    for (int u = 0; u < U; ++u)
-      ForEachVector<V, false>(p, [&](int s, int) {
-        A v[L];
-        Widen(v, x[u][s]);
-#pragma unroll
-        for (A& each : v) {
-          each -= pivot[u];
-          sums[U + u] = fma(each, each, sums[U + u]);
-        }
-        sums[u] += SumOf(v);
-      });
-    if (columns.HasEdge())
-#pragma unroll
-      for (int u = 0; u < U; ++u) {
-        const A edge = edges[u] - pivot[u];
-        sums[u] += edge;
-        sums[U + u] = fma(edge, edge, sums[U + u]);
-      }
-    GroupSum(sums, p, exchanges, turn++);
-    bool far = false;
-#pragma unroll
-    for (int u = 0; u < U; ++u) {
-      const Central<A> c(pivot[u], constants.center ? sums[u] : A(0), sums[U + u], constants.inverse);
-      far |= c.far;
-      pivot[u] = mean[u] = c.mean;
-      rest[u] = kWideMean<T> ? c.rest : A(0);
-      rstd[u] = InverseRoot(c.variance + constants.epsilon);
-    }
-    if (!__any_sync(~0u, far)) break;  // a warp may have several groups
-  }
-}
-
 // V vectors of each of U rows.
 template <class T, int L, int V, int U, bool kCluster, int kThreads, int kBlocks>
 __global__ void __launch_bounds__(kThreads, kBlocks)
@@ -156,96 +112,132 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 
 // The same for rows that start anywhere in a vector. A thread takes rows a period apart, whose parameters stay in its
 // registers, while kStages - 1 rows to come are on their way into its part of shared memory.
-constexpr int kStages = 4, kShiftedThreads = 320;
+//
+// Blocks, or clusters, take turns with the rows, or with a period above 1, shares of all rows in the order of where in
+// a vector they start: so few of the largest clusters run at once that a multiple of the period leaves many without
+// work.
+constexpr int kStages = 4;
 
 template <class T, int L, int V, bool kCluster>
-__global__ void __launch_bounds__(V* L > 16 ? 256 : kShiftedThreads, kCluster && sizeof(T) == 4 ? 1 : 2)
-    ShiftedForwardKernel(Forward f, Shape shape, Constants<Accumulator<T>> constants, Spread spread, int parts) {
+__global__ void __launch_bounds__(256, 2)
+    ShiftedForwardKernel(Forward f, Shape shape, Constants<Accumulator<T>> constants, Spread spread, int parts,
+                         int period) {
   using A = Accumulator<T>;
   using X = Vec<T, L>;
   extern __shared__ uint4 shared[];
   __shared__ Exchange<A, 2, kCluster> exchanges[2];
   Place p(spread, kCluster);
   const int problem = p.block / parts, part = p.block - problem * parts;
-  const int64_t offset = problem * shape.rows, apart = int64_t{parts} * spread.groups;
-  int64_t first = int64_t{part} * spread.groups, row = first + p.group;
-  const Columns<L, true> columns(shape.n, offset + row, p.first);
-  p.n = columns.vectors;
+  const int64_t offset = problem * shape.rows;
+  const bool shares = period > 1;
+  const int64_t begin = shares ? shape.rows * part / parts : 0, end = shares ? shape.rows * (part + 1) / parts : 1;
+  const int64_t apart = shares ? period : int64_t{parts} * spread.groups;
 
   // The thread's part of shared memory: [stage][x or residual][vector], strided over the threads.
-  const int inputs = f.residual == nullptr ? 1 : 2;
+  const int inputs = f.residual == nullptr ? 1 : 2, threads = static_cast<int>(blockDim.x);
   X* const ring = reinterpret_cast<X*>(shared) + threadIdx.x;
-  const auto slot = [&](int stage, int input, int s) -> X& {
-    return ring[((stage * inputs + input) * V + s) * static_cast<int>(blockDim.x)];
-  };
-  const auto fetch = [&](int64_t row, int stage) {
-    if (row < shape.rows) {
-      const int64_t at = columns.Base(offset + row);
-      ForEachVector<V, false>(p, [&](int s, int k) {
-        CopyAsync(&slot(stage, 0, s), static_cast<const X*>(f.x) + at + k);
-        if (f.residual != nullptr) CopyAsync(&slot(stage, 1, s), static_cast<const X*>(f.residual) + at + k);
-      });
-    }
-    CommitAsync();
-  };
+  const auto slots = [&](int stage, int input) { return ring + (stage * inputs + input) * V * threads; };
+  // From row to row all that the thread moves is as many vectors further on.
+  const int64_t step = apart * shape.n / L;
   // Of a row, its first element and the thread's in its edges. They are not converted before they are used: that would
   // wait for them.
   struct Singles {
     T first, edge;
   };
-  const int column = max(columns.edge, 0);
-  const auto load_singles = [&](const void* from, int64_t row) {
-    const T* const in = static_cast<const T*>(from) + (offset + min(row, shape.rows - 1)) * shape.n;
-    return Singles{in[0], in[column]};
-  };
 
   if constexpr (kCluster) OpenExchanges(exchanges);
-#pragma unroll
-  for (int stage = 0; stage < kStages - 1; ++stage) fetch(row + stage * apart, stage);
-  Singles next = load_singles(f.x, row), next_residual = {};
-  if (f.residual != nullptr) next_residual = load_singles(f.residual, row);
-  A scale[V][L], bias[V][L], edge_scale[1], edge_bias[1];
-  ForEachVector<V, false>(p, [&](int s, int k) {
-    LoadScale(scale[s], f.scale, constants.offset, columns, int64_t{problem}, k);
-    LoadBias(bias[s], f.bias, columns, int64_t{problem}, k);
-  });
-  LoadScale(edge_scale, f.scale, constants.offset, problem * shape.n + column);
-  LoadBias(edge_bias, f.bias, problem * shape.n + column);
-  if constexpr (kCluster) ClusterWait();
-
   int turn = 0;
-  for (int stage = 0; first < shape.rows; first += apart, row += apart, stage = (stage + 1) % kStages) {
-    fetch(row + (kStages - 1) * apart, (stage + kStages - 1) % kStages);
-    Vec<T, 1> edge = {{next.edge}};
-    A pivot[1] = {static_cast<A>(next.first)}, edges[1], mean[1], rest[1], rstd[1];
-    if (f.residual != nullptr) {
-      pivot[0] += static_cast<A>(next_residual.first);
-      edge = AddRounded<T>(edge, Vec<T, 1>{{next_residual.edge}});
-      next_residual = load_singles(f.residual, row + apart);
+  // Rows c, c + period, ..., behind `before` others in that order.
+  int64_t before = 0;
+  for (int c = 0; c < period && before < end; ++c) {
+    int64_t first = int64_t{part} * spread.groups, last = shape.rows;
+    if (shares) {
+      const int64_t count = (shape.rows - c + period - 1) >> (__ffs(period) - 1);
+      first = c + max(begin - before, int64_t{0}) * period;
+      last = c + min(end - before, count) * period;
+      before += count;
+      if (first >= last) continue;
+    } else {
+      before = end;
     }
-    next = load_singles(f.x, row + apart);
-    Widen(edges, edge);
-    WaitAsync<kStages - 1>();
+    int64_t row = first + p.group;
+    const Columns<L, true> columns(shape.n, offset + row, p.first);
+    p.n = columns.vectors;
+    int64_t at = columns.Base(offset + row) + p.first, at_fetched = at;
+    const auto fetch = [&](bool exists, int stage) {
+      const auto copy = [&](const void* from, int input) {
+        const X* const in = static_cast<const X*>(from) + at_fetched;
+        X* const to = slots(stage, input);
+        ForEachVector<V, false>(p, [&](int s, int) { CopyAsync(to + s * threads, in + s * p.stride); });
+      };
+      if (exists) {
+        copy(f.x, 0);
+        if (f.residual != nullptr) copy(f.residual, 1);
+      }
+      CommitAsync();
+      at_fetched += step;
+    };
+    const int column = max(columns.edge, 0);
+    int64_t at_singles = (offset + min(row, shape.rows - 1)) * shape.n;
+    const auto load_singles = [&](const void* from) {
+      const T* const in = static_cast<const T*>(from) + at_singles;
+      return Singles{in[0], in[column]};
+    };
 
-    X x[1][V] = {};
-    const bool exists = row < shape.rows;
-    const int64_t at = columns.Base(offset + row), at_edge = (offset + row) * shape.n + column;
-    if (exists)
-      ForEachVector<V, false>(p, [&](int s, int k) {
-        x[0][s] = slot(stage, 0, s);
-        if (f.residual == nullptr) return;
-        x[0][s] = AddRounded<T>(x[0][s], slot(stage, 1, s));
-        static_cast<X*>(f.sum)[at + k] = x[0][s];
-      });
-    RowMoments<T>(mean, rest, rstd, x, pivot, edges, p, columns, constants, exchanges, turn);
-    if (!exists) continue;
-    if (p.IsLeader()) StoreStatistics(f, offset + row, mean[0], rest[0], rstd[0]);
-    const Statistics<T> stats({mean[0], rest[0], rstd[0]});
-    ForEachVector<V, false>(
-        p, [&](int s, int k) { static_cast<X*>(f.y)[at + k] = Apply<T>(x[0][s], stats, scale[s], bias[s]); });
-    if (!columns.HasEdge()) continue;
-    if (f.residual != nullptr) static_cast<T*>(f.sum)[at_edge] = edge.v[0];
-    static_cast<T*>(f.y)[at_edge] = Apply<T>(edge, stats, edge_scale, edge_bias).v[0];
+#pragma unroll
+    for (int stage = 0; stage < kStages - 1; ++stage) fetch(row + stage * apart < last, stage);
+    Singles next = load_singles(f.x), next_residual = {};
+    if (f.residual != nullptr) next_residual = load_singles(f.residual);
+    A scale[V][L], bias[V][L], edge_scale[1], edge_bias[1];
+    ForEachVector<V, false>(p, [&](int s, int k) {
+      LoadScale(scale[s], f.scale, constants.offset, columns, int64_t{problem}, k);
+      LoadBias(bias[s], f.bias, columns, int64_t{problem}, k);
+    });
+    LoadScale(edge_scale, f.scale, constants.offset, problem * shape.n + column);
+    LoadBias(edge_bias, f.bias, problem * shape.n + column);
+    if (kCluster && turn == 0) ClusterWait();
+
+    for (int stage = 0; first < last; first += apart, row += apart, at += step, stage = (stage + 1) % kStages) {
+      fetch(row + (kStages - 1) * apart < last, (stage + kStages - 1) % kStages);
+      Vec<T, 1> edge = {{next.edge}};
+      A pivot[1] = {static_cast<A>(next.first)}, edges[1], mean[1], rest[1], rstd[1];
+      if (f.residual != nullptr) {
+        pivot[0] += static_cast<A>(next_residual.first);
+        edge = AddRounded<T>(edge, Vec<T, 1>{{next_residual.edge}});
+      }
+      Widen(edges, edge);
+      WaitAsync<kStages - 1>();
+
+      // Behind the wait, across which the compiler moves none: it would wait for them too.
+      const int64_t at_edge = at_singles + column;
+      if (row + apart < last) at_singles += apart * shape.n;
+      next = load_singles(f.x);
+      if (f.residual != nullptr) next_residual = load_singles(f.residual);
+
+      X x[1][V] = {};
+      const bool exists = row < shape.rows;
+      if (exists) {
+        const X* const own = slots(stage, 0);
+        ForEachVector<V, false>(p, [&](int s, int) { x[0][s] = own[s * threads]; });
+        if (f.residual != nullptr) {
+          const X* const other = slots(stage, 1);
+          X* const sum = static_cast<X*>(f.sum) + at;
+          ForEachVector<V, false>(p, [&](int s, int) {
+            x[0][s] = AddRounded<T>(x[0][s], other[s * threads]);
+            sum[s * p.stride] = x[0][s];
+          });
+        }
+      }
+      RowMoments<T>(mean, rest, rstd, x, pivot, edges, p, columns, constants, exchanges, turn);
+      if (!exists) continue;
+      if (p.IsLeader()) StoreStatistics(f, offset + row, mean[0], rest[0], rstd[0]);
+      const Statistics<T> stats({mean[0], rest[0], rstd[0]});
+      X* const y = static_cast<X*>(f.y) + at;
+      ForEachVector<V, false>(p, [&](int s, int) { y[s * p.stride] = Apply<T>(x[0][s], stats, scale[s], bias[s]); });
+      if (!columns.HasEdge()) continue;
+      if (f.residual != nullptr) static_cast<T*>(f.sum)[at_edge] = edge.v[0];
+      static_cast<T*>(f.y)[at_edge] = Apply<T>(edge, stats, edge_scale, edge_bias).v[0];
+    }
   }
 }
 
@@ -258,11 +250,16 @@ cudaError_t LaunchShifted(const Forward& f, const Shape& shape, const Options& o
   int64_t resident = 0;
   if (const cudaError_t e = ResidentBlocks(kernel, grid, &resident); e != cudaSuccess) return e;
   const int64_t wanted = std::max<int64_t>(1, resident / spread.cluster / shape.problems);
-  const int64_t parts =
-      SplitRows(std::min(CeilDiv(shape.rows, int64_t{spread.groups}), wanted), shape, spread, Period(shape, kDType<T>));
+  const int64_t most = std::min(CeilDiv(shape.rows, int64_t{spread.groups}), wanted);
+  int64_t period = Period(shape, kDType<T>), parts = SplitRows(most, shape, spread, period);
+  if (TakesShares(parts, most, shape, spread)) {
+    parts = most;
+  } else {
+    period = 1;
+  }
   grid.blocks = shape.problems * parts * spread.cluster;
   return LaunchKernel(kernel, grid, stream, f, shape, Constants<Accumulator<T>>(options, shape.n), spread,
-                      static_cast<int>(parts));
+                      static_cast<int>(parts), static_cast<int>(period));
 }
 
 template <class T, int L, int V, int U, bool kCluster, int kThreads, int kBlocks = 1>
@@ -333,11 +330,23 @@ cudaError_t RunShifted(const Forward& f, const Shape& shape, const Options& opti
     return n <= 32 * kMore ? LaunchShifted<T, L, kMore, false>(f, shape, options, spread, stream)
                            : LaunchShifted<T, L, kMost, false>(f, shape, options, spread, stream);
   }
-  const Spread spread = SpreadShifted(shape.n, L, kKeep, kShiftedThreads, device.max_cluster);
-  *done = spread.steps > 0;
-  if (!*done) return cudaSuccess;
-  return spread.cluster == 1 ? LaunchShifted<T, L, kKeep, false>(f, shape, options, spread, stream)
-                             : LaunchShifted<T, L, kKeep, true>(f, shape, options, spread, stream);
+  // Of 16-bit floats what a thread does for a row, however much it has of it, takes longer than its bytes. Of others
+  // more vectors are better where they save half of the blocks.
+  const auto spread_over = [&](int keep) {
+    const Spread spread = SpreadShifted(shape.n, L, keep, 256, device.max_cluster);
+    // A multiprocessor has the registers for two and two thirds of such blocks: rather five of half the size.
+    const bool is_odd = spread.width == 192 && spread.cluster < device.max_cluster;
+    return is_odd ? SpreadShifted(shape.n, L, keep, 128, device.max_cluster) : spread;
+  };
+  const Spread few = spread_over(kKeep), many = spread_over(kMost);
+  const bool takes_many = kHasPairs<T> ? shape.n / L > 32 * kMost : few.steps == 0 || many.cluster < few.cluster;
+  if (many.steps == 0) return RunLongForward(f, kDType<T>, shape, options, device, stream, done);
+  if (takes_many)
+    return many.cluster == 1 ? LaunchShifted<T, L, kMost, false>(f, shape, options, many, stream)
+                             : LaunchShifted<T, L, kMost, true>(f, shape, options, many, stream);
+  if constexpr (!kHasPairs<T>)
+    if (few.cluster > 1) return LaunchShifted<T, L, kKeep, true>(f, shape, options, few, stream);
+  return LaunchShifted<T, L, kKeep, false>(f, shape, options, few, stream);
 }
 
 // Rows element by element: of doubles, of f16 that are not aligned to 16 bytes, and where buffers are not.

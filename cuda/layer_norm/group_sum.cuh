@@ -1,4 +1,4 @@
-// Sums over the threads that share a row: lanes, warps, and the blocks of a cluster.
+// Sums over the threads that share a row: lanes, warps, and the blocks of a cluster; and the moments of rows from them.
 #pragma once
 
 #include "cuda/common/cluster.cuh"
@@ -25,8 +25,8 @@ struct Exchange<A, W, true> {
 };
 
 // In a cluster: before the first sum, and followed by ClusterWait.
-template <class E>
-__device__ void OpenExchanges(E (&exchanges)[2]) {
+template <class E, int N>
+__device__ void OpenExchanges(E (&exchanges)[N]) {
   if (threadIdx.x == 0)
     for (E& each : exchanges) each.Open();
   ClusterArriveRelaxed();
@@ -40,39 +40,100 @@ __device__ void LaneSum(A (&v)[W], int lanes) {
     for (int i = 0; i < W; ++i) v[i] += ShuffleXor(v[i], mask);
 }
 
-// v[i] = the sum of v[i] over the threads of the group, in each of them, in a fixed order; for the
-// `turn`-th time, from 0 on.
+// Every warp leaves its lanes' sums of v[i], and one warp has those of all of them, in a fixed order.
 template <bool kCluster, int W, int M, class A>
-__device__ void GroupSum(A (&v)[W], const Place& p, Exchange<A, M, kCluster> (&exchanges)[2], int turn) {
+__device__ void BlockSum(A (&v)[W], Exchange<A, M, kCluster>& exchange) {
   static_assert(W <= M, "has room");
-  LaneSum(v, min(32, p.width));
-  if (!kCluster && p.width <= 32) return;
-  Exchange<A, M, kCluster>& exchange = exchanges[turn & 1];
   const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (lane == 0)
     for (int i = 0; i < W; ++i) exchange.values[i][warp] = v[i];
   __syncthreads();
   // Every run of as many lanes as there are warps adds up their values; in a cluster one warp does, and sends the sums.
-  if (!kCluster || warp == 0) {
-    const int span = 1 << (32 - __clz(warps - 1));
+  if (kCluster && warp != 0) return;
+  const int span = 1 << (32 - __clz(warps - 1));
 #pragma unroll
-    for (int i = 0; i < W; ++i) {
-      v[i] = 0;
-      for (int w = lane & (span - 1); w < warps; w += span) v[i] += exchange.values[i][w];
-    }
-    LaneSum(v, span);
+  for (int i = 0; i < W; ++i) {
+    v[i] = 0;
+    for (int w = lane & (span - 1); w < warps; w += span) v[i] += exchange.values[i][w];
   }
+  LaneSum(v, span);
+}
+
+// The two halves of a sum over a cluster: its threads may do something else in between, and send what is next before
+// they have received what was sent. `round`: how often the exchange was used before.
+template <int W, int M, class A>
+__device__ void SendSum(A (&v)[W], const Place& p, Exchange<A, M, true>& exchange) {
+  LaneSum(v, min(32, p.width));
+  BlockSum(v, exchange);
+  if (threadIdx.x >= 32) return;
+  if (threadIdx.x == 0) exchange.mailbox.Expect(W * p.cluster * static_cast<int>(sizeof(A)));
+  if (threadIdx.x < p.cluster)
+#pragma unroll
+    for (int i = 0; i < W; ++i) exchange.mailbox.Send(&exchange.blocks[i][p.rank], threadIdx.x, v[i]);
+}
+
+template <int W, int M, class A>
+__device__ void ReceiveSum(A (&v)[W], const Place& p, Exchange<A, M, true>& exchange, int round) {
+  exchange.mailbox.Wait(round);
+#pragma unroll
+  for (int i = 0; i < W; ++i) v[i] = exchange.blocks[i][threadIdx.x & (p.cluster - 1)];
+  LaneSum(v, p.cluster);
+}
+
+// v[i] = the sum of v[i] over the threads of the group, in each of them, in a fixed order; for the
+// `turn`-th time, from 0 on.
+template <bool kCluster, int W, int M, class A>
+__device__ void GroupSum(A (&v)[W], const Place& p, Exchange<A, M, kCluster> (&exchanges)[2], int turn) {
   if constexpr (kCluster) {
-    if (warp == 0) {
-      if (lane == 0) exchange.mailbox.Expect(W * p.cluster * static_cast<int>(sizeof(A)));
-      if (lane < p.cluster)
+    SendSum(v, p, exchanges[turn & 1]);
+    ReceiveSum(v, p, exchanges[turn & 1], turn >> 1);
+  } else {
+    LaneSum(v, min(32, p.width));
+    if (p.width > 32) BlockSum(v, exchanges[turn & 1]);
+  }
+}
+
+// The moments of U rows in each thread of their groups.
+template <class T, int L, int V, int U, bool kShifted, class A, class E>
+__device__ void RowMoments(A (&mean)[U], A (&rest)[U], A (&rstd)[U], const Vec<T, L> (&x)[U][V], const A (&pivots)[U],
+                           const A (&edges)[U], const Place& p, const Columns<L, kShifted>& columns,
+                           const Constants<A>& constants, E (&exchanges)[2], int& turn) {
+  A pivot[U];
 #pragma unroll
-        for (int i = 0; i < W; ++i) exchange.mailbox.Send(&exchange.blocks[i][p.rank], lane, v[i]);
+  for (int u = 0; u < U; ++u) pivot[u] = constants.center ? pivots[u] : A(0);
+  // Once for nearly every row, twice for others; a third time where the mean of equal numbers was rounded.
+  for (int round = 0; round < 4; ++round) {
+    A sums[2 * U] = {};
+#pragma unroll
+    for (int u = 0; u < U; ++u)
+      ForEachVector<V, false>(p, [&](int s, int) {
+        A v[L];
+        Widen(v, x[u][s]);
+#pragma unroll
+        for (A& each : v) {
+          each -= pivot[u];
+          sums[U + u] = fma(each, each, sums[U + u]);
+        }
+        sums[u] += SumOf(v);
+      });
+    if (columns.HasEdge())
+#pragma unroll
+      for (int u = 0; u < U; ++u) {
+        const A edge = edges[u] - pivot[u];
+        sums[u] += edge;
+        sums[U + u] = fma(edge, edge, sums[U + u]);
+      }
+    GroupSum(sums, p, exchanges, turn++);
+    bool far = false;
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+      const Central<A> c(pivot[u], constants.center ? sums[u] : A(0), sums[U + u], constants.inverse);
+      far |= c.far;
+      pivot[u] = mean[u] = c.mean;
+      rest[u] = kWideMean<T> ? c.rest : A(0);
+      rstd[u] = InverseRoot(c.variance + constants.epsilon);
     }
-    exchange.mailbox.Wait(turn >> 1);
-#pragma unroll
-    for (int i = 0; i < W; ++i) v[i] = exchange.blocks[i][lane & (p.cluster - 1)];
-    LaneSum(v, p.cluster);
+    if (!__any_sync(~0u, far)) break;  // a warp may have several groups
   }
 }
 

@@ -23,6 +23,11 @@ cudaError_t RunSlabForward(const Forward& f, DType dtype, const Shape& shape, co
 cudaError_t RunSlabBackward(const Backward& b, DType dtype, const Shape& shape, const Options& options, void* workspace,
                             cudaStream_t stream);
 
+// Long rows of float or bf16 that start anywhere in a vector; not `done` where no cluster of blocks holds one.
+struct Device;
+cudaError_t RunLongForward(const Forward& f, DType dtype, const Shape& shape, const Options& options,
+                           const Device& device, cudaStream_t stream, bool* done);
+
 // Rows too long for the registers of a cluster of blocks, or of a block where there are no clusters.
 cudaError_t RunWideForward(const Forward& f, DType dtype, const Shape& shape, const Options& options, void* workspace,
                            cudaStream_t stream);

@@ -127,6 +127,12 @@ inline int64_t SplitRows(int64_t most, const Shape& shape, const Spread& spread,
   return std::min(std::max(unit, most / unit * unit), shape.rows);
 }
 
+// Whether such a multiple leaves so many without work that they had better take shares of the rows in the order of
+// where they start. Rows side by side are then written at other times, and the memory that they share twice.
+inline bool TakesShares(int64_t parts, int64_t most, const Shape& shape, const Spread& spread) {
+  return spread.groups == 1 && most < shape.rows && (most - parts) * 12 > most;
+}
+
 // Calls f(integral_constant<int, steps>) for steps from 1 to kMost.
 template <int kMost, class F>
 cudaError_t VisitSteps(int steps, F&& f) {
