@@ -6,7 +6,7 @@
 #include <type_traits>
 
 #include "cuda/batch_norm/activations.cuh"
-#include "cuda/batch_norm/tiling.cuh"
+#include "cuda/batch_norm/plan.cuh"
 
 namespace jaxdnn::batch_norm {
 
@@ -146,7 +146,7 @@ __device__ void Map(const Tiling& t, const M& m, const Arrays<typename M::T>& ar
   whole.ForEach([&](const Span& span, const auto& v) {
     Vec<T, V> out;
     op(out, v);
-    if (span.lo == 0 && span.hi == V)
+    if (!t.ragged || (span.lo == 0 && span.hi == V))
       StoreOnce(reinterpret_cast<Vec<T, V>*>(arrays.out + span.offset), out);
     else
       Store<M>(arrays.out, span, out);

@@ -6,7 +6,7 @@
 // relative to their origins, in a fixed order: within a block, then over the blocks that share a channel.
 #pragma once
 
-#include "cuda/batch_norm/tiling.cuh"
+#include "cuda/batch_norm/plan.cuh"
 
 namespace jaxdnn::batch_norm {
 
@@ -73,20 +73,26 @@ __device__ void Summarize(const Tiling& t, const M& m, const typename M::T* x,
   int i = 0;
   // V = 1 looks at the mask first.
   if constexpr (V > 1) {
-    int wholes = 0;
-    ForBatches<1, kVectorsInFlight>(t, m, &x, [&](const Span& span, const auto& v) {
-      if (span.lo > 0 || span.hi < V) return sums.Add(span, v[0]);
-      if (M::kRuns ? sums.count[0] == A(0) : wholes == 0)
+    const auto load = [&](auto&& add) { ForBatches<1, kVectorsInFlight>(t, m, &x, add); };
+    if (M::kRuns && t.ragged) {
+      load([&](const Span& span, const auto& v) {
+        if (span.lo > 0 || span.hi < V) return sums.Add(span, v[0]);
+        if (sums.count[0] == A(0)) sums.origin[0] = static_cast<A>(v[0].v[0]);
+        sums.count[0] += A(V);
 #pragma unroll
-        for (int w = 0; w < W; ++w) sums.origin[w] = static_cast<A>(v[0].v[w]);
+        for (int e = 0; e < V; ++e) sums.Add(e % W, static_cast<A>(v[0].v[e]));
+      });
+    } else {
+      load([&](const Span&, const auto& v) {
+        if (i++ == 0)
 #pragma unroll
-      for (int e = 0; e < V; ++e) sums.Add(e % W, static_cast<A>(v[0].v[e]));
-      if constexpr (M::kRuns) sums.count[0] += A(V);
-      ++wholes;
-    });
-    if constexpr (!M::kRuns)
+          for (int w = 0; w < W; ++w) sums.origin[w] = static_cast<A>(v[0].v[w]);
 #pragma unroll
-      for (int w = 0; w < W; ++w) sums.count[w] = static_cast<A>(wholes) * A(V / W);
+        for (int e = 0; e < V; ++e) sums.Add(e % W, static_cast<A>(v[0].v[e]));
+      });
+#pragma unroll
+      for (int w = 0; w < W; ++w) sums.count[w] = static_cast<A>(i) * A(V / W);
+    }
     i = m.full;
   }
   for (; i < m.steps; i += U) {

@@ -8,11 +8,10 @@ namespace {
 
 constexpr int kBlocks = 2;  // on a multiprocessor
 // The most steps of a thread that cost less than to share them and launch what merges the results.
-constexpr int64_t kMostSteps = 16;
+template <class M>
+constexpr int64_t kMostSteps = M::kRuns ? 12 : 16;
 // A tile of columns: as narrow as whole sectors allow, for the most blocks.
 constexpr int kNarrow = 4;
-// Vectors from which on channels of ragged runs do not share a tile.
-constexpr int kWidestUnit = 64;
 
 template <class M, class G>
 __global__ void __launch_bounds__(kThreads, kBlocks)
@@ -31,18 +30,19 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   Map<M, Op>(t, m, arrays, arguments, shared.ring);
 }
 
-// Calls f(AccessTag, Tiling) with one block for each channel, or returns false where that would take too long.
+// Calls f(AccessTag, Tiling) with one block for each channel, or returns false where that would take too long or more
+// than one wave of blocks.
 template <class T, class F>
 bool VisitAlone(const Problem& p, F&& f) {
   constexpr int kV = kVecLength<T>;
   if (p.outer > 1 && p.n * p.c * p.s % kV != 0) return false;
   const auto visit = [&](auto access, const Tiling& t) {
-    if (CeilDiv(t.Blocks(), kBlocks * kMultiprocessors) * t.steps > kMostSteps) return false;
+    if (t.Blocks() > kBlocks * kMultiprocessors || t.steps > kMostSteps<typename decltype(access)::type>) return false;
     f(access, t);
     return true;
   };
-  if (p.s / std::gcd(p.s, int64_t{kV}) > kWidestUnit) return visit(AccessTag<Runs<T, kV>>{}, ByRuns(p, kV, 1, 1));
-  if (p.c * p.s % kV != 0) return false;
+  if (p.s > 1) return visit(AccessTag<Runs<T, kV>>{}, ByRuns(p, kV, 1, 1));
+  if (p.c % kV != 0) return false;
   return visit(AccessTag<Columns<T, kV>>{}, ByColumns(p, kV, 1, 1, kNarrow));
 }
 
