@@ -157,6 +157,20 @@ static ffi::Error BatchNormApplyImpl(cudaStream_t stream, ffi::AnyBuffer x, ffi:
 
 JAXDNN_HANDLER(BatchNormApply, Bind<5, 1, true>().Attrs<BatchNormAttrs>());
 
+static ffi::Error BatchNormTrainImpl(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer scale, ffi::AnyBuffer bias,
+                                     ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y,
+                                     ffi::Result<ffi::AnyBuffer> mean, ffi::Result<ffi::AnyBuffer> var,
+                                     ffi::Result<ffi::AnyBuffer> workspace, BatchNormAttrs attrs) {
+  const auto call = ToCall(x, {*mean, *var, scale, bias}, attrs, rest);
+  if (!call || !IsData(*y, x)) return Unsupported("no kernel", "batch_norm_train", x, *mean, *y);
+  return FromCuda(
+      batch_norm::Train(call->problem, call->affine, call->activation, x.untyped_data(), call->source,
+                        y->untyped_data(), mean->untyped_data(), var->untyped_data(), ToWorkspace(*workspace), stream),
+      "batch_norm_train", x);
+}
+
+JAXDNN_HANDLER(BatchNormTrain, Bind<3, 4, true>().Attrs<BatchNormAttrs>());
+
 // After k: t, unless the slot is none, and then what the other maps take.
 static ffi::Error BatchNormTangentImpl(cudaStream_t stream, ffi::AnyBuffer k, ffi::RemainingArgs rest,
                                        ffi::Result<ffi::AnyBuffer> out, BatchNormSlotAttrs attrs) {

@@ -157,7 +157,7 @@ def test_constant_input_has_finite_derivatives():
 @pytest.mark.parametrize("axis", [-1, 1])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_a_bad_value_spoils_its_channel_only(axis, value):
-  for shape in ((5, 24, 24), (5, 20, 300)):
+  for shape in ((5, 24, 24), (5, 20, 300), (5, 20, 301)):
     x = sample(shape, "float32")
     x[2, 11, 7] = value
     y = exact(jaxdnn.batch_norm(x, axis=axis)[0])
@@ -192,8 +192,12 @@ def test_cuda_program(axis):
   shape = (4, 6, 6, 8) if axis == -1 else (4, 8, 6, 6)
   f = lambda x: jaxdnn.batch_norm(x, axis=axis, activation="relu")[0]  # noqa: E731
   gradient = text(lambda x: jax.vjp(f, x)[1](x), shape)
-  for target in ("statistics", "sums", "gradient"):
+  for target in ("train", "sums", "gradient"):
     assert gradient.count(f"@jaxdnn.batch_norm_{target}.v1") == 1
+  # Of a large x, the derivative alone asks for the statistics alone.
+  large = text(lambda x: jax.vjp(f, x)[1](x), (4 << 14, *shape[1:]))
+  for target, count in {"statistics": 1, "train": 0, "apply": 0, "sums": 1, "gradient": 1}.items():
+    assert large.count(f"@jaxdnn.batch_norm_{target}.v1") == count
   assert 'activation = "relu"' in gradient and 'slot = "outer"' in gradient
   assert "transpose" not in gradient, "neither layout may move"
   tangent = text(lambda x: jax.jvp(f, (x,), (x,)), shape)

@@ -57,7 +57,7 @@ LOWERED = {
   "batch_norm": (
     lambda x: jaxdnn.batch_norm(x, activation="relu")[0],
     [X],
-    [f"jaxdnn.batch_norm_{name}.v1" for name in ("statistics", "apply", "sums", "gradient")],
+    [f"jaxdnn.batch_norm_{name}.v1" for name in ("train", "sums", "gradient")],
   ),
   "softmax": (jaxdnn.softmax, [X], ["jaxdnn.softmax.v2", "jaxdnn.softmax_bwd.v2"]),
   "log_softmax": (jaxdnn.log_softmax, [X], ["jaxdnn.softmax.v2", "jaxdnn.softmax_bwd.v2"]),

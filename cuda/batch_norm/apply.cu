@@ -7,37 +7,6 @@
 namespace jaxdnn::batch_norm {
 namespace {
 
-template <class M, class G, bool kResidual>
-struct ApplyOp {
-  using T = typename M::T;
-  using A = Accumulator<T>;
-  static constexpr bool kSwitch = G::kSwitch;
-  static constexpr int kInputs = kResidual ? 2 : 1;
-  struct Arguments {
-    Parameters<A> affine;
-    G group;
-    Source source;
-  };
-
-  Channels<M, A> channels;
-  G group;
-  Source source;
-
-  __device__ ApplyOp(const Tiling& t, const M& m, const Arguments& a)
-      : channels(t, m, a.affine), group(a.group), source(a.source) {}
-  __device__ void operator()(Vec<T, M::V>& y, const Vec<T, M::V> (&in)[kInputs]) const {
-    group.Visit([&](auto f) {
-#pragma unroll
-      for (int i = 0; i < M::V; ++i) {
-        A p = channels(i, static_cast<A>(in[0].v[i]));
-        if constexpr (kResidual)
-          if (source != Source::kNone) p += static_cast<A>(in[1].v[i]);
-        y.v[i] = static_cast<T>(f.Forward(p));
-      }
-    });
-  }
-};
-
 // Inputs g and x.
 template <class M, class G>
 struct GradientOp {
@@ -109,8 +78,8 @@ struct TangentOp {
 };
 
 template <class Op, class M>
-cudaError_t Map(const Tiling& t, const Arrays<typename M::T>& arrays, const typename Op::Arguments& arguments,
-                cudaStream_t stream) {
+cudaError_t LaunchMap(const Tiling& t, const Arrays<typename M::T>& arrays, const typename Op::Arguments& arguments,
+                      cudaStream_t stream) {
   return LaunchKernel(MapKernel<M, Op>, t.Blocks(), kThreads, stream, t, arrays, arguments);
 }
 
@@ -128,8 +97,8 @@ cudaError_t Apply(const Problem& p, const Affine& affine, activation::Activation
                                   static_cast<T*>(y)};
         const Source source = residual ? Source::kResidual : Source::kNone;
         if constexpr (M::V > 1)
-          if (!residual) return Map<ApplyOp<M, G, false>, M>(t, arrays, {affine, g, source}, stream);
-        return Map<ApplyOp<M, G, true>, M>(t, arrays, {affine, g, source}, stream);
+          if (!residual) return LaunchMap<ApplyOp<M, G, false>, M>(t, arrays, {affine, g, source}, stream);
+        return LaunchMap<ApplyOp<M, G, true>, M>(t, arrays, {affine, g, source}, stream);
       });
 }
 
@@ -140,8 +109,8 @@ cudaError_t Gradient(const Problem& p, const Affine& affine, activation::Activat
     using M = typename decltype(access)::type;
     using T = typename M::T;
     const Arrays<T> arrays = {{static_cast<const T*>(g), static_cast<const T*>(x)}, static_cast<T*>(dx)};
-    return Map<GradientOp<M, decltype(group)>, M>(t, arrays, {affine, group, static_cast<const Accumulator<T>*>(k)},
-                                                  stream);
+    return LaunchMap<GradientOp<M, decltype(group)>, M>(t, arrays,
+                                                        {affine, group, static_cast<const Accumulator<T>*>(k)}, stream);
   });
 }
 
@@ -153,7 +122,7 @@ cudaError_t Tangent(const Problem& p, const Affine& affine, activation::Activati
     using T = typename M::T;
     const auto or_x = [x](const void* in) { return static_cast<const T*>(in ? in : x); };
     const Arrays<T> arrays = {{or_x(x), or_x(t), or_x(source)}, static_cast<T*>(out)};
-    return Map<TangentOp<M, decltype(group)>, M>(
+    return LaunchMap<TangentOp<M, decltype(group)>, M>(
         tiling, arrays, {affine, group, static_cast<const Accumulator<T>*>(k), slot, SourceOf(f, source)}, stream);
   });
 }

@@ -39,6 +39,10 @@ cudaError_t Statistics(const Problem& problem, const void* x, void* mean, void* 
 cudaError_t Apply(const Problem& problem, const Affine& affine, activation::Activation f, const void* x,
                   const void* residual, void* y, cudaStream_t stream);
 
+// Both: the statistics, which are affine.mean and affine.var, and y from them.
+cudaError_t Train(const Problem& problem, const Affine& affine, activation::Activation f, const void* x,
+                  const void* residual, void* y, void* mean, void* var, Workspace workspace, cudaStream_t stream);
+
 // What enters the derivatives of Apply as a linear map, D being the diagonal matrix f'. It is computed from x and, if
 // `source` is not null, from it: the output y of a relu, for other activations the residual.
 //

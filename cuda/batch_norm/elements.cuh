@@ -6,7 +6,7 @@
 #include <type_traits>
 
 #include "cuda/batch_norm/activations.cuh"
-#include "cuda/batch_norm/tiling.cuh"
+#include "cuda/batch_norm/plan.cuh"
 
 namespace jaxdnn::batch_norm {
 
@@ -123,17 +123,17 @@ __device__ void ForParts(const Tiling& t, const Arrays<typename M::T>& arrays, i
   }
 }
 
-// out = op(in...), in reverse order; 0 where the mask is false.
 template <class M, class Op>
-__global__ void __launch_bounds__(kThreads, Op::kSwitch ? kMapBlocks<Op::kInputs>.any : kMapBlocks<Op::kInputs>.plain)
-    MapKernel(Tiling t, Arrays<typename M::T> arrays, typename Op::Arguments arguments) {
+using MapStream = Stream<M, Op::kInputs, true>;
+
+// out = op(in...) for one thread, in reverse order; 0 where the mask is false.
+template <class M, class Op>
+__device__ void Map(const Tiling& t, const M& m, const Arrays<typename M::T>& arrays,
+                    const typename Op::Arguments& arguments, typename MapStream<M, Op>::Ring& ring) {
   using T = typename M::T;
-  using Whole = Stream<M, Op::kInputs, true>;
   constexpr int V = M::V;
-  __shared__ typename Whole::Ring ring;
-  const M m(t, true);
   if (m.steps == 0) return;
-  Whole whole(t, m, arrays.in, ring);
+  MapStream<M, Op> whole(t, m, arrays.in, ring);
   const Op op(t, m, arguments);
   ForParts<M, Op>(
       t, arrays, m.steps - m.full, [&](int i) { return m.At(t, m.steps - 1 - i); },
@@ -143,12 +143,54 @@ __global__ void __launch_bounds__(kThreads, Op::kSwitch ? kMapBlocks<Op::kInputs
         if (Kept<M>(t, span)) op(out, v);
         Store<M>(arrays.out, span, out);
       });
-  whole.ForEach([&](int64_t offset, const auto& v) {
+  whole.ForEach([&](const Span& span, const auto& v) {
     Vec<T, V> out;
     op(out, v);
-    StoreOnce(reinterpret_cast<Vec<T, V>*>(arrays.out + offset), out);
+    if (!t.ragged || (span.lo == 0 && span.hi == V))
+      StoreOnce(reinterpret_cast<Vec<T, V>*>(arrays.out + span.offset), out);
+    else
+      Store<M>(arrays.out, span, out);
   });
 }
+
+template <class M, class Op>
+__global__ void __launch_bounds__(kThreads, Op::kSwitch ? kMapBlocks<Op::kInputs>.any : kMapBlocks<Op::kInputs>.plain)
+    MapKernel(Tiling t, Arrays<typename M::T> arrays, typename Op::Arguments arguments) {
+  __shared__ typename MapStream<M, Op>::Ring ring;
+  Map<M, Op>(t, M(t, true), arrays, arguments, ring);
+}
+
+// y = f(p) or f(p + residual).
+template <class M, class G, bool kResidual>
+struct ApplyOp {
+  using T = typename M::T;
+  using A = Accumulator<T>;
+  static constexpr bool kSwitch = G::kSwitch;
+  static constexpr int kInputs = kResidual ? 2 : 1;
+  struct Arguments {
+    Parameters<A> affine;
+    G group;
+    Source source;
+  };
+
+  Channels<M, A> channels;
+  G group;
+  Source source;
+
+  __device__ ApplyOp(const Tiling& t, const M& m, const Arguments& a)
+      : channels(t, m, a.affine), group(a.group), source(a.source) {}
+  __device__ void operator()(Vec<T, M::V>& y, const Vec<T, M::V> (&in)[kInputs]) const {
+    group.Visit([&](auto f) {
+#pragma unroll
+      for (int i = 0; i < M::V; ++i) {
+        A p = channels(i, static_cast<A>(in[0].v[i]));
+        if constexpr (kResidual)
+          if (source != Source::kNone) p += static_cast<A>(in[1].v[i]);
+        y.v[i] = static_cast<T>(f.Forward(p));
+      }
+    });
+  }
+};
 
 template <class A>
 struct Pair {
@@ -189,16 +231,16 @@ __global__ void __launch_bounds__(kThreads, kSumBlocks.any)
   Pair<A> sums[W] = {};
   if (m.steps > 0) {
     const Op op(t, m, arguments);
-    const auto whole = [&](int64_t offset, const auto& v) {
+    const auto full = [&](const Span& span, const auto& v) {
       A out[V];
-      op(out, v, sums, 0, V);
-      if (arrays.out) *reinterpret_cast<Vec<T, V>*>(arrays.out + offset) = Rounded<M>(op, out);
+      op(out, v, sums, span.lo, span.hi);
+      if (arrays.out) Store<M>(arrays.out, span, Rounded<M>(op, out));
     };
     // A branch for each vector leaves no gain in having several at once.
     if constexpr (Op::kSwitch)
-      Whole(t, m, arrays.in, shared.ring).ForEach(whole);
+      Whole(t, m, arrays.in, shared.ring).ForEach(full);
     else
-      ForBatches<Op::kInputs, kInFlight<Op>>(t, m, arrays.in, whole);
+      ForBatches<Op::kInputs, kInFlight<Op>>(t, m, arrays.in, full);
     ForParts<M, Op>(
         t, arrays, m.steps - m.full, [&](int i) { return m.At(t, m.full + i); },
         [&](const Span& span, const auto& v) {
@@ -214,8 +256,6 @@ __global__ void __launch_bounds__(kThreads, kSumBlocks.any)
     out[t.Partials() * t.c] = value.second;
   });
 }
-
-constexpr int64_t kNoLimit = int64_t{1} << 40;
 
 // Calls f(AccessTag, group, Tiling). What seldom matters shares code: float64, masks and odd buffers go element by
 // element and, like all of it if kSmall, with any activation; and float16 has vectors for the plain ones alone.

@@ -14,9 +14,7 @@
 // cache.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
-#include <numeric>
 
 #include "cuda/batch_norm/batch_norm.h"
 #include "cuda/common/async_copy.cuh"
@@ -34,6 +32,7 @@ constexpr int64_t kMultiprocessors = 132;
 // Up to this s, channels-first goes by columns.
 constexpr int64_t kLongestColumns = 256;
 constexpr int kTileWidth = 32;
+constexpr int64_t kNoLimit = int64_t{1} << 40;
 
 struct Tiling {
   int64_t outer, n, c, s;
@@ -86,7 +85,7 @@ struct Columns {
   BlockPlace block;
   int64_t base, end, first, column, row, step;
   int steps;  // the rows of this thread; the last may be a part of a vector
-  int full;   // those before it; none of V = 1
+  int full;   // those before it, which can be read as vectors; none of V = 1
   bool part;  // of the tile
 
   __device__ Columns(const Tiling& t, bool reverse) : block(t, reverse) {
@@ -113,6 +112,9 @@ struct Columns {
     return span;
   }
 
+  // At(i) for i < full, all of whose elements exist.
+  __device__ Span Full(const Tiling&, int i) const { return {first + i * step, 0, V, 0}; }
+
   // f(i, channel) for the channel of element i of the thread's vectors.
   template <class F>
   __device__ void EachChannel(const Tiling& t, F&& f) const {
@@ -136,7 +138,8 @@ struct Runs {
 
   BlockPlace block;
   int64_t run, base, step;  // the first run; where the runs begin; from one to the next
-  int at, steps, full;
+  int at, steps;
+  int full;  // the steps before a vector that reaches beyond the array; none of V = 1
 
   __device__ Runs(const Tiling& t, bool reverse) : block(t, reverse) {
     const int64_t length = t.length.divisor, start = block.slab * t.start;
@@ -146,7 +149,8 @@ struct Runs {
     step = t.c * t.s;
     at = static_cast<int>(start - run * length) + threadIdx.x;
     steps = left > 0 ? static_cast<int>(min(int64_t{t.steps}, (left - 1) / t.stride + 1)) : 0;
-    full = V == 1 || t.ragged ? 0 : steps;
+    full = V == 1 ? 0 : steps;
+    if (t.ragged && full > 0 && At(t, steps - 1).offset + V > t.outer * t.n * t.c * t.s) --full;
   }
 
   __device__ Span At(const Tiling& t, int i) const {
@@ -158,6 +162,7 @@ struct Runs {
     return {offset, static_cast<int>(max(start - offset, int64_t{0})),
             static_cast<int>(min(start + t.s - offset, int64_t{V})), 0};
   }
+  __device__ Span Full(const Tiling& t, int i) const { return At(t, i); }
 
   template <class F>
   __device__ void EachChannel(const Tiling& t, F&& f) const {
@@ -202,7 +207,7 @@ __device__ void Store(typename M::T* out, const Span& span, const Vec<typename M
   }
 }
 
-// Calls f(offset, v) for the thread's whole vectors of K arrays, from the first to the last. It reads U at once.
+// Calls f(span, v) for the thread's full vectors of K arrays, from the first to the last. It reads U at once.
 template <int K, int U, class M, class F>
 __device__ void ForBatches(const Tiling& t, const M& m, const typename M::T* const* in, F&& f) {
   using Vector = Vec<typename M::T, M::V>;
@@ -210,17 +215,17 @@ __device__ void ForBatches(const Tiling& t, const M& m, const typename M::T* con
     Vector v[U][K];
 #pragma unroll
     for (int u = 0; u < U; ++u) {
-      const int64_t offset = m.At(t, min(i + u, m.full - 1)).offset;
+      const int64_t offset = m.Full(t, min(i + u, m.full - 1)).offset;
 #pragma unroll
       for (int k = 0; k < K; ++k) v[u][k] = *reinterpret_cast<const Vector*>(in[k] + offset);
     }
 #pragma unroll
     for (int u = 0; u < U; ++u)
-      if (i + u < m.full) f(m.At(t, i + u).offset, v[u]);
+      if (i + u < m.full) f(m.Full(t, i + u), v[u]);
   }
 }
 
-// The thread's whole vectors of K arrays, from the first to the last or, if kReverse, the other way. They come through
+// The thread's full vectors of K arrays, from the first to the last or, if kReverse, the other way. They come through
 // a ring in shared memory: so many are on their way as there would not be registers for.
 template <class M, int K, bool kReverse>
 class Stream {
@@ -236,7 +241,7 @@ class Stream {
     for (int k = 0; k < kStages - 1; ++k) Fetch(k);
   }
 
-  // f(offset, v)
+  // f(span, v)
   template <class F>
   __device__ void ForEach(F&& f) {
 #pragma unroll 1
@@ -246,15 +251,15 @@ class Stream {
       Vector v[K];
 #pragma unroll
       for (int j = 0; j < K; ++j) v[j] = ring_[k % kStages][j][threadIdx.x];
-      f(Offset(k), v);
+      f(At(k), v);
     }
   }
 
  private:
-  __device__ int64_t Offset(int k) const { return m_.At(t_, kReverse ? m_.full - 1 - k : k).offset; }
+  __device__ Span At(int k) const { return m_.Full(t_, kReverse ? m_.full - 1 - k : k); }
   __device__ void Fetch(int k) {
     if (k < m_.full) {
-      const int64_t offset = Offset(k);
+      const int64_t offset = At(k).offset;
 #pragma unroll
       for (int j = 0; j < K; ++j)
         CopyAsync(&ring_[k % kStages][j][threadIdx.x], reinterpret_cast<const Vector*>(in_[j] + offset));
@@ -305,98 +310,6 @@ __device__ void ReduceBlock(const Tiling& t, const M& m, V (&v)[M::W], Op op, V*
       if (lane == 0 && channel < channels && i < t.copies * t.c) write(i, sum);
     }
   }
-}
-
-// Host side -----------------------------------------------------------------------------------------------------------
-
-// Chooses how many blocks, at most `limit`, share the `steps` of a channel: those that leave the multiprocessors least
-// idle at the end of `wave` blocks at a time, if a block's beginning and end cost as much as kOverhead steps.
-inline void Split(Tiling* t, int64_t steps, int64_t limit, int64_t wave) {
-  constexpr int64_t kOverhead = 4;
-  const int64_t blocks = t->outer * t->tiles;
-  limit = std::max<int64_t>(1, std::min({limit, CeilDiv(steps, kOverhead), CeilDiv(4 * wave, blocks)}));
-  int64_t least = 0, best = steps;
-  for (int64_t slabs = 1; slabs <= limit; ++slabs) {
-    const int64_t each = CeilDiv(steps, slabs), cost = CeilDiv(blocks * slabs, wave) * (each + kOverhead);
-    if (slabs == 1 || cost < least) least = cost, best = each;
-  }
-  t->steps = static_cast<int>(best);
-  t->slabs = CeilDiv(steps, best);
-  t->by_tiles = FastDiv(t->tiles);
-  t->by_slabs = FastDiv(t->slabs);
-}
-
-// `limit` is how many rows of partial results, of c each, there may be.
-inline Tiling ByRuns(const Problem& p, int vector, int64_t limit, int64_t wave) {
-  Tiling t = {p.outer, p.n, p.c, p.s};
-  t.where = static_cast<const uint8_t*>(p.where);
-  t.copies = 1;
-  t.tiles = p.c;
-  t.ragged = p.s % vector != 0;
-  const int64_t length = p.s % vector ? (p.s + 2 * vector - 2) / vector : p.s / vector;
-  t.length = FastDiv(length);
-  Split(&t, CeilDiv(p.n * length, kThreads), limit, wave);
-  // A block's indices are 32 bits: where they would not be, blocks go one after the other through what they share.
-  const bool turns = p.n * length <= INT32_MAX;
-  t.start = turns ? kThreads : int64_t{t.steps} * kThreads;
-  t.stride = static_cast<int>(turns ? t.slabs * kThreads : kThreads);
-  return t;
-}
-
-inline Tiling ByColumns(const Problem& p, int vector, int64_t limit, int64_t wave) {
-  Tiling t = {p.outer, p.n, p.c, p.s};
-  t.where = static_cast<const uint8_t*>(p.where);
-  t.copies = vector / std::gcd(p.c * p.s, int64_t{vector});
-  t.columns = t.copies * p.c * p.s;
-  t.rows = CeilDiv(p.n, t.copies);
-  // A tile holds whole channels. Those of one column each are narrow: the more rows a tile has, the fewer slabs leave
-  // partial results. Of about the greatest width, that which leaves the fewest threads idle.
-  const int unit = static_cast<int>(p.s / std::gcd(p.s, int64_t{vector}));
-  const int64_t vectors = t.columns / vector, units = CeilDiv(vectors, unit);
-  int width = 0, height = 0;
-  double best = 0;
-  const int most = std::max(1, (p.s == 1 ? kTileWidth : kThreads) / unit);
-  for (int64_t tiles = CeilDiv(units, most), i = 0; i < 16 && tiles <= units; ++i, ++tiles) {
-    const int w = static_cast<int>(CeilDiv(units, tiles)) * unit;
-    const int h = kThreads / w;
-    const double used = static_cast<double>(w * h) / kThreads * static_cast<double>(vectors) /
-                        static_cast<double>(CeilDiv(vectors, w) * w);
-    if (used > best * 1.05) best = used, width = w, height = h;
-  }
-  t.width = FastDiv(width);
-  t.height = FastDiv(height);
-  t.tiles = CeilDiv(vectors, width);
-  const int channels = width * vector / static_cast<int>(p.s);
-  t.lanes = 1;
-  while (t.lanes < 32 && 2 * t.lanes * channels <= kThreads) t.lanes *= 2;
-  Split(&t, CeilDiv(t.rows, height), limit / t.copies, wave);
-  return t;
-}
-
-template <class M>
-struct AccessTag {
-  using type = M;
-};
-
-// Calls f(AccessTag, Tiling). `limit` as above, `wave` is how many blocks run at once, `aligned` says whether all
-// buffers allow 16-byte accesses, `vectors` whether the kernel is built for them.
-template <class T, bool kVectors, class F>
-cudaError_t VisitTiling(Problem p, bool aligned, int64_t limit, int64_t wave, F&& f) {
-  if (p.outer == 0 || p.n == 0 || p.c == 0 || p.s == 0) return cudaSuccess;
-  // One channel is one column.
-  if (p.c == 1) p.n *= p.s, p.s = 1;
-  const bool runs = p.s > kLongestColumns;
-  if constexpr (kVectors) {
-    constexpr int kV = kVecLength<T>;
-    // Every outer index must begin at a vector.
-    const bool whole = p.outer == 1 || p.n * p.c * p.s % kV == 0;
-    const int64_t copies = kV / std::gcd(p.c * p.s, int64_t{kV});
-    if (aligned && whole && !p.where && (runs || copies <= limit))
-      return runs ? f(AccessTag<Runs<T, kV>>{}, ByRuns(p, kV, limit, wave))
-                  : f(AccessTag<Columns<T, kV>>{}, ByColumns(p, kV, limit, wave));
-  }
-  return runs ? f(AccessTag<Runs<T, 1>>{}, ByRuns(p, 1, limit, wave))
-              : f(AccessTag<Columns<T, 1>>{}, ByColumns(p, 1, limit, wave));
 }
 
 }  // namespace jaxdnn::batch_norm

@@ -113,6 +113,14 @@ def _apply_reference(x: Array, *affine_and_rest: Array, spec: Spec, rest: tuple[
   return [_only(where, _activate(spec, p).astype(x.dtype))]
 
 
+def _train_reference(
+  x: Array, scale: Array, bias: Array, *optional: Array, spec: Spec, rest: tuple[str, ...]
+) -> list[Array]:
+  _, where = _named(rest, optional)
+  mean, var = _statistics_reference(x, *([] if where is None else [where]))
+  return [*_apply_reference(x, mean, var, scale, bias, *optional, spec=spec, rest=rest), mean, var]
+
+
 def _tangent_reference(k: Array, *operands: Array, spec: Spec, rest: tuple[str, ...], slot: str) -> list[Array]:
   t = None if slot == "none" else operands[0]
   x, *affine_and_rest = operands[0 if slot == "none" else 1 :]
@@ -188,6 +196,9 @@ def _abstract_sums(g: Any, x: Any, *_: Any, slot: str, **__: Any) -> list[Any]:
 
 statistics_p = _define("statistics", _statistics_reference, lambda x, *_: [_of_channels(x)] * 2, [])
 apply_p = _define("apply", _apply_reference, lambda x, *_, **__: [_like(x)], ["spec", "rest"])
+train_p = _define(
+  "train", _train_reference, lambda x, *_, **__: [_like(x), _of_channels(x), _of_channels(x)], ["spec", "rest"]
+)
 tangent_p = _define("tangent", _tangent_reference, _abstract_tangent, ["spec", "rest", "slot"])
 sums_p = _define("sums", _sums_reference, _abstract_sums, ["spec", "rest", "slot"])
 moments_p = _define(
@@ -264,6 +275,7 @@ def _register(p: Any, reference: Any, attributes: Any = _attributes, workspace: 
 
 _register(statistics_p, _statistics_reference, lambda *avals: {"where": len(avals) > 1}, _workspace)
 _register(apply_p, _apply_reference)
+_register(train_p, _train_reference, workspace=_workspace)
 _register(tangent_p, _tangent_reference)
 _register(sums_p, _sums_reference, workspace=_workspace)
 _register(moments_p, _moments_reference, workspace=_workspace)

@@ -18,6 +18,10 @@ from jaxdnn._batch_norm.primitives import Spec
 
 AxisNames = tuple[Any, ...]
 
+ALONE_BYTES = 1 << 25
+"""Up to this size of x, a training step is one call, which then is one kernel. Larger, it is never one, and statistics
+of which alone use is made, as where a result is computed again for its derivative, come without the result."""
+
 
 def count(x: Array, where: Array | None, axes: AxisNames) -> Array:
   """Entries of a channel, over all shards, [...] in the type of the statistics."""
@@ -67,6 +71,11 @@ def train(
   spec: Spec, axes: AxisNames, x: Array, scale: Array, bias: Array, residual: Array | None, where: Array | None
 ) -> tuple[Array, Array, Array]:
   """y, mean and var, the statistics being those of `x` and, over the mesh axes `axes`, of all its shards."""
+  # A symbolic size is not compared.
+  if not axes and isinstance(x.size, int) and x.size * x.dtype.itemsize <= ALONE_BYTES:
+    rest, arrays = _optional(residual, where)
+    y, mean, var = _primitive.bind(primitives.train_p, x, scale, bias, *arrays, spec=spec, rest=rest)
+    return y, mean, var
   mean, var = _statistics(x, where, axes)
   return _apply(spec, x, mean, var, scale, bias, residual, where), mean, var
 
