@@ -309,15 +309,17 @@ cudaError_t LaunchTiles(Task task, cudaStream_t stream, Otherwise&& otherwise) {
   using T = typename Task::Element;
   constexpr int N = Task::kWidth;
   const Geometry& g = task.g;
-  // Single channels that are apart are left to FlatKernel. Places in a plane are 32-bit.
-  const bool some = g.out[1] > 0 && g.out[2] > 0 && int64_t{g.in[1]} * g.in[2] * g.channels <= INT32_MAX / 2 &&
-                    int64_t{g.out[1]} * g.out[2] * g.channels <= INT32_MAX / 2;
-  if (!some || (WindowsAreApart(g) && (N > 1 || g.channels == 1))) return otherwise();
+  // Single channels that are apart are left to FlatKernel.
+  const bool left = WindowsAreApart(g) && (N > 1 || g.channels == 1);
+  if (left || g.out[1] == 0 || g.out[2] == 0) return otherwise();
+  // StripKernel's places in a plane are 32-bit.
+  const int64_t plane = std::max(int64_t{g.in[1]} * g.in[2], int64_t{g.out[1]} * g.out[2]) * g.channels;
   const auto launch = [&](auto k, auto s) {
     constexpr int K = decltype(k)::value, S = decltype(s)::value;
     const int3 base = {0, FirstTile(g, 1, S), FirstTile(g, 2, S)};
     int extent[3] = {g.in[0], CountTiles(g, 1, S), CountTiles(g, 2, S)};
     if constexpr (N == 1 || K == 5) {
+      if (plane > INT32_MAX / 2) return otherwise();
       // Measured: longer strips of wide rows write to too many places at once.
       const int64_t columns = g.batch * extent[0] * extent[2] * (g.channels / N);
       const int tiles = extent[1], most = sizeof(T) == 2 ? 16 : 4;
