@@ -212,6 +212,8 @@ KERNELS = [
   "no_channels",
   "global_planes",
   "plane_in_bands",
+  "2x2s2_cropped",
+  "5x5s2",
 ] + [case.name for case in POOL if case.name.endswith("vectors") or case.name.startswith("rows")]
 
 

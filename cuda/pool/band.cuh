@@ -1,4 +1,5 @@
-// The forward kernel where channels do not fill vectors: channels-first, and odd numbers of channels.
+// The forward kernel where channels do not fill vectors and windows are any: channels-first, and odd numbers of
+// channels.
 //
 // A block brings a band of input rows to shared memory in 16-byte copies, whatever the alignment of rows, and reduces
 // its windows from there, element by element. A tile of outputs is `images` whole planes where these are small, else
@@ -94,9 +95,8 @@ __device__ void CopyRun(T* to, const T* from, int length, int begin, int step) {
   }
 }
 
-// K = 0 stands for any window.
-template <int K, int S, class Task>
-__global__ void __launch_bounds__(kThreads, K == 0 ? 4 : 0)
+template <class Task>
+__global__ void __launch_bounds__(kThreads, 4)
     BandKernel(const __grid_constant__ Task task, const __grid_constant__ Band band,
                const __grid_constant__ CellTable table) {
   using T = typename Task::Element;
@@ -153,18 +153,13 @@ __global__ void __launch_bounds__(kThreads, K == 0 ? 4 : 0)
     channel *= N;
     const T* plane = origin + n * static_cast<int>(task.in.batch) + channel;
     int64_t to = ((((image + n) * g.out[0] + o0) * g.out[1] + begin) * g.out[2] + o2) * g.channels + channel;
-    if constexpr (K > 0) {
-      WalkStrip<K, S>(task, plane, band.pitch1, g.channels, o0, begin, end, o2, to);
-    } else {
-      const auto reduce = [&](int o1) {
-        if (table.count == 0 || !IsInside(g, o0, o1, o2))
-          return ReduceWindow(task, plane, band.pitch0, band.pitch1, g.channels, o0, o1, o2);
-        const int row = o1 * g.stride[1] - g.low[1], first = o2 * g.stride[2] - g.low[2];
-        return ReduceInside(task, table, plane + row * band.pitch1 + first * g.channels);
-      };
-      for (int o1 = begin; o1 < end; ++o1, to += int64_t{g.out[2]} * g.channels)
-        task.Finish(reduce(o1), to, o0, o1, o2);
-    }
+    const auto reduce = [&](int o1) {
+      if (table.count == 0 || !IsInside(g, o0, o1, o2))
+        return ReduceWindow(task, plane, band.pitch0, band.pitch1, g.channels, o0, o1, o2);
+      const int row = o1 * g.stride[1] - g.low[1], first = o2 * g.stride[2] - g.low[2];
+      return ReduceInside(task, table, plane + row * band.pitch1 + first * g.channels);
+    };
+    for (int o1 = begin; o1 < end; ++o1, to += int64_t{g.out[2]} * g.channels) task.Finish(reduce(o1), to, o0, o1, o2);
   }
 }
 
@@ -181,13 +176,8 @@ cudaError_t LaunchBands(const Task& task, cudaStream_t stream, General&& general
   // Positions are 32-bit there.
   const int64_t row = int64_t{g.in[2]} * g.channels, rows = int64_t{g.in[1]} * band.pitch1;
   if (std::max(row, rows) > INT32_MAX / 2) return general();
-  const auto launch = [&](void (*kernel)(Task, Band, CellTable)) {
-    const Grid grid = {band.tiles, kThreads, band.shared * sizeof(typename Task::Element)};
-    return LaunchKernel(kernel, grid, stream, task, band, CellTable(g, band.pitch0, band.pitch1, g.channels));
-  };
-  return VisitSquare<true>(
-      g, [&](auto k, auto s) { return launch(BandKernel<k(), s(), Task>); },
-      [&] { return launch(BandKernel<0, 0, Task>); });
+  const Grid grid = {band.tiles, kThreads, band.shared * sizeof(typename Task::Element)};
+  return LaunchKernel(BandKernel<Task>, grid, stream, task, band, CellTable(g, band.pitch0, band.pitch1, g.channels));
 }
 
 }  // namespace jaxdnn::pool

@@ -4,24 +4,11 @@
 #include "cuda/common/launch.cuh"
 #include "cuda/pool/band.cuh"
 #include "cuda/pool/coop.cuh"
+#include "cuda/pool/lines.cuh"
 #include "cuda/pool/wide.cuh"
 #include "cuda/pool/windows.cuh"
 
 namespace jaxdnn::pool {
-
-// Outputs to a strip. A strip loads K - S rows more than it owns, but long strips are few blocks, and the last wave of
-// them leaves the device idle: the cheapest product of waves and rows.
-inline int StripOf(const Geometry& g, int k, int s, int64_t columns) {
-  constexpr int64_t kResident = 132 * 3;
-  int best = 1;
-  int64_t least = INT64_MAX;
-  for (int strip = 1; strip <= std::min(g.out[1], 32); ++strip) {
-    const int64_t waves = CeilDiv(CeilDiv(columns * CeilDiv(g.out[1], strip), kThreads), kResident);
-    const int64_t cost = waves * (strip * s + k - s + 1);
-    if (cost < least) least = cost, best = strip;
-  }
-  return best;
-}
 
 // Launches a kernel for `task`, whose `walk` this fills in.
 template <class Task>
@@ -44,14 +31,14 @@ cudaError_t LaunchWindows(Task task, Workspace workspace, cudaStream_t stream) {
   if constexpr (!Task::kUnrolls || !kIsTuned<T>) {
     return general();
   } else if constexpr (N < kVecLength<T>) {
-    return LaunchBands(task, stream, general);
+    return LaunchLines(task, stream, [&] { return LaunchBands(task, stream, general); });
   } else {
     if constexpr (Task::kIdempotent) {
       if (IsWide(g)) return LaunchWide(task, stream, general);
     }
     const auto walk = [&](auto k, auto s) {
       const int64_t columns = g.batch * g.out[0] * g.out[2] * (g.channels / N);
-      const int strip = StripOf(g, k, s, columns);
+      const int strip = StripOf(g.out[1], columns, 3, s, k - s + 1);
       const int extent[3] = {g.out[0], static_cast<int>(CeilDiv(g.out[1], strip)), g.out[2]};
       task.walk = Walk(g.batch, extent, g.channels, N);
       return LaunchKernel(WalkKernel<k(), s(), Task>, CeilDiv(task.walk.total, kThreads), kThreads, stream, task,

@@ -10,6 +10,7 @@
 
 #include "cuda/common/dtype.cuh"
 #include "cuda/common/fast_div.cuh"
+#include "cuda/common/launch.cuh"
 #include "cuda/common/vec.cuh"
 #include "cuda/pool/pool.h"
 
@@ -236,8 +237,8 @@ inline bool WindowIsWhole(const Geometry& g) {
 
 // Windows of K x K cells, S apart, for which there are kernels with everything unrolled. `f(K, S)` takes the two as
 // integral constants; `otherwise()` takes all other windows, and those
-// that are apart unless kApartToo.
-template <bool kApartToo, class F, class G>
+// that are apart unless kApartToo, and 5 x 5 cells unless kFiveToo.
+template <bool kApartToo, bool kFiveToo = false, class F, class G>
 cudaError_t VisitSquare(const Geometry& g, F&& f, G&& otherwise) {
   const bool plane = g.window[0] == 1 && g.stride[0] == 1 && g.low[0] == 0 && g.in[0] == g.out[0];
   const bool square =
@@ -251,7 +252,24 @@ cudaError_t VisitSquare(const Geometry& g, F&& f, G&& otherwise) {
   }
   if (is(3, 2)) return f(kThree, kTwo);
   if (is(3, 1)) return f(kThree, kOne);
+  if constexpr (kFiveToo) {
+    if (is(5, 2)) return f(std::integral_constant<int, 5>{}, kTwo);
+  }
   return otherwise();
+}
+
+// Rows to a strip that a thread walks down, of `columns` threads' columns of so many rows. A strip costs the time of
+// `extra` inputs beside the S of each row, but long strips are few blocks, and the last wave of them leaves the device
+// idle: the cheapest product of waves and inputs. `resident` blocks are on a multiprocessor.
+inline int StripOf(int rows, int64_t columns, int resident, int s, int extra) {
+  int best = 1;
+  int64_t least = INT64_MAX;
+  for (int strip = 1; strip <= std::min(rows, 32); ++strip) {
+    const int64_t blocks = CeilDiv(columns * CeilDiv(rows, strip), kThreads);
+    const int64_t cost = CeilDiv(blocks, int64_t{132} * resident) * (strip * s + extra);
+    if (cost < least) least = cost, best = strip;
+  }
+  return best;
 }
 
 // Shared memory that a block may have, and that leaves room for two.

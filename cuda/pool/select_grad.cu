@@ -85,8 +85,13 @@ struct Winners {
       const auto v = BitCast<Vec<T, N>>(value);
       const auto cells = BitCast<Vec<Index, N>>(winner);
 #pragma unroll
-      for (int j = 0; j < N; ++j)
-        if (static_cast<int>(cells.v[j]) == cell) sum[j] += static_cast<A>(v.v[j]);
+      for (int j = 0; j < N; ++j) {
+        if constexpr (kBytes && N % 4 == 0) {
+          AddIfByte(winner.v[j / 4], cell * 0x01010101u, j % 4, static_cast<A>(v.v[j]), sum[j]);
+        } else {
+          if (static_cast<int>(cells.v[j]) == cell) sum[j] += static_cast<A>(v.v[j]);
+        }
+      }
     }
   };
 
@@ -143,10 +148,9 @@ cudaError_t Scatter(const Geometry& g, DType dtype, IndexType index_type, const 
                                               out,
                                               wide};
       const auto spread = [&] {
-        if constexpr (in_bytes() && kIsTuned<T>) {
-          if (!WindowsAreApart(apart) && HasTiles(apart)) return LaunchTiles(task, stream);
-        }
-        return LaunchSpread(task, stream);
+        const auto any = [&] { return LaunchSpread(task, stream); };
+        if constexpr (in_bytes() && kIsTuned<T>) return LaunchTiles(task, stream, any);
+        return any();
       };
       if constexpr (in_bytes() && kIsTuned<T> && N == kVecLength<T>) {
         if (!WindowsAreApart(apart))

@@ -5,8 +5,10 @@
 // the S x S x S input tile that starts with it. FlatKernel does where channels fill no vectors: a thread writes 16
 // bytes of dx, whatever rows and windows these belong to. The kernels of spread_bins.cuh take global and adaptive
 // pooling. TileKernel takes overlapping K x K windows S apart: a thread owns a tile of inputs, loads each window that
-// reaches into it once, and knows every cell's number at compile time. SpreadKernel takes anything else: one input
-// element a thread, which looks for the windows over it.
+// reaches into it once, and knows every cell's number at compile time. StripKernel does so for strips of tiles, down
+// which a thread walks and keeps what windows pass back to the next: where channels fill no vectors, and of windows so
+// large that many reach into a tile. SpreadKernel takes anything else: one input element a thread, which looks for the
+// windows over it.
 //
 // A `Task` has a `Share`: what one window passes back, which Load(offset of the window, its position) reads and
 // Add(sum, cell) adds to the element that is the window's cell of that number; kSame says that the number does not
@@ -208,6 +210,70 @@ __global__ void __launch_bounds__(kThreads, 3) TileKernel(const __grid_constant_
   }
 }
 
+// Blocks of StripKernel on a multiprocessor, as registers allow.
+constexpr int StripBlocks(int k, int s, int width) { return width > 1 ? 2 : k == 5 || s == 1 ? 3 : 4; }
+
+// `task.walk` is over [batch, depths, strips of tiles, tiles, channels / N].
+template <int K, int S, class Task>
+__global__ void __launch_bounds__(kThreads, StripBlocks(K, S, Task::kWidth))
+    StripKernel(const __grid_constant__ Task task, int3 base, int strip, int tiles) {
+  constexpr int N = Task::kWidth, kBefore = (K - 1) / S, kWindows = kBefore + 1;
+  constexpr bool kAhead = N < 8;  // whether there are registers for the next row
+  const Shape& g = task.g;
+  const int64_t flat = blockIdx.x * int64_t{kThreads} + threadIdx.x;
+  if (flat >= task.walk.total) return;
+  const Position at = task.walk.At(flat);
+  const int first = at.at[1] * strip + base.y, end = min(first + strip, tiles + base.y);
+  const int left = at.at[2] + base.z - kBefore, i2 = (left + kBefore) * S - g.low[2];
+  const int pitch = g.in[2] * g.channels, out_pitch = g.out[2] * g.channels;
+  const int64_t image = at.batch * task.out.batch + at.at[0] * task.out.dim[0] + at.channel;
+  int64_t to = at.batch * task.in.batch + at.at[0] * task.in.dim[0] + at.channel +
+               (first * S - g.low[1]) * task.in.dim[1] + i2 * task.in.dim[2];
+  typename Task::Share share[kWindows][kWindows], next[kWindows];
+  const auto load = [&](int o1) {  // instead of a window outside, another
+    const int row = min(max(o1, 0), g.out[1] - 1);
+#pragma unroll
+    for (int b = 0; b < kWindows; ++b) {
+      const int o2 = min(max(left + b, 0), g.out[2] - 1);
+      next[b].Load(task, image + (row * out_pitch + o2 * g.channels), at.at[0], row, o2);
+    }
+  };
+  if constexpr (kAhead) load(first - kBefore);
+#pragma unroll 1
+  for (int o1 = first - kBefore; o1 < end; ++o1) {
+    if constexpr (!kAhead) load(o1);
+#pragma unroll
+    for (int b = 0; b < kWindows; ++b) {
+#pragma unroll
+      for (int a = 0; a < kBefore; ++a) share[a][b] = share[a + 1][b];
+      share[kBefore][b] = next[b];
+      if (o1 < 0 || o1 >= g.out[1] || left + b < 0 || left + b >= g.out[2]) share[kBefore][b].Clear();
+    }
+    if constexpr (kAhead) load(o1 + 1);
+    if (o1 < first) continue;
+    const int i1 = o1 * S - g.low[1];
+#pragma unroll
+    for (int r1 = 0; r1 < S; ++r1) {
+#pragma unroll
+      for (int r2 = 0; r2 < S; ++r2) {
+        typename Task::A sum[N] = {};
+#pragma unroll
+        for (int a = 0; a < kWindows; ++a) {
+#pragma unroll
+          for (int b = 0; b < kWindows; ++b) {
+            const int k1 = r1 + (kBefore - a) * S, k2 = r2 + (kBefore - b) * S;
+            if (k1 < K && k2 < K) share[a][b].Add(sum, k1 * K + k2);
+          }
+        }
+        const int64_t place = to + (r1 * pitch + r2 * g.channels);
+        if (i1 + r1 >= 0 && i1 + r1 < g.in[1] && i2 + r2 >= 0 && i2 + r2 < g.in[2])
+          Store(task.dx + place, task.Final(place, sum));
+      }
+    }
+    to += S * pitch;
+  }
+}
+
 // Tiles of `size` inputs that start where windows start, so many as cover the input: the first one's number, and how
 // many there are.
 inline int FirstTile(const Geometry& g, int d, int size) {
@@ -237,26 +303,39 @@ cudaError_t LaunchThreads(void (*kernel)(Task, More...), int64_t threads, const 
   return LaunchKernel(kernel, CeilDiv(threads, kThreads), kThreads, stream, task, more...);
 }
 
-inline bool HasTiles(const Geometry& g) {
-  return VisitSquare<false>(
-             g, [](auto, auto) { return cudaSuccess; }, [] { return cudaErrorNotSupported; }) == cudaSuccess;
-}
-
-// Launches TileKernel, for windows that have it.
-template <class Task>
-cudaError_t LaunchTiles(Task task, cudaStream_t stream) {
+// Launches StripKernel or TileKernel, for windows that have them, or otherwise().
+template <class Task, class Otherwise>
+cudaError_t LaunchTiles(Task task, cudaStream_t stream, Otherwise&& otherwise) {
+  using T = typename Task::Element;
+  constexpr int N = Task::kWidth;
   const Geometry& g = task.g;
+  // Single channels that are apart are left to FlatKernel.
+  const bool left = WindowsAreApart(g) && (N > 1 || g.channels == 1);
+  if (left || g.out[1] == 0 || g.out[2] == 0) return otherwise();
+  // StripKernel's places in a plane are 32-bit.
+  const int64_t plane = std::max(int64_t{g.in[1]} * g.in[2], int64_t{g.out[1]} * g.out[2]) * g.channels;
   const auto launch = [&](auto k, auto s) {
     constexpr int K = decltype(k)::value, S = decltype(s)::value;
-    const int tiles[3] = {g.in[0], CountTiles(g, 1, S), CountTiles(g, 2, S)};
-    task.walk = Walk(g.batch, tiles, g.channels, Task::kWidth);
     const int3 base = {0, FirstTile(g, 1, S), FirstTile(g, 2, S)};
-    return LaunchThreads(TileKernel<K, S, Task>, task.walk.total, task, stream, base);
+    int extent[3] = {g.in[0], CountTiles(g, 1, S), CountTiles(g, 2, S)};
+    if constexpr (N == 1 || K == 5) {
+      if (plane > INT32_MAX / 2) return otherwise();
+      // Measured: longer strips of wide rows write to too many places at once.
+      const int64_t columns = g.batch * extent[0] * extent[2] * (g.channels / N);
+      const int tiles = extent[1], most = sizeof(T) == 2 ? 16 : 4;
+      const int strip = std::min(StripOf(tiles, columns, StripBlocks(K, S, N), S, 2 * (K - 1) / S + 2), most);
+      extent[1] = static_cast<int>(CeilDiv(tiles, strip));
+      task.walk = Walk(g.batch, extent, g.channels, N);
+      return LaunchThreads(StripKernel<K, S, Task>, task.walk.total, task, stream, base, strip, tiles);
+    } else {
+      task.walk = Walk(g.batch, extent, g.channels, N);
+      return LaunchThreads(TileKernel<K, S, Task>, task.walk.total, task, stream, base);
+    }
   };
-  return VisitSquare<false>(g, launch, [] { return cudaErrorNotSupported; });
+  return VisitSquare<N == 1, true>(g, launch, otherwise);
 }
 
-// Launches any kernel but TileKernel. Fills in the `walk` of `task`.
+// Launches any other kernel. Fills in the `walk` of `task`.
 template <class Task>
 cudaError_t LaunchSpread(Task task, cudaStream_t stream) {
   using T = typename Task::Element;

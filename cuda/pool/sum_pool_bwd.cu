@@ -84,10 +84,9 @@ cudaError_t SumPoolBwd(const Geometry& g, DType dtype, const Division& division,
                                             out,
                                             division,
                                             factor};
-      if constexpr (kIsTuned<T>) {
-        if (!WindowsAreApart(apart) && HasTiles(apart)) return LaunchTiles(task, stream);
-      }
-      return LaunchSpread(task, stream);
+      const auto spread = [&] { return LaunchSpread(task, stream); };
+      if constexpr (kIsTuned<T>) return LaunchTiles(task, stream, spread);
+      return spread();
     };
     return VisitWidth<T>(
         g.channels,

@@ -6,7 +6,8 @@
 //
 // Where channels fill 16-byte vectors, both read global memory (WindowKernel, WalkKernel); away from the borders
 // WindowKernel looks its cells up, since a few instructions a load are what keeps enough of them in flight. Else
-// BandKernel (band.cuh) brings whole bands of the input to shared memory first.
+// LinesKernel (lines.cuh) walks down element by element, and of windows that it does not take BandKernel (band.cuh)
+// brings whole bands of the input to shared memory first.
 //
 // A `Task` says what surrounds the reduction: Get(...) a load, Prepare(...) what the state takes of it, Finish(...)
 // what is stored.
