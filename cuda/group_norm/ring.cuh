@@ -130,14 +130,6 @@ struct Share {
   __device__ int Again(int i) const { return i < chunks - streamed ? streamed + i : chunks - 1 - i; }
 };
 
-// Copies `bytes` and adds them to the barrier.
-__device__ inline void CopyBulk(uint32_t to, const void* from, int bytes, uint32_t barrier) {
-  if constexpr (hopper::kAvailable)
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-                 "l"(from), "r"(bytes), "r"(barrier)
-                 : "memory");
-}
-
 // The part of the thread that copies; `maps` are of the arrays, if slabs are some of the channels.
 template <int kArrays, class Vector>
 __device__ void CopyShares(const RingTiling& t, const Vector* const (&in)[kArrays], const CUtensorMap* maps,
@@ -166,7 +158,7 @@ __device__ void CopyShares(const RingTiling& t, const Vector* const (&in)[kArray
           hopper::LoadBox(to, &maps[a], full, u.first_channel,
                           static_cast<int>(share.begin + which * chunk) / t.columns, u.example);
         else
-          CopyBulk(to, in[a] + base + which * chunk, n * static_cast<int>(sizeof(Vector)), full);
+          hopper::CopyBulk(to, in[a] + base + which * chunk, n * static_cast<int>(sizeof(Vector)), full);
       }
       turn.Skip(1, t.stages);
     }
