@@ -81,7 +81,7 @@ static bool TakesHopperKernels(std::initializer_list<const void*> arrays) {
 // Whichever of x, w and y are operands, `lhs` and `rhs` are them in that order, and `out` is the third.
 template <class Attrs>
 ffi::Error Convolve(conv::Direction direction, cudaStream_t stream, ffi::AnyBuffer lhs, ffi::AnyBuffer rhs,
-                    ffi::AnyBuffer out, ffi::AnyBuffer* workspace, const Attrs& attrs,
+                    ffi::AnyBuffer out, ffi::AnyBuffer workspace, const Attrs& attrs,
                     const conv::Epilogue& epilogue = {}) {
   using conv::Direction;
   const char* name = direction == Direction::kForward        ? "conv_fwd"
@@ -108,10 +108,10 @@ ffi::Error Convolve(conv::Direction direction, cudaStream_t stream, ffi::AnyBuff
   if (!config)
     return Unsupported(attrs.algorithm.empty() ? "no kernel for these shapes" : "the algorithm cannot do this here",
                        name, lhs, rhs, out);
-  if (workspace && static_cast<int64_t>(workspace->size_bytes()) < config->workspace_bytes)
+  if (static_cast<int64_t>(workspace.size_bytes()) < config->workspace_bytes)
     return Unsupported("workspace too small", name, lhs, rhs, out);
   const int status = conv::Launch(*problem, *config, lhs.untyped_data(), rhs.untyped_data(), out.untyped_data(),
-                                  workspace ? workspace->untyped_data() : nullptr, epilogue, stream);
+                                  workspace.untyped_data(), epilogue, stream);
   return FromCuda(static_cast<cudaError_t>(status), name, lhs, rhs, out);
 }
 
@@ -144,21 +144,21 @@ static ffi::Error ConvFwdImpl(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuf
       return Unsupported("the scale does not fit", "conv_fwd", x, w, *y, *scale);
     epilogue.scale = static_cast<const float*>(scale->untyped_data());
   }
-  return Convolve(conv::Direction::kForward, stream, x, w, *y, &*workspace, attrs, epilogue);
+  return Convolve(conv::Direction::kForward, stream, x, w, *y, *workspace, attrs, epilogue);
 }
 
 static ffi::Error ConvDgradImpl(cudaStream_t stream, ffi::AnyBuffer y, ffi::AnyBuffer w, ffi::Result<ffi::AnyBuffer> x,
-                                ConvAttrs attrs) {
-  return Convolve(conv::Direction::kDataGradient, stream, y, w, *x, nullptr, attrs);
+                                ffi::Result<ffi::AnyBuffer> workspace, ConvAttrs attrs) {
+  return Convolve(conv::Direction::kDataGradient, stream, y, w, *x, *workspace, attrs);
 }
 
 static ffi::Error ConvWgradImpl(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyBuffer y, ffi::Result<ffi::AnyBuffer> w,
                                 ffi::Result<ffi::AnyBuffer> workspace, ConvAttrs attrs) {
-  return Convolve(conv::Direction::kFilterGradient, stream, x, y, *w, &*workspace, attrs);
+  return Convolve(conv::Direction::kFilterGradient, stream, x, y, *w, *workspace, attrs);
 }
 
 JAXDNN_HANDLER(ConvFwd, Bind<2, 2, true>().Attrs<ConvFwdAttrs>());
-JAXDNN_HANDLER(ConvDgrad, Bind<2, 1>().Attrs<ConvAttrs>());
+JAXDNN_HANDLER(ConvDgrad, Bind<2, 2>().Attrs<ConvAttrs>());
 JAXDNN_HANDLER(ConvWgrad, Bind<2, 2>().Attrs<ConvAttrs>());
 
 }  // namespace jaxdnn

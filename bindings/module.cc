@@ -72,7 +72,7 @@ static nb::dict Handlers() {
   add("jaxdnn.lp_pool.v1", LpPool);
   add("jaxdnn.lp_pool_bwd.v1", LpPoolBwd);
   add("jaxdnn.conv_fwd.v5", ConvFwd);
-  add("jaxdnn.conv_dgrad.v4", ConvDgrad);
+  add("jaxdnn.conv_dgrad.v5", ConvDgrad);
   add("jaxdnn.conv_wgrad.v4", ConvWgrad);
   add("jaxdnn.log_partition.v1", LogPartition);
   add("jaxdnn.log_partition_bwd.v1", LogPartitionBwd);

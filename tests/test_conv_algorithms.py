@@ -255,6 +255,9 @@ def test_blocks_share_few_tiles(result, dtype):
   # In a phase, or of a dilated input, blocks could find themselves without a tap.
   strided = ConvCase("strided", 1, (8, 8), 512, (3, 3), 512, (2, 2), SAME3, lhs_dilation=(2, 2))
   assert planned(strided, result, dtype, "implicit_gemm_wgmma")["cluster"] == 1
+  # Every position meets the holes between the elements of the other operand.
+  holes = ConvCase("holes", 1, (8, 8), 512, (3, 3), 512, (2, 2), ((1, 1), (1, 1)), (2, 2), (2, 2))
+  assert planned(holes, result, dtype, "implicit_gemm_wgmma")["cluster"] == 1
 
 
 def test_tiles_across_divide_layers_evenly():

@@ -21,7 +21,7 @@ LOWERED = {
   "conv": (
     functools.partial(jaxdnn.conv, stride=(2, 1), padding=((1, 0), (-1, 2)), dilation=(1, 2), groups=2),
     [X, W],
-    ["jaxdnn.conv_fwd.v5", "jaxdnn.conv_dgrad.v4", "jaxdnn.conv_wgrad.v4"],
+    ["jaxdnn.conv_fwd.v5", "jaxdnn.conv_dgrad.v5", "jaxdnn.conv_wgrad.v4"],
   ),
   "layer_norm": (
     jaxdnn.layer_norm,

@@ -145,10 +145,12 @@ int64_t MostBlocks(const Problem& p, const TileShape& t) {
   const bool copied = t.tile == Tile::kWgmma128x128Copied;
   if (p.direction == Direction::kFilterGradient || copied || IsAcross(t.tile) || t.rows > 128 || t.columns > 128)
     return 1;
-  // In a phase, or of a dilated input, some blocks could be left without a tap.
+  // In a phase, or of a dilated input, some blocks could be left without a tap; or all of them, of an input so dilated.
   const Phases f = PhasesOf(p);
   for (int d = 0; d < kRank; ++d)
     if (f.period[d] > 1 || f.tap_period[d] > 1) return 1;
+  MappedPhase maps[kMaxMaps];
+  if (MapPhases(p, maps) == 0 || maps[0].tap_count == 0) return 1;
   constexpr int64_t kMost = 8;  // of a cluster on every device
   return std::min(kMost, p.Taps() * CeilDiv(p.DepthChannels(), WgmmaDepth(p.in)) / 2);
 }

@@ -349,7 +349,7 @@ def attributes(
 BYTES: dict[str, Any] = {"integers": frozenset([np.dtype(np.int8)]), "more_floats": FLOAT8}
 """Element types that only convolution has kernels for."""
 
-TARGETS = {"y": "jaxdnn.conv_fwd.v5", "x": "jaxdnn.conv_dgrad.v4", "w": "jaxdnn.conv_wgrad.v4"}
+TARGETS = {"y": "jaxdnn.conv_fwd.v5", "x": "jaxdnn.conv_dgrad.v5", "w": "jaxdnn.conv_wgrad.v4"}
 
 for _result, _p in PRIMITIVES.items():
   _primitive.bilinear(
@@ -362,6 +362,6 @@ for _result, _p in PRIMITIVES.items():
     REFERENCES[_result],
     attributes=partial(attributes, result=_result),
     supported=partial(supported, result=_result),
-    workspace=None if _result == "x" else partial(workspace, result=_result),
+    workspace=partial(workspace, result=_result),
     **BYTES,
   )
