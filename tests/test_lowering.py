@@ -165,6 +165,25 @@ def test_filter_gradient_workspace_is_a_result():
 
 
 @built
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("direction", ["forward", "data_gradient", "filter_gradient"])
+def test_every_direction_is_given_its_workspace(direction, dtype):
+  """Odd channels, whose kernels lay the filter out first, or add up parts of it."""
+  x, w = (jnp.zeros(shape, dtype) for shape in ((8, 28, 28, 65), (3, 3, 65, 65)))
+  layer = {"padding": "SAME", "precision": "default"}
+  forward = functools.partial(jaxdnn.conv, **layer)
+  calls = {
+    "forward": lambda: forward(x, w),
+    "data_gradient": lambda: jaxdnn.conv_dgrad(x, w, (28, 28), **layer),
+    "filter_gradient": lambda: jaxdnn.conv_wgrad(x, x, (3, 3), **layer),
+  }
+  planned = jaxdnn.conv_algorithms(x, w, direction=direction, **layer)[0]
+  assert planned.name == "unaligned" and planned.workspace_bytes > 0
+  program = text(calls[direction], [], "cuda")
+  assert max(map(int, re.findall(r"tensor<(\d+)xui8>\)", program))) >= planned.workspace_bytes
+
+
+@built
 @pytest.mark.parametrize("size, scratch", [(3, 0), (7, 0), (4, 2), (9, 2), ((3, 5), 2)])
 def test_boxes_in_registers_take_no_workspace(size, scratch):
   """The derivative of divisive normalization takes one pass over odd square boxes of up to seven cells, else two."""
