@@ -191,3 +191,20 @@ def test_repeats_on_a_gpu(dtype):
   value, gradient = assert_repeatable(jax.value_and_grad(jaxdnn.cross_entropy), x, labels)
   np.testing.assert_allclose(exact(value), oracle("cross_entropy", x, np.arange(300)), rtol=2 * ROUNDOFF[dtype] + 1e-6)
   assert np.isfinite(exact(gradient)).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.xdist_group("memory")  # one at a time
+@pytest.mark.parametrize("shape", [(3, 2**30 - 8), (2**22 + 1, 520), (2**28 + 1, 9)])
+def test_more_than_2_to_the_31_elements(shape):
+  """Long rows and short ones: 64-bit offsets. The last row differs, so that a wrapped offset shows."""
+  rows, n = shape
+  x = jnp.zeros(shape, jnp.bfloat16).at[-1, -1].set(20.0)
+  labels = jnp.full(rows, n - 1)
+  losses, vjp = jax.vjp(lambda x: jaxdnn.cross_entropy(x, labels, reduction="none"), x)
+  p = np.array([1 / n, 1 / n, 1 / (1 + (n - 1) * np.exp(-20.0))])
+  dx = vjp(jnp.ones_like(losses))[0]
+  for row, want in zip((0, -2, -1), p, strict=True):
+    np.testing.assert_allclose(exact(losses[row]), -np.log(want), rtol=1e-2, atol=1e-5)
+    np.testing.assert_allclose(exact(dx[row, -1]), want - 1, rtol=1e-2, atol=1e-5)
+  np.testing.assert_allclose(exact(dx[-2, :2]), p[0], rtol=1e-2)

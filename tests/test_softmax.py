@@ -318,8 +318,13 @@ def test_more_than_2_to_the_31_elements():
   """Both in one row and in many: 64-bit offsets. The last row differs, so that a wrapped offset shows."""
   for shape in [(3, 2**30 - 8), (2**22 + 1, 520)]:
     x = jnp.zeros(shape, jnp.bfloat16).at[-1, -1].set(20.0)
-    y = jaxdnn.softmax(x)
-    np.testing.assert_allclose(exact(y[-1, -1]), 1 / (1 + (shape[1] - 1) * np.exp(-20.0)), rtol=1e-2)
-    np.testing.assert_allclose(exact(y[0, :9]), 1 / shape[1], rtol=1e-2)
-    np.testing.assert_allclose(exact(y[-2, -9:]), 1 / shape[1], rtol=1e-2)
-    del x, y
+    y, vjp = jax.vjp(jaxdnn.softmax, x)
+    last, others = 1 / (1 + (shape[1] - 1) * np.exp(-20.0)), 1 / shape[1]
+    np.testing.assert_allclose(exact(y[-1, -1]), last, rtol=1e-2)
+    np.testing.assert_allclose(exact(y[0, :9]), others, rtol=1e-2)
+    np.testing.assert_allclose(exact(y[-2, -9:]), others, rtol=1e-2)
+    (dx,) = vjp(jnp.zeros_like(y).at[-1, -1].set(1).at[-2, -1].set(1))
+    np.testing.assert_allclose(exact(dx[-2, -1]), others * (1 - others), rtol=2e-2)
+    np.testing.assert_allclose(exact(dx[-1, -1]), last * (1 - last), rtol=2e-2, atol=1e-5)
+    assert (exact(dx[0, :9]) == 0).all()
+    del x, y, dx, vjp
