@@ -6,7 +6,8 @@ cache, as they would in use. The clock is CUPTI's: the sum of the durations of a
 neither launch gaps nor memsets and memory copies count. Without CUPTI it is the wall clock over many asynchronous
 calls. A row holds the median over the passes.
 
-Peak memory is that of forward and backward in one program: its results and temporaries.
+Peak memory is that of forward and backward in one program: its results and temporaries. Of what is timed alone,
+temporaries are recorded: workspaces, and operands or results in another layout.
 
 The floor is the time that the work cannot beat: max(bytes that must move once / memory rate, FLOP / arithmetic rate),
 with the rates that the same run measured (`measure_ceilings`).
@@ -192,8 +193,9 @@ class Compiled(NamedTuple):
   program: Program
   prepare: Program | None
   """Of a pullback: the forward pass, whose result is the program's first operand."""
-  peak_bytes: int | None
-  """Of a pullback: the results and temporaries of forward and backward together, as XLA has planned them."""
+  memory: dict[str, int]
+  """As XLA has planned it. Of a pullback `peak_bytes`, the results and temporaries of forward and backward together;
+  else `temp_bytes`, the temporaries."""
 
   def operands(self, sets: list[tuple[jax.Array, ...]]) -> list[tuple[Any, ...]]:
     return sets if self.prepare is None else [(self.prepare(*s[:-1]), s[-1]) for s in sets]
@@ -202,12 +204,14 @@ class Compiled(NamedTuple):
 def compile_side(function: Callable[..., Any], work: Work) -> Compiled:
   avals = [jax.ShapeDtypeStruct(o.shape, o.dtype) for o in work.operands]
   if not work.backward:
-    return Compiled(jax.jit(function).lower(*avals).compile(), None, None)
+    program = jax.jit(function).lower(*avals).compile()
+    planned = program.memory_analysis()
+    return Compiled(program, None, {} if planned is None else {"temp_bytes": planned.temp_size_in_bytes})
   forward = jax.jit(partial(residuals, function, work.inputs)).trace(*avals[:-1])
   backward = jax.jit(lambda pullback, g: pullback(g)).lower(forward.out_info, avals[-1])
   both = jax.jit(partial(forward_and_backward, function, work.inputs)).lower(*avals).compile().memory_analysis()
-  peak = None if both is None else both.temp_size_in_bytes + both.output_size_in_bytes
-  return Compiled(backward.compile(), forward.lower().compile(), peak)
+  memory = {} if both is None else {"peak_bytes": both.temp_size_in_bytes + both.output_size_in_bytes}
+  return Compiled(backward.compile(), forward.lower().compile(), memory)
 
 
 def attempt(function: Callable[..., Any], work: Work) -> Compiled | str:
@@ -251,6 +255,7 @@ def measure(
     "us_ours": None,
     "us_lax": None,
     "us_floor": floor_us(work.bytes, work.flops, work.unit, ceilings),
+    "us_arithmetic": floor_us(0, work.flops, work.unit, ceilings),
     "bytes": work.bytes,
     "flops": work.flops,
     "ratio": None,
@@ -272,8 +277,7 @@ def measure(
       ready[name] = side.program, operands, clock(side.program, operands)
     except Exception as error:
       row[f"error_{name}"] = reason(error)
-    if side.peak_bytes is not None:
-      row[f"peak_bytes_{name}"] = side.peak_bytes
+    row |= {f"{kind}_{name}": size for kind, size in side.memory.items()}
   slowest = max((seconds * len(operands) for _, operands, seconds in ready.values()), default=1.0)
   passes = min(MAX_PASSES, max(MIN_PASSES, math.ceil(SECONDS_PER_CASE / max(slowest, 1e-9))))
   for _ in range(passes):

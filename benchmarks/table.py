@@ -128,11 +128,14 @@ def details(rows: list[dict[str, Any]]) -> str:
   cases = list(dict.fromkeys((row["case"], row["dtype"]) for row in rows))
   at = {(row["case"], row["dtype"], row["direction"]): row for row in rows}
   remembered = any("peak_bytes_ours" in row for row in rows)
+  convolved = any(row.get("us_arithmetic") for row in rows)
   head = ["µs: ours / lax / floor", "dtype", *directions, *(["MiB: ours / lax"] if remembered else [])]
+  head += ["of the arithmetic rate", "MiB of temporaries: ours / lax"] if convolved else []
   lines = []
   for case, dtype in cases:
     own = [at.get((case, dtype, direction)) for direction in directions]
     lines.append([f"`{case}`", SHORT[dtype], *map(cell, own), *([memory(own)] if remembered else [])])
+    lines[-1] += [rates(own), temporaries(own)] if convolved else []
   failures = [
     f"- `{row['case']}` {SHORT[row['dtype']]} {row['direction']}, {name}: `{row[key]}`"
     for row in rows
@@ -155,6 +158,22 @@ def memory(rows: list[dict[str, Any] | None]) -> str:
     if row is not None and "peak_bytes_ours" in row:
       return " / ".join(f"{row[k] / 2**20:.1f}" if k in row else "fails" for k in ("peak_bytes_ours", "peak_bytes_lax"))
   return ""
+
+
+def rates(rows: list[dict[str, Any] | None]) -> str:
+  """The arithmetic of each direction, as a share of what the unit that does it, in a large matrix product, could do."""
+  shares = [row["us_arithmetic"] / row["us_ours"] for row in rows if row and row["us_ours"] and "us_arithmetic" in row]
+  return ", ".join(f"{share:.0%}" for share in shares)
+
+
+def temporaries(rows: list[dict[str, Any] | None]) -> str:
+  """Of each direction alone: ours are workspaces."""
+
+  def sizes(key: str) -> str:
+    return ", ".join(f"{row[key] / 2**20:.3g}" if key in row else "fails" for row in rows if row)
+
+  known = any(row and "temp_bytes_ours" in row for row in rows)
+  return f"{sizes('temp_bytes_ours')} / {sizes('temp_bytes_lax')}" if known else ""
 
 
 def microseconds(value: float | None) -> str:

@@ -83,7 +83,7 @@ def test_backward_times_the_pullback():
   sets = harness.input_sets(work)
   for function in (work.ours, work.lax):
     side = harness.compile_side(function, work)
-    assert side.peak_bytes >= sets[0][0].nbytes + sets[0][1].nbytes
+    assert side.memory["peak_bytes"] >= sets[0][0].nbytes + sets[0][1].nbytes
     for (x, g), timed in zip(sets, side.operands(sets), strict=True):
       want = jax.vjp(function, x)[1](g)[0]
       np.testing.assert_array_equal(side.program(*timed)[0], want)
@@ -97,6 +97,7 @@ def test_a_failure_is_recorded_and_does_not_end_the_run():
   work = harness.Work("conv", "a", "float32", "fwd", lambda x: x + 1, fails, (x,), 64)
   (row,) = harness.measure_all([work], CEILINGS, harness.wall_clock)
   assert row["us_ours"] > 0 and row["us_lax"] is None and row["ratio"] is None
+  assert row["temp_bytes_ours"] == 0 and "temp_bytes_lax" not in row
   assert row["error_lax"] == "NotImplementedError: no valid config"
   assert "fails us lax" in report.line(row) and "no valid config" in report.line(row)
 
@@ -199,6 +200,13 @@ def test_the_newest_recording_of_a_case_counts():
   later = {**copy.deepcopy(RECORD), "date": "2031-01-01T00:00:00+00:00", "rows": [row("a", "fwd", 5.0, 40.0)]}
   text = table.every_case([later, RECORD])
   assert "| `a` | f32 | 5.0 / 40.0 / 10.0 (8.00×) |" in text and "20.0 / 40.0" not in text
+
+
+def test_arithmetic_and_temporaries():
+  alone = {"us_arithmetic": 8.0, "temp_bytes_ours": 0, "temp_bytes_lax": 3 << 19}
+  failed = {"us_arithmetic": 8.0, "temp_bytes_ours": 1 << 21}
+  text = table.details([row("a", "fwd", 10.0, 20.0, **alone), row("a", "wgrad", 40.0, None, **failed)])
+  assert "| 10.0 / 20.0 / 10.0 (2.00×) | 40.0 / fails / 10.0 | 80%, 20% | 0, 2 / 1.5, fails |" in text
 
 
 def test_a_sweep_does_not_take_a_listed_cases_place():
