@@ -5,6 +5,9 @@ import os
 import jax
 import pytest
 
+# Of several GPUs, the processes of a parallel run take one each, in turn.
+if len(gpus := os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")) > 1:
+  os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % len(gpus)]
 jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
