@@ -11,6 +11,7 @@
 #include "cuda/layer_norm/partial_rows.cuh"
 #include "cuda/layer_norm/paths.h"
 #include "cuda/layer_norm/rows.cuh"
+#include "cuda/layer_norm/shifted.cuh"
 
 namespace jaxdnn::layer_norm {
 namespace {
@@ -56,8 +57,9 @@ __global__ void __launch_bounds__(V* L > 16 ? 128 : 512)
   Place p(spread, kCluster);
   const int problem = p.block / parts, part = p.block - problem * parts;
   const int64_t offset = problem * shape.rows;
-  const bool shares = kHasShares<T, kShifted, kCluster> && period > 1;
-  const int64_t begin = shares ? shape.rows * part / parts : 0, end = shares ? shape.rows * (part + 1) / parts : 1;
+  Runs<kHasShares<T, kShifted, kCluster>> run(shape.rows, part, parts, period,
+                                              int64_t{part} * spread.groups * (kShifted ? 1 : U));
+  const bool shares = run.HasShares();
   // Of a thread's rows at once the distance: of those that start anywhere in a vector it is a multiple of their period.
   const int64_t apart = shares ? period : spread.groups * (kShifted ? parts : 1);
   const int64_t step = shares ? int64_t{period} * U : int64_t{parts} * spread.groups * U;
@@ -71,21 +73,9 @@ __global__ void __launch_bounds__(V* L > 16 ? 128 : 512)
 
   if constexpr (kCluster) OpenExchanges(exchanges);
   int turn = 0;
-  // Rows c, c + period, ..., behind `before` others in that order.
-  int64_t before = 0;
-  for (int c = 0; c < (kHasShares<T, kShifted, kCluster> ? period : 1) && before < end; ++c) {
-    int64_t first = int64_t{part} * spread.groups * (kShifted ? 1 : U), last = shape.rows;
-    bool is_first = false;
-    if (shares) {
-      const int64_t count = (shape.rows - c + period - 1) >> (__ffs(period) - 1);
-      first = c + max(begin - before, int64_t{0}) * period;
-      last = c + min(end - before, count) * period;
-      is_first = begin == before && c > 0;
-      before += count;
-      if (first >= last) continue;
-    } else {
-      before = end;
-    }
+  while (run.Next()) {
+    const int64_t last = run.last;
+    int64_t first = run.first;
     int64_t row = first + p.group;
     const Columns<L, kShifted> columns(shape.n, offset + row, p.first);
     p.n = columns.vectors;
@@ -195,9 +185,10 @@ __global__ void __launch_bounds__(V* L > 16 ? 128 : 512)
       if (to == nullptr) return;
       A* const out =
           static_cast<A*>(to) +
-          (shares ? problem * (parts + min(int64_t{period}, shape.rows) - 1) + part + c : int64_t{p.block}) * shape.n;
+          (shares ? problem * (parts + min(int64_t{period}, shape.rows) - 1) + part + run.start : int64_t{p.block}) *
+              shape.n;
       StoreSums<kExact>(sums, edge, out, p, columns, spread.groups, scratch);
-      if (is_first)
+      if (run.leads)
         for (int64_t i = p.first; i < shape.n; i += p.stride) out[i - shape.n] = 0;
     };
     store(dscale, edge_dscale, b.dscale);

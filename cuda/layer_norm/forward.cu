@@ -11,6 +11,7 @@
 #include "cuda/layer_norm/group_sum.cuh"
 #include "cuda/layer_norm/paths.h"
 #include "cuda/layer_norm/rows.cuh"
+#include "cuda/layer_norm/shifted.cuh"
 
 namespace jaxdnn::layer_norm {
 namespace {
@@ -129,9 +130,8 @@ __global__ void __launch_bounds__(256, 2)
   Place p(spread, kCluster);
   const int problem = p.block / parts, part = p.block - problem * parts;
   const int64_t offset = problem * shape.rows;
-  const bool shares = period > 1;
-  const int64_t begin = shares ? shape.rows * part / parts : 0, end = shares ? shape.rows * (part + 1) / parts : 1;
-  const int64_t apart = shares ? period : int64_t{parts} * spread.groups;
+  Runs<true> run(shape.rows, part, parts, period, int64_t{part} * spread.groups);
+  const int64_t apart = run.HasShares() ? period : int64_t{parts} * spread.groups;
 
   // The thread's part of shared memory: [stage][x or residual][vector], strided over the threads.
   const int inputs = f.residual == nullptr ? 1 : 2, threads = static_cast<int>(blockDim.x);
@@ -147,19 +147,9 @@ __global__ void __launch_bounds__(256, 2)
 
   if constexpr (kCluster) OpenExchanges(exchanges);
   int turn = 0;
-  // Rows c, c + period, ..., behind `before` others in that order.
-  int64_t before = 0;
-  for (int c = 0; c < period && before < end; ++c) {
-    int64_t first = int64_t{part} * spread.groups, last = shape.rows;
-    if (shares) {
-      const int64_t count = (shape.rows - c + period - 1) >> (__ffs(period) - 1);
-      first = c + max(begin - before, int64_t{0}) * period;
-      last = c + min(end - before, count) * period;
-      before += count;
-      if (first >= last) continue;
-    } else {
-      before = end;
-    }
+  while (run.Next()) {
+    const int64_t last = run.last;
+    int64_t first = run.first;
     int64_t row = first + p.group;
     const Columns<L, true> columns(shape.n, offset + row, p.first);
     p.n = columns.vectors;

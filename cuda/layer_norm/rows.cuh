@@ -114,25 +114,6 @@ struct Columns {
 __device__ inline float InverseRoot(float x) { return rsqrtf(x); }
 __device__ inline double InverseRoot(double x) { return rsqrt(x); }
 
-// The spread for rows that start anywhere in a vector, of L elements. Their edges take less than 2 L threads.
-inline Spread SpreadShifted(int64_t elements, int L, int keep, int most, int max_cluster) {
-  return SpreadRows(std::max<int64_t>(32, elements / L), keep, 256, most, max_cluster);
-}
-
-// Blocks, or clusters, for each problem's rows: `most`, but such that the rows of a thread are a multiple of the period
-// apart, if it has several.
-inline int64_t SplitRows(int64_t most, const Shape& shape, const Spread& spread, int64_t period) {
-  const int64_t unit = std::max<int64_t>(1, period / spread.groups);
-  if (most * spread.groups >= shape.rows) return most;
-  return std::min(std::max(unit, most / unit * unit), shape.rows);
-}
-
-// Whether such a multiple leaves so many without work that they had better take shares of the rows in the order of
-// where they start. Rows side by side are then written at other times, and the memory that they share twice.
-inline bool TakesShares(int64_t parts, int64_t most, const Shape& shape, const Spread& spread) {
-  return spread.groups == 1 && most < shape.rows && (most - parts) * 12 > most;
-}
-
 // Calls f(integral_constant<int, steps>) for steps from 1 to kMost.
 template <int kMost, class F>
 cudaError_t VisitSteps(int steps, F&& f) {
