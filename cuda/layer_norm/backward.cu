@@ -57,9 +57,8 @@ __global__ void __launch_bounds__(V* L > 16 ? 128 : 512)
   Place p(spread, kCluster);
   const int problem = p.block / parts, part = p.block - problem * parts;
   const int64_t offset = problem * shape.rows;
-  Runs<kHasShares<T, kShifted, kCluster>> run(shape.rows, part, parts, period,
-                                              int64_t{part} * spread.groups * (kShifted ? 1 : U));
-  const bool shares = run.HasShares();
+  const bool shares = kHasShares<T, kShifted, kCluster> && period > 1;
+  const int64_t begin = shares ? shape.rows * part / parts : 0, end = shares ? shape.rows * (part + 1) / parts : 1;
   // Of a thread's rows at once the distance: of those that start anywhere in a vector it is a multiple of their period.
   const int64_t apart = shares ? period : spread.groups * (kShifted ? parts : 1);
   const int64_t step = shares ? int64_t{period} * U : int64_t{parts} * spread.groups * U;
@@ -73,9 +72,21 @@ __global__ void __launch_bounds__(V* L > 16 ? 128 : 512)
 
   if constexpr (kCluster) OpenExchanges(exchanges);
   int turn = 0;
-  while (run.Next()) {
-    const int64_t last = run.last;
-    int64_t first = run.first;
+  // Rows c, c + period, ..., behind `before` others in that order: what Runs does, which takes this kernel's registers.
+  int64_t before = 0;
+  for (int c = 0; c < (kHasShares<T, kShifted, kCluster> ? period : 1) && before < end; ++c) {
+    int64_t first = int64_t{part} * spread.groups * (kShifted ? 1 : U), last = shape.rows;
+    bool is_first = false;
+    if (shares) {
+      const int64_t count = (shape.rows - c + period - 1) >> (__ffs(period) - 1);
+      first = c + max(begin - before, int64_t{0}) * period;
+      last = c + min(end - before, count) * period;
+      is_first = begin == before && c > 0;
+      before += count;
+      if (first >= last) continue;
+    } else {
+      before = end;
+    }
     int64_t row = first + p.group;
     const Columns<L, kShifted> columns(shape.n, offset + row, p.first);
     p.n = columns.vectors;
@@ -185,10 +196,9 @@ __global__ void __launch_bounds__(V* L > 16 ? 128 : 512)
       if (to == nullptr) return;
       A* const out =
           static_cast<A*>(to) +
-          (shares ? problem * (parts + min(int64_t{period}, shape.rows) - 1) + part + run.start : int64_t{p.block}) *
-              shape.n;
+          (shares ? problem * (parts + min(int64_t{period}, shape.rows) - 1) + part + c : int64_t{p.block}) * shape.n;
       StoreSums<kExact>(sums, edge, out, p, columns, spread.groups, scratch);
-      if (run.leads)
+      if (is_first)
         for (int64_t i = p.first; i < shape.n; i += p.stride) out[i - shape.n] = 0;
     };
     store(dscale, edge_dscale, b.dscale);
@@ -243,6 +253,9 @@ cudaError_t RunAligned(const Backward& b, const Shape& shape, const Options& opt
     return Launch<T, L, kMore, 1, false, false>(b, shape, options, SpreadRows(n, kMore, 128, 0, 0), workspace, stream);
   if (n > 32 * kMore && n <= 32 * kMost)
     return Launch<T, L, kMost, 1, false, false>(b, shape, options, SpreadRows(n, kMost, 128, 0, 0), workspace, stream);
+  if constexpr (kHasPairs<T>)
+    if (n > 32 * kMost && n <= 32 * 5)
+      return Launch<T, L, 5, 1, false, false>(b, shape, options, SpreadRows(n, 5, 128, 0, 0), workspace, stream);
   // Vectors of bf16 are long enough for fewer rows at once. Two to a lane, where one would leave lanes without.
   if constexpr (kHasPairs<T>) {
     if (n > 16 && n <= 28 && !AreFew(shape, n, device))
@@ -322,6 +335,7 @@ cudaError_t RunBackward(const Backward& b, DType dtype, Shape shape, Options opt
     if constexpr (sizeof(T) < 8) {
       if (aligned && TakesPacked(dtype, shape)) return RunPackedBackward(b, dtype, shape, options, workspace, stream);
       if (aligned && shape.n % kVecLength<T> == 0) {
+        if (IsSmall(shape, dtype)) return RunSmallBackward(b, dtype, shape, options, device, stream, &done);
         if (GoesDownColumns(shape, dtype)) return RunWideBackward(b, dtype, shape, options, workspace, stream);
         return RunAligned<T, kVecLength<T>>(b, shape, options, device, workspace, stream, &done);
       }

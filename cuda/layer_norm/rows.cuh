@@ -48,8 +48,10 @@ inline Spread SpreadRows(int64_t n, int keep, int shared, int most, int max_clus
   return s;
 }
 
-// The same with as few lanes as keep `keep` vectors each: fewer steps of a sum over the lanes.
+// The same with as few lanes as keep `keep` vectors each: fewer steps of a sum over the lanes. Blocks have `shared`
+// threads at most.
 inline Spread SpreadShortRows(int64_t n, int keep, int shared) {
+  if (n > 32 * keep) return SpreadRows(n, keep, shared, shared, 1);
   Spread s = {static_cast<int>(n), 1, 1, 1, 0};
   while (int64_t{s.width} * keep < n) s.width *= 2;
   s.groups = shared / s.width;

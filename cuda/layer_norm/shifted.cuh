@@ -29,26 +29,24 @@ inline bool TakesShares(int64_t parts, int64_t most, const Shape& shape, const S
 
 // The rows of one of `parts` blocks, or clusters, in runs of rows a period apart: its share of all rows in the order of
 // where they start. Without shares, which is with a period of 1, it has one run, from `first` on.
-template <bool kShares>
 struct Runs {
-  int64_t rows, begin = 0, end = 1, first, last, before = 0;  // before: rows in that order before the next run's start
+  int64_t rows, begin, end, first, last, before = 0;  // before: rows in that order before the next run's start
   int period, start = -1;
-  bool leads = false;  // whether the run begins with another start than the first, which no other part then has
 
   __device__ Runs(int64_t rows, int part, int parts, int period, int64_t first)
-      : rows(rows), first(first), last(rows), period(kShares ? period : 1) {
-    if (!HasShares()) return;
-    begin = rows * part / parts;
-    end = rows * (part + 1) / parts;
-  }
-  __device__ bool HasShares() const { return kShares && period > 1; }
+      : rows(rows),
+        begin(rows * part / parts),
+        end(rows * (part + 1) / parts),
+        first(first),
+        last(rows),
+        period(period) {}
+  __device__ bool HasShares() const { return period > 1; }
   __device__ bool Next() {
     if (!HasShares()) return ++start == 0;
     while (++start < period && before < end) {
       const int64_t count = (rows - start + period - 1) >> (__ffs(period) - 1);
       first = start + max(begin - before, int64_t{0}) * period;
       last = start + min(end - before, count) * period;
-      leads = begin == before && start > 0;
       before += count;
       if (first < last) return true;
     }
