@@ -227,14 +227,15 @@ def test_cuda_lowering_names_target_and_attributes():
   assert "tensor<4224xui8>" in few, "two sums of 32 chunks and a total of eight rows, and none of columns"
 
 
-# Errors --------------------------------------------------------------------------------------------------------------
-
-
+@pytest.mark.skipif("jaxdnn.layer_norm.v1" not in _extension.TARGETS, reason="built without the CUDA kernels")
 def test_workspace_of_a_gradient():
   """None where one kernel makes it: of few short rows, and not of what is larger."""
   size = functools.partial(_extension.native.layer_norm_workspace, gradients=2)
   assert size("float32", 1, 1024, 1024) == size("bfloat16", 4, 256, 1024) == 0
   assert size("float32", 1, 1025, 1020) > 0 and size("float32", 1, 1024, 1028) > 0 and size("bfloat16", 1, 64, 1001) > 0
+
+
+# Errors --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("op", ["layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm"])
