@@ -23,6 +23,7 @@ WIDE = (
 ROWS = (
   Case(1, 40), Case(9, 768), Case(33, 65), Case(2, 40), Case(7, 24), Case(300, 17), Case(130, 2056), Case(5000, 24),
   Case(9, 1001), Case(70, 513), Case(77, 577), Case(301, 2), Case(1001, 4), Case(401, 8),
+  Case(1024, 264), Case(1025, 264), Case(600, 16), Case(40, 4096),
 )  # fmt: skip
 
 # What models ask for, widths from a head to a wide decoder, and few rows, as in decoding.

@@ -227,6 +227,14 @@ def test_cuda_lowering_names_target_and_attributes():
   assert "tensor<4224xui8>" in few, "two sums of 32 chunks and a total of eight rows, and none of columns"
 
 
+@pytest.mark.skipif("jaxdnn.layer_norm.v1" not in _extension.TARGETS, reason="built without the CUDA kernels")
+def test_workspace_of_a_gradient():
+  """None where one kernel makes it: of few short rows, and not of what is larger."""
+  size = functools.partial(_extension.native.layer_norm_workspace, gradients=2)
+  assert size("float32", 1, 1024, 1024) == size("bfloat16", 4, 256, 1024) == 0
+  assert size("float32", 1, 1025, 1020) > 0 and size("float32", 1, 1024, 1028) > 0 and size("bfloat16", 1, 64, 1001) > 0
+
+
 # Errors --------------------------------------------------------------------------------------------------------------
 
 
@@ -282,6 +290,16 @@ def test_many_short_rows(kind, residual):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", BOTH)
+def test_more_rows_than_one_kernel_takes(kind, dtype):
+  """Rows of whole vectors, so many that blocks leave partial sums of the parameters' gradients."""
+  lengths = (24, 64, 136, 200, 264, 520, 640, 776, 1032, 1152, 1288, 2056, 4104, 8200)
+  check_cases(kind, [Case(1031, n) for n in lengths], dtype, tangent=False)
+  check_cases(kind, [Case(4501, 776), Case(4501, 1032), Case(66, 40968)], dtype, residual=True, tangent=False)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", BOTH)
 def test_many_rows_of_odd_lengths(kind, dtype):
@@ -331,8 +349,10 @@ def test_wide_rows(kind, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", BOTH)
 def test_kernels_write_everything_and_repeat(kind, dtype):
-  for rows, n in [(700, 24), (300, 768), (40, 4096), (7, 1001), (70, 20480), (3, 300000), (3, 131071)]:
+  for rows, n in [(700, 24), (300, 768), (1500, 768), (40, 4096), (300, 8192), (7, 1001), (70, 20480)]:
     check_repeatable(kind, rows, n, dtype)
+  for n in (300000, 131071):
+    check_repeatable(kind, 3, n, dtype)
 
 
 @pytest.mark.gpu

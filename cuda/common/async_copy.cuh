@@ -37,6 +37,15 @@ __device__ void CopyAsyncPart(V* shared, const V* global, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(bytes) : "memory");
 }
 
+// Starts a copy of 16 bytes by way of the first cache, for what many threads of a multiprocessor read: past it they
+// would all ask for the same line of the L2 cache, one after the other.
+template <class V>
+__device__ void CopyAsyncCached(V* shared, const V* global) {
+  static_assert(sizeof(V) == 16, "smaller ones always go that way");
+  const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
+}
+
 // Closes the group of copies that the thread has started since the last.
 __device__ inline void CommitAsync() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 

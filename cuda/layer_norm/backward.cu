@@ -11,6 +11,7 @@
 #include "cuda/layer_norm/partial_rows.cuh"
 #include "cuda/layer_norm/paths.h"
 #include "cuda/layer_norm/rows.cuh"
+#include "cuda/layer_norm/shifted.cuh"
 
 namespace jaxdnn::layer_norm {
 namespace {
@@ -71,7 +72,7 @@ __global__ void __launch_bounds__(V* L > 16 ? 128 : 512)
 
   if constexpr (kCluster) OpenExchanges(exchanges);
   int turn = 0;
-  // Rows c, c + period, ..., behind `before` others in that order.
+  // Rows c, c + period, ..., behind `before` others in that order: what Runs does, which takes this kernel's registers.
   int64_t before = 0;
   for (int c = 0; c < (kHasShares<T, kShifted, kCluster> ? period : 1) && before < end; ++c) {
     int64_t first = int64_t{part} * spread.groups * (kShifted ? 1 : U), last = shape.rows;
@@ -252,6 +253,9 @@ cudaError_t RunAligned(const Backward& b, const Shape& shape, const Options& opt
     return Launch<T, L, kMore, 1, false, false>(b, shape, options, SpreadRows(n, kMore, 128, 0, 0), workspace, stream);
   if (n > 32 * kMore && n <= 32 * kMost)
     return Launch<T, L, kMost, 1, false, false>(b, shape, options, SpreadRows(n, kMost, 128, 0, 0), workspace, stream);
+  if constexpr (kHasPairs<T>)
+    if (n > 32 * kMost && n <= 32 * 5)
+      return Launch<T, L, 5, 1, false, false>(b, shape, options, SpreadRows(n, 5, 128, 0, 0), workspace, stream);
   // Vectors of bf16 are long enough for fewer rows at once. Two to a lane, where one would leave lanes without.
   if constexpr (kHasPairs<T>) {
     if (n > 16 && n <= 28 && !AreFew(shape, n, device))
@@ -331,6 +335,7 @@ cudaError_t RunBackward(const Backward& b, DType dtype, Shape shape, Options opt
     if constexpr (sizeof(T) < 8) {
       if (aligned && TakesPacked(dtype, shape)) return RunPackedBackward(b, dtype, shape, options, workspace, stream);
       if (aligned && shape.n % kVecLength<T> == 0) {
+        if (IsSmall(shape, dtype)) return RunSmallBackward(b, dtype, shape, options, device, stream, &done);
         if (GoesDownColumns(shape, dtype)) return RunWideBackward(b, dtype, shape, options, workspace, stream);
         return RunAligned<T, kVecLength<T>>(b, shape, options, device, workspace, stream, &done);
       }

@@ -1,6 +1,5 @@
-// Layer norm and RMS norm:  y = (s - mean) rstd (scale + offset) + bias,  rstd
-// = 1 / sqrt(mean((s - mean)^2) + epsilon), with s = x + residual, rounded to
-// the type in which it is returned; RMS norm has mean 0.
+// Layer norm and RMS norm:  y = (s - mean) rstd (scale + offset) + bias,  rstd = 1 / sqrt(mean((s - mean)^2) +
+// epsilon), with s = x + residual, rounded to the type in which it is returned; RMS norm has mean 0.
 //
 // Bound by memory: one read and one write. Groups of threads hold rows in registers as they lie in memory (rows.cuh
 // says which threads those are), several rows at once where they are short. Several blocks on a multiprocessor hide
@@ -11,6 +10,7 @@
 #include "cuda/layer_norm/group_sum.cuh"
 #include "cuda/layer_norm/paths.h"
 #include "cuda/layer_norm/rows.cuh"
+#include "cuda/layer_norm/shifted.cuh"
 
 namespace jaxdnn::layer_norm {
 namespace {
@@ -69,9 +69,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   int turn = 0;
   RowMoments<T>(mean, rest, rstd, x, pivot, pivot, p, Columns<L, false>(shape.n, 0, 0), constants, exchanges, turn);
 #pragma unroll
-  for (int u = 0; u < U; ++u) {
+  for (int u = 0; u < U; ++u)
     if (p.IsLeader() && exists[u]) StoreStatistics(f, row[u], mean[u], rest[u], rstd[u]);
-  }
 #pragma unroll
   for (int u = 0; u < U; ++u) ForEachVector<V, false>(p, [&](int s, int) { ForgetWide(x[u][s]); });
 
@@ -129,9 +128,8 @@ __global__ void __launch_bounds__(256, 2)
   Place p(spread, kCluster);
   const int problem = p.block / parts, part = p.block - problem * parts;
   const int64_t offset = problem * shape.rows;
-  const bool shares = period > 1;
-  const int64_t begin = shares ? shape.rows * part / parts : 0, end = shares ? shape.rows * (part + 1) / parts : 1;
-  const int64_t apart = shares ? period : int64_t{parts} * spread.groups;
+  Runs run(shape.rows, part, parts, period, int64_t{part} * spread.groups);
+  const int64_t apart = run.HasShares() ? period : int64_t{parts} * spread.groups;
 
   // The thread's part of shared memory: [stage][x or residual][vector], strided over the threads.
   const int inputs = f.residual == nullptr ? 1 : 2, threads = static_cast<int>(blockDim.x);
@@ -147,19 +145,9 @@ __global__ void __launch_bounds__(256, 2)
 
   if constexpr (kCluster) OpenExchanges(exchanges);
   int turn = 0;
-  // Rows c, c + period, ..., behind `before` others in that order.
-  int64_t before = 0;
-  for (int c = 0; c < period && before < end; ++c) {
-    int64_t first = int64_t{part} * spread.groups, last = shape.rows;
-    if (shares) {
-      const int64_t count = (shape.rows - c + period - 1) >> (__ffs(period) - 1);
-      first = c + max(begin - before, int64_t{0}) * period;
-      last = c + min(end - before, count) * period;
-      before += count;
-      if (first >= last) continue;
-    } else {
-      before = end;
-    }
+  while (run.Next()) {
+    const int64_t last = run.last;
+    int64_t first = run.first;
     int64_t row = first + p.group;
     const Columns<L, true> columns(shape.n, offset + row, p.first);
     p.n = columns.vectors;
@@ -291,17 +279,26 @@ cudaError_t RunAligned(const Forward& f, const Shape& shape, const Options& opti
     if (!*done) return cudaSuccess;
     return Launch<T, L, kLong, 1, true, 512>(f, shape, options, widest, stream);
   }
-  // Of the shortest, two vectors to a lane and more rows at once: fewer steps of a sum over the lanes.
-  if constexpr (kHasPairs<T> && L == kVecLength<T>)
+  // Of short rows several vectors to a lane: fewer steps of a sum over the lanes. Of bf16 in small blocks.
+  if constexpr (std::is_same_v<T, float>)
+    if (n >= 4 && n <= 64)
+      return Launch<T, L, 2, 2, false, 256, 4>(f, shape, options, SpreadShortRows(n, 2, 256), stream);
+  if constexpr (kHasPairs<T> && L == kVecLength<T>) {
     if (n >= 4 && n <= 8)
-      return Launch<T, L, 2, 4, false, 256, 2>(f, shape, options, SpreadShortRows(n, 2, 256), stream);
+      return Launch<T, L, 2, 2, false, 128, 6>(f, shape, options, SpreadShortRows(n, 2, 128), stream);
+    if (n > 8 && n <= 160) {
+      const Spread four = SpreadShortRows(n, 4, 64), five = SpreadShortRows(n, 5, 64);
+      if (five.width * five.steps < four.width * four.steps)
+        return Launch<T, L, 5, 1, false, 64, 14>(f, shape, options, five, stream);
+      if (four.steps == 4 && n <= 128) return Launch<T, L, 4, 1, false, 64, 16>(f, shape, options, four, stream);
+    }
+  }
   if (n <= 256 * kKeep) {
     // Several rows at once halve what is read of the parameters.
     const bool is_short = n > 8 && n <= 32 * kKeep;
     const Spread spread = is_short ? SpreadShortRows(n, kKeep, 256) : SpreadRows(n, kKeep, 256, 256, 1);
     return VisitSteps<kKeep>(spread.steps, [&](auto steps) {
-      constexpr int V = decltype(steps)::value, U = 2;
-      return Launch<T, L, V, U, false, 256, kBlocks>(f, shape, options, spread, stream);
+      return Launch<T, L, decltype(steps)::value, 2, false, 256, kBlocks>(f, shape, options, spread, stream);
     });
   }
   if (const Spread spread = SpreadRows(n, 2 * kKeep, 256, 256, 1); spread.steps > 0)
@@ -378,8 +375,14 @@ cudaError_t RunForward(const Forward& f, DType dtype, Shape shape, Options optio
         if (TakesPacked(dtype, shape)) return RunPackedForward(f, dtype, shape, options, stream);
         if (TakesRuns(f, dtype, shape)) return RunRuns(f, dtype, shape, options, stream);
       }
-      if (aligned && shape.n % kVecLength<T> == 0)
+      if (aligned && shape.n % kVecLength<T> == 0) {
+        // Many long rows in a ring too, which has room for those of 256 KB.
+        const int64_t n = shape.n / kVecLength<T>, longest_without = sizeof(T) == 2 ? 2048 : 4096;
+        if constexpr (!std::is_same_v<T, __half>)
+          if (n > longest_without && n <= 16384 && device.max_cluster == kMaxCluster && !AreFew(shape, n, device))
+            return RunShifted<T>(f, shape, options, device, stream, &done);
         return RunAligned<T, kVecLength<T>>(f, shape, options, device, stream, &done);
+      }
       // Of bf16 vectors of 8 bytes are as good, but where they leave many lanes without one, or need a cluster.
       if constexpr (kHasPairs<T>)
         if (aligned && shape.n % 4 == 0 && (shape.n == 4 || (shape.n > 32 && shape.n <= 16384)))

@@ -64,6 +64,15 @@ inline bool GoesDownColumns(const Shape& s, DType dtype) {
   return dtype != DType::kF16 && s.n * bytes % 16 == 0 && HasFewRows(s, bytes);
 }
 
+// So few elements, in rows of vectors of 16 bytes, that one kernel makes their gradient and leaves no partial sums.
+// Rows of less than two vectors are packed.
+inline bool IsSmall(const Shape& s, DType dtype) {
+  constexpr int64_t kMostElements = 1 << 20, kMostRows = 1024, kLongest = 256 << 10;
+  const int64_t bytes = static_cast<int64_t>(SizeOf(dtype)) * s.n;
+  return dtype != DType::kF64 && bytes % 16 == 0 && bytes > 16 && bytes <= kLongest && s.rows <= kMostRows &&
+         s.problems * s.rows * s.n <= kMostElements;
+}
+
 // How many rows apart those are that start equally far into a vector of 16 bytes.
 inline int64_t Period(const Shape& s, DType dtype) {
   int64_t period = 1;
@@ -75,7 +84,7 @@ inline int64_t Period(const Shape& s, DType dtype) {
 // many as the rows of a period at least, so that a block can have rows a period apart alone.
 inline int64_t PartialRows(const Shape& s, DType dtype) {
   constexpr int64_t kElements = 5 << 18, kMost = 1024;
-  if (GoesDownColumns(s, dtype)) return 1;
+  if (IsSmall(s, dtype) || GoesDownColumns(s, dtype)) return 1;
   const int64_t useful = std::min(kMost, (s.rows + 3) / 4);
   return std::max(std::min(Period(s, dtype), s.rows),
                   std::min(useful, kElements / std::max<int64_t>(1, s.problems * s.n)));

@@ -28,6 +28,10 @@ struct Device;
 cudaError_t RunLongForward(const Forward& f, DType dtype, const Shape& shape, const Options& options,
                            const Device& device, cudaStream_t stream, bool* done);
 
+// Small tensors in vectors of 16 bytes, in one launch; not `done` where no cluster of blocks holds a row.
+cudaError_t RunSmallBackward(const Backward& b, DType dtype, const Shape& shape, const Options& options,
+                             const Device& device, cudaStream_t stream, bool* done);
+
 // Rows too long for the registers of a cluster of blocks, or of a block where there are no clusters.
 cudaError_t RunWideForward(const Forward& f, DType dtype, const Shape& shape, const Options& options, void* workspace,
                            cudaStream_t stream);

@@ -48,8 +48,10 @@ inline Spread SpreadRows(int64_t n, int keep, int shared, int most, int max_clus
   return s;
 }
 
-// The same with as few lanes as keep `keep` vectors each: fewer steps of a sum over the lanes.
+// The same with as few lanes as keep `keep` vectors each: fewer steps of a sum over the lanes. Blocks have `shared`
+// threads at most.
 inline Spread SpreadShortRows(int64_t n, int keep, int shared) {
+  if (n > 32 * keep) return SpreadRows(n, keep, shared, shared, 1);
   Spread s = {static_cast<int>(n), 1, 1, 1, 0};
   while (int64_t{s.width} * keep < n) s.width *= 2;
   s.groups = shared / s.width;
@@ -113,25 +115,6 @@ struct Columns {
 
 __device__ inline float InverseRoot(float x) { return rsqrtf(x); }
 __device__ inline double InverseRoot(double x) { return rsqrt(x); }
-
-// The spread for rows that start anywhere in a vector, of L elements. Their edges take less than 2 L threads.
-inline Spread SpreadShifted(int64_t elements, int L, int keep, int most, int max_cluster) {
-  return SpreadRows(std::max<int64_t>(32, elements / L), keep, 256, most, max_cluster);
-}
-
-// Blocks, or clusters, for each problem's rows: `most`, but such that the rows of a thread are a multiple of the period
-// apart, if it has several.
-inline int64_t SplitRows(int64_t most, const Shape& shape, const Spread& spread, int64_t period) {
-  const int64_t unit = std::max<int64_t>(1, period / spread.groups);
-  if (most * spread.groups >= shape.rows) return most;
-  return std::min(std::max(unit, most / unit * unit), shape.rows);
-}
-
-// Whether such a multiple leaves so many without work that they had better take shares of the rows in the order of
-// where they start. Rows side by side are then written at other times, and the memory that they share twice.
-inline bool TakesShares(int64_t parts, int64_t most, const Shape& shape, const Spread& spread) {
-  return spread.groups == 1 && most < shape.rows && (most - parts) * 12 > most;
-}
 
 // Calls f(integral_constant<int, steps>) for steps from 1 to kMost.
 template <int kMost, class F>
