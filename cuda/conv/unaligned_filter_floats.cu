@@ -154,7 +154,7 @@ __device__ void Produce(const Params& q, const Shared& shared, const Place& plac
     __syncwarp();
     q.x.Shift(place.channel, pixels, stage);
     q.y.Shift(place.column, pixels, stage);
-    ArriveWarp(shared.Full(turn));
+    hopper::Arrive(shared.Full(turn));
   }
 }
 
@@ -205,7 +205,7 @@ __device__ __forceinline__ void Multiply(const Params& q, const Shared& shared, 
         for (int j = 0; j < kColumns / 8; ++j) Mma<float>(sums[m][j], a, b[j][0], b[j][1]);
       }
     }
-    ArriveWarp(shared.Empty(tile % 2));
+    hopper::Arrive(shared.Empty(tile % 2));
   }
 }
 
@@ -267,8 +267,8 @@ __global__ void __launch_bounds__(kThreads, 1) UnalignedFloatsKernel(const __gri
     if (threadIdx.x == 0) {
       place = Place(q);
       for (int i = 0; i < 2; ++i) {
-        hopper::InitBarrier(shared.Full(i), kCopyWarps);
-        hopper::InitBarrier(shared.Empty(i), Plan::kWarps);
+        hopper::InitBarrier(shared.Full(i), kCopiers);
+        hopper::InitBarrier(shared.Empty(i), kConsumers);
       }
     }
     __syncthreads();
