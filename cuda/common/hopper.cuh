@@ -57,6 +57,11 @@ __device__ inline void SyncThreads(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// Those that the others wait for, but that do not wait themselves.
+__device__ inline void ArriveThreads(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 // The threads of one warpgroup alone.
 __device__ inline void SyncWarpgroup(int id) { asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory"); }
 

@@ -57,7 +57,7 @@ __device__ void ProduceStrips(const UnalignedParams& q, const UnalignedShared<T>
       CommitCopies();
       WaitForCopies<0>();
       hopper::ShowSharedToTma();
-      ArriveWarp(shared.StripFull(turn.stage));
+      hopper::Arrive(shared.StripFull(turn.stage));
       turn.Next(2);
     });
   }

@@ -90,7 +90,7 @@ struct UnalignedShared {
     if (threadIdx.x == 0) {
       constexpr int kTakers = (T::kResident ? T::kWarpgroup : T::kConsumers) / 32;
       for (int i = 0; i < 2; ++i) {
-        hopper::InitBarrier(StripFull(i), T::kStripThreads / 32);
+        hopper::InitBarrier(StripFull(i), T::kStripThreads);
         hopper::InitBarrier(StripEmpty(i), kTakers);
       }
       for (int i = 0; i < UnalignedPlan::kMostSlabs; ++i) {
@@ -113,7 +113,8 @@ struct UnalignedTurn {
   }
 };
 
-// To those who wait for this, of whose warps each arrives once.
+// To those who wait for this, of whose warps each arrives once: for threads that multiplied, which is to say read. Each
+// that wrote or read by itself arrives by itself.
 __device__ inline void ArriveWarp(uint32_t barrier) {
   __syncwarp();
   if (threadIdx.x % 32 == 0) hopper::Arrive(barrier);

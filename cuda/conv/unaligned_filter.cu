@@ -127,7 +127,7 @@ __device__ void ProduceTiles(const UnalignedFilterParams& q, const FilterShared<
     CommitCopies();
     WaitForCopies<0>();
     hopper::ShowSharedToTma();
-    ArriveWarp(shared.Full(turn.stage));
+    hopper::Arrive(shared.Full(turn.stage));
     turn.Next(2);
   }
 }
@@ -194,7 +194,7 @@ __global__ void __launch_bounds__(FilterTile::kThreads, 1)
     const FilterShared<In> shared(memory, q.pixels);
     if (threadIdx.x == 0) {
       for (int i = 0; i < 2; ++i) {
-        hopper::InitBarrier(shared.Full(i), FilterTile::kStripThreads / 32);
+        hopper::InitBarrier(shared.Full(i), FilterTile::kStripThreads);
         hopper::InitBarrier(shared.Empty(i), FilterTile::kConsumers / 32);
       }
       hopper::PublishBarriers();

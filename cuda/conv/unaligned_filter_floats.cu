@@ -16,6 +16,7 @@ namespace {
 using Plan = UnalignedFloatsPlan;
 constexpr int kColumns = UnalignedPlan::kColumns, kBlocks = Plan::kWarpRows / 16, kConsumers = 32 * Plan::kWarps;
 constexpr int kCopyWarps = 4, kCopiers = 32 * kCopyWarps, kThreads = kConsumers + kCopiers;
+constexpr int kEmpty = 5;  // of stages, named barriers: others would take a register too many where sums are
 using Sums = float[kBlocks][kColumns / 8][4];
 
 // How some channels of a tile's pixels come to a stage, each pixel's `pitch` bytes further on than the last one's.
@@ -125,13 +126,13 @@ struct Shared {
         sums(reinterpret_cast<float*>(shared)),
         pixels(reinterpret_cast<int*>(shared + q.shared_bytes + 64)) {}
   __device__ uint32_t Full(int i) const { return barriers + 16 * i; }
-  __device__ uint32_t Empty(int i) const { return barriers + 16 * i + 8; }
 };
 
 __device__ void Produce(const Params& q, const Shared& shared, const Place& place) {
   const int thread = threadIdx.x - kConsumers;
+  int tile = 0;
 #pragma unroll 1
-  for (int tile = 0; place.Begins(q, tile); ++tile) {
+  for (; place.Begins(q, tile); ++tile) {
     const int first = place.FirstRow(q, tile), end = place.EndRow(q), turn = tile % 2;
     int* const pixels = shared.pixels + turn * (q.pixels + q.tile_rows);
 #pragma unroll 1
@@ -145,7 +146,7 @@ __device__ void Produce(const Params& q, const Shared& shared, const Place& plac
     }
     // Nobody is two tiles ahead of another.
     hopper::SyncThreads(4, kCopiers);
-    hopper::WaitBarrier(shared.Empty(turn), tile / 2 % 2 ^ 1);
+    if (tile >= 2) hopper::SyncThreads(kEmpty + turn, kThreads);
     const uint32_t stage = shared.stages + turn * q.stage_bytes;
     q.x.Copy(place.channel, pixels, stage);
     q.y.Copy(place.column, pixels, stage);
@@ -154,8 +155,9 @@ __device__ void Produce(const Params& q, const Shared& shared, const Place& plac
     __syncwarp();
     q.x.Shift(place.channel, pixels, stage);
     q.y.Shift(place.column, pixels, stage);
-    ArriveWarp(shared.Full(turn));
+    hopper::Arrive(shared.Full(turn));
   }
+  for (int last = max(tile - 2, 0); last < tile; ++last) hopper::SyncThreads(kEmpty + last % 2, kThreads);
 }
 
 __device__ __forceinline__ uint32_t LoadWord(uint32_t address) {
@@ -205,7 +207,7 @@ __device__ __forceinline__ void Multiply(const Params& q, const Shared& shared, 
         for (int j = 0; j < kColumns / 8; ++j) Mma<float>(sums[m][j], a, b[j][0], b[j][1]);
       }
     }
-    ArriveWarp(shared.Empty(tile % 2));
+    hopper::ArriveThreads(kEmpty + tile % 2, kThreads);
   }
 }
 
@@ -266,10 +268,7 @@ __global__ void __launch_bounds__(kThreads, 1) UnalignedFloatsKernel(const __gri
     __shared__ Place place;
     if (threadIdx.x == 0) {
       place = Place(q);
-      for (int i = 0; i < 2; ++i) {
-        hopper::InitBarrier(shared.Full(i), kCopyWarps);
-        hopper::InitBarrier(shared.Empty(i), Plan::kWarps);
-      }
+      for (int i = 0; i < 2; ++i) hopper::InitBarrier(shared.Full(i), kCopiers);
     }
     __syncthreads();
     if (threadIdx.x >= kConsumers) {
