@@ -24,6 +24,11 @@ struct WgmmaParams {
   Epilogue epilogue;
 };
 
+// The block's tile of this number, which others of its cluster have too; past the last if there is none.
+__device__ inline int TileOf(const WgmmaParams& p, int number) {
+  return TileOf(number, p.team.Div(blockIdx.x), p.team.Div(gridDim.x));
+}
+
 // The tile's rows in the result, in pixels, by the threads of a warpgroup.
 template <class T>
 __device__ void FindPixels(const WgmmaParams& p, const WgmmaPhase& f, const WgmmaPlace& place, int warpgroup,
@@ -73,11 +78,11 @@ __device__ inline void StoreLattice(const WgmmaParams& p, const WgmmaPhase& f, u
 // Stores the sums in the operands' type: by TMA, or a phase's positions one by one.
 template <class T>
 __device__ void StoreBoxes(const WgmmaParams& p, const WgmmaPhase& f, const Ring<T>& ring, int warpgroup,
-                           const WgmmaPlace& place, const typename T::Sums& sums, typename T::In* out, int* pixels,
-                           int& turn) {
+                           const WgmmaPlace& place, const typename T::Sums& sums, const Rows& rows, typename T::In* out,
+                           int* pixels, int& turn) {
   const int thread = threadIdx.x % kWarpgroup;
   if ((p.scattered && !p.lattices) || T::kColumns % T::kLine != 0) FindPixels<T>(p, f, place, warpgroup, pixels);
-  StoreSlabs<T>(ring.Slabs(), warpgroup, sums, turn, [&](int row, int column, uint32_t slab) {
+  StoreSlabs<T>(ring.Slabs(), warpgroup, sums, rows, turn, [&](int row, int column, uint32_t slab) {
     const bool box = (!p.scattered || p.lattices) && column + T::kLine <= T::kColumns;
     if (box) hopper::ShowSharedToTma();
     hopper::SyncWarpgroup(1 + warpgroup);
@@ -110,7 +115,8 @@ __device__ void Finish(const WgmmaParams& p, float (&v)[4], const Vec<Out, 4>& r
 // not unrolled, since it holds the code of every activation.
 template <class T, class Out>
 __device__ void StoreFinished(const WgmmaParams& p, const WgmmaPhase& f, const Ring<T>& ring, int warpgroup,
-                              const WgmmaPlace& place, typename T::Sums& sums, Out* out, int* pixels, int& turn) {
+                              const WgmmaPlace& place, typename T::Sums& sums, const Rows& rows, Out* out, int* pixels,
+                              int& turn) {
   constexpr int kAcross = T::kColumns / 32, kRounds = 64 * 8 / kWarpgroup;
   const int thread = threadIdx.x % kWarpgroup, warp = thread / 32, lane = thread % 32;
   const int chunk = thread % 8, line = thread / 8;  // of what it stores: 4 columns of every 16th row
@@ -120,9 +126,14 @@ __device__ void StoreFinished(const WgmmaParams& p, const WgmmaPhase& f, const R
   };
   FindPixels<T>(p, f, place, warpgroup, pixels);
   hopper::SyncWarpgroup(1 + warpgroup);
+  float (&all)[T::kBlocks * T::kColumns / 2] = reinterpret_cast<float (&)[T::kBlocks * T::kColumns / 2]>(sums);
 #pragma unroll 1
-  for (int part = 0; part < T::kBlocks * kAcross; ++part, turn ^= 1) {
+  for (int part = 0; part < T::kBlocks * kAcross; ++part) {
     const int row = part / kAcross * 64, column = place.column + part % kAcross * 32 + chunk * 4;
+    if (!rows.Has(row)) {
+      Rotate<16>(all);
+      continue;
+    }
     const uint32_t slab = ring.Slabs() + (warpgroup * 2 + turn) * T::kSlab;
     // What comes from far away first.
     Vec<Out, 4> residual[kRounds];
@@ -135,7 +146,6 @@ __device__ void StoreFinished(const WgmmaParams& p, const WgmmaPhase& f, const R
                                                               int64_t{pixel} * p.columns + column);
       }
     }
-    float (&all)[T::kBlocks * T::kColumns / 2] = reinterpret_cast<float (&)[T::kBlocks * T::kColumns / 2]>(sums);
 #pragma unroll
     for (int j = 0; j < 4; ++j)
 #pragma unroll
@@ -143,6 +153,7 @@ __device__ void StoreFinished(const WgmmaParams& p, const WgmmaPhase& f, const R
         hopper::StorePair(slab + place_of(16 * warp + lane / 4 + 8 * half, 2 * j + lane % 4 / 2) + lane % 2 * 8,
                           all[4 * j + 2 * half], all[4 * j + 2 * half + 1]);
     Rotate<16>(all);
+    turn ^= 1;
     hopper::SyncWarpgroup(1 + warpgroup);
 #pragma unroll 1
     for (int i = 0; i < kRounds; ++i) {

@@ -119,15 +119,14 @@ double FilterCycles(const Problem& p, const TileShape& t, const FilterShape& sha
 bool TakesWgmma(const Problem& p, const TileShape& t) {
   const bool filter = p.direction == Direction::kFilterGradient, floats = p.in == DType::kF32;
   if (p.in == DType::kF64 || (floats && (p.products != 1 || (filter && t.rows != 128)))) return false;
-  const bool forward = p.direction == Direction::kForward;
   if (IsAcross(t.tile)) {
     if (filter || floats || p.out != p.in) return false;
   } else if (t.rows * t.columns > 128 * 160) {
     if (!filter) return false;
-  } else if (t.columns == 160 && (filter || (forward && !floats))) {
+  } else if (t.columns == 160 && filter) {
     return false;
   }
-  if (t.tile == Tile::kWgmma128x128Copied && !(floats && forward)) return false;
+  if (t.tile == Tile::kWgmma128x128Copied && !(floats && p.direction == Direction::kForward)) return false;
   // One problem and group, lines of whole 16-byte chunks, and rows that 32 bits number.
   const int64_t chunk = 16 / SizeOf(p.in);
   if (p.batch != 1 || p.groups != 1 || p.features % chunk != 0 ||
@@ -141,18 +140,19 @@ bool TakesWgmma(const Problem& p, const TileShape& t) {
   return count > 0 && p.channels % (halves ? chunk / 2 : chunk) == 0;
 }
 
-int64_t MostBlocks(const Problem& p, const TileShape& t) {
-  const bool copied = t.tile == Tile::kWgmma128x128Copied;
-  if (p.direction == Direction::kFilterGradient || copied || IsAcross(t.tile) || t.rows > 128 || t.columns > 128)
-    return 1;
+bool MayShare(const Problem& p, const TileShape& t, int64_t blocks) {
+  if (blocks == 1) return true;
+  if (p.direction == Direction::kFilterGradient || t.tile == Tile::kWgmma128x128Copied) return false;
+  // What each block finishes are parts of 16 or 64 rows, or any.
+  const bool parts = IsAcross(t.tile) || t.columns == 160;
+  if (parts ? blocks > (IsAcross(t.tile) ? 4 : 2) : blocks == 3 || t.rows > 128) return false;
   // In a phase, or of a dilated input, some blocks could be left without a tap; or all of them, of an input so dilated.
   const Phases f = PhasesOf(p);
   for (int d = 0; d < kRank; ++d)
-    if (f.period[d] > 1 || f.tap_period[d] > 1) return 1;
+    if (f.period[d] > 1 || f.tap_period[d] > 1) return false;
   MappedPhase maps[kMaxMaps];
-  if (MapPhases(p, maps) == 0 || maps[0].tap_count == 0) return 1;
-  constexpr int64_t kMost = 8;  // of a cluster on every device
-  return std::min(kMost, p.Taps() * CeilDiv(p.DepthChannels(), WgmmaDepth(p.in)) / 2);
+  if (MapPhases(p, maps) == 0 || maps[0].tap_count == 0) return false;
+  return blocks <= p.Taps() * CeilDiv(p.DepthChannels(), WgmmaDepth(p.in)) / 2;
 }
 
 int64_t TransposedBytes(const Problem& p, const TileShape& t) {
