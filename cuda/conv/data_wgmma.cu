@@ -12,6 +12,8 @@
 namespace jaxdnn::conv {
 namespace {
 
+constexpr int64_t kMultiprocessors = 132;
+
 // Whether the filter goes through registers.
 template <class T, bool kForward>
 constexpr bool kHeld = kForward && sizeof(typename T::In) == 4 && !T::kCopied;
@@ -27,10 +29,10 @@ __device__ void LoadFilter(const WgmmaParams& p, const Ring<T>& ring, int column
   const uint32_t to = ring.Data() + T::kBytesA;
   if constexpr (kOfFeatures<T, kForward>) {
 #pragma unroll
-    for (int box = 0; box * T::kBox < T::kColumns; ++box, column += T::kBox) {
+    for (int slab = 0; slab * T::kLine < T::kColumns; ++slab, column += T::kLine) {
       int in_tap = column;
       if (p.in_row.taps) tap = p.in_row.columns.Div(column, &in_tap);
-      hopper::LoadBox(to + box * T::kBox * kLineBytes, &p.filter, ring.Full(), in_tap, line * T::kLine, tap);
+      hopper::LoadBox(to + slab * T::kLine * kLineBytes, &p.filter, ring.Full(), in_tap, line * T::kLine, tap);
     }
   } else {
     hopper::LoadBox(to, &p.filter, ring.Full(), line * T::kLine, column, tap);
@@ -67,6 +69,7 @@ __device__ void ProduceFilter(const WgmmaParams& p, Ring<T> ring) {
   for (int number = 0, tile; (tile = TileOf(p, number)) < p.tiles; ++number) {
     const WgmmaPlace place(p, tile, T());
     const WgmmaPhase& f = p.phase[place.phase];
+    const Share share(f.tap_count * p.lines, p.team);
     const auto load = [&](int line, int tap, const int (&)[kRank]) {
       BeginStage(ring, kFilterBytes<T, kForward>);
       LoadFilter<T, kForward>(p, ring, place.column, line, p.in_row.taps ? 0 : tap + place.tap);
@@ -76,7 +79,6 @@ __device__ void ProduceFilter(const WgmmaParams& p, Ring<T> ring) {
       load(0, p.window[0] * p.window[1] * p.window[2], {});
       continue;
     }
-    const Share share(f.tap_count * p.lines, p.team);
     ForEachStep(p, f, share.first, share.end, load);
   }
 }
@@ -124,7 +126,7 @@ __device__ void Consume(const WgmmaParams& p, Ring<T> ring, int warpgroup, float
       continue;
     }
     if constexpr (kHeld<T, kForward>) {
-      StoreHeld<T>(p, f, warpgroup, place, sums, wide, pixels);
+      StoreHeld<T>(p, f, warpgroup, place, sums, rows, wide, pixels);
     } else if (p.boxes) {
       StoreBoxes<T>(p, f, ring, warpgroup, place, sums, rows, out, pixels, turn);
     } else if constexpr (kForward) {
@@ -143,17 +145,26 @@ __device__ void Consume(const WgmmaParams& p, Ring<T> ring, int warpgroup, float
 
 template <class T, bool kForward>
 __device__ void ConsumeAcross(const WgmmaParams& p, Ring<T> ring, int warpgroup, typename T::In* out, int* pixels) {
-  const Rows rows = OwnRows<T>(p.team);
   for (int number = 0, tile; (tile = TileOf(p, number)) < p.tiles; ++number) {
-    const WgmmaPlace place(p, tile, T());
+    WgmmaPlace place(p, tile, T());
     const WgmmaPhase& f = p.phase[place.phase];
-    typename T::Sums sums;
-    MultiplyAcross<T, kForward>(ring, Share(max(1, f.tap_count * p.lines), p.team).Steps(), warpgroup, sums);
-    if (p.team.divisor > 1) ExchangeSums<T>(ExchangePlace(ring, warpgroup), p.team.divisor, sums[0]);
-    if (p.boxes)
-      StoreAcross<T>(p, f, ring, warpgroup, place, sums, rows, out, pixels);
-    else if constexpr (kForward)
-      StoreAcrossFinished<T>(p, f, ring, warpgroup, place, sums, rows, out, pixels);
+    const int steps = max(1, f.tap_count * p.lines);
+    if constexpr (kHeld<T, kForward>) {
+      using Part = AcrossPart<T::kRows>;
+      typename Held<Part>::Sums sums;
+      const int part = warpgroup * T::kSlab, each = T::kStages * T::kStageBytes / kConsumers;
+      EndProducts(ring, MultiplyHeldSteps<Part>(ring, Share(steps, p.team).Steps(), T::kBytesA + part, sums), sums);
+      if (p.team.divisor > 1) ExchangeSums<T>(ring.data + warpgroup * each, p.team.divisor, sums[0]);
+      place.column += warpgroup * Part::kColumns;
+      StoreHeld<Part>(p, f, warpgroup, place, sums, OwnRows<T>(p.team), out, pixels);
+    } else {
+      typename T::Sums sums;
+      MultiplyAcross<T, kForward>(ring, steps, warpgroup, sums);
+      if (p.boxes)
+        StoreAcross<T>(p, f, ring, warpgroup, place, sums, out, pixels);
+      else if constexpr (kForward)
+        StoreAcrossFinished<T>(p, f, ring, warpgroup, place, sums, out, pixels);
+    }
   }
 }
 
@@ -228,6 +239,12 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* opera
   q.lines = int(CeilDiv(channels, T::kLine));
   q.images = int(p.images);
   q.scattered = phases > 1 || q.in_row.phases > 1;
+  // Where a phase is less than a round of tiles, rounds go there and back, those of most taps first, so that who had
+  // many next has few. Others share the phases evenly, and what neighbours store is neighbours in memory.
+  q.alternates = phases > 1 && CeilDiv(q.phase[0].rows, T::kRows) * q.in_row.tiles.divisor < kMultiprocessors;
+  if (q.alternates)
+    std::stable_sort(q.phase, q.phase + phases,
+                     [](const WgmmaPhase& a, const WgmmaPhase& b) { return a.tap_count > b.tap_count; });
   cudaError_t e = cudaSuccess;
   for (int i = 0; i < phases; ++i) {
     q.first_tile[i + 1] = q.first_tile[i] + int(CeilDiv(q.phase[i].rows, T::kRows));
@@ -252,7 +269,7 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* opera
       e = EncodeBoxes(&q.filter, p.in, workspace, {p.channels, rows, planes}, {T::kLine, T::kColumns, 1});
   } else if (e == cudaSuccess) {
     e = EncodeBoxes(&q.filter, p.in, filter, {p.features, rows, planes},
-                    {kAsItIs ? T::kBox : T::kLine, kForward ? T::kLine : T::kColumns, 1});
+                    {T::kLine, kForward ? T::kLine : T::kColumns, 1});
   }
   const MappedPhase& first = q.phase[0];
   q.lattices = taps && !kIsAcross<T> && T::kColumns % T::kLine == 0 && columns % T::kLine == 0 && RowsAreBoxes(first);
@@ -261,9 +278,8 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* opera
     e = EncodeBoxes(&q.result, p.in, out, {columns, first.alike[2], width, first.alike[1], first.rows / width},
                     {T::kLine, 1, side, 1, 64 / side}, false);
   }
-  const int box_rows = !kIsAcross<T> ? 64 : config.cluster > 1 ? T::kPart : T::kRows;
   if (e == cudaSuccess && q.boxes && !q.scattered)
-    e = EncodeBoxes(&q.result, p.in, out, {columns, GemmOf(p).rows}, {T::kLine, box_rows}, false);
+    e = EncodeBoxes(&q.result, p.in, out, {columns, GemmOf(p).rows}, {T::kLine, kIsAcross<T> ? T::kRows : 64}, false);
   if (e != cudaSuccess) return e;
 
   return LaunchPersistent<T>(DataWgmmaKernel<T, kForward>, q.tiles, int(config.cluster), stream, q,
@@ -278,10 +294,10 @@ cudaError_t LaunchDataWgmma(const Problem& p, const Config& config, const void* 
     using T = typename decltype(tile)::type;
     // Those that TakesWgmma says.
     constexpr bool kFloats = sizeof(typename T::In) == 4, kCopiedAlone = T::kCopied && T::kColumns == 128;
-    if constexpr (kFloats || !kCopiedAlone)
+    if constexpr (kFloats || (!kCopiedAlone && T::kColumns != 160))
       if (p.direction == Direction::kForward)
         return LaunchTile<T, true>(p, config, operand, filter, out, workspace, epilogue, stream);
-    if constexpr (!kCopiedAlone)
+    if constexpr (!kCopiedAlone && !(kFloats && kIsAcross<T>))
       if (p.direction == Direction::kDataGradient)
         return LaunchTile<T, false>(p, config, operand, filter, out, workspace, epilogue, stream);
     return cudaErrorInvalidValue;

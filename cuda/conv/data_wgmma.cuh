@@ -18,15 +18,16 @@ struct WgmmaParams {
   FastDiv team;  // blocks that share a tile
   int window[kRank], out[kRank];
   int images;
-  bool scattered;  // the rows of a phase are not neighbours in the result
-  bool lattices;   // but 64 of them, of a line of one tap's columns, are a box there
-  bool boxes;      // the sums are stored as they are, in the operands' type
+  bool scattered;   // the rows of a phase are not neighbours in the result
+  bool lattices;    // but 64 of them, of a line of one tap's columns, are a box there
+  bool boxes;       // the sums are stored as they are, in the operands' type
+  bool alternates;  // the direction in which blocks go over the tiles
   Epilogue epilogue;
 };
 
 // The block's tile of this number, which others of its cluster have too; past the last if there is none.
 __device__ inline int TileOf(const WgmmaParams& p, int number) {
-  return TileOf(number, p.team.Div(blockIdx.x), p.team.Div(gridDim.x));
+  return TileOf(number, p.team.Div(blockIdx.x), p.team.Div(gridDim.x), p.alternates);
 }
 
 // The tile's rows in the result, in pixels, by the threads of a warpgroup.
@@ -174,7 +175,7 @@ __device__ void StoreFinished(const WgmmaParams& p, const WgmmaPhase& f, const R
 // Stores the sums of a product whose filter went through registers, in which they lie as the result has them.
 template <class T>
 __device__ void StoreHeld(const WgmmaParams& p, const WgmmaPhase& f, int warpgroup, const WgmmaPlace& place,
-                          typename Held<T>::Sums& sums, float* out, int* pixels) {
+                          typename Held<T>::Sums& sums, const Rows& rows, float* out, int* pixels) {
   using H = Held<T>;
   using Columns = Vec<float, H::kVector>;
   const int column = place.column + H::Column();
@@ -186,8 +187,9 @@ __device__ void StoreHeld(const WgmmaParams& p, const WgmmaPhase& f, int warpgro
 #pragma unroll
     for (int i = 0; i < T::kRows / 4; ++i) {
       if (i % 2 == 0) asm volatile("" ::: "memory");  // or all rows' pixels are loaded first, into too many registers
-      const int pixel = pixels[H::Row(i)];
-      if (pixel >= 0) *reinterpret_cast<Columns*>(out + int64_t{pixel} * p.in_row.columns.divisor) = H::Get(sums, i);
+      const int row = H::Row(i), pixel = pixels[row];
+      if (pixel >= 0 && rows.Has(row))
+        *reinterpret_cast<Columns*>(out + int64_t{pixel} * p.in_row.columns.divisor) = H::Get(sums, i);
     }
     return;
   }
@@ -200,8 +202,8 @@ __device__ void StoreHeld(const WgmmaParams& p, const WgmmaPhase& f, int warpgro
     if (p.epilogue.residual != nullptr) {
 #pragma unroll
       for (int k = 0; k < kEach; ++k) {
-        const int pixel = pixels[H::Row(i + k)];
-        if (pixel >= 0)
+        const int row = H::Row(i + k), pixel = pixels[row];
+        if (pixel >= 0 && rows.Has(row))
           residual[k] = *reinterpret_cast<const Columns*>(static_cast<const float*>(p.epilogue.residual) +
                                                           int64_t{pixel} * p.columns + column);
       }
@@ -212,8 +214,8 @@ __device__ void StoreHeld(const WgmmaParams& p, const WgmmaPhase& f, int warpgro
     for (auto& block : sums) Rotate<kShare>(block);
 #pragma unroll 1
     for (int k = 0; k < kEach; ++k) {
-      const int pixel = pixels[H::Row(i + k)];
-      if (pixel >= 0) {
+      const int row = H::Row(i + k), pixel = pixels[row];
+      if (pixel >= 0 && rows.Has(row)) {
         Add<float>(v[0].v, p.epilogue.bias, column);
         if (p.epilogue.residual != nullptr) {
 #pragma unroll

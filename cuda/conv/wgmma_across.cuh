@@ -1,6 +1,7 @@
-// The block-level product's transpose, of 16-bit floats: the result's columns are wgmma's rows, and its rows wgmma's
-// columns, which there may be any multiple of 8 of. So a tile may have as many rows as make all multiprocessors equal
-// parts of a layer. The two warpgroups multiply every stage together, 64 of the tile's 128 columns each.
+// The block-level product's transpose: the result's columns are wgmma's rows, and its rows wgmma's columns, which there
+// may be any multiple of 8 of. So a tile may have as many rows as make all multiprocessors equal parts of a layer. The
+// two warpgroups multiply every stage together, 64 of the tile's 128 columns each. Floats are multiplied so forward,
+// where the filter goes through registers and sums are stored as they are (wgmma_held.cuh).
 #pragma once
 
 #include "cuda/conv/data_wgmma.cuh"
@@ -12,19 +13,24 @@ struct AcrossTile {
   using In = In_;
   static constexpr bool kCopied = false;
   static constexpr int kRows = kRows_, kColumns = 128, kLine = kLineBytes / sizeof(In), kDepth = kLine;
-  static constexpr int kBox = kLine;  // columns
-  static constexpr int kPart = 16;    // rows that a block of a cluster finishes, at least
+  static constexpr int kPart = 16;  // rows that a block of a cluster finishes, at least
   static constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
   static constexpr int kSlab = 64 * kLineBytes;  // bytes of a warpgroup's columns in a stage
   static constexpr int kBytesA = kRows * kLineBytes, kBytesB = kConsumers * kSlab, kStageBytes = kBytesA + kBytesB;
   // All sums of a warpgroup wait to be stored, a line of its columns for each row.
-  static constexpr int kOut = kRows * kLineBytes, kStoreBytes = kConsumers * kOut, kPixelBytes = kConsumers * kRows * 4,
-                       kBarrierBytes = kMaxStages * 16 + 16;
+  static constexpr int kOut = sizeof(In) == 2 ? kRows * kLineBytes : 0, kStoreBytes = kConsumers * kOut,
+                       kPixelBytes = kConsumers * kRows * 4, kBarrierBytes = kMaxStages * 16 + 16;
   static constexpr int kStages =
       std::min(kMaxStages, ((227 << 10) - kStoreBytes - kPixelBytes - kBarrierBytes) / kStageBytes);
   static constexpr int kSharedBytes = kStages * kStageBytes + kStoreBytes + kPixelBytes + kBarrierBytes;
   using Sums = float[1][kRows / 2];
   static_assert(kRows % 16 == 0);
+};
+
+// What a warpgroup has of it.
+template <int kRows_>
+struct AcrossPart {
+  static constexpr int kRows = kRows_, kColumns = 64;
 };
 
 template <class T>
@@ -57,19 +63,10 @@ __device__ void MultiplyAcross(Ring<T>& ring, int steps, int warpgroup, typename
   EndProducts(ring, last, sums);
 }
 
-// Where a warpgroup's sums may come from the other blocks of a cluster.
-template <class T>
-__device__ uint32_t ExchangePlace(const Ring<T>& ring, int warpgroup) {
-  constexpr int kBytes = T::kStages * T::kStageBytes / kConsumers, kMost = T::kRows / T::kPart + kMostExchanged;
-  static_assert(kBytes >= kMost * 8 * 4 * kWarpgroup);
-  return ring.data + warpgroup * kBytes;
-}
-
 // Stores the sums as they are, by TMA, or a phase's positions one by one.
 template <class T>
 __device__ void StoreAcross(const WgmmaParams& p, const WgmmaPhase& f, const Ring<T>& ring, int warpgroup,
-                            const WgmmaPlace& place, const typename T::Sums& sums, const Rows& rows,
-                            typename T::In* out, int* pixels) {
+                            const WgmmaPlace& place, const typename T::Sums& sums, typename T::In* out, int* pixels) {
   using In = typename T::In;
   const int thread = threadIdx.x % kWarpgroup, warp = thread / 32, lane = thread % 32;
   const int column = place.column + warpgroup * T::kLine;
@@ -81,7 +78,6 @@ __device__ void StoreAcross(const WgmmaParams& p, const WgmmaPhase& f, const Rin
     hopper::SyncWarpgroup(1 + warpgroup);
 #pragma unroll
   for (int first = 0; first < T::kRows; first += 16) {
-    if (!rows.Has(first)) continue;
     const float* v = &sums[0][first / 2];
     const uint32_t words[4] = {Pack<In>(v[0], v[1]), Pack<In>(v[2], v[3]), Pack<In>(v[4], v[5]), Pack<In>(v[6], v[7])};
     const int row = first + lane / 16 * 8 + lane % 8, chunk = 2 * warp + lane / 8 % 2;
@@ -91,9 +87,7 @@ __device__ void StoreAcross(const WgmmaParams& p, const WgmmaPhase& f, const Rin
     hopper::ShowSharedToTma();
     hopper::SyncWarpgroup(1 + warpgroup);
     if (thread == 0) {
-      // A box is a whole tile, or a part of those that are shared.
-      for (int row = rows.first; row < rows.end; row += p.team.divisor > 1 ? T::kPart : T::kRows)
-        hopper::StoreBox(&p.result, lines + row * kLineBytes, column, place.row + row);
+      hopper::StoreBox(&p.result, lines, column, place.row);
       hopper::CommitStores();
     }
     return;
@@ -105,8 +99,7 @@ __device__ void StoreAcross(const WgmmaParams& p, const WgmmaPhase& f, const Rin
 // Stores the sums through the epilogue, 16 rows at a time, in floats through shared memory.
 template <class T>
 __device__ void StoreAcrossFinished(const WgmmaParams& p, const WgmmaPhase& f, const Ring<T>& ring, int warpgroup,
-                                    const WgmmaPlace& place, typename T::Sums& sums, const Rows& rows,
-                                    typename T::In* out, int* pixels) {
+                                    const WgmmaPlace& place, typename T::Sums& sums, typename T::In* out, int* pixels) {
   using In = typename T::In;
   const int thread = threadIdx.x % kWarpgroup, warp = thread / 32, lane = thread % 32;
   const int chunk = thread % 16, line = thread / 16;  // of what it stores: 4 columns of two rows
@@ -119,10 +112,6 @@ __device__ void StoreAcrossFinished(const WgmmaParams& p, const WgmmaPhase& f, c
   FindPixels<T>(p, f, place, warpgroup, pixels);
 #pragma unroll 1
   for (int first = 0; first < T::kRows; first += 16) {
-    if (!rows.Has(first)) {
-      Rotate<8>(sums[0]);
-      continue;
-    }
     hopper::SyncWarpgroup(1 + warpgroup);
     Vec<In, 4> residual[2];
     if (p.epilogue.residual != nullptr) {
@@ -176,6 +165,8 @@ cudaError_t VisitAcrossTile(const Problem& p, const Config& config, F&& f) {
         return cudaErrorInvalidValue;
     }
   };
+  if (p.in == DType::kF32)
+    return config.tile == Tile::kWgmma192Across ? f(TypeTag<AcrossTile<float, 192>>()) : cudaErrorInvalidValue;
   return p.in == DType::kBF16 ? with_type(TypeTag<__nv_bfloat16>()) : with_type(TypeTag<__half>());
 }
 

@@ -2,8 +2,6 @@
 // positions of one phase after another, and a step is a line of channels of one tap.
 #pragma once
 
-#include <algorithm>
-
 #include "cuda/conv/axis.cuh"
 #include "cuda/conv/pixel_map.h"
 
@@ -23,12 +21,10 @@ struct WgmmaPhase : MappedPhase {
   }
 };
 
-// All phases of a problem, those that meet most taps first; 0 if there are none (pixel_map.h).
+// All phases of a problem; 0 if there are none (pixel_map.h).
 inline int MapPhases(const Problem& p, WgmmaPhase (&phases)[kMaxMaps]) {
   MappedPhase mapped[kMaxMaps];
   const int count = MapPhases(p, mapped);
-  std::stable_sort(mapped, mapped + count,
-                   [](const MappedPhase& a, const MappedPhase& b) { return a.tap_count > b.tap_count; });
   for (int i = 0; i < count; ++i) phases[i] = {mapped[i], FastDiv(mapped[i].rows / p.images), Box(mapped[i].positions)};
   return count;
 }
@@ -80,10 +76,9 @@ __device__ int64_t ResultColumn(const Params& p, int column) {
   return int64_t{PhasePixel(p, phase)} * p.in_row.columns.divisor + rest;
 }
 
-// The block's tile of this number, where `blocks` go over all tiles there and back: so who had the most taps first has
-// the fewest next.
-__device__ inline int TileOf(int number, int block, int blocks) {
-  return number * blocks + (number % 2 == 0 ? block : blocks - 1 - block);
+// The block's tile of this number, where `blocks` go over all tiles, in the same direction or there and back.
+__device__ inline int TileOf(int number, int block, int blocks, bool alternates) {
+  return number * blocks + (alternates && number % 2 == 1 ? blocks - 1 - block : block);
 }
 
 // A tile of the grid; and how far from the first phase's are its pixels and its tap.

@@ -81,13 +81,11 @@ __device__ void ExchangeSums(uint32_t at, float (&sums)[kCount]) {
     }
   }
 }
-constexpr int kMostExchanged = 4;
 template <class T, int kCount>
 __device__ void ExchangeSums(uint32_t at, int team, float (&sums)[kCount]) {
   if (team == 2) ExchangeSums<2, T>(at, sums);
   if constexpr (T::kRows / T::kPart > 2) {
     if (team == 3) ExchangeSums<3, T>(at, sums);
-    if (team == kMostExchanged) ExchangeSums<kMostExchanged, T>(at, sums);
   }
 }
 

@@ -35,9 +35,9 @@ struct WgmmaTile {
   static constexpr int kBlocks = kRows / 64;     // rows of one wgmma
   static constexpr int kPart = 64;               // rows that a block of a cluster finishes, at least
   static constexpr int kSlab = 64 * kLineBytes;  // bytes: 64 rows, or columns, of a stage
-  // Columns of a box of an MN-major operand: a line of them, or half of one where a tile ends there.
-  static constexpr int kBox = kSlabs && kColumns % kLine != 0 ? kLine / 2 : kLine, kBoxBytes = kBox * sizeof(In);
-  static constexpr int kBytesA = kRows * kLineBytes, kBytesB = (kColumns + kBox - 1) / kBox * kBox * kLineBytes,
+  // Of filter gradients' MN-major operands whole lines of columns are loaded.
+  static constexpr int kBytesA = kRows * kLineBytes,
+                       kBytesB = (kSlabs ? kColumns : (kColumns + kLine - 1) / kLine * kLine) * kLineBytes,
                        kStageBytes = kBytesA + kBytesB;
   // Sums wait in two slabs of each warpgroup to be stored, to pixels whose numbers stand there too.
   static constexpr int kStoreBytes = kSlabs ? kConsumers * 2 * kSlab : 0,
@@ -138,17 +138,14 @@ __device__ void MultiplyStages(Ring<T>& ring, int steps, int number, typename T:
   using In = typename T::In;
   // Of one wgmma: 32 bytes of every line, or 16 lines.
   constexpr int kStepA = (kTransposedA ? 16 * kLineBytes : 32) >> 4,
-                kStepB = (kTransposedB ? 16 * T::kBoxBytes : 32) >> 4;
+                kStepB = (kTransposedB ? 16 * kLineBytes : 32) >> 4;
   BeginTurn(ring, number);
   int last = 0;
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     hopper::WaitBarrier(ring.Full(), ring.parity);
     const uint64_t a = hopper::Descriptor(ring.Data(), T::kSlab);
-    const uint32_t columns = ring.Data() + T::kBytesA;
-    const uint64_t b = kTransposedB
-                           ? hopper::LineDescriptor(columns, T::kBoxBytes, 8 * T::kBoxBytes, T::kDepth * T::kBoxBytes)
-                           : hopper::Descriptor(columns, T::kSlab);
+    const uint64_t b = hopper::Descriptor(ring.Data() + T::kBytesA, T::kSlab);
     hopper::BeginProducts();
 #pragma unroll
     for (int k = 0; k < kLineBytes / 32; ++k)
