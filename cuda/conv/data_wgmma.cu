@@ -6,13 +6,15 @@
 // data gradient K-major. TF32 has no MN-major operands, so that forward it goes through registers (wgmma_held.cuh), or
 // a first kernel makes a copy [taps, features, channels]. What lies past the last channel is read as zeros, of the
 // filter too.
+#include <algorithm>
+
 #include "cuda/conv/wgmma.h"
 #include "cuda/conv/wgmma_across.cuh"
 
 namespace jaxdnn::conv {
 namespace {
 
-constexpr int64_t kMultiprocessors = 132;
+constexpr int64_t kMultiprocessors = 132;  // of an H200, for which the order of tiles is chosen
 
 // Whether the filter goes through registers.
 template <class T, bool kForward>
@@ -69,7 +71,6 @@ __device__ void ProduceFilter(const WgmmaParams& p, Ring<T> ring) {
   for (int number = 0, tile; (tile = TileOf(p, number)) < p.tiles; ++number) {
     const WgmmaPlace place(p, tile, T());
     const WgmmaPhase& f = p.phase[place.phase];
-    const Share share(f.tap_count * p.lines, p.team);
     const auto load = [&](int line, int tap, const int (&)[kRank]) {
       BeginStage(ring, kFilterBytes<T, kForward>);
       LoadFilter<T, kForward>(p, ring, place.column, line, p.in_row.taps ? 0 : tap + place.tap);
@@ -79,6 +80,7 @@ __device__ void ProduceFilter(const WgmmaParams& p, Ring<T> ring) {
       load(0, p.window[0] * p.window[1] * p.window[2], {});
       continue;
     }
+    const Share share(f.tap_count * p.lines, p.team);
     ForEachStep(p, f, share.first, share.end, load);
   }
 }

@@ -31,7 +31,7 @@ Cost CostOf(const TileShape& t, const Problem& p) {
   constexpr Cost k128x256[] = {{}, {}, {1110, 4000}, {1040, 8000}};
   constexpr Cost k256x128[] = {{}, {}, {1120, 4500}};
   constexpr Cost k256x160[] = {{}, {}, {1340, 5000}};
-  constexpr Cost kCopied = {630, 8300};
+  constexpr Cost kCopied = {550, 8300};
   // Across, no other warpgroup hides what is between tiles.
   constexpr Cost k80Across = {440, 1400}, k96Across = {465, 1500}, k160Across = {670, 1800}, k208Across = {940, 2000};
   constexpr Cost k192Across[] = {{785, 1950}, {}, {}, {}, {930, 4500}};

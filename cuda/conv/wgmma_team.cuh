@@ -41,6 +41,8 @@ __device__ Rows OwnRows(const FastDiv& team) {
 template <int kSize, class T, int kCount>
 __device__ void ExchangeSums(uint32_t at, float (&sums)[kCount]) {
   constexpr int kParts = T::kRows / T::kPart, kFours = kCount / kParts / 4, kFourBytes = kWarpgroup * 16;
+  // Two warpgroups may exchange at a time.
+  static_assert((kParts + kSize - 1) / kSize * kSize * kFours * kFourBytes <= T::kStages * T::kStageBytes / kConsumers);
   const int rank = blockIdx.x % kSize;
   at += threadIdx.x % kWarpgroup * 16;
   // Where a block finds what another has left of a part.
