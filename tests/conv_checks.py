@@ -23,8 +23,10 @@ FILTER_TILES = {"wgmma 128x256", "wgmma 256x128", "wgmma 256x160"}
 
 def takes(tile, result, dtype, out_dtype):
   """Whether a tile of Hopper's kernels, or another algorithm, is for such a result."""
+  if tile.endswith("across") and dtype == "float32":
+    return result == "y" and tile == "wgmma 192x128 across"
   if tile.endswith("across"):
-    return result != "w" and dtype == out_dtype != "float32"
+    return result != "w" and dtype == out_dtype
   if tile == "wgmma 128x160":
     return result == "x" or (result == "y" and dtype == "float32")
   if tile == "wgmma 128x128 copied":

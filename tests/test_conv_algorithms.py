@@ -261,13 +261,18 @@ def test_blocks_share_few_tiles(result, dtype):
 
 
 def test_tiles_across_divide_layers_evenly():
-  """6272 rows and 256 columns are 132 tiles of 96 rows, a multiprocessor each; only of 16-bit floats stored as such."""
+  """6272 rows and 256 columns are 132 tiles of 96 rows, a multiprocessor each; of 16-bit floats stored as such."""
   case, across = ConvCase("", 32, (14, 14), 256, (3, 3), 256, padding=SAME3), "wgmma 96x128 across"
   for result in "yx":
     for dtype in ("bfloat16", "float16"):
       assert planned(case, result, dtype, None)["tile"] == across
-    assert not planned(case, result, "float32", None)["tile"].endswith("across")
     assert planned(case, result, "float32", across) is None
+  # Of floats, forward alone, tiles of 192 rows: 131 of 25088 rows, or 66 of 6272, two multiprocessors each.
+  wide = ConvCase("", 32, (28, 28), 128, (3, 3), 128, padding=SAME3)
+  for each, cluster in ((wide, 1), (case, 2)):
+    p = planned(each, "y", "float32", None)
+    assert (p["tile"], p["cluster"], p["workspace_bytes"]) == ("wgmma 192x128 across", cluster, 0)
+    assert planned(each, "x", "float32", "wgmma 192x128 across") is None
   assert planned(case, "w", "bfloat16", across) is None
   spec = ConvSpec(*case.geometry, 1, case.spatial, case.window, None, across)
   operands = [struct((1, *shape)) for shape in (case.x_shape, case.w_shape)]
@@ -286,11 +291,40 @@ def test_copies_of_floats():
     assert p["splits"] > 1 and p["workspace_bytes"] == 4 * (32 * 28 * 28 * 128 + p["blocks"] * slots * 128 * 64)
 
 
+def test_large_tiles_are_shared():
+  """1024 rows and 1280 columns are 64 tiles of 128x160, of two multiprocessors each."""
+  case = ConvCase("", 4, (16, 16), 1280, (3, 3), 1280, padding=SAME3)
+  copy = 4 * 9 * 1280 * 1280
+  for result, dtype, bytes_ in (("x", "bfloat16", 0), ("x", "float32", 0), ("y", "float32", copy)):
+    p = planned(case, result, dtype, None)
+    assert (p["tile"], p["cluster"], p["workspace_bytes"]) == ("wgmma 128x160", 2, bytes_)
+  # Of 16-bit floats those across are not; three blocks share no others.
+  assert planned(DEEP, "y", "bfloat16", "wgmma 192x128 across")["cluster"] == 1
+  small = ConvCase("", 32, (7, 7), 512, (3, 3), 512, padding=SAME3)
+  assert planned(small, "y", "float32", None)["tile"] == "wgmma 192x128 across"
+  assert planned(small, "y", "float32", None)["cluster"] == 3
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_shared_tiles(tile, dtype):
   check(DEEP, tile, dtype, dtype)
+
+
+# 16 tiles of 192x128, and 40, which are more than clusters of three run at once.
+@pytest.mark.gpu
+@pytest.mark.sanitize
+@pytest.mark.parametrize("k, blocks", [(392, 3), (1160, 2)])
+def test_parts_of_shared_tiles(k, blocks):
+  """Blocks add the sums that others send, of rows and columns that end within a tile."""
+  case = ConvCase("parts", 3, (17, 14), 136, (3, 3), k, padding=SAME3)
+  assert planned(case, "y", "float32", "wgmma 192x128 across")["cluster"] == blocks
+  assert planned(case, "x", "bfloat16", "wgmma 128x160")["cluster"] == 2
+  for tile, dtype in (
+    ("wgmma 192x128 across", "float32"), ("wgmma 128x160", "float32"), ("wgmma 128x160", "bfloat16"),
+  ):  # fmt: skip
+    check(case, tile, dtype, dtype)
 
 
 @pytest.mark.gpu

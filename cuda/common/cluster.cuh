@@ -88,6 +88,13 @@ __device__ inline float4 LoadRemote(uint32_t remote) {
   return v;
 }
 
+__device__ inline void StoreRemote(uint32_t remote, const float4& v) {
+  if constexpr (kHasClusters)
+    asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(remote), "f"(v.x), "f"(v.y), "f"(v.z),
+                 "f"(v.w)
+                 : "memory");
+}
+
 // Writes `value` to the place of `*local` in the shared memory of the block of rank `rank`.
 __device__ inline void StoreRemote(float* local, int rank, float value) {
   if constexpr (kHasClusters) {

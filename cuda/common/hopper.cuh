@@ -297,6 +297,9 @@ __device__ inline void MultiplyHeld(float (&d)[kColumns / 2], const uint32_t (&a
   } else if constexpr (kColumns == 64) {
     JAXDNN_WGMMA_HELD("64", JAXDNN_TO_29 "%30, %31", "%32, %33, %34, %35", "%36", "%37", JAXDNN_SUMS16(0),
                       JAXDNN_SUMS16(16));
+  } else if constexpr (kColumns == 192) {
+    JAXDNN_WGMMA_HELD("192", JAXDNN_TO_89 "%90, %91, %92, %93, %94, %95", "%96, %97, %98, %99", "%100", "%101",
+                      JAXDNN_SUMS64(0), JAXDNN_SUMS16(64), JAXDNN_SUMS16(80));
   } else if constexpr (kColumns == 256) {
     JAXDNN_WGMMA_HELD("256", JAXDNN_TO_127, "%128, %129, %130, %131", "%132", "%133", JAXDNN_SUMS64(0),
                       JAXDNN_SUMS64(64));

@@ -344,8 +344,8 @@ std::optional<Config> ChooseAsItIs(const Problem& p, bool hopper, std::string_vi
       const int64_t bytes = transposed + (partial ? slices * result_bytes : 0);
       if (bytes > workspace_limit) break;
       if (splittable && CeilDiv(g.depth, slices) >= kIndexLimit) continue;  // a slice is indexed with 32 bits
-      const int64_t most_blocks = t.unit == Unit::kWgmma && !IsByte(p.in) ? MostBlocks(p, t) : 1;
-      for (int64_t cluster = 1; cluster == 1 || cluster <= most_blocks; cluster *= 2) {
+      for (const int64_t cluster : {1, 2, 3, 4, 8}) {
+        if (cluster > 1 && (t.unit != Unit::kWgmma || IsByte(p.in) || !MayShare(p, t, cluster))) continue;
         const double product = t.unit == Unit::kDepthwise     ? DepthwiseCycles(p, slices)
                                : t.unit == Unit::kFewChannels ? FewChannelsCycles(AsForward(p), strips, slices)
                                : t.unit == Unit::kGrouped     ? GroupedCycles(p, slices)

@@ -6,11 +6,15 @@
 // data gradient K-major. TF32 has no MN-major operands, so that forward it goes through registers (wgmma_held.cuh), or
 // a first kernel makes a copy [taps, features, channels]. What lies past the last channel is read as zeros, of the
 // filter too.
+#include <algorithm>
+
 #include "cuda/conv/wgmma.h"
 #include "cuda/conv/wgmma_across.cuh"
 
 namespace jaxdnn::conv {
 namespace {
+
+constexpr int64_t kMultiprocessors = 132;  // of an H200, for which the order of tiles is chosen
 
 // Whether the filter goes through registers.
 template <class T, bool kForward>
@@ -41,7 +45,7 @@ __device__ void LoadFilter(const WgmmaParams& p, const Ring<T>& ring, int column
 template <class T, int kDimensions>
 __device__ void ProducePixels(const WgmmaParams& p, Ring<T> ring) {
   hopper::PrefetchMap(&p.operand[0]);
-  for (int tile = p.team.Div(blockIdx.x); tile < p.tiles; tile += p.team.Div(gridDim.x)) {
+  for (int number = 0, tile; (tile = TileOf(p, number)) < p.tiles; ++number) {
     const WgmmaPlace place(p, tile, T());
     const WgmmaPhase& f = p.phase[place.phase];
     int at[kRank], image = FirstPixel(f, place.row, at);
@@ -64,7 +68,7 @@ __device__ void ProducePixels(const WgmmaParams& p, Ring<T> ring) {
 template <class T, bool kForward>
 __device__ void ProduceFilter(const WgmmaParams& p, Ring<T> ring) {
   hopper::PrefetchMap(&p.filter);
-  for (int tile = p.team.Div(blockIdx.x); tile < p.tiles; tile += p.team.Div(gridDim.x)) {
+  for (int number = 0, tile; (tile = TileOf(p, number)) < p.tiles; ++number) {
     const WgmmaPlace place(p, tile, T());
     const WgmmaPhase& f = p.phase[place.phase];
     const auto load = [&](int line, int tap, const int (&)[kRank]) {
@@ -81,17 +85,19 @@ __device__ void ProduceFilter(const WgmmaParams& p, Ring<T> ring) {
   }
 }
 
-// Whether blocks may share a tile.
+// Whether blocks may share a tile: leaving all sums to each other, or sending them.
 template <class T>
-constexpr bool kMayShare = !T::kCopied && T::kRows <= 128 && T::kColumns <= 128;
+constexpr bool kLeaves = !T::kCopied && T::kRows <= 128 && T::kColumns <= 128;
+template <class T>
+constexpr bool kSends = T::kColumns == 160;
 
 template <class T, bool kForward>
 __device__ void Consume(const WgmmaParams& p, Ring<T> ring, int warpgroup, float* wide, typename T::In* out,
                         int* pixels) {
   constexpr bool kFloats = sizeof(typename T::In) == 4;
   using Sums = typename std::conditional_t<kHeld<T, kForward>, Held<T>, T>::Sums;
-  int turn = 0, number = 0;
-  for (int tile = p.team.Div(blockIdx.x); tile < p.tiles; tile += p.team.Div(gridDim.x), ++number) {
+  int turn = 0;
+  for (int number = 0, tile; (tile = TileOf(p, number)) < p.tiles; ++number) {
     const WgmmaPlace place(p, tile, T());
     const WgmmaPhase& f = p.phase[place.phase];
     const int steps = Share(max(1, f.tap_count * p.lines), p.team).Steps();
@@ -104,7 +110,12 @@ __device__ void Consume(const WgmmaParams& p, Ring<T> ring, int warpgroup, float
       MultiplyHeldStages<T>(ring, steps, number, sums);
     else
       MultiplyStages<T, false, kOfFeatures<T, kForward>>(ring, steps, number, sums);
-    if (kMayShare<T> && p.team.divisor > 1) {
+    if constexpr (kSends<T>) {
+      if (p.team.divisor > 1)
+        ExchangeSums<T>(ring.data, p.team.divisor, reinterpret_cast<float (&)[sizeof(sums) / 4]>(sums));
+    }
+    const Rows rows = kSends<T> ? OwnRows<T>(p.team) : Rows{0, T::kRows};
+    if (kLeaves<T> && p.team.divisor > 1) {
       hopper::SyncWarpgroup(1 + warpgroup);  // all warps are done with the stages
       if constexpr (kHeld<T, kForward>)
         LeaveHeldSums<T>(ring.data, sums);
@@ -117,17 +128,17 @@ __device__ void Consume(const WgmmaParams& p, Ring<T> ring, int warpgroup, float
       continue;
     }
     if constexpr (kHeld<T, kForward>) {
-      StoreHeld<T>(p, f, warpgroup, place, sums, wide, pixels);
+      StoreHeld<T>(p, f, warpgroup, place, sums, rows, wide, pixels);
     } else if (p.boxes) {
-      StoreBoxes<T>(p, f, ring, warpgroup, place, sums, out, pixels, turn);
+      StoreBoxes<T>(p, f, ring, warpgroup, place, sums, rows, out, pixels, turn);
     } else if constexpr (kForward) {
       if (kFloats || wide != nullptr)
-        StoreFinished<T>(p, f, ring, warpgroup, place, sums, wide, pixels, turn);
+        StoreFinished<T>(p, f, ring, warpgroup, place, sums, rows, wide, pixels, turn);
       else
-        StoreFinished<T>(p, f, ring, warpgroup, place, sums, out, pixels, turn);
+        StoreFinished<T>(p, f, ring, warpgroup, place, sums, rows, out, pixels, turn);
     } else if constexpr (!kFloats) {
       StoreSums<T>(sums, wide + place.column, p.columns - place.column, [&](int row) -> int64_t {
-        const int64_t pixel = ResultPixel(p, f, place, row, p.scattered);
+        const int64_t pixel = rows.Has(row) ? ResultPixel(p, f, place, row, p.scattered) : -1;
         return pixel < 0 ? -1 : pixel * p.columns;
       });
     }
@@ -136,15 +147,26 @@ __device__ void Consume(const WgmmaParams& p, Ring<T> ring, int warpgroup, float
 
 template <class T, bool kForward>
 __device__ void ConsumeAcross(const WgmmaParams& p, Ring<T> ring, int warpgroup, typename T::In* out, int* pixels) {
-  for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
-    const WgmmaPlace place(p, tile, T());
+  for (int number = 0, tile; (tile = TileOf(p, number)) < p.tiles; ++number) {
+    WgmmaPlace place(p, tile, T());
     const WgmmaPhase& f = p.phase[place.phase];
-    typename T::Sums sums;
-    MultiplyAcross<T, kForward>(ring, max(1, f.tap_count * p.lines), warpgroup, sums);
-    if (p.boxes)
-      StoreAcross<T>(p, f, ring, warpgroup, place, sums, out, pixels);
-    else if constexpr (kForward)
-      StoreAcrossFinished<T>(p, f, ring, warpgroup, place, sums, out, pixels);
+    const int steps = max(1, f.tap_count * p.lines);
+    if constexpr (kHeld<T, kForward>) {
+      using Part = AcrossPart<T::kRows>;
+      typename Held<Part>::Sums sums;
+      const int part = warpgroup * T::kSlab, each = T::kStages * T::kStageBytes / kConsumers;
+      EndProducts(ring, MultiplyHeldSteps<Part>(ring, Share(steps, p.team).Steps(), T::kBytesA + part, sums), sums);
+      if (p.team.divisor > 1) ExchangeSums<T>(ring.data + warpgroup * each, p.team.divisor, sums[0]);
+      place.column += warpgroup * Part::kColumns;
+      StoreHeld<Part>(p, f, warpgroup, place, sums, OwnRows<T>(p.team), out, pixels);
+    } else {
+      typename T::Sums sums;
+      MultiplyAcross<T, kForward>(ring, steps, warpgroup, sums);
+      if (p.boxes)
+        StoreAcross<T>(p, f, ring, warpgroup, place, sums, out, pixels);
+      else if constexpr (kForward)
+        StoreAcrossFinished<T>(p, f, ring, warpgroup, place, sums, out, pixels);
+    }
   }
 }
 
@@ -171,19 +193,33 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   }
 }
 
-// out [taps, columns, rows] = in [taps, rows, columns].
-__global__ void TransposeKernel(const float* in, float* out, int rows, int columns) {
-  constexpr int kSide = 32;
-  __shared__ float tile[kSide][kSide + 1];
+// out [taps, columns, rows] = in [taps, rows, columns], both multiples of 4: squares of 64, 16 bytes a thread.
+constexpr int kSquare = 64;
+__global__ void __launch_bounds__(256) TransposeKernel(const float* in, float* out, int rows, int columns) {
+  constexpr int kEach = kSquare / 16;
+  __shared__ float square[kSquare][kSquare + 1];
   const int64_t tap = blockIdx.z * int64_t{rows} * columns;
-  const int row = blockIdx.y * kSide, column = blockIdx.x * kSide;
-  for (int i = threadIdx.y; i < kSide; i += blockDim.y)
-    if (row + i < rows && column + threadIdx.x < columns)
-      tile[i][threadIdx.x] = in[tap + int64_t{row + i} * columns + column + threadIdx.x];
+  const int row = blockIdx.y * kSquare, column = blockIdx.x * kSquare, four = threadIdx.x % 16 * 4,
+            line = threadIdx.x / 16;
+  float4 v[kEach];
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const int from = min(row + line + 16 * i, rows - 1);
+    v[i] = *reinterpret_cast<const float4*>(in + tap + int64_t{from} * columns + min(column + four, columns - 4));
+  }
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    float* const to = &square[line + 16 * i][four];
+    to[0] = v[i].x, to[1] = v[i].y, to[2] = v[i].z, to[3] = v[i].w;
+  }
   __syncthreads();
-  for (int i = threadIdx.y; i < kSide; i += blockDim.y)
-    if (column + i < columns && row + threadIdx.x < rows)
-      out[tap + int64_t{column + i} * rows + row + threadIdx.x] = tile[threadIdx.x][i];
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const int to = line + 16 * i;
+    if (column + to < columns && row + four < rows)
+      *reinterpret_cast<float4*>(out + tap + int64_t{column + to} * rows + row + four) = {
+          square[four][to], square[four + 1][to], square[four + 2][to], square[four + 3][to]};
+  }
 }
 
 template <class T, bool kForward>
@@ -205,6 +241,12 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* opera
   q.lines = int(CeilDiv(channels, T::kLine));
   q.images = int(p.images);
   q.scattered = phases > 1 || q.in_row.phases > 1;
+  // Where a phase is less than a round of tiles, rounds go there and back, those of most taps first, so that who had
+  // many next has few. Others share the phases evenly, and what neighbours store is neighbours in memory.
+  q.alternates = phases > 1 && CeilDiv(q.phase[0].rows, T::kRows) * q.in_row.tiles.divisor < kMultiprocessors;
+  if (q.alternates)
+    std::stable_sort(q.phase, q.phase + phases,
+                     [](const WgmmaPhase& a, const WgmmaPhase& b) { return a.tap_count > b.tap_count; });
   cudaError_t e = cudaSuccess;
   for (int i = 0; i < phases; ++i) {
     q.first_tile[i + 1] = q.first_tile[i] + int(CeilDiv(q.phase[i].rows, T::kRows));
@@ -221,9 +263,9 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* opera
   constexpr bool kAsItIs = kOfFeatures<T, kForward>;
   const int64_t rows = kAsItIs ? channels : q.columns, planes = taps && !kAsItIs ? 1 : p.Taps();
   if constexpr (kForward && T::kCopied) {
-    const dim3 grid(CeilDiv(p.features, 32), CeilDiv(p.channels, 32), p.Taps());
-    TransposeKernel<<<grid, dim3(32, 8), 0, stream>>>(static_cast<const float*>(filter), static_cast<float*>(workspace),
-                                                      int(p.channels), int(p.features));
+    const dim3 grid(CeilDiv(p.features, kSquare), CeilDiv(p.channels, kSquare), p.Taps());
+    TransposeKernel<<<grid, 256, 0, stream>>>(static_cast<const float*>(filter), static_cast<float*>(workspace),
+                                              int(p.channels), int(p.features));
     if (e == cudaSuccess) e = cudaPeekAtLastError();
     if (e == cudaSuccess)
       e = EncodeBoxes(&q.filter, p.in, workspace, {p.channels, rows, planes}, {T::kLine, T::kColumns, 1});
@@ -257,7 +299,7 @@ cudaError_t LaunchDataWgmma(const Problem& p, const Config& config, const void* 
     if constexpr (kFloats || (!kCopiedAlone && T::kColumns != 160))
       if (p.direction == Direction::kForward)
         return LaunchTile<T, true>(p, config, operand, filter, out, workspace, epilogue, stream);
-    if constexpr (!kCopiedAlone)
+    if constexpr (!kCopiedAlone && !(kFloats && kIsAcross<T>))
       if (p.direction == Direction::kDataGradient)
         return LaunchTile<T, false>(p, config, operand, filter, out, workspace, epilogue, stream);
     return cudaErrorInvalidValue;

@@ -18,11 +18,17 @@ struct WgmmaParams {
   FastDiv team;  // blocks that share a tile
   int window[kRank], out[kRank];
   int images;
-  bool scattered;  // the rows of a phase are not neighbours in the result
-  bool lattices;   // but 64 of them, of a line of one tap's columns, are a box there
-  bool boxes;      // the sums are stored as they are, in the operands' type
+  bool scattered;   // the rows of a phase are not neighbours in the result
+  bool lattices;    // but 64 of them, of a line of one tap's columns, are a box there
+  bool boxes;       // the sums are stored as they are, in the operands' type
+  bool alternates;  // the direction in which blocks go over the tiles
   Epilogue epilogue;
 };
+
+// The block's tile of this number, which others of its cluster have too; past the last if there is none.
+__device__ inline int TileOf(const WgmmaParams& p, int number) {
+  return TileOf(number, p.team.Div(blockIdx.x), p.team.Div(gridDim.x), p.alternates);
+}
 
 // The tile's rows in the result, in pixels, by the threads of a warpgroup.
 template <class T>
@@ -73,11 +79,11 @@ __device__ inline void StoreLattice(const WgmmaParams& p, const WgmmaPhase& f, u
 // Stores the sums in the operands' type: by TMA, or a phase's positions one by one.
 template <class T>
 __device__ void StoreBoxes(const WgmmaParams& p, const WgmmaPhase& f, const Ring<T>& ring, int warpgroup,
-                           const WgmmaPlace& place, const typename T::Sums& sums, typename T::In* out, int* pixels,
-                           int& turn) {
+                           const WgmmaPlace& place, const typename T::Sums& sums, const Rows& rows, typename T::In* out,
+                           int* pixels, int& turn) {
   const int thread = threadIdx.x % kWarpgroup;
   if ((p.scattered && !p.lattices) || T::kColumns % T::kLine != 0) FindPixels<T>(p, f, place, warpgroup, pixels);
-  StoreSlabs<T>(ring.Slabs(), warpgroup, sums, turn, [&](int row, int column, uint32_t slab) {
+  StoreSlabs<T>(ring.Slabs(), warpgroup, sums, rows, turn, [&](int row, int column, uint32_t slab) {
     const bool box = (!p.scattered || p.lattices) && column + T::kLine <= T::kColumns;
     if (box) hopper::ShowSharedToTma();
     hopper::SyncWarpgroup(1 + warpgroup);
@@ -110,7 +116,8 @@ __device__ void Finish(const WgmmaParams& p, float (&v)[4], const Vec<Out, 4>& r
 // not unrolled, since it holds the code of every activation.
 template <class T, class Out>
 __device__ void StoreFinished(const WgmmaParams& p, const WgmmaPhase& f, const Ring<T>& ring, int warpgroup,
-                              const WgmmaPlace& place, typename T::Sums& sums, Out* out, int* pixels, int& turn) {
+                              const WgmmaPlace& place, typename T::Sums& sums, const Rows& rows, Out* out, int* pixels,
+                              int& turn) {
   constexpr int kAcross = T::kColumns / 32, kRounds = 64 * 8 / kWarpgroup;
   const int thread = threadIdx.x % kWarpgroup, warp = thread / 32, lane = thread % 32;
   const int chunk = thread % 8, line = thread / 8;  // of what it stores: 4 columns of every 16th row
@@ -120,9 +127,14 @@ __device__ void StoreFinished(const WgmmaParams& p, const WgmmaPhase& f, const R
   };
   FindPixels<T>(p, f, place, warpgroup, pixels);
   hopper::SyncWarpgroup(1 + warpgroup);
+  float (&all)[T::kBlocks * T::kColumns / 2] = reinterpret_cast<float (&)[T::kBlocks * T::kColumns / 2]>(sums);
 #pragma unroll 1
-  for (int part = 0; part < T::kBlocks * kAcross; ++part, turn ^= 1) {
+  for (int part = 0; part < T::kBlocks * kAcross; ++part) {
     const int row = part / kAcross * 64, column = place.column + part % kAcross * 32 + chunk * 4;
+    if (!rows.Has(row)) {
+      Rotate<16>(all);
+      continue;
+    }
     const uint32_t slab = ring.Slabs() + (warpgroup * 2 + turn) * T::kSlab;
     // What comes from far away first.
     Vec<Out, 4> residual[kRounds];
@@ -135,7 +147,6 @@ __device__ void StoreFinished(const WgmmaParams& p, const WgmmaPhase& f, const R
                                                               int64_t{pixel} * p.columns + column);
       }
     }
-    float (&all)[T::kBlocks * T::kColumns / 2] = reinterpret_cast<float (&)[T::kBlocks * T::kColumns / 2]>(sums);
 #pragma unroll
     for (int j = 0; j < 4; ++j)
 #pragma unroll
@@ -143,6 +154,7 @@ __device__ void StoreFinished(const WgmmaParams& p, const WgmmaPhase& f, const R
         hopper::StorePair(slab + place_of(16 * warp + lane / 4 + 8 * half, 2 * j + lane % 4 / 2) + lane % 2 * 8,
                           all[4 * j + 2 * half], all[4 * j + 2 * half + 1]);
     Rotate<16>(all);
+    turn ^= 1;
     hopper::SyncWarpgroup(1 + warpgroup);
 #pragma unroll 1
     for (int i = 0; i < kRounds; ++i) {
@@ -163,7 +175,7 @@ __device__ void StoreFinished(const WgmmaParams& p, const WgmmaPhase& f, const R
 // Stores the sums of a product whose filter went through registers, in which they lie as the result has them.
 template <class T>
 __device__ void StoreHeld(const WgmmaParams& p, const WgmmaPhase& f, int warpgroup, const WgmmaPlace& place,
-                          typename Held<T>::Sums& sums, float* out, int* pixels) {
+                          typename Held<T>::Sums& sums, const Rows& rows, float* out, int* pixels) {
   using H = Held<T>;
   using Columns = Vec<float, H::kVector>;
   const int column = place.column + H::Column();
@@ -175,8 +187,9 @@ __device__ void StoreHeld(const WgmmaParams& p, const WgmmaPhase& f, int warpgro
 #pragma unroll
     for (int i = 0; i < T::kRows / 4; ++i) {
       if (i % 2 == 0) asm volatile("" ::: "memory");  // or all rows' pixels are loaded first, into too many registers
-      const int pixel = pixels[H::Row(i)];
-      if (pixel >= 0) *reinterpret_cast<Columns*>(out + int64_t{pixel} * p.in_row.columns.divisor) = H::Get(sums, i);
+      const int row = H::Row(i), pixel = pixels[row];
+      if (pixel >= 0 && rows.Has(row))
+        *reinterpret_cast<Columns*>(out + int64_t{pixel} * p.in_row.columns.divisor) = H::Get(sums, i);
     }
     return;
   }
@@ -189,8 +202,8 @@ __device__ void StoreHeld(const WgmmaParams& p, const WgmmaPhase& f, int warpgro
     if (p.epilogue.residual != nullptr) {
 #pragma unroll
       for (int k = 0; k < kEach; ++k) {
-        const int pixel = pixels[H::Row(i + k)];
-        if (pixel >= 0)
+        const int row = H::Row(i + k), pixel = pixels[row];
+        if (pixel >= 0 && rows.Has(row))
           residual[k] = *reinterpret_cast<const Columns*>(static_cast<const float*>(p.epilogue.residual) +
                                                           int64_t{pixel} * p.columns + column);
       }
@@ -201,8 +214,8 @@ __device__ void StoreHeld(const WgmmaParams& p, const WgmmaPhase& f, int warpgro
     for (auto& block : sums) Rotate<kShare>(block);
 #pragma unroll 1
     for (int k = 0; k < kEach; ++k) {
-      const int pixel = pixels[H::Row(i + k)];
-      if (pixel >= 0) {
+      const int row = H::Row(i + k), pixel = pixels[row];
+      if (pixel >= 0 && rows.Has(row)) {
         Add<float>(v[0].v, p.epilogue.bias, column);
         if (p.epilogue.residual != nullptr) {
 #pragma unroll

@@ -1,6 +1,7 @@
-// The block-level product's transpose, of 16-bit floats: the result's columns are wgmma's rows, and its rows wgmma's
-// columns, which there may be any multiple of 8 of. So a tile may have as many rows as make all multiprocessors equal
-// parts of a layer. The two warpgroups multiply every stage together, 64 of the tile's 128 columns each.
+// The block-level product's transpose: the result's columns are wgmma's rows, and its rows wgmma's columns, which there
+// may be any multiple of 8 of. So a tile may have as many rows as make all multiprocessors equal parts of a layer. The
+// two warpgroups multiply every stage together, 64 of the tile's 128 columns each. Floats are multiplied so forward,
+// where the filter goes through registers and sums are stored as they are (wgmma_held.cuh).
 #pragma once
 
 #include "cuda/conv/data_wgmma.cuh"
@@ -12,17 +13,24 @@ struct AcrossTile {
   using In = In_;
   static constexpr bool kCopied = false;
   static constexpr int kRows = kRows_, kColumns = 128, kLine = kLineBytes / sizeof(In), kDepth = kLine;
+  static constexpr int kPart = 16;  // rows that a block of a cluster finishes, at least
   static constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
   static constexpr int kSlab = 64 * kLineBytes;  // bytes of a warpgroup's columns in a stage
   static constexpr int kBytesA = kRows * kLineBytes, kBytesB = kConsumers * kSlab, kStageBytes = kBytesA + kBytesB;
   // All sums of a warpgroup wait to be stored, a line of its columns for each row.
-  static constexpr int kOut = kRows * kLineBytes, kStoreBytes = kConsumers * kOut, kPixelBytes = kConsumers * kRows * 4,
-                       kBarrierBytes = kMaxStages * 16 + 16;
+  static constexpr int kOut = sizeof(In) == 2 ? kRows * kLineBytes : 0, kStoreBytes = kConsumers * kOut,
+                       kPixelBytes = kConsumers * kRows * 4, kBarrierBytes = kMaxStages * 16 + 16;
   static constexpr int kStages =
       std::min(kMaxStages, ((227 << 10) - kStoreBytes - kPixelBytes - kBarrierBytes) / kStageBytes);
   static constexpr int kSharedBytes = kStages * kStageBytes + kStoreBytes + kPixelBytes + kBarrierBytes;
   using Sums = float[1][kRows / 2];
   static_assert(kRows % 16 == 0);
+};
+
+// What a warpgroup has of it.
+template <int kRows_>
+struct AcrossPart {
+  static constexpr int kRows = kRows_, kColumns = 64;
 };
 
 template <class T>
@@ -157,6 +165,8 @@ cudaError_t VisitAcrossTile(const Problem& p, const Config& config, F&& f) {
         return cudaErrorInvalidValue;
     }
   };
+  if (p.in == DType::kF32)
+    return config.tile == Tile::kWgmma192Across ? f(TypeTag<AcrossTile<float, 192>>()) : cudaErrorInvalidValue;
   return p.in == DType::kBF16 ? with_type(TypeTag<__nv_bfloat16>()) : with_type(TypeTag<__half>());
 }
 

@@ -32,14 +32,14 @@ struct Held {
   }
 };
 
-// sums = (A B)^T over the ring's next `steps` stages, at least one, by the warpgroup whose turn it is at the block's
-// tile of this number. In a stage A is followed by B, in slabs of 32 columns.
-template <class T>
-__device__ void MultiplyHeldStages(Ring<T>& ring, int steps, int number, typename Held<T>::Sums& sums) {
-  using H = Held<T>;
+// sums = (A B)^T over the ring's next `steps` stages, at least one, where B lies at `filter` of each, in slabs of 32
+// columns. The last products run on; returns the stage that they read.
+template <class Part, class T>
+__device__ int MultiplyHeldSteps(Ring<T>& ring, int steps, uint32_t filter, typename Held<Part>::Sums& sums) {
+  using H = Held<Part>;
   // Where the columns lie at the thread's first term, and at the one 4 below.
   const int column = H::Column(), term = threadIdx.x % 4, chunk = column % 32 / 4;
-  const uint32_t place = T::kBytesA + column / 32 * H::kSlab + column % 4 * 4,
+  const uint32_t place = filter + column / 32 * H::kSlab + column % 4 * 4,
                  first = place + term * kLineBytes + ((chunk ^ term) << 4),
                  second = place + (term + 4) * kLineBytes + ((chunk ^ (term + 4)) << 4);
   // A quarter's terms are loaded while earlier products run. Registers must not change before the product that reads
@@ -55,7 +55,6 @@ __device__ void MultiplyHeldStages(Ring<T>& ring, int steps, int number, typenam
     }
   };
 
-  BeginTurn(ring, number);
   hopper::WaitBarrier(ring.Full(), ring.parity);
   load(0);
   int last = 0;
@@ -69,7 +68,8 @@ __device__ void MultiplyHeldStages(Ring<T>& ring, int steps, int number, typenam
       hopper::BeginProducts();
 #pragma unroll
       for (int m = 0; m < H::kBlocks; ++m)
-        hopper::MultiplyHeld<T::kRows>(sums[m], held[quarter][m], rows + quarter * (32 >> 4), step > 0 || quarter > 0);
+        hopper::MultiplyHeld<Part::kRows>(sums[m], held[quarter][m], rows + quarter * (32 >> 4),
+                                          step > 0 || quarter > 0);
       hopper::CommitProducts();
       if (quarter < 3) load(quarter + 1);
     }
@@ -79,6 +79,14 @@ __device__ void MultiplyHeldStages(Ring<T>& ring, int steps, int number, typenam
     hopper::WaitBarrier(ring.Full(), ring.parity);
     load(0);
   }
+  return last;
+}
+
+// The same of all columns, by the warpgroup whose turn it is at the block's tile of this number.
+template <class T>
+__device__ void MultiplyHeldStages(Ring<T>& ring, int steps, int number, typename Held<T>::Sums& sums) {
+  BeginTurn(ring, number);
+  const int last = MultiplyHeldSteps<T>(ring, steps, T::kBytesA, sums);
   EndTurn(ring, number, last, sums);
 }
 

@@ -76,6 +76,11 @@ __device__ int64_t ResultColumn(const Params& p, int column) {
   return int64_t{PhasePixel(p, phase)} * p.in_row.columns.divisor + rest;
 }
 
+// The block's tile of this number, where `blocks` go over all tiles, in the same direction or there and back.
+__device__ inline int TileOf(int number, int block, int blocks, bool alternates) {
+  return number * blocks + (alternates && number % 2 == 1 ? blocks - 1 - block : block);
+}
+
 // A tile of the grid; and how far from the first phase's are its pixels and its tap.
 struct WgmmaPlace {
   int phase, column, row, pixel, tap;

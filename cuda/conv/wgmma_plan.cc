@@ -31,10 +31,10 @@ Cost CostOf(const TileShape& t, const Problem& p) {
   constexpr Cost k128x256[] = {{}, {}, {1110, 4000}, {1040, 8000}};
   constexpr Cost k256x128[] = {{}, {}, {1120, 4500}};
   constexpr Cost k256x160[] = {{}, {}, {1340, 5000}};
-  constexpr Cost kCopied = {630, 8300};
+  constexpr Cost kCopied = {550, 8300};
   // Across, no other warpgroup hides what is between tiles.
-  constexpr Cost k80Across = {440, 1400}, k96Across = {465, 1500}, k160Across = {670, 1800}, k192Across = {785, 1950},
-                 k208Across = {940, 2000};
+  constexpr Cost k80Across = {440, 1400}, k96Across = {465, 1500}, k160Across = {670, 1800}, k208Across = {940, 2000};
+  constexpr Cost k192Across[] = {{785, 1950}, {}, {}, {}, {930, 4500}};
   const bool filter = p.direction == Direction::kFilterGradient, floats = p.in == DType::kF32;
   const int which = 2 * filter + floats, held = floats && p.direction == Direction::kForward ? 4 : which;
   switch (t.tile) {
@@ -59,7 +59,7 @@ Cost CostOf(const TileShape& t, const Problem& p) {
     case Tile::kWgmma160Across:
       return k160Across;
     case Tile::kWgmma192Across:
-      return k192Across;
+      return k192Across[held];
     case Tile::kWgmma208Across:
       return k208Across;
     case Tile::kWgmma128x256:
@@ -121,7 +121,7 @@ bool TakesWgmma(const Problem& p, const TileShape& t) {
   if (p.in == DType::kF64 || (floats && (p.products != 1 || (filter && t.rows != 128)))) return false;
   const bool forward = p.direction == Direction::kForward;
   if (IsAcross(t.tile)) {
-    if (filter || floats || p.out != p.in) return false;
+    if (filter || p.out != p.in || (floats && !(forward && t.tile == Tile::kWgmma192Across))) return false;
   } else if (t.rows * t.columns > 128 * 160) {
     if (!filter) return false;
   } else if (t.columns == 160 && (filter || (forward && !floats))) {
@@ -141,18 +141,19 @@ bool TakesWgmma(const Problem& p, const TileShape& t) {
   return count > 0 && p.channels % (halves ? chunk / 2 : chunk) == 0;
 }
 
-int64_t MostBlocks(const Problem& p, const TileShape& t) {
-  const bool copied = t.tile == Tile::kWgmma128x128Copied;
-  if (p.direction == Direction::kFilterGradient || copied || IsAcross(t.tile) || t.rows > 128 || t.columns > 128)
-    return 1;
+bool MayShare(const Problem& p, const TileShape& t, int64_t blocks) {
+  if (blocks == 1) return true;
+  if (p.direction == Direction::kFilterGradient || t.tile == Tile::kWgmma128x128Copied) return false;
+  // Large tiles are sent (wgmma_team.cuh), across of floats alone; of the others, blocks divide the rows evenly.
+  if (IsAcross(t.tile) ? p.in != DType::kF32 || blocks > 3 : t.columns == 160 ? blocks > 2 : blocks == 3) return false;
+  if (!IsAcross(t.tile) && t.rows > 128) return false;
   // In a phase, or of a dilated input, some blocks could be left without a tap; or all of them, of an input so dilated.
   const Phases f = PhasesOf(p);
   for (int d = 0; d < kRank; ++d)
-    if (f.period[d] > 1 || f.tap_period[d] > 1) return 1;
+    if (f.period[d] > 1 || f.tap_period[d] > 1) return false;
   MappedPhase maps[kMaxMaps];
-  if (MapPhases(p, maps) == 0 || maps[0].tap_count == 0) return 1;
-  constexpr int64_t kMost = 8;  // of a cluster on every device
-  return std::min(kMost, p.Taps() * CeilDiv(p.DepthChannels(), WgmmaDepth(p.in)) / 2);
+  if (MapPhases(p, maps) == 0 || maps[0].tap_count == 0) return false;
+  return blocks <= p.Taps() * CeilDiv(p.DepthChannels(), WgmmaDepth(p.in)) / 2;
 }
 
 int64_t TransposedBytes(const Problem& p, const TileShape& t) {
@@ -192,6 +193,7 @@ std::optional<Config> PlanFilterWgmma(const Problem& p, const TileShape& t, int6
 }
 
 double WgmmaCycles(const Problem& p, const TileShape& t, int64_t cluster) {
+  constexpr double kCopyMoves = 1.9;  // of a filter
   Cost cost = CostOf(t, p);
   const Gemm g = GemmOf(p);
   const int64_t channels = p.DepthChannels(), line = WgmmaDepth(p.in);
@@ -219,14 +221,24 @@ double WgmmaCycles(const Problem& p, const TileShape& t, int64_t cluster) {
   const double longest = most_taps * lines;  // of the tiles that have most
   if (cluster > 1) {
     // Clusters have to fit into the device's groups of multiprocessors, and none has a second tile to hide the first.
-    const double clusters = cluster == 2 ? 66 : cluster == 4 ? 30 : 15, exchange = 2000 + t.rows * t.columns / 4;
-    return std::ceil(tiles / clusters) * (1.3 * std::ceil(steps / cluster) * cost.step + cost.tile + exchange);
+    const double clusters = cluster == 2 ? 66 : cluster == 3 ? 36 : cluster == 4 ? 30 : 15;
+    const double exchange = 2000 + t.rows * t.columns / 4;
+    // Blocks that read different steps find less of what they read on its way to others already.
+    const double delay = IsAcross(t.tile) ? (g.rows < 8 * t.rows ? 1.35 : 1) : t.columns == 160 ? 1 : 1.3;
+    return std::ceil(tiles / clusters) * (delay * std::ceil(steps / cluster) * cost.step + cost.tile + exchange) +
+           TransposingCycles(p, t, kCopyMoves);
   }
   const double each = std::ceil(tiles / kMultiprocessors), busy = steps * cost.step;
+  // Memory bounds all but what comes before the first step and after the last.
+  const double pixels =
+      p.direction == Direction::kForward ? std::min(p.XPixels(), p.YPixels() * p.Taps()) : p.YPixels();
+  const double elements = p.images * pixels * channels + double(p.FilterSize()) + double(g.rows) * g.columns;
+  const double memory = elements * SizeOf(p.in) / (kMultiprocessors * kBytesPerCycle);
   constexpr double kBegin = 4400;  // until the first step
-  if (IsAcross(t.tile)) return std::max(each * (busy + cost.tile), longest * cost.step + cost.tile) + kBegin;
-  return std::max(each * std::max(busy, (busy + cost.tile) / 2), longest * cost.step) + cost.tile +
-         TransposingCycles(p, t, p.direction == Direction::kForward ? 3.3 : 2);
+  if (IsAcross(t.tile))
+    return std::max({each * (busy + cost.tile), longest * cost.step + cost.tile, memory + 1.5 * cost.tile}) + kBegin;
+  return std::max({each * std::max(busy, (busy + cost.tile) / 2), longest * cost.step, memory}) + cost.tile +
+         TransposingCycles(p, t, kCopyMoves);
 }
 
 }  // namespace jaxdnn::conv

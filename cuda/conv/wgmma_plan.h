@@ -8,8 +8,8 @@ namespace jaxdnn::conv {
 // Whether the tile's kernel can do the problem, on a device that has it.
 bool TakesWgmma(const Problem& p, const TileShape& t);
 
-// How many blocks may share a tile (wgmma_team.cuh).
-int64_t MostBlocks(const Problem& p, const TileShape& t);
+// Whether so many blocks may share a tile (wgmma_team.cuh).
+bool MayShare(const Problem& p, const TileShape& t, int64_t blocks);
 
 // Bytes of workspace for an operand that wgmma wants K-major, since TF32 has no MN-major operands: y in the filter
 // gradient, and forward, of some tiles, the filter.

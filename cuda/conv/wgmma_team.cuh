@@ -1,6 +1,7 @@
-// A tile that the blocks of a cluster compute together, each a share of the steps: where there are far fewer tiles than
-// multiprocessors. Such a block has one tile. It leaves its sums where the ring's stages were, and finishes some of the
-// tile's rows: it adds what all blocks have of them, in the blocks' order.
+// A tile that the blocks of a cluster compute together, each a share of the steps: where there are fewer tiles than
+// multiprocessors. Such a block has one tile, and finishes some of the tile's rows: it adds what all blocks have of
+// them, in the blocks' order. Of large tiles, the others send it theirs, to where its ring's stages were. Of the rest,
+// each leaves all sums there, and reads what it finishes.
 #pragma once
 
 #include "cuda/common/cluster.cuh"
@@ -23,6 +24,72 @@ struct Share {
   }
   __device__ int Steps() const { return end - first; }
 };
+
+// The rows of the tile that a block of `team` finishes, in parts of T::kPart.
+template <class T>
+__device__ Rows OwnRows(const FastDiv& team) {
+  constexpr int kParts = T::kRows / T::kPart;
+  if (team.divisor == 1) return {0, T::kRows};
+  int rank;
+  team.Div(blockIdx.x, &rank);
+  const auto first = [&](int rank) { return team.Div(rank * kParts + int(team.divisor) - 1) * T::kPart; };
+  return {first(rank), first(rank + 1)};
+}
+
+// Adds to the sums of this block's rows, in the blocks' order, what the kSize blocks of the team have of them. The
+// others' come through the shared memory at `at`, where no stage is needed any more by those who call this.
+template <int kSize, class T, int kCount>
+__device__ void ExchangeSums(uint32_t at, float (&sums)[kCount]) {
+  constexpr int kParts = T::kRows / T::kPart, kFours = kCount / kParts / 4, kFourBytes = kWarpgroup * 16;
+  // Two warpgroups may exchange at a time.
+  static_assert((kParts + kSize - 1) / kSize * kSize * kFours * kFourBytes <= T::kStages * T::kStageBytes / kConsumers);
+  const int rank = blockIdx.x % kSize;
+  at += threadIdx.x % kWarpgroup * 16;
+  // Where a block finds what another has left of a part.
+  const auto place = [&](int part, int owner, int from) {
+    return at + ((part - (owner * kParts + kSize - 1) / kSize) * kSize + from) * kFours * kFourBytes;
+  };
+  ClusterArrive();
+  ClusterWait();  // nobody needs a stage
+#pragma unroll
+  for (int part = 0; part < kParts; ++part) {
+    const int owner = part * kSize / kParts;
+    if (owner == rank) continue;
+    const uint32_t to = RemoteAddress(place(part, owner, rank), owner);
+#pragma unroll
+    for (int i = 0; i < kFours; ++i) {
+      const float* v = &sums[(part * kFours + i) * 4];
+      StoreRemote(to + i * kFourBytes, {v[0], v[1], v[2], v[3]});
+    }
+  }
+  ClusterArrive();
+  ClusterWait();  // all sums are there
+#pragma unroll
+  for (int part = 0; part < kParts; ++part) {
+    if (part * kSize / kParts != rank) continue;
+#pragma unroll
+    for (int i = 0; i < kFours; ++i) {
+      float* v = &sums[(part * kFours + i) * 4];
+      float sum[4] = {};
+#pragma unroll
+      for (int from = 0; from < kSize; ++from) {
+        uint32_t words[4];
+        hopper::LoadWords(words, place(part, rank, from) + i * kFourBytes);  // one's own are not there
+#pragma unroll
+        for (int k = 0; k < 4; ++k) sum[k] += from == rank ? v[k] : __uint_as_float(words[k]);
+      }
+#pragma unroll
+      for (int k = 0; k < 4; ++k) v[k] = sum[k];
+    }
+  }
+}
+template <class T, int kCount>
+__device__ void ExchangeSums(uint32_t at, int team, float (&sums)[kCount]) {
+  if (team == 2) ExchangeSums<2, T>(at, sums);
+  if constexpr (T::kRows / T::kPart > 2) {
+    if (team == 3) ExchangeSums<3, T>(at, sums);
+  }
+}
 
 // Where four columns of a row are in the shared memory at `sums`.
 template <class T>

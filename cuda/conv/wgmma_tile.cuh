@@ -33,9 +33,11 @@ struct WgmmaTile {
   static constexpr int kRows = kRows_, kColumns = kColumns_, kLine = kLineBytes / sizeof(In), kDepth = kLine;
   static constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
   static constexpr int kBlocks = kRows / 64;     // rows of one wgmma
+  static constexpr int kPart = 64;               // rows that a block of a cluster finishes, at least
   static constexpr int kSlab = 64 * kLineBytes;  // bytes: 64 rows, or columns, of a stage
+  // Of filter gradients' MN-major operands whole lines of columns are loaded.
   static constexpr int kBytesA = kRows * kLineBytes,
-                       kBytesB = (kColumns * sizeof(In) + kLineBytes - 1) / kLineBytes * kDepth * kLineBytes,
+                       kBytesB = (kSlabs ? kColumns : (kColumns + kLine - 1) / kLine * kLine) * kLineBytes,
                        kStageBytes = kBytesA + kBytesB;
   // Sums wait in two slabs of each warpgroup to be stored, to pixels whose numbers stand there too.
   static constexpr int kStoreBytes = kSlabs ? kConsumers * 2 * kSlab : 0,
@@ -169,15 +171,24 @@ __device__ uint32_t Pack(float a, float b) {
   return word;
 }
 
-// Hands the sums on in slabs of 64 rows and a line of columns, in the operands' type, swizzled as the TMA unit wants
-// them: store(row, column, slab) begins to store one, whose first row and column in the tile these are, and may be
-// called for the next before it is done. The threads of the warpgroup call it together. `turn` is whose turn it is of
-// the two slabs.
+// Some of a tile's rows, in whole parts.
+struct Rows {
+  int first, end;
+
+  __device__ bool Has(int row) const { return first <= row && row < end; }
+};
+
+// Hands these rows' sums on in slabs of 64 rows and a line of columns, in the operands' type, swizzled as the TMA unit
+// wants them: store(row, column, slab) begins to store one, whose first row and column in the tile these are, and may
+// be called for the next before it is done. The threads of the warpgroup call it together. `turn` is whose turn it is
+// of the two slabs.
 template <class T, class Store>
-__device__ void StoreSlabs(uint32_t slabs, int warpgroup, const typename T::Sums& sums, int& turn, const Store& store) {
+__device__ void StoreSlabs(uint32_t slabs, int warpgroup, const typename T::Sums& sums, const Rows& rows, int& turn,
+                           const Store& store) {
   const int thread = threadIdx.x % kWarpgroup, warp = thread / 32, lane = thread % 32;
 #pragma unroll
-  for (int m = 0; m < T::kBlocks; ++m)
+  for (int m = 0; m < T::kBlocks; ++m) {
+    if (!rows.Has(m * 64)) continue;
 #pragma unroll
     for (int s = 0; s * T::kLine < T::kColumns; ++s, turn ^= 1) {
       const uint32_t slab = slabs + (warpgroup * 2 + turn) * T::kSlab;
@@ -204,6 +215,7 @@ __device__ void StoreSlabs(uint32_t slabs, int warpgroup, const typename T::Sums
       }
       store(m * 64, s * T::kLine, slab);
     }
+  }
 }
 
 // Exchanges words among four neighbouring lanes: v[i] becomes what lane i of them has in v[lane].
