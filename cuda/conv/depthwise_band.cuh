@@ -14,14 +14,14 @@
 
 namespace jaxdnn::conv::depthwise {
 
-constexpr int kBandThreads = 256, kBandWarps = kBandThreads / 32;
-constexpr int kBandChannels = 32, kBandChunks = kBandChannels / 8;  // of a block; 16 bytes each
+constexpr int kBandThreads = 128, kBandWarps = kBandThreads / 32;
+constexpr int kBandChannels = 16, kBandChunks = kBandChannels / 8;  // of a block; 16 bytes each
 constexpr int kBandStrips = 8, kBandStrip = 16, kBandHalo = 8;      // of results; what a run of strips sees besides
 constexpr int kBandStages = 6;
 
 // Where a pixel's chunks are in a line in shared memory, in chunks: pixels are five apart, and strips one more, so that
 // half a warp's loads of eight bytes find each bank twice, the fewest that chunks of 16 allow.
-__host__ __device__ constexpr int BandChunk(int pixel) { return 5 * pixel + pixel / kBandStrip; }
+__host__ __device__ constexpr int BandChunk(int pixel) { return (kBandChunks + 1) * pixel + pixel / kBandStrip; }
 
 // How the strips of a block lie: `across` side by side in a run, and runs of `beside` sequences, which are parts of
 // `lines` lines of a plane of an image.
@@ -53,7 +53,7 @@ struct BandTile {
     for (int64_t count = 1; count == 1 || count * kFewestLines <= height; ++count) {
       const int64_t each = CeilDiv(height, count), groups_of = CeilDiv(p.images * plane_count * count, beside);
       const int64_t blocks = p.batch * groups_of * tiles.divisor * slabs.divisor;
-      const int64_t cost = CeilDiv(blocks, 132) * (each + taps - 1 + kStart);
+      const int64_t cost = CeilDiv(blocks, 2 * 132) * (each + taps - 1 + kStart);
       if (cost < least) best = count, least = cost;
     }
     lines = int(CeilDiv(std::max<int64_t>(height, 1), best));
@@ -66,7 +66,7 @@ struct BandTile {
   __host__ __device__ int Across() const { return 1 << across_bits; }
   __host__ __device__ int RunPixels() const { return (kBandStrip << across_bits) + kBandHalo; }
   // From one run to the next in shared memory.
-  __host__ __device__ int RunChunks() const { return BandChunk(RunPixels() - 1) + 5; }
+  __host__ __device__ int RunChunks() const { return BandChunk(RunPixels() - 1) + kBandChunks + 1; }
   __host__ __device__ int StripChunk(int strip) const {
     return (strip >> across_bits) * RunChunks() + (strip & (Across() - 1)) * BandChunk(kBandStrip);
   }

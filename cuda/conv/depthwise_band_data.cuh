@@ -17,7 +17,7 @@ struct Band {
   static constexpr int kLines = kLines_, kColumns = kColumns_;
   static_assert(kColumns <= 9, "eight results see 16 values");
   // Results that wait for their channels' neighbours, of a warp; those of four warps are in different banks.
-  static constexpr int kStagedWarp = 2 * 32 * 16 + 16, kStaged = kBandWarps * kStagedWarp;
+  static constexpr int kStagedWarp = 2 * 32 * 16 + 32, kStaged = kBandWarps * kStagedWarp;
 
   static bool Takes(const DataParams& q) {
     return q.epilogue.residual == nullptr && q.epilogue.activation.kind == activation::Kind::kIdentity && !q.widened &&
@@ -30,7 +30,7 @@ struct Band {
 };
 
 template <class B, class T>
-__global__ void __launch_bounds__(kBandThreads, 1)
+__global__ void __launch_bounds__(kBandThreads, 2)
     BandKernel(const __grid_constant__ DataParams p, const __grid_constant__ BandTile t, const char* in,
                const char* filter, char* out) {
   constexpr int kLines = B::kLines, kColumns = B::kColumns, kOwn = 4;  // channels of a warp

@@ -27,7 +27,7 @@ struct BandTaps {
   // Sets how the work is shared out, and returns how many blocks there are.
   static int64_t Share(FilterParams& q, const Problem& p, const BandTile& t) {
     q.units = int(t.groups.divisor * t.tiles.divisor);
-    const int64_t slabs = p.batch * t.slabs.divisor, places = std::max<int64_t>(132 / slabs, 1);
+    const int64_t slabs = p.batch * t.slabs.divisor, places = std::max<int64_t>(2 * 132 / slabs, 1);
     q.splits = int(std::min<int64_t>({places, q.units, q.splits}));
     return slabs * q.splits;
   }
@@ -59,7 +59,7 @@ __device__ float TapOf(const FilterParams& p, const BandTile& t, const char* x, 
 }
 
 template <class B, class T>
-__global__ void __launch_bounds__(kBandThreads, 1)
+__global__ void __launch_bounds__(kBandThreads, 2)
     BandFilterKernel(const __grid_constant__ FilterParams p, const __grid_constant__ BandTile t, const char* x,
                      const char* y, float* partial, char* out) {
   constexpr int kLines = B::kLines, kColumns = B::kColumns, kOwn = 4;  // channels of a warp

@@ -212,7 +212,7 @@ cudaError_t LaunchDepthwiseData(const Problem& p, const void* operand, const voi
                                  Grid{CeilDiv(warps, kDepthwiseWarps), kDepthwiseThreads, kDepthwiseWarps * kRing}, r);
             });
           },
-          TypeTag<Ring<3, 3, 1, 7, 4>>{}, TypeTag<Ring<3, 3, 2, 7, 4>>{}, TypeTag<Ring<5, 5, 1, 7, 2>>{},
+          TypeTag<Ring<3, 3, 1, 7, 4>>{}, TypeTag<Ring<3, 3, 2, 3, 6>>{}, TypeTag<Ring<5, 5, 1, 7, 2>>{},
           TypeTag<Ring<5, 5, 2, 5, 3>>{}, TypeTag<Ring<7, 7, 1, 7, 2>>{});
       if (status != cudaErrorInvalidValue) return status;
     }

@@ -70,11 +70,16 @@ __device__ void LoadPlanes(char* to, int plane_bytes, FastDiv pairs, int lines, 
   }
 }
 
-// The values 8 k of a row of each strip of a set, for ldmatrix: the address of matrix lane / 8's row.
-__device__ inline uint32_t SetRows(const WideTile& t, const char* plane, int pitch) {
-  const int lane = threadIdx.x % 32, strip = lane % 8;
+// Where a row of ldmatrix begins: of a set's strip lane % 8, and 8 `values` on.
+__device__ inline uint32_t SetRow(const WideTile& t, const char* plane, int pitch, int values) {
+  const int strip = threadIdx.x % 8;
   return SharedAddress(plane) + (strip >> t.across_bits) * pitch +
-         (strip & ((1 << t.across_bits) - 1)) * 2 * WideTile::kStrip + lane / 8 * 16;
+         (strip & ((1 << t.across_bits) - 1)) * 2 * WideTile::kStrip + 16 * values;
+}
+
+// Of the operand: the second matrix of a product's rows is that of the next eight results, which is the third too.
+__device__ inline uint32_t SetRow(const WideTile& t, const char* plane) {
+  return SetRow(t, plane, t.pitch, (threadIdx.x % 32 / 8 + 1) / 2);
 }
 
 }  // namespace jaxdnn::conv::depthwise

@@ -92,44 +92,38 @@ __global__ void __launch_bounds__(WideTile::kThreads, 1)
   const int channel = warp % kChannels, part = warp / kChannels;
   float sums[kSums][4] = {};
   {
-    const uint32_t rows = SetRows(t, shared + channel * plane_bytes + part * kSums * t.beside * t.pitch, t.pitch);
+    const uint32_t rows = SetRow(t, shared + channel * plane_bytes + part * kSums * t.beside * t.pitch);
     const int first_tap = 2 * pair - row;  // of the thread's column of the band
     const char* const own_taps = tap_tables + channel * table_bytes +
                                  ((first_tap & 1) * WideTile::kOddTaps + WideTile::kBeforeTaps + (first_tap >> 1)) * 4;
 #pragma unroll 1
     for (int phase = 0; phase < min(t.beside, taps); ++phase) {
       const int steps = (taps - 1 - phase) / t.beside + 1;  // lines of the window of this phase
+      // Line i of the phase is in place i % kSums.
       uint32_t band[kSums][2 * kSteps] = {};
 #pragma unroll 1
-      for (int i = 0; i < steps + kSums - 1; ++i) {
-        const int line = phase + t.beside * i;
+      for (int i0 = 0; i0 < steps + kSums - 1; i0 += kSums) {
 #pragma unroll
-        for (int k = 0; k < 2 * kSteps; ++k) {
+        for (int place = 0; place < kSums; ++place) {
+          const int i = i0 + place, line = phase + t.beside * i;
+          const int in_line = in_line0 + part * kSums * t.beside + line;
+          if (i >= steps + kSums - 1) break;
 #pragma unroll
-          for (int j = kSums - 1; j > 0; --j) band[j][k] = band[j - 1][k];
-          if (i < steps)
-            band[0][k] = *reinterpret_cast<const uint32_t*>(own_taps + line * WideTile::kLineTaps * 4 + k * 16);
-        }
-        const int in_line = in_line0 + part * kSums * t.beside + line;
-        if (in_line + t.beside <= 0 || in_line >= lines) continue;
-        uint32_t x[2][4];
-        LoadMatrices<false>(x[0], rows + line * t.pitch);
-        LoadMatrices<false>(x[1], rows + line * t.pitch + 64);
-        const auto multiply = [&](auto all) {
+          for (int k = 0; k < 2 * kSteps; ++k)
+            if (i < steps)
+              band[place][k] = *reinterpret_cast<const uint32_t*>(own_taps + line * WideTile::kLineTaps * 4 + k * 16);
+          if (in_line + t.beside <= 0 || in_line >= lines) continue;
 #pragma unroll
           for (int k = 0; k < kSteps; ++k) {
-            const uint32_t a[4] = {x[2 * k / 4][2 * k % 4], x[(2 * k + 1) / 4][(2 * k + 1) % 4],
-                                   x[(2 * k + 1) / 4][(2 * k + 1) % 4], x[(2 * k + 2) / 4][(2 * k + 2) % 4]};
+            uint32_t x[4];
+            LoadMatrices<false>(x, rows + line * t.pitch + 32 * k);
 #pragma unroll
-            for (int j = 0; j < kSums; ++j)
-              if (decltype(all)::value || static_cast<unsigned>(i - j) < static_cast<unsigned>(steps))
-                Mma<T>(sums[j], a, band[j][2 * k], band[j][2 * k + 1]);
+            for (int j = 0; j < kSums; ++j) {
+              const auto& of = band[(place - j + kSums) % kSums];
+              if (static_cast<unsigned>(i - j) < static_cast<unsigned>(steps))
+                Mma<T>(sums[j], x, of[2 * k], of[2 * k + 1]);
+            }
           }
-        };
-        if (i >= kSums - 1 && i < steps) {
-          multiply(std::true_type{});
-        } else {
-          multiply(std::false_type{});
         }
       }
     }

@@ -77,8 +77,8 @@ __global__ void __launch_bounds__(W::kThreads, 1)
   float* const own = taps + kChannels * window * columns + warp * W::kSum;
   for (int i = thread; i < kChannels * window * columns; i += W::kThreads) taps[i] = 0;
 
-  const uint32_t rows_x = SetRows(t, shared + warp * x_bytes, t.pitch),
-                 rows_y = SetRows(t, shared_y + warp * y_bytes, t.PitchY());
+  const uint32_t rows_x = SetRow(t, shared + warp * x_bytes),
+                 rows_y = SetRow(t, shared_y + warp * y_bytes, t.PitchY(), lane / 8 % 2);
 #pragma unroll 1
   for (int id = split; id < p.units; id += p.splits) {
     const WideUnit unit(p, t, problem, id);
@@ -99,40 +99,32 @@ __global__ void __launch_bounds__(W::kThreads, 1)
       for (int first = 0; first < steps; first += kHeld) {
         const int count = min(kHeld, steps - first);
         float sums[kHeld][kSteps][4] = {};
+        // Set i of y is in place i % kHeld.
         uint32_t held[kHeld][2] = {};
 #pragma unroll 1
-        for (int i = 0; i < t.sets + count - 1; ++i) {
+        for (int i0 = 0; i0 < t.sets + count - 1; i0 += kHeld) {
 #pragma unroll
-          for (int j = kHeld - 1; j > 0; --j) {
-            held[j][0] = held[j - 1][0];
-            held[j][1] = held[j - 1][1];
-          }
-          if (i < t.sets) {
-            uint32_t set[4];
-            LoadMatrices<true>(set, rows_y + i * t.beside * t.PitchY());
-            held[0][0] = set[0];
-            held[0][1] = set[1];
-          }
-          const int line = phase + t.beside * (first + i);
-          if (x_line0 + line + t.beside <= 0 || x_line0 + line >= p.at[1].axis.extent) continue;
-          uint32_t a[2][4];
-          LoadMatrices<true>(a[0], rows_x + line * t.pitch);
-          LoadMatrices<true>(a[1], rows_x + line * t.pitch + 64);
-          const auto multiply = [&](auto all) {
+          for (int place = 0; place < kHeld; ++place) {
+            const int i = i0 + place, line = phase + t.beside * (first + i);
+            if (i >= t.sets + count - 1) break;
+            if (i < t.sets) {
+              uint32_t set[4];
+              LoadMatrices<true>(set, rows_y + i * t.beside * t.PitchY());
+              held[place][0] = set[0];
+              held[place][1] = set[1];
+            }
+            if (x_line0 + line + t.beside <= 0 || x_line0 + line >= p.at[1].axis.extent) continue;
 #pragma unroll
             for (int k = 0; k < kSteps; ++k) {
-              const uint32_t middle = a[(2 * k + 1) / 4][(2 * k + 1) % 4];
-              const uint32_t both[4] = {a[2 * k / 4][2 * k % 4], middle, middle, a[(2 * k + 2) / 4][(2 * k + 2) % 4]};
+              uint32_t a[4];
+              LoadMatrices<true>(a, rows_x + line * t.pitch + 32 * k);
 #pragma unroll
-              for (int j = 0; j < kHeld; ++j)
-                if (decltype(all)::value || (j < count && static_cast<unsigned>(i - j) < static_cast<unsigned>(t.sets)))
-                  Mma<T>(sums[j][k], both, held[j][0], held[j][1]);
+              for (int j = 0; j < kHeld; ++j) {
+                const auto& of = held[(place - j + kHeld) % kHeld];
+                if (j < count && static_cast<unsigned>(i - j) < static_cast<unsigned>(t.sets))
+                  Mma<T>(sums[j][k], a, of[0], of[1]);
+              }
             }
-          };
-          if (count == kHeld && i >= kHeld - 1 && i < t.sets) {
-            multiply(std::true_type{});
-          } else {
-            multiply(std::false_type{});
           }
         }
         // Those of one tap are a diagonal.
