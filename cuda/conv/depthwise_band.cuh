@@ -17,7 +17,7 @@ namespace jaxdnn::conv::depthwise {
 constexpr int kBandThreads = 128, kBandWarps = kBandThreads / 32;
 constexpr int kBandChannels = 16, kBandChunks = kBandChannels / 8;  // of a block; 16 bytes each
 constexpr int kBandStrips = 8, kBandStrip = 16, kBandHalo = 8;      // of results; what a run of strips sees besides
-constexpr int kBandStages = 6;
+constexpr int kBandStages = 4;
 
 // Where a pixel's chunks are in a line in shared memory, in chunks: pixels are five apart, and strips one more, so that
 // half a warp's loads of eight bytes find each bank twice, the fewest that chunks of 16 allow.
@@ -47,13 +47,14 @@ struct BandTile {
     tiles = FastDiv(CeilDiv(columns, kBandStrip << across_bits));
     planes = FastDiv(plane_count);
     // Short parts are even work for all multiprocessors, but have lines in common; a ring takes some lines to fill.
-    constexpr int kStart = 6;
+    constexpr int kStart = 3;
     least = INT64_MAX;
     int64_t best = 1;
     for (int64_t count = 1; count == 1 || count * kFewestLines <= height; ++count) {
       const int64_t each = CeilDiv(height, count), groups_of = CeilDiv(p.images * plane_count * count, beside);
       const int64_t blocks = p.batch * groups_of * tiles.divisor * slabs.divisor;
-      const int64_t cost = CeilDiv(blocks, 2 * 132) * (each + taps - 1 + kStart);
+      // A block by itself waits more.
+      const int64_t rounds = CeilDiv(blocks, 132), cost = (rounds == 1 ? 4 : 3 * rounds) * (each + taps - 1 + kStart);
       if (cost < least) best = count, least = cost;
     }
     lines = int(CeilDiv(std::max<int64_t>(height, 1), best));

@@ -183,17 +183,17 @@ cudaError_t LaunchDepthwiseData(const Problem& p, const void* operand, const voi
             },
             TypeTag<Band<5, 5>>{}, TypeTag<Band<7, 7>>{});
         if (status != cudaErrorInvalidValue) return status;
-        status = VisitTaking(
-            q,
-            [&](auto tag) {
-              using W = typename decltype(tag)::type;
-              const WideTile t = W::Tile(q);
-              const Grid grid = W::GridOf(q, p, t);
-              return CanShare(grid.shared_bytes) ? launch_grid(WideKernel<W::kSteps, T>, grid, q, t)
-                                                 : cudaErrorInvalidValue;
-            },
-            TypeTag<Wide<2>>{}, TypeTag<Wide<3>>{});
-        if (status != cudaErrorInvalidValue) return status;
+        if (TakesWide(p)) {
+          const auto launch_wide = [&](auto tag) {
+            using W = decltype(tag);
+            const WideTile t = W::Tile(q);
+            const Grid grid = W::GridOf(q, p, t);
+            return CanShare(grid.shared_bytes) ? launch_grid(WideKernel<W::kSteps, T>, grid, q, t)
+                                               : cudaErrorInvalidValue;
+          };
+          status = p.window[2] <= Wide<2>::kColumns ? launch_wide(Wide<2>{}) : launch_wide(Wide<3>{});
+          if (status != cudaErrorInvalidValue) return status;
+        }
       }
     }
     const bool paired = Paired(p, {operand, filter, out});

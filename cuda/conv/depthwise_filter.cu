@@ -245,18 +245,21 @@ cudaError_t LaunchDepthwiseFilter(const Problem& p, const Config& config, const 
       };
       take(BandTaps<5, 5>{});
       take(BandTaps<7, 7>{});
-      const auto take_wide = [&](auto tag) {
-        using W = decltype(tag);
-        if (status != cudaErrorInvalidValue || !aligned || !W::Takes(q, p)) return;
-        FilterParams r = q;
-        const WideTile t = W::Tile(q);
-        const Grid grid = W::Share(r, p, t);
-        if (!CanShare(grid.shared_bytes)) return;
-        q = r;
-        status = launch_grid(WideFilterKernel<W, T>, grid, t);
-      };
-      take_wide(WideTaps<2>{});
-      take_wide(WideTaps<3>{});
+      if (status == cudaErrorInvalidValue && aligned && TakesWide(p)) {
+        const auto take = [&](auto tag) {
+          using W = decltype(tag);
+          FilterParams r = q;
+          const WideTile t = W::Tile(q);
+          const Grid grid = W::Share(r, p, t);
+          if (!CanShare(grid.shared_bytes)) return;
+          q = r;
+          status = launch_grid(WideFilterKernel<W, T>, grid, t);
+        };
+        if (p.window[2] <= WideTaps<2>::kColumns)
+          take(WideTaps<2>{});
+        else
+          take(WideTaps<3>{});
+      }
     }
     if (status == cudaErrorInvalidValue && paired && aligned) {
       status = VisitRingTaps<T>(q, p, [&](auto tag) {

@@ -49,8 +49,9 @@ struct Ring {
     // Where memory bounds, further turns of short segments are faster: blocks then follow the order of memory. With a
     // stride, whole columns are, if they are work for all multiprocessors.
     const int64_t most = 28 / SizeOf(p.in);
-    if (kLines <= 3 && kStride > 1 && columns * q.slabs.count.divisor >= 4 * 132)
-      q.segment = lines;
+    constexpr int kFewest = 7;
+    if (kLines <= 3 && kStride > 1)
+      q.segment = columns * q.slabs.count.divisor >= 6 * 132 ? lines : std::max(q.segment, std::min(lines, kFewest));
     else if (kLines <= 3 && q.segment > most)
       q.segment = int(CeilDiv(lines, CeilDiv(lines, most)));
     q.segments = FastDiv(CeilDiv(lines, q.segment));

@@ -4,12 +4,13 @@
 
 #include "cuda/common/mma.cuh"
 #include "cuda/conv/depthwise.cuh"
+#include "cuda/conv/depthwise_plan.h"
 
 namespace jaxdnn::conv::depthwise {
 
 // Strips of 16 results in a line are a product's rows: eight of them, side by side or in `beside` lines, a set.
 struct WideTile {
-  static constexpr int kChannels = 8, kSets = 14, kStrips = 8, kStrip = 16;
+  static constexpr int kChannels = 8, kSets = 14, kStrips = kWideStrips, kStrip = kWideStrip;
   static constexpr int kThreads = 512, kParts = kThreads / 32 / kChannels, kSums = kSets / kParts;
   // Words of a line of the window: pairs of taps that begin with an even one and, apart by half the banks, an odd one.
   // Four come before the first.
@@ -23,8 +24,7 @@ struct WideTile {
 
   // Blocks of so many sets of the results or gradients `at`, which see 16 `steps` values.
   WideTile(const PhasedAxis (&at)[kRank], int channels, int steps, int sets) : sets(sets) {
-    across_bits = 0;
-    while (across_bits < 3 && (kStrip << across_bits) < at[2].out) ++across_bits;
+    across_bits = WideAcrossBits(at[2].out);
     beside = kStrips >> across_bits;
     in_lines = Lines() + at[1].window - 1;
     // An odd number of 16 bytes: rows of different lines are in different banks.

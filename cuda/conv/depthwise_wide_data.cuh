@@ -24,14 +24,6 @@ struct Wide {
   static_assert(2 * kSteps + 1 <= 8, "as many matrices as a warp loads twice");
 
   static WideTile Tile(const DataParams& q) { return WideTile(q.at, q.channels, kSteps, WideTile::kSets); }
-  static bool Takes(const DataParams& q) {
-    constexpr int kFewestTaps = 50;
-    return q.at[0].MaxTaps() == 1 && q.at[1].window >= 5 && q.at[2].window >= 5 && q.at[2].window <= kColumns &&
-           q.at[1].window * q.at[2].window >= kFewestTaps && q.at[1].stride == 1 && q.at[2].stride == 1 &&
-           q.at[1].pitch == 1 && q.at[2].pitch == 1 &&
-           q.phases.divisor * q.at[0].axis.step.divisor * q.at[1].axis.step.divisor * q.at[2].axis.step.divisor == 1 &&
-           q.in_pixel % 16 == 0;
-  }
   static Grid GridOf(const DataParams& q, const Problem& p, const WideTile& t) {
     const int64_t blocks = p.batch * p.images * q.at[0].out * t.blocks.divisor * t.tiles.divisor * t.chunks.divisor;
     const size_t planes = t.PlaneBytes() + size_t(q.at[1].window) * WideTile::kLineTaps * 4;
@@ -156,25 +148,41 @@ __global__ void __launch_bounds__(WideTile::kThreads, 1)
       v[c] += bias.x;
       v[c + 1] += bias.y;
     }
+    float odd = 0;
+#pragma unroll
+    for (const float each : v) odd = fmaf(each, 0, odd);
+    if (odd != 0) {
 #pragma unroll 1
-    for (int c = 0; c < kChannels; ++c) {
-      float each = v[0];
-      if (!isfinite(each)) each = ResultOf<T>(p, in, filter, problem, image, plane, line, column, channel0 + c);
-      Rotate<1>(v);
-      v[kChannels - 1] = each;
+      for (int c = 0; c < kChannels; ++c) {
+        float each = v[0];
+        if (!isfinite(each)) each = ResultOf<T>(p, in, filter, problem, image, plane, line, column, channel0 + c);
+        Rotate<1>(v);
+        v[kChannels - 1] = each;
+      }
     }
     WithOut<T>(p.widened, [&](auto type) {
       using Out = typename decltype(type)::type;
       Out* const to = reinterpret_cast<Out*>(out + image * p.out_image + plane * p.out_line[0] + line * p.out_line[1] +
                                              column * p.out_line[2]) +
                       channel0;
+      if (p.epilogue.residual != nullptr || p.epilogue.activation.kind != activation::Kind::kIdentity) {
 #pragma unroll 1
-      for (int c = 0; c < kChannels; c += 4) {
-        float four[4] = {v[0], v[1], v[2], v[3]};
-        Add<Out>(four, p.epilogue.residual, to + c - reinterpret_cast<Out*>(out));
-        if (p.epilogue.activation.kind != activation::Kind::kIdentity) Activate<Out>(four, p.epilogue.activation);
-        Rotate<4>(v);
-        StorePacked<Out, 4>(to + c, Narrow<Out>(four));
+        for (int c = 0; c < kChannels; c += 4) {
+          float four[4] = {v[0], v[1], v[2], v[3]};
+          Add<Out>(four, p.epilogue.residual, to + c - reinterpret_cast<Out*>(out));
+          Activate<Out>(four, p.epilogue.activation);
+          Rotate<4>(v);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) v[4 + i] = four[i];
+        }
+      }
+      constexpr int kPack = 16 / sizeof(Out);
+#pragma unroll
+      for (int c = 0; c < kChannels; c += kPack) {
+        float pack[kPack];
+#pragma unroll
+        for (int i = 0; i < kPack; ++i) pack[i] = v[c + i];
+        StorePacked<Out, kPack>(to + c, Narrow<Out>(pack));
       }
     });
   }

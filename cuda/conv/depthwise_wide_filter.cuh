@@ -19,14 +19,6 @@ struct WideTaps {
   static constexpr int kSumPitch = 9, kSum = 16 * kSteps * kSumPitch;                    // floats of a line's sums
   static_assert(2 * kSteps + 1 <= 8, "as many matrices as a warp loads twice");
 
-  static bool Takes(const FilterParams& q, const Problem& p) {
-    constexpr int kFewestTaps = 50;
-    return q.at[0].window == 1 && q.at[1].window >= 5 && q.at[2].window >= 5 && q.at[2].window <= kColumns &&
-           q.at[1].window * q.at[2].window >= kFewestTaps && q.at[1].stride == 1 && q.at[2].stride == 1 &&
-           q.at[1].pitch == 1 && q.at[2].pitch == 1 && q.at[0].phases * q.at[1].phases * q.at[2].phases == 1 &&
-           p.features == 1 && q.x_pixel % 16 == 0;
-  }
-
   static WideTile Tile(const FilterParams& q) {
     const WideTile whole(q.at, q.channels, kSteps, WideTile::kSets);
     const int64_t sets = std::max<int64_t>(CeilDiv(q.at[1].out, whole.beside), 1);
