@@ -1,6 +1,6 @@
-// Forward and data gradient of depthwise convolution, with no workspace: the ring or the sliding kernel where they are
-// compiled for the window, and for all other windows one in which a thread computes one strip, tap by tap, the operand
-// sliding through its registers.
+// Forward and data gradient of depthwise convolution, with no workspace: products with band matrices, the ring or the
+// sliding kernel where they are compiled for the window, and for all other windows one in which a thread computes one
+// strip, tap by tap, the operand sliding through its registers.
 #include "cuda/conv/depthwise.h"
 #include "cuda/conv/depthwise_band_data.cuh"
 #include "cuda/conv/depthwise_quads.cuh"
