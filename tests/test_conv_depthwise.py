@@ -42,6 +42,13 @@ def test_is_not_offered(direction):
     assert "depthwise" not in {a.name for a in algorithms(direction, **options)}
 
 
+def test_filter_gradient_of_large_windows_has_work_for_all():
+  x, w = struct((4, 56, 56, 128)), struct((31, 31, 1, 128))
+  first = jaxdnn.conv_algorithms(x, w, direction="filter_gradient", padding="SAME", groups=128)[0]
+  # Eight channels of an image's half are a block's.
+  assert (first.name, first.splits) == ("depthwise", 8)
+
+
 def case(name, batch, spatial, c, window, k=None, **geometry):
   return ConvCase(name, batch, spatial, c, window, k or c, groups=c, **geometry)
 
@@ -60,6 +67,11 @@ CASES = [
   case("7x7", 2, (40, 15), 130, (7, 7), padding=SAME7),
   case("5x5_chunks", 2, (17, 29), 72, (5, 5), padding=SAME5),
   case("7x7_chunks", 2, (40, 15), 136, (7, 7), padding=SAME7),
+  case("5x5_far", 3, (12, 33), 40, (5, 5), padding=((9, 2), (-2, 12))),
+  case("7x7_valid", 9, (28, 28), 64, (7, 7)),
+  case("7x7_tiles", 1, (9, 150), 40, (7, 7), padding=SAME7),
+  case("7x7_parts", 2, (57, 30), 72, (7, 7), padding=SAME7),
+  case("7x7_planes", 2, (5, 12, 20), 24, (1, 7, 7), stride=(2, 1, 1), padding=((1, 0), (3, 3), (2, 4))),
   case("7x7s2", 1, (15, 15), 8, (7, 7), stride=(2, 2), padding=SAME7),
   case("7x7_on_few", 5, (3, 4), 48, (7, 7), padding=SAME7),
   case("dilated", 2, (25, 24), 12, (3, 3), padding=((3, 3), (4, 4)), rhs_dilation=(3, 4)),
@@ -70,6 +82,12 @@ CASES = [
   case("transposed3", 2, (9, 13), 12, (3, 3), padding=((1, 2), (2, 1)), lhs_dilation=(2, 2)),
   case("both_dilations", 1, (6, 7), 3, (3, 2), padding=((4, 1), (3, 5)), lhs_dilation=(3, 2), rhs_dilation=(2, 3)),
   case("31x31", 1, (20, 22), 34, (31, 31), padding=((15, 15),) * 2),
+  case("31x31_chunks", 2, (60, 22), 40, (31, 31), padding=((15, 15),) * 2),
+  case("25x25_tiles", 1, (30, 131), 16, (25, 25), padding=((20, 20),) * 2),
+  case("41x41", 1, (9, 70), 8, (41, 41), padding=((20, 20),) * 2),
+  case("15x15", 2, (9, 40), 8, (15, 15), padding=((7, 7),) * 2),
+  case("7x41_valid", 3, (33, 77), 24, (7, 41)),
+  case("17x17_planes", 2, (3, 20, 34), 32, (1, 17, 17), padding=((0, 0), (8, 8), (0, 16))),
   case("9x13", 2, (11, 29), 16, (9, 13), padding=((4, 4), (6, 6))),
   case("odd_channels", 2, (12, 13), 97, (3, 3), padding=SAME3),
   case("one_channel", 3, (9, 20), 1, (5, 5), padding=SAME5),
@@ -127,20 +145,27 @@ def test_kernels(case):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_batch_of_problems(dtype):
-  x, w = (jnp.asarray(sample(s, dtype, i)) for i, s in enumerate(((3, 2, 11, 9, 20), (3, 3, 3, 1, 20))))
-  f = lambda x, w: jaxdnn.conv(x, w, padding="SAME", groups=20, algorithm="depthwise")  # noqa: E731
-  got = jax.vmap(f)(x, w)
-  for each, *operands in zip(got, x, w, strict=True):
-    assert_close(each, conv_oracle(*operands, (1, 1), SAME3, (1, 1), (1, 1), 20), dtype, terms=9, scale=9)
+@pytest.mark.parametrize("window, groups", [(3, 20), (7, 24), (15, 24)])
+def test_batch_of_problems(window, groups, dtype):
+  shapes = (3, 2, 14, 20, groups), (3, window, window, 1, groups), (3, 2, 14, 20, groups)
+  x, w, g = (jnp.asarray(sample(s, dtype, i)) for i, s in enumerate(shapes))
+  padding = ((window // 2,) * 2,) * 2
+  layer = dict(padding=padding, groups=groups, algorithm="depthwise")
+  y = jax.vmap(lambda x, w: jaxdnn.conv(x, w, **layer))(x, w)
+  dw = jax.vmap(lambda x, g: jaxdnn.conv_wgrad(x, g, (window,) * 2, **layer))(x, g)
+  geometry = (1, 1), padding, (1, 1), (1, 1), groups
+  for i in range(3):
+    operands = [exact(a[i]) for a in (x, w, g)]
+    assert_close(y[i], conv_oracle(*operands[:2], *geometry), dtype, terms=window**2, scale=3 * window)
+    assert_close(dw[i], conv_gradients(*operands, *geometry)[1], dtype, terms=560, scale=71)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("window", [3, 7, 9])
-@pytest.mark.parametrize("groups", [20, 7])
+@pytest.mark.parametrize("window", [3, 7, 9, 15])
+@pytest.mark.parametrize("groups", [24, 20, 7])
 def test_epilogue(window, groups):
   x, w = (
-    jnp.asarray(sample(s, "bfloat16", i)) for i, s in enumerate(((2, 11, 30, groups), (window, window, 1, groups)))
+    jnp.asarray(sample(s, "bfloat16", i)) for i, s in enumerate(((2, 14, 30, groups), (window, window, 1, groups)))
   )
   b, r = (jnp.asarray(sample(s, "bfloat16", 2 + i)) for i, s in enumerate(((groups,), x.shape)))
   padding = ((window // 2,) * 2,) * 2
@@ -183,10 +208,13 @@ def test_not_finite_stays_local(value):
   with np.errstate(invalid="ignore"):
     for name in ("3x3", "3x3s2", "7x7", "9x13", "causal", "causal3", "3d_columns"):
       check(next(c for c in CASES if c.name == name), "float32", "float32", draw)
+    for name in ("5x5_far", "7x7_chunks", "7x7_valid", "31x31_chunks", "15x15"):
+      check(next(c for c in CASES if c.name == name), "bfloat16", "bfloat16", draw)
 
 
 @pytest.mark.gpu
 @pytest.mark.sanitize
 def test_kernels_under_the_sanitizer():
-  for name in ("3x3s2", "7x7_on_few", "9x13", "odd_channels", "causal", "3d", "3d_chunks", "transposed3"):
+  few = ("3x3s2", "7x7_on_few", "5x5_far", "9x13", "15x15", "odd_channels", "causal", "3d", "3d_chunks", "transposed3")
+  for name in few:
     check(next(c for c in CASES if c.name == name), "bfloat16", "bfloat16")

@@ -4,6 +4,7 @@
 #include <numeric>
 
 #include "cuda/conv/bytes_plan.h"
+#include "cuda/conv/depthwise_plan.h"
 #include "cuda/conv/few_features_plan.h"
 #include "cuda/conv/frame.h"
 #include "cuda/conv/pixel_map.h"
@@ -133,10 +134,13 @@ double DepthwiseCycles(const Problem& p, int64_t splits) {
     return p.window[0] == d && p.window[1] == h && p.window[2] == w;
   };
   const bool paired = p.features == 1 && p.groups % 2 == 0, quads = !filter && IsInQuads(p);
-  const bool compiled =
-      quads || is(1, 3, 3) || is(1, 5, 5) || is(1, 7, 7) || (is(3, 3, 3) && (!filter || p.groups % 4 == 0));
+  const bool wide = TakesWide(p), compiled = wide || quads || is(1, 3, 3) || is(1, 5, 5) || is(1, 7, 7) ||
+                                             (is(3, 3, 3) && (!filter || p.groups % 4 == 0));
   const double lines = p.window[0] * p.window[1], taps = p.Taps() * (paired ? 1 : 2);
-  const double element = quads ? 0.2 : compiled && paired ? 0.25 + 0.015 * taps : 0.6 + 0.017 * taps + 0.1 * lines;
+  const double element = quads                ? 0.2
+                         : wide               ? 0.6 + 0.003 * taps
+                         : compiled && paired ? 0.25 + 0.015 * taps
+                                              : 0.6 + 0.017 * taps + 0.1 * lines;
   // Compiled windows go over all lines, others over results alone.
   const bool results = !(compiled && paired) && p.direction == Direction::kForward;
   const double planes = double(p.batch) * p.images * p.groups * p.features;
@@ -146,9 +150,9 @@ double DepthwiseCycles(const Problem& p, int64_t splits) {
   const double all = elements * element * scattered / kMultiprocessors, bytes = most * 2 * SizeOf(p.in);
   // Blocks have channels of their own, and in the filter gradient 32 taps where the window is not compiled for.
   const double pieces = compiled ? 1 : std::ceil(p.Taps() / 32.0);
-  const double blocks = double(p.batch) * std::ceil(p.groups * p.features / 64.0) * splits * pieces;
-  constexpr double kPlaces = 2 * kMultiprocessors;
-  const double rounds = filter ? std::ceil(blocks / kPlaces) : 1, unused = filter ? rounds * kPlaces / blocks : 1;
+  const double slab = wide ? 8 : 64, places = (wide ? 1 : 2) * kMultiprocessors;
+  const double blocks = double(p.batch) * std::ceil(p.groups * p.features / slab) * splits * pieces;
+  const double rounds = filter ? std::ceil(blocks / places) : 1, unused = filter ? rounds * places / blocks : 1;
   return 2000 + 3000 * rounds + std::max(all * unused, bytes / (kMultiprocessors * kBytesPerCycle));
 }
 

@@ -1,5 +1,5 @@
-// Depthwise convolution: every input channel by itself, into one feature or several. On the CUDA cores, at what memory
-// or float32 arithmetic allow.
+// Depthwise convolution: every input channel by itself, into one feature or several. On the CUDA cores, or, of 16-bit
+// floats in larger windows, the tensor cores, at what memory or arithmetic allow.
 #pragma once
 
 #include <cuda_runtime_api.h>

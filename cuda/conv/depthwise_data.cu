@@ -1,11 +1,13 @@
-// Forward and data gradient of depthwise convolution, with no workspace: the ring or the sliding kernel where they are
-// compiled for the window, and for all other windows one in which a thread computes one strip, tap by tap, the operand
-// sliding through its registers.
+// Forward and data gradient of depthwise convolution, with no workspace: products with band matrices, the ring or the
+// sliding kernel where they are compiled for the window, and for all other windows one in which a thread computes one
+// strip, tap by tap, the operand sliding through its registers.
 #include "cuda/conv/depthwise.h"
+#include "cuda/conv/depthwise_band_data.cuh"
 #include "cuda/conv/depthwise_quads.cuh"
 #include "cuda/conv/depthwise_ring.cuh"
 #include "cuda/conv/depthwise_slide.cuh"
 #include "cuda/conv/depthwise_volume.cuh"
+#include "cuda/conv/depthwise_wide_data.cuh"
 
 namespace jaxdnn::conv {
 namespace depthwise {
@@ -168,6 +170,32 @@ cudaError_t LaunchDepthwiseData(const Problem& p, const void* operand, const voi
           r, p, [&](auto* kernel, int64_t blocks) { return launch_grid(kernel, Grid{blocks, kDepthwiseThreads}, r); });
       if (status != cudaErrorInvalidValue) return status;
     }
+    if constexpr (sizeof(T) == 2) {
+      const uintptr_t all = results | reinterpret_cast<uintptr_t>(operand) | reinterpret_cast<uintptr_t>(filter);
+      if (p.features == 1 && q.in_pixel % 16 == 0 && all % 16 == 0) {
+        cudaError_t status = VisitTaking(
+            q,
+            [&](auto tag) {
+              using B = typename decltype(tag)::type;
+              const BandTile t(p, q.channels, q.at[0].out, q.at[1].out, q.at[2].out, B::kLines);
+              const Grid grid = {t.units * t.slabs.divisor, kBandThreads, B::SharedBytes(t)};
+              return launch_grid(BandKernel<B, T>, grid, q, t);
+            },
+            TypeTag<Band<5, 5>>{}, TypeTag<Band<7, 7>>{});
+        if (status != cudaErrorInvalidValue) return status;
+        if (TakesWide(p)) {
+          const auto launch_wide = [&](auto tag) {
+            using W = decltype(tag);
+            const WideTile t = W::Tile(q);
+            const Grid grid = W::GridOf(q, p, t);
+            return CanShare(grid.shared_bytes) ? launch_grid(WideKernel<W::kSteps, T>, grid, q, t)
+                                               : cudaErrorInvalidValue;
+          };
+          status = p.window[2] <= Wide<2>::kColumns ? launch_wide(Wide<2>{}) : launch_wide(Wide<3>{});
+          if (status != cudaErrorInvalidValue) return status;
+        }
+      }
+    }
     const bool paired = Paired(p, {operand, filter, out});
     if (paired && reinterpret_cast<uintptr_t>(operand) % 16 == 0) {
       const cudaError_t status = VisitTaking(
@@ -184,7 +212,7 @@ cudaError_t LaunchDepthwiseData(const Problem& p, const void* operand, const voi
                                  Grid{CeilDiv(warps, kDepthwiseWarps), kDepthwiseThreads, kDepthwiseWarps * kRing}, r);
             });
           },
-          TypeTag<Ring<3, 3, 1, 7, 4>>{}, TypeTag<Ring<3, 3, 2, 7, 4>>{}, TypeTag<Ring<5, 5, 1, 7, 2>>{},
+          TypeTag<Ring<3, 3, 1, 7, 4>>{}, TypeTag<Ring<3, 3, 2, 3, 6>>{}, TypeTag<Ring<5, 5, 1, 7, 2>>{},
           TypeTag<Ring<5, 5, 2, 5, 3>>{}, TypeTag<Ring<7, 7, 1, 7, 2>>{});
       if (status != cudaErrorInvalidValue) return status;
     }

@@ -137,6 +137,35 @@ __device__ float2 BiasOf(const Epilogue& e, int64_t index, bool both, bool widen
   return {bias[0][0], bias[1][0]};
 }
 
+// A result with its bias, term by term, of a convolution without stride or phases in its lines and columns. Padding is
+// zero, and of a data gradient no term.
+template <class T>
+__device__ float ResultOf(const DataParams& p, const char* in, const char* filter, int64_t problem, int image,
+                          int plane, int line, int column, int channel) {
+  float sum = BiasOf<T>(p.epilogue, problem * p.channels + channel, false, p.widened).x;
+  const int in_plane = p.whole[0].origin + p.at[0].pitch * p.at[0].stride * plane;
+  if (static_cast<unsigned>(in_plane) >= static_cast<unsigned>(p.at[0].axis.extent)) return sum;
+  const char* const x_at = in + image * p.in_image + in_plane * p.in_line[0] + channel * sizeof(T);
+  const char* w_at = filter + problem * p.filter_batch + channel * sizeof(T);
+#pragma unroll
+  for (int d = 0; d < kRank; ++d) w_at += p.whole[d].first_tap * p.filter_tap[d];
+#pragma unroll 1
+  for (int r = 0; r < p.whole[1].taps; ++r) {
+#pragma unroll 1
+    for (int s = 0; s < p.whole[2].taps; ++s) {
+      const int in_line = p.whole[1].origin + line + r, in_column = p.whole[2].origin + column + s;
+      const bool inside = static_cast<unsigned>(in_line) < static_cast<unsigned>(p.at[1].axis.extent) &&
+                          static_cast<unsigned>(in_column) < static_cast<unsigned>(p.at[2].axis.extent);
+      if (!inside && !p.forward) continue;
+      const int64_t tap = r * p.whole[1].tap_step * p.filter_tap[1] + s * p.whole[2].tap_step * p.filter_tap[2];
+      const char* const x = x_at + in_line * p.in_line[1] + int64_t{in_column} * p.in_pixel;
+      sum = fmaf(inside ? static_cast<float>(*reinterpret_cast<const T*>(x)) : 0,
+                 static_cast<float>(*reinterpret_cast<const T*>(w_at + tap)), sum);
+    }
+  }
+  return sum;
+}
+
 // Sets how the work is shared out: strips, and segments of `segment` lines.
 inline int64_t Blocks(DataParams& q, const Problem& p, int strip, int segment) {
   q.planes = FastDiv(q.at[0].MaxCount());

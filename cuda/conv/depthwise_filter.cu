@@ -7,8 +7,10 @@
 // another are lines too, and the taps a window of lines.
 #include "cuda/common/column_sum.cuh"
 #include "cuda/conv/depthwise.h"
+#include "cuda/conv/depthwise_band_filter.cuh"
 #include "cuda/conv/depthwise_filter_ring.cuh"
 #include "cuda/conv/depthwise_volume_filter.cuh"
+#include "cuda/conv/depthwise_wide_filter.cuh"
 
 namespace jaxdnn::conv {
 namespace depthwise {
@@ -216,6 +218,7 @@ cudaError_t LaunchDepthwiseFilter(const Problem& p, const Config& config, const 
   return VisitSingleDType(p.in, [&](auto type) {
     using T = typename decltype(type)::type;
     const bool paired = Paired(p, {x, y});
+    const bool aligned = (reinterpret_cast<uintptr_t>(x) | reinterpret_cast<uintptr_t>(y)) % 16 == 0;
     const auto launch_grid = [&](auto* kernel, const Grid& grid, const auto&... tile) {
       float* partial = q.splits > 1 ? static_cast<float*>(workspace) : nullptr;
       return LaunchKernel(kernel, grid, stream, q, tile..., static_cast<const char*>(x), static_cast<const char*>(y),
@@ -231,8 +234,34 @@ cudaError_t LaunchDepthwiseFilter(const Problem& p, const Config& config, const 
       const int64_t blocks = VolumeTaps<T>::Share(q, p, tile);
       status = launch_grid(VolumeFilterKernel<T>, Grid{blocks, tile.threads, VolumeTaps<T>::SharedBytes(tile)}, tile);
     }
-    if (status == cudaErrorInvalidValue && paired &&
-        (reinterpret_cast<uintptr_t>(x) | reinterpret_cast<uintptr_t>(y)) % 16 == 0) {
+    if constexpr (sizeof(T) == 2) {
+      const auto take = [&](auto tag) {
+        using B = decltype(tag);
+        if (status != cudaErrorInvalidValue || !aligned || !B::Takes(q, p)) return;
+        const BandTile t(p, q.channels, q.at[0].out, q.at[1].out, q.at[2].out, B::kLines);
+        if (!CanShare(B::SharedBytes(t))) return;
+        const int64_t blocks = B::Share(q, p, t);
+        status = launch_grid(BandFilterKernel<B, T>, Grid{blocks, kBandThreads, B::SharedBytes(t)}, t);
+      };
+      take(BandTaps<5, 5>{});
+      take(BandTaps<7, 7>{});
+      if (status == cudaErrorInvalidValue && aligned && TakesWide(p)) {
+        const auto take = [&](auto tag) {
+          using W = decltype(tag);
+          FilterParams r = q;
+          const WideTile t = W::Tile(q);
+          const Grid grid = W::Share(r, p, t);
+          if (!CanShare(grid.shared_bytes)) return;
+          q = r;
+          status = launch_grid(WideFilterKernel<W, T>, grid, t);
+        };
+        if (p.window[2] <= WideTaps<2>::kColumns)
+          take(WideTaps<2>{});
+        else
+          take(WideTaps<3>{});
+      }
+    }
+    if (status == cudaErrorInvalidValue && paired && aligned) {
       status = VisitRingTaps<T>(q, p, [&](auto tag) {
         using R = typename decltype(tag)::type;
         return VisitPairs(q.channels, CeilDiv(q.at[2].out, R::kStrip), [&](auto pairs) {

@@ -46,9 +46,14 @@ struct Ring {
       const int64_t steps = rounds * (segment + kLines - 1 + kStart);
       if (steps < least) q.segment = segment, least = steps;
     }
-    // Where memory bounds, further turns of short segments are faster: blocks then follow the order of memory.
+    // Where memory bounds, further turns of short segments are faster: blocks then follow the order of memory. With a
+    // stride, whole columns are, if they are work for all multiprocessors.
     const int64_t most = 28 / SizeOf(p.in);
-    if (kLines <= 3 && q.segment > most) q.segment = int(CeilDiv(lines, CeilDiv(lines, most)));
+    constexpr int kFewest = 7;
+    if (kLines <= 3 && kStride > 1)
+      q.segment = columns * q.slabs.count.divisor >= 6 * 132 ? lines : std::max(q.segment, std::min(lines, kFewest));
+    else if (kLines <= 3 && q.segment > most)
+      q.segment = int(CeilDiv(lines, CeilDiv(lines, most)));
     q.segments = FastDiv(CeilDiv(lines, q.segment));
     q.units = int(columns * q.segments.divisor);
     if (q.at[0].out == 0 || q.at[1].out == 0 || q.at[2].out == 0) return 0;

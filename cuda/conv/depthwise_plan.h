@@ -1,0 +1,33 @@
+// Which problems the kernels of depthwise convolution in large windows take (depthwise_wide.cuh).
+#pragma once
+
+#include <algorithm>
+
+#include "cuda/conv/conv.h"
+
+namespace jaxdnn::conv {
+
+// Results in a line of a product's rows, and strips of them.
+constexpr int kWideStrip = 16, kWideStrips = 8, kWideMostColumns = 41;
+
+// Strips side by side, as a power of two, of lines of so many results.
+inline int WideAcrossBits(int64_t columns) {
+  int bits = 0;
+  while ((1 << bits) < kWideStrips && (kWideStrip << bits) < columns) ++bits;
+  return bits;
+}
+
+// Windows of many taps, on lines enough for some sets of strips.
+inline bool TakesWide(const Problem& p) {
+  constexpr int64_t kFewestTaps = 200, kFewestLines = 5, kFewestSets = 4;
+  const auto is_one = [](int64_t n) { return n == 1; };
+  const auto all_one = [&](const int64_t (&a)[kRank]) { return std::all_of(a, a + kRank, is_one); };
+  const auto& out = p.direction == Direction::kDataGradient ? p.x : p.y;
+  const int64_t beside = kWideStrips >> WideAcrossBits(out[2]);
+  return SizeOf(p.in) == 2 && p.channels == 1 && p.features == 1 && p.groups % 8 == 0 && all_one(p.stride) &&
+         all_one(p.lhs_dilation) && all_one(p.rhs_dilation) && p.window[0] == 1 &&
+         std::min(p.window[1], p.window[2]) >= kFewestLines && p.window[2] <= kWideMostColumns &&
+         p.Taps() >= kFewestTaps && out[1] > (kFewestSets - 1) * beside;
+}
+
+}  // namespace jaxdnn::conv
