@@ -15,7 +15,7 @@ from jaxdnn._conv.spec import ConvSpec
 from numerics import assert_close, assert_repeatable, exact
 
 DIRECTIONS = {"forward": "y", "data_gradient": "x", "filter_gradient": "w"}
-DTYPES = [("bfloat16",) * 2, ("float16",) * 2, ("bfloat16", "float32")]
+DTYPES = [("bfloat16",) * 2, ("float16",) * 2, ("bfloat16", "float32"), ("float32",) * 2]
 
 
 def algorithms(direction, c, k, dtype="bfloat16", window=(3, 3), **options):
@@ -24,26 +24,28 @@ def algorithms(direction, c, k, dtype="bfloat16", window=(3, 3), **options):
   return jaxdnn.conv_algorithms(x, w, direction=direction, **{"padding": "SAME", "precision": "default", **options})
 
 
-def planned(result, models, x_shape, w_shape, **options):
-  """What is chosen for so many problems at once, in 16 bits."""
+def planned(result, models, x_shape, w_shape, dtype="bfloat16", **options):
+  """What is chosen for so many problems at once."""
   padding = options.pop("padding", ((1, 1),) * (len(w_shape) - 2))
   case = ConvCase("", x_shape[0], x_shape[1:-1], x_shape[-1], w_shape[:-2], w_shape[-1], padding=padding, **options)
   spec = ConvSpec(*case.geometry, 1, case.spatial, case.window, None, None)
   shapes = {"x": x_shape, "w": w_shape, "y": (x_shape[0], *spec.y_spatial, w_shape[-1])}
-  operands = [jax.ShapeDtypeStruct((models, *shapes[name]), "bfloat16") for name in OPERANDS[result]]
-  return plan(result, *operands, spec, np.dtype("bfloat16"), hopper=True)
+  operands = [jax.ShapeDtypeStruct((models, *shapes[name]), dtype) for name in OPERANDS[result]]
+  return plan(result, *operands, spec, np.dtype(dtype), hopper=True)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("result", "yxw")
-def test_is_chosen(result):
+def test_is_chosen(result, dtype):
   """For many models at once, and for volumes of few channels."""
   for channels in (16, 24, 32, 40, 64):
-    chosen = planned(result, 64, (16, 32, 32, channels), (3, 3, channels, channels))
+    chosen = planned(result, 64, (16, 32, 32, channels), (3, 3, channels, channels), dtype)
     assert chosen["algorithm"] == chosen["tile"] == PLANES, channels
     assert (chosen["workspace_bytes"] > 0) == (result == "w")
-  assert planned(result, 1, (1, 96, 96, 96, 32), (3, 3, 3, 32, 32))["algorithm"] == PLANES
+  assert planned(result, 1, (1, 96, 96, 96, 32), (3, 3, 3, 32, 32), dtype)["algorithm"] == PLANES
+  assert planned(result, 2, (1, 48, 48, 48, 64), (3, 3, 3, 64, 64), dtype)["algorithm"] == PLANES
   if result != "w":  # a position in an image is not worth the eight of a product
-    assert planned(result, 64, (1, 4, 4, 32), (3, 3, 32, 32))["algorithm"] != PLANES
+    assert planned(result, 64, (1, 4, 4, 32), (3, 3, 32, 32), dtype)["algorithm"] != PLANES
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -64,7 +66,11 @@ def test_is_not_offered(direction):
   assert PLANES not in names(32, 32, hopper=False)
   assert PLANES not in names(32, 32, stride=2)
   assert PLANES not in names(64, 64, groups=2)
-  assert PLANES not in names(32, 32, "float32") and PLANES not in names(32, 32, "float64")
+  assert PLANES not in names(32, 32, "float64")
+  assert PLANES in names(36, 4, "float32") and PLANES in names(64, 64, "float32", window=(3, 3, 3), spatial=(8, 8, 8))
+  assert PLANES not in names(34, 32, "float32") and PLANES not in names(68, 68, "float32")
+  for precision in ("high", "highest"):  # their products are of TF32, once
+    assert PLANES not in names(32, 32, "float32", precision=precision)
   assert PLANES not in names(32, 32, batch=0)
 
 
@@ -126,31 +132,35 @@ def test_kernels(case):
 def test_many_problems(case):
   """Models do not mix, whose images do not fill a tile."""
   for models in (3, 70):
-    check(case, "bfloat16", "bfloat16", models)
+    for dtype in ("bfloat16", "float32"):
+      check(case, dtype, dtype, models)
 
 
 @pytest.mark.gpu
 @pytest.mark.sanitize
 @pytest.mark.parametrize("case", [CASES[1], CASES[12], CASES[19], CASES[20]], ids=lambda c: c.name)
 def test_kernels_under_the_sanitizer(case):
-  check(case, "bfloat16", "bfloat16", 2)
+  for dtype in ("bfloat16", "float32"):
+    check(case, dtype, dtype, 2)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("seed", range(30))
-def test_random_problems(seed):
+def test_random_problems(seed, dtype):
   rng = np.random.default_rng(seed)
   rank = int(rng.integers(2, 4))
   spatial = tuple(int(n) for n in rng.integers(4, 40 if rank == 2 else 14, rank))
   padding = tuple((int(a), int(b)) for a, b in rng.integers(-1, 5, (rank, 2)))
-  c, k = (8 * int(n) for n in rng.integers(1, 9, 2))
-  most = 1 if rank == 3 and max(c, k) > 32 else 2  # for shared memory
+  size = np.dtype(dtype).itemsize
+  c, k = (16 // size * int(n) for n in rng.integers(1, 4 * size + 1, 2))
+  most = 1 if rank == 3 and max(c, k) * size > 64 else 2  # for shared memory
   dilation = (1, *(int(n) for n in rng.integers(1, most + 1, rank - 1)))
   # A window that is wider than what there is has no result.
   padding = tuple((max(lo, 2), hi) if n + lo + hi <= 2 * d else (lo, hi)
                   for n, (lo, hi), d in zip(spatial, padding, dilation, strict=True))  # fmt: skip
   case = _("random", int(rng.integers(1, 12)), spatial, c, (3,) * rank, k, padding=padding, rhs_dilation=dilation)
-  check(case, "bfloat16", "bfloat16", int(rng.integers(1, 4)))
+  check(case, dtype, dtype, int(rng.integers(1, 4)))
 
 
 def not_finite(shape, dtype, seed):
@@ -162,7 +172,7 @@ def not_finite(shape, dtype, seed):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_infinities_stay_in_their_windows(dtype):
   """Neither what fills up channels and columns nor lines that do not exist carry them anywhere."""
   with np.errstate(invalid="ignore"):
@@ -174,7 +184,9 @@ def test_infinities_stay_in_their_windows(dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("features", [8, 32, 56])
 @pytest.mark.parametrize("activation", [None, "relu", "gelu"])
-@pytest.mark.parametrize("dtype, out_dtype", [("bfloat16", None), ("float16", None), ("bfloat16", "float32")])
+@pytest.mark.parametrize(
+  "dtype, out_dtype", [("bfloat16", None), ("float16", None), ("bfloat16", "float32"), ("float32", None)]
+)
 def test_epilogue(features, activation, dtype, out_dtype):
   for shapes in (((3, 7, 18, 40), (3, 3, 40, features)), ((2, 4, 7, 9, 16), (3, 3, 3, 16, features))):
     check_epilogue(PLANES, *shapes, dtype, out_dtype, padding="SAME", activation=activation)

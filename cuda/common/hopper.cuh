@@ -239,7 +239,10 @@ __device__ inline void WaitForProducts() {
                : "l"(a_tile), "l"(b_tile), "r"(int{add_to}), "n"(int{kTransposedA}), "n"(int{kTransposedB})       \
                : "memory")
 #define JAXDNN_WGMMA_OF_TYPE(type, k, more)                                                                            \
-  if constexpr (kColumns == 64) {                                                                                      \
+  if constexpr (kColumns == 48) {                                                                                      \
+    JAXDNN_WGMMA(type, "48", k, more, JAXDNN_TEN() JAXDNN_TEN(1) "%20, %21, %22, %23", 24, 25, 26, 27, 28,             \
+                 JAXDNN_SUMS16(0), JAXDNN_SUMS4(16), JAXDNN_SUMS4(20));                                                \
+  } else if constexpr (kColumns == 64) {                                                                               \
     JAXDNN_WGMMA(type, "64", k, more, JAXDNN_TO_29 "%30, %31", 32, 33, 34, 35, 36, JAXDNN_SUMS16(0),                   \
                  JAXDNN_SUMS16(16));                                                                                   \
   } else if constexpr (kColumns == 72) {                                                                               \
@@ -294,6 +297,9 @@ __device__ inline void Multiply(float (&d)[kColumns / 2], uint64_t a_tile, uint6
 template <int kColumns>
 __device__ inline void MultiplyHeld(float (&d)[kColumns / 2], const uint32_t (&a)[4], uint64_t b_tile, bool add_to) {
   if constexpr (!kAvailable) {
+  } else if constexpr (kColumns == 32) {
+    JAXDNN_WGMMA_HELD("32", JAXDNN_TEN() "%10, %11, %12, %13, %14, %15", "%16, %17, %18, %19", "%20", "%21",
+                      JAXDNN_SUMS16(0));
   } else if constexpr (kColumns == 64) {
     JAXDNN_WGMMA_HELD("64", JAXDNN_TO_29 "%30, %31", "%32, %33, %34, %35", "%36", "%37", JAXDNN_SUMS16(0),
                       JAXDNN_SUMS16(16));
@@ -331,6 +337,10 @@ __device__ inline void LoadWords(uint32_t (&v)[4], uint32_t address) {
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
                : "r"(address)
+               : "memory");
+}
+__device__ inline void StoreWords(uint32_t address, const uint32_t (&v)[4]) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
                : "memory");
 }
 __device__ inline void StorePair(uint32_t address, float first, float second) {

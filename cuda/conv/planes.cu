@@ -5,8 +5,12 @@
 // position, since the swizzle goes by addresses. A product's columns are 32 features of the three planes of results
 // that a plane of the operand belongs to: a third is complete then, and is stored, and the others move up.
 //
-// Each of two warpgroups has two such blocks of 64 rows. It stores the results of one plane while
-// the next one's products run.
+// Floats are rounded to TF32. What fits into a line of shared memory is 32 channels then, so that a plane may be two
+// loads, whose products are added up. wgmma wants the filter's channels contiguous: forward, who multiplies exchanges
+// them with the features on their way to shared memory.
+//
+// Each of two warpgroups has two such blocks of 64 rows. It stores the results of one plane while the next one's
+// products run.
 #include "cuda/conv/planes.cuh"
 #include "cuda/conv/planes.h"
 
@@ -20,26 +24,67 @@ __device__ void LoadFilter(const PlanesParams& q, const PlanesShared& shared, co
   hopper::ArriveExpecting(shared.FilterFull(), q.filter_bytes);
   const int plane = q.window[1] * q.window[2];
   uint32_t to = shared.filter;
-  for (int i = 0; i < plane; ++i)
-    for (int j = 0; j < kTaps; ++j, to += q.slab_bytes) {
-      // The data gradient's window is mirrored.
-      const int tap = kForward ? (kTaps - 1 - j) * plane + i : j * plane + plane - 1 - i;
-      hopper::LoadBox(to, &q.filter, shared.FilterFull(), kForward ? place.feature : 0, kForward ? 0 : place.feature,
-                      place.model * kTaps * plane + tap);
+#pragma unroll 1
+  for (int part = 0; part < q.parts; ++part)
+#pragma unroll 1
+    for (int i = 0; i < plane; ++i)
+      for (int j = 0; j < kTaps; ++j, to += q.slab_bytes) {
+        // The data gradient's window is mirrored.
+        const int tap = kForward ? (kTaps - 1 - j) * plane + i : j * plane + plane - 1 - i;
+        hopper::LoadBox(to, &q.filter, shared.FilterFull(), kForward ? place.feature : part * q.part_channels,
+                        kForward ? 0 : place.feature, place.model * kTaps * plane + tap);
+      }
+}
+
+// The same, of a forward filter of floats, by all who multiply: a warp reads neighbouring features of four channels.
+template <int kLine, int kLines, int kFeatures>
+__device__ void TransposeFilter(const PlanesParams& q, const PlanesShared& shared, const PlanesPlace& place) {
+  constexpr int kChunks = kLine / 16, kPlane = kTaps * kLines, kAll = kTaps * kPlane;
+  constexpr int kApart = kMultipliers / kFeatures / kChunks, kTogether = 7;  // taps
+  const int row = threadIdx.x % kFeatures, chunk = threadIdx.x / kFeatures % kChunks;
+  const int feature = place.feature + row, tap_size = q.channels * q.features;
+  // As the TMA unit swizzles lines of so many bytes.
+  uint32_t to = shared.filter + row * kLine + chunk * 16;
+  to ^= to >> 3 & (kLine - 16);
+#pragma unroll 1
+  for (int part = 0; part < q.parts; ++part) {
+    const int channel = part * q.part_channels + chunk * 4;
+    const bool exists = channel < q.channels && feature < q.features;
+    const float* const from =
+        q.transposed + (exists ? int64_t{place.model} * kAll * tap_size + channel * q.features + feature : 0);
+#pragma unroll 1
+    for (int first = threadIdx.x / kFeatures / kChunks; first < kAll; first += kApart * kTogether) {
+      uint32_t words[kTogether][4];
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+        const int at = min(first + i * kApart, kAll - 1), tap = (kTaps - 1 - at % kTaps) * kPlane + at / kTaps;
+#pragma unroll
+        for (int k = 0; k < 4; ++k) words[i][k] = __float_as_uint(__ldg(from + tap * tap_size + k * q.features));
+      }
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+#pragma unroll
+        for (uint32_t& word : words[i]) word = exists ? word : 0;
+        RoundToTf32(words[i]);
+        if (first + i * kApart < kAll)
+          hopper::StoreWords(to + (part * kAll + first + i * kApart) * q.slab_bytes, words[i]);
+      }
     }
+  }
+  hopper::ShowSharedToTma();
 }
 
 template <bool kForward>
 __device__ void ProducePlanes(const PlanesParams& q, const PlanesShared& shared) {
   hopper::PrefetchMap(&q.operand);
-  hopper::PrefetchMap(&q.filter);
+  if (q.transposed == nullptr) hopper::PrefetchMap(&q.filter);
   PlanesTurn turn;
   uint32_t filter_parity = 0;
   int filter = -1;
   const int end = FirstWork(q, blockIdx.x + 1);
   for (int at = FirstWork(q, blockIdx.x); at < end;) {
     const PlanesPlace place(q, at, end);
-    if (place.filter != filter) {
+    if (q.transposed == nullptr && place.filter != filter) {
       if (filter >= 0) {
         hopper::WaitBarrier(shared.FilterEmpty(), filter_parity);
         filter_parity ^= 1;
@@ -50,25 +95,27 @@ __device__ void ProducePlanes(const PlanesParams& q, const PlanesShared& shared)
     const int other = place.other - q.pad[1];
     for (int i = 0; i < place.count + kTaps - 1; ++i) {
       const int plane = place.first - q.pad[0] + i;
-      const int coordinates[] = {0, place.column - q.pad[2], q.volume ? other : plane, q.volume ? plane : other,
-                                 q.volume ? place.image : place.model};
-      hopper::WaitBarrier(shared.Empty(turn.stage), turn.parity ^ 1);
-      hopper::ArriveExpecting(shared.Full(turn.stage), q.box_bytes);
-      hopper::LoadBox(shared.stages + turn.stage * q.stage_bytes, &q.operand, shared.Full(turn.stage), coordinates);
-      turn.Next(q);
+      for (int part = 0; part < q.parts; ++part) {
+        const int coordinates[] = {part * q.part_channels, place.column - q.pad[2], q.volume ? other : plane,
+                                   q.volume ? plane : other, q.volume ? place.image : place.model};
+        hopper::WaitBarrier(shared.Empty(turn.stage), turn.parity ^ 1);
+        hopper::ArriveExpecting(shared.Full(turn.stage), q.box_bytes);
+        hopper::LoadBox(shared.stages + turn.stage * q.stage_bytes, &q.operand, shared.Full(turn.stage), coordinates);
+        turn.Next(q);
+      }
     }
     at += place.count;
   }
 }
 
 // Issues the products of a warpgroup's rows with all taps of the window.
-template <class In, bool kForward, int kLine, int kLines>
+template <class In, bool kTransposed, int kLine, int kLines, int kFeatures>
 __device__ __forceinline__ void MultiplyPlane(const PlanesParams& q, const uint32_t (&rows)[2], uint32_t filter,
-                                              PlaneSums (&sums)[2]) {
-  // From one step's operands to the next's, in 16 bytes: forward the filter's lines are of one channel each.
-  constexpr int kSteps = kLine / 32, kSlab = kTaps * kFeatures * kLine, kStepB = kForward ? 16 * 2 * kFeatures : 32;
-  const uint64_t b = kForward ? hopper::LineDescriptor(filter, 2 * kFeatures, 8 * 2 * kFeatures, kFeatures * kLine)
-                              : hopper::LineDescriptor(filter, kLine, 8 * kLine, 0);
+                                              PlaneSums<kFeatures> (&sums)[2]) {
+  // From one step's operands to the next's, in 16 bytes: transposed, the filter's lines are of one channel each.
+  constexpr int kSteps = kLine / 32, kSlab = kTaps * kFeatures * kLine, kStepB = kTransposed ? 16 * 2 * kFeatures : 32;
+  const uint64_t b = kTransposed ? hopper::LineDescriptor(filter, 2 * kFeatures, 8 * 2 * kFeatures, kFeatures * kLine)
+                                 : hopper::LineDescriptor(filter, kLine, 8 * kLine, 0);
   const int line_step = q.line_step >> 4, column_step = q.column_step >> 4;
   // What the sums are by now, they are in their registers before the products begin.
 #pragma unroll
@@ -86,14 +133,17 @@ __device__ __forceinline__ void MultiplyPlane(const PlanesParams& q, const uint3
       for (int k = 0; k < kSteps; ++k)
 #pragma unroll
         for (int m = 0; m < 2; ++m)
-          hopper::Multiply<In, kColumns, false, kForward>(sums[m], a[m] + i * line_step + j * column_step + k * 2,
-                                                          b + (((i * kTaps + j) * kSlab + k * kStepB) >> 4), true);
+          hopper::Multiply<In, kTaps * kFeatures, false, kTransposed>(
+              sums[m], a[m] + i * line_step + j * column_step + k * 2,
+              b + (((i * kTaps + j) * kSlab + k * kStepB) >> 4), true);
   hopper::CommitProducts();
 }
 
-template <class In, bool kForward, int kLine, int kLines>
+template <class In, bool kForward, int kLine, int kLines, int kFeatures>
 __device__ void ConsumePlanes(const PlanesParams& q, const PlanesShared& shared, int warpgroup, void* out) {
   static_assert(kBlocksOfWarpgroup == 2);
+  // Where a plane's products take long, the warpgroups issue them in turn: one takes its sums while the other's run.
+  constexpr bool kFloats = sizeof(In) == 4, kTurns = kLines > 1;
   const auto first_row = [&](int i) {
     const int block = 2 * warpgroup + i, down = block >> q.across_bits;
     return down * q.next_block_line + (block - (down << q.across_bits)) * q.next_block;
@@ -103,65 +153,86 @@ __device__ void ConsumePlanes(const PlanesParams& q, const PlanesShared& shared,
   const uint32_t staged = shared.staged + 2 * warpgroup * PlanesPlan::kStagedBytes;
   PlanesTurn turn;
   uint32_t filter_parity = 0;
-  int filter = -1;
+  int filter = -1, step = 0;
   const int end = FirstWork(q, blockIdx.x + 1);
   for (int at = FirstWork(q, blockIdx.x); at < end;) {
     const PlanesPlace place(q, at, end);
-    if (place.filter != filter) {
+    if (kFloats && q.transposed != nullptr && place.filter != filter) {
+      filter = place.filter;
+      hopper::SyncThreads(1 + kConsumers, kMultipliers);  // all are done with the last one
+      TransposeFilter<kLine, kLines, kFeatures>(q, shared, place);
+      hopper::SyncThreads(1 + kConsumers, kMultipliers);
+    } else if (place.filter != filter) {
       if (filter >= 0) ArriveOnce(shared.FilterEmpty());
       filter = place.filter;
       hopper::WaitBarrier(shared.FilterFull(), filter_parity);
       filter_parity ^= 1;
     }
     const int thread = threadIdx.x % kWarpgroup, feature = thread % 4 * 8;
-    int64_t first[2][2];  // where the thread stores eight features of a row
+    PlaneStores<In> first;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int64_t to =
-          PlanesRows(q, 2 * warpgroup + i / 2).Offset(q, place, thread / 32 * 16 + thread % 32 / 4 + i % 2 * 8);
-      first[i / 2][i % 2] = to < 0 || place.feature + feature >= q.features ? -1 : to + feature;
+      const PlanesRows rows(q, 2 * warpgroup + i / 2);
+      const int row = thread / 32 * 16 + thread % 32 / 4 + i % 2 * 8;
+      if constexpr (kFloats) {
+        first[i / 2][i % 2] = rows.Pixel(q, place, row);
+      } else {
+        const int64_t to = rows.Offset(q, place, row);
+        first[i / 2][i % 2] = to < 0 || place.feature + feature >= q.features ? -1 : to + feature;
+      }
     }
-    PlaneSums sums[2] = {};
-    PlaneResults results[2] = {};
+    PlaneSums<kFeatures> sums[2] = {};
+    PlaneResults<kFeatures> results[2] = {};
 #pragma unroll 1
     for (int i = 0; i < place.count + kTaps - 1; ++i) {
-      const uint32_t stage = shared.stages + turn.stage * q.stage_bytes;
-      hopper::WaitBarrier(shared.Full(turn.stage), turn.parity);
-      MultiplyPlane<In, kForward, kLine, kLines>(q, {stage + offset[0], stage + offset[1]}, shared.filter, sums);
-      // Of the plane before, while these products run; the first ones are another block's.
-      if (i >= kTaps) StorePlane<In>(q, place, warpgroup, first, place.first + i - kTaps, staged, results, out);
-      hopper::WaitForProducts<0>();
-      ArriveOnce(shared.Empty(turn.stage));
-      turn.Next(q);
-      TakePlane(sums[0], results[0]);
-      TakePlane(sums[1], results[1]);
+#pragma unroll 1
+      for (int part = 0; part < (kFloats ? q.parts : 1); ++part, ++step) {
+        const uint32_t stage = shared.stages + turn.stage * q.stage_bytes;
+        hopper::WaitBarrier(shared.Full(turn.stage), turn.parity);
+        if (kTurns) hopper::WaitBarrier(shared.Turn(warpgroup), (step + (warpgroup == 0)) % 2);
+        MultiplyPlane<In, kForward && !kFloats, kLine, kLines, kFeatures>(q, {stage + offset[0], stage + offset[1]},
+                                                                          shared.filter + part * q.part_bytes, sums);
+        if (kTurns) ArriveOnce(shared.Turn(1 - warpgroup));
+        // Of the plane before, while these products run; the first ones are another block's.
+        if (part == 0 && i >= kTaps)
+          StorePlane<In, kFeatures>(q, place, warpgroup, first, place.first + i - kTaps, staged, results, out);
+        hopper::WaitForProducts<0>();
+        ArriveOnce(shared.Empty(turn.stage));
+        turn.Next(q);
+      }
+      TakePlane<kFeatures>(sums[0], results[0]);
+      TakePlane<kFeatures>(sums[1], results[1]);
     }
-    StorePlane<In>(q, place, warpgroup, first, place.first + place.count - 1, staged, results, out);
+    StorePlane<In, kFeatures>(q, place, warpgroup, first, place.first + place.count - 1, staged, results, out);
     at += place.count;
   }
 }
 
-template <class In, bool kForward, int kLine, int kLines>
+template <class In, bool kForward, int kLine, int kLines, int kFeatures>
 __global__ void __launch_bounds__(kThreads, 1) PlanesKernel(const __grid_constant__ PlanesParams q, void* out) {
   if constexpr (hopper::kAvailable) {
     extern __shared__ __align__(1024) unsigned char memory[];
     const PlanesShared shared(q, memory);
     shared.Init();
-    RunRoles<1>([&](int) { ProducePlanes<kForward>(q, shared); },
-                [&](int warpgroup) { ConsumePlanes<In, kForward, kLine, kLines>(q, shared, warpgroup, out); });
+    RunRoles<1>(
+        [&](int) { ProducePlanes<kForward>(q, shared); },
+        [&](int warpgroup) { ConsumePlanes<In, kForward, kLine, kLines, kFeatures>(q, shared, warpgroup, out); });
   }
 }
 
+// Floats' two directions have the same kernels.
 template <class In, bool kForward>
-cudaError_t LaunchTyped(const Problem& p, const PlanesPlan& plan, const void* operand, const void* filter, void* out,
-                        const Epilogue& epilogue, cudaStream_t stream) {
+cudaError_t LaunchTyped(const Problem& p, const PlanesPlan& plan, bool forward, const void* operand, const void* filter,
+                        void* out, const Epilogue& epilogue, cudaStream_t stream) {
+  constexpr bool kFloats = sizeof(In) == 4;
   const bool volume = plan.volume;
   PlanesParams q = {};
+  q.transposed = kFloats && forward ? static_cast<const float*>(filter) : nullptr;
   q.epilogue = epilogue;
   q.wide = p.out != p.in;
   q.plain = !q.wide && IsNone(epilogue);
   const auto kind = epilogue.activation.kind;
-  q.staged = kind != activation::Kind::kIdentity && kind != activation::Kind::kRelu;
+  q.staged = !kFloats && kind != activation::Kind::kIdentity && kind != activation::Kind::kRelu;
   q.volume = volume;
   q.lines = plan.lines;
   const int across = plan.columns / (plan.lines ? 64 : 8);  // 1, 2 or 4
@@ -170,7 +241,9 @@ cudaError_t LaunchTyped(const Problem& p, const PlanesPlan& plan, const void* op
   q.others = plan.others;
   q.out_columns = int(p.y[2]);
   q.out_others = int(volume ? p.y[1] : p.images);
+  q.channels = int(p.channels);
   q.features = int(p.features);
+  q.tile_features = plan.tile_features;
   q.images_of_model = int(p.images);
   q.pixels_of_image = int(p.YPixels());
   q.pixels_of_other = int(volume ? p.y[2] : p.YPixels());
@@ -199,28 +272,37 @@ cudaError_t LaunchTyped(const Problem& p, const PlanesPlan& plan, const void* op
   q.stages = plan.Stages(q.staged);
 
   const int elements = line / int(sizeof(In));
+  q.parts = plan.parts;
+  q.part_channels = elements;
+  q.part_bytes = plan.filter_bytes / plan.parts;
   cudaError_t e = volume
                       ? EncodeBoxes(&q.operand, p.in, operand, {p.channels, p.x[2], p.x[1], p.x[0], p.batch * p.images},
                                     {elements, plan.box_columns, plan.box_others, 1, 1})
                       : EncodeBoxes(&q.operand, p.in, operand, {p.channels, p.x[2], p.x[1], p.images, p.batch},
                                     {elements, plan.box_columns, 1, plan.box_others, 1});
   // The filter is [taps, channels, features] as the problem had it before AsForward.
-  if (e == cudaSuccess)
-    e = kForward ? EncodeBoxes(&q.filter, p.in, filter, {p.features, p.channels, p.batch * p.Taps()},
-                               {kFeatures, elements, 1})
-                 : EncodeBoxes(&q.filter, p.in, filter, {p.channels, p.features, p.batch * p.Taps()},
-                               {elements, kFeatures, 1});
+  if (e == cudaSuccess && kForward)
+    e = EncodeBoxes(&q.filter, p.in, filter, {p.features, p.channels, p.batch * p.Taps()},
+                    {plan.tile_features, elements, 1});
+  if (e == cudaSuccess && !forward)
+    e = EncodeBoxes(&q.filter, p.in, filter, {p.channels, p.features, p.batch * p.Taps()},
+                    {elements, plan.tile_features, 1});
   if (e != cudaSuccess) return e;
   const Grid grid = {plan.blocks, kThreads, size_t(plan.SharedBytes(q.stages, q.staged))};
-  const auto launch = [&](auto line_bytes, auto lines) {
-    return LaunchKernel(PlanesKernel<In, kForward, decltype(line_bytes)::value, decltype(lines)::value>, grid, stream,
-                        q, out);
+  const auto launch = [&](auto line_bytes, auto lines, auto features) {
+    return LaunchKernel(
+        PlanesKernel<In, kForward, decltype(line_bytes)::value, decltype(lines)::value, decltype(features)::value>,
+        grid, stream, q, out);
   };
-  const auto launch_lines = [&](auto lines) {
-    return line == 64 ? launch(std::integral_constant<int, 64>(), lines)
-                      : launch(std::integral_constant<int, 128>(), lines);
-  };
-  return volume ? launch_lines(std::integral_constant<int, kTaps>()) : launch_lines(std::integral_constant<int, 1>());
+  constexpr std::integral_constant<int, 64> kHalf;
+  constexpr std::integral_constant<int, 128> kWhole;
+  constexpr std::integral_constant<int, 1> kOne;
+  constexpr std::integral_constant<int, kTaps> kThree;
+  constexpr std::integral_constant<int, 32> kFeatures;
+  if constexpr (kFloats)
+    if (plan.tile_features == 16) return launch(kWhole, kThree, std::integral_constant<int, 16>());
+  if (line == 64) return volume ? launch(kHalf, kThree, kFeatures) : launch(kHalf, kOne, kFeatures);
+  return volume ? launch(kWhole, kThree, kFeatures) : launch(kWhole, kOne, kFeatures);
 }
 
 }  // namespace
@@ -230,13 +312,13 @@ cudaError_t LaunchPlanes(const Problem& problem, const void* operand, const void
   const Problem p = AsForward(problem);
   PlanesPlan plan;
   if (!plan.Fit(p)) return cudaErrorInvalidValue;
-  const auto launch = [&](auto in, auto forward) {
-    return LaunchTyped<typename decltype(in)::type, decltype(forward)::value>(p, plan, operand, filter, out, epilogue,
-                                                                              stream);
+  const bool forward = problem.direction == Direction::kForward;
+  const auto launch = [&](auto in, auto transposed) {
+    return LaunchTyped<typename decltype(in)::type, decltype(transposed)::value>(p, plan, forward, operand, filter, out,
+                                                                                 epilogue, stream);
   };
-  const auto typed = [&](auto in) {
-    return problem.direction == Direction::kForward ? launch(in, std::true_type()) : launch(in, std::false_type());
-  };
+  if (p.in == DType::kF32) return launch(TypeTag<float>(), std::false_type());
+  const auto typed = [&](auto in) { return forward ? launch(in, std::true_type()) : launch(in, std::false_type()); };
   return p.in == DType::kBF16 ? typed(TypeTag<__nv_bfloat16>()) : typed(TypeTag<__half>());
 }
 

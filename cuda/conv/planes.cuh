@@ -12,11 +12,16 @@ namespace jaxdnn::conv {
 
 constexpr int kBlocksOfWarpgroup = PlanesPlan::kBlocks / kConsumers;
 constexpr int kMultipliers = kConsumers * kWarpgroup, kThreads = kMultipliers + kWarpgroup;
-constexpr int kFeatures = PlanesPlan::kFeatures, kTaps = PlanesPlan::kTaps, kColumns = kTaps * kFeatures;
-using PlaneSums = float[kColumns / 2];
+constexpr int kTaps = PlanesPlan::kTaps;
+// Of three planes of results, and of one.
+template <int kFeatures>
+using PlaneSums = float[kTaps * kFeatures / 2];
+template <int kFeatures>
+using PlaneResults = float[kFeatures / 2];
 
 struct PlanesParams {
   CUtensorMap operand, filter;
+  const float* transposed;  // a filter of floats whose channels are not contiguous, or null
   Epilogue epilogue;
   bool plain;           // sums are stored as they are, in the operands' type
   bool staged;          // they go through shared memory, for an activation other than ReLU
@@ -24,7 +29,7 @@ struct PlanesParams {
   bool volume, lines;   // as in the plan
   int across_bits;      // of how many blocks of 64 rows are side by side
   int columns, others;  // of a tile
-  int out_columns, out_others, features;
+  int out_columns, out_others, channels, features, tile_features;
   int pixels_of_image, pixels_of_other;
   int64_t elements_of_plane;
   int images_of_model;
@@ -36,6 +41,7 @@ struct PlanesParams {
   int next_block, next_block_line;  // bytes from 64 rows to the next, beside and below
   int next_eight;                   // and from 8 rows
   int slab_bytes, filter_bytes, stage_bytes, box_bytes, stages;
+  int parts, part_channels, part_bytes;  // of a position's channels, and of the filter that meets them
 };
 
 // Some planes of a tile.
@@ -53,7 +59,7 @@ struct PlanesPlace {
     model = q.feature_div.Div(filter, &feature);
     column *= q.columns;
     other *= q.others;
-    feature *= kFeatures;
+    feature *= q.tile_features;
     image += model * q.images_of_model;
   }
 };
@@ -72,12 +78,15 @@ struct PlanesShared {
   __device__ uint32_t FilterFull() const { return Full(PlanesPlan::kMostStages); }
   __device__ uint32_t FilterEmpty() const { return Empty(PlanesPlan::kMostStages); }
 
+  __device__ uint32_t Turn(int warpgroup) const { return Full(PlanesPlan::kMostStages + 1) + 8 * warpgroup; }
+
   __device__ void Init() const {
     if (threadIdx.x == 0) {
       for (int i = 0; i <= PlanesPlan::kMostStages; ++i) {
         hopper::InitBarrier(Full(i), 1);
         hopper::InitBarrier(Empty(i), kMultipliers / 32);
       }
+      for (int i = 0; i < kConsumers; ++i) hopper::InitBarrier(Turn(i), kWarpgroup / 32);
       hopper::PublishBarriers();
     }
     __syncthreads();
@@ -110,12 +119,16 @@ struct PlanesRows {
     column = beside * (q.lines ? 64 : 8);
     other = down * (q.lines ? 1 : 8);
   }
-  // In elements, of the first plane; -1 for none.
-  __device__ int64_t Offset(const PlanesParams& q, const PlanesPlace& place, int row) const {
+  // In the first plane; -1 for none.
+  __device__ int Pixel(const PlanesParams& q, const PlanesPlace& place, int row) const {
     const int x = place.column + column + (q.lines ? row : row % 8), y = place.other + other + (q.lines ? 0 : row / 8);
     if (x >= q.out_columns || y >= q.out_others) return -1;
-    const int pixel = place.image * q.pixels_of_image + y * q.pixels_of_other + x;
-    return int64_t{pixel} * q.features + place.feature;
+    return place.image * q.pixels_of_image + y * q.pixels_of_other + x;
+  }
+  // The same in elements.
+  __device__ int64_t Offset(const PlanesParams& q, const PlanesPlace& place, int row) const {
+    const int pixel = Pixel(q, place, row);
+    return pixel < 0 ? -1 : int64_t{pixel} * q.features + place.feature;
   }
 };
 
@@ -152,15 +165,15 @@ __device__ __forceinline__ void FinishRows(const PlanesParams& q, const PlanesPl
 }
 
 // Takes the sums of the plane of results that is complete, and moves the others up.
-using PlaneResults = float[kFeatures / 2];
-__device__ __forceinline__ void TakePlane(PlaneSums& sums, PlaneResults& results) {
+template <int kFeatures>
+__device__ __forceinline__ void TakePlane(PlaneSums<kFeatures>& sums, PlaneResults<kFeatures>& results) {
 #pragma unroll
   for (float& each : sums) asm volatile("" : "+f"(each));
 #pragma unroll
   for (int i = 0; i < kFeatures / 2; ++i) results[i] = sums[i];
   Rotate<kFeatures / 2>(sums);
 #pragma unroll
-  for (int i = 0; i < kFeatures / 2; ++i) sums[kColumns / 2 - 1 - i] = 0;
+  for (int i = 0; i < kFeatures / 2; ++i) sums[kTaps * kFeatures / 2 - 1 - i] = 0;
 }
 
 // Stores eight features of a row after an epilogue without activation, or with ReLU.
@@ -182,74 +195,148 @@ __device__ __forceinline__ void FinishRun(const PlanesParams& q, float (&run)[8]
                                                           Pack<Out>(run[4], run[5]), Pack<Out>(run[6], run[7])));
 }
 
-// Stores what a warpgroup has taken of a plane; `first` says where the thread's eight features of each block's two rows
-// are in the first plane.
-template <class In>
-__device__ __forceinline__ void StorePlane(const PlanesParams& q, const PlanesPlace& place, int warpgroup,
-                                           const int64_t (&first)[2][2], int plane, uint32_t staged,
-                                           const PlaneResults (&results)[2], void* out) {
-  const int warp = threadIdx.x % kWarpgroup / 32, lane = threadIdx.x % 32;
-  const int64_t offset = plane * q.elements_of_plane;
-  if (q.staged) {
-    hopper::SyncWarpgroup(1 + warpgroup);  // the last rows are read
+// Stores floats after any epilogue. Two neighbouring lanes exchange what they have of 16 features, so that a warp
+// stores whole sectors.
+template <int kFeatures>
+__device__ __forceinline__ void StoreFloats(const PlanesParams& q, const PlanesPlace& place, const int (&pixels)[2][2],
+                                            int64_t offset, const PlaneResults<kFeatures> (&results)[2], float* out) {
+  constexpr int kRuns = kFeatures / 16, kRows = 4;
+  const int lane = threadIdx.x % 32, column = lane % 2 * 8 + lane % 4 / 2 * 4;
+  offset += place.feature + column;
+  float rows[kRows][kRuns * 4], bias[kRuns][4] = {};
 #pragma unroll
-    for (int m = 0; m < 2; ++m)
+  for (int i = 0; i < kRuns; ++i)
+    Add<float>(bias[i], q.epilogue.bias,
+               int64_t{place.model} * q.features + min(place.feature + column + 16 * i, q.features - 4));
 #pragma unroll
-      for (int j = 0; j < kFeatures / 8; ++j)
+  for (int m = 0; m < 2; ++m) {
+    // What comes from far away first; four features that do not exist are those before instead.
+    float residual[2][kRuns][4] = {};
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int row = 64 * m + 16 * warp + lane / 4 + 8 * half;
-          hopper::StorePair(StagedChunk(staged, row, 2 * j + lane % 4 / 2) + lane % 2 * 8, results[m][4 * j + 2 * half],
-                            results[m][4 * j + 2 * half + 1]);
+    for (int half = 0; half < 2; ++half) {
+      const int64_t from = offset + int64_t{pixels[m][half]} * q.features;
+#pragma unroll
+      for (int i = 0; i < kRuns; ++i)
+        Add<float>(residual[half][i], q.epilogue.residual,
+                   pixels[m][half] < 0 ? 0 : from + 16 * i - max(0, place.feature + column + 16 * i + 4 - q.features));
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int i = 0; i < kRuns; ++i)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const float* const pair = results[m] + 8 * i + half * 2 + e;
+          uint32_t lower = __float_as_uint(pair[0]), upper = __float_as_uint(pair[4]);
+          Exchange(lower, upper, 1);
+          rows[2 * m + half][4 * i + e] = __uint_as_float(lower) + bias[i][e] + residual[half][i][e];
+          rows[2 * m + half][4 * i + 2 + e] = __uint_as_float(upper) + bias[i][2 + e] + residual[half][i][2 + e];
         }
-    hopper::SyncWarpgroup(1 + warpgroup);
-    if (q.wide) {
-      FinishRows(q, place, warpgroup, offset, staged, static_cast<float*>(out));
-    } else {
-      FinishRows(q, place, warpgroup, offset, staged, static_cast<In*>(out));
+  }
+  const auto store = [&](const float (&row)[kRuns* 4], int pixel) {
+    float* const to = out + offset + int64_t{pixel} * q.features;
+#pragma unroll
+    for (int i = 0; i < kRuns; ++i)
+      if (pixel >= 0 && place.feature + column + 16 * i < q.features)
+        __stwb(reinterpret_cast<float4*>(to + 16 * i),
+               make_float4(row[4 * i], row[4 * i + 1], row[4 * i + 2], row[4 * i + 3]));
+  };
+  const auto kind = q.epilogue.activation.kind;
+  if (kind == activation::Kind::kIdentity || kind == activation::Kind::kRelu) {
+    const bool relu = kind == activation::Kind::kRelu;
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) {
+#pragma unroll
+      for (float& each : rows[row]) each = relu && each < 0 ? 0 : each;
+      store(rows[row], pixels[row / 2][row % 2]);
     }
     return;
   }
-  if (!q.plain) {
-    const int64_t bias = int64_t{place.model} * q.features + place.feature + lane % 4 * 8;
+  int left[kRows] = {pixels[0][0], pixels[0][1], pixels[1][0], pixels[1][1]};
+#pragma unroll 1
+  for (int row = 0; row < kRows; ++row) {
+    Activate<float>(rows[0], q.epilogue.activation);
+    store(rows[0], left[0]);
+    Rotate<1>(left);
+    Rotate<kRuns * 4>(reinterpret_cast<float (&)[kRows * kRuns * 4]>(rows));
+  }
+}
+
+// Where a thread stores a row of each block, in the first plane: of 16 bits its eight features, of floats the pixel.
+template <class In>
+using PlaneStores = std::conditional_t<sizeof(In) == 4, int, int64_t>[2][2];
+
+// Stores what a warpgroup has taken of a plane.
+template <class In, int kFeatures>
+__device__ __forceinline__ void StorePlane(const PlanesParams& q, const PlanesPlace& place, int warpgroup,
+                                           const PlaneStores<In>& first, int plane, uint32_t staged,
+                                           const PlaneResults<kFeatures> (&results)[2], void* out) {
+  const int warp = threadIdx.x % kWarpgroup / 32, lane = threadIdx.x % 32;
+  const int64_t offset = plane * q.elements_of_plane;
+  if constexpr (sizeof(In) == 4) {
+    StoreFloats<kFeatures>(q, place, first, offset, results, static_cast<float*>(out));
+  } else {
+    if (q.staged) {
+      hopper::SyncWarpgroup(1 + warpgroup);  // the last rows are read
 #pragma unroll
-    for (int m = 0; m < 2; ++m)
+      for (int m = 0; m < 2; ++m)
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float run[8];
+        for (int j = 0; j < kFeatures / 8; ++j)
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          uint32_t words[kFeatures / 8];
-#pragma unroll
-          for (int j = 0; j < kFeatures / 8; ++j) words[j] = __float_as_uint(results[m][4 * j + 2 * half + e]);
-          Transpose(words);
-#pragma unroll
-          for (int j = 0; j < kFeatures / 8; ++j) run[2 * j + e] = __uint_as_float(words[j]);
-        }
-        const int64_t to = offset + first[m][half];
-        if (first[m][half] < 0) continue;
-        if (q.wide) {
-          FinishRun(q, run, bias, to, static_cast<float*>(out));
-        } else {
-          FinishRun(q, run, bias, to, static_cast<In*>(out));
-        }
+          for (int half = 0; half < 2; ++half) {
+            const int row = 64 * m + 16 * warp + lane / 4 + 8 * half;
+            hopper::StorePair(StagedChunk(staged, row, 2 * j + lane % 4 / 2) + lane % 2 * 8,
+                              results[m][4 * j + 2 * half], results[m][4 * j + 2 * half + 1]);
+          }
+      hopper::SyncWarpgroup(1 + warpgroup);
+      if (q.wide) {
+        FinishRows(q, place, warpgroup, offset, staged, static_cast<float*>(out));
+      } else {
+        FinishRows(q, place, warpgroup, offset, staged, static_cast<In*>(out));
       }
-    return;
+      return;
+    }
+    if (!q.plain) {
+      const int64_t bias = int64_t{place.model} * q.features + place.feature + lane % 4 * 8;
+#pragma unroll
+      for (int m = 0; m < 2; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          float run[8];
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            uint32_t words[kFeatures / 8];
+#pragma unroll
+            for (int j = 0; j < kFeatures / 8; ++j) words[j] = __float_as_uint(results[m][4 * j + 2 * half + e]);
+            Transpose(words);
+#pragma unroll
+            for (int j = 0; j < kFeatures / 8; ++j) run[2 * j + e] = __uint_as_float(words[j]);
+          }
+          const int64_t to = offset + first[m][half];
+          if (first[m][half] < 0) continue;
+          if (q.wide) {
+            FinishRun(q, run, bias, to, static_cast<float*>(out));
+          } else {
+            FinishRun(q, run, bias, to, static_cast<In*>(out));
+          }
+        }
+      return;
+    }
+    // All exchanges before all stores: those of one row would wait for each other.
+    uint32_t words[4][kFeatures / 8];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float* const row = results[i / 2] + i % 2 * 2;
+#pragma unroll
+      for (int j = 0; j < kFeatures / 8; ++j) words[i][j] = Pack<In>(row[4 * j], row[4 * j + 1]);
+      Transpose(words[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (const int64_t from = first[i / 2][i % 2]; from >= 0)
+        *reinterpret_cast<uint4*>(static_cast<In*>(out) + offset + from) =
+            make_uint4(words[i][0], words[i][1], words[i][2], words[i][3]);
   }
-  // All exchanges before all stores: those of one row would wait for each other.
-  uint32_t words[4][kFeatures / 8];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float* const row = results[i / 2] + i % 2 * 2;
-#pragma unroll
-    for (int j = 0; j < kFeatures / 8; ++j) words[i][j] = Pack<In>(row[4 * j], row[4 * j + 1]);
-    Transpose(words[i]);
-  }
-#pragma unroll
-  for (int i = 0; i < 4; ++i)
-    if (const int64_t from = first[i / 2][i % 2]; from >= 0)
-      *reinterpret_cast<uint4*>(static_cast<In*>(out) + offset + from) =
-          make_uint4(words[i][0], words[i][1], words[i][2], words[i][3]);
 }
 
 }  // namespace jaxdnn::conv

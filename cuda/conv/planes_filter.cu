@@ -7,52 +7,17 @@
 //
 // Lines of y that do not exist are zeros, but x may have an infinity where they meet it: sums that are not finite are
 // computed once more, one by one, when the slices are added up.
-#include "cuda/conv/filter.cuh"
-#include "cuda/conv/planes.h"
-#include "cuda/conv/planes_plan.h"
-#include "cuda/conv/wgmma_tile.cuh"
+#include "cuda/conv/planes_filter.cuh"
 
 namespace jaxdnn::conv {
 namespace {
 
-using Plan = PlanesFilterPlan;
-constexpr int kSide = Plan::kSide, kTaps = PlanesPlan::kTaps, kColumns = kTaps * kSide, kLine = kSide * 2;
+constexpr int kColumns = kTaps * kSide, kLine = kSide * 2;
 constexpr int kThreads = (kConsumers + 1) * kWarpgroup, kMostStages = 8, kBarrierBytes = 256;
 constexpr int kMet = kTaps + 1;                                             // planes of x that two of y meet
 constexpr int kPitch = kColumns + 1, kPartFloats = kTaps * kSide * kPitch;  // of a part of the sums, in shared memory
 constexpr int kPartBytes = kPartFloats * 4, kParts = 2 * kConsumers;
 using FilterSums = float[kMet][kColumns / 2];
-
-struct PlanesFilterParams {
-  CUtensorMap x, y;
-  bool volume;
-  int columns, others;
-  int channels, features, images;
-  int lines, taps;            // lines of the window that are blocks of their own; and all taps
-  int pad[kRank], line_step;  // of the planes, the others, the columns; and from line to line of the window
-  int x_other, x_plane, y_other, y_plane, column_step;  // bytes in shared memory
-  int x_bytes, y_bytes, box_bytes, stages;
-  int pieces, splits;
-  FastDiv column_div, other_div, plane_div, split_div, line_div, channel_div, feature_div;
-  int64_t result_size;
-};
-
-// What a block does.
-struct FilterPlace {
-  int split, line, channel, feature, model;
-  int first, end;  // pieces
-
-  __device__ explicit FilterPlace(const PlanesFilterParams& q) {
-    int rest = q.split_div.Div(blockIdx.x, &split);
-    rest = q.feature_div.Div(rest, &feature);
-    rest = q.channel_div.Div(rest, &channel);
-    model = q.line_div.Div(rest, &line);
-    channel *= kSide;
-    feature *= kSide;
-    first = static_cast<int>(int64_t{q.pieces} * split / q.splits);
-    end = static_cast<int>(int64_t{q.pieces} * (split + 1) / q.splits);
-  }
-};
 
 struct FilterShared {
   uint32_t stages, barriers;
@@ -81,23 +46,12 @@ __device__ void ProducePieces(const PlanesFilterParams& q, const FilterShared& s
   uint32_t parity = 0;
 #pragma unroll 1
   for (int piece = place.first; piece < place.end; ++piece) {
-    int column, other, plane;
-    int rest = q.plane_div.Div(piece, &plane);
-    rest = q.column_div.Div(rest, &column);
-    const int image = q.other_div.Div(rest, &other);
-    column *= q.columns;
-    other *= q.others;
-    plane *= Plan::kPlanes;
-    const int last = q.volume ? place.model * q.images + image : place.model;
-    const int x_other = other - q.pad[1] + place.line * q.line_step, x_plane = plane - q.pad[0];
-    const int at_x[] = {place.channel, column - q.pad[2], q.volume ? x_other : x_plane, q.volume ? x_plane : x_other,
-                        last};
-    const int at_y[] = {place.feature, column, q.volume ? other : plane, q.volume ? plane : other, last};
+    const PiecePlace at(q, place, piece);
     const uint32_t to = shared.stages + stage * (q.x_bytes + q.y_bytes);
     hopper::WaitBarrier(shared.Empty(stage), parity ^ 1);
-    hopper::ArriveExpecting(shared.Full(stage), q.box_bytes);
-    hopper::LoadBox(to, &q.y, shared.Full(stage), at_y);
-    hopper::LoadBox(to + q.y_bytes, &q.x, shared.Full(stage), at_x);
+    hopper::ArriveExpecting(shared.Full(stage), q.x_box_bytes + q.y_bytes);
+    hopper::LoadBox(to, &q.y, shared.Full(stage), at.y);
+    hopper::LoadBox(to + q.y_bytes, &q.x, shared.Full(stage), at.x);
     if (++stage == q.stages) stage = 0, parity ^= 1;
   }
 }
@@ -106,7 +60,7 @@ template <class In>
 __device__ void ConsumePieces(const PlanesFilterParams& q, const FilterShared& shared, const FilterPlace& place,
                               int warpgroup, FilterSums& sums) {
   // A product's terms are eight pixels of each of two lines.
-  constexpr int kSteps = Plan::kPixels / 16 / kConsumers;  // products of a plane, of a warpgroup
+  constexpr int kSteps = PlanesFilterPlan::kPixels / 16 / kConsumers;  // products of a plane, of a warpgroup
   uint32_t step_x[kSteps], step_y[kSteps];
 #pragma unroll
   for (int k = 0; k < kSteps; ++k) {
@@ -127,7 +81,7 @@ __device__ void ConsumePieces(const PlanesFilterParams& q, const FilterShared& s
     const uint64_t b = hopper::LineDescriptor(at + q.y_bytes, kLine, q.x_other, q.column_step);
     hopper::BeginProducts();
 #pragma unroll
-    for (int pair = 0; pair < Plan::kPlanes; pair += 2)
+    for (int pair = 0; pair < PlanesFilterPlan::kPlanes; pair += 2)
 #pragma unroll
       for (int k = 0; k < kSteps; ++k)
 #pragma unroll
@@ -199,58 +153,13 @@ __global__ void __launch_bounds__(kThreads, 1)
 template <class In>
 cudaError_t LaunchTyped(const Problem& p, const Config& config, const void* x, const void* y, void* out,
                         void* workspace, cudaStream_t stream) {
-  Plan plan;
-  if (!plan.Fit(p)) return cudaErrorInvalidValue;
-  const bool volume = plan.volume;
-  const int order[kRank] = {volume ? 0 : 1, volume ? 1 : 0, 2};  // planes, others, columns
-  const int box_columns = int(plan.columns + (kTaps - 1) * p.rhs_dilation[2]), box_planes = Plan::kPlanes + kTaps - 1;
-  PlanesFilterParams q = {};
-  q.volume = volume;
-  q.columns = plan.columns;
-  q.others = plan.others;
-  q.channels = int(p.channels);
-  q.features = int(p.features);
-  q.lines = volume ? kTaps : 1;
-  q.taps = int(p.Taps());
-  for (int d = 0; d < kRank; ++d) q.pad[d] = int(p.pad[order[d]]);
-  q.line_step = int(volume ? p.rhs_dilation[1] : 1);
-  q.images = int(p.images);
-  // In shared memory the inner one of planes and others comes first.
-  const int x_line = box_columns * kLine, y_line = plan.columns * kLine;
-  q.x_other = volume ? x_line : box_planes * x_line;
-  q.x_plane = volume ? plan.others * x_line : x_line;
-  q.y_other = volume ? y_line : Plan::kPlanes * y_line;
-  q.y_plane = volume ? plan.others * y_line : y_line;
-  q.column_step = int(p.rhs_dilation[2]) * kLine;
-  q.x_bytes = plan.x_bytes;
-  q.y_bytes = plan.y_bytes;
-  q.box_bytes = plan.y_bytes + plan.others * box_planes * x_line;
+  PlanesFilterParams q;
+  if (const cudaError_t e = q.Init(p, config, x, y); e != cudaSuccess) return e;
   q.stages = std::min(kMostStages, ((227 << 10) - kBarrierBytes) / (q.x_bytes + q.y_bytes));
-  q.pieces = int(plan.pieces);
-  q.splits = int(config.splits);
-  q.column_div = FastDiv(plan.column_tiles);
-  q.other_div = FastDiv(plan.other_tiles);
-  q.plane_div = FastDiv(plan.plane_tiles);
-  q.split_div = FastDiv(config.splits);
-  q.line_div = FastDiv(q.lines);
-  q.channel_div = FastDiv(CeilDiv(p.channels, kSide));
-  q.feature_div = FastDiv(CeilDiv(p.features, kSide));
-  q.result_size = p.FilterSize();
-
-  const auto encode = [&](CUtensorMap* map, const void* data, int64_t channels, const int64_t (&extent)[kRank],
-                          int columns, int planes) {
-    return volume ? EncodeBoxes(map, p.in, data, {channels, extent[2], extent[1], extent[0], p.batch * p.images},
-                                {kSide, columns, plan.others, planes, 1})
-                  : EncodeBoxes(map, p.in, data, {channels, extent[2], extent[1], p.images, p.batch},
-                                {kSide, columns, planes, plan.others, 1});
-  };
-  cudaError_t e = encode(&q.x, x, p.channels, p.x, box_columns, box_planes);
-  if (e == cudaSuccess) e = encode(&q.y, y, p.features, p.y, plan.columns, Plan::kPlanes);
-  if (e != cudaSuccess) return e;
   auto* const partial = static_cast<float*>(workspace);
   const int shared = std::max(q.stages * (q.x_bytes + q.y_bytes), kParts * kPartBytes) + kBarrierBytes;
-  e = LaunchKernel(PlanesFilterKernel<In>, Grid{plan.units * config.splits, kThreads, size_t(shared)}, stream, q,
-                   partial);
+  const cudaError_t e =
+      LaunchKernel(PlanesFilterKernel<In>, Grid{q.blocks, kThreads, size_t(shared)}, stream, q, partial);
   return e != cudaSuccess ? e : SumSlices<In, true>(p, partial, config.splits, x, y, out, stream);
 }
 
@@ -258,6 +167,7 @@ cudaError_t LaunchTyped(const Problem& p, const Config& config, const void* x, c
 
 cudaError_t LaunchPlanesFilter(const Problem& p, const Config& config, const void* x, const void* y, void* out,
                                void* workspace, cudaStream_t stream) {
+  if (p.in == DType::kF32) return LaunchPlanesFilterFloats(p, config, x, y, out, workspace, stream);
   return p.in == DType::kBF16 ? LaunchTyped<__nv_bfloat16>(p, config, x, y, out, workspace, stream)
                               : LaunchTyped<__half>(p, config, x, y, out, workspace, stream);
 }

@@ -8,13 +8,18 @@ namespace {
 
 constexpr int kMostSharedBytes = 227 << 10, kBarrierBytes = 256, kSwizzleBytes = 1024;
 constexpr int kMultiprocessors = 132, kMostBox = 256;
-constexpr double kStart = 8000, kProduct = 49, kStep = 300, kLeast = 1400;  // cycles
-constexpr double kMemoryBytes = 18, kCacheBytes = 36;                       // a cycle, per multiprocessor
+constexpr double kStart = 8000, kStep = 300, kLeast = 1400;  // cycles
+constexpr double kMemoryBytes = 18, kCacheBytes = 36;        // a cycle, per multiprocessor
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 constexpr int kTaps = PlanesPlan::kTaps;
-constexpr double kFilterStart = 24000, kFilterPiece = 1600, kFilterBytes = 25;  // cycles of a block and a piece
+
+// Cycles of a product with three planes' features: of 16, reading the positions takes longer than multiplying.
+constexpr double Product(int features) { return features == 32 ? 49 : 29; }
+
+constexpr double kFilterStart = 24000, kFilterPiece = 1600, kFloatsPiece = 3700,
+                 kFilterBytes = 25;  // cycles of a block and a piece
 
 // Whether the window is 3x3x3, or 3x3 in two dimensions, and goes from plane to plane by one.
 bool IsOfPlanes(const Problem& p, bool* volume) {
@@ -46,12 +51,14 @@ bool PlanesPlan::Fit(const Problem& p) {
   const int64_t plane_taps = volume ? kTaps * kTaps : kTaps;
   if (reach >= kMostBox || other_reach >= kMostBox) return false;
   line_bytes = channels * size <= 64 ? 64 : 128;
-  const int steps = line_bytes / 32;
-  feature_tiles = int(CeilDiv(p.features, kFeatures));
+  parts = int(CeilDiv(channels * size, line_bytes));
+  tile_features = volume && parts > 1 ? 16 : 32;
+  const int steps = parts * line_bytes / 32;
+  feature_tiles = int(CeilDiv(p.features, tile_features));
   planes = int(p.y[along]);
-  slab_bytes = kFeatures * line_bytes;
-  filter_bytes = int(plane_taps) * kTaps * slab_bytes;
-  const double products = kBlocks * double(plane_taps) * steps * kProduct;
+  slab_bytes = tile_features * line_bytes;
+  filter_bytes = int(plane_taps) * kTaps * parts * slab_bytes;
+  const double products = kBlocks * double(plane_taps) * steps * Product(tile_features);
   cycles = HUGE_VAL;
   PlanesPlan best = *this;
   for (int shape = 0; shape < 6; ++shape) {
@@ -64,7 +71,7 @@ bool PlanesPlan::Fit(const Problem& p) {
     if (box_columns > kMostBox || box_others > kMostBox) continue;
     const int bytes = box_columns * box_others * line_bytes;
     stage_bytes = int(CeilDiv(bytes, kSwizzleBytes)) * kSwizzleBytes;
-    if (SharedBytes(2, true) > kMostSharedBytes) continue;
+    if (SharedBytes(2, size == 2) > kMostSharedBytes) continue;
     column_tiles = int(CeilDiv(p.y[2], columns));
     other_tiles = int(CeilDiv(other, others));
     chains = p.batch * feature_tiles * images * other_tiles * column_tiles;
@@ -73,7 +80,7 @@ bool PlanesPlan::Fit(const Problem& p) {
     const double box = (used_columns + reach) * (used_others + other_reach) * channels * size;
     const double features = double(p.features) / feature_tiles;
     const double moved = rows * (channels * size / feature_tiles + features * result) / kMemoryBytes;
-    const double step = std::max({products, moved, box / kCacheBytes, kLeast}) + kStep;
+    const double step = std::max({products, moved, box / kCacheBytes, kLeast}) + parts * kStep;
     const int64_t all = chains * planes;
     const int most = int(std::min<int64_t>(kMultiprocessors, all));
     for (int n = most; 3 * n > most; --n) {
@@ -99,6 +106,7 @@ bool PlanesFilterPlan::Fit(const Problem& p) {
   const int along = volume ? 0 : 1;
   const int64_t reach = (kTaps - 1) * p.rhs_dilation[2], size = SizeOf(p.in);
   const int64_t other = volume ? p.y[1] : p.images, images = volume ? p.images : 1;
+  const bool floats = p.in == DType::kF32;
   if (reach >= kMostBox / 2) return false;
   double least = HUGE_VAL;
   PlanesFilterPlan best = *this;
@@ -109,11 +117,12 @@ bool PlanesFilterPlan::Fit(const Problem& p) {
     plane_tiles = int(CeilDiv(p.y[along], kPlanes));
     pieces = images * other_tiles * column_tiles * plane_tiles;
     const int64_t box = (columns + reach) * others * (kPlanes + kTaps - 1);
-    y_bytes = kPlanes * kPixels * kSide * 2;
-    x_bytes = int(CeilDiv(box * kSide * 2, kSwizzleBytes)) * kSwizzleBytes;
-    if (2 * (x_bytes + y_bytes) > kMostSharedBytes - kBarrierBytes) continue;
+    y_bytes = int(kPlanes * kPixels * kSide * size);
+    x_bytes = int(CeilDiv(box * kSide * size, kSwizzleBytes)) * kSwizzleBytes;
+    // Two pieces; of floats a copy of each one's y too, which itself is there once.
+    if (2 * (x_bytes + y_bytes) + (floats ? y_bytes : 0) > kMostSharedBytes - kBarrierBytes) continue;
     const double bytes = (std::min<int64_t>(p.channels, kSide) * box + kPlanes * kPixels * kSide) * size;
-    piece = std::max(kFilterPiece, bytes / kFilterBytes);
+    piece = std::max(floats ? kFloatsPiece : kFilterPiece, bytes / kFilterBytes);
     if (pieces * piece < least) {
       least = pieces * piece;
       best = *this;
@@ -126,17 +135,18 @@ bool PlanesFilterPlan::Fit(const Problem& p) {
 
 bool TakesPlanes(const Problem& problem) {
   const Problem p = AsForward(problem);
-  if (p.groups != 1 || SizeOf(p.in) != 2) return false;
+  const bool filter = p.direction == Direction::kFilterGradient, floats = p.in == DType::kF32;
+  if (p.groups != 1 || (floats ? p.products != 1 : SizeOf(p.in) != 2)) return false;
   for (int d = 0; d < kRank; ++d)
     if (p.stride[d] != 1 || p.lhs_dilation[d] != 1) return false;
   // The TMA unit reads lines of whole 16 bytes.
-  constexpr int kChunk = 8, kMostChannels = 64, kMostFeatures = 128;
-  if (p.channels % kChunk != 0 || p.features % kChunk != 0 || p.channels > kMostChannels || p.features > kMostFeatures)
+  constexpr int kMostChannels = 64, kMostFeatures = 128;
+  const int64_t chunk = 16 / SizeOf(p.in);
+  if (p.channels % chunk != 0 || p.features % chunk != 0 || p.channels > kMostChannels || p.features > kMostFeatures)
     return false;
   if (std::min({p.batch, p.images, p.channels, p.features, p.XPixels(), p.YPixels(), p.Taps()}) == 0) return false;
   if (double(p.batch) * p.images * std::max(p.XPixels(), p.YPixels()) * 4 >= INT32_MAX) return false;
-  if (p.direction == Direction::kFilterGradient) return PlanesFilterPlan().Fit(p);
-  return PlanesPlan().Fit(p);
+  return filter ? PlanesFilterPlan().Fit(p) : PlanesPlan().Fit(p);
 }
 
 double PlanesCycles(const Problem& problem, int64_t splits) {

@@ -13,7 +13,6 @@ namespace jaxdnn::conv {
 
 struct PlanesPlan {
   static constexpr int kTaps = 3;            // along the planes
-  static constexpr int kFeatures = 32;       // of a tile
   static constexpr int kBlocks = 4;          // of 64 rows, in a tile
   static constexpr int kMostStages = 8;      // planes of the operand in shared memory
   static constexpr int kStagedBytes = 8192;  // of 64 rows' results on their way, as floats
@@ -22,7 +21,8 @@ struct PlanesPlan {
   int columns, others;          // of a tile: positions in a line, and lines of a volume's plane, or images
   bool lines;                   // 64 rows are positions of one line, else 8 of each of 8
   int box_columns, box_others;  // of a plane of the operand
-  int line_bytes;               // of a position's channels in shared memory
+  int line_bytes, parts;        // of a position's channels in shared memory: of a line, and how many those are
+  int tile_features;            // 32, or 16 where more would not fit
   int column_tiles, other_tiles, feature_tiles;
   int planes;      // of the result
   int64_t chains;  // tiles, each with all planes

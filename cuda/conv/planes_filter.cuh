@@ -1,0 +1,133 @@
+// What the kernels of planes' filter gradients are told of a problem, and where a block works.
+#pragma once
+
+#include "cuda/conv/filter.cuh"
+#include "cuda/conv/planes.h"
+#include "cuda/conv/planes_plan.h"
+#include "cuda/conv/wgmma_tile.cuh"
+
+namespace jaxdnn::conv {
+
+constexpr int kSide = PlanesFilterPlan::kSide, kTaps = PlanesPlan::kTaps;
+
+struct PlanesFilterParams {
+  CUtensorMap x, y;
+  bool volume;
+  int columns, others, across_bits;  // of a piece; and of how many eights are in a line
+  int channels, features, images;
+  int lines, taps;            // lines of the window that are blocks of their own; and all taps
+  int pad[kRank], line_step;  // of the planes, the others, the columns; and from line to line of the window
+  int x_other, x_plane, y_other, y_plane, column_step;  // bytes in shared memory
+  int x_bytes, y_bytes, x_box_bytes, stages;
+  int pieces, splits;
+  FastDiv column_div, other_div, plane_div, split_div, line_div, channel_div, feature_div;
+  int64_t result_size, blocks;
+
+  // All but the stages.
+  cudaError_t Init(const Problem& p, const Config& config, const void* x_data, const void* y_data);
+};
+
+// What a block does.
+struct FilterPlace {
+  int split, line, channel, feature, model;
+  int first, end;  // pieces
+
+  __device__ explicit FilterPlace(const PlanesFilterParams& q) {
+    int rest = q.split_div.Div(blockIdx.x, &split);
+    rest = q.feature_div.Div(rest, &feature);
+    rest = q.channel_div.Div(rest, &channel);
+    model = q.line_div.Div(rest, &line);
+    channel *= kSide;
+    feature *= kSide;
+    first = static_cast<int>(int64_t{q.pieces} * split / q.splits);
+    end = static_cast<int>(int64_t{q.pieces} * (split + 1) / q.splits);
+  }
+};
+
+// Where a piece's boxes begin in x and y.
+struct PiecePlace {
+  int x[5], y[5];
+
+  __device__ PiecePlace(const PlanesFilterParams& q, const FilterPlace& place, int piece) {
+    int column, other, plane;
+    int rest = q.plane_div.Div(piece, &plane);
+    rest = q.column_div.Div(rest, &column);
+    const int image = q.other_div.Div(rest, &other);
+    column *= q.columns;
+    other *= q.others;
+    plane *= PlanesFilterPlan::kPlanes;
+    const int last = q.volume ? place.model * q.images + image : place.model;
+    const int x_other = other - q.pad[1] + place.line * q.line_step, x_plane = plane - q.pad[0];
+    Set(x, place.channel, column - q.pad[2], q.volume, x_other, x_plane, last);
+    Set(y, place.feature, column, q.volume, other, plane, last);
+  }
+
+ private:
+  static __device__ void Set(int (&to)[5], int channel, int column, bool volume, int other, int plane, int last) {
+    to[0] = channel;
+    to[1] = column;
+    to[2] = volume ? other : plane;
+    to[3] = volume ? plane : other;
+    to[4] = last;
+  }
+};
+
+inline cudaError_t PlanesFilterParams::Init(const Problem& p, const Config& config, const void* x_data,
+                                            const void* y_data) {
+  using Plan = PlanesFilterPlan;
+  *this = {};
+  Plan plan;
+  if (!plan.Fit(p)) return cudaErrorInvalidValue;
+  const int line = kSide * int(SizeOf(p.in));
+  volume = plan.volume;
+  const int order[kRank] = {volume ? 0 : 1, volume ? 1 : 0, 2};  // planes, others, columns
+  const int box_columns = int(plan.columns + (kTaps - 1) * p.rhs_dilation[2]), box_planes = Plan::kPlanes + kTaps - 1;
+  columns = plan.columns;
+  others = plan.others;
+  while (8 << across_bits < columns) ++across_bits;
+  channels = int(p.channels);
+  features = int(p.features);
+  lines = volume ? kTaps : 1;
+  taps = int(p.Taps());
+  for (int d = 0; d < kRank; ++d) pad[d] = int(p.pad[order[d]]);
+  line_step = int(volume ? p.rhs_dilation[1] : 1);
+  images = int(p.images);
+  // In shared memory the inner one of planes and others comes first.
+  const int x_line = box_columns * line, y_line = plan.columns * line;
+  x_other = volume ? x_line : box_planes * x_line;
+  x_plane = volume ? plan.others * x_line : x_line;
+  y_other = volume ? y_line : Plan::kPlanes * y_line;
+  y_plane = volume ? plan.others * y_line : y_line;
+  column_step = int(p.rhs_dilation[2]) * line;
+  x_bytes = plan.x_bytes;
+  y_bytes = plan.y_bytes;
+  x_box_bytes = plan.others * box_planes * x_line;
+  pieces = int(plan.pieces);
+  splits = int(config.splits);
+  column_div = FastDiv(plan.column_tiles);
+  other_div = FastDiv(plan.other_tiles);
+  plane_div = FastDiv(plan.plane_tiles);
+  split_div = FastDiv(config.splits);
+  line_div = FastDiv(lines);
+  channel_div = FastDiv(CeilDiv(p.channels, kSide));
+  feature_div = FastDiv(CeilDiv(p.features, kSide));
+  result_size = p.FilterSize();
+  blocks = plan.units * config.splits;
+
+  const auto encode = [&](CUtensorMap* map, const void* data, int64_t channels, const int64_t (&extent)[kRank],
+                          int columns, int planes) {
+    return volume ? EncodeBoxes(map, p.in, data, {channels, extent[2], extent[1], extent[0], p.batch * p.images},
+                                {kSide, columns, plan.others, planes, 1})
+                  : EncodeBoxes(map, p.in, data, {channels, extent[2], extent[1], p.images, p.batch},
+                                {kSide, columns, planes, plan.others, 1});
+  };
+  cudaError_t e = encode(&x, x_data, p.channels, p.x, box_columns, box_planes);
+  if (e == cudaSuccess) e = encode(&y, y_data, p.features, p.y, plan.columns, Plan::kPlanes);
+  return e;
+}
+
+// Of floats.
+cudaError_t LaunchPlanesFilterFloats(const Problem& p, const Config& config, const void* x, const void* y, void* out,
+                                     void* workspace, cudaStream_t stream);
+
+}  // namespace jaxdnn::conv
