@@ -292,6 +292,9 @@ __device__ inline void MultiplyHeld(float (&d)[kColumns / 2], const uint32_t (&a
   } else if constexpr (kColumns == 64) {
     JAXDNN_WGMMA_HELD("64", JAXDNN_TO_29 "%30, %31", "%32, %33, %34, %35", "%36", "%37", JAXDNN_SUMS16(0),
                       JAXDNN_SUMS16(16));
+  } else if constexpr (kColumns == 160) {
+    JAXDNN_WGMMA_HELD("160", JAXDNN_TO_59 JAXDNN_TEN(6) "%70, %71, %72, %73, %74, %75, %76, %77, %78, %79",
+                      "%80, %81, %82, %83", "%84", "%85", JAXDNN_SUMS64(0), JAXDNN_SUMS16(64));
   } else if constexpr (kColumns == 256) {
     JAXDNN_WGMMA_HELD("256", JAXDNN_TO_127, "%128, %129, %130, %131", "%132", "%133", JAXDNN_SUMS64(0),
                       JAXDNN_SUMS64(64));
@@ -323,6 +326,10 @@ __device__ inline void LoadWords(uint32_t (&v)[4], uint32_t address) {
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
                : "r"(address)
+               : "memory");
+}
+__device__ inline void StoreWords(uint32_t address, const uint32_t (&v)[4]) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
                : "memory");
 }
 __device__ inline void StorePair(uint32_t address, float first, float second) {

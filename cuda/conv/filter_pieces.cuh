@@ -78,10 +78,18 @@ __global__ void __launch_bounds__(kSumWarps * 32)
   const int64_t fours = tiles.Warps() * 32;
   pieces += which * 32 + lane;
   float4 sum = {};
-  if (part == 0) sum = pieces[spans.Slot(first, tile) * fours];
-#pragma unroll 8
-  for (int block = first + (part == 0 ? kParts : part); block <= last; block += kParts)
-    sum = sum + pieces[block * spans.slots * fours];
+  const int64_t of_block = spans.slots * fours, of_first = (spans.Slot(first, tile) - first * spans.slots) * fours;
+  // Loads of eight pieces are under way at once, or of all that are left.
+  constexpr int kAtOnce = 8;
+  for (int from = first + part; from <= last; from += kAtOnce * kParts) {
+    float4 piece[kAtOnce] = {};
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i)
+      if (from + i * kParts <= last)
+        piece[i] = pieces[(from + i * kParts) * of_block + (i == 0 && from == first ? of_first : 0)];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) sum = sum + piece[i];
+  }
   if constexpr (kParts > 1) {
     __shared__ float4 sums[kSumWarps][32];
     sums[warp][lane] = sum;
