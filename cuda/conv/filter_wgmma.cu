@@ -20,7 +20,7 @@ struct Params {
   MappedPhase phase;
   Box positions;
   FilterRows rows;
-  int column_tiles;
+  TileGrid grid;
   Spans spans;
   float4* pieces;
   bool leaves;  // whole tiles too
@@ -51,9 +51,9 @@ struct Place {
 
   template <class T>
   __device__ Place(const Params& p, int tile, T) {
-    const int row_tile = tile / p.column_tiles;
-    column = (tile - row_tile * p.column_tiles) * T::kColumns;
-    row = row_tile * T::kRows;
+    const int2 at = p.grid.At(tile);
+    column = at.x * T::kColumns;
+    row = at.y * T::kRows;
   }
 };
 
@@ -191,7 +191,8 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* x, co
   const FilterShape shape = FilterShapeOf(p, t);
   const int64_t lines = CeilDiv(p.channels, T::kLine);
   q.rows = {FastDiv(lines), int(p.Taps() * lines), int(p.channels), int(p.features)};
-  q.column_tiles = int(CeilDiv(p.features, T::kColumns));
+  const int64_t column_tiles = CeilDiv(p.features, T::kColumns);
+  q.grid = TileGrid(shape.tiles / column_tiles, column_tiles);
   q.spans = Spans(shape.tiles, shape.steps, config.blocks, shape.Slots(config.blocks));
   cudaError_t e = EncodePixels(&q.x, p.in, x, p.images, p.x, p.channels, q.phase.map, T::kDepth);
   const int64_t pixels = p.images * p.YPixels();
@@ -216,7 +217,7 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* x, co
   e = LaunchPersistent<T>(FilterWgmmaKernel<T>, config.blocks, 1, stream, q);
   if (e != cudaSuccess || q.spans.slots == 0) return e;
   const PieceTiles tiles = {
-      FastDiv(T::kColumns / 2), FastDiv(T::kColumns / 8), int(shape.tiles), T::kRows, T::kColumns, q.column_tiles};
+      FastDiv(T::kColumns / 2), FastDiv(T::kColumns / 8), q.grid, int(shape.tiles), T::kRows, T::kColumns};
   return SumPieces<typename T::In>(p, q.spans, q.rows, tiles, q.pieces, x, y, out, stream);
 }
 

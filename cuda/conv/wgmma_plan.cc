@@ -90,13 +90,14 @@ double FilterCycles(const Problem& p, const TileShape& t, const FilterShape& sha
   const bool together = p.in == DType::kF32 || t.rows * t.columns > 128 * 128;
   // Parts of lines take longer for what they bring, and large tiles need less of it.
   const double part = AreApart(p, p.channels) ? 1.45 : p.channels % WgmmaDepth(p.in) != 0 && !together ? 1.25 : 1;
-  // Floats that are not, a step transposes itself, in shared memory.
-  const double turning = p.in == DType::kF32 && transposed == 0 ? 2 * t.columns : 0;
-  const double step = cost.step * part * (AreApart(p, p.features) ? 1.45 : 1) + turning;
+  // Floats that are not, the steps transpose themselves, in shared memory, after a longer beginning.
+  constexpr double kBegin = 2000;
+  const bool turned = p.in == DType::kF32 && transposed == 0;
+  const double step = cost.step * part * (AreApart(p, p.features) ? 1.45 : 1) + (turned ? 2 * t.columns : 0);
   const double x_pixels = std::min(p.XPixels(), p.YPixels() * p.Taps());
   const double elements = p.images * (x_pixels * p.channels + double(p.YPixels()) * p.features);
   const double memory = elements * SizeOf(p.in) / (kMultiprocessors * kBytesPerCycle);
-  const double before = CopyingCycles(transposed, 2);
+  const double before = turned ? kBegin : CopyingCycles(transposed, 2);
   // What dense layers move is not hidden where the warpgroups share their stages.
   const double more = p.in == DType::kF32 && std::min(p.channels, p.features) >= 64 ? memory / 2 : 0;
   if (blocks == shape.tiles) {
@@ -105,14 +106,14 @@ double FilterCycles(const Problem& p, const TileShape& t, const FilterShape& sha
     return each * std::max(busy, (busy + cost.tile) / 2) + cost.tile + before + more;
   }
   // Blocks that begin at many different steps find less of what they read in the cache. Then comes the kernel that adds
-  // up, and bytes of pieces to and from it; that of exchanged problems is counted elsewhere.
-  constexpr double kApart = 0.0035, kAlike = 7, kSum = 6000, kSecond = 2000;
+  // up, and bytes of pieces to and from it; that of exchanged problems is mostly counted elsewhere.
+  constexpr double kApart = 0.0035, kAlike = 7, kSum = 6000, kSecond = 2000, kExchanged = 4000;
   const double byte = p.in == DType::kF32 ? 0.06 : 0.1;
   const double begins = double(blocks) / std::gcd(blocks, shape.tiles);
   const double steps = CeilDiv(shape.tiles * shape.steps, blocks), slots = shape.Slots(blocks);
   const double busy = steps * step * (1 + kApart * std::max(0.0, begins - kAlike)) +
                       (together ? std::floor(steps / shape.steps) * cost.tile : 0);
-  const double sum = p.exchanged ? 0 : slots == 2 ? kSum + kSecond : kSum;
+  const double sum = p.exchanged ? kExchanged : slots == 2 ? kSum + kSecond : kSum;
   return before + std::max(busy + more, memory) + sum + slots * byte * t.rows * t.columns * 4;
 }
 
