@@ -303,6 +303,9 @@ __device__ inline void MultiplyHeld(float (&d)[kColumns / 2], const uint32_t (&a
   } else if constexpr (kColumns == 64) {
     JAXDNN_WGMMA_HELD("64", JAXDNN_TO_29 "%30, %31", "%32, %33, %34, %35", "%36", "%37", JAXDNN_SUMS16(0),
                       JAXDNN_SUMS16(16));
+  } else if constexpr (kColumns == 160) {
+    JAXDNN_WGMMA_HELD("160", JAXDNN_TO_59 JAXDNN_TEN(6) "%70, %71, %72, %73, %74, %75, %76, %77, %78, %79",
+                      "%80, %81, %82, %83", "%84", "%85", JAXDNN_SUMS64(0), JAXDNN_SUMS16(64));
   } else if constexpr (kColumns == 192) {
     JAXDNN_WGMMA_HELD("192", JAXDNN_TO_89 "%90, %91, %92, %93, %94, %95", "%96, %97, %98, %99", "%100", "%101",
                       JAXDNN_SUMS64(0), JAXDNN_SUMS16(64), JAXDNN_SUMS16(80));

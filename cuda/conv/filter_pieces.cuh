@@ -10,6 +10,21 @@
 
 namespace jaxdnn::conv {
 
+// How the tiles are numbered: along the shorter side of the result first, so that neighbours share the larger operand.
+struct TileGrid {
+  int side;
+  bool down;
+
+  TileGrid() = default;
+  TileGrid(int64_t rows, int64_t columns) : side(int(std::min(rows, columns))), down(rows < columns) {}
+
+  // The tile's column and row.
+  __device__ int2 At(int tile) const {
+    const int along = tile / side, across = tile - along * side;
+    return down ? make_int2(along, across) : make_int2(across, along);
+  }
+};
+
 // The result's rows, which are (tap, channel) pairs in units of a line of channels.
 struct FilterRows {
   FastDiv lines;  // of channels
@@ -55,9 +70,10 @@ __device__ void StorePair(const StoreExchanged<In, Out>& store, int64_t i, float
 
 // A tile's place, for a kernel that does not know its extents.
 struct PieceTiles {
-  FastDiv fours;                     // of 64 rows, by warps
-  FastDiv eights;                    // of columns
-  int count, rows, columns, of_row;  // tiles of the result, rows and columns of a tile, tiles next to each other
+  FastDiv fours;   // of 64 rows, by warps
+  FastDiv eights;  // of columns
+  TileGrid grid;
+  int count, rows, columns;  // tiles of the result, rows and columns of a tile
 
   // Fours of a tile, by warps.
   __host__ __device__ int Warps() const { return rows * columns / 128; }
@@ -73,15 +89,27 @@ __global__ void __launch_bounds__(kSumWarps * 32)
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = warp % kParts;
   const int blocks = tiles.Warps() * kParts / kSumWarps, tile = blockIdx.x / blocks;
   const int which = (blockIdx.x - tile * blocks) * (kSumWarps / kParts) + warp / kParts, begin = tile * spans.Steps();
-  const int first = spans.BlockOf(begin), last = spans.BlockOf(begin + spans.Steps() - 1);
+  const int first = spans.parts > 0 ? tile * spans.parts : spans.BlockOf(begin);
+  const int last = spans.parts > 0 ? first + spans.parts - 1 : spans.BlockOf(begin + spans.Steps() - 1);
   if (first == last && !whole) return;
   const int64_t fours = tiles.Warps() * 32;
   pieces += which * 32 + lane;
+  // Four pieces are on their way at once: past the last one it is loaded again. A block's first may be its second slot.
+  constexpr int kAtOnce = 4;
+  const int64_t second = spans.Slot(first, tile) - first * spans.slots;
   float4 sum = {};
-  if (part == 0) sum = pieces[spans.Slot(first, tile) * fours];
-#pragma unroll 8
-  for (int block = first + (part == 0 ? kParts : part); block <= last; block += kParts)
-    sum = sum + pieces[block * spans.slots * fours];
+#pragma unroll 1
+  for (int from = first + part; from <= last; from += kAtOnce * kParts) {
+    float4 piece[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int block = min(from + i * kParts, last);
+      piece[i] = pieces[(block * spans.slots + (block == first ? second : 0)) * fours];
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i)
+      if (from + i * kParts <= last) sum = sum + piece[i];
+  }
   if constexpr (kParts > 1) {
     __shared__ float4 sums[kSumWarps][32];
     sums[warp][lane] = sum;
@@ -92,10 +120,11 @@ __global__ void __launch_bounds__(kSumWarps * 32)
   }
   // A warpgroup's four warps have 16 rows each.
   int eight;
-  const int row_tile = tile / tiles.of_row, sixty_four = tiles.fours.Div(which);
+  const int2 at = tiles.grid.At(tile);
+  const int sixty_four = tiles.fours.Div(which);
   tiles.eights.Div(which / 4, &eight);
-  const int column = (tile - row_tile * tiles.of_row) * tiles.columns + eight * 8 + lane % 4 * 2;
-  const int row = row_tile * tiles.rows + sixty_four * 64 + which % 4 * 16 + lane / 4;
+  const int column = at.x * tiles.columns + eight * 8 + lane % 4 * 2;
+  const int row = at.y * tiles.rows + sixty_four * 64 + which % 4 * 16 + lane / 4;
   if (column >= rows.columns) return;
   const int64_t upper = rows.Begin<kLine>(row), lower = rows.Begin<kLine>(row + 8);
   if (upper >= 0) StorePair(store, upper + column, sum.x, sum.y);

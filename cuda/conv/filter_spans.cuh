@@ -22,6 +22,7 @@ struct Spans {
   float share;     // blocks of a step
   FastDiv alike;   // blocks whose spans begin at the same step of a tile
   int slots;       // pieces of tiles that a block may have
+  int parts;       // equal ones of every tile, or 0
 
   Spans() = default;
   Spans(int64_t tiles, int64_t steps_of_tile, int64_t blocks_of_all, int64_t slots_of_block)
@@ -31,7 +32,8 @@ struct Spans {
         rest(int(tiles * steps_of_tile % blocks_of_all)),
         share(float(blocks_of_all) / (tiles * steps_of_tile)),
         alike(std::gcd(tiles, blocks_of_all)),
-        slots(int(slots_of_block)) {}
+        slots(int(slots_of_block)),
+        parts(blocks_of_all % tiles == 0 ? int(blocks_of_all / tiles) : 0) {}
 
   __device__ int Steps() const { return steps.divisor; }
   __device__ int Blocks() const { return blocks.divisor; }

@@ -17,15 +17,54 @@ constexpr bool kFloats = sizeof(typename T::In) == 4;
 template <class T>
 constexpr int kUnitBytes = T::kDepth * kLineBytes;
 
+// Where y has not been transposed by another kernel, these warps do so, in place, when a stage is full.
+constexpr int kTurners = 2;
+
+// Swaps the two coordinates of 32 pixels by as many features, and puts the even ones of every eight pixels first. Both
+// sides are lines of 128 bytes, swizzled. A thread has two squares of four by four, and eight threads meet no bank
+// twice, neither in lines of pixels nor in those of features.
+__device__ inline void TransposeFloats(uint32_t square) {
+  const int lane = threadIdx.x % 32, c = lane % 8, r = lane / 8;  // of four features
+  const int g = ((c & 4) | (c & 1) << 1 | (c >> 1 & 1)) ^ r;      // and of four pixels, even or odd ones of eight
+  uint32_t v[2][4][4];
+#pragma unroll
+  for (int s = 0; s < 2; ++s) {
+    const uint32_t from = square + ((g ^ (4 * s)) / 2 * 8 + g % 2) * kLineBytes + ((c ^ (g % 2)) << 4);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) hopper::LoadWords(v[s][i], (from ^ (i << 5)) + 2 * i * kLineBytes);
+  }
+  __syncwarp();
+#pragma unroll
+  for (int s = 0; s < 2; ++s) {
+    const uint32_t to = square + 4 * c * kLineBytes + ((g ^ (4 * s) ^ (4 * (c % 2))) << 4);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const uint32_t feature[4] = {v[s][0][j], v[s][1][j], v[s][2][j], v[s][3][j]};
+      hopper::StoreWords((to ^ (j << 4)) + j * kLineBytes, feature);
+    }
+  }
+}
+
+template <class T>
+__device__ void TransposeStage(const Ring<T>& ring, int turner) {
+  hopper::WaitBarrier(ring.Full(), ring.parity);
+#pragma unroll 1
+  for (int i = turner; i < T::kColumns / 32; i += kTurners)
+    TransposeFloats(ring.Data() + T::kBytesA + i * 32 * kLineBytes);
+  hopper::ShowSharedToTma();
+  hopper::Arrive(ring.Turned(ring.stage));
+}
+
 template <class T>
 constexpr bool kTogether = kFloats<T> || T::kRows * T::kColumns > 128 * 128;
 
 template <class T>
 using HalfTile = WgmmaTile<typename T::In, T::kRows / 2, T::kColumns>;
 
-// sums = A B over the ring's next `steps` stages, at least one, with the rows of A in registers.
+// sums = A B over the ring's next `steps` stages, at least one, with the rows of A in registers, when B is `turned`.
 template <class T>
-__device__ void MultiplyHeldStages(Ring<T>& ring, int steps, int warpgroup, typename HalfTile<T>::Sums& sums) {
+__device__ void MultiplyHeldStages(Ring<T>& ring, int steps, int warpgroup, bool turned,
+                                   typename HalfTile<T>::Sums& sums) {
   constexpr int kBlocks = HalfTile<T>::kBlocks;
   const int thread = threadIdx.x % kWarpgroup, lane = thread % 32, warp = thread / 32;
   // Where in the stage the thread's four elements of the first eight pixels are: two channels of two pixels.
@@ -50,6 +89,7 @@ __device__ void MultiplyHeldStages(Ring<T>& ring, int steps, int warpgroup, type
                        : "=r"(a[m][k][i])
                        : "r"(ring.Data() + place[i] + m * T::kSlab + k * 8 * kLineBytes)
                        : "memory");
+    if (turned) hopper::WaitBarrier(ring.Turned(ring.stage), ring.parity);
     const uint64_t b = hopper::Descriptor(ring.Data() + T::kBytesA, T::kSlab);
     hopper::BeginProducts();
 #pragma unroll

@@ -20,10 +20,11 @@ struct Params {
   MappedPhase phase;
   Box positions;
   FilterRows rows;
-  int column_tiles;
+  TileGrid grid;
   Spans spans;
   float4* pieces;
   bool leaves;  // whole tiles too
+  bool turns;   // y, which no other kernel has transposed
   void* out;
   bool wide;  // whether the result is of floats
 };
@@ -50,9 +51,9 @@ struct Place {
 
   template <class T>
   __device__ Place(const Params& p, int tile, T) {
-    const int row_tile = tile / p.column_tiles;
-    column = (tile - row_tile * p.column_tiles) * T::kColumns;
-    row = row_tile * T::kRows;
+    const int2 at = p.grid.At(tile);
+    column = at.x * T::kColumns;
+    row = at.y * T::kRows;
   }
 };
 
@@ -103,13 +104,23 @@ __device__ void ProduceY(const Params& p, Ring<T> ring) {
     for (int step = 0; step < piece.steps; ++step, pixel += T::kDepth) {
       BeginStage(ring, T::kBytesB);
 #pragma unroll
-      for (int slab = 0; slab * 64 < T::kColumns; ++slab) {
-        const int column = first + slab * 64;
-        hopper::LoadBox(ring.Data() + T::kBytesA + slab * T::kSlab, &p.y, ring.Full(), kFloats<T> ? pixel : column,
-                        kFloats<T> ? column : pixel, 0);
+      for (int i = 0; i * T::kLine < T::kColumns; ++i) {
+        const int column = first + i * T::kLine;
+        const bool transposed = kFloats<T> && !p.turns;
+        hopper::LoadBox(ring.Data() + T::kBytesA + i * kUnitBytes<T>, &p.y, ring.Full(), transposed ? pixel : column,
+                        transposed ? column : pixel, 0);
       }
       ring.Next();
     }
+  }
+}
+
+template <class T>
+__device__ void Turn(const Params& p, Ring<T> ring, int turner) {
+  if constexpr (kFloats<T>) {
+    if (!p.turns) return;
+    for (Pieces piece(p.spans); piece.Next();)
+      for (int step = 0; step < piece.steps; ++step, ring.Next()) TransposeStage(ring, turner);
   }
 }
 
@@ -133,7 +144,7 @@ __device__ void Consume(const Params& p, Ring<T> ring, int warpgroup) {
     }
     typename Own::Sums sums;
     if constexpr (kFloats<T>)
-      MultiplyHeldStages<T>(ring, piece.steps, warpgroup, sums);
+      MultiplyHeldStages<T>(ring, piece.steps, warpgroup, p.turns, sums);
     else if constexpr (kTogether<T>)
       MultiplyStagesTogether<T>(ring, piece.steps, warpgroup, sums);
     else
@@ -156,13 +167,15 @@ __global__ void __launch_bounds__(T::kThreads, 1) FilterWgmmaKernel(const __grid
   if constexpr (hopper::kAvailable) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const Ring<T> ring(shared);
+    if (kFloats<T> && threadIdx.x == 0)
+      for (int s = 0; s < T::kStages; ++s) hopper::InitBarrier(ring.Turned(s), kTurners * 32);
     ring.Init(kTogether<T> ? kConsumers : 1);
-    RunRoles(
+    RunRoles<kProducers, kFloats<T> ? 72 : 40>(
         [&](int which) {
           if (which == 1) return ProduceY<T>(p, ring);
           hopper::VisitDimensions(p.phase.map.dimensions, [&](auto d) { ProduceX<T, decltype(d)::value>(p, ring); });
         },
-        [&](int warpgroup) { Consume<T>(p, ring, warpgroup); });
+        [&](int warpgroup) { Consume<T>(p, ring, warpgroup); }, [&](int turner) { Turn<T>(p, ring, turner); });
   }
 }
 
@@ -174,23 +187,25 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* x, co
   if (MapPhases(p, phases) != 1) return cudaErrorInvalidValue;
   q.phase = phases[0];
   q.positions = Box(q.phase.positions);
-  const FilterShape shape = FilterShapeOf(p, {config.tile, "", Unit::kWgmma, T::kRows, T::kColumns, T::kThreads});
+  const TileShape t = {config.tile, "", Unit::kWgmma, T::kRows, T::kColumns, T::kThreads};
+  const FilterShape shape = FilterShapeOf(p, t);
   const int64_t lines = CeilDiv(p.channels, T::kLine);
   q.rows = {FastDiv(lines), int(p.Taps() * lines), int(p.channels), int(p.features)};
-  q.column_tiles = int(CeilDiv(p.features, T::kColumns));
+  const int64_t column_tiles = CeilDiv(p.features, T::kColumns);
+  q.grid = TileGrid(shape.tiles / column_tiles, column_tiles);
   q.spans = Spans(shape.tiles, shape.steps, config.blocks, shape.Slots(config.blocks));
   cudaError_t e = EncodePixels(&q.x, p.in, x, p.images, p.x, p.channels, q.phase.map, T::kDepth);
   const int64_t pixels = p.images * p.YPixels();
   auto* left = static_cast<float*>(workspace);
-  if constexpr (kFloats<T>) {
+  q.turns = kFloats<T> && !config.copies;
+  if (kFloats<T> && !q.turns) {
     const int64_t pitch = shape.steps * T::kDepth;
     auto* yt = left;
     left += pitch * p.features;
-    static_assert(T::kDepth == kSide);
     TransposeKernel<<<dim3(shape.steps, CeilDiv(p.features, kSide)), 256, 0, stream>>>(static_cast<const float*>(y), yt,
                                                                                        pixels, int(p.features));
     if (e == cudaSuccess) e = cudaPeekAtLastError();
-    if (e == cudaSuccess) e = EncodeBoxes(&q.y, p.in, yt, {pitch, p.features, 1}, {T::kLine, 64, 1});
+    if (e == cudaSuccess) e = EncodeBoxes(&q.y, p.in, yt, {pitch, p.features, 1}, {T::kLine, T::kDepth, 1});
   } else if (e == cudaSuccess) {
     e = EncodeBoxes(&q.y, p.in, y, {p.features, pixels, 1}, {T::kLine, T::kDepth, 1});
   }
@@ -202,7 +217,7 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* x, co
   e = LaunchPersistent<T>(FilterWgmmaKernel<T>, config.blocks, 1, stream, q);
   if (e != cudaSuccess || q.spans.slots == 0) return e;
   const PieceTiles tiles = {
-      FastDiv(T::kColumns / 2), FastDiv(T::kColumns / 8), int(shape.tiles), T::kRows, T::kColumns, q.column_tiles};
+      FastDiv(T::kColumns / 2), FastDiv(T::kColumns / 8), q.grid, int(shape.tiles), T::kRows, T::kColumns};
   return SumPieces<typename T::In>(p, q.spans, q.rows, tiles, q.pieces, x, y, out, stream);
 }
 
@@ -215,7 +230,7 @@ cudaError_t LaunchFilterWgmma(const Problem& p, const Config& config, const void
     const auto launch = [&](auto tile) {
       // Of floats a warpgroup has 64 rows, since 128 are too many registers.
       using T = typename decltype(tile)::type;
-      if constexpr (kFloats<T> && T::kRows != 128)
+      if constexpr (kFloats<T> ? T::kRows != 128 : T::kRows == 128 && T::kColumns == 160)
         return cudaErrorInvalidValue;
       else
         return LaunchTile<T>(p, config, x, y, out, workspace, stream);
@@ -231,6 +246,8 @@ cudaError_t LaunchFilterWgmma(const Problem& p, const Config& config, const void
         return launch(TypeTag<FilterTile<In, 64, 128>>());
       case Tile::kWgmma64x64:
         return launch(TypeTag<FilterTile<In, 64, 64>>());
+      case Tile::kWgmma128x160:
+        return launch(TypeTag<FilterTile<In, 128, 160>>());
       case Tile::kWgmma128x256:
         return launch(TypeTag<FilterTile<In, 128, 256>>());
       case Tile::kWgmma256x128:

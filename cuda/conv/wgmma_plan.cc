@@ -27,7 +27,7 @@ Cost CostOf(const TileShape& t, const Problem& p) {
   constexpr Cost k128x64[] = {{420, 4100}, {475, 5100}, {435, 4000}, {470, 3000}, {450, 5600}};
   constexpr Cost k64x128[] = {{420, 3450}, {400, 5150}, {420, 3500}, {}, {670, 4000}};
   constexpr Cost k64x64[] = {{355, 3500}, {360, 4100}, {335, 2500}, {}, {390, 4150}};
-  constexpr Cost k128x160[] = {{790, 5500}, {820, 9000}};
+  constexpr Cost k128x160[] = {{790, 5500}, {820, 9000}, {}, {790, 8000}};
   constexpr Cost k128x256[] = {{}, {}, {1110, 4000}, {1040, 8000}};
   constexpr Cost k256x128[] = {{}, {}, {1120, 4500}};
   constexpr Cost k256x160[] = {{}, {}, {1340, 5000}};
@@ -76,42 +76,45 @@ Cost CostOf(const TileShape& t, const Problem& p) {
 // Whether pixels do not begin with the sectors that memory is read in.
 bool AreApart(const Problem& p, int64_t channels) { return channels * SizeOf(p.in) % 32 != 0; }
 
-// Of the kernel that makes a transposed copy, which moves its result's bytes so often.
-double TransposingCycles(const Problem& p, const TileShape& t, double moves) {
+// Of a kernel that makes a transposed copy, which moves its bytes so often.
+double CopyingCycles(double bytes, double moves) {
   constexpr double kLaunch = 4000;
-  const double bytes = TransposedBytes(p, t);
   return bytes > 0 ? kLaunch + moves * bytes / (kMultiprocessors * kBytesPerCycle) : 0;
 }
 
-// Of a filter gradient's tiles by so many blocks.
-double FilterCycles(const Problem& p, const TileShape& t, const FilterShape& shape, int64_t blocks) {
+// Of a filter gradient's tiles by so many blocks, with so many bytes of y transposed before.
+double FilterCycles(const Problem& p, const TileShape& t, const FilterShape& shape, int64_t blocks,
+                    int64_t transposed) {
   const Cost cost = CostOf(t, p);
   // Where the warpgroups share a tile, nothing hides how it is stored.
   const bool together = p.in == DType::kF32 || t.rows * t.columns > 128 * 128;
   // Parts of lines take longer for what they bring, and large tiles need less of it.
   const double part = AreApart(p, p.channels) ? 1.45 : p.channels % WgmmaDepth(p.in) != 0 && !together ? 1.25 : 1;
-  const double step = cost.step * part * (AreApart(p, p.features) ? 1.45 : 1);
+  // Floats that are not, the steps transpose themselves, in shared memory, after a longer beginning.
+  constexpr double kBegin = 2000;
+  const bool turned = p.in == DType::kF32 && transposed == 0;
+  const double step = cost.step * part * (AreApart(p, p.features) ? 1.45 : 1) + (turned ? 2 * t.columns : 0);
   const double x_pixels = std::min(p.XPixels(), p.YPixels() * p.Taps());
   const double elements = p.images * (x_pixels * p.channels + double(p.YPixels()) * p.features);
   const double memory = elements * SizeOf(p.in) / (kMultiprocessors * kBytesPerCycle);
-  double more = TransposingCycles(p, t, 2);
+  const double before = turned ? kBegin : CopyingCycles(transposed, 2);
   // What dense layers move is not hidden where the warpgroups share their stages.
-  if (p.in == DType::kF32 && std::min(p.channels, p.features) >= 64) more += memory / 2;
+  const double more = p.in == DType::kF32 && std::min(p.channels, p.features) >= 64 ? memory / 2 : 0;
   if (blocks == shape.tiles) {
     const double busy = shape.steps * step, each = std::ceil(blocks / kMultiprocessors);
-    if (together) return each * (busy + cost.tile) + more;
-    return each * std::max(busy, (busy + cost.tile) / 2) + cost.tile + more;
+    if (together) return before + each * (busy + cost.tile) + more;
+    return each * std::max(busy, (busy + cost.tile) / 2) + cost.tile + before + more;
   }
   // Blocks that begin at many different steps find less of what they read in the cache. Then comes the kernel that adds
-  // up, and bytes of pieces to and from it; that of exchanged problems is counted elsewhere.
-  constexpr double kApart = 0.0035, kAlike = 7, kSum = 6000, kSecond = 2000;
+  // up, and bytes of pieces to and from it; that of exchanged problems is mostly counted elsewhere.
+  constexpr double kApart = 0.0035, kAlike = 7, kSum = 6000, kSecond = 2000, kExchanged = 4000;
   const double byte = p.in == DType::kF32 ? 0.06 : 0.1;
   const double begins = double(blocks) / std::gcd(blocks, shape.tiles);
   const double steps = CeilDiv(shape.tiles * shape.steps, blocks), slots = shape.Slots(blocks);
   const double busy = steps * step * (1 + kApart * std::max(0.0, begins - kAlike)) +
                       (together ? std::floor(steps / shape.steps) * cost.tile : 0);
-  const double sum = p.exchanged ? 0 : slots == 2 ? kSum + kSecond : kSum;
-  return std::max(busy, memory) + sum + slots * byte * t.rows * t.columns * 4 + more;
+  const double sum = p.exchanged ? kExchanged : slots == 2 ? kSum + kSecond : kSum;
+  return before + std::max(busy + more, memory) + sum + slots * byte * t.rows * t.columns * 4;
 }
 
 }  // namespace
@@ -124,7 +127,7 @@ bool TakesWgmma(const Problem& p, const TileShape& t) {
     if (filter || p.out != p.in || (floats && !(forward && t.tile == Tile::kWgmma192Across))) return false;
   } else if (t.rows * t.columns > 128 * 160) {
     if (!filter) return false;
-  } else if (t.columns == 160 && (filter || (forward && !floats))) {
+  } else if (t.columns == 160 && !floats && p.direction != Direction::kDataGradient) {
     return false;
   }
   if (t.tile == Tile::kWgmma128x128Copied && !(floats && forward)) return false;
@@ -173,22 +176,27 @@ FilterShape FilterShapeOf(const Problem& p, const TileShape& t) {
 std::optional<Config> PlanFilterWgmma(const Problem& p, const TileShape& t, int64_t workspace_limit) {
   constexpr int64_t kMostBlocks = 132, kLeastSteps = 2;  // that are worth a block
   const FilterShape shape = FilterShapeOf(p, t);
-  const int64_t all = shape.tiles * shape.steps, piece = t.rows * t.columns * 4, transposed = TransposedBytes(p, t);
+  const int64_t all = shape.tiles * shape.steps, piece = t.rows * t.columns * 4;
   if (all >= INT32_MAX) return std::nullopt;  // the kernel counts them with 32 bits
   std::optional<Config> best;
-  const auto consider = [&](int64_t blocks) {
+  const auto consider = [&](int64_t blocks, int64_t transposed) {
     const int64_t slots = shape.Slots(blocks), bytes = transposed + blocks * slots * piece;
     if (bytes > workspace_limit || (slots == 0 && blocks < shape.tiles) || (slots == 2 && p.exchanged)) return;
     const int64_t parts = CeilDiv(blocks, shape.tiles) + (slots == 2);
-    const double cycles = FilterCycles(p, t, shape, blocks);
-    if (!best || cycles < best->cycles) best = Config{t.tile, parts, 1, blocks, bytes, cycles};
+    const double cycles = FilterCycles(p, t, shape, blocks, transposed);
+    if (best && best->cycles <= cycles) return;
+    best = Config{t.tile, parts, 1, blocks, bytes, cycles};
+    best->copies = transposed > 0;
   };
-  // Blocks of whole tiles; of spans of equal lengths; and of equal parts of one tile each, which are fewer pieces.
-  consider(shape.tiles);
-  const int64_t most = std::min(kMostBlocks, all / kLeastSteps), pieces = (workspace_limit - transposed) / piece;
-  const int64_t spans = std::min(most, pieces / 2), parts = std::min(most, pieces) / shape.tiles;
-  for (int64_t blocks = spans; blocks > spans * 3 / 4; --blocks) consider(blocks);
-  if (parts > 1) consider(parts * shape.tiles);
+  // Floats with and without a copy; blocks of whole tiles; of spans of equal lengths; and of equal parts of one tile
+  // each, which are fewer pieces.
+  for (const int64_t transposed : {int64_t{0}, TransposedBytes(p, t)}) {
+    consider(shape.tiles, transposed);
+    const int64_t most = std::min(kMostBlocks, all / kLeastSteps), pieces = (workspace_limit - transposed) / piece;
+    const int64_t spans = std::min(most, pieces / 2), parts = std::min(most, pieces) / shape.tiles;
+    for (int64_t blocks = spans; blocks > spans * 3 / 4; --blocks) consider(blocks, transposed);
+    if (parts > 1) consider(parts * shape.tiles, transposed);
+  }
   return best;
 }
 
@@ -226,7 +234,7 @@ double WgmmaCycles(const Problem& p, const TileShape& t, int64_t cluster) {
     // Blocks that read different steps find less of what they read on its way to others already.
     const double delay = IsAcross(t.tile) ? (g.rows < 8 * t.rows ? 1.35 : 1) : t.columns == 160 ? 1 : 1.3;
     return std::ceil(tiles / clusters) * (delay * std::ceil(steps / cluster) * cost.step + cost.tile + exchange) +
-           TransposingCycles(p, t, kCopyMoves);
+           CopyingCycles(TransposedBytes(p, t), kCopyMoves);
   }
   const double each = std::ceil(tiles / kMultiprocessors), busy = steps * cost.step;
   // Memory bounds all but what comes before the first step and after the last.
@@ -238,7 +246,7 @@ double WgmmaCycles(const Problem& p, const TileShape& t, int64_t cluster) {
   if (IsAcross(t.tile))
     return std::max({each * (busy + cost.tile), longest * cost.step + cost.tile, memory + 1.5 * cost.tile}) + kBegin;
   return std::max({each * std::max(busy, (busy + cost.tile) / 2), longest * cost.step, memory}) + cost.tile +
-         TransposingCycles(p, t, kCopyMoves);
+         CopyingCycles(TransposedBytes(p, t), kCopyMoves);
 }
 
 }  // namespace jaxdnn::conv

@@ -11,8 +11,8 @@ bool TakesWgmma(const Problem& p, const TileShape& t);
 // Whether so many blocks may share a tile (wgmma_team.cuh).
 bool MayShare(const Problem& p, const TileShape& t, int64_t blocks);
 
-// Bytes of workspace for an operand that wgmma wants K-major, since TF32 has no MN-major operands: y in the filter
-// gradient, and forward, of some tiles, the filter.
+// Bytes of workspace for a copy of an operand that wgmma wants K-major, since TF32 has no MN-major operands: forward,
+// of some tiles, the filter, and y in the filter gradient, which can do without.
 int64_t TransposedBytes(const Problem& p, const TileShape& t);
 
 // A filter gradient's tiles and the steps of each, which `blocks` blocks share (filter_spans.cuh): by tiles, or by

@@ -41,7 +41,8 @@ struct WgmmaTile {
                        kStageBytes = kBytesA + kBytesB;
   // Sums wait in two slabs of each warpgroup to be stored, to pixels whose numbers stand there too.
   static constexpr int kStoreBytes = kSlabs ? kConsumers * 2 * kSlab : 0,
-                       kPixelBytes = kSlabs ? kConsumers * kRows * 4 : 0, kBarrierBytes = kMaxStages * 16 + 16;
+                       kPixelBytes = kSlabs ? kConsumers * kRows * 4 : 0,
+                       kBarrierBytes = kMaxStages * (kSlabs ? 16 : 24) + 16;
   // Beside them as many stages as fit.
   static constexpr int kStages =
       std::min(kMaxStages, ((227 << 10) - kStoreBytes - kPixelBytes - kBarrierBytes) / kStageBytes);
@@ -62,6 +63,8 @@ struct Ring {
   __device__ uint32_t Full(int s) const { return Slabs() + T::kStoreBytes + T::kPixelBytes + 16 * s; }
   __device__ uint32_t Empty(int s) const { return Full(s) + 8; }
   __device__ uint32_t Turn(int warpgroup) const { return Full(kMaxStages) + 8 * warpgroup; }
+  // Where slabs are not: whether the stage's B has been transposed.
+  __device__ uint32_t Turned(int s) const { return Turn(kConsumers) + 8 * s; }
   __device__ uint32_t Full() const { return Full(stage); }
   __device__ uint32_t Slabs() const { return data + T::kStages * T::kStageBytes; }
   static __device__ int* Pixels(unsigned char* shared, int warpgroup) {
@@ -269,21 +272,28 @@ __device__ void StoreSums(const typename T::Sums& sums, Out* out, int count, con
 }
 
 // Splits the block by role: produce(i) runs in each of the threads that fill the stages, consume(warpgroup) in the two
-// that multiply, which take the block's first, third, ... tile and the others. Registers move from the one to the
-// others.
-template <int kThreads = kProducers, class Produce, class Consume>
-__device__ void RunRoles(const Produce& produce, const Consume& consume) {
+// that multiply, which take the block's first, third, ... tile and the others, help(i) in the warps that are left.
+// Registers move from those that do not multiply to those that do.
+template <int kThreads = kProducers, int kRegisters = 40, class Produce, class Consume, class Help>
+__device__ void RunRoles(const Produce& produce, const Consume& consume, const Help& help) {
   const int warpgroup = threadIdx.x / kWarpgroup;
   if (warpgroup == kConsumers) {
-    hopper::SetRegisters<40, false>();
+    hopper::SetRegisters<kRegisters, false>();
     const int warp = threadIdx.x / 32 - kConsumers * kWarpgroup / 32;
-    if (threadIdx.x % 32 == 0 && warp < kThreads) produce(warp);
+    if (warp >= kThreads)
+      help(warp - kThreads);
+    else if (threadIdx.x % 32 == 0)
+      produce(warp);
     __syncwarp();
   } else {
-    hopper::SetRegisters<232, true>();
+    hopper::SetRegisters<(504 - kRegisters) / 2, true>();
     consume(warpgroup);
     if (threadIdx.x % kWarpgroup == 0) hopper::WaitForStoreReads<0>();
   }
+}
+template <int kThreads = kProducers, class Produce, class Consume>
+__device__ void RunRoles(const Produce& produce, const Consume& consume) {
+  RunRoles<kThreads>(produce, consume, [](int) {});
 }
 
 // Launches one block a multiprocessor, or fewer, that go over the tiles together; or clusters that have one tile each.
