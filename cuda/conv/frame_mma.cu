@@ -141,10 +141,10 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   StoreGroup<T, kForward, In>(p, block, rows, ring, sums, wide, out);
 }
 
-template <Direction kDirection, class In, int kProducts>
-cudaError_t LaunchType(const Problem& p, const void* operand, const void* filter, void* out, const Epilogue& epilogue,
+template <class T, Direction kDirection>
+cudaError_t LaunchTile(const Problem& p, const void* operand, const void* filter, void* out, const Epilogue& epilogue,
                        cudaStream_t stream) {
-  using T = MmaTile<In, kDirection, 128, 64, 4, 2, kProducts == 1 ? 2 : 1, kProducts>;
+  using In = typename T::In;
   constexpr bool kForward = kDirection == Direction::kForward;
   DataParams q = MakeDataParams(p, epilogue, T::kRows, T::kColumns);
   q.whole_runs = IsChunk(AlignedRun(GemmOf(p).columns, p.out, {out, epilogue.bias, epilogue.residual}), p.out);
@@ -154,6 +154,20 @@ cudaError_t LaunchType(const Problem& p, const void* operand, const void* filter
   return LaunchKernel(FrameMmaKernel<T, kForward, In>, grid, stream, q, f, static_cast<const In*>(operand),
                       static_cast<const In*>(filter), IsChunk(AlignedRun(p.DepthChannels(), p.in, {operand}), p.in),
                       IsChunk(AlignedRun(p.features, p.in, {filter}), p.in), p.out != p.in, out);
+}
+
+template <Direction kDirection, class In, int kProducts>
+cudaError_t LaunchType(const Problem& p, const void* operand, const void* filter, void* out, const Epilogue& epilogue,
+                       cudaStream_t stream) {
+  // Whole lines of memory: there are few blocks, and what lasts is the number of their steps.
+  constexpr int kDepth = 128 / sizeof(In);
+  // Of Hopper's data gradients of many channels the frame is most of what is not at full speed.
+  if constexpr (kDirection == Direction::kDataGradient && kProducts == 1)
+    if (GemmOf(p).columns % 128 == 0)
+      return LaunchTile<MmaTile<In, kDirection, 128, 128, 2, 4, 1, 1, kDepth>, kDirection>(p, operand, filter, out,
+                                                                                           epilogue, stream);
+  using T = MmaTile<In, kDirection, 128, 64, 4, 2, kProducts == 1 ? 2 : 1, kProducts, kDepth>;
+  return LaunchTile<T, kDirection>(p, operand, filter, out, epilogue, stream);
 }
 
 }  // namespace

@@ -14,10 +14,11 @@ namespace jaxdnn::conv {
 struct Share {
   int first, end;
 
-  __device__ Share(int steps, const FastDiv& team) : first(0), end(steps) {
+  __device__ Share(int steps, const FastDiv& team) : Share(steps, team, blockIdx.x) {}
+  __device__ Share(int steps, const FastDiv& team, int block) : first(0), end(steps) {
     if (team.divisor == 1) return;
     int rank;
-    team.Div(blockIdx.x, &rank);
+    team.Div(block, &rank);
     first = team.Div(steps * rank);
     end = team.Div(steps * (rank + 1));
   }

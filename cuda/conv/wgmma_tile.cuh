@@ -22,6 +22,7 @@ namespace jaxdnn::conv {
 constexpr int kWarpgroup = 128;
 constexpr int kConsumers = 2;  // warpgroups that multiply
 constexpr int kProducers = 2;  // threads that load, of a warp each
+constexpr int kPatchers = 2;   // warps that replace some of what was loaded (wgmma_patch.cuh)
 constexpr int kMaxStages = 8;
 
 // Forward the filter of floats goes through registers (wgmma_held.cuh), or is copied first, `kCopied`. Where sums do
@@ -39,16 +40,18 @@ struct WgmmaTile {
                        kStageBytes = kBytesA + kBytesB;
   // Sums wait in two slabs of each warpgroup to be stored, to pixels whose numbers stand there too.
   static constexpr int kStoreBytes = kSlabs ? kConsumers * 2 * kSlab : 0,
-                       kPixelBytes = kSlabs ? kConsumers * kRows * 4 : 0, kBarrierBytes = kMaxStages * 16 + 16;
+                       kPixelBytes = kSlabs ? kConsumers * kRows * 4 : 0, kBarrierBytes = kMaxStages * 24 + 16;
+  // A patch of every row at most is noted down.
+  static constexpr int kPatchBytes = kSlabs ? kRows * 8 : 0;
   // Beside them as many stages as fit.
-  static constexpr int kStages =
-      std::min(kMaxStages, ((227 << 10) - kStoreBytes - kPixelBytes - kBarrierBytes) / kStageBytes);
-  static constexpr int kSharedBytes = kStages * kStageBytes + kStoreBytes + kPixelBytes + kBarrierBytes;
+  static constexpr int kMoreBytes = kStoreBytes + kPixelBytes + kBarrierBytes + kPatchBytes;
+  static constexpr int kStages = std::min(kMaxStages, ((227 << 10) - kMoreBytes) / kStageBytes);
+  static constexpr int kSharedBytes = kStages * kStageBytes + kMoreBytes;
   using Sums = float[kBlocks][kColumns / 2];
 };
 
 // A block's shared memory, which begins on a multiple of the swizzle's 1024 bytes: the stages, the slabs, the pixels,
-// the barriers. And where a thread is in the stages' round.
+// the barriers, the patches. And where a thread is in the stages' round.
 template <class T>
 struct Ring {
   uint32_t data;
@@ -61,9 +64,14 @@ struct Ring {
   __device__ uint32_t Empty(int s) const { return Full(s) + 8; }
   __device__ uint32_t Turn(int warpgroup) const { return Full(kMaxStages) + 8 * warpgroup; }
   __device__ uint32_t Full() const { return Full(stage); }
+  // For pixels that patches follow.
+  __device__ uint32_t Loaded(int s) const { return Full(kMaxStages) + 16 + 8 * s; }
   __device__ uint32_t Slabs() const { return data + T::kStages * T::kStageBytes; }
   static __device__ int* Pixels(unsigned char* shared, int warpgroup) {
     return reinterpret_cast<int*>(shared + T::kStages * T::kStageBytes + T::kStoreBytes) + warpgroup * T::kRows;
+  }
+  static __device__ int2* Patches(unsigned char* shared, int warp) {
+    return reinterpret_cast<int2*>(shared + T::kSharedBytes - T::kPatchBytes) + warp * T::kRows / kPatchers;
   }
   __device__ void Next() {
     if (++stage == T::kStages) stage = 0, parity ^= 1;
@@ -74,11 +82,13 @@ struct Ring {
     parity ^= rounds & 1;
   }
 
-  // All threads of the block, once. So many warpgroups take each stage.
-  __device__ void Init(int takers = 1) const {
+  // All threads of the block, once. So many warpgroups take each stage. Patchers, where there are any, stand in for the
+  // producer of pixels.
+  __device__ void Init(int takers = 1, bool patched = false) const {
     if (threadIdx.x == 0) {
       for (int s = 0; s < T::kStages; ++s) {
-        hopper::InitBarrier(Full(s), kProducers);
+        hopper::InitBarrier(Full(s), patched ? kProducers - 1 + kPatchers : kProducers);
+        hopper::InitBarrier(Loaded(s), 1);
         hopper::InitBarrier(Empty(s), takers * kWarpgroup / 32);
       }
       for (int w = 0; w < kConsumers; ++w) hopper::InitBarrier(Turn(w), kWarpgroup / 32);
@@ -88,11 +98,16 @@ struct Ring {
   }
 };
 
-// A producer's turn: waits for a free stage and announces bytes; the caller begins the loads, then calls Next.
+// A producer's turn: waits for a free stage and announces bytes at one of its barriers; the caller begins the loads,
+// then calls Next.
+template <class T>
+__device__ void BeginStage(const Ring<T>& ring, int bytes, uint32_t barrier) {
+  hopper::WaitBarrier(ring.Empty(ring.stage), ring.parity ^ 1);
+  hopper::ArriveExpecting(barrier, bytes);
+}
 template <class T>
 __device__ void BeginStage(const Ring<T>& ring, int bytes) {
-  hopper::WaitBarrier(ring.Empty(ring.stage), ring.parity ^ 1);
-  hopper::ArriveExpecting(ring.Full(), bytes);
+  BeginStage(ring, bytes, ring.Full());
 }
 
 // Until all products are done, and their sums in registers.
@@ -257,18 +272,22 @@ __device__ void StoreSums(const typename T::Sums& sums, Out* out, int count, con
 }
 
 // Splits the block by role: produce(i) runs in each of the threads that fill the stages, consume(warpgroup) in the two
-// that multiply, which take the block's first, third, ... tile and the others. Registers move from the one to the
-// others.
-template <int kThreads = kProducers, class Produce, class Consume>
-__device__ void RunRoles(const Produce& produce, const Consume& consume) {
+// that multiply, which take the block's first, third, ... tile and the others, and patch(i) in the warps that are left.
+// Registers move from the one to the others.
+struct NoPatch {
+  __device__ void operator()(int) const {}
+};
+template <int kThreads = kProducers, int kFew = 40, class Produce, class Consume, class Patch = NoPatch>
+__device__ void RunRoles(const Produce& produce, const Consume& consume, const Patch& patch = {}) {
   const int warpgroup = threadIdx.x / kWarpgroup;
   if (warpgroup == kConsumers) {
-    hopper::SetRegisters<40, false>();
+    hopper::SetRegisters<kFew, false>();
     const int warp = threadIdx.x / 32 - kConsumers * kWarpgroup / 32;
     if (threadIdx.x % 32 == 0 && warp < kThreads) produce(warp);
+    if (warp >= kProducers) patch(warp - kProducers);
     __syncwarp();
   } else {
-    hopper::SetRegisters<232, true>();
+    hopper::SetRegisters<(3 * 168 - kFew) / kConsumers, true>();
     consume(warpgroup);
     if (threadIdx.x % kWarpgroup == 0) hopper::WaitForStoreReads<0>();
   }
