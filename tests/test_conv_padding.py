@@ -367,6 +367,18 @@ def test_planner():
     assert all(framed[name].microseconds > plain[name].microseconds for name in framed)
 
 
+def test_circular_data_gradients_need_no_frame_on_hopper():
+  x, w = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((32, 28, 28, 128), (3, 3, 128, 128)))
+  times = {}
+  for mode, stride in (("circular", 1), ("reflect", 1), ("circular", 2), ("reflect", 2)):
+    found = jaxdnn.conv_algorithms(
+      x, w, padding=1, stride=stride, direction="data_gradient", padding_mode=mode, hopper=True
+    )
+    times[mode, stride] = {a.name: a.microseconds for a in found}["implicit_gemm_wgmma"]
+  assert times["circular", 1] < times["reflect", 1]
+  assert times["circular", 2] == times["reflect", 2]
+
+
 def test_operands_of_8_bits_have_no_kernel():
   x, w = (jax.ShapeDtypeStruct(s, jnp.int8) for s in ((8, 28, 28, 64), (3, 3, 64, 64)))
   assert jaxdnn.conv_algorithms(x, w, padding=1, padding_mode="circular", preferred_element_type="int32") == []
