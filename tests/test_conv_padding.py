@@ -156,7 +156,7 @@ def check_on_hopper(name, tile, modes, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("index, name", enumerate(HOPPER))
+@pytest.mark.parametrize("index, name", list(enumerate(HOPPER)))
 @pytest.mark.parametrize("tile, dtype", HOPPER_TILES)
 def test_hopper_kernels(tile, dtype, index, name):
   turn = HOPPER_TILES.index((tile, dtype)) + index

@@ -184,11 +184,20 @@ cudaError_t LaunchType(const Problem& p, const void* operand, const void* filter
                        cudaStream_t stream) {
   // Whole lines of memory: there are few blocks, and what lasts is the number of their steps.
   constexpr int kDepth = 128 / sizeof(In);
-  // Enough of such tiles fill the device.
-  if constexpr (kDirection == Direction::kDataGradient && kProducts == 1)
-    if (GemmOf(p).columns % 128 == 0 && FrameShare(p) * GemmOf(p).rows * GemmOf(p).columns >= 100 * 128 * 128)
-      return LaunchTile<MmaTile<In, kDirection, 128, 128, 2, 4, 1, 1, kDepth>, kDirection>(p, operand, filter, out,
-                                                                                           epilogue, stream);
+  if constexpr (kDirection == Direction::kDataGradient && kProducts == 1) {
+    using Large = MmaTile<In, kDirection, 128, 128, 2, 4, 1, 1, kDepth>;
+    constexpr int kShared =
+        kSharedBytes<Large, LoadOperand<Large, In>, LoadFilter<Large, false, In>> + Large::kRows * sizeof(Row);
+    int device = 0, shared = 0;
+    cudaError_t e = cudaGetDevice(&device);
+    if (e == cudaSuccess) e = cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    if (e != cudaSuccess) return e;
+    // Where there are enough of such tiles to fill the device, and it has the memory.
+    const Gemm g = GemmOf(p);
+    if (shared >= kShared && g.columns % Large::kColumns == 0 &&
+        FrameShare(p) * g.rows * g.columns >= 100 * Large::kRows * Large::kColumns)
+      return LaunchTile<Large, kDirection>(p, operand, filter, out, epilogue, stream);
+  }
   using T = MmaTile<In, kDirection, 128, 64, 4, 2, kProducts == 1 ? 2 : 1, kProducts, kDepth>;
   return LaunchTile<T, kDirection>(p, operand, filter, out, epilogue, stream);
 }

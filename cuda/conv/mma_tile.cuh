@@ -22,7 +22,7 @@ struct MmaTile {
   using Sum = std::conditional_t<std::is_integral_v<In>, int, float>;
   static constexpr int kRows = kRows_, kColumns = kColumns_, kWarpsAcross = kWarpsAcross_;
   static constexpr int kDepth = kDepth_;  // terms of the reduction in a stage
-  static constexpr int kStages = kDirection == Direction::kFilterGradient ? 3 : 4;
+  static constexpr int kStages = kDepth * sizeof(In) > 64 ? 3 : 4;
   static constexpr int kProducts = kProducts_;  // for a term: 3 of floats are nearly exact
   static constexpr int kBlocks = kBlocks_;      // that share a multiprocessor: as many as keep their sums in registers
   static constexpr int kThreads = 32 * kWarpsDown * kWarpsAcross;
