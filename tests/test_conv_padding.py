@@ -9,6 +9,7 @@ import pytest
 from jax.test_util import check_grads
 
 import jaxdnn
+from conv_checks import coarse, takes
 from conv_oracle import conv as conv_oracle
 from conv_oracle import conv_gradients
 from jaxdnn import _extension
@@ -108,6 +109,91 @@ def test_kernels_on_random_problems(seed, dtype, precision, multiple):
 @pytest.mark.parametrize("seed, groups, multiple", [(0, 1, 8), (1, 1, 3), (2, 2, 1), (4, 6, 1)])
 def test_kernels_under_the_sanitizer(seed, groups, multiple, dtype):
   check(seed, dtype, groups, multiple)
+
+
+HOPPER_TILES = [
+  (tile, dtype)
+  for tile in _extension.native.conv_tiles
+  for dtype in ("float32", "bfloat16")
+  if tile.startswith("wgmma") and any(takes(tile, result, dtype, dtype) for result in "yx")
+]
+# x's shape, the window, features, and the other arguments. Of images smaller than a tile, so that a tile has rows of
+# several, and larger; of lines and parts of lines of channels.
+HOPPER = {
+  "same": ((3, 9, 11, 64), (3, 3), 72, dict(padding=((1, 1), (1, 1)))),
+  "small images": ((40, 4, 4, 136), (3, 3), 64, dict(padding=((1, 1), (1, 1)))),
+  "asymmetric": ((2, 9, 12, 40), (3, 4), 64, dict(padding=((2, 1), (0, 3)), dilation=(1, 2))),
+  "cropped": ((2, 9, 12, 64), (3, 3), 64, dict(padding=((2, 1), (-1, 1)))),
+  "strided": ((2, 13, 10, 64), (3, 3), 64, dict(padding=((1, 2), (2, 1)), stride=(2, 1))),
+  "as wide as the input": ((4, 21, 32), (4,), 64, dict(padding=((18, 15),), dilation=(2,))),
+  "1d": ((2, 300, 32), (9,), 64, dict(padding=((16, 16),), dilation=(4,))),
+  "3d": ((2, 5, 6, 7, 64), (3, 3, 3), 64, dict(padding=((1, 1),) * 3)),
+  "no padding along one": (
+    (2, 9, 12, 64),
+    (3, 3),
+    64,
+    dict(padding=((1, 1), (0, 0)), padding_mode=("circular", "reflect")),
+  ),
+}
+
+
+def check_on_hopper(name, tile, modes, dtype):
+  """Forward and data gradient by a tile; of the latter only circular ones without strides are one kernel."""
+  x_shape, window, k, more = HOPPER[name]
+  ones = (1,) * len(window)
+  arguments = dict(stride=ones, dilation=ones, groups=1, padding_mode=modes[: len(window)]) | more
+  x, w = coarse(x_shape, dtype), coarse((*window, x_shape[-1], k), dtype, 1)
+  g = coarse(jax.eval_shape(functools.partial(jaxdnn.conv, **arguments), x, w).shape, dtype, 2)
+  y, dx, _ = oracle(x, w, g, **arguments)
+  x, w, g = (jnp.asarray(a) for a in (x, w, g))
+  arguments["algorithm"] = tile
+  forward = functools.partial(jaxdnn.conv, **arguments)
+  data_gradient = functools.partial(jaxdnn.conv_dgrad, x_spatial=x_shape[1:-1], **arguments)
+  for result, f, a, want in (("y", forward, x, y), ("x", data_gradient, g, dx)):
+    if takes(tile, result, dtype, dtype):
+      terms = int(np.prod(window)) * (x_shape[-1] if result == "y" else k)
+      assert_close(assert_repeatable(f, a, w, repeats=3), want, dtype, terms=terms, scale=4 * np.sqrt(terms))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("index, name", list(enumerate(HOPPER)))
+@pytest.mark.parametrize("tile, dtype", HOPPER_TILES)
+def test_hopper_kernels(tile, dtype, index, name):
+  turn = HOPPER_TILES.index((tile, dtype)) + index
+  check_on_hopper(name, tile, (MODES[1 + turn % 3],) * 3 if turn % 4 else ("zeros", "circular", "reflect"), dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitize
+@pytest.mark.parametrize(
+  "tile, dtype",
+  [
+    ("wgmma 64x64", "float32"),
+    ("wgmma 128x128 copied", "float32"),
+    ("wgmma 256x64", "bfloat16"),
+    ("wgmma 96x128 across", "bfloat16"),
+  ],
+)
+def test_hopper_kernels_under_the_sanitizer(tile, dtype):
+  check_on_hopper("same", tile, ("circular",) * 3, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("mode", MODES[1:])
+def test_tiles_that_blocks_share_and_many_of_a_block(mode, dtype):
+  """Few tiles of long sums, and more tiles than multiprocessors; against the portable kernel."""
+  for x_shape, k in (((1, 7, 9, 520), 264), ((32, 28, 28, 64), 256)):
+    x, w, g = (
+      jnp.asarray(coarse(shape, dtype, i))
+      for i, shape in enumerate((x_shape, (3, 3, x_shape[-1], k), (*x_shape[:-1], k)))
+    )
+    for f, a in ((jaxdnn.conv, x), (functools.partial(jaxdnn.conv_dgrad, x_spatial=x_shape[1:-1]), g)):
+      got, want = (
+        exact(f(a, w, padding=1, padding_mode=mode, algorithm=name))
+        for name in ("implicit_gemm_wgmma", "implicit_gemm_mma")
+      )
+      np.testing.assert_allclose(got, want, rtol=0.02, atol=2e-3 * np.sqrt(9 * a.shape[-1]))
 
 
 @pytest.mark.parametrize("dtype, groups", [("float64", 1), ("bfloat16", 4)])
@@ -279,6 +365,18 @@ def test_planner():
       for mode in ("zeros", "reflect")
     )
     assert all(framed[name].microseconds > plain[name].microseconds for name in framed)
+
+
+def test_circular_data_gradients_need_no_frame_on_hopper():
+  x, w = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((32, 28, 28, 128), (3, 3, 128, 128)))
+  times = {}
+  for mode, stride in (("circular", 1), ("reflect", 1), ("circular", 2), ("reflect", 2)):
+    found = jaxdnn.conv_algorithms(
+      x, w, padding=1, stride=stride, direction="data_gradient", padding_mode=mode, hopper=True
+    )
+    times[mode, stride] = {a.name: a.microseconds for a in found}["implicit_gemm_wgmma"]
+  assert times["circular", 1] < times["reflect", 1]
+  assert times["circular", 2] == times["reflect", 2]
 
 
 def test_operands_of_8_bits_have_no_kernel():

@@ -10,6 +10,7 @@
 
 #include "cuda/conv/wgmma.h"
 #include "cuda/conv/wgmma_across.cuh"
+#include "cuda/conv/wgmma_patch.cuh"
 
 namespace jaxdnn::conv {
 namespace {
@@ -50,9 +51,9 @@ __device__ void ProducePixels(const WgmmaParams& p, Ring<T> ring) {
     const WgmmaPhase& f = p.phase[place.phase];
     int at[kRank], image = FirstPixel(f, place.row, at);
     const auto load = [&](int line, int, const int (&offset)[kRank]) {
-      BeginStage(ring, T::kBytesA);
-      hopper::LoadPixels<kDimensions>(ring.Data(), &p.operand[place.phase], ring.Full(), line * T::kLine, at, image,
-                                      offset);
+      const uint32_t loaded = p.patches.any ? ring.Between(ring.stage) : ring.Full();
+      BeginStage(ring, T::kBytesA, loaded);
+      hopper::LoadPixels<kDimensions>(ring.Data(), &p.operand[place.phase], loaded, line * T::kLine, at, image, offset);
       ring.Next();
     };
     if (f.tap_count == 0) {
@@ -170,14 +171,23 @@ __device__ void ConsumeAcross(const WgmmaParams& p, Ring<T> ring, int warpgroup,
   }
 }
 
+// Where those who multiply leave registers for patches; and what a thread that does not multiply has of them.
+template <class T, bool kForward>
+constexpr bool kPatched = !(kHeld<T, kForward> && T::kRows == 128 && T::kColumns == 128);
+template <class T, bool kForward>
+constexpr int kRegistersOfFew = !kPatched<T, kForward> ? 40
+                                : T::kRows > 128       ? 72
+                                                       : 56;
+
 template <class T, bool kForward>
 __global__ void __launch_bounds__(T::kThreads, 1)
     DataWgmmaKernel(const __grid_constant__ WgmmaParams p, float* wide, typename T::In* out) {
   if constexpr (hopper::kAvailable) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const Ring<T> ring(shared);
-    ring.Init(kIsAcross<T> ? kConsumers : 1);
-    RunRoles(
+    // Patchers stand in for the producer of pixels.
+    ring.Init(kIsAcross<T> ? kConsumers : 1, p.patches.any ? kProducers - 1 + kPatchers : kProducers);
+    RunRoles<kProducers, kRegistersOfFew<T, kForward>>(
         [&](int which) {
           if (which == 1) return ProduceFilter<T, kForward>(p, ring);
           hopper::VisitDimensions(p.phase[0].map.dimensions,
@@ -189,6 +199,10 @@ __global__ void __launch_bounds__(T::kThreads, 1)
             ConsumeAcross<T, kForward>(p, ring, warpgroup, out, pixels);
           else
             Consume<T, kForward>(p, ring, warpgroup, wide, out, pixels);
+        },
+        [&](int warp) {
+          if constexpr (kPatched<T, kForward>)
+            if (p.patches.any) PatchStages<T>(p, ring, warp, Ring<T>::Patches(shared, warp));
         });
   }
 }
@@ -255,6 +269,8 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* opera
                        T::kRows);
   }
   q.tiles = q.first_tile[phases] * int(q.in_row.tiles.divisor);
+  if (HasFrame(p) && !kPatched<T, kForward>) return cudaErrorInvalidValue;
+  if (e == cudaSuccess && HasFrame(p)) e = MakePatches(p, operand, T::kLine, &q.patches);
   for (int d = 0; d < kRank; ++d) {
     q.window[d] = int(p.window[d]);
     q.out[d] = int(kForward ? p.y[d] : p.x[d]);

@@ -1,12 +1,20 @@
 // Hopper's forward convolution and data gradient: what its kernel is told, and how its sums are stored.
 #pragma once
 
+#include "cuda/conv/edges.cuh"
 #include "cuda/conv/epilogue.cuh"
 #include "cuda/conv/wgmma_held.cuh"
 #include "cuda/conv/wgmma_place.cuh"
 #include "cuda/conv/wgmma_team.cuh"
 
 namespace jaxdnn::conv {
+
+// What is read beyond edges, if anything is (wgmma_patch.cuh).
+struct Patches {
+  bool any;
+  CUtensorMap pixel;  // of lines of channels, pixel by pixel
+  Edges edges[kRank];
+};
 
 struct WgmmaParams {
   CUtensorMap operand[kMaxMaps], filter, result;
@@ -22,6 +30,7 @@ struct WgmmaParams {
   bool lattices;    // but 64 of them, of a line of one tap's columns, are a box there
   bool boxes;       // the sums are stored as they are, in the operands' type
   bool alternates;  // the direction in which blocks go over the tiles
+  Patches patches;
   Epilogue epilogue;
 };
 

@@ -52,7 +52,7 @@ __device__ void TransposeStage(const Ring<T>& ring, int turner) {
   for (int i = turner; i < T::kColumns / 32; i += kTurners)
     TransposeFloats(ring.Data() + T::kBytesA + i * 32 * kLineBytes);
   hopper::ShowSharedToTma();
-  hopper::Arrive(ring.Turned(ring.stage));
+  hopper::Arrive(ring.Between(ring.stage));
 }
 
 template <class T>
@@ -89,7 +89,7 @@ __device__ void MultiplyHeldStages(Ring<T>& ring, int steps, int warpgroup, bool
                        : "=r"(a[m][k][i])
                        : "r"(ring.Data() + place[i] + m * T::kSlab + k * 8 * kLineBytes)
                        : "memory");
-    if (turned) hopper::WaitBarrier(ring.Turned(ring.stage), ring.parity);
+    if (turned) hopper::WaitBarrier(ring.Between(ring.stage), ring.parity);
     const uint64_t b = hopper::Descriptor(ring.Data() + T::kBytesA, T::kSlab);
     hopper::BeginProducts();
 #pragma unroll

@@ -167,9 +167,7 @@ __global__ void __launch_bounds__(T::kThreads, 1) FilterWgmmaKernel(const __grid
   if constexpr (hopper::kAvailable) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const Ring<T> ring(shared);
-    if (kFloats<T> && threadIdx.x == 0)
-      for (int s = 0; s < T::kStages; ++s) hopper::InitBarrier(ring.Turned(s), kTurners * 32);
-    ring.Init(kTogether<T> ? kConsumers : 1);
+    ring.Init(kTogether<T> ? kConsumers : 1, kProducers, kTurners * 32);
     RunRoles<kProducers, kFloats<T> ? 72 : 40>(
         [&](int which) {
           if (which == 1) return ProduceY<T>(p, ring);

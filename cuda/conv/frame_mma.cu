@@ -118,20 +118,42 @@ struct LoadFilter {
   }
 };
 
+// The sums that the convolution with zeros has left in `out`.
+template <class T>
+__device__ void TakeSums(const DataParams& p, const FrameBlock& block, const Row (&rows)[T::kRows], const float* out,
+                         typename T::Sums& sums) {
+  const int first_column = block.column_tile * T::kColumns;
+  out += block.group * int64_t{p.columns} + first_column;
+#pragma unroll
+  for (int i = 0; i < T::kWarpRows / 16; ++i)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int64_t pixel = rows[T::Row() + 16 * i + threadIdx.x % 32 / 4 + 8 * half].result;
+#pragma unroll
+      for (int j = 0; j < T::kWarpColumns / 8; ++j)
+#pragma unroll
+        for (int k = 2 * half; k < 2 * half + 2; ++k)
+          if (pixel >= 0 && first_column + T::Column(j, k) < p.columns)
+            sums[i][j][k] = out[pixel * p.result_pixel + T::Column(j, k)];
+    }
+}
+
+// Where sums are `continued`, which are floats, those of the results' own positions are there.
 template <class T, bool kForward, class In>
 __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
     FrameMmaKernel(const __grid_constant__ DataParams p, const __grid_constant__ Frame f, const In* in,
-                   const In* filter, bool operand_chunks, bool filter_chunks, bool wide, void* out) {
+                   const In* filter, bool operand_chunks, bool filter_chunks, bool wide, bool continued, void* out) {
   extern __shared__ __align__(128) unsigned char ring[];
   __shared__ Row rows[T::kRows];
   FrameBlock block(p, f);
   if (block.first_row >= block.row_count) return;  // not every phase has as many rows as the largest
   typename T::Sums sums = {};
 #pragma unroll 1
-  for (int which = 0, count = block.Readings(); which < count; ++which) {
+  for (int begin = !kForward && continued, which = begin, count = block.Readings(); which < count; ++which) {
     block.SetReading(p, f, which, rows);
     block.taps = kForward ? p.window_box : block.Taps();
     __syncthreads();
+    if (!kForward && continued && which == begin) TakeSums<T>(p, block, rows, static_cast<const float*>(out), sums);
     const int depth = block.Depth(p);
     LoadOperand<T, In> load_a(p, f, block, rows, in, operand_chunks);
     LoadFilter<T, kForward, In> load_b(p, block, filter, filter_chunks, depth);
@@ -141,10 +163,10 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   StoreGroup<T, kForward, In>(p, block, rows, ring, sums, wide, out);
 }
 
-template <Direction kDirection, class In, int kProducts>
-cudaError_t LaunchType(const Problem& p, const void* operand, const void* filter, void* out, const Epilogue& epilogue,
+template <class T, Direction kDirection>
+cudaError_t LaunchTile(const Problem& p, const void* operand, const void* filter, void* out, const Epilogue& epilogue,
                        cudaStream_t stream) {
-  using T = MmaTile<In, kDirection, 128, 64, 4, 2, kProducts == 1 ? 2 : 1, kProducts>;
+  using In = typename T::In;
   constexpr bool kForward = kDirection == Direction::kForward;
   DataParams q = MakeDataParams(p, epilogue, T::kRows, T::kColumns);
   q.whole_runs = IsChunk(AlignedRun(GemmOf(p).columns, p.out, {out, epilogue.bias, epilogue.residual}), p.out);
@@ -153,7 +175,31 @@ cudaError_t LaunchType(const Problem& p, const void* operand, const void* filter
                      kSharedBytes<T, LoadOperand<T, In>, LoadFilter<T, kForward, In>>};
   return LaunchKernel(FrameMmaKernel<T, kForward, In>, grid, stream, q, f, static_cast<const In*>(operand),
                       static_cast<const In*>(filter), IsChunk(AlignedRun(p.DepthChannels(), p.in, {operand}), p.in),
-                      IsChunk(AlignedRun(p.features, p.in, {filter}), p.in), p.out != p.in, out);
+                      IsChunk(AlignedRun(p.features, p.in, {filter}), p.in), p.out != p.in,
+                      p.out == DType::kF32 && FrameShare(p) < 1, out);
+}
+
+template <Direction kDirection, class In, int kProducts>
+cudaError_t LaunchType(const Problem& p, const void* operand, const void* filter, void* out, const Epilogue& epilogue,
+                       cudaStream_t stream) {
+  // Whole lines of memory: there are few blocks, and what lasts is the number of their steps.
+  constexpr int kDepth = 128 / sizeof(In);
+  if constexpr (kDirection == Direction::kDataGradient && kProducts == 1) {
+    using Large = MmaTile<In, kDirection, 128, 128, 2, 4, 1, 1, kDepth>;
+    constexpr int kShared =
+        kSharedBytes<Large, LoadOperand<Large, In>, LoadFilter<Large, false, In>> + Large::kRows * sizeof(Row);
+    int device = 0, shared = 0;
+    cudaError_t e = cudaGetDevice(&device);
+    if (e == cudaSuccess) e = cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    if (e != cudaSuccess) return e;
+    // Where there are enough of such tiles to fill the device, and it has the memory.
+    const Gemm g = GemmOf(p);
+    if (shared >= kShared && g.columns % Large::kColumns == 0 &&
+        FrameShare(p) * g.rows * g.columns >= 100 * Large::kRows * Large::kColumns)
+      return LaunchTile<Large, kDirection>(p, operand, filter, out, epilogue, stream);
+  }
+  using T = MmaTile<In, kDirection, 128, 64, 4, 2, kProducts == 1 ? 2 : 1, kProducts, kDepth>;
+  return LaunchTile<T, kDirection>(p, operand, filter, out, epilogue, stream);
 }
 
 }  // namespace

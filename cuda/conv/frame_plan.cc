@@ -1,5 +1,6 @@
 // Which problems have a frame, and how it is shared out.
 #include <algorithm>
+#include <cmath>
 
 #include "cuda/conv/frame.h"
 
@@ -41,6 +42,49 @@ bool TakesFrame(const Problem& p) {
     if (std::max(reach.low, reach.high) > most || p.lhs_dilation[d] != 1) return false;
   }
   return p.images * std::max(p.XPixels(), p.YPixels()) < kMost;
+}
+
+// Whether the tile's kernel can do all of the problem: Hopper's, where any element of its matrix is one of the operand,
+// or a zero; but the one that has no registers left for it.
+bool TakesPatches(const Problem& p, Tile tile) {
+  if (tile == Tile::kWgmma128x128 && p.in == DType::kF32 && p.direction == Direction::kForward) return false;
+  if (kTiles[static_cast<int>(tile)].unit != Unit::kWgmma || p.direction == Direction::kFilterGradient) return false;
+  for (int d = 0; d < kRank; ++d) {
+    if (const Reach reach = ReachOf(p, d); reach.low == 0 && reach.high == 0) continue;
+    // In the data gradient, where positions an extent apart do not both meet a window's tap.
+    if (p.direction == Direction::kDataGradient &&
+        (p.mode[d] != PadMode::kCircular || p.stride[d] != 1 || p.y[d] > p.x[d]))
+      return false;
+  }
+  return true;
+}
+
+// What patches cost in all: of those that a multiprocessor makes, each. Fitted to an H200, as the next.
+double PatchCycles(const Problem& p, Tile tile) {
+  constexpr double kBegin = 1000, kEach = 70, kMultiprocessors = 132;
+  const Gemm g = GemmOf(p);
+  double within = 1;  // the share of windows' taps that meet an element as they are
+  for (int d = 0; d < kRank; ++d) {
+    const auto beyond = [&](int64_t reach) {
+      const int64_t windows = CeilDiv(reach, p.stride[d]);
+      return windows * (reach + p.stride[d]) / (2.0 * p.rhs_dilation[d]);
+    };
+    const Reach reach = ReachOf(p, d);
+    const double taps = double(p.window[d]) * p.y[d];
+    within *= 1 - std::min(1.0, (beyond(reach.low) + beyond(reach.high)) / std::max(1.0, taps));
+  }
+  const double lines = CeilDiv(p.DepthChannels() * SizeOf(p.in), 128),
+               columns = CeilDiv(g.columns, kTiles[static_cast<int>(tile)].columns);
+  return kBegin + kEach * (1 - within) * g.rows * p.Taps() * lines * columns / kMultiprocessors;
+}
+
+// What the frame's kernel adds to `cycles`. On the tensor cores all blocks take as long as one, in steps of 128 bytes.
+double FrameCycles(const Problem& p, double cycles) {
+  constexpr double kLaunch = 4000, kStep = 1900, kMultiprocessors = 132;
+  if (p.direction == Direction::kFilterGradient || !OnTensorCores(p)) return kLaunch + FrameShare(p) * cycles;
+  const Gemm g = GemmOf(p);
+  const double blocks = std::ceil(FrameShare(p) * g.rows / 128) * g.problems * CeilDiv(g.columns, 64);
+  return kLaunch + kStep * CeilDiv(g.depth * SizeOf(p.in), 128) * std::max(1.0, blocks / kMultiprocessors);
 }
 
 }  // namespace
@@ -108,14 +152,15 @@ int64_t FrameBytes(const Problem& p) {
 
 std::optional<Config> ChooseWithFrame(const Problem& p, bool hopper, std::string_view algorithm,
                                       int64_t workspace_limit) {
-  constexpr double kLaunchCycles = 4000;  // of one more kernel
   const int64_t bytes = FrameBytes(p);
   if (!TakesFrame(p) || bytes > workspace_limit) return std::nullopt;
   std::optional<Config> config = Choose(WithZeros(p), hopper, algorithm, workspace_limit - bytes);
   if (!config) return config;
   config->workspace_bytes += bytes;
   config->frame_slices = FrameSlices(p);
-  config->cycles += kLaunchCycles + FrameShare(p) * config->cycles;
+  const double patches = PatchCycles(p, config->tile), frame = FrameCycles(p, config->cycles);
+  config->patched = TakesPatches(p, config->tile) && patches < frame;
+  config->cycles += config->patched ? patches : frame;
   return config;
 }
 

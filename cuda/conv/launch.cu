@@ -46,7 +46,7 @@ int Launch(const Problem& p, const Config& config, const void* lhs, const void* 
            const Epilogue& epilogue, CUstream_st* stream) {
   const bool filter = p.direction == Direction::kFilterGradient;
   if (p.direction != Direction::kForward && !IsNone(epilogue)) return cudaErrorInvalidValue;
-  if (HasFrame(p)) {
+  if (HasFrame(p) && !config.patched) {
     if (filter) return LaunchFilterWithFrame(p, config, lhs, rhs, out, static_cast<char*>(workspace), stream);
     if (FrameShare(p) < 1)
       if (const int e = Launch(WithZeros(p), config, lhs, rhs, out, workspace, epilogue, stream)) return e;

@@ -16,13 +16,13 @@ namespace jaxdnn::conv {
 
 // A block computes kRows x kColumns sums with kWarpsDown x kWarpsAcross warps.
 template <class In_, Direction kDirection, int kRows_, int kColumns_, int kWarpsDown, int kWarpsAcross_, int kBlocks_,
-          int kProducts_ = 1>
+          int kProducts_ = 1, int kDepth_ = MmaDepth(kDirection, sizeof(In_))>
 struct MmaTile {
   using In = In_;
   using Sum = std::conditional_t<std::is_integral_v<In>, int, float>;
   static constexpr int kRows = kRows_, kColumns = kColumns_, kWarpsAcross = kWarpsAcross_;
-  static constexpr int kDepth = MmaDepth(kDirection, sizeof(In));  // terms of the reduction in a stage
-  static constexpr int kStages = kDirection == Direction::kFilterGradient ? 3 : 4;
+  static constexpr int kDepth = kDepth_;  // terms of the reduction in a stage
+  static constexpr int kStages = kDepth * sizeof(In) > 64 ? 3 : 4;
   static constexpr int kProducts = kProducts_;  // for a term: 3 of floats are nearly exact
   static constexpr int kBlocks = kBlocks_;      // that share a multiprocessor: as many as keep their sums in registers
   static constexpr int kThreads = 32 * kWarpsDown * kWarpsAcross;

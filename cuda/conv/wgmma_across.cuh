@@ -19,10 +19,10 @@ struct AcrossTile {
   static constexpr int kBytesA = kRows * kLineBytes, kBytesB = kConsumers * kSlab, kStageBytes = kBytesA + kBytesB;
   // All sums of a warpgroup wait to be stored, a line of its columns for each row.
   static constexpr int kOut = sizeof(In) == 2 ? kRows * kLineBytes : 0, kStoreBytes = kConsumers * kOut,
-                       kPixelBytes = kConsumers * kRows * 4, kBarrierBytes = kMaxStages * 16 + 16;
-  static constexpr int kStages =
-      std::min(kMaxStages, ((227 << 10) - kStoreBytes - kPixelBytes - kBarrierBytes) / kStageBytes);
-  static constexpr int kSharedBytes = kStages * kStageBytes + kStoreBytes + kPixelBytes + kBarrierBytes;
+                       kPixelBytes = kConsumers * kRows * 4, kBarrierBytes = kMaxStages * 24 + 16;
+  static constexpr int kPatchBytes = kRows * 8, kMoreBytes = kStoreBytes + kPixelBytes + kBarrierBytes + kPatchBytes;
+  static constexpr int kStages = std::min(kMaxStages, ((227 << 10) - kMoreBytes) / kStageBytes);
+  static constexpr int kSharedBytes = kStages * kStageBytes + kMoreBytes;
   using Sums = float[1][kRows / 2];
   static_assert(kRows % 16 == 0);
 };

@@ -22,6 +22,7 @@ namespace jaxdnn::conv {
 constexpr int kWarpgroup = 128;
 constexpr int kConsumers = 2;  // warpgroups that multiply
 constexpr int kProducers = 2;  // threads that load, of a warp each
+constexpr int kPatchers = 2;   // warps that replace some of what was loaded (wgmma_patch.cuh)
 constexpr int kMaxStages = 8;
 
 // Forward the filter of floats goes through registers (wgmma_held.cuh), or is copied first, `kCopied`. Where sums do
@@ -41,17 +42,18 @@ struct WgmmaTile {
                        kStageBytes = kBytesA + kBytesB;
   // Sums wait in two slabs of each warpgroup to be stored, to pixels whose numbers stand there too.
   static constexpr int kStoreBytes = kSlabs ? kConsumers * 2 * kSlab : 0,
-                       kPixelBytes = kSlabs ? kConsumers * kRows * 4 : 0,
-                       kBarrierBytes = kMaxStages * (kSlabs ? 16 : 24) + 16;
+                       kPixelBytes = kSlabs ? kConsumers * kRows * 4 : 0, kBarrierBytes = kMaxStages * 24 + 16;
+  // A patch of every row at most is noted down.
+  static constexpr int kPatchBytes = kSlabs ? kRows * 8 : 0;
   // Beside them as many stages as fit.
-  static constexpr int kStages =
-      std::min(kMaxStages, ((227 << 10) - kStoreBytes - kPixelBytes - kBarrierBytes) / kStageBytes);
-  static constexpr int kSharedBytes = kStages * kStageBytes + kStoreBytes + kPixelBytes + kBarrierBytes;
+  static constexpr int kMoreBytes = kStoreBytes + kPixelBytes + kBarrierBytes + kPatchBytes;
+  static constexpr int kStages = std::min(kMaxStages, ((227 << 10) - kMoreBytes) / kStageBytes);
+  static constexpr int kSharedBytes = kStages * kStageBytes + kMoreBytes;
   using Sums = float[kBlocks][kColumns / 2];
 };
 
 // A block's shared memory, which begins on a multiple of the swizzle's 1024 bytes: the stages, the slabs, the pixels,
-// the barriers. And where a thread is in the stages' round.
+// the barriers, the patches. And where a thread is in the stages' round.
 template <class T>
 struct Ring {
   uint32_t data;
@@ -63,12 +65,15 @@ struct Ring {
   __device__ uint32_t Full(int s) const { return Slabs() + T::kStoreBytes + T::kPixelBytes + 16 * s; }
   __device__ uint32_t Empty(int s) const { return Full(s) + 8; }
   __device__ uint32_t Turn(int warpgroup) const { return Full(kMaxStages) + 8 * warpgroup; }
-  // Where slabs are not: whether the stage's B has been transposed.
-  __device__ uint32_t Turned(int s) const { return Turn(kConsumers) + 8 * s; }
   __device__ uint32_t Full() const { return Full(stage); }
+  // Between loads and products, where something else comes: pixels that patches follow are there, or y is transposed.
+  __device__ uint32_t Between(int s) const { return Turn(kConsumers) + 8 * s; }
   __device__ uint32_t Slabs() const { return data + T::kStages * T::kStageBytes; }
   static __device__ int* Pixels(unsigned char* shared, int warpgroup) {
     return reinterpret_cast<int*>(shared + T::kStages * T::kStageBytes + T::kStoreBytes) + warpgroup * T::kRows;
+  }
+  static __device__ int2* Patches(unsigned char* shared, int warp) {
+    return reinterpret_cast<int2*>(shared + T::kSharedBytes - T::kPatchBytes) + warp * T::kRows / kPatchers;
   }
   __device__ void Next() {
     if (++stage == T::kStages) stage = 0, parity ^= 1;
@@ -79,11 +84,12 @@ struct Ring {
     parity ^= rounds & 1;
   }
 
-  // All threads of the block, once. So many warpgroups take each stage.
-  __device__ void Init(int takers = 1) const {
+  // All threads of the block, once. So many warpgroups take each stage, and so many threads fill it, or come between.
+  __device__ void Init(int takers = 1, int fillers = kProducers, int between = 1) const {
     if (threadIdx.x == 0) {
       for (int s = 0; s < T::kStages; ++s) {
-        hopper::InitBarrier(Full(s), kProducers);
+        hopper::InitBarrier(Full(s), fillers);
+        hopper::InitBarrier(Between(s), between);
         hopper::InitBarrier(Empty(s), takers * kWarpgroup / 32);
       }
       for (int w = 0; w < kConsumers; ++w) hopper::InitBarrier(Turn(w), kWarpgroup / 32);
@@ -93,11 +99,16 @@ struct Ring {
   }
 };
 
-// A producer's turn: waits for a free stage and announces bytes; the caller begins the loads, then calls Next.
+// A producer's turn: waits for a free stage and announces bytes at one of its barriers; the caller begins the loads,
+// then calls Next.
+template <class T>
+__device__ void BeginStage(const Ring<T>& ring, int bytes, uint32_t barrier) {
+  hopper::WaitBarrier(ring.Empty(ring.stage), ring.parity ^ 1);
+  hopper::ArriveExpecting(barrier, bytes);
+}
 template <class T>
 __device__ void BeginStage(const Ring<T>& ring, int bytes) {
-  hopper::WaitBarrier(ring.Empty(ring.stage), ring.parity ^ 1);
-  hopper::ArriveExpecting(ring.Full(), bytes);
+  BeginStage(ring, bytes, ring.Full());
 }
 
 // Until all products are done, and their sums in registers.
