@@ -203,62 +203,60 @@ __device__ __forceinline__ void StoreFloats(const PlanesParams& q, const PlanesP
   constexpr int kRuns = kFeatures / 16, kRows = 4;
   const int lane = threadIdx.x % 32, column = lane % 2 * 8 + lane % 4 / 2 * 4;
   offset += place.feature + column;
-  float rows[kRows][kRuns * 4], bias[kRuns][4] = {};
+  // What comes from far away first; four features that do not exist are those before instead.
+  float bias[kRuns][4] = {}, residual[kRows][kRuns][4] = {};
 #pragma unroll
-  for (int i = 0; i < kRuns; ++i)
-    Add<float>(bias[i], q.epilogue.bias,
-               int64_t{place.model} * q.features + min(place.feature + column + 16 * i, q.features - 4));
+  for (int i = 0; i < kRuns; ++i) {
+    const int back = max(0, place.feature + column + 16 * i + 4 - q.features);
+    Add<float>(bias[i], q.epilogue.bias, int64_t{place.model} * q.features + place.feature + column + 16 * i - back);
 #pragma unroll
-  for (int m = 0; m < 2; ++m) {
-    // What comes from far away first; four features that do not exist are those before instead.
-    float residual[2][kRuns][4] = {};
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int64_t from = offset + int64_t{pixels[m][half]} * q.features;
-#pragma unroll
-      for (int i = 0; i < kRuns; ++i)
-        Add<float>(residual[half][i], q.epilogue.residual,
-                   pixels[m][half] < 0 ? 0 : from + 16 * i - max(0, place.feature + column + 16 * i + 4 - q.features));
+    for (int row = 0; row < kRows; ++row) {
+      const int pixel = pixels[row / 2][row % 2];
+      Add<float>(residual[row][i], q.epilogue.residual,
+                 pixel < 0 ? 0 : offset + int64_t{pixel} * q.features + 16 * i - back);
     }
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-#pragma unroll
-      for (int i = 0; i < kRuns; ++i)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const float* const pair = results[m] + 8 * i + half * 2 + e;
-          uint32_t lower = __float_as_uint(pair[0]), upper = __float_as_uint(pair[4]);
-          Exchange(lower, upper, 1);
-          rows[2 * m + half][4 * i + e] = __uint_as_float(lower) + bias[i][e] + residual[half][i][e];
-          rows[2 * m + half][4 * i + 2 + e] = __uint_as_float(upper) + bias[i][2 + e] + residual[half][i][2 + e];
-        }
   }
-  const auto store = [&](const float (&row)[kRuns* 4], int pixel) {
-    float* const to = out + offset + int64_t{pixel} * q.features;
+  const auto finish = [&](int row, int i, float (&run)[4]) {
 #pragma unroll
-    for (int i = 0; i < kRuns; ++i)
-      if (pixel >= 0 && place.feature + column + 16 * i < q.features)
-        __stwb(reinterpret_cast<float4*>(to + 16 * i),
-               make_float4(row[4 * i], row[4 * i + 1], row[4 * i + 2], row[4 * i + 3]));
+    for (int e = 0; e < 2; ++e) {
+      const float* const pair = results[row / 2] + 8 * i + row % 2 * 2 + e;
+      uint32_t lower = __float_as_uint(pair[0]), upper = __float_as_uint(pair[4]);
+      Exchange(lower, upper, 1);
+      run[e] = __uint_as_float(lower) + bias[i][e] + residual[row][i][e];
+      run[2 + e] = __uint_as_float(upper) + bias[i][2 + e] + residual[row][i][2 + e];
+    }
+  };
+  const auto store = [&](const float (&run)[4], int pixel, int i) {
+    if (pixel >= 0 && place.feature + column + 16 * i < q.features)
+      __stwb(reinterpret_cast<float4*>(out + offset + int64_t{pixel} * q.features + 16 * i),
+             make_float4(run[0], run[1], run[2], run[3]));
   };
   const auto kind = q.epilogue.activation.kind;
   if (kind == activation::Kind::kIdentity || kind == activation::Kind::kRelu) {
     const bool relu = kind == activation::Kind::kRelu;
 #pragma unroll
-    for (int row = 0; row < kRows; ++row) {
+    for (int row = 0; row < kRows; ++row)
 #pragma unroll
-      for (float& each : rows[row]) each = relu && each < 0 ? 0 : each;
-      store(rows[row], pixels[row / 2][row % 2]);
-    }
+      for (int i = 0; i < kRuns; ++i) {
+        float run[4];
+        finish(row, i, run);
+#pragma unroll
+        for (float& each : run) each = relu && each < 0 ? 0 : each;
+        store(run, pixels[row / 2][row % 2], i);
+      }
     return;
   }
+  float rows[kRows * kRuns][4];
+#pragma unroll
+  for (int i = 0; i < kRows * kRuns; ++i) finish(i / kRuns, i % kRuns, rows[i]);
   int left[kRows] = {pixels[0][0], pixels[0][1], pixels[1][0], pixels[1][1]};
 #pragma unroll 1
   for (int row = 0; row < kRows; ++row) {
-    Activate<float>(rows[0], q.epilogue.activation);
-    store(rows[0], left[0]);
+    Activate<float>(reinterpret_cast<float (&)[4 * kRuns]>(rows), q.epilogue.activation);
+#pragma unroll
+    for (int i = 0; i < kRuns; ++i) store(rows[i], left[0], i);
     Rotate<1>(left);
-    Rotate<kRuns * 4>(reinterpret_cast<float (&)[kRows * kRuns * 4]>(rows));
+    Rotate<4 * kRuns>(reinterpret_cast<float (&)[4 * kRuns * kRows]>(rows));
   }
 }
 
