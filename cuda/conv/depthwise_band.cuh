@@ -47,14 +47,13 @@ struct BandTile {
     tiles = FastDiv(CeilDiv(columns, kBandStrip << across_bits));
     planes = FastDiv(plane_count);
     // Short parts are even work for all multiprocessors, but have lines in common; a ring takes some lines to fill.
-    constexpr int kStart = 3;
+    constexpr int kStart = 6;
     least = INT64_MAX;
     int64_t best = 1;
     for (int64_t count = 1; count == 1 || count * kFewestLines <= height; ++count) {
       const int64_t each = CeilDiv(height, count), groups_of = CeilDiv(p.images * plane_count * count, beside);
       const int64_t blocks = p.batch * groups_of * tiles.divisor * slabs.divisor;
-      // A block by itself waits more.
-      const int64_t rounds = CeilDiv(blocks, 132), cost = (rounds == 1 ? 4 : 3 * rounds) * (each + taps - 1 + kStart);
+      const int64_t cost = CeilDiv(blocks, 2 * 132) * (each + taps - 1 + kStart);
       if (cost < least) best = count, least = cost;
     }
     lines = int(CeilDiv(std::max<int64_t>(height, 1), best));

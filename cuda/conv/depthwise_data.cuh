@@ -137,8 +137,8 @@ __device__ float2 BiasOf(const Epilogue& e, int64_t index, bool both, bool widen
   return {bias[0][0], bias[1][0]};
 }
 
-// A result with its bias, term by term, of a convolution without stride or phases in its lines and columns. Padding is
-// zero, and of a data gradient no term.
+// A result with its bias, term by term, of a convolution without stride or phases in its lines and columns. Padding
+// beside a line is zero, and of a data gradient no term.
 template <class T>
 __device__ float ResultOf(const DataParams& p, const char* in, const char* filter, int64_t problem, int image,
                           int plane, int line, int column, int channel) {
@@ -151,11 +151,12 @@ __device__ float ResultOf(const DataParams& p, const char* in, const char* filte
   for (int d = 0; d < kRank; ++d) w_at += p.whole[d].first_tap * p.filter_tap[d];
 #pragma unroll 1
   for (int r = 0; r < p.whole[1].taps; ++r) {
+    const int in_line = p.whole[1].origin + line + r;
+    if (static_cast<unsigned>(in_line) >= static_cast<unsigned>(p.at[1].axis.extent)) continue;
 #pragma unroll 1
     for (int s = 0; s < p.whole[2].taps; ++s) {
-      const int in_line = p.whole[1].origin + line + r, in_column = p.whole[2].origin + column + s;
-      const bool inside = static_cast<unsigned>(in_line) < static_cast<unsigned>(p.at[1].axis.extent) &&
-                          static_cast<unsigned>(in_column) < static_cast<unsigned>(p.at[2].axis.extent);
+      const int in_column = p.whole[2].origin + column + s;
+      const bool inside = static_cast<unsigned>(in_column) < static_cast<unsigned>(p.at[2].axis.extent);
       if (!inside && !p.forward) continue;
       const int64_t tap = r * p.whole[1].tap_step * p.filter_tap[1] + s * p.whole[2].tap_step * p.filter_tap[2];
       const char* const x = x_at + in_line * p.in_line[1] + int64_t{in_column} * p.in_pixel;

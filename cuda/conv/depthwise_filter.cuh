@@ -66,7 +66,7 @@ __device__ void StoreSum(const FilterParams& p, float2 sum, int split, int64_t t
 }
 
 // Adds the terms of tap [r, s] of some lines and columns of y in a plane, of a convolution without stride in these.
-// Padding of x is zero.
+// Padding beside a line of x is zero.
 template <class T>
 __device__ void AddTerms(const FilterParams& p, const char* x, const char* y, int image, int plane, int line, int lines,
                          int column0, int columns, int r, int s, int channel, float& sum) {
@@ -76,11 +76,12 @@ __device__ void AddTerms(const FilterParams& p, const char* x, const char* y, in
   const char* const y_at = y + image * p.y_image + plane * p.y_line[0] + channel * sizeof(T);
 #pragma unroll 1
   for (; line < min(lines, p.at[1].out); ++line) {
+    const int x_line = p.at[1].axis.offset + line + r;
+    if (static_cast<unsigned>(x_line) >= static_cast<unsigned>(p.at[1].axis.extent)) continue;
 #pragma unroll 1
     for (int column = column0; column < min(columns, p.at[2].out); ++column) {
-      const int x_line = p.at[1].axis.offset + line + r, x_column = p.at[2].axis.offset + column + s;
-      const bool inside = static_cast<unsigned>(x_line) < static_cast<unsigned>(p.at[1].axis.extent) &&
-                          static_cast<unsigned>(x_column) < static_cast<unsigned>(p.at[2].axis.extent);
+      const int x_column = p.at[2].axis.offset + column + s;
+      const bool inside = static_cast<unsigned>(x_column) < static_cast<unsigned>(p.at[2].axis.extent);
       const char* const from_x = x_at + x_line * p.x_line[1] + int64_t{x_column} * p.x_pixel;
       const char* const from_y = y_at + line * p.y_line[1] + int64_t{column} * p.y_pixel;
       sum = fmaf(inside ? static_cast<float>(*reinterpret_cast<const T*>(from_x)) : 0,
