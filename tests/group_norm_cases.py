@@ -58,6 +58,9 @@ _LARGE_LAST = (
   Case((3, 129, 128, 33), 11),
   Case((16, 47, 47, 256), 256),
   RING,
+  RING._replace(groups=1),
+  Case((2, 352, 368, 64), 1),
+  Case((2, 200, 161, 240), 24),
 )
 LARGE = (*_LARGE_LAST, *map(first, _LARGE_LAST))
 

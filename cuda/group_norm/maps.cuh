@@ -51,14 +51,14 @@ A GroupSize(const Problem& p) {
   return static_cast<A>(p.channels / p.groups) * static_cast<A>(p.spatial);
 }
 
-// What a group adds to its channels' pullbacks: the means are those of w and w xhat.
+// What a group adds to its channels' pullbacks: the means are those of rstd w and w xhat.
 template <class A>
 struct Slant {
   A tilt, shift;
 
   Slant() = default;
   __device__ Slant(const Statistics<A>& s, const Sums<A>& means)
-      : tilt(-s.rstd * s.rstd * means.second), shift(-s.rstd * means.first - s.rest * tilt) {}
+      : tilt(-s.rstd * s.rstd * means.second), shift(-means.first - s.rest * tilt) {}
 };
 
 // A channel's map: with u = (x - mean) * tilt + shift and p = (x - mean) *

@@ -29,7 +29,8 @@ namespace jaxdnn::group_norm {
 
 constexpr int kMaxStages = 16;
 // Threads that sum, and as many that apply. Of the warps after those, one sends the block's sums where channels are
-// first, one adds up those of the team that are this block's to add up, one takes in the results, and one copies.
+// first, one adds up those of the team that are this block's to add up, one takes in the results, and one copies. More
+// warps that ask for letters would make these later.
 constexpr int kVisitors = 256;
 enum Part { kSum, kApply, kSend, kGather, kTake, kCopy };
 constexpr int kRingThreads = 2 * kVisitors + 4 * 32;
@@ -62,6 +63,10 @@ struct RingTiling {
   FastDiv by_slabs;  // of an example
   FastDiv group_channels;
   int slab_channels, slab_groups, channels, groups;
+  int share_channels;  // channels first: the most that a block meets
+  int slots;           // channels last: the most groups that a vector's elements belong to
+  bool early;          // channels last: groups are summed before channels, which then have time while letters travel
+  int sums;            // pairs that the threads leave for each other
 
   int64_t SlabGroups() const { return slab_groups; }
   // The unit's first vector.
@@ -95,15 +100,15 @@ struct Turn {
   }
 };
 
-// Where a unit's parameters and statistics are: those of the slab's first channel and group.
+// Where a unit's parameters and statistics are: those of the slab's channel `lead` and of its first group.
 struct RingUnit {
   int example, first_channel;
   int64_t first_group;
 
-  __device__ RingUnit(const RingTiling& t, int64_t unit) {
+  __device__ RingUnit(const RingTiling& t, int64_t unit, int lead = 0) {
     int slab;
     example = t.by_slabs.Div(static_cast<int>(unit), &slab);
-    first_channel = slab * t.slab_channels;
+    first_channel = slab * t.slab_channels + lead;
     first_group = int64_t{example} * t.groups + slab * t.slab_groups;
   }
 };
@@ -118,6 +123,11 @@ struct Share {
     count = static_cast<int>(max(int64_t{0}, min(t.share, t.slab - begin)));
     chunks = (count + chunk - 1) / chunk;
     streamed = chunks > t.stages ? chunks - t.kept : 0;
+  }
+  // Channels first: of the slab's channels, the first that it meets, and how many.
+  __device__ int FirstChannel(const RingTiling& t) const { return count > 0 ? t.row.Div(static_cast<int>(begin)) : 0; }
+  __device__ int Channels(const RingTiling& t) const {
+    return count > 0 ? t.row.Div(static_cast<int>(begin) + count - 1) - FirstChannel(t) + 1 : 0;
   }
   // Where in the unit thread `mine` of those that visit begins.
   template <bool kColumns>
@@ -191,15 +201,19 @@ __device__ inline void InitBarriers(RingBarriers* b, int stages, int knowing) {
 // The threads that sum, alone.
 __device__ inline void SyncSumming() { asm volatile("bar.sync 1, %0;" ::"n"(kVisitors) : "memory"); }
 
-// Calls f(g, sum over the channels c of group g of the slab of value(c)), by `threads` threads, a power of two: whole
-// warps, of which this is number `thread`.
-template <class Value, class Of, class F>
-__device__ void ForEachGroup(const RingTiling& t, int threads, int thread, Of&& value, F&& f) {
-  const int groups = t.slab_groups, size = t.group_channels.divisor;
+// The binary logarithm of the lanes, of `threads`, that work for one of so many groups.
+__device__ inline int SpanOf(int groups, int threads) {
   int span = 5;
   while (span > 0 && groups << span > threads) --span;
-  const int part = thread & ((1 << span) - 1);
-  for (int first = 0; first < groups; first += threads >> span) {
+  return span;
+}
+
+// Calls f(g, sum over the channels c of group g of the slab of value(g, c)), by the threads that sum.
+template <class Value, class Of, class F>
+__device__ void ForEachGroup(const RingTiling& t, int thread, Of&& value, F&& f) {
+  const int groups = t.slab_groups, size = t.group_channels.divisor;
+  const int span = SpanOf(groups, kVisitors), part = thread & ((1 << span) - 1);
+  for (int first = 0; first < groups; first += kVisitors >> span) {
     const int g = first + (thread >> span);
     Value sum[1] = {};
     if (g < groups)
@@ -209,13 +223,57 @@ __device__ void ForEachGroup(const RingTiling& t, int threads, int thread, Of&& 
   }
 }
 
-// Channels last, by the threads that sum, all of them: leaves in `scratch`, planes [V][half][columns], the sums of
-// every two rows of threads.
+// Which of the groups that a vector's elements belong to, counted from its first element's, is that of element j: four
+// bits for each.
+struct Slots {
+  uint32_t bits = 0;
+
+  // Of column `across` of a slab.
+  template <int V>
+  static __device__ Slots Of(const RingTiling& t, int across) {
+    Slots slots;
+    const int first = t.group_channels.Div(across * V);
+#pragma unroll
+    for (int j = 1; j < V; ++j) slots.bits |= (t.group_channels.Div(across * V + j) - first) << 4 * j;
+    return slots;
+  }
+  __device__ int operator[](int j) const { return bits >> 4 * j & 15; }
+};
+
+// Channels last, by the threads that sum, all of them: calls f(g, sum) for each group g of the slab, in one thread
+// each, with the sum of what the threads have for it; of(slot) is what this one has for a group of its elements.
+template <int V, class Value, class Of, class F>
+__device__ void SumGroups(const RingTiling& t, int thread, Value* scratch, Of&& of, F&& f) {
+  SyncSumming();  // Earlier sums may still be read.
+  if (thread < t.side)
+    for (int slot = 0; slot < t.slots; ++slot) scratch[slot * t.side + thread] = of(slot);
+  SyncSumming();
+  const int groups = t.slab_groups, size = t.group_channels.divisor, rows = t.side / t.columns;
+  const int span = SpanOf(groups, kVisitors), lanes = 1 << span, lane = thread & (lanes - 1);
+  for (int first = 0; first < groups; first += kVisitors >> span) {
+    const int g = first + (thread >> span);
+    Value sum[1] = {};
+    if (g < groups) {
+      const int begin = g * size / V, columns = ((g + 1) * size - 1) / V + 1 - begin;
+#pragma unroll 4
+      for (int i = lane; i < columns * rows; i += lanes) {
+        const int row = i / columns, column = begin + i - row * columns;
+        const int slot = g - t.group_channels.Div(column * V);
+        sum[0] = AddPairs{}(sum[0], scratch[slot * t.side + row * t.columns + column]);
+      }
+    }
+    Reduce(sum, AddPairs{}, {0, span}, static_cast<Value*>(nullptr));
+    if (g < groups && lane == 0) f(g, sum[0]);
+  }
+}
+
+// The same for channels: leaves in `scratch`, planes [V][half][columns], the sums of every two rows of threads; v[j] is
+// the thread's for its element j.
 template <int V, class Value>
 __device__ void SumHalves(const RingTiling& t, int thread, const Value (&v)[V], Value* scratch) {
   const int plane = t.half * t.columns, down = thread / t.columns;
   Value* mine = scratch + thread - (down < t.half ? 0 : plane);
-  SyncSumming();  // An earlier unit's sums may still be read.
+  SyncSumming();  // Earlier sums may still be read.
   if (thread < t.side && down >= t.half) {
 #pragma unroll
     for (int j = 0; j < V; ++j) mine[j * plane] = v[j];
@@ -247,8 +305,7 @@ template <class Value>
 __device__ void Gather(const RingTiling& t, Letter<Value>* letters) {
   const int groups = t.slab_groups, size = t.team.size;
   Letter<Value>* result = letters + int64_t{size} * groups;
-  int span = 5;
-  while (span > 0 && (groups + size - 1) / size << span > 32) --span;
+  const int span = SpanOf((groups + size - 1) / size, 32);
   const int lane = threadIdx.x % 32, part = lane & ((1 << span) - 1);
   for (int first = t.team.Rank(); first < groups; first += size << (5 - span)) {
     const int g = first + size * (lane >> span);
@@ -257,32 +314,29 @@ __device__ void Gather(const RingTiling& t, Letter<Value>* letters) {
   }
 }
 
-// Calls take(g, sum) with the team's sum for each group, in one thread each. By one warp.
-template <class Value, class F>
-__device__ void Take(const RingTiling& t, const Letter<Value>* letters, F&& take) {
+// Calls take(g, sum, known(g)) with the team's sum for each group, in one thread each. What is known is asked for
+// before the sums have come. By one warp.
+template <class Value, class Known, class F>
+__device__ void Take(const RingTiling& t, const Letter<Value>* letters, Known&& known, F&& take) {
   const int groups = t.slab_groups, lane = threadIdx.x % 32;
   if (t.direct) {
-    int span = 5;
-    while (span > 0 && groups << span > 32) --span;
+    const int span = SpanOf(groups, 32);
     for (int first = 0; first < groups; first += 32 >> span) {
-      const int g = first + (lane >> span);
-      const Value sum = AddBlocks<kAtOnce>(letters + min(g, groups - 1), t.team.size, groups, span);
-      if (g < groups && (lane & ((1 << span) - 1)) == 0) take(g, sum);
+      const int g = first + (lane >> span), column = min(g, groups - 1);
+      const auto of_group = known(column);
+      const Value sum = AddBlocks<kAtOnce>(letters + column, t.team.size, groups, span);
+      if (g < groups && (lane & ((1 << span) - 1)) == 0) take(g, sum, of_group);
     }
     return;
   }
   const Letter<Value>* result = letters + int64_t{t.team.size} * groups;
-  for (int first = lane; first < groups; first += 32 * kAtOnce) {
-    Value values[kAtOnce];
-    bool there;
-    do {
-      there = true;
-#pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) there &= result[min(first + 32 * k, groups - 1)].Read(&values[k]);
-    } while (!there);
-#pragma unroll
-    for (int k = 0; k < kAtOnce; ++k)
-      if (first + 32 * k < groups) take(first + 32 * k, values[k]);
+  for (int first = 0; first < groups; first += 64) {
+    const int g = first + lane, h = g + 32, one = min(g, groups - 1), other = min(h, groups - 1);
+    const auto of_one = known(one), of_other = known(other);
+    Value sum, sum_other;
+    while (!(result[one].Read(&sum) & result[other].Read(&sum_other))) continue;
+    if (g < groups) take(g, sum, of_one);
+    if (h < groups) take(h, sum_other, of_other);
   }
 }
 

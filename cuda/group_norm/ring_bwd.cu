@@ -1,7 +1,6 @@
 // The pullback through the ring (ring.cuh): maps.cuh has the formulas.
 //
-// Channels last, a block adds up dscale and dbias over all of its units, and leaves one row of them. Channels first, it
-// leaves a row for each unit's channels.
+// A block adds up dscale and dbias over all of its units, and leaves one row of them.
 #include "cuda/common/column_sum.cuh"
 #include "cuda/group_norm/maps.cuh"
 #include "cuda/group_norm/ring_plan.cuh"
@@ -16,7 +15,7 @@ struct RingMapOperands {
   const A *scale, *bias;
   const Statistics<A>* statistics;
   Vec<T, V>* out;
-  A *dscale, *dbias;  // rows of channels: of each block, or of each example's blocks
+  A *dscale, *dbias;  // rows of channels, of each block
   Letter<Sums<A>>* letters;
   A inverse;  // of the elements of a group
   CUtensorMap maps[2];
@@ -47,17 +46,15 @@ __global__ void __launch_bounds__(kRingThreads, 1)
   constexpr int D = kDepth<2>, kWarps = kVisitors / 32;
   extern __shared__ __align__(128) unsigned char shared[];
   __shared__ RingBarriers barriers;
-  const int chunk = D * t.side;
+  const int side = kColumns ? t.side : kVisitors, chunk = D * side;
   auto* ring = reinterpret_cast<Vector*>(shared);
   auto* scratch = reinterpret_cast<Sums<A>*>(ring + 2 * t.stages * chunk);
-  auto* known = reinterpret_cast<Slant<A>*>(
-      scratch + (kColumns ? t.half * t.columns * V : kWarps * t.slab_channels));          // two units'
+  auto* known = reinterpret_cast<Slant<A>*>(scratch + t.sums);                            // two units'
   auto* summed_statistics = reinterpret_cast<Statistics<A>*>(known + 2 * t.slab_groups);  // the same, of who sums
-  auto* taken_statistics = summed_statistics + 2 * t.slab_groups;
-  // Channels last: what the block has of each channel, and its scale; channels first: the channels' maps, twice.
-  auto* kept = reinterpret_cast<Sums<A>*>(taken_statistics + t.slab_groups);
+  auto* kept = reinterpret_cast<Sums<A>*>(summed_statistics + 2 * t.slab_groups);  // what the block has of each channel
+  // Channels last: the channels' scales; channels first: the maps of the share's channels, twice.
   auto* scales = reinterpret_cast<A*>(kept + t.channels);
-  auto* table = reinterpret_cast<Pullback*>(kept);
+  auto* table = reinterpret_cast<Pullback*>(kept + t.channels);
   if constexpr (!hopper::kAvailable) return;
 
   if (threadIdx.x == 0) InitBarriers(&barriers, t.stages, kColumns && t.team.size == 1 ? kVisitors : 32);
@@ -65,6 +62,7 @@ __global__ void __launch_bounds__(kRingThreads, 1)
 
   const int64_t first = t.team.First(), step = t.team.Step();
   const Share share(t, chunk);
+  const int lead = kColumns ? 0 : share.FirstChannel(t), channels = kColumns ? 0 : share.Channels(t);
   const Part part = PartOfThread();
   if (part == kCopy) {
     const Vector* in[2] = {o.in, o.x};
@@ -76,59 +74,76 @@ __global__ void __launch_bounds__(kRingThreads, 1)
   const auto tell = [&](int buffer, int g, const Statistics<A>& statistics, const Sums<A>& sum) {
     known[buffer * t.slab_groups + g] = Slant<A>(statistics, Times(sum, o.inverse));
   };
+  // Leaves the sums of the channels: by threads of number `thread` of `threads`, which made them.
+  const auto leave = [&](int thread, int threads) {
+    for (int c = thread; c < t.channels; c += threads) {
+      o.dscale[int64_t{blockIdx.x} * t.channels + c] = kept[c].second;
+      o.dbias[int64_t{blockIdx.x} * t.channels + c] = kept[c].first;
+    }
+  };
   if (part > kApply) {
     const bool alone = t.team.size == 1;
     if (part == kSend ? kColumns : alone || (part == kGather && t.direct)) return;
+    const bool sends = part == kSend, gathers = part == kGather;
+    const int lane = threadIdx.x % 32;
+    if (sends)
+      for (int c = lane; c < t.channels; c += 32) kept[c] = {};
+    __syncwarp();
     int round = 0;
     for (int64_t unit = first; unit < t.team.units; unit += step, ++round) {
-      const RingUnit u(t, unit);
-      const int buffer = round & 1, lane = threadIdx.x % 32;
+      const RingUnit u(t, unit, lead);
+      const int buffer = round & 1;
       const Statistics<A> statistics = o.statistics[u.first_group];
-      const bool takes = part == kTake || alone;
+      const bool takes = !(sends || gathers) || alone;
       if (takes) hopper::WaitBarrier(SharedAddress(&barriers.known_free[buffer]), (round >> 1 & 1) ^ 1);
-      if (part == kSend) {
+      if (!kColumns && takes)
+        for (int c = lane; c < channels; c += 32)
+          table[buffer * t.share_channels + c] =
+              Pullback(statistics, o.scale[u.first_channel + c], o.bias[u.first_channel + c]);
+      if (sends) {
         hopper::WaitBarrier(SharedAddress(&barriers.summed), round & 1);
-        const auto of_channel = [&](int, int c) {
+        Sums<A> all[1] = {};
+        for (int c = lane; c < channels; c += 32) {
           Sums<A> sum = scratch[c];
-          for (int w = 1; w < kWarps; ++w) sum = AddPairs{}(sum, scratch[w * t.slab_channels + c]);
+          for (int w = 1; w < kWarps; ++w) sum = AddPairs{}(sum, scratch[w * t.share_channels + c]);
           sum = Normalized(sum, statistics);
-          const int64_t to = (int64_t{u.example} * t.team.size + t.team.Rank()) * t.channels + u.first_channel;
-          o.dscale[to + c] = sum.second, o.dbias[to + c] = sum.first;
-          return Times(sum, o.scale[u.first_channel + c]);
-        };
-        ForEachGroup<Sums<A>>(t, 32, lane, of_channel, [&](int, const Sums<A>& sum) {
+          const int channel = u.first_channel + c;
+          kept[channel] = AddPairs{}(kept[channel], sum);
+          all[0] = AddPairs{}(all[0], Times(sum, o.scale[channel]));
+        }
+        Reduce(all, AddPairs{}, {0, 5}, static_cast<Sums<A>*>(nullptr));
+        all[0].first *= statistics.rstd;
+        if (lane == 0) {
           if (alone)
-            tell(buffer, 0, statistics, sum);
+            tell(buffer, 0, statistics, all[0]);
           else
-            letters_of(unit)[t.team.Rank()].Write(sum);
-        });
+            letters_of(unit)[t.team.Rank()].Write(all[0]);
+        }
         hopper::Arrive(SharedAddress(&barriers.sums_free));
-      } else if (part == kGather) {
+        __syncwarp();  // The next unit's channels may be other lanes'.
+      } else if (gathers) {
         Gather(t, letters_of(unit));
       } else {
-        for (int g = lane; g < t.slab_groups; g += 32) taken_statistics[g] = o.statistics[u.first_group + g];
-        __syncwarp();
-        Take(t, letters_of(unit), [&](int g, const Sums<A>& sum) { tell(buffer, g, taken_statistics[g], sum); });
+        Take(
+            t, letters_of(unit), [&](int g) { return o.statistics[u.first_group + g]; },
+            [&](int g, const Sums<A>& sum, const Statistics<A>& s) { tell(buffer, g, s, sum); });
       }
       if (!takes) continue;
       __syncwarp();
       if constexpr (!kColumns) {
-        for (int c = lane; c < t.slab_channels; c += 32) {
-          Pullback map(statistics, o.scale[u.first_channel + c], o.bias[u.first_channel + c]);
-          map.Take(known[buffer]);
-          table[buffer * t.slab_channels + c] = map;
-        }
+        for (int c = lane; c < channels; c += 32) table[buffer * t.share_channels + c].Take(known[buffer]);
       }
       hopper::Arrive(SharedAddress(&barriers.known[buffer]));
       __syncwarp();
     }
+    if (sends) leave(lane, 32);
     return;
   }
 
   const bool applies = part == kApply;
   const int thread = threadIdx.x - (applies ? kVisitors : 0);
-  const bool visits = thread < t.side;
-  const int mine = min(thread, t.side - 1);  // Threads to spare read what another does, and leave it.
+  const bool visits = thread < side;
+  const int mine = min(thread, side - 1);  // Threads to spare read what another does, and leave it.
   const int across = kColumns ? thread % t.columns : 0;
   const auto map_of = [&](const RingUnit& u, int c) {
     return Pullback(o.statistics[u.first_group + (kColumns ? t.group_channels.Div(c) : 0)],
@@ -141,12 +156,13 @@ __global__ void __launch_bounds__(kRingThreads, 1)
   if (!applies) {
     if constexpr (kColumns)
       for (int c = thread; c < t.channels; c += kVisitors) kept[c] = {}, scales[c] = o.scale[c];
+    const Slots slots = kColumns ? Slots::Of<V>(t, across) : Slots();
     int round = 0;
     for (int64_t unit = first; unit < t.team.units; unit += step, ++round) {
-      const RingUnit u(t, unit);
+      const RingUnit u(t, unit, lead);
       Pullback map[kColumns ? V : 1];
       Sums<A> own[kColumns ? V : 1] = {};
-      WarpSums<A> warp = {scratch + (thread / 32) * t.slab_channels};
+      WarpSums<A> warp = {scratch + (thread / 32) * t.share_channels};
       if constexpr (kColumns) {
 #pragma unroll
         for (int j = 0; j < V; ++j) map[j] = map_of(u, across * V + j);
@@ -155,7 +171,7 @@ __global__ void __launch_bounds__(kRingThreads, 1)
           summed_statistics[(round & 1) * t.slab_groups + g] = o.statistics[u.first_group + g];
       } else {
         hopper::WaitBarrier(SharedAddress(&barriers.sums_free), round & 1 ^ 1);
-        for (int c = thread % 32; c < t.slab_channels; c += 32) warp.row[c] = {};
+        for (int c = thread % 32; c < channels; c += 32) warp.row[c] = {};
         __syncwarp();
       }
       for (int i = 0; i < share.chunks; ++i) {
@@ -164,10 +180,10 @@ __global__ void __launch_bounds__(kRingThreads, 1)
         const Vector* from = ring + 2 * turn.place * chunk + mine;
 #pragma unroll
         for (int k = 0; k < D; ++k) {
-          if (k * t.side + mine >= n) continue;
+          if (k * side + mine >= n) continue;
           if constexpr (!kColumns) {
             // The same for the whole warp, as channels are whole warps' vectors.
-            const int channel = t.row.Div(static_cast<int>(share.begin) + i * chunk + k * t.side + mine);
+            const int channel = t.row.Div(static_cast<int>(share.begin) + i * chunk + k * side + mine) - lead;
             if (channel != warp.channel) {
               warp.Flush();
               warp.channel = channel;
@@ -175,8 +191,8 @@ __global__ void __launch_bounds__(kRingThreads, 1)
             }
           }
           A in[V], x[V];
-          widen(from + k * t.side, in);
-          widen(from + chunk + k * t.side, x);
+          widen(from + k * side, in);
+          widen(from + chunk + k * side, x);
           AddVector<Map::kPullback>(
               f, in, x, [&](int j) -> auto& { return map[kColumns ? j : 0]; },
               [&](int j) -> auto& { return kColumns ? own[j] : warp.own; });
@@ -187,24 +203,41 @@ __global__ void __launch_bounds__(kRingThreads, 1)
       turn.Skip(share.streamed, t.stages);
 
       if constexpr (kColumns) {
-        SumHalves(t, thread, own, scratch);
         const bool alone = t.team.size == 1;
         const int buffer = round & 1;
         if (alone) hopper::WaitBarrier(SharedAddress(&barriers.known_free[buffer]), (round >> 1 & 1) ^ 1);
         const Statistics<A>* statistics = summed_statistics + buffer * t.slab_groups;
+        const auto of_slot = [&](int slot) {
+          Sums<A> sum = {};
+#pragma unroll
+          for (int j = 0; j < V; ++j)
+            if (slots[j] == slot) sum = AddPairs{}(sum, Times(own[j], map[j].slope));
+          const int g = min(t.group_channels.Div(across * V) + slot, t.slab_groups - 1);
+          return Sums<A>{sum.first, sum.second - statistics[g].rest * sum.first};
+        };
         const auto of_channel = [&](int g, int c) {
           const Sums<A> sum = Normalized(ChannelSum<V>(t, scratch, c), statistics[g]);
           const int channel = u.first_channel + c;
           kept[channel] = AddPairs{}(kept[channel], sum);
-          return Times(sum, scales[channel]);
+          return Sums<A>{statistics[g].rstd * scales[channel] * sum.first, scales[channel] * sum.second};
         };
-        ForEachGroup<Sums<A>>(t, kVisitors, thread, of_channel, [&](int g, const Sums<A>& sum) {
+        const auto send = [&](int g, const Sums<A>& sum) {
           if (alone)
             tell(buffer, g, statistics[g], sum);
           else
             letters_of(unit)[t.team.Rank() * t.slab_groups + g].Write(sum);
-        });
-        if (alone) hopper::Arrive(SharedAddress(&barriers.known[buffer]));
+        };
+        if (t.early) {
+          SumGroups<V, Sums<A>>(t, thread, scratch, of_slot, send);
+          if (alone) hopper::Arrive(SharedAddress(&barriers.known[buffer]));
+        }
+        SumHalves(t, thread, own, scratch);
+        if (t.early) {
+          for (int c = thread; c < t.slab_channels; c += kVisitors) of_channel(t.group_channels.Div(c), c);
+        } else {
+          ForEachGroup<Sums<A>>(t, thread, of_channel, send);
+          if (alone) hopper::Arrive(SharedAddress(&barriers.known[buffer]));
+        }
       } else {
         warp.Flush();
         hopper::Arrive(SharedAddress(&barriers.summed));
@@ -214,15 +247,13 @@ __global__ void __launch_bounds__(kRingThreads, 1)
     }
     if constexpr (kColumns) {
       SyncSumming();
-      for (int c = thread; c < t.channels; c += kVisitors) {
-        o.dscale[int64_t{blockIdx.x} * t.channels + c] = kept[c].second;
-        o.dbias[int64_t{blockIdx.x} * t.channels + c] = kept[c].first;
-      }
+      leave(thread, kVisitors);
     }
     return;
   }
 
   const int64_t start = share.Start<kColumns>(t, mine);
+  const int stride = kColumns ? t.stride : kVisitors;
   int round = 0;
   for (int64_t unit = first; unit < t.team.units; unit += step, ++round) {
     const RingUnit u(t, unit);
@@ -246,15 +277,15 @@ __global__ void __launch_bounds__(kRingThreads, 1)
       const Vector* from = ring + 2 * turn.place * chunk + mine;
 #pragma unroll
       for (int k = 0; k < D; ++k) {
-        if (!visits || k * t.side + mine >= n) continue;
+        if (!visits || k * side + mine >= n) continue;
         if constexpr (!kColumns)
-          map[0] = table[buffer * t.slab_channels +
-                         t.row.Div(static_cast<int>(share.begin) + which * chunk + k * t.side + mine)];
+          map[0] = table[buffer * t.share_channels - lead +
+                         t.row.Div(static_cast<int>(share.begin) + which * chunk + k * side + mine)];
         A in[V], x[V];
-        widen(from + k * t.side, in);
-        widen(from + chunk + k * t.side, x);
+        widen(from + k * side, in);
+        widen(from + chunk + k * side, x);
         MapVector<Map::kPullback>(f, in, x, [&](int j) -> auto& { return map[kColumns ? j : 0]; });
-        Write<T, V>(out + int64_t{which * D + k} * t.stride, in);
+        Write<T, V>(out + int64_t{which * D + k} * stride, in);
       }
       Release(&barriers, turn.place);
       turn.Skip(1, t.stages);
@@ -265,10 +296,7 @@ __global__ void __launch_bounds__(kRingThreads, 1)
 
 constexpr RingBytes kBackwardBytes = {sizeof(Sums<float>), sizeof(Sums<float>) + sizeof(float),
                                       2 * sizeof(Linear<Map::kPullback, float>),
-                                      2 * sizeof(Slant<float>) + 3 * sizeof(Statistics<float>), true};
-
-// Rows of dscale and dbias that are left behind.
-int64_t RowsLeft(const Problem& p, const RingTiling& t) { return p.channels_last ? t.Blocks() : p.n * t.team.size; }
+                                      2 * (sizeof(Slant<float>) + sizeof(Statistics<float>)), true};
 
 }  // namespace
 
@@ -276,7 +304,7 @@ int64_t RingBackwardWorkspace(const Problem& p) {
   const auto t = PlanRing(p, 2, kBackwardBytes);
   if (!t) return 0;
   return ExchangeBytes<Sums<float>>(t->team, t->SlabGroups()) +
-         2 * RowsLeft(p, *t) * p.channels * static_cast<int64_t>(sizeof(float));
+         2 * t->Blocks() * p.channels * static_cast<int64_t>(sizeof(float));
 }
 
 std::optional<cudaError_t> RingBackward(const Problem& p, const void* dy, const void* x, const void* scale,
@@ -289,7 +317,7 @@ std::optional<cudaError_t> RingBackward(const Problem& p, const void* dy, const 
     constexpr int kLength = kVecLength<T>;
     using A = Accumulator<T>;
     using V = Vec<T, kLength>;
-    const int64_t rows = RowsLeft(p, *t);
+    const int64_t rows = t->Blocks();
     RingMapOperands<T, kLength> o = {};
     o.in = static_cast<const V*>(dy), o.x = static_cast<const V*>(x), o.out = static_cast<V*>(dx);
     o.scale = static_cast<const A*>(scale), o.bias = static_cast<const A*>(bias);

@@ -14,97 +14,135 @@ struct RingOperands {
   Letter<Moments>* letters;
   A epsilon;
   double inverse;
+  CUtensorMap map;
 };
 
-// Channels first; a slab is one group.
-template <class F, class T, int V>
+template <bool kColumns, class F, class T, int V>
 __global__ void __launch_bounds__(kRingThreads, 1)
     RingForwardKernel(const __grid_constant__ RingTiling t, const __grid_constant__ RingOperands<T, V> o, F f) {
   using A = Accumulator<T>;
   using Vector = Vec<T, V>;
-  constexpr int D = kDepth<1>, kWarps = kVisitors / 32, kChunk = D * kVisitors;
+  constexpr int D = kDepth<1>, kWarps = kVisitors / 32;
   extern __shared__ __align__(128) unsigned char shared[];
   __shared__ RingBarriers barriers;
+  const int side = kColumns ? t.side : kVisitors, chunk = D * side;
   auto* ring = reinterpret_cast<Vector*>(shared);
-  auto* scratch = reinterpret_cast<Moments*>(ring + t.stages * kChunk);  // of each warp
-  auto* known = reinterpret_cast<Statistics<A>*>(scratch + kWarps);      // two units'
-  auto* table = reinterpret_cast<Affine<A>*>(known + 2);                 // their channels'
+  auto* scratch = reinterpret_cast<Moments*>(ring + t.stages * chunk);
+  auto* known = reinterpret_cast<Statistics<A>*>(scratch + t.sums);               // two units'
+  auto* summed_pivots = reinterpret_cast<A*>(known + 2 * t.slab_groups);          // the same, of who sums
+  auto* table = reinterpret_cast<Affine<A>*>(summed_pivots + 2 * t.slab_groups);  // channels first: the share's, twice
   if constexpr (!hopper::kAvailable) return;
 
-  if (threadIdx.x == 0) InitBarriers(&barriers, t.stages, 32);
+  const bool alone = t.team.size == 1;
+  if (threadIdx.x == 0) InitBarriers(&barriers, t.stages, kColumns && alone ? kVisitors : 32);
   __syncthreads();
 
   const int64_t first = t.team.First(), step = t.team.Step();
-  const bool alone = t.team.size == 1;
-  const Share share(t, kChunk);
+  const Share share(t, chunk);
+  const int lead = kColumns ? 0 : share.FirstChannel(t), channels = kColumns ? 0 : share.Channels(t);
   const Part part = PartOfThread();
   if (part == kCopy) {
     const Vector* in[1] = {o.x};
-    if (threadIdx.x % 32 == 0) CopyShares<1>(t, in, nullptr, ring, &barriers);
+    if (threadIdx.x % 32 == 0) CopyShares<1>(t, in, &o.map, ring, &barriers);
     return;
   }
 
-  const auto letters_of = [&](int64_t unit) { return o.letters + unit * (t.team.size + 1); };
-  if (part == kGather || (part == kTake && alone)) return;
-  if (part == kSend || part == kTake) {
+  const auto letters_of = [&](int64_t unit) { return o.letters + unit * (t.team.size + 1) * t.slab_groups; };
+  // Group g's pivot is its first value.
+  const auto pivot_of = [&](int64_t unit, int g) {
+    return reinterpret_cast<const T*>(o.x + t.Base(unit))[kColumns ? g * t.group_channels.divisor : 0];
+  };
+  const auto tell = [&](int buffer, int g, A pivot, const Moments& m) {
+    known[buffer * t.slab_groups + g] = Statistics<A>(m, o.inverse, pivot, o.epsilon);
+  };
+  if (part > kApply) {
+    if (part == kSend ? kColumns : alone || (part == kGather && t.direct)) return;
+    const bool sends = part == kSend, gathers = part == kGather;
     const int lane = threadIdx.x % 32;
     int round = 0;
     for (int64_t unit = first; unit < t.team.units; unit += step, ++round) {
-      const RingUnit u(t, unit);
+      const RingUnit u(t, unit, lead);
       const int buffer = round & 1;
-      const T pivot = o.x[unit * t.slab].v[0];
-      const auto tell = [&](int, const Moments& m) {
-        known[buffer] = Statistics<A>(m, o.inverse, static_cast<A>(pivot), o.epsilon);
-      };
-      const bool takes = part == kTake || alone;
+      const bool takes = !(sends || gathers) || alone;
+      const T pivot = sends ? pivot_of(unit, 0) : T();
       if (takes) hopper::WaitBarrier(SharedAddress(&barriers.known_free[buffer]), (round >> 1 & 1) ^ 1);
-      if (part == kSend) {
+      // The scale and the bias wait where the map will be.
+      if (!kColumns && takes)
+        for (int c = lane; c < channels; c += 32) {
+          Affine<A>& affine = table[buffer * t.share_channels + c];
+          affine.slope = o.scale[u.first_channel + c], affine.offset = o.bias[u.first_channel + c];
+        }
+      if (sends) {
         hopper::WaitBarrier(SharedAddress(&barriers.summed), round & 1);
         Moments sum[1] = {scratch[lane % kWarps]};
         Reduce(sum, AddPairs{}, {0, 3}, static_cast<Moments*>(nullptr));
         if (lane == 0) {
           if (alone)
-            tell(0, sum[0]);
+            tell(buffer, 0, static_cast<A>(pivot), sum[0]);
           else
             letters_of(unit)[t.team.Rank()].Write(sum[0]);
         }
         hopper::Arrive(SharedAddress(&barriers.sums_free));
+      } else if (gathers) {
+        Gather(t, letters_of(unit));
       } else {
-        Take(t, letters_of(unit), tell);
+        Take(
+            t, letters_of(unit), [&](int g) { return pivot_of(unit, g); },
+            [&](int g, const Moments& m, T pivot) { tell(buffer, g, static_cast<A>(pivot), m); });
       }
       if (!takes) continue;
       __syncwarp();
-      for (int c = lane; c < t.slab_channels; c += 32)
-        table[buffer * t.slab_channels + c] =
-            Affine<A>(known[buffer], o.scale[u.first_channel + c], o.bias[u.first_channel + c]);
+      if constexpr (!kColumns) {
+        for (int c = lane; c < channels; c += 32) {
+          Affine<A>& affine = table[buffer * t.share_channels + c];
+          affine = Affine<A>(known[buffer], affine.slope, affine.offset);
+        }
+      }
       hopper::Arrive(SharedAddress(&barriers.known[buffer]));
       __syncwarp();
     }
     return;
   }
 
-  const int thread = threadIdx.x % kVisitors;
+  const bool applies = part == kApply;
+  const int thread = threadIdx.x - (applies ? kVisitors : 0);
+  const bool visits = thread < side;
+  const int mine = min(thread, side - 1);  // Threads to spare read what another does, and leave it.
+  const int across = kColumns ? thread % t.columns : 0;
+  const auto group_of = [&](int j) { return kColumns ? t.group_channels.Div(across * V + j) : 0; };
+  const auto widen = [&](const Vector* from, A(&wide)[V]) {
+    Widen<T, V>(*reinterpret_cast<const Packed<T, V>*>(from), wide);
+  };
   Turn turn;
   int round = 0;
-  if (part == kSum) {
+  if (!applies) {
+    const Slots slots = kColumns ? Slots::Of<V>(t, across) : Slots();
     for (int64_t unit = first; unit < t.team.units; unit += step, ++round) {
-      constexpr int kParts = V < 4 ? V : 4;
+      const int buffer = round & 1;
+      // What of them is read two units before was behind a barrier since.
+      A* pivots = summed_pivots + buffer * t.slab_groups;
+      if constexpr (kColumns)
+        for (int g = thread; g < t.slab_groups; g += kVisitors) pivots[g] = static_cast<A>(pivot_of(unit, g));
+      const T pivot = kColumns ? T() : pivot_of(unit, 0);  // Asked for here, needed where the sums are made.
+      // Channels first, several sums, so that additions need not wait for each other.
+      constexpr int kParts = kColumns || V < 4 ? V : 4;
       Shifted<A> own[kParts] = {};
-      const T pivot = o.x[unit * t.slab].v[0];  // Asked for here, needed where the sums are made.
       int count = 0;
       for (int i = 0; i < share.chunks; ++i) {
-        const int n = min(kChunk, share.count - i * kChunk);
+        const int n = min(chunk, share.count - i * chunk);
         hopper::WaitBarrier(SharedAddress(&barriers.full[turn.place]), turn.parity);
-        const Vector* from = ring + turn.place * kChunk + thread;
-        if (i == 0 && thread < n) {
+        const Vector* from = ring + turn.place * chunk + mine;
+        if (i == 0 && mine < n) {
+          A x[V];
+          widen(from, x);
 #pragma unroll
-          for (int j = 0; j < kParts; ++j) own[j].first = static_cast<A>(from->v[0]);
+          for (int j = 0; j < kParts; ++j) own[j].first = j > 0 && slots[j] == slots[j - 1] ? own[j - 1].first : x[j];
         }
 #pragma unroll
         for (int k = 0; k < D; ++k) {
-          if (k * kVisitors + thread >= n) continue;
+          if (k * side + mine >= n) continue;
           A x[V];
-          Widen<T, V>(*reinterpret_cast<const Packed<T, V>*>(from + k * kVisitors), x);
+          widen(from + k * side, x);
 #pragma unroll
           for (int j = 0; j < V; ++j) own[j % kParts].Add(x[j]);
           ++count;
@@ -114,56 +152,93 @@ __global__ void __launch_bounds__(kRingThreads, 1)
       }
       turn.Skip(share.streamed, t.stages);
 
-      Shifted<A> all = own[0];
+      if constexpr (kColumns) {
+        if (alone) hopper::WaitBarrier(SharedAddress(&barriers.known_free[buffer]), (round >> 1 & 1) ^ 1);
+        const auto of_slot = [&](int slot) {
+          Shifted<A> all = {};
+          int terms = 0;
 #pragma unroll
-      for (int j = 1; j < kParts; ++j) all.sum += own[j].sum, all.squares += own[j].squares;
-      Moments moments[1] = {count > 0 ? all.About(static_cast<A>(pivot), V * count) : Moments{}};
-      Reduce(moments, AddPairs{}, {0, 5}, static_cast<Moments*>(nullptr));
-      hopper::WaitBarrier(SharedAddress(&barriers.sums_free), round & 1 ^ 1);
-      if (thread % 32 == 0) scratch[thread / 32] = moments[0];
-      hopper::Arrive(SharedAddress(&barriers.summed));
+          for (int j = 0; j < V; ++j)
+            if (slots[j] == slot)
+              all = {own[j].first, all.sum + own[j].sum, all.squares + own[j].squares}, terms += count;
+          return all.About(pivots[min(group_of(0) + slot, t.slab_groups - 1)], terms);
+        };
+        SumGroups<V, Moments>(t, thread, scratch, of_slot, [&](int g, const Moments& m) {
+          if (alone)
+            tell(buffer, g, pivots[g], m);
+          else
+            letters_of(unit)[t.team.Rank() * t.slab_groups + g].Write(m);
+        });
+        if (alone) hopper::Arrive(SharedAddress(&barriers.known[buffer]));
+      } else {
+        Shifted<A> all = own[0];
+#pragma unroll
+        for (int j = 1; j < kParts; ++j) all.sum += own[j].sum, all.squares += own[j].squares;
+        Moments moments[1] = {count > 0 ? all.About(static_cast<A>(pivot), V * count) : Moments{}};
+        Reduce(moments, AddPairs{}, {0, 5}, static_cast<Moments*>(nullptr));
+        hopper::WaitBarrier(SharedAddress(&barriers.sums_free), round & 1 ^ 1);
+        if (thread % 32 == 0) scratch[thread / 32] = moments[0];
+        hopper::Arrive(SharedAddress(&barriers.summed));
+      }
       // A place's parity tells neighbouring uses apart, not those before: those skipped must be over.
-      if (share.streamed > 0) hopper::WaitBarrier(SharedAddress(&barriers.known_free[round & 1]), round >> 1 & 1);
+      if (share.streamed > 0) hopper::WaitBarrier(SharedAddress(&barriers.known_free[buffer]), round >> 1 & 1);
     }
     return;
   }
 
+  const int64_t start = share.Start<kColumns>(t, mine);
+  const int stride = kColumns ? t.stride : kVisitors;
   for (int64_t unit = first; unit < t.team.units; unit += step, ++round) {
+    const RingUnit u(t, unit, lead);
     const int buffer = round & 1;
+    const Statistics<A>* statistics = known + buffer * t.slab_groups;
+    A scale[kColumns ? V : 1], bias[kColumns ? V : 1];
+    if constexpr (kColumns) {
+#pragma unroll
+      for (int j = 0; j < V; ++j) {
+        const int channel = u.first_channel + across * V + j;
+        scale[j] = o.scale[channel], bias[j] = o.bias[channel];
+      }
+    }
     hopper::WaitBarrier(SharedAddress(&barriers.known[buffer]), round >> 1 & 1);
+    Affine<A> affine[kColumns ? V : 1];
+    if constexpr (kColumns) {
+#pragma unroll
+      for (int j = 0; j < V; ++j) affine[j] = Affine<A>(statistics[group_of(j)], scale[j], bias[j]);
+    }
+    Vector* out = o.y + t.Base(unit) + start;
     turn.Skip(share.streamed, t.stages);
     for (int i = 0; i < share.chunks; ++i) {
       const int which = share.Again(i);
-      const int n = min(kChunk, share.count - which * kChunk);
-      const int64_t at = share.begin + which * kChunk + thread;
+      const int n = min(chunk, share.count - which * chunk);
       hopper::WaitBarrier(SharedAddress(&barriers.full[turn.place]), turn.parity);
-      const Vector* from = ring + turn.place * kChunk + thread;
+      const Vector* from = ring + turn.place * chunk + mine;
 #pragma unroll
       for (int k = 0; k < D; ++k) {
-        if (k * kVisitors + thread >= n) continue;
-        const Affine<A> affine = table[buffer * t.slab_channels + t.row.Div(static_cast<int>(at) + k * kVisitors)];
+        if (!visits || k * side + mine >= n) continue;
+        if constexpr (!kColumns)
+          affine[0] = table[buffer * t.share_channels - lead +
+                            t.row.Div(static_cast<int>(share.begin) + which * chunk + k * side + mine)];
         A x[V];
-        Widen<T, V>(*reinterpret_cast<const Packed<T, V>*>(from + k * kVisitors), x);
+        widen(from + k * side, x);
 #pragma unroll
-        for (int j = 0; j < V; ++j) x[j] = affine(x[j]);
+        for (int j = 0; j < V; ++j) x[j] = affine[kColumns ? j : 0](x[j]);
         f.Forward(x);
-        Write<T, V>(o.y + unit * t.slab + at + k * kVisitors, x);
+        Write<T, V>(out + int64_t{which * D + k} * stride, x);
       }
       Release(&barriers, turn.place);
       turn.Skip(1, t.stages);
     }
-    if (t.team.Rank() == 0 && thread == 0) o.statistics[unit] = known[buffer];
+    if (t.team.Rank() == 0)
+      for (int g = thread; g < t.slab_groups; g += kVisitors) o.statistics[u.first_group + g] = statistics[g];
     hopper::Arrive(SharedAddress(&barriers.known_free[buffer]));
   }
 }
 
-constexpr RingBytes kForwardBytes = {sizeof(Moments), 0, 2 * sizeof(Affine<float>), 2 * sizeof(Statistics<float>),
-                                     false};
+constexpr RingBytes kForwardBytes = {sizeof(Moments), 0, 2 * sizeof(Affine<float>),
+                                     2 * (sizeof(Statistics<float>) + sizeof(float)), false};
 
-// Channels last, where blocks exchange many sums, rings are no faster than blocks that hold their shares (tile.cuh).
-std::optional<RingTiling> PlanForward(const Problem& p) {
-  return p.channels_last ? std::nullopt : PlanRing(p, 1, kForwardBytes);
-}
+std::optional<RingTiling> PlanForward(const Problem& p) { return PlanRing(p, 1, kForwardBytes); }
 
 }  // namespace
 
@@ -189,7 +264,11 @@ std::optional<cudaError_t> RingForward(const Problem& p, const void* x, const vo
     o.epsilon = static_cast<A>(p.epsilon);
     o.inverse = 1.0 / static_cast<double>(p.channels / p.groups * p.spatial);
     if (cudaError_t e = t->team.Reset(o.letters, t->SlabGroups(), stream)) return e;
-    return LaunchTeams(RingForwardKernel<decltype(f), T, kLength>, t->team, kRingThreads, t->shared, stream, *t, o, f);
+    if (t->boxes)
+      if (cudaError_t e = EncodeSlabs(p, *t, kDepth<1>, x, &o.map)) return e;
+    auto* kernel = p.channels_last ? RingForwardKernel<true, decltype(f), T, kLength>
+                                   : RingForwardKernel<false, decltype(f), T, kLength>;
+    return LaunchTeams(kernel, t->team, kRingThreads, t->shared, stream, *t, o, f);
   });
 }
 

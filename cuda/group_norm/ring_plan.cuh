@@ -11,20 +11,22 @@
 
 namespace jaxdnn::group_norm {
 
-// Bytes of what a block keeps beside the ring: of a thread's sums; of each channel where channels are last, and first;
-// of a group.
+// Bytes of what a block keeps beside the ring: of a thread's sums; of each channel; of each channel of a share where
+// channels are first; of a group.
 struct RingBytes {
-  int sums, last, first, group;
+  int sums, channel, share_channel, group;
   bool by_channel;  // channels first, warps sum each channel on its own
 };
 
 // Chunks on their way, of 16 KiB: what memory needs to be at work. The letters of a meeting wait behind them.
 constexpr int kInFlight = 3;
-// The fewest bytes of an array, and channels first of a group, that are worth a ring.
+// The fewest bytes of an array, of one that only the forward pass reads channels last, and channels first of a group,
+// that are worth a ring.
 constexpr int64_t kMinRingBytes = 16 << 20;
+constexpr int64_t kMinForwardBytes = 24 << 20;
 constexpr int64_t kMinGroupBytes = 32 << 10;
-// The most groups of a slab that blocks exchange sums of, channels last; and, channels first, channels of a group, for
-// which there are tables.
+// The most groups of a slab that blocks exchange sums of, channels last; and, channels first, channels that a block's
+// share of a group meets, for which there are tables.
 constexpr int64_t kMostGroups = 64, kMostChannels = 64;
 // The most that a box may have of channels, and of positions; the fewest bytes of its lines that memory takes well.
 constexpr int64_t kMostBox = 256, kMinLineBytes = 128;
@@ -97,9 +99,21 @@ inline std::optional<RingTiling> PlanSlabs(const Problem& p, int arrays, const R
       (width > kMostBox || rows * depth > kMostBox || t.side * depth % 8 != 0 || width / vector * 16 < kMinLineBytes))
     return std::nullopt;
 
-  const int64_t sums = last ? t.half * t.columns * vector : kVisitors / 32 * (bytes.by_channel ? group : 1);
-  const int64_t kept =
-      sums * bytes.sums + (last ? p.channels * bytes.last : width * bytes.first) + groups * bytes.group;
+  t.share_channels = static_cast<int>(last ? 0 : std::min(group, kMostChannels));
+  t.slots = 1;
+  for (int64_t c = 0; last && c < width; c += vector)
+    t.slots = std::max(t.slots, static_cast<int>((c + vector - 1) / group - c / group) + 1);
+  // The forward pass has so little else to do that sums of many groups in a vector take longer than memory.
+  if (arrays == 1 && t.slots > 4) return std::nullopt;
+  // Where an activation keeps the arithmetic busy, or vectors meet many groups, to sum channels alone is less work.
+  t.early = last && arrays == 2 && p.activation == activation::Kind::kIdentity && 2 * t.slots <= vector;
+  const int halves = static_cast<int>(t.half * t.columns * vector);
+  t.sums = static_cast<int>(!last         ? kVisitors / 32 * (bytes.by_channel ? t.share_channels : 1)
+                            : arrays == 1 ? t.slots * t.side
+                            : t.early     ? std::max(t.slots * t.side, halves)
+                                          : halves);
+  const int64_t kept = int64_t{t.sums} * bytes.sums + p.channels * bytes.channel +
+                       t.share_channels * bytes.share_channel + groups * bytes.group;
   const int64_t chunk_bytes = int64_t{16} * arrays * t.side * depth;
   constexpr int kBarrierBytes = 1024;
   t.stages =
@@ -109,13 +123,15 @@ inline std::optional<RingTiling> PlanSlabs(const Problem& p, int arrays, const R
   t.kept = t.stages - 2;
   t.shared = t.stages * chunk_bytes + kept;
   const int64_t grain = last ? t.columns : 32, ring_bytes = t.stages * chunk_bytes;
-  const bool busy = vector == 8 && p.activation == activation::Kind::kSilu;
+  const bool busy = arrays == 2 && vector == 8 && p.activation == activation::Kind::kSilu;
   t.team.size = t.boxes ? SlabTeam(t, t.side * depth, chunk_bytes, busy) : RingTeam(t, grain, arrays, ring_bytes);
   // A slab that one block holds needs no meeting, and no ring.
   if (t.boxes && t.team.size <= 1) return std::nullopt;
   // Nor are rings the faster where large teams pass on the sums of so many groups.
   if (t.boxes && p.groups > kMostGroups && groups * t.team.size > 2 * kOwnLetters) return std::nullopt;
   t.share = CeilDiv(t.slab / grain, t.team.size) * grain;
+  // Wherever it begins.
+  if (!last && std::min(group, (t.share - 2) / t.row.divisor + 2) > t.share_channels) return std::nullopt;
   t.direct = groups * t.team.size <= kOwnLetters || groups == 1;
   // Far more than the ring holds is left to blocks that leave room for nothing else.
   if (t.share * 16 * arrays > ring_bytes * 3 / 2) return std::nullopt;
@@ -129,15 +145,15 @@ inline std::optional<RingTiling> PlanRing(const Problem& p, int arrays, const Ri
   const int64_t vector = p.dtype == DType::kF32 ? 4 : 8, group = p.channels / p.groups;
   const bool last = p.channels_last;
   if ((last ? p.channels : p.spatial) % vector != 0) return std::nullopt;
-  if (p.n * p.spatial * p.channels / vector * 16 < kMinRingBytes) return std::nullopt;
+  if (p.n * p.spatial * p.channels / vector * 16 < (last && arrays == 1 ? kMinForwardBytes : kMinRingBytes))
+    return std::nullopt;
   // Channels last, a thread keeps its column; channels first, a warp's vectors are of one channel, of which it takes
   // several before it sums over its lanes.
-  if (!last &&
-      (p.spatial / vector % 32 != 0 || group > kMostChannels || group * p.spatial / vector * 16 < kMinGroupBytes ||
-       (bytes.by_channel && p.spatial / vector < kVisitors)))
+  if (!last && (p.spatial / vector % 32 != 0 || group * p.spatial / vector * 16 < kMinGroupBytes ||
+                (bytes.by_channel && p.spatial / vector < kVisitors)))
     return std::nullopt;
-  // With two arrays, the fewest channels whose lines memory takes well: fewer blocks meet, with fewer sums.
-  if (last && arrays == 2) {
+  // The fewest channels whose lines memory takes well: fewer blocks meet, with fewer sums.
+  if (last) {
     int64_t groups = 1;
     while (groups < p.groups &&
            (p.groups % groups != 0 || groups * group % vector != 0 || groups * group / vector * 16 < kMinLineBytes))
