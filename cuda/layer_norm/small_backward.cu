@@ -162,7 +162,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 // Rows of n vectors: as few of each for a thread as keep all threads of a big device, so that they wait once for their
 // bytes, and clusters small, of which more run at once. Of many short rows, of `most` vectors to a lane, a warp has
 // one.
-Spread SpreadSmall(int64_t rows, int64_t n, int most, int max_cluster) {
+Spread SpreadSmall(int64_t rows, int64_t n, int most, int shared, int max_cluster) {
   constexpr int64_t kEnough = 132 * kThreads, kLeast = 256;
   const int64_t cluster = rows <= 4 ? kMaxCluster : 8;
   int keep = 1;
@@ -170,7 +170,7 @@ Spread SpreadSmall(int64_t rows, int64_t n, int most, int max_cluster) {
     while (n > 32 * keep) keep *= 2;
   else
     while (rows * n > keep * kEnough || n > keep * cluster * kThreads) keep *= 2;
-  Spread s = SpreadRows(n, keep, kLeast, kThreads, max_cluster);
+  Spread s = SpreadRows(n, keep, shared, kThreads, max_cluster);
   // The columns want threads.
   if (s.groups == 1 && s.width < kLeast) {
     s.width = kLeast;
@@ -192,11 +192,15 @@ cudaError_t RunSmallBackward(const Backward& b, DType dtype, const Shape& shape,
     using T = typename decltype(type)::type;
     constexpr int L = kVecLength<T>;
     const int64_t n = shape.n / L, rows = shape.problems * shape.rows;
-    const Spread spread = SpreadSmall(rows, n, 32 / L, device.max_cluster);
-    const size_t held = size_t{16} * kUnits<L> * spread.steps * spread.Threads();
-    const size_t scratch = size_t{2} * L * sizeof(float) * spread.Threads();
-    // The kernel has some shared memory of its own.
-    *done = spread.steps > 0 && std::max(held, scratch) + 1024 <= static_cast<size_t>(most_shared);
+    Spread spread = {};
+    size_t bytes = 0;
+    *done = false;
+    // Large blocks, if the device has the shared memory, of which the kernel has some of its own too.
+    for (int threads = kThreads; !*done && threads >= kThreads / 2; threads /= 2) {
+      spread = SpreadSmall(rows, n, 32 / L, threads, device.max_cluster);
+      bytes = std::max(16 * kUnits<L> * spread.steps, 8 * L) * size_t(spread.Threads());
+      *done = spread.steps > 0 && bytes + 1024 <= static_cast<size_t>(most_shared);
+    }
     if (!*done) return cudaSuccess;
     const int64_t row_blocks = CeilDiv(rows, int64_t{spread.groups}) * spread.cluster;
     // About a block of columns to a multiprocessor, of 64 bytes of a row at least.
@@ -205,7 +209,7 @@ cudaError_t RunSmallBackward(const Backward& b, DType dtype, const Shape& shape,
     int64_t blocks = row_blocks;
     if (b.dscale != nullptr || b.dbias != nullptr)
       blocks += CeilDiv(CeilDiv(n, int64_t{width}) * shape.problems, int64_t{spread.cluster}) * spread.cluster;
-    const Grid grid = {blocks, spread.Threads(), std::max(held, scratch), spread.cluster};
+    const Grid grid = {blocks, spread.Threads(), bytes, spread.cluster};
     const auto launch = [&](auto kernel) {
       return LaunchKernel(kernel, grid, stream, b, shape, Constants<float>(options, shape.n), spread,
                           static_cast<int>(row_blocks), width);
