@@ -3,8 +3,8 @@
 // Terms are rows as unaligned_plan.h says, columns are features, and the result's rows are the channels of all taps of
 // the window, side by side: 65 channels of nine taps are 585 rows, of which eight warps have 80 each. Both operands lie
 // as they are, a pixel's elements next to each other, which wgmma cannot read of floats; mma.sync reads them one by
-// one, and every row of the result at a place of its own, its tap's pixels further on. Four warps copy the aligned
-// chunks that a pixel's channels lie in, and when these are there shift them in their places.
+// one, and every row of the result at a place of its own, its tap's pixels further on. Four
+// warps bring them, a pixel by one thread.
 //
 // Rows that are no pixels of y have zeros there, but x may have an infinity where they meet it: see unaligned_sum.cuh.
 #include "cuda/conv/unaligned.h"
@@ -19,76 +19,71 @@ constexpr int kCopyWarps = 4, kCopiers = 32 * kCopyWarps, kThreads = kConsumers 
 constexpr int kEmpty = 5;  // of stages, named barriers: others would take a register too many where sums are
 using Sums = float[kBlocks][kColumns / 8][4];
 
-// How some channels of a tile's pixels come to a stage, each pixel's `pitch` bytes further on than the last one's.
+// The first of the aligned chunks that a pixel's channels lie in, and bytes from there to their end, or none for zeros.
+struct PixelChunks {
+  uint32_t first;
+  int bytes;
+};
+
+// Some channels of an array's pixels. Each comes by one thread: the chunks by a bulk copy, then shifted in place.
 struct Channels {
   AlignedArray<float> from;
-  int all;              // channels of a pixel
-  FastDiv chunks;       // of 16 bytes, that some of them lie in wherever they begin
-  int pitch, count;     // pixels
-  int place, in_table;  // in the stage, and in the table of its pixels
+  int all, first, some;  // channels of a pixel, the first of these, and how many
 
-  // Calls f(at, pixel, chunk) for a warp's chunks of these pixels, kAtOnce of a thread's at a time, of which the last
-  // ones may be none: at is -1 then.
-  template <int kAtOnce, class F>
-  __device__ __forceinline__ void Each(const int* pixels, const F& f) const {
-    const int warp = threadIdx.x / 32 - Plan::kWarps, first_line = count * warp / kCopyWarps;
-    const int all_chunks = (count * (warp + 1) / kCopyWarps - first_line) * int(chunks.divisor);
+  __device__ __forceinline__ PixelChunks Find(int pixel) const {
+    const int64_t at = int64_t{pixel} * all + first;
+    if (pixel < 0) return {0, 0};
+    return {static_cast<uint32_t>(at / 4), (static_cast<int>(at % 4) + some) * 4};
+  }
+  __device__ __forceinline__ const float* Begin(const PixelChunks& pixel) const {
+    return from.begin + int64_t{pixel.first} * 4;
+  }
+  // In whole chunks of the array.
+  __device__ __forceinline__ int CopiedBytes(const PixelChunks& pixel) const {
+    const int bytes = (pixel.bytes + 15) / 16 * 16;
+    return Begin(pixel) + bytes / 4 > from.end ? bytes - 16 : bytes;
+  }
+  // Begins to copy them. What is left of the array behind its last whole chunk comes at once.
+  __device__ __forceinline__ void Copy(const PixelChunks& pixel, uint32_t to, uint32_t barrier) const {
+    if (pixel.bytes == 0) return;
+    const int bytes = CopiedBytes(pixel);
+    if (bytes > 0) hopper::CopyBulk(to, Begin(pixel), bytes, barrier);
+    for (int at = bytes; at < pixel.bytes; at += 4)
+      asm volatile("st.shared.f32 [%0], %1;" ::"r"(to + at), "f"(Begin(pixel)[at / 4]) : "memory");
+  }
+  // Moves them to the beginning of their place, rounded. Behind the last comes anything: rows or columns of no result.
+  __device__ __forceinline__ void Shift(const PixelChunks& pixel, uint32_t place) const {
+    constexpr int kAtOnce = 3;  // for registers
+    const int chunks = (some + 3) / 4, copied = (some + 6) / 4, shift = pixel.bytes / 4 - some;
+    const uint32_t mask = pixel.bytes > 0 ? ~0u : 0;
+    uint32_t words[4 * (kAtOnce + 1)];
+    const auto load = [&](int i, int chunk) {
+      hopper::LoadWords(reinterpret_cast<uint32_t (&)[4]>(words[4 * i]), place + min(chunk, copied - 1) * 16);
+    };
+    load(0, 0);
 #pragma unroll 1
-    for (int i = 0; i < all_chunks; i += 32 * kAtOnce) {
-      int at[kAtOnce], pixel[kAtOnce], chunk[kAtOnce];
+    for (int begin = 0; begin < chunks; begin += kAtOnce) {
 #pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) {
-        const int mine = i + 32 * k + int(threadIdx.x % 32);
-        const int line = first_line + chunks.Div(min(mine, all_chunks - 1), &chunk[k]);
-        pixel[k] = pixels[in_table + line];
-        at[k] = mine < all_chunks ? place + line * pitch + chunk[k] * 16 : -1;
+      for (int i = 1; i <= kAtOnce; ++i) load(i, begin + i);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        uint32_t v[5];
+#pragma unroll
+        for (int k = 0; k < 5; ++k) v[k] = shift & 2 ? words[4 * i + k + 2] : words[4 * i + k];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) v[k] = (shift & 1 ? v[k + 1] : v[k]) & mask;
+        RoundToTf32(reinterpret_cast<uint32_t (&)[4]>(v[0]));
+        if (begin + i < chunks) StoreChunk(place + (begin + i) * 16, v[0], v[1], v[2], v[3]);
       }
-      f(at, pixel, chunk);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) words[k] = words[4 * kAtOnce + k];
     }
-  }
-
-  // Copies the aligned chunks that the channels from `first` on lie in, zeros for pixels that do not exist.
-  __device__ void Copy(int first, const int* pixels, uint32_t to) const {
-    Each<2>(pixels, [&](const auto& at, const auto& pixel, const auto& chunk) {
-#pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        const float* const mine = from.begin + ((int64_t{max(pixel[k], 0)} * all + first) & ~int64_t{3}) + 4 * chunk[k];
-        const int bytes = pixel[k] < 0 || mine >= from.end ? 0 : int(min(from.end - mine, int64_t{4})) * 4;
-        if (at[k] >= 0) CopyPart(to + at[k], bytes > 0 ? mine : from.begin, bytes);
-      }
-    });
-  }
-
-  // Moves what has been copied to the beginning of its place. A warp goes forward, and reads before it writes.
-  __device__ void Shift(int first, const int* pixels, uint32_t to) const {
-    if (all % 4 == 0 && first % 4 == 0) return;
-    Each<2>(pixels, [&](const auto& at, const auto& pixel, const auto& chunk) {
-      uint32_t words[2][8];
-#pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        const uint32_t mine = to + max(at[k], 0);
-        hopper::LoadWords(reinterpret_cast<uint32_t (&)[4]>(words[k][0]), mine);
-        // The last chunk needs no other.
-        const uint32_t next = chunk[k] + 1 < static_cast<int>(chunks.divisor) ? mine + 16 : mine;
-        hopper::LoadWords(reinterpret_cast<uint32_t (&)[4]>(words[k][4]), next);
-        const unsigned shift = (static_cast<unsigned>(pixel[k]) * all + first) & 3;
-#pragma unroll
-        for (int j = 0; j < 5; ++j) words[k][j] = shift & 2 ? words[k][j + 2] : words[k][j];
-#pragma unroll
-        for (int j = 0; j < 4; ++j) words[k][j] = shift & 1 ? words[k][j + 1] : words[k][j];
-      }
-      __syncwarp();
-#pragma unroll
-      for (int k = 0; k < 2; ++k)
-        if (at[k] >= 0) StoreChunk(to + at[k], words[k][0], words[k][1], words[k][2], words[k][3]);
-      __syncwarp();
-    });
   }
 };
 
 struct Params : UnalignedSlices {
   FastDiv channel_slices, tap_groups, slice_channels, last_channels, part_warps;
-  Channels x, y;
+  AlignedArray<float> x, y;
   int parts, tile_rows, slice_rows, pitch, stage_bytes, shared_bytes;
 };
 
@@ -118,43 +113,52 @@ struct Place {
 struct Shared {
   uint32_t stages, barriers;
   float* sums;
-  int* pixels;  // of each stage x's, then y's
+  PixelChunks* pixels;  // of each stage x's, then y's
 
   __device__ Shared(const Params& q, unsigned char* shared)
       : stages(SharedAddress(shared)),
         barriers(stages + q.shared_bytes),
         sums(reinterpret_cast<float*>(shared)),
-        pixels(reinterpret_cast<int*>(shared + q.shared_bytes + 64)) {}
+        pixels(reinterpret_cast<PixelChunks*>(shared + q.shared_bytes + 64)) {}
   __device__ uint32_t Full(int i) const { return barriers + 16 * i; }
+  __device__ uint32_t CopyFull(int i) const { return barriers + 16 * i + 8; }
 };
 
 __device__ void Produce(const Params& q, const Shared& shared, const Place& place) {
   const int thread = threadIdx.x - kConsumers;
+  const Channels of_x = {q.x, q.channels, place.channel, static_cast<int>(place.channels.divisor)};
+  const Channels of_y = {q.y, q.features, place.column, place.columns};
   int tile = 0;
 #pragma unroll 1
   for (; place.Begins(q, tile); ++tile) {
     const int first = place.FirstRow(q, tile), end = place.EndRow(q), turn = tile % 2;
-    int* const pixels = shared.pixels + turn * (q.pixels + q.tile_rows);
+    const uint32_t x = shared.stages + turn * q.stage_bytes, y = x + q.pixels * q.pitch, full = shared.CopyFull(turn);
+    PixelChunks* const pixels = shared.pixels + turn * (q.pixels + q.tile_rows);
+    int bytes = 0;
 #pragma unroll 1
-    for (int i = thread; i < q.pixels; i += kCopiers)
-      pixels[i] = OperandPixel(q, first + place.first_line * q.line_step + i, place.plane_tap);
+    for (int i = thread; i < q.pixels; i += kCopiers) {
+      pixels[i] = of_x.Find(OperandPixel(q, first + place.first_line * q.line_step + i, place.plane_tap));
+      if (pixels[i].bytes > 0) bytes += of_x.CopiedBytes(pixels[i]);
+    }
 #pragma unroll 1
     for (int i = thread; i < q.tile_rows; i += kCopiers) {
       bool exists;
       const int pixel = ResultPixel(q, first + i, &exists);
-      pixels[q.pixels + i] = exists && first + i < end ? pixel : -1;
+      pixels[q.pixels + i] = of_y.Find(exists && first + i < end ? pixel : -1);
+      if (pixels[q.pixels + i].bytes > 0) bytes += of_y.CopiedBytes(pixels[q.pixels + i]);
     }
-    // Nobody is two tiles ahead of another.
-    hopper::SyncThreads(4, kCopiers);
     if (tile >= 2) hopper::SyncThreads(kEmpty + turn, kThreads);
-    const uint32_t stage = shared.stages + turn * q.stage_bytes;
-    q.x.Copy(place.channel, pixels, stage);
-    q.y.Copy(place.column, pixels, stage);
-    CommitCopies();
-    WaitForCopies<0>();
-    __syncwarp();
-    q.x.Shift(place.channel, pixels, stage);
-    q.y.Shift(place.column, pixels, stage);
+    hopper::ShowSharedToTma();
+    hopper::ArriveExpecting(full, bytes);
+#pragma unroll 1
+    for (int i = thread; i < q.pixels; i += kCopiers) of_x.Copy(pixels[i], x + i * q.pitch, full);
+#pragma unroll 1
+    for (int i = thread; i < q.tile_rows; i += kCopiers) of_y.Copy(pixels[q.pixels + i], y + i * kColumns * 4, full);
+    hopper::WaitBarrier(full, tile / 2 % 2);
+#pragma unroll 1
+    for (int i = thread; i < q.pixels; i += kCopiers) of_x.Shift(pixels[i], x + i * q.pitch);
+#pragma unroll 1
+    for (int i = thread; i < q.tile_rows; i += kCopiers) of_y.Shift(pixels[q.pixels + i], y + i * kColumns * 4);
     hopper::Arrive(shared.Full(turn));
   }
   for (int last = max(tile - 2, 0); last < tile; ++last) hopper::SyncThreads(kEmpty + last % 2, kThreads);
@@ -195,14 +199,12 @@ __device__ __forceinline__ void Multiply(const Params& q, const Shared& shared, 
       for (int j = 0; j < kColumns / 8; ++j) {
 #pragma unroll
         for (int k = 0; k < 2; ++k) b[j][k] = LoadWord(y + 32 * j + 4 * k * kColumns * 4);
-        RoundToTf32(b[j]);
       }
 #pragma unroll
       for (int m = 0; m < kBlocks; ++m) {
         uint32_t a[4];
 #pragma unroll
         for (int k = 0; k < 4; ++k) a[k] = LoadWord(x + of_row[m][k % 2] + k / 2 * 4 * q.pitch);
-        RoundToTf32(a);
 #pragma unroll
         for (int j = 0; j < kColumns / 8; ++j) Mma<float>(sums[m][j], a, b[j][0], b[j][1]);
       }
@@ -268,7 +270,11 @@ __global__ void __launch_bounds__(kThreads, 1) UnalignedFloatsKernel(const __gri
     __shared__ Place place;
     if (threadIdx.x == 0) {
       place = Place(q);
-      for (int i = 0; i < 2; ++i) hopper::InitBarrier(shared.Full(i), kCopiers);
+      for (int i = 0; i < 2; ++i) {
+        hopper::InitBarrier(shared.Full(i), kCopiers);
+        hopper::InitBarrier(shared.CopyFull(i), kCopiers);
+      }
+      hopper::PublishBarriers();
     }
     __syncthreads();
     if (threadIdx.x >= kConsumers) {
@@ -305,17 +311,14 @@ cudaError_t LaunchUnalignedFilterFloats(const Problem& p, const Config& config, 
   q.pixels = plan.pixels;
   q.pitch = plan.pitch * 4;
   q.stage_bytes = plan.StageBytes();
-  q.shared_bytes = plan.SharedBytes() - 64 - 2 * (plan.pixels + plan.tile_rows) * 4;
+  q.shared_bytes = plan.SharedBytes() - 64 - 2 * (plan.pixels + plan.tile_rows) * 8;
   auto* const partial = static_cast<float*>(workspace);
   const Grid grid = {q.splits * plan.BlocksOfSlice(p), kThreads, size_t(plan.SharedBytes())};
-  const auto channels = [&](const void* begin, int64_t size, int64_t all, int some) {
-    const auto* const from = static_cast<const float*>(begin);
-    return Channels{{from, from + size * all}, int(all), FastDiv(CeilDiv(some + plan.Shifts(all), 4))};
+  const auto array = [](const void* begin, int64_t size) {
+    return AlignedArray<float>{static_cast<const float*>(begin), static_cast<const float*>(begin) + size};
   };
-  q.x = channels(x, p.images * p.XPixels(), p.channels, plan.channels);
-  q.x.pitch = q.pitch, q.x.count = plan.pixels;
-  q.y = channels(y, p.images * p.YPixels(), p.features, plan.columns);
-  q.y.pitch = kColumns * 4, q.y.count = plan.tile_rows, q.y.place = plan.pixels * q.pitch, q.y.in_table = plan.pixels;
+  q.x = array(x, p.images * p.XPixels() * p.channels);
+  q.y = array(y, p.images * p.YPixels() * p.features);
   const cudaError_t e = LaunchKernel(UnalignedFloatsKernel, grid, stream, q, partial);
   return e != cudaSuccess ? e : SumUnaligned<float>(p, q, x, y, partial, out, stream);
 }

@@ -93,7 +93,7 @@ int UnalignedFloatsPlan::SharedBytes() const {
   constexpr int kBarriers = 64;  // and what a block knows is not among these bytes
   // At the end the sums of all parts but the first.
   const int sums = (kWarps - kWarps / parts) * kWarpRows * UnalignedPlan::kColumns * 4;
-  return std::max(2 * StageBytes(), sums) + 2 * (pixels + tile_rows) * 4 + kBarriers;
+  return std::max(2 * StageBytes(), sums) + 2 * (pixels + tile_rows) * 8 + kBarriers;
 }
 
 bool UnalignedFloatsPlan::Fit(const Problem& p) {
@@ -128,7 +128,7 @@ bool UnalignedFloatsPlan::Fit(const Problem& p) {
       }
       if (tile_rows == 0) continue;
       // Products of a row's terms, and copies of elements, which hardly overlap. Fitted to an H200.
-      constexpr double kProducts = 95, kCopy = 0.65;
+      constexpr double kProducts = 80, kCopy = 0.45;
       const double copies = double(pixels) / tile_rows * channels + columns;
       cycles = double(BlocksOfSlice(p)) * (kProducts / parts + kCopy * copies);
       if (best.cycles == 0 || cycles < best.cycles) best = *this;
