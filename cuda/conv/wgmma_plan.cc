@@ -237,11 +237,12 @@ double WgmmaCycles(const Problem& p, const TileShape& t, int64_t cluster) {
            CopyingCycles(TransposedBytes(p, t), kCopyMoves);
   }
   const double each = std::ceil(tiles / kMultiprocessors), busy = steps * cost.step;
-  // Memory bounds all but what comes before the first step and after the last.
+  // Memory bounds all but what comes before the first step and after the last; phases, whose results are scattered, not
+  // by what they move.
   const double pixels =
       p.direction == Direction::kForward ? std::min(p.XPixels(), p.YPixels() * p.Taps()) : p.YPixels();
   const double elements = p.images * pixels * channels + double(p.FilterSize()) + double(g.rows) * g.columns;
-  const double memory = elements * SizeOf(p.in) / (kMultiprocessors * kBytesPerCycle);
+  const double memory = phases > 1 ? 0 : elements * SizeOf(p.in) / (kMultiprocessors * kBytesPerCycle);
   constexpr double kBegin = 4400;  // until the first step
   if (IsAcross(t.tile))
     return std::max({each * (busy + cost.tile), longest * cost.step + cost.tile, memory + 1.5 * cost.tile}) + kBegin;
