@@ -146,7 +146,7 @@ def check_on_hopper(name, tile, modes, dtype):
   g = coarse(jax.eval_shape(functools.partial(jaxdnn.conv, **arguments), x, w).shape, dtype, 2)
   y, dx, _ = oracle(x, w, g, **arguments)
   x, w, g = (jnp.asarray(a) for a in (x, w, g))
-  arguments["algorithm"] = tile
+  arguments |= {"algorithm": tile, "precision": "default"}
   forward = functools.partial(jaxdnn.conv, **arguments)
   data_gradient = functools.partial(jaxdnn.conv_dgrad, x_spatial=x_shape[1:-1], **arguments)
   for result, f, a, want in (("y", forward, x, y), ("x", data_gradient, g, dx)):
@@ -190,7 +190,7 @@ def test_tiles_that_blocks_share_and_many_of_a_block(mode, dtype):
     )
     for f, a in ((jaxdnn.conv, x), (functools.partial(jaxdnn.conv_dgrad, x_spatial=x_shape[1:-1]), g)):
       got, want = (
-        exact(f(a, w, padding=1, padding_mode=mode, algorithm=name))
+        exact(f(a, w, padding=1, padding_mode=mode, precision="default", algorithm=name))
         for name in ("implicit_gemm_wgmma", "implicit_gemm_mma")
       )
       np.testing.assert_allclose(got, want, rtol=0.02, atol=2e-3 * np.sqrt(9 * a.shape[-1]))

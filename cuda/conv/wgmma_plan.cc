@@ -27,7 +27,7 @@ Cost CostOf(const TileShape& t, const Problem& p) {
   constexpr Cost k128x64[] = {{420, 4100}, {475, 5100}, {435, 4000}, {470, 3000}, {450, 5600}};
   constexpr Cost k64x128[] = {{420, 3450}, {400, 5150}, {420, 3500}, {}, {670, 4000}};
   constexpr Cost k64x64[] = {{355, 3500}, {360, 4100}, {335, 2500}, {}, {390, 4150}};
-  constexpr Cost k128x160[] = {{790, 5500}, {820, 9000}, {}, {790, 8000}};
+  constexpr Cost k128x160[] = {{790, 5500}, {780, 9000}, {}, {790, 8000}};
   constexpr Cost k128x256[] = {{}, {}, {1110, 4000}, {1040, 8000}};
   constexpr Cost k256x128[] = {{}, {}, {1120, 4500}};
   constexpr Cost k256x160[] = {{}, {}, {1340, 5000}};
@@ -201,7 +201,8 @@ std::optional<Config> PlanFilterWgmma(const Problem& p, const TileShape& t, int6
 }
 
 double WgmmaCycles(const Problem& p, const TileShape& t, int64_t cluster) {
-  constexpr double kCopyMoves = 1.9;  // of a filter
+  // Of a filter's copy; and what waiting for it, and sending sums of floats, take beyond what they do.
+  constexpr double kCopyMoves = 1.9, kWait = 2000, kSend = 3500;
   Cost cost = CostOf(t, p);
   const Gemm g = GemmOf(p);
   const int64_t channels = p.DepthChannels(), line = WgmmaDepth(p.in);
@@ -212,7 +213,8 @@ double WgmmaCycles(const Problem& p, const TileShape& t, int64_t cluster) {
     most_taps *= CeilDiv(p.window[d], f.tap_period[d]);
   }
   MappedPhase maps[kMaxMaps];
-  const bool read_as_it_is = p.direction == Direction::kForward && TransposedBytes(p, t) == 0;
+  const double copied = TransposedBytes(p, t), copying = copied > 0 ? CopyingCycles(copied, kCopyMoves) + kWait : 0;
+  const bool read_as_it_is = p.direction == Direction::kForward && copied == 0;
   const bool taps = TapsAreColumns(p, MapPhases(p, maps), maps[0]) && p.out == p.in &&
                     (!read_as_it_is || g.columns % line == 0);  // as the kernel has it
   const double column_tiles = taps ? CeilDiv(g.columns * p.Taps(), t.columns) : phases * CeilDiv(g.columns, t.columns);
@@ -230,11 +232,11 @@ double WgmmaCycles(const Problem& p, const TileShape& t, int64_t cluster) {
   if (cluster > 1) {
     // Clusters have to fit into the device's groups of multiprocessors, and none has a second tile to hide the first.
     const double clusters = cluster == 2 ? 66 : cluster == 3 ? 36 : cluster == 4 ? 30 : 15;
-    const double exchange = 2000 + t.rows * t.columns / 4;
+    const double exchange = (IsAcross(t.tile) ? kSend : 0) + 2000 + t.rows * t.columns / 4;
     // Blocks that read different steps find less of what they read on its way to others already.
     const double delay = IsAcross(t.tile) ? (g.rows < 8 * t.rows ? 1.35 : 1) : t.columns == 160 ? 1 : 1.3;
     return std::ceil(tiles / clusters) * (delay * std::ceil(steps / cluster) * cost.step + cost.tile + exchange) +
-           CopyingCycles(TransposedBytes(p, t), kCopyMoves);
+           copying;
   }
   const double each = std::ceil(tiles / kMultiprocessors), busy = steps * cost.step;
   // Memory bounds all but what comes before the first step and after the last; phases, whose results are scattered, not
@@ -246,8 +248,7 @@ double WgmmaCycles(const Problem& p, const TileShape& t, int64_t cluster) {
   constexpr double kBegin = 4400;  // until the first step
   if (IsAcross(t.tile))
     return std::max({each * (busy + cost.tile), longest * cost.step + cost.tile, memory + 1.5 * cost.tile}) + kBegin;
-  return std::max({each * std::max(busy, (busy + cost.tile) / 2), longest * cost.step, memory}) + cost.tile +
-         CopyingCycles(TransposedBytes(p, t), kCopyMoves);
+  return std::max({each * std::max(busy, (busy + cost.tile) / 2), longest * cost.step, memory}) + cost.tile + copying;
 }
 
 }  // namespace jaxdnn::conv
