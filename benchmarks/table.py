@@ -170,7 +170,7 @@ def temporaries(rows: list[dict[str, Any] | None]) -> str:
   """Of each direction alone: ours are workspaces."""
 
   def sizes(key: str) -> str:
-    return ", ".join(f"{row[key] / 2**20:.3g}" if key in row else "fails" for row in rows if row)
+    return ", ".join(f"{round(row[key] / 2**20, 1):g}" if key in row else "fails" for row in rows if row)
 
   known = any(row and "temp_bytes_ours" in row for row in rows)
   return f"{sizes('temp_bytes_ours')} / {sizes('temp_bytes_lax')}" if known else ""
