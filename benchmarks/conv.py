@@ -25,15 +25,21 @@ OF_NUMPY: dict[str, Any] = {"reflect": "reflect", "replicate": "edge", "circular
 
 
 def work(dtypes: list[str], quick: bool = False, shrink: int = 1) -> Iterator[Work]:
-  for case in conv_cases.BENCHMARKS:
-    if quick and case.name not in QUICK:
-      continue
-    case = shrunk(case, shrink)
-    for dtype in dtypes:
-      yield from directions(case, dtype)
+  for family, cases in (("conv_dense", conv_cases.DENSE), ("conv_other", conv_cases.OTHERS)):
+    for case in cases:
+      if quick and case.name not in QUICK:
+        continue
+      for dtype in dtypes:
+        yield from directions(family, shrunk(case, shrink), dtype)
 
 
-def directions(case: ConvCase, dtype: str) -> Iterator[Work]:
+def sweep(dtypes: list[str], quick: bool = False, shrink: int = 1) -> Iterator[Work]:
+  for case in conv_cases.OTHERS[:: 8 if quick else 1]:
+    for neighbour in conv_cases.neighbours(shrunk(case, shrink)):
+      yield from directions("conv_other", neighbour, dtypes[0])
+
+
+def directions(family: str, case: ConvCase, dtype: str) -> Iterator[Work]:
   ours, xla = (partial(convolve, api, case) for api in (jaxdnn.conv_general_dilated, lax.conv_general_dilated))
   counts = count(case)
   models = (case.models,) if case.models else ()
@@ -47,7 +53,7 @@ def directions(case: ConvCase, dtype: str) -> Iterator[Work]:
   depthwise = case.c == case.groups > 1
   for direction, function in functions.items():
     yield Work(
-      "conv", case.name, dtype, direction, partial(function, ours), partial(function, xla), (x, w, y),
+      family, case.name, dtype, direction, partial(function, ours), partial(function, xla), (x, w, y),
       elements[direction] * itemsize(dtype), flops, "fma" if depthwise else dtype, tuned=True,
     )  # fmt: skip
 

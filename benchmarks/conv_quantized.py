@@ -21,7 +21,7 @@ DTYPES = {"int8": "int8", "e4m3": "float8_e4m3fn"}
 CASES = [
   *(
     case
-    for case in conv_cases.BENCHMARKS
+    for case in (*conv_cases.DENSE, *conv_cases.OTHERS)
     if case.name
     in (
       "rn50.1x1.64-256@56", "rn50.3x3.128@28", "rn50.3x3s2.256@28", "rn50.1x1.1024-256@14", "rn50.3x3.512@7",

@@ -79,9 +79,9 @@ CASES = [
 ]
 
 SAME7 = ((3, 3), (3, 3))
-# Layers of known networks, at a batch that a slow kernel also takes in milliseconds.
-BENCHMARKS = [
-  _("rn50.stem7x7s2", 32, (224, 224), 3, (7, 7), 64, (2, 2), SAME7),
+# Layers of known networks, at a batch that a slow kernel also takes in milliseconds: the dense ones of 64 channels and
+# more, which other libraries too are made for, and all the others.
+DENSE = [
   _("rn50.1x1.64-64@56", 32, (56, 56), 64, (1, 1), 64),
   _("rn50.3x3.64@56", 32, (56, 56), 64, (3, 3), 64, padding=SAME3),
   _("rn50.1x1.64-256@56", 32, (56, 56), 64, (1, 1), 256),
@@ -119,6 +119,9 @@ BENCHMARKS = [
   _("sd.1x1.640@32", 4, (32, 32), 640, (1, 1), 640),
   _("unet3d.3x3x3.64@48", 2, (48, 48, 48), 64, (3, 3, 3), 64, padding=((1, 1),) * 3),
   _("unet3d.3x3x3.128@24", 2, (24, 24, 24), 128, (3, 3, 3), 128, padding=((1, 1),) * 3),
+]
+OTHERS = [
+  _("rn50.stem7x7s2", 32, (224, 224), 3, (7, 7), 64, (2, 2), SAME7),
   _("inception.3x3.3-32@224", 32, (224, 224), 3, (3, 3), 32, (2, 2)),
   _("vit.patch16", 32, (224, 224), 3, (16, 16), 768, (16, 16)),
   _("convnext.stem4x4s4", 32, (224, 224), 3, (4, 4), 96, (4, 4)),
@@ -147,3 +150,22 @@ BENCHMARKS = [
   _("mnist.conv2", 128, (12, 12), 32, (5, 5), 64),
   _("mnist.conv3", 128, (4, 4), 64, (3, 3), 128),
 ]
+
+
+def neighbours(case):
+  """One more and one less of each: channels (of a group, if it has several), window, size and batch. Features and
+  groups that equal the channels follow them."""
+  per_group = case.c // case.groups
+  for step in (-1, 1):
+    c = case.c + step * (case.groups if per_group > 1 else 1)
+    groups = c if per_group == 1 and case.groups > 1 else case.groups
+    k = c if case.k == case.c else case.k // case.groups * groups
+    window, spatial = (tuple(n + step for n in lengths) for lengths in (case.window, case.spatial))
+    changes = {
+      "channels": {"c": c, "k": k, "groups": groups}, "window": {"window": window}, "size": {"spatial": spatial},
+      "batch": {"batch": case.batch + step},
+    }  # fmt: skip
+    for name, change in changes.items():
+      neighbour = dataclasses.replace(case, name=f"{case.name} {name}{step:+}", **change)
+      if c > 0 and neighbour.batch > 0:
+        yield neighbour

@@ -20,7 +20,7 @@ CEILINGS = {"copy": 4e12, "bfloat16": 700e12, "float32": 350e12, "fma": 60e12, "
 
 
 def case(name):
-  return next(c for c in conv_cases.BENCHMARKS if c.name == name)
+  return next(c for c in conv_cases.DENSE + conv_cases.OTHERS if c.name == name)
 
 
 def test_floor_is_the_larger_of_bytes_and_flops():
@@ -48,12 +48,12 @@ def test_convolution_counts(name, outputs, pairs, touched):
 
 
 def test_convolution_work_counts_bytes_and_flops():
-  work = {w.direction: w for w in conv.directions(case("mnist.conv1"), "bfloat16")}
+  work = {w.direction: w for w in conv.directions("conv_other", case("mnist.conv1"), "bfloat16")}
   x, w, y = 128 * 28 * 28, 5 * 5 * 32, 128 * 24 * 24 * 32
   assert {w.bytes for w in work.values()} == {2 * (x + w + y)}
   assert {w.flops for w in work.values()} == {2 * 128 * 24 * 24 * 25 * 32}
-  assert {w.unit for w in conv.directions(case("mamba.dw4.4096"), "float32")} == {"fma"}
-  ensemble = next(conv.directions(case("ensemble.e64.3x3.32@32"), "float32"))
+  assert {w.unit for w in conv.directions("conv_other", case("mamba.dw4.4096"), "float32")} == {"fma"}
+  ensemble = next(conv.directions("conv_other", case("ensemble.e64.3x3.32@32"), "float32"))
   assert ensemble.operands[1].shape == (64, 3, 3, 32, 32)
 
 
