@@ -28,13 +28,12 @@ import jaxdnn
 from benchmarks import conv, harness
 from conv_cases import ConvCase
 from jaxdnn import _extension
-from jaxdnn._conv import gemm, primitives
+from jaxdnn._conv import aligned, gemm, primitives
 from jaxdnn._conv.spec import make_spec
 
 RESULTS = {"fwd": "y", "dgrad": "x", "wgrad": "w"}
 CONV_DIRECTIONS = {"fwd": "forward", "dgrad": "data_gradient", "wgrad": "filter_gradient"}
-CLOCK_GHZ = 1.755
-"""Of the H200 that the model's cycles were fitted to."""
+TILES = (*_extension.native.conv_tiles, aligned.NAME)
 LEAST_US, MOST_US, MOST_BYTES = 8.0, 800.0, 1 << 29
 TILES_WITHIN, ALGORITHMS_WITHIN = 2.5, 6.0
 """Timed are tiles, and the best tile of each algorithm, whose modelled time is within this factor of the least."""
@@ -139,18 +138,23 @@ def spec_of(case: ConvCase, algorithm: str | None) -> Any:
 
 
 def model(problem: Problem, algorithm: str | None) -> dict[str, Any] | None:
-  """What the planner says of a kernel, or of the one that it chooses."""
+  """What the planner says of a kernel, of kernels and copies, or of what it chooses."""
   case, result = problem.case, RESULTS[problem.direction]
   spec = spec_of(case, algorithm)
   shapes = {"x": case.x_shape, "w": case.w_shape, "y": (case.batch, *spec.y_spatial, case.k)}
   a, b = (jax.ShapeDtypeStruct((1, *shapes[name]), problem.dtype) for name in primitives.OPERANDS[result])
-  plan = primitives.plan(result, a, b, spec, np.dtype(problem.dtype), hopper=True)
-  return plan and {**plan, "us": plan["cycles"] / CLOCK_GHZ / 1e3}
+  dtype = np.dtype(problem.dtype)
+  found = []
+  if algorithm != aligned.NAME and (plan := primitives.plan(result, a, b, spec, dtype, hopper=True)):
+    found.append({**plan, "us": plan["cycles"] / aligned.CLOCK_HZ * 1e6})
+  if algorithm in (None, aligned.NAME) and aligned.takes(a) and (larger := aligned.choose(result, a, b, spec, dtype)):
+    found.append({**larger.plan, "algorithm": aligned.NAME, "tile": aligned.NAME, "us": larger.seconds * 1e6})
+  return min(found, key=lambda plan: plan["us"], default=None)
 
 
 def candidates(problem: Problem) -> dict[str, dict[str, Any]]:
   """Kernels by tile, with what the model says of each; the chosen one first."""
-  found = [plan for tile in _extension.native.conv_tiles if (plan := model(problem, tile)) is not None]
+  found = [plan for tile in TILES if (plan := model(problem, tile)) is not None]
   found.sort(key=lambda plan: plan["us"])
   best: dict[str, float] = {}
   kept = {}

@@ -232,6 +232,8 @@ def lower_to_cuda(
     known &= bool(floats) or all(np.dtype(a.dtype) in integers for a in avals)
     if not (static and known and supported(*avals, **params)):
       return fallback(ctx, *operands, **params)
+    if p in _rewrites and (other := _rewrites[p](*avals, **params)) is not None:
+      return mlir.lower_fun(other, multiple_results=p.multiple_results)(ctx, *operands)
     results = list(ctx.avals_out)
     if workspace is not None:
       results.append(out_aval(results[0], (workspace(*avals, **params),), np.uint8))
@@ -239,3 +241,12 @@ def lower_to_cuda(
     return call(ctx.replace(avals_out=results), *operands, **attributes(*avals, **params))[: len(ctx.avals_out)]
 
   mlir.register_lowering(p, rule, platform="cuda")
+
+
+_rewrites: dict[Primitive, Callable[..., Callable[..., Any] | None]] = {}
+
+
+def rewrite_on_cuda(p: Primitive, rewrite: Callable[..., Callable[..., Any] | None]) -> None:
+  """Before a call of `p` is lowered to its kernels, `rewrite(*avals_in, **params)` may give a function of the operands
+  to lower in its place, or None."""
+  _rewrites[p] = rewrite

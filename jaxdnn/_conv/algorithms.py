@@ -9,7 +9,8 @@ import jax
 import numpy as np
 
 from jaxdnn._arguments import Padding
-from jaxdnn._conv import gemm
+from jaxdnn._conv import aligned, gemm
+from jaxdnn._conv.aligned import CLOCK_HZ
 from jaxdnn._conv.padding import PaddingMode
 from jaxdnn._conv.primitives import (
   ALGORITHMS,
@@ -26,7 +27,6 @@ from jaxdnn._conv.primitives import (
 from jaxdnn._conv.spec import ConvSpec, check_channels, is_float8, make_spec, result_dtype, sums_dtype
 
 _RESULTS = {"forward": "y", "data_gradient": "x", "filter_gradient": "w"}
-_CLOCK_HZ = 1.755e9  # of the H200 that the model's cycles were fitted to
 _BYTES_PER_SECOND = 4e12
 _LAUNCH_MICROSECONDS = 3.0  # of one more kernel
 
@@ -112,13 +112,21 @@ def conv_algorithms(
   found = [
     ConvAlgorithm(
       p["algorithm"], p["tile"], p["splits"], p["workspace_bytes"], _exactness(p["algorithm"], x.dtype, spec),
-      p["cycles"] / _CLOCK_HZ * 1e6,
+      p["cycles"] / CLOCK_HZ * 1e6,
     )
     for p in plans
     if p is not None
   ]  # fmt: skip
   if gemm.takes(spec) and found and np.dtype(x.dtype).itemsize > 1:
     found.append(_by_patches(result, shapes, spec, x.dtype, dtype, hopper))
+  if aligned.takes(x) and (choice := aligned.choose(result, a, b, spec, dtype, hopper=hopper)):
+    p = choice.plan
+    found.append(
+      ConvAlgorithm(
+        aligned.NAME, p["tile"], p["splits"], choice.copies_bytes + p["workspace_bytes"],
+        _exactness(p["algorithm"], x.dtype, spec), choice.seconds * 1e6,
+      )
+    )  # fmt: skip
   if spec.workspace_limit is not None:
     found = [each for each in found if each.workspace_bytes <= spec.workspace_limit]
   return sorted(found, key=lambda each: each.microseconds)
@@ -137,7 +145,7 @@ def _by_patches(
   assert p is not None
   # The patches are both written and read.
   moved = 2 * workspace + math.prod(shapes["x"]) * np.dtype(dtype).itemsize
-  microseconds = p["cycles"] / _CLOCK_HZ * 1e6 + moved / _BYTES_PER_SECOND * 1e6 + _LAUNCH_MICROSECONDS
+  microseconds = p["cycles"] / CLOCK_HZ * 1e6 + moved / _BYTES_PER_SECOND * 1e6 + _LAUNCH_MICROSECONDS
   exactness = _exactness(p["algorithm"], dtype, spec)
   return ConvAlgorithm(
     gemm.NAME, p["tile"], p["splits"], workspace + p["workspace_bytes"], exactness, microseconds

@@ -20,7 +20,7 @@ from jax import Array
 
 from jaxdnn import _primitive
 from jaxdnn._activation import ACTIVATIONS, elementwise
-from jaxdnn._conv import gemm, primitives
+from jaxdnn._conv import aligned, gemm, primitives
 from jaxdnn._conv.gemm import convolve
 from jaxdnn._conv.spec import ConvSpec
 
@@ -54,7 +54,8 @@ def fused(
   plain = kind is None and not extras
   # Integers' sums become floats where they are scaled, and nowhere else.
   unscaled = x.dtype == np.int8 and scale is None
-  if plain or unscaled or narrower or spec.algorithm == gemm.NAME or not jnp.issubdtype(dtype, jnp.floating):
+  of_several_kernels = spec.algorithm in (gemm.NAME, aligned.NAME)
+  if plain or unscaled or narrower or of_several_kernels or not jnp.issubdtype(dtype, jnp.floating):
     return _in_steps(x, w, *extras, **params)
   if spec.algorithm is not None:
     primitives.check_algorithm("y", x, w, spec, dtype)
@@ -204,3 +205,21 @@ _primitive.lower_to_cuda(
   workspace=functools.partial(primitives.workspace, result="y"),
   **primitives.BYTES,
 )
+
+
+def _rewrite(x: Any, w: Any, *_: Any, spec: ConvSpec, dtype: Any, residual: bool, bias: bool, **params: Any) -> Any:
+  """With zeros added to all operands, where the larger problem is the faster one."""
+  choice = aligned.worthwhile("y", x, w, spec, dtype, residual=residual)
+  if choice is None:
+    return None
+  names = ["x", "w", *(["bias"] if bias else []), *(["y"] if residual else [])]
+
+  def larger(*operands: Array) -> Array:
+    larger = (aligned.enlarge(choice, name, a) for name, a in zip(names, operands, strict=True))
+    y = _primitive.bind(conv_fused_p, *larger, spec=choice.spec, dtype=dtype, residual=residual, bias=bias, **params)
+    return aligned.cut(choice, "y", y)
+
+  return larger
+
+
+_primitive.rewrite_on_cuda(conv_fused_p, _rewrite)

@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 
 from jaxdnn import _primitive
-from jaxdnn._conv import primitives
+from jaxdnn._conv import aligned, primitives
 from jaxdnn._conv.primitives import OPERANDS
 from jaxdnn._conv.spec import ConvSpec
 from jaxdnn._transform import col2im, im2col
@@ -21,7 +21,9 @@ NAME = "gemm"
 
 
 def convolve(result: str, arrays: Mapping[str, Array], spec: ConvSpec, dtype: Any) -> Array:
-  """`primitives.convolve`, through a matrix of patches where that is the algorithm asked for."""
+  """`primitives.convolve`, also by the algorithms that are more than one kernel where they are asked for."""
+  if spec.algorithm == aligned.NAME:
+    return aligned.convolve(result, arrays, spec, dtype)
   if spec.algorithm != NAME:
     return primitives.convolve(result, arrays, spec, dtype)
   if not takes(spec):

@@ -227,6 +227,12 @@ def _apply(*operands: Array, spec: Spec) -> Array:
   return out
 
 
+def resized(x: Array, shape: Sequence[int]) -> Array:
+  """Padded with zeros, or cropped, at the end of each dimension."""
+  padding = tuple((0, wanted - extent) for extent, wanted in zip(x.shape, shape, strict=True))
+  return _apply(x, spec=Spec(x.dtype, x.dtype, tuple(range(x.ndim)), padding))
+
+
 # Differentiation -----------------------------------------------------------------------------------------------------
 #
 # transform  x, y -> alpha T(x) + beta y    T = pad . permute, affine in x for a pad_value other than 0
