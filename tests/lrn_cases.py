@@ -16,6 +16,9 @@ ACROSS = [
   *(LrnCase((3, 2, c)) for c in (1, 2, 3, 5, 8, 16, 17, 24, 40, 64, 65, 96, 100, 129, 256, 264, 1000)),
   *(LrnCase((2, c, 3, 5), options={"axis": 1}) for c in (1, 2, 4, 17, 40, 96)),
   *(LrnCase((2, c, 4, 6), options={"axis": 1}) for c in (3, 33)),
+  # Rows that begin anywhere, long enough for warps of their own.
+  *(LrnCase((2, c, 17, 19), n, options={"axis": 1}) for c, n in ((11, 3), (23, 5), (2, 5), (13, 7))),
+  LrnCase((1, 14, 271), options={"axis": 1, "beta": 0.6}),
   LrnCase((700, 8)),
   LrnCase((2, 1100, 2), options={"axis": 1}),
   LrnCase((2, 9, 3, 4), options={"axis": 2}),

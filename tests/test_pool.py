@@ -213,6 +213,8 @@ KERNELS = [
   "global_planes",
   "plane_in_bands",
   "2x2s2_cropped",
+  "2x2s2_many_rows",
+  "3x3s2_many_rows",
   "5x5s2",
 ] + [case.name for case in POOL if case.name.endswith("vectors") or case.name.startswith("rows")]
 

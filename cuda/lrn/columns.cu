@@ -3,7 +3,7 @@
 // A thread owns N columns and marches down their n elements with the last window of each in a ring of registers, so
 // that every element is read once: the energy of element j is known when element j + H has come in, and, for the
 // cotangent, the sum of r = q x g around element j when element j + 2 H has. A ring's slots are registers, so the loop
-// over a whole window of steps is unrolled, and those steps' loads are in flight together. Where there are too few
+// over a whole window of steps is unrolled, and as many steps' loads are in flight. Where there are too few
 // columns to fill the device, n is cut into chunks, which read what their windows overlap.
 //
 // A thread's columns are neighbours, in one vector; or, where rows are not aligned, one of every 32, so that a warp
@@ -83,14 +83,23 @@ struct Row {
   }
 };
 
+// When a window's loads start, as measured: each in the step that takes the one in its place, or all together, a window
+// ahead or when it begins.
+enum class Loads { kEach, kAhead, kNow };
+
+template <Map kMap, bool kVector, class T>
+constexpr Loads kLoads = kMap == Map::kForward      ? (sizeof(T) == 2 ? Loads::kAhead : Loads::kEach)
+                         : kVector && sizeof(T) > 2 ? Loads::kNow
+                                                    : Loads::kEach;
+
 // Blocks on a multiprocessor, which the registers are bounded for.
-template <int H, class Curve>
-constexpr int kResident = H == 3                  ? 2
-                          : Curve::kThreeQuarters ? 4
-                                                  : 3;
+template <Map kMap, int H, bool kVector, class Curve>
+constexpr int kResident = H == 3                                                        ? 2
+                          : Curve::kThreeQuarters && (kVector || kMap == Map::kForward) ? 4
+                                                                                        : 3;
 
 template <Map kMap, int H, int N, bool kVector, class Curve, class T>
-__global__ void __launch_bounds__(kThreads, kResident<H, Curve>)
+__global__ void __launch_bounds__(kThreads, (kResident<kMap, H, kVector, Curve>))
     ColumnsKernel(const __grid_constant__ Columns shape, Curve response, const T* __restrict__ t,
                   const T* __restrict__ x, T* __restrict__ out) {
   using A = Accumulator<T>;
@@ -121,48 +130,56 @@ __global__ void __launch_bounds__(kThreads, kResident<H, Curve>)
     return held;
   };
 
-  // Slot i holds what step i of a window brought: x and g as they come, r and D^-beta g when their energy is known.
-  A c[W][N] = {}, w[W][N] = {}, r[W][N] = {}, u[W][N] = {};
+  // Slot i holds what step i of a window brought: x as it came, and r and D^-beta g when their energy is known.
+  A c[W][N] = {}, r[W][N] = {}, u[W][N] = {};
+  constexpr Loads kWhen = kLoads<kMap, kVector, T>;
   Held in[W], with[W];
-  const auto fetch = [&](int begin) {
-#pragma unroll
-    for (int i = 0; i < W; ++i) {
-      in[i] = load(x_base, begin + i);
-      if constexpr (kCotangent) with[i] = load(t_base, begin + i - H);
-    }
+  const auto fetch = [&](int i, int begin) {
+    in[i] = load(x_base, begin + i);
+    if constexpr (kCotangent) with[i] = load(t_base, begin + i - H);
   };
-  // 16-bit elements leave registers for the loads of the next window of steps.
-  constexpr bool kAhead = sizeof(T) == 2 && (!kCotangent || kVector || N <= 2);
-  if (kAhead) fetch(first - kLag);
-  for (int begin = first - kLag; begin < last + kLag; begin += W) {
-    if (!kAhead) fetch(begin);
-    Held x_now[W], t_now[W];
+  const auto fetch_all = [&](int begin) {
 #pragma unroll
-    for (int i = 0; i < W; ++i) {
-      x_now[i] = in[i];
-      if constexpr (kCotangent) t_now[i] = with[i];
+    for (int i = 0; i < W; ++i) fetch(i, begin);
+  };
+  if constexpr (kWhen != Loads::kNow) fetch_all(first - kLag);
+#pragma unroll 1
+  for (int begin = first - kLag; begin < last + kLag; begin += W) {
+    if constexpr (kWhen == Loads::kNow) fetch_all(begin);
+    Held x_now[W], t_now[W];
+    if constexpr (kWhen == Loads::kAhead) {
+#pragma unroll
+      for (int i = 0; i < W; ++i) {
+        x_now[i] = in[i];
+        if constexpr (kCotangent) t_now[i] = with[i];
+      }
+      fetch_all(begin + W);
     }
-    if (kAhead) fetch(begin + W);
 #pragma unroll
     for (int i = 0; i < W; ++i) {
       const int now = (i + W - H) % W, done = (i + W - kLag) % W, row = begin + i - kLag;
-      A result[N];
-      R::Unpack(x_now[i], c[i]);
-      if constexpr (kMap != Map::kForward) R::Unpack(t_now[i], w[i]);
+      A result[N], w[N];
+      R::Unpack(kWhen == Loads::kAhead ? x_now[i] : in[i], c[i]);
+      if constexpr (kCotangent) R::Unpack(kWhen == Loads::kAhead ? t_now[i] : with[i], w);
+      if constexpr (kWhen == Loads::kEach) fetch(i, begin + W);
+      // Beyond the ends the rate has to be finite, since what it is a factor of is 0.
+      const A least = kCotangent && !exists(begin + i - H) ? A(1) : response.k;
 #pragma unroll
       for (int j = 0; j < N; ++j) {
-        A energy = 0, product = 0, q;
+        A energy = c[0][j] * c[0][j];
 #pragma unroll
-        for (int k = 0; k < W; ++k) energy += c[k][j] * c[k][j];
-        const A d = response.Divisor(energy), gain = kCotangent ? response.Gain(d, &q) : response.Gain(d);
-        if constexpr (kMap == Map::kForward) result[j] = c[now][j] * gain;
+        for (int k = 1; k < W; ++k) energy += c[k][j] * c[k][j];
+        const A d = least + response.scale * energy;
         if constexpr (kCotangent) {
-          u[i][j] = w[i][j] * gain;
-          // Beyond the ends q may be infinite.
-          r[i][j] = exists(begin + i - H) ? q * (c[now][j] * w[i][j]) : A(0);
+          A rate;
+          u[i][j] = w[j] * response.GainAndRate(d, &rate);
+          r[i][j] = rate * (c[now][j] * u[i][j]);
+          A product = r[0][j];
 #pragma unroll
-          for (int k = 0; k < W; ++k) product += r[k][j];
+          for (int k = 1; k < W; ++k) product += r[k][j];
           result[j] = u[now][j] - c[done][j] * product;
+        } else {
+          result[j] = c[now][j] * response.Gain(d);
         }
       }
       if (row >= first && row < last) R::Store(at(out_base, row), result);
@@ -194,10 +211,8 @@ cudaError_t LaunchMap(const Problem& p, const T* t, const T* x, T* out, cudaStre
   const auto launch = [&](auto half) {
     constexpr int H = decltype(half)::value;
     if (vectors) return Launch<kMap, H, kWide, true>(p, t, x, out, stream);
-    // As many as leave registers for the loads of the next window.
-    constexpr int kApart = sizeof(T) == 2 && kMap == Map::kCotangent ? 2 : kWide;
     // Of fewer columns than that, too many lanes would have none.
-    if (p.inner > 64 * kApart) return Launch<kMap, H, kApart, false>(p, t, x, out, stream);
+    if (p.inner > 64 * kWide) return Launch<kMap, H, kWide, false>(p, t, x, out, stream);
     return Launch<kMap, H, 1, true>(p, t, x, out, stream);
   };
   switch (p.after[2]) {

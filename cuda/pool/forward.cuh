@@ -38,13 +38,15 @@ cudaError_t LaunchWindows(Task task, Workspace workspace, cudaStream_t stream) {
     }
     const auto walk = [&](auto k, auto s) {
       const int64_t columns = g.batch * g.out[0] * g.out[2] * (g.channels / N);
-      const int strip = StripOf(g.out[1], columns, 3, s, k - s + 1);
+      const int strip = StripOf(g.out[1], columns, kWalkBlocks<k(), Task>, s, k - s + 1);
       const int extent[3] = {g.out[0], static_cast<int>(CeilDiv(g.out[1], strip)), g.out[2]};
       task.walk = Walk(g.batch, extent, g.channels, N);
       return LaunchKernel(WalkKernel<k(), s(), Task>, CeilDiv(task.walk.total, kThreads), kThreads, stream, task,
                           strip);
     };
-    return VisitSquare<false>(g, walk, general);
+    if (const Squares squares(g, N); squares.total > 0)
+      return LaunchKernel(SquareKernel<Task>, CeilDiv(squares.total, kThreads), kThreads, stream, squares, task);
+    return VisitSquare<false, Task::kIdempotent>(g, walk, general);
   }
 }
 

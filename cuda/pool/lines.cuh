@@ -2,7 +2,8 @@
 // elements of a line of outputs, [columns, channels], and walk down a strip of rows.
 //
 // Elements of a window that are neighbours in memory are loaded by neighbouring threads, and again from the cache.
-// Loads are under no condition, with two steps of them in flight: one outside the input goes to its border instead.
+// Loads are under no condition, with a step of several rows of them in flight: one outside the input goes to its border
+// instead.
 #pragma once
 
 #include "cuda/common/launch.cuh"
@@ -10,12 +11,21 @@
 
 namespace jaxdnn::pool {
 
-constexpr int kLineBlocks = 4;  // on a multiprocessor
+// As measured, and as registers allow: blocks on a multiprocessor, rows of windows to a step, and to a strip at most.
+// Longer strips read from too many places at once. A task is light if its states leave registers for loads.
+template <int K, int S, class Task>
+struct LinePlan {
+  static constexpr bool kLight = Task::kIsLight, kOverlap = K > S;
+  static constexpr bool kShort = kLight && S > 1 && (!kOverlap || sizeof(typename Task::Element) > 2);
+  static constexpr int kBlocks = kLight ? 5 : 4, kMost = kShort ? 8 : 32;
+  static constexpr int kRows = !kLight ? 2 : kOverlap && S > 1 ? 3 : 4;
+};
 
 template <int K, int S, class Task>
-__global__ void __launch_bounds__(kThreads, kLineBlocks) LinesKernel(const __grid_constant__ Task task, int strip) {
+__global__ void __launch_bounds__(kThreads, (LinePlan<K, S, Task>::kBlocks))
+    LinesKernel(const __grid_constant__ Task task, int strip) {
   using State = typename Task::State;
-  constexpr int R = (K + S - 1) / S, G = 2;
+  constexpr int R = (K + S - 1) / S, G = LinePlan<K, S, Task>::kRows;
   const int64_t flat = blockIdx.x * int64_t{kThreads} + threadIdx.x;
   if (flat >= task.walk.total) return;
   const Shape& g = task.g;
@@ -81,7 +91,8 @@ cudaError_t LaunchLines(Task task, cudaStream_t stream, Otherwise&& otherwise) {
   if (int64_t{g.in[1]} * g.in[2] * g.channels > INT32_MAX) return otherwise();
   const auto launch = [&](auto k, auto s) {
     const int64_t columns = g.batch * g.out[0] * g.out[2] * g.channels;
-    const int strip = StripOf(g.out[1], columns, kLineBlocks, s, k - s + 3);
+    using Plan = LinePlan<k(), s(), Task>;
+    const int strip = std::min(StripOf(g.out[1], columns, Plan::kBlocks, s, k - s + 3), Plan::kMost);
     const int extent[3] = {g.out[0], static_cast<int>(CeilDiv(g.out[1], strip)), g.out[2]};
     task.walk = Walk(g.batch, extent, g.channels, 1);
     return LaunchKernel(LinesKernel<k(), s(), Task>, CeilDiv(task.walk.total, kThreads), kThreads, stream, task, strip);

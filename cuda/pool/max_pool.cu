@@ -17,7 +17,7 @@ struct Select {
   using Quick = std::conditional_t<kIndexed && kIsTuned<T> && (N > 1), QuickMax<T, N>, Mergeable>;
   using State = std::conditional_t<kIndexed && kInPairs<T, N>, IndexedPairMax<T, N>, Mergeable>;
   static constexpr int kWidth = N, kResident = 4;
-  static constexpr bool kUnrolls = true, kShares = true, kWidens = false, kIdempotent = true;
+  static constexpr bool kUnrolls = true, kShares = true, kWidens = false, kIdempotent = true, kIsLight = !kIndexed;
 
   Shape g;
   Walk walk;

@@ -20,7 +20,7 @@ struct Average {
   using Mergeable = State;
   using Quick = State;
   static constexpr int kWidth = N, kResident = 4;
-  static constexpr bool kUnrolls = true, kShares = true, kWidens = true, kIdempotent = false;
+  static constexpr bool kUnrolls = true, kShares = true, kWidens = true, kIdempotent = false, kIsLight = !kCounted;
 
   Shape g;
   Walk walk;

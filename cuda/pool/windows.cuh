@@ -5,9 +5,10 @@
 // that an input element is loaded K / S times by neighbours at the same moment, instead of (K / S)^2.
 //
 // Where channels fill 16-byte vectors, both read global memory (WindowKernel, WalkKernel); away from the borders
-// WindowKernel looks its cells up, since a few instructions a load are what keeps enough of them in flight. Else
-// LinesKernel (lines.cuh) walks down element by element, and of windows that it does not take BandKernel (band.cuh)
-// brings whole bands of the input to shared memory first.
+// WindowKernel looks its cells up, since a few instructions a load are what keeps enough of them in flight.
+// SquareKernel has the commonest windows that do not overlap, whose arrays may be small. Else LinesKernel (lines.cuh)
+// walks down element by element, and of windows that it does not take BandKernel (band.cuh) brings whole bands of the
+// input to shared memory first.
 //
 // A `Task` says what surrounds the reduction: Get(...) a load, Prepare(...) what the state takes of it, Finish(...)
 // what is stored.
@@ -219,8 +220,57 @@ __global__ void __launch_bounds__(kThreads, Task::kResident)
   task.Finish(state, flat * Task::kWidth, o.at[0], o.at[1], o.at[2]);
 }
 
+// Windows of K x K cells, K apart, inside the input. All a thread needs is in few words: of a small array, loading the
+// arguments would take much of the time.
+struct Squares {
+  static constexpr int K = 2;
+  int total = 0;  // vectors of outputs, or 0 for other windows
+  int pitch, channels;
+  int64_t plane;
+  FastDiv by_vector, by_column, by_row;
+
+  Squares(const Geometry& g, int width)
+      : pitch(static_cast<int>(int64_t{g.in[2]} * g.channels)),
+        channels(g.channels),
+        plane(int64_t{g.in[1]} * g.in[2] * g.channels),
+        by_vector(g.channels / width),
+        by_column(g.out[2]),
+        by_row(g.out[1]) {
+    bool fits = g.window[0] == 1 && g.stride[0] == 1 && g.low[0] == 0 && g.in[0] == g.out[0] && plane <= INT32_MAX;
+    for (int d = 1; d < 3; ++d)
+      fits = fits && g.window[d] == K && g.stride[d] == K && g.low[d] == 0 && g.dilation[d] == 1 &&
+             int64_t{g.out[d]} * K <= g.in[d];
+    const int64_t vectors = g.batch * g.out[0] * g.out[1] * g.out[2] * (g.channels / width);
+    if (fits && vectors <= INT32_MAX - kThreads) total = static_cast<int>(vectors);
+  }
+};
+
+template <class Task>
+__global__ void __launch_bounds__(kThreads)
+    SquareKernel(const __grid_constant__ Squares squares, const __grid_constant__ Task task) {
+  constexpr int K = Squares::K, N = Task::kWidth;
+  const int flat = static_cast<int>(blockIdx.x) * kThreads + static_cast<int>(threadIdx.x);
+  if (flat >= squares.total) return;
+  int vector, o2, o1;
+  const int plane = squares.by_row.Div(squares.by_column.Div(squares.by_vector.Div(flat, &vector), &o2), &o1);
+  const int first = o1 * K * squares.pitch + o2 * K * squares.channels + vector * N;
+  const auto* cell = task.x + (plane * squares.plane + first);
+  typename Task::Loaded v[K * K];
+#pragma unroll
+  for (int k = 0; k < K * K; ++k) v[k] = task.Get(cell + (k / K * squares.pitch + k % K * squares.channels));
+  typename Task::State state(0);
+#pragma unroll
+  for (int k = 0; k < K * K; ++k) state.Take(task.Prepare(v[k]), k);
+  task.Finish(state, int64_t{flat} * N, 0, o1, o2);
+}
+
+// Blocks of WalkKernel on a multiprocessor, as registers allow.
+template <int K, class Task>
+constexpr int kWalkBlocks = K == 5 && Task::State::kIndexed ? 2 : 3;
+
 template <int K, int S, class Task>
-__global__ void __launch_bounds__(kThreads, 3) WalkKernel(const __grid_constant__ Task task, int strip) {
+__global__ void __launch_bounds__(kThreads, (kWalkBlocks<K, Task>))
+    WalkKernel(const __grid_constant__ Task task, int strip) {
   const int64_t flat = blockIdx.x * int64_t{kThreads} + threadIdx.x;
   if (flat >= task.walk.total) return;
   const Shape& g = task.g;
