@@ -63,7 +63,7 @@ __device__ void BlockSum(A (&v)[W], Exchange<A, M, kCluster>& exchange) {
 // they have received what was sent. `round`: how often the exchange was used before.
 template <int W, int M, class A>
 __device__ void SendSum(A (&v)[W], const Place& p, Exchange<A, M, true>& exchange) {
-  LaneSum(v, min(32, p.width));
+  LaneSum(v, 32);  // groups of a cluster are whole blocks
   BlockSum(v, exchange);
   if (threadIdx.x >= 32) return;
   if (threadIdx.x == 0) exchange.mailbox.Expect(W * p.cluster * static_cast<int>(sizeof(A)));
