@@ -50,12 +50,10 @@ __device__ void BlockSum(A (&v)[W], Exchange<A, M, kCluster>& exchange) {
   __syncthreads();
   // Every run of as many lanes as there are warps adds up their values; in a cluster one warp does, and sends the sums.
   if (kCluster && warp != 0) return;
-  const int span = 1 << (32 - __clz(warps - 1));
+  static_assert(kMaxWarps <= 32, "a lane for each");
+  const int span = 1 << (32 - __clz(warps - 1)), w = lane & (span - 1);
 #pragma unroll
-  for (int i = 0; i < W; ++i) {
-    v[i] = 0;
-    for (int w = lane & (span - 1); w < warps; w += span) v[i] += exchange.values[i][w];
-  }
+  for (int i = 0; i < W; ++i) v[i] = w < warps ? exchange.values[i][w] : A(0);
   LaneSum(v, span);
 }
 
