@@ -6,29 +6,27 @@
 
 namespace jaxdnn {
 
-constexpr int kColumnSumWidth = 32;
-constexpr int kColumnSumHeight = 16;
+constexpr int kColumnSumThreads = 512;
 
-// A block owns kColumnSumWidth columns of one outer index; its rows of threads each take every kColumnSumHeight-th row.
-// Outer indices from `split` on go to `second`.
+// A block owns `width` columns of one outer index, a power of two; its rows of threads take turns with the rows. Outer
+// indices from `split` on go to `second`.
 template <class A, class Out>
-__global__ void SumRowsKernel(const A* __restrict__ partial, int64_t rows, int64_t columns, int64_t tiles,
+__global__ void SumRowsKernel(const A* __restrict__ partial, int64_t rows, int64_t columns, int64_t tiles, int width,
                               int64_t split, Out* __restrict__ first, Out* __restrict__ second) {
-  __shared__ A scratch[kColumnSumHeight][kColumnSumWidth];
+  __shared__ A scratch[kColumnSumThreads];
   const int64_t outer = blockIdx.x / tiles;
-  const int x = threadIdx.x % kColumnSumWidth, y = threadIdx.x / kColumnSumWidth;
-  const int64_t column = (blockIdx.x - outer * tiles) * kColumnSumWidth + x;
+  const int x = threadIdx.x & (width - 1), height = kColumnSumThreads / width;
+  const int64_t column = (blockIdx.x - outer * tiles) * width + x;
   A sum = A(0);
   if (column < columns) {
     const A* p = partial + outer * rows * columns + column;
 #pragma unroll 8
-    for (int64_t r = y; r < rows; r += kColumnSumHeight) sum += p[r * columns];
+    for (int64_t r = threadIdx.x / width; r < rows; r += height) sum += p[r * columns];
   }
-  scratch[y][x] = sum;
+  scratch[threadIdx.x] = sum;
   __syncthreads();
-  if (y != 0 || column >= columns) return;
-#pragma unroll
-  for (int i = 1; i < kColumnSumHeight; ++i) sum += scratch[i][x];
+  if (threadIdx.x != x || column >= columns) return;
+  for (int i = 1; i < height; ++i) sum += scratch[i * width + x];
   Out* const out = outer < split ? first + outer * columns : second + (outer - split) * columns;
   out[column] = static_cast<Out>(sum);
 }
@@ -37,9 +35,14 @@ __global__ void SumRowsKernel(const A* __restrict__ partial, int64_t rows, int64
 template <class A, class Out>
 cudaError_t SumRows(const A* partial, int64_t outer, int64_t rows, int64_t columns, Out* first, Out* second,
                     cudaStream_t stream) {
-  const int64_t tiles = CeilDiv(columns, kColumnSumWidth), both = second == nullptr ? outer : 2 * outer;
-  return LaunchKernel(SumRowsKernel<A, Out>, both * tiles, kColumnSumWidth * kColumnSumHeight, stream, partial, rows,
-                      columns, tiles, outer, first, second);
+  // Few rows of many columns keep all threads without sharing a column.
+  constexpr int64_t kBlocks = 512;
+  const int64_t both = second == nullptr ? outer : 2 * outer;
+  int width = 32;
+  while (width < kColumnSumThreads && both * CeilDiv(columns, int64_t{2} * width) >= kBlocks) width *= 2;
+  const int64_t tiles = CeilDiv(columns, int64_t{width});
+  return LaunchKernel(SumRowsKernel<A, Out>, both * tiles, kColumnSumThreads, stream, partial, rows, columns, tiles,
+                      width, outer, first, second);
 }
 
 // out[o, c] = the sum over r of partial[o, r, c].

@@ -270,13 +270,10 @@ cudaError_t RunAligned(const Backward& b, const Shape& shape, const Options& opt
     if (thin.steps > 0) return Launch<T, L, 1, 4, true, true>(b, shape, options, thin, workspace, stream);
   }
   // Of 16-bit floats a larger block saves the cluster, if it is about full; of others two small ones are as good.
-  const int most = sizeof(T) == 2 && (n <= 256 * kKeep || n > 320 * kKeep) ? 512 : 256;
-  Spread spread = SpreadRows(n, kKeep, 256, most, std::min(8, device.max_cluster));
-  if (spread.steps == 0) spread = SpreadRows(n, kKeep, 256, 512, device.max_cluster);
-  *done = spread.steps > 0;
-  if (!*done) return cudaSuccess;
-  return spread.cluster == 1 ? Launch<T, L, kKeep, kRows, false, false>(b, shape, options, spread, workspace, stream)
-                             : Launch<T, L, kKeep, kRows, false, true>(b, shape, options, spread, workspace, stream);
+  const bool takes_large = device.max_cluster == 1 || (sizeof(T) == 2 && (n <= 256 * kKeep || n > 320 * kKeep));
+  if (const Spread spread = SpreadRows(n, kKeep, 256, takes_large ? 512 : 256, 1); spread.steps > 0)
+    return Launch<T, L, kKeep, kRows, false, false>(b, shape, options, spread, workspace, stream);
+  return RunLongBackward(b, kDType<T>, shape, options, device, workspace, stream, done);
 }
 
 // Rows that start anywhere in a vector.

@@ -274,10 +274,13 @@ cudaError_t RunAligned(const Forward& f, const Shape& shape, const Options& opti
     if (wide.steps > 0)
       return wide.cluster == 1 ? Launch<T, L, kColumns, 1, false, 512>(f, shape, options, wide, stream)
                                : Launch<T, L, kColumns, 1, true, 512>(f, shape, options, wide, stream);
-    const Spread widest = SpreadRows(n, kLong, 256, 512, device.max_cluster);
-    *done = widest.steps > 0;
-    if (!*done) return cudaSuccess;
-    return Launch<T, L, kLong, 1, true, 512>(f, shape, options, widest, stream);
+    *done = false;
+    if constexpr (L == kVecLength<T>) {  // rows of shorter vectors are not so long
+      const Spread widest = SpreadRows(n, kLong, 256, 512, device.max_cluster);
+      *done = widest.steps > 0;
+      if (*done) return Launch<T, L, kLong, 1, true, 512>(f, shape, options, widest, stream);
+    }
+    return cudaSuccess;
   }
   // Of short rows several vectors to a lane: fewer steps of a sum over the lanes. Of bf16 in small blocks.
   if constexpr (std::is_same_v<T, float>)
@@ -310,10 +313,7 @@ cudaError_t RunAligned(const Forward& f, const Shape& shape, const Options& opti
                                                        stream);
   if (const Spread spread = SpreadRows(n, 4 * kKeep, 256, 256, 1); spread.steps > 0)
     return Launch<T, L, 4 * kKeep, 1, false, 256, kBlocks - 1>(f, shape, options, spread, stream);
-  const Spread spread = SpreadRows(n, 2 * kKeep, 256, 256, device.max_cluster);
-  *done = spread.steps > 0;
-  if (!*done) return cudaSuccess;
-  return Launch<T, L, 2 * kKeep, 1, true, 256, kBlocks - 1>(f, shape, options, spread, stream);
+  return RunLongestForward(f, kDType<T>, shape, options, device, stream, done);
 }
 
 // Rows that start anywhere in a vector.

@@ -50,12 +50,10 @@ __device__ void BlockSum(A (&v)[W], Exchange<A, M, kCluster>& exchange) {
   __syncthreads();
   // Every run of as many lanes as there are warps adds up their values; in a cluster one warp does, and sends the sums.
   if (kCluster && warp != 0) return;
-  const int span = 1 << (32 - __clz(warps - 1));
+  static_assert(kMaxWarps <= 32, "a lane for each");
+  const int span = 1 << (32 - __clz(warps - 1)), w = lane & (span - 1);
 #pragma unroll
-  for (int i = 0; i < W; ++i) {
-    v[i] = 0;
-    for (int w = lane & (span - 1); w < warps; w += span) v[i] += exchange.values[i][w];
-  }
+  for (int i = 0; i < W; ++i) v[i] = w < warps ? exchange.values[i][w] : A(0);
   LaneSum(v, span);
 }
 
@@ -63,7 +61,7 @@ __device__ void BlockSum(A (&v)[W], Exchange<A, M, kCluster>& exchange) {
 // they have received what was sent. `round`: how often the exchange was used before.
 template <int W, int M, class A>
 __device__ void SendSum(A (&v)[W], const Place& p, Exchange<A, M, true>& exchange) {
-  LaneSum(v, min(32, p.width));
+  LaneSum(v, 32);  // groups of a cluster are whole blocks
   BlockSum(v, exchange);
   if (threadIdx.x >= 32) return;
   if (threadIdx.x == 0) exchange.mailbox.Expect(W * p.cluster * static_cast<int>(sizeof(A)));

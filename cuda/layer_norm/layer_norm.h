@@ -81,13 +81,16 @@ inline int64_t Period(const Shape& s, DType dtype) {
 }
 
 // Rows of dscale and of dbias that a problem's blocks may leave to be summed; a single one is the result. They are as
-// many as the rows of a period at least, so that a block can have rows a period apart alone.
+// many as the rows of a period at least, so that a block can have rows a period apart alone; and of rows that a cluster
+// of blocks holds, as many again as the largest clusters that run at once.
 inline int64_t PartialRows(const Shape& s, DType dtype) {
-  constexpr int64_t kElements = 5 << 18, kMost = 1024;
+  constexpr int64_t kElements = 5 << 18, kMost = 1024, kClusters = 8, kLong = 4096, kLongest = 1 << 18;
   if (IsSmall(s, dtype) || GoesDownColumns(s, dtype)) return 1;
-  const int64_t useful = std::min(kMost, (s.rows + 3) / 4);
-  return std::max(std::min(Period(s, dtype), s.rows),
-                  std::min(useful, kElements / std::max<int64_t>(1, s.problems * s.n)));
+  const int64_t useful = std::min(kMost, (s.rows + 3) / 4), period = std::min(Period(s, dtype), s.rows);
+  const int64_t clusters =
+      s.n > kLong && s.n <= kLongest ? std::min(kClusters / std::max<int64_t>(1, s.problems), s.rows) : 1;
+  return std::max(
+      {period, clusters + period - 1, std::min(useful, kElements / std::max<int64_t>(1, s.problems * s.n))});
 }
 
 inline int64_t ForwardWorkspace(const Shape& s) { return s.problems * s.rows * Chunks(s) * 2 * sizeof(double); }

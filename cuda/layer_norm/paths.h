@@ -28,6 +28,14 @@ struct Device;
 cudaError_t RunLongForward(const Forward& f, DType dtype, const Shape& shape, const Options& options,
                            const Device& device, cudaStream_t stream, bool* done);
 
+// Rows of whole vectors, of which a cluster's registers do not hold one; not `done` where its shared memory does not.
+cudaError_t RunLongestForward(const Forward& f, DType dtype, const Shape& shape, const Options& options,
+                              const Device& device, cudaStream_t stream, bool* done);
+
+// Long rows of whole vectors; not `done` where no cluster of blocks holds one.
+cudaError_t RunLongBackward(const Backward& b, DType dtype, const Shape& shape, const Options& options,
+                            const Device& device, void* workspace, cudaStream_t stream, bool* done);
+
 // Small tensors in vectors of 16 bytes, in one launch; not `done` where no cluster of blocks holds a row.
 cudaError_t RunSmallBackward(const Backward& b, DType dtype, const Shape& shape, const Options& options,
                              const Device& device, cudaStream_t stream, bool* done);
