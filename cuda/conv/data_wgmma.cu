@@ -276,7 +276,8 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* opera
                        T::kRows);
   }
   q.tiles = q.first_tile[phases] * int(q.in_row.tiles.divisor);
-  if (config.cluster > 1 && q.in_row.tiles.divisor % kStrip == 0) q.strip = FastDiv(kStrip * q.first_tile[phases]);
+  if (config.cluster > 1 && q.in_row.tiles.divisor % kTogetherColumns == 0)
+    q.two_rows = FastDiv(2 * q.in_row.tiles.divisor);
   if (HasFrame(p) && !kPatched<T, kForward>) return cudaErrorInvalidValue;
   if (e == cudaSuccess && HasFrame(p)) e = MakePatches(p, operand, T::kLine, &q.patches);
   for (int d = 0; d < kRank; ++d) {

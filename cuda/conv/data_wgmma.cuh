@@ -16,21 +16,22 @@ struct Patches {
   Edges edges[kRank];
 };
 
+// First what all threads begin with, which the constant cache then has in few lines.
 struct WgmmaParams {
-  CUtensorMap operand[kMaxMaps], filter, result;
-  WgmmaPhase phase[kMaxMaps];
-  int first_tile[kMaxMaps + 1];  // of each phase, in tiles of rows
-  int tiles, columns;            // those of taps too
-  WgmmaRow in_row;
-  int lines;      // of channels
-  FastDiv team;   // blocks that share a tile
-  FastDiv strip;  // tiles of a strip, if there are strips
-  int window[kRank], out[kRank];
+  int tiles, columns;  // those of taps too
+  int lines;           // of channels
   int images;
-  bool scattered;   // the rows of a phase are not neighbours in the result
-  bool lattices;    // but 64 of them, of a line of one tap's columns, are a box there
-  bool boxes;       // the sums are stored as they are, in the operands' type
-  bool alternates;  // the direction in which blocks go over the tiles
+  FastDiv team;      // blocks that share a tile
+  FastDiv two_rows;  // tiles of two rows of them, if two rows are gone over together
+  bool scattered;    // the rows of a phase are not neighbours in the result
+  bool lattices;     // but 64 of them, of a line of one tap's columns, are a box there
+  bool boxes;        // the sums are stored as they are, in the operands' type
+  bool alternates;   // the direction in which blocks go over the tiles
+  WgmmaRow in_row;
+  int first_tile[kMaxMaps + 1];  // of each phase, in tiles of rows
+  int window[kRank], out[kRank];
+  WgmmaPhase phase[kMaxMaps];
+  CUtensorMap operand[kMaxMaps], filter, result;
   Patches patches;
   Epilogue epilogue;
 };
@@ -38,15 +39,17 @@ struct WgmmaParams {
 // The block's tile of this number, which others of its cluster have too; past the last if there is none.
 //
 // Clusters are dealt out in turn to the device's eight groups of multiprocessors, of which each gets from the L2 cache
-// once what several of it ask for at the same time. In strips of four columns, a group's tiles have few rows and few
-// columns.
-constexpr int kStrip = 4;
+// once what several of it ask for at the same time. So eight clusters in turn take four columns of two rows of tiles,
+// and a group's tiles are of few rows and few columns.
+constexpr int kTogetherColumns = 4;
 __device__ inline int TileOf(const WgmmaParams& p, int number) {
   const int tile = TileOf(number, p.team.Div(blockIdx.x), p.team.Div(gridDim.x), p.alternates);
-  if (p.strip.divisor == 0 || tile >= p.tiles) return tile;
-  int in_strip;
-  const int strip = p.strip.Div(tile, &in_strip);
-  return in_strip / kStrip * int(p.in_row.tiles.divisor) + strip * kStrip + in_strip % kStrip;
+  if (p.two_rows.divisor == 0 || tile >= p.tiles) return tile;
+  int in_rows;
+  const int rows = p.two_rows.Div(tile, &in_rows);
+  if ((rows + 1) * int(p.two_rows.divisor) > p.tiles) return tile;  // a last row alone
+  return tile - in_rows + in_rows / (2 * kTogetherColumns) * kTogetherColumns + in_rows % kTogetherColumns +
+         (in_rows / kTogetherColumns % 2) * int(p.in_row.tiles.divisor);
 }
 
 // The tile's rows in the result, in pixels, by the threads of a warpgroup.
