@@ -127,7 +127,7 @@ bool TakesWgmma(const Problem& p, const TileShape& t) {
     if (filter || p.out != p.in || (floats && !(forward && t.tile == Tile::kWgmma192Across))) return false;
     if (t.tile == Tile::kWgmma80Across && !forward) return false;
   } else if (t.rows * t.columns > 128 * 160) {
-    // Of them one is forward too, where the filter gives 160 columns to no other.
+    // One of them is forward too, of 16-bit floats, which has no 128x160.
     if (!filter && (t.tile != Tile::kWgmma256x160 || !forward || floats)) return false;
   } else if (t.columns == 160 && !floats && p.direction != Direction::kDataGradient) {
     return false;
