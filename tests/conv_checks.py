@@ -28,7 +28,7 @@ def takes(tile, result, dtype, out_dtype):
   if tile.endswith("across"):
     return result in ("y" if tile == "wgmma 80x128 across" else "yx") and dtype == out_dtype
   if tile == "wgmma 256x160":
-    return result != "x" and dtype != "float32"
+    return (result == "w" and dtype != "float32") or (result == "y" and dtype == out_dtype != "float32")
   if tile == "wgmma 128x160":
     return result == "x" or dtype == "float32"
   if tile == "wgmma 128x128 copied":

@@ -140,7 +140,7 @@ __device__ void Consume(const WgmmaParams& p, Ring<T> ring, int warpgroup, float
     } else if (p.boxes) {
       StoreBoxes<Own>(p, f, ring.Slabs(), warpgroup, place, sums, rows, out, pixels, turn);
     } else if constexpr (kForward) {
-      if (kFloats || wide != nullptr)
+      if (kFloats || (!T::kLarge && wide != nullptr))
         StoreFinished<Own>(p, f, ring.Slabs(), warpgroup, place, sums, rows, wide, pixels, turn);
       else
         StoreFinished<Own>(p, f, ring.Slabs(), warpgroup, place, sums, rows, out, pixels, turn);

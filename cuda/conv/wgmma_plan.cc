@@ -128,7 +128,7 @@ bool TakesWgmma(const Problem& p, const TileShape& t) {
     if (t.tile == Tile::kWgmma80Across && !forward) return false;
   } else if (t.rows * t.columns > 128 * 160) {
     // One of them is forward too, of 16-bit floats, which has no 128x160.
-    if (!filter && (t.tile != Tile::kWgmma256x160 || !forward || floats)) return false;
+    if (!filter && (t.tile != Tile::kWgmma256x160 || !forward || floats || p.out != p.in)) return false;
   } else if (t.columns == 160 && !floats && p.direction != Direction::kDataGradient) {
     return false;
   }
