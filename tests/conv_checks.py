@@ -17,7 +17,7 @@ def coarse(shape, dtype, seed=0):
   return sample(shape, "bfloat16" if dtype == "float32" else dtype, seed).astype(jnp.dtype(dtype))
 
 
-FILTER_TILES = {"wgmma 128x256", "wgmma 256x128", "wgmma 256x160"}
+FILTER_TILES = {"wgmma 128x256", "wgmma 256x128"}
 """Those that are for filter gradients alone."""
 
 
@@ -26,7 +26,9 @@ def takes(tile, result, dtype, out_dtype):
   if tile.endswith("across") and dtype == "float32":
     return result == "y" and tile == "wgmma 192x128 across"
   if tile.endswith("across"):
-    return result != "w" and dtype == out_dtype
+    return result in ("y" if tile == "wgmma 80x128 across" else "yx") and dtype == out_dtype
+  if tile == "wgmma 256x160":
+    return (result == "w" and dtype != "float32") or (result == "y" and dtype == out_dtype != "float32")
   if tile == "wgmma 128x160":
     return result == "x" or dtype == "float32"
   if tile == "wgmma 128x128 copied":

@@ -308,6 +308,17 @@ def test_large_tiles_are_shared():
   assert planned(small, "y", "float32", None)["cluster"] == 3
 
 
+def test_160_columns():
+  """320 columns are two tiles of 160: of 16-bit floats forward in tiles of 256 rows, 128 of them, and else of 128."""
+  case = ConvCase("", 4, (64, 64), 320, (3, 3), 320, padding=SAME3)
+  for dtype in ("bfloat16", "float16"):
+    assert planned(case, "y", dtype, None)["tile"] == "wgmma 256x160"
+    assert planned(case, "x", dtype, None)["tile"] == "wgmma 128x160"
+    assert planned(case, "x", dtype, "wgmma 256x160") is None
+  assert planned(case, "y", "float32", None)["tile"] == "wgmma 128x160"
+  assert planned(case, "y", "float32", "wgmma 256x160") is None
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -328,6 +339,16 @@ def test_parts_of_shared_tiles(k, blocks):
     ("wgmma 192x128 across", "float32"), ("wgmma 128x160", "float32"), ("wgmma 128x160", "bfloat16"),
   ):  # fmt: skip
     check(case, tile, dtype, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("c", [1280, 1216])
+def test_strips_of_shared_tiles(c):
+  """Eight columns of tiles, the last of them a whole one or not, are gone over four at a time; four rows of them."""
+  case = ConvCase("strips", 3, (11, 13), c, (3, 3), 136, padding=SAME3)
+  for dtype in ("bfloat16", "float32"):
+    assert planned(case, "x", dtype, "wgmma 128x160")["cluster"] == 2
+    check(case, "wgmma 128x160", dtype, dtype)
 
 
 @pytest.mark.gpu

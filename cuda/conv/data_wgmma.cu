@@ -90,53 +90,60 @@ __device__ void ProduceFilter(const WgmmaParams& p, Ring<T> ring) {
 template <class T>
 constexpr bool kLeaves = !T::kCopied && T::kRows <= 128 && T::kColumns <= 128;
 template <class T>
-constexpr bool kSends = T::kColumns == 160;
+constexpr bool kSends = T::kColumns == 160 && !T::kLarge;
 
 template <class T, bool kForward>
 __device__ void Consume(const WgmmaParams& p, Ring<T> ring, int warpgroup, float* wide, typename T::In* out,
                         int* pixels) {
   constexpr bool kFloats = sizeof(typename T::In) == 4;
-  using Sums = typename std::conditional_t<kHeld<T, kForward>, Held<T>, T>::Sums;
+  using Own = std::conditional_t<T::kLarge, HalfTile<T>, T>;  // of a warpgroup
+  using Sums = typename std::conditional_t<kHeld<T, kForward>, Held<T>, Own>::Sums;
   int turn = 0;
   for (int number = 0, tile; (tile = TileOf(p, number)) < p.tiles; ++number) {
-    const WgmmaPlace place(p, tile, T());
+    WgmmaPlace place(p, tile, T());
     const WgmmaPhase& f = p.phase[place.phase];
     const int steps = Share(max(1, f.tap_count * p.lines), p.team).Steps();
-    if (number % 2 != warpgroup) {
+    if (!T::kLarge && number % 2 != warpgroup) {
       ring.Skip(steps);
       continue;
     }
     Sums sums;
-    if constexpr (kHeld<T, kForward>)
+    if constexpr (kHeld<T, kForward>) {
       MultiplyHeldStages<T>(ring, steps, number, sums);
-    else
+    } else if constexpr (T::kLarge) {
+      MultiplyStagesTogether<T, false, kOfFeatures<T, kForward>>(ring, steps, warpgroup, sums);
+      place.row += warpgroup * Own::kRows;
+    } else {
       MultiplyStages<T, false, kOfFeatures<T, kForward>>(ring, steps, number, sums);
+    }
     if constexpr (kSends<T>) {
       if (p.team.divisor > 1)
         ExchangeSums<T>(ring.data, p.team.divisor, reinterpret_cast<float (&)[sizeof(sums) / 4]>(sums));
     }
-    const Rows rows = kSends<T> ? OwnRows<T>(p.team) : Rows{0, T::kRows};
-    if (kLeaves<T> && p.team.divisor > 1) {
-      hopper::SyncWarpgroup(1 + warpgroup);  // all warps are done with the stages
-      if constexpr (kHeld<T, kForward>)
-        LeaveHeldSums<T>(ring.data, sums);
-      else
-        LeaveSums<T>(ring.data, sums);
-      if (kFloats || wide != nullptr)
-        StoreShare<T, kForward>(p, f, ring, place, wide);
-      else
-        StoreShare<T, kForward>(p, f, ring, place, out);
-      continue;
+    const Rows rows = kSends<T> ? OwnRows<T>(p.team) : Rows{0, Own::kRows};
+    if constexpr (kLeaves<T>) {
+      if (p.team.divisor > 1) {
+        hopper::SyncWarpgroup(1 + warpgroup);  // all warps are done with the stages
+        if constexpr (kHeld<T, kForward>)
+          LeaveHeldSums<T>(ring.data, sums);
+        else
+          LeaveSums<T>(ring.data, sums);
+        if (kFloats || wide != nullptr)
+          StoreShare<T, kForward>(p, f, ring, place, wide);
+        else
+          StoreShare<T, kForward>(p, f, ring, place, out);
+        continue;
+      }
     }
     if constexpr (kHeld<T, kForward>) {
       StoreHeld<T>(p, f, warpgroup, place, sums, rows, wide, pixels);
     } else if (p.boxes) {
-      StoreBoxes<T>(p, f, ring, warpgroup, place, sums, rows, out, pixels, turn);
+      StoreBoxes<Own>(p, f, ring.Slabs(), warpgroup, place, sums, rows, out, pixels, turn);
     } else if constexpr (kForward) {
-      if (kFloats || wide != nullptr)
-        StoreFinished<T>(p, f, ring, warpgroup, place, sums, rows, wide, pixels, turn);
+      if (kFloats || (!T::kLarge && wide != nullptr))
+        StoreFinished<Own>(p, f, ring.Slabs(), warpgroup, place, sums, rows, wide, pixels, turn);
       else
-        StoreFinished<T>(p, f, ring, warpgroup, place, sums, rows, out, pixels, turn);
+        StoreFinished<Own>(p, f, ring.Slabs(), warpgroup, place, sums, rows, out, pixels, turn);
     } else if constexpr (!kFloats) {
       StoreSums<T>(sums, wide + place.column, p.columns - place.column, [&](int row) -> int64_t {
         const int64_t pixel = rows.Has(row) ? ResultPixel(p, f, place, row, p.scattered) : -1;
@@ -173,7 +180,7 @@ __device__ void ConsumeAcross(const WgmmaParams& p, Ring<T> ring, int warpgroup,
 
 // Where those who multiply leave registers for patches; and what a thread that does not multiply has of them.
 template <class T, bool kForward>
-constexpr bool kPatched = !(kHeld<T, kForward> && T::kRows == 128 && T::kColumns == 128);
+constexpr bool kPatched = !T::kLarge && !(kHeld<T, kForward> && T::kRows == 128 && T::kColumns == 128);
 template <class T, bool kForward>
 constexpr int kRegistersOfFew = !kPatched<T, kForward> ? 40
                                 : T::kRows > 128       ? 72
@@ -186,7 +193,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     extern __shared__ __align__(1024) unsigned char shared[];
     const Ring<T> ring(shared);
     // Patchers stand in for the producer of pixels.
-    ring.Init(kIsAcross<T> ? kConsumers : 1, p.patches.any ? kProducers - 1 + kPatchers : kProducers);
+    ring.Init(kIsAcross<T> || T::kLarge ? kConsumers : 1, p.patches.any ? kProducers - 1 + kPatchers : kProducers);
     RunRoles<kProducers, kRegistersOfFew<T, kForward>>(
         [&](int which) {
           if (which == 1) return ProduceFilter<T, kForward>(p, ring);
@@ -269,6 +276,8 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* opera
                        T::kRows);
   }
   q.tiles = q.first_tile[phases] * int(q.in_row.tiles.divisor);
+  if (config.cluster > 1 && q.in_row.tiles.divisor % kTogetherColumns == 0)
+    q.two_rows = FastDiv(2 * q.in_row.tiles.divisor);
   if (HasFrame(p) && !kPatched<T, kForward>) return cudaErrorInvalidValue;
   if (e == cudaSuccess && HasFrame(p)) e = MakePatches(p, operand, T::kLine, &q.patches);
   for (int d = 0; d < kRank; ++d) {
@@ -312,10 +321,10 @@ cudaError_t LaunchDataWgmma(const Problem& p, const Config& config, const void* 
     using T = typename decltype(tile)::type;
     // Those that TakesWgmma says.
     constexpr bool kFloats = sizeof(typename T::In) == 4, kCopiedAlone = T::kCopied && T::kColumns == 128;
-    if constexpr (kFloats || (!kCopiedAlone && T::kColumns != 160))
+    if constexpr (kFloats || T::kLarge || (!kCopiedAlone && T::kColumns != 160))
       if (p.direction == Direction::kForward)
         return LaunchTile<T, true>(p, config, operand, filter, out, workspace, epilogue, stream);
-    if constexpr (!kCopiedAlone && !(kFloats && kIsAcross<T>))
+    if constexpr (!kCopiedAlone && !T::kLarge && !(kIsAcross<T> && (kFloats || T::kRows == 80)))
       if (p.direction == Direction::kDataGradient)
         return LaunchTile<T, false>(p, config, operand, filter, out, workspace, epilogue, stream);
     return cudaErrorInvalidValue;

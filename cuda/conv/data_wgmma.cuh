@@ -16,27 +16,40 @@ struct Patches {
   Edges edges[kRank];
 };
 
+// First what all threads begin with, which the constant cache then has in few lines.
 struct WgmmaParams {
-  CUtensorMap operand[kMaxMaps], filter, result;
-  WgmmaPhase phase[kMaxMaps];
-  int first_tile[kMaxMaps + 1];  // of each phase, in tiles of rows
-  int tiles, columns;            // those of taps too
-  WgmmaRow in_row;
-  int lines;     // of channels
-  FastDiv team;  // blocks that share a tile
-  int window[kRank], out[kRank];
+  int tiles, columns;  // those of taps too
+  int lines;           // of channels
   int images;
-  bool scattered;   // the rows of a phase are not neighbours in the result
-  bool lattices;    // but 64 of them, of a line of one tap's columns, are a box there
-  bool boxes;       // the sums are stored as they are, in the operands' type
-  bool alternates;  // the direction in which blocks go over the tiles
+  FastDiv team;      // blocks that share a tile
+  FastDiv two_rows;  // tiles of two rows of them, if two rows are gone over together
+  bool scattered;    // the rows of a phase are not neighbours in the result
+  bool lattices;     // but 64 of them, of a line of one tap's columns, are a box there
+  bool boxes;        // the sums are stored as they are, in the operands' type
+  bool alternates;   // the direction in which blocks go over the tiles
+  WgmmaRow in_row;
+  int first_tile[kMaxMaps + 1];  // of each phase, in tiles of rows
+  int window[kRank], out[kRank];
+  WgmmaPhase phase[kMaxMaps];
+  CUtensorMap operand[kMaxMaps], filter, result;
   Patches patches;
   Epilogue epilogue;
 };
 
 // The block's tile of this number, which others of its cluster have too; past the last if there is none.
+//
+// Clusters are dealt out in turn to the device's eight groups of multiprocessors, of which each gets from the L2 cache
+// once what several of it ask for at the same time. So eight clusters in turn take four columns of two rows of tiles,
+// and a group's tiles are of few rows and few columns.
+constexpr int kTogetherColumns = 4;
 __device__ inline int TileOf(const WgmmaParams& p, int number) {
-  return TileOf(number, p.team.Div(blockIdx.x), p.team.Div(gridDim.x), p.alternates);
+  const int tile = TileOf(number, p.team.Div(blockIdx.x), p.team.Div(gridDim.x), p.alternates);
+  if (p.two_rows.divisor == 0 || tile >= p.tiles) return tile;
+  int in_rows;
+  const int rows = p.two_rows.Div(tile, &in_rows);
+  if ((rows + 1) * int(p.two_rows.divisor) > p.tiles) return tile;  // a last row alone
+  return tile - in_rows + in_rows / (2 * kTogetherColumns) * kTogetherColumns + in_rows % kTogetherColumns +
+         (in_rows / kTogetherColumns % 2) * int(p.in_row.tiles.divisor);
 }
 
 // The tile's rows in the result, in pixels, by the threads of a warpgroup.
@@ -87,12 +100,12 @@ __device__ inline void StoreLattice(const WgmmaParams& p, const WgmmaPhase& f, u
 
 // Stores the sums in the operands' type: by TMA, or a phase's positions one by one.
 template <class T>
-__device__ void StoreBoxes(const WgmmaParams& p, const WgmmaPhase& f, const Ring<T>& ring, int warpgroup,
+__device__ void StoreBoxes(const WgmmaParams& p, const WgmmaPhase& f, uint32_t slabs, int warpgroup,
                            const WgmmaPlace& place, const typename T::Sums& sums, const Rows& rows, typename T::In* out,
                            int* pixels, int& turn) {
   const int thread = threadIdx.x % kWarpgroup;
   if ((p.scattered && !p.lattices) || T::kColumns % T::kLine != 0) FindPixels<T>(p, f, place, warpgroup, pixels);
-  StoreSlabs<T>(ring.Slabs(), warpgroup, sums, rows, turn, [&](int row, int column, uint32_t slab) {
+  StoreSlabs<T>(slabs, warpgroup, sums, rows, turn, [&](int row, int column, uint32_t slab) {
     const bool box = (!p.scattered || p.lattices) && column + T::kLine <= T::kColumns;
     if (box) hopper::ShowSharedToTma();
     hopper::SyncWarpgroup(1 + warpgroup);
@@ -124,7 +137,7 @@ __device__ void Finish(const WgmmaParams& p, float (&v)[4], const Vec<Out, 4>& r
 // Stores the sums through the epilogue, 64 rows and 32 columns at a time, in floats through shared memory. The loop is
 // not unrolled, since it holds the code of every activation.
 template <class T, class Out>
-__device__ void StoreFinished(const WgmmaParams& p, const WgmmaPhase& f, const Ring<T>& ring, int warpgroup,
+__device__ void StoreFinished(const WgmmaParams& p, const WgmmaPhase& f, uint32_t slabs, int warpgroup,
                               const WgmmaPlace& place, typename T::Sums& sums, const Rows& rows, Out* out, int* pixels,
                               int& turn) {
   constexpr int kAcross = T::kColumns / 32, kRounds = 64 * 8 / kWarpgroup;
@@ -144,7 +157,7 @@ __device__ void StoreFinished(const WgmmaParams& p, const WgmmaPhase& f, const R
       Rotate<16>(all);
       continue;
     }
-    const uint32_t slab = ring.Slabs() + (warpgroup * 2 + turn) * T::kSlab;
+    const uint32_t slab = slabs + (warpgroup * 2 + turn) * T::kSlab;
     // What comes from far away first.
     Vec<Out, 4> residual[kRounds];
     if (p.epilogue.residual != nullptr) {

@@ -56,10 +56,7 @@ __device__ void TransposeStage(const Ring<T>& ring, int turner) {
 }
 
 template <class T>
-constexpr bool kTogether = kFloats<T> || T::kRows * T::kColumns > 128 * 128;
-
-template <class T>
-using HalfTile = WgmmaTile<typename T::In, T::kRows / 2, T::kColumns>;
+constexpr bool kTogether = kFloats<T> || T::kLarge;
 
 // sums = A B over the ring's next `steps` stages, at least one, with the rows of A in registers, when B is `turned`.
 template <class T>
@@ -102,34 +99,6 @@ __device__ void MultiplyHeldStages(Ring<T>& ring, int steps, int warpgroup, bool
     Release(ring, ring.stage);
     ring.Next();
   }
-}
-
-// The same of 16-bit floats, from shared memory.
-template <class T>
-__device__ void MultiplyStagesTogether(Ring<T>& ring, int steps, int warpgroup, typename HalfTile<T>::Sums& sums) {
-  constexpr int kBlocks = HalfTile<T>::kBlocks;
-  int last = 0;
-#pragma unroll 1
-  for (int step = 0; step < steps; ++step) {
-    hopper::WaitBarrier(ring.Full(), ring.parity);
-    const uint64_t a = hopper::Descriptor(ring.Data() + warpgroup * kBlocks * T::kSlab, T::kSlab);
-    const uint64_t b = hopper::Descriptor(ring.Data() + T::kBytesA, T::kSlab);
-    hopper::BeginProducts();
-#pragma unroll
-    for (int k = 0; k < 4; ++k)
-#pragma unroll
-      for (int m = 0; m < kBlocks; ++m)
-        hopper::Multiply<typename T::In, T::kColumns, true, true>(sums[m],
-                                                                  a + m * (T::kSlab >> 4) + k * (16 * kLineBytes >> 4),
-                                                                  b + k * (16 * kLineBytes >> 4), step > 0 || k > 0);
-    hopper::CommitProducts();
-    hopper::WaitForProducts<1>();
-    if (step > 0) Release(ring, last);
-    last = ring.stage;
-    ring.Next();
-  }
-  WaitForSums(sums);
-  Release(ring, last);
 }
 
 }  // namespace jaxdnn::conv

@@ -146,7 +146,7 @@ __device__ void Consume(const Params& p, Ring<T> ring, int warpgroup) {
     if constexpr (kFloats<T>)
       MultiplyHeldStages<T>(ring, piece.steps, warpgroup, p.turns, sums);
     else if constexpr (kTogether<T>)
-      MultiplyStagesTogether<T>(ring, piece.steps, warpgroup, sums);
+      MultiplyStagesTogether<T, true, true>(ring, piece.steps, warpgroup, sums);
     else
       MultiplyStages<T, true, true>(ring, piece.steps, number, sums);
     const int first = kTogether<T> ? warpgroup * Own::kBlocks : 0;

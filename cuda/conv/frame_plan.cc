@@ -45,8 +45,9 @@ bool TakesFrame(const Problem& p) {
 }
 
 // Whether the tile's kernel can do all of the problem: Hopper's, where any element of its matrix is one of the operand,
-// or a zero; but the one that has no registers left for it.
+// or a zero; but those that have no registers left for it.
 bool TakesPatches(const Problem& p, Tile tile) {
+  if (tile == Tile::kWgmma256x160) return false;
   if (tile == Tile::kWgmma128x128 && p.in == DType::kF32 && p.direction == Direction::kForward) return false;
   if (kTiles[static_cast<int>(tile)].unit != Unit::kWgmma || p.direction == Direction::kFilterGradient) return false;
   for (int d = 0; d < kRank; ++d) {

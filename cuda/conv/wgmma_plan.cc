@@ -30,7 +30,7 @@ Cost CostOf(const TileShape& t, const Problem& p) {
   constexpr Cost k128x160[] = {{790, 5500}, {780, 9000}, {}, {790, 8000}};
   constexpr Cost k128x256[] = {{}, {}, {1110, 4000}, {1040, 8000}};
   constexpr Cost k256x128[] = {{}, {}, {1120, 4500}};
-  constexpr Cost k256x160[] = {{}, {}, {1340, 5000}};
+  constexpr Cost k256x160[] = {{1400, 4200}, {}, {1340, 5000}};
   constexpr Cost kCopied = {550, 8300};
   // Across, no other warpgroup hides what is between tiles.
   constexpr Cost k80Across = {440, 1400}, k96Across = {465, 1500}, k160Across = {670, 1800}, k208Across = {940, 2000};
@@ -125,8 +125,10 @@ bool TakesWgmma(const Problem& p, const TileShape& t) {
   const bool forward = p.direction == Direction::kForward;
   if (IsAcross(t.tile)) {
     if (filter || p.out != p.in || (floats && !(forward && t.tile == Tile::kWgmma192Across))) return false;
+    if (t.tile == Tile::kWgmma80Across && !forward) return false;
   } else if (t.rows * t.columns > 128 * 160) {
-    if (!filter) return false;
+    // One of them is forward too, of 16-bit floats, which has no 128x160.
+    if (!filter && (t.tile != Tile::kWgmma256x160 || !forward || floats || p.out != p.in)) return false;
   } else if (t.columns == 160 && !floats && p.direction != Direction::kDataGradient) {
     return false;
   }
@@ -246,7 +248,7 @@ double WgmmaCycles(const Problem& p, const TileShape& t, int64_t cluster) {
   const double elements = p.images * pixels * channels + double(p.FilterSize()) + double(g.rows) * g.columns;
   const double memory = phases > 1 ? 0 : elements * SizeOf(p.in) / (kMultiprocessors * kBytesPerCycle);
   constexpr double kBegin = 4400;  // until the first step
-  if (IsAcross(t.tile))
+  if (IsAcross(t.tile) || t.tile == Tile::kWgmma256x160)
     return std::max({each * (busy + cost.tile), longest * cost.step + cost.tile, memory + 1.5 * cost.tile}) + kBegin;
   return std::max({each * std::max(busy, (busy + cost.tile) / 2), longest * cost.step, memory}) + cost.tile + copying;
 }

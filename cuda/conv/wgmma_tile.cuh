@@ -36,9 +36,11 @@ struct WgmmaTile {
   static constexpr int kBlocks = kRows / 64;     // rows of one wgmma
   static constexpr int kPart = 64;               // rows that a block of a cluster finishes, at least
   static constexpr int kSlab = 64 * kLineBytes;  // bytes: 64 rows, or columns, of a stage
-  // Of filter gradients' MN-major operands whole lines of columns are loaded.
+  // So large that both warpgroups compute it together, with half of the rows each.
+  static constexpr bool kLarge = kRows * kColumns > 128 * 160;
+  // Of MN-major operands whole lines of columns are loaded.
   static constexpr int kBytesA = kRows * kLineBytes,
-                       kBytesB = (kSlabs ? kColumns : (kColumns + kLine - 1) / kLine * kLine) * kLineBytes,
+                       kBytesB = (kSlabs && !kLarge ? kColumns : (kColumns + kLine - 1) / kLine * kLine) * kLineBytes,
                        kStageBytes = kBytesA + kBytesB;
   // Sums wait in two slabs of each warpgroup to be stored, to pixels whose numbers stand there too.
   static constexpr int kStoreBytes = kSlabs ? kConsumers * 2 * kSlab : 0,
@@ -175,6 +177,37 @@ __device__ void MultiplyStages(Ring<T>& ring, int steps, int number, typename T:
     ring.Next();
   }
   EndTurn(ring, number, last, sums);
+}
+
+template <class T>
+using HalfTile = WgmmaTile<typename T::In, T::kRows / 2, T::kColumns>;
+
+// The same by both warpgroups, which take every stage, and half of the rows each.
+template <class T, bool kTransposedA, bool kTransposedB>
+__device__ void MultiplyStagesTogether(Ring<T>& ring, int steps, int warpgroup, typename HalfTile<T>::Sums& sums) {
+  constexpr int kBlocks = HalfTile<T>::kBlocks;
+  constexpr int kStepA = (kTransposedA ? 16 * kLineBytes : 32) >> 4,
+                kStepB = (kTransposedB ? 16 * kLineBytes : 32) >> 4;
+  int last = 0;
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
+    hopper::WaitBarrier(ring.Full(), ring.parity);
+    const uint64_t a = hopper::Descriptor(ring.Data() + warpgroup * kBlocks * T::kSlab, T::kSlab);
+    const uint64_t b = hopper::Descriptor(ring.Data() + T::kBytesA, T::kSlab);
+    hopper::BeginProducts();
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+#pragma unroll
+      for (int m = 0; m < kBlocks; ++m)
+        hopper::Multiply<typename T::In, T::kColumns, kTransposedA, kTransposedB>(
+            sums[m], a + m * (T::kSlab >> 4) + k * kStepA, b + k * kStepB, step > 0 || k > 0);
+    hopper::CommitProducts();
+    hopper::WaitForProducts<1>();
+    if (step > 0) Release(ring, last);
+    last = ring.stage;
+    ring.Next();
+  }
+  EndProducts(ring, last, sums);
 }
 
 template <class In>
@@ -339,6 +372,9 @@ cudaError_t VisitWgmmaTile(const Problem& p, const Config& config, F&& f) {
         return f(TypeTag<WgmmaTile<In, 128, 160, sizeof(In) == 4>>());
       case Tile::kWgmma128x128Copied:
         return f(TypeTag<WgmmaTile<In, 128, 128, true>>());
+      case Tile::kWgmma256x160:
+        if constexpr (sizeof(In) == 2) return f(TypeTag<WgmmaTile<In, 256, 160>>());
+        return cudaErrorInvalidValue;
       default:
         return cudaErrorInvalidValue;
     }
