@@ -14,7 +14,7 @@
 // and leave in fours.
 #include "cuda/conv/epilogue.cuh"
 #include "cuda/conv/unaligned.h"
-#include "cuda/conv/unaligned_slabs.cuh"
+#include "cuda/conv/unaligned.cuh"
 
 namespace jaxdnn::conv {
 namespace {
@@ -30,36 +30,50 @@ struct UnalignedPlace {
   }
 };
 
-// Calls bring(group, slice) for one strip of a tile after another, of a slice of the channels.
-template <class Bring>
-__device__ __forceinline__ void ForStrips(const UnalignedParams& q, const Bring& bring) {
-  for (int group = 0; group < q.groups; ++group)
-    for (int slice = 0; slice < q.slices; ++slice) bring(group, slice);
-}
-
+// The strips of a block's tiles, by a warp: a lane has some of the chunks.
 template <class T>
-__device__ void ProduceStrips(const UnalignedParams& q, const UnalignedShared<T>& shared, int thread,
-                              const AlignedArray<typename T::In>& in) {
+__device__ void ProduceStrips(const UnalignedParams& q, const UnalignedShared<T>& shared, int lane) {
   UnalignedTurn turn;
   for (int tile = blockIdx.x; tile < q.tiles; tile += gridDim.x) {
     const UnalignedPlace place(q, tile, T());
-    ForStrips(q, [&](int group, int slice) {
-      const int channel = slice * q.steps * T::kDepth;
+    for (int group = 0; group < q.groups; ++group) {
       const int plane_tap = group / q.plane_groups, line = (group - plane_tap * q.plane_groups) * q.tap_lines;
-      int* const pixels = shared.pixels + turn.stage * q.pixels;
-      FindPixels(q, thread, T::kStripThreads, place.row + line * q.line_step, plane_tap, pixels);
-      // Nobody is two strips ahead of another.
-      hopper::SyncThreads(4, T::kStripThreads);
-      hopper::WaitBarrier(shared.StripEmpty(turn.stage), turn.parity ^ 1);
-      const uint32_t strip = shared.strips + turn.stage * q.strip_bytes;
-      FillStrip(thread, T::kStripThreads, q.steps_div, q.pixels, pixels, q.channels, channel, q.channels, 2 * q.steps,
-                q.pixels, in, strip);
-      CommitCopies();
-      WaitForCopies<0>();
-      hopper::ShowSharedToTma();
-      hopper::Arrive(shared.StripFull(turn.stage));
-      turn.Next(2);
-    });
+      for (int slice = 0; slice < q.slices; ++slice) {
+        const uint32_t full = shared.StripFull(turn.stage), strip = shared.strips + turn.stage * q.strip_bytes;
+        hopper::WaitBarrier(shared.StripEmpty(turn.stage), turn.parity ^ 1);
+        if (lane == 0) hopper::ArriveExpecting(full, q.strip_bytes);
+        __syncwarp();
+        for (int i = lane; i < 2 * q.steps; i += 32)
+          CopyPacked(q.packed, q.packed_planes, slice * 2 * q.steps + i, place.row + line * q.line_step, q.pixels,
+                     plane_tap * q.dilation[0] - q.pad[0], strip + i * q.pixels * 16, full);
+        turn.Next(2);
+      }
+    }
+  }
+}
+
+// The filter's slabs, by a thread: all of them once, or those of tile after tile in the order that they are used in.
+template <class T>
+__device__ void ProduceSlabs(const UnalignedParams& q, const UnalignedShared<T>& shared, const unsigned char* slabs) {
+  const int all = q.groups * q.slices * q.tap_lines * q.window_width;
+  const auto copy = [&](int stage, int slab, uint32_t barrier) {
+    hopper::CopyBulk(shared.slabs + stage * q.slab_bytes, slabs + int64_t{slab} * q.slab_bytes, q.slab_bytes, barrier);
+  };
+  if constexpr (T::kResident) {
+    hopper::ArriveExpecting(shared.SlabFull(0), all * q.slab_bytes);
+    for (int i = 0; i < all; ++i) copy(i, i, shared.SlabFull(0));
+  } else {
+    UnalignedTurn turn;
+    for (int tile = blockIdx.x; tile < q.tiles; tile += gridDim.x) {
+      int column_tile;
+      q.column_tiles_div.Div(tile, &column_tile);
+      for (int i = 0; i < all; ++i) {
+        hopper::WaitBarrier(shared.SlabEmpty(turn.stage), turn.parity ^ 1);
+        hopper::ArriveExpecting(shared.SlabFull(turn.stage), q.slab_bytes);
+        copy(turn.stage, column_tile * all + i, shared.SlabFull(turn.stage));
+        turn.Next(q.slabs);
+      }
+    }
   }
 }
 
@@ -151,17 +165,11 @@ __device__ __forceinline__ void StoreRows(const UnalignedParams& q, int first, i
 template <class T>
 struct UnalignedCursor {
   UnalignedTurn strip, slab;
-  int taken = 0, tap, line, column;  // slabs; of the strip
-
-  // Whether a slab is one of the first two of all.
-  __device__ bool First() const { return taken < 2; }
+  int tap, line, column;  // of the strip
 
   __device__ void Begin() { tap = line = column = 0; }
   __device__ void Next(const UnalignedParams& q) {
-    if constexpr (!T::kResident) {
-      slab.Next(q.slabs);
-      ++taken;
-    }
+    if constexpr (!T::kResident) slab.Next(q.slabs);
     ++tap;
     if (++column < q.window_width) return;
     column = 0;
@@ -187,7 +195,7 @@ __device__ __forceinline__ void VisitSteps(int steps, const F& f) {
 // The sums of a tile's rows that are the warpgroup's.
 template <int kSteps, class T>
 __device__ __forceinline__ void MultiplyStrips(const UnalignedParams& q, const UnalignedShared<T>& shared,
-                                               int warpgroup, UnalignedCursor<T>& at, SlabCopies<T>& copies,
+                                               int warpgroup, UnalignedCursor<T>& at,
                                                typename T::Sums& sums) {
   using In = typename T::In;
   const int all = q.groups * q.slices * q.tap_lines * q.window_width;
@@ -222,11 +230,6 @@ __device__ __forceinline__ void MultiplyStrips(const UnalignedParams& q, const U
       if constexpr (!T::kResident) ArriveWarp(shared.SlabEmpty(last_slab));
       if (at.tap == 0) ArriveWarp(shared.StripEmpty(last_strip));
     }
-    // The slab before the last one has been read by now.
-    if constexpr (!T::kResident) {
-      if (threadIdx.x == 0 && !at.First()) copies.Next(q, shared);
-      __syncwarp();
-    }
     last_slab = at.slab.stage;
     last_strip = at.strip.stage;
     at.Next(q);
@@ -241,13 +244,9 @@ __device__ __forceinline__ void MultiplyStrips(const UnalignedParams& q, const U
 }
 
 template <class T>
-__device__ void Consume(const UnalignedParams& q, const UnalignedShared<T>& shared, int warpgroup,
-                        const unsigned char* slabs, void* out) {
+__device__ void Consume(const UnalignedParams& q, const UnalignedShared<T>& shared, int warpgroup, void* out) {
   using In = typename T::In;
   UnalignedCursor<T> at;
-  SlabCopies<T> copies(q, slabs);
-  if (threadIdx.x == 0) copies.Begin(q, shared);
-  __syncwarp();
   if constexpr (T::kResident) {
     at.strip.stage = warpgroup;
     hopper::WaitBarrier(shared.SlabFull(0), 0);
@@ -257,7 +256,7 @@ __device__ void Consume(const UnalignedParams& q, const UnalignedShared<T>& shar
     const UnalignedPlace place(q, tile, T());
     typename T::Sums sums;
     VisitSteps(q.steps,
-               [&](auto steps) { MultiplyStrips<decltype(steps)::value>(q, shared, warpgroup, at, copies, sums); });
+               [&](auto steps) { MultiplyStrips<decltype(steps)::value>(q, shared, warpgroup, at, sums); });
     // Not unrolled, since it holds the code of every activation.
 #pragma unroll 1
     for (int m = 0; m < T::kBlocks; ++m) {
@@ -278,16 +277,17 @@ __device__ void Consume(const UnalignedParams& q, const UnalignedShared<T>& shar
 
 template <class T>
 __global__ void __launch_bounds__(T::kThreads, 1)
-    UnalignedKernel(const __grid_constant__ UnalignedParams q, AlignedArray<typename T::In> in,
-                    const unsigned char* slabs, void* out) {
+    UnalignedKernel(const __grid_constant__ UnalignedParams q, const unsigned char* slabs, void* out) {
   if constexpr (hopper::kAvailable) {
     extern __shared__ __align__(128) unsigned char memory[];
     const UnalignedShared<T> shared(q, memory);
     shared.Init();
     if (threadIdx.x < T::kConsumers)
-      Consume(q, shared, threadIdx.x / T::kWarpgroup, slabs, out);
-    else
-      ProduceStrips(q, shared, threadIdx.x - T::kConsumers, in);
+      Consume(q, shared, threadIdx.x / T::kWarpgroup, out);
+    else if (threadIdx.x < T::kConsumers + 32)
+      ProduceStrips(q, shared, threadIdx.x % 32);
+    else if (threadIdx.x == T::kConsumers + 32)
+      ProduceSlabs(q, shared, slabs);
   }
 }
 
@@ -295,7 +295,7 @@ template <class T>
 cudaError_t LaunchTile(const Problem& p, const UnalignedPlan& plan, const void* operand, const void* filter, void* out,
                        void* workspace, bool forward, const Epilogue& epilogue, cudaStream_t stream) {
   using In = typename T::In;
-  UnalignedParams q = RowParams(p, plan.line, plan.lines);
+  UnalignedParams q = RowParams(p, plan);
   q.epilogue = epilogue;
   q.finish = !IsNone(epilogue);
   q.wide = p.out != p.in;
@@ -323,33 +323,61 @@ cudaError_t LaunchTile(const Problem& p, const UnalignedPlan& plan, const void* 
   cudaError_t e = cudaGetDevice(&device);
   if (e == cudaSuccess) e = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
   if (e != cudaSuccess) return e;
-  const int chunks = int(plan.FilterBytes(p) / 16);
-  e = LaunchKernel(ArrangeFilterKernel<In>, CeilDiv(chunks, 256), 256, stream, q, FastDiv(q.slab_bytes / 16),
-                   FastDiv(q.tap_lines * q.window_width), FastDiv(q.slices), FastDiv(q.groups), forward,
-                   static_cast<const In*>(filter), chunks, static_cast<uint4*>(workspace));
+  auto* const slabs = static_cast<unsigned char*>(workspace);
+  const Packing packing = {operand,    p.images * p.x[0],    0,          p.images * p.x[0],
+                           {p.x[1], p.x[2]}, {p.pad[1], p.pad[2]}, p.channels, plan.pixels,
+                           slabs + plan.FilterBytes(p)};
+  q.packed = RowsOf(packing, plan, p.in);
+  q.packed_planes = PlanesOf(p, plan);
+  const FilterPacking filter_packing = {filter,
+                                        slabs,
+                                        int(plan.FilterBytes(p) / 16),
+                                        FastDiv(q.slab_bytes / 16),
+                                        FastDiv(q.tap_lines * q.window_width),
+                                        FastDiv(q.slices),
+                                        FastDiv(q.groups),
+                                        forward,
+                                        int(p.Taps()),
+                                        q.channels,
+                                        q.features,
+                                        q.columns};
+  e = PackRows(plan, p.in, packing, filter_packing, stream);
   if (e != cudaSuccess) return e;
-  const auto* const begin = static_cast<const In*>(operand);
-  const AlignedArray<In> array = {begin, begin + p.images * p.XPixels() * p.channels};
   const Grid grid = {std::min<int64_t>(q.tiles, multiprocessors), T::kThreads, size_t(plan.SharedBytes())};
-  return LaunchKernel(UnalignedKernel<T>, grid, stream, q, array, static_cast<const unsigned char*>(workspace), out);
+  return LaunchKernel(UnalignedKernel<T>, grid, stream, q, slabs, out);
 }
 
 }  // namespace
 
 cudaError_t LaunchUnaligned(const Problem& problem, const void* operand, const void* filter, void* out, void* workspace,
                             const Epilogue& epilogue, cudaStream_t stream) {
-  const Problem p = AsForward(problem);
+  const Problem all = AsForward(problem);
+  Problem p = UnalignedPart(all);
   const bool forward = problem.direction == Direction::kForward;
-  UnalignedPlan plan;
-  if (!plan.Fit(p)) return cudaErrorInvalidValue;
-  return VisitSingleDType(p.in, [&](auto in) {
-    using In = typename decltype(in)::type;
-    const auto launch = [&](auto tile) {
-      return LaunchTile<typename decltype(tile)::type>(p, plan, operand, filter, out, workspace, forward, epilogue,
-                                                       stream);
+  const auto launch = [&](auto tile, const UnalignedPlan& plan, int64_t image) {
+    const auto later = [&](const void* array, int64_t pixels, int64_t channels, DType type) {
+      return array == nullptr ? nullptr
+                              : static_cast<const char*>(array) + image * pixels * channels * int64_t(SizeOf(type));
     };
-    return plan.resident ? launch(TypeTag<UnalignedTile<In, true>>()) : launch(TypeTag<UnalignedTile<In, false>>());
-  });
+    Epilogue mine = epilogue;
+    mine.residual = later(epilogue.residual, p.YPixels(), p.features, p.out);
+    return LaunchTile<typename decltype(tile)::type>(
+        p, plan, later(operand, p.XPixels(), p.channels, p.in), filter,
+        const_cast<void*>(static_cast<const void*>(later(out, p.YPixels(), p.features, p.out))), workspace, forward,
+        mine, stream);
+  };
+  for (int64_t image = 0; image < all.images; image += p.images) {
+    p.images = std::min(p.images, all.images - image);
+    UnalignedPlan plan(p);
+    if (!plan.Fit(p)) return cudaErrorInvalidValue;
+    const cudaError_t e = VisitSingleDType(p.in, [&](auto in) {
+      using In = typename decltype(in)::type;
+      return plan.resident ? launch(TypeTag<UnalignedTile<In, true>>(), plan, image)
+                           : launch(TypeTag<UnalignedTile<In, false>>(), plan, image);
+    });
+    if (e != cudaSuccess) return e;
+  }
+  return cudaSuccess;
 }
 
 }  // namespace jaxdnn::conv

@@ -6,7 +6,7 @@
 #include "cuda/common/launch.cuh"
 #include "cuda/common/mma.cuh"
 #include "cuda/conv/epilogue.cuh"
-#include "cuda/conv/unaligned_plan.h"
+#include "cuda/conv/unaligned_pack.cuh"
 
 namespace jaxdnn::conv {
 
@@ -16,15 +16,14 @@ struct AlignedArray {
   const In *begin, *end;
 };
 
-// Two warpgroups multiply, two bring strips.
+// Two warpgroups multiply, a warp brings strips and another one the filter.
 template <class In_, bool kResident_>
 struct UnalignedTile {
   using In = In_;
   static constexpr bool kResident = kResident_;
   static constexpr int kColumns = UnalignedPlan::kColumns, kWarpgroup = 128;
   static constexpr int kWarpgroupRows = UnalignedPlan::kWarpgroupRows, kBlocks = kWarpgroupRows / 64;
-  static constexpr int kConsumers = UnalignedPlan::kWarpgroups * kWarpgroup, kStripThreads = 2 * kWarpgroup;
-  static constexpr int kThreads = kConsumers + kStripThreads;
+  static constexpr int kConsumers = UnalignedPlan::kWarpgroups * kWarpgroup, kThreads = kConsumers + 64;
   static constexpr int kDepth = UnalignedPlan::kStepBytes / sizeof(In);  // channels of a step
   using Sums = float[kBlocks][kColumns / 2];
 };
@@ -44,15 +43,21 @@ struct UnalignedParams {
   int planes;                                                  // of the result, of all images
   int extent[kRank], pad[kRank], dilation[kRank], out[kRank];  // of the operand, and of the result
   int pixels, strip_bytes, slab_bytes, slabs, staged_bytes;
+  PackedRows packed;
+  PackedPlanes packed_planes;
 };
 
-// What rows are, of lines and planes that are so far apart.
-inline UnalignedParams RowParams(const Problem& p, int line, int lines) {
+inline PackedPlanes PlanesOf(const Problem& p, const UnalignedRows& rows) {
+  const bool together = p.window[0] == 1 && p.pad[0] == 0 && p.x[0] == p.y[0];
+  return {together, FastDiv(rows.Rows(1)), FastDiv(p.y[0]), int(p.images * p.y[0]), int(p.x[0])};
+}
+
+inline UnalignedParams RowParams(const Problem& p, const UnalignedRows& rows) {
   UnalignedParams q = {};
   q.window_width = int(p.window[2]);
-  q.line_step = int(p.rhs_dilation[1] * line);
-  q.line_div = FastDiv(line);
-  q.lines_div = FastDiv(lines);
+  q.line_step = int(p.rhs_dilation[1] * rows.line);
+  q.line_div = FastDiv(rows.line);
+  q.lines_div = FastDiv(rows.lines);
   q.planes_div = FastDiv(p.y[0]);
   q.planes = int(p.images * p.y[0]);
   for (int d = 0; d < kRank; ++d) {
@@ -69,7 +74,6 @@ template <class T>
 struct UnalignedShared {
   uint32_t strips, slabs;
   float* staged;
-  int* pixels;
   uint32_t barriers;
 
   __device__ UnalignedShared(const UnalignedParams& q, unsigned char* shared)
@@ -78,7 +82,6 @@ struct UnalignedShared {
     staged = reinterpret_cast<float*>(next);
     next += UnalignedPlan::kWarpgroups * q.staged_bytes;
     barriers = SharedAddress(next);
-    pixels = reinterpret_cast<int*>(next + (2 + UnalignedPlan::kMostSlabs) * 16);
   }
   __device__ uint32_t StripFull(int i) const { return barriers + 16 * i; }
   __device__ uint32_t StripEmpty(int i) const { return barriers + 16 * i + 8; }
@@ -90,7 +93,7 @@ struct UnalignedShared {
     if (threadIdx.x == 0) {
       constexpr int kTakers = (T::kResident ? T::kWarpgroup : T::kConsumers) / 32;
       for (int i = 0; i < 2; ++i) {
-        hopper::InitBarrier(StripFull(i), T::kStripThreads);
+        hopper::InitBarrier(StripFull(i), 1);
         hopper::InitBarrier(StripEmpty(i), kTakers);
       }
       for (int i = 0; i < UnalignedPlan::kMostSlabs; ++i) {

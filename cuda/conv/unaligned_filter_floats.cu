@@ -291,10 +291,10 @@ __global__ void __launch_bounds__(kThreads, 1) UnalignedFloatsKernel(const __gri
 
 cudaError_t LaunchUnalignedFilterFloats(const Problem& p, const Config& config, const void* x, const void* y, void* out,
                                         void* workspace, cudaStream_t stream) {
-  Plan plan;
+  Plan plan(p);
   if (!plan.Fit(p)) return cudaErrorInvalidValue;
   Params q = {};
-  static_cast<UnalignedSlices&>(q) = SliceParams(p, plan.line, plan.lines);
+  static_cast<UnalignedSlices&>(q) = SliceParams(p, plan);
   q.columns = plan.columns;
   q.column_tiles_div = FastDiv(plan.column_tiles);
   q.tap_lines = plan.tap_lines;

@@ -16,23 +16,41 @@ int64_t Pitch(const Problem& p, int d) {
   return std::max({p.y[d], needed - std::max<int64_t>(p.pad[d], 0), std::min(p.pad[d] + p.x[d], needed)});
 }
 
-double Rows(const Problem& p) { return double(p.images) * p.y[0] * Pitch(p, 1) * Pitch(p, 2); }
+double AllRows(const Problem& p) {
+  return double(p.images) * std::max(p.x[0], p.y[0]) * Pitch(p, 1) * Pitch(p, 2);
+}
 
 }  // namespace
 
+UnalignedRows::UnalignedRows(const Problem& p) : line(int(Pitch(p, 2))), lines(int(Pitch(p, 1))) {}
+
 int UnalignedPlan::SharedBytes() const {
   constexpr int kBarriers = (2 + kMostSlabs) * 16;
-  return 2 * StripBytes() + slabs * SlabBytes() + kWarpgroups * StagedBytes() + 2 * pixels * 4 + kBarriers;
+  return 2 * StripBytes() + slabs * SlabBytes() + kWarpgroups * StagedBytes() + kBarriers;
+}
+
+int64_t UnalignedPlan::WorkspaceBytes(const Problem& p) const {
+  return FilterBytes(p) + PackedBytes(p.images * p.x[0], p.channels, SizeOf(p.in), pixels);
+}
+
+Problem UnalignedPart(const Problem& p) {
+  constexpr int64_t kMostBytes = int64_t{128} << 20, kMultiple = 8;  // of images: then all parts are on 16 bytes
+  const UnalignedRows rows(p);
+  const bool filter = p.direction == Direction::kFilterGradient;
+  const double image = (p.x[0] * double(p.channels) + (filter ? p.y[0] * double(p.features) : 0)) * rows.Rows(1) *
+                       SizeOf(p.in);
+  Problem part = p;
+  if (p.images * image > kMostBytes)
+    part.images = std::min(p.images, std::max<int64_t>(1, int64_t(kMostBytes / image) / kMultiple) * kMultiple);
+  return part;
 }
 
 bool UnalignedPlan::Fit(const Problem& p) {
   const int size = SizeOf(p.in);
-  const int64_t pitch = Pitch(p, 2), plane = Pitch(p, 1), most = INT32_MAX / 4;
-  const int64_t reach = (p.window[2] - 1) * p.rhs_dilation[2], line_step = p.rhs_dilation[1] * pitch;
-  if (Rows(p) > most || double(p.window[1]) * line_step + reach > most) return false;
-  line = int(pitch);
-  lines = int(plane);
-  all_rows = p.images * p.y[0] * plane * pitch;
+  constexpr int64_t most = INT32_MAX / 4;
+  const int64_t reach = (p.window[2] - 1) * p.rhs_dilation[2], line_step = p.rhs_dilation[1] * line;
+  if (AllRows(p) > most || double(p.window[1]) * line_step + reach > most) return false;
+  all_rows = Rows(p.images * p.y[0]);
   const int64_t all_steps = CeilDiv(p.channels * size, kStepBytes);
   column_tiles = int(CeilDiv(p.features, kColumns));
   columns = int(CeilDiv(p.features, column_tiles));
@@ -71,13 +89,11 @@ bool UnalignedPlan::Fit(const Problem& p) {
   return (together && fits(p.window[1])) || fits(1);
 }
 
-UnalignedFilterPlan::UnalignedFilterPlan(const Problem& p) {
+UnalignedFilterPlan::UnalignedFilterPlan(const Problem& p) : UnalignedRows(p) {
   constexpr int kColumns = UnalignedPlan::kColumns, kMostAppended = 2;
-  line = int(Pitch(p, 2));
-  lines = int(Pitch(p, 1));
-  all_rows = p.images * p.y[0] * lines * line;
+  all_rows = Rows(p.images * p.y[0]);
   column_tiles = int(CeilDiv(p.features, kColumns));
-  columns = int(CeilDiv(p.features, column_tiles));
+  columns = int(CeilDiv(CeilDiv(p.features, column_tiles), 8) * 8);
   const int64_t eights = CeilDiv(p.channels, 8), width = p.window[2];
   whole_groups = int(eights / 8);
   left = int(eights % 8);
@@ -86,7 +102,8 @@ UnalignedFilterPlan::UnalignedFilterPlan(const Problem& p) {
   channel_groups = whole_groups + (left > 0 && !appended);
   const int64_t most = whole_groups > 0 ? width + (appended ? left_units : 0) : std::min<int64_t>(width, left_units);
   unit_groups = int(CeilDiv(most, kUnits));
-  pixels = int((kRows + (width - 1) * p.rhs_dilation[2]) | 1);
+  pixels = int(kRows + (width - 1) * p.rhs_dilation[2]);
+  stages = std::min(kMostStages, (kMostSharedBytes - kBarrierBytes) / StageBytes(pixels));
 }
 
 int UnalignedFloatsPlan::SharedBytes() const {
@@ -100,11 +117,10 @@ bool UnalignedFloatsPlan::Fit(const Problem& p) {
   constexpr int kColumns = UnalignedPlan::kColumns, kMostTileRows = 2 * kUnit;
   const int64_t pitch_of_lines = Pitch(p, 2), reach = (p.window[2] - 1) * p.rhs_dilation[2];
   const int64_t line_step = p.rhs_dilation[1] * pitch_of_lines;
-  if (Rows(p) > INT32_MAX / 4 || double(p.window[1]) * line_step + reach > INT32_MAX / 4) return false;
-  UnalignedFloatsPlan best = {};
-  line = int(pitch_of_lines);
-  lines = int(Pitch(p, 1));
-  all_rows = p.images * p.y[0] * lines * line;
+  if (AllRows(p) > INT32_MAX / 4 || double(p.window[1]) * line_step + reach > INT32_MAX / 4) return false;
+  cycles = 0;
+  UnalignedFloatsPlan best = *this;
+  all_rows = Rows(p.images * p.y[0]);
   column_tiles = int(CeilDiv(p.features, kColumns - Shifts(p.features)));
   columns = int(CeilDiv(p.features, column_tiles));
   if (Shifts(p.features) == 0) columns = (columns + 3) / 4 * 4;
@@ -138,15 +154,28 @@ bool UnalignedFloatsPlan::Fit(const Problem& p) {
   return cycles > 0;
 }
 
+int64_t UnalignedFilterPlan::XPackedBytes(const Problem& p) const {
+  return PackedBytes(p.images * p.x[0], p.channels, SizeOf(p.in), pixels);
+}
+
+int64_t UnalignedFilterPlan::YPackedBytes(const Problem& p) const {
+  return PackedBytes(p.images * p.y[0], p.features, SizeOf(p.in), kRows);
+}
+
 int64_t UnalignedTiles(const Problem& p) {
   if (p.in != DType::kF32) return UnalignedFilterPlan(p).Tiles();
-  UnalignedFloatsPlan plan;
+  UnalignedFloatsPlan plan(p);
   return plan.Fit(p) ? plan.Tiles() : 0;
 }
 
-int64_t UnalignedWorkspace(const Problem& p) {
-  UnalignedPlan plan;
-  return p.direction != Direction::kFilterGradient && plan.Fit(AsForward(p)) ? plan.FilterBytes(p) : 0;
+int64_t UnalignedWorkspace(const Problem& problem) {
+  const Problem p = UnalignedPart(AsForward(problem));
+  if (p.direction == Direction::kFilterGradient) {
+    const UnalignedFilterPlan plan(p);
+    return p.in == DType::kF32 ? 0 : plan.XPackedBytes(p) + plan.YPackedBytes(p) + 16;
+  }
+  UnalignedPlan plan(p);
+  return plan.Fit(p) ? plan.WorkspaceBytes(p) : 0;
 }
 
 bool TakesUnaligned(const Problem& problem) {
@@ -161,12 +190,12 @@ bool TakesUnaligned(const Problem& problem) {
   if (p.channels % chunk == 0 && p.features % chunk == 0) return false;
   if (std::min({p.images, p.channels, p.features, p.XPixels(), p.YPixels(), p.Taps()}) == 0) return false;
   if (p.images * std::max(p.XPixels(), p.YPixels()) >= INT32_MAX / 4) return false;
-  UnalignedPlan plan;
+  UnalignedPlan plan(p);
   if (!filter) return plan.Fit(p);
-  UnalignedFloatsPlan floats;
+  UnalignedFloatsPlan floats(p);
   if (p.in == DType::kF32) return floats.Fit(p);
-  constexpr int64_t kMostPixels = 400;  // for shared memory
-  return Rows(p) < INT32_MAX / 4 && (p.window[2] - 1) * p.rhs_dilation[2] + UnalignedFilterPlan::kRows < kMostPixels;
+  constexpr int64_t kMostReach = 300;  // for shared memory
+  return AllRows(p) < INT32_MAX / 4 && (p.window[2] - 1) * p.rhs_dilation[2] < kMostReach;
 }
 
 // Fitted to an H200. A tile takes as long as its products, or what brings and stores it; where the filter comes in
@@ -177,7 +206,7 @@ double UnalignedCycles(const Problem& problem, int64_t splits) {
   const Problem p = AsForward(problem);
   if (p.direction == Direction::kFilterGradient && p.in == DType::kF32) {
     constexpr double kFloatsStart = 12000;
-    UnalignedFloatsPlan plan;
+    UnalignedFloatsPlan plan(p);
     if (!plan.Fit(p)) return HUGE_VAL;
     const double blocks = double(plan.BlocksOfSlice(p)), rows = CeilDiv(plan.Tiles(), splits) * plan.kUnit;
     return std::ceil(blocks * splits / kMultiprocessors) * (kFloatsStart + rows * plan.cycles / blocks);
@@ -187,7 +216,7 @@ double UnalignedCycles(const Problem& problem, int64_t splits) {
     const double blocks = double(plan.BlocksOfSlice(p)) * splits;
     return std::ceil(blocks / kMultiprocessors) * (kFilterStart + CeilDiv(plan.Tiles(), splits) * kFilterTile);
   }
-  UnalignedPlan plan;
+  UnalignedPlan plan(p);
   if (!plan.Fit(p)) return HUGE_VAL;
   const double slabs = double(p.Taps()) * plan.slices, products = slabs * plan.steps * plan.rows / 64;
   const double pairs = double(plan.groups) * plan.slices * plan.steps * plan.pixels;
