@@ -10,12 +10,6 @@
 
 namespace jaxdnn::conv {
 
-// An array on 16 bytes, of which no byte outside is read.
-template <class In>
-struct AlignedArray {
-  const In *begin, *end;
-};
-
 // Two warpgroups multiply, a warp brings strips and another one the filter.
 template <class In_, bool kResident_>
 struct UnalignedTile {
@@ -123,112 +117,6 @@ __device__ inline void ArriveWarp(uint32_t barrier) {
   if (threadIdx.x % 32 == 0) hopper::Arrive(barrier);
 }
 
-__device__ inline void StoreChunk(uint32_t shared, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
-}
-
-// Two chunks of elements that begin anywhere, in a row, and the three aligned ones they lie in. Of their bytes so many
-// exist, the others are zeros.
-template <class In>
-struct ChunkPair {
-  uint32_t words[12];
-  int shift;  // bytes in front of the first element
-
-  // Begins to read them. What does not end before `end`, the array's last multiple of 16 bytes, is left to FetchSlowly.
-  __device__ __forceinline__ bool Fetch(const In* from, int bytes, bool exists, const char* end) {
-    shift = static_cast<int>(reinterpret_cast<uintptr_t>(from) % 16);
-    const char* const first = reinterpret_cast<const char*>(from);
-    const bool inside = exists && first + bytes <= end;
-    const uint4* const aligned = reinterpret_cast<const uint4*>(first - shift);
-    uint4 chunks[3] = {};
-    if (inside) chunks[0] = __ldg(aligned);
-    if (inside && shift + bytes > 16) chunks[1] = __ldg(aligned + 1);
-    if (inside && shift + bytes > 32) chunks[2] = __ldg(aligned + 2);
-#pragma unroll
-    for (int i = 0; i < 3; ++i) {
-      words[4 * i] = chunks[i].x, words[4 * i + 1] = chunks[i].y;
-      words[4 * i + 2] = chunks[i].z, words[4 * i + 3] = chunks[i].w;
-    }
-    return exists && !inside;
-  }
-  __device__ __forceinline__ void FetchSlowly(const In* from, int bytes) {
-    using Bits = std::conditional_t<sizeof(In) == 2, unsigned short, unsigned>;
-    constexpr int kPerWord = 4 / sizeof(In);
-    shift = 0;
-#pragma unroll
-    for (int i = 0; i < 8 * kPerWord; ++i)
-      if (i * static_cast<int>(sizeof(In)) < bytes)
-        words[i / kPerWord] |= uint32_t{__ldg(reinterpret_cast<const Bits*>(from) + i)} << i % kPerWord * 16;
-  }
-
-  // To the first eight words.
-  __device__ __forceinline__ void Shift(const uint32_t (&mask)[8]) {
-    const bool two = shift & 8, one = shift & 4;
-#pragma unroll
-    for (int i = 0; i < 10; ++i) words[i] = two ? words[i + 2] : words[i];
-#pragma unroll
-    for (int i = 0; i < 9; ++i) words[i] = one ? words[i + 1] : words[i];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      if constexpr (sizeof(In) == 2) words[i] = __funnelshift_r(words[i], words[i + 1], shift % 4 * 8);
-      words[i] &= mask[i];
-    }
-    if constexpr (sizeof(In) == 4) {
-      RoundToTf32(reinterpret_cast<uint32_t (&)[4]>(words[0]));
-      RoundToTf32(reinterpret_cast<uint32_t (&)[4]>(words[4]));
-    }
-  }
-};
-
-// Copies `elements` of each of some lines, and zeros behind them, to a line's `chunks`, which are so many bytes apart.
-// pairs.divisor is half of those: a thread always copies the same two of a line, of kAtOnce lines at once. from(line,
-// &at) says whether there is such a line, and where; to(line), where its first chunk goes.
-template <int kAtOnce, class In, class From, class To>
-__device__ __forceinline__ void CopyLines(int thread, int threads, const FastDiv& pairs, int lines, int chunks,
-                                          int elements, int chunks_apart, const In* end, const From& from,
-                                          const To& to) {
-  int mine;
-  const int first = pairs.Div(thread, &mine), apart = pairs.Div(threads), element = mine * 2 * kVecLength<In>;
-  if (first >= apart) return;
-  const int bytes = max(0, min(elements - element, 2 * kVecLength<In>)) * static_cast<int>(sizeof(In));
-  const char* const last = reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(end) / 16 * 16);
-  uint32_t mask[8];
-#pragma unroll
-  for (int i = 0; i < 8; ++i) mask[i] = bytes >= 4 * i + 4 ? ~0u : bytes <= 4 * i ? 0u : 0xFFFFu;
-#pragma unroll 1
-  for (int begin = first; begin < lines; begin += kAtOnce * apart) {
-    ChunkPair<In> pair[kAtOnce];
-    bool slow = false;
-    const auto each = [&](int j, const auto& f) {
-      const int line = begin + j * apart;
-      const In* at;
-      const bool exists = from(min(line, lines - 1), &at) && line < lines && bytes > 0;
-      return f(at + element, exists);
-    };
-#pragma unroll
-    for (int j = 0; j < kAtOnce; ++j)
-      slow |= each(j, [&](const In* at, bool exists) { return pair[j].Fetch(at, bytes, exists, last); });
-    if (slow) {
-#pragma unroll
-      for (int j = 0; j < kAtOnce; ++j)
-        each(j, [&](const In* at, bool exists) {
-          if (exists && reinterpret_cast<const char*>(at) + bytes > last) pair[j].FetchSlowly(at, bytes);
-        });
-    }
-#pragma unroll
-    for (int j = 0; j < kAtOnce; ++j) {
-      pair[j].Shift(mask);
-      const int line = begin + j * apart;
-      const uint32_t* const words = pair[j].words;
-      if (line < lines) {
-        const uint32_t place = to(line) + 2 * mine * chunks_apart;
-        StoreChunk(place, words[0], words[1], words[2], words[3]);
-        if (2 * mine + 1 < chunks) StoreChunk(place + chunks_apart, words[4], words[5], words[6], words[7]);
-      }
-    }
-  }
-}
-
 // The operand's pixel at a row, which a plane of the window moves, or -1 for zeros.
 __device__ __forceinline__ int OperandPixel(const UnalignedParams& q, int row, int plane_tap) {
   int at[kRank];
@@ -252,45 +140,6 @@ __device__ __forceinline__ int ResultPixel(const UnalignedParams& q, int row, bo
   *exists = x < q.out[2] && y < q.out[1] && plane < q.planes;
   if (plane >= q.planes) return q.planes * q.out[1] * q.out[2];
   return (plane * q.out[1] + min(y, q.out[1])) * q.out[2] + (y < q.out[1] ? min(x, q.out[2]) : 0);
-}
-
-// Those of a strip from row `first` on.
-__device__ __forceinline__ void FindPixels(const UnalignedParams& q, int thread, int threads, int first, int plane_tap,
-                                           int* pixels) {
-  for (int i = thread; i < q.pixels; i += threads) pixels[i] = OperandPixel(q, first + i, plane_tap);
-}
-
-// Some pixels' channels from `channel` up to `end`, of `all`: chunk after chunk of them, each of `pitch` pixels. Whole
-// chunks come asynchronously, and must still be waited for; floats, which have to be rounded, never do.
-template <class In>
-__device__ __forceinline__ void FillStrip(int thread, int threads, const FastDiv& pairs, int count, const int* pixels,
-                                          int all, int channel, int end, int chunks, int pitch,
-                                          const AlignedArray<In>& in, uint32_t strip) {
-  if (sizeof(In) == 2 && all % kVecLength<In> == 0 && channel % kVecLength<In> == 0) {
-    int mine;
-    const int first = pairs.Div(thread, &mine), apart = pairs.Div(threads),
-              element = channel + 2 * mine * kVecLength<In>;
-    if (first >= apart) return;
-#pragma unroll 4
-    for (int i = first; i < count; i += apart) {
-      const int pixel = pixels[i];
-      const In* const from = in.begin + (int64_t{max(pixel, 0)} * all + element);
-#pragma unroll
-      for (int k = 0; k < 2; ++k)
-        if (2 * mine + k < chunks)
-          CopyAsync<16>(strip + ((2 * mine + k) * pitch + i) * 16, from + k * kVecLength<In>,
-                        pixel >= 0 && element + k * kVecLength<In> < end);
-    }
-    return;
-  }
-  CopyLines<2>(
-      thread, threads, pairs, count, chunks, end - channel, pitch * 16, in.end,
-      [&](int i, const In** at) {
-        const int pixel = pixels[i];
-        *at = in.begin + (int64_t{pixel} * all + channel);
-        return pixel >= 0;
-      },
-      [&](int i) { return strip + i * 16; });
 }
 
 }  // namespace jaxdnn::conv

@@ -218,45 +218,45 @@ cudaError_t LaunchPart(const Problem& p, int64_t splits, const Packing& of_x, co
   q.packed = RowsOf(of_x, plan, p.in);
   q.packed_planes = PlanesOf(p, plan);
   q.y = RowsOf(of_y, plan, p.in);
-  for (const Packing& each : {of_x, of_y})
-    if (const cudaError_t e = PackRows(plan, p.in, each, {}, stream); e != cudaSuccess) return e;
   const Grid grid = {*slices * plan.BlocksOfSlice(p), kThreads, size_t(plan.SharedBytes())};
   return LaunchKernel(UnalignedFilterKernel<In>, grid, stream, q, partial);
 }
 
-template <class In>
-cudaError_t LaunchType(const Problem& all, const Config& config, const void* x, const void* y, void* out,
-                       void* workspace, cudaStream_t stream) {
+}  // namespace
+
+cudaError_t LaunchUnalignedFilter(const Problem& all, const Config& config, const void* x, const void* y, void* out,
+                                  void* workspace, cudaStream_t stream) {
   Problem p = UnalignedPart(all);
-  const UnalignedFilterPlan plan(p);
+  const UnalignedRows rows(p);
+  const UnalignedOperands operands(p);
+  const int64_t splits = std::max<int64_t>(1, config.splits / CeilDiv(all.images, p.images));
   auto* const partial = static_cast<float*>(workspace);
-  char* const packed_x = static_cast<char*>(workspace) + CeilDiv(config.splits * p.FilterSize() * 4, 16) * 16;
-  char* const packed_y = packed_x + plan.XPackedBytes(p);
-  const int64_t parts = CeilDiv(all.images, p.images);
-  UnalignedSlices q = SliceParams(all, plan);
-  q.splits = 0;
+  char* const packed = static_cast<char*>(workspace) + CeilDiv(config.splits * p.FilterSize() * 4, 16) * 16;
+  UnalignedSlices q = SliceParams(all, rows);
   for (int64_t image = 0; image < all.images; image += p.images) {
     p.images = std::min(p.images, all.images - image);
-    const Packing of_x = {x,        all.images * p.x[0], image * p.x[0], p.images * p.x[0], {p.x[1], p.x[2]},
-                          {p.pad[1], p.pad[2]}, p.channels, plan.pixels, packed_x};
-    const Packing of_y = {y,      all.images * p.y[0], image * p.y[0], p.images * p.y[0], {p.y[1], p.y[2]},
-                          {0, 0}, p.features, kRows, packed_y};
-    int64_t slices;
-    const cudaError_t e = LaunchPart<In>(p, std::max<int64_t>(1, config.splits / parts), of_x, of_y,
-                                         partial + q.splits * p.FilterSize(), &slices, stream);
+    const auto packing = [&](const void* array, const int64_t (&extent)[kRank], int64_t height, int64_t width,
+                             int64_t channels, int64_t strip, void* to) {
+      return Packing{array,           all.images * extent[0], image * extent[0], p.images * extent[0],
+                     {extent[1], extent[2]}, {height, width},        channels,          strip,
+                     to};
+    };
+    const Packing of_x = packing(x, p.x, p.pad[1], p.pad[2], p.channels, operands.x_strip, packed);
+    const Packing of_y = packing(y, p.y, 0, 0, p.features, operands.y_strip, packed + operands.x_bytes);
+    cudaError_t e = PackRows(rows, p.in, of_x, {}, stream);
+    if (e == cudaSuccess) e = PackRows(rows, p.in, of_y, {}, stream);
+    if (e != cudaSuccess) return e;
+    const auto launch = p.in == DType::kF32    ? LaunchUnalignedFilterFloats
+                        : p.in == DType::kBF16 ? LaunchPart<__nv_bfloat16>
+                                               : LaunchPart<__half>;
+    int64_t slices = 0;
+    e = launch(p, splits, of_x, of_y, partial + q.splits * p.FilterSize(), &slices, stream);
     if (e != cudaSuccess) return e;
     q.splits += int(slices);
   }
-  return SumUnaligned<In>(all, q, x, y, partial, out, stream);
-}
-
-}  // namespace
-
-cudaError_t LaunchUnalignedFilter(const Problem& p, const Config& config, const void* x, const void* y, void* out,
-                                  void* workspace, cudaStream_t stream) {
-  if (p.in == DType::kF32) return LaunchUnalignedFilterFloats(p, config, x, y, out, workspace, stream);
-  return p.in == DType::kBF16 ? LaunchType<__nv_bfloat16>(p, config, x, y, out, workspace, stream)
-                              : LaunchType<__half>(p, config, x, y, out, workspace, stream);
+  return VisitSingleDType(p.in, [&](auto in) {
+    return SumUnaligned<typename decltype(in)::type>(all, q, x, y, partial, out, stream);
+  });
 }
 
 }  // namespace jaxdnn::conv

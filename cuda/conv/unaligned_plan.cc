@@ -110,20 +110,18 @@ int UnalignedFloatsPlan::SharedBytes() const {
   constexpr int kBarriers = 64;  // and what a block knows is not among these bytes
   // At the end the sums of all parts but the first.
   const int sums = (kWarps - kWarps / parts) * kWarpRows * UnalignedPlan::kColumns * 4;
-  return std::max(2 * StageBytes(), sums) + 2 * (pixels + tile_rows) * 8 + kBarriers;
+  return std::max(2 * StageBytes(), sums) + kBarriers;
 }
 
 bool UnalignedFloatsPlan::Fit(const Problem& p) {
   constexpr int kColumns = UnalignedPlan::kColumns, kMostTileRows = 2 * kUnit;
-  const int64_t pitch_of_lines = Pitch(p, 2), reach = (p.window[2] - 1) * p.rhs_dilation[2];
-  const int64_t line_step = p.rhs_dilation[1] * pitch_of_lines;
+  const int64_t reach = (p.window[2] - 1) * p.rhs_dilation[2], line_step = p.rhs_dilation[1] * line;
   if (AllRows(p) > INT32_MAX / 4 || double(p.window[1]) * line_step + reach > INT32_MAX / 4) return false;
   cycles = 0;
   UnalignedFloatsPlan best = *this;
   all_rows = Rows(p.images * p.y[0]);
-  column_tiles = int(CeilDiv(p.features, kColumns - Shifts(p.features)));
-  columns = int(CeilDiv(p.features, column_tiles));
-  if (Shifts(p.features) == 0) columns = (columns + 3) / 4 * 4;
+  column_tiles = int(CeilDiv(p.features, kColumns));
+  columns = int(CeilDiv(CeilDiv(p.features, column_tiles), 4) * 4);
   for (const int64_t of_lines : {p.window[1], int64_t{1}}) {
     const int64_t taps = of_lines * p.window[2], beyond = (of_lines - 1) * line_step + reach;
     const int64_t most = kWarps * kWarpRows / taps;
@@ -131,13 +129,11 @@ bool UnalignedFloatsPlan::Fit(const Problem& p) {
     const int64_t fewest = CeilDiv(p.channels, most);
     for (int64_t n = fewest; n <= std::min(fewest + 8, p.channels); ++n) {
       tap_lines = int(of_lines);
-      channels = int(CeilDiv(p.channels, n));
-      if (Shifts(p.channels) == 0) channels = (channels + 3) / 4 * 4;
+      channels = int(CeilDiv(CeilDiv(p.channels, n), 4) * 4);
       if (taps * channels > kWarps * kWarpRows) continue;
       slices = int(CeilDiv(p.channels, channels));
       parts = 1;
       while (parts < kWarps && taps * channels * 2 * parts <= kWarps * kWarpRows) parts *= 2;
-      pitch = (channels + Shifts(p.channels) + 7) / 16 * 16 + 8;
       for (tile_rows = kMostTileRows; tile_rows > 0; tile_rows -= kUnit) {
         pixels = int(tile_rows + beyond);
         if (SharedBytes() + 512 <= kMostSharedBytes) break;
@@ -154,12 +150,17 @@ bool UnalignedFloatsPlan::Fit(const Problem& p) {
   return cycles > 0;
 }
 
-int64_t UnalignedFilterPlan::XPackedBytes(const Problem& p) const {
-  return PackedBytes(p.images * p.x[0], p.channels, SizeOf(p.in), pixels);
-}
-
-int64_t UnalignedFilterPlan::YPackedBytes(const Problem& p) const {
-  return PackedBytes(p.images * p.y[0], p.features, SizeOf(p.in), kRows);
+UnalignedOperands::UnalignedOperands(const Problem& p) {
+  if (p.in == DType::kF32) {
+    UnalignedFloatsPlan plan(p);
+    plan.Fit(p);
+    x_strip = plan.pixels, y_strip = plan.tile_rows;
+  } else {
+    x_strip = UnalignedFilterPlan(p).pixels, y_strip = UnalignedFilterPlan::kRows;
+  }
+  const UnalignedRows rows(p);
+  x_bytes = rows.PackedBytes(p.images * p.x[0], p.channels, SizeOf(p.in), x_strip);
+  y_bytes = rows.PackedBytes(p.images * p.y[0], p.features, SizeOf(p.in), y_strip);
 }
 
 int64_t UnalignedTiles(const Problem& p) {
@@ -171,8 +172,8 @@ int64_t UnalignedTiles(const Problem& p) {
 int64_t UnalignedWorkspace(const Problem& problem) {
   const Problem p = UnalignedPart(AsForward(problem));
   if (p.direction == Direction::kFilterGradient) {
-    const UnalignedFilterPlan plan(p);
-    return p.in == DType::kF32 ? 0 : plan.XPackedBytes(p) + plan.YPackedBytes(p) + 16;
+    const UnalignedOperands operands(p);
+    return operands.x_bytes + operands.y_bytes + 12;  // behind sums, on 16 bytes
   }
   UnalignedPlan plan(p);
   return plan.Fit(p) ? plan.WorkspaceBytes(p) : 0;

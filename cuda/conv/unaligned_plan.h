@@ -67,8 +67,6 @@ struct UnalignedFilterPlan : UnalignedRows {
   int unit_groups, pixels, stages;
 
   explicit UnalignedFilterPlan(const Problem& p);
-  int64_t XPackedBytes(const Problem& p) const;
-  int64_t YPackedBytes(const Problem& p) const;
   static constexpr int XBytes(int pixels) { return pixels * kMostChunks * 16; }
   static constexpr int StageBytes(int pixels) { return XBytes(pixels) + kRows * UnalignedPlan::kColumns * 2; }
   int SharedBytes() const { return kBarrierBytes + stages * StageBytes(pixels); }
@@ -90,19 +88,25 @@ struct UnalignedFloatsPlan : UnalignedRows {
   int channels, slices;   // of a block, and such slices of them
   int parts;              // of the warps, that share the rows
   int tile_rows, pixels;  // of a tile, and of x that they meet
-  int pitch;              // floats of a pixel of x, so that four pixels lie in different banks
   double cycles;          // of a row
 
-  // How far behind an aligned four lines of so many may begin.
-  static int Shifts(int64_t of_line) { return of_line % 4 == 0 ? 0 : 3; }
+  // From chunk to chunk of so many pixels: four pixels of two chunks lie in different banks.
+  static constexpr int Pitch(int pixels) { return (pixels + 3) / 8 * 8 + 4; }
   explicit UnalignedFloatsPlan(const Problem& p) : UnalignedRows(p) {}
   bool Fit(const Problem& p);
-  int StageBytes() const { return (pixels * pitch + tile_rows * UnalignedPlan::kColumns) * 4; }
+  int StageBytes() const { return (Pitch(pixels) * channels + Pitch(tile_rows) * UnalignedPlan::kColumns) * 4; }
   int SharedBytes() const;
   int64_t Tiles() const { return (all_rows + kUnit - 1) / kUnit; }
   int64_t BlocksOfSlice(const Problem& p) const {
     return p.window[0] * (p.window[1] / tap_lines) * slices * column_tiles;
   }
+};
+
+// The filter gradient's operands: as many zeros as their strips are long, and their bytes.
+struct UnalignedOperands {
+  int64_t x_strip, y_strip, x_bytes, y_bytes;
+
+  explicit UnalignedOperands(const Problem& p);
 };
 
 // What a filter gradient's slices are multiples of, in all.
