@@ -19,13 +19,17 @@
 namespace jaxdnn::conv {
 namespace {
 
-// A tile's first row, and column of the result.
+// A tile's first row, and column of the result, and whether it has half as many rows.
 struct UnalignedPlace {
   int row, column;
+  bool is_half;
 
   template <class T>
   __device__ UnalignedPlace(const UnalignedParams& q, int tile, T) {
-    row = q.column_tiles_div.Div(tile, &column) * (T::kResident ? 1 : UnalignedPlan::kWarpgroups) * T::kWarpgroupRows;
+    constexpr int kRows = (T::kResident ? 1 : UnalignedPlan::kWarpgroups) * T::kWarpgroupRows;
+    const int row_tile = q.column_tiles_div.Div(tile, &column), further = row_tile - q.whole_tiles;
+    is_half = further >= 0;
+    row = min(row_tile, q.whole_tiles) * kRows + max(further, 0) * (kRows / 2);
     column *= q.columns;
   }
 };
@@ -192,8 +196,8 @@ __device__ __forceinline__ void VisitSteps(int steps, const F& f) {
   f(std::integral_constant<int, kMost>());
 }
 
-// The sums of a tile's rows that are the warpgroup's.
-template <int kSteps, class T>
+// The sums of a tile's rows that are the warpgroup's: of some blocks of 64.
+template <int kSteps, int kBlocks, class T>
 __device__ __forceinline__ void MultiplyStrips(const UnalignedParams& q, const UnalignedShared<T>& shared,
                                                int warpgroup, UnalignedCursor<T>& at,
                                                typename T::Sums& sums) {
@@ -211,7 +215,7 @@ __device__ __forceinline__ void MultiplyStrips(const UnalignedParams& q, const U
     if (at.tap == 0) hopper::WaitBarrier(shared.StripFull(at.strip.stage), at.strip.parity);
     if constexpr (!T::kResident) hopper::WaitBarrier(shared.SlabFull(at.slab.stage), at.slab.parity);
     const int pixel =
-        at.line * q.line_step + at.column * q.dilation[2] + (T::kResident ? 0 : warpgroup * T::kWarpgroupRows);
+        at.line * q.line_step + at.column * q.dilation[2] + (T::kResident ? 0 : warpgroup * kBlocks * 64);
     const uint64_t a =
         hopper::PlainDescriptor(shared.strips + at.strip.stage * q.strip_bytes + pixel * 16, q.pixels * 16, 128, false);
     const uint64_t b = hopper::PlainDescriptor(shared.slabs + (T::kResident ? at.tap : at.slab.stage) * q.slab_bytes,
@@ -220,7 +224,7 @@ __device__ __forceinline__ void MultiplyStrips(const UnalignedParams& q, const U
 #pragma unroll
     for (int k = 0; k < kSteps; ++k)
 #pragma unroll
-      for (int m = 0; m < T::kBlocks; ++m)
+      for (int m = 0; m < kBlocks; ++m)
         hopper::Multiply<In, T::kColumns, false, false>(sums[m], later(a, k * step_a + m * 64), later(b, k * step_b),
                                                         i > 0 || k > 0);
     hopper::CommitProducts();
@@ -238,9 +242,9 @@ __device__ __forceinline__ void MultiplyStrips(const UnalignedParams& q, const U
   if constexpr (!T::kResident) ArriveWarp(shared.SlabEmpty(last_slab));
   ArriveWarp(shared.StripEmpty(last_strip));
 #pragma unroll
-  for (auto& block : sums)
+  for (int m = 0; m < kBlocks; ++m)
 #pragma unroll
-    for (float& each : block) asm volatile("" : "+f"(each));
+    for (float& each : sums[m]) asm volatile("" : "+f"(each));
 }
 
 template <class T>
@@ -255,12 +259,17 @@ __device__ void Consume(const UnalignedParams& q, const UnalignedShared<T>& shar
   for (int tile = blockIdx.x + first * gridDim.x; tile < q.tiles; tile += turns * gridDim.x) {
     const UnalignedPlace place(q, tile, T());
     typename T::Sums sums;
-    VisitSteps(q.steps,
-               [&](auto steps) { MultiplyStrips<decltype(steps)::value>(q, shared, warpgroup, at, sums); });
+    const int blocks = place.is_half ? 1 : T::kBlocks;
+    VisitSteps(q.steps, [&](auto steps) {
+      if (place.is_half)
+        MultiplyStrips<decltype(steps)::value, 1>(q, shared, warpgroup, at, sums);
+      else
+        MultiplyStrips<decltype(steps)::value, T::kBlocks>(q, shared, warpgroup, at, sums);
+    });
     // Not unrolled, since it holds the code of every activation.
 #pragma unroll 1
-    for (int m = 0; m < T::kBlocks; ++m) {
-      const int row = place.row + (T::kResident ? 0 : warpgroup * T::kWarpgroupRows) + m * 64;
+    for (int m = 0; m < blocks; ++m) {
+      const int row = place.row + ((T::kResident ? 0 : warpgroup * blocks) + m) * 64;
       float* const staged = shared.staged + warpgroup * (q.staged_bytes / 4);
       if (sizeof(In) == 4 || q.wide) {
         StoreRows<T>(q, row, place.column, sums[0], warpgroup, staged, static_cast<float*>(out));
@@ -300,6 +309,7 @@ cudaError_t LaunchTile(const Problem& p, const UnalignedPlan& plan, const void* 
   q.finish = !IsNone(epilogue);
   q.wide = p.out != p.in;
   q.tiles = int(plan.Tiles());
+  q.whole_tiles = int(plan.whole_tiles);
   q.columns = plan.columns;
   q.column_tiles_div = FastDiv(plan.column_tiles);
   q.width_div[0] = FastDiv(plan.columns);
@@ -341,7 +351,7 @@ cudaError_t LaunchTile(const Problem& p, const UnalignedPlan& plan, const void* 
                                         q.channels,
                                         q.features,
                                         q.columns};
-  e = PackRows(plan, p.in, packing, filter_packing, stream);
+  e = PackRows(plan, p.in, &packing, nullptr, filter_packing, stream);
   if (e != cudaSuccess) return e;
   const Grid grid = {std::min<int64_t>(q.tiles, multiprocessors), T::kThreads, size_t(plan.SharedBytes())};
   return LaunchKernel(UnalignedKernel<T>, grid, stream, q, slabs, out);

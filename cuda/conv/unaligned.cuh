@@ -26,6 +26,7 @@ struct UnalignedParams {
   Epilogue epilogue;
   bool finish, wide;                       // whether there is an epilogue; whether the result is of floats
   int tiles, columns;                      // and columns of a tile
+  int whole_tiles;                         // tiles of rows that are not halves
   FastDiv column_tiles_div, width_div[2];  // columns of a tile, and of the last
   int channels, features;                  // of the operand and of the result
   int steps, slices;                       // of a slice, and slices of the channels

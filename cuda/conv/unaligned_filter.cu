@@ -243,8 +243,7 @@ cudaError_t LaunchUnalignedFilter(const Problem& all, const Config& config, cons
     };
     const Packing of_x = packing(x, p.x, p.pad[1], p.pad[2], p.channels, operands.x_strip, packed);
     const Packing of_y = packing(y, p.y, 0, 0, p.features, operands.y_strip, packed + operands.x_bytes);
-    cudaError_t e = PackRows(rows, p.in, of_x, {}, stream);
-    if (e == cudaSuccess) e = PackRows(rows, p.in, of_y, {}, stream);
+    cudaError_t e = PackRows(rows, p.in, &of_x, &of_y, {}, stream);
     if (e != cudaSuccess) return e;
     const auto launch = p.in == DType::kF32    ? LaunchUnalignedFilterFloats
                         : p.in == DType::kBF16 ? LaunchPart<__nv_bfloat16>

@@ -5,6 +5,8 @@
 // chunk.
 #include "cuda/conv/unaligned_pack.cuh"
 
+#include <algorithm>
+
 #include "cuda/common/launch.cuh"
 #include "cuda/common/mma.cuh"
 #include "cuda/common/vec.cuh"
@@ -14,12 +16,18 @@ namespace {
 
 constexpr int kThreads = 256, kRows = 128, kMostChunks = 16;
 
-struct PackParams {
-  FastDiv line_div, lines_div, items_div;  // pixels of a line, lines of a plane, aligned chunks of a row
+struct PackedArray {
+  const void *begin, *end;
+  uint4* packed;
   int64_t first_pixel, pitch;
   int rows, extent[2], pad[2], channels, chunks;  // rows that are no zeros; chunks of a block
-  FastDiv groups_div;                             // blocks of the same rows
-  int filter_blocks;                              // which come first
+  FastDiv items_div, groups_div;                  // aligned chunks of a row; blocks of the same rows
+};
+
+struct PackParams {
+  FastDiv line_div, lines_div;                   // pixels of a line, lines of a plane
+  int filter_blocks, first_blocks;  // the filter's come first, then those of the first array
+  PackedArray arrays[2];
   FilterPacking filter;
 };
 
@@ -51,20 +59,25 @@ __device__ void PackFilter(const FilterPacking& q, int i) {
 
 template <class In>
 __global__ void __launch_bounds__(kThreads)
-    PackRowsKernel(const __grid_constant__ PackParams q, const In* begin, const In* end, uint4* packed) {
+    PackRowsKernel(const __grid_constant__ PackParams params) {
   constexpr int kVec = kVecLength<In>, kAtOnce = 4, kSize = sizeof(In);
   extern __shared__ uint4 aligned[];
   __shared__ int64_t elements[kRows];  // where a row's channels begin, or -1
-  if (static_cast<int>(blockIdx.x) < q.filter_blocks)
-    return PackFilter<In>(q.filter, static_cast<int>(blockIdx.x * kThreads + threadIdx.x));
+  int block = blockIdx.x;
+  if (block < params.filter_blocks) return PackFilter<In>(params.filter, block * kThreads + threadIdx.x);
+  block -= params.filter_blocks;
+  const bool is_second = block >= params.first_blocks;
+  if (is_second) block -= params.first_blocks;
+  const PackedArray& q = params.arrays[is_second];
+  const auto *const begin = static_cast<const In*>(q.begin), *const end = static_cast<const In*>(q.end);
   int group;
-  const int first_row = q.groups_div.Div(blockIdx.x - q.filter_blocks, &group) * kRows;
+  const int first_row = q.groups_div.Div(block, &group) * kRows;
   const int first_channel = group * q.chunks * kVec;
   const int chunks = min(q.chunks, (q.channels - first_channel + kVec - 1) / kVec);
   if (threadIdx.x < kRows) {
     const int row = first_row + threadIdx.x;
     int x, y;
-    const int line = q.line_div.Div(row, &x), plane = q.lines_div.Div(line, &y);
+    const int line = params.line_div.Div(row, &x), plane = params.lines_div.Div(line, &y);
     x -= q.pad[1], y -= q.pad[0];
     const bool exists = row < q.rows && static_cast<unsigned>(x) < static_cast<unsigned>(q.extent[1]) &&
                         static_cast<unsigned>(y) < static_cast<unsigned>(q.extent[0]);
@@ -111,7 +124,7 @@ __global__ void __launch_bounds__(kThreads)
       static_cast<int>(reinterpret_cast<uintptr_t>(begin + max(elements[mine], int64_t{0})) % 16);
   const bool two = shift & 8, one = shift & 4;
   const uint4* const line = aligned + mine * items;
-  uint4* const out = packed + (int64_t{group} * q.chunks + from) * q.pitch + first_row + mine;
+  uint4* const out = q.packed + (int64_t{group} * q.chunks + from) * q.pitch + first_row + mine;
   uint32_t words[8];
   const auto load = [&](uint32_t* word, int i) {
     const uint4 chunk = line[min(i, items - 1)];
@@ -138,40 +151,44 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-template <class In>
-cudaError_t Pack(const UnalignedRows& rows, const Packing& p, const FilterPacking& filter, cudaStream_t stream) {
-  const PackedRows to = RowsOf(p, rows, sizeof(In) == 4 ? DType::kF32 : DType::kBF16);
-  int64_t groups = CeilDiv(to.chunks, kMostChunks);
-  PackParams q = {};
-  q.line_div = FastDiv(rows.line);
-  q.lines_div = FastDiv(rows.lines);
-  q.first_pixel = p.first_plane * p.extent[0] * p.extent[1];
-  q.pitch = to.pitch;
-  q.rows = to.rows;
+// Says how an array is packed; returns in how many blocks.
+int64_t PlanArray(const UnalignedRows& rows, DType type, const Packing& p, PackedArray* q) {
+  const PackedRows to = RowsOf(p, rows, type);
+  const int64_t size = SizeOf(type), of_block = CeilDiv(to.chunks, CeilDiv(to.chunks, kMostChunks));
+  q->begin = p.array;
+  q->end = static_cast<const char*>(p.array) + p.all_planes * p.extent[0] * p.extent[1] * p.channels * size;
+  q->packed = static_cast<uint4*>(p.packed);
+  q->first_pixel = p.first_plane * p.extent[0] * p.extent[1];
+  q->pitch = to.pitch;
+  q->rows = to.rows;
   for (int d = 0; d < 2; ++d) {
-    q.extent[d] = int(p.extent[d]);
-    q.pad[d] = int(p.pad[d]);
+    q->extent[d] = int(p.extent[d]);
+    q->pad[d] = int(p.pad[d]);
   }
-  q.channels = int(p.channels);
-  q.chunks = int(CeilDiv(to.chunks, groups));
-  q.items_div = FastDiv((q.chunks + 1) | 1);  // odd, so that rows lie in different banks
-  const auto* const begin = static_cast<const In*>(p.array);
-  const In* const end = begin + p.all_planes * p.extent[0] * p.extent[1] * p.channels;
-  groups = CeilDiv(to.chunks, q.chunks);
-  q.groups_div = FastDiv(groups);
-  q.filter = filter;
-  q.filter_blocks = int(CeilDiv(filter.chunks, kThreads));
-  const Grid grid = {q.filter_blocks + CeilDiv(to.pitch, kRows) * groups, kThreads,
-                     size_t{kRows} * q.items_div.divisor * 16};
-  return LaunchKernel(PackRowsKernel<In>, grid, stream, q, begin, end, static_cast<uint4*>(p.packed));
+  q->channels = int(p.channels);
+  q->chunks = int(of_block);
+  q->items_div = FastDiv((q->chunks + 1) | 1);  // odd, so that rows lie in different banks
+  const int64_t groups = CeilDiv(to.chunks, q->chunks);
+  q->groups_div = FastDiv(groups);
+  return CeilDiv(to.pitch, kRows) * groups;
 }
 
 }  // namespace
 
-cudaError_t PackRows(const UnalignedRows& rows, DType type, const Packing& packing, const FilterPacking& filter,
-                     cudaStream_t stream) {
-  return type == DType::kF32 ? Pack<float>(rows, packing, filter, stream)
-                             : Pack<__nv_bfloat16>(rows, packing, filter, stream);
+cudaError_t PackRows(const UnalignedRows& rows, DType type, const Packing* first, const Packing* second,
+                     const FilterPacking& filter, cudaStream_t stream) {
+  PackParams q = {};
+  q.line_div = FastDiv(rows.line);
+  q.lines_div = FastDiv(rows.lines);
+  q.filter = filter;
+  q.filter_blocks = int(CeilDiv(filter.chunks, kThreads));
+  const int64_t blocks = PlanArray(rows, type, *first, &q.arrays[0]);
+  const int64_t more = second == nullptr ? 0 : PlanArray(rows, type, *second, &q.arrays[1]);
+  q.first_blocks = int(blocks);
+  const auto most = std::max(q.arrays[0].items_div.divisor, q.arrays[1].items_div.divisor);
+  const Grid grid = {q.filter_blocks + blocks + more, kThreads, size_t{kRows} * most * 16};
+  return type == DType::kF32 ? LaunchKernel(PackRowsKernel<float>, grid, stream, q)
+                             : LaunchKernel(PackRowsKernel<__nv_bfloat16>, grid, stream, q);
 }
 
 }  // namespace jaxdnn::conv

@@ -72,8 +72,8 @@ struct FilterPacking {
   int taps, channels, features, columns;  // columns of a tile
 };
 
-// Both in one kernel.
-cudaError_t PackRows(const UnalignedRows& rows, DType type, const Packing& packing, const FilterPacking& filter,
-                     cudaStream_t stream);
+// Packs an array, another one if there is one, and a filter of any chunks, in one kernel.
+cudaError_t PackRows(const UnalignedRows& rows, DType type, const Packing* first, const Packing* second,
+                     const FilterPacking& filter, cudaStream_t stream);
 
 }  // namespace jaxdnn::conv

@@ -7,6 +7,7 @@ namespace jaxdnn::conv {
 namespace {
 
 constexpr int kMostSharedBytes = 227 << 10;
+constexpr int64_t kMultiprocessors = 132;  // of an H200
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -65,6 +66,13 @@ bool UnalignedPlan::Fit(const Problem& p) {
     slices = int(CeilDiv(all_steps, of_steps));
     pixels = int(all);
     slabs = int(of_slabs);
+    // What is left after whole rounds is tiles of half as many rows, if those are less than a round.
+    const int64_t places = kMultiprocessors * (resident ? kWarpgroups : 1);
+    const int64_t all_tiles = CeilDiv(all_rows, rows);
+    whole_tiles = all_tiles * column_tiles / places * places / column_tiles;
+    const int64_t halves = CeilDiv(all_rows - whole_tiles * rows, rows / 2);
+    if (halves * column_tiles > places) whole_tiles = all_tiles;
+    row_tiles = whole_tiles == all_tiles ? all_tiles : whole_tiles + halves;
     return SharedBytes() <= kMostSharedBytes;
   };
   constexpr int kBoth = kWarpgroups * kWarpgroupRows, kLeastSlabs = 3;

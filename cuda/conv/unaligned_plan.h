@@ -34,6 +34,7 @@ struct UnalignedPlan : UnalignedRows {
   int rows, columns;  // of a tile
   int column_tiles;
   int64_t all_rows;
+  int64_t row_tiles, whole_tiles;  // of the rows; of those the first ones that are whole, not of half as many rows
   int tap_lines;      // of the window, that a strip holds: all or one
   int groups;         // of as many of the window's lines
   int steps, slices;  // of a slice, and slices of the channels
@@ -50,7 +51,7 @@ struct UnalignedPlan : UnalignedRows {
   int StagedBytes() const { return (64 * columns + 8) / 4 * 5 * 4 / 16 * 16 + 16; }
   int SharedBytes() const;
   int64_t WorkspaceBytes(const Problem& p) const;
-  int64_t Tiles() const { return (all_rows + rows - 1) / rows * column_tiles; }
+  int64_t Tiles() const { return row_tiles * column_tiles; }
 };
 
 // Of the filter gradient: a block's units of the result's rows are of one line of the window, and of up to 64 channels
