@@ -26,10 +26,9 @@ struct UnalignedPlace {
 
   template <class T>
   __device__ UnalignedPlace(const UnalignedParams& q, int tile, T) {
-    constexpr int kRows = (T::kResident ? 1 : UnalignedPlan::kWarpgroups) * T::kWarpgroupRows;
     const int row_tile = q.column_tiles_div.Div(tile, &column), further = row_tile - q.whole_tiles;
     is_half = further >= 0;
-    row = min(row_tile, q.whole_tiles) * kRows + max(further, 0) * (kRows / 2);
+    row = min(row_tile, q.whole_tiles) * T::kRows + max(further, 0) * (T::kRows / 2);
     column *= q.columns;
   }
 };
@@ -179,11 +178,12 @@ struct UnalignedCursor {
     column = 0;
     if (++line < q.tap_lines) return;
     line = tap = 0;
-    if constexpr (T::kResident) {
-      strip.parity ^= 1;
-    } else {
-      strip.Next(2);
-    }
+    strip.Next(2);
+  }
+  // A tile that is the other warpgroup's.
+  __device__ void SkipTile(const UnalignedParams& q) {
+    strip.Skip(q.groups * q.slices, 2);
+    if constexpr (!T::kResident) slab.Skip(q.groups * q.slices * q.tap_lines * q.window_width, q.slabs);
   }
 };
 
@@ -214,8 +214,8 @@ __device__ __forceinline__ void MultiplyStrips(const UnalignedParams& q, const U
   for (int i = 0; i < all; ++i) {
     if (at.tap == 0) hopper::WaitBarrier(shared.StripFull(at.strip.stage), at.strip.parity);
     if constexpr (!T::kResident) hopper::WaitBarrier(shared.SlabFull(at.slab.stage), at.slab.parity);
-    const int pixel =
-        at.line * q.line_step + at.column * q.dilation[2] + (T::kResident ? 0 : warpgroup * kBlocks * 64);
+    if (i + 1 == all) ArriveWarp(shared.Turn(1 - warpgroup));
+    const int pixel = at.line * q.line_step + at.column * q.dilation[2];
     const uint64_t a =
         hopper::PlainDescriptor(shared.strips + at.strip.stage * q.strip_bytes + pixel * 16, q.pixels * 16, 128, false);
     const uint64_t b = hopper::PlainDescriptor(shared.slabs + (T::kResident ? at.tap : at.slab.stage) * q.slab_bytes,
@@ -251,14 +251,16 @@ template <class T>
 __device__ void Consume(const UnalignedParams& q, const UnalignedShared<T>& shared, int warpgroup, void* out) {
   using In = typename T::In;
   UnalignedCursor<T> at;
-  if constexpr (T::kResident) {
-    at.strip.stage = warpgroup;
-    hopper::WaitBarrier(shared.SlabFull(0), 0);
-  }
-  const int turns = T::kResident ? UnalignedPlan::kWarpgroups : 1, first = T::kResident ? warpgroup : 0;
-  for (int tile = blockIdx.x + first * gridDim.x; tile < q.tiles; tile += turns * gridDim.x) {
+  if constexpr (T::kResident) hopper::WaitBarrier(shared.SlabFull(0), 0);
+  // The warpgroups take tiles in turn: while one stores, the other multiplies.
+  for (int tile = blockIdx.x, number = 0; tile < q.tiles; tile += gridDim.x, ++number) {
+    if (number % 2 != warpgroup) {
+      at.SkipTile(q);
+      continue;
+    }
     const UnalignedPlace place(q, tile, T());
-    typename T::Sums sums;
+    typename T::Sums sums = {};
+    hopper::WaitBarrier(shared.Turn(warpgroup), (number / 2 + (warpgroup == 0)) % 2);
     const int blocks = place.is_half ? 1 : T::kBlocks;
     VisitSteps(q.steps, [&](auto steps) {
       if (place.is_half)
@@ -269,7 +271,7 @@ __device__ void Consume(const UnalignedParams& q, const UnalignedShared<T>& shar
     // Not unrolled, since it holds the code of every activation.
 #pragma unroll 1
     for (int m = 0; m < blocks; ++m) {
-      const int row = place.row + ((T::kResident ? 0 : warpgroup * blocks) + m) * 64;
+      const int row = place.row + m * 64;
       float* const staged = shared.staged + warpgroup * (q.staged_bytes / 4);
       if (sizeof(In) == 4 || q.wide) {
         StoreRows<T>(q, row, place.column, sums[0], warpgroup, staged, static_cast<float*>(out));
@@ -335,9 +337,9 @@ cudaError_t LaunchTile(const Problem& p, const UnalignedPlan& plan, const void* 
   if (e != cudaSuccess) return e;
   auto* const slabs = static_cast<unsigned char*>(workspace);
   const Packing packing = {operand,    p.images * p.x[0],    0,          p.images * p.x[0],
-                           {p.x[1], p.x[2]}, {p.pad[1], p.pad[2]}, p.channels, plan.pixels,
+                           {p.x[1], p.x[2]}, {p.pad[1], p.pad[2]}, p.channels, plan.Chunks(), plan.pixels,
                            slabs + plan.FilterBytes(p)};
-  q.packed = RowsOf(packing, plan, p.in);
+  q.packed = RowsOf(packing, plan);
   q.packed_planes = PlanesOf(p, plan);
   const FilterPacking filter_packing = {filter,
                                         slabs,

@@ -16,7 +16,7 @@ struct UnalignedTile {
   using In = In_;
   static constexpr bool kResident = kResident_;
   static constexpr int kColumns = UnalignedPlan::kColumns, kWarpgroup = 128;
-  static constexpr int kWarpgroupRows = UnalignedPlan::kWarpgroupRows, kBlocks = kWarpgroupRows / 64;
+  static constexpr int kRows = UnalignedPlan::kRows, kBlocks = kRows / 64;
   static constexpr int kConsumers = UnalignedPlan::kWarpgroups * kWarpgroup, kThreads = kConsumers + 64;
   static constexpr int kDepth = UnalignedPlan::kStepBytes / sizeof(In);  // channels of a step
   using Sums = float[kBlocks][kColumns / 2];
@@ -80,16 +80,19 @@ struct UnalignedShared {
   }
   __device__ uint32_t StripFull(int i) const { return barriers + 16 * i; }
   __device__ uint32_t StripEmpty(int i) const { return barriers + 16 * i + 8; }
-  __device__ uint32_t SlabFull(int i) const { return StripFull(2 + i); }
-  __device__ uint32_t SlabEmpty(int i) const { return StripEmpty(2 + i); }
+  __device__ uint32_t SlabFull(int i) const { return StripFull(3 + i); }
+  __device__ uint32_t SlabEmpty(int i) const { return StripEmpty(3 + i); }
+  // Where a warpgroup waits for its turn to multiply.
+  __device__ uint32_t Turn(int warpgroup) const { return StripFull(2) + 8 * warpgroup; }
 
   // All threads of the block, once.
   __device__ void Init() const {
     if (threadIdx.x == 0) {
-      constexpr int kTakers = (T::kResident ? T::kWarpgroup : T::kConsumers) / 32;
+      constexpr int kTakers = T::kWarpgroup / 32;
       for (int i = 0; i < 2; ++i) {
         hopper::InitBarrier(StripFull(i), 1);
         hopper::InitBarrier(StripEmpty(i), kTakers);
+        hopper::InitBarrier(Turn(i), kTakers);
       }
       for (int i = 0; i < UnalignedPlan::kMostSlabs; ++i) {
         hopper::InitBarrier(SlabFull(i), 1);
@@ -108,6 +111,11 @@ struct UnalignedTurn {
 
   __device__ void Next(int stages) {
     if (++stage == stages) stage = 0, parity ^= 1;
+  }
+  __device__ void Skip(int count, int stages) {
+    const int rounds = (stage + count) / stages;
+    stage += count - rounds * stages;
+    parity ^= rounds % 2;
   }
 };
 

@@ -11,7 +11,10 @@ namespace jaxdnn::conv {
 cudaError_t LaunchUnaligned(const Problem& p, const void* operand, const void* filter, void* out, void* workspace,
                             const Epilogue& epilogue, cudaStream_t stream);
 
+// Filter gradient, and that of floats; likewise.
 cudaError_t LaunchUnalignedFilter(const Problem& p, const Config& config, const void* x, const void* y, void* out,
                                   void* workspace, cudaStream_t stream);
+cudaError_t LaunchUnalignedFilterFloats(const Problem& p, const Config& config, const void* x, const void* y, void* out,
+                                        void* workspace, cudaStream_t stream);
 
 }  // namespace jaxdnn::conv

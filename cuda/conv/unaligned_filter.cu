@@ -92,13 +92,15 @@ __device__ void ProduceTiles(const UnalignedFilterParams& q, const FilterShared&
   UnalignedTurn turn;
   const int plane_tap = place.line / q.plane_groups, line = place.line - plane_tap * q.plane_groups;
   const PackedPlanes same = {true};
+  // Columns of no result may be anything.
+  const int y_chunks = min(kEights, q.y.chunks - place.column / 8);
   for (int tile = 0; tile < tiles; ++tile) {
     const int row = (place.split * q.slice_tiles + tile) * kRows;
     const uint32_t full = shared.Full(turn.stage);
     hopper::WaitBarrier(shared.Empty(turn.stage), turn.parity ^ 1);
-    if (lane == 0) hopper::ArriveExpecting(full, (group.chunks * q.pixels + kEights * kRows) * 16);
+    if (lane == 0) hopper::ArriveExpecting(full, (group.chunks * q.pixels + y_chunks * kRows) * 16);
     __syncwarp();
-    for (int i = lane; i < group.chunks + kEights; i += 32) {
+    for (int i = lane; i < group.chunks + y_chunks; i += 32) {
       const int y_chunk = i - group.chunks;
       if (y_chunk < 0)
         CopyPacked(q.packed, q.packed_planes, group.channel / 8 + i, row + line * q.line_step, q.pixels,
@@ -215,47 +217,46 @@ cudaError_t LaunchPart(const Problem& p, int64_t splits, const Packing& of_x, co
   q.tiles = int(plan.Tiles());
   q.slice_tiles = int(CeilDiv(q.tiles, splits));
   *slices = CeilDiv(q.tiles, q.slice_tiles);
-  q.packed = RowsOf(of_x, plan, p.in);
+  q.packed = RowsOf(of_x, plan);
   q.packed_planes = PlanesOf(p, plan);
-  q.y = RowsOf(of_y, plan, p.in);
+  q.y = RowsOf(of_y, plan);
   const Grid grid = {*slices * plan.BlocksOfSlice(p), kThreads, size_t(plan.SharedBytes())};
   return LaunchKernel(UnalignedFilterKernel<In>, grid, stream, q, partial);
 }
 
-}  // namespace
-
-cudaError_t LaunchUnalignedFilter(const Problem& all, const Config& config, const void* x, const void* y, void* out,
-                                  void* workspace, cudaStream_t stream) {
+template <class In>
+cudaError_t LaunchType(const Problem& all, const Config& config, const void* x, const void* y, void* out,
+                       void* workspace, cudaStream_t stream) {
   Problem p = UnalignedPart(all);
-  const UnalignedRows rows(p);
-  const UnalignedOperands operands(p);
+  const UnalignedFilterPlan plan(p);
   const int64_t splits = std::max<int64_t>(1, config.splits / CeilDiv(all.images, p.images));
   auto* const partial = static_cast<float*>(workspace);
-  char* const packed = static_cast<char*>(workspace) + CeilDiv(config.splits * p.FilterSize() * 4, 16) * 16;
-  UnalignedSlices q = SliceParams(all, rows);
+  char* const packed_x = static_cast<char*>(workspace) + CeilDiv(config.splits * p.FilterSize() * 4, 16) * 16;
+  char* const packed_y = packed_x + plan.XPackedBytes(p);
+  UnalignedSlices q = SliceParams(all, plan);
   for (int64_t image = 0; image < all.images; image += p.images) {
     p.images = std::min(p.images, all.images - image);
-    const auto packing = [&](const void* array, const int64_t (&extent)[kRank], int64_t height, int64_t width,
-                             int64_t channels, int64_t strip, void* to) {
-      return Packing{array,           all.images * extent[0], image * extent[0], p.images * extent[0],
-                     {extent[1], extent[2]}, {height, width},        channels,          strip,
-                     to};
-    };
-    const Packing of_x = packing(x, p.x, p.pad[1], p.pad[2], p.channels, operands.x_strip, packed);
-    const Packing of_y = packing(y, p.y, 0, 0, p.features, operands.y_strip, packed + operands.x_bytes);
-    cudaError_t e = PackRows(rows, p.in, &of_x, &of_y, {}, stream);
-    if (e != cudaSuccess) return e;
-    const auto launch = p.in == DType::kF32    ? LaunchUnalignedFilterFloats
-                        : p.in == DType::kBF16 ? LaunchPart<__nv_bfloat16>
-                                               : LaunchPart<__half>;
+    const Packing of_x = {x, all.images * p.x[0], image * p.x[0], p.images * p.x[0], {p.x[1], p.x[2]},
+                          {p.pad[1], p.pad[2]}, p.channels, plan.ChunksOf(p.channels), plan.pixels, packed_x};
+    const Packing of_y = {y,      all.images * p.y[0], image * p.y[0],           p.images * p.y[0], {p.y[1], p.y[2]},
+                          {0, 0}, p.features,          plan.ChunksOf(p.features), kRows,             packed_y};
     int64_t slices = 0;
-    e = launch(p, splits, of_x, of_y, partial + q.splits * p.FilterSize(), &slices, stream);
+    cudaError_t e = PackRows(plan, p.in, &of_x, &of_y, {}, stream);
+    if (e == cudaSuccess)
+      e = LaunchPart<In>(p, splits, of_x, of_y, partial + q.splits * p.FilterSize(), &slices, stream);
     if (e != cudaSuccess) return e;
     q.splits += int(slices);
   }
-  return VisitSingleDType(p.in, [&](auto in) {
-    return SumUnaligned<typename decltype(in)::type>(all, q, x, y, partial, out, stream);
-  });
+  return SumUnaligned<In>(all, q, x, y, partial, out, stream);
+}
+
+}  // namespace
+
+cudaError_t LaunchUnalignedFilter(const Problem& p, const Config& config, const void* x, const void* y, void* out,
+                                  void* workspace, cudaStream_t stream) {
+  if (p.in == DType::kF32) return LaunchUnalignedFilterFloats(p, config, x, y, out, workspace, stream);
+  return p.in == DType::kBF16 ? LaunchType<__nv_bfloat16>(p, config, x, y, out, workspace, stream)
+                              : LaunchType<__half>(p, config, x, y, out, workspace, stream);
 }
 
 }  // namespace jaxdnn::conv

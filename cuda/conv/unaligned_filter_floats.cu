@@ -14,19 +14,92 @@ namespace jaxdnn::conv {
 namespace {
 
 using Plan = UnalignedFloatsPlan;
-constexpr int kWarpgroup = 128, kColumns = UnalignedPlan::kColumns, kBlocks = Plan::kWarpRows / 16, kConsumers = 32 * Plan::kWarps;
-constexpr int kThreads = kConsumers + kWarpgroup;  // of the last warpgroup one warp does anything
+constexpr int kColumns = UnalignedPlan::kColumns, kBlocks = Plan::kWarpRows / 16, kConsumers = 32 * Plan::kWarps;
+constexpr int kCopyWarps = 4, kCopiers = 32 * kCopyWarps, kThreads = kConsumers + kCopiers;
+constexpr int kEmpty = 5;  // of stages, named barriers: others would take a register too many where sums are
 using Sums = float[kBlocks][kColumns / 8][4];
 
+// An array on 16 bytes, of which no byte outside is read.
+struct FloatArray {
+  const float *begin, *end;
+};
+
+__device__ inline void StoreChunk(uint32_t shared, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+
+// The first of the aligned chunks that a pixel's channels lie in, and bytes from there to their end, or none for zeros.
+struct PixelChunks {
+  uint32_t first;
+  int bytes;
+};
+
+// Some channels of an array's pixels. Each comes by one thread: the chunks by a bulk copy, then shifted in place.
+struct Channels {
+  FloatArray from;
+  int all, first, some;  // channels of a pixel, the first of these, and how many
+
+  __device__ __forceinline__ PixelChunks Find(int pixel) const {
+    const int64_t at = int64_t{pixel} * all + first;
+    if (pixel < 0) return {0, 0};
+    return {static_cast<uint32_t>(at / 4), (static_cast<int>(at % 4) + some) * 4};
+  }
+  __device__ __forceinline__ const float* Begin(const PixelChunks& pixel) const {
+    return from.begin + int64_t{pixel.first} * 4;
+  }
+  // In whole chunks of the array.
+  __device__ __forceinline__ int CopiedBytes(const PixelChunks& pixel) const {
+    const int bytes = (pixel.bytes + 15) / 16 * 16;
+    return Begin(pixel) + bytes / 4 > from.end ? bytes - 16 : bytes;
+  }
+  // Begins to copy them. What is left of the array behind its last whole chunk comes at once.
+  __device__ __forceinline__ void Copy(const PixelChunks& pixel, uint32_t to, uint32_t barrier) const {
+    if (pixel.bytes == 0) return;
+    const int bytes = CopiedBytes(pixel);
+    if (bytes > 0) hopper::CopyBulk(to, Begin(pixel), bytes, barrier);
+    for (int at = bytes; at < pixel.bytes; at += 4)
+      asm volatile("st.shared.f32 [%0], %1;" ::"r"(to + at), "f"(Begin(pixel)[at / 4]) : "memory");
+  }
+  // Moves them to the beginning of their place, rounded. Behind the last comes anything: rows or columns of no result.
+  __device__ __forceinline__ void Shift(const PixelChunks& pixel, uint32_t place) const {
+    constexpr int kAtOnce = 3;  // for registers
+    const int chunks = (some + 3) / 4, copied = (some + 6) / 4, shift = pixel.bytes / 4 - some;
+    const uint32_t mask = pixel.bytes > 0 ? ~0u : 0;
+    uint32_t words[4 * (kAtOnce + 1)];
+    const auto load = [&](int i, int chunk) {
+      hopper::LoadWords(reinterpret_cast<uint32_t (&)[4]>(words[4 * i]), place + min(chunk, copied - 1) * 16);
+    };
+    load(0, 0);
+#pragma unroll 1
+    for (int begin = 0; begin < chunks; begin += kAtOnce) {
+#pragma unroll
+      for (int i = 1; i <= kAtOnce; ++i) load(i, begin + i);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        uint32_t v[5];
+#pragma unroll
+        for (int k = 0; k < 5; ++k) v[k] = shift & 2 ? words[4 * i + k + 2] : words[4 * i + k];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) v[k] = (shift & 1 ? v[k + 1] : v[k]) & mask;
+        RoundToTf32(reinterpret_cast<uint32_t (&)[4]>(v[0]));
+        if (begin + i < chunks) StoreChunk(place + (begin + i) * 16, v[0], v[1], v[2], v[3]);
+      }
+#pragma unroll
+      for (int k = 0; k < 4; ++k) words[k] = words[4 * kAtOnce + k];
+    }
+  }
+};
+
 struct Params : UnalignedSlices {
-  FastDiv channel_slices, tap_groups, slice_channels, part_warps;
-  PackedRows y;
-  int parts, tile_rows, slice_rows, x_pitch, y_pitch, stage_bytes, shared_bytes;  // pitches from chunk to chunk
+  FastDiv channel_slices, tap_groups, slice_channels, last_channels, part_warps;
+  FloatArray x, y;
+  int parts, tile_rows, slice_rows, pitch, stage_bytes, shared_bytes;
 };
 
 // What a block works on: in shared memory, for registers are few.
 struct Place {
-  int split, column, columns, channel, channels, plane_tap, first_line;
+  int split, column, columns, channel, plane_tap, first_line;
+  FastDiv channels;
 
   Place() = default;
   __device__ explicit Place(const Params& q) {
@@ -38,7 +111,7 @@ struct Place {
     first_line = (group - plane_tap * q.groups) * q.tap_lines;
     column = column_tile * q.columns;
     channel = slice * q.slice_channels.divisor;
-    channels = min(int(q.slice_channels.divisor), q.channels - channel);
+    channels = channel + int(q.slice_channels.divisor) > q.channels ? q.last_channels : q.slice_channels;
     columns = min(q.columns, q.features - column);
   }
   __device__ int FirstRow(const Params& q, int tile) const { return split * q.slice_rows + tile * q.tile_rows; }
@@ -49,36 +122,55 @@ struct Place {
 struct Shared {
   uint32_t stages, barriers;
   float* sums;
+  PixelChunks* pixels;  // of each stage x's, then y's
 
   __device__ Shared(const Params& q, unsigned char* shared)
       : stages(SharedAddress(shared)),
         barriers(stages + q.shared_bytes),
-        sums(reinterpret_cast<float*>(shared)) {}
+        sums(reinterpret_cast<float*>(shared)),
+        pixels(reinterpret_cast<PixelChunks*>(shared + q.shared_bytes + 64)) {}
   __device__ uint32_t Full(int i) const { return barriers + 16 * i; }
-  __device__ uint32_t Empty(int i) const { return barriers + 16 * i + 8; }
+  __device__ uint32_t CopyFull(int i) const { return barriers + 16 * i + 8; }
 };
 
-// The tiles' pixels, by a warp: a lane has some chunks of x and of y.
-__device__ void Produce(const Params& q, const Shared& shared, const Place& place, int lane) {
-  const PackedPlanes same = {true};
-  const int x_chunks = q.slice_channels.divisor / 4, chunks = x_chunks + kColumns / 4;
+__device__ void Produce(const Params& q, const Shared& shared, const Place& place) {
+  const int thread = threadIdx.x - kConsumers;
+  const Channels of_x = {q.x, q.channels, place.channel, static_cast<int>(place.channels.divisor)};
+  const Channels of_y = {q.y, q.features, place.column, place.columns};
+  int tile = 0;
 #pragma unroll 1
-  for (int tile = 0; place.Begins(q, tile); ++tile) {
-    const int first = place.FirstRow(q, tile), turn = tile % 2;
-    const uint32_t x = shared.stages + turn * q.stage_bytes, y = x + x_chunks * q.x_pitch, full = shared.Full(turn);
-    hopper::WaitBarrier(shared.Empty(turn), tile / 2 % 2 ^ 1);
-    if (lane == 0) hopper::ArriveExpecting(full, (x_chunks * q.pixels + kColumns / 4 * q.tile_rows) * 16);
-    __syncwarp();
+  for (; place.Begins(q, tile); ++tile) {
+    const int first = place.FirstRow(q, tile), end = place.EndRow(q), turn = tile % 2;
+    const uint32_t x = shared.stages + turn * q.stage_bytes, y = x + q.pixels * q.pitch, full = shared.CopyFull(turn);
+    PixelChunks* const pixels = shared.pixels + turn * (q.pixels + q.tile_rows);
+    int bytes = 0;
 #pragma unroll 1
-    for (int i = lane; i < chunks; i += 32) {
-      const int y_chunk = i - x_chunks;
-      if (y_chunk < 0)
-        CopyPacked(q.packed, q.packed_planes, place.channel / 4 + i, first + place.first_line * q.line_step, q.pixels,
-                   place.plane_tap * q.dilation[0] - q.pad[0], x + i * q.x_pitch, full);
-      else
-        CopyPacked(q.y, same, place.column / 4 + y_chunk, first, q.tile_rows, 0, y + y_chunk * q.y_pitch, full);
+    for (int i = thread; i < q.pixels; i += kCopiers) {
+      pixels[i] = of_x.Find(OperandPixel(q, first + place.first_line * q.line_step + i, place.plane_tap));
+      if (pixels[i].bytes > 0) bytes += of_x.CopiedBytes(pixels[i]);
     }
+#pragma unroll 1
+    for (int i = thread; i < q.tile_rows; i += kCopiers) {
+      bool exists;
+      const int pixel = ResultPixel(q, first + i, &exists);
+      pixels[q.pixels + i] = of_y.Find(exists && first + i < end ? pixel : -1);
+      if (pixels[q.pixels + i].bytes > 0) bytes += of_y.CopiedBytes(pixels[q.pixels + i]);
+    }
+    if (tile >= 2) hopper::SyncThreads(kEmpty + turn, kThreads);
+    hopper::ShowSharedToTma();
+    hopper::ArriveExpecting(full, bytes);
+#pragma unroll 1
+    for (int i = thread; i < q.pixels; i += kCopiers) of_x.Copy(pixels[i], x + i * q.pitch, full);
+#pragma unroll 1
+    for (int i = thread; i < q.tile_rows; i += kCopiers) of_y.Copy(pixels[q.pixels + i], y + i * kColumns * 4, full);
+    hopper::WaitBarrier(full, tile / 2 % 2);
+#pragma unroll 1
+    for (int i = thread; i < q.pixels; i += kCopiers) of_x.Shift(pixels[i], x + i * q.pitch);
+#pragma unroll 1
+    for (int i = thread; i < q.tile_rows; i += kCopiers) of_y.Shift(pixels[q.pixels + i], y + i * kColumns * 4);
+    hopper::Arrive(shared.Full(turn));
   }
+  for (int last = max(tile - 2, 0); last < tile; ++last) hopper::SyncThreads(kEmpty + last % 2, kThreads);
 }
 
 __device__ __forceinline__ uint32_t LoadWord(uint32_t address) {
@@ -91,20 +183,18 @@ __device__ __forceinline__ uint32_t LoadWord(uint32_t address) {
 __device__ __forceinline__ void Multiply(const Params& q, const Shared& shared, const Place& place, int first_row,
                                          int part, Sums& sums) {
   const int lane = threadIdx.x % 32;
-  const int rows = q.tap_lines * q.window_width * int(q.slice_channels.divisor);
+  const int rows = q.tap_lines * q.window_width * int(place.channels.divisor);
   uint32_t of_row[kBlocks][2];
 #pragma unroll
   for (int m = 0; m < kBlocks; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       int channel;
-      const int tap = q.slice_channels.Div(min(first_row + 16 * m + 8 * half + lane / 4, rows - 1), &channel);
+      const int tap = place.channels.Div(min(first_row + 16 * m + 8 * half + lane / 4, rows - 1), &channel);
       const int line = tap / q.window_width, column = tap - line * q.window_width;
-      of_row[m][half] = channel / 4 * q.x_pitch + (line * q.line_step + column * q.dilation[2] + lane % 4) * 16 +
-                        channel % 4 * 4;
+      of_row[m][half] = (line * q.line_step + column * q.dilation[2] + lane % 4) * q.pitch + channel * 4;
     }
-  const uint32_t of_column =
-      q.slice_channels.divisor / 4 * q.x_pitch + lane / 16 * q.y_pitch + lane % 4 * 16 + lane / 4 % 4 * 4;
+  const uint32_t of_column = q.pixels * q.pitch + (lane % 4 * kColumns + lane / 4) * 4;
 #pragma unroll 1
   for (int tile = 0; place.Begins(q, tile); ++tile) {
     hopper::WaitBarrier(shared.Full(tile % 2), tile / 2 % 2);
@@ -112,23 +202,23 @@ __device__ __forceinline__ void Multiply(const Params& q, const Shared& shared, 
     const int eights = (min(place.EndRow(q) - place.FirstRow(q, tile), q.tile_rows) + 7) / 8;
 #pragma unroll 1
     for (int i = part; i < eights; i += q.parts) {
-      const uint32_t x = stage + i * 128, y = x + of_column;
+      const uint32_t x = stage + i * 8 * q.pitch, y = stage + of_column + i * 8 * kColumns * 4;
       uint32_t b[kColumns / 8][2];
 #pragma unroll
       for (int j = 0; j < kColumns / 8; ++j) {
 #pragma unroll
-        for (int k = 0; k < 2; ++k) b[j][k] = LoadWord(y + 2 * j * q.y_pitch + k * 64);
+        for (int k = 0; k < 2; ++k) b[j][k] = LoadWord(y + 32 * j + 4 * k * kColumns * 4);
       }
 #pragma unroll
       for (int m = 0; m < kBlocks; ++m) {
         uint32_t a[4];
 #pragma unroll
-        for (int k = 0; k < 4; ++k) a[k] = LoadWord(x + of_row[m][k % 2] + k / 2 * 64);
+        for (int k = 0; k < 4; ++k) a[k] = LoadWord(x + of_row[m][k % 2] + k / 2 * 4 * q.pitch);
 #pragma unroll
         for (int j = 0; j < kColumns / 8; ++j) Mma<float>(sums[m][j], a, b[j][0], b[j][1]);
       }
     }
-    ArriveWarp(shared.Empty(tile % 2));
+    hopper::ArriveThreads(kEmpty + tile % 2, kThreads);
   }
 }
 
@@ -160,7 +250,7 @@ __device__ void Consume(const Params& q, const Shared& shared, const Place& plac
       each([&](float& sum, int i) { sum += mine[other * warps * kOfWarp + i]; });
   }
 
-  const int rows = q.tap_lines * q.window_width * int(q.slice_channels.divisor);
+  const int rows = q.tap_lines * q.window_width * int(place.channels.divisor);
   const int first_tap = (place.plane_tap * q.plane_groups + place.first_line) * q.window_width;
   const int columns = place.columns - 2 * (lane % 4);
   float* const out = partial + place.split * q.result_size;
@@ -171,8 +261,7 @@ __device__ void Consume(const Params& q, const Shared& shared, const Place& plac
       const int row = first_row + 16 * m + 8 * half + lane / 4;
       if (row >= rows) continue;
       int channel;
-      const int tap = first_tap + q.slice_channels.Div(row, &channel);
-      if (channel >= place.channels) continue;
+      const int tap = first_tap + place.channels.Div(row, &channel);
       float* const to =
           out + (int64_t{tap} * q.channels + place.channel + channel) * q.features + place.column + 2 * (lane % 4);
 #pragma unroll
@@ -191,15 +280,15 @@ __global__ void __launch_bounds__(kThreads, 1) UnalignedFloatsKernel(const __gri
     if (threadIdx.x == 0) {
       place = Place(q);
       for (int i = 0; i < 2; ++i) {
-        hopper::InitBarrier(shared.Full(i), 1);
-        hopper::InitBarrier(shared.Empty(i), kConsumers / 32);
+        hopper::InitBarrier(shared.Full(i), kCopiers);
+        hopper::InitBarrier(shared.CopyFull(i), kCopiers);
       }
       hopper::PublishBarriers();
     }
     __syncthreads();
     if (threadIdx.x >= kConsumers) {
       hopper::SetRegisters<40, false>();
-      if (threadIdx.x < kConsumers + 32) Produce(q, shared, place, threadIdx.x % 32);
+      Produce(q, shared, place);
     } else {
       hopper::SetRegisters<232, true>();
       Consume(q, shared, place, partial);
@@ -209,8 +298,8 @@ __global__ void __launch_bounds__(kThreads, 1) UnalignedFloatsKernel(const __gri
 
 }  // namespace
 
-cudaError_t LaunchUnalignedFilterFloats(const Problem& p, int64_t splits, const Packing& of_x, const Packing& of_y,
-                                        float* partial, int64_t* slices, cudaStream_t stream) {
+cudaError_t LaunchUnalignedFilterFloats(const Problem& p, const Config& config, const void* x, const void* y, void* out,
+                                        void* workspace, cudaStream_t stream) {
   Plan plan(p);
   if (!plan.Fit(p)) return cudaErrorInvalidValue;
   Params q = {};
@@ -222,21 +311,25 @@ cudaError_t LaunchUnalignedFilterFloats(const Problem& p, int64_t splits, const 
   q.tap_groups = FastDiv(p.window[0] * q.groups);
   q.channel_slices = FastDiv(plan.slices);
   q.slice_channels = FastDiv(plan.channels);
+  q.last_channels = FastDiv(p.channels - int64_t{plan.slices - 1} * plan.channels);
   q.parts = plan.parts;
   q.part_warps = FastDiv(Plan::kWarps / plan.parts);
   q.tile_rows = plan.tile_rows;
-  q.slice_rows = int(CeilDiv(plan.Tiles(), splits)) * plan.kUnit;
-  *slices = CeilDiv(plan.all_rows, q.slice_rows);
+  q.slice_rows = int(CeilDiv(plan.Tiles(), config.splits)) * plan.kUnit;
+  q.splits = int(CeilDiv(plan.all_rows, q.slice_rows));
   q.pixels = plan.pixels;
-  q.x_pitch = plan.Pitch(plan.pixels) * 16;
-  q.y_pitch = plan.Pitch(plan.tile_rows) * 16;
+  q.pitch = plan.pitch * 4;
   q.stage_bytes = plan.StageBytes();
-  q.shared_bytes = plan.SharedBytes() - 64;
-  q.packed = RowsOf(of_x, plan, p.in);
-  q.packed_planes = PlanesOf(p, plan);
-  q.y = RowsOf(of_y, plan, p.in);
-  const Grid grid = {*slices * plan.BlocksOfSlice(p), kThreads, size_t(plan.SharedBytes())};
-  return LaunchKernel(UnalignedFloatsKernel, grid, stream, q, partial);
+  q.shared_bytes = plan.SharedBytes() - 64 - 2 * (plan.pixels + plan.tile_rows) * 8;
+  auto* const partial = static_cast<float*>(workspace);
+  const Grid grid = {q.splits * plan.BlocksOfSlice(p), kThreads, size_t(plan.SharedBytes())};
+  const auto array = [](const void* begin, int64_t size) {
+    return FloatArray{static_cast<const float*>(begin), static_cast<const float*>(begin) + size};
+  };
+  q.x = array(x, p.images * p.XPixels() * p.channels);
+  q.y = array(y, p.images * p.YPixels() * p.features);
+  const cudaError_t e = LaunchKernel(UnalignedFloatsKernel, grid, stream, q, partial);
+  return e != cudaSuccess ? e : SumUnaligned<float>(p, q, x, y, partial, out, stream);
 }
 
 }  // namespace jaxdnn::conv

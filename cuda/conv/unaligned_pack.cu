@@ -20,7 +20,8 @@ struct PackedArray {
   const void *begin, *end;
   uint4* packed;
   int64_t first_pixel, pitch;
-  int rows, extent[2], pad[2], channels, chunks;  // rows that are no zeros; chunks of a block
+  int rows, extent[2], pad[2], channels;  // rows that are no zeros
+  int all_chunks, chunks;                 // of a block
   FastDiv items_div, groups_div;                  // aligned chunks of a row; blocks of the same rows
 };
 
@@ -73,7 +74,7 @@ __global__ void __launch_bounds__(kThreads)
   int group;
   const int first_row = q.groups_div.Div(block, &group) * kRows;
   const int first_channel = group * q.chunks * kVec;
-  const int chunks = min(q.chunks, (q.channels - first_channel + kVec - 1) / kVec);
+  const int chunks = min(q.chunks, q.all_chunks - group * q.chunks);
   if (threadIdx.x < kRows) {
     const int row = first_row + threadIdx.x;
     int x, y;
@@ -153,7 +154,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // Says how an array is packed; returns in how many blocks.
 int64_t PlanArray(const UnalignedRows& rows, DType type, const Packing& p, PackedArray* q) {
-  const PackedRows to = RowsOf(p, rows, type);
+  const PackedRows to = RowsOf(p, rows);
   const int64_t size = SizeOf(type), of_block = CeilDiv(to.chunks, CeilDiv(to.chunks, kMostChunks));
   q->begin = p.array;
   q->end = static_cast<const char*>(p.array) + p.all_planes * p.extent[0] * p.extent[1] * p.channels * size;
@@ -166,6 +167,7 @@ int64_t PlanArray(const UnalignedRows& rows, DType type, const Packing& p, Packe
     q->pad[d] = int(p.pad[d]);
   }
   q->channels = int(p.channels);
+  q->all_chunks = to.chunks;
   q->chunks = int(of_block);
   q->items_div = FastDiv((q->chunks + 1) | 1);  // odd, so that rows lie in different banks
   const int64_t groups = CeilDiv(to.chunks, q->chunks);

@@ -25,11 +25,10 @@ struct PackedPlanes {
 };
 
 // A chunk of a strip, by one thread: `count` rows of the result's from `row` on, where each plane is that so many
-// planes further on. Zeros behind the last chunk.
+// planes further on.
 __device__ inline void CopyPacked(const PackedRows& from, const PackedPlanes& q, int chunk, int row, int count,
                                   int further, uint32_t to, uint32_t barrier) {
-  const bool exists = chunk < from.chunks;
-  const uint4* const begin = from.begin + (exists ? chunk * from.pitch : 0);
+  const uint4* const begin = from.begin + chunk * from.pitch;
   while (count > 0) {
     int at = min(row, from.rows), some = count;
     if (!q.together) {
@@ -40,7 +39,7 @@ __device__ inline void CopyPacked(const PackedRows& from, const PackedPlanes& q,
       some = min(count, static_cast<int>(q.rows_div.divisor) - in_plane);
       at = inside ? (image * q.extent + z) * static_cast<int>(q.rows_div.divisor) + in_plane : from.rows;
     }
-    hopper::CopyBulk(to, begin + (exists ? at : from.rows), some * 16, barrier);
+    hopper::CopyBulk(to, begin + at, some * 16, barrier);
     to += some * 16;
     row += some;
     count -= some;
@@ -52,13 +51,14 @@ struct Packing {
   const void* array;
   int64_t all_planes, first_plane, planes;
   int64_t extent[2], pad[2];  // pixels before those of a line, and lines before those of a plane
-  int64_t channels, strip;    // rows of zeros behind the last one
+  int64_t channels, chunks;   // those behind the last channel are zeros
+  int64_t strip;              // as many rows of zeros behind the last one
   void* packed;
 };
 
-inline PackedRows RowsOf(const Packing& p, const UnalignedRows& rows, DType type) {
+inline PackedRows RowsOf(const Packing& p, const UnalignedRows& rows) {
   const int64_t all = rows.Rows(p.planes);
-  return {static_cast<const uint4*>(p.packed), all + p.strip, int(all), int((p.channels * SizeOf(type) + 15) / 16)};
+  return {static_cast<const uint4*>(p.packed), all + p.strip, int(all), int(p.chunks)};
 }
 
 // The filter that forward and data gradient multiply them by, in slabs of a tile's columns, a strip's taps and a slice of

@@ -26,12 +26,12 @@ double AllRows(const Problem& p) {
 UnalignedRows::UnalignedRows(const Problem& p) : line(int(Pitch(p, 2))), lines(int(Pitch(p, 1))) {}
 
 int UnalignedPlan::SharedBytes() const {
-  constexpr int kBarriers = (2 + kMostSlabs) * 16;
+  constexpr int kBarriers = (3 + kMostSlabs) * 16;
   return 2 * StripBytes() + slabs * SlabBytes() + kWarpgroups * StagedBytes() + kBarriers;
 }
 
 int64_t UnalignedPlan::WorkspaceBytes(const Problem& p) const {
-  return FilterBytes(p) + PackedBytes(p.images * p.x[0], p.channels, SizeOf(p.in), pixels);
+  return FilterBytes(p) + PackedBytes(p.images * p.x[0], Chunks(), pixels);
 }
 
 Problem UnalignedPart(const Problem& p) {
@@ -55,43 +55,41 @@ bool UnalignedPlan::Fit(const Problem& p) {
   const int64_t all_steps = CeilDiv(p.channels * size, kStepBytes);
   column_tiles = int(CeilDiv(p.features, kColumns));
   columns = int(CeilDiv(p.features, column_tiles));
-  const auto take = [&](int of_rows, int64_t of_lines, int64_t of_steps, int64_t of_slabs) {
-    const int64_t all = (of_rows + reach + (of_lines - 1) * line_step) | 1;
+  const auto take = [&](bool stays, int64_t of_lines, int64_t of_steps, int64_t of_slabs) {
+    const int64_t all = kRows + reach + (of_lines - 1) * line_step;
     if (all > (1 << 14)) return false;
-    resident = of_rows == kWarpgroupRows;
-    rows = of_rows;
+    resident = stays;
     tap_lines = int(of_lines);
     groups = int(p.window[0] * p.window[1] / of_lines);
     steps = int(of_steps);
     slices = int(CeilDiv(all_steps, of_steps));
     pixels = int(all);
     slabs = int(of_slabs);
-    // What is left after whole rounds is tiles of half as many rows, if those are less than a round.
-    const int64_t places = kMultiprocessors * (resident ? kWarpgroups : 1);
-    const int64_t all_tiles = CeilDiv(all_rows, rows);
-    whole_tiles = all_tiles * column_tiles / places * places / column_tiles;
-    const int64_t halves = CeilDiv(all_rows - whole_tiles * rows, rows / 2);
-    if (halves * column_tiles > places) whole_tiles = all_tiles;
-    row_tiles = whole_tiles == all_tiles ? all_tiles : whole_tiles + halves;
     return SharedBytes() <= kMostSharedBytes;
   };
-  constexpr int kBoth = kWarpgroups * kWarpgroupRows, kLeastSlabs = 3;
+  // What is left after whole rounds is tiles of half as many rows, if those are less than a round.
+  const int64_t all_tiles = CeilDiv(all_rows, kRows);
+  whole_tiles = all_tiles * column_tiles / kMultiprocessors * kMultiprocessors / column_tiles;
+  const int64_t halves = CeilDiv(all_rows - whole_tiles * kRows, kRows / 2);
+  if (halves * column_tiles > kMultiprocessors) whole_tiles = all_tiles;
+  row_tiles = whole_tiles == all_tiles ? all_tiles : whole_tiles + halves;
+  constexpr int kLeastSlabs = 3;
   if (p.window[0] == 1 && all_steps <= kMostSteps && column_tiles == 1 && p.Taps() < 1024 &&
-      take(kWarpgroupRows, p.window[1], all_steps, p.Taps()))
+      take(true, p.window[1], all_steps, p.Taps()))
     return true;
   // All of the window's lines in a strip are loaded once, but with as many lines more.
-  const bool together = kBoth + reach > line_step;
+  const bool together = kRows + reach > line_step;
   const auto fits = [&](int64_t of_lines) {
     // Slices are equally long. Those of the fewest steps in all, or of a little more.
     double best = 0;
     int64_t of_steps = 0;
     for (int64_t n = 1; n <= std::min<int64_t>(kMostSteps, all_steps); ++n) {
       const double cost = CeilDiv(all_steps, n) * (n + 0.3);
-      if (take(kBoth, of_lines, n, kLeastSlabs) && (best == 0 || cost < best)) best = cost, of_steps = n;
+      if (take(false, of_lines, n, kLeastSlabs) && (best == 0 || cost < best)) best = cost, of_steps = n;
     }
     if (best == 0) return false;
     int of_slabs = kMostSlabs;
-    while (!take(kBoth, of_lines, of_steps, of_slabs)) --of_slabs;
+    while (!take(false, of_lines, of_steps, of_slabs)) --of_slabs;
     return true;
   };
   return (together && fits(p.window[1])) || fits(1);
@@ -118,7 +116,7 @@ int UnalignedFloatsPlan::SharedBytes() const {
   constexpr int kBarriers = 64;  // and what a block knows is not among these bytes
   // At the end the sums of all parts but the first.
   const int sums = (kWarps - kWarps / parts) * kWarpRows * UnalignedPlan::kColumns * 4;
-  return std::max(2 * StageBytes(), sums) + kBarriers;
+  return std::max(2 * StageBytes(), sums) + 2 * (pixels + tile_rows) * 8 + kBarriers;
 }
 
 bool UnalignedFloatsPlan::Fit(const Problem& p) {
@@ -128,8 +126,9 @@ bool UnalignedFloatsPlan::Fit(const Problem& p) {
   cycles = 0;
   UnalignedFloatsPlan best = *this;
   all_rows = Rows(p.images * p.y[0]);
-  column_tiles = int(CeilDiv(p.features, kColumns));
-  columns = int(CeilDiv(CeilDiv(p.features, column_tiles), 4) * 4);
+  column_tiles = int(CeilDiv(p.features, kColumns - Shifts(p.features)));
+  columns = int(CeilDiv(p.features, column_tiles));
+  if (Shifts(p.features) == 0) columns = (columns + 3) / 4 * 4;
   for (const int64_t of_lines : {p.window[1], int64_t{1}}) {
     const int64_t taps = of_lines * p.window[2], beyond = (of_lines - 1) * line_step + reach;
     const int64_t most = kWarps * kWarpRows / taps;
@@ -137,11 +136,13 @@ bool UnalignedFloatsPlan::Fit(const Problem& p) {
     const int64_t fewest = CeilDiv(p.channels, most);
     for (int64_t n = fewest; n <= std::min(fewest + 8, p.channels); ++n) {
       tap_lines = int(of_lines);
-      channels = int(CeilDiv(CeilDiv(p.channels, n), 4) * 4);
+      channels = int(CeilDiv(p.channels, n));
+      if (Shifts(p.channels) == 0) channels = (channels + 3) / 4 * 4;
       if (taps * channels > kWarps * kWarpRows) continue;
       slices = int(CeilDiv(p.channels, channels));
       parts = 1;
       while (parts < kWarps && taps * channels * 2 * parts <= kWarps * kWarpRows) parts *= 2;
+      pitch = (channels + Shifts(p.channels) + 7) / 16 * 16 + 8;
       for (tile_rows = kMostTileRows; tile_rows > 0; tile_rows -= kUnit) {
         pixels = int(tile_rows + beyond);
         if (SharedBytes() + 512 <= kMostSharedBytes) break;
@@ -158,17 +159,12 @@ bool UnalignedFloatsPlan::Fit(const Problem& p) {
   return cycles > 0;
 }
 
-UnalignedOperands::UnalignedOperands(const Problem& p) {
-  if (p.in == DType::kF32) {
-    UnalignedFloatsPlan plan(p);
-    plan.Fit(p);
-    x_strip = plan.pixels, y_strip = plan.tile_rows;
-  } else {
-    x_strip = UnalignedFilterPlan(p).pixels, y_strip = UnalignedFilterPlan::kRows;
-  }
-  const UnalignedRows rows(p);
-  x_bytes = rows.PackedBytes(p.images * p.x[0], p.channels, SizeOf(p.in), x_strip);
-  y_bytes = rows.PackedBytes(p.images * p.y[0], p.features, SizeOf(p.in), y_strip);
+int64_t UnalignedFilterPlan::XPackedBytes(const Problem& p) const {
+  return PackedBytes(p.images * p.x[0], ChunksOf(p.channels), pixels);
+}
+
+int64_t UnalignedFilterPlan::YPackedBytes(const Problem& p) const {
+  return PackedBytes(p.images * p.y[0], ChunksOf(p.features), kRows);
 }
 
 int64_t UnalignedTiles(const Problem& p) {
@@ -180,8 +176,8 @@ int64_t UnalignedTiles(const Problem& p) {
 int64_t UnalignedWorkspace(const Problem& problem) {
   const Problem p = UnalignedPart(AsForward(problem));
   if (p.direction == Direction::kFilterGradient) {
-    const UnalignedOperands operands(p);
-    return operands.x_bytes + operands.y_bytes + 12;  // behind sums, on 16 bytes
+    const UnalignedFilterPlan plan(p);
+    return p.in == DType::kF32 ? 0 : plan.XPackedBytes(p) + plan.YPackedBytes(p) + 12;  // behind sums, on 16 bytes
   }
   UnalignedPlan plan(p);
   return plan.Fit(p) ? plan.WorkspaceBytes(p) : 0;
@@ -227,7 +223,7 @@ double UnalignedCycles(const Problem& problem, int64_t splits) {
   }
   UnalignedPlan plan(p);
   if (!plan.Fit(p)) return HUGE_VAL;
-  const double slabs = double(p.Taps()) * plan.slices, products = slabs * plan.steps * plan.rows / 64;
+  const double slabs = double(p.Taps()) * plan.slices, products = slabs * plan.steps * plan.kRows / 64;
   const double pairs = double(plan.groups) * plan.slices * plan.steps * plan.pixels;
   const double tile = plan.resident ? std::max(kLeast, products * kProduct)
                                     : std::max({kLeastShared, slabs * plan.steps * kSlabStep, pairs * kPair});

@@ -18,20 +18,20 @@ struct UnalignedRows {
   explicit UnalignedRows(const Problem& p);
   int64_t Rows(int64_t planes) const { return planes * lines * line; }
   // Of an array of so many planes in chunks of 16 bytes (unaligned_pack.cuh), and as many zeros as a strip is long.
-  int64_t PackedBytes(int64_t planes, int64_t channels, int size, int64_t strip) const {
-    return (Rows(planes) + strip) * ((channels * size + 15) / 16 * 16);
+  int64_t PackedBytes(int64_t planes, int64_t chunks, int64_t strip) const {
+    return (Rows(planes) + strip) * chunks * 16;
   }
 };
 
 struct UnalignedPlan : UnalignedRows {
   static constexpr int kColumns = 72;  // of a tile
-  static constexpr int kWarpgroupRows = 128, kWarpgroups = 2;
+  static constexpr int kRows = 128, kWarpgroups = 2;
   static constexpr int kStepBytes = 32;  // of a pixel's channels, that one product takes
   static constexpr int kMostSteps = 5;   // of a slice of the channels
   static constexpr int kMostSlabs = 8;   // of the filter's parts that are in shared memory, unless all of them are
 
-  bool resident;      // all of the filter is in shared memory, and each warpgroup has tiles of its own
-  int rows, columns;  // of a tile
+  bool resident;  // all of the filter is in shared memory
+  int columns;    // of a tile
   int column_tiles;
   int64_t all_rows;
   int64_t row_tiles, whole_tiles;  // of the rows; of those the first ones that are whole, not of half as many rows
@@ -44,6 +44,7 @@ struct UnalignedPlan : UnalignedRows {
   explicit UnalignedPlan(const Problem& p) : UnalignedRows(p) {}
   bool Fit(const Problem& p);
 
+  int Chunks() const { return 2 * slices * steps; }
   int StripBytes() const { return pixels * steps * kStepBytes; }
   int SlabBytes() const { return kColumns * steps * kStepBytes; }
   int64_t FilterBytes(const Problem& p) const { return int64_t{column_tiles} * slices * p.Taps() * SlabBytes(); }
@@ -68,6 +69,9 @@ struct UnalignedFilterPlan : UnalignedRows {
   int unit_groups, pixels, stages;
 
   explicit UnalignedFilterPlan(const Problem& p);
+  static constexpr int64_t ChunksOf(int64_t channels) { return (channels + 7) / 8; }
+  int64_t XPackedBytes(const Problem& p) const;
+  int64_t YPackedBytes(const Problem& p) const;
   static constexpr int XBytes(int pixels) { return pixels * kMostChunks * 16; }
   static constexpr int StageBytes(int pixels) { return XBytes(pixels) + kRows * UnalignedPlan::kColumns * 2; }
   int SharedBytes() const { return kBarrierBytes + stages * StageBytes(pixels); }
@@ -89,25 +93,19 @@ struct UnalignedFloatsPlan : UnalignedRows {
   int channels, slices;   // of a block, and such slices of them
   int parts;              // of the warps, that share the rows
   int tile_rows, pixels;  // of a tile, and of x that they meet
+  int pitch;              // floats of a pixel of x, so that four pixels lie in different banks
   double cycles;          // of a row
 
-  // From chunk to chunk of so many pixels: four pixels of two chunks lie in different banks.
-  static constexpr int Pitch(int pixels) { return (pixels + 3) / 8 * 8 + 4; }
+  // How far behind an aligned four lines of so many may begin.
+  static int Shifts(int64_t of_line) { return of_line % 4 == 0 ? 0 : 3; }
   explicit UnalignedFloatsPlan(const Problem& p) : UnalignedRows(p) {}
   bool Fit(const Problem& p);
-  int StageBytes() const { return (Pitch(pixels) * channels + Pitch(tile_rows) * UnalignedPlan::kColumns) * 4; }
+  int StageBytes() const { return (pixels * pitch + tile_rows * UnalignedPlan::kColumns) * 4; }
   int SharedBytes() const;
   int64_t Tiles() const { return (all_rows + kUnit - 1) / kUnit; }
   int64_t BlocksOfSlice(const Problem& p) const {
     return p.window[0] * (p.window[1] / tap_lines) * slices * column_tiles;
   }
-};
-
-// The filter gradient's operands: as many zeros as their strips are long, and their bytes.
-struct UnalignedOperands {
-  int64_t x_strip, y_strip, x_bytes, y_bytes;
-
-  explicit UnalignedOperands(const Problem& p);
 };
 
 // What a filter gradient's slices are multiples of, in all.

@@ -21,10 +21,6 @@ inline UnalignedSlices SliceParams(const Problem& p, const UnalignedRows& rows) 
   return q;
 }
 
-// Of floats, the sums of some of the images, as slices from `partial` on, of which there are so many.
-cudaError_t LaunchUnalignedFilterFloats(const Problem& p, int64_t splits, const Packing& of_x, const Packing& of_y,
-                                        float* partial, int64_t* slices, cudaStream_t stream);
-
 // out[i] = partial[0][i] + partial[1][i] + ..., a warp for 32 elements and some of the slices.
 constexpr int kSumWarps = 8;
 template <class In, class Out>
