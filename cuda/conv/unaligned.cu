@@ -1,20 +1,18 @@
 // Forward convolution and data gradient, without stride, of any numbers of channels and features: what the TMA unit
 // cannot read, because lines begin anywhere, on Hopper's tensor cores.
 //
-// unaligned_plan.h says what rows are. The threads of two warpgroups bring a tile's strip of pixels to shared memory,
-// every chunk of 16 bytes shifted once to where it belongs, and not once for every tap as in data_ragged.cu. Chunks lie
-// side by side pixel by pixel, so that a tap's operand is that strip from some pixels later on, and wgmma reads it in
-// place: its unswizzled operands may begin on any 16 bytes. A first kernel lays the filter out as it is to lie there,
-// in slabs, which are copied as they are; all of it stays where there is room, else they come one by one for each tile.
-//
-// 65 channels are five products of 16 for each tap. An H200 takes some 90 to 110 cycles for one of 64 rows and 72
-// columns with all that belongs to it, about a third of what its tensor cores could do.
+// unaligned_plan.h says what rows are. A first kernel packs the operand, every chunk of 16 bytes shifted once to where
+// it belongs, and not once for every tap as in data_ragged.cu (unaligned_pack.cu). A tile's strip of pixels comes to
+// shared memory chunk by chunk, in bulk copies, so that a tap's operand is that strip from some pixels later on, and
+// wgmma reads it in place: its unswizzled operands may begin on any 16 bytes. The same kernel lays the filter out in
+// slabs, which are copied as they are; all of it stays where there is room, else they come one by one for each tile.
+// The warpgroups take tiles in turn: while one stores, the other multiplies.
 //
 // A tile's results are as many neighbours as it has rows that are pixels of the result. They go through shared memory,
 // and leave in fours.
 #include "cuda/conv/epilogue.cuh"
-#include "cuda/conv/unaligned.h"
 #include "cuda/conv/unaligned.cuh"
+#include "cuda/conv/unaligned.h"
 
 namespace jaxdnn::conv {
 namespace {
@@ -63,8 +61,13 @@ __device__ void ProduceSlabs(const UnalignedParams& q, const UnalignedShared<T>&
     hopper::CopyBulk(shared.slabs + stage * q.slab_bytes, slabs + int64_t{slab} * q.slab_bytes, q.slab_bytes, barrier);
   };
   if constexpr (T::kResident) {
-    hopper::ArriveExpecting(shared.SlabFull(0), all * q.slab_bytes);
-    for (int i = 0; i < all; ++i) copy(i, i, shared.SlabFull(0));
+    // Those of the last taps have a barrier together.
+    constexpr int kLast = UnalignedPlan::kMostSlabs - 1;
+    for (int i = 0; i < all; ++i) {
+      const uint32_t full = shared.SlabFull(min(i, kLast));
+      if (i <= kLast) hopper::ArriveExpecting(full, (i < kLast ? 1 : all - kLast) * q.slab_bytes);
+      copy(i, i, full);
+    }
   } else {
     UnalignedTurn turn;
     for (int tile = blockIdx.x; tile < q.tiles; tile += gridDim.x) {
@@ -199,8 +202,7 @@ __device__ __forceinline__ void VisitSteps(int steps, const F& f) {
 // The sums of a tile's rows that are the warpgroup's: of some blocks of 64.
 template <int kSteps, int kBlocks, class T>
 __device__ __forceinline__ void MultiplyStrips(const UnalignedParams& q, const UnalignedShared<T>& shared,
-                                               int warpgroup, UnalignedCursor<T>& at,
-                                               typename T::Sums& sums) {
+                                               int warpgroup, UnalignedCursor<T>& at, typename T::Sums& sums) {
   using In = typename T::In;
   const int all = q.groups * q.slices * q.tap_lines * q.window_width;
   // From one step's operands to the next's, in 16 bytes.
@@ -213,7 +215,8 @@ __device__ __forceinline__ void MultiplyStrips(const UnalignedParams& q, const U
 #pragma unroll 1
   for (int i = 0; i < all; ++i) {
     if (at.tap == 0) hopper::WaitBarrier(shared.StripFull(at.strip.stage), at.strip.parity);
-    if constexpr (!T::kResident) hopper::WaitBarrier(shared.SlabFull(at.slab.stage), at.slab.parity);
+    hopper::WaitBarrier(shared.SlabFull(T::kResident ? min(at.tap, UnalignedPlan::kMostSlabs - 1) : at.slab.stage),
+                        T::kResident ? 0 : at.slab.parity);
     if (i + 1 == all) ArriveWarp(shared.Turn(1 - warpgroup));
     const int pixel = at.line * q.line_step + at.column * q.dilation[2];
     const uint64_t a =
@@ -251,7 +254,6 @@ template <class T>
 __device__ void Consume(const UnalignedParams& q, const UnalignedShared<T>& shared, int warpgroup, void* out) {
   using In = typename T::In;
   UnalignedCursor<T> at;
-  if constexpr (T::kResident) hopper::WaitBarrier(shared.SlabFull(0), 0);
   // The warpgroups take tiles in turn: while one stores, the other multiplies.
   for (int tile = blockIdx.x, number = 0; tile < q.tiles; tile += gridDim.x, ++number) {
     if (number % 2 != warpgroup) {
@@ -336,9 +338,9 @@ cudaError_t LaunchTile(const Problem& p, const UnalignedPlan& plan, const void* 
   if (e == cudaSuccess) e = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
   if (e != cudaSuccess) return e;
   auto* const slabs = static_cast<unsigned char*>(workspace);
-  const Packing packing = {operand,    p.images * p.x[0],    0,          p.images * p.x[0],
-                           {p.x[1], p.x[2]}, {p.pad[1], p.pad[2]}, p.channels, plan.Chunks(), plan.pixels,
-                           slabs + plan.FilterBytes(p)};
+  const Packing packing = {operand,          p.images * p.x[0],          0,          p.images * p.x[0],
+                           {p.x[1], p.x[2]}, {p.pad[1], p.pad[2]},       p.channels, plan.Chunks(),
+                           plan.pixels,      slabs + plan.FilterBytes(p)};
   q.packed = RowsOf(packing, plan);
   q.packed_planes = PlanesOf(p, plan);
   const FilterPacking filter_packing = {filter,

@@ -1,10 +1,10 @@
 // Filter gradient, without stride, of unaligned channels or features of 16 bits, on Hopper's tensor cores.
 //
-// The sum is over rows as unaligned_plan.h says, some tiles of 256 for each block. Their pixels of y, and those of x
-// that one line of the window meets, come to shared memory as in unaligned.cu, and both are MN-major operands as they
-// lie: a tap's is the strip of x from some pixels later on. A block has up to four units of the result's rows, two for
-// each of the warpgroups that multiply. A unit is 64 channels of one tap; or of eight channels, where few are left
-// over, all taps of the line, for the next tap's are just one pixel further than the last one's.
+// The sum is over rows as unaligned_plan.h says, some tiles of 128 for each block. Their pixels of y, and those of x
+// that one line of the window meets, come to shared memory packed (unaligned_pack.cu), and both are MN-major operands
+// as they lie: a tap's is the strip of x from some pixels later on. A block has up to four units of the result's rows,
+// two for each of the warpgroups that multiply. A unit is 64 channels of one tap; or of eight channels, where few are
+// left over, all taps of the line, for the next tap's are just one pixel further than the last one's.
 //
 // Rows that are no pixels of y have zeros there, but x may have an infinity where they meet it: sums that are not
 // finite are computed once more, one by one, when the slices are added up.
@@ -229,17 +229,27 @@ cudaError_t LaunchType(const Problem& all, const Config& config, const void* x, 
                        void* workspace, cudaStream_t stream) {
   Problem p = UnalignedPart(all);
   const UnalignedFilterPlan plan(p);
-  const int64_t splits = std::max<int64_t>(1, config.splits / CeilDiv(all.images, p.images));
+  const int64_t splits = config.splits / CeilDiv(all.images, p.images);  // of a part
+  if (splits == 0) return cudaErrorInvalidValue;
   auto* const partial = static_cast<float*>(workspace);
   char* const packed_x = static_cast<char*>(workspace) + CeilDiv(config.splits * p.FilterSize() * 4, 16) * 16;
   char* const packed_y = packed_x + plan.XPackedBytes(p);
   UnalignedSlices q = SliceParams(all, plan);
   for (int64_t image = 0; image < all.images; image += p.images) {
     p.images = std::min(p.images, all.images - image);
-    const Packing of_x = {x, all.images * p.x[0], image * p.x[0], p.images * p.x[0], {p.x[1], p.x[2]},
-                          {p.pad[1], p.pad[2]}, p.channels, plan.ChunksOf(p.channels), plan.pixels, packed_x};
-    const Packing of_y = {y,      all.images * p.y[0], image * p.y[0],           p.images * p.y[0], {p.y[1], p.y[2]},
-                          {0, 0}, p.features,          plan.ChunksOf(p.features), kRows,             packed_y};
+    const Packing of_x = {x,
+                          all.images * p.x[0],
+                          image * p.x[0],
+                          p.images * p.x[0],
+                          {p.x[1], p.x[2]},
+                          {p.pad[1], p.pad[2]},
+                          p.channels,
+                          plan.ChunksOf(p.channels),
+                          plan.pixels,
+                          packed_x};
+    const Packing of_y = {
+        y,          all.images * p.y[0],       image * p.y[0], p.images * p.y[0], {p.y[1], p.y[2]}, {0, 0},
+        p.features, plan.ChunksOf(p.features), kRows,          packed_y};
     int64_t slices = 0;
     cudaError_t e = PackRows(plan, p.in, &of_x, &of_y, {}, stream);
     if (e == cudaSuccess)

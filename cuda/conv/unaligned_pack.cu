@@ -3,13 +3,12 @@
 // A block has 128 rows and up to 16 chunks of each. The aligned chunks that those lie in come to shared memory side by
 // side, as they do in memory; then neighbouring threads, which have neighbouring rows, shift and store chunk after
 // chunk.
-#include "cuda/conv/unaligned_pack.cuh"
-
 #include <algorithm>
 
 #include "cuda/common/launch.cuh"
 #include "cuda/common/mma.cuh"
 #include "cuda/common/vec.cuh"
+#include "cuda/conv/unaligned_pack.cuh"
 
 namespace jaxdnn::conv {
 namespace {
@@ -22,11 +21,11 @@ struct PackedArray {
   int64_t first_pixel, pitch;
   int rows, extent[2], pad[2], channels;  // rows that are no zeros
   int all_chunks, chunks;                 // of a block
-  FastDiv items_div, groups_div;                  // aligned chunks of a row; blocks of the same rows
+  FastDiv items_div, groups_div;          // aligned chunks of a row; blocks of the same rows
 };
 
 struct PackParams {
-  FastDiv line_div, lines_div;                   // pixels of a line, lines of a plane
+  FastDiv line_div, lines_div;      // pixels of a line, lines of a plane
   int filter_blocks, first_blocks;  // the filter's come first, then those of the first array
   PackedArray arrays[2];
   FilterPacking filter;
@@ -38,8 +37,8 @@ __device__ void PackFilter(const FilterPacking& q, int i) {
   constexpr int kColumns = UnalignedPlan::kColumns, kVec = kVecLength<In>;
   if (i >= q.chunks) return;
   int in_slab, tap, slice, group;
-  const int column_tile = q.groups_div.Div(
-      q.slices_div.Div(q.taps_div.Div(q.slab_div.Div(i, &in_slab), &tap), &slice), &group);
+  const int column_tile =
+      q.groups_div.Div(q.slices_div.Div(q.taps_div.Div(q.slab_div.Div(i, &in_slab), &tap), &slice), &group);
   tap += group * q.taps_div.divisor;
   const int mine = in_slab % kColumns, column = column_tile * q.columns + mine;
   const int channel = (slice * static_cast<int>(q.slab_div.divisor) + in_slab) / kColumns * kVec;
@@ -59,8 +58,7 @@ __device__ void PackFilter(const FilterPacking& q, int i) {
 }
 
 template <class In>
-__global__ void __launch_bounds__(kThreads)
-    PackRowsKernel(const __grid_constant__ PackParams params) {
+__global__ void __launch_bounds__(kThreads) PackRowsKernel(const __grid_constant__ PackParams params) {
   constexpr int kVec = kVecLength<In>, kAtOnce = 4, kSize = sizeof(In);
   extern __shared__ uint4 aligned[];
   __shared__ int64_t elements[kRows];  // where a row's channels begin, or -1
@@ -121,8 +119,7 @@ __global__ void __launch_bounds__(kThreads)
   const int mine = threadIdx.x % kRows, half = (chunks + 1) / 2, from = threadIdx.x / kRows * half;
   const int to = min(from + half, chunks);
   if (first_row + mine >= q.pitch || from >= to) return;
-  const int shift =
-      static_cast<int>(reinterpret_cast<uintptr_t>(begin + max(elements[mine], int64_t{0})) % 16);
+  const int shift = static_cast<int>(reinterpret_cast<uintptr_t>(begin + max(elements[mine], int64_t{0})) % 16);
   const bool two = shift & 8, one = shift & 4;
   const uint4* const line = aligned + mine * items;
   uint4* const out = q.packed + (int64_t{group} * q.chunks + from) * q.pitch + first_row + mine;
@@ -189,8 +186,10 @@ cudaError_t PackRows(const UnalignedRows& rows, DType type, const Packing* first
   q.first_blocks = int(blocks);
   const auto most = std::max(q.arrays[0].items_div.divisor, q.arrays[1].items_div.divisor);
   const Grid grid = {q.filter_blocks + blocks + more, kThreads, size_t{kRows} * most * 16};
-  return type == DType::kF32 ? LaunchKernel(PackRowsKernel<float>, grid, stream, q)
-                             : LaunchKernel(PackRowsKernel<__nv_bfloat16>, grid, stream, q);
+  // Multiprocessors keep the division of their memory for the next kernel, which needs all of it as shared.
+  const auto kernel = type == DType::kF32 ? PackRowsKernel<float> : PackRowsKernel<__nv_bfloat16>;
+  const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
+  return e != cudaSuccess ? e : LaunchKernel(kernel, grid, stream, q);
 }
 
 }  // namespace jaxdnn::conv

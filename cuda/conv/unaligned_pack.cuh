@@ -61,12 +61,12 @@ inline PackedRows RowsOf(const Packing& p, const UnalignedRows& rows) {
   return {static_cast<const uint4*>(p.packed), all + p.strip, int(all), int(p.chunks)};
 }
 
-// The filter that forward and data gradient multiply them by, in slabs of a tile's columns, a strip's taps and a slice of
-// the channels, tap by tap. A slab's chunks are columns by the depth's chunks.
+// The filter that forward and data gradient multiply them by, in slabs of a tile's columns, a strip's taps and a slice
+// of the channels, tap by tap. A slab's chunks are columns by the depth's chunks.
 struct FilterPacking {
   const void* filter;
   void* slabs;
-  int chunks;                                 // in all, or 0 for no filter
+  int chunks;                                          // in all, or 0 for no filter
   FastDiv slab_div, taps_div, slices_div, groups_div;  // chunks of a slab, slabs of a strip, slices, strips of a slice
   bool forward;
   int taps, channels, features, columns;  // columns of a tile

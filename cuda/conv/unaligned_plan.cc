@@ -17,9 +17,7 @@ int64_t Pitch(const Problem& p, int d) {
   return std::max({p.y[d], needed - std::max<int64_t>(p.pad[d], 0), std::min(p.pad[d] + p.x[d], needed)});
 }
 
-double AllRows(const Problem& p) {
-  return double(p.images) * std::max(p.x[0], p.y[0]) * Pitch(p, 1) * Pitch(p, 2);
-}
+double AllRows(const Problem& p) { return double(p.images) * std::max(p.x[0], p.y[0]) * Pitch(p, 1) * Pitch(p, 2); }
 
 }  // namespace
 
@@ -36,10 +34,11 @@ int64_t UnalignedPlan::WorkspaceBytes(const Problem& p) const {
 
 Problem UnalignedPart(const Problem& p) {
   constexpr int64_t kMostBytes = int64_t{128} << 20, kMultiple = 8;  // of images: then all parts are on 16 bytes
-  const UnalignedRows rows(p);
+  const auto bytes = [&](int64_t planes, int64_t channels) {
+    return double(planes) * UnalignedRows(p).Rows(1) * CeilDiv(channels * SizeOf(p.in), 32) * 32;
+  };
   const bool filter = p.direction == Direction::kFilterGradient;
-  const double image = (p.x[0] * double(p.channels) + (filter ? p.y[0] * double(p.features) : 0)) * rows.Rows(1) *
-                       SizeOf(p.in);
+  const double image = bytes(p.x[0], p.channels) + (filter ? bytes(p.y[0], p.features) : 0);
   Problem part = p;
   if (p.images * image > kMostBytes)
     part.images = std::min(p.images, std::max<int64_t>(1, int64_t(kMostBytes / image) / kMultiple) * kMultiple);
@@ -203,11 +202,10 @@ bool TakesUnaligned(const Problem& problem) {
   return AllRows(p) < INT32_MAX / 4 && (p.window[2] - 1) * p.rhs_dilation[2] < kMostReach;
 }
 
-// Fitted to an H200. A tile takes as long as its products, or what brings and stores it; where the filter comes in
-// parts, as those; and the filter gradient's, as what brings it.
+// Fitted to an H200. A kernel that packs its operands comes first; a tile takes as long as its products, or as what it
+// brings and stores; and the filter gradient's, as what it brings.
 double UnalignedCycles(const Problem& problem, int64_t splits) {
-  constexpr double kMultiprocessors = 132, kStart = 10000, kProduct = 105, kLeast = 5200, kLeastShared = 8500;
-  constexpr double kSlabStep = 340, kPair = 7, kFilterStart = 12000, kFilterTile = 11300;
+  constexpr double kStart = 8000, kProduct = 70, kLeast = 2700, kFilterStart = 6000, kFilterTile = 2400;
   const Problem p = AsForward(problem);
   if (p.direction == Direction::kFilterGradient && p.in == DType::kF32) {
     constexpr double kFloatsStart = 12000;
@@ -216,18 +214,25 @@ double UnalignedCycles(const Problem& problem, int64_t splits) {
     const double blocks = double(plan.BlocksOfSlice(p)), rows = CeilDiv(plan.Tiles(), splits) * plan.kUnit;
     return std::ceil(blocks * splits / kMultiprocessors) * (kFloatsStart + rows * plan.cycles / blocks);
   }
+  // Of a kernel that reads so many elements and leaves so many bytes.
+  const auto packing = [&](double elements, double bytes) {
+    constexpr double kLaunch = 5000, kBytesPerCycle = 18;
+    return kLaunch + (elements * SizeOf(p.in) + bytes) / (kMultiprocessors * kBytesPerCycle);
+  };
+  const double of_x = double(p.images) * p.XPixels() * p.channels;
   if (p.direction == Direction::kFilterGradient) {
     const UnalignedFilterPlan plan(p);
-    const double blocks = double(plan.BlocksOfSlice(p)) * splits;
-    return std::ceil(blocks / kMultiprocessors) * (kFilterStart + CeilDiv(plan.Tiles(), splits) * kFilterTile);
+    if (splits < CeilDiv(p.images, UnalignedPart(p).images)) return HUGE_VAL;  // each part has slices of its own
+    const double blocks = double(plan.BlocksOfSlice(p)) * splits, of_y = double(p.images) * p.YPixels() * p.features;
+    return packing(of_x + of_y, double(plan.XPackedBytes(p) + plan.YPackedBytes(p))) +
+           std::ceil(blocks / kMultiprocessors) * (kFilterStart + CeilDiv(plan.Tiles(), splits) * kFilterTile);
   }
   UnalignedPlan plan(p);
   if (!plan.Fit(p)) return HUGE_VAL;
-  const double slabs = double(p.Taps()) * plan.slices, products = slabs * plan.steps * plan.kRows / 64;
-  const double pairs = double(plan.groups) * plan.slices * plan.steps * plan.pixels;
-  const double tile = plan.resident ? std::max(kLeast, products * kProduct)
-                                    : std::max({kLeastShared, slabs * plan.steps * kSlabStep, pairs * kPair});
-  return kStart + std::ceil(plan.Tiles() / kMultiprocessors) * tile;
+  const double products = double(p.Taps()) * plan.slices * plan.steps * plan.kRows / 64;
+  const double whole = plan.whole_tiles * plan.column_tiles, halves = plan.Tiles() - whole;
+  const double rounds = std::ceil(whole / kMultiprocessors) + std::ceil(halves / kMultiprocessors) / 2;
+  return kStart + packing(of_x, double(plan.WorkspaceBytes(p))) + rounds * std::max(kLeast, products * kProduct);
 }
 
 }  // namespace jaxdnn::conv

@@ -35,11 +35,11 @@ struct UnalignedPlan : UnalignedRows {
   int column_tiles;
   int64_t all_rows;
   int64_t row_tiles, whole_tiles;  // of the rows; of those the first ones that are whole, not of half as many rows
-  int tap_lines;      // of the window, that a strip holds: all or one
-  int groups;         // of as many of the window's lines
-  int steps, slices;  // of a slice, and slices of the channels
-  int pixels;         // of a strip
-  int slabs;          // the filter's, of a tap and slice each
+  int tap_lines;                   // of the window, that a strip holds: all or one
+  int groups;                      // of as many of the window's lines
+  int steps, slices;               // of a slice, and slices of the channels
+  int pixels;                      // of a strip
+  int slabs;                       // the filter's, of a tap and slice each
 
   explicit UnalignedPlan(const Problem& p) : UnalignedRows(p) {}
   bool Fit(const Problem& p);
