@@ -31,13 +31,24 @@ def test_is_chosen(direction, dtype):
     first = next(each for each in algorithms(direction, c, k, dtype) if each.name not in ("gemm", "aligned"))
     assert first.name == first.tile == UNALIGNED, (c, k)
     assert first.exactness == ("float32 of tf32" if dtype == "float32" else "float32")
-    # Partial sums, or the filter as the kernel wants it: whole tiles of 72 columns, depth in whole 32 bytes.
+    # Operands in whole chunks, beside partial sums, or the filter: whole tiles of 72 columns, depth in whole 32 bytes.
+    size = np.dtype(dtype).itemsize
+    packed = {n: 32 * 57 * 57 * -(-n * size // 16) * 16 for n in (c, k)}
     assert (first.splits > 1) == (direction == "filter_gradient")
     if first.splits > 1:
-      assert first.workspace_bytes == first.splits * 9 * c * k * 4
+      packs = packed[c] + packed[k] if dtype != "float32" else 0
+      assert first.workspace_bytes >= first.splits * 9 * c * k * 4 + packs
     else:
       depth, columns = (c, k) if direction == "forward" else (k, c)
-      assert first.workspace_bytes >= 9 * depth * -(-columns // 72) * 72 * np.dtype(dtype).itemsize
+      assert first.workspace_bytes >= 9 * depth * -(-columns // 72) * 72 * size + packed[depth]
+
+
+@pytest.mark.parametrize("direction", ["forward", "data_gradient"])
+def test_large_batches_are_packed_in_parts(direction):
+  """Their workspace stays below a limit, which a batch of 16 times as many images would pass."""
+  for batch in (32, 512, 8192):
+    (found,) = (each for each in algorithms(direction, 65, 65, batch=batch) if each.name == UNALIGNED)
+    assert found.workspace_bytes < 160 << 20
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -80,6 +91,7 @@ CASES = [
   _("3d", 1, (5, 4, 6), 11, (3, 3, 3), 19, padding=((1, 1),) * 3),
   _("3d_dilated", 1, (5, 7, 9), 83, (2, 3, 2), 75, padding=((1, 2), (1, 0), (1, 1)), rhs_dilation=(2, 2, 1)),
   _("long", 90, (28, 28), 65, (3, 3), 65, padding=SAME3),
+  _("parts", 17, (1 << 19,), 1, (3,), 2),
 ]
 
 

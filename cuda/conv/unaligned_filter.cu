@@ -1,10 +1,10 @@
 // Filter gradient, without stride, of unaligned channels or features of 16 bits, on Hopper's tensor cores.
 //
-// The sum is over rows as unaligned_plan.h says, some tiles of 256 for each block. Their pixels of y, and those of x
-// that one line of the window meets, come to shared memory as in unaligned.cu, and both are MN-major operands as they
-// lie: a tap's is the strip of x from some pixels later on. A block has up to four units of the result's rows, two for
-// each of the warpgroups that multiply. A unit is 64 channels of one tap; or of eight channels, where few are left
-// over, all taps of the line, for the next tap's are just one pixel further than the last one's.
+// The sum is over rows as unaligned_plan.h says, some tiles of 128 for each block. Their pixels of y, and those of x
+// that one line of the window meets, come to shared memory packed (unaligned_pack.cu), and both are MN-major operands
+// as they lie: a tap's is the strip of x from some pixels later on. A block has up to four units of the result's rows,
+// two for each of the warpgroups that multiply. A unit is 64 channels of one tap; or of eight channels, where few are
+// left over, all taps of the line, for the next tap's are just one pixel further than the last one's.
 //
 // Rows that are no pixels of y have zeros there, but x may have an infinity where they meet it: sums that are not
 // finite are computed once more, one by one, when the slices are added up.
@@ -14,19 +14,18 @@
 namespace jaxdnn::conv {
 namespace {
 
-constexpr int kRows = 256, kUnits = 2;  // of a tile; of a warpgroup
+constexpr int kRows = UnalignedFilterPlan::kRows, kUnits = UnalignedFilterPlan::kUnits / 2;  // of a warpgroup
 constexpr int kColumns = UnalignedPlan::kColumns, kEights = kColumns / 8;
 
-struct FilterTile {
-  static constexpr int kWarpgroup = 128, kConsumers = 256, kStripThreads = 256, kThreads = 512;
-};
+constexpr int kWarpgroup = 128, kConsumers = 2 * kWarpgroup, kThreads = kConsumers + 32;
 
 struct UnalignedFilterParams : UnalignedSlices {
   int whole_groups;  // of 64 channels; the eights that are left over
   int left, left_units;
   bool appended;  // to the last whole group
   FastDiv unit_groups, channel_groups, window_lines;
-  int slice_tiles;
+  int slice_tiles, stages, x_bytes;
+  PackedRows y;
 };
 
 // Channels that a block's strips hold, and the units they make: `whole` of a tap each, and those of single eights.
@@ -72,73 +71,55 @@ struct FilterPlace {
   }
 };
 
-template <class In>
 struct FilterShared {
-  uint32_t x, y, barriers;
-  int x_bytes, y_bytes;
-  int *x_pixels, *y_pixels;  // of each stage
+  uint32_t barriers, stages;
+  int x_bytes, stage_bytes;
 
-  static constexpr int kYPitch = kRows + 1;
-
-  __device__ __host__ static int XBytes(int pixels) { return pixels * 10 * 16; }
-  static constexpr int kYBytes = kYPitch * kEights * 16;
-  __device__ __host__ static int Bytes(int pixels) {
-    return 2 * (XBytes(pixels) + kYBytes) + 2 * (pixels + kRows) * 4 + 64;
-  }
-
-  __device__ FilterShared(unsigned char* shared, int pixels)
-      : x(SharedAddress(shared)),
-        y(x + 2 * XBytes(pixels)),
-        barriers(y + 2 * kYBytes),
-        x_bytes(XBytes(pixels)),
-        y_bytes(kYBytes) {
-    x_pixels = reinterpret_cast<int*>(shared + 2 * (x_bytes + y_bytes) + 64);
-    y_pixels = x_pixels + 2 * pixels;
-  }
+  __device__ FilterShared(const UnalignedFilterParams& q, unsigned char* shared)
+      : barriers(SharedAddress(shared)),
+        stages(barriers + UnalignedFilterPlan::kBarrierBytes),
+        x_bytes(q.x_bytes),
+        stage_bytes(q.strip_bytes) {}
+  __device__ uint32_t X(int i) const { return stages + i * stage_bytes; }
+  __device__ uint32_t Y(int i) const { return X(i) + x_bytes; }
   __device__ uint32_t Full(int i) const { return barriers + 16 * i; }
   __device__ uint32_t Empty(int i) const { return barriers + 16 * i + 8; }
 };
 
-template <class In>
-__device__ void ProduceTiles(const UnalignedFilterParams& q, const FilterShared<In>& shared, const FilterPlace& place,
-                             const ChannelGroup& group, int thread, const AlignedArray<In>& x,
-                             const AlignedArray<In>& y, int tiles) {
+// The tiles' pixels, by a warp: a lane has a chunk of x or of y.
+__device__ void ProduceTiles(const UnalignedFilterParams& q, const FilterShared& shared, const FilterPlace& place,
+                             const ChannelGroup& group, int lane, int tiles) {
   UnalignedTurn turn;
   const int plane_tap = place.line / q.plane_groups, line = place.line - plane_tap * q.plane_groups;
-  const FastDiv x_pairs((group.chunks + 1) / 2);
+  const PackedPlanes same = {true};
+  // Columns of no result may be anything.
+  const int y_chunks = min(kEights, q.y.chunks - place.column / 8);
   for (int tile = 0; tile < tiles; ++tile) {
     const int row = (place.split * q.slice_tiles + tile) * kRows;
-    int* const x_pixels = shared.x_pixels + turn.stage * q.pixels;
-    int* const y_pixels = shared.y_pixels + turn.stage * kRows;
-    FindPixels(q, thread, FilterTile::kStripThreads, row + line * q.line_step, plane_tap, x_pixels);
-    for (int i = thread; i < kRows; i += FilterTile::kStripThreads) {
-      bool exists;
-      const int pixel = ResultPixel(q, row + i, &exists);
-      y_pixels[i] = exists ? pixel : -1;
-    }
-    // Nobody is two tiles ahead of another.
-    hopper::SyncThreads(4, FilterTile::kStripThreads);
+    const uint32_t full = shared.Full(turn.stage);
     hopper::WaitBarrier(shared.Empty(turn.stage), turn.parity ^ 1);
-    FillStrip(thread, FilterTile::kStripThreads, x_pairs, q.pixels, x_pixels, q.channels, group.channel, q.channels,
-              group.chunks, q.pixels, x, shared.x + turn.stage * shared.x_bytes);
-    FillStrip(thread, FilterTile::kStripThreads, q.column_pairs, kRows, y_pixels, q.features, place.column,
-              min(place.column + q.columns, q.features), kEights, shared.kYPitch, y,
-              shared.y + turn.stage * shared.y_bytes);
-    CommitCopies();
-    WaitForCopies<0>();
-    hopper::ShowSharedToTma();
-    hopper::Arrive(shared.Full(turn.stage));
-    turn.Next(2);
+    if (lane == 0) hopper::ArriveExpecting(full, (group.chunks * q.pixels + y_chunks * kRows) * 16);
+    __syncwarp();
+    for (int i = lane; i < group.chunks + y_chunks; i += 32) {
+      const int y_chunk = i - group.chunks;
+      if (y_chunk < 0)
+        CopyPacked(q.packed, q.packed_planes, group.channel / 8 + i, row + line * q.line_step, q.pixels,
+                   plane_tap * q.dilation[0] - q.pad[0], shared.X(turn.stage) + i * q.pixels * 16, full);
+      else
+        CopyPacked(q.y, same, place.column / 8 + y_chunk, row, kRows, 0, shared.Y(turn.stage) + y_chunk * kRows * 16,
+                   full);
+    }
+    turn.Next(q.stages);
   }
 }
 
 template <class In>
-__device__ void ConsumeTiles(const UnalignedFilterParams& q, const FilterShared<In>& shared, const FilterPlace& place,
+__device__ void ConsumeTiles(const UnalignedFilterParams& q, const FilterShared& shared, const FilterPlace& place,
                              const ChannelGroup& group, int warpgroup, int tiles, float* out) {
   const int first = place.first_unit + warpgroup * kUnits;
   const Unit units[kUnits] = {Unit(q, group, first), Unit(q, group, first + 1)};
   float sums[kUnits][kColumns / 2];
-  UnalignedTurn turn;
+  UnalignedTurn turn, last;
 #pragma unroll 1
   for (int tile = 0; tile < tiles; ++tile) {
     hopper::WaitBarrier(shared.Full(turn.stage), turn.parity);
@@ -147,10 +128,10 @@ __device__ void ConsumeTiles(const UnalignedFilterParams& q, const FilterShared<
     for (int u = 0; u < kUnits; ++u) {
       const int apart = units[u].single ? q.dilation[2] : q.pixels;
       a[u] = hopper::PlainDescriptor(
-          shared.x + turn.stage * shared.x_bytes + (units[u].chunk * q.pixels + units[u].tap * q.dilation[2]) * 16,
-          apart * 16, 128, true);
+          shared.X(turn.stage) + (units[u].chunk * q.pixels + units[u].tap * q.dilation[2]) * 16, apart * 16, 128,
+          true);
     }
-    const uint64_t b = hopper::PlainDescriptor(shared.y + turn.stage * shared.y_bytes, shared.kYPitch * 16, 128, true);
+    const uint64_t b = hopper::PlainDescriptor(shared.Y(turn.stage), kRows * 16, 128, true);
     hopper::BeginProducts();
 #pragma unroll
     for (int k = 0; k < kRows / 16; ++k)
@@ -158,16 +139,19 @@ __device__ void ConsumeTiles(const UnalignedFilterParams& q, const FilterShared<
       for (int u = 0; u < kUnits; ++u)
         hopper::Multiply<In, kColumns, true, true>(sums[u], a[u] + 16 * k, b + 16 * k, tile > 0 || k > 0);
     hopper::CommitProducts();
-    hopper::WaitForProducts<0>();
-    ArriveWarp(shared.Empty(turn.stage));
-    turn.Next(2);
+    // A tile's products run on while the next one's are issued; those before are done.
+    hopper::WaitForProducts<1>();
+    if (tile > 0) ArriveWarp(shared.Empty(last.stage));
+    last = turn;
+    turn.Next(q.stages);
   }
+  hopper::WaitForProducts<0>();
 #pragma unroll
   for (auto& unit : sums)
 #pragma unroll
     for (float& each : unit) asm volatile("" : "+f"(each));
 
-  const int thread = threadIdx.x % FilterTile::kWarpgroup, warp = thread / 32, lane = thread % 32;
+  const int thread = threadIdx.x % kWarpgroup, warp = thread / 32, lane = thread % 32;
 #pragma unroll
   for (int u = 0; u < kUnits; ++u)
 #pragma unroll
@@ -186,16 +170,15 @@ __device__ void ConsumeTiles(const UnalignedFilterParams& q, const FilterShared<
 }
 
 template <class In>
-__global__ void __launch_bounds__(FilterTile::kThreads, 1)
-    UnalignedFilterKernel(const __grid_constant__ UnalignedFilterParams q, AlignedArray<In> x, AlignedArray<In> y,
-                          float* partial) {
+__global__ void __launch_bounds__(kThreads, 1)
+    UnalignedFilterKernel(const __grid_constant__ UnalignedFilterParams q, float* partial) {
   if constexpr (hopper::kAvailable) {
     extern __shared__ __align__(128) unsigned char memory[];
-    const FilterShared<In> shared(memory, q.pixels);
+    const FilterShared shared(q, memory);
     if (threadIdx.x == 0) {
-      for (int i = 0; i < 2; ++i) {
-        hopper::InitBarrier(shared.Full(i), FilterTile::kStripThreads);
-        hopper::InitBarrier(shared.Empty(i), FilterTile::kConsumers / 32);
+      for (int i = 0; i < q.stages; ++i) {
+        hopper::InitBarrier(shared.Full(i), 1);
+        hopper::InitBarrier(shared.Empty(i), kConsumers / 32);
       }
       hopper::PublishBarriers();
     }
@@ -204,25 +187,22 @@ __global__ void __launch_bounds__(FilterTile::kThreads, 1)
     const ChannelGroup group(q, place.group);
     if (place.first_unit >= group.units) return;  // not every group has as many units as the largest
     const int tiles = min(q.slice_tiles, q.tiles - place.split * q.slice_tiles);
-    const int thread = threadIdx.x % FilterTile::kConsumers;
-    if (threadIdx.x >= FilterTile::kConsumers) {
-      ProduceTiles(q, shared, place, group, thread, x, y, tiles);
-    } else {
-      ConsumeTiles(q, shared, place, group, thread / FilterTile::kWarpgroup, tiles,
-                   partial + place.split * q.result_size);
-    }
+    if (threadIdx.x >= kConsumers)
+      ProduceTiles(q, shared, place, group, threadIdx.x % 32, tiles);
+    else
+      ConsumeTiles<In>(q, shared, place, group, threadIdx.x / kWarpgroup, tiles, partial + place.split * q.result_size);
   }
 }
 
+// The sums of some of the images, as slices from `partial` on, of which there are so many.
 template <class In>
-cudaError_t LaunchType(const Problem& p, const Config& config, const void* x, const void* y, void* out, void* workspace,
-                       cudaStream_t stream) {
+cudaError_t LaunchPart(const Problem& p, int64_t splits, const Packing& of_x, const Packing& of_y, float* partial,
+                       int64_t* slices, cudaStream_t stream) {
   const UnalignedFilterPlan plan(p);
   UnalignedFilterParams q = {};
-  static_cast<UnalignedSlices&>(q) = SliceParams(p, plan.line, plan.lines);
+  static_cast<UnalignedSlices&>(q) = SliceParams(p, plan);
   q.columns = plan.columns;
   q.column_tiles_div = FastDiv(plan.column_tiles);
-  q.column_pairs = FastDiv(CeilDiv(kEights, 2));
   q.whole_groups = plan.whole_groups;
   q.left = plan.left;
   q.left_units = plan.left_units;
@@ -231,20 +211,53 @@ cudaError_t LaunchType(const Problem& p, const Config& config, const void* x, co
   q.channel_groups = FastDiv(plan.channel_groups);
   q.window_lines = FastDiv(p.window[0] * p.window[1]);
   q.pixels = plan.pixels;
+  q.stages = plan.stages;
+  q.x_bytes = plan.XBytes(q.pixels);
+  q.strip_bytes = plan.StageBytes(q.pixels);
   q.tiles = int(plan.Tiles());
-  q.slice_tiles = int(CeilDiv(q.tiles, config.splits));
-  q.splits = int(CeilDiv(q.tiles, q.slice_tiles));
-  const auto array = [](const void* begin, int64_t size) {
-    return AlignedArray<In>{static_cast<const In*>(begin), static_cast<const In*>(begin) + size};
-  };
+  q.slice_tiles = int(CeilDiv(q.tiles, splits));
+  *slices = CeilDiv(q.tiles, q.slice_tiles);
+  q.packed = RowsOf(of_x, plan);
+  q.packed_planes = PlanesOf(p, plan);
+  q.y = RowsOf(of_y, plan);
+  const Grid grid = {*slices * plan.BlocksOfSlice(p), kThreads, size_t(plan.SharedBytes())};
+  return LaunchKernel(UnalignedFilterKernel<In>, grid, stream, q, partial);
+}
+
+template <class In>
+cudaError_t LaunchType(const Problem& all, const Config& config, const void* x, const void* y, void* out,
+                       void* workspace, cudaStream_t stream) {
+  Problem p = UnalignedPart(all);
+  const UnalignedFilterPlan plan(p);
+  const int64_t splits = config.splits / CeilDiv(all.images, p.images);  // of a part
+  if (splits == 0) return cudaErrorInvalidValue;
   auto* const partial = static_cast<float*>(workspace);
-  const Grid grid = {int64_t{q.splits} * plan.BlocksOfSlice(p), FilterTile::kThreads,
-                     size_t(FilterShared<In>::Bytes(q.pixels))};
-  const cudaError_t e =
-      LaunchKernel(UnalignedFilterKernel<In>, grid, stream, q, array(x, p.images * p.XPixels() * p.channels),
-                   array(y, p.images * p.YPixels() * p.features), partial);
-  if (e != cudaSuccess) return e;
-  return SumUnaligned<In>(p, q, x, y, partial, out, stream);
+  char* const packed_x = static_cast<char*>(workspace) + CeilDiv(config.splits * p.FilterSize() * 4, 16) * 16;
+  char* const packed_y = packed_x + plan.XPackedBytes(p);
+  UnalignedSlices q = SliceParams(all, plan);
+  for (int64_t image = 0; image < all.images; image += p.images) {
+    p.images = std::min(p.images, all.images - image);
+    const Packing of_x = {x,
+                          all.images * p.x[0],
+                          image * p.x[0],
+                          p.images * p.x[0],
+                          {p.x[1], p.x[2]},
+                          {p.pad[1], p.pad[2]},
+                          p.channels,
+                          plan.ChunksOf(p.channels),
+                          plan.pixels,
+                          packed_x};
+    const Packing of_y = {
+        y,          all.images * p.y[0],       image * p.y[0], p.images * p.y[0], {p.y[1], p.y[2]}, {0, 0},
+        p.features, plan.ChunksOf(p.features), kRows,          packed_y};
+    int64_t slices = 0;
+    cudaError_t e = PackRows(plan, p.in, &of_x, &of_y, {}, stream);
+    if (e == cudaSuccess)
+      e = LaunchPart<In>(p, splits, of_x, of_y, partial + q.splits * p.FilterSize(), &slices, stream);
+    if (e != cudaSuccess) return e;
+    q.splits += int(slices);
+  }
+  return SumUnaligned<In>(all, q, x, y, partial, out, stream);
 }
 
 }  // namespace

@@ -7,6 +7,7 @@ namespace jaxdnn::conv {
 namespace {
 
 constexpr int kMostSharedBytes = 227 << 10;
+constexpr int64_t kMultiprocessors = 132;  // of an H200
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -16,31 +17,47 @@ int64_t Pitch(const Problem& p, int d) {
   return std::max({p.y[d], needed - std::max<int64_t>(p.pad[d], 0), std::min(p.pad[d] + p.x[d], needed)});
 }
 
-double Rows(const Problem& p) { return double(p.images) * p.y[0] * Pitch(p, 1) * Pitch(p, 2); }
+double AllRows(const Problem& p) { return double(p.images) * std::max(p.x[0], p.y[0]) * Pitch(p, 1) * Pitch(p, 2); }
 
 }  // namespace
 
+UnalignedRows::UnalignedRows(const Problem& p) : line(int(Pitch(p, 2))), lines(int(Pitch(p, 1))) {}
+
 int UnalignedPlan::SharedBytes() const {
-  constexpr int kBarriers = (2 + kMostSlabs) * 16;
-  return 2 * StripBytes() + slabs * SlabBytes() + kWarpgroups * StagedBytes() + 2 * pixels * 4 + kBarriers;
+  constexpr int kBarriers = (3 + kMostSlabs) * 16;
+  return 2 * StripBytes() + slabs * SlabBytes() + kWarpgroups * StagedBytes() + kBarriers;
+}
+
+int64_t UnalignedPlan::WorkspaceBytes(const Problem& p) const {
+  return FilterBytes(p) + PackedBytes(p.images * p.x[0], Chunks(), pixels);
+}
+
+Problem UnalignedPart(const Problem& p) {
+  constexpr int64_t kMostBytes = int64_t{128} << 20, kMultiple = 8;  // of images: then all parts are on 16 bytes
+  const auto bytes = [&](int64_t planes, int64_t channels) {
+    return double(planes) * UnalignedRows(p).Rows(1) * CeilDiv(channels * SizeOf(p.in), 32) * 32;
+  };
+  const bool filter = p.direction == Direction::kFilterGradient;
+  const double image = bytes(p.x[0], p.channels) + (filter ? bytes(p.y[0], p.features) : 0);
+  Problem part = p;
+  if (p.images * image > kMostBytes)
+    part.images = std::min(p.images, std::max<int64_t>(1, int64_t(kMostBytes / image) / kMultiple) * kMultiple);
+  return part;
 }
 
 bool UnalignedPlan::Fit(const Problem& p) {
   const int size = SizeOf(p.in);
-  const int64_t pitch = Pitch(p, 2), plane = Pitch(p, 1), most = INT32_MAX / 4;
-  const int64_t reach = (p.window[2] - 1) * p.rhs_dilation[2], line_step = p.rhs_dilation[1] * pitch;
-  if (Rows(p) > most || double(p.window[1]) * line_step + reach > most) return false;
-  line = int(pitch);
-  lines = int(plane);
-  all_rows = p.images * p.y[0] * plane * pitch;
+  constexpr int64_t most = INT32_MAX / 4;
+  const int64_t reach = (p.window[2] - 1) * p.rhs_dilation[2], line_step = p.rhs_dilation[1] * line;
+  if (AllRows(p) > most || double(p.window[1]) * line_step + reach > most) return false;
+  all_rows = Rows(p.images * p.y[0]);
   const int64_t all_steps = CeilDiv(p.channels * size, kStepBytes);
   column_tiles = int(CeilDiv(p.features, kColumns));
   columns = int(CeilDiv(p.features, column_tiles));
-  const auto take = [&](int of_rows, int64_t of_lines, int64_t of_steps, int64_t of_slabs) {
-    const int64_t all = (of_rows + reach + (of_lines - 1) * line_step) | 1;
+  const auto take = [&](bool stays, int64_t of_lines, int64_t of_steps, int64_t of_slabs) {
+    const int64_t all = kRows + reach + (of_lines - 1) * line_step;
     if (all > (1 << 14)) return false;
-    resident = of_rows == kWarpgroupRows;
-    rows = of_rows;
+    resident = stays;
     tap_lines = int(of_lines);
     groups = int(p.window[0] * p.window[1] / of_lines);
     steps = int(of_steps);
@@ -49,35 +66,39 @@ bool UnalignedPlan::Fit(const Problem& p) {
     slabs = int(of_slabs);
     return SharedBytes() <= kMostSharedBytes;
   };
-  constexpr int kBoth = kWarpgroups * kWarpgroupRows, kLeastSlabs = 3;
+  // What is left after whole rounds is tiles of half as many rows, if those are less than a round.
+  const int64_t all_tiles = CeilDiv(all_rows, kRows);
+  whole_tiles = all_tiles * column_tiles / kMultiprocessors * kMultiprocessors / column_tiles;
+  const int64_t halves = CeilDiv(all_rows - whole_tiles * kRows, kRows / 2);
+  if (halves * column_tiles > kMultiprocessors) whole_tiles = all_tiles;
+  row_tiles = whole_tiles == all_tiles ? all_tiles : whole_tiles + halves;
+  constexpr int kLeastSlabs = 3;
   if (p.window[0] == 1 && all_steps <= kMostSteps && column_tiles == 1 && p.Taps() < 1024 &&
-      take(kWarpgroupRows, p.window[1], all_steps, p.Taps()))
+      take(true, p.window[1], all_steps, p.Taps()))
     return true;
   // All of the window's lines in a strip are loaded once, but with as many lines more.
-  const bool together = kBoth + reach > line_step;
+  const bool together = kRows + reach > line_step;
   const auto fits = [&](int64_t of_lines) {
     // Slices are equally long. Those of the fewest steps in all, or of a little more.
     double best = 0;
     int64_t of_steps = 0;
     for (int64_t n = 1; n <= std::min<int64_t>(kMostSteps, all_steps); ++n) {
       const double cost = CeilDiv(all_steps, n) * (n + 0.3);
-      if (take(kBoth, of_lines, n, kLeastSlabs) && (best == 0 || cost < best)) best = cost, of_steps = n;
+      if (take(false, of_lines, n, kLeastSlabs) && (best == 0 || cost < best)) best = cost, of_steps = n;
     }
     if (best == 0) return false;
     int of_slabs = kMostSlabs;
-    while (!take(kBoth, of_lines, of_steps, of_slabs)) --of_slabs;
+    while (!take(false, of_lines, of_steps, of_slabs)) --of_slabs;
     return true;
   };
   return (together && fits(p.window[1])) || fits(1);
 }
 
-UnalignedFilterPlan::UnalignedFilterPlan(const Problem& p) {
+UnalignedFilterPlan::UnalignedFilterPlan(const Problem& p) : UnalignedRows(p) {
   constexpr int kColumns = UnalignedPlan::kColumns, kMostAppended = 2;
-  line = int(Pitch(p, 2));
-  lines = int(Pitch(p, 1));
-  all_rows = p.images * p.y[0] * lines * line;
+  all_rows = Rows(p.images * p.y[0]);
   column_tiles = int(CeilDiv(p.features, kColumns));
-  columns = int(CeilDiv(p.features, column_tiles));
+  columns = int(CeilDiv(CeilDiv(p.features, column_tiles), 8) * 8);
   const int64_t eights = CeilDiv(p.channels, 8), width = p.window[2];
   whole_groups = int(eights / 8);
   left = int(eights % 8);
@@ -86,7 +107,8 @@ UnalignedFilterPlan::UnalignedFilterPlan(const Problem& p) {
   channel_groups = whole_groups + (left > 0 && !appended);
   const int64_t most = whole_groups > 0 ? width + (appended ? left_units : 0) : std::min<int64_t>(width, left_units);
   unit_groups = int(CeilDiv(most, kUnits));
-  pixels = int((kRows + (width - 1) * p.rhs_dilation[2]) | 1);
+  pixels = int(kRows + (width - 1) * p.rhs_dilation[2]);
+  stages = std::min(kMostStages, (kMostSharedBytes - kBarrierBytes) / StageBytes(pixels));
 }
 
 int UnalignedFloatsPlan::SharedBytes() const {
@@ -98,13 +120,11 @@ int UnalignedFloatsPlan::SharedBytes() const {
 
 bool UnalignedFloatsPlan::Fit(const Problem& p) {
   constexpr int kColumns = UnalignedPlan::kColumns, kMostTileRows = 2 * kUnit;
-  const int64_t pitch_of_lines = Pitch(p, 2), reach = (p.window[2] - 1) * p.rhs_dilation[2];
-  const int64_t line_step = p.rhs_dilation[1] * pitch_of_lines;
-  if (Rows(p) > INT32_MAX / 4 || double(p.window[1]) * line_step + reach > INT32_MAX / 4) return false;
-  UnalignedFloatsPlan best = {};
-  line = int(pitch_of_lines);
-  lines = int(Pitch(p, 1));
-  all_rows = p.images * p.y[0] * lines * line;
+  const int64_t reach = (p.window[2] - 1) * p.rhs_dilation[2], line_step = p.rhs_dilation[1] * line;
+  if (AllRows(p) > INT32_MAX / 4 || double(p.window[1]) * line_step + reach > INT32_MAX / 4) return false;
+  cycles = 0;
+  UnalignedFloatsPlan best = *this;
+  all_rows = Rows(p.images * p.y[0]);
   column_tiles = int(CeilDiv(p.features, kColumns - Shifts(p.features)));
   columns = int(CeilDiv(p.features, column_tiles));
   if (Shifts(p.features) == 0) columns = (columns + 3) / 4 * 4;
@@ -138,15 +158,28 @@ bool UnalignedFloatsPlan::Fit(const Problem& p) {
   return cycles > 0;
 }
 
+int64_t UnalignedFilterPlan::XPackedBytes(const Problem& p) const {
+  return PackedBytes(p.images * p.x[0], ChunksOf(p.channels), pixels);
+}
+
+int64_t UnalignedFilterPlan::YPackedBytes(const Problem& p) const {
+  return PackedBytes(p.images * p.y[0], ChunksOf(p.features), kRows);
+}
+
 int64_t UnalignedTiles(const Problem& p) {
   if (p.in != DType::kF32) return UnalignedFilterPlan(p).Tiles();
-  UnalignedFloatsPlan plan;
+  UnalignedFloatsPlan plan(p);
   return plan.Fit(p) ? plan.Tiles() : 0;
 }
 
-int64_t UnalignedWorkspace(const Problem& p) {
-  UnalignedPlan plan;
-  return p.direction != Direction::kFilterGradient && plan.Fit(AsForward(p)) ? plan.FilterBytes(p) : 0;
+int64_t UnalignedWorkspace(const Problem& problem) {
+  const Problem p = UnalignedPart(AsForward(problem));
+  if (p.direction == Direction::kFilterGradient) {
+    const UnalignedFilterPlan plan(p);
+    return p.in == DType::kF32 ? 0 : plan.XPackedBytes(p) + plan.YPackedBytes(p) + 12;  // behind sums, on 16 bytes
+  }
+  UnalignedPlan plan(p);
+  return plan.Fit(p) ? plan.WorkspaceBytes(p) : 0;
 }
 
 bool TakesUnaligned(const Problem& problem) {
@@ -161,39 +194,45 @@ bool TakesUnaligned(const Problem& problem) {
   if (p.channels % chunk == 0 && p.features % chunk == 0) return false;
   if (std::min({p.images, p.channels, p.features, p.XPixels(), p.YPixels(), p.Taps()}) == 0) return false;
   if (p.images * std::max(p.XPixels(), p.YPixels()) >= INT32_MAX / 4) return false;
-  UnalignedPlan plan;
+  UnalignedPlan plan(p);
   if (!filter) return plan.Fit(p);
-  UnalignedFloatsPlan floats;
+  UnalignedFloatsPlan floats(p);
   if (p.in == DType::kF32) return floats.Fit(p);
-  constexpr int64_t kMostPixels = 400;  // for shared memory
-  return Rows(p) < INT32_MAX / 4 && (p.window[2] - 1) * p.rhs_dilation[2] + UnalignedFilterPlan::kRows < kMostPixels;
+  constexpr int64_t kMostReach = 300;  // for shared memory
+  return AllRows(p) < INT32_MAX / 4 && (p.window[2] - 1) * p.rhs_dilation[2] < kMostReach;
 }
 
-// Fitted to an H200. A tile takes as long as its products, or what brings and stores it; where the filter comes in
-// parts, as those; and the filter gradient's, as what brings it.
+// Fitted to an H200. A kernel that packs its operands comes first; a tile takes as long as its products, or as what it
+// brings and stores; and the filter gradient's, as what it brings.
 double UnalignedCycles(const Problem& problem, int64_t splits) {
-  constexpr double kMultiprocessors = 132, kStart = 10000, kProduct = 105, kLeast = 5200, kLeastShared = 8500;
-  constexpr double kSlabStep = 340, kPair = 7, kFilterStart = 12000, kFilterTile = 11300;
+  constexpr double kStart = 8000, kProduct = 70, kLeast = 2700, kFilterStart = 6000, kFilterTile = 2400;
   const Problem p = AsForward(problem);
   if (p.direction == Direction::kFilterGradient && p.in == DType::kF32) {
     constexpr double kFloatsStart = 12000;
-    UnalignedFloatsPlan plan;
+    UnalignedFloatsPlan plan(p);
     if (!plan.Fit(p)) return HUGE_VAL;
     const double blocks = double(plan.BlocksOfSlice(p)), rows = CeilDiv(plan.Tiles(), splits) * plan.kUnit;
     return std::ceil(blocks * splits / kMultiprocessors) * (kFloatsStart + rows * plan.cycles / blocks);
   }
+  // Of a kernel that reads so many elements and leaves so many bytes.
+  const auto packing = [&](double elements, double bytes) {
+    constexpr double kLaunch = 5000, kBytesPerCycle = 18;
+    return kLaunch + (elements * SizeOf(p.in) + bytes) / (kMultiprocessors * kBytesPerCycle);
+  };
+  const double of_x = double(p.images) * p.XPixels() * p.channels;
   if (p.direction == Direction::kFilterGradient) {
     const UnalignedFilterPlan plan(p);
-    const double blocks = double(plan.BlocksOfSlice(p)) * splits;
-    return std::ceil(blocks / kMultiprocessors) * (kFilterStart + CeilDiv(plan.Tiles(), splits) * kFilterTile);
+    if (splits < CeilDiv(p.images, UnalignedPart(p).images)) return HUGE_VAL;  // each part has slices of its own
+    const double blocks = double(plan.BlocksOfSlice(p)) * splits, of_y = double(p.images) * p.YPixels() * p.features;
+    return packing(of_x + of_y, double(plan.XPackedBytes(p) + plan.YPackedBytes(p))) +
+           std::ceil(blocks / kMultiprocessors) * (kFilterStart + CeilDiv(plan.Tiles(), splits) * kFilterTile);
   }
-  UnalignedPlan plan;
+  UnalignedPlan plan(p);
   if (!plan.Fit(p)) return HUGE_VAL;
-  const double slabs = double(p.Taps()) * plan.slices, products = slabs * plan.steps * plan.rows / 64;
-  const double pairs = double(plan.groups) * plan.slices * plan.steps * plan.pixels;
-  const double tile = plan.resident ? std::max(kLeast, products * kProduct)
-                                    : std::max({kLeastShared, slabs * plan.steps * kSlabStep, pairs * kPair});
-  return kStart + std::ceil(plan.Tiles() / kMultiprocessors) * tile;
+  const double products = double(p.Taps()) * plan.slices * plan.steps * plan.kRows / 64;
+  const double whole = plan.whole_tiles * plan.column_tiles, halves = plan.Tiles() - whole;
+  const double rounds = std::ceil(whole / kMultiprocessors) + std::ceil(halves / kMultiprocessors) / 2;
+  return kStart + packing(of_x, double(plan.WorkspaceBytes(p))) + rounds * std::max(kLeast, products * kProduct);
 }
 
 }  // namespace jaxdnn::conv

@@ -11,49 +11,70 @@
 
 namespace jaxdnn::conv {
 
-struct UnalignedPlan {
+// The rows of some planes: pixels of a line, and lines of a plane, with their padding.
+struct UnalignedRows {
+  int line, lines;
+
+  explicit UnalignedRows(const Problem& p);
+  int64_t Rows(int64_t planes) const { return planes * lines * line; }
+  // Of an array of so many planes in chunks of 16 bytes (unaligned_pack.cuh), and as many zeros as a strip is long.
+  int64_t PackedBytes(int64_t planes, int64_t chunks, int64_t strip) const {
+    return (Rows(planes) + strip) * chunks * 16;
+  }
+};
+
+struct UnalignedPlan : UnalignedRows {
   static constexpr int kColumns = 72;  // of a tile
-  static constexpr int kWarpgroupRows = 128, kWarpgroups = 2;
+  static constexpr int kRows = 128, kWarpgroups = 2;
   static constexpr int kStepBytes = 32;  // of a pixel's channels, that one product takes
   static constexpr int kMostSteps = 5;   // of a slice of the channels
   static constexpr int kMostSlabs = 8;   // of the filter's parts that are in shared memory, unless all of them are
 
-  bool resident;      // all of the filter is in shared memory, and each warpgroup has tiles of its own
-  int rows, columns;  // of a tile
+  bool resident;  // all of the filter is in shared memory
+  int columns;    // of a tile
   int column_tiles;
-  int line, lines;  // pixels of a line, and lines of a plane
   int64_t all_rows;
-  int tap_lines;      // of the window, that a strip holds: all or one
-  int groups;         // of as many of the window's lines
-  int steps, slices;  // of a slice, and slices of the channels
-  int pixels;         // of a strip: an odd number, so that its chunks lie in different banks
-  int slabs;          // the filter's, of a tap and slice each
+  int64_t row_tiles, whole_tiles;  // of the rows; of those the first ones that are whole, not of half as many rows
+  int tap_lines;                   // of the window, that a strip holds: all or one
+  int groups;                      // of as many of the window's lines
+  int steps, slices;               // of a slice, and slices of the channels
+  int pixels;                      // of a strip
+  int slabs;                       // the filter's, of a tap and slice each
 
+  explicit UnalignedPlan(const Problem& p) : UnalignedRows(p) {}
   bool Fit(const Problem& p);
 
+  int Chunks() const { return 2 * slices * steps; }
   int StripBytes() const { return pixels * steps * kStepBytes; }
   int SlabBytes() const { return kColumns * steps * kStepBytes; }
   int64_t FilterBytes(const Problem& p) const { return int64_t{column_tiles} * slices * p.Taps() * SlabBytes(); }
   // Of 64 rows' results on their way, as floats, a fifth of them left free.
   int StagedBytes() const { return (64 * columns + 8) / 4 * 5 * 4 / 16 * 16 + 16; }
   int SharedBytes() const;
-  int64_t Tiles() const { return (all_rows + rows - 1) / rows * column_tiles; }
+  int64_t WorkspaceBytes(const Problem& p) const;
+  int64_t Tiles() const { return row_tiles * column_tiles; }
 };
 
 // Of the filter gradient: a block's units of the result's rows are of one line of the window, and of up to 64 channels
 // and those that are left over.
-struct UnalignedFilterPlan {
-  static constexpr int kRows = 256, kUnits = 4;  // of a tile; of a block
+struct UnalignedFilterPlan : UnalignedRows {
+  static constexpr int kRows = 128, kUnits = 4;  // of a tile; of a block
+  static constexpr int kMostStages = 4, kMostChunks = 10, kBarrierBytes = 128;
 
-  int line, lines;
   int64_t all_rows;
   int columns, column_tiles;
   int whole_groups, channel_groups;  // of 64 channels, and all
   int left, left_units;              // eights of channels that are left over, and units of single ones
   bool appended;                     // to the last whole group
-  int unit_groups, pixels;
+  int unit_groups, pixels, stages;
 
   explicit UnalignedFilterPlan(const Problem& p);
+  static constexpr int64_t ChunksOf(int64_t channels) { return (channels + 7) / 8; }
+  int64_t XPackedBytes(const Problem& p) const;
+  int64_t YPackedBytes(const Problem& p) const;
+  static constexpr int XBytes(int pixels) { return pixels * kMostChunks * 16; }
+  static constexpr int StageBytes(int pixels) { return XBytes(pixels) + kRows * UnalignedPlan::kColumns * 2; }
+  int SharedBytes() const { return kBarrierBytes + stages * StageBytes(pixels); }
   int64_t Tiles() const { return (all_rows + kRows - 1) / kRows; }
   int64_t BlocksOfSlice(const Problem& p) const {
     return p.window[0] * p.window[1] * channel_groups * unit_groups * column_tiles;
@@ -62,11 +83,10 @@ struct UnalignedFilterPlan {
 
 // Of the filter gradient of floats: the result's rows are channels of the window's taps, as many of both as eight warps
 // have sums of, or as two, four or eight times fewer warps, which then take every so manieth eight of a tile's rows.
-struct UnalignedFloatsPlan {
+struct UnalignedFloatsPlan : UnalignedRows {
   static constexpr int kWarps = 8, kWarpRows = 80, kDepth = 8;
   static constexpr int kUnit = kWarps * kDepth;  // what slices and tiles are multiples of
 
-  int line, lines;
   int64_t all_rows;
   int columns, column_tiles;
   int tap_lines;          // of the window, that a block has: all of a plane's or one
@@ -78,6 +98,7 @@ struct UnalignedFloatsPlan {
 
   // How far behind an aligned four lines of so many may begin.
   static int Shifts(int64_t of_line) { return of_line % 4 == 0 ? 0 : 3; }
+  explicit UnalignedFloatsPlan(const Problem& p) : UnalignedRows(p) {}
   bool Fit(const Problem& p);
   int StageBytes() const { return (pixels * pitch + tile_rows * UnalignedPlan::kColumns) * 4; }
   int SharedBytes() const;
@@ -89,7 +110,9 @@ struct UnalignedFloatsPlan {
 
 // What a filter gradient's slices are multiples of, in all.
 int64_t UnalignedTiles(const Problem& p);
-// Of the filter as the kernel wants it, but for the filter gradient.
+// The problem of the first images, as many as are packed at once: their arrays are kept so small.
+Problem UnalignedPart(const Problem& p);
+// Of the operands as the kernels want them.
 int64_t UnalignedWorkspace(const Problem& p);
 bool TakesUnaligned(const Problem& p);
 double UnalignedCycles(const Problem& p, int64_t splits);

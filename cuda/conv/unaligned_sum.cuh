@@ -10,13 +10,13 @@ struct UnalignedSlices : UnalignedParams {
   int64_t result_size;
 };
 
-inline UnalignedSlices SliceParams(const Problem& p, int line, int lines) {
+inline UnalignedSlices SliceParams(const Problem& p, const UnalignedRows& rows) {
   UnalignedSlices q = {};
-  static_cast<UnalignedParams&>(q) = RowParams(p, line, lines);
+  static_cast<UnalignedParams&>(q) = RowParams(p, rows);
   q.channels = int(p.channels);
   q.features = int(p.features);
   q.plane_groups = int(p.window[1]);
-  q.rows = int(p.images * p.y[0] * lines * line);
+  q.rows = int(rows.Rows(p.images * p.y[0]));
   q.result_size = p.FilterSize();
   return q;
 }

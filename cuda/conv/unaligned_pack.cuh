@@ -1,0 +1,79 @@
+// The operands of unaligned channels as a first kernel leaves them in the workspace: chunks of 16 bytes, each of all
+// rows side by side (unaligned_plan.h says what rows are), with zeros where there is padding, so that a strip of any
+// rows is one bulk copy a chunk.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "cuda/common/fast_div.cuh"
+#include "cuda/common/hopper.cuh"
+#include "cuda/conv/unaligned_plan.h"
+
+namespace jaxdnn::conv {
+
+struct PackedRows {
+  const uint4* begin;
+  int64_t pitch;     // of a chunk: the array's rows, and zeros, as many as a strip is long
+  int rows, chunks;  // of the array
+};
+
+// How the rows of a result lie among those of the operand.
+struct PackedPlanes {
+  bool together;                 // they are the same
+  FastDiv rows_div, planes_div;  // rows of a plane; planes of an image of the result
+  int planes, extent;            // of the result, of all images; of an image of the operand
+};
+
+// A chunk of a strip, by one thread: `count` rows of the result's from `row` on, where each plane is that so many
+// planes further on.
+__device__ inline void CopyPacked(const PackedRows& from, const PackedPlanes& q, int chunk, int row, int count,
+                                  int further, uint32_t to, uint32_t barrier) {
+  const uint4* const begin = from.begin + chunk * from.pitch;
+  while (count > 0) {
+    int at = min(row, from.rows), some = count;
+    if (!q.together) {
+      int in_plane, z;
+      const int plane = q.rows_div.Div(row, &in_plane), image = q.planes_div.Div(plane, &z);
+      z += further;
+      const bool inside = plane < q.planes && static_cast<unsigned>(z) < static_cast<unsigned>(q.extent);
+      some = min(count, static_cast<int>(q.rows_div.divisor) - in_plane);
+      at = inside ? (image * q.extent + z) * static_cast<int>(q.rows_div.divisor) + in_plane : from.rows;
+    }
+    hopper::CopyBulk(to, begin + at, some * 16, barrier);
+    to += some * 16;
+    row += some;
+    count -= some;
+  }
+}
+
+// An array [planes, *extent, channels], of which some planes are packed, and where to.
+struct Packing {
+  const void* array;
+  int64_t all_planes, first_plane, planes;
+  int64_t extent[2], pad[2];  // pixels before those of a line, and lines before those of a plane
+  int64_t channels, chunks;   // those behind the last channel are zeros
+  int64_t strip;              // as many rows of zeros behind the last one
+  void* packed;
+};
+
+inline PackedRows RowsOf(const Packing& p, const UnalignedRows& rows) {
+  const int64_t all = rows.Rows(p.planes);
+  return {static_cast<const uint4*>(p.packed), all + p.strip, int(all), int(p.chunks)};
+}
+
+// The filter that forward and data gradient multiply them by, in slabs of a tile's columns, a strip's taps and a slice
+// of the channels, tap by tap. A slab's chunks are columns by the depth's chunks.
+struct FilterPacking {
+  const void* filter;
+  void* slabs;
+  int chunks;                                          // in all, or 0 for no filter
+  FastDiv slab_div, taps_div, slices_div, groups_div;  // chunks of a slab, slabs of a strip, slices, strips of a slice
+  bool forward;
+  int taps, channels, features, columns;  // columns of a tile
+};
+
+// Packs an array, another one if there is one, and a filter of any chunks, in one kernel.
+cudaError_t PackRows(const UnalignedRows& rows, DType type, const Packing* first, const Packing* second,
+                     const FilterPacking& filter, cudaStream_t stream);
+
+}  // namespace jaxdnn::conv
