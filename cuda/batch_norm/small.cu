@@ -84,21 +84,39 @@ class Held {
 template <class M>
 struct BlockSums {
   using A = Accumulator<typename M::T>;
+  static constexpr int kColumns = kNarrow * M::V, kParts = kThreads / kColumns;
   Pair<A> scratch[kThreads * M::W];
-  Pair<A> sums[M::kRuns ? 1 : kNarrow * M::V];
+  Pair<A> parts[M::kRuns ? 1 : kParts][kColumns], sums[kColumns];
 
   __device__ void Reduce(const Tiling& t, const M& m, Pair<A> (&v)[M::W]) {
-    int64_t first = m.block.tile;
-    int own = 0;
-    if constexpr (!M::kRuns) {
-      first *= t.width.divisor * M::V;
-      own = static_cast<int>(m.column - first);
-    }
-    ReduceBlock(t, m, v, AddPairs{}, scratch,
-                [&](int64_t channel, const Pair<A>& sum) { sums[channel - first] = sum; });
-    __syncthreads();
+    const AddPairs add;
+    if constexpr (M::kRuns) {
+      jaxdnn::Reduce(v, add, Group{0, kSpan}, scratch);
+    } else {
+      // Down the rows of the tile in parts, and then the parts.
+      const int columns = static_cast<int>(t.width.divisor) * M::V;
+      const int rows = static_cast<int>(min(int64_t{t.height.divisor}, t.rows));
+      int x;
+      const int y = t.width.Div(static_cast<int>(threadIdx.x), &x), own = x * M::V;
+      if (y < rows)
 #pragma unroll
-    for (int w = 0; w < M::W; ++w) v[w] = sums[own + w];
+        for (int w = 0; w < M::W; ++w) scratch[y * columns + own + w] = v[w];
+      __syncthreads();
+      const int column = threadIdx.x % kColumns, part = threadIdx.x / kColumns;
+      Pair<A> sum = {};
+      if (column < columns)
+        for (int row = part; row < rows; row += kParts) sum = add(sum, scratch[row * columns + column]);
+      parts[part][column] = sum;
+      __syncthreads();
+      if (threadIdx.x < kColumns) {
+#pragma unroll
+        for (int i = 1; i < kParts; ++i) sum = add(sum, parts[i][column]);
+        sums[column] = sum;
+      }
+      __syncthreads();
+#pragma unroll
+      for (int w = 0; w < M::W; ++w) v[w] = sums[own + w];
+    }
   }
 };
 
