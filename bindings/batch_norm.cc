@@ -171,6 +171,24 @@ static ffi::Error BatchNormTrainImpl(cudaStream_t stream, ffi::AnyBuffer x, ffi:
 
 JAXDNN_HANDLER(BatchNormTrain, Bind<3, 4, true>().Attrs<BatchNormAttrs>());
 
+static ffi::Error BatchNormTrainGradientImpl(cudaStream_t stream, ffi::AnyBuffer g, ffi::AnyBuffer x,
+                                             ffi::AnyBuffer mean, ffi::AnyBuffer var, ffi::AnyBuffer scale,
+                                             ffi::AnyBuffer bias, ffi::RemainingArgs rest,
+                                             ffi::Result<ffi::AnyBuffer> dx, ffi::Result<ffi::AnyBuffer> d_scale,
+                                             ffi::Result<ffi::AnyBuffer> d_bias, ffi::Result<ffi::AnyBuffer> workspace,
+                                             BatchNormAttrs attrs) {
+  const auto call = ToCall(x, {mean, var, scale, bias}, attrs, rest);
+  if (!call || call->source || call->problem.where || !IsData(g, x) || !IsData(*dx, x) ||
+      !IsOfChannels(*d_scale, call->problem, 1) || !IsOfChannels(*d_bias, call->problem, 1))
+    return Unsupported("no kernel", "batch_norm_train_gradient", g, x, mean, *dx);
+  return FromCuda(batch_norm::TrainGradient(call->problem, call->affine, call->activation, g.untyped_data(),
+                                            x.untyped_data(), dx->untyped_data(), d_scale->untyped_data(),
+                                            d_bias->untyped_data(), ToWorkspace(*workspace), stream),
+                  "batch_norm_train_gradient", x);
+}
+
+JAXDNN_HANDLER(BatchNormTrainGradient, Bind<6, 4, true>().Attrs<BatchNormAttrs>());
+
 // After k: t, unless the slot is none, and then what the other maps take.
 static ffi::Error BatchNormTangentImpl(cudaStream_t stream, ffi::AnyBuffer k, ffi::RemainingArgs rest,
                                        ffi::Result<ffi::AnyBuffer> out, BatchNormSlotAttrs attrs) {

@@ -49,6 +49,7 @@ static nb::dict Handlers() {
   add("jaxdnn.batch_norm_statistics.v1", BatchNormStatistics);
   add("jaxdnn.batch_norm_apply.v1", BatchNormApply);
   add("jaxdnn.batch_norm_train.v1", BatchNormTrain);
+  add("jaxdnn.batch_norm_train_gradient.v1", BatchNormTrainGradient);
   add("jaxdnn.batch_norm_tangent.v1", BatchNormTangent);
   add("jaxdnn.batch_norm_sums.v1", BatchNormSums);
   add("jaxdnn.batch_norm_moments.v1", BatchNormMoments);

@@ -78,7 +78,7 @@ def _dimensions(x: Array, dims: Sequence[int]) -> tuple[int, ...]:
 
 
 def _key_words(key: Any) -> Array:
-  """The words of a key, four of them."""
+  """The words of a key, two or four of them."""
   key = jnp.asarray(key)
   if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
     if key.shape != ():
@@ -86,11 +86,14 @@ def _key_words(key: Any) -> Array:
     key = jax.random.key_data(key)
   if key.dtype != np.uint32 or key.shape not in ((2,), (4,)):
     raise TypeError(f"dropout: key must be a JAX key of two or four 32-bit words, got {key.dtype} of shape {key.shape}")
-  return jnp.concatenate([key, jnp.zeros(4 - key.shape[0], np.uint32)])
+  return key
 
 
 def _dropout(x: Array, key: Array, rate: float) -> Array:
-  """Over shards: rows of elements that are neighbours in the whole array, `pitch` apart, from `start` on."""
+  """Over shards: rows of elements that are neighbours in the whole array, `pitch` apart, from `start` on.
+
+  Without shards the key as it is given is the seed, so that nothing has to be computed before the mask.
+  """
   spec, shape = jax.typeof(x).sharding.spec, x.shape
   sharded = [d for d, axis in enumerate(spec) if axis is not None]
   inner = sharded[-1] if sharded else 0
@@ -104,14 +107,17 @@ def _dropout(x: Array, key: Array, rate: float) -> Array:
 
   def of_shard(x: Array, key: Array) -> Array:
     strides = {d: math.prod(shape[d + 1 :]) * x.shape[d] for d in sharded}
-    start = jnp.zeros(2, np.uint32)
-    for d in sharded:
-      start = _add_product(start, lax.axis_index(spec[d]).astype(np.uint32), strides[d])
+    seed = key
+    if sharded:
+      start = jnp.zeros(2, np.uint32)
+      for d in sharded:
+        start = _add_product(start, lax.axis_index(spec[d]).astype(np.uint32), strides[d])
+      seed = jnp.concatenate([_padded(key, SEED_WORDS - 2), start])
     rows = x.reshape(math.prod(x.shape[:inner]), math.prod(x.shape[inner:]))
     y = _primitive.bind(
       dropout_p,
       rows,
-      jnp.concatenate([key, start]),
+      seed,
       rate=rate,
       pitch=pitch,
       start_multiple=math.gcd(*strides.values()),
@@ -129,7 +135,13 @@ def _dropout(x: Array, key: Array, rate: float) -> Array:
 
 PER_CALL = 8
 SEED_WORDS = 6
-"""Four of the key, and the two of the first element's number, the lower one first."""
+"""Four of the key, and the two of the first element's number, the lower one first. The last of a seed may be missing,
+and are 0."""
+
+
+def _padded(words: Array, count: int) -> Array:
+  """[..., count], of which those that are missing are 0."""
+  return jnp.concatenate([words, jnp.zeros((*words.shape[:-1], count - words.shape[-1]), np.uint32)], -1)
 
 
 def _multiply(a: Array, b: Any) -> tuple[Array, Array]:
@@ -186,7 +198,8 @@ def threshold(rate: float) -> int:
 
 
 def _reference(x: Array, seed: Array, *, rate: float, pitch: int, start_multiple: int) -> Array:
-  """x is [..., rows, columns], seed [..., SEED_WORDS]. Each row draws whole calls and drops those on either side."""
+  """x is [..., rows, columns], seed [..., words]. Each row draws whole calls and drops those on either side."""
+  seed = _padded(seed, SEED_WORDS)
   rows, columns = x.shape[-2:]
   if pitch == columns:
     rows, columns = 1, rows * columns

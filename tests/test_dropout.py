@@ -225,6 +225,19 @@ def test_kernel_writes_everything_and_repeats(dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_small_arrays_have_the_mask_of_large_ones(dtype, impl):
+  """A thread has one vector of a small array and two of a large one; keys are of two words or four."""
+  key = jax.random.key(3, impl=impl)
+  least = 132 * 256 * 2 * 16 // jnp.dtype(dtype).itemsize  # the most elements of a small one
+  whole = exact(jaxdnn.dropout(jnp.ones(2 * least, dtype), 0.3, key))
+  assert 0.69 < (whole > 0).mean() < 0.71
+  for n in (1, 8, 1000, 4097, least - 1, least, least + 1, least + 4096):
+    np.testing.assert_array_equal(exact(jaxdnn.dropout(jnp.ones(n, dtype), 0.3, key)), whole[:n])
+
+
+@pytest.mark.gpu
 @pytest.mark.xdist_group("memory")  # one at a time
 def test_more_than_2_to_the_31_elements():
   n = (1 << 31) + 1000

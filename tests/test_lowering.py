@@ -57,6 +57,11 @@ LOWERED = {
   "batch_norm": (
     lambda x: jaxdnn.batch_norm(x, activation="relu")[0],
     [X],
+    [f"jaxdnn.batch_norm_{name}.v1" for name in ("train", "train_gradient")],
+  ),
+  "batch_norm_residual": (
+    lambda x: jaxdnn.batch_norm(x, residual=x)[0],
+    [X],
     [f"jaxdnn.batch_norm_{name}.v1" for name in ("train", "sums", "gradient")],
   ),
   "softmax": (jaxdnn.softmax, [X], ["jaxdnn.softmax.v2", "jaxdnn.softmax_bwd.v2"]),

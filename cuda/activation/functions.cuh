@@ -124,7 +124,10 @@ struct Elu {
   using A = Accumulator<T>;
   static constexpr bool kMasked = false;
   A scale, alpha, inverse_width;
-  __device__ A Forward(A x) const { return x > A(0) ? scale * x : scale * alpha * Math<T>::Expm1(x * inverse_width); }
+  __device__ A Forward(A x) const {
+    const A below = scale * alpha * Math<T>::Expm1(x * inverse_width);
+    return x >= A(0) ? scale * x : below;
+  }
   __device__ A Derivative(A x) const {
     return x > A(0) ? scale : scale * alpha * inverse_width * Math<T>::Exp(x * inverse_width);
   }

@@ -43,6 +43,14 @@ cudaError_t Apply(const Problem& problem, const Affine& affine, activation::Acti
 cudaError_t Train(const Problem& problem, const Affine& affine, activation::Activation f, const void* x,
                   const void* residual, void* y, void* mean, void* var, Workspace workspace, cudaStream_t stream);
 
+// The gradients of y in a training step without a residual or a mask, not of float64 and not of nothing. With D the
+// diagonal matrix f'(p) and sums over the m elements of each channel,
+//   d_bias = sum D g,  d_scale = sum D g (x - mean) / sqrt(var + epsilon),
+//   dx = a (D g - d_bias / m - d_scale / m (x - mean) / sqrt(var + epsilon)).
+cudaError_t TrainGradient(const Problem& problem, const Affine& affine, activation::Activation f, const void* g,
+                          const void* x, void* dx, void* d_scale, void* d_bias, Workspace workspace,
+                          cudaStream_t stream);
+
 // What enters the derivatives of Apply as a linear map, D being the diagonal matrix f'. It is computed from x and, if
 // `source` is not null, from it: the output y of a relu, for other activations the residual.
 //

@@ -17,7 +17,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kPerCall = 8;
-constexpr int kVectors = 2;  // of a thread
+constexpr int64_t kMultiprocessors = 132;
 
 constexpr uint32_t kSigns = 0x80008000;  // The upper bits of both halves of a word.
 
@@ -75,19 +75,25 @@ struct Problem {
   T* y;
   int64_t size;
   int block;  // Of this problem's.
-  const uint32_t* seed;
+  Seeds seed;
   uint32_t threshold;
 
-  __device__ Problem(const T* all_x, const uint32_t* seeds, T* all_y, const Shape& shape, const FastDiv& by_blocks,
+  __device__ Problem(const T* all_x, const Seeds& seeds, T* all_y, const Shape& shape, const FastDiv& by_blocks,
                      uint32_t threshold)
       : size(shape.rows * shape.columns), threshold(threshold) {
     const int64_t problem = by_blocks.Div(static_cast<int>(blockIdx.x), &block);
     x = all_x + problem * size;
     y = all_y + problem * size;
-    seed = seeds + problem * kSeedWords;
+    seed = {seeds.words + problem * seeds.each, seeds.each};
   }
-  __device__ Generator MakeGenerator() const { return {{seed[0], seed[1], seed[2], seed[3]}, threshold}; }
-  __device__ uint64_t Start() const { return seed[4] | static_cast<uint64_t>(seed[5]) << 32; }
+  __device__ Generator MakeGenerator() const { return {{Word(0), Word(1), Word(2), Word(3)}, threshold}; }
+  __device__ uint64_t Start() const { return Word(4) | static_cast<uint64_t>(Word(5)) << 32; }
+
+ private:
+  __device__ uint32_t Word(int i) const {
+    const uint32_t word = seed.words[i < kLeastSeedWords ? i : min(i, seed.each - 1)];
+    return i < kLeastSeedWords || i < seed.each ? word : 0;
+  }
 };
 
 template <class T>
@@ -119,17 +125,20 @@ __device__ __forceinline__ Packed<T, N> ApplyAll(const Packed<T, N>& v, const ui
   return result;
 }
 
-// Vectors whose elements are numbered from a multiple of their length, so that the bits of each are of one call.
-template <class T>
-__global__ __launch_bounds__(kThreads, 6) void VectorKernel(const T* all_x, const uint32_t* seeds, T* all_y,
-                                                            Shape shape, FastDiv by_blocks, FastDiv by_row,
-                                                            uint32_t threshold, Accumulator<T> scale, bool aligned) {
+// Vectors whose elements are numbered from a multiple of their length, so that the bits of each are of one call. A
+// thread has one of a small array, which is a matter of latency, and two of a large one.
+template <class T, int kVectors>
+__global__ __launch_bounds__(kThreads, kVectors == 1 ? 4 : 6) void VectorKernel(const T* all_x, Seeds seeds, T* all_y,
+                                                                                Shape shape, FastDiv by_blocks,
+                                                                                FastDiv by_row, uint32_t threshold,
+                                                                                Accumulator<T> scale, bool aligned) {
   constexpr int N = kVecLength<T>;
   const Problem<T> p(all_x, seeds, all_y, shape, by_blocks, threshold);
   const int64_t first = int64_t{p.block} * (kVectors * kThreads) + threadIdx.x;
   Packed<T, N> v[kVectors];
-  // What of a block lies inside is loaded before anything is drawn.
-  const bool whole = aligned && (int64_t{p.block} + 1) * (kVectors * kThreads * N) <= p.size;
+  // What of a block lies inside, or is a thread's only vector, is loaded before anything else.
+  const int64_t last = kVectors == 1 ? first : (int64_t{p.block} + 1) * (kVectors * kThreads) - 1;
+  const bool whole = aligned && (last + 1) * N <= p.size;
   if (whole) {
 #pragma unroll
     for (int u = 0; u < kVectors; ++u) v[u] = *reinterpret_cast<const Packed<T, N>*>(p.x + (first + u * kThreads) * N);
@@ -174,7 +183,7 @@ __global__ __launch_bounds__(kThreads, 6) void VectorKernel(const T* all_x, cons
 
 // An element a thread, and a call for each.
 template <class T>
-__global__ __launch_bounds__(kThreads) void ElementKernel(const T* all_x, const uint32_t* seeds, T* all_y, Shape shape,
+__global__ __launch_bounds__(kThreads) void ElementKernel(const T* all_x, Seeds seeds, T* all_y, Shape shape,
                                                           FastDiv by_blocks, uint32_t threshold, Accumulator<T> scale) {
   const Problem<T> p(all_x, seeds, all_y, shape, by_blocks, threshold);
   const int64_t i = int64_t{p.block} * kThreads + threadIdx.x;
@@ -187,7 +196,7 @@ __global__ __launch_bounds__(kThreads) void ElementKernel(const T* all_x, const 
 
 }  // namespace
 
-cudaError_t Run(DType dtype, const Shape& shape, const void* x, const uint32_t* seeds, void* y, uint32_t threshold,
+cudaError_t Run(DType dtype, const Shape& shape, const void* x, const Seeds& seeds, void* y, uint32_t threshold,
                 double scale, cudaStream_t stream) {
   return VisitDType(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
@@ -200,10 +209,14 @@ cudaError_t Run(DType dtype, const Shape& shape, const void* x, const uint32_t* 
     const bool rows =
         shape.pitch == shape.columns || (shape.columns % N == 0 && shape.pitch % N == 0 && size / N < int64_t{1} << 31);
     if (rows && shape.start_multiple % N == 0) {
-      const int64_t blocks = CeilDiv(size, int64_t{N} * kVectors * kThreads);
       const bool aligned = IsVectorAligned(x, y) && (shape.problems == 1 || size % N == 0);
-      return LaunchKernel(VectorKernel<T>, shape.problems * blocks, kThreads, stream, in, seeds, out, shape,
-                          FastDiv(blocks), FastDiv(shape.columns / N), threshold, factor, aligned);
+      const auto launch = [&](auto kernel, int vectors) {
+        const int64_t blocks = CeilDiv(size, int64_t{N} * vectors * kThreads);
+        return LaunchKernel(kernel, shape.problems * blocks, kThreads, stream, in, seeds, out, shape, FastDiv(blocks),
+                            FastDiv(shape.columns / N), threshold, factor, aligned);
+      };
+      const bool small = shape.problems * size <= kMultiprocessors * kThreads * 2 * N;
+      return small ? launch(VectorKernel<T, 1>, 1) : launch(VectorKernel<T, 2>, 2);
     }
     const int64_t blocks = CeilDiv(size, kThreads);
     return LaunchKernel(ElementKernel<T>, shape.problems * blocks, kThreads, stream, in, seeds, out, shape,

@@ -15,11 +15,16 @@ struct Shape {
   int64_t start_multiple;  // `start` is a multiple of this.
 };
 
-// Words of a problem's seed: four of the key, and the two of `start`, the lower one first.
-constexpr int kSeedWords = 6;
+// [problems, each] words: four of the key, and the two of `start`, the lower one first. Where there are fewer than
+// kSeedWords, but kLeastSeedWords there are, the others are 0.
+constexpr int kSeedWords = 6, kLeastSeedWords = 2;
+struct Seeds {
+  const uint32_t* words;
+  int each;
+};
 
-// An element is dropped with probability threshold / 2^32, else multiplied by scale. `seeds` [problems, kSeedWords].
-cudaError_t Run(DType dtype, const Shape& shape, const void* x, const uint32_t* seeds, void* y, uint32_t threshold,
+// An element is dropped with probability threshold / 2^32, else multiplied by scale.
+cudaError_t Run(DType dtype, const Shape& shape, const void* x, const Seeds& seeds, void* y, uint32_t threshold,
                 double scale, cudaStream_t stream);
 
 }  // namespace jaxdnn::dropout

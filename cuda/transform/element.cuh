@@ -6,7 +6,11 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
+#include <cstring>
+#include <limits>
 #include <type_traits>
 
 #include "cuda/common/vec.cuh"
@@ -70,11 +74,17 @@ __device__ void Scatter(uint4 v, char* to) {
   }
 }
 
-// The i-th element in a word of them.
+// The i-th element in a word of them, or in 16 bytes.
 template <class T, class Word>
 __device__ T Part(Word word, int i) {
   if constexpr (sizeof(T) == sizeof(Word)) {
     return word;
+  } else if constexpr (std::is_same_v<Word, uint4> && sizeof(T) == 8) {
+    return i == 0 ? make_uint2(word.x, word.y) : make_uint2(word.z, word.w);
+  } else if constexpr (std::is_same_v<Word, uint4>) {
+    constexpr int kEach = 4 / sizeof(T);
+    const uint32_t words[4] = {word.x, word.y, word.z, word.w};
+    return Part<T>(words[i / kEach], i % kEach);
   } else {
     return static_cast<T>(word >> (i * 8 * static_cast<int>(sizeof(T))));
   }
@@ -125,6 +135,52 @@ __device__ void Encode(C v, ElementType, uint2* bits) {
   const double d = v;
   *bits = make_uint2(__double2loint(d), __double2hiint(d));
 }
+
+// `v` as an element, its bytes repeated to 16; and what that element holds.
+struct Element {
+  alignas(16) char bytes[16];
+  double value;
+
+  Element(double v, ElementType type) { Set(v, type); }
+
+  void Set(double v, ElementType type) {
+    switch (type) {
+      case ElementType::kF32:
+        return Fill(static_cast<float>(v), static_cast<float>(v));
+      case ElementType::kF64:
+        return Fill(v, v);
+      case ElementType::kF16:
+        return Fill(__double2half(v), __half2float(__double2half(v)));
+      case ElementType::kBF16:
+        return Fill(__double2bfloat16(v), __bfloat162float(__double2bfloat16(v)));
+      case ElementType::kS8:
+        return FillInteger<int8_t>(v);
+      case ElementType::kU8:
+        return FillInteger<uint8_t>(v);
+      case ElementType::kS32:
+        return FillInteger<int32_t>(v);
+    }
+  }
+
+  template <class T>
+  void FillInteger(double v) {
+    using Limits = std::numeric_limits<T>;
+    const double held = std::isnan(v) ? 0 : std::clamp<double>(std::nearbyint(v), Limits::min(), Limits::max());
+    Fill(static_cast<T>(held), held);
+  }
+  template <class T>
+  void Fill(T element, double held) {
+    for (size_t i = 0; i < sizeof(bytes); i += sizeof(T)) std::memcpy(bytes + i, &element, sizeof(T));
+    value = held;
+  }
+
+  template <class B>
+  B As() const {
+    B bits;
+    std::memcpy(&bits, bytes, sizeof(B));
+    return bits;
+  }
+};
 
 // The operations of a kernel: Prepare takes an element as it comes from memory, Store writes it. `Value` is what the
 // kernel holds between the two. After(n) is the operation on the result's elements from the n-th on. The constants say

@@ -2,9 +2,12 @@
 //
 // x is the innermost dimension of the result, y that of the input. A block takes a box of both, reads it in runs of the
 // input and writes it in runs of the result, 16 bytes an access, and changes from one order to the other in shared
-// memory without bank conflicts. Two kernels:
+// memory with few bank conflicts. Three kernels:
 //
 // SquareKernel: all runs are aligned, and long in both orders. Rows of 128 bytes, 16-byte chunks swizzled by x.
+//
+// RunKernel: rows of the result are short, and those of a box one run. The elements of an access go where they belong
+// in that run, which shared memory holds as it will lie in memory.
 //
 // TileKernel: the rest. An access may take a few bytes before and after its run, and lands in shared memory as it is.
 // A run goes on over the whole box where the box holds all of its dimension and the next one is the box's other. Where
@@ -31,13 +34,13 @@ struct Tile {
   } outer[kMaxRank];
 };
 
-// How TileKernel goes over its box.
+// How RunKernel and TileKernel go over a box.
 struct Runs {
   int chunks;       // 16-byte accesses of a run of the input.
   int out_vectors;  // 16-byte accesses of a run of the result.
   int pitch;        // Bytes of shared memory from one x to the next.
   int beyond;       // Columns that a box reads past its own.
-  int lanes_log2;   // Rows of the result that a warp writes together.
+  int lanes_log2;   // Rows of the result that a warp writes together; of RunKernel, accesses of a run side by side.
   FastDiv by_chunks, by_out_vectors, by_x;
   const char *in_first, *in_last;  // The input's memory.
 };
@@ -125,7 +128,86 @@ constexpr int kGap = kBytes > 4 ? kBytes : 4;
 
 __host__ __device__ constexpr int Spread(int b, int gap) { return b + (b >> 7) * gap; }
 
-template <bool kInRun, bool kOutRun, class Op>
+// The box holds all of x, and the result's next dimension is y.
+template <class Op>
+__global__ void __launch_bounds__(kThreads)
+    RunKernel(const Tile t, const Runs runs, const Op op, const typename Op::In* in) {
+  using In = typename Op::In;
+  constexpr int kSize = sizeof(In), kIn = 16 / kSize, kN = Op::kVector, kUnroll = 4;
+  extern __shared__ __align__(16) char shared[];
+  const Corner at(t, blockIdx.x);
+  const int nx = t.x_extent, ny = min(t.box_y, t.y_extent - at.y), length = nx * ny;
+  const int xa = at.outside ? nx : t.x_begin, xb = at.outside ? nx : t.x_end;
+  const int ya = max(t.y_begin - at.y, 0), yb = min(t.y_end - at.y, ny);
+  const In* base = in + at.in_offset;
+  // The run begins where it does in its first 16 bytes of memory.
+  const int low = static_cast<int>(reinterpret_cast<uintptr_t>(op.out + at.out_offset) & 15) / sizeof(typename Op::Out);
+  In* const run = reinterpret_cast<In*>(shared) + low;
+
+  if (xa > 0 || xb < nx || ya > 0 || yb < ny) {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < length; i += kThreads) run[i] = op.pad_bits;
+    __syncthreads();
+  }
+  // A few accesses of a run of the input side by side, for the sectors' sake, then those of the next: the elements of
+  // many, one run's, would often meet in a bank.
+  const int side = 1 << runs.lanes_log2, slots = (runs.chunks + side - 1) / side * side * nx;
+  for (int first = threadIdx.x; first < slots; first += kThreads * kUnroll) {
+    uint4 v[kUnroll];
+    int x[kUnroll], y[kUnroll];  // Of the access's first element; y is beyond the box where there is none.
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int slot = first + u * kThreads;
+      const int k = (runs.by_x.Div(slot >> runs.lanes_log2, &x[u]) << runs.lanes_log2) + (slot & (side - 1));
+      const char* row = reinterpret_cast<const char*>(base + x[u] * t.x_in_stride);
+      const int before = static_cast<int>(reinterpret_cast<uintptr_t>(row) & 15);
+      y[u] = k * kIn - before / kSize;
+      if (slot >= slots || x[u] < xa || x[u] >= xb || y[u] + kIn <= ya || y[u] >= yb) {
+        y[u] = ny;
+        continue;
+      }
+      const char* p = row - before + k * 16;
+      if (p >= runs.in_first && p + 16 <= runs.in_last) {
+        v[u] = __ldg(reinterpret_cast<const uint4*>(p));
+      } else {
+#pragma unroll 1
+        for (int i = max(y[u], ya); i < min(y[u] + kIn, yb); ++i)
+          run[i * nx + x[u]] = reinterpret_cast<const In*>(row)[i];
+        y[u] = ny;
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      if (y[u] >= ny) continue;
+      In* to = run + (y[u] * nx + x[u]);
+      if (y[u] >= ya && y[u] + kIn <= yb) {
+#pragma unroll
+        for (int i = 0; i < kIn; ++i) to[i * nx] = Part<In>(v[u], i);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kIn; ++i)
+          if (y[u] + i >= ya && y[u] + i < yb) to[i * nx] = Part<In>(v[u], i);
+      }
+    }
+  }
+  __syncthreads();
+
+  for (int q = static_cast<int>(threadIdx.x) * kN - low; q < length; q += kThreads * kN) {
+    const Vec<In, kN> v = LoadVector<kN>(run + q);
+    typename Op::Value value[kN];
+#pragma unroll
+    for (int j = 0; j < kN; ++j) value[j] = op.Prepare(v.v[j]);
+    if (q >= 0 && q + kN <= length) {
+      op.Store(at.out_offset + q, value);
+    } else {
+#pragma unroll
+      for (int j = 0; j < kN; ++j)
+        if (q + j >= 0 && q + j < length) op.Store(at.out_offset + q + j, value[j]);
+    }
+  }
+}
+
+template <bool kInRun, class Op>
 __global__ void __launch_bounds__(kThreads)
     TileKernel(const Tile t, const Runs runs, const Op op, const typename Op::In* in) {
   using In = typename Op::In;
@@ -155,8 +237,8 @@ __global__ void __launch_bounds__(kThreads)
       for (int y = threadIdx.x % 32; y < ny; y += 32)
         *element(x, y) = x >= xa && x < xb && y >= ya && y < yb ? base[x * t.x_in_stride + y] : op.pad_bits;
   } else {
-    // Rows of nothing but padding; runs of the result know them by themselves.
-    for (int x = kOutRun ? nx : 0; x < nx; ++x) {
+    // Rows of nothing but padding.
+    for (int x = 0; x < nx; ++x) {
       if (x == xa) x = max(xa, xb);
       if (x >= nx) break;
 #pragma unroll 1
@@ -165,7 +247,7 @@ __global__ void __launch_bounds__(kThreads)
     const int slots = (kInRun ? 1 : xb - xa) * runs.chunks;
     const int length = (kInRun ? nx * ny : ny) * kSize;
     // A box of 16 KiB; of rows, each takes some bytes before and after its own.
-    constexpr int kUnroll = kInRun || kOutRun ? 4 : 5;
+    constexpr int kUnroll = kInRun ? 4 : 5;
     for (int first = threadIdx.x; first < slots; first += kThreads * kUnroll) {
       uint4 v[kUnroll];
       int to[kUnroll];
@@ -196,45 +278,29 @@ __global__ void __launch_bounds__(kThreads)
   }
   __syncthreads();
 
-  const int length = kOutRun ? nx * ny : nx, lanes = 1 << runs.lanes_log2;
-  const int slots = (kOutRun ? 1 : (ny + lanes - 1) / lanes * lanes) * runs.out_vectors;
+  const int lanes = 1 << runs.lanes_log2, slots = (ny + lanes - 1) / lanes * lanes * runs.out_vectors;
   for (int slot = threadIdx.x; slot < slots; slot += kThreads) {
-    int k = slot, y = 0;
-    if (!kOutRun) {
-      y = runs.by_out_vectors.Div(slot >> runs.lanes_log2, &k) * lanes + (slot & (lanes - 1));
-      if (y >= ny) continue;
-    }
+    int k;
+    const int y = runs.by_out_vectors.Div(slot >> runs.lanes_log2, &k) * lanes + (slot & (lanes - 1));
+    if (y >= ny) continue;
     const int start = at.out_offset + y * t.y_out_stride;
     const int low = static_cast<int>(reinterpret_cast<uintptr_t>(op.out + start) & 15) / sizeof(typename Op::Out);
     const int q = k * kN - low;  // Of the run.
-    if (!kOutRun && (q >= own || (q < 0 && at.x > 0))) continue;
-    if (q >= 0 && q + kN <= length) {
-      int x = q;
-      if (kOutRun) y = runs.by_x.Div(q, &x);
+    if (q >= own || (q < 0 && at.x > 0)) continue;
+    if (q >= 0 && q + kN <= nx) {
       typename Op::Value value[kN];
-      int b = x * runs.pitch + y * kSize;
-      uint32_t shift = base_low + x * row_low;
+      int b = q * runs.pitch + y * kSize;
+      uint32_t shift = base_low + q * row_low;
 #pragma unroll
       for (int j = 0; j < kN; ++j) {
-        const bool inside = !kOutRun || static_cast<unsigned>(x - xa) < static_cast<unsigned>(xb - xa);
-        value[j] = inside ? op.Prepare(*reinterpret_cast<const In*>(place(b + static_cast<int>(shift & 15)))) : op.pad;
+        value[j] = op.Prepare(*reinterpret_cast<const In*>(place(b + static_cast<int>(shift & 15))));
         b += runs.pitch;
         shift += row_low;
-        if (kOutRun && ++x == nx) {
-          x = 0;
-          b += kSize - nx * runs.pitch;
-          shift = base_low;
-        }
       }
       op.Store(start + q, value);
     } else {
 #pragma unroll 1
-      for (int i = max(q, 0); i < min(q + kN, length); ++i) {
-        int x = i;
-        if (kOutRun) y = runs.by_x.Div(i, &x);
-        const bool inside = !kOutRun || (x >= xa && x < xb);
-        op.Store(start + i, inside ? op.Prepare(*element(x, y)) : op.pad);
-      }
+      for (int i = max(q, 0); i < min(q + kN, nx); ++i) op.Store(start + i, op.Prepare(*element(i, y)));
     }
   }
 }

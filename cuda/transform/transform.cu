@@ -4,8 +4,6 @@
 // Bound by memory: the input is read once and the result written once, whatever the permutation.
 #include <algorithm>
 #include <cmath>
-#include <cstring>
-#include <limits>
 
 #include "cuda/transform/tile.cuh"
 #include "cuda/transform/weave.cuh"
@@ -171,6 +169,13 @@ bool SquareFits(const Problem& p, int y, const Op& op, const void* x) {
 
 constexpr int64_t kBoxBytes = 16 << 10;  // Of the input, for large arrays.
 
+// An extent in boxes of about `usual`, whole units. Few are made alike: the rest of one would take as long as a whole.
+int64_t Divide(int64_t extent, int64_t usual, int64_t unit) {
+  if (extent > 4 * usual) return usual;
+  const int64_t boxes = CeilDiv(4 * extent, 5 * usual);
+  return std::min(extent, CeilDiv(CeilDiv(extent, boxes), unit) * unit);
+}
+
 template <class Op>
 cudaError_t Tiles(const Problem& p, int y, const Op& op, const void* x, cudaStream_t stream) {
   constexpr int kSize = sizeof(typename Op::In), kOutSize = sizeof(typename Op::Out);
@@ -191,44 +196,47 @@ cudaError_t Tiles(const Problem& p, int y, const Op& op, const void* x, cudaStre
       !in_run && y == p.rank - 2 && dx.extent <= kSquareRows && dx.extent * kOutSize < (whole ? 256 : 512);
   bool even = IsVectorAligned(static_cast<const char*>(x)) && p.offset * kSize % 16 == 0;  // And those of the input.
   for (int d = 0; d < p.rank; ++d) even &= d == y || p.dims[d].stride * kSize % 16 == 0;
-  const int beyond = out_run || whole ? 0 : Op::kVector - 1;
+  const int beyond = whole ? 0 : Op::kVector - 1;
   // Small arrays are divided into many boxes all the same.
   const int64_t bytes = std::clamp<int64_t>(Volume(p) * kSize / 2048, kBoxBytes / 4, kBoxBytes);
-  const auto at_least_16 = [](int64_t fit, int64_t extent) {
-    return std::min(std::max<int64_t>(fit / 16 * 16, 16), extent);
+  // 16-byte accesses of a run of `bytes`, which may start at any multiple of `size` in the first.
+  const auto accesses = [](int64_t bytes, int size) { return static_cast<int>((bytes + 16 - size + 15) / 16); };
+  Runs runs;
+  runs.in_first = static_cast<const char*>(x);
+  runs.in_last = runs.in_first + p.x_elements * kSize;
+  const auto launch = [&](auto kernel, int64_t blocks, int64_t shared) {
+    return LaunchKernel(kernel, Grid{blocks, kThreads, static_cast<size_t>(shared)}, stream, t, runs, op, in);
   };
-  int64_t box_x = std::min<int64_t>(dx.extent, kSquareRows);
-  int64_t box_y = std::min<int64_t>(dy.extent, 128 / kSize * (box_x > kSquareRows / 2 ? 1 : 2));
+
+  if (out_run) {
+    runs.lanes_log2 = dx.extent < 8 ? 3 : 2;
+    const int64_t chunks = std::max<int64_t>((bytes / 16 / dx.extent) >> runs.lanes_log2 << runs.lanes_log2, 4);
+    const int64_t blocks = SetBox(p, dx.extent, std::min((chunks - !even) * 16 / kSize, dy.extent), &t);
+    runs.chunks = accesses(int64_t{t.box_y} * kSize, even ? 16 : kSize);
+    runs.by_x = FastDiv(dx.extent);
+    return launch(RunKernel<Op>, blocks, (dx.extent * t.box_y + 2 * Op::kVector) * kSize);
+  }
+
+  int64_t box_x = Divide(dx.extent, kSquareRows, Op::kVector);
+  int64_t box_y = Divide(dy.extent, 128 / kSize * (box_x > kSquareRows / 2 ? 1 : 2), 16 / kSize);
   if (in_run) {
     box_y = dy.extent;
-    box_x = at_least_16((bytes - 16) / (kSize * box_y) - beyond, dx.extent);
-  } else if (out_run) {
-    box_y = at_least_16((bytes / box_x / 16 * 16 - (even ? 0 : 16)) / kSize, dy.extent);
+    box_x = (bytes - 16) / (kSize * box_y) - beyond;
+    box_x = std::min(std::max<int64_t>(box_x / 16 * 16, 16), dx.extent);
   }
   const int64_t blocks = SetBox(p, box_x, box_y, &t);
-
-  // 16-byte accesses of a run of `bytes`, which may start at any multiple of `size` in the first.
-  const auto accesses = [](int bytes, int size) { return (bytes + 16 - size + 15) / 16; };
   constexpr int kStep = kGap<kSize>;
-  Runs runs;
   runs.beyond = beyond;
   const int columns = std::min(t.box_x + beyond, t.x_extent);
-  runs.chunks = accesses((in_run ? columns : 1) * t.box_y * kSize, even ? 16 : kSize);
-  runs.out_vectors = accesses((out_run ? t.box_y : 1) * t.box_x * kOutSize, kOutSize);
+  runs.chunks = accesses(int64_t{in_run ? columns : 1} * t.box_y * kSize, even ? 16 : kSize);
+  runs.out_vectors = accesses(t.box_x * kOutSize, kOutSize);
   runs.pitch = in_run ? t.box_y * kSize : runs.chunks * 16 + (runs.chunks * 16 / kStep % 2 == 0 ? kStep : 0);
   runs.lanes_log2 = 0;
   while ((!in_run || t.box_y * kSize >= 128) && 1 << runs.lanes_log2 < std::min(16 / kSize, t.box_y)) ++runs.lanes_log2;
   runs.by_chunks = FastDiv(runs.chunks);
   runs.by_out_vectors = FastDiv(runs.out_vectors);
-  runs.by_x = FastDiv(t.box_x);
-  runs.in_first = static_cast<const char*>(x);
-  runs.in_last = runs.in_first + p.x_elements * kSize;
-  const int shared = in_run ? Spread(runs.chunks * 16, kStep) + 16 : columns * runs.pitch;
-  const auto launch = [&](auto kernel) {
-    return LaunchKernel(kernel, Grid{blocks, kThreads, static_cast<size_t>(shared)}, stream, t, runs, op, in);
-  };
-  if (in_run) return launch(TileKernel<true, false, Op>);
-  return out_run ? launch(TileKernel<false, true, Op>) : launch(TileKernel<false, false, Op>);
+  const int64_t shared = in_run ? Spread(runs.chunks * 16, kStep) + 16 : columns * runs.pitch;
+  return in_run ? launch(TileKernel<true, Op>, blocks, shared) : launch(TileKernel<false, Op>, blocks, shared);
 }
 
 // The result of `p` is small enough for 32-bit indices. `tiles` says whether transposition through shared memory works.
@@ -269,52 +277,6 @@ cudaError_t Launch(const Problem& p, const Op& op, const void* x, bool tiles, cu
   }
   return cudaSuccess;
 }
-
-// `v` as an element, its bytes repeated to 16; and what that element holds.
-struct Element {
-  alignas(16) char bytes[16];
-  double value;
-
-  Element(double v, ElementType type) { Set(v, type); }
-
-  void Set(double v, ElementType type) {
-    switch (type) {
-      case ElementType::kF32:
-        return Fill(static_cast<float>(v), static_cast<float>(v));
-      case ElementType::kF64:
-        return Fill(v, v);
-      case ElementType::kF16:
-        return Fill(__double2half(v), __half2float(__double2half(v)));
-      case ElementType::kBF16:
-        return Fill(__double2bfloat16(v), __bfloat162float(__double2bfloat16(v)));
-      case ElementType::kS8:
-        return FillInteger<int8_t>(v);
-      case ElementType::kU8:
-        return FillInteger<uint8_t>(v);
-      case ElementType::kS32:
-        return FillInteger<int32_t>(v);
-    }
-  }
-
-  template <class T>
-  void FillInteger(double v) {
-    using Limits = std::numeric_limits<T>;
-    const double held = std::isnan(v) ? 0 : std::clamp<double>(std::nearbyint(v), Limits::min(), Limits::max());
-    Fill(static_cast<T>(held), held);
-  }
-  template <class T>
-  void Fill(T element, double held) {
-    for (size_t i = 0; i < sizeof(bytes); i += sizeof(T)) std::memcpy(bytes + i, &element, sizeof(T));
-    value = held;
-  }
-
-  template <class B>
-  B As() const {
-    B bits;
-    std::memcpy(&bits, bytes, sizeof(B));
-    return bits;
-  }
-};
 
 template <int kBytes>
 cudaError_t LaunchCopy(const Problem& p, const Element& pad, const void* x, void* out, cudaStream_t stream) {

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from jaxdnn import _primitive
@@ -168,6 +169,32 @@ def _gradient_reference(
   return [_only(where, dx).astype(x.dtype)]
 
 
+# Derivatives of a training step, made of other primitives.
+
+
+def _train_tangent(
+  dx: Array, dscale: Array, dbias: Array, x: Array, mean: Array, var: Array, scale: Array, bias: Array, *, spec: Spec
+) -> list[Array]:
+  affine = mean, var, scale, bias
+  t, sums = _primitive.bind(moments_p, dx, x, *affine, spec=spec, rest=())
+  root, n = jax.lax.rsqrt(var + spec.epsilon), count(x, None)[..., None]
+  dmean, half_dvar = sums[..., 0, :] / n, sums[..., 1, :] / n
+  k = jnp.stack([dbias - scale * root * dmean, dscale * root - scale * root * root * root * half_dvar], -2)
+  return list(_primitive.bind(tangent_p, k, t, x, *affine, spec=spec, rest=(), slot="outer"))
+
+
+def _train_gradient(
+  g: Array, x: Array, mean: Array, var: Array, scale: Array, bias: Array, *, spec: Spec
+) -> list[Array]:
+  affine = mean, var, scale, bias
+  (sums,) = _primitive.bind(sums_p, g, x, *affine, spec=spec, rest=(), slot="none")
+  root, n = jax.lax.rsqrt(var + spec.epsilon), count(x, None)[..., None]
+  dbias, dscale = sums[..., 0, :], sums[..., 1, :] * root
+  k = jnp.stack([dbias, dscale * root], -2) * (-scale * root / n)[..., None, :]
+  (dx,) = _primitive.bind(gradient_p, g, k, x, *affine, spec=spec, rest=())
+  return [dx, dscale, dbias]
+
+
 # Primitives ----------------------------------------------------------------------------------------------------------
 
 
@@ -205,6 +232,12 @@ moments_p = _define(
   "moments", _moments_reference, lambda t, x, *_, **__: [_like(x), _of_channels(x, 2)], ["spec", "rest"]
 )
 gradient_p = _define("gradient", _gradient_reference, lambda g, k, x, *_, **__: [_like(x)], ["spec", "rest"])
+train_tangent_p = _define(
+  "train_tangent", _train_tangent, lambda dx, dscale, dbias, x, *_, **__: [_like(x)], ["spec"]
+)
+train_gradient_p = _define(
+  "train_gradient", _train_gradient, lambda g, x, *_, **__: [_like(x), _of_channels(x), _of_channels(x)], ["spec"]
+)
 
 # Differentiation -----------------------------------------------------------------------------------------------------
 #
@@ -222,6 +255,10 @@ gradient_p = _define("gradient", _gradient_reference, lambda g, k, x, *_, **__: 
 #   inner   D (t + ...), what a residual does; sums then returns D g, and no other map needs D
 #   scaled  D (a t + ...), with given statistics
 #   none    there is no t
+#
+# The two together are the derivative of y in a training step, of x, scale and bias at once, and its adjoint:
+#
+#   train_tangent  dx, dscale, dbias -> dy        train_gradient  g -> dx, dscale, dbias
 
 
 def _transpose_tangent(cts: Any, *operands: Any, slot: str, **params: Any) -> tuple[Any, ...]:
@@ -249,11 +286,24 @@ _primitive.linear(sums_p, 1, _sums_reference, transpose=_transpose_sums)
 _primitive.linear(moments_p, 1, _moments_reference, transpose=_transpose_moments)
 _primitive.linear(gradient_p, 2, _gradient_reference, transpose=_transpose_gradient)
 
+_primitive.linear(
+  train_tangent_p,
+  3,
+  _train_tangent,
+  transpose=lambda cts, *operands, **params: _primitive.bind(train_gradient_p, *cts, *operands, **params),
+)
+_primitive.linear(
+  train_gradient_p,
+  1,
+  _train_gradient,
+  transpose=lambda cts, *operands, **params: _primitive.bind(train_tangent_p, *cts, *operands, **params),
+)
+
 # Batching and CUDA lowering ------------------------------------------------------------------------------------------
 
 
 def _attributes(
-  *_: Any, spec: Spec, rest: tuple[str, ...], slot: str | None = None
+  *_: Any, spec: Spec, rest: tuple[str, ...] = (), slot: str | None = None
 ) -> dict[str, Any]:
   static = {"epsilon": float(spec.epsilon), "activation": spec.activation, "parameter": float(spec.parameter)}
   given = {"source": "source" in rest, "where": "where" in rest}
@@ -267,16 +317,23 @@ def _workspace(x: Any, *_: Any, **__: Any) -> int:
   return 4 * _primitive.accumulator_dtype(x.dtype).itemsize * channels * rows
 
 
-def _register(p: Any, reference: Any, attributes: Any = _attributes, workspace: Any = None) -> None:
+def _register(p: Any, reference: Any, attributes: Any = _attributes, **options: Any) -> None:
   _primitive.batch_leading(p)
   target = p.name.replace("_", ".", 1) + ".v1"
-  _primitive.lower_to_cuda(p, target, reference, attributes=attributes, workspace=workspace)
+  _primitive.lower_to_cuda(p, target, reference, attributes=attributes, **options)
 
 
-_register(statistics_p, _statistics_reference, lambda *avals: {"where": len(avals) > 1}, _workspace)
+_register(statistics_p, _statistics_reference, lambda *avals: {"where": len(avals) > 1}, workspace=_workspace)
 _register(apply_p, _apply_reference)
 _register(train_p, _train_reference, workspace=_workspace)
 _register(tangent_p, _tangent_reference)
 _register(sums_p, _sums_reference, workspace=_workspace)
 _register(moments_p, _moments_reference, workspace=_workspace)
 _register(gradient_p, _gradient_reference)
+_primitive.batch_leading(train_tangent_p)
+_register(
+  train_gradient_p,
+  _train_gradient,
+  workspace=_workspace,
+  supported=lambda g, *_, **__: g.dtype != np.float64 and g.size > 0,
+)

@@ -71,13 +71,17 @@ def train(
   spec: Spec, axes: AxisNames, x: Array, scale: Array, bias: Array, residual: Array | None, where: Array | None
 ) -> tuple[Array, Array, Array]:
   """y, mean and var, the statistics being those of `x` and, over the mesh axes `axes`, of all its shards."""
-  # A symbolic size is not compared.
-  if not axes and isinstance(x.size, int) and x.size * x.dtype.itemsize <= ALONE_BYTES:
+  if _is_small(x, axes):
     rest, arrays = _optional(residual, where)
     y, mean, var = _primitive.bind(primitives.train_p, x, scale, bias, *arrays, spec=spec, rest=rest)
     return y, mean, var
   mean, var = _statistics(x, where, axes)
   return _apply(spec, x, mean, var, scale, bias, residual, where), mean, var
+
+
+def _is_small(x: Array, axes: AxisNames) -> bool:
+  # A symbolic size is not compared.
+  return not axes and isinstance(x.size, int) and x.size * x.dtype.itemsize <= ALONE_BYTES
 
 
 def _apply(spec: Spec, x: Array, mean: Array, var: Array, scale: Array, bias: Array, *optional: Array | None) -> Array:
@@ -102,11 +106,16 @@ def _train_jvp(spec: Spec, axes: AxisNames, primals: Any, tangents: Any) -> Any:
     n = jnp.maximum(count(x, where, axes), 1)[..., None]
     sums = _sum_shards(sums, axes)
     dmean, dvar = sums[..., 0, :] / n, 2 * sums[..., 1, :] / n
-  slot = "outer" if residual is None else "inner"
-  dy = _tangent(
-    spec, slot, _total([t, dresidual]), (dmean, dvar, dscale, dbias), x, (mean, var, scale, bias), residual, y, where
-  )
   zeros = jnp.zeros_like(mean)
+  if dx is not None and residual is None and where is None and _is_small(x, axes):
+    # Transposed, one call; of what is above then nothing is left, unless there is a cotangent of mean or var.
+    parameters = [zeros if d is None else d for d in (dscale, dbias)]
+    (dy,) = _primitive.bind(primitives.train_tangent_p, dx, *parameters, x, mean, var, scale, bias, spec=spec)
+  else:
+    slot = "outer" if residual is None else "inner"
+    dy = _tangent(
+      spec, slot, _total([t, dresidual]), (dmean, dvar, dscale, dbias), x, (mean, var, scale, bias), residual, y, where
+    )
   return (y, mean, var), (dy, zeros if dmean is None else dmean, zeros if dvar is None else dvar)
 
 
