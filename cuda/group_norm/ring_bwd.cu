@@ -26,6 +26,7 @@ template <class A>
 struct WarpSums {
   Sums<A>* row;
   int channel = -1;
+  int end = 0;  // of its elements, in the slab
   Sums<A> own = {};
 
   __device__ void Flush() {
@@ -62,7 +63,7 @@ __global__ void __launch_bounds__(kRingThreads, 1)
 
   const int64_t first = t.team.First(), step = t.team.Step();
   const Share share(t, chunk);
-  const int lead = kColumns ? 0 : share.FirstChannel(t), channels = kColumns ? 0 : share.Channels(t);
+  const int lead = kColumns ? 0 : share.FirstChannel<V>(t), channels = kColumns ? 0 : share.Channels<V>(t);
   const Part part = PartOfThread();
   if (part == kCopy) {
     const Vector* in[2] = {o.in, o.x};
@@ -180,22 +181,42 @@ __global__ void __launch_bounds__(kRingThreads, 1)
         const Vector* from = ring + 2 * turn.place * chunk + mine;
 #pragma unroll
         for (int k = 0; k < D; ++k) {
-          if (k * side + mine >= n) continue;
-          if constexpr (!kColumns) {
-            // The same for the whole warp, as channels are whole warps' vectors.
-            const int channel = t.row.Div(static_cast<int>(share.begin) + i * chunk + k * side + mine) - lead;
-            if (channel != warp.channel) {
-              warp.Flush();
-              warp.channel = channel;
-              map[0] = map_of(u, channel);
-            }
-          }
+          // Channels first, the same for the whole warp.
+          if (k * side + (kColumns ? mine : mine & ~31) >= n) continue;
           A in[V], x[V];
           widen(from + k * side, in);
           widen(from + chunk + k * side, x);
-          AddVector<Map::kPullback>(
-              f, in, x, [&](int j) -> auto& { return map[kColumns ? j : 0]; },
-              [&](int j) -> auto& { return kColumns ? own[j] : warp.own; });
+          const auto add = [&](A(&dy)[V], const A(&at)[V]) {
+            AddVector<Map::kPullback>(
+                f, dy, at, [&](int j) -> auto& { return map[kColumns ? j : 0]; },
+                [&](int j) -> auto& { return kColumns ? own[j] : warp.own; });
+          };
+          if constexpr (!kColumns) {
+            const int vector = static_cast<int>(share.begin) + i * chunk + k * side;
+            const int row = (vector + (mine & ~31)) * V, row_end = row + 32 * V, element = (vector + mine) * V;
+            if (row_end > warp.end) {
+              // The warp's vectors end one channel or more, or begin one.
+              const int plane = t.plane.divisor;
+              for (int channel = t.plane.Div(row);; ++channel) {
+                if (channel - lead != warp.channel) {
+                  warp.Flush();
+                  warp.channel = channel - lead, warp.end = (channel + 1) * plane;
+                  map[0] = map_of(u, warp.channel);
+                }
+                const Wanted<V> of_channel = {warp.end - plane - element, warp.end - element};
+                A dy[V], at[V];
+#pragma unroll
+                for (int j = 0; j < V; ++j) {
+                  const bool has = of_channel.Has(j);
+                  dy[j] = has ? in[j] : A(0), at[j] = has ? x[j] : map[0].mean;  // which adds nothing
+                }
+                add(dy, at);
+                if (warp.end >= min(row_end, static_cast<int>(t.slab) * V)) break;
+              }
+              continue;
+            }
+          }
+          add(in, x);
         }
         if (i < share.streamed) Release(&barriers, turn.place);
         turn.Skip(1, t.stages);
@@ -278,13 +299,24 @@ __global__ void __launch_bounds__(kRingThreads, 1)
 #pragma unroll
       for (int k = 0; k < D; ++k) {
         if (!visits || k * side + mine >= n) continue;
-        if constexpr (!kColumns)
-          map[0] = table[buffer * t.share_channels - lead +
-                         t.row.Div(static_cast<int>(share.begin) + which * chunk + k * side + mine)];
         A in[V], x[V];
         widen(from + k * side, in);
         widen(from + chunk + k * side, x);
-        MapVector<Map::kPullback>(f, in, x, [&](int j) -> auto& { return map[kColumns ? j : 0]; });
+        if constexpr (kColumns) {
+          MapVector<Map::kPullback>(f, in, x, [&](int j) -> auto& { return map[j]; });
+        } else {
+          int at;
+          const int element = (static_cast<int>(share.begin) + which * chunk + k * side + mine) * V;
+          const Pullback* of = table + buffer * t.share_channels - lead + t.plane.Div(element, &at);
+          const int left = static_cast<int>(t.plane.divisor) - at;  // elements of this channel
+          map[0] = *of;
+          if (left >= V) {
+            MapVector<Map::kPullback>(f, in, x, [&](int) -> auto& { return map[0]; });
+          } else {
+            const Pullback next = of[1];
+            MapVector<Map::kPullback>(f, in, x, [&](int j) { return j < left ? map[0] : next; });
+          }
+        }
         Write<T, V>(out + int64_t{which * D + k} * stride, in);
       }
       Release(&barriers, turn.place);
@@ -331,8 +363,8 @@ std::optional<cudaError_t> RingBackward(const Problem& p, const void* dy, const 
       if (cudaError_t e = EncodeSlabs(p, *t, kDepth<2>, dy, &o.maps[0])) return e;
       if (cudaError_t e = EncodeSlabs(p, *t, kDepth<2>, x, &o.maps[1])) return e;
     }
-    auto* kernel = p.channels_last ? RingBackwardKernel<true, decltype(f), T, kLength>
-                                   : RingBackwardKernel<false, decltype(f), T, kLength>;
+    auto* kernel = t->last ? RingBackwardKernel<true, decltype(f), T, kLength>
+                           : RingBackwardKernel<false, decltype(f), T, kLength>;
     if (cudaError_t e = LaunchTeams(kernel, t->team, kRingThreads, t->shared, stream, *t, o, f)) return e;
     return SumRows(o.dscale, 1, rows, p.channels, static_cast<A*>(dscale), static_cast<A*>(dbias), stream);
   });

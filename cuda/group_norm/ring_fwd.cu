@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(kRingThreads, 1)
 
   const int64_t first = t.team.First(), step = t.team.Step();
   const Share share(t, chunk);
-  const int lead = kColumns ? 0 : share.FirstChannel(t), channels = kColumns ? 0 : share.Channels(t);
+  const int lead = kColumns ? 0 : share.FirstChannel<V>(t), channels = kColumns ? 0 : share.Channels<V>(t);
   const Part part = PartOfThread();
   if (part == kCopy) {
     const Vector* in[1] = {o.x};
@@ -216,13 +216,26 @@ __global__ void __launch_bounds__(kRingThreads, 1)
 #pragma unroll
       for (int k = 0; k < D; ++k) {
         if (!visits || k * side + mine >= n) continue;
-        if constexpr (!kColumns)
-          affine[0] = table[buffer * t.share_channels - lead +
-                            t.row.Div(static_cast<int>(share.begin) + which * chunk + k * side + mine)];
         A x[V];
         widen(from + k * side, x);
+        if constexpr (kColumns) {
 #pragma unroll
-        for (int j = 0; j < V; ++j) x[j] = affine[kColumns ? j : 0](x[j]);
+          for (int j = 0; j < V; ++j) x[j] = affine[j](x[j]);
+        } else {
+          int at;
+          const int element = (static_cast<int>(share.begin) + which * chunk + k * side + mine) * V;
+          const Affine<A>* of = table + buffer * t.share_channels - lead + t.plane.Div(element, &at);
+          const int left = static_cast<int>(t.plane.divisor) - at;  // elements of this channel
+          affine[0] = *of;
+          if (left >= V) {
+#pragma unroll
+            for (int j = 0; j < V; ++j) x[j] = affine[0](x[j]);
+          } else {
+            const Affine<A> next = of[1];
+#pragma unroll
+            for (int j = 0; j < V; ++j) x[j] = j < left ? affine[0](x[j]) : next(x[j]);
+          }
+        }
         f.Forward(x);
         Write<T, V>(out + int64_t{which * D + k} * stride, x);
       }
@@ -266,8 +279,8 @@ std::optional<cudaError_t> RingForward(const Problem& p, const void* x, const vo
     if (cudaError_t e = t->team.Reset(o.letters, t->SlabGroups(), stream)) return e;
     if (t->boxes)
       if (cudaError_t e = EncodeSlabs(p, *t, kDepth<1>, x, &o.map)) return e;
-    auto* kernel = p.channels_last ? RingForwardKernel<true, decltype(f), T, kLength>
-                                   : RingForwardKernel<false, decltype(f), T, kLength>;
+    auto* kernel =
+        t->last ? RingForwardKernel<true, decltype(f), T, kLength> : RingForwardKernel<false, decltype(f), T, kLength>;
     return LaunchTeams(kernel, t->team, kRingThreads, t->shared, stream, *t, o, f);
   });
 }
