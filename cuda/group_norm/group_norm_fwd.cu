@@ -135,11 +135,13 @@ __global__ void __launch_bounds__(kThreads, kResidentRows) RowKernel(RowTiling t
   const Tile<1, T, V, kRagged> tile = {t.schedule, tile_memory + threadIdx.x, {o.x}, t.aligned};
   auto* scratch = reinterpret_cast<Moments*>(tile_memory + t.schedule.Slots() * blockDim.x);
 
-  const auto place_of = [&](int64_t unit) { return RowPlace<V>(t, static_cast<int>(unit) * (blockDim.x >> t.span)); };
+  const auto place_of = [&](int64_t unit) {
+    return RowPlace<V, kRagged>(t, static_cast<int>(unit) * (blockDim.x >> t.span));
+  };
   t.team.Stagger();
   tile.Start(place_of(t.team.First()));
   for (int64_t unit = t.team.First(); unit < t.team.units; unit += t.team.Step()) {
-    const RowPlace<V> place = place_of(unit);
+    const RowPlace<V, kRagged> place = place_of(unit);
     const bool exists = place.unit < t.slabs;
     const A pivot = exists ? static_cast<A>(reinterpret_cast<const T*>(o.x)[place.element]) : A(0);
 

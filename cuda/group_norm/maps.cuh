@@ -226,11 +226,13 @@ __global__ void __launch_bounds__(kThreads, kResidentRows) MapRowsKernel(RowTili
   auto* scratch = reinterpret_cast<Sums<A>*>(tile_memory + 2 * t.schedule.Slots() * blockDim.x);
   const A inverse = A(1) / o.count;
 
-  const auto place_of = [&](int64_t unit) { return RowPlace<V>(t, static_cast<int>(unit) * (blockDim.x >> t.span)); };
+  const auto place_of = [&](int64_t unit) {
+    return RowPlace<V, kRagged>(t, static_cast<int>(unit) * (blockDim.x >> t.span));
+  };
   t.team.Stagger();
   tile.Start(place_of(t.team.First()));
   for (int64_t unit = t.team.First(); unit < t.team.units; unit += t.team.Step()) {
-    const RowPlace<V> place = place_of(unit);
+    const RowPlace<V, kRagged> place = place_of(unit);
     auto* piece_sums = scratch + kThreads + (threadIdx.x >> t.span) * t.share;  // of the slab's pieces in this block
     const bool exists = place.unit < t.slabs;
     const Statistics<A> statistics = exists ? o.statistics[place.unit] : Statistics<A>{};
@@ -314,16 +316,17 @@ template <Map kMap, class C, class Tiling>
 cudaError_t LaunchMap(const Problem& p, const Tiling& t, const MapOperands<typename C::Type, C::V>& operands,
                       cudaStream_t stream) {
   using T = typename C::Type;
-  return VisitActivation<T, C::kOften>(p.activation, [&](auto f) {
-    using F = decltype(f);
-    auto* kernel = [] {
-      if constexpr (C::kColumns)
-        return MapColumnsKernel<kMap, F, T, C::V>;
-      else
-        return MapRowsKernel<kMap, C::kRagged, F, T, C::V>;
-    }();
-    return LaunchTeams(kernel, t.team, t.threads, t.shared, stream, t, operands, f);
-  });
+  return VisitActivation < T,
+         C::kOften && kMap == Map::kPullback > (p.activation, [&](auto f) {
+                                using F = decltype(f);
+                                auto* kernel = [] {
+                                  if constexpr (C::kColumns)
+                                    return MapColumnsKernel<kMap, F, T, C::V>;
+                                  else
+                                    return MapRowsKernel<kMap, C::kRagged, F, T, C::V>;
+                                }();
+                                return LaunchTeams(kernel, t.team, t.threads, t.shared, stream, t, operands, f);
+                              });
 }
 
 }  // namespace jaxdnn::group_norm

@@ -60,7 +60,8 @@ struct RingTiling {
   bool direct;          // every block reads the letters of all others itself
   int half;             // channels last: half of the rows that are visited at once
   int64_t shared;
-  FastDiv plane;     // channels first: elements of a channel; a vector may have some of two
+  FastDiv plane;     // channels first: elements of a channel
+  bool split;        // channels first: they need not begin where a warp's vectors do, nor where a vector does
   FastDiv by_slabs;  // of an example
   FastDiv group_channels;
   int slab_channels, slab_groups, channels, groups;

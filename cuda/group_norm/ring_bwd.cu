@@ -175,49 +175,58 @@ __global__ void __launch_bounds__(kRingThreads, 1)
         for (int c = thread % 32; c < channels; c += 32) warp.row[c] = {};
         __syncwarp();
       }
-      for (int i = 0; i < share.chunks; ++i) {
+      const auto take_channel = [&](int channel) {
+        warp.Flush();
+        warp.channel = channel - lead, warp.end = (channel + 1) * static_cast<int>(t.plane.divisor);
+        map[0] = map_of(u, warp.channel);
+      };
+      const auto add = [&](A(&in)[V], const A(&x)[V]) {
+        AddVector<Map::kPullback>(
+            f, in, x, [&](int j) -> auto& { return map[kColumns ? j : 0]; },
+            [&](int j) -> auto& { return kColumns ? own[j] : warp.own; });
+      };
+      const auto sum_chunk = [&](auto split, int i) {
+        constexpr bool kSplit = decltype(split)::value;
         const int n = min(chunk, share.count - i * chunk);
         hopper::WaitBarrier(SharedAddress(&barriers.full[turn.place]), turn.parity);
         const Vector* from = ring + 2 * turn.place * chunk + mine;
 #pragma unroll
         for (int k = 0; k < D; ++k) {
-          // Channels first, the same for the whole warp.
-          if (k * side + (kColumns ? mine : mine & ~31) >= n) continue;
+          const int first_mine = kColumns ? mine : mine & ~31;  // channels first, that of the warp
+          if (k * side + first_mine >= n) continue;
+          // Of the slab, the elements that the warp's vectors have.
+          const int row = (static_cast<int>(share.begin) + i * chunk + k * side + first_mine) * V,
+                    row_end = row + 32 * V;
+          if constexpr (!kColumns && !kSplit)
+            if (row >= warp.end) take_channel(t.plane.Div(row));
           A in[V], x[V];
           widen(from + k * side, in);
           widen(from + chunk + k * side, x);
-          const auto add = [&](A(&dy)[V], const A(&at)[V]) {
-            AddVector<Map::kPullback>(
-                f, dy, at, [&](int j) -> auto& { return map[kColumns ? j : 0]; },
-                [&](int j) -> auto& { return kColumns ? own[j] : warp.own; });
-          };
-          if constexpr (!kColumns) {
-            const int vector = static_cast<int>(share.begin) + i * chunk + k * side;
-            const int row = (vector + (mine & ~31)) * V, row_end = row + 32 * V, element = (vector + mine) * V;
-            if (row_end > warp.end) {
-              // The warp's vectors end one channel or more, or begin one.
-              const int plane = t.plane.divisor;
-              for (int channel = t.plane.Div(row);; ++channel) {
-                if (channel - lead != warp.channel) {
-                  warp.Flush();
-                  warp.channel = channel - lead, warp.end = (channel + 1) * plane;
-                  map[0] = map_of(u, warp.channel);
-                }
-                const Wanted<V> of_channel = {warp.end - plane - element, warp.end - element};
-                A dy[V], at[V];
-#pragma unroll
-                for (int j = 0; j < V; ++j) {
-                  const bool has = of_channel.Has(j);
-                  dy[j] = has ? in[j] : A(0), at[j] = has ? x[j] : map[0].mean;  // which adds nothing
-                }
-                add(dy, at);
-                if (warp.end >= min(row_end, static_cast<int>(t.slab) * V)) break;
-              }
-              continue;
-            }
+          if (!kSplit || row_end <= warp.end) {
+            add(in, x);
+            continue;
           }
-          add(in, x);
+          // They end one channel or more, or begin one.
+          const int element = row + thread % 32 * V, plane = t.plane.divisor;
+          for (int channel = t.plane.Div(row);; ++channel) {
+            if (channel - lead != warp.channel) take_channel(channel);
+            const Wanted<V> of_channel = {warp.end - plane - element, warp.end - element};
+            A dy[V], at[V];
+#pragma unroll
+            for (int j = 0; j < V; ++j) {
+              const bool has = of_channel.Has(j);
+              dy[j] = has ? in[j] : A(0), at[j] = has ? x[j] : map[0].mean;  // which adds nothing
+            }
+            add(dy, at);
+            if (warp.end >= min(row_end, static_cast<int>(t.slab) * V)) break;
+          }
         }
+      };
+      for (int i = 0; i < share.chunks; ++i) {
+        if (!kColumns && t.split)
+          sum_chunk(std::bool_constant<!kColumns>(), i);
+        else
+          sum_chunk(std::false_type(), i);
         if (i < share.streamed) Release(&barriers, turn.place);
         turn.Skip(1, t.stages);
       }
@@ -279,7 +288,7 @@ __global__ void __launch_bounds__(kRingThreads, 1)
   for (int64_t unit = first; unit < t.team.units; unit += step, ++round) {
     const RingUnit u(t, unit);
     const int buffer = round & 1;
-    Pullback map[kColumns ? V : 1];
+    Pullback map[kColumns ? V : 1], next;
     if constexpr (kColumns) {
 #pragma unroll
       for (int j = 0; j < V; ++j) map[j] = map_of(u, across * V + j);
@@ -291,34 +300,37 @@ __global__ void __launch_bounds__(kRingThreads, 1)
     }
     Vector* out = o.out + t.Base(unit) + start;
     turn.Skip(share.streamed, t.stages);
-    for (int i = 0; i < share.chunks; ++i) {
-      const int which = share.Again(i);
+    const Pullback* maps = table + buffer * t.share_channels - lead;
+    const auto apply_chunk = [&](auto split, int which) {
       const int n = min(chunk, share.count - which * chunk);
       hopper::WaitBarrier(SharedAddress(&barriers.full[turn.place]), turn.parity);
       const Vector* from = ring + 2 * turn.place * chunk + mine;
 #pragma unroll
       for (int k = 0; k < D; ++k) {
         if (!visits || k * side + mine >= n) continue;
+        int left = V;  // elements of the vector that are of its first channel
+        if constexpr (!kColumns) {
+          int at;
+          const int channel = t.plane.Div((static_cast<int>(share.begin) + which * chunk + k * side + mine) * V, &at);
+          map[0] = maps[channel];
+          if constexpr (decltype(split)::value) left = t.plane.divisor - at;
+          if (left < V) next = maps[channel + 1];
+        }
         A in[V], x[V];
         widen(from + k * side, in);
         widen(from + chunk + k * side, x);
-        if constexpr (kColumns) {
-          MapVector<Map::kPullback>(f, in, x, [&](int j) -> auto& { return map[j]; });
-        } else {
-          int at;
-          const int element = (static_cast<int>(share.begin) + which * chunk + k * side + mine) * V;
-          const Pullback* of = table + buffer * t.share_channels - lead + t.plane.Div(element, &at);
-          const int left = static_cast<int>(t.plane.divisor) - at;  // elements of this channel
-          map[0] = *of;
-          if (left >= V) {
-            MapVector<Map::kPullback>(f, in, x, [&](int) -> auto& { return map[0]; });
-          } else {
-            const Pullback next = of[1];
-            MapVector<Map::kPullback>(f, in, x, [&](int j) { return j < left ? map[0] : next; });
-          }
-        }
+        if (left >= V)
+          MapVector<Map::kPullback>(f, in, x, [&](int j) -> auto& { return map[kColumns ? j : 0]; });
+        else
+          MapVector<Map::kPullback>(f, in, x, [&](int j) { return j < left ? map[0] : next; });
         Write<T, V>(out + int64_t{which * D + k} * stride, in);
       }
+    };
+    for (int i = 0; i < share.chunks; ++i) {
+      if (!kColumns && t.split)
+        apply_chunk(std::bool_constant<!kColumns>(), share.Again(i));
+      else
+        apply_chunk(std::false_type(), share.Again(i));
       Release(&barriers, turn.place);
       turn.Skip(1, t.stages);
     }

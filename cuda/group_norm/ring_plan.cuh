@@ -84,6 +84,7 @@ inline std::optional<RingTiling> PlanSlabs(const Problem& p, int arrays, const R
   t.example = p.channels * p.spatial / vector;
   if (t.slab > (last ? INT32_MAX : 1 << 27)) return std::nullopt;  // Elements, too, have 32-bit numbers.
   t.plane = FastDiv(p.spatial);
+  t.split = !last && p.spatial % (32 * vector) != 0;
   t.group_channels = FastDiv(group);
   t.by_slabs = FastDiv(p.groups / groups);
   t.team.units = p.n * p.groups / groups;

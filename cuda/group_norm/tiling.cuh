@@ -252,11 +252,11 @@ RowTiling PlanRows(const Problem& p, int arrays, const Device& d, int each = kRe
       std::clamp<int64_t>(t.slabs * vectors / (Resident(kNominal, kResidentRows) * kThreads), arrays, 4);
   t.span = std::min(FloorLog2(kThreads), FloorLog2(std::max<int64_t>(1, vectors / few)));
   t.threads = t.span <= 5 ? kThreads : 1 << t.span;
-  // So many neighbours that memory takes what they ask for well.
-  t.lanes = std::min({5, t.span, std::max(FloorLog2(std::max<int64_t>(1, row / 4)), std::min(3, CeilLog2(row)))});
+  t.lanes = std::min({5, t.span, few > arrays ? FloorLog2(std::max<int64_t>(1, row / 4)) : CeilLog2(row)});
   t.team.units = CeilDiv(t.slabs, t.threads >> t.span);
 
-  // The longest run that wastes few slots; short enough for blocks to be full.
+  // The longest run that wastes few slots, or with two arrays, which leave fewer, none; short enough for blocks to be
+  // full.
   const int64_t step_bytes = int64_t{arrays} * t.threads * V * sizeof(T);
   const int64_t parallel = 1 << (t.span - t.lanes);
   const int64_t longest = std::clamp<int64_t>(kRunBytes / step_bytes, 1, 8);
@@ -264,7 +264,7 @@ RowTiling PlanRows(const Problem& p, int arrays, const Device& d, int each = kRe
   int64_t length = 1, fewest = slots(1);
   for (int64_t k = 2; k <= longest; ++k) fewest = std::min(fewest, slots(k));
   for (int64_t k = 2; k <= longest; ++k)
-    if (8 * slots(k) <= 9 * fewest) length = k;
+    if (8 * slots(k) <= (arrays == 1 ? 9 : 8) * fewest) length = k;
   t.pieces = CeilDiv(row, length << t.lanes);
   t.by_pieces = FastDiv(t.pieces), t.by_groups = FastDiv(p.groups), t.by_examples = FastDiv(p.n);
   t.piece = CeilDiv(row, t.pieces);
@@ -290,8 +290,8 @@ RowTiling PlanRows(const Problem& p, int arrays, const Device& d, int each = kRe
   return t;
 }
 
-// A thread's place in a slab of channels-first data.
-template <int V>
+// A thread's place in a slab of channels-first data; runs are ragged where channels do not begin with whole vectors.
+template <int V, bool kRagged>
 struct RowPlace {
   const RowTiling& t;
   int unit, example;
@@ -324,14 +324,17 @@ struct RowPlace {
     const int piece = Piece(m);
     int part;
     const int channel = t.by_pieces.Div(piece, &part);
-    const int64_t begin = element + channel * t.plane, last = begin + t.plane - 1;
-    const int64_t first_vector = begin / V + part * t.piece;
-    const int left = static_cast<int>(min(t.piece, last / V + 1 - first_vector)) - lane;
+    const int64_t begin = element + channel * t.plane, end_element = begin + t.plane, offset = part * t.piece;
+    const int64_t first_vector = begin / V, vectors = kRagged ? (end_element - 1) / V + 1 - first_vector : t.plane / V;
+    const int left = static_cast<int>(min(t.piece, vectors - offset)) - lane;
     const int count = piece < end && left > 0 ? ((left - 1) >> t.lanes) + 1 : 0;
-    const int64_t base = first_vector + lane, from = base * V;
-    constexpr int64_t kFar = 1 << 20;  // more elements than a run reaches
-    return {base, 1 << t.lanes, count, static_cast<int>(max(begin - from, -kFar)),
-            static_cast<int>(min(last + 1 - from, kFar))};
+    Run run = {first_vector + offset + lane, 1 << t.lanes, count};
+    if constexpr (kRagged) {
+      constexpr int64_t kFar = 1 << 20;  // more elements than a run reaches
+      run.begin = static_cast<int>(max(begin - run.base * V, -kFar));
+      run.end = static_cast<int>(min(end_element - run.base * V, kFar));
+    }
+    return run;
   }
 };
 
