@@ -233,7 +233,7 @@ cudaError_t Forward(const Problem& p, const void* x, const void* scale, const vo
                            static_cast<A*>(statistics), static_cast<Letter<Moments>*>(workspace),
                            static_cast<A>(p.epsilon),   1.0 / static_cast<double>(p.channels / p.groups * p.spatial)};
     if (cudaError_t e = t.team.Reset(o.partial, t.SlabGroups(), stream)) return e;
-    return VisitActivation<T, C::kOften>(p.activation, [&](auto f) {
+    return VisitActivation<T, false>(p.activation, [&](auto f) {
       using F = decltype(f);
       auto* kernel = [] {
         if constexpr (C::kColumns)

@@ -316,17 +316,16 @@ template <Map kMap, class C, class Tiling>
 cudaError_t LaunchMap(const Problem& p, const Tiling& t, const MapOperands<typename C::Type, C::V>& operands,
                       cudaStream_t stream) {
   using T = typename C::Type;
-  return VisitActivation < T,
-         C::kOften && kMap == Map::kPullback > (p.activation, [&](auto f) {
-                                using F = decltype(f);
-                                auto* kernel = [] {
-                                  if constexpr (C::kColumns)
-                                    return MapColumnsKernel<kMap, F, T, C::V>;
-                                  else
-                                    return MapRowsKernel<kMap, C::kRagged, F, T, C::V>;
-                                }();
-                                return LaunchTeams(kernel, t.team, t.threads, t.shared, stream, t, operands, f);
-                              });
+  return VisitActivation<T, (C::V > 1 && !C::kRagged && kMap == Map::kPullback)>(p.activation, [&](auto f) {
+    using F = decltype(f);
+    auto* kernel = [] {
+      if constexpr (C::kColumns)
+        return MapColumnsKernel<kMap, F, T, C::V>;
+      else
+        return MapRowsKernel<kMap, C::kRagged, F, T, C::V>;
+    }();
+    return LaunchTeams(kernel, t.team, t.threads, t.shared, stream, t, operands, f);
+  });
 }
 
 }  // namespace jaxdnn::group_norm

@@ -189,19 +189,20 @@ __global__ void __launch_bounds__(kRingThreads, 1)
         constexpr bool kSplit = decltype(split)::value;
         const int n = min(chunk, share.count - i * chunk);
         hopper::WaitBarrier(SharedAddress(&barriers.full[turn.place]), turn.parity);
-        const Vector* from = ring + 2 * turn.place * chunk + mine;
+        const Vector* from = ring + 2 * turn.place * chunk;
 #pragma unroll
         for (int k = 0; k < D; ++k) {
-          const int first_mine = kColumns ? mine : mine & ~31;  // channels first, that of the warp
-          if (k * side + first_mine >= n) continue;
+          // Channels first, the vectors of a warp are neighbours, so that they are of few channels, and this its first.
+          const int first_mine = kColumns ? k * side + mine : (thread / 32 * D + k) * 32;
+          if (first_mine >= n) continue;
+          const int at = kColumns ? first_mine : first_mine + thread % 32;
           // Of the slab, the elements that the warp's vectors have.
-          const int row = (static_cast<int>(share.begin) + i * chunk + k * side + first_mine) * V,
-                    row_end = row + 32 * V;
+          const int row = (static_cast<int>(share.begin) + i * chunk + first_mine) * V, row_end = row + 32 * V;
           if constexpr (!kColumns && !kSplit)
             if (row >= warp.end) take_channel(t.plane.Div(row));
           A in[V], x[V];
-          widen(from + k * side, in);
-          widen(from + chunk + k * side, x);
+          widen(from + at, in);
+          widen(from + chunk + at, x);
           if (!kSplit || row_end <= warp.end) {
             add(in, x);
             continue;
@@ -211,13 +212,13 @@ __global__ void __launch_bounds__(kRingThreads, 1)
           for (int channel = t.plane.Div(row);; ++channel) {
             if (channel - lead != warp.channel) take_channel(channel);
             const Wanted<V> of_channel = {warp.end - plane - element, warp.end - element};
-            A dy[V], at[V];
+            A dy[V], xs[V];
 #pragma unroll
             for (int j = 0; j < V; ++j) {
               const bool has = of_channel.Has(j);
-              dy[j] = has ? in[j] : A(0), at[j] = has ? x[j] : map[0].mean;  // which adds nothing
+              dy[j] = has ? in[j] : A(0), xs[j] = has ? x[j] : map[0].mean;  // which adds nothing
             }
-            add(dy, at);
+            add(dy, xs);
             if (warp.end >= min(row_end, static_cast<int>(t.slab) * V)) break;
           }
         }

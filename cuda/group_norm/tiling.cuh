@@ -252,11 +252,11 @@ RowTiling PlanRows(const Problem& p, int arrays, const Device& d, int each = kRe
       std::clamp<int64_t>(t.slabs * vectors / (Resident(kNominal, kResidentRows) * kThreads), arrays, 4);
   t.span = std::min(FloorLog2(kThreads), FloorLog2(std::max<int64_t>(1, vectors / few)));
   t.threads = t.span <= 5 ? kThreads : 1 << t.span;
-  t.lanes = std::min({5, t.span, few > arrays ? FloorLog2(std::max<int64_t>(1, row / 4)) : CeilLog2(row)});
+  const int long_runs = FloorLog2(std::max<int64_t>(1, row / 4)), short_runs = std::min(3, CeilLog2(row));
+  t.lanes = std::min({5, t.span, few > arrays ? long_runs : std::max(long_runs, short_runs)});
   t.team.units = CeilDiv(t.slabs, t.threads >> t.span);
 
-  // The longest run that wastes few slots, or with two arrays, which leave fewer, none; short enough for blocks to be
-  // full.
+  // The longest run that wastes few slots, fewer where two arrays share them; short enough for blocks to be full.
   const int64_t step_bytes = int64_t{arrays} * t.threads * V * sizeof(T);
   const int64_t parallel = 1 << (t.span - t.lanes);
   const int64_t longest = std::clamp<int64_t>(kRunBytes / step_bytes, 1, 8);
@@ -264,7 +264,7 @@ RowTiling PlanRows(const Problem& p, int arrays, const Device& d, int each = kRe
   int64_t length = 1, fewest = slots(1);
   for (int64_t k = 2; k <= longest; ++k) fewest = std::min(fewest, slots(k));
   for (int64_t k = 2; k <= longest; ++k)
-    if (8 * slots(k) <= (arrays == 1 ? 9 : 8) * fewest) length = k;
+    if (slots(k) <= fewest + fewest / (arrays == 1 ? 8 : 32)) length = k;
   t.pieces = CeilDiv(row, length << t.lanes);
   t.by_pieces = FastDiv(t.pieces), t.by_groups = FastDiv(p.groups), t.by_examples = FastDiv(p.n);
   t.piece = CeilDiv(row, t.pieces);

@@ -19,8 +19,6 @@ struct Access {
   using Type = T;
   static constexpr int V = kV;
   static constexpr bool kColumns = kIn == Layout::kColumns, kRagged = kIn == Layout::kRagged;
-  // Worth kernels of its own without activation.
-  static constexpr bool kOften = V > 1 && !kRagged;
 };
 
 // The same data with the channels where it is more: with one position, or channel, the layouts are the same.
@@ -139,11 +137,12 @@ struct Chosen {
   }
 };
 
-// Calls f with a functor of the activation: the identity's own, for what is asked for often, or one for all.
-template <class T, bool kOften, class F>
+// Calls f with a functor of the activation: the identity's own, where the arithmetic of a choice would show, or one for
+// all.
+template <class T, bool kOwnIdentity, class F>
 cudaError_t VisitActivation(activation::Kind kind, F&& f) {
   using activation::Kind;
-  if constexpr (kOften)
+  if constexpr (kOwnIdentity)
     if (kind == Kind::kIdentity) return f(None<T>{});
   if (kind == Kind::kIdentity || kind == Kind::kRelu || kind == Kind::kSilu) return f(Chosen<T>{kind});
   return cudaErrorInvalidValue;
