@@ -80,11 +80,12 @@ def test_unaligned_slice():
 # Numerics ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("axis", [1, -1])
+@pytest.mark.parametrize(
+  "case", [Case((2, 32, 33, 32), 4), Case((2, 32, 33, 32), 4, 1), Case((2, 32, 33, 31), 4, 1), Case((2, 64, 65, 3), 1)]
+)
 @pytest.mark.parametrize("mean", [1e4, -1e4])
-def test_a_large_mean_costs_no_digits(mean, axis):
+def test_a_large_mean_costs_no_digits(mean, case):
   """Deviation 1e-2 at 1e4 is ten steps of float32: the normalized values must still be those of the data given."""
-  case = Case((2, 32, 33, 32), 4, axis)
   x = (mean + 1e-2 * sample(case.shape, "float64")).astype(np.float32)
   _, scale, bias = operands(case, "float32")
   dy = sample(case.shape, "float32", 7)
@@ -119,22 +120,22 @@ def test_a_constant_group_gives_the_bias(dtype, axis):
   assert all(np.isfinite(exact(d)).all() for d in vjp(np.ones_like(x)))
 
 
-@pytest.mark.parametrize("axis", [1, -1])
+@pytest.mark.parametrize("case", [Case((2, 8, 6, 8), 4, 1), Case((2, 8, 6, 8), 4), Case((2, 8, 5, 7), 4, 1)])
 @pytest.mark.parametrize("special", [np.nan, np.inf, -np.inf])
-def test_special_values_stay_in_their_group(special, axis):
+def test_special_values_stay_in_their_group(special, case):
   """NaN or an infinity, anywhere in a group, makes that group of that example NaN and nothing else."""
-  case = Case((2, 8, 6, 8), 4, axis)
-  for where in [(1, 0, 0, 0), (1, 3, 5, 3), (1, 7, 5, 7)]:
+  for where in [(1, 0, 0, 0), (1, 2, 0, 0), (1, 3, -1, 3), (1, 3, -1, -1), (1, 7, -1, -1)]:
     x, scale, bias = operands(case, "float32")
     x[where] = special
+    group = where[case.axis] % case.channels // 2
+    index = [slice(None)] * 4
+    index[0], index[case.axis] = 1, slice(2 * group, 2 * group + 2)
+    hit = np.zeros(case.shape, bool)
+    hit[tuple(index)] = True
     for activation in (None, "silu"):
-      y = exact(apply(case, x, scale, bias, activation=activation))
-      group = where[axis] // 2
-      index = [slice(None)] * 4
-      index[0], index[axis] = 1, slice(2 * group, 2 * group + 2)
-      hit = np.zeros(case.shape, bool)
-      hit[tuple(index)] = True
-      assert np.isnan(y[hit]).all() and np.isfinite(y[~hit]).all()
+      y, vjp = jax.vjp(functools.partial(apply, case, activation=activation), x, scale, bias)
+      for result in (exact(y), exact(vjp(np.ones_like(x))[0])):
+        assert np.isnan(result[hit]).all() and np.isfinite(result[~hit]).all()
 
 
 # Errors --------------------------------------------------------------------------------------------------------------
@@ -193,11 +194,45 @@ def test_every_number_of_channels(axis):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("channels, groups", [(6, 2), (15, 3), (7, 7), (40, 1)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_planes_of_every_size(dtype, channels, groups):
+  """Channels first, a plane may begin anywhere in a vector, and a vector may have elements of several planes."""
+  sizes = [*range(2, 20), 25, 33, 49, 121, 127, 130, 196, 225, 961, 2401]
+  check_cases([Case((3, channels, s), groups, 1) for s in sizes], dtype)
+  check_cases([Case((3, channels, s), groups, 1) for s in sizes[::5]], dtype, "silu")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sums_of_a_channel_take_in_all_of_it_and_no_other(dtype):
+  """Whole numbers have exact sums, in whichever order."""
+  for shape in [(3, 15, 7), (2, 12, 31, 31), (2, 8, 4), (5, 6, 9, 7)]:
+    case = Case(shape, 3 if shape[1] % 3 == 0 else 4, 1)
+    x, scale, bias = operands(case, dtype)
+    dy = np.random.default_rng(0).integers(-3, 4, shape)
+    dbias = jax.vjp(functools.partial(apply, case), x, scale, bias)[1](dy.astype(x.dtype))[2]
+    np.testing.assert_array_equal(dbias, dy.reshape(*shape[:2], -1).sum((0, 2)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_small_arrays_with_channels_last(dtype):
+  """Groups of whole vectors, and of all channels of any number; slabs of one block and of several, of part of one."""
+  widths = [1, 2, 3, 5, 8, 17, 24, 65, 250]
+  cases = [Case((3, s, c), 1) for c in widths for s in (8, 16, 64, 1000)]
+  cases += [Case((2, s, 16 * g), g) for g in (2, 5) for s in (1, 2, 4, 63, 2049)]
+  check_cases(cases, dtype, forward_mode=False)
+  check_cases(cases[::7], dtype, "silu", forward_mode=False)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_kernels_write_everything_and_repeat(dtype):
   cases = [Case((2, 9, 65), 5), Case((2, 16, 16, 40), 4), Case((2, 64, 64, 96), 8), Case((1, 300, 301, 24), 3)]
   rounds = Case((130, 50, 50, 32), 8)  # more slabs than teams, of which some blocks more leave no round short
-  for case in (*cases, rounds, Case((2, 24, 11, 11), 3, 1), Case((1, 8, 512, 512), 2, 1), RING, first(RING)):
+  ragged = [Case((2, 24, 11, 11), 3, 1), Case((16, 256, 31, 31), 32, 1), Case((1, 6, 511, 601), 2, 1)]
+  small = [Case((8, 64, 64, 2), 1), Case((8, 64, 64, 17), 1), Case((16, 4, 4, 256), 32)]
+  for case in (*cases, rounds, *ragged, *small, Case((1, 8, 512, 512), 2, 1), RING, first(RING)):
     check_repeatable(case, dtype)
 
 
@@ -227,8 +262,10 @@ def test_special_values_stay_in_their_group_of_a_large_array(case):
 @pytest.mark.sanitize
 def test_kernels_under_the_sanitizer():
   cases = [Case((2, 9, 65), 5), Case((2, 16, 16, 40), 4), Case((1, 64, 64, 96), 8), Case((2, 24, 11, 11), 3, 1)]
-  for case in (*cases, Case((1, 8, 100, 100), 2, 1)):
+  small = [Case((2, 64, 64, 17), 1), Case((2, 4, 4, 32), 4)]
+  for case in (*cases, *small, Case((1, 8, 100, 100), 2, 1), Case((2, 6, 9, 7), 2, 1)):
     check_repeatable(case, "float32", repeats=2)
+  check_repeatable(Case((2, 24, 11, 11), 3, 1), "bfloat16", repeats=2)
 
 
 def check_repeatable(case, dtype, repeats=10):

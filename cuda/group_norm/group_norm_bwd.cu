@@ -4,6 +4,7 @@
 #include "cuda/common/column_sum.cuh"
 #include "cuda/group_norm/maps.cuh"
 #include "cuda/group_norm/ring.h"
+#include "cuda/group_norm/small.h"
 
 namespace jaxdnn::group_norm {
 
@@ -13,7 +14,7 @@ std::optional<int64_t> BackwardWorkspace(const Problem& p) {
     return ExchangeBytes<Sums<A>>(t.team, t.SlabGroups()) +
            2 * p.batch * p.n * t.team.size * p.channels * static_cast<int64_t>(sizeof(A));
   });
-  return bytes ? std::optional(std::max(*bytes, RingBackwardWorkspace(p))) : bytes;
+  return bytes ? std::optional(std::max({*bytes, RingBackwardWorkspace(p), SmallBackwardWorkspace(p)})) : bytes;
 }
 
 cudaError_t Backward(const Problem& p, const void* dy, const void* x, const void* scale, const void* bias,
@@ -26,6 +27,7 @@ cudaError_t Backward(const Problem& p, const void* dy, const void* x, const void
     if (cudaError_t e = cudaMemsetAsync(dscale, 0, bytes, stream)) return e;
     return cudaMemsetAsync(dbias, 0, bytes, stream);
   }
+  if (const auto e = SmallBackward(p, dy, x, scale, bias, statistics, dx, dscale, dbias, workspace, stream)) return *e;
   if (const auto e = RingBackward(p, dy, x, scale, bias, statistics, dx, dscale, dbias, workspace, stream)) return *e;
   return VisitTiling<2>(p, IsVectorAligned(dy, x, dx), [&](auto access, auto t) {
     using C = decltype(access);

@@ -9,6 +9,7 @@
 #include "cuda/group_norm/columns.cuh"
 #include "cuda/group_norm/moments.cuh"
 #include "cuda/group_norm/ring.h"
+#include "cuda/group_norm/small.h"
 #include "cuda/group_norm/tiling.cuh"
 #include "cuda/group_norm/visit.cuh"
 
@@ -126,21 +127,27 @@ __global__ void __launch_bounds__(kThreads, kResident) ColumnKernel(ColumnTiling
   }
 }
 
-template <class F, class T, int V>
+template <bool kRagged, class F, class T, int V>
 __global__ void __launch_bounds__(kThreads, kResidentRows) RowKernel(RowTiling t, Operands<T, V> o, F f) {
   using A = Accumulator<T>;
   extern __shared__ __align__(16) unsigned char shared[];
   auto* tile_memory = reinterpret_cast<Vec<T, V>*>(shared);
-  const Tile<1, T, V> tile = {t.schedule, tile_memory + threadIdx.x, {o.x}};
+  const Tile<1, T, V, kRagged> tile = {t.schedule, tile_memory + threadIdx.x, {o.x}, t.aligned};
   auto* scratch = reinterpret_cast<Moments*>(tile_memory + t.schedule.Slots() * blockDim.x);
 
-  const auto place_of = [&](int64_t unit) { return RowPlace(t, static_cast<int>(unit) * (blockDim.x >> t.span)); };
+  const auto place_of = [&](int64_t unit) {
+    return RowPlace<V, kRagged>(t, static_cast<int>(unit) * (blockDim.x >> t.span));
+  };
   t.team.Stagger();
   tile.Start(place_of(t.team.First()));
   for (int64_t unit = t.team.First(); unit < t.team.units; unit += t.team.Step()) {
-    const RowPlace place = place_of(unit);
+    const RowPlace<V, kRagged> place = place_of(unit);
     const bool exists = place.unit < t.slabs;
-    const A pivot = exists ? static_cast<A>(o.x[place.base].v[0]) : A(0);
+    const A pivot = exists ? static_cast<A>(reinterpret_cast<const T*>(o.x)[place.element]) : A(0);
+
+    // Those of the first run, asked for here: of small arrays there are no others.
+    const int64_t first_channel = place.parameters + (place.Piece(0) < place.end ? place.Channel(place.Piece(0)) : 0);
+    const A first_scale = exists ? o.scale[first_channel] : A(0), first_bias = exists ? o.bias[first_channel] : A(0);
 
     // Several sums, so that additions need not wait for each other.
     constexpr int kParts = V < 4 ? V : 4;
@@ -148,15 +155,23 @@ __global__ void __launch_bounds__(kThreads, kResidentRows) RowKernel(RowTiling t
     int count = 0;
     tile.FirstVisit(place, [&](int m, const Run& run, int slot) {
       if (count == 0 && run.count > 0) {
-        const A first = static_cast<A>(tile.Slot(0, slot)->v[0]);
+        const A first = static_cast<A>(tile.Slot(0, slot)->v[kRagged ? max(run.begin, 0) : 0]);
 #pragma unroll
         for (int j = 0; j < kParts; ++j) part[j].first = first;
       }
-      count += run.count;
+      count += V * run.count;
 #pragma unroll 4
       for (int k = 0; k < run.count; ++k) {
         A x[V];
         tile.Read(0, slot + k, x);
+        if constexpr (kRagged) {
+          const Wanted<V> own = run.WantedOf<V>(k);
+          if (!own.Whole()) {
+            count -= V - own.Count();
+#pragma unroll
+            for (int j = 0; j < V; ++j) x[j] = own.Has(j) ? x[j] : part[0].first;  // which adds nothing
+          }
+        }
 #pragma unroll
         for (int j = 0; j < V; ++j) part[j % kParts].Add(x[j]);
       }
@@ -165,7 +180,7 @@ __global__ void __launch_bounds__(kThreads, kResidentRows) RowKernel(RowTiling t
 #pragma unroll
     for (int j = 1; j < kParts; ++j) own.sum += part[j].sum, own.squares += part[j].squares;
 
-    Moments moments[1] = {count > 0 ? own.About(pivot, V * count) : Moments{}};
+    Moments moments[1] = {count > 0 ? own.About(pivot, count) : Moments{}};
     Reduce(moments, AddPairs{}, {0, t.span}, scratch);
     if (t.team.size > 1) moments[0] = ExchangeOne(t.team, o.partial + unit * (t.team.size + 1), moments[0], scratch);
     const Statistics<A> statistics(moments[0], o.inverse, pivot, o.epsilon);
@@ -178,7 +193,8 @@ __global__ void __launch_bounds__(kThreads, kResidentRows) RowKernel(RowTiling t
         [&](int m, const Run& run, int slot) {
           if (run.count == 0) return;
           const int64_t channel = place.parameters + place.Channel(place.Piece(m));
-          const Affine<A> affine(statistics, o.scale[channel], o.bias[channel]);
+          const Affine<A> affine(statistics, m == 0 ? first_scale : o.scale[channel],
+                                 m == 0 ? first_bias : o.bias[channel]);
 #pragma unroll 4
           for (int k = 0; k < run.count; ++k) {
             A x[V];
@@ -186,7 +202,10 @@ __global__ void __launch_bounds__(kThreads, kResidentRows) RowKernel(RowTiling t
 #pragma unroll
             for (int j = 0; j < V; ++j) x[j] = affine(x[j]);
             f.Forward(x);
-            Write<T, V>(o.y + run.base + k * run.step, x);
+            if constexpr (kRagged)
+              WritePart<T, V>(o.y + run.base + k * run.step, x, run.WantedOf<V>(k), t.aligned);
+            else
+              Write<T, V>(o.y + run.base + k * run.step, x);
           }
         });
   }
@@ -202,6 +221,7 @@ std::optional<int64_t> ForwardWorkspace(const Problem& p) {
 
 cudaError_t Forward(const Problem& p, const void* x, const void* scale, const void* bias, void* y, void* statistics,
                     void* workspace, cudaStream_t stream) {
+  if (const auto e = SmallForward(p, x, scale, bias, y, statistics, stream)) return *e;
   if (const auto e = RingForward(p, x, scale, bias, y, statistics, workspace, stream)) return *e;
   return VisitTiling<1>(p, IsVectorAligned(x, y), [&](auto access, auto t) {
     using C = decltype(access);
@@ -213,13 +233,13 @@ cudaError_t Forward(const Problem& p, const void* x, const void* scale, const vo
                            static_cast<A*>(statistics), static_cast<Letter<Moments>*>(workspace),
                            static_cast<A>(p.epsilon),   1.0 / static_cast<double>(p.channels / p.groups * p.spatial)};
     if (cudaError_t e = t.team.Reset(o.partial, t.SlabGroups(), stream)) return e;
-    return VisitActivation<T, C::V>(p.activation, [&](auto f) {
+    return VisitActivation<T, false>(p.activation, [&](auto f) {
       using F = decltype(f);
       auto* kernel = [] {
         if constexpr (C::kColumns)
           return ColumnKernel<F, T, C::V>;
         else
-          return RowKernel<F, T, C::V>;
+          return RowKernel<C::kRagged, F, T, C::V>;
       }();
       return LaunchTeams(kernel, t.team, t.threads, t.shared, stream, t, o, f);
     });

@@ -217,20 +217,22 @@ __global__ void __launch_bounds__(kThreads, kResident) MapColumnsKernel(ColumnTi
   }
 }
 
-template <Map kMap, class F, class T, int V>
+template <Map kMap, bool kRagged, class F, class T, int V>
 __global__ void __launch_bounds__(kThreads, kResidentRows) MapRowsKernel(RowTiling t, MapOperands<T, V> o, F f) {
   using A = Accumulator<T>;
   extern __shared__ __align__(16) unsigned char shared[];
   auto* tile_memory = reinterpret_cast<Vec<T, V>*>(shared);
-  const Tile<2, T, V> tile = {t.schedule, tile_memory + threadIdx.x, {o.in, o.x}};
+  const Tile<2, T, V, kRagged> tile = {t.schedule, tile_memory + threadIdx.x, {o.in, o.x}, t.aligned};
   auto* scratch = reinterpret_cast<Sums<A>*>(tile_memory + 2 * t.schedule.Slots() * blockDim.x);
   const A inverse = A(1) / o.count;
 
-  const auto place_of = [&](int64_t unit) { return RowPlace(t, static_cast<int>(unit) * (blockDim.x >> t.span)); };
+  const auto place_of = [&](int64_t unit) {
+    return RowPlace<V, kRagged>(t, static_cast<int>(unit) * (blockDim.x >> t.span));
+  };
   t.team.Stagger();
   tile.Start(place_of(t.team.First()));
   for (int64_t unit = t.team.First(); unit < t.team.units; unit += t.team.Step()) {
-    const RowPlace place = place_of(unit);
+    const RowPlace<V, kRagged> place = place_of(unit);
     auto* piece_sums = scratch + kThreads + (threadIdx.x >> t.span) * t.share;  // of the slab's pieces in this block
     const bool exists = place.unit < t.slabs;
     const Statistics<A> statistics = exists ? o.statistics[place.unit] : Statistics<A>{};
@@ -248,6 +250,12 @@ __global__ void __launch_bounds__(kThreads, kResidentRows) MapRowsKernel(RowTili
           A in[V], x[V];
           tile.Read(0, slot + k, in);
           tile.Read(1, slot + k, x);
+          if constexpr (kRagged) {
+            const Wanted<V> own = run.WantedOf<V>(k);
+            if (!own.Whole())
+#pragma unroll
+              for (int j = 0; j < V; ++j) in[j] = own.Has(j) ? in[j] : A(0), x[j] = own.Has(j) ? x[j] : map.mean;
+          }
           AddVector<kMap>(f, in, x, [&](int) { return map; }, [&](int j) -> auto& { return sums[j % kParts]; });
         }
       }
@@ -293,7 +301,10 @@ __global__ void __launch_bounds__(kThreads, kResidentRows) MapRowsKernel(RowTili
             tile.Read(0, slot + k, in);
             tile.Read(1, slot + k, x);
             MapVector<kMap>(f, in, x, [&](int) { return map; });
-            Write<T, V>(o.out + run.base + k * run.step, in);
+            if constexpr (kRagged)
+              WritePart<T, V>(o.out + run.base + k * run.step, in, run.WantedOf<V>(k), t.aligned);
+            else
+              Write<T, V>(o.out + run.base + k * run.step, in);
           }
         });
     __syncthreads();  // The next unit's pieces go where these were.
@@ -305,13 +316,13 @@ template <Map kMap, class C, class Tiling>
 cudaError_t LaunchMap(const Problem& p, const Tiling& t, const MapOperands<typename C::Type, C::V>& operands,
                       cudaStream_t stream) {
   using T = typename C::Type;
-  return VisitActivation<T, C::V>(p.activation, [&](auto f) {
+  return VisitActivation<T, (C::V > 1 && !C::kRagged && kMap == Map::kPullback)>(p.activation, [&](auto f) {
     using F = decltype(f);
     auto* kernel = [] {
       if constexpr (C::kColumns)
         return MapColumnsKernel<kMap, F, T, C::V>;
       else
-        return MapRowsKernel<kMap, F, T, C::V>;
+        return MapRowsKernel<kMap, C::kRagged, F, T, C::V>;
     }();
     return LaunchTeams(kernel, t.team, t.threads, t.shared, stream, t, operands, f);
   });

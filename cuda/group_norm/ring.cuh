@@ -55,11 +55,13 @@ struct RingTiling {
   int row_vectors;      // of the array's
   int stride;           // vectors from those visited side by side to the next
   int64_t example;      // vectors of an example
+  bool last;            // channels are
   bool boxes;           // slabs are some of the channels
   bool direct;          // every block reads the letters of all others itself
   int half;             // channels last: half of the rows that are visited at once
   int64_t shared;
-  FastDiv row;       // channels first: vectors of a channel
+  FastDiv plane;     // channels first: elements of a channel
+  bool split;        // channels first: they need not begin where a warp's vectors do, nor where a vector does
   FastDiv by_slabs;  // of an example
   FastDiv group_channels;
   int slab_channels, slab_groups, channels, groups;
@@ -125,9 +127,13 @@ struct Share {
     streamed = chunks > t.stages ? chunks - t.kept : 0;
   }
   // Channels first: of the slab's channels, the first that it meets, and how many.
-  __device__ int FirstChannel(const RingTiling& t) const { return count > 0 ? t.row.Div(static_cast<int>(begin)) : 0; }
+  template <int V>
+  __device__ int FirstChannel(const RingTiling& t) const {
+    return count > 0 ? t.plane.Div(static_cast<int>(begin) * V) : 0;
+  }
+  template <int V>
   __device__ int Channels(const RingTiling& t) const {
-    return count > 0 ? t.row.Div(static_cast<int>(begin) + count - 1) - FirstChannel(t) + 1 : 0;
+    return count > 0 ? t.plane.Div((static_cast<int>(begin) + count) * V - 1) - FirstChannel<V>(t) + 1 : 0;
   }
   // Where in the unit thread `mine` of those that visit begins.
   template <bool kColumns>

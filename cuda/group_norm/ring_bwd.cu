@@ -26,6 +26,7 @@ template <class A>
 struct WarpSums {
   Sums<A>* row;
   int channel = -1;
+  int end = 0;  // of its elements, in the slab
   Sums<A> own = {};
 
   __device__ void Flush() {
@@ -62,7 +63,7 @@ __global__ void __launch_bounds__(kRingThreads, 1)
 
   const int64_t first = t.team.First(), step = t.team.Step();
   const Share share(t, chunk);
-  const int lead = kColumns ? 0 : share.FirstChannel(t), channels = kColumns ? 0 : share.Channels(t);
+  const int lead = kColumns ? 0 : share.FirstChannel<V>(t), channels = kColumns ? 0 : share.Channels<V>(t);
   const Part part = PartOfThread();
   if (part == kCopy) {
     const Vector* in[2] = {o.in, o.x};
@@ -174,29 +175,59 @@ __global__ void __launch_bounds__(kRingThreads, 1)
         for (int c = thread % 32; c < channels; c += 32) warp.row[c] = {};
         __syncwarp();
       }
-      for (int i = 0; i < share.chunks; ++i) {
+      const auto take_channel = [&](int channel) {
+        warp.Flush();
+        warp.channel = channel - lead, warp.end = (channel + 1) * static_cast<int>(t.plane.divisor);
+        map[0] = map_of(u, warp.channel);
+      };
+      const auto add = [&](A(&in)[V], const A(&x)[V]) {
+        AddVector<Map::kPullback>(
+            f, in, x, [&](int j) -> auto& { return map[kColumns ? j : 0]; },
+            [&](int j) -> auto& { return kColumns ? own[j] : warp.own; });
+      };
+      const auto sum_chunk = [&](auto split, int i) {
+        constexpr bool kSplit = decltype(split)::value;
         const int n = min(chunk, share.count - i * chunk);
         hopper::WaitBarrier(SharedAddress(&barriers.full[turn.place]), turn.parity);
-        const Vector* from = ring + 2 * turn.place * chunk + mine;
+        const Vector* from = ring + 2 * turn.place * chunk;
 #pragma unroll
         for (int k = 0; k < D; ++k) {
-          if (k * side + mine >= n) continue;
-          if constexpr (!kColumns) {
-            // The same for the whole warp, as channels are whole warps' vectors.
-            const int channel = t.row.Div(static_cast<int>(share.begin) + i * chunk + k * side + mine) - lead;
-            if (channel != warp.channel) {
-              warp.Flush();
-              warp.channel = channel;
-              map[0] = map_of(u, channel);
-            }
-          }
+          // Channels first, the vectors of a warp are neighbours, so that they are of few channels, and this its first.
+          const int first_mine = kColumns ? k * side + mine : (thread / 32 * D + k) * 32;
+          if (first_mine >= n) continue;
+          const int at = kColumns ? first_mine : first_mine + thread % 32;
+          // Of the slab, the elements that the warp's vectors have.
+          const int row = (static_cast<int>(share.begin) + i * chunk + first_mine) * V, row_end = row + 32 * V;
+          if constexpr (!kColumns && !kSplit)
+            if (row >= warp.end) take_channel(t.plane.Div(row));
           A in[V], x[V];
-          widen(from + k * side, in);
-          widen(from + chunk + k * side, x);
-          AddVector<Map::kPullback>(
-              f, in, x, [&](int j) -> auto& { return map[kColumns ? j : 0]; },
-              [&](int j) -> auto& { return kColumns ? own[j] : warp.own; });
+          widen(from + at, in);
+          widen(from + chunk + at, x);
+          if (!kSplit || row_end <= warp.end) {
+            add(in, x);
+            continue;
+          }
+          // They end one channel or more, or begin one.
+          const int element = row + thread % 32 * V, plane = t.plane.divisor;
+          for (int channel = t.plane.Div(row);; ++channel) {
+            if (channel - lead != warp.channel) take_channel(channel);
+            const Wanted<V> of_channel = {warp.end - plane - element, warp.end - element};
+            A dy[V], xs[V];
+#pragma unroll
+            for (int j = 0; j < V; ++j) {
+              const bool has = of_channel.Has(j);
+              dy[j] = has ? in[j] : A(0), xs[j] = has ? x[j] : map[0].mean;  // which adds nothing
+            }
+            add(dy, xs);
+            if (warp.end >= min(row_end, static_cast<int>(t.slab) * V)) break;
+          }
         }
+      };
+      for (int i = 0; i < share.chunks; ++i) {
+        if (!kColumns && t.split)
+          sum_chunk(std::bool_constant<!kColumns>(), i);
+        else
+          sum_chunk(std::false_type(), i);
         if (i < share.streamed) Release(&barriers, turn.place);
         turn.Skip(1, t.stages);
       }
@@ -258,7 +289,7 @@ __global__ void __launch_bounds__(kRingThreads, 1)
   for (int64_t unit = first; unit < t.team.units; unit += step, ++round) {
     const RingUnit u(t, unit);
     const int buffer = round & 1;
-    Pullback map[kColumns ? V : 1];
+    Pullback map[kColumns ? V : 1], next;
     if constexpr (kColumns) {
 #pragma unroll
       for (int j = 0; j < V; ++j) map[j] = map_of(u, across * V + j);
@@ -270,23 +301,37 @@ __global__ void __launch_bounds__(kRingThreads, 1)
     }
     Vector* out = o.out + t.Base(unit) + start;
     turn.Skip(share.streamed, t.stages);
-    for (int i = 0; i < share.chunks; ++i) {
-      const int which = share.Again(i);
+    const Pullback* maps = table + buffer * t.share_channels - lead;
+    const auto apply_chunk = [&](auto split, int which) {
       const int n = min(chunk, share.count - which * chunk);
       hopper::WaitBarrier(SharedAddress(&barriers.full[turn.place]), turn.parity);
       const Vector* from = ring + 2 * turn.place * chunk + mine;
 #pragma unroll
       for (int k = 0; k < D; ++k) {
         if (!visits || k * side + mine >= n) continue;
-        if constexpr (!kColumns)
-          map[0] = table[buffer * t.share_channels - lead +
-                         t.row.Div(static_cast<int>(share.begin) + which * chunk + k * side + mine)];
+        int left = V;  // elements of the vector that are of its first channel
+        if constexpr (!kColumns) {
+          int at;
+          const int channel = t.plane.Div((static_cast<int>(share.begin) + which * chunk + k * side + mine) * V, &at);
+          map[0] = maps[channel];
+          if constexpr (decltype(split)::value) left = t.plane.divisor - at;
+          if (left < V) next = maps[channel + 1];
+        }
         A in[V], x[V];
         widen(from + k * side, in);
         widen(from + chunk + k * side, x);
-        MapVector<Map::kPullback>(f, in, x, [&](int j) -> auto& { return map[kColumns ? j : 0]; });
+        if (left >= V)
+          MapVector<Map::kPullback>(f, in, x, [&](int j) -> auto& { return map[kColumns ? j : 0]; });
+        else
+          MapVector<Map::kPullback>(f, in, x, [&](int j) { return j < left ? map[0] : next; });
         Write<T, V>(out + int64_t{which * D + k} * stride, in);
       }
+    };
+    for (int i = 0; i < share.chunks; ++i) {
+      if (!kColumns && t.split)
+        apply_chunk(std::bool_constant<!kColumns>(), share.Again(i));
+      else
+        apply_chunk(std::false_type(), share.Again(i));
       Release(&barriers, turn.place);
       turn.Skip(1, t.stages);
     }
@@ -331,8 +376,8 @@ std::optional<cudaError_t> RingBackward(const Problem& p, const void* dy, const 
       if (cudaError_t e = EncodeSlabs(p, *t, kDepth<2>, dy, &o.maps[0])) return e;
       if (cudaError_t e = EncodeSlabs(p, *t, kDepth<2>, x, &o.maps[1])) return e;
     }
-    auto* kernel = p.channels_last ? RingBackwardKernel<true, decltype(f), T, kLength>
-                                   : RingBackwardKernel<false, decltype(f), T, kLength>;
+    auto* kernel = t->last ? RingBackwardKernel<true, decltype(f), T, kLength>
+                           : RingBackwardKernel<false, decltype(f), T, kLength>;
     if (cudaError_t e = LaunchTeams(kernel, t->team, kRingThreads, t->shared, stream, *t, o, f)) return e;
     return SumRows(o.dscale, 1, rows, p.channels, static_cast<A*>(dscale), static_cast<A*>(dbias), stream);
   });

@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(kRingThreads, 1)
 
   const int64_t first = t.team.First(), step = t.team.Step();
   const Share share(t, chunk);
-  const int lead = kColumns ? 0 : share.FirstChannel(t), channels = kColumns ? 0 : share.Channels(t);
+  const int lead = kColumns ? 0 : share.FirstChannel<V>(t), channels = kColumns ? 0 : share.Channels<V>(t);
   const Part part = PartOfThread();
   if (part == kCopy) {
     const Vector* in[1] = {o.x};
@@ -208,24 +208,41 @@ __global__ void __launch_bounds__(kRingThreads, 1)
     }
     Vector* out = o.y + t.Base(unit) + start;
     turn.Skip(share.streamed, t.stages);
-    for (int i = 0; i < share.chunks; ++i) {
-      const int which = share.Again(i);
+    const Affine<A>* affines = table + buffer * t.share_channels - lead;
+    const auto apply_chunk = [&](auto split, int which) {
       const int n = min(chunk, share.count - which * chunk);
       hopper::WaitBarrier(SharedAddress(&barriers.full[turn.place]), turn.parity);
       const Vector* from = ring + turn.place * chunk + mine;
-#pragma unroll
+      // Two at a time, of which the registers hold what it takes.
+#pragma unroll(decltype(split)::value ? 2 : D)
       for (int k = 0; k < D; ++k) {
         if (!visits || k * side + mine >= n) continue;
-        if constexpr (!kColumns)
-          affine[0] = table[buffer * t.share_channels - lead +
-                            t.row.Div(static_cast<int>(share.begin) + which * chunk + k * side + mine)];
+        int left = V;  // elements of the vector that are of its first channel
+        A next_slope = 0, next_offset = 0;
+        if constexpr (!kColumns) {
+          int at;
+          const int channel = t.plane.Div((static_cast<int>(share.begin) + which * chunk + k * side + mine) * V, &at);
+          affine[0] = affines[channel];
+          if constexpr (decltype(split)::value) left = t.plane.divisor - at;
+          if (left < V) next_slope = affines[channel + 1].slope, next_offset = affines[channel + 1].offset;
+        }
         A x[V];
         widen(from + k * side, x);
 #pragma unroll
-        for (int j = 0; j < V; ++j) x[j] = affine[kColumns ? j : 0](x[j]);
+        for (int j = 0; j < V; ++j) {
+          Affine<A> of = affine[kColumns ? j : 0];
+          if (j >= left) of.slope = next_slope, of.offset = next_offset;
+          x[j] = of(x[j]);
+        }
         f.Forward(x);
         Write<T, V>(out + int64_t{which * D + k} * stride, x);
       }
+    };
+    for (int i = 0; i < share.chunks; ++i) {
+      if (!kColumns && t.split)
+        apply_chunk(std::bool_constant<!kColumns>(), share.Again(i));
+      else
+        apply_chunk(std::false_type(), share.Again(i));
       Release(&barriers, turn.place);
       turn.Skip(1, t.stages);
     }
@@ -266,8 +283,8 @@ std::optional<cudaError_t> RingForward(const Problem& p, const void* x, const vo
     if (cudaError_t e = t->team.Reset(o.letters, t->SlabGroups(), stream)) return e;
     if (t->boxes)
       if (cudaError_t e = EncodeSlabs(p, *t, kDepth<1>, x, &o.map)) return e;
-    auto* kernel = p.channels_last ? RingForwardKernel<true, decltype(f), T, kLength>
-                                   : RingForwardKernel<false, decltype(f), T, kLength>;
+    auto* kernel =
+        t->last ? RingForwardKernel<true, decltype(f), T, kLength> : RingForwardKernel<false, decltype(f), T, kLength>;
     return LaunchTeams(kernel, t->team, kRingThreads, t->shared, stream, *t, o, f);
   });
 }

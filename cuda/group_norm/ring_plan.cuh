@@ -71,9 +71,9 @@ inline int SlabTeam(const RingTiling& t, int64_t chunk, int64_t chunk_bytes, boo
 // The plan for slabs of so many groups of an example.
 inline std::optional<RingTiling> PlanSlabs(const Problem& p, int arrays, const RingBytes& bytes, int64_t groups) {
   const int64_t vector = p.dtype == DType::kF32 ? 4 : 8, group = p.channels / p.groups, width = groups * group;
-  const bool last = p.channels_last;
-  if (last && (width % vector != 0 || width / vector > kVisitors || groups > kMostGroups)) return std::nullopt;
   RingTiling t = {};
+  const bool last = t.last = p.channels_last;
+  if (last && (width % vector != 0 || width / vector > kVisitors || groups > kMostGroups)) return std::nullopt;
   t.boxes = last && groups < p.groups;
   t.columns = static_cast<int>(last ? width / vector : 1);
   t.row_vectors = static_cast<int>(last ? p.channels / vector : 1);
@@ -82,8 +82,9 @@ inline std::optional<RingTiling> PlanSlabs(const Problem& p, int arrays, const R
   t.slab_groups = static_cast<int>(groups);
   t.slab = width * p.spatial / vector;
   t.example = p.channels * p.spatial / vector;
-  if (t.slab > INT32_MAX) return std::nullopt;
-  t.row = FastDiv(p.spatial / vector);
+  if (t.slab > (last ? INT32_MAX : 1 << 27)) return std::nullopt;  // Elements, too, have 32-bit numbers.
+  t.plane = FastDiv(p.spatial);
+  t.split = !last && p.spatial % (32 * vector) != 0;
   t.group_channels = FastDiv(group);
   t.by_slabs = FastDiv(p.groups / groups);
   t.team.units = p.n * p.groups / groups;
@@ -129,9 +130,9 @@ inline std::optional<RingTiling> PlanSlabs(const Problem& p, int arrays, const R
   if (t.boxes && t.team.size <= 1) return std::nullopt;
   // Nor are rings the faster where large teams pass on the sums of so many groups.
   if (t.boxes && p.groups > kMostGroups && groups * t.team.size > 2 * kOwnLetters) return std::nullopt;
-  t.share = CeilDiv(t.slab / grain, t.team.size) * grain;
+  t.share = CeilDiv(CeilDiv(t.slab, grain), t.team.size) * grain;
   // Wherever it begins.
-  if (!last && std::min(group, (t.share - 2) / t.row.divisor + 2) > t.share_channels) return std::nullopt;
+  if (!last && std::min(group, (t.share * vector - 2) / p.spatial + 2) > t.share_channels) return std::nullopt;
   t.direct = groups * t.team.size <= kOwnLetters || groups == 1;
   // Far more than the ring holds is left to blocks that leave room for nothing else.
   if (t.share * 16 * arrays > ring_bytes * 3 / 2) return std::nullopt;
@@ -140,17 +141,18 @@ inline std::optional<RingTiling> PlanSlabs(const Problem& p, int arrays, const R
   return t;
 }
 
-inline std::optional<RingTiling> PlanRing(const Problem& p, int arrays, const RingBytes& bytes) {
+inline std::optional<RingTiling> PlanRing(const Problem& given, int arrays, const RingBytes& bytes) {
+  const Problem p = Canonical(given);
   if (p.Empty() || p.dtype == DType::kF64 || p.batch != 1 || p.spatial == 1) return std::nullopt;
   const int64_t vector = p.dtype == DType::kF32 ? 4 : 8, group = p.channels / p.groups;
   const bool last = p.channels_last;
-  if ((last ? p.channels : p.spatial) % vector != 0) return std::nullopt;
+  if ((last ? p.channels : group * p.spatial) % vector != 0) return std::nullopt;
   if (p.n * p.spatial * p.channels / vector * 16 < (last && arrays == 1 ? kMinForwardBytes : kMinRingBytes))
     return std::nullopt;
-  // Channels last, a thread keeps its column; channels first, a warp's vectors are of one channel, of which it takes
-  // several before it sums over its lanes.
-  if (!last && (p.spatial / vector % 32 != 0 || group * p.spatial / vector * 16 < kMinGroupBytes ||
-                (bytes.by_channel && p.spatial / vector < kVisitors)))
+  // Channels last, a thread keeps its column; channels first, a warp takes several vectors of a channel before it sums
+  // over its lanes.
+  if (!last &&
+      (p.spatial / vector < (bytes.by_channel ? kVisitors : 32) || group * p.spatial / vector * 16 < kMinGroupBytes))
     return std::nullopt;
   // The fewest channels whose lines memory takes well: fewer blocks meet, with fewer sums.
   if (last) {
@@ -184,7 +186,7 @@ template <class F>
 cudaError_t VisitRing(const Problem& p, F&& f) {
   return VisitSingleDType(p.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    return VisitActivation<T, kVecLength<T>>(p.activation, [&](auto activation) { return f(type, activation); });
+    return VisitActivation<T, true>(p.activation, [&](auto activation) { return f(type, activation); });
   });
 }
 

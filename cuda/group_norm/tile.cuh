@@ -30,10 +30,28 @@ struct Schedule {
   __host__ __device__ int Slots() const { return slots; }
 };
 
-// The vectors of a run: base + k * step for k < count.
+// What is wanted of a vector: its elements begin..end-1.
+template <int V>
+struct Wanted {
+  int begin, end;
+
+  __device__ bool Has(int j) const { return j >= begin && j < end; }
+  __device__ bool Whole() const { return begin <= 0 && end >= V; }
+  __device__ int Count() const { return min(end, V) - max(begin, 0); }
+};
+
+// The vectors of a run: base + k * step for k < count. A ragged run begins and ends within vectors: of the elements,
+// counted from the first of the first vector, begin..end-1 are its own.
 struct Run {
   int64_t base, step;
   int count;
+  int begin, end;
+
+  template <int V>
+  __device__ Wanted<V> WantedOf(int k) const {
+    const int first = k * static_cast<int>(step) * V;
+    return {begin - first, end - first};
+  }
 };
 
 // Waits until at most `pending` of this thread's groups of copies are under way, or fewer.
@@ -58,13 +76,15 @@ __device__ inline void AwaitAllBut(int pending) {
   }
 }
 
-// kArrays arrays of the same shape, read side by side.
-template <int kArrays, class T, int V>
+// kArrays arrays of the same shape, read side by side. Of ragged runs nothing is read behind their ends, where the
+// array may end, and arrays that are not aligned to vectors are copied by elements.
+template <int kArrays, class T, int V, bool kRagged = false>
 struct Tile {
   using Vector = Vec<T, V>;
   Schedule schedule;
   Vector* slots;  // this thread's; the next is blockDim.x away
   const Vector* in[kArrays];
+  bool aligned = true;
 
   __device__ Vector* Slot(int array, int slot) const {
     return slots + (array * schedule.Slots() + slot) * static_cast<int>(blockDim.x);
@@ -73,6 +93,16 @@ struct Tile {
   // A slot's elements.
   __device__ void Read(int array, int slot, Accumulator<T> (&wide)[V]) const {
     Widen<T, V>(*reinterpret_cast<const Packed<T, V>*>(Slot(array, slot)), wide);
+  }
+
+  __device__ void CopyPart(Vector* to, const Vector* from, const Wanted<V>& part) const {
+    if (aligned) {
+      CopyAsyncPart(to, from, min(part.end, V) * static_cast<int>(sizeof(T)));
+    } else {
+#pragma unroll
+      for (int j = 0; j < V; ++j)
+        if (part.Has(j)) to->v[j] = reinterpret_cast<const T*>(from)[j];
+    }
   }
 
   // The first slot of run m.
@@ -88,7 +118,14 @@ struct Tile {
 #pragma unroll 2
     for (int k = 0; k < run.count; ++k)
 #pragma unroll
-      for (int a = 0; a < kArrays; ++a) CopyAsync(Slot(a, slot + k), in[a] + run.base + k * run.step);
+      for (int a = 0; a < kArrays; ++a) {
+        Vector* to = Slot(a, slot + k);
+        const Vector* from = in[a] + run.base + k * run.step;
+        if constexpr (kRagged)
+          CopyPart(to, from, run.WantedOf<V>(k));
+        else
+          CopyAsync(to, from);
+      }
     CommitAsync();
   }
 
@@ -140,10 +177,17 @@ struct Tile {
   }
 };
 
-// Rounds elements and stores them.
+// Rounds elements and stores them, or those that are wanted.
 template <class T, int V>
 __device__ void Write(Vec<T, V>* to, const Accumulator<T> (&wide)[V]) {
   StorePacked<T, V>(reinterpret_cast<T*>(to), Narrow<T, V>(wide));
+}
+template <class T, int V>
+__device__ void WritePart(Vec<T, V>* to, const Accumulator<T> (&wide)[V], const Wanted<V>& part, bool aligned) {
+  if (aligned && part.Whole()) return Write<T, V>(to, wide);
+#pragma unroll
+  for (int j = 0; j < V; ++j)
+    if (part.Has(j)) reinterpret_cast<T*>(to)[j] = static_cast<T>(wide[j]);
 }
 
 }  // namespace jaxdnn::group_norm

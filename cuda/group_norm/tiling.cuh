@@ -3,7 +3,9 @@
 // Channels last, a slab is some whole groups' channels of an example, at every position: a matrix of rows in which
 // neighbouring threads take neighbouring vectors. A thread keeps its column, hence its channels; where the channels
 // do not fill whole vectors, a row is several positions, the least that does. Channels first, a slab is one group of an
-// example, contiguous in memory: a run is a piece of one channel that a few neighbouring lanes share.
+// example, contiguous in memory: a run is a piece of one channel that a few neighbouring lanes share. Where channels do
+// not begin with whole vectors, runs are of the vectors that have elements of the channel, and both channels visit one
+// that has elements of two.
 #pragma once
 
 #include <algorithm>
@@ -220,8 +222,8 @@ struct RowTiling {
   int span;          // 1 << span threads share a slab
   int lanes;         // 1 << lanes threads share a run
   int64_t examples;  // that share parameters
-  int64_t slab;      // vectors
-  int64_t row;       // vectors of a channel
+  int64_t plane;     // elements of a channel
+  bool aligned;      // arrays begin with whole vectors
   int64_t pieces;    // runs per channel
   FastDiv by_pieces, by_groups, by_examples;
   int64_t piece;  // vectors of each but the last
@@ -239,26 +241,33 @@ RowTiling PlanRows(const Problem& p, int arrays, const Device& d, int each = kRe
   t.examples = p.n;
   t.channels = p.channels, t.groups = p.groups;
   t.slab_channels = p.channels / p.groups;
-  t.row = p.spatial / V;
-  t.slab = t.slab_channels * t.row;
+  t.plane = p.spatial;
+  t.aligned = true;
+  // Vectors of a channel, wherever it begins.
+  const int64_t row = CeilDiv(V - std::gcd<int64_t>(p.spatial, V) + p.spatial, V);
   t.slabs = p.batch * p.n * p.groups;
-  t.span = std::min(FloorLog2(kThreads), FloorLog2(std::max<int64_t>(1, t.slab * arrays / 4)));
+  // Of small arrays a thread takes one vector of each, of others it takes four at a time.
+  const int64_t vectors = t.slab_channels * row * arrays;
+  const int64_t few =
+      std::clamp<int64_t>(t.slabs * vectors / (Resident(kNominal, kResidentRows) * kThreads), arrays, 4);
+  t.span = std::min(FloorLog2(kThreads), FloorLog2(std::max<int64_t>(1, vectors / few)));
   t.threads = t.span <= 5 ? kThreads : 1 << t.span;
-  t.lanes = std::min({5, t.span, FloorLog2(std::max<int64_t>(1, t.row / 4))});
+  const int long_runs = FloorLog2(std::max<int64_t>(1, row / 4)), short_runs = std::min(3, CeilLog2(row));
+  t.lanes = std::min({5, t.span, few > arrays ? long_runs : std::max(long_runs, short_runs)});
   t.team.units = CeilDiv(t.slabs, t.threads >> t.span);
 
-  // The length of a run that wastes the fewest slots, and of those the longest; short enough for blocks to be full.
+  // The longest run that wastes few slots, fewer where two arrays share them; short enough for blocks to be full.
   const int64_t step_bytes = int64_t{arrays} * t.threads * V * sizeof(T);
   const int64_t parallel = 1 << (t.span - t.lanes);
   const int64_t longest = std::clamp<int64_t>(kRunBytes / step_bytes, 1, 8);
-  int64_t length = 1, slots = INT64_MAX;
-  for (int64_t k = 1; k <= longest; ++k) {
-    const int64_t taken = k * CeilDiv(t.slab_channels * CeilDiv(t.row, k << t.lanes), parallel);
-    if (taken <= slots) slots = taken, length = k;
-  }
-  t.pieces = CeilDiv(t.row, length << t.lanes);
+  const auto slots = [&](int64_t k) { return k * CeilDiv(t.slab_channels * CeilDiv(row, k << t.lanes), parallel); };
+  int64_t length = 1, fewest = slots(1);
+  for (int64_t k = 2; k <= longest; ++k) fewest = std::min(fewest, slots(k));
+  for (int64_t k = 2; k <= longest; ++k)
+    if (slots(k) <= fewest + fewest / (arrays == 1 ? 8 : 32)) length = k;
+  t.pieces = CeilDiv(row, length << t.lanes);
   t.by_pieces = FastDiv(t.pieces), t.by_groups = FastDiv(p.groups), t.by_examples = FastDiv(p.n);
-  t.piece = CeilDiv(t.row, t.pieces);
+  t.piece = CeilDiv(row, t.pieces);
   length = CeilDiv(t.piece, 1 << t.lanes);
 
   // The backward pass also has two sums for each piece.
@@ -281,7 +290,8 @@ RowTiling PlanRows(const Problem& p, int arrays, const Device& d, int each = kRe
   return t;
 }
 
-// A thread's place in a slab of channels-first data.
+// A thread's place in a slab of channels-first data; runs are ragged where channels do not begin with whole vectors.
+template <int V, bool kRagged>
 struct RowPlace {
   const RowTiling& t;
   int unit, example;
@@ -290,7 +300,7 @@ struct RowPlace {
   int first, end;          // pieces first..end-1 are this block's
   int in_slab, lane, row;  // among the slab's threads; the run's lanes; the runs side by side
   int parallel;
-  int64_t base;
+  int64_t element;  // the slab's first
 
   __device__ RowPlace(const RowTiling& t, int first_unit) : t(t) {
     in_slab = threadIdx.x & ((1 << t.span) - 1);
@@ -302,7 +312,7 @@ struct RowPlace {
     example = t.by_groups.Div(unit, &group);
     channels = group * static_cast<int>(t.slab_channels);
     parameters = t.by_examples.Div(example) * static_cast<int>(t.channels) + channels;
-    base = int64_t{unit} * t.slab;
+    element = int64_t{unit} * t.slab_channels * t.plane;
     first = t.team.Rank() * static_cast<int>(t.share);
     end = unit < t.slabs ? min(first + static_cast<int>(t.share), static_cast<int>(t.slab_channels * t.pieces)) : first;
   }
@@ -314,10 +324,17 @@ struct RowPlace {
     const int piece = Piece(m);
     int part;
     const int channel = t.by_pieces.Div(piece, &part);
-    const int64_t begin = part * t.piece;
-    const int left = static_cast<int>(min(t.piece, t.row - begin)) - lane;
+    const int64_t begin = element + channel * t.plane, end_element = begin + t.plane, offset = part * t.piece;
+    const int64_t first_vector = begin / V, vectors = kRagged ? (end_element - 1) / V + 1 - first_vector : t.plane / V;
+    const int left = static_cast<int>(min(t.piece, vectors - offset)) - lane;
     const int count = piece < end && left > 0 ? ((left - 1) >> t.lanes) + 1 : 0;
-    return {base + channel * t.row + begin + lane, 1 << t.lanes, count};
+    Run run = {first_vector + offset + lane, 1 << t.lanes, count};
+    if constexpr (kRagged) {
+      constexpr int64_t kFar = 1 << 20;  // more elements than a run reaches
+      run.begin = static_cast<int>(max(begin - run.base * V, -kFar));
+      run.end = static_cast<int>(min(end_element - run.base * V, kFar));
+    }
+    return run;
   }
 };
 

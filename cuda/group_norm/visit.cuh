@@ -10,38 +10,47 @@
 
 namespace jaxdnn::group_norm {
 
-// How a kernel reads: vectors of kV elements of type T, channels last (columns) or first (rows).
-template <class T, int kV, bool kInColumns>
+// How a kernel reads: vectors of kV elements of type T, channels last (columns) or first (rows), which need not begin
+// with whole vectors (ragged).
+enum class Layout { kColumns, kRows, kRagged };
+
+template <class T, int kV, Layout kIn>
 struct Access {
   using Type = T;
   static constexpr int V = kV;
-  static constexpr bool kColumns = kInColumns;
+  static constexpr bool kColumns = kIn == Layout::kColumns, kRagged = kIn == Layout::kRagged;
 };
 
-template <class T, int V, class F>
-auto PlanAndCall(const Problem& p, int arrays, const Device& d, F&& f) {
-  // With one position the layouts are the same; rows would have a channel for every element.
-  if (p.channels_last || p.spatial == 1) return f(Access<T, V, true>{}, PlanColumns<T, V>(p, arrays, d));
-  return f(Access<T, V, false>{}, PlanRows<T, V>(p, arrays, d));
+// The same data with the channels where it is more: with one position, or channel, the layouts are the same.
+inline Problem Canonical(Problem p) {
+  p.channels_last = p.spatial == 1 || (p.channels_last && p.channels > 1);
+  return p;
 }
 
-template <class T>
-bool WholeVectors(const Problem& p) {
-  const bool columns = p.channels_last || p.spatial == 1;
-  return (columns ? p.spatial * p.channels : p.spatial) % kVecLength<T> == 0;
+// Calls f(Access, tiling) for arrays that begin with whole vectors, or do not. Doubles go one by one.
+template <class T, class F>
+cudaError_t PlanAndCall(const Problem& p, int arrays, const Device& d, bool aligned, F&& f) {
+  constexpr int kLength = sizeof(T) < sizeof(double) ? kVecLength<T> : 1;
+  const bool whole = aligned && (p.channels_last ? p.spatial * p.channels : p.spatial) % kLength == 0;
+  if (p.channels_last) {
+    if (whole) return f(Access<T, kLength, Layout::kColumns>{}, PlanColumns<T, kLength>(p, arrays, d));
+    return f(Access<T, 1, Layout::kColumns>{}, PlanColumns<T, 1>(p, arrays, d));
+  }
+  auto t = PlanRows<T, kLength>(p, arrays, d);
+  t.aligned = aligned;
+  if constexpr (kLength > 1)
+    if (!whole) return f(Access<T, kLength, Layout::kRagged>{}, t);
+  return f(Access<T, kLength, Layout::kRows>{}, t);
 }
 
-// Calls f(Access, tiling) for a problem whose arrays allow 16-byte accesses or do not. Doubles go one by one.
+// The same on the current device, of any type.
 template <int kArrays, class F>
 cudaError_t VisitTiling(const Problem& p, bool aligned, F&& f) {
   if (p.Empty()) return cudaSuccess;
   Device d;
   if (cudaError_t e = Query(&d)) return e;
   return VisitDType(p.dtype, [&](auto type) {
-    using T = typename decltype(type)::type;
-    if constexpr (sizeof(T) < sizeof(double))
-      if (aligned && WholeVectors<T>(p)) return PlanAndCall<T, kVecLength<T>>(p, kArrays, d, f);
-    return PlanAndCall<T, 1>(p, kArrays, d, f);
+    return PlanAndCall<typename decltype(type)::type>(Canonical(p), kArrays, d, aligned, f);
   });
 }
 
@@ -60,9 +69,8 @@ std::optional<int64_t> MostBytes(const Problem& p, F&& bytes) {
       fits &= t.shared <= (t.team.size == 1 ? kNominal.shared_per_block : ResidentShared(kNominal, kFewest));
       return cudaSuccess;
     };
-    if constexpr (sizeof(T) < sizeof(double))
-      if (WholeVectors<T>(p)) PlanAndCall<T, kVecLength<T>>(p, kArrays, kNominal, take);
-    return PlanAndCall<T, 1>(p, kArrays, kNominal, take);
+    PlanAndCall<T>(Canonical(p), kArrays, kNominal, true, take);
+    return PlanAndCall<T>(Canonical(p), kArrays, kNominal, false, take);
   });
   if (!fits) return std::nullopt;
   return most;
@@ -129,11 +137,12 @@ struct Chosen {
   }
 };
 
-// Calls f with a functor of the activation: the identity's own, for whole vectors, or one for all.
-template <class T, int V, class F>
+// Calls f with a functor of the activation: the identity's own, where the arithmetic of a choice would show, or one for
+// all.
+template <class T, bool kOwnIdentity, class F>
 cudaError_t VisitActivation(activation::Kind kind, F&& f) {
   using activation::Kind;
-  if constexpr (V > 1)
+  if constexpr (kOwnIdentity)
     if (kind == Kind::kIdentity) return f(None<T>{});
   if (kind == Kind::kIdentity || kind == Kind::kRelu || kind == Kind::kSilu) return f(Chosen<T>{kind});
   return cudaErrorInvalidValue;
