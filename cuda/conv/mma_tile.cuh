@@ -45,12 +45,6 @@ struct MmaTile {
 template <class In>
 constexpr int kChunk = 16 / sizeof(In);
 
-__device__ __forceinline__ uint32_t LoadWord(uint32_t shared) {
-  uint32_t word;
-  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(shared) : "memory");
-  return word;
-}
-
 // An operand of one stage: kExtent rows (or columns) by kDepth terms, in lines along whichever of the two is contiguous
 // in memory. 16-byte chunks of a line are exchanged among each other, line by line in another way, so that neither the
 // copies nor the eight lines of a matrix load meet in a bank; nor, where floats are read one by one, a warp's four
@@ -183,11 +177,11 @@ __device__ __forceinline__ void MultiplyFloat8(const uint32_t (&a)[kA][4], const
   }
 }
 
-// sums += A B over the stage whose operands are at `a` and `b`. meanwhile() is called once the first fragments are on
-// their way.
+// sums += A B over the stage whose operands are at `a` and `b`, of the first `rows` of the warp. meanwhile() is called
+// once the first fragments are on their way.
 template <class In, class T, class OfA, class OfB, class Meanwhile>
 __device__ __forceinline__ void MultiplyStage(uint32_t a, uint32_t b, const OfA& of_a, const OfB& of_b,
-                                              typename T::Sums& sums, const Float8Kinds& e5m2,
+                                              typename T::Sums& sums, const Float8Kinds& e5m2, int rows,
                                               const Meanwhile& meanwhile) {
   constexpr int kParts = T::kDepth / (2 * kChunk<In>);
   uint32_t fragment_a[2][T::kWarpRows / 16][4], fragment_b[2][T::kWarpColumns / 16][4];
@@ -202,6 +196,7 @@ __device__ __forceinline__ void MultiplyStage(uint32_t a, uint32_t b, const OfA&
   const auto multiply = [&](const auto& a, const auto& b) {
 #pragma unroll
     for (int i = 0; i < T::kWarpRows / 16; ++i) {
+      if (16 * i >= rows) break;
 #pragma unroll
       for (int j = 0; j < T::kWarpColumns / 16; ++j) {
         Mma<In>(sums[i][2 * j], a[i], b[j][0], b[j][1]);
@@ -237,10 +232,10 @@ __device__ __forceinline__ void MultiplyStage(uint32_t a, uint32_t b, const OfA&
 }
 
 // sums += A B over `steps` stages. load_a(step, address), called for one step after another, begins the copies of that
-// step's operand into the stage at `address`, with LoadA::Tile its layout.
+// step's operand into the stage at `address`, with LoadA::Tile its layout. Of a warp the first `rows` are wanted.
 template <class In, class T, class LoadA, class LoadB>
 __device__ void MultiplyPipelined(uint32_t ring, int steps, LoadA& load_a, LoadB& load_b, typename T::Sums& sums,
-                                  const Float8Kinds& e5m2 = {}) {
+                                  const Float8Kinds& e5m2 = {}, int rows = T::kWarpRows) {
   using TileA = typename LoadA::Tile;
   using TileB = typename LoadB::Tile;
   constexpr int kStageBytes = TileA::kBytes + TileB::kBytes;
@@ -265,7 +260,8 @@ __device__ void MultiplyPipelined(uint32_t ring, int steps, LoadA& load_a, LoadB
     // This step's copies of every thread are here, and the stage that is filled next was last read before.
     __syncthreads();
     const uint32_t stage = ring + step % T::kStages * kStageBytes;
-    MultiplyStage<In, T>(stage, stage + TileA::kBytes, of_a, of_b, sums, e5m2, [&] { load(step + T::kStages - 1); });
+    MultiplyStage<In, T>(stage, stage + TileA::kBytes, of_a, of_b, sums, e5m2, rows,
+                         [&] { load(step + T::kStages - 1); });
   }
   WaitForCopies<0>();
   __syncthreads();
