@@ -67,8 +67,9 @@ bool TakesPatches(const Problem& p, Tile tile) {
 // brought pixel by pixel anyway they are free.
 double PatchCycles(const Problem& p, Tile tile) {
   if (tile == Tile::kDepthwise) return 0;
-  constexpr double kBegin = 1000, kEach = 70, kMultiprocessors = 132;
+  constexpr double kBegin = 1000, kEach = 70, kLookup = 1300, kMultiprocessors = 132;
   const Gemm g = GemmOf(p);
+  const TileShape& t = kTiles[static_cast<int>(tile)];
   // The share of windows' taps that meet an element as they are: in the last dimension, and in the others, beyond whose
   // edges pixels side by side are loaded together.
   double within = 1, within_others = 1;
@@ -85,9 +86,11 @@ double PatchCycles(const Problem& p, Tile tile) {
   const int64_t width = std::max<int64_t>(1, p.y[2]);
   const double together = double(width / kRun + width % kRun) / width;
   const double loads = 1 - within + within * (1 - within_others) * together;
-  const double lines = CeilDiv(p.DepthChannels() * SizeOf(p.in), 128),
-               columns = CeilDiv(g.columns, kTiles[static_cast<int>(tile)].columns);
-  return kBegin + kEach * loads * g.rows * p.Taps() * lines * columns / kMultiprocessors;
+  const double lines = CeilDiv(p.DepthChannels() * SizeOf(p.in), 128), columns = CeilDiv(g.columns, t.columns);
+  // Once a tap rows are looked up, which takes longer than the products where channels are few.
+  const double taps = std::ceil(CeilDiv(g.rows, t.rows) * columns / kMultiprocessors) * p.Taps();
+  const double lookups = taps * std::max(0.0, kLookup - lines * t.rows * t.columns / 32);
+  return kBegin + lookups + kEach * loads * g.rows * p.Taps() * lines * columns / kMultiprocessors;
 }
 
 // What the frame's kernel adds to `cycles`. On the tensor cores all blocks take as long as one, in steps of 128 bytes.
