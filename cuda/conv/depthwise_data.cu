@@ -170,8 +170,11 @@ cudaError_t LaunchDepthwiseData(const Problem& p, const void* operand, const voi
               const int64_t warps = R::Share(r, p, L::kPairs, L::kStrips);
               if (warps > INT32_MAX - kDepthwiseWarps) return cudaErrorInvalidValue;
               constexpr int kRing = R::template kStages<L> * R::template Copy<L>::kBytes;
-              return launch_grid(RingKernel<R, T, L>,
-                                 Grid{CeilDiv(warps, kDepthwiseWarps), kDepthwiseThreads, kDepthwiseWarps * kRing}, r);
+              const Grid grid = {CeilDiv(warps, kDepthwiseWarps), kDepthwiseThreads, kDepthwiseWarps * kRing};
+              if (!HasFrame(p)) return launch_grid(RingKernel<R, T, L, false>, grid, r);
+              if constexpr (R::kLines == kEdgesTaps && R::kStride == 1)
+                return launch_grid(RingKernel<R, T, L, true>, grid, r);
+              return cudaErrorInvalidValue;
             });
           },
           TypeTag<Ring<3, 3, 1, 7, 4>>{}, TypeTag<Ring<3, 3, 2, 3, 6>>{}, TypeTag<Ring<5, 5, 1, 7, 2>>{},

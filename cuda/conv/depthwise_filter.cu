@@ -268,7 +268,11 @@ cudaError_t LaunchDepthwiseFilter(const Problem& p, const Config& config, const 
         return VisitPairs(q.channels, CeilDiv(q.at[2].out, R::kStrip), [&](auto pairs) {
           using L = Lanes<T, pairs()>;
           R::Share(q, p, L::kPairs, L::kStrips);
-          return launch(FilterRingKernel<R, T, L>, kDepthwiseWarps * R::template kStages<L> * R::template kStage<L>);
+          constexpr int kRing = kDepthwiseWarps * R::template kStages<L> * R::template kStage<L>;
+          if (plain) return launch(FilterRingKernel<R, T, L, false>, kRing);
+          if constexpr (R::kLines == kEdgesTaps && R::kStride == 1)
+            return launch(FilterRingKernel<R, T, L, true>, kRing);
+          return cudaErrorInvalidValue;
         });
       });
     }

@@ -42,7 +42,9 @@ struct LineCopy {
 #pragma unroll
     for (int k = 0; k < kCopies; ++k) {
       int pixel = first + kApart * k;
-      if (edges.FindAny(&pixel) && at + lane % L::kChunks * 16 < pixel_bytes) there |= 1u << k;
+      const bool exists = static_cast<unsigned>(pixel) < static_cast<unsigned>(edges.extent);
+      if (at + lane % L::kChunks * 16 < pixel_bytes && (exists || (edges.mapped && edges.FindAny(&pixel))))
+        there |= 1u << k;
     }
   }
   // Of the lane's first chunk, from the first pixel's first channel.

@@ -8,15 +8,14 @@
 namespace jaxdnn::conv {
 
 // Whether there is a kernel whose ring of lines is filled with what is read beyond edges, if the arrays and the
-// epilogue allow it (depthwise_ring.cuh, depthwise_filter_ring.cuh).
+// epilogue allow it (depthwise_ring.cuh, depthwise_filter_ring.cuh): for windows of so many lines and columns, without
+// stride.
+constexpr int kEdgesTaps = 3;
 inline bool RingsHaveEdges(const Problem& p) {
-  const int64_t taps = p.window[2], stride = p.stride[2];
-  const bool stretched = *std::max_element(p.rhs_dilation, p.rhs_dilation + kRank) > 1;
+  const bool apart = std::max({p.stride[1], p.stride[2], p.rhs_dilation[1], p.rhs_dilation[2]}) > 1;
   const Reach planes = ReachOf(p, 0);
-  const bool banded = p.direction == Direction::kFilterGradient && SizeOf(p.in) == 2 && stride == 1;
-  return p.channels == 1 && p.features == 1 && p.groups * SizeOf(p.in) % 16 == 0 && !stretched && p.window[0] == 1 &&
-         planes.low == 0 && planes.high == 0 && p.window[1] == taps && p.stride[1] == stride &&
-         (taps == 3 || (taps == 5 && !banded) || (taps == 7 && stride == 1 && !banded)) && stride <= 2 &&
+  return p.channels == 1 && p.features == 1 && p.groups * SizeOf(p.in) % 16 == 0 && !apart && p.window[0] == 1 &&
+         planes.low == 0 && planes.high == 0 && p.window[1] == kEdgesTaps && p.window[2] == kEdgesTaps &&
          std::max(p.x[2], p.y[2]) * p.groups * SizeOf(p.in) < INT32_MAX;
 }
 
