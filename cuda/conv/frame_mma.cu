@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   typename T::Sums sums = {};
   block.SetRows(p, f, rows);
   // Boxes in the corners have few rows and many readings. Of two blocks the other multiplies meanwhile anyway.
-  const int warp_rows = T::kBlocks > 1 ? T::kWarpRows : static_cast<int>(block.row_count - block.first_row) - T::Row();
+  const bool has_rows = T::kBlocks > 1 || block.first_row + T::Row() < block.row_count;
 #pragma unroll 1
   for (int begin = !kForward && continued, which = begin, count = block.Readings(); which < count; ++which) {
     block.SetReading(p, f, which, rows);
@@ -161,7 +161,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
     LoadOperand<T, In> load_a(p, f, block, rows, in, operand_chunks);
     LoadFilter<T, kForward, In> load_b(p, block, filter, filter_chunks, depth);
     MultiplyPipelined<In, T>(SharedAddress(ring), (depth + T::kDepth - 1) / T::kDepth, load_a, load_b, sums, {},
-                             warp_rows);
+                             has_rows);
   }
 
   StoreGroup<T, kForward, In>(p, block, rows, ring, sums, wide, out);
@@ -189,7 +189,7 @@ cudaError_t LaunchType(const Problem& p, const void* operand, const void* filter
   // Whole lines of memory: there are few blocks, and what lasts is the number of their steps.
   constexpr int kDepth = 128 / sizeof(In);
   if constexpr (kDirection == Direction::kDataGradient && kProducts == 1) {
-    using Large = MmaTile<In, kDirection, 128, 128, 2, 4, 1, 1, kDepth>;
+    using Large = MmaTile<In, kDirection, 128, 128, 4, 2, 1, 1, kDepth>;
     constexpr int kShared = kSharedBytes<Large, LoadOperand<Large, In>, LoadFilter<Large, false, In>> +
                             Large::kRows * (sizeof(Row) + sizeof(int[kRank]));
     int device = 0, shared = 0;

@@ -298,6 +298,8 @@ cudaError_t LaunchTile(const Problem& p, const void* operand, const void* filter
   if (const cudaError_t e = ResidentBlocks(kernel, grid, &resident); e != cudaSuccess) return e;
   // A worker's lines should be some more than it reads besides.
   constexpr int kLeastLines = 4;
+  // More of them have fewer lines each.
+  resident = std::min<int64_t>(resident, 132 * T::kBlocks);
   const int64_t parts = q.parts.divisor, places = std::max<int64_t>(1, resident * T::kWarps / (parts * p.batch));
   const int64_t workers = std::min(places, CeilDiv(LinesOfAll(q), kLeastLines));
   ShareLines(&q, workers);

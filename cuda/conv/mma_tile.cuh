@@ -177,11 +177,11 @@ __device__ __forceinline__ void MultiplyFloat8(const uint32_t (&a)[kA][4], const
   }
 }
 
-// sums += A B over the stage whose operands are at `a` and `b`, of the first `rows` of the warp. meanwhile() is called
-// once the first fragments are on their way.
+// sums += A B over the stage whose operands are at `a` and `b`. meanwhile() is called once the first fragments are on
+// their way.
 template <class In, class T, class OfA, class OfB, class Meanwhile>
 __device__ __forceinline__ void MultiplyStage(uint32_t a, uint32_t b, const OfA& of_a, const OfB& of_b,
-                                              typename T::Sums& sums, const Float8Kinds& e5m2, int rows,
+                                              typename T::Sums& sums, const Float8Kinds& e5m2,
                                               const Meanwhile& meanwhile) {
   constexpr int kParts = T::kDepth / (2 * kChunk<In>);
   uint32_t fragment_a[2][T::kWarpRows / 16][4], fragment_b[2][T::kWarpColumns / 16][4];
@@ -196,7 +196,6 @@ __device__ __forceinline__ void MultiplyStage(uint32_t a, uint32_t b, const OfA&
   const auto multiply = [&](const auto& a, const auto& b) {
 #pragma unroll
     for (int i = 0; i < T::kWarpRows / 16; ++i) {
-      if (16 * i >= rows) break;
 #pragma unroll
       for (int j = 0; j < T::kWarpColumns / 16; ++j) {
         Mma<In>(sums[i][2 * j], a[i], b[j][0], b[j][1]);
@@ -232,10 +231,10 @@ __device__ __forceinline__ void MultiplyStage(uint32_t a, uint32_t b, const OfA&
 }
 
 // sums += A B over `steps` stages. load_a(step, address), called for one step after another, begins the copies of that
-// step's operand into the stage at `address`, with LoadA::Tile its layout. Of a warp the first `rows` are wanted.
+// step's operand into the stage at `address`, with LoadA::Tile its layout. Warps whose sums are not wanted only load.
 template <class In, class T, class LoadA, class LoadB>
 __device__ void MultiplyPipelined(uint32_t ring, int steps, LoadA& load_a, LoadB& load_b, typename T::Sums& sums,
-                                  const Float8Kinds& e5m2 = {}, int rows = T::kWarpRows) {
+                                  const Float8Kinds& e5m2 = {}, bool wanted = true) {
   using TileA = typename LoadA::Tile;
   using TileB = typename LoadB::Tile;
   constexpr int kStageBytes = TileA::kBytes + TileB::kBytes;
@@ -260,8 +259,12 @@ __device__ void MultiplyPipelined(uint32_t ring, int steps, LoadA& load_a, LoadB
     // This step's copies of every thread are here, and the stage that is filled next was last read before.
     __syncthreads();
     const uint32_t stage = ring + step % T::kStages * kStageBytes;
-    MultiplyStage<In, T>(stage, stage + TileA::kBytes, of_a, of_b, sums, e5m2, rows,
-                         [&] { load(step + T::kStages - 1); });
+    const auto next = [&] { load(step + T::kStages - 1); };
+    if (wanted) {
+      MultiplyStage<In, T>(stage, stage + TileA::kBytes, of_a, of_b, sums, e5m2, next);
+    } else {
+      next();
+    }
   }
   WaitForCopies<0>();
   __syncthreads();
