@@ -37,6 +37,12 @@ __device__ inline void WaitForCopies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
+__device__ __forceinline__ uint32_t LoadWord(uint32_t shared) {
+  uint32_t word;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(shared) : "memory");
+  return word;
+}
+
 // Four 8x8 matrices of 16-bit elements; lane i gives the address of row i % 8 of matrix i / 8. Of each matrix, or of
 // its transpose, lane i then holds the elements 2 (i % 4) and 2 (i % 4) + 1 of row i / 4: of an 8x4 matrix of floats
 // that is element i % 4.

@@ -12,7 +12,7 @@ namespace jaxdnn::conv {
 // What is read beyond edges, if anything is (wgmma_patch.cuh).
 struct Patches {
   bool any;
-  CUtensorMap pixel;  // of lines of channels, pixel by pixel
+  CUtensorMap pixel, run;  // of lines of channels, pixel by pixel and kRun side by side
   Edges edges[kRank];
 };
 

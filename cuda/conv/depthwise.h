@@ -8,6 +8,9 @@
 
 namespace jaxdnn::conv {
 
+// Where windows reach beyond edges (frame.h), these are cudaErrorInvalidValue if no kernel that reads what is there
+// takes the arrays' alignment or the epilogue.
+
 // Forward (operand x) and data gradient (operand y).
 cudaError_t LaunchDepthwiseData(const Problem& p, const void* operand, const void* filter, void* out,
                                 const Epilogue& epilogue, cudaStream_t stream);

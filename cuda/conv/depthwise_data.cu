@@ -157,6 +157,30 @@ cudaError_t LaunchDepthwiseData(const Problem& p, const void* operand, const voi
       return launch_grid(kernel, Grid{blocks, kDepthwiseThreads}, q);
     };
     const auto results = reinterpret_cast<uintptr_t>(out) | reinterpret_cast<uintptr_t>(epilogue.residual);
+    const bool paired = Paired(p, {operand, filter, out});
+    const auto launch_ring = [&] {
+      if (!paired || reinterpret_cast<uintptr_t>(operand) % 16 != 0) return cudaErrorInvalidValue;
+      return VisitTaking(
+          q,
+          [&](auto tag) {
+            using R = typename decltype(tag)::type;
+            return VisitPairs(q.channels, CeilDiv(q.at[2].MaxCount(), R::kStrip), [&](auto pairs) {
+              using L = Lanes<T, pairs()>;
+              DataParams r = q;
+              const int64_t warps = R::Share(r, p, L::kPairs, L::kStrips);
+              if (warps > INT32_MAX - kDepthwiseWarps) return cudaErrorInvalidValue;
+              constexpr int kRing = R::template kStages<L> * R::template Copy<L>::kBytes;
+              const Grid grid = {CeilDiv(warps, kDepthwiseWarps), kDepthwiseThreads, kDepthwiseWarps * kRing};
+              if (!HasFrame(p)) return launch_grid(RingKernel<R, T, L, false>, grid, r);
+              if constexpr (R::kLines == kEdgesTaps && R::kStride == 1)
+                return launch_grid(RingKernel<R, T, L, true>, grid, r);
+              return cudaErrorInvalidValue;
+            });
+          },
+          TypeTag<Ring<3, 3, 1, 7, 4>>{}, TypeTag<Ring<3, 3, 2, 3, 6>>{}, TypeTag<Ring<5, 5, 1, 7, 2>>{},
+          TypeTag<Ring<5, 5, 2, 5, 3>>{}, TypeTag<Ring<7, 7, 1, 7, 2>>{});
+    };
+    if (HasFrame(p)) return launch_ring();
     if (AreQuads(p, {operand, filter}) && results % (kQuad * SizeOf(p.out)) == 0) {
       DataParams r = q;
       if constexpr (sizeof(T) == 2) {
@@ -196,26 +220,7 @@ cudaError_t LaunchDepthwiseData(const Problem& p, const void* operand, const voi
         }
       }
     }
-    const bool paired = Paired(p, {operand, filter, out});
-    if (paired && reinterpret_cast<uintptr_t>(operand) % 16 == 0) {
-      const cudaError_t status = VisitTaking(
-          q,
-          [&](auto tag) {
-            using R = typename decltype(tag)::type;
-            return VisitPairs(q.channels, CeilDiv(q.at[2].MaxCount(), R::kStrip), [&](auto pairs) {
-              using L = Lanes<T, pairs()>;
-              DataParams r = q;
-              const int64_t warps = R::Share(r, p, L::kPairs, L::kStrips);
-              if (warps > INT32_MAX - kDepthwiseWarps) return cudaErrorInvalidValue;
-              constexpr int kRing = R::template kStages<L> * R::template Copy<L>::kBytes;
-              return launch_grid(RingKernel<R, T, L>,
-                                 Grid{CeilDiv(warps, kDepthwiseWarps), kDepthwiseThreads, kDepthwiseWarps * kRing}, r);
-            });
-          },
-          TypeTag<Ring<3, 3, 1, 7, 4>>{}, TypeTag<Ring<3, 3, 2, 3, 6>>{}, TypeTag<Ring<5, 5, 1, 7, 2>>{},
-          TypeTag<Ring<5, 5, 2, 5, 3>>{}, TypeTag<Ring<7, 7, 1, 7, 2>>{});
-      if (status != cudaErrorInvalidValue) return status;
-    }
+    if (const cudaError_t status = launch_ring(); status != cudaErrorInvalidValue) return status;
     if (paired) {
       const cudaError_t status = VisitTaking(
           q,

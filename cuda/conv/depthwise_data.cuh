@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/conv/depthwise.cuh"
+#include "cuda/conv/edges.cuh"
 #include "cuda/conv/epilogue.cuh"
 
 namespace jaxdnn::conv::depthwise {
@@ -22,6 +23,7 @@ struct DataParams {
   FastDiv features;  // results of an input channel
   bool forward, widened;
   PhaseLine whole[kRank];  // the only phase, if there is one
+  Edges edges[kRank];      // of the operand
   Epilogue epilogue;
 };
 
@@ -56,7 +58,10 @@ inline DataParams MakeParams(const Problem& p, const Epilogue& epilogue) {
   q.out_image = out_stride;
   q.filter_batch = tap_stride;
   q.phases = FastDiv(phases);
-  for (int d = 0; d < kRank; ++d) q.whole[d] = q.at[d].At(0);
+  for (int d = 0; d < kRank; ++d) {
+    q.whole[d] = q.at[d].At(0);
+    q.edges[d] = OperandEdges(p, d);
+  }
   return q;
 }
 

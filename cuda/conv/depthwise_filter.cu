@@ -230,14 +230,15 @@ cudaError_t LaunchDepthwiseFilter(const Problem& p, const Config& config, const 
     };
     cudaError_t status = cudaErrorInvalidValue;
     const VolumeTile tile(q.channels, q.at[2].out);
-    if (AreQuads(p, {x, y}) && VolumeTaps<T>::Takes(q, tile)) {
+    const bool plain = !HasFrame(p);
+    if (plain && AreQuads(p, {x, y}) && VolumeTaps<T>::Takes(q, tile)) {
       const int64_t blocks = VolumeTaps<T>::Share(q, p, tile);
       status = launch_grid(VolumeFilterKernel<T>, Grid{blocks, tile.threads, VolumeTaps<T>::SharedBytes(tile)}, tile);
     }
     if constexpr (sizeof(T) == 2) {
       const auto take = [&](auto tag) {
         using B = decltype(tag);
-        if (status != cudaErrorInvalidValue || !aligned || !B::Takes(q, p)) return;
+        if (!plain || status != cudaErrorInvalidValue || !aligned || !B::Takes(q, p)) return;
         const BandTile t(p, q.channels, q.at[0].out, q.at[1].out, q.at[2].out, B::kLines);
         if (!CanShare(B::SharedBytes(t))) return;
         const int64_t blocks = B::Share(q, p, t);
@@ -245,7 +246,7 @@ cudaError_t LaunchDepthwiseFilter(const Problem& p, const Config& config, const 
       };
       take(BandTaps<5, 5>{});
       take(BandTaps<7, 7>{});
-      if (status == cudaErrorInvalidValue && aligned && TakesWide(p)) {
+      if (plain && status == cudaErrorInvalidValue && aligned && TakesWide(p)) {
         const auto take = [&](auto tag) {
           using W = decltype(tag);
           FilterParams r = q;
@@ -267,11 +268,15 @@ cudaError_t LaunchDepthwiseFilter(const Problem& p, const Config& config, const 
         return VisitPairs(q.channels, CeilDiv(q.at[2].out, R::kStrip), [&](auto pairs) {
           using L = Lanes<T, pairs()>;
           R::Share(q, p, L::kPairs, L::kStrips);
-          return launch(FilterRingKernel<R, T, L>, kDepthwiseWarps * R::template kStages<L> * R::template kStage<L>);
+          constexpr int kRing = kDepthwiseWarps * R::template kStages<L> * R::template kStage<L>;
+          if (plain) return launch(FilterRingKernel<R, T, L, false>, kRing);
+          if constexpr (R::kLines == kEdgesTaps && R::kStride == 1)
+            return launch(FilterRingKernel<R, T, L, true>, kRing);
+          return cudaErrorInvalidValue;
         });
       });
     }
-    if (status == cudaErrorInvalidValue) {
+    if (plain && status == cudaErrorInvalidValue) {
       status = VisitTaps(q, p, paired, [&](auto tag) {
         using S = decltype(tag);
         return launch(

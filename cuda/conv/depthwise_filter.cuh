@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/conv/depthwise.cuh"
+#include "cuda/conv/edges.cuh"
 
 namespace jaxdnn::conv::depthwise {
 
@@ -21,6 +22,7 @@ struct FilterParams {
   int64_t x_line[kRank], x_image, y_line[kRank], y_image;
   int64_t size;  // elements of the filter
   bool widened;
+  Edges edges[kRank];  // of x
 };
 
 inline FilterParams MakeParams(const Problem& p) {
@@ -36,6 +38,7 @@ inline FilterParams MakeParams(const Problem& p) {
   for (int d = kRank - 1; d >= 0; --d) {
     q.at[d] = PhasedAxis(InputAxis(p, d), p.y[d], p.window[d]);
     q.phases[d] = FastDiv(q.at[d].phases);
+    q.edges[d] = OperandEdges(p, d);
     q.x_line[d] = x_stride;
     q.y_line[d] = y_stride;
     x_stride *= p.x[d];

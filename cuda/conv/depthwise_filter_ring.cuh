@@ -62,7 +62,8 @@ struct RingTaps {
   }
 };
 
-template <class R, class T, class L>
+// kEdges: with what is beyond edges, where that is not zeros.
+template <class R, class T, class L, bool kEdges>
 __global__ void __launch_bounds__(kDepthwiseThreads, R::kBlocks)
     FilterRingKernel(const __grid_constant__ FilterParams p, const char* x, const char* y, float* partial, char* out) {
   using CopyX = typename R::template CopyX<L>;
@@ -93,13 +94,15 @@ __global__ void __launch_bounds__(kDepthwiseThreads, R::kBlocks)
     const int x_plane = p.at[0].axis.Origin(plane) + p.at[0].axis.tap_step * plane_tap;
     const int x_line = p.at[1].axis.offset, x_lines = p.at[1].axis.extent;
     const int x_column = p.at[2].axis.offset + kStride * column0;
-    // Steps whose lines of x are outside add nothing.
-    const int begin = max(segment * p.segment, max(-x_line / kStride, 0));
-    const int end = min(min((segment + 1) * p.segment, lines + kHeld - 1), (x_lines - x_line + kStride - 1) / kStride);
+    // Steps whose lines of x are zeros add nothing.
+    const bool all = kEdges && p.edges[1].mapped;
+    const int begin = max(segment * p.segment, all ? 0 : max(-x_line / kStride, 0));
+    const int end = min(min((segment + 1) * p.segment, lines + kHeld - 1),
+                        all ? INT32_MAX : (x_lines - x_line + kStride - 1) / kStride);
     if (begin >= end || plane >= p.at[0].out || x_plane < 0 || x_plane >= p.at[0].axis.extent) continue;
 
-    const CopyX copy_x(x_column, p.at[2].axis.extent, chunk0, p.x_pixel);
-    const CopyY copy_y(column0, p.at[2].out, chunk0, p.y_pixel);
+    const CopyX copy_x(x_column, kEdges ? p.edges[2] : Edges{p.at[2].axis.extent}, chunk0, p.x_pixel);
+    const CopyY copy_y(column0, Edges{p.at[2].out}, chunk0, p.y_pixel);
     const int64_t whole_image = problem * int64_t{p.images.divisor} + image;
     int ahead = begin - (kHeld - 1);  // the step to copy for next; the first fill `held`
     const char* x_at = x + whole_image * p.x_image + x_plane * p.x_line[0] +
@@ -107,12 +110,20 @@ __global__ void __launch_bounds__(kDepthwiseThreads, R::kBlocks)
                        copy_x.Offset(p.x_pixel);
     const char* y_at = y + whole_image * p.y_image + plane * p.y_line[0] + ahead * p.y_line[1] +
                        int64_t{column0} * p.y_pixel + chunk0 + copy_y.Offset(p.y_pixel);
+    const bool mapped =
+        (kEdges && copy_x.mapped) || (all && (x_line + kStride * begin < 0 || x_line + kStride * end > x_lines));
     const auto copy_step = [&](int stage) {
 #pragma unroll
       for (int a = 0; a < kStride; ++a) {
         const int line = x_line + kStride * ahead + a;
-        copy_x.Start(to_ring + stage + a * CopyX::kBytes, x_at,
-                     ahead >= begin && ahead < end && line >= 0 && line < x_lines);
+        const bool needed = ahead >= begin && ahead < end;
+        if (!mapped) {
+          copy_x.Start(to_ring + stage + a * CopyX::kBytes, x_at, needed && line >= 0 && line < x_lines);
+        } else {
+          int at = line;
+          const bool inside = p.edges[1].FindAny(&at) && needed;
+          copy_x.StartMapped(to_ring + stage + a * CopyX::kBytes, x_at + (at - line) * p.x_line[1], inside, p.edges[2]);
+        }
         x_at += p.x_line[1];
       }
       copy_y.Start(to_ring + stage + kY, y_at, ahead >= 0 && ahead < min(end, lines));

@@ -6,6 +6,7 @@
 
 #include "cuda/common/mma.cuh"
 #include "cuda/conv/depthwise.cuh"
+#include "cuda/conv/edges.cuh"
 
 namespace jaxdnn::conv {
 
@@ -30,15 +31,20 @@ struct LineCopy {
   static constexpr int kBytes = kPixels * L::kPixelBytes;
   static constexpr int kCopies = (kBytes / 16 + 31) / 32, kApart = 32 / L::kChunks;  // by a lane; pixels between them
   unsigned there = 0;                                                                // bit k: copy k is of the operand
-  int lane, step;
+  int lane, step, first;                                                             // the lane's first pixel
+  bool mapped;  // whether pixels of the warp are beyond an edge, and not zeros
 
-  // Pixels from number `first` of a line of `extent` on; the warp's channels begin at byte `at` of a pixel's bytes.
-  __device__ LineCopy(int first, int extent, int at, int pixel_bytes) : lane(threadIdx.x % 32) {
+  // Pixels from number `first_pixel` of a line on; the warp's channels begin at byte `at` of a pixel's bytes.
+  __device__ LineCopy(int first_pixel, const Edges& edges, int at, int pixel_bytes) : lane(threadIdx.x % 32) {
     step = kApart * pixel_bytes;
+    first = first_pixel + lane / L::kChunks;
+    mapped = edges.mapped && (first_pixel < 0 || first_pixel + kPixels > edges.extent);
 #pragma unroll
     for (int k = 0; k < kCopies; ++k) {
-      const unsigned pixel = first + lane / L::kChunks + kApart * k;
-      if (at + lane % L::kChunks * 16 < pixel_bytes && pixel < static_cast<unsigned>(extent)) there |= 1u << k;
+      int pixel = first + kApart * k;
+      const bool exists = static_cast<unsigned>(pixel) < static_cast<unsigned>(edges.extent);
+      if (at + lane % L::kChunks * 16 < pixel_bytes && (exists || (edges.mapped && edges.FindAny(&pixel))))
+        there |= 1u << k;
     }
   }
   // Of the lane's first chunk, from the first pixel's first channel.
@@ -49,11 +55,27 @@ struct LineCopy {
   __device__ void Start(uint32_t to, const char* from, bool inside) const {
 #pragma unroll
     for (int k = 0; k < kCopies; ++k) {
-      if (k < kCopies - 1 || lane < kBytes / 16 - 32 * k)
-        CopyAsync<16>(to + (32 * k + lane) * 16, from, inside && (there >> k & 1));
+      Copy(k, to, from, inside);
       from += step;
       Keep(from);
     }
+  }
+  // As Start, of pixels of which some are `mapped`; in fewer instructions, which take longer.
+  __device__ void StartMapped(uint32_t to, const char* from, bool inside, const Edges& edges) const {
+#pragma unroll 1
+    for (int k = 0; k < kCopies; ++k) {
+      const int pixel = first + kApart * k;
+      int at = pixel;
+      edges.Find(&at);
+      Copy(k, to, from + int64_t{at - pixel} * (step / kApart), inside);
+      from += step;
+    }
+  }
+
+ private:
+  __device__ void Copy(int k, uint32_t to, const char* from, bool inside) const {
+    if (k < kCopies - 1 || lane < kBytes / 16 - 32 * k)
+      CopyAsync<16>(to + (32 * k + lane) * 16, from, inside && (there >> k & 1));
   }
 };
 

@@ -1,13 +1,25 @@
-// Which problems the kernels of depthwise convolution in large windows take (depthwise_wide.cuh).
+// Which problems some kernels of depthwise convolution take.
 #pragma once
 
 #include <algorithm>
 
-#include "cuda/conv/conv.h"
+#include "cuda/conv/frame.h"
 
 namespace jaxdnn::conv {
 
-// Results in a line of a product's rows, and strips of them.
+// Whether there is a kernel whose ring of lines is filled with what is read beyond edges, if the arrays and the
+// epilogue allow it (depthwise_ring.cuh, depthwise_filter_ring.cuh): for windows of so many lines and columns, without
+// stride.
+constexpr int kEdgesTaps = 3;
+inline bool RingsHaveEdges(const Problem& p) {
+  const bool apart = std::max({p.stride[1], p.stride[2], p.rhs_dilation[1], p.rhs_dilation[2]}) > 1;
+  const Reach planes = ReachOf(p, 0);
+  return p.channels == 1 && p.features == 1 && p.groups * SizeOf(p.in) % 16 == 0 && !apart && p.window[0] == 1 &&
+         planes.low == 0 && planes.high == 0 && p.window[1] == kEdgesTaps && p.window[2] == kEdgesTaps &&
+         std::max(p.x[2], p.y[2]) * p.groups * SizeOf(p.in) < INT32_MAX;
+}
+
+// For large windows (depthwise_wide.cuh): results in a line of a product's rows, and strips of them.
 constexpr int kWideStrip = 16, kWideStrips = 8, kWideMostColumns = 41;
 
 // Strips side by side, as a power of two, of lines of so many results.

@@ -61,7 +61,8 @@ struct Ring {
   }
 };
 
-template <class R, class T, class L>
+// kEdges: with what is beyond edges, where that is not zeros.
+template <class R, class T, class L, bool kEdges>
 __global__ void __launch_bounds__(kDepthwiseThreads, R::kBlocks)
     RingKernel(const __grid_constant__ DataParams p, const char* in, const char* filter, char* out) {
   using Copy = typename R::template Copy<L>;
@@ -96,23 +97,32 @@ __global__ void __launch_bounds__(kDepthwiseThreads, R::kBlocks)
       }
   }
 
-  // Steps are lines of results, and begin with those that are other segments'. Lines of the operand that are outside
+  // Steps are lines of results, and begin with those that are other segments'. Lines of the operand that are zeros
   // add nothing: the first steps that have only such are left out, and the last have no products.
   const int in_line = p.whole[1].origin + kStride * line0, steps = lines + kSums - 1;
-  const int begin = min(max(-in_line / kStride, 0), kSums - 1);
-  const int end = max(min((p.at[1].axis.extent - in_line + kStride - 1) / kStride, steps), begin);
+  const bool all = kEdges && p.edges[1].mapped;
+  const int begin = all ? 0 : min(max(-in_line / kStride, 0), kSums - 1);
+  const int end = all ? steps : max(min((p.at[1].axis.extent - in_line + kStride - 1) / kStride, steps), begin);
   const int end_line = min(in_line + kStride * end, p.at[1].axis.extent);
   const int in_column = p.whole[2].origin + kStride * tile0, chunk0 = slab * L::kPixelBytes;
   const int in_plane = p.whole[0].origin + p.at[0].pitch * p.at[0].stride * plane;
-  const Copy copy(in_column, p.at[2].axis.extent, chunk0, p.in_pixel);
+  const Copy copy(in_column, kEdges ? p.edges[2] : Edges{p.at[2].axis.extent}, chunk0, p.in_pixel);
   const bool plane_inside = in_plane >= 0 && in_plane < p.at[0].axis.extent;
   int ahead = in_line + kStride * begin;
   const char* from = in + image * p.in_image + in_plane * p.in_line[0] + ahead * p.in_line[1] +
                      int64_t{in_column} * p.in_pixel + chunk0 + copy.Offset(p.in_pixel);
   char* const ring = shared + warp * kStages * kStage;
   const uint32_t to_ring = SharedAddress(ring);
+  const bool mapped =
+      (kEdges && copy.mapped) || (all && (in_line < 0 || in_line + kStride * steps > p.at[1].axis.extent));
   const auto copy_line = [&](int stage) {
-    copy.Start(to_ring + stage, from, plane_inside && ahead >= 0 && ahead < end_line);
+    if (!mapped) {
+      copy.Start(to_ring + stage, from, plane_inside && ahead >= 0 && ahead < end_line);
+    } else {
+      int line = ahead;
+      const bool inside = p.edges[1].FindAny(&line) && ahead < in_line + kStride * end && plane_inside;
+      copy.StartMapped(to_ring + stage, from + (line - ahead) * p.in_line[1], inside, p.edges[2]);
+    }
     CommitCopies();
     from += p.in_line[1];
     ++ahead;

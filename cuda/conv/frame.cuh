@@ -140,7 +140,23 @@ struct FrameBlock : DataBlock {
 
   __device__ int Readings() const { return readings[0] * readings[1] * readings[2]; }
 
-  // All threads of the block, between barriers: where its results read the operand at one of their positions.
+  // All threads of the block, of which the first have a row each: which these are, but for where they read the operand.
+  // Divisions are plain ones, which take long.
+  template <int kRows>
+  __device__ void SetRows(const DataParams& p, const Frame& f, Row (&rows)[kRows]) {
+    if (threadIdx.x >= kRows) return;
+    const int row = static_cast<int>(first_row + threadIdx.x), line = row / count[2], plane = line / count[1];
+    const int64_t image = batch * p.images + plane / count[0];
+    int (&at)[kRank] = Positions<kRows>()[threadIdx.x];
+    at[0] = first[0] + f.period[0] * (plane % count[0]);
+    at[1] = first[1] + f.period[1] * (line % count[1]);
+    at[2] = first[2] + f.period[2] * (row % count[2]);
+    Row& to = rows[threadIdx.x];
+    to.image = image * p.image_size + group * p.group_size;
+    to.result = row < row_count ? ((image * p.extent[0] + at[0]) * p.extent[1] + at[1]) * p.extent[2] + at[2] : -1;
+  }
+
+  // The same threads, between barriers: where the rows read the operand at one of their positions.
   template <int kRows>
   __device__ void SetReading(const DataParams& p, const Frame& f, int which, Row (&rows)[kRows]) {
     int sign[kRank], shift[kRank];
@@ -152,16 +168,17 @@ struct FrameBlock : DataBlock {
       sign[d] = e < 0 ? 1 : e < below ? low.sign : high.sign;
       shift[d] = e < 0 ? 0 : e < below ? low.shift + low.step * e : high.shift + high.step * (e - below);
       const Axis& axis = p.axis[d];
-      const int step = static_cast<int>(axis.step.divisor), candidates = min(p.tap_period[d], p.window[d]);
+      const int candidates = min(p.tap_period[d], p.window[d]);
       const int begin = axis.Origin(sign[d] * first[d] + shift[d]), end = axis.Origin(sign[d] * last[d] + shift[d]);
       int tap = 0;
-      while (tap < candidates && (begin + tap * axis.tap_step) % step != 0) ++tap;
+      while (tap < candidates && Index(axis, begin + tap * axis.tap_step) * StepOf(axis) != begin + tap * axis.tap_step)
+        ++tap;
       phase[d].first_tap = tap;
       phase[d].taps = tap < candidates ? (p.window[d] - tap + p.tap_period[d] - 1) / p.tap_period[d] : 0;
       if (axis.tap_step < 0) {
         // Only taps that some position of the box meets an element at, which beyond the edges are few.
-        const int from = (min(begin, end) + tap * axis.tap_step) / step,
-                  to = (max(begin, end) + tap * axis.tap_step) / step;
+        const int from = Index(axis, min(begin, end) + tap * axis.tap_step),
+                  to = Index(axis, max(begin, end) + tap * axis.tap_step);
         const int distance = abs(p.tap_distance[d]), most = f.edges[d].extent - 1;
         const bool up = p.tap_distance[d] > 0;
         const int before = up ? -to : from - most, after = up ? most - from : to;
@@ -171,23 +188,28 @@ struct FrameBlock : DataBlock {
       }
       if (phase[d].taps == 0) phase[d].first_tap = 0;
     }
-    for (int i = threadIdx.x; i < kRows; i += blockDim.x) {
-      // Plainly divided, by those threads alone that have a row.
-      const int row = static_cast<int>(first_row) + i, line = row / count[2], plane = line / count[1];
-      int out[kRank] = {plane % count[0], line % count[1], row % count[2]};
-      const int64_t image = batch * p.images + plane / count[0];
+    if (threadIdx.x >= kRows) return;
 #pragma unroll
-      for (int d = 0; d < kRank; ++d) {
-        out[d] = first[d] + f.period[d] * out[d];
-        const Axis& axis = p.axis[d];
-        // Exact, by the choice of the phase.
-        rows[i].origin[d] = (axis.Origin(sign[d] * out[d] + shift[d]) + phase[d].first_tap * axis.tap_step) /
-                            static_cast<int>(axis.step.divisor);
-      }
-      rows[i].image = image * p.image_size + group * p.group_size;
-      rows[i].result = ((image * p.extent[0] + out[0]) * p.extent[1] + out[1]) * p.extent[2] + out[2];
-      if (first_row + i >= row_count) rows[i].result = -1;
+    for (int d = 0; d < kRank; ++d) {
+      // Exact, by the choice of the phase.
+      const int position = sign[d] * Positions<kRows>()[threadIdx.x][d] + shift[d];
+      rows[threadIdx.x].origin[d] =
+          Index(p.axis[d], p.axis[d].Origin(position) + phase[d].first_tap * p.axis[d].tap_step);
     }
+  }
+
+ private:
+  // The rows' positions in the result.
+  template <int kRows>
+  static __device__ int (&Positions()) [kRows][kRank] {
+    __shared__ int at[kRows][kRank];
+    return at;
+  } static __device__ int StepOf(const Axis& axis) {
+    return static_cast<int>(axis.step.divisor);
+  }
+  // Rarely a division.
+  static __device__ int Index(const Axis& axis, int position) {
+    return StepOf(axis) == 1 ? position : position / StepOf(axis);
   }
 };
 

@@ -28,6 +28,9 @@ AliasedElements AliasedBy(const Problem& p, int d);
 
 bool HasFrame(const Problem& p);
 
+// Neighbouring pixels beyond an edge that Hopper's kernels load at once (wgmma_patch.cuh).
+constexpr int kRun = 8;
+
 // The problem with zeros; its filter gradient as the sums are held.
 Problem WithZeros(const Problem& p);
 

@@ -148,6 +148,9 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   FrameBlock block(p, f);
   if (block.first_row >= block.row_count) return;  // not every phase has as many rows as the largest
   typename T::Sums sums = {};
+  block.SetRows(p, f, rows);
+  // Boxes in the corners have few rows and many readings. Of two blocks the other multiplies meanwhile anyway.
+  const bool has_rows = T::kBlocks > 1 || block.first_row + T::Row() < block.row_count;
 #pragma unroll 1
   for (int begin = !kForward && continued, which = begin, count = block.Readings(); which < count; ++which) {
     block.SetReading(p, f, which, rows);
@@ -157,7 +160,8 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
     const int depth = block.Depth(p);
     LoadOperand<T, In> load_a(p, f, block, rows, in, operand_chunks);
     LoadFilter<T, kForward, In> load_b(p, block, filter, filter_chunks, depth);
-    MultiplyPipelined<In, T>(SharedAddress(ring), (depth + T::kDepth - 1) / T::kDepth, load_a, load_b, sums);
+    MultiplyPipelined<In, T>(SharedAddress(ring), (depth + T::kDepth - 1) / T::kDepth, load_a, load_b, sums, {},
+                             has_rows);
   }
 
   StoreGroup<T, kForward, In>(p, block, rows, ring, sums, wide, out);
@@ -185,9 +189,9 @@ cudaError_t LaunchType(const Problem& p, const void* operand, const void* filter
   // Whole lines of memory: there are few blocks, and what lasts is the number of their steps.
   constexpr int kDepth = 128 / sizeof(In);
   if constexpr (kDirection == Direction::kDataGradient && kProducts == 1) {
-    using Large = MmaTile<In, kDirection, 128, 128, 2, 4, 1, 1, kDepth>;
-    constexpr int kShared =
-        kSharedBytes<Large, LoadOperand<Large, In>, LoadFilter<Large, false, In>> + Large::kRows * sizeof(Row);
+    using Large = MmaTile<In, kDirection, 128, 128, 4, 2, 1, 1, kDepth>;
+    constexpr int kShared = kSharedBytes<Large, LoadOperand<Large, In>, LoadFilter<Large, false, In>> +
+                            Large::kRows * (sizeof(Row) + sizeof(int[kRank]));
     int device = 0, shared = 0;
     cudaError_t e = cudaGetDevice(&device);
     if (e == cudaSuccess) e = cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "cuda/conv/depthwise_plan.h"
 #include "cuda/conv/frame.h"
 
 namespace jaxdnn::conv {
@@ -44,12 +45,15 @@ bool TakesFrame(const Problem& p) {
   return p.images * std::max(p.XPixels(), p.YPixels()) < kMost;
 }
 
-// Whether the tile's kernel can do all of the problem: Hopper's, where any element of its matrix is one of the operand,
-// or a zero; but those that have no registers left for it.
+// Whether the tile's kernel can do all of the problem: of depthwise convolution, and Hopper's, where any element of its
+// matrix is one of the operand, or a zero; but those that have no registers left for it.
 bool TakesPatches(const Problem& p, Tile tile) {
   if (tile == Tile::kWgmma256x160) return false;
-  if (tile == Tile::kWgmma128x128 && p.in == DType::kF32 && p.direction == Direction::kForward) return false;
-  if (kTiles[static_cast<int>(tile)].unit != Unit::kWgmma || p.direction == Direction::kFilterGradient) return false;
+  if (tile == Tile::kDepthwise
+          ? !RingsHaveEdges(p)
+          : kTiles[static_cast<int>(tile)].unit != Unit::kWgmma || p.direction == Direction::kFilterGradient ||
+                (tile == Tile::kWgmma128x128 && p.in == DType::kF32 && p.direction == Direction::kForward))
+    return false;
   for (int d = 0; d < kRank; ++d) {
     if (const Reach reach = ReachOf(p, d); reach.low == 0 && reach.high == 0) continue;
     // In the data gradient, where positions an extent apart do not both meet a window's tap.
@@ -60,11 +64,16 @@ bool TakesPatches(const Problem& p, Tile tile) {
   return true;
 }
 
-// What patches cost in all: of those that a multiprocessor makes, each. Fitted to an H200, as the next.
+// What patches cost in all: of those that a multiprocessor makes, each. Fitted to an H200, as the next. Where lines are
+// brought pixel by pixel anyway they are free.
 double PatchCycles(const Problem& p, Tile tile) {
-  constexpr double kBegin = 1000, kEach = 70, kMultiprocessors = 132;
+  if (tile == Tile::kDepthwise) return 0;
+  constexpr double kBegin = 1000, kEach = 70, kLookup = 1300, kMultiprocessors = 132;
   const Gemm g = GemmOf(p);
-  double within = 1;  // the share of windows' taps that meet an element as they are
+  const TileShape& t = kTiles[static_cast<int>(tile)];
+  // The share of windows' taps that meet an element as they are: in the last dimension, and in the others, beyond whose
+  // edges pixels side by side are loaded together.
+  double within = 1, within_others = 1;
   for (int d = 0; d < kRank; ++d) {
     const auto beyond = [&](int64_t reach) {
       const int64_t windows = CeilDiv(reach, p.stride[d]);
@@ -72,11 +81,17 @@ double PatchCycles(const Problem& p, Tile tile) {
     };
     const Reach reach = ReachOf(p, d);
     const double taps = double(p.window[d]) * p.y[d];
-    within *= 1 - std::min(1.0, (beyond(reach.low) + beyond(reach.high)) / std::max(1.0, taps));
+    (d == kRank - 1 ? within : within_others) *=
+        1 - std::min(1.0, (beyond(reach.low) + beyond(reach.high)) / std::max(1.0, taps));
   }
-  const double lines = CeilDiv(p.DepthChannels() * SizeOf(p.in), 128),
-               columns = CeilDiv(g.columns, kTiles[static_cast<int>(tile)].columns);
-  return kBegin + kEach * (1 - within) * g.rows * p.Taps() * lines * columns / kMultiprocessors;
+  const int64_t width = std::max<int64_t>(1, p.y[2]);
+  const double together = double(width / kRun + width % kRun) / width;
+  const double loads = 1 - within + within * (1 - within_others) * together;
+  const double lines = CeilDiv(p.DepthChannels() * SizeOf(p.in), 128), columns = CeilDiv(g.columns, t.columns);
+  // Once a tap rows are looked up, which takes longer than the products where channels are few.
+  const double taps = std::ceil(CeilDiv(g.rows, t.rows) * columns / kMultiprocessors) * p.Taps();
+  const double lookups = taps * std::max(0.0, kLookup - lines * t.rows * t.columns / 32);
+  return kBegin + lookups + kEach * loads * g.rows * p.Taps() * lines * columns / kMultiprocessors;
 }
 
 // What the frame's kernel adds to `cycles`. On the tensor cores all blocks take as long as one, in steps of 128 bytes.

@@ -48,6 +48,7 @@ __global__ void __launch_bounds__(kThreads, 3)
   filter += group * p.filter_group + within * p.filter_column;
 
   Sum sums[kPixels][kChannels] = {};
+  block.SetRows(p, f, rows);
 #pragma unroll 1
   for (int which = 0, count = block.Readings(); which < count; ++which) {
     __syncthreads();

@@ -99,6 +99,12 @@ __device__ __forceinline__ float ZeroOrNan(const typename T::Sums& sums, float s
   return so_far;
 }
 
+// The filter's place, between two of a part's channels of the same group: from `k` of the operand to `n` of the result.
+__device__ __forceinline__ int FilterPlace(const GroupedParams& q, int tap, int first, int k, int n) {
+  const int in_group = (1 << q.group_log) - 1, line = (q.gradient ? n : k) & in_group;
+  return (((q.mirrored ? 8 - tap : tap) << q.group_log) + line) * q.channels + first + (q.gradient ? k : n);
+}
+
 // Zeros of the filter do not make up for an infinity of another group: computes a worker's results that met one again,
 // of their own group's terms alone. Rarely called, hence out of line, when nothing is in registers any more.
 template <class T, bool kFinish, class Out>
@@ -158,8 +164,9 @@ __global__ void __launch_bounds__(T::kThreads, kFinish || sizeof(Out) > sizeof(t
   extern __shared__ __align__(128) unsigned char shared[];
   const GroupedWork work(q, WarpIndex<T>());
   if (work.problem >= q.batch) return;
-  const uint32_t ring = SharedAddress(shared) + threadIdx.x / 32 * (T::kSlots * T::kSlotBytes);
+  const uint32_t ring = SharedAddress(shared) + threadIdx.x / 32 * (T::kSlots * T::kSlotBytes + T::kFilterBytes);
   constexpr int kAhead = T::kSlots - 1;
+  GroupedFilter<T>::Copy(q, filter + work.problem * q.filter_problem, work.part, ring + T::kSlots * T::kSlotBytes);
 
   int at = work.first_line;
   GroupedBlock block(q, at, work.end_line);
@@ -176,7 +183,9 @@ __global__ void __launch_bounds__(T::kThreads, kFinish || sizeof(Out) > sizeof(t
     for (int s = 0; s < T::kTaps; ++s) place[s] = T::Places::At(pixel + s, lane / 16);
   };
   begin();
-  const GroupedFilter<T> words(q, filter + work.problem * q.filter_problem, work.part);
+  WaitForCopies<kAhead>();
+  __syncwarp();
+  const GroupedFilter<T> words(q, ring + T::kSlots * T::kSlotBytes);
 
   float not_finite = 0;  // or NaN
   while (true) {
@@ -289,6 +298,8 @@ cudaError_t LaunchTile(const Problem& p, const void* operand, const void* filter
   if (const cudaError_t e = ResidentBlocks(kernel, grid, &resident); e != cudaSuccess) return e;
   // A worker's lines should be some more than it reads besides.
   constexpr int kLeastLines = 4;
+  // More of them have fewer lines each.
+  resident = std::min<int64_t>(resident, 132 * T::kBlocks);
   const int64_t parts = q.parts.divisor, places = std::max<int64_t>(1, resident * T::kWarps / (parts * p.batch));
   const int64_t workers = std::min(places, CeilDiv(LinesOfAll(q), kLeastLines));
   ShareLines(&q, workers);
@@ -324,7 +335,7 @@ cudaError_t LaunchType(const Problem& p, const void* operand, const void* filter
 
 cudaError_t LaunchGrouped(const Problem& p, const void* operand, const void* filter, void* out,
                           const Epilogue& epilogue, cudaStream_t stream) {
-  if (!IsVectorAligned(operand, static_cast<const void*>(out), epilogue.bias, epilogue.residual)) {
+  if (!IsVectorAligned(operand, filter, static_cast<const void*>(out), epilogue.bias, epilogue.residual)) {
     const Config config = {Tile::kMma128x64, 1, 0, 0};
     return LaunchDataMma(p, config, operand, filter, out, epilogue, stream);
   }

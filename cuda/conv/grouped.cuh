@@ -59,7 +59,8 @@ struct GroupedTile {
   static constexpr int kCopies = ((16 * kStep + 4 * kOverlap) + kApart - 1) / kApart;
   static constexpr int kPixels = kCopies * kApart, kSlotBytes = kPixels * kBytes;
   static constexpr int kSlots = kStep == 1 ? 6 : 4;
-  static constexpr int kSharedBytes = kWarps * kSlots * kSlotBytes;
+  static constexpr int kFilterBytes = 9 * (kWide ? 16 : 8) * kBytes;
+  static constexpr int kSharedBytes = kWarps * (kSlots * kSlotBytes + kFilterBytes);
 
   using Sums = float[kTiles][4];
 
@@ -210,53 +211,57 @@ struct GroupedStrip {
   }
 };
 
-// The filter's place, between two of a part's channels of the same group: from `k` of the operand to `n` of the result.
-__device__ __forceinline__ int FilterPlace(const GroupedParams& q, int tap, int first, int k, int n) {
-  const int in_group = (1 << q.group_log) - 1, line = (q.gradient ? n : k) & in_group;
-  return (((q.mirrored ? 8 - tap : tap) << q.group_log) + line) * q.channels + first + (q.gradient ? k : n);
-}
-
-// As the products want it, with zeros between channels of different groups.
+// As the products want it, with zeros between channels of different groups. A warp's part of it passes through shared
+// memory, in 16-byte chunks: one by one its elements would take longer than some lines of pixels.
 template <class T>
 struct GroupedFilter {
+  using Places = SlotPlaces<T::kChunks, 1>;
   uint32_t words[9][T::kTiles * T::kWords];
 
-  __device__ GroupedFilter(const GroupedParams& q, const typename T::In* filter, int part) {
-    using In = typename T::In;
-    using Bits = std::conditional_t<sizeof(In) == 2, unsigned short, unsigned>;
-    constexpr int kPerWord = 4 / sizeof(In), kRows = T::kWords * kPerWord;
-    const int lane = threadIdx.x % 32, first = part * T::kChannels, n = lane / 4;
-    const int tap_step = (q.channels << q.group_log) * (q.mirrored ? -1 : 1);
-    const int tile_step = T::kWide && q.gradient ? 8 * q.channels : 8;
-    // Of the first tap and tile. Between tiles of eight channels, k and n differ alike.
-    const Bits* from[kRows];
-    bool meet[kRows];
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      const int k = (i / kPerWord * 4 + lane % 4) * kPerWord + i % kPerWord;
-      from[i] = reinterpret_cast<const Bits*>(filter) + FilterPlace(q, 0, first, k, n);
-      meet[i] = T::kWide || k >> q.group_log == n >> q.group_log;
-    }
+  // Begins to copy a problem's filter to `shared`, T::kFilterBytes of it.
+  static __device__ void Copy(const GroupedParams& q, const typename T::In* filter, int part, uint32_t shared) {
+    const int lane = threadIdx.x % 32, channel = part * T::kChannels + lane % T::kChunks * T::kChunk;
+    for (int row = lane / T::kChunks; row < 9 << q.group_log; row += T::kApart)
+      CopyAsync<16>(shared + Places::At(row, lane % T::kChunks), filter + row * q.channels + channel,
+                    channel < q.channels);
+    CommitCopies();
+  }
+
+  // The copies of all lanes are there.
+  __device__ GroupedFilter(const GroupedParams& q, uint32_t shared) {
+    const int lane = threadIdx.x % 32, n = lane / 4, in_group = (1 << q.group_log) - 1;
 #pragma unroll
     for (int tap = 0; tap < 9; ++tap) {
+      const int first = (q.mirrored ? 8 - tap : tap) << q.group_log;
+      if constexpr (sizeof(typename T::In) == 2) {
+        // A fragment is a matrix for each word of each tile.
+        const int matrix = lane / 8, tile = matrix / T::kWords, word = matrix % T::kWords;
+        const int down = q.gradient ? tile : word, along = T::kWide && q.gradient ? word : tile;
+        const uint32_t from = shared + Places::At(first + ((8 * down + lane % 8) & in_group), along);
+        if (q.gradient) {
+          LoadMatrices<false>(words[tap], from);
+        } else {
+          LoadMatrices<true>(words[tap], from);
+        }
+        const bool meet = T::kWide || 2 * (lane % 4) >> q.group_log == n >> q.group_log;
 #pragma unroll
-      for (int tile = 0; tile < T::kTiles; ++tile) {
-        const bool exists = first + 8 * tile < q.channels;
-        Bits elements[kRows];
+        for (int i = 0; i < 4; ++i) words[tap][i] = meet ? words[tap][i] : 0;
+      } else {
 #pragma unroll
-        for (int i = 0; i < kRows; ++i) elements[i] = meet[i] && exists ? __ldg(from[i] + tile * tile_step) : Bits(0);
+        for (int tile = 0; tile < T::kTiles; ++tile)
 #pragma unroll
-        for (int i = 0; i < T::kWords; ++i)
-          words[tap][tile * T::kWords + i] =
-              kPerWord == 1 ? elements[i] : elements[2 * i] | uint32_t{elements[kRows > 1 ? 2 * i + 1 : 0]} << 16;
-      }
-      if constexpr (sizeof(In) == 4) {
+          for (int i = 0; i < T::kWords; ++i) {
+            const int k = 4 * i + lane % 4, down = q.gradient ? n : k;
+            const int row = q.gradient && T::kWide ? 8 * tile + n : down & in_group;
+            const int channel = !q.gradient ? 8 * tile + n : T::kWide ? k : 8 * tile + k;
+            const uint32_t from = shared + Places::At(first + row, channel / 4) + channel % 4 * 4;
+            const bool meet = T::kWide || k >> q.group_log == n >> q.group_log;
+            words[tap][tile * T::kWords + i] = meet ? LoadWord(from) : 0;
+          }
 #pragma unroll
         for (int i = 0; i < T::kTiles * T::kWords; i += 4)
           RoundToTf32(reinterpret_cast<uint32_t (&)[4]>(words[tap][i]));
       }
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) from[i] += tap_step;
     }
   }
 };

@@ -40,13 +40,24 @@ int LaunchFilterWithFrame(const Problem& p, const Config& config, const void* x,
   });
 }
 
+int LaunchDepthwise(const Problem& p, const Config& config, const void* lhs, const void* rhs, void* out,
+                    void* workspace, const Epilogue& epilogue, cudaStream_t stream) {
+  return p.direction == Direction::kFilterGradient ? LaunchDepthwiseFilter(p, config, lhs, rhs, out, workspace, stream)
+                                                   : LaunchDepthwiseData(p, lhs, rhs, out, epilogue, stream);
+}
+
 }  // namespace
 
 int Launch(const Problem& p, const Config& config, const void* lhs, const void* rhs, void* out, void* workspace,
            const Epilogue& epilogue, CUstream_st* stream) {
   const bool filter = p.direction == Direction::kFilterGradient;
   if (p.direction != Direction::kForward && !IsNone(epilogue)) return cudaErrorInvalidValue;
-  if (HasFrame(p) && !config.patched) {
+  const Unit unit = kTiles[static_cast<int>(config.tile)].unit;
+  if (HasFrame(p) && config.patched && unit == Unit::kDepthwise) {
+    const int e = LaunchDepthwise(p, config, lhs, rhs, out, workspace, epilogue, stream);
+    if (e != cudaErrorInvalidValue) return e;
+  }
+  if (HasFrame(p) && (!config.patched || unit == Unit::kDepthwise)) {
     if (filter) return LaunchFilterWithFrame(p, config, lhs, rhs, out, static_cast<char*>(workspace), stream);
     if (FrameShare(p) < 1)
       if (const int e = Launch(WithZeros(p), config, lhs, rhs, out, workspace, epilogue, stream)) return e;
@@ -55,10 +66,9 @@ int Launch(const Problem& p, const Config& config, const void* lhs, const void* 
   if (epilogue.scale != nullptr && !IsByte(p.in)) return cudaErrorInvalidValue;
   if (config.exchanged != p.exchanged) return Launch(Exchanged(p), config, rhs, lhs, out, workspace, epilogue, stream);
   if (IsByte(p.in))
-    return kTiles[static_cast<int>(config.tile)].unit == Unit::kWgmma
-               ? LaunchDataBytesWgmma(p, config, lhs, rhs, out, workspace, epilogue, stream)
-               : LaunchDataBytes(p, config, lhs, rhs, out, epilogue, stream);
-  switch (kTiles[static_cast<int>(config.tile)].unit) {
+    return unit == Unit::kWgmma ? LaunchDataBytesWgmma(p, config, lhs, rhs, out, workspace, epilogue, stream)
+                                : LaunchDataBytes(p, config, lhs, rhs, out, epilogue, stream);
+  switch (unit) {
     case Unit::kSimt:
       return filter ? LaunchFilterSimt(p, config, lhs, rhs, out, workspace, stream)
                     : LaunchDataSimt(p, config, lhs, rhs, out, epilogue, stream);
@@ -69,8 +79,7 @@ int Launch(const Problem& p, const Config& config, const void* lhs, const void* 
       return filter ? LaunchFilterWgmma(p, config, lhs, rhs, out, workspace, stream)
                     : LaunchDataWgmma(p, config, lhs, rhs, out, workspace, epilogue, stream);
     case Unit::kDepthwise:
-      return filter ? LaunchDepthwiseFilter(p, config, lhs, rhs, out, workspace, stream)
-                    : LaunchDepthwiseData(p, lhs, rhs, out, epilogue, stream);
+      return LaunchDepthwise(p, config, lhs, rhs, out, workspace, epilogue, stream);
     case Unit::kFewChannels:
       return filter ? LaunchFewChannelsFilter(p, config, lhs, rhs, out, workspace, stream)
                     : LaunchFewChannelsData(p, lhs, rhs, out, epilogue, stream);

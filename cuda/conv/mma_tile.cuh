@@ -45,12 +45,6 @@ struct MmaTile {
 template <class In>
 constexpr int kChunk = 16 / sizeof(In);
 
-__device__ __forceinline__ uint32_t LoadWord(uint32_t shared) {
-  uint32_t word;
-  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(shared) : "memory");
-  return word;
-}
-
 // An operand of one stage: kExtent rows (or columns) by kDepth terms, in lines along whichever of the two is contiguous
 // in memory. 16-byte chunks of a line are exchanged among each other, line by line in another way, so that neither the
 // copies nor the eight lines of a matrix load meet in a bank; nor, where floats are read one by one, a warp's four
@@ -237,10 +231,10 @@ __device__ __forceinline__ void MultiplyStage(uint32_t a, uint32_t b, const OfA&
 }
 
 // sums += A B over `steps` stages. load_a(step, address), called for one step after another, begins the copies of that
-// step's operand into the stage at `address`, with LoadA::Tile its layout.
+// step's operand into the stage at `address`, with LoadA::Tile its layout. Warps whose sums are not wanted only load.
 template <class In, class T, class LoadA, class LoadB>
 __device__ void MultiplyPipelined(uint32_t ring, int steps, LoadA& load_a, LoadB& load_b, typename T::Sums& sums,
-                                  const Float8Kinds& e5m2 = {}) {
+                                  const Float8Kinds& e5m2 = {}, bool wanted = true) {
   using TileA = typename LoadA::Tile;
   using TileB = typename LoadB::Tile;
   constexpr int kStageBytes = TileA::kBytes + TileB::kBytes;
@@ -265,7 +259,12 @@ __device__ void MultiplyPipelined(uint32_t ring, int steps, LoadA& load_a, LoadB
     // This step's copies of every thread are here, and the stage that is filled next was last read before.
     __syncthreads();
     const uint32_t stage = ring + step % T::kStages * kStageBytes;
-    MultiplyStage<In, T>(stage, stage + TileA::kBytes, of_a, of_b, sums, e5m2, [&] { load(step + T::kStages - 1); });
+    const auto next = [&] { load(step + T::kStages - 1); };
+    if (wanted) {
+      MultiplyStage<In, T>(stage, stage + TileA::kBytes, of_a, of_b, sums, e5m2, next);
+    } else {
+      next();
+    }
   }
   WaitForCopies<0>();
   __syncthreads();

@@ -3,26 +3,21 @@
 //
 // Two warps follow the loads of pixels, with half of a tile's rows each. Once a tap they look which of them leave the
 // operand, and where that is mapped to; once a stage, when the zeros are there, they have the TMA unit load these rows'
-// lines over them.
+// lines over them: eight at once where they are neighbours in the operand too, as they are beyond the ends of all
+// dimensions but the last.
 #pragma once
 
 #include "cuda/conv/data_wgmma.cuh"
-#include "cuda/conv/frame.h"
 
 namespace jaxdnn::conv {
 
 inline cudaError_t MakePatches(const Problem& p, const void* operand, int line, Patches* q) {
   const bool forward = p.direction == Direction::kForward;
   q->any = true;
-  for (int d = 0; d < kRank; ++d) {
-    const Reach reach = ReachOf(p, d);
-    q->edges[d] = InputEdges(p, d);
-    q->edges[d].mapped = reach.low > 0 || reach.high > 0;
-    // A circular data gradient without strides is a circular convolution of y.
-    if (!forward) q->edges[d].extent = int(p.y[d]);
-  }
-  return EncodeBoxes(&q->pixel, p.in, operand, {p.DepthChannels(), p.images * (forward ? p.XPixels() : p.YPixels()), 1},
-                     {line, 1, 1});
+  for (int d = 0; d < kRank; ++d) q->edges[d] = OperandEdges(p, d);
+  const int64_t pixels = p.images * (forward ? p.XPixels() : p.YPixels());
+  const cudaError_t e = EncodeBoxes(&q->pixel, p.in, operand, {p.DepthChannels(), pixels, 1}, {line, 1, 1});
+  return e == cudaSuccess ? EncodeBoxes(&q->run, p.in, operand, {p.DepthChannels(), pixels, 1}, {line, kRun, 1}) : e;
 }
 
 // The rows of a tile that one of the warps looks after, a few to each lane.
@@ -42,25 +37,47 @@ struct PatchedRows {
 
   static __device__ int Row(int j) { return 32 * j + threadIdx.x % 32; }
 
-  // Notes down (row, pixel) for those that read beyond an edge at a tap, so far from the first; returns their number.
-  __device__ int Find(const Edges (&edges)[kRank], const int (&offset)[kRank], int2* found) const {
-    int count = 0;
+  struct Found {
+    int loads, rows;
+  };
+  static constexpr int kWhole = 1 << 16;  // added to the first row of kRun
+
+  // Notes down (row, pixel) for those that read beyond an edge at a tap, so far from the first.
+  __device__ Found Find(const Edges (&edges)[kRank], const int (&offset)[kRank], int2* found) const {
+    const int lane = threadIdx.x % 32;
+    Found count = {};
     __syncwarp();  // the last tap's are read
 #pragma unroll
     for (int j = 0; j < kEach; ++j) {
-      bool exists = image[j] >= 0, beyond = false;
-      int pixel = image[j];
+      int to[kRank], pixel = image[j];
+      bool mine = false;
 #pragma unroll
       for (int d = 0; d < kRank; ++d) {
-        const unsigned extent = edges[d].extent;
-        int to = at[j][d] + offset[d];
-        beyond |= static_cast<unsigned>(to) >= extent;
-        exists &= edges[d].Find(&to) && static_cast<unsigned>(to) < extent;
-        pixel = pixel * extent + to;
+        to[d] = at[j][d] + offset[d];
+        mine |= static_cast<unsigned>(to[d]) >= static_cast<unsigned>(edges[d].extent);
       }
-      const uint32_t all = __ballot_sync(~0u, exists && beyond);
-      if (exists && beyond) found[count + __popc(all & ((1u << threadIdx.x % 32) - 1))] = {Row(j), pixel};
-      count += __popc(all);
+      // In most places nobody leaves the operand.
+      if (!__any_sync(~0u, mine)) continue;
+      mine &= image[j] >= 0;
+#pragma unroll
+      for (int d = 0; d < kRank; ++d) {
+        mine &= edges[d].FindAny(&to[d]);
+        pixel = pixel * edges[d].extent + to[d];
+      }
+      const uint32_t all = __ballot_sync(~0u, mine), below = (1u << lane) - 1, above = ~below << 1;
+      bool load = mine, whole = false;
+      if (__popc(all) >= kRun) {
+        // The lane's place among those that follow one another.
+        const bool follows = __shfl_up_sync(~0u, pixel, 1) + 1 == pixel && lane > 0 && (all >> (lane - 1) & 1);
+        const uint32_t starts = __ballot_sync(~0u, mine && !follows), ends = (starts | ~all) & above;
+        const int start = 31 - __clz(starts & ~above), end = ends == 0 ? 32 : __ffs(ends) - 1;
+        whole = lane - start < (end - start) / kRun * kRun;
+        load = mine && (!whole || (lane - start) % kRun == 0);
+      }
+      const uint32_t loads = __ballot_sync(~0u, load);
+      if (load) found[count.loads + __popc(loads & below)] = {Row(j) + (whole ? kWhole : 0), pixel};
+      count.loads += __popc(loads);
+      count.rows += __popc(all);
     }
     __syncwarp();
     return count;
@@ -74,15 +91,18 @@ __device__ void PatchStages(const WgmmaParams& p, Ring<T> ring, int warp, int2* 
     const WgmmaPlace place(p, tile, T());
     const WgmmaPhase& f = p.phase[place.phase];
     const PatchedRows<T> rows(f, place.row + first);
-    int count = -1;
+    typename PatchedRows<T>::Found count = {-1, 0};
     const auto patch = [&](int line, int, const int (&offset)[kRank]) {
-      if (count < 0 || line == 0) count = rows.Find(p.patches.edges, offset, found);
+      if (count.loads < 0 || line == 0) count = rows.Find(p.patches.edges, offset, found);
       hopper::WaitBarrier(ring.Between(ring.stage), ring.parity);
-      if (lane == 0) hopper::ArriveExpecting(ring.Full(), count * kLineBytes);
+      if (lane == 0) hopper::ArriveExpecting(ring.Full(), count.rows * kLineBytes);
 #pragma unroll 1
-      for (int i = lane; i < count; i += 32)
-        hopper::LoadBox(ring.Data() + (first + found[i].x) * kLineBytes, &p.patches.pixel, ring.Full(), line * T::kLine,
-                        found[i].y, 0);
+      for (int i = lane; i < count.loads; i += 32) {
+        const bool whole = found[i].x >= PatchedRows<T>::kWhole;
+        const int row = first + found[i].x % PatchedRows<T>::kWhole;
+        hopper::LoadBox(ring.Data() + row * kLineBytes, whole ? &p.patches.run : &p.patches.pixel, ring.Full(),
+                        line * T::kLine, found[i].y, 0);
+      }
       ring.Next();
     };
     const Share share(max(1, f.tap_count * p.lines), p.team);
