@@ -16,6 +16,8 @@ from jaxdnn._conv.primitives import FEW_CHANNELS, OPERANDS, convolve, plan
 from jaxdnn._conv.spec import ConvSpec
 from numerics import assert_close, assert_repeatable, exact, sample
 
+HOPPER = "few_channels wgmma"
+
 
 def algorithms(direction, window, c, k, dtype="bfloat16", spatial=(224, 224), batch=32, **options):
   x, w = (jax.ShapeDtypeStruct(s, dtype) for s in ((batch, *spatial, c), (*window, c, k)))
@@ -68,6 +70,31 @@ def test_is_not_offered():
   assert FEW_CHANNELS not in names("forward", (9, 9), 64, 64)
 
 
+def test_hopper_has_kernels_of_strides():
+  """Of 7x7 windows, on lines of whole fours of pixels."""
+
+  def tiles(result, window, c, k, stride, width=224, dtype="bfloat16", out=None, models=1, hopper=True):
+    case = ConvCase("", 32, (224, width), c, window, k, (stride, stride), ((1, 1), (1, 1)))
+    spec = ConvSpec(*case.geometry, 1, case.spatial, case.window, None, HOPPER)
+    shapes = {"x": case.x_shape, "w": case.w_shape, "y": (32, *spec.y_spatial, k)}
+    a, b = (jax.ShapeDtypeStruct((models, *shapes[name]), dtype) for name in OPERANDS[result])
+    return plan(result, a, b, spec, np.dtype(out or dtype), hopper=hopper)
+
+  for window, stride in (((7, 7), 2), ((6, 7), 2)):
+    for c in (3, 4):
+      assert tiles("y", window, c, 64, stride)["workspace_bytes"] == 0
+      sums = tiles("w", window, c, 64, stride)
+      # Of a single slice too.
+      assert sums["workspace_bytes"] == sums["splits"] * np.prod(window) * c * 64 * 4
+    assert tiles("y", window, 3, 64, stride, dtype="float32")["workspace_bytes"] == 0
+    assert tiles("w", window, 3, 64, stride, dtype="float32") is None
+    for others in (dict(c=2), dict(c=5), dict(k=63), dict(k=32), dict(width=222), dict(models=2), dict(hopper=False),
+                   dict(dtype="float64")):  # fmt: skip
+      assert tiles("y", window, **{"c": 3, "k": 64, "stride": stride, **others}) is None
+  assert tiles("y", (7, 7), 3, 64, 1) is None and tiles("x", (7, 7), 3, 64, 2) is None
+  assert tiles("y", (5, 5), 3, 64, 2) is None and tiles("y", (7, 9), 3, 64, 2) is None
+
+
 # Strips that are copied by 16, 4 and 2 bytes; windows that begin at odd and even elements; ragged tiles.
 CASES = [
   ConvCase("stem", 2, (64, 64), 3, (7, 7), 64, (2, 2), SAME7),
@@ -90,6 +117,10 @@ CASES = [
   ConvCase("long_line", 2, (5, 200), 1, (1, 129), 64, padding=((0, 0), (3, 3))),
   ConvCase("many_lines", 2, (40, 24), 1, (31, 5), 64, padding=((2, 2), (2, 2))),
   ConvCase("many_tiles", 40, (60, 64), 2, (3, 3), 40, padding=SAME3),
+  # What Hopper's kernels take: several bands of lines, ragged; windows that begin anywhere in a four of pixels.
+  ConvCase("stem_ragged", 3, (45, 92), 3, (7, 7), 72, (2, 2), ((3, 3), (2, 3))),
+  ConvCase("stem_four_channels", 2, (30, 36), 4, (6, 7), 40, (1, 2), ((2, 2), (1, 4))),
+  ConvCase("stem_many", 40, (64, 64), 3, (7, 7), 128, (2, 2), SAME7),
 ]  # fmt: skip
 
 
@@ -223,6 +254,20 @@ def test_epilogue(features, activation):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("activation", [None, "relu", "gelu"])
+def test_epilogue_of_strides(activation, dtype):
+  """Hopper's kernels have bias and ReLU; what they leave to the others is here too."""
+  shapes = (2, 36, 40, 3), (7, 7, 3, 72), (72,), (2, 18, 20, 72)
+  x, w, b, r = (jnp.asarray(coarse(s, dtype, i)) for i, s in enumerate(shapes))
+  layer = dict(stride=2, padding="SAME", activation=activation, precision="default")
+  for bias, residual in ((b, None), (b, r), (None, r)):
+    got = jaxdnn.conv(x, w, bias, residual=residual, algorithm=FEW_CHANNELS, **layer)
+    want = jaxdnn.conv(x, w, bias, residual=residual, algorithm="implicit_gemm", **layer)
+    assert_close(got, exact(want), dtype, terms=147, scale=36)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_not_finite_stays_local(dtype, value):
@@ -236,7 +281,8 @@ def test_not_finite_stays_local(dtype, value):
     return a
 
   with np.errstate(invalid="ignore"):
-    for name in ("stem_odd", "3x3", "3x3s2", "mnist", "37_features", "many_lines"):
+    for name in ("stem_odd", "stem_ragged", "3x3", "3x3s2", "mnist", "37_features",
+                 "many_lines"):  # fmt: skip
       check(next(c for c in CASES if c.name == name), dtype, dtype, draw)
     for case in FEW_FEATURES[:4]:
       check(case, dtype, dtype, partial(draw, operand=2), "x")
@@ -245,7 +291,7 @@ def test_not_finite_stays_local(dtype, value):
 @pytest.mark.gpu
 @pytest.mark.sanitize
 def test_kernels_under_the_sanitizer():
-  for name in ("stem_odd", "3x3", "mnist", "37_features", "3d_s2", "many_lines"):
+  for name in ("stem_odd", "stem_ragged", "3x3", "mnist", "37_features", "3d_s2", "many_lines"):
     check(next(c for c in CASES if c.name == name), "bfloat16", "bfloat16")
     check(next(c for c in CASES if c.name == name), "float32", "float32", coarse)
   for case in FEW_FEATURES[:4]:

@@ -128,7 +128,7 @@ def check(case, tile, dtype, out_dtype, kind):
 
 
 # Kernels of few shapes have such a test beside their others.
-OF_FEW_SHAPES = {DEPTHWISE, FEW_CHANNELS, FEW_FEATURES, GROUPED, PLANES, UNALIGNED}
+OF_FEW_SHAPES = {DEPTHWISE, FEW_CHANNELS, "few_channels wgmma", FEW_FEATURES, GROUPED, PLANES, UNALIGNED}
 
 
 @pytest.mark.gpu

@@ -51,8 +51,20 @@ def channels(rng):
   return groups * c, groups * (c if rng.random() < 0.7 else k), groups
 
 
+def first_layer(rng):
+  """Of a network: a window on three or four channels, with a stride."""
+  side, stride = ((7, 2), (7, 2), (3, 2), (4, 4))[int(rng.integers(4))]
+  window = (side - int(rng.integers(0, 2)), side)
+  padding = tuple((int(a), int(b)) for a, b in rng.integers(0, side // 2 + 1, (2, 2)))
+  spatial = near(rng, (16, 32)), 4 * int(rng.integers(2, 20))
+  c, k = int(rng.integers(3, 5)), 8 * int(rng.integers(1, 17))
+  return ConvCase("", int(rng.integers(1, 5)), spatial, c, window, k, (stride, stride), padding)
+
+
 def draw(rng):
   """A problem with an output, and the models that it is of."""
+  if rng.random() < 0.06:
+    return first_layer(rng), 1
   while True:
     rank = int(rng.choice((1, 2, 2, 3)))
 

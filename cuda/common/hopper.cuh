@@ -288,12 +288,13 @@ __device__ inline void Multiply(float (&d)[kColumns / 2], uint64_t a_tile, uint6
 
 // The same of 8 terms of floats, whose rows the threads hold: of row 16 w + l / 4 the terms l % 4 and l % 4 + 4 in a[0]
 // and a[2], and of the row 8 below in a[1] and a[3]. They must stay as they are until the product is done.
-#define JAXDNN_WGMMA_HELD(n, operands, rows, b, add, ...)                                                 \
-  asm volatile("{\n .reg .pred add;\n setp.ne.b32 add, " add ", 0;\n wgmma.mma_async.sync.aligned.m64n" n \
-               "k8.f32.tf32.tf32 {" operands "}, {" rows "}, " b ", add, 1, 1;\n}"                        \
-               : __VA_ARGS__                                                                              \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b_tile), "r"(int{add_to})                \
+#define JAXDNN_WGMMA_HELD_OF(type, k, transposed, n, operands, rows, b, add, ...)                               \
+  asm volatile("{\n .reg .pred add;\n setp.ne.b32 add, " add ", 0;\n wgmma.mma_async.sync.aligned.m64n" n "k" k \
+               ".f32." type "." type " {" operands "}, {" rows "}, " b ", add, 1, 1" transposed ";\n}"          \
+               : __VA_ARGS__                                                                                    \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b_tile), "r"(int{add_to})                      \
                : "memory")
+#define JAXDNN_WGMMA_HELD(...) JAXDNN_WGMMA_HELD_OF("tf32", "8", "", __VA_ARGS__)
 template <int kColumns>
 __device__ inline void MultiplyHeld(float (&d)[kColumns / 2], const uint32_t (&a)[4], uint64_t b_tile, bool add_to) {
   if constexpr (!kAvailable) {
@@ -317,7 +318,36 @@ __device__ inline void MultiplyHeld(float (&d)[kColumns / 2], const uint32_t (&a
     JAXDNN_WGMMA_HELD("128", JAXDNN_TO_59 "%60, %61, %62, %63", "%64, %65, %66, %67", "%68", "%69", JAXDNN_SUMS64(0));
   }
 }
+
+// The same of 16 terms of 16-bit floats: of row 16 w + l / 4 the terms 2 (l % 4) and 2 (l % 4) + 1 in a[0], those 8
+// later in a[2], and of the row 8 below in a[1] and a[3].
+#define JAXDNN_WGMMA_HELD_SHORT(type, transposed)                                                                 \
+  if constexpr (kColumns == 32) {                                                                                 \
+    JAXDNN_WGMMA_HELD_OF(type, "16", ", " transposed, "32", JAXDNN_TEN() "%10, %11, %12, %13, %14, %15",          \
+                         "%16, %17, %18, %19", "%20", "%21", JAXDNN_SUMS16(0));                                   \
+  } else {                                                                                                        \
+    static_assert(kColumns == 64);                                                                                \
+    JAXDNN_WGMMA_HELD_OF(type, "16", ", " transposed, "64", JAXDNN_TO_29 "%30, %31", "%32, %33, %34, %35", "%36", \
+                         "%37", JAXDNN_SUMS16(0), JAXDNN_SUMS16(16));                                             \
+  }
+template <class In, int kColumns, bool kTransposedB>
+__device__ inline void MultiplyHeldShort(float (&d)[kColumns / 2], const uint32_t (&a)[4], uint64_t b_tile,
+                                         bool add_to) {
+  constexpr bool kBf16 = std::is_same_v<In, __nv_bfloat16>;
+  if constexpr (!kAvailable) {
+  } else if constexpr (kBf16 && kTransposedB) {
+    JAXDNN_WGMMA_HELD_SHORT("bf16", "1")
+  } else if constexpr (kBf16) {
+    JAXDNN_WGMMA_HELD_SHORT("bf16", "0")
+  } else if constexpr (kTransposedB) {
+    JAXDNN_WGMMA_HELD_SHORT("f16", "1")
+  } else {
+    JAXDNN_WGMMA_HELD_SHORT("f16", "0")
+  }
+}
 #undef JAXDNN_WGMMA_HELD
+#undef JAXDNN_WGMMA_HELD_OF
+#undef JAXDNN_WGMMA_HELD_SHORT
 
 #undef JAXDNN_TO_29
 #undef JAXDNN_TO_59

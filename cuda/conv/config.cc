@@ -6,6 +6,7 @@
 #include "cuda/conv/bytes_plan.h"
 #include "cuda/conv/depthwise_plan.h"
 #include "cuda/conv/few_features_plan.h"
+#include "cuda/conv/filled_plan.h"
 #include "cuda/conv/frame.h"
 #include "cuda/conv/pixel_map.h"
 #include "cuda/conv/planes_plan.h"
@@ -246,6 +247,7 @@ bool Takes(const TileShape& t, const Problem& p, bool hopper) {
   if (IsByte(p.in)) return TakesBytes(t, p, hopper);
   if (p.exchanged && !StoresExchanged(t.unit)) return false;
   if (t.unit == Unit::kSimt) return true;
+  if (t.tile == Tile::kFewChannelsWgmma) return hopper && TakesFilled(p) && TakesFewChannels(p);
   if (t.unit == Unit::kFewChannels) return TakesFewChannels(p);
   if (t.unit == Unit::kGrouped) return TakesGrouped(p);
   if (t.unit == Unit::kFewFeatures) return TakesFewFeatures(p);
@@ -328,19 +330,20 @@ std::optional<Config> ChooseAsItIs(const Problem& p, bool hopper, std::string_vi
       continue;
     }
     Strips strips;
-    if (t.unit == Unit::kFewChannels) strips.Fit(AsForward(p), FewPixels(AsForward(p)), 16);
+    if (t.tile == Tile::kFewChannels) strips.Fit(AsForward(p), FewPixels(AsForward(p)), 16);
     for (int64_t splits = 1; splits == 1 || (splittable && splits * kMinSlice <= g.depth);
          splits += std::max<int64_t>(1, splits / 8)) {
       // As few as give the longest slice no more of whole tiles.
-      const int64_t tiles = !splittable                    ? 0
-                            : t.unit == Unit::kFewChannels ? strips.Tiles(p)
-                            : t.unit == Unit::kUnaligned   ? UnalignedTiles(p)
-                            : t.unit == Unit::kPlanes      ? PlanesPieces(p)
-                                                           : 0;
+      const int64_t tiles = !splittable                         ? 0
+                            : t.tile == Tile::kFewChannels      ? strips.Tiles(p)
+                            : t.tile == Tile::kFewChannelsWgmma ? FilledPieces(p)
+                            : t.unit == Unit::kUnaligned        ? UnalignedTiles(p)
+                            : t.unit == Unit::kPlanes           ? PlanesPieces(p)
+                                                                : 0;
       const int64_t slices = tiles > 0 ? CeilDiv(tiles, CeilDiv(tiles, splits)) : splits;
-      // Those of unaligned channels and of planes have partial sums of a single slice too.
-      const bool partial =
-          UsesWorkspace(p, slices) || ((t.unit == Unit::kUnaligned || t.unit == Unit::kPlanes) && splittable);
+      // Hopper's kernels of few and of unaligned channels and of planes have partial sums of a single slice too.
+      const bool always = t.tile == Tile::kFewChannelsWgmma || t.unit == Unit::kUnaligned || t.unit == Unit::kPlanes;
+      const bool partial = UsesWorkspace(p, slices) || (always && splittable);
       const int64_t transposed = t.unit == Unit::kUnaligned ? UnalignedWorkspace(p)
                                  : t.unit != Unit::kWgmma   ? 0
                                  : IsByte(p.in)             ? BytesWorkspace(p)
@@ -350,12 +353,13 @@ std::optional<Config> ChooseAsItIs(const Problem& p, bool hopper, std::string_vi
       if (splittable && CeilDiv(g.depth, slices) >= kIndexLimit) continue;  // a slice is indexed with 32 bits
       for (const int64_t cluster : {1, 2, 3, 4, 8}) {
         if (cluster > 1 && (t.unit != Unit::kWgmma || IsByte(p.in) || !MayShare(p, t, cluster))) continue;
-        const double product = t.unit == Unit::kDepthwise     ? DepthwiseCycles(p, slices)
-                               : t.unit == Unit::kFewChannels ? FewChannelsCycles(AsForward(p), strips, slices)
-                               : t.unit == Unit::kGrouped     ? GroupedCycles(p, slices)
-                               : t.unit == Unit::kFewFeatures ? FewFeaturesCycles(p)
-                               : t.unit == Unit::kUnaligned   ? UnalignedCycles(p, slices)
-                               : t.unit == Unit::kPlanes      ? PlanesCycles(p, slices)
+        const double product = t.unit == Unit::kDepthwise          ? DepthwiseCycles(p, slices)
+                               : t.tile == Tile::kFewChannelsWgmma ? FilledCycles(p, slices)
+                               : t.unit == Unit::kFewChannels      ? FewChannelsCycles(AsForward(p), strips, slices)
+                               : t.unit == Unit::kGrouped          ? GroupedCycles(p, slices)
+                               : t.unit == Unit::kFewFeatures      ? FewFeaturesCycles(p)
+                               : t.unit == Unit::kUnaligned        ? UnalignedCycles(p, slices)
+                               : t.unit == Unit::kPlanes           ? PlanesCycles(p, slices)
                                : t.unit == Unit::kWgmma
                                    ? (IsByte(p.in) ? BytesCycles(p, t) : WgmmaCycles(p, t, cluster))
                                    : Cycles(p, t, slices);

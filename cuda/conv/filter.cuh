@@ -231,12 +231,14 @@ cudaError_t SumSlices(const Problem& p, const Accumulator<In>* partial, int64_t 
   };
   const auto to = [&](auto* result) {
     using Out = std::remove_pointer_t<decltype(result)>;
-    if constexpr (kChecked)
+    if constexpr (kChecked) {
       return sum(StoreChecked<In, Out>{MakeFilterParams(p, splits, 1, 1, 1), static_cast<const In*>(x),
                                        static_cast<const In*>(y), result});
-    if (!p.exchanged) return sum(StoreInOrder<Out>{result});
-    return sum(StoreExchanged<In, Out>{MakeFilterParams(p, splits, 1, 1, 1), static_cast<const In*>(x),
-                                       static_cast<const In*>(y), result});
+    } else {
+      if (!p.exchanged) return sum(StoreInOrder<Out>{result});
+      return sum(StoreExchanged<In, Out>{MakeFilterParams(p, splits, 1, 1, 1), static_cast<const In*>(x),
+                                         static_cast<const In*>(y), result});
+    }
   };
   if constexpr (sizeof(In) == 2)
     if (p.out != p.in) return to(static_cast<float*>(out));

@@ -81,6 +81,9 @@ int Launch(const Problem& p, const Config& config, const void* lhs, const void* 
     case Unit::kDepthwise:
       return LaunchDepthwise(p, config, lhs, rhs, out, workspace, epilogue, stream);
     case Unit::kFewChannels:
+      if (config.tile == Tile::kFewChannelsWgmma)
+        return filter ? LaunchFewChannelsFilterWgmma(p, config, lhs, rhs, out, workspace, stream)
+                      : LaunchFewChannelsWgmma(p, lhs, rhs, out, epilogue, stream);
       return filter ? LaunchFewChannelsFilter(p, config, lhs, rhs, out, workspace, stream)
                     : LaunchFewChannelsData(p, lhs, rhs, out, epilogue, stream);
     case Unit::kGrouped:

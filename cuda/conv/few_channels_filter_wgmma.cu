@@ -1,0 +1,160 @@
+// Filter gradient of three or four channels of 16-bit floats with a stride of two on Hopper's tensor cores.
+//
+// As forward, strips of x are wgmma's operand in place (filled_plan.h), here one whose terms are results: a product's
+// columns are a line of the window, its rows features, and its terms 8 results of each of two lines of y, which a warp
+// loads transposed. So each of y meets all lines of the window from registers.
+//
+// Lines of y that do not exist are zeros, but x may have an infinity where they meet it: sums that are not finite are
+// computed once more when slices are added up.
+#include "cuda/conv/few_channels.h"
+#include "cuda/conv/filled.cuh"
+#include "cuda/conv/filter.cuh"
+
+namespace jaxdnn::conv {
+namespace {
+
+template <class In_>
+struct FilterTile : FilledTile<In_> {
+  using In = In_;
+  using Base = FilledTile<In>;
+  // Warpgroups that multiply, and that bring x and y, and their registers.
+  static constexpr int kTakers = 2, kBringers = 1, kThreads = (kTakers + kBringers) * kWarpgroup;
+  static constexpr int kTakersRegisters = 200, kBringersRegisters = 104;
+  static constexpr int kSteps = FilledPlan::kHeight / 2;              // of a unit's results
+  static_assert(Base::kApart == 1 || Base::kChunks <= Base::kApart);  // chunks of a line are equally far apart
+  using Sums = float[Base::kLines][Base::kLineTerms / 2];
+};
+
+// y's boxes come first in a stage: they begin on 1024 bytes, as their swizzle asks for.
+struct FilledFilterParams {
+  CUtensorMap y;
+  int cotangent_bytes;
+  int64_t result_size;
+};
+
+template <class T>
+__device__ void ConsumeFilled(const FilledParams& q, FilledRing& ring, int worker, int warpgroup,
+                              typename T::Sums& sums) {
+  const int warp = threadIdx.x % kWarpgroup / 32, lane = threadIdx.x % 32;
+  // The lane's row of the matrices that it loads: of a step's first or second line.
+  const int width = FilledPlan::kColumns * q.units;
+  const uint32_t mine = (lane / 16 * width + lane % 8) * 128 + ((2 * warp + lane / 8 % 2) ^ lane % 8) * 16;
+  int next = warpgroup;  // of a piece's units; every other one is this warpgroup's
+  const FilledShare share(q, worker);
+#pragma unroll 1
+  for (int piece = share.first; piece < share.end; ++piece, ring.Next()) {
+    const FilledPlace place(q, piece);
+    hopper::WaitBarrier(ring.Full(), ring.parity);
+#pragma unroll 1
+    for (int unit = next; unit < place.units; unit += T::kTakers) {
+      uint32_t rows[T::kSteps][4];
+#pragma unroll
+      for (int step = 0; step < T::kSteps; ++step)
+        LoadMatrices<true>(rows[step], ring.Data() + mine + (2 * step * width + unit * FilledPlan::kColumns) * 128);
+      uint64_t terms = T::Windows(q, ring.Data() + q.strip, unit, true);
+      hopper::BeginProducts();
+#pragma unroll
+      for (int step = 0; step < T::kSteps; ++step) {
+#pragma unroll
+        for (int line = 0; line < T::kLines; ++line)
+          hopper::MultiplyHeldShort<typename T::In, T::kLineTerms, true>(sums[line], rows[step],
+                                                                         terms + line * (q.pitch >> 4), true);
+        terms += 2 * q.stride * (q.pitch >> 4);
+        asm volatile("" : "+l"(terms));  // else all of them would be kept in registers
+      }
+      hopper::CommitProducts();
+      hopper::WaitForProducts<0>();
+    }
+    if (lane == 0) hopper::Arrive(ring.Empty());
+    next = (next + place.units) % T::kTakers;
+  }
+#pragma unroll
+  for (auto& line : sums)
+#pragma unroll
+    for (float& each : line) asm volatile("" : "+f"(each));
+}
+
+// Adds up what the warpgroups have: each finishes some lines of the window, and gets the other's sums of them through
+// the shared memory of the stages.
+template <class T>
+__device__ __forceinline__ void StoreSums(const FilledParams& q, int first_feature, int warpgroup,
+                                          const typename T::Sums& sums, float* shared, float* partial) {
+  constexpr int kAll = T::kTakers * kWarpgroup, kHalf = (T::kLines + 1) / 2, kEach = T::kLineTerms / 2;
+  const int thread = threadIdx.x % kWarpgroup, lane = thread % 32;
+  const int feature = first_feature + thread / 32 * 16 + lane / 4;
+  hopper::SyncThreads(3, kAll);  // all products are done with the stages
+  float* const mine = shared + thread;
+#pragma unroll
+  for (int line = 0; line < T::kLines; ++line)
+#pragma unroll
+    for (int i = 0; i < kEach; ++i)
+      if (warpgroup == line < kHalf) mine[(line * kEach + i) * kWarpgroup] = sums[line][i];
+  hopper::SyncThreads(3, kAll);
+#pragma unroll
+  for (int line = 0; line < T::kLines; ++line) {
+    if (warpgroup == line < kHalf) continue;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const int row = q.FilterRow<T>(line * T::kLineTerms + i / 4 * 8 + lane % 4 * 2 + i % 2);
+      const int of_row = feature + i % 4 / 2 * 8;
+      const float other = mine[(line * kEach + i) * kWarpgroup], sum = sums[line][i] + other;
+      if (row >= 0 && of_row < q.features) partial[row * q.features + of_row] = sum;
+    }
+  }
+}
+
+template <class T>
+__global__ void __launch_bounds__(T::kThreads, 1)
+    FewChannelsFilterKernel(const __grid_constant__ FilledParams q, const __grid_constant__ FilledFilterParams r,
+                            const typename T::In* x, float* partial) {
+  if constexpr (hopper::kAvailable) {
+    extern __shared__ __align__(1024) unsigned char shared[];
+    FilledRing ring(q, shared);
+    ring.Init(kWarpgroup + 1, T::kTakers);
+    int column_tile;
+    const int worker = q.column_div.Div(blockIdx.x, &column_tile);
+    const int first_feature = column_tile * FilledPlan::kFeatures;
+    RunFilled<T>(
+        q, ring, worker, x,
+        [&](const FilledPlace& place) {
+          if (threadIdx.x % kWarpgroup != 0) return;
+          hopper::ArriveExpecting(ring.Full(), r.cotangent_bytes);
+          hopper::LoadBox(ring.Data(), &r.y, ring.Full(), {first_feature, place.column, place.line, place.image, 0});
+        },
+        [&](int warpgroup) {
+          typename T::Sums sums = {};
+          ConsumeFilled<T>(q, ring, worker, warpgroup, sums);
+          StoreSums<T>(q, first_feature, warpgroup, sums, reinterpret_cast<float*>(shared),
+                       partial + worker * r.result_size);
+        });
+  }
+}
+
+template <class In>
+cudaError_t LaunchTyped(const Problem& p, const Config& config, const FilledPlan& plan, const void* x, const void* y,
+                        void* out, float* partial, cudaStream_t stream) {
+  FilledParams q(p, plan, plan.CotangentBytes(), 1024, 0);
+  q.workers = int(config.splits);
+  FilledFilterParams r = {{}, plan.CotangentBytes(), p.FilterSize()};
+  cudaError_t e = EncodeBoxes(&r.y, p.in, y, {p.features, p.y[2], p.y[1], p.images, 1},
+                              {FilledPlan::kFeatures, FilledPlan::kColumns * plan.units, FilledPlan::kHeight, 1, 1});
+  if (e != cudaSuccess) return e;
+  using T = FilterTile<In>;
+  constexpr int kSumBytes = T::kLines * T::kLineTerms * FilledPlan::kFeatures * 4;
+  const Grid grid = {config.splits * q.column_tiles, T::kThreads, size_t(std::max(q.SharedBytes(), kSumBytes))};
+  e = LaunchKernel(FewChannelsFilterKernel<T>, grid, stream, q, r, static_cast<const In*>(x), partial);
+  return e != cudaSuccess ? e : SumSlices<In, true>(p, partial, config.splits, x, y, out, stream);
+}
+
+}  // namespace
+
+cudaError_t LaunchFewChannelsFilterWgmma(const Problem& p, const Config& config, const void* x, const void* y,
+                                         void* out, void* workspace, cudaStream_t stream) {
+  FilledPlan plan;
+  if (!IsVectorAligned(x, y) || !plan.Fit(p)) return LaunchFewChannelsFilter(p, config, x, y, out, workspace, stream);
+  auto* const partial = static_cast<float*>(workspace);
+  return p.in == DType::kBF16 ? LaunchTyped<__nv_bfloat16>(p, config, plan, x, y, out, partial, stream)
+                              : LaunchTyped<__half>(p, config, plan, x, y, out, partial, stream);
+}
+
+}  // namespace jaxdnn::conv

@@ -1,0 +1,249 @@
+// What Hopper's kernels of few channels share: how four warps bring strips of x to shared memory, as filled_plan.h says
+// they lie there, for two warpgroups that multiply, and where pieces are.
+#pragma once
+
+#include "cuda/common/fast_div.cuh"
+#include "cuda/conv/filled_plan.h"
+#include "cuda/conv/wgmma_tile.cuh"
+
+namespace jaxdnn::conv {
+
+struct FilledParams;
+
+template <class In_>
+struct FilledTile {
+  using In = In_;
+  static constexpr FilledShape kThis = kFilledShape;
+  static constexpr int kLines = kThis.lines, kStride = kThis.stride;
+  static constexpr int kChunks = kThis.pixels * sizeof(In) / 4;            // of a line of the window
+  static constexpr int kApart = kStride * sizeof(In) / 4;                  // parts of a line of a strip
+  static constexpr int kLineTerms = kThis.pixels * FilledPlan::kChannels;  // of the sum
+  static constexpr int kLineSteps = kChunks / 2;
+
+  // wgmma's description of an operand in the strip: that of a unit's results for the window's first line.
+  static __device__ uint64_t Windows(const FilledParams& q, uint32_t strip, int unit, bool transposed);
+};
+
+constexpr int kFilledMostStages = 8;
+constexpr int kFilledBarrierBytes = kFilledMostStages * 16;
+
+struct FilledParams {
+  int lines, fours, pitch;            // of a piece's strip, as in FilledPlan
+  int units, line_units;              // of a piece, at most; and of a line
+  int stages, stage_bytes, strip;     // and where in a stage its strip is
+  int pieces, column_tiles, workers;  // blocks that share a column tile's pieces
+  int front, lead;                    // pixels, and strides
+  int channels, features;
+  int x_height, x_width, height, width;  // of x and y
+  int window_height, window_width, stride, pad_h, pad_w;
+  FastDiv groups, bands, fours_div, column_div;
+
+  // With stages that have `before` bytes before the strip and begin on multiples of `granule`, and `beside` bytes
+  // beside all of them and their barriers.
+  FilledParams(const Problem& p, const FilledPlan& plan, int before, int granule, int beside)
+      : lines(plan.lines),
+        fours(plan.fours),
+        pitch(plan.pitch),
+        units(plan.units),
+        line_units(plan.line_units),
+        stage_bytes(int(CeilDiv(before + plan.StripBytes(), granule)) * granule),
+        strip(before),
+        pieces(int(plan.pieces)),
+        column_tiles(plan.column_tiles),
+        front(plan.front),
+        lead(plan.lead),
+        channels(int(p.channels)),
+        features(int(p.features)),
+        x_height(int(p.x[1])),
+        x_width(int(p.x[2])),
+        height(int(p.y[1])),
+        width(int(p.y[2])),
+        window_height(int(p.window[1])),
+        window_width(int(p.window[2])),
+        stride(int(p.stride[1])),
+        pad_h(int(p.pad[1])),
+        pad_w(int(p.pad[2])),
+        groups(plan.groups),
+        bands(plan.bands),
+        fours_div(plan.fours),
+        column_div(plan.column_tiles) {
+    stages = std::min(kFilledMostStages, ((227 << 10) - kFilledBarrierBytes - beside) / stage_bytes);
+  }
+  __host__ __device__ int SharedBytes() const { return stages * stage_bytes + kFilledBarrierBytes; }
+
+  // Of a term of the sum: the filter's row, or -1 where it is none of the window's.
+  template <class T>
+  __device__ int FilterRow(int term) const {
+    const int line = term / T::kLineTerms, channel = term % FilledPlan::kChannels;
+    const int pixel = term % T::kLineTerms / FilledPlan::kChannels - front;
+    const bool exists = line < window_height && static_cast<unsigned>(pixel) < static_cast<unsigned>(window_width) &&
+                        channel < channels;
+    return exists ? (line * window_width + pixel) * channels + channel : -1;
+  }
+};
+
+template <class In>
+__device__ uint64_t FilledTile<In>::Windows(const FilledParams& q, uint32_t strip, int unit, bool transposed) {
+  return hopper::PlainDescriptor(strip + (unit * FilledPlan::kColumns + q.lead) * 16,
+                                 kApart == 1 ? 16 : q.pitch / kApart, q.stride * q.pitch, transposed);
+}
+
+// The pieces of a worker, which are neighbours.
+struct FilledShare {
+  int first, end;
+
+  __device__ FilledShare(const FilledParams& q, int worker)
+      : first(static_cast<int>(int64_t{q.pieces} * worker / q.workers)),
+        end(static_cast<int>(int64_t{q.pieces} * (worker + 1) / q.workers)) {}
+};
+
+// A piece's image, its first result, and its units.
+struct FilledPlace {
+  int image, line, column, units;
+
+  __device__ FilledPlace(const FilledParams& q, int piece) {
+    int group;
+    image = q.bands.Div(q.groups.Div(piece, &group), &line);
+    line *= FilledPlan::kHeight;
+    const int unit = q.groups.Div(group * q.line_units);
+    column = unit * FilledPlan::kColumns;
+    units = q.groups.Div((group + 1) * q.line_units) - unit;
+  }
+};
+
+// The ring of stages, and where a thread is in its round.
+struct FilledRing {
+  const FilledParams& q;
+  uint32_t data, barriers;
+  int stage = 0;
+  uint32_t parity = 0;
+
+  __device__ FilledRing(const FilledParams& q, const unsigned char* shared)
+      : q(q), data(SharedAddress(shared)), barriers(data + q.stages * q.stage_bytes) {}
+  __device__ uint32_t Data() const { return data + stage * q.stage_bytes; }
+  __device__ uint32_t Full() const { return barriers + 16 * stage; }
+  __device__ uint32_t Empty() const { return Full() + 8; }
+  __device__ void Next() {
+    if (++stage == q.stages) stage = 0, parity ^= 1;
+  }
+  // All threads of the block, once. So many arrive when a stage is full, and so many warpgroups take it.
+  __device__ void Init(int fillers, int takers) const {
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < q.stages; ++i) {
+        hopper::InitBarrier(barriers + 16 * i, fillers);
+        hopper::InitBarrier(barriers + 16 * i + 8, takers * kWarpgroup / 32);
+      }
+      hopper::PublishBarriers();
+    }
+    __syncthreads();
+  }
+};
+
+// Four pixels of x, as they lie in memory.
+template <class In, int kChannels>
+struct FourPixels {
+  using Piece = std::conditional_t<kChannels * sizeof(In) == 6, uint2, uint4>;
+  static constexpr int kPieces = 4 * kChannels * sizeof(In) / sizeof(Piece), kWords = kChannels * sizeof(In);
+  static constexpr int kChunks = sizeof(In);  // that they fill
+
+  Piece pieces[kPieces];
+
+  __device__ void Load(const In* from) {
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) pieces[i] = __ldg(reinterpret_cast<const Piece*>(from) + i);
+  }
+  // Calls store(i, words) for each chunk of them, or zeros.
+  template <class StoreChunk>
+  __device__ void ForChunks(bool valid, const StoreChunk& store) const {
+    uint32_t words[kWords];
+    memcpy(words, pieces, sizeof(words));
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) {
+      const uint32_t* const w = words + i * kWords / kChunks;
+      uint32_t chunk[4];
+      if constexpr (sizeof(In) == 4) {
+#pragma unroll
+        for (int k = 0; k < 4; ++k) chunk[k] = k < kChannels ? w[k] : 0;
+        RoundToTf32(chunk);
+      } else if constexpr (kChannels == 4) {
+#pragma unroll
+        for (int k = 0; k < 4; ++k) chunk[k] = w[k];
+      } else {
+        chunk[0] = w[0];
+        chunk[1] = w[1] & 0xffff;
+        chunk[2] = __byte_perm(w[1], w[2], 0x5432);
+        chunk[3] = w[2] >> 16;
+      }
+#pragma unroll
+      for (uint32_t& each : chunk) each = valid ? each : 0;
+      store(i, chunk);
+    }
+  }
+};
+
+// By the threads of the last warpgroup: brings the strips of the worker's pieces, with zeros outside x. Before a
+// piece's stage is filled, begin(place) is called.
+template <class T, int kChannels, class Begin>
+__device__ void ProduceFilled(const FilledParams& q, FilledRing& ring, int worker, int bringer, const typename T::In* x,
+                              const Begin& begin) {
+  using Pixels = FourPixels<typename T::In, kChannels>;
+  constexpr int kAtOnce = sizeof(typename T::In) == 4 ? 3 : kChannels == 4 ? 4 : 5;
+  const int thread = threadIdx.x % kWarpgroup, all = q.lines * q.fours, part = q.pitch / T::kApart;
+  const FilledShare share(q, worker);
+#pragma unroll 1
+  for (int piece = share.first; piece < share.end; ++piece, ring.Next()) {
+    if ((piece - share.first) % T::kBringers != bringer) continue;
+    const FilledPlace place(q, piece);
+    const int first_line = place.line * q.stride - q.pad_h;
+    const int first_pixel = T::kStride * (place.column - q.lead) - q.pad_w - q.front;
+    const typename T::In* const image = x + place.image * q.x_height * q.x_width * kChannels;
+#pragma unroll 1
+    for (int base = thread; base < all; base += kAtOnce * kWarpgroup) {
+      Pixels pixels[kAtOnce];
+      bool valid[kAtOnce];
+      int to[kAtOnce];
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        int four;
+        const int in_strip = q.fours_div.Div(base + k * kWarpgroup, &four);
+        const int line = first_line + in_strip, pixel = first_pixel + 4 * four;
+        valid[k] = base + k * kWarpgroup < all && static_cast<unsigned>(line) < static_cast<unsigned>(q.x_height) &&
+                   static_cast<unsigned>(pixel) < static_cast<unsigned>(q.x_width);
+        to[k] = in_strip * q.pitch + four * (Pixels::kChunks / T::kApart) * 16;
+        pixels[k].Load(image + (valid[k] ? (line * q.x_width + pixel) * kChannels : 0));
+      }
+      if (base == thread) {
+        hopper::WaitBarrier(ring.Empty(), ring.parity ^ 1);
+        begin(place);
+      }
+      const uint32_t strip = ring.Data() + q.strip;
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k)
+        if (base + k * kWarpgroup < all)
+          pixels[k].ForChunks(valid[k], [&](int i, const uint32_t (&chunk)[4]) {
+            hopper::StoreWords(strip + to[k] + i % T::kApart * part + i / T::kApart * 16, chunk);
+          });
+    }
+    hopper::ShowSharedToTma();
+    hopper::Arrive(ring.Full());
+  }
+}
+
+// Gives the first warpgroups their number, and the others x to bring.
+template <class T, class Begin, class Consume>
+__device__ void RunFilled(const FilledParams& q, FilledRing& ring, int worker, const typename T::In* x,
+                          const Begin& begin, const Consume& consume) {
+  const int warpgroup = threadIdx.x / kWarpgroup;
+  if (warpgroup < T::kTakers) {
+    hopper::SetRegisters<T::kTakersRegisters, true>();
+    return consume(warpgroup);
+  }
+  hopper::SetRegisters<T::kBringersRegisters, false>();
+  if (q.channels == 3) {
+    ProduceFilled<T, 3>(q, ring, worker, warpgroup - T::kTakers, x, begin);
+  } else {
+    ProduceFilled<T, 4>(q, ring, worker, warpgroup - T::kTakers, x, begin);
+  }
+}
+
+}  // namespace jaxdnn::conv
