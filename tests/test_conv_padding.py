@@ -11,7 +11,7 @@ from jax.test_util import check_grads
 
 import jaxdnn
 from conv_checks import coarse, takes
-from conv_padding_checks import check_all_three, oracle
+from conv_padding_checks import check_all_three, indices, oracle
 from jaxdnn import _extension
 from jaxdnn._conv.padding import MODES
 from numerics import DTYPES, assert_close, assert_repeatable, exact, sample, with_gradients

@@ -31,7 +31,8 @@ def test_is_chosen(direction, dtype):
     first = next(each for each in algorithms(direction, c, k, dtype) if each.name not in ("gemm", "aligned"))
     assert first.name == first.tile == UNALIGNED, (c, k)
     assert first.exactness == ("float32 of tf32" if dtype == "float32" else "float32")
-    # Operands in whole chunks, beside partial sums, or the filter: whole tiles of 72 columns, depth in whole 32 bytes.
+    # Partial sums, beside operands in whole chunks of 16 bits; or the filter as the kernel wants it: whole tiles of 72
+    # columns, depth in whole 32 bytes.
     size = np.dtype(dtype).itemsize
     packed = {n: 32 * 57 * 57 * -(-n * size // 16) * 16 for n in (c, k)}
     assert (first.splits > 1) == (direction == "filter_gradient")
@@ -40,15 +41,14 @@ def test_is_chosen(direction, dtype):
       assert first.workspace_bytes >= first.splits * 9 * c * k * 4 + packs
     else:
       depth, columns = (c, k) if direction == "forward" else (k, c)
-      assert first.workspace_bytes >= 9 * depth * -(-columns // 72) * 72 * size + packed[depth]
+      assert first.workspace_bytes >= 9 * depth * -(-columns // 72) * 72 * size
 
 
-@pytest.mark.parametrize("direction", ["forward", "data_gradient"])
-def test_large_batches_are_packed_in_parts(direction):
-  """Their workspace stays below a limit, which a batch of 16 times as many images would pass."""
-  for batch in (32, 512, 8192):
-    (found,) = (each for each in algorithms(direction, 65, 65, batch=batch) if each.name == UNALIGNED)
-    assert found.workspace_bytes < 160 << 20
+def test_large_batches_are_packed_in_parts():
+  """The filter gradient's workspace stays within its limit, which all of the operands would pass."""
+  for batch in (32, 512, 4096):
+    (found,) = (each for each in algorithms("filter_gradient", 65, 65, batch=batch) if each.name == UNALIGNED)
+    assert found.workspace_bytes <= 256 << 20
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)

@@ -1,85 +1,65 @@
 // Forward convolution and data gradient, without stride, of any numbers of channels and features: what the TMA unit
 // cannot read, because lines begin anywhere, on Hopper's tensor cores.
 //
-// unaligned_plan.h says what rows are. A first kernel packs the operand, every chunk of 16 bytes shifted once to where
-// it belongs, and not once for every tap as in data_ragged.cu (unaligned_pack.cu). A tile's strip of pixels comes to
-// shared memory chunk by chunk, in bulk copies, so that a tap's operand is that strip from some pixels later on, and
-// wgmma reads it in place: its unswizzled operands may begin on any 16 bytes. The same kernel lays the filter out in
-// slabs, which are copied as they are; all of it stays where there is room, else they come one by one for each tile.
-// The warpgroups take tiles in turn: while one stores, the other multiplies.
+// unaligned_plan.h says what rows are. The threads of two warpgroups bring a tile's strip of pixels to shared memory,
+// every chunk of 16 bytes shifted once to where it belongs, and not once for every tap as in data_ragged.cu. Chunks lie
+// side by side pixel by pixel, so that a tap's operand is that strip from some pixels later on, and wgmma reads it in
+// place: its unswizzled operands may begin on any 16 bytes. A first kernel lays the filter out as it is to lie there,
+// in slabs, which are copied as they are; all of it stays where there is room, else they come one by one for each tile.
+//
+// 65 channels are five products of 16 for each tap. An H200 takes some 90 to 110 cycles for one of 64 rows and 72
+// columns with all that belongs to it, about a third of what its tensor cores could do.
 //
 // A tile's results are as many neighbours as it has rows that are pixels of the result. They go through shared memory,
 // and leave in fours.
 #include "cuda/conv/epilogue.cuh"
-#include "cuda/conv/unaligned.cuh"
 #include "cuda/conv/unaligned.h"
+#include "cuda/conv/unaligned_slabs.cuh"
 
 namespace jaxdnn::conv {
 namespace {
 
-// A tile's first row, and column of the result, and whether it has half as many rows.
+// A tile's first row, and column of the result.
 struct UnalignedPlace {
   int row, column;
-  bool is_half;
 
   template <class T>
   __device__ UnalignedPlace(const UnalignedParams& q, int tile, T) {
-    const int row_tile = q.column_tiles_div.Div(tile, &column), further = row_tile - q.whole_tiles;
-    is_half = further >= 0;
-    row = min(row_tile, q.whole_tiles) * T::kRows + max(further, 0) * (T::kRows / 2);
+    row = q.column_tiles_div.Div(tile, &column) * (T::kResident ? 1 : UnalignedPlan::kWarpgroups) * T::kWarpgroupRows;
     column *= q.columns;
   }
 };
 
-// The strips of a block's tiles, by a warp: a lane has some of the chunks.
+// Calls bring(group, slice) for one strip of a tile after another, of a slice of the channels.
+template <class Bring>
+__device__ __forceinline__ void ForStrips(const UnalignedParams& q, const Bring& bring) {
+  for (int group = 0; group < q.groups; ++group)
+    for (int slice = 0; slice < q.slices; ++slice) bring(group, slice);
+}
+
 template <class T>
-__device__ void ProduceStrips(const UnalignedParams& q, const UnalignedShared<T>& shared, int lane) {
+__device__ void ProduceStrips(const UnalignedParams& q, const UnalignedShared<T>& shared, int thread,
+                              const AlignedArray<typename T::In>& in) {
   UnalignedTurn turn;
   for (int tile = blockIdx.x; tile < q.tiles; tile += gridDim.x) {
     const UnalignedPlace place(q, tile, T());
-    for (int group = 0; group < q.groups; ++group) {
+    ForStrips(q, [&](int group, int slice) {
+      const int channel = slice * q.steps * T::kDepth;
       const int plane_tap = group / q.plane_groups, line = (group - plane_tap * q.plane_groups) * q.tap_lines;
-      for (int slice = 0; slice < q.slices; ++slice) {
-        const uint32_t full = shared.StripFull(turn.stage), strip = shared.strips + turn.stage * q.strip_bytes;
-        hopper::WaitBarrier(shared.StripEmpty(turn.stage), turn.parity ^ 1);
-        if (lane == 0) hopper::ArriveExpecting(full, q.strip_bytes);
-        __syncwarp();
-        for (int i = lane; i < 2 * q.steps; i += 32)
-          CopyPacked(q.packed, q.packed_planes, slice * 2 * q.steps + i, place.row + line * q.line_step, q.pixels,
-                     plane_tap * q.dilation[0] - q.pad[0], strip + i * q.pixels * 16, full);
-        turn.Next(2);
-      }
-    }
-  }
-}
-
-// The filter's slabs, by a thread: all of them once, or those of tile after tile in the order that they are used in.
-template <class T>
-__device__ void ProduceSlabs(const UnalignedParams& q, const UnalignedShared<T>& shared, const unsigned char* slabs) {
-  const int all = q.groups * q.slices * q.tap_lines * q.window_width;
-  const auto copy = [&](int stage, int slab, uint32_t barrier) {
-    hopper::CopyBulk(shared.slabs + stage * q.slab_bytes, slabs + int64_t{slab} * q.slab_bytes, q.slab_bytes, barrier);
-  };
-  if constexpr (T::kResident) {
-    // Those of the last taps have a barrier together.
-    constexpr int kLast = UnalignedPlan::kMostSlabs - 1;
-    for (int i = 0; i < all; ++i) {
-      const uint32_t full = shared.SlabFull(min(i, kLast));
-      if (i <= kLast) hopper::ArriveExpecting(full, (i < kLast ? 1 : all - kLast) * q.slab_bytes);
-      copy(i, i, full);
-    }
-  } else {
-    UnalignedTurn turn;
-    for (int tile = blockIdx.x; tile < q.tiles; tile += gridDim.x) {
-      int column_tile;
-      q.column_tiles_div.Div(tile, &column_tile);
-      for (int i = 0; i < all; ++i) {
-        hopper::WaitBarrier(shared.SlabEmpty(turn.stage), turn.parity ^ 1);
-        hopper::ArriveExpecting(shared.SlabFull(turn.stage), q.slab_bytes);
-        copy(turn.stage, column_tile * all + i, shared.SlabFull(turn.stage));
-        turn.Next(q.slabs);
-      }
-    }
+      int* const pixels = shared.pixels + turn.stage * q.pixels;
+      FindPixels(q, thread, T::kStripThreads, place.row + line * q.line_step, plane_tap, pixels);
+      // Nobody is two strips ahead of another.
+      hopper::SyncThreads(4, T::kStripThreads);
+      hopper::WaitBarrier(shared.StripEmpty(turn.stage), turn.parity ^ 1);
+      const uint32_t strip = shared.strips + turn.stage * q.strip_bytes;
+      FillStrip(thread, T::kStripThreads, q.steps_div, q.pixels, pixels, q.channels, channel, q.channels, 2 * q.steps,
+                q.pixels, in, strip);
+      CommitCopies();
+      WaitForCopies<0>();
+      hopper::ShowSharedToTma();
+      hopper::Arrive(shared.StripFull(turn.stage));
+      turn.Next(2);
+    });
   }
 }
 
@@ -171,22 +151,27 @@ __device__ __forceinline__ void StoreRows(const UnalignedParams& q, int first, i
 template <class T>
 struct UnalignedCursor {
   UnalignedTurn strip, slab;
-  int tap, line, column;  // of the strip
+  int taken = 0, tap, line, column;  // slabs; of the strip
+
+  // Whether a slab is one of the first two of all.
+  __device__ bool First() const { return taken < 2; }
 
   __device__ void Begin() { tap = line = column = 0; }
   __device__ void Next(const UnalignedParams& q) {
-    if constexpr (!T::kResident) slab.Next(q.slabs);
+    if constexpr (!T::kResident) {
+      slab.Next(q.slabs);
+      ++taken;
+    }
     ++tap;
     if (++column < q.window_width) return;
     column = 0;
     if (++line < q.tap_lines) return;
     line = tap = 0;
-    strip.Next(2);
-  }
-  // A tile that is the other warpgroup's.
-  __device__ void SkipTile(const UnalignedParams& q) {
-    strip.Skip(q.groups * q.slices, 2);
-    if constexpr (!T::kResident) slab.Skip(q.groups * q.slices * q.tap_lines * q.window_width, q.slabs);
+    if constexpr (T::kResident) {
+      strip.parity ^= 1;
+    } else {
+      strip.Next(2);
+    }
   }
 };
 
@@ -199,10 +184,11 @@ __device__ __forceinline__ void VisitSteps(int steps, const F& f) {
   f(std::integral_constant<int, kMost>());
 }
 
-// The sums of a tile's rows that are the warpgroup's: of some blocks of 64.
-template <int kSteps, int kBlocks, class T>
+// The sums of a tile's rows that are the warpgroup's.
+template <int kSteps, class T>
 __device__ __forceinline__ void MultiplyStrips(const UnalignedParams& q, const UnalignedShared<T>& shared,
-                                               int warpgroup, UnalignedCursor<T>& at, typename T::Sums& sums) {
+                                               int warpgroup, UnalignedCursor<T>& at, SlabCopies<T>& copies,
+                                               typename T::Sums& sums) {
   using In = typename T::In;
   const int all = q.groups * q.slices * q.tap_lines * q.window_width;
   // From one step's operands to the next's, in 16 bytes.
@@ -215,10 +201,9 @@ __device__ __forceinline__ void MultiplyStrips(const UnalignedParams& q, const U
 #pragma unroll 1
   for (int i = 0; i < all; ++i) {
     if (at.tap == 0) hopper::WaitBarrier(shared.StripFull(at.strip.stage), at.strip.parity);
-    hopper::WaitBarrier(shared.SlabFull(T::kResident ? min(at.tap, UnalignedPlan::kMostSlabs - 1) : at.slab.stage),
-                        T::kResident ? 0 : at.slab.parity);
-    if (i + 1 == all) ArriveWarp(shared.Turn(1 - warpgroup));
-    const int pixel = at.line * q.line_step + at.column * q.dilation[2];
+    if constexpr (!T::kResident) hopper::WaitBarrier(shared.SlabFull(at.slab.stage), at.slab.parity);
+    const int pixel =
+        at.line * q.line_step + at.column * q.dilation[2] + (T::kResident ? 0 : warpgroup * T::kWarpgroupRows);
     const uint64_t a =
         hopper::PlainDescriptor(shared.strips + at.strip.stage * q.strip_bytes + pixel * 16, q.pixels * 16, 128, false);
     const uint64_t b = hopper::PlainDescriptor(shared.slabs + (T::kResident ? at.tap : at.slab.stage) * q.slab_bytes,
@@ -227,7 +212,7 @@ __device__ __forceinline__ void MultiplyStrips(const UnalignedParams& q, const U
 #pragma unroll
     for (int k = 0; k < kSteps; ++k)
 #pragma unroll
-      for (int m = 0; m < kBlocks; ++m)
+      for (int m = 0; m < T::kBlocks; ++m)
         hopper::Multiply<In, T::kColumns, false, false>(sums[m], later(a, k * step_a + m * 64), later(b, k * step_b),
                                                         i > 0 || k > 0);
     hopper::CommitProducts();
@@ -237,6 +222,11 @@ __device__ __forceinline__ void MultiplyStrips(const UnalignedParams& q, const U
       if constexpr (!T::kResident) ArriveWarp(shared.SlabEmpty(last_slab));
       if (at.tap == 0) ArriveWarp(shared.StripEmpty(last_strip));
     }
+    // The slab before the last one has been read by now.
+    if constexpr (!T::kResident) {
+      if (threadIdx.x == 0 && !at.First()) copies.Next(q, shared);
+      __syncwarp();
+    }
     last_slab = at.slab.stage;
     last_strip = at.strip.stage;
     at.Next(q);
@@ -245,35 +235,33 @@ __device__ __forceinline__ void MultiplyStrips(const UnalignedParams& q, const U
   if constexpr (!T::kResident) ArriveWarp(shared.SlabEmpty(last_slab));
   ArriveWarp(shared.StripEmpty(last_strip));
 #pragma unroll
-  for (int m = 0; m < kBlocks; ++m)
+  for (auto& block : sums)
 #pragma unroll
-    for (float& each : sums[m]) asm volatile("" : "+f"(each));
+    for (float& each : block) asm volatile("" : "+f"(each));
 }
 
 template <class T>
-__device__ void Consume(const UnalignedParams& q, const UnalignedShared<T>& shared, int warpgroup, void* out) {
+__device__ void Consume(const UnalignedParams& q, const UnalignedShared<T>& shared, int warpgroup,
+                        const unsigned char* slabs, void* out) {
   using In = typename T::In;
   UnalignedCursor<T> at;
-  // The warpgroups take tiles in turn: while one stores, the other multiplies.
-  for (int tile = blockIdx.x, number = 0; tile < q.tiles; tile += gridDim.x, ++number) {
-    if (number % 2 != warpgroup) {
-      at.SkipTile(q);
-      continue;
-    }
+  SlabCopies<T> copies(q, slabs);
+  if (threadIdx.x == 0) copies.Begin(q, shared);
+  __syncwarp();
+  if constexpr (T::kResident) {
+    at.strip.stage = warpgroup;
+    hopper::WaitBarrier(shared.SlabFull(0), 0);
+  }
+  const int turns = T::kResident ? UnalignedPlan::kWarpgroups : 1, first = T::kResident ? warpgroup : 0;
+  for (int tile = blockIdx.x + first * gridDim.x; tile < q.tiles; tile += turns * gridDim.x) {
     const UnalignedPlace place(q, tile, T());
-    typename T::Sums sums = {};
-    hopper::WaitBarrier(shared.Turn(warpgroup), (number / 2 + (warpgroup == 0)) % 2);
-    const int blocks = place.is_half ? 1 : T::kBlocks;
-    VisitSteps(q.steps, [&](auto steps) {
-      if (place.is_half)
-        MultiplyStrips<decltype(steps)::value, 1>(q, shared, warpgroup, at, sums);
-      else
-        MultiplyStrips<decltype(steps)::value, T::kBlocks>(q, shared, warpgroup, at, sums);
-    });
+    typename T::Sums sums;
+    VisitSteps(q.steps,
+               [&](auto steps) { MultiplyStrips<decltype(steps)::value>(q, shared, warpgroup, at, copies, sums); });
     // Not unrolled, since it holds the code of every activation.
 #pragma unroll 1
-    for (int m = 0; m < blocks; ++m) {
-      const int row = place.row + m * 64;
+    for (int m = 0; m < T::kBlocks; ++m) {
+      const int row = place.row + (T::kResident ? 0 : warpgroup * T::kWarpgroupRows) + m * 64;
       float* const staged = shared.staged + warpgroup * (q.staged_bytes / 4);
       if (sizeof(In) == 4 || q.wide) {
         StoreRows<T>(q, row, place.column, sums[0], warpgroup, staged, static_cast<float*>(out));
@@ -290,17 +278,16 @@ __device__ void Consume(const UnalignedParams& q, const UnalignedShared<T>& shar
 
 template <class T>
 __global__ void __launch_bounds__(T::kThreads, 1)
-    UnalignedKernel(const __grid_constant__ UnalignedParams q, const unsigned char* slabs, void* out) {
+    UnalignedKernel(const __grid_constant__ UnalignedParams q, AlignedArray<typename T::In> in,
+                    const unsigned char* slabs, void* out) {
   if constexpr (hopper::kAvailable) {
     extern __shared__ __align__(128) unsigned char memory[];
     const UnalignedShared<T> shared(q, memory);
     shared.Init();
     if (threadIdx.x < T::kConsumers)
-      Consume(q, shared, threadIdx.x / T::kWarpgroup, out);
-    else if (threadIdx.x < T::kConsumers + 32)
-      ProduceStrips(q, shared, threadIdx.x % 32);
-    else if (threadIdx.x == T::kConsumers + 32)
-      ProduceSlabs(q, shared, slabs);
+      Consume(q, shared, threadIdx.x / T::kWarpgroup, slabs, out);
+    else
+      ProduceStrips(q, shared, threadIdx.x - T::kConsumers, in);
   }
 }
 
@@ -308,12 +295,11 @@ template <class T>
 cudaError_t LaunchTile(const Problem& p, const UnalignedPlan& plan, const void* operand, const void* filter, void* out,
                        void* workspace, bool forward, const Epilogue& epilogue, cudaStream_t stream) {
   using In = typename T::In;
-  UnalignedParams q = RowParams(p, plan);
+  UnalignedParams q = RowParams(p, UnalignedRows(p));
   q.epilogue = epilogue;
   q.finish = !IsNone(epilogue);
   q.wide = p.out != p.in;
   q.tiles = int(plan.Tiles());
-  q.whole_tiles = int(plan.whole_tiles);
   q.columns = plan.columns;
   q.column_tiles_div = FastDiv(plan.column_tiles);
   q.width_div[0] = FastDiv(plan.columns);
@@ -337,61 +323,33 @@ cudaError_t LaunchTile(const Problem& p, const UnalignedPlan& plan, const void* 
   cudaError_t e = cudaGetDevice(&device);
   if (e == cudaSuccess) e = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
   if (e != cudaSuccess) return e;
-  auto* const slabs = static_cast<unsigned char*>(workspace);
-  const Packing packing = {operand,          p.images * p.x[0],          0,          p.images * p.x[0],
-                           {p.x[1], p.x[2]}, {p.pad[1], p.pad[2]},       p.channels, plan.Chunks(),
-                           plan.pixels,      slabs + plan.FilterBytes(p)};
-  q.packed = RowsOf(packing, plan);
-  q.packed_planes = PlanesOf(p, plan);
-  const FilterPacking filter_packing = {filter,
-                                        slabs,
-                                        int(plan.FilterBytes(p) / 16),
-                                        FastDiv(q.slab_bytes / 16),
-                                        FastDiv(q.tap_lines * q.window_width),
-                                        FastDiv(q.slices),
-                                        FastDiv(q.groups),
-                                        forward,
-                                        int(p.Taps()),
-                                        q.channels,
-                                        q.features,
-                                        q.columns};
-  e = PackRows(plan, p.in, &packing, nullptr, filter_packing, stream);
+  const int chunks = int(plan.FilterBytes(p) / 16);
+  e = LaunchKernel(ArrangeFilterKernel<In>, CeilDiv(chunks, 256), 256, stream, q, FastDiv(q.slab_bytes / 16),
+                   FastDiv(q.tap_lines * q.window_width), FastDiv(q.slices), FastDiv(q.groups), forward,
+                   static_cast<const In*>(filter), chunks, static_cast<uint4*>(workspace));
   if (e != cudaSuccess) return e;
+  const auto* const begin = static_cast<const In*>(operand);
+  const AlignedArray<In> array = {begin, begin + p.images * p.XPixels() * p.channels};
   const Grid grid = {std::min<int64_t>(q.tiles, multiprocessors), T::kThreads, size_t(plan.SharedBytes())};
-  return LaunchKernel(UnalignedKernel<T>, grid, stream, q, slabs, out);
+  return LaunchKernel(UnalignedKernel<T>, grid, stream, q, array, static_cast<const unsigned char*>(workspace), out);
 }
 
 }  // namespace
 
 cudaError_t LaunchUnaligned(const Problem& problem, const void* operand, const void* filter, void* out, void* workspace,
                             const Epilogue& epilogue, cudaStream_t stream) {
-  const Problem all = AsForward(problem);
-  Problem p = UnalignedPart(all);
+  const Problem p = AsForward(problem);
   const bool forward = problem.direction == Direction::kForward;
-  const auto launch = [&](auto tile, const UnalignedPlan& plan, int64_t image) {
-    const auto later = [&](const void* array, int64_t pixels, int64_t channels, DType type) {
-      return array == nullptr ? nullptr
-                              : static_cast<const char*>(array) + image * pixels * channels * int64_t(SizeOf(type));
+  UnalignedPlan plan;
+  if (!plan.Fit(p)) return cudaErrorInvalidValue;
+  return VisitSingleDType(p.in, [&](auto in) {
+    using In = typename decltype(in)::type;
+    const auto launch = [&](auto tile) {
+      return LaunchTile<typename decltype(tile)::type>(p, plan, operand, filter, out, workspace, forward, epilogue,
+                                                       stream);
     };
-    Epilogue mine = epilogue;
-    mine.residual = later(epilogue.residual, p.YPixels(), p.features, p.out);
-    return LaunchTile<typename decltype(tile)::type>(
-        p, plan, later(operand, p.XPixels(), p.channels, p.in), filter,
-        const_cast<void*>(static_cast<const void*>(later(out, p.YPixels(), p.features, p.out))), workspace, forward,
-        mine, stream);
-  };
-  for (int64_t image = 0; image < all.images; image += p.images) {
-    p.images = std::min(p.images, all.images - image);
-    UnalignedPlan plan(p);
-    if (!plan.Fit(p)) return cudaErrorInvalidValue;
-    const cudaError_t e = VisitSingleDType(p.in, [&](auto in) {
-      using In = typename decltype(in)::type;
-      return plan.resident ? launch(TypeTag<UnalignedTile<In, true>>(), plan, image)
-                           : launch(TypeTag<UnalignedTile<In, false>>(), plan, image);
-    });
-    if (e != cudaSuccess) return e;
-  }
-  return cudaSuccess;
+    return plan.resident ? launch(TypeTag<UnalignedTile<In, true>>()) : launch(TypeTag<UnalignedTile<In, false>>());
+  });
 }
 
 }  // namespace jaxdnn::conv

@@ -25,7 +25,8 @@ struct UnalignedFilterParams : UnalignedSlices {
   bool appended;  // to the last whole group
   FastDiv unit_groups, channel_groups, window_lines;
   int slice_tiles, stages, x_bytes;
-  PackedRows y;
+  PackedRows packed, y;
+  PackedPlanes packed_planes;
 };
 
 // Channels that a block's strips hold, and the units they make: `whole` of a tap each, and those of single eights.
@@ -251,7 +252,7 @@ cudaError_t LaunchType(const Problem& all, const Config& config, const void* x, 
         y,          all.images * p.y[0],       image * p.y[0], p.images * p.y[0], {p.y[1], p.y[2]}, {0, 0},
         p.features, plan.ChunksOf(p.features), kRows,          packed_y};
     int64_t slices = 0;
-    cudaError_t e = PackRows(plan, p.in, &of_x, &of_y, {}, stream);
+    cudaError_t e = PackRows(plan, {of_x, of_y}, stream);
     if (e == cudaSuccess)
       e = LaunchPart<In>(p, splits, of_x, of_y, partial + q.splits * p.FilterSize(), &slices, stream);
     if (e != cudaSuccess) return e;

@@ -19,15 +19,6 @@ constexpr int kCopyWarps = 4, kCopiers = 32 * kCopyWarps, kThreads = kConsumers 
 constexpr int kEmpty = 5;  // of stages, named barriers: others would take a register too many where sums are
 using Sums = float[kBlocks][kColumns / 8][4];
 
-// An array on 16 bytes, of which no byte outside is read.
-struct FloatArray {
-  const float *begin, *end;
-};
-
-__device__ inline void StoreChunk(uint32_t shared, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
-}
-
 // The first of the aligned chunks that a pixel's channels lie in, and bytes from there to their end, or none for zeros.
 struct PixelChunks {
   uint32_t first;
@@ -36,7 +27,7 @@ struct PixelChunks {
 
 // Some channels of an array's pixels. Each comes by one thread: the chunks by a bulk copy, then shifted in place.
 struct Channels {
-  FloatArray from;
+  AlignedArray<float> from;
   int all, first, some;  // channels of a pixel, the first of these, and how many
 
   __device__ __forceinline__ PixelChunks Find(int pixel) const {
@@ -92,7 +83,7 @@ struct Channels {
 
 struct Params : UnalignedSlices {
   FastDiv channel_slices, tap_groups, slice_channels, last_channels, part_warps;
-  FloatArray x, y;
+  AlignedArray<float> x, y;
   int parts, tile_rows, slice_rows, pitch, stage_bytes, shared_bytes;
 };
 
@@ -324,7 +315,7 @@ cudaError_t LaunchUnalignedFilterFloats(const Problem& p, const Config& config, 
   auto* const partial = static_cast<float*>(workspace);
   const Grid grid = {q.splits * plan.BlocksOfSlice(p), kThreads, size_t(plan.SharedBytes())};
   const auto array = [](const void* begin, int64_t size) {
-    return FloatArray{static_cast<const float*>(begin), static_cast<const float*>(begin) + size};
+    return AlignedArray<float>{static_cast<const float*>(begin), static_cast<const float*>(begin) + size};
   };
   q.x = array(x, p.images * p.XPixels() * p.channels);
   q.y = array(y, p.images * p.YPixels() * p.features);

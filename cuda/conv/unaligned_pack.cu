@@ -1,4 +1,4 @@
-// Packs operands of unaligned channels, and the filter that they meet.
+// Packs operands of unaligned channels of 16 bits.
 //
 // A block has 128 rows and up to 16 chunks of each. The aligned chunks that those lie in come to shared memory side by
 // side, as they do in memory; then neighbouring threads, which have neighbouring rows, shift and store chunk after
@@ -25,37 +25,10 @@ struct PackedArray {
 };
 
 struct PackParams {
-  FastDiv line_div, lines_div;      // pixels of a line, lines of a plane
-  int filter_blocks, first_blocks;  // the filter's come first, then those of the first array
+  FastDiv line_div, lines_div;  // pixels of a line, lines of a plane
+  int first_blocks;             // those of the first array
   PackedArray arrays[2];
-  FilterPacking filter;
 };
-
-// A thread has a chunk of the filter.
-template <class In>
-__device__ void PackFilter(const FilterPacking& q, int i) {
-  constexpr int kColumns = UnalignedPlan::kColumns, kVec = kVecLength<In>;
-  if (i >= q.chunks) return;
-  int in_slab, tap, slice, group;
-  const int column_tile =
-      q.groups_div.Div(q.slices_div.Div(q.taps_div.Div(q.slab_div.Div(i, &in_slab), &tap), &slice), &group);
-  tap += group * q.taps_div.divisor;
-  const int mine = in_slab % kColumns, column = column_tile * q.columns + mine;
-  const int channel = (slice * static_cast<int>(q.slab_div.divisor) + in_slab) / kColumns * kVec;
-  Vec<In, kVec> chunk;
-#pragma unroll
-  for (int k = 0; k < kVec; ++k) {
-    const int at = channel + k;
-    const bool exists = at < q.channels && mine < q.columns && column < q.features;
-    const int64_t from = q.forward ? (int64_t{tap} * q.channels + at) * q.features + column
-                                   : (int64_t{q.taps - 1 - tap} * q.features + column) * q.channels + at;
-    chunk.v[k] = static_cast<const In*>(q.filter)[exists ? from : 0];
-    if (!exists) chunk.v[k] = static_cast<In>(0.0f);
-  }
-  uint4 bits = *reinterpret_cast<const uint4*>(&chunk);
-  if constexpr (sizeof(In) == 4) RoundToTf32(reinterpret_cast<uint32_t (&)[4]>(bits));
-  static_cast<uint4*>(q.slabs)[i] = bits;
-}
 
 template <class In>
 __global__ void __launch_bounds__(kThreads) PackRowsKernel(const __grid_constant__ PackParams params) {
@@ -63,8 +36,6 @@ __global__ void __launch_bounds__(kThreads) PackRowsKernel(const __grid_constant
   extern __shared__ uint4 aligned[];
   __shared__ int64_t elements[kRows];  // where a row's channels begin, or -1
   int block = blockIdx.x;
-  if (block < params.filter_blocks) return PackFilter<In>(params.filter, block * kThreads + threadIdx.x);
-  block -= params.filter_blocks;
   const bool is_second = block >= params.first_blocks;
   if (is_second) block -= params.first_blocks;
   const PackedArray& q = params.arrays[is_second];
@@ -150,11 +121,12 @@ __global__ void __launch_bounds__(kThreads) PackRowsKernel(const __grid_constant
 }
 
 // Says how an array is packed; returns in how many blocks.
-int64_t PlanArray(const UnalignedRows& rows, DType type, const Packing& p, PackedArray* q) {
+int64_t PlanArray(const UnalignedRows& rows, const Packing& p, PackedArray* q) {
   const PackedRows to = RowsOf(p, rows);
-  const int64_t size = SizeOf(type), of_block = CeilDiv(to.chunks, CeilDiv(to.chunks, kMostChunks));
+  const int64_t of_block = CeilDiv(to.chunks, CeilDiv(to.chunks, kMostChunks));
   q->begin = p.array;
-  q->end = static_cast<const char*>(p.array) + p.all_planes * p.extent[0] * p.extent[1] * p.channels * size;
+  q->end = static_cast<const char*>(p.array) +
+           p.all_planes * p.extent[0] * p.extent[1] * p.channels * int64_t(sizeof(uint16_t));
   q->packed = static_cast<uint4*>(p.packed);
   q->first_pixel = p.first_plane * p.extent[0] * p.extent[1];
   q->pitch = to.pitch;
@@ -174,20 +146,17 @@ int64_t PlanArray(const UnalignedRows& rows, DType type, const Packing& p, Packe
 
 }  // namespace
 
-cudaError_t PackRows(const UnalignedRows& rows, DType type, const Packing* first, const Packing* second,
-                     const FilterPacking& filter, cudaStream_t stream) {
+cudaError_t PackRows(const UnalignedRows& rows, const Packing (&packings)[2], cudaStream_t stream) {
   PackParams q = {};
   q.line_div = FastDiv(rows.line);
   q.lines_div = FastDiv(rows.lines);
-  q.filter = filter;
-  q.filter_blocks = int(CeilDiv(filter.chunks, kThreads));
-  const int64_t blocks = PlanArray(rows, type, *first, &q.arrays[0]);
-  const int64_t more = second == nullptr ? 0 : PlanArray(rows, type, *second, &q.arrays[1]);
+  const int64_t blocks = PlanArray(rows, packings[0], &q.arrays[0]);
+  const int64_t more = PlanArray(rows, packings[1], &q.arrays[1]);
   q.first_blocks = int(blocks);
   const auto most = std::max(q.arrays[0].items_div.divisor, q.arrays[1].items_div.divisor);
-  const Grid grid = {q.filter_blocks + blocks + more, kThreads, size_t{kRows} * most * 16};
-  // Multiprocessors keep the division of their memory for the next kernel, which needs all of it as shared.
-  const auto kernel = type == DType::kF32 ? PackRowsKernel<float> : PackRowsKernel<__nv_bfloat16>;
+  const Grid grid = {blocks + more, kThreads, size_t{kRows} * most * 16};
+  // Multiprocessors keep the division of their memory for the next kernel, which needs most of it as shared.
+  const auto kernel = PackRowsKernel<__nv_bfloat16>;
   const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
   return e != cudaSuccess ? e : LaunchKernel(kernel, grid, stream, q);
 }

@@ -46,6 +46,11 @@ __device__ inline void CopyPacked(const PackedRows& from, const PackedPlanes& q,
   }
 }
 
+inline PackedPlanes PlanesOf(const Problem& p, const UnalignedRows& rows) {
+  const bool together = p.window[0] == 1 && p.pad[0] == 0 && p.x[0] == p.y[0];
+  return {together, FastDiv(rows.Rows(1)), FastDiv(p.y[0]), int(p.images * p.y[0]), int(p.x[0])};
+}
+
 // An array [planes, *extent, channels], of which some planes are packed, and where to.
 struct Packing {
   const void* array;
@@ -61,19 +66,7 @@ inline PackedRows RowsOf(const Packing& p, const UnalignedRows& rows) {
   return {static_cast<const uint4*>(p.packed), all + p.strip, int(all), int(p.chunks)};
 }
 
-// The filter that forward and data gradient multiply them by, in slabs of a tile's columns, a strip's taps and a slice
-// of the channels, tap by tap. A slab's chunks are columns by the depth's chunks.
-struct FilterPacking {
-  const void* filter;
-  void* slabs;
-  int chunks;                                          // in all, or 0 for no filter
-  FastDiv slab_div, taps_div, slices_div, groups_div;  // chunks of a slab, slabs of a strip, slices, strips of a slice
-  bool forward;
-  int taps, channels, features, columns;  // columns of a tile
-};
-
-// Packs an array, another one if there is one, and a filter of any chunks, in one kernel.
-cudaError_t PackRows(const UnalignedRows& rows, DType type, const Packing* first, const Packing* second,
-                     const FilterPacking& filter, cudaStream_t stream);
+// Both operands, in one kernel.
+cudaError_t PackRows(const UnalignedRows& rows, const Packing (&packings)[2], cudaStream_t stream);
 
 }  // namespace jaxdnn::conv

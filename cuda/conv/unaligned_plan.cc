@@ -23,41 +23,38 @@ double AllRows(const Problem& p) { return double(p.images) * std::max(p.x[0], p.
 
 UnalignedRows::UnalignedRows(const Problem& p) : line(int(Pitch(p, 2))), lines(int(Pitch(p, 1))) {}
 
-int UnalignedPlan::SharedBytes() const {
-  constexpr int kBarriers = (3 + kMostSlabs) * 16;
-  return 2 * StripBytes() + slabs * SlabBytes() + kWarpgroups * StagedBytes() + kBarriers;
-}
-
-int64_t UnalignedPlan::WorkspaceBytes(const Problem& p) const {
-  return FilterBytes(p) + PackedBytes(p.images * p.x[0], Chunks(), pixels);
-}
-
 Problem UnalignedPart(const Problem& p) {
-  constexpr int64_t kMostBytes = int64_t{128} << 20, kMultiple = 8;  // of images: then all parts are on 16 bytes
-  const auto bytes = [&](int64_t planes, int64_t channels) {
-    return double(planes) * UnalignedRows(p).Rows(1) * CeilDiv(channels * SizeOf(p.in), 32) * 32;
-  };
-  const bool filter = p.direction == Direction::kFilterGradient;
-  const double image = bytes(p.x[0], p.channels) + (filter ? bytes(p.y[0], p.features) : 0);
+  constexpr int64_t kMostBytes = int64_t{128} << 20;
+  const UnalignedFilterPlan plan(p);
+  const double image =
+      (double(p.x[0]) * plan.ChunksOf(p.channels) + double(p.y[0]) * plan.ChunksOf(p.features)) * plan.Rows(1) * 16;
   Problem part = p;
   if (p.images * image > kMostBytes)
-    part.images = std::min(p.images, std::max<int64_t>(1, int64_t(kMostBytes / image) / kMultiple) * kMultiple);
+    part.images = std::min(p.images, std::max<int64_t>(1, int64_t(kMostBytes / image)));
   return part;
+}
+
+int UnalignedPlan::SharedBytes() const {
+  constexpr int kBarriers = (2 + kMostSlabs) * 16;
+  return 2 * StripBytes() + slabs * SlabBytes() + kWarpgroups * StagedBytes() + 2 * pixels * 4 + kBarriers;
 }
 
 bool UnalignedPlan::Fit(const Problem& p) {
   const int size = SizeOf(p.in);
-  constexpr int64_t most = INT32_MAX / 4;
-  const int64_t reach = (p.window[2] - 1) * p.rhs_dilation[2], line_step = p.rhs_dilation[1] * line;
+  const int64_t pitch = Pitch(p, 2), plane = Pitch(p, 1), most = INT32_MAX / 4;
+  const int64_t reach = (p.window[2] - 1) * p.rhs_dilation[2], line_step = p.rhs_dilation[1] * pitch;
   if (AllRows(p) > most || double(p.window[1]) * line_step + reach > most) return false;
-  all_rows = Rows(p.images * p.y[0]);
+  line = int(pitch);
+  lines = int(plane);
+  all_rows = p.images * p.y[0] * plane * pitch;
   const int64_t all_steps = CeilDiv(p.channels * size, kStepBytes);
   column_tiles = int(CeilDiv(p.features, kColumns));
   columns = int(CeilDiv(p.features, column_tiles));
-  const auto take = [&](bool stays, int64_t of_lines, int64_t of_steps, int64_t of_slabs) {
-    const int64_t all = kRows + reach + (of_lines - 1) * line_step;
+  const auto take = [&](int of_rows, int64_t of_lines, int64_t of_steps, int64_t of_slabs) {
+    const int64_t all = (of_rows + reach + (of_lines - 1) * line_step) | 1;
     if (all > (1 << 14)) return false;
-    resident = stays;
+    resident = of_rows == kWarpgroupRows;
+    rows = of_rows;
     tap_lines = int(of_lines);
     groups = int(p.window[0] * p.window[1] / of_lines);
     steps = int(of_steps);
@@ -66,29 +63,23 @@ bool UnalignedPlan::Fit(const Problem& p) {
     slabs = int(of_slabs);
     return SharedBytes() <= kMostSharedBytes;
   };
-  // What is left after whole rounds is tiles of half as many rows, if those are less than a round.
-  const int64_t all_tiles = CeilDiv(all_rows, kRows);
-  whole_tiles = all_tiles * column_tiles / kMultiprocessors * kMultiprocessors / column_tiles;
-  const int64_t halves = CeilDiv(all_rows - whole_tiles * kRows, kRows / 2);
-  if (halves * column_tiles > kMultiprocessors) whole_tiles = all_tiles;
-  row_tiles = whole_tiles == all_tiles ? all_tiles : whole_tiles + halves;
-  constexpr int kLeastSlabs = 3;
+  constexpr int kBoth = kWarpgroups * kWarpgroupRows, kLeastSlabs = 3;
   if (p.window[0] == 1 && all_steps <= kMostSteps && column_tiles == 1 && p.Taps() < 1024 &&
-      take(true, p.window[1], all_steps, p.Taps()))
+      take(kWarpgroupRows, p.window[1], all_steps, p.Taps()))
     return true;
   // All of the window's lines in a strip are loaded once, but with as many lines more.
-  const bool together = kRows + reach > line_step;
+  const bool together = kBoth + reach > line_step;
   const auto fits = [&](int64_t of_lines) {
     // Slices are equally long. Those of the fewest steps in all, or of a little more.
     double best = 0;
     int64_t of_steps = 0;
     for (int64_t n = 1; n <= std::min<int64_t>(kMostSteps, all_steps); ++n) {
       const double cost = CeilDiv(all_steps, n) * (n + 0.3);
-      if (take(false, of_lines, n, kLeastSlabs) && (best == 0 || cost < best)) best = cost, of_steps = n;
+      if (take(kBoth, of_lines, n, kLeastSlabs) && (best == 0 || cost < best)) best = cost, of_steps = n;
     }
     if (best == 0) return false;
     int of_slabs = kMostSlabs;
-    while (!take(false, of_lines, of_steps, of_slabs)) --of_slabs;
+    while (!take(kBoth, of_lines, of_steps, of_slabs)) --of_slabs;
     return true;
   };
   return (together && fits(p.window[1])) || fits(1);
@@ -173,13 +164,13 @@ int64_t UnalignedTiles(const Problem& p) {
 }
 
 int64_t UnalignedWorkspace(const Problem& problem) {
-  const Problem p = UnalignedPart(AsForward(problem));
-  if (p.direction == Direction::kFilterGradient) {
+  if (problem.direction == Direction::kFilterGradient) {
+    const Problem p = UnalignedPart(problem);
     const UnalignedFilterPlan plan(p);
     return p.in == DType::kF32 ? 0 : plan.XPackedBytes(p) + plan.YPackedBytes(p) + 12;  // behind sums, on 16 bytes
   }
-  UnalignedPlan plan(p);
-  return plan.Fit(p) ? plan.WorkspaceBytes(p) : 0;
+  UnalignedPlan plan;
+  return plan.Fit(AsForward(problem)) ? plan.FilterBytes(problem) : 0;
 }
 
 bool TakesUnaligned(const Problem& problem) {
@@ -194,7 +185,7 @@ bool TakesUnaligned(const Problem& problem) {
   if (p.channels % chunk == 0 && p.features % chunk == 0) return false;
   if (std::min({p.images, p.channels, p.features, p.XPixels(), p.YPixels(), p.Taps()}) == 0) return false;
   if (p.images * std::max(p.XPixels(), p.YPixels()) >= INT32_MAX / 4) return false;
-  UnalignedPlan plan(p);
+  UnalignedPlan plan;
   if (!filter) return plan.Fit(p);
   UnalignedFloatsPlan floats(p);
   if (p.in == DType::kF32) return floats.Fit(p);
@@ -205,7 +196,8 @@ bool TakesUnaligned(const Problem& problem) {
 // Fitted to an H200. A kernel that packs its operands comes first; a tile takes as long as its products, or as what it
 // brings and stores; and the filter gradient's, as what it brings.
 double UnalignedCycles(const Problem& problem, int64_t splits) {
-  constexpr double kStart = 8000, kProduct = 70, kLeast = 2700, kFilterStart = 6000, kFilterTile = 2400;
+  constexpr double kStart = 10000, kProduct = 105, kLeast = 5200, kLeastShared = 8500;
+  constexpr double kSlabStep = 340, kPair = 7, kFilterStart = 6000, kFilterTile = 2400;
   const Problem p = AsForward(problem);
   if (p.direction == Direction::kFilterGradient && p.in == DType::kF32) {
     constexpr double kFloatsStart = 12000;
@@ -214,25 +206,23 @@ double UnalignedCycles(const Problem& problem, int64_t splits) {
     const double blocks = double(plan.BlocksOfSlice(p)), rows = CeilDiv(plan.Tiles(), splits) * plan.kUnit;
     return std::ceil(blocks * splits / kMultiprocessors) * (kFloatsStart + rows * plan.cycles / blocks);
   }
-  // Of a kernel that reads so many elements and leaves so many bytes.
-  const auto packing = [&](double elements, double bytes) {
-    constexpr double kLaunch = 5000, kBytesPerCycle = 18;
-    return kLaunch + (elements * SizeOf(p.in) + bytes) / (kMultiprocessors * kBytesPerCycle);
-  };
-  const double of_x = double(p.images) * p.XPixels() * p.channels;
   if (p.direction == Direction::kFilterGradient) {
+    constexpr double kLaunch = 5000, kBytesPerCycle = 18;  // of the kernel that packs
     const UnalignedFilterPlan plan(p);
     if (splits < CeilDiv(p.images, UnalignedPart(p).images)) return HUGE_VAL;  // each part has slices of its own
-    const double blocks = double(plan.BlocksOfSlice(p)) * splits, of_y = double(p.images) * p.YPixels() * p.features;
-    return packing(of_x + of_y, double(plan.XPackedBytes(p) + plan.YPackedBytes(p))) +
+    const double blocks = double(plan.BlocksOfSlice(p)) * splits;
+    const double elements = p.images * (double(p.XPixels()) * p.channels + double(p.YPixels()) * p.features);
+    const double bytes = elements * SizeOf(p.in) + double(plan.XPackedBytes(p)) + double(plan.YPackedBytes(p));
+    return kLaunch + bytes / (kMultiprocessors * kBytesPerCycle) +
            std::ceil(blocks / kMultiprocessors) * (kFilterStart + CeilDiv(plan.Tiles(), splits) * kFilterTile);
   }
-  UnalignedPlan plan(p);
+  UnalignedPlan plan;
   if (!plan.Fit(p)) return HUGE_VAL;
-  const double products = double(p.Taps()) * plan.slices * plan.steps * plan.kRows / 64;
-  const double whole = plan.whole_tiles * plan.column_tiles, halves = plan.Tiles() - whole;
-  const double rounds = std::ceil(whole / kMultiprocessors) + std::ceil(halves / kMultiprocessors) / 2;
-  return kStart + packing(of_x, double(plan.WorkspaceBytes(p))) + rounds * std::max(kLeast, products * kProduct);
+  const double slabs = double(p.Taps()) * plan.slices, products = slabs * plan.steps * plan.rows / 64;
+  const double pairs = double(plan.groups) * plan.slices * plan.steps * plan.pixels;
+  const double tile = plan.resident ? std::max(kLeast, products * kProduct)
+                                    : std::max({kLeastShared, slabs * plan.steps * kSlabStep, pairs * kPair});
+  return kStart + std::ceil(plan.Tiles() / kMultiprocessors) * tile;
 }
 
 }  // namespace jaxdnn::conv

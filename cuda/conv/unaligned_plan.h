@@ -23,36 +23,33 @@ struct UnalignedRows {
   }
 };
 
-struct UnalignedPlan : UnalignedRows {
+struct UnalignedPlan {
   static constexpr int kColumns = 72;  // of a tile
-  static constexpr int kRows = 128, kWarpgroups = 2;
+  static constexpr int kWarpgroupRows = 128, kWarpgroups = 2;
   static constexpr int kStepBytes = 32;  // of a pixel's channels, that one product takes
   static constexpr int kMostSteps = 5;   // of a slice of the channels
   static constexpr int kMostSlabs = 8;   // of the filter's parts that are in shared memory, unless all of them are
 
-  bool resident;  // all of the filter is in shared memory
-  int columns;    // of a tile
+  bool resident;      // all of the filter is in shared memory, and each warpgroup has tiles of its own
+  int rows, columns;  // of a tile
   int column_tiles;
+  int line, lines;  // pixels of a line, and lines of a plane
   int64_t all_rows;
-  int64_t row_tiles, whole_tiles;  // of the rows; of those the first ones that are whole, not of half as many rows
-  int tap_lines;                   // of the window, that a strip holds: all or one
-  int groups;                      // of as many of the window's lines
-  int steps, slices;               // of a slice, and slices of the channels
-  int pixels;                      // of a strip
-  int slabs;                       // the filter's, of a tap and slice each
+  int tap_lines;      // of the window, that a strip holds: all or one
+  int groups;         // of as many of the window's lines
+  int steps, slices;  // of a slice, and slices of the channels
+  int pixels;         // of a strip: an odd number, so that its chunks lie in different banks
+  int slabs;          // the filter's, of a tap and slice each
 
-  explicit UnalignedPlan(const Problem& p) : UnalignedRows(p) {}
   bool Fit(const Problem& p);
 
-  int Chunks() const { return 2 * slices * steps; }
   int StripBytes() const { return pixels * steps * kStepBytes; }
   int SlabBytes() const { return kColumns * steps * kStepBytes; }
   int64_t FilterBytes(const Problem& p) const { return int64_t{column_tiles} * slices * p.Taps() * SlabBytes(); }
   // Of 64 rows' results on their way, as floats, a fifth of them left free.
   int StagedBytes() const { return (64 * columns + 8) / 4 * 5 * 4 / 16 * 16 + 16; }
   int SharedBytes() const;
-  int64_t WorkspaceBytes(const Problem& p) const;
-  int64_t Tiles() const { return row_tiles * column_tiles; }
+  int64_t Tiles() const { return (all_rows + rows - 1) / rows * column_tiles; }
 };
 
 // Of the filter gradient: a block's units of the result's rows are of one line of the window, and of up to 64 channels
