@@ -240,7 +240,7 @@ bool StoresExchanged(Unit unit) {
 // The tensor-core kernels take 16-bit floats, and floats that may be rounded to TF32. Hopper's take what the TMA unit
 // can read: one problem and group, lines of whole 16-byte chunks. Those with mma.sync take all but the longest windows;
 // what is not dense, or not in whole chunks, in some of the tiles (VisitMmaKernel). Three products a term are too many
-// registers for the largest.
+// registers for the largest, and the one of few columns is not built for them.
 //
 // The depthwise kernels have one input channel to a group, and count work and the bytes between columns with 32 bits.
 bool Takes(const TileShape& t, const Problem& p, bool hopper) {
@@ -266,7 +266,8 @@ bool Takes(const TileShape& t, const Problem& p, bool hopper) {
   if (p.in == DType::kF64 || (p.in == DType::kF32 && p.products == 0)) return false;
   if (*std::max_element(p.window, p.window + kRank) > kMmaMaxWindow) return false;
   const Dense dense = DenseOf(p);
-  if (InChunks(p) && dense.groups == 1 && !dense.Folds()) return !(t.tile == Tile::kMma128x128 && IsTripled(p));
+  if (IsTripled(p) && (t.tile == Tile::kMma128x128 || t.tile == Tile::kMma128x32)) return false;
+  if (InChunks(p) && dense.groups == 1 && !dense.Folds()) return true;
   return t.tile == Tile::kMma128x64 || (t.tile == Tile::kMma128x32 && (IsRagged(p, dense) || GathersChunks(p, dense)));
 }
 

@@ -33,8 +33,8 @@ cudaError_t LaunchType(const Problem& p, const Config& config, const void* opera
   const auto with_tile = [&](auto tile) {
     return aligned ? launch(tile, std::true_type()) : launch(tile, std::false_type());
   };
-  if (config.tile == Tile::kMma128x32)
-    return with_tile(TypeTag<MmaTile<In, kDirection, 128, 32, 4, 1, 3, kProducts>>());
+  if constexpr (kProducts == 1)
+    if (config.tile == Tile::kMma128x32) return with_tile(TypeTag<MmaTile<In, kDirection, 128, 32, 4, 1, 3>>());
   return with_tile(TypeTag<MmaTile<In, kDirection, 128, 64, 2, 2, 2, kProducts>>());
 }
 

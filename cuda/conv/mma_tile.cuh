@@ -321,9 +321,11 @@ cudaError_t VisitMmaKernel(const Problem& p, const Config& config, const void* o
         if (run > 1) return f(Sparse128x64(), std::integral_constant<int, 2>(), kSparse, in);
       return f(Sparse128x64(), std::integral_constant<int, 1>(), kSparse, in);
     }
-    if (dense.groups > 1 || dense.Folds() || !whole_columns)
-      return config.tile == Tile::kMma128x32 ? f(Tile128x32(), kVec, kSparse, in)
-                                             : f(Sparse128x64(), kVec, kSparse, in);
+    if (dense.groups > 1 || dense.Folds() || !whole_columns) {
+      if constexpr (kProducts == 1)
+        if (config.tile == Tile::kMma128x32) return f(Tile128x32(), kVec, kSparse, in);
+      return f(Sparse128x64(), kVec, kSparse, in);
+    }
     switch (config.tile) {
       case Tile::kMma128x128:
         if constexpr (kProducts == 1) return f(TypeTag<MmaTile<In, kDirection, 128, 128, 2, 2, 2>>(), kVec, kDense, in);
@@ -334,7 +336,8 @@ cudaError_t VisitMmaKernel(const Problem& p, const Config& config, const void* o
       case Tile::kMma64x64:
         return f(TypeTag<MmaTile<In, kDirection, 64, 64, 2, 2, 3, kProducts>>(), kVec, kDense, in);
       case Tile::kMma128x32:
-        return f(Tile128x32(), kVec, kDense, in);
+        if constexpr (kProducts == 1) return f(Tile128x32(), kVec, kDense, in);
+        return cudaErrorInvalidValue;
       default:
         return cudaErrorInvalidValue;
     }
