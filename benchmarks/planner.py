@@ -200,7 +200,7 @@ def prepare(problem: Problem, pool: ThreadPoolExecutor) -> tuple[Any, dict[str, 
 
 
 def work_of(problem: Problem) -> harness.Work:
-  return next(w for w in conv.directions(problem.case, problem.dtype) if w.direction == problem.direction)
+  return next(w for w in conv.directions("planner", problem.case, problem.dtype) if w.direction == problem.direction)
 
 
 def describe(case: ConvCase) -> str:

@@ -80,8 +80,8 @@ def test_one_parameter_of_long_rows(dtype):
     x, g = jnp.asarray(sample((rows, n), dtype)), jnp.asarray(sample((rows, n), dtype, 1))
     h = statistics("layer", x, 1e-5)[0]
     size = np.abs(exact(g)).max() * (1 + np.abs(h).max())
-    dscale = jax.grad(lambda p, x=x, g=g: jnp.vdot(jaxdnn.layer_norm(x, p), g))(jnp.ones(n))
-    dbias = jax.grad(lambda p, x=x, g=g: jnp.vdot(jaxdnn.layer_norm(x, bias=p), g))(jnp.ones(n))
+    dscale = jax.grad(lambda p, x=x, g=g: jnp.vdot(jaxdnn.layer_norm(x, p), g))(jnp.ones(n, "float32"))
+    dbias = jax.grad(lambda p, x=x, g=g: jnp.vdot(jaxdnn.layer_norm(x, bias=p), g))(jnp.ones(n, "float32"))
     assert_close(dscale, (exact(g) * h).sum(0), "float32", terms=rows + n, scale=size)
     assert_close(dbias, exact(g).sum(0), "float32", terms=rows, scale=size)
 

@@ -165,15 +165,18 @@ double FewChannelsCycles(const Problem& p, const Strips& s, int64_t splits) {
   const double outputs = double(FewPixels(p)) * FewFeatures(p), columns = CeilDiv(p.features, FewFeatures(p));
   const double tiles = s.Tiles(p);
   const double bytes = outputs * size + strips, pieces = s.copy_bytes == 2 ? 0.3 * strips : 0;
+  // Features that are no whole chunks are stored, or loaded, one by one.
+  const double apart = p.features % (16 / SizeOf(p.in)) != 0 ? outputs : 0;
   constexpr double kStart = 8000;
   if (!filter) {
-    const double tile = 0.0125 * outputs * s.Steps(p) + bytes / kBytesPerCycle + pieces;
+    const double tile = 0.0125 * outputs * s.Steps(p) + bytes / kBytesPerCycle + pieces + 1.9 * apart;
     return kStart + std::ceil(tiles * columns * p.batch / kMultiprocessors) * tile;
   }
   const double rows = s.Steps(p) * Strips::kStepWords * 4.0 / SizeOf(p.in);
   const double row_tiles = std::ceil(rows / kFewMostRows);
   const double taken = rows > 80 ? kFewMostRows : rows > 48 ? 80 : rows > 32 ? 48 : 32;
-  const double tile = 1.1 * (outputs * SizeOf(p.in) / 2 * taken * 0.8e-3 + bytes / kBytesPerCycle + pieces);
+  const double tile =
+      1.1 * (outputs * SizeOf(p.in) / 2 * taken * 0.8e-3 + bytes / kBytesPerCycle + pieces) + 2.7 * apart;
   const double each = std::ceil(splits * row_tiles * columns * p.batch / kMultiprocessors);
   const double resident = taken > 32 ? 2 : 3;
   return kStart * std::ceil(each / resident) + std::ceil(tiles / splits) * std::max(500 + 1.25 * tile, each * tile);

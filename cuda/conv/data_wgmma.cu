@@ -254,9 +254,10 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* opera
   if (phases == 0) return cudaErrorInvalidValue;
   const bool wide = p.out == DType::kF32;
   q.boxes = p.out == p.in && IsNone(epilogue);
-  // The boxes of a filter that is read as it is are of one tap.
-  const bool taps =
-      q.boxes && TapsAreColumns(p, phases, q.phase[0]) && (!kOfFeatures<T, kForward> || columns % T::kLine == 0);
+  // The boxes of a filter that is read as it is are lines of one tap.
+  constexpr bool kWholeLines = T::kColumns % T::kLine == 0;
+  const bool taps = q.boxes && TapsAreColumns(p, phases, q.phase[0]) &&
+                    (!kOfFeatures<T, kForward> || (kWholeLines && columns % T::kLine == 0));
   q.in_row = WgmmaRow(columns, T::kColumns, q.phase[0], taps);
   q.columns = int(taps ? columns * p.Taps() : columns);
   q.lines = int(CeilDiv(channels, T::kLine));

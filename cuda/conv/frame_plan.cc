@@ -94,13 +94,17 @@ double PatchCycles(const Problem& p, Tile tile) {
   return kBegin + lookups + kEach * loads * g.rows * p.Taps() * lines * columns / kMultiprocessors;
 }
 
-// What the frame's kernel adds to `cycles`. On the tensor cores all blocks take as long as one, in steps of 128 bytes.
+// What the frame's kernel adds to `cycles`. On the tensor cores all blocks take as long as one, in steps of 128 bytes;
+// of channels that are no whole chunks, element by element.
 double FrameCycles(const Problem& p, double cycles) {
   constexpr double kLaunch = 4000, kStep = 1900, kMultiprocessors = 132;
-  if (p.direction == Direction::kFilterGradient || !OnTensorCores(p)) return kLaunch + FrameShare(p) * cycles;
+  if (!OnTensorCores(p)) return kLaunch + FrameShare(p) * cycles;
+  const int64_t chunk = 16 / SizeOf(p.in);
+  const double loads = p.channels % chunk != 0 || p.features % chunk != 0 ? double(chunk) : 1;
+  if (p.direction == Direction::kFilterGradient) return kLaunch + loads * FrameShare(p) * cycles;
   const Gemm g = GemmOf(p);
   const double blocks = std::ceil(FrameShare(p) * g.rows / 128) * g.problems * CeilDiv(g.columns, 64);
-  return kLaunch + kStep * CeilDiv(g.depth * SizeOf(p.in), 128) * std::max(1.0, blocks / kMultiprocessors);
+  return kLaunch + loads * kStep * CeilDiv(g.depth * SizeOf(p.in), 128) * std::max(1.0, blocks / kMultiprocessors);
 }
 
 }  // namespace

@@ -222,7 +222,7 @@ double UnalignedCycles(const Problem& problem, int64_t splits) {
   const double pairs = double(plan.groups) * plan.slices * plan.steps * plan.pixels;
   const double tile = plan.resident ? std::max(kLeast, products * kProduct)
                                     : std::max({kLeastShared, slabs * plan.steps * kSlabStep, pairs * kPair});
-  return kStart + std::ceil(plan.Tiles() / kMultiprocessors) * tile;
+  return kStart + double(CeilDiv(plan.Tiles(), kMultiprocessors)) * tile;
 }
 
 }  // namespace jaxdnn::conv

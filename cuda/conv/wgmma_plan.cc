@@ -218,7 +218,7 @@ double WgmmaCycles(const Problem& p, const TileShape& t, int64_t cluster) {
   const double copied = TransposedBytes(p, t), copying = copied > 0 ? CopyingCycles(copied, kCopyMoves) + kWait : 0;
   const bool read_as_it_is = p.direction == Direction::kForward && copied == 0;
   const bool taps = TapsAreColumns(p, MapPhases(p, maps), maps[0]) && p.out == p.in &&
-                    (!read_as_it_is || g.columns % line == 0);  // as the kernel has it
+                    (!read_as_it_is || (g.columns % line == 0 && t.columns % line == 0));  // as the kernel has it
   const double column_tiles = taps ? CeilDiv(g.columns * p.Taps(), t.columns) : phases * CeilDiv(g.columns, t.columns);
   const double tiles = std::ceil(g.rows / phases / t.rows) * column_tiles;
   // What is not stored by TMA takes 16-bit floats longer.

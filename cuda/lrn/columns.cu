@@ -39,9 +39,12 @@ struct Row {
   using Element = std::conditional_t<sizeof(T) == 2, uint32_t, T>;
   using Held = std::conditional_t<kVector, Packed<T, N>, Vec<Element, N>>;
 
-  // The first column. The last warp's are the last, some of which the one before has too.
-  static __device__ int First(const Columns& shape, int tile) {
-    return kVector ? tile * N : min(tile / 32 * (32 * N), shape.inner - 32 * N) + tile % 32;
+  // The first column. The last warp's are the last, some of which the one before has too, and stores: `others` is how
+  // many columns further the first is that this one stores.
+  static __device__ int First(const Columns& shape, int tile, int& others) {
+    const int own = tile / 32 * (32 * N), first = min(own, shape.inner - 32 * N);
+    others = own - first - tile % 32;
+    return kVector ? tile * N : first + tile % 32;
   }
   static __device__ Held Load(const T* p) {
     Held held;
@@ -73,12 +76,13 @@ struct Row {
     else
       return e;
   }
-  static __device__ void Store(T* p, const A (&wide)[N]) {
+  static __device__ void Store(T* p, const A (&wide)[N], int others) {
     if constexpr (kVector) {
       StorePacked<T, N>(p, Narrow<T, N>(wide));
     } else {
 #pragma unroll
-      for (int j = 0; j < N; ++j) p[32 * j] = static_cast<T>(wide[j]);
+      for (int j = 0; j < N; ++j)
+        if (32 * j >= others) p[32 * j] = static_cast<T>(wide[j]);
     }
   }
 };
@@ -111,7 +115,8 @@ __global__ void __launch_bounds__(kThreads, (kResident<kMap, H, kVector, Curve>)
   const int64_t id = blockIdx.x * int64_t{kThreads} + threadIdx.x;
   if (id >= shape.threads) return;
   const int64_t rest = id / shape.tiles, outer = rest / shape.chunks;
-  const int column = R::First(shape, static_cast<int>(id - rest * shape.tiles));
+  int others;
+  const int column = R::First(shape, static_cast<int>(id - rest * shape.tiles), others);
   const int first = static_cast<int>(rest - outer * shape.chunks) * shape.chunk;
   const int last = min(shape.n, first + shape.chunk);
   const int64_t base = outer * shape.n * shape.inner + column;
@@ -182,7 +187,7 @@ __global__ void __launch_bounds__(kThreads, (kResident<kMap, H, kVector, Curve>)
           result[j] = c[now][j] * response.Gain(d);
         }
       }
-      if (row >= first && row < last) R::Store(at(out_base, row), result);
+      if (row >= first && row < last) R::Store(at(out_base, row), result, others);
     }
   }
 }

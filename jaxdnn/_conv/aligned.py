@@ -26,8 +26,9 @@ from jaxdnn._transform.transform import resized
 NAME = "aligned"
 CLOCK_HZ = 1.755e9  # of the H200 that the model's cycles were fitted to
 _CHUNK_BYTES = 16
-_BYTES_PER_SECOND = 2.8e12  # of copies with rows off 16 bytes
+_BYTES_PER_SECOND = 3.0e12  # of copies with rows off 16 bytes
 _LAUNCH_SECONDS = 3e-6  # of one more kernel
+_MOST_BYTES = 1 << 30  # of copies, where no `workspace_limit` says otherwise
 
 
 class Extents(NamedTuple):
@@ -68,7 +69,8 @@ class Choice(NamedTuple):
 def choose(
   result: str, a: Any, b: Any, spec: ConvSpec, dtype: Any, *, residual: bool = False, hopper: bool = True
 ) -> Choice | None:
-  """The fastest of the larger problems, copies included; or None if there is none within the workspace's limit."""
+  """The fastest of the larger problems, copies included; or None if there is none within the workspace's limit, which
+  is 1 GiB by default."""
   given = _extents(result, a, b, spec)
   found = []
   for wanted in _larger(given, spec, _CHUNK_BYTES // np.dtype(a.dtype).itemsize):
@@ -79,9 +81,9 @@ def choose(
         itemsize = np.dtype(dtype if name == result else a.dtype).itemsize
         before, after = (math.prod(extents.of(name)) * itemsize for extents in (given, wanted))
         moved, held, copies = moved + before + after, held + after, copies + 1
-    larger = _spec(wanted, spec, held)
-    if larger.workspace_limit is not None and larger.workspace_limit < 0:
+    if held > (_MOST_BYTES if spec.workspace_limit is None else spec.workspace_limit):
       continue
+    larger = _spec(wanted, spec, held)
     if (planned := plan(result, larger_a, larger_b, larger, dtype, hopper=hopper)) is not None:
       seconds = planned["cycles"] / CLOCK_HZ + moved / _BYTES_PER_SECOND + copies * _LAUNCH_SECONDS
       found.append(Choice(given, wanted, larger, planned, held, seconds))

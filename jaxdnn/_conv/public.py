@@ -60,8 +60,8 @@ def conv_general_dilated(
       is modelled to be the fastest. Not part of lax's signature. Gradients choose their own.
     workspace_limit: bytes of scratch memory, by default 256 MiB, that this call and its gradients may take for partial
       sums of the filter gradient, the one thing that needs any (and, forward in TF32, for a transposed filter; and, by
-      default without a limit, for copies with zeros where channels are no whole 16 bytes). A slower kernel without may
-      be chosen instead. Not part of lax's signature.
+      default up to 1 GiB, for copies with zeros where channels are no whole 16 bytes). A slower kernel without may be
+      chosen instead. Not part of lax's signature.
 
   Returns:
     The convolution, laid out as `dimension_numbers` says. A padded tap reads the number 0, so a padded position times
