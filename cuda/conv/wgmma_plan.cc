@@ -93,7 +93,12 @@ double FilterCycles(const Problem& p, const TileShape& t, const FilterShape& sha
   // Floats that are not, the steps transpose themselves, in shared memory, after a longer beginning.
   constexpr double kBegin = 2000;
   const bool turned = p.in == DType::kF32 && transposed == 0;
-  const double step = cost.step * part * (AreApart(p, p.features) ? 1.45 : 1) + (turned ? 2 * t.columns : 0);
+  const bool part_of_y = p.in == DType::kF32 && p.features % WgmmaDepth(p.in) != 0;
+  const double step = cost.step * part *
+                          (AreApart(p, p.features) ? 1.45
+                           : part_of_y             ? 1.25
+                                                   : 1) +
+                      (turned ? 2 * t.columns : 0);
   const double x_pixels = std::min(p.XPixels(), p.YPixels() * p.Taps());
   const double elements = p.images * (x_pixels * p.channels + double(p.YPixels()) * p.features);
   const double memory = elements * SizeOf(p.in) / (kMultiprocessors * kBytesPerCycle);
@@ -229,6 +234,9 @@ double WgmmaCycles(const Problem& p, const TileShape& t, int64_t cluster) {
   const int64_t left = channels % line;
   const double apart = p.in == DType::kF32 ? 2.1 : 2.7, last = left == 0 ? 0 : AreApart(p, left) ? apart : 1.6;
   const double lines = channels / line + last;
+  // So do the filter's lines, where they are of channels too.
+  const bool lines_of_both = p.direction == Direction::kDataGradient || t.tile == Tile::kWgmma128x128Copied;
+  if (left != 0 && lines_of_both && !IsAcross(t.tile)) cost.step *= 1.35;
   const double steps = std::max(1.0, p.Taps() / taps_per_tap * lines);
   const double longest = most_taps * lines;  // of the tiles that have most
   if (cluster > 1) {

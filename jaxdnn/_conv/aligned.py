@@ -26,8 +26,11 @@ from jaxdnn._transform.transform import resized
 NAME = "aligned"
 CLOCK_HZ = 1.755e9  # of the H200 that the model's cycles were fitted to
 _CHUNK_BYTES = 16
-_BYTES_PER_SECOND = 3.0e12  # of copies with rows off 16 bytes
-_LAUNCH_SECONDS = 3e-6  # of one more kernel
+# Fitted to an H200: of copies, which are slower where rows are a sector of 32 bytes or less; of one more kernel; and
+# of the kernel between them.
+_BYTES_PER_SECOND, _SECTOR_BYTES, _SLOWER = 3.0e12, 32, 3.0
+_LAUNCH_SECONDS = 1.5e-6
+_KERNEL = 1.15
 _MOST_BYTES = 1 << 30  # of copies, where no `workspace_limit` says otherwise
 
 
@@ -75,18 +78,20 @@ def choose(
   found = []
   for wanted in _larger(given, spec, _CHUNK_BYTES // np.dtype(a.dtype).itemsize):
     larger_a, larger_b = (jax.ShapeDtypeStruct(wanted.joined(name), a.dtype) for name in OPERANDS[result])
-    moved, held, copies = 0, 0, 0
+    copying, held = 0.0, 0
     for name in [*OPERANDS[result], result, *(["y"] if residual else [])]:
       if given.of(name) != wanted.of(name):
         itemsize = np.dtype(dtype if name == result else a.dtype).itemsize
         before, after = (math.prod(extents.of(name)) * itemsize for extents in (given, wanted))
-        moved, held, copies = moved + before + after, held + after, copies + 1
+        row = wanted.joined(name)[-1] * itemsize
+        slower = _SLOWER if row <= _SECTOR_BYTES else 1
+        copying += (before + after) * slower / _BYTES_PER_SECOND + _LAUNCH_SECONDS
+        held += after
     if held > (_MOST_BYTES if spec.workspace_limit is None else spec.workspace_limit):
       continue
     larger = _spec(wanted, spec, held)
     if (planned := plan(result, larger_a, larger_b, larger, dtype, hopper=hopper)) is not None:
-      seconds = planned["cycles"] / CLOCK_HZ + moved / _BYTES_PER_SECOND + copies * _LAUNCH_SECONDS
-      found.append(Choice(given, wanted, larger, planned, held, seconds))
+      found.append(Choice(given, wanted, larger, planned, held, _KERNEL * planned["cycles"] / CLOCK_HZ + copying))
   return min(found, key=lambda choice: choice.seconds, default=None)
 
 
