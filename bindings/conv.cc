@@ -5,6 +5,7 @@
 #include "bindings/conv_problem.h"
 #include "bindings/ffi.h"
 #include "bindings/handlers.h"
+#include "cuda/common/device_code.h"
 
 namespace jaxdnn {
 
@@ -68,14 +69,11 @@ static std::optional<DType> ToConvDType(ffi::DataType type) {
   }
 }
 
-// Whether the current device has the instructions of compute capability 9.0, whose loads want arrays on 16 bytes.
+// Whether kernels have the instructions of compute capability 9.0, whose loads want arrays on 16 bytes.
 static bool TakesHopperKernels(std::initializer_list<const void*> arrays) {
   for (const void* a : arrays)
     if (reinterpret_cast<uintptr_t>(a) % 16 != 0) return false;
-  int device = 0, major = 0;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  return major == 9;
+  return HasHopperCode();
 }
 
 // Whichever of x, w and y are operands, `lhs` and `rhs` are them in that order, and `out` is the third.

@@ -6,7 +6,8 @@
 
 namespace jaxdnn {
 
-// Whether device code for clusters exists in this compilation; kernels for older architectures are never launched so.
+// Whether this compilation is for an architecture with clusters. Kernels of others are never launched so: launchers ask
+// QueryMaxCluster (device_code.h).
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 constexpr bool kHasClusters = false;
 #else

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <optional>
 
+#include "cuda/common/device_code.h"
 #include "cuda/common/launch.cuh"
 #include "cuda/conv/tensor_map.h"
 #include "cuda/group_norm/ring.cuh"
@@ -174,9 +175,8 @@ inline cudaError_t EncodeSlabs(const Problem& p, const RingTiling& t, int depth,
 
 // Whether the current device is what rings are written and planned for.
 inline bool HasRings() {
-  int device = 0, major = 0, multiprocessors = 0;
-  return cudaGetDevice(&device) == cudaSuccess &&
-         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess && major == 9 &&
+  int device = 0, multiprocessors = 0;
+  return HasHopperCode() && cudaGetDevice(&device) == cudaSuccess &&
          cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device) == cudaSuccess &&
          multiprocessors == kNominal.multiprocessors;
 }

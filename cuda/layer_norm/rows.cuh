@@ -12,6 +12,7 @@
 
 #include "cuda/common/async_copy.cuh"
 #include "cuda/common/convert.cuh"
+#include "cuda/common/device_code.h"
 #include "cuda/common/dtype.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/common/vec.cuh"
@@ -351,13 +352,10 @@ struct Device {
 };
 
 inline cudaError_t Query(Device* device) {
-  int index = 0, major = 0;
+  int index = 0;
   cudaError_t e = cudaGetDevice(&index);
   if (e == cudaSuccess) e = cudaDeviceGetAttribute(&device->multiprocessors, cudaDevAttrMultiProcessorCount, index);
-  if (e == cudaSuccess) e = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index);
-  // Of other generations only the consumer's have clusters too, of 8 blocks.
-  device->max_cluster = major == 9 || major == 10 ? kMaxCluster : major > 10 ? 8 : 1;
-  return e;
+  return e == cudaSuccess ? QueryMaxCluster(&device->max_cluster) : e;
 }
 
 template <class T>

@@ -10,6 +10,7 @@
 
 #include "cuda/common/cluster.cuh"
 #include "cuda/common/convert.cuh"
+#include "cuda/common/device_code.h"
 #include "cuda/common/launch.cuh"
 #include "cuda/softmax/rows.cuh"
 
@@ -27,12 +28,11 @@ struct Device {
 };
 
 inline cudaError_t CurrentDevice(Device* d) {
-  int device = 0, major = 0, shared = 0;
+  int device = 0, shared = 0;
   cudaError_t e = cudaGetDevice(&device);
   if (e == cudaSuccess) e = cudaDeviceGetAttribute(&d->multiprocessors, cudaDevAttrMultiProcessorCount, device);
-  if (e == cudaSuccess) e = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  if (e == cudaSuccess) e = QueryMaxCluster(&d->max_cluster);
   if (e == cudaSuccess) e = cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  d->max_cluster = major < 9 ? 1 : major < 12 ? kMaxCluster : 8;
   d->shared_bytes = shared;
   return e;
 }
