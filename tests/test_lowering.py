@@ -213,6 +213,20 @@ def test_what_no_kernel_takes_falls_back():
 
 
 @built
+@pytest.mark.parametrize(
+  "f, shape, largest",
+  [
+    (functools.partial(jaxdnn.glu, axis=1), (16, 2, 2**28), (16, 2, 2**28 - 1)),
+    (lambda x: jaxdnn.batch_norm(x, axis=1)[0], (1, 2, 2**31), (1, 2, 2**31 - 17)),
+    (lambda x: jaxdnn.group_norm(x, 2), (2**29 - 1, 1, 4), (2**29 - 33, 1, 4)),
+  ],
+)
+def test_what_32_bits_do_not_count_falls_back(f, shape, largest):
+  program, last = (text(f, [jax.ShapeDtypeStruct(s, jnp.bfloat16)], "cuda") for s in (shape, largest))
+  assert "jaxdnn." not in program and "jaxdnn." in last
+
+
+@built
 def test_export_for_both_platforms():
   f, operands, targets = LOWERED["conv"]
   checks = [jax.export.DisabledSafetyCheck.custom_call(t) for t in targets]

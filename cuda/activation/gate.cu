@@ -145,7 +145,8 @@ cudaError_t VisitGate(const Activation& activation, F&& f) {
   }
 }
 
-// Calls launch(first, elements) for chunks of rows, `elements` of y from element `first` on, below 2^31.
+// Calls launch(first, elements) for chunks of eight rows or a multiple of that, so that all begin aligned: `elements`
+// of y from element `first` on, below 2^31.
 template <class F>
 cudaError_t ForEachChunk(const GateShape& shape, F&& launch) {
   constexpr int64_t kMost = (int64_t{1} << 31) - 1;

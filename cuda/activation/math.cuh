@@ -8,21 +8,10 @@
 
 #include <type_traits>
 
+#include "cuda/common/approximate.cuh"
 #include "cuda/common/dtype.cuh"
 
 namespace jaxdnn::activation {
-
-__device__ __forceinline__ float ApproximateReciprocal(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-__device__ __forceinline__ float ApproximateSqrt(float x) {
-  float y;
-  asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 
 // Maximum and minimum of which NaN wins over numbers.
 __device__ __forceinline__ float MaxOrNan(float a, float b) {
@@ -52,8 +41,7 @@ template <class T>
 struct Math {
   // Squared, half the exponent becomes a subnormal number where the unit itself would flush.
   static __device__ float Exp(float x) {
-    float root;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(root) : "f"(x * 0.72134752f));  // log2(e) / 2
+    const float root = ApproximateExp2(x * 0.72134752f);  // log2(e) / 2
     return root * root;
   }
   // Of x up to 0. With t = tanh(x / 2) it is 2 t / (1 - t).
@@ -84,8 +72,7 @@ struct Math {
   static __device__ float Sqrt(float x) { return ApproximateSqrt(x); }
   // The standard normal density at x, and its integral up to -|x|.
   static __device__ void Normal(float x, float* density, float* tail) {
-    float root;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(root) : "f"(-0.36067376f * x * x));  // As Exp of -x^2 / 2.
+    const float root = ApproximateExp2(-0.36067376f * x * x);  // As Exp of -x^2 / 2.
     const float e = root * root;
     *density = 0.39894228f * e;
     *tail = e * Polynomial(ApproximateReciprocal(1.0f + 0.36f * fabsf(x)),

@@ -192,18 +192,6 @@ struct ApplyOp {
   }
 };
 
-template <class A>
-struct Pair {
-  A first, second;
-};
-
-struct AddPairs {
-  template <class A>
-  __device__ Pair<A> operator()(const Pair<A>& a, const Pair<A>& b) const {
-    return {a.first + b.first, a.second + b.second};
-  }
-};
-
 // What op makes of its elementwise results, in the stored type.
 template <class M, class Op, class A>
 __device__ Vec<typename M::T, M::V> Rounded(const Op& op, const A (&values)[M::V]) {

@@ -92,6 +92,8 @@ cudaError_t VisitTiling(Problem p, bool aligned, int64_t limit, int64_t wave, F&
   if (p.outer == 0 || p.n == 0 || p.c == 0 || p.s == 0) return cudaSuccess;
   // One channel is one column.
   if (p.c == 1) p.n *= p.s, p.s = 1;
+  // Places in a run are 32-bit, also those of the vectors at its ends.
+  if (p.s > INT32_MAX - 16) return cudaErrorNotSupported;
   const bool runs = p.s > kLongestColumns;
   const int widest = p.s == 1 ? kTileWidth : kThreads;
   if constexpr (kVectors) {

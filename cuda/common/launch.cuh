@@ -9,6 +9,13 @@ namespace jaxdnn {
 
 constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// The least that n is no more than 1 << it; 0 for n below 1.
+inline int CeilLog2(int64_t n) {
+  int log = 0;
+  while (int64_t{1} << log < n) ++log;
+  return log;
+}
+
 // A one-dimensional grid of `blocks`, of which every `cluster` neighbours can reach each other's shared memory.
 struct Grid {
   int64_t blocks;

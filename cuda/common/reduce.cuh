@@ -20,6 +20,19 @@ struct Max {
   __device__ double operator()(double a, double b) const { return fmax(a, b); }
 };
 
+// Two sums at a time.
+template <class A>
+struct Pair {
+  A first, second;
+};
+
+struct AddPairs {
+  template <class A>
+  __device__ Pair<A> operator()(const Pair<A>& a, const Pair<A>& b) const {
+    return {a.first + b.first, a.second + b.second};
+  }
+};
+
 // __shfl_xor_sync over the whole warp, for any struct of 32-bit words.
 template <class V>
 __device__ V ShuffleXor(V value, int mask) {

@@ -10,18 +10,6 @@
 
 namespace jaxdnn::group_norm {
 
-template <class A>
-struct Pair {
-  A first, second;
-};
-
-struct AddPairs {
-  template <class A>
-  __device__ Pair<A> operator()(const Pair<A>& a, const Pair<A>& b) const {
-    return {a.first + b.first, a.second + b.second};
-  }
-};
-
 // The sums of x - pivot and of its square.
 using Moments = Pair<double>;
 

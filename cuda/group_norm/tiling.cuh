@@ -43,8 +43,6 @@ inline int FloorLog2(int64_t n) {
   return log;
 }
 
-inline int CeilLog2(int64_t n) { return n == 1 ? 0 : FloorLog2(n - 1) + 1; }
-
 inline int64_t Resident(const Device& d, int resident) { return int64_t{resident} * d.multiprocessors; }
 
 // Shared memory of a block when `resident` share a multiprocessor.

@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "cuda/activation/functions.cuh"
+#include "cuda/common/approximate.cuh"
 #include "cuda/common/dtype.cuh"
 #include "cuda/group_norm/tiling.cuh"
 
@@ -59,7 +60,8 @@ cudaError_t VisitTiling(const Problem& p, bool aligned, F&& f) {
 template <int kArrays, class F>
 std::optional<int64_t> MostBytes(const Problem& p, F&& bytes) {
   if (p.Empty()) return 0;
-  if (p.batch * p.n * p.channels > INT32_MAX) return std::nullopt;  // Slabs and parameters have 32-bit numbers.
+  // Slabs and parameters have 32-bit numbers, also slabs that would fill up the last block.
+  if (p.batch * p.n * p.channels > INT32_MAX - kThreads) return std::nullopt;
   int64_t most = 0;
   bool fits = true;
   VisitDType(p.dtype, [&](auto type) {
@@ -78,9 +80,7 @@ std::optional<int64_t> MostBytes(const Problem& p, F&& bytes) {
 
 // The logistic function of p in the fewest instructions, for what is rounded to 16 bits: 1 / (1 + exp(-p)).
 __device__ inline float ShortLogistic(float p) {
-  float e;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(-1.44269504f * p));
-  return activation::ApproximateReciprocal(1.0f + e);
+  return ApproximateReciprocal(1.0f + ApproximateExp2(-1.44269504f * p));
 }
 
 // No activation.

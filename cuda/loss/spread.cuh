@@ -82,12 +82,6 @@ struct Place {
   }
 };
 
-inline int CeilLog2(int64_t n) {
-  int log = 0;
-  while (int64_t{1} << log < n) ++log;
-  return log;
-}
-
 // Groups that give every thread about `steps` vectors, of less columns where there would be too few of them; a row is
 // cut into shares where `max_shares` allows, for enough threads.
 template <int L, int W>

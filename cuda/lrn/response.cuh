@@ -1,34 +1,11 @@
 // The response curve: what an element is multiplied by, as a function of the energy of its window.
 #pragma once
 
+#include "cuda/common/approximate.cuh"
 #include "cuda/common/dtype.cuh"
 #include "cuda/lrn/lrn.h"
 
 namespace jaxdnn::lrn {
-
-__device__ inline float ApproximateLog2(float x) {
-  float y;
-  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-__device__ inline float ApproximateExp2(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-__device__ inline float ApproximateSqrt(float x) {
-  float y;
-  asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-__device__ inline float ApproximateRsqrt(float x) {
-  float y;
-  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 
 // D^-beta, and q = 2 scale beta D^(-beta - 1), for results stored as T. kIsThreeQuarters: beta is known to be 3 / 4,
 // which saves a 16-bit type one of three slow instructions and a 32-bit one a choice.

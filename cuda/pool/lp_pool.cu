@@ -45,7 +45,7 @@ struct Norm {
   using Mergeable = State;
   static constexpr int kWidth = N;
   static constexpr int kResident = kSquares ? 4 : 3;
-  static constexpr bool kUnrolls = false, kShares = false, kIdempotent = false;
+  static constexpr bool kUnrolls = false, kShares = false;
 
   Shape g;
   Walk walk;

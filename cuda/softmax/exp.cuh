@@ -4,6 +4,7 @@
 #include <cmath>
 #include <type_traits>
 
+#include "cuda/common/approximate.cuh"
 #include "cuda/common/dtype.cuh"
 #include "cuda/common/reduce.cuh"
 #include "cuda/common/vec.cuh"
@@ -20,9 +21,7 @@ constexpr A kLowest = sizeof(A) == 8 ? static_cast<A>(-1.7976931348623157e308) :
 template <class T, class A>
 __device__ A Exp(A x) {
   if constexpr (sizeof(T) == 2) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.4426950408889634f));
-    return y;
+    return ApproximateExp2(x * 1.4426950408889634f);
   } else {
     return exp(x);
   }
@@ -64,13 +63,10 @@ struct Origin<T, true> {
     scale = fabsf(m) < 8.5e37f ? 1.4426950408889634f : 0.5f;
     offset = m * scale;
   }
-  static __device__ float Exp2(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
+  __device__ float Exp(float x) const { return ApproximateExp2(fmaf(x, scale, -offset)); }
+  __device__ float From(const Origin& from) const {
+    return from.scale == scale ? ApproximateExp2(from.offset - offset) : 0.0f;
   }
-  __device__ float Exp(float x) const { return Exp2(fmaf(x, scale, -offset)); }
-  __device__ float From(const Origin& from) const { return from.scale == scale ? Exp2(from.offset - offset) : 0.0f; }
   __device__ float Log(float sum, float m) const {
     return logf(sum) - fmaf(fmaxf(m, kLowest<float>), scale, -offset) * 0.6931471805599453f;
   }

@@ -22,12 +22,6 @@ constexpr int64_t kNarrowBytes = 64;
 constexpr int kMaxPackedSteps = 16;
 constexpr int kMaxPackedLine = 32 * kMaxPackedSteps;
 
-inline int CeilLog2(int64_t n) {
-  int log = 0;
-  while (int64_t{1} << log < n) ++log;
-  return log;
-}
-
 // Blocks that share a tile through the workspace: each has half of kTileBytes, of one input.
 inline int64_t WorkspaceShares(const Shape& s, int element_bytes) {
   return CeilDiv(s.n, kTileBytes / 2 / (s.inner == 1 ? element_bytes : kNarrowBytes));

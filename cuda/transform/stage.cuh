@@ -107,6 +107,9 @@ template <int kBytes>
 bool IsStaged(const Patches& p, const int64_t (&first)[4], const int64_t (&extent)[4], const void* x, Stage* s,
               bool* chunks) {
   const int64_t width = p.in[2] * p.channels;
+  // Places in a row and its padding are 32-bit.
+  const int64_t reach = (p.out[2] - 1) * p.stride[2] + (p.window[2] - 1) * p.dilation[2] + 1;
+  if (std::max(p.in[2], reach) + std::abs(p.low[2]) > INT32_MAX / p.channels) return false;
   *chunks = width * kBytes % 16 == 0 && reinterpret_cast<uintptr_t>(x) % 16 == 0;
   s->rows = FastDiv(extent[2]);
   s->inner = FastDiv(p.window[1] * p.window[2] * p.channels);

@@ -194,7 +194,7 @@ for _p, _target, _reference in (
   (gate_p, "jaxdnn.gate.v1", _forward_reference),
   (gate_bwd_p, "jaxdnn.gate_bwd.v1", _backward_reference),
 ):
-  # Rows are found by a 32-bit division, in chunks of whole ones.
+  # Rows are found by a 32-bit division, in chunks of eight or more.
   _primitive.lower_to_cuda(
-    _p, _target, _reference, attributes=_attributes, supported=lambda x, *_, **__: x.shape[-1] < 1 << 31
+    _p, _target, _reference, attributes=_attributes, supported=lambda x, *_, **__: 8 * x.shape[-1] < 1 << 31
   )

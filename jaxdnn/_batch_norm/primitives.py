@@ -317,10 +317,17 @@ def _workspace(x: Any, *_: Any, **__: Any) -> int:
   return 4 * _primitive.accumulator_dtype(x.dtype).itemsize * channels * rows
 
 
-def _register(p: Any, reference: Any, attributes: Any = _attributes, **options: Any) -> None:
+def _supported(*avals: Any, **_: Any) -> bool:
+  """Places in a run of a channel's elements are 32-bit, also those of the vectors at its ends."""
+  return all(a.shape[-1] <= 2**31 - 17 for a in avals)
+
+
+def _register(
+  p: Any, reference: Any, attributes: Any = _attributes, supported: Any = _supported, **options: Any
+) -> None:
   _primitive.batch_leading(p)
   target = p.name.replace("_", ".", 1) + ".v1"
-  _primitive.lower_to_cuda(p, target, reference, attributes=attributes, **options)
+  _primitive.lower_to_cuda(p, target, reference, attributes=attributes, supported=supported, **options)
 
 
 _register(statistics_p, _statistics_reference, lambda *avals: {"where": len(avals) > 1}, workspace=_workspace)
@@ -335,5 +342,5 @@ _register(
   train_gradient_p,
   _train_gradient,
   workspace=_workspace,
-  supported=lambda g, *_, **__: g.dtype != np.float64 and g.size > 0,
+  supported=lambda g, *rest, **_: g.dtype != np.float64 and g.size > 0 and _supported(g, *rest),
 )
