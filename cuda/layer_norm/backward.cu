@@ -206,14 +206,19 @@ __global__ void __launch_bounds__(V* L > 16 ? 128 : 512)
   }
 }
 
+// Bytes of a thread's part of shared memory.
+constexpr size_t RingBytes(const Backward& b, int V, int U, size_t vector_bytes) {
+  return size_t{2} * (b.g_sum == nullptr ? 2 : 3) * U * V * vector_bytes;
+}
+
 template <class T, int L, int V, int U, bool kExact, bool kCluster, bool kShifted = false>
 cudaError_t Launch(const Backward& b, const Shape& shape, const Options& options, Spread spread, void* workspace,
                    cudaStream_t stream) {
   using A = Accumulator<T>;
   while (spread.groups / 2 * U >= shape.rows && spread.Threads() > 32) spread.groups /= 2;
   const auto kernel = BackwardKernel<T, L, V, U, kShifted, kExact, kCluster>;
-  const int inputs = b.g_sum == nullptr ? 2 : 3, rows = U * spread.groups;
-  const size_t ring = size_t{2} * inputs * U * V * sizeof(Vec<T, L>) * spread.Threads();
+  const int rows = U * spread.groups;
+  const size_t ring = RingBytes(b, V, U, sizeof(Vec<T, L>)) * spread.Threads();
   const size_t sums = spread.groups > 1 ? spread.groups * shape.n * sizeof(A) : 0;
   const Grid one = {1, spread.Threads(), std::max(ring, sums), spread.cluster};
 
@@ -265,13 +270,15 @@ cudaError_t RunAligned(const Backward& b, const Shape& shape, const Options& opt
       return Launch<T, L, 1, 2, true, false>(b, shape, options, SpreadRows(n, 1, 256, 0, 0), workspace, stream);
   }
   if (n <= 32 || AreFew(shape, n, device)) {
-    const Spread thin = SpreadRows(n, 1, 256, 512, device.max_cluster);
+    const int most = device.Threads(512, RingBytes(b, 1, 4, sizeof(Vec<T, L>)));
+    const Spread thin = SpreadRows(n, 1, 256, most, device.max_cluster);
     if (thin.cluster == 1) return Launch<T, L, 1, 4, true, false>(b, shape, options, thin, workspace, stream);
     if (thin.steps > 0) return Launch<T, L, 1, 4, true, true>(b, shape, options, thin, workspace, stream);
   }
   // Of 16-bit floats a larger block saves the cluster, if it is about full; of others two small ones are as good.
   const bool takes_large = device.max_cluster == 1 || (sizeof(T) == 2 && (n <= 256 * kKeep || n > 320 * kKeep));
-  if (const Spread spread = SpreadRows(n, kKeep, 256, takes_large ? 512 : 256, 1); spread.steps > 0)
+  const int most = takes_large ? device.Threads(512, RingBytes(b, kKeep, kRows, sizeof(Vec<T, L>))) : 256;
+  if (const Spread spread = SpreadRows(n, kKeep, 256, most, 1); spread.steps > 0)
     return Launch<T, L, kKeep, kRows, false, false>(b, shape, options, spread, workspace, stream);
   return RunLongBackward(b, kDType<T>, shape, options, device, workspace, stream, done);
 }
@@ -296,7 +303,8 @@ cudaError_t RunShifted(const Backward& b, const Shape& shape, const Options& opt
                ? Launch<T, L, kMore, 1, false, false, true>(b, shape, options, spread, workspace, stream)
                : Launch<T, L, kMore, 1, false, true, true>(b, shape, options, spread, workspace, stream);
   }
-  if (spread.steps == 0) spread = SpreadShifted(shape.n, L, kKeep, 512, device.max_cluster);
+  const int most = device.Threads(512, RingBytes(b, kKeep, kRows, sizeof(Vec<T, L>)));
+  if (spread.steps == 0) spread = SpreadShifted(shape.n, L, kKeep, most, device.max_cluster);
   *done = spread.steps > 0;
   if (!*done) return cudaSuccess;
   return spread.cluster == 1
@@ -309,7 +317,8 @@ template <class T>
 cudaError_t RunNarrow(const Backward& b, const Shape& shape, const Options& options, const Device& device,
                       void* workspace, cudaStream_t stream, bool* done) {
   constexpr int L = 1, kKeep = sizeof(T) == 8 ? 8 : 12;
-  const Spread spread = SpreadRows(shape.n, kKeep, 256, 512, MaxCluster<T>(device));
+  const int most = device.Threads(512, RingBytes(b, kKeep, 1, sizeof(T)));
+  const Spread spread = SpreadRows(shape.n, kKeep, 256, most, MaxCluster<T>(device));
   *done = spread.steps > 0;
   if (!*done) return cudaSuccess;
   if constexpr (sizeof(T) < 8)
@@ -339,7 +348,8 @@ cudaError_t RunBackward(const Backward& b, DType dtype, Shape shape, Options opt
       if constexpr (kHasPairs<T>)
         if (aligned && shape.n == 4)
           return Launch<T, 4, 1, 2, true, false>(b, shape, options, SpreadRows(1, 1, 256, 0, 0), workspace, stream);
-      if (aligned && TakesSlabs(dtype, shape)) return RunSlabBackward(b, dtype, shape, options, workspace, stream);
+      if (aligned && TakesSlabs(dtype, shape))
+        return RunSlabBackward(b, dtype, shape, options, device, workspace, stream);
       if constexpr (!std::is_same_v<T, __half>)
         if (aligned) {
           if (HasFewRows(shape, sizeof(T))) return RunWideBackward(b, dtype, shape, options, workspace, stream);

@@ -229,12 +229,16 @@ __global__ void __launch_bounds__(256, 2)
   }
 }
 
+// Bytes of a thread's part of shared memory, of V vectors of 16 bytes.
+constexpr size_t RingBytes(const Forward& f, int V) {
+  return size_t{kStages} * (f.residual == nullptr ? 1 : 2) * V * 16;
+}
+
 template <class T, int L, int V, bool kCluster>
 cudaError_t LaunchShifted(const Forward& f, const Shape& shape, const Options& options, const Spread& spread,
                           cudaStream_t stream) {
   const auto kernel = ShiftedForwardKernel<T, L, V, kCluster>;
-  const size_t inputs = f.residual == nullptr ? 1 : 2;
-  Grid grid = {1, spread.Threads(), kStages * inputs * V * sizeof(Vec<T, L>) * spread.Threads(), spread.cluster};
+  Grid grid = {1, spread.Threads(), RingBytes(f, V) * spread.Threads(), spread.cluster};
   int64_t resident = 0;
   if (const cudaError_t e = ResidentBlocks(kernel, grid, &resident); e != cudaSuccess) return e;
   const int64_t wanted = std::max<int64_t>(1, resident / spread.cluster / shape.problems);
@@ -323,14 +327,15 @@ cudaError_t RunShifted(const Forward& f, const Shape& shape, const Options& opti
   constexpr int L = kVecLength<T>, kKeep = 16 / L, kMore = 24 / L, kMost = kHasPairs<T> ? 32 / L : kMore;
   // A warp for each, rather than two warps that have half of what they can take.
   if (const int64_t n = shape.n / L; n > 32 * kKeep && n <= 32 * kMost) {
-    const Spread spread = SpreadRows(n, n <= 32 * kMore ? kMore : kMost, 256, 0, 0);
+    const int keep = n <= 32 * kMore ? kMore : kMost;
+    const Spread spread = SpreadRows(n, keep, device.Threads(256, RingBytes(f, keep)), 0, 0);
     return n <= 32 * kMore ? LaunchShifted<T, L, kMore, false>(f, shape, options, spread, stream)
                            : LaunchShifted<T, L, kMost, false>(f, shape, options, spread, stream);
   }
   // Of 16-bit floats what a thread does for a row, however much it has of it, takes longer than its bytes. Of others
   // more vectors are better where they save half of the blocks.
   const auto spread_over = [&](int keep) {
-    const Spread spread = SpreadShifted(shape.n, L, keep, 256, device.max_cluster);
+    const Spread spread = SpreadShifted(shape.n, L, keep, device.Threads(256, RingBytes(f, keep)), device.max_cluster);
     // A multiprocessor has the registers for two and two thirds of such blocks: rather five of half the size.
     const bool is_odd = spread.width == 192 && spread.cluster < device.max_cluster;
     return is_odd ? SpreadShifted(shape.n, L, keep, 128, device.max_cluster) : spread;

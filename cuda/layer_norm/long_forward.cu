@@ -285,16 +285,12 @@ cudaError_t RunLongForward(const Forward& f, DType dtype, const Shape& shape, co
                            const Device& device, cudaStream_t stream, bool* done) {
   *done = device.max_cluster > 1;
   if (!*done) return cudaSuccess;
-  int index = 0, shared = 0;
-  cudaError_t status = cudaGetDevice(&index);
-  if (status == cudaSuccess) status = cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, index);
-  if (status != cudaSuccess) return status;
   const int inputs = f.residual == nullptr ? 1 : 2;
   return VisitDType(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     if constexpr (std::is_same_v<T, float> || std::is_same_v<T, __nv_bfloat16>) {
       const Plan plan =
-          PlanRows(shape.n, kVecLength<T>, inputs, static_cast<size_t>(shared) - kOwn, device.max_cluster);
+          PlanRows(shape.n, kVecLength<T>, inputs, static_cast<size_t>(device.shared_bytes) - kOwn, device.max_cluster);
       *done = plan.stages >= 2;
       if (!*done) return cudaSuccess;
       const auto kernel = LongForwardKernel<T>;

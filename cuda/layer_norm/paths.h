@@ -5,6 +5,8 @@
 
 namespace jaxdnn::layer_norm {
 
+struct Device;
+
 // Rows of which a vector of 16 bytes is one or several. The forward pass leaves no statistics.
 bool TakesPacked(DType dtype, const Shape& shape);
 cudaError_t RunPackedForward(const Forward& f, DType dtype, const Shape& shape, const Options& options,
@@ -20,11 +22,10 @@ cudaError_t RunRuns(const Forward& f, DType dtype, const Shape& shape, const Opt
 bool TakesSlabs(DType dtype, const Shape& shape);
 cudaError_t RunSlabForward(const Forward& f, DType dtype, const Shape& shape, const Options& options,
                            cudaStream_t stream);
-cudaError_t RunSlabBackward(const Backward& b, DType dtype, const Shape& shape, const Options& options, void* workspace,
-                            cudaStream_t stream);
+cudaError_t RunSlabBackward(const Backward& b, DType dtype, const Shape& shape, const Options& options,
+                            const Device& device, void* workspace, cudaStream_t stream);
 
 // Long rows of float or bf16 that start anywhere in a vector; not `done` where no cluster of blocks holds one.
-struct Device;
 cudaError_t RunLongForward(const Forward& f, DType dtype, const Shape& shape, const Options& options,
                            const Device& device, cudaStream_t stream, bool* done);
 

@@ -348,13 +348,22 @@ __device__ inline int64_t ProblemOf(int64_t row, const Shape& shape) {
 }
 
 struct Device {
-  int multiprocessors = 1, max_cluster = 1;
+  int multiprocessors = 1, max_cluster = 1, shared_bytes = 0;  // the last: of a block
+
+  // A block's threads, `most` or half as many, where a thread has so many bytes of shared memory: more than 99 KB are
+  // not on every device.
+  int Threads(int most, size_t bytes) const {
+    constexpr size_t kOwn = 3 << 10;  // of a kernel
+    return most * bytes + kOwn <= static_cast<size_t>(shared_bytes) ? most : most / 2;
+  }
 };
 
 inline cudaError_t Query(Device* device) {
   int index = 0;
   cudaError_t e = cudaGetDevice(&index);
   if (e == cudaSuccess) e = cudaDeviceGetAttribute(&device->multiprocessors, cudaDevAttrMultiProcessorCount, index);
+  if (e == cudaSuccess)
+    e = cudaDeviceGetAttribute(&device->shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, index);
   return e == cudaSuccess ? QueryMaxCluster(&device->max_cluster) : e;
 }
 

@@ -10,7 +10,7 @@ namespace jaxdnn::layer_norm {
 
 // The spread for rows that start anywhere in a vector, of L elements. Their edges take less than 2 L threads.
 inline Spread SpreadShifted(int64_t elements, int L, int keep, int most, int max_cluster) {
-  return SpreadRows(std::max<int64_t>(32, elements / L), keep, 256, most, max_cluster);
+  return SpreadRows(std::max<int64_t>(32, elements / L), keep, std::min(256, most), most, max_cluster);
 }
 
 // Blocks, or clusters, for each problem's rows: `most`, but such that the rows of a thread are a multiple of the period

@@ -349,16 +349,19 @@ cudaError_t RunSlabForward(const Forward& f, DType dtype, const Shape& shape, co
   });
 }
 
-cudaError_t RunSlabBackward(const Backward& b, DType dtype, const Shape& shape, const Options& options, void* workspace,
-                            cudaStream_t stream) {
+cudaError_t RunSlabBackward(const Backward& b, DType dtype, const Shape& shape, const Options& options,
+                            const Device& device, void* workspace, cudaStream_t stream) {
   return VisitSlabs(dtype, shape, [&](auto type, auto elements) {
     using T = typename decltype(type)::type;
     using A = Accumulator<T>;
     constexpr int V = decltype(elements)::value;
-    const Slabs slabs = MakeSlabs<T, V>(shape);
+    Slabs slabs = MakeSlabs<T, V>(shape);
     const auto kernel = SlabBackwardKernel<T, V>;
     const size_t inputs = b.g_sum == nullptr ? 2 : 3;
-    const size_t buffers = 2 * slabs.rows * (inputs * slabs.n * sizeof(T) + sizeof(StoredStatistics<A>));
+    const size_t row_bytes = 2 * (inputs * slabs.n * sizeof(T) + sizeof(StoredStatistics<A>));
+    const int fit = device.shared_bytes / static_cast<int>(row_bytes) / kAligned * kAligned;
+    slabs.rows = std::min(slabs.rows, fit);
+    const size_t buffers = slabs.rows * row_bytes;
     const size_t sums = size_t{kThreads} / slabs.width * slabs.n * sizeof(A);
     Grid grid = {1, kThreads, std::max(buffers, sums)};
     int64_t resident = 0;

@@ -183,11 +183,6 @@ Spread SpreadSmall(int64_t rows, int64_t n, int most, int shared, int max_cluste
 
 cudaError_t RunSmallBackward(const Backward& b, DType dtype, const Shape& shape, const Options& options,
                              const Device& device, cudaStream_t stream, bool* done) {
-  int index = 0, most_shared = 0;
-  cudaError_t status = cudaGetDevice(&index);
-  if (status == cudaSuccess)
-    status = cudaDeviceGetAttribute(&most_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, index);
-  if (status != cudaSuccess) return status;
   return VisitSingleDType(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     constexpr int L = kVecLength<T>;
@@ -199,7 +194,7 @@ cudaError_t RunSmallBackward(const Backward& b, DType dtype, const Shape& shape,
     for (int threads = kThreads; !*done && threads >= kThreads / 2; threads /= 2) {
       spread = SpreadSmall(rows, n, 32 / L, threads, device.max_cluster);
       bytes = std::max(16 * kUnits<L> * spread.steps, 8 * L) * size_t(spread.Threads());
-      *done = spread.steps > 0 && bytes + 1024 <= static_cast<size_t>(most_shared);
+      *done = spread.steps > 0 && bytes + 1024 <= static_cast<size_t>(device.shared_bytes);
     }
     if (!*done) return cudaSuccess;
     const int64_t row_blocks = CeilDiv(rows, int64_t{spread.groups}) * spread.cluster;
