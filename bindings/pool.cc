@@ -1,8 +1,6 @@
 // FFI handlers of pooling.
 #include "cuda/pool/pool.h"
 
-#include <algorithm>
-
 #include "bindings/ffi.h"
 #include "bindings/handlers.h"
 

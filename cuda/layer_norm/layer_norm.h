@@ -4,7 +4,6 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
-#include <cstddef>
 #include <cstdint>
 
 #include "cuda/common/dtype.h"

@@ -1,6 +1,6 @@
 // Square boxes in two dimensions: local response normalization within a channel.
-#include "cuda/lrn/box.cuh"
 #include "cuda/lrn/march.cuh"
+#include "cuda/lrn/paths.h"
 
 namespace jaxdnn::lrn {
 namespace {

@@ -15,7 +15,8 @@
 
 #include "cuda/common/convert.cuh"
 #include "cuda/common/launch.cuh"
-#include "cuda/lrn/columns.cuh"
+#include "cuda/lrn/paths.h"
+#include "cuda/lrn/response.cuh"
 
 namespace jaxdnn::lrn {
 namespace {

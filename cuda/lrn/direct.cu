@@ -5,6 +5,7 @@
 // passes, with r = q x g and u = D^-beta g between them in scratch memory, since the sum of r is over the windows that
 // hold an element.
 #include "cuda/lrn/direct.cuh"
+#include "cuda/lrn/paths.h"
 
 namespace jaxdnn::lrn {
 namespace {

@@ -1,5 +1,4 @@
-// Any window in any number of dimensions, one sum for each element: what no faster kernel takes. What the kernels share
-// in which each thread walks over the windows of a few elements.
+// What the kernels for any window share, in which each thread walks over the windows of a few elements.
 #pragma once
 
 #include <type_traits>
@@ -12,10 +11,6 @@
 namespace jaxdnn::lrn {
 
 constexpr int kDirectThreads = 256;
-
-// `t` is the tangent or the cotangent; null for Map::kForward. Scratch is for Map::kCotangent.
-cudaError_t LaunchDirect(Map map, const Problem& p, DType dtype, const void* t, const void* x, void* out,
-                         Scratch scratch, cudaStream_t stream);
 
 // Which elements a thread owns: N neighbouring ones of the inner dimension, in row-major order.
 struct Walk {

@@ -14,7 +14,8 @@
 #include "cuda/common/fast_div.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/common/vec.cuh"
-#include "cuda/lrn/line.cuh"
+#include "cuda/lrn/paths.h"
+#include "cuda/lrn/response.cuh"
 
 namespace jaxdnn::lrn {
 namespace {

@@ -1,9 +1,5 @@
 // Which kernel takes which problem.
-#include "cuda/lrn/box.cuh"
-#include "cuda/lrn/columns.cuh"
-#include "cuda/lrn/direct.cuh"
-#include "cuda/lrn/line.cuh"
-#include "cuda/lrn/lrn.h"
+#include "cuda/lrn/paths.h"
 
 namespace jaxdnn::lrn {
 namespace {

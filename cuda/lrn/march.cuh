@@ -19,6 +19,7 @@
 #include "cuda/common/convert.cuh"
 #include "cuda/common/fast_div.cuh"
 #include "cuda/common/launch.cuh"
+#include "cuda/lrn/paths.h"
 #include "cuda/lrn/response.cuh"
 #include "cuda/lrn/strips.cuh"
 

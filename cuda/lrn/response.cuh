@@ -88,7 +88,4 @@ struct Response {
   }
 };
 
-// What the kernels of one family compute.
-enum class Map { kForward, kTangent, kCotangent };
-
 }  // namespace jaxdnn::lrn

@@ -101,7 +101,7 @@ __device__ bool WalkAlong(const Task& task, const typename Task::Element* plane,
                           int to) {
   using T = typename Task::Element;
   constexpr int L = Task::kWidth, V = L * S, R = (K + S - 1) / S;
-  constexpr bool kQuick = State::kIndexed && std::is_same_v<State, typename Task::Quick>;
+  constexpr bool kQuick = State::kQuick;
   const Shape& g = task.g;
   const int width = g.in[2], column = o2 * S, count = min(L, g.out[2] - o2);
   const RowMask<T, V> mask(column, width);

@@ -226,18 +226,6 @@ struct QuickMax {
 #pragma unroll
     for (int j = 0; j < kValues; ++j) index[j] = Number(cell);
   }
-  // Of places, as IndexedMax.
-  __device__ void Shift(int by) { Move(by); }
-  __device__ void Renumber(int top, int left, int columns) {
-    if constexpr (kPairs) {
-      const unsigned first = (top * columns + left) * 0x10001;
-#pragma unroll
-      for (int j = 0; j < kValues; ++j) index[j] = (index[j] >> 8 & 0xFF00FF) * columns + (index[j] & 0xFF00FF) - first;
-    } else {
-#pragma unroll
-      for (int j = 0; j < kValues; ++j) index[j] = ((index[j] >> 8) - top) * columns + (index[j] & 255) - left;
-    }
-  }
   // Makes `most` NaN for good if a value is.
   __device__ void Watch(unsigned& most) const {
 #pragma unroll

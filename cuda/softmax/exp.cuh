@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cmath>
-#include <type_traits>
 
 #include "cuda/common/approximate.cuh"
 #include "cuda/common/dtype.cuh"

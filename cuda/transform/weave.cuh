@@ -6,7 +6,6 @@
 // written, so that every access is a whole vector, and neighbours write what lies side by side.
 #pragma once
 
-#include <algorithm>
 #include <type_traits>
 
 #include "cuda/transform/rows.cuh"
