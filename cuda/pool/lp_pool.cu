@@ -84,7 +84,7 @@ struct NormShares {
   using A = Accumulator<T>;
   using Element = T;
   static constexpr int kWidth = N;
-  static constexpr bool kShortcuts = false, kSame = true;
+  static constexpr bool kShortcuts = false;
 
   struct Share {
     A value[N];
