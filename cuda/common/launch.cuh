@@ -16,12 +16,14 @@ inline int CeilLog2(int64_t n) {
   return log;
 }
 
-// A one-dimensional grid of `blocks`, of which every `cluster` neighbours can reach each other's shared memory.
+// A grid of `blocks`, of which every `cluster` neighbours can reach each other's shared memory; or of some rows of so
+// many, and planes of rows, of which CUDA has 65535 at most.
 struct Grid {
   int64_t blocks;
   int threads;
   size_t shared_bytes = 0;
   int cluster = 1;
+  int64_t rows = 1, planes = 1;
 };
 
 template <class... Params>
@@ -38,7 +40,8 @@ struct LaunchConfig {
   LaunchConfig(const Grid& grid, cudaStream_t stream) {
     cluster.id = cudaLaunchAttributeClusterDimension;
     cluster.val.clusterDim = {static_cast<unsigned>(grid.cluster), 1, 1};
-    config.gridDim = dim3(static_cast<unsigned>(grid.blocks));
+    config.gridDim = {static_cast<unsigned>(grid.blocks), static_cast<unsigned>(grid.rows),
+                      static_cast<unsigned>(grid.planes)};
     config.blockDim = dim3(grid.threads);
     config.dynamicSmemBytes = grid.shared_bytes;
     config.stream = stream;

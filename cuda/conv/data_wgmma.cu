@@ -289,10 +289,10 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* opera
   constexpr bool kAsItIs = kOfFeatures<T, kForward>;
   const int64_t rows = kAsItIs ? channels : q.columns, planes = taps && !kAsItIs ? 1 : p.Taps();
   if constexpr (kForward && T::kCopied) {
-    const dim3 grid(CeilDiv(p.features, kSquare), CeilDiv(p.channels, kSquare), p.Taps());
-    TransposeKernel<<<grid, 256, 0, stream>>>(static_cast<const float*>(filter), static_cast<float*>(workspace),
-                                              int(p.channels), int(p.features));
-    if (e == cudaSuccess) e = cudaPeekAtLastError();
+    const Grid grid = {CeilDiv(p.features, kSquare), 256, 0, 1, CeilDiv(p.channels, kSquare), p.Taps()};
+    if (e == cudaSuccess)
+      e = LaunchKernel(TransposeKernel, grid, stream, static_cast<const float*>(filter), static_cast<float*>(workspace),
+                       int(p.channels), int(p.features));
     if (e == cudaSuccess)
       e = EncodeBoxes(&q.filter, p.in, workspace, {p.channels, rows, planes}, {T::kLine, T::kColumns, 1});
   } else if (e == cudaSuccess) {

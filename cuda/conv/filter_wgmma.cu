@@ -200,9 +200,9 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* x, co
     const int64_t pitch = shape.steps * T::kDepth;
     auto* yt = left;
     left += pitch * p.features;
-    TransposeKernel<<<dim3(shape.steps, CeilDiv(p.features, kSide)), 256, 0, stream>>>(static_cast<const float*>(y), yt,
-                                                                                       pixels, int(p.features));
-    if (e == cudaSuccess) e = cudaPeekAtLastError();
+    const Grid grid = {shape.steps, 256, 0, 1, CeilDiv(p.features, kSide)};
+    if (e == cudaSuccess)
+      e = LaunchKernel(TransposeKernel, grid, stream, static_cast<const float*>(y), yt, pixels, int(p.features));
     if (e == cudaSuccess) e = EncodeBoxes(&q.y, p.in, yt, {pitch, p.features, 1}, {T::kLine, T::kDepth, 1});
   } else if (e == cudaSuccess) {
     e = EncodeBoxes(&q.y, p.in, y, {p.features, pixels, 1}, {T::kLine, T::kDepth, 1});

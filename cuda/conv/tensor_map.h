@@ -14,13 +14,13 @@ namespace jaxdnn::conv {
 // Bytes of a line, the widest that the unit swizzles.
 constexpr int kLineBytes = 128;
 
+// The driver's function of that name, or null if it has none.
 template <class Function>
-cudaError_t FindDriverFunction(const char* name, Function** function) {
+Function* FindDriverFunction(const char* name) {
   cudaDriverEntryPointQueryResult found;
   void* address = nullptr;
-  const cudaError_t e = cudaGetDriverEntryPointByVersion(name, &address, 12000, cudaEnableDefault, &found);
-  *function = reinterpret_cast<Function*>(address);
-  return e != cudaSuccess ? e : found == cudaDriverEntryPointSuccess ? cudaSuccess : cudaErrorNotSupported;
+  cudaGetDriverEntryPointByVersion(name, &address, 12000, cudaEnableDefault, &found);
+  return reinterpret_cast<Function*>(address);
 }
 
 // Floats are rounded to TF32 on their way, if they may be.
@@ -35,9 +35,8 @@ inline CUtensorMapDataType MapType(DType t, bool rounded = true) {
 // ones may be wider, and lie as they are.
 inline cudaError_t EncodeBoxes(CUtensorMap* map, DType type, const void* data, std::initializer_list<int64_t> extents,
                                std::initializer_list<int> box, bool rounded = true, bool plain = false) {
-  static decltype(&cuTensorMapEncodeTiled) encode;
-  if (!encode)
-    if (const cudaError_t e = FindDriverFunction("cuTensorMapEncodeTiled", &encode); e != cudaSuccess) return e;
+  static const auto encode = FindDriverFunction<decltype(cuTensorMapEncodeTiled)>("cuTensorMapEncodeTiled");
+  if (encode == nullptr) return cudaErrorNotSupported;
   cuuint64_t size[5], stride[6] = {cuuint64_t(SizeOf(type))};
   cuuint32_t shape[5], ones[5];
   int n = 0;
@@ -61,9 +60,8 @@ inline cudaError_t EncodeBoxes(CUtensorMap* map, DType type, const void* data, s
 // Columns of `rows` pixels of an array [images, *extent, channels], one line of channels of each.
 inline cudaError_t EncodePixels(CUtensorMap* map, DType type, const void* data, int64_t images,
                                 const int64_t (&extent)[kRank], int64_t channels, const PixelMap& pixels, int rows) {
-  static decltype(&cuTensorMapEncodeIm2col) encode;
-  if (!encode)
-    if (const cudaError_t e = FindDriverFunction("cuTensorMapEncodeIm2col", &encode); e != cudaSuccess) return e;
+  static const auto encode = FindDriverFunction<decltype(cuTensorMapEncodeIm2col)>("cuTensorMapEncodeIm2col");
+  if (encode == nullptr) return cudaErrorNotSupported;
   cuuint64_t size[5] = {cuuint64_t(channels)}, stride[5] = {0, SizeOf(type) * cuuint64_t(channels)};
   cuuint32_t step[5] = {1};
   int lower[kRank], upper[kRank];
