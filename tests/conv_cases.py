@@ -75,7 +75,10 @@ CASES = [
   _("empty_batch", 0, (5, 5), 3, (3, 3), 4),
   _("empty_channels", 2, (5, 5), 0, (3, 3), 4),
   _("empty_features", 2, (5, 5), 3, (3, 3), 0),
+  _("empty_channels_of_8", 2, (5, 5), 0, (3, 3), 8),
+  _("empty_features_of_8", 2, (5, 5), 8, (3, 3), 0),
   _("empty_spatial", 2, (0, 5), 3, (3, 3), 4, padding=((2, 2), (0, 0))),
+  _("empty_lines", 2, (5, 0), 3, (3, 3), 8, padding=((0, 0), (2, 2))),
 ]
 
 SAME7 = ((3, 3), (3, 3))

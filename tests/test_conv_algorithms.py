@@ -58,6 +58,38 @@ def test_list_names_what_can_do_the_problem():
   assert names(struct((2, 9, 9, 64), "uint8"), struct((3, 3, 64, 64), "uint8")) == set()
 
 
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_of_nothing(direction):
+  """Hopper's loads take no array without elements, and a result of no lines is cut into no tiles."""
+  some = {"padding": 2, "direction": direction}
+  for x, w in (((2, 8, 8, 0), (3, 3, 0, 8)), ((2, 8, 8, 8), (3, 3, 8, 0)), ((2, 8, 0, 8), (3, 3, 8, 8))):
+    for dtype in ("bfloat16", "float32"):
+      found = jaxdnn.conv_algorithms(struct(x, dtype), struct(w, dtype), precision="default", **some)
+      assert {a.name for a in found} - {"gemm"} == {"implicit_gemm", "implicit_gemm_mma"}
+
+
+def test_extents_beyond_32_bits():
+  def plan_of(x, w, y, padding=0, tile=""):
+    ones = [1] * (len(x) - 3)
+    return _extension.native.plan_conv(
+      direction="conv_fwd", in_dtype="float32", out_dtype="float32", x=x, w=w, y=y, stride=ones, lhs_dilation=ones,
+      padding_low=[padding] * len(ones), rhs_dilation=ones, padding_mode=[0] * len(ones), groups=1, products=1,
+      hopper=True, algorithm=tile, workspace_limit=1 << 40,
+    )  # fmt: skip
+
+  small = (1, 1, 8, 64), (1, 3, 64, 64), (1, 1, 6, 64)
+  assert plan_of(*small) and plan_of(*small, padding=-1)
+  for padding in (2**30, 2**63 - 1, -(2**30), -(2**63)):
+    assert plan_of(*small, padding=padding) is None
+  huge = (1, 0, 2**22, 2**21, 2**21, 8)  # 2^64 pixels of no image
+  assert plan_of(huge, (1, 1, 1, 1, 8, 8), huge) is None
+  # The filter is copied by a plane of blocks for each tap.
+  line = (1, 1, 1 << 17, 64)
+  for taps, fits in ((65535, True), (65536, False)):
+    assert bool(plan_of(line, (1, taps, 64, 64), line, padding=taps // 2, tile="wgmma 128x128 copied")) == fits
+    assert plan_of(line, (1, taps, 64, 64), line, padding=taps // 2, tile="wgmma 128x128")
+
+
 def test_wrong_arguments():
   x, w = struct((2, 9, 9, 64)), struct((3, 3, 64, 64))
   with pytest.raises(ValueError, match=r"direction must be one of .*got 'sideways'"):

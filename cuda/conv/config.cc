@@ -223,15 +223,18 @@ bool TakesGrouped(const Problem& p) {
 }
 
 bool Indexable(const Problem& p) {
-  // Coordinates and positions within one image are 32-bit in the kernels; offsets into arrays are 64-bit.
+  // Coordinates and positions within one image are 32-bit in the kernels; offsets into arrays are 64-bit. Where
+  // one dimension is empty the others may be so large that their product has more than 64.
+  double x = 1, y = 1, taps = 1;
   for (int d = 0; d < kRank; ++d) {
+    if (p.pad[d] <= -kIndexLimit || std::max({p.x[d], p.y[d], p.window[d], p.stride[d], p.pad[d], p.lhs_dilation[d],
+                                              p.rhs_dilation[d]}) >= kIndexLimit)
+      return false;
     const int64_t reach = p.y[d] * p.stride[d] + std::abs(p.pad[d]) + p.window[d] * p.rhs_dilation[d];
     if (std::max(reach, p.x[d] * p.lhs_dilation[d]) >= kIndexLimit) return false;
-    // By themselves too: with an empty dimension the products above are 0.
-    if (std::max({p.stride[d], p.lhs_dilation[d], p.rhs_dilation[d]}) >= kIndexLimit) return false;
+    x *= p.x[d], y *= p.y[d], taps *= p.window[d];
   }
-  return p.XPixels() < kIndexLimit && p.YPixels() < kIndexLimit &&
-         p.Taps() * std::max(p.channels, p.features) < kIndexLimit;
+  return std::max({x, y, taps * std::max(p.channels, p.features)}) < kIndexLimit;
 }
 
 // Whether the filter gradient is stored by SumSlices, also with x and y exchanged.
@@ -283,7 +286,7 @@ Dense DenseOf(const Problem& p) {
   // Single channels are the depthwise kernels', which take no bytes.
   for (int64_t twice = 2; (p.channels > 1 || IsByte(p.in)) && p.groups % twice == 0; twice *= 2) {
     const bool chunks = InRunsOf(p, chunk / std::gcd(chunk, dense.groups));
-    if (twice * widest > (chunks ? kColumns : kMostChannels)) break;
+    if (twice * widest > (chunks ? kColumns : kMostChannels) || p.Taps() * twice * widest >= kIndexLimit) break;
     dense.groups = twice;
   }
   if (p.direction == Direction::kFilterGradient || p.groups > 1 || p.DepthChannels() % chunk != 0) return dense;

@@ -43,8 +43,8 @@ bool TakesFewFeatures(const Problem& problem) {
   const bool strided = p.lhs_dilation[1] > 1 || p.lhs_dilation[2] > 1;
   if (size > 4 || p.x[0] != 1 || p.y[0] != 1 || p.window[0] != 1 || p.pad[0] != 0 || p.window[1] > kFewMostLines ||
       p.features < 1 || p.features > kFewMostFeatures * (strided ? 2 : 1) ||
-      p.window[2] * p.features > 8 * kFewMostParts || p.channels < 8 || p.channels * size % 16 != 0 || p.Taps() < 1 ||
-      pixels < 1)
+      p.window[2] * p.features > 8 * kFewMostParts || p.channels < 8 || p.channels * size % 16 != 0 ||
+      std::min({pixels, double(p.XPixels()), double(p.YPixels()), double(p.Taps())}) == 0)
     return false;
   const FewFeaturesPlan plan(p);
   return plan.SharedBytes(p) <= kFewMostBytes &&

@@ -11,6 +11,8 @@ namespace {
 
 constexpr double kMultiprocessors = 132, kBytesPerCycle = 18;  // of device memory, per multiprocessor
 
+constexpr int64_t kMostPlanes = 65535;  // of a grid of blocks, and rows of one
+
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // The cycles of a step, and those of beginning and storing a tile, which the other warpgroup hides unless tiles are
@@ -138,9 +140,12 @@ bool TakesWgmma(const Problem& p, const TileShape& t) {
     return false;
   }
   if (t.tile == Tile::kWgmma128x128Copied && !(floats && forward)) return false;
-  // One problem and group, lines of whole 16-byte chunks, and rows that 32 bits number.
+  // The kernel that copies a filter has a plane of blocks for each tap, and a row of them for each 64 channels.
+  if (forward && TransposedBytes(p, t) > 0 && std::max(p.Taps(), CeilDiv(p.channels, 64)) > kMostPlanes) return false;
+  // One problem and group, lines of whole 16-byte chunks, and rows that 32 bits number. The TMA unit reads no array
+  // without elements.
   const int64_t chunk = 16 / SizeOf(p.in);
-  if (p.batch != 1 || p.groups != 1 || p.features % chunk != 0 ||
+  if (p.batch != 1 || p.groups != 1 || p.channels == 0 || p.features == 0 || p.features % chunk != 0 ||
       p.images * std::max(p.XPixels(), p.YPixels()) >= INT32_MAX - t.rows)
     return false;
   MappedPhase phases[kMaxMaps];
@@ -171,6 +176,7 @@ int64_t TransposedBytes(const Problem& p, const TileShape& t) {
   if (p.direction == Direction::kForward)
     return t.tile == Tile::kWgmma128x160 || t.tile == Tile::kWgmma128x128Copied ? p.FilterSize() * 4 : 0;
   const int64_t depth = WgmmaDepth(p.in);
+  if (CeilDiv(p.features, depth) > kMostPlanes) return 0;
   return CeilDiv(p.images * p.YPixels(), depth) * depth * p.features * 4;
 }
 
