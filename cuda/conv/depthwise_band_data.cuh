@@ -88,9 +88,7 @@ __global__ void __launch_bounds__(kBandThreads, 2)
   const int channel = min(slab * kBandChannels + kOwn * warp, p.channels - kOwn);
   uint32_t band[kOwn][kLines][2];
   {
-    const char* from = filter + problem * p.filter_batch + channel * sizeof(T);
-#pragma unroll
-    for (int d = 0; d < kRank; ++d) from += p.whole[d].first_tap * p.filter_tap[d];
+    const char* const from = FirstTap<T>(p, p.whole, filter, problem, channel);
 #pragma unroll
     for (int r = 0; r < kLines; ++r)
 #pragma unroll

@@ -142,6 +142,16 @@ __device__ float2 BiasOf(const Epilogue& e, int64_t index, bool both, bool widen
   return {bias[0][0], bias[1][0]};
 }
 
+// Where the filter of a problem's channel begins that a phase meets: at its first tap.
+template <class T>
+__device__ const char* FirstTap(const DataParams& p, const PhaseLine (&phase)[kRank], const char* filter,
+                                int64_t problem, int channel) {
+  filter += problem * p.filter_batch + channel * sizeof(T);
+#pragma unroll
+  for (int d = 0; d < kRank; ++d) filter += phase[d].first_tap * p.filter_tap[d];
+  return filter;
+}
+
 // A result with its bias, term by term, of a convolution without stride or phases in its lines and columns. Padding
 // beside a line is zero, and of a data gradient no term.
 template <class T>
@@ -151,9 +161,7 @@ __device__ float ResultOf(const DataParams& p, const char* in, const char* filte
   const int in_plane = p.whole[0].origin + p.at[0].pitch * p.at[0].stride * plane;
   if (static_cast<unsigned>(in_plane) >= static_cast<unsigned>(p.at[0].axis.extent)) return sum;
   const char* const x_at = in + image * p.in_image + in_plane * p.in_line[0] + channel * sizeof(T);
-  const char* w_at = filter + problem * p.filter_batch + channel * sizeof(T);
-#pragma unroll
-  for (int d = 0; d < kRank; ++d) w_at += p.whole[d].first_tap * p.filter_tap[d];
+  const char* const w_at = FirstTap<T>(p, p.whole, filter, problem, channel);
 #pragma unroll 1
   for (int r = 0; r < p.whole[1].taps; ++r) {
     const int in_line = p.whole[1].origin + line + r;

@@ -103,9 +103,7 @@ __global__ void __launch_bounds__(kDepthwiseThreads, sizeof(T) == 2 ? 5 : 4)
   LoadQuads<T>(from, p.in_pixel, position, extent, next);
 
   float w[kTaps][kQuad] = {}, bias[kQuad];
-  const char* w_from = filter + problem * p.filter_batch + channel * sizeof(T);
-#pragma unroll
-  for (int d = 0; d < kRank; ++d) w_from += p.whole[d].first_tap * p.filter_tap[d];
+  const char* const w_from = FirstTap<T>(p, p.whole, filter, problem, channel);
 #pragma unroll
   for (int t = 0; t < kTaps; ++t)
     if (t < taps) LoadTap<T>(w_from + p.whole[2].tap_step * t * p.filter_tap[2], w[t]);

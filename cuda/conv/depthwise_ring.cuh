@@ -84,9 +84,7 @@ __global__ void __launch_bounds__(kDepthwiseThreads, R::kBlocks)
 
   float2 w[kLines][kColumns];
   {
-    const char* from = filter + problem * p.filter_batch + channel * sizeof(T);
-#pragma unroll
-    for (int d = 0; d < kRank; ++d) from += p.whole[d].first_tap * p.filter_tap[d];
+    const char* const from = FirstTap<T>(p, p.whole, filter, problem, channel);
 #pragma unroll
     for (int r = 0; r < kLines; ++r)
 #pragma unroll

@@ -35,9 +35,7 @@ __global__ void __launch_bounds__(kDepthwiseThreads, kBlocks)
   const bool empty = kRagged && (block.at[0].taps == 0 || block.at[1].taps == 0 || block.at[2].taps == 0);
   float2 w[kPlanes][kLines][kColumns];
   {
-    const char* from = filter + problem * p.filter_batch + channels.filter * sizeof(T);
-#pragma unroll
-    for (int d = 0; d < kRank; ++d) from += block.at[d].first_tap * p.filter_tap[d];
+    const char* from = FirstTap<T>(p, block.at, filter, problem, channels.filter);
     if (empty) from = filter;
 #pragma unroll
     for (int d = 0; d < kPlanes; ++d)

@@ -84,9 +84,7 @@ __global__ void __launch_bounds__(VolumeTile::kMostThreads, 1)
 
   float2 w[kTaps][kTaps][kTaps];
   {
-    const char* tap = filter + problem * p.filter_batch + channel * sizeof(T);
-#pragma unroll
-    for (int d = 0; d < kRank; ++d) tap += p.whole[d].first_tap * p.filter_tap[d];
+    const char* const tap = FirstTap<T>(p, p.whole, filter, problem, channel);
 #pragma unroll
     for (int d = 0; d < kTaps; ++d)
 #pragma unroll

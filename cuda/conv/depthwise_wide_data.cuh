@@ -61,9 +61,7 @@ __global__ void __launch_bounds__(WideTile::kThreads, 1)
   __syncthreads();
   const int table_bytes = taps * WideTile::kLineTaps * 4;
   {
-    const char* w_from = filter + problem * p.filter_batch + channel0 * sizeof(T);
-#pragma unroll
-    for (int d = 0; d < kRank; ++d) w_from += p.whole[d].first_tap * p.filter_tap[d];
+    const char* const w_from = FirstTap<T>(p, p.whole, filter, problem, channel0);
 #pragma unroll 2
     for (int i = thread; i < taps * p.whole[2].taps; i += kThreads) {
       const int r = i / p.whole[2].taps, s = i % p.whole[2].taps;
