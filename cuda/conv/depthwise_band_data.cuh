@@ -20,12 +20,9 @@ struct Band {
   static constexpr int kStagedWarp = 2 * 32 * 16 + 32, kStaged = kBandWarps * kStagedWarp;
 
   static bool Takes(const DataParams& q) {
-    return q.epilogue.residual == nullptr && q.epilogue.activation.kind == activation::Kind::kIdentity && !q.widened &&
-           q.at[2].out > kBandStrip / 2 && q.at[0].MaxTaps() == 1 && q.at[1].MaxTaps() == kLines &&
-           q.at[2].MaxTaps() == kColumns && q.at[1].stride == 1 && q.at[2].stride == 1 && q.at[1].pitch == 1 &&
-           q.at[2].pitch == 1 &&
-           q.phases.divisor * q.at[0].axis.step.divisor * q.at[1].axis.step.divisor * q.at[2].axis.step.divisor == 1 &&
-           q.in_pixel % 16 == 0;
+    return IsBiasAlone(q.epilogue) && !q.widened && q.at[2].out > kBandStrip / 2 && q.at[0].MaxTaps() == 1 &&
+           q.at[1].MaxTaps() == kLines && q.at[2].MaxTaps() == kColumns && q.at[1].stride == 1 && q.at[2].stride == 1 &&
+           q.at[1].pitch == 1 && q.at[2].pitch == 1 && q.AllTaps() && q.in_pixel % 16 == 0;
   }
   static size_t SharedBytes(const BandTile& t) { return size_t(kBandStages) * t.LineBytes() + 2 * kStaged; }
 };

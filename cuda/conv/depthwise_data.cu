@@ -16,7 +16,7 @@ namespace {
 // What is left of the epilogue when the bias is in the sums.
 template <class Out, int kStrip>
 __device__ void Finish(const Epilogue& e, int64_t offset, int step, int count, float2 (&sums)[kStrip], bool both) {
-  if (e.residual == nullptr && e.activation.kind == activation::Kind::kIdentity) return;
+  if (IsBiasAlone(e)) return;
 #pragma unroll 1
   for (int j = 0; j < kStrip; ++j) {
     float v[2][1] = {{sums[0].x}, {sums[0].y}};

@@ -25,7 +25,17 @@ struct DataParams {
   PhaseLine whole[kRank];  // the only phase, if there is one
   Edges edges[kRank];      // of the operand
   Epilogue epilogue;
+
+  // Whether every result meets all taps.
+  bool AllTaps() const {
+    return phases.divisor * at[0].axis.step.divisor * at[1].axis.step.divisor * at[2].axis.step.divisor == 1;
+  }
 };
+
+// Whether an epilogue is a bias, or nothing.
+__host__ __device__ inline bool IsBiasAlone(const Epilogue& e) {
+  return e.residual == nullptr && e.activation.kind == activation::Kind::kIdentity;
+}
 
 inline DataParams MakeParams(const Problem& p, const Epilogue& epilogue) {
   const bool forward = p.direction == Direction::kForward;

@@ -57,8 +57,7 @@ struct Line {
   static bool Takes(const DataParams& q) {
     const PhasedAxis& at = q.at[2];
     return q.at[0].MaxTaps() == 1 && q.at[1].MaxTaps() == 1 && at.MaxTaps() > 1 && at.MaxTaps() <= kTaps &&
-           at.stride == 1 && at.pitch == 1 &&
-           q.phases.divisor * q.at[0].axis.step.divisor * q.at[1].axis.step.divisor * at.axis.step.divisor == 1;
+           at.stride == 1 && at.pitch == 1 && q.AllTaps();
   }
 
   // Sets how the work is shared out: segments of lines, which have kTaps - 1 pixels in common.
@@ -124,7 +123,7 @@ __global__ void __launch_bounds__(kDepthwiseThreads, sizeof(T) == 2 ? 5 : 4)
       for (int c = 0; c < kQuad; ++c) x[t][c] = x[t + 1][c];
   };
 
-  const bool plain = p.epilogue.residual == nullptr && p.epilogue.activation.kind == activation::Kind::kIdentity;
+  const bool plain = IsBiasAlone(p.epilogue);
   const int size = p.widened ? sizeof(float) : sizeof(T), out_pixel = static_cast<int>(p.out_line[2]);
   char* to =
       out + image * p.out_image + plane * p.out_line[0] + line * p.out_line[1] + begin * p.out_line[2] + channel * size;
@@ -178,8 +177,8 @@ struct Spread {
     const auto is_spread = [](const PhasedAxis& at) {
       return at.window == 3 && at.axis.step.divisor == 2 && at.axis.stride == 1 && std::abs(at.axis.tap_step) == 1;
     };
-    return q.epilogue.residual == nullptr && q.epilogue.activation.kind == activation::Kind::kIdentity &&
-           q.at[0].window == 1 && q.at[0].axis.step.divisor == 1 && is_spread(q.at[1]) && is_spread(q.at[2]);
+    return IsBiasAlone(q.epilogue) && q.at[0].window == 1 && q.at[0].axis.step.divisor == 1 && is_spread(q.at[1]) &&
+           is_spread(q.at[2]);
   }
 
   // Sets how the work is shared out: strips, and segments, each of which begins with the line before.

@@ -21,11 +21,10 @@ struct Ring {
   static constexpr int kStages = RingStages(Copy<L>::kBytes);
 
   static bool Takes(const DataParams& q) {
-    return q.epilogue.residual == nullptr && q.epilogue.activation.kind == activation::Kind::kIdentity &&
-           q.at[0].MaxTaps() == 1 && q.at[1].MaxTaps() == kLines && q.at[2].MaxTaps() == kColumns &&
-           q.at[1].stride == kStride && q.at[2].stride == kStride && q.at[1].pitch == 1 && q.at[2].pitch == 1 &&
-           q.phases.divisor * q.at[0].axis.step.divisor * q.at[1].axis.step.divisor * q.at[2].axis.step.divisor == 1 &&
-           q.whole[1].origin > -kLines && q.in_pixel % 16 == 0;
+    return IsBiasAlone(q.epilogue) && q.at[0].MaxTaps() == 1 && q.at[1].MaxTaps() == kLines &&
+           q.at[2].MaxTaps() == kColumns && q.at[1].stride == kStride && q.at[2].stride == kStride &&
+           q.at[1].pitch == 1 && q.at[2].pitch == 1 && q.AllTaps() && q.whole[1].origin > -kLines &&
+           q.in_pixel % 16 == 0;
   }
 
   // Sets how the work is shared out between warps with `strips` strips of `pairs` pairs of channels, and returns how

@@ -14,8 +14,8 @@ struct Volume {
       return at.MaxTaps() == VolumeTile::kTaps && at.stride == 1 && at.pitch == 1 && at.phases == 1 &&
              at.axis.step.divisor == 1;
     };
-    return q.epilogue.residual == nullptr && q.epilogue.activation.kind == activation::Kind::kIdentity &&
-           is_plain(q.at[0]) && is_plain(q.at[1]) && is_plain(q.at[2]) && tile.Fits() && CanShare(SharedBytes(tile));
+    return IsBiasAlone(q.epilogue) && is_plain(q.at[0]) && is_plain(q.at[1]) && is_plain(q.at[2]) && tile.Fits() &&
+           CanShare(SharedBytes(tile));
   }
 
   // Sets how the work is shared out between blocks, and returns how many there are.
