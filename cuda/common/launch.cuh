@@ -5,9 +5,9 @@
 
 #include <cstdint>
 
-namespace jaxdnn {
+#include "cuda/common/int_div.h"
 
-constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+namespace jaxdnn {
 
 // The least that n is no more than 1 << it; 0 for n below 1.
 inline int CeilLog2(int64_t n) {

@@ -3,14 +3,13 @@
 #include <algorithm>
 #include <cmath>
 
+#include "cuda/common/int_div.h"
+#include "cuda/conv/nominal.h"
 #include "cuda/conv/pixel_map.h"
 
 namespace jaxdnn::conv {
 namespace {
 
-constexpr double kMultiprocessors = 132, kBytesPerCycle = 18, kLaunch = 4000;
-
-int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t InChunks(int64_t channels) { return CeilDiv(channels, 16) * 16; }
 
 }  // namespace
@@ -49,7 +48,7 @@ double BytesCycles(const Problem& p, const TileShape& t) {
   const double rows = double(p.images) * p.YPixels();
   const double tiles = phases * std::ceil(rows / phases / t.rows) * CeilDiv(p.features, t.columns);
   const double steps = taps * CeilDiv(p.channels, WgmmaDepth(p.in));
-  return std::ceil(tiles / kMultiprocessors) * (steps * cost.step + cost.tile) + 1500 + kLaunch +
+  return std::ceil(tiles / kMultiprocessors) * (steps * cost.step + cost.tile) + 1500 + kLaunchCycles +
          2.0 * BytesWorkspace(p) / (kMultiprocessors * kBytesPerCycle);
 }
 

@@ -148,6 +148,9 @@ constexpr int SimtDepth(DType in) { return in == DType::kF64 ? 8 : 16; }
 // The most taps along a dimension that the tensor-core kernels take.
 constexpr int64_t kMmaMaxWindow = 511;
 
+// Positions in an image, and terms of a filter, are fewer.
+constexpr int64_t kIndexLimit = int64_t{1} << 30;
+
 struct Config {
   Tile tile;
   int64_t splits;           // parts of the reduction, at most, that are summed in order at the end when more than 1

@@ -8,14 +8,13 @@
 // filter too.
 #include <algorithm>
 
+#include "cuda/conv/nominal.h"
 #include "cuda/conv/wgmma.h"
 #include "cuda/conv/wgmma_across.cuh"
 #include "cuda/conv/wgmma_patch.cuh"
 
 namespace jaxdnn::conv {
 namespace {
-
-constexpr int64_t kMultiprocessors = 132;  // of an H200, for which the order of tiles is chosen
 
 // Whether the filter goes through registers.
 template <class T, bool kForward>

@@ -12,6 +12,7 @@
 #include "cuda/common/convert.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/conv/axis.cuh"
+#include "cuda/conv/nominal.h"
 
 namespace jaxdnn::conv {
 

@@ -53,7 +53,7 @@ struct BandTile {
     for (int64_t count = 1; count == 1 || count * kFewestLines <= height; ++count) {
       const int64_t each = CeilDiv(height, count), groups_of = CeilDiv(p.images * plane_count * count, beside);
       const int64_t blocks = p.batch * groups_of * tiles.divisor * slabs.divisor;
-      const int64_t cost = CeilDiv(blocks, 2 * 132) * (each + taps - 1 + kStart);
+      const int64_t cost = CeilDiv(blocks, 2 * kMultiprocessors) * (each + taps - 1 + kStart);
       if (cost < least) best = count, least = cost;
     }
     lines = int(CeilDiv(std::max<int64_t>(height, 1), best));

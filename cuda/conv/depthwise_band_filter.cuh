@@ -27,7 +27,7 @@ struct BandTaps {
   // Sets how the work is shared out, and returns how many blocks there are.
   static int64_t Share(FilterParams& q, const Problem& p, const BandTile& t) {
     q.units = int(t.groups.divisor * t.tiles.divisor);
-    const int64_t slabs = p.batch * t.slabs.divisor, places = std::max<int64_t>(2 * 132 / slabs, 1);
+    const int64_t slabs = p.batch * t.slabs.divisor, places = std::max<int64_t>(2 * kMultiprocessors / slabs, 1);
     q.splits = int(std::min<int64_t>({places, q.units, q.splits}));
     return slabs * q.splits;
   }

@@ -41,7 +41,8 @@ struct RingTaps {
     q.strips = FastDiv(CeilDiv(q.at[2].out, kStrip * strips));
     const int steps = std::max(q.at[1].out + kHeld - 1, 1);
     const int64_t columns = p.images * int64_t{q.planes.divisor} * q.strips.divisor;
-    const int64_t places = std::max<int64_t>(1, 132 * kBlocks / (p.batch * q.tasks * q.slabs.count.divisor));
+    const int64_t places =
+        std::max<int64_t>(1, kMultiprocessors * kBlocks / (p.batch * q.tasks * q.slabs.count.divisor));
     const int64_t warps = places * kDepthwiseWarps;
     if (kLines <= 3) {
       // Memory bounds these: work in eight pieces or more for a warp, while they are long enough.

@@ -1,4 +1,4 @@
-// Which problems some kernels of depthwise convolution take.
+// Which problems the kernels of depthwise convolution take, some of them by themselves, and how long they do.
 #pragma once
 
 #include <algorithm>
@@ -41,5 +41,9 @@ inline bool TakesWide(const Problem& p) {
          std::min(p.window[1], p.window[2]) >= kFewestLines && p.window[2] <= kWideMostColumns &&
          p.Taps() >= kFewestTaps && out[1] > (kFewestSets - 1) * beside;
 }
+
+// Whether there is any kernel.
+bool TakesDepthwise(const Problem& p);
+double DepthwiseCycles(const Problem& p, int64_t splits);
 
 }  // namespace jaxdnn::conv

@@ -37,7 +37,7 @@ struct Ring {
     q.planes = FastDiv(planes);
     q.strips = FastDiv(CeilDiv(q.at[2].MaxCount(), kStrip * strips));
     const int64_t columns = p.batch * p.images * planes * int64_t{q.strips.divisor},
-                  places = 132 * kBlocks * kDepthwiseWarps;
+                  places = kMultiprocessors * kBlocks * kDepthwiseWarps;
     int64_t least = INT64_MAX;
     for (int count = 1; count == 1 || count * kLines <= lines; ++count) {
       const int segment = int(CeilDiv(lines, count));
@@ -50,7 +50,9 @@ struct Ring {
     const int64_t most = 28 / SizeOf(p.in);
     constexpr int kFewest = 7;
     if (kLines <= 3 && kStride > 1)
-      q.segment = columns * q.slabs.count.divisor >= 6 * 132 ? lines : std::max(q.segment, std::min(lines, kFewest));
+      q.segment = columns * q.slabs.count.divisor >= 6 * kMultiprocessors
+                      ? lines
+                      : std::max(q.segment, std::min(lines, kFewest));
     else if (kLines <= 3 && q.segment > most)
       q.segment = int(CeilDiv(lines, CeilDiv(lines, most)));
     q.segments = FastDiv(CeilDiv(lines, q.segment));

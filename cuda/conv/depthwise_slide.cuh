@@ -152,7 +152,7 @@ struct Slide {
   // the one before has as well: a device runs kBlocks on each multiprocessor in turns, each as long as its lines are
   // many.
   static int Segment(DataParams& q, const Problem& p) {
-    const int lines = q.at[1].MaxCount(), places = 132 * kBlocks;
+    const int lines = q.at[1].MaxCount(), places = kMultiprocessors * kBlocks;
     int best = std::max(lines, 1);
     int64_t best_steps = INT64_MAX;
     for (int count = 1; count == 1 || count * kLines <= lines; ++count) {

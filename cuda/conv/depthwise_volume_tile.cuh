@@ -32,7 +32,7 @@ struct VolumeTile {
   bool Fits() const { return threads >= 64 && Pixels() * width <= kChunkPairs * kCopies * threads; }
 
   // Of a device.
-  int Places() const { return 132 * (kMostThreads / threads); }
+  int Places() const { return kMultiprocessors * (kMostThreads / threads); }
 };
 
 // Whether a block of the current device can have so much shared memory.

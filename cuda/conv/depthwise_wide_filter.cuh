@@ -27,7 +27,7 @@ struct WideTaps {
   }
   // Sets how the work is shared out.
   static Grid Share(FilterParams& q, const Problem& p, const WideTile& t) {
-    const int64_t slabs = p.batch * t.chunks.divisor, places = std::max<int64_t>(132 / slabs, 1);
+    const int64_t slabs = p.batch * t.chunks.divisor, places = std::max<int64_t>(kMultiprocessors / slabs, 1);
     q.units = int(p.images * q.at[0].out * t.blocks.divisor * t.tiles.divisor);
     q.splits = int(std::clamp<int64_t>(q.units, 1, std::min<int64_t>(places, q.splits)));
     const int taps = q.at[1].window * q.at[2].window;

@@ -3,11 +3,11 @@
 #include <algorithm>
 #include <cmath>
 
+#include "cuda/common/int_div.h"
+#include "cuda/conv/nominal.h"
+
 namespace jaxdnn::conv {
 namespace {
-
-int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
-int64_t FloorDiv(int64_t a, int64_t b) { return (a - (a % b + b) % b) / b; }
 
 FewAxis AxisOf(const Problem& p, int d) {
   FewAxis axis = {p.lhs_dilation[d], CeilDiv(p.window[d], p.lhs_dilation[d]), p.window[d] - 1 - p.pad[d]};
@@ -56,7 +56,7 @@ bool TakesFewFeatures(const Problem& problem) {
 // A block's work on a line of its pixels, or what they move to and from memory. Fitted to an H200, which takes 1 to 1.6
 // times as long, about as it does beside the models of the kernels that this is compared with.
 double FewFeaturesCycles(const Problem& problem) {
-  constexpr double kMultiprocessors = 132, kBytesPerCycle = 18, kShare = 0.8, kBlocks = 3 * kMultiprocessors;
+  constexpr double kShare = 0.8, kBlocks = 3 * kMultiprocessors;
   const Problem p = AsForward(problem);
   const FewFeaturesPlan plan(p);
   const double images = double(p.batch) * p.images, pixels = plan.Pixels();
@@ -71,7 +71,7 @@ double FewFeaturesCycles(const Problem& problem) {
   const double all = double(p.batch) * plan.tiles * plan.lines.cells, blocks = std::min(kBlocks, std::ceil(all / 2));
   const double lines = all + 0.7 * blocks * (plan.lines.reach - 1);
   return start + std::max(bytes / (kShare * kBytesPerCycle) / kMultiprocessors,
-                          lines / std::min(kMultiprocessors, blocks) * line);
+                          lines / std::min<double>(kMultiprocessors, blocks) * line);
 }
 
 }  // namespace jaxdnn::conv

@@ -2,12 +2,12 @@
 
 #include <cmath>
 
+#include "cuda/common/int_div.h"
+#include "cuda/conv/nominal.h"
+
 namespace jaxdnn::conv {
 namespace {
 
-constexpr int64_t kMultiprocessors = 132;
-
-int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t Modulo(int64_t a, int64_t b) { return (a % b + b) % b; }
 
 // Cycles of a unit, and of a piece beside its units. Fitted to an H200.

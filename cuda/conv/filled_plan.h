@@ -9,6 +9,7 @@
 #include <algorithm>
 
 #include "cuda/conv/conv.h"
+#include "cuda/conv/nominal.h"
 
 namespace jaxdnn::conv {
 
@@ -38,7 +39,7 @@ struct FilledPlan {
   bool Fit(const Problem& p);
 
   // Blocks that share the pieces of a column tile: one of each multiprocessor.
-  static constexpr int Workers(int column_tiles) { return std::max(1, 132 / column_tiles); }
+  static constexpr int Workers(int column_tiles) { return std::max(1, kMultiprocessors / column_tiles); }
   int StripBytes() const { return lines * pitch; }
   // Of y, whose pixels are lines of 128 bytes, in the filter gradient.
   int CotangentBytes() const { return kResults * units * kFeatures * 2; }

@@ -2,13 +2,13 @@
 #include <algorithm>
 #include <cmath>
 
+#include "cuda/common/int_div.h"
 #include "cuda/conv/depthwise_plan.h"
 #include "cuda/conv/frame.h"
+#include "cuda/conv/nominal.h"
 
 namespace jaxdnn::conv {
 namespace {
-
-int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 int64_t Size(const Range& r) { return std::max<int64_t>(0, r.last - r.first + 1); }
 
@@ -68,7 +68,7 @@ bool TakesPatches(const Problem& p, Tile tile) {
 // brought pixel by pixel anyway they are free.
 double PatchCycles(const Problem& p, Tile tile) {
   if (tile == Tile::kDepthwise) return 0;
-  constexpr double kBegin = 1000, kEach = 70, kLookup = 1300, kMultiprocessors = 132;
+  constexpr double kBegin = 1000, kEach = 70, kLookup = 1300;
   const Gemm g = GemmOf(p);
   const TileShape& t = kTiles[static_cast<int>(tile)];
   // The share of windows' taps that meet an element as they are: in the last dimension, and in the others, beyond whose
@@ -97,14 +97,15 @@ double PatchCycles(const Problem& p, Tile tile) {
 // What the frame's kernel adds to `cycles`. On the tensor cores all blocks take as long as one, in steps of 128 bytes;
 // of channels that are no whole chunks, element by element.
 double FrameCycles(const Problem& p, double cycles) {
-  constexpr double kLaunch = 4000, kStep = 1900, kMultiprocessors = 132;
-  if (!OnTensorCores(p)) return kLaunch + FrameShare(p) * cycles;
+  constexpr double kStep = 1900;
+  if (!OnTensorCores(p)) return kLaunchCycles + FrameShare(p) * cycles;
   const int64_t chunk = 16 / SizeOf(p.in);
   const double loads = p.channels % chunk != 0 || p.features % chunk != 0 ? double(chunk) : 1;
-  if (p.direction == Direction::kFilterGradient) return kLaunch + loads * FrameShare(p) * cycles;
+  if (p.direction == Direction::kFilterGradient) return kLaunchCycles + loads * FrameShare(p) * cycles;
   const Gemm g = GemmOf(p);
   const double blocks = std::ceil(FrameShare(p) * g.rows / 128) * g.problems * CeilDiv(g.columns, 64);
-  return kLaunch + loads * kStep * CeilDiv(g.depth * SizeOf(p.in), 128) * std::max(1.0, blocks / kMultiprocessors);
+  return kLaunchCycles +
+         loads * kStep * CeilDiv(g.depth * SizeOf(p.in), 128) * std::max(1.0, blocks / kMultiprocessors);
 }
 
 }  // namespace

@@ -299,7 +299,7 @@ cudaError_t LaunchTile(const Problem& p, const void* operand, const void* filter
   // A worker's lines should be some more than it reads besides.
   constexpr int kLeastLines = 4;
   // More of them have fewer lines each.
-  resident = std::min<int64_t>(resident, 132 * T::kBlocks);
+  resident = std::min<int64_t>(resident, kMultiprocessors * T::kBlocks);
   const int64_t parts = q.parts.divisor, places = std::max<int64_t>(1, resident * T::kWarps / (parts * p.batch));
   const int64_t workers = std::min(places, CeilDiv(LinesOfAll(q), kLeastLines));
   ShareLines(&q, workers);

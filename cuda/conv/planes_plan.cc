@@ -3,15 +3,16 @@
 #include <algorithm>
 #include <cmath>
 
+#include "cuda/common/int_div.h"
+#include "cuda/conv/nominal.h"
+
 namespace jaxdnn::conv {
 namespace {
 
 constexpr int kMostSharedBytes = 227 << 10, kBarrierBytes = 256, kSwizzleBytes = 1024;
-constexpr int kMultiprocessors = 132, kMostBox = 256;
+constexpr int kMostBox = 256;
 constexpr double kStart = 8000, kStep = 300, kLeast = 1400;  // cycles
 constexpr double kMemoryBytes = 18, kCacheBytes = 36;        // a cycle, per multiprocessor
-
-int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 constexpr int kTaps = PlanesPlan::kTaps;
 

@@ -1,8 +1,9 @@
-// What a problem amounts to: a forward convolution, a matrix product, phases.
+// What a problem amounts to: a forward convolution, a matrix product, phases, dense groups.
 #include <algorithm>
 #include <numeric>
 #include <utility>
 
+#include "cuda/common/int_div.h"
 #include "cuda/conv/conv.h"
 
 namespace jaxdnn::conv {
@@ -93,6 +94,39 @@ Gemm GemmOf(const Problem& p) {
       return {problems, p.Taps() * p.channels, p.features, p.images * p.YPixels()};
   }
   return {};
+}
+
+Dense DenseOf(const Problem& p) {
+  constexpr int64_t kColumns = 32, kMostChannels = 128, kMostFolded = 64;
+  const int64_t chunk = 16 / SizeOf(p.in), widest = std::max(p.channels, p.features);
+  Dense dense;
+  // Single channels are the depthwise kernels', which take no bytes.
+  for (int64_t twice = 2; (p.channels > 1 || IsByte(p.in)) && p.groups % twice == 0; twice *= 2) {
+    const int64_t run = chunk / std::gcd(chunk, dense.groups);
+    const bool chunks = p.channels % run == 0 && p.features % run == 0;
+    if (twice * widest > (chunks ? kColumns : kMostChannels) || p.Taps() * twice * widest >= kIndexLimit) break;
+    dense.groups = twice;
+  }
+  if (p.direction == Direction::kFilterGradient || p.groups > 1 || p.DepthChannels() % chunk != 0) return dense;
+
+  const bool forward = p.direction == Direction::kForward;
+  Dense folded = dense;
+  int64_t columns = forward ? p.features : p.channels;
+  for (int d = 0; d < kRank; ++d) {
+    // As in axis.cuh, for whose terms index * step = position * stride + tap * tap_step + constant.
+    const int64_t step = forward ? p.lhs_dilation[d] : p.stride[d], tap_step = forward ? 1 : -1;
+    folded.taps[d] = p.window[d];
+    if (step == 1) continue;
+    if (p.rhs_dilation[d] != 1 || (forward ? p.stride[d] : p.lhs_dilation[d]) != 1) return dense;
+    const int64_t constant = forward ? -p.pad[d] : p.pad[d], offset = -FloorDiv(-constant, step);
+    const int64_t first = tap_step * (step * offset - constant), least = forward ? first - (step - 1) : first;
+    folded.fold[d] = step;
+    folded.offset[d] = offset;
+    folded.first_tap[d] = first;
+    folded.taps[d] = FloorDiv(p.window[d] - 1 - least, step) + 1;
+    columns *= step;
+  }
+  return columns <= kMostFolded ? folded : dense;
 }
 
 }  // namespace jaxdnn::conv

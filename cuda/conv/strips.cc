@@ -1,12 +1,15 @@
 #include "cuda/conv/strips.h"
 
 #include <algorithm>
+#include <cmath>
 #include <numeric>
+
+#include "cuda/common/int_div.h"
+#include "cuda/conv/nominal.h"
 
 namespace jaxdnn::conv {
 namespace {
 
-int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t RoundUp(int64_t a, int64_t b) { return CeilDiv(a, b) * b; }
 
 }  // namespace
@@ -86,6 +89,30 @@ bool TakesFewChannels(const Problem& problem) {
     return std::max(s.line_words[0], s.line_words[s.classes - 1]) * 4 / int(SizeOf(p.in)) <= kFewMostRows;
   };
   return takes(16) && takes(4) && takes(1);
+}
+
+// A tile's products, and what it moves to and from memory. Fitted to an H200.
+double FewChannelsCycles(const Problem& p, const Strips& s, int64_t splits) {
+  const bool filter = p.direction == Direction::kFilterGradient;
+  const double size = SizeOf(filter ? p.in : p.out), strips = s.lines * s.line_bytes;
+  const double outputs = double(FewPixels(p)) * FewFeatures(p), columns = CeilDiv(p.features, FewFeatures(p));
+  const double tiles = s.Tiles(p);
+  const double bytes = outputs * size + strips, pieces = s.copy_bytes == 2 ? 0.3 * strips : 0;
+  // Features that are no whole chunks are stored, or loaded, one by one.
+  const double apart = p.features % (16 / SizeOf(p.in)) != 0 ? outputs : 0;
+  constexpr double kStart = 8000;
+  if (!filter) {
+    const double tile = 0.0125 * outputs * s.Steps(p) + bytes / kBytesPerCycle + pieces + 1.9 * apart;
+    return kStart + std::ceil(tiles * columns * p.batch / kMultiprocessors) * tile;
+  }
+  const double rows = s.Steps(p) * Strips::kStepWords * 4.0 / SizeOf(p.in);
+  const double row_tiles = std::ceil(rows / kFewMostRows);
+  const double taken = rows > 80 ? kFewMostRows : rows > 48 ? 80 : rows > 32 ? 48 : 32;
+  const double tile =
+      1.1 * (outputs * SizeOf(p.in) / 2 * taken * 0.8e-3 + bytes / kBytesPerCycle + pieces) + 2.7 * apart;
+  const double each = std::ceil(splits * row_tiles * columns * p.batch / kMultiprocessors);
+  const double resident = taken > 32 ? 2 : 3;
+  return kStart * std::ceil(each / resident) + std::ceil(tiles / splits) * std::max(500 + 1.25 * tile, each * tile);
 }
 
 }  // namespace jaxdnn::conv

@@ -42,4 +42,7 @@ constexpr int kFewMostRows = 160;  // of the filter gradient that a block has
 
 bool TakesFewChannels(const Problem& p);
 
+// Modelled, of a problem as AsForward has it.
+double FewChannelsCycles(const Problem& p, const Strips& s, int64_t splits);
+
 }  // namespace jaxdnn::conv

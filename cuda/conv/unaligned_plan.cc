@@ -3,13 +3,13 @@
 #include <algorithm>
 #include <cmath>
 
+#include "cuda/common/int_div.h"
+#include "cuda/conv/nominal.h"
+
 namespace jaxdnn::conv {
 namespace {
 
 constexpr int kMostSharedBytes = 227 << 10;
-constexpr int64_t kMultiprocessors = 132;  // of an H200
-
-int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // How far apart lines (or planes) are, so that what a window reads past one is zeros of the next, or there anyway.
 int64_t Pitch(const Problem& p, int d) {
@@ -207,7 +207,7 @@ double UnalignedCycles(const Problem& problem, int64_t splits) {
     return std::ceil(blocks * splits / kMultiprocessors) * (kFloatsStart + rows * plan.cycles / blocks);
   }
   if (p.direction == Direction::kFilterGradient) {
-    constexpr double kLaunch = 5000, kBytesPerCycle = 18;  // of the kernel that packs
+    constexpr double kLaunch = 5000;  // of the kernel that packs
     const UnalignedFilterPlan plan(p);
     if (splits < CeilDiv(p.images, UnalignedPart(p).images)) return HUGE_VAL;  // each part has slices of its own
     const double blocks = double(plan.BlocksOfSlice(p)) * splits;

@@ -4,16 +4,14 @@
 #include <cmath>
 #include <numeric>
 
+#include "cuda/common/int_div.h"
+#include "cuda/conv/nominal.h"
 #include "cuda/conv/pixel_map.h"
 
 namespace jaxdnn::conv {
 namespace {
 
-constexpr double kMultiprocessors = 132, kBytesPerCycle = 18;  // of device memory, per multiprocessor
-
 constexpr int64_t kMostPlanes = 65535;  // of a grid of blocks, and rows of one
-
-int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // The cycles of a step, and those of beginning and storing a tile, which the other warpgroup hides unless tiles are
 // short. Fitted to an H200, where the choice is then on average 2 % slower than the best.
@@ -80,8 +78,7 @@ bool AreApart(const Problem& p, int64_t channels) { return channels * SizeOf(p.i
 
 // Of a kernel that makes a transposed copy, which moves its bytes so often.
 double CopyingCycles(double bytes, double moves) {
-  constexpr double kLaunch = 4000;
-  return bytes > 0 ? kLaunch + moves * bytes / (kMultiprocessors * kBytesPerCycle) : 0;
+  return bytes > 0 ? kLaunchCycles + moves * bytes / (kMultiprocessors * kBytesPerCycle) : 0;
 }
 
 // Of a filter gradient's tiles by so many blocks, with so many bytes of y transposed before.
@@ -108,7 +105,7 @@ double FilterCycles(const Problem& p, const TileShape& t, const FilterShape& sha
   // What dense layers move is not hidden where the warpgroups share their stages.
   const double more = p.in == DType::kF32 && std::min(p.channels, p.features) >= 64 ? memory / 2 : 0;
   if (blocks == shape.tiles) {
-    const double busy = shape.steps * step, each = std::ceil(blocks / kMultiprocessors);
+    const double busy = shape.steps * step, each = std::ceil(double(blocks) / kMultiprocessors);
     if (together) return before + each * (busy + cost.tile) + more;
     return each * std::max(busy, (busy + cost.tile) / 2) + cost.tile + before + more;
   }
@@ -187,7 +184,7 @@ FilterShape FilterShapeOf(const Problem& p, const TileShape& t) {
 }
 
 std::optional<Config> PlanFilterWgmma(const Problem& p, const TileShape& t, int64_t workspace_limit) {
-  constexpr int64_t kMostBlocks = 132, kLeastSteps = 2;  // that are worth a block
+  constexpr int64_t kMostBlocks = kMultiprocessors, kLeastSteps = 2;  // that are worth a block
   const FilterShape shape = FilterShapeOf(p, t);
   const int64_t all = shape.tiles * shape.steps, piece = t.rows * t.columns * 4;
   if (all >= INT32_MAX) return std::nullopt;  // the kernel counts them with 32 bits

@@ -1,0 +1,63 @@
+#include "cuda/conv/depthwise_plan.h"
+
+#include <cmath>
+
+#include "cuda/conv/nominal.h"
+
+namespace jaxdnn::conv {
+namespace {
+
+// Whether depthwise_quads.cuh has a kernel that runs at the rate of memory: of a line of up to four taps side by side,
+// or of a 3x3 whose results are twice as close as what it reads.
+bool IsInQuads(const Problem& p) {
+  if (p.features != 1 || p.groups % 4 != 0 || p.window[0] != 1) return false;
+  const Problem f = AsForward(p);
+  const auto is = [&](int d, int64_t taps, int64_t lhs_dilation) {
+    return p.window[d] == taps && f.stride[d] == 1 && f.lhs_dilation[d] == lhs_dilation && f.rhs_dilation[d] == 1;
+  };
+  return is(2, 3, 2) ? is(1, 3, 2) : p.window[1] == 1 && p.Taps() > 1 && p.Taps() <= 4 && is(2, p.Taps(), 1);
+}
+
+}  // namespace
+
+// They have one input channel to a group, and count work and the bytes between columns with 32 bits.
+bool TakesDepthwise(const Problem& p) {
+  const bool holes = *std::max_element(p.lhs_dilation, p.lhs_dilation + kRank) > 1;
+  double apart = 0;
+  for (int d = 0; d < kRank; ++d) apart = std::max(apart, double(p.stride[d]) * p.lhs_dilation[d] * p.rhs_dilation[d]);
+  return p.channels == 1 && p.features > 0 && p.in != DType::kF64 &&
+         !(holes && p.direction == Direction::kFilterGradient) && apart * p.groups * p.features * 8 < INT32_MAX &&
+         p.batch * p.images * std::max(p.XPixels(), p.YPixels()) < INT32_MAX;
+}
+
+// Of the depthwise kernels, by what an element of the larger of input and output takes a multiprocessor. Windows that
+// are not compiled for cost more a line; 16-bit channels that cannot be had as pairs, more a tap. Fitted to an H200.
+double DepthwiseCycles(const Problem& p, int64_t splits) {
+  const bool filter = p.direction == Direction::kFilterGradient;
+  const auto is = [&](int64_t d, int64_t h, int64_t w) {
+    return p.window[0] == d && p.window[1] == h && p.window[2] == w;
+  };
+  const bool paired = p.features == 1 && p.groups % 2 == 0, quads = !filter && IsInQuads(p);
+  const bool wide = TakesWide(p), compiled = wide || quads || is(1, 3, 3) || is(1, 5, 5) || is(1, 7, 7) ||
+                                             (is(3, 3, 3) && (!filter || p.groups % 4 == 0));
+  const double lines = p.window[0] * p.window[1], taps = p.Taps() * (paired ? 1 : 2);
+  const double element = quads                ? 0.2
+                         : wide               ? 0.6 + 0.003 * taps
+                         : compiled && paired ? 0.25 + 0.015 * taps
+                                              : 0.6 + 0.017 * taps + 0.1 * lines;
+  // Compiled windows go over all lines, others over results alone.
+  const bool results = !(compiled && paired) && p.direction == Direction::kForward;
+  const double planes = double(p.batch) * p.images * p.groups * p.features;
+  const double most = planes * std::max(p.XPixels(), p.YPixels()), elements = results ? planes * p.YPixels() : most;
+  // Lanes run over channels, of which few leave loads scattered.
+  const double scattered = std::max(1.0, 16.0 / p.groups);
+  const double all = elements * element * scattered / kMultiprocessors, bytes = most * 2 * SizeOf(p.in);
+  // Blocks have channels of their own, and in the filter gradient 32 taps where the window is not compiled for.
+  const double pieces = compiled ? 1 : std::ceil(p.Taps() / 32.0);
+  const double slab = wide ? 8 : 64, places = (wide ? 1 : 2) * kMultiprocessors;
+  const double blocks = std::max(1.0, p.batch * std::ceil(p.groups * p.features / slab) * splits * pieces);
+  const double rounds = filter ? std::ceil(blocks / places) : 1, unused = filter ? rounds * places / blocks : 1;
+  return 2000 + 3000 * rounds + std::max(all * unused, bytes / (kMultiprocessors * kBytesPerCycle));
+}
+
+}  // namespace jaxdnn::conv

@@ -1,0 +1,109 @@
+#include "cuda/conv/gemm_plan.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "cuda/common/int_div.h"
+#include "cuda/conv/nominal.h"
+#include "cuda/conv/step_cost.h"
+
+namespace jaxdnn::conv {
+namespace {
+
+// Whether rows of channels are runs of so many elements, or of whole 16-byte chunks.
+bool InRunsOf(const Problem& p, int64_t n) { return p.channels % n == 0 && p.features % n == 0; }
+bool InChunks(const Problem& p) { return InRunsOf(p, 16 / SizeOf(p.in)); }
+bool GathersChunks(const Problem& p, const Dense& dense) {
+  return p.DepthChannels() * dense.groups % (16 / SizeOf(p.in)) == 0;
+}
+
+// The filter gradient's cotangent is copied as its input is.
+bool CopiesChunks(const Problem& p, const Dense& dense) {
+  const bool other = p.direction != Direction::kFilterGradient || p.features * dense.groups % (16 / SizeOf(p.in)) == 0;
+  return other && GathersChunks(p, dense);
+}
+
+// Data of one group whose lines are not in whole chunks has kernels that shift them (ragged.cuh).
+bool IsRagged(const Problem& p, const Dense& dense) {
+  return p.direction != Direction::kFilterGradient && dense.groups == 1 && !dense.Folds() && !InChunks(p);
+}
+
+bool IsTripled(const Problem& p) { return p.in == DType::kF32 && p.products == 3; }
+
+// The product that the mma.sync kernels compute.
+Gemm DenseGemmOf(const Problem& p, const Dense& dense) {
+  Gemm g = GemmOf(p);
+  const int64_t depth = dense.Folds() ? dense.taps[0] * dense.taps[1] * dense.taps[2] * p.DepthChannels() : g.depth;
+  g.problems /= dense.groups;
+  g.columns *= dense.groups;
+  if (p.direction == Direction::kFilterGradient) return {g.problems, g.rows * dense.groups, g.columns, g.depth};
+  for (int d = 0; d < kRank; ++d) {
+    const int64_t extent = p.direction == Direction::kForward ? p.y[d] : p.x[d];
+    g.rows = g.rows / std::max<int64_t>(extent, 1) * CeilDiv(extent, dense.fold[d]);
+    g.columns *= dense.fold[d];
+  }
+  return {g.problems, g.rows, g.columns, depth * dense.groups};
+}
+
+// Tiles of rows, the depth of the sums of the average phase, and of that which meets most taps.
+struct Work {
+  double tiles, depth, longest;
+};
+
+Work WorkOf(const Problem& p, const TileShape& t, int64_t splits) {
+  const Dense dense = t.unit == Unit::kMma ? DenseOf(p) : Dense();
+  const Gemm g = t.unit == Unit::kMma ? DenseGemmOf(p, dense) : GemmOf(p);
+  double phases = 1, taps_per_tap = 1, share = 1;
+  if (p.direction != Direction::kFilterGradient && !dense.Folds()) {
+    const Phases f = PhasesOf(p);
+    for (int d = 0; d < kRank; ++d) {
+      phases *= f.period[d], taps_per_tap *= f.tap_period[d];
+      share *= double(CeilDiv(p.window[d], f.tap_period[d])) / std::max<int64_t>(p.window[d], 1);
+    }
+  }
+  const double row_tiles = phases * std::ceil(g.rows / phases / t.rows);
+  const double tiles = double(g.problems) * row_tiles * CeilDiv(g.columns, t.columns) * splits;
+  return {tiles, g.depth / taps_per_tap / splits, g.depth * share / splits};
+}
+
+Lines LinesOf(const Problem& p, const Dense& dense) {
+  constexpr int64_t kWide = 64;
+  if (IsRagged(p, dense)) return GathersChunks(p, dense) ? Lines::kSomeInPieces : Lines::kInPieces;
+  if (p.direction == Direction::kFilterGradient) {
+    const bool wide = p.channels >= kWide && !GathersChunks(p, dense);
+    return CopiesChunks(p, dense) ? Lines::kWhole : wide ? Lines::kInPieces : Lines::kSomeInPieces;
+  }
+  return dense.groups > 1 || dense.Folds() ? Lines::kSpread : Lines::kWhole;
+}
+
+}  // namespace
+
+// The tensor-core kernels take 16-bit floats, and floats that may be rounded to TF32; all but the longest windows; and
+// what is not dense, or not in whole chunks, in some of the tiles (VisitMmaKernel). Three products a term are too many
+// registers for the largest, and the one of few columns is not built for them.
+bool TakesMma(const Problem& p, const TileShape& t) {
+  if (p.in == DType::kF64 || (p.in == DType::kF32 && p.products == 0)) return false;
+  if (*std::max_element(p.window, p.window + kRank) > kMmaMaxWindow) return false;
+  const Dense dense = DenseOf(p);
+  if (IsTripled(p) && (t.tile == Tile::kMma128x128 || t.tile == Tile::kMma128x32)) return false;
+  if (InChunks(p) && dense.groups == 1 && !dense.Folds()) return true;
+  return t.tile == Tile::kMma128x64 || (t.tile == Tile::kMma128x32 && (IsRagged(p, dense) || GathersChunks(p, dense)));
+}
+
+double GemmCycles(const Problem& p, const TileShape& t, int64_t splits) {
+  const bool mma = t.unit == Unit::kMma;
+  const Work work = WorkOf(p, t, splits);
+  const Dense dense = mma ? DenseOf(p) : Dense();
+  const Lines lines = mma ? LinesOf(p, dense) : Lines::kWhole;
+  const StepCost cost = StepCostOf(t.tile, p.direction, p.in, lines);
+  // Finding its place and storing its sums take a block as long as some steps.
+  const int depth = mma ? MmaDepth(p.direction, SizeOf(p.in)) : SimtDepth(p.in), beside = mma ? 8 : 4;
+  const double steps = std::ceil(work.depth / depth) + beside, longest = std::ceil(work.longest / depth) + beside;
+  const double each = std::ceil(work.tiles / kMultiprocessors);
+  // Groups that are merged may come in pieces too.
+  const double pieces = lines != Lines::kSpread || CopiesChunks(p, dense) ? 1 : InRunsOf(p, 4 / SizeOf(p.in)) ? 1.6 : 2;
+  const double latency = std::max(steps * std::ceil(each / cost.resident), longest) * cost.latency;
+  return pieces * (mma && IsTripled(p) ? 2.5 : 1) * std::max(latency, steps * each * cost.busy);
+}
+
+}  // namespace jaxdnn::conv
