@@ -126,9 +126,10 @@ __device__ void FillFilter(const StripParams& q, const FewParams& r, const In* f
         memcpy(bits, pair, 4);
       }
       // Feature 32 o + 4 kRun p + kRun t' + 2 j + e is column 2 t' + e of the octet's unit j + kRun / 2 p.
-      const int feature = 8 * (run % 4) + f, in_part = feature % (4 * kRun<In>);
-      const int unit = feature / (4 * kRun<In>)*(kRun<In> / 2) + in_part % kRun<In> / 2;
-      const int column = 2 * (in_part / kRun<In>)+f % 2;
+      constexpr int kPart = 4 * kRun<In>;
+      const int feature = 8 * (run % 4) + f, in_part = feature % kPart;
+      const int unit = feature / kPart * (kRun<In> / 2) + in_part % kRun<In> / 2;
+      const int column = in_part / kRun<In> * 2 + f % 2;
       to[((step * T::kOctets * 2 + run / 4 * 2 + unit / 2) * 32 + column * 4 + t) * 4 + unit % 2 * 2 + half] = bits[0];
     }
   }

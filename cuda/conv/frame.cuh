@@ -201,12 +201,13 @@ struct FrameBlock : DataBlock {
  private:
   // The rows' positions in the result.
   template <int kRows>
-  static __device__ int (&Positions()) [kRows][kRank] {
-    __shared__ int at[kRows][kRank];
+  using Places = int[kRows][kRank];
+  template <int kRows>
+  static __device__ Places<kRows>& Positions() {
+    __shared__ Places<kRows> at;
     return at;
-  } static __device__ int StepOf(const Axis& axis) {
-    return static_cast<int>(axis.step.divisor);
   }
+  static __device__ int StepOf(const Axis& axis) { return static_cast<int>(axis.step.divisor); }
   // Rarely a division.
   static __device__ int Index(const Axis& axis, int position) {
     return StepOf(axis) == 1 ? position : position / StepOf(axis);

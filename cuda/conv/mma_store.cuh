@@ -66,9 +66,9 @@ __device__ void StoreSums(unsigned char* ring, const typename T::Sums& sums, Out
             *reinterpret_cast<const Vec<Out, kN>*>(scratch + row * kPitch<T, Out> + column);
     }
   };
-  constexpr int kMost = 16 / sizeof(Out);
+  constexpr int kMost = 16 / sizeof(Out), kRun = kMost > kChunk ? kChunk : kMost;
   if (whole_runs) {
-    store(std::integral_constant < int, kChunk<kMost ? kChunk : kMost>());
+    store(std::integral_constant<int, kRun>());
   } else {
     store(std::integral_constant<int, 1>());
   }

@@ -273,7 +273,7 @@ __device__ void MultiplyPipelined(uint32_t ring, int steps, LoadA& load_a, LoadB
 // Dynamic shared memory of a kernel: the ring, and after it, in the same place, the sums.
 template <class T, class LoadA, class LoadB>
 constexpr int kSharedBytes =
-    std::max(T::kStages * (LoadA::Tile::kBytes + LoadB::Tile::kBytes), T::kRows*(T::kColumns + 8) * 4);
+    std::max(T::kStages * (LoadA::Tile::kBytes + LoadB::Tile::kBytes), 4 * T::kRows * (T::kColumns + 8));
 
 // How many elements of lines of `n` can be moved together, from arrays that begin anywhere.
 inline int AlignedRun(int64_t n, DType type, std::initializer_list<const void*> arrays) {

@@ -6,7 +6,6 @@
 #include <algorithm>
 
 #include "cuda/common/launch.cuh"
-#include "cuda/common/mma.cuh"
 #include "cuda/common/vec.cuh"
 #include "cuda/conv/unaligned_pack.cuh"
 
@@ -30,16 +29,16 @@ struct PackParams {
   PackedArray arrays[2];
 };
 
-template <class In>
 __global__ void __launch_bounds__(kThreads) PackRowsKernel(const __grid_constant__ PackParams params) {
-  constexpr int kVec = kVecLength<In>, kAtOnce = 4, kSize = sizeof(In);
+  using Element = uint16_t;
+  constexpr int kVec = kVecLength<Element>, kAtOnce = 4, kSize = sizeof(Element);
   extern __shared__ uint4 aligned[];
   __shared__ int64_t elements[kRows];  // where a row's channels begin, or -1
   int block = blockIdx.x;
   const bool is_second = block >= params.first_blocks;
   if (is_second) block -= params.first_blocks;
   const PackedArray& q = params.arrays[is_second];
-  const auto *const begin = static_cast<const In*>(q.begin), *const end = static_cast<const In*>(q.end);
+  const auto *const begin = static_cast<const Element*>(q.begin), *const end = static_cast<const Element*>(q.end);
   int group;
   const int first_row = q.groups_div.Div(block, &group) * kRows;
   const int first_channel = group * q.chunks * kVec;
@@ -70,13 +69,11 @@ __global__ void __launch_bounds__(kThreads) PackRowsKernel(const __grid_constant
       if (at >= reinterpret_cast<const char*>(begin) && at + 16 <= reinterpret_cast<const char*>(end)) {
         chunk[i] = __ldg(reinterpret_cast<const uint4*>(at));
       } else {  // the array's first or last elements
-        using Bits = std::conditional_t<kSize == 2, uint16_t, uint32_t>;
         uint32_t words[4] = {};
 #pragma unroll
         for (int k = 0; k < kVec; ++k) {
-          const In* const one = reinterpret_cast<const In*>(at) + k;
-          if (one >= begin && one < end)
-            words[k * kSize / 4] |= uint32_t{__ldg(reinterpret_cast<const Bits*>(one))} << k * kSize % 4 * 8;
+          const Element* const one = reinterpret_cast<const Element*>(at) + k;
+          if (one >= begin && one < end) words[k * kSize / 4] |= uint32_t{__ldg(one)} << k * kSize % 4 * 8;
         }
         chunk[i] = {words[0], words[1], words[2], words[3]};
       }
@@ -111,11 +108,10 @@ __global__ void __launch_bounds__(kThreads) PackRowsKernel(const __grid_constant
     const int bytes = of_row - 16 * i;
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      v[k] = kSize == 2 ? __funnelshift_r(some[k], some[k + 1], shift % 4 * 8) : some[k];
+      v[k] = __funnelshift_r(some[k], some[k + 1], shift % 4 * 8);
       v[k] &= bytes >= 4 * k + 4 ? ~0u : bytes <= 4 * k ? 0u : 0xFFFFu;
       words[k] = words[k + 4];
     }
-    if constexpr (kSize == 4) RoundToTf32(v);
     out[(i - from) * q.pitch] = {v[0], v[1], v[2], v[3]};
   }
 }
@@ -156,9 +152,8 @@ cudaError_t PackRows(const UnalignedRows& rows, const Packing (&packings)[2], cu
   const auto most = std::max(q.arrays[0].items_div.divisor, q.arrays[1].items_div.divisor);
   const Grid grid = {blocks + more, kThreads, size_t{kRows} * most * 16};
   // Multiprocessors keep the division of their memory for the next kernel, which needs most of it as shared.
-  const auto kernel = PackRowsKernel<__nv_bfloat16>;
-  const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
-  return e != cudaSuccess ? e : LaunchKernel(kernel, grid, stream, q);
+  const cudaError_t e = cudaFuncSetAttribute(PackRowsKernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
+  return e != cudaSuccess ? e : LaunchKernel(PackRowsKernel, grid, stream, q);
 }
 
 }  // namespace jaxdnn::conv
