@@ -6,7 +6,7 @@
 
 #include "cuda/common/device_code.h"
 #include "cuda/common/launch.cuh"
-#include "cuda/conv/tensor_map.h"
+#include "cuda/common/tensor_map.h"
 #include "cuda/group_norm/ring.cuh"
 #include "cuda/group_norm/visit.cuh"
 
@@ -169,8 +169,8 @@ inline std::optional<RingTiling> PlanRing(const Problem& given, int arrays, cons
 
 // The boxes of an array's slabs.
 inline cudaError_t EncodeSlabs(const Problem& p, const RingTiling& t, int depth, const void* data, CUtensorMap* map) {
-  return conv::EncodeBoxes(map, p.dtype, data, {p.channels, p.spatial, p.n},
-                           {t.slab_channels, depth * t.side / t.columns, 1}, false, true);
+  return EncodeBoxes(map, p.dtype, data, {p.channels, p.spatial, p.n}, {t.slab_channels, depth * t.side / t.columns, 1},
+                     false, true);
 }
 
 // Whether the current device is what rings are written and planned for.
