@@ -52,6 +52,16 @@ __device__ inline void WaitBarrier(uint32_t barrier, uint32_t parity) {
         : "memory");
 }
 
+// A place in a ring of stages, and the parity of the barriers there.
+struct RingPlace {
+  int stage = 0;
+  uint32_t parity = 0;
+
+  __device__ void Next(int stages) {
+    if (++stage == stages) stage = 0, parity ^= 1;
+  }
+};
+
 // So many threads that wait for each other.
 __device__ inline void SyncThreads(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");

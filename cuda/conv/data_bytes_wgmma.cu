@@ -53,10 +53,8 @@ struct BytesTile {
 
 // A block's shared memory, and where a thread is in the stages' round.
 template <class T>
-struct BytesRing {
+struct BytesRing : hopper::RingPlace {
   uint32_t data;
-  int stage = 0;
-  uint32_t parity = 0;
 
   __device__ explicit BytesRing(const void* shared) : data(SharedAddress(shared)) {}
   __device__ uint32_t Data() const { return data + stage * T::kStageBytes; }
@@ -66,9 +64,7 @@ struct BytesRing {
   static __device__ ColumnFactors* Factors(unsigned char* shared, int warpgroup) {
     return reinterpret_cast<ColumnFactors*>(shared + T::kSharedBytes - T::kFactorBytes) + warpgroup * T::kColumns;
   }
-  __device__ void Next() {
-    if (++stage == T::kStages) stage = 0, parity ^= 1;
-  }
+  __device__ void Next() { RingPlace::Next(T::kStages); }
   __device__ void Init() const {
     if (threadIdx.x == 0) {
       for (int s = 0; s < T::kStages; ++s) {

@@ -112,20 +112,16 @@ struct FilledPlace {
 };
 
 // The ring of stages, and where a thread is in its round.
-struct FilledRing {
+struct FilledRing : hopper::RingPlace {
   const FilledParams& q;
   uint32_t data, barriers;
-  int stage = 0;
-  uint32_t parity = 0;
 
   __device__ FilledRing(const FilledParams& q, const unsigned char* shared)
       : q(q), data(SharedAddress(shared)), barriers(data + q.stages * q.stage_bytes) {}
   __device__ uint32_t Data() const { return data + stage * q.stage_bytes; }
   __device__ uint32_t Full() const { return barriers + 16 * stage; }
   __device__ uint32_t Empty() const { return Full() + 8; }
-  __device__ void Next() {
-    if (++stage == q.stages) stage = 0, parity ^= 1;
-  }
+  __device__ void Next() { RingPlace::Next(q.stages); }
   // All threads of the block, once. So many arrive when a stage is full, and so many warpgroups take it.
   __device__ void Init(int fillers, int takers) const {
     if (threadIdx.x == 0) {

@@ -78,7 +78,7 @@ template <bool kForward>
 __device__ void ProducePlanes(const PlanesParams& q, const PlanesShared& shared) {
   hopper::PrefetchMap(&q.operand);
   if (q.transposed == nullptr) hopper::PrefetchMap(&q.filter);
-  PlanesTurn turn;
+  hopper::RingPlace turn;
   uint32_t filter_parity = 0;
   int filter = -1;
   const int end = FirstWork(q, blockIdx.x + 1);
@@ -101,7 +101,7 @@ __device__ void ProducePlanes(const PlanesParams& q, const PlanesShared& shared)
         hopper::WaitBarrier(shared.Empty(turn.stage), turn.parity ^ 1);
         hopper::ArriveExpecting(shared.Full(turn.stage), q.box_bytes);
         hopper::LoadBox(shared.stages + turn.stage * q.stage_bytes, &q.operand, shared.Full(turn.stage), coordinates);
-        turn.Next(q);
+        turn.Next(q.stages);
       }
     }
     at += place.count;
@@ -151,7 +151,7 @@ __device__ void ConsumePlanes(const PlanesParams& q, const PlanesShared& shared,
   // The same in all of a warp, which its instructions then know.
   const uint32_t offset[2] = {__shfl_sync(~0u, uint32_t(first_row(0)), 0), __shfl_sync(~0u, uint32_t(first_row(1)), 0)};
   const uint32_t staged = shared.staged + 2 * warpgroup * PlanesPlan::kStagedBytes;
-  PlanesTurn turn;
+  hopper::RingPlace turn;
   uint32_t filter_parity = 0;
   int filter = -1, step = 0;
   const int end = FirstWork(q, blockIdx.x + 1);
@@ -198,7 +198,7 @@ __device__ void ConsumePlanes(const PlanesParams& q, const PlanesShared& shared,
           StorePlane<In, kFeatures>(q, place, warpgroup, first, place.first + i - kTaps, staged, results, out);
         hopper::WaitForProducts<0>();
         ArriveOnce(shared.Empty(turn.stage));
-        turn.Next(q);
+        turn.Next(q.stages);
       }
       TakePlane<kFeatures>(sums[0], results[0]);
       TakePlane<kFeatures>(sums[1], results[1]);

@@ -93,15 +93,6 @@ struct PlanesShared {
   }
 };
 
-struct PlanesTurn {
-  int stage = 0;
-  uint32_t parity = 0;
-
-  __device__ void Next(const PlanesParams& q) {
-    if (++stage == q.stages) stage = 0, parity ^= 1;
-  }
-};
-
 __device__ inline int FirstWork(const PlanesParams& q, int block) {
   return static_cast<int>(q.work * block / gridDim.x);
 }

@@ -42,17 +42,16 @@ struct FilterShared {
 __device__ void ProducePieces(const PlanesFilterParams& q, const FilterShared& shared, const FilterPlace& place) {
   hopper::PrefetchMap(&q.x);
   hopper::PrefetchMap(&q.y);
-  int stage = 0;
-  uint32_t parity = 0;
+  hopper::RingPlace turn;
 #pragma unroll 1
   for (int piece = place.first; piece < place.end; ++piece) {
     const PiecePlace at(q, place, piece);
-    const uint32_t to = shared.stages + stage * (q.x_bytes + q.y_bytes);
-    hopper::WaitBarrier(shared.Empty(stage), parity ^ 1);
-    hopper::ArriveExpecting(shared.Full(stage), q.x_box_bytes + q.y_bytes);
-    hopper::LoadBox(to, &q.y, shared.Full(stage), at.y);
-    hopper::LoadBox(to + q.y_bytes, &q.x, shared.Full(stage), at.x);
-    if (++stage == q.stages) stage = 0, parity ^= 1;
+    const uint32_t to = shared.stages + turn.stage * (q.x_bytes + q.y_bytes), full = shared.Full(turn.stage);
+    hopper::WaitBarrier(shared.Empty(turn.stage), turn.parity ^ 1);
+    hopper::ArriveExpecting(full, q.x_box_bytes + q.y_bytes);
+    hopper::LoadBox(to, &q.y, full, at.y);
+    hopper::LoadBox(to + q.y_bytes, &q.x, full, at.x);
+    turn.Next(q.stages);
   }
 }
 
@@ -70,13 +69,13 @@ __device__ void ConsumePieces(const PlanesFilterParams& q, const FilterShared& s
     step_y[k] = (2 * down * q.y_other + (step - down * across) * 8 * kLine) >> 4;
   }
   const int x_plane = q.x_plane >> 4, y_plane = q.y_plane >> 4;
-  int stage = 0, last = 0;
-  uint32_t parity = 0;
+  hopper::RingPlace turn;
+  int last = 0;
   const int pieces = place.end - place.first;
 #pragma unroll 1
   for (int piece = 0; piece < pieces; ++piece) {
-    hopper::WaitBarrier(shared.Full(stage), parity);
-    const uint32_t at = shared.stages + stage * (q.x_bytes + q.y_bytes);
+    hopper::WaitBarrier(shared.Full(turn.stage), turn.parity);
+    const uint32_t at = shared.stages + turn.stage * (q.x_bytes + q.y_bytes);
     const uint64_t a = hopper::LineDescriptor(at, kLine, q.y_other, q.y_plane);
     const uint64_t b = hopper::LineDescriptor(at + q.y_bytes, kLine, q.x_other, q.column_step);
     hopper::BeginProducts();
@@ -92,8 +91,8 @@ __device__ void ConsumePieces(const PlanesFilterParams& q, const FilterShared& s
     hopper::CommitProducts();
     hopper::WaitForProducts<1>();
     if (piece > 0 && threadIdx.x % 32 == 0) hopper::Arrive(shared.Empty(last));
-    last = stage;
-    if (++stage == q.stages) stage = 0, parity ^= 1;
+    last = turn.stage;
+    turn.Next(q.stages);
   }
   hopper::WaitForProducts<0>();
 #pragma unroll

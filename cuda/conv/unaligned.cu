@@ -40,7 +40,7 @@ __device__ __forceinline__ void ForStrips(const UnalignedParams& q, const Bring&
 template <class T>
 __device__ void ProduceStrips(const UnalignedParams& q, const UnalignedShared<T>& shared, int thread,
                               const AlignedArray<typename T::In>& in) {
-  UnalignedTurn turn;
+  hopper::RingPlace turn;
   for (int tile = blockIdx.x; tile < q.tiles; tile += gridDim.x) {
     const UnalignedPlace place(q, tile, T());
     ForStrips(q, [&](int group, int slice) {
@@ -150,7 +150,7 @@ __device__ __forceinline__ void StoreRows(const UnalignedParams& q, int first, i
 // Which strip and part of the filter a tap's products read, tap by tap of a strip.
 template <class T>
 struct UnalignedCursor {
-  UnalignedTurn strip, slab;
+  hopper::RingPlace strip, slab;
   int taken = 0, tap, line, column;  // slabs; of the strip
 
   // Whether a slab is one of the first two of all.

@@ -102,16 +102,6 @@ struct UnalignedShared {
   }
 };
 
-// A place in a round of stages, and the parity of its barriers.
-struct UnalignedTurn {
-  int stage = 0;
-  uint32_t parity = 0;
-
-  __device__ void Next(int stages) {
-    if (++stage == stages) stage = 0, parity ^= 1;
-  }
-};
-
 // To those who wait for this, of whose warps each arrives once: for threads that multiplied, which is to say read. Each
 // that wrote or read by itself arrives by itself.
 __device__ inline void ArriveWarp(uint32_t barrier) {

@@ -90,7 +90,7 @@ struct FilterShared {
 // The tiles' pixels, by a warp: a lane has a chunk of x or of y.
 __device__ void ProduceTiles(const UnalignedFilterParams& q, const FilterShared& shared, const FilterPlace& place,
                              const ChannelGroup& group, int lane, int tiles) {
-  UnalignedTurn turn;
+  hopper::RingPlace turn;
   const int plane_tap = place.line / q.plane_groups, line = place.line - plane_tap * q.plane_groups;
   const PackedPlanes same = {true};
   // Columns of no result may be anything.
@@ -120,7 +120,7 @@ __device__ void ConsumeTiles(const UnalignedFilterParams& q, const FilterShared&
   const int first = place.first_unit + warpgroup * kUnits;
   const Unit units[kUnits] = {Unit(q, group, first), Unit(q, group, first + 1)};
   float sums[kUnits][kColumns / 2];
-  UnalignedTurn turn, last;
+  hopper::RingPlace turn, last;
 #pragma unroll 1
   for (int tile = 0; tile < tiles; ++tile) {
     hopper::WaitBarrier(shared.Full(turn.stage), turn.parity);

@@ -42,7 +42,7 @@ template <class T>
 struct SlabCopies {
   const unsigned char* slabs;
   int all, tile, next;  // of a tile; the tile's and the slab's that is next
-  UnalignedTurn turn;
+  hopper::RingPlace turn;
 
   __device__ SlabCopies(const UnalignedParams& q, const unsigned char* slabs)
       : slabs(slabs), all(q.groups * q.slices * q.tap_lines * q.window_width), tile(blockIdx.x), next(0) {}
