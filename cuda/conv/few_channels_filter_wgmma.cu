@@ -4,8 +4,8 @@
 // columns are a line of the window, its rows features, and its terms 8 results of each of two lines of y, which a warp
 // loads transposed. So each of y meets all lines of the window from registers.
 //
-// Lines of y that do not exist are zeros, but x may have an infinity where they meet it: sums that are not finite are
-// computed once more when slices are added up.
+// Lines of y that do not exist are zeros, but x may have an infinity where they meet it: sums that are NaN are computed
+// once more when slices are added up.
 #include "cuda/conv/few_channels.h"
 #include "cuda/conv/filled.cuh"
 #include "cuda/conv/filter.cuh"

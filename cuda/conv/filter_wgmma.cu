@@ -6,7 +6,8 @@
 // other. How the work is shared out filter_spans.cuh says, and what becomes of shared tiles, filter_pieces.cuh.
 //
 // wgmma takes MN-major operands of 16 bits only. Of floats it gets x from registers, which can be read from shared
-// memory in any order, and y from the workspace, where another kernel has left it K-major.
+// memory in any order, and y K-major: from the workspace, where another kernel has left it so, or from its stage, where
+// two warps have transposed it (filter_together.cuh).
 #include "cuda/conv/filter_pieces.cuh"
 #include "cuda/conv/filter_together.cuh"
 #include "cuda/conv/wgmma.h"

@@ -11,6 +11,9 @@
 //
 // Each of two warpgroups has two such blocks of 64 rows. It stores the results of one plane while the next one's
 // products run.
+//
+// What bounds it: the tensor cores, whose rate a product of 64x96x16 comes near with 49 cycles of an H200 for 48; or,
+// of few channels, memory, which brings the operand once and takes the result.
 #include "cuda/conv/planes.cuh"
 #include "cuda/conv/planes.h"
 

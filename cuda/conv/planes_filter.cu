@@ -5,8 +5,11 @@
 // the three columns of the window, which are a pixel apart; its rows are 32 features of a plane of y, and of the next
 // one. Two planes of y meet four of x: of the eight products six are taps, and the others are dropped.
 //
-// Lines of y that do not exist are zeros, but x may have an infinity where they meet it: sums that are not finite are
-// computed once more, one by one, when the slices are added up.
+// Lines of y that do not exist are zeros, but x may have an infinity where they meet it: sums that are NaN are computed
+// once more, one by one, when the slices are added up.
+//
+// What bounds it: the tensor cores. A piece is 32 products of 64x96x16, 1536 cycles at their rate, of which an H200
+// takes some 1600.
 #include "cuda/conv/planes_filter.cuh"
 
 namespace jaxdnn::conv {

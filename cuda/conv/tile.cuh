@@ -1,4 +1,4 @@
-// The block-level matrix product under every convolution kernel of this folder: two tiles in shared memory, a small
+// The block-level matrix product of the CUDA-core kernels: two tiles in shared memory, a small
 // block of sums in each thread's registers.
 //
 // A step holds kDepth terms of the reduction. While a block multiplies one step, the next is on its way from global

@@ -8,6 +8,8 @@
 //
 // Rows that are no pixels of y have zeros there, but x may have an infinity where they meet it: sums that are not
 // finite are computed once more, one by one, when the slices are added up.
+//
+// A tile is 32 products of 64x72x16, 1152 cycles at the tensor cores' rate; an H200 takes some 2400.
 #include "cuda/conv/unaligned.h"
 #include "cuda/conv/unaligned_sum.cuh"
 
