@@ -1,7 +1,6 @@
 // Array shapes and attributes -> conv::Problem, for the handlers and for the planner that Python calls.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <optional>
 

@@ -1,7 +1,5 @@
 #include "cuda/conv/filled_plan.h"
 
-#include <cmath>
-
 #include "cuda/common/int_div.h"
 #include "cuda/conv/nominal.h"
 

@@ -52,7 +52,6 @@ struct Spans {
     return block;
   }
   __device__ int FirstTile(int block) const { return steps.Div(Begin(block)); }
-  __device__ int LastTile(int block) const { return steps.Div(Begin(block + 1) - 1); }
   // Where a block leaves its piece of a tile: a second one is its last tile's.
   __device__ int Slot(int block, int tile) const { return block * slots + (tile > FirstTile(block) ? 1 : 0); }
 };

@@ -18,6 +18,7 @@
 #include "cuda/conv/grouped.h"
 #include "cuda/conv/grouped_store.cuh"
 #include "cuda/conv/mma.h"
+#include "cuda/conv/nominal.h"
 
 namespace jaxdnn::conv {
 namespace {

@@ -7,7 +7,6 @@
 #include "cuda/common/launch.cuh"
 #include "cuda/common/mma.cuh"
 #include "cuda/conv/epilogue.cuh"
-#include "cuda/conv/nominal.h"
 
 namespace jaxdnn::conv {
 

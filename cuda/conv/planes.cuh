@@ -1,7 +1,6 @@
 // What the kernels of planes are told of a problem, where a block works, and how it stores results.
 #pragma once
 
-#include "cuda/common/convert.cuh"
 #include "cuda/common/fast_div.cuh"
 #include "cuda/conv/epilogue.cuh"
 #include "cuda/conv/exchange.cuh"

@@ -10,6 +10,7 @@
 //
 // What bounds it: the tensor cores. A piece is 32 products of 64x96x16, 1536 cycles at their rate, of which an H200
 // takes some 1600.
+#include "cuda/conv/planes.h"
 #include "cuda/conv/planes_filter.cuh"
 
 namespace jaxdnn::conv {

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "cuda/conv/filter.cuh"
-#include "cuda/conv/planes.h"
 #include "cuda/conv/planes_plan.h"
 #include "cuda/conv/wgmma_tile.cuh"
 

@@ -5,8 +5,6 @@
 // memory into registers; two shared-memory buffers leave one barrier a step.
 #pragma once
 
-#include <cstdint>
-
 #include "cuda/common/dtype.cuh"
 #include "cuda/conv/conv.h"
 
