@@ -1,5 +1,7 @@
 #include "cuda/conv/filled_plan.h"
 
+#include <cmath>
+
 #include "cuda/common/int_div.h"
 #include "cuda/conv/nominal.h"
 
@@ -77,14 +79,13 @@ bool TakesFilled(const Problem& p) { return FilledPlan().Fit(p); }
 
 int64_t FilledPieces(const Problem& p) {
   FilledPlan plan;
-  plan.Fit(p);
-  return plan.pieces;
+  return plan.Fit(p) ? plan.pieces : 0;
 }
 
 double FilledCycles(const Problem& p, int64_t splits) {
   constexpr double kStart = 8000;
   FilledPlan plan;
-  plan.Fit(p);
+  if (!plan.Fit(p)) return HUGE_VAL;
   const bool filter = p.direction == Direction::kFilterGradient;
   const int64_t blocks = filter ? splits : FilledPlan::Workers(plan.column_tiles);
   const double rounds = CeilDiv(blocks * plan.column_tiles, kMultiprocessors);
