@@ -190,21 +190,22 @@ def _numbered(
     labels = labels.astype(np.int32)
   limits = np.iinfo(labels.dtype)
   # Compared as they are, since to narrow a label could bring it into range.
-  valid = (labels >= 0) & (labels < classes) if classes <= limits.max else labels >= 0
+  inside = (labels >= 0) & (labels < classes) if classes <= limits.max else labels >= 0
   ignored = None
   if ignore_index is not None:
     try:
       index = operator.index(ignore_index)
     except TypeError:
       raise TypeError(f"{op}: ignore_index must be an integer, got {ignore_index!r}") from None
-    ignored = labels == index if limits.min <= index <= limits.max else jnp.zeros_like(valid)
-    valid &= ~ignored
+    ignored = labels == index if limits.min <= index <= limits.max else jnp.zeros_like(inside)
+  valid = inside if ignored is None else inside & ~ignored
   numbers = jnp.where(valid, labels.astype(np.int32 if classes <= 2**31 else np.int64), -1)
   factors = weights[0].at[numbers].get(mode="clip") if weights else None
   if ignored is None:
     return numbers, factors, jnp.nan
   factors = jnp.ones(numbers.shape, dtype) if factors is None else factors
-  return numbers, jnp.where(ignored, 0, factors), jnp.where(ignored, 0, jnp.asarray(jnp.nan, dtype))
+  # No NaN but for a label that deserves it: `jax_debug_nans` looks at this array.
+  return numbers, jnp.where(ignored, 0, factors), jnp.where(inside | ignored, jnp.zeros((), dtype), jnp.nan)
 
 
 # Computation ---------------------------------------------------------------------------------------------------------
@@ -233,6 +234,10 @@ def _losses(
   def on_view(x: Array, t: Array, *rest: Array) -> Array:
     w, f = rest[: len(class_weights)], rest[len(class_weights) :]
     m, sums = _primitive.bind(log_partition_p, x, t, *w, targets="soft" if soft else "labels", smooth=smooth)
+    if not soft and (z_loss or w):
+      # Rows without a label leave here: no derivative multiplies what they hold, which may be NaN, by zero.
+      without = t < 0
+      m, sums = jnp.where(without, 0, m), jnp.where(without, 0, sums)
     l, score = sums[..., 0:1, :], sums[..., 1:2, :]
     losses = sums[..., 2:3, :] * l - score if soft else l - score
     losses = losses * f[0] if f else losses
