@@ -78,7 +78,7 @@ def _widen(x: Array) -> Array:
 
 
 def _products(q: Array, x: Array) -> Array:
-  """q x, but 0 for an entry of -inf without weight, which has no part in a score. The derivative in q is x elsewhere."""
+  """q x, but 0 for an entry of -inf without weight, which has no part in a score. Elsewhere x is its derivative."""
   apart = (q == 0) & jnp.isneginf(x)
   return jnp.where(apart, 0, q * jnp.where(apart, 0, x))
 

@@ -18,6 +18,7 @@ import numpy as np
 from jax import Array
 
 from jaxdnn import _axes, _primitive
+from jaxdnn._arguments import number
 from jaxdnn._log_partition import log_partition_p
 
 # Public functions ----------------------------------------------------------------------------------------------------
@@ -108,8 +109,8 @@ def cross_entropy(
     probability 0, of no consequence where the labels give them no weight.
 
   Raises:
-    TypeError: `logits` or `weight` is not floating-point, `labels` is neither integer nor floating-point, or `axis` or
-      `ignore_index` is not integer.
+    TypeError: `logits` or `weight` is not floating-point, `labels` is neither integer nor floating-point, `axis` or
+      `ignore_index` is not integer, or `label_smoothing` or `z_loss` is not a number.
     ValueError: `axis` is out of range, `labels` or `weight` has another shape, `label_smoothing` is not in [0, 1],
       `reduction` is none of the three, or `ignore_index` is given with soft labels.
 
@@ -120,9 +121,10 @@ def cross_entropy(
   op = "cross_entropy"
   logits, labels, axis = _checked(op, "logits", logits, labels, axis, reduction, soft=True)
   weights = _checked_weight(op, weight, logits, axis)
-  if not 0 <= label_smoothing <= 1:
+  smoothing, z_factor = number(op, "label_smoothing", label_smoothing), number(op, "z_loss", z_loss)
+  if not 0 <= smoothing <= 1:
     raise ValueError(f"{op}: label_smoothing must be in [0, 1], got {label_smoothing}")
-  losses_of = functools.partial(_losses, axis=axis, smoothing=float(label_smoothing), z_loss=float(z_loss))
+  losses_of = functools.partial(_losses, axis=axis, smoothing=smoothing, z_loss=z_factor)
   if jnp.issubdtype(labels.dtype, jnp.floating):
     if ignore_index is not None:
       raise ValueError(f"{op}: ignore_index is an integer label and soft labels have none, got {ignore_index}")

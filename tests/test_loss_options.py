@@ -207,6 +207,9 @@ def test_errors():
   for bad in (-0.1, 1.5, np.nan):
     with pytest.raises(ValueError, match=r"cross_entropy: label_smoothing must be in \[0, 1\], got"):
       jaxdnn.cross_entropy(x, labels, label_smoothing=bad)
+  for name in ("label_smoothing", "z_loss"):
+    with pytest.raises(TypeError, match=f"cross_entropy: {name} must be a number, got 'a'"):
+      jaxdnn.cross_entropy(x, labels, **{name: "a"})
   with pytest.raises(ValueError, match="ignore_index is an integer label and soft labels have none, got 1"):
     jaxdnn.cross_entropy(x, x, ignore_index=1)
   for f in (jaxdnn.cross_entropy, jaxdnn.nll_loss):
