@@ -28,6 +28,14 @@ def per_dimension(where: str, name: str, value: Any, rank: int) -> tuple[int, ..
   return values
 
 
+def number(where: str, name: str, value: Any) -> float:
+  """A number that is known when tracing; NaN and infinities are numbers."""
+  try:
+    return float(value)
+  except (TypeError, ValueError) as e:
+    raise TypeError(f"{where}: {name} must be a number, got {value!r}") from e
+
+
 def explicit_padding(
   where: str, padding: Any, spatial: Sequence[int], window: Sequence[int], stride: Sequence[int]
 ) -> tuple[tuple[int, int], ...]:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxdnn import _activation, _extension, _primitive, _sharding
+from jaxdnn._arguments import number
 
 # Public functions ----------------------------------------------------------------------------------------------------
 
@@ -50,7 +51,8 @@ def group_norm(
 
   Returns:
     An array like `x`. Statistics and parameters are float32 at least, and the variance is taken about the mean, so
-    that a large mean costs no digits. A group that has NaN or an infinity is NaN; one of equal values is f(bias).
+    that a large mean costs no digits. A group that has NaN or an infinity is NaN; one of equal values is f(bias), or
+    NaN where `epsilon` is 0.
 
   Raises:
     TypeError: `x`, `scale` or `bias` is not floating-point, or `num_groups` or `axis` is not an integer.
@@ -61,6 +63,8 @@ def group_norm(
     >>> jaxdnn.group_norm(jnp.array([[1.0, 3.0, 5.0, 5.0]]), 2, epsilon=0.25)
     Array([[-0.8944272,  0.8944272,  0.       ,  0.       ]], dtype=float32)
   """
+  if num_groups is None:
+    raise TypeError("group_norm: num_groups must be an integer, got None")
   return _apply("group_norm", x, num_groups, scale, bias, axis, epsilon, activation)
 
 
@@ -114,12 +118,13 @@ def _apply(
     raise TypeError(f"{op}: x must be floating-point, got {x.dtype}")
   channel_axis = _channel_axis(op, x.ndim, axis)
   channels = x.shape[channel_axis]
-  groups = channels if num_groups is None else _group_count(op, num_groups, channels)
-  epsilon = float(epsilon)
+  # Without channels there is nothing to do in one group as in none.
+  groups = max(channels, 1) if num_groups is None else _group_count(op, num_groups, channels)
+  epsilon = number(op, "epsilon", epsilon)
   if not epsilon >= 0:
     raise ValueError(f"{op}: epsilon must be 0 or more, got {epsilon}")
   names = {*FUSED, *_activation.ACTIVATIONS}
-  if activation is not None and activation not in names:
+  if activation is not None and (not isinstance(activation, str) or activation not in names):
     raise ValueError(f"{op}: activation must be None or one of {', '.join(sorted(names))}, got {activation!r}")
   wide = _primitive.accumulator_dtype(x.dtype)
   scale = _parameter(op, "scale", scale, channels, wide, 1)

@@ -78,8 +78,9 @@ def _widen(x: Array) -> Array:
 
 
 def _products(q: Array, x: Array) -> Array:
-  """q x, and 0 where q is: an entry of -inf without weight has no part in a score."""
-  return jnp.where(q == 0, 0, q * jnp.where(q == 0, 0, x))
+  """q x, but 0 for an entry of -inf without weight, which has no part in a score. Elsewhere x is its derivative."""
+  apart = (q == 0) & jnp.isneginf(x)
+  return jnp.where(apart, 0, q * jnp.where(apart, 0, x))
 
 
 def _one_hot(labels: Array, n: int) -> Array:
@@ -96,7 +97,9 @@ def _scores(x: Array, targets: str, rest: Sequence[Array], smooth: str) -> list[
   if smooth == "uniform":
     scores.append(_sum(x))
   if smooth == "weighted":
-    scores.append(_sum(_products(jnp.broadcast_to(rest[-1].astype(x.dtype), x.shape), x)))
+    # Rows without a label have no part in the weights' derivative, whatever they hold.
+    labelled = jnp.where(rest[0] < 0, 0, x) if targets == "labels" else x
+    scores.append(_sum(_products(jnp.broadcast_to(rest[-1].astype(x.dtype), x.shape), labelled)))
   return scores
 
 

@@ -18,6 +18,7 @@ import numpy as np
 from jax import Array
 
 from jaxdnn import _axes, _primitive
+from jaxdnn._arguments import number
 from jaxdnn._log_partition import log_partition_p
 
 # Public functions ----------------------------------------------------------------------------------------------------
@@ -108,8 +109,8 @@ def cross_entropy(
     probability 0, of no consequence where the labels give them no weight.
 
   Raises:
-    TypeError: `logits` or `weight` is not floating-point, `labels` is neither integer nor floating-point, or `axis` or
-      `ignore_index` is not integer.
+    TypeError: `logits` or `weight` is not floating-point, `labels` is neither integer nor floating-point, `axis` or
+      `ignore_index` is not integer, or `label_smoothing` or `z_loss` is not a number.
     ValueError: `axis` is out of range, `labels` or `weight` has another shape, `label_smoothing` is not in [0, 1],
       `reduction` is none of the three, or `ignore_index` is given with soft labels.
 
@@ -120,9 +121,10 @@ def cross_entropy(
   op = "cross_entropy"
   logits, labels, axis = _checked(op, "logits", logits, labels, axis, reduction, soft=True)
   weights = _checked_weight(op, weight, logits, axis)
-  if not 0 <= label_smoothing <= 1:
+  smoothing, z_factor = number(op, "label_smoothing", label_smoothing), number(op, "z_loss", z_loss)
+  if not 0 <= smoothing <= 1:
     raise ValueError(f"{op}: label_smoothing must be in [0, 1], got {label_smoothing}")
-  losses_of = functools.partial(_losses, axis=axis, smoothing=float(label_smoothing), z_loss=float(z_loss))
+  losses_of = functools.partial(_losses, axis=axis, smoothing=smoothing, z_loss=z_factor)
   if jnp.issubdtype(labels.dtype, jnp.floating):
     if ignore_index is not None:
       raise ValueError(f"{op}: ignore_index is an integer label and soft labels have none, got {ignore_index}")
@@ -190,21 +192,22 @@ def _numbered(
     labels = labels.astype(np.int32)
   limits = np.iinfo(labels.dtype)
   # Compared as they are, since to narrow a label could bring it into range.
-  valid = (labels >= 0) & (labels < classes) if classes <= limits.max else labels >= 0
+  inside = (labels >= 0) & (labels < classes) if classes <= limits.max else labels >= 0
   ignored = None
   if ignore_index is not None:
     try:
       index = operator.index(ignore_index)
     except TypeError:
       raise TypeError(f"{op}: ignore_index must be an integer, got {ignore_index!r}") from None
-    ignored = labels == index if limits.min <= index <= limits.max else jnp.zeros_like(valid)
-    valid &= ~ignored
+    ignored = labels == index if limits.min <= index <= limits.max else jnp.zeros_like(inside)
+  valid = inside if ignored is None else inside & ~ignored
   numbers = jnp.where(valid, labels.astype(np.int32 if classes <= 2**31 else np.int64), -1)
   factors = weights[0].at[numbers].get(mode="clip") if weights else None
   if ignored is None:
     return numbers, factors, jnp.nan
   factors = jnp.ones(numbers.shape, dtype) if factors is None else factors
-  return numbers, jnp.where(ignored, 0, factors), jnp.where(ignored, 0, jnp.asarray(jnp.nan, dtype))
+  # No NaN but for a label that deserves it: `jax_debug_nans` looks at this array.
+  return numbers, jnp.where(ignored, 0, factors), jnp.where(inside | ignored, jnp.zeros((), dtype), jnp.nan)
 
 
 # Computation ---------------------------------------------------------------------------------------------------------
@@ -233,6 +236,10 @@ def _losses(
   def on_view(x: Array, t: Array, *rest: Array) -> Array:
     w, f = rest[: len(class_weights)], rest[len(class_weights) :]
     m, sums = _primitive.bind(log_partition_p, x, t, *w, targets="soft" if soft else "labels", smooth=smooth)
+    if not soft and (z_loss or w):
+      # Rows without a label leave here: no derivative multiplies what they hold, which may be NaN, by zero.
+      without = t < 0
+      m, sums = jnp.where(without, 0, m), jnp.where(without, 0, sums)
     l, score = sums[..., 0:1, :], sums[..., 1:2, :]
     losses = sums[..., 2:3, :] * l - score if soft else l - score
     losses = losses * f[0] if f else losses

@@ -42,7 +42,14 @@ def define(
   p = Primitive(f"jaxdnn_{name}")
   p.multiple_results = multiple_results
   p.def_abstract_eval(abstract_eval)
-  p.def_impl(jax.jit(p.bind, static_argnames=tuple(params)))
+  compiled = jax.jit(p.bind, static_argnames=tuple(params))
+
+  def impl(*operands: Any, **params: Any) -> Any:
+    # As lax's own, a primitive is compiled under `jax.disable_jit` too, where `compiled` would come back here.
+    with jax.disable_jit(False):
+      return compiled(*operands, **params)
+
+  p.def_impl(impl)
   mlir.register_lowering(p, mlir.lower_fun(reference, multiple_results=multiple_results))
   return p
 

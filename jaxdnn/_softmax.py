@@ -95,7 +95,7 @@ FULLY_MASKED = ("zero", "nan", "uniform")
 def _apply(op: str, p: Any, x: Array, axis: Any, where: Array | None, fully_masked: str) -> Array:
   x = _axes.checked(op, x)
   axes = _axes.canonical(op, axis, x.ndim)
-  if fully_masked not in FULLY_MASKED:
+  if not isinstance(fully_masked, str) or fully_masked not in FULLY_MASKED:
     raise ValueError(f"{op}: fully_masked must be one of {', '.join(map(repr, FULLY_MASKED))}, got {fully_masked!r}")
   masks = () if where is None else (_axes.aligned_mask(op, where, x.shape),)
   return _axes.grouped(lambda *a: _primitive.bind(p, *a, fully_masked=fully_masked), axes, x, *masks)

@@ -320,3 +320,27 @@ def test_more_than_2_to_the_31_elements():
     # y is constant in directions along x, but for epsilon.
     assert jnp.abs(dx).max() < 0.01
     del y, dx, vjp
+
+
+def test_running_stats_errors():
+  _, stats = jaxdnn.batch_norm(jnp.ones((2, 3)))
+  update = functools.partial(jaxdnn.update_running_stats, batch=stats, momentum=0.9, convention="flax")
+  with pytest.raises(TypeError, match="running mean must be floating-point, got int"):
+    update((jnp.zeros(3, int), jnp.ones(3)))
+  with pytest.raises(ValueError, match=r"running variance must have the batch's shape \(3,\), got \(1,\)"):
+    update((jnp.zeros(3), jnp.ones(1)))
+  for pair in (jnp.zeros(3), None, (jnp.zeros(3),)):
+    with pytest.raises(TypeError, match="running must be a pair of arrays"):
+      update(pair)
+  with pytest.raises(TypeError, match="batch must be the statistics that batch_norm returns, got tuple"):
+    update((jnp.zeros(3), jnp.ones(3)), batch=tuple(stats))
+
+
+def test_arguments_of_the_wrong_type():
+  x = jnp.ones((2, 3))
+  with pytest.raises(TypeError, match="batch_norm: epsilon must be a number, got 'a'"):
+    jaxdnn.batch_norm(x, epsilon="a")
+  with pytest.raises(ValueError, match="batch_norm: activation must be None or one of"):
+    jaxdnn.batch_norm(x, activation=["relu"])
+  one = jax.vmap(lambda x: jaxdnn.batch_norm(x, axis_name=["i"])[0], axis_name="i")(x[None])
+  np.testing.assert_array_equal(one[0], jaxdnn.batch_norm(x)[0])

@@ -186,6 +186,14 @@ def test_scan(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_without_jit(name):
+  f, args = operator(name)
+  with jax.disable_jit():
+    got = f(*args)
+  close(got, f(*args))
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_gradients_keep_the_dtype(name):
   f, args = operator(name)
   for dtype in ("float32", "float16", "bfloat16"):

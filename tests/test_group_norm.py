@@ -293,3 +293,14 @@ def test_more_than_2_to_the_31_elements():
     np.testing.assert_allclose(exact(y[0, 0, :9]), exact(y[0, 0, 0]), rtol=1e-2)
     assert abs(exact(vjp(y)[0][0, 0, 0])) < 1
     del x, y, vjp
+
+
+def test_no_channels_and_arguments_of_the_wrong_type():
+  assert jaxdnn.instance_norm(jnp.zeros((2, 4, 0))).shape == (2, 4, 0)
+  x = jnp.ones((2, 4))
+  with pytest.raises(TypeError, match="group_norm: num_groups must be an integer, got None"):
+    jaxdnn.group_norm(x, None)
+  with pytest.raises(TypeError, match="group_norm: epsilon must be a number, got None"):
+    jaxdnn.group_norm(x, 2, epsilon=None)
+  with pytest.raises(ValueError, match="group_norm: activation must be None or one of"):
+    jaxdnn.group_norm(x, 2, activation=["relu"])

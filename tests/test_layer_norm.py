@@ -268,3 +268,16 @@ def test_errors_of_residual_and_adaptive():
   for scale, shift in [((3, 3), (2, 3)), ((2, 3), (3,)), ((2,), (2,)), ((), ())]:
     with pytest.raises(ValueError, match=r"adaptive_layer_norm: s.* must have leading dimensions of x"):
       jaxdnn.adaptive_layer_norm(x, jnp.ones(scale), jnp.ones(shift))
+
+
+def test_operands_that_must_be_given():
+  x = jnp.ones((2, 3))
+  for f in (jaxdnn.add_layer_norm, jaxdnn.add_rms_norm):
+    with pytest.raises(TypeError, match="residual must be an array, got None"):
+      f(x, None)
+  with pytest.raises(TypeError, match="adaptive_layer_norm: scale must be an array, got None"):
+    jaxdnn.adaptive_layer_norm(x, None, x)
+  with pytest.raises(ValueError, match=r"scale must have leading dimensions of x, and its last; got \(2, 3, 3\)"):
+    jaxdnn.adaptive_layer_norm(x, jnp.ones((2, 3, 3)), jnp.ones((2, 3, 3)))
+  with pytest.raises(TypeError, match="layer_norm: epsilon must be a number, got None"):
+    jaxdnn.layer_norm(x, epsilon=None)

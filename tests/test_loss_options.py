@@ -131,8 +131,40 @@ def test_ignored_rows_take_no_part_whatever_they_hold():
     assert np.isfinite(loss) and np.isfinite(gradient).all() and (gradient[1] == 0).all()
     assert np.isnan(f(x, jnp.array([7, 7, 7]), ignore_index=7)), "the mean over no labels"
     assert f(x, jnp.array([7, 7, 7]), ignore_index=7, reduction="sum") == 0
+    with jax.debug_nans(True):
+      f(x[::2], jnp.array([7, 2]), ignore_index=7)
     # An index that the labels' type cannot hold ignores nothing.
     assert np.isfinite(f(x[::2], jnp.array([0, 2], np.uint8), ignore_index=-100))
+
+
+@pytest.mark.parametrize("held", [np.nan, np.inf, -np.inf])
+def test_ignored_rows_take_no_part_in_any_derivative(held):
+  """Of the z-loss and of smoothed labels too, in the logits and in the weights."""
+  x, w = jnp.asarray(sample((3, 4), "float32")).at[1].set(held), jnp.array([0.5, 1.0, 0.0, 2.0], jnp.float32)
+  f = functools.partial(jaxdnn.cross_entropy, label_smoothing=0.2, z_loss=1e-2, reduction="sum")
+  for index in (-1, 7):
+    ignoring = lambda x, w, i=index: f(x, jnp.array([0, i, 2]), weight=w, ignore_index=i)  # noqa: E731
+    without = lambda x, w: f(x, jnp.array([0, 2]), weight=w)  # noqa: E731
+    dx, dw = jax.grad(ignoring, (0, 1))(x, w)
+    want_dx, want_dw = jax.grad(without, (0, 1))(x[::2], w)
+    assert (dx[1] == 0).all()
+    np.testing.assert_allclose(dx[::2], want_dx, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(dw, want_dw, rtol=1e-5)
+    for derivative in (jax.hessian(ignoring, (0, 1)), jax.jacfwd(jax.jacfwd(ignoring, (0, 1)), (0, 1))):
+      assert all(np.isfinite(h).all() for h in jax.tree.leaves(derivative(x, w)))
+
+
+def test_gradients_in_weights_that_are_zero():
+  """Of soft labels that are one-hot, and of classes without weight, where a score must not lose its terms."""
+  x, q = jnp.asarray(sample((3, 4), "float64")), jnp.eye(4)[:3]
+  log_p = np.log(np.exp(x) / np.exp(x).sum(-1, keepdims=True))
+  f = functools.partial(jaxdnn.cross_entropy, reduction="sum")
+  for jacobian in (jax.jacrev, jax.jacfwd):
+    np.testing.assert_allclose(jacobian(f, 1)(x, q), -log_p, rtol=1e-12)
+    mixed = jacobian(jax.grad(f), 1)(x, q)[0, :, 0]
+    np.testing.assert_allclose(mixed, np.exp(log_p[0])[:, None] - np.eye(4), rtol=1e-12)
+    got = jacobian(lambda w: f(x, jnp.arange(3), weight=w, label_smoothing=0.2))(jnp.zeros(4))
+    np.testing.assert_allclose(got, -0.8 * np.append(np.diag(log_p), 0) - 0.05 * log_p.sum(0), rtol=1e-12)
 
 
 def test_derivatives_of_every_order_and_mode():
@@ -175,6 +207,9 @@ def test_errors():
   for bad in (-0.1, 1.5, np.nan):
     with pytest.raises(ValueError, match=r"cross_entropy: label_smoothing must be in \[0, 1\], got"):
       jaxdnn.cross_entropy(x, labels, label_smoothing=bad)
+  for name in ("label_smoothing", "z_loss"):
+    with pytest.raises(TypeError, match=f"cross_entropy: {name} must be a number, got 'a'"):
+      jaxdnn.cross_entropy(x, labels, **{name: "a"})
   with pytest.raises(ValueError, match="ignore_index is an integer label and soft labels have none, got 1"):
     jaxdnn.cross_entropy(x, x, ignore_index=1)
   for f in (jaxdnn.cross_entropy, jaxdnn.nll_loss):

@@ -10,6 +10,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from jaxdnn import _activation, _axes, _primitive
+from jaxdnn._arguments import number
 from jaxdnn._batch_norm import transform
 from jaxdnn._batch_norm.primitives import FUSED, Spec
 
@@ -58,15 +59,15 @@ def batch_norm(
       sharded along the axes to reduce is synchronised by itself.
 
   Returns:
-    An array like `x`, and the statistics. One entry for each channel gives a variance of 0 and the bias; without an
-    entry, mean and variance are 0.
+    An array like `x`, and the statistics. One entry for each channel gives a variance of 0 and the bias, as equal
+    entries do; or NaN where `epsilon` is 0. Without an entry, mean and variance are 0.
 
   Raises:
     TypeError: `x` is not floating-point, an operand has the wrong type, or `axis` is not made of integers.
     ValueError: an axis is out of range or named twice, a shape does not fit, or the activation is unknown.
 
   Example:
-    >>> y, stats = jaxdnn.batch_norm(jnp.array([[1.0, 5.0], [3.0, 5.0]]), epsilon=0.0, bias=jnp.array([0.0, 7.0]))
+    >>> y, stats = jaxdnn.batch_norm(jnp.array([[1.0, 5.0], [3.0, 5.0]]), epsilon=1e-12, bias=jnp.array([0.0, 7.0]))
     >>> y
     Array([[-1.,  7.],
            [ 1.,  7.]], dtype=float32)
@@ -82,7 +83,7 @@ def batch_norm(
     if any(where.shape[a] != 1 for a in axes):
       raise ValueError(f"{op}: where must have size 1 along axis {axis!r}, got shape {where.shape} for x {x.shape}")
   spec, after = _spec(op, epsilon, activation)
-  names = axis_name if isinstance(axis_name, tuple) else () if axis_name is None else (axis_name,)
+  names = tuple(axis_name) if isinstance(axis_name, tuple | list) else () if axis_name is None else (axis_name,)
 
   def local(names: Any, x: Array, scale: Array, bias: Array, residual: Any, where: Any) -> tuple[Array, ...]:
     view = _View(x.shape, axes)
@@ -171,7 +172,8 @@ def update_running_stats(
     a batch without entries changes nothing.
 
   Raises:
-    ValueError: the convention is neither.
+    TypeError: `batch` is not what `batch_norm` returns, or a running value is not floating-point.
+    ValueError: the convention is neither, or a running value has another shape than the batch's.
 
   Example:
     >>> _, stats = jaxdnn.batch_norm(jnp.array([[1.0], [3.0]]))
@@ -179,19 +181,29 @@ def update_running_stats(
     >>> jaxdnn.update_running_stats(start, stats, momentum=0.5, convention="torch")
     (Array([1.], dtype=float32), Array([1.5], dtype=float32))
   """
+  op = "update_running_stats"
   if convention not in ("flax", "torch"):
-    raise ValueError(f"update_running_stats: convention must be 'flax' or 'torch', got {convention!r}")
+    raise ValueError(f"{op}: convention must be 'flax' or 'torch', got {convention!r}")
+  if not isinstance(batch, BatchStats):
+    raise TypeError(f"{op}: batch must be the statistics that batch_norm returns, got {type(batch).__name__}")
+  if not isinstance(running, tuple | list) or len(running) != 2:
+    raise TypeError(f"{op}: running must be a pair of arrays, mean and variance, got {type(running).__name__}")
+  mean, var = map(jnp.asarray, running)
+  for name, old, new in (("mean", mean, batch.mean), ("variance", var, batch.var)):
+    if not jnp.issubdtype(old.dtype, jnp.floating):
+      raise TypeError(f"{op}: the running {name} must be floating-point, got {old.dtype}")
+    if old.shape != new.shape:
+      raise ValueError(f"{op}: the running {name} must have the batch's shape {new.shape}, got {old.shape}")
   n = batch.entries
   unbiased = convention == "torch"
   new_var = batch.var * (n / jnp.maximum(n - 1, 1)).astype(batch.var.dtype) if unbiased else batch.var
 
   def average(old: Array, new: Array) -> Array:
-    old = jnp.asarray(old)
     weight = jnp.asarray(momentum, old.dtype)
     new_weight = weight if unbiased else 1 - weight
     return jnp.where(n > 0, (1 - new_weight) * old + new_weight * new.astype(old.dtype), old)
 
-  return average(running[0], batch.mean), average(running[1], new_var)
+  return average(mean, batch.mean), average(var, new_var)
 
 
 # Arguments -----------------------------------------------------------------------------------------------------------
@@ -199,7 +211,7 @@ def update_running_stats(
 
 def _checked(op: str, x: Any, axis: Any, epsilon: Any) -> tuple[Array, tuple[int, ...]]:
   x = _axes.checked(op, x)
-  if not epsilon >= 0:
+  if not number(op, "epsilon", epsilon) >= 0:
     raise ValueError(f"{op}: epsilon must not be negative, got {epsilon}")
   return x, _axes.canonical(op, axis, x.ndim)
 
@@ -238,7 +250,7 @@ def _spec(op: str, epsilon: float, activation: str | None) -> tuple[Spec, Callab
   if activation is None:
     return plain, lambda y: y
   known = _activation.ACTIVATIONS
-  if activation not in known:
+  if not isinstance(activation, str) or activation not in known:
     raise ValueError(f"{op}: activation must be None or one of {', '.join(sorted(known))}, got {activation!r}")
   if activation in FUSED:
     return plain._replace(activation=activation, parameter=known[activation].parameter), lambda y: y

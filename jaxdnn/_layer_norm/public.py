@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxdnn import _axes, _primitive, _sharding
+from jaxdnn._arguments import number
 from jaxdnn._layer_norm.primitives import absent, is_absent, layer_norm_p
 
 
@@ -37,7 +38,7 @@ def layer_norm(
     is far larger than their deviation lose nothing. A row that has NaN or an infinity is NaN.
 
   Raises:
-    TypeError: an array is not floating-point, or `axis` is not an integer or integers.
+    TypeError: an array is not floating-point, `axis` is not an integer or integers, or `epsilon` is not a number.
     ValueError: an axis is out of range or named twice, `scale` or `bias` is of another shape, or `epsilon` is not
       positive.
 
@@ -110,6 +111,7 @@ def add_layer_norm(
     >>> s
     Array([4., 8.], dtype=float32)
   """
+  _check_given("add_layer_norm", residual)
   y, total = _norm("add_layer_norm", x, residual, scale, bias, axis, epsilon, zero_centered, center=True)
   return y, total
 
@@ -142,6 +144,7 @@ def add_rms_norm(
     >>> y
     Array([0.84852815, 1.1313709 ], dtype=float32)
   """
+  _check_given("add_rms_norm", residual)
   y, total = _norm("add_rms_norm", x, residual, scale, bias, axis, epsilon, zero_centered, center=False)
   return y, total
 
@@ -179,8 +182,11 @@ def adaptive_layer_norm(
   _check_epsilon(op, epsilon)
   if x.ndim == 0:
     raise ValueError(f"{op}: x must have rank 1 or more, got a scalar")
+  for name, value in (("scale", scale), ("shift", shift)):
+    if value is None:
+      raise TypeError(f"{op}: {name} must be an array, got None")
   parameters = [_parameter(op, name, value, None, x) for name, value in (("scale", scale), ("shift", shift))]
-  lead = max(0, parameters[0].ndim - 1)
+  lead = min(max(0, parameters[0].ndim - 1), x.ndim - 1)
   for name, a in zip(("scale", "shift"), parameters, strict=True):
     if a.shape != (*x.shape[:lead], x.shape[-1]):
       raise ValueError(
@@ -267,8 +273,13 @@ def _norm(
   return tuple(outs)
 
 
+def _check_given(op: str, residual: Any) -> None:
+  if residual is None:
+    raise TypeError(f"{op}: residual must be an array, got None")
+
+
 def _check_epsilon(op: str, epsilon: float) -> None:
-  if not epsilon > 0:
+  if not number(op, "epsilon", epsilon) > 0:
     raise ValueError(f"{op}: epsilon must be positive, got {epsilon}")
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jax import Array
 
-from jaxdnn._lrn.window import checked, number, spatial, widen
+from jaxdnn._lrn.window import checked, finite, spatial, widen
 from jaxdnn._pool import avg_pool
 
 
@@ -45,7 +45,7 @@ def local_contrast_norm(
   op = "local_contrast_norm"
   x, axis = checked(op, x, axis)
   axes, window = spatial(op, size, axis, x.ndim)
-  least = number(op, "epsilon", epsilon)
+  least = finite(op, "epsilon", epsilon)
   if least <= 0:
     raise ValueError(f"{op}: epsilon must be positive, got {epsilon}")
   wide = jnp.moveaxis(widen(x), axis, -1)

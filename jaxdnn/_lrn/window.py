@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array, lax
 
 from jaxdnn import _primitive, _sharding
-from jaxdnn._arguments import per_dimension
+from jaxdnn._arguments import number, per_dimension
 
 # Arguments -----------------------------------------------------------------------------------------------------------
 
@@ -50,23 +50,20 @@ def spatial(op: str, size: Any, axis: int, ndim: int) -> tuple[tuple[int, ...], 
   return tuple(others[len(others) - rank :]), per_dimension(op, "size", size, rank)
 
 
-def number(op: str, name: str, value: Any) -> float:
-  try:
-    number = float(value)
-  except (TypeError, ValueError) as e:
-    raise TypeError(f"{op}: {name} must be a number, got {value!r}") from e
-  if not math.isfinite(number):
+def finite(op: str, name: str, value: Any) -> float:
+  given = number(op, name, value)
+  if not math.isfinite(given):
     raise ValueError(f"{op}: {name} must be finite, got {value}")
-  return number
+  return given
 
 
 def to_response(
   op: str, extents: tuple[int, ...], alpha: Any, beta: Any, k: Any, padding: Any, divide: bool = True
 ) -> Response:
-  alpha, beta, k = (number(op, name, v) for name, v in (("alpha", alpha), ("beta", beta), ("k", k)))
+  alpha, beta, k = (finite(op, name, v) for name, v in (("alpha", alpha), ("beta", beta), ("k", k)))
   if alpha < 0 or k < 0:
     raise ValueError(f"{op}: alpha and k must not be negative, got alpha={alpha} and k={k}")
-  if padding not in ("SAME", "SAME_LOWER"):
+  if not isinstance(padding, str) or padding not in ("SAME", "SAME_LOWER"):
     raise ValueError(f"{op}: padding must be 'SAME' or 'SAME_LOWER', got {padding!r}")
   window = tuple(((n - 1) // 2, n // 2) if padding == "SAME" else (n // 2, (n - 1) // 2) for n in extents)
   return Response(window, alpha / math.prod(extents) if divide else alpha, beta, k)
