@@ -17,6 +17,7 @@ import numpy as np
 from jax import Array, lax
 
 from jaxdnn import _primitive, _sharding
+from jaxdnn._arguments import array, flag, floating, number
 
 # Public functions ----------------------------------------------------------------------------------------------------
 
@@ -50,13 +51,8 @@ def dropout(
     >>> jaxdnn.dropout(jnp.ones(8), 0.5, jax.random.key(0))
     Array([0., 2., 0., 0., 0., 2., 0., 2.], dtype=float32)
   """
-  x = jnp.asarray(x)
-  if not jnp.issubdtype(x.dtype, jnp.floating):
-    raise TypeError(f"dropout: x must be floating-point, got {x.dtype}")
-  try:
-    rate = float(rate)
-  except (TypeError, jax.errors.ConcretizationTypeError) as e:
-    raise TypeError(f"dropout: rate must be a number known when the function is traced, got {rate!r}") from e
+  x, rate = floating("dropout", "x", x), number("dropout", "rate", rate)
+  deterministic = flag("dropout", "deterministic", deterministic)
   if not 0 <= rate <= 1:
     raise ValueError(f"dropout: rate must be in [0, 1], got {rate}")
   words, dims = _key_words(key), _dimensions(x, broadcast_dims)
@@ -72,14 +68,18 @@ def dropout(
 
 
 def _dimensions(x: Array, dims: Sequence[int]) -> tuple[int, ...]:
-  if any(not -x.ndim <= operator.index(d) < x.ndim for d in dims):
-    raise ValueError(f"dropout: broadcast_dims must be dimensions of x {x.shape}, got {tuple(dims)}")
-  return tuple(operator.index(d) % x.ndim for d in dims)
+  try:
+    given = tuple(map(operator.index, dims))
+  except TypeError:
+    raise TypeError(f"dropout: broadcast_dims must be a sequence of integers, got {dims!r}") from None
+  if any(not -x.ndim <= d < x.ndim for d in given):
+    raise ValueError(f"dropout: broadcast_dims must be dimensions of x {x.shape}, got {given}")
+  return tuple(d % x.ndim for d in given)
 
 
 def _key_words(key: Any) -> Array:
   """The words of a key, two or four of them."""
-  key = jnp.asarray(key)
+  key = array("dropout", "key", key)
   if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
     if key.shape != ():
       raise ValueError(f"dropout: key must be a single key, got an array of keys of shape {key.shape}")

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jaxdnn._arguments import explicit_padding, per_dimension
+from jaxdnn._arguments import array, explicit_padding, per_dimension
 from jaxdnn._pool import windows
 from jaxdnn._pool.reduce_window import reduce_window
 from jaxdnn._pool.reference import least
@@ -58,6 +58,7 @@ def avg_pool(
   count_include_pad: bool = True,
 ) -> Array:
   """`flax.linen.avg_pool`; arguments as in `max_pool`, and whether padding counts."""
+  window_shape = _window("avg_pool", window_shape)
   if 1 <= len(window_shape) <= 3:
     return windows.avg_pool(inputs, window_shape, stride=strides, padding=padding, count_include_pad=count_include_pad)
   total = pool(inputs, 0.0, lax.add, window_shape, strides, padding)
@@ -77,16 +78,26 @@ def pool(
   padding: FlaxPadding,
 ) -> Array:
   """`flax.linen.pooling.pool`: `reduce_window` over the dimensions before the last; `reduce_fn` as there."""
+  inputs = array("pool", "inputs", inputs)
+  window_shape = _window("pool", window_shape)
   rank = len(window_shape)
-  lead = np.ndim(inputs) - rank - 1
+  lead = inputs.ndim - rank - 1
   if lead < 0:
     raise ValueError(
-      f"pool: window_shape {tuple(window_shape)} needs inputs of {rank + 1} dimensions or more, got {np.shape(inputs)}"
+      f"pool: window_shape {window_shape} needs inputs of {rank + 1} dimensions or more, got {inputs.shape}"
     )
   strides = per_dimension("pool", "strides", 1 if strides is None else strides, rank)
-  pads = explicit_padding("pool", padding, np.shape(inputs)[lead:-1], window_shape, strides)
+  pads = explicit_padding("pool", padding, inputs.shape[lead:-1], window_shape, strides)
   around = (1,) * lead
   nothing = ((0, 0),) * lead
   return reduce_window(
     inputs, init, reduce_fn, (*around, *window_shape, 1), (*around, *strides, 1), (*nothing, *pads, (0, 0))
   )
+
+
+def _window(name: str, window_shape: Any) -> tuple[int, ...]:
+  try:
+    rank = len(window_shape)
+  except TypeError:
+    raise TypeError(f"{name}: window_shape must be a sequence of integers, got {window_shape!r}") from None
+  return per_dimension(name, "window_shape", window_shape, rank)

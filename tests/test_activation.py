@@ -161,9 +161,9 @@ TAILS = {
   "silu": ([-80.0, -20.0, 1e30], [-80.0, -40.0, 1e20]),
   "gelu": ([-2.0, -5.0, 1e10], [-3.0, -5.0, 1e10]),
   "gelu-approximate=False": ([-3.0, -9.0, 1e30], [-3.0, -9.0, 1e10]),
-  "mish": ([-80.0, -20.0, 1e30], [-80.0, -40.0, 1e10]),
+  "mish": ([-80.0, -20.0, 1e30], [-80.0, -40.0, 1e10, 3e38]),
   "soft_sign": ([1e-20, 1e30], [1e-20, 1e10]),
-  "squareplus": ([-1e4, -1e8, 1e18], [-1e4, -1e6, 1e18]),
+  "squareplus": ([-1e4, -1e8, 1e18, 1e30], [-1e4, -1e6, 1e18, 1e30]),
 }
 
 
@@ -239,6 +239,12 @@ def test_wrong_dtype(case):
 def test_wrong_parameters(call, message):
   with pytest.raises(ValueError, match=message):
     call(jnp.ones(3))
+
+
+def test_names_of_torch_are_no_flags():
+  """Of which "none" would count as true."""
+  with pytest.raises(TypeError, match="gelu: approximate must be True or False, got 'none'"):
+    jaxdnn.gelu(jnp.ones(3), approximate="none")
 
 
 def test_parameters_are_static():

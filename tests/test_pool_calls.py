@@ -131,7 +131,7 @@ def test_reduce_window_of_integers():
     ({"window_dimensions": (2,)}, ValueError, r"window_dimensions must have one entry for each of the 2"),
     ({"window_strides": (0, 1)}, ValueError, r"window_strides must be positive, got \(0, 1\)"),
     ({"padding": "FULL"}, ValueError, r"padding must be 'VALID', 'SAME', 'SAME_LOWER' or explicit, got 'FULL'"),
-    ({"operand": np.zeros((4, 4), bool)}, TypeError, r"x must be floating-point or integer, got bool"),
+    ({"operand": np.zeros((4, 4), bool)}, TypeError, r"operand must be floating-point or integer, got bool"),
   ],
 )
 def test_reduce_window_errors(change, error, message):
@@ -147,6 +147,14 @@ def test_reduce_window_errors(change, error, message):
     jaxdnn.reduce_window(**{**call, **change})
   with pytest.raises(TypeError, match="reduce_window: init_value must be a constant"):
     jax.jit(lambda init: jaxdnn.reduce_window(**{**call, "init_value": init}))(0.0)
+
+
+def test_reduce_window_defaults_and_same_are_lax():
+  """Strides of 1, no padding; "SAME" pads as for the operand without the gaps of base_dilation."""
+  x = sample((3, 2), "float32")
+  for more in ({}, {"padding": "SAME", "window_strides": (2, 2), "base_dilation": (1, 2)}):
+    want = lax.reduce_window(x, np.float32(-np.inf), lax.max, (2, 2), **more)
+    np.testing.assert_array_equal(jaxdnn.reduce_window(x, -np.inf, lax.max, (2, 2), **more), want)
 
 
 # Errors --------------------------------------------------------------------------------------------------------------
@@ -199,10 +207,27 @@ def test_numbers_that_must_be_positive():
       jaxdnn.avg_pool(X, (2, 2), divisor_override=value)
     with pytest.raises(ValueError, match=r"lp_pool: power must be positive and finite"):
       jaxdnn.lp_pool(X, (2, 2), power=value)
-  with pytest.raises(TypeError, match=r"lp_pool: power must be a number, got 'two'"):
+  with pytest.raises(TypeError, match=r"lp_pool: power must be a number known .*, got 'two'"):
     jaxdnn.lp_pool(X, (2, 2), power="two")
 
 
 def test_avg_pool_of_integers():
   with pytest.raises(TypeError, match=r"avg_pool: x must be floating-point, got int32"):
     jaxdnn.avg_pool(np.zeros((4, 1), np.int32), (2,))
+
+
+@pytest.mark.parametrize(
+  "call, error, message",
+  [
+    (lambda: jaxdnn.max_pool(None, (2, 2)), TypeError, "max_pool: x must be an array, got None"),
+    (lambda: jaxdnn.max_pool(X, np.array(2)), TypeError, "max_pool: window must be a sequence"),
+    (lambda: jaxdnn.max_pool(X, (2, 2), stride=((1, 2), (3,))), TypeError, "max_pool: stride must be an int or"),
+    (lambda: jaxdnn.max_pool(X, (2, 2), ceil_mode="no"), TypeError, "ceil_mode must be True or False, got 'no'"),
+    (lambda: jaxdnn.avg_pool(X, (2, 2), count_include_pad=np.ones(2)), TypeError, "count_include_pad must be True"),
+    (lambda: jaxdnn.max_pool(X, (2, 2), padding=-1, ceil_mode=True), ValueError, "crops the end, where ceil_mode"),
+    (lambda: linen.max_pool(X, 2), TypeError, "window_shape must be a sequence of integers, got 2"),
+  ],
+)
+def test_errors_name_the_argument(call, error, message):
+  with pytest.raises(error, match=message):
+    call()

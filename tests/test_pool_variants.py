@@ -108,7 +108,7 @@ def test_unpool_errors():
     ((y, indices[:1]), {}, ValueError, r"indices must have y's shape \(2, 4, 4, 3\), got \(1, 4, 4, 3\)"),
     ((y, indices), {"extent": (9, 11)}, ValueError, r"pooling an extent of \(9, 11\) gives \(4, 5\), but y .* \(4,"),
     ((y, indices), {"extent": 0}, ValueError, r"extent must be positive, got \(0, 0\)"),
-    ((indices, indices), {}, TypeError, r"x must be floating-point, got int32"),
+    ((indices, indices), {}, TypeError, r"y must be floating-point, got int32"),
   ):
     with pytest.raises(error, match=f"max_unpool: {message}"):
       jaxdnn.max_unpool(*operands, (2, 2), **{"extent": 8, "stride": 2, **more})

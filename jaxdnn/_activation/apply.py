@@ -4,13 +4,13 @@ import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 
 from jaxdnn import _sharding
 from jaxdnn._activation import channelwise, elementwise
 from jaxdnn._activation.functions import ACTIVATIONS
+from jaxdnn._arguments import array, floating, index_of_axis, number
 
 
 def apply(kind: str, x: Array, parameter: float | None = None, bias: Array | None = None, axis: int = -1) -> Array:
@@ -27,8 +27,8 @@ def along_channels(
   where: str, kind: str, x: Array, name: str, operand: Any, axis: int, parameter: float = 0.0
 ) -> Array:
   """An activation whose `operand` has one value for each index along `axis` of x."""
-  axis = index_of_axis(where, x, axis)
-  operand = jnp.asarray(operand)
+  axis = index_of_axis(where, x.shape, axis)
+  operand = array(where, name, operand)
   if operand.shape != (x.shape[axis],):
     raise ValueError(
       f"{where}: {name} must have shape ({x.shape[axis]},), that of axis {axis} of x {x.shape}, got {operand.shape}"
@@ -46,22 +46,8 @@ def along_channels(
   return _sharding.map_shards(of_shard, [x, operand], keep=[every, (0,)], out_like=(0, every))
 
 
-def floating(where: str, name: str, x: Any) -> Array:
-  x = jnp.asarray(x)
-  if not jnp.issubdtype(x.dtype, jnp.floating):
-    raise TypeError(f"{where}: {name} must be floating-point, got {x.dtype}")
-  return x
-
-
-def index_of_axis(where: str, x: Array, axis: int) -> int:
-  if not -x.ndim <= axis < x.ndim:
-    raise ValueError(f"{where}: axis must be a dimension of x {x.shape}, got {axis}")
-  return axis % x.ndim
-
-
-def static(where: str, name: str, value: Any) -> float:
-  """A parameter that is part of the program."""
-  try:
-    return float(value)
-  except (TypeError, jax.errors.ConcretizationTypeError) as e:
-    raise TypeError(f"{where}: {name} must be a number known when the function is traced, got {value!r}") from e
+def positive(where: str, name: str, value: Any) -> float:
+  value = number(where, name, value)
+  if not value > 0:
+    raise ValueError(f"{where}: {name} must be positive, got {value}")
+  return value

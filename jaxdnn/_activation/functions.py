@@ -130,20 +130,27 @@ def mish(x: Array) -> Array:
 
 
 def mish_derivative(x: Array) -> Array:
-  # 1 - tanh² of s as a product of sigmoids, which does not cancel.
+  # 1 - tanh² of s as a product of sigmoids, which does not cancel. From 24 on the derivative is 1 to a rounding.
+  x = jnp.minimum(x, 24)
   s = softplus(x)
   return jnp.tanh(s) + 4 * x * lax.logistic(2 * s) * lax.logistic(-2 * s) * lax.logistic(x)
 
 
+def squareplus_root(x: Array, b: float) -> Array:
+  # Past 2^60 the square would overflow, and b is less than a rounding.
+  large = abs(x) > 2.0**60
+  return jnp.where(large, abs(x), jnp.sqrt(jnp.where(large, 0, x * x) + b))
+
+
 def squareplus(x: Array, b: float) -> Array:
   # Below 0 the sum of x and the root cancels; b over their difference is the same number.
-  root = jnp.sqrt(x * x + b)
+  root = squareplus_root(x, b)
   return jnp.where(x > 0, (x + root) / 2, b / 2 / (root - negative_part(x)))
 
 
 def squareplus_derivative(x: Array, b: float) -> Array:
   low = jnp.where(x > 0, -x, x)
-  root = jnp.sqrt(low * low + b)
+  root = squareplus_root(low, b)
   below = b / 2 / root / (root - low)
   return jnp.where(x > 0, 1 - below, below)
 

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxdnn import _primitive, _sharding
-from jaxdnn._activation.apply import floating, index_of_axis
 from jaxdnn._activation.functions import ACTIVATIONS
+from jaxdnn._arguments import flag, floating, index_of_axis, one_of
 
 GATES = ("identity", "relu", "sigmoid", "tanh", "silu", "gelu", "gelu_tanh")
 
@@ -41,11 +41,9 @@ def glu(x: Array, axis: int = -1, activation: str = "sigmoid", *, gate: str = "s
     Array([[1.]], dtype=float32)
   """
   x = floating("glu", "x", x)
-  axis = index_of_axis("glu", x, axis)
-  if activation not in GATES:
-    raise ValueError(f"glu: activation must be one of {GATES}, got {activation!r}")
-  if gate not in ("first", "second"):
-    raise ValueError(f"glu: gate must be 'first' or 'second', got {gate!r}")
+  axis = index_of_axis("glu", x.shape, axis)
+  activation = one_of("glu", "activation", activation, GATES)
+  gate = one_of("glu", "gate", gate, ("first", "second"))
   if x.shape[axis] % 2:
     raise ValueError(f"glu: x {x.shape} has an odd extent {x.shape[axis]} along axis {axis}")
 
@@ -80,7 +78,7 @@ def geglu(x: Array, axis: int = -1, *, approximate: bool = True, gate: str = "fi
     >>> jaxdnn.geglu(jnp.array([[0.0, 2.0]]))
     Array([[0.]], dtype=float32)
   """
-  return glu(x, axis, "gelu_tanh" if approximate else "gelu", gate=gate)
+  return glu(x, axis, "gelu_tanh" if flag("geglu", "approximate", approximate) else "gelu", gate=gate)
 
 
 def reglu(x: Array, axis: int = -1, *, gate: str = "first") -> Array:

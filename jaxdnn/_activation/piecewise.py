@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxdnn._activation import channelwise
-from jaxdnn._activation.apply import along_channels, apply, floating, static
+from jaxdnn._activation.apply import along_channels, apply, positive
+from jaxdnn._arguments import array, floating, number
 
 
 def relu(x: Array, *, bias: Array | None = None, axis: int = -1) -> Array:
@@ -54,10 +55,7 @@ def clipped_relu(x: Array, ceiling: float = 6.0, *, bias: Array | None = None, a
     >>> jaxdnn.clipped_relu(jnp.array([-1.0, 0.5, 2.0]), 1.0)
     Array([0. , 0.5, 1. ], dtype=float32)
   """
-  ceiling = static("clipped_relu", "ceiling", ceiling)
-  if not ceiling > 0:
-    raise ValueError(f"clipped_relu: ceiling must be positive, got {ceiling}")
-  return apply("clipped_relu", x, ceiling, bias, axis)
+  return apply("clipped_relu", x, positive("clipped_relu", "ceiling", ceiling), bias, axis)
 
 
 def relu6(x: Array, *, bias: Array | None = None, axis: int = -1) -> Array:
@@ -90,7 +88,7 @@ def leaky_relu(
     >>> jaxdnn.leaky_relu(jnp.array([-1.0, 2.0]), 0.25)
     Array([-0.25,  2.  ], dtype=float32)
   """
-  return apply("leaky_relu", x, static("leaky_relu", "negative_slope", negative_slope), bias, axis)
+  return apply("leaky_relu", x, number("leaky_relu", "negative_slope", negative_slope), bias, axis)
 
 
 def prelu(x: Array, alpha: Array | float, *, axis: int = -1) -> Array:
@@ -114,7 +112,7 @@ def prelu(x: Array, alpha: Array | float, *, axis: int = -1) -> Array:
     Array([[-0.5 , -0.25]], dtype=float32)
   """
   x = floating("prelu", "x", x)
-  slopes: Any = jnp.asarray(alpha, x.dtype) if isinstance(alpha, (int, float)) else jnp.asarray(alpha)
+  slopes: Any = jnp.asarray(alpha, x.dtype) if isinstance(alpha, (int, float)) else array("prelu", "alpha", alpha)
   if slopes.ndim == 0:
     return along_channels("prelu", channelwise.PRELU, x[..., None], "alpha", slopes[None], -1)[..., 0]
   return along_channels("prelu", channelwise.PRELU, x, "alpha", slopes, axis)

@@ -6,7 +6,8 @@ floating-point or a parameter is not a number, ValueError where `bias` does not 
 
 from jax import Array
 
-from jaxdnn._activation.apply import apply, static
+from jaxdnn._activation.apply import apply, positive
+from jaxdnn._arguments import flag, number
 
 
 def sigmoid(x: Array, *, bias: Array | None = None, axis: int = -1) -> Array:
@@ -60,7 +61,7 @@ def elu(x: Array, alpha: float = 1.0, *, bias: Array | None = None, axis: int = 
     >>> jaxdnn.elu(jnp.array([-100.0, 2.0]))
     Array([-1.,  2.], dtype=float32)
   """
-  return apply("elu", x, static("elu", "alpha", alpha), bias, axis)
+  return apply("elu", x, number("elu", "alpha", alpha), bias, axis)
 
 
 def celu(x: Array, alpha: float = 1.0, *, bias: Array | None = None, axis: int = -1) -> Array:
@@ -81,7 +82,7 @@ def celu(x: Array, alpha: float = 1.0, *, bias: Array | None = None, axis: int =
     >>> jaxdnn.celu(jnp.array([-100.0, 2.0]), 2.0)
     Array([-2.,  2.], dtype=float32)
   """
-  return apply("celu", x, _positive("celu", "alpha", alpha), bias, axis)
+  return apply("celu", x, positive("celu", "alpha", alpha), bias, axis)
 
 
 def selu(x: Array, *, bias: Array | None = None, axis: int = -1) -> Array:
@@ -113,7 +114,7 @@ def softplus(x: Array, beta: float = 1.0, *, bias: Array | None = None, axis: in
     >>> jaxdnn.softplus(jnp.array([100.0]))
     Array([100.], dtype=float32)
   """
-  return apply("softplus", x, _positive("softplus", "beta", beta), bias, axis)
+  return apply("softplus", x, positive("softplus", "beta", beta), bias, axis)
 
 
 def log_sigmoid(x: Array, *, bias: Array | None = None, axis: int = -1) -> Array:
@@ -144,7 +145,7 @@ def silu(x: Array, beta: float = 1.0, *, bias: Array | None = None, axis: int = 
     >>> jaxdnn.silu(jnp.array([0.0, 100.0]))
     Array([  0., 100.], dtype=float32)
   """
-  return apply("silu", x, static("silu", "beta", beta), bias, axis)
+  return apply("silu", x, number("silu", "beta", beta), bias, axis)
 
 
 swish = silu
@@ -169,7 +170,7 @@ def gelu(x: Array, approximate: bool = True, *, bias: Array | None = None, axis:
     >>> jaxdnn.gelu(jnp.array([1.0]), approximate=False)
     Array([0.8413447], dtype=float32)
   """
-  return apply("gelu_tanh" if approximate else "gelu", x, None, bias, axis)
+  return apply("gelu_tanh" if flag("gelu", "approximate", approximate) else "gelu", x, None, bias, axis)
 
 
 def mish(x: Array, *, bias: Array | None = None, axis: int = -1) -> Array:
@@ -213,11 +214,4 @@ def squareplus(x: Array, b: float = 4.0, *, bias: Array | None = None, axis: int
     >>> jaxdnn.squareplus(jnp.array([0.0]))
     Array([1.], dtype=float32)
   """
-  return apply("squareplus", x, _positive("squareplus", "b", b), bias, axis)
-
-
-def _positive(where: str, name: str, value: float) -> float:
-  value = static(where, name, value)
-  if not value > 0:
-    raise ValueError(f"{where}: {name} must be positive, got {value}")
-  return value
+  return apply("squareplus", x, positive("squareplus", "b", b), bias, axis)

@@ -6,8 +6,9 @@ from typing import Any
 
 from jax import Array
 
+from jaxdnn._arguments import flag, floating
 from jaxdnn._pool import primitives
-from jaxdnn._pool.apply import check_floating, check_number, over_windows
+from jaxdnn._pool.apply import check_number, over_windows
 from jaxdnn._pool.geometry import Geometry, make_bins, spatial_axes
 from jaxdnn._pool.windows import flat_indices
 
@@ -35,7 +36,7 @@ def adaptive_avg_pool(x: Array, output_size: Sequence[int | None], *, layout: st
     Array([[[1.],
             [3.]]], dtype=float32)
   """
-  x = check_floating("adaptive_avg_pool", x)
+  x = floating("adaptive_avg_pool", "x", x)
   spatial, geometry = _bins("adaptive_avg_pool", x, output_size, layout)
   divisor = ((0, 0),) * geometry.rank if geometry.bins else float(_cells(geometry))
   return over_windows(  # type: ignore[no-any-return]
@@ -68,7 +69,7 @@ def adaptive_max_pool(
             [4.]]], dtype=float32)
   """
   name = "adaptive_max_pool"
-  x = check_number(name, x)
+  x, return_indices = check_number(name, x), flag(name, "return_indices", return_indices)
   spatial, geometry = _bins(name, x, output_size, layout)
 
   def pool(x: Array) -> Any:
@@ -81,7 +82,7 @@ def adaptive_max_pool(
 
 
 def _bins(name: str, x: Array, output_size: Any, layout: Any) -> tuple[tuple[int, ...], Geometry]:
-  if isinstance(output_size, str) or not isinstance(output_size, Sequence):
+  if isinstance(output_size, str | bytes) or not isinstance(output_size, Sequence):
     raise TypeError(f"{name}: output_size must be a sequence of 1 to 3 integers or None, got {output_size!r}")
   if not 1 <= len(output_size) <= 3:
     raise ValueError(f"{name}: output_size must have 1 to 3 entries, one per spatial dimension, got {output_size!r}")

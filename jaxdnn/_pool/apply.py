@@ -9,22 +9,16 @@ import numpy as np
 from jax import Array
 
 from jaxdnn import _sharding
+from jaxdnn._arguments import array
 
 Pool = Callable[..., Any]
 """Of arrays `[leading..., *spatial, trailing]`, to one or several such arrays."""
 
 
-def check_floating(name: str, x: Any) -> Array:
-  x = jnp.asarray(x)
-  if not jnp.issubdtype(x.dtype, jnp.floating):
-    raise TypeError(f"{name}: x must be floating-point, got {x.dtype}")
-  return x
-
-
-def check_number(name: str, x: Any) -> Array:
-  x = jnp.asarray(x)
+def check_number(name: str, x: Any, argument: str = "x") -> Array:
+  x = array(name, argument, x)
   if not (jnp.issubdtype(x.dtype, jnp.floating) or jnp.issubdtype(x.dtype, jnp.integer)):
-    raise TypeError(f"{name}: x must be floating-point or integer, got {x.dtype}")
+    raise TypeError(f"{name}: {argument} must be floating-point or integer, got {x.dtype}")
   return x
 
 

@@ -102,15 +102,6 @@ class Geometry(NamedTuple):
     return result
 
 
-def window_rank(name: str, window: Any) -> int:
-  """How many spatial dimensions `window` asks for."""
-  if isinstance(window, str) or not isinstance(window, Sequence | np.ndarray):
-    raise TypeError(f"{name}: window must be a sequence of 1 to 3 integers, got {window!r}")
-  if not 1 <= len(window) <= 3:
-    raise ValueError(f"{name}: window must have 1 to 3 entries, one per spatial dimension, got {window!r}")
-  return len(window)
-
-
 def spatial_axes(name: str, layout: Any, rank: int, shape: Sequence[int]) -> tuple[int, ...]:
   """Which dimensions of an array are the spatial ones: the `rank` before the last, or as `layout` says."""
   if layout is None:
@@ -149,6 +140,8 @@ def make_geometry(
   for i, (lo, hi), p, r, s in zip(extent, padding, padded, reach, stride, strict=True):
     if -lo > i or -hi > i or p < 0:
       raise ValueError(f"{name}: padding ({lo}, {hi}) crops more than the {i} elements of a spatial dimension")
+    if ceil_mode and hi < 0:
+      raise ValueError(f"{name}: padding ({lo}, {hi}) crops the end, where ceil_mode lets a window reach past it")
     if max(i, abs(lo), abs(hi), p, r, s if ceil_mode else 0) >= 2**30:
       raise ValueError(f"{name}: a spatial dimension of {i} with padding ({lo}, {hi}) or a window over {r} pass 2**30")
   if math.prod(window) >= 2**30:

@@ -1,6 +1,5 @@
 """`jax.lax.reduce_window`, argument for argument, for the reducers that pooling has."""
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,8 +26,8 @@ def reduce_window(
   init_value: Any,
   computation: Callable[..., Any],
   window_dimensions: Sequence[int],
-  window_strides: Sequence[int],
-  padding: Padding,
+  window_strides: Sequence[int] | None = None,
+  padding: Padding = "VALID",
   base_dilation: Sequence[int] | None = None,
   window_dilation: Sequence[int] | None = None,
 ) -> Array:
@@ -41,8 +40,9 @@ def reduce_window(
     init_value: a scalar that is no tracer: what padding holds, and where each reduction starts. Of a sum it must be 0.
     computation: `lax.max`, `lax.min` or `lax.add` (or `jnp.maximum`, `jnp.minimum`, `jnp.add`).
     window_dimensions: the window's size along each dimension of `operand`.
-    window_strides: distance between windows along each dimension.
-    padding: "VALID", "SAME", "SAME_LOWER", or a `(low, high)` pair per dimension. Negative padding crops.
+    window_strides: distance between windows along each dimension; default 1.
+    padding: "VALID", "SAME", "SAME_LOWER", or a `(low, high)` pair per dimension. Negative padding crops. As in lax,
+      the strings know nothing of `base_dilation`: they pad as for the operand without gaps.
     base_dilation: distance between the operand's elements, whose gaps hold `init_value`; default 1.
     window_dilation: distance between a window's cells; default 1.
 
@@ -59,7 +59,7 @@ def reduce_window(
     Array([4., 5.], dtype=float32)
   """
   name = "reduce_window"
-  x = check_number(name, operand)
+  x = check_number(name, operand, "operand")
   kind = _REDUCERS.get(computation) if callable(computation) else None
   if kind is None:
     raise ValueError(
@@ -68,16 +68,16 @@ def reduce_window(
     )
   init = _initial(name, init_value, x.dtype)
   window = per_dimension(name, "window_dimensions", window_dimensions, x.ndim)
-  strides = per_dimension(name, "window_strides", window_strides, x.ndim)
+  strides = per_dimension(name, "window_strides", 1 if window_strides is None else window_strides, x.ndim)
   spacing = per_dimension(name, "base_dilation", 1 if base_dilation is None else base_dilation, x.ndim)
   dilation = per_dimension(name, "window_dilation", 1 if window_dilation is None else window_dilation, x.ndim)
   if kind == "add" and init != 0:
     raise ValueError(f"{name}: init_value of a sum must be 0, got {init_value!r}")
+  reach = [dilated(w, d) for w, d in zip(window, dilation, strict=True)]
+  pads = explicit_padding(name, padding, x.shape, reach, strides)
   if any(d > 1 for d in spacing):
     gap = jnp.asarray(init if kind == "add" else least(x.dtype, kind == "min"), x.dtype)
     x = lax.pad(x, gap, [(0, 0, d - 1) for d in spacing])
-  reach = [dilated(w, d) for w, d in zip(window, dilation, strict=True)]
-  pads = explicit_padding(name, padding, x.shape, reach, strides)
   y = pool_any_rank(name, kind, x, window, strides, pads, dilation)
   if kind != "add" and init != least(x.dtype, kind == "min"):
     y = (jnp.maximum if kind == "max" else jnp.minimum)(y, jnp.asarray(init, y.dtype))
@@ -137,7 +137,7 @@ def _initial(name: str, value: Any, dtype: Any) -> Any:
     raise TypeError(f"{name}: init_value must be a constant, got the tracer {value}")
   try:
     initial = np.asarray(value)
-    if math.prod(initial.shape) != 1 or initial.ndim:
+    if initial.ndim or np.iscomplexobj(initial):
       raise TypeError
     return initial.astype(np.float64).item() if jnp.issubdtype(dtype, jnp.floating) else int(initial)
   except (TypeError, ValueError, OverflowError) as e:

@@ -6,10 +6,10 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from jaxdnn._arguments import Padding, per_dimension
+from jaxdnn._arguments import Padding, array, flag, floating, per_dimension, window_rank
 from jaxdnn._pool import primitives
-from jaxdnn._pool.apply import check_floating, over_windows
-from jaxdnn._pool.geometry import Geometry, make_geometry, spatial_axes, window_rank
+from jaxdnn._pool.apply import over_windows
+from jaxdnn._pool.geometry import Geometry, make_geometry, spatial_axes
 
 
 def max_unpool(
@@ -56,7 +56,7 @@ def max_unpool(
     Array([0., 3., 0., 5.], dtype=float32)
   """
   name = "max_unpool"
-  y, indices = check_floating(name, y), jnp.asarray(indices)
+  y, indices = floating(name, "y", y), array(name, "indices", indices)
   if not jnp.issubdtype(indices.dtype, jnp.integer):
     raise TypeError(f"{name}: indices must be integers, got {indices.dtype}")
   if indices.shape != y.shape:
@@ -64,7 +64,7 @@ def max_unpool(
   rank = window_rank(name, window)
   spatial = spatial_axes(name, layout, rank, y.shape)
   out = per_dimension(name, "extent", extent, rank)
-  geometry, _ = make_geometry(name, out, window, stride, padding, dilation, bool(ceil_mode))
+  geometry, _ = make_geometry(name, out, window, stride, padding, dilation, flag(name, "ceil_mode", ceil_mode))
   pooled = tuple(y.shape[d] for d in spatial)
   if pooled != geometry.out_extent:
     raise ValueError(

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxdnn._arguments import Padding
+from jaxdnn._arguments import Padding, flag, floating, number, window_rank
 from jaxdnn._pool import primitives
-from jaxdnn._pool.apply import check_floating, check_number, over_windows
-from jaxdnn._pool.geometry import Geometry, Pairs, make_geometry, spatial_axes, window_rank
+from jaxdnn._pool.apply import check_number, over_windows
+from jaxdnn._pool.geometry import Geometry, Pairs, make_geometry, spatial_axes
 
 # Maximum and minimum -------------------------------------------------------------------------------------------------
 
@@ -63,8 +63,8 @@ def max_pool(
       odd cell at the start), one integer for every side, or a `(low, high)` pair per spatial dimension. Negative
       padding crops.
     dilation: distance between the cells of a window, one integer or one per spatial dimension.
-    ceil_mode: whether a last window that is cut off by the end of the padded input counts, provided that it starts in
-      the input or in the padding before it.
+    ceil_mode: whether a last window that is cut off by the end of the padded input counts. The last window must then
+      start in the input or in the padding before it, and `padding` may not crop the end.
     return_indices: whether to return where the maxima are, too.
     layout: None, or one letter per dimension of `x`, with N the batch, C the channels and any others the spatial
       dimensions in order: "NHWC", "NCHW", "NCDHW", "NCL". Channels-first costs no transpose.
@@ -135,7 +135,7 @@ def min_pool(
 def _select(
   name: str, x: Any, window: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool, indices: bool, layout: Any
 ) -> Any:
-  x = check_number(name, x)
+  x, indices = check_number(name, x), flag(name, "return_indices", indices)
   spatial, geometry, _ = _windows(name, x, window, stride, padding, dilation, ceil_mode, layout)
   minimum = name == "min_pool"
 
@@ -208,7 +208,8 @@ def avg_pool(
             [2. ]]], dtype=float32)
   """
   name = "avg_pool"
-  x = check_floating(name, x)
+  x = floating(name, "x", x)
+  count_include_pad = flag(name, "count_include_pad", count_include_pad)
   spatial, geometry, padded = _windows(name, x, window, stride, padding, dilation, ceil_mode, layout)
   if divisor_override is not None:
     divisor: float | Pairs = _positive(name, "divisor_override", divisor_override)
@@ -298,7 +299,7 @@ def lp_pool(
     Array([[[5.]]], dtype=float32)
   """
   name = "lp_pool"
-  x = check_floating(name, x)
+  x = floating(name, "x", x)
   power = _positive(name, "power", power)
   spatial, geometry, _ = _windows(name, x, window, stride, padding, dilation, ceil_mode, layout)
   return over_windows(  # type: ignore[no-any-return]
@@ -312,7 +313,7 @@ def _windows(
   """The spatial dimensions, the geometry, and the padding without what `ceil_mode` adds."""
   spatial = spatial_axes(name, layout, window_rank(name, window), x.shape)
   extent = tuple(x.shape[d] for d in spatial)
-  geometry, padded = make_geometry(name, extent, window, stride, padding, dilation, bool(ceil_mode))
+  geometry, padded = make_geometry(name, extent, window, stride, padding, dilation, flag(name, "ceil_mode", ceil_mode))
   return spatial, geometry, padded
 
 
@@ -323,10 +324,7 @@ def _count(g: Geometry, counted: Pairs) -> float | Pairs:
 
 
 def _positive(name: str, argument: str, value: Any) -> float:
-  try:
-    number = float(value)
-  except (TypeError, ValueError) as e:
-    raise TypeError(f"{name}: {argument} must be a number, got {value!r}") from e
-  if not 0 < number < math.inf:
+  given = number(name, argument, value)
+  if not 0 < given < math.inf:
     raise ValueError(f"{name}: {argument} must be positive and finite, got {value!r}")
-  return number
+  return given

@@ -8,6 +8,7 @@ are rows of a strided view of `x`; the sum gathers, in a fixed order and without
 """
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,8 +17,19 @@ import numpy as np
 from jax import Array, lax
 
 from jaxdnn import _primitive, _sharding
-from jaxdnn._arguments import Padding, dilated, explicit_padding, per_dimension
+from jaxdnn._arguments import (
+  Padding,
+  array,
+  dilated,
+  explicit_padding,
+  floating,
+  one_of,
+  per_dimension,
+  window_rank,
+)
 from jaxdnn._transform.transform import INTEGERS
+
+ORDERS = ("window_channels", "channels_window")
 
 # Public functions ----------------------------------------------------------------------------------------------------
 
@@ -58,9 +70,9 @@ def im2col(
     Array([[1, 2],
            [3, 4]], dtype=int32)
   """
-  x = jnp.asarray(x)
-  rank = _rank("im2col", window)
-  _check_order("im2col", order)
+  x = array("im2col", "x", x)
+  rank = window_rank("im2col", window)
+  one_of("im2col", "order", order, ORDERS)
   if x.ndim < rank + 1:
     raise ValueError(f"im2col: window {tuple(window)} needs x of shape [..., {rank} spatial, channels], got {x.shape}")
   patches = _patches("im2col", x.shape[-rank - 1 : -1], window, stride, padding, dilation)
@@ -108,14 +120,10 @@ def col2im(
            [5.],
            [4.]], dtype=float32)
   """
-  cols = jnp.asarray(cols)
-  if not jnp.issubdtype(cols.dtype, jnp.floating):
-    raise TypeError(f"col2im: cols must be floating-point, got {cols.dtype}")
-  rank = _rank("col2im", window)
-  _check_order("col2im", order)
-  if isinstance(spatial, str) or not isinstance(spatial, Sequence | np.ndarray) or len(spatial) != rank:
-    raise ValueError(f"col2im: spatial must have an extent for each of the {rank} dimensions, got {spatial!r}")
-  patches = _patches("col2im", tuple(int(s) for s in spatial), window, stride, padding, dilation)
+  cols = floating("col2im", "cols", cols)
+  rank = window_rank("col2im", window)
+  one_of("col2im", "order", order, ORDERS)
+  patches = _patches("col2im", _extents(spatial, rank), window, stride, padding, dilation)
   cells = math.prod(patches.window)
   if cols.ndim < rank + 1 or cols.shape[-rank - 1 : -1] != patches.out_extent or cols.shape[-1] % cells:
     raise ValueError(
@@ -152,17 +160,14 @@ class Patches(NamedTuple):
     )
 
 
-def _rank(op: str, window: Any) -> int:
-  if isinstance(window, str) or not isinstance(window, Sequence | np.ndarray):
-    raise TypeError(f"{op}: window must be a sequence of 1 to 3 integers, got {window!r}")
-  if not 1 <= len(window) <= 3:
-    raise ValueError(f"{op}: window must have 1 to 3 entries, one per spatial dimension, got {window!r}")
-  return len(window)
-
-
-def _check_order(op: str, order: Any) -> None:
-  if order not in ("window_channels", "channels_window"):
-    raise ValueError(f"{op}: order must be 'window_channels' or 'channels_window', got {order!r}")
+def _extents(spatial: Any, rank: int) -> tuple[int, ...]:
+  try:
+    extents = tuple(map(operator.index, spatial))
+  except TypeError:
+    raise TypeError(f"col2im: spatial must be a sequence of {rank} integers, got {spatial!r}") from None
+  if len(extents) != rank or any(n < 0 for n in extents):
+    raise ValueError(f"col2im: spatial must have an extent for each of the {rank} dimensions, got {extents}")
+  return extents
 
 
 def _patches(op: str, extent: tuple[int, ...], window: Any, stride: Any, padding: Any, dilation: Any) -> Patches:
@@ -176,7 +181,7 @@ def _patches(op: str, extent: tuple[int, ...], window: Any, stride: Any, padding
   padding = explicit_padding(op, padding, extent, reach, stride)
   padded = [i + lo + hi for i, (lo, hi) in zip(extent, padding, strict=True)]
   for i, (lo, hi), p, r in zip(extent, padding, padded, reach, strict=True):
-    if i < 0 or -lo > i or -hi > i or p < 0:
+    if -lo > i or -hi > i or p < 0:
       raise ValueError(f"{op}: padding ({lo}, {hi}) crops more than the {i} elements of a spatial dimension")
     if max(i, abs(lo), abs(hi), p, r) >= 2**30:
       raise ValueError(f"{op}: a spatial dimension of {i} with padding ({lo}, {hi}) or a window over {r} pass 2**30")

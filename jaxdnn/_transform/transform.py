@@ -17,6 +17,7 @@ import numpy as np
 from jax import Array, lax
 
 from jaxdnn import _primitive, _sharding
+from jaxdnn._arguments import array
 
 INTEGERS = frozenset(np.dtype(d) for d in (np.int8, np.uint8, np.int32))
 
@@ -69,9 +70,9 @@ def transform(
     <BLANKLINE>
            [[0. , 0. ]]], dtype=float32)
   """
-  x = jnp.asarray(x)
-  y = None if y is None else jnp.asarray(y)
-  dtype = np.dtype(dtype if dtype is not None else x.dtype if y is None else y.dtype)
+  x = array("transform", "x", x)
+  y = None if y is None else array("transform", "y", y)
+  dtype = _dtype(dtype if dtype is not None else x.dtype if y is None else y.dtype)
   for name, type_ in (("x", x.dtype), ("dtype", dtype)):
     if not (jnp.issubdtype(type_, jnp.floating) or type_ in INTEGERS):
       raise TypeError(f"transform: {name} must be floating-point, int8, uint8 or int32, got {type_}")
@@ -125,6 +126,13 @@ class Spec(NamedTuple):
     back = tuple(int(d) for d in np.argsort(self.permutation))
     crop = tuple((-self.padding[d][0], -self.padding[d][1]) for d in back)
     return Spec(self.dtype, self.in_dtype, back, crop, alpha=self.alpha)
+
+
+def _dtype(value: Any) -> np.dtype[Any]:
+  try:
+    return jax.dtypes.canonicalize_dtype(np.dtype(value))
+  except TypeError:
+    raise TypeError(f"transform: dtype must be an element type, got {value!r}") from None
 
 
 def _permutation(value: Any, ndim: int) -> tuple[int, ...]:
