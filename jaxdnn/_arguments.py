@@ -1,7 +1,7 @@
 """Checks of arguments that several operators take. Each raises with the operator, the argument and its value."""
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -19,6 +19,11 @@ def array(where: str, name: str, value: Any) -> Array:
     return jnp.asarray(value)
   except (TypeError, ValueError, OverflowError):
     raise TypeError(f"{where}: {name} must be an array, got {value!r}") from None
+
+
+def arrays(where: str, **given: Any) -> tuple[Array, ...]:
+  """The given arguments as arrays."""
+  return tuple(array(where, name, value) for name, value in given.items())
 
 
 def floating(where: str, name: str, value: Any) -> Array:
@@ -85,8 +90,17 @@ def window_rank(where: str, window: Any) -> int:
   return len(window)
 
 
+def integer(where: str, name: str, value: Any) -> int:
+  """An integer of any type."""
+  try:
+    return operator.index(value)
+  except TypeError as e:
+    raise TypeError(f"{where}: {name} must be an int, got {value!r}") from e
+
+
 def per_dimension(where: str, name: str, value: Any, rank: int) -> tuple[int, ...]:
   """One positive integer per spatial dimension, from such a sequence or a single integer."""
+  value = tuple(value) if isinstance(value, Iterator) else value
   try:
     values = tuple(map(operator.index, value)) if _is_sequence(value) else (operator.index(value),) * rank
   except TypeError as e:
@@ -98,14 +112,6 @@ def per_dimension(where: str, name: str, value: Any, rank: int) -> tuple[int, ..
   return values
 
 
-def number(where: str, name: str, value: Any) -> float:
-  """A number that is known when tracing; NaN and infinities are numbers."""
-  try:
-    return float(value)
-  except (TypeError, ValueError) as e:
-    raise TypeError(f"{where}: {name} must be a number, got {value!r}") from e
-
-
 def explicit_padding(
   where: str, padding: Any, spatial: Sequence[int], window: Sequence[int], stride: Sequence[int]
 ) -> tuple[tuple[int, int], ...]:
@@ -115,6 +121,7 @@ def explicit_padding(
     if mode not in ("VALID", "SAME", "SAME_LOWER"):
       raise ValueError(f"{where}: padding must be 'VALID', 'SAME', 'SAME_LOWER' or explicit, got {padding!r}")
     return tuple((int(lo), int(hi)) for lo, hi in lax.padtype_to_pads(spatial, window, stride, mode))
+  padding = tuple(padding) if isinstance(padding, Iterator) else padding
   try:
     if not _is_sequence(padding):
       return ((operator.index(padding), operator.index(padding)),) * len(window)

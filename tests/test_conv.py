@@ -14,7 +14,7 @@ import jaxdnn
 from conv_cases import CASES
 from conv_oracle import conv as conv_oracle
 from conv_oracle import conv_gradients
-from jaxdnn._conv.spec import channels_last
+from jaxdnn._conv.spec import canonical_precision, channels_last
 from numerics import DTYPES, assert_close, assert_repeatable, exact, sample, to_tf32, with_gradients
 
 CASE_IDS = [case.name for case in CASES]
@@ -325,14 +325,14 @@ X, W = (2, 8, 8, 6), (3, 3, 6, 4)
   [
     ((2, 8, 8), W, {}, r"same rank.*\(2, 8, 8\).*\(3, 3, 6, 4\)"),
     (X, (3, 3, 5, 4), {}, r"takes 5 input channels per group.*6 channels"),
-    (X, W, dict(feature_group_count=4), r"groups=4 does not divide the input's 6 channels"),
-    (X, (3, 3, 3, 5), dict(feature_group_count=2), r"5 output channels are not a multiple of the group count 2"),
-    (X, W, dict(feature_group_count=0), r"group counts must be positive, got groups=0"),
-    (X, W, dict(batch_group_count=3), r"4 output channels are not a multiple of the group count 3"),
+    (X, W, dict(feature_group_count=4), r"feature_group_count=4 does not divide the input's 6 channels"),
+    (X, (3, 3, 3, 5), dict(feature_group_count=2), r"5 output channels are not a multiple of feature_group_count=2"),
+    (X, W, dict(feature_group_count=0), r"feature_group_count must be positive, got 0"),
+    (X, W, dict(batch_group_count=3), r"4 output channels are not a multiple of batch_group_count=3"),
     ((3, 8, 8, 6), W, dict(batch_group_count=2), r"batch_group_count=2 does not divide the batch size 3"),
-    (X, (3, 3, 3, 4), dict(feature_group_count=2, batch_group_count=2), r"at most one of groups=2 and batch_group"),
-    (X, W, dict(window_strides=(1,)), r"stride must have one entry for each of the 2 spatial dimensions, got \(1,\)"),
-    (X, W, dict(window_strides=(0, 1)), r"stride must be positive, got \(0, 1\)"),
+    (X, (3, 3, 3, 4), dict(feature_group_count=2, batch_group_count=2), r"at most one of feature_group_count=2"),
+    (X, W, dict(window_strides=(1,)), r"window_strides must have one entry.*the 2 spatial.*, got \(1,\)"),
+    (X, W, dict(window_strides=(0, 1)), r"window_strides must be positive, got \(0, 1\)"),
     (X, W, dict(rhs_dilation=(1, -1)), r"rhs_dilation must be positive, got \(1, -1\)"),
     (X, W, dict(lhs_dilation=(1, 2, 3)), r"lhs_dilation must have one entry.*\(1, 2, 3\)"),
     (X, W, dict(padding="HALF"), r"padding must be 'VALID', 'SAME', 'SAME_LOWER' or explicit, got 'HALF'"),
@@ -351,6 +351,57 @@ def test_wrong_shapes_raise_where_lax_raises(x, w, kwargs, message):
   # lax raises too, if not always so that a user would understand (a stride of 0 divides by zero).
   with pytest.raises(Exception):  # noqa: B017
     jax.jit(functools.partial(lax.conv_general_dilated, **kwargs)).lower(jnp.zeros(x), jnp.zeros(w)).compile()
+
+
+@pytest.mark.parametrize(
+  "kwargs,message",
+  [
+    (dict(lhs=None), r"lhs must be an array of numbers, got None"),
+    (dict(feature_group_count=None), r"feature_group_count must be an int, got None"),
+    (dict(feature_group_count=2.0), r"feature_group_count must be an int, got 2.0"),
+    (dict(batch_group_count="1"), r"batch_group_count must be an int, got '1'"),
+    (dict(dimension_numbers=lax.ConvDimensionNumbers((0, 1, 2, 9), *[(0, 1, 2, 3)] * 2)), r"dimension_numbers.*9"),
+    (dict(preferred_element_type="nope"), r"preferred_element_type must be .* got 'nope'"),
+    (dict(workspace_limit=1.5), r"workspace_limit must be an int, got 1.5"),
+  ],
+)
+def test_wrong_values_name_the_argument(kwargs, message):
+  given = dict(lhs=jnp.zeros(X), rhs=jnp.zeros(W), window_strides=(1, 1), padding="VALID") | kwargs
+  with pytest.raises((ValueError, TypeError), match="conv_general_dilated: " + message):
+    jaxdnn.conv_general_dilated(**{"dimension_numbers": ("NHWC", "HWIO", "NHWC")} | given)
+
+
+def test_values_that_lax_takes():
+  """Iterators, NumPy's integers and unsigned operands with signed sums; algorithms of dot products as a precision."""
+  x, w = sample(X, "float64"), sample(W, "float64", seed=1)
+  dn = ("NHWC", "HWIO", "NHWC")
+  got = jaxdnn.conv_general_dilated(
+    x, w, iter((1, 2)), zip((1, 0), (0, 1), strict=True), dimension_numbers=dn, feature_group_count=np.array(1),
+    workspace_limit=np.int64(5),
+  )  # fmt: skip
+  want = lax.conv_general_dilated(x, w, (1, 2), ((1, 0), (0, 1)), dimension_numbers=dn)
+  np.testing.assert_allclose(got, want, atol=1e-12)
+  for given, wide in (("uint8", "int32"), ("bool", "int32")):
+    a, b = np.ones(X, given), np.ones(W, given)
+    assert (jaxdnn.conv(a, b, preferred_element_type=wide) == 54).all()
+
+
+@pytest.mark.parametrize(
+  "given,want",
+  [
+    ("BF16_BF16_F32", "default"),
+    ("TF32_TF32_F32", "default"),
+    (lax.DotAlgorithmPreset.TF32_TF32_F32_X3, "high"),
+    ("F32_F32_F32", "highest"),
+    (lax.DotAlgorithm(np.float32, np.float32, np.float32), "highest"),
+  ],
+)
+def test_algorithms_of_dot_products_are_a_precision(given, want):
+  """Also as `jax_default_matmul_precision`, which is one setting for products and convolutions."""
+  assert canonical_precision("conv", given) == canonical_precision("conv", want)
+  if isinstance(given, str):
+    with jax.default_matmul_precision(given):
+      assert canonical_precision("conv", None) == canonical_precision("conv", want)
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def conv_algorithms(
     where, x.shape[1:-1], w.shape[:-2], stride=stride, padding=padding, lhs_dilation=None, rhs_dilation=dilation,
     groups=groups, precision=precision, workspace_limit=workspace_limit, padding_mode=padding_mode,
   )  # fmt: skip
-  check_channels(where, x.shape[-1], w.shape[-2], w.shape[-1], groups, x.shape[0], 1)
+  check_channels(where, x.shape[-1], w.shape[-2], w.shape[-1], spec.groups, x.shape[0])
   dtype = result_dtype(where, x, w, preferred_element_type)
   if direction == "forward":
     dtype = sums_dtype(x, w, math.prod(w.shape[:-1]), dtype)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxdnn import _activation
+from jaxdnn._arguments import arrays
 from jaxdnn._conv.public import conv
 from jaxdnn._primitive import accumulator_dtype
 
@@ -52,7 +53,7 @@ def causal_conv1d(
     >>> y, state = jaxdnn.causal_conv1d(x[:, :6], w, activation='silu', return_final_state=True)
     >>> rest = jaxdnn.causal_conv1d(x[:, 6:], w, activation='silu', initial_state=state)
   """
-  x, w = jnp.asarray(x), jnp.asarray(w)
+  x, w = arrays("causal_conv1d", x=x, w=w)
   if w.ndim != 2 or x.ndim < 2 or w.shape[0] < 1 or w.shape[1] != x.shape[-1]:
     raise ValueError(f"causal_conv1d: x [..., L, C] and w [k, C] do not fit, got {x.shape} and {w.shape}")
   if x.dtype != w.dtype:

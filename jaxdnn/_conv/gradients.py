@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxdnn._arguments import Padding
+from jaxdnn._arguments import Padding, arrays
 from jaxdnn._conv import layout
 from jaxdnn._conv.gemm import convolve
 from jaxdnn._conv.layout import DimensionNumbers
@@ -51,7 +50,7 @@ def conv_dgrad(
     >>> dx = jaxdnn.conv_dgrad(g, w, (28, 28), stride=2, padding='SAME')
   """
   where = "conv_dgrad"
-  g, w = jnp.asarray(g), jnp.asarray(w)
+  g, w = arrays(where, g=g, w=w)
   numbers = layout.dimension_numbers(where, g, w, dimension_numbers or channels_last(w.ndim - 2))
   dtype = result_dtype(where, g, w, preferred_element_type)
   if len(x_spatial) != w.ndim - 2:
@@ -62,7 +61,7 @@ def conv_dgrad(
     padding_mode=padding_mode,
   )  # fmt: skip
   k, w_in = (w.shape[d] for d in numbers.rhs_spec[:2])
-  check_channels(where, w_in * groups, w_in, k, groups, 1, 1)
+  check_channels(where, w_in * spec.groups, w_in, k, spec.groups, 1)
   _check_gradient(where, g, numbers, spec, k)
 
   def apply(g: Array, w: Array) -> Array:
@@ -110,7 +109,7 @@ def conv_wgrad(
     >>> dw = jaxdnn.conv_wgrad(x, g, (3, 3), padding='SAME')
   """
   where = "conv_wgrad"
-  x, g = jnp.asarray(x), jnp.asarray(g)
+  x, g = arrays(where, x=x, g=g)
   numbers = layout.dimension_numbers(where, x, g, dimension_numbers or channels_last(x.ndim - 2))
   dtype = result_dtype(where, x, g, preferred_element_type)
   if len(window) != x.ndim - 2:
@@ -121,12 +120,12 @@ def conv_wgrad(
     padding_mode=padding_mode,
   )  # fmt: skip
   (images, c), k = (x.shape[d] for d in numbers.lhs_spec[:2]), g.shape[numbers.out_spec[1]]
-  check_channels(where, c, c // groups, k, groups, 1, 1)
+  check_channels(where, c, c // max(spec.groups, 1), k, spec.groups, 1)
   _check_gradient(where, g, numbers, spec, k)
   if g.shape[numbers.out_spec[0]] != images:
     raise ValueError(f"{where}: x has {images} images but g has {g.shape[numbers.out_spec[0]]}")
-  arrays = {"x": layout.to_canonical(x, numbers.lhs_spec)[None], "y": layout.to_canonical(g, numbers.out_spec)[None]}
-  return layout.filter_from_canonical(convolve("w", arrays, spec, dtype)[0], numbers.rhs_spec)
+  known = {"x": layout.to_canonical(x, numbers.lhs_spec)[None], "y": layout.to_canonical(g, numbers.out_spec)[None]}
+  return layout.filter_from_canonical(convolve("w", known, spec, dtype)[0], numbers.rhs_spec)
 
 
 def _check_gradient(where: str, g: Array, numbers: lax.ConvDimensionNumbers, spec: ConvSpec, k: int) -> None:

@@ -15,7 +15,10 @@ DimensionNumbers = lax.ConvDimensionNumbers | tuple[str, str, str] | None
 def dimension_numbers(where: str, a: Array, b: Array, numbers: DimensionNumbers) -> lax.ConvDimensionNumbers:
   if a.ndim != b.ndim or a.ndim < 2:
     raise ValueError(f"{where}: operands must have the same rank, at least 2, got shapes {a.shape} and {b.shape}")
-  return lax.conv_dimension_numbers(a.shape, b.shape, numbers)
+  found = lax.conv_dimension_numbers(a.shape, b.shape, numbers)
+  if any(len(spec) != a.ndim or set(spec) != set(range(a.ndim)) for spec in found):
+    raise ValueError(f"{where}: dimension_numbers must order all of 0 to {a.ndim - 1}, three times, got {found}")
+  return found
 
 
 def spatial(a: Array, spec: Sequence[int]) -> tuple[int, ...]:

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jaxdnn._arguments import Padding
+from jaxdnn._arguments import Padding, arrays
 from jaxdnn._conv import layout
 from jaxdnn._conv.fused import check_activation, fused
 from jaxdnn._conv.layout import DimensionNumbers
-from jaxdnn._conv.spec import ConvSpec, channels_last, make_spec, result_dtype
+from jaxdnn._conv.spec import LAX, ConvSpec, channels_last, make_spec, result_dtype
 from jaxdnn._transform import im2col
 
 
@@ -58,7 +58,7 @@ def conv_local(
     (2, 6, 6, 4)
   """
   where = "conv_local"
-  x, w = jnp.asarray(x), jnp.asarray(w)
+  x, w = arrays(where, x=x, w=w)
   rank = (w.ndim - 2) // 2
   if w.ndim % 2 or not 1 <= rank <= 3:
     raise ValueError(f"{where}: w must be [*out_spatial, *window, C, K] of rank 4, 6 or 8, got shape {w.shape}")
@@ -116,7 +116,7 @@ def conv_general_dilated_local(
     (2, 6, 4)
   """
   where = "conv_general_dilated_local"
-  lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
+  lhs, rhs = arrays(where, lhs=lhs, rhs=rhs)
   numbers = layout.dimension_numbers(where, lhs, rhs, dimension_numbers)
   rank = lhs.ndim - 2
   if not 1 <= rank <= 3 or len(filter_shape) != rank:
@@ -126,7 +126,8 @@ def conv_general_dilated_local(
     )
   spec = make_spec(
     where, layout.spatial(lhs, numbers.lhs_spec), filter_shape, stride=window_strides, padding=padding,
-    lhs_dilation=lhs_dilation, rhs_dilation=rhs_dilation, groups=1, precision=precision,
+    lhs_dilation=lhs_dilation, rhs_dilation=1 if rhs_dilation is None else rhs_dilation, groups=1,
+    precision=precision, names=LAX,
   )  # fmt: skip
   c, inputs = lhs.shape[numbers.lhs_spec[1]], rhs.shape[numbers.rhs_spec[1]]
   if inputs != c * math.prod(filter_shape):

@@ -10,14 +10,14 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike
 
-from jaxdnn._arguments import Padding, dilated, explicit_padding, per_dimension
+from jaxdnn._arguments import Padding, arrays, dilated, explicit_padding, integer, per_dimension
 from jaxdnn._conv import layout
 from jaxdnn._conv.fused import check_activation, fused
 from jaxdnn._conv.gemm import convolve
 from jaxdnn._conv.gradients import conv_dgrad
 from jaxdnn._conv.layout import DimensionNumbers
 from jaxdnn._conv.padding import PaddingMode
-from jaxdnn._conv.spec import channels_last, check_channels, is_float8, make_spec, result_dtype
+from jaxdnn._conv.spec import LAX, channels_last, check_channels, is_float8, make_spec, result_dtype
 
 
 def conv_general_dilated(
@@ -74,7 +74,7 @@ def conv_general_dilated(
     >>> y = jaxdnn.conv_general_dilated(x, w, (1, 1), 'SAME', dimension_numbers=('NHWC', 'HWIO', 'NHWC'))
   """
   where = "conv_general_dilated"
-  lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
+  lhs, rhs = arrays(where, lhs=lhs, rhs=rhs)
   numbers = layout.dimension_numbers(where, lhs, rhs, dimension_numbers)
   dtype = result_dtype(where, lhs, rhs, preferred_element_type)
   spec = make_spec(
@@ -84,26 +84,27 @@ def conv_general_dilated(
     stride=window_strides,
     padding=padding,
     lhs_dilation=lhs_dilation,
-    rhs_dilation=rhs_dilation,
+    rhs_dilation=1 if rhs_dilation is None else rhs_dilation,
     groups=feature_group_count,
     precision=precision,
     algorithm=algorithm,
     workspace_limit=workspace_limit,
+    names=LAX,
   )
   images, c = (lhs.shape[d] for d in numbers.lhs_spec[:2])
   k, w_in = (rhs.shape[d] for d in numbers.rhs_spec[:2])
-  check_channels(where, c, w_in, k, feature_group_count, images, batch_group_count)
+  b = integer(where, "batch_group_count", batch_group_count)
+  check_channels(where, c, w_in, k, spec.groups, images, b, LAX)
 
   def apply(lhs: Array, rhs: Array) -> Array:
     x, w = layout.to_canonical(lhs, numbers.lhs_spec), layout.filter_to_canonical(rhs, numbers.rhs_spec)
     # A group of the batch with its share of the output channels is a problem of its own.
-    b = batch_group_count
     x = x.reshape(b, x.shape[0] // b, *x.shape[1:])
     w = jnp.moveaxis(w.reshape(*w.shape[:-1], b, k // b), -2, 0)
     y = jnp.moveaxis(convolve("y", {"x": x, "w": w}, spec, dtype), 0, -2)
     return layout.from_canonical(y.reshape(*y.shape[:-2], k), numbers.out_spec)
 
-  out = layout.by_batch(apply, (lhs, rhs), numbers.lhs_spec if batch_group_count == 1 else None, numbers.out_spec)
+  out = layout.by_batch(apply, (lhs, rhs), numbers.lhs_spec if b == 1 else None, numbers.out_spec)
   return out if out_sharding is None else jax.sharding.reshard(out, out_sharding)
 
 
@@ -169,7 +170,7 @@ def conv(
     >>> jaxdnn.conv(x, w, jnp.zeros(32), activation='relu').shape
     (8, 24, 24, 32)
   """
-  x, w = jnp.asarray(x), jnp.asarray(w)
+  x, w = arrays("conv", x=x, w=w)
   check_activation("conv", activation)
   rank = w.ndim - 2
   leading: tuple[int, ...] | None = None
@@ -194,11 +195,11 @@ def conv(
     "conv",
     layout.spatial(x, numbers.lhs_spec),
     layout.spatial(w, numbers.rhs_spec),
-    stride=per_dimension("conv", "stride", stride, rank),
+    stride=stride,
     padding=padding,
     padding_mode=padding_mode,
     lhs_dilation=None,
-    rhs_dilation=per_dimension("conv", "dilation", dilation, rank),
+    rhs_dilation=dilation,
     groups=groups,
     precision=precision,
     algorithm=algorithm,
@@ -206,7 +207,7 @@ def conv(
   )
   images, c = (x.shape[d] for d in numbers.lhs_spec[:2])
   k, w_in = (w.shape[d] for d in numbers.rhs_spec[:2])
-  check_channels("conv", c, w_in, k, groups, images, 1)
+  check_channels("conv", c, w_in, k, spec.groups, images)
   if b is not None:
     if jnp.shape(b) != (k,):
       raise ValueError(f"conv: b must have shape {(k,)}, one entry per output channel, got {jnp.shape(b)}")
@@ -298,7 +299,7 @@ def conv_transpose(
     >>> y = jaxdnn.conv_transpose(x, w, (2, 2), 'SAME')  # [N, H, W, C] -> [N, 2H, 2W, K]
   """
   where = "conv_transpose"
-  lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
+  lhs, rhs = arrays(where, lhs=lhs, rhs=rhs)
   rank = lhs.ndim - 2
   if lhs.ndim != rhs.ndim or rank < 0:
     raise ValueError(f"{where}: lhs and rhs must have the same rank, at least 2, got {lhs.shape} and {rhs.shape}")
