@@ -42,13 +42,13 @@ def flag(where: str, name: str, value: Any) -> bool:
 
 
 def number(where: str, name: str, value: Any) -> float:
-  """A number that is part of the program."""
+  """A number that is known when the function is traced; NaN and infinities are numbers."""
   try:
     if isinstance(value, str | bytes):
       raise TypeError
     return float(value)
   except (TypeError, ValueError, OverflowError):
-    raise TypeError(f"{where}: {name} must be a number known when the function is traced, got {value!r}") from None
+    raise TypeError(f"{where}: {name} must be a number, got {value!r}") from None
 
 
 def one_of(where: str, name: str, value: Any, allowed: Sequence[str]) -> str:

@@ -356,7 +356,7 @@ def test_wrong_shapes_raise_where_lax_raises(x, w, kwargs, message):
 @pytest.mark.parametrize(
   "kwargs,message",
   [
-    (dict(lhs=None), r"lhs must be an array of numbers, got None"),
+    (dict(lhs=None), r"lhs must be an array, got None"),
     (dict(feature_group_count=None), r"feature_group_count must be an int, got None"),
     (dict(feature_group_count=2.0), r"feature_group_count must be an int, got 2.0"),
     (dict(batch_group_count="1"), r"batch_group_count must be an int, got '1'"),
