@@ -68,6 +68,14 @@ def test_of_nothing(direction):
       assert {a.name for a in found} - {"gemm"} == {"implicit_gemm", "implicit_gemm_mma"}
 
 
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_of_an_empty_window(direction):
+  for dtype in ("bfloat16", "float32"):
+    x, w = struct((2, 5, 5, 4), dtype), struct((0, 3, 4, 8), dtype)
+    found = jaxdnn.conv_algorithms(x, w, direction=direction, precision="default")
+    assert "implicit_gemm" in {a.name for a in found}
+
+
 def test_extents_beyond_32_bits():
   def plan_of(x, w, y, padding=0, tile=""):
     ones = [1] * (len(x) - 3)

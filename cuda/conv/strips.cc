@@ -17,7 +17,7 @@ int64_t RoundUp(int64_t a, int64_t b) { return CeilDiv(a, b) * b; }
 bool Strips::Fit(const Problem& p, int pixels, int alignment) {
   const int size = SizeOf(p.in), per_word = std::max(1, 4 / size);
   if (size > 4 || p.groups != 1 || p.channels > kFewMostChannels ||
-      std::min({p.images, p.channels, p.features, p.XPixels(), p.YPixels()}) == 0)
+      std::min({p.images, p.channels, p.features, p.XPixels(), p.YPixels(), p.Taps()}) == 0)
     return false;
   for (int d = 0; d < kRank; ++d)
     if (p.lhs_dilation[d] != 1) return false;
