@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jaxdnn import _primitive, _sharding
+from jaxdnn import _partition, _primitive, _sharding
 from jaxdnn._arguments import array, flag, floating, number
 
 # Public functions ----------------------------------------------------------------------------------------------------
@@ -265,5 +265,18 @@ def _attributes(x: Any, seed: Any, *, rate: float, pitch: int, start_multiple: i
   }  # fmt: skip
 
 
+def _on_shards(
+  axes: _partition.Axes, x: Array, seed: Array, *, rate: float, pitch: int, start_multiple: int
+) -> list[Array]:
+  """Columns begin at the shard's first."""
+  columns, seed = x.shape[-1], _padded(seed, SEED_WORDS)
+  if names := axes.get("columns"):
+    start = _add_product(jnp.moveaxis(seed[..., 4:], -1, 0), lax.axis_index(names).astype(np.uint32), columns)
+    seed = jnp.concatenate([seed[..., :4], jnp.moveaxis(start, 0, -1)], -1)
+    start_multiple = math.gcd(start_multiple, columns)
+  return [_primitive.bind(dropout_p, x, seed, rate=rate, pitch=pitch, start_multiple=start_multiple)]
+
+
+_primitive.set_shards(dropout_p, "... . columns, ... . -> ... . columns", _on_shards)
 _primitive.batch_leading(dropout_p)
 _primitive.lower_to_cuda(dropout_p, "jaxdnn.dropout.v1", _reference, attributes=_attributes, supported=_supported)

@@ -357,6 +357,9 @@ def _lower(p: Any, call: str, target: str, reference: Any) -> None:
   )
 
 
+_primitive.set_shards(group_norm_p, "b n, b, b -> b n, b n")
+_primitive.set_shards(group_norm_lin_p, "b n, b, b, b n, b, b, b n -> b n")
+_primitive.set_shards(group_norm_bwd_p, "b n, b n, b, b, b n -> b n, b, b")
 _lower(group_norm_p, "fwd", "jaxdnn.group_norm.v1", _fwd_reference)
 _lower(group_norm_lin_p, "jvp", "jaxdnn.group_norm_jvp.v1", _lin_reference)
 _lower(group_norm_bwd_p, "bwd", "jaxdnn.group_norm_bwd.v1", _bwd_reference)

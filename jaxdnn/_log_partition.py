@@ -245,6 +245,7 @@ def _supported(x: Any, *rest: Any, targets: str, smooth: str) -> bool:
 
 for _p in (log_partition_p, log_partition_lin_p, log_partition_bwd_p):
   _primitive.batch_leading(_p, broadcast=_broadcast_operands)
+  _primitive.set_shards(_p, "... . inner")
 
 
 # The tangent map stays with XLA, which makes it one reduction.

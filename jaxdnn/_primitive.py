@@ -15,7 +15,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
-from jaxdnn import _extension
+from jaxdnn import _extension, _partition
 
 KERNEL_DTYPES = frozenset(np.dtype(d) for d in (jnp.float32, jnp.float64, jnp.float16, jnp.bfloat16))
 """The element types that every kernel family is built for."""
@@ -239,6 +239,8 @@ def lower_to_cuda(
     known &= bool(floats) or all(np.dtype(a.dtype) in integers for a in avals)
     if not (static and known and supported(*avals, **params)):
       return fallback(ctx, *operands, **params)
+    if (divided := by_shards(p, ctx, *operands, **params)) is not None:
+      return divided
     if p in _rewrites and (other := _rewrites[p](*avals, **params)) is not None:
       return mlir.lower_fun(other, multiple_results=p.multiple_results)(ctx, *operands)
     results = list(ctx.avals_out)
@@ -248,6 +250,41 @@ def lower_to_cuda(
     return call(ctx.replace(avals_out=results), *operands, **attributes(*avals, **params))[: len(ctx.avals_out)]
 
   mlir.register_lowering(p, rule, platform="cuda")
+
+
+_shards: dict[Primitive, tuple[str | Callable[..., str], Callable[..., Any] | None]] = {}
+
+
+def set_shards(
+  p: Primitive, rule: str | Callable[..., str], on_shards: Callable[..., Sequence[Any]] | None = None
+) -> None:
+  """Says how XLA may divide `p` among devices on meshes with automatic axes. Without it, XLA gathers the operands.
+
+  Args:
+    rule: which dimensions are independent, as in `_partition`, or `(*avals_in, **params)` to that.
+    on_shards: `(axes, *operands, **params)` to the results on one shard, where these are not `p` of the shard, added up
+      over shards where they lack a dimension. `axes` are the mesh axes of each dimension that is sharded.
+  """
+  _shards[p] = rule, on_shards
+
+
+def by_shards(p: Primitive, ctx: Any, *operands: Any, **params: Any) -> Any:
+  """The lowering of `p` that XLA can divide, or None where there is nothing for it to divide."""
+  if p not in _shards or (automatic := _partition.automatic(ctx)) is None:
+    return None
+  rule, on_shards = _shards[p]
+
+  def whole(*operands: Any) -> tuple[Any, ...]:
+    out = p.bind(*operands, **params)
+    return tuple(out) if p.multiple_results else (out,)
+
+  divisible = _partition.partitioned(
+    automatic,
+    whole,
+    rule if isinstance(rule, str) else rule(*ctx.avals_in, **params),
+    None if on_shards is None else lambda axes, *operands: on_shards(axes, *operands, **params),
+  )
+  return None if divisible is None else mlir.lower_fun(divisible, multiple_results=True)(automatic, *operands)
 
 
 _rewrites: dict[Primitive, Callable[..., Callable[..., Any] | None]] = {}

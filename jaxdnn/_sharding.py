@@ -2,7 +2,8 @@
 
 XLA gathers the operands of a custom call that it does not know. Under a mesh with explicit axes the sharding of an
 array is part of its type, so a public function can map itself over the shards with `jax.shard_map` and keep the data
-where it is; inside a user's own `shard_map`, and on one device, nothing is left to do.
+where it is; inside a user's own `shard_map`, and on one device, nothing is left to do. Automatic axes, of which no type
+tells, are `_partition`'s.
 """
 
 from collections.abc import Callable, Sequence

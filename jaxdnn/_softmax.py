@@ -236,6 +236,7 @@ def _register(p: Any, target: str, reference: Any, **attributes: Any) -> None:
     return {**attributes, **fill}
 
   _primitive.batch_leading(p, broadcast=_mask_index)
+  _primitive.set_shards(p, "... . inner")
   _primitive.lower_to_cuda(
     p,
     target,

@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 
 from jaxdnn import _extension, _primitive
-from jaxdnn._activation.functions import ACTIVATIONS, mask_shape, unpack
+from jaxdnn._activation.functions import ACTIVATIONS, mask_rule, mask_shape, unpack
 
 PRELU = "prelu"
 RANK = 3
@@ -205,6 +205,22 @@ def _workspace(g: Any, *_: Any, **__: Any) -> int:
   return _extension.native.channel_activation_workspace(g.dtype.itemsize, groups, *g.shape[-RANK:])
 
 
+def _forward_rule(x: Any, *_: Any, masked: bool, **__: Any) -> str:
+  if not masked:
+    return "... n c s, ... c -> ... n c s"
+  data, mask = mask_rule(x.shape, RANK)
+  return f"{data}, ... . -> {data}, {mask}"
+
+
+def _backward_rule(g: Any, *_: Any, kind: str, **__: Any) -> str:
+  if residual_of(kind) != "mask":
+    return "... n c s, ... n c s, ... c -> ... n c s, ... c"
+  data, mask = mask_rule(g.shape, RANK)
+  return f"{data}, {mask}, ... . -> {data}, ... ."
+
+
+_primitive.set_shards(channel_activation_p, _forward_rule)
+_primitive.set_shards(channel_activation_bwd_p, _backward_rule)
 _primitive.set_batching(channel_activation_p, _forward_batching)
 _primitive.batch_leading(channel_activation_jvp_p)
 _primitive.batch_leading(channel_activation_bwd_p)

@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 
 from jaxdnn import _primitive
-from jaxdnn._activation.functions import ACTIVATIONS, mask_shape, unpack
+from jaxdnn._activation.functions import ACTIVATIONS, mask_rule, mask_shape, unpack
 
 # Reference -----------------------------------------------------------------------------------------------------------
 
@@ -104,6 +104,23 @@ def _supported(x: Any, *_: Any, kind: str, rank: int, **__: Any) -> bool:
 def _attributes(*_: Any, kind: str, parameter: float, rank: int, **__: Any) -> dict[str, Any]:
   return {"kind": kind, "parameter": float(parameter), "rank": rank}
 
+
+def _forward_rule(x: Any, *, masked: bool, rank: int, **_: Any) -> str:
+  if not masked:
+    return "..."
+  data, mask = mask_rule(x.shape, rank)
+  return f"{data} -> {data}, {mask}"
+
+
+def _backward_rule(g: Any, residual: Any, *, kind: str, rank: int, **_: Any) -> str:
+  if ACTIVATIONS[kind].residual != "mask":
+    return "..."
+  data, mask = mask_rule(g.shape, rank)
+  return f"{data}, {mask} -> {data}"
+
+
+_primitive.set_shards(activation_p, _forward_rule)
+_primitive.set_shards(activation_bwd_p, _backward_rule)
 
 for _p, _target, _reference in (
   (activation_p, "jaxdnn.activation.v2", _forward_reference),

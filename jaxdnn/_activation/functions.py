@@ -56,6 +56,13 @@ def mask_shape(shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
   return (*shape[:lead], -(-math.prod(shape[lead:]) // 8))
 
 
+def mask_rule(shape: tuple[int, ...], rank: int) -> tuple[str, str]:
+  """How an array of this shape and its mask may be divided: along dimensions before the last `rank`, each of which has
+  bytes of its own, and along the first of these where that cuts no byte."""
+  cut = "n" if rank and math.prod(shape[len(shape) - rank + 1 :]) % 8 == 0 else "."
+  return f"... {' '.join([cut, *'.' * (rank - 1)]) if rank else ''}", f"... {cut}"
+
+
 def unpack(mask: Array, shape: tuple[int, ...], rank: int) -> Array:
   """The booleans of a mask of an array of this shape."""
   count = math.prod(shape[len(shape) - rank :])

@@ -188,6 +188,8 @@ def _attributes(*_: Any, kind: str, gate_first: bool) -> dict[str, Any]:
 
 for _p in (gate_p, gate_jvp_p, gate_bwd_p):
   _primitive.batch_leading(_p)
+_primitive.set_shards(gate_p, "... . n -> ... n")
+_primitive.set_shards(gate_bwd_p, "... n, ... . n -> ... . n")
 for _p, _target, _reference in (
   (gate_p, "jaxdnn.gate.v1", _forward_reference),
   (gate_bwd_p, "jaxdnn.gate_bwd.v1", _backward_reference),

@@ -183,12 +183,15 @@ def _train_tangent(
   return list(_primitive.bind(tangent_p, k, t, x, *affine, spec=spec, rest=(), slot="outer"))
 
 
-def _train_gradient(
-  g: Array, x: Array, mean: Array, var: Array, scale: Array, bias: Array, *, spec: Spec
+def train_gradient(
+  g: Array, x: Array, mean: Array, var: Array, scale: Array, bias: Array, *, spec: Spec, names: tuple[str, ...] = ()
 ) -> list[Array]:
+  """Over the shards of the mesh axes `names`, if there are any."""
   affine = mean, var, scale, bias
   (sums,) = _primitive.bind(sums_p, g, x, *affine, spec=spec, rest=(), slot="none")
   root, n = jax.lax.rsqrt(var + spec.epsilon), count(x, None)[..., None]
+  if names:
+    sums, n = jax.lax.psum((sums, n), names)
   dbias, dscale = sums[..., 0, :], sums[..., 1, :] * root
   k = jnp.stack([dbias, dscale * root], -2) * (-scale * root / n)[..., None, :]
   (dx,) = _primitive.bind(gradient_p, g, k, x, *affine, spec=spec, rest=())
@@ -236,7 +239,7 @@ train_tangent_p = _define(
   "train_tangent", _train_tangent, lambda dx, dscale, dbias, x, *_, **__: [_like(x)], ["spec"]
 )
 train_gradient_p = _define(
-  "train_gradient", _train_gradient, lambda g, x, *_, **__: [_like(x), _of_channels(x), _of_channels(x)], ["spec"]
+  "train_gradient", train_gradient, lambda g, x, *_, **__: [_like(x), _of_channels(x), _of_channels(x)], ["spec"]
 )
 
 # Differentiation -----------------------------------------------------------------------------------------------------
@@ -295,7 +298,7 @@ _primitive.linear(
 _primitive.linear(
   train_gradient_p,
   1,
-  _train_gradient,
+  train_gradient,
   transpose=lambda cts, *operands, **params: _primitive.bind(train_tangent_p, *cts, *operands, **params),
 )
 
@@ -315,6 +318,25 @@ def _workspace(x: Any, *_: Any, **__: Any) -> int:
   channels, reduced = max(1, math.prod(x.shape[:-3]) * x.shape[-2]), x.shape[-3] * x.shape[-1]
   rows = max(8, min(4096, reduced // 4, (1 << 18) // channels))
   return 4 * _primitive.accumulator_dtype(x.dtype).itemsize * channels * rows
+
+
+_FORMS = {"x": "... n c s", "v": "... c", "k": "... . c", "source": "... n c s", "where": "... n s"}
+
+
+def rule(operands: str, results: str, rest: Sequence[str] = ()) -> str:
+  """How a primitive may be divided whose operands and results are like x, values of channels v, or pairs of these k."""
+  return f"{', '.join(_FORMS[o] for o in (*operands, *rest))} -> {', '.join(_FORMS[r] for r in results)}"
+
+
+_primitive.set_shards(apply_p, lambda *_, rest, **__: rule("xvvvv", "x", rest))
+_primitive.set_shards(
+  tangent_p, lambda *_, rest, slot, **__: rule("kxvvvv" if slot == "none" else "kxxvvvv", "x", rest)
+)
+_primitive.set_shards(
+  sums_p, lambda *_, rest, slot, **__: rule("xxvvvv", "k" if slot in ("none", "outer") else "kx", rest)
+)
+_primitive.set_shards(moments_p, lambda *_, rest, **__: rule("xxvvvv", "xk", rest))
+_primitive.set_shards(gradient_p, lambda *_, rest, **__: rule("xkxvvvv", "x", rest))
 
 
 def _supported(*avals: Any, **_: Any) -> bool:
@@ -340,7 +362,7 @@ _register(gradient_p, _gradient_reference)
 _primitive.batch_leading(train_tangent_p)
 _register(
   train_gradient_p,
-  _train_gradient,
+  train_gradient,
   workspace=_workspace,
   supported=lambda g, *rest, **_: g.dtype != np.float64 and g.size > 0 and _supported(g, *rest),
 )

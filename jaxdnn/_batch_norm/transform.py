@@ -15,6 +15,7 @@ from jax import Array
 from jaxdnn import _primitive
 from jaxdnn._batch_norm import primitives
 from jaxdnn._batch_norm.primitives import Spec
+from jaxdnn._partition import Axes
 
 AxisNames = tuple[Any, ...]
 
@@ -118,6 +119,40 @@ def _train_jvp(spec: Spec, axes: AxisNames, primals: Any, tangents: Any) -> Any:
     )
   return (y, mean, var), (dy, zeros if dmean is None else dmean, zeros if dvar is None else dvar)
 
+
+# Automatic axes ------------------------------------------------------------------------------------------------------
+#
+# Where XLA divides the program, shards of the batch are merged in the same way.
+
+
+def _reduced(axes: Axes) -> AxisNames:
+  return (*axes.get("n", ()), *axes.get("s", ()))
+
+
+def _statistics_on_shards(axes: Axes, x: Array, *where: Array) -> tuple[Array, Array]:
+  return _statistics(x, where[0] if where else None, _reduced(axes))
+
+
+def _train_on_shards(
+  axes: Axes, x: Array, scale: Array, bias: Array, *optional: Array, spec: Spec, rest: tuple[str, ...]
+) -> tuple[Array, Array, Array]:
+  given = dict(zip(rest, optional, strict=True))
+  mean, var = _statistics(x, given.get("where"), _reduced(axes))
+  (y,) = _primitive.bind(primitives.apply_p, x, mean, var, scale, bias, *optional, spec=spec, rest=rest)
+  return y, mean, var
+
+
+def _train_gradient_on_shards(axes: Axes, *operands: Array, spec: Spec) -> list[Array]:
+  return primitives.train_gradient(*operands, spec=spec, names=_reduced(axes))
+
+
+_primitive.set_shards(
+  primitives.statistics_p, lambda x, *where: primitives.rule("x", "vv", ["where"] * len(where)), _statistics_on_shards
+)
+_primitive.set_shards(
+  primitives.train_p, lambda *_, rest, **__: primitives.rule("xvv", "xvv", rest), _train_on_shards
+)
+_primitive.set_shards(primitives.train_gradient_p, primitives.rule("xxvvvv", "xvv"), _train_gradient_on_shards)
 
 # Inference -----------------------------------------------------------------------------------------------------------
 

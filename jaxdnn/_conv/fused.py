@@ -196,6 +196,11 @@ _primitive.set_batching(conv_fused_p, _batch)
 # CUDA lowering -------------------------------------------------------------------------------------------------------
 
 
+def _rule(*_: Any, bias: bool, residual: bool, scale: bool, **__: Any) -> str:
+  return ", ".join(["b n", "b", *["b"] * bias, *["b n"] * residual, *["b"] * scale]) + " -> b n"
+
+
+_primitive.set_shards(conv_fused_p, _rule)
 _primitive.lower_to_cuda(
   conv_fused_p,
   primitives.TARGETS["y"],

@@ -349,6 +349,7 @@ def attributes(
 BYTES: dict[str, Any] = {"integers": frozenset([np.dtype(np.int8)]), "more_floats": FLOAT8}
 """Element types that only convolution has kernels for."""
 
+SHARDS = {"y": "b n, b -> b n", "x": "b n, b -> b n", "w": "b n, b n -> b"}
 TARGETS = {"y": "jaxdnn.conv_fwd.v5", "x": "jaxdnn.conv_dgrad.v5", "w": "jaxdnn.conv_wgrad.v4"}
 
 for _result, _p in PRIMITIVES.items():
@@ -356,6 +357,7 @@ for _result, _p in PRIMITIVES.items():
     _p, partial(_transpose, result=_result, wrt=0), partial(_transpose, result=_result, wrt=1)
   )
   _primitive.set_batching(_p, partial(_batch, result=_result))
+  _primitive.set_shards(_p, SHARDS[_result])
   _primitive.lower_to_cuda(
     _p,
     TARGETS[_result],

@@ -300,6 +300,9 @@ def _workspace(backward: bool) -> Callable[..., int]:
   return size
 
 
+_primitive.set_shards(layer_norm_p, "b r, b r, b, b -> b r, b r, b r, b r")
+_primitive.set_shards(layer_norm_bwd_p, "b r, b r, b r, b, b r, b r -> b r, b, b")
+
 for _p, _target, _reference, _is_backward in (
   (layer_norm_p, "jaxdnn.layer_norm.v1", _forward_reference, False),
   (layer_norm_bwd_p, "jaxdnn.layer_norm_bwd.v1", _backward_reference, True),

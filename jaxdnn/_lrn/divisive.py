@@ -17,6 +17,7 @@ from jaxdnn._lrn.window import (
   is_box,
   pair_of_values,
   powers,
+  shards,
   spatial,
   sum_over_cells,
   supported,
@@ -182,6 +183,7 @@ def _scratch(g: Any, *_: Any, response: Response) -> int:
 
 def _register(p: Any, target: str, reference: Any, **options: Any) -> None:
   _primitive.batch_leading(p)
+  _primitive.set_shards(p, shards)
   _primitive.lower_to_cuda(p, target, reference, attributes=attributes, supported=supported, **options)
 
 

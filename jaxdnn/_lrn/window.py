@@ -167,6 +167,10 @@ def attributes(*_: Any, response: Response) -> dict[str, Any]:
   }
 
 
+def shards(*_: Any, response: Response) -> str:
+  return "... " + ". " * len(response.window) + "inner"
+
+
 def supported(*avals: Any, response: Response) -> bool:
   # 0 times the logarithm of D would be NaN for a D of 0 or infinity.
   return response.beta != 0 and all(d < 2**30 for d in avals[0].shape[-1 - len(response.window) : -1])

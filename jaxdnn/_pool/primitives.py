@@ -222,6 +222,10 @@ def _workspace(*_: Any, geometry: Geometry, **__: Any) -> int:
   return 1 << 20 if geometry.is_whole and math.prod(geometry.window) >= 1024 else 0
 
 
+def _rule(*_: Any, geometry: Geometry, **__: Any) -> str:
+  return "... " + ". " * geometry.rank + "c"
+
+
 for _p, _target, _reference, _scratch in (
   (max_pool_p, "jaxdnn.max_pool.v2", reference.max_pool, _workspace),
   (sum_pool_p, "jaxdnn.sum_pool.v1", reference.sum_pool, _workspace),
@@ -232,5 +236,6 @@ for _p, _target, _reference, _scratch in (
   (lp_pool_bwd_p, "jaxdnn.lp_pool_bwd.v1", _lp_bwd_reference, None),
 ):
   _primitive.batch_leading(_p)
+  _primitive.set_shards(_p, _rule)
   _primitive.lower_to_cuda(_p, _target, _reference, attributes=_attributes, workspace=_scratch)
 _primitive.batch_leading(lp_pool_tangent_p)

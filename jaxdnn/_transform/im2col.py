@@ -290,6 +290,14 @@ def _attributes(*_: Any, patches: Patches) -> dict[str, Any]:
   return {k: np.asarray(v, np.int64) for k, v in spec.items()}
 
 
+def _rule(patches: Patches) -> tuple[str, str]:
+  """Of x and of cols."""
+  return "... " + ". " * patches.rank + "c", "... " + ". " * (patches.rank + 1) + "c"
+
+
+_primitive.set_shards(im2col_p, lambda _, patches: " -> ".join(_rule(patches)))
+_primitive.set_shards(col2im_p, lambda _, patches: " -> ".join(_rule(patches)[::-1]))
+
 for _p, _target, _ref in (
   (im2col_p, "jaxdnn.im2col.v1", _im2col_reference),
   (col2im_p, "jaxdnn.col2im.v1", _col2im_reference),

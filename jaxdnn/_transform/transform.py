@@ -308,7 +308,15 @@ def _supported(x: Any, *_: Any, spec: Spec) -> bool:
   return 0 < x.ndim <= 12 and (spec.dtype in INTEGERS or spec.dtype in _primitive.KERNEL_DTYPES)
 
 
+def _rule(x: Any, *_: Any, spec: Spec) -> str:
+  """What is neither padded nor cropped is independent."""
+  out = [f"d{d}" if pad == (0, 0) else "." for d, pad in zip(spec.permutation, spec.padding, strict=True)]
+  given = [name if (name := f"d{d}") in out else "." for d in range(x.ndim)]
+  return f"{' '.join(given)}{', ' + ' '.join(out) if spec.operands == 2 else ''} -> {' '.join(out)}"
+
+
 _primitive.set_batching(transform_p, _batch)
+_primitive.set_shards(transform_p, _rule)
 _primitive.lower_to_cuda(
   transform_p, "jaxdnn.transform.v1", _reference, attributes=_attributes, supported=_supported, integers=INTEGERS
 )
