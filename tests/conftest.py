@@ -8,6 +8,10 @@ import pytest
 # Of several GPUs, the processes of a parallel run take one each, in turn.
 if len(gpus := os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")) > 1:
   os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % len(gpus)]
+EMULATED = os.environ.get("JAXDNN_EMULATED") == "1"
+if EMULATED:
+  import emulated  # noqa: F401
+
 jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -22,7 +26,7 @@ def gpu_missing() -> str | None:
   """Why GPU tests cannot run here, or None where they can."""
   from jaxdnn import _extension
 
-  if jax.default_backend() != "gpu":
+  if jax.default_backend() != "gpu" and not EMULATED:
     return f"the default backend is {jax.default_backend()!r}, not 'gpu'"
   if not _extension.TARGETS:
     return "jaxdnn was built without its CUDA kernels"
