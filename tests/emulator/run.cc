@@ -60,6 +60,8 @@ uint32_t Special(const std::string& name, const Warp& w, int lane, Dim grid, Dim
   if (begins("%ntid")) return part(block);
   if (begins("%ctaid")) return part(w.block->id);
   if (begins("%nctaid")) return part(grid);
+  if (name == "%nsmid") return 132;  // as runtime.cc says
+  if (name == "%smid") return w.block->id.x % 132;
   if (name == "%laneid") return lane;
   if (name == "%warpid") return w.index;
   if (name == "%cluster_ctarank" || name == "%cluster_ctaid.x") return w.block->rank;
