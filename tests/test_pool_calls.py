@@ -207,7 +207,7 @@ def test_numbers_that_must_be_positive():
       jaxdnn.avg_pool(X, (2, 2), divisor_override=value)
     with pytest.raises(ValueError, match=r"lp_pool: power must be positive and finite"):
       jaxdnn.lp_pool(X, (2, 2), power=value)
-  with pytest.raises(TypeError, match=r"lp_pool: power must be a number known .*, got 'two'"):
+  with pytest.raises(TypeError, match=r"lp_pool: power must be a number, got 'two'"):
     jaxdnn.lp_pool(X, (2, 2), power="two")
 
 
