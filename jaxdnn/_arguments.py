@@ -4,6 +4,7 @@ import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -48,7 +49,8 @@ def number(where: str, name: str, value: Any) -> float:
       raise TypeError
     return float(value)
   except (TypeError, ValueError, OverflowError):
-    raise TypeError(f"{where}: {name} must be a number, got {value!r}") from None
+    known = " known when the function is traced" if isinstance(value, jax.core.Tracer) else ""
+    raise TypeError(f"{where}: {name} must be a number{known}, got {value!r}") from None
 
 
 def one_of(where: str, name: str, value: Any, allowed: Sequence[str]) -> str:
