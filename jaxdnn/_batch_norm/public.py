@@ -26,6 +26,9 @@ class BatchStats(NamedTuple):
   """How many entries each channel had, over all shards; a scalar."""
 
 
+jax.export.register_namedtuple_serialization(BatchStats, serialized_name="jaxdnn.BatchStats")
+
+
 def batch_norm(
   x: Array,
   scale: Array | None = None,

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from jax import Array, lax
 
 from jaxdnn._arguments import Padding, arrays
@@ -63,7 +64,12 @@ def conv_dgrad(
   k, w_in = (w.shape[d] for d in numbers.rhs_spec[:2])
   check_channels(where, w_in * spec.groups, w_in, k, spec.groups, 1)
   _check_gradient(where, g, numbers, spec, k)
+  return data_gradient(g, w, numbers, spec, dtype)
 
+
+def data_gradient(
+  g: Array, w: Array, numbers: lax.ConvDimensionNumbers, spec: ConvSpec, dtype: np.dtype[Any]
+) -> Array:
   def apply(g: Array, w: Array) -> Array:
     y, w = layout.to_canonical(g, numbers.out_spec)[None], layout.filter_to_canonical(w, numbers.rhs_spec)[None]
     return layout.from_canonical(convolve("x", {"y": y, "w": w}, spec, dtype)[0], numbers.lhs_spec)
