@@ -22,8 +22,7 @@ bool BulkCopy(Warp& w, const Instruction& i, Mask m) {  // [to], [from], bytes, 
     if (store) {
       std::memcpy(reinterpret_cast<uint8_t*>(to), shared, bytes);
     } else {
-      std::memcpy(shared, reinterpret_cast<const uint8_t*>(from), bytes);
-      BytesArrive(w, s(3), static_cast<int64_t>(bytes));
+      Transfer(w, s(3), bytes, [=] { std::memcpy(shared, reinterpret_cast<const uint8_t*>(from), bytes); });
     }
   });
   return true;
@@ -98,7 +97,8 @@ void CopyRow(const TensorMap& map, const int64_t (&at)[5], bool store, uint8_t* 
   for (int k = 0; k < bytes; k += kChunk) std::memcpy(place(k), row + k, kChunk);
 }
 
-void CopyTile(const TensorMap& map, const int32_t* coordinates, bool store, uint8_t* shared, uint32_t address) {
+void CopyTile(const TensorMap& map, const std::array<int32_t, 5>& coordinates, bool store, uint8_t* shared,
+              uint32_t address) {
   int index[5] = {};
   for (const uint32_t end = address + map.BoxBytes(); address < end; address += map.RowBytes()) {
     int64_t at[5] = {};
@@ -110,11 +110,11 @@ void CopyTile(const TensorMap& map, const int32_t* coordinates, bool store, uint
 
 // PTX ISA, "im2col mode": base pixels go through the bounding box, width first, from the lower corner to the array's
 // last index plus the upper one, in every image; every one is read `offsets` (of width, height, depth) further on.
-void LoadIm2col(const TensorMap& map, const int32_t* coordinates, const uint16_t* offsets, uint8_t* shared,
-                uint32_t address) {
+void LoadIm2col(const TensorMap& map, const std::array<int32_t, 5>& coordinates, const std::array<uint16_t, 3>& offsets,
+                uint8_t* shared, uint32_t address) {
   const int images = map.rank - 1;
-  int64_t base[5] = {};
-  std::copy(coordinates, coordinates + map.rank, base);
+  int64_t base[5];
+  std::copy(coordinates.begin(), coordinates.end(), base);
   for (int pixel = 0; pixel < map.box[1]; ++pixel, address += map.RowBytes()) {
     int64_t at[5];
     std::copy(base, base + 5, at);
@@ -143,19 +143,19 @@ bool BoxCopy(Warp& w, const Instruction& i,
     if (map.im2col != im2col) throw Error("a tensor map of the other mode");
     if (map.RowBytes() % kChunk != 0 || (map.swizzle > 1 && map.RowBytes() != map.swizzle * kChunk))
       throw Error("rows of " + std::to_string(map.RowBytes()) + " bytes are not modelled with this swizzle");
-    int32_t coordinates[5];
-    uint16_t offsets[3];
+    std::array<int32_t, 5> coordinates = {};
+    std::array<uint16_t, 3> offsets = {};
     for (int d = 0; d < map.rank; ++d) coordinates[d] = static_cast<int32_t>(next());
-    const uint64_t last = next(), address = (store ? last : w.r[i.s[0]][l]) & 0xFFFFFFFF, offset = address & 0xFFFFFF;
+    const uint64_t last = next(), address = (store ? last : w.r[i.s[0]][l]) & 0xFFFFFFFF;
+    const uint32_t offset = address & 0xFFFFFF;
     if (offset % 128 != 0) throw Error("shared address " + std::to_string(offset) + " is not on 128");
     uint8_t* const shared = Shared(w, address, map.BoxBytes()) - offset;
-    if (im2col) {
-      for (int d = 0; d + 2 < map.rank; ++d) offsets[d] = static_cast<uint16_t>(next());
-      LoadIm2col(map, coordinates, offsets, shared, static_cast<uint32_t>(offset));
-    } else {
-      CopyTile(map, coordinates, store, shared, static_cast<uint32_t>(offset));
-    }
-    if (!store) BytesArrive(w, last, map.BoxBytes());
+    if (store) return CopyTile(map, coordinates, true, shared, offset);
+    for (int d = 0; im2col && d + 2 < map.rank; ++d) offsets[d] = static_cast<uint16_t>(next());
+    Transfer(w, last, map.BoxBytes(), [=, &map] {
+      im2col ? LoadIm2col(map, coordinates, offsets, shared, offset)
+             : CopyTile(map, coordinates, false, shared, offset);
+    });
   });
   return true;
 }

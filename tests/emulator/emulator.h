@@ -13,6 +13,7 @@
 #include <array>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <stdexcept>
@@ -106,7 +107,9 @@ struct Cluster {
   std::vector<std::unique_ptr<Block>> blocks;
   std::vector<std::unique_ptr<Warp>> warps;  // of all blocks, in the order in which they have their turns
   Barrier barrier;
-  int alive = 0;  // threads
+  int alive = 0;       // threads
+  bool early = false;  // whether copies that a transaction barrier counts arrive at once
+  std::vector<std::pair<const void*, std::function<void()>>> in_flight;  // else, by barrier
 };
 
 struct Block {

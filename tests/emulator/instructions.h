@@ -124,8 +124,9 @@ Binder Modulo(Op) {
 
 inline bool IsShared(uint64_t address) { return address >> 56 == kSharedTag >> 56; }
 
-// Counts bytes as arrived at a transaction barrier in shared memory.
-void BytesArrive(Warp& w, uint64_t barrier, int64_t bytes);
+// A copy whose bytes a transaction barrier in shared memory counts. It arrives when somebody looks at the barrier,
+// which is as late as it may, or at once, where the warp's cluster is one of such.
+void Transfer(Warp& w, uint64_t barrier, int64_t bytes, std::function<void()> copy);
 
 // The scheduler does these.
 bool Branch(Warp& w, const Instruction& i, Mask m);

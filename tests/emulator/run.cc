@@ -110,6 +110,7 @@ class Grid {
  private:
   void Begin(int64_t index) {
     auto cluster = std::make_unique<Cluster>();
+    cluster->early = shuffled_ && random_() % 2 == 0;
     for (int rank = 0; rank < cluster_; ++rank) {
       auto block = std::make_unique<Block>();
       block->cluster = cluster.get();
@@ -244,6 +245,7 @@ class Grid {
       all.arrived = 0;
       ++all.phase;
     }
+    if (w.block->cluster->alive == 0 && !w.block->cluster->in_flight.empty()) throw Error("nobody waited for a copy");
   }
 
   [[noreturn]] void Deadlock() const {

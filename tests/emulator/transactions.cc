@@ -67,7 +67,12 @@ void BindArrive(Operands& o) {
 bool Test(Warp& w, const Instruction& i, Mask m) {
   bool missing = false;
   ForLanes(m, [&](int l) {
-    const bool done = BarrierOf(w, i, l).phase != (w.r[i.s[1]][l] & 1);
+    Transactions& b = BarrierOf(w, i, l);
+    std::erase_if(w.block->cluster->in_flight, [&](const auto& copy) {
+      if (copy.first == &b) copy.second();
+      return copy.first == &b;
+    });
+    const bool done = b.phase != (w.r[i.s[1]][l] & 1);
     w.r[i.d[0]][l] = done;
     missing |= !done;
   });
@@ -85,8 +90,10 @@ bool Store(Warp& w, const Instruction& i, Mask m) {  // st.async [to], values, [
   const size_t count = i.s.size() - 2, each = Bytes(i.type);
   ForLanes(m, [&](int l) {
     uint8_t* to = Shared(w, (w.r[i.s[0]][l] + static_cast<uint64_t>(i.immediate)) & 0xFFFFFFFF, each * count);
-    for (size_t k = 0; k < count; ++k) std::memcpy(to + k * each, &w.r[i.s[1 + k]][l], each);
-    BytesArrive(w, w.r[i.s.back()][l], each * count);
+    std::array<uint8_t, 16> values;
+    for (size_t k = 0; k < count; ++k) std::memcpy(values.data() + k * each, &w.r[i.s[1 + k]][l], each);
+    const size_t bytes = each * count;
+    Transfer(w, w.r[i.s.back()][l], bytes, [=] { std::memcpy(to, values.data(), bytes); });
   });
   return true;
 }
@@ -102,10 +109,15 @@ void BindStore(Operands& o) {
 
 }  // namespace
 
-void BytesArrive(Warp& w, uint64_t barrier, int64_t bytes) {
+void Transfer(Warp& w, uint64_t barrier, int64_t bytes, std::function<void()> copy) {
   Transactions& b = At(w, barrier);
-  b.bytes -= bytes;
-  Complete(b);
+  const auto arrive = [&b, bytes, copy] {
+    copy();
+    b.bytes -= bytes;
+    Complete(b);
+  };
+  Cluster& cluster = *w.block->cluster;
+  cluster.early ? arrive() : cluster.in_flight.push_back({&b, arrive});
 }
 
 const Table kTransactions = {
