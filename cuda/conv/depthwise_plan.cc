@@ -32,7 +32,7 @@ bool TakesDepthwise(const Problem& p) {
 
 // Of the depthwise kernels, by what an element of the larger of input and output takes a multiprocessor. Windows that
 // are not compiled for cost more a line; 16-bit channels that cannot be had as pairs, more a tap. Fitted to an H200.
-double DepthwiseCycles(const Problem& p, int64_t splits) {
+double DepthwiseCycles(const Problem& p, int64_t splits, bool hopper) {
   const bool filter = p.direction == Direction::kFilterGradient;
   const auto is = [&](int64_t d, int64_t h, int64_t w) {
     return p.window[0] == d && p.window[1] == h && p.window[2] == w;
