@@ -22,7 +22,7 @@ struct Unaligned {
   static constexpr int kWidth = (kStrip - 1) * kStride + kTaps;    // of the operand's strip
   static constexpr int kLines = 2, kSteps = kLines / kStride;      // of the operand and of results, in a stage
   // A block's threads, one warp of which copies, blocks of a multiprocessor, and stages.
-  static constexpr int kThreads = 448, kMost = kThreads - 32, kBlocks = 2, kStages = 3;
+  static constexpr int kThreads = 384, kMost = kThreads - 32, kBlocks = 2, kStages = 3;
 };
 
 // What a block has of a line: strips side by side of all channels; or, of many channels, a slab of them, which is a
@@ -144,9 +144,9 @@ struct UnalignedRing : hopper::RingPlace {
       if (c.bytes > 0) hopper::CopyBulk(c.to, c.from, c.bytes, Full());
     Next(kStages);
   }
-  __device__ void Release() {
+  __device__ void Release(bool leads) {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) hopper::Arrive(Full() + 8);
+    if (leads) hopper::Arrive(Full() + 8);
     Next(kStages);
   }
 };
@@ -157,12 +157,14 @@ __device__ void LoadUnaligned(uint32_t from, int pitch, float (&to)[kWidth]) {
 #pragma unroll
   for (int i = 0; i < kWidth; ++i) {
     if constexpr (sizeof(T) == 4) {
-      to[i] = __uint_as_float(LoadWord(from + i * pitch));
+      to[i] = __uint_as_float(LoadWord(from));
     } else {
       uint16_t bits;
-      asm volatile("ld.shared.u16 %0, [%1];" : "=h"(bits) : "r"(from + i * pitch) : "memory");
+      asm volatile("ld.shared.u16 %0, [%1];" : "=h"(bits) : "r"(from) : "memory");
       to[i] = WidenPair<T>(bits).x;
     }
+    from += pitch;
+    asm("" : "+r"(from));  // from one address to the next takes the fewest instructions
   }
 }
 

@@ -9,18 +9,21 @@ namespace jaxdnn::conv {
 namespace depthwise {
 namespace {
 
-// The first `count` of a strip's results, `step` bytes apart.
-template <class Out, int kStrip>
+// A strip's results, `step` bytes apart, or the first `count` of them. One address follows from the last, which takes
+// fewest instructions; and of such the compiler would not know that they are global memory's.
+template <class Out, bool kAll, int kStrip>
 __device__ void StoreUnaligned(const char* to, int step, int count, const float (&v)[kStrip]) {
 #pragma unroll
   for (int j = 0; j < kStrip; ++j) {
-    if constexpr (sizeof(Out) == 4) {
-      if (j < count) *reinterpret_cast<Out*>(const_cast<char*>(to)) = v[j];
-    } else {
-      // Two are rounded in one instruction.
-      const int even = j & ~1, odd = even + 1 < kStrip ? even + 1 : even;
-      const uint32_t word = NarrowPair<Out>(v[even], v[odd]) >> (j % 2 * 16);
-      if (j < count) *reinterpret_cast<uint16_t*>(const_cast<char*>(to)) = static_cast<uint16_t>(word);
+    if (kAll || j < count) {
+      if constexpr (sizeof(Out) == 4) {
+        asm volatile("st.global.f32 [%0], %1;" ::"l"(to), "f"(v[j]) : "memory");
+      } else {
+        // Two are rounded in one instruction.
+        const int even = j & ~1, odd = even + 1 < kStrip ? even + 1 : even;
+        const uint32_t word = NarrowPair<Out>(v[even], v[odd]) >> (j % 2 * 16);
+        asm volatile("st.global.u16 [%0], %1;" ::"l"(to), "h"(static_cast<uint16_t>(word)) : "memory");
+      }
     }
     to += step;
     Keep(to);
@@ -97,6 +100,7 @@ __global__ void __launch_bounds__(U::kThreads, U::kBlocks)
   char* to = out + image * p.out_image + plane * p.out_line[0] + int64_t{line0 - (kSums - 1)} * p.out_line[1] +
              column0 * p.out_line[2] + channel * (p.widened ? int(sizeof(float)) : kSize);
   const bool edge = in_column0 < 0 || in_column0 + U::kWidth > in_columns;
+  const bool leads = threadIdx.x % 32 == 0;
   uint32_t low = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(from));
 #pragma unroll 1
   for (int step = 0; step < steps;) {
@@ -106,7 +110,7 @@ __global__ void __launch_bounds__(U::kThreads, U::kBlocks)
     for (int i = 0; i < kLines; ++i) {
       float x[U::kWidth];
       LoadUnaligned<T>(stage + i * tile.bytes + copy.Shift(low), tile.pitch, x);
-      if (i == kLines - 1) ring.Release();
+      if (i == kLines - 1) ring.Release(leads);
       const bool inside = line >= 0 && line < in_lines;
       if (edge || !inside) ZeroOutside(in_column0, inside ? in_columns : 0, x);
       low += static_cast<uint32_t>(p.in_line[1]);
@@ -126,7 +130,12 @@ __global__ void __launch_bounds__(U::kThreads, U::kBlocks)
       if (a < kStride - 1) continue;
       if (step >= kSums - 1 && step < steps) {
         WithOut<T>(p.widened, [&](auto type) {
-          StoreUnaligned<typename decltype(type)::type>(to, static_cast<int>(p.out_line[2]), columns, sums[kSums - 1]);
+          using Out = typename decltype(type)::type;
+          const int step_bytes = static_cast<int>(p.out_line[2]);
+          if (columns >= kStrip)
+            StoreUnaligned<Out, true>(to, step_bytes, columns, sums[kSums - 1]);
+          else
+            StoreUnaligned<Out, false>(to, step_bytes, columns, sums[kSums - 1]);
         });
       }
       to += p.out_line[1];

@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(U::kThreads, U::kBlocks)
   const int rest = p.slabs.count.Div(static_cast<int>(blockIdx.x), &slab);
   const int split = rest % p.splits, problem = rest / p.splits;
   const int unit = p.slabs.thread.Div(static_cast<int>(threadIdx.x), &lane), strip = min(unit, tile.x.strips - 1);
-  const bool copies = threadIdx.x >= tile.x.threads - 32;
+  const bool copies = threadIdx.x >= tile.x.threads - 32, leads = threadIdx.x % 32 == 0;
   const int first_byte = slab * tile.x.width * kSize, y_at = kLines * tile.x.bytes;
   const uint32_t read_x = ring.Stages() + strip * kStrip * kStride * tile.x.pitch + lane * kSize;
   const uint32_t read_y = ring.Stages() + y_at + strip * kStrip * tile.y.pitch + lane * kSize;
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(U::kThreads, U::kBlocks)
         }
         float wide[U::kWidth];
         LoadUnaligned<T>(read_x + stage + i * tile.x.bytes + copy_x.Shift(low_x), tile.x.pitch, wide);
-        if (i == kLines - 1) ring.Release();
+        if (i == kLines - 1) ring.Release(leads);
         low_x += static_cast<uint32_t>(p.x_line[1]);
         const int line = x_line + kStride * step + a;
         if (step >= begin && step < end && line >= 0 && line < x_lines) {
@@ -182,12 +182,13 @@ cudaError_t LaunchUnalignedDepthwiseFilter(const Problem& p, const Config& confi
       q.planes = FastDiv(q.at[0].out);
       q.strips = FastDiv(CeilDiv(q.at[2].out, U::kStrip * t.x.strips));
       const int64_t columns = p.images * int64_t{q.planes.divisor} * q.strips.divisor;
-      const int64_t places = std::max<int64_t>(1, t.x.Places(u, t.bytes) / (p.batch * q.slabs.count.divisor));
+      const int64_t places =
+          std::clamp<int64_t>(t.x.Places(u, t.bytes) / (p.batch * q.slabs.count.divisor), 1, config.splits);
       const int steps = q.at[1].out + U::kHeld - 1;
       q.segment = SegmentOf(columns, steps, places);
       q.segments = FastDiv(CeilDiv(steps, q.segment));
       q.units = int(columns * q.segments.divisor);
-      q.splits = int(std::clamp<int64_t>(q.units, 1, std::min<int64_t>(places, config.splits)));
+      q.splits = int(std::clamp<int64_t>(q.units, 1, places));
       const int64_t blocks = p.batch * q.splits * q.slabs.count.divisor;
       const size_t sums = U::kTaps * t.x.strips * t.x.width * sizeof(float);
       const Grid grid = {blocks, t.x.threads,
