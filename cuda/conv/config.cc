@@ -111,7 +111,7 @@ std::optional<Config> ChooseAsItIs(const Problem& p, bool hopper, std::string_vi
       if (splittable && CeilDiv(g.depth, slices) >= kIndexLimit) continue;  // a slice is indexed with 32 bits
       for (const int64_t cluster : {1, 2, 3, 4, 8}) {
         if (cluster > 1 && (t.unit != Unit::kWgmma || IsByte(p.in) || !MayShare(p, t, cluster))) continue;
-        const double product = t.unit == Unit::kDepthwise          ? DepthwiseCycles(p, slices)
+        const double product = t.unit == Unit::kDepthwise          ? DepthwiseCycles(p, slices, hopper)
                                : t.tile == Tile::kFewChannelsWgmma ? FilledCycles(p, slices)
                                : t.unit == Unit::kFewChannels      ? FewChannelsCycles(AsForward(p), strips, slices)
                                : t.unit == Unit::kGrouped          ? GroupedCycles(p, slices)
@@ -122,7 +122,9 @@ std::optional<Config> ChooseAsItIs(const Problem& p, bool hopper, std::string_vi
                                    ? (IsByte(p.in) ? BytesCycles(p, t) : WgmmaCycles(p, t, cluster))
                                    : GemmCycles(p, t, slices);
         const double cycles = product + ReductionCycles(p, slices, result_bytes);
-        consider({t.tile, slices, cluster, 0, bytes, cycles});
+        Config config = {t.tile, slices, cluster, 0, bytes, cycles};
+        config.unaligned = hopper && t.unit == Unit::kDepthwise && TakesUnalignedDepthwise(p);
+        consider(config);
       }
     }
   }

@@ -162,6 +162,7 @@ struct Config {
   int64_t frame_slices;     // further ones, of what reads beyond the edges (frame.h)
   bool patched;             // whether the kernel does that itself (wgmma_patch.cuh, depthwise_ring.cuh)
   bool copies;              // whether Hopper's filter gradient of floats has y transposed by a kernel before it
+  bool unaligned;           // whether depthwise convolution copies lines as they lie in memory, on Hopper
 };
 
 // The matrix product that a problem is: per problem of the batch and group, rows x columns sums of `depth` terms.
