@@ -45,8 +45,8 @@ bool TakesFrame(const Problem& p) {
   return p.images * std::max(p.XPixels(), p.YPixels()) < kMost;
 }
 
-// Whether the tile's kernel can do all of the problem: of depthwise convolution, and Hopper's, where any element of its
-// matrix is one of the operand, or a zero; but those that have no registers left for it.
+// Whether the tile's kernel can do all of the problem: of depthwise convolution, and Hopper's; but those that have no
+// registers left for it.
 bool TakesPatches(const Problem& p, Tile tile) {
   if (tile == Tile::kWgmma256x160) return false;
   if (tile == Tile::kDepthwise
@@ -54,14 +54,7 @@ bool TakesPatches(const Problem& p, Tile tile) {
           : kTiles[static_cast<int>(tile)].unit != Unit::kWgmma || p.direction == Direction::kFilterGradient ||
                 (tile == Tile::kWgmma128x128 && p.in == DType::kF32 && p.direction == Direction::kForward))
     return false;
-  for (int d = 0; d < kRank; ++d) {
-    if (const Reach reach = ReachOf(p, d); reach.low == 0 && reach.high == 0) continue;
-    // In the data gradient, where positions an extent apart do not both meet a window's tap.
-    if (p.direction == Direction::kDataGradient &&
-        (p.mode[d] != PadMode::kCircular || p.stride[d] != 1 || p.y[d] > p.x[d]))
-      return false;
-  }
-  return true;
+  return FindsElements(p);
 }
 
 // What patches cost in all: of those that a multiprocessor makes, each. Fitted to an H200, as the next. Where lines are
@@ -135,6 +128,18 @@ bool HasFrame(const Problem& p) {
   for (int d = 0; d < kRank; ++d)
     if (const Reach reach = ReachOf(p, d); reach.low > 0 || reach.high > 0) return true;
   return false;
+}
+
+bool FindsElements(const Problem& p) {
+  if (!TakesFrame(p)) return false;
+  for (int d = 0; d < kRank; ++d) {
+    if (const Reach reach = ReachOf(p, d); reach.low == 0 && reach.high == 0) continue;
+    // In the data gradient, where positions an extent apart do not both meet a window's tap.
+    if (p.direction == Direction::kDataGradient &&
+        (p.mode[d] != PadMode::kCircular || p.stride[d] != 1 || p.y[d] > p.x[d]))
+      return false;
+  }
+  return true;
 }
 
 Problem WithZeros(const Problem& p) {

@@ -160,7 +160,10 @@ def _larger(given: Extents, spec: ConvSpec, chunk: int) -> Iterator[Extents]:
 
 
 def _rounded(n: int, chunk: int) -> tuple[int, ...]:
-  return tuple(dict.fromkeys((n, -(-n // chunk) * chunk)))
+  """As it is, or whole chunks; also whole sectors of memory and lines, which are read faster."""
+  if n % chunk == 0:
+    return (n,)
+  return (n, *dict.fromkeys(-(-n // whole) * whole for whole in (chunk, 2 * chunk, 8 * chunk)))
 
 
 def _powers(n: int) -> tuple[int, ...]:
