@@ -87,15 +87,19 @@ double PatchCycles(const Problem& p, Tile tile) {
   return kBegin + lookups + kEach * loads * g.rows * p.Taps() * lines * columns / kMultiprocessors;
 }
 
-// What the frame's kernel adds to `cycles`. On the tensor cores all blocks take as long as one, in steps of 128 bytes;
-// of channels that are no whole chunks, element by element.
+// What the frame's kernel adds to `cycles`. On the tensor cores it is products of the filter gradient's tiles; else all
+// blocks take as long as one, in steps of 128 bytes. Channels that are no whole chunks come element by element.
 double FrameCycles(const Problem& p, double cycles) {
-  constexpr double kStep = 1900;
+  constexpr double kStep = 1900, kProductsPerCycle = 190;  // of 16-bit floats
   if (!OnTensorCores(p)) return kLaunchCycles + FrameShare(p) * cycles;
   const int64_t chunk = 16 / SizeOf(p.in);
   const double loads = p.channels % chunk != 0 || p.features % chunk != 0 ? double(chunk) : 1;
-  if (p.direction == Direction::kFilterGradient) return kLaunchCycles + loads * FrameShare(p) * cycles;
   const Gemm g = GemmOf(p);
+  if (p.direction == Direction::kFilterGradient) {
+    const double tiles = double(g.problems) * CeilDiv(g.rows, 128) * CeilDiv(g.columns, 64);
+    const double products = tiles * 128 * 64 * FrameShare(p) * g.depth * SizeOf(p.in) / 2;
+    return kLaunchCycles + std::max(1.0, loads / 2) * products / (kMultiprocessors * kProductsPerCycle);
+  }
   const double blocks = std::ceil(FrameShare(p) * g.rows / 128) * g.problems * CeilDiv(g.columns, 64);
   return kLaunchCycles +
          loads * kStep * CeilDiv(g.depth * SizeOf(p.in), 128) * std::max(1.0, blocks / kMultiprocessors);
