@@ -50,6 +50,7 @@ bool StoresExchanged(Unit unit) {
 
 // The kernels on the CUDA cores take anything.
 bool Takes(const TileShape& t, const Problem& p, bool hopper) {
+  if (HasFrame(p) && (t.unit != Unit::kUnaligned || !FindsElements(p))) return false;
   if (IsByte(p.in)) return TakesBytes(t, p, hopper);
   if (p.exchanged && !StoresExchanged(t.unit)) return false;
   if (t.unit == Unit::kSimt) return true;
@@ -147,8 +148,12 @@ bool IsWorthExchanging(const Problem& p) {
 }  // namespace
 
 std::optional<Config> Choose(const Problem& p, bool hopper, std::string_view algorithm, int64_t workspace_limit) {
-  if (HasFrame(p)) return ChooseWithFrame(p, hopper, algorithm, workspace_limit);
-  const std::optional<Config> best = ChooseAsItIs(p, hopper, algorithm, workspace_limit);
+  std::optional<Config> best = ChooseAsItIs(p, hopper, algorithm, workspace_limit);
+  if (HasFrame(p)) {
+    const std::optional<Config> framed = ChooseWithFrame(p, hopper, algorithm, workspace_limit);
+    if (best) best->patched = true;
+    return best && (!framed || best->cycles <= framed->cycles) ? best : framed;
+  }
   if (!IsWorthExchanging(p)) return best;
   std::optional<Config> other = ChooseAsItIs(Exchanged(p), hopper, algorithm, workspace_limit);
   if (!other || (best && best->cycles <= other->cycles)) return best;

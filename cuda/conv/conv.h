@@ -160,7 +160,7 @@ struct Config {
   double cycles;            // modelled time, for comparing configurations
   bool exchanged;           // whether the kernel computes a filter gradient with x and y exchanged
   int64_t frame_slices;     // further ones, of what reads beyond the edges (frame.h)
-  bool patched;             // whether the kernel does that itself (wgmma_patch.cuh, depthwise_ring.cuh)
+  bool patched;             // whether the kernel does that itself (wgmma_patch.cuh, depthwise_ring.cuh, unaligned.cuh)
   bool copies;              // whether Hopper's filter gradient of floats has y transposed by a kernel before it
   bool unaligned;           // whether depthwise convolution copies lines as they lie in memory, on Hopper
 };
