@@ -184,19 +184,6 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   });
 }
 
-// What the gradients of a training step are made of (see TrainGradient), `share` being 1 / m.
-template <class A>
-struct Coefficients {
-  A *d_scale, *d_bias;
-
-  // From the sums of D g and D g (x - mean); what dx has beside a D g.
-  __device__ Pair<A> Set(int64_t c, const Pair<A>& sums, A scale, A root, A share, bool writes) const {
-    if (writes) d_bias[c] = sums.first, d_scale[c] = sums.second * root;
-    const A a = -scale * root * share;
-    return {a * sums.first, a * root * root * sums.second};
-  }
-};
-
 template <class M, class G>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     TrainGradientKernel(Tiling t, Arrays<typename M::T> arrays, Parameters<Accumulator<typename M::T>> affine, G group,
@@ -274,6 +261,7 @@ cudaError_t TrainGradient(const Problem& p, const Affine& affine, activation::Ac
                          PlainGroup<T>{f.kind == activation::Kind::kRelu}, coefficients);
       }))
     return e;
+  if (GradientCluster(p, affine, f, g, x, dx, coefficients, stream, &e)) return e;
   // The sums, and from them the pairs, stand before the partial results.
   const size_t bytes = 2 * static_cast<size_t>(p.outer * p.c) * sizeof(float);
   if (workspace.bytes < 2 * bytes) return cudaErrorInvalidValue;
