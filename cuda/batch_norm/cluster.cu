@@ -15,10 +15,9 @@ namespace {
 constexpr int kBlocks = 2;  // on a multiprocessor
 // Vectors side by side, which are a whole sector, and rows of a step.
 constexpr int kWidth = 2, kHeight = kThreads / kWidth;
-constexpr Group kColumn = {1, kSpan};
 constexpr int kMostRanks = 16;
 // Vectors that a thread holds.
-constexpr int kMostHeld = 20, kVectorBytes = 16;
+constexpr int kMostHeld = 24, kVectorBytes = 16;
 
 struct ClusterTiling {
   int64_t n, c;
@@ -64,6 +63,33 @@ struct ClusterPlace {
   }
 };
 
+// Sums over the threads of a column, in each of them. Within a warp every step halves the channels that a lane has.
+template <class Value, int V, class Op>
+__device__ void SumColumn(Value (&v)[V], Op op, Value (&of_warps)[kThreads / 32][kWidth * V]) {
+  const int column = threadIdx.x % kWidth * V;
+  int channel = column;
+#pragma unroll
+  for (int half = V / 2, mask = kWidth; half > 0; half /= 2, mask *= 2) {
+    const bool upper = threadIdx.x & mask;
+#pragma unroll
+    for (int i = 0; i < half; ++i) {
+      const Value given = upper ? v[i] : v[i + half], kept = upper ? v[i + half] : v[i];
+      v[i] = op(kept, ShuffleXor(given, mask));
+    }
+    if (upper) channel += half;
+  }
+#pragma unroll
+  for (int mask = kWidth * V; mask < 32; mask *= 2) v[0] = op(v[0], ShuffleXor(v[0], mask));
+  of_warps[threadIdx.x / 32][channel] = v[0];
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < V; ++i) v[i] = of_warps[0][column + i];
+#pragma unroll
+  for (int warp = 1; warp < kThreads / 32; ++warp)
+#pragma unroll
+    for (int i = 0; i < V; ++i) v[i] = op(v[i], of_warps[warp][column + i]);
+}
+
 // What the cluster's blocks have of a channel, in each of them.
 template <class P>
 class Exchange {
@@ -71,33 +97,38 @@ class Exchange {
   using A = Accumulator<typename P::T>;
   static constexpr int V = P::V;
 
+  // The block begins with this.
+  __device__ void Open(int ranks) {
+    if (threadIdx.x == 0) {
+      mailbox_.Open();
+      mailbox_.Expect(ranks * P::kChannels * static_cast<int>(sizeof(Pair<A>)));
+    }
+    ClusterArriveRelaxed();
+  }
   // What the thread's block has, which all threads of a column have, goes to every block: a thread to each.
   __device__ void Send(const P& p, const Pair<A> (&of_block)[V]) {
     const int to = threadIdx.x / kWidth;
     ClusterWait();  // The others run.
-    if (to < p.t.ranks) {
-      const uint32_t there =
-          RemoteAddress(static_cast<uint32_t>(__cvta_generic_to_shared(&letters_[p.rank][p.column])), to);
+    if (to >= p.t.ranks) return;
 #pragma unroll
-      for (int i = 0; i < V; i += 2) {
-        const Pair<A>&one = of_block[i], &two = of_block[i + 1];
-        StoreRemote(there + i * sizeof(Pair<A>), make_float4(one.first, one.second, two.first, two.second));
-      }
+    for (int i = 0; i < V; ++i) {
+      Pair<A>* const letter = &letters_[p.rank][p.column + i];
+      mailbox_.Send(&letter->first, to, of_block[i].first);
+      mailbox_.Send(&letter->second, to, of_block[i].second);
     }
-    ClusterArrive();
-    ClusterWait();
   }
   // Calls f(channel, rank, what that block has of the channel) in one thread for each; those of a channel are the lanes
   // of a half of a warp.
   template <class F>
   __device__ void ForEach(const P& p, F&& f) {
     const int channel = threadIdx.x / kMostRanks, rank = threadIdx.x % kMostRanks;
+    mailbox_.Wait();
     if (channel < P::kChannels) f(channel, rank, rank < p.t.ranks ? letters_[rank][channel] : Pair<A>{});
   }
 
  private:
-  // Longer than need be, for the banks' sake.
-  alignas(16) Pair<A> letters_[kMostRanks][P::kChannels + 2];
+  Pair<A> letters_[kMostRanks][P::kChannels + 1];  // One more, for the banks' sake.
+  Mailbox mailbox_;
 };
 
 // The sum over the ranks' lanes.
@@ -122,11 +153,12 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   using P = ClusterPlace<T>;
   using A = Accumulator<T>;
   constexpr int V = P::V;
-  __shared__ Pair<A> scratch[V * kThreads];
+  __shared__ __align__(16) A means[kThreads / 32][P::kChannels];
+  __shared__ __align__(16) Pair<A> deviations[kThreads / 32][P::kChannels];
   __shared__ Exchange<P> exchange;
   __shared__ Numbers<A> numbers[P::kChannels];
   extern __shared__ __align__(16) unsigned char shared[];
-  ClusterArriveRelaxed();
+  exchange.Open(t.ranks);
   const P p(t);
   Vec<T, V>* const held = reinterpret_cast<Vec<T, V>*>(shared) + threadIdx.x;
   p.Load(x, held);
@@ -148,7 +180,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 #pragma unroll
     for (int i = 0; i < V; ++i) mean[i] = fma(wide[i], share, mean[i]);
   });
-  Reduce(mean, Add{}, kColumn, reinterpret_cast<A*>(scratch));
+  SumColumn(mean, Add{}, means);
   Pair<A> sums[V] = {};
   for_each([&](int, const A(&wide)[V]) {
 #pragma unroll
@@ -158,7 +190,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
       sums[i].second += d * d;
     }
   });
-  Reduce(sums, AddPairs{}, kColumn, scratch);
+  SumColumn(sums, AddPairs{}, deviations);
 #pragma unroll
   for (int i = 0; i < V; ++i) {
     const A off = sums[i].first * share;
@@ -194,12 +226,12 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   using P = ClusterPlace<T>;
   using A = Accumulator<T>;
   constexpr int V = P::V;
-  __shared__ Pair<A> scratch[V * kThreads];
+  __shared__ __align__(16) Pair<A> of_warps[kThreads / 32][P::kChannels];
   __shared__ Exchange<P> exchange;
   __shared__ Numbers<A> numbers[P::kChannels];
   __shared__ Pair<A> pairs[P::kChannels];
   extern __shared__ __align__(16) unsigned char shared[];
-  ClusterArriveRelaxed();
+  exchange.Open(t.ranks);
   const P p(t);
   Vec<T, V>*const held_x = reinterpret_cast<Vec<T, V>*>(shared) + threadIdx.x, *const held_g =
                                                                                    held_x + t.held * kThreads;
@@ -237,7 +269,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
         return h;
       },
       [](int, const A(&)[V]) {});
-  Reduce(sums, AddPairs{}, kColumn, scratch);
+  SumColumn(sums, AddPairs{}, of_warps);
   exchange.Send(p, sums);
   exchange.ForEach(p, [&](int channel, int rank, const Pair<A>& of_rank) {
     const Pair<A> sum = SumRanks(of_rank, AddPairs{});
@@ -268,8 +300,8 @@ bool VisitClusters(const Problem& p, activation::Activation a, bool aligned, int
     using P = ClusterPlace<typename decltype(type)::type>;
     const int64_t tiles = CeilDiv(p.c, P::kChannels), clusters = p.outer * tiles, steps = CeilDiv(p.n, kHeight);
     most = std::min(most, kMostRanks);
-    // All blocks run at once; as many as there are multiprocessors share the work.
-    int64_t ranks = 1;
+    // All blocks run at once; as many as there are multiprocessors share the work, at least two that of a cluster.
+    int64_t ranks = 2;
     const auto held = [&] { return CeilDiv(CeilDiv(p.n, ranks), kHeight); };
     while (2 * ranks <= most && ranks < steps &&
            (clusters * ranks * 2 <= kMultiprocessors || held() * arrays > kMostHeld))

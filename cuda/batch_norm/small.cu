@@ -4,6 +4,7 @@
 #include "cuda/batch_norm/elements.cuh"
 #include "cuda/batch_norm/small.cuh"
 #include "cuda/batch_norm/statistics.cuh"
+#include "cuda/common/convert.cuh"
 
 namespace jaxdnn::batch_norm {
 namespace {
@@ -56,10 +57,13 @@ class Held {
         Vec<T, V> v;
 #pragma unroll
         for (int e = 0; e < V; ++e) v.v[e] = static_cast<T>(Call(f, i, e));
-        if constexpr (M::kRuns)
+        if constexpr (M::kRuns) {
           Store<M>(out, m_.At(t_, i), v);
-        else
-          *reinterpret_cast<Vec<T, V>*>(out + m_.At(t_, i).offset) = v;
+        } else {
+          Packed<T, V> packed;
+          memcpy(&packed, &v, sizeof(v));
+          StorePacked<T, V>(out + m_.At(t_, i).offset, packed);
+        }
       }
   }
 
