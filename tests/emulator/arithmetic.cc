@@ -64,8 +64,10 @@ T MultiplyAdd(T a, T b, T c) {
     return a * b + c;
 }
 
+// Of twice as many bits, at least.
 template <class T>
-using Wide = std::conditional_t<std::is_signed_v<T>, __int128, unsigned __int128>;
+using Wide = std::conditional_t<sizeof(T) < 8, std::conditional_t<std::is_signed_v<T>, int64_t, uint64_t>,
+                                std::conditional_t<std::is_signed_v<T>, __int128, unsigned __int128>>;
 
 template <class T>
 T High(T a, T b) {
@@ -123,34 +125,6 @@ T Absolute(T a) {
     return a < 0 ? static_cast<T>(-static_cast<uint64_t>(a)) : a;
 }
 
-// Sums with a carry in (addc, subc) or out (.cc).
-template <class T>
-bool AddCarry(Warp& w, const Instruction& i, Mask m) {
-  const bool in = i.immediate & 1, out = i.immediate & 2, subtract = i.immediate & 4;
-  ForLanes(m, [&](int l) {
-    using Sum = unsigned __int128;
-    const Sum a = Get<T>(w.r[i.s[0]], l), b = Get<T>(w.r[i.s[1]], l), carry = in ? w.carry >> l & 1 : 0;
-    const Sum sum = subtract ? a - b - carry : a + b + carry;
-    Put(w.r[i.d[0]], l, static_cast<T>(sum));
-    if (out) w.carry = (w.carry & ~(Mask{1} << l)) | static_cast<Mask>(sum >> 8 * sizeof(T) & 1) << l;
-  });
-  return true;
-}
-void BindCarry(Operands& o) {
-  const std::string& head = o.words[0];
-  o.Plain(Bytes(o.i.type) == 8 ? AddCarry<uint64_t> : AddCarry<uint32_t>,
-          (head.size() == 4) | o.Has("cc") << 1 | (head[0] == 's') << 2);
-}
-
-int32_t DotProduct(uint32_t a, uint32_t b, uint32_t c, bool a_signed, bool b_signed) {
-  const auto byte = [](uint32_t v, int k, bool is_signed) {
-    const auto bits = static_cast<uint8_t>(v >> 8 * k);
-    return is_signed ? static_cast<int8_t>(bits) : int{bits};
-  };
-  for (int k = 0; k < 4; ++k) c += byte(a, k, a_signed) * byte(b, k, b_signed);
-  return static_cast<int32_t>(c);
-}
-
 }  // namespace
 
 const Table kArithmetic = {
@@ -161,13 +135,8 @@ const Table kArithmetic = {
     {"fma", Floats([](auto a, auto b, auto c) { return MultiplyAdd(a, b, c); })},
     {"neg", Wrapping([](auto a) { return -a; })},
     {"mul.hi", Integers([](auto a, auto b) { return High(a, b); })},
-    {"mad.hi", Integers([](auto a, auto b, auto c) { return High(a, b) + c; })},
     {"mul.wide", BindWide},
     {"mad.wide", BindWide},
-    {"add.cc", BindCarry},
-    {"addc", BindCarry},
-    {"sub.cc", BindCarry},
-    {"subc", BindCarry},
     {"div", Both([](auto a, auto b) { return Quotient(a, b); })},
     {"rem", Integers([](auto a, auto b) { return Remainder(a, b); })},
     {"max", Both([](auto a, auto b) { return Larger(a, b); })},
@@ -179,13 +148,7 @@ const Table kArithmetic = {
     {"rcp", Floats([](auto a) { return 1 / a; })},
     {"ex2", Floats([](auto a) { return std::exp2(a); })},
     {"lg2", Floats([](auto a) { return std::log2(a); })},
-    {"sin", Floats([](auto a) { return std::sin(a); })},
-    {"cos", Floats([](auto a) { return std::cos(a); })},
     {"tanh", Floats([](auto a) { return std::tanh(a); })},
-    {"dp4a.s32.s32", Bitwise<uint32_t>([](auto a, auto b, auto c) { return DotProduct(a, b, c, true, true); })},
-    {"dp4a.s32.u32", Bitwise<uint32_t>([](auto a, auto b, auto c) { return DotProduct(a, b, c, true, false); })},
-    {"dp4a.u32.s32", Bitwise<uint32_t>([](auto a, auto b, auto c) { return DotProduct(a, b, c, false, true); })},
-    {"dp4a.u32.u32", Bitwise<uint32_t>([](auto a, auto b, auto c) { return DotProduct(a, b, c, false, false); })},
 };
 
 }  // namespace emulator

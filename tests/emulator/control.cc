@@ -90,7 +90,6 @@ const Table kControl = {
     {"exit", [](Operands& o) { o.i.run = Exit; }},
     {"ret", [](Operands& o) { o.i.run = Exit; }},
     {"trap", [](Operands& o) { o.i.run = Trap; }},
-    {"brkpt", [](Operands& o) { o.i.run = Trap; }},
     {"nanosleep", [](Operands& o) { o.i.run = Sleep; }},
     {"bar", BindBarrier},
     {"barrier", BindBarrier},

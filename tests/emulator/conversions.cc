@@ -61,16 +61,6 @@ void BindCompare(Operands& o) {
   o.Plain(run, kRelations.at(o.words[1]) | combine);
 }
 
-template <class Op>
-bool TestProperty(Warp& w, const Instruction& i, Mask m) {
-  ForLanes(m, [&](int l) { w.r[i.d[0]][l] = Op{}(DoubleOf(i.type, w.r[i.s[0]][l])); });
-  return true;
-}
-template <class Op>
-Binder Property(Op) {
-  return Plain<TestProperty<Op>>;
-}
-
 // Between single numbers. i.immediate says how floats become whole numbers, or that they need not.
 constexpr double (*kWhole[])(double) = {std::nearbyint, std::trunc, std::floor, std::ceil};
 constexpr int64_t kNotWhole = 4;
@@ -127,10 +117,6 @@ void BindConvert(Operands& o) {
 
 const Table kConversions = {
     {"setp", BindCompare},
-    {"testp.finite", Property([](double v) { return std::isfinite(v); })},
-    {"testp.infinite", Property([](double v) { return std::isinf(v); })},
-    {"testp.number", Property([](double v) { return !std::isnan(v); })},
-    {"testp.notanumber", Property([](double v) { return std::isnan(v); })},
     {"cvt", BindConvert},
     {"cvt.rn.tf32", Bitwise<uint32_t>([](auto bits) { return RoundToTf32(bits); })},
     {"cvt.rna.tf32", Bitwise<uint32_t>([](auto bits) { return RoundToTf32(bits, true); })},

@@ -150,7 +150,6 @@ struct Warp {
   std::array<uint64_t, kLanes> waits_for{};
   Mask waiting = 0;
   std::array<uint64_t, kLanes> cluster_phase{};
-  Mask carry = 0;
   bool yields = false;  // set by an instruction after which others should run
   bool passed = false;  // set by one that was waited for
 };

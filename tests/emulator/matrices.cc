@@ -60,7 +60,7 @@ void BindStore(Operands& o) {
 
 // Products ----------------------------------------------------------------------------------------------------------
 
-constexpr int kRows = 16, kTermBytes = 32;
+constexpr int kRows = 16, kColumns = 256, kTermBytes = 32;
 
 using Line = float[kTermBytes];  // terms of a row of a, or of a column of b
 using Words = uint32_t[kLanes];
@@ -87,19 +87,24 @@ void UnpackRows(const Warp& w, const Instruction& i, int count, Line* rows) {
 // tensor cores' own keep fewer bits (of 8-bit floats about 14), so theirs are less accurate. Integers are exact.
 void Multiply(const Instruction& i, const Line* rows, const Line* columns, int column_count, int terms, Words* c) {
   const double sign = !(i.flags & kNegateA) == !(i.flags & kNegateB) ? 1 : -1;
+  double b[kTermBytes][kColumns];
   for (int column = 0; column < column_count; ++column)
-    for (int row = 0; row < kRows; ++row) {
+    for (int k = 0; k < terms; ++k) b[k][column] = columns[column][k];
+  for (int row = 0; row < kRows; ++row) {
+    double sums[kColumns] = {};
+    for (int k = 0; k < terms; ++k)
+      for (int column = 0; column < column_count; ++column) sums[column] += rows[row][k] * b[k][column];
+    for (int column = 0; column < column_count; ++column) {
       uint32_t& to = c[column / 8 * 4 + row / 8 * 2 + column % 2][row % 8 * 4 + column % 8 / 2];
-      double sum = 0;
-      for (int k = 0; k < terms; ++k) sum += static_cast<double>(rows[row][k]) * columns[column][k];
       if (IsFloat(i.type)) {
-        const auto total = static_cast<float>(sign * sum + std::bit_cast<float>(to));
+        const auto total = static_cast<float>(sign * sums[column] + std::bit_cast<float>(to));
         to = std::isnan(total) ? 0x7FFFFFFF : std::bit_cast<uint32_t>(total);
       } else {
-        const int64_t total = static_cast<int64_t>(sum) + static_cast<int32_t>(to);
+        const int64_t total = static_cast<int64_t>(sums[column]) + static_cast<int32_t>(to);
         to = static_cast<uint32_t>(i.flags & kSaturate ? std::clamp<int64_t>(total, INT32_MIN, INT32_MAX) : total);
       }
     }
+  }
 }
 
 bool WarpProduct(Warp& w, const Instruction& i, Mask m) {  // d, a, b, c
@@ -156,7 +161,7 @@ void ReadLines(Warp& w, Scalar type, uint64_t descriptor, bool transposed, int f
 bool GroupProduct(Warp& w, const Instruction& i, Mask m) {  // d, a or its descriptor, b's, whether d is added
   WholeWarp(m);
   const int column_count = 2 * static_cast<int>(i.d.size());
-  Line rows[kRows], columns[256];
+  Line rows[kRows], columns[kColumns];
   Words sums[128] = {};
   if (i.flags & kARegisters)
     UnpackRows(w, i, 4, rows);

@@ -166,9 +166,6 @@ const Table kMemory = {
        o.i.run = WaitCopies;
      }},
     {"prefetch", Ignore},
-    {"prefetchu", Ignore},
-    {"applypriority", Ignore},
-    {"discard", Ignore},
 };
 
 }  // namespace emulator

@@ -116,7 +116,7 @@ class Grid {
       block->cluster = cluster.get();
       block->rank = rank;
       block->id = Unravel(index * cluster_ + rank, grid_);
-      block->storage = std::make_unique<uint8_t[]>(shared_bytes_ + 1024);
+      block->storage = std::make_unique_for_overwrite<uint8_t[]>(shared_bytes_ + 1024);
       block->shared =
           reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(block->storage.get()) + 1023) / 1024 * 1024);
       std::memset(block->shared, 0xFF, shared_bytes_);  // not a number
@@ -136,7 +136,7 @@ class Grid {
     warp->index = index;
     const int64_t threads = std::min<int64_t>(kLanes, block_.Count() - int64_t{index} * kLanes);
     warp->alive = ~Mask{0} >> (kLanes - threads);
-    warp->storage = std::make_unique<Reg[]>(kernel_.registers);
+    warp->storage = std::make_unique_for_overwrite<Reg[]>(kernel_.registers);
     warp->r = warp->storage.get();
     std::memset(warp->r, 0xA5, sizeof(Reg) * kernel_.registers);
     warp->paths = {{0, warp->alive}};

@@ -1,6 +1,4 @@
 // What the lanes of a warp do together. All lanes that an instruction names must be at it.
-#include <algorithm>
-
 #include "instructions.h"
 
 namespace emulator {
@@ -45,48 +43,6 @@ Binder Votes(Op) {
   return Plain<Vote<Op>>;
 }
 
-bool Match(Warp& w, const Instruction& i, Mask m) {  // match.any
-  Named(w, i, 1, m);
-  Reg values;
-  std::memcpy(values, w.r[i.s[0]], sizeof(Reg));
-  ForLanes(m, [&](int l) {
-    Mask same = 0;
-    ForLanes(m, [&](int k) { same |= Mask{values[k] == values[l]} << k; });
-    w.r[i.d[0]][l] = same;
-  });
-  return true;
-}
-
-bool ActiveMask(Warp& w, const Instruction& i, Mask m) {
-  ForLanes(m, [&](int l) { w.r[i.d[0]][l] = m; });
-  return true;
-}
-
-bool Elect(Warp& w, const Instruction& i, Mask m) {
-  const int leader = __builtin_ctz(m);
-  ForLanes(m, [&](int l) {
-    w.r[i.d[0]][l] = leader;
-    if (i.d.size() > 1) w.r[i.d[1]][l] = l == leader;
-  });
-  return true;
-}
-
-template <class Op>
-bool Reduce(Warp& w, const Instruction& i, Mask m) {
-  Named(w, i, 1, m);
-  const auto value = [&](int l) {
-    return IsSigned(i.type) ? int64_t{Get<int32_t>(w.r[i.s[0]], l)} : int64_t{Get<uint32_t>(w.r[i.s[0]], l)};
-  };
-  int64_t out = value(__builtin_ctz(m));
-  ForLanes(m & (m - 1), [&](int l) { out = Op{}(out, value(l)); });
-  ForLanes(m, [&](int l) { w.r[i.d[0]][l] = static_cast<uint32_t>(out); });
-  return true;
-}
-template <class Op>
-Binder Reduces(Op) {
-  return Plain<Reduce<Op>>;
-}
-
 // Here, lanes that are named and elsewhere are waited for.
 bool WarpBarrier(Warp& w, const Instruction& i, Mask m) {
   const Mask named = Get<uint32_t>(w.r[i.s[0]], __builtin_ctz(m));
@@ -104,15 +60,6 @@ const Table kWarp = {
     {"vote.sync.any", Votes([](Mask yes, Mask) { return yes != 0; })},
     {"vote.sync.uni", Votes([](Mask yes, Mask all) { return yes == all || yes == 0; })},
     {"vote.sync.ballot", Votes([](Mask yes, Mask) { return yes; })},
-    {"match.any", Plain<Match>},
-    {"activemask", Plain<ActiveMask>},
-    {"elect", Plain<Elect>},
-    {"redux.sync.add", Reduces([](int64_t a, int64_t b) { return a + b; })},
-    {"redux.sync.min", Reduces([](int64_t a, int64_t b) { return std::min(a, b); })},
-    {"redux.sync.max", Reduces([](int64_t a, int64_t b) { return std::max(a, b); })},
-    {"redux.sync.and", Reduces([](int64_t a, int64_t b) { return a & b; })},
-    {"redux.sync.or", Reduces([](int64_t a, int64_t b) { return a | b; })},
-    {"redux.sync.xor", Reduces([](int64_t a, int64_t b) { return a ^ b; })},
     {"bar.warp",
      [](Operands& o) {
        o.Source(0);
