@@ -210,7 +210,8 @@ def _reference(x: Array, seed: Array, *, rate: float, pitch: int, start_multiple
   lead = x.shape[:-2]
   row = jnp.broadcast_to(lax.iota(np.uint32, rows), (*lead, rows))
   start = jnp.broadcast_to(seed[..., None, 4:], (*lead, rows, 2))
-  first = jnp.moveaxis(_add_product(jnp.moveaxis(start, -1, 0), row, pitch), 0, -1)
+  # A single row may be of symbolic length, which is no factor.
+  first = start if rows == 1 else jnp.moveaxis(_add_product(jnp.moveaxis(start, -1, 0), row, pitch), 0, -1)
   skipped = first[..., 0] & np.uint32(PER_CALL - 1)
   low = (first[..., 0] >> np.uint32(3)) | (first[..., 1] << np.uint32(29))
   calls = columns // PER_CALL + 2

@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial, reduce
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -261,9 +260,6 @@ def _batch(operands: Any, dims: Any, *, result: str, spec: ConvSpec, dtype: Any)
   arrays = {n: a if d is None else jnp.moveaxis(a, d, 0) for n, a, d in zip(names, operands, dims, strict=True)}
   mapped = [n for n, d in zip(names, dims, strict=True) if d is not None]
   v = arrays[mapped[0]].shape[0]
-  if v == 0:
-    a, b = (jax.ShapeDtypeStruct(arrays[n].shape[n in mapped :], arrays[n].dtype) for n in names)
-    return jnp.zeros((0, *_result_shape(result, a, b, spec)), dtype), 0
   ndim = spec.rank + 3
   if len(mapped) == 2:
     axes = {n: (0, 1) for n in "xwy"}
