@@ -78,14 +78,14 @@ def dilated(extent: int, dilation: int) -> int:
   return 0 if extent == 0 else (extent - 1) * dilation + 1
 
 
-def _is_sequence(value: Any) -> bool:
+def is_sequence(value: Any) -> bool:
   """Whether it has entries: a tuple, a list or such, or an array that is no scalar."""
   return (isinstance(value, Sequence) and not isinstance(value, str | bytes)) or bool(getattr(value, "shape", ()))
 
 
 def window_rank(where: str, window: Any) -> int:
   """How many spatial dimensions `window` asks for."""
-  if not _is_sequence(window):
+  if not is_sequence(window):
     raise TypeError(f"{where}: window must be a sequence of 1 to 3 integers, got {window!r}")
   if not 1 <= len(window) <= 3:
     raise ValueError(f"{where}: window must have 1 to 3 entries, one per spatial dimension, got {window!r}")
@@ -104,7 +104,7 @@ def per_dimension(where: str, name: str, value: Any, rank: int) -> tuple[int, ..
   """One positive integer per spatial dimension, from such a sequence or a single integer."""
   value = tuple(value) if isinstance(value, Iterator) else value
   try:
-    values = tuple(map(operator.index, value)) if _is_sequence(value) else (operator.index(value),) * rank
+    values = tuple(map(operator.index, value)) if is_sequence(value) else (operator.index(value),) * rank
   except TypeError as e:
     raise TypeError(f"{where}: {name} must be an int or a sequence of {rank} ints, got {value!r}") from e
   if len(values) != rank:
@@ -112,6 +112,19 @@ def per_dimension(where: str, name: str, value: Any, rank: int) -> tuple[int, ..
   if any(v < 1 for v in values):
     raise ValueError(f"{where}: {name} must be positive, got {values}")
   return values
+
+
+def extents(where: str, name: str, value: Any, rank: int) -> tuple[int, ...]:
+  """A size for each spatial dimension, none negative."""
+  try:
+    sizes = tuple(map(operator.index, value))
+  except TypeError as e:
+    raise TypeError(f"{where}: {name} must be a sequence of {rank} integers, got {value!r}") from e
+  if len(sizes) != rank:
+    raise ValueError(f"{where}: {name} must have {rank} entries, got {sizes}")
+  if any(n < 0 for n in sizes):
+    raise ValueError(f"{where}: {name} must not be negative, got {sizes}")
+  return sizes
 
 
 def explicit_padding(
@@ -125,7 +138,7 @@ def explicit_padding(
     return tuple((int(lo), int(hi)) for lo, hi in lax.padtype_to_pads(spatial, window, stride, mode))
   padding = tuple(padding) if isinstance(padding, Iterator) else padding
   try:
-    if not _is_sequence(padding):
+    if not is_sequence(padding):
       return ((operator.index(padding), operator.index(padding)),) * len(window)
     pads = tuple((operator.index(lo), operator.index(hi)) for lo, hi in padding)
   except (TypeError, ValueError) as e:

@@ -23,7 +23,7 @@ from jaxdnn._arguments import array, flag, floating, number
 
 
 def dropout(
-  x: Array, rate: float, key: Array, *, broadcast_dims: Sequence[int] = (), deterministic: bool = False
+  x: Array, rate: float, key: Array | None, *, broadcast_dims: Sequence[int] = (), deterministic: bool = False
 ) -> Array:
   """Zeroes each element with probability `rate` and divides the others by `1 - rate`.
 
@@ -33,7 +33,7 @@ def dropout(
       result is x itself, with 1 it is 0, also where x is NaN or infinite.
     key: a single JAX key, as `jax.random.key` or `jax.random.PRNGKey` make it. Its words are the key of a generator of
       its own, so that nothing that jax.random draws from the same key is related to the mask; do not use one key for
-      two dropouts.
+      two dropouts. With `deterministic` it may be None.
     broadcast_dims: dimensions along which the mask is the same, such as the spatial ones where whole channels are
       dropped.
     deterministic: returns x, for inference.
@@ -55,7 +55,10 @@ def dropout(
   deterministic = flag("dropout", "deterministic", deterministic)
   if not 0 <= rate <= 1:
     raise ValueError(f"dropout: rate must be in [0, 1], got {rate}")
-  words, dims = _key_words(key), _dimensions(x, broadcast_dims)
+  dims = _dimensions(x, broadcast_dims)
+  if key is None and deterministic:
+    return x
+  words = _key_words(key)
   if deterministic or rate == 0:
     return x
   if rate == 1:
@@ -207,7 +210,8 @@ def _reference(x: Array, seed: Array, *, rate: float, pitch: int, start_multiple
   lead = x.shape[:-2]
   row = jnp.broadcast_to(lax.iota(np.uint32, rows), (*lead, rows))
   start = jnp.broadcast_to(seed[..., None, 4:], (*lead, rows, 2))
-  first = jnp.moveaxis(_add_product(jnp.moveaxis(start, -1, 0), row, pitch), 0, -1)
+  # A single row may be of symbolic length, which is no factor.
+  first = start if rows == 1 else jnp.moveaxis(_add_product(jnp.moveaxis(start, -1, 0), row, pitch), 0, -1)
   skipped = first[..., 0] & np.uint32(PER_CALL - 1)
   low = (first[..., 0] >> np.uint32(3)) | (first[..., 1] << np.uint32(29))
   calls = columns // PER_CALL + 2

@@ -202,7 +202,7 @@ def _numbered(
     ignored = labels == index if limits.min <= index <= limits.max else jnp.zeros_like(inside)
   valid = inside if ignored is None else inside & ~ignored
   numbers = jnp.where(valid, labels.astype(np.int32 if classes <= 2**31 else np.int64), -1)
-  factors = weights[0].at[numbers].get(mode="clip") if weights else None
+  factors = _of_labels(weights[0], numbers) if weights else None
   if ignored is None:
     return numbers, factors, jnp.nan
   factors = jnp.ones(numbers.shape, dtype) if factors is None else factors
@@ -211,6 +211,20 @@ def _numbered(
 
 
 # Computation ---------------------------------------------------------------------------------------------------------
+
+
+@jax.custom_jvp
+def _of_labels(weight: Array, numbers: Array) -> Array:
+  """The weight of each label; of those without a class, any."""
+  return weight.at[numbers].get(mode="clip")
+
+
+@_of_labels.defjvp
+def _of_labels_jvp(primals: Any, tangents: Any) -> Any:
+  """A sum over classes, so that the gradient is one over labels: that of a gather adds in any order on a GPU."""
+  weight, numbers = primals
+  chosen = jax.nn.one_hot(numbers, weight.size, dtype=np.bool_)
+  return _of_labels(weight, numbers), jnp.sum(jnp.where(chosen, tangents[0], 0), -1)
 
 
 def _along(values: Array, axis: int, ndim: int) -> Array:

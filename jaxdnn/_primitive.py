@@ -6,6 +6,7 @@ a batching rule, and `lower_to_cuda`.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -199,7 +200,19 @@ def batch_leading(p: Primitive, *, broadcast: Callable[..., Sequence[int]] = lam
 
 
 def set_batching(p: Primitive, rule: Callable[..., Any]) -> None:
-  batching.primitive_batchers[p] = rule
+  """Of no examples `rule` is not asked: a shape that has 0 of them does not say what one is."""
+
+  def of_any(operands: Any, dims: Any, **params: Any) -> Any:
+    if all(d is None or x.shape[d] != 0 for x, d in zip(operands, dims, strict=True)):
+      return rule(operands, dims, **params)
+    one = [
+      jax.ShapeDtypeStruct([n for i, n in enumerate(x.shape) if i != d], x.dtype)
+      for x, d in zip(operands, dims, strict=True)
+    ]
+    out = [jnp.zeros((0, *s.shape), s.dtype) for s in jax.tree.leaves(jax.eval_shape(partial(p.bind, **params), *one))]
+    return (out, [0] * len(out)) if p.multiple_results else (out[0], 0)
+
+  batching.primitive_batchers[p] = of_any
 
 
 # CUDA lowering -------------------------------------------------------------------------------------------------------

@@ -135,6 +135,14 @@ def test_merging_loses_nothing():
   assert stats.entries[0] == 2000
 
 
+def test_merged_variance_is_not_negative():
+  """Of entries that are all alike, in shards whose numbers of entries make the mean round."""
+  x = np.broadcast_to((1e3 * sample(2000, "float64")).astype(np.float32), (7, 7, 2000))
+  where = np.arange(7)[None, :, None] < np.array([6, 3, 2, 4, 6, 4, 3])[:, None, None]
+  _, stats = jax.vmap(lambda x, m: jaxdnn.batch_norm(x, where=m, axis_name="i"), axis_name="i")(x, where)
+  assert (np.asarray(stats.var) >= 0).all()
+
+
 @pytest.mark.mesh
 @pytest.mark.parametrize("spec", [P("a"), P(("a", "b")), P("a", None, "b"), P(None, None, "a"), P("a", "b")])
 def test_explicit_mesh(spec):

@@ -146,3 +146,11 @@ def test_what_is_kept_for_the_backward_pass():
   added = lambda x, z: jaxdnn.batch_norm(x, activation="relu", residual=z)[0]  # noqa: E731
   assert len(big(added, x, z)) == 2
   assert big(lambda b: jaxdnn.batch_norm(x, bias=b)[0], jnp.zeros(64)) == [(8, 64, 1)]
+
+
+def test_statistics_leave_an_exported_program():
+  x = jnp.asarray(sample((4, 3), "float32"))
+  exported = jax.export.export(jax.jit(jaxdnn.batch_norm))(x)
+  _, stats = jax.export.deserialize(exported.serialize()).call(x)
+  assert isinstance(stats, jaxdnn.BatchStats)
+  np.testing.assert_array_equal(stats.var, jaxdnn.batch_norm(x)[1].var)

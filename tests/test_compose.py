@@ -170,6 +170,18 @@ def test_vmap_of_grad_and_grad_of_vmap(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_vmap_of_no_examples(name):
+  f, args = operator(name)
+  gradient = jax.grad(loss(f), argnums(args))
+  for i in range(len(args)):
+    axes = [0 if i == j else None for j in range(len(args))]
+    none = [jnp.zeros((0, *a.shape)) if i == j else a for j, a in enumerate(args)]
+    y, *gradients = jax.eval_shape(lambda *a: (f(*a), *gradient(*a)), *args)
+    mapped = jax.eval_shape(jax.vmap(lambda *a: (f(*a), *gradient(*a)), axes), *none)
+    assert [a.shape for a in mapped] == [(0, *a.shape) for a in (y, *gradients)]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_checkpoint(name):
   f, args = operator(name)
   close(*(jax.jit(jax.grad(loss(f), argnums(args)))(*args) for f in (jax.checkpoint(f), f)))

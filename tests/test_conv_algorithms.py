@@ -68,6 +68,12 @@ def test_of_nothing(direction):
       assert {a.name for a in found} - {"gemm"} == {"implicit_gemm", "implicit_gemm_mma"}
 
 
+def test_matrix_of_patches_of_nothing():
+  y, vjp = jax.vjp(lambda x, w: jaxdnn.conv(x, w, algorithm="gemm"), jnp.ones((2, 4, 4, 0)), jnp.ones((3, 3, 0, 8)))
+  np.testing.assert_array_equal(y, np.zeros((2, 2, 2, 8)))
+  assert [g.shape for g in vjp(y)] == [(2, 4, 4, 0), (3, 3, 0, 8)]
+
+
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_of_an_empty_window(direction):
   for dtype in ("bfloat16", "float32"):

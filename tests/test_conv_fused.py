@@ -81,6 +81,16 @@ def test_vmap_over_each_subset(mapped):
     assert g.shape == (3, *shapes[i])
 
 
+@pytest.mark.parametrize("both", [False, True])
+@pytest.mark.parametrize("shape", [(2, 0, 5, 4), (0, 6, 5, 4), (2, 6, 5, 0)])
+def test_vmap_of_layers_of_nothing(shape, both):
+  x, w = jnp.ones((3, *shape)), jnp.ones((*(3,) * both, 3, 2, shape[-1], 6))
+  f = lambda x, w: jaxdnn.conv(x, w, jnp.ones(6), padding=1, activation="tanh")  # noqa: E731
+  got = jax.vmap(f, (0, 0 if both else None))(x, w)
+  np.testing.assert_allclose(got, np.full(got.shape, np.tanh(1)), rtol=1e-12)
+  assert got.shape == (3, shape[0], shape[1], 6, 6)
+
+
 @pytest.mark.skipif("jaxdnn.conv_fwd.v5" not in _extension.TARGETS, reason="the CUDA kernels were not built")
 def test_layer_is_one_call():
   x, w, b, r = (jnp.asarray(a) for a in operands("bfloat16", True, True))

@@ -149,7 +149,7 @@ def test_wrong_arguments_of_the_general_form():
   assert f(x, w, (1,), "VALID", (3,)).shape == (2, 4, 3)
   with pytest.raises(ValueError, match=r"rhs must have 3 \* 2 input channels for filter_shape=\(2,\), got 9"):
     f(x, w, (1,), "VALID", (2,))
-  with pytest.raises(ValueError, match=r"filter_shape must have an entry for each"):
+  with pytest.raises(ValueError, match=r"filter_shape must have one entry for each"):
     f(x, w, (1,), "VALID", (3, 1))
   with pytest.raises(ValueError, match=r"padding='SAME' is ambiguous with lhs_dilation=\(2,\)"):
     f(x, w, (1,), "SAME", (3,), (2,))

@@ -143,6 +143,14 @@ def test_nothing_is_kept_but_the_key():
   assert sum(r.nbytes for r in jax.tree.leaves(vjp) if hasattr(r, "nbytes")) <= 64
 
 
+def test_symbolic_batch():
+  (b,) = jax.export.symbolic_shape("b")
+  f = jax.jit(jax.grad(lambda x: (jaxdnn.dropout(x, 0.5, KEY) ** 2).sum()))
+  x = jnp.asarray(sample((5, 3), "float32"))
+  exported = jax.export.export(f)(jax.ShapeDtypeStruct((b, 3), x.dtype))
+  np.testing.assert_array_equal(exported.call(x), f(x))
+
+
 def test_vmap_over_arrays_and_keys():
   x, keys = jnp.asarray(sample((3, 5, 7), "float32")), jax.random.split(KEY, 3)
   f = lambda x, key: jaxdnn.dropout(x, 0.5, key)  # noqa: E731

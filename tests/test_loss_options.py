@@ -154,6 +154,15 @@ def test_ignored_rows_take_no_part_in_any_derivative(held):
       assert all(np.isfinite(h).all() for h in jax.tree.leaves(derivative(x, w)))
 
 
+def test_gradient_in_weights_adds_in_order():
+  """Over labels that share a class; a scatter would add them as they come."""
+  x, labels = jnp.asarray(sample((50, 3), "float64")), jnp.arange(50) % 2
+  gradient = jax.grad(lambda w: jaxdnn.cross_entropy(x, labels, weight=w, reduction="sum"))
+  assert "scatter" not in jax.jit(gradient).lower(jnp.ones(3)).as_text()
+  losses = jaxdnn.cross_entropy(x, labels, reduction="none")
+  np.testing.assert_allclose(gradient(jnp.ones(3)), [losses[::2].sum(), losses[1::2].sum(), 0], rtol=1e-12)
+
+
 def test_gradients_in_weights_that_are_zero():
   """Of soft labels that are one-hot, and of classes without weight, where a score must not lose its terms."""
   x, q = jnp.asarray(sample((3, 4), "float64")), jnp.eye(4)[:3]

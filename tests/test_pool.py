@@ -186,6 +186,15 @@ def test_first_of_two_nans_wins():
   np.testing.assert_array_equal(dx[:, 0], [0, 1, 0, 0])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_negative_zeros_are_a_maximum(dtype):
+  """More than 8192 of them, which another library's reduction took for none."""
+  x = jnp.full((8200, 1), -0.0, dtype)
+  y, index = jaxdnn.max_pool(x, (8200,), return_indices=True)
+  assert y[0, 0] == 0 and index[0, 0] == 0
+  np.testing.assert_array_equal(jaxdnn.reduce_window(x, -np.inf, jax.lax.max, (8193, 1), (7, 1), "VALID"), [[0], [0]])
+
+
 def test_all_padding():
   """-inf, or 0 on average, and nothing for the gradient; a window of -inf data still has a winner."""
   x = jnp.full((1, 1), -jnp.inf)

@@ -23,7 +23,7 @@ def ceil_extent(i, w, s, lo, hi, d):
 
 
 @pytest.mark.parametrize("stride", [1, 2, 3, 5])
-@pytest.mark.parametrize("padding", [((0, 0),), ((1, 1),), ((1, 0),), ((0, 2),)], ids=str)
+@pytest.mark.parametrize("padding", [((0, 0),), ((1, 1),), ((1, 0),), ((0, 2),), ((1, 8),)], ids=str)
 def test_ceil_mode(stride, padding):
   (lo, hi) = padding[0]
   for i, w, d in itertools.product((3, 7, 8), (2, 3), (1, 2)):

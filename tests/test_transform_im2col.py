@@ -213,7 +213,7 @@ def test_errors():
     jaxdnn.im2col(x[0], (1, 1, 1))
   with pytest.raises(TypeError, match="cols must be floating-point, got int32"):
     jaxdnn.col2im(c.astype("int32"), (5, 5), (2, 2))
-  with pytest.raises(ValueError, match="spatial must have an extent for each of the 2 dimensions, got"):
+  with pytest.raises(ValueError, match="spatial must have 2 entries, got"):
     jaxdnn.col2im(c, (5,), (2, 2))
   for wrong in ((2, 3, 4, 12), (2, 4, 4, 11), (4, 12)):
     with pytest.raises(ValueError, match=r"cols must have shape \[..., 4, 4, 4 \* channels\] for the spatial extents"):

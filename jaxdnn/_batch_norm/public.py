@@ -10,7 +10,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from jaxdnn import _activation, _axes, _primitive
-from jaxdnn._arguments import number
+from jaxdnn._arguments import array, number
 from jaxdnn._batch_norm import transform
 from jaxdnn._batch_norm.primitives import FUSED, Spec
 
@@ -24,6 +24,9 @@ class BatchStats(NamedTuple):
   """Biased: the mean of the squared deviations from the mean."""
   entries: Array
   """How many entries each channel had, over all shards; a scalar."""
+
+
+jax.export.register_namedtuple_serialization(BatchStats, serialized_name="jaxdnn.BatchStats")
 
 
 def batch_norm(
@@ -199,7 +202,7 @@ def update_running_stats(
   new_var = batch.var * (n / jnp.maximum(n - 1, 1)).astype(batch.var.dtype) if unbiased else batch.var
 
   def average(old: Array, new: Array) -> Array:
-    weight = jnp.asarray(momentum, old.dtype)
+    weight = array(op, "momentum", momentum).astype(old.dtype)
     new_weight = weight if unbiased else 1 - weight
     return jnp.where(n > 0, (1 - new_weight) * old + new_weight * new.astype(old.dtype), old)
 

@@ -61,7 +61,8 @@ def _statistics(x: Array, where: Array | None, axes: AxisNames) -> tuple[Array, 
   off = mean - about
   sums = _sum_shards(jnp.stack([n * off, n * (var + off * off)], -2), axes) / total[..., None]
   rest, squares = sums[..., 0, :], sums[..., 1, :]
-  return about + rest, squares - rest * rest
+  # Rounding may leave less than nothing of a variance of 0.
+  return about + rest, jnp.maximum(squares - rest * rest, 0)
 
 
 # Training ------------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from jax import Array
 
 from jaxdnn import _activation
 from jaxdnn._arguments import arrays
+from jaxdnn._conv.fused import check_activation
 from jaxdnn._conv.public import conv
 from jaxdnn._primitive import accumulator_dtype
 
@@ -60,11 +61,15 @@ def causal_conv1d(
     raise TypeError(f"causal_conv1d: x and w must have the same dtype, got {x.dtype} and {w.dtype}")
   (*leading, length, c), before = x.shape, w.shape[0] - 1
   n = math.prod(leading)
+  b = _checked("b", b, (c,))
+  check_activation("causal_conv1d", activation)
   state = _checked("initial_state", initial_state, (*leading, before, c))
   ids = _checked("segment_ids", segment_ids, (*leading, length))
+  if ids is not None and not jnp.issubdtype(ids.dtype, jnp.integer):
+    raise TypeError(f"causal_conv1d: segment_ids must be integers, got {ids.dtype}")
   x = x.reshape(n, length, c)
   state = None if state is None else state.reshape(n, before, c).astype(x.dtype)
-  if ids is None or length == 0:
+  if ids is None or x.size == 0:
     y = _by_kernel(x, w, b, state, activation, precision)
     ids = None
   else:
@@ -86,6 +91,8 @@ def _by_kernel(
   x: Array, w: Array, b: Array | None, state: Array | None, activation: str | None, precision: Any
 ) -> Array:
   before, c = w.shape[0] - 1, w.shape[1]
+  if c == 0:  # Of which there are no groups.
+    return x
 
   def layer(x: Array, pad: int) -> Array:
     return conv(x, w[:, None], b, padding=((pad, 0),), groups=c, activation=activation, precision=precision)

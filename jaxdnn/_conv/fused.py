@@ -175,20 +175,20 @@ def _batch(operands: Any, dims: Any, **params: Any) -> tuple[Array, int]:
   # Of features, as the filter: the bias comes first, the scale last.
   of_features = {1} | ({2} if params["bias"] else set()) | ({len(front) - 1} if params["scale"] else set())
   shared = all(front[i] is None for i in of_features)
-  if x is None or (w is None and not shared) or size == 0:
+  if x is None or (w is None and not shared):
     return jax.vmap(functools.partial(_in_steps, **params), dims)(*operands), 0
 
   every = [jnp.broadcast_to(a, (size, *a.shape)) if f is None else f for a, f in zip(operands, front, strict=True)]
   fold: Callable[[Array], Array]
   if w is None:
     # [V, B, N, ...] -> [B, V N, ...]
-    fold = lambda a: jnp.moveaxis(a, 0, 1).reshape(a.shape[1], -1, *a.shape[3:])  # noqa: E731
+    fold = lambda a: jnp.moveaxis(a, 0, 1).reshape(a.shape[1], size * a.shape[2], *a.shape[3:])  # noqa: E731
     folded = (a if i in of_features else fold(every[i]) for i, a in enumerate(operands))
     y = _primitive.bind(conv_fused_p, *folded, **params)
-    return jnp.moveaxis(y.reshape(y.shape[0], size, -1, *y.shape[2:]), 1, 0), 0
-  fold = lambda a: a.reshape(-1, *a.shape[2:])  # noqa: E731
+    return jnp.moveaxis(y.reshape(y.shape[0], size, y.shape[1] // size, *y.shape[2:]), 1, 0), 0
+  fold = lambda a: a.reshape(size * a.shape[1], *a.shape[2:])  # noqa: E731
   y = _primitive.bind(conv_fused_p, *map(fold, every), **params)
-  return y.reshape(size, -1, *y.shape[1:]), 0
+  return y.reshape(size, y.shape[0] // size, *y.shape[1:]), 0
 
 
 _primitive.set_batching(conv_fused_p, _batch)

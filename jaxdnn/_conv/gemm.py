@@ -45,7 +45,7 @@ def convolve(result: str, arrays: Mapping[str, Array], spec: ConvSpec, dtype: An
 
   def matrix(name: str, array: Array) -> Array:
     array = im2col(array, spec.window, **patches) if name == "x" else array
-    return array.reshape(batch, -1, array.shape[-1])
+    return array.reshape(batch, math.prod(array.shape[1:-1]), array.shape[-1])
 
   matrices = {name: matrix(name, arrays[name]) for name in OPERANDS[result]}
   if result == "y":
@@ -57,7 +57,8 @@ def convolve(result: str, arrays: Mapping[str, Array], spec: ConvSpec, dtype: An
   # The patches overlap, so they are summed before they are rounded.
   wide = max(_primitive.accumulator_dtype(a.dtype), np.dtype(dtype), key=lambda t: t.itemsize)
   x = primitives.convolve("x", matrices, matrix_spec(spec, needed), wide)
-  return col2im(x.reshape(*a.shape[:2], *spec.y_spatial, -1), spec.x_spatial, spec.window, **patches).astype(dtype)
+  x = x.reshape(*a.shape[:2], *spec.y_spatial, x.shape[-1])
+  return col2im(x, spec.x_spatial, spec.window, **patches).astype(dtype)
 
 
 def takes(spec: ConvSpec) -> bool:

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from jax import Array, lax
 
-from jaxdnn._arguments import Padding, arrays
+from jaxdnn._arguments import Padding, arrays, extents
 from jaxdnn._conv import layout
 from jaxdnn._conv.gemm import convolve
 from jaxdnn._conv.layout import DimensionNumbers
@@ -53,8 +54,7 @@ def conv_dgrad(
   g, w = arrays(where, g=g, w=w)
   numbers = layout.dimension_numbers(where, g, w, dimension_numbers or channels_last(w.ndim - 2))
   dtype = result_dtype(where, g, w, preferred_element_type)
-  if len(x_spatial) != w.ndim - 2:
-    raise ValueError(f"{where}: x_spatial must have {w.ndim - 2} entries, got {tuple(x_spatial)}")
+  x_spatial = extents(where, "x_spatial", x_spatial, w.ndim - 2)
   spec = make_spec(
     where, x_spatial, layout.spatial(w, numbers.rhs_spec), stride=stride, padding=padding, lhs_dilation=None,
     rhs_dilation=dilation, groups=groups, precision=precision, algorithm=algorithm, workspace_limit=workspace_limit,
@@ -63,7 +63,12 @@ def conv_dgrad(
   k, w_in = (w.shape[d] for d in numbers.rhs_spec[:2])
   check_channels(where, w_in * spec.groups, w_in, k, spec.groups, 1)
   _check_gradient(where, g, numbers, spec, k)
+  return data_gradient(g, w, numbers, spec, dtype)
 
+
+def data_gradient(
+  g: Array, w: Array, numbers: lax.ConvDimensionNumbers, spec: ConvSpec, dtype: np.dtype[Any]
+) -> Array:
   def apply(g: Array, w: Array) -> Array:
     y, w = layout.to_canonical(g, numbers.out_spec)[None], layout.filter_to_canonical(w, numbers.rhs_spec)[None]
     return layout.from_canonical(convolve("x", {"y": y, "w": w}, spec, dtype)[0], numbers.lhs_spec)
@@ -112,8 +117,7 @@ def conv_wgrad(
   x, g = arrays(where, x=x, g=g)
   numbers = layout.dimension_numbers(where, x, g, dimension_numbers or channels_last(x.ndim - 2))
   dtype = result_dtype(where, x, g, preferred_element_type)
-  if len(window) != x.ndim - 2:
-    raise ValueError(f"{where}: window must have {x.ndim - 2} entries, got {tuple(window)}")
+  window = extents(where, "window", window, x.ndim - 2)
   spec = make_spec(
     where, layout.spatial(x, numbers.lhs_spec), window, stride=stride, padding=padding, lhs_dilation=None,
     rhs_dilation=dilation, groups=groups, precision=precision, algorithm=algorithm, workspace_limit=workspace_limit,

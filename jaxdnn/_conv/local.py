@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jaxdnn._arguments import Padding, arrays
+from jaxdnn._arguments import Padding, arrays, per_dimension
 from jaxdnn._conv import layout
 from jaxdnn._conv.fused import check_activation, fused
 from jaxdnn._conv.layout import DimensionNumbers
@@ -119,11 +119,9 @@ def conv_general_dilated_local(
   lhs, rhs = arrays(where, lhs=lhs, rhs=rhs)
   numbers = layout.dimension_numbers(where, lhs, rhs, dimension_numbers)
   rank = lhs.ndim - 2
-  if not 1 <= rank <= 3 or len(filter_shape) != rank:
-    raise ValueError(
-      f"{where}: filter_shape must have an entry for each of 1 to 3 spatial dimensions, got {tuple(filter_shape)} for "
-      f"lhs of shape {lhs.shape}"
-    )
+  if not 1 <= rank <= 3:
+    raise ValueError(f"{where}: lhs must have 1 to 3 spatial dimensions, got shape {lhs.shape}")
+  filter_shape = per_dimension(where, "filter_shape", filter_shape, rank)
   spec = make_spec(
     where, layout.spatial(lhs, numbers.lhs_spec), filter_shape, stride=window_strides, padding=padding,
     lhs_dilation=lhs_dilation, rhs_dilation=1 if rhs_dilation is None else rhs_dilation, groups=1,
@@ -132,7 +130,7 @@ def conv_general_dilated_local(
   c, inputs = lhs.shape[numbers.lhs_spec[1]], rhs.shape[numbers.rhs_spec[1]]
   if inputs != c * math.prod(filter_shape):
     raise ValueError(
-      f"{where}: rhs must have {c} * {math.prod(filter_shape)} input channels for filter_shape={tuple(filter_shape)}, "
+      f"{where}: rhs must have {c} * {math.prod(filter_shape)} input channels for filter_shape={filter_shape}, "
       f"got {inputs}"
     )
   _check_filters(where, layout.spatial(rhs, numbers.rhs_spec), c, spec, c)

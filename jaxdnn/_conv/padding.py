@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxdnn._arguments import Padding, explicit_padding
+from jaxdnn._arguments import Padding, explicit_padding, is_sequence
 
 PaddingMode = str | Sequence[str]
 ZEROS, REFLECT, REPLICATE, CIRCULAR = MODES = ("zeros", "reflect", "replicate", "circular")
@@ -24,7 +24,7 @@ def layer_padding(
 
   Beside what `explicit_padding` takes there are flax's strings. `extents` are those of the dilated window.
   """
-  modes = (mode,) * len(spatial) if isinstance(mode, str) else tuple(mode)
+  modes: tuple[Any, ...] = tuple(mode) if is_sequence(mode) else (mode,) * len(spatial)
   if len(modes) != len(spatial) or any(m not in MODES for m in modes):
     raise ValueError(
       f"{where}: padding_mode must be one of {MODES}, or one of them for each of {len(spatial)} spatial dimensions, "

@@ -14,10 +14,10 @@ from jaxdnn._arguments import Padding, arrays, dilated, explicit_padding, intege
 from jaxdnn._conv import layout
 from jaxdnn._conv.fused import check_activation, fused
 from jaxdnn._conv.gemm import convolve
-from jaxdnn._conv.gradients import conv_dgrad
+from jaxdnn._conv.gradients import data_gradient
 from jaxdnn._conv.layout import DimensionNumbers
 from jaxdnn._conv.padding import PaddingMode
-from jaxdnn._conv.spec import LAX, channels_last, check_channels, is_float8, make_spec, result_dtype
+from jaxdnn._conv.spec import LAX, ConvSpec, channels_last, check_channels, is_float8, make_spec, result_dtype
 
 
 def conv_general_dilated(
@@ -95,6 +95,15 @@ def conv_general_dilated(
   k, w_in = (rhs.shape[d] for d in numbers.rhs_spec[:2])
   b = integer(where, "batch_group_count", batch_group_count)
   check_channels(where, c, w_in, k, spec.groups, images, b, LAX)
+  out = _forward(lhs, rhs, numbers, spec, dtype, b)
+  return out if out_sharding is None else jax.sharding.reshard(out, out_sharding)
+
+
+def _forward(
+  lhs: Array, rhs: Array, numbers: lax.ConvDimensionNumbers, spec: ConvSpec, dtype: np.dtype[Any], b: int = 1
+) -> Array:
+  """Of `b` groups of the batch."""
+  k = rhs.shape[numbers.rhs_spec[0]]
 
   def apply(lhs: Array, rhs: Array) -> Array:
     x, w = layout.to_canonical(lhs, numbers.lhs_spec), layout.filter_to_canonical(rhs, numbers.rhs_spec)
@@ -104,8 +113,7 @@ def conv_general_dilated(
     y = jnp.moveaxis(convolve("y", {"x": x, "w": w}, spec, dtype), 0, -2)
     return layout.from_canonical(y.reshape(*y.shape[:-2], k), numbers.out_spec)
 
-  out = layout.by_batch(apply, (lhs, rhs), numbers.lhs_spec if b == 1 else None, numbers.out_spec)
-  return out if out_sharding is None else jax.sharding.reshard(out, out_sharding)
+  return layout.by_batch(apply, (lhs, rhs), numbers.lhs_spec if b == 1 else None, numbers.out_spec)
 
 
 def conv(
@@ -310,11 +318,15 @@ def conv_transpose(
   window = layout.spatial(rhs, numbers.rhs_spec)
   extents = [dilated(r, d) for r, d in zip(window, dilation, strict=True)]
   pads = _transpose_padding(where, padding, extents, strides, use_consistent_padding)
+  dtype = result_dtype(where, lhs, rhs, preferred_element_type)
+  static: dict[str, Any] = {"rhs_dilation": dilation, "groups": groups, "precision": precision}
+  (images, c), (k, w_in) = ([lhs.shape[d] for d in numbers.lhs_spec[:2]], [rhs.shape[d] for d in numbers.rhs_spec[:2]])
   if not transpose_kernel:
-    return conv_general_dilated(
-      lhs, rhs, (1,) * rank, pads, strides, dilation, numbers, groups,
-      precision=precision, preferred_element_type=preferred_element_type,
-    )  # fmt: skip
+    spec = make_spec(
+      where, layout.spatial(lhs, numbers.lhs_spec), window, stride=1, padding=pads, lhs_dilation=strides, **static
+    )
+    check_channels(where, c, w_in, k, spec.groups, images)
+    return _forward(lhs, rhs, numbers, spec, dtype)
   out_spatial = [
     max(0, dilated(i, u) + lo + hi - e + 1)
     for i, u, (lo, hi), e in zip(layout.spatial(lhs, numbers.lhs_spec), strides, pads, extents, strict=True)
@@ -327,11 +339,14 @@ def conv_transpose(
       layout.spatial(lhs, numbers.lhs_spec), strides, out_spatial, pads, extents, strict=True
     )
   ]
-  return conv_dgrad(
-    lhs, rhs, out_spatial, stride=strides, padding=forward_pads, dilation=dilation, groups=groups,
-    dimension_numbers=lax.ConvDimensionNumbers(numbers.out_spec, numbers.rhs_spec, numbers.lhs_spec),
-    precision=precision, preferred_element_type=preferred_element_type,
-  )  # fmt: skip
+  spec = make_spec(where, out_spatial, window, stride=strides, padding=forward_pads, lhs_dilation=None, **static)
+  check_channels(where, w_in * spec.groups, w_in, k, spec.groups, images)
+  if k != c:
+    raise ValueError(
+      f"{where}: with transpose_kernel the filter's output channels are those of lhs, {c}, but rhs has {k}"
+    )
+  transposed = lax.ConvDimensionNumbers(numbers.out_spec, numbers.rhs_spec, numbers.lhs_spec)
+  return data_gradient(lhs, rhs, transposed, spec, dtype)
 
 
 def _transpose_padding(

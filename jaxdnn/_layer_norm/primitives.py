@@ -261,12 +261,12 @@ def _set_batching(p: Any, operand_kinds: Sequence[bool], result_kinds: Sequence[
       if is_absent(a) or (at == 1 and kind is PROBLEM):
         return a
       a = jnp.moveaxis(a if mapped else jnp.broadcast_to(a, (size, *a.shape)), 0, at)
-      return a.reshape(*a.shape[:at], -1, *a.shape[at + 2 :])
+      return a.reshape(*a.shape[:at], size * a.shape[at + 1], *a.shape[at + 2 :])
 
     def unfold(out: Array) -> tuple[Array, int | None]:
       if is_absent(out):
         return out, None
-      return out.reshape(*out.shape[:at], size, -1, *out.shape[at + 1 :]), at
+      return out.reshape(*out.shape[:at], size, out.shape[at] // size, *out.shape[at + 1 :]), at
 
     outs = _primitive.bind(p, *map(fold, operands, mapped, operand_kinds), **params)
     return tuple(zip(*map(unfold, outs), strict=True))

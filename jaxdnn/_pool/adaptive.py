@@ -6,7 +6,7 @@ from typing import Any
 
 from jax import Array
 
-from jaxdnn._arguments import flag, floating
+from jaxdnn._arguments import flag, floating, is_sequence
 from jaxdnn._pool import primitives
 from jaxdnn._pool.apply import check_number, over_windows
 from jaxdnn._pool.geometry import Geometry, make_bins, spatial_axes
@@ -82,7 +82,7 @@ def adaptive_max_pool(
 
 
 def _bins(name: str, x: Array, output_size: Any, layout: Any) -> tuple[tuple[int, ...], Geometry]:
-  if isinstance(output_size, str | bytes) or not isinstance(output_size, Sequence):
+  if not is_sequence(output_size):
     raise TypeError(f"{name}: output_size must be a sequence of 1 to 3 integers or None, got {output_size!r}")
   if not 1 <= len(output_size) <= 3:
     raise ValueError(f"{name}: output_size must have 1 to 3 entries, one per spatial dimension, got {output_size!r}")

@@ -162,9 +162,8 @@ def _ceil_high(extent: int, low: int, high: int, reach: int, stride: int) -> int
 
   That window must start in the input or in the padding before it.
   """
-  outputs = max(0, -((reach - extent - low - high) // stride) + 1)
-  if outputs > 0 and (outputs - 1) * stride >= extent + low:
-    outputs -= 1
+  reached = max(0, -((reach - extent - low - high) // stride) + 1)
+  outputs = min(reached, -(-(extent + low) // stride))
   return (outputs - 1) * stride + reach - extent - low if outputs else high
 
 

@@ -8,7 +8,6 @@ are rows of a strided view of `x`; the sum gathers, in a fixed order and without
 """
 
 import math
-import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ from jaxdnn._arguments import (
   array,
   dilated,
   explicit_padding,
+  extents,
   floating,
   one_of,
   per_dimension,
@@ -123,7 +123,7 @@ def col2im(
   cols = floating("col2im", "cols", cols)
   rank = window_rank("col2im", window)
   one_of("col2im", "order", order, ORDERS)
-  patches = _patches("col2im", _extents(spatial, rank), window, stride, padding, dilation)
+  patches = _patches("col2im", extents("col2im", "spatial", spatial, rank), window, stride, padding, dilation)
   cells = math.prod(patches.window)
   if cols.ndim < rank + 1 or cols.shape[-rank - 1 : -1] != patches.out_extent or cols.shape[-1] % cells:
     raise ValueError(
@@ -158,16 +158,6 @@ class Patches(NamedTuple):
     return tuple(
       max(0, (i + lo + hi - dilated(w, d)) // s + 1) for i, w, s, (lo, hi), d in zip(*self, strict=True)
     )
-
-
-def _extents(spatial: Any, rank: int) -> tuple[int, ...]:
-  try:
-    extents = tuple(map(operator.index, spatial))
-  except TypeError:
-    raise TypeError(f"col2im: spatial must be a sequence of {rank} integers, got {spatial!r}") from None
-  if len(extents) != rank or any(n < 0 for n in extents):
-    raise ValueError(f"col2im: spatial must have an extent for each of the {rank} dimensions, got {extents}")
-  return extents
 
 
 def _patches(op: str, extent: tuple[int, ...], window: Any, stride: Any, padding: Any, dilation: Any) -> Patches:
