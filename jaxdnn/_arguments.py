@@ -135,7 +135,7 @@ def explicit_padding(
     mode = padding.upper()
     if mode not in ("VALID", "SAME", "SAME_LOWER"):
       raise ValueError(f"{where}: padding must be 'VALID', 'SAME', 'SAME_LOWER' or explicit, got {padding!r}")
-    return tuple((int(lo), int(hi)) for lo, hi in lax.padtype_to_pads(spatial, window, stride, mode))
+    return tuple(lax.padtype_to_pads(spatial, window, stride, mode))
   padding = tuple(padding) if isinstance(padding, Iterator) else padding
   try:
     if not is_sequence(padding):

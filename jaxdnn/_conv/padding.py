@@ -41,16 +41,19 @@ def layer_padding(
       raise ValueError(f"{where}: padding={padding!r} is for one spatial dimension, got {len(spatial)}")
     padding = [(max(0, extents[0] - 1), 0)]
   pads = explicit_padding(where, padding, spatial, extents, stride)
+  # Zeros come without comparisons, which symbolic extents do not have.
   for size, pair, m in zip(spatial, pads, modes, strict=True):
+    if m == ZEROS:
+      continue
     most = {REFLECT: size - 1, CIRCULAR: size}.get(m, max(pair) if size else 0)
-    if m != ZEROS and max(pair) > max(0, most):
+    if max(pair) > max(0, most):
       limit = f"at most {max(0, most)}" if m != REPLICATE else "of an input that has elements"
       raise ValueError(
         f"{where}: padding_mode={m!r} takes padding {limit} in a dimension of size {size}, got padding={pads} for an "
         f"input of extents {tuple(spatial)}"
       )
   # Where there is no padding its mode says nothing, and equal problems should be equal.
-  modes = tuple(m if max(pair) > 0 else ZEROS for m, pair in zip(modes, pads, strict=True))
+  modes = tuple(m if m != ZEROS and max(pair) > 0 else ZEROS for m, pair in zip(modes, pads, strict=True))
   return pads, modes if any(m != ZEROS for m in modes) else ()
 
 
