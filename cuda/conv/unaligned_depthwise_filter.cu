@@ -135,8 +135,9 @@ __global__ void __launch_bounds__(U::kThreads, U::kBlocks)
     }
   }
 
-  // The sums of a channel's strips come together, a line of taps at a time.
-  float* const scratch = reinterpret_cast<float*>(shared);
+  // The sums of a channel's strips come together, a line of taps at a time. Not where the barriers are: the last
+  // arrivals there, which nobody waits for, may change these words later still.
+  float* const scratch = reinterpret_cast<float*>(shared + UnalignedRing<U::kStages>::kBytes);
   const int width = tile.x.width;
 #pragma unroll
   for (int r = 0; r < kTaps; ++r) {
@@ -191,8 +192,8 @@ cudaError_t LaunchUnalignedDepthwiseFilter(const Problem& p, const Config& confi
       q.splits = int(std::clamp<int64_t>(q.units, 1, places));
       const int64_t blocks = p.batch * q.splits * q.slabs.count.divisor;
       const size_t sums = U::kTaps * t.x.strips * t.x.width * sizeof(float);
-      const Grid grid = {blocks, t.x.threads,
-                         std::max(sums, size_t(UnalignedRing<U::kStages>::kBytes + U::kStages * t.bytes))};
+      const size_t shared = UnalignedRing<U::kStages>::kBytes + std::max(sums, size_t(U::kStages) * t.bytes);
+      const Grid grid = {blocks, t.x.threads, shared};
       float* const partial = q.splits > 1 ? static_cast<float*>(workspace) : nullptr;
       const auto *const from_x = static_cast<const char*>(x), *const from_y = static_cast<const char*>(y);
       const int64_t images = p.batch * p.images;
