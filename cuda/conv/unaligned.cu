@@ -324,6 +324,7 @@ cudaError_t LaunchTile(const Problem& problem, const UnalignedPlan& plan, const 
   int device = 0, multiprocessors = 0;
   cudaError_t e = cudaGetDevice(&device);
   if (e == cudaSuccess) e = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  if (e == cudaSuccess) e = DivideForNext(ArrangeFilterKernel<In>);
   if (e != cudaSuccess) return e;
   const int chunks = int(plan.FilterBytes(p) / 16);
   e = LaunchKernel(ArrangeFilterKernel<In>, CeilDiv(chunks, 256), 256, stream, q, FastDiv(q.slab_bytes / 16),

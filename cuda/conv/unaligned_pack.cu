@@ -151,8 +151,7 @@ cudaError_t PackRows(const UnalignedRows& rows, const Packing (&packings)[2], cu
   q.first_blocks = int(blocks);
   const auto most = std::max(q.arrays[0].items_div.divisor, q.arrays[1].items_div.divisor);
   const Grid grid = {blocks + more, kThreads, size_t{kRows} * most * 16};
-  // Multiprocessors keep the division of their memory for the next kernel, which needs most of it as shared.
-  const cudaError_t e = cudaFuncSetAttribute(PackRowsKernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
+  const cudaError_t e = DivideForNext(PackRowsKernel);
   return e != cudaSuccess ? e : LaunchKernel(PackRowsKernel, grid, stream, q);
 }
 

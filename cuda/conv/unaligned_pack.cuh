@@ -69,6 +69,12 @@ inline PackedRows RowsOf(const Packing& p, const UnalignedRows& rows) {
   return {static_cast<const uint4*>(p.packed), all + p.strip, int(all), int(p.chunks)};
 }
 
+// Of a first kernel: multiprocessors keep the division of their memory for the next, which needs most of it as shared.
+template <class... Params>
+cudaError_t DivideForNext(void (*kernel)(Params...)) {
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100);
+}
+
 // Both operands, in one kernel.
 cudaError_t PackRows(const UnalignedRows& rows, const Packing (&packings)[2], cudaStream_t stream);
 
