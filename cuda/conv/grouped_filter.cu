@@ -17,6 +17,7 @@
 #include "cuda/conv/filter.cuh"
 #include "cuda/conv/grouped.cuh"
 #include "cuda/conv/grouped.h"
+#include "cuda/conv/grouped_store.cuh"
 #include "cuda/conv/mma.h"
 #include "cuda/conv/mma_tile.cuh"
 
@@ -291,18 +292,31 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   __syncthreads();
   const int rows = 9 << q.group_log, first = work.part * T::kChannels;
   const int64_t result = q.parts.Div(blockIdx.x) % q.splits * q.result_size + work.problem * q.filter_problem + first;
-#pragma unroll 4
-  for (int i = threadIdx.x; i < rows * T::kChannels; i += T::kThreads) {
+  const bool aligned = reinterpret_cast<uintptr_t>(out) % 16 == 0;
+#pragma unroll 2
+  for (int i = 4 * threadIdx.x; i < rows * T::kChannels; i += 4 * T::kThreads) {
     const int row = i / T::kChannels, feature = i % T::kChannels;
     if (first + feature >= q.channels) continue;
-    float sum = 0;
+    float sum[4] = {};
 #pragma unroll
-    for (int w = 0; w < T::kWarps; ++w) sum += totals[w * T::kTotals + row * T::kPitch + feature];
+    for (int w = 0; w < T::kWarps; ++w) {
+      const float4 more = *reinterpret_cast<const float4*>(totals + w * T::kTotals + row * T::kPitch + feature);
+      sum[0] += more.x;
+      sum[1] += more.y;
+      sum[2] += more.z;
+      sum[3] += more.w;
+    }
     const int64_t to = result + int64_t{row} * q.channels + feature;
+    const auto store = [&](auto* at) {
+      using Out = std::remove_pointer_t<decltype(at)>;
+      if (aligned) return StoreRun(at, sum);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) at[k] = static_cast<Out>(sum[k]);
+    };
     if (wide) {
-      static_cast<float*>(out)[to] = sum;
+      store(static_cast<float*>(out) + to);
     } else {
-      static_cast<In*>(out)[to] = static_cast<In>(sum);
+      store(static_cast<In*>(out) + to);
     }
   }
 }
