@@ -10,6 +10,11 @@ namespace {
 enum : int64_t { kLess = 1, kEqual = 2, kGreater = 4, kUnordered = 8, kAlone = 0, kAnd = 16, kOr = 32, kXor = 64 };
 
 template <class T>
+int64_t Relation(T a, T b) {
+  return a < b ? kLess : a == b ? kEqual : a > b ? kGreater : kUnordered;
+}
+
+template <class T>
 bool Compare(Warp& w, const Instruction& i, Mask m) {
   ForLanes(m, [&](int l) {
     const auto source = [&](int k) {
@@ -17,8 +22,7 @@ bool Compare(Warp& w, const Instruction& i, Mask m) {
       const float v = FloatOf(i.type, Get<uint32_t>(w.r[i.s[k]], l));
       return static_cast<T>(i.flags & kFtz ? Flush(v) : v);
     };
-    const T a = source(0), b = source(1);
-    bool p = i.immediate & (a < b ? kLess : a == b ? kEqual : a > b ? kGreater : kUnordered), q = !p;
+    bool p = i.immediate & Relation(source(0), source(1)), q = !p;
     if (i.s.size() > 2) {
       const bool c = Predicate(w, i, 2, l);
       const auto with = [&](bool v) { return i.immediate & kAnd ? v && c : i.immediate & kOr ? v || c : v != c; };
@@ -31,7 +35,20 @@ bool Compare(Warp& w, const Instruction& i, Mask m) {
   return true;
 }
 
-void BindCompare(Operands& o) {
+// set.u32, of pairs: all bits of a half, or none.
+bool ComparePair(Warp& w, const Instruction& i, Mask m) {
+  const Scalar type = PartOf(i.type2);
+  ForLanes(m, [&](int l) {
+    const auto half = [&](int shift) -> uint64_t {
+      const auto source = [&](int k) { return FloatOf(type, Get<uint32_t>(w.r[i.s[k]], l) >> shift); };
+      return i.immediate & Relation(source(0), source(1)) ? 0xFFFF : 0;
+    };
+    w.r[i.d[0]][l] = half(16) << 16 | half(0);
+  });
+  return true;
+}
+
+int64_t RelationNamed(const std::string& name) {
   constexpr int64_t kLessEqual = kLess | kEqual, kGreaterEqual = kGreater | kEqual, kNotEqual = kLess | kGreater;
   static const std::map<std::string_view, int64_t> kRelations = {
       {"eq", kEqual},
@@ -53,12 +70,20 @@ void BindCompare(Operands& o) {
       {"num", kLessEqual | kGreater},
       {"nan", kUnordered},
   };
+  return kRelations.at(name);
+}
+
+void BindCompare(Operands& o) {
   const Scalar t = o.i.type;
   const Run run = t == Scalar::kF64 ? Compare<double>
                   : IsFloat(t)      ? Compare<float>
                                     : WithInteger(t, [](auto zero) -> Run { return Compare<decltype(zero)>; });
   const int64_t combine = o.Has("and") ? kAnd : o.Has("or") ? kOr : o.Has("xor") ? kXor : kAlone;
-  o.Plain(run, kRelations.at(o.words[1]) | combine);
+  o.Plain(run, RelationNamed(o.words[1]) | combine);
+}
+void BindComparePair(Operands& o) {
+  if (o.i.type != Scalar::kU32 || !IsPair(o.i.type2)) throw Error("unknown types");
+  o.Plain(ComparePair, RelationNamed(o.words[1]));
 }
 
 // Between single numbers. i.immediate says how floats become whole numbers, or that they need not.
@@ -117,6 +142,7 @@ void BindConvert(Operands& o) {
 
 const Table kConversions = {
     {"setp", BindCompare},
+    {"set", BindComparePair},
     {"cvt", BindConvert},
     {"cvt.rn.tf32", Bitwise<uint32_t>([](auto bits) { return RoundToTf32(bits); })},
     {"cvt.rna.tf32", Bitwise<uint32_t>([](auto bits) { return RoundToTf32(bits, true); })},
