@@ -17,7 +17,7 @@ def coarse(shape, dtype, seed=0):
   return sample(shape, "bfloat16" if dtype == "float32" else dtype, seed).astype(jnp.dtype(dtype))
 
 
-FILTER_TILES = {"wgmma 128x256", "wgmma 256x128"}
+FILTER_TILES = {"wgmma 128x256", "wgmma 192x128", "wgmma 192x160", "wgmma 256x128"}
 """Those that are for filter gradients alone."""
 
 

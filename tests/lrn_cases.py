@@ -66,6 +66,9 @@ WITHIN = [
   LrnCase((1, 30, 7, 3), 5, "within_channel"),
   LrnCase((2, 1, 9, 6), 5, "within_channel"),
   LrnCase((2, 9, 1, 6), 5, "within_channel"),
+  # Cubes: several tiles either way, many planes, slices that are not full, and a single plane, row and column.
+  *(LrnCase(shape, 3, "within_channel") for shape in ((2, 5, 7, 6, 8), (1, 3, 90, 5, 8), (1, 4, 3, 75, 24))),
+  *(LrnCase(shape, 3, "within_channel") for shape in ((1, 37, 3, 4, 40), (2, 1, 9, 6, 16), (3, 6, 1, 1, 8))),
 ]
 
 DIVISIVE = [

@@ -177,6 +177,25 @@ def test_tails_are_not_lost(name):
   )
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@every_case
+def test_up_to_the_largest_numbers(case, dtype):
+  sizes = np.geomspace(100, float(jnp.finfo(dtype).max), 41)
+  x = jnp.asarray([*-sizes, *sizes], dtype)
+
+  @jax.jit
+  def all_three(x, g):
+    y, tangent = jax.jvp(function(case), (x,), (g,))
+    return y, tangent, jax.vjp(function(case), x)[1](g)[0]
+
+  y, tangent, gradient = all_three(x, jnp.ones_like(x))
+  with np.errstate(over="ignore"):  # selu is larger than x
+    want = case.forward(exact(x)).astype(x.dtype)
+  assert_close(y, want, dtype)
+  assert_close(tangent, case.derivative(exact(x)), dtype)
+  assert_close(gradient, case.derivative(exact(x)), dtype)
+
+
 # What is kept --------------------------------------------------------------------------------------------------------
 
 

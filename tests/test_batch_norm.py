@@ -290,6 +290,14 @@ def test_blocks_that_see_to_their_channels_alone(dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_clusters_that_see_to_their_channels_alone(dtype):
+  """Of two blocks and more, the last with fewer rows, with a tile that is not whole; of several problems at once."""
+  check_cases([Case((300, 40)), Case((1030, 24)), Case((2500, 8)), Case((3, 700, 24), (0, 2))], dtype)
+  check_cases([Case((5000, 16))], dtype, activation="relu")
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_more_than_is_on_its_way_at_a_time(dtype):
   check_cases([Case((150_000, 64)), Case((48, 16, 112, 112), 1)], dtype)

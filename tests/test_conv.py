@@ -172,7 +172,18 @@ def test_preferred_element_type(dtype):
   assert_close(dw, want_dw, dtype, terms=y.size // case.k, scale=4)
 
 
-@pytest.mark.skipif(jax.default_backend() == "gpu", reason="lax has no integer convolution on GPUs")
+@pytest.mark.parametrize("dtype", ["int16", "int32", "uint8", "uint32"])
+def test_integers_of_other_types(dtype):
+  """For which lax has no convolution on GPUs."""
+  rng = np.random.default_rng(0)
+  x, w = (rng.integers(0, 99, shape).astype(dtype) for shape in ((2, 9, 8, 4), (3, 2, 2, 6)))
+  geometry = ((2, 1), ((3, 1), (0, -1)), (1, 2), (2, 3), 2)
+  got = jaxdnn.conv_general_dilated(
+    x, w, *geometry[:4], ("NHWC", "HWIO", "NHWC"), feature_group_count=2, preferred_element_type="int32"
+  )
+  np.testing.assert_array_equal(got, conv_oracle(x.astype(float), w.astype(float), *geometry))
+
+
 def test_integers_and_complex_follow_lax():
   rng = np.random.default_rng(0)
   x, w = rng.integers(-9, 9, (2, 5, 5, 3)).astype(np.int8), rng.integers(-9, 9, (3, 3, 3, 4)).astype(np.int8)

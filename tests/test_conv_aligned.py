@@ -128,9 +128,21 @@ def test_is_chosen_where_the_copies_pay(direction):
 
 
 @built
+def test_channels_become_whole_lines_where_reading_gains_more_than_copying_loses():
+  for c, dtype, wanted in ((257, "bfloat16", 320), (257, "float32", 288), (511, "bfloat16", 512)):
+    spec = ConvSpec((1, 1), ((1, 1), (1, 1)), (1, 1), (1, 1), 1, (56, 56), (3, 3), None)
+    x, w = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((1, 32, 56, 56, c), (1, 3, 3, c, c)))
+    for result, a, b in (("y", x, w), ("x", x, w)):
+      choice = aligned.choose(result, a, b, spec, np.dtype(dtype))
+      assert (choice.wanted.c, choice.wanted.k) == (wanted, wanted)
+      assert choice.copies_bytes >= 2 * 32 * 56 * 56 * wanted * np.dtype(dtype).itemsize
+
+
+@built
 def test_is_not_offered():
   for x_shape, w_shape, layer in (
     ((8, 28, 28, 64), (3, 3, 64, 64), {}),
+    ((8, 28, 28, 136), (3, 3, 136, 136), {}),
     ((8, 28, 28, 64), (3, 3, 1, 64), {"groups": 64}),
     ((8, 28, 28, 64), (3, 3, 8, 64), {"groups": 8}),
     ((8, 32, 32, 8), (4, 4, 8, 64), {"stride": 4}),

@@ -90,6 +90,15 @@ CASES = [
   case("17x17_planes", 2, (3, 20, 34), 32, (1, 17, 17), padding=((0, 0), (8, 8), (0, 16))),
   case("9x13", 2, (11, 29), 16, (9, 13), padding=((4, 4), (6, 6))),
   case("odd_channels", 2, (12, 13), 97, (3, 3), padding=SAME3),
+  case("odd_channels_s2", 2, (20, 23), 29, (3, 3), stride=(2, 2), padding=SAME3),
+  case("odd_channels_far", 2, (5, 6), 13, (3, 3), padding=((4, 2), (-2, 7))),
+  case("odd_channels_far_s2", 2, (9, 11), 5, (3, 3), stride=(2, 2), padding=((5, 2), (-1, 4))),
+  case("odd_channels_dilated", 2, (21, 22), 13, (3, 3), padding=SAME5, rhs_dilation=(2, 2)),
+  case("odd_channels_planes", 2, (4, 7, 16), 9, (1, 3, 3), stride=(2, 1, 1), padding=((1, 0), (0, 1), (1, 2))),
+  case("odd_channels_slabs", 1, (3, 9), 579, (3, 3), padding=SAME3),
+  case("pairs_of_channels", 2, (18, 31), 30, (3, 3), padding=SAME3),
+  case("pairs_of_channels_s2", 2, (20, 23), 22, (3, 3), stride=(2, 2), padding=((0, 1), (0, 1))),
+  case("pairs_of_channels_slabs", 1, (4, 9), 1030, (3, 3), stride=(2, 2), padding=SAME3),
   case("one_channel", 3, (9, 20), 1, (5, 5), padding=SAME5),
   case("two_features", 2, (9, 12), 33, (3, 3), 66, padding=SAME3),
   case("three_features_s2", 2, (9, 12), 8, (3, 3), 24, stride=(2, 2), padding=SAME3),
@@ -206,7 +215,7 @@ def test_not_finite_stays_local(value):
     return a
 
   with np.errstate(invalid="ignore"):
-    for name in ("3x3", "3x3s2", "7x7", "9x13", "causal", "causal3", "3d_columns"):
+    for name in ("3x3", "3x3s2", "7x7", "9x13", "causal", "causal3", "3d_columns", "odd_channels", "odd_channels_s2"):
       check(next(c for c in CASES if c.name == name), "float32", "float32", draw)
     for name in ("5x5_far", "7x7_chunks", "7x7_valid", "31x31_chunks", "15x15"):
       check(next(c for c in CASES if c.name == name), "bfloat16", "bfloat16", draw)
@@ -215,6 +224,7 @@ def test_not_finite_stays_local(value):
 @pytest.mark.gpu
 @pytest.mark.sanitize
 def test_kernels_under_the_sanitizer():
-  few = ("3x3s2", "7x7_on_few", "5x5_far", "9x13", "15x15", "odd_channels", "causal", "3d", "3d_chunks", "transposed3")
+  few = ("3x3s2", "7x7_on_few", "5x5_far", "9x13", "15x15", "odd_channels", "causal", "3d", "3d_chunks", "transposed3",
+         "odd_channels_far_s2", "pairs_of_channels")
   for name in few:
     check(next(c for c in CASES if c.name == name), "bfloat16", "bfloat16")

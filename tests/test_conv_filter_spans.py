@@ -77,6 +77,18 @@ def test_kinds_of_shares():
   assert blocks[2] == 45
 
 
+def test_tiles_of_three_lines():
+  """Nine taps are whole threes of lines: 30 tiles of 192x160, which four parts share, 120 of them, or 96 of 192x128."""
+  for size, c, k, tile, tiles, parts in (
+    (64, 320, 320, "wgmma 192x160", 30, 4), (32, 640, 640, "wgmma 192x160", 120, 1),
+    (7, 512, 512, "wgmma 192x128", 96, 1),
+  ):  # fmt: skip
+    case = ConvCase("", 32 if size == 7 else 4, (size, size), c, (3, 3), k, padding=SAME3)
+    p = planned(case, None)
+    assert (p["tile"], p["blocks"], p["splits"]) == (tile, tiles * parts, parts)
+    assert shape_of(case, tile)[0] == tiles
+
+
 @pytest.mark.parametrize("tile", TILES)
 def test_limit_of_the_workspace(tile):
   """A smaller one leaves fewer pieces, and none at all whole tiles."""

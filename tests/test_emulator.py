@@ -1,5 +1,6 @@
 """The interpreter of PTX that runs kernels without a GPU: that it computes, and that it sees what kernels do wrong."""
 
+import os
 import pathlib
 import shutil
 import subprocess
@@ -8,26 +9,61 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
 FOLDER = ROOT / "tests" / "emulator"
+SUM = "2016"
 
 
-@pytest.mark.skipif(not shutil.which("nvcc") or not shutil.which("g++"), reason="needs nvcc and g++")
-def test_kernels_with_and_without_faults(tmp_path):
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+  """What self_test.cu prints: of each of its kernels, the results or why there are none."""
+  if not shutil.which("nvcc") or not shutil.which("g++"):
+    pytest.skip("needs nvcc and g++")
+  folder = tmp_path_factory.mktemp("emulator")
   nvcc = pathlib.Path(shutil.which("nvcc")).resolve().parent.parent
   includes = [f"-I{d}" for d in (nvcc / "include", *nvcc.glob("cuda*/include")) if (d / "cuda_runtime_api.h").exists()]
-  program = tmp_path / "program"
-  ptx = ["-gencode=arch=compute_90a,code=compute_90a", "--compress-mode=none", "-cudart=none"]
-  kernels = tmp_path / "self_test.o"
-  subprocess.run(
-    ["nvcc", "-std=c++17", "-I.", *ptx, "-c", str(FOLDER / "self_test.cu"), "-o", str(kernels)], cwd=ROOT, check=True
-  )
+  kernels = ["-gencode=arch=compute_90a,code=compute_90a", "--compress-mode=none", "-cudart=none", "-c"]
+  command = ["nvcc", "-std=c++17", "-I.", *kernels, str(FOLDER / "self_test.cu"), "-o", str(folder / "kernels.o")]
+  subprocess.run(command, cwd=ROOT, check=True)
   sources = [str(f) for f in FOLDER.glob("*.cc")]
-  subprocess.run(["g++", "-std=c++20", "-O1", *includes, *sources, str(kernels), "-o", str(program)], check=True)
-  lines = subprocess.run([str(program)], check=True, capture_output=True, text=True).stdout.splitlines()
-  assert lines[0] == "0: done 2016"
-  assert lines[1].startswith("1: done ") and lines[1] != "1: done 2016"  # what had not arrived
-  assert "is beyond" in lines[2] and "Sum" in lines[2]
-  assert "is not aligned" in lines[3]
-  deadlock = "\n".join(lines[4:-1])
-  assert "no thread can go on" in deadlock and "barrier.sync" in deadlock
-  product = [float(v) for v in lines[-1].split()]
-  assert product == [8 * (lane // 4) + 2 * (lane % 4) for lane in range(32)]
+  program = [str(folder / "kernels.o"), "-o", str(folder / "program")]
+  subprocess.run(["g++", "-std=c++20", "-O1", *includes, *sources, *program], check=True)
+
+  def run(seed=None):
+    environment = os.environ if seed is None else {**os.environ, "EMULATOR_SEED": str(seed)}
+    result = subprocess.run([str(folder / "program")], check=True, capture_output=True, text=True, env=environment)
+    return dict(block.split(": ", 1) for block in result.stdout.strip().split("\n\n"))
+
+  return run
+
+
+FAULTS = {
+  "beyond": "is beyond",
+  "unaligned": "is not aligned",
+  "null": "null address",
+  "deadlock": "no thread can go on",
+  "elsewhere": "lanes that the instruction names are elsewhere",
+  "trap": "trap",
+  "partial": "not of whole 16 bytes",
+  "too many": "more arrive than the barrier expects",
+  "forgotten": "nobody waited for a copy",
+  "no cluster": "no block of this rank",
+}
+
+
+def test_kernels_with_and_without_faults(run):
+  results = run()
+  assert results["sum"] == results["bulk sum"] == SUM
+  assert results["exchange"] == "11 10"
+  assert results["product"].split() == [f"{8 * (lane // 4) + 2 * (lane % 4)}" for lane in range(32)]
+  for not_there_yet in ("unwaited", "early"):
+    assert "nan" in results[not_there_yet]
+  for fault, message in FAULTS.items():
+    assert message in results[fault], fault
+  assert "bar.sync" in results["deadlock"] and "Sum" in results["beyond"]
+
+
+def test_shuffled_warps_show_races(run):
+  shuffled = [run(seed) for seed in range(1, 9)]
+  assert run(1) == shuffled[0]
+  for name in ("sum", "bulk sum", "exchange", "product"):
+    assert {results[name] for results in shuffled} == {run()[name]}
+  assert len({results["race"] for results in shuffled}) > 1

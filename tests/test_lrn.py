@@ -82,6 +82,7 @@ def test_the_divisor_is_the_same_at_the_borders():
     LrnCase((2, 6, 7, 4), 3, "within_channel"),
     LrnCase((2, 2, 6, 7), 5, "within_channel", {"axis": 1}),
     LrnCase((2, 2, 6, 8), 3, "within_channel", {"axis": 1}),
+    LrnCase((2, 5, 6, 7, 8), 3, "within_channel"),
     LrnCase((2, 6, 7, 4), 3, "divisive"),
     LrnCase((2, 2, 6, 8), 5, "divisive", {"axis": 1}),
   ],

@@ -141,7 +141,7 @@ struct Softplus {
   A beta, inverse_beta;
   __device__ A Forward(A x) const {
     const A z = beta * x;
-    return (fmax(z, A(0)) + Math<T>::Log1p(Math<T>::Exp(-fabs(z)))) * inverse_beta;
+    return (z > A(0) ? x : A(0)) + Math<T>::Log1p(Math<T>::Exp(-fabs(z))) * inverse_beta;
   }
   __device__ A Derivative(A x) const { return Logistic<T>(beta * x).value; }
 };
@@ -153,8 +153,10 @@ struct Silu {
   A beta;
   __device__ A Forward(A x) const { return x * Logistic<T>(beta * x).value; }
   __device__ A Derivative(A x) const {
-    const Logistic<T> s(beta * x);
-    return s.value * (A(1) + beta * x * s.complement);
+    // Far out the logistic function or its complement is 0, and z must not be infinite.
+    const A z = Clamp(beta * x, A(1024));
+    const Logistic<T> s(z);
+    return s.value * (A(1) + z * s.complement);
   }
 };
 
@@ -191,6 +193,8 @@ struct GeluTanh {
   static constexpr double kLinear = 1.5957691216057308, kCubic = kLinear * 0.044715;
   __device__ A Forward(A x) const { return x * Logistic<T>(x * (A(kLinear) + A(kCubic) * x * x)).value; }
   __device__ A Derivative(A x) const {
+    // From here on it is 0 or 1, and farther out the cube would overflow.
+    x = Clamp(x, A(24));
     const A square = x * x;
     const Logistic<T> s(x * (A(kLinear) + A(kCubic) * square));
     return s.value * (A(1) + x * (A(kLinear) + A(3 * kCubic) * square) * s.complement);
@@ -246,7 +250,7 @@ struct Squareplus {
   A b;
   __device__ A Forward(A x) const {
     const A root = Root(x);
-    return x > A(0) ? A(0.5) * (x + root) : A(0.5) * b * Math<T>::Reciprocal(root - x);
+    return x > A(0) ? A(0.5) * x + A(0.5) * root : A(0.5) * b * Math<T>::Reciprocal(root - x);
   }
   __device__ A Derivative(A x) const {
     const A root = Root(x);

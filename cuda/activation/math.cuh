@@ -27,6 +27,12 @@ __device__ __forceinline__ float MinOrNan(float a, float b) {
 __device__ __forceinline__ double MaxOrNan(double a, double b) { return a <= b ? b : a; }
 __device__ __forceinline__ double MinOrNan(double a, double b) { return a >= b ? b : a; }
 
+// x within [-bound, bound], or NaN.
+template <class A>
+__device__ __forceinline__ A Clamp(A x, A bound) {
+  return MinOrNan(MaxOrNan(x, -bound), bound);
+}
+
 // c[0] + c[1] x + c[2] x^2 + ...
 template <class A, int N>
 __device__ __forceinline__ A Polynomial(A x, const A (&c)[N]) {

@@ -4,6 +4,7 @@
 #include "cuda/batch_norm/elements.cuh"
 #include "cuda/batch_norm/small.cuh"
 #include "cuda/batch_norm/statistics.cuh"
+#include "cuda/common/convert.cuh"
 
 namespace jaxdnn::batch_norm {
 namespace {
@@ -56,10 +57,13 @@ class Held {
         Vec<T, V> v;
 #pragma unroll
         for (int e = 0; e < V; ++e) v.v[e] = static_cast<T>(Call(f, i, e));
-        if constexpr (M::kRuns)
+        if constexpr (M::kRuns) {
           Store<M>(out, m_.At(t_, i), v);
-        else
-          *reinterpret_cast<Vec<T, V>*>(out + m_.At(t_, i).offset) = v;
+        } else {
+          Packed<T, V> packed;
+          memcpy(&packed, &v, sizeof(v));
+          StorePacked<T, V>(out + m_.At(t_, i).offset, packed);
+        }
       }
   }
 
@@ -184,19 +188,6 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   });
 }
 
-// What the gradients of a training step are made of (see TrainGradient), `share` being 1 / m.
-template <class A>
-struct Coefficients {
-  A *d_scale, *d_bias;
-
-  // From the sums of D g and D g (x - mean); what dx has beside a D g.
-  __device__ Pair<A> Set(int64_t c, const Pair<A>& sums, A scale, A root, A share, bool writes) const {
-    if (writes) d_bias[c] = sums.first, d_scale[c] = sums.second * root;
-    const A a = -scale * root * share;
-    return {a * sums.first, a * root * root * sums.second};
-  }
-};
-
 template <class M, class G>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     TrainGradientKernel(Tiling t, Arrays<typename M::T> arrays, Parameters<Accumulator<typename M::T>> affine, G group,
@@ -274,6 +265,7 @@ cudaError_t TrainGradient(const Problem& p, const Affine& affine, activation::Ac
                          PlainGroup<T>{f.kind == activation::Kind::kRelu}, coefficients);
       }))
     return e;
+  if (GradientCluster(p, affine, f, g, x, dx, coefficients, stream, &e)) return e;
   // The sums, and from them the pairs, stand before the partial results.
   const size_t bytes = 2 * static_cast<size_t>(p.outer * p.c) * sizeof(float);
   if (workspace.bytes < 2 * bytes) return cudaErrorInvalidValue;

@@ -41,4 +41,24 @@ bool VisitAlone(const Problem& p, activation::Activation a, bool aligned, const 
 bool TrainSmall(const Problem& p, const Affine& affine, activation::Activation f, const void* x, void* y, void* mean,
                 void* var, cudaStream_t stream, cudaError_t* e);
 
+// The same where a cluster holds what its blocks share, of channels-last problems. On a GPU without clusters, nowhere.
+bool TrainCluster(const Problem& p, const Affine& affine, activation::Activation f, const void* x, void* y, void* mean,
+                  void* var, cudaStream_t stream, cudaError_t* e);
+
+// What the gradients of a training step are made of (see TrainGradient), `share` being 1 / m.
+template <class A>
+struct Coefficients {
+  A *d_scale, *d_bias;
+
+  // From the sums of D g and D g (x - mean); what dx has beside a D g.
+  __device__ Pair<A> Set(int64_t c, const Pair<A>& sums, A scale, A root, A share, bool writes) const {
+    if (writes) d_bias[c] = sums.first, d_scale[c] = sums.second * root;
+    const A a = -scale * root * share;
+    return {a * sums.first, a * root * root * sums.second};
+  }
+};
+
+bool GradientCluster(const Problem& p, const Affine& affine, activation::Activation f, const void* g, const void* x,
+                     void* dx, const Coefficients<float>& coefficients, cudaStream_t stream, cudaError_t* e);
+
 }  // namespace jaxdnn::batch_norm

@@ -34,6 +34,7 @@ cudaError_t Train(const Problem& p, const Affine& affine, activation::Activation
   cudaError_t e = cudaSuccess;
   if (!residual) {
     if (TrainSmall(p, affine, f, x, y, mean, var, stream, &e)) return e;
+    if (TrainCluster(p, affine, f, x, y, mean, var, stream, &e)) return e;
     if (VisitAlone(p, f, IsVectorAligned(x, y), kMost, [&](auto access, const Tiling& t) {
           using M = typename decltype(access)::type;
           using T = typename M::T;

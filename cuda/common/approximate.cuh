@@ -4,34 +4,17 @@
 
 namespace jaxdnn {
 
-__device__ __forceinline__ float ApproximateReciprocal(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-__device__ __forceinline__ float ApproximateSqrt(float x) {
-  float y;
-  asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-__device__ __forceinline__ float ApproximateRsqrt(float x) {
-  float y;
-  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-__device__ __forceinline__ float ApproximateExp2(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-__device__ __forceinline__ float ApproximateLog2(float x) {
-  float y;
-  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
+#define JAXDNN_APPROXIMATE(name, instruction)                      \
+  __device__ __forceinline__ float name(float x) {                 \
+    float y;                                                       \
+    asm(instruction ".approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); \
+    return y;                                                      \
+  }
+JAXDNN_APPROXIMATE(ApproximateReciprocal, "rcp")
+JAXDNN_APPROXIMATE(ApproximateSqrt, "sqrt")
+JAXDNN_APPROXIMATE(ApproximateRsqrt, "rsqrt")
+JAXDNN_APPROXIMATE(ApproximateExp2, "ex2")
+JAXDNN_APPROXIMATE(ApproximateLog2, "lg2")
+#undef JAXDNN_APPROXIMATE
 
 }  // namespace jaxdnn

@@ -71,14 +71,20 @@ __device__ Packed<T, N> Narrow(const Accumulator<T> (&wide)[N]) {
   return packed;
 }
 
-// Stores N elements in one access. The compiler splits the store of a struct of words where it comes under a condition.
+// Stores N elements in one access. Of an assignment, where it comes under a condition, the compiler makes one for each
+// word.
 template <class T, int N>
 __device__ void StorePacked(T* to, const Packed<T, N>& packed) {
   using Words = std::conditional_t<sizeof(packed) == 16, uint4, uint2>;
   if constexpr (sizeof(packed) == sizeof(Words)) {
     Words words;
     memcpy(&words, &packed, sizeof(words));
-    *reinterpret_cast<Words*>(to) = words;
+    if constexpr (sizeof(words) == 16)
+      asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(words.x), "r"(words.y), "r"(words.z),
+                   "r"(words.w)
+                   : "memory");
+    else
+      asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(words.x), "r"(words.y) : "memory");
   } else {
     *reinterpret_cast<Packed<T, N>*>(to) = packed;
   }

@@ -50,6 +50,7 @@ bool StoresExchanged(Unit unit) {
 
 // The kernels on the CUDA cores take anything.
 bool Takes(const TileShape& t, const Problem& p, bool hopper) {
+  if (HasFrame(p) && (t.unit != Unit::kUnaligned || !FindsElements(p))) return false;
   if (IsByte(p.in)) return TakesBytes(t, p, hopper);
   if (p.exchanged && !StoresExchanged(t.unit)) return false;
   if (t.unit == Unit::kSimt) return true;
@@ -111,7 +112,7 @@ std::optional<Config> ChooseAsItIs(const Problem& p, bool hopper, std::string_vi
       if (splittable && CeilDiv(g.depth, slices) >= kIndexLimit) continue;  // a slice is indexed with 32 bits
       for (const int64_t cluster : {1, 2, 3, 4, 8}) {
         if (cluster > 1 && (t.unit != Unit::kWgmma || IsByte(p.in) || !MayShare(p, t, cluster))) continue;
-        const double product = t.unit == Unit::kDepthwise          ? DepthwiseCycles(p, slices)
+        const double product = t.unit == Unit::kDepthwise          ? DepthwiseCycles(p, slices, hopper)
                                : t.tile == Tile::kFewChannelsWgmma ? FilledCycles(p, slices)
                                : t.unit == Unit::kFewChannels      ? FewChannelsCycles(AsForward(p), strips, slices)
                                : t.unit == Unit::kGrouped          ? GroupedCycles(p, slices)
@@ -122,7 +123,9 @@ std::optional<Config> ChooseAsItIs(const Problem& p, bool hopper, std::string_vi
                                    ? (IsByte(p.in) ? BytesCycles(p, t) : WgmmaCycles(p, t, cluster))
                                    : GemmCycles(p, t, slices);
         const double cycles = product + ReductionCycles(p, slices, result_bytes);
-        consider({t.tile, slices, cluster, 0, bytes, cycles});
+        Config config = {t.tile, slices, cluster, 0, bytes, cycles};
+        config.unaligned = hopper && t.unit == Unit::kDepthwise && TakesUnalignedDepthwise(p);
+        consider(config);
       }
     }
   }
@@ -145,8 +148,12 @@ bool IsWorthExchanging(const Problem& p) {
 }  // namespace
 
 std::optional<Config> Choose(const Problem& p, bool hopper, std::string_view algorithm, int64_t workspace_limit) {
-  if (HasFrame(p)) return ChooseWithFrame(p, hopper, algorithm, workspace_limit);
-  const std::optional<Config> best = ChooseAsItIs(p, hopper, algorithm, workspace_limit);
+  std::optional<Config> best = ChooseAsItIs(p, hopper, algorithm, workspace_limit);
+  if (HasFrame(p)) {
+    const std::optional<Config> framed = ChooseWithFrame(p, hopper, algorithm, workspace_limit);
+    if (best) best->patched = true;
+    return best && (!framed || best->cycles <= framed->cycles) ? best : framed;
+  }
   if (!IsWorthExchanging(p)) return best;
   std::optional<Config> other = ChooseAsItIs(Exchanged(p), hopper, algorithm, workspace_limit);
   if (!other || (best && best->cycles <= other->cycles)) return best;

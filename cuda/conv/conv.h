@@ -88,6 +88,8 @@ enum class Tile {
   kWgmma208Across,
   kWgmma128x256,
   kWgmma256x128,
+  kWgmma192x128,
+  kWgmma192x160,
   kWgmma256x160,
   kDepthwise,
   kFewChannels,
@@ -125,6 +127,8 @@ constexpr TileShape kTiles[] = {
     {Tile::kWgmma208Across, "wgmma 208x128 across", Unit::kWgmma, 208, 128, 384},
     {Tile::kWgmma128x256, "wgmma 128x256", Unit::kWgmma, 128, 256, 384},
     {Tile::kWgmma256x128, "wgmma 256x128", Unit::kWgmma, 256, 128, 384},
+    {Tile::kWgmma192x128, "wgmma 192x128", Unit::kWgmma, 192, 128, 384},
+    {Tile::kWgmma192x160, "wgmma 192x160", Unit::kWgmma, 192, 160, 384},
     {Tile::kWgmma256x160, "wgmma 256x160", Unit::kWgmma, 256, 160, 384},
     {Tile::kDepthwise, "depthwise", Unit::kDepthwise, 1, 1, 128},
     {Tile::kFewChannels, "few_channels", Unit::kFewChannels, 1, 1, 128},
@@ -160,8 +164,9 @@ struct Config {
   double cycles;            // modelled time, for comparing configurations
   bool exchanged;           // whether the kernel computes a filter gradient with x and y exchanged
   int64_t frame_slices;     // further ones, of what reads beyond the edges (frame.h)
-  bool patched;             // whether the kernel does that itself (wgmma_patch.cuh, depthwise_ring.cuh)
+  bool patched;             // whether the kernel does that itself (wgmma_patch.cuh, depthwise_ring.cuh, unaligned.cuh)
   bool copies;              // whether Hopper's filter gradient of floats has y transposed by a kernel before it
+  bool unaligned;           // whether depthwise convolution copies lines as they lie in memory, on Hopper
 };
 
 // The matrix product that a problem is: per problem of the batch and group, rows x columns sums of `depth` terms.

@@ -110,7 +110,7 @@ __device__ void Consume(const WgmmaParams& p, Ring<T> ring, int warpgroup, float
     if constexpr (kHeld<T, kForward>) {
       MultiplyHeldStages<T>(ring, steps, number, sums);
     } else if constexpr (T::kLarge) {
-      MultiplyStagesTogether<T, false, kOfFeatures<T, kForward>>(ring, steps, warpgroup, sums);
+      MultiplyStagesTogether<T, false, kOfFeatures<T, kForward>>(ring, steps, warpgroup * Own::kBlocks, sums);
       place.row += warpgroup * Own::kRows;
     } else {
       MultiplyStages<T, false, kOfFeatures<T, kForward>>(ring, steps, number, sums);

@@ -19,4 +19,11 @@ cudaError_t LaunchDepthwiseData(const Problem& p, const void* operand, const voi
 cudaError_t LaunchDepthwiseFilter(const Problem& p, const Config& config, const void* x, const void* y, void* out,
                                   void* workspace, cudaStream_t stream);
 
+// As these, of what TakesUnalignedDepthwise and an epilogue that is a bias at most, on Hopper; of other epilogues
+// cudaErrorInvalidValue.
+cudaError_t LaunchUnalignedDepthwiseData(const Problem& p, const void* operand, const void* filter, void* out,
+                                         const Epilogue& epilogue, cudaStream_t stream);
+cudaError_t LaunchUnalignedDepthwiseFilter(const Problem& p, const Config& config, const void* x, const void* y,
+                                           void* out, void* workspace, cudaStream_t stream);
+
 }  // namespace jaxdnn::conv

@@ -169,7 +169,7 @@ cudaError_t LaunchDepthwiseData(const Problem& p, const void* operand, const voi
               DataParams r = q;
               const int64_t warps = R::Share(r, p, L::kPairs, L::kStrips);
               if (warps > INT32_MAX - kDepthwiseWarps) return cudaErrorInvalidValue;
-              constexpr int kRing = R::template kStages<L> * R::template Copy<L>::kBytes;
+              constexpr int kRing = R::template kStages<L> * R::template kLineBytes<L>;
               const Grid grid = {CeilDiv(warps, kDepthwiseWarps), kDepthwiseThreads, kDepthwiseWarps * kRing};
               if (!HasFrame(p)) return launch_grid(RingKernel<R, T, L, false>, grid, r);
               if constexpr (R::kLines == kEdgesTaps && R::kStride == 1)

@@ -15,12 +15,12 @@ struct RingTaps {
   static constexpr int kHeld = (kLines + kStride - 1) / kStride;    // lines of y that a line of x meets
   static constexpr int kWidth = (kStrip - 1) * kStride + kColumns;  // of the strip of x
 
-  template <class L>
-  using CopyX = LineCopy<L, kWidth + (L::kStrips - 1) * kStrip * kStride>;
+  template <class L, bool kEdges>
+  using CopyX = LineCopy<L, kWidth + (L::kStrips - 1) * kStrip * kStride, kEdges>;
   template <class L>
   using CopyY = LineCopy<L, L::kStrips * kStrip>;
   template <class L>
-  static constexpr int kStage = kStride * CopyX<L>::kBytes + CopyY<L>::kBytes;
+  static constexpr int kStage = kStride * CopyX<L, false>::kBytes + CopyY<L>::kBytes;
   template <class L>
   static constexpr int kStages = RingStages(kStage<L>);
 
@@ -67,7 +67,7 @@ struct RingTaps {
 template <class R, class T, class L, bool kEdges>
 __global__ void __launch_bounds__(kDepthwiseThreads, R::kBlocks)
     FilterRingKernel(const __grid_constant__ FilterParams p, const char* x, const char* y, float* partial, char* out) {
-  using CopyX = typename R::template CopyX<L>;
+  using CopyX = typename R::template CopyX<L, kEdges>;
   using CopyY = typename R::template CopyY<L>;
   constexpr int kLines = R::kLines, kColumns = R::kColumns, kStride = R::kStride, kStrip = R::kStrip, kHeld = R::kHeld,
                 kStages = R::template kStages<L>, kStage = R::template kStage<L>,
@@ -106,26 +106,22 @@ __global__ void __launch_bounds__(kDepthwiseThreads, R::kBlocks)
     const CopyY copy_y(column0, Edges{p.at[2].out}, chunk0, p.y_pixel);
     const int64_t whole_image = problem * int64_t{p.images.divisor} + image;
     int ahead = begin - (kHeld - 1);  // the step to copy for next; the first fill `held`
-    const char* x_at = x + whole_image * p.x_image + x_plane * p.x_line[0] +
-                       (x_line + kStride * int64_t{ahead}) * p.x_line[1] + int64_t{x_column} * p.x_pixel + chunk0 +
-                       copy_x.Offset(p.x_pixel);
-    const char* y_at = y + whole_image * p.y_image + plane * p.y_line[0] + ahead * p.y_line[1] +
-                       int64_t{column0} * p.y_pixel + chunk0 + copy_y.Offset(p.y_pixel);
-    const bool mapped =
-        (kEdges && copy_x.mapped) || (all && (x_line + kStride * begin < 0 || x_line + kStride * end > x_lines));
+    const char* const x_plane_at = x + whole_image * p.x_image + x_plane * p.x_line[0] + chunk0 + copy_x.Offset();
+    const char* x_at = x_plane_at + (x_line + kStride * int64_t{ahead}) * p.x_line[1];
+    const char* y_at =
+        y + whole_image * p.y_image + plane * p.y_line[0] + ahead * p.y_line[1] + chunk0 + copy_y.Offset();
     const auto copy_step = [&](int stage) {
 #pragma unroll
       for (int a = 0; a < kStride; ++a) {
-        const int line = x_line + kStride * ahead + a;
+        int line = x_line + kStride * ahead + a;
         const bool needed = ahead >= begin && ahead < end;
-        if (!mapped) {
-          copy_x.Start(to_ring + stage + a * CopyX::kBytes, x_at, needed && line >= 0 && line < x_lines);
+        if constexpr (kEdges) {
+          const bool inside = p.edges[1].FindAny(&line) && needed;
+          copy_x.Start(to_ring + stage + a * CopyX::kBytes, x_plane_at + line * p.x_line[1], inside);
         } else {
-          int at = line;
-          const bool inside = p.edges[1].FindAny(&at) && needed;
-          copy_x.StartMapped(to_ring + stage + a * CopyX::kBytes, x_at + (at - line) * p.x_line[1], inside, p.edges[2]);
+          copy_x.Start(to_ring + stage + a * CopyX::kBytes, x_at, needed && line >= 0 && line < x_lines);
+          x_at += p.x_line[1];
         }
-        x_at += p.x_line[1];
       }
       copy_y.Start(to_ring + stage + kY, y_at, ahead >= 0 && ahead < min(end, lines));
       y_at += p.y_line[1];

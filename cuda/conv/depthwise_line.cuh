@@ -25,50 +25,39 @@ constexpr int RingStages(int bytes) {
   return std::clamp(kRingBytes / bytes, 3, 8);
 }
 
-// The part of a line that a warp copies: kPixels neighbours of which a lane copies some chunks.
-template <class L, int kPixels>
+// The part of a line that a warp copies: kPixels neighbours of which a lane copies some chunks. kEdges: pixels beyond
+// an edge may be others of the line.
+template <class L, int kPixels, bool kEdges = false>
 struct LineCopy {
   static constexpr int kBytes = kPixels * L::kPixelBytes;
   static constexpr int kCopies = (kBytes / 16 + 31) / 32, kApart = 32 / L::kChunks;  // by a lane; pixels between them
   unsigned there = 0;                                                                // bit k: copy k is of the operand
-  int lane, step, first;                                                             // the lane's first pixel
-  bool mapped;  // whether pixels of the warp are beyond an edge, and not zeros
+  int lane, pixel_bytes;
+  int pixels[kEdges ? kCopies : 1];  // the lane's, or the first of them
 
   // Pixels from number `first_pixel` of a line on; the warp's channels begin at byte `at` of a pixel's bytes.
-  __device__ LineCopy(int first_pixel, const Edges& edges, int at, int pixel_bytes) : lane(threadIdx.x % 32) {
-    step = kApart * pixel_bytes;
-    first = first_pixel + lane / L::kChunks;
-    mapped = edges.mapped && (first_pixel < 0 || first_pixel + kPixels > edges.extent);
+  __device__ LineCopy(int first_pixel, const Edges& edges, int at, int pixel_bytes)
+      : lane(threadIdx.x % 32), pixel_bytes(pixel_bytes) {
 #pragma unroll
     for (int k = 0; k < kCopies; ++k) {
-      int pixel = first + kApart * k;
-      const bool exists = static_cast<unsigned>(pixel) < static_cast<unsigned>(edges.extent);
-      if (at + lane % L::kChunks * 16 < pixel_bytes && (exists || (edges.mapped && edges.FindAny(&pixel))))
-        there |= 1u << k;
+      int pixel = first_pixel + lane / L::kChunks + kApart * k;
+      if (!kEdges && k == 0) pixels[0] = pixel;
+      const bool exists =
+          kEdges ? edges.FindAny(&pixel) : static_cast<unsigned>(pixel) < static_cast<unsigned>(edges.extent);
+      if (kEdges) pixels[k] = pixel;
+      if (at + lane % L::kChunks * 16 < pixel_bytes && exists) there |= 1u << k;
     }
   }
-  // Of the lane's first chunk, from the first pixel's first channel.
-  __device__ int64_t Offset(int pixel_bytes) const {
-    return int64_t{lane / L::kChunks} * pixel_bytes + lane % L::kChunks * 16;
-  }
-  // Starts the lane's copies from the line whose first chunk is at `from`; zeros if it is outside.
+  // Of the lane's chunks in a pixel and, without edges, its first pixel, from the line's first chunk of the warp.
+  __device__ int64_t Offset() const { return (kEdges ? 0 : int64_t{pixels[0]} * pixel_bytes) + lane % L::kChunks * 16; }
+  // Starts the lane's copies of a line, whose first chunk is `Offset` before `from`; zeros if it is outside.
   __device__ void Start(uint32_t to, const char* from, bool inside) const {
 #pragma unroll
     for (int k = 0; k < kCopies; ++k) {
-      Copy(k, to, from, inside);
-      from += step;
+      Copy(k, to, kEdges ? from + int64_t{pixels[k]} * pixel_bytes : from, inside);
+      if (kEdges) continue;
+      from += kApart * pixel_bytes;
       Keep(from);
-    }
-  }
-  // As Start, of pixels of which some are `mapped`; in fewer instructions, which take longer.
-  __device__ void StartMapped(uint32_t to, const char* from, bool inside, const Edges& edges) const {
-#pragma unroll 1
-    for (int k = 0; k < kCopies; ++k) {
-      const int pixel = first + kApart * k;
-      int at = pixel;
-      edges.Find(&at);
-      Copy(k, to, from + int64_t{at - pixel} * (step / kApart), inside);
-      from += step;
     }
   }
 

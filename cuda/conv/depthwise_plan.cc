@@ -32,12 +32,13 @@ bool TakesDepthwise(const Problem& p) {
 
 // Of the depthwise kernels, by what an element of the larger of input and output takes a multiprocessor. Windows that
 // are not compiled for cost more a line; 16-bit channels that cannot be had as pairs, more a tap. Fitted to an H200.
-double DepthwiseCycles(const Problem& p, int64_t splits) {
+double DepthwiseCycles(const Problem& p, int64_t splits, bool hopper) {
   const bool filter = p.direction == Direction::kFilterGradient;
   const auto is = [&](int64_t d, int64_t h, int64_t w) {
     return p.window[0] == d && p.window[1] == h && p.window[2] == w;
   };
-  const bool paired = p.features == 1 && p.groups % 2 == 0, quads = !filter && IsInQuads(p);
+  const bool unaligned = hopper && TakesUnalignedDepthwise(p);
+  const bool paired = unaligned || (p.features == 1 && p.groups % 2 == 0), quads = !filter && IsInQuads(p);
   const bool wide = TakesWide(p), compiled = wide || quads || is(1, 3, 3) || is(1, 5, 5) || is(1, 7, 7) ||
                                              (is(3, 3, 3) && (!filter || p.groups % 4 == 0));
   const double lines = p.window[0] * p.window[1], taps = p.Taps() * (paired ? 1 : 2);
@@ -49,12 +50,12 @@ double DepthwiseCycles(const Problem& p, int64_t splits) {
   const bool results = !(compiled && paired) && p.direction == Direction::kForward;
   const double planes = double(p.batch) * p.images * p.groups * p.features;
   const double most = planes * std::max(p.XPixels(), p.YPixels()), elements = results ? planes * p.YPixels() : most;
-  // Lanes run over channels, of which few leave loads scattered.
-  const double scattered = std::max(1.0, 16.0 / p.groups);
+  // Lanes run over channels, of which few leave loads scattered, unless whole lines are copied.
+  const double scattered = unaligned ? 1 : std::max(1.0, 16.0 / p.groups);
   const double all = elements * element * scattered / kMultiprocessors, bytes = most * 2 * SizeOf(p.in);
   // Blocks have channels of their own, and in the filter gradient 32 taps where the window is not compiled for.
   const double pieces = compiled ? 1 : std::ceil(p.Taps() / 32.0);
-  const double slab = wide ? 8 : 64, places = (wide ? 1 : 2) * kMultiprocessors;
+  const double slab = wide ? 8 : unaligned ? 416 : 64, places = (wide ? 1 : 2) * kMultiprocessors;
   const double blocks = std::max(1.0, p.batch * std::ceil(p.groups * p.features / slab) * splits * pieces);
   const double rounds = filter ? std::ceil(blocks / places) : 1, unused = filter ? rounds * places / blocks : 1;
   return 2000 + 3000 * rounds + std::max(all * unused, bytes / (kMultiprocessors * kBytesPerCycle));

@@ -42,8 +42,21 @@ inline bool TakesWide(const Problem& p) {
          p.Taps() >= kFewestTaps && out[1] > (kFewestSets - 1) * beside;
 }
 
+// For channels that are no whole chunks of 16 bytes, on Hopper (unaligned_depthwise.cuh): 3x3 windows without dilation,
+// and no stride, or, but in the data gradient, one of two.
+inline bool TakesUnalignedDepthwise(const Problem& p) {
+  const auto plain = [](int64_t n) { return n == 1; };
+  const auto are = [&](const int64_t (&a)[kRank]) { return std::all_of(a, a + kRank, plain); };
+  const int64_t row = p.groups * SizeOf(p.in);
+  return p.channels == 1 && p.features == 1 && row % 16 != 0 && p.window[0] == 1 && p.window[1] == 3 &&
+         p.window[2] == 3 && are(p.lhs_dilation) && are(p.rhs_dilation) &&
+         (are(p.stride) ||
+          (p.direction != Direction::kDataGradient && p.stride[1] == p.stride[2] && p.stride[1] <= 2)) &&
+         std::max(p.x[2], p.y[2]) * row < INT32_MAX / 2;
+}
+
 // Whether there is any kernel.
 bool TakesDepthwise(const Problem& p);
-double DepthwiseCycles(const Problem& p, int64_t splits);
+double DepthwiseCycles(const Problem& p, int64_t splits, bool hopper);
 
 }  // namespace jaxdnn::conv

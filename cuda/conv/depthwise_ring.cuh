@@ -15,10 +15,12 @@ struct Ring {
   static constexpr int kSums = (kLines + kStride - 1) / kStride;    // lines of results that a line is part of
   static constexpr int kWidth = (kStrip - 1) * kStride + kColumns;  // of the operand's strip
 
+  template <class L, bool kEdges>
+  using Copy = LineCopy<L, kWidth + (L::kStrips - 1) * kStrip * kStride, kEdges>;
   template <class L>
-  using Copy = LineCopy<L, kWidth + (L::kStrips - 1) * kStrip * kStride>;
+  static constexpr int kLineBytes = Copy<L, false>::kBytes;
   template <class L>
-  static constexpr int kStages = RingStages(Copy<L>::kBytes);
+  static constexpr int kStages = RingStages(kLineBytes<L>);
 
   static bool Takes(const DataParams& q) {
     return IsBiasAlone(q.epilogue) && q.at[0].MaxTaps() == 1 && q.at[1].MaxTaps() == kLines &&
@@ -66,7 +68,7 @@ struct Ring {
 template <class R, class T, class L, bool kEdges>
 __global__ void __launch_bounds__(kDepthwiseThreads, R::kBlocks)
     RingKernel(const __grid_constant__ DataParams p, const char* in, const char* filter, char* out) {
-  using Copy = typename R::template Copy<L>;
+  using Copy = typename R::template Copy<L, kEdges>;
   constexpr int kLines = R::kLines, kColumns = R::kColumns, kStride = R::kStride, kStrip = R::kStrip, kSums = R::kSums,
                 kStages = R::template kStages<L>, kStage = Copy::kBytes;
   extern __shared__ __align__(16) char shared[];
@@ -108,22 +110,20 @@ __global__ void __launch_bounds__(kDepthwiseThreads, R::kBlocks)
   const Copy copy(in_column, kEdges ? p.edges[2] : Edges{p.at[2].axis.extent}, chunk0, p.in_pixel);
   const bool plane_inside = in_plane >= 0 && in_plane < p.at[0].axis.extent;
   int ahead = in_line + kStride * begin;
-  const char* from = in + image * p.in_image + in_plane * p.in_line[0] + ahead * p.in_line[1] +
-                     int64_t{in_column} * p.in_pixel + chunk0 + copy.Offset(p.in_pixel);
+  const char* const first = in + image * p.in_image + in_plane * p.in_line[0] + chunk0 + copy.Offset();
+  const char* from = first + ahead * p.in_line[1];
   char* const ring = shared + warp * kStages * kStage;
   const uint32_t to_ring = SharedAddress(ring);
-  const bool mapped =
-      (kEdges && copy.mapped) || (all && (in_line < 0 || in_line + kStride * steps > p.at[1].axis.extent));
   const auto copy_line = [&](int stage) {
-    if (!mapped) {
-      copy.Start(to_ring + stage, from, plane_inside && ahead >= 0 && ahead < end_line);
-    } else {
+    if constexpr (kEdges) {
       int line = ahead;
       const bool inside = p.edges[1].FindAny(&line) && ahead < in_line + kStride * end && plane_inside;
-      copy.StartMapped(to_ring + stage, from + (line - ahead) * p.in_line[1], inside, p.edges[2]);
+      copy.Start(to_ring + stage, first + line * p.in_line[1], inside);
+    } else {
+      copy.Start(to_ring + stage, from, plane_inside && ahead >= 0 && ahead < end_line);
+      from += p.in_line[1];
     }
     CommitCopies();
-    from += p.in_line[1];
     ++ahead;
   };
 #pragma unroll

@@ -134,9 +134,11 @@ __device__ void WithOut(const Params& p, const F& f) {
     f(static_cast<typename T::In*>(p.out));
 }
 
-template <class T>
+// By a warpgroup that has so many 64 rows of a tile: the first ones, or the last.
+template <class T, int kBlocks>
 __device__ void Consume(const Params& p, Ring<T> ring, int warpgroup) {
-  using Own = std::conditional_t<kTogether<T>, HalfTile<T>, T>;
+  using Own = WgmmaTile<typename T::In, kBlocks * 64, T::kColumns>;
+  const int first = warpgroup == 0 ? 0 : T::kBlocks - kBlocks;
   int number = 0;
   for (Pieces piece(p.spans); piece.Next(); ++number) {
     if (!kTogether<T> && number % 2 != warpgroup) {
@@ -147,10 +149,9 @@ __device__ void Consume(const Params& p, Ring<T> ring, int warpgroup) {
     if constexpr (kFloats<T>)
       MultiplyHeldStages<T>(ring, piece.steps, warpgroup, p.turns, sums);
     else if constexpr (kTogether<T>)
-      MultiplyStagesTogether<T, true, true>(ring, piece.steps, warpgroup, sums);
+      MultiplyStagesTogether<T, true, true>(ring, piece.steps, first, sums);
     else
       MultiplyStages<T, true, true>(ring, piece.steps, number, sums);
-    const int first = kTogether<T> ? warpgroup * Own::kBlocks : 0;
     if (piece.steps < p.spans.Steps() || p.leaves) {
       LeavePiece<T>(p.pieces + p.spans.Slot(piece.block, piece.tile) * kTileFours<T>, first, sums);
       continue;
@@ -174,7 +175,14 @@ __global__ void __launch_bounds__(T::kThreads, 1) FilterWgmmaKernel(const __grid
           if (which == 1) return ProduceY<T>(p, ring);
           hopper::VisitDimensions(p.phase.map.dimensions, [&](auto d) { ProduceX<T, decltype(d)::value>(p, ring); });
         },
-        [&](int warpgroup) { Consume<T>(p, ring, warpgroup); }, [&](int turner) { Turn<T>(p, ring, turner); });
+        [&](int warpgroup) {
+          constexpr int kMost = kTogether<T> ? (T::kBlocks + 1) / 2 : T::kBlocks;
+          if constexpr (kTogether<T> && kMost != T::kBlocks / 2) {
+            if (warpgroup == 1) return Consume<T, T::kBlocks / 2>(p, ring, warpgroup);
+          }
+          Consume<T, kMost>(p, ring, warpgroup);
+        },
+        [&](int turner) { Turn<T>(p, ring, turner); });
   }
 }
 
@@ -251,6 +259,10 @@ cudaError_t LaunchFilterWgmma(const Problem& p, const Config& config, const void
         return launch(TypeTag<FilterTile<In, 128, 256>>());
       case Tile::kWgmma256x128:
         return launch(TypeTag<FilterTile<In, 256, 128>>());
+      case Tile::kWgmma192x128:
+        return launch(TypeTag<FilterTile<In, 192, 128>>());
+      case Tile::kWgmma192x160:
+        return launch(TypeTag<FilterTile<In, 192, 160>>());
       case Tile::kWgmma256x160:
         return launch(TypeTag<FilterTile<In, 256, 160>>());
       default:

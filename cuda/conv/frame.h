@@ -28,6 +28,10 @@ AliasedElements AliasedBy(const Problem& p, int d);
 
 bool HasFrame(const Problem& p);
 
+// Whether there are kernels for it that, wherever windows read, find one element of the operand, or zeros. In data
+// gradients that is so of circular convolutions without strides alone.
+bool FindsElements(const Problem& p);
+
 // Neighbouring pixels beyond an edge that Hopper's kernels load at once (wgmma_patch.cuh).
 constexpr int kRun = 8;
 

@@ -45,8 +45,8 @@ bool TakesFrame(const Problem& p) {
   return p.images * std::max(p.XPixels(), p.YPixels()) < kMost;
 }
 
-// Whether the tile's kernel can do all of the problem: of depthwise convolution, and Hopper's, where any element of its
-// matrix is one of the operand, or a zero; but those that have no registers left for it.
+// Whether the tile's kernel can do all of the problem: of depthwise convolution, and Hopper's; but those that have no
+// registers left for it.
 bool TakesPatches(const Problem& p, Tile tile) {
   if (tile == Tile::kWgmma256x160) return false;
   if (tile == Tile::kDepthwise
@@ -54,14 +54,7 @@ bool TakesPatches(const Problem& p, Tile tile) {
           : kTiles[static_cast<int>(tile)].unit != Unit::kWgmma || p.direction == Direction::kFilterGradient ||
                 (tile == Tile::kWgmma128x128 && p.in == DType::kF32 && p.direction == Direction::kForward))
     return false;
-  for (int d = 0; d < kRank; ++d) {
-    if (const Reach reach = ReachOf(p, d); reach.low == 0 && reach.high == 0) continue;
-    // In the data gradient, where positions an extent apart do not both meet a window's tap.
-    if (p.direction == Direction::kDataGradient &&
-        (p.mode[d] != PadMode::kCircular || p.stride[d] != 1 || p.y[d] > p.x[d]))
-      return false;
-  }
-  return true;
+  return FindsElements(p);
 }
 
 // What patches cost in all: of those that a multiprocessor makes, each. Fitted to an H200, as the next. Where lines are
@@ -94,15 +87,19 @@ double PatchCycles(const Problem& p, Tile tile) {
   return kBegin + lookups + kEach * loads * g.rows * p.Taps() * lines * columns / kMultiprocessors;
 }
 
-// What the frame's kernel adds to `cycles`. On the tensor cores all blocks take as long as one, in steps of 128 bytes;
-// of channels that are no whole chunks, element by element.
+// What the frame's kernel adds to `cycles`. On the tensor cores it is products of the filter gradient's tiles; else all
+// blocks take as long as one, in steps of 128 bytes. Channels that are no whole chunks come element by element.
 double FrameCycles(const Problem& p, double cycles) {
-  constexpr double kStep = 1900;
+  constexpr double kStep = 1900, kProductsPerCycle = 190;  // of 16-bit floats
   if (!OnTensorCores(p)) return kLaunchCycles + FrameShare(p) * cycles;
   const int64_t chunk = 16 / SizeOf(p.in);
   const double loads = p.channels % chunk != 0 || p.features % chunk != 0 ? double(chunk) : 1;
-  if (p.direction == Direction::kFilterGradient) return kLaunchCycles + loads * FrameShare(p) * cycles;
   const Gemm g = GemmOf(p);
+  if (p.direction == Direction::kFilterGradient) {
+    const double tiles = double(g.problems) * CeilDiv(g.rows, 128) * CeilDiv(g.columns, 64);
+    const double products = tiles * 128 * 64 * FrameShare(p) * g.depth * SizeOf(p.in) / 2;
+    return kLaunchCycles + std::max(1.0, loads / 2) * products / (kMultiprocessors * kProductsPerCycle);
+  }
   const double blocks = std::ceil(FrameShare(p) * g.rows / 128) * g.problems * CeilDiv(g.columns, 64);
   return kLaunchCycles +
          loads * kStep * CeilDiv(g.depth * SizeOf(p.in), 128) * std::max(1.0, blocks / kMultiprocessors);
@@ -135,6 +132,18 @@ bool HasFrame(const Problem& p) {
   for (int d = 0; d < kRank; ++d)
     if (const Reach reach = ReachOf(p, d); reach.low > 0 || reach.high > 0) return true;
   return false;
+}
+
+bool FindsElements(const Problem& p) {
+  if (!TakesFrame(p)) return false;
+  for (int d = 0; d < kRank; ++d) {
+    if (const Reach reach = ReachOf(p, d); reach.low == 0 && reach.high == 0) continue;
+    // In the data gradient, where positions an extent apart do not both meet a window's tap.
+    if (p.direction == Direction::kDataGradient &&
+        (p.mode[d] != PadMode::kCircular || p.stride[d] != 1 || p.y[d] > p.x[d]))
+      return false;
+  }
+  return true;
 }
 
 Problem WithZeros(const Problem& p) {

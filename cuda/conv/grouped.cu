@@ -1,11 +1,11 @@
 // Forward convolution and data gradient of small groups with 3x3 windows.
 //
 // A product of 16 pixels by eight channels is so small that nothing but memory should count. So each warp works by
-// itself: it goes down the lines of 16 columns of the result, for 32 to 64 bytes of each pixel's channels, whose filter
-// it has in registers. The operand's lines come through a ring in its own part of shared memory, copies running some
-// lines ahead. Each is read three times, once for every column of the window, and multiplied into the sums of all lines
-// of the result that it belongs to. No warp waits for another, and columns of several images lie side by side, so that
-// widths need not be multiples of 16.
+// itself, once the block's filter is there: it goes down the lines of 16 columns of the result, for 32 to 64 bytes of
+// each pixel's channels, whose filter it has in registers. The operand's lines come through a ring in its own part of
+// shared memory, copies running some lines ahead. Each is read three times, once for every column of the window, and
+// multiplied into the sums of all lines of the result that it belongs to. No warp waits for another, and columns of
+// several images lie side by side, so that widths need not be multiples of 16.
 //
 // In the data gradient of stride 2 a pixel of the operand belongs to results of all four phases, which take nine
 // products altogether: a column is of two results, and two lines of them.
@@ -13,7 +13,9 @@
 // What bounds it: memory, by design. A line of 16 columns and 64 bytes of channels moves 2 KB, which takes a
 // multiprocessor some 115 cycles at its share of memory. In bfloat16 at stride 1 it takes 178 instructions (36 of them
 // products), a fourth of that on each scheduler, and the copies that are under way together, 16 warps' of five lines,
-// are 100 KB. What a worker reads twice, two lines and two columns more than it has, comes from the L2 cache.
+// are 100 KB. What a worker reads twice, two lines and two columns more than it has, comes from the L2 cache. Where
+// images are small, the time until all warps have begun counts as much: a multiprocessor takes some two chunks of 16
+// bytes a cycle, so that a warp copies no pixel that is not read, and a block its filter once.
 #include "cuda/conv/grouped.cuh"
 #include "cuda/conv/grouped.h"
 #include "cuda/conv/grouped_store.cuh"
@@ -24,11 +26,10 @@ namespace jaxdnn::conv {
 namespace {
 
 // The compiler does not know that it is the same every time, and so keeps nothing that follows from it in registers.
-template <class T>
-__device__ int WarpIndex() {
+__device__ GroupedWork FindWork(const GroupedParams& q) {
   int block;
   asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
-  return block * T::kWarps + threadIdx.x / 32;
+  return {q, block};
 }
 
 // sums += those of one tap and tile.
@@ -111,7 +112,7 @@ __device__ __forceinline__ int FilterPlace(const GroupedParams& q, int tap, int 
 template <class T, bool kFinish, class Out>
 __device__ __noinline__ void Repair(const GroupedParams& q, const typename T::In* in, const typename T::In* filter,
                                     Out* out) {
-  const GroupedWork work(q, WarpIndex<T>());
+  const GroupedWork work = FindWork(q);
   filter += work.problem * q.filter_problem;
   __syncwarp();  // after every lane's stores
   for (int at = work.first_line; at < work.end_line; ++at) {
@@ -163,11 +164,11 @@ __global__ void __launch_bounds__(T::kThreads, kFinish || sizeof(Out) > sizeof(t
     GroupedKernel(const __grid_constant__ GroupedParams q, const typename T::In* in, const typename T::In* filter,
                   Out* out) {
   extern __shared__ __align__(128) unsigned char shared[];
-  const GroupedWork work(q, WarpIndex<T>());
-  if (work.problem >= q.batch) return;
-  const uint32_t ring = SharedAddress(shared) + threadIdx.x / 32 * (T::kSlots * T::kSlotBytes + T::kFilterBytes);
+  const GroupedWork work = FindWork(q);
+  const uint32_t block_filter = SharedAddress(shared),
+                 ring = block_filter + T::kFilterBytes + threadIdx.x / 32 * (T::kSlots * T::kSlotBytes);
   constexpr int kAhead = T::kSlots - 1;
-  GroupedFilter<T>::Copy(q, filter + work.problem * q.filter_problem, work.part, ring + T::kSlots * T::kSlotBytes);
+  GroupedFilter<T>::Copy(q, filter + work.problem * q.filter_problem, work.part, block_filter);
 
   int at = work.first_line;
   GroupedBlock block(q, at, work.end_line);
@@ -185,8 +186,9 @@ __global__ void __launch_bounds__(T::kThreads, kFinish || sizeof(Out) > sizeof(t
   };
   begin();
   WaitForCopies<kAhead>();
-  __syncwarp();
-  const GroupedFilter<T> words(q, ring + T::kSlots * T::kSlotBytes);
+  __syncthreads();
+  if (at >= work.end_line) return;
+  const GroupedFilter<T> words(q, block_filter);
 
   float not_finite = 0;  // or NaN
   while (true) {
@@ -272,7 +274,7 @@ __global__ void __launch_bounds__(T::kThreads, kFinish || sizeof(Out) > sizeof(t
         }
       }
     }
-    const GroupedWork again(q, WarpIndex<T>());
+    const GroupedWork again = FindWork(q);
     if (at >= again.end_line) break;
     __syncwarp();
     block = GroupedBlock(q, at, again.end_line);
@@ -286,6 +288,31 @@ __global__ void __launch_bounds__(T::kThreads, kFinish || sizeof(Out) > sizeof(t
   }
 }
 
+// Shares the lines out to at most `most` blocks, and returns how many there are. A warp that goes on in other columns
+// reads more lines, and waits once more for the first of them; but warps that share the lines of the same columns may
+// be fewer, or not as many in every multiprocessor.
+int64_t Share(GroupedParams* q, int64_t batch, int64_t most) {
+  // A worker's lines should be some more than the kMore that it reads besides.
+  constexpr int64_t kWarps = kGroupedWarps, kLeastLines = 4, kMore = 2;
+  const int64_t lines = q->image_lines.divisor, columns = CeilDiv(q->all_columns, q->columns);
+  const int64_t problems = q->parts.divisor * batch, places = std::max<int64_t>(1, most / problems) * kWarps;
+  const auto blocks = [&](int64_t workers) { return problems * CeilDiv(workers, kWarps); };
+  const auto time = [&](int64_t workers, double each) { return CeilDiv(blocks(workers), kMultiprocessors) * each; };
+  int64_t workers = std::min(places, CeilDiv(columns * lines, kLeastLines)), sharers = 0;
+  const double each = double(columns * lines) / workers;
+  double least = time(workers, std::ceil(each) + kMore + kMore * each / lines);
+  for (int64_t n = 1; n * columns <= places && (n - 1) * kLeastLines < lines; ++n) {
+    const double of_n = time(n * columns, CeilDiv(lines, n) + kMore);
+    if (blocks(n * columns) >= std::min<int64_t>(blocks(workers), kMultiprocessors) && of_n < least) {
+      least = of_n;
+      workers = n * columns;
+      sharers = n;
+    }
+  }
+  ShareLines(q, CeilDiv(workers, kWarps) * kWarps, sharers);
+  return blocks(workers);
+}
+
 template <class T, bool kFinish, class Out>
 cudaError_t LaunchTile(const Problem& p, const void* operand, const void* filter, void* out, const Epilogue& epilogue,
                        cudaStream_t stream) {
@@ -297,14 +324,8 @@ cudaError_t LaunchTile(const Problem& p, const void* operand, const void* filter
   Grid grid = {0, T::kThreads, T::kSharedBytes};
   int64_t resident;
   if (const cudaError_t e = ResidentBlocks(kernel, grid, &resident); e != cudaSuccess) return e;
-  // A worker's lines should be some more than it reads besides.
-  constexpr int kLeastLines = 4;
-  // More of them have fewer lines each.
   resident = std::min<int64_t>(resident, kMultiprocessors * T::kBlocks);
-  const int64_t parts = q.parts.divisor, places = std::max<int64_t>(1, resident * T::kWarps / (parts * p.batch));
-  const int64_t workers = std::min(places, CeilDiv(LinesOfAll(q), kLeastLines));
-  ShareLines(&q, workers);
-  grid.blocks = CeilDiv(parts * workers * p.batch, T::kWarps);
+  grid.blocks = Share(&q, p.batch, resident);
   return LaunchKernel(kernel, grid, stream, q, static_cast<const In*>(operand), static_cast<const In*>(filter),
                       static_cast<Out*>(out));
 }

@@ -31,13 +31,15 @@ struct SlotPlaces {
   }
 };
 
+constexpr int kGroupedWarps = 4;
+
 // A warp has 16 columns of the result, and kBytes of each pixel's channels. kWide are groups of 16 channels; otherwise
 // eight neighbouring channels are a product by themselves, whether they are one group or several.
 template <class In_, bool kWide_, Stride kStride>
 struct GroupedTile {
   using In = In_;
   static constexpr bool kWide = kWide_;
-  static constexpr int kWarps = 4, kThreads = 32 * kWarps;
+  static constexpr int kWarps = kGroupedWarps, kThreads = 32 * kWarps;
 
   // Columns are of as many results, and as many lines of them. They are kStep pixels of the operand apart, and meet
   // kTaps pixels and lines of it.
@@ -60,7 +62,7 @@ struct GroupedTile {
   static constexpr int kPixels = kCopies * kApart, kSlotBytes = kPixels * kBytes;
   static constexpr int kSlots = kStep == 1 ? 6 : 4;
   static constexpr int kFilterBytes = 9 * (kWide ? 16 : 8) * kBytes;
-  static constexpr int kSharedBytes = kWarps * (kSlots * kSlotBytes + kFilterBytes);
+  static constexpr int kSharedBytes = kWarps * kSlots * kSlotBytes + kFilterBytes;
 
   using Sums = float[kTiles][4];
 
@@ -72,12 +74,14 @@ struct GroupedParams {
   // Columns are those of all images side by side. In the operand, padded, an image's line is as wide as its columns
   // reach.
   FastDiv image_columns, image_lines, padded_width;
-  FastDiv parts, workers;  // parts of the channels; warps that share a part's lines
-  int batch, images;
+  FastDiv parts, workers;  // parts of the channels; warps of a part
+  FastDiv sharers;         // of those, which share the lines of the same columns, or of all
+  int images;
   int height, width, pad_h, pad_w;                        // of the operand
   int result_height, result_width, outside_h, outside_w;  // of the result, of which so many lines are before the first
   int all_columns, columns;                               // columns, and those of a warp
-  int lines, more_lines;                                  // of a worker, and workers that have one more
+  int all_lines, shared_lines;                            // of all columns, and of so many sharers
+  int lines, more_lines;                                  // of a sharer, and sharers that have one more
   int channels, group_log;                                // all; and of a group, whose number is a power of two
   bool gradient, mirrored;     // the filter's channels are exchanged; its taps in reverse order
   int64_t filter_problem;      // elements
@@ -98,7 +102,6 @@ GroupedParams MakeGroupedParams(const Problem& p, int pixels) {
   const bool gradient = p.direction == Direction::kDataGradient;
   const int64_t *in = gradient ? p.y : p.x, *result = gradient ? p.x : p.y;
   GroupedParams q = {};
-  q.batch = int(p.batch);
   q.images = int(p.images);
   q.height = int(in[1]);
   q.width = int(in[2]);
@@ -127,24 +130,28 @@ GroupedParams MakeGroupedParams(const Problem& p, int pixels) {
   return q;
 }
 
-// Of all columns.
-inline int64_t LinesOfAll(const GroupedParams& q) { return CeilDiv(q.all_columns, q.columns) * q.image_lines.divisor; }
-
-inline void ShareLines(GroupedParams* q, int64_t workers) {
+// Shares all columns' lines out evenly, or, where there are `sharers`, those of each block of columns between so many.
+inline void ShareLines(GroupedParams* q, int64_t workers, int64_t sharers = 0) {
+  const int64_t image_lines = q->image_lines.divisor;
+  q->all_lines = int(CeilDiv(q->all_columns, q->columns) * image_lines);
   q->workers = FastDiv(workers);
-  q->lines = int(LinesOfAll(*q) / workers);
-  q->more_lines = int(LinesOfAll(*q) % workers);
+  q->sharers = FastDiv(sharers > 0 ? sharers : workers);
+  q->shared_lines = sharers > 0 ? int(image_lines) : q->all_lines;
+  q->lines = q->shared_lines / int(q->sharers.divisor);
+  q->more_lines = q->shared_lines % int(q->sharers.divisor);
 }
 
-// What a warp works on: a part of a problem's channels, in some of all columns' lines.
+// What a warp works on: a part of a problem's channels, in some of all columns' lines, or in none.
 struct GroupedWork {
   int problem, part, first_line, end_line;
 
-  __device__ GroupedWork(const GroupedParams& q, int warp) {
-    int worker;
-    problem = q.workers.Div(q.parts.Div(warp, &part), &worker);
-    first_line = worker * q.lines + min(worker, q.more_lines);
-    end_line = first_line + q.lines + (worker < q.more_lines);
+  // The warps of a block have the same part of the same problem.
+  __device__ GroupedWork(const GroupedParams& q, int block) {
+    int worker, sharer;
+    problem = q.workers.Div(q.parts.Div(block, &part) * kGroupedWarps + threadIdx.x / 32, &worker);
+    const int share = q.sharers.Div(worker, &sharer);
+    first_line = share * q.shared_lines + sharer * q.lines + min(sharer, q.more_lines);
+    end_line = min(first_line + q.lines + (sharer < q.more_lines), q.all_lines);
   }
 };
 
@@ -155,12 +162,12 @@ struct GroupedBlock {
   // From line `at` of all columns' lines on, up to `end`.
   __device__ GroupedBlock(const GroupedParams& q, int at, int end) {
     first_column = q.image_lines.Div(at, &first_line) * q.columns;
-    lines = min(end - at, int(q.image_lines.divisor) - first_line);
+    lines = max(min(end - at, int(q.image_lines.divisor) - first_line), 0);
   }
   // Of the operand.
   template <class T>
   __device__ int LinesRead() const {
-    return (lines - 1) * T::kStep + T::kTaps;
+    return lines > 0 ? (lines - 1) * T::kStep + T::kTaps : 0;
   }
   __device__ int Columns(const GroupedParams& q) const { return min(q.columns, q.all_columns - first_column); }
 };
@@ -168,8 +175,8 @@ struct GroupedBlock {
 // The operand's lines on their way to shared memory.
 template <class T>
 struct GroupedStrip {
-  uint32_t from[T::kCopies];  // fours of channels
-  unsigned there = 0;         // bit k: copy k is of the operand
+  uint32_t from[T::kCopies];      // fours of channels
+  unsigned read = 0, inside = 0;  // bit k: copy k is of what columns read, and of the operand
   int line;
 
   __device__ GroupedStrip(const GroupedParams& q, const GroupedBlock& block, int problem, int part)
@@ -183,8 +190,8 @@ struct GroupedStrip {
       int x;
       const int image = q.padded_width.Div(padded, &x);
       x -= q.pad_w;
-      if (padded < end && static_cast<unsigned>(x) < static_cast<unsigned>(q.width) && channel < q.channels)
-        there |= 1u << k;
+      if (padded < end) read |= 1u << k;
+      if (static_cast<unsigned>(x) < static_cast<unsigned>(q.width) && channel < q.channels) inside |= 1u << k;
       from[k] = (uint32_t(problem * q.images + image) * q.height + line) * q.in_line + uint32_t(x) * (q.channels / 4u) +
                 channel / 4u;
     }
@@ -199,10 +206,11 @@ struct GroupedStrip {
   __device__ void Copy(const GroupedParams& q, const typename T::In* in, uint32_t slot, bool needed) {
     if (needed) {
       const int lane = threadIdx.x % 32, place = T::Places::At(lane / T::kChunks, lane % T::kChunks);
-      const bool inside = static_cast<unsigned>(line) < static_cast<unsigned>(q.height);
+      const unsigned valid = static_cast<unsigned>(line) < static_cast<unsigned>(q.height) ? inside : 0;
 #pragma unroll
       for (int k = 0; k < T::kCopies; ++k) {
-        CopyAsync<16>(slot + T::Places::Further(place, k), in + uint64_t{from[k]} * 4, inside && (there >> k & 1));
+        if (read >> k & 1)
+          CopyAsync<16>(slot + T::Places::Further(place, k), in + uint64_t{from[k]} * 4, valid >> k & 1);
         from[k] += q.in_line;
       }
       ++line;
@@ -211,23 +219,22 @@ struct GroupedStrip {
   }
 };
 
-// As the products want it, with zeros between channels of different groups. A warp's part of it passes through shared
-// memory, in 16-byte chunks: one by one its elements would take longer than some lines of pixels.
+// As the products want it, with zeros between channels of different groups. It passes through shared memory, in 16-byte
+// chunks: one by one its elements would take longer than some lines of pixels.
 template <class T>
 struct GroupedFilter {
   using Places = SlotPlaces<T::kChunks, 1>;
   uint32_t words[9][T::kTiles * T::kWords];
 
-  // Begins to copy a problem's filter to `shared`, T::kFilterBytes of it.
+  // Begins to copy a block's part of a problem's filter to `shared`, T::kFilterBytes of it.
   static __device__ void Copy(const GroupedParams& q, const typename T::In* filter, int part, uint32_t shared) {
-    const int lane = threadIdx.x % 32, channel = part * T::kChannels + lane % T::kChunks * T::kChunk;
-    for (int row = lane / T::kChunks; row < 9 << q.group_log; row += T::kApart)
-      CopyAsync<16>(shared + Places::At(row, lane % T::kChunks), filter + row * q.channels + channel,
-                    channel < q.channels);
+    const int chunk = threadIdx.x % T::kChunks, channel = part * T::kChannels + chunk * T::kChunk;
+    for (int row = threadIdx.x / T::kChunks; row < 9 << q.group_log; row += T::kThreads / T::kChunks)
+      CopyAsync<16>(shared + Places::At(row, chunk), filter + row * q.channels + channel, channel < q.channels);
     CommitCopies();
   }
 
-  // The copies of all lanes are there.
+  // The copies of all threads are there.
   __device__ GroupedFilter(const GroupedParams& q, uint32_t shared) {
     const int lane = threadIdx.x % 32, n = lane / 4, in_group = (1 << q.group_log) - 1;
 #pragma unroll

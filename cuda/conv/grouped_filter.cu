@@ -207,11 +207,15 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   using In = typename T::In;
   extern __shared__ __align__(128) unsigned char shared[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  int part;
-  const int split = q.parts.Div(blockIdx.x, &part);
-  const GroupedWork work(q, (split * T::kWarps + warp) * q.parts.divisor + part);
+  const GroupedWork work(q, blockIdx.x);
   const uint32_t ring = SharedAddress(shared) + warp * (T::kStages * T::kStageBytes);
   constexpr int kAhead = T::kStages - 1, kOfY = T::kStep * T::kSlotBytes;
+
+  // Columns that there are not have zeros of y, which must not meet an infinity: the slots' last pixel is 0.
+  for (int i = lane; i < T::kStages * T::kStep * T::kChunks; i += 32) {
+    const int line = i / T::kChunks, slot = line / T::kStep * T::kStageBytes + line % T::kStep * T::kSlotBytes;
+    CopyAsync<16>(ring + slot + T::Places::At(T::kPixels - 1, i % T::kChunks), x, false);
+  }
 
   typename T::Sums sums = {};
   // Of floats, a lane's word of a tile's eight; of others, it gives the address of a tile's pixel.
@@ -220,8 +224,8 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   for (int at = work.first_line; at < work.end_line;) {
     const GroupedBlock block(q, at, work.end_line);
     at += block.lines;
-    GroupedStrip<T> x_strip(q, block, work.problem, part);
-    CotangentStrip<T> y_strip(q, block, work.problem, part);
+    GroupedStrip<T> x_strip(q, block, work.problem, work.part);
+    CotangentStrip<T> y_strip(q, block, work.problem, work.part);
     const int x_lines = block.LinesRead<T>(), stages = block.lines + T::kMoreStages;
     const auto copy = [&](uint32_t stage, int index) {
 #pragma unroll
@@ -233,7 +237,6 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) copy(ring + i * T::kStageBytes, i);
 
-    // Columns that there are not have zeros of y, which must not meet an infinity: the slot's last pixel is 0.
     int x_place[3][T::kAddresses];
 #pragma unroll
     for (int i = 0; i < T::kAddresses; ++i) {
@@ -286,8 +289,8 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   float* const totals = reinterpret_cast<float*>(shared);
   StoreSums<T>(sums, q.group_log, totals + warp * T::kTotals);
   __syncthreads();
-  const int rows = 9 << q.group_log, first = part * T::kChannels;
-  const int64_t result = split % q.splits * q.result_size + work.problem * q.filter_problem + first;
+  const int rows = 9 << q.group_log, first = work.part * T::kChannels;
+  const int64_t result = q.parts.Div(blockIdx.x) % q.splits * q.result_size + work.problem * q.filter_problem + first;
 #pragma unroll 4
   for (int i = threadIdx.x; i < rows * T::kChannels; i += T::kThreads) {
     const int row = i / T::kChannels, feature = i % T::kChannels;

@@ -23,8 +23,8 @@ bool TakesGrouped(const Problem& p) {
          pixels > 0 && pixels * 3 < INT32_MAX && pixels * channels / 4 < UINT32_MAX;
 }
 
-// What they move to and from memory, or the instructions of a warp's lines, which are
-// 16 columns of the result by 64 bytes of channels. In the filter gradient, of blocks of four warps that have a share
+// What they move to and from memory, or the instructions of a warp's lines, which are 16 columns of the result by 32 or
+// 64 bytes of channels. In the filter gradient, of blocks of four warps that have a share
 // of the lines. Fitted to an H200.
 double GroupedCycles(const Problem& p, int64_t splits) {
   constexpr double kStart = 5000, kLine = 0.75, kShare = 0.8;  // of the memory's rate
@@ -44,7 +44,8 @@ double GroupedCycles(const Problem& p, int64_t splits) {
     const double of_line = std::max(kLatency, 4 * resident * line / (kShare * kBytesPerCycle));
     return 3000 + rounds * (kBlock * resident + begins * (kBegin + (3 - p.stride[1]) * kLatency) + each * of_line);
   }
-  return kStart + std::max(bytes / (kShare * kBytesPerCycle), kLine * 190 * p.stride[2] * lines) / kMultiprocessors;
+  const double line = kLine * 190 * p.stride[2] * (of_warp * size / 64);
+  return kStart + std::max(bytes / (kShare * kBytesPerCycle), line * lines) / kMultiprocessors;
 }
 
 }  // namespace jaxdnn::conv

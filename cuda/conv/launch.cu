@@ -42,8 +42,14 @@ int LaunchFilterWithFrame(const Problem& p, const Config& config, const void* x,
 
 int LaunchDepthwise(const Problem& p, const Config& config, const void* lhs, const void* rhs, void* out,
                     void* workspace, const Epilogue& epilogue, cudaStream_t stream) {
-  return p.direction == Direction::kFilterGradient ? LaunchDepthwiseFilter(p, config, lhs, rhs, out, workspace, stream)
-                                                   : LaunchDepthwiseData(p, lhs, rhs, out, epilogue, stream);
+  const bool filter = p.direction == Direction::kFilterGradient;
+  if (config.unaligned && !HasFrame(p)) {
+    const int e = filter ? LaunchUnalignedDepthwiseFilter(p, config, lhs, rhs, out, workspace, stream)
+                         : LaunchUnalignedDepthwiseData(p, lhs, rhs, out, epilogue, stream);
+    if (e != cudaErrorInvalidValue) return e;
+  }
+  return filter ? LaunchDepthwiseFilter(p, config, lhs, rhs, out, workspace, stream)
+                : LaunchDepthwiseData(p, lhs, rhs, out, epilogue, stream);
 }
 
 }  // namespace

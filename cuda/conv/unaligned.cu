@@ -292,10 +292,12 @@ __global__ void __launch_bounds__(T::kThreads, 1)
 }
 
 template <class T>
-cudaError_t LaunchTile(const Problem& p, const UnalignedPlan& plan, const void* operand, const void* filter, void* out,
-                       void* workspace, bool forward, const Epilogue& epilogue, cudaStream_t stream) {
+cudaError_t LaunchTile(const Problem& problem, const UnalignedPlan& plan, const void* operand, const void* filter,
+                       void* out, void* workspace, const Epilogue& epilogue, cudaStream_t stream) {
   using In = typename T::In;
-  UnalignedParams q = RowParams(p, UnalignedRows(p));
+  const Problem p = AsForward(problem);
+  const bool forward = problem.direction == Direction::kForward;
+  UnalignedParams q = RowParams(problem, UnalignedRows(p));
   q.epilogue = epilogue;
   q.finish = !IsNone(epilogue);
   q.wide = p.out != p.in;
@@ -336,17 +338,14 @@ cudaError_t LaunchTile(const Problem& p, const UnalignedPlan& plan, const void* 
 
 }  // namespace
 
-cudaError_t LaunchUnaligned(const Problem& problem, const void* operand, const void* filter, void* out, void* workspace,
+cudaError_t LaunchUnaligned(const Problem& p, const void* operand, const void* filter, void* out, void* workspace,
                             const Epilogue& epilogue, cudaStream_t stream) {
-  const Problem p = AsForward(problem);
-  const bool forward = problem.direction == Direction::kForward;
   UnalignedPlan plan;
-  if (!plan.Fit(p)) return cudaErrorInvalidValue;
+  if (!plan.Fit(AsForward(p))) return cudaErrorInvalidValue;
   return VisitSingleDType(p.in, [&](auto in) {
     using In = typename decltype(in)::type;
     const auto launch = [&](auto tile) {
-      return LaunchTile<typename decltype(tile)::type>(p, plan, operand, filter, out, workspace, forward, epilogue,
-                                                       stream);
+      return LaunchTile<typename decltype(tile)::type>(p, plan, operand, filter, out, workspace, epilogue, stream);
     };
     return plan.resident ? launch(TypeTag<UnalignedTile<In, true>>()) : launch(TypeTag<UnalignedTile<In, false>>());
   });

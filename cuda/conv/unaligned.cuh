@@ -5,6 +5,7 @@
 #include "cuda/common/hopper.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/common/mma.cuh"
+#include "cuda/conv/edges.cuh"
 #include "cuda/conv/epilogue.cuh"
 #include "cuda/conv/unaligned_pack.cuh"
 
@@ -40,13 +41,15 @@ struct UnalignedParams {
   int line_step;             // pixels from line to line of the window
   int groups, plane_groups;  // of the window's lines: all, and those of a plane of it
   FastDiv line_div, lines_div, planes_div;
-  FastDiv steps_div, column_pairs;                             // steps of a slice; pairs of chunks of columns
-  int planes;                                                  // of the result, of all images
-  int extent[kRank], pad[kRank], dilation[kRank], out[kRank];  // of the operand, and of the result
+  FastDiv steps_div, column_pairs;              // steps of a slice; pairs of chunks of columns
+  int planes;                                   // of the result, of all images
+  Edges edges[kRank];                           // of the operand
+  int pad[kRank], dilation[kRank], out[kRank];  // and the result's extents
   int pixels, strip_bytes, slab_bytes, slabs, staged_bytes;
 };
 
-inline UnalignedParams RowParams(const Problem& p, const UnalignedRows& rows) {
+inline UnalignedParams RowParams(const Problem& problem, const UnalignedRows& rows) {
+  const Problem p = AsForward(problem);
   UnalignedParams q = {};
   q.window_width = int(p.window[2]);
   q.line_step = int(p.rhs_dilation[1] * rows.line);
@@ -55,7 +58,7 @@ inline UnalignedParams RowParams(const Problem& p, const UnalignedRows& rows) {
   q.planes_div = FastDiv(p.y[0]);
   q.planes = int(p.images * p.y[0]);
   for (int d = 0; d < kRank; ++d) {
-    q.extent[d] = int(p.x[d]);
+    q.edges[d] = OperandEdges(problem, d);
     q.out[d] = int(p.y[d]);
     q.pad[d] = int(p.pad[d]);
     q.dilation[d] = int(p.rhs_dilation[d]);
@@ -225,8 +228,8 @@ __device__ __forceinline__ int OperandPixel(const UnalignedParams& q, int row, i
 #pragma unroll
   for (int d = 0; d < kRank; ++d) {
     at[d] -= q.pad[d];
-    inside &= static_cast<unsigned>(at[d]) < static_cast<unsigned>(q.extent[d]);
-    pixel = pixel * q.extent[d] + at[d];
+    inside &= q.edges[d].FindAny(&at[d]);
+    pixel = pixel * q.edges[d].extent + at[d];
   }
   return inside ? pixel : -1;
 }

@@ -244,15 +244,22 @@ cudaError_t LaunchType(const Problem& all, const Config& config, const void* x, 
                           all.images * p.x[0],
                           image * p.x[0],
                           p.images * p.x[0],
-                          {p.x[1], p.x[2]},
+                          {OperandEdges(p, 1), OperandEdges(p, 2)},
                           {p.pad[1], p.pad[2]},
                           p.channels,
                           plan.ChunksOf(p.channels),
                           plan.pixels,
                           packed_x};
-    const Packing of_y = {
-        y,          all.images * p.y[0],       image * p.y[0], p.images * p.y[0], {p.y[1], p.y[2]}, {0, 0},
-        p.features, plan.ChunksOf(p.features), kRows,          packed_y};
+    const Packing of_y = {y,
+                          all.images * p.y[0],
+                          image * p.y[0],
+                          p.images * p.y[0],
+                          {{int(p.y[1])}, {int(p.y[2])}},
+                          {0, 0},
+                          p.features,
+                          plan.ChunksOf(p.features),
+                          kRows,
+                          packed_y};
     int64_t slices = 0;
     cudaError_t e = PackRows(plan, {of_x, of_y}, stream);
     if (e == cudaSuccess)

@@ -18,9 +18,10 @@ struct PackedArray {
   const void *begin, *end;
   uint4* packed;
   int64_t first_pixel, pitch;
-  int rows, extent[2], pad[2], channels;  // rows that are no zeros
-  int all_chunks, chunks;                 // of a block
-  FastDiv items_div, groups_div;          // aligned chunks of a row; blocks of the same rows
+  Edges edges[2];
+  int rows, pad[2], channels;     // rows that are no zeros
+  int all_chunks, chunks;         // of a block
+  FastDiv items_div, groups_div;  // aligned chunks of a row; blocks of the same rows
 };
 
 struct PackParams {
@@ -48,9 +49,8 @@ __global__ void __launch_bounds__(kThreads) PackRowsKernel(const __grid_constant
     int x, y;
     const int line = params.line_div.Div(row, &x), plane = params.lines_div.Div(line, &y);
     x -= q.pad[1], y -= q.pad[0];
-    const bool exists = row < q.rows && static_cast<unsigned>(x) < static_cast<unsigned>(q.extent[1]) &&
-                        static_cast<unsigned>(y) < static_cast<unsigned>(q.extent[0]);
-    const int64_t pixel = q.first_pixel + (int64_t{plane} * q.extent[0] + y) * q.extent[1] + x;
+    const bool exists = q.edges[1].FindAny(&x) & q.edges[0].FindAny(&y) & (row < q.rows);
+    const int64_t pixel = q.first_pixel + (int64_t{plane} * q.edges[0].extent + y) * q.edges[1].extent + x;
     elements[threadIdx.x] = exists ? pixel * q.channels + first_channel : -1;
   }
   __syncthreads();
@@ -122,13 +122,13 @@ int64_t PlanArray(const UnalignedRows& rows, const Packing& p, PackedArray* q) {
   const int64_t of_block = CeilDiv(to.chunks, CeilDiv(to.chunks, kMostChunks));
   q->begin = p.array;
   q->end = static_cast<const char*>(p.array) +
-           p.all_planes * p.extent[0] * p.extent[1] * p.channels * int64_t(sizeof(uint16_t));
+           p.all_planes * p.edges[0].extent * p.edges[1].extent * p.channels * int64_t(sizeof(uint16_t));
   q->packed = static_cast<uint4*>(p.packed);
-  q->first_pixel = p.first_plane * p.extent[0] * p.extent[1];
+  q->first_pixel = p.first_plane * p.edges[0].extent * p.edges[1].extent;
   q->pitch = to.pitch;
   q->rows = to.rows;
   for (int d = 0; d < 2; ++d) {
-    q->extent[d] = int(p.extent[d]);
+    q->edges[d] = p.edges[d];
     q->pad[d] = int(p.pad[d]);
   }
   q->channels = int(p.channels);

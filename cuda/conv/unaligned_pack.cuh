@@ -7,6 +7,7 @@
 
 #include "cuda/common/fast_div.cuh"
 #include "cuda/common/hopper.cuh"
+#include "cuda/conv/edges.cuh"
 #include "cuda/conv/unaligned_plan.h"
 
 namespace jaxdnn::conv {
@@ -21,7 +22,8 @@ struct PackedRows {
 struct PackedPlanes {
   bool together;                 // they are the same
   FastDiv rows_div, planes_div;  // rows of a plane; planes of an image of the result
-  int planes, extent;            // of the result, of all images; of an image of the operand
+  int planes;                    // of the result, of all images
+  Edges edges;                   // of an image of the operand
 };
 
 // A chunk of a strip, by one thread: `count` rows of the result's from `row` on, where each plane is that so many
@@ -35,9 +37,9 @@ __device__ inline void CopyPacked(const PackedRows& from, const PackedPlanes& q,
       int in_plane, z;
       const int plane = q.rows_div.Div(row, &in_plane), image = q.planes_div.Div(plane, &z);
       z += further;
-      const bool inside = plane < q.planes && static_cast<unsigned>(z) < static_cast<unsigned>(q.extent);
+      const bool inside = q.edges.FindAny(&z) && plane < q.planes;
       some = min(count, static_cast<int>(q.rows_div.divisor) - in_plane);
-      at = inside ? (image * q.extent + z) * static_cast<int>(q.rows_div.divisor) + in_plane : from.rows;
+      at = inside ? (image * q.edges.extent + z) * static_cast<int>(q.rows_div.divisor) + in_plane : from.rows;
     }
     hopper::CopyBulk(to, begin + at, some * 16, barrier);
     to += some * 16;
@@ -48,16 +50,17 @@ __device__ inline void CopyPacked(const PackedRows& from, const PackedPlanes& q,
 
 inline PackedPlanes PlanesOf(const Problem& p, const UnalignedRows& rows) {
   const bool together = p.window[0] == 1 && p.pad[0] == 0 && p.x[0] == p.y[0];
-  return {together, FastDiv(rows.Rows(1)), FastDiv(p.y[0]), int(p.images * p.y[0]), int(p.x[0])};
+  return {together, FastDiv(rows.Rows(1)), FastDiv(p.y[0]), int(p.images * p.y[0]), OperandEdges(p, 0)};
 }
 
 // An array [planes, *extent, channels], of which some planes are packed, and where to.
 struct Packing {
   const void* array;
   int64_t all_planes, first_plane, planes;
-  int64_t extent[2], pad[2];  // pixels before those of a line, and lines before those of a plane
-  int64_t channels, chunks;   // those behind the last channel are zeros
-  int64_t strip;              // as many rows of zeros behind the last one
+  Edges edges[2];            // of a plane and a line
+  int64_t pad[2];            // lines before those of a plane, and pixels before those of a line
+  int64_t channels, chunks;  // those behind the last channel are zeros
+  int64_t strip;             // as many rows of zeros behind the last one
   void* packed;
 };
 

@@ -14,6 +14,7 @@ constexpr int kMostSharedBytes = 227 << 10;
 // How far apart lines (or planes) are, so that what a window reads past one is zeros of the next, or there anyway.
 int64_t Pitch(const Problem& p, int d) {
   const int64_t needed = p.y[d] + (p.window[d] - 1) * p.rhs_dilation[d];
+  if (p.mode[d] != PadMode::kZeros) return needed;
   return std::max({p.y[d], needed - std::max<int64_t>(p.pad[d], 0), std::min(p.pad[d] + p.x[d], needed)});
 }
 

@@ -2,9 +2,10 @@
 // gradient is the forward convolution that AsForward makes of it. Plain host declarations.
 //
 // Their rows are the pixels of all images with some of the padding: a line has what is to its left, and that is also to
-// the right of the line before; so it is with the lines of a plane. On these every tap of the window is so many pixels
-// away, wherever the window is, and a tile's operand is one strip of pixels, which lies in shared memory once for all
-// taps. Rows that are no pixels of the result are computed for nothing.
+// the right of the line before; so it is with the lines of a plane. Padding that is not zeros is there on both sides.
+// On these every tap of the window is so many pixels away, wherever the window is, and a tile's operand is one strip of
+// pixels, which lies in shared memory once for all taps. Rows that are no pixels of the result are computed for
+// nothing.
 #pragma once
 
 #include "cuda/conv/conv.h"

@@ -30,6 +30,7 @@ Cost CostOf(const TileShape& t, const Problem& p) {
   constexpr Cost k128x160[] = {{790, 5500}, {780, 9000}, {}, {790, 8000}};
   constexpr Cost k128x256[] = {{}, {}, {1110, 4000}, {1040, 8000}};
   constexpr Cost k256x128[] = {{}, {}, {1120, 4500}};
+  constexpr Cost k192x128 = {860, 3500}, k192x160 = {1035, 4000};
   constexpr Cost k256x160[] = {{1400, 4200}, {}, {1340, 5000}};
   constexpr Cost kCopied = {550, 8300};
   // Across, no other warpgroup hides what is between tiles.
@@ -66,6 +67,10 @@ Cost CostOf(const TileShape& t, const Problem& p) {
       return k128x256[which];
     case Tile::kWgmma256x128:
       return k256x128[which];
+    case Tile::kWgmma192x128:
+      return k192x128;
+    case Tile::kWgmma192x160:
+      return k192x160;
     case Tile::kWgmma256x160:
       return k256x160[which];
     default:

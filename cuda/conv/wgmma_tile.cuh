@@ -182,17 +182,16 @@ __device__ void MultiplyStages(Ring<T>& ring, int steps, int number, typename T:
 template <class T>
 using HalfTile = WgmmaTile<typename T::In, T::kRows / 2, T::kColumns>;
 
-// The same by both warpgroups, which take every stage, and half of the rows each.
-template <class T, bool kTransposedA, bool kTransposedB>
-__device__ void MultiplyStagesTogether(Ring<T>& ring, int steps, int warpgroup, typename HalfTile<T>::Sums& sums) {
-  constexpr int kBlocks = HalfTile<T>::kBlocks;
+// The same by both warpgroups, which take every stage, and some of the rows each, from this 64th on.
+template <class T, bool kTransposedA, bool kTransposedB, int kBlocks>
+__device__ void MultiplyStagesTogether(Ring<T>& ring, int steps, int first, float (&sums)[kBlocks][T::kColumns / 2]) {
   constexpr int kStepA = (kTransposedA ? 16 * kLineBytes : 32) >> 4,
                 kStepB = (kTransposedB ? 16 * kLineBytes : 32) >> 4;
   int last = 0;
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     hopper::WaitBarrier(ring.Full(), ring.parity);
-    const uint64_t a = hopper::Descriptor(ring.Data() + warpgroup * kBlocks * T::kSlab, T::kSlab);
+    const uint64_t a = hopper::Descriptor(ring.Data() + first * T::kSlab, T::kSlab);
     const uint64_t b = hopper::Descriptor(ring.Data() + T::kBytesA, T::kSlab);
     hopper::BeginProducts();
 #pragma unroll

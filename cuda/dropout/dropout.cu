@@ -125,6 +125,26 @@ __device__ __forceinline__ Packed<T, N> ApplyAll(const Packed<T, N>& v, const ui
   return result;
 }
 
+// The elements of a vector that exist, up to `left` of them.
+template <class T, int N>
+__device__ __forceinline__ Packed<T, N> LoadPart(const T* from, int64_t left) {
+  T elements[N];
+#pragma unroll
+  for (int j = 0; j < N; ++j) elements[j] = j < left ? from[j] : T(0.0f);
+  Packed<T, N> v;
+  memcpy(&v, elements, sizeof(v));
+  return v;
+}
+
+template <class T, int N>
+__device__ __forceinline__ void StorePart(T* to, int64_t left, const Packed<T, N>& v) {
+  T elements[N];
+  memcpy(elements, &v, sizeof(v));
+#pragma unroll
+  for (int j = 0; j < N; ++j)
+    if (j < left) to[j] = elements[j];
+}
+
 // Vectors whose elements are numbered from a multiple of their length, so that the bits of each are of one call. A
 // thread has one of a small array, which is a matter of latency, and two of a large one.
 template <class T, int kVectors>
@@ -168,15 +188,12 @@ __global__ __launch_bounds__(kThreads, kVectors == 1 ? 4 : 6) void VectorKernel(
 #pragma unroll 1
     for (int64_t i = first; i < first + kVectors * kThreads && i * N < p.size; i += kThreads) {
       const bool vector = aligned && (i + 1) * N <= p.size;
-      if (vector) v[0] = *reinterpret_cast<const Packed<T, N>*>(p.x + i * N);
-      const uint4 k = kept(i);
-      if (vector) {
-        StorePacked<T, N>(p.y + i * N, ApplyAll<T, N>(v[0], k, scale));
-        continue;
-      }
-#pragma unroll
-      for (int j = 0; j < N; ++j)
-        if (i * N + j < p.size) p.y[i * N + j] = Apply(p.x[i * N + j], IsKept(k, j), scale);
+      v[0] = vector ? *reinterpret_cast<const Packed<T, N>*>(p.x + i * N) : LoadPart<T, N>(p.x + i * N, p.size - i * N);
+      v[0] = ApplyAll<T, N>(v[0], kept(i), scale);
+      if (vector)
+        StorePacked<T, N>(p.y + i * N, v[0]);
+      else
+        StorePart<T, N>(p.y + i * N, p.size - i * N, v[0]);
     }
   }
 }

@@ -275,6 +275,10 @@ cudaError_t RunAligned(const Forward& f, const Shape& shape, const Options& opti
     const Spread thin = SpreadRows(n, 1, 256, 512, 1);
     if (thin.cluster == 1) return Launch<T, L, 1, 1, false, 512>(f, shape, options, thin, stream);
     const Spread wide = SpreadRows(n, kColumns, 256, 512, device.max_cluster);
+    // Of floats, a block that takes all of a row has it before two blocks have exchanged their sums.
+    if constexpr (std::is_same_v<T, float>)
+      if (wide.cluster == 2)
+        return Launch<T, L, kLong, 1, false, 512>(f, shape, options, SpreadRows(n, kLong, 256, 512, 1), stream);
     if (wide.steps > 0)
       return wide.cluster == 1 ? Launch<T, L, kColumns, 1, false, 512>(f, shape, options, wide, stream)
                                : Launch<T, L, kColumns, 1, true, 512>(f, shape, options, wide, stream);
@@ -292,7 +296,7 @@ cudaError_t RunAligned(const Forward& f, const Shape& shape, const Options& opti
       return Launch<T, L, 2, 2, false, 256, 4>(f, shape, options, SpreadShortRows(n, 2, 256), stream);
   if constexpr (kHasPairs<T> && L == kVecLength<T>) {
     if (n >= 4 && n <= 8)
-      return Launch<T, L, 2, 2, false, 128, 6>(f, shape, options, SpreadShortRows(n, 2, 128), stream);
+      return Launch<T, L, 2, 2, false, 64, 12>(f, shape, options, SpreadShortRows(n, 2, 64), stream);
     if (n > 8 && n <= 160) {
       const Spread four = SpreadShortRows(n, 4, 64), five = SpreadShortRows(n, 5, 64);
       if (five.width * five.steps < four.width * four.steps)

@@ -234,7 +234,7 @@ cudaError_t Launch(const Problem& p, const T* t, const T* x, T* out, bool aligne
   line.by_row = FastDiv(L::kWholeVectors ? line.n / V : line.n);
   // The cotangent's sum is over sums: it sees as far as both windows together.
   const int reach = kMap == Map::kCotangent ? line.before + line.after : std::max(line.before, line.after);
-  const bool rows_end_with_warps = L::kWholeVectors && 32 % (line.n / V) == 0;
+  const bool rows_end_with_warps = 32 * V % line.n == 0;
   line.edge = rows_end_with_warps ? 0 : reach <= V ? 1 : 2;
   const int64_t warps = CeilDiv(CeilDiv(line.total, V), (32 - 2 * line.edge) * kTiles);
   return LaunchKernel(LineKernel<kMap, L, kTiles, T>, CeilDiv(warps, kThreads / 32), kThreads, stream, line,

@@ -10,6 +10,7 @@ cudaError_t Launch(Map map, const Problem& p, DType dtype, const void* t, const 
   if (IsLine(map, p, dtype)) return LaunchLine(map, p, dtype, t, x, out, stream);
   if (IsColumns(map, p, dtype)) return LaunchColumns(map, p, dtype, t, x, out, stream);
   if (IsBox(map, p, dtype)) return LaunchBox(map, p, dtype, t, x, out, stream);
+  if (IsCube(map, p, dtype, t, x, out)) return LaunchCube(map, p, dtype, t, x, out, stream);
   return LaunchDirect(map, p, dtype, t, x, out, scratch, stream);
 }
 

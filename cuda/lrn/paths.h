@@ -25,6 +25,11 @@ bool IsBox(Map map, const Problem& p, DType dtype);
 cudaError_t LaunchBox(Map map, const Problem& p, DType dtype, const void* t, const void* x, void* out,
                       cudaStream_t stream);
 
+// Cubes of three cells a side in three dimensions, of channels that fill 16 bytes and arrays that lie on such.
+bool IsCube(Map map, const Problem& p, DType dtype, const void* t, const void* x, void* out);
+cudaError_t LaunchCube(Map map, const Problem& p, DType dtype, const void* t, const void* x, void* out,
+                       cudaStream_t stream);
+
 // Any window in any number of dimensions. Scratch is for Map::kCotangent.
 cudaError_t LaunchDirect(Map map, const Problem& p, DType dtype, const void* t, const void* x, void* out,
                          Scratch scratch, cudaStream_t stream);

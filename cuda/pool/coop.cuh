@@ -11,11 +11,17 @@ namespace jaxdnn::pool {
 
 constexpr int kNoCellYet = INT32_MAX / 2;
 constexpr int kMostSplits = 128;
+constexpr int kCoopBlocks = 4;  // of a multiprocessor
 
 struct Coop {
   Walk walk;  // over [batch, outputs, vectors / lanes], a block each
   int lanes, vectors, splits;
   bool whole;  // whether a window is all there is, so that its cells are neighbours
+};
+
+// Where a cell of a window is.
+struct Cell {
+  int at[3];
 };
 
 // A window in which nothing was larger than -inf holds nothing else, and its first cell wins.
@@ -28,7 +34,7 @@ __device__ void SettleIndex(State& state, int first) {
 }
 
 template <class Task, class State>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kCoopBlocks)
     CoopKernel(const __grid_constant__ Task task, const __grid_constant__ Coop coop, State* partial) {
   constexpr int N = Task::kWidth;
   __shared__ __align__(16) unsigned char memory[kThreads * sizeof(State)];
@@ -48,26 +54,34 @@ __global__ void __launch_bounds__(kThreads)
                         c2.first * task.in.dim[2] + vector * N;
     const int end = static_cast<int>(int64_t{cells} * (split + 1) / coop.splits);
     int t = static_cast<int>(int64_t{cells} * split / coop.splits) + group;
-    const auto at = [&](int t) {
-      if (coop.whole) return begin + int64_t{t} * g.channels;
-      const int k0 = t / (c1.count * c2.count), k1 = t / c2.count % c1.count, k2 = t % c2.count;
-      return begin + k0 * g.dilation[0] * task.in.dim[0] + k1 * g.dilation[1] * task.in.dim[1] +
-             k2 * g.dilation[2] * task.in.dim[2];
-    };
-    const auto number = [&](int t) {
-      if (coop.whole) return t;
-      const int k0 = t / (c1.count * c2.count), k1 = t / c2.count % c1.count, k2 = t % c2.count;
-      return first + (k0 * g.window[1] + k1) * g.window[2] + k2;
-    };
-    constexpr int kInFlight = 4;
-    for (; t + (kInFlight - 1) * groups < end; t += kInFlight * groups) {
-      typename Task::Loaded v[kInFlight];
+    // Loads of several cells are in flight together, as registers allow; those beyond the end are of the last cell, and
+    // do not count.
+    const auto take = [&](const auto& at, const auto& number) {
+      constexpr int kInFlight = sizeof(State) > 16 ? 4 : 8;
+      for (; t < end; t += kInFlight * groups) {
+        typename Task::Loaded v[kInFlight];
 #pragma unroll
-      for (int u = 0; u < kInFlight; ++u) v[u] = task.Get(at(t + u * groups));
+        for (int u = 0; u < kInFlight; ++u) v[u] = task.Get(at(min(t + u * groups, end - 1)));
 #pragma unroll
-      for (int u = 0; u < kInFlight; ++u) state.Take(task.Prepare(v[u]), number(t + u * groups));
+        for (int u = 0; u < kInFlight; ++u)
+          if (t + u * groups < end) state.Take(task.Prepare(v[u]), number(t + u * groups));
+      }
+    };
+    if (coop.whole) {
+      take([&](int t) { return begin + int64_t{t} * g.channels; }, [](int t) { return t; });
+    } else {
+      const auto cell = [&](int t) { return Cell{t / (c1.count * c2.count), t / c2.count % c1.count, t % c2.count}; };
+      take(
+          [&](int t) {
+            const Cell k = cell(t);
+            return begin + k.at[0] * g.dilation[0] * task.in.dim[0] + k.at[1] * g.dilation[1] * task.in.dim[1] +
+                   k.at[2] * g.dilation[2] * task.in.dim[2];
+          },
+          [&](int t) {
+            const Cell k = cell(t);
+            return first + (k.at[0] * g.window[1] + k.at[1]) * g.window[2] + k.at[2];
+          });
     }
-    for (; t < end; t += groups) state.Take(task.Prepare(task.Get(at(t))), number(t));
   }
   for (int half = groups / 2; half > 0; half /= 2) {
     if (group >= half && group < 2 * half) scratch[threadIdx.x] = state;
@@ -115,7 +129,7 @@ inline bool WindowsAreFew(const Geometry& g, int width) {
 
 template <class State, class Task>
 cudaError_t LaunchCoop(const Task& task, Workspace workspace, cudaStream_t stream) {
-  constexpr int64_t kBlocksWanted = 132 * 4, kLeastCellsOfASplit = 1024;
+  constexpr int64_t kBlocksWanted = 132 * kCoopBlocks, kLeastCellsOfASplit = 1024;
   const Shape& g = task.g;
   Coop coop = {Walk(0, g.out, 1, 1), 1, g.channels / Task::kWidth, 1, WindowIsWhole(g)};
   while (coop.lanes < 32 && coop.lanes < coop.vectors) coop.lanes *= 2;

@@ -28,6 +28,11 @@ cudaError_t LaunchWindows(Task task, Workspace workspace, cudaStream_t stream) {
   if constexpr (Task::kShares && sizeof(T) < 8) {
     if (WindowsAreFew(g, N)) return LaunchCoop<typename Task::Mergeable>(task, workspace, stream);
   }
+  if constexpr (Task::kUnrolls && kIsTuned<T>) {
+    if (const Squares squares(g, N); squares.total > 0)
+      return LaunchKernel(SquareKernel<Task>, CeilDiv(squares.total, kThreads * kSquareOutputs<Task>), kThreads, stream,
+                          squares, task);
+  }
   if constexpr (!Task::kUnrolls || !kIsTuned<T>) {
     return general();
   } else if constexpr (N < kVecLength<T>) {
@@ -44,8 +49,6 @@ cudaError_t LaunchWindows(Task task, Workspace workspace, cudaStream_t stream) {
       return LaunchKernel(WalkKernel<k(), s(), Task>, CeilDiv(task.walk.total, kThreads), kThreads, stream, task,
                           strip);
     };
-    if (const Squares squares(g, N); squares.total > 0)
-      return LaunchKernel(SquareKernel<Task>, CeilDiv(squares.total, kThreads), kThreads, stream, squares, task);
     return VisitSquare<false, Task::kIdempotent>(g, walk, general);
   }
 }

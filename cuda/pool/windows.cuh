@@ -241,27 +241,40 @@ struct Squares {
       fits = fits && g.window[d] == K && g.stride[d] == K && g.low[d] == 0 && g.dilation[d] == 1 &&
              int64_t{g.out[d]} * K <= g.in[d];
     const int64_t vectors = g.batch * g.out[0] * g.out[1] * g.out[2] * (g.channels / width);
-    if (fits && vectors <= INT32_MAX - kThreads) total = static_cast<int>(vectors);
+    if (fits && vectors <= INT32_MAX - 4 * kThreads) total = static_cast<int>(vectors);
   }
 };
+
+// Outputs of a thread there, a block's length apart: of single elements, several have their loads in flight together.
+template <class Task>
+constexpr int kSquareOutputs = Task::kWidth < kVecLength<typename Task::Element> ? 4 : 1;
 
 template <class Task>
 __global__ void __launch_bounds__(kThreads)
     SquareKernel(const __grid_constant__ Squares squares, const __grid_constant__ Task task) {
-  constexpr int K = Squares::K, N = Task::kWidth;
-  const int flat = static_cast<int>(blockIdx.x) * kThreads + static_cast<int>(threadIdx.x);
-  if (flat >= squares.total) return;
-  int vector, o2, o1;
-  const int plane = squares.by_row.Div(squares.by_column.Div(squares.by_vector.Div(flat, &vector), &o2), &o1);
-  const int first = o1 * K * squares.pitch + o2 * K * squares.channels + vector * N;
-  const auto* cell = task.x + (plane * squares.plane + first);
-  typename Task::Loaded v[K * K];
+  constexpr int K = Squares::K, N = Task::kWidth, U = kSquareOutputs<Task>;
+  const int begin = static_cast<int>(blockIdx.x) * (kThreads * U) + static_cast<int>(threadIdx.x);
+  int o1[U], o2[U];
+  typename Task::Loaded v[U][K * K];
 #pragma unroll
-  for (int k = 0; k < K * K; ++k) v[k] = task.Get(cell + (k / K * squares.pitch + k % K * squares.channels));
-  typename Task::State state(0);
+  for (int u = 0; u < U; ++u) {
+    int vector;
+    const int flat = min(begin + u * kThreads, squares.total - 1);
+    const int plane = squares.by_row.Div(squares.by_column.Div(squares.by_vector.Div(flat, &vector), &o2[u]), &o1[u]);
+    const int first = o1[u] * K * squares.pitch + o2[u] * K * squares.channels + vector * N;
+    const auto* cell = task.x + (plane * squares.plane + first);
 #pragma unroll
-  for (int k = 0; k < K * K; ++k) state.Take(task.Prepare(v[k]), k);
-  task.Finish(state, int64_t{flat} * N, 0, o1, o2);
+    for (int k = 0; k < K * K; ++k) v[u][k] = task.Get(cell + (k / K * squares.pitch + k % K * squares.channels));
+  }
+#pragma unroll
+  for (int u = 0; u < U; ++u) {
+    const int flat = begin + u * kThreads;
+    if (flat >= squares.total) return;
+    typename Task::State state(0);
+#pragma unroll
+    for (int k = 0; k < K * K; ++k) state.Take(task.Prepare(v[u][k]), k);
+    task.Finish(state, int64_t{flat} * N, 0, o1[u], o2[u]);
+  }
 }
 
 // Blocks of WalkKernel on a multiprocessor, as registers allow.

@@ -64,14 +64,6 @@ __device__ void MaxOfColumns(const Packed<T, W> (&x)[V][1], Accumulator<T> (&m)[
   }
 }
 
-// Stores 8 bytes in one access, of which the compiler makes two.
-template <class T, class P>
-__device__ void StoreVector(T* to, const P& packed) {
-  uint2 words;
-  memcpy(&words, &packed, sizeof(packed));
-  asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(words.x), "r"(words.y) : "memory");
-}
-
 // Of columns, elements that a thread holds: 32 registers.
 template <class Op>
 constexpr int kShortColumn = 32 / Op::kInputs;
@@ -242,7 +234,7 @@ struct HeldColumn {
       }
 #pragma unroll
       for (int w = 0; w < W; ++w) results[w] = Op::Result(final[w], v, w);
-      StoreVector(out + s * step, Narrow<T, W>(results));
+      StorePacked<T, W>(out + s * step, Narrow<T, W>(results));
     }
   }
 };

@@ -94,13 +94,16 @@ def elu(scale: float, alpha: float, width: float) -> tuple[Callable[[Array], Arr
   return forward, derivative
 
 
-def softplus(x: Array) -> Array:
-  return jnp.logaddexp(x, jnp.zeros_like(x))
+def softplus(x: Array, beta: float = 1.0) -> Array:
+  # From 128 on it is x to a rounding, and beta x may be infinite.
+  large = beta * x > 128
+  return jnp.where(large, x, jnp.logaddexp(jnp.where(large, 0, beta * x), 0) / beta)
 
 
 def silu_derivative(x: Array, beta: float) -> Array:
-  # 1 - sigmoid(z) as sigmoid(-z), which does not cancel.
-  return lax.logistic(beta * x) * (1 + beta * x * lax.logistic(-beta * x))
+  # 1 - sigmoid(z) as sigmoid(-z), which does not cancel. Far out one of them is 0, and z must not be infinite.
+  z = jnp.clip(beta * x, -1024, 1024)
+  return lax.logistic(z) * (1 + z * lax.logistic(-z))
 
 
 def hard_sigmoid(x: Array) -> Array:
@@ -125,6 +128,8 @@ def gelu_tanh(x: Array) -> Array:
 
 
 def gelu_tanh_derivative(x: Array) -> Array:
+  # From 24 on it is 0 or 1, and farther out the cube would overflow.
+  x = jnp.clip(x, -24, 24)
   u = x * (GELU_LINEAR + GELU_CUBIC * x * x)
   return lax.logistic(u) * (1 + x * (GELU_LINEAR + 3 * GELU_CUBIC * x * x) * lax.logistic(-u))
 
@@ -138,7 +143,7 @@ def mish(x: Array) -> Array:
 
 def mish_derivative(x: Array) -> Array:
   # 1 - tanh² of s as a product of sigmoids, which does not cancel. From 24 on the derivative is 1 to a rounding.
-  x = jnp.minimum(x, 24)
+  x = jnp.clip(x, -1024, 24)
   s = softplus(x)
   return jnp.tanh(s) + 4 * x * lax.logistic(2 * s) * lax.logistic(-2 * s) * lax.logistic(x)
 
@@ -152,7 +157,7 @@ def squareplus_root(x: Array, b: float) -> Array:
 def squareplus(x: Array, b: float) -> Array:
   # Below 0 the sum of x and the root cancels; b over their difference is the same number.
   root = squareplus_root(x, b)
-  return jnp.where(x > 0, (x + root) / 2, b / 2 / (root - negative_part(x)))
+  return jnp.where(x > 0, x / 2 + root / 2, b / 2 / (root - negative_part(x)))
 
 
 def squareplus_derivative(x: Array, b: float) -> Array:
@@ -199,9 +204,7 @@ ACTIVATIONS = {
   "elu": Activation(lambda x, p: elu(1, p, 1)[0](x), "input", lambda x, p: elu(1, p, 1)[1](x), parameter=1.0),
   "celu": Activation(lambda x, p: elu(1, p, p)[0](x), "input", lambda x, p: elu(1, p, p)[1](x), parameter=1.0),
   "selu": Activation(lambda x, _: SELU(x), "input", lambda x, _: SELU_DERIVATIVE(x)),
-  "softplus": Activation(
-    lambda x, p: softplus(p * x) / p, "input", lambda x, p: lax.logistic(p * x), parameter=1.0
-  ),
+  "softplus": Activation(softplus, "input", lambda x, p: lax.logistic(p * x), parameter=1.0),
   "log_sigmoid": Activation(lambda x, _: -softplus(-x), "input", lambda x, _: lax.logistic(-x)),
   "silu": Activation(lambda x, p: x * lax.logistic(p * x), "input", silu_derivative, parameter=1.0),
   "hard_swish": Activation(lambda x, _: x * hard_sigmoid(x), "input", lambda x, _: hard_swish_derivative(x)),

@@ -147,11 +147,17 @@ def _larger(given: Extents, spec: ConvSpec, chunk: int) -> Iterator[Extents]:
   if math.prod(given.of("x")) * math.prod(given.of("w")) * math.prod(given.of("y")) == 0:
     return
   if given.groups == 1:
-    channels = [(1, c, k) for c in _rounded(given.c, chunk) for k in _rounded(given.k, chunk)]
+    # Whole chunks; or whole sectors of memory or lines, which are read and written faster.
+    channels = dict.fromkeys(
+      (1, c, k)
+      for whole in (chunk, 2 * chunk, 8 * chunk)
+      for c in _rounded(given.c, chunk, whole)
+      for k in _rounded(given.k, chunk, whole)
+    )
   elif given.c == 1:
-    channels = [(groups, 1, given.k) for groups in _rounded(given.groups, chunk)]
+    channels = dict.fromkeys((groups, 1, given.k) for groups in _rounded(given.groups, chunk, chunk))
   else:
-    channels = [(given.groups, c, k) for c in _powers(given.c) for k in _powers(given.k)]
+    channels = dict.fromkeys((given.groups, c, k) for c in _powers(given.c) for k in _powers(given.k))
   extents = dict.fromkeys([given.x_spatial, _whole_windows(given, spec)])
   for (groups, c, k), x_spatial in itertools.product(channels, extents):
     wanted = given._replace(groups=groups, c=c, k=k, x_spatial=x_spatial)
@@ -159,8 +165,8 @@ def _larger(given: Extents, spec: ConvSpec, chunk: int) -> Iterator[Extents]:
       yield wanted
 
 
-def _rounded(n: int, chunk: int) -> tuple[int, ...]:
-  return tuple(dict.fromkeys((n, -(-n // chunk) * chunk)))
+def _rounded(n: int, chunk: int, whole: int) -> tuple[int, ...]:
+  return (n,) if n % chunk == 0 else (n, -(-n // whole) * whole)
 
 
 def _powers(n: int) -> tuple[int, ...]:

@@ -10,8 +10,9 @@ more grid dimension.
 
 import dataclasses
 import math
+import operator
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import jax.numpy as jnp
@@ -143,19 +144,38 @@ def _grouped_convolution(
     for o, u, r, e, i, d, lo in zip(out, stride, window, rhs_dilation, spatial, lhs_dilation, low, strict=True)
   ]
   rank = len(window)
+  integers = not jnp.issubdtype(wide, jnp.inexact)
   plain = all(isinstance(p, int) and p >= 0 for pair in padding for p in pair)
-  if any(d != 1 for d in lhs_dilation) or not plain:
-    # XLA:CPU is wrong on some negative padding and on the dilation of unit dimensions, so these are made explicit, and
-    # what a symbolic extent asks for, which lax takes in this way alone.
-    # Cropping comes last: a crop may remove what the dilation put in.
+  if integers or any(d != 1 for d in lhs_dilation) or not plain:
+    # XLA:CPU is wrong on some negative padding and on the dilation of unit dimensions, and lax takes no symbolic
+    # numbers, so these are made explicit. Cropping comes last: a crop may remove what the dilation put in.
     zero, edge = jnp.zeros((), wide), (0, 0, 0)
     lhs = lax.pad(lhs, zero, [edge, *((0, 0, d - 1) for d in lhs_dilation), edge])
     lhs = lax.pad(lhs, zero, [edge, *((lo, hi, 0) for lo, hi in padding), edge])
     padding, lhs_dilation = [(0, 0)] * rank, (1,) * rank
+  if integers:
+    return _integer_convolution(lhs, rhs, out, stride, rhs_dilation, groups).astype(dtype)
   y = lax.conv_general_dilated(
     lhs, rhs, stride, padding, lhs_dilation, rhs_dilation, channels_last(rank), groups, precision=precision
   )
   return jnp.moveaxis(y.reshape(*y.shape[:-1], groups, k), -2, 0).astype(dtype)
+
+
+def _integer_convolution(
+  x: Array, w: Array, out: Sequence[int], stride: Sequence[int], dilation: Sequence[int], groups: int
+) -> Array:
+  """Of [N, *S, G·c] without padding and [*R, c, G·k], to [G, N, *out, k]: a matrix product for each element of the
+  window, since XLA has no convolution of integers on GPUs."""
+  *window, c, features = w.shape
+  x, w = x.reshape(*x.shape[:-1], groups, c), w.reshape(*window, c, groups, features // groups)
+
+  def seen(tap: Sequence[int]) -> Array:
+    starts = [i * d for i, d in zip(tap, dilation, strict=True)]
+    ends = [i + (o - 1) * u + 1 for i, o, u in zip(starts, out, stride, strict=True)]
+    return lax.slice(x, (0, *starts, 0, 0), (x.shape[0], *ends, groups, c), (1, *stride, 1, 1))
+
+  products = (jnp.einsum("n...gc,cgk->gn...k", seen(tap), w[tap]) for tap in np.ndindex(*window))
+  return reduce(operator.add, products)
 
 
 # Primitives ----------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@
 #include <array>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <stdexcept>
@@ -20,42 +21,18 @@
 #include <string_view>
 #include <vector>
 
+#include "numbers.h"
+
 namespace emulator {
 
 constexpr int kLanes = 32;
-using Mask = uint32_t;         // of lanes
-using Reg = uint64_t[kLanes];  // one register of all lanes; narrower ones use the low bits
+constexpr int kMultiprocessors = 132;  // of an H200, as is all that the runtime says
+using Mask = uint32_t;                 // of lanes
+using Reg = uint64_t[kLanes];          // one register of all lanes; narrower ones use the low bits
 
 struct Error : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
-
-// Element types of instructions.
-enum class Scalar : uint8_t {
-  kNone,
-  kPred,
-  kB8,
-  kB16,
-  kB32,
-  kB64,
-  kU8,
-  kU16,
-  kU32,
-  kU64,
-  kS8,
-  kS16,
-  kS32,
-  kS64,
-  kF16,
-  kBF16,
-  kF32,
-  kF64,
-  kF16x2,
-  kBF16x2,
-  kB128
-};
-Scalar ScalarOf(std::string_view word);  // kNone if it is none
-int Bytes(Scalar type);
 
 struct Warp;
 struct Instruction;
@@ -72,7 +49,6 @@ struct Instruction {
   uint32_t flags = 0;
   int64_t immediate = 0;  // of memory: an offset; of a branch: where to; else what the instruction wants
   std::vector<int> d, s;  // registers that it writes and reads
-  std::vector<std::string> modifiers;
   std::string text;
 };
 
@@ -93,15 +69,18 @@ struct Kernel {
 // One compilation unit's PTX; functions are decoded when they are wanted.
 class Module {
  public:
-  explicit Module(std::string text);
+  explicit Module(const std::string& text);
   const Kernel& Find(const std::string& name);
 
  private:
   friend class Decoder;
+  struct Function {
+    std::string_view results, parameters, attributes, body;
+  };
   std::string text_;
-  std::map<std::string, std::pair<size_t, size_t>, std::less<>> functions_;  // where their text is
-  std::vector<std::string> variables_;                                       // declarations outside of functions
-  std::map<std::string, std::vector<uint8_t>, std::less<>> globals_;
+  std::map<std::string, Function> functions_;
+  std::vector<std::string> variables_;  // declarations outside of functions
+  std::map<std::string, std::vector<uint8_t>> globals_;
   std::map<std::string, std::unique_ptr<Kernel>> kernels_;
 };
 
@@ -121,13 +100,16 @@ struct Block;
 struct Barrier {
   int arrived = 0;
   uint64_t phase = 0;
-  int gathered = 0, reduced = 0, result = 0;  // of bar.red: threads, what they gave, and the last phase's
+  int reduced = 0, result = 0;  // of bar.red: of this phase's predicates, and the last phase's
 };
 
 struct Cluster {
   std::vector<std::unique_ptr<Block>> blocks;
+  std::vector<std::unique_ptr<Warp>> warps;  // of all blocks, in the order in which they have their turns
   Barrier barrier;
-  int alive = 0;  // threads
+  int alive = 0;       // threads
+  bool early = false;  // whether copies that a transaction barrier counts arrive at once
+  std::vector<std::pair<const void*, std::function<void()>>> in_flight;  // else, by barrier
 };
 
 struct Block {
@@ -138,7 +120,6 @@ struct Block {
   uint8_t* shared = nullptr;
   int64_t shared_bytes = 0;
   std::array<Barrier, 16> barriers;
-  std::vector<std::unique_ptr<Warp>> warps;
   int alive = 0;
 };
 
@@ -151,12 +132,11 @@ struct Path {
 struct PendingCopy {
   uint32_t to;
   const uint8_t* from;
-  int bytes, valid;
+  uint32_t bytes, valid;
 };
 
 struct Warp {
   Block* block = nullptr;
-  const Kernel* kernel = nullptr;
   int index = 0;
   Mask alive = 0;
   std::unique_ptr<Reg[]> storage;
@@ -170,20 +150,14 @@ struct Warp {
   std::array<uint64_t, kLanes> waits_for{};
   Mask waiting = 0;
   std::array<uint64_t, kLanes> cluster_phase{};
-  Mask carry = 0;
   bool yields = false;  // set by an instruction after which others should run
   bool passed = false;  // set by one that was waited for
 };
 
-// Memory of a generic address, or one of shared memory, of the warp's block or its cluster. Checks what can be checked.
+// Shared memory of the warp's block or its cluster. Checks what can be checked.
 constexpr int64_t kSharedBase = 1024;  // where a block's shared memory begins
 constexpr uint64_t kSharedTag = uint64_t{0x5E} << 56;
-uint8_t* Shared(Warp& w, uint64_t address, int64_t bytes, const Instruction& i);
-inline uint8_t* Generic(Warp& w, uint64_t address, int64_t bytes, const Instruction& i) {
-  return address >> 56 == kSharedTag >> 56 ? Shared(w, address & 0xFFFFFFFF, bytes, i)
-                                           : reinterpret_cast<uint8_t*>(address);
-}
-[[noreturn]] void Fail(const Instruction& i, const std::string& why);
+uint8_t* Shared(Warp& w, uint64_t address, int64_t bytes);
 
 // How a name or a number of the text becomes a register.
 class Names {

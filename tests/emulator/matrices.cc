@@ -1,284 +1,216 @@
-// Instructions on matrices and tiles: from registers and addresses to what tensor.h computes.
-#include <cstring>
+// Instructions on matrices: ldmatrix, stmatrix, mma.sync.m16n8 and wgmma.mma_async (a warp's share of it, at once).
+#include <algorithm>
 
 #include "instructions.h"
-#include "tensor.h"
 
 namespace emulator {
 namespace {
 
+constexpr int kChunk = 16;  // bytes that are always read and written together
+
+void WholeWarp(Mask m) {
+  if (m != ~Mask{0}) throw Error("not all lanes are at it");
+}
+
+// Lane 8 k + j gives the address of row j of matrix k.
+uint8_t* RowOf(Warp& w, const Instruction& i, size_t k, int row) {
+  const uint64_t address = w.r[i.s[0]][8 * k + row] + static_cast<uint64_t>(i.immediate);
+  return Shared(w, address & 0xFFFFFFFF, kChunk);
+}
+
+// Lane l holds of each matrix the elements 2 (l % 4) and 2 (l % 4) + 1 of row l / 4, or, transposed, of column l / 4.
+template <bool transposed>
+bool LoadMatrices(Warp& w, const Instruction& i, Mask m) {
+  WholeWarp(m);
+  uint16_t values[4][8][8];
+  for (size_t k = 0; k < i.d.size(); ++k)
+    for (int row = 0; row < 8; ++row) std::memcpy(values[k][row], RowOf(w, i, k, row), kChunk);
+  for (size_t k = 0; k < i.d.size(); ++k)
+    for (int l = 0; l < kLanes; ++l) {
+      const auto at = [&](int x, int y) { return uint32_t{transposed ? values[k][y][x] : values[k][x][y]}; };
+      w.r[i.d[k]][l] = at(l / 4, l % 4 * 2) | at(l / 4, l % 4 * 2 + 1) << 16;
+    }
+  return true;
+}
+template <bool transposed>
+bool StoreMatrices(Warp& w, const Instruction& i, Mask m) {
+  WholeWarp(m);
+  for (size_t k = 0; k + 1 < i.s.size(); ++k) {
+    uint16_t values[8][8];
+    for (int l = 0; l < kLanes; ++l)
+      for (int half = 0; half < 2; ++half) {
+        const int x = l / 4, y = l % 4 * 2 + half;
+        (transposed ? values[y][x] : values[x][y]) = static_cast<uint16_t>(w.r[i.s[k + 1]][l] >> 16 * half);
+      }
+    for (int row = 0; row < 8; ++row) std::memcpy(RowOf(w, i, k, row), values[row], kChunk);
+  }
+  return true;
+}
+
+void BindLoad(Operands& o) {
+  o.Destination(0);
+  o.Memory(1);
+  o.i.run = o.Has("trans") ? LoadMatrices<true> : LoadMatrices<false>;
+}
+void BindStore(Operands& o) {
+  o.Memory(0);
+  o.Source(1);
+  o.i.run = o.Has("trans") ? StoreMatrices<true> : StoreMatrices<false>;
+}
+
+// Products ----------------------------------------------------------------------------------------------------------
+
+constexpr int kRows = 16, kColumns = 256, kTermBytes = 32;
+
+using Line = float[kTermBytes];  // terms of a row of a, or of a column of b
 using Words = uint32_t[kLanes];
 
-void Gather(const Warp& w, const std::vector<int>& registers, size_t first, size_t count, Words* words) {
-  for (size_t k = 0; k < count; ++k)
-    for (int l = 0; l < kLanes; ++l) words[k][l] = static_cast<uint32_t>(w.r[registers[first + k]][l]);
-}
-void Scatter(Warp& w, const std::vector<int>& registers, size_t count, const Words* words) {
-  for (size_t k = 0; k < count; ++k)
-    for (int l = 0; l < kLanes; ++l) w.r[registers[k]][l] = words[k][l];
-}
-void WholeWarp(const Instruction& i, Mask m) {
-  if (m != ~Mask{0}) Fail(i, "not all lanes are at it");
-}
-
-Type TypeNamed(const std::string& name) {
-  static const std::map<std::string, Type> kTypes = {{"bf16", Type::kBF16}, {"f16", Type::kF16}, {"tf32", Type::kTF32},
-                                                     {"s8", Type::kS8},     {"u8", Type::kU8},   {"e4m3", Type::kE4M3},
-                                                     {"e5m2", Type::kE5M2}};
-  const auto found = kTypes.find(name);
-  if (found == kTypes.end()) throw Error("unknown element type " + name);
-  return found->second;
-}
-// The element types of the operands are the words after "row.col" and the result's type, or after the shape and it.
-std::vector<Type> ElementTypes(const std::vector<std::string>& words) {
-  std::vector<Type> out;
-  bool result = true;
-  for (const std::string& word : words) {
-    if (word == "f32" || word == "s32") {
-      result = false;
-    } else if (!result && (word == "bf16" || word == "f16" || word == "tf32" || word == "s8" || word == "u8" ||
-                           word == "e4m3" || word == "e5m2")) {
-      out.push_back(TypeNamed(word));
-    }
-  }
-  if (out.size() != 2) throw Error("unknown element types");
-  return out;
-}
-
-bool LoadMatrices(Warp& w, const Instruction& i, Mask m) {
-  WholeWarp(i, m);
-  uint32_t addresses[kLanes];
-  for (int l = 0; l < kLanes; ++l)
-    addresses[l] = static_cast<uint32_t>(w.r[i.s[0]][l] + static_cast<uint64_t>(i.immediate));
-  Words words[4];
-  LoadMatrix(w.block->shared, w.block->shared_bytes, addresses, static_cast<int>(i.d.size()), i.flags, words);
-  Scatter(w, i.d, i.d.size(), words);
-  return true;
-}
-bool StoreMatrices(Warp& w, const Instruction& i, Mask m) {
-  WholeWarp(i, m);
-  uint32_t addresses[kLanes];
-  for (int l = 0; l < kLanes; ++l)
-    addresses[l] = static_cast<uint32_t>(w.r[i.s[0]][l] + static_cast<uint64_t>(i.immediate));
-  Words words[4];
-  Gather(w, i.s, 1, i.s.size() - 1, words);
-  StoreMatrix(w.block->shared, w.block->shared_bytes, addresses, static_cast<int>(i.s.size()) - 1, i.flags, words);
-  return true;
-}
-
-bool WarpProduct(Warp& w, const Instruction& i, Mask m) {
-  WholeWarp(i, m);
-  const Mma shape = {static_cast<int>(i.immediate & 0xFF), static_cast<Type>(i.immediate >> 8 & 0xF),
-                     static_cast<Type>(i.immediate >> 12 & 0xF), i.flags != 0};
-  const size_t rows = RowRegisters(shape);
-  Words a[8], b[4], c[4], d[4];
-  Gather(w, i.s, 0, rows, a);
-  Gather(w, i.s, rows, rows / 2, b);
-  Gather(w, i.s, rows + rows / 2, 4, c);
-  Multiply(shape, d, a, b, c);
-  Scatter(w, i.d, 4, d);
-  return true;
-}
-
-// Flags of a warpgroup's product.
+// Flags of a product.
 enum : uint32_t { kARegisters = 1, kTransposeA = 2, kTransposeB = 4, kNegateA = 8, kNegateB = 16, kSaturate = 32 };
 
-bool GroupProduct(Warp& w, const Instruction& i, Mask m) {
-  WholeWarp(i, m);
-  Wgmma shape;
-  shape.n = static_cast<int>(i.immediate & 0xFFFF);
-  shape.a = static_cast<Type>(i.immediate >> 16 & 0xF);
-  shape.b = static_cast<Type>(i.immediate >> 20 & 0xF);
-  shape.scale_a = i.flags & kNegateA ? -1 : 1;
-  shape.scale_b = i.flags & kNegateB ? -1 : 1;
-  shape.transpose_a = i.flags & kTransposeA;
-  shape.transpose_b = i.flags & kTransposeB;
-  shape.saturate = i.flags & kSaturate;
-  size_t k = 0;
-  Words a[4], d[128];
-  const bool registers = i.flags & kARegisters;
-  uint64_t a_descriptor = 0;
-  if (registers) {
-    Gather(w, i.s, 0, 4, a);
-    k = 4;
-  } else {
-    a_descriptor = w.r[i.s[k++]][0];
-  }
-  const uint64_t b_descriptor = w.r[i.s[k++]][0];
-  shape.scale_d = w.r[i.s[k]][0] != 0;
-  Gather(w, i.d, 0, i.d.size(), d);
-  MultiplyWarp(shape, w.index % 4, d, registers ? a : nullptr, a_descriptor, b_descriptor, w.block->shared,
-               w.block->shared_bytes);
-  Scatter(w, i.d, i.d.size(), d);
-  return true;
+// The terms that a register holds: a lane has 4 bytes of each row, 4 (lane % 4) and on. PTX ISA, "Matrix fragments for
+// mma.m16n8k...": they are alike in bytes for all types.
+void Unpack(const Warp& w, int r, Scalar type, int row, int first_byte, Line* lines) {
+  const int each = Bytes(type);
+  for (int l = 0; l < kLanes; ++l)
+    for (int byte = 0; byte < 4; byte += each)
+      lines[row + l / 4][(first_byte + l % 4 * 4 + byte) / each] =
+          FloatOf(type, static_cast<uint32_t>(w.r[r][l]) >> 8 * byte);
+}
+// Registers of a: rows 0 to 7 of the first 16 bytes, rows 8 to 15, and the same of the next 16 bytes.
+void UnpackRows(const Warp& w, const Instruction& i, int count, Line* rows) {
+  for (int k = 0; k < count; ++k) Unpack(w, i.s[k], i.type, k % 2 * 8, k / 2 * kChunk, rows);
 }
 
-// Bulk copies. They are asked for by single threads, and are here done at once.
-bool BulkCopy(Warp& w, const Instruction& i, Mask m) {  // to shared memory: [to], [from], bytes, [barrier]
-  for (; m != 0; m &= m - 1) {
-    const int l = __builtin_ctz(m);
-    const uint64_t to = w.r[i.s[0]][l] & 0xFFFFFFFF, from = w.r[i.s[1]][l];
-    const int64_t bytes = static_cast<uint32_t>(w.r[i.s[2]][l]);
-    if (to % 16 != 0 || from % 16 != 0 || bytes % 16 != 0 || bytes == 0)
-      Fail(i, "a bulk copy that is not of whole 16 bytes");
-    std::memcpy(Shared(w, to, 16, i), reinterpret_cast<const uint8_t*>(from), 16);
-    if (bytes > 16) std::memcpy(Shared(w, to, bytes, i), reinterpret_cast<const uint8_t*>(from), bytes);
-    BytesArrive(w, w.r[i.s[3]][l], bytes, i);
-  }
-  return true;
-}
-bool BulkStore(Warp& w, const Instruction& i, Mask m) {  // [to], [from], bytes
-  for (; m != 0; m &= m - 1) {
-    const int l = __builtin_ctz(m);
-    const uint64_t to = w.r[i.s[0]][l], from = w.r[i.s[1]][l] & 0xFFFFFFFF;
-    const int64_t bytes = static_cast<uint32_t>(w.r[i.s[2]][l]);
-    if (to % 16 != 0 || from % 16 != 0 || bytes % 16 != 0) Fail(i, "a bulk copy that is not of whole 16 bytes");
-    std::memcpy(reinterpret_cast<uint8_t*>(to), Shared(w, from, bytes, i), bytes);
-  }
-  return true;
-}
-
-// How many coordinates, and what is asked for.
-enum : uint32_t { kIm2col = 1, kToGlobal = 2 };
-
-bool TensorCopy(Warp& w, const Instruction& i, Mask m) {
-  const size_t rank = static_cast<size_t>(i.immediate);
-  for (; m != 0; m &= m - 1) {
-    const int l = __builtin_ctz(m);
-    size_t k = 0;
-    const uint64_t shared = i.flags & kToGlobal ? 0 : w.r[i.s[k++]][l] & 0xFFFFFFFF;
-    const auto* map = reinterpret_cast<const TensorMap*>(w.r[i.s[k++]][l]);
-    int32_t coordinates[5] = {};
-    for (size_t d = 0; d < rank; ++d) coordinates[d] = static_cast<int32_t>(w.r[i.s[k++]][l]);
-    if (map->rank != rank) Fail(i, "a tensor map of another rank");
-    if (i.flags & kToGlobal) {
-      StoreTile(*map, coordinates, w.block->shared, w.block->shared_bytes, static_cast<uint32_t>(w.r[i.s[k]][l]));
-      continue;
+// c += a b, of any number of eights of columns: lane l has of row l / 4 the columns 8 j + 2 (l % 4) + {0, 1} in
+// registers 4 j + {0, 1}, and of the row 8 below in 4 j + {2, 3}. Sums are of double, and rounded to float once: the
+// tensor cores' own keep fewer bits (of 8-bit floats about 14), so theirs are less accurate. Integers are exact.
+void Multiply(const Instruction& i, const Line* rows, const Line* columns, int column_count, int terms, Words* c) {
+  const double sign = !(i.flags & kNegateA) == !(i.flags & kNegateB) ? 1 : -1;
+  double b[kTermBytes][kColumns];
+  for (int column = 0; column < column_count; ++column)
+    for (int k = 0; k < terms; ++k) b[k][column] = columns[column][k];
+  for (int row = 0; row < kRows; ++row) {
+    double sums[kColumns] = {};
+    for (int k = 0; k < terms; ++k)
+      for (int column = 0; column < column_count; ++column) sums[column] += rows[row][k] * b[k][column];
+    for (int column = 0; column < column_count; ++column) {
+      uint32_t& to = c[column / 8 * 4 + row / 8 * 2 + column % 2][row % 8 * 4 + column % 8 / 2];
+      if (IsFloat(i.type)) {
+        const auto total = static_cast<float>(sign * sums[column] + std::bit_cast<float>(to));
+        to = std::isnan(total) ? 0x7FFFFFFF : std::bit_cast<uint32_t>(total);
+      } else {
+        const int64_t total = static_cast<int64_t>(sums[column]) + static_cast<int32_t>(to);
+        to = static_cast<uint32_t>(i.flags & kSaturate ? std::clamp<int64_t>(total, INT32_MIN, INT32_MAX) : total);
+      }
     }
-    const uint64_t barrier = w.r[i.s[k++]][l];
-    Block& block = shared >> 24 == 0 ? *w.block : *w.block->cluster->blocks.at((shared >> 24) - 1);
-    const auto address = static_cast<uint32_t>(shared & 0xFFFFFF);
-    if (i.flags & kIm2col) {
-      uint16_t offsets[3] = {};
-      for (size_t d = 0; d + 2 < rank; ++d) offsets[d] = static_cast<uint16_t>(w.r[i.s[k++]][l]);
-      LoadIm2col(*map, coordinates, offsets, block.shared, block.shared_bytes, address);
-    } else {
-      LoadTile(*map, coordinates, block.shared, block.shared_bytes, address);
-    }
-    BytesArrive(w, barrier, BoxBytes(*map), i);
   }
+}
+
+bool WarpProduct(Warp& w, const Instruction& i, Mask m) {  // d, a, b, c
+  WholeWarp(m);
+  const int b_count = static_cast<int>(i.s.size() - 4) / 3, a_count = 2 * b_count;
+  Line rows[kRows], columns[8];
+  Words sums[4];
+  UnpackRows(w, i, a_count, rows);
+  for (int k = 0; k < b_count; ++k) Unpack(w, i.s[a_count + k], i.type2, 0, k * kChunk, columns);
+  for (int k = 0; k < 4; ++k)
+    for (int l = 0; l < kLanes; ++l) sums[k][l] = static_cast<uint32_t>(w.r[i.s[a_count + b_count + k]][l]);
+  Multiply(i, rows, columns, 8, b_count * kChunk / Bytes(i.type), sums);
+  for (int k = 0; k < 4; ++k)
+    for (int l = 0; l < kLanes; ++l) w.r[i.d[k]][l] = sums[k][l];
   return true;
 }
 
-bool Nothing(Warp&, const Instruction&, Mask) { return true; }
+// Where wgmma finds `chunk` of the contiguous dimension of `line` of the other one: K-major, lines are rows or columns
+// and chunks are of terms; transposed (MN-major), lines are terms and chunks of 8 rows or columns.
+//
+// PTX ISA, "Asynchronous warpgroup-level matrix shared memory layout". A line of the swizzle's 32, 64 or 128 bytes (16
+// without) has so many chunks side by side; eight lines follow each other; from eight lines to the next, and from the
+// chunks of a line to those after them, it is so many bytes: the stride and the leading offset, or the other way round
+// of MN-major chunks that are not swizzled. The swizzle exchanges chunks by bits of the final address, so that operands
+// may begin with any line, and advance within it.
+uint32_t ChunkAddress(uint64_t descriptor, bool transposed, int line, int chunk) {
+  const auto field = [&](int shift) { return static_cast<uint32_t>(descriptor >> shift & 0x3FFF) << 4; };
+  static constexpr int kChunks[] = {1, 8, 4, 2};
+  const int chunks = kChunks[descriptor >> 62];
+  if (descriptor >> 49 & 7) throw Error("base offsets are not modelled");
+  uint32_t next_eight = field(32), next_chunks = field(16);
+  if (transposed && chunks == 1) std::swap(next_eight, next_chunks);
+  const uint32_t address = field(0) + line % 8 * chunks * kChunk + line / 8 * next_eight + chunk % chunks * kChunk +
+                           chunk / chunks * next_chunks;
+  return address ^ (address >> 3 & (chunks - 1) * kChunk);
+}
+
+// `count` rows or columns from the `first` on.
+void ReadLines(Warp& w, Scalar type, uint64_t descriptor, bool transposed, int first, int count, Line* lines) {
+  const int each = Bytes(type), in_chunk = kChunk / each, terms = kTermBytes / each;
+  for (int outer = 0; outer < (transposed ? terms : count); ++outer)
+    for (int inner = 0; inner < (transposed ? count : terms); inner += in_chunk) {
+      const uint32_t address = ChunkAddress(descriptor, transposed, transposed ? outer : first + outer,
+                                            ((transposed ? first : 0) + inner) / in_chunk);
+      const uint8_t* const from = Shared(w, address, kChunk);
+      for (int e = 0; e < in_chunk; ++e) {
+        uint32_t bits = 0;
+        std::memcpy(&bits, from + e * each, each);
+        (transposed ? lines[inner + e][outer] : lines[outer][inner + e]) = FloatOf(type, bits);
+      }
+    }
+}
+
+bool GroupProduct(Warp& w, const Instruction& i, Mask m) {  // d, a or its descriptor, b's, whether d is added
+  WholeWarp(m);
+  const int column_count = 2 * static_cast<int>(i.d.size());
+  Line rows[kRows], columns[kColumns];
+  Words sums[128] = {};
+  if (i.flags & kARegisters)
+    UnpackRows(w, i, 4, rows);
+  else
+    ReadLines(w, i.type, w.r[i.s[0]][0], i.flags & kTransposeA, kRows * (w.index % 4), kRows, rows);
+  ReadLines(w, i.type2, w.r[*(i.s.end() - 2)][0], i.flags & kTransposeB, 0, column_count, columns);
+  for (size_t k = 0; k < i.d.size(); ++k)
+    for (int l = 0; l < kLanes; ++l) sums[k][l] = w.r[i.s.back()][0] ? static_cast<uint32_t>(w.r[i.d[k]][l]) : 0;
+  Multiply(i, rows, columns, column_count, kTermBytes / Bytes(i.type), sums);
+  for (size_t k = 0; k < i.d.size(); ++k)
+    for (int l = 0; l < kLanes; ++l) w.r[i.d[k]][l] = sums[k][l];
+  return true;
+}
+
+// Of the types, the second and the third are the factors'.
+void BindProduct(Operands& o, Run run) {
+  if (o.types.size() < 3 || (o.types[0] != Scalar::kF32 && o.types[0] != Scalar::kS32)) throw Error("unknown types");
+  o.i.type = o.types[1];
+  o.i.type2 = o.types[2];
+  if (o.Has("satfinite")) o.i.flags |= kSaturate;
+  o.Destination(0);
+  for (size_t k = 1; k <= 3; ++k) o.Source(k);
+  o.i.run = run;
+}
+void BindWarpProduct(Operands& o) {
+  if (!o.words[3].starts_with("m16n8k")) throw Error("unknown shape");
+  BindProduct(o, WarpProduct);
+}
+void BindGroupProduct(Operands& o) {
+  BindProduct(o, GroupProduct);
+  const auto is = [&](size_t k, const char* number, uint32_t flag) {
+    if (k < o.all.size() && o.all[k] == number) o.i.flags |= flag;
+  };
+  const bool registers = o.all[1][0] == '{';  // which are not transposed
+  if (registers) o.i.flags |= kARegisters;
+  is(4, "-1", kNegateA);
+  is(5, "-1", kNegateB);
+  if (!registers) is(6, "1", kTransposeA);
+  is(registers ? 6 : 7, "1", kTransposeB);
+  if (o.i.flags & (kTransposeA | kTransposeB) && Bytes(o.i.type) != 2) throw Error("only 16 bits can be transposed");
+  if (!o.words[4].starts_with("m64n" + std::to_string(2 * o.i.d.size()) + "k"))
+    throw Error("another number of results");
+}
 
 }  // namespace
 
-bool BindMatrices(Operands& o) {
-  Instruction& i = o.i;
-  const std::string& head = o.words[0];
-  if (head == "ldmatrix") {
-    o.Destination(0);
-    o.Memory(1);
-    i.flags = o.Has("trans");
-    i.run = LoadMatrices;
-    return true;
-  }
-  if (head == "stmatrix") {
-    o.Memory(0);
-    o.Source(1);
-    i.flags = o.Has("trans");
-    i.run = StoreMatrices;
-    return true;
-  }
-  if (head == "mma") {
-    const std::string& shape = o.words[3];  // m16n8k16
-    if (shape.compare(0, 6, "m16n8k") != 0) throw Error("unknown shape");
-    const std::vector<Type> types = ElementTypes(o.words);
-    i.immediate =
-        std::stoll(shape.substr(6)) | static_cast<int64_t>(types[0]) << 8 | static_cast<int64_t>(types[1]) << 12;
-    i.flags = o.Has("satfinite");
-    o.Destination(0);
-    for (size_t k = 1; k <= 3; ++k) o.Source(k);
-    i.run = WarpProduct;
-    return true;
-  }
-  if (head == "wgmma") {
-    i.run = Nothing;
-    if (!o.Has("mma_async")) return true;
-    const std::string& shape = o.words[4];  // m64n96k16
-    const size_t n = shape.find('n'), k = shape.find('k');
-    const std::vector<Type> types = ElementTypes(o.words);
-    const int64_t columns = std::stoll(shape.substr(n + 1, k - n - 1));
-    o.Destination(0);
-    i.flags = 0;
-    size_t at = 1;
-    if (o.all[at][0] == '{') i.flags |= kARegisters;
-    o.Source(at++);
-    o.Source(at++);
-    o.Source(at++);
-    const auto number = [&](size_t p) { return p < o.all.size() ? std::stoll(o.all[p]) : 0; };
-    if (at + 1 < o.all.size()) {
-      if (number(at) == -1) i.flags |= kNegateA;
-      if (number(at + 1) == -1) i.flags |= kNegateB;
-      at += 2;
-      if (!(i.flags & kARegisters) && number(at++) == 1) i.flags |= kTransposeA;
-      if (number(at) == 1) i.flags |= kTransposeB;
-    }
-    if (o.Has("satfinite")) i.flags |= kSaturate;
-    i.immediate = columns | static_cast<int64_t>(types[0]) << 16 | static_cast<int64_t>(types[1]) << 20;
-    if (i.d.size() * 2 != static_cast<size_t>(columns)) throw Error("another number of results");
-    i.run = GroupProduct;
-    return true;
-  }
-  if (head == "prefetch" || (head == "cp" && o.Has("prefetch"))) {
-    i.run = Nothing;
-    return true;
-  }
-  if (head != "cp" || !o.Has("bulk")) return false;
-  i.run = Nothing;
-  if (o.Has("commit_group") || o.Has("wait_group")) return true;
-  const bool store = o.words[2] == "bulk" && (o.Has("bulk_group"));
-  if (!o.Has("tensor")) {
-    o.Memory(0);
-    o.Memory(1);
-    o.Source(2);
-    if (!store) o.Memory(3);
-    i.run = store ? BulkStore : BulkCopy;
-    if (i.immediate != 0) throw Error("an offset");
-    return true;
-  }
-  if (o.Has("multicast::cluster") || o.Has("cta_group::1")) throw Error("multicast");
-  // "[map, {coordinates}]" is two operands.
-  const auto map = [&](size_t k) {
-    const std::string text = o.all.at(k);
-    const size_t comma = text.find(',');
-    const std::vector<std::string> parts = {"[" + text.substr(1, comma - 1) + "]",
-                                            text.substr(text.find('{'), text.find('}') - text.find('{') + 1)};
-    Operands inner{i, {}, parts, o.names};
-    inner.Memory(0);
-    const size_t before = i.s.size();
-    inner.Source(1);
-    return static_cast<int64_t>(i.s.size() - before);
-  };
-  int64_t rank;
-  if (store) {
-    rank = map(0);
-    o.Memory(1);
-    i.flags = kToGlobal;
-  } else {
-    o.Memory(0);
-    rank = map(1);
-    o.Memory(2);
-    i.flags = 0;
-    if (o.Has("im2col")) {
-      i.flags = kIm2col;
-      o.Source(3);
-    }
-  }
-  i.immediate = rank;
-  i.run = TensorCopy;
-  return true;
-}
+const Table kMatrices = {
+    {"ldmatrix", BindLoad}, {"stmatrix", BindStore}, {"mma", BindWarpProduct}, {"wgmma.mma_async", BindGroupProduct},
+    {"wgmma", Ignore},
+};
 
 }  // namespace emulator

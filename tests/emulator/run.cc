@@ -5,15 +5,17 @@
 #include <cstdlib>
 #include <cstring>
 #include <list>
+#include <random>
 
 #include "instructions.h"
 
 namespace emulator {
-
-bool BranchMarker(Warp&, const Instruction&, Mask) { return true; }
-bool ExitMarker(Warp&, const Instruction&, Mask) { return true; }
-
 namespace {
+
+constexpr int kSlice = 20000;           // instructions before other warps have their turn
+constexpr int kShortSlice = 200;        // at most, in an order that is shuffled
+constexpr int kPolling = 64;            // instructions of who looks again and again whether it may go on, at most
+constexpr int64_t kPatience = 100'000;  // turns of all warps before it is a deadlock
 
 // The instruction that is executed, for who debugs a kernel that reads or writes beyond its arrays.
 struct Place {
@@ -27,54 +29,44 @@ void Report(int) {
                place.kernel->name.c_str());
   std::abort();
 }
+struct Reporting {
+  decltype(std::signal(SIGSEGV, Report)) before = std::signal(SIGSEGV, Report);
+  ~Reporting() { std::signal(SIGSEGV, before); }
+};
 
-constexpr int kSlice = 20000;           // instructions before other warps have their turn
-constexpr int kPolling = 64;            // instructions of who looks again and again whether it may go on, at most
-constexpr int64_t kPatience = 100'000;  // turns of all warps before it is a deadlock
+Dim Unravel(int64_t linear, Dim extent) {
+  return {static_cast<uint32_t>(linear % extent.x), static_cast<uint32_t>(linear / extent.x % extent.y),
+          static_cast<uint32_t>(linear / extent.x / extent.y)};
+}
 
-uint32_t Special(const std::string& name, const Warp& w, int lane, Dim grid, Dim block) {
-  const int thread = w.index * kLanes + lane;
-  const auto part = [&](const Dim& d) {
-    switch (name.back()) {
-      case 'x':
-        return d.x;
-      case 'y':
-        return d.y;
-      default:
-        return d.z;
-    }
-  };
-  const auto at = [&](Dim d, uint32_t linear) {
-    switch (name.back()) {
-      case 'x':
-        return linear % d.x;
-      case 'y':
-        return linear / d.x % d.y;
-      default:
-        return linear / d.x / d.y;
-    }
-  };
-  const auto begins = [&](const char* head) { return name.compare(0, std::strlen(head), head) == 0; };
+uint32_t Special(const std::string& name, const Warp& w, uint32_t lane, Dim grid, Dim block) {
+  const auto rank = static_cast<uint32_t>(w.block->rank);
   const auto blocks = static_cast<uint32_t>(w.block->cluster->blocks.size());
-  if (begins("%tid")) return at(block, thread);
-  if (begins("%ntid")) return part(block);
-  if (begins("%ctaid")) return part(w.block->id);
-  if (begins("%nctaid")) return part(grid);
-  if (name == "%nsmid") return 132;  // as runtime.cc says
-  if (name == "%smid") return w.block->id.x % 132;
-  if (name == "%laneid") return lane;
-  if (name == "%warpid") return w.index;
-  if (name == "%cluster_ctarank" || name == "%cluster_ctaid.x") return w.block->rank;
-  if (name == "%cluster_nctarank" || name == "%cluster_nctaid.x") return blocks;
-  if (begins("%cluster_ctaid")) return 0;
-  if (begins("%cluster_nctaid")) return 1;
-  if (name == "%clusterid.x") return w.block->id.x / blocks;
-  if (name == "%nclusterid.x") return grid.x / blocks;
-  if (name == "%lanemask_lt") return (uint32_t{1} << lane) - 1;
-  if (name == "%lanemask_le") return ((uint32_t{1} << lane) - 1) | uint32_t{1} << lane;
-  if (name == "%lanemask_eq") return uint32_t{1} << lane;
-  if (name == "%lanemask_gt") return ~((uint32_t{2} << lane) - 1);
-  if (name == "%lanemask_ge") return ~((uint32_t{1} << lane) - 1);
+  const uint32_t bit = uint32_t{1} << lane;
+  const std::pair<const char*, Dim> vectors[] = {
+      {"%tid.", Unravel(w.index * kLanes + lane, block)},
+      {"%ntid.", block},
+      {"%ctaid.", w.block->id},
+      {"%nctaid.", grid},
+      {"%cluster_ctaid.", {rank, 0, 0}},
+      {"%cluster_nctaid.", {blocks, 1, 1}},
+      {"%clusterid.", {w.block->id.x / blocks, w.block->id.y, w.block->id.z}},
+      {"%nclusterid.", {grid.x / blocks, grid.y, grid.z}}};
+  for (const auto& [head, d] : vectors)
+    if (name.starts_with(head)) return name.back() == 'x' ? d.x : name.back() == 'y' ? d.y : d.z;
+  const std::pair<const char*, uint32_t> scalars[] = {{"%nsmid", kMultiprocessors},
+                                                      {"%smid", w.block->id.x % kMultiprocessors},
+                                                      {"%laneid", lane},
+                                                      {"%warpid", w.index},
+                                                      {"%cluster_ctarank", rank},
+                                                      {"%cluster_nctarank", blocks},
+                                                      {"%lanemask_lt", bit - 1},
+                                                      {"%lanemask_le", 2 * bit - 1},
+                                                      {"%lanemask_eq", bit},
+                                                      {"%lanemask_gt", ~(2 * bit - 1)},
+                                                      {"%lanemask_ge", ~(bit - 1)}};
+  for (const auto& [known, value] : scalars)
+    if (name == known) return value;
   throw Error("unknown special register " + name);
 }
 
@@ -91,6 +83,10 @@ class Grid {
       std::memcpy(reinterpret_cast<uint8_t*>(parameters_.data()) + kernel.parameters[k].first, parameters[k],
                   kernel.parameters[k].second);
     if (grid.x % cluster != 0) throw Error("a grid of no whole clusters");
+    if (const char* seed = std::getenv("EMULATOR_SEED")) {
+      shuffled_ = true;
+      random_.seed(std::strtoul(seed, nullptr, 0));
+    }
   }
 
   void Run() {
@@ -99,15 +95,14 @@ class Grid {
     while (next < clusters || !running_.empty()) {
       bool moved = false;  // by more than looking whether it may
       for (auto cluster = running_.begin(); cluster != running_.end();) {
-        for (const auto& block : (*cluster)->blocks)
-          for (const auto& warp : block->warps) moved |= Slice(*warp);
+        if (shuffled_) std::shuffle((*cluster)->warps.begin(), (*cluster)->warps.end(), random_);
+        for (const auto& warp : (*cluster)->warps) moved |= Slice(*warp);
         cluster = (*cluster)->alive == 0 ? running_.erase(cluster) : std::next(cluster);
       }
-      if (moved)
-        waited = 0;
-      else if (next < clusters)
+      waited = moved ? 0 : waited + 1;
+      if (next < clusters && (!moved || (shuffled_ && random_() % 8 == 0)))
         Begin(next++);
-      else if (!running_.empty() && ++waited > kPatience)
+      else if (!running_.empty() && waited > kPatience)
         Deadlock();
     }
   }
@@ -115,14 +110,13 @@ class Grid {
  private:
   void Begin(int64_t index) {
     auto cluster = std::make_unique<Cluster>();
+    cluster->early = shuffled_ && random_() % 2 == 0;
     for (int rank = 0; rank < cluster_; ++rank) {
       auto block = std::make_unique<Block>();
-      const int64_t linear = index * cluster_ + rank;
       block->cluster = cluster.get();
       block->rank = rank;
-      block->id = {static_cast<uint32_t>(linear % grid_.x), static_cast<uint32_t>(linear / grid_.x % grid_.y),
-                   static_cast<uint32_t>(linear / grid_.x / grid_.y)};
-      block->storage = std::make_unique<uint8_t[]>(shared_bytes_ + 1024);
+      block->id = Unravel(index * cluster_ + rank, grid_);
+      block->storage = std::make_unique_for_overwrite<uint8_t[]>(shared_bytes_ + 1024);
       block->shared =
           reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(block->storage.get()) + 1023) / 1024 * 1024);
       std::memset(block->shared, 0xFF, shared_bytes_);  // not a number
@@ -132,18 +126,17 @@ class Grid {
       cluster->blocks.push_back(std::move(block));
     }
     for (const auto& block : cluster->blocks)
-      for (int index = 0; index * kLanes < block_.Count(); ++index) AddWarp(*block, index);
+      for (int index = 0; index * kLanes < block_.Count(); ++index) cluster->warps.push_back(NewWarp(*block, index));
     running_.push_back(std::move(cluster));
   }
 
-  void AddWarp(Block& block, int index) {
+  std::unique_ptr<Warp> NewWarp(Block& block, int index) {
     auto warp = std::make_unique<Warp>();
     warp->block = &block;
-    warp->kernel = &kernel_;
     warp->index = index;
     const int64_t threads = std::min<int64_t>(kLanes, block_.Count() - int64_t{index} * kLanes);
-    warp->alive = threads == kLanes ? ~Mask{0} : (Mask{1} << threads) - 1;
-    warp->storage = std::make_unique<Reg[]>(kernel_.registers);
+    warp->alive = ~Mask{0} >> (kLanes - threads);
+    warp->storage = std::make_unique_for_overwrite<Reg[]>(kernel_.registers);
     warp->r = warp->storage.get();
     std::memset(warp->r, 0xA5, sizeof(Reg) * kernel_.registers);
     warp->paths = {{0, warp->alive}};
@@ -152,46 +145,33 @@ class Grid {
     const auto base = (reinterpret_cast<uint64_t>(warp->local.data()) + 15) / 16 * 16;
     for (int l = 0; l < kLanes; ++l) {
       for (const auto& [r, value] : kernel_.constants) warp->r[r][l] = value;
-      for (const auto& [r, name] : kernel_.specials)
-        if (name != "%clock" && name != "%clock64" && name != "%globaltimer")
-          warp->r[r][l] = Special(name, *warp, l, grid_, block_);
+      for (const auto& [r, name] : kernel_.specials) warp->r[r][l] = Special(name, *warp, l, grid_, block_);
       for (const auto& [r, at] : kernel_.locals) warp->r[r][l] = base + local * l + at;
       for (const auto& [r, at] : kernel_.parameter_addresses)
         warp->r[r][l] = reinterpret_cast<uint64_t>(parameters_.data()) + at;
     }
-    block.warps.push_back(std::move(warp));
+    return warp;
   }
 
   // Executes instructions of a warp until it has to wait, ends, or others are due. Whether it came any further.
   bool Slice(Warp& w) {
+    const int most = shuffled_ ? 1 + static_cast<int>(random_() % kShortSlice) : kSlice;
     int all = 0;
     w.yields = w.passed = false;
     // Where one path waits, another may go on.
-    for (size_t tries = 0; tries < w.paths.size() && all < kSlice && !w.yields;) {
-      const int done = Path_(w, tries);
+    for (size_t tries = 0; tries < w.paths.size() && all < most && !w.yields;) {
+      const int done = Follow(w, tries, most - all);
       all += done;
       tries = done == 0 ? tries + 1 : 0;
     }
     return all > kPolling || w.passed || (all > 0 && !w.yields);
   }
 
-  // Of the path at `which`, until it waits; the number of instructions.
-  int Path_(Warp& w, size_t which) {
+  // Executes instructions of the path at `which`, `most` of them, until it waits; how many there were.
+  int Follow(Warp& w, size_t which, int most) {
     Path path = w.paths[which];
     w.paths.erase(w.paths.begin() + static_cast<int64_t>(which));
-    int done = 0;
-    const auto put = [&](Path p) {
-      for (Path& other : w.paths) {
-        if (other.pc == p.pc && (w.waiting & (other.lanes | p.lanes)) == 0) {
-          other.lanes |= p.lanes;
-          return;
-        }
-      }
-      w.paths.insert(
-          std::upper_bound(w.paths.begin(), w.paths.end(), p, [](const Path& a, const Path& b) { return a.pc < b.pc; }),
-          p);
-    };
-    while (true) {
+    for (int done = 0;;) {
       const Instruction& i = kernel_.code[path.pc];
       Mask m = path.lanes;
       if (i.guard != kNoRegister) {
@@ -199,84 +179,83 @@ class Grid {
         for (int l = 0; l < kLanes; ++l) yes |= Mask{w.r[i.guard][l] != 0} << l;
         m &= i.negated ? ~yes : yes;
       }
+      const Mask others = path.lanes & ~m;
       if (m == 0) {
         ++path.pc;
-      } else if (i.run == BranchMarker) {
+      } else if (i.run == Branch && i.s.empty() && others == 0) {
+        path.pc = static_cast<uint32_t>(i.immediate);
         ++done;
-        if (i.flags) {  // brx.idx
-          for (Mask rest = m; rest != 0;) {
-            const uint64_t index = w.r[i.s[0]][__builtin_ctz(rest)];
-            Mask same = 0;
-            for (int l = 0; l < kLanes; ++l) same |= Mask{(rest >> l & 1) != 0 && w.r[i.s[0]][l] == index} << l;
-            put({static_cast<uint32_t>(kernel_.tables.at(i.immediate).at(index & 0xFFFFFFFF)), same});
-            rest &= ~same;
-          }
-          if (path.lanes & ~m) put({path.pc + 1, path.lanes & ~m});
-          return done;
-        }
-        if (m == path.lanes) {
-          path.pc = static_cast<uint32_t>(i.immediate);
-        } else {
-          put({static_cast<uint32_t>(i.immediate), m});
-          put({path.pc + 1, path.lanes & ~m});
-          return done;
-        }
-      } else if (i.run == ExitMarker) {
-        w.alive &= ~m;
-        Ended(*w.block, __builtin_popcount(m));
-        if (path.lanes & ~m) put({path.pc + 1, path.lanes & ~m});
+      } else if (i.run == Branch || i.run == Exit) {
+        i.run == Branch ? Diverge(w, i, m) : Ended(w, m);
+        if (others != 0) Put(w, {path.pc + 1, others});
         return done + 1;
-      } else {
-        bool ended;
-        place = {&kernel_, &i};
-        try {
-          ended = i.run(w, i, m);
-        } catch (const Error& e) {
-          throw Error(std::string(e.what()) + " (kernel " + kernel_.name + ", block " + std::to_string(w.block->id.x) +
-                      ", warp " + std::to_string(w.index) + ")");
-        } catch (const std::exception& e) {
-          throw Error(std::string(e.what()) + " in: " + i.text + " (kernel " + kernel_.name + ", block " +
-                      std::to_string(w.block->id.x) + ", warp " + std::to_string(w.index) + ")");
-        }
-        if (!ended) {
-          put(path);
-          return done;
-        }
+      } else if (Execute(w, i, m)) {
         ++path.pc;
         ++done;
-      }
-      // Paths that meet go on as one; the one behind goes first.
-      if (!w.paths.empty() && path.pc >= w.paths[0].pc && which == 0) {
-        put(path);
+      } else {
+        Put(w, path);
         return done;
       }
-      if (done >= kSlice || w.yields) {
-        put(path);
+      // Paths that meet go on as one; the one behind goes first.
+      const bool behind = which == 0 && !w.paths.empty() && path.pc >= w.paths[0].pc;
+      if (behind || done >= most || w.yields) {
+        Put(w, path);
         return done;
       }
     }
   }
 
-  static void Ended(Block& block, int threads) {
-    block.alive -= threads;
-    block.cluster->alive -= threads;
+  bool Execute(Warp& w, const Instruction& i, Mask m) {
+    place = {&kernel_, &i};
+    try {
+      return i.run(w, i, m);
+    } catch (const std::exception& e) {
+      throw Error(std::string(e.what()) + " in: " + i.text + " (kernel " + kernel_.name + ", block " +
+                  std::to_string(w.block->id.x) + ", warp " + std::to_string(w.index) + ")");
+    }
+  }
+
+  static void Put(Warp& w, Path p) {
+    for (Path& other : w.paths) {
+      if (other.pc == p.pc && (w.waiting & (other.lanes | p.lanes)) == 0) {
+        other.lanes |= p.lanes;
+        return;
+      }
+    }
+    const auto after = [](const Path& a, const Path& b) { return a.pc < b.pc; };
+    w.paths.insert(std::upper_bound(w.paths.begin(), w.paths.end(), p, after), p);
+  }
+
+  // Of lanes that branch: all to one place, or, of brx, where the table says.
+  void Diverge(Warp& w, const Instruction& i, Mask m) {
+    if (i.s.empty()) return Put(w, {static_cast<uint32_t>(i.immediate), m});
+    ForLanes(m, [&](int l) {
+      const auto index = Get<uint32_t>(w.r[i.s[0]], l);
+      Put(w, {static_cast<uint32_t>(kernel_.tables.at(i.immediate).at(index)), Mask{1} << l});
+    });
+  }
+
+  static void Ended(Warp& w, Mask m) {
+    w.alive &= ~m;
+    w.block->alive -= __builtin_popcount(m);
+    w.block->cluster->alive -= __builtin_popcount(m);
     // Who has ended is not waited for.
-    Barrier& all = block.cluster->barrier;
-    if (all.arrived > 0 && all.arrived == block.cluster->alive) {
+    Barrier& all = w.block->cluster->barrier;
+    if (all.arrived > 0 && all.arrived == w.block->cluster->alive) {
       all.arrived = 0;
       ++all.phase;
     }
+    if (w.block->cluster->alive == 0 && !w.block->cluster->in_flight.empty()) throw Error("nobody waited for a copy");
   }
 
   [[noreturn]] void Deadlock() const {
     std::string where;
     for (const auto& cluster : running_)
-      for (const auto& block : cluster->blocks)
-        for (const auto& warp : block->warps)
-          for (const Path& p : warp->paths)
-            if (where.size() < 2000)
-              where += "\n  block " + std::to_string(block->id.x) + " warp " + std::to_string(warp->index) + ": " +
-                       kernel_.code[p.pc].text;
+      for (const auto& warp : cluster->warps)
+        for (const Path& p : warp->paths)
+          if (where.size() < 2000)
+            where += "\n  block " + std::to_string(warp->block->id.x) + " warp " + std::to_string(warp->index) + ": " +
+                     kernel_.code[p.pc].text;
     throw Error("no thread can go on in " + kernel_.name + ":" + where);
   }
 
@@ -286,19 +265,15 @@ class Grid {
   int64_t shared_bytes_;
   std::vector<uint64_t> parameters_;
   std::list<std::unique_ptr<Cluster>> running_;
+  bool shuffled_ = false;
+  std::mt19937 random_;
 };
 
 }  // namespace
 
 void Launch(const Kernel& kernel, Dim grid, Dim block, int cluster, int64_t dynamic_shared, void** parameters) {
-  const auto before = std::signal(SIGSEGV, Report);
-  try {
-    Grid(kernel, grid, block, cluster, dynamic_shared, parameters).Run();
-  } catch (...) {
-    std::signal(SIGSEGV, before);
-    throw;
-  }
-  std::signal(SIGSEGV, before);
+  const Reporting while_it_runs;
+  Grid(kernel, grid, block, cluster, dynamic_shared, parameters).Run();
 }
 
 }  // namespace emulator

@@ -8,28 +8,17 @@
 #include <cstdlib>
 #include <cstring>
 #include <map>
+#include <memory>
 #include <mutex>
 
 #include "emulator.h"
 
 namespace {
 
-using emulator::Module;
-
-struct Entry {
-  Module** module;
-  std::string name;
-};
+constexpr int kSharedOfBlock = 232448, kSharedOfMultiprocessor = 233472;
 
 std::mutex one_at_a_time;
-std::map<const void*, Entry>& Entries() {  // by the host's function
-  static std::map<const void*, Entry> entries;
-  return entries;
-}
-std::string& LastError() {
-  static std::string text;
-  return text;
-}
+std::string last_error;
 
 // What nvcc leaves of a compilation unit: a container of machine code and PTX, of which it is the PTX, uncompressed.
 struct Wrapper {
@@ -66,16 +55,24 @@ std::string PtxOf(const void* wrapper) {
   throw emulator::Error("no PTX");
 }
 
-struct Registered {
+// A compilation unit.
+struct Unit {
   const void* wrapper;
-  Module* module = nullptr;  // when it is wanted
+  std::unique_ptr<emulator::Module> module;  // once it is wanted
 };
+struct Entry {
+  Unit* unit;
+  std::string name;
+};
+std::map<const void*, Entry>& Entries() {  // by the host's function; units register before main
+  static std::map<const void*, Entry> entries;
+  return entries;
+}
 
 const emulator::Kernel& KernelOf(const void* function) {
-  const Entry& entry = Entries().at(function);
-  auto* registered = reinterpret_cast<Registered*>(entry.module);
-  if (!registered->module) registered->module = new Module(PtxOf(registered->wrapper));
-  return registered->module->Find(entry.name);
+  const auto& [unit, name] = Entries().at(function);
+  if (!unit->module) unit->module = std::make_unique<emulator::Module>(PtxOf(unit->wrapper));
+  return unit->module->Find(name);
 }
 
 cudaError_t Launch(const void* function, dim3 grid, dim3 block, int cluster, size_t dynamic_shared, void** arguments) {
@@ -87,7 +84,7 @@ cudaError_t Launch(const void* function, dim3 grid, dim3 block, int cluster, siz
                      static_cast<int64_t>(dynamic_shared), arguments);
     return cudaSuccess;
   } catch (const std::exception& e) {
-    LastError() = e.what();
+    last_error = e.what();
     return cudaErrorLaunchFailure;
   }
 }
@@ -96,12 +93,12 @@ cudaError_t Launch(const void* function, dim3 grid, dim3 block, int cluster, siz
 
 extern "C" {
 
-void** __cudaRegisterFatBinary(void* wrapper) { return reinterpret_cast<void**>(new Registered{wrapper}); }
+void** __cudaRegisterFatBinary(void* wrapper) { return reinterpret_cast<void**>(new Unit{wrapper, nullptr}); }
 void __cudaRegisterFatBinaryEnd(void**) {}
 void __cudaUnregisterFatBinary(void**) {}
-void __cudaRegisterFunction(void** module, const char* host, char*, const char* name, int, uint3*, uint3*, dim3*, dim3*,
+void __cudaRegisterFunction(void** unit, const char* host, char*, const char* name, int, uint3*, uint3*, dim3*, dim3*,
                             int*) {
-  Entries()[host] = {reinterpret_cast<Module**>(module), name};
+  Entries()[host] = {reinterpret_cast<Unit*>(unit), name};
 }
 char __cudaInitModule(void**) { return 0; }
 void __cudaRegisterVar(void**, char*, char*, const char*, int, size_t, int, int) {}
@@ -149,25 +146,16 @@ cudaError_t cudaGetDevice(int* device) {
   return cudaSuccess;
 }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-  switch (attribute) {
-    case cudaDevAttrComputeCapabilityMajor:
-      *value = 9;
-      return cudaSuccess;
-    case cudaDevAttrComputeCapabilityMinor:
-      *value = 0;
-      return cudaSuccess;
-    case cudaDevAttrMultiProcessorCount:
-      *value = 132;
-      return cudaSuccess;
-    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
-      *value = 232448;
-      return cudaSuccess;
-    case cudaDevAttrMaxSharedMemoryPerMultiprocessor:
-      *value = 233472;
-      return cudaSuccess;
-    default:
-      return cudaErrorInvalidValue;
-  }
+  static const std::map<cudaDeviceAttr, int> kAttributes = {
+      {cudaDevAttrComputeCapabilityMajor, 9},
+      {cudaDevAttrComputeCapabilityMinor, 0},
+      {cudaDevAttrMultiProcessorCount, emulator::kMultiprocessors},
+      {cudaDevAttrMaxSharedMemoryPerBlockOptin, kSharedOfBlock},
+      {cudaDevAttrMaxSharedMemoryPerMultiprocessor, kSharedOfMultiprocessor}};
+  const auto found = kAttributes.find(attribute);
+  if (found == kAttributes.end()) return cudaErrorInvalidValue;
+  *value = found->second;
+  return cudaSuccess;
 }
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* function) {
   const std::lock_guard<std::mutex> lock(one_at_a_time);
@@ -176,12 +164,12 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* fu
   return cudaSuccess;
 }
 cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute attribute, int value) {
-  return attribute == cudaFuncAttributeMaxDynamicSharedMemorySize && value > 232448 ? cudaErrorInvalidValue
-                                                                                    : cudaSuccess;
+  return attribute == cudaFuncAttributeMaxDynamicSharedMemorySize && value > kSharedOfBlock ? cudaErrorInvalidValue
+                                                                                            : cudaSuccess;
 }
 // Registers, which the interpreter does not know, are left out.
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void*, int threads, size_t shared) {
-  *blocks = std::min<int>({32, 2048 / threads, static_cast<int>(233472 / (shared + 1024))});
+  *blocks = std::min<int>({32, 2048 / threads, static_cast<int>(kSharedOfMultiprocessor / (shared + 1024))});
   return cudaSuccess;
 }
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, const void* function, int threads,
@@ -192,7 +180,7 @@ cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, const void* function, 
   int blocks = 0;
   cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, function, static_cast<int>(config->blockDim.x),
                                                 config->dynamicSmemBytes);
-  *clusters = 132 / static_cast<int>(config->attrs[0].val.clusterDim.x) * blocks;
+  *clusters = emulator::kMultiprocessors / static_cast<int>(config->attrs[0].val.clusterDim.x) * blocks;
   return cudaSuccess;
 }
 cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t) {
@@ -206,7 +194,7 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpy
 cudaError_t cudaPeekAtLastError() { return cudaSuccess; }
 cudaError_t cudaGetLastError() { return cudaSuccess; }
 const char* cudaGetErrorString(cudaError_t e) {
-  return e == cudaErrorLaunchFailure ? LastError().c_str() : "an error of the interpreter's runtime";
+  return e == cudaErrorLaunchFailure ? last_error.c_str() : "an error of the interpreter's runtime";
 }
 cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** address, unsigned, unsigned long long,
                                              cudaDriverEntryPointQueryResult* found) {

@@ -1,0 +1,70 @@
+// What the lanes of a warp do together. All lanes that an instruction names must be at it.
+#include "instructions.h"
+
+namespace emulator {
+namespace {
+
+Mask Named(Warp& w, const Instruction& i, size_t source, Mask here) {
+  const Mask named = Get<uint32_t>(w.r[i.s[source]], __builtin_ctz(here));
+  if ((named & w.alive & ~here) != 0) throw Error("lanes that the instruction names are elsewhere");
+  return named;
+}
+
+enum Mode : int64_t { kUp, kDown, kButterfly, kIndex };
+
+template <Mode mode>
+bool Shuffle(Warp& w, const Instruction& i, Mask m) {  // d|p, a, b, c, lanes
+  Named(w, i, 3, m);
+  Reg values;
+  std::memcpy(values, w.r[i.s[0]], sizeof(Reg));
+  ForLanes(m, [&](int l) {
+    const int b = w.r[i.s[1]][l] & 31, c = static_cast<int>(w.r[i.s[2]][l]), segment = c >> 8 & 31;
+    const int first = l & segment, last = first | (c & 31 & ~segment);
+    const int from = mode == kUp ? l - b : mode == kDown ? l + b : mode == kButterfly ? l ^ b : first | (b & ~segment);
+    const bool inside = mode == kUp ? from >= last : from <= last;
+    if (inside && !(m >> from & 1)) throw Error("a shuffle from a lane that is not there");
+    w.r[i.d[0]][l] = static_cast<uint32_t>(values[inside ? from : l]);
+    if (i.d.size() > 1) w.r[i.d[1]][l] = inside;
+  });
+  return true;
+}
+
+// op(lanes whose predicate holds, lanes that vote).
+template <class Op>
+bool Vote(Warp& w, const Instruction& i, Mask m) {
+  const Mask all = m & Named(w, i, 1, m);
+  Mask yes = 0;
+  ForLanes(all, [&](int l) { yes |= Mask{Predicate(w, i, 0, l)} << l; });
+  ForLanes(m, [&](int l) { w.r[i.d[0]][l] = Op{}(yes, all); });
+  return true;
+}
+template <class Op>
+Binder Votes(Op) {
+  return Plain<Vote<Op>>;
+}
+
+// Here, lanes that are named and elsewhere are waited for.
+bool WarpBarrier(Warp& w, const Instruction& i, Mask m) {
+  const Mask named = Get<uint32_t>(w.r[i.s[0]], __builtin_ctz(m));
+  return (named & w.alive & ~m) == 0;
+}
+
+}  // namespace
+
+const Table kWarp = {
+    {"shfl.sync.up", Plain<Shuffle<kUp>>},
+    {"shfl.sync.down", Plain<Shuffle<kDown>>},
+    {"shfl.sync.bfly", Plain<Shuffle<kButterfly>>},
+    {"shfl.sync.idx", Plain<Shuffle<kIndex>>},
+    {"vote.sync.all", Votes([](Mask yes, Mask all) { return yes == all; })},
+    {"vote.sync.any", Votes([](Mask yes, Mask) { return yes != 0; })},
+    {"vote.sync.uni", Votes([](Mask yes, Mask all) { return yes == all || yes == 0; })},
+    {"vote.sync.ballot", Votes([](Mask yes, Mask) { return yes; })},
+    {"bar.warp",
+     [](Operands& o) {
+       o.Source(0);
+       o.i.run = WarpBarrier;
+     }},
+};
+
+}  // namespace emulator
