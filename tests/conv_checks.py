@@ -30,7 +30,7 @@ def takes(tile, result, dtype, out_dtype):
   if tile == "wgmma 256x160":
     return (result == "w" and dtype != "float32") or (result == "y" and dtype == out_dtype != "float32")
   if tile == "wgmma 128x160":
-    return result == "x" or dtype == "float32"
+    return result != "w" or dtype == "float32"
   if tile == "wgmma 128x128 copied":
     return result == "y" and dtype == "float32"
   if tile in FILTER_TILES and result != "w":

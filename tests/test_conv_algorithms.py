@@ -344,7 +344,9 @@ def test_large_tiles_are_shared():
   """1024 rows and 1280 columns are 64 tiles of 128x160, of two multiprocessors each."""
   case = ConvCase("", 4, (16, 16), 1280, (3, 3), 1280, padding=SAME3)
   copy = 4 * 9 * 1280 * 1280
-  for result, dtype, bytes_ in (("x", "bfloat16", 0), ("x", "float32", 0), ("y", "float32", copy)):
+  for result, dtype, bytes_ in (
+    ("y", "bfloat16", 0), ("x", "bfloat16", 0), ("x", "float32", 0), ("y", "float32", copy),
+  ):  # fmt: skip
     p = planned(case, result, dtype, None)
     assert (p["tile"], p["cluster"], p["workspace_bytes"]) == ("wgmma 128x160", 2, bytes_)
   # Of 16-bit floats those across are not; three blocks share no others.
@@ -385,6 +387,21 @@ def test_parts_of_shared_tiles(k, blocks):
     ("wgmma 192x128 across", "float32"), ("wgmma 128x160", "float32"), ("wgmma 128x160", "bfloat16"),
   ):  # fmt: skip
     check(case, tile, dtype, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitize
+@pytest.mark.parametrize("tile", ["wgmma 128x160", "wgmma 256x160"])
+@pytest.mark.parametrize("k", [136, 264, 320, 328, 480])
+def test_halves_of_lines(k, tile):
+  """Tiles that begin and end with half a line of features, which are whole lines in all, or halves, or are not."""
+  case = ConvCase("halves", 3, (17, 14), 136, (3, 3), k, padding=SAME3)
+  for dtype in ("bfloat16", "float16"):
+    check(case, tile, dtype, dtype)
+  x, w, b = coarse(case.x_shape, "bfloat16"), coarse(case.w_shape, "bfloat16", 1), coarse((k,), "bfloat16", 2)
+  want = np.maximum(conv_oracle(exact(x), exact(w), *case.geometry, 1) + exact(b), 0)
+  got = jaxdnn.conv(x, w, b, padding="SAME", activation="relu", algorithm=tile)
+  assert_close(got, want, "bfloat16", terms=9 * case.c, scale=3 * np.sqrt(9 * case.c))
 
 
 @pytest.mark.gpu

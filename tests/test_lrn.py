@@ -268,7 +268,7 @@ def test_kernels_write_everything_and_repeat(dtype):
     LrnCase((333, 96)), LrnCase((333, 37)), LrnCase((9, 64, 15), options={"axis": 1}),
     LrnCase((9, 64, 16), 3, options={"axis": 1}), LrnCase((3, 40, 293), options={"axis": 1}),
     LrnCase((3, 20, 21, 16), 3, "within_channel"), LrnCase((3, 5, 20, 21), 5, "within_channel", {"axis": 1}),
-    LrnCase((3, 20, 21, 16), 5, "divisive"), LrnCase((3, 200), 40),
+    LrnCase((2, 9, 20, 21, 16), 3, "within_channel"), LrnCase((3, 20, 21, 16), 5, "divisive"), LrnCase((3, 200), 40),
   ):  # fmt: skip
     check_repeatable(case, dtype)
 
@@ -279,7 +279,7 @@ def test_kernels_under_the_sanitizer():
   for case in (
     LrnCase((33, 24)), LrnCase((33, 21), 4), LrnCase((33, 30), 40), LrnCase((3, 17, 15), options={"axis": 1}),
     LrnCase((3, 40, 16), 3, options={"axis": 1}), LrnCase((2, 11, 261), options={"axis": 1}),
-    LrnCase((2, 9, 11, 8), 3, "within_channel"),
+    LrnCase((2, 9, 11, 8), 3, "within_channel"), LrnCase((2, 3, 9, 11, 8), 3, "within_channel"),
     LrnCase((2, 3, 9, 11), 5, "within_channel", {"axis": 1}), LrnCase((2, 9, 11, 8), 5, "divisive"),
   ):  # fmt: skip
     check_repeatable(case, "float32", repeats=2)

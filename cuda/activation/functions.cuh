@@ -254,8 +254,8 @@ struct Squareplus {
   }
   __device__ A Derivative(A x) const {
     const A root = Root(x);
-    return x > A(0) ? A(0.5) * (A(1) + x * Math<T>::Reciprocal(root))
-                    : A(0.5) * b * Math<T>::Reciprocal(root) * Math<T>::Reciprocal(root - x);
+    const A below = A(0.5) * b * Math<T>::Reciprocal(root) * Math<T>::Reciprocal(root + fabs(x));
+    return x > A(0) ? A(1) - below : below;
   }
 
  private:

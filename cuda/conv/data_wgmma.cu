@@ -26,10 +26,35 @@ constexpr bool kOfFeatures = kForward && !T::kCopied;
 template <class T, bool kForward>
 constexpr int kFilterBytes = kOfFeatures<T, kForward> ? T::kBytesB : T::kColumns * kLineBytes;
 
+// Whether a tile ends with half a line, or begins with one, which is multiplied last. A box that is as wide as a line
+// is filled up with zeros, so that nothing is loaded that the next tile has.
 template <class T, bool kForward>
-__device__ void LoadFilter(const WgmmaParams& p, const Ring<T>& ring, int column, int line, int tap) {
+constexpr bool kHalved = kOfFeatures<T, kForward> && T::kColumns % T::kLine != 0;
+
+template <class T, bool kForward>
+__device__ WgmmaPlace PlaceOf(const WgmmaParams& p, int tile) {
+  WgmmaPlace place(p, tile, T());
+  if (kHalved<T, kForward> && p.halved) place.turned = place.column % T::kLine;
+  return place;
+}
+
+template <class T, bool kForward>
+__device__ void LoadFilter(const WgmmaParams& p, const Ring<T>& ring, const WgmmaPlace& place, int line, int tap) {
   const uint32_t to = ring.Data() + T::kBytesA;
-  if constexpr (kOfFeatures<T, kForward>) {
+  int column = place.column;
+  if constexpr (kHalved<T, kForward>) {
+    constexpr int kLines = T::kColumns / T::kLine;
+#pragma unroll
+    for (int slab = 0; slab < kLines; ++slab)
+      hopper::LoadBox(to + slab * T::kSlab, &p.filter, ring.Full(), place.Column<T>(slab * T::kLine), line * T::kLine,
+                      tap);
+    column = place.Column<T>(kLines * T::kLine);
+    if (p.halved)
+      hopper::LoadBox(to + kLines * T::kSlab, &p.halves, ring.Full(),
+                      {0, column / (T::kLine / 2), line * T::kLine, tap, 0});
+    else
+      hopper::LoadBox(to + kLines * T::kSlab, &p.filter, ring.Full(), column, line * T::kLine, tap);
+  } else if constexpr (kOfFeatures<T, kForward>) {
 #pragma unroll
     for (int slab = 0; slab * T::kLine < T::kColumns; ++slab, column += T::kLine) {
       int in_tap = column;
@@ -69,11 +94,11 @@ template <class T, bool kForward>
 __device__ void ProduceFilter(const WgmmaParams& p, Ring<T> ring) {
   hopper::PrefetchMap(&p.filter);
   for (int number = 0, tile; (tile = TileOf(p, number)) < p.tiles; ++number) {
-    const WgmmaPlace place(p, tile, T());
+    const WgmmaPlace place = PlaceOf<T, kForward>(p, tile);
     const WgmmaPhase& f = p.phase[place.phase];
     const auto load = [&](int line, int tap, const int (&)[kRank]) {
       BeginStage(ring, kFilterBytes<T, kForward>);
-      LoadFilter<T, kForward>(p, ring, place.column, line, p.in_row.taps ? 0 : tap + place.tap);
+      LoadFilter<T, kForward>(p, ring, place, line, p.in_row.taps ? 0 : tap + place.tap);
       ring.Next();
     };
     if (f.tap_count == 0) {
@@ -99,7 +124,7 @@ __device__ void Consume(const WgmmaParams& p, Ring<T> ring, int warpgroup, float
   using Sums = typename std::conditional_t<kHeld<T, kForward>, Held<T>, Own>::Sums;
   int turn = 0;
   for (int number = 0, tile; (tile = TileOf(p, number)) < p.tiles; ++number) {
-    WgmmaPlace place(p, tile, T());
+    WgmmaPlace place = PlaceOf<T, kForward>(p, tile);
     const WgmmaPhase& f = p.phase[place.phase];
     const int steps = Share(max(1, f.tap_count * p.lines), p.team).Steps();
     if (!T::kLarge && number % 2 != warpgroup) {
@@ -179,7 +204,8 @@ __device__ void ConsumeAcross(const WgmmaParams& p, Ring<T> ring, int warpgroup,
 
 // Where those who multiply leave registers for patches; and what a thread that does not multiply has of them.
 template <class T, bool kForward>
-constexpr bool kPatched = !T::kLarge && !(kHeld<T, kForward> && T::kRows == 128 && T::kColumns == 128);
+constexpr bool kPatched =
+    !T::kLarge && !kHalved<T, kForward> && !(kHeld<T, kForward> && T::kRows == 128 && T::kColumns == 128);
 template <class T, bool kForward>
 constexpr int kRegistersOfFew = !kPatched<T, kForward> ? 40
                                 : T::kRows > 128       ? 72
@@ -298,6 +324,11 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* opera
     e = EncodeBoxes(&q.filter, p.in, filter, {p.features, rows, planes},
                     {T::kLine, kForward ? T::kLine : T::kColumns, 1});
   }
+  constexpr int kHalf = T::kLine / 2;
+  q.halved = kHalved<T, kForward> && p.features % kHalf == 0;
+  if (e == cudaSuccess && q.halved)
+    e = EncodeBoxes(&q.halves, p.in, filter, {kHalf, p.features / kHalf, p.channels, p.Taps(), 1},
+                    {T::kLine, 1, T::kLine, 1, 1});
   const MappedPhase& first = q.phase[0];
   q.lattices = taps && !kIsAcross<T> && T::kColumns % T::kLine == 0 && columns % T::kLine == 0 && RowsAreBoxes(first);
   if (e == cudaSuccess && q.lattices) {
@@ -321,9 +352,12 @@ cudaError_t LaunchDataWgmma(const Problem& p, const Config& config, const void* 
     using T = typename decltype(tile)::type;
     // Those that TakesWgmma says.
     constexpr bool kFloats = sizeof(typename T::In) == 4, kCopiedAlone = T::kCopied && T::kColumns == 128;
-    if constexpr (kFloats || T::kLarge || (!kCopiedAlone && T::kColumns != 160))
+    // Forward, a stage has room for whole lines of features.
+    using Forward = std::conditional_t<kHalved<T, true>,
+                                       WgmmaTile<typename T::In, T::kRows, T::kColumns, T::kCopied, true, true>, T>;
+    if constexpr (kFloats || !kCopiedAlone)
       if (p.direction == Direction::kForward)
-        return LaunchTile<T, true>(p, config, operand, filter, out, workspace, epilogue, stream);
+        return LaunchTile<Forward, true>(p, config, operand, filter, out, workspace, epilogue, stream);
     if constexpr (!kCopiedAlone && !T::kLarge && !(kIsAcross<T> && (kFloats || T::kRows == 80)))
       if (p.direction == Direction::kDataGradient)
         return LaunchTile<T, false>(p, config, operand, filter, out, workspace, epilogue, stream);

@@ -32,6 +32,8 @@ struct WgmmaParams {
   int window[kRank], out[kRank];
   WgmmaPhase phase[kMaxMaps];
   CUtensorMap operand[kMaxMaps], filter, result;
+  CUtensorMap halves;  // of lines of the filter's features, if those are whole ones
+  bool halved;
   Patches patches;
   Epilogue epilogue;
 };
@@ -111,13 +113,14 @@ __device__ void StoreBoxes(const WgmmaParams& p, const WgmmaPhase& f, uint32_t s
     hopper::SyncWarpgroup(1 + warpgroup);
     if (thread == 0) {
       if (box && !p.scattered)
-        hopper::StoreBox(&p.result, slab, place.column + column, place.row + row);
+        hopper::StoreBox(&p.result, slab, place.Column<T>(column), place.row + row);
       else if (box && place.column + column < p.columns)
         StoreLattice(p, f, slab, place.column + column, place.row + row);
       hopper::CommitStores();  // of none too, since those before the last are waited for
     }
     if (box) return;
-    StoreLines<64>(p, slab, pixels + row, out, place.column + column, min(p.columns, place.column + T::kColumns));
+    const int first = place.Column<T>(column);
+    StoreLines<64>(p, slab, pixels + row, out, first, min(p.columns, first + T::kColumns - column));
   });
 }
 
@@ -152,7 +155,7 @@ __device__ void StoreFinished(const WgmmaParams& p, const WgmmaPhase& f, uint32_
   float (&all)[T::kBlocks * T::kColumns / 2] = reinterpret_cast<float (&)[T::kBlocks * T::kColumns / 2]>(sums);
 #pragma unroll 1
   for (int part = 0; part < T::kBlocks * kAcross; ++part) {
-    const int row = part / kAcross * 64, column = place.column + part % kAcross * 32 + chunk * 4;
+    const int row = part / kAcross * 64, column = place.Column<T>(part % kAcross * 32) + chunk * 4;
     if (!rows.Has(row)) {
       Rotate<16>(all);
       continue;

@@ -43,7 +43,8 @@ inline bool TakesWide(const Problem& p) {
 }
 
 // For channels that are no whole chunks of 16 bytes, on Hopper (unaligned_depthwise.cuh): 3x3 windows without dilation,
-// and no stride, or, but in the data gradient, one of two.
+// and no stride, or, but in the data gradient, one of two. A block has so many channels of a pixel at most.
+constexpr int kUnalignedChannels = 352;
 inline bool TakesUnalignedDepthwise(const Problem& p) {
   const auto plain = [](int64_t n) { return n == 1; };
   const auto are = [&](const int64_t (&a)[kRank]) { return std::all_of(a, a + kRank, plain); };
@@ -52,7 +53,7 @@ inline bool TakesUnalignedDepthwise(const Problem& p) {
          p.window[2] == 3 && are(p.lhs_dilation) && are(p.rhs_dilation) &&
          (are(p.stride) ||
           (p.direction != Direction::kDataGradient && p.stride[1] == p.stride[2] && p.stride[1] <= 2)) &&
-         std::max(p.x[2], p.y[2]) * row < INT32_MAX / 2;
+         std::max(p.x[2], p.y[2]) * row < INT32_MAX / 4;
 }
 
 // Whether there is any kernel.

@@ -48,7 +48,9 @@ bool TakesFrame(const Problem& p) {
 // Whether the tile's kernel can do all of the problem: of depthwise convolution, and Hopper's; but those that have no
 // registers left for it.
 bool TakesPatches(const Problem& p, Tile tile) {
-  if (tile == Tile::kWgmma256x160) return false;
+  if (tile == Tile::kWgmma256x160 ||
+      (tile == Tile::kWgmma128x160 && p.in != DType::kF32 && p.direction == Direction::kForward))
+    return false;
   if (tile == Tile::kDepthwise
           ? !RingsHaveEdges(p)
           : kTiles[static_cast<int>(tile)].unit != Unit::kWgmma || p.direction == Direction::kFilterGradient ||

@@ -21,15 +21,15 @@ struct Unaligned {
   static constexpr int kHeld = (kTaps + kStride - 1) / kStride;    // lines of results that a line is part of
   static constexpr int kWidth = (kStrip - 1) * kStride + kTaps;    // of the operand's strip
   static constexpr int kLines = 2, kSteps = kLines / kStride;      // of the operand and of results, in a stage
-  // A block's threads, one warp of which copies, blocks of a multiprocessor, and stages.
-  static constexpr int kThreads = 384, kMost = kThreads - 32, kBlocks = 2, kStages = 3;
+  // A block's threads that multiply, and all of them; blocks of a multiprocessor; stages.
+  static constexpr int kMost = kUnalignedChannels, kThreads = kMost + 32, kBlocks = 2, kStages = 3;
 };
 
 // What a block has of a line: strips side by side of all channels; or, of many channels, a slab of them, which is a
 // piece of each pixel.
 struct UnalignedTile {
   int width, strips, threads;
-  int pieces, piece, pitch, bytes;  // of pieces; between pixels; of a stage
+  int pieces, piece, pitch, bytes;  // of a line: pieces, and the bytes of one, between pixels, and in all
 
   UnalignedTile() = default;
   // Of `pixels` of an operand, `apart` more to each further strip.

@@ -84,6 +84,7 @@ __device__ inline int TileOf(int number, int block, int blocks, bool alternates)
 // A tile of the grid; and how far from the first phase's are its pixels and its tap.
 struct WgmmaPlace {
   int phase, column, row, pixel, tap;
+  int turned = 0;  // the product's columns begin with this one of the tile's, and end with those before it
 
   template <class Params, class T>
   __device__ WgmmaPlace(const Params& p, int tile, T) : phase(0) {
@@ -93,6 +94,13 @@ struct WgmmaPlace {
     column *= T::kColumns;
     while (row_tile >= p.first_tile[phase + 1]) ++phase;
     row = (row_tile - p.first_tile[phase]) * T::kRows;
+  }
+
+  // Of the result, for one of the product's.
+  template <class T>
+  __device__ int Column(int of_product) const {
+    const int of_tile = of_product + turned;
+    return column + (of_tile < T::kColumns ? of_tile : of_tile - T::kColumns);
   }
 };
 

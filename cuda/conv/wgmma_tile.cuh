@@ -27,7 +27,8 @@ constexpr int kMaxStages = 8;
 
 // Forward the filter of floats goes through registers (wgmma_held.cuh), or is copied first, `kCopied`. Where sums do
 // not leave through shared memory there are no slabs, and more stages.
-template <class In_, int kRows_, int kColumns_, bool kCopied_ = false, bool kSlabs = true>
+template <class In_, int kRows_, int kColumns_, bool kCopied_ = false, bool kSlabs = true,
+          bool kWholeLines = !kSlabs || (kRows_ * kColumns_ > 128 * 160)>
 struct WgmmaTile {
   using In = In_;
   static constexpr bool kCopied = kCopied_;
@@ -40,7 +41,7 @@ struct WgmmaTile {
   static constexpr bool kLarge = kRows * kColumns > 128 * 160;
   // Of MN-major operands whole lines of columns are loaded.
   static constexpr int kBytesA = kRows * kLineBytes,
-                       kBytesB = (kSlabs && !kLarge ? kColumns : (kColumns + kLine - 1) / kLine * kLine) * kLineBytes,
+                       kBytesB = (kWholeLines ? (kColumns + kLine - 1) / kLine * kLine : kColumns) * kLineBytes,
                        kStageBytes = kBytesA + kBytesB;
   // Sums wait in two slabs of each warpgroup to be stored, to pixels whose numbers stand there too.
   static constexpr int kStoreBytes = kSlabs ? kConsumers * 2 * kSlab : 0,

@@ -146,9 +146,10 @@ def _grouped_convolution(
   rank = len(window)
   integers = not jnp.issubdtype(wide, jnp.inexact)
   plain = all(isinstance(p, int) and p >= 0 for pair in padding for p in pair)
-  if integers or any(d != 1 for d in lhs_dilation) or not plain:
-    # XLA:CPU is wrong on some negative padding and on the dilation of unit dimensions, and lax takes no symbolic
-    # numbers, so these are made explicit. Cropping comes last: a crop may remove what the dilation put in.
+  if integers or not plain or any(d != 1 for d in lhs_dilation):
+    # XLA:CPU is wrong on some negative padding and on the dilation of unit dimensions, so these are made explicit, and
+    # what a symbolic extent asks for, which lax takes in this way alone.
+    # Cropping comes last: a crop may remove what the dilation put in.
     zero, edge = jnp.zeros((), wide), (0, 0, 0)
     lhs = lax.pad(lhs, zero, [edge, *((0, 0, d - 1) for d in lhs_dilation), edge])
     lhs = lax.pad(lhs, zero, [edge, *((lo, hi, 0) for lo, hi in padding), edge])
