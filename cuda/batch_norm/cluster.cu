@@ -111,10 +111,10 @@ class Exchange {
     ClusterWait();  // The others run.
     if (to >= p.t.ranks) return;
 #pragma unroll
-    for (int i = 0; i < V; ++i) {
-      Pair<A>* const letter = &letters_[p.rank][p.column + i];
-      mailbox_.Send(&letter->first, to, of_block[i].first);
-      mailbox_.Send(&letter->second, to, of_block[i].second);
+    for (int i = 0; i < V; i += 2) {
+      const Pair<A>&one = of_block[i], &two = of_block[i + 1];
+      mailbox_.Send(reinterpret_cast<float4*>(&letters_[p.rank][p.column + i]), to,
+                    make_float4(one.first, one.second, two.first, two.second));
     }
   }
   // Calls f(channel, rank, what that block has of the channel) in one thread for each; those of a channel are the lanes
@@ -127,7 +127,7 @@ class Exchange {
   }
 
  private:
-  Pair<A> letters_[kMostRanks][P::kChannels + 1];  // One more, for the banks' sake.
+  alignas(16) Pair<A> letters_[kMostRanks][P::kChannels + 2];  // Two more, for the banks' sake.
   Mailbox mailbox_;
 };
 

@@ -55,6 +55,18 @@ class Mailbox {
           "r"(Address(&counter_)), "r"(rank), "r"(__float_as_uint(value))
           : "memory");
   }
+  // The same of four at once, where there are many: each message takes its turn at the receiver.
+  __device__ void Send(float4* local, int rank, const float4& v) {
+    if constexpr (kHasClusters)
+      asm volatile(
+          "{\n .reg .b32 to, counter;\n mapa.shared::cluster.u32 to, %0, %2;\n"
+          " mapa.shared::cluster.u32 counter, %1, %2;\n"
+          " st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [to], {%3, %4, %5, %6}, [counter];\n}" ::"r"(
+              Address(local)),
+          "r"(Address(&counter_)), "r"(rank), "r"(__float_as_uint(v.x)), "r"(__float_as_uint(v.y)),
+          "r"(__float_as_uint(v.z)), "r"(__float_as_uint(v.w))
+          : "memory");
+  }
   // Until all of the round's numbers are there. Rounds count from 0. What is sent lies in the block's own shared
   // memory: at a wider scope the wait would also empty the cache of global memory.
   __device__ void Wait(int round = 0) {
