@@ -2,6 +2,8 @@
 // enough for the shared memory of a cluster: its blocks share a tile of columns, and send each other what they have of
 // the channels' sums. Memory is read once, by one kernel, whose time is that of its latencies; to fetch instructions is
 // one of them, so that no loop is unrolled.
+#include <cfloat>
+
 #include "cuda/batch_norm/small.cuh"
 #include "cuda/batch_norm/statistics.cuh"
 #include "cuda/common/async_copy.cuh"
@@ -90,8 +92,8 @@ __device__ void SumColumn(Value (&v)[V], Op op, Value (&of_warps)[kThreads / 32]
     for (int i = 0; i < V; ++i) v[i] = op(v[i], of_warps[warp][column + i]);
 }
 
-// What the cluster's blocks have of a channel, in each of them.
-template <class P>
+// What the cluster's blocks have of a channel, N numbers, in each of them.
+template <class P, int N>
 class Exchange {
  public:
   using A = Accumulator<typename P::T>;
@@ -101,21 +103,21 @@ class Exchange {
   __device__ void Open(int ranks) {
     if (threadIdx.x == 0) {
       mailbox_.Open();
-      mailbox_.Expect(ranks * P::kChannels * static_cast<int>(sizeof(Pair<A>)));
+      mailbox_.Expect(ranks * N * P::kChannels * static_cast<int>(sizeof(A)));
     }
     ClusterArriveRelaxed();
   }
   // What the thread's block has, which all threads of a column have, goes to every block: a thread to each.
-  __device__ void Send(const P& p, const Pair<A> (&of_block)[V]) {
+  __device__ void Send(const P& p, const A (&of_block)[N][V]) {
     const int to = threadIdx.x / kWidth;
     ClusterWait();  // The others run.
     if (to >= p.t.ranks) return;
 #pragma unroll
-    for (int i = 0; i < V; i += 2) {
-      const Pair<A>&one = of_block[i], &two = of_block[i + 1];
-      mailbox_.Send(reinterpret_cast<float4*>(&letters_[p.rank][p.column + i]), to,
-                    make_float4(one.first, one.second, two.first, two.second));
-    }
+    for (int k = 0; k < N; ++k)
+#pragma unroll
+      for (int i = 0; i < V; i += 4)
+        mailbox_.Send(reinterpret_cast<float4*>(&letters_[p.rank][k * P::kChannels + p.column + i]), to,
+                      make_float4(of_block[k][i], of_block[k][i + 1], of_block[k][i + 2], of_block[k][i + 3]));
   }
   // Calls f(channel, rank, what that block has of the channel) in one thread for each; those of a channel are the lanes
   // of a half of a warp.
@@ -123,11 +125,16 @@ class Exchange {
   __device__ void ForEach(const P& p, F&& f) {
     const int channel = threadIdx.x / kMostRanks, rank = threadIdx.x % kMostRanks;
     mailbox_.Wait();
-    if (channel < P::kChannels) f(channel, rank, rank < p.t.ranks ? letters_[rank][channel] : Pair<A>{});
+    if (channel >= P::kChannels) return;
+    A of_rank[N] = {};
+    if (rank < p.t.ranks)
+#pragma unroll
+      for (int k = 0; k < N; ++k) of_rank[k] = letters_[rank][k * P::kChannels + channel];
+    f(channel, rank, of_rank);
   }
 
  private:
-  alignas(16) Pair<A> letters_[kMostRanks][P::kChannels + 2];  // Two more, for the banks' sake.
+  alignas(16) A letters_[kMostRanks][N * P::kChannels + 4];  // Four more, for the banks' sake.
   Mailbox mailbox_;
 };
 
@@ -155,7 +162,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   constexpr int V = P::V;
   __shared__ __align__(16) A means[kThreads / 32][P::kChannels];
   __shared__ __align__(16) Pair<A> deviations[kThreads / 32][P::kChannels];
-  __shared__ Exchange<P> exchange;
+  __shared__ Exchange<P, 3> exchange;
   __shared__ Numbers<A> numbers[P::kChannels];
   extern __shared__ __align__(16) unsigned char shared[];
   exchange.Open(t.ranks);
@@ -191,17 +198,22 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     }
   });
   SumColumn(sums, AddPairs{}, deviations);
+  A of_block[3][V];
 #pragma unroll
   for (int i = 0; i < V; ++i) {
     const A off = sums[i].first * share;
-    sums[i] = {mean[i] + off, max(sums[i].second - off * sums[i].first, A(0))};
+    of_block[0][i] = mean[i], of_block[1][i] = off;
+    of_block[2][i] = max(sums[i].second - off * sums[i].first, A(0));
   }
-  exchange.Send(p, sums);
-  // Those of all blocks, merged as in statistics.cuh.
-  exchange.ForEach(p, [&](int channel, int rank, const Pair<A>& of_rank) {
+  exchange.Send(p, of_block);
+  // Those of all blocks, merged as in statistics.cuh: about the first block's mean, from which the others' differ by
+  // less than what they are rounded by.
+  exchange.ForEach(p, [&](int channel, int rank, const A(&of_rank)[3]) {
     const A rows = static_cast<A>(p.Count(rank)), inverse = A(1) / static_cast<A>(t.n);
-    const A all = SumRanks(of_rank.first * (rows * inverse), Add{}), d = rows > A(0) ? of_rank.first - all : A(0);
-    const A var = SumRanks((of_rank.second + d * d * rows) * inverse, Add{});
+    const A first = __shfl_sync(~0u, of_rank[0], 0, kMostRanks), about = fabs(first) <= A(FLT_MAX) ? first : A(0);
+    const A mean = rows > A(0) ? of_rank[0] - about + of_rank[1] : A(0);
+    const A rest = SumRanks(mean * (rows * inverse), Add{}), d = rows > A(0) ? mean - rest : A(0), all = about + rest;
+    const A var = SumRanks((of_rank[2] + d * d * rows) * inverse, Add{});
     if (rank > 0 || !p.HasChannel(channel)) return;
     const int64_t c = p.tile + channel;
     numbers[channel] = {all, affine.scale[c] * InverseRoot(var + affine.epsilon), affine.bias[c]};
@@ -214,7 +226,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
       const Numbers<A> n = numbers[p.column + i];
       wide[i] = group.Forward(fma(wide[i] - n.mean, n.a, n.bias));
     }
-    StorePacked<T, V>(y + p.At(k), Narrow<T, V>(wide));
+    StoreUnsplit<T, V>(y + p.At(k), Narrow<T, V>(wide));
   });
 }
 
@@ -227,7 +239,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   using A = Accumulator<T>;
   constexpr int V = P::V;
   __shared__ __align__(16) Pair<A> of_warps[kThreads / 32][P::kChannels];
-  __shared__ Exchange<P> exchange;
+  __shared__ Exchange<P, 2> exchange;
   __shared__ Numbers<A> numbers[P::kChannels];
   __shared__ Pair<A> pairs[P::kChannels];
   extern __shared__ __align__(16) unsigned char shared[];
@@ -270,9 +282,12 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
       },
       [](int, const A(&)[V]) {});
   SumColumn(sums, AddPairs{}, of_warps);
-  exchange.Send(p, sums);
-  exchange.ForEach(p, [&](int channel, int rank, const Pair<A>& of_rank) {
-    const Pair<A> sum = SumRanks(of_rank, AddPairs{});
+  A of_block[2][V];
+#pragma unroll
+  for (int i = 0; i < V; ++i) of_block[0][i] = sums[i].first, of_block[1][i] = sums[i].second;
+  exchange.Send(p, of_block);
+  exchange.ForEach(p, [&](int channel, int rank, const A(&of_rank)[2]) {
+    const Pair<A> sum = SumRanks(Pair<A>{of_rank[0], of_rank[1]}, AddPairs{});
     if (rank > 0 || !p.HasChannel(channel)) return;
     const int64_t c = p.tile + channel;
     const A root = InverseRoot(affine.var[c] + affine.epsilon);
@@ -284,7 +299,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
         const Pair<A> pair = pairs[p.column + i];
         return fma(n.a, h, fma(centered, pair.second, pair.first));
       },
-      [&](int k, const A(&wide)[V]) { StorePacked<T, V>(dx + p.At(k), Narrow<T, V>(wide)); });
+      [&](int k, const A(&wide)[V]) { StoreUnsplit<T, V>(dx + p.At(k), Narrow<T, V>(wide)); });
 }
 
 // Calls f(TypeTag, ClusterTiling, Grid) where the problem is one of these, of so many arrays that are read.

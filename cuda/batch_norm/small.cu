@@ -62,7 +62,7 @@ class Held {
         } else {
           Packed<T, V> packed;
           memcpy(&packed, &v, sizeof(v));
-          StorePacked<T, V>(out + m_.At(t_, i).offset, packed);
+          StoreUnsplit<T, V>(out + m_.At(t_, i).offset, packed);
         }
       }
   }

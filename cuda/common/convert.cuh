@@ -71,23 +71,32 @@ __device__ Packed<T, N> Narrow(const Accumulator<T> (&wide)[N]) {
   return packed;
 }
 
-// Stores N elements in one access. Of an assignment, where it comes under a condition, the compiler makes one for each
-// word.
+// Stores N elements in one access. The compiler splits the store of a struct of words where it comes under a condition.
 template <class T, int N>
 __device__ void StorePacked(T* to, const Packed<T, N>& packed) {
   using Words = std::conditional_t<sizeof(packed) == 16, uint4, uint2>;
   if constexpr (sizeof(packed) == sizeof(Words)) {
     Words words;
     memcpy(&words, &packed, sizeof(words));
-    if constexpr (sizeof(words) == 16)
-      asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(words.x), "r"(words.y), "r"(words.z),
-                   "r"(words.w)
-                   : "memory");
-    else
-      asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(words.x), "r"(words.y) : "memory");
+    *reinterpret_cast<Words*>(to) = words;
   } else {
     *reinterpret_cast<Packed<T, N>*>(to) = packed;
   }
+}
+
+// The same of 8 or 16 bytes where the compiler splits the store of words as well. Nothing moves across it, which
+// elsewhere costs registers.
+template <class T, int N>
+__device__ void StoreUnsplit(T* to, const Packed<T, N>& packed) {
+  static_assert(sizeof(packed) == 8 || sizeof(packed) == 16);
+  std::conditional_t<sizeof(packed) == 16, uint4, uint2> words;
+  memcpy(&words, &packed, sizeof(words));
+  if constexpr (sizeof(words) == 16)
+    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(words.x), "r"(words.y), "r"(words.z),
+                 "r"(words.w)
+                 : "memory");
+  else
+    asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(words.x), "r"(words.y) : "memory");
 }
 
 }  // namespace jaxdnn

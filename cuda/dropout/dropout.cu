@@ -182,7 +182,7 @@ __global__ __launch_bounds__(kThreads, kVectors == 1 ? 4 : 6) void VectorKernel(
 #pragma unroll
     for (int u = 0; u < kVectors; ++u) {
       const int64_t i = first + u * kThreads;
-      StorePacked<T, N>(p.y + i * N, ApplyAll<T, N>(v[u], kept(i), scale));
+      StoreUnsplit<T, N>(p.y + i * N, ApplyAll<T, N>(v[u], kept(i), scale));
     }
   } else {
 #pragma unroll 1
@@ -191,7 +191,7 @@ __global__ __launch_bounds__(kThreads, kVectors == 1 ? 4 : 6) void VectorKernel(
       v[0] = vector ? *reinterpret_cast<const Packed<T, N>*>(p.x + i * N) : LoadPart<T, N>(p.x + i * N, p.size - i * N);
       v[0] = ApplyAll<T, N>(v[0], kept(i), scale);
       if (vector)
-        StorePacked<T, N>(p.y + i * N, v[0]);
+        StoreUnsplit<T, N>(p.y + i * N, v[0]);
       else
         StorePart<T, N>(p.y + i * N, p.size - i * N, v[0]);
     }

@@ -234,7 +234,7 @@ struct HeldColumn {
       }
 #pragma unroll
       for (int w = 0; w < W; ++w) results[w] = Op::Result(final[w], v, w);
-      StorePacked<T, W>(out + s * step, Narrow<T, W>(results));
+      StoreUnsplit<T, W>(out + s * step, Narrow<T, W>(results));
     }
   }
 };
