@@ -193,11 +193,10 @@ struct GeluTanh {
   static constexpr double kLinear = 1.5957691216057308, kCubic = kLinear * 0.044715;
   __device__ A Forward(A x) const { return x * Logistic<T>(x * (A(kLinear) + A(kCubic) * x * x)).value; }
   __device__ A Derivative(A x) const {
-    // From here on it is 0 or 1, and farther out the cube would overflow.
-    x = Clamp(x, A(24));
     const A square = x * x;
     const Logistic<T> s(x * (A(kLinear) + A(kCubic) * square));
-    return s.value * (A(1) + x * (A(kLinear) + A(3 * kCubic) * square) * s.complement);
+    const A derivative = s.value * (A(1) + x * (A(kLinear) + A(3 * kCubic) * square) * s.complement);
+    return square > A(576) ? s.value : derivative;  // 0 or 1 from there on, where the cube would overflow farther out
   }
 };
 
