@@ -217,6 +217,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
     const int line = i / T::kChunks, slot = line / T::kStep * T::kStageBytes + line % T::kStep * T::kSlotBytes;
     CopyAsync<16>(ring + slot + T::Places::At(T::kPixels - 1, i % T::kChunks), x, false);
   }
+  CommitCopies();  // or a warp without lines would wait for none of these before its sums
 
   typename T::Sums sums = {};
   // Of floats, a lane's word of a tile's eight; of others, it gives the address of a tile's pixel.
