@@ -144,7 +144,9 @@ struct UnalignedRing : hopper::RingPlace {
       if (c.bytes > 0) hopper::CopyBulk(c.to, c.from, c.bytes, Full());
     Next(kStages);
   }
+  // Reads must be over, not only begun, when the copy that comes next writes there.
   __device__ void Release(bool leads) {
+    hopper::ShowSharedToTma();
     __syncwarp();
     if (leads) hopper::Arrive(Full() + 8);
     Next(kStages);
