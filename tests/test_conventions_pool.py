@@ -135,6 +135,16 @@ def test_pool_power(torch):
     close(first(jaxdnn.lp_pool(data, (2, 2), power=power)), want)
 
 
+@needs("torch")
+def test_pool_power_ceil(torch):
+  """Of seven lines two at a time, the last window has half of its four cells: torch doubles its sum."""
+  x = image((2, 7, 6, 4))
+  want = torch.nn.functional.lp_pool2d(torch.tensor(first(x)), 2, 2, ceil_mode=True)
+  ours = first(jaxdnn.lp_pool(x, (2, 2), stride=2, power=2, ceil_mode=True))
+  inside = np.where(np.arange(4) < 3, 1.0, 2**0.5)[:, None]
+  close(ours * inside, want)
+
+
 # Local response normalization -----------------------------------------------------------------------------------------
 
 
