@@ -7,6 +7,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+# Of a mesh: eight CPUs, or the GPUs that there are.
+DEVICES = min(8, jax.device_count())
+
 DTYPES = ("float32", "float64", "float16", "bfloat16")
 
 # Unit round-off of each storage type and of the type its sums are held in.

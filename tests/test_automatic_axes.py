@@ -1,6 +1,6 @@
-"""Operators on meshes of eight CPU devices with automatic axes, divided as their CUDA calls are.
+"""Operators on meshes with automatic axes, of eight CPU devices or of the GPUs that there are.
 
-On each shard their references take the place of the kernels.
+On CPUs they are divided as their CUDA calls are, and on each shard their references take the place of the kernels.
 """
 
 import jax
@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxdnn
 from jaxdnn import _primitive
-from numerics import sample
+from numerics import DEVICES, sample
 from test_sharding import OPERATORS, close, collectives, loss
 
 pytestmark = [pytest.mark.mesh, pytest.mark.usefixtures("divided")]
@@ -91,11 +91,11 @@ def pullback(f):
 @pytest.mark.parametrize("name", NAMES)
 def test_values_and_collectives(name):
   f, args = operator(name)
-  placed = place(mesh_of(8), args)
+  placed = place(mesh_of(DEVICES), args)
   y = jax.jit(f)(*placed)
   close(y, f(*args))
   close(f(*placed), f(*args))
-  assert y.sharding.is_equivalent_to(NamedSharding(mesh_of(8), BATCH), y.ndim)
+  assert y.sharding.is_equivalent_to(NamedSharding(mesh_of(DEVICES), BATCH), y.ndim)
   assert "CustomSPMDPartitioning" in jax.jit(f).lower(*placed).as_text()
   assert collectives(f, *placed) == []
   argnums = tuple(range(len(args)))
@@ -117,7 +117,7 @@ def test_batch_norm(masked, activation, with_residual):
     y, stats = jaxdnn.batch_norm(x, s, s, where=where, residual=residual, activation=activation)
     return y + (stats.mean + stats.var)[None, None]
 
-  placed = place(mesh_of(8), [x, s])
+  placed = place(mesh_of(DEVICES), [x, s])
   close(jax.jit(f)(*placed), f(x, s))
   close(jax.jit(jax.grad(loss(f), (0, 1)))(*placed), jax.grad(loss(f), (0, 1))(x, s))
   assert set(collectives(pullback(f), *placed)) == {"all-reduce"}
@@ -131,13 +131,15 @@ def test_two_axes_and_coupled_dimensions(name, spec):
   f, args = operator(name)
   if args[0].shape[1] % 4:
     args[0] = jnp.concatenate([args[0]] * 4, 1)
-  placed = place(mesh_of(4, 2), args, spec)
+  placed = place(mesh_of(DEVICES // 2, 2), args, spec)
   argnums = tuple(range(len(args)))
   close(jax.jit(f)(*placed), f(*args))
   close(jax.jit(jax.grad(loss(f), argnums))(*placed), jax.grad(loss(f), argnums)(*args))
 
 
-@pytest.mark.parametrize("devices", [slice(None, None, -1), slice(3, 7), slice(6)])
+@pytest.mark.parametrize(
+  "devices", [slice(None, None, -1), slice(DEVICES // 2 - 1, DEVICES - 1), slice(DEVICES * 3 // 4)]
+)
 def test_other_devices(devices):
   """Shards are those of a mesh's own devices, in its order, and may be few."""
   f, args = operator("conv_layer")
@@ -150,7 +152,7 @@ def test_other_devices(devices):
 
 def test_vmap_and_a_batch_that_does_not_divide():
   f, (x, w) = operator("conv")
-  mesh = mesh_of(8)
+  mesh = mesh_of(DEVICES)
   for stacked, axes in ((jnp.stack([x, -x]), (0, None)), (jnp.stack([x] * 8, 1), (1, None))):
     placed = jax.device_put(stacked, NamedSharding(mesh, P(None, "data")))
     per_example = jax.vmap(jax.grad(loss(f), (0, 1)), axes)
@@ -162,7 +164,7 @@ def test_vmap_and_a_batch_that_does_not_divide():
 def test_two_meshes_loops_and_export():
   f, (x, w) = operator("conv_layer")[0], operator("conv_layer")[1][:2]
   b = jnp.ones(4)
-  one, two = mesh_of(8), mesh_of(4, 2)
+  one, two = mesh_of(DEVICES), mesh_of(DEVICES // 2, 2)
   xs, ws = jax.device_put(x, NamedSharding(one, BATCH)), jax.device_put(w, NamedSharding(two, P()))
   close(jax.jit(f)(xs, ws, b), f(x, w, b))
   many = lambda x, w: jax.lax.scan(lambda x, _: (f(x, w, b), None), x, None, 3)[0].sum()  # noqa: E731

@@ -14,7 +14,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxdnn
-from numerics import sample
+from numerics import DEVICES, sample
 
 COLLECTIVE = re.compile(r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
 SHAPE, CHANNELS = (16, 5, 6), (6,)
@@ -48,7 +48,7 @@ def network(names, x, scale, bias, where=None, residual=None):
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("masked, with_residual", [(False, False), (True, False), (True, True), (False, True)])
 def test_inside_shard_map(masked, with_residual, axis_type):
-  mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
+  mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(axis_type,))
   x, scale, bias = operands()
   where = jnp.asarray(UNEVEN) if masked else None
   residual = jnp.asarray(sample(SHAPE, "float64", 3)) if with_residual else None
@@ -71,16 +71,17 @@ def test_inside_shard_map(masked, with_residual, axis_type):
 
 @pytest.mark.mesh
 def test_forward_mode_and_second_order_inside_shard_map():
-  mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+  mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Auto,))
   x, scale, bias = operands()
   t = jnp.asarray(sample(SHAPE, "float64", 7))
+  part = len(UNEVEN) // DEVICES
 
   def loss(names, x):
     total = network(names, x, scale, bias, jnp.asarray(UNEVEN) if not names else where_of_shard())[0]
     return jax.lax.psum(total, names) if names else total
 
   def where_of_shard():
-    return jax.lax.dynamic_slice_in_dim(jnp.asarray(UNEVEN), 2 * jax.lax.axis_index("data"), 2)
+    return jax.lax.dynamic_slice_in_dim(jnp.asarray(UNEVEN), part * jax.lax.axis_index("data"), part)
 
   sharded = jax.shard_map(functools.partial(loss, "data"), mesh=mesh, in_specs=P("data"), out_specs=P())
   for f in (
@@ -94,7 +95,7 @@ def test_forward_mode_and_second_order_inside_shard_map():
 @pytest.mark.mesh
 def test_one_collective_backward():
   """Forward there are two: the mean has to be known before what is left of it. Backward there is one."""
-  mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+  mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Auto,))
   x, scale, bias = operands("float32")
 
   def shard(x, scale, bias):
@@ -147,7 +148,7 @@ def test_merged_variance_is_not_negative():
 @pytest.mark.parametrize("spec", [P("a"), P(("a", "b")), P("a", None, "b"), P(None, None, "a"), P("a", "b")])
 def test_explicit_mesh(spec):
   """The statistics are those of the whole batch however it is sharded, and no data is gathered."""
-  mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
+  mesh = jax.make_mesh((DEVICES // 2, 2), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
   x = jnp.asarray(sample((16, 4, 8), "float64"))
   scale, bias = jnp.asarray(sample((8,), "float64", 1)), jnp.asarray(sample((8,), "float64", 2))
   residual = jnp.asarray(sample(x.shape, "float64", 3))
@@ -174,7 +175,7 @@ def test_explicit_mesh(spec):
 
 @pytest.mark.mesh
 def test_explicit_mesh_inference_needs_no_collective():
-  mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Explicit,))
+  mesh = jax.make_mesh((DEVICES,), ("a",), axis_types=(AxisType.Explicit,))
   x, scale, bias = operands()
   f = lambda x: jaxdnn.batch_norm_inference(x, bias, scale**2, scale, bias, activation="relu")  # noqa: E731
   with jax.set_mesh(mesh):

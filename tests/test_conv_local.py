@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxdnn
-from numerics import assert_close, assert_repeatable, exact, sample
+from numerics import DEVICES, assert_close, assert_repeatable, exact, sample
 
 
 def oracle(x, w, b, stride, padding, dilation):
@@ -116,7 +116,7 @@ def test_leading_dimensions_and_vmap():
 @pytest.mark.mesh
 def test_batch_stays_sharded():
   x, w, b, arguments = operands("2d", "float32", images=8)
-  mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Explicit,))
+  mesh = jax.make_mesh((DEVICES,), ("d",), axis_types=(AxisType.Explicit,))
   want = jaxdnn.conv_local(x, w, b, **arguments)
   with jax.set_mesh(mesh):
     sharded = jax.device_put(x, NamedSharding(mesh, PartitionSpec("d")))

@@ -15,7 +15,7 @@ from conv_cases import CASES
 from conv_oracle import conv as conv_oracle
 from jaxdnn import _extension
 from jaxdnn._conv.primitives import convolve
-from numerics import assert_close, exact
+from numerics import DEVICES, assert_close, exact
 from quantized_cases import (
   E4M3,
   E5M2,
@@ -218,7 +218,7 @@ def test_sharded(kind):
   x, w, x_scale, w_scale, b, r = scaled_operands(kind, (8, 6, 5, 8))
   f = lambda x, w, s, b, r: layer(x, w, b, x_scale=x_scale, w_scale=s, residual=r, groups=2)  # noqa: E731
   want = f(x, w, w_scale, b, r)
-  mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+  mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
   inside = jax.shard_map(f, mesh=mesh, in_specs=(P("data"), P(), P(), P(), P("data")), out_specs=P("data"))
   with jax.set_mesh(mesh):
     put = [jax.device_put(a, P("data") if a.shape[0] == 8 and a.ndim == 4 else P()) for a in (x, w, w_scale, b, r)]

@@ -10,7 +10,7 @@ from jax.test_util import check_grads
 
 import jaxdnn
 from jaxdnn._dropout import philox
-from numerics import DTYPES, assert_repeatable, exact, run_poisoned, sample
+from numerics import DEVICES, DTYPES, assert_repeatable, exact, run_poisoned, sample
 
 KEY = jax.random.key(7)
 
@@ -180,7 +180,7 @@ def test_vmap_over_arrays_and_keys():
   ],
 )
 def test_explicit_mesh_has_the_mask_of_the_whole(shape, spec):
-  mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
+  mesh = jax.make_mesh((DEVICES // 2, 2), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
   x = jnp.asarray(sample(shape, "float32"))
   want = jaxdnn.dropout(x, 0.5, KEY)
   with jax.set_mesh(mesh):
@@ -193,7 +193,7 @@ def test_explicit_mesh_has_the_mask_of_the_whole(shape, spec):
 
 @pytest.mark.mesh
 def test_explicit_mesh_rejects_rows_that_are_not_evenly_spaced():
-  mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
+  mesh = jax.make_mesh((DEVICES // 2, 2), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
   with jax.set_mesh(mesh):
     x = jax.device_put(jnp.ones((3, 4, 6)), P(None, "a", "b"))
     with pytest.raises(ValueError, match=r"dropout: x of shape \(3, 4, 6\) is sharded as .* Reshard it first"):

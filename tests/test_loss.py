@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 
 import jaxdnn
-from numerics import DTYPES, ROUNDOFF, assert_repeatable, exact, sample
+from numerics import DEVICES, DTYPES, ROUNDOFF, assert_repeatable, exact, sample
 
 LOSSES = {"nll_loss": jaxdnn.nll_loss, "cross_entropy": jaxdnn.cross_entropy}
 BOTH = sorted(LOSSES)
@@ -146,7 +146,7 @@ def test_vmap(op):
 def test_explicit_mesh(op):
   x, labels = jnp.asarray(sample((8, 5), "float64")), jnp.asarray(np.arange(8) % 5)
   want = jax.value_and_grad(LOSSES[op])(x, labels)
-  with jax.set_mesh(jax.make_mesh((8,), ("data",))):
+  with jax.set_mesh(jax.make_mesh((DEVICES,), ("data",))):
     sharded = jax.device_put(x, P("data")), jax.device_put(labels, P("data"))
     got = jax.value_and_grad(LOSSES[op])(*sharded)
     np.testing.assert_allclose(got[0], want[0], rtol=1e-12)

@@ -11,7 +11,7 @@ from jax.test_util import check_grads
 
 import jaxdnn
 from lrn_oracle import DEFAULTS
-from numerics import sample
+from numerics import DEVICES, sample
 
 X = (2, 4, 5, 3)
 FUNCTIONS = {
@@ -79,7 +79,7 @@ def test_only_x_is_kept():
 
 @pytest.mark.mesh
 def test_explicit_mesh_keeps_every_other_axis_sharded():
-  mesh = jax.make_mesh((4, 2), ("a", "b"))
+  mesh = jax.make_mesh((DEVICES // 2, 2), ("a", "b"))
   x, m = (jnp.asarray(sample((8, 3, 4, 6), "float64", i)) for i in range(2))
   across = functools.partial(jaxdnn.local_response_norm, axis=1, size=3)
   divisive = functools.partial(jaxdnn.divisive_norm, size=(3, 3))

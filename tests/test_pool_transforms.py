@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 
 import jaxdnn
-from numerics import sample
+from numerics import DEVICES, sample
 from pool_cases import POOL
 
 POOLS = pytest.mark.parametrize("pool", [jaxdnn.max_pool, jaxdnn.avg_pool], ids=["max", "avg"])
@@ -148,7 +148,7 @@ def test_explicit_mesh(f, spec):
   x = jnp.asarray(sample((8, 7, 6, 4), "float32"))
   gradient = jax.grad(lambda x: (f(x) ** 2).sum())
   want = f(x), gradient(x)
-  mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+  mesh = jax.make_mesh((DEVICES // 2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
   with jax.set_mesh(mesh):
     sharded = jax.device_put(x, jax.NamedSharding(mesh, spec))
     for g, w in zip((f, gradient), want, strict=True):
@@ -167,7 +167,7 @@ def test_explicit_mesh(f, spec):
 @BOTH
 def test_inside_shard_map(f):
   x = jnp.asarray(sample((8, 7, 6, 4), "float32"))
-  mesh = jax.make_mesh((8,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+  mesh = jax.make_mesh((DEVICES,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
   mapped = jax.shard_map(f, mesh=mesh, in_specs=P("a"), out_specs=P("a"))
   np.testing.assert_array_equal(jax.jit(mapped)(x), f(x))
   gradient = jax.grad(lambda x: (mapped(x) ** 2).sum())

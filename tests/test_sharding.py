@@ -1,4 +1,4 @@
-"""Operators on a mesh of eight CPU devices: inside shard_map, on explicit axes and on automatic ones.
+"""Operators on a mesh of eight CPU devices, or of the GPUs that there are: shard_map, explicit and automatic axes.
 
 Results must equal those of one device, and the compiled program must hold no collective that the mathematics does not
 ask for: none forward, one all-reduce for the gradient of a replicated filter.
@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxdnn
-from numerics import sample
+from numerics import DEVICES, sample
 
 pytestmark = pytest.mark.mesh
 
@@ -84,7 +84,7 @@ def place(mesh, args):
 @pytest.mark.parametrize("name", NAMES)
 def test_inside_shard_map(name, axis_type):
   f, args = operator(name)
-  mesh = jax.make_mesh((8,), ("data",), axis_types=(axis_type,))
+  mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(axis_type,))
   specs = tuple(P("data") if i == 0 else P() for i in range(len(args)))
   forward = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=P("data")))
   placed = place(mesh, args)
@@ -98,7 +98,7 @@ def test_inside_shard_map(name, axis_type):
 
 def test_shard_map_rejects_a_wrong_out_spec():
   """The result varies over the mesh axis, so claiming that it is replicated must fail rather than drop shards."""
-  mesh = Mesh(np.array(jax.devices()[:8]), ("data",))
+  mesh = Mesh(np.array(jax.devices()[:DEVICES]), ("data",))
   for name in ("conv", "max_pool", "softmax", "relu"):
     f, args = operator(name)
     specs = tuple(P("data") if i == 0 else P() for i in range(len(args)))
@@ -109,7 +109,7 @@ def test_shard_map_rejects_a_wrong_out_spec():
 @pytest.mark.parametrize("name", NAMES)
 def test_explicit_mesh(name):
   f, args = operator(name)
-  mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+  mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Explicit,))
   argnums = tuple(range(len(args)))
   with jax.set_mesh(mesh):
     placed = place(mesh, args)
@@ -127,7 +127,7 @@ def test_explicit_mesh(name):
 
 def test_explicit_mesh_two_axes_and_vmap():
   f, (x, w) = operator("conv")
-  mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+  mesh = jax.make_mesh((DEVICES // 2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
   with jax.set_mesh(mesh):
     xs = jax.device_put(x, P(("data", "model")))
     close(jax.jit(f)(xs, jax.device_put(w, P())), f(x, w))
@@ -137,7 +137,7 @@ def test_explicit_mesh_two_axes_and_vmap():
 
 
 def test_explicit_mesh_rejects_coupled_dimensions():
-  mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+  mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Explicit,))
   with jax.set_mesh(mesh):
     w = jax.device_put(jnp.ones((3, 3, 4, 6)), P())
     with pytest.raises(ValueError, match=r"operand 0 of shape \(2, 8, 8, 4\) is sharded over mesh axis 'data' along"):
@@ -149,7 +149,7 @@ def test_explicit_mesh_rejects_coupled_dimensions():
 @pytest.mark.parametrize("name", NAMES)
 def test_auto_mesh(name):
   f, args = operator(name)
-  mesh = Mesh(np.array(jax.devices()[:8]), ("data",))
+  mesh = Mesh(np.array(jax.devices()[:DEVICES]), ("data",))
   placed = place(mesh, args)
   y = jax.jit(f)(*placed)
   close(y, f(*args))

@@ -12,7 +12,7 @@ from jax.test_util import check_grads
 
 import jaxdnn
 from jaxdnn import _extension
-from numerics import DTYPES, ROUNDOFF, assert_close, assert_repeatable, exact, sample
+from numerics import DEVICES, DTYPES, ROUNDOFF, assert_close, assert_repeatable, exact, sample
 from softmax_cases import AXES, EMPTY, LENGTHS, Case
 from softmax_oracle import BOTH, FUNCTIONS, oracle, oracle_jvp, oracle_vjp
 
@@ -182,7 +182,7 @@ def test_scan_and_remat(op):
 @pytest.mark.mesh
 @pytest.mark.parametrize("op", BOTH)
 def test_explicit_mesh_keeps_every_other_axis_sharded(op):
-  f, mesh = FUNCTIONS[op], jax.make_mesh((4, 2), ("a", "b"))
+  f, mesh = FUNCTIONS[op], jax.make_mesh((DEVICES // 2, 2), ("a", "b"))
   x, mask = jnp.asarray(sample((8, 3, 4), "float64")), jnp.asarray(np.arange(4) != 2)
   w = jnp.asarray(sample((8, 3, 4), "float64", 1))
   loss = lambda x, w, **k: jnp.where(mask, w * f(x, 1, **k), 0).sum()  # noqa: E731

@@ -11,7 +11,7 @@ from jax.test_util import check_grads
 
 import jaxdnn
 from jaxdnn import _extension
-from numerics import exact, sample
+from numerics import DEVICES, exact, sample
 from transform_cases import Case, arguments, move
 
 # Derivatives and compositions ----------------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ def test_identity_costs_nothing():
 
 @pytest.mark.mesh
 def test_explicit_mesh():
-  mesh = jax.make_mesh((4, 2), ("a", "b"))
+  mesh = jax.make_mesh((DEVICES // 2, 2), ("a", "b"))
   x, y = jnp.asarray(sample((8, 3, 4), "float64")), jnp.asarray(sample((4, 5, 8), "float64", 1))
   options = dict(permutation=(2, 1, 0), padding=((0, 0), (1, 1), (0, 0)), alpha=2, beta=3)
   f = lambda x, y: jaxdnn.transform(x, y, **options)  # noqa: E731

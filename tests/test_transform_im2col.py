@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 
 import jaxdnn
-from numerics import DTYPES, assert_close, assert_repeatable, exact, sample
+from numerics import DEVICES, DTYPES, assert_close, assert_repeatable, exact, sample
 from pool_oracle import out_extent, same_padding
 from transform_cases import WINDOWS, Window
 
@@ -174,7 +174,7 @@ def test_vmap():
 
 @pytest.mark.mesh
 def test_explicit_mesh():
-  mesh = jax.make_mesh((8,), ("data",))
+  mesh = jax.make_mesh((DEVICES,), ("data",))
   w = Window((5, 4), (3, 2), 1, "SAME", channels=3, lead=(8,))
   x = jnp.asarray(image(w, "float64"))
 
