@@ -112,7 +112,7 @@ struct UnalignedCopy {
 };
 
 // The barriers of a block's stages, at the beginning of its shared memory: one for a stage that is full, when all lanes
-// that copy have arrived, and their bytes; one for a stage that all other warps have read.
+// that copy have arrived, and their bytes; one for a stage that all other threads have read.
 template <int kStages>
 struct UnalignedRing : hopper::RingPlace {
   static constexpr int kBytes = 16 * kStages;
@@ -122,7 +122,7 @@ struct UnalignedRing : hopper::RingPlace {
     if (threadIdx.x == 0) {
       for (int i = 0; i < kStages; ++i) {
         hopper::InitBarrier(barriers + 16 * i, 32);
-        hopper::InitBarrier(barriers + 16 * i + 8, threads / 32 - 1);
+        hopper::InitBarrier(barriers + 16 * i + 8, threads - 32);
       }
       hopper::PublishBarriers();
     }
@@ -144,11 +144,11 @@ struct UnalignedRing : hopper::RingPlace {
       if (c.bytes > 0) hopper::CopyBulk(c.to, c.from, c.bytes, Full());
     Next(kStages);
   }
-  // Reads must be over, not only begun, when the copy that comes next writes there.
-  __device__ void Release(bool leads) {
+  // Reads must be over, not only begun, when the copy that comes next writes there. Strips of different warps share
+  // pixels, so that each thread speaks for its own reads.
+  __device__ void Release() {
     hopper::ShowSharedToTma();
-    __syncwarp();
-    if (leads) hopper::Arrive(Full() + 8);
+    hopper::Arrive(Full() + 8);
     Next(kStages);
   }
 };

@@ -100,7 +100,6 @@ __global__ void __launch_bounds__(U::kThreads, U::kBlocks)
   char* to = out + image * p.out_image + plane * p.out_line[0] + int64_t{line0 - (kSums - 1)} * p.out_line[1] +
              column0 * p.out_line[2] + channel * (p.widened ? int(sizeof(float)) : kSize);
   const bool edge = in_column0 < 0 || in_column0 + U::kWidth > in_columns;
-  const bool leads = threadIdx.x % 32 == 0;
   uint32_t low = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(from));
 #pragma unroll 1
   for (int step = 0; step < steps;) {
@@ -110,7 +109,7 @@ __global__ void __launch_bounds__(U::kThreads, U::kBlocks)
     for (int i = 0; i < kLines; ++i) {
       float x[U::kWidth];
       LoadUnaligned<T>(stage + i * tile.bytes + copy.Shift(low), tile.pitch, x);
-      if (i == kLines - 1) ring.Release(leads);
+      if (i == kLines - 1) ring.Release();
       const bool inside = line >= 0 && line < in_lines;
       if (edge || !inside) ZeroOutside(in_column0, inside ? in_columns : 0, x);
       low += static_cast<uint32_t>(p.in_line[1]);

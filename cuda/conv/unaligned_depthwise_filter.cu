@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(U::kThreads, U::kBlocks)
   const int rest = p.slabs.count.Div(static_cast<int>(blockIdx.x), &slab);
   const int split = rest % p.splits, problem = rest / p.splits;
   const int unit = p.slabs.thread.Div(static_cast<int>(threadIdx.x), &lane), strip = min(unit, tile.x.strips - 1);
-  const bool copies = threadIdx.x >= tile.x.threads - 32, leads = threadIdx.x % 32 == 0;
+  const bool copies = threadIdx.x >= tile.x.threads - 32;
   const int first_byte = slab * tile.x.width * kSize, y_at = kLines * tile.x.bytes;
   const uint32_t read_x = ring.Stages() + strip * kStrip * kStride * tile.x.pitch + lane * kSize;
   const uint32_t read_y = ring.Stages() + y_at + strip * kStrip * tile.y.pitch + lane * kSize;
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(U::kThreads, U::kBlocks)
         }
         float wide[U::kWidth];
         LoadUnaligned<T>(read_x + stage + i * tile.x.bytes + copy_x.Shift(low_x), tile.x.pitch, wide);
-        if (i == kLines - 1) ring.Release(leads);
+        if (i == kLines - 1) ring.Release();
         low_x += static_cast<uint32_t>(p.x_line[1]);
         const int line = x_line + kStride * step + a;
         if (step >= begin && step < end && line >= 0 && line < x_lines) {
