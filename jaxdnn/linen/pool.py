@@ -1,6 +1,6 @@
-"""Pooling with the signatures of `flax.linen`: `from jaxdnn import linen as nn` where a model says `nn.max_pool`.
+"""Pooling with the signatures of `flax.linen`, for which Flax is not needed.
 
-Flax is not needed. What differs: an average that excludes padding gives 0, not NaN, for a window of padding alone.
+What differs: an average that excludes padding gives 0, not NaN, for a window of padding alone.
 """
 
 import math

@@ -1,0 +1,1 @@
+"""What the layers for Flax, Haiku and Equinox have in common."""
