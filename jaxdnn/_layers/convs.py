@@ -131,11 +131,3 @@ def _batched(inputs: Array, rank: int) -> tuple[Array, tuple[int, ...]]:
   """All leading dimensions as one."""
   lead = inputs.shape[: inputs.ndim - rank - 1]
   return inputs.reshape(math.prod(lead), *inputs.shape[len(lead) :]), lead
-
-
-def but(features: Any, ndim: int) -> tuple[int, ...]:
-  """What an instance norm reduces: all axes but the first, which counts examples, and those of the features."""
-  of = {d % ndim for d in (features if is_sequence(features) else [features])}
-  if 0 in of:
-    raise ValueError(f"InstanceNorm: feature_axes must not include the first axis, got {features}")
-  return tuple(d for d in range(ndim) if d not in {0, *of})

@@ -105,6 +105,14 @@ def layer_norm(
   return y.astype(dtype)
 
 
+def instance_axes(features: Axes, ndim: int) -> tuple[int, ...]:
+  """What an instance norm reduces: all axes but the first, which counts examples, and those of the features."""
+  of = _axes.canonical("InstanceNorm", features, ndim)
+  if 0 in of:
+    raise ValueError(f"InstanceNorm: feature_axes must not include the first axis, got {features}")
+  return tuple(d for d in range(1, ndim) if d not in of)
+
+
 def group_norm(
   x: Array,
   groups: int,

@@ -241,7 +241,8 @@ class InstanceNorm(nn.InstanceNorm):
   @nn.compact
   def __call__(self, x: Array, *, mask: Array | None = None) -> Array:
     """An array like `x`, of the layer's `dtype`. `mask` is not supported yet."""
-    return _layer_norm(self, x, convs.but(self.feature_axes, x.ndim), self.use_bias, mask, activation=self.activation)
+    axes = norms.instance_axes(self.feature_axes, x.ndim)
+    return _layer_norm(self, x, axes, self.use_bias, mask, activation=self.activation)
 
 
 def _layer_norm(
