@@ -187,12 +187,12 @@ class GroupNorm(nnx.GroupNorm):
 
   def __call__(self, x: Array, *, mask: Array | None = None) -> Array:
     """An array like `x`, of the layer's `dtype`. `mask` is not supported yet."""
-    norms.refuse("GroupNorm", axis_name=self.axis_name, axis_index_groups=self.axis_index_groups, mask=mask)
+    norms.refuse("GroupNorm", axis_name=self.axis_name, axis_index_groups=self.axis_index_groups)
     scale, bias = _parameters(self)
     promoted, *_ = self.promote_dtype((x, scale, bias), dtype=self.dtype)
     return norms.group_norm(
       x, self.num_groups, scale, bias, axis=self.reduction_axes, epsilon=self.epsilon, dtype=promoted.dtype,
-      activation=self.activation,
+      mask=mask, activation=self.activation,
     )  # fmt: skip
 
 
@@ -217,11 +217,11 @@ class InstanceNorm(nnx.InstanceNorm):
 
 def _layer_norm(layer: Any, x: Array, axis: int | Sequence[int], mask: Array | None, **options: Any) -> Array:
   name = type(layer).__name__
-  norms.refuse(name, axis_name=layer.axis_name, axis_index_groups=layer.axis_index_groups, mask=mask)
+  norms.refuse(name, axis_name=layer.axis_name, axis_index_groups=layer.axis_index_groups)
   scale, bias = _parameters(layer)
   promoted, *_ = layer.promote_dtype((x, scale, bias), dtype=layer.dtype)
   return norms.layer_norm(
-    x, axis, layer.feature_axes, scale, bias, epsilon=layer.epsilon, dtype=promoted.dtype, **options
+    x, axis, layer.feature_axes, scale, bias, epsilon=layer.epsilon, dtype=promoted.dtype, mask=mask, **options
   )
 
 

@@ -281,7 +281,7 @@ def test_what_is_not_supported_raises(name):
   x = random(IMAGES)
   options = dict(num_groups=2) if name == "GroupNorm" else {}
   layer = getattr(jnn, name)(**options)
-  with pytest.raises(NotImplementedError, match=f"{name}: mask"):
+  with pytest.raises(NotImplementedError, match="mask="):
     layer.init(jax.random.key(0), x, mask=jnp.ones_like(x))
   with pytest.raises(NotImplementedError, match=f"{name}: axis_name"):
     variables_of(getattr(jnn, name)(**options, axis_name="i"), x)

@@ -174,7 +174,7 @@ def test_local_response_norm_and_pools():
 def test_what_is_not_supported_raises(name):
   x, layer = random(IMAGES), getattr(jnnx, name)
   arguments = dict(num_groups=2) if name == "GroupNorm" else {}
-  with pytest.raises(NotImplementedError, match=f"{name}: mask"):
+  with pytest.raises(NotImplementedError, match="mask="):
     layer(4, **arguments, rngs=nnx.Rngs(0))(x, mask=jnp.ones_like(x))
   with pytest.raises(NotImplementedError, match=f"{name}: axis_name"):
     layer(4, **arguments, axis_name="i", rngs=nnx.Rngs(0))(x)

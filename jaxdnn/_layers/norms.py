@@ -30,6 +30,13 @@ def activate(y: Array, activation: str | None, residual: Any = None) -> Array:
   return _activation.apply(activation, y)
 
 
+def _where(mask: Any) -> dict[str, Any]:
+  """The operators' argument, which is not there yet."""
+  if mask is None:
+    return {}
+  raise NotImplementedError("mask= is not supported yet; the library's own layer has it")
+
+
 def refuse(layer: str, **given: Any) -> None:
   """Raises where an argument is given for which there is nothing in the kernels."""
   for name, value in given.items():
@@ -80,6 +87,7 @@ def layer_norm(
   epsilon: float,
   dtype: Any,
   center: bool = True,
+  mask: Any = None,
   activation: str | None = None,
 ) -> Array:
   """Layer or instance norm, or with `center=False` RMS norm: statistics over `axis`, parameters along `features`.
@@ -91,16 +99,17 @@ def layer_norm(
   of = _axes.canonical("layer_norm", features, x.ndim)
   scale, bias = (None if a is None else a.reshape([x.shape[d] for d in of]) for a in (scale, bias))
   examples = tuple(d for d in range(1, x.ndim) if d not in of)  # What instance norm reduces.
+  same: dict[str, Any] = {"epsilon": epsilon, **_where(mask)}
   one_channel = center and len(of) == 1 and of[0] > 0
   if axes == of:
     norm = jaxdnn.layer_norm if center else jaxdnn.rms_norm
-    y = activate(norm(x, scale, bias, axis=axes, epsilon=epsilon), activation)
+    y = activate(norm(x, scale, bias, axis=axes, **same), activation)
   elif one_channel and axes == examples:
-    y = jaxdnn.instance_norm(x, scale, bias, axis=of[0], epsilon=epsilon, activation=activation)
+    y = jaxdnn.instance_norm(x, scale, bias, axis=of[0], activation=activation, **same)
   elif one_channel and axes == tuple(range(1, x.ndim)):
-    y = jaxdnn.group_norm(x, 1, scale, bias, axis=of[0], epsilon=epsilon, activation=activation)
+    y = jaxdnn.group_norm(x, 1, scale, bias, axis=of[0], activation=activation, **same)
   else:
-    y = jaxdnn.layer_norm(x, axis=axes, epsilon=epsilon) if center else jaxdnn.rms_norm(x, axis=axes, epsilon=epsilon)
+    y = jaxdnn.layer_norm(x, axis=axes, **same) if center else jaxdnn.rms_norm(x, axis=axes, **same)
     y = activate(_affine(y, of, scale, bias), activation)
   return y.astype(dtype)
 
@@ -123,6 +132,7 @@ def group_norm(
   epsilon: float,
   dtype: Any,
   channels: int = -1,
+  mask: Any = None,
   activation: str | None = None,
 ) -> Array:
   """Group norm over `axis`, of which the channels must be one, by default all but the first. Others are examples."""
@@ -135,9 +145,12 @@ def group_norm(
   kept = [d for d in range(x.ndim) if d not in axes]
   order = [*kept, *axes]
   moved = x.transpose(order)
+  examples, *others = math.prod(moved.shape[: len(kept)]), *moved.shape[len(kept) :]
+  if mask is not None:
+    mask = jnp.broadcast_to(mask, x.shape).transpose(order).reshape(examples, *others)
   y = jaxdnn.group_norm(
-    moved.reshape(math.prod(moved.shape[: len(kept)]), *moved.shape[len(kept) :]), groups, scale, bias,
-    axis=1 + axes.index(channels), epsilon=epsilon, activation=activation,
+    moved.reshape(examples, *others), groups, scale, bias, axis=1 + axes.index(channels), epsilon=epsilon,
+    activation=activation, **_where(mask),
   )  # fmt: skip
   return y.reshape(moved.shape).transpose([order.index(d) for d in range(x.ndim)]).astype(dtype)
 

@@ -210,7 +210,7 @@ class GroupNorm(nn.GroupNorm):
   @nn.compact
   def __call__(self, x: Array, *, mask: Array | None = None) -> Array:
     """An array like `x`, of the layer's `dtype`. `mask` is not supported yet."""
-    norms.refuse("GroupNorm", axis_name=self.axis_name, axis_index_groups=self.axis_index_groups, mask=mask)
+    norms.refuse("GroupNorm", axis_name=self.axis_name, axis_index_groups=self.axis_index_groups)
     if (self.num_groups is None) == (self.group_size is None):
       raise ValueError(
         "GroupNorm: either num_groups or group_size must be given, and the other None, got "
@@ -222,7 +222,7 @@ class GroupNorm(nn.GroupNorm):
     scale, bias = _parameters(self, [x.shape[-1]], self.use_bias)
     return norms.group_norm(
       x, groups, scale, bias, axis=self.reduction_axes, epsilon=self.epsilon,
-      dtype=canonicalize_dtype(x, scale, bias, dtype=self.dtype), activation=self.activation,
+      dtype=canonicalize_dtype(x, scale, bias, dtype=self.dtype), mask=mask, activation=self.activation,
     )  # fmt: skip
 
 
@@ -249,11 +249,11 @@ def _layer_norm(
   layer: Any, x: Array, axis: int | Sequence[int], use_bias: bool, mask: Array | None, **options: Any
 ) -> Array:
   name = type(layer).__name__
-  norms.refuse(name, axis_name=layer.axis_name, axis_index_groups=layer.axis_index_groups, mask=mask)
+  norms.refuse(name, axis_name=layer.axis_name, axis_index_groups=layer.axis_index_groups)
   scale, bias = _parameters(layer, _sizes(x, layer.feature_axes), use_bias)
   return norms.layer_norm(
     x, axis, layer.feature_axes, scale, bias, epsilon=layer.epsilon,
-    dtype=canonicalize_dtype(x, scale, bias, dtype=layer.dtype), **options,
+    dtype=canonicalize_dtype(x, scale, bias, dtype=layer.dtype), mask=mask, **options,
   )  # fmt: skip
 
 
