@@ -82,8 +82,8 @@ class BatchNorm(hk.BatchNorm):
     running = None if local else (flat(self.mean_ema.average), flat(self.var_ema.average))
     fused: Any = (None,) * 4 if given else (flat(scale), flat(offset), self.activation, residual)
     y, stats = norms.batch_norm(
-      inputs, kept, fused[0], fused[1], running, epsilon=self.eps, dtype=inputs.dtype, axis_name=self.cross_replica_axis,
-      activation=fused[2], residual=fused[3],
+      inputs, kept, fused[0], fused[1], running, epsilon=self.eps, dtype=inputs.dtype,
+      axis_name=self.cross_replica_axis, activation=fused[2], residual=fused[3],
     )  # fmt: skip
     if is_training and stats is not None:
       self.mean_ema(stats.mean.reshape(shape).astype(inputs.dtype))
