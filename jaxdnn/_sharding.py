@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 
@@ -45,5 +46,14 @@ def map_shards(
         )
   i, dims = out_like
   out: Any = [None if d is None else specs[i][d] for d in dims]
-  mapped = jax.shard_map(fn, in_specs=tuple(PartitionSpec(*s) for s in specs), out_specs=PartitionSpec(*out))
-  return mapped(*operands)
+  # An operand without elements stands for one that is absent, and is made anew in each shard: where differentiation
+  # keeps it, `shard_map` would make it a sharded result, and on a sharded array without elements XLA crashes.
+  empty = [x.size == 0 and not any(spec) for x, spec in zip(operands, specs, strict=True)]
+
+  def of_shard(*given: Array) -> Array:
+    rest = iter(given)
+    return fn(*[jnp.zeros(x.shape, x.dtype) if e else next(rest) for x, e in zip(operands, empty, strict=True)])
+
+  present = [(PartitionSpec(*s), x) for x, s, e in zip(operands, specs, empty, strict=True) if not e]
+  in_specs, given = zip(*present, strict=True)
+  return jax.shard_map(of_shard, in_specs=in_specs, out_specs=PartitionSpec(*out))(*given)

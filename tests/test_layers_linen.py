@@ -308,19 +308,21 @@ def test_errors(layer, error, match):
     variables_of(layer(), random(IMAGES))
 
 
-def test_pools_need_no_flax():
+def test_without_the_libraries():
   code = """
 import sys
-sys.modules["flax"] = None
+sys.modules |= dict.fromkeys(["flax", "haiku", "equinox"])
+import importlib
 import jax.numpy as jnp
 import jaxdnn.linen
 assert jaxdnn.linen.max_pool(jnp.ones((1, 4, 1)), (2,)).shape == (1, 3, 1)
-try:
-  jaxdnn.linen.Conv
-except ImportError as e:
-  assert "pip install flax" in str(e)
-else:
-  raise AssertionError
 assert not hasattr(jaxdnn.linen, "Convolution")
+for name, package in [("linen.layers", "flax"), ("nnx", "flax"), ("haiku", "dm-haiku"), ("equinox", "equinox")]:
+  try:
+    importlib.import_module("jaxdnn." + name)
+  except ImportError as e:
+    assert str(e).endswith("pip install " + package), e
+  else:
+    raise AssertionError(name)
 """
   subprocess.run([sys.executable, "-c", code], check=True)

@@ -33,6 +33,7 @@ OPERATORS = {
   ),
   "layer_norm": (jaxdnn.layer_norm, [(16, 8), (8,)]),
   "rms_norm": (jaxdnn.rms_norm, [(8, 3, 6), (6,)]),
+  "rms_norm_alone": (jaxdnn.rms_norm, [(8, 3, 6)]),
   "max_pool": (lambda x: jaxdnn.max_pool(x, (3, 2), stride=2), [(8, 6, 5, 4)]),
   "avg_pool": (lambda x: jaxdnn.avg_pool(x, (3, 2), stride=2), [(8, 6, 5, 4)]),
   "lrn": (lambda x: jaxdnn.local_response_norm(x, 3, alpha=2.0, axis=1), [(8, 6, 3)]),
