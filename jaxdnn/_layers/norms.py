@@ -147,7 +147,9 @@ def group_norm(
   moved = x.transpose(order)
   examples, *others = math.prod(moved.shape[: len(kept)]), *moved.shape[len(kept) :]
   if mask is not None:
-    mask = jnp.broadcast_to(mask, x.shape).transpose(order).reshape(examples, *others)
+    mask = jnp.reshape(mask, (1,) * (x.ndim - jnp.ndim(mask)) + jnp.shape(mask)).transpose(order)
+    inner = mask.shape[len(kept) :]
+    mask = jnp.broadcast_to(mask, (*moved.shape[: len(kept)], *inner)).reshape(examples, *inner)
   y = jaxdnn.group_norm(
     moved.reshape(examples, *others), groups, scale, bias, axis=1 + axes.index(channels), epsilon=epsilon,
     activation=activation, **_where(mask),
