@@ -30,9 +30,9 @@ from jaxdnn.linen.pool import pool as pool
 class Conv(nnx.Conv):
   """`flax.nnx.Conv`, with bias, residual and activation in the convolution's kernel.
 
-  'CIRCULAR', 'REFLECT' and 'CAUSAL' padding is found by index, without a padded copy. With `input_dilation`,
-  `out_sharding`, or a `conv_general_dilated` of one's own, Flax's layer runs, by that function or jaxdnn's, and the
-  rest follows it.
+  'CIRCULAR', 'REFLECT' and 'CAUSAL' padding is found by index, without a padded copy. With `input_dilation`, `out_sharding`,
+  padding wider than the input, or a `conv_general_dilated` of one's own, Flax's layer runs, by that function or
+  jaxdnn's, and the rest follows it.
 
   Args:
     activation: None (default), or the name of an activation, as "relu". The others are Flax's.
@@ -60,7 +60,7 @@ class Conv(nnx.Conv):
       out_sharding: as in `flax.nnx.Conv`.
       residual: array like the result, added before the activation.
     """
-    if out_sharding is not None or not convs.is_fused(self):
+    if out_sharding is not None or not convs.is_fused(self, inputs):
       return norms.activate(super().__call__(inputs, out_sharding), self.activation, residual)
     kernel, bias = convs.masked(self, self.kernel[...]), None if self.bias is None else self.bias[...]
     inputs, kernel, bias = self.promote_dtype((inputs, kernel, bias), dtype=self.dtype)

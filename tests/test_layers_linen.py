@@ -28,6 +28,7 @@ CONV = [
   (dict(features=3, kernel_size=(4, 3), padding="CIRCULAR", strides=2, kernel_dilation=(1, 2)), IMAGES),
   (dict(features=3, kernel_size=(2, 5), padding="REFLECT"), IMAGES),
   (dict(features=3, kernel_size=3, padding="CAUSAL", kernel_dilation=2), ROWS),
+  (dict(features=3, kernel_size=(8,), padding="REFLECT"), (2, 4, 4)),
   (dict(features=3, kernel_size=(3,), strides=None, padding=[(2, 0)]), ROWS[1:]),
   (dict(features=3, kernel_size=(2, 1, 3), padding=(1, (0, 2), 1)), VOLUMES),
   (dict(features=3, kernel_size=(3, 3)), (2, 1, *IMAGES)),

@@ -41,7 +41,7 @@ def conv_local(
     x: input, [..., *spatial, C] with 1 to 3 spatial dimensions and any number of leading batch dimensions.
     w: filters [*out_spatial, *window, C, K] of the same dtype; the rank is half of what `w` has beside C and K.
     b: biases [*out_spatial, K], or None.
-    stride, padding, dilation: as in `conv`.
+    stride, padding, dilation: as in `conv`, but padding is zeros: a string of lax's, an int, or pairs.
     activation: None, or the name of an activation, as in `conv`.
     precision: as in `conv_general_dilated`.
     preferred_element_type: dtype of the result, by default the operands'.

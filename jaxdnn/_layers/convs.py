@@ -12,11 +12,21 @@ from jaxdnn._arguments import dilated, is_sequence
 from jaxdnn._layers.norms import activate
 
 
-def is_fused(layer: Any) -> bool:
-  """Whether the layer is one call of `jaxdnn.conv`: not with a function of the user's, nor a dilated input."""
+def is_fused(layer: Any, inputs: Array) -> bool:
+  """Whether the layer is one call of `jaxdnn.conv`: not with a function of the user's, nor a dilated input.
+
+  Nor with padding that goes around the input, or reflects it, more than once, as Flax's may.
+  """
   ours = layer.conv_general_dilated is jaxdnn.conv_general_dilated
   ours = ours and getattr(layer, "conv_general_dilated_cls", None) is None
-  return ours and all(d == 1 for d in _each(layer, "input_dilation"))
+  if not ours or any(d != 1 for d in _each(layer, "input_dilation")):
+    return False
+  if layer.padding not in ("CIRCULAR", "REFLECT"):
+    return True
+  spatial = inputs.shape[-len(window(layer)) - 1 : -1]
+  once = [n - (layer.padding == "REFLECT") for n in spatial]
+  extents = map(dilated, window(layer), _each(layer, "kernel_dilation"))
+  return all(e // 2 <= n for e, n in zip(extents, once, strict=True))
 
 
 def window(layer: Any) -> tuple[int, ...]:

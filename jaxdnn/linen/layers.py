@@ -22,8 +22,9 @@ from jaxdnn._layers import convs, norms
 class Conv(nn.Conv):
   """`flax.linen.Conv`, with bias, residual and activation in the convolution's kernel.
 
-  'CIRCULAR', 'REFLECT' and 'CAUSAL' padding is found by index, without a padded copy. With `input_dilation`, or a
-  `conv_general_dilated` of one's own, Flax's layer runs, by that function or jaxdnn's, and the rest follows it.
+  'CIRCULAR', 'REFLECT' and 'CAUSAL' padding is found by index, without a padded copy. With `input_dilation`,
+  padding wider than the input, or a `conv_general_dilated` of one's own, Flax's layer runs, by that function or
+  jaxdnn's, and the rest follows it.
 
   Attributes:
     activation: None (default), or the name of an activation, as "relu".
@@ -45,7 +46,7 @@ class Conv(nn.Conv):
       inputs: [*batch, *spatial, channels] with any number of batch dimensions.
       residual: array like the result, added before the activation.
     """
-    if not convs.is_fused(self):
+    if not convs.is_fused(self, inputs):
       return norms.activate(super().__call__(inputs), self.activation, residual)
     shape = (*convs.window(self), inputs.shape[-1] // self.feature_group_count, self.features)
     kernel = convs.masked(self, self.param("kernel", self.kernel_init, shape, self.param_dtype))
