@@ -30,9 +30,9 @@ from jaxdnn.linen.pool import pool as pool
 class Conv(nnx.Conv):
   """`flax.nnx.Conv`, with bias, residual and activation in the convolution's kernel.
 
-  'CIRCULAR', 'REFLECT' and 'CAUSAL' padding is found by index, without a padded copy. With `input_dilation`, `out_sharding`,
-  padding wider than the input, or a `conv_general_dilated` of one's own, Flax's layer runs, by that function or
-  jaxdnn's, and the rest follows it.
+  'CIRCULAR', 'REFLECT' and 'CAUSAL' padding is found by index, without a padded copy. With `input_dilation`,
+  `out_sharding`, padding wider than the input, or a `conv_general_dilated` of one's own, Flax's layer runs, by that
+  function or jaxdnn's, and the rest follows it.
 
   Args:
     activation: None (default), or the name of an activation, as "relu". The others are Flax's.

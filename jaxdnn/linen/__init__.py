@@ -31,8 +31,6 @@ _LAYERS = (
   "LocalResponseNorm", "RMSNorm",
 )  # fmt: skip
 
-__all__ = [*_LAYERS, "avg_pool", "max_pool", "min_pool", "pool"]
-
 
 def __getattr__(name: str) -> Any:
   """Layers are imported when the first of them is asked for, since Flax may not be there."""
@@ -41,3 +39,7 @@ def __getattr__(name: str) -> Any:
   from jaxdnn.linen import layers
 
   return getattr(layers, name)
+
+
+def __dir__() -> list[str]:
+  return sorted([*globals(), *_LAYERS])
