@@ -92,8 +92,12 @@ def max_pool(
       sharded along a spatial dimension.
 
   Example:
-    >>> jaxdnn.max_pool(jnp.array([[[1.0], [3.0], [2.0], [5.0]]]), (2,), stride=2)
+    >>> x = jnp.array([[[1.0], [3.0], [2.0], [5.0]]])
+    >>> jaxdnn.max_pool(x, (2,), stride=2)
     Array([[[3.],
+            [5.]]], dtype=float32)
+    >>> jaxdnn.max_pool(x, (2,), stride=2, where=x != 3.0)
+    Array([[[1.],
             [5.]]], dtype=float32)
   """
   return _select("max_pool", x, window, stride, padding, dilation, ceil_mode, return_indices, layout, where)
@@ -235,6 +239,8 @@ def avg_pool(
     Array([[[2. ],
             [2.5],
             [2. ]]], dtype=float32)
+    >>> jaxdnn.avg_pool(jnp.array([[[1.0], [3.0], [jnp.nan]]]), (3,), where=jnp.array([[True], [True], [False]]))
+    Array([[[2.]]], dtype=float32)
   """
   name = "avg_pool"
   x = floating(name, "x", x)
