@@ -123,7 +123,7 @@ def test_derivatives_of_every_order_and_mode(kind):
   assert not second[masked].any() and not second[(..., *np.nonzero(masked))].any()
 
 
-@pytest.mark.parametrize("kind", ["max", "min", "avg"])
+@pytest.mark.parametrize("kind", ["max", "avg"])
 def test_vmap_over_every_subset_of_operands(kind):
   args = [np.stack([make(i) for i in (3, 4)]) for make in (
     lambda i: sample((2, 5, 3), "float64", i), lambda i: mask_of((2, 5, 1), i)
@@ -198,10 +198,10 @@ def test_windows_of_nothing_unmasked():
   assert pool_row(x, where, window=(2,)) == ([-INF, 5], [-1, 2], [0, 0, 1])
   assert pool_row(x, where, window=(2,), padding=((2, 0),)) == ([-INF, -INF, -INF, 5], [-1, -1, -1, 2], [0, 0, 1])
   x, where = jnp.array(x)[:, None], jnp.array(where)[:, None]
-  for kind in ("avg", "avg_inside", "avg_override", "sum", "lp"):
-    f = functools.partial(KINDS[kind], window=(2,), where=where)
-    with jax.debug_nans(True):
-      y, gradient = jax.jit(lambda x, f=f: (f(x), jax.grad(lambda x: f(x).sum())(x)))(x)
+  kinds = [functools.partial(KINDS[k], window=(2,), where=where) for k in KINDS if k not in ("max", "min")]
+  with jax.debug_nans(True):
+    results = jax.jit(lambda x: [(f(x), jax.grad(lambda x, f=f: f(x).sum())(x)) for f in kinds])(x)
+  for y, gradient in results:
     assert y[0] == 0 and y[1] > 0 and not gradient[:2].any() and gradient[2] > 0
 
 
