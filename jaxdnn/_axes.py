@@ -14,6 +14,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from jaxdnn import _extension, _sharding
+from jaxdnn._arguments import array
 
 
 def checked(op: str, x: Any) -> Array:
@@ -40,7 +41,7 @@ def canonical(op: str, axis: Any, ndim: int) -> tuple[int, ...]:
 
 def aligned_mask(op: str, where: Array, shape: tuple[int, ...]) -> Array:
   """`where` with leading dimensions of size 1, up to the rank of `shape`."""
-  where = jnp.asarray(where)
+  where = array(op, "where", where)
   if where.dtype != jnp.bool_:
     raise TypeError(f"{op}: where must be boolean, got {where.dtype}")
   aligned = (*[1] * (len(shape) - where.ndim), *where.shape)

@@ -10,13 +10,14 @@ group's data fit in the chip's shared memory. Differentiation keeps x and three 
 
 import math
 import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxdnn import _activation, _extension, _primitive, _sharding
+from jaxdnn import _activation, _axes, _extension, _masks, _primitive, _sharding
 from jaxdnn._arguments import number
 
 # Public functions ----------------------------------------------------------------------------------------------------
@@ -31,6 +32,7 @@ def group_norm(
   axis: int = -1,
   epsilon: float = 1e-5,
   activation: str | None = None,
+  where: Array | None = None,
 ) -> Array:
   """Group normalization, `f((x - mean) / sqrt(variance + epsilon) * scale + bias)`.
 
@@ -48,6 +50,9 @@ def group_norm(
     epsilon: added to the variance.
     activation: name of the function f, such as "silu" or "relu" (these two run in the same kernel), or None for the
       identity.
+    where: booleans that broadcast to the shape of `x`. Entries where it is False count nowhere: the result there is 0,
+      its gradient is 0, and whatever `x` holds there, NaN included, changes nothing. A mask that is the same for all of
+      a group, as of shape [N, 1, ..., 1], is two selections around the kernel; with any other, XLA's own fusions run.
 
   Returns:
     An array like `x`. Statistics and parameters are float32 at least, and the variance is taken about the mean, so
@@ -55,9 +60,11 @@ def group_norm(
     NaN where `epsilon` is 0.
 
   Raises:
-    TypeError: `x`, `scale` or `bias` is not floating-point, or `num_groups` or `axis` is not an integer.
+    TypeError: `x`, `scale` or `bias` is not floating-point, `num_groups` or `axis` is not an integer, or `where` is not
+      boolean.
     ValueError: `x` has rank below 2, `axis` is out of range or the first, `num_groups` does not divide the channels,
-      a parameter's shape is not [channels], `epsilon` is negative, or there is no activation of that name.
+      a parameter's shape is not [channels], `epsilon` is negative, there is no activation of that name, or `where` does
+      not broadcast to `x`.
 
   Example:
     >>> jaxdnn.group_norm(jnp.array([[1.0, 3.0, 5.0, 5.0]]), 2, epsilon=0.25)
@@ -65,7 +72,7 @@ def group_norm(
   """
   if num_groups is None:
     raise TypeError("group_norm: num_groups must be an integer, got None")
-  return _apply("group_norm", x, num_groups, scale, bias, axis, epsilon, activation)
+  return _apply("group_norm", x, num_groups, scale, bias, axis, epsilon, activation, where)
 
 
 def instance_norm(
@@ -76,6 +83,7 @@ def instance_norm(
   axis: int = -1,
   epsilon: float = 1e-5,
   activation: str | None = None,
+  where: Array | None = None,
 ) -> Array:
   """Instance normalization: group normalization in which every channel is a group.
 
@@ -86,21 +94,22 @@ def instance_norm(
     axis: the axis of the channels. The default is the last.
     epsilon: added to the variance.
     activation: name of a function to apply to the result, as for `group_norm`, or None.
+    where: booleans, as for `group_norm`; the same at all positions, as of shape [N, 1, ..., C], they keep the kernel.
 
   Returns:
     An array like `x`, as for `group_norm`.
 
   Raises:
-    TypeError: `x`, `scale` or `bias` is not floating-point, or `axis` is not an integer.
+    TypeError: `x`, `scale` or `bias` is not floating-point, `axis` is not an integer, or `where` is not boolean.
     ValueError: `x` has rank below 2, `axis` is out of range or the first, a parameter's shape is not [channels],
-      `epsilon` is negative, or there is no activation of that name.
+      `epsilon` is negative, there is no activation of that name, or `where` does not broadcast to `x`.
 
   Example:
     >>> jaxdnn.instance_norm(jnp.array([[[1.0], [3.0]]]), epsilon=3.0)
     Array([[[-0.5],
             [ 0.5]]], dtype=float32)
   """
-  return _apply("instance_norm", x, None, scale, bias, axis, epsilon, activation)
+  return _apply("instance_norm", x, None, scale, bias, axis, epsilon, activation, where)
 
 
 def _apply(
@@ -112,6 +121,7 @@ def _apply(
   axis: int,
   epsilon: float,
   activation: str | None,
+  where: Array | None,
 ) -> Array:
   x = jnp.asarray(x)
   if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -130,15 +140,26 @@ def _apply(
   scale = _parameter(op, "scale", scale, channels, wide, 1)
   bias = _parameter(op, "bias", bias, channels, wide, 0)
   fused = activation if activation in FUSED else "identity"
+  masks = []
+  if where is not None:
+    where = _axes.sharded_like(x, _axes.aligned_mask(op, where, x.shape))
+    x = _masks.select(where, x)
+    own = (0, channel_axis) if groups == channels else (0,)
+    if not _masks.is_by_row(where, [d for d in range(x.ndim) if d not in own], epsilon, x.dtype):
+      masks = [where]
 
-  def apply(x: Array, scale: Array, bias: Array) -> Array:
+  def apply(x: Array, scale: Array, bias: Array, *masks: Array) -> Array:
+    if masks:
+      return _masked(x, scale, bias, masks[0], groups, channel_axis, epsilon, FUSED[fused])
     last = channel_axis in (1, x.ndim - 1)
     moved = x if last else jnp.moveaxis(x, channel_axis, -1)
     y = _bind(moved, scale, bias, groups, channels_last=channel_axis != 1, epsilon=epsilon, activation=fused)
     return y if last else jnp.moveaxis(y, -1, channel_axis)
 
-  y = _sharding.map_shards(apply, [x, scale, bias], keep=[(0,), (), ()], out_like=(0, range(x.ndim)))
-  return y if activation in (None, fused) else _activation.apply(activation, y)
+  keep: list[Sequence[int]] = [(0,), (), (), *[(0,)] * len(masks)]
+  y = _sharding.map_shards(apply, [x, scale, bias, *masks], keep=keep, out_like=(0, range(x.ndim)))
+  y = y if activation in (None, fused) else _activation.apply(activation, y)
+  return y if where is None else _masks.select(where, y)
 
 
 def _channel_axis(op: str, ndim: int, axis: Any) -> int:
@@ -183,6 +204,21 @@ def _bind(x: Array, scale: Array, bias: Array, groups: int, *, channels_last: bo
     group_norm_p, x.reshape(view), scale[None], bias[None], groups=groups, channels_last=channels_last, **params
   )[0]
   return y.reshape(x.shape)
+
+
+def _masked(
+  x: Array, scale: Array, bias: Array, where: Array, groups: int, axis: int, epsilon: float, f: Callable[[Array], Array]
+) -> Array:
+  """Without a kernel: the statistics are of what is not masked. What stands where it is, is left to the caller."""
+
+  def split(a: Array) -> Array:
+    parts = (1, 1) if a.shape[axis] == 1 else (groups, a.shape[axis] // groups)
+    return a.reshape(*a.shape[:axis], *parts, *a.shape[axis + 1 :])
+
+  affine = [-1 if d == axis else 1 for d in range(x.ndim)]
+  axes = tuple(d for d in range(1, x.ndim + 1) if d != axis)
+  h = _masks.normalized(split(x), split(where), axes, epsilon=epsilon).reshape(x.shape)
+  return f(h * scale.reshape(affine) + bias.reshape(affine)).astype(x.dtype)
 
 
 # Reference -----------------------------------------------------------------------------------------------------------

@@ -155,7 +155,7 @@ class LayerNorm(nnx.LayerNorm):
   """
 
   def __call__(self, x: Array, *, mask: Array | None = None) -> Array:
-    """An array like `x`, of the layer's `dtype`. `mask` is not supported yet."""
+    """An array like `x`, of the layer's `dtype`. 0, and not in the statistics, where `mask` is False."""
     return _layer_norm(self, x, self.reduction_axes, mask)
 
 
@@ -167,7 +167,7 @@ class RMSNorm(nnx.RMSNorm):
   """
 
   def __call__(self, x: Array, mask: Array | None = None) -> Array:
-    """An array like `x`, of the layer's `dtype`. `mask` is not supported yet."""
+    """An array like `x`, of the layer's `dtype`. 0, and not in the statistics, where `mask` is False."""
     return _layer_norm(self, x, self.reduction_axes, mask, center=False)
 
 
@@ -186,7 +186,7 @@ class GroupNorm(nnx.GroupNorm):
     self.activation = activation
 
   def __call__(self, x: Array, *, mask: Array | None = None) -> Array:
-    """An array like `x`, of the layer's `dtype`. `mask` is not supported yet."""
+    """An array like `x`, of the layer's `dtype`. 0, and not in the statistics, where `mask` is False."""
     norms.refuse("GroupNorm", axis_name=self.axis_name, axis_index_groups=self.axis_index_groups)
     scale, bias = _parameters(self)
     promoted, *_ = self.promote_dtype((x, scale, bias), dtype=self.dtype)
@@ -211,7 +211,7 @@ class InstanceNorm(nnx.InstanceNorm):
     self.activation = activation
 
   def __call__(self, x: Array, *, mask: Array | None = None) -> Array:
-    """An array like `x`, of the layer's `dtype`. `mask` is not supported yet."""
+    """An array like `x`, of the layer's `dtype`. 0, and not in the statistics, where `mask` is False."""
     return _layer_norm(self, x, norms.instance_axes(self.feature_axes, x.ndim), mask, activation=self.activation)
 
 

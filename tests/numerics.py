@@ -50,7 +50,7 @@ def assert_close(got, want, dtype, *, terms=1, scale=1.0):
   np.testing.assert_array_equal(np.isnan(got), np.isnan(want), "NaN in the wrong places")
   finite = np.isfinite(want)
   np.testing.assert_array_equal(got[~finite], want[~finite])
-  excess = np.abs(got - want)[finite] / bound[finite]
+  excess = np.abs(got[finite] - want[finite]) / bound[finite]
   assert excess.size == 0 or excess.max() <= 1, f"error is {excess.max():.3g} times the bound"
 
 

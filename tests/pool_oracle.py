@@ -55,17 +55,20 @@ def lp_pool(x, g, power, *geometry):
   return y, dx * np.sign(x) * np.abs(x) ** (power - 1)
 
 
-def max_pool(x, g, window, stride, padding, dilation):
-  """`(y, dx)` in float64: the maxima, and the pull-back of `g`."""
+def max_pool(x, g, window, stride, padding, dilation, where=None):
+  """`(y, dx)` in float64: the maxima of what `where`, of x's shape, keeps, and the pull-back of `g`."""
   rank, shape = len(window), x.shape
   extent = shape[-rank - 1 : -1]
   out = (*shape[: -rank - 1], *out_extent(extent, window, stride, padding, dilation), shape[-1])
+  keep = _spatial(np.ones(shape, bool) if where is None else where, rank)
   x, g = _spatial(x, rank), _spatial(g, rank)
   y, dx = np.full(_spatial(np.empty(out), rank).shape, -np.inf), np.zeros(x.shape)
   for o, cells in windows(extent, window, stride, padding, dilation):
     for n, c in np.ndindex(x.shape[0], x.shape[-1]):
       winner = None
       for i in cells:
+        if not keep[(n, *i, c)]:
+          continue
         v, best = x[(n, *i, c)], None if winner is None else x[(n, *winner, c)]
         if winner is None or (not np.isnan(best) and (v > best or np.isnan(v))):
           winner = i
@@ -75,16 +78,19 @@ def max_pool(x, g, window, stride, padding, dilation):
   return y.reshape(out), dx.reshape(shape)
 
 
-def avg_pool(x, g, window, stride, padding, dilation, count_include_pad):
-  """`(y, dx)` in float64: the averages, and the pull-back of `g`."""
+def avg_pool(x, g, window, stride, padding, dilation, count_include_pad, where=None):
+  """`(y, dx)` in float64: the averages of what `where`, of x's shape, keeps, and the pull-back of `g`."""
   rank, shape = len(window), x.shape
   extent = shape[-rank - 1 : -1]
   out = (*shape[: -rank - 1], *out_extent(extent, window, stride, padding, dilation), shape[-1])
+  keep = _spatial(np.ones(shape, bool) if where is None else where, rank)
   x, g = _spatial(x, rank), _spatial(g, rank)
   y, dx = np.zeros(_spatial(np.empty(out), rank).shape), np.zeros(x.shape)
   for o, cells in windows(extent, window, stride, padding, dilation):
-    count = math.prod(window) if count_include_pad else max(len(cells), 1)
+    inside = sum((keep[(slice(None), *i)] * 1 for i in cells), np.zeros_like(y[:, *[0] * rank], int))
+    count = np.maximum(inside + (math.prod(window) - len(cells)) * count_include_pad, 1)
     for i in cells:
-      y[(slice(None), *o)] += x[(slice(None), *i)] / count
-      dx[(slice(None), *i)] += g[(slice(None), *o)] / count
+      here = keep[(slice(None), *i)]
+      y[(slice(None), *o)] += np.where(here, x[(slice(None), *i)], 0) / count
+      dx[(slice(None), *i)] += np.where(here, g[(slice(None), *o)] / count, 0)
   return y.reshape(out), dx.reshape(shape)

@@ -52,6 +52,12 @@ OPERATORS = {
   "adaptive_max_pool": (lambda x: jaxdnn.adaptive_max_pool(x, (3,)), [(3, 5, 2)]),
   "adaptive_avg_pool": (lambda x: jaxdnn.adaptive_avg_pool(x, (3,)), [(3, 5, 2)]),
   "group_norm": (lambda x, s, b: jaxdnn.group_norm(x, 2, s, b, activation="silu"), [(3, 2, 5, 4), (4,), (4,)]),
+  "layer_norm_where": (lambda x, s, b: jaxdnn.layer_norm(x, s, b, where=WHERE), [(3, 2, 6), (6,), (6,)]),
+  "group_norm_where": (
+    lambda x, s, b: jaxdnn.group_norm(x, 2, s, b, activation="silu", where=WHERE[:, None]), [(3, 6, 4), (4,), (4,)]
+  ),
+  "max_pool_where": (lambda x: jaxdnn.max_pool(x, (3,), padding=1, where=WHERE[:, None]), [(3, 6, 2)]),
+  "avg_pool_where": (lambda x: jaxdnn.avg_pool(x, (3,), padding=1, where=WHERE[:, None]), [(3, 6, 2)]),
   "instance_norm": (lambda x, s, b: jaxdnn.instance_norm(x, s, b, axis=1), [(3, 4, 5), (4,), (4,)]),
   "lrn": (lambda x: jaxdnn.local_response_norm(x, 4, alpha=2.0), [(3, 2, 6)]),
   "lrn_within": (lambda x: jaxdnn.local_response_norm(x, (3, 2), alpha=2.0, mode="within_channel"), [(3, 4, 3, 2)]),

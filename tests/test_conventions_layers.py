@@ -148,6 +148,18 @@ def test_layer_zero_centred():
   close(jaxdnn.layer_norm(x, scale, zero_centered=True), jaxdnn.layer_norm(x, 1 + scale))
 
 
+@needs("flax.linen")
+def test_norm_mask(linen):
+  x, where = image((3, 4, 6)), np.random.default_rng(0).random((3, 4, 6)) < 0.7
+  where[0, 0] = False
+  layer = linen.LayerNorm(dtype="float64", param_dtype="float64", use_fast_variance=False)
+  want = np.asarray(flax_layer(layer, x, mask=jnp.asarray(where))[0])
+  got = np.asarray(jaxdnn.layer_norm(x, epsilon=1e-6, where=where))
+  close(got[where], want[where])
+  np.testing.assert_array_equal(got[~where], 0)
+  assert np.isnan(want[0, 0]).all() and want[1:][~where[1:]].all()
+
+
 @needs("torch")
 def test_rms_epsilon(torch):
   x = 1e-3 * image((3, 6))

@@ -1,5 +1,7 @@
 """Rows of docs/conventions.md: pooling and local response normalization."""
 
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -143,6 +145,18 @@ def test_pool_power_ceil(torch):
   ours = first(jaxdnn.lp_pool(x, (2, 2), stride=2, power=2, ceil_mode=True))
   inside = np.where(np.arange(4) < 3, 1.0, 2**0.5)[:, None]
   close(ours * inside, want)
+
+
+def test_pool_mask():
+  x, where = image(), np.random.default_rng(0).random((2, 7, 6, 1)) < 0.7
+  window = functools.partial(
+    lax.reduce_window, window_dimensions=(1, 3, 3, 1), window_strides=(1, 2, 2, 1), padding="SAME"
+  )
+  total, count = (window(np.where(where, a, 0.0), 0.0, lax.add) for a in (x, np.ones_like(x)))
+  options = dict(stride=2, padding="SAME", where=where)
+  close(jaxdnn.avg_pool(x, (3, 3), count_include_pad=False, **options), total / np.maximum(count, 1))
+  largest = window(np.where(where, x, -np.inf), -np.inf, lax.max)
+  np.testing.assert_array_equal(jaxdnn.max_pool(x, (3, 3), **options), largest)
 
 
 # Local response normalization -----------------------------------------------------------------------------------------

@@ -242,6 +242,27 @@ def test_batch_norm_with_mask(train):
   compare(applied(ours, **options), applied(stock, **options), variables, x)
 
 
+@pytest.mark.parametrize(
+  ("name", "arguments", "shape"),
+  [
+    ("LayerNorm", dict(use_fast_variance=False), IMAGES),
+    ("LayerNorm", dict(reduction_axes=(1, 3)), IMAGES),
+    ("RMSNorm", {}, (1, 6, 4)),
+    ("GroupNorm", dict(num_groups=2), (2, 7, 1, 1)),
+    ("InstanceNorm", {}, IMAGES),
+  ],
+)
+def test_masks(name, arguments, shape):
+  x, mask = random(IMAGES), jnp.asarray(mask_of(shape), bool)
+  ours, stock = (getattr(library, name)(**arguments) for library in (jnn, nn))
+  variables = random_like(variables_of(stock, x))
+
+  def unmasked(variables, x):
+    return jnp.where(mask, stock.apply(variables, x, mask=jnp.broadcast_to(mask, x.shape)), 0), {}
+
+  compare(lambda variables, x: (ours.apply(variables, x, mask=mask), {}), unmasked, variables, x)
+
+
 def test_batch_norm_over_devices():
   x = random((3, *IMAGES))
   arguments = dict(use_running_average=False, axis_name="shards")
@@ -281,9 +302,6 @@ def test_local_response_norm():
 def test_what_is_not_supported_raises(name):
   x = random(IMAGES)
   options = dict(num_groups=2) if name == "GroupNorm" else {}
-  layer = getattr(jnn, name)(**options)
-  with pytest.raises(NotImplementedError, match="mask="):
-    layer.init(jax.random.key(0), x, mask=jnp.ones_like(x))
   with pytest.raises(NotImplementedError, match=f"{name}: axis_name"):
     variables_of(getattr(jnn, name)(**options, axis_name="i"), x)
 

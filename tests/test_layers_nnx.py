@@ -171,11 +171,17 @@ def test_local_response_norm_and_pools():
 
 
 @pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm", "GroupNorm", "InstanceNorm"])
+def test_masks(name):
+  x, mask = random(IMAGES), jnp.asarray(np.arange(14).reshape(2, 7, 1, 1) % 3 > 0)
+  arguments = dict(num_groups=2) if name == "GroupNorm" else {}
+  ours, stock = (getattr(library, name)(4, **arguments, rngs=nnx.Rngs(0)) for library in (jnnx, nnx))
+  assert_close(ours(x, mask=mask), jnp.where(mask, stock(x, mask=jnp.broadcast_to(mask, x.shape)), 0))
+
+
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm", "GroupNorm", "InstanceNorm"])
 def test_what_is_not_supported_raises(name):
   x, layer = random(IMAGES), getattr(jnnx, name)
   arguments = dict(num_groups=2) if name == "GroupNorm" else {}
-  with pytest.raises(NotImplementedError, match="mask="):
-    layer(4, **arguments, rngs=nnx.Rngs(0))(x, mask=jnp.ones_like(x))
   with pytest.raises(NotImplementedError, match=f"{name}: axis_name"):
     layer(4, **arguments, axis_name="i", rngs=nnx.Rngs(0))(x)
 

@@ -36,7 +36,7 @@ def _widen(x: Array) -> Array:
   return x.astype(_primitive.accumulator_dtype(x.dtype))
 
 
-def _as_returned(total: Array) -> Array:
+def as_returned(total: Array) -> Array:
   """The sum x + residual, rounded. XLA may skip the rounding of a value that it goes on with."""
   info = jnp.finfo(total.dtype)
   return lax.reduce_precision(total, info.nexp, info.nmant)
@@ -84,7 +84,7 @@ def _forward_reference(
   statistics: bool,
 ) -> list[Array]:
   total = absent(3, x.dtype) if is_absent(residual) else x + residual
-  x = x if is_absent(residual) else _as_returned(total)
+  x = x if is_absent(residual) else as_returned(total)
   mean, rstd = _statistics(x, center, epsilon)
   y = _plus_bias(_times_scale(_normalized(x, mean, rstd), scale, offset), bias)
   kept = (mean, rstd) if statistics else (absent(3, mean.dtype), absent(2, rstd.dtype))
@@ -105,7 +105,7 @@ def _tangent_reference(
   carry: bool,
   **_: Any,
 ) -> list[Array]:
-  h, wide = _normalized(_as_returned(x) if carry else x, mean, rstd), _widen(t)
+  h, wide = _normalized(as_returned(x) if carry else x, mean, rstd), _widen(t)
   moved = wide - _mean(wide) if center else wide
   dh = rstd[..., None] * (moved - h * _mean(wide * h))
   dy = _plus_bias(_times_scale(dh, scale, offset), dbias)
@@ -127,7 +127,7 @@ def _backward_reference(
   carry: bool,
   **_: Any,
 ) -> list[Array]:
-  h, wide = _normalized(_as_returned(x) if carry else x, mean, rstd), _widen(g)
+  h, wide = _normalized(as_returned(x) if carry else x, mean, rstd), _widen(g)
   q = _times_scale(wide, scale, offset)
   moved = q - _mean(q) if center else q
   dx = rstd[..., None] * (moved - h * _mean(q * h))

@@ -1,15 +1,15 @@
 """The public functions: arguments checked, axes brought to the end, rows bound to the primitive."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
 
-from jaxdnn import _axes, _primitive, _sharding
+from jaxdnn import _axes, _masks, _primitive, _sharding
 from jaxdnn._arguments import number
-from jaxdnn._layer_norm.primitives import absent, is_absent, layer_norm_p
+from jaxdnn._layer_norm.primitives import absent, as_returned, is_absent, layer_norm_p
 
 
 def layer_norm(
@@ -20,6 +20,7 @@ def layer_norm(
   axis: int | Sequence[int] = -1,
   epsilon: float = 1e-5,
   zero_centered: bool = False,
+  where: Array | None = None,
 ) -> Array:
   """Layer normalisation, `(x - mean) / sqrt(variance + epsilon) * scale + bias`.
 
@@ -32,21 +33,27 @@ def layer_norm(
       Bessel's correction.
     epsilon: what is added to the variance, positive.
     zero_centered: `1 + scale` takes the place of `scale`.
+    where: booleans that broadcast to the shape of `x`. Entries where it is False count nowhere: the result there is 0,
+      its gradient is 0, and whatever `x` holds there, NaN included, changes nothing. A mask of whole rows, of size 1
+      along `axis`, is two selections around the kernel; with any other, XLA's own fusions run instead.
 
   Returns:
     An array like `x`. Mean and variance are computed in two passes over data that is read once, so that rows whose mean
     is far larger than their deviation lose nothing. A row that has NaN or an infinity is NaN.
 
   Raises:
-    TypeError: an array is not floating-point, `axis` is not an integer or integers, or `epsilon` is not a number.
-    ValueError: an axis is out of range or named twice, `scale` or `bias` is of another shape, or `epsilon` is not
-      positive.
+    TypeError: an array is not floating-point, `axis` is not an integer or integers, `epsilon` is not a number, or
+      `where` is not boolean.
+    ValueError: an axis is out of range or named twice, `scale` or `bias` is of another shape, `epsilon` is not
+      positive, or `where` does not broadcast to `x`.
 
   Example:
     >>> jaxdnn.layer_norm(jnp.array([1.0, 2.0, 3.0]), bias=jnp.ones(3))
     Array([-0.22473562,  1.        ,  2.2247355 ], dtype=float32)
+    >>> jaxdnn.layer_norm(jnp.array([1.0, 3.0, jnp.nan]), where=jnp.array([True, True, False]))
+    Array([-0.999995,  0.999995,  0.      ], dtype=float32)
   """
-  return _norm("layer_norm", x, None, scale, bias, axis, epsilon, zero_centered, center=True)[0]
+  return _norm("layer_norm", x, None, scale, bias, axis, epsilon, zero_centered, where, center=True)[0]
 
 
 def rms_norm(
@@ -57,6 +64,7 @@ def rms_norm(
   axis: int | Sequence[int] = -1,
   epsilon: float = 1e-6,
   zero_centered: bool = False,
+  where: Array | None = None,
 ) -> Array:
   """Root-mean-square normalisation, `x / sqrt(mean(x²) + epsilon) * scale + bias`.
 
@@ -67,6 +75,7 @@ def rms_norm(
     axis: the axis over which the mean is taken, or several.
     epsilon: what is added to the mean of squares, positive.
     zero_centered: `1 + scale` takes the place of `scale`.
+    where: booleans that broadcast to the shape of `x`, as for `layer_norm`.
 
   Returns:
     An array like `x`. A row that has NaN is NaN; one that has an infinity is NaN there and 0 elsewhere.
@@ -78,7 +87,7 @@ def rms_norm(
     >>> jaxdnn.rms_norm(jnp.array([3.0, 4.0]), jnp.array([1.0, 2.0]))
     Array([0.84852815, 2.2627418 ], dtype=float32)
   """
-  return _norm("rms_norm", x, None, scale, bias, axis, epsilon, zero_centered, center=False)[0]
+  return _norm("rms_norm", x, None, scale, bias, axis, epsilon, zero_centered, where, center=False)[0]
 
 
 def add_layer_norm(
@@ -90,6 +99,7 @@ def add_layer_norm(
   axis: int | Sequence[int] = -1,
   epsilon: float = 1e-5,
   zero_centered: bool = False,
+  where: Array | None = None,
 ) -> tuple[Array, Array]:
   """Residual addition and layer normalisation in one pass: `s = x + residual` and `layer_norm(s, ...)`.
 
@@ -97,6 +107,7 @@ def add_layer_norm(
     x: floating-point array of rank 1 or more.
     residual: array of the shape and element type of `x`.
     scale, bias, axis, epsilon, zero_centered: as `layer_norm` takes them.
+    where: the mask of `layer_norm(s, ...)`, before which XLA then adds. The sum itself knows none.
 
   Returns:
     `(layer_norm(s, ...), s)`, both like `x`; the former is computed from `s` as it is returned. Their two gradients
@@ -112,7 +123,7 @@ def add_layer_norm(
     Array([4., 8.], dtype=float32)
   """
   _check_given("add_layer_norm", residual)
-  y, total = _norm("add_layer_norm", x, residual, scale, bias, axis, epsilon, zero_centered, center=True)
+  y, total = _norm("add_layer_norm", x, residual, scale, bias, axis, epsilon, zero_centered, where, center=True)
   return y, total
 
 
@@ -125,6 +136,7 @@ def add_rms_norm(
   axis: int | Sequence[int] = -1,
   epsilon: float = 1e-6,
   zero_centered: bool = False,
+  where: Array | None = None,
 ) -> tuple[Array, Array]:
   """Residual addition and RMS normalisation in one pass: `s = x + residual` and `rms_norm(s, ...)`.
 
@@ -132,6 +144,7 @@ def add_rms_norm(
     x: floating-point array of rank 1 or more.
     residual: array of the shape and element type of `x`.
     scale, bias, axis, epsilon, zero_centered: as `rms_norm` takes them.
+    where: as in `add_layer_norm`.
 
   Returns:
     `(rms_norm(s, ...), s)`, both like `x`; the former is computed from `s` as it is returned.
@@ -145,12 +158,18 @@ def add_rms_norm(
     Array([0.84852815, 1.1313709 ], dtype=float32)
   """
   _check_given("add_rms_norm", residual)
-  y, total = _norm("add_rms_norm", x, residual, scale, bias, axis, epsilon, zero_centered, center=False)
+  y, total = _norm("add_rms_norm", x, residual, scale, bias, axis, epsilon, zero_centered, where, center=False)
   return y, total
 
 
 def adaptive_layer_norm(
-  x: Array, scale: Array, shift: Array, *, epsilon: float = 1e-6, zero_centered: bool = True
+  x: Array,
+  scale: Array,
+  shift: Array,
+  *,
+  epsilon: float = 1e-6,
+  zero_centered: bool = True,
+  where: Array | None = None,
 ) -> Array:
   """Layer normalisation over the last axis with a scale and a shift for each example: `h * (1 + scale) + shift`.
 
@@ -163,13 +182,15 @@ def adaptive_layer_norm(
     shift: array of the shape of `scale`.
     epsilon: what is added to the variance, positive.
     zero_centered: `1 + scale` is what multiplies, as is customary here; if False, it is `scale`.
+    where: booleans that broadcast to the shape of `x`, as for `layer_norm`.
 
   Returns:
     An array like `x`.
 
   Raises:
-    TypeError: an array is not floating-point.
-    ValueError: `scale` or `shift` does not fit the shape of `x`, or `epsilon` is not positive.
+    TypeError: an array is not floating-point, or `where` is not boolean.
+    ValueError: `scale` or `shift` does not fit the shape of `x`, `epsilon` is not positive, or `where` does not
+      broadcast to `x`.
 
   Example:
     >>> x = jnp.array([[[1.0, 3.0], [2.0, 6.0]]])
@@ -192,8 +213,12 @@ def adaptive_layer_norm(
       raise ValueError(
         f"{op}: {name} must have leading dimensions of x, and its last; got {a.shape} for x of shape {x.shape}"
       )
+  if where is not None:
+    where = _axes.sharded_like(x, _axes.aligned_mask(op, where, x.shape))
   if x.size == 0:
     return x
+
+  constants: Any = dict(center=True, epsilon=float(epsilon), offset=float(zero_centered))
 
   def on_shard(x: Array, *parameters: Array) -> Array:
     problems = math.prod(x.shape[:lead])
@@ -202,17 +227,19 @@ def adaptive_layer_norm(
       x.reshape(problems, -1, x.shape[-1]),
       absent(3, x.dtype),
       *(a.reshape(problems, -1) for a in parameters),
-      center=True,
-      epsilon=float(epsilon),
-      offset=float(zero_centered),
       statistics=False,
+      **constants,
     )
     return y.reshape(x.shape)
 
   free = range(x.ndim - 1)
   batch = range(lead)
   like = [_axes.sharded_like(x, a.reshape(*a.shape[:-1], *[1] * (x.ndim - a.ndim), a.shape[-1])) for a in parameters]
-  return _sharding.map_shards(on_shard, [x, *like], keep=[free, batch, batch], out_like=(0, range(x.ndim)))
+
+  def kernel(x: Array) -> Array:
+    return _sharding.map_shards(on_shard, [x, *like], keep=[free, batch, batch], out_like=(0, range(x.ndim)))
+
+  return kernel(x) if where is None else _masked(kernel, x, where, (x.ndim - 1,), *like, **constants)
 
 
 def _norm(
@@ -224,6 +251,7 @@ def _norm(
   axis: Any,
   epsilon: float,
   zero_centered: bool,
+  where: Any,
   *,
   center: bool,
 ) -> tuple[Array, ...]:
@@ -241,9 +269,12 @@ def _norm(
     if residual.shape != x.shape:
       raise ValueError(f"{op}: residual must have the shape of x, {x.shape}, got {residual.shape}")
     operands.append(_axes.sharded_like(x, residual))
+  if where is not None:
+    where = _axes.sharded_like(x, _axes.aligned_mask(op, where, x.shape))
   if x.size == 0:
     return tuple(operands)
 
+  constants: Any = dict(center=center, epsilon=float(epsilon), offset=float(zero_centered))
   order = [*(d for d in range(x.ndim) if d not in axes), *axes]
   back = [order.index(d) for d in range(x.ndim)]
   n = math.prod(shape)
@@ -255,22 +286,56 @@ def _norm(
       layer_norm_p,
       *(rows if len(rows) == 2 else (*rows, absent(3, x.dtype))),
       *(a if is_absent(a) else a.reshape(1, n) for a in (scale, bias)),
-      center=center,
-      epsilon=float(epsilon),
-      offset=float(zero_centered),
       statistics=False,
+      **constants,
     )
     local = [data[0].shape[d] for d in order]
     return tuple(y.reshape(local).transpose(back) for y in results[: len(data)])
 
-  free = [d for d in range(x.ndim) if d not in axes]
-  outs: Any = _sharding.map_shards(
-    on_shard,  # type: ignore[arg-type]
-    [*operands, scale, bias],
-    keep=[*[free] * len(operands), (), ()],
-    out_like=(0, range(x.ndim)),
-  )
-  return tuple(outs)
+  def kernel(*data: Array) -> Any:
+    free = [d for d in range(x.ndim) if d not in axes]
+    return _sharding.map_shards(
+      on_shard,  # type: ignore[arg-type]
+      [*data, scale, bias],
+      keep=[*[free] * len(data), (), ()],
+      out_like=(0, range(x.ndim)),
+    )
+
+  if where is None:
+    return tuple(kernel(*operands))
+  total = operands[0] if residual is None else as_returned(operands[0] + operands[1])
+  affine = [1 if d not in axes else n for d, n in enumerate(x.shape)]
+  parameters = [a if is_absent(a) else a.reshape(affine) for a in (scale, bias)]
+  y = _masked(lambda x: kernel(x)[0], total, where, axes, *parameters, **constants)
+  return (y,) if residual is None else (y, total)
+
+
+def _masked(
+  kernel: Callable[[Array], Array],
+  x: Array,
+  where: Array,
+  axes: tuple[int, ...],
+  scale: Array,
+  bias: Array,
+  *,
+  center: bool,
+  epsilon: float,
+  offset: float,
+) -> Array:
+  """The norm of what is not masked, by the kernel where the mask is one of rows. `scale` and `bias` broadcast to x."""
+  x = _masks.select(where, x)
+
+  def on_shard(x: Array, where: Array, scale: Array, bias: Array) -> Array:
+    y = _masks.normalized(x, where, axes, epsilon=epsilon, center=center)
+    y = y if is_absent(scale) else y * (scale + offset)
+    return (y if is_absent(bias) else y + bias).astype(x.dtype)
+
+  if _masks.is_by_row(where, axes, epsilon, x.dtype):
+    y = kernel(x)
+  else:
+    free = [d for d in range(x.ndim) if d not in axes]
+    y = _sharding.map_shards(on_shard, [x, where, scale, bias], keep=[free] * 4, out_like=(0, range(x.ndim)))
+  return _masks.select(where, y)
 
 
 def _check_given(op: str, residual: Any) -> None:

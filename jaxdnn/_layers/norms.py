@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array
 
 import jaxdnn
-from jaxdnn import _activation, _axes
+from jaxdnn import _activation, _axes, _masks
 
 Axes = int | Sequence[int]
 
@@ -28,13 +28,6 @@ def activate(y: Array, activation: str | None, residual: Any = None) -> Array:
     known = ", ".join(sorted(_activation.ACTIVATIONS))
     raise ValueError(f"activation must be None or one of {known}, got {activation!r}")
   return _activation.apply(activation, y)
-
-
-def _where(mask: Any) -> dict[str, Any]:
-  """The operators' argument, which is not there yet."""
-  if mask is None:
-    return {}
-  raise NotImplementedError("mask= is not supported yet; the library's own layer has it")
 
 
 def refuse(layer: str, **given: Any) -> None:
@@ -99,7 +92,8 @@ def layer_norm(
   of = _axes.canonical("layer_norm", features, x.ndim)
   scale, bias = (None if a is None else a.reshape([x.shape[d] for d in of]) for a in (scale, bias))
   examples = tuple(d for d in range(1, x.ndim) if d not in of)  # What instance norm reduces.
-  same: dict[str, Any] = {"epsilon": epsilon, **_where(mask)}
+  where = None if mask is None else jnp.asarray(mask, bool)
+  same: dict[str, Any] = {"epsilon": epsilon, "where": where}
   one_channel = center and len(of) == 1 and of[0] > 0
   if axes == of:
     norm = jaxdnn.layer_norm if center else jaxdnn.rms_norm
@@ -111,6 +105,7 @@ def layer_norm(
   else:
     y = jaxdnn.layer_norm(x, axis=axes, **same) if center else jaxdnn.rms_norm(x, axis=axes, **same)
     y = activate(_affine(y, of, scale, bias), activation)
+    y = y if where is None else _masks.select(where, y)
   return y.astype(dtype)
 
 
@@ -152,7 +147,7 @@ def group_norm(
     mask = jnp.broadcast_to(mask, (*moved.shape[: len(kept)], *inner)).reshape(examples, *inner)
   y = jaxdnn.group_norm(
     moved.reshape(examples, *others), groups, scale, bias, axis=1 + axes.index(channels), epsilon=epsilon,
-    activation=activation, **_where(mask),
+    activation=activation, where=None if mask is None else jnp.asarray(mask, bool),
   )  # fmt: skip
   return y.reshape(moved.shape).transpose([order.index(d) for d in range(x.ndim)]).astype(dtype)
 

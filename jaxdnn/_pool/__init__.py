@@ -7,7 +7,8 @@ sum adds. Adaptive pooling has no stride: window o of O over an extent I is [flo
 
 `geometry.py` says where windows lie and turns arguments into that; `primitives.py` holds three closed families: the
 selections (max, min) with the gather and scatter of what they selected, the sums with their adjoint, and the Lp norm
-with its tangent and adjoint; `windows.py`, `adaptive.py`, `unpool.py` and `reduce_window.py` hold the public functions.
+with its tangent and adjoint; `masked.py` pools what a mask keeps by means of these; `windows.py`, `adaptive.py`,
+`unpool.py` and `reduce_window.py` hold the public functions.
 """
 
 from jaxdnn._pool.adaptive import adaptive_avg_pool as adaptive_avg_pool

@@ -39,7 +39,7 @@ def over_windows(pool: Pool, operands: Sequence[Array], spatial: Sequence[int]) 
     if not adjacent:
       xs = tuple(x.transpose(order) for x in xs)
     trailing = xs[0].shape[lead + rank :]
-    results = pool(*(x.reshape(*x.shape[: lead + rank], math.prod(trailing)) for x in xs))
+    results = pool(*(x.reshape(*x.shape[: lead + rank], math.prod(x.shape[lead + rank :])) for x in xs))
 
     def restore(y: Array) -> Array:
       y = y.reshape(*y.shape[:-1], *trailing)

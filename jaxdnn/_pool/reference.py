@@ -181,7 +181,12 @@ def divided(y: Array, g: Geometry, divisor: float | Pairs) -> Array:
   """By a number, or by the number of each window's cells in the input and so much padding; an empty sum is 0."""
   if not isinstance(divisor, tuple):
     return y if divisor == 1 else y / jnp.asarray(divisor, y.dtype)
+  return y / jnp.maximum(cells(y, g, divisor), 1)
+
+
+def cells(y: Array, g: Geometry, counted: Pairs) -> Array:
+  """The number of each window's cells in the input and `counted` padding, of y's rank and type."""
   count = jnp.ones((1,) * y.ndim, y.dtype)
-  for axis, inside in zip(range(-g.rank - 1, -1), g.counts(divisor), strict=True):
+  for axis, inside in zip(range(-g.rank - 1, -1), g.counts(counted), strict=True):
     count = count * inside.astype(y.dtype).reshape([-1 if a == axis else 1 for a in range(-y.ndim, 0)])
-  return y / jnp.maximum(count, 1)
+  return count

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxdnn import _axes, _masks
 from jaxdnn._arguments import Padding, flag, floating, number, window_rank
-from jaxdnn._pool import primitives
+from jaxdnn._pool import masked, primitives
 from jaxdnn._pool.apply import check_number, over_windows
 from jaxdnn._pool.geometry import Geometry, Pairs, make_geometry, spatial_axes
 
@@ -27,6 +28,7 @@ def max_pool(
   ceil_mode: bool = False,
   return_indices: Literal[False] = False,
   layout: str | None = None,
+  where: Array | None = None,
 ) -> Array: ...
 @overload
 def max_pool(
@@ -39,6 +41,7 @@ def max_pool(
   ceil_mode: bool = False,
   return_indices: Literal[True],
   layout: str | None = None,
+  where: Array | None = None,
 ) -> tuple[Array, Array]: ...
 def max_pool(
   x: Array,
@@ -50,6 +53,7 @@ def max_pool(
   ceil_mode: bool = False,
   return_indices: bool = False,
   layout: str | None = None,
+  where: Array | None = None,
 ) -> Array | tuple[Array, Array]:
   """Maximum over sliding windows: `y[o] = max over k of x[o * stride - low + k * dilation]`, channel by channel.
 
@@ -68,6 +72,9 @@ def max_pool(
     return_indices: whether to return where the maxima are, too.
     layout: None, or one letter per dimension of `x`, with N the batch, C the channels and any others the spatial
       dimensions in order: "NHWC", "NCHW", "NCDHW", "NCL". Channels-first costs no transpose.
+    where: booleans that broadcast to the shape of `x`. Elements where it is False are as padding: they never win,
+      whatever they are, NaN included, and have no gradient. XLA selects before the kernel; derivatives and indices
+      take a second, of the mask, which is small where the mask has one channel.
 
   Returns:
     An array of `x`'s type and layout, of spatial extent `max(0, (input + low + high - (window - 1) * dilation - 1) //
@@ -81,14 +88,19 @@ def max_pool(
 
   Raises:
     TypeError: an argument of the wrong type.
-    ValueError: an argument of the wrong length, rank or range, or an `x` sharded along a spatial dimension.
+    ValueError: an argument of the wrong length, rank or range, a `where` that does not broadcast to `x`, or an `x`
+      sharded along a spatial dimension.
 
   Example:
-    >>> jaxdnn.max_pool(jnp.array([[[1.0], [3.0], [2.0], [5.0]]]), (2,), stride=2)
+    >>> x = jnp.array([[[1.0], [3.0], [2.0], [5.0]]])
+    >>> jaxdnn.max_pool(x, (2,), stride=2)
     Array([[[3.],
             [5.]]], dtype=float32)
+    >>> jaxdnn.max_pool(x, (2,), stride=2, where=x != 3.0)
+    Array([[[1.],
+            [5.]]], dtype=float32)
   """
-  return _select("max_pool", x, window, stride, padding, dilation, ceil_mode, return_indices, layout)
+  return _select("max_pool", x, window, stride, padding, dilation, ceil_mode, return_indices, layout, where)
 
 
 def min_pool(
@@ -101,6 +113,7 @@ def min_pool(
   ceil_mode: bool = False,
   return_indices: bool = False,
   layout: str | None = None,
+  where: Array | None = None,
 ) -> Array | tuple[Array, Array]:
   """Minimum over sliding windows: `max_pool` with the order reversed, and its arguments.
 
@@ -116,36 +129,50 @@ def min_pool(
     ceil_mode: as in `max_pool`.
     return_indices: as in `max_pool`.
     layout: as in `max_pool`.
+    where: as in `max_pool`.
 
   Returns:
     As `max_pool`.
 
   Raises:
     TypeError: an argument of the wrong type.
-    ValueError: an argument of the wrong length, rank or range, or an `x` sharded along a spatial dimension.
+    ValueError: an argument of the wrong length, rank or range, a `where` that does not broadcast to `x`, or an `x`
+      sharded along a spatial dimension.
 
   Example:
     >>> jaxdnn.min_pool(jnp.array([[[1.0], [3.0], [2.0], [5.0]]]), (2,), stride=2)
     Array([[[1.],
             [2.]]], dtype=float32)
   """
-  return _select("min_pool", x, window, stride, padding, dilation, ceil_mode, return_indices, layout)
+  return _select("min_pool", x, window, stride, padding, dilation, ceil_mode, return_indices, layout, where)
 
 
 def _select(
-  name: str, x: Any, window: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool, indices: bool, layout: Any
+  name: str,
+  x: Any,
+  window: Any,
+  stride: Any,
+  padding: Any,
+  dilation: Any,
+  ceil_mode: bool,
+  indices: bool,
+  layout: Any,
+  where: Any,
 ) -> Any:
   x, indices = check_number(name, x), flag(name, "return_indices", indices)
   spatial, geometry, _ = _windows(name, x, window, stride, padding, dilation, ceil_mode, layout)
   minimum = name == "min_pool"
 
-  def pool(x: Array) -> Any:
-    if not indices:
-      return primitives.max_pool(x, geometry=geometry, minimum=minimum)
-    y, index = primitives.indexed_max_pool(x, geometry=geometry, minimum=minimum)
-    return y, flat_indices(name, index, geometry)
+  def pool(x: Array, *mask: Array) -> Any:
+    if mask:
+      y, *index = masked.max_pool(x, *mask, geometry, minimum, indices)
+    elif indices:
+      y, *index = primitives.indexed_max_pool(x, geometry=geometry, minimum=minimum)
+    else:
+      y, index = primitives.max_pool(x, geometry=geometry, minimum=minimum), []
+    return (y, flat_indices(name, index[0], geometry)) if indices else y
 
-  return over_windows(pool, [x], spatial)
+  return over_windows(pool, [x, *_mask(name, where, x, spatial)], spatial)
 
 
 def flat_indices(name: str, index: Array, g: Geometry) -> Array:
@@ -177,6 +204,7 @@ def avg_pool(
   count_include_pad: bool = True,
   divisor_override: float | None = None,
   layout: str | None = None,
+  where: Array | None = None,
 ) -> Array:
   """Average over sliding windows: `y[o] = sum over k of x[o * stride - low + k * dilation] / count`.
 
@@ -192,31 +220,43 @@ def avg_pool(
       input). False: it is the number of the window's cells that lie inside `x`.
     divisor_override: None, or the number that takes the place of `count`.
     layout: as in `max_pool`.
+    where: booleans that broadcast to the shape of `x`. Elements where it is False are not summed, whatever they are,
+      NaN included, have no gradient, and do not count; padding counts as before. The average then is two sums by the
+      kernel, of the selected elements, of which those of 16 bits become float32 arrays, and of the mask; one sum with
+      `divisor_override`.
 
   Returns:
-    An array of `x`'s type and layout, of spatial extent as in `max_pool`. A window that holds nothing but padding
-    gives 0. The 16-bit types are summed in float32.
+    An array of `x`'s type and layout, of spatial extent as in `max_pool`. A window that holds nothing but padding and
+    masked elements gives 0. The 16-bit types are summed in float32.
 
   Raises:
     TypeError: an argument of the wrong type.
-    ValueError: an argument of the wrong length, rank or range, or an `x` sharded along a spatial dimension.
+    ValueError: an argument of the wrong length, rank or range, a `where` that does not broadcast to `x`, or an `x`
+      sharded along a spatial dimension.
 
   Example:
     >>> jaxdnn.avg_pool(jnp.array([[[1.0], [3.0], [2.0]]]), (2,), padding="SAME", count_include_pad=False)
     Array([[[2. ],
             [2.5],
             [2. ]]], dtype=float32)
+    >>> jaxdnn.avg_pool(jnp.array([[[1.0], [3.0], [jnp.nan]]]), (3,), where=jnp.array([[True], [True], [False]]))
+    Array([[[2.]]], dtype=float32)
   """
   name = "avg_pool"
   x = floating(name, "x", x)
   count_include_pad = flag(name, "count_include_pad", count_include_pad)
   spatial, geometry, padded = _windows(name, x, window, stride, padding, dilation, ceil_mode, layout)
+  counted = padded if count_include_pad else ((0, 0),) * geometry.rank
   if divisor_override is not None:
     divisor: float | Pairs = _positive(name, "divisor_override", divisor_override)
+  elif where is not None:
+    return over_windows(  # type: ignore[no-any-return]
+      lambda x, mask: masked.avg_pool(x, mask, geometry, counted), [x, *_mask(name, where, x, spatial)], spatial
+    )
   else:
-    divisor = _count(geometry, padded if count_include_pad else ((0, 0),) * geometry.rank)
+    divisor = _count(geometry, counted)
   return over_windows(  # type: ignore[no-any-return]
-    lambda x: primitives.sum_pool_in_passes(x, geometry=geometry, divisor=divisor), [x], spatial
+    lambda x: primitives.sum_pool_in_passes(x, geometry=geometry, divisor=divisor), [_kept(name, where, x)], spatial
   )
 
 
@@ -229,6 +269,7 @@ def sum_pool(
   dilation: int | Sequence[int] = 1,
   ceil_mode: bool = False,
   layout: str | None = None,
+  where: Array | None = None,
 ) -> Array:
   """Sum over sliding windows: `avg_pool` without the division.
 
@@ -240,13 +281,16 @@ def sum_pool(
     dilation: as in `max_pool`.
     ceil_mode: as in `max_pool`.
     layout: as in `max_pool`.
+    where: booleans that broadcast to the shape of `x`. Elements where it is False are not summed, whatever they are,
+      NaN included, and have no gradient: XLA selects before the kernel.
 
   Returns:
     As `avg_pool`. Integers are summed in their own type.
 
   Raises:
     TypeError: an argument of the wrong type.
-    ValueError: an argument of the wrong length, rank or range, or an `x` sharded along a spatial dimension.
+    ValueError: an argument of the wrong length, rank or range, a `where` that does not broadcast to `x`, or an `x`
+      sharded along a spatial dimension.
 
   Example:
     >>> jaxdnn.sum_pool(jnp.array([[[1.0], [3.0], [2.0]]]), (2,))
@@ -256,7 +300,7 @@ def sum_pool(
   x = check_number("sum_pool", x)
   spatial, geometry, _ = _windows("sum_pool", x, window, stride, padding, dilation, ceil_mode, layout)
   return over_windows(  # type: ignore[no-any-return]
-    lambda x: primitives.sum_pool_in_passes(x, geometry=geometry, divisor=1.0), [x], spatial
+    lambda x: primitives.sum_pool_in_passes(x, geometry=geometry, divisor=1.0), [_kept("sum_pool", where, x)], spatial
   )
 
 
@@ -270,6 +314,7 @@ def lp_pool(
   dilation: int | Sequence[int] = 1,
   ceil_mode: bool = False,
   layout: str | None = None,
+  where: Array | None = None,
 ) -> Array:
   """Norm of sliding windows: `y[o] = (sum over k of |x[o * stride - low + k * dilation]|^power)^(1 / power)`.
 
@@ -286,13 +331,15 @@ def lp_pool(
     dilation: as in `max_pool`.
     ceil_mode: as in `max_pool`.
     layout: as in `max_pool`.
+    where: as in `sum_pool`.
 
   Returns:
     An array of `x`'s type and layout. Where it is 0, its derivatives are 0.
 
   Raises:
     TypeError: an argument of the wrong type.
-    ValueError: an argument of the wrong length, rank or range, or an `x` sharded along a spatial dimension.
+    ValueError: an argument of the wrong length, rank or range, a `where` that does not broadcast to `x`, or an `x`
+      sharded along a spatial dimension.
 
   Example:
     >>> jaxdnn.lp_pool(jnp.array([[[3.0], [4.0]]]), (2,))
@@ -303,7 +350,7 @@ def lp_pool(
   power = _positive(name, "power", power)
   spatial, geometry, _ = _windows(name, x, window, stride, padding, dilation, ceil_mode, layout)
   return over_windows(  # type: ignore[no-any-return]
-    lambda x: primitives.lp_pool(x, geometry=geometry, power=power), [x], spatial
+    lambda x: primitives.lp_pool(x, geometry=geometry, power=power), [_kept(name, where, x)], spatial
   )
 
 
@@ -315,6 +362,15 @@ def _windows(
   extent = tuple(x.shape[d] for d in spatial)
   geometry, padded = make_geometry(name, extent, window, stride, padding, dilation, flag(name, "ceil_mode", ceil_mode))
   return spatial, geometry, padded
+
+
+def _mask(name: str, where: Any, x: Array, spatial: tuple[int, ...]) -> list[Array]:
+  return [] if where is None else [masked.spread(name, where, x, spatial)]
+
+
+def _kept(name: str, where: Any, x: Array) -> Array:
+  """`x`, and 0 where there is a mask that is False."""
+  return x if where is None else _masks.select(_axes.sharded_like(x, _axes.aligned_mask(name, where, x.shape)), x)
 
 
 def _count(g: Geometry, counted: Pairs) -> float | Pairs:

@@ -178,7 +178,7 @@ class LayerNorm(nn.LayerNorm):
 
   @nn.compact
   def __call__(self, x: Array, *, mask: Array | None = None) -> Array:
-    """An array like `x`, of the layer's `dtype`. `mask` is not supported yet."""
+    """An array like `x`, of the layer's `dtype`. 0, and not in the statistics, where `mask` is False."""
     return _layer_norm(self, x, self.reduction_axes, self.use_bias, mask)
 
 
@@ -191,7 +191,7 @@ class RMSNorm(nn.RMSNorm):
 
   @nn.compact
   def __call__(self, x: Array, *, mask: Array | None = None) -> Array:
-    """An array like `x`, of the layer's `dtype`. `mask` is not supported yet."""
+    """An array like `x`, of the layer's `dtype`. 0, and not in the statistics, where `mask` is False."""
     return _layer_norm(self, x, self.reduction_axes, False, mask, center=False)
 
 
@@ -210,7 +210,7 @@ class GroupNorm(nn.GroupNorm):
 
   @nn.compact
   def __call__(self, x: Array, *, mask: Array | None = None) -> Array:
-    """An array like `x`, of the layer's `dtype`. `mask` is not supported yet."""
+    """An array like `x`, of the layer's `dtype`. 0, and not in the statistics, where `mask` is False."""
     norms.refuse("GroupNorm", axis_name=self.axis_name, axis_index_groups=self.axis_index_groups)
     if (self.num_groups is None) == (self.group_size is None):
       raise ValueError(
@@ -241,7 +241,7 @@ class InstanceNorm(nn.InstanceNorm):
 
   @nn.compact
   def __call__(self, x: Array, *, mask: Array | None = None) -> Array:
-    """An array like `x`, of the layer's `dtype`. `mask` is not supported yet."""
+    """An array like `x`, of the layer's `dtype`. 0, and not in the statistics, where `mask` is False."""
     axes = norms.instance_axes(self.feature_axes, x.ndim)
     return _layer_norm(self, x, axes, self.use_bias, mask, activation=self.activation)
 
