@@ -20,44 +20,14 @@ ACTIVATIONS = {"relu": nn.relu, "clipped_relu": nn.relu6, None: lambda x: x}
 
 
 class BatchNorm(nn.BatchNorm):
-  """Flax's, and what follows it: the residual, and the activation; with `ours` all in one kernel."""
+  """Flax's, and what follows it: the residual and the activation, which in `jaxdnn.linen.BatchNorm` are one kernel."""
 
-  ours: bool = False
   activation: str | None = None
 
   @nn.compact
-  def __call__(self, x: Array, residual: Array | None = None) -> Array:
-    if not self.ours:
-      y = super().__call__(x)
-      return ACTIVATIONS[self.activation](y if residual is None else y + residual)
-    shape = x.shape[-1:]
-    mean = self.variable("batch_stats", "mean", jnp.zeros, shape, jnp.float32)
-    var = self.variable("batch_stats", "var", jnp.ones, shape, jnp.float32)
-    scale = self.param("scale", self.scale_init, shape, jnp.float32)
-    bias = self.param("bias", self.bias_init, shape, jnp.float32)
-    y, stats = jaxdnn.batch_norm(
-      x, scale, bias, epsilon=self.epsilon, activation=self.activation, residual=residual
-    )
-    if not self.is_initializing():
-      mean.value, var.value = jaxdnn.update_running_stats(
-        (mean.value, var.value), stats, momentum=self.momentum, convention="flax"
-      )
-    return y
-
-
-class LayerNorm(nn.LayerNorm):
-  """Flax's, or with `ours` the same by `jaxdnn.layer_norm`."""
-
-  ours: bool = False
-
-  @nn.compact
-  def __call__(self, x: Array) -> Array:
-    if not self.ours:
-      return super().__call__(x)
-    shape = x.shape[-1:]
-    scale = self.param("scale", self.scale_init, shape, jnp.float32)
-    bias = self.param("bias", self.bias_init, shape, jnp.float32)
-    return jaxdnn.layer_norm(x, scale, bias, epsilon=self.epsilon)
+  def __call__(self, x: Array, *, residual: Array | None = None) -> Array:
+    y = super().__call__(x)
+    return ACTIVATIONS[self.activation](y if residual is None else y + residual)
 
 
 class Network(nn.Module):
@@ -74,10 +44,9 @@ class Network(nn.Module):
       conv_general_dilated=self.conv_general_dilated, **options,
     )  # fmt: skip
 
-  def batch_norm(self, activation: str | None, **options: Any) -> BatchNorm:
-    return BatchNorm(
-      use_running_average=False, momentum=0.9, dtype=self.dtype, ours=self.ours, activation=activation, **options
-    )
+  def batch_norm(self, activation: str | None, **options: Any) -> nn.BatchNorm:
+    layer = jaxdnn.linen.BatchNorm if self.ours else BatchNorm
+    return layer(use_running_average=False, momentum=0.9, dtype=self.dtype, activation=activation, **options)
 
   def classify(self, x: Array) -> Array:
     return nn.Dense(self.classes, dtype=self.dtype)(x.mean((1, 2))).astype(jnp.float32)
@@ -117,7 +86,7 @@ class ConvNeXt(Network):
 
   @nn.compact
   def __call__(self, x: Array) -> Array:
-    norm = partial(LayerNorm, epsilon=1e-6, dtype=self.dtype, ours=self.ours)
+    norm = partial(jaxdnn.linen.LayerNorm if self.ours else nn.LayerNorm, epsilon=1e-6, dtype=self.dtype)
     dense, gelu = partial(nn.Dense, dtype=self.dtype), jaxdnn.gelu if self.ours else nn.gelu
     x = norm()(self.conv(self.width, 4, 4, padding="VALID")(x.astype(self.dtype)))
     for stage, blocks in enumerate(self.stages):
@@ -151,5 +120,5 @@ class MobileNetV2(Network):
         y = x if expansion == 1 else self.batch_norm("clipped_relu")(conv(width, 1)(x))
         y = self.batch_norm("clipped_relu")(conv(width, 3, stride, padding=1, feature_group_count=width)(y))
         residual = x if stride == 1 and features == x.shape[-1] else None
-        x = self.batch_norm(None)(conv(features, 1)(y), residual)
+        x = self.batch_norm(None)(conv(features, 1)(y), residual=residual)
     return self.classify(self.batch_norm("clipped_relu")(conv(self.last, 1)(x)))

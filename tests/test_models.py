@@ -14,6 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+import jaxdnn.linen  # noqa: E402
 from benchmarks import models, networks  # noqa: E402
 
 # The number of parameters that the papers' authors give for their networks.
@@ -105,10 +106,10 @@ def test_trial_run(tmp_path):
 def test_batch_norm_keeps_running_statistics():
   x = jnp.asarray(np.random.default_rng(0).standard_normal((3, 4, 4, 5), np.float32))
   found = []
-  for ours in (False, True):
-    norm = networks.BatchNorm(use_running_average=False, momentum=0.9, ours=ours, activation="clipped_relu")
+  for layer in (networks.BatchNorm, jaxdnn.linen.BatchNorm):
+    norm = layer(use_running_average=False, momentum=0.9, activation="clipped_relu")
     variables = norm.init(jax.random.key(0), x)
-    found.append(norm.apply(variables, 4 * x, x, mutable=["batch_stats"]))
+    found.append(norm.apply(variables, 4 * x, residual=x, mutable=["batch_stats"]))
   (want, want_rest), (got, rest) = found
   np.testing.assert_allclose(got, want, atol=1e-5)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), rest, want_rest)
