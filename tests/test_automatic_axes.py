@@ -41,6 +41,8 @@ BATCH = P("data")
 NAMES = [*OPERATORS, *MORE]
 # Bits of examples share bytes.
 RAGGED = {"relu"}
+# Statistics of masked elements are plain jnp, which XLA divides by itself.
+WITHOUT_KERNEL = {"layer_norm_where", "group_norm_where"}
 
 
 @pytest.fixture
@@ -96,7 +98,7 @@ def test_values_and_collectives(name):
   close(y, f(*args))
   close(f(*placed), f(*args))
   assert y.sharding.is_equivalent_to(NamedSharding(mesh_of(DEVICES), BATCH), y.ndim)
-  assert "CustomSPMDPartitioning" in jax.jit(f).lower(*placed).as_text()
+  assert ("CustomSPMDPartitioning" in jax.jit(f).lower(*placed).as_text()) == (name not in WITHOUT_KERNEL)
   assert collectives(f, *placed) == []
   argnums = tuple(range(len(args)))
   close(jax.jit(jax.grad(loss(f), argnums))(*placed), jax.grad(loss(f), argnums)(*args))

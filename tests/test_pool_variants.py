@@ -26,25 +26,25 @@ def ceil_extent(i, w, s, lo, hi, d):
 @pytest.mark.parametrize("padding", [((0, 0),), ((1, 1),), ((1, 0),), ((0, 2),), ((1, 8),)], ids=str)
 def test_ceil_mode(stride, padding):
   (lo, hi) = padding[0]
-  for i, w, d in itertools.product((3, 7, 8), (2, 3), (1, 2)):
-    if (w - 1) * d + 1 > i + lo + hi:
-      continue
-    x = sample((1, i, 2), "float64")
-    arguments = {"stride": stride, "padding": padding, "dilation": d, "ceil_mode": True}
+  sizes = [(i, w, d) for i, w, d in itertools.product((3, 7, 8), (2, 3), (1, 2)) if (w - 1) * d < i + lo + hi]
+  arrays = {i: sample((1, i, 2), "float64") for i in (3, 7, 8)}
+
+  @jax.jit
+  def all_pools(arrays):
+    pools = []
+    for i, w, d in sizes:
+      arguments = {"stride": stride, "padding": padding, "dilation": d, "ceil_mode": True}
+      average = functools.partial(jaxdnn.avg_pool, arrays[i], (w,), **arguments)
+      most = jaxdnn.max_pool(arrays[i], (w,), **arguments)
+      pools.append((most, average(), average(count_include_pad=False), average(divisor_override=1.5)))
+    return pools
+
+  for (i, w, d), (most, including, excluding, by_override) in zip(sizes, all_pools(arrays), strict=True):
     outputs = ceil_extent(i, w, stride, lo, hi, d)
     more = (outputs - 1) * stride + (w - 1) * d + 1 - i - lo
-    g = np.ones((1, outputs, 2))
+    x, g = arrays[i], np.ones((1, outputs, 2))
     want, _ = pool_oracle.max_pool(x, g, (w,), (stride,), ((lo, more),), (d,))
     total = w * pool_oracle.avg_pool(x, g, (w,), (stride,), ((lo, more),), (d,), True)[0]
-    average = functools.partial(jaxdnn.avg_pool, window=(w,), **arguments)
-    most, including, excluding, by_override = jax.jit(
-      lambda x: (
-        jaxdnn.max_pool(x, (w,), **arguments),  # noqa: B023
-        average(x),  # noqa: B023
-        average(x, count_include_pad=False),  # noqa: B023
-        average(x, divisor_override=1.5),  # noqa: B023
-      )
-    )(x)
     np.testing.assert_array_equal(most, want)
     np.testing.assert_allclose(by_override, total / 1.5, rtol=1e-12, atol=1e-14)
     for include, got in ((True, including), (False, excluding)):
@@ -52,8 +52,12 @@ def test_ceil_mode(stride, padding):
         sum(-lo * include <= o * stride - lo + k * d < i + hi * include for k in range(w)) for o in range(outputs)
       ]
       np.testing.assert_allclose(got, total / np.maximum(count, 1)[:, None], rtol=1e-12, atol=1e-14)
-    if (w, d) == (3, 2):
-      check_grads(jax.jit(average), (x,), 2)
+
+
+@pytest.mark.parametrize("padding", [((0, 0),), ((1, 8),)], ids=str)
+def test_derivatives_in_ceil_mode(padding):
+  average = functools.partial(jaxdnn.avg_pool, window=(3,), stride=2, padding=padding, dilation=2, ceil_mode=True)
+  check_grads(jax.jit(average), (sample((1, 8, 2), "float64"),), 2)
 
 
 # Indices and unpooling -----------------------------------------------------------------------------------------------
