@@ -1,18 +1,19 @@
 """docs/conventions.md row by row, here the layers for Flax, Haiku and Equinox."""
 
-import equinox as eqx
 import flax.linen as nn
-import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-import jaxdnn
-from conventions import close
-from jaxdnn import equinox as jeqx
-from jaxdnn import haiku as jhk
-from jaxdnn import linen as jnn
-from layer_checks import as_users_have_it, random
+eqx, hk = pytest.importorskip("equinox"), pytest.importorskip("haiku")
+
+import jaxdnn  # noqa: E402
+from conventions import close  # noqa: E402
+from jaxdnn import equinox as jeqx  # noqa: E402
+from jaxdnn import haiku as jhk  # noqa: E402
+from jaxdnn import linen as jnn  # noqa: E402
+from layer_checks import as_users_have_it, random  # noqa: E402
 
 assert as_users_have_it  # A fixture.
 

@@ -3,15 +3,16 @@
 import io
 from functools import partial
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxdnn import equinox as jeqx
-from jaxdnn import local_response_norm
-from layer_checks import as_users_have_it, assert_close, primitives, random, random_like, value_and_gradients
+eqx = pytest.importorskip("equinox")
+
+from jaxdnn import equinox as jeqx  # noqa: E402
+from jaxdnn import local_response_norm  # noqa: E402
+from layer_checks import as_users_have_it, assert_close, primitives, random, random_like, value_and_gradients  # noqa: E402
 
 assert as_users_have_it  # A fixture.
 

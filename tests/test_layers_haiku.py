@@ -1,14 +1,15 @@
 """`jaxdnn.haiku`: each module beside Haiku's, with the same arguments, parameters and state."""
 
-import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxdnn import haiku as jhk
-from jaxdnn import local_response_norm
-from layer_checks import as_users_have_it, assert_close, primitives, random, random_like, value_and_gradients
+hk = pytest.importorskip("haiku")
+
+from jaxdnn import haiku as jhk  # noqa: E402
+from jaxdnn import local_response_norm  # noqa: E402
+from layer_checks import as_users_have_it, assert_close, primitives, random, random_like, value_and_gradients  # noqa: E402
 
 assert as_users_have_it  # A fixture.
 
