@@ -28,6 +28,16 @@ LOWERED = {
     [X, ((4,), F32), ((4,), F32)],
     ["jaxdnn.layer_norm.v1", "jaxdnn.layer_norm_bwd.v1"],
   ),
+  "layer_norm_of_rows": (
+    lambda x, s: jaxdnn.layer_norm(x, s, where=x[..., :1] > 0),
+    [X, ((4,), F32)],
+    ["jaxdnn.layer_norm.v1", "jaxdnn.layer_norm_bwd.v1"],
+  ),
+  "max_pool_where": (
+    lambda x: jaxdnn.max_pool(x, (2, 2), stride=2, where=x[..., :1] > 0),
+    [X],
+    ["jaxdnn.max_pool.v2", "jaxdnn.max_pool.v2", "jaxdnn.pool_scatter.v2"],
+  ),
   "max_pool": (
     lambda x: jaxdnn.max_pool(x, (2, 2), stride=2),
     [X],
