@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxdnn import _activation, _axes, _extension, _masks, _primitive, _sharding
+from jaxdnn import _activation, _extension, _masks, _primitive, _sharding
 from jaxdnn._arguments import number
 
 # Public functions ----------------------------------------------------------------------------------------------------
@@ -141,8 +141,8 @@ def _apply(
   bias = _parameter(op, "bias", bias, channels, wide, 0)
   fused = activation if activation in FUSED else "identity"
   masks = []
+  where = _masks.beside(op, where, x)
   if where is not None:
-    where = _axes.sharded_like(x, _axes.aligned_mask(op, where, x.shape))
     x = _masks.select(where, x)
     own = (0, channel_axis) if groups == channels else (0,)
     if not _masks.is_by_row(where, [d for d in range(x.ndim) if d not in own], epsilon, x.dtype):

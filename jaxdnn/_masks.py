@@ -7,12 +7,18 @@ and `normalized` where they are not.
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxdnn import _primitive
+from jaxdnn import _axes, _primitive
+
+
+def beside(op: str, where: Any, x: Array) -> Array | None:
+  """The mask that `op` is given for `x`, of its rank and sharded as it is; None if there is none."""
+  return None if where is None else _axes.sharded_like(x, _axes.aligned_mask(op, where, x.shape))
 
 
 def select(where: Array, x: Array) -> Array:

@@ -213,8 +213,7 @@ def adaptive_layer_norm(
       raise ValueError(
         f"{op}: {name} must have leading dimensions of x, and its last; got {a.shape} for x of shape {x.shape}"
       )
-  if where is not None:
-    where = _axes.sharded_like(x, _axes.aligned_mask(op, where, x.shape))
+  where = _masks.beside(op, where, x)
   if x.size == 0:
     return x
 
@@ -269,8 +268,7 @@ def _norm(
     if residual.shape != x.shape:
       raise ValueError(f"{op}: residual must have the shape of x, {x.shape}, got {residual.shape}")
     operands.append(_axes.sharded_like(x, residual))
-  if where is not None:
-    where = _axes.sharded_like(x, _axes.aligned_mask(op, where, x.shape))
+  where = _masks.beside(op, where, x)
   if x.size == 0:
     return tuple(operands)
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxdnn import _axes, _masks
+from jaxdnn import _masks
 from jaxdnn._arguments import Padding, flag, floating, number, window_rank
 from jaxdnn._pool import masked, primitives
 from jaxdnn._pool.apply import check_number, over_windows
@@ -370,7 +370,8 @@ def _mask(name: str, where: Any, x: Array, spatial: tuple[int, ...]) -> list[Arr
 
 def _kept(name: str, where: Any, x: Array) -> Array:
   """`x`, and 0 where there is a mask that is False."""
-  return x if where is None else _masks.select(_axes.sharded_like(x, _axes.aligned_mask(name, where, x.shape)), x)
+  where = _masks.beside(name, where, x)
+  return x if where is None else _masks.select(where, x)
 
 
 def _count(g: Geometry, counted: Pairs) -> float | Pairs:
