@@ -344,4 +344,4 @@ for name, package in [("linen.layers", "flax"), ("nnx", "flax"), ("haiku", "dm-h
   else:
     raise AssertionError(name)
 """
-  subprocess.run([sys.executable, "-c", code], check=True)
+  subprocess.run([sys.executable, "-P", "-c", code], check=True)
