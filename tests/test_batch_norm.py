@@ -284,9 +284,9 @@ def test_every_width(first):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_blocks_that_see_to_their_channels_alone(dtype):
   """Of one vector a thread and more, in both layouts, whole and ragged, with a rest of the tile and without."""
-  last = [Case((rows, c)) for rows in (1, 8, 65, 129, 600) for c in (8, 40, 1000)]
+  last = [Case((rows, c)) for rows in (1, 8, 16, 17, 65, 129, 600) for c in (8, 40, 1000)]
   first = [Case((n, 5, s), 1) for n in (1, 33) for s in (2, 9, 49, 64, 289)]
-  check_cases([*last, *first], dtype)
+  check_cases([*last, *first, Case((3, 12, 24), (0, 2))], dtype)
 
 
 @pytest.mark.gpu

@@ -161,4 +161,18 @@ struct Slabs {
   }
 };
 
+// Where a unit of the work lies that parameters divide into strips, of segments of lines, of planes, of images.
+struct Where {
+  int strip, segment, plane, image;
+};
+
+template <class Params>
+__device__ __forceinline__ Where Locate(const Params& p, int unit) {
+  Where at;
+  unit = p.strips.Div(unit, &at.strip);
+  unit = p.segments.Div(unit, &at.segment);
+  at.image = p.planes.Div(unit, &at.plane);
+  return at;
+}
+
 }  // namespace jaxdnn::conv

@@ -87,10 +87,7 @@ __global__ void __launch_bounds__(kDepthwiseThreads, R::kBlocks)
   float2 sums[kLines][kColumns] = {};
 #pragma unroll 1
   for (int id = split * kDepthwiseWarps + warp; id < p.units; id += p.splits * kDepthwiseWarps) {
-    int strips, segment, plane;
-    int image = p.strips.Div(id, &strips);
-    image = p.segments.Div(image, &segment);
-    image = p.planes.Div(image, &plane);
+    const auto [strips, segment, plane, image] = Locate(p, id);
     const int column0 = strips * L::kStrips * kStrip, columns = p.at[2].out - column0 - within * kStrip;
     const int x_plane = p.at[0].axis.Origin(plane) + p.at[0].axis.tap_step * plane_tap;
     const int x_line = p.at[1].axis.offset, x_lines = p.at[1].axis.extent;

@@ -197,12 +197,10 @@ template <class T>
 __global__ void __launch_bounds__(kDepthwiseThreads, 4)
     SpreadKernel(const __grid_constant__ DataParams p, const char* in, const char* filter, char* out) {
   constexpr int kStrip = Spread::kStrip;
-  int quad, segment, strip, plane;
-  int image = p.slabs.thread.Div(static_cast<int>(blockIdx.x) * kDepthwiseThreads + threadIdx.x, &quad);
-  if (image >= p.units) return;
-  image = p.strips.Div(image, &strip);
-  image = p.segments.Div(image, &segment);
-  image = p.planes.Div(image, &plane);
+  int quad;
+  const int unit = p.slabs.thread.Div(static_cast<int>(blockIdx.x) * kDepthwiseThreads + threadIdx.x, &quad);
+  if (unit >= p.units) return;
+  const auto [strip, segment, plane, image] = Locate(p, unit);
   const int64_t problem = p.images.Div(image);
   const int channel = kQuad * quad, lines = p.at[1].axis.extent;
   const int line_lead = Spread::Lead(p.at[1].axis), column_lead = Spread::Lead(p.at[2].axis);

@@ -50,11 +50,8 @@ __global__ void __launch_bounds__(VolumeTile::kMostThreads, 1)
   constexpr int kTaps = VolumeTile::kTaps, kStrip = VolumeTile::kStrip, kStages = VolumeTile::kStages,
                 kWidth = kStrip + kTaps - 1;
   extern __shared__ __align__(16) char shared[];
-  int slab, strips, segment, plane, lane;
-  int image = p.slabs.count.Div(static_cast<int>(blockIdx.x), &slab);
-  image = p.strips.Div(image, &strips);
-  image = p.segments.Div(image, &segment);
-  image = p.planes.Div(image, &plane);
+  int slab, lane;
+  const auto [strips, segment, plane, image] = Locate(p, p.slabs.count.Div(static_cast<int>(blockIdx.x), &slab));
   const int64_t problem = p.images.Div(image);
   const int within = tile.pairs.Div(static_cast<int>(threadIdx.x), &lane), pair = slab * tile.width + lane;
   const int tile0 = strips * tile.strips * kStrip, column0 = tile0 + within * kStrip;

@@ -64,10 +64,7 @@ __global__ void __launch_bounds__(VolumeTile::kMostThreads, 1)
   float2 sums[kTaps][kTaps][kTaps] = {};
 #pragma unroll 1
   for (int id = split; id < p.units; id += p.splits) {
-    int strips, segment, plane;
-    int image = p.strips.Div(id, &strips);
-    image = p.segments.Div(image, &segment);
-    image = p.planes.Div(image, &plane);
+    const auto [strips, segment, plane, image] = Locate(p, id);
     const int column0 = strips * tile.strips * kStrip,
               columns = there ? p.at[2].out - column0 - within * kStrip : kStrip;
     const int line0 = segment * p.segment, lines = min(p.segment, p.at[1].out - line0);

@@ -39,11 +39,8 @@ __global__ void __launch_bounds__(U::kThreads, U::kBlocks)
                 kSize = sizeof(T);
   extern __shared__ __align__(16) char shared[];
   UnalignedRing<U::kStages> ring(shared, tile.threads);
-  int slab, strips, segment, plane, channel;
-  int image = p.slabs.count.Div(static_cast<int>(blockIdx.x), &slab);
-  image = p.strips.Div(image, &strips);
-  image = p.segments.Div(image, &segment);
-  image = p.planes.Div(image, &plane);
+  int slab, channel;
+  const auto [strips, segment, plane, image] = Locate(p, p.slabs.count.Div(static_cast<int>(blockIdx.x), &slab));
   const int64_t problem = p.images.Div(image);
   const int line0 = segment * p.segment, steps = min(p.segment, p.whole[1].count - line0) + kSums - 1;
   const int tile0 = strips * tile.strips * kStrip, first = p.whole[2].origin + kStride * tile0;

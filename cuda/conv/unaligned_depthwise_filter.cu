@@ -44,10 +44,7 @@ __global__ void __launch_bounds__(U::kThreads, U::kBlocks)
   float sums[kTaps][kTaps] = {};
 #pragma unroll 1
   for (int id = split; id < p.units; id += p.splits) {
-    int strips, segment, plane;
-    int image = p.strips.Div(id, &strips);
-    image = p.segments.Div(image, &segment);
-    image = p.planes.Div(image, &plane);
+    const auto [strips, segment, plane, image] = Locate(p, id);
     const int x_plane = p.at[0].axis.Origin(plane);
     // Steps whose lines of x are zeros add nothing; those before `begin` fetch lines of y.
     const int begin = max(segment * p.segment, max(-x_line / kStride, 0)), first = begin - (kHeld - 1);
