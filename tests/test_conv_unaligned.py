@@ -91,6 +91,9 @@ CASES = [
   _("3d", 1, (5, 4, 6), 11, (3, 3, 3), 19, padding=((1, 1),) * 3),
   _("3d_dilated", 1, (5, 7, 9), 83, (2, 3, 2), 75, padding=((1, 2), (1, 0), (1, 1)), rhs_dilation=(2, 2, 1)),
   _("long", 90, (28, 28), 65, (3, 3), 65, padding=SAME3),
+  _("long_c64k65", 80, (28, 30), 64, (3, 3), 65, padding=SAME3),
+  _("long_c33k35", 80, (28, 30), 33, (3, 3), 35, padding=SAME3),
+  _("long_1x1", 80, (30, 30), 67, (1, 1), 41),
   _("parts", 17, (1 << 19,), 1, (3,), 2),
 ]
 # Elements of the input beyond the edges: in all dimensions and in some, beyond one edge, as far as there are any, and
@@ -107,6 +110,7 @@ PADDED = [
   _("wide_line", 1, (4, 400), 37, (3, 3), 41, padding=SAME3, padding_mode=("reflect", "circular")),
   _("3d", 2, (5, 4, 6), 11, (3, 3, 3), 19, padding=((1, 1),) * 3, padding_mode=("circular", "reflect", "zeros")),
 ]
+LONG_PADDED = _("long", 80, (28, 28), 36, (3, 3), 37, padding=SAME3, padding_mode=("circular", "reflect"))
 
 
 def check(case, dtype, out_dtype, draw=coarse):
@@ -149,6 +153,12 @@ def test_padding_that_is_not_zeros(case):
     assert check(case, dtype, dtype) == 3
 
 
+@pytest.mark.gpu
+def test_padding_of_many_images():
+  for dtype in ("bfloat16", "float32"):
+    assert check(LONG_PADDED, dtype, dtype) == 3
+
+
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_elements_beyond_edges_are_found_where_they_are(direction, dtype):
@@ -167,7 +177,7 @@ def test_elements_beyond_edges_are_found_where_they_are(direction, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.sanitize
-@pytest.mark.parametrize("case", [CASES[0], CASES[4], CASES[10], CASES[16]], ids=lambda c: c.name)
+@pytest.mark.parametrize("case", [CASES[0], CASES[1], CASES[4], CASES[10], CASES[16]], ids=lambda c: c.name)
 def test_kernels_under_the_sanitizer(case):
   for dtype in ("bfloat16", "float32"):
     assert check(case, dtype, dtype) == 3

@@ -43,6 +43,24 @@ __device__ __forceinline__ uint32_t LoadWord(uint32_t shared) {
   return word;
 }
 
+// An element of 2 or 4 bytes.
+template <class T>
+__device__ __forceinline__ T LoadElement(uint32_t shared) {
+  T value;
+  if constexpr (sizeof(T) == 2)
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(reinterpret_cast<uint16_t&>(value)) : "r"(shared) : "memory");
+  else
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(reinterpret_cast<uint32_t&>(value)) : "r"(shared) : "memory");
+  return value;
+}
+template <class T>
+__device__ __forceinline__ void StoreElement(uint32_t shared, const T& value) {
+  if constexpr (sizeof(T) == 2)
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(shared), "h"(reinterpret_cast<const uint16_t&>(value)) : "memory");
+  else
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(shared), "r"(reinterpret_cast<const uint32_t&>(value)) : "memory");
+}
+
 // Four 8x8 matrices of 16-bit elements; lane i gives the address of row i % 8 of matrix i / 8. Of each matrix, or of
 // its transpose, lane i then holds the elements 2 (i % 4) and 2 (i % 4) + 1 of row i / 4: of an 8x4 matrix of floats
 // that is element i % 4.

@@ -18,10 +18,9 @@ struct AlignedArray {
 };
 
 // Two warpgroups multiply, two bring strips.
-template <class In_, bool kResident_>
+template <class In_>
 struct UnalignedTile {
   using In = In_;
-  static constexpr bool kResident = kResident_;
   static constexpr int kColumns = UnalignedPlan::kColumns, kWarpgroup = 128;
   static constexpr int kWarpgroupRows = UnalignedPlan::kWarpgroupRows, kBlocks = kWarpgroupRows / 64;
   static constexpr int kConsumers = UnalignedPlan::kWarpgroups * kWarpgroup, kStripThreads = 2 * kWarpgroup;
@@ -45,7 +44,7 @@ struct UnalignedParams {
   int planes;                                   // of the result, of all images
   Edges edges[kRank];                           // of the operand
   int pad[kRank], dilation[kRank], out[kRank];  // and the result's extents
-  int pixels, strip_bytes, slab_bytes, slabs, staged_bytes;
+  int pixels, strip_bytes, slab_bytes, slabs;
 };
 
 inline UnalignedParams RowParams(const Problem& problem, const UnalignedRows& rows) {
@@ -70,15 +69,12 @@ inline UnalignedParams RowParams(const Problem& problem, const UnalignedRows& ro
 template <class T>
 struct UnalignedShared {
   uint32_t strips, slabs;
-  float* staged;
   int* pixels;
   uint32_t barriers;
 
   __device__ UnalignedShared(const UnalignedParams& q, unsigned char* shared)
       : strips(SharedAddress(shared)), slabs(strips + 2 * q.strip_bytes) {
     unsigned char* next = shared + 2 * q.strip_bytes + q.slabs * q.slab_bytes;
-    staged = reinterpret_cast<float*>(next);
-    next += UnalignedPlan::kWarpgroups * q.staged_bytes;
     barriers = SharedAddress(next);
     pixels = reinterpret_cast<int*>(next + (2 + UnalignedPlan::kMostSlabs) * 16);
   }
@@ -90,7 +86,7 @@ struct UnalignedShared {
   // All threads of the block, once.
   __device__ void Init() const {
     if (threadIdx.x == 0) {
-      constexpr int kTakers = (T::kResident ? T::kWarpgroup : T::kConsumers) / 32;
+      constexpr int kTakers = T::kConsumers / 32;
       for (int i = 0; i < 2; ++i) {
         hopper::InitBarrier(StripFull(i), T::kStripThreads);
         hopper::InitBarrier(StripEmpty(i), kTakers);
@@ -218,29 +214,36 @@ __device__ __forceinline__ void CopyLines(int thread, int threads, const FastDiv
   }
 }
 
-// The operand's pixel at a row, which a plane of the window moves, or -1 for zeros.
-__device__ __forceinline__ int OperandPixel(const UnalignedParams& q, int row, int plane_tap) {
+// The operand's pixel at a row, which a plane of the window moves, or -1 for zeros; and whether the row is that pixel's
+// own, and not beyond an edge.
+__device__ __forceinline__ int OperandPixel(const UnalignedParams& q, int row, int plane_tap, bool* own) {
   int at[kRank];
   const int line = q.line_div.Div(row, &at[2]), plane = q.lines_div.Div(line, &at[1]);
   int pixel = q.planes_div.Div(plane, &at[0]);
   at[0] += plane_tap * q.dilation[0];
   bool inside = plane < q.planes;
+  *own = inside;
 #pragma unroll
   for (int d = 0; d < kRank; ++d) {
     at[d] -= q.pad[d];
+    *own &= static_cast<unsigned>(at[d]) < static_cast<unsigned>(q.edges[d].extent);
     inside &= q.edges[d].FindAny(&at[d]);
     pixel = pixel * q.edges[d].extent + at[d];
   }
   return inside ? pixel : -1;
 }
 
-// Pixels of the result before a row; that of the row, if `exists`.
-__device__ __forceinline__ int ResultPixel(const UnalignedParams& q, int row, bool* exists) {
+__device__ __forceinline__ int OperandPixel(const UnalignedParams& q, int row, int plane_tap) {
+  bool own;
+  return OperandPixel(q, row, plane_tap, &own);
+}
+
+// The result's pixel at a row, or -1.
+__device__ __forceinline__ int ResultPixel(const UnalignedParams& q, int row) {
   int x, y;
   const int line = q.line_div.Div(row, &x), plane = q.lines_div.Div(line, &y);
-  *exists = x < q.out[2] && y < q.out[1] && plane < q.planes;
-  if (plane >= q.planes) return q.planes * q.out[1] * q.out[2];
-  return (plane * q.out[1] + min(y, q.out[1])) * q.out[2] + (y < q.out[1] ? min(x, q.out[2]) : 0);
+  const bool exists = x < q.out[2] && y < q.out[1] && plane < q.planes;
+  return exists ? (plane * q.out[1] + y) * q.out[2] + x : -1;
 }
 
 // Those of a strip from row `first` on.

@@ -98,14 +98,8 @@ struct UnalignedCopy {
                   bytes > 0 ? (over + bytes + 15) & ~15 : 0};
     if (c.bytes > 0 && c.from + c.bytes > end) {
       c.bytes -= 16;
-      for (int i = c.bytes; c.from + i < end; i += sizeof(T)) {
-        if constexpr (sizeof(T) == 2)
-          asm volatile("st.shared.u16 [%0], %1;" ::"r"(c.to + i), "h"(*reinterpret_cast<const uint16_t*>(c.from + i))
-                       : "memory");
-        else
-          asm volatile("st.shared.u32 [%0], %1;" ::"r"(c.to + i), "r"(*reinterpret_cast<const uint32_t*>(c.from + i))
-                       : "memory");
-      }
+      for (int i = c.bytes; c.from + i < end; i += sizeof(T))
+        StoreElement(c.to + i, *reinterpret_cast<const T*>(c.from + i));
     }
     return c;
   }
@@ -161,9 +155,7 @@ __device__ void LoadUnaligned(uint32_t from, int pitch, float (&to)[kWidth]) {
     if constexpr (sizeof(T) == 4) {
       to[i] = __uint_as_float(LoadWord(from));
     } else {
-      uint16_t bits;
-      asm volatile("ld.shared.u16 %0, [%1];" : "=h"(bits) : "r"(from) : "memory");
-      to[i] = WidenPair<T>(bits).x;
+      to[i] = WidenPair<T>(LoadElement<uint16_t>(from)).x;
     }
     from += pitch;
     asm("" : "+r"(from));  // from one address to the next takes the fewest instructions

@@ -142,9 +142,7 @@ __device__ void Produce(const Params& q, const Shared& shared, const Place& plac
     }
 #pragma unroll 1
     for (int i = thread; i < q.tile_rows; i += kCopiers) {
-      bool exists;
-      const int pixel = ResultPixel(q, first + i, &exists);
-      pixels[q.pixels + i] = of_y.Find(exists && first + i < end ? pixel : -1);
+      pixels[q.pixels + i] = of_y.Find(first + i < end ? ResultPixel(q, first + i) : -1);
       if (pixels[q.pixels + i].bytes > 0) bytes += of_y.CopiedBytes(pixels[q.pixels + i]);
     }
     if (tile >= 2) hopper::SyncThreads(kEmpty + turn, kThreads);

@@ -37,7 +37,7 @@ Problem UnalignedPart(const Problem& p) {
 
 int UnalignedPlan::SharedBytes() const {
   constexpr int kBarriers = (2 + kMostSlabs) * 16;
-  return 2 * StripBytes() + slabs * SlabBytes() + kWarpgroups * StagedBytes() + 2 * pixels * 4 + kBarriers;
+  return 2 * StripBytes() + slabs * SlabBytes() + 2 * pixels * 4 + kBarriers;
 }
 
 bool UnalignedPlan::Fit(const Problem& p) {
@@ -51,11 +51,9 @@ bool UnalignedPlan::Fit(const Problem& p) {
   const int64_t all_steps = CeilDiv(p.channels * size, kStepBytes);
   column_tiles = int(CeilDiv(p.features, kColumns));
   columns = int(CeilDiv(p.features, column_tiles));
-  const auto take = [&](int of_rows, int64_t of_lines, int64_t of_steps, int64_t of_slabs) {
-    const int64_t all = (of_rows + reach + (of_lines - 1) * line_step) | 1;
+  const auto take = [&](int64_t of_lines, int64_t of_steps, int64_t of_slabs) {
+    const int64_t all = (kRows + reach + (of_lines - 1) * line_step) | 1;
     if (all > (1 << 14)) return false;
-    resident = of_rows == kWarpgroupRows;
-    rows = of_rows;
     tap_lines = int(of_lines);
     groups = int(p.window[0] * p.window[1] / of_lines);
     steps = int(of_steps);
@@ -64,26 +62,42 @@ bool UnalignedPlan::Fit(const Problem& p) {
     slabs = int(of_slabs);
     return SharedBytes() <= kMostSharedBytes;
   };
-  constexpr int kBoth = kWarpgroups * kWarpgroupRows, kLeastSlabs = 3;
-  if (p.window[0] == 1 && all_steps <= kMostSteps && column_tiles == 1 && p.Taps() < 1024 &&
-      take(kWarpgroupRows, p.window[1], all_steps, p.Taps()))
-    return true;
+  constexpr int kLeastSlabs = 3;
   // All of the window's lines in a strip are loaded once, but with as many lines more.
-  const bool together = kBoth + reach > line_step;
+  const bool together = kRows + reach > line_step;
   const auto fits = [&](int64_t of_lines) {
     // Slices are equally long. Those of the fewest steps in all, or of a little more.
     double best = 0;
     int64_t of_steps = 0;
     for (int64_t n = 1; n <= std::min<int64_t>(kMostSteps, all_steps); ++n) {
       const double cost = CeilDiv(all_steps, n) * (n + 0.3);
-      if (take(kBoth, of_lines, n, kLeastSlabs) && (best == 0 || cost < best)) best = cost, of_steps = n;
+      if (take(of_lines, n, kLeastSlabs) && (best == 0 || cost < best)) best = cost, of_steps = n;
     }
     if (best == 0) return false;
     int of_slabs = kMostSlabs;
-    while (!take(kBoth, of_lines, of_steps, of_slabs)) --of_slabs;
+    while (!take(of_lines, of_steps, of_slabs)) --of_slabs;
     return true;
   };
   return (together && fits(p.window[1])) || fits(1);
+}
+
+bool UnalignedStreamPlan::Fit(const Problem& p) {
+  if (UnalignedPlan general; !general.Fit(p)) return false;
+  const UnalignedRows rows(p);
+  const int64_t bytes = p.channels * SizeOf(p.in), most = UnalignedPlan::kMostSteps * UnalignedPlan::kStepBytes;
+  const int64_t beyond = (p.window[1] - 1) * p.rhs_dilation[1] * rows.line + (p.window[2] - 1) * p.rhs_dilation[2];
+  if (p.window[0] != 1 || bytes > most || p.features > UnalignedPlan::kColumns || p.Taps() >= 1024) return false;
+  if (beyond > kMostSlots * kUnit) return false;
+  all_rows = rows.Rows(p.images * p.y[0]);
+  row_bytes = int(bytes);
+  steps = int(CeilDiv(bytes, int64_t{UnalignedPlan::kStepBytes}));
+  taps = int(p.Taps());
+  ahead = int(CeilDiv(kUnit + beyond, kUnit));
+  // So many units at once read one piece more each; others are on their way meanwhile.
+  constexpr int kLeast = kWarpgroups, kMost = kWarpgroups + 2;
+  for (slots = std::min(ahead + kMost, kMostSlots); slots >= ahead + kLeast; --slots)
+    if (SharedBytes() <= kMostSharedBytes) return true;
+  return false;
 }
 
 UnalignedFilterPlan::UnalignedFilterPlan(const Problem& p) : UnalignedRows(p) {
@@ -170,8 +184,10 @@ int64_t UnalignedWorkspace(const Problem& problem) {
     const UnalignedFilterPlan plan(p);
     return p.in == DType::kF32 ? 0 : plan.XPackedBytes(p) + plan.YPackedBytes(p) + 12;  // behind sums, on 16 bytes
   }
+  const Problem p = AsForward(problem);
+  if (UnalignedStreamPlan stream; stream.Fit(p)) return stream.FilterBytes(p);
   UnalignedPlan plan;
-  return plan.Fit(AsForward(problem)) ? plan.FilterBytes(problem) : 0;
+  return plan.Fit(p) ? plan.FilterBytes(p) : 0;
 }
 
 bool TakesUnaligned(const Problem& problem) {
@@ -197,7 +213,7 @@ bool TakesUnaligned(const Problem& problem) {
 // Fitted to an H200. A kernel that packs its operands comes first; a tile takes as long as its products, or as what it
 // brings and stores; and the filter gradient's, as what it brings.
 double UnalignedCycles(const Problem& problem, int64_t splits) {
-  constexpr double kStart = 10000, kProduct = 105, kLeast = 5200, kLeastShared = 8500;
+  constexpr double kStart = 10000, kLeastShared = 8500;
   constexpr double kSlabStep = 340, kPair = 7, kFilterStart = 6000, kFilterTile = 2400;
   const Problem p = AsForward(problem);
   if (p.direction == Direction::kFilterGradient && p.in == DType::kF32) {
@@ -219,10 +235,14 @@ double UnalignedCycles(const Problem& problem, int64_t splits) {
   }
   UnalignedPlan plan;
   if (!plan.Fit(p)) return HUGE_VAL;
-  const double slabs = double(p.Taps()) * plan.slices, products = slabs * plan.steps * plan.rows / 64;
+  if (UnalignedStreamPlan stream; stream.Fit(p)) {
+    constexpr double kStreamStart = 15700, kUnitProduct = 67, kLeastUnit = 1480;  // fitted to an H100
+    const double units = double(CeilDiv(stream.Units(), kMultiprocessors));
+    return kStreamStart + units * std::max(kLeastUnit, double(stream.taps) * stream.steps * kUnitProduct);
+  }
+  const double slabs = double(p.Taps()) * plan.slices;
   const double pairs = double(plan.groups) * plan.slices * plan.steps * plan.pixels;
-  const double tile = plan.resident ? std::max(kLeast, products * kProduct)
-                                    : std::max({kLeastShared, slabs * plan.steps * kSlabStep, pairs * kPair});
+  const double tile = std::max({kLeastShared, slabs * plan.steps * kSlabStep, pairs * kPair});
   return kStart + double(CeilDiv(plan.Tiles(), kMultiprocessors)) * tile;
 }
 

@@ -31,8 +31,9 @@ struct UnalignedPlan {
   static constexpr int kMostSteps = 5;   // of a slice of the channels
   static constexpr int kMostSlabs = 8;   // of the filter's parts that are in shared memory, unless all of them are
 
-  bool resident;      // all of the filter is in shared memory, and each warpgroup has tiles of its own
-  int rows, columns;  // of a tile
+  static constexpr int kRows = kWarpgroups * kWarpgroupRows;  // of a tile
+
+  int columns;  // of a tile
   int column_tiles;
   int line, lines;  // pixels of a line, and lines of a plane
   int64_t all_rows;
@@ -47,10 +48,34 @@ struct UnalignedPlan {
   int StripBytes() const { return pixels * steps * kStepBytes; }
   int SlabBytes() const { return kColumns * steps * kStepBytes; }
   int64_t FilterBytes(const Problem& p) const { return int64_t{column_tiles} * slices * p.Taps() * SlabBytes(); }
-  // Of 64 rows' results on their way, as floats, a fifth of them left free.
-  int StagedBytes() const { return (64 * columns + 8) / 4 * 5 * 4 / 16 * 16 + 16; }
   int SharedBytes() const;
-  int64_t Tiles() const { return (all_rows + rows - 1) / rows * column_tiles; }
+  int64_t Tiles() const { return (all_rows + kRows - 1) / kRows * column_tiles; }
+};
+
+// The same where all of the filter and a ring of rows fit into shared memory: units of 64 rows, a run of them for each
+// block, which brings every row once.
+struct UnalignedStreamPlan {
+  static constexpr int kUnit = 64, kPieces = 4, kMostSlots = 24;  // pieces on their way
+  static constexpr int kWarpgroups = 2;                           // that multiply
+  static constexpr int kBarrierBytes = (kPieces + kMostSlots + 2 + kWarpgroups) * 16;
+
+  int64_t all_rows;
+  int row_bytes, steps, taps;
+  int ahead, slots;  // pieces of 64 rows that a unit reads; and that the ring holds, where the first is twice
+
+  bool Fit(const Problem& p);
+  int64_t Units() const { return (all_rows + kUnit - 1) / kUnit; }
+  int Pitch() const { return (slots + 1) * kUnit; }
+  int RingBytes() const { return Pitch() * steps * UnalignedPlan::kStepBytes; }
+  int SlabBytes() const { return UnalignedPlan::kColumns * steps * UnalignedPlan::kStepBytes; }
+  int64_t FilterBytes(const Problem& p) const { return p.Taps() * SlabBytes(); }
+  // As it lies in memory, with what may be read behind its last row, where that lies, and its rows' pixels.
+  int PieceBytes() const {
+    return (kUnit * row_bytes + 31) / 16 * 16 + steps * UnalignedPlan::kStepBytes + 16 + kUnit * 4;
+  }
+  int SharedBytes() const {
+    return RingBytes() + taps * SlabBytes() + kPieces * PieceBytes() + slots * kUnit * 4 + kBarrierBytes;
+  }
 };
 
 // Of the filter gradient: a block's units of the result's rows are of one line of the window, and of up to 64 channels

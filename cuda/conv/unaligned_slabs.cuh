@@ -36,6 +36,18 @@ __global__ void __launch_bounds__(256)
   slabs[i] = bits;
 }
 
+// Launches it.
+template <class In>
+cudaError_t ArrangeFilter(const UnalignedParams& q, const Problem& p, const void* filter, int64_t bytes, void* slabs,
+                          cudaStream_t stream) {
+  if (const cudaError_t e = DivideForNext(ArrangeFilterKernel<In>); e != cudaSuccess) return e;
+  const int chunks = int(bytes / 16);
+  return LaunchKernel(ArrangeFilterKernel<In>, CeilDiv(chunks, 256), 256, stream, q, FastDiv(q.slab_bytes / 16),
+                      FastDiv(q.tap_lines * q.window_width), FastDiv(q.slices), FastDiv(q.groups),
+                      p.direction == Direction::kForward, static_cast<const In*>(filter), chunks,
+                      static_cast<uint4*>(slabs));
+}
+
 // What brings the filter: one of the threads that multiply. Those of a tile are as many slabs in the order that they
 // are used in.
 template <class T>
@@ -48,13 +60,7 @@ struct SlabCopies {
       : slabs(slabs), all(q.groups * q.slices * q.tap_lines * q.window_width), tile(blockIdx.x), next(0) {}
 
   __device__ void Begin(const UnalignedParams& q, const UnalignedShared<T>& shared) {
-    if constexpr (T::kResident) {
-      hopper::ArriveExpecting(shared.SlabFull(0), all * q.slab_bytes);
-      for (int i = 0; i < all; ++i)
-        hopper::CopyBulk(shared.slabs + i * q.slab_bytes, slabs + i * q.slab_bytes, q.slab_bytes, shared.SlabFull(0));
-    } else {
-      for (int i = 0; i < q.slabs; ++i) Next(q, shared);
-    }
+    for (int i = 0; i < q.slabs; ++i) Next(q, shared);
   }
   __device__ void Next(const UnalignedParams& q, const UnalignedShared<T>& shared) {
     if (tile >= q.tiles) return;

@@ -45,9 +45,8 @@ __global__ void __launch_bounds__(32 * kSumWarps)
     const int further = first + (tap - line * q.window_width) * q.dilation[2];
     sum = 0;
     for (int r = 0; r < q.rows; ++r) {
-      bool exists;
-      const int pixel = ResultPixel(q, r, &exists);
-      if (!exists) continue;
+      const int pixel = ResultPixel(q, r);
+      if (pixel < 0) continue;
       const int from = OperandPixel(q, r + further, plane_tap);
       const float value = from < 0 ? 0.0f : static_cast<float>(x[int64_t{from} * q.channels + channel]);
       sum += value * static_cast<float>(y[int64_t{pixel} * q.features + feature]);
