@@ -38,10 +38,19 @@ def define(
   reference: Callable[..., Any],
   params: Sequence[str],
   multiple_results: bool = False,
+  optional: bool = False,
 ) -> Primitive:
-  """Makes a primitive whose default lowering, on every platform, is `reference`: a function in plain lax and jnp."""
+  """Makes a primitive whose default lowering, on every platform, is `reference`: a function in plain lax and jnp.
+
+  Args:
+    optional: whether operands and results may be absent, see below; of a primitive with several results.
+  """
   p = Primitive(f"jaxdnn_{name}")
   p.multiple_results = multiple_results
+  if optional:
+    _optional[p] = abstract_eval
+    params = [*params, "absent"]
+    abstract_eval, reference = _abstract_of_present(p), _reference_of_present(reference)
   p.def_abstract_eval(abstract_eval)
   compiled = jax.jit(p.bind, static_argnames=tuple(params))
 
@@ -75,6 +84,15 @@ def bind(p: Primitive, *operands: Any, **params: Any) -> Any:
   Inside `shard_map` a replicated filter meets a varying input; the cast's transpose is the sum over shards that the
   filter's gradient needs.
   """
+  if p in _optional:
+    avals = _optional[p](*map(jax.typeof, operands), **params)
+    absent = tuple((i, x.ndim, np.dtype(x.dtype)) for i, x in enumerate(operands) if is_absent(x))
+    outs = iter(_bind(p, *[x for x in operands if not is_absent(x)], absent=absent, **params))
+    return [jnp.zeros(a.shape, a.dtype) if is_absent(a) else next(outs) for a in avals]
+  return _bind(p, *operands, **params)
+
+
+def _bind(p: Primitive, *operands: Any, **params: Any) -> Any:
   axes = [jax.typeof(x).manual_axis_type.varying for x in operands]
   union = frozenset().union(*axes)
   operands = tuple(
@@ -82,6 +100,55 @@ def bind(p: Primitive, *operands: Any, **params: Any) -> Any:
     for x, a in zip(operands, axes, strict=True)
   )
   return p.bind(*operands, **params)
+
+
+# Absent operands and results -----------------------------------------------------------------------------------------
+#
+# In rules, references and kernels an operand or result that is absent is an array all of whose dimensions are 0. But no
+# program holds such arrays: on a mesh XLA crashes where one passes from one `shard_map` to the next, as what
+# differentiation keeps does. So `bind` leaves them out, and says in the parameter `absent` which: (index, ndim, dtype)
+# of each. Here they are put in again for the rules.
+
+_optional: dict[Primitive, Callable[..., Any]] = {}
+
+Absent = tuple[tuple[int, int, np.dtype[Any]], ...]
+
+
+def is_absent(a: Any) -> bool:
+  return a.ndim > 0 and not any(a.shape)
+
+
+def _with_absent(present: Sequence[Any], absent: Absent, make: Callable[[tuple[int, ...], Any], Any]) -> list[Any]:
+  full = list(present)
+  for i, ndim, dtype in absent:
+    full.insert(i, make((0,) * ndim, dtype))
+  return full
+
+
+def _present(outs: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
+  return [out for out, a in zip(outs, avals, strict=True) if not is_absent(a)]
+
+
+def _all_avals(p: Primitive, avals: Sequence[Any], absent: Absent, params: Any) -> tuple[list[Any], list[Any]]:
+  """Of all operands, given those that are there, and of all results."""
+  full = _with_absent(avals, absent, partial(out_aval, avals[0]))
+  return full, _optional[p](*full, **params)
+
+
+def _abstract_of_present(p: Primitive) -> Callable[..., list[Any]]:
+  def of_present(*avals: Any, absent: Absent, **params: Any) -> list[Any]:
+    outs = _all_avals(p, avals, absent, params)[1]
+    return _present(outs, outs)
+
+  return of_present
+
+
+def _reference_of_present(reference: Callable[..., Any]) -> Callable[..., list[Any]]:
+  def of_present(*operands: Any, absent: Absent, **params: Any) -> list[Any]:
+    outs = reference(*_with_absent(operands, absent, jnp.zeros), **params)
+    return _present(outs, outs)
+
+  return of_present
 
 
 # Differentiation -----------------------------------------------------------------------------------------------------
@@ -101,7 +168,15 @@ def instantiate(tangent: Any) -> Any:
 
 
 def set_jvp(p: Primitive, rule: Callable[..., Any]) -> None:
-  ad.primitive_jvps[p] = rule
+  def of_present(primals: Any, tangents: Any, *, absent: Absent, **params: Any) -> Any:
+    full = _with_absent(primals, absent, jnp.zeros)
+    all_tangents = list(tangents)
+    for i, _, _ in absent:
+      all_tangents.insert(i, zero_tangent(full[i]))
+    outs, douts = rule(full, all_tangents, **params)
+    return _present(outs, outs), _present(douts, outs)
+
+  ad.primitive_jvps[p] = of_present if p in _optional else rule
 
 
 def bilinear(p: Primitive, transpose_lhs: Callable[..., Any], transpose_rhs: Callable[..., Any]) -> None:
@@ -171,8 +246,16 @@ def linear(
       dts = [dt if ad.is_undefined_primal(t) else None for t, dt in zip(ts, dts, strict=True)]
     return (*dts, *[None] * len(residuals))
 
-  ad.primitive_jvps[p] = jvp
-  ad.primitive_transposes[p] = transposed
+  def transposed_of_present(cts: Any, *operands: Any, absent: Absent, **params: Any) -> Any:
+    present = iter(cts)
+    avals = _all_avals(p, [x.aval if ad.is_undefined_primal(x) else jax.typeof(x) for x in operands], absent, params)[1]
+    cts = [ad.Zero(a) if is_absent(a) else next(present) for a in avals]
+    cotangents = transposed(cts, *_with_absent(operands, absent, jnp.zeros), **params)
+    gone = {i for i, _, _ in absent}
+    return [ct for i, ct in enumerate(cotangents) if i not in gone]
+
+  set_jvp(p, jvp)
+  ad.primitive_transposes[p] = transposed_of_present if p in _optional else transposed
 
 
 # Batching ------------------------------------------------------------------------------------------------------------
@@ -202,9 +285,14 @@ def batch_leading(p: Primitive, *, broadcast: Callable[..., Sequence[int]] = lam
 def set_batching(p: Primitive, rule: Callable[..., Any]) -> None:
   """Of no examples `rule` is not asked: a shape that has 0 of them does not say what one is."""
 
+  def of_present(operands: Any, dims: Any, *, absent: Absent, **params: Any) -> Any:
+    all_dims = _with_absent(dims, absent, lambda *_: None)
+    outs, out_dims = rule(_with_absent(operands, absent, jnp.zeros), all_dims, **params)
+    return _present(outs, outs), _present(out_dims, outs)
+
   def of_any(operands: Any, dims: Any, **params: Any) -> Any:
     if all(d is None or x.shape[d] != 0 for x, d in zip(operands, dims, strict=True)):
-      return rule(operands, dims, **params)
+      return (of_present if p in _optional else rule)(operands, dims, **params)
     one = [
       jax.ShapeDtypeStruct([n for i, n in enumerate(x.shape) if i != d], x.dtype)
       for x, d in zip(operands, dims, strict=True)
@@ -252,7 +340,7 @@ def lower_to_cuda(
     known &= bool(floats) or all(np.dtype(a.dtype) in integers for a in avals)
     if not (static and known and supported(*avals, **params)):
       return fallback(ctx, *operands, **params)
-    if (divided := by_shards(p, ctx, *operands, **params)) is not None:
+    if (divided := _by_shards(p, ctx, *operands, **params)) is not None:
       return divided
     if p in _rewrites and (other := _rewrites[p](*avals, **params)) is not None:
       return mlir.lower_fun(other, multiple_results=p.multiple_results)(ctx, *operands)
@@ -262,7 +350,19 @@ def lower_to_cuda(
     call = jax.ffi.ffi_lowering(target)
     return call(ctx.replace(avals_out=results), *operands, **attributes(*avals, **params))[: len(ctx.avals_out)]
 
-  mlir.register_lowering(p, rule, platform="cuda")
+  mlir.register_lowering(p, _lowering(p, rule), platform="cuda")
+
+
+def _lowering(p: Primitive, rule: Callable[..., Any]) -> Callable[..., Any]:
+  """`rule`, with what is absent where `p` may be called without."""
+
+  def of_present(ctx: Any, *operands: Any, absent: Absent, **params: Any) -> Any:
+    avals, outs = _all_avals(p, ctx.avals_in, absent, params)
+    full = _with_absent(operands, absent, lambda shape, dtype: mlir.ir_constant(np.zeros(shape, dtype)))
+    found = rule(ctx.replace(avals_in=avals, avals_out=outs), *full, **params)
+    return None if found is None else _present(found, outs)
+
+  return of_present if p in _optional else rule
 
 
 _shards: dict[Primitive, tuple[str | Callable[..., str], Callable[..., Any] | None]] = {}
@@ -283,12 +383,16 @@ def set_shards(
 
 def by_shards(p: Primitive, ctx: Any, *operands: Any, **params: Any) -> Any:
   """The lowering of `p` that XLA can divide, or None where there is nothing for it to divide."""
+  return _lowering(p, partial(_by_shards, p))(ctx, *operands, **params)
+
+
+def _by_shards(p: Primitive, ctx: Any, *operands: Any, **params: Any) -> Any:
   if p not in _shards or (automatic := _partition.automatic(ctx)) is None:
     return None
   rule, on_shards = _shards[p]
 
   def whole(*operands: Any) -> tuple[Any, ...]:
-    out = p.bind(*operands, **params)
+    out = bind(p, *operands, **params)
     return tuple(out) if p.multiple_results else (out,)
 
   divisible = _partition.partitioned(

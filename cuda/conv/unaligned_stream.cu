@@ -68,12 +68,12 @@ struct StreamShared {
   __device__ void Init() const {
     if (threadIdx.x == 0) {
       for (int i = 0; i < Plan::kPieces; ++i) {
-        hopper::InitBarrier(PieceFull(i), 1);
-        hopper::InitBarrier(PieceEmpty(i), kShifters / 32);
+        hopper::InitBarrier(PieceFull(i), 32);
+        hopper::InitBarrier(PieceEmpty(i), kShifters);
       }
       for (int i = 0; i < Plan::kMostSlots; ++i) {
-        hopper::InitBarrier(SlotFull(i), kShifters / 32 + 1);
-        hopper::InitBarrier(SlotEmpty(i), kMultipliers / 32);
+        hopper::InitBarrier(SlotFull(i), kShifters + 32);
+        hopper::InitBarrier(SlotEmpty(i), kMultipliers);
       }
       hopper::InitBarrier(SlabsFull(), 1);
       for (int i = 0; i < kConsumers; ++i) hopper::InitBarrier(Turn(i), kWarpgroup / 32);
@@ -121,12 +121,15 @@ __device__ void BringPieces(const StreamParams& q, const StreamShared& shared, c
       const In* const rest = reinterpret_cast<const In*>(from - shift + bytes) + lane;
       if (rest < in.end) StoreElement(to + bytes + lane * int(sizeof(In)), *rest);
     }
-    __syncwarp();
-    if (lane == 0) {
+    // Each lane for what it has stored.
+    if (lane > 0) {
+      hopper::Arrive(shared.PieceFull(turn.stage));
+    } else {
       *shared.RunOf(turn.stage) = {first, last + 1, shift};
       hopper::ArriveExpecting(shared.PieceFull(turn.stage), bytes);
       if (bytes > 0) hopper::CopyBulk(to, from - shift, bytes, shared.PieceFull(turn.stage));
     }
+    __syncwarp();
     turn.Next(Plan::kPieces);
   }
 }
@@ -142,7 +145,7 @@ __device__ void FindResults(const StreamParams& q, const StreamShared& shared, c
     hopper::WaitBarrier(shared.SlotEmpty(turn.stage), turn.parity ^ 1);
 #pragma unroll
     for (int i = 0; i < kUnit / 32; ++i) shared.results[turn.stage * kUnit + 32 * i + lane] = pixels[i];
-    ArriveWarp(shared.SlotFull(turn.stage));
+    hopper::Arrive(shared.SlotFull(turn.stage));
     turn.Next(q.slots);
   }
 }
@@ -233,8 +236,8 @@ __device__ void ShiftPieces(const StreamParams& q, const StreamShared& shared, c
     }
     // Reads must be over when the next copy writes there, and what was written be seen by wgmma.
     hopper::ShowSharedToTma();
-    ArriveWarp(shared.PieceEmpty(from.stage));
-    ArriveWarp(shared.SlotFull(to.stage));
+    hopper::Arrive(shared.PieceEmpty(from.stage));
+    hopper::Arrive(shared.SlotFull(to.stage));
     from.Next(Plan::kPieces);
     to.Next(q.slots);
   }
@@ -286,7 +289,7 @@ __device__ void MultiplyUnits(const StreamParams& q, const StreamShared& shared,
   const auto release = [&](int end) {
 #pragma unroll 1
     for (; released < end; ++released) {
-      ArriveWarp(shared.SlotEmpty(empty.stage));
+      hopper::Arrive(shared.SlotEmpty(empty.stage));
       empty.Next(q.slots);
     }
   };
@@ -366,7 +369,7 @@ cudaError_t LaunchUnalignedStream(const Problem& problem, const UnalignedStreamP
   q.slices = q.groups = 1;
   q.taps = int(p.Taps());
   q.tap_lines = int(p.window[1]);
-  q.pixels = plan.Pitch();
+  q.pixels = plan.RingRows();
   q.strip_bytes = plan.RingBytes();
   q.slab_bytes = plan.SlabBytes();
   q.units = int(plan.Units());

@@ -6,9 +6,10 @@ With s = x + residual over rows of n elements, and statistics of each row,
     y = h (scale + offset) + bias
 
 Rows are [problems, rows, n] and parameters [problems, n]: a mapped axis without parameters of its own is more rows, and
-one with them is more problems. An operand or result that is absent is an array of shape (0, 0) or (0, 0, 0). Statistics
-and parameters are in the accumulator's type. The mean is [problems, rows, 2], the unevaluated sum of two numbers: of
-rows around 1e4 with deviation 1e-2, a single float32 would be off by a twentieth of the deviation.
+one with them is more problems. An operand or result that is absent is an array of shape (0, 0) or (0, 0, 0), which
+`_primitive.bind` keeps out of programs. Statistics and parameters are in the accumulator's type. The mean is [problems,
+rows, 2], the unevaluated sum of two numbers: of rows around 1e4 with deviation 1e-2, a single float32 would be off by a
+twentieth of the deviation.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,14 +20,11 @@ import numpy as np
 from jax import Array, lax
 
 from jaxdnn import _extension, _primitive
+from jaxdnn._primitive import is_absent
 
 
 def absent(ndim: int, dtype: Any) -> Array:
   return jnp.zeros((0,) * ndim, dtype)
-
-
-def is_absent(a: Any) -> bool:
-  return not any(a.shape)
 
 
 # Reference -----------------------------------------------------------------------------------------------------------
@@ -173,6 +171,7 @@ def _define(name: str, abstract_eval: Any, reference: Any, *params: str) -> Any:
     reference=reference,
     params=["center", "epsilon", "offset", *params],
     multiple_results=True,
+    optional=True,
   )
 
 

@@ -1,4 +1,6 @@
 // What the lanes of a warp do together. All lanes that an instruction names must be at it.
+#include <algorithm>
+
 #include "instructions.h"
 
 namespace emulator {
@@ -43,6 +45,20 @@ Binder Votes(Op) {
   return Plain<Vote<Op>>;
 }
 
+// The least or the greatest of the lanes' integers.
+template <bool kGreatest>
+bool Reduction(Warp& w, const Instruction& i, Mask m) {
+  const Mask all = m & Named(w, i, 1, m);
+  const auto value = [&](int l) {
+    const auto bits = static_cast<uint32_t>(w.r[i.s[0]][l]);
+    return i.type == Scalar::kS32 ? int64_t{static_cast<int32_t>(bits)} : int64_t{bits};
+  };
+  int64_t best = value(__builtin_ctz(all));
+  ForLanes(all, [&](int l) { best = kGreatest ? std::max(best, value(l)) : std::min(best, value(l)); });
+  ForLanes(m, [&](int l) { w.r[i.d[0]][l] = static_cast<uint32_t>(best); });
+  return true;
+}
+
 // Here, lanes that are named and elsewhere are waited for.
 bool WarpBarrier(Warp& w, const Instruction& i, Mask m) {
   const Mask named = Get<uint32_t>(w.r[i.s[0]], __builtin_ctz(m));
@@ -56,6 +72,8 @@ const Table kWarp = {
     {"shfl.sync.down", Plain<Shuffle<kDown>>},
     {"shfl.sync.bfly", Plain<Shuffle<kButterfly>>},
     {"shfl.sync.idx", Plain<Shuffle<kIndex>>},
+    {"redux.sync.min", Plain<Reduction<false>>},
+    {"redux.sync.max", Plain<Reduction<true>>},
     {"vote.sync.all", Votes([](Mask yes, Mask all) { return yes == all; })},
     {"vote.sync.any", Votes([](Mask yes, Mask) { return yes != 0; })},
     {"vote.sync.uni", Votes([](Mask yes, Mask all) { return yes == all || yes == 0; })},
