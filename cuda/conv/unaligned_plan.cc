@@ -218,7 +218,7 @@ bool TakesUnaligned(const Problem& problem) {
 // brings and stores; and the filter gradient's, as what it brings.
 double UnalignedCycles(const Problem& problem, int64_t splits) {
   constexpr double kStart = 10000, kLeastShared = 8500;
-  constexpr double kSlabStep = 340, kPair = 7, kFilterStart = 6000, kFilterTile = 2400;
+  constexpr double kPair = 7, kFilterStart = 6000, kFilterTile = 2400;
   const Problem p = AsForward(problem);
   if (p.direction == Direction::kFilterGradient && p.in == DType::kF32) {
     constexpr double kFloatsStart = 12000;
@@ -240,13 +240,13 @@ double UnalignedCycles(const Problem& problem, int64_t splits) {
   UnalignedPlan plan;
   if (!plan.Fit(p)) return HUGE_VAL;
   if (UnalignedStreamPlan stream; stream.Fit(p)) {
-    constexpr double kStreamStart = 15700, kUnitProduct = 67, kLeastUnit = 1480;  // fitted to an H100
+    constexpr double kStreamStart = 10400, kUnitProduct = 67, kLeastUnit = 1480;  // fitted to an H100
     const double units = double(CeilDiv(stream.Units(), kMultiprocessors));
     return kStreamStart + units * std::max(kLeastUnit, double(stream.taps) * stream.steps * kUnitProduct);
   }
-  const double slabs = double(p.Taps()) * plan.slices;
+  const double slab_step = p.in == DType::kF32 ? 340 : 300, slabs = double(p.Taps()) * plan.slices;
   const double pairs = double(plan.groups) * plan.slices * plan.steps * plan.pixels;
-  const double tile = std::max({kLeastShared, slabs * plan.steps * kSlabStep, pairs * kPair});
+  const double tile = std::max({kLeastShared, slabs * plan.steps * slab_step, pairs * kPair});
   return kStart + double(CeilDiv(plan.Tiles(), kMultiprocessors)) * tile;
 }
 
