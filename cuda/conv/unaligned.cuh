@@ -112,6 +112,24 @@ __device__ inline void StoreChunk(uint32_t shared, uint32_t a, uint32_t b, uint3
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 
+// Ones for the bytes of so many words that exist.
+template <int kWords>
+__device__ __forceinline__ void MaskWords(int bytes, uint32_t (&mask)[kWords]) {
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) mask[i] = bytes >= 4 * i + 4 ? ~0u : bytes <= 4 * i ? 0u : 0xFFFFu;
+}
+
+// Adds elements from memory, one by one, to the first kWords words, which are zero.
+template <int kWords, class In, int kAll>
+__device__ __forceinline__ void FetchElements(const In* from, int bytes, uint32_t (&words)[kAll]) {
+  using Bits = std::conditional_t<sizeof(In) == 2, unsigned short, unsigned>;
+  constexpr int kPerWord = 4 / sizeof(In);
+#pragma unroll
+  for (int i = 0; i < kWords * kPerWord; ++i)
+    if (i * static_cast<int>(sizeof(In)) < bytes)
+      words[i / kPerWord] |= uint32_t{__ldg(reinterpret_cast<const Bits*>(from) + i)} << i % kPerWord * 16;
+}
+
 // Two chunks of elements that begin anywhere, in a row, and the three aligned ones they lie in. Of their bytes so many
 // exist, the others are zeros.
 template <class In>
@@ -137,13 +155,8 @@ struct ChunkPair {
     return exists && !inside;
   }
   __device__ __forceinline__ void FetchSlowly(const In* from, int bytes) {
-    using Bits = std::conditional_t<sizeof(In) == 2, unsigned short, unsigned>;
-    constexpr int kPerWord = 4 / sizeof(In);
     shift = 0;
-#pragma unroll
-    for (int i = 0; i < 8 * kPerWord; ++i)
-      if (i * static_cast<int>(sizeof(In)) < bytes)
-        words[i / kPerWord] |= uint32_t{__ldg(reinterpret_cast<const Bits*>(from) + i)} << i % kPerWord * 16;
+    FetchElements<8>(from, bytes, words);
   }
 
   // To the first eight words.
@@ -178,8 +191,7 @@ __device__ __forceinline__ void CopyLines(int thread, int threads, const FastDiv
   const int bytes = max(0, min(elements - element, 2 * kVecLength<In>)) * static_cast<int>(sizeof(In));
   const char* const last = reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(end) / 16 * 16);
   uint32_t mask[8];
-#pragma unroll
-  for (int i = 0; i < 8; ++i) mask[i] = bytes >= 4 * i + 4 ? ~0u : bytes <= 4 * i ? 0u : 0xFFFFu;
+  MaskWords(bytes, mask);
 #pragma unroll 1
   for (int begin = first; begin < lines; begin += kAtOnce * apart) {
     ChunkPair<In> pair[kAtOnce];

@@ -172,13 +172,8 @@ struct RowPart {
   }
   // From memory, one by one.
   __device__ void Fetch(const In* from, int bytes) {
-    using Bits = std::conditional_t<sizeof(In) == 2, unsigned short, unsigned>;
-    constexpr int kPerWord = 4 / sizeof(In);
     Clear();
-#pragma unroll
-    for (int i = 0; i < 4 * kChunks * kPerWord; ++i)
-      if (i * static_cast<int>(sizeof(In)) < bytes)
-        words[i / kPerWord] |= uint32_t{__ldg(reinterpret_cast<const Bits*>(from) + i)} << i % kPerWord * 16;
+    FetchElements<4 * kChunks>(from, bytes, words);
   }
   __device__ uint32_t (&Chunk(int i))[4] { return reinterpret_cast<uint32_t (&)[4]>(words[4 * i]); }
 };
@@ -198,8 +193,7 @@ __device__ void ShiftPieces(const StreamParams& q, const StreamShared& shared, c
   const int thread = threadIdx.x - kMultipliers, mine = thread % kUnit, own = thread / kUnit * kChunks;
   const int begin = own * 16, bytes = max(0, min(q.row_bytes - begin, kChunks * 16));
   uint32_t mask[4 * kChunks];
-#pragma unroll
-  for (int i = 0; i < 4 * kChunks; ++i) mask[i] = bytes >= 4 * i + 4 ? ~0u : bytes <= 4 * i ? 0u : 0xFFFFu;
+  MaskWords(bytes, mask);
   const bool aligned = q.row_bytes % 16 == 0;
   // Neighbours read such chunks that they meet in no bank.
   const int turned = q.row_bytes % 32 == 0 ? mine : 0;
