@@ -199,8 +199,6 @@ cudaError_t LaunchTile(const Problem& problem, const UnalignedPlan& plan, const 
   q.tiles = int(plan.Tiles());
   q.columns = plan.columns;
   q.column_tiles_div = FastDiv(plan.column_tiles);
-  q.width_div[0] = FastDiv(plan.columns);
-  q.width_div[1] = FastDiv(p.features - (plan.column_tiles - 1) * plan.columns);
   q.channels = int(p.channels);
   q.features = int(p.features);
   q.steps = plan.steps;

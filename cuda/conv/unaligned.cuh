@@ -31,11 +31,11 @@ struct UnalignedTile {
 
 struct UnalignedParams {
   Epilogue epilogue;
-  bool finish, wide;                       // whether there is an epilogue; whether the result is of floats
-  int tiles, columns;                      // and columns of a tile
-  FastDiv column_tiles_div, width_div[2];  // columns of a tile, and of the last
-  int channels, features;                  // of the operand and of the result
-  int steps, slices;                       // of a slice, and slices of the channels
+  bool finish, wide;   // whether there is an epilogue; whether the result is of floats
+  int tiles, columns;  // and columns of a tile
+  FastDiv column_tiles_div;
+  int channels, features;  // of the operand and of the result
+  int steps, slices;       // of a slice, and slices of the channels
   int taps, window_width, tap_lines;
   int line_step;             // pixels from line to line of the window
   int groups, plane_groups;  // of the window's lines: all, and those of a plane of it

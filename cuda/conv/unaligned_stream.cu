@@ -357,7 +357,6 @@ cudaError_t LaunchUnalignedStream(const Problem& problem, const UnalignedStreamP
   q.finish = !IsNone(epilogue);
   q.wide = p.out != p.in;
   q.columns = q.features = int(p.features);
-  q.width_div[0] = q.width_div[1] = FastDiv(p.features);
   q.channels = int(p.channels);
   q.steps = plan.steps;
   q.slices = q.groups = 1;
