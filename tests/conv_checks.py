@@ -18,7 +18,7 @@ def coarse(shape, dtype, seed=0):
 
 
 FILTER_TILES = {"wgmma 128x256", "wgmma 192x128", "wgmma 192x160", "wgmma 256x128"}
-"""Those that are for filter gradients alone."""
+"""Those that are for filter gradients alone, of 16-bit floats."""
 
 
 def takes(tile, result, dtype, out_dtype):
@@ -34,7 +34,7 @@ def takes(tile, result, dtype, out_dtype):
   if tile == "wgmma 128x128 copied":
     return result == "y" and dtype == "float32"
   if tile in FILTER_TILES and result != "w":
-    return False
+    return tile == "wgmma 128x256" and dtype == "float32"
   floats = dtype != "float32" or not tile.startswith("wgmma") or tile.startswith("wgmma 128")
   return result != "w" or floats
 

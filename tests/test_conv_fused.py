@@ -137,18 +137,21 @@ def check(case, tile, dtype, out_dtype, kind):
   return True
 
 
+# Forward these are for floats alone.
+OF_FLOATS = {"wgmma 128x128 copied", "wgmma 128x256"}
 # Kernels of few shapes have such a test beside their others.
 OF_FEW_SHAPES = {DEPTHWISE, FEW_CHANNELS, "few_channels wgmma", FEW_FEATURES, GROUPED, PLANES, UNALIGNED}
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", [None, "relu", "gelu"])
-@pytest.mark.parametrize("tile", sorted({*ALGORITHMS, *_extension.native.conv_tiles} - OF_FEW_SHAPES - FILTER_TILES))
+@pytest.mark.parametrize(
+  "tile", sorted(({*ALGORITHMS, *_extension.native.conv_tiles} - OF_FEW_SHAPES - FILTER_TILES) | OF_FLOATS)
+)
 def test_kernels(tile, kind):
   types = [("bfloat16", "bfloat16"), ("float16", "float16"), ("bfloat16", "float32"), ("float32", "float32")]
   taken = [check(case, tile, *pair, kind) for case in CASES for pair in types]
-  of_floats = tile == "wgmma 128x128 copied"  # which is for floats alone
-  assert sum(taken) >= (4 if of_floats else 8)
+  assert sum(taken) >= (4 if tile in OF_FLOATS else 8)
 
 
 @pytest.mark.gpu

@@ -67,7 +67,7 @@ HOPPER_TILES = [
   (tile, dtype)
   for tile in _extension.native.conv_tiles
   for dtype in ("float32", "bfloat16")
-  if tile.startswith("wgmma") and any(takes(tile, result, dtype, dtype) for result in "yx")
+  if tile.startswith("wgmma") and any(takes(tile, result, dtype, dtype) for result in "yxw")
 ]
 # x's shape, the window, features, and the other arguments. Of images smaller than a tile, so that a tile has rows of
 # several, and larger; of lines and parts of lines of channels.
@@ -90,13 +90,13 @@ HOPPER = {
 
 
 def check_on_hopper(name, tile, modes, dtype):
-  """Forward and data gradient by a tile; of the latter only circular ones without strides are one kernel."""
+  """All that a tile takes. Of data gradients only circular ones without strides are one kernel."""
   x_shape, window, k, more = HOPPER[name]
   ones = (1,) * len(window)
   arguments = dict(stride=ones, dilation=ones, groups=1, padding_mode=modes[: len(window)]) | more
   x, w = coarse(x_shape, dtype), coarse((*window, x_shape[-1], k), dtype, 1)
   g = coarse(jax.eval_shape(functools.partial(jaxdnn.conv, **arguments), x, w).shape, dtype, 2)
-  y, dx, _ = oracle(x, w, g, **arguments)
+  y, dx, dw = oracle(x, w, g, **arguments)
   x, w, g = (jnp.asarray(a) for a in (x, w, g))
   arguments |= {"algorithm": tile, "precision": "default"}
   forward = functools.partial(jaxdnn.conv, **arguments)
@@ -104,10 +104,15 @@ def check_on_hopper(name, tile, modes, dtype):
   # The gradients of all positions that an element stands for are added to it.
   maps, _ = indices(x_shape[1:-1], arguments["padding"], arguments["padding_mode"])
   stands_for = math.prod(int(np.bincount(positions).max()) for positions in maps)
-  for result, f, a, want in (("y", forward, x, y), ("x", data_gradient, g, dx)):
+  filter_gradient = functools.partial(jaxdnn.conv_wgrad, window=window, **arguments)
+  taps = math.prod(window)
+  for result, f, operands, want, terms in (
+    ("y", forward, (x, w), y, taps * x_shape[-1]),
+    ("x", data_gradient, (g, w), dx, taps * k * stands_for),
+    ("w", filter_gradient, (x, g), dw, math.prod(g.shape[:-1])),
+  ):
     if takes(tile, result, dtype, dtype):
-      terms = int(np.prod(window)) * (x_shape[-1] if result == "y" else k * stands_for)
-      assert_close(assert_repeatable(f, a, w, repeats=3), want, dtype, terms=terms, scale=4 * np.sqrt(terms))
+      assert_close(assert_repeatable(f, *operands, repeats=3), want, dtype, terms=terms, scale=4 * np.sqrt(terms))
 
 
 @pytest.mark.gpu
@@ -127,6 +132,7 @@ def test_hopper_kernels(tile, dtype, index, name):
     ("wgmma 128x128 copied", "float32"),
     ("wgmma 256x64", "bfloat16"),
     ("wgmma 96x128 across", "bfloat16"),
+    ("wgmma 192x128", "bfloat16"),
   ],
 )
 def test_hopper_kernels_under_the_sanitizer(tile, dtype):

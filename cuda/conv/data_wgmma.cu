@@ -11,7 +11,6 @@
 #include "cuda/conv/nominal.h"
 #include "cuda/conv/wgmma.h"
 #include "cuda/conv/wgmma_across.cuh"
-#include "cuda/conv/wgmma_patch.cuh"
 
 namespace jaxdnn::conv {
 namespace {
@@ -107,6 +106,33 @@ __device__ void ProduceFilter(const WgmmaParams& p, Ring<T> ring) {
     }
     const Share share(f.tap_count * p.lines, p.team);
     ForEachStep(p, f, share.first, share.end, load);
+  }
+}
+
+// By one of the warps that patch stages, half of the rows.
+template <class T>
+__device__ void PatchStages(const WgmmaParams& p, Ring<T> ring, int warp, int2* found) {
+  using Rows = PatchedRows<T::kRows / kPatchers>;
+  const int first = warp * Rows::kRows;
+  for (int number = 0, tile; (tile = TileOf(p, number)) < p.tiles; ++number) {
+    const WgmmaPlace place(p, tile, T());
+    const WgmmaPhase& f = p.phase[place.phase];
+    Rows rows;
+#pragma unroll
+    for (int j = 0; j < Rows::kEach; ++j) {
+      const int row = first + Rows::Row(j);
+      rows.image[j] = FirstPixel(f, place.row + row, rows.at[j]);
+      if (f.tap_count == 0 || Rows::Row(j) >= Rows::kRows || place.row + row >= f.rows) rows.image[j] = -1;
+    }
+    typename Rows::Found count = {-1, 0};
+    const auto patch = [&](int line, int, const int (&offset)[kRank]) {
+      if (count.loads < 0 || line == 0) count = rows.Find(p.patches.edges, offset, found);
+      hopper::WaitBarrier(ring.Between(ring.stage), ring.parity);
+      Rows::Load(p.patches, count, found, ring.Data() + first * kLineBytes, line * T::kLine, ring.Full());
+      ring.Next();
+    };
+    const Share share(max(1, f.tap_count * p.lines), p.team);
+    ForEachStep(p, f, share.first, share.end, patch);
   }
 }
 
@@ -358,7 +384,7 @@ cudaError_t LaunchDataWgmma(const Problem& p, const Config& config, const void* 
     if constexpr (kFloats || !kCopiedAlone)
       if (p.direction == Direction::kForward)
         return LaunchTile<Forward, true>(p, config, operand, filter, out, workspace, epilogue, stream);
-    if constexpr (!kCopiedAlone && !T::kLarge && !(kIsAcross<T> && (kFloats || T::kRows == 80)))
+    if constexpr (!kCopiedAlone && (kFloats || !T::kLarge) && !(kIsAcross<T> && (kFloats || T::kRows == 80)))
       if (p.direction == Direction::kDataGradient)
         return LaunchTile<T, false>(p, config, operand, filter, out, workspace, epilogue, stream);
     return cudaErrorInvalidValue;

@@ -1,20 +1,13 @@
 // Hopper's forward convolution and data gradient: what its kernel is told, and how its sums are stored.
 #pragma once
 
-#include "cuda/conv/edges.cuh"
 #include "cuda/conv/epilogue.cuh"
 #include "cuda/conv/wgmma_held.cuh"
+#include "cuda/conv/wgmma_patch.cuh"
 #include "cuda/conv/wgmma_place.cuh"
 #include "cuda/conv/wgmma_team.cuh"
 
 namespace jaxdnn::conv {
-
-// What is read beyond edges, if anything is (wgmma_patch.cuh).
-struct Patches {
-  bool any;
-  CUtensorMap pixel, run;  // of lines of channels, pixel by pixel and kRun side by side
-  Edges edges[kRank];
-};
 
 // First what all threads begin with, which the constant cache then has in few lines.
 struct WgmmaParams {

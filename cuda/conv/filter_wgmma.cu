@@ -11,6 +11,7 @@
 #include "cuda/conv/filter_pieces.cuh"
 #include "cuda/conv/filter_together.cuh"
 #include "cuda/conv/wgmma.h"
+#include "cuda/conv/wgmma_patch.cuh"
 #include "cuda/conv/wgmma_plan.h"
 
 namespace jaxdnn::conv {
@@ -20,6 +21,7 @@ struct Params {
   CUtensorMap x, y;
   MappedPhase phase;
   Box positions;
+  int images;
   FilterRows rows;
   TileGrid grid;
   Spans spans;
@@ -28,6 +30,7 @@ struct Params {
   bool turns;   // y, which no other kernel has transposed
   void* out;
   bool wide;  // whether the result is of floats
+  Patches patches;
 };
 
 // With yt[k][i] = y[pixel][k], of every eight pixels the even ones first: so terms l % 4 and l % 4 + 4 of x, which one
@@ -58,39 +61,87 @@ struct Place {
   }
 };
 
+// What a tile's rows read: of each unit a line of channels, so far from where the first tap is.
+template <class T>
+struct Units {
+  static constexpr int kCount = T::kRows / T::kLine;
+  int tap[kCount], channel[kCount], offset[kCount][kRank];
+
+  __device__ Units(const Params& p, int tile) {
+    const MappedPhase& f = p.phase;
+    const int first = Place(p, tile, T()).row / T::kLine;
+#pragma unroll
+    for (int u = 0; u < kCount; ++u) {
+      // Past the last unit it is loaded again, and not stored.
+      int line;
+      tap[u] = p.rows.lines.Div(min(first + u, p.rows.units - 1), &line);
+      const int in_plane = tap[u] % (f.taps[1] * f.taps[2]);
+      channel[u] = line * T::kLine;
+      offset[u][0] = tap[u] / (f.taps[1] * f.taps[2]) * f.distance[0];
+      offset[u][1] = in_plane / f.taps[2] * f.distance[1];
+      offset[u][2] = in_plane % f.taps[2] * f.distance[2];
+    }
+  }
+};
+
+// Of a pixel of y, that of x which the first tap reads. It moves on by steps.
+struct FirstTap {
+  int pixels, image, in_image, at[kRank];
+
+  __device__ FirstTap(const MappedPhase& f, int pixel)
+      : pixels(f.positions[0] * f.positions[1] * f.positions[2]), image(pixel / pixels), in_image(pixel % pixels) {}
+
+  __device__ void Find(const Params& p) {
+    while (in_image >= pixels) in_image -= pixels, ++image;
+    p.positions.Split(in_image, at);
+#pragma unroll
+    for (int d = 0; d < kRank; ++d) at[d] = p.phase.map.lower[d] + at[d] * p.phase.map.step[d];
+  }
+};
+
 // One thread loads x, another y: the first asks for a box for every unit.
 template <class T, int kDimensions>
 __device__ void ProduceX(const Params& p, Ring<T> ring) {
   hopper::PrefetchMap(&p.x);
-  constexpr int kUnits = T::kRows / T::kLine;
-  const MappedPhase& f = p.phase;
-  const int pixels = f.positions[0] * f.positions[1] * f.positions[2];
   for (Pieces piece(p.spans); piece.Next();) {
-    const int first = Place(p, piece.tile, T()).row / T::kLine;
-    int channel[kUnits], offset[kUnits][kRank];
+    const Units<T> units(p, piece.tile);
+    FirstTap first(p.phase, piece.first * T::kDepth);
+    for (int step = 0; step < piece.steps; ++step, first.in_image += T::kDepth) {
+      first.Find(p);
+      const uint32_t loaded = p.patches.any ? ring.Between(ring.stage) : ring.Full();
+      BeginStage(ring, T::kBytesA, loaded);
 #pragma unroll
-    for (int u = 0; u < kUnits; ++u) {
-      // Past the last unit it is loaded again, and not stored.
-      int line;
-      const int tap = p.rows.lines.Div(min(first + u, p.rows.units - 1), &line),
-                in_plane = tap % (f.taps[1] * f.taps[2]);
-      channel[u] = line * T::kLine;
-      offset[u][0] = tap / (f.taps[1] * f.taps[2]) * f.distance[0];
-      offset[u][1] = in_plane / f.taps[2] * f.distance[1];
-      offset[u][2] = in_plane % f.taps[2] * f.distance[2];
+      for (int u = 0; u < units.kCount; ++u)
+        hopper::LoadPixels<kDimensions>(ring.Data() + u * kUnitBytes<T>, &p.x, loaded, units.channel[u], first.at,
+                                        first.image, units.offset[u]);
+      ring.Next();
     }
-    int pixel = piece.first * T::kDepth, image = pixel / pixels, in_image = pixel - image * pixels;
-    for (int step = 0; step < piece.steps; ++step, pixel += T::kDepth, in_image += T::kDepth) {
-      while (in_image >= pixels) in_image -= pixels, ++image;
-      int at[kRank];
-      p.positions.Split(in_image, at);
+  }
+}
+
+// By one of the warps that patch stages, half of the pixels of all units. Past the last image there are none.
+template <class T>
+__device__ void PatchStages(const Params& p, Ring<T> ring, int warp, int2* found) {
+  using Rows = PatchedRows<T::kDepth / kPatchers>;
+  static_assert(Rows::kEach == 1);
+  const int first = warp * Rows::kRows;
+  for (Pieces piece(p.spans); piece.Next();) {
+    const Units<T> units(p, piece.tile);
+    FirstTap tap(p.phase, piece.first * T::kDepth + first + Rows::Row(0));
+    for (int step = 0; step < piece.steps; ++step, tap.in_image += T::kDepth) {
+      tap.Find(p);
+      Rows rows;
+      rows.image[0] = Rows::Row(0) < Rows::kRows && tap.image < p.images ? tap.image : -1;
 #pragma unroll
-      for (int d = 0; d < kRank; ++d) at[d] = f.map.lower[d] + at[d] * f.map.step[d];
-      BeginStage(ring, T::kBytesA);
+      for (int d = 0; d < kRank; ++d) rows.at[0][d] = tap.at[d];
+      hopper::WaitBarrier(ring.Between(ring.stage), ring.parity);
+      typename Rows::Found count;
 #pragma unroll
-      for (int u = 0; u < kUnits; ++u)
-        hopper::LoadPixels<kDimensions>(ring.Data() + u * kUnitBytes<T>, &p.x, ring.Full(), channel[u], at, image,
-                                        offset[u]);
+      for (int u = 0; u < units.kCount; ++u) {
+        if (u == 0 || units.tap[u] != units.tap[u - 1]) count = rows.Find(p.patches.edges, units.offset[u], found);
+        Rows::Load(p.patches, count, found, ring.Data() + u * kUnitBytes<T> + first * kLineBytes, units.channel[u],
+                   ring.Full());
+      }
       ring.Next();
     }
   }
@@ -116,12 +167,14 @@ __device__ void ProduceY(const Params& p, Ring<T> ring) {
   }
 }
 
+// By one of the two warps that come between loads and products: transposes y of floats, or patches x of others.
 template <class T>
-__device__ void Turn(const Params& p, Ring<T> ring, int turner) {
-  if constexpr (kFloats<T>) {
-    if (!p.turns) return;
+__device__ void Help(const Params& p, Ring<T> ring, int warp, int2* found) {
+  if constexpr (!kFloats<T>) {
+    if (p.patches.any) PatchStages(p, ring, warp, found);
+  } else if (p.turns) {
     for (Pieces piece(p.spans); piece.Next();)
-      for (int step = 0; step < piece.steps; ++step, ring.Next()) TransposeStage(ring, turner);
+      for (int step = 0; step < piece.steps; ++step, ring.Next()) TransposeStage(ring, warp);
   }
 }
 
@@ -169,8 +222,12 @@ __global__ void __launch_bounds__(T::kThreads, 1) FilterWgmmaKernel(const __grid
   if constexpr (hopper::kAvailable) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const Ring<T> ring(shared);
-    ring.Init(kTogether<T> ? kConsumers : 1, kProducers, kTurners * 32);
-    RunRoles<kProducers, kFloats<T> ? 72 : 40>(
+    // A patcher arrives for each unit, and stands in for the producer of x.
+    if (p.patches.any)
+      ring.Init(kTogether<T> ? kConsumers : 1, kProducers - 1 + kPatchers * Units<T>::kCount);
+    else
+      ring.Init(kTogether<T> ? kConsumers : 1, kProducers, kTurners * 32);
+    RunRoles<kProducers, kFloats<T> ? 72 : 56>(
         [&](int which) {
           if (which == 1) return ProduceY<T>(p, ring);
           hopper::VisitDimensions(p.phase.map.dimensions, [&](auto d) { ProduceX<T, decltype(d)::value>(p, ring); });
@@ -182,7 +239,7 @@ __global__ void __launch_bounds__(T::kThreads, 1) FilterWgmmaKernel(const __grid
           }
           Consume<T, kMost>(p, ring, warpgroup);
         },
-        [&](int turner) { Turn<T>(p, ring, turner); });
+        [&](int warp) { Help<T>(p, ring, warp, Ring<T>::Patches(shared, warp)); });
   }
 }
 
@@ -216,6 +273,9 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* x, co
   } else if (e == cudaSuccess) {
     e = EncodeBoxes(&q.y, p.in, y, {p.features, pixels, 1}, {T::kLine, T::kDepth, 1});
   }
+  q.images = int(p.images);
+  if (HasFrame(p) && kFloats<T>) return cudaErrorInvalidValue;
+  if (e == cudaSuccess && HasFrame(p)) e = MakePatches(p, x, T::kLine, &q.patches);
   if (e != cudaSuccess) return e;
   q.pieces = reinterpret_cast<float4*>(left);
   q.leaves = p.exchanged;

@@ -45,17 +45,19 @@ bool TakesFrame(const Problem& p) {
   return p.images * std::max(p.XPixels(), p.YPixels()) < kMost;
 }
 
-// Whether the tile's kernel can do all of the problem: of depthwise convolution, and Hopper's; but those that have no
-// registers left for it.
-bool TakesPatches(const Problem& p, Tile tile) {
-  if (tile == Tile::kWgmma256x160 ||
-      (tile == Tile::kWgmma128x160 && p.in != DType::kF32 && p.direction == Direction::kForward))
+// Whether the kernel can do all of the problem: of depthwise convolution, and Hopper's; but those that have no
+// registers left for it, or, in the filter gradient of floats, no warps.
+bool TakesPatches(const Problem& p, const Config& config) {
+  const Tile tile = config.tile;
+  const bool floats = p.in == DType::kF32, forward = p.direction == Direction::kForward;
+  if (tile == Tile::kDepthwise) return RingsHaveEdges(p) && FindsElements(p);
+  if (kTiles[static_cast<int>(tile)].unit != Unit::kWgmma) return false;
+  if (p.direction == Direction::kFilterGradient) {
+    if (floats || config.exchanged) return false;
+  } else if (tile == Tile::kWgmma256x160 || tile == Tile::kWgmma128x256 ||
+             (forward && tile == (floats ? Tile::kWgmma128x128 : Tile::kWgmma128x160))) {
     return false;
-  if (tile == Tile::kDepthwise
-          ? !RingsHaveEdges(p)
-          : kTiles[static_cast<int>(tile)].unit != Unit::kWgmma || p.direction == Direction::kFilterGradient ||
-                (tile == Tile::kWgmma128x128 && p.in == DType::kF32 && p.direction == Direction::kForward))
-    return false;
+  }
   return FindsElements(p);
 }
 
@@ -82,7 +84,11 @@ double PatchCycles(const Problem& p, Tile tile) {
   const int64_t width = std::max<int64_t>(1, p.y[2]);
   const double together = double(width / kRun + width % kRun) / width;
   const double loads = 1 - within + within * (1 - within_others) * together;
-  const double lines = CeilDiv(p.DepthChannels() * SizeOf(p.in), 128), columns = CeilDiv(g.columns, t.columns);
+  const double columns = CeilDiv(g.columns, t.columns);
+  if (p.direction == Direction::kFilterGradient)
+    return kBegin +
+           kEach * loads * g.depth * p.Taps() * CeilDiv(p.channels * SizeOf(p.in), 128) * columns / kMultiprocessors;
+  const double lines = CeilDiv(p.DepthChannels() * SizeOf(p.in), 128);
   // Once a tap rows are looked up, which takes longer than the products where channels are few.
   const double taps = std::ceil(CeilDiv(g.rows, t.rows) * columns / kMultiprocessors) * p.Taps();
   const double lookups = taps * std::max(0.0, kLookup - lines * t.rows * t.columns / 32);
@@ -188,11 +194,13 @@ std::optional<Config> ChooseWithFrame(const Problem& p, bool hopper, std::string
   if (!TakesFrame(p) || bytes > workspace_limit) return std::nullopt;
   std::optional<Config> config = Choose(WithZeros(p), hopper, algorithm, workspace_limit - bytes);
   if (!config) return config;
+  const double patches = PatchCycles(p, config->tile), frame = FrameCycles(p, config->cycles);
+  config->patched = TakesPatches(p, *config) && patches < frame;
+  config->cycles += config->patched ? patches : frame;
+  // Depthwise kernels may leave what is not aligned to a frame after all.
+  if (config->patched && config->tile != Tile::kDepthwise) return config;
   config->workspace_bytes += bytes;
   config->frame_slices = FrameSlices(p);
-  const double patches = PatchCycles(p, config->tile), frame = FrameCycles(p, config->cycles);
-  config->patched = TakesPatches(p, config->tile) && patches < frame;
-  config->cycles += config->patched ? patches : frame;
   return config;
 }
 

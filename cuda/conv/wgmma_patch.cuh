@@ -1,39 +1,40 @@
-// Padding that is not zeros, in Hopper's forward convolution and data gradient: what the TMA unit has filled with zeros
-// beyond an edge is overwritten with the elements that are read there, before the stage is multiplied.
+// Padding that is not zeros, in Hopper's kernels: what the TMA unit has filled with zeros beyond an edge is overwritten
+// with the elements that are read there, before the stage is multiplied.
 //
-// Two warps follow the loads of pixels, with half of a tile's rows each. Once a tap they look which of them leave the
+// Two warps follow the loads of pixels, with half of a stage's rows each. Once a tap they look which of them leave the
 // operand, and where that is mapped to; once a stage, when the zeros are there, they have the TMA unit load these rows'
 // lines over them: eight at once where they are neighbours in the operand too, as they are beyond the ends of all
 // dimensions but the last.
 #pragma once
 
-#include "cuda/conv/data_wgmma.cuh"
+#include "cuda/conv/edges.cuh"
+#include "cuda/conv/wgmma_tile.cuh"
 
 namespace jaxdnn::conv {
 
+// What is read beyond edges, if anything is.
+struct Patches {
+  bool any;
+  CUtensorMap pixel, run;  // of lines of channels, pixel by pixel and kRun side by side
+  Edges edges[kRank];
+};
+
+// Of x, or in the data gradient of y.
 inline cudaError_t MakePatches(const Problem& p, const void* operand, int line, Patches* q) {
-  const bool forward = p.direction == Direction::kForward;
+  const bool gradient = p.direction == Direction::kDataGradient;
   q->any = true;
   for (int d = 0; d < kRank; ++d) q->edges[d] = OperandEdges(p, d);
-  const int64_t pixels = p.images * (forward ? p.XPixels() : p.YPixels());
-  const cudaError_t e = EncodeBoxes(&q->pixel, p.in, operand, {p.DepthChannels(), pixels, 1}, {line, 1, 1});
-  return e == cudaSuccess ? EncodeBoxes(&q->run, p.in, operand, {p.DepthChannels(), pixels, 1}, {line, kRun, 1}) : e;
+  const int64_t pixels = p.images * (gradient ? p.YPixels() : p.XPixels()),
+                channels = gradient ? p.features : p.channels;
+  const cudaError_t e = EncodeBoxes(&q->pixel, p.in, operand, {channels, pixels, 1}, {line, 1, 1});
+  return e == cudaSuccess ? EncodeBoxes(&q->run, p.in, operand, {channels, pixels, 1}, {line, kRun, 1}) : e;
 }
 
-// The rows of a tile that one of the warps looks after, a few to each lane.
-template <class T>
+// The rows of a stage that one of the warps looks after, a few to each lane.
+template <int kRows_>
 struct PatchedRows {
-  static constexpr int kRows = T::kRows / kPatchers, kEach = (kRows + 31) / 32;
+  static constexpr int kRows = kRows_, kEach = (kRows + 31) / 32;
   int image[kEach], at[kEach][kRank];  // where they read the operand at the first tap; image -1 if they do not
-
-  __device__ PatchedRows(const WgmmaPhase& f, int first) {
-#pragma unroll
-    for (int j = 0; j < kEach; ++j) {
-      const int row = Row(j);
-      image[j] = FirstPixel(f, first + row, at[j]);
-      if (f.tap_count == 0 || row >= kRows || first + row >= f.rows) image[j] = -1;
-    }
-  }
 
   static __device__ int Row(int j) { return 32 * j + threadIdx.x % 32; }
 
@@ -82,32 +83,18 @@ struct PatchedRows {
     __syncwarp();
     return count;
   }
-};
 
-template <class T>
-__device__ void PatchStages(const WgmmaParams& p, Ring<T> ring, int warp, int2* found) {
-  const int lane = threadIdx.x % 32, first = warp * PatchedRows<T>::kRows;
-  for (int number = 0, tile; (tile = TileOf(p, number)) < p.tiles; ++number) {
-    const WgmmaPlace place(p, tile, T());
-    const WgmmaPhase& f = p.phase[place.phase];
-    const PatchedRows<T> rows(f, place.row + first);
-    typename PatchedRows<T>::Found count = {-1, 0};
-    const auto patch = [&](int line, int, const int (&offset)[kRank]) {
-      if (count.loads < 0 || line == 0) count = rows.Find(p.patches.edges, offset, found);
-      hopper::WaitBarrier(ring.Between(ring.stage), ring.parity);
-      if (lane == 0) hopper::ArriveExpecting(ring.Full(), count.rows * kLineBytes);
+  // Begins to load a line of channels of those found, where `to` is the first row's place; and arrives.
+  static __device__ void Load(const Patches& patches, const Found& count, const int2* found, uint32_t to, int channel,
+                              uint32_t barrier) {
+    if (threadIdx.x % 32 == 0) hopper::ArriveExpecting(barrier, count.rows * kLineBytes);
 #pragma unroll 1
-      for (int i = lane; i < count.loads; i += 32) {
-        const bool whole = found[i].x >= PatchedRows<T>::kWhole;
-        const int row = first + found[i].x % PatchedRows<T>::kWhole;
-        hopper::LoadBox(ring.Data() + row * kLineBytes, whole ? &p.patches.run : &p.patches.pixel, ring.Full(),
-                        line * T::kLine, found[i].y, 0);
-      }
-      ring.Next();
-    };
-    const Share share(max(1, f.tap_count * p.lines), p.team);
-    ForEachStep(p, f, share.first, share.end, patch);
+    for (int i = threadIdx.x % 32; i < count.loads; i += 32) {
+      const bool whole = found[i].x >= kWhole;
+      hopper::LoadBox(to + found[i].x % kWhole * kLineBytes, whole ? &patches.run : &patches.pixel, barrier, channel,
+                      found[i].y, 0);
+    }
   }
-}
+};
 
 }  // namespace jaxdnn::conv

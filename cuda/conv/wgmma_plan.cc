@@ -30,7 +30,7 @@ Cost CostOf(const TileShape& t, const Problem& p) {
   // Forward half a line of features takes longer for what it brings.
   constexpr Cost k128x160Halved = {800, 5500};
   constexpr Cost k128x160[] = {{790, 5500}, {780, 9000}, {}, {790, 8000}};
-  constexpr Cost k128x256[] = {{}, {}, {1110, 4000}, {1040, 8000}};
+  constexpr Cost k128x256[] = {{}, {1050, 6000}, {1110, 4000}, {1040, 8000}};
   constexpr Cost k256x128[] = {{}, {}, {1120, 4500}};
   constexpr Cost k192x128 = {860, 3500}, k192x160 = {1035, 4000};
   constexpr Cost k256x160[] = {{1400, 4200}, {}, {1340, 5000}};
@@ -138,8 +138,9 @@ bool TakesWgmma(const Problem& p, const TileShape& t) {
     if (filter || p.out != p.in || (floats && !(forward && t.tile == Tile::kWgmma192Across))) return false;
     if (t.tile == Tile::kWgmma80Across && !forward) return false;
   } else if (t.rows * t.columns > 128 * 160) {
-    // One of them is forward too, of 16-bit floats.
-    if (!filter && (t.tile != Tile::kWgmma256x160 || !forward || floats || p.out != p.in)) return false;
+    // Forward there is one of 16-bit floats, and another of floats, which is of the data gradient too.
+    if (!filter && t.tile != (floats ? Tile::kWgmma128x256 : Tile::kWgmma256x160)) return false;
+    if (!filter && !floats && (!forward || p.out != p.in)) return false;
   } else if (t.columns == 160 && !floats && filter) {
     return false;
   }
@@ -165,7 +166,7 @@ bool MayShare(const Problem& p, const TileShape& t, int64_t blocks) {
   if (p.direction == Direction::kFilterGradient || t.tile == Tile::kWgmma128x128Copied) return false;
   // Large tiles are sent (wgmma_team.cuh), across of floats alone; of the others, blocks divide the rows evenly.
   if (IsAcross(t.tile) ? p.in != DType::kF32 || blocks > 3 : t.columns == 160 ? blocks > 2 : blocks == 3) return false;
-  if (!IsAcross(t.tile) && t.rows > 128) return false;
+  if (!IsAcross(t.tile) && (t.rows > 128 || t.columns > 160)) return false;
   // In a phase, or of a dilated input, some blocks could be left without a tap; or all of them, of an input so dilated.
   const Phases f = PhasesOf(p);
   for (int d = 0; d < kRank; ++d)
@@ -178,7 +179,9 @@ bool MayShare(const Problem& p, const TileShape& t, int64_t blocks) {
 int64_t TransposedBytes(const Problem& p, const TileShape& t) {
   if (p.in != DType::kF32 || p.direction == Direction::kDataGradient) return 0;
   if (p.direction == Direction::kForward)
-    return t.tile == Tile::kWgmma128x160 || t.tile == Tile::kWgmma128x128Copied ? p.FilterSize() * 4 : 0;
+    return t.tile == Tile::kWgmma128x160 || t.tile == Tile::kWgmma128x256 || t.tile == Tile::kWgmma128x128Copied
+               ? p.FilterSize() * 4
+               : 0;
   const int64_t depth = WgmmaDepth(p.in);
   if (CeilDiv(p.features, depth) > kMostPlanes) return 0;
   return CeilDiv(p.images * p.YPixels(), depth) * depth * p.features * 4;
@@ -266,8 +269,9 @@ double WgmmaCycles(const Problem& p, const TileShape& t, int64_t cluster) {
   const double elements = p.images * pixels * channels + double(p.FilterSize()) + double(g.rows) * g.columns;
   const double memory = phases > 1 ? 0 : elements * SizeOf(p.in) / (kMultiprocessors * kBytesPerCycle);
   constexpr double kBegin = 4400;  // until the first step
-  if (IsAcross(t.tile) || t.tile == Tile::kWgmma256x160)
-    return std::max({each * (busy + cost.tile), longest * cost.step + cost.tile, memory + 1.5 * cost.tile}) + kBegin;
+  if (IsAcross(t.tile) || t.rows * t.columns > 128 * 160)
+    return std::max({each * (busy + cost.tile), longest * cost.step + cost.tile, memory + 1.5 * cost.tile}) + kBegin +
+           copying;
   return std::max({each * std::max(busy, (busy + cost.tile) / 2), longest * cost.step, memory}) + cost.tile + copying;
 }
 

@@ -46,8 +46,8 @@ struct WgmmaTile {
   // Sums wait in two slabs of each warpgroup to be stored, to pixels whose numbers stand there too.
   static constexpr int kStoreBytes = kSlabs ? kConsumers * 2 * kSlab : 0,
                        kPixelBytes = kSlabs ? kConsumers * kRows * 4 : 0, kBarrierBytes = kMaxStages * 24 + 16;
-  // A patch of every row at most is noted down.
-  static constexpr int kPatchBytes = kSlabs ? kRows * 8 : 0;
+  // A patch of every row of pixels at most is noted down.
+  static constexpr int kPatchRows = !kSlabs ? kDepth : kLarge ? 0 : kRows, kPatchBytes = kPatchRows * 8;
   // Beside them as many stages as fit.
   static constexpr int kMoreBytes = kStoreBytes + kPixelBytes + kBarrierBytes + kPatchBytes;
   static constexpr int kStages = std::min(kMaxStages, ((227 << 10) - kMoreBytes) / kStageBytes);
@@ -76,7 +76,7 @@ struct Ring {
     return reinterpret_cast<int*>(shared + T::kStages * T::kStageBytes + T::kStoreBytes) + warpgroup * T::kRows;
   }
   static __device__ int2* Patches(unsigned char* shared, int warp) {
-    return reinterpret_cast<int2*>(shared + T::kSharedBytes - T::kPatchBytes) + warp * T::kRows / kPatchers;
+    return reinterpret_cast<int2*>(shared + T::kSharedBytes - T::kPatchBytes) + warp * T::kPatchRows / kPatchers;
   }
   __device__ void Next() {
     if (++stage == T::kStages) stage = 0, parity ^= 1;
@@ -374,6 +374,9 @@ cudaError_t VisitWgmmaTile(const Problem& p, const Config& config, F&& f) {
         return f(TypeTag<WgmmaTile<In, 128, 128, true>>());
       case Tile::kWgmma256x160:
         if constexpr (sizeof(In) == 2) return f(TypeTag<WgmmaTile<In, 256, 160>>());
+        return cudaErrorInvalidValue;
+      case Tile::kWgmma128x256:
+        if constexpr (sizeof(In) == 4) return f(TypeTag<WgmmaTile<In, 128, 256, true>>());
         return cudaErrorInvalidValue;
       default:
         return cudaErrorInvalidValue;
