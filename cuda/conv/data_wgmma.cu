@@ -111,7 +111,7 @@ __device__ void ProduceFilter(const WgmmaParams& p, Ring<T> ring) {
 
 // By one of the warps that patch stages, half of the rows.
 template <class T>
-__device__ void PatchStages(const WgmmaParams& p, Ring<T> ring, int warp, int2* found) {
+__device__ void PatchStages(const WgmmaParams& p, Ring<T> ring, int warp) {
   using Rows = PatchedRows<T::kRows / kPatchers>;
   const int first = warp * Rows::kRows;
   for (int number = 0, tile; (tile = TileOf(p, number)) < p.tiles; ++number) {
@@ -124,11 +124,11 @@ __device__ void PatchStages(const WgmmaParams& p, Ring<T> ring, int warp, int2* 
       rows.image[j] = FirstPixel(f, place.row + row, rows.at[j]);
       if (f.tap_count == 0 || Rows::Row(j) >= Rows::kRows || place.row + row >= f.rows) rows.image[j] = -1;
     }
-    typename Rows::Found count = {-1, 0};
+    typename Rows::Found found = {-1};
     const auto patch = [&](int line, int, const int (&offset)[kRank]) {
-      if (count.loads < 0 || line == 0) count = rows.Find(p.patches.edges, offset, found);
+      if (found.rows < 0 || line == 0) found = rows.Find(p.patches.edges, offset);
       hopper::WaitBarrier(ring.Between(ring.stage), ring.parity);
-      Rows::Load(p.patches, count, found, ring.Data() + first * kLineBytes, line * T::kLine, ring.Full());
+      Rows::Load(p.patches, found, ring.Data() + first * kLineBytes, line * T::kLine, ring.Full());
       ring.Next();
     };
     const Share share(max(1, f.tap_count * p.lines), p.team);
@@ -260,7 +260,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
         },
         [&](int warp) {
           if constexpr (kPatched<T, kForward>)
-            if (p.patches.any) PatchStages<T>(p, ring, warp, Ring<T>::Patches(shared, warp));
+            if (p.patches.any) PatchStages<T>(p, ring, warp);
         });
   }
 }

@@ -121,7 +121,7 @@ __device__ void ProduceX(const Params& p, Ring<T> ring) {
 
 // By one of the warps that patch stages, half of the pixels of all units. Past the last image there are none.
 template <class T>
-__device__ void PatchStages(const Params& p, Ring<T> ring, int warp, int2* found) {
+__device__ void PatchStages(const Params& p, Ring<T> ring, int warp) {
   using Rows = PatchedRows<T::kDepth / kPatchers>;
   static_assert(Rows::kEach == 1);
   const int first = warp * Rows::kRows;
@@ -134,12 +134,12 @@ __device__ void PatchStages(const Params& p, Ring<T> ring, int warp, int2* found
       rows.image[0] = Rows::Row(0) < Rows::kRows && tap.image < p.images ? tap.image : -1;
 #pragma unroll
       for (int d = 0; d < kRank; ++d) rows.at[0][d] = tap.at[d];
+      typename Rows::Found found = rows.Find(p.patches.edges, units.offset[0]);
       hopper::WaitBarrier(ring.Between(ring.stage), ring.parity);
-      typename Rows::Found count;
 #pragma unroll
       for (int u = 0; u < units.kCount; ++u) {
-        if (u == 0 || units.tap[u] != units.tap[u - 1]) count = rows.Find(p.patches.edges, units.offset[u], found);
-        Rows::Load(p.patches, count, found, ring.Data() + u * kUnitBytes<T> + first * kLineBytes, units.channel[u],
+        if (u > 0 && units.tap[u] != units.tap[u - 1]) found = rows.Find(p.patches.edges, units.offset[u]);
+        Rows::Load(p.patches, found, ring.Data() + u * kUnitBytes<T> + first * kLineBytes, units.channel[u],
                    ring.Full());
       }
       ring.Next();
@@ -169,9 +169,9 @@ __device__ void ProduceY(const Params& p, Ring<T> ring) {
 
 // By one of the two warps that come between loads and products: transposes y of floats, or patches x of others.
 template <class T>
-__device__ void Help(const Params& p, Ring<T> ring, int warp, int2* found) {
+__device__ void Help(const Params& p, Ring<T> ring, int warp) {
   if constexpr (!kFloats<T>) {
-    if (p.patches.any) PatchStages(p, ring, warp, found);
+    if (p.patches.any) PatchStages(p, ring, warp);
   } else if (p.turns) {
     for (Pieces piece(p.spans); piece.Next();)
       for (int step = 0; step < piece.steps; ++step, ring.Next()) TransposeStage(ring, warp);
@@ -227,7 +227,7 @@ __global__ void __launch_bounds__(T::kThreads, 1) FilterWgmmaKernel(const __grid
       ring.Init(kTogether<T> ? kConsumers : 1, kProducers - 1 + kPatchers * Units<T>::kCount);
     else
       ring.Init(kTogether<T> ? kConsumers : 1, kProducers, kTurners * 32);
-    RunRoles<kProducers, kFloats<T> ? 72 : 56>(
+    RunRoles<kProducers, 72>(
         [&](int which) {
           if (which == 1) return ProduceY<T>(p, ring);
           hopper::VisitDimensions(p.phase.map.dimensions, [&](auto d) { ProduceX<T, decltype(d)::value>(p, ring); });
@@ -239,7 +239,7 @@ __global__ void __launch_bounds__(T::kThreads, 1) FilterWgmmaKernel(const __grid
           }
           Consume<T, kMost>(p, ring, warpgroup);
         },
-        [&](int warp) { Help<T>(p, ring, warp, Ring<T>::Patches(shared, warp)); });
+        [&](int warp) { Help<T>(p, ring, warp); });
   }
 }
 

@@ -110,10 +110,14 @@ inline Frame MakeFrame(const Problem& p, int64_t images, int tile_rows) {
   return f;
 }
 
+// n / d, rounded down, where d is mostly 1: a division takes longer than all else that a block finds out once.
+__device__ inline int Quotient(int n, int d) { return d == 1 ? n : n / d; }
+
 // A block of the forward convolution or the data gradient: of one box, and one phase of it.
 struct FrameBlock : DataBlock {
   int first[kRank], last[kRank], segment[kRank], count[kRank];  // positions of the result
-  int readings[kRank];  // positions that the results stand for: their own, and their aliases
+  int readings[kRank];            // positions that the results stand for: their own, and their aliases
+  int sign[kRank], shift[kRank];  // of a reading: the position is sign * the result's + shift
 
   __device__ FrameBlock(const DataParams& p, const Frame& f) {
     int which, tile, rest = p.column_tiles.Div(static_cast<int>(blockIdx.x), &column_tile);
@@ -124,10 +128,10 @@ struct FrameBlock : DataBlock {
 #pragma unroll
     for (int d = kRank - 1; d >= 0; --d) {
       segment[d] = f.segment[box][d];
-      const int start = which % f.period[d];
-      which /= f.period[d];
+      const int rest_of = Quotient(which, f.period[d]), start = which - rest_of * f.period[d];
+      which = rest_of;
       first[d] = f.begin[d][segment[d]] + start;
-      count[d] = max(0, (f.Length(d, segment[d]) - start + f.period[d] - 1) / f.period[d]);
+      count[d] = max(0, Quotient(f.Length(d, segment[d]) - start + f.period[d] - 1, f.period[d]));
       last[d] = first[d] + f.period[d] * (count[d] - 1);
       readings[d] = 1;
       for (const Aliases& a : f.aliases[d]) readings[d] += a.Has(first[d]) ? a.count : 0;
@@ -140,31 +144,40 @@ struct FrameBlock : DataBlock {
 
   __device__ int Readings() const { return readings[0] * readings[1] * readings[2]; }
 
+  // The image of a row, and its position there.
+  __device__ int64_t Split(const DataParams& p, const Frame& f, int row, int (&at)[kRank]) const {
+    const int line = Quotient(row, count[2]), plane = Quotient(line, count[1]), image = Quotient(plane, count[0]);
+    at[0] = first[0] + f.period[0] * (plane - image * count[0]);
+    at[1] = first[1] + f.period[1] * (line - plane * count[1]);
+    at[2] = first[2] + f.period[2] * (row - line * count[2]);
+    return batch * p.images + image;
+  }
+
+  // A pixel of the result.
+  static __device__ int64_t Pixel(const DataParams& p, int64_t image, const int (&at)[kRank]) {
+    return ((image * p.extent[0] + at[0]) * p.extent[1] + at[1]) * p.extent[2] + at[2];
+  }
+
   // All threads of the block, of which the first have a row each: which these are, but for where they read the operand.
-  // Divisions are plain ones, which take long.
   template <int kRows>
   __device__ void SetRows(const DataParams& p, const Frame& f, Row (&rows)[kRows]) {
     if (threadIdx.x >= kRows) return;
-    const int row = static_cast<int>(first_row + threadIdx.x), line = row / count[2], plane = line / count[1];
-    const int64_t image = batch * p.images + plane / count[0];
+    const int row = static_cast<int>(first_row + threadIdx.x);
     int (&at)[kRank] = Positions<kRows>()[threadIdx.x];
-    at[0] = first[0] + f.period[0] * (plane % count[0]);
-    at[1] = first[1] + f.period[1] * (line % count[1]);
-    at[2] = first[2] + f.period[2] * (row % count[2]);
+    const int64_t image = Split(p, f, row, at);
     Row& to = rows[threadIdx.x];
     to.image = image * p.image_size + group * p.group_size;
-    to.result = row < row_count ? ((image * p.extent[0] + at[0]) * p.extent[1] + at[1]) * p.extent[2] + at[2] : -1;
+    to.result = row < row_count ? Pixel(p, image, at) : -1;
   }
 
-  // The same threads, between barriers: where the rows read the operand at one of their positions.
-  template <int kRows>
-  __device__ void SetReading(const DataParams& p, const Frame& f, int which, Row (&rows)[kRows]) {
-    int sign[kRank], shift[kRank];
+  // The taps that the results meet at one of their positions.
+  __device__ void SetReading(const DataParams& p, const Frame& f, int which) {
 #pragma unroll
     for (int d = kRank - 1; d >= 0; --d) {
       const Aliases &low = f.aliases[d][0], &high = f.aliases[d][1];
-      const int e = which % readings[d] - 1, below = low.Has(first[d]) ? low.count : 0;
-      which /= readings[d];
+      const int rest = Quotient(which, readings[d]), e = which - rest * readings[d] - 1,
+                below = low.Has(first[d]) ? low.count : 0;
+      which = rest;
       sign[d] = e < 0 ? 1 : e < below ? low.sign : high.sign;
       shift[d] = e < 0 ? 0 : e < below ? low.shift + low.step * e : high.shift + high.step * (e - below);
       const Axis& axis = p.axis[d];
@@ -174,7 +187,7 @@ struct FrameBlock : DataBlock {
       while (tap < candidates && Index(axis, begin + tap * axis.tap_step) * StepOf(axis) != begin + tap * axis.tap_step)
         ++tap;
       phase[d].first_tap = tap;
-      phase[d].taps = tap < candidates ? (p.window[d] - tap + p.tap_period[d] - 1) / p.tap_period[d] : 0;
+      phase[d].taps = tap < candidates ? Quotient(p.window[d] - tap + p.tap_period[d] - 1, p.tap_period[d]) : 0;
       if (axis.tap_step < 0) {
         // Only taps that some position of the box meets an element at, which beyond the edges are few.
         const int from = Index(axis, min(begin, end) + tap * axis.tap_step),
@@ -182,20 +195,26 @@ struct FrameBlock : DataBlock {
         const int distance = abs(p.tap_distance[d]), most = f.edges[d].extent - 1;
         const bool up = p.tap_distance[d] > 0;
         const int before = up ? -to : from - most, after = up ? most - from : to;
-        const int skipped = before > 0 ? (before + distance - 1) / distance : 0;
-        phase[d].taps = after < 0 ? 0 : max(0, min(phase[d].taps, after / distance + 1) - skipped);
+        const int skipped = before > 0 ? Quotient(before + distance - 1, distance) : 0;
+        phase[d].taps = after < 0 ? 0 : max(0, min(phase[d].taps, Quotient(after, distance) + 1) - skipped);
         phase[d].first_tap += skipped * p.tap_period[d];
       }
       if (phase[d].taps == 0) phase[d].first_tap = 0;
     }
+  }
+
+  // Where a result there reads the operand at the first of them. Exact, by the choice of the phase.
+  __device__ int Origin(const DataParams& p, int d, int at) const {
+    return Index(p.axis[d], p.axis[d].Origin(sign[d] * at + shift[d]) + phase[d].first_tap * p.axis[d].tap_step);
+  }
+
+  // All threads, between barriers: the same for the rows.
+  template <int kRows>
+  __device__ void SetReading(const DataParams& p, const Frame& f, int which, Row (&rows)[kRows]) {
+    SetReading(p, f, which);
     if (threadIdx.x >= kRows) return;
 #pragma unroll
-    for (int d = 0; d < kRank; ++d) {
-      // Exact, by the choice of the phase.
-      const int position = sign[d] * Positions<kRows>()[threadIdx.x][d] + shift[d];
-      rows[threadIdx.x].origin[d] =
-          Index(p.axis[d], p.axis[d].Origin(position) + phase[d].first_tap * p.axis[d].tap_step);
-    }
+    for (int d = 0; d < kRank; ++d) rows[threadIdx.x].origin[d] = Origin(p, d, Positions<kRows>()[threadIdx.x][d]);
   }
 
  private:
@@ -208,10 +227,7 @@ struct FrameBlock : DataBlock {
     return at;
   }
   static __device__ int StepOf(const Axis& axis) { return static_cast<int>(axis.step.divisor); }
-  // Rarely a division.
-  static __device__ int Index(const Axis& axis, int position) {
-    return StepOf(axis) == 1 ? position : position / StepOf(axis);
-  }
+  static __device__ int Index(const Axis& axis, int position) { return Quotient(position, StepOf(axis)); }
 };
 
 // Where a row reads the operand at a tap of the block's phase: the pixel's first channel, or -1 if nothing is there.

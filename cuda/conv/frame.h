@@ -48,6 +48,12 @@ double FrameShare(const Problem& p);
 // Whether the tensor cores compute the frame. Of small groups they would multiply little but zeros.
 bool OnTensorCores(const Problem& p);
 
+// Whether the kernel with wgmma takes it, on Hopper, from aligned memory and without an epilogue: one group whose
+// channels are whole 16 bytes; floats in the data gradient alone, since forward their filter is MN-major. And the
+// columns of its tiles, fewer where large tiles would not fill the device.
+bool TakesFrameWgmma(const Problem& p);
+int FrameColumns(const Problem& p);
+
 // Slices of the frame's terms in the filter gradient; and what these, and the sums of the problem with zeros before
 // them, take of the workspace. The rest is for that problem.
 int64_t FrameSlices(const Problem& p);
@@ -56,6 +62,8 @@ int64_t FrameBytes(const Problem& p);
 // Stores the results of the frame. As Launch, these return a cudaError_t.
 int LaunchFrameMma(const Problem& p, const void* operand, const void* filter, void* out, const Epilogue& epilogue,
                    CUstream_st* stream);
+// cudaErrorInvalidValue where it does not take the problem.
+int LaunchFrameWgmma(const Problem& p, const void* operand, const void* filter, void* out, CUstream_st* stream);
 int LaunchFrameSimt(const Problem& p, const void* operand, const void* filter, void* out, const Epilogue& epilogue,
                     CUstream_st* stream);
 

@@ -3,11 +3,9 @@
 //
 // Rows, columns and taps are those of data.cuh, of one box of the frame at a time. Where a row reads the operand is
 // worked out once a tap. Elements that stand for further positions have the sums of all these positions added up before
-// they are rounded. On Hopper the data gradient's are products of wgmma, of operands that are gathered alike.
-#include "cuda/common/device_code.h"
+// they are rounded.
 #include "cuda/conv/data_mma.cuh"
 #include "cuda/conv/frame.cuh"
-#include "cuda/conv/gathered_wgmma.cuh"
 
 namespace jaxdnn::conv {
 namespace {
@@ -145,32 +143,28 @@ template <class T, bool kForward, class In>
 __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
     FrameMmaKernel(const __grid_constant__ DataParams p, const __grid_constant__ Frame f, const In* in,
                    const In* filter, bool operand_chunks, bool filter_chunks, bool wide, bool continued, void* out) {
-  if constexpr (!kIsGathered<T> || hopper::kAvailable) {
-    extern __shared__ __align__(1024) unsigned char ring[];
-    __shared__ Row rows[T::kRows];
-    FrameBlock block(p, f);
-    if (block.first_row >= block.row_count) return;  // not every phase has as many rows as the largest
-    typename T::Sums sums = {};
-    block.SetRows(p, f, rows);
-    // Boxes in the corners have few rows and many readings. Of two blocks the other multiplies meanwhile anyway.
-    const int first = kIsGathered<T> ? threadIdx.x / 128 * 64 : T::Row();
-    const bool has_rows = (!kIsGathered<T> && T::kBlocks > 1) || block.first_row + first < block.row_count;
+  extern __shared__ __align__(128) unsigned char ring[];
+  __shared__ Row rows[T::kRows];
+  FrameBlock block(p, f);
+  if (block.first_row >= block.row_count) return;  // not every phase has as many rows as the largest
+  typename T::Sums sums = {};
+  block.SetRows(p, f, rows);
+  // Boxes in the corners have few rows and many readings. Of two blocks the other multiplies meanwhile anyway.
+  const bool has_rows = T::kBlocks > 1 || block.first_row + T::Row() < block.row_count;
 #pragma unroll 1
-    for (int begin = !kForward && continued, which = begin, count = block.Readings(); which < count; ++which) {
-      block.SetReading(p, f, which, rows);
-      block.taps = kForward ? p.window_box : block.Taps();
-      __syncthreads();
-      if (!kForward && continued && which == begin) TakeSums<T>(p, block, rows, static_cast<const float*>(out), sums);
-      const int depth = block.Depth(p), steps = (depth + T::kDepth - 1) / T::kDepth;
-      LoadOperand<T, In> load_a(p, f, block, rows, in, operand_chunks);
-      LoadFilter<T, kForward, In> load_b(p, block, filter, filter_chunks, depth);
-      if constexpr (kIsGathered<T>)
-        MultiplyGathered<In, T>(SharedAddress(ring), steps, load_a, load_b, sums, has_rows);
-      else
-        MultiplyPipelined<In, T>(SharedAddress(ring), steps, load_a, load_b, sums, {}, has_rows);
-    }
-    StoreGroup<T, kForward, In>(p, block, rows, ring, sums, wide, out);
+  for (int begin = !kForward && continued, which = begin, count = block.Readings(); which < count; ++which) {
+    block.SetReading(p, f, which, rows);
+    block.taps = kForward ? p.window_box : block.Taps();
+    __syncthreads();
+    if (!kForward && continued && which == begin) TakeSums<T>(p, block, rows, static_cast<const float*>(out), sums);
+    const int depth = block.Depth(p);
+    LoadOperand<T, In> load_a(p, f, block, rows, in, operand_chunks);
+    LoadFilter<T, kForward, In> load_b(p, block, filter, filter_chunks, depth);
+    MultiplyPipelined<In, T>(SharedAddress(ring), (depth + T::kDepth - 1) / T::kDepth, load_a, load_b, sums, {},
+                             has_rows);
   }
+
+  StoreGroup<T, kForward, In>(p, block, rows, ring, sums, wide, out);
 }
 
 template <class T, Direction kDirection>
@@ -195,23 +189,18 @@ cudaError_t LaunchType(const Problem& p, const void* operand, const void* filter
   // Whole lines of memory: there are few blocks, and what lasts is the number of their steps.
   constexpr int kDepth = 128 / sizeof(In);
   if constexpr (kDirection == Direction::kDataGradient && kProducts == 1) {
-    // Large tiles where they are enough to fill the device, and it has the memory.
-    constexpr int kRows = 128, kColumns = 128;
-    const Gemm g = GemmOf(p);
-    const bool large = g.columns % kColumns == 0 && FrameShare(p) * g.rows * g.columns >= 100 * kRows * kColumns;
-    if (HasHopperCode())
-      return large ? LaunchTile<GatheredTile<In, kDirection, kRows, kColumns, 1>, kDirection>(p, operand, filter, out,
-                                                                                              epilogue, stream)
-                   : LaunchTile<GatheredTile<In, kDirection, kRows, 64, 2>, kDirection>(p, operand, filter, out,
-                                                                                        epilogue, stream);
-    using Large = MmaTile<In, kDirection, kRows, kColumns, 4, 2, 1, 1, kDepth>;
+    using Large = MmaTile<In, kDirection, 128, 128, 4, 2, 1, 1, kDepth>;
     constexpr int kShared = kSharedBytes<Large, LoadOperand<Large, In>, LoadFilter<Large, false, In>> +
                             Large::kRows * (sizeof(Row) + sizeof(int[kRank]));
     int device = 0, shared = 0;
     cudaError_t e = cudaGetDevice(&device);
     if (e == cudaSuccess) e = cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
     if (e != cudaSuccess) return e;
-    if (large && shared >= kShared) return LaunchTile<Large, kDirection>(p, operand, filter, out, epilogue, stream);
+    // Where there are enough of such tiles to fill the device, and it has the memory.
+    const Gemm g = GemmOf(p);
+    if (shared >= kShared && g.columns % Large::kColumns == 0 &&
+        FrameShare(p) * g.rows * g.columns >= 100 * Large::kRows * Large::kColumns)
+      return LaunchTile<Large, kDirection>(p, operand, filter, out, epilogue, stream);
   }
   using T = MmaTile<In, kDirection, 128, 64, 4, 2, kProducts == 1 ? 2 : 1, kProducts, kDepth>;
   return LaunchTile<T, kDirection>(p, operand, filter, out, epilogue, stream);

@@ -63,11 +63,12 @@ bool TakesPatches(const Problem& p, const Config& config) {
 
 // What patches cost in all: of those that a multiprocessor makes, each. Fitted to an H200, as the next. Where lines are
 // brought pixel by pixel anyway they are free.
-double PatchCycles(const Problem& p, Tile tile) {
-  if (tile == Tile::kDepthwise) return 0;
+double PatchCycles(const Problem& p, const Config& config) {
+  if (config.tile == Tile::kDepthwise) return 0;
   constexpr double kBegin = 1000, kEach = 70, kLookup = 1300;
+  const bool filter = p.direction == Direction::kFilterGradient;
   const Gemm g = GemmOf(p);
-  const TileShape& t = kTiles[static_cast<int>(tile)];
+  const TileShape& t = kTiles[static_cast<int>(config.tile)];
   // The share of windows' taps that meet an element as they are: in the last dimension, and in the others, beyond whose
   // edges pixels side by side are loaded together.
   double within = 1, within_others = 1;
@@ -83,21 +84,27 @@ double PatchCycles(const Problem& p, Tile tile) {
   }
   const int64_t width = std::max<int64_t>(1, p.y[2]);
   const double together = double(width / kRun + width % kRun) / width;
-  const double loads = 1 - within + within * (1 - within_others) * together;
-  const double columns = CeilDiv(g.columns, t.columns);
-  if (p.direction == Direction::kFilterGradient)
-    return kBegin +
-           kEach * loads * g.depth * p.Taps() * CeilDiv(p.channels * SizeOf(p.in), 128) * columns / kMultiprocessors;
-  const double lines = CeilDiv(p.DepthChannels() * SizeOf(p.in), 128);
+  const double share = 1 - within + within * (1 - within_others) * together;
+  const double lines = CeilDiv((filter ? p.channels : p.DepthChannels()) * SizeOf(p.in), 128),
+               columns = CeilDiv(g.columns, t.columns);
+  const double pixels = filter ? g.depth : g.rows;
+  const double loads = kEach * share * pixels * p.Taps() * lines * columns / kMultiprocessors;
+  if (filter) {
+    // Each step, rows are looked up for all taps of a tile. Two warps share all that, while others multiply.
+    constexpr double kStep = 100, kTap = 200;
+    const double units = t.rows / WgmmaDepth(p.in), taps = std::ceil(units / lines);
+    const double steps = CeilDiv(g.depth, WgmmaDepth(p.in)) * std::ceil(p.Taps() * lines / units) * columns;
+    const double busy = steps * (kStep + kTap * taps) / kMultiprocessors + loads / 2;
+    return kBegin + std::max(loads, busy - config.cycles);
+  }
   // Once a tap rows are looked up, which takes longer than the products where channels are few.
   const double taps = std::ceil(CeilDiv(g.rows, t.rows) * columns / kMultiprocessors) * p.Taps();
-  const double lookups = taps * std::max(0.0, kLookup - lines * t.rows * t.columns / 32);
-  return kBegin + lookups + kEach * loads * g.rows * p.Taps() * lines * columns / kMultiprocessors;
+  return kBegin + loads + taps * std::max(0.0, kLookup - lines * t.rows * t.columns / 32);
 }
 
 // What the frame's kernel adds to `cycles`. On the tensor cores it is products of the filter gradient's tiles; else all
 // blocks take as long as one, in steps of 128 bytes. Channels that are no whole chunks come element by element.
-double FrameCycles(const Problem& p, double cycles) {
+double FrameCycles(const Problem& p, bool hopper, double cycles) {
   constexpr double kStep = 1900, kProductsPerCycle = 190;  // of 16-bit floats
   if (!OnTensorCores(p)) return kLaunchCycles + FrameShare(p) * cycles;
   const int64_t chunk = 16 / SizeOf(p.in);
@@ -108,9 +115,18 @@ double FrameCycles(const Problem& p, double cycles) {
     const double products = tiles * 128 * 64 * FrameShare(p) * g.depth * SizeOf(p.in) / 2;
     return kLaunchCycles + std::max(1.0, loads / 2) * products / (kMultiprocessors * kProductsPerCycle);
   }
-  const double blocks = std::ceil(FrameShare(p) * g.rows / 128) * g.problems * CeilDiv(g.columns, 64);
-  return kLaunchCycles +
-         loads * kStep * CeilDiv(g.depth * SizeOf(p.in), 128) * std::max(1.0, blocks / kMultiprocessors);
+  const double steps = CeilDiv(g.depth * SizeOf(p.in), 128);
+  const auto rounds = [&](int64_t columns) {
+    return std::max(
+        1.0, std::ceil(FrameShare(p) * g.rows / 128) * g.problems * CeilDiv(g.columns, columns) / kMultiprocessors);
+  };
+  if (hopper && TakesFrameWgmma(p)) {
+    // With those of further positions; and what comes before the first and after the last.
+    constexpr double kOfSmall = 500, kOfLarge = 800, kFurther = 1.33, kBegin = 10000;
+    const int columns = FrameColumns(p);
+    return kLaunchCycles + rounds(columns) * (kBegin + kFurther * steps * (columns > 64 ? kOfLarge : kOfSmall));
+  }
+  return kLaunchCycles + loads * kStep * steps * rounds(64);
 }
 
 }  // namespace
@@ -171,6 +187,20 @@ bool OnTensorCores(const Problem& p) {
   return p.groups == 1 || p.DepthChannels() * SizeOf(p.in) >= 16;
 }
 
+bool TakesFrameWgmma(const Problem& p) {
+  const int64_t chunk = 16 / SizeOf(p.in);
+  const bool floats = p.in == DType::kF32;
+  if (p.direction == Direction::kFilterGradient || p.in == DType::kF64 || p.batch != 1 || p.groups != 1) return false;
+  if (floats && (p.direction == Direction::kForward || p.products != 1)) return false;
+  return p.channels % chunk == 0 && p.features % chunk == 0;
+}
+
+int FrameColumns(const Problem& p) {
+  const Gemm g = GemmOf(p);
+  const double large = FrameShare(p) * g.rows / 128 * CeilDiv(g.columns, 128);
+  return g.columns > 64 && large >= 0.75 * kMultiprocessors ? 128 : 64;
+}
+
 int64_t FrameSlices(const Problem& p) {
   if (p.direction != Direction::kFilterGradient || !HasFrame(p)) return 0;
   // Blocks that fill the device, and pixels that are worth one.
@@ -194,7 +224,7 @@ std::optional<Config> ChooseWithFrame(const Problem& p, bool hopper, std::string
   if (!TakesFrame(p) || bytes > workspace_limit) return std::nullopt;
   std::optional<Config> config = Choose(WithZeros(p), hopper, algorithm, workspace_limit - bytes);
   if (!config) return config;
-  const double patches = PatchCycles(p, config->tile), frame = FrameCycles(p, config->cycles);
+  const double patches = PatchCycles(p, *config), frame = FrameCycles(p, hopper, config->cycles);
   config->patched = TakesPatches(p, *config) && patches < frame;
   config->cycles += config->patched ? patches : frame;
   // Depthwise kernels may leave what is not aligned to a frame after all.

@@ -67,6 +67,8 @@ int Launch(const Problem& p, const Config& config, const void* lhs, const void* 
     if (filter) return LaunchFilterWithFrame(p, config, lhs, rhs, out, static_cast<char*>(workspace), stream);
     if (FrameShare(p) < 1)
       if (const int e = Launch(WithZeros(p), config, lhs, rhs, out, workspace, epilogue, stream)) return e;
+    if (OnTensorCores(p) && IsNone(epilogue))
+      if (const int e = LaunchFrameWgmma(p, lhs, rhs, out, stream); e != cudaErrorInvalidValue) return e;
     return (OnTensorCores(p) ? LaunchFrameMma : LaunchFrameSimt)(p, lhs, rhs, out, epilogue, stream);
   }
   if (epilogue.scale != nullptr && !IsByte(p.in)) return cudaErrorInvalidValue;

@@ -20,8 +20,7 @@ struct AcrossTile {
   // All sums of a warpgroup wait to be stored, a line of its columns for each row.
   static constexpr int kOut = sizeof(In) == 2 ? kRows * kLineBytes : 0, kStoreBytes = kConsumers * kOut,
                        kPixelBytes = kConsumers * kRows * 4, kBarrierBytes = kMaxStages * 24 + 16;
-  static constexpr int kPatchRows = kRows, kPatchBytes = kPatchRows * 8,
-                       kMoreBytes = kStoreBytes + kPixelBytes + kBarrierBytes + kPatchBytes;
+  static constexpr int kMoreBytes = kStoreBytes + kPixelBytes + kBarrierBytes;
   static constexpr int kStages = std::min(kMaxStages, ((227 << 10) - kMoreBytes) / kStageBytes);
   static constexpr int kSharedBytes = kStages * kStageBytes + kMoreBytes;
   using Sums = float[1][kRows / 2];

@@ -38,16 +38,16 @@ struct PatchedRows {
 
   static __device__ int Row(int j) { return 32 * j + threadIdx.x % 32; }
 
+  // Which rows read beyond an edge at a tap: how many in all, and of the lane's the pixel, or -1 where it loads none.
   struct Found {
-    int loads, rows;
+    int rows, pixel[kEach];
   };
-  static constexpr int kWhole = 1 << 16;  // added to the first row of kRun
+  static constexpr int kWhole = 1 << 30;  // added to a pixel that kRun are loaded from
 
-  // Notes down (row, pixel) for those that read beyond an edge at a tap, so far from the first.
-  __device__ Found Find(const Edges (&edges)[kRank], const int (&offset)[kRank], int2* found) const {
+  // Of a tap so far from the first.
+  __device__ Found Find(const Edges (&edges)[kRank], const int (&offset)[kRank]) const {
     const int lane = threadIdx.x % 32;
-    Found count = {};
-    __syncwarp();  // the last tap's are read
+    Found found = {};
 #pragma unroll
     for (int j = 0; j < kEach; ++j) {
       int to[kRank], pixel = image[j];
@@ -57,6 +57,7 @@ struct PatchedRows {
         to[d] = at[j][d] + offset[d];
         mine |= static_cast<unsigned>(to[d]) >= static_cast<unsigned>(edges[d].extent);
       }
+      found.pixel[j] = -1;
       // In most places nobody leaves the operand.
       if (!__any_sync(~0u, mine)) continue;
       mine &= image[j] >= 0;
@@ -65,35 +66,31 @@ struct PatchedRows {
         mine &= edges[d].FindAny(&to[d]);
         pixel = pixel * edges[d].extent + to[d];
       }
-      const uint32_t all = __ballot_sync(~0u, mine), below = (1u << lane) - 1, above = ~below << 1;
-      bool load = mine, whole = false;
+      const uint32_t all = __ballot_sync(~0u, mine);
+      if (mine) found.pixel[j] = pixel;
       if (__popc(all) >= kRun) {
         // The lane's place among those that follow one another.
+        const uint32_t below = (1u << lane) - 1, above = ~below << 1;
         const bool follows = __shfl_up_sync(~0u, pixel, 1) + 1 == pixel && lane > 0 && (all >> (lane - 1) & 1);
         const uint32_t starts = __ballot_sync(~0u, mine && !follows), ends = (starts | ~all) & above;
         const int start = 31 - __clz(starts & ~above), end = ends == 0 ? 32 : __ffs(ends) - 1;
-        whole = lane - start < (end - start) / kRun * kRun;
-        load = mine && (!whole || (lane - start) % kRun == 0);
+        if (mine && lane - start < (end - start) / kRun * kRun)
+          found.pixel[j] = (lane - start) % kRun == 0 ? pixel + kWhole : -1;
       }
-      const uint32_t loads = __ballot_sync(~0u, load);
-      if (load) found[count.loads + __popc(loads & below)] = {Row(j) + (whole ? kWhole : 0), pixel};
-      count.loads += __popc(loads);
-      count.rows += __popc(all);
+      found.rows += __popc(all);
     }
-    __syncwarp();
-    return count;
+    return found;
   }
 
   // Begins to load a line of channels of those found, where `to` is the first row's place; and arrives.
-  static __device__ void Load(const Patches& patches, const Found& count, const int2* found, uint32_t to, int channel,
-                              uint32_t barrier) {
-    if (threadIdx.x % 32 == 0) hopper::ArriveExpecting(barrier, count.rows * kLineBytes);
-#pragma unroll 1
-    for (int i = threadIdx.x % 32; i < count.loads; i += 32) {
-      const bool whole = found[i].x >= kWhole;
-      hopper::LoadBox(to + found[i].x % kWhole * kLineBytes, whole ? &patches.run : &patches.pixel, barrier, channel,
-                      found[i].y, 0);
-    }
+  static __device__ void Load(const Patches& patches, const Found& found, uint32_t to, int channel, uint32_t barrier) {
+    if (threadIdx.x % 32 == 0) hopper::ArriveExpecting(barrier, found.rows * kLineBytes);
+    if (found.rows == 0) return;
+#pragma unroll
+    for (int j = 0; j < kEach; ++j)
+      if (found.pixel[j] >= 0)
+        hopper::LoadBox(to + Row(j) * kLineBytes, found.pixel[j] >= kWhole ? &patches.run : &patches.pixel, barrier,
+                        channel, found.pixel[j] % kWhole, 0);
   }
 };
 

@@ -34,10 +34,10 @@ Cost CostOf(const TileShape& t, const Problem& p) {
   constexpr Cost k256x128[] = {{}, {}, {1120, 4500}};
   constexpr Cost k192x128 = {860, 3500}, k192x160 = {1035, 4000};
   constexpr Cost k256x160[] = {{1400, 4200}, {}, {1340, 5000}};
-  constexpr Cost kCopied = {550, 8300};
+  constexpr Cost kCopied = {620, 8300};
   // Across, no other warpgroup hides what is between tiles.
   constexpr Cost k80Across = {440, 1400}, k96Across = {465, 1500}, k160Across = {670, 1800}, k208Across = {940, 2000};
-  constexpr Cost k192Across[] = {{785, 1950}, {}, {}, {}, {930, 4500}};
+  constexpr Cost k192Across[] = {{785, 1950}, {}, {}, {}, {870, 4500}};
   const bool filter = p.direction == Direction::kFilterGradient, floats = p.in == DType::kF32;
   const int which = 2 * filter + floats, held = floats && p.direction == Direction::kForward ? 4 : which;
   switch (t.tile) {

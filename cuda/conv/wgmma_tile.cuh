@@ -46,17 +46,15 @@ struct WgmmaTile {
   // Sums wait in two slabs of each warpgroup to be stored, to pixels whose numbers stand there too.
   static constexpr int kStoreBytes = kSlabs ? kConsumers * 2 * kSlab : 0,
                        kPixelBytes = kSlabs ? kConsumers * kRows * 4 : 0, kBarrierBytes = kMaxStages * 24 + 16;
-  // A patch of every row of pixels at most is noted down.
-  static constexpr int kPatchRows = !kSlabs ? kDepth : kLarge ? 0 : kRows, kPatchBytes = kPatchRows * 8;
   // Beside them as many stages as fit.
-  static constexpr int kMoreBytes = kStoreBytes + kPixelBytes + kBarrierBytes + kPatchBytes;
+  static constexpr int kMoreBytes = kStoreBytes + kPixelBytes + kBarrierBytes;
   static constexpr int kStages = std::min(kMaxStages, ((227 << 10) - kMoreBytes) / kStageBytes);
   static constexpr int kSharedBytes = kStages * kStageBytes + kMoreBytes;
   using Sums = float[kBlocks][kColumns / 2];
 };
 
 // A block's shared memory, which begins on a multiple of the swizzle's 1024 bytes: the stages, the slabs, the pixels,
-// the barriers, the patches. And where a thread is in the stages' round.
+// the barriers. And where a thread is in the stages' round.
 template <class T>
 struct Ring {
   uint32_t data;
@@ -74,9 +72,6 @@ struct Ring {
   __device__ uint32_t Slabs() const { return data + T::kStages * T::kStageBytes; }
   static __device__ int* Pixels(unsigned char* shared, int warpgroup) {
     return reinterpret_cast<int*>(shared + T::kStages * T::kStageBytes + T::kStoreBytes) + warpgroup * T::kRows;
-  }
-  static __device__ int2* Patches(unsigned char* shared, int warp) {
-    return reinterpret_cast<int2*>(shared + T::kSharedBytes - T::kPatchBytes) + warp * T::kPatchRows / kPatchers;
   }
   __device__ void Next() {
     if (++stage == T::kStages) stage = 0, parity ^= 1;

@@ -1,0 +1,221 @@
+// The frame's results on Hopper's tensor cores, forward and in the data gradient, of one group whose channels are whole
+// 16 bytes: as in frame_mma.cu, but that a warpgroup gathers rows while two others multiply.
+//
+// Where a row reads the operand a lane works out once a tap; asynchronous copies then bring its channels, line by line,
+// to where TMA's swizzle would put them. The filter's boxes come by TMA. Floats are so in the data gradient alone,
+// since forward their filter is MN-major; and an epilogue is left to the other kernel.
+#include "cuda/common/device_code.h"
+#include "cuda/conv/frame.cuh"
+#include "cuda/conv/wgmma_tile.cuh"
+
+namespace jaxdnn::conv {
+namespace {
+
+template <class In, int kColumns>
+using FrameTile = WgmmaTile<In, 128, kColumns, false, false>;
+
+constexpr int kGatherers = kWarpgroup / 32;  // warps, with 32 rows each
+
+struct FrameParams {
+  DataParams data;
+  Frame frame;
+  CUtensorMap filter;
+  int lines;       // of channels
+  bool continued;  // the sums of the results' own positions are there already, as floats
+  bool wide;       // the result is of floats
+};
+
+// Calls f(tap of the window, taps from the reading's first one) for all that a reading meets.
+template <class F>
+__device__ void ForEachTap(const DataParams& p, const FrameBlock& block, const F& f) {
+  const PhaseAxis(&phase)[kRank] = block.phase;
+  for (int a = 0; a < phase[0].taps; ++a)
+    for (int b = 0; b < phase[1].taps; ++b)
+      for (int c = 0; c < phase[2].taps; ++c) {
+        const int plane = phase[0].first_tap + a * p.tap_period[0], line = phase[1].first_tap + b * p.tap_period[1];
+        f((plane * p.window[1] + line) * p.window[2] + phase[2].first_tap + c * p.tap_period[2], {a, b, c});
+      }
+}
+
+template <class T, bool kForward>
+__device__ void LoadFilter(const FrameParams& p, const Ring<T>& ring, int column, int line, int tap) {
+  hopper::ArriveExpecting(ring.Full(), T::kBytesB);
+  const uint32_t to = ring.Data() + T::kBytesA;
+  if constexpr (kForward) {
+#pragma unroll
+    for (int i = 0; i < T::kColumns; i += T::kLine)
+      hopper::LoadBox(to + i * kLineBytes, &p.filter, ring.Full(), column + i, line * T::kLine, tap);
+  } else {
+    hopper::LoadBox(to, &p.filter, ring.Full(), line * T::kLine, column, tap);
+  }
+}
+
+// By one of the warps that fill stages.
+template <class T, bool kForward>
+__device__ void Gather(const FrameParams& p, FrameBlock block, Ring<T> ring, int warp, const typename T::In* in) {
+  using In = typename T::In;
+  constexpr int kChunk = 16 / sizeof(In), kAtOnce = 4;  // rows that the warp copies lines of at once
+  constexpr int kUnderWay = 3;                          // stages, at most, whose copies are not waited for
+  const DataParams& q = p.data;
+  const int lane = threadIdx.x % 32, chunk = lane % 8;
+  const int64_t row = block.first_row + warp * 32 + lane, rows = block.row_count - block.first_row - warp * 32;
+  int at[kRank];
+  const int64_t image = block.Split(q, p.frame, static_cast<int>(row), at);
+  Ring<T> arriving = ring;
+  const auto arrive = [&] {
+    hopper::ShowSharedToTma();  // and to wgmma
+    hopper::Arrive(arriving.Full());
+    arriving.Next();
+  };
+  int begun = 0;
+#pragma unroll 1
+  for (int which = p.continued, count = block.Readings(); which < count; ++which) {
+    block.SetReading(q, p.frame, which);
+    int origin[kRank];
+#pragma unroll
+    for (int d = 0; d < kRank; ++d) origin[d] = block.Origin(q, d, at[d]);
+    ForEachTap(q, block, [&](int tap, const int (&from)[kRank]) {
+      bool exists = row < block.row_count;
+      int to[kRank];
+#pragma unroll
+      for (int d = 0; d < kRank; ++d) {
+        to[d] = origin[d] + from[d] * q.tap_distance[d];
+        exists &= p.frame.edges[d].Find(&to[d]);
+      }
+      const int64_t pixel = (to[0] * p.frame.edges[1].extent + to[1]) * p.frame.edges[2].extent + to[2];
+      const int64_t begin = exists ? image * q.image_size + pixel * q.pixel_size : -1;
+      const In* lines[32 / kAtOnce];
+#pragma unroll
+      for (int i = 0; i < 32 / kAtOnce; ++i) {
+        const int64_t of_row = __shfl_sync(~0u, begin, i * kAtOnce + lane / 8);
+        lines[i] = of_row < 0 ? nullptr : in + of_row + chunk * kChunk;
+      }
+#pragma unroll 1
+      for (int line = 0; line < p.lines; ++line) {
+        hopper::WaitBarrier(ring.Empty(ring.stage), ring.parity ^ 1);
+        if (warp == 0 && lane == 0) LoadFilter<T, kForward>(p, ring, block.column_tile * T::kColumns, line, tap);
+        const bool within = line * T::kLine + chunk * kChunk < q.channels;
+#pragma unroll
+        for (int i = 0; i < 32 / kAtOnce; ++i) {
+          // Past the last row nobody minds what sums are.
+          if (i * kAtOnce >= rows) break;
+          const int r = i * kAtOnce + lane / 8;
+          const bool copies = within && lines[i] != nullptr;
+          CopyAsync<16>(ring.Data() + (warp * 32 + r) * kLineBytes + ((chunk ^ (r % 8)) << 4),
+                        copies ? lines[i] + line * T::kLine : in, copies);
+        }
+        CommitCopies();
+        ring.Next();
+        if (++begun > kUnderWay) {
+          WaitForCopies<kUnderWay>();
+          arrive();
+        }
+      }
+    });
+  }
+  WaitForCopies<0>();
+  for (int left = min(begun, kUnderWay); left > 0; --left) arrive();
+}
+
+// Adds what is where StoreSums would store them.
+template <class T, class Address>
+__device__ void AddStored(typename T::Sums& sums, const float* stored, int count, const Address& address) {
+  const int thread = threadIdx.x % kWarpgroup, lane = thread % 32;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int64_t offset = address(thread / 32 * 16 + lane / 4 + 8 * half);
+    float* const v = &sums[0][2 * half];
+#pragma unroll
+    for (int j = 0; j < T::kColumns / 8; ++j) {
+      const int column = 8 * j + 2 * (lane % 4);
+      if (offset < 0 || column >= count) continue;
+      const auto pair = *reinterpret_cast<const Vec<float, 2>*>(stored + offset + column);
+      v[4 * j] += pair.v[0];
+      v[4 * j + 1] += pair.v[1];
+    }
+  }
+}
+
+template <class T, bool kForward>
+__device__ void Consume(const FrameParams& p, FrameBlock block, Ring<T> ring, int warpgroup, void* out) {
+  using In = typename T::In;
+  using Own = HalfTile<T>;
+  const DataParams& q = p.data;
+  int steps = 0;
+  for (int which = p.continued, count = block.Readings(); which < count; ++which) {
+    block.SetReading(q, p.frame, which);
+    steps += block.phase[0].taps * block.phase[1].taps * block.phase[2].taps * p.lines;
+  }
+  typename Own::Sums sums;
+  if (steps > 0) {
+    MultiplyStagesTogether<T, false, kForward>(ring, steps, warpgroup, sums);
+  } else {
+#pragma unroll
+    for (float& sum : sums[0]) sum = 0;
+  }
+  const int column = block.column_tile * T::kColumns;
+  const auto offset = [&](int row) -> int64_t {
+    const int64_t which = block.first_row + warpgroup * Own::kRows + row;
+    int at[kRank];
+    const int64_t image = block.Split(q, p.frame, static_cast<int>(which), at);
+    return which < block.row_count ? FrameBlock::Pixel(q, image, at) * q.result_pixel : -1;
+  };
+  if (sizeof(In) == 2 && !p.wide) {
+    StoreSums<Own>(sums, static_cast<In*>(out) + column, q.columns - column, offset);
+  } else {
+    float* const floats = static_cast<float*>(out) + column;
+    if (p.continued) AddStored<Own>(sums, floats, q.columns - column, offset);
+    StoreSums<Own>(sums, floats, q.columns - column, offset);
+  }
+}
+
+template <class T, bool kForward>
+__global__ void __launch_bounds__(T::kThreads, 1)
+    FrameWgmmaKernel(const __grid_constant__ FrameParams p, const typename T::In* in, void* out) {
+  if constexpr (hopper::kAvailable) {
+    extern __shared__ __align__(1024) unsigned char shared[];
+    const FrameBlock block(p.data, p.frame);
+    if (block.first_row >= block.row_count) return;  // not every phase has as many rows as the largest
+    const Ring<T> ring(shared);
+    ring.Init(kConsumers, kWarpgroup + 1);  // all who gather, and the filter's bytes
+    RunRoles<0, 104>([](int) {}, [&](int warpgroup) { Consume<T, kForward>(p, block, ring, warpgroup, out); },
+                     [&](int warp) { Gather<T, kForward>(p, block, ring, warp, in); });
+  }
+}
+
+template <class T, bool kForward>
+cudaError_t LaunchTile(const Problem& p, const void* operand, const void* filter, void* out, cudaStream_t stream) {
+  FrameParams q = {MakeDataParams(p, {}, T::kRows, T::kColumns), MakeFrame(p, p.images, T::kRows)};
+  q.lines = int(CeilDiv(q.data.channels, T::kLine));
+  q.continued = !kForward && p.out == DType::kF32 && FrameShare(p) < 1;
+  q.wide = p.out == DType::kF32;
+  const cudaError_t e = EncodeBoxes(&q.filter, p.in, filter, {p.features, p.channels, p.Taps()},
+                                    {T::kLine, kForward ? T::kLine : T::kColumns, 1});
+  if (e != cudaSuccess) return e;
+  const Grid grid = {FrameBlocks(p, q.data, q.frame), T::kThreads, T::kSharedBytes};
+  return LaunchKernel(FrameWgmmaKernel<T, kForward>, grid, stream, q, static_cast<const typename T::In*>(operand), out);
+}
+
+}  // namespace
+
+int LaunchFrameWgmma(const Problem& p, const void* operand, const void* filter, void* out, CUstream_st* stream) {
+  const auto aligned = [](const void* a) { return reinterpret_cast<uintptr_t>(a) % 16 == 0; };
+  if (!HasHopperCode() || !TakesFrameWgmma(p) || !aligned(operand) || !aligned(filter) || !aligned(out))
+    return cudaErrorInvalidValue;
+  const bool forward = p.direction == Direction::kForward, large = FrameColumns(p) == 128;
+  const auto with_type = [&](auto in) -> cudaError_t {
+    using In = typename decltype(in)::type;
+    using Large = FrameTile<In, 128>;
+    using Small = FrameTile<In, 64>;
+    if constexpr (sizeof(In) == 2)
+      if (forward)
+        return large ? LaunchTile<Large, true>(p, operand, filter, out, stream)
+                     : LaunchTile<Small, true>(p, operand, filter, out, stream);
+    return large ? LaunchTile<Large, false>(p, operand, filter, out, stream)
+                 : LaunchTile<Small, false>(p, operand, filter, out, stream);
+  };
+  if (p.in == DType::kF32) return with_type(TypeTag<float>());
+  return p.in == DType::kBF16 ? with_type(TypeTag<__nv_bfloat16>()) : with_type(TypeTag<__half>());
+}
+
+}  // namespace jaxdnn::conv
