@@ -55,7 +55,9 @@ template <class T, bool kForward>
 __device__ void Gather(const FrameParams& p, FrameBlock block, Ring<T> ring, int warp, const typename T::In* in) {
   using In = typename T::In;
   constexpr int kChunk = 16 / sizeof(In), kAtOnce = 4;  // rows that the warp copies lines of at once
-  constexpr int kUnderWay = 3;                          // stages, at most, whose copies are not waited for
+  // Stages whose copies are not waited for. A stage is free again when the next one's products are issued, and that
+  // must have arrived before this one is waited for.
+  constexpr int kUnderWay = T::kStages < 7 ? T::kStages - 2 : 5;
   const DataParams& q = p.data;
   const int lane = threadIdx.x % 32, chunk = lane % 8;
   const int64_t row = block.first_row + warp * 32 + lane, rows = block.row_count - block.first_row - warp * 32;
