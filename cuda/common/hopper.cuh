@@ -38,6 +38,12 @@ __device__ inline void ArriveExpecting(uint32_t barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
+// Arrives when all asynchronous copies that the thread has begun are there.
+__device__ inline void ArriveAfterCopies(uint32_t barrier) {
+  if constexpr (kAvailable)
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 __device__ inline void Arrive(uint32_t barrier) {
   if constexpr (kAvailable) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }

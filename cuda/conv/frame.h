@@ -49,8 +49,9 @@ double FrameShare(const Problem& p);
 bool OnTensorCores(const Problem& p);
 
 // Whether the kernel with wgmma takes it, on Hopper, from aligned memory and without an epilogue: one group whose
-// channels are whole 16 bytes; floats in the data gradient alone, since forward their filter is MN-major. And the
-// columns of its tiles, fewer where large tiles would not fill the device.
+// channels are whole 16 bytes; floats in the data gradient alone, since forward their filter is MN-major; and not
+// what is replicated far. And the columns of its tiles, fewer where large tiles would not fill the device.
+constexpr int kFrameMostReadings = 32;  // positions that a result stands for
 bool TakesFrameWgmma(const Problem& p);
 int FrameColumns(const Problem& p);
 

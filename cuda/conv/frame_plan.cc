@@ -192,6 +192,13 @@ bool TakesFrameWgmma(const Problem& p) {
   const bool floats = p.in == DType::kF32;
   if (p.direction == Direction::kFilterGradient || p.in == DType::kF64 || p.batch != 1 || p.groups != 1) return false;
   if (floats && (p.direction == Direction::kForward || p.products != 1)) return false;
+  int64_t readings = 1;
+  for (int d = 0; d < kRank && p.direction == Direction::kDataGradient; ++d) {
+    const Reach reach = ReachOf(p, d);
+    const bool replicates = p.mode[d] == PadMode::kReplicate;
+    readings *= 1 + (replicates ? reach.low + reach.high : (reach.low > 0) + (reach.high > 0));
+  }
+  if (readings > kFrameMostReadings) return false;
   return p.channels % chunk == 0 && p.features % chunk == 0;
 }
 

@@ -25,6 +25,27 @@ struct FrameParams {
   bool wide;       // the result is of floats
 };
 
+// What SetReading works out, of all of a block's readings at once, by a lane each: one after the other they would take
+// longer than the products.
+struct Reading {
+  int sign[kRank], shift[kRank], first_tap[kRank], taps[kRank];
+
+  __device__ void Take(const FrameBlock& block) {
+#pragma unroll
+    for (int d = 0; d < kRank; ++d) {
+      sign[d] = block.sign[d], shift[d] = block.shift[d];
+      first_tap[d] = block.phase[d].first_tap, taps[d] = block.phase[d].taps;
+    }
+  }
+  __device__ void Set(FrameBlock& block) const {
+#pragma unroll
+    for (int d = 0; d < kRank; ++d) {
+      block.sign[d] = sign[d], block.shift[d] = shift[d];
+      block.phase[d].first_tap = first_tap[d], block.phase[d].taps = taps[d];
+    }
+  }
+};
+
 // Calls f(tap of the window, taps from the reading's first one) for all that a reading meets.
 template <class F>
 __device__ void ForEachTap(const DataParams& p, const FrameBlock& block, const F& f) {
@@ -52,27 +73,18 @@ __device__ void LoadFilter(const FrameParams& p, const Ring<T>& ring, int column
 
 // By one of the warps that fill stages.
 template <class T, bool kForward>
-__device__ void Gather(const FrameParams& p, FrameBlock block, Ring<T> ring, int warp, const typename T::In* in) {
+__device__ void Gather(const FrameParams& p, FrameBlock block, const Reading* readings, Ring<T> ring, int warp,
+                       const typename T::In* in) {
   using In = typename T::In;
   constexpr int kChunk = 16 / sizeof(In), kAtOnce = 4;  // rows that the warp copies lines of at once
-  // Stages whose copies are not waited for. A stage is free again when the next one's products are issued, and that
-  // must have arrived before this one is waited for.
-  constexpr int kUnderWay = T::kStages < 7 ? T::kStages - 2 : 5;
   const DataParams& q = p.data;
   const int lane = threadIdx.x % 32, chunk = lane % 8;
   const int64_t row = block.first_row + warp * 32 + lane, rows = block.row_count - block.first_row - warp * 32;
   int at[kRank];
   const int64_t image = block.Split(q, p.frame, static_cast<int>(row), at);
-  Ring<T> arriving = ring;
-  const auto arrive = [&] {
-    hopper::ShowSharedToTma();  // and to wgmma
-    hopper::Arrive(arriving.Full());
-    arriving.Next();
-  };
-  int begun = 0;
 #pragma unroll 1
   for (int which = p.continued, count = block.Readings(); which < count; ++which) {
-    block.SetReading(q, p.frame, which);
+    readings[which].Set(block);
     int origin[kRank];
 #pragma unroll
     for (int d = 0; d < kRank; ++d) origin[d] = block.Origin(q, d, at[d]);
@@ -106,17 +118,11 @@ __device__ void Gather(const FrameParams& p, FrameBlock block, Ring<T> ring, int
           CopyAsync<16>(ring.Data() + (warp * 32 + r) * kLineBytes + ((chunk ^ (r % 8)) << 4),
                         copies ? lines[i] + line * T::kLine : in, copies);
         }
-        CommitCopies();
+        hopper::ArriveAfterCopies(ring.Full());
         ring.Next();
-        if (++begun > kUnderWay) {
-          WaitForCopies<kUnderWay>();
-          arrive();
-        }
       }
     });
   }
-  WaitForCopies<0>();
-  for (int left = min(begun, kUnderWay); left > 0; --left) arrive();
 }
 
 // Adds what is where StoreSums would store them.
@@ -139,18 +145,27 @@ __device__ void AddStored(typename T::Sums& sums, const float* stored, int count
 }
 
 template <class T, bool kForward>
-__device__ void Consume(const FrameParams& p, FrameBlock block, Ring<T> ring, int warpgroup, void* out) {
+__device__ void Consume(const FrameParams& p, const FrameBlock& block, const Reading* readings, Ring<T> ring,
+                        int warpgroup, void* out) {
   using In = typename T::In;
   using Own = HalfTile<T>;
   const DataParams& q = p.data;
   int steps = 0;
   for (int which = p.continued, count = block.Readings(); which < count; ++which) {
-    block.SetReading(q, p.frame, which);
-    steps += block.phase[0].taps * block.phase[1].taps * block.phase[2].taps * p.lines;
+    const int (&taps)[kRank] = readings[which].taps;
+    steps += taps[0] * taps[1] * taps[2] * p.lines;
+  }
+  if (block.first_row + warpgroup * Own::kRows >= block.row_count) {
+    // In the corners boxes have few rows, and many readings.
+    for (; steps > 0; --steps, ring.Next()) {
+      hopper::WaitBarrier(ring.Full(), ring.parity);
+      Release(ring, ring.stage);
+    }
+    return;
   }
   typename Own::Sums sums;
   if (steps > 0) {
-    MultiplyStagesTogether<T, false, kForward>(ring, steps, warpgroup, sums);
+    MultiplyStagesTogether<T, false, kForward, true>(ring, steps, warpgroup, sums);
   } else {
 #pragma unroll
     for (float& sum : sums[0]) sum = 0;
@@ -176,12 +191,17 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     FrameWgmmaKernel(const __grid_constant__ FrameParams p, const typename T::In* in, void* out) {
   if constexpr (hopper::kAvailable) {
     extern __shared__ __align__(1024) unsigned char shared[];
-    const FrameBlock block(p.data, p.frame);
+    __shared__ Reading readings[kFrameMostReadings];
+    FrameBlock block(p.data, p.frame);
     if (block.first_row >= block.row_count) return;  // not every phase has as many rows as the largest
+    if (threadIdx.x < block.Readings()) {
+      block.SetReading(p.data, p.frame, threadIdx.x);
+      readings[threadIdx.x].Take(block);
+    }
     const Ring<T> ring(shared);
     ring.Init(kConsumers, kWarpgroup + 1);  // all who gather, and the filter's bytes
-    RunRoles<0, 104>([](int) {}, [&](int warpgroup) { Consume<T, kForward>(p, block, ring, warpgroup, out); },
-                     [&](int warp) { Gather<T, kForward>(p, block, ring, warp, in); });
+    RunRoles<0, 104>([](int) {}, [&](int warpgroup) { Consume<T, kForward>(p, block, readings, ring, warpgroup, out); },
+                     [&](int warp) { Gather<T, kForward>(p, block, readings, ring, warp, in); });
   }
 }
 

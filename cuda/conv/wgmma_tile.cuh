@@ -178,8 +178,9 @@ __device__ void MultiplyStages(Ring<T>& ring, int steps, int number, typename T:
 template <class T>
 using HalfTile = WgmmaTile<typename T::In, T::kRows / 2, T::kColumns>;
 
-// The same by both warpgroups, which take every stage, and some of the rows each, from this 64th on.
-template <class T, bool kTransposedA, bool kTransposedB, int kBlocks>
+// The same by both warpgroups, which take every stage, and some of the rows each, from this 64th on. What others than
+// the TMA unit have gathered must be shown to wgmma first.
+template <class T, bool kTransposedA, bool kTransposedB, bool kGathered = false, int kBlocks>
 __device__ void MultiplyStagesTogether(Ring<T>& ring, int steps, int first, float (&sums)[kBlocks][T::kColumns / 2]) {
   constexpr int kStepA = (kTransposedA ? 16 * kLineBytes : 32) >> 4,
                 kStepB = (kTransposedB ? 16 * kLineBytes : 32) >> 4;
@@ -187,6 +188,7 @@ __device__ void MultiplyStagesTogether(Ring<T>& ring, int steps, int first, floa
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     hopper::WaitBarrier(ring.Full(), ring.parity);
+    if constexpr (kGathered) hopper::ShowSharedToTma();
     const uint64_t a = hopper::Descriptor(ring.Data() + first * T::kSlab, T::kSlab);
     const uint64_t b = hopper::Descriptor(ring.Data() + T::kBytesA, T::kSlab);
     hopper::BeginProducts();

@@ -13,6 +13,7 @@
 
 #include <array>
 #include <cstdint>
+#include <cstring>
 #include <deque>
 #include <functional>
 #include <map>
@@ -134,6 +135,11 @@ struct PendingCopy {
   uint32_t to;
   const uint8_t* from;
   uint32_t bytes, valid;
+
+  void Perform(uint8_t* shared) const {
+    std::memset(shared, 0, bytes);
+    if (valid > 0) std::memcpy(shared, from, valid);
+  }
 };
 
 struct Warp {

@@ -138,11 +138,7 @@ bool CommitCopies(Warp& w, const Instruction&, Mask m) {
 bool WaitCopies(Warp& w, const Instruction& i, Mask m) {  // until so many groups are left
   ForLanes(m, [&](int l) {
     for (; w.groups[l].size() > w.r[i.s[0]][l]; w.groups[l].pop_front())
-      for (const PendingCopy& c : w.groups[l].front()) {
-        uint8_t* to = Shared(w, c.to, c.bytes);
-        std::memset(to, 0, c.bytes);
-        if (c.valid > 0) std::memcpy(to, c.from, c.valid);
-      }
+      for (const PendingCopy& c : w.groups[l].front()) c.Perform(Shared(w, c.to, c.bytes));
   });
   return true;
 }

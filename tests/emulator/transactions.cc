@@ -63,6 +63,26 @@ void BindArrive(Operands& o) {
   o.i.run = Arrive;
 }
 
+// Ends the copies that the lane has begun (memory.cc), and arrives.
+bool ArriveAfterCopies(Warp& w, const Instruction& i, Mask m) {
+  ForLanes(m, [&](int l) {
+    Transactions& b = BarrierOf(w, i, l);
+    w.groups[l].push_back(std::exchange(w.copies[l], {}));
+    std::vector<std::function<void()>> copies;
+    for (const auto& group : std::exchange(w.groups[l], {}))
+      for (const PendingCopy& c : group) copies.push_back([to = Shared(w, c.to, c.bytes), c] { c.Perform(to); });
+    const auto arrive = [&b, copies] {
+      for (const auto& copy : copies) copy();
+      if (b.missing == 0) throw Error("more arrive than the barrier expects");
+      --b.missing;
+      Complete(b);
+    };
+    Cluster& cluster = *w.block->cluster;
+    cluster.early ? arrive() : cluster.in_flight.push_back({&b, arrive});
+  });
+  return true;
+}
+
 // Whether the phase of this parity has ended; if not, others get their turn.
 bool Test(Warp& w, const Instruction& i, Mask m) {
   bool missing = false;
@@ -130,6 +150,12 @@ const Table kTransactions = {
     {"mbarrier.inval", Ignore},
     {"mbarrier.arrive", BindArrive},
     {"mbarrier.expect_tx", BindArrive},
+    {"cp.async.mbarrier.arrive",
+     [](Operands& o) {
+       if (!o.Has("noinc")) throw Error("without noinc");
+       o.Memory(0);
+       o.i.run = ArriveAfterCopies;
+     }},
     {"mbarrier.try_wait", BindTest},
     {"mbarrier.test_wait", BindTest},
     {"st.async", BindStore},
