@@ -65,7 +65,8 @@ bool Takes(const TileShape& t, const Problem& p, bool hopper) {
   return TakesMma(p, t);
 }
 
-std::optional<Config> ChooseAsItIs(const Problem& p, bool hopper, std::string_view algorithm, int64_t workspace_limit) {
+std::optional<Config> ChooseAsItIs(const Problem& p, bool hopper, std::string_view algorithm, int64_t workspace_limit,
+                                   const Finish& finish) {
   const bool widened = p.out == DType::kF32 && (p.in == DType::kF16 || p.in == DType::kBF16);
   const bool floats = p.out == DType::kF32 || p.out == DType::kF16 || p.out == DType::kBF16;
   const bool known = IsByte(p.in) ? floats || (p.in == DType::kS8 && p.out == DType::kS32)
@@ -75,7 +76,8 @@ std::optional<Config> ChooseAsItIs(const Problem& p, bool hopper, std::string_vi
   const int64_t result_bytes = p.FilterSize() * (p.in == DType::kF64 ? 8 : 4);
   const bool splittable = p.direction == Direction::kFilterGradient;
   std::optional<Config> best;
-  const auto consider = [&](const Config& config) {
+  const auto consider = [&](const Config& product) {
+    const Config config = finish(product);
     if (!best || config.cycles < best->cycles) best = config;
   };
   for (const TileShape& t : kTiles) {
@@ -147,18 +149,25 @@ bool IsWorthExchanging(const Problem& p) {
 
 }  // namespace
 
-std::optional<Config> Choose(const Problem& p, bool hopper, std::string_view algorithm, int64_t workspace_limit) {
-  std::optional<Config> best = ChooseAsItIs(p, hopper, algorithm, workspace_limit);
-  if (HasFrame(p)) {
-    const std::optional<Config> framed = ChooseWithFrame(p, hopper, algorithm, workspace_limit);
-    if (best) best->patched = true;
-    return best && (!framed || best->cycles <= framed->cycles) ? best : framed;
-  }
+std::optional<Config> ChooseFinished(const Problem& p, bool hopper, std::string_view algorithm, int64_t workspace_limit,
+                                     const Finish& finish) {
+  const std::optional<Config> best = ChooseAsItIs(p, hopper, algorithm, workspace_limit, finish);
   if (!IsWorthExchanging(p)) return best;
-  std::optional<Config> other = ChooseAsItIs(Exchanged(p), hopper, algorithm, workspace_limit);
-  if (!other || (best && best->cycles <= other->cycles)) return best;
-  other->exchanged = true;
-  return other;
+  const auto exchange = [&](Config config) {
+    config.exchanged = true;
+    return finish(config);
+  };
+  const std::optional<Config> other = ChooseAsItIs(Exchanged(p), hopper, algorithm, workspace_limit, exchange);
+  return !other || (best && best->cycles <= other->cycles) ? best : other;
+}
+
+std::optional<Config> Choose(const Problem& p, bool hopper, std::string_view algorithm, int64_t workspace_limit) {
+  const auto as_it_is = [](const Config& config) { return config; };
+  if (!HasFrame(p)) return ChooseFinished(p, hopper, algorithm, workspace_limit, as_it_is);
+  std::optional<Config> best = ChooseAsItIs(p, hopper, algorithm, workspace_limit, as_it_is);
+  const std::optional<Config> framed = ChooseWithFrame(p, hopper, algorithm, workspace_limit);
+  if (best) best->patched = true;
+  return best && (!framed || best->cycles <= framed->cycles) ? best : framed;
 }
 
 }  // namespace jaxdnn::conv

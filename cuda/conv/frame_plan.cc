@@ -229,16 +229,16 @@ std::optional<Config> ChooseWithFrame(const Problem& p, bool hopper, std::string
                                       int64_t workspace_limit) {
   const int64_t bytes = FrameBytes(p);
   if (!TakesFrame(p) || bytes > workspace_limit) return std::nullopt;
-  std::optional<Config> config = Choose(WithZeros(p), hopper, algorithm, workspace_limit - bytes);
-  if (!config) return config;
-  const double patches = PatchCycles(p, *config), frame = FrameCycles(p, hopper, config->cycles);
-  config->patched = TakesPatches(p, *config) && patches < frame;
-  config->cycles += config->patched ? patches : frame;
-  // Depthwise kernels may leave what is not aligned to a frame after all.
-  if (config->patched && config->tile != Tile::kDepthwise) return config;
-  config->workspace_bytes += bytes;
-  config->frame_slices = FrameSlices(p);
-  return config;
+  return ChooseFinished(WithZeros(p), hopper, algorithm, workspace_limit - bytes, [&](Config config) {
+    const double patches = PatchCycles(p, config), frame = FrameCycles(p, hopper, config.cycles);
+    config.patched = TakesPatches(p, config) && patches < frame;
+    config.cycles += config.patched ? patches : frame;
+    // Depthwise kernels may leave what is not aligned to a frame after all.
+    if (config.patched && config.tile != Tile::kDepthwise) return config;
+    config.workspace_bytes += bytes;
+    config.frame_slices = FrameSlices(p);
+    return config;
+  });
 }
 
 }  // namespace jaxdnn::conv
