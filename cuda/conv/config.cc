@@ -66,7 +66,7 @@ bool Takes(const TileShape& t, const Problem& p, bool hopper) {
 }
 
 std::optional<Config> ChooseAsItIs(const Problem& p, bool hopper, std::string_view algorithm, int64_t workspace_limit,
-                                   const Finish& finish) {
+                                   const Completion& complete) {
   const bool widened = p.out == DType::kF32 && (p.in == DType::kF16 || p.in == DType::kBF16);
   const bool floats = p.out == DType::kF32 || p.out == DType::kF16 || p.out == DType::kBF16;
   const bool known = IsByte(p.in) ? floats || (p.in == DType::kS8 && p.out == DType::kS32)
@@ -77,7 +77,7 @@ std::optional<Config> ChooseAsItIs(const Problem& p, bool hopper, std::string_vi
   const bool splittable = p.direction == Direction::kFilterGradient;
   std::optional<Config> best;
   const auto consider = [&](const Config& product) {
-    const Config config = finish(product);
+    const Config config = complete(product);
     if (!best || config.cycles < best->cycles) best = config;
   };
   for (const TileShape& t : kTiles) {
@@ -149,13 +149,13 @@ bool IsWorthExchanging(const Problem& p) {
 
 }  // namespace
 
-std::optional<Config> ChooseFinished(const Problem& p, bool hopper, std::string_view algorithm, int64_t workspace_limit,
-                                     const Finish& finish) {
-  const std::optional<Config> best = ChooseAsItIs(p, hopper, algorithm, workspace_limit, finish);
+std::optional<Config> ChooseCompleted(const Problem& p, bool hopper, std::string_view algorithm,
+                                      int64_t workspace_limit, const Completion& complete) {
+  const std::optional<Config> best = ChooseAsItIs(p, hopper, algorithm, workspace_limit, complete);
   if (!IsWorthExchanging(p)) return best;
   const auto exchange = [&](Config config) {
     config.exchanged = true;
-    return finish(config);
+    return complete(config);
   };
   const std::optional<Config> other = ChooseAsItIs(Exchanged(p), hopper, algorithm, workspace_limit, exchange);
   return !other || (best && best->cycles <= other->cycles) ? best : other;
@@ -163,7 +163,7 @@ std::optional<Config> ChooseFinished(const Problem& p, bool hopper, std::string_
 
 std::optional<Config> Choose(const Problem& p, bool hopper, std::string_view algorithm, int64_t workspace_limit) {
   const auto as_it_is = [](const Config& config) { return config; };
-  if (!HasFrame(p)) return ChooseFinished(p, hopper, algorithm, workspace_limit, as_it_is);
+  if (!HasFrame(p)) return ChooseCompleted(p, hopper, algorithm, workspace_limit, as_it_is);
   std::optional<Config> best = ChooseAsItIs(p, hopper, algorithm, workspace_limit, as_it_is);
   const std::optional<Config> framed = ChooseWithFrame(p, hopper, algorithm, workspace_limit);
   if (best) best->patched = true;

@@ -40,10 +40,10 @@ constexpr int kRun = 8;
 // The problem with zeros; its filter gradient as the sums are held.
 Problem WithZeros(const Problem& p);
 
-// Choose, for a problem without a frame: the best of what `finish` makes of each configuration.
-using Finish = std::function<Config(const Config&)>;
-std::optional<Config> ChooseFinished(const Problem& p, bool hopper, std::string_view algorithm, int64_t workspace_limit,
-                                     const Finish& finish);
+// Choose, for a problem without a frame: the best of what `complete` makes of each configuration.
+using Completion = std::function<Config(const Config&)>;
+std::optional<Config> ChooseCompleted(const Problem& p, bool hopper, std::string_view algorithm,
+                                      int64_t workspace_limit, const Completion& complete);
 // Choose, for a problem that has a frame: any kernel for the problem with zeros, where there is one for the frame too.
 std::optional<Config> ChooseWithFrame(const Problem& p, bool hopper, std::string_view algorithm,
                                       int64_t workspace_limit);

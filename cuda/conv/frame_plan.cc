@@ -229,7 +229,7 @@ std::optional<Config> ChooseWithFrame(const Problem& p, bool hopper, std::string
                                       int64_t workspace_limit) {
   const int64_t bytes = FrameBytes(p);
   if (!TakesFrame(p) || bytes > workspace_limit) return std::nullopt;
-  return ChooseFinished(WithZeros(p), hopper, algorithm, workspace_limit - bytes, [&](Config config) {
+  return ChooseCompleted(WithZeros(p), hopper, algorithm, workspace_limit - bytes, [&](Config config) {
     const double patches = PatchCycles(p, config), frame = FrameCycles(p, hopper, config.cycles);
     config.patched = TakesPatches(p, config) && patches < frame;
     config.cycles += config.patched ? patches : frame;
