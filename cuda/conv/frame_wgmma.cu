@@ -14,8 +14,6 @@ namespace {
 template <class In, int kColumns>
 using FrameTile = WgmmaTile<In, 128, kColumns, false, false>;
 
-constexpr int kGatherers = kWarpgroup / 32;  // warps, with 32 rows each
-
 struct FrameParams {
   DataParams data;
   Frame frame;
@@ -71,7 +69,7 @@ __device__ void LoadFilter(const FrameParams& p, const Ring<T>& ring, int column
   }
 }
 
-// By one of the warps that fill stages.
+// By one of the four warps that fill stages, with 32 rows each.
 template <class T, bool kForward>
 __device__ void Gather(const FrameParams& p, FrameBlock block, const Reading* readings, Ring<T> ring, int warp,
                        const typename T::In* in) {
