@@ -1,5 +1,6 @@
 """Padding with elements of the input: values, derivatives and errors, against NumPy's padding in float64."""
 
+import dataclasses
 import functools
 import math
 
@@ -14,6 +15,8 @@ from conv_checks import coarse, takes
 from conv_padding_checks import check_all_three, indices, oracle
 from jaxdnn import _extension
 from jaxdnn._conv.padding import MODES
+from jaxdnn._conv.primitives import OPERANDS, plan
+from jaxdnn._conv.spec import ConvSpec
 from numerics import DTYPES, assert_close, assert_repeatable, exact, sample, with_gradients
 
 
@@ -326,6 +329,23 @@ def test_planner():
       for mode in ("zeros", "reflect")
     )
     assert all(framed[name].microseconds > plain[name].microseconds for name in framed)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("mode", MODES[1:])
+@pytest.mark.parametrize("n, c", [(28, 128), (56, 256)])
+def test_the_choice_counts_what_comes_on_top(n, c, mode, dtype):
+  """Of all tiles that which is fastest together with its frame or patches, not with zeros."""
+  shapes = {"x": (1, 32, n, n, c), "w": (1, 3, 3, c, c), "y": (1, 32, n, n, c)}
+  default = (jax.lax.Precision.DEFAULT,) * 2
+  spec = ConvSpec((1, 1), ((1, 1),) * 2, (1, 1), (1, 1), 1, (n, n), (3, 3), default, padding_mode=(mode,) * 2)
+  for result, names in OPERANDS.items():
+    a, b = (jax.ShapeDtypeStruct(shapes[name], dtype) for name in names)
+    chosen, *others = (
+      plan(result, a, b, dataclasses.replace(spec, algorithm=tile), np.dtype(dtype), hopper=True)
+      for tile in (None, *_extension.native.conv_tiles)
+    )
+    assert chosen["cycles"] == min(p["cycles"] for p in others if p is not None)
 
 
 def test_circular_data_gradients_need_no_frame_on_hopper():
