@@ -230,9 +230,10 @@ std::optional<Config> ChooseWithFrame(const Problem& p, bool hopper, std::string
   const int64_t bytes = FrameBytes(p);
   if (!TakesFrame(p) || bytes > workspace_limit) return std::nullopt;
   return ChooseCompleted(WithZeros(p), hopper, algorithm, workspace_limit - bytes, [&](Config config) {
-    const double patches = PatchCycles(p, config), frame = FrameCycles(p, hopper, config.cycles);
-    config.patched = TakesPatches(p, config) && patches < frame;
-    config.cycles += config.patched ? patches : frame;
+    const double patches = TakesPatches(p, config) ? PatchCycles(p, config) : HUGE_VAL;
+    const double frame = FrameCycles(p, hopper, config.cycles);
+    config.patched = patches < frame;
+    config.cycles += std::min(patches, frame);
     // Depthwise kernels may leave what is not aligned to a frame after all.
     if (config.patched && config.tile != Tile::kDepthwise) return config;
     config.workspace_bytes += bytes;
