@@ -144,30 +144,25 @@ struct FrameBlock : DataBlock {
 
   __device__ int Readings() const { return readings[0] * readings[1] * readings[2]; }
 
-  // The image of a row, and its position there.
-  __device__ int64_t Split(const DataParams& p, const Frame& f, int row, int (&at)[kRank]) const {
-    const int line = Quotient(row, count[2]), plane = Quotient(line, count[1]), image = Quotient(plane, count[0]);
-    at[0] = first[0] + f.period[0] * (plane - image * count[0]);
+  // The image and the result of a row, and its position there; where it reads the operand follows from a reading.
+  __device__ Row RowAt(const DataParams& p, const Frame& f, int row, int (&at)[kRank]) const {
+    const int line = Quotient(row, count[2]), plane = Quotient(line, count[1]), of = Quotient(plane, count[0]);
+    at[0] = first[0] + f.period[0] * (plane - of * count[0]);
     at[1] = first[1] + f.period[1] * (line - plane * count[1]);
     at[2] = first[2] + f.period[2] * (row - line * count[2]);
-    return batch * p.images + image;
+    const int64_t image = batch * p.images + of;
+    const int64_t pixel = ((image * p.extent[0] + at[0]) * p.extent[1] + at[1]) * p.extent[2] + at[2];
+    Row to;
+    to.image = image * p.image_size + group * p.group_size;
+    to.result = row < row_count ? pixel : -1;
+    return to;
   }
 
-  // A pixel of the result.
-  static __device__ int64_t Pixel(const DataParams& p, int64_t image, const int (&at)[kRank]) {
-    return ((image * p.extent[0] + at[0]) * p.extent[1] + at[1]) * p.extent[2] + at[2];
-  }
-
-  // All threads of the block, of which the first have a row each: which these are, but for where they read the operand.
+  // All threads of the block, of which the first have a row each.
   template <int kRows>
   __device__ void SetRows(const DataParams& p, const Frame& f, Row (&rows)[kRows]) {
-    if (threadIdx.x >= kRows) return;
-    const int row = static_cast<int>(first_row + threadIdx.x);
-    int (&at)[kRank] = Positions<kRows>()[threadIdx.x];
-    const int64_t image = Split(p, f, row, at);
-    Row& to = rows[threadIdx.x];
-    to.image = image * p.image_size + group * p.group_size;
-    to.result = row < row_count ? Pixel(p, image, at) : -1;
+    if (threadIdx.x < kRows)
+      rows[threadIdx.x] = RowAt(p, f, static_cast<int>(first_row + threadIdx.x), Positions<kRows>()[threadIdx.x]);
   }
 
   // The taps that the results meet at one of their positions.

@@ -77,25 +77,16 @@ __device__ void Gather(const FrameParams& p, FrameBlock block, const Reading* re
   constexpr int kChunk = 16 / sizeof(In), kAtOnce = 4;  // rows that the warp copies lines of at once
   const DataParams& q = p.data;
   const int lane = threadIdx.x % 32, chunk = lane % 8;
-  const int64_t row = block.first_row + warp * 32 + lane, rows = block.row_count - block.first_row - warp * 32;
+  const int64_t first = block.first_row + warp * 32, rows = block.row_count - first;
   int at[kRank];
-  const int64_t image = block.Split(q, p.frame, static_cast<int>(row), at);
+  Row row = block.RowAt(q, p.frame, static_cast<int>(first + lane), at);
 #pragma unroll 1
   for (int which = p.continued, count = block.Readings(); which < count; ++which) {
     readings[which].Set(block);
-    int origin[kRank];
 #pragma unroll
-    for (int d = 0; d < kRank; ++d) origin[d] = block.Origin(q, d, at[d]);
+    for (int d = 0; d < kRank; ++d) row.origin[d] = block.Origin(q, d, at[d]);
     ForEachTap(q, block, [&](int tap, const int (&from)[kRank]) {
-      bool exists = row < block.row_count;
-      int to[kRank];
-#pragma unroll
-      for (int d = 0; d < kRank; ++d) {
-        to[d] = origin[d] + from[d] * q.tap_distance[d];
-        exists &= p.frame.edges[d].Find(&to[d]);
-      }
-      const int64_t pixel = (to[0] * p.frame.edges[1].extent + to[1]) * p.frame.edges[2].extent + to[2];
-      const int64_t begin = exists ? image * q.image_size + pixel * q.pixel_size : -1;
+      const int64_t begin = Find(q, p.frame, row, from, block.phase[0].taps);
       const In* lines[32 / kAtOnce];
 #pragma unroll
       for (int i = 0; i < 32 / kAtOnce; ++i) {
@@ -170,10 +161,10 @@ __device__ void Consume(const FrameParams& p, const FrameBlock& block, const Rea
   }
   const int column = block.column_tile * T::kColumns;
   const auto offset = [&](int row) -> int64_t {
-    const int64_t which = block.first_row + warpgroup * Own::kRows + row;
     int at[kRank];
-    const int64_t image = block.Split(q, p.frame, static_cast<int>(which), at);
-    return which < block.row_count ? FrameBlock::Pixel(q, image, at) * q.result_pixel : -1;
+    const int64_t result =
+        block.RowAt(q, p.frame, static_cast<int>(block.first_row + warpgroup * Own::kRows + row), at).result;
+    return result < 0 ? -1 : result * q.result_pixel;
   };
   if (sizeof(In) == 2 && !p.wide) {
     StoreSums<Own>(sums, static_cast<In*>(out) + column, q.columns - column, offset);
