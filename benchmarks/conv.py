@@ -31,6 +31,10 @@ def work(dtypes: list[str], quick: bool = False, shrink: int = 1) -> Iterator[Wo
         continue
       for dtype in dtypes:
         yield from directions(family, shrunk(case, shrink), dtype)
+  if not quick:
+    for dtype in dtypes:
+      yield from local(dtype, batch=32, side=32 // shrink, channels=32 // shrink)
+      yield from causal(dtype, batch=4, length=2048 // shrink, channels=4096 // shrink)
 
 
 def sweep(dtypes: list[str], quick: bool = False, shrink: int = 1) -> Iterator[Work]:
@@ -56,6 +60,45 @@ def directions(family: str, case: ConvCase, dtype: str) -> Iterator[Work]:
       family, case.name, dtype, direction, partial(function, ours), partial(function, xla), (x, w, y),
       elements[direction] * itemsize(dtype), flops, "fma" if depthwise else dtype, tuned=True,
     )  # fmt: skip
+
+
+def local(dtype: str, *, batch: int, side: int, channels: int) -> Iterator[Work]:
+  """A 3x3 layer whose positions have filters of their own."""
+  x = Draw((batch, side, side, channels), dtype)
+  w = Draw((side, side, 9 * channels, channels), dtype)
+  layer: Any = {"window_strides": (1, 1), "padding": "SAME", "filter_shape": (3, 3), "dimension_numbers": NUMBERS[2]}
+  ours, xla = (partial(api, **layer) for api in (jaxdnn.conv_general_dilated_local, lax.conv_general_dilated_local))
+  bytes_ = (2 * math.prod(x.shape) + math.prod(w.shape)) * itemsize(dtype)
+  flops = 2 * batch * math.prod(w.shape)
+  functions = {"fwd": forward, "dgrad": data_gradient, "wgrad": filter_gradient}
+  for direction, function in functions.items():
+    yield Work(
+      "conv_other", f"local.3x3.{channels}@{side}", dtype, direction, partial(function, ours), partial(function, xla),
+      (x, w, x), bytes_, flops, dtype, tuned=True,
+    )  # fmt: skip
+
+
+def causal(dtype: str, *, batch: int, length: int, channels: int) -> Iterator[Work]:
+  """The short causal convolution of state-space layers with its bias and activation, and all gradients of it."""
+
+  def ours(x: Array, w: Array, b: Array) -> Array:
+    return jaxdnn.causal_conv1d(x, w, b, activation="silu")
+
+  def xla(x: Array, w: Array, b: Array) -> Array:
+    y = lax.conv_general_dilated(
+      x, w[:, None], (1,), ((taps - 1, 0),), dimension_numbers=NUMBERS[1], feature_group_count=channels
+    )
+    return jax.nn.silu(y + b)
+
+  taps = 4
+  x, w, b = Draw((batch, length, channels), dtype), Draw((taps, channels), dtype), Draw((channels,), dtype)
+  size, flops = math.prod(x.shape) * itemsize(dtype), 2 * taps * math.prod(x.shape)
+  name = f"causal_conv1d.silu4.{channels}"
+  yield Work("conv_other", name, dtype, "fwd", ours, xla, (x, w, b), 2 * size, flops, "fma", tuned=True)
+  yield Work(
+    "conv_other", name, dtype, "bwd", ours, xla, (x, w, b, x), 3 * size, 2 * flops, "fma", backward=True, inputs=3,
+    tuned=True,
+  )  # fmt: skip
 
 
 def convolve(api: Any, case: ConvCase, x: Array, w: Array) -> Array:
