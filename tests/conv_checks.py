@@ -39,23 +39,28 @@ def takes(tile, result, dtype, out_dtype):
   return result != "w" or floats
 
 
-def check(case, algorithm, dtype, out_dtype, precision=None, draw=coarse):
+def check(case, algorithm, dtype, out_dtype, precision=None, draw=coarse, models=1, results="yxw"):
+  """Of so many problems at once, each with a filter of its own."""
   spec = ConvSpec(*case.geometry, case.groups, case.spatial, case.window, precision, algorithm)
   shapes = {"x": case.x_shape, "w": case.w_shape, "y": (case.batch, *spec.y_spatial, case.k)}
-  arrays = {name: draw(shape, dtype, seed) for seed, (name, shape) in enumerate(shapes.items())}
-  oracle = [exact(arrays[name]) for name in "xwy"]
-  wants = {"y": conv_oracle(*oracle[:2], *case.geometry, case.groups)}
-  wants["x"], wants["w"] = conv_gradients(*oracle, *case.geometry, case.groups)
+  arrays = {name: np.stack([draw(shape, dtype, 3 * model + seed) for model in range(models)])
+            for seed, (name, shape) in enumerate(shapes.items())}  # fmt: skip
+  wants = {"y": [], "x": [], "w": []}
+  for model in range(models):
+    oracle = [exact(arrays[name][model]) for name in "xwy"]
+    wants["y"].append(conv_oracle(*oracle[:2], *case.geometry, case.groups))
+    for name, gradient in zip("xw", conv_gradients(*oracle, *case.geometry, case.groups), strict=True):
+      wants[name].append(gradient)
   sums = {"y": case.w_shape, "x": (*case.window, case.k // case.groups), "w": shapes["y"][:-1]}
-  for result, want in wants.items():
-    operands = {name: jnp.asarray(arrays[name])[None] for name in OPERANDS[result]}
+  for result in results:
+    operands = {name: jnp.asarray(arrays[name]) for name in OPERANDS[result]}
     if not takes(algorithm, result, dtype, out_dtype):
       continue
-    assert plan(result, *operands.values(), spec, np.dtype(out_dtype), hopper=True), case.name
+    assert plan(result, *operands.values(), spec, np.dtype(out_dtype), hopper=True), (case.name, result)
     f = lambda a, b, r=result: convolve(r, dict(zip(OPERANDS[r], (a, b), strict=True)), spec, out_dtype)  # noqa: E731
     got = assert_repeatable(f, *operands.values(), repeats=3)
     terms = int(np.prod(sums[result])) // (case.k if result == "y" else 1)
-    assert_close(got[0], want, out_dtype, terms=terms, scale=np.sqrt(terms) * 3)
+    assert_close(got, np.stack(wants[result]), out_dtype, terms=terms, scale=np.sqrt(terms) * 3)
 
 
 def check_epilogue(algorithm, x_shape, w_shape, dtype, out_dtype, **layer):

@@ -5,14 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import conv_checks
 import jaxdnn
 from conv_cases import SAME3, ConvCase
 from conv_checks import check_epilogue, coarse
 from conv_oracle import conv as conv_oracle
-from conv_oracle import conv_gradients
-from jaxdnn._conv.primitives import GROUPED, OPERANDS, convolve, plan
-from jaxdnn._conv.spec import ConvSpec
-from numerics import assert_close, assert_repeatable, exact, sample
+from conv_oracle import conv_gradients, out_spatial
+from jaxdnn._conv.primitives import GROUPED
+from numerics import assert_close, exact, sample
 
 RESULTS = {"forward": "y", "data_gradient": "x", "filter_gradient": "w"}
 
@@ -29,7 +29,7 @@ def algorithms(direction, channels, groups, dtype="bfloat16", window=(3, 3), fea
 @pytest.mark.parametrize("stride", [1, 2])
 def test_is_chosen(direction, stride, hopper):
   for dtype in ("bfloat16", "float16", "float32"):
-    for channels, groups in ((4, 32), (8, 32), (16, 28), (2, 64), (2, 8), (4, 12)):
+    for channels, groups in ((4, 32), (8, 32), (16, 28), (2, 64), (2, 8), (4, 12), (8, 19)):
       first = algorithms(direction, channels, groups, dtype, stride=stride, hopper=hopper)[0]
       assert first.name == first.tile == GROUPED
       assert first.exactness == ("float32 of tf32" if dtype == "float32" else "float32")
@@ -53,7 +53,10 @@ def test_is_not_offered(direction):
   assert GROUPED not in names(4, 32, "float64")
   assert GROUPED not in names(4, 32, "float32", precision="high")
   assert GROUPED not in names(4, 32, batch=0)
-  assert GROUPED not in names(4, 32, window=(3, 3, 3), spatial=(8, 8, 8), padding="SAME")
+  volume = dict(window=(3, 3, 3), spatial=(8, 8, 8), padding="SAME")
+  assert (GROUPED in names(4, 32, **volume)) == (direction != "filter_gradient")
+  assert GROUPED not in names(4, 32, stride=2, **volume)
+  assert GROUPED not in names(16, 4, "float32", **volume)  # a filter of too many registers
   assert GROUPED not in names(4, 32, window=(3,), spatial=(56,), padding="SAME")
 
 
@@ -63,11 +66,16 @@ def case(channels, groups, batch, spatial, stride=1, padding=SAME3):
                   groups=groups)  # fmt: skip
 
 
+def volume(channels, groups, batch, spatial, padding=((1, 1),) * 3):
+  name = f"{groups}x{channels}@{'x'.join(map(str, spatial))}"
+  return ConvCase(name, batch, spatial, groups * channels, (3, 3, 3), groups * channels, padding=padding, groups=groups)
+
+
 PADDINGS = (
   ((0, 0), (0, 0)), ((2, 2), (2, 2)), ((0, 1), (0, 1)), ((1, 0), (2, 1)), ((-1, 2), (1, -1)), ((3, 0), (0, 4)),
 )  # fmt: skip
 # Every width of groups, and widths of lines around a warp's columns and of less, where several images lie side by side;
-# parts of the channels that are not full (48 channels); more tiles than warps.
+# parts of the channels that are not full (48, 40 and 24 channels); more tiles than warps.
 CASES = [
   *(
     case(channels, 48 // channels if n % 2 else 64 // channels, 1 + n % 5, (1 + n % 7, width), 1 + n // 8 % 2)
@@ -76,28 +84,25 @@ CASES = [
   ),
   *(case(4, 8, 3, (9, 12), stride, padding) for stride in (1, 2) for padding in PADDINGS),
   *(case(16, 3, 2, (8, 9), stride, padding) for stride in (1, 2) for padding in PADDINGS),
+  *(case(channels, 24 // channels, 2, (6, 19), stride) for channels in (2, 4, 8) for stride in (1, 2)),
+  case(8, 5, 3, (7, 14)),
   case(4, 32, 40, (40, 33)),
   case(8, 16, 40, (41, 34), 2),
 ]
 
 
+VOLUMES = [
+  *(volume(channels, 48 // channels, 1 + n, (1 + n, 5 + n, 13 + 4 * n)) for n, channels in enumerate((2, 4, 8, 16))),
+  volume(4, 6, 2, (3, 4, 9), ((2, 0), (0, 1), (1, 3))),
+  volume(8, 4, 1, (6, 7, 12), ((-1, 2), (1, -1), (0, 0))),
+  volume(8, 16, 3, (9, 14, 33)),
+]
+
+
 def check(case, dtype, out_dtype, draw=coarse):
-  spec = ConvSpec(*case.geometry, case.groups, case.spatial, case.window, None, GROUPED)
-  if min(spec.y_spatial) == 0:
-    return
-  shapes = {"x": case.x_shape, "w": case.w_shape, "y": (case.batch, *spec.y_spatial, case.k)}
-  arrays = {name: draw(shape, dtype, seed) for seed, (name, shape) in enumerate(shapes.items())}
-  oracle = [exact(arrays[name]) for name in "xwy"]
-  wants = {"y": conv_oracle(*oracle[:2], *case.geometry, case.groups)}
-  wants["x"], wants["w"] = conv_gradients(*oracle, *case.geometry, case.groups)
-  terms_of_data, pixels = 9 * case.c // case.groups, case.batch * int(np.prod(spec.y_spatial))
-  for result, want in wants.items():
-    terms = pixels if result == "w" else terms_of_data
-    operands = {name: jnp.asarray(arrays[name])[None] for name in OPERANDS[result]}
-    assert plan(result, *operands.values(), spec, np.dtype(out_dtype), hopper=False), case.name
-    f = lambda a, b, r=result: convolve(r, dict(zip(OPERANDS[r], (a, b), strict=True)), spec, out_dtype)  # noqa: E731
-    got = assert_repeatable(f, *operands.values(), repeats=3)
-    assert_close(got[0], want, out_dtype, terms=terms, scale=3 * np.sqrt(terms))
+  results = "yx" if len(case.window) == 3 else "yxw"
+  if min(out_spatial(case.spatial, case.window, *case.geometry)) > 0:
+    conv_checks.check(case, GROUPED, dtype, out_dtype, draw=draw, results=results)
 
 
 @pytest.mark.gpu
@@ -110,9 +115,20 @@ def test_kernels(dtype, out_dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("each", VOLUMES, ids=lambda c: c.name)
+def test_volumes(each):
+  for dtype, out_dtype in (("bfloat16",) * 2, ("float16",) * 2, ("bfloat16", "float32"), ("float32",) * 2):
+    if dtype != "float32" or each.c // each.groups < 16:
+      check(each, dtype, out_dtype)
+      with np.errstate(invalid="ignore"):
+        check(each, dtype, out_dtype, not_finite)
+
+
+@pytest.mark.gpu
 @pytest.mark.sanitize
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_kernels_under_the_sanitizer(dtype):
+  check(VOLUMES[4], dtype, dtype)
   for channels, stride in ((4, 1), (4, 2), (16, 1), (16, 2)):
     check(case(channels, 48 // channels, 3, (5, 9), stride, PADDINGS[3]), dtype, dtype)
     with np.errstate(invalid="ignore"):
@@ -126,7 +142,7 @@ def test_random_problems(seed):
   channels = int(rng.choice([2, 4, 8, 16]))
   padding = tuple((int(a), int(b)) for a, b in rng.integers(-2, 5, (2, 2)))
   spatial = tuple(int(v) for v in rng.integers(4, 40, 2))
-  groups = 16 // channels * int(rng.integers(2, 9))
+  groups = max(1, 8 // channels) * int(rng.integers(2, 17))
   each = case(channels, groups, int(rng.integers(1, 9)), spatial, int(rng.integers(1, 3)), padding)
   check(each, "bfloat16", "bfloat16")
   check(each, "float32", "float32")
@@ -136,7 +152,8 @@ def not_finite(shape, dtype, seed):
   """Infinities and a NaN in x and y, not in the filter."""
   a = coarse(shape, dtype, seed)
   if seed != 1:
-    a[0, 0, 0, 5], a[0, -1, -1, 0], a[-1, shape[1] // 2, shape[2] // 2, -1] = np.inf, -np.inf, np.nan
+    middle = tuple(n // 2 for n in shape[1:-1])
+    a[0, 0, 0, ..., 5], a[0, -1, -1, ..., 0], a[-1, *middle, -1] = np.inf, -np.inf, np.nan
   return a
 
 

@@ -1,4 +1,4 @@
-// Forward convolution and data gradient of small groups with 3x3 windows.
+// Forward convolution and data gradient of small groups with 3x3 windows, or 3x3x3.
 //
 // A product of 16 pixels by eight channels is so small that nothing but memory should count. So each warp works by
 // itself, once the block's filter is there: it goes down the lines of 16 columns of the result, for 32 to 64 bytes of
@@ -6,6 +6,8 @@
 // shared memory, copies running some lines ahead. Each is read three times, once for every column of the window, and
 // multiplied into the sums of all lines of the result that it belongs to. No warp waits for another, and columns of
 // several images lie side by side, so that widths need not be multiples of 16.
+//
+// Of volumes the lines of three planes come side by side, and planes of the result are like images.
 //
 // In the data gradient of stride 2 a pixel of the operand belongs to results of all four phases, which take nine
 // products altogether: a column is of two results, and two lines of them.
@@ -71,12 +73,14 @@ template <class T, int kParity>
 __device__ __forceinline__ void MultiplyLine(uint32_t slot, const int (&place)[T::kTaps],
                                              const GroupedFilter<T>& filter, typename T::Sums (&sums)[T::kSums]) {
 #pragma unroll
-  for (int s = 0; s < T::kTaps; ++s) {
+  for (int i = 0; i < T::kPlanes * T::kTaps; ++i) {
+    const int plane = i / T::kTaps, s = i % T::kTaps;
     uint32_t a[T::kFragments][4];
-    LoadPixels<T>(slot, place, s, a);
+    LoadPixels<T>(slot + plane * T::kPlaneBytes, place, s, a);
 #pragma unroll
     for (int r = 0; r < T::kTaps; ++r)
-      if ((r + kParity) % T::kStep == 0) MultiplyTap<T>(sums[T::kStep == 1 ? 2 - r : r == 0], a, filter, 3 * r + s);
+      if ((r + kParity) % T::kStep == 0)
+        MultiplyTap<T>(sums[T::kStep == 1 ? 2 - r : r == 0], a, filter, 9 * plane + 3 * r + s);
   }
 }
 
@@ -102,9 +106,11 @@ __device__ __forceinline__ float ZeroOrNan(const typename T::Sums& sums, float s
 }
 
 // The filter's place, between two of a part's channels of the same group: from `k` of the operand to `n` of the result.
+template <class T>
 __device__ __forceinline__ int FilterPlace(const GroupedParams& q, int tap, int first, int k, int n) {
   const int in_group = (1 << q.group_log) - 1, line = (q.gradient ? n : k) & in_group;
-  return (((q.mirrored ? 8 - tap : tap) << q.group_log) + line) * q.channels + first + (q.gradient ? k : n);
+  return (((q.mirrored ? T::kWindow - 1 - tap : tap) << q.group_log) + line) * q.channels + first +
+         (q.gradient ? k : n);
 }
 
 // Zeros of the filter do not make up for an infinity of another group: computes a worker's results that met one again,
@@ -122,32 +128,35 @@ __device__ __noinline__ void Repair(const GroupedParams& q, const typename T::In
       const int channel = work.part * T::kChannels + i % T::kChannels, n = channel % 8;
       const int a = i / T::kChannels / T::kResults % T::kResults, b = i / T::kChannels % T::kResults;
       int x;
-      const int64_t image = work.problem * q.images + q.image_columns.Div(block.first_column + i / kEach, &x);
+      const int image = work.problem * q.images + q.image_columns.Div(block.first_column + i / kEach, &x);
+      int first_plane;
+      const int64_t volume = q.planes.Div(image, &first_plane);
       const int64_t y = block.first_line * T::kResults + a - q.outside_h, to_x = x * T::kResults + b - q.outside_w;
       if (channel >= q.channels || y < 0 || y >= q.result_height || to_x < 0 || to_x >= q.result_width) continue;
       float sum = 0, others = 0;
-      for (int tap = 0; tap < 9; ++tap) {
-        int r = tap / 3, s = tap % 3;
+      for (int tap = 0; tap < T::kWindow; ++tap) {
+        int r = tap % 9 / 3, s = tap % 3;
         if constexpr (T::kResults == 2) {
           if (r % 2 != a || s % 2 != b) continue;
           r = r < 2;
           s = s < 2;
         }
         const int row = block.first_line * T::kStep - q.pad_h + r, column = x * T::kStep - q.pad_w + s;
-        if (row < 0 || row >= q.height || column < 0 || column >= q.width) continue;
+        const int plane = first_plane - q.pad_d + tap / 9;
+        if (row < 0 || row >= q.height || column < 0 || column >= q.width || plane < 0 || plane >= q.depth) continue;
         const typename T::In* const eight =
-            in + ((image * q.height + row) * q.width + column) * q.channels + channel - n;
+            in + (((volume * q.depth + plane) * q.height + row) * q.width + column) * q.channels + channel - n;
         for (int k = 0; k < 8; ++k) {
           const float value = static_cast<float>(eight[k]);
           if (k >> q.group_log == n >> q.group_log) {
-            sum += value * static_cast<float>(filter[FilterPlace(q, tap, channel - n, k, n)]);
+            sum += value * static_cast<float>(filter[FilterPlace<T>(q, tap, channel - n, k, n)]);
           } else {
             others += value * 0;
           }
         }
       }
       if (others == 0) continue;
-      const int64_t to = ((image * q.result_height + y) * q.result_width + to_x) * q.channels + channel;
+      const int64_t to = ((int64_t{image} * q.result_height + y) * q.result_width + to_x) * q.channels + channel;
       float v[] = {sum};
       if constexpr (kFinish) {
         Add<Out>(v, q.epilogue.bias, int64_t{work.problem} * q.channels + channel);
@@ -160,7 +169,8 @@ __device__ __noinline__ void Repair(const GroupedParams& q, const typename T::In
 }
 
 template <class T, bool kFinish, class Out>
-__global__ void __launch_bounds__(T::kThreads, kFinish || sizeof(Out) > sizeof(typename T::In) ? 3 : T::kBlocks)
+__global__ void __launch_bounds__(T::kThreads,
+                                  kFinish || sizeof(Out) > sizeof(typename T::In) ? T::kFinishing : T::kBlocks)
     GroupedKernel(const __grid_constant__ GroupedParams q, const typename T::In* in, const typename T::In* filter,
                   Out* out) {
   extern __shared__ __align__(128) unsigned char shared[];
@@ -346,6 +356,8 @@ cudaError_t LaunchType(const Problem& p, const void* operand, const void* filter
   };
   const auto with_stride = [&](auto wide) {
     constexpr bool kWide = decltype(wide)::value;
+    if constexpr (!kWide || sizeof(In) == 2)
+      if (p.window[0] == 3) return with_tile(TypeTag<GroupedTile<In, kWide, Stride::kOne, 3>>());
     if (p.stride[2] == 1) return with_tile(TypeTag<GroupedTile<In, kWide, Stride::kOne>>());
     return p.direction == Direction::kForward ? with_tile(TypeTag<GroupedTile<In, kWide, Stride::kTwo>>())
                                               : with_tile(TypeTag<GroupedTile<In, kWide, Stride::kHalf>>());

@@ -34,20 +34,24 @@ struct SlotPlaces {
 constexpr int kGroupedWarps = 4;
 
 // A warp has 16 columns of the result, and kBytes of each pixel's channels. kWide are groups of 16 channels; otherwise
-// eight neighbouring channels are a product by themselves, whether they are one group or several.
-template <class In_, bool kWide_, Stride kStride>
+// eight neighbouring channels are a product by themselves, whether they are one group or several. Of volumes, the
+// window has three planes, and planes of the result are images.
+template <class In_, bool kWide_, Stride kStride, int kPlanes_ = 1>
 struct GroupedTile {
   using In = In_;
   static constexpr bool kWide = kWide_;
   static constexpr int kWarps = kGroupedWarps, kThreads = 32 * kWarps;
+  static constexpr int kPlanes = kPlanes_, kWindow = 9 * kPlanes;
 
   // Columns are of as many results, and as many lines of them. They are kStep pixels of the operand apart, and meet
   // kTaps pixels and lines of it.
   static constexpr int kResults = kStride == Stride::kHalf ? 2 : 1;
   static constexpr int kStep = kStride == Stride::kTwo ? 2 : 1, kTaps = kStride == Stride::kHalf ? 2 : 3;
   static constexpr int kOverlap = kTaps - kStep;
-  static constexpr int kSums = kStride == Stride::kOne ? 3 : 2;     // results of a column that are being added up
-  static constexpr int kBlocks = kWide && sizeof(In) == 4 ? 3 : 4;  // that share a multiprocessor
+  static constexpr int kSums = kStride == Stride::kOne ? 3 : 2;  // results of a column that are being added up
+  // That share a multiprocessor: where sums are finished or stored as floats, and otherwise.
+  static constexpr int kFinishing = kPlanes > 1 ? 2 : 3;
+  static constexpr int kBlocks = kPlanes > 1 ? 2 : kWide && sizeof(In) == 4 ? 3 : 4;
 
   static constexpr int kBytes = kWide && sizeof(In) == 2 ? 32 : 64;
   static constexpr int kChannels = kBytes / sizeof(In), kChunk = 16 / sizeof(In), kChunks = kBytes / 16;
@@ -56,12 +60,12 @@ struct GroupedTile {
   // Of a tile's filter, for a tap: registers of a lane.
   static constexpr int kWords = (kWide ? 2 : 1) * int(sizeof(In)) / 2;
 
-  // A ring of lines, each of as many pixels as a lane's few copies bring.
+  // A ring of lines, each of as many pixels as a lane's few copies bring, in each of the planes.
   static constexpr int kApart = 32 / kChunks;
   static constexpr int kCopies = ((16 * kStep + 4 * kOverlap) + kApart - 1) / kApart;
-  static constexpr int kPixels = kCopies * kApart, kSlotBytes = kPixels * kBytes;
-  static constexpr int kSlots = kStep == 1 ? 6 : 4;
-  static constexpr int kFilterBytes = 9 * (kWide ? 16 : 8) * kBytes;
+  static constexpr int kPixels = kCopies * kApart, kPlaneBytes = kPixels * kBytes, kSlotBytes = kPlanes * kPlaneBytes;
+  static constexpr int kSlots = kStep == 1 && kPlanes == 1 ? 6 : 4;
+  static constexpr int kFilterBytes = kWindow * (kWide ? 16 : 8) * kBytes;
   static constexpr int kSharedBytes = kWarps * kSlots * kSlotBytes + kFilterBytes;
 
   using Sums = float[kTiles][4];
@@ -77,7 +81,9 @@ struct GroupedParams {
   FastDiv parts, workers;  // parts of the channels; warps of a part
   FastDiv sharers;         // of those, which share the lines of the same columns, or of all
   int images;
-  int height, width, pad_h, pad_w;                        // of the operand
+  FastDiv planes;                                         // of the result, which are images
+  int depth, pad_d;                                       // of the operand
+  int height, width, pad_h, pad_w;                        // likewise
   int result_height, result_width, outside_h, outside_w;  // of the result, of which so many lines are before the first
   int all_columns, columns;                               // columns, and those of a warp
   int all_lines, shared_lines;                            // of all columns, and of so many sharers
@@ -102,7 +108,10 @@ GroupedParams MakeGroupedParams(const Problem& p, int pixels) {
   const bool gradient = p.direction == Direction::kDataGradient;
   const int64_t *in = gradient ? p.y : p.x, *result = gradient ? p.x : p.y;
   GroupedParams q = {};
-  q.images = int(p.images);
+  q.images = int(p.images * result[0]);
+  q.planes = FastDiv(result[0]);
+  q.depth = int(in[0]);
+  q.pad_d = int(gradient ? T::kPlanes - 1 - p.pad[0] : p.pad[0]);
   q.height = int(in[1]);
   q.width = int(in[2]);
   q.result_height = int(result[1]);
@@ -117,13 +126,13 @@ GroupedParams MakeGroupedParams(const Problem& p, int pixels) {
   q.image_lines = FastDiv(CeilDiv(result[1] + q.outside_h, T::kResults));
   q.image_columns = FastDiv(image_columns);
   q.padded_width = FastDiv(image_columns * T::kStep + T::kOverlap);
-  q.all_columns = int(p.images * image_columns);
-  q.columns = ColumnsOfWarp(16, T::kStep, T::kOverlap, pixels, p.images, image_columns);
+  q.all_columns = int(q.images * image_columns);
+  q.columns = ColumnsOfWarp(16, T::kStep, T::kOverlap, pixels, q.images, image_columns);
   q.channels = int(channels);
   while (1 << q.group_log < p.channels) ++q.group_log;
   q.gradient = gradient;
   q.mirrored = gradient && T::kResults == 1;
-  q.filter_problem = 9 * p.channels * channels;
+  q.filter_problem = T::kWindow * p.channels * channels;
   q.in_line = uint32_t(in[2] * channels / 4);
   q.out_line = uint32_t(result[2] * channels / 4);
   q.parts = FastDiv(CeilDiv(channels, T::kChannels));
@@ -175,8 +184,8 @@ struct GroupedBlock {
 // The operand's lines on their way to shared memory.
 template <class T>
 struct GroupedStrip {
-  uint32_t from[T::kCopies];      // fours of channels
-  unsigned read = 0, inside = 0;  // bit k: copy k is of what columns read, and of the operand
+  uint32_t from[T::kCopies];                   // fours of channels, in the first plane
+  unsigned read = 0, inside[T::kPlanes] = {};  // bit k: copy k is of what columns read, and of the operand
   int line;
 
   __device__ GroupedStrip(const GroupedParams& q, const GroupedBlock& block, int problem, int part)
@@ -188,12 +197,20 @@ struct GroupedStrip {
     for (int k = 0; k < T::kCopies; ++k) {
       const int padded = first + lane / T::kChunks + k * T::kApart;
       int x;
-      const int image = q.padded_width.Div(padded, &x);
+      int image = problem * q.images + q.padded_width.Div(padded, &x), plane = 0;
       x -= q.pad_w;
+      if constexpr (T::kPlanes > 1) {
+        image = q.planes.Div(image, &plane);
+        plane -= q.pad_d;
+        image = image * q.depth + plane;
+      }
       if (padded < end) read |= 1u << k;
-      if (static_cast<unsigned>(x) < static_cast<unsigned>(q.width) && channel < q.channels) inside |= 1u << k;
-      from[k] = (uint32_t(problem * q.images + image) * q.height + line) * q.in_line + uint32_t(x) * (q.channels / 4u) +
-                channel / 4u;
+#pragma unroll
+      for (int d = 0; d < T::kPlanes; ++d)
+        if (static_cast<unsigned>(x) < static_cast<unsigned>(q.width) && channel < q.channels &&
+            (T::kPlanes == 1 || static_cast<unsigned>(plane + d) < static_cast<unsigned>(q.depth)))
+          inside[d] |= 1u << k;
+      from[k] = (uint32_t(image) * q.height + line) * q.in_line + uint32_t(x) * (q.channels / 4u) + channel / 4u;
     }
   }
 
@@ -206,13 +223,19 @@ struct GroupedStrip {
   __device__ void Copy(const GroupedParams& q, const typename T::In* in, uint32_t slot, bool needed) {
     if (needed) {
       const int lane = threadIdx.x % 32, place = T::Places::At(lane / T::kChunks, lane % T::kChunks);
-      const unsigned valid = static_cast<unsigned>(line) < static_cast<unsigned>(q.height) ? inside : 0;
+      const bool exists = static_cast<unsigned>(line) < static_cast<unsigned>(q.height);
 #pragma unroll
-      for (int k = 0; k < T::kCopies; ++k) {
-        if (read >> k & 1)
-          CopyAsync<16>(slot + T::Places::Further(place, k), in + uint64_t{from[k]} * 4, valid >> k & 1);
-        from[k] += q.in_line;
+      for (int d = 0; d < T::kPlanes; ++d) {
+        const unsigned valid = exists ? inside[d] : 0;
+        const uint32_t plane = d == 0 ? 0 : uint32_t(d * q.height) * q.in_line;
+#pragma unroll
+        for (int k = 0; k < T::kCopies; ++k)
+          if (read >> k & 1)
+            CopyAsync<16>(slot + d * T::kPlaneBytes + T::Places::Further(place, k), in + uint64_t{from[k] + plane} * 4,
+                          valid >> k & 1);
       }
+#pragma unroll
+      for (uint32_t& each : from) each += q.in_line;
       ++line;
     }
     CommitCopies();
@@ -224,12 +247,12 @@ struct GroupedStrip {
 template <class T>
 struct GroupedFilter {
   using Places = SlotPlaces<T::kChunks, 1>;
-  uint32_t words[9][T::kTiles * T::kWords];
+  uint32_t words[T::kWindow][T::kTiles * T::kWords];
 
   // Begins to copy a block's part of a problem's filter to `shared`, T::kFilterBytes of it.
   static __device__ void Copy(const GroupedParams& q, const typename T::In* filter, int part, uint32_t shared) {
     const int chunk = threadIdx.x % T::kChunks, channel = part * T::kChannels + chunk * T::kChunk;
-    for (int row = threadIdx.x / T::kChunks; row < 9 << q.group_log; row += T::kThreads / T::kChunks)
+    for (int row = threadIdx.x / T::kChunks; row < T::kWindow << q.group_log; row += T::kThreads / T::kChunks)
       CopyAsync<16>(shared + Places::At(row, chunk), filter + row * q.channels + channel, channel < q.channels);
     CommitCopies();
   }
@@ -238,8 +261,8 @@ struct GroupedFilter {
   __device__ GroupedFilter(const GroupedParams& q, uint32_t shared) {
     const int lane = threadIdx.x % 32, n = lane / 4, in_group = (1 << q.group_log) - 1;
 #pragma unroll
-    for (int tap = 0; tap < 9; ++tap) {
-      const int first = (q.mirrored ? 8 - tap : tap) << q.group_log;
+    for (int tap = 0; tap < T::kWindow; ++tap) {
+      const int first = (q.mirrored ? T::kWindow - 1 - tap : tap) << q.group_log;
       if constexpr (sizeof(typename T::In) == 2) {
         // A fragment is a matrix for each word of each tile.
         const int matrix = lane / 8, tile = matrix / T::kWords, word = matrix % T::kWords;
