@@ -203,12 +203,12 @@ __device__ inline uint64_t Descriptor(uint32_t address, uint32_t next) {
   return kSwizzle128 | kGroup | uint64_t{next >> 4} << 16 | (address & 0x3ffff) >> 4;
 }
 
-// Describes an operand in lines of 64 or 128 bytes, whose chunks are exchanged as TMA's swizzle of as many bytes does.
-// It goes by the address, so that the operand may begin with any line. From eight lines to the next, and, MN-major,
-// from the columns that a line holds to those after them, it is so many bytes.
+// Describes an operand in lines of 32, 64 or 128 bytes, whose chunks are exchanged as TMA's swizzle of as many bytes
+// does. It goes by the address, so that the operand may begin with any line. From eight lines to the next, and,
+// MN-major, from the columns that a line holds to those after them, it is so many bytes.
 __device__ inline uint64_t LineDescriptor(uint32_t address, int line_bytes, uint32_t next_eight,
                                           uint32_t next_columns) {
-  const uint64_t swizzle = uint64_t{line_bytes == 128 ? 1u : 2u} << 62;
+  const uint64_t swizzle = uint64_t{line_bytes == 128 ? 1u : line_bytes == 64 ? 2u : 3u} << 62;
   return swizzle | uint64_t{next_eight >> 4} << 32 | uint64_t{next_columns >> 4} << 16 | (address & 0x3ffff) >> 4;
 }
 

@@ -28,10 +28,12 @@ inline CUtensorMapDataType MapType(DType t, bool rounded = true) {
                              : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
 }
 
-// Boxes of an array with these extents, the contiguous one first; boxes are one line wide, of 64 or 128 bytes. Plain
-// ones may be wider, and lie as they are.
+// Boxes of an array with these extents, the contiguous one first; boxes are one line wide, of 32, 64 or 128 bytes. Plain
+// ones may be wider, and lie as they are. From one index of a further dimension to the next it is so many elements as
+// `strides` has, or, where it has none, as all dimensions before have together.
 inline cudaError_t EncodeBoxes(CUtensorMap* map, DType type, const void* data, std::initializer_list<int64_t> extents,
-                               std::initializer_list<int> box, bool rounded = true, bool plain = false) {
+                               std::initializer_list<int> box, bool rounded = true, bool plain = false,
+                               std::initializer_list<int64_t> strides = {}) {
   static const auto encode = FindDriverFunction<decltype(cuTensorMapEncodeTiled)>("cuTensorMapEncodeTiled");
   if (encode == nullptr) return cudaErrorNotSupported;
   cuuint64_t size[5], stride[6] = {cuuint64_t(SizeOf(type))};
@@ -39,12 +41,13 @@ inline cudaError_t EncodeBoxes(CUtensorMap* map, DType type, const void* data, s
   int n = 0;
   for (const int64_t extent : extents) {
     size[n] = extent;
-    stride[n + 1] = stride[n] * extent;
+    stride[n + 1] = n < int(strides.size()) ? strides.begin()[n] * SizeOf(type) : stride[n] * extent;
     ones[n] = 1;
     shape[n] = box.begin()[n];
     ++n;
   }
   const CUtensorMapSwizzle swizzle = plain                           ? CU_TENSOR_MAP_SWIZZLE_NONE
+                                     : shape[0] * SizeOf(type) <= 32 ? CU_TENSOR_MAP_SWIZZLE_32B
                                      : shape[0] * SizeOf(type) <= 64 ? CU_TENSOR_MAP_SWIZZLE_64B
                                                                      : CU_TENSOR_MAP_SWIZZLE_128B;
   const CUresult r = encode(map, MapType(type, rounded), n, const_cast<void*>(data), size, stride + 1, shape, ones,

@@ -34,8 +34,9 @@ __device__ void LoadFilter(const PlanesParams& q, const PlanesShared& shared, co
       for (int j = 0; j < kTaps; ++j, to += q.slab_bytes) {
         // The data gradient's window is mirrored.
         const int tap = kForward ? (kTaps - 1 - j) * plane + i : j * plane + plane - 1 - i;
-        hopper::LoadBox(to, &q.filter, shared.FilterFull(), kForward ? place.feature : part * q.part_channels,
-                        kForward ? 0 : place.feature, place.model * kTaps * plane + tap);
+        const int at[] = {kForward ? place.feature : part * q.part_channels, kForward ? 0 : place.feature, tap,
+                          q.grouped || q.shared ? 0 : place.model, q.grouped ? place.model : 0};
+        hopper::LoadBox(to, &q.filter, shared.FilterFull(), at);
       }
 }
 
@@ -45,7 +46,8 @@ __device__ void TransposeFilter(const PlanesParams& q, const PlanesShared& share
   constexpr int kChunks = kLine / 16, kPlane = kTaps * kLines, kAll = kTaps * kPlane;
   constexpr int kApart = kMultipliers / kFeatures / kChunks, kTogether = 7;  // taps
   const int row = threadIdx.x % kFeatures, chunk = threadIdx.x / kFeatures % kChunks;
-  const int feature = place.feature + row, tap_size = q.channels * q.features;
+  const int feature = place.feature + row, tap_size = q.channels * q.pixel;
+  const int64_t model = q.grouped ? q.features : q.shared ? 0 : kAll * int64_t{tap_size};
   // As the TMA unit swizzles lines of so many bytes.
   uint32_t to = shared.filter + row * kLine + chunk * 16;
   to ^= to >> 3 & (kLine - 16);
@@ -53,8 +55,7 @@ __device__ void TransposeFilter(const PlanesParams& q, const PlanesShared& share
   for (int part = 0; part < q.parts; ++part) {
     const int channel = part * q.part_channels + chunk * 4;
     const bool exists = channel < q.channels && feature < q.features;
-    const float* const from =
-        q.transposed + (exists ? int64_t{place.model} * kAll * tap_size + channel * q.features + feature : 0);
+    const float* const from = q.transposed + (exists ? place.model * model + channel * q.pixel + feature : 0);
 #pragma unroll 1
     for (int first = threadIdx.x / kFeatures / kChunks; first < kAll; first += kApart * kTogether) {
       uint32_t words[kTogether][4];
@@ -62,7 +63,7 @@ __device__ void TransposeFilter(const PlanesParams& q, const PlanesShared& share
       for (int i = 0; i < kTogether; ++i) {
         const int at = min(first + i * kApart, kAll - 1), tap = (kTaps - 1 - at % kTaps) * kPlane + at / kTaps;
 #pragma unroll
-        for (int k = 0; k < 4; ++k) words[i][k] = __float_as_uint(__ldg(from + tap * tap_size + k * q.features));
+        for (int k = 0; k < 4; ++k) words[i][k] = __float_as_uint(__ldg(from + tap * tap_size + k * q.pixel));
       }
 #pragma unroll
       for (int i = 0; i < kTogether; ++i) {
@@ -171,7 +172,7 @@ __device__ void ConsumePlanes(const PlanesParams& q, const PlanesShared& shared,
       hopper::WaitBarrier(shared.FilterFull(), filter_parity);
       filter_parity ^= 1;
     }
-    const int thread = threadIdx.x % kWarpgroup, feature = thread % 4 * 8;
+    const int thread = threadIdx.x % kWarpgroup, feature = FirstOfLane<kFeatures>();
     PlaneStores<In> first;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -225,8 +226,8 @@ __global__ void __launch_bounds__(kThreads, 1) PlanesKernel(const __grid_constan
 
 // Floats' two directions have the same kernels.
 template <class In, bool kForward>
-cudaError_t LaunchTyped(const Problem& p, const PlanesPlan& plan, bool forward, const void* operand, const void* filter,
-                        void* out, const Epilogue& epilogue, cudaStream_t stream) {
+cudaError_t LaunchTyped(const Problem& p, int64_t apart, const PlanesPlan& plan, bool forward, const void* operand,
+                        const void* filter, void* out, const Epilogue& epilogue, cudaStream_t stream) {
   constexpr bool kFloats = sizeof(In) == 4;
   const bool volume = plan.volume;
   PlanesParams q = {};
@@ -247,10 +248,16 @@ cudaError_t LaunchTyped(const Problem& p, const PlanesPlan& plan, bool forward, 
   q.channels = int(p.channels);
   q.features = int(p.features);
   q.tile_features = plan.tile_features;
-  q.images_of_model = int(p.images);
-  q.pixels_of_image = int(p.YPixels());
-  q.pixels_of_other = int(volume ? p.y[2] : p.YPixels());
-  q.elements_of_plane = (volume ? p.y[1] * p.y[2] : p.y[2]) * p.features;
+  // Groups, or the images of a problem whose lines are dealt out (planes_plan.h), are models.
+  const int64_t in_pixel = p.groups * p.channels;
+  q.pixel = int(p.groups * p.features);
+  q.grouped = p.groups > 1;
+  q.shared = apart > 1;
+  q.bias_of_model = q.shared ? 0 : q.features;
+  q.images_of_model = q.grouped ? 0 : q.shared ? 1 : int(p.images);
+  q.pixels_of_image = int(p.YPixels() * apart);
+  q.pixels_of_other = int(volume || q.shared ? p.y[2] : p.YPixels());
+  q.elements_of_plane = (volume ? p.y[1] * p.y[2] : p.y[2] * apart) * q.pixel;
   q.work = plan.chains * plan.planes;
   q.planes_div = FastDiv(plan.planes);
   q.column_div = FastDiv(plan.column_tiles);
@@ -278,18 +285,23 @@ cudaError_t LaunchTyped(const Problem& p, const PlanesPlan& plan, bool forward, 
   q.parts = plan.parts;
   q.part_channels = elements;
   q.part_bytes = plan.filter_bytes / plan.parts;
-  cudaError_t e = volume
-                      ? EncodeBoxes(&q.operand, p.in, operand, {p.channels, p.x[2], p.x[1], p.x[0], p.batch * p.images},
-                                    {elements, plan.box_columns, plan.box_others, 1, 1})
-                      : EncodeBoxes(&q.operand, p.in, operand, {p.channels, p.x[2], p.x[1], p.images, p.batch},
-                                    {elements, plan.box_columns, 1, plan.box_others, 1});
-  // The filter is [taps, channels, features] as the problem had it before AsForward.
-  if (e == cudaSuccess && kForward)
-    e = EncodeBoxes(&q.filter, p.in, filter, {p.features, p.channels, p.batch * p.Taps()},
-                    {plan.tile_features, elements, 1});
-  if (e == cudaSuccess && !forward)
-    e = EncodeBoxes(&q.filter, p.in, filter, {p.channels, p.features, p.batch * p.Taps()},
-                    {elements, plan.tile_features, 1});
+  const int64_t line_of_x = in_pixel * p.x[2], image_of_x = line_of_x * p.x[1] * apart;
+  cudaError_t e =
+      volume ? EncodeBoxes(&q.operand, p.in, operand, {p.channels, p.x[2], p.x[1], p.x[0], p.batch * p.images},
+                           {elements, plan.box_columns, plan.box_others, 1, 1})
+             : EncodeBoxes(&q.operand, p.in, operand, {p.channels, p.x[2], p.x[1], p.images, p.batch * p.groups},
+                           {elements, plan.box_columns, 1, plan.box_others, 1}, true, false,
+                           {in_pixel, line_of_x * apart, q.shared ? line_of_x : image_of_x,
+                            q.grouped  ? p.channels
+                            : q.shared ? image_of_x
+                                       : image_of_x * p.images});
+  // The filter is [taps, channels, features] as the problem had it before AsForward, of all groups.
+  const int64_t along = forward ? p.features : p.channels, down = forward ? p.channels : p.features;
+  const int64_t tap = p.groups * along * down;
+  if (e == cudaSuccess && (kForward || !forward))
+    e = EncodeBoxes(&q.filter, p.in, filter, {along, down, p.Taps(), q.shared ? 1 : p.batch, p.groups},
+                    {kForward ? plan.tile_features : elements, kForward ? elements : plan.tile_features, 1, 1, 1}, true,
+                    false, {p.groups * along, tap, tap * p.Taps(), along});
   if (e != cudaSuccess) return e;
   const Grid grid = {plan.blocks, kThreads, size_t(plan.SharedBytes(q.stages, q.staged))};
   const auto launch = [&](auto line_bytes, auto lines, auto features) {
@@ -302,8 +314,12 @@ cudaError_t LaunchTyped(const Problem& p, const PlanesPlan& plan, bool forward, 
   constexpr std::integral_constant<int, 1> kOne;
   constexpr std::integral_constant<int, kTaps> kThree;
   constexpr std::integral_constant<int, 32> kFeatures;
+  constexpr std::integral_constant<int, 16> kFew;
+  constexpr std::integral_constant<int, 16 * sizeof(In)> kShort;
+  if (line == kShort && plan.tile_features == kFew)
+    return volume ? launch(kShort, kThree, kFew) : launch(kShort, kOne, kFew);
   if constexpr (kFloats)
-    if (plan.tile_features == 16) return launch(kWhole, kThree, std::integral_constant<int, 16>());
+    if (plan.tile_features == kFew) return launch(kWhole, kThree, kFew);
   if (line == 64) return volume ? launch(kHalf, kThree, kFeatures) : launch(kHalf, kOne, kFeatures);
   return volume ? launch(kWhole, kThree, kFeatures) : launch(kWhole, kOne, kFeatures);
 }
@@ -312,13 +328,14 @@ cudaError_t LaunchTyped(const Problem& p, const PlanesPlan& plan, bool forward, 
 
 cudaError_t LaunchPlanes(const Problem& problem, const void* operand, const void* filter, void* out,
                          const Epilogue& epilogue, cudaStream_t stream) {
-  const Problem p = AsForward(problem);
+  int64_t apart;
+  const Problem p = DealLines(AsForward(problem), &apart);
   PlanesPlan plan;
   if (!plan.Fit(p)) return cudaErrorInvalidValue;
   const bool forward = problem.direction == Direction::kForward;
   const auto launch = [&](auto in, auto transposed) {
-    return LaunchTyped<typename decltype(in)::type, decltype(transposed)::value>(p, plan, forward, operand, filter, out,
-                                                                                 epilogue, stream);
+    return LaunchTyped<typename decltype(in)::type, decltype(transposed)::value>(p, apart, plan, forward, operand,
+                                                                                 filter, out, epilogue, stream);
   };
   if (p.in == DType::kF32) return launch(TypeTag<float>(), std::false_type());
   const auto typed = [&](auto in) { return forward ? launch(in, std::true_type()) : launch(in, std::false_type()); };

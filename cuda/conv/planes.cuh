@@ -29,6 +29,10 @@ struct PlanesParams {
   int across_bits;      // of how many blocks of 64 rows are side by side
   int columns, others;  // of a tile
   int out_columns, out_others, channels, features, tile_features;
+  int pixel;          // elements of the result, of all groups
+  bool grouped;       // models are groups
+  bool shared;        // models have one filter and bias
+  int bias_of_model;  // elements
   int pixels_of_image, pixels_of_other;
   int64_t elements_of_plane;
   int images_of_model;
@@ -56,11 +60,16 @@ struct PlanesPlace {
     rest = q.other_div.Div(rest, &other);
     filter = q.image_div.Div(rest, &image);
     model = q.feature_div.Div(filter, &feature);
+    if (q.shared) filter = feature;
     column *= q.columns;
     other *= q.others;
     feature *= q.tile_features;
     image += model * q.images_of_model;
   }
+
+  // Of the tile, among those of all groups.
+  __device__ int FirstFeature(const PlanesParams& q) const { return feature + (q.grouped ? model * q.features : 0); }
+  __device__ int64_t FirstBias(const PlanesParams& q) const { return int64_t{model} * q.bias_of_model + feature; }
 };
 
 // The parts of a block's shared memory, and its barriers.
@@ -118,9 +127,24 @@ struct PlanesRows {
   // The same in elements.
   __device__ int64_t Offset(const PlanesParams& q, const PlanesPlace& place, int row) const {
     const int pixel = Pixel(q, place, row);
-    return pixel < 0 ? -1 : int64_t{pixel} * q.features + place.feature;
+    return pixel < 0 ? -1 : int64_t{pixel} * q.pixel + place.FirstFeature(q);
   }
 };
+
+// The first of the neighbouring features that a lane has once lanes have exchanged them (exchange.cuh).
+template <int kFeatures>
+__device__ __forceinline__ int FirstOfLane() {
+  const int t = threadIdx.x % 4;
+  return kFeatures == 32 ? 8 * t : t % 2 * 8 + t / 2 * 4;
+}
+
+template <int kWords>
+__device__ __forceinline__ void StoreWords(void* to, const uint32_t (&words)[kWords]) {
+  if constexpr (kWords == 4)
+    __stwb(static_cast<uint4*>(to), make_uint4(words[0], words[1], words[2], words[3]));
+  else
+    __stwb(static_cast<uint2*>(to), make_uint2(words[0], words[1]));
+}
 
 // Where four features of a row wait: rows of four chunks that warps store together, and of eight that they load
 // together, meet in no bank.
@@ -143,7 +167,7 @@ __device__ __forceinline__ void FinishRows(const PlanesParams& q, const PlanesPl
     asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                  : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
                  : "r"(StagedChunk(staged, row, chunk)));
-    Add<Out>(v, q.epilogue.bias, place.model * q.features + feature);
+    Add<Out>(v, q.epilogue.bias, place.FirstBias(q) + 4 * chunk);
     Add<Out>(v, q.epilogue.residual, to);
     Activate<Out>(v, q.epilogue.activation);
     // By name: the compiler splits other stores that come under a condition.
@@ -166,12 +190,13 @@ __device__ __forceinline__ void TakePlane(PlaneSums<kFeatures>& sums, PlaneResul
   for (int i = 0; i < kFeatures / 2; ++i) sums[kTaps * kFeatures / 2 - 1 - i] = 0;
 }
 
-// Stores eight features of a row after an epilogue without activation, or with ReLU.
-template <class Out>
-__device__ __forceinline__ void FinishRun(const PlanesParams& q, float (&run)[8], int64_t bias, int64_t to, Out* out) {
+// Stores neighbouring features of a row after an epilogue without activation, or with ReLU.
+template <class Out, int kRun>
+__device__ __forceinline__ void FinishRun(const PlanesParams& q, float (&run)[kRun], int64_t bias, int64_t to,
+                                          Out* out) {
   const bool relu = q.epilogue.activation.kind == activation::Kind::kRelu;
 #pragma unroll
-  for (int i = 0; i < 8; i += 4) {
+  for (int i = 0; i < kRun; i += 4) {
     float (&part)[4] = reinterpret_cast<float (&)[4]>(run[i]);
     Add<Out>(part, q.epilogue.bias, bias + i);
     Add<Out>(part, q.epilogue.residual, to + i);
@@ -180,9 +205,12 @@ __device__ __forceinline__ void FinishRun(const PlanesParams& q, float (&run)[8]
     if constexpr (sizeof(Out) == 4)
       __stwb(reinterpret_cast<float4*>(out + to + i), make_float4(part[0], part[1], part[2], part[3]));
   }
-  if constexpr (sizeof(Out) == 2)
-    __stwb(reinterpret_cast<uint4*>(out + to), make_uint4(Pack<Out>(run[0], run[1]), Pack<Out>(run[2], run[3]),
-                                                          Pack<Out>(run[4], run[5]), Pack<Out>(run[6], run[7])));
+  if constexpr (sizeof(Out) == 2) {
+    uint32_t words[kRun / 2];
+#pragma unroll
+    for (int i = 0; i < kRun / 2; ++i) words[i] = Pack<Out>(run[2 * i], run[2 * i + 1]);
+    StoreWords(out + to, words);
+  }
 }
 
 // Stores floats after any epilogue. Two neighbouring lanes exchange what they have of 16 features, so that a warp
@@ -192,18 +220,18 @@ __device__ __forceinline__ void StoreFloats(const PlanesParams& q, const PlanesP
                                             int64_t offset, const PlaneResults<kFeatures> (&results)[2], float* out) {
   constexpr int kRuns = kFeatures / 16, kRows = 4;
   const int lane = threadIdx.x % 32, column = lane % 2 * 8 + lane % 4 / 2 * 4;
-  offset += place.feature + column;
+  offset += place.FirstFeature(q) + column;
   // What comes from far away first; four features that do not exist are those before instead.
   float bias[kRuns][4] = {}, residual[kRows][kRuns][4] = {};
 #pragma unroll
   for (int i = 0; i < kRuns; ++i) {
     const int back = max(0, place.feature + column + 16 * i + 4 - q.features);
-    Add<float>(bias[i], q.epilogue.bias, int64_t{place.model} * q.features + place.feature + column + 16 * i - back);
+    Add<float>(bias[i], q.epilogue.bias, place.FirstBias(q) + column + 16 * i - back);
 #pragma unroll
     for (int row = 0; row < kRows; ++row) {
       const int pixel = pixels[row / 2][row % 2];
       Add<float>(residual[row][i], q.epilogue.residual,
-                 pixel < 0 ? 0 : offset + int64_t{pixel} * q.features + 16 * i - back);
+                 pixel < 0 ? 0 : offset + int64_t{pixel} * q.pixel + 16 * i - back);
     }
   }
   const auto finish = [&](int row, int i, float (&run)[4]) {
@@ -218,7 +246,7 @@ __device__ __forceinline__ void StoreFloats(const PlanesParams& q, const PlanesP
   };
   const auto store = [&](const float (&run)[4], int pixel, int i) {
     if (pixel >= 0 && place.feature + column + 16 * i < q.features)
-      __stwb(reinterpret_cast<float4*>(out + offset + int64_t{pixel} * q.features + 16 * i),
+      __stwb(reinterpret_cast<float4*>(out + offset + int64_t{pixel} * q.pixel + 16 * i),
              make_float4(run[0], run[1], run[2], run[3]));
   };
   const auto kind = q.epilogue.activation.kind;
@@ -250,7 +278,7 @@ __device__ __forceinline__ void StoreFloats(const PlanesParams& q, const PlanesP
   }
 }
 
-// Where a thread stores a row of each block, in the first plane: of 16 bits its eight features, of floats the pixel.
+// Where a thread stores a row of each block, in the first plane: of 16 bits its features, of floats the pixel.
 template <class In>
 using PlaneStores = std::conditional_t<sizeof(In) == 4, int, int64_t>[2][2];
 
@@ -285,12 +313,12 @@ __device__ __forceinline__ void StorePlane(const PlanesParams& q, const PlanesPl
       return;
     }
     if (!q.plain) {
-      const int64_t bias = int64_t{place.model} * q.features + place.feature + lane % 4 * 8;
+      const int64_t bias = place.FirstBias(q) + FirstOfLane<kFeatures>();
 #pragma unroll
       for (int m = 0; m < 2; ++m)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          float run[8];
+          float run[kFeatures / 4];
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             uint32_t words[kFeatures / 8];
@@ -322,8 +350,7 @@ __device__ __forceinline__ void StorePlane(const PlanesParams& q, const PlanesPl
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       if (const int64_t from = first[i / 2][i % 2]; from >= 0)
-        *reinterpret_cast<uint4*>(static_cast<In*>(out) + offset + from) =
-            make_uint4(words[i][0], words[i][1], words[i][2], words[i][3]);
+        StoreWords(static_cast<In*>(out) + offset + from, words[i]);
   }
 }
 

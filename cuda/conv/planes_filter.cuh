@@ -7,11 +7,12 @@
 
 namespace jaxdnn::conv {
 
-constexpr int kSide = PlanesFilterPlan::kSide, kTaps = PlanesPlan::kTaps;
+constexpr int kTaps = PlanesPlan::kTaps;
 
 struct PlanesFilterParams {
   CUtensorMap x, y;
   bool volume;
+  int side;                          // channels, and features, of a block
   int columns, others, across_bits;  // of a piece; and of how many eights are in a line
   int channels, features, images;
   int lines, taps;            // lines of the window that are blocks of their own; and all taps
@@ -36,8 +37,8 @@ struct FilterPlace {
     rest = q.feature_div.Div(rest, &feature);
     rest = q.channel_div.Div(rest, &channel);
     model = q.line_div.Div(rest, &line);
-    channel *= kSide;
-    feature *= kSide;
+    channel *= q.side;
+    feature *= q.side;
     first = static_cast<int>(int64_t{q.pieces} * split / q.splits);
     end = static_cast<int>(int64_t{q.pieces} * (split + 1) / q.splits);
   }
@@ -77,7 +78,8 @@ inline cudaError_t PlanesFilterParams::Init(const Problem& p, const Config& conf
   *this = {};
   Plan plan;
   if (!plan.Fit(p)) return cudaErrorInvalidValue;
-  const int line = kSide * int(SizeOf(p.in));
+  const int line = plan.side * int(SizeOf(p.in));
+  side = plan.side;
   volume = plan.volume;
   const int order[kRank] = {volume ? 0 : 1, volume ? 1 : 0, 2};  // planes, others, columns
   const int box_columns = int(plan.columns + (kTaps - 1) * p.rhs_dilation[2]), box_planes = Plan::kPlanes + kTaps - 1;
@@ -108,17 +110,17 @@ inline cudaError_t PlanesFilterParams::Init(const Problem& p, const Config& conf
   plane_div = FastDiv(plan.plane_tiles);
   split_div = FastDiv(config.splits);
   line_div = FastDiv(lines);
-  channel_div = FastDiv(CeilDiv(p.channels, kSide));
-  feature_div = FastDiv(CeilDiv(p.features, kSide));
+  channel_div = FastDiv(CeilDiv(p.channels, side));
+  feature_div = FastDiv(CeilDiv(p.features, side));
   result_size = p.FilterSize();
   blocks = plan.units * config.splits;
 
   const auto encode = [&](CUtensorMap* map, const void* data, int64_t channels, const int64_t (&extent)[kRank],
                           int columns, int planes) {
     return volume ? EncodeBoxes(map, p.in, data, {channels, extent[2], extent[1], extent[0], p.batch * p.images},
-                                {kSide, columns, plan.others, planes, 1})
+                                {side, columns, plan.others, planes, 1})
                   : EncodeBoxes(map, p.in, data, {channels, extent[2], extent[1], p.images, p.batch},
-                                {kSide, columns, planes, plan.others, 1});
+                                {side, columns, planes, plan.others, 1});
   };
   cudaError_t e = encode(&x, x_data, p.channels, p.x, box_columns, box_planes);
   if (e == cudaSuccess) e = encode(&y, y_data, p.features, p.y, plan.columns, Plan::kPlanes);

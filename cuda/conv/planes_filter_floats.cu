@@ -16,6 +16,7 @@ namespace jaxdnn::conv {
 namespace {
 
 using Plan = PlanesFilterPlan;
+constexpr int kSide = 32;
 constexpr int kLine = kSide * 4, kEight = 8 * kLine;                   // bytes of a pixel, and of eight
 constexpr int kSteps = Plan::kPixels / 8 / kConsumers;                 // of a plane, of a warpgroup: eight pixels each
 constexpr int kPairs = (Plan::kPlanes + kTaps - 1) / 2;                // of planes of x

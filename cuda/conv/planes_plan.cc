@@ -20,7 +20,7 @@ constexpr int kTaps = PlanesPlan::kTaps;
 constexpr double Product(int features) { return features == 32 ? 49 : 28; }
 
 // Cycles of a filter gradient's block and of a piece.
-constexpr double kFilterStart = 24000, kFilterPiece = 1600, kFloatsPiece = 4200, kFilterBytes = 25;
+constexpr double kFilterStart = 24000, kFilterPiece = 1600, kShortPiece = 750, kFloatsPiece = 4200, kFilterBytes = 25;
 
 // Whether the window is 3x3x3, or 3x3 in two dimensions, and goes from plane to plane by one.
 bool IsOfPlanes(const Problem& p, bool* volume) {
@@ -51,9 +51,10 @@ bool PlanesPlan::Fit(const Problem& p) {
   const int64_t other = volume ? p.y[1] : p.images, images = volume ? p.images : 1;
   const int64_t plane_taps = volume ? kTaps * kTaps : kTaps;
   if (reach >= kMostBox || other_reach >= kMostBox) return false;
-  line_bytes = channels * size <= 64 ? 64 : 128;
+  const bool few = std::max(p.channels, p.features) <= 16;
+  line_bytes = few ? int(16 * size) : channels * size <= 64 ? 64 : 128;
   parts = int(CeilDiv(channels * size, line_bytes));
-  tile_features = volume && parts > 1 ? 16 : 32;
+  tile_features = few || (volume && parts > 1) ? 16 : 32;
   const int steps = parts * line_bytes / 32;
   feature_tiles = int(CeilDiv(p.features, tile_features));
   planes = int(p.y[along]);
@@ -75,7 +76,7 @@ bool PlanesPlan::Fit(const Problem& p) {
     if (SharedBytes(2, size == 2) > kMostSharedBytes) continue;
     column_tiles = int(CeilDiv(p.y[2], columns));
     other_tiles = int(CeilDiv(other, others));
-    chains = p.batch * feature_tiles * images * other_tiles * column_tiles;
+    chains = p.batch * p.groups * feature_tiles * images * other_tiles * column_tiles;
     const double used_columns = double(p.y[2]) / column_tiles, used_others = double(other) / other_tiles;
     const double rows = used_columns * used_others;
     const double box = (used_columns + reach) * (used_others + other_reach) * channels * size;
@@ -109,6 +110,7 @@ bool PlanesFilterPlan::Fit(const Problem& p) {
   const int64_t other = volume ? p.y[1] : p.images, images = volume ? p.images : 1;
   const bool floats = p.in == DType::kF32;
   if (reach >= kMostBox / 2) return false;
+  side = !floats && std::max(p.channels, p.features) <= 16 ? 16 : 32;
   double least = HUGE_VAL;
   PlanesFilterPlan best = *this;
   for (columns = 8; columns <= kPixels / 2; columns *= 2) {
@@ -118,26 +120,46 @@ bool PlanesFilterPlan::Fit(const Problem& p) {
     plane_tiles = int(CeilDiv(p.y[along], kPlanes));
     pieces = images * other_tiles * column_tiles * plane_tiles;
     const int64_t box = (columns + reach) * others * (kPlanes + kTaps - 1);
-    y_bytes = int(kPlanes * kPixels * kSide * size);
-    x_bytes = int(CeilDiv(box * kSide * size, kSwizzleBytes)) * kSwizzleBytes;
+    y_bytes = int(kPlanes * kPixels * side * size);
+    x_bytes = int(CeilDiv(box * side * size, kSwizzleBytes)) * kSwizzleBytes;
     // Two pieces; of floats a copy of each one's y too, which itself is there once.
     if (2 * (x_bytes + y_bytes) + (floats ? y_bytes : 0) > kMostSharedBytes - kBarrierBytes) continue;
-    const double bytes = (std::min<int64_t>(p.channels, kSide) * box + kPlanes * kPixels * kSide) * size;
-    piece = std::max(floats ? kFloatsPiece : kFilterPiece, bytes / kFilterBytes);
+    const double bytes = (std::min<int64_t>(p.channels, side) * box + kPlanes * kPixels * side) * size;
+    piece = std::max(floats ? kFloatsPiece : side == 16 ? kShortPiece : kFilterPiece, bytes / kFilterBytes);
     if (pieces * piece < least) {
       least = pieces * piece;
       best = *this;
     }
   }
   *this = best;
-  units = p.batch * (volume ? kTaps : 1) * CeilDiv(p.channels, kSide) * CeilDiv(p.features, kSide);
+  units = p.batch * (volume ? kTaps : 1) * CeilDiv(p.channels, side) * CeilDiv(p.features, side);
   return least < HUGE_VAL;
 }
 
+Problem DealLines(const Problem& problem, int64_t* apart) {
+  Problem p = problem;
+  const int64_t d = p.rhs_dilation[1];
+  *apart = 1;
+  if (d == 1 || p.direction == Direction::kFilterGradient || p.batch * p.groups > 1 || p.window[0] > 1 || p.x[0] > 1 ||
+      p.y[0] > 1 || p.x[1] % d != 0 || p.y[1] % d != 0 || p.pad[1] % d != 0)
+    return p;
+  *apart = d;
+  p.batch = p.images;
+  p.images = d;
+  p.x[1] /= d;
+  p.y[1] /= d;
+  p.pad[1] /= d;
+  p.rhs_dilation[1] = 1;
+  return p;
+}
+
 bool TakesPlanes(const Problem& problem) {
-  const Problem p = AsForward(problem);
+  int64_t apart;
+  const Problem p = DealLines(AsForward(problem), &apart);
   const bool filter = p.direction == Direction::kFilterGradient, floats = p.in == DType::kF32;
-  if (p.groups != 1 || (floats ? p.products != 1 : SizeOf(p.in) != 2)) return false;
+  // Groups, or problems of a batch, take the place of a volume's images.
+  if (p.groups > 1 && (filter || p.batch > 1 || p.x[0] > 1 || p.y[0] > 1 || p.window[0] > 1)) return false;
+  if (floats ? p.products != 1 : SizeOf(p.in) != 2) return false;
   for (int d = 0; d < kRank; ++d)
     if (p.stride[d] != 1 || p.lhs_dilation[d] != 1) return false;
   // The TMA unit reads lines of whole 16 bytes.
@@ -151,7 +173,8 @@ bool TakesPlanes(const Problem& problem) {
 }
 
 double PlanesCycles(const Problem& problem, int64_t splits) {
-  const Problem p = AsForward(problem);
+  int64_t apart;
+  const Problem p = DealLines(AsForward(problem), &apart);
   if (p.direction == Direction::kFilterGradient) {
     PlanesFilterPlan plan;
     if (!plan.Fit(p)) return HUGE_VAL;

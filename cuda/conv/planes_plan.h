@@ -22,7 +22,7 @@ struct PlanesPlan {
   bool lines;                   // 64 rows are positions of one line, else 8 of each of 8
   int box_columns, box_others;  // of a plane of the operand
   int line_bytes, parts;        // of a position's channels in shared memory: of a line, and how many those are
-  int tile_features;            // 32, or 16 where more would not fit
+  int tile_features;            // 32, or 16 where there are no more or they would not fit
   int column_tiles, other_tiles, feature_tiles;
   int planes;      // of the result
   int64_t chains;  // tiles, each with all planes
@@ -36,13 +36,13 @@ struct PlanesPlan {
 };
 
 // Of the filter gradient. The sum is over pixels of y, and a block has the three taps of each of the window's planes
-// and columns, at one of its lines: of 32 channels and 32 features. It goes through pieces of four planes of y, with
-// the six of x that they meet.
+// and columns, at one of its lines: of 32 channels and 32 features, or 16. It goes through pieces of four planes of y,
+// with the six of x that they meet.
 struct PlanesFilterPlan {
-  static constexpr int kSide = 32;                 // channels, and features, of a block
   static constexpr int kPlanes = 4, kPixels = 64;  // of a piece of y; and of one of its planes
 
   bool volume;
+  int side;  // channels, and features, of a block
   int columns, others;
   int column_tiles, other_tiles, plane_tiles;
   int64_t pieces;  // of a problem
@@ -52,6 +52,10 @@ struct PlanesFilterPlan {
 
   bool Fit(const Problem& p);
 };
+
+// Of images whose window's lines are `apart`, the lines deal out to as many images: with each of those the window is
+// undilated, and what was an image is a problem by itself, of the same filter. Other problems as they are.
+Problem DealLines(const Problem& p, int64_t* apart);
 
 bool TakesPlanes(const Problem& p);
 double PlanesCycles(const Problem& p, int64_t splits);
