@@ -324,6 +324,7 @@ cudaError_t LaunchTile(const Problem& p, const void* x, const void* w, void* y, 
     q.first_tile[i + 1] = q.first_tile[i] + int(CeilDiv(q.phase[i].rows, T::kRows));
     if (e == cudaSuccess) e = EncodePixels(&q.operand[i], p.in, x, p.images, p.x, channels, q.phase[i].map, T::kRows);
   }
+  q.in_row.SetProblems(q.first_tile[phases], 0, 0);
   q.tiles = q.first_tile[phases] * int(q.in_row.tiles.divisor);
   for (int d = 0; d < kRank; ++d) {
     q.window[d] = int(p.window[d]);

@@ -72,7 +72,7 @@ __device__ void ProducePixels(const WgmmaParams& p, Ring<T> ring) {
   for (int number = 0, tile; (tile = TileOf(p, number)) < p.tiles; ++number) {
     const WgmmaPlace place(p, tile, T());
     const WgmmaPhase& f = p.phase[place.phase];
-    int at[kRank], image = FirstPixel(f, place.row, at);
+    int at[kRank], image = place.problem * p.images + FirstPixel(f, place.row, at);
     const auto load = [&](int line, int, const int (&offset)[kRank]) {
       const uint32_t loaded = p.patches.any ? ring.Between(ring.stage) : ring.Full();
       BeginStage(ring, T::kBytesA, loaded);
@@ -80,7 +80,7 @@ __device__ void ProducePixels(const WgmmaParams& p, Ring<T> ring) {
       ring.Next();
     };
     if (f.tap_count == 0) {
-      image = p.images;
+      image = p.all_images;
       load(0, 0, {});
       continue;
     }
@@ -101,7 +101,7 @@ __device__ void ProduceFilter(const WgmmaParams& p, Ring<T> ring) {
       ring.Next();
     };
     if (f.tap_count == 0) {
-      load(0, p.window[0] * p.window[1] * p.window[2], {});
+      load(0, p.planes, {});
       continue;
     }
     const Share share(f.tap_count * p.lines, p.team);
@@ -307,16 +307,19 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* opera
   q.boxes = p.out == p.in && IsNone(epilogue);
   // The boxes of a filter that is read as it is are lines of one tap.
   constexpr bool kWholeLines = T::kColumns % T::kLine == 0;
-  const bool taps = q.boxes && TapsAreColumns(p, phases, q.phase[0]) &&
+  const bool taps = q.boxes && p.batch == 1 && TapsAreColumns(p, phases, q.phase[0]) &&
                     (!kOfFeatures<T, kForward> || (kWholeLines && columns % T::kLine == 0));
   q.in_row = WgmmaRow(columns, T::kColumns, q.phase[0], taps);
   q.columns = int(taps ? columns * p.Taps() : columns);
   q.lines = int(CeilDiv(channels, T::kLine));
   q.images = int(p.images);
+  q.all_images = int(p.batch * p.images);
   q.scattered = phases > 1 || q.in_row.phases > 1;
+  // A box past a problem's last row would be stored to the next one's first.
+  if (p.batch > 1 && q.phase[0].rows % T::kRows != 0) q.scattered = true;
   // Where a phase is less than a round of tiles, rounds go there and back, those of most taps first, so that who had
   // many next has few. Others share the phases evenly, and what neighbours store is neighbours in memory.
-  q.alternates = phases > 1 && CeilDiv(q.phase[0].rows, T::kRows) * q.in_row.tiles.divisor < kMultiprocessors;
+  q.alternates = phases > 1 && p.batch * CeilDiv(q.phase[0].rows, T::kRows) * q.in_row.tiles.divisor < kMultiprocessors;
   if (q.alternates)
     std::stable_sort(q.phase, q.phase + phases,
                      [](const WgmmaPhase& a, const WgmmaPhase& b) { return a.tap_count > b.tap_count; });
@@ -324,10 +327,11 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* opera
   for (int i = 0; i < phases; ++i) {
     q.first_tile[i + 1] = q.first_tile[i] + int(CeilDiv(q.phase[i].rows, T::kRows));
     if (e == cudaSuccess)
-      e = EncodePixels(&q.operand[i], p.in, operand, p.images, kForward ? p.x : p.y, channels, q.phase[i].map,
+      e = EncodePixels(&q.operand[i], p.in, operand, q.all_images, kForward ? p.x : p.y, channels, q.phase[i].map,
                        T::kRows);
   }
-  q.tiles = q.first_tile[phases] * int(q.in_row.tiles.divisor);
+  q.in_row.SetProblems(q.first_tile[phases], p.images * (kForward ? p.YPixels() : p.XPixels()), p.Taps());
+  q.tiles = q.first_tile[phases] * int(q.in_row.tiles.divisor * p.batch);
   if (config.cluster > 1 && q.in_row.tiles.divisor % kTogetherColumns == 0)
     q.two_rows = FastDiv(2 * q.in_row.tiles.divisor);
   if (HasFrame(p) && !kPatched<T, kForward>) return cudaErrorInvalidValue;
@@ -338,7 +342,8 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* opera
   }
   // The filter is planes of taps, or one plane where those are columns of the product.
   constexpr bool kAsItIs = kOfFeatures<T, kForward>;
-  const int64_t rows = kAsItIs ? channels : q.columns, planes = taps && !kAsItIs ? 1 : p.Taps();
+  const int64_t rows = kAsItIs ? channels : q.columns, planes = taps && !kAsItIs ? 1 : p.batch * p.Taps();
+  q.planes = int(planes);
   if constexpr (kForward && T::kCopied) {
     const Grid grid = {CeilDiv(p.features, kSquare), 256, 0, 1, CeilDiv(p.channels, kSquare), p.Taps()};
     if (e == cudaSuccess)
@@ -353,7 +358,7 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* opera
   constexpr int kHalf = T::kLine / 2;
   q.halved = kHalved<T, kForward> && p.features % kHalf == 0;
   if (e == cudaSuccess && q.halved)
-    e = EncodeBoxes(&q.halves, p.in, filter, {kHalf, p.features / kHalf, p.channels, p.Taps(), 1},
+    e = EncodeBoxes(&q.halves, p.in, filter, {kHalf, p.features / kHalf, p.channels, planes, 1},
                     {T::kLine, 1, T::kLine, 1, 1});
   const MappedPhase& first = q.phase[0];
   q.lattices = taps && !kIsAcross<T> && T::kColumns % T::kLine == 0 && columns % T::kLine == 0 && RowsAreBoxes(first);
@@ -363,7 +368,8 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* opera
                     {T::kLine, 1, side, 1, 64 / side}, false);
   }
   if (e == cudaSuccess && q.boxes && !q.scattered)
-    e = EncodeBoxes(&q.result, p.in, out, {columns, GemmOf(p).rows}, {T::kLine, kIsAcross<T> ? T::kRows : 64}, false);
+    e = EncodeBoxes(&q.result, p.in, out, {columns, p.batch * GemmOf(p).rows}, {T::kLine, kIsAcross<T> ? T::kRows : 64},
+                    false);
   if (e != cudaSuccess) return e;
 
   return LaunchPersistent<T>(DataWgmmaKernel<T, kForward>, q.tiles, int(config.cluster), stream, q,

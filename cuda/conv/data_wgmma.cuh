@@ -11,15 +11,15 @@ namespace jaxdnn::conv {
 
 // First what all threads begin with, which the constant cache then has in few lines.
 struct WgmmaParams {
-  int tiles, columns;  // those of taps too
-  int lines;           // of channels
-  int images;
-  FastDiv team;      // blocks that share a tile
-  FastDiv two_rows;  // tiles of two rows of them, if two rows are gone over together
-  bool scattered;    // the rows of a phase are not neighbours in the result
-  bool lattices;     // but 64 of them, of a line of one tap's columns, are a box there
-  bool boxes;        // the sums are stored as they are, in the operands' type
-  bool alternates;   // the direction in which blocks go over the tiles
+  int tiles, columns;      // those of taps too
+  int lines, planes;       // of channels; and of the filter, one for each tap of all problems
+  int images, all_images;  // of a problem, and of all
+  FastDiv team;            // blocks that share a tile
+  FastDiv two_rows;        // tiles of two rows of them, if two rows are gone over together
+  bool scattered;          // the rows of a phase are not neighbours in the result
+  bool lattices;           // but 64 of them, of a line of one tap's columns, are a box there
+  bool boxes;              // the sums are stored as they are, in the operands' type
+  bool alternates;         // the direction in which blocks go over the tiles
   WgmmaRow in_row;
   int first_tile[kMaxMaps + 1];  // of each phase, in tiles of rows
   int window[kRank], out[kRank];
@@ -106,7 +106,7 @@ __device__ void StoreBoxes(const WgmmaParams& p, const WgmmaPhase& f, uint32_t s
     hopper::SyncWarpgroup(1 + warpgroup);
     if (thread == 0) {
       if (box && !p.scattered)
-        hopper::StoreBox(&p.result, slab, place.Column<T>(column), place.row + row);
+        hopper::StoreBox(&p.result, slab, place.Column<T>(column), place.pixel + place.row + row);
       else if (box && place.column + column < p.columns)
         StoreLattice(p, f, slab, place.column + column, place.row + row);
       hopper::CommitStores();  // of none too, since those before the last are waited for
@@ -119,9 +119,9 @@ __device__ void StoreBoxes(const WgmmaParams& p, const WgmmaPhase& f, uint32_t s
 
 // Stores four neighbouring columns of a row through the epilogue.
 template <class Out>
-__device__ void Finish(const WgmmaParams& p, float (&v)[4], const Vec<Out, 4>& residual, int pixel, int column,
-                       Out* out) {
-  Add<Out>(v, p.epilogue.bias, column);
+__device__ void Finish(const WgmmaParams& p, int problem, float (&v)[4], const Vec<Out, 4>& residual, int pixel,
+                       int column, Out* out) {
+  Add<Out>(v, p.epilogue.bias, int64_t{problem} * p.columns + column);
   if (p.epilogue.residual != nullptr) {
 #pragma unroll
     for (int k = 0; k < 4; ++k) v[k] += static_cast<float>(residual.v[k]);
@@ -183,7 +183,7 @@ __device__ void StoreFinished(const WgmmaParams& p, const WgmmaPhase& f, uint32_
         asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                      : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
                      : "r"(slab + place_of(at, chunk)));
-        Finish(p, v, residual[0], pixel, column, out);
+        Finish(p, place.problem, v, residual[0], pixel, column, out);
       }
       Rotate<1>(residual);
     }
@@ -234,7 +234,7 @@ __device__ void StoreHeld(const WgmmaParams& p, const WgmmaPhase& f, int warpgro
     for (int k = 0; k < kEach; ++k) {
       const int row = H::Row(i + k), pixel = pixels[row];
       if (pixel >= 0 && rows.Has(row)) {
-        Add<float>(v[0].v, p.epilogue.bias, column);
+        Add<float>(v[0].v, p.epilogue.bias, int64_t{place.problem} * p.columns + column);
         if (p.epilogue.residual != nullptr) {
 #pragma unroll
           for (int n = 0; n < H::kVector; ++n) v[0].v[n] += residual[0].v[n];

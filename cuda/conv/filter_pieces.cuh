@@ -10,34 +10,43 @@
 
 namespace jaxdnn::conv {
 
-// How the tiles are numbered: along the shorter side of the result first, so that neighbours share the larger operand.
+// Where a tile is in the result of its problem, in tiles.
+struct TilePlace {
+  int problem, column, row;
+};
+
+// How the tiles are numbered: problem by problem, along the shorter side of the result first, so that neighbours share
+// the larger operand.
 struct TileGrid {
-  int side;
+  int of_problem, side;
   bool down;
 
   TileGrid() = default;
-  TileGrid(int64_t rows, int64_t columns) : side(int(std::min(rows, columns))), down(rows < columns) {}
+  TileGrid(int64_t rows, int64_t columns)
+      : of_problem(int(rows * columns)), side(int(std::min(rows, columns))), down(rows < columns) {}
 
-  // The tile's column and row.
-  __device__ int2 At(int tile) const {
+  __device__ TilePlace At(int tile) const {
+    const int problem = tile / of_problem;
+    tile -= problem * of_problem;
     const int along = tile / side, across = tile - along * side;
-    return down ? make_int2(along, across) : make_int2(across, along);
+    return down ? TilePlace{problem, along, across} : TilePlace{problem, across, along};
   }
 };
 
 // The result's rows, which are (tap, channel) pairs in units of a line of channels.
 struct FilterRows {
-  FastDiv lines;  // of channels
-  int units, channels, columns;
+  FastDiv lines;                 // of channels
+  int units, channels, columns;  // of a problem
+  int64_t size;                  // of its result
 
   // Where in the result one of them begins, or -1 for no row.
   template <int kLine>
-  __device__ int64_t Begin(int row) const {
+  __device__ int64_t Begin(int problem, int row) const {
     const int unit = row / kLine;
     int line;
     const int tap = lines.Div(unit, &line), channel = line * kLine + row % kLine;
     if (unit >= units || channel >= channels) return -1;
-    return (int64_t{tap} * channels + channel) * columns;
+    return problem * size + (int64_t{tap} * channels + channel) * columns;
   }
 };
 
@@ -62,8 +71,8 @@ template <class Out>
 __device__ void StorePair(const StoreInOrder<Out>& store, int64_t i, float first, float second) {
   *reinterpret_cast<Vec<Out, 2>*>(store.out + i) = {static_cast<Out>(first), static_cast<Out>(second)};
 }
-template <class In, class Out>
-__device__ void StorePair(const StoreExchanged<In, Out>& store, int64_t i, float first, float second) {
+template <class Store>
+__device__ void StorePair(const Store& store, int64_t i, float first, float second) {
   store(i, first);
   store(i + 1, second);
 }
@@ -120,27 +129,27 @@ __global__ void __launch_bounds__(kSumWarps * 32)
   }
   // A warpgroup's four warps have 16 rows each.
   int eight;
-  const int2 at = tiles.grid.At(tile);
+  const TilePlace at = tiles.grid.At(tile);
   const int sixty_four = tiles.fours.Div(which);
   tiles.eights.Div(which / 4, &eight);
-  const int column = at.x * tiles.columns + eight * 8 + lane % 4 * 2;
-  const int row = at.y * tiles.rows + sixty_four * 64 + which % 4 * 16 + lane / 4;
+  const int column = at.column * tiles.columns + eight * 8 + lane % 4 * 2;
+  const int row = at.row * tiles.rows + sixty_four * 64 + which % 4 * 16 + lane / 4;
   if (column >= rows.columns) return;
-  const int64_t upper = rows.Begin<kLine>(row), lower = rows.Begin<kLine>(row + 8);
+  const int64_t upper = rows.Begin<kLine>(at.problem, row), lower = rows.Begin<kLine>(at.problem, row + 8);
   if (upper >= 0) StorePair(store, upper + column, sum.x, sum.y);
   if (lower >= 0) StorePair(store, lower + column, sum.z, sum.w);
 }
 
-// The result, from the pieces that blocks have left of its tiles.
+// The result, from the pieces that blocks have left of its tiles; of all tiles where `whole`.
 template <class In>
-cudaError_t SumPieces(const Problem& p, const Spans& spans, const FilterRows& rows, const PieceTiles& tiles,
+cudaError_t SumPieces(const Problem& p, bool whole, const Spans& spans, const FilterRows& rows, const PieceTiles& tiles,
                       const float4* pieces, const void* x, const void* y, void* out, cudaStream_t stream) {
   constexpr int kLine = kLineBytes / sizeof(In);
   const auto sum = [&](auto store) {
     using Store = decltype(store);
     const auto launch = [&](auto kernel, int64_t parts) {
       return LaunchKernel(kernel, tiles.count * tiles.Warps() * parts / kSumWarps, kSumWarps * 32, stream, pieces,
-                          spans, rows, tiles, p.exchanged, store);
+                          spans, rows, tiles, whole, store);
     };
     constexpr int kParts = 8, kMany = 16;  // pieces of a tile
     if (spans.blocks.divisor >= uint32_t(kMany) * tiles.count)
@@ -149,9 +158,10 @@ cudaError_t SumPieces(const Problem& p, const Spans& spans, const FilterRows& ro
   };
   const auto to = [&](auto* result) {
     using Out = std::remove_pointer_t<decltype(result)>;
-    if (!p.exchanged) return sum(StoreInOrder<Out>{result});
-    return sum(StoreExchanged<In, Out>{MakeFilterParams(p, 1, 1, 1, 1), static_cast<const In*>(x),
-                                       static_cast<const In*>(y), result});
+    const FilterParams q = MakeFilterParams(p, 1, 1, 1, 1);
+    const auto *of_x = static_cast<const In*>(x), *of_y = static_cast<const In*>(y);
+    if (p.exchanged) return sum(StoreExchanged<In, Out>{q, of_x, of_y, result});
+    return whole ? sum(StoreChecked<In, Out>{q, of_x, of_y, result}) : sum(StoreInOrder<Out>{result});
   };
   if constexpr (sizeof(In) == 2)
     if (p.out != p.in) return to(static_cast<float*>(out));

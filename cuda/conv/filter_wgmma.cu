@@ -49,15 +49,12 @@ __global__ void __launch_bounds__(256) TransposeKernel(const float* y, float* yt
     yt[(feature + i) * pitch + pixel + lane] = tile[from][i];
 }
 
-// Where in the result a tile begins.
-struct Place {
-  int column, row;
-
+// Where in its problem's result a tile begins.
+struct Place : TilePlace {
   template <class T>
-  __device__ Place(const Params& p, int tile, T) {
-    const int2 at = p.grid.At(tile);
-    column = at.x * T::kColumns;
-    row = at.y * T::kRows;
+  __device__ Place(const Params& p, int tile, T) : TilePlace(p.grid.At(tile)) {
+    column *= T::kColumns;
+    row *= T::kRows;
   }
 };
 
@@ -65,11 +62,13 @@ struct Place {
 template <class T>
 struct Units {
   static constexpr int kCount = T::kRows / T::kLine;
-  int tap[kCount], channel[kCount], offset[kCount][kRank];
+  int first_image, tap[kCount], channel[kCount], offset[kCount][kRank];
 
   __device__ Units(const Params& p, int tile) {
     const MappedPhase& f = p.phase;
-    const int first = Place(p, tile, T()).row / T::kLine;
+    const Place place(p, tile, T());
+    const int first = place.row / T::kLine;
+    first_image = place.problem * p.images;
 #pragma unroll
     for (int u = 0; u < kCount; ++u) {
       // Past the last unit it is loaded again, and not stored.
@@ -113,7 +112,7 @@ __device__ void ProduceX(const Params& p, Ring<T> ring) {
 #pragma unroll
       for (int u = 0; u < units.kCount; ++u)
         hopper::LoadPixels<kDimensions>(ring.Data() + u * kUnitBytes<T>, &p.x, loaded, units.channel[u], first.at,
-                                        first.image, units.offset[u]);
+                                        units.first_image + first.image, units.offset[u]);
       ring.Next();
     }
   }
@@ -151,16 +150,16 @@ template <class T>
 __device__ void ProduceY(const Params& p, Ring<T> ring) {
   hopper::PrefetchMap(&p.y);
   for (Pieces piece(p.spans); piece.Next();) {
-    const int first = Place(p, piece.tile, T()).column;
+    const Place place(p, piece.tile, T());
     int pixel = piece.first * T::kDepth;
     for (int step = 0; step < piece.steps; ++step, pixel += T::kDepth) {
       BeginStage(ring, T::kBytesB);
 #pragma unroll
       for (int i = 0; i * T::kLine < T::kColumns; ++i) {
-        const int column = first + i * T::kLine;
+        const int column = place.column + i * T::kLine;
         const bool transposed = kFloats<T> && !p.turns;
         hopper::LoadBox(ring.Data() + T::kBytesA + i * kUnitBytes<T>, &p.y, ring.Full(), transposed ? pixel : column,
-                        transposed ? column : pixel, 0);
+                        transposed ? column : pixel, place.problem);
       }
       ring.Next();
     }
@@ -212,7 +211,7 @@ __device__ void Consume(const Params& p, Ring<T> ring, int warpgroup) {
     const Place place(p, piece.tile, T());
     WithOut<T>(p, [&](auto* out) {
       StoreSums<Own>(sums, out + place.column, p.rows.columns - place.column,
-                     [&](int row) { return p.rows.Begin<T::kLine>(place.row + first * 64 + row); });
+                     [&](int row) { return p.rows.Begin<T::kLine>(place.problem, place.row + first * 64 + row); });
     });
   }
 }
@@ -254,11 +253,11 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* x, co
   const TileShape t = {config.tile, "", Unit::kWgmma, T::kRows, T::kColumns, T::kThreads};
   const FilterShape shape = FilterShapeOf(p, t);
   const int64_t lines = CeilDiv(p.channels, T::kLine);
-  q.rows = {FastDiv(lines), int(p.Taps() * lines), int(p.channels), int(p.features)};
+  q.rows = {FastDiv(lines), int(p.Taps() * lines), int(p.channels), int(p.features), p.FilterSize() / p.batch};
   const int64_t column_tiles = CeilDiv(p.features, T::kColumns);
-  q.grid = TileGrid(shape.tiles / column_tiles, column_tiles);
+  q.grid = TileGrid(shape.tiles / p.batch / column_tiles, column_tiles);
   q.spans = Spans(shape.tiles, shape.steps, config.blocks, shape.Slots(config.blocks));
-  cudaError_t e = EncodePixels(&q.x, p.in, x, p.images, p.x, p.channels, q.phase.map, T::kDepth);
+  cudaError_t e = EncodePixels(&q.x, p.in, x, p.batch * p.images, p.x, p.channels, q.phase.map, T::kDepth);
   const int64_t pixels = p.images * p.YPixels();
   auto* left = static_cast<float*>(workspace);
   q.turns = kFloats<T> && !config.copies;
@@ -271,21 +270,21 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* x, co
       e = LaunchKernel(TransposeKernel, grid, stream, static_cast<const float*>(y), yt, pixels, int(p.features));
     if (e == cudaSuccess) e = EncodeBoxes(&q.y, p.in, yt, {pitch, p.features, 1}, {T::kLine, T::kDepth, 1});
   } else if (e == cudaSuccess) {
-    e = EncodeBoxes(&q.y, p.in, y, {p.features, pixels, 1}, {T::kLine, T::kDepth, 1});
+    e = EncodeBoxes(&q.y, p.in, y, {p.features, pixels, p.batch}, {T::kLine, T::kDepth, 1});
   }
   q.images = int(p.images);
   if (HasFrame(p) && kFloats<T>) return cudaErrorInvalidValue;
   if (e == cudaSuccess && HasFrame(p)) e = MakePatches(p, x, T::kLine, &q.patches);
   if (e != cudaSuccess) return e;
   q.pieces = reinterpret_cast<float4*>(left);
-  q.leaves = p.exchanged;
+  q.leaves = shape.left;
   q.out = out;
   q.wide = p.out != p.in;
   e = LaunchPersistent<T>(FilterWgmmaKernel<T>, config.blocks, 1, stream, q);
   if (e != cudaSuccess || q.spans.slots == 0) return e;
   const PieceTiles tiles = {
       FastDiv(T::kColumns / 2), FastDiv(T::kColumns / 8), q.grid, int(shape.tiles), T::kRows, T::kColumns};
-  return SumPieces<typename T::In>(p, q.spans, q.rows, tiles, q.pieces, x, y, out, stream);
+  return SumPieces<typename T::In>(p, shape.left, q.spans, q.rows, tiles, q.pieces, x, y, out, stream);
 }
 
 }  // namespace

@@ -51,7 +51,7 @@ bool TakesPatches(const Problem& p, const Config& config) {
   const Tile tile = config.tile;
   const bool floats = p.in == DType::kF32, forward = p.direction == Direction::kForward;
   if (tile == Tile::kDepthwise) return RingsHaveEdges(p) && FindsElements(p);
-  if (kTiles[static_cast<int>(tile)].unit != Unit::kWgmma) return false;
+  if (kTiles[static_cast<int>(tile)].unit != Unit::kWgmma || p.batch > 1) return false;
   if (p.direction == Direction::kFilterGradient) {
     if (floats || config.exchanged) return false;
   } else if (tile == Tile::kWgmma256x160 || tile == Tile::kWgmma128x256 ||

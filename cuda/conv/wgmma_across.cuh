@@ -87,7 +87,7 @@ __device__ void StoreAcross(const WgmmaParams& p, const WgmmaPhase& f, const Rin
     hopper::ShowSharedToTma();
     hopper::SyncWarpgroup(1 + warpgroup);
     if (thread == 0) {
-      hopper::StoreBox(&p.result, lines, column, place.row);
+      hopper::StoreBox(&p.result, lines, column, place.pixel + place.row);
       hopper::CommitStores();
     }
     return;
@@ -138,7 +138,7 @@ __device__ void StoreAcrossFinished(const WgmmaParams& p, const WgmmaPhase& f, c
         asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
                      : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
                      : "r"(slab + place_of(row, chunk * 4)));
-        Finish(p, v, residual[0], pixel, column, out);
+        Finish(p, place.problem, v, residual[0], pixel, column, out);
       }
       Rotate<1>(residual);
     }

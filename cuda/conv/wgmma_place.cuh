@@ -33,6 +33,8 @@ inline int MapPhases(const Problem& p, WgmmaPhase (&phases)[kMaxMaps]) {
 // (tap, column) pairs where taps are columns.
 struct WgmmaRow {
   FastDiv tiles, of_phase, columns;  // of the result
+  FastDiv problem;                   // rows of tiles of a problem of several, which all have filters of their own
+  int problem_pixels = 0, problem_taps = 0;
   Box alike;
   int phases;
   bool reversed, taps;  // whether the phases' taps are in their order, and are columns
@@ -43,6 +45,12 @@ struct WgmmaRow {
     const int64_t of_one = (result_columns + tile_columns - 1) / tile_columns;
     tiles = FastDiv(taps ? (result_columns * phases + tile_columns - 1) / tile_columns : of_one * phases);
     of_phase = taps ? tiles : FastDiv(of_one);
+  }
+  // The problems have so many rows of tiles, pixels of the result, and taps.
+  void SetProblems(int64_t row_tiles, int64_t pixels, int64_t of_window) {
+    problem = FastDiv(row_tiles);
+    problem_pixels = int(pixels);
+    problem_taps = int(of_window);
   }
 
   // Of a column where taps are columns; and which of the result's it is.
@@ -81,16 +89,18 @@ __device__ inline int TileOf(int number, int block, int blocks, bool alternates)
   return number * blocks + (alternates && number % 2 == 1 ? blocks - 1 - block : block);
 }
 
-// A tile of the grid; and how far from the first phase's are its pixels and its tap.
+// A tile of the grid; and how far from the first problem's and phase's are its pixels and its tap.
 struct WgmmaPlace {
-  int phase, column, row, pixel, tap;
+  int problem, phase, column, row, pixel, tap;
   int turned = 0;  // the product's columns begin with this one of the tile's, and end with those before it
 
   template <class Params, class T>
   __device__ WgmmaPlace(const Params& p, int tile, T) : phase(0) {
-    const int row_tile = p.in_row.tiles.Div(tile, &column), which = p.in_row.of_phase.Div(column, &column);
-    pixel = PhasePixel(p, which);
-    tap = PhaseTap(p, which);
+    int row_tile;
+    problem = p.in_row.problem.Div(p.in_row.tiles.Div(tile, &column), &row_tile);
+    const int which = p.in_row.of_phase.Div(column, &column);
+    pixel = PhasePixel(p, which) + problem * p.in_row.problem_pixels;
+    tap = PhaseTap(p, which) + problem * p.in_row.problem_taps;
     column *= T::kColumns;
     while (row_tile >= p.first_tile[phase + 1]) ++phase;
     row = (row_tile - p.first_tile[phase]) * T::kRows;
@@ -141,12 +151,12 @@ __device__ __forceinline__ void ForEachStep(const Params& p, const MappedPhase& 
   }
 }
 
-// Where a tile's row is in the result, in pixels; -1 past the last. Those of a phase may be scattered.
+// Where a tile's row is in the result, in pixels; -1 past its problem's last. Those of a phase may be scattered.
 template <class Params>
 __device__ int ResultPixel(const Params& p, const WgmmaPhase& f, const WgmmaPlace& place, int row, bool scattered) {
   row += place.row;
   if (row >= f.rows) return -1;
-  if (!scattered) return row;
+  if (!scattered) return row + place.pixel;
   int at[kRank];
   int pixel = f.Split(row, at);
 #pragma unroll

@@ -106,7 +106,7 @@ double FilterCycles(const Problem& p, const TileShape& t, const FilterShape& sha
                                                    : 1) +
                       (turned ? 2 * t.columns : 0);
   const double x_pixels = std::min(p.XPixels(), p.YPixels() * p.Taps());
-  const double elements = p.images * (x_pixels * p.channels + double(p.YPixels()) * p.features);
+  const double elements = double(p.batch) * p.images * (x_pixels * p.channels + double(p.YPixels()) * p.features);
   const double memory = elements * SizeOf(p.in) / (kMultiprocessors * kBytesPerCycle);
   const double before = turned ? kBegin : CopyingCycles(transposed, 2);
   // What dense layers move is not hidden where the warpgroups share their stages.
@@ -147,11 +147,12 @@ bool TakesWgmma(const Problem& p, const TileShape& t) {
   if (t.tile == Tile::kWgmma128x128Copied && !(floats && forward)) return false;
   // The kernel that copies a filter has a plane of blocks for each tap, and a row of them for each 64 channels.
   if (forward && TransposedBytes(p, t) > 0 && std::max(p.Taps(), CeilDiv(p.channels, 64)) > kMostPlanes) return false;
-  // One problem and group, lines of whole 16-byte chunks, and rows that 32 bits number. The TMA unit reads no array
-  // without elements.
+  // One group, lines of whole 16-byte chunks, and rows that 32 bits number. The TMA unit reads no array without
+  // elements. A filter that is copied first is one problem's.
   const int64_t chunk = 16 / SizeOf(p.in);
-  if (p.batch != 1 || p.groups != 1 || p.channels == 0 || p.features == 0 || p.features % chunk != 0 ||
-      p.images * std::max(p.XPixels(), p.YPixels()) >= INT32_MAX - t.rows)
+  if (p.batch == 0 || p.groups != 1 || p.channels == 0 || p.features == 0 || p.features % chunk != 0 ||
+      p.batch * p.images * std::max(p.XPixels(), p.YPixels()) >= INT32_MAX - t.rows ||
+      (p.batch > 1 && forward && TransposedBytes(p, t) > 0))
     return false;
   MappedPhase phases[kMaxMaps];
   const int count = MapPhases(p, phases);
@@ -163,7 +164,7 @@ bool TakesWgmma(const Problem& p, const TileShape& t) {
 
 bool MayShare(const Problem& p, const TileShape& t, int64_t blocks) {
   if (blocks == 1) return true;
-  if (p.direction == Direction::kFilterGradient || t.tile == Tile::kWgmma128x128Copied) return false;
+  if (p.batch > 1 || p.direction == Direction::kFilterGradient || t.tile == Tile::kWgmma128x128Copied) return false;
   // Large tiles are sent (wgmma_team.cuh), across of floats alone; of the others, blocks divide the rows evenly.
   if (IsAcross(t.tile) ? p.in != DType::kF32 || blocks > 3 : t.columns == 160 ? blocks > 2 : blocks == 3) return false;
   if (!IsAcross(t.tile) && (t.rows > 128 || t.columns > 160)) return false;
@@ -183,14 +184,16 @@ int64_t TransposedBytes(const Problem& p, const TileShape& t) {
                ? p.FilterSize() * 4
                : 0;
   const int64_t depth = WgmmaDepth(p.in);
-  if (CeilDiv(p.features, depth) > kMostPlanes) return 0;
+  if (p.batch > 1 || CeilDiv(p.features, depth) > kMostPlanes) return 0;
   return CeilDiv(p.images * p.YPixels(), depth) * depth * p.features * 4;
 }
 
 FilterShape FilterShapeOf(const Problem& p, const TileShape& t) {
-  const int64_t line = WgmmaDepth(p.in), units = p.Taps() * CeilDiv(p.channels, line);
-  return {CeilDiv(units, t.rows / line) * CeilDiv(p.features, t.columns), CeilDiv(p.images * p.YPixels(), line),
-          p.exchanged};
+  const int64_t line = WgmmaDepth(p.in), units = p.Taps() * CeilDiv(p.channels, line), pixels = p.images * p.YPixels();
+  // Beyond a problem's last pixel x has the next one's, of which y's zeros do not make up for an infinity.
+  const bool mixed = p.batch > 1 && pixels % line != 0;
+  return {p.batch * CeilDiv(units, t.rows / line) * CeilDiv(p.features, t.columns), CeilDiv(pixels, line),
+          p.exchanged || mixed};
 }
 
 std::optional<Config> PlanFilterWgmma(const Problem& p, const TileShape& t, int64_t workspace_limit) {
@@ -201,7 +204,7 @@ std::optional<Config> PlanFilterWgmma(const Problem& p, const TileShape& t, int6
   std::optional<Config> best;
   const auto consider = [&](int64_t blocks, int64_t transposed) {
     const int64_t slots = shape.Slots(blocks), bytes = transposed + blocks * slots * piece;
-    if (bytes > workspace_limit || (slots == 0 && blocks < shape.tiles) || (slots == 2 && p.exchanged)) return;
+    if (bytes > workspace_limit || (slots == 0 && blocks < shape.tiles) || (slots == 2 && shape.left)) return;
     const int64_t parts = CeilDiv(blocks, shape.tiles) + (slots == 2);
     const double cycles = FilterCycles(p, t, shape, blocks, transposed);
     if (best && best->cycles <= cycles) return;
@@ -235,10 +238,10 @@ double WgmmaCycles(const Problem& p, const TileShape& t, int64_t cluster) {
   MappedPhase maps[kMaxMaps];
   const double copied = TransposedBytes(p, t), copying = copied > 0 ? CopyingCycles(copied, kCopyMoves) + kWait : 0;
   const bool read_as_it_is = p.direction == Direction::kForward && copied == 0;
-  const bool taps = TapsAreColumns(p, MapPhases(p, maps), maps[0]) && p.out == p.in &&
+  const bool taps = TapsAreColumns(p, MapPhases(p, maps), maps[0]) && p.out == p.in && p.batch == 1 &&
                     (!read_as_it_is || (g.columns % line == 0 && t.columns % line == 0));  // as the kernel has it
   const double column_tiles = taps ? CeilDiv(g.columns * p.Taps(), t.columns) : phases * CeilDiv(g.columns, t.columns);
-  const double tiles = std::ceil(g.rows / phases / t.rows) * column_tiles;
+  const double tiles = p.batch * std::ceil(g.rows / phases / t.rows) * column_tiles;
   // What is not stored by TMA takes 16-bit floats longer.
   const bool boxes = taps && RowsAreBoxes(maps[0]) && g.columns % line == 0 && t.columns % line == 0;
   if (taps && !(boxes && !IsAcross(t.tile)) && p.in != DType::kF32)
@@ -266,7 +269,8 @@ double WgmmaCycles(const Problem& p, const TileShape& t, int64_t cluster) {
   // by what they move.
   const double pixels =
       p.direction == Direction::kForward ? std::min(p.XPixels(), p.YPixels() * p.Taps()) : p.YPixels();
-  const double elements = p.images * pixels * channels + double(p.FilterSize()) + double(g.rows) * g.columns;
+  const double elements =
+      p.batch * (p.images * pixels * channels + double(g.rows) * g.columns) + double(p.FilterSize());
   const double memory = phases > 1 ? 0 : elements * SizeOf(p.in) / (kMultiprocessors * kBytesPerCycle);
   constexpr double kBegin = 4400;  // until the first step
   if (IsAcross(t.tile) || t.rows * t.columns > 128 * 160)

@@ -19,11 +19,11 @@ int64_t TransposedBytes(const Problem& p, const TileShape& t);
 // steps.
 struct FilterShape {
   int64_t tiles, steps;
-  bool exchanged;  // whole tiles too go to the workspace first: blocks have a part of one tile each, or one
+  bool left;  // whole tiles too go to the workspace first: blocks have a part of one tile each, or one
 
   // Pieces of tiles that a block may have to leave in the workspace.
   int64_t Slots(int64_t blocks) const {
-    if (blocks % tiles == 0) return blocks > tiles || exchanged;
+    if (blocks % tiles == 0) return blocks > tiles || left;
     return tiles % blocks == 0 ? 0 : 2;
   }
 };
