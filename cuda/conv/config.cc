@@ -54,8 +54,8 @@ bool Takes(const TileShape& t, const Problem& p, bool hopper) {
   if (IsByte(p.in)) return TakesBytes(t, p, hopper);
   if (p.exchanged && !StoresExchanged(t.unit)) return false;
   if (t.unit == Unit::kSimt) return true;
-  if (t.tile == Tile::kFewChannelsWgmma) return hopper && TakesFilled(p) && TakesFewChannels(p);
-  if (t.unit == Unit::kFewChannels) return TakesFewChannels(p);
+  if (t.tile == Tile::kFewChannelsWgmma) return hopper && TakesFilled(p) && TakesFewChannels(p, hopper);
+  if (t.unit == Unit::kFewChannels) return TakesFewChannels(p, hopper);
   if (t.unit == Unit::kGrouped) return TakesGrouped(p);
   if (t.unit == Unit::kFewFeatures) return TakesFewFeatures(p);
   if (t.unit == Unit::kUnaligned) return hopper && TakesUnaligned(p);

@@ -61,9 +61,13 @@ Work WorkOf(const Problem& p, const TileShape& t, int64_t splits) {
       share *= double(CeilDiv(p.window[d], f.tap_period[d])) / std::max<int64_t>(p.window[d], 1);
     }
   }
+  // Ragged lines are filled up to whole chunks.
+  const double chunk = 16 / SizeOf(p.in), channels = double(p.DepthChannels());
+  const bool ragged = t.unit == Unit::kMma && IsRagged(p, dense) && channels > 0;
+  const double depth = g.depth * (ragged ? std::ceil(channels / chunk) * chunk / channels : 1);
   const double row_tiles = phases * std::ceil(g.rows / phases / t.rows);
   const double tiles = double(g.problems) * row_tiles * CeilDiv(g.columns, t.columns) * splits;
-  return {tiles, g.depth / taps_per_tap / splits, g.depth * share / splits};
+  return {tiles, depth / taps_per_tap / splits, depth * share / splits};
 }
 
 Lines LinesOf(const Problem& p, const Dense& dense) {
@@ -100,8 +104,13 @@ double GemmCycles(const Problem& p, const TileShape& t, int64_t splits) {
   const int depth = mma ? MmaDepth(p.direction, SizeOf(p.in)) : SimtDepth(p.in), beside = mma ? 8 : 4;
   const double steps = std::ceil(work.depth / depth) + beside, longest = std::ceil(work.longest / depth) + beside;
   const double each = std::ceil(work.tiles / kMultiprocessors);
-  // Groups that are merged may come in pieces too.
-  const double pieces = lines != Lines::kSpread || CopiesChunks(p, dense) ? 1 : InRunsOf(p, 4 / SizeOf(p.in)) ? 1.6 : 2;
+  // Groups that are merged may come in pieces too; and pieces may be single elements.
+  const bool filter = p.direction == Direction::kFilterGradient;
+  const bool runs = InRunsOf(p, std::max<int64_t>(1, 4 / SizeOf(p.in)));
+  const double pieces = lines == Lines::kSomeInPieces && filter             ? (runs ? 1 : 1.6)
+                        : lines != Lines::kSpread || CopiesChunks(p, dense) ? 1
+                        : runs                                              ? 1.6
+                                                                            : 2;
   const double latency = std::max(steps * std::ceil(each / cost.resident), longest) * cost.latency;
   return pieces * (mma && IsTripled(p) ? 2.5 : 1) * std::max(latency, steps * each * cost.busy);
 }

@@ -79,13 +79,14 @@ int Strips::Steps(const Problem& p) const {
   return int(CeilDiv(words, kStepWords));
 }
 
-bool TakesFewChannels(const Problem& problem) {
+bool TakesFewChannels(const Problem& problem, bool hopper) {
   const Problem p = AsForward(problem);
   if (p.in == DType::kF32 && p.products != 1) return false;
   const auto takes = [&](int alignment) {
     Strips s;
     if (!s.Fit(p, FewPixels(p), alignment)) return false;
-    if (p.direction == Direction::kForward) return s.classes * s.Steps(p) <= kFewMostSteps;
+    if (p.direction == Direction::kForward)
+      return s.classes * s.Steps(p) <= (hopper ? kFewMostStepsHopper : kFewMostSteps);
     return std::max(s.line_words[0], s.line_words[s.classes - 1]) * 4 / int(SizeOf(p.in)) <= kFewMostRows;
   };
   return takes(16) && takes(4) && takes(1);

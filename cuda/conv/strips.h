@@ -37,10 +37,11 @@ struct Strips {
 constexpr int FewPixels(const Problem& p) { return p.direction == Direction::kForward ? 256 : 512 / SizeOf(p.in); }
 constexpr int FewFeatures(const Problem& p) { return p.features > 32 ? 64 : 32; }
 constexpr int kFewMostChannels = 7;
-constexpr int kFewMostSteps = 24;  // that the filter takes forward, of both classes together
+// Steps that the filter takes forward, of both classes together, where its shared memory is any device's or Hopper's.
+constexpr int kFewMostSteps = 24, kFewMostStepsHopper = 32;
 constexpr int kFewMostRows = 160;  // of the filter gradient that a block has
 
-bool TakesFewChannels(const Problem& p);
+bool TakesFewChannels(const Problem& p, bool hopper);
 
 // Modelled, of a problem as AsForward has it.
 double FewChannelsCycles(const Problem& p, const Strips& s, int64_t splits);
