@@ -49,6 +49,21 @@ def test_filter_gradient_of_large_windows_has_work_for_all():
   assert (first.name, first.splits) == ("depthwise", 8)
 
 
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_large_windows_on_small_images(direction):
+  """One pass over few images; and not what takes a thread a tap."""
+
+  def modelled(spatial, window, channels):
+    x, w = struct((16, *spatial, channels)), struct((*window, 1, channels))
+    options = dict(direction=direction, padding="SAME", groups=channels)
+    return next(a for a in jaxdnn.conv_algorithms(x, w, **options) if a.name == "depthwise")
+
+  for spatial, window in (((7, 7), (13, 13)), ((14, 14), (27, 27))):
+    small = modelled(spatial, window, 1024)
+    assert small.splits == 1 and small.workspace_bytes == 0
+    assert small.microseconds < modelled(spatial, window, 1028).microseconds
+
+
 def case(name, batch, spatial, c, window, k=None, **geometry):
   return ConvCase(name, batch, spatial, c, window, k or c, groups=c, **geometry)
 
@@ -75,6 +90,16 @@ CASES = [
   case("7x7s2", 1, (15, 15), 8, (7, 7), stride=(2, 2), padding=SAME7),
   case("7x7_on_few", 5, (3, 4), 48, (7, 7), padding=SAME7),
   case("dilated", 2, (25, 24), 12, (3, 3), padding=((3, 3), (4, 4)), rhs_dilation=(3, 4)),
+  case("3x3_phases", 2, (25, 17), 40, (3, 3), padding=SAME5, rhs_dilation=(2, 2)),
+  case("dilations_differ", 2, (19, 30), 24, (3, 3), padding=((3, 1), (4, 9)), rhs_dilation=(3, 4)),
+  case("dilated_lines", 2, (40, 16), 72, (3, 3), padding=((3, 3), (1, 1)), rhs_dilation=(3, 1)),
+  case("dilated_columns", 2, (7, 70), 8, (3, 3), padding=((1, 1), (-3, 8)), rhs_dilation=(1, 5)),
+  case("dilated_far", 2, (5, 4), 16, (3, 3), padding=((6, 7), (9, 8)), rhs_dilation=(4, 6)),
+  case("3x3s2_phases", 2, (31, 29), 16, (3, 3), stride=(2, 2), padding=((3, 2), (3, 5)), rhs_dilation=(3, 2)),
+  case("3x3s2_one_phase", 2, (22, 21), 24, (3, 3), stride=(2, 2), padding=SAME5, rhs_dilation=(2, 2)),
+  case("5x5_phases", 2, (21, 33), 24, (5, 5), padding=((4, 4), (6, 6)), rhs_dilation=(2, 3)),
+  case("7x7_phases", 1, (27, 20), 16, (7, 7), padding=((9, 9),) * 2, rhs_dilation=(3, 3)),
+  case("3d_phases", 2, (7, 9, 10), 8, (2, 3, 3), padding=((1, 2), (2, 2), (0, 3)), rhs_dilation=(3, 2, 2)),
   case("strides_differ", 2, (14, 15), 20, (3, 3), stride=(1, 2), padding=SAME3),
   case("stride_exceeds_window", 2, (21, 22), 6, (3, 2), stride=(4, 5)),
   case("far_padding", 1, (5, 6), 4, (3, 3), padding=((9, 2), (-2, 12))),
@@ -89,6 +114,17 @@ CASES = [
   case("7x41_valid", 3, (33, 77), 24, (7, 41)),
   case("17x17_planes", 2, (3, 20, 34), 32, (1, 17, 17), padding=((0, 0), (8, 8), (0, 16))),
   case("9x13", 2, (11, 29), 16, (9, 13), padding=((4, 4), (6, 6))),
+  case("image_13x13", 33, (7, 7), 16, (13, 13), padding=((6, 6),) * 2),
+  case("image_27x27", 3, (14, 14), 8, (27, 27), padding=((13, 13),) * 2),
+  case("image_31x31", 2, (7, 5), 8, (31, 31), padding=((15, 15),) * 2),
+  case("image_far", 5, (9, 6), 24, (9, 11), padding=((4, 9), (-1, 8))),
+  case("image_cut", 19, (12, 12), 16, (6, 4), padding=((-2, -1), (-3, 2))),
+  case("image_valid", 17, (16, 16), 8, (9, 9)),
+  case("image_planes", 3, (4, 7, 10), 8, (1, 11, 9), padding=((1, -2), (5, 5), (4, 4))),
+  case("image_lines", 7, (3, 20), 16, (3, 13), padding=((1, 1), (6, 6))),
+  case("image_many", 1060, (2, 3), 64, (5, 2), padding=((2, 2), (1, 0))),
+  case("image_1d", 5, (100,), 8, (61,), padding=((60, 0),)),
+  case("image_1d_far", 18, (9,), 8, (20,), padding=((3, 255),)),
   case("odd_channels", 2, (12, 13), 97, (3, 3), padding=SAME3),
   case("odd_channels_s2", 2, (20, 23), 29, (3, 3), stride=(2, 2), padding=SAME3),
   case("odd_channels_far", 2, (5, 6), 13, (3, 3), padding=((4, 2), (-2, 7))),
@@ -101,6 +137,15 @@ CASES = [
   case("pairs_of_channels_slabs", 1, (4, 9), 1030, (3, 3), stride=(2, 2), padding=SAME3),
   case("one_channel", 3, (9, 20), 1, (5, 5), padding=SAME5),
   case("two_features", 2, (9, 12), 33, (3, 3), 66, padding=SAME3),
+  case("two_features_chunks", 2, (17, 29), 40, (3, 3), 80, padding=SAME3),
+  case("two_features_s2", 2, (20, 23), 72, (3, 3), 144, stride=(2, 2), padding=((0, 1), (0, 1))),
+  case("two_features_far", 3, (5, 6), 8, (3, 3), 16, padding=((9, 2), (-2, 12))),
+  case("two_features_dilated", 2, (19, 18), 16, (3, 3), 32, padding=SAME5, rhs_dilation=(2, 3)),
+  case("four_features", 2, (9, 30), 24, (3, 3), 96, padding=SAME3),
+  case("six_features", 2, (12, 15), 24, (3, 3), 144, padding=SAME3),
+  case("ten_features_planes", 1, (2, 9, 8), 16, (1, 3, 3), 160, stride=(2, 1, 1), padding=((1, 0), (1, 1), (0, 2))),
+  case("32_features", 1, (6, 20), 8, (3, 3), 256, padding=SAME3),
+  case("64_features", 1, (6, 7), 8, (3, 3), 512, padding=SAME3),
   case("three_features_s2", 2, (9, 12), 8, (3, 3), 24, stride=(2, 2), padding=SAME3),
   case("causal", 2, (133,), 40, (4,), padding=((3, 0),)),
   case("causal3", 2, (37,), 12, (3,), padding=((2, 0),)),
@@ -125,7 +170,7 @@ def spec_of(case):
   return ConvSpec(*case.geometry, case.groups, case.spatial, case.window, None, "depthwise")
 
 
-def check(case, dtype, out_dtype, draw=sample):
+def check(case, dtype, out_dtype, draw=sample, results="yxw"):
   spec = spec_of(case)
   shapes = {"x": case.x_shape, "w": case.w_shape, "y": (case.batch, *spec.y_spatial, case.k)}
   arrays = {name: draw(shape, dtype, seed) for seed, (name, shape) in enumerate(shapes.items())}
@@ -135,6 +180,8 @@ def check(case, dtype, out_dtype, draw=sample):
   taps = int(np.prod(case.window))
   terms = {"y": taps, "x": taps * case.k // case.c, "w": int(np.prod(shapes["y"][:-1]))}
   for result, want in wants.items():
+    if result not in results:
+      continue
     operands = {name: jnp.asarray(arrays[name])[None] for name in OPERANDS[result]}
     if plan(result, *operands.values(), spec, np.dtype(out_dtype), hopper=False) is None:
       assert result == "w" and max(case.lhs_dilation) > 1
@@ -153,33 +200,88 @@ def test_kernels(case):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("window, groups", [(3, 20), (7, 24), (15, 24)])
-def test_batch_of_problems(window, groups, dtype):
-  shapes = (3, 2, 14, 20, groups), (3, window, window, 1, groups), (3, 2, 14, 20, groups)
-  x, w, g = (jnp.asarray(sample(s, dtype, i)) for i, s in enumerate(shapes))
-  padding = ((window // 2,) * 2,) * 2
-  layer = dict(padding=padding, groups=groups, algorithm="depthwise")
-  y = jax.vmap(lambda x, w: jaxdnn.conv(x, w, **layer))(x, w)
-  dw = jax.vmap(lambda x, g: jaxdnn.conv_wgrad(x, g, (window,) * 2, **layer))(x, g)
-  geometry = (1, 1), padding, (1, 1), (1, 1), groups
-  for i in range(3):
-    operands = [exact(a[i]) for a in (x, w, g)]
-    assert_close(y[i], conv_oracle(*operands[:2], *geometry), dtype, terms=window**2, scale=3 * window)
-    assert_close(dw[i], conv_gradients(*operands, *geometry)[1], dtype, terms=560, scale=71)
+@pytest.mark.parametrize("seed", range(12))
+def test_random_small_images(seed):
+  """Around what fills lines of eight pixels, fragments of 16 images, and blocks."""
+  rng = np.random.default_rng(seed)
+  rank = int(rng.integers(1, 3))
+  spatial = tuple(int(i) for i in rng.integers(1, 18 if rank == 2 else 257, rank))
+  window = tuple(int(i) for i in rng.integers(1, 20 if rank == 2 else 80, rank))
+  low = [int(rng.integers(-min(2, i - 1), r + 3)) for i, r in zip(spatial, window, strict=True)]
+  high = [max(r - i - a, int(rng.integers(-1, r))) for i, r, a in zip(spatial, window, low, strict=True)]
+  padding = tuple(zip(low, high, strict=True))
+  random = case("random", int(rng.integers(1, 40)), spatial, 8 * int(rng.integers(1, 4)), window, padding=padding)
+  check(
+    random, "bfloat16" if seed % 2 else "float16", "float32" if seed % 3 == 0 else ("float16", "bfloat16")[seed % 2]
+  )
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("window", [3, 7, 9, 15])
-@pytest.mark.parametrize("groups", [24, 20, 7])
-def test_epilogue(window, groups):
-  x, w = (
-    jnp.asarray(sample(s, "bfloat16", i)) for i, s in enumerate(((2, 14, 30, groups), (window, window, 1, groups)))
-  )
-  b, r = (jnp.asarray(sample(s, "bfloat16", 2 + i)) for i, s in enumerate(((groups,), x.shape)))
-  padding = ((window // 2,) * 2,) * 2
-  sums = conv_oracle(x, w, (1, 1), padding, (1, 1), (1, 1), groups)
-  layer = dict(padding=padding, groups=groups, algorithm="depthwise")
+@pytest.mark.parametrize("seed", range(16))
+def test_random_dilation(seed):
+  rng = np.random.default_rng(seed)
+  window, stride = int(rng.choice([3, 3, 5, 7])), int(rng.choice([1, 1, 1, 2]))
+  dilation = tuple(int(d) for d in rng.integers(1, 6, 2))
+  reach = [(window - 1) * d for d in dilation]
+  padding = tuple((int(rng.integers(-2, r + 3)), int(rng.integers(-2, r + 3))) for r in reach)
+  spatial = tuple(int(rng.integers(max(1, 1 + r - sum(p)), r + 20)) for r, p in zip(reach, padding, strict=True))
+  geometry = dict(stride=(stride,) * 2, padding=padding, rhs_dilation=dilation)
+  random = case("random", 2, spatial, 8 * int(rng.integers(1, 6)), (window,) * 2, **geometry)
+  dtype = ("bfloat16", "float16", "float32")[seed % 3]
+  check(random, dtype, dtype if seed % 4 else "float32")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(12))
+def test_random_features(seed):
+  rng = np.random.default_rng(seed)
+  channels, features, stride = 8 * int(rng.integers(1, 5)), 2 * int(rng.integers(1, 5)), int(rng.choice([1, 1, 2]))
+  padding = tuple((int(rng.integers(-1, 5)), int(rng.integers(0, 5))) for _ in range(2))
+  spatial = tuple(int(rng.integers(4, 24)) for _ in range(2))
+  random = case("random", 2, spatial, channels, (3, 3), channels * features, stride=(stride,) * 2, padding=padding)
+  dtype = ("bfloat16", "float16", "float32")[seed % 3]
+  check(random, dtype, dtype if seed % 4 else "float32")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+  "window, groups, spatial, dilation, features",
+  [
+    (3, 20, (14, 20), 1, 1), (7, 24, (14, 20), 1, 1), (15, 24, (14, 20), 1, 1), (13, 24, (7, 9), 1, 1),
+    (3, 24, (14, 20), 2, 1), (3, 16, (14, 20), 1, 4),
+  ],
+)  # fmt: skip
+def test_batch_of_problems(window, groups, spatial, dilation, features, dtype):
+  k = groups * features
+  shapes = (3, 2, *spatial, groups), (3, window, window, 1, k), (3, 2, *spatial, k)
+  x, w, g = (jnp.asarray(sample(s, dtype, i)) for i, s in enumerate(shapes))
+  padding = ((window // 2 * dilation,) * 2,) * 2
+  layer = dict(padding=padding, dilation=(dilation,) * 2, groups=groups, algorithm="depthwise")
+  y = jax.vmap(lambda x, w: jaxdnn.conv(x, w, **layer))(x, w)
+  dx = jax.vmap(lambda g, w: jaxdnn.conv_dgrad(g, w, spatial, **layer))(g, w)
+  dw = jax.vmap(lambda x, g: jaxdnn.conv_wgrad(x, g, (window,) * 2, **layer))(x, g)
+  geometry = (1, 1), padding, (1, 1), (dilation, dilation), groups
+  for i in range(3):
+    operands = [exact(a[i]) for a in (x, w, g)]
+    assert_close(y[i], conv_oracle(*operands[:2], *geometry), dtype, terms=window**2, scale=3 * window)
+    want_dx, want_dw = conv_gradients(*operands, *geometry)
+    assert_close(dx[i], want_dx, dtype, terms=window**2 * features, scale=3 * window * features)
+    assert_close(dw[i], want_dw, dtype, terms=560, scale=71)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+  "window, columns, dilation", [(3, 30, 1), (7, 30, 1), (9, 30, 1), (15, 30, 1), (13, 13, 1), (3, 30, 2)]
+)
+@pytest.mark.parametrize("groups, features", [(24, 1), (20, 1), (7, 1), (24, 2)])
+def test_epilogue(window, columns, dilation, groups, features):
+  k = groups * features
+  shapes = (2, 14, columns, groups), (window, window, 1, k), (k,), (2, 14, columns, k)
+  x, w, b, r = (jnp.asarray(sample(s, "bfloat16", i)) for i, s in enumerate(shapes))
+  padding = ((window // 2 * dilation,) * 2,) * 2
+  sums = conv_oracle(x, w, (1, 1), padding, (1, 1), (dilation, dilation), groups)
+  layer = dict(padding=padding, dilation=(dilation,) * 2, groups=groups, algorithm="depthwise")
   bound = dict(terms=window**2, scale=3 * window)
   assert_close(jaxdnn.conv(x, w, b, **layer), sums + exact(b), "bfloat16", **bound)
   assert_close(jaxdnn.conv(x, w, b, activation="relu", **layer), np.maximum(sums + exact(b), 0), "bfloat16", **bound)
@@ -215,15 +317,32 @@ def test_not_finite_stays_local(value):
     return a
 
   with np.errstate(invalid="ignore"):
-    for name in ("3x3", "3x3s2", "7x7", "9x13", "causal", "causal3", "3d_columns", "odd_channels", "odd_channels_s2"):
+    names = ("3x3", "3x3s2", "7x7", "9x13", "causal", "causal3", "3d_columns", "odd_channels", "odd_channels_s2")
+    for name in (*names, "dilations_differ", "four_features"):
       check(next(c for c in CASES if c.name == name), "float32", "float32", draw)
-    for name in ("5x5_far", "7x7_chunks", "7x7_valid", "31x31_chunks", "15x15"):
+    for name in ("5x5_far", "7x7_chunks", "7x7_valid", "31x31_chunks", "15x15", "image_far", "image_valid", "image_1d"):
       check(next(c for c in CASES if c.name == name), "bfloat16", "bfloat16", draw)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_not_finite_cotangent_stays_local(value):
+  def draw(shape, dtype, seed):
+    a = sample(shape, dtype, seed)
+    if seed == 2:
+      a[-1, 1, ..., 2] = value
+    return a
+
+  with np.errstate(invalid="ignore"):
+    for name in ("31x31_chunks", "image_13x13", "image_far", "image_planes", "image_1d_far"):
+      check(next(c for c in CASES if c.name == name), "bfloat16", "bfloat16", draw, "x")
+    check(next(c for c in CASES if c.name == "image_valid"), "bfloat16", "bfloat16", draw)
 
 
 @pytest.mark.gpu
 @pytest.mark.sanitize
 def test_kernels_under_the_sanitizer():
   few = ("3x3s2", "7x7_on_few", "5x5_far", "9x13", "15x15", "odd_channels", "causal", "3d", "3d_chunks", "transposed3")
-  for name in (*few, "odd_channels_far_s2", "pairs_of_channels"):
+  names = "odd_channels_far_s2", "pairs_of_channels", "image_far", "image_planes", "dilated_far", "six_features"
+  for name in (*few, *names):
     check(next(c for c in CASES if c.name == name), "bfloat16", "bfloat16")

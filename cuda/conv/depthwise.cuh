@@ -24,6 +24,13 @@ struct PhaseLine {
   int first, count, origin, taps, first_tap, tap_step;
 };
 
+// A phase as a line of its own, without dilation, where every phase has all taps: `count` results, the operand's from
+// `first` on; and of the operand the elements that these meet, `extent` from `element` on, `pitch` apart. At tap k
+// result j reads number  start + stride j + k  of them.
+struct Lattice {
+  int first, count, start, element, extent;
+};
+
 struct PhasedAxis {
   Axis axis;
   int out, window;
@@ -49,6 +56,16 @@ struct PhasedAxis {
 
   int MaxTaps() const { return int(CeilDiv(window, tap_period)); }
   int MaxCount() const { return int(CeilDiv(out, period)); }
+  __host__ __device__ int Count(int phase) const { return (out - phase + period - 1) / period; }
+
+  // `origin` is that of phase 0, which without dilation is all there is.
+  __host__ __device__ Lattice Undilated(int origin) const { return {0, out, origin, 0, axis.extent}; }
+  __host__ __device__ Lattice LatticeAt(int phase, int origin) const {
+    if (pitch == 1) return Undilated(origin);
+    const int at = origin + phase * axis.stride, start = (at < 0 ? at - pitch + 1 : at) / pitch;
+    const int element = at - pitch * start, rest = axis.extent - element;
+    return {phase, Count(phase), start, element, rest > 0 ? (rest + pitch - 1) / pitch : 0};
+  }
 
   __host__ __device__ PhaseLine At(int phase) const {
     const int step = static_cast<int>(axis.step.divisor), candidates = tap_period < window ? tap_period : window;
@@ -56,7 +73,7 @@ struct PhasedAxis {
     while (tap < candidates && ((phase * axis.stride + axis.offset) + tap * axis.tap_step) % step != 0) ++tap;
     PhaseLine p;
     p.first = phase;
-    p.count = (out - phase + period - 1) / period;
+    p.count = Count(phase);
     p.taps = tap < candidates ? (window - tap + tap_period - 1) / tap_period : 0;
     // In the order of the operand's indices.
     p.first_tap = axis.tap_step < 0 ? tap + (p.taps - 1) * tap_period : tap;
@@ -129,12 +146,15 @@ __device__ inline void MultiplyAdd(float2& sum, float2 a, float2 b) {
   sum.y = fmaf(a.y, b.y, sum.y);
 }
 
-// Whether both channels of a pair can be had at once, in all of the arrays.
-inline bool Paired(const Problem& p, std::initializer_list<const void*> arrays) {
+// Whether both channels of a pair can be had at once, in all of the arrays: their memory allows it, and all have the
+// same channels.
+inline bool BeginOnPairs(const Problem& p, std::initializer_list<const void*> arrays) {
   const uintptr_t word = p.out == DType::kF32 ? 8 : 4;
-  return p.features == 1 && p.groups % 2 == 0 && std::all_of(arrays.begin(), arrays.end(), [&](const void* a) {
-           return reinterpret_cast<uintptr_t>(a) % word == 0;
-         });
+  return std::all_of(arrays.begin(), arrays.end(),
+                     [&](const void* a) { return reinterpret_cast<uintptr_t>(a) % word == 0; });
+}
+inline bool Paired(const Problem& p, std::initializer_list<const void*> arrays) {
+  return p.features == 1 && p.groups % 2 == 0 && BeginOnPairs(p, arrays);
 }
 
 // Whether four channels can be had at once, in all of the operands.

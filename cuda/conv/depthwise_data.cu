@@ -1,8 +1,9 @@
 // Forward and data gradient of depthwise convolution, with no workspace: products with band matrices, the ring or the
-// sliding kernel where they are compiled for the window, and for all other windows one in which a thread computes one
-// strip, tap by tap, the operand sliding through its registers.
+// sliding kernel where they are compiled for the window, products of whole images where these are small, and for all
+// other windows one in which a thread computes one strip, tap by tap, the operand sliding through its registers.
 #include "cuda/conv/depthwise.h"
 #include "cuda/conv/depthwise_band_data.cuh"
+#include "cuda/conv/depthwise_image_data.cuh"
 #include "cuda/conv/depthwise_quads.cuh"
 #include "cuda/conv/depthwise_ring.cuh"
 #include "cuda/conv/depthwise_slide.cuh"
@@ -158,29 +159,45 @@ cudaError_t LaunchDepthwiseData(const Problem& p, const void* operand, const voi
     };
     const auto results = reinterpret_cast<uintptr_t>(out) | reinterpret_cast<uintptr_t>(epilogue.residual);
     const bool paired = Paired(p, {operand, filter, out});
-    const auto launch_ring = [&] {
-      if (!paired || reinterpret_cast<uintptr_t>(operand) % 16 != 0) return cudaErrorInvalidValue;
+    const auto launch_ring = [&](auto pairing, auto... rings) {
+      constexpr Pairing kPairing = decltype(pairing)::value;
+      if (reinterpret_cast<uintptr_t>(operand) % 16 != 0) return cudaErrorInvalidValue;
       return VisitTaking(
           q,
           [&](auto tag) {
             using R = typename decltype(tag)::type;
-            return VisitPairs(q.channels, CeilDiv(q.at[2].MaxCount(), R::kStrip), [&](auto pairs) {
-              using L = Lanes<T, pairs()>;
+            return VisitPairs(p.groups * p.features, CeilDiv(q.at[2].MaxCount(), R::kStrip), [&](auto pairs) {
+              using L = Lanes<T, pairs(), kPairing>;
               DataParams r = q;
               const int64_t warps = R::Share(r, p, L::kPairs, L::kStrips);
               if (warps > INT32_MAX - kDepthwiseWarps) return cudaErrorInvalidValue;
               constexpr int kRing = R::template kStages<L> * R::template kLineBytes<L>;
               const Grid grid = {CeilDiv(warps, kDepthwiseWarps), kDepthwiseThreads, kDepthwiseWarps * kRing};
-              if (!HasFrame(p)) return launch_grid(RingKernel<R, T, L, false>, grid, r);
-              if constexpr (R::kLines == kEdgesTaps && R::kStride == 1)
-                return launch_grid(RingKernel<R, T, L, true>, grid, r);
-              return cudaErrorInvalidValue;
+              // The most usual ones do not look for a phase, which takes 2 % of their time.
+              if constexpr (R::kLines == kEdgesTaps && R::kStride == 1 && kPairing == Pairing::kPlain) {
+                if (HasFrame(p)) return launch_grid(RingKernel<R, T, L, true, false>, grid, r);
+                if (r.phases.divisor == 1 && r.at[1].pitch == 1 && r.at[2].pitch == 1)
+                  return launch_grid(RingKernel<R, T, L, false, false>, grid, r);
+              }
+              return HasFrame(p) ? cudaErrorInvalidValue : launch_grid(RingKernel<R, T, L, false, true>, grid, r);
             });
           },
-          TypeTag<Ring<3, 3, 1, 7, 4>>{}, TypeTag<Ring<3, 3, 2, 3, 6>>{}, TypeTag<Ring<5, 5, 1, 7, 2>>{},
-          TypeTag<Ring<5, 5, 2, 5, 3>>{}, TypeTag<Ring<7, 7, 1, 7, 2>>{});
+          rings...);
     };
-    if (HasFrame(p)) return launch_ring();
+    const auto launch_plain_ring = [&] {
+      if (!paired) return cudaErrorInvalidValue;
+      return launch_ring(PairingTag<Pairing::kPlain>{}, TypeTag<Ring<3, 3, 1, 7, 4>>{}, TypeTag<Ring<3, 3, 2, 3, 6>>{},
+                         TypeTag<Ring<5, 5, 1, 7, 2>>{}, TypeTag<Ring<5, 5, 2, 5, 3>>{},
+                         TypeTag<Ring<7, 7, 1, 7, 2>>{});
+    };
+    if (HasFrame(p)) return launch_plain_ring();
+    if (TakesMultiplied(p) && BeginOnPairs(p, {filter, out}) && (q.forward || !epilogue.bias)) {
+      const cudaError_t status = q.forward
+                                     ? launch_ring(PairingTag<Pairing::kShared>{}, TypeTag<Ring<3, 3, 1, 7, 4>>{},
+                                                   TypeTag<Ring<3, 3, 2, 3, 6>>{})
+                                     : launch_ring(PairingTag<Pairing::kSummed>{}, TypeTag<Ring<3, 3, 1, 7, 4>>{});
+      if (status != cudaErrorInvalidValue) return status;
+    }
     if (AreQuads(p, {operand, filter}) && results % (kQuad * SizeOf(p.out)) == 0) {
       DataParams r = q;
       if constexpr (sizeof(T) == 2) {
@@ -218,9 +235,16 @@ cudaError_t LaunchDepthwiseData(const Problem& p, const void* operand, const voi
           status = p.window[2] <= Wide<2>::kColumns ? launch_wide(Wide<2>{}) : launch_wide(Wide<3>{});
           if (status != cudaErrorInvalidValue) return status;
         }
+        if (TakesImages(p)) {
+          const ImageTile t = ImageTile::Of(q, p);
+          const Grid grid = t.GridOf(p);
+          if (CanShare(grid.shared_bytes))
+            return t.fragments == 1 ? launch_grid(ImageKernel<1, T>, grid, q, t)
+                                    : launch_grid(ImageKernel<2, T>, grid, q, t);
+        }
       }
     }
-    if (const cudaError_t status = launch_ring(); status != cudaErrorInvalidValue) return status;
+    if (const cudaError_t status = launch_plain_ring(); status != cudaErrorInvalidValue) return status;
     if (paired) {
       const cudaError_t status = VisitTaking(
           q,

@@ -11,7 +11,7 @@ namespace jaxdnn::conv::depthwise {
 struct DataParams {
   PhasedAxis at[kRank];
   Slabs slabs;
-  FastDiv phases;
+  FastDiv phases, column_phases;
   FastDiv lines, strips, planes, segments, images;  // of the largest phase; images per problem
   int segment;                                      // lines in a segment
   int units;                                        // of work, in a phase
@@ -19,6 +19,7 @@ struct DataParams {
   // Strides in bytes.
   int in_pixel;
   int64_t in_line[kRank], in_image, out_line[kRank], out_image;
+  int64_t in_step[kRank], out_step[kRank];  // between neighbours of a phase
   int64_t filter_tap[kRank], filter_batch;
   FastDiv features;  // results of an input channel
   bool forward, widened;
@@ -27,9 +28,7 @@ struct DataParams {
   Epilogue epilogue;
 
   // Whether every result meets all taps.
-  bool AllTaps() const {
-    return phases.divisor * at[0].axis.step.divisor * at[1].axis.step.divisor * at[2].axis.step.divisor == 1;
-  }
+  bool AllTaps() const { return at[0].axis.step.divisor * at[1].axis.step.divisor * at[2].axis.step.divisor == 1; }
 };
 
 // Whether an epilogue is a bias, or nothing.
@@ -58,6 +57,8 @@ inline DataParams MakeParams(const Problem& p, const Epilogue& epilogue) {
     q.at[d] = PhasedAxis(forward ? InputAxis(p, d) : OutputAxis(p, d), out[d], p.window[d]);
     q.in_line[d] = in_stride;
     q.out_line[d] = out_stride;
+    q.in_step[d] = in_stride * q.at[d].pitch;
+    q.out_step[d] = out_stride * q.at[d].period;
     q.filter_tap[d] = tap_stride;
     in_stride *= in[d];
     out_stride *= out[d];
@@ -68,6 +69,7 @@ inline DataParams MakeParams(const Problem& p, const Epilogue& epilogue) {
   q.out_image = out_stride;
   q.filter_batch = tap_stride;
   q.phases = FastDiv(phases);
+  q.column_phases = FastDiv(q.at[2].phases);
   for (int d = 0; d < kRank; ++d) {
     q.whole[d] = q.at[d].At(0);
     q.edges[d] = OperandEdges(p, d);
@@ -188,6 +190,58 @@ __device__ float ResultOf(const DataParams& p, const char* in, const char* filte
     }
   }
   return sum;
+}
+
+// Stores the sums of a pixel's eight channels from `channel0` on, whole chunks of all arrays, after the epilogue. What
+// is not finite is computed again: a zero of a matrix does not make up for an infinity or NaN.
+template <class T>
+__device__ __forceinline__ void StoreEight(const DataParams& p, const char* in, const char* filter, char* out,
+                                           int64_t problem, int image, int plane, int line, int column, int channel0,
+                                           float (&v)[8]) {
+  constexpr int kChannels = 8;
+#pragma unroll
+  for (int c = 0; c < kChannels; c += 2) {
+    const float2 bias = BiasOf<T>(p.epilogue, problem * p.channels + channel0 + c, true, p.widened);
+    v[c] += bias.x;
+    v[c + 1] += bias.y;
+  }
+  float odd = 0;
+#pragma unroll
+  for (const float each : v) odd = fmaf(each, 0, odd);
+  if (odd != 0) {
+#pragma unroll 1
+    for (int c = 0; c < kChannels; ++c) {
+      float each = v[0];
+      if (!isfinite(each)) each = ResultOf<T>(p, in, filter, problem, image, plane, line, column, channel0 + c);
+      Rotate<1>(v);
+      v[kChannels - 1] = each;
+    }
+  }
+  WithOut<T>(p.widened, [&](auto type) {
+    using Out = typename decltype(type)::type;
+    Out* const to = reinterpret_cast<Out*>(out + image * p.out_image + plane * p.out_line[0] + line * p.out_line[1] +
+                                           column * p.out_line[2]) +
+                    channel0;
+    if (p.epilogue.residual != nullptr || p.epilogue.activation.kind != activation::Kind::kIdentity) {
+#pragma unroll 1
+      for (int c = 0; c < kChannels; c += 4) {
+        float four[4] = {v[0], v[1], v[2], v[3]};
+        Add<Out>(four, p.epilogue.residual, to + c - reinterpret_cast<Out*>(out));
+        Activate<Out>(four, p.epilogue.activation);
+        Rotate<4>(v);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) v[4 + i] = four[i];
+      }
+    }
+    constexpr int kPack = 16 / sizeof(Out);
+#pragma unroll
+    for (int c = 0; c < kChannels; c += kPack) {
+      float pack[kPack];
+#pragma unroll
+      for (int i = 0; i < kPack; ++i) pack[i] = v[c + i];
+      StorePacked<Out, kPack>(to + c, Narrow<Out>(pack));
+    }
+  });
 }
 
 // Sets how the work is shared out: strips, and segments of `segment` lines.

@@ -1,7 +1,7 @@
 // Filter gradient of depthwise convolution: kLines x kColumns taps at a time, whose sums a thread holds in registers
 // while it goes down lines of its strip. Each line of x is loaded once and meets the last lines of y, which stay in
 // registers. Threads of a block that have the same channels add up their sums, and blocks leave theirs behind for a
-// second kernel, which adds them in order.
+// second kernel, which adds them in order. Products of strips and of whole images have kernels of their own.
 //
 // A window of one line is folded: with results Q (strip + line) and taps Q r + s, strips of Q results that follow one
 // another are lines too, and the taps a window of lines.
@@ -9,6 +9,7 @@
 #include "cuda/conv/depthwise.h"
 #include "cuda/conv/depthwise_band_filter.cuh"
 #include "cuda/conv/depthwise_filter_ring.cuh"
+#include "cuda/conv/depthwise_image_filter.cuh"
 #include "cuda/conv/depthwise_volume_filter.cuh"
 #include "cuda/conv/depthwise_wide_filter.cuh"
 
@@ -261,21 +262,35 @@ cudaError_t LaunchDepthwiseFilter(const Problem& p, const Config& config, const 
         else
           take(WideTaps<3>{});
       }
+      if (plain && status == cudaErrorInvalidValue && aligned && TakesImages(p)) {
+        FilterParams r = q;
+        ImageTaps t(q, p);
+        const Grid grid = t.Share(r, p);
+        if (CanShare(grid.shared_bytes)) {
+          q = r;
+          status = launch_grid(ImageFilterKernel<T>, grid, t);
+        }
+      }
     }
-    if (status == cudaErrorInvalidValue && paired && aligned) {
-      status = VisitRingTaps<T>(q, p, [&](auto tag) {
+    const auto launch_ring = [&](auto pairing) {
+      constexpr Pairing kPairing = decltype(pairing)::value;
+      return VisitRingTaps<T, kPairing>(q, [&](auto tag) {
         using R = typename decltype(tag)::type;
-        return VisitPairs(q.channels, CeilDiv(q.at[2].out, R::kStrip), [&](auto pairs) {
-          using L = Lanes<T, pairs()>;
+        return VisitPairs(q.channels, CeilDiv(q.at[2].MaxCount(), R::kStrip), [&](auto pairs) {
+          using L = Lanes<T, pairs(), kPairing>;
           R::Share(q, p, L::kPairs, L::kStrips);
           constexpr int kRing = kDepthwiseWarps * R::template kStages<L> * R::template kStage<L>;
           if (plain) return launch(FilterRingKernel<R, T, L, false>, kRing);
-          if constexpr (R::kLines == kEdgesTaps && R::kStride == 1)
+          if constexpr (R::kLines == kEdgesTaps && R::kStride == 1 && kPairing == Pairing::kPlain)
             return launch(FilterRingKernel<R, T, L, true>, kRing);
           return cudaErrorInvalidValue;
         });
       });
-    }
+    };
+    if (status == cudaErrorInvalidValue && aligned && paired)
+      status = launch_ring(PairingTag<Pairing::kPlain>{});
+    else if (status == cudaErrorInvalidValue && aligned && TakesMultiplied(p))
+      status = launch_ring(PairingTag<Pairing::kShared>{});
     if (plain && status == cudaErrorInvalidValue) {
       status = VisitTaps(q, p, paired, [&](auto tag) {
         using S = decltype(tag);

@@ -20,7 +20,8 @@ struct FilterParams {
   // Strides in bytes.
   int x_pixel, y_pixel;
   int64_t x_line[kRank], x_image, y_line[kRank], y_image;
-  int64_t size;  // elements of the filter
+  int64_t x_step[kRank], y_step[kRank];  // between neighbours of a phase
+  int64_t size;                          // elements of the filter
   bool widened;
   Edges edges[kRank];  // of x
 };
@@ -41,6 +42,8 @@ inline FilterParams MakeParams(const Problem& p) {
     q.edges[d] = OperandEdges(p, d);
     q.x_line[d] = x_stride;
     q.y_line[d] = y_stride;
+    q.x_step[d] = x_stride * q.at[d].pitch;
+    q.y_step[d] = y_stride * q.at[d].period;
     x_stride *= p.x[d];
     y_stride *= p.y[d];
   }
@@ -91,6 +94,22 @@ __device__ void AddTerms(const FilterParams& p, const char* x, const char* y, in
                  static_cast<float>(*reinterpret_cast<const T*>(from_y)), sum);
     }
   }
+}
+
+// Writes the sums of a tap, of which add_all(channel, sum) adds those that are not finite once more: a zero that stands
+// for no pixel does not make up for an infinity or NaN.
+template <class T, class AddAll>
+__device__ __forceinline__ void StoreFinite(const FilterParams& p, float2 two, const AddAll& add_all, int split,
+                                            int64_t tap, int channel, float* partial, char* out) {
+#pragma unroll 1
+  for (int c = 0; c < 2; ++c) {
+    if (!isfinite(two.x)) {
+      two.x = 0;
+      add_all(channel + c, two.x);
+    }
+    two = {two.y, two.x};
+  }
+  StoreSum<T>(p, two, split, tap, channel, partial, out);
 }
 
 // Adds up the sums of a block's threads that have the same channels, and writes them: rows of partial sums, or the

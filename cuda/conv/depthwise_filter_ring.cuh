@@ -1,6 +1,7 @@
 // Filter gradient of depthwise convolution for windows that are compiled for, as FilterKernel computes it, but lines of
 // both operands pass through a ring in shared memory (depthwise_line.cuh). For channels that are whole chunks of 16
-// bytes, and windows without dilation.
+// bytes. Of a dilated window, the lines and pixels of a warp's piece of work are those of one phase.
+// Where channels have several features, pairs are of y's channels (Pairing).
 #pragma once
 
 #include "cuda/conv/depthwise_filter.cuh"
@@ -15,19 +16,21 @@ struct RingTaps {
   static constexpr int kHeld = (kLines + kStride - 1) / kStride;    // lines of y that a line of x meets
   static constexpr int kWidth = (kStrip - 1) * kStride + kColumns;  // of the strip of x
 
+  // y's channels are one to one with the results.
+  template <class L>
+  using OfY = Lanes<typename L::Type, L::kPairs>;
   template <class L, bool kEdges>
   using CopyX = LineCopy<L, kWidth + (L::kStrips - 1) * kStrip * kStride, kEdges>;
   template <class L>
-  using CopyY = LineCopy<L, L::kStrips * kStrip>;
+  using CopyY = LineCopy<OfY<L>, L::kStrips * kStrip>;
   template <class L>
   static constexpr int kStage = kStride * CopyX<L, false>::kBytes + CopyY<L>::kBytes;
   template <class L>
   static constexpr int kStages = RingStages(kStage<L>);
 
-  static bool Takes(const FilterParams& q, const Problem& p) {
+  static bool Takes(const FilterParams& q) {
     return q.at[1].window == kLines && q.at[2].window == kColumns && q.at[1].stride == kStride &&
-           q.at[2].stride == kStride && q.at[1].pitch == 1 && q.at[2].pitch == 1 &&
-           q.at[0].phases * q.at[1].phases * q.at[2].phases == 1 && p.features == 1 && q.x_pixel % 16 == 0;
+           q.at[2].stride == kStride && q.x_pixel % 16 == 0;
   }
 
   // Sets how the work is shared out between warps with `strips` strips of `pairs` pairs of channels.
@@ -38,9 +41,10 @@ struct RingTaps {
     q.slabs.thread = FastDiv(pairs);
     q.tasks = q.at[0].window;
     q.planes = FastDiv(q.at[0].out);
-    q.strips = FastDiv(CeilDiv(q.at[2].out, kStrip * strips));
-    const int steps = std::max(q.at[1].out + kHeld - 1, 1);
-    const int64_t columns = p.images * int64_t{q.planes.divisor} * q.strips.divisor;
+    q.strips = FastDiv(CeilDiv(q.at[2].MaxCount(), kStrip * strips));
+    const int steps = std::max(q.at[1].MaxCount() + kHeld - 1, 1);
+    const int64_t columns =
+        p.images * int64_t{q.planes.divisor} * q.strips.divisor * q.phases[1].divisor * q.phases[2].divisor;
     const int64_t places =
         std::max<int64_t>(1, kMultiprocessors * kBlocks / (p.batch * q.tasks * q.slabs.count.divisor));
     const int64_t warps = places * kDepthwiseWarps;
@@ -69,6 +73,7 @@ __global__ void __launch_bounds__(kDepthwiseThreads, R::kBlocks)
     FilterRingKernel(const __grid_constant__ FilterParams p, const char* x, const char* y, float* partial, char* out) {
   using CopyX = typename R::template CopyX<L, kEdges>;
   using CopyY = typename R::template CopyY<L>;
+  using Y = typename R::template OfY<L>;
   constexpr int kLines = R::kLines, kColumns = R::kColumns, kStride = R::kStride, kStrip = R::kStrip, kHeld = R::kHeld,
                 kStages = R::template kStages<L>, kStage = R::template kStage<L>,
                 kY = kStride * CopyX::kBytes;  // where a stage has its line of y
@@ -78,20 +83,26 @@ __global__ void __launch_bounds__(kDepthwiseThreads, R::kBlocks)
   rest /= p.tasks;
   const int split = rest % p.splits, problem = rest / p.splits;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, within = lane / L::kPairs;
-  const int chunk0 = slab * L::kPixelBytes, lines = p.at[1].out;
+  const int x_chunk = L::FirstChunk(slab, p.features), y_chunk = Y::FirstChunk(slab, p.features);
   char* const ring = shared + warp * kStages * kStage;
   const uint32_t to_ring = SharedAddress(ring);
-  const char* const own_x = ring + within * kStrip * kStride * L::kPixelBytes + lane % L::kPairs * sizeof(Pair<T>);
-  const char* const own_y = ring + kY + within * kStrip * L::kPixelBytes + lane % L::kPairs * sizeof(Pair<T>);
+  const char* const own_x = ring + within * kStrip * kStride * L::kPixelBytes + L::Within(slab, lane, p.features);
+  const char* const own_y = ring + kY + within * kStrip * Y::kPixelBytes + Y::Within(slab, lane, p.features);
 
   float2 sums[kLines][kColumns] = {};
 #pragma unroll 1
   for (int id = split * kDepthwiseWarps + warp; id < p.units; id += p.splits * kDepthwiseWarps) {
-    const auto [strips, segment, plane, image] = Locate(p, id);
-    const int column0 = strips * L::kStrips * kStrip, columns = p.at[2].out - column0 - within * kStrip;
+    const auto [strips, segment, plane, place] = Locate(p, id);
+    int image, column_phase;
+    const int phase = p.phases[2].Div(p.images.Div(place, &image), &column_phase);
+    const auto lattice = [&](int d, int phase) {
+      return kEdges ? p.at[d].Undilated(p.at[d].axis.offset) : p.at[d].LatticeAt(phase, p.at[d].axis.offset);
+    };
+    const Lattice down = lattice(1, phase), across = lattice(2, column_phase);
+    const int lines = down.count;
+    const int column0 = strips * L::kStrips * kStrip, columns = across.count - column0 - within * kStrip;
     const int x_plane = p.at[0].axis.Origin(plane) + p.at[0].axis.tap_step * plane_tap;
-    const int x_line = p.at[1].axis.offset, x_lines = p.at[1].axis.extent;
-    const int x_column = p.at[2].axis.offset + kStride * column0;
+    const int x_line = down.start, x_lines = down.extent, x_column = across.start + kStride * column0;
     // Steps whose lines of x are zeros add nothing.
     const bool all = kEdges && p.edges[1].mapped;
     const int begin = max(segment * p.segment, all ? 0 : max(-x_line / kStride, 0));
@@ -99,14 +110,15 @@ __global__ void __launch_bounds__(kDepthwiseThreads, R::kBlocks)
                         all ? INT32_MAX : (x_lines - x_line + kStride - 1) / kStride);
     if (begin >= end || plane >= p.at[0].out || x_plane < 0 || x_plane >= p.at[0].axis.extent) continue;
 
-    const CopyX copy_x(x_column, kEdges ? p.edges[2] : Edges{p.at[2].axis.extent}, chunk0, p.x_pixel);
-    const CopyY copy_y(column0, Edges{p.at[2].out}, chunk0, p.y_pixel);
+    const CopyX copy_x(x_column, kEdges ? p.edges[2] : Edges{across.extent}, x_chunk, p.x_pixel, p.x_step[2]);
+    const CopyY copy_y(column0, Edges{across.count}, y_chunk, p.y_pixel, p.y_step[2]);
     const int64_t whole_image = problem * int64_t{p.images.divisor} + image;
     int ahead = begin - (kHeld - 1);  // the step to copy for next; the first fill `held`
-    const char* const x_plane_at = x + whole_image * p.x_image + x_plane * p.x_line[0] + chunk0 + copy_x.Offset();
-    const char* x_at = x_plane_at + (x_line + kStride * int64_t{ahead}) * p.x_line[1];
-    const char* y_at =
-        y + whole_image * p.y_image + plane * p.y_line[0] + ahead * p.y_line[1] + chunk0 + copy_y.Offset();
+    const char* const x_plane_at = x + whole_image * p.x_image + x_plane * p.x_line[0] + down.element * p.x_line[1] +
+                                   int64_t{across.element} * p.x_pixel + x_chunk + copy_x.Offset();
+    const char* x_at = x_plane_at + (x_line + kStride * int64_t{ahead}) * p.x_step[1];
+    const char* y_at = y + whole_image * p.y_image + plane * p.y_line[0] + down.first * p.y_line[1] +
+                       int64_t{across.first} * p.y_pixel + ahead * p.y_step[1] + y_chunk + copy_y.Offset();
     const auto copy_step = [&](int stage) {
 #pragma unroll
       for (int a = 0; a < kStride; ++a) {
@@ -114,14 +126,14 @@ __global__ void __launch_bounds__(kDepthwiseThreads, R::kBlocks)
         const bool needed = ahead >= begin && ahead < end;
         if constexpr (kEdges) {
           const bool inside = p.edges[1].FindAny(&line) && needed;
-          copy_x.Start(to_ring + stage + a * CopyX::kBytes, x_plane_at + line * p.x_line[1], inside);
+          copy_x.Start(to_ring + stage + a * CopyX::kBytes, x_plane_at + line * p.x_step[1], inside);
         } else {
           copy_x.Start(to_ring + stage + a * CopyX::kBytes, x_at, needed && line >= 0 && line < x_lines);
-          x_at += p.x_line[1];
+          x_at += p.x_step[1];
         }
       }
       copy_y.Start(to_ring + stage + kY, y_at, ahead >= 0 && ahead < min(end, lines));
-      y_at += p.y_line[1];
+      y_at += p.y_step[1];
       ++ahead;
       CommitCopies();
     };
@@ -138,7 +150,7 @@ __global__ void __launch_bounds__(kDepthwiseThreads, R::kBlocks)
       for (int j = 0; j < kStrip; ++j) {
 #pragma unroll
         for (int h = kHeld - 1; h > 0; --h) held[h][j] = held[h - 1][j];
-        held[0][j] = ToFloats<T>(*reinterpret_cast<const Pair<T>*>(own_y + stage + j * L::kPixelBytes));
+        held[0][j] = Y::Read(own_y + stage + j * Y::kPixelBytes);
       }
       copy_step(before);
       before = stage;
@@ -147,9 +159,7 @@ __global__ void __launch_bounds__(kDepthwiseThreads, R::kBlocks)
         for (int a = 0; a < kStride; ++a) {
           float2 wide[R::kWidth];
 #pragma unroll
-          for (int i = 0; i < R::kWidth; ++i)
-            wide[i] =
-                ToFloats<T>(*reinterpret_cast<const Pair<T>*>(own_x + stage + a * CopyX::kBytes + i * L::kPixelBytes));
+          for (int i = 0; i < R::kWidth; ++i) wide[i] = L::Read(own_x + stage + a * CopyX::kBytes + i * L::kPixelBytes);
 #pragma unroll
           for (int h = 0; h < kHeld; ++h) {
             const int r = a + kStride * h;
@@ -183,15 +193,17 @@ __global__ void __launch_bounds__(kDepthwiseThreads, R::kBlocks)
 }
 
 // Calls f with the TypeTag of the taps that take the problem, or fails as an invalid value.
-template <class T, class F>
-cudaError_t VisitRingTaps(const FilterParams& q, const Problem& p, F&& f) {
+template <class T, Pairing kPairing, class F>
+cudaError_t VisitRingTaps(const FilterParams& q, F&& f) {
   cudaError_t status = cudaErrorInvalidValue;
-  const auto visit = [&](auto... taps) {
-    (void)((decltype(taps)::type::Takes(q, p) && (status = f(taps), true)) || ...);
-  };
-  visit(TypeTag<RingTaps<3, 3, 1, 7, 4>>{}, TypeTag<RingTaps<3, 3, 2, 7, 3>>{}, TypeTag<RingTaps<5, 5, 2, 5, 3>>{});
-  // Of 16-bit floats depthwise_band_filter.cuh has these.
-  if constexpr (sizeof(T) == 4) visit(TypeTag<RingTaps<5, 5, 1, 7, 2>>{}, TypeTag<RingTaps<7, 7, 1, 7, 2>>{});
+  const auto visit = [&](auto... taps) { (void)((decltype(taps)::type::Takes(q) && (status = f(taps), true)) || ...); };
+  visit(TypeTag<RingTaps<3, 3, 1, 7, 4>>{}, TypeTag<RingTaps<3, 3, 2, 7, 3>>{});
+  if constexpr (kPairing == Pairing::kPlain) {
+    visit(TypeTag<RingTaps<5, 5, 2, 5, 3>>{});
+    // Of 16-bit floats without dilation depthwise_band_filter.cuh has these.
+    if (sizeof(T) == 4 || q.at[1].pitch > 1 || q.at[2].pitch > 1)
+      visit(TypeTag<RingTaps<5, 5, 1, 7, 2>>{}, TypeTag<RingTaps<7, 7, 1, 7, 2>>{});
+  }
   return status;
 }
 

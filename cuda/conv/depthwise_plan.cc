@@ -18,6 +18,37 @@ bool IsInQuads(const Problem& p) {
   return is(2, 3, 2) ? is(1, 3, 2) : p.window[1] == 1 && p.Taps() > 1 && p.Taps() <= 4 && is(2, p.Taps(), 1);
 }
 
+// Of products of whole images: by the accesses to shared memory of a warp, which has one channel of 16 images. Fitted to
+// an H200.
+double ImageCycles(const Problem& p, int64_t splits) {
+  const Problem f = AsForward(p);
+  const auto across = [](int64_t columns) { return double(CeilDiv(columns, kImageEight)); };
+  const double x_across = across(f.x[2]), y_across = across(f.y[2]);
+  const int64_t images = p.images * f.y[0];
+  const double warps = double(p.batch) * p.groups * CeilDiv(images, 16), places = kMultiprocessors;
+  const double slabs = double(p.batch) * (p.groups / 8);
+  double accesses, parts, units = 1;
+  if (p.direction == Direction::kFilterGradient) {
+    // A product of two lines of x, each with eight of its pixels.
+    const double pairs = std::ceil(std::min(f.window[1], f.x[1] + f.y[1] - 1) / 2.0);
+    const double products =
+        f.y[1] * y_across * std::min(f.x[1], f.window[1]) / 2.0 * std::min(x_across, 1 + std::ceil(f.window[2] / 8.0));
+    const double blocks = std::min(double(splits), std::max(1.0, 2 * places / slabs));
+    accesses = 5 * products + 30 * pairs * (x_across + y_across - 1);
+    parts = blocks * pairs;
+    units = std::ceil(CeilDiv(images, 32) / blocks);
+  } else {
+    // Four eights of results, in some lines.
+    const double sets = std::ceil(f.y[1] * y_across / 4), lines = std::ceil(4 / y_across) + f.window[1] - 1;
+    const double seen = f.x[1] * f.y[1] > 1 ? x_across : std::min(x_across, 5 + std::ceil(f.window[2] / 8.0));
+    accesses = sets * (6 * std::min(lines, double(f.x[1])) * seen + 40);
+    parts = sets * CeilDiv(images, 16);
+  }
+  const double busy = std::min(1.0, slabs * parts / places);
+  const double bytes = double(p.batch) * p.images * p.groups * (p.XPixels() + p.YPixels()) * SizeOf(p.in);
+  return 6000 + 1000 * units + std::max(3.2 * warps * accesses / (places * busy), bytes / (places * kBytesPerCycle));
+}
+
 }  // namespace
 
 // They have one input channel to a group, and count work and the bytes between columns with 32 bits.
@@ -33,17 +64,19 @@ bool TakesDepthwise(const Problem& p) {
 // Of the depthwise kernels, by what an element of the larger of input and output takes a multiprocessor. Windows that
 // are not compiled for cost more a line; 16-bit channels that cannot be had as pairs, more a tap. Fitted to an H200.
 double DepthwiseCycles(const Problem& p, int64_t splits, bool hopper) {
+  if (TakesImages(p)) return ImageCycles(p, splits);
   const bool filter = p.direction == Direction::kFilterGradient;
   const auto is = [&](int64_t d, int64_t h, int64_t w) {
     return p.window[0] == d && p.window[1] == h && p.window[2] == w;
   };
   const bool unaligned = hopper && TakesUnalignedDepthwise(p);
-  const bool paired = unaligned || (p.features == 1 && p.groups % 2 == 0), quads = !filter && IsInQuads(p);
+  const bool paired = unaligned || (p.features == 1 && p.groups % 2 == 0) || TakesMultiplied(p),
+             quads = !filter && IsInQuads(p);
   const bool wide = TakesWide(p), compiled = wide || quads || is(1, 3, 3) || is(1, 5, 5) || is(1, 7, 7) ||
                                              (is(3, 3, 3) && (!filter || p.groups % 4 == 0));
   const double lines = p.window[0] * p.window[1], taps = p.Taps() * (paired ? 1 : 2);
   const double element = quads                ? 0.2
-                         : wide               ? 0.6 + 0.003 * taps
+                         : wide               ? 1.6 + 0.002 * taps
                          : compiled && paired ? 0.25 + 0.015 * taps
                                               : 0.6 + 0.017 * taps + 0.1 * lines;
   // Compiled windows go over all lines, others over results alone.

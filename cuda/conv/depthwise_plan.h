@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "cuda/common/int_div.h"
 #include "cuda/conv/frame.h"
 
 namespace jaxdnn::conv {
@@ -19,6 +20,19 @@ inline bool RingsHaveEdges(const Problem& p) {
          std::max(p.x[2], p.y[2]) * p.groups * SizeOf(p.in) < INT32_MAX;
 }
 
+// Whether rings of 3x3 windows take several features of a channel, if the arrays and the epilogue allow it: an even
+// number, and in the data gradient a power of two, so that lanes that have them can be added up.
+constexpr int kMostSummed = 32;
+inline bool TakesMultiplied(const Problem& p) {
+  const bool summed = p.direction == Direction::kDataGradient;
+  const auto is_one = [](int64_t n) { return n == 1; };
+  const bool addable = p.features <= kMostSummed && (p.features & (p.features - 1)) == 0;
+  return p.channels == 1 && p.features > 0 && p.features % 2 == 0 && (addable || !summed) &&
+         p.groups * (summed ? p.features : 1) * SizeOf(p.in) % 16 == 0 && p.window[0] == 1 && p.window[1] == 3 &&
+         p.window[2] == 3 && std::all_of(p.lhs_dilation, p.lhs_dilation + kRank, is_one) &&
+         p.stride[1] == p.stride[2] && p.stride[1] <= (summed ? 1 : 2);
+}
+
 // For large windows (depthwise_wide.cuh): results in a line of a product's rows, and strips of them.
 constexpr int kWideStrip = 16, kWideStrips = 8, kWideMostColumns = 41;
 
@@ -31,7 +45,7 @@ inline int WideAcrossBits(int64_t columns) {
 
 // Windows of many taps, on lines enough for some sets of strips.
 inline bool TakesWide(const Problem& p) {
-  constexpr int64_t kFewestTaps = 200, kFewestLines = 5, kFewestSets = 4;
+  constexpr int64_t kFewestTaps = 64, kFewestLines = 5, kFewestSets = 4;
   const auto is_one = [](int64_t n) { return n == 1; };
   const auto all_one = [&](const int64_t (&a)[kRank]) { return std::all_of(a, a + kRank, is_one); };
   const auto& out = p.direction == Direction::kDataGradient ? p.x : p.y;
@@ -40,6 +54,25 @@ inline bool TakesWide(const Problem& p) {
          all_one(p.lhs_dilation) && all_one(p.rhs_dilation) && p.window[0] == 1 &&
          std::min(p.window[1], p.window[2]) >= kFewestLines && p.window[2] <= kWideMostColumns &&
          p.Taps() >= kFewestTaps && out[1] > (kFewestSets - 1) * beside;
+}
+
+// For large windows on small images (depthwise_image.cuh): eights of pixels that an image's lines are filled up to.
+constexpr int kImageEight = 8;
+inline int64_t ImageEights(const int64_t (&extent)[kRank]) { return extent[1] * CeilDiv(extent[2], kImageEight); }
+
+// Windows that no other kernel is compiled for, of images and taps enough for that.
+inline bool TakesImages(const Problem& p) {
+  constexpr int64_t kMostEights = 32, kMostApart = 160, kFewestTaps = 10, kMostTaps = 1600, kFewest = 256;
+  const auto is_one = [](int64_t n) { return n == 1; };
+  const auto all_one = [&](const int64_t (&a)[kRank]) { return std::all_of(a, a + kRank, is_one); };
+  const bool compiled = p.window[1] == p.window[2] && (p.window[1] == 5 || p.window[1] == 7);
+  // What the filter's table is as large as.
+  const int64_t apart = (p.x[1] + p.y[1]) * (CeilDiv(p.x[2], kImageEight) + CeilDiv(p.y[2], kImageEight));
+  return SizeOf(p.in) == 2 && p.channels == 1 && p.features == 1 && p.groups % 8 == 0 && all_one(p.stride) &&
+         all_one(p.lhs_dilation) && all_one(p.rhs_dilation) && p.window[0] == 1 && !compiled && !TakesWide(p) &&
+         std::min({p.XPixels(), p.YPixels(), p.batch, p.groups}) > 0 &&
+         std::max(ImageEights(p.x), ImageEights(p.y)) <= kMostEights && apart <= kMostApart &&
+         p.Taps() >= kFewestTaps && p.Taps() <= kMostTaps && p.images * p.y[0] * p.Taps() >= kFewest;
 }
 
 // For channels that are no whole chunks of 16 bytes, on Hopper (unaligned_depthwise.cuh): 3x3 windows without dilation,

@@ -123,7 +123,9 @@ __global__ void __launch_bounds__(kDepthwiseThreads, sizeof(T) == 2 ? 5 : 4)
       for (int c = 0; c < kQuad; ++c) x[t][c] = x[t + 1][c];
   };
 
-  const bool plain = IsBiasAlone(p.epilogue);
+  // State-space layers' activation runs at the rate of memory too; the code of all is there once, in a loop.
+  const bool plain = IsBiasAlone(p.epilogue),
+             silu = p.epilogue.activation.kind == activation::Kind::kSilu && p.epilogue.residual == nullptr;
   const int size = p.widened ? sizeof(float) : sizeof(T), out_pixel = static_cast<int>(p.out_line[2]);
   char* to =
       out + image * p.out_image + plane * p.out_line[0] + line * p.out_line[1] + begin * p.out_line[2] + channel * size;
@@ -137,14 +139,22 @@ __global__ void __launch_bounds__(kDepthwiseThreads, sizeof(T) == 2 ? 5 : 4)
     LoadQuads<T>(from, p.in_pixel, position, extent, next);
     WithOut<T>(p.widened, [&](auto type) {
       using Out = typename decltype(type)::type;
-      if (plain) {
+      const auto store = [&](const auto& activate) {
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
           float sum[kQuad];
           add(now[i], sum);
+#pragma unroll
+          for (float& each : sum) each = activate(each);
           if (column + i < end)
             StorePacked<Out, kQuad>(reinterpret_cast<Out*>(to + int64_t{out_pixel} * i), Narrow<Out>(sum));
         }
+      };
+      if (plain) {
+        store([](float v) { return v; });
+      } else if (silu) {
+        const activation::Silu<Out> f{static_cast<float>(p.epilogue.activation.parameter)};
+        store([&](float v) { return f.Forward(v); });
       } else {
 #pragma unroll 1
         for (int i = 0; i < kBatch; ++i) {

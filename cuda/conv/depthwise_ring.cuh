@@ -1,5 +1,6 @@
 // Depthwise convolution like depthwise_slide.cuh, but lines of the operand pass through a ring in shared memory
-// (depthwise_line.cuh). For channels that are whole chunks of 16 bytes, and windows without dilation.
+// (depthwise_line.cuh). For channels that are whole chunks of 16 bytes. Of a dilated window, a warp's lines and pixels
+// are those of one phase. Where channels have several features, pairs are of y's channels (Pairing).
 #pragma once
 
 #include "cuda/conv/depthwise_data.cuh"
@@ -24,9 +25,8 @@ struct Ring {
 
   static bool Takes(const DataParams& q) {
     return IsBiasAlone(q.epilogue) && q.at[0].MaxTaps() == 1 && q.at[1].MaxTaps() == kLines &&
-           q.at[2].MaxTaps() == kColumns && q.at[1].stride == kStride && q.at[2].stride == kStride &&
-           q.at[1].pitch == 1 && q.at[2].pitch == 1 && q.AllTaps() && q.whole[1].origin > -kLines &&
-           q.in_pixel % 16 == 0;
+           q.at[2].MaxTaps() == kColumns && q.at[1].stride == kStride && q.at[2].stride == kStride && q.AllTaps() &&
+           q.at[1].LatticeAt(0, q.whole[1].origin).start > -kLines && q.in_pixel % 16 == 0;
   }
 
   // Sets how the work is shared out between warps with `strips` strips of `pairs` pairs of channels, and returns how
@@ -35,10 +35,10 @@ struct Ring {
   static int64_t Share(DataParams& q, const Problem& p, int pairs, int strips) {
     constexpr int kStart = 4;
     const int lines = std::max(q.at[1].MaxCount(), 1), planes = q.at[0].MaxCount();
-    q.slabs.count = FastDiv(CeilDiv(q.channels, 2 * pairs));
+    q.slabs.count = FastDiv(CeilDiv(p.groups * p.features, 2 * pairs));
     q.planes = FastDiv(planes);
     q.strips = FastDiv(CeilDiv(q.at[2].MaxCount(), kStrip * strips));
-    const int64_t columns = p.batch * p.images * planes * int64_t{q.strips.divisor},
+    const int64_t columns = p.batch * p.images * planes * int64_t{q.strips.divisor} * q.phases.divisor,
                   places = kMultiprocessors * kBlocks * kDepthwiseWarps;
     int64_t least = INT64_MAX;
     for (int count = 1; count == 1 || count * kLines <= lines; ++count) {
@@ -64,8 +64,19 @@ struct Ring {
   }
 };
 
-// kEdges: with what is beyond edges, where that is not zeros.
-template <class R, class T, class L, bool kEdges>
+// Adds up so many channels of each pixel: pairs, into their first values, and lanes side by side.
+template <int kStrip>
+__device__ void AddChannels(float2 (&sums)[kStrip], int channels) {
+#pragma unroll
+  for (int j = 0; j < kStrip; ++j) sums[j].x += sums[j].y;
+#pragma unroll 1
+  for (int lanes = channels / 4; lanes > 0; lanes /= 2)
+#pragma unroll
+    for (int j = 0; j < kStrip; ++j) sums[j].x += __shfl_xor_sync(~0u, sums[j].x, lanes);
+}
+
+// kEdges: with what is beyond edges, where that is not zeros. kPhased: of one phase of several.
+template <class R, class T, class L, bool kEdges, bool kPhased>
 __global__ void __launch_bounds__(kDepthwiseThreads, R::kBlocks)
     RingKernel(const __grid_constant__ DataParams p, const char* in, const char* filter, char* out) {
   using Copy = typename R::template Copy<L, kEdges>;
@@ -73,17 +84,30 @@ __global__ void __launch_bounds__(kDepthwiseThreads, R::kBlocks)
                 kStages = R::template kStages<L>, kStage = Copy::kBytes;
   extern __shared__ __align__(16) char shared[];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, within = lane / L::kPairs;
-  int slab, strips, segment, plane;
+  int slab, strips, segment, plane, phase = 0, column_phase = 0;
   int image = p.slabs.count.Div(static_cast<int>(blockIdx.x) * kDepthwiseWarps + warp, &slab);
   if (image >= p.units) return;
   image = p.planes.Div(image, &plane);
+  if constexpr (kPhased) {
+    image = p.phases.Div(image, &phase);
+    phase = p.column_phases.Div(phase, &column_phase);
+  }
   image = p.strips.Div(image, &strips);
   image = p.segments.Div(image, &segment);
   const int64_t problem = p.images.Div(image);
-  const int pair = slab * L::kPairs + lane % L::kPairs, channel = min(2 * pair, p.channels - 2);
+  constexpr bool kSummed = L::kPairing == Pairing::kSummed;
+  const int features = static_cast<int>(p.features.divisor), channels = p.channels * (kSummed ? features : 1);
+  const int pair = slab * L::kPairs + lane % L::kPairs, channel = min(2 * pair, channels - 2);
   const int tile0 = strips * L::kStrips * kStrip, column0 = tile0 + within * kStrip;
-  const int columns = 2 * pair < p.channels ? p.whole[2].count - column0 : 0;
-  const int line0 = segment * p.segment, lines = min(p.segment, p.whole[1].count - line0);
+  const auto lattice = [&](int d, int phase) {
+    return kPhased ? p.at[d].LatticeAt(phase, p.whole[d].origin) : p.at[d].Undilated(p.whole[d].origin);
+  };
+  const Lattice down = lattice(1, phase), across = lattice(2, column_phase);
+  // Of the pairs of a sum, the first stores it.
+  const bool stores = 2 * pair < channels && (!kSummed || 2 * pair % features == 0);
+  const int columns = stores ? across.count - column0 : 0;
+  const int line0 = segment * p.segment, lines = min(p.segment, down.count - line0);
+  if (lines <= 0) return;
 
   float2 w[kLines][kColumns];
   {
@@ -100,28 +124,29 @@ __global__ void __launch_bounds__(kDepthwiseThreads, R::kBlocks)
 
   // Steps are lines of results, and begin with those that are other segments'. Lines of the operand that are zeros
   // add nothing: the first steps that have only such are left out, and the last have no products.
-  const int in_line = p.whole[1].origin + kStride * line0, steps = lines + kSums - 1;
+  const int in_line = down.start + kStride * line0, steps = lines + kSums - 1;
   const bool all = kEdges && p.edges[1].mapped;
   const int begin = all ? 0 : min(max(-in_line / kStride, 0), kSums - 1);
-  const int end = all ? steps : max(min((p.at[1].axis.extent - in_line + kStride - 1) / kStride, steps), begin);
-  const int end_line = min(in_line + kStride * end, p.at[1].axis.extent);
-  const int in_column = p.whole[2].origin + kStride * tile0, chunk0 = slab * L::kPixelBytes;
+  const int end = all ? steps : max(min((down.extent - in_line + kStride - 1) / kStride, steps), begin);
+  const int end_line = min(in_line + kStride * end, down.extent);
+  const int in_column = across.start + kStride * tile0, chunk0 = L::FirstChunk(slab, p.features);
   const int in_plane = p.whole[0].origin + p.at[0].pitch * p.at[0].stride * plane;
-  const Copy copy(in_column, kEdges ? p.edges[2] : Edges{p.at[2].axis.extent}, chunk0, p.in_pixel);
+  const Copy copy(in_column, kEdges ? p.edges[2] : Edges{across.extent}, chunk0, p.in_pixel, p.in_step[2]);
   const bool plane_inside = in_plane >= 0 && in_plane < p.at[0].axis.extent;
   int ahead = in_line + kStride * begin;
-  const char* const first = in + image * p.in_image + in_plane * p.in_line[0] + chunk0 + copy.Offset();
-  const char* from = first + ahead * p.in_line[1];
+  const char* const first = in + image * p.in_image + in_plane * p.in_line[0] + down.element * p.in_line[1] +
+                            int64_t{across.element} * p.in_pixel + chunk0 + copy.Offset();
+  const char* from = first + ahead * p.in_step[1];
   char* const ring = shared + warp * kStages * kStage;
   const uint32_t to_ring = SharedAddress(ring);
   const auto copy_line = [&](int stage) {
     if constexpr (kEdges) {
       int line = ahead;
       const bool inside = p.edges[1].FindAny(&line) && ahead < in_line + kStride * end && plane_inside;
-      copy.Start(to_ring + stage, first + line * p.in_line[1], inside);
+      copy.Start(to_ring + stage, first + line * p.in_step[1], inside);
     } else {
       copy.Start(to_ring + stage, from, plane_inside && ahead >= 0 && ahead < end_line);
-      from += p.in_line[1];
+      from += p.in_step[1];
     }
     CommitCopies();
     ++ahead;
@@ -129,7 +154,7 @@ __global__ void __launch_bounds__(kDepthwiseThreads, R::kBlocks)
 #pragma unroll
   for (int i = 0; i < kStages - 1; ++i) copy_line(i * kStage);
 
-  const float2 bias = BiasOf<T>(p.epilogue, problem * p.channels + channel, true, p.widened);
+  const float2 bias = kSummed ? float2{} : BiasOf<T>(p.epilogue, problem * p.channels + channel, true, p.widened);
   float2 sums[kSums][kStrip];
 #pragma unroll
   for (int k = 0; k < kSums; ++k)
@@ -139,26 +164,28 @@ __global__ void __launch_bounds__(kDepthwiseThreads, R::kBlocks)
 #pragma unroll
     for (int j = 0; j < kStrip; ++j) sums[k][j] = k > 0 ? sums[k - 1][j] : bias;
   };
-  const char* to = out + image * p.out_image + plane * p.out_line[0] +
-                   int64_t{line0 - (kSums - 1) + begin} * p.out_line[1] + int64_t{column0} * p.out_line[2] +
-                   channel * (p.widened ? sizeof(float) : sizeof(T));
+  const char* to = out + image * p.out_image + plane * p.out_line[0] + down.first * p.out_line[1] +
+                   across.first * p.out_line[2] + int64_t{line0 - (kSums - 1) + begin} * p.out_step[1] +
+                   int64_t{column0} * p.out_step[2] +
+                   (kSummed ? p.features.Div(channel) : channel) * (p.widened ? sizeof(float) : sizeof(T));
   const auto store = [&](int step) {
     if (step >= kSums - 1) {
+      if (kSummed) AddChannels(sums[kSums - 1], features);
       WithOut<T>(p.widened, [&](auto type) {
         const char* at = to;
 #pragma unroll
         for (int j = 0; j < kStrip; ++j) {
           if (j < columns)
-            StorePair<typename decltype(type)::type, true>(const_cast<char*>(at), sums[kSums - 1][j], true);
-          at += static_cast<int>(p.out_line[2]);
+            StorePair<typename decltype(type)::type, !kSummed>(const_cast<char*>(at), sums[kSums - 1][j], !kSummed);
+          at += static_cast<int>(p.out_step[2]);
           Keep(at);
         }
       });
     }
-    to += p.out_line[1];
+    to += p.out_step[1];
   };
 
-  const char* const own = ring + within * kStrip * kStride * L::kPixelBytes + lane % L::kPairs * sizeof(Pair<T>);
+  const char* const own = ring + within * kStrip * kStride * L::kPixelBytes + L::Within(slab, lane, p.features);
   int stage = 0, before = (kStages - 1) * kStage;
 #pragma unroll 1
   for (int step = begin; step < end; ++step) {
@@ -168,8 +195,7 @@ __global__ void __launch_bounds__(kDepthwiseThreads, R::kBlocks)
       __syncwarp();
       float2 x[R::kWidth];
 #pragma unroll
-      for (int i = 0; i < R::kWidth; ++i)
-        x[i] = ToFloats<T>(*reinterpret_cast<const Pair<T>*>(own + stage + i * L::kPixelBytes));
+      for (int i = 0; i < R::kWidth; ++i) x[i] = L::Read(own + stage + i * L::kPixelBytes);
       copy_line(before);
       before = stage;
       stage = stage == (kStages - 1) * kStage ? 0 : stage + kStage;

@@ -42,12 +42,20 @@ struct WideTile {
   __host__ __device__ int PlaneBytes() const { return in_lines * pitch; }
 };
 
+// Eight channels of two neighbouring pixels into planes of shared memory `plane_bytes` apart.
+__device__ inline void StorePixels(char* to, int plane_bytes, const uint4& first, const uint4& second) {
+  const uint32_t left[] = {first.x, first.y, first.z, first.w}, right[] = {second.x, second.y, second.z, second.w};
+#pragma unroll
+  for (int c = 0; c < 8; ++c)
+    *reinterpret_cast<uint32_t*>(to + c * plane_bytes) =
+        __byte_perm(left[c / 2], right[c / 2], c % 2 ? 0x7632 : 0x5410);
+}
+
 // Brings a line's pixels from `first` on, and further lines', into planes of shared memory `plane_bytes` apart; lines
 // are as many pairs of pixels as `pairs` says. Zeros for what is outside `extents`.
 template <class T>
 __device__ void LoadPlanes(char* to, int plane_bytes, FastDiv pairs, int lines, const char* from, int first_line,
                            int first, int line_extent, int extent, int64_t line_bytes, int pixel_bytes) {
-  constexpr int kChannels = WideTile::kChannels;
 #pragma unroll 4
   for (int i = threadIdx.x; i < lines * static_cast<int>(pairs.divisor); i += blockDim.x) {
     int at;
@@ -61,12 +69,7 @@ __device__ void LoadPlanes(char* to, int plane_bytes, FastDiv pairs, int lines, 
           static_cast<unsigned>(column) < static_cast<unsigned>(extent))
         two[e] = __ldg(reinterpret_cast<const uint4*>(from + line * line_bytes + int64_t{column} * pixel_bytes));
     }
-    const uint32_t left[] = {two[0].x, two[0].y, two[0].z, two[0].w},
-                   right[] = {two[1].x, two[1].y, two[1].z, two[1].w};
-#pragma unroll
-    for (int c = 0; c < kChannels; ++c)
-      *reinterpret_cast<uint32_t*>(to + c * plane_bytes + i * 4) =
-          __byte_perm(left[c / 2], right[c / 2], c % 2 ? 0x7632 : 0x5410);
+    StorePixels(to + i * 4, plane_bytes, two[0], two[1]);
   }
 }
 

@@ -140,49 +140,7 @@ __global__ void __launch_bounds__(WideTile::kThreads, 1)
 #pragma unroll
     for (int c = 0; c < kChannels; ++c)
       v[c] = staged[c * WideTile::kStagedChannel + strip * WideTile::kStaged + pixel % WideTile::kStrip];
-#pragma unroll
-    for (int c = 0; c < kChannels; c += 2) {
-      const float2 bias = BiasOf<T>(p.epilogue, problem * p.channels + channel0 + c, true, p.widened);
-      v[c] += bias.x;
-      v[c + 1] += bias.y;
-    }
-    float odd = 0;
-#pragma unroll
-    for (const float each : v) odd = fmaf(each, 0, odd);
-    if (odd != 0) {
-#pragma unroll 1
-      for (int c = 0; c < kChannels; ++c) {
-        float each = v[0];
-        if (!isfinite(each)) each = ResultOf<T>(p, in, filter, problem, image, plane, line, column, channel0 + c);
-        Rotate<1>(v);
-        v[kChannels - 1] = each;
-      }
-    }
-    WithOut<T>(p.widened, [&](auto type) {
-      using Out = typename decltype(type)::type;
-      Out* const to = reinterpret_cast<Out*>(out + image * p.out_image + plane * p.out_line[0] + line * p.out_line[1] +
-                                             column * p.out_line[2]) +
-                      channel0;
-      if (p.epilogue.residual != nullptr || p.epilogue.activation.kind != activation::Kind::kIdentity) {
-#pragma unroll 1
-        for (int c = 0; c < kChannels; c += 4) {
-          float four[4] = {v[0], v[1], v[2], v[3]};
-          Add<Out>(four, p.epilogue.residual, to + c - reinterpret_cast<Out*>(out));
-          Activate<Out>(four, p.epilogue.activation);
-          Rotate<4>(v);
-#pragma unroll
-          for (int i = 0; i < 4; ++i) v[4 + i] = four[i];
-        }
-      }
-      constexpr int kPack = 16 / sizeof(Out);
-#pragma unroll
-      for (int c = 0; c < kChannels; c += kPack) {
-        float pack[kPack];
-#pragma unroll
-        for (int i = 0; i < kPack; ++i) pack[i] = v[c + i];
-        StorePacked<Out, kPack>(to + c, Narrow<Out>(pack));
-      }
-    });
+    StoreEight<T>(p, in, filter, out, problem, image, plane, line, column, channel0, v);
   }
 }
 

@@ -143,22 +143,17 @@ __global__ void __launch_bounds__(W::kThreads, 1)
 #pragma unroll 1
   for (int i = thread; i < window * columns * kChannels / 2; i += W::kThreads) {
     const int tap = i / (kChannels / 2), channel = channel0 + i % (kChannels / 2) * 2;
-    float2 two = reinterpret_cast<const float2*>(taps)[i];
+    const auto add_all = [&](int of, float& sum) {
 #pragma unroll 1
-    for (int c = 0; c < 2; ++c) {
-      if (!isfinite(two.x)) {
-        two.x = 0;
-#pragma unroll 1
-        for (int id = split; id < p.units; id += p.splits) {
-          const WideUnit unit(p, t, problem, id);
-          if (unit.inside)
-            AddTerms<T>(p, x, y, unit.image, unit.plane, unit.line, unit.line + t.Lines(), unit.column,
-                        unit.column + t.Columns(), tap / columns, tap % columns, channel + c, two.x);
-        }
+      for (int id = split; id < p.units; id += p.splits) {
+        const WideUnit unit(p, t, problem, id);
+        if (unit.inside)
+          AddTerms<T>(p, x, y, unit.image, unit.plane, unit.line, unit.line + t.Lines(), unit.column,
+                      unit.column + t.Columns(), tap / columns, tap % columns, of, sum);
       }
-      two = {two.y, two.x};
-    }
-    StoreSum<T>(p, two, split, int64_t{problem} * window * columns + tap, channel, partial, out);
+    };
+    StoreFinite<T>(p, reinterpret_cast<const float2*>(taps)[i], add_all, split,
+                   int64_t{problem} * window * columns + tap, channel, partial, out);
   }
 }
 
