@@ -6,6 +6,7 @@
 #include "bindings/ffi.h"
 #include "bindings/handlers.h"
 #include "cuda/common/device_code.h"
+#include "cuda/conv/depthwise_causal.h"
 
 namespace jaxdnn {
 
@@ -25,6 +26,11 @@ struct ConvFwdAttrs {
   std::string_view activation;
   double parameter;
   bool bias, residual, scale;  // which of the optional operands there are, in this order
+};
+
+struct CausalAttrs {
+  std::string_view activation;
+  double parameter;
 };
 
 }  // namespace jaxdnn
@@ -50,6 +56,8 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     xla::ffi::StructMember<int64_t>("workspace_limit"), xla::ffi::StructMember<std::string_view>("activation"),
     xla::ffi::StructMember<double>("parameter"), xla::ffi::StructMember<bool>("bias"),
     xla::ffi::StructMember<bool>("residual"), xla::ffi::StructMember<bool>("scale"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jaxdnn::CausalAttrs, xla::ffi::StructMember<std::string_view>("activation"),
+                                      xla::ffi::StructMember<double>("parameter"));
 
 namespace jaxdnn {
 
@@ -158,5 +166,50 @@ static ffi::Error ConvWgradImpl(cudaStream_t stream, ffi::AnyBuffer x, ffi::AnyB
 JAXDNN_HANDLER(ConvFwd, Bind<2, 2, true>().Attrs<ConvFwdAttrs>());
 JAXDNN_HANDLER(ConvDgrad, Bind<2, 2>().Attrs<ConvAttrs>());
 JAXDNN_HANDLER(ConvWgrad, Bind<2, 2>().Attrs<ConvAttrs>());
+
+// x is [problems..., sequences, length, channels], w [problems..., taps, 1, channels], and the bias, where there is
+// one, [problems..., channels].
+static ffi::Error CausalBackwardImpl(cudaStream_t stream, ffi::AnyBuffer g, ffi::AnyBuffer x, ffi::AnyBuffer w,
+                                     ffi::RemainingArgs more, ffi::Result<ffi::AnyBuffer> dx,
+                                     ffi::Result<ffi::AnyBuffer> dw, ffi::RemainingRets rest, CausalAttrs attrs) {
+  const char* name = "causal_backward";
+  const auto activation = ToActivation(attrs.activation, attrs.parameter);
+  const auto dtype = ToDType(x.element_type());
+  const auto dims = x.dimensions(), w_dims = w.dimensions();
+  const bool bias = more.size() == 1;
+  const auto is_like = [](const ffi::AnyBuffer& a, const ffi::AnyBuffer& b) {
+    return a.element_type() == b.element_type() && SameShape(a, b);
+  };
+  if (!activation || !dtype || dims.size() < 3 || w_dims.size() != dims.size() || more.size() > 1 ||
+      rest.size() != size_t{bias} + 1 || !is_like(g, x) || !is_like(*dx, x) || !is_like(*dw, w) ||
+      w.element_type() != x.element_type())
+    return Unsupported("no kernel", name, g, x, w, *dx);
+  const size_t lead = dims.size() - 3;
+  conv::CausalLayer layer = {
+      *dtype, 1, dims[lead], dims[lead + 1], dims[lead + 2], static_cast<int>(w_dims[lead]), bias, *activation};
+  bool fits = w_dims[lead + 1] == 1 && w_dims[lead + 2] == layer.channels;
+  for (size_t i = 0; i < lead; ++i) {
+    layer.problems *= dims[i];
+    fits = fits && w_dims[i] == dims[i];
+  }
+  conv::CausalGradients a = {g.untyped_data(),   x.untyped_data(),   w.untyped_data(), nullptr,
+                             dx->untyped_data(), dw->untyped_data(), nullptr};
+  if (bias) {
+    const auto b = more.get<ffi::AnyBuffer>(0);
+    const auto db = rest.get<ffi::AnyBuffer>(0);
+    fits = fits && b.has_value() && db.has_value() && b->element_type() == x.element_type() && is_like(**db, *b) &&
+           static_cast<int64_t>(b->element_count()) == layer.problems * layer.channels;
+    if (fits) a.bias = b->untyped_data();
+    if (fits) a.dbias = (*db)->untyped_data();
+  }
+  const auto workspace = rest.get<ffi::AnyBuffer>(bias);
+  if (!fits || !workspace.has_value() ||
+      static_cast<int64_t>((*workspace)->size_bytes()) < conv::CausalWorkspace(layer))
+    return Unsupported("no kernel for these shapes", name, g, x, w, *dx);
+  const int status = conv::LaunchCausalBackward(layer, a, (*workspace)->untyped_data(), stream);
+  return FromCuda(static_cast<cudaError_t>(status), name, g, x, w);
+}
+
+JAXDNN_HANDLER(CausalBackward, Bind<3, 2, true>().RemainingRets().Attrs<CausalAttrs>());
 
 }  // namespace jaxdnn

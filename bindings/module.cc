@@ -16,6 +16,7 @@
 #ifdef JAXDNN_WITH_CUDA
 #include "bindings/handlers.h"
 #include "cuda/activation/activation.h"
+#include "cuda/conv/depthwise_causal.h"
 #include "cuda/group_norm/group_norm.h"
 #include "cuda/layer_norm/layer_norm.h"
 #include "cuda/loss/log_partition.h"
@@ -72,6 +73,7 @@ static nb::dict Handlers() {
   add("jaxdnn.sum_pool_bwd.v1", SumPoolBwd);
   add("jaxdnn.lp_pool.v1", LpPool);
   add("jaxdnn.lp_pool_bwd.v1", LpPoolBwd);
+  add("jaxdnn.causal_backward.v1", CausalBackward);
   add("jaxdnn.conv_fwd.v5", ConvFwd);
   add("jaxdnn.conv_dgrad.v5", ConvDgrad);
   add("jaxdnn.conv_wgrad.v4", ConvWgrad);
@@ -135,6 +137,12 @@ NB_MODULE(_jaxdnn, m) {
         "algorithm"_a, "workspace_limit"_a);
 #ifdef JAXDNN_WITH_CUDA
   m.def("group_norm_workspace", &GroupNormWorkspace, "call"_a, "dtype"_a, "channels_last"_a, "x"_a, "groups"_a);
+  m.def(
+      "causal_workspace",
+      [](int64_t problems, int64_t sequences, int64_t length, int64_t channels, int taps, bool bias) {
+        return jaxdnn::conv::CausalWorkspace({{}, problems, sequences, length, channels, taps, bias, {}});
+      },
+      "problems"_a, "sequences"_a, "length"_a, "channels"_a, "taps"_a, "bias"_a);
   m.def(
       "channel_activation_workspace",
       [](int64_t itemsize, int64_t groups, int64_t outer, int64_t channels, int64_t inner) {

@@ -65,7 +65,8 @@ print(json.dumps(messages))
 
 # Tangent maps that are XLA's on every platform.
 WITHOUT_KERNELS = {
-  "jaxdnn_channel_activation_jvp", "jaxdnn_gate_jvp", "jaxdnn_layer_norm_lin", "jaxdnn_log_partition_lin",
+  "jaxdnn_causal_tangent", "jaxdnn_channel_activation_jvp", "jaxdnn_gate_jvp", "jaxdnn_layer_norm_lin",
+  "jaxdnn_log_partition_lin",
 }  # fmt: skip
 
 

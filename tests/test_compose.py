@@ -29,6 +29,9 @@ OPERATORS = {
     [(3, 5, 4), (3, 2, 4)],
   ),
   "causal_conv1d": (lambda x, w: jaxdnn.causal_conv1d(x, w, activation="silu"), [(3, 6, 4), (3, 4)]),
+  "causal_conv1d_layer": (
+    lambda x, w, b: jaxdnn.causal_conv1d(x, w, b, activation="tanh"), [(3, 6, 4), (4, 4), (4,)]
+  ),
   "conv_dgrad": (lambda g, w: jaxdnn.conv_dgrad(g, w, (6, 5), stride=2, padding="SAME"), [(3, 3, 3, 6), (3, 2, 4, 6)]),
   "conv_3d": (lambda x, w: jaxdnn.conv(x, w, dilation=(1, 2, 1)), [(3, 3, 4, 3, 2), (2, 2, 2, 2, 3)]),
   "conv_local": (

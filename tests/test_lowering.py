@@ -23,6 +23,21 @@ LOWERED = {
     [X, W],
     ["jaxdnn.conv_fwd.v5", "jaxdnn.conv_dgrad.v5", "jaxdnn.conv_wgrad.v4"],
   ),
+  "causal_conv1d": (
+    lambda x, w, b: jaxdnn.causal_conv1d(x, w, b, activation="silu"),
+    [((2, 9, 8), F32), ((4, 8), F32), ((8,), F32)],
+    ["jaxdnn.conv_fwd.v5", "jaxdnn.causal_backward.v1"],
+  ),
+  "causal_conv1d_plain": (
+    lambda x, w: jaxdnn.causal_conv1d(x, w),
+    [((2, 9, 8), F32), ((2, 8), F32)],
+    ["jaxdnn.conv_fwd.v5", "jaxdnn.causal_backward.v1"],
+  ),
+  "causal_conv1d_of_five": (
+    lambda x, w: jaxdnn.causal_conv1d(x, w),
+    [((2, 9, 8), F32), ((5, 8), F32)],
+    ["jaxdnn.conv_fwd.v5", "jaxdnn.conv_dgrad.v5", "jaxdnn.conv_wgrad.v4"],
+  ),
   "layer_norm": (
     jaxdnn.layer_norm,
     [X, ((4,), F32), ((4,), F32)],

@@ -25,6 +25,7 @@ OPERATORS = {
     lambda x, w, b: jaxdnn.conv(x, w, b, padding="SAME", activation="tanh", residual=x),
     [(8, 6, 4), (3, 4, 4), (4,)],
   ),
+  "causal_conv1d": (lambda x, w, b: jaxdnn.causal_conv1d(x, w, b, activation="silu"), [(8, 6, 4), (4, 4), (4,)]),
   "conv_replicate": (lambda x, w: jaxdnn.conv(x, w, padding=2, padding_mode="replicate"), [(8, 5, 4), (3, 4, 6)]),
   "conv_transpose": (lambda x, w: jaxdnn.conv_transpose(x, w, (2,), "SAME"), [(8, 5, 4), (3, 4, 6)]),
   "conv_transpose_kernel": (

@@ -31,18 +31,26 @@ __global__ void SumRowsKernel(const A* __restrict__ partial, int64_t rows, int64
   out[column] = static_cast<Out>(sum);
 }
 
-// first[o, c] = the sum over r of partial[0, o, r, c], and second[o, c] that of partial[1, o, r, c].
+// The sums over the `rows` rows of `outer` tables of `columns` into first [outer, columns], and of as many as `others`
+// that follow these in `partial` into second [others, columns].
 template <class A, class Out>
-cudaError_t SumRows(const A* partial, int64_t outer, int64_t rows, int64_t columns, Out* first, Out* second,
-                    cudaStream_t stream) {
+cudaError_t SumRowsOfTwo(const A* partial, int64_t outer, int64_t others, int64_t rows, int64_t columns, Out* first,
+                         Out* second, cudaStream_t stream) {
   // Few rows of many columns keep all threads without sharing a column.
   constexpr int64_t kBlocks = 512;
-  const int64_t both = second == nullptr ? outer : 2 * outer;
+  const int64_t both = outer + others;
   int width = 32;
   while (width < kColumnSumThreads && both * CeilDiv(columns, int64_t{2} * width) >= kBlocks) width *= 2;
   const int64_t tiles = CeilDiv(columns, int64_t{width});
   return LaunchKernel(SumRowsKernel<A, Out>, both * tiles, kColumnSumThreads, stream, partial, rows, columns, tiles,
                       width, outer, first, second);
+}
+
+// first[o, c] = the sum over r of partial[0, o, r, c], and second[o, c] that of partial[1, o, r, c].
+template <class A, class Out>
+cudaError_t SumRows(const A* partial, int64_t outer, int64_t rows, int64_t columns, Out* first, Out* second,
+                    cudaStream_t stream) {
+  return SumRowsOfTwo(partial, outer, second == nullptr ? 0 : outer, rows, columns, first, second, stream);
 }
 
 // out[o, c] = the sum over r of partial[o, r, c].

@@ -6,8 +6,9 @@
 This is one trilinear form in (x, w, y): forward, data gradient and filter gradient are its three gradients, one
 primitive each (`primitives.py`), and each is the others' transpose. `public.py` and `gradients.py` turn any padding and
 grouping into that form, `layout.py` any `dimension_numbers`; `spec.py` holds its static parameters. `fused.py` is a
-layer in one kernel, `gemm.py` the textbook algorithm, `causal.py` the depthwise convolution of sequences, `local.py`
-convolution with unshared weights, `algorithms.py` the planner for those who ask.
+layer in one kernel, `gemm.py` the textbook algorithm, `causal.py` the depthwise convolution of sequences, of which
+`causal_gradient.py` makes all gradients together, `local.py` convolution with unshared weights, `algorithms.py` the
+planner for those who ask.
 """
 
 from jaxdnn._conv.algorithms import ConvAlgorithm as ConvAlgorithm

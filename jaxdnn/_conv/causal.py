@@ -38,7 +38,8 @@ def causal_conv1d(
     initial_state: the k - 1 inputs before x, [..., k - 1, C], or None for zeros.
     segment_ids: integers [..., L], or None. Inputs of another segment than that of the output count as zero: sequences
       that are packed into one do not see each other. The initial state belongs to the first position's segment. With
-      segments the sum is elementwise code that XLA fuses; without, it is a depthwise kernel.
+      segments the sum is elementwise code that XLA fuses; without, it is a depthwise kernel, and so are all gradients
+      together of 2 to 4 taps.
     return_final_state: whether to return the state after x as well.
     precision: as in `conv`.
 

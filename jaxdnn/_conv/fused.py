@@ -3,7 +3,8 @@
     x  [B, N, *S, C]      w  [B, *R, C/groups, K]      scale, bias  [B, K]      residual, y  [B, N, *P, K]
 
 Nothing but the derivative is kept for the backward pass: of functions whose derivative the output tells, the output,
-which the next layer keeps anyway. For the others the kernel stops before the activation when differentiated.
+which the next layer keeps anyway. For the others the kernel stops before the activation when differentiated. Of causal
+depthwise layers x is kept and nothing else: one kernel makes all gradients (`causal_gradient.py`).
 
 Only int8 and float8 operands have a scale. Such a layer is differentiated in the scale, the bias and the residual, not
 in the operands, whose own type would round their cotangents to nothing.
@@ -20,11 +21,10 @@ from jax import Array
 
 from jaxdnn import _primitive
 from jaxdnn._activation import ACTIVATIONS, elementwise
-from jaxdnn._conv import aligned, gemm, primitives
+from jaxdnn._conv import aligned, causal_gradient, gemm, primitives
 from jaxdnn._conv.gemm import convolve
-from jaxdnn._conv.spec import ConvSpec
+from jaxdnn._conv.spec import IDENTITY, ConvSpec
 
-IDENTITY = "identity"
 FROM_OUTPUT = ("relu", "clipped_relu", "sigmoid", "tanh")
 """Activations whose derivative is a function of their output alone."""
 
@@ -51,7 +51,7 @@ def fused(
     scale=scale is not None,
   )
   narrower = dtype.itemsize < x.dtype.itemsize
-  plain = kind is None and not extras
+  plain = kind is None and not extras and not causal_gradient.takes(x, w, spec, dtype)
   # Integers' sums become floats where they are scaled, and nowhere else.
   unscaled = x.dtype == np.int8 and scale is None
   of_several_kernels = spec.algorithm in (gemm.NAME, aligned.NAME)
@@ -117,6 +117,11 @@ conv_fused_p = _primitive.define(
 def _jvp(primals: Any, tangents: Any, *, kind: str, parameter: float, **params: Any) -> Any:
   if params["scale"]:
     return _jvp_scaled(primals, tangents, kind=kind, parameter=parameter, **params)
+  if not params["residual"] and causal_gradient.takes(primals[0], primals[1], params["spec"], params["dtype"]):
+    y = _primitive.bind(conv_fused_p, *primals, kind=kind, parameter=parameter, **params)
+    if all(map(_primitive.is_zero, tangents)):
+      return y, _primitive.zero_tangent(y)
+    return y, causal_gradient.tangent(primals, tangents, kind, parameter, params["spec"])
   if kind != IDENTITY and kind not in FROM_OUTPUT:
     z, dz = _jvp(primals, tangents, kind=IDENTITY, parameter=0.0, **params)
     activate = lambda z: elementwise.activate(kind, z, parameter)  # noqa: E731

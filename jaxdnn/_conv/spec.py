@@ -12,6 +12,9 @@ from jax import lax
 from jaxdnn._arguments import Padding, dilated, explicit_padding, integer, per_dimension
 from jaxdnn._conv.padding import PaddingMode, layer_padding
 
+IDENTITY = "identity"
+"""What no activation is called in parameters and attributes."""
+
 Precision = tuple[lax.Precision, lax.Precision] | None
 
 
