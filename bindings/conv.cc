@@ -196,13 +196,13 @@ static ffi::Error CausalBackwardImpl(cudaStream_t stream, ffi::AnyBuffer g, ffi:
                              dx->untyped_data(), dw->untyped_data(), nullptr};
   if (bias) {
     const auto b = more.get<ffi::AnyBuffer>(0);
-    const auto db = rest.get<ffi::AnyBuffer>(0);
+    auto db = rest.get<ffi::AnyBuffer>(0);
     fits = fits && b.has_value() && db.has_value() && b->element_type() == x.element_type() && is_like(**db, *b) &&
            static_cast<int64_t>(b->element_count()) == layer.problems * layer.channels;
     if (fits) a.bias = b->untyped_data();
     if (fits) a.dbias = (*db)->untyped_data();
   }
-  const auto workspace = rest.get<ffi::AnyBuffer>(bias);
+  auto workspace = rest.get<ffi::AnyBuffer>(bias);
   if (!fits || !workspace.has_value() ||
       static_cast<int64_t>((*workspace)->size_bytes()) < conv::CausalWorkspace(layer))
     return Unsupported("no kernel for these shapes", name, g, x, w, *dx);
