@@ -28,9 +28,9 @@ inline CUtensorMapDataType MapType(DType t, bool rounded = true) {
                              : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
 }
 
-// Boxes of an array with these extents, the contiguous one first; boxes are one line wide, of 32, 64 or 128 bytes. Plain
-// ones may be wider, and lie as they are. From one index of a further dimension to the next it is so many elements as
-// `strides` has, or, where it has none, as all dimensions before have together.
+// Boxes of an array with these extents, the contiguous one first; boxes are one line wide, of 32, 64 or 128 bytes.
+// Plain ones may be wider, and lie as they are. From one index of a further dimension to the next it is so many
+// elements as `strides` has, or, where it has none, as all dimensions before have together.
 inline cudaError_t EncodeBoxes(CUtensorMap* map, DType type, const void* data, std::initializer_list<int64_t> extents,
                                std::initializer_list<int> box, bool rounded = true, bool plain = false,
                                std::initializer_list<int64_t> strides = {}) {

@@ -18,8 +18,8 @@ bool IsInQuads(const Problem& p) {
   return is(2, 3, 2) ? is(1, 3, 2) : p.window[1] == 1 && p.Taps() > 1 && p.Taps() <= 4 && is(2, p.Taps(), 1);
 }
 
-// Of products of whole images: by the accesses to shared memory of a warp, which has one channel of 16 images. Fitted to
-// an H200.
+// Of products of whole images: by the accesses to shared memory of a warp, which has one channel of 16 images. Fitted
+// to an H200.
 double ImageCycles(const Problem& p, int64_t splits) {
   const Problem f = AsForward(p);
   const auto across = [](int64_t columns) { return double(CeilDiv(columns, kImageEight)); };

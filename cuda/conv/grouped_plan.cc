@@ -27,8 +27,8 @@ bool TakesGrouped(const Problem& p) {
 }
 
 // What they move to and from memory, or the instructions of a warp's lines, which are 16 columns of the result by 32 or
-// 64 bytes of channels, in each plane of the window. In the filter gradient, of blocks of four warps that have a share of
-// the lines. Fitted to an H200.
+// 64 bytes of channels, in each plane of the window. In the filter gradient, of blocks of four warps that have a share
+// of the lines. Fitted to an H200.
 double GroupedCycles(const Problem& p, int64_t splits) {
   constexpr double kStart = 5000, kLine = 0.75, kShare = 0.8;  // of the memory's rate
   const int64_t channels = p.groups * p.channels;
