@@ -23,4 +23,11 @@ __device__ __forceinline__ void Transpose(uint32_t (&words)[kTiles]) {
   }
 }
 
+// The column, of the tiles' 8 kTiles, with which a lane's run of neighbours begins after that.
+template <int kTiles>
+__device__ __forceinline__ int FirstOfRun() {
+  const int t = threadIdx.x % 4;
+  return kTiles == 4 ? 8 * t : t % 2 * 8 + t / 2 * 4;
+}
+
 }  // namespace jaxdnn::conv

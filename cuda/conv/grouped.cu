@@ -217,7 +217,7 @@ __global__ void __launch_bounds__(T::kThreads,
     const auto finish = [&](const typename T::Sums& finished, int b) {
       if constexpr (!T::kWide) not_finite = ZeroOrNan<T>(finished, not_finite);
       if constexpr (kFinish) {
-        const int channel = work.part * T::kChannels + FirstOfRun<T>();
+        const int channel = work.part * T::kChannels + FirstOfRun<T::kTiles>();
         StoreFinished<T>(q, store, int64_t{work.problem} * q.channels + channel, finished, out);
       } else {
         StoreLine<T>(q, store, b, finished, out);

@@ -8,13 +8,6 @@
 
 namespace jaxdnn::conv {
 
-// The channel, of a part's, with which a lane's run of neighbours begins after that.
-template <class T>
-__device__ int FirstOfRun() {
-  const int t = threadIdx.x % 4;
-  return T::kTiles == 4 ? 8 * t : t % 2 * 8 + t / 2 * 4;
-}
-
 // Where the results of the lane's two columns go.
 template <class T>
 struct GroupedStore {
@@ -24,7 +17,7 @@ struct GroupedStore {
 
   __device__ GroupedStore(const GroupedParams& q, const GroupedBlock& block, int problem, int part)
       : line(block.first_line * T::kResults - q.outside_h) {
-    const int channel = part * T::kChannels + FirstOfRun<T>(), columns = block.Columns(q);
+    const int channel = part * T::kChannels + FirstOfRun<T::kTiles>(), columns = block.Columns(q);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int column = threadIdx.x % 32 / 4 + 8 * half;

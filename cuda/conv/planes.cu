@@ -172,7 +172,7 @@ __device__ void ConsumePlanes(const PlanesParams& q, const PlanesShared& shared,
       hopper::WaitBarrier(shared.FilterFull(), filter_parity);
       filter_parity ^= 1;
     }
-    const int thread = threadIdx.x % kWarpgroup, feature = FirstOfLane<kFeatures>();
+    const int thread = threadIdx.x % kWarpgroup, feature = FirstOfRun<kFeatures / 8>();
     PlaneStores<In> first;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {

@@ -131,13 +131,6 @@ struct PlanesRows {
   }
 };
 
-// The first of the neighbouring features that a lane has once lanes have exchanged them (exchange.cuh).
-template <int kFeatures>
-__device__ __forceinline__ int FirstOfLane() {
-  const int t = threadIdx.x % 4;
-  return kFeatures == 32 ? 8 * t : t % 2 * 8 + t / 2 * 4;
-}
-
 template <int kWords>
 __device__ __forceinline__ void StoreWords(void* to, const uint32_t (&words)[kWords]) {
   if constexpr (kWords == 4)
@@ -313,7 +306,7 @@ __device__ __forceinline__ void StorePlane(const PlanesParams& q, const PlanesPl
       return;
     }
     if (!q.plain) {
-      const int64_t bias = place.FirstBias(q) + FirstOfLane<kFeatures>();
+      const int64_t bias = place.FirstBias(q) + FirstOfRun<kFeatures / 8>();
 #pragma unroll
       for (int m = 0; m < 2; ++m)
 #pragma unroll
