@@ -84,7 +84,7 @@ def test_random_problems(seed):
 
 
 def not_finite(shape, dtype, seed):
-  """Infinities and a NaN at the ends of x and y, but of the first problem alone."""
+  """Infinities and a NaN at the ends of x and y, of all problems but the first."""
   a = coarse(shape, dtype, seed)
   if seed % 3 != 1 and seed >= 3:
     a[0, 0, 0, -1], a[0, -1, -1, 0], a[-1, shape[1] // 2, shape[2] // 2, -1] = np.inf, -np.inf, np.nan
