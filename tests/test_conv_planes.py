@@ -42,8 +42,10 @@ def test_is_chosen(result, dtype):
     assert chosen["algorithm"] == chosen["tile"] == PLANES, channels
     assert (chosen["workspace_bytes"] > 0) == (result == "w")
   assert planned(result, 1, (1, 96, 96, 96, 32), (3, 3, 3, 32, 32), dtype)["algorithm"] == PLANES
+  volumes = planned(result, 2, (1, 48, 48, 48, 64), (3, 3, 3, 64, 64), dtype)["algorithm"]
+  # Where the filter gradient's model has the two near each other, either.
+  assert volumes in ((PLANES, "implicit_gemm_wgmma") if result == "w" else (PLANES,))
   if result != "w":  # a position in an image is not worth the eight of a product
-    assert planned(result, 2, (1, 48, 48, 48, 64), (3, 3, 3, 64, 64), dtype)["algorithm"] == PLANES
     assert planned(result, 64, (1, 4, 4, 32), (3, 3, 32, 32), dtype)["algorithm"] != PLANES
 
 
