@@ -220,6 +220,20 @@ __device__ inline uint64_t PlainDescriptor(uint32_t address, uint32_t next_chunk
   return (stride >> 4) << 32 | (leading >> 4) << 16 | (address & 0x3ffff) >> 4;
 }
 
+// The operand so many times 16 bytes later.
+__device__ inline uint64_t Later(uint64_t descriptor, uint32_t more) {
+  return descriptor >> 32 << 32 | (static_cast<uint32_t>(descriptor) + more);
+}
+
+// Calls f with the number of steps, as a type: products that nothing stands between run on together.
+template <int kMost, class F>
+__device__ __forceinline__ void VisitSteps(int steps, const F& f) {
+  if constexpr (kMost > 1) {
+    if (steps < kMost) return VisitSteps<kMost - 1>(steps, f);
+  }
+  f(std::integral_constant<int, kMost>());
+}
+
 // Marks where the sums' registers are handed to wgmma.
 __device__ inline void BeginProducts() {
   if constexpr (kAvailable) asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -255,7 +269,10 @@ __device__ inline void WaitForProducts() {
                : "l"(a_tile), "l"(b_tile), "r"(int{add_to}), "n"(int{kTransposedA}), "n"(int{kTransposedB})       \
                : "memory")
 #define JAXDNN_WGMMA_OF_TYPE(type, k, more)                                                                            \
-  if constexpr (kColumns == 48) {                                                                                      \
+  if constexpr (kColumns == 32) {                                                                                      \
+    JAXDNN_WGMMA(type, "32", k, more, JAXDNN_TEN() "%10, %11, %12, %13, %14, %15", 16, 17, 18, 19, 20,                 \
+                 JAXDNN_SUMS16(0));                                                                                    \
+  } else if constexpr (kColumns == 48) {                                                                               \
     JAXDNN_WGMMA(type, "48", k, more, JAXDNN_TEN() JAXDNN_TEN(1) "%20, %21, %22, %23", 24, 25, 26, 27, 28,             \
                  JAXDNN_SUMS16(0), JAXDNN_SUMS4(16), JAXDNN_SUMS4(20));                                                \
   } else if constexpr (kColumns == 64) {                                                                               \

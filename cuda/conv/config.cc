@@ -5,6 +5,7 @@
 #include "cuda/common/int_div.h"
 #include "cuda/conv/bytes_plan.h"
 #include "cuda/conv/depthwise_plan.h"
+#include "cuda/conv/direct_plan.h"
 #include "cuda/conv/few_features_plan.h"
 #include "cuda/conv/filled_plan.h"
 #include "cuda/conv/frame.h"
@@ -60,6 +61,7 @@ bool Takes(const TileShape& t, const Problem& p, bool hopper) {
   if (t.unit == Unit::kFewFeatures) return TakesFewFeatures(p);
   if (t.unit == Unit::kUnaligned) return hopper && TakesUnaligned(p);
   if (t.unit == Unit::kPlanes) return hopper && TakesPlanes(p);
+  if (t.unit == Unit::kDirect) return hopper && TakesDirect(p);
   if (t.unit == Unit::kWgmma) return hopper && TakesWgmma(p, t);
   if (t.unit == Unit::kDepthwise) return TakesDepthwise(p);
   return TakesMma(p, t);
@@ -100,10 +102,12 @@ std::optional<Config> ChooseAsItIs(const Problem& p, bool hopper, std::string_vi
                             : t.tile == Tile::kFewChannelsWgmma ? FilledPieces(p)
                             : t.unit == Unit::kUnaligned        ? UnalignedTiles(p)
                             : t.unit == Unit::kPlanes           ? PlanesPieces(p)
+                            : t.unit == Unit::kDirect           ? DirectPieces(p)
                                                                 : 0;
       const int64_t slices = tiles > 0 ? CeilDiv(tiles, CeilDiv(tiles, splits)) : splits;
-      // Hopper's kernels of few and of unaligned channels and of planes have partial sums of a single slice too.
-      const bool always = t.tile == Tile::kFewChannelsWgmma || t.unit == Unit::kUnaligned || t.unit == Unit::kPlanes;
+      // Hopper's kernels of their own have partial sums of a single slice too.
+      const bool always = t.tile == Tile::kFewChannelsWgmma || t.unit == Unit::kUnaligned || t.unit == Unit::kPlanes ||
+                          t.unit == Unit::kDirect;
       const bool partial = UsesWorkspace(p, slices) || (always && splittable);
       const int64_t transposed = t.unit == Unit::kUnaligned ? UnalignedWorkspace(p)
                                  : t.unit != Unit::kWgmma   ? 0
@@ -121,6 +125,7 @@ std::optional<Config> ChooseAsItIs(const Problem& p, bool hopper, std::string_vi
                                : t.unit == Unit::kFewFeatures      ? FewFeaturesCycles(p)
                                : t.unit == Unit::kUnaligned        ? UnalignedCycles(p, slices)
                                : t.unit == Unit::kPlanes           ? PlanesCycles(p, slices)
+                               : t.unit == Unit::kDirect           ? DirectCycles(p, slices)
                                : t.unit == Unit::kWgmma
                                    ? (IsByte(p.in) ? BytesCycles(p, t) : WgmmaCycles(p, t, cluster))
                                    : GemmCycles(p, t, slices);

@@ -62,10 +62,10 @@ Problem AsForward(const Problem& p);
 // Block tiles (rows x columns of the implicit matrix product) that kernels are compiled for: on the CUDA cores, or with
 // mma.sync or Hopper's wgmma on the tensor cores. Depthwise convolution is no product of matrices and has no tiles;
 // those of few channels or features, of small groups, of unaligned channels and of planes depend on the problem.
-enum class Unit { kSimt, kMma, kWgmma, kDepthwise, kFewChannels, kGrouped, kFewFeatures, kUnaligned, kPlanes };
-constexpr const char* kAlgorithms[] = {"implicit_gemm", "implicit_gemm_mma", "implicit_gemm_wgmma",
-                                       "depthwise",     "few_channels",      "grouped",
-                                       "few_features",  "unaligned",         "planes"};  // by Unit
+enum class Unit { kSimt, kMma, kWgmma, kDepthwise, kFewChannels, kGrouped, kFewFeatures, kUnaligned, kPlanes, kDirect };
+constexpr const char* kAlgorithms[] = {
+    "implicit_gemm", "implicit_gemm_mma", "implicit_gemm_wgmma", "depthwise", "few_channels",
+    "grouped",       "few_features",      "unaligned",           "planes",    "direct"};  // by Unit
 enum class Tile {
   kSimt128x64,
   kSimt64x32,
@@ -98,6 +98,7 @@ enum class Tile {
   kFewFeatures,
   kUnaligned,
   kPlanes,
+  kDirect,
 };
 struct TileShape {
   Tile tile;
@@ -137,6 +138,7 @@ constexpr TileShape kTiles[] = {
     {Tile::kFewFeatures, "few_features", Unit::kFewFeatures, 1, 1, 128},
     {Tile::kUnaligned, "unaligned", Unit::kUnaligned, 1, 1, 512},
     {Tile::kPlanes, "planes", Unit::kPlanes, 1, 1, 384},
+    {Tile::kDirect, "direct", Unit::kDirect, 1, 1, 288},
 };
 
 // Whether rows are wgmma's columns (wgmma_across.cuh).

@@ -157,11 +157,11 @@ struct StoreChecked {
     out[i] = static_cast<Out>(sum);
   }
 
-  // The sum over the pixels of y that exist, of one group. Rarely called.
+  // The sum over the pixels of y that exist. Rarely called.
   template <class Sum>
   __device__ __noinline__ Sum SumOfPixels(int64_t i) const {
-    const int feature = static_cast<int>(i % q.columns), channels = q.channels.divisor;
-    int64_t row = i / q.columns;
+    const int feature = static_cast<int>(i % q.y_pixel), group = feature / q.columns, channels = q.channels.divisor;
+    int64_t row = i / q.y_pixel;
     const int64_t batch = row / q.rows;
     row -= batch * q.rows;
     int taps[kRank];
@@ -175,7 +175,8 @@ struct StoreChecked {
       for (int d = 0; d < kRank; ++d)
         inside &= q.axis[d].Find(q.axis[d].Origin(to[d]) + taps[d] * q.axis[d].tap_step, &at[d]);
       const int in_pixel = (at[0] * q.axis[1].extent + at[1]) * q.axis[2].extent + at[2];
-      const Sum of_x = inside ? static_cast<Sum>(x[image * q.x_image + in_pixel * q.x_pixel + row % channels]) : Sum(0);
+      const int channel = group * channels + static_cast<int>(row % channels);
+      const Sum of_x = inside ? static_cast<Sum>(x[image * q.x_image + in_pixel * q.x_pixel + channel]) : Sum(0);
       sum += of_x * static_cast<Sum>(y[(batch * q.pixels + pixel) * q.y_pixel + feature]);
     }
     return sum;

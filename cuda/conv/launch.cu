@@ -1,5 +1,6 @@
 // Config -> kernel.
 #include "cuda/conv/depthwise.h"
+#include "cuda/conv/direct.h"
 #include "cuda/conv/epilogue.cuh"
 #include "cuda/conv/few_channels.h"
 #include "cuda/conv/few_features.h"
@@ -105,6 +106,9 @@ int Launch(const Problem& p, const Config& config, const void* lhs, const void* 
     case Unit::kPlanes:
       return filter ? LaunchPlanesFilter(p, config, lhs, rhs, out, workspace, stream)
                     : LaunchPlanes(p, lhs, rhs, out, epilogue, stream);
+    case Unit::kDirect:
+      return filter ? LaunchDirectFilter(p, config, lhs, rhs, out, workspace, stream)
+                    : LaunchDirect(p, lhs, rhs, out, epilogue, stream);
   }
   return cudaErrorInvalidValue;
 }

@@ -80,15 +80,6 @@ struct UnalignedCursor {
   }
 };
 
-// Calls f with the number of steps of a slice, as a type: products that nothing stands between run on together.
-template <int kMost = UnalignedPlan::kMostSteps, class F>
-__device__ __forceinline__ void VisitSteps(int steps, const F& f) {
-  if constexpr (kMost > 1) {
-    if (steps < kMost) return VisitSteps<kMost - 1>(steps, f);
-  }
-  f(std::integral_constant<int, kMost>());
-}
-
 // The sums of a tile's rows that are the warpgroup's.
 template <int kSteps, class T>
 __device__ __forceinline__ void MultiplyStrips(const UnalignedParams& q, const UnalignedShared<T>& shared,
@@ -98,9 +89,6 @@ __device__ __forceinline__ void MultiplyStrips(const UnalignedParams& q, const U
   const int all = q.groups * q.slices * q.tap_lines * q.window_width;
   // From one step's operands to the next's, in 16 bytes.
   const int step_a = 2 * q.pixels, step_b = 2 * T::kColumns;
-  const auto later = [](uint64_t descriptor, uint32_t more) {
-    return descriptor >> 32 << 32 | (static_cast<uint32_t>(descriptor) + more);
-  };
   int last_strip = -1, last_slab = -1;
   at.Begin();
 #pragma unroll 1
@@ -117,8 +105,8 @@ __device__ __forceinline__ void MultiplyStrips(const UnalignedParams& q, const U
     for (int k = 0; k < kSteps; ++k)
 #pragma unroll
       for (int m = 0; m < T::kBlocks; ++m)
-        hopper::Multiply<In, T::kColumns, false, false>(sums[m], later(a, k * step_a + m * 64), later(b, k * step_b),
-                                                        true);
+        hopper::Multiply<In, T::kColumns, false, false>(sums[m], hopper::Later(a, k * step_a + m * 64),
+                                                        hopper::Later(b, k * step_b), true);
     hopper::CommitProducts();
     // A tap's products run on while the next one's are issued; those before are done.
     hopper::WaitForProducts<1>();
@@ -154,8 +142,8 @@ __device__ void Consume(const UnalignedParams& q, const UnalignedShared<T>& shar
   for (int tile = blockIdx.x; tile < q.tiles; tile += gridDim.x) {
     const UnalignedPlace place(q, tile, T());
     typename T::Sums sums = {};
-    VisitSteps(q.steps,
-               [&](auto steps) { MultiplyStrips<decltype(steps)::value>(q, shared, warpgroup, at, copies, sums); });
+    hopper::VisitSteps<UnalignedPlan::kMostSteps>(
+        q.steps, [&](auto steps) { MultiplyStrips<decltype(steps)::value>(q, shared, warpgroup, at, copies, sums); });
 #pragma unroll 1
     for (int m = 0; m < T::kBlocks; ++m) {
       const int row = place.row + warpgroup * T::kWarpgroupRows + m * 64 + warp % 4 * 16;

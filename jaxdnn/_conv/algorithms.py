@@ -15,6 +15,7 @@ from jaxdnn._conv.padding import PaddingMode
 from jaxdnn._conv.primitives import (
   ALGORITHMS,
   DEPTHWISE,
+  DIRECT,
   FEW_CHANNELS,
   FEW_FEATURES,
   GROUPED,
@@ -107,7 +108,7 @@ def conv_algorithms(
   a, b = (jax.ShapeDtypeStruct((1, *shapes[name]), x.dtype) for name in OPERANDS[result])
   plans = [
     plan(result, a, b, dataclasses.replace(spec, algorithm=name), dtype, hopper=hopper)
-    for name in (*ALGORITHMS, DEPTHWISE, FEW_CHANNELS, GROUPED, FEW_FEATURES, UNALIGNED, PLANES)
+    for name in (*ALGORITHMS, DEPTHWISE, FEW_CHANNELS, GROUPED, FEW_FEATURES, UNALIGNED, PLANES, DIRECT)
   ]
   found = [
     ConvAlgorithm(

@@ -278,7 +278,7 @@ def _batch(operands: Any, dims: Any, *, result: str, spec: ConvSpec, dtype: Any)
 ALGORITHMS = ("implicit_gemm_wgmma", "implicit_gemm_mma", "implicit_gemm")
 # Also the names of their one tile.
 DEPTHWISE, FEW_CHANNELS, GROUPED, FEW_FEATURES = "depthwise", "few_channels", "grouped", "few_features"
-UNALIGNED, PLANES = "unaligned", "planes"
+UNALIGNED, PLANES, DIRECT = "unaligned", "planes", "direct"
 
 
 def plan(result: str, a: Any, b: Any, spec: ConvSpec, dtype: Any, *, hopper: bool) -> dict[str, Any] | None:

@@ -1,0 +1,18 @@
+// Direct convolution of few channels to a group, without stride, on Hopper's tensor cores.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "cuda/conv/conv.h"
+
+namespace jaxdnn::conv {
+
+// Forward (operand x) and data gradient (operand y).
+cudaError_t LaunchDirect(const Problem& p, const void* operand, const void* filter, void* out, const Epilogue& epilogue,
+                         cudaStream_t stream);
+
+// Filter gradient; `workspace` holds config.workspace_bytes.
+cudaError_t LaunchDirectFilter(const Problem& p, const Config& config, const void* x, const void* y, void* out,
+                               void* workspace, cudaStream_t stream);
+
+}  // namespace jaxdnn::conv

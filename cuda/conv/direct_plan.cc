@@ -1,0 +1,240 @@
+#include "cuda/conv/direct_plan.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "cuda/common/int_div.h"
+#include "cuda/conv/nominal.h"
+
+namespace jaxdnn::conv {
+namespace {
+
+constexpr int kMostChannels = 16 * DirectPlan::kMostSteps, kMostBox = 256, kStageBytes = 16 << 10, kSwizzleBytes = 1024;
+constexpr int kReserved = 1024;               // of a multiprocessor's shared memory, for each block
+constexpr int kEight = 8;                     // rows of an operand of wgmma, which the swizzle's pattern repeats with
+constexpr double kStart = 3500, kEnd = 1500;  // cycles of a block before its products and after them
+constexpr double kCacheBytes = 36;            // a cycle, per multiprocessor
+
+// Of the filter gradient: positions of a piece of several images, and cycles of a block and of a piece beside its
+// products.
+constexpr int kMostPositions = 256;
+constexpr double kFilterStart = 8000, kPieceCycles = 200;
+
+// Cycles of a product of 64 rows: reading its operands from shared memory takes longer than multiplying few columns.
+constexpr double Product(int columns) { return std::max(columns / 2.0, 16 + columns / 4.0); }
+
+// Of a block's tile of so many results or features.
+int BestColumns(int64_t features) {
+  const auto cost = [&](int n) { return CeilDiv(features, n) * Product(n); };
+  int best = 64;
+  for (const int n : {48, 32})
+    if (cost(n) < cost(best)) best = n;
+  return best;
+}
+
+}  // namespace
+
+bool DirectView::Fit(const Problem& p) {
+  for (int d = 0; d < kRank; ++d)
+    if (p.stride[d] != 1 || p.lhs_dilation[d] != 1) return false;
+  if (p.window[0] != 1 || p.pad[0] != 0 || p.x[0] != p.y[0]) return false;
+  images = p.images * p.x[0];
+  for (int d = 0; d < 2; ++d) {
+    x[d] = p.x[d + 1];
+    y[d] = p.y[d + 1];
+    window[d] = p.window[d + 1];
+    dilation[d] = p.rhs_dilation[d + 1];
+    pad[d] = p.pad[d + 1];
+  }
+  return true;
+}
+
+int DirectPlan::SharedBytes() const {
+  const int staged = kRows * (columns * 4 + kStagedMore), operands = x_bytes + stages * stage_taps * slab_bytes;
+  return std::max(staged, operands) + kBarrierBytes;
+}
+
+// Blocks of so wide results, and as many lines and images as have room.
+void DirectPlan::FitShape(int64_t of_width) {
+  const int64_t reach[] = {view.Reach(0), view.Reach(1)};
+  width = int(of_width);
+  boxes = int(CeilDiv(width + reach[1], kMostBox));
+  box_columns = int(boxes == 1 ? width + reach[1] : CeilDiv(CeilDiv(width + reach[1], boxes), kEight) * kEight);
+  pitch = boxes * box_columns;
+  const auto even = [](int64_t all, int64_t most) { return int(CeilDiv(all, CeilDiv(all, std::min(all, most)))); };
+  height = even(view.y[0], (kRows - width) / pitch + 1);
+  const int64_t plane = (height + reach[0]) * pitch;
+  images = height < view.y[0] ? 1 : even(view.images, (kRows - (height - 1) * pitch - width) / plane + 1);
+  images = std::min(images, kMostBox);
+  const int64_t rows = std::max(images * plane, kRows + reach[0] * pitch + reach[1]);
+  x_bytes = int(CeilDiv(rows * x_line, kSwizzleBytes)) * kSwizzleBytes;
+  column_tiles = int(CeilDiv(view.y[1], width));
+  line_tiles = int(CeilDiv(view.y[0], height));
+  image_tiles = int(CeilDiv(view.images, images));
+}
+
+bool DirectPlan::Fit(const Problem& p, bool forward) {
+  if (!view.Fit(p)) return false;
+  const int64_t size = SizeOf(p.in), taps = view.Taps();
+  columns = BestColumns(p.features);
+  feature_tiles = int(CeilDiv(p.features, columns));
+  steps = int(CeilDiv(p.channels, 16));
+  x_line = steps == 1 ? 32 : steps == 2 ? 64 : 128;
+  // Forward the filter's rows are channels, and else results.
+  filter_line = !forward ? x_line : columns == 32 ? 64 : 128;
+  slab_bytes = (forward ? 16 * steps : columns) * filter_line;
+  stage_taps = int(std::min<int64_t>(taps, std::max(1, kStageBytes / slab_bytes)));
+  const int all_stages = int(std::min<int64_t>(kMostStages, CeilDiv(taps, stage_taps)));
+  cycles = HUGE_VAL;
+  DirectPlan best = *this;
+  for (int64_t parts = 1; parts <= view.y[1]; ++parts) {
+    const int64_t of_width = CeilDiv(view.y[1], parts);
+    if (of_width > kRows) continue;
+    if (parts > 1 && of_width < kEight) break;
+    FitShape(of_width);
+    if (boxes > 1 && (height > 1 || view.Reach(0) > 0)) continue;
+    if (height + view.Reach(0) > kMostBox) continue;
+    // Two blocks share a multiprocessor, if they can.
+    for (const int together : {2, 1}) {
+      stages = all_stages;
+      const auto fits = [&] { return together * (SharedBytes() + kReserved) <= kMostSharedBytes + kReserved; };
+      while (stages > 1 && !fits()) --stages;
+      if (!fits() || stages < std::min(2, all_stages)) continue;
+      blocks = p.batch * p.groups * feature_tiles * image_tiles * line_tiles * column_tiles;
+      const double products = double(taps) * steps * (kRows / 64) * Product(columns);
+      const double loaded = (double(images) * (height + view.Reach(0)) * pitch * p.channels * size +
+                             double(taps) * p.channels * columns * size) /
+                            kCacheBytes;
+      const double each = std::max(products, loaded);
+      const double waves = std::ceil(double(blocks) / kMultiprocessors);
+      const double time = (together == 2 ? kStart + kEnd : waves * (kStart + kEnd)) + waves * each;
+      if (time < best.cycles) {
+        best = *this;
+        best.cycles = time;
+      }
+      break;
+    }
+  }
+  *this = best;
+  return cycles < HUGE_VAL;
+}
+
+bool DirectFilterPlan::FitShape(const Problem& p, bool by_lines, int64_t of_width, int64_t of_height) {
+  const int64_t reach[] = {view.Reach(0), ranges > 1 && view.window[0] == 1 ? RangeReach() : view.Reach(1)};
+  width = int(of_width);
+  height = int(of_height);
+  pitch = int(width + reach[1]);
+  x_lines = int(height + reach[0]);
+  images = 1;
+  y_columns = by_lines ? width : pitch;
+  y_lines = height;
+  if (std::max({pitch, x_lines, y_columns}) > kMostBox) return false;
+  if (by_lines) {
+    runs = height;
+    run_chunks = width / kTerms;
+    x_run = pitch;
+    y_run = width;
+  } else {
+    run_chunks = int(CeilDiv(height * pitch, kTerms));
+    runs = 1;
+    if (height == view.y[0]) {
+      // As many images as make a piece of some length, with a line of zeros after each of y.
+      const int64_t most = std::max<int64_t>(1, kMostPositions / (run_chunks * kTerms));
+      for (images = int(std::min<int64_t>(most, view.images)); p.batch > 1 && view.images % images != 0;) --images;
+      runs = images;
+      if (images > 1) y_lines += int(CeilDiv(run_chunks * kTerms - height * pitch, pitch));
+    }
+    x_run = x_lines * pitch;
+    y_run = y_lines * pitch;
+  }
+  x_rows = images * x_lines * pitch;
+  y_rows = images * y_lines * y_columns;
+  const int64_t last_tap = reach[0] * pitch + reach[1] + (neighbours - 1) * view.dilation[1];
+  const auto more = [&](int run, int rows, int64_t beyond) {
+    return int(std::max<int64_t>(0, (runs - 1) * run + run_chunks * kTerms + beyond - rows));
+  };
+  x_more = more(x_run, x_rows, last_tap);
+  y_more = more(y_run, y_rows, 0);
+  const auto bytes = [](int rows, int line) { return int(CeilDiv(rows * line, kSwizzleBytes)) * kSwizzleBytes; };
+  x_bytes = bytes(x_rows + x_more, x_line);
+  y_bytes = bytes(y_rows + y_more, y_line);
+  stages = std::min(kMostStages, (DirectPlan::kMostSharedBytes - DirectPlan::kBarrierBytes) / (x_bytes + y_bytes));
+  image_tiles = int(CeilDiv(view.images, images));
+  line_tiles = int(CeilDiv(view.y[0], height));
+  column_tiles = int(CeilDiv(view.y[1], width));
+  pieces = int64_t{image_tiles} * line_tiles * column_tiles;
+  return stages >= 2;
+}
+
+int64_t DirectFilterPlan::RangeReach() const {
+  return (int64_t{kWarpgroups} * products * neighbours - 1) * view.dilation[1];
+}
+
+double DirectFilterPlan::PieceCycles() const {
+  const double multiplied = double(runs) * run_chunks * kWarpgroups * products * Product(columns);
+  return std::max(multiplied, (x_rows * x_line + y_rows * y_line) / kCacheBytes) + kPieceCycles;
+}
+
+bool DirectFilterPlan::Fit(const Problem& p) {
+  if (!view.Fit(p)) return false;
+  columns = BestColumns(p.features);
+  feature_tiles = int(CeilDiv(p.features, columns));
+  x_line = p.channels <= 16 ? 32 : p.channels <= 32 ? 64 : 128;
+  y_line = columns == 32 ? 64 : 128;
+  neighbours = 128 / x_line;
+  channel_tiles = int(CeilDiv(p.channels, x_line / 2));
+  line_products = int(CeilDiv(view.window[1], neighbours));
+  const int64_t all = view.window[0] * line_products;
+  products = int(std::min<int64_t>(kMostProducts, CeilDiv(all, kWarpgroups)));
+  ranges = int(CeilDiv(all, kWarpgroups * products));
+  range_columns = view.window[0] == 1 ? int(kWarpgroups * products * neighbours * view.dilation[1]) : 0;
+  units = p.batch * p.groups * channel_tiles * feature_tiles * ranges;
+  double least = HUGE_VAL;
+  DirectFilterPlan best = *this;
+  const auto consider = [&](bool by_lines, int64_t of_width, int64_t of_height) {
+    if (!FitShape(p, by_lines, of_width, of_height)) return;
+    const double time = pieces * PieceCycles() * (stages > 2 ? 1 : 1.1);
+    if (time >= least) return;
+    least = time;
+    best = *this;
+  };
+  for (int64_t parts = 1; parts <= view.y[0]; ++parts) {
+    const int64_t of_height = CeilDiv(view.y[0], parts);
+    consider(false, view.y[1], of_height);
+    for (int64_t of_width = kTerms; of_width <= kMostBox; of_width += kTerms) {
+      if (of_height * of_width <= 2 * kMostPositions) consider(true, of_width, of_height);
+      if (of_width >= view.y[1]) break;
+    }
+    if (of_height == 1) break;
+    while (CeilDiv(view.y[0], parts + 1) == of_height) ++parts;
+  }
+  *this = best;
+  return least < HUGE_VAL;
+}
+
+bool TakesDirect(const Problem& problem) {
+  const Problem p = AsForward(problem);
+  if (SizeOf(p.in) != 2 || p.channels % 8 != 0 || p.features % 8 != 0) return false;
+  if (std::min({p.batch, p.images, p.channels, p.features, p.XPixels(), p.YPixels(), p.Taps()}) == 0) return false;
+  if (double(p.batch) * p.images * std::max(p.XPixels(), p.YPixels()) * 4 >= INT32_MAX) return false;
+  if (p.direction == Direction::kFilterGradient) return DirectFilterPlan().Fit(p);
+  return p.channels <= kMostChannels && DirectPlan().Fit(p, problem.direction == Direction::kForward);
+}
+
+double DirectCycles(const Problem& problem, int64_t splits) {
+  if (problem.direction == Direction::kFilterGradient) {
+    DirectFilterPlan plan;
+    if (!plan.Fit(problem)) return HUGE_VAL;
+    const double blocks = std::ceil(double(plan.units) * splits / kMultiprocessors);
+    return blocks * (kFilterStart + CeilDiv(plan.pieces, splits) * plan.PieceCycles());
+  }
+  DirectPlan plan;
+  return plan.Fit(AsForward(problem), problem.direction == Direction::kForward) ? plan.cycles : HUGE_VAL;
+}
+
+int64_t DirectPieces(const Problem& p) {
+  DirectFilterPlan plan;
+  return plan.Fit(p) ? plan.pieces : 0;
+}
+
+}  // namespace jaxdnn::conv

@@ -1,0 +1,89 @@
+// What the direct kernels (direct.h) take, how they cut it up, and how long that takes. A data gradient is the forward
+// convolution that AsForward makes of it. Plain host declarations.
+//
+// A block has the positions of the operand that some lines of results see in shared memory, those of an image, of
+// several, or of a part of one, and a group's channels of each. They lie in one row after the other, of a pitch that
+// has room for what the window sees beside them: a result's position is a row, and a tap of the window the row that is
+// always as far from it.
+#pragma once
+
+#include "cuda/conv/conv.h"
+
+namespace jaxdnn::conv {
+
+// A problem without stride as one of images: a line is an image of one, and planes that no window leaves are images.
+struct DirectView {
+  int64_t images;  // of a problem
+  int64_t x[2], y[2], window[2], dilation[2], pad[2];
+
+  bool Fit(const Problem& p);
+  int64_t Reach(int d) const { return (window[d] - 1) * dilation[d]; }
+  int64_t Taps() const { return window[0] * window[1]; }
+};
+
+struct DirectPlan {
+  static constexpr int kMostSteps = 4;
+  static constexpr int kRows = 256;      // of a block's products
+  static constexpr int kMostStages = 8;  // of some taps of the filter
+  static constexpr int kMostSharedBytes = 227 << 10, kBarrierBytes = 256;
+  static constexpr int kStagedMore = 32;  // bytes between the sums of two rows on their way
+
+  DirectView view;
+  int columns;                    // of a block's products: 32, 48 or 64 results
+  int steps;                      // of 16 channels
+  int x_line, filter_line;        // bytes of a row of the operand, and of the filter
+  int images, height, width;      // of a block's results
+  int pitch, box_columns, boxes;  // of the operand's lines, of which a box of the TMA unit has no more than 256 columns
+  int x_bytes;                    // of the operand in shared memory
+  int stage_taps, stages;
+  int slab_bytes;  // of a tap
+  int image_tiles, line_tiles, column_tiles, feature_tiles;
+  int64_t blocks;
+  double cycles;
+
+  bool Fit(const Problem& p, bool forward);
+  int SharedBytes() const;
+
+ private:
+  void FitShape(int64_t of_width);
+};
+
+// Of the filter gradient, whose sums go over the positions of y, 16 at a time. Those of a piece are some runs of as
+// many positions: of lines that both arrays have in the same pitch, y with zeros at the end of each, whole images are
+// runs; else single lines are. A product's rows are 64 channels of x at a tap, or 32 or 16 at as many neighbouring taps
+// of a line; a block has all taps, or a range of them, and its warpgroups share these products out.
+struct DirectFilterPlan {
+  static constexpr int kWarpgroups = 3, kMostProducts = 3, kMostStages = 8;
+  static constexpr int kTerms = 16;  // of a product
+
+  DirectView view;
+  int columns;                // features of a block: 32, 48 or 64
+  int x_line, y_line;         // bytes of a position in shared memory
+  int neighbours;             // taps of a product
+  int line_products;          // of a line of the window
+  int products;               // of a warpgroup, at most
+  int ranges, range_columns;  // of the products; and between those of a single line, of x
+  int channel_tiles, feature_tiles;
+  int images, height, width;               // of a piece of y
+  int pitch, x_lines, y_columns, y_lines;  // of its boxes
+  int runs, run_chunks, x_run, y_run;      // chunks of 16 positions; from one run to the next it is so many positions
+  int x_rows, y_rows;                      // in the boxes
+  int x_more, y_more;                      // and after them, of zeros
+  int x_bytes, y_bytes, stages;
+  int image_tiles, line_tiles, column_tiles;
+  int64_t pieces;  // of a problem
+  int64_t units;   // blocks of a slice
+
+  bool Fit(const Problem& p);
+  double PieceCycles() const;
+
+ private:
+  int64_t RangeReach() const;  // of the taps of a range
+  bool FitShape(const Problem& p, bool by_lines, int64_t of_width, int64_t of_height);
+};
+
+bool TakesDirect(const Problem& p);
+double DirectCycles(const Problem& p, int64_t splits);
+int64_t DirectPieces(const Problem& p);  // of the filter gradient
+
+}  // namespace jaxdnn::conv

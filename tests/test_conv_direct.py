@@ -1,0 +1,185 @@
+"""The direct kernels: what they take, and problems around their limits against the float64 oracle."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import conv_checks
+import jaxdnn
+from conv_cases import OTHERS, SAME3, ConvCase
+from conv_checks import check_epilogue, coarse
+from jaxdnn._conv.primitives import DIRECT, plan
+from jaxdnn._conv.spec import ConvSpec
+from numerics import assert_close, exact
+from test_conv_planes import not_finite
+
+DIRECTIONS = ("forward", "data_gradient", "filter_gradient")
+DTYPES = [("bfloat16",) * 2, ("float16",) * 2, ("bfloat16", "float32")]
+
+
+def names(direction, c, k, dtype="bfloat16", window=(3, 3), **options):
+  x = jax.ShapeDtypeStruct((options.pop("batch", 32), *options.pop("spatial", (56, 56)), c), dtype)
+  w = jax.ShapeDtypeStruct((*window, c // options.get("groups", 1), k), dtype)
+  layer = {"padding": "SAME", "precision": "default", **options}
+  return {each.name for each in jaxdnn.conv_algorithms(x, w, direction=direction, **layer)}
+
+
+def test_is_chosen():
+  """For groups of 24 to 64 channels, with small windows on small images and with long ones on sequences."""
+  for case in OTHERS:
+    if case.name.startswith(("regnet.w24", "regnet.w48", "regnet.w56", "wav2vec.pos")):
+      for result, operands in (("y", "xw"), ("x", "yw"), ("w", "xy")):
+        shapes = {"x": case.x_shape, "w": case.w_shape, "y": (*case.x_shape[:-1], case.k)}
+        spec = ConvSpec(*case.geometry, case.groups, case.spatial, case.window, None, None)
+        arrays = (jax.ShapeDtypeStruct((1, *shapes[name]), "bfloat16") for name in operands)
+        chosen = plan(result, *arrays, spec, np.dtype("bfloat16"), hopper=True)
+        assert chosen["algorithm"] == chosen["tile"] == DIRECT, (case.name, result)
+        assert (chosen["workspace_bytes"] > 0) == (result == "w")
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_is_not_offered(direction):
+  assert DIRECT in names(direction, 32, 32, padding=((-1, 2), (0, 3)), dilation=(1, 2))
+  assert DIRECT in names(direction, 8, 64, window=(5, 7))
+  assert DIRECT in names(direction, 64, 8, window=(31,), spatial=(99,))
+  assert DIRECT in names(direction, 96, 96, groups=4) and DIRECT not in names(direction, 48, 48, groups=4)
+  assert DIRECT not in names(direction, 36, 32) and DIRECT not in names(direction, 32, 36)
+  # What is gathered has 64 channels of a group at most.
+  gathered, other = ((72, 64), (64, 72)) if direction == "forward" else ((64, 72), (72, 64))
+  assert (DIRECT in names(direction, *gathered)) == (direction == "filter_gradient")
+  assert DIRECT in names(direction, *other)
+  # Planes may be images, where no window leaves them.
+  assert DIRECT in names(direction, 32, 32, window=(1, 3, 3), spatial=(8, 8, 8))
+  assert DIRECT not in names(direction, 32, 32, window=(3, 3, 3), spatial=(8, 8, 8))
+  assert DIRECT not in names(direction, 32, 32, window=(1, 3, 3), spatial=(8, 8, 8), padding=1)
+  assert DIRECT not in names(direction, 32, 32, hopper=False)
+  assert DIRECT not in names(direction, 32, 32, stride=2)
+  assert DIRECT not in names(direction, 32, 32, "float32") and DIRECT not in names(direction, 32, 32, batch=0)
+  # A window sees too much for shared memory, or for a box.
+  assert DIRECT not in names(direction, 64, 64, dilation=(40, 40), padding=40)
+  assert DIRECT not in names(direction, 8, 8, dilation=(256, 1), padding=256, spatial=(600, 8))
+
+
+_ = ConvCase
+# Channels and results of one to four steps, in tiles of 32, 48 and 64; blocks of part of a line, of lines, of an image
+# and of several, and one more or fewer; windows of any size, also of one tap; lines of two boxes.
+CASES = [
+  _("c32k32", 8, (9, 32), 32, (3, 3), 32, padding=SAME3),
+  *(_(f"c{n}k{n}", 2, (5, 9), n, (3, 3), n, padding=SAME3) for n in (8, 16, 24, 40, 48, 56, 64)),
+  _("c8k64", 9, (6, 31), 8, (3, 3), 64, padding=SAME3),
+  _("c64k8", 7, (8, 33), 64, (3, 3), 8, padding=SAME3),
+  _("1x1", 3, (7, 11), 24, (1, 1), 32),
+  _("2x5", 5, (7, 11), 24, (2, 5), 40, padding=((1, 0), (2, 3))),
+  _("7x7", 3, (14, 14), 32, (7, 7), 48, padding=((3, 3),) * 2),
+  _("no_padding", 3, (5, 18), 16, (3, 3), 24),
+  _("negative_padding", 2, (12, 19), 16, (3, 3), 24, padding=((-2, 1), (3, -3))),
+  _("far_padding", 1, (6, 5), 8, (3, 3), 16, padding=((7, 0), (0, 9))),
+  _("dilated", 3, (20, 20), 16, (3, 3), 32, padding=((3, 3), (5, 5)), rhs_dilation=(3, 5)),
+  _("many_images", 66, (7, 7), 16, (3, 3), 16, padding=SAME3),
+  _("wide", 1, (3, 600), 16, (3, 3), 16, padding=SAME3),
+  _("1d", 3, (400,), 48, (128,), 48, padding=((64, 63),)),
+  _("1d_two_boxes", 1, (256,), 8, (9,), 8, padding=((4, 4),)),
+  _("1d_dilated", 2, (300,), 24, (3,), 16, padding=((90, 90),), rhs_dilation=(90,)),
+  _("1d_short", 300, (3,), 16, (2,), 16, padding=((1, 0),)),
+  _("planes", 2, (3, 9, 10), 16, (1, 3, 3), 24, padding=((0, 0), *SAME3)),
+  _("groups8to16", 3, (6, 31), 40, (3, 3), 80, padding=SAME3, groups=5),
+  _("groups24", 33, (14, 14), 72, (3, 3), 72, padding=SAME3, groups=3),
+  _("groups48", 2, (14, 14), 96, (3, 3), 96, padding=((-1, 2), (0, 3)), groups=2),
+  _("groups64to32", 3, (8, 9), 128, (3, 3), 64, padding=((1, 1), (5, 5)), rhs_dilation=(1, 5), groups=2),
+  _("groups_1d", 2, (70,), 96, (16,), 96, padding=((8, 7),), groups=2),
+]
+BY_NAME = {case.name: case for case in CASES}
+
+
+def check(case, dtype, out_dtype, models=1, draw=coarse):
+  # The operand that is gathered has 64 channels of a group at most.
+  results = "".join(r for r, n in (("y", case.c), ("x", case.k), ("w", 0)) if n // case.groups <= 64)
+  conv_checks.check(case, DIRECT, dtype, out_dtype, draw=draw, models=models, results=results)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+  "case",
+  [
+    *CASES,
+    _("k144", 2, (9, 9), 64, (3, 3), 144, padding=SAME3),
+    _("c144", 2, (9, 9), 144, (3, 3), 40, padding=SAME3),
+  ],
+  ids=lambda c: c.name,
+)
+def test_kernels(case):
+  for dtype, out_dtype in DTYPES:
+    check(case, dtype, out_dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["c24k24", "many_images", "1d_dilated", "groups8to16"])
+def test_many_problems(name):
+  """Models do not mix, whose images do not fill a block."""
+  for models in (3, 20):
+    check(BY_NAME[name], "bfloat16", "bfloat16", models)
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitize
+@pytest.mark.parametrize("name", ["c24k24", "c48k48", "c8k64", "2x5", "1d_two_boxes", "groups64to32"])
+def test_kernels_under_the_sanitizer(name):
+  check(BY_NAME[name], "bfloat16", "bfloat16", 1 if BY_NAME[name].groups > 1 else 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(40))
+def test_random_problems(seed):
+  rng = np.random.default_rng(seed)
+  rank, groups = int(rng.integers(1, 3)), int(rng.choice([1, 1, 2, 5]))
+  spatial = tuple(int(n) for n in rng.integers(4, 400 if rank == 1 else 40, rank))
+  window = tuple(int(n) for n in rng.integers(1, 40 if rank == 1 else 6, rank))
+  dilation = tuple(int(n) for n in rng.integers(1, 4, rank))
+  padding = tuple((int(a), int(b)) for a, b in rng.integers(-1, 5, (rank, 2)))
+  # A window that is wider than what there is has no result.
+  padding = tuple((max(lo, (w - 1) * d), hi) if n + lo + hi <= (w - 1) * d else (lo, hi)
+                  for n, (lo, hi), w, d in zip(spatial, padding, window, dilation, strict=True))  # fmt: skip
+  c, k = (8 * int(n) for n in rng.integers(1, 9, 2))
+  case = _("random", int(rng.integers(1, 12)), spatial, c * groups, window, k * groups, padding=padding,
+           rhs_dilation=dilation, groups=groups)  # fmt: skip
+  check(case, *DTYPES[seed % 3], int(rng.integers(1, 4)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_infinities_stay_in_their_windows(dtype):
+  """Neither what fills up channels and columns nor lines that do not exist carry them anywhere."""
+  with np.errstate(invalid="ignore"):
+    for c, k in ((24, 40), (32, 32), (56, 8)):
+      check(_("", 3, (9, 13), c, (3, 3), k, padding=SAME3), dtype, dtype, draw=not_finite)
+      check(_("", 3, (9, 13), c, (3, 3), k, padding=((0, 2), (-1, 1))), dtype, dtype, 2, not_finite)
+      check(_("", 3, (9, 13), 3 * c, (3, 3), 3 * k, padding=SAME3, groups=3), dtype, dtype, 1, not_finite)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("features", [8, 32, 48, 56])
+@pytest.mark.parametrize("activation", [None, "relu", "gelu"])
+@pytest.mark.parametrize("dtype, out_dtype", [("bfloat16", None), ("float16", None), ("bfloat16", "float32")])
+def test_epilogue(features, activation, dtype, out_dtype):
+  layer = {"padding": "SAME", "activation": activation}
+  check_epilogue(DIRECT, (3, 7, 18, 40), (5, 3, 40, features), dtype, out_dtype, **layer)
+  check_epilogue(DIRECT, (3, 7, 18, 16), (3, 3, 8, 2 * features), dtype, out_dtype, groups=2, **layer)
+
+
+@pytest.mark.gpu
+def test_vmap():
+  """Models and their gradients, and gradients of single examples, as by the kernels of the CUDA cores."""
+  x, w = (jnp.asarray(coarse(shape, "bfloat16", i)) for i, shape in enumerate(((5, 4, 9, 11, 24), (5, 3, 3, 24, 32))))
+  g = jnp.asarray(coarse((5, 4, 9, 11, 32), "bfloat16", 2))
+
+  def results(name):
+    layer = {"padding": SAME3, "algorithm": name}
+    y = jax.vmap(lambda x, w: jaxdnn.conv(x, w, **layer))(x, w)
+    dx = jax.vmap(lambda g, w: jaxdnn.conv_dgrad(g, w, (9, 11), **layer))(g, w)
+    dw = jax.vmap(lambda x, g: jaxdnn.conv_wgrad(x, g, (3, 3), **layer))(x, g)
+    each = jax.vmap(lambda x, g: jaxdnn.conv_wgrad(x[None], g[None], (3, 3), **layer))(x[0], g[0])
+    return y, dx, dw, each
+
+  for got, want, terms in zip(results(DIRECT), results("implicit_gemm"), (216, 288, 396, 99), strict=True):
+    assert_close(got, exact(want), "bfloat16", terms=terms, scale=3 * np.sqrt(terms))
