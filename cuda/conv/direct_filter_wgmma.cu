@@ -34,8 +34,8 @@ struct DirectFilterParams {
   int columns, line_channels, channels, features, row_features;
   int window_height, window_width, neighbours, taps;
   int x_line, y_line, x_bytes, y_bytes, x_box, y_box, x_zeros, y_zeros, stages;
-  int chunks, run_chunks, x_jump, y_jump;  // of a piece; and, in 16 bytes, from the end of a run to the next
-  int line_step, column_step;              // of the window, likewise
+  int runs, run_chunks, x_jump, y_jump;  // of a piece; and, in 16 bytes, from the end of a run to the next
+  int line_step, column_step;            // of the window, likewise
   int64_t result_size;
 };
 
@@ -142,38 +142,39 @@ __device__ __forceinline__ void Consume(const DirectFilterParams& q, const Filte
   }
   const uint64_t a = hopper::LineDescriptor(shared.stages, q.x_line, 8 * q.x_line, q.column_step << 4);
   const uint64_t b = hopper::LineDescriptor(shared.stages + q.x_bytes, q.y_line, 8 * q.y_line, 0);
+  constexpr int kChunks = DirectFilterPlan::kAtOnce;
   const int x_step = q.x_line, y_step = q.y_line;  // of 16 positions, in 16 bytes
-  const int all = (place.End(q) - place.First(q)) * q.chunks;
+  const int pieces = place.End(q) - place.First(q);
   hopper::RingPlace turn;
-  int x = 0, y = 0, of_piece = 0, of_run = 0, before = -1;
+  bool begun = false;
 #pragma unroll 1
-  for (int i = 0; i < all; ++i) {
-    if (of_piece == 0) {
-      x = y = turn.stage * shared.stage_bytes >> 4;
-      hopper::WaitBarrier(shared.Full(turn.stage), turn.parity);
-    }
-    hopper::BeginProducts();
+  for (int piece = 0; piece < pieces; ++piece) {
+    int x = turn.stage * shared.stage_bytes >> 4, y = x;
+    hopper::WaitBarrier(shared.Full(turn.stage), turn.parity);
+#pragma unroll 1
+    for (int run = 0; run < q.runs; ++run) {
+#pragma unroll 1
+      for (int chunk = 0; chunk < q.run_chunks; chunk += kChunks) {
+        hopper::BeginProducts();
 #pragma unroll
-    for (int k = 0; k < kProducts; ++k)
-      hopper::Multiply<In, kColumns, true, true>(sums[k], hopper::Later(a, x + taps[k]), hopper::Later(b, y), i > 0);
-    hopper::CommitProducts();
-    hopper::WaitForProducts<1>();
-    if (before >= 0 && threadIdx.x % 32 == 0) hopper::Arrive(shared.Empty(before));
-    before = -1;
-    x += x_step;
-    y += y_step;
-    if (++of_run == q.run_chunks) {
-      of_run = 0;
+        for (int c = 0; c < kChunks; ++c)
+#pragma unroll
+          for (int k = 0; k < kProducts; ++k)
+            hopper::Multiply<In, kColumns, true, true>(sums[k], hopper::Later(a, x + taps[k] + c * x_step),
+                                                       hopper::Later(b, y + c * y_step), begun || c > 0);
+        hopper::CommitProducts();
+        hopper::WaitForProducts<1>();
+        begun = true;
+        x += kChunks * x_step;
+        y += kChunks * y_step;
+      }
       x += q.x_jump;
       y += q.y_jump;
     }
-    if (++of_piece == q.chunks) {
-      of_piece = 0;
-      before = turn.stage;
-      turn.Next(q.stages);
-    }
+    hopper::WaitForProducts<0>();
+    if (threadIdx.x % 32 == 0) hopper::Arrive(shared.Empty(turn.stage));
+    turn.Next(q.stages);
   }
-  hopper::WaitForProducts<0>();
 #pragma unroll
   for (auto& block : sums)
 #pragma unroll
@@ -272,7 +273,7 @@ cudaError_t LaunchTyped(const Problem& p, const Config& config, const void* x, c
   q.y_zeros = plan.y_more * plan.y_line;
   q.stages = plan.stages;
   q.run_chunks = plan.run_chunks;
-  q.chunks = plan.runs * plan.run_chunks;
+  q.runs = plan.runs;
   const int run = DirectFilterPlan::kTerms * plan.run_chunks;
   q.x_jump = (plan.x_run - run) * (plan.x_line >> 4);
   q.y_jump = (plan.y_run - run) * (plan.y_line >> 4);

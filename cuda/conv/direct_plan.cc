@@ -9,11 +9,11 @@
 namespace jaxdnn::conv {
 namespace {
 
-constexpr int kMostChannels = 16 * DirectPlan::kMostSteps, kMostBox = 256, kStageBytes = 16 << 10, kSwizzleBytes = 1024;
-constexpr int kReserved = 1024;               // of a multiprocessor's shared memory, for each block
-constexpr int kEight = 8;                     // rows of an operand of wgmma, which the swizzle's pattern repeats with
-constexpr double kStart = 3500, kEnd = 1500;  // cycles of a block before its products and after them
-constexpr double kCacheBytes = 36;            // a cycle, per multiprocessor
+constexpr int kMostChannels = 16 * DirectPlan::kMostSteps, kMostBox = 256, kStageBytes = 12 << 10, kSwizzleBytes = 1024;
+constexpr int kReserved = 1024;  // of a multiprocessor's shared memory, for each block
+constexpr int kEight = 8;        // rows of an operand of wgmma, which the swizzle's pattern repeats with
+constexpr double kStart = 6000, kLoad = 2500, kEnd = 1000;  // cycles of a block, and of a unit beside its products
+constexpr double kCacheBytes = 36;                          // a cycle, per multiprocessor
 
 // Of the filter gradient: positions of a piece of several images, and cycles of a block and of a piece beside its
 // products.
@@ -49,10 +49,7 @@ bool DirectView::Fit(const Problem& p) {
   return true;
 }
 
-int DirectPlan::SharedBytes() const {
-  const int staged = kRows * (columns * 4 + kStagedMore), operands = x_bytes + stages * stage_taps * slab_bytes;
-  return std::max(staged, operands) + kBarrierBytes;
-}
+int DirectPlan::SharedBytes() const { return x_stages * x_bytes + stages * stage_taps * slab_bytes + kBarrierBytes; }
 
 // Blocks of so wide results, and as many lines and images as have room.
 void DirectPlan::FitShape(int64_t of_width) {
@@ -84,7 +81,6 @@ bool DirectPlan::Fit(const Problem& p, bool forward) {
   filter_line = !forward ? x_line : columns == 32 ? 64 : 128;
   slab_bytes = (forward ? 16 * steps : columns) * filter_line;
   stage_taps = int(std::min<int64_t>(taps, std::max(1, kStageBytes / slab_bytes)));
-  const int all_stages = int(std::min<int64_t>(kMostStages, CeilDiv(taps, stage_taps)));
   cycles = HUGE_VAL;
   DirectPlan best = *this;
   for (int64_t parts = 1; parts <= view.y[1]; ++parts) {
@@ -94,25 +90,26 @@ bool DirectPlan::Fit(const Problem& p, bool forward) {
     FitShape(of_width);
     if (boxes > 1 && (height > 1 || view.Reach(0) > 0)) continue;
     if (height + view.Reach(0) > kMostBox) continue;
-    // Two blocks share a multiprocessor, if they can.
-    for (const int together : {2, 1}) {
-      stages = all_stages;
-      const auto fits = [&] { return together * (SharedBytes() + kReserved) <= kMostSharedBytes + kReserved; };
-      while (stages > 1 && !fits()) --stages;
-      if (!fits() || stages < std::min(2, all_stages)) continue;
-      blocks = p.batch * p.groups * feature_tiles * image_tiles * line_tiles * column_tiles;
-      const double products = double(taps) * steps * (kRows / 64) * Product(columns);
-      const double loaded = (double(images) * (height + view.Reach(0)) * pitch * p.channels * size +
-                             double(taps) * p.channels * columns * size) /
-                            kCacheBytes;
-      const double each = std::max(products, loaded);
-      const double waves = std::ceil(double(blocks) / kMultiprocessors);
-      const double time = (together == 2 ? kStart + kEnd : waves * (kStart + kEnd)) + waves * each;
-      if (time < best.cycles) {
-        best = *this;
-        best.cycles = time;
+    units = p.batch * p.groups * feature_tiles * image_tiles * line_tiles * column_tiles;
+    const double products = double(taps) * steps * (kRows / 64) * Product(columns);
+    const double loaded = (double(images) * (height + view.Reach(0)) * pitch * p.channels * size +
+                           double(taps) * p.channels * columns * size) /
+                          kCacheBytes;
+    for (int together = kTogether; together > 0; --together) {
+      blocks = std::min<int64_t>(units, kMultiprocessors * together);
+      const double waves = std::ceil(double(units) / kMultiprocessors), rounds = std::ceil(double(units) / blocks);
+      for (x_stages = kMostOperands; x_stages > 0; --x_stages) {
+        // Rather two operands than one, and as much of the filter as there is room for.
+        const auto fits = [&] { return together * (SharedBytes() + kReserved) <= kMostSharedBytes + kReserved; };
+        for (stages = kMostStages; stages > 1 && !fits();) --stages;
+        if (stages < 2 || (x_stages > 1 && rounds == 1)) continue;
+        const double time =
+            kStart + waves * std::max(products, loaded) + rounds * kEnd + (x_stages == 1 ? (rounds - 1) * kLoad : 0);
+        if (time < best.cycles) {
+          best = *this;
+          best.cycles = time;
+        }
       }
-      break;
     }
   }
   *this = best;
@@ -135,7 +132,7 @@ bool DirectFilterPlan::FitShape(const Problem& p, bool by_lines, int64_t of_widt
     x_run = pitch;
     y_run = width;
   } else {
-    run_chunks = int(CeilDiv(height * pitch, kTerms));
+    run_chunks = int(CeilDiv(height * pitch, kTerms * kAtOnce)) * kAtOnce;
     runs = 1;
     if (height == view.y[0]) {
       // As many images as make a piece of some length, with a line of zeros after each of y.
@@ -201,7 +198,7 @@ bool DirectFilterPlan::Fit(const Problem& p) {
   for (int64_t parts = 1; parts <= view.y[0]; ++parts) {
     const int64_t of_height = CeilDiv(view.y[0], parts);
     consider(false, view.y[1], of_height);
-    for (int64_t of_width = kTerms; of_width <= kMostBox; of_width += kTerms) {
+    for (int64_t of_width = kTerms * kAtOnce; of_width <= kMostBox; of_width += kTerms * kAtOnce) {
       if (of_height * of_width <= 2 * kMostPositions) consider(true, of_width, of_height);
       if (of_width >= view.y[1]) break;
     }

@@ -1,7 +1,7 @@
 // What the direct kernels (direct.h) take, how they cut it up, and how long that takes. A data gradient is the forward
 // convolution that AsForward makes of it. Plain host declarations.
 //
-// A block has the positions of the operand that some lines of results see in shared memory, those of an image, of
+// A unit has the positions of the operand that some lines of results see in shared memory, those of an image, of
 // several, or of a part of one, and a group's channels of each. They lie in one row after the other, of a pitch that
 // has room for what the window sees beside them: a result's position is a row, and a tap of the window the row that is
 // always as far from it.
@@ -23,22 +23,23 @@ struct DirectView {
 
 struct DirectPlan {
   static constexpr int kMostSteps = 4;
-  static constexpr int kRows = 256;      // of a block's products
+  static constexpr int kRows = 256;      // of a unit's products
   static constexpr int kMostStages = 8;  // of some taps of the filter
-  static constexpr int kMostSharedBytes = 227 << 10, kBarrierBytes = 256;
-  static constexpr int kStagedMore = 32;  // bytes between the sums of two rows on their way
+  static constexpr int kMostOperands = 2;
+  static constexpr int kTogether = 2;  // blocks to a multiprocessor, as registers allow
+  static constexpr int kMostSharedBytes = 227 << 10, kBarrierBytes = 1024;
 
   DirectView view;
-  int columns;                    // of a block's products: 32, 48 or 64 results
+  int columns;                    // of a unit's products: 32, 48 or 64 results
   int steps;                      // of 16 channels
   int x_line, filter_line;        // bytes of a row of the operand, and of the filter
-  int images, height, width;      // of a block's results
+  int images, height, width;      // of a unit's results
   int pitch, box_columns, boxes;  // of the operand's lines, of which a box of the TMA unit has no more than 256 columns
   int x_bytes;                    // of the operand in shared memory
-  int stage_taps, stages;
+  int stage_taps, stages, x_stages;
   int slab_bytes;  // of a tap
   int image_tiles, line_tiles, column_tiles, feature_tiles;
-  int64_t blocks;
+  int64_t units, blocks;
   double cycles;
 
   bool Fit(const Problem& p, bool forward);
@@ -55,6 +56,7 @@ struct DirectPlan {
 struct DirectFilterPlan {
   static constexpr int kWarpgroups = 3, kMostProducts = 3, kMostStages = 8;
   static constexpr int kTerms = 16;  // of a product
+  static constexpr int kAtOnce = 2;  // products of each tap
 
   DirectView view;
   int columns;                // features of a block: 32, 48 or 64

@@ -1,16 +1,17 @@
 // Direct convolution on Hopper's tensor cores, forward and in the data gradient.
 //
-// direct_plan.h says how a block's part of the operand lies in shared memory. It is there once, and wgmma reads it from
-// another row for each tap: the swizzle is a function of the address, so that an operand may begin anywhere. The filter
-// comes through a ring, some taps at a time. The TMA unit has a group's channels as an array of their own, so that what
-// fills up a row are zeros and no other group's.
+// direct_plan.h says how a part of the operand lies in shared memory. It is there once, and wgmma reads it from another
+// row for each tap: the swizzle is a function of the address, so that an operand may begin anywhere. The filter comes
+// through a ring, some taps at a time. The TMA unit has a group's channels as an array of their own, so that what fills
+// up a row are zeros and no other group's.
 //
 // Rows that are no position, since they stand for what the window sees beside the results, are multiplied and left out.
+// Two or three blocks share a multiprocessor, and each goes through several such units: one stores its sums, straight
+// from registers, while others multiply and the next operand is on its way.
 #include "cuda/common/fast_div.cuh"
 #include "cuda/conv/direct.cuh"
 #include "cuda/conv/direct.h"
-#include "cuda/conv/epilogue.cuh"
-#include "cuda/conv/wgmma_tile.cuh"
+#include "cuda/conv/runs.cuh"
 
 namespace jaxdnn::conv {
 namespace {
@@ -18,33 +19,32 @@ namespace {
 constexpr int kMultipliers = kConsumers * kWarpgroup, kThreads = kMultipliers + 32;  // and a warp that loads
 constexpr int kBlocksOfWarpgroup = DirectPlan::kRows / 64 / kConsumers;
 template <int kColumns>
-constexpr int kStagedLine = kColumns * 4 + DirectPlan::kStagedMore;  // bytes
-template <int kColumns>
 using DirectSums = float[kBlocksOfWarpgroup][kColumns / 2];
 
 struct DirectParams {
   CUtensorMap operand, filter;
   Epilogue epilogue;
   bool forward, wide;  // the result is of floats
+  int units;
   int features, groups, columns;
   int64_t bias_of_problem, pixel;  // elements of all groups
-  int images, height, width;       // of a block
+  int images, height, width;       // of a unit
   int problem_images, out_height, out_width;
   int pad_height, pad_width;
-  FastDiv column_div, line_div, image_div, feature_div, group_div;  // of a block's number
+  FastDiv column_div, line_div, image_div, feature_div, group_div;  // of a unit's number
   FastDiv pitch_div, plane_div;                                     // of a row
-  int x_line, filter_line, x_bytes, box_bytes, boxes, box_columns;
+  int x_line, filter_line, x_bytes, x_stages, box_bytes, boxes, box_columns;
   int taps, window_width, first_tap, column_step, line_step;  // of a tap's rows, in 16 bytes
-  int steps, step_bytes, slab_bytes, stage_taps, stages;
+  int steps, step_bytes, slab_bytes, stage_taps, stage_bytes, stages, ring_at;
 };
 
-// What a block computes.
+// A unit of the work.
 struct DirectPlace {
   int image, line, column, feature, group, problem;  // where it begins; images of all problems
   int images;                                        // that exist
 
-  __device__ DirectPlace(const DirectParams& q, int block) {
-    int rest = q.column_div.Div(block, &column);
+  __device__ DirectPlace(const DirectParams& q, int unit) {
+    int rest = q.column_div.Div(unit, &column);
     rest = q.line_div.Div(rest, &line);
     rest = q.image_div.Div(rest, &image);
     rest = q.feature_div.Div(rest, &feature);
@@ -66,21 +66,24 @@ struct DirectPlace {
   }
 };
 
-// A block's shared memory: the operand, the ring of the filter's taps, and, when all products are done, the sums.
+// A block's shared memory: the barriers, operands, and the ring of the filter's taps.
 struct DirectShared {
-  uint32_t operand, ring, barriers;
+  static constexpr int kMostStages = DirectPlan::kMostStages;
+  uint32_t begin;
 
-  __device__ DirectShared(const DirectParams& q, unsigned char* shared, int barriers_at)
-      : operand(static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
-        ring(operand + q.x_bytes),
-        barriers(operand + barriers_at) {}
-  __device__ uint32_t Full(int stage) const { return barriers + 16 * stage; }
-  __device__ uint32_t Empty(int stage) const { return barriers + 16 * stage + 8; }
-  __device__ uint32_t OperandFull() const { return Full(DirectPlan::kMostStages); }
+  __device__ explicit DirectShared(unsigned char* shared) : begin(SharedAddress(shared)) {}
+  __device__ uint32_t Operand(const DirectParams& q, int stage) const {
+    return begin + DirectPlan::kBarrierBytes + stage * q.x_bytes;
+  }
+  __device__ uint32_t Taps(const DirectParams& q, int stage) const { return begin + q.ring_at + stage * q.stage_bytes; }
+  __device__ uint32_t Full(int stage) const { return begin + 16 * stage; }
+  __device__ uint32_t Empty(int stage) const { return begin + 16 * stage + 8; }
+  __device__ uint32_t OperandFull(int stage) const { return Full(kMostStages + stage); }
+  __device__ uint32_t OperandEmpty(int stage) const { return Empty(kMostStages + stage); }
 
   __device__ void Init() const {
     if (threadIdx.x == 0) {
-      for (int i = 0; i <= DirectPlan::kMostStages; ++i) {
+      for (int i = 0; i < kMostStages + DirectPlan::kMostOperands; ++i) {
         hopper::InitBarrier(Full(i), 1);
         hopper::InitBarrier(Empty(i), kMultipliers / 32);
       }
@@ -90,62 +93,49 @@ struct DirectShared {
   }
 };
 
-__device__ void Produce(const DirectParams& q, const DirectShared& shared, const DirectPlace& place) {
-  hopper::ArriveExpecting(shared.OperandFull(), q.boxes * q.box_bytes);
+__device__ void Produce(const DirectParams& q, const DirectShared& shared) {
+  hopper::RingPlace operand, turn;
 #pragma unroll 1
-  for (int i = 0; i < q.boxes; ++i) {
-    const int at[] = {0, place.group, place.column - q.pad_width + i * q.box_columns, place.line - q.pad_height,
-                      place.image};
-    hopper::LoadBox(shared.operand + i * q.box_bytes, &q.operand, shared.OperandFull(), at);
-  }
-  hopper::RingPlace turn;
+  for (int unit = blockIdx.x; unit < q.units; unit += gridDim.x) {
+    const DirectPlace place(q, unit);
+    const uint32_t to = shared.Operand(q, operand.stage), full = shared.OperandFull(operand.stage);
+    hopper::WaitBarrier(shared.OperandEmpty(operand.stage), operand.parity ^ 1);
+    hopper::ArriveExpecting(full, q.boxes * q.box_bytes);
 #pragma unroll 1
-  for (int tap = 0; tap < q.taps; tap += q.stage_taps) {
-    const int at[] = {q.forward ? place.feature : 0, q.forward ? 0 : place.feature, tap, place.problem, place.group};
-    hopper::WaitBarrier(shared.Empty(turn.stage), turn.parity ^ 1);
-    hopper::ArriveExpecting(shared.Full(turn.stage), q.stage_taps * q.slab_bytes);
-    hopper::LoadBox(shared.ring + turn.stage * q.stage_taps * q.slab_bytes, &q.filter, shared.Full(turn.stage), at);
-    turn.Next(q.stages);
+    for (int i = 0; i < q.boxes; ++i) {
+      const int at[] = {0, place.group, place.column - q.pad_width + i * q.box_columns, place.line - q.pad_height,
+                        place.image};
+      hopper::LoadBox(to + i * q.box_bytes, &q.operand, full, at);
+    }
+    operand.Next(q.x_stages);
+#pragma unroll 1
+    for (int tap = 0; tap < q.taps; tap += q.stage_taps) {
+      const int at[] = {q.forward ? place.feature : 0, q.forward ? 0 : place.feature, tap, place.problem, place.group};
+      hopper::WaitBarrier(shared.Empty(turn.stage), turn.parity ^ 1);
+      hopper::ArriveExpecting(shared.Full(turn.stage), q.stage_bytes);
+      hopper::LoadBox(shared.Taps(q, turn.stage), &q.filter, shared.Full(turn.stage), at);
+      turn.Next(q.stages);
+    }
   }
 }
 
-// Stores the sums of a warpgroup's rows, which are in shared memory, eight at a time.
-template <class Out, int kColumns>
-__device__ __forceinline__ void FinishRows(const DirectParams& q, const DirectPlace& place, int first_row,
-                                           uint32_t staged, Out* out) {
-  constexpr int kRuns = kColumns / 8, kItems = 64 * kBlocksOfWarpgroup * kRuns;
-#pragma unroll 1
-  for (int i = threadIdx.x % kWarpgroup; i < kItems; i += kWarpgroup) {
-    const int row = i / kRuns, feature = place.feature + i % kRuns * 8, pixel = place.Pixel(q, first_row + row);
-    if (pixel < 0 || feature >= q.features) continue;
-    const int of_groups = place.group * q.features + feature;
-    const int64_t to = pixel * q.pixel + of_groups;
-    float v[8];
-    const uint32_t from = staged + row * kStagedLine<kColumns> + i % kRuns * 32;
-    hopper::LoadWords(reinterpret_cast<uint32_t (&)[4]>(v[0]), from);
-    hopper::LoadWords(reinterpret_cast<uint32_t (&)[4]>(v[4]), from + 16);
-    Add<Out>(v, q.epilogue.bias, place.problem * q.bias_of_problem + of_groups);
-    Add<Out>(v, q.epilogue.residual, to);
-    Activate<Out>(v, q.epilogue.activation);
-    *reinterpret_cast<Vec<Out, 8>*>(out + to) = Round<Out>(v);
-  }
+__device__ __forceinline__ void ArriveOnce(uint32_t barrier) {
+  if (threadIdx.x % 32 == 0) hopper::Arrive(barrier);
 }
 
 // The sums of a warpgroup's rows over all taps of the window.
 template <class In, bool kForward, int kColumns, int kSteps>
-__device__ __forceinline__ void MultiplyTaps(const DirectParams& q, const DirectShared& shared, int first_row,
-                                             DirectSums<kColumns>& sums) {
+__device__ __forceinline__ void MultiplyTaps(const DirectParams& q, const DirectShared& shared, uint32_t rows,
+                                             hopper::RingPlace& turn, DirectSums<kColumns>& sums) {
   // From one step's operand, and from 64 rows, to the next, in 16 bytes.
   const int step_b = q.step_bytes >> 4, next_rows = 64 * q.x_line >> 4, slab = q.slab_bytes >> 4;
-  const uint64_t rows = hopper::LineDescriptor(shared.operand + first_row * q.x_line, q.x_line, 8 * q.x_line, 0);
-  const uint64_t taps = hopper::LineDescriptor(shared.ring, q.filter_line, 8 * q.filter_line, 0);
-  hopper::WaitBarrier(shared.OperandFull(), 0);
-  hopper::RingPlace turn;
-  int a = q.first_tap, b = 0, column = 0, of_stage = 0, before = -1;
+  const uint64_t a = hopper::LineDescriptor(rows, q.x_line, 8 * q.x_line, 0);
+  const uint64_t b = hopper::LineDescriptor(shared.Taps(q, 0), q.filter_line, 8 * q.filter_line, 0);
+  int row = q.first_tap, tap = 0, column = 0, of_stage = 0, before = -1;
 #pragma unroll 1
-  for (int tap = 0; tap < q.taps; ++tap) {
+  for (int i = 0; i < q.taps; ++i) {
     if (of_stage == 0) {
-      b = turn.stage * q.stage_taps * slab;
+      tap = turn.stage * q.stage_bytes >> 4;
       hopper::WaitBarrier(shared.Full(turn.stage), turn.parity);
     }
     hopper::BeginProducts();
@@ -153,18 +143,18 @@ __device__ __forceinline__ void MultiplyTaps(const DirectParams& q, const Direct
     for (int k = 0; k < kSteps; ++k)
 #pragma unroll
       for (int m = 0; m < kBlocksOfWarpgroup; ++m)
-        hopper::Multiply<In, kColumns, false, kForward>(sums[m], hopper::Later(rows, a + m * next_rows + 2 * k),
-                                                        hopper::Later(taps, b + k * step_b), true);
+        hopper::Multiply<In, kColumns, false, kForward>(sums[m], hopper::Later(a, row + m * next_rows + 2 * k),
+                                                        hopper::Later(b, tap + k * step_b), true);
     hopper::CommitProducts();
     // A tap's products run on while the next one's are issued; those before are done.
     hopper::WaitForProducts<1>();
-    if (before >= 0 && threadIdx.x % 32 == 0) hopper::Arrive(shared.Empty(before));
+    if (before >= 0) ArriveOnce(shared.Empty(before));
     before = -1;
-    b += slab;
-    a += q.column_step;
+    tap += slab;
+    row += q.column_step;
     if (++column == q.window_width) {
       column = 0;
-      a += q.line_step;
+      row += q.line_step;
     }
     if (++of_stage == q.stage_taps) {
       of_stage = 0;
@@ -173,52 +163,133 @@ __device__ __forceinline__ void MultiplyTaps(const DirectParams& q, const Direct
     }
   }
   hopper::WaitForProducts<0>();
-}
-
-template <class In, bool kForward, int kColumns>
-__device__ void Consume(const DirectParams& q, const DirectShared& shared, const DirectPlace& place, int warpgroup,
-                        void* out) {
-  DirectSums<kColumns> sums = {};
-  const int first_row = warpgroup * kBlocksOfWarpgroup * 64;
-  hopper::VisitSteps<DirectPlan::kMostSteps>(q.steps, [&](auto steps) {
-    MultiplyTaps<In, kForward, kColumns, decltype(steps)::value>(q, shared, first_row, sums);
-  });
 #pragma unroll
   for (auto& block : sums)
 #pragma unroll
     for (float& each : block) asm volatile("" : "+f"(each));
+  if (of_stage > 0) {
+    before = turn.stage;
+    turn.Next(q.stages);
+  }
+  ArriveOnce(shared.Empty(before));
+}
 
-  hopper::SyncThreads(1 + kConsumers, kMultipliers);  // nobody needs the operands any more
-  const int warp = threadIdx.x % kWarpgroup / 32, lane = threadIdx.x % 32;
-  constexpr int kLine = kStagedLine<kColumns>;
-  const uint32_t staged = shared.operand + first_row * kLine;
+// A thread's four rows, each eight after the last or in the next 64, have runs of four results in every 16.
+constexpr int kThreadRows = 2 * kBlocksOfWarpgroup, kRun = 4, kRunTiles = 2;
+template <int kColumns>
+using DirectRuns = float[kThreadRows][kColumns / 16][kRun];
+
+// Where a thread stores.
+struct DirectStores {
+  int pixels[kThreadRows];  // or -1
+  int first, left;          // of its runs' features: the first one, of all groups, and how many there are from there on
+
+  __device__ DirectStores(const DirectParams& q, const DirectPlace& place, int first_row) {
+    const int feature = place.feature + FirstOfRun<kRunTiles>();
+    left = q.features - feature;
+    first = place.group * q.features + feature;
 #pragma unroll
-  for (int m = 0; m < kBlocksOfWarpgroup; ++m)
-#pragma unroll
-    for (int i = 0; i < kColumns / 4; ++i) {
-      const int row = 64 * m + 16 * warp + lane / 4 + i % 2 * 8;
-      hopper::StorePair(staged + row * kLine + i / 2 * 32 + lane % 4 * 8, sums[m][2 * i], sums[m][2 * i + 1]);
+    for (int i = 0; i < kThreadRows; ++i) {
+      const int warp = threadIdx.x % kWarpgroup / 32, lane = threadIdx.x % 32;
+      pixels[i] = place.Pixel(q, first_row + i / 2 * 64 + warp * 16 + lane / 4 + i % 2 * 8);
     }
-  hopper::SyncWarpgroup(1 + warpgroup);
-  if (q.wide) {
-    FinishRows<float, kColumns>(q, place, first_row, staged, static_cast<float*>(out));
+  }
+  __device__ bool Exists(int row, int run) const { return pixels[row] >= 0 && 16 * run < left; }
+  __device__ int64_t To(const DirectParams& q, int row) const { return int64_t{pixels[row]} * q.pixel + first; }
+};
+
+// Stores rows after an epilogue.
+template <class Out, int kColumns>
+__device__ __forceinline__ void FinishRows(const DirectParams& q, const DirectStores& stores, int64_t bias,
+                                           DirectRuns<kColumns>& runs, Out* out) {
+#pragma unroll
+  for (int i = 0; i < kThreadRows; ++i)
+#pragma unroll
+    for (int j = 0; j < kColumns / 16; ++j)
+      if (stores.Exists(i, j)) AddToRun<Out>(q.epilogue, runs[i][j], bias + 16 * j, stores.To(q, i) + 16 * j);
+  const auto kind = q.epilogue.activation.kind;
+  float (&all)[kColumns] = reinterpret_cast<float (&)[kColumns]>(runs);
+  if (kind == activation::Kind::kRelu) {
+#pragma unroll
+    for (float& each : all) each = each < 0 ? 0 : each;
+  } else if (kind != activation::Kind::kIdentity) {
+#pragma unroll 1
+    for (int i = 0; i < kColumns; i += kRun) {
+      float run[kRun];
+#pragma unroll
+      for (int k = 0; k < kRun; ++k) run[k] = all[k];
+      Activate<Out>(run, q.epilogue.activation);
+      Rotate<kRun>(all);
+#pragma unroll
+      for (int k = 0; k < kRun; ++k) all[kColumns - kRun + k] = run[k];
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kThreadRows; ++i)
+#pragma unroll
+    for (int j = 0; j < kColumns / 16; ++j)
+      if (stores.Exists(i, j)) StoreRun(runs[i][j], out + stores.To(q, i) + 16 * j);
+}
+
+// Of plain sums, which are stored as they are in the operands' type, or others.
+template <class In, int kColumns, bool kPlain>
+__device__ __forceinline__ void StoreSums(const DirectParams& q, const DirectStores& stores, int64_t bias,
+                                          const DirectSums<kColumns>& sums, void* out) {
+  if constexpr (kPlain) {
+#pragma unroll
+    for (int i = 0; i < kThreadRows; ++i)
+#pragma unroll
+      for (int j = 0; j < kColumns / 16; ++j) {
+        uint32_t words[kRunTiles];
+        GatherPacked<In>(sums[i / 2] + 8 * j + i % 2 * 2, words);
+        if (stores.Exists(i, j)) StoreWords(static_cast<In*>(out) + stores.To(q, i) + 16 * j, words);
+      }
   } else {
-    FinishRows<In, kColumns>(q, place, first_row, staged, static_cast<In*>(out));
+    DirectRuns<kColumns> runs;
+#pragma unroll
+    for (int i = 0; i < kThreadRows; ++i)
+#pragma unroll
+      for (int j = 0; j < kColumns / 16; ++j) GatherRun<kRunTiles>(sums[i / 2] + 8 * j + i % 2 * 2, runs[i][j]);
+    if (q.wide) {
+      FinishRows<float, kColumns>(q, stores, bias, runs, static_cast<float*>(out));
+    } else {
+      FinishRows<In, kColumns>(q, stores, bias, runs, static_cast<In*>(out));
+    }
   }
 }
 
-template <class In, bool kForward, int kColumns>
-__global__ void __launch_bounds__(kThreads, 2)
-    DirectKernel(const __grid_constant__ DirectParams q, int barriers_at, void* out) {
+template <class In, bool kForward, int kColumns, bool kPlain>
+__device__ void Consume(const DirectParams& q, const DirectShared& shared, int warpgroup, void* out) {
+  const int first_row = warpgroup * kBlocksOfWarpgroup * 64;
+  hopper::RingPlace operand, turn;
+#pragma unroll 1
+  for (int unit = blockIdx.x; unit < q.units; unit += gridDim.x) {
+    const uint32_t rows = shared.Operand(q, operand.stage) + first_row * q.x_line;
+    DirectSums<kColumns> sums = {};
+    hopper::WaitBarrier(shared.OperandFull(operand.stage), operand.parity);
+    hopper::VisitSteps<DirectPlan::kMostSteps>(q.steps, [&](auto steps) {
+      MultiplyTaps<In, kForward, kColumns, decltype(steps)::value>(q, shared, rows, turn, sums);
+    });
+    ArriveOnce(shared.OperandEmpty(operand.stage));
+    operand.Next(q.x_stages);
+    const DirectPlace place(q, unit);
+    const DirectStores stores(q, place, first_row);
+    StoreSums<In, kColumns, kPlain>(q, stores, place.problem * q.bias_of_problem + stores.first, sums, out);
+  }
+}
+
+// 64 columns with an epilogue have more registers.
+template <class In, bool kForward, int kColumns, bool kPlain>
+__global__ void __launch_bounds__(kThreads, kPlain || kColumns < 64 ? DirectPlan::kTogether : 1)
+    DirectKernel(const __grid_constant__ DirectParams q, void* out) {
   if constexpr (hopper::kAvailable) {
     extern __shared__ __align__(1024) unsigned char memory[];
-    const DirectShared shared(q, memory, barriers_at);
+    const DirectShared shared(memory);
     shared.Init();
-    const DirectPlace place(q, blockIdx.x);
     if (threadIdx.x < kMultipliers)
-      Consume<In, kForward, kColumns>(q, shared, place, threadIdx.x / kWarpgroup, out);
+      Consume<In, kForward, kColumns, kPlain>(q, shared, threadIdx.x / kWarpgroup, out);
     else if (threadIdx.x == kMultipliers)
-      Produce(q, shared, place);
+      Produce(q, shared);
   }
 }
 
@@ -230,6 +301,7 @@ cudaError_t LaunchTyped(const Problem& p, const DirectPlan& plan, const void* op
   q.epilogue = epilogue;
   q.forward = kForward;
   q.wide = p.out != p.in;
+  q.units = int(plan.units);
   q.features = int(p.features);
   q.columns = plan.columns;
   q.bias_of_problem = q.pixel = p.groups * p.features;
@@ -252,6 +324,7 @@ cudaError_t LaunchTyped(const Problem& p, const DirectPlan& plan, const void* op
   q.x_line = plan.x_line;
   q.filter_line = plan.filter_line;
   q.x_bytes = plan.x_bytes;
+  q.x_stages = plan.x_stages;
   q.boxes = plan.boxes;
   q.box_columns = plan.box_columns;
   q.box_bytes = plan.images * lines * plan.box_columns * plan.x_line;
@@ -267,7 +340,9 @@ cudaError_t LaunchTyped(const Problem& p, const DirectPlan& plan, const void* op
   q.step_bytes = kForward ? 16 * plan.filter_line : 32;
   q.slab_bytes = plan.slab_bytes;
   q.stage_taps = plan.stage_taps;
+  q.stage_bytes = plan.stage_taps * plan.slab_bytes;
   q.stages = plan.stages;
+  q.ring_at = DirectPlan::kBarrierBytes + plan.x_stages * plan.x_bytes;
 
   cudaError_t e = EncodeGroups(&q.operand, p.in, operand, p.groups, p.channels, view.x, p.batch * view.images,
                                plan.x_line, plan.box_columns, lines, plan.images);
@@ -279,11 +354,12 @@ cudaError_t LaunchTyped(const Problem& p, const DirectPlan& plan, const void* op
                     {plan.filter_line / 2, plan.slab_bytes / plan.filter_line, plan.stage_taps, 1, 1}, true, false,
                     {p.groups * along, tap, tap * view.Taps(), along});
   if (e != cudaSuccess) return e;
-  const int shared_bytes = plan.SharedBytes();
-  const Grid grid = {plan.blocks, kThreads, size_t(shared_bytes)};
+  const Grid grid = {plan.blocks, kThreads, size_t(plan.SharedBytes())};
   return VisitDirectColumns(plan.columns, [&](auto columns) {
-    return LaunchKernel(DirectKernel<In, kForward, decltype(columns)::value>, grid, stream, q,
-                        shared_bytes - DirectPlan::kBarrierBytes, out);
+    constexpr int kColumns = decltype(columns)::value;
+    return LaunchKernel(!q.wide && IsNone(epilogue) ? DirectKernel<In, kForward, kColumns, true>
+                                                    : DirectKernel<In, kForward, kColumns, false>,
+                        grid, stream, q, out);
   });
 }
 

@@ -2,9 +2,8 @@
 #pragma once
 
 #include "cuda/common/fast_div.cuh"
-#include "cuda/conv/epilogue.cuh"
-#include "cuda/conv/exchange.cuh"
 #include "cuda/conv/planes_plan.h"
+#include "cuda/conv/runs.cuh"
 #include "cuda/conv/wgmma_tile.cuh"
 
 namespace jaxdnn::conv {
@@ -131,14 +130,6 @@ struct PlanesRows {
   }
 };
 
-template <int kWords>
-__device__ __forceinline__ void StoreWords(void* to, const uint32_t (&words)[kWords]) {
-  if constexpr (kWords == 4)
-    __stwb(static_cast<uint4*>(to), make_uint4(words[0], words[1], words[2], words[3]));
-  else
-    __stwb(static_cast<uint2*>(to), make_uint2(words[0], words[1]));
-}
-
 // Where four features of a row wait: rows of four chunks that warps store together, and of eight that they load
 // together, meet in no bank.
 __device__ inline uint32_t StagedChunk(uint32_t staged, int row, int chunk) {
@@ -187,23 +178,11 @@ __device__ __forceinline__ void TakePlane(PlaneSums<kFeatures>& sums, PlaneResul
 template <class Out, int kRun>
 __device__ __forceinline__ void FinishRun(const PlanesParams& q, float (&run)[kRun], int64_t bias, int64_t to,
                                           Out* out) {
+  AddToRun<Out>(q.epilogue, run, bias, to);
   const bool relu = q.epilogue.activation.kind == activation::Kind::kRelu;
 #pragma unroll
-  for (int i = 0; i < kRun; i += 4) {
-    float (&part)[4] = reinterpret_cast<float (&)[4]>(run[i]);
-    Add<Out>(part, q.epilogue.bias, bias + i);
-    Add<Out>(part, q.epilogue.residual, to + i);
-#pragma unroll
-    for (float& each : part) each = relu && each < 0 ? 0 : each;
-    if constexpr (sizeof(Out) == 4)
-      __stwb(reinterpret_cast<float4*>(out + to + i), make_float4(part[0], part[1], part[2], part[3]));
-  }
-  if constexpr (sizeof(Out) == 2) {
-    uint32_t words[kRun / 2];
-#pragma unroll
-    for (int i = 0; i < kRun / 2; ++i) words[i] = Pack<Out>(run[2 * i], run[2 * i + 1]);
-    StoreWords(out + to, words);
-  }
+  for (float& each : run) each = relu && each < 0 ? 0 : each;
+  StoreRun(run, out + to);
 }
 
 // Stores floats after any epilogue. Two neighbouring lanes exchange what they have of 16 features, so that a warp
@@ -312,15 +291,7 @@ __device__ __forceinline__ void StorePlane(const PlanesParams& q, const PlanesPl
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           float run[kFeatures / 4];
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            uint32_t words[kFeatures / 8];
-#pragma unroll
-            for (int j = 0; j < kFeatures / 8; ++j) words[j] = __float_as_uint(results[m][4 * j + 2 * half + e]);
-            Transpose(words);
-#pragma unroll
-            for (int j = 0; j < kFeatures / 8; ++j) run[2 * j + e] = __uint_as_float(words[j]);
-          }
+          GatherRun<kFeatures / 8>(results[m] + 2 * half, run);
           const int64_t to = offset + first[m][half];
           if (first[m][half] < 0) continue;
           if (q.wide) {
@@ -334,12 +305,7 @@ __device__ __forceinline__ void StorePlane(const PlanesParams& q, const PlanesPl
     // All exchanges before all stores: those of one row would wait for each other.
     uint32_t words[4][kFeatures / 8];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float* const row = results[i / 2] + i % 2 * 2;
-#pragma unroll
-      for (int j = 0; j < kFeatures / 8; ++j) words[i][j] = Pack<In>(row[4 * j], row[4 * j + 1]);
-      Transpose(words[i]);
-    }
+    for (int i = 0; i < 4; ++i) GatherPacked<In>(results[i / 2] + i % 2 * 2, words[i]);
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       if (const int64_t from = first[i / 2][i % 2]; from >= 0)
