@@ -81,6 +81,9 @@ bool DirectPlan::Fit(const Problem& p, bool forward) {
   filter_line = !forward ? x_line : columns == 32 ? 64 : 128;
   slab_bytes = (forward ? 16 * steps : columns) * filter_line;
   stage_taps = int(std::min<int64_t>(taps, std::max(1, kStageBytes / slab_bytes)));
+  taps_at_once =
+      view.window[1] % kAtOnce == 0 && steps <= kMostStepsAtOnce && columns <= kMostColumnsAtOnce ? kAtOnce : 1;
+  stage_taps = std::max(taps_at_once, stage_taps / taps_at_once * taps_at_once);
   cycles = HUGE_VAL;
   DirectPlan best = *this;
   for (int64_t parts = 1; parts <= view.y[1]; ++parts) {

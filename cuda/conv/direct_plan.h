@@ -23,8 +23,9 @@ struct DirectView {
 
 struct DirectPlan {
   static constexpr int kMostSteps = 4;
-  static constexpr int kRows = 256;      // of a unit's products
-  static constexpr int kMostStages = 8;  // of some taps of the filter
+  static constexpr int kAtOnce = 3, kMostStepsAtOnce = 2, kMostColumnsAtOnce = 32;  // taps, as registers allow
+  static constexpr int kRows = 256;                                                 // of a unit's products
+  static constexpr int kMostStages = 8;                                             // of some taps of the filter
   static constexpr int kMostOperands = 2;
   static constexpr int kTogether = 2;  // blocks to a multiprocessor, as registers allow
   static constexpr int kMostSharedBytes = 227 << 10, kBarrierBytes = 1024;
@@ -36,6 +37,7 @@ struct DirectPlan {
   int images, height, width;      // of a unit's results
   int pitch, box_columns, boxes;  // of the operand's lines, of which a box of the TMA unit has no more than 256 columns
   int x_bytes;                    // of the operand in shared memory
+  int taps_at_once;               // of a line, between two waits for products: kAtOnce or 1
   int stage_taps, stages, x_stages;
   int slab_bytes;  // of a tap
   int image_tiles, line_tiles, column_tiles, feature_tiles;

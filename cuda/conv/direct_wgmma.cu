@@ -24,7 +24,7 @@ using DirectSums = float[kBlocksOfWarpgroup][kColumns / 2];
 struct DirectParams {
   CUtensorMap operand, filter;
   Epilogue epilogue;
-  bool forward, wide;  // the result is of floats
+  bool forward, plain, wide;  // sums are stored as they are, in the operands' type; the result is of floats
   int units;
   int features, groups, columns;
   int64_t bias_of_problem, pixel;  // elements of all groups
@@ -35,7 +35,7 @@ struct DirectParams {
   FastDiv pitch_div, plane_div;                                     // of a row
   int x_line, filter_line, x_bytes, x_stages, box_bytes, boxes, box_columns;
   int taps, window_width, first_tap, column_step, line_step;  // of a tap's rows, in 16 bytes
-  int steps, step_bytes, slab_bytes, stage_taps, stage_bytes, stages, ring_at;
+  int taps_at_once, steps, step_bytes, slab_bytes, stage_taps, stage_bytes, stages, ring_at;
 };
 
 // A unit of the work.
@@ -123,8 +123,8 @@ __device__ __forceinline__ void ArriveOnce(uint32_t barrier) {
   if (threadIdx.x % 32 == 0) hopper::Arrive(barrier);
 }
 
-// The sums of a warpgroup's rows over all taps of the window.
-template <class In, bool kForward, int kColumns, int kSteps>
+// The sums of a warpgroup's rows over all taps of the window, kTaps neighbouring ones of a line at a time.
+template <class In, bool kForward, int kColumns, int kSteps, int kTaps>
 __device__ __forceinline__ void MultiplyTaps(const DirectParams& q, const DirectShared& shared, uint32_t rows,
                                              hopper::RingPlace& turn, DirectSums<kColumns>& sums) {
   // From one step's operand, and from 64 rows, to the next, in 16 bytes.
@@ -133,30 +133,33 @@ __device__ __forceinline__ void MultiplyTaps(const DirectParams& q, const Direct
   const uint64_t b = hopper::LineDescriptor(shared.Taps(q, 0), q.filter_line, 8 * q.filter_line, 0);
   int row = q.first_tap, tap = 0, column = 0, of_stage = 0, before = -1;
 #pragma unroll 1
-  for (int i = 0; i < q.taps; ++i) {
+  for (int i = 0; i < q.taps; i += kTaps) {
     if (of_stage == 0) {
       tap = turn.stage * q.stage_bytes >> 4;
       hopper::WaitBarrier(shared.Full(turn.stage), turn.parity);
     }
     hopper::BeginProducts();
 #pragma unroll
-    for (int k = 0; k < kSteps; ++k)
+    for (int t = 0; t < kTaps; ++t)
 #pragma unroll
-      for (int m = 0; m < kBlocksOfWarpgroup; ++m)
-        hopper::Multiply<In, kColumns, false, kForward>(sums[m], hopper::Later(a, row + m * next_rows + 2 * k),
-                                                        hopper::Later(b, tap + k * step_b), true);
+      for (int k = 0; k < kSteps; ++k)
+#pragma unroll
+        for (int m = 0; m < kBlocksOfWarpgroup; ++m)
+          hopper::Multiply<In, kColumns, false, kForward>(
+              sums[m], hopper::Later(a, row + t * q.column_step + m * next_rows + 2 * k),
+              hopper::Later(b, tap + t * slab + k * step_b), true);
     hopper::CommitProducts();
-    // A tap's products run on while the next one's are issued; those before are done.
+    // These products run on while the next one's are issued; those before are done.
     hopper::WaitForProducts<1>();
     if (before >= 0) ArriveOnce(shared.Empty(before));
     before = -1;
-    tap += slab;
-    row += q.column_step;
-    if (++column == q.window_width) {
+    tap += kTaps * slab;
+    row += kTaps * q.column_step;
+    if ((column += kTaps) == q.window_width) {
       column = 0;
       row += q.line_step;
     }
-    if (++of_stage == q.stage_taps) {
+    if ((of_stage += kTaps) == q.stage_taps) {
       of_stage = 0;
       before = turn.stage;
       turn.Next(q.stages);
@@ -231,11 +234,13 @@ __device__ __forceinline__ void FinishRows(const DirectParams& q, const DirectSt
       if (stores.Exists(i, j)) StoreRun(runs[i][j], out + stores.To(q, i) + 16 * j);
 }
 
-// Of plain sums, which are stored as they are in the operands' type, or others.
-template <class In, int kColumns, bool kPlain>
+// Whether sums are stored as they are in the operands' type. Where a kernel does either, it has registers for both.
+enum class Stored { kPlain, kFinished, kEither };
+
+template <class In, int kColumns, Stored kStored>
 __device__ __forceinline__ void StoreSums(const DirectParams& q, const DirectStores& stores, int64_t bias,
                                           const DirectSums<kColumns>& sums, void* out) {
-  if constexpr (kPlain) {
+  if (kStored == Stored::kPlain || (kStored == Stored::kEither && q.plain)) {
 #pragma unroll
     for (int i = 0; i < kThreadRows; ++i)
 #pragma unroll
@@ -244,7 +249,7 @@ __device__ __forceinline__ void StoreSums(const DirectParams& q, const DirectSto
         GatherPacked<In>(sums[i / 2] + 8 * j + i % 2 * 2, words);
         if (stores.Exists(i, j)) StoreWords(static_cast<In*>(out) + stores.To(q, i) + 16 * j, words);
       }
-  } else {
+  } else if constexpr (kStored != Stored::kPlain) {
     DirectRuns<kColumns> runs;
 #pragma unroll
     for (int i = 0; i < kThreadRows; ++i)
@@ -258,7 +263,7 @@ __device__ __forceinline__ void StoreSums(const DirectParams& q, const DirectSto
   }
 }
 
-template <class In, bool kForward, int kColumns, bool kPlain>
+template <class In, bool kForward, int kColumns, Stored kStored>
 __device__ void Consume(const DirectParams& q, const DirectShared& shared, int warpgroup, void* out) {
   const int first_row = warpgroup * kBlocksOfWarpgroup * 64;
   hopper::RingPlace operand, turn;
@@ -268,26 +273,31 @@ __device__ void Consume(const DirectParams& q, const DirectShared& shared, int w
     DirectSums<kColumns> sums = {};
     hopper::WaitBarrier(shared.OperandFull(operand.stage), operand.parity);
     hopper::VisitSteps<DirectPlan::kMostSteps>(q.steps, [&](auto steps) {
-      MultiplyTaps<In, kForward, kColumns, decltype(steps)::value>(q, shared, rows, turn, sums);
+      constexpr int kSteps = decltype(steps)::value, kTaps = DirectPlan::kAtOnce;
+      constexpr bool kMay = kSteps <= DirectPlan::kMostStepsAtOnce && kColumns <= DirectPlan::kMostColumnsAtOnce;
+      if (kMay && q.taps_at_once == kTaps)
+        MultiplyTaps<In, kForward, kColumns, kSteps, kTaps>(q, shared, rows, turn, sums);
+      else
+        MultiplyTaps<In, kForward, kColumns, kSteps, 1>(q, shared, rows, turn, sums);
     });
     ArriveOnce(shared.OperandEmpty(operand.stage));
     operand.Next(q.x_stages);
     const DirectPlace place(q, unit);
     const DirectStores stores(q, place, first_row);
-    StoreSums<In, kColumns, kPlain>(q, stores, place.problem * q.bias_of_problem + stores.first, sums, out);
+    StoreSums<In, kColumns, kStored>(q, stores, place.problem * q.bias_of_problem + stores.first, sums, out);
   }
 }
 
 // 64 columns with an epilogue have more registers.
-template <class In, bool kForward, int kColumns, bool kPlain>
-__global__ void __launch_bounds__(kThreads, kPlain || kColumns < 64 ? DirectPlan::kTogether : 1)
+template <class In, bool kForward, int kColumns, Stored kStored>
+__global__ void __launch_bounds__(kThreads, kStored == Stored::kFinished ? 1 : DirectPlan::kTogether)
     DirectKernel(const __grid_constant__ DirectParams q, void* out) {
   if constexpr (hopper::kAvailable) {
     extern __shared__ __align__(1024) unsigned char memory[];
     const DirectShared shared(memory);
     shared.Init();
     if (threadIdx.x < kMultipliers)
-      Consume<In, kForward, kColumns, kPlain>(q, shared, threadIdx.x / kWarpgroup, out);
+      Consume<In, kForward, kColumns, kStored>(q, shared, threadIdx.x / kWarpgroup, out);
     else if (threadIdx.x == kMultipliers)
       Produce(q, shared);
   }
@@ -301,6 +311,7 @@ cudaError_t LaunchTyped(const Problem& p, const DirectPlan& plan, const void* op
   q.epilogue = epilogue;
   q.forward = kForward;
   q.wide = p.out != p.in;
+  q.plain = !q.wide && IsNone(epilogue);
   q.units = int(plan.units);
   q.features = int(p.features);
   q.columns = plan.columns;
@@ -336,6 +347,7 @@ cudaError_t LaunchTyped(const Problem& p, const DirectPlan& plan, const void* op
   q.first_tap = kForward ? 0 : int(view.window[0] - 1) * line + int(view.window[1] - 1) * column;
   q.column_step = sign * column;
   q.line_step = sign * (line - int(view.window[1]) * column);
+  q.taps_at_once = plan.taps_at_once;
   q.steps = plan.steps;
   q.step_bytes = kForward ? 16 * plan.filter_line : 32;
   q.slab_bytes = plan.slab_bytes;
@@ -355,11 +367,16 @@ cudaError_t LaunchTyped(const Problem& p, const DirectPlan& plan, const void* op
                     {p.groups * along, tap, tap * view.Taps(), along});
   if (e != cudaSuccess) return e;
   const Grid grid = {plan.blocks, kThreads, size_t(plan.SharedBytes())};
+  const auto launch = [&](auto columns, auto stored) {
+    return LaunchKernel(DirectKernel<In, kForward, decltype(columns)::value, decltype(stored)::value>, grid, stream, q,
+                        out);
+  };
   return VisitDirectColumns(plan.columns, [&](auto columns) {
-    constexpr int kColumns = decltype(columns)::value;
-    return LaunchKernel(!q.wide && IsNone(epilogue) ? DirectKernel<In, kForward, kColumns, true>
-                                                    : DirectKernel<In, kForward, kColumns, false>,
-                        grid, stream, q, out);
+    if constexpr (columns < 64)
+      return launch(columns, std::integral_constant<Stored, Stored::kEither>());
+    else
+      return q.plain ? launch(columns, std::integral_constant<Stored, Stored::kPlain>())
+                     : launch(columns, std::integral_constant<Stored, Stored::kFinished>());
   });
 }
 

@@ -9,6 +9,7 @@
 
 #include "cuda/common/dtype.cuh"
 #include "cuda/common/launch.cuh"
+#include "cuda/common/vec.cuh"
 #include "cuda/conv/axis.cuh"
 
 namespace jaxdnn::conv {
@@ -92,17 +93,23 @@ struct FilterBlock {
 
 template <class Out>
 struct StoreInOrder {
+  static constexpr bool kInOrder = true;
   Out* out;
 
   template <class Sum>
+  __device__ Out Value(int64_t, Sum sum) const {
+    return static_cast<Out>(sum);
+  }
+  template <class Sum>
   __device__ void operator()(int64_t i, Sum sum) const {
-    out[i] = static_cast<Out>(sum);
+    out[i] = Value(i, sum);
   }
 };
 
 // Of the exchanged problem's sums, for the filter of the other one.
 template <class In, class Out>
 struct StoreExchanged {
+  static constexpr bool kInOrder = false;
   FilterParams q;
   const In *x, *y;
   Out* out;
@@ -147,14 +154,19 @@ struct StoreExchanged {
 // Of sums in which a zero that stands for no pixel of y may have met an infinity of x.
 template <class In, class Out>
 struct StoreChecked {
+  static constexpr bool kInOrder = true;
   FilterParams q;
   const In *x, *y;
   Out* out;
 
   template <class Sum>
-  __device__ void operator()(int64_t i, Sum sum) const {
+  __device__ Out Value(int64_t i, Sum sum) const {
     if (isnan(sum)) sum = SumOfPixels<Sum>(i);
-    out[i] = static_cast<Out>(sum);
+    return static_cast<Out>(sum);
+  }
+  template <class Sum>
+  __device__ void operator()(int64_t i, Sum sum) const {
+    out[i] = Value(i, sum);
   }
 
   // The sum over the pixels of y that exist. Rarely called.
@@ -183,15 +195,46 @@ struct StoreChecked {
   }
 };
 
-// Stores partial[0][i] + partial[1][i] + ...
+// Stores partial[0][i] + partial[1][i] + ..., of four neighbours by a thread.
+constexpr int kNeighbours = 4;
 template <class Sum, class Store>
 __global__ void SumSlicesKernel(const Sum* partial, int64_t size, int splits, const __grid_constant__ Store store) {
-  const int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
-  if (i >= size) return;
-  Sum sum = 0;
+  using Four = Vec<Sum, kNeighbours>;
+  const int64_t first = (blockIdx.x * int64_t{blockDim.x} + threadIdx.x) * kNeighbours;
+  if (first >= size) return;
+  if (size % kNeighbours != 0) {
+    for (int64_t i = first; i < min(first + kNeighbours, size); ++i) {
+      Sum sum = 0;
+      for (int s = 0; s < splits; ++s) sum += partial[s * size + i];
+      store(i, sum);
+    }
+    return;
+  }
+  Four sum = {};
 #pragma unroll 8
-  for (int s = 0; s < splits; ++s) sum += partial[s * size + i];
-  store(i, sum);
+  for (int s = 0; s < splits; ++s) {
+    const Four slice = *reinterpret_cast<const Four*>(partial + s * size + first);
+#pragma unroll
+    for (int k = 0; k < kNeighbours; ++k) sum.v[k] += slice.v[k];
+  }
+  if constexpr (Store::kInOrder) {
+    Vec<decltype(store.Value(0, sum.v[0])), kNeighbours> out;
+#pragma unroll
+    for (int k = 0; k < kNeighbours; ++k) out.v[k] = store.Value(first + k, sum.v[k]);
+    if (reinterpret_cast<uintptr_t>(store.out) % sizeof(out) == 0) {
+      *reinterpret_cast<decltype(out)*>(store.out + first) = out;
+      return;
+    }
+  }
+#pragma unroll
+  for (int k = 0; k < kNeighbours; ++k) store(first + k, sum.v[k]);
+}
+
+template <class Sum, class Store>
+cudaError_t LaunchSumSlices(const Sum* partial, int64_t size, int64_t splits, const Store& store, cudaStream_t stream) {
+  constexpr int kThreads = 256;
+  return LaunchKernel(SumSlicesKernel<Sum, Store>, CeilDiv(size, kThreads * kNeighbours), kThreads, stream, partial,
+                      size, int(splits), store);
 }
 
 // The same of many slices of few elements: a block takes kElements of them, and every kParts-th slice to a thread.
@@ -227,8 +270,7 @@ cudaError_t SumSlices(const Problem& p, const Accumulator<In>* partial, int64_t 
     if (splits >= 8 && size < kFewElements)
       return LaunchKernel(SumManySlicesKernel<Sum, Store>, CeilDiv(size, 32), 512, stream, partial, size, int(splits),
                           store);
-    return LaunchKernel(SumSlicesKernel<Sum, Store>, CeilDiv(size, 256), 256, stream, partial, size, int(splits),
-                        store);
+    return LaunchSumSlices(partial, size, splits, store, stream);
   };
   const auto to = [&](auto* result) {
     using Out = std::remove_pointer_t<decltype(result)>;

@@ -18,9 +18,8 @@ namespace {
 
 template <class Sum, class Out>
 cudaError_t SumFrame(const Problem& p, const Config& config, const void* workspace, Out* out, cudaStream_t stream) {
-  return LaunchKernel(SumSlicesKernel<Sum, StoreInOrder<Out>>, CeilDiv(p.FilterSize(), 128), 128, stream,
-                      static_cast<const Sum*>(workspace), p.FilterSize(), int(1 + config.frame_slices),
-                      StoreInOrder<Out>{out});
+  return LaunchSumSlices(static_cast<const Sum*>(workspace), p.FilterSize(), 1 + config.frame_slices,
+                         StoreInOrder<Out>{out}, stream);
 }
 
 // The filter gradient of the problem with zeros, as sums, and the frame's terms after it, which are then added.
