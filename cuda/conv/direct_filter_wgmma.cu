@@ -135,16 +135,16 @@ __device__ __forceinline__ void Consume(const DirectFilterParams& q, const Filte
   uint32_t taps[kProducts];
 #pragma unroll
   for (int i = 0; i < kProducts; ++i) {
-    // The same in all of a warp, which its instructions then know.
-    const ProductTap tap(q, place, __shfl_sync(~0u, warpgroup, 0) * kProducts + i);
+    const ProductTap tap(q, place, warpgroup * kProducts + i);
     const int first = place.range * q.range_columns;
-    taps[i] = tap.exists ? tap.line * q.line_step + tap.column * q.column_step - first * (q.x_line >> 4) : 0;
+    const int at = tap.exists ? tap.line * q.line_step + tap.column * q.column_step - first * (q.x_line >> 4) : 0;
+    taps[i] = __shfl_sync(~0u, at, 0);  // the same in all of a warp, which its instructions then know
   }
   const uint64_t a = hopper::LineDescriptor(shared.stages, q.x_line, 8 * q.x_line, q.column_step << 4);
   const uint64_t b = hopper::LineDescriptor(shared.stages + q.x_bytes, q.y_line, 8 * q.y_line, 0);
   constexpr int kChunks = DirectFilterPlan::kAtOnce;
   const int x_step = q.x_line, y_step = q.y_line;  // of 16 positions, in 16 bytes
-  const int pieces = place.End(q) - place.First(q);
+  const int pieces = __shfl_sync(~0u, place.End(q) - place.First(q), 0);
   hopper::RingPlace turn;
   bool begun = false;
 #pragma unroll 1
@@ -218,7 +218,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     shared.Init(q);
     const FilterPlace place(q);
     if (threadIdx.x < kMultipliers) {
-      const int warpgroup = threadIdx.x / kWarpgroup;
+      const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0);  // as the compiler then knows
       FilterSums<kColumns, kProducts> sums;
       Consume<In, kColumns, kProducts>(q, shared, place, warpgroup, sums);
       StoreSums<kColumns, kProducts>(q, place, warpgroup, sums, partial);

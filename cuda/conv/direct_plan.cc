@@ -98,7 +98,7 @@ bool DirectPlan::Fit(const Problem& p, bool forward) {
     const double loaded = (double(images) * (height + view.Reach(0)) * pitch * p.channels * size +
                            double(taps) * p.channels * columns * size) /
                           kCacheBytes;
-    for (int together = kTogether; together > 0; --together) {
+    for (int together = columns == 32 ? kTogether<32> : kTogether<64>; together > 0; --together) {
       blocks = std::min<int64_t>(units, kMultiprocessors * together);
       const double waves = std::ceil(double(units) / kMultiprocessors), rounds = std::ceil(double(units) / blocks);
       for (x_stages = kMostOperands; x_stages > 0; --x_stages) {

@@ -27,7 +27,9 @@ struct DirectPlan {
   static constexpr int kRows = 256;                                                 // of a unit's products
   static constexpr int kMostStages = 8;                                             // of some taps of the filter
   static constexpr int kMostOperands = 2;
-  static constexpr int kTogether = 2;  // blocks to a multiprocessor, as registers allow
+  // Blocks to a multiprocessor, as registers allow, with so many columns.
+  template <int kColumns>
+  static constexpr int kTogether = kColumns == 32 ? 3 : 2;
   static constexpr int kMostSharedBytes = 227 << 10, kBarrierBytes = 1024;
 
   DirectView view;

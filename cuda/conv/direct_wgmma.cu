@@ -242,13 +242,16 @@ __device__ __forceinline__ void StoreSums(const DirectParams& q, const DirectSto
                                           const DirectSums<kColumns>& sums, void* out) {
   if (kStored == Stored::kPlain || (kStored == Stored::kEither && q.plain)) {
 #pragma unroll
-    for (int i = 0; i < kThreadRows; ++i)
+    for (int i = 0; i < kThreadRows; ++i) {
+      uint32_t words[kColumns / 16][kRunTiles];
 #pragma unroll
-      for (int j = 0; j < kColumns / 16; ++j) {
-        uint32_t words[kRunTiles];
-        GatherPacked<In>(sums[i / 2] + 8 * j + i % 2 * 2, words);
-        if (stores.Exists(i, j)) StoreWords(static_cast<In*>(out) + stores.To(q, i) + 16 * j, words);
-      }
+      for (int j = 0; j < kColumns / 16; ++j) GatherPacked<In>(sums[i / 2] + 8 * j + i % 2 * 2, words[j]);
+      if (stores.pixels[i] < 0) continue;
+      In* const to = static_cast<In*>(out) + stores.To(q, i);
+#pragma unroll
+      for (int j = 0; j < kColumns / 16; ++j)
+        if (16 * j < stores.left) StoreWords(to + 16 * j, words[j]);
+    }
   } else if constexpr (kStored != Stored::kPlain) {
     DirectRuns<kColumns> runs;
 #pragma unroll
@@ -290,14 +293,14 @@ __device__ void Consume(const DirectParams& q, const DirectShared& shared, int w
 
 // 64 columns with an epilogue have more registers.
 template <class In, bool kForward, int kColumns, Stored kStored>
-__global__ void __launch_bounds__(kThreads, kStored == Stored::kFinished ? 1 : DirectPlan::kTogether)
+__global__ void __launch_bounds__(kThreads, kStored == Stored::kFinished ? 1 : DirectPlan::kTogether<kColumns>)
     DirectKernel(const __grid_constant__ DirectParams q, void* out) {
   if constexpr (hopper::kAvailable) {
     extern __shared__ __align__(1024) unsigned char memory[];
     const DirectShared shared(memory);
     shared.Init();
     if (threadIdx.x < kMultipliers)
-      Consume<In, kForward, kColumns, kStored>(q, shared, threadIdx.x / kWarpgroup, out);
+      Consume<In, kForward, kColumns, kStored>(q, shared, __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0), out);
     else if (threadIdx.x == kMultipliers)
       Produce(q, shared);
   }

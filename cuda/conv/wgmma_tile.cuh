@@ -317,7 +317,8 @@ __device__ void StoreSums(const typename T::Sums& sums, Out* out, int count, con
 // Registers move from those that do not multiply to those that do.
 template <int kThreads = kProducers, int kRegisters = 40, class Produce, class Consume, class Help>
 __device__ void RunRoles(const Produce& produce, const Consume& consume, const Help& help) {
-  const int warpgroup = threadIdx.x / kWarpgroup;
+  // The same in all of a warp, as the compiler knows only so: what follows from it needs no vector registers then.
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0);
   if (warpgroup == kConsumers) {
     hopper::SetRegisters<kRegisters, false>();
     const int warp = threadIdx.x / 32 - kConsumers * kWarpgroup / 32;
