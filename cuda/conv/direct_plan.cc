@@ -12,16 +12,27 @@ namespace {
 constexpr int kMostChannels = 16 * DirectPlan::kMostSteps, kMostBox = 256, kStageBytes = 12 << 10, kSwizzleBytes = 1024;
 constexpr int kReserved = 1024;  // of a multiprocessor's shared memory, for each block
 constexpr int kEight = 8;        // rows of an operand of wgmma, which the swizzle's pattern repeats with
-constexpr double kStart = 6000, kLoad = 2500, kEnd = 1000;  // cycles of a block, and of a unit beside its products
-constexpr double kCacheBytes = 36;                          // a cycle, per multiprocessor
+// Cycles of a block, of a unit beside its products, of a unit whose operand could not be loaded before, and of a tap
+// that is multiplied by itself.
+constexpr double kStart = 6300, kUnit = 1850, kLoad = 1000, kTap = 120;
+constexpr double kCacheBytes = 36;  // a cycle, per multiprocessor
 
 // Of the filter gradient: positions of a piece of several images, and cycles of a block and of a piece beside its
 // products.
 constexpr int kMostPositions = 256;
 constexpr double kFilterStart = 8000, kPieceCycles = 200;
 
-// Cycles of a product of 64 rows: reading its operands from shared memory takes longer than multiplying few columns.
-constexpr double Product(int columns) { return std::max(columns / 2.0, 16 + columns / 4.0); }
+// Cycles of a product of 64 rows, where others' loads and stores go on at the same time: reading its operands takes as
+// long as multiplying or longer.
+constexpr double Product(int columns) { return columns == 64 ? 29.5 : columns == 48 ? 23 : 17; }
+
+// Of the filter gradient's, whose operands are both transposed.
+constexpr double FilterProduct(int columns) { return std::max(columns / 2.0, 16 + columns / 4.0); }
+
+// Cycles for a position of the operand, or a row of the filter, whose channels fill a line of shared memory or do not:
+// the TMA unit takes about twice as long for them.
+constexpr double OperandLine(int64_t bytes, int line) { return bytes == line ? 1 : 1.95; }
+constexpr double FilterLine(int64_t bytes, int line) { return bytes == line ? 0.75 : 1.45; }
 
 // Of a block's tile of so many results or features.
 int BestColumns(int64_t features) {
@@ -80,10 +91,12 @@ bool DirectPlan::Fit(const Problem& p, bool forward) {
   // Forward the filter's rows are channels, and else results.
   filter_line = !forward ? x_line : columns == 32 ? 64 : 128;
   slab_bytes = (forward ? 16 * steps : columns) * filter_line;
-  stage_taps = int(std::min<int64_t>(taps, std::max(1, kStageBytes / slab_bytes)));
   taps_at_once =
       view.window[1] % kAtOnce == 0 && steps <= kMostStepsAtOnce && columns <= kMostColumnsAtOnce ? kAtOnce : 1;
-  stage_taps = std::max(taps_at_once, stage_taps / taps_at_once * taps_at_once);
+  // As many taps as have room in a stage, or fewer that make all stages even.
+  const int64_t most = std::max(1, kStageBytes / slab_bytes / taps_at_once), all = taps / taps_at_once;
+  stage_taps = int(CeilDiv(all, CeilDiv(all, most))) * taps_at_once;
+  const int all_stages = int(CeilDiv(taps, stage_taps));
   cycles = HUGE_VAL;
   DirectPlan best = *this;
   for (int64_t parts = 1; parts <= view.y[1]; ++parts) {
@@ -94,20 +107,26 @@ bool DirectPlan::Fit(const Problem& p, bool forward) {
     if (boxes > 1 && (height > 1 || view.Reach(0) > 0)) continue;
     if (height + view.Reach(0) > kMostBox) continue;
     units = p.batch * p.groups * feature_tiles * image_tiles * line_tiles * column_tiles;
-    const double products = double(taps) * steps * (kRows / 64) * Product(columns);
-    const double loaded = (double(images) * (height + view.Reach(0)) * pitch * p.channels * size +
-                           double(taps) * p.channels * columns * size) /
-                          kCacheBytes;
+    const double tap = std::max(steps * (kRows / 64) * Product(columns), kTap / taps_at_once);
+    const double x_cycles = images * (height + view.Reach(0)) * pitch * OperandLine(p.channels * size, x_line);
+    const double filter_cycles =
+        double(all_stages) * stage_taps * (slab_bytes / filter_line) *
+        FilterLine((forward ? std::min<int64_t>(p.features, columns) : p.channels) * size, filter_line);
     for (int together = columns == 32 ? kTogether<32> : kTogether<64>; together > 0; --together) {
       blocks = std::min<int64_t>(units, kMultiprocessors * together);
       const double waves = std::ceil(double(units) / kMultiprocessors), rounds = std::ceil(double(units) / blocks);
       for (x_stages = kMostOperands; x_stages > 0; --x_stages) {
-        // Rather two operands than one, and as much of the filter as there is room for.
         const auto fits = [&] { return together * (SharedBytes() + kReserved) <= kMostSharedBytes + kReserved; };
-        for (stages = kMostStages; stages > 1 && !fits();) --stages;
-        if (stages < 2 || (x_stages > 1 && rounds == 1)) continue;
-        const double time =
-            kStart + waves * std::max(products, loaded) + rounds * kEnd + (x_stages == 1 ? (rounds - 1) * kLoad : 0);
+        // All of the filter, or else as much as there is room for.
+        stages = all_stages;
+        resident = all_stages <= kMostStages && fits();
+        if (!resident)
+          for (stages = kMostStages; stages > 1 && !fits();) --stages;
+        if ((!resident && stages < 2) || (x_stages > 1 && rounds == 1)) continue;
+        // The fuller a multiprocessor, the less its blocks wait.
+        const double time = kStart + waves * (taps * tap + x_cycles + kUnit * (together == 1 ? 2 : 1)) +
+                            (resident ? double(blocks) / kMultiprocessors : waves) * filter_cycles +
+                            (x_stages == 1 ? (rounds - 1) * kLoad : 0);
         if (time < best.cycles) {
           best = *this;
           best.cycles = time;
@@ -171,7 +190,7 @@ int64_t DirectFilterPlan::RangeReach() const {
 }
 
 double DirectFilterPlan::PieceCycles() const {
-  const double multiplied = double(runs) * run_chunks * kWarpgroups * products * Product(columns);
+  const double multiplied = double(runs) * run_chunks * kWarpgroups * products * FilterProduct(columns);
   return std::max(multiplied, (x_rows * x_line + y_rows * y_line) / kCacheBytes) + kPieceCycles;
 }
 

@@ -41,6 +41,7 @@ struct DirectPlan {
   int x_bytes;                    // of the operand in shared memory
   int taps_at_once;               // of a line, between two waits for products: kAtOnce or 1
   int stage_taps, stages, x_stages;
+  bool resident;   // whether the stages hold all of a filter
   int slab_bytes;  // of a tap
   int image_tiles, line_tiles, column_tiles, feature_tiles;
   int64_t units, blocks;

@@ -2,8 +2,8 @@
 //
 // direct_plan.h says how a part of the operand lies in shared memory. It is there once, and wgmma reads it from another
 // row for each tap: the swizzle is a function of the address, so that an operand may begin anywhere. The filter comes
-// through a ring, some taps at a time. The TMA unit has a group's channels as an array of their own, so that what fills
-// up a row are zeros and no other group's.
+// through a ring, some taps at a time, or stays there where it has room and the next unit has the same. The TMA unit
+// has a group's channels as an array of their own, so that what fills up a row are zeros and no other group's.
 //
 // Rows that are no position, since they stand for what the window sees beside the results, are multiplied and left out.
 // Two or three blocks share a multiprocessor, and each goes through several such units: one stores its sums, straight
@@ -24,14 +24,16 @@ using DirectSums = float[kBlocksOfWarpgroup][kColumns / 2];
 struct DirectParams {
   CUtensorMap operand, filter;
   Epilogue epilogue;
-  bool forward, plain, wide;  // sums are stored as they are, in the operands' type; the result is of floats
-  int units;
+  bool forward, plain, wide;              // sums are stored as they are, in the operands' type; the result is of floats
+  int units, units_of_block, units_left;  // of a block, and how many have one more
+  int filter_units;                       // that follow each other and find their filter in the ring
   int features, groups, columns;
   int64_t bias_of_problem, pixel;  // elements of all groups
   int images, height, width;       // of a unit
   int problem_images, out_height, out_width;
   int pad_height, pad_width;
   FastDiv column_div, line_div, image_div, feature_div, group_div;  // of a unit's number
+  FastDiv filter_div;                                               // likewise
   FastDiv pitch_div, plane_div;                                     // of a row
   int x_line, filter_line, x_bytes, x_stages, box_bytes, boxes, box_columns;
   int taps, window_width, first_tap, column_step, line_step;  // of a tap's rows, in 16 bytes
@@ -66,6 +68,20 @@ struct DirectPlace {
   }
 };
 
+// A block's units, which follow each other.
+struct DirectShare {
+  int first;
+
+  __device__ explicit DirectShare(const DirectParams& q)
+      : first(blockIdx.x * q.units_of_block + min(static_cast<int>(blockIdx.x), q.units_left)) {}
+  // Whether the block's unit `at` is the last one of a filter.
+  __device__ bool Leaves(const DirectParams& q, int at) const {
+    int of_filter;
+    q.filter_div.Div(first + at, &of_filter);
+    return of_filter + 1 == q.filter_units;
+  }
+};
+
 // A block's shared memory: the barriers, operands, and the ring of the filter's taps.
 struct DirectShared {
   static constexpr int kMostStages = DirectPlan::kMostStages;
@@ -94,10 +110,13 @@ struct DirectShared {
 };
 
 __device__ void Produce(const DirectParams& q, const DirectShared& shared) {
+  const DirectShare share(q);
   hopper::RingPlace operand, turn;
+  bool loads = true;
+  int at_unit = 0;
 #pragma unroll 1
-  for (int unit = blockIdx.x; unit < q.units; unit += gridDim.x) {
-    const DirectPlace place(q, unit);
+  for (int i = blockIdx.x; i < q.units; i += gridDim.x, ++at_unit) {
+    const DirectPlace place(q, share.first + at_unit);
     const uint32_t to = shared.Operand(q, operand.stage), full = shared.OperandFull(operand.stage);
     hopper::WaitBarrier(shared.OperandEmpty(operand.stage), operand.parity ^ 1);
     hopper::ArriveExpecting(full, q.boxes * q.box_bytes);
@@ -109,13 +128,14 @@ __device__ void Produce(const DirectParams& q, const DirectShared& shared) {
     }
     operand.Next(q.x_stages);
 #pragma unroll 1
-    for (int tap = 0; tap < q.taps; tap += q.stage_taps) {
+    for (int tap = 0; loads && tap < q.taps; tap += q.stage_taps) {
       const int at[] = {q.forward ? place.feature : 0, q.forward ? 0 : place.feature, tap, place.problem, place.group};
       hopper::WaitBarrier(shared.Empty(turn.stage), turn.parity ^ 1);
       hopper::ArriveExpecting(shared.Full(turn.stage), q.stage_bytes);
       hopper::LoadBox(shared.Taps(q, turn.stage), &q.filter, shared.Full(turn.stage), at);
       turn.Next(q.stages);
     }
+    loads = share.Leaves(q, at_unit);
   }
 }
 
@@ -123,10 +143,13 @@ __device__ __forceinline__ void ArriveOnce(uint32_t barrier) {
   if (threadIdx.x % 32 == 0) hopper::Arrive(barrier);
 }
 
-// The sums of a warpgroup's rows over all taps of the window, kTaps neighbouring ones of a line at a time.
+// The sums of a warpgroup's rows over all taps of the window, kTaps neighbouring ones of a line at a time. With
+// `leaves` the taps make room for others then. `skew` is in the parity of the ring's barriers: as often as a filter
+// stayed, they did not go on as `turn` did.
 template <class In, bool kForward, int kColumns, int kSteps, int kTaps>
 __device__ __forceinline__ void MultiplyTaps(const DirectParams& q, const DirectShared& shared, uint32_t rows,
-                                             hopper::RingPlace& turn, DirectSums<kColumns>& sums) {
+                                             bool leaves, uint32_t skew, hopper::RingPlace& turn,
+                                             DirectSums<kColumns>& sums) {
   // From one step's operand, and from 64 rows, to the next, in 16 bytes.
   const int step_b = q.step_bytes >> 4, next_rows = 64 * q.x_line >> 4, slab = q.slab_bytes >> 4;
   const uint64_t a = hopper::LineDescriptor(rows, q.x_line, 8 * q.x_line, 0);
@@ -136,7 +159,7 @@ __device__ __forceinline__ void MultiplyTaps(const DirectParams& q, const Direct
   for (int i = 0; i < q.taps; i += kTaps) {
     if (of_stage == 0) {
       tap = turn.stage * q.stage_bytes >> 4;
-      hopper::WaitBarrier(shared.Full(turn.stage), turn.parity);
+      hopper::WaitBarrier(shared.Full(turn.stage), turn.parity ^ skew);
     }
     hopper::BeginProducts();
 #pragma unroll
@@ -151,7 +174,7 @@ __device__ __forceinline__ void MultiplyTaps(const DirectParams& q, const Direct
     hopper::CommitProducts();
     // These products run on while the next one's are issued; those before are done.
     hopper::WaitForProducts<1>();
-    if (before >= 0) ArriveOnce(shared.Empty(before));
+    if (leaves && before >= 0) ArriveOnce(shared.Empty(before));
     before = -1;
     tap += kTaps * slab;
     row += kTaps * q.column_step;
@@ -174,7 +197,7 @@ __device__ __forceinline__ void MultiplyTaps(const DirectParams& q, const Direct
     before = turn.stage;
     turn.Next(q.stages);
   }
-  ArriveOnce(shared.Empty(before));
+  if (leaves) ArriveOnce(shared.Empty(before));
 }
 
 // A thread's four rows, each eight after the last or in the next 64, have runs of four results in every 16.
@@ -269,9 +292,13 @@ __device__ __forceinline__ void StoreSums(const DirectParams& q, const DirectSto
 template <class In, bool kForward, int kColumns, Stored kStored>
 __device__ void Consume(const DirectParams& q, const DirectShared& shared, int warpgroup, void* out) {
   const int first_row = warpgroup * kBlocksOfWarpgroup * 64;
+  const DirectShare share(q);
   hopper::RingPlace operand, turn;
+  int at_unit = 0;
+  uint32_t skew = 0;
 #pragma unroll 1
-  for (int unit = blockIdx.x; unit < q.units; unit += gridDim.x) {
+  for (int i = blockIdx.x; i < q.units; i += gridDim.x, ++at_unit) {
+    const bool leaves = share.Leaves(q, at_unit);
     const uint32_t rows = shared.Operand(q, operand.stage) + first_row * q.x_line;
     DirectSums<kColumns> sums = {};
     hopper::WaitBarrier(shared.OperandFull(operand.stage), operand.parity);
@@ -279,13 +306,14 @@ __device__ void Consume(const DirectParams& q, const DirectShared& shared, int w
       constexpr int kSteps = decltype(steps)::value, kTaps = DirectPlan::kAtOnce;
       constexpr bool kMay = kSteps <= DirectPlan::kMostStepsAtOnce && kColumns <= DirectPlan::kMostColumnsAtOnce;
       if (kMay && q.taps_at_once == kTaps)
-        MultiplyTaps<In, kForward, kColumns, kSteps, kTaps>(q, shared, rows, turn, sums);
+        MultiplyTaps<In, kForward, kColumns, kSteps, kTaps>(q, shared, rows, leaves, skew, turn, sums);
       else
-        MultiplyTaps<In, kForward, kColumns, kSteps, 1>(q, shared, rows, turn, sums);
+        MultiplyTaps<In, kForward, kColumns, kSteps, 1>(q, shared, rows, leaves, skew, turn, sums);
     });
+    skew ^= !leaves;
     ArriveOnce(shared.OperandEmpty(operand.stage));
     operand.Next(q.x_stages);
-    const DirectPlace place(q, unit);
+    const DirectPlace place(q, share.first + at_unit);
     const DirectStores stores(q, place, first_row);
     StoreSums<In, kColumns, kStored>(q, stores, place.problem * q.bias_of_problem + stores.first, sums, out);
   }
@@ -316,6 +344,10 @@ cudaError_t LaunchTyped(const Problem& p, const DirectPlan& plan, const void* op
   q.wide = p.out != p.in;
   q.plain = !q.wide && IsNone(epilogue);
   q.units = int(plan.units);
+  q.units_of_block = int(plan.units / plan.blocks);
+  q.units_left = int(plan.units % plan.blocks);
+  q.filter_units = plan.resident ? plan.column_tiles * plan.line_tiles * plan.image_tiles : 1;
+  q.filter_div = FastDiv(q.filter_units);
   q.features = int(p.features);
   q.columns = plan.columns;
   q.bias_of_problem = q.pixel = p.groups * p.features;

@@ -12,7 +12,8 @@ namespace {
 constexpr int kMostSharedBytes = 227 << 10, kBarrierBytes = 256, kSwizzleBytes = 1024;
 constexpr int kMostBox = 256;
 constexpr double kStart = 8000, kStep = 300, kLeast = 1400;  // cycles
-constexpr double kMemoryBytes = 18, kCacheBytes = 36;        // a cycle, per multiprocessor
+constexpr double kOfGroup = 1.2;                       // times the cycles, where a group's channels fill a line in part
+constexpr double kMemoryBytes = 18, kCacheBytes = 36;  // a cycle, per multiprocessor
 
 constexpr int kTaps = PlanesPlan::kTaps;
 
@@ -61,6 +62,7 @@ bool PlanesPlan::Fit(const Problem& p) {
   slab_bytes = tile_features * line_bytes;
   filter_bytes = int(plane_taps) * kTaps * parts * slab_bytes;
   const double products = kBlocks * double(plane_taps) * steps * Product(tile_features);
+  const double lines_cost = p.groups > 1 && channels * size < line_bytes ? kOfGroup : 1;
   cycles = HUGE_VAL;
   PlanesPlan best = *this;
   for (int shape = 0; shape < 6; ++shape) {
@@ -82,7 +84,7 @@ bool PlanesPlan::Fit(const Problem& p) {
     const double box = (used_columns + reach) * (used_others + other_reach) * channels * size;
     const double features = double(p.features) / feature_tiles;
     const double moved = rows * (channels * size / feature_tiles + features * result) / kMemoryBytes;
-    const double step = std::max({products, moved, box / kCacheBytes, kLeast}) + parts * kStep;
+    const double step = (std::max({products, moved, box / kCacheBytes, kLeast}) + parts * kStep) * lines_cost;
     const int64_t all = chains * planes;
     const int most = int(std::min<int64_t>(kMultiprocessors, all));
     for (int n = most; 3 * n > most; --n) {
