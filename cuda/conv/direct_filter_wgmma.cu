@@ -25,13 +25,13 @@ using FilterSums = float[kProducts][kColumns / 2];
 
 struct DirectFilterParams {
   CUtensorMap x, y;
-  FastDiv split_div, range_div, feature_div, channel_div, group_div;  // of a block's number
-  FastDiv column_div, line_div;                                       // of a piece's
-  FastDiv line_products_div, line_channels_div;                       // of a product's, and of its row's
+  FastDiv split_div, range_div, feature_div, group_div;  // of a block's number
+  FastDiv column_div, line_div;                          // of a piece's
+  FastDiv line_products_div, line_channels_div;          // of a product's, and of its row's
   int splits, pieces;
   int images, height, width, problem_images;  // of a piece; and of a problem
   int pad_height, pad_width, range_columns, range_products;
-  int columns, line_channels, channels, features, row_features;
+  int columns, channels, features, row_features;
   int window_height, window_width, neighbours, taps;
   int x_line, y_line, x_bytes, y_bytes, x_box, y_box, x_zeros, y_zeros, stages;
   int runs, run_chunks, x_jump, y_jump;  // of a piece; and, in 16 bytes, from the end of a run to the next
@@ -41,16 +41,14 @@ struct DirectFilterParams {
 
 // What a block does.
 struct FilterPlace {
-  int split, range, feature, channel, group, problem;
+  int split, range, feature, group, problem;
 
   __device__ explicit FilterPlace(const DirectFilterParams& q) {
     int rest = q.split_div.Div(blockIdx.x, &split);
     rest = q.range_div.Div(rest, &range);
     rest = q.feature_div.Div(rest, &feature);
-    rest = q.channel_div.Div(rest, &channel);
     problem = q.group_div.Div(rest, &group);
     feature *= q.columns;
-    channel *= q.line_channels;
   }
   __device__ int First(const DirectFilterParams& q) const {
     return static_cast<int>(int64_t{q.pieces} * split / q.splits);
@@ -103,8 +101,7 @@ __device__ void Produce(const DirectFilterParams& q, const FilterShared& shared,
     const int image = q.line_div.Div(rest, &line) * q.images + place.problem * q.problem_images;
     column *= q.width;
     line *= q.height;
-    const int x[] = {place.channel, place.group, column - q.pad_width + place.range * q.range_columns,
-                     line - q.pad_height, image};
+    const int x[] = {0, place.group, column - q.pad_width + place.range * q.range_columns, line - q.pad_height, image};
     const int y[] = {place.feature, place.group, column, line, image};
     const uint32_t to = shared.Stage(turn.stage), full = shared.Full(turn.stage);
     hopper::WaitBarrier(shared.Empty(turn.stage), turn.parity ^ 1);
@@ -194,7 +191,6 @@ __device__ __forceinline__ void StoreSums(const DirectFilterParams& q, const Fil
       int channel;
       const int beside = q.line_channels_div.Div(16 * warp + lane / 4 + 8 * half, &channel);
       const int column = first.column + beside;
-      channel += place.channel;
       if (!first.exists || column >= q.window_width || channel >= q.channels) continue;
       const int tap = first.line * q.window_width + column;
       float* const to = partial + ((int64_t{place.problem} * q.taps + tap) * q.channels + channel) * q.row_features;
@@ -238,7 +234,6 @@ cudaError_t LaunchTyped(const Problem& p, const Config& config, const void* x, c
   q.split_div = FastDiv(config.splits);
   q.range_div = FastDiv(plan.ranges);
   q.feature_div = FastDiv(plan.feature_tiles);
-  q.channel_div = FastDiv(plan.channel_tiles);
   q.group_div = FastDiv(p.groups);
   q.column_div = FastDiv(plan.column_tiles);
   q.line_div = FastDiv(plan.line_tiles);
@@ -255,7 +250,6 @@ cudaError_t LaunchTyped(const Problem& p, const Config& config, const void* x, c
   q.range_columns = plan.range_columns;
   q.range_products = DirectFilterPlan::kWarpgroups * plan.products;
   q.columns = plan.columns;
-  q.line_channels = plan.x_line / 2;
   q.channels = int(p.channels);
   q.features = int(p.features);
   q.row_features = int(p.groups * p.features);

@@ -17,10 +17,10 @@ constexpr int kEight = 8;        // rows of an operand of wgmma, which the swizz
 constexpr double kStart = 6300, kUnit = 1850, kLoad = 1000, kTap = 120;
 constexpr double kCacheBytes = 36;  // a cycle, per multiprocessor
 
-// Of the filter gradient: positions of a piece of several images, and cycles of a block and of a piece beside its
-// products.
+// Of the filter gradient: positions of a piece of several images, and cycles of a block, of a piece and of a run
+// beside its products.
 constexpr int kMostPositions = 256;
-constexpr double kFilterStart = 8000, kPieceCycles = 200;
+constexpr double kFilterStart = 8000, kPieceCycles = 400, kRunCycles = 100;
 
 // Cycles of a product of 64 rows, where others' loads and stores go on at the same time: reading its operands takes as
 // long as multiplying or longer.
@@ -190,7 +190,7 @@ int64_t DirectFilterPlan::RangeReach() const {
 }
 
 double DirectFilterPlan::PieceCycles() const {
-  const double multiplied = double(runs) * run_chunks * kWarpgroups * products * FilterProduct(columns);
+  const double multiplied = double(runs) * (run_chunks * kWarpgroups * products * FilterProduct(columns) + kRunCycles);
   return std::max(multiplied, (x_rows * x_line + y_rows * y_line) / kCacheBytes) + kPieceCycles;
 }
 
@@ -201,13 +201,12 @@ bool DirectFilterPlan::Fit(const Problem& p) {
   x_line = p.channels <= 16 ? 32 : p.channels <= 32 ? 64 : 128;
   y_line = columns == 32 ? 64 : 128;
   neighbours = 128 / x_line;
-  channel_tiles = int(CeilDiv(p.channels, x_line / 2));
   line_products = int(CeilDiv(view.window[1], neighbours));
   const int64_t all = view.window[0] * line_products;
   products = int(std::min<int64_t>(kMostProducts, CeilDiv(all, kWarpgroups)));
   ranges = int(CeilDiv(all, kWarpgroups * products));
   range_columns = view.window[0] == 1 ? int(kWarpgroups * products * neighbours * view.dilation[1]) : 0;
-  units = p.batch * p.groups * channel_tiles * feature_tiles * ranges;
+  units = p.batch * p.groups * feature_tiles * ranges;
   double least = HUGE_VAL;
   DirectFilterPlan best = *this;
   const auto consider = [&](bool by_lines, int64_t of_width, int64_t of_height) {
@@ -233,11 +232,11 @@ bool DirectFilterPlan::Fit(const Problem& p) {
 
 bool TakesDirect(const Problem& problem) {
   const Problem p = AsForward(problem);
-  if (SizeOf(p.in) != 2 || p.channels % 8 != 0 || p.features % 8 != 0) return false;
+  if (SizeOf(p.in) != 2 || p.channels % 8 != 0 || p.features % 8 != 0 || p.channels > kMostChannels) return false;
   if (std::min({p.batch, p.images, p.channels, p.features, p.XPixels(), p.YPixels(), p.Taps()}) == 0) return false;
   if (double(p.batch) * p.images * std::max(p.XPixels(), p.YPixels()) * 4 >= INT32_MAX) return false;
   if (p.direction == Direction::kFilterGradient) return DirectFilterPlan().Fit(p);
-  return p.channels <= kMostChannels && DirectPlan().Fit(p, problem.direction == Direction::kForward);
+  return DirectPlan().Fit(p, problem.direction == Direction::kForward);
 }
 
 double DirectCycles(const Problem& problem, int64_t splits) {

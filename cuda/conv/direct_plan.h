@@ -70,7 +70,7 @@ struct DirectFilterPlan {
   int line_products;          // of a line of the window
   int products;               // of a warpgroup, at most
   int ranges, range_columns;  // of the products; and between those of a single line, of x
-  int channel_tiles, feature_tiles;
+  int feature_tiles;
   int images, height, width;               // of a piece of y
   int pitch, x_lines, y_columns, y_lines;  // of its boxes
   int runs, run_chunks, x_run, y_run;      // chunks of 16 positions; from one run to the next it is so many positions

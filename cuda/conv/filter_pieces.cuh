@@ -18,17 +18,16 @@ struct TilePlace {
 // How the tiles are numbered: problem by problem, along the shorter side of the result first, so that neighbours share
 // the larger operand.
 struct TileGrid {
-  int of_problem, side;
+  FastDiv of_problem, side;
   bool down;
 
   TileGrid() = default;
   TileGrid(int64_t rows, int64_t columns)
-      : of_problem(int(rows * columns)), side(int(std::min(rows, columns))), down(rows < columns) {}
+      : of_problem(rows * columns), side(std::min(rows, columns)), down(rows < columns) {}
 
   __device__ TilePlace At(int tile) const {
-    const int problem = tile / of_problem;
-    tile -= problem * of_problem;
-    const int along = tile / side, across = tile - along * side;
+    int across;
+    const int problem = of_problem.Div(tile, &tile), along = side.Div(tile, &across);
     return down ? TilePlace{problem, along, across} : TilePlace{problem, across, along};
   }
 };
@@ -67,14 +66,15 @@ __device__ void LeavePiece(float4* piece, int first, const Sums& sums) {
 
 __device__ inline float4 operator+(float4 a, float4 b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
 
-template <class Out>
-__device__ void StorePair(const StoreInOrder<Out>& store, int64_t i, float first, float second) {
-  *reinterpret_cast<Vec<Out, 2>*>(store.out + i) = {static_cast<Out>(first), static_cast<Out>(second)};
-}
 template <class Store>
 __device__ void StorePair(const Store& store, int64_t i, float first, float second) {
-  store(i, first);
-  store(i + 1, second);
+  if constexpr (Store::kInOrder) {
+    using Out = decltype(store.Value(i, first));
+    *reinterpret_cast<Vec<Out, 2>*>(store.out + i) = {store.Value(i, first), store.Value(i + 1, second)};
+  } else {
+    store(i, first);
+    store(i + 1, second);
+  }
 }
 
 // A tile's place, for a kernel that does not know its extents.
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(kSumWarps * 32)
   if (first == last && !whole) return;
   const int64_t fours = tiles.Warps() * 32;
   pieces += which * 32 + lane;
-  // Four pieces are on their way at once: past the last one it is loaded again. A block's first may be its second slot.
+  // Four pieces are on their way at once. A block's first may be its second slot.
   constexpr int kAtOnce = 4;
   const int64_t second = spans.Slot(first, tile) - first * spans.slots;
   float4 sum = {};
@@ -112,8 +112,8 @@ __global__ void __launch_bounds__(kSumWarps * 32)
     float4 piece[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      const int block = min(from + i * kParts, last);
-      piece[i] = pieces[(block * spans.slots + (block == first ? second : 0)) * fours];
+      const int block = from + i * kParts;
+      if (block <= last) piece[i] = pieces[(block * spans.slots + (block == first ? second : 0)) * fours];
     }
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i)

@@ -20,8 +20,10 @@ constexpr int kTaps = PlanesPlan::kTaps;
 // Cycles of a product with three planes' features: of 16, reading the positions takes longer than multiplying.
 constexpr double Product(int features) { return features == 32 ? 49 : 28; }
 
-// Cycles of a filter gradient's block and of a piece.
-constexpr double kFilterStart = 24000, kFilterPiece = 1600, kShortPiece = 750, kFloatsPiece = 4200, kFilterBytes = 25;
+// Cycles of a filter gradient's block and of a piece; and times those, of 16-bit floats, where lines are filled in
+// part.
+constexpr double kFilterStart = 24000, kFilterPiece = 1600, kShortPiece = 750, kFloatsPiece = 4200, kFilterBytes = 25,
+                 kPartOfLine = 1.6;
 
 // Whether the window is 3x3x3, or 3x3 in two dimensions, and goes from plane to plane by one.
 bool IsOfPlanes(const Problem& p, bool* volume) {
@@ -128,6 +130,7 @@ bool PlanesFilterPlan::Fit(const Problem& p) {
     if (2 * (x_bytes + y_bytes) + (floats ? y_bytes : 0) > kMostSharedBytes - kBarrierBytes) continue;
     const double bytes = (std::min<int64_t>(p.channels, side) * box + kPlanes * kPixels * side) * size;
     piece = std::max(floats ? kFloatsPiece : side == 16 ? kShortPiece : kFilterPiece, bytes / kFilterBytes);
+    if (!floats && (p.channels % side != 0 || p.features % side != 0)) piece *= kPartOfLine;
     if (pieces * piece < least) {
       least = pieces * piece;
       best = *this;
