@@ -58,6 +58,7 @@ def test_is_not_offered(direction):
   # A window sees too much for shared memory, or for a box.
   assert DIRECT not in names(direction, 64, 64, dilation=(40, 40), padding=40)
   assert DIRECT not in names(direction, 8, 8, dilation=(256, 1), padding=256, spatial=(600, 8))
+  assert DIRECT not in names(direction, 8, 8, window=(3,), dilation=1 << 28, padding=1 << 28, spatial=(600,))
 
 
 _ = ConvCase

@@ -16,9 +16,8 @@
 namespace jaxdnn::conv {
 namespace {
 
-constexpr int kMultiplyingWarpgroups = DirectFilterPlan::kWarpgroups;
-constexpr int kMultipliers = kMultiplyingWarpgroups * kWarpgroup,
-              kThreads = kMultipliers + 32;  // and a warp that loads
+constexpr int kMultipliers = DirectFilterPlan::kWarpgroups * kWarpgroup;
+constexpr int kThreads = kMultipliers + 32;  // and a warp that loads
 
 template <int kColumns, int kProducts>
 using FilterSums = float[kProducts][kColumns / 2];

@@ -10,8 +10,9 @@ namespace jaxdnn::conv {
 namespace {
 
 constexpr int kMostChannels = 16 * DirectPlan::kMostSteps, kMostBox = 256, kStageBytes = 12 << 10, kSwizzleBytes = 1024;
-constexpr int kReserved = 1024;  // of a multiprocessor's shared memory, for each block
-constexpr int kEight = 8;        // rows of an operand of wgmma, which the swizzle's pattern repeats with
+constexpr int kMostReach = 1 << 13;  // of a window: more does not fit into shared memory
+constexpr int kReserved = 1024;      // of a multiprocessor's shared memory, for each block
+constexpr int kEight = 8;            // rows of an operand of wgmma, which the swizzle's pattern repeats with
 // Cycles of a block, of a unit beside its products, of a unit whose operand could not be loaded before, and of a tap
 // that is multiplied by itself.
 constexpr double kStart = 6300, kUnit = 1850, kLoad = 1000, kTap = 120;
@@ -56,6 +57,7 @@ bool DirectView::Fit(const Problem& p) {
     window[d] = p.window[d + 1];
     dilation[d] = p.rhs_dilation[d + 1];
     pad[d] = p.pad[d + 1];
+    if (Reach(d) > kMostReach) return false;
   }
   return true;
 }
@@ -107,6 +109,7 @@ bool DirectPlan::Fit(const Problem& p, bool forward) {
     if (boxes > 1 && (height > 1 || view.Reach(0) > 0)) continue;
     if (height + view.Reach(0) > kMostBox) continue;
     units = p.batch * p.groups * feature_tiles * image_tiles * line_tiles * column_tiles;
+    if (units >= INT32_MAX) continue;
     const double tap = std::max(steps * (kRows / 64) * Product(columns), kTap / taps_at_once);
     const double x_cycles = images * (height + view.Reach(0)) * pitch * OperandLine(p.channels * size, x_line);
     const double filter_cycles =
