@@ -16,7 +16,17 @@ from conv_checks import FILTER_TILES
 from conv_oracle import conv as conv_oracle
 from jaxdnn import _activation, _extension
 from jaxdnn._conv.fused import FROM_OUTPUT, fused
-from jaxdnn._conv.primitives import ALGORITHMS, DEPTHWISE, FEW_CHANNELS, FEW_FEATURES, GROUPED, PLANES, UNALIGNED, plan
+from jaxdnn._conv.primitives import (
+  ALGORITHMS,
+  DEPTHWISE,
+  DIRECT,
+  FEW_CHANNELS,
+  FEW_FEATURES,
+  GROUPED,
+  PLANES,
+  UNALIGNED,
+  plan,
+)
 from jaxdnn._conv.spec import ConvSpec
 from numerics import assert_close, assert_repeatable, exact, sample
 
@@ -140,7 +150,7 @@ def check(case, tile, dtype, out_dtype, kind):
 # Forward these are for floats alone.
 OF_FLOATS = {"wgmma 128x128 copied", "wgmma 128x256"}
 # Kernels of few shapes have such a test beside their others.
-OF_FEW_SHAPES = {DEPTHWISE, FEW_CHANNELS, "few_channels wgmma", FEW_FEATURES, GROUPED, PLANES, UNALIGNED}
+OF_FEW_SHAPES = {DEPTHWISE, DIRECT, FEW_CHANNELS, "few_channels wgmma", FEW_FEATURES, GROUPED, PLANES, UNALIGNED}
 
 
 @pytest.mark.gpu
