@@ -264,16 +264,19 @@ template <class In, int kColumns, Stored kStored>
 __device__ __forceinline__ void StoreSums(const DirectParams& q, const DirectStores& stores, int64_t bias,
                                           const DirectSums<kColumns>& sums, void* out) {
   if (kStored == Stored::kPlain || (kStored == Stored::kEither && q.plain)) {
+    // All exchanges before all stores: those of one row would wait for each other.
+    uint32_t words[kThreadRows][kColumns / 16][kRunTiles];
+#pragma unroll
+    for (int i = 0; i < kThreadRows; ++i)
+#pragma unroll
+      for (int j = 0; j < kColumns / 16; ++j) GatherPacked<In>(sums[i / 2] + 8 * j + i % 2 * 2, words[i][j]);
 #pragma unroll
     for (int i = 0; i < kThreadRows; ++i) {
-      uint32_t words[kColumns / 16][kRunTiles];
-#pragma unroll
-      for (int j = 0; j < kColumns / 16; ++j) GatherPacked<In>(sums[i / 2] + 8 * j + i % 2 * 2, words[j]);
       if (stores.pixels[i] < 0) continue;
       In* const to = static_cast<In*>(out) + stores.To(q, i);
 #pragma unroll
       for (int j = 0; j < kColumns / 16; ++j)
-        if (16 * j < stores.left) StoreWords(to + 16 * j, words[j]);
+        if (16 * j < stores.left) StoreWords(to + 16 * j, words[i][j]);
     }
   } else if constexpr (kStored != Stored::kPlain) {
     DirectRuns<kColumns> runs;
@@ -313,6 +316,7 @@ __device__ void Consume(const DirectParams& q, const DirectShared& shared, int w
     skew ^= !leaves;
     ArriveOnce(shared.OperandEmpty(operand.stage));
     operand.Next(q.x_stages);
+    __syncwarp();  // its first lane has arrived for all
     const DirectPlace place(q, share.first + at_unit);
     const DirectStores stores(q, place, first_row);
     StoreSums<In, kColumns, kStored>(q, stores, place.problem * q.bias_of_problem + stores.first, sums, out);
