@@ -74,3 +74,20 @@ def check_epilogue(algorithm, x_shape, w_shape, dtype, out_dtype, **layer):
   for bias, residual in ((b, None), (None, r), (b, r)):
     got, want = (f(bias, residual=residual, algorithm=name) for name in (algorithm, "implicit_gemm"))
     assert_close(got, exact(want), out_dtype or dtype, terms=terms, scale=3 * np.sqrt(terms))
+
+
+def check_vmap(algorithm):
+  """Models and their gradients, and gradients of single examples, as by the kernels of the CUDA cores."""
+  x, w = (jnp.asarray(coarse(shape, "bfloat16", i)) for i, shape in enumerate(((5, 4, 9, 11, 24), (5, 3, 3, 24, 32))))
+  g = jnp.asarray(coarse((5, 4, 9, 11, 32), "bfloat16", 2))
+
+  def results(name):
+    layer = {"padding": ((1, 1), (1, 1)), "algorithm": name}
+    y = jax.vmap(lambda x, w: jaxdnn.conv(x, w, **layer))(x, w)
+    dx = jax.vmap(lambda g, w: jaxdnn.conv_dgrad(g, w, (9, 11), **layer))(g, w)
+    dw = jax.vmap(lambda x, g: jaxdnn.conv_wgrad(x, g, (3, 3), **layer))(x, g)
+    each = jax.vmap(lambda x, g: jaxdnn.conv_wgrad(x[None], g[None], (3, 3), **layer))(x[0], g[0])
+    return y, dx, dw, each
+
+  for got, want, terms in zip(results(algorithm), results("implicit_gemm"), (216, 288, 396, 99), strict=True):
+    assert_close(got, exact(want), "bfloat16", terms=terms, scale=3 * np.sqrt(terms))

@@ -1,7 +1,6 @@
 """The kernels that go plane by plane: what they take, and problems around their limits against the float64 oracle."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -11,7 +10,6 @@ from conv_cases import SAME3, ConvCase
 from conv_checks import check_epilogue, coarse
 from jaxdnn._conv.primitives import DIRECT, OPERANDS, PLANES, plan
 from jaxdnn._conv.spec import ConvSpec
-from numerics import assert_close, exact
 
 DIRECTIONS = {"forward": "y", "data_gradient": "x", "filter_gradient": "w"}
 DTYPES = [("bfloat16",) * 2, ("float16",) * 2, ("bfloat16", "float32"), ("float32",) * 2]
@@ -212,17 +210,4 @@ def test_epilogue(features, activation, dtype, out_dtype):
 
 @pytest.mark.gpu
 def test_vmap():
-  """Models and their gradients, and gradients of single examples, as by the kernels of the CUDA cores."""
-  x, w = (jnp.asarray(coarse(shape, "bfloat16", i)) for i, shape in enumerate(((5, 4, 9, 11, 24), (5, 3, 3, 24, 32))))
-  g = jnp.asarray(coarse((5, 4, 9, 11, 32), "bfloat16", 2))
-
-  def results(name):
-    layer = {"padding": SAME3, "algorithm": name}
-    y = jax.vmap(lambda x, w: jaxdnn.conv(x, w, **layer))(x, w)
-    dx = jax.vmap(lambda g, w: jaxdnn.conv_dgrad(g, w, (9, 11), **layer))(g, w)
-    dw = jax.vmap(lambda x, g: jaxdnn.conv_wgrad(x, g, (3, 3), **layer))(x, g)
-    each = jax.vmap(lambda x, g: jaxdnn.conv_wgrad(x[None], g[None], (3, 3), **layer))(x[0], g[0])
-    return y, dx, dw, each
-
-  for got, want, terms in zip(results(PLANES), results("implicit_gemm"), (216, 288, 396, 99), strict=True):
-    assert_close(got, exact(want), "bfloat16", terms=terms, scale=3 * np.sqrt(terms))
+  conv_checks.check_vmap(PLANES)

@@ -48,6 +48,11 @@ __device__ inline void Arrive(uint32_t barrier) {
   if constexpr (kAvailable) asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// Of a warp one lane arrives.
+__device__ inline void ArriveOnce(uint32_t barrier) {
+  if (threadIdx.x % 32 == 0) Arrive(barrier);
+}
+
 // Waits for the end of the phase with this parity: of 0, 1, 0, 1, ... in turn.
 __device__ inline void WaitBarrier(uint32_t barrier, uint32_t parity) {
   if constexpr (kAvailable)

@@ -168,7 +168,7 @@ __device__ __forceinline__ void Consume(const DirectFilterParams& q, const Filte
       y += q.y_jump;
     }
     hopper::WaitForProducts<0>();
-    if (threadIdx.x % 32 == 0) hopper::Arrive(shared.Empty(turn.stage));
+    hopper::ArriveOnce(shared.Empty(turn.stage));
     turn.Next(q.stages);
   }
 #pragma unroll

@@ -139,10 +139,6 @@ __device__ void Produce(const DirectParams& q, const DirectShared& shared) {
   }
 }
 
-__device__ __forceinline__ void ArriveOnce(uint32_t barrier) {
-  if (threadIdx.x % 32 == 0) hopper::Arrive(barrier);
-}
-
 // The sums of a warpgroup's rows over all taps of the window, kTaps neighbouring ones of a line at a time. With
 // `leaves` the taps make room for others then. `skew` is in the parity of the ring's barriers: as often as a filter
 // stayed, they did not go on as `turn` did.
@@ -174,7 +170,7 @@ __device__ __forceinline__ void MultiplyTaps(const DirectParams& q, const Direct
     hopper::CommitProducts();
     // These products run on while the next one's are issued; those before are done.
     hopper::WaitForProducts<1>();
-    if (leaves && before >= 0) ArriveOnce(shared.Empty(before));
+    if (leaves && before >= 0) hopper::ArriveOnce(shared.Empty(before));
     before = -1;
     tap += kTaps * slab;
     row += kTaps * q.column_step;
@@ -197,7 +193,7 @@ __device__ __forceinline__ void MultiplyTaps(const DirectParams& q, const Direct
     before = turn.stage;
     turn.Next(q.stages);
   }
-  if (leaves) ArriveOnce(shared.Empty(before));
+  if (leaves) hopper::ArriveOnce(shared.Empty(before));
 }
 
 // A thread's four rows, each eight after the last or in the next 64, have runs of four results in every 16.
@@ -314,7 +310,7 @@ __device__ void Consume(const DirectParams& q, const DirectShared& shared, int w
         MultiplyTaps<In, kForward, kColumns, kSteps, 1>(q, shared, rows, leaves, skew, turn, sums);
     });
     skew ^= !leaves;
-    ArriveOnce(shared.OperandEmpty(operand.stage));
+    hopper::ArriveOnce(shared.OperandEmpty(operand.stage));
     operand.Next(q.x_stages);
     __syncwarp();  // its first lane has arrived for all
     const DirectPlace place(q, share.first + at_unit);

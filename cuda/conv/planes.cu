@@ -167,7 +167,7 @@ __device__ void ConsumePlanes(const PlanesParams& q, const PlanesShared& shared,
       TransposeFilter<kLine, kLines, kFeatures>(q, shared, place);
       hopper::SyncThreads(1 + kConsumers, kMultipliers);
     } else if (place.filter != filter) {
-      if (filter >= 0) ArriveOnce(shared.FilterEmpty());
+      if (filter >= 0) hopper::ArriveOnce(shared.FilterEmpty());
       filter = place.filter;
       hopper::WaitBarrier(shared.FilterFull(), filter_parity);
       filter_parity ^= 1;
@@ -196,12 +196,12 @@ __device__ void ConsumePlanes(const PlanesParams& q, const PlanesShared& shared,
         if (kTurns) hopper::WaitBarrier(shared.Turn(warpgroup), (step + (warpgroup == 0)) % 2);
         MultiplyPlane<In, kForward && !kFloats, kLine, kLines, kFeatures>(q, {stage + offset[0], stage + offset[1]},
                                                                           shared.filter + part * q.part_bytes, sums);
-        if (kTurns) ArriveOnce(shared.Turn(1 - warpgroup));
+        if (kTurns) hopper::ArriveOnce(shared.Turn(1 - warpgroup));
         // Of the plane before, while these products run; the first ones are another block's.
         if (part == 0 && i >= kTaps)
           StorePlane<In, kFeatures>(q, place, warpgroup, first, place.first + i - kTaps, staged, results, out);
         hopper::WaitForProducts<0>();
-        ArriveOnce(shared.Empty(turn.stage));
+        hopper::ArriveOnce(shared.Empty(turn.stage));
         turn.Next(q.stages);
       }
       TakePlane<kFeatures>(sums[0], results[0]);

@@ -104,10 +104,6 @@ __device__ inline int FirstWork(const PlanesParams& q, int block) {
   return static_cast<int>(q.work * block / gridDim.x);
 }
 
-__device__ inline void ArriveOnce(uint32_t barrier) {
-  if (threadIdx.x % 32 == 0) hopper::Arrive(barrier);
-}
-
 // Of a block of 64 rows: which it is, and where a row's features begin in the result.
 struct PlanesRows {
   int column, other;  // of the first, in the tile
