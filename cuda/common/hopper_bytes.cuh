@@ -2,7 +2,7 @@
 // ISA 8.0: wgmma.mma_async.m64nNk32 of s8, e4m3 and e5m2.
 #pragma once
 
-#include "cuda/common/hopper.cuh"
+#include "cuda/common/wgmma.cuh"
 
 namespace jaxdnn::hopper {
 

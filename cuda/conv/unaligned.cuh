@@ -2,9 +2,9 @@
 #pragma once
 
 #include "cuda/common/fast_div.cuh"
-#include "cuda/common/hopper.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/common/mma.cuh"
+#include "cuda/common/wgmma.cuh"
 #include "cuda/conv/edges.cuh"
 #include "cuda/conv/epilogue.cuh"
 #include "cuda/conv/unaligned_pack.cuh"

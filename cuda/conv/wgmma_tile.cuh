@@ -11,10 +11,10 @@
 #include <algorithm>
 
 #include "cuda/common/dtype.cuh"
-#include "cuda/common/hopper.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/common/mma.cuh"
 #include "cuda/common/vec.cuh"
+#include "cuda/common/wgmma.cuh"
 #include "cuda/conv/tensor_map.h"
 
 namespace jaxdnn::conv {
