@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxdnn
+from conv_cases import SAME3, ConvCase
 from conv_oracle import conv as conv_oracle
 from conv_oracle import conv_gradients
 from jaxdnn._conv.primitives import OPERANDS, convolve, plan
@@ -82,7 +83,7 @@ def check_vmap(algorithm):
   g = jnp.asarray(coarse((5, 4, 9, 11, 32), "bfloat16", 2))
 
   def results(name):
-    layer = {"padding": ((1, 1), (1, 1)), "algorithm": name}
+    layer = {"padding": SAME3, "algorithm": name}
     y = jax.vmap(lambda x, w: jaxdnn.conv(x, w, **layer))(x, w)
     dx = jax.vmap(lambda g, w: jaxdnn.conv_dgrad(g, w, (9, 11), **layer))(g, w)
     dw = jax.vmap(lambda x, g: jaxdnn.conv_wgrad(x, g, (3, 3), **layer))(x, g)
@@ -91,3 +92,20 @@ def check_vmap(algorithm):
 
   for got, want, terms in zip(results(algorithm), results("implicit_gemm"), (216, 288, 396, 99), strict=True):
     assert_close(got, exact(want), "bfloat16", terms=terms, scale=3 * np.sqrt(terms))
+
+
+def not_finite(shape, dtype, seed):
+  """Infinities and a NaN among the gathered operands, not in the filter."""
+  a = coarse(shape, dtype, seed)
+  if seed % 3 != 1:
+    a[0, 0, 0, -1], a[0, -1, -1, 0], a[-1, shape[1] // 2, shape[2] // 2, -1] = np.inf, -np.inf, np.nan
+  return a
+
+
+def check_infinities(check, dtype):
+  """Neither what fills up channels and columns nor lines that do not exist carry them anywhere."""
+  with np.errstate(invalid="ignore"):
+    for c, k in ((24, 40), (32, 32), (56, 8)):
+      check(ConvCase("", 3, (9, 13), c, (3, 3), k, padding=SAME3), dtype, dtype, draw=not_finite)
+      check(ConvCase("", 3, (9, 13), c, (3, 3), k, padding=((0, 2), (-1, 1))), dtype, dtype, 2, not_finite)
+      check(ConvCase("", 3, (9, 13), 3 * c, (3, 3), 3 * k, padding=SAME3, groups=3), dtype, dtype, 1, not_finite)

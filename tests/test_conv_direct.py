@@ -10,7 +10,6 @@ from conv_cases import OTHERS, SAME3, ConvCase
 from conv_checks import check_epilogue, coarse
 from jaxdnn._conv.primitives import DIRECT, plan
 from jaxdnn._conv.spec import ConvSpec
-from test_conv_planes import not_finite
 
 DIRECTIONS = ("forward", "data_gradient", "filter_gradient")
 DTYPES = [("bfloat16",) * 2, ("float16",) * 2, ("bfloat16", "float32")]
@@ -147,12 +146,7 @@ def test_random_problems(seed):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_infinities_stay_in_their_windows(dtype):
-  """Neither what fills up channels and columns nor lines that do not exist carry them anywhere."""
-  with np.errstate(invalid="ignore"):
-    for c, k in ((24, 40), (32, 32), (56, 8)):
-      check(_("", 3, (9, 13), c, (3, 3), k, padding=SAME3), dtype, dtype, draw=not_finite)
-      check(_("", 3, (9, 13), c, (3, 3), k, padding=((0, 2), (-1, 1))), dtype, dtype, 2, not_finite)
-      check(_("", 3, (9, 13), 3 * c, (3, 3), 3 * k, padding=SAME3, groups=3), dtype, dtype, 1, not_finite)
+  conv_checks.check_infinities(check, dtype)
 
 
 @pytest.mark.gpu

@@ -174,23 +174,10 @@ def test_random_problems(seed, dtype):
   check(case, dtype, dtype, int(rng.integers(1, 4)))
 
 
-def not_finite(shape, dtype, seed):
-  """Infinities and a NaN among the gathered operands, not in the filter."""
-  a = coarse(shape, dtype, seed)
-  if seed % 3 != 1:
-    a[0, 0, 0, -1], a[0, -1, -1, 0], a[-1, shape[1] // 2, shape[2] // 2, -1] = np.inf, -np.inf, np.nan
-  return a
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_infinities_stay_in_their_windows(dtype):
-  """Neither what fills up channels and columns nor lines that do not exist carry them anywhere."""
-  with np.errstate(invalid="ignore"):
-    for c, k in ((24, 40), (32, 32), (56, 8)):
-      check(_("", 3, (9, 13), c, (3, 3), k, padding=SAME3), dtype, dtype, draw=not_finite)
-      check(_("", 3, (9, 13), c, (3, 3), k, padding=((0, 2), (-1, 1))), dtype, dtype, 2, not_finite)
-      check(_("", 3, (9, 13), 3 * c, (3, 3), 3 * k, padding=SAME3, groups=3), dtype, dtype, 1, not_finite)
+  conv_checks.check_infinities(check, dtype)
 
 
 @pytest.mark.gpu

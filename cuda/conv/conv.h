@@ -61,7 +61,8 @@ Problem AsForward(const Problem& p);
 
 // Block tiles (rows x columns of the implicit matrix product) that kernels are compiled for: on the CUDA cores, or with
 // mma.sync or Hopper's wgmma on the tensor cores. Depthwise convolution is no product of matrices and has no tiles;
-// those of few channels or features, of small groups, of unaligned channels and of planes depend on the problem.
+// those of few channels or features, of small groups, of unaligned channels, of planes and direct ones depend on the
+// problem.
 enum class Unit { kSimt, kMma, kWgmma, kDepthwise, kFewChannels, kGrouped, kFewFeatures, kUnaligned, kPlanes, kDirect };
 constexpr const char* kAlgorithms[] = {
     "implicit_gemm", "implicit_gemm_mma", "implicit_gemm_wgmma", "depthwise", "few_channels",

@@ -1,0 +1,195 @@
+// What the direct kernels of forward and data gradient are told of a problem, where a block works, and how it stores.
+#pragma once
+
+#include "cuda/common/fast_div.cuh"
+#include "cuda/conv/direct_plan.h"
+#include "cuda/conv/runs.cuh"
+
+namespace jaxdnn::conv {
+
+constexpr int kMultipliers = kConsumers * kWarpgroup, kThreads = kMultipliers + 32;  // and a warp that loads
+constexpr int kBlocksOfWarpgroup = DirectPlan::kRows / 64 / kConsumers;
+template <int kColumns>
+using DirectSums = float[kBlocksOfWarpgroup][kColumns / 2];
+
+struct DirectParams {
+  CUtensorMap operand, filter;
+  Epilogue epilogue;
+  bool forward, plain, wide;              // sums are stored as they are, in the operands' type; the result is of floats
+  int units, units_of_block, units_left;  // of a block, and how many have one more
+  int filter_units;                       // that follow each other and find their filter in the ring
+  int features, columns;
+  int64_t bias_of_problem, pixel;  // elements of all groups
+  int images, height, width;       // of a unit
+  int problem_images, out_height, out_width;
+  int pad_height, pad_width;
+  FastDiv column_div, line_div, image_div, feature_div, group_div;  // of a unit's number
+  FastDiv filter_div;                                               // likewise
+  FastDiv pitch_div, plane_div;                                     // of a row
+  int x_line, filter_line, x_bytes, x_stages, box_bytes, boxes, box_columns;
+  int taps, window_width, first_tap, column_step, line_step;  // of a tap's rows, in 16 bytes
+  int taps_at_once, steps, step_bytes, slab_bytes, stage_taps, stage_bytes, stages, ring_at;
+};
+
+// A unit of the work.
+struct DirectPlace {
+  int image, line, column, feature, group, problem;  // where it begins; images of all problems
+  int images;                                        // that exist
+
+  __device__ DirectPlace(const DirectParams& q, int unit) {
+    int rest = q.column_div.Div(unit, &column);
+    rest = q.line_div.Div(rest, &line);
+    rest = q.image_div.Div(rest, &image);
+    rest = q.feature_div.Div(rest, &feature);
+    problem = q.group_div.Div(rest, &group);
+    column *= q.width;
+    line *= q.height;
+    image *= q.images;
+    feature *= q.columns;
+    images = min(q.images, q.problem_images - image);
+    image += problem * q.problem_images;
+  }
+
+  // The pixel of the result that a row stands for, or -1.
+  __device__ int Pixel(const DirectParams& q, int row) const {
+    int in_plane, x;
+    const int i = q.plane_div.Div(row, &in_plane), y = q.pitch_div.Div(in_plane, &x);
+    const bool exists = i < images && y < min(q.height, q.out_height - line) && x < min(q.width, q.out_width - column);
+    return exists ? ((image + i) * q.out_height + line + y) * q.out_width + column + x : -1;
+  }
+};
+
+// A block's units, which follow each other.
+struct DirectShare {
+  int first;
+
+  __device__ explicit DirectShare(const DirectParams& q)
+      : first(blockIdx.x * q.units_of_block + min(static_cast<int>(blockIdx.x), q.units_left)) {}
+  // Whether the block's unit `at` is the last one of a filter.
+  __device__ bool Leaves(const DirectParams& q, int at) const {
+    int of_filter;
+    q.filter_div.Div(first + at, &of_filter);
+    return of_filter + 1 == q.filter_units;
+  }
+};
+
+// A block's shared memory: the barriers, operands, and the ring of the filter's taps.
+struct DirectShared {
+  static constexpr int kMostStages = DirectPlan::kMostStages;
+  uint32_t begin;
+
+  __device__ explicit DirectShared(unsigned char* shared) : begin(SharedAddress(shared)) {}
+  __device__ uint32_t Operand(const DirectParams& q, int stage) const {
+    return begin + DirectPlan::kBarrierBytes + stage * q.x_bytes;
+  }
+  __device__ uint32_t Taps(const DirectParams& q, int stage) const { return begin + q.ring_at + stage * q.stage_bytes; }
+  __device__ uint32_t Full(int stage) const { return begin + 16 * stage; }
+  __device__ uint32_t Empty(int stage) const { return begin + 16 * stage + 8; }
+  __device__ uint32_t OperandFull(int stage) const { return Full(kMostStages + stage); }
+  __device__ uint32_t OperandEmpty(int stage) const { return Empty(kMostStages + stage); }
+
+  __device__ void Init() const {
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < kMostStages + DirectPlan::kMostOperands; ++i) {
+        hopper::InitBarrier(Full(i), 1);
+        hopper::InitBarrier(Empty(i), kMultipliers / 32);
+      }
+      hopper::PublishBarriers();
+    }
+    __syncthreads();
+  }
+};
+
+// A thread's four rows, each eight after the last or in the next 64, have runs of four results in every 16.
+constexpr int kThreadRows = 2 * kBlocksOfWarpgroup, kRun = 4, kRunTiles = 2;
+template <int kColumns>
+using DirectRuns = float[kThreadRows][kColumns / 16][kRun];
+
+// Where a thread stores.
+struct DirectStores {
+  int pixels[kThreadRows];  // or -1
+  int first, left;          // of its runs' features: the first one, of all groups, and how many there are from there on
+
+  __device__ DirectStores(const DirectParams& q, const DirectPlace& place, int first_row) {
+    const int feature = place.feature + FirstOfRun<kRunTiles>();
+    left = q.features - feature;
+    first = place.group * q.features + feature;
+#pragma unroll
+    for (int i = 0; i < kThreadRows; ++i) {
+      const int warp = threadIdx.x % kWarpgroup / 32, lane = threadIdx.x % 32;
+      pixels[i] = place.Pixel(q, first_row + i / 2 * 64 + warp * 16 + lane / 4 + i % 2 * 8);
+    }
+  }
+  __device__ bool Exists(int row, int run) const { return pixels[row] >= 0 && 16 * run < left; }
+  __device__ int64_t To(const DirectParams& q, int row) const { return int64_t{pixels[row]} * q.pixel + first; }
+};
+
+// Stores rows after an epilogue.
+template <class Out, int kColumns>
+__device__ __forceinline__ void FinishRows(const DirectParams& q, const DirectStores& stores, int64_t bias,
+                                           DirectRuns<kColumns>& runs, Out* out) {
+#pragma unroll
+  for (int i = 0; i < kThreadRows; ++i)
+#pragma unroll
+    for (int j = 0; j < kColumns / 16; ++j)
+      if (stores.Exists(i, j)) AddToRun<Out>(q.epilogue, runs[i][j], bias + 16 * j, stores.To(q, i) + 16 * j);
+  const auto kind = q.epilogue.activation.kind;
+  float (&all)[kColumns] = reinterpret_cast<float (&)[kColumns]>(runs);
+  if (kind == activation::Kind::kRelu) {
+#pragma unroll
+    for (float& each : all) each = each < 0 ? 0 : each;
+  } else if (kind != activation::Kind::kIdentity) {
+#pragma unroll 1
+    for (int i = 0; i < kColumns; i += kRun) {
+      float run[kRun];
+#pragma unroll
+      for (int k = 0; k < kRun; ++k) run[k] = all[k];
+      Activate<Out>(run, q.epilogue.activation);
+      Rotate<kRun>(all);
+#pragma unroll
+      for (int k = 0; k < kRun; ++k) all[kColumns - kRun + k] = run[k];
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kThreadRows; ++i)
+#pragma unroll
+    for (int j = 0; j < kColumns / 16; ++j)
+      if (stores.Exists(i, j)) StoreRun(runs[i][j], out + stores.To(q, i) + 16 * j);
+}
+
+// Whether sums are stored as they are in the operands' type. Where a kernel does either, it has registers for both.
+enum class Stored { kPlain, kFinished, kEither };
+
+template <class In, int kColumns, Stored kStored>
+__device__ __forceinline__ void StoreSums(const DirectParams& q, const DirectStores& stores, int64_t bias,
+                                          const DirectSums<kColumns>& sums, void* out) {
+  if (kStored == Stored::kPlain || (kStored == Stored::kEither && q.plain)) {
+    // All exchanges before all stores: those of one row would wait for each other.
+    uint32_t words[kThreadRows][kColumns / 16][kRunTiles];
+#pragma unroll
+    for (int i = 0; i < kThreadRows; ++i)
+#pragma unroll
+      for (int j = 0; j < kColumns / 16; ++j) GatherPacked<In>(sums[i / 2] + 8 * j + i % 2 * 2, words[i][j]);
+#pragma unroll
+    for (int i = 0; i < kThreadRows; ++i) {
+      if (stores.pixels[i] < 0) continue;
+      In* const to = static_cast<In*>(out) + stores.To(q, i);
+#pragma unroll
+      for (int j = 0; j < kColumns / 16; ++j)
+        if (16 * j < stores.left) StoreWords(to + 16 * j, words[i][j]);
+    }
+  } else if constexpr (kStored != Stored::kPlain) {
+    DirectRuns<kColumns> runs;
+#pragma unroll
+    for (int i = 0; i < kThreadRows; ++i)
+#pragma unroll
+      for (int j = 0; j < kColumns / 16; ++j) GatherRun<kRunTiles>(sums[i / 2] + 8 * j + i % 2 * 2, runs[i][j]);
+    if (q.wide) {
+      FinishRows<float, kColumns>(q, stores, bias, runs, static_cast<float*>(out));
+    } else {
+      FinishRows<In, kColumns>(q, stores, bias, runs, static_cast<In*>(out));
+    }
+  }
+}
+
+}  // namespace jaxdnn::conv
