@@ -54,9 +54,12 @@ def test_is_not_offered(direction):
   assert GROUPED not in names(4, 32, "float32", precision="high")
   assert GROUPED not in names(4, 32, batch=0)
   volume = dict(window=(3, 3, 3), spatial=(8, 8, 8), padding="SAME")
-  assert (GROUPED in names(4, 32, **volume)) == (direction != "filter_gradient")
+  of_planes = direction == "filter_gradient"
+  assert GROUPED in names(4, 32, **volume)
   assert GROUPED not in names(4, 32, stride=2, **volume)
-  assert GROUPED not in names(16, 4, "float32", **volume)  # a filter of too many registers
+  assert (GROUPED in names(4, 32, stride=(1, 2, 2), **volume)) == of_planes
+  assert (GROUPED in names(4, 32, **{**volume, "window": (4, 3, 3)})) == of_planes
+  assert (GROUPED in names(16, 4, "float32", **volume)) == of_planes  # else a filter of too many registers
   assert GROUPED not in names(4, 32, window=(3,), spatial=(56,), padding="SAME")
 
 
@@ -66,9 +69,10 @@ def case(channels, groups, batch, spatial, stride=1, padding=SAME3):
                   groups=groups)  # fmt: skip
 
 
-def volume(channels, groups, batch, spatial, padding=((1, 1),) * 3):
-  name = f"{groups}x{channels}@{'x'.join(map(str, spatial))}"
-  return ConvCase(name, batch, spatial, groups * channels, (3, 3, 3), groups * channels, padding=padding, groups=groups)
+def volume(channels, groups, batch, spatial, padding=((1, 1),) * 3, window=3, stride=1):
+  name = f"{window}x3x3.{groups}x{channels}@{'x'.join(map(str, spatial))}s{stride}"
+  return ConvCase(name, batch, spatial, groups * channels, (window, 3, 3), groups * channels, (1, stride, stride),
+                  padding, groups=groups)  # fmt: skip
 
 
 PADDINGS = (
@@ -97,10 +101,19 @@ VOLUMES = [
   volume(8, 4, 1, (6, 7, 12), ((-1, 2), (1, -1), (0, 0))),
   volume(8, 16, 3, (9, 14, 33)),
 ]
+# For the filter gradient alone: other depths of the window, and strides.
+PLANES = [
+  volume(4, 6, 2, (5, 8, 9), ((3, 2), (0, 1), (1, 3)), window=4),
+  volume(16, 3, 1, (4, 9, 18), ((1, 1),) * 3, window=2, stride=2),
+  volume(8, 3, 3, (6, 11, 20), ((-1, 0), (1, 1), (1, 1)), window=5, stride=2),
+  volume(2, 8, 2, (3, 7, 17), ((0, 0), (1, 1), (1, 1)), window=1),
+]
 
 
 def check(case, dtype, out_dtype, draw=coarse):
-  results = "yx" if len(case.window) == 3 else "yxw"
+  depth, wide = case.window[0], dtype == "float32" and case.c // case.groups == 16
+  of_planes = len(case.window) == 3 and (depth != 3 or case.stride[1] > 1 or wide)
+  results = "w" if of_planes else "yxw"
   if min(out_spatial(case.spatial, case.window, *case.geometry)) > 0:
     conv_checks.check(case, GROUPED, dtype, out_dtype, draw=draw, results=results)
 
@@ -115,13 +128,12 @@ def test_kernels(dtype, out_dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("each", VOLUMES, ids=lambda c: c.name)
+@pytest.mark.parametrize("each", [*VOLUMES, *PLANES], ids=lambda c: c.name)
 def test_volumes(each):
   for dtype, out_dtype in (("bfloat16",) * 2, ("float16",) * 2, ("bfloat16", "float32"), ("float32",) * 2):
-    if dtype != "float32" or each.c // each.groups < 16:
-      check(each, dtype, out_dtype)
-      with np.errstate(invalid="ignore"):
-        check(each, dtype, out_dtype, not_finite)
+    check(each, dtype, out_dtype)
+    with np.errstate(invalid="ignore"):
+      check(each, dtype, out_dtype, not_finite)
 
 
 @pytest.mark.gpu
@@ -129,6 +141,7 @@ def test_volumes(each):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_kernels_under_the_sanitizer(dtype):
   check(VOLUMES[4], dtype, dtype)
+  check(PLANES[0], dtype, dtype)
   for channels, stride in ((4, 1), (4, 2), (16, 1), (16, 2)):
     check(case(channels, 48 // channels, 3, (5, 9), stride, PADDINGS[3]), dtype, dtype)
     with np.errstate(invalid="ignore"):

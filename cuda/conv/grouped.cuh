@@ -42,6 +42,7 @@ struct GroupedTile {
   static constexpr bool kWide = kWide_;
   static constexpr int kWarps = kGroupedWarps, kThreads = 32 * kWarps;
   static constexpr int kPlanes = kPlanes_, kWindow = 9 * kPlanes;
+  static constexpr bool kVolumes = kPlanes > 1;
 
   // Columns are of as many results, and as many lines of them. They are kStep pixels of the operand apart, and meet
   // kTaps pixels and lines of it.
@@ -132,7 +133,7 @@ GroupedParams MakeGroupedParams(const Problem& p, int pixels) {
   while (1 << q.group_log < p.channels) ++q.group_log;
   q.gradient = gradient;
   q.mirrored = gradient && T::kResults == 1;
-  q.filter_problem = T::kWindow * p.channels * channels;
+  q.filter_problem = p.Taps() * p.channels * channels;
   q.in_line = uint32_t(in[2] * channels / 4);
   q.out_line = uint32_t(result[2] * channels / 4);
   q.parts = FastDiv(CeilDiv(channels, T::kChannels));
@@ -188,7 +189,9 @@ struct GroupedStrip {
   unsigned read = 0, inside[T::kPlanes] = {};  // bit k: copy k is of what columns read, and of the operand
   int line;
 
-  __device__ GroupedStrip(const GroupedParams& q, const GroupedBlock& block, int problem, int part)
+  // Of the window's planes from `first_plane` on.
+  __device__ GroupedStrip(const GroupedParams& q, const GroupedBlock& block, int problem, int part,
+                          int first_plane = 0)
       : line(block.first_line * T::kStep - q.pad_h) {
     const int lane = threadIdx.x % 32, channel = part * T::kChannels + lane % T::kChunks * T::kChunk;
     const int first = Padded(q, block.first_column),
@@ -199,16 +202,16 @@ struct GroupedStrip {
       int x;
       int image = problem * q.images + q.padded_width.Div(padded, &x), plane = 0;
       x -= q.pad_w;
-      if constexpr (T::kPlanes > 1) {
+      if constexpr (T::kVolumes) {
         image = q.planes.Div(image, &plane);
-        plane -= q.pad_d;
+        plane += first_plane - q.pad_d;
         image = image * q.depth + plane;
       }
       if (padded < end) read |= 1u << k;
 #pragma unroll
       for (int d = 0; d < T::kPlanes; ++d)
         if (static_cast<unsigned>(x) < static_cast<unsigned>(q.width) && channel < q.channels &&
-            (T::kPlanes == 1 || static_cast<unsigned>(plane + d) < static_cast<unsigned>(q.depth)))
+            (!T::kVolumes || static_cast<unsigned>(plane + d) < static_cast<unsigned>(q.depth)))
           inside[d] |= 1u << k;
       from[k] = (uint32_t(image) * q.height + line) * q.in_line + uint32_t(x) * (q.channels / 4u) + channel / 4u;
     }

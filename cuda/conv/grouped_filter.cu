@@ -1,4 +1,4 @@
-// Filter gradient of small groups with 3x3 windows.
+// Filter gradient of small groups with windows of 3x3, of each of which a volume's has some planes.
 //
 // For each tap it is a sum, over the pixels of y, of products of eight channels of x by eight of y, or 16 by 16, of
 // which those of the same group are wanted. As in grouped.cu each warp works by itself: it goes down the lines of 16
@@ -10,6 +10,9 @@
 //
 // Eight channels are half the rows of a product: the window's first two columns share one. Fragments are loaded as
 // the products want their registers, which no instruction then moves.
+//
+// Each plane of a volume's window is a problem by itself, of the same y and planes of x that are so far away, with
+// zeros outside.
 //
 // What bounds it: memory, by design. A line of 16 columns and 64 bytes of channels of both operands takes a
 // multiprocessor some 115 cycles at its share of memory. In bfloat16 at stride 1 it takes 8 ldmatrix and 24 products,
@@ -40,7 +43,7 @@ struct GroupedFilterTile : GroupedTile<In_, kWide_, kStride> {
   using Base = GroupedTile<In_, kWide_, kStride>;
   using Base::kBytes, Base::kChannels, Base::kChunks, Base::kStep, Base::kTiles, Base::kWarps, Base::kWide;
   using typename Base::In;
-  static constexpr bool kFloats = sizeof(In) == 4;
+  static constexpr bool kFloats = sizeof(In) == 4, kVolumes = true;
   static constexpr int kBlocks = kFloats && kWide ? 2 : 3;  // that share a multiprocessor
   static constexpr int kRows = kWide ? 16 : 8;
 
@@ -84,6 +87,7 @@ struct GroupedFilterTile : GroupedTile<In_, kWide_, kStride> {
 };
 
 struct GroupedFilterParams : GroupedParams {
+  FastDiv window_planes;
   int splits;
   int64_t result_size;
 };
@@ -209,6 +213,8 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   extern __shared__ __align__(128) unsigned char shared[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const GroupedWork work(q, blockIdx.x);
+  int window_plane;
+  const int problem = q.window_planes.Div(work.problem, &window_plane);
   const uint32_t ring = SharedAddress(shared) + warp * (T::kStages * T::kStageBytes);
   constexpr int kAhead = T::kStages - 1, kOfY = T::kStep * T::kSlotBytes;
 
@@ -226,8 +232,8 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   for (int at = work.first_line; at < work.end_line;) {
     const GroupedBlock block(q, at, work.end_line);
     at += block.lines;
-    GroupedStrip<T> x_strip(q, block, work.problem, work.part);
-    CotangentStrip<T> y_strip(q, block, work.problem, work.part);
+    GroupedStrip<T> x_strip(q, block, problem, work.part, window_plane);
+    CotangentStrip<T> y_strip(q, block, problem, work.part);
     const int x_lines = block.LinesRead<T>(), stages = block.lines + T::kMoreStages;
     const auto copy = [&](uint32_t stage, int index) {
 #pragma unroll
@@ -292,7 +298,8 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   StoreSums<T>(sums, q.group_log, totals + warp * T::kTotals);
   __syncthreads();
   const int rows = 9 << q.group_log, first = work.part * T::kChannels;
-  const int64_t result = q.parts.Div(blockIdx.x) % q.splits * q.result_size + work.problem * q.filter_problem + first;
+  const int64_t result = q.parts.Div(blockIdx.x) % q.splits * q.result_size + problem * q.filter_problem +
+                         int64_t{window_plane} * rows * q.channels + first;
   const bool aligned = reinterpret_cast<uintptr_t>(out) % 16 == 0;
 #pragma unroll 2
   for (int i = 4 * threadIdx.x; i < rows * T::kChannels; i += 4 * T::kThreads) {
@@ -327,9 +334,10 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* x, co
                        cudaStream_t stream) {
   using In = typename T::In;
   const bool partial = UsesWorkspace(p, config.splits);
-  GroupedFilterParams q = {MakeGroupedParams<T>(p, T::kPixels - 1), int(config.splits), p.FilterSize()};
+  GroupedFilterParams q = {MakeGroupedParams<T>(p, T::kPixels - 1), FastDiv(p.window[0]), int(config.splits),
+                           p.FilterSize()};
   ShareLines(&q, config.splits * T::kWarps);
-  const Grid grid = {int64_t{q.parts.divisor} * config.splits * p.batch, T::kThreads, T::kSharedBytes};
+  const Grid grid = {int64_t{q.parts.divisor} * config.splits * p.batch * p.window[0], T::kThreads, T::kSharedBytes};
   const cudaError_t status =
       LaunchKernel(GroupedFilterKernel<T>, grid, stream, q, static_cast<const In*>(x), static_cast<const In*>(y),
                    partial || p.out != p.in, partial ? workspace : out);

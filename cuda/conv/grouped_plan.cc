@@ -13,9 +13,10 @@ bool TakesGrouped(const Problem& p) {
   };
   const int64_t stride = p.stride[2], channels = p.groups * p.channels, size = SizeOf(p.in);
   const bool plane = p.x[0] == 1 && p.y[0] == 1 && p.pad[0] == 0 && p.window[0] == 1;
-  // Of volumes there are registers for the filter but of groups of 16 floats.
-  const bool volume = p.window[0] == 3 && p.stride[0] == 1 && stride == 1 && p.x[0] > 0 && p.y[0] > 0 &&
-                      p.direction != Direction::kFilterGradient && !(size == 4 && p.channels == 16);
+  // Of volumes there are registers for the filter but of groups of 16 floats. Its gradient is one of planes.
+  const bool volume = p.stride[0] == 1 && p.x[0] > 0 && p.y[0] > 0 &&
+                      (p.direction == Direction::kFilterGradient ||
+                       (p.window[0] == 3 && stride == 1 && !(size == 4 && p.channels == 16)));
   const bool small = p.channels == 2 || p.channels == 4 || p.channels == 8 || p.channels == 16;
   const double pixels = double(p.batch) * p.images * std::max(p.XPixels(), p.YPixels());
   return size <= 4 && (size == 2 || p.products == 1) && (plane || volume) && p.window[1] == 3 && p.window[2] == 3 &&
@@ -39,10 +40,10 @@ double GroupedCycles(const Problem& p, int64_t splits) {
     // Cycles of a block, of a line where too few are on their way, and of beginning with other columns.
     constexpr double kBlock = 1500, kLatency = 500, kBegin = 1500;
     const double places = size == 4 && p.channels == 16 ? 2 : 3;  // of a multiprocessor
-    const double blocks = parts * p.batch * splits, rounds = std::ceil(blocks / (places * kMultiprocessors));
+    const double blocks = parts * p.batch * p.window[0] * splits, rounds = std::ceil(blocks / (places * kMultiprocessors));
     const double resident = std::min(places, std::ceil(blocks / kMultiprocessors));
     const double line = 16 * (size == 2 && p.channels == 16 ? 32 : 64) * (1 + p.stride[1] * p.stride[2]);
-    const double each = std::ceil(lines / (4 * blocks));
+    const double each = std::ceil(lines * p.window[0] / (4 * blocks));
     const double begins = std::ceil(each / p.y[1]) + (p.y[1] % int64_t(each) != 0);
     const double of_line = std::max(kLatency, 4 * resident * line / (kShare * kBytesPerCycle));
     return 3000 + rounds * (kBlock * resident + begins * (kBegin + (3 - p.stride[1]) * kLatency) + each * of_line);
