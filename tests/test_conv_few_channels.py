@@ -95,6 +95,16 @@ def test_hopper_has_kernels_of_strides():
   assert tiles("y", (5, 5), 3, 64, 2) is None and tiles("y", (7, 9), 3, 64, 2) is None
 
 
+def test_hopper_has_kernels_of_volumes():
+  """Forward of up to three planes, of which the filter stays in shared memory."""
+  volume = dict(spatial=(16, 112, 112), batch=4, stride=(1, 2, 2))
+  for depth in (1, 2, 3, 4):
+    forward = algorithms("forward", (depth, 7, 7), 3, 64, **volume)
+    assert (forward[0].tile == HOPPER) == (depth < 4)
+    assert algorithms("filter_gradient", (depth, 7, 7), 3, 64, **volume)[0].tile == HOPPER
+  assert algorithms("forward", (3, 7, 7), 3, 64, "float32", **volume)[0].tile == FEW_CHANNELS
+
+
 # Strips that are copied by 16, 4 and 2 bytes; windows that begin at odd and even elements; ragged tiles.
 CASES = [
   ConvCase("stem", 2, (64, 64), 3, (7, 7), 64, (2, 2), SAME7),
@@ -124,6 +134,15 @@ CASES = [
 ]  # fmt: skip
 
 
+# Of Hopper's kernels: two and three planes of a window, and others in the filter gradient alone.
+VOLUMES = [
+  ConvCase("stem_volume", 2, (5, 21, 24), 3, (3, 7, 7), 64, (1, 2, 2), ((1, 1), *SAME7)),
+  ConvCase("stem_planes", 2, (6, 20, 28), 4, (2, 6, 7), 72, (2, 1, 2), ((-1, 2), (2, 2), (1, 4))),
+  ConvCase("stem_deep", 1, (9, 18, 20), 3, (5, 7, 7), 40, (2, 2, 2), ((3, 2), *SAME7)),
+  ConvCase("stem_many_volumes", 6, (8, 56, 56), 3, (3, 7, 7), 64, (1, 2, 2), ((1, 1), *SAME7)),
+]  # fmt: skip
+
+
 # Gradients of few features, with strides (of a transposed convolution) and without.
 FEW_FEATURES = [
   ConvCase("rgb", 2, (40, 40), 64, (3, 3), 3, padding=SAME3),
@@ -139,9 +158,9 @@ FEW_FEATURES = [
 ]  # fmt: skip
 
 
-def check(case, dtype, out_dtype, draw=sample, results="yw"):
+def check(case, dtype, out_dtype, draw=sample, results="yw", algorithm=FEW_CHANNELS):
   """Returns in how many directions the kernels take the problem."""
-  spec = ConvSpec(*case.geometry, 1, case.spatial, case.window, None, FEW_CHANNELS)
+  spec = ConvSpec(*case.geometry, 1, case.spatial, case.window, None, algorithm)
   shapes = {"x": case.x_shape, "w": case.w_shape, "y": (case.batch, *spec.y_spatial, case.k)}
   arrays = {name: draw(shape, dtype, seed) for seed, (name, shape) in enumerate(shapes.items())}
   oracle = [exact(arrays[name]) for name in "xwy"]
@@ -152,7 +171,7 @@ def check(case, dtype, out_dtype, draw=sample, results="yw"):
   taken = 0
   for result in results:
     operands = {name: jnp.asarray(arrays[name])[None] for name in OPERANDS[result]}
-    if plan(result, *operands.values(), spec, np.dtype(out_dtype), hopper=False) is None:
+    if plan(result, *operands.values(), spec, np.dtype(out_dtype), hopper=algorithm == HOPPER) is None:
       continue
     taken += 1
     f = lambda a, b, r=result: convolve(r, dict(zip(OPERANDS[r], (a, b), strict=True)), spec, out_dtype)  # noqa: E731
@@ -169,6 +188,13 @@ def test_kernels(case):
   # Its products are of TF32, which coarse numbers are.
   taken = check(case, "float32", "float32", coarse)
   assert taken == 2 or case.name == "alexnet"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", VOLUMES, ids=lambda c: c.name)
+def test_volumes(case):
+  for dtypes in (("bfloat16",) * 2, ("float16",) * 2, ("bfloat16", "float32")):
+    assert check(case, *dtypes, algorithm=HOPPER) == (1 if case.name == "stem_deep" else 2)
 
 
 @pytest.mark.gpu
@@ -286,6 +312,9 @@ def test_not_finite_stays_local(dtype, value):
       check(next(c for c in CASES if c.name == name), dtype, dtype, draw)
     for case in FEW_FEATURES[:4]:
       check(case, dtype, dtype, partial(draw, operand=2), "x")
+    for case in VOLUMES[:2]:
+      if dtype == "bfloat16":
+        check(case, dtype, dtype, draw, algorithm=HOPPER)
 
 
 @pytest.mark.gpu
@@ -294,6 +323,8 @@ def test_kernels_under_the_sanitizer():
   for name in ("stem_odd", "stem_ragged", "3x3", "mnist", "37_features", "3d_s2", "many_lines"):
     check(next(c for c in CASES if c.name == name), "bfloat16", "bfloat16")
     check(next(c for c in CASES if c.name == name), "float32", "float32", coarse)
+  for case in VOLUMES[:2]:
+    check(case, "bfloat16", "bfloat16", algorithm=HOPPER)
   for case in FEW_FEATURES[:4]:
     check(case, "bfloat16", "bfloat16", results="xw")
     check(case, "float32", "float32", coarse, "xw")

@@ -2,7 +2,8 @@
 //
 // As forward, strips of x are wgmma's operand in place (filled_plan.h), here one whose terms are results: a product's
 // columns are a line of the window, its rows features, and its terms 8 results of each of two lines of y, which a warp
-// loads transposed. So each of y meets all lines of the window from registers.
+// loads transposed. So each of y meets all lines of the window from registers. Each plane of a volume's window has
+// blocks of its own.
 //
 // Lines of y that do not exist are zeros, but x may have an infinity where they meet it: sums that are NaN are computed
 // once more when slices are added up.
@@ -13,10 +14,10 @@
 namespace jaxdnn::conv {
 namespace {
 
-template <class In_>
-struct FilterTile : FilledTile<In_> {
+template <class In_, bool kVolume>
+struct FilterTile : FilledTile<In_, kVolume> {
   using In = In_;
-  using Base = FilledTile<In>;
+  using Base = FilledTile<In, kVolume>;
   // Warpgroups that multiply, and that bring x and y, and their registers.
   static constexpr int kTakers = 2, kBringers = 1, kThreads = (kTakers + kBringers) * kWarpgroup;
   static constexpr int kTakersRegisters = 200, kBringersRegisters = 104;
@@ -29,6 +30,7 @@ struct FilterTile : FilledTile<In_> {
 struct FilledFilterParams {
   CUtensorMap y;
   int cotangent_bytes;
+  FastDiv window_planes;
   int64_t result_size;
 };
 
@@ -111,11 +113,13 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     extern __shared__ __align__(1024) unsigned char shared[];
     FilledRing ring(q, shared);
     ring.Init(kWarpgroup + 1, T::kTakers);
-    int column_tile;
-    const int worker = q.column_div.Div(blockIdx.x, &column_tile);
+    int column_tile, window_plane = 0;
+    int worker = q.column_div.Div(blockIdx.x, &column_tile);
+    if constexpr (T::kVolume) worker = r.window_planes.Div(worker, &window_plane);
     const int first_feature = column_tile * FilledPlan::kFeatures;
+    partial += worker * r.result_size + window_plane * q.PlaneRows() * q.features;
     RunFilled<T>(
-        q, ring, worker, x,
+        q, ring, worker, window_plane, x,
         [&](const FilledPlace& place) {
           if (threadIdx.x % kWarpgroup != 0) return;
           hopper::ArriveExpecting(ring.Full(), r.cotangent_bytes);
@@ -124,24 +128,23 @@ __global__ void __launch_bounds__(T::kThreads, 1)
         [&](int warpgroup) {
           typename T::Sums sums = {};
           ConsumeFilled<T>(q, ring, worker, warpgroup, sums);
-          StoreSums<T>(q, first_feature, warpgroup, sums, reinterpret_cast<float*>(shared),
-                       partial + worker * r.result_size);
+          StoreSums<T>(q, first_feature, warpgroup, sums, reinterpret_cast<float*>(shared), partial);
         });
   }
 }
 
-template <class In>
-cudaError_t LaunchTyped(const Problem& p, const Config& config, const FilledPlan& plan, const void* x, const void* y,
-                        void* out, float* partial, cudaStream_t stream) {
+template <class T>
+cudaError_t LaunchTile(const Problem& p, const Config& config, const FilledPlan& plan, const void* x, const void* y,
+                       void* out, float* partial, cudaStream_t stream) {
+  using In = typename T::In;
   FilledParams q(p, plan, plan.CotangentBytes(), 1024, 0);
   q.workers = int(config.splits);
-  FilledFilterParams r = {{}, plan.CotangentBytes(), p.FilterSize()};
-  cudaError_t e = EncodeBoxes(&r.y, p.in, y, {p.features, p.y[2], p.y[1], p.images, 1},
+  FilledFilterParams r = {{}, plan.CotangentBytes(), FastDiv(p.window[0]), p.FilterSize()};
+  cudaError_t e = EncodeBoxes(&r.y, p.in, y, {p.features, p.y[2], p.y[1], p.images * p.y[0], 1},
                               {FilledPlan::kFeatures, FilledPlan::kColumns * plan.units, FilledPlan::kHeight, 1, 1});
   if (e != cudaSuccess) return e;
-  using T = FilterTile<In>;
   constexpr int kSumBytes = T::kLines * T::kLineTerms * FilledPlan::kFeatures * 4;
-  const Grid grid = {config.splits * q.column_tiles, T::kThreads, size_t(std::max(q.SharedBytes(), kSumBytes))};
+  const Grid grid = {config.splits * q.column_tiles * p.window[0], T::kThreads, size_t(std::max(q.SharedBytes(), kSumBytes))};
   e = LaunchKernel(FewChannelsFilterKernel<T>, grid, stream, q, r, static_cast<const In*>(x), partial);
   return e != cudaSuccess ? e : SumSlices<In, true>(p, partial, config.splits, x, y, out, stream);
 }
@@ -153,8 +156,12 @@ cudaError_t LaunchFewChannelsFilterWgmma(const Problem& p, const Config& config,
   FilledPlan plan;
   if (!IsVectorAligned(x, y) || !plan.Fit(p)) return LaunchFewChannelsFilter(p, config, x, y, out, workspace, stream);
   auto* const partial = static_cast<float*>(workspace);
-  return p.in == DType::kBF16 ? LaunchTyped<__nv_bfloat16>(p, config, plan, x, y, out, partial, stream)
-                              : LaunchTyped<__half>(p, config, plan, x, y, out, partial, stream);
+  const auto launch = [&](auto in) {
+    using In = typename decltype(in)::type;
+    return plan.volume ? LaunchTile<FilterTile<In, true>>(p, config, plan, x, y, out, partial, stream)
+                       : LaunchTile<FilterTile<In, false>>(p, config, plan, x, y, out, partial, stream);
+  };
+  return p.in == DType::kBF16 ? launch(TypeTag<__nv_bfloat16>()) : launch(TypeTag<__half>());
 }
 
 }  // namespace jaxdnn::conv

@@ -6,6 +6,9 @@
 // sum goes over a line of the window after another, pixels of 4 channels each, where the filter has zeros beside its
 // own. They do not make up for an infinity there: sums that are NaN are added up again.
 //
+// Of a volume, of 16-bit floats, the strips of all of the window's planes come together, and the filter stays in shared
+// memory, of which each unit loads a plane after another.
+//
 // While one warpgroup stores its unit's results, transposed through shared memory, the other one multiplies.
 #include "cuda/common/convert.cuh"
 #include "cuda/conv/epilogue.cuh"
@@ -15,15 +18,13 @@
 namespace jaxdnn::conv {
 namespace {
 
-template <class In_>
-struct ForwardTile : FilledTile<In_> {
+template <class In_, bool kVolume>
+struct ForwardTile : FilledTile<In_, kVolume> {
   using In = In_;
-  using Base = FilledTile<In>;
+  using Base = FilledTile<In, kVolume>;
   static constexpr int kSteps = Base::kLines * Base::kLineSteps;  // of two chunks of the sum
   static constexpr int kResults = FilledPlan::kResults;
   using Rows = uint32_t[kSteps][4];
-  // The filter's lines in shared memory, each of a term: matrix loads of eight meet in no bank.
-  static constexpr int kFilterLine = FilledPlan::kFeatures * 2 + 16;
   // Results wait in slabs, a pixel's features in a line: of 16 bits with chunks exchanged, of floats with some room.
   static constexpr bool kFloats = sizeof(In) == 4;
   // Warpgroups that multiply and store, and that bring x, and their registers.
@@ -32,7 +33,7 @@ struct ForwardTile : FilledTile<In_> {
   static constexpr int kPixelBytes = FilledPlan::kFeatures * sizeof(In) + (kFloats ? 16 : 0);
   static constexpr int kSlabBytes = kResults * kPixelBytes, kBeside = 2 * kTakers * kSlabBytes;
   static constexpr int kPixelChunks = FilledPlan::kFeatures * sizeof(In) / 16;
-  static_assert(kFloats || Base::kLines * Base::kLineTerms * kFilterLine <= kBeside);
+  static_assert(kFloats || FilledPlan::kFilterBytes <= kBeside);
 };
 
 struct ForwardParams {
@@ -40,13 +41,37 @@ struct ForwardParams {
   float least;  // of results
 };
 
-// The thread's rows of wgmma: all terms of its features, of 16 bits through `shared`, by all who multiply.
+// Brings a plane of a filter of 16 bits to `shared`, by all who multiply. They call it together.
+template <class T>
+__device__ __forceinline__ void CopyFilter(const FilledParams& q, const typename T::In* filter, int first_feature,
+                                           uint32_t shared) {
+  constexpr int kChunks = FilledPlan::kFeatures / 8;
+  for (int i = threadIdx.x; i < T::kLines * T::kLineTerms * kChunks; i += T::kTakers * kWarpgroup) {
+    const int feature = first_feature + i % kChunks * 8, term = i / kChunks, row = q.FilterRow<T>(term);
+    const bool valid = row >= 0 && feature < q.features;
+    CopyAsync<16>(shared + term * FilledPlan::kFilterLine + i % kChunks * 16,
+                  filter + (valid ? row * q.features + feature : 0), valid);
+  }
+  CommitCopies();
+}
+
+// The thread's rows of wgmma from there.
+template <class T>
+__device__ __forceinline__ void LoadRows(uint32_t shared, typename T::Rows& rows) {
+  const int warp = threadIdx.x % kWarpgroup / 32, lane = threadIdx.x % 32;
+  const uint32_t from =
+      shared + (lane / 16 * 8 + lane % 8) * FilledPlan::kFilterLine + warp * 32 + lane / 8 % 2 * 16;
+#pragma unroll
+  for (int step = 0; step < T::kSteps; ++step)
+    LoadMatrices<true>(rows[step], from + step * 16 * FilledPlan::kFilterLine);
+}
+
+// Its rows of a filter of one plane: all terms of its features, of 16 bits through `shared`, by all who multiply.
 template <class T>
 __device__ __forceinline__ void LoadFilter(const FilledParams& q, const typename T::In* filter, int first_feature,
                                            uint32_t shared, typename T::Rows& rows) {
-  constexpr int kThreads = T::kTakers * kWarpgroup, kChunks = FilledPlan::kFeatures / 8;
-  const int warp = threadIdx.x % kWarpgroup / 32, lane = threadIdx.x % 32;
   if constexpr (T::kFloats) {
+    const int warp = threadIdx.x % kWarpgroup / 32, lane = threadIdx.x % 32;
 #pragma unroll
     for (int step = 0; step < T::kSteps; ++step) {
 #pragma unroll
@@ -60,41 +85,37 @@ __device__ __forceinline__ void LoadFilter(const FilledParams& q, const typename
       RoundToTf32(rows[step]);
     }
   } else {
-    for (int i = threadIdx.x; i < T::kLines * T::kLineTerms * kChunks; i += kThreads) {
-      const int feature = first_feature + i % kChunks * 8, term = i / kChunks, row = q.FilterRow<T>(term);
-      const bool valid = row >= 0 && feature < q.features;
-      CopyAsync<16>(shared + term * T::kFilterLine + i % kChunks * 16,
-                    filter + (valid ? row * q.features + feature : 0), valid);
-    }
-    CommitCopies();
+    constexpr int kThreads = T::kTakers * kWarpgroup;
+    CopyFilter<T>(q, filter, first_feature, shared);
     WaitForCopies<0>();
     hopper::SyncThreads(3, kThreads);
-    const uint32_t from = shared + (lane / 16 * 8 + lane % 8) * T::kFilterLine + warp * 32 + lane / 8 % 2 * 16;
-#pragma unroll
-    for (int step = 0; step < T::kSteps; ++step) LoadMatrices<true>(rows[step], from + step * 16 * T::kFilterLine);
+    LoadRows<T>(shared, rows);
     hopper::SyncThreads(3, kThreads);
   }
 }
 
 // One sum, of its own terms alone.
 template <class T, class In = typename T::In>
-__device__ __forceinline__ float SumAgain(const FilledParams& q, const In* x, const In* filter, int image, int line,
-                                          int column, int feature) {
+__device__ __forceinline__ float SumAgain(const FilledParams& q, const In* x, const In* filter,
+                                          const FilledPlace& place, int line, int column, int feature) {
   float sum = 0;
   if (line >= q.height || column >= q.width || feature >= q.features) return sum;
+  int volume = place.image, first_plane = 0;
+  if constexpr (T::kVolume) first_plane = place.FirstPlane(q, &volume);
 #pragma unroll 1
-  for (int r = 0; r < q.window_height; ++r) {
+  for (int tap = 0; tap < q.planes * q.window_height * q.window_width; ++tap) {
+    const int plane = first_plane + tap / (q.window_height * q.window_width);
+    const int down = line * q.stride - q.pad_h + tap / q.window_width % q.window_height;
+    const int across = column * T::kStride - q.pad_w + tap % q.window_width;
+    const bool inside = static_cast<unsigned>(plane) < static_cast<unsigned>(q.x_depth) &&
+                        static_cast<unsigned>(down) < static_cast<unsigned>(q.x_height) &&
+                        static_cast<unsigned>(across) < static_cast<unsigned>(q.x_width);
+    const int image = volume * q.x_depth + plane;
+    const int at = inside ? ((image * q.x_height + down) * q.x_width + across) * q.channels : 0;
+    const In* const taps = filter + tap * q.channels * q.features + feature;
 #pragma unroll 1
-    for (int s = 0; s < q.window_width; ++s) {
-      const int down = line * q.stride - q.pad_h + r, across = column * T::kStride - q.pad_w + s;
-      const bool inside = static_cast<unsigned>(down) < static_cast<unsigned>(q.x_height) &&
-                          static_cast<unsigned>(across) < static_cast<unsigned>(q.x_width);
-      const int at = inside ? ((image * q.x_height + down) * q.x_width + across) * q.channels : 0;
-      const In* const taps = filter + (r * q.window_width + s) * q.channels * q.features + feature;
-#pragma unroll 1
-      for (int c = 0; c < q.channels; ++c)
-        sum += (inside ? static_cast<float>(x[at + c]) : 0) * static_cast<float>(taps[c * q.features]);
-    }
+    for (int c = 0; c < q.channels; ++c)
+      sum += (inside ? static_cast<float>(x[at + c]) : 0) * static_cast<float>(taps[c * q.features]);
   }
   return sum;
 }
@@ -165,7 +186,16 @@ __device__ void ConsumeFilled(const FilledParams& q, const ForwardParams& r, Fil
                               const typename T::In* filter, typename T::In* out) {
   using In = typename T::In;
   typename T::Rows rows;
-  LoadFilter<T>(q, filter, first_feature, SharedAddress(beside), rows);
+  const uint32_t planes = SharedAddress(beside) + T::kBeside;
+  if constexpr (T::kVolume) {
+    for (int plane = 0; plane < q.planes; ++plane)
+      CopyFilter<T>(q, filter + plane * q.PlaneRows() * q.features, first_feature,
+                    planes + plane * FilledPlan::kFilterBytes);
+    WaitForCopies<0>();
+    hopper::SyncThreads(3, T::kTakers * kWarpgroup);
+  } else {
+    LoadFilter<T>(q, filter, first_feature, SharedAddress(beside), rows);
+  }
   const Results<T> results;
   const int feature = first_feature + 16 * results.warp + results.lane / 4;
   float bias[2] = {};
@@ -188,26 +218,38 @@ __device__ void ConsumeFilled(const FilledParams& q, const ForwardParams& r, Fil
     for (int unit = next; unit < place.units; unit += T::kTakers) {
       uint64_t terms = T::Windows(q, ring.Data() + q.strip, unit, false);
       typename Results<T>::Sums sums;
-      hopper::BeginProducts();
+      const auto multiply = [&](bool more) {
+        hopper::BeginProducts();
 #pragma unroll
-      for (int line = 0; line < T::kLines; ++line) {
+        for (int line = 0; line < T::kLines; ++line) {
 #pragma unroll
-        for (int i = 0; i < T::kLineSteps; ++i) {
-          const int step = line * T::kLineSteps + i;
-          const uint64_t chunks = terms + (2 * i % T::kApart * part >> 4) + 2 * i / T::kApart;
-          if constexpr (T::kFloats) {
-            hopper::MultiplyHeld<T::kResults>(sums, rows[step], chunks, step > 0);
-          } else {
-            hopper::MultiplyHeldShort<In, T::kResults, false>(sums, rows[step], chunks, step > 0);
+          for (int i = 0; i < T::kLineSteps; ++i) {
+            const int step = line * T::kLineSteps + i;
+            const uint64_t chunks = terms + (2 * i % T::kApart * part >> 4) + 2 * i / T::kApart;
+            if constexpr (T::kFloats) {
+              hopper::MultiplyHeld<T::kResults>(sums, rows[step], chunks, step > 0);
+            } else {
+              hopper::MultiplyHeldShort<In, T::kResults, false>(sums, rows[step], chunks, more || step > 0);
+            }
           }
+          terms += q.pitch >> 4;
+          asm volatile("" : "+l"(terms));  // else all of them would be kept in registers
         }
-        terms += q.pitch >> 4;
-        asm volatile("" : "+l"(terms));  // else all of them would be kept in registers
-      }
-      hopper::CommitProducts();
-      hopper::WaitForProducts<0>();
+        hopper::CommitProducts();
+        hopper::WaitForProducts<0>();
 #pragma unroll
-      for (float& each : sums) asm volatile("" : "+f"(each));
+        for (float& each : sums) asm volatile("" : "+f"(each));
+      };
+      if constexpr (T::kVolume) {
+#pragma unroll 1
+        for (int plane = 0; plane < q.planes; ++plane) {
+          LoadRows<T>(planes + plane * FilledPlan::kFilterBytes, rows);
+          multiply(plane > 0);
+          terms += (q.lines - T::kLines) * (q.pitch >> 4);
+        }
+      } else {
+        multiply(false);
+      }
       if (unit + T::kTakers >= place.units && results.lane == 0) hopper::Arrive(ring.Empty());
 
       float zeros[4] = {};
@@ -226,7 +268,7 @@ __device__ void ConsumeFilled(const FilledParams& q, const ForwardParams& r, Fil
         for (int i = 0; i < T::kResults / 2; ++i) {
           In* const result = results.At(slab, i);
           if (!isnan(static_cast<float>(*result))) continue;
-          const float sum = SumAgain<T>(q, x, filter, place.image, place.line + i / 4,
+          const float sum = SumAgain<T>(q, x, filter, place, place.line + i / 4,
                                         first_column + results.lane % 4 * 2 + i % 2, feature + i % 4 / 2 * 8);
           *result = In(activation::MaxOrNan(sum + (i % 4 < 2 ? bias[0] : bias[1]), r.least));
         }
@@ -251,7 +293,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     int column_tile;
     const int worker = q.column_div.Div(blockIdx.x, &column_tile);
     RunFilled<T>(
-        q, ring, worker, x, [](const FilledPlace&) {},
+        q, ring, worker, 0, x, [](const FilledPlace&) {},
         [&](int warpgroup) {
           ConsumeFilled<T>(q, r, ring, worker, column_tile * FilledPlan::kFeatures, warpgroup, shared + q.SharedBytes(),
                            x, filter, out);
@@ -259,15 +301,16 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   }
 }
 
-template <class In>
-cudaError_t LaunchTyped(const Problem& p, const FilledPlan& plan, const void* x, const void* filter, void* out,
-                        const Epilogue& epilogue, cudaStream_t stream) {
+template <class T>
+cudaError_t LaunchTile(const Problem& p, const FilledPlan& plan, const void* x, const void* filter, void* out,
+                       const Epilogue& epilogue, cudaStream_t stream) {
+  using In = typename T::In;
   const bool relu = epilogue.activation.kind == activation::Kind::kRelu;
   const ForwardParams r = {epilogue.bias, relu ? 0 : -INFINITY};
-  using T = ForwardTile<In>;
-  FilledParams q(p, plan, 0, 128, T::kBeside);
+  const int beside = T::kBeside + (T::kVolume ? plan.planes * FilledPlan::kFilterBytes : 0);
+  FilledParams q(p, plan, 0, 128, beside);
   q.workers = int(std::min<int64_t>(plan.pieces, FilledPlan::Workers(plan.column_tiles)));
-  const Grid grid = {int64_t{q.workers} * q.column_tiles, T::kThreads, size_t(q.SharedBytes() + T::kBeside)};
+  const Grid grid = {int64_t{q.workers} * q.column_tiles, T::kThreads, size_t(q.SharedBytes() + beside)};
   return LaunchKernel(FewChannelsKernel<T>, grid, stream, q, r, static_cast<const In*>(x),
                       static_cast<const In*>(filter), static_cast<In*>(out));
 }
@@ -283,7 +326,10 @@ cudaError_t LaunchFewChannelsWgmma(const Problem& p, const void* x, const void* 
       !plan.Fit(p))
     return LaunchFewChannelsData(p, x, filter, out, epilogue, stream);
   return VisitSingleDType(p.in, [&](auto in) {
-    return LaunchTyped<typename decltype(in)::type>(p, plan, x, filter, out, epilogue, stream);
+    using In = typename decltype(in)::type;
+    if constexpr (sizeof(In) == 2)
+      if (plan.volume) return LaunchTile<ForwardTile<In, true>>(p, plan, x, filter, out, epilogue, stream);
+    return LaunchTile<ForwardTile<In, false>>(p, plan, x, filter, out, epilogue, stream);
   });
 }
 

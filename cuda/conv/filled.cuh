@@ -10,9 +10,11 @@ namespace jaxdnn::conv {
 
 struct FilledParams;
 
-template <class In_>
+// Of a volume, whose windows have planes, or not.
+template <class In_, bool kVolume_>
 struct FilledTile {
   using In = In_;
+  static constexpr bool kVolume = kVolume_;
   static constexpr FilledShape kThis = kFilledShape;
   static constexpr int kLines = kThis.lines, kStride = kThis.stride;
   static constexpr int kChunks = kThis.pixels * sizeof(In) / 4;            // of a line of the window
@@ -28,7 +30,7 @@ constexpr int kFilledMostStages = 8;
 constexpr int kFilledBarrierBytes = kFilledMostStages * 16;
 
 struct FilledParams {
-  int lines, fours, pitch;            // of a piece's strip, as in FilledPlan
+  int lines, fours, pitch, planes;    // of a piece's strips, as in FilledPlan
   int units, line_units;              // of a piece, at most; and of a line
   int stages, stage_bytes, strip;     // and where in a stage its strip is
   int pieces, column_tiles, workers;  // blocks that share a column tile's pieces
@@ -36,7 +38,8 @@ struct FilledParams {
   int channels, features;
   int x_height, x_width, height, width;  // of x and y
   int window_height, window_width, stride, pad_h, pad_w;
-  FastDiv groups, bands, fours_div, column_div;
+  int x_depth, window_depth, stride_d, pad_d;  // of volumes
+  FastDiv groups, bands, fours_div, column_div, lines_div, depth_div;
 
   // With stages that have `before` bytes before the strip and begin on multiples of `granule`, and `beside` bytes
   // beside all of them and their barriers.
@@ -44,6 +47,7 @@ struct FilledParams {
       : lines(plan.lines),
         fours(plan.fours),
         pitch(plan.pitch),
+        planes(plan.planes),
         units(plan.units),
         line_units(plan.line_units),
         stage_bytes(int(CeilDiv(before + plan.StripBytes(), granule)) * granule),
@@ -63,15 +67,23 @@ struct FilledParams {
         stride(int(p.stride[1])),
         pad_h(int(p.pad[1])),
         pad_w(int(p.pad[2])),
+        x_depth(int(p.x[0])),
+        window_depth(int(p.window[0])),
+        stride_d(int(p.stride[0])),
+        pad_d(int(p.pad[0])),
         groups(plan.groups),
         bands(plan.bands),
         fours_div(plan.fours),
-        column_div(plan.column_tiles) {
+        column_div(plan.column_tiles),
+        lines_div(plan.lines),
+        depth_div(p.y[0]) {
     stages = std::min(kFilledMostStages, ((227 << 10) - kFilledBarrierBytes - beside) / stage_bytes);
   }
   __host__ __device__ int SharedBytes() const { return stages * stage_bytes + kFilledBarrierBytes; }
 
-  // Of a term of the sum: the filter's row, or -1 where it is none of the window's.
+  // Rows of the filter that are a plane of the window.
+  __device__ int PlaneRows() const { return window_height * window_width * channels; }
+  // Of a term of the sum: the row of its plane, or -1 where it is none of the window's.
   template <class T>
   __device__ int FilterRow(int term) const {
     const int line = term / T::kLineTerms, channel = term % FilledPlan::kChannels;
@@ -82,8 +94,8 @@ struct FilledParams {
   }
 };
 
-template <class In>
-__device__ uint64_t FilledTile<In>::Windows(const FilledParams& q, uint32_t strip, int unit, bool transposed) {
+template <class In, bool kVolume>
+__device__ uint64_t FilledTile<In, kVolume>::Windows(const FilledParams& q, uint32_t strip, int unit, bool transposed) {
   return hopper::PlainDescriptor(strip + (unit * FilledPlan::kColumns + q.lead) * 16,
                                  kApart == 1 ? 16 : q.pitch / kApart, q.stride * q.pitch, transposed);
 }
@@ -97,9 +109,16 @@ struct FilledShare {
         end(static_cast<int>(int64_t{q.pieces} * (worker + 1) / q.workers)) {}
 };
 
-// A piece's image, its first result, and its units.
+// A piece's image, or plane of a volume's result, its first result, and its units.
 struct FilledPlace {
   int image, line, column, units;
+
+  // The image of x, or plane, that the window's first plane meets, which may be outside; and that planes are of.
+  __device__ int FirstPlane(const FilledParams& q, int* volume) const {
+    int plane;
+    *volume = q.depth_div.Div(image, &plane);
+    return plane * q.stride_d - q.pad_d;
+  }
 
   __device__ FilledPlace(const FilledParams& q, int piece) {
     int group;
@@ -177,14 +196,14 @@ struct FourPixels {
   }
 };
 
-// By the threads of the last warpgroup: brings the strips of the worker's pieces, with zeros outside x. Before a
-// piece's stage is filled, begin(place) is called.
+// By the threads of the last warpgroup: brings the strips of the worker's pieces, with zeros outside x, those of a
+// volume of the window's planes from `first_plane` on. Before a piece's stage is filled, begin(place) is called.
 template <class T, int kChannels, class Begin>
-__device__ void ProduceFilled(const FilledParams& q, FilledRing& ring, int worker, int bringer, const typename T::In* x,
-                              const Begin& begin) {
+__device__ void ProduceFilled(const FilledParams& q, FilledRing& ring, int worker, int first_plane, int bringer,
+                              const typename T::In* x, const Begin& begin) {
   using Pixels = FourPixels<typename T::In, kChannels>;
   constexpr int kAtOnce = sizeof(typename T::In) == 4 ? 3 : kChannels == 4 ? 4 : 5;
-  const int thread = threadIdx.x % kWarpgroup, all = q.lines * q.fours, part = q.pitch / T::kApart;
+  const int thread = threadIdx.x % kWarpgroup, all = q.planes * q.lines * q.fours, part = q.pitch / T::kApart;
   const FilledShare share(q, worker);
 #pragma unroll 1
   for (int piece = share.first; piece < share.end; ++piece, ring.Next()) {
@@ -192,7 +211,10 @@ __device__ void ProduceFilled(const FilledParams& q, FilledRing& ring, int worke
     const FilledPlace place(q, piece);
     const int first_line = place.line * q.stride - q.pad_h;
     const int first_pixel = T::kStride * (place.column - q.lead) - q.pad_w - q.front;
-    const typename T::In* const image = x + place.image * q.x_height * q.x_width * kChannels;
+    const int plane_size = q.x_height * q.x_width * kChannels;
+    int volume = place.image, plane = 0;
+    if constexpr (T::kVolume) plane = place.FirstPlane(q, &volume) + first_plane;
+    const typename T::In* const image = x + (T::kVolume ? volume * q.x_depth : volume) * plane_size;
 #pragma unroll 1
     for (int base = thread; base < all; base += kAtOnce * kWarpgroup) {
       Pixels pixels[kAtOnce];
@@ -202,11 +224,15 @@ __device__ void ProduceFilled(const FilledParams& q, FilledRing& ring, int worke
       for (int k = 0; k < kAtOnce; ++k) {
         int four;
         const int in_strip = q.fours_div.Div(base + k * kWarpgroup, &four);
-        const int line = first_line + in_strip, pixel = first_pixel + 4 * four;
+        int line = in_strip, of_plane = 0;
+        if constexpr (T::kVolume) of_plane = plane + q.lines_div.Div(in_strip, &line);
+        line += first_line;
+        const int pixel = first_pixel + 4 * four;
         valid[k] = base + k * kWarpgroup < all && static_cast<unsigned>(line) < static_cast<unsigned>(q.x_height) &&
-                   static_cast<unsigned>(pixel) < static_cast<unsigned>(q.x_width);
+                   static_cast<unsigned>(pixel) < static_cast<unsigned>(q.x_width) &&
+                   (!T::kVolume || static_cast<unsigned>(of_plane) < static_cast<unsigned>(q.x_depth));
         to[k] = in_strip * q.pitch + four * (Pixels::kChunks / T::kApart) * 16;
-        pixels[k].Load(image + (valid[k] ? (line * q.x_width + pixel) * kChannels : 0));
+        pixels[k].Load(image + (valid[k] ? of_plane * plane_size + (line * q.x_width + pixel) * kChannels : 0));
       }
       if (base == thread) {
         hopper::WaitBarrier(ring.Empty(), ring.parity ^ 1);
@@ -227,7 +253,7 @@ __device__ void ProduceFilled(const FilledParams& q, FilledRing& ring, int worke
 
 // Gives the first warpgroups their number, and the others x to bring.
 template <class T, class Begin, class Consume>
-__device__ void RunFilled(const FilledParams& q, FilledRing& ring, int worker, const typename T::In* x,
+__device__ void RunFilled(const FilledParams& q, FilledRing& ring, int worker, int first_plane, const typename T::In* x,
                           const Begin& begin, const Consume& consume) {
   const int warpgroup = threadIdx.x / kWarpgroup;
   if (warpgroup < T::kTakers) {
@@ -236,9 +262,9 @@ __device__ void RunFilled(const FilledParams& q, FilledRing& ring, int worker, c
   }
   hopper::SetRegisters<T::kBringersRegisters, false>();
   if (q.channels == 3) {
-    ProduceFilled<T, 3>(q, ring, worker, warpgroup - T::kTakers, x, begin);
+    ProduceFilled<T, 3>(q, ring, worker, first_plane, warpgroup - T::kTakers, x, begin);
   } else {
-    ProduceFilled<T, 4>(q, ring, worker, warpgroup - T::kTakers, x, begin);
+    ProduceFilled<T, 4>(q, ring, worker, first_plane, warpgroup - T::kTakers, x, begin);
   }
 }
 

@@ -25,7 +25,7 @@ constexpr double kPieceCycles = 350;
 void FilledPlan::SetGroups(const Problem& p, int64_t n) {
   const FilledShape& s = kFilledShape;
   groups = int(n);
-  pieces = p.images * bands * groups;
+  pieces = p.images * p.y[0] * bands * groups;
   units = int(CeilDiv(line_units, n));
   fours = int(CeilDiv(s.stride * (lead + kColumns * units - 1) + s.pixels, 4));
   pitch = int(fours * 4 * kChannels * SizeOf(p.in));
@@ -36,9 +36,12 @@ bool FilledPlan::Fit(const Problem& p) {
   if (p.direction == Direction::kDataGradient || p.exchanged || p.batch != 1 || p.groups != 1 ||
       (floats ? filter || p.products != 1 : p.in != DType::kBF16 && p.in != DType::kF16) || p.channels < 3 ||
       p.channels > kChannels || p.features % 8 != 0 || p.features <= kFeatures / 2 ||
-      std::min({p.images, p.features, p.XPixels(), p.YPixels()}) == 0)
+      std::min({p.images, p.features, p.XPixels(), p.YPixels(), p.Taps()}) == 0)
     return false;
-  if (p.x[0] != 1 || p.y[0] != 1 || p.window[0] != 1 || p.pad[0] != 0) return false;
+  // The filter gradient goes over a volume's window plane by plane.
+  volume = p.x[0] != 1 || p.y[0] != 1 || p.window[0] != 1 || p.pad[0] != 0;
+  planes = filter ? 1 : int(std::min<int64_t>(p.window[0], kMostPlanes + 1));
+  if (volume && (floats || planes > kMostPlanes)) return false;
   for (int d = 0; d < kRank; ++d)
     if (p.lhs_dilation[d] != 1 || (p.rhs_dilation[d] != 1 && p.window[d] > 1)) return false;
   // Fours of pixels begin on 8 bytes, and inside a line or outside. Everything is counted with 31 bits.
@@ -57,8 +60,9 @@ bool FilledPlan::Fit(const Problem& p) {
   column_tiles = int(CeilDiv(p.features, kFeatures));
   line_units = int(CeilDiv(p.y[2], kColumns));
   // The shortest way of the block that has most, whose shared memory several stages go into.
-  const int most_bytes = filter ? 56 << 10 : 76 << 10;
+  const int most_bytes = filter ? 56 << 10 : (76 << 10) - (volume ? planes * kFilterBytes / 2 : 0);
   const double unit_cycles = UnitCycles(p, s);
+  const int64_t problems = filter ? p.window[0] * column_tiles : column_tiles;
   double best = 0;
   int64_t best_groups = 0;
   for (int64_t n = CeilDiv(line_units, 8); n <= line_units; ++n) {
@@ -66,7 +70,7 @@ bool FilledPlan::Fit(const Problem& p) {
     if (StripBytes() + (filter ? CotangentBytes() : 0) > most_bytes) continue;
     // Pieces of a line differ by a unit, and those of a block are neighbours.
     const double each = double(line_units) / n * unit_cycles + kPieceCycles;
-    const double cost = CeilDiv(pieces * column_tiles, kMultiprocessors) * each;
+    const double cost = CeilDiv(pieces * problems, kMultiprocessors) * each;
     if (best_groups > 0 && cost >= best) continue;
     best = cost;
     best_groups = n;
@@ -88,9 +92,9 @@ double FilledCycles(const Problem& p, int64_t splits) {
   if (!plan.Fit(p)) return HUGE_VAL;
   const bool filter = p.direction == Direction::kFilterGradient;
   const int64_t blocks = filter ? splits : FilledPlan::Workers(plan.column_tiles);
-  const double rounds = CeilDiv(blocks * plan.column_tiles, kMultiprocessors);
+  const double rounds = CeilDiv(blocks * plan.column_tiles * (filter ? p.window[0] : 1), kMultiprocessors);
   const double units = double(plan.line_units) / plan.groups;
-  const double piece = units * UnitCycles(p, kFilledShape) + kPieceCycles;
+  const double piece = plan.planes * (units * UnitCycles(p, kFilledShape) + kPieceCycles);
   return rounds * (kStart + CeilDiv(plan.pieces, blocks) * piece);
 }
 

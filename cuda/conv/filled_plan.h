@@ -24,7 +24,14 @@ struct FilledPlan {
   static constexpr int kHeight = 8, kColumns = 8, kResults = kHeight * kColumns;  // of a unit, which a product has
   static constexpr int kFeatures = 64;                                            // of a block
   static constexpr int kChannels = 4;                                             // of a pixel
+  // A plane of the filter, forward of a volume, in shared memory: a term's features in a line, of which matrix loads of
+  // eight meet in no bank. There is room for so many planes.
+  static constexpr int kFilterLine = kFeatures * 2 + 16;
+  static constexpr int kFilterBytes = kFilledShape.lines * kFilledShape.pixels * kChannels * kFilterLine;
+  static constexpr int kMostPlanes = 3;
 
+  bool volume;     // whether windows have planes
+  int planes;      // of x, which a stage has the strips of
   int front;       // pixels of a window's chunks before its own
   int lead;        // strides before the first window: lines are loaded in fours of pixels
   int line_units;  // of a line of y
@@ -40,7 +47,7 @@ struct FilledPlan {
 
   // Blocks that share the pieces of a column tile: one of each multiprocessor.
   static constexpr int Workers(int column_tiles) { return std::max(1, kMultiprocessors / column_tiles); }
-  int StripBytes() const { return lines * pitch; }
+  int StripBytes() const { return planes * lines * pitch; }
   // Of y, whose pixels are lines of 128 bytes, in the filter gradient.
   int CotangentBytes() const { return kResults * units * kFeatures * 2; }
 
