@@ -94,7 +94,11 @@ def test_is_not_offered(direction):
   assert FEW_FEATURES not in names(64, 3, "float64")
   assert FEW_FEATURES not in names(64, 3, "float32", precision="high")
   assert FEW_FEATURES not in names(64, 3, batch=0)
-  assert FEW_FEATURES not in names(64, 3, window=(3, 3, 3), spatial=(8, 8, 8))
+  volume = dict(spatial=(8, 8, 8))
+  assert FEW_FEATURES in names(64, 3, window=(3, 3, 3), **volume)
+  assert FEW_FEATURES in names(64, 3, window=(3, 7, 7), **volume)
+  assert FEW_FEATURES not in names(64, 3, window=(8, 3, 3), **volume)
+  assert FEW_FEATURES not in names(64, 3, window=(2, 3, 3), stride=(2, 1, 1), **volume)
   assert FEW_FEATURES not in {each.name for each in algorithms("filter_gradient", 64, 3)}
 
 
@@ -188,6 +192,37 @@ def test_strides(dtype, out_dtype):
       assert check(one, dtype, out_dtype, results=result) == 1, one.name
 
 
+# Several planes of the window, also beyond the operand's; a result of more planes than it.
+VOLUMES = [
+  case(24, 3, (3, 3, 3), 2, (5, 9, 12), ((1, 1),) * 3),
+  case(64, 3, (3, 7, 7), 2, (4, 13, 20), ((1, 1), (3, 3), (3, 3))),
+  case(16, 1, (2, 3, 5), 3, (3, 8, 33), ((3, 0), (1, 1), (2, 2))),
+  case(136, 2, (5, 3, 3), 1, (7, 6, 17), ((-1, 3), (0, 2), (1, 1))),
+  case(40, 5, (1, 3, 3), 2, (4, 7, 9), ((0, 0), (1, 1), (1, 1))),
+  case(64, 3, (3, 3, 3), 4, (16, 40, 70), ((1, 1),) * 3),
+]
+STRIDED_VOLUMES = [
+  dict(gathered=64, few=3, window=(3, 7, 7), batch=2, apart=(1, 2, 2), padding=((1, 1), (3, 3), (3, 3))),
+  dict(gathered=24, few=2, window=(2, 3, 4), batch=1, apart=(1, 2, 3), padding=((2, 0), (1, 0), (0, 2))),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("each", VOLUMES, ids=lambda c: c.name)
+def test_volumes(each):
+  for dtype, out_dtype in DTYPES:
+    # The filter of some floats is too large for shared memory.
+    assert check(each, dtype, out_dtype) == (0 if dtype == "float32" and each.window[1] == 7 else 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("each", STRIDED_VOLUMES, ids=lambda c: str(c["window"]))
+def test_strides_of_volumes(each):
+  for dtype, out_dtype in DTYPES[: 3 if each["window"][1] == 7 else 4]:
+    assert check(strided(**each, spatial=(5, 25, 40)), dtype, out_dtype, results="x") == 1
+    assert check(dilated(**each, spatial=(4, 9, 21)), dtype, out_dtype, results="y") == 1
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", [126, 127, 128, 129, 253, 254, 255, 256, 383, 385])
 def test_columns_around_those_of_blocks(width):
@@ -213,6 +248,8 @@ def test_kernels_under_the_sanitizer(dtype):
     assert check(case(gathered, few, window, 3, (5, 19), PADDINGS[3]), dtype, dtype) == 2
     with np.errstate(invalid="ignore"):
       check(case(gathered, few, window, 2, (5, 37)), dtype, dtype, not_finite)
+  check(VOLUMES[0], dtype, dtype)
+  check(strided(**STRIDED_VOLUMES[1], spatial=(4, 11, 25)), dtype, dtype, results="x")
   for each in STRIDED[:27:4]:
     assert check(strided(**each), dtype, dtype, results="x") == check(dilated(**each), dtype, dtype, results="y") == 1
 

@@ -5,7 +5,8 @@
 // its pixels. A line's values of one line of the window belong to one line of the result, so that those of the next
 // lines are open sums in registers; with a stride several are finished by each of the operand's lines. Along a line,
 // values of neighbouring pixels belong to the same elements. They go through shared memory, and a lane adds those of an
-// element, two lines of the result at once.
+// element, two lines of the result at once. Planes of a volume's result are images, whose pixels have the channels of
+// all planes of the operand that the window's meet.
 //
 // A line of 128 pixels of 64 bfloat16 channels for a 7x7 window on three, with stride 2, is 672 products of 16x8x16,
 // for 16 KB in and 3 KB out.
@@ -166,7 +167,7 @@ __global__ void __launch_bounds__(T::kMostThreads)
   const int slice_bytes = ((q.window_height - 1) * q.run + 8 * q.parts) * kFewSlotBytes;
   const uint32_t ring = SharedAddress(shared);
   unsigned char* const filter_lines = shared + kFewSlots * slot_bytes;
-  unsigned char* const value_lines = filter_lines + q.slices * slice_bytes;
+  unsigned char* const value_lines = filter_lines + q.window_depth * q.slices * slice_bytes;
   const int value_bytes = q.pixels * q.row_bytes;
   int2* const elements = reinterpret_cast<int2*>(value_lines + value_bytes);
   int* const from = reinterpret_cast<int*>(elements + q.elements);
@@ -179,7 +180,12 @@ __global__ void __launch_bounds__(T::kMostThreads)
   const bool floats = sizeof(typename T::In) == 4 || q.wide;
   out = static_cast<char*>(out) + problem * q.out_problem * (floats ? sizeof(float) : sizeof(typename T::In));
   asm volatile("" : "+l"(out));  // else the compiler prefers to compute it again for each element
-  FillFilter<T>(q, filter + problem * q.filter_problem, filter_lines);
+  // The data gradient's planes are in reverse order, as a forward convolution's.
+  for (int plane = 0; plane < q.window_depth; ++plane) {
+    const int from = q.mirrored ? q.window_depth - 1 - plane : plane;
+    FillFilter<T>(q, filter + problem * q.filter_problem + int64_t{from} * q.window_height * q.run * q.channels,
+                  filter_lines + plane * q.slices * slice_bytes);
+  }
   // Columns that no value is stored to are added too.
   if (q.reach_w * q.cell_elements > 8 * q.parts)
     for (int i = threadIdx.x * 16; i < value_bytes; i += blockDim.x * 16)
@@ -206,14 +212,14 @@ __global__ void __launch_bounds__(T::kMostThreads)
     FillPlaces(q, block, from);
     __syncthreads();
     const int first_line = block.first_cell - (q.reach_h - 1);
-    int next_line = max(first_line, 0), next_slice = 0;
+    int next_line = max(first_line, 0), next_plane = 0, next_slice = 0;
     const int end_line = min(block.end_cell, q.height);
     const auto copy = [&](uint32_t slot) {
       if (next_line < end_line) {
-        CopySlice<T>(q, in, from, next_line, next_slice, slot);
+        CopySlice<T>(q, in, from + next_plane * q.pixels, next_line, next_slice, slot);
         if (++next_slice == q.slices) {
           next_slice = 0;
-          ++next_line;
+          if (++next_plane == q.window_depth) next_plane = 0, ++next_line;
         }
       }
       CommitCopies();
@@ -229,14 +235,16 @@ __global__ void __launch_bounds__(T::kMostThreads)
     for (int line = first_line; line < block.end_cell; ++line) {
       if (line >= 0 && line < end_line) {
         const int first = (block.first_cell - line) * q.stride_h;  // of the window's lines that results are left of
+        int slice = 0;  // of the plane's
 #pragma unroll 1
-        for (int slice = 0; slice < q.slices; ++slice) {
+        for (int i = 0; i < q.window_depth * q.slices; ++i) {
           WaitForCopies<kAhead - 1>();
           // Everyone's copies are here, and nobody reads the slice before any more.
           __syncthreads();
           copy(slot == ring ? ring + kAhead * slot_bytes : slot - slot_bytes);
-          MultiplySlice<T>(slot + of_pixels, SharedAddress(filter_lines) + slice * slice_bytes, of_lines,
+          MultiplySlice<T>(slot + of_pixels, SharedAddress(filter_lines) + i * slice_bytes, of_lines,
                            min(T::kSteps, q.steps - slice * T::kSteps), first, sums);
+          slice = slice + 1 == q.slices ? 0 : slice + 1;
           slot = slot == ring + kAhead * slot_bytes ? ring : slot + slot_bytes;
         }
       }
@@ -289,7 +297,11 @@ cudaError_t LaunchTile(const Problem& problem, const void* operand, const void* 
   q.finish = !IsNone(epilogue);
   q.wide = p.out != p.in;
   q.mirrored = problem.direction == Direction::kDataGradient;
-  q.images = int(p.images);
+  q.images = int(p.images * p.y[0]);
+  q.planes = FastDiv(p.y[0]);
+  q.depth = int(p.x[0]);
+  q.window_depth = int(plan.planes);
+  q.pad_d = int(p.pad[0]);
   q.height = int(p.x[1]);
   q.width = int(p.x[2]);
   q.channels = int(p.channels);

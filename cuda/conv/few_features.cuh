@@ -29,7 +29,8 @@ struct FewFeaturesParams {
   Epilogue epilogue;
   int height, width, channels;                // of the operand
   int result_height, result_width, features;  // the width in elements
-  int images, window_height, steps, slices;
+  int images, window_height, steps, slices;            // slices of a plane of the window
+  int depth, window_depth, pad_d;                      // planes of the operand, and of the window
   int run, parts, pixels, elements;                    // as in FewFeaturesPlan
   int reach_h, reach_w, stride_h, cell_elements;       // cell_elements of a line of a cell
   int first_cell_h, first_cell_w, before_h, before_w;  // the last in elements
@@ -40,6 +41,7 @@ struct FewFeaturesParams {
   FastDiv workers, pieces;
   int share, lines, more_lines;
   FastDiv cell_div, features_div, places, cell_lines, channels_div;
+  FastDiv planes;                                   // of the result, which are images
   int pixel_chunks, line_chunks;                    // 16 bytes of the operand
   int64_t in_problem, filter_problem, out_problem;  // elements
   bool mirrored, finish, wide;  // whether the filter is a data gradient's; whether there is an epilogue; results floats
@@ -57,13 +59,20 @@ struct FewFeaturesBlock {
   }
 };
 
-// Where the block's pixels are in the operand's line 0, in 16 bytes, or -1.
+// Where the block's pixels are in line 0 of the operand's planes that the window's meet, in 16 bytes, or -1.
 __device__ __forceinline__ void FillPlaces(const FewFeaturesParams& q, const FewFeaturesBlock& block, int* from) {
   for (int i = threadIdx.x; i < q.pixels; i += blockDim.x) {
     int place;
     const int image = q.places.Div(block.first_place + i, &place), x = place + q.first_cell_w - (q.reach_w - 1);
     const bool exists = image < q.images && static_cast<unsigned>(x) < static_cast<unsigned>(q.width);
-    from[i] = exists ? image * q.height * q.line_chunks + x * q.pixel_chunks : -1;
+    int of_result;
+    const int volume = q.planes.Div(image, &of_result);
+    for (int k = 0; k < q.window_depth; ++k) {
+      const int plane = of_result - q.pad_d + k;
+      from[k * q.pixels + i] = exists && static_cast<unsigned>(plane) < static_cast<unsigned>(q.depth)
+                                   ? (volume * q.depth + plane) * q.height * q.line_chunks + x * q.pixel_chunks
+                                   : -1;
+    }
   }
 }
 
@@ -110,8 +119,8 @@ __device__ __forceinline__ void CopySlice(const FewFeaturesParams& q, const type
   }
 }
 
-// The filter, slice by slice: for each value of the window a line of channels, the values in the order of the result's
-// elements. The data gradient's lies so in memory.
+// A plane of the filter, slice by slice: for each value of the window a line of channels, the values in the order of the
+// result's elements. The data gradient's lies so in memory.
 template <class T>
 __device__ __forceinline__ void FillFilter(const FewFeaturesParams& q, const typename T::In* filter,
                                            unsigned char* to) {

@@ -19,6 +19,7 @@ FewAxis AxisOf(const Problem& p, int d) {
 }  // namespace
 
 FewFeaturesPlan::FewFeaturesPlan(const Problem& p) : lines(AxisOf(p, 1)), columns(AxisOf(p, 2)) {
+  planes = p.window[0];
   steps = CeilDiv(p.channels * SizeOf(p.in), 32);
   slices = CeilDiv(steps * 32, kFewSlotBytes);
   run = p.window[2] * p.features;
@@ -30,7 +31,7 @@ FewFeaturesPlan::FewFeaturesPlan(const Problem& p) : lines(AxisOf(p, 1)), column
     cells = Pixels() - columns.reach + 1;
     if (strips == 1 || SharedBytes(p) <= kFewMostBytes) break;
   }
-  tiles = CeilDiv(p.images * Places() - columns.reach + 1, std::max<int64_t>(cells, 1));
+  tiles = CeilDiv(p.images * p.y[0] * Places() - columns.reach + 1, std::max<int64_t>(cells, 1));
 }
 
 bool TakesFewFeatures(const Problem& problem) {
@@ -41,7 +42,7 @@ bool TakesFewFeatures(const Problem& problem) {
     if (p.stride[d] != 1 || (p.rhs_dilation[d] != 1 && p.window[d] > 1)) return false;
   const double pixels = double(p.batch) * p.images * std::max(p.XPixels(), p.YPixels());
   const bool strided = p.lhs_dilation[1] > 1 || p.lhs_dilation[2] > 1;
-  if (size > 4 || p.x[0] != 1 || p.y[0] != 1 || p.window[0] != 1 || p.pad[0] != 0 || p.window[1] > kFewMostLines ||
+  if (size > 4 || p.lhs_dilation[0] != 1 || p.window[0] > kFewMostPlanes || p.window[1] > kFewMostLines ||
       p.features < 1 || p.features > kFewMostFeatures * (strided ? 2 : 1) ||
       p.window[2] * p.features > 8 * kFewMostParts || p.channels < 8 || p.channels * size % 16 != 0 ||
       std::min({pixels, double(p.XPixels()), double(p.YPixels()), double(p.Taps())}) == 0)
@@ -49,7 +50,7 @@ bool TakesFewFeatures(const Problem& problem) {
   const FewFeaturesPlan plan(p);
   return plan.SharedBytes(p) <= kFewMostBytes &&
          // The kernels count results, places of columns, lines of all tiles, and 16 bytes of the operand with 31 bits.
-         pixels * p.features < INT32_MAX && double(p.images) * plan.Places() < INT32_MAX - 4 * kFewPixels &&
+         pixels * p.features < INT32_MAX && double(p.images) * p.y[0] * plan.Places() < INT32_MAX - 4 * kFewPixels &&
          double(plan.tiles) * plan.lines.cells < INT32_MAX && pixels * p.channels / 4 < INT32_MAX;
 }
 
@@ -66,7 +67,7 @@ double FewFeaturesCycles(const Problem& problem) {
   const double height = p.window[1] <= kFewFewLines ? kFewFewLines : kFewMostLines;
   const double products = pixels / 16 * height * plan.parts * plan.steps;
   const double results = plan.Elements(p) * plan.lines.stride;
-  const double line = 140 + 2 * (products + pixels * plan.slices) + (0.2 + 0.06 * plan.columns.reach) * results;
+  const double line = 140 + 2 * plan.planes * (products + pixels * plan.slices) + (0.2 + 0.06 * plan.columns.reach) * results;
   // Beside its own, a block reads some of another's lines, of which it multiplies a part.
   const double all = double(p.batch) * plan.tiles * plan.lines.cells, blocks = std::min(kBlocks, std::ceil(all / 2));
   const double lines = all + 0.7 * blocks * (plan.lines.reach - 1);

@@ -10,6 +10,7 @@ constexpr int kFewMostFeatures = 8;      // and twice as many of a result that h
 constexpr int kFewMostLines = 7;         // of a window
 constexpr int kFewFewLines = 4;          // of one that kernels with fewer registers take
 constexpr int kFewMostParts = 7;         // of 8 values of a line of a window
+constexpr int kFewMostPlanes = 7;        // of a volume's window
 constexpr int kFewPixels = 64;           // of a warp
 constexpr int kFewSlots = 2;             // of a ring of pixels
 constexpr int kFewSlotBytes = 128;       // of a pixel in a slot
@@ -27,6 +28,7 @@ struct FewAxis {
 // Of a problem as AsForward has it.
 struct FewFeaturesPlan {
   FewAxis lines, columns;
+  int64_t planes;         // of the window: planes of the result are images, which so many of the operand's add to
   int64_t steps, slices;  // of a pixel's channels: of 32 bytes, and of a slot's
   int64_t run, parts;     // values of a line of the window, and groups of 8 of them
   int64_t strips;         // warps of a block side by side, each with as many pixels
@@ -42,11 +44,11 @@ struct FewFeaturesPlan {
   int64_t Places() const { return columns.cells + columns.reach - 1; }
   int64_t Elements(const Problem& p) const { return cells * columns.stride * p.features; }
   int64_t RingBytes() const { return kFewSlots * Pixels() * kFewSlotBytes; }
-  int64_t FilterBytes() const { return filter_lines * slices * kFewSlotBytes; }
+  int64_t FilterBytes() const { return planes * filter_lines * slices * kFewSlotBytes; }
   int64_t ValueBytes() const { return lines.stride > 1 ? 8 : 4; }  // of a column: of two lines of the result, or one
   int64_t RowBytes() const { return row * ValueBytes(); }
   int64_t SharedBytes(const Problem& p) const {
-    return RingBytes() + FilterBytes() + Pixels() * RowBytes() + (Pixels() + 2 * Elements(p)) * 4;
+    return RingBytes() + FilterBytes() + Pixels() * RowBytes() + (planes * Pixels() + 2 * Elements(p)) * 4;
   }
 };
 
