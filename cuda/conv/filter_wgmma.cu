@@ -28,6 +28,7 @@ struct Params {
   float4* pieces;
   bool leaves;  // whole tiles too
   bool turns;   // y, which no other kernel has transposed
+  bool apart;   // whether x is read like y
   void* out;
   bool wide;  // whether the result is of floats
   Patches patches;
@@ -98,7 +99,24 @@ struct FirstTap {
   }
 };
 
-// One thread loads x, another y: the first asks for a box for every unit.
+// One thread loads x, another y: the first asks for a box for every unit. Where problems are read apart there is but
+// one tap.
+template <class T>
+__device__ void ProduceApart(const Params& p, Ring<T> ring) {
+  hopper::PrefetchMap(&p.x);
+  for (Pieces piece(p.spans); piece.Next();) {
+    const Units<T> units(p, piece.tile);
+    const int problem = Place(p, piece.tile, T()).problem;
+    int pixel = piece.first * T::kDepth;
+    for (int step = 0; step < piece.steps; ++step, pixel += T::kDepth) {
+      BeginStage(ring, T::kBytesA);
+#pragma unroll
+      for (int u = 0; u < units.kCount; ++u)
+        hopper::LoadBox(ring.Data() + u * kUnitBytes<T>, &p.x, ring.Full(), units.channel[u], pixel, problem);
+      ring.Next();
+    }
+  }
+}
 template <class T, int kDimensions>
 __device__ void ProduceX(const Params& p, Ring<T> ring) {
   hopper::PrefetchMap(&p.x);
@@ -229,6 +247,7 @@ __global__ void __launch_bounds__(T::kThreads, 1) FilterWgmmaKernel(const __grid
     RunRoles<kProducers, 72>(
         [&](int which) {
           if (which == 1) return ProduceY<T>(p, ring);
+          if (p.apart) return ProduceApart<T>(p, ring);
           hopper::VisitDimensions(p.phase.map.dimensions, [&](auto d) { ProduceX<T, decltype(d)::value>(p, ring); });
         },
         [&](int warpgroup) {
@@ -257,8 +276,11 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* x, co
   const int64_t column_tiles = CeilDiv(p.features, T::kColumns);
   q.grid = TileGrid(shape.tiles / p.batch / column_tiles, column_tiles);
   q.spans = Spans(shape.tiles, shape.steps, config.blocks, shape.Slots(config.blocks));
-  cudaError_t e = EncodePixels(&q.x, p.in, x, p.batch * p.images, p.x, p.channels, q.phase.map, T::kDepth);
   const int64_t pixels = p.images * p.YPixels();
+  q.apart = ReadsProblemsApart(p);
+  cudaError_t e = q.apart
+                      ? EncodeBoxes(&q.x, p.in, x, {p.channels, pixels, p.batch}, {T::kLine, T::kDepth, 1})
+                      : EncodePixels(&q.x, p.in, x, p.batch * p.images, p.x, p.channels, q.phase.map, T::kDepth);
   auto* left = static_cast<float*>(workspace);
   q.turns = kFloats<T> && !config.copies;
   if (kFloats<T> && !q.turns) {

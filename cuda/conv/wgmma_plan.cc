@@ -113,8 +113,12 @@ double FilterCycles(const Problem& p, const TileShape& t, const FilterShape& sha
   const double more = p.in == DType::kF32 && std::min(p.channels, p.features) >= 64 ? memory / 2 : 0;
   if (blocks == shape.tiles) {
     const double busy = shape.steps * step, each = std::ceil(double(blocks) / kMultiprocessors);
-    if (together) return before + each * (busy + cost.tile) + more;
-    return each * std::max(busy, (busy + cost.tile) / 2) + cost.tile + before + more;
+    // Whole tiles that are left are written and read once more, with what must be checked.
+    constexpr double kLeft = 0.0015;
+    const bool left = shape.left && !p.exchanged;
+    const double beside = before + more + (left ? 6000 + kLeft * blocks * t.rows * t.columns * 4 : 0);
+    if (together) return beside + each * (busy + cost.tile);
+    return beside + each * std::max(busy, (busy + cost.tile) / 2) + cost.tile;
   }
   // Blocks that begin at many different steps find less of what they read in the cache. Then comes the kernel that adds
   // up, and bytes of pieces to and from it; that of exchanged problems is mostly counted elsewhere.
@@ -188,10 +192,16 @@ int64_t TransposedBytes(const Problem& p, const TileShape& t) {
   return CeilDiv(p.images * p.YPixels(), depth) * depth * p.features * 4;
 }
 
+bool ReadsProblemsApart(const Problem& p) {
+  for (int d = 0; d < kRank; ++d)
+    if (p.stride[d] != 1 || p.pad[d] != 0 || p.x[d] != p.y[d] || p.lhs_dilation[d] != 1) return false;
+  return p.batch > 1 && p.Taps() == 1;
+}
+
 FilterShape FilterShapeOf(const Problem& p, const TileShape& t) {
   const int64_t line = WgmmaDepth(p.in), units = p.Taps() * CeilDiv(p.channels, line), pixels = p.images * p.YPixels();
   // Beyond a problem's last pixel x has the next one's, of which y's zeros do not make up for an infinity.
-  const bool mixed = p.batch > 1 && pixels % line != 0;
+  const bool mixed = p.batch > 1 && pixels % line != 0 && !ReadsProblemsApart(p);
   return {p.batch * CeilDiv(units, t.rows / line) * CeilDiv(p.features, t.columns), CeilDiv(pixels, line),
           p.exchanged || mixed};
 }
