@@ -43,28 +43,85 @@ bool Indexable(const Problem& p) {
   return std::max({x, y, taps * std::max(p.channels, p.features)}) < kIndexLimit;
 }
 
-// Whether the filter gradient is stored by SumSlices, also with x and y exchanged.
-bool StoresExchanged(Unit unit) {
-  return unit == Unit::kSimt || unit == Unit::kMma || unit == Unit::kWgmma || unit == Unit::kFewChannels ||
-         unit == Unit::kGrouped;
+// What might compute a problem: a filter gradient in so many slices, others with so many blocks to a tile.
+struct Candidate {
+  const Problem& p;
+  const TileShape& tile;
+  bool hopper;
+  int64_t slices = 1, cluster = 1;
+};
+
+// Kernels that are planned alike.
+struct Kernels {
+  bool of_hopper;  // only
+  bool exchange;   // whether SumSlices stores their filter gradients, also with x and y exchanged
+  bool leave;      // sums of a single slice in the workspace too
+  bool (*take)(const Candidate&);
+  double (*cycles)(const Candidate&);
+  // Of a filter gradient, those that slices share; without a function they share the terms of its sums.
+  int64_t (*pieces)(const Problem&) = nullptr;
+  // Bytes beside the slices'.
+  int64_t (*workspace)(const Candidate&) = nullptr;
+};
+
+Strips StripsOf(const Problem& p) {
+  Strips strips;
+  strips.Fit(AsForward(p), FewPixels(AsForward(p)), 16);
+  return strips;
 }
 
-// The kernels on the CUDA cores take anything.
+double ProductCycles(const Candidate& c) { return GemmCycles(c.p, c.tile, c.slices); }
+
+// By Unit. The kernels on the CUDA cores take anything.
+constexpr Kernels kKernels[] = {
+    {false, true, false, [](const Candidate&) { return true; }, ProductCycles},
+    {false, true, false, [](const Candidate& c) { return TakesMma(c.p, c.tile); }, ProductCycles},
+    {true, true, false, [](const Candidate& c) { return TakesWgmma(c.p, c.tile); },
+     [](const Candidate& c) { return WgmmaCycles(c.p, c.tile, c.cluster); }, nullptr,
+     [](const Candidate& c) { return TransposedBytes(c.p, c.tile); }},
+    {false, false, false, [](const Candidate& c) { return TakesDepthwise(c.p); },
+     [](const Candidate& c) { return DepthwiseCycles(c.p, c.slices, c.hopper); }},
+    {false, true, false, [](const Candidate& c) { return TakesFewChannels(c.p, c.hopper); },
+     [](const Candidate& c) { return FewChannelsCycles(AsForward(c.p), StripsOf(c.p), c.slices); },
+     [](const Problem& p) { return StripsOf(p).Tiles(p); }},
+    {false, true, false, [](const Candidate& c) { return TakesGrouped(c.p); },
+     [](const Candidate& c) { return GroupedCycles(c.p, c.slices); }},
+    {false, false, false, [](const Candidate& c) { return TakesFewFeatures(c.p); },
+     [](const Candidate& c) { return FewFeaturesCycles(c.p); }},
+    {true, false, true, [](const Candidate& c) { return TakesUnaligned(c.p); },
+     [](const Candidate& c) { return UnalignedCycles(c.p, c.slices); }, UnalignedTiles,
+     [](const Candidate& c) { return UnalignedWorkspace(c.p); }},
+    {true, false, true, [](const Candidate& c) { return TakesPlanes(c.p); },
+     [](const Candidate& c) { return PlanesCycles(c.p, c.slices); }, PlanesPieces},
+    {true, false, true, [](const Candidate& c) { return TakesDirect(c.p); },
+     [](const Candidate& c) { return DirectCycles(c.p, c.slices); }, DirectPieces},
+};
+
+// Few channels on Hopper. Those of any device do what turns out, of addresses and epilogues, to be nothing for them.
+constexpr Kernels kFilled = {true,
+                             true,
+                             true,
+                             [](const Candidate& c) { return TakesFilled(c.p) && TakesFewChannels(c.p, c.hopper); },
+                             [](const Candidate& c) { return FilledCycles(c.p, c.slices); },
+                             FilledPieces};
+
+constexpr Kernels kBytes = {
+    false,
+    false,
+    false,
+    [](const Candidate& c) { return TakesBytes(c.tile, c.p, c.hopper); },
+    [](const Candidate& c) { return c.tile.unit == Unit::kWgmma ? BytesCycles(c.p, c.tile) : ProductCycles(c); },
+    nullptr,
+    [](const Candidate& c) { return c.tile.unit == Unit::kWgmma ? BytesWorkspace(c.p) : 0; }};
+
+const Kernels& KernelsOf(const TileShape& t, const Problem& p) {
+  return IsByte(p.in) ? kBytes : t.tile == Tile::kFewChannelsWgmma ? kFilled : kKernels[static_cast<int>(t.unit)];
+}
+
 bool Takes(const TileShape& t, const Problem& p, bool hopper) {
   if (HasFrame(p) && (t.unit != Unit::kUnaligned || !FindsElements(p))) return false;
-  if (IsByte(p.in)) return TakesBytes(t, p, hopper);
-  if (p.exchanged && !StoresExchanged(t.unit)) return false;
-  if (t.unit == Unit::kSimt) return true;
-  if (t.tile == Tile::kFewChannelsWgmma) return hopper && TakesFilled(p) && TakesFewChannels(p, hopper);
-  if (t.unit == Unit::kFewChannels) return TakesFewChannels(p, hopper);
-  if (t.unit == Unit::kGrouped) return TakesGrouped(p);
-  if (t.unit == Unit::kFewFeatures) return TakesFewFeatures(p);
-  if (t.unit == Unit::kUnaligned) return hopper && TakesUnaligned(p);
-  if (t.unit == Unit::kPlanes) return hopper && TakesPlanes(p);
-  if (t.unit == Unit::kDirect) return hopper && TakesDirect(p);
-  if (t.unit == Unit::kWgmma) return hopper && TakesWgmma(p, t);
-  if (t.unit == Unit::kDepthwise) return TakesDepthwise(p);
-  return TakesMma(p, t);
+  const Kernels& kernels = KernelsOf(t, p);
+  return (hopper || !kernels.of_hopper) && (kernels.exchange || !p.exchanged) && kernels.take({p, t, hopper});
 }
 
 std::optional<Config> ChooseAsItIs(const Problem& p, bool hopper, std::string_view algorithm, int64_t workspace_limit,
@@ -92,43 +149,20 @@ std::optional<Config> ChooseAsItIs(const Problem& p, bool hopper, std::string_vi
       }
       continue;
     }
-    Strips strips;
-    if (t.tile == Tile::kFewChannels) strips.Fit(AsForward(p), FewPixels(AsForward(p)), 16);
+    const Kernels& kernels = KernelsOf(t, p);
+    const int64_t beside = kernels.workspace != nullptr ? kernels.workspace({p, t, hopper}) : 0;
+    const int64_t pieces = splittable && kernels.pieces != nullptr ? kernels.pieces(p) : 0;
     for (int64_t splits = 1; splits == 1 || (splittable && splits * kMinSlice <= g.depth);
          splits += std::max<int64_t>(1, splits / 8)) {
-      // As few as give the longest slice no more of whole tiles.
-      const int64_t tiles = !splittable                         ? 0
-                            : t.tile == Tile::kFewChannels      ? strips.Tiles(p)
-                            : t.tile == Tile::kFewChannelsWgmma ? FilledPieces(p)
-                            : t.unit == Unit::kUnaligned        ? UnalignedTiles(p)
-                            : t.unit == Unit::kPlanes           ? PlanesPieces(p)
-                            : t.unit == Unit::kDirect           ? DirectPieces(p)
-                                                                : 0;
-      const int64_t slices = tiles > 0 ? CeilDiv(tiles, CeilDiv(tiles, splits)) : splits;
-      // Hopper's kernels of their own have partial sums of a single slice too.
-      const bool always = t.tile == Tile::kFewChannelsWgmma || t.unit == Unit::kUnaligned || t.unit == Unit::kPlanes ||
-                          t.unit == Unit::kDirect;
-      const bool partial = UsesWorkspace(p, slices) || (always && splittable);
-      const int64_t transposed = t.unit == Unit::kUnaligned ? UnalignedWorkspace(p)
-                                 : t.unit != Unit::kWgmma   ? 0
-                                 : IsByte(p.in)             ? BytesWorkspace(p)
-                                                            : TransposedBytes(p, t);
-      const int64_t bytes = transposed + (partial ? slices * result_bytes : 0);
+      // As few as give the longest slice no more of whole pieces.
+      const int64_t slices = pieces > 0 ? CeilDiv(pieces, CeilDiv(pieces, splits)) : splits;
+      const bool partial = UsesWorkspace(p, slices) || (kernels.leave && splittable);
+      const int64_t bytes = beside + (partial ? slices * result_bytes : 0);
       if (bytes > workspace_limit) break;
       if (splittable && CeilDiv(g.depth, slices) >= kIndexLimit) continue;  // a slice is indexed with 32 bits
       for (const int64_t cluster : {1, 2, 3, 4, 8}) {
         if (cluster > 1 && (t.unit != Unit::kWgmma || IsByte(p.in) || !MayShare(p, t, cluster))) continue;
-        const double product = t.unit == Unit::kDepthwise          ? DepthwiseCycles(p, slices, hopper)
-                               : t.tile == Tile::kFewChannelsWgmma ? FilledCycles(p, slices)
-                               : t.unit == Unit::kFewChannels      ? FewChannelsCycles(AsForward(p), strips, slices)
-                               : t.unit == Unit::kGrouped          ? GroupedCycles(p, slices)
-                               : t.unit == Unit::kFewFeatures      ? FewFeaturesCycles(p)
-                               : t.unit == Unit::kUnaligned        ? UnalignedCycles(p, slices)
-                               : t.unit == Unit::kPlanes           ? PlanesCycles(p, slices)
-                               : t.unit == Unit::kDirect           ? DirectCycles(p, slices)
-                               : t.unit == Unit::kWgmma
-                                   ? (IsByte(p.in) ? BytesCycles(p, t) : WgmmaCycles(p, t, cluster))
-                                   : GemmCycles(p, t, slices);
+        const double product = kernels.cycles({p, t, hopper, slices, cluster});
         const double cycles = product + ReductionCycles(p, slices, result_bytes);
         Config config = {t.tile, slices, cluster, 0, bytes, cycles};
         config.unaligned = hopper && t.unit == Unit::kDepthwise && TakesUnalignedDepthwise(p);
