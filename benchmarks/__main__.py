@@ -48,6 +48,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
   parser.add_argument("--sweep", action="store_true", help="neighbouring and odd sizes instead of the listed cases")
   parser.add_argument("--quick", action="store_true", help="a handful of cases of each family")
   parser.add_argument("--filter", nargs="+", default=[""], metavar="TEXT", help="only cases whose name contains one")
+  parser.add_argument(
+    "--part", default="1/1", metavar="K/N", help="only the K-th of N equal parts, of which each may have a GPU of its own"
+  )
   parser.add_argument("--shrink", type=int, default=1, metavar="N", help=argparse.SUPPRESS)
   return parser.parse_args(arguments)
 
@@ -55,13 +58,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> dict:
   arguments = sys.argv[1:] if arguments is None else arguments
   args = parse(arguments)
+  part, parts = map(int, args.part.split("/"))
   began = time.perf_counter()
   clock, record = harness.start(harness.command_line("benchmarks", arguments), args.shrink, args.quick)
   rows = record["rows"] = []
   kind = "sweep" if args.sweep else "work"
   for family in args.families:
     works = getattr(FAMILIES[family], kind, lambda *_: ())(args.dtypes, args.quick, args.shrink)
-    wanted = [work for work in works if any(text in work.case for text in args.filter)]
+    wanted = [work for work in works if any(text in work.case for text in args.filter)][part - 1 :: parts]
     for row in harness.measure_all(wanted, record["ceilings"], clock):
       rows.append({**row, "sweep": True} if args.sweep else row)
       print(report.line(rows[-1]), flush=True)
