@@ -49,7 +49,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
   parser.add_argument("--quick", action="store_true", help="a handful of cases of each family")
   parser.add_argument("--filter", nargs="+", default=[""], metavar="TEXT", help="only cases whose name contains one")
   parser.add_argument(
-    "--part", default="1/1", metavar="K/N", help="only the K-th of N equal parts, of which each may have a GPU of its own"
+    "--part",
+    default="1/1",
+    metavar="K/N",
+    help="only the K-th of N equal parts, of which each may have a GPU of its own",
   )
   parser.add_argument("--shrink", type=int, default=1, metavar="N", help=argparse.SUPPRESS)
   return parser.parse_args(arguments)

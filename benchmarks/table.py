@@ -52,16 +52,47 @@ def by_device(records: list[Record], section: Callable[[list[Record]], str]) -> 
   for record in records:
     if record["shrink"] != 1:
       raise ValueError(f"a trial run with --shrink {record['shrink']} measures nothing: {record['command']}")
-  devices = list(dict.fromkeys(record["device"] for record in records))
-  return "\n\n".join(section([r for r in records if r["device"] == d]) for d in devices)
+  return "\n\n".join(map(section, devices(records)))
+
+
+def devices(records: list[Record]) -> list[list[Record]]:
+  """The records of each device, first those of the one that has most."""
+  own: dict[str, list[Record]] = {}
+  for record in records:
+    own.setdefault(record["device"], []).append(record)
+  return sorted(own.values(), key=lambda each: -sum(len(r["rows"]) for r in each if "rows" in r))
+
+
+def headline(records: list[Record]) -> str:
+  """Of the first device: geometric means of the listed cases by family, and what is behind."""
+  first = devices(records)[0]
+  listed = [row for row in newest(first) if not row.get("sweep", False)]
+  return "\n\n".join([conditions(first), summary(listed), behind(listed)])
 
 
 def overview(records: list[Record]) -> str:
-  """Geometric means by family: of the listed cases, and of the sweeps over neighbouring and odd sizes."""
-  rows = newest(records)
-  listed, swept = ([row for row in rows if row.get("sweep", False) is kind] for kind in (False, True))
-  sweeps = ["Sweeps over neighbouring and odd sizes, small ones included:", summary(swept)] if swept else []
-  return "\n\n".join([conditions(records), summary(listed), *sweeps])
+  """Of every device: the same, and of the sweeps over neighbouring and odd sizes."""
+  rows, parts = newest(records), [conditions(records)]
+  for title, kind in (
+    ("The listed cases:", False),
+    ("Sweeps over neighbouring and odd sizes, small ones included:", True),
+  ):
+    if own := [row for row in rows if row.get("sweep", False) is kind]:
+      parts += [title, summary(own), behind(own)]
+  return "\n\n".join(parts)
+
+
+def behind(rows: list[dict[str, Any]]) -> str:
+  """The cases that take longer than lax's by more than a twentieth, by family."""
+  slower: dict[str, list[str]] = {}
+  for row in sorted(rows, key=lambda row: row["ratio"] or math.inf):
+    if row["ratio"] and row["ratio"] < 1 / 1.05:
+      slower.setdefault(row["family"], []).append(
+        f"`{row['case']}` {SHORT[row['dtype']]} {row['direction']} {row['ratio']:.2f}×"
+      )
+  count, compared = sum(map(len, slower.values())), sum(row["ratio"] is not None for row in rows)
+  head = f"Behind lax by more than a twentieth: {count} of {compared}."
+  return "\n".join([head, "", *(f"- {family}: {', '.join(cases)}" for family, cases in slower.items())]).strip()
 
 
 def every_case(records: list[Record]) -> str:
@@ -80,7 +111,8 @@ def provenance(records: list[Record]) -> str:
     versions += [f"{name} {r[key]}" for name, key in (("cuDNN", "cudnn"), ("driver", "driver")) if r.get(key)]
     lines.append(
       f"- **{r['device']}**, {', '.join(versions)}, {r['date'][:10]}, {r['clock']} clock: `{r['command']}`. "
-      f"Measured in that run: copy {rates['copy'] / 1e12:.2f} TB/s, 8192³ matrix product "
+      f"Measured in that run: copy {rates['copy'] / 1e12:.2f} TB/s, x + 1 {rates['elementwise'] / 1e12:.2f} TB/s, "
+      "8192³ matrix product "
       f"{rates['bfloat16'] / 1e12:.0f} TFLOP/s bf16 and {rates['float32'] / 1e12:.0f} TFLOP/s f32."
     )
   return "\n".join(lines)
@@ -349,7 +381,11 @@ def render(text: str, paths: list[Path]) -> str:
 
 
 SECTIONS: dict[str, dict[str, Callable[[list[Record]], str]]] = {
-  "": {"summary": partial(by_device, section=overview), "cases": partial(by_device, section=every_case)},
+  "": {
+    "summary": headline,
+    "overview": partial(by_device, section=overview),
+    "cases": partial(by_device, section=every_case),
+  },
   "models": {"models": partial(by_device, section=steps), "kernels": partial(by_device, section=whereabouts)},
   "planner": {"planner": partial(by_device, section=choices), "misses": partial(by_device, section=misses)},
   "mnist": {"mnist": mnist},

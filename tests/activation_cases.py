@@ -79,9 +79,7 @@ CASES = (
   Case("leaky_relu", {}, *leaky(0.01), "mask", (0,)),
   Case("leaky_relu", {"negative_slope": -0.25}, *leaky(-0.25), "mask", (0,)),
   Case("hard_sigmoid", {}, lambda x: np.clip(x / 6 + 0.5, 0, 1), inside(-3, 3, 1 / 6), "mask", (-3, 3)),
-  Case(
-    "hard_tanh", {}, lambda x: np.clip(x, -1, 1), lambda x: np.where((x > 1) | (x < -1), 0.0, 1.0), "mask", (-1, 1)
-  ),
+  Case("hard_tanh", {}, lambda x: np.clip(x, -1, 1), lambda x: np.where((x > 1) | (x < -1), 0.0, 1.0), "mask", (-1, 1)),
   Case(
     "hard_swish",
     {},

@@ -142,9 +142,7 @@ def test_one_entry_for_each_channel(dtype):
   assert not np.any(stats.var) and stats.entries == 1
   np.testing.assert_allclose(exact(jax.grad(lambda x: f(x)[0].sum())(jnp.asarray(x))), 0, atol=1e-3)
   for convention in ("flax", "torch"):
-    mean, var = jaxdnn.update_running_stats(
-      (jnp.zeros(5), jnp.ones(5)), stats, momentum=0.5, convention=convention
-    )
+    mean, var = jaxdnn.update_running_stats((jnp.zeros(5), jnp.ones(5)), stats, momentum=0.5, convention=convention)
     assert np.isfinite(mean).all()
     np.testing.assert_allclose(var, 0.5)
 

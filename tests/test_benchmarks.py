@@ -157,6 +157,8 @@ README = """# Title
 old
 <!-- summary:end -->
 between
+<!-- overview:begin -->
+<!-- overview:end -->
 <!-- cases:begin -->
 <!-- cases:end -->
 <!-- mnist:begin -->
@@ -190,6 +192,9 @@ def test_tables(files):
     "| conv fwd | 1.00×, 1 of 2, 50% |",
     "| conv fwd | 0.50×, 0 of 1, 33% |",
     "| conv dgrad | 20.00×, 1 of 1, 50%, memory 0.25× |",
+    "Behind lax by more than a twentieth: 1 of 3.",
+    "- conv: `b` f32 fwd 0.50×",
+    "- conv: `d` f32 fwd 0.50×",
     "| `cnn`, MNIST, f32 default, A GPU | 1 | 90.11% | 91.01% | 93.01% | 0.5 |",
   ):
     assert line in text.splitlines()
@@ -214,6 +219,13 @@ def test_a_sweep_does_not_take_a_listed_cases_place():
   swept["rows"] = [{**row(case, "fwd", 5.0, 40.0), "sweep": True} for case in ("a", "z")]
   text = table.every_case([RECORD, swept])
   assert "| `z` | f32 | 5.0 / 40.0 / 10.0 (8.00×) |" in text and "| `a` | f32 | 5.0" not in text
+
+
+def test_the_device_of_most_rows_comes_first():
+  other = {**copy.deepcopy(RECORD), "device": "Another GPU", "rows": RECORD["rows"][:2]}
+  assert table.headline([other, RECORD]).startswith("**A GPU**")
+  pages = table.by_device([other, RECORD], table.overview)
+  assert pages.startswith("**A GPU**") and "**Another GPU**" in pages
 
 
 def test_a_trial_run_is_refused():

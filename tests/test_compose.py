@@ -29,9 +29,7 @@ OPERATORS = {
     [(3, 5, 4), (3, 2, 4)],
   ),
   "causal_conv1d": (lambda x, w: jaxdnn.causal_conv1d(x, w, activation="silu"), [(3, 6, 4), (3, 4)]),
-  "causal_conv1d_layer": (
-    lambda x, w, b: jaxdnn.causal_conv1d(x, w, b, activation="tanh"), [(3, 6, 4), (4, 4), (4,)]
-  ),
+  "causal_conv1d_layer": (lambda x, w, b: jaxdnn.causal_conv1d(x, w, b, activation="tanh"), [(3, 6, 4), (4, 4), (4,)]),
   "conv_dgrad": (lambda g, w: jaxdnn.conv_dgrad(g, w, (6, 5), stride=2, padding="SAME"), [(3, 3, 3, 6), (3, 2, 4, 6)]),
   "conv_3d": (lambda x, w: jaxdnn.conv(x, w, dilation=(1, 2, 1)), [(3, 3, 4, 3, 2), (2, 2, 2, 2, 3)]),
   "conv_local": (
@@ -59,7 +57,8 @@ OPERATORS = {
   "group_norm": (lambda x, s, b: jaxdnn.group_norm(x, 2, s, b, activation="silu"), [(3, 2, 5, 4), (4,), (4,)]),
   "layer_norm_where": (lambda x, s, b: jaxdnn.layer_norm(x, s, b, where=WHERE), [(3, 2, 6), (6,), (6,)]),
   "group_norm_where": (
-    lambda x, s, b: jaxdnn.group_norm(x, 2, s, b, activation="silu", where=WHERE[:, None]), [(3, 6, 4), (4,), (4,)]
+    lambda x, s, b: jaxdnn.group_norm(x, 2, s, b, activation="silu", where=WHERE[:, None]),
+    [(3, 6, 4), (4,), (4,)],
   ),
   "max_pool_where": (lambda x: jaxdnn.max_pool(x, (3,), padding=1, where=WHERE[:, None]), [(3, 6, 2)]),
   "avg_pool_where": (lambda x: jaxdnn.avg_pool(x, (3,), padding=1, where=WHERE[:, None]), [(3, 6, 2)]),

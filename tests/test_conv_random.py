@@ -44,9 +44,7 @@ def random_configuration(rng, multiple=1):
 
 def oracle_with_batch_groups(f, x, w, g, batch_groups):
   """Applies `f(x, w, g)` to each group of the batch with its share of the output channels."""
-  shares = zip(
-    np.split(x, batch_groups, 0), np.split(w, batch_groups, -1), np.split(g, batch_groups, -1), strict=True
-  )
+  shares = zip(np.split(x, batch_groups, 0), np.split(w, batch_groups, -1), np.split(g, batch_groups, -1), strict=True)
   return [f(*share) for share in shares]
 
 

@@ -226,9 +226,7 @@ def test_boxes_in_registers_take_no_workspace(size, scratch):
 
 @built
 def test_what_no_kernel_takes_falls_back():
-  four = text(
-    lambda x, w: jaxdnn.conv(x, w), [jnp.zeros((1, 3, 3, 3, 3, 2)), jnp.zeros((2, 2, 2, 2, 2, 2))], "cuda"
-  )
+  four = text(lambda x, w: jaxdnn.conv(x, w), [jnp.zeros((1, 3, 3, 3, 3, 2)), jnp.zeros((2, 2, 2, 2, 2, 2))], "cuda")
   integers = text(
     lambda x, w: jaxdnn.conv(x, w, preferred_element_type="int32"), zeros([((1, 5, 2), I16), ((3, 2, 2), I16)]), "cuda"
   )

@@ -28,7 +28,6 @@ class Case(NamedTuple):
   epsilon: float = 1e-5
 
 
-
 def norm_of_groups(x, scale, bias, *, where, num_groups, axis, activation=None):
   return jaxdnn.group_norm(x, num_groups, scale, bias, axis=axis, where=where, activation=activation)
 
@@ -138,9 +137,7 @@ def test_masked_entries_change_nothing(dtype):
 
   clean = everything(data)
   wide = ACCUMULATOR[dtype]
-  for (name, _), (x, scale, bias, where, g, t), (y, (dx, dscale, dbias), dy) in zip(
-    problems, data, clean, strict=True
-  ):
+  for (name, _), (x, scale, bias, where, g, t), (y, (dx, dscale, dbias), dy) in zip(problems, data, clean, strict=True):
     oracle = Oracle(CASES[name], x, scale, bias, where)
     size = 16 * np.broadcast_to(1 + oracle.rstd, oracle.shape).reshape(x.shape)
     assert_close(y, oracle.value(), dtype, scale=size)
@@ -226,8 +223,10 @@ def test_everything_unmasked_is_no_mask(name, dtype):
 
   @jax.jit
   def both(x, scale, bias, where):
-    return case.norm(x, scale, bias, where=where), case.norm(x, scale, bias, where=where[:1, :1]), case.norm(
-      x, scale, bias, where=None
+    return (
+      case.norm(x, scale, bias, where=where),
+      case.norm(x, scale, bias, where=where[:1, :1]),
+      case.norm(x, scale, bias, where=None),
     )
 
   element, whole, none = both(x, scale, bias, np.ones((1, 1, *case.shape[2:]), bool))

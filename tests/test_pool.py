@@ -234,9 +234,7 @@ KERNELS = [
 def test_kernels(name, dtype):
   """Into poisoned memory, twice, with bitwise equal results."""
   case = next(c for c in POOL if c.name == name)
-  check_everything(
-    case, sample(case.shape, dtype), run=lambda f: functools.partial(assert_repeatable, f, repeats=2)
-  )
+  check_everything(case, sample(case.shape, dtype), run=lambda f: functools.partial(assert_repeatable, f, repeats=2))
 
 
 @pytest.mark.gpu

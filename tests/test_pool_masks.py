@@ -138,9 +138,7 @@ def test_vmap_over_every_subset_of_operands(kind):
     given = [a if m else a[0] for a, m in zip(args, mapped, strict=True)]
     got = jax.jit(jax.vmap(both, [0 if m else None for m in mapped]))(*given)
     each = [one(*(a[i if m else 0] for a, m in zip(args, mapped, strict=True))) for i in range(2)]
-    jax.tree.map(
-      lambda a, *b: np.testing.assert_allclose(a, np.stack(b), rtol=1e-12, atol=1e-12), got, *each
-    )
+    jax.tree.map(lambda a, *b: np.testing.assert_allclose(a, np.stack(b), rtol=1e-12, atol=1e-12), got, *each)
 
 
 # Selections ----------------------------------------------------------------------------------------------------------

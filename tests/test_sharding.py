@@ -82,9 +82,7 @@ def close(a, b):
 
 def place(mesh, args):
   """The first operand sharded over its batch, the others (filters) replicated."""
-  return [
-    jax.device_put(a, NamedSharding(mesh, P("data") if i == 0 else P())) for i, a in enumerate(args)
-  ]
+  return [jax.device_put(a, NamedSharding(mesh, P("data") if i == 0 else P())) for i, a in enumerate(args)]
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])

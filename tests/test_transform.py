@@ -160,9 +160,7 @@ def test_matches_jnp():
   x = jnp.asarray(sample((3, 4, 5), "float32"))
   np.testing.assert_array_equal(jaxdnn.transform(x, permutation=(2, -3, 1)), jnp.transpose(x, (2, 0, 1)))
   pads = ((1, 2), (0, 0), (3, 0))
-  np.testing.assert_array_equal(
-    jaxdnn.transform(x, padding=pads, pad_value=4), jnp.pad(x, pads, constant_values=4)
-  )
+  np.testing.assert_array_equal(jaxdnn.transform(x, padding=pads, pad_value=4), jnp.pad(x, pads, constant_values=4))
   np.testing.assert_array_equal(
     jaxdnn.transform(x, padding=((-1, 0), (0, -2), (-3, 2))), jnp.pad(x[1:, :2, 3:], ((0, 0), (0, 0), (0, 2)))
   )

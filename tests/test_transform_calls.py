@@ -87,9 +87,7 @@ def test_vmap_over_each_subset():
     np.testing.assert_allclose(jax.vmap(apply, (dx, dy))(xs, ys), jnp.stack([apply(*e) for e in each]), rtol=1e-12)
     gradients = [jax.grad(loss, (0, 1))(*e) for e in each]
     got = jax.vmap(jax.grad(loss, (0, 1)), (dx, dy))(xs, ys)
-    jax.tree.map(
-      lambda a, *b: np.testing.assert_allclose(a, jnp.stack(b), rtol=1e-12, atol=1e-15), got, *gradients
-    )
+    jax.tree.map(lambda a, *b: np.testing.assert_allclose(a, jnp.stack(b), rtol=1e-12, atol=1e-15), got, *gradients)
 
 
 def test_vmap_folds_into_the_permutation():
