@@ -58,6 +58,21 @@ __device__ inline void WaitForProducts() {
   if constexpr (kAvailable) asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
+// What products sum up is in its registers, and nothing that is done with it moves before this.
+__device__ __forceinline__ void Settle(float& sum) { asm volatile("" : "+f"(sum)); }
+__device__ __forceinline__ void Settle(int& sum) { asm volatile("" : "+r"(sum)); }
+template <class Sums, int kN>
+__device__ __forceinline__ void Settle(Sums (&sums)[kN]) {
+#pragma unroll
+  for (auto& each : sums) Settle(each);
+}
+// Until all products are done.
+template <class Sums>
+__device__ __forceinline__ void WaitForSums(Sums& sums) {
+  WaitForProducts<0>();
+  Settle(sums);
+}
+
 // An instruction's operands can only be written out.
 #define JAXDNN_TEN(t) \
   "%" #t "0, %" #t "1, %" #t "2, %" #t "3, %" #t "4, %" #t "5, %" #t "6, %" #t "7, %" #t "8, %" #t "9, "

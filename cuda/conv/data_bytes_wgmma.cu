@@ -114,18 +114,6 @@ __device__ void ProduceFilter(const Params& p, BytesRing<T> ring) {
   }
 }
 
-// What the compiler must not move across the end of products.
-template <int kN>
-__device__ __forceinline__ void Settle(int (&sums)[kN]) {
-#pragma unroll
-  for (int& sum : sums) asm volatile("" : "+r"(sum)::"memory");
-}
-template <int kN>
-__device__ __forceinline__ void Settle(float (&sums)[kN]) {
-#pragma unroll
-  for (float& sum : sums) asm volatile("" : "+f"(sum)::"memory");
-}
-
 template <class T>
 __device__ __forceinline__ void Release(const BytesRing<T>& ring, int stage) {
   if (threadIdx.x % 32 == 0) hopper::Arrive(ring.Empty(stage));
@@ -153,7 +141,7 @@ __device__ void MultiplyBytes(const Params&, BytesRing<T>& ring, int steps, int 
   }
   hopper::WaitForProducts<0>();
   if (steps > 0) Release(ring, last);
-  Settle(sums);
+  hopper::Settle(sums);
 }
 
 template <class T>
@@ -174,8 +162,7 @@ __device__ void MultiplyBytes(const Params& p, BytesRing<T>& ring, int steps, in
         hopper::MultiplyFloats8<decltype(e5m2_a)::value, decltype(e5m2_b)::value, T::kColumns>(part, a + k * 2,
                                                                                                b + k * 2, k > 0);
       hopper::CommitProducts();
-      hopper::WaitForProducts<0>();
-      Settle(part);
+      hopper::WaitForSums(part);
     };
     if (p.e5m2.a) {
       p.e5m2.b ? multiply(std::true_type(), std::true_type()) : multiply(std::true_type(), std::false_type());

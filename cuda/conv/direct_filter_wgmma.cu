@@ -171,10 +171,7 @@ __device__ __forceinline__ void Consume(const DirectFilterParams& q, const Filte
     hopper::ArriveOnce(shared.Empty(turn.stage));
     turn.Next(q.stages);
   }
-#pragma unroll
-  for (auto& block : sums)
-#pragma unroll
-    for (float& each : block) asm volatile("" : "+f"(each));
+  hopper::Settle(sums);
 }
 
 template <int kColumns, int kProducts>

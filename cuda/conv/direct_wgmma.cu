@@ -90,11 +90,7 @@ __device__ __forceinline__ void MultiplyTaps(const DirectParams& q, const Direct
       turn.Next(q.stages);
     }
   }
-  hopper::WaitForProducts<0>();
-#pragma unroll
-  for (auto& block : sums)
-#pragma unroll
-    for (float& each : block) asm volatile("" : "+f"(each));
+  hopper::WaitForSums(sums);
   if (of_stage > 0) {
     before = turn.stage;
     turn.Next(q.stages);

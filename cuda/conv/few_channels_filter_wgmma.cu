@@ -70,10 +70,7 @@ __device__ void ConsumeFilled(const FilledParams& q, FilledRing& ring, int worke
     if (lane == 0) hopper::Arrive(ring.Empty());
     next = (next + place.units) % T::kTakers;
   }
-#pragma unroll
-  for (auto& line : sums)
-#pragma unroll
-    for (float& each : line) asm volatile("" : "+f"(each));
+  hopper::Settle(sums);
 }
 
 // Adds up what the warpgroups have: each finishes some lines of the window, and gets the other's sums of them through
@@ -144,7 +141,8 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const FilledPlan&
                               {FilledPlan::kFeatures, FilledPlan::kColumns * plan.units, FilledPlan::kHeight, 1, 1});
   if (e != cudaSuccess) return e;
   constexpr int kSumBytes = T::kLines * T::kLineTerms * FilledPlan::kFeatures * 4;
-  const Grid grid = {config.splits * q.column_tiles * p.window[0], T::kThreads, size_t(std::max(q.SharedBytes(), kSumBytes))};
+  const Grid grid = {config.splits * q.column_tiles * p.window[0], T::kThreads,
+                     size_t(std::max(q.SharedBytes(), kSumBytes))};
   e = LaunchKernel(FewChannelsFilterKernel<T>, grid, stream, q, r, static_cast<const In*>(x), partial);
   return e != cudaSuccess ? e : SumSlices<In, true>(p, partial, config.splits, x, y, out, stream);
 }

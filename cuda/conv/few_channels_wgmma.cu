@@ -59,8 +59,7 @@ __device__ __forceinline__ void CopyFilter(const FilledParams& q, const typename
 template <class T>
 __device__ __forceinline__ void LoadRows(uint32_t shared, typename T::Rows& rows) {
   const int warp = threadIdx.x % kWarpgroup / 32, lane = threadIdx.x % 32;
-  const uint32_t from =
-      shared + (lane / 16 * 8 + lane % 8) * FilledPlan::kFilterLine + warp * 32 + lane / 8 % 2 * 16;
+  const uint32_t from = shared + (lane / 16 * 8 + lane % 8) * FilledPlan::kFilterLine + warp * 32 + lane / 8 % 2 * 16;
 #pragma unroll
   for (int step = 0; step < T::kSteps; ++step)
     LoadMatrices<true>(rows[step], from + step * 16 * FilledPlan::kFilterLine);
@@ -236,9 +235,7 @@ __device__ void ConsumeFilled(const FilledParams& q, const ForwardParams& r, Fil
           asm volatile("" : "+l"(terms));  // else all of them would be kept in registers
         }
         hopper::CommitProducts();
-        hopper::WaitForProducts<0>();
-#pragma unroll
-        for (float& each : sums) asm volatile("" : "+f"(each));
+        hopper::WaitForSums(sums);
       };
       if constexpr (T::kVolume) {
 #pragma unroll 1

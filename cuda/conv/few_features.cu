@@ -235,7 +235,7 @@ __global__ void __launch_bounds__(T::kMostThreads)
     for (int line = first_line; line < block.end_cell; ++line) {
       if (line >= 0 && line < end_line) {
         const int first = (block.first_cell - line) * q.stride_h;  // of the window's lines that results are left of
-        int slice = 0;  // of the plane's
+        int slice = 0;                                             // of the plane's
 #pragma unroll 1
         for (int i = 0; i < q.window_depth * q.slices; ++i) {
           WaitForCopies<kAhead - 1>();

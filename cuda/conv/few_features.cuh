@@ -27,8 +27,8 @@ struct FewFeaturesTile {
 
 struct FewFeaturesParams {
   Epilogue epilogue;
-  int height, width, channels;                // of the operand
-  int result_height, result_width, features;  // the width in elements
+  int height, width, channels;                         // of the operand
+  int result_height, result_width, features;           // the width in elements
   int images, window_height, steps, slices;            // slices of a plane of the window
   int depth, window_depth, pad_d;                      // planes of the operand, and of the window
   int run, parts, pixels, elements;                    // as in FewFeaturesPlan
@@ -119,8 +119,8 @@ __device__ __forceinline__ void CopySlice(const FewFeaturesParams& q, const type
   }
 }
 
-// A plane of the filter, slice by slice: for each value of the window a line of channels, the values in the order of the
-// result's elements. The data gradient's lies so in memory.
+// A plane of the filter, slice by slice: for each value of the window a line of channels, the values in the order of
+// the result's elements. The data gradient's lies so in memory.
 template <class T>
 __device__ __forceinline__ void FillFilter(const FewFeaturesParams& q, const typename T::In* filter,
                                            unsigned char* to) {

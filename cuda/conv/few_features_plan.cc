@@ -67,7 +67,8 @@ double FewFeaturesCycles(const Problem& problem) {
   const double height = p.window[1] <= kFewFewLines ? kFewFewLines : kFewMostLines;
   const double products = pixels / 16 * height * plan.parts * plan.steps;
   const double results = plan.Elements(p) * plan.lines.stride;
-  const double line = 140 + 2 * plan.planes * (products + pixels * plan.slices) + (0.2 + 0.06 * plan.columns.reach) * results;
+  const double line =
+      140 + 2 * plan.planes * (products + pixels * plan.slices) + (0.2 + 0.06 * plan.columns.reach) * results;
   // Beside its own, a block reads some of another's lines, of which it multiplies a part.
   const double all = double(p.batch) * plan.tiles * plan.lines.cells, blocks = std::min(kBlocks, std::ceil(all / 2));
   const double lines = all + 0.7 * blocks * (plan.lines.reach - 1);

@@ -95,7 +95,7 @@ __device__ void MultiplyHeldStages(Ring<T>& ring, int steps, int warpgroup, bool
       for (int m = 0; m < kBlocks; ++m)
         hopper::MultiplyHeld<T::kColumns>(sums[m], a[m][k], b + k * (32 >> 4), step > 0 || k > 0);
     hopper::CommitProducts();
-    WaitForSums(sums);
+    hopper::WaitForSums(sums);
     Release(ring, ring.stage);
     ring.Next();
   }

@@ -278,9 +278,8 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* x, co
   q.spans = Spans(shape.tiles, shape.steps, config.blocks, shape.Slots(config.blocks));
   const int64_t pixels = p.images * p.YPixels();
   q.apart = ReadsProblemsApart(p);
-  cudaError_t e = q.apart
-                      ? EncodeBoxes(&q.x, p.in, x, {p.channels, pixels, p.batch}, {T::kLine, T::kDepth, 1})
-                      : EncodePixels(&q.x, p.in, x, p.batch * p.images, p.x, p.channels, q.phase.map, T::kDepth);
+  cudaError_t e = q.apart ? EncodeBoxes(&q.x, p.in, x, {p.channels, pixels, p.batch}, {T::kLine, T::kDepth, 1})
+                          : EncodePixels(&q.x, p.in, x, p.batch * p.images, p.x, p.channels, q.phase.map, T::kDepth);
   auto* left = static_cast<float*>(workspace);
   q.turns = kFloats<T> && !config.copies;
   if (kFloats<T> && !q.turns) {

@@ -190,8 +190,7 @@ struct GroupedStrip {
   int line;
 
   // Of the window's planes from `first_plane` on.
-  __device__ GroupedStrip(const GroupedParams& q, const GroupedBlock& block, int problem, int part,
-                          int first_plane = 0)
+  __device__ GroupedStrip(const GroupedParams& q, const GroupedBlock& block, int problem, int part, int first_plane = 0)
       : line(block.first_line * T::kStep - q.pad_h) {
     const int lane = threadIdx.x % 32, channel = part * T::kChannels + lane % T::kChunks * T::kChunk;
     const int first = Padded(q, block.first_column),

@@ -40,7 +40,8 @@ double GroupedCycles(const Problem& p, int64_t splits) {
     // Cycles of a block, of a line where too few are on their way, and of beginning with other columns.
     constexpr double kBlock = 1500, kLatency = 500, kBegin = 1500;
     const double places = size == 4 && p.channels == 16 ? 2 : 3;  // of a multiprocessor
-    const double blocks = parts * p.batch * p.window[0] * splits, rounds = std::ceil(blocks / (places * kMultiprocessors));
+    const double blocks = parts * p.batch * p.window[0] * splits,
+                 rounds = std::ceil(blocks / (places * kMultiprocessors));
     const double resident = std::min(places, std::ceil(blocks / kMultiprocessors));
     const double line = 16 * (size == 2 && p.channels == 16 ? 32 : 64) * (1 + p.stride[1] * p.stride[2]);
     const double each = std::ceil(lines * p.window[0] / (4 * blocks));

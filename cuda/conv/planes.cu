@@ -122,10 +122,7 @@ __device__ __forceinline__ void MultiplyPlane(const PlanesParams& q, const uint3
                                  : hopper::LineDescriptor(filter, kLine, 8 * kLine, 0);
   const int line_step = q.line_step >> 4, column_step = q.column_step >> 4;
   // What the sums are by now, they are in their registers before the products begin.
-#pragma unroll
-  for (auto& block : sums)
-#pragma unroll
-    for (float& each : block) asm volatile("" : "+f"(each));
+  hopper::Settle(sums);
   hopper::BeginProducts();
   const uint64_t a[] = {hopper::LineDescriptor(rows[0], kLine, q.next_eight, 0),
                         hopper::LineDescriptor(rows[1], kLine, q.next_eight, 0)};

@@ -161,8 +161,7 @@ __device__ __forceinline__ void FinishRows(const PlanesParams& q, const PlanesPl
 // Takes the sums of the plane of results that is complete, and moves the others up.
 template <int kFeatures>
 __device__ __forceinline__ void TakePlane(PlaneSums<kFeatures>& sums, PlaneResults<kFeatures>& results) {
-#pragma unroll
-  for (float& each : sums) asm volatile("" : "+f"(each));
+  hopper::Settle(sums);
 #pragma unroll
   for (int i = 0; i < kFeatures / 2; ++i) results[i] = sums[i];
   Rotate<kFeatures / 2>(sums);

@@ -105,11 +105,7 @@ __device__ void ConsumePieces(const PlanesFilterParams& q, const FilterShared& s
     last = turn.stage;
     turn.Next(q.stages);
   }
-  hopper::WaitForProducts<0>();
-#pragma unroll
-  for (auto& block : sums)
-#pragma unroll
-    for (float& each : block) asm volatile("" : "+f"(each));
+  hopper::WaitForSums(sums);
 }
 
 // Adds up what the warpgroups have, and all planes of y, in order, through the shared memory of the stages.

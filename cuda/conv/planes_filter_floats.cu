@@ -198,15 +198,8 @@ __device__ void ConsumePieces(const PlanesFilterParams& q, const FilterShared& s
     hopper::WaitBarrier(shared.Full(stage ^ 1), (i + 1) / kStages % 2);
     load(shared.x + (stage ^ 1) * q.x_bytes, 0);
   }
-  hopper::WaitForProducts<0>();
-#pragma unroll
-  for (auto& each : sums.pair)
-#pragma unroll
-    for (float& sum : each) asm volatile("" : "+f"(sum));
-#pragma unroll
-  for (auto& each : sums.third)
-#pragma unroll
-    for (float& sum : each) asm volatile("" : "+f"(sum));
+  hopper::WaitForSums(sums.pair);
+  hopper::Settle(sums.third);
 }
 
 // Adds up what the warpgroups have, and the rows of the third column, in order, through the shared memory of the

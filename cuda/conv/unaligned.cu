@@ -124,10 +124,7 @@ __device__ __forceinline__ void MultiplyStrips(const UnalignedParams& q, const U
   hopper::WaitForProducts<0>();
   ArriveWarp(shared.SlabEmpty(last_slab));
   ArriveWarp(shared.StripEmpty(last_strip));
-#pragma unroll
-  for (auto& block : sums)
-#pragma unroll
-    for (float& each : block) asm volatile("" : "+f"(each));
+  hopper::Settle(sums);
 }
 
 template <class T>

@@ -148,11 +148,7 @@ __device__ void ConsumeTiles(const UnalignedFilterParams& q, const FilterShared&
     last = turn;
     turn.Next(q.stages);
   }
-  hopper::WaitForProducts<0>();
-#pragma unroll
-  for (auto& unit : sums)
-#pragma unroll
-    for (float& each : unit) asm volatile("" : "+f"(each));
+  hopper::WaitForSums(sums);
 
   const int thread = threadIdx.x % kWarpgroup, warp = thread / 32, lane = thread % 32;
 #pragma unroll

@@ -267,12 +267,6 @@ __device__ __forceinline__ void BeginUnit(const StreamParams& q, const StreamSha
   }
 }
 
-__device__ __forceinline__ void EndUnit(float (&sums)[kColumns / 2]) {
-  hopper::WaitForProducts<0>();
-#pragma unroll
-  for (float& each : sums) asm volatile("" : "+f"(each));
-}
-
 template <int kSteps, class In>
 __device__ void MultiplyUnits(const StreamParams& q, const StreamShared& shared, const Share& share, void* out) {
   // By a shuffle, so that the compiler knows it to be the same in all lanes.
@@ -302,7 +296,7 @@ __device__ void MultiplyUnits(const StreamParams& q, const StreamShared& shared,
     ArriveWarp(shared.Turn((warpgroup + 1) % kConsumers));
     const int* const results = shared.results + slot * kUnit + warp % 4 * 16;
     const StorePlaces places([&](int i) { return results[i]; });
-    EndUnit(sums);
+    hopper::WaitForSums(sums);
     // Those before this warpgroup's next unit, but none that it has not waited for.
     release(min(unit + kConsumers, waited));
     slot += kConsumers;

@@ -29,8 +29,8 @@ struct FilterShape {
 };
 FilterShape FilterShapeOf(const Problem& p, const TileShape& t);
 
-// Whether a filter gradient's x is read like y, pixel by pixel, so that zeros are past a problem's last one and not what
-// the next one has: of 1x1 windows on all of x.
+// Whether a filter gradient's x is read like y, pixel by pixel, so that zeros are past a problem's last one and not
+// what the next one has: of 1x1 windows on all of x.
 bool ReadsProblemsApart(const Problem& p);
 
 // The best of a filter gradient's configurations of that tile within `workspace_limit` bytes.

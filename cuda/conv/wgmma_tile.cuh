@@ -109,16 +109,6 @@ __device__ void BeginStage(const Ring<T>& ring, int bytes) {
   BeginStage(ring, bytes, ring.Full());
 }
 
-// Until all products are done, and their sums in registers.
-template <class Sums>
-__device__ void WaitForSums(Sums& sums) {
-  hopper::WaitForProducts<0>();
-#pragma unroll
-  for (auto& block : sums)
-#pragma unroll
-    for (float& each : block) asm volatile("" : "+f"(each));
-}
-
 // Who multiplies says when a warp is done with a stage,
 template <class T>
 __device__ void Release(const Ring<T>& ring, int stage) {
@@ -127,7 +117,7 @@ __device__ void Release(const Ring<T>& ring, int stage) {
 // and with the one that the last products read, when the sums are there;
 template <class T, class Sums>
 __device__ void EndProducts(const Ring<T>& ring, int last, Sums& sums) {
-  WaitForSums(sums);
+  hopper::WaitForSums(sums);
   Release(ring, last);
 }
 // waits for its turn at the block's tile of this number, where the first needs no other's,
