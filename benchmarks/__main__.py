@@ -3,6 +3,7 @@
 import argparse
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import jax
@@ -48,6 +49,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
   parser.add_argument("--sweep", action="store_true", help="neighbouring and odd sizes instead of the listed cases")
   parser.add_argument("--quick", action="store_true", help="a handful of cases of each family")
   parser.add_argument("--filter", nargs="+", default=[""], metavar="TEXT", help="only cases whose name contains one")
+  parser.add_argument("--skip", nargs="+", default=[], metavar="TEXT", help="of those, not the ones that contain one")
   parser.add_argument(
     "--part",
     default="1/1",
@@ -58,18 +60,27 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
   return parser.parse_args(arguments)
 
 
+def chosen(works: Iterable[harness.Work], args: argparse.Namespace) -> list[harness.Work]:
+  """Those that the filters let through, or this part of them."""
+  part, parts = map(int, args.part.split("/"))
+  through = (
+    work
+    for work in works
+    if any(text in work.case for text in args.filter) and not any(text in work.case for text in args.skip)
+  )
+  return list(through)[part - 1 :: parts]
+
+
 def main(arguments: list[str] | None = None) -> dict:
   arguments = sys.argv[1:] if arguments is None else arguments
   args = parse(arguments)
-  part, parts = map(int, args.part.split("/"))
   began = time.perf_counter()
   clock, record = harness.start(harness.command_line("benchmarks", arguments), args.shrink, args.quick)
   rows = record["rows"] = []
   kind = "sweep" if args.sweep else "work"
   for family in args.families:
     works = getattr(FAMILIES[family], kind, lambda *_: ())(args.dtypes, args.quick, args.shrink)
-    wanted = [work for work in works if any(text in work.case for text in args.filter)][part - 1 :: parts]
-    for row in harness.measure_all(wanted, record["ceilings"], clock):
+    for row in harness.measure_all(chosen(works, args), record["ceilings"], clock):
       rows.append({**row, "sweep": True} if args.sweep else row)
       print(report.line(rows[-1]), flush=True)
       record["seconds"] = time.perf_counter() - began

@@ -249,6 +249,17 @@ def test_a_page_without_markers_stays(files):
   assert files[2].read_text() == "# Title\n"
 
 
+def test_chosen_cases():
+  works = [harness.Work("f", case, "float32", "fwd", None, None, (), 0) for case in ("a1", "a2", "b1", "a3", "b2")]
+
+  def names(*options):
+    return [work.case for work in run.chosen(works, run.parse(list(options)))]
+
+  assert names() == ["a1", "a2", "b1", "a3", "b2"]
+  assert names("--filter", "a", "b2", "--skip", "2") == ["a1", "a3"]
+  assert names("--part", "1/2") + names("--part", "2/2") == ["a1", "b1", "b2", "a2", "a3"]
+
+
 @pytest.mark.parametrize(
   ("family", "text"),
   [("conv", "mnist.conv2"), ("conv", "ensemble"), ("pool", "rn50"), ("softmax", "axis"), ("activation", "tanh")],
