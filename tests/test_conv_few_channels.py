@@ -102,7 +102,7 @@ def test_hopper_has_kernels_of_volumes():
     forward = algorithms("forward", (depth, 7, 7), 3, 64, **volume)
     assert (forward[0].tile == HOPPER) == (depth < 4)
     assert algorithms("filter_gradient", (depth, 7, 7), 3, 64, **volume)[0].tile == HOPPER
-  assert algorithms("forward", (3, 7, 7), 3, 64, "float32", **volume)[0].tile == FEW_CHANNELS
+  assert algorithms("forward", (3, 7, 7), 3, 64, "float32", **volume)[0].tile != HOPPER
 
 
 # Strips that are copied by 16, 4 and 2 bytes; windows that begin at odd and even elements; ragged tiles.

@@ -69,7 +69,7 @@ def test_misses_are_listed():
   rows.append({"kind": "dense", "error": "E: out of memory"})
   record = {
     "date": "2030", "command": "c", "device": "d", "jax": "1", "jaxdnn": "2", "clock": "cupti", "shrink": 1,
-    "rows": rows, "ceilings": dict.fromkeys(("copy", "bfloat16", "float32"), 1e12),
+    "rows": rows, "ceilings": dict.fromkeys(("copy", "elementwise", "bfloat16", "float32"), 1e12),
   }  # fmt: skip
   lines = table.misses([record]).splitlines()
   for line in (
