@@ -216,6 +216,14 @@ def test_volumes(each):
 
 
 @pytest.mark.gpu
+def test_planes_side_by_side():
+  """Planes that a window has to itself are images of their own, of so many planes."""
+  patches = case(24, 3, (2, 3, 3), 2, (6, 7, 9), ((0, 0), (1, 1), (1, 1)), stride=(2, 1, 1))
+  for dtype, out_dtype in DTYPES:
+    assert check(patches, dtype, out_dtype) == 1
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("each", STRIDED_VOLUMES, ids=lambda c: str(c["window"]))
 def test_strides_of_volumes(each):
   for dtype, out_dtype in DTYPES[: 3 if each["window"][1] == 7 else 4]:
