@@ -97,7 +97,8 @@ constexpr Kernels kKernels[] = {
      [](const Candidate& c) { return DirectCycles(c.p, c.slices); }, DirectPieces},
 };
 
-// Few channels on Hopper. Those of any device do what turns out, of addresses and epilogues, to be nothing for them.
+// Few channels on Hopper. What addresses or an epilogue rule out is left to the kernels of any device, which must take
+// the problem too.
 constexpr Kernels kFilled = {true,
                              true,
                              true,

@@ -1,4 +1,4 @@
-// Filter gradient of small groups with windows of 3x3, of each of which a volume's has some planes.
+// Filter gradient of small groups with 3x3 windows, and with volumes' windows, of which each plane is one.
 //
 // For each tap it is a sum, over the pixels of y, of products of eight channels of x by eight of y, or 16 by 16, of
 // which those of the same group are wanted. As in grouped.cu each warp works by itself: it goes down the lines of 16

@@ -111,18 +111,19 @@ double FilterCycles(const Problem& p, const TileShape& t, const FilterShape& sha
   const double before = turned ? kBegin : CopyingCycles(transposed, 2);
   // What dense layers move is not hidden where the warpgroups share their stages.
   const double more = p.in == DType::kF32 && std::min(p.channels, p.features) >= 64 ? memory / 2 : 0;
+  constexpr double kSum = 6000;  // of the kernel that adds up pieces, beside what it moves
   if (blocks == shape.tiles) {
     const double busy = shape.steps * step, each = std::ceil(double(blocks) / kMultiprocessors);
     // Whole tiles that are left are written and read once more, with what must be checked.
     constexpr double kLeft = 0.0015;
     const bool left = shape.left && !p.exchanged;
-    const double beside = before + more + (left ? 6000 + kLeft * blocks * t.rows * t.columns * 4 : 0);
+    const double beside = before + more + (left ? kSum + kLeft * blocks * t.rows * t.columns * 4 : 0);
     if (together) return beside + each * (busy + cost.tile);
     return beside + each * std::max(busy, (busy + cost.tile) / 2) + cost.tile;
   }
   // Blocks that begin at many different steps find less of what they read in the cache. Then comes the kernel that adds
   // up, and bytes of pieces to and from it; that of exchanged problems is mostly counted elsewhere.
-  constexpr double kApart = 0.0035, kAlike = 7, kSum = 6000, kSecond = 2000, kExchanged = 4000;
+  constexpr double kApart = 0.0035, kAlike = 7, kSecond = 2000, kExchanged = 4000;
   const double byte = p.in == DType::kF32 ? 0.06 : 0.1;
   const double begins = double(blocks) / std::gcd(blocks, shape.tiles);
   const double steps = CeilDiv(shape.tiles * shape.steps, blocks), slots = shape.Slots(blocks);
