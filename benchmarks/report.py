@@ -4,6 +4,10 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+SHORT = {
+  "bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64", "int8": "int8", "float8_e4m3fn": "e4m3",
+}  # fmt: skip
+
 
 def line(row: dict[str, Any]) -> str:
   """A row for people: microseconds, rate, share of the floor, and lax's time over ours."""
@@ -62,3 +66,16 @@ def summary_line(group: dict[str, Any]) -> str:
     f"{group['share']:6.1%} of the floor ({group['compared']} of {group['cases']} cases compared, "
     f"{group['faster']} faster)"
   )
+
+
+def behind(rows: list[dict[str, Any]]) -> str:
+  """The cases that take longer than lax's by more than a twentieth, by family."""
+  slower: dict[str, list[str]] = {}
+  for row in sorted(rows, key=lambda row: row["ratio"] or math.inf):
+    if row["ratio"] and row["ratio"] < 1 / 1.05:
+      slower.setdefault(row["family"], []).append(
+        f"`{row['case']}` {SHORT[row['dtype']]} {row['direction']} {row['ratio']:.2f}×"
+      )
+  count, compared = sum(map(len, slower.values())), sum(row["ratio"] is not None for row in rows)
+  head = f"Behind lax by more than a twentieth: {count} of {compared}."
+  return "\n".join([head, "", *(f"- {family}: {', '.join(cases)}" for family, cases in slower.items())]).strip()

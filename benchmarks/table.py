@@ -16,14 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import ROOT
-from benchmarks.report import geometric_mean, summarise
+from benchmarks.report import SHORT, behind, geometric_mean, summarise
 
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = [ROOT / "README.md", ROOT / "docs" / "benchmarks.md"]
 EPOCHS = (1, 10, 30)
-SHORT = {
-  "bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64", "int8": "int8", "float8_e4m3fn": "e4m3",
-}  # fmt: skip
 
 Record = dict[str, Any]
 
@@ -80,19 +77,6 @@ def overview(records: list[Record]) -> str:
     if own := [row for row in rows if row.get("sweep", False) is kind]:
       parts += [title, summary(own), behind(own)]
   return "\n\n".join(parts)
-
-
-def behind(rows: list[dict[str, Any]]) -> str:
-  """The cases that take longer than lax's by more than a twentieth, by family."""
-  slower: dict[str, list[str]] = {}
-  for row in sorted(rows, key=lambda row: row["ratio"] or math.inf):
-    if row["ratio"] and row["ratio"] < 1 / 1.05:
-      slower.setdefault(row["family"], []).append(
-        f"`{row['case']}` {SHORT[row['dtype']]} {row['direction']} {row['ratio']:.2f}×"
-      )
-  count, compared = sum(map(len, slower.values())), sum(row["ratio"] is not None for row in rows)
-  head = f"Behind lax by more than a twentieth: {count} of {compared}."
-  return "\n".join([head, "", *(f"- {family}: {', '.join(cases)}" for family, cases in slower.items())]).strip()
 
 
 def every_case(records: list[Record]) -> str:
