@@ -38,7 +38,7 @@ struct FilledParams {
   int channels, features;
   int x_height, x_width, height, width;  // of x and y
   int window_height, window_width, stride, pad_h, pad_w;
-  int x_depth, window_depth, stride_d, pad_d;  // of volumes
+  int x_depth, stride_d, pad_d;  // of volumes
   FastDiv groups, bands, fours_div, column_div, lines_div, depth_div;
 
   // With stages that have `before` bytes before the strip and begin on multiples of `granule`, and `beside` bytes
@@ -68,7 +68,6 @@ struct FilledParams {
         pad_h(int(p.pad[1])),
         pad_w(int(p.pad[2])),
         x_depth(int(p.x[0])),
-        window_depth(int(p.window[0])),
         stride_d(int(p.stride[0])),
         pad_d(int(p.pad[0])),
         groups(plan.groups),
@@ -215,8 +214,10 @@ __device__ void ProduceFilled(const FilledParams& q, FilledRing& ring, int worke
     int volume = place.image, plane = 0;
     if constexpr (T::kVolume) plane = place.FirstPlane(q, &volume) + first_plane;
     const typename T::In* const image = x + (T::kVolume ? volume * q.x_depth : volume) * plane_size;
+    // Once at least, also by threads that bring nothing: all of them wait for the stage.
+    int base = thread;
 #pragma unroll 1
-    for (int base = thread; base < all; base += kAtOnce * kWarpgroup) {
+    do {
       Pixels pixels[kAtOnce];
       bool valid[kAtOnce];
       int to[kAtOnce];
@@ -245,7 +246,8 @@ __device__ void ProduceFilled(const FilledParams& q, FilledRing& ring, int worke
           pixels[k].ForChunks(valid[k], [&](int i, const uint32_t (&chunk)[4]) {
             hopper::StoreWords(strip + to[k] + i % T::kApart * part + i / T::kApart * 16, chunk);
           });
-    }
+      base += kAtOnce * kWarpgroup;
+    } while (base < all);
     hopper::ShowSharedToTma();
     hopper::Arrive(ring.Full());
   }
