@@ -222,17 +222,10 @@ __device__ __forceinline__ void StoreEight(const DataParams& p, const char* in, 
     Out* const to = reinterpret_cast<Out*>(out + image * p.out_image + plane * p.out_line[0] + line * p.out_line[1] +
                                            column * p.out_line[2]) +
                     channel0;
-    if (p.epilogue.residual != nullptr || p.epilogue.activation.kind != activation::Kind::kIdentity) {
-#pragma unroll 1
-      for (int c = 0; c < kChannels; c += 4) {
-        float four[4] = {v[0], v[1], v[2], v[3]};
-        Add<Out>(four, p.epilogue.residual, to + c - reinterpret_cast<Out*>(out));
-        Activate<Out>(four, p.epilogue.activation);
-        Rotate<4>(v);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) v[4 + i] = four[i];
-      }
-    }
+    for (int c = 0; c < kChannels; c += 4)
+      Add<Out>(reinterpret_cast<float (&)[4]>(v[c]), p.epilogue.residual, to + c - reinterpret_cast<Out*>(out));
+    ActivateInTurn<Out, 4>(v, p.epilogue.activation);
     constexpr int kPack = 16 / sizeof(Out);
 #pragma unroll
     for (int c = 0; c < kChannels; c += kPack) {

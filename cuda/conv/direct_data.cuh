@@ -133,23 +133,7 @@ __device__ __forceinline__ void FinishRows(const DirectParams& q, const DirectSt
 #pragma unroll
     for (int j = 0; j < kColumns / 16; ++j)
       if (stores.Exists(i, j)) AddToRun<Out>(q.epilogue, runs[i][j], bias + 16 * j, stores.To(q, i) + 16 * j);
-  const auto kind = q.epilogue.activation.kind;
-  float (&all)[kColumns] = reinterpret_cast<float (&)[kColumns]>(runs);
-  if (kind == activation::Kind::kRelu) {
-#pragma unroll
-    for (float& each : all) each = each < 0 ? 0 : each;
-  } else if (kind != activation::Kind::kIdentity) {
-#pragma unroll 1
-    for (int i = 0; i < kColumns; i += kRun) {
-      float run[kRun];
-#pragma unroll
-      for (int k = 0; k < kRun; ++k) run[k] = all[k];
-      Activate<Out>(run, q.epilogue.activation);
-      Rotate<kRun>(all);
-#pragma unroll
-      for (int k = 0; k < kRun; ++k) all[kColumns - kRun + k] = run[k];
-    }
-  }
+  ActivateInTurn<Out, kRun>(reinterpret_cast<float (&)[kColumns]>(runs), q.epilogue.activation);
 #pragma unroll
   for (int i = 0; i < kThreadRows; ++i)
 #pragma unroll

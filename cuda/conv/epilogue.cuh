@@ -40,6 +40,28 @@ __device__ __forceinline__ void Rotate(T (&v)[kN]) {
   for (int i = 0; i + kCount < kN; ++i) v[i] = v[i + kCount];
 }
 
+// Activates an array kCount elements at a time, in such a loop. What is left of most layers needs none.
+template <class Out, int kCount, int kN>
+__device__ __forceinline__ void ActivateInTurn(float (&v)[kN], const activation::Activation& activation) {
+  static_assert(kN % kCount == 0, "whole turns");
+  if (activation.kind == activation::Kind::kIdentity) return;
+  if (activation.kind == activation::Kind::kRelu) {
+#pragma unroll
+    for (float& each : v) each = each < 0 ? 0 : each;
+    return;
+  }
+#pragma unroll 1
+  for (int turn = 0; turn < kN / kCount; ++turn) {
+    float first[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) first[i] = v[i];
+    Activate<Out>(first, activation);
+    Rotate<kCount>(v);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) v[kN - kCount + i] = first[i];
+  }
+}
+
 template <class Out, int kN>
 __device__ __forceinline__ Vec<Out, kN> Round(const Accumulator<Out> (&v)[kN]) {
   Vec<Out, kN> out;

@@ -261,15 +261,7 @@ __device__ void Store(const StripParams& q, const FewParams& r, const StripTile&
       if (at[half] >= 0)
         AddEight<kRun, Out>(v[half], r.epilogue.residual, at[half] + 32 * o, r.whole, columns - 32 * o);
     }
-    float (&all)[16] = reinterpret_cast<float (&)[16]>(v);
-#pragma unroll 1
-    for (int turn = 0; turn < 4; ++turn) {
-      float four[4] = {all[0], all[1], all[2], all[3]};
-      Activate<Out>(four, r.epilogue.activation);
-      Rotate<4>(all);
-#pragma unroll
-      for (int k = 0; k < 4; ++k) all[12 + k] = four[k];
-    }
+    ActivateInTurn<Out, 4>(reinterpret_cast<float (&)[16]>(v), r.epilogue.activation);
 #pragma unroll
     for (int half = 0; half < 2; ++half)
       if (at[half] >= 0) StoreEight<kRun>(out + at[half] + 32 * o, v[half], r.whole, columns - 32 * o);

@@ -113,17 +113,7 @@ __device__ __forceinline__ void StoreFinished(const GroupedParams& q, const Grou
     AddRun<kRun, Out>(runs[half], q.epilogue.bias, bias);
     AddRun<kRun, Out>(runs[half], q.epilogue.residual, store.Offset(q, half, 0));
   }
-  float (&all)[2 * kRun] = reinterpret_cast<float (&)[2 * kRun]>(runs);
-#pragma unroll 1
-  for (int turn = 0; turn < 2 * kRun / kAtOnce; ++turn) {
-    float some[kAtOnce];
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) some[i] = all[i];
-    Activate<Out>(some, q.epilogue.activation);
-    Rotate<kAtOnce>(all);
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) all[2 * kRun - kAtOnce + i] = some[i];
-  }
+  ActivateInTurn<Out, kAtOnce>(reinterpret_cast<float (&)[2 * kRun]>(runs), q.epilogue.activation);
 #pragma unroll
   for (int half = 0; half < 2; ++half)
     if (store.Exists(q, half, 0)) StoreRun(out + store.Offset(q, half, 0), runs[half]);
