@@ -8,6 +8,7 @@ import jaxdnn
 from conv_cases import SAME3, ConvCase
 from conv_oracle import conv as conv_oracle
 from conv_oracle import conv_gradients
+from jaxdnn import _extension
 from jaxdnn._conv.primitives import OPERANDS, convolve, plan
 from jaxdnn._conv.spec import ConvSpec
 from numerics import assert_close, assert_repeatable, exact, sample
@@ -18,12 +19,18 @@ def coarse(shape, dtype, seed=0):
   return sample(shape, "bfloat16" if dtype == "float32" else dtype, seed).astype(jnp.dtype(dtype))
 
 
+OF_PAIRS = {"wgmma 128x128 pairs", "wgmma 256x64 pairs"}
+"""Hopper's tiles of few shapes (test_conv_pairs.py)."""
+WGMMA_TILES = [tile for tile in _extension.native.conv_tiles if tile.startswith("wgmma") and tile not in OF_PAIRS]
+"""The others."""
 FILTER_TILES = {"wgmma 128x256", "wgmma 192x128", "wgmma 192x160", "wgmma 256x128"}
 """Those that are for filter gradients alone, of 16-bit floats."""
 
 
 def takes(tile, result, dtype, out_dtype):
   """Whether a tile of Hopper's kernels, or another algorithm, is for such a result."""
+  if tile in OF_PAIRS:
+    return result != "w" and dtype == out_dtype != "float32"
   if tile.endswith("across") and dtype == "float32":
     return result == "y" and tile == "wgmma 192x128 across"
   if tile.endswith("across"):

@@ -11,7 +11,7 @@ from jax import lax
 
 import jaxdnn
 from conv_cases import SAME3, ConvCase
-from conv_checks import check, coarse, takes
+from conv_checks import WGMMA_TILES, check, coarse, takes
 from conv_oracle import conv as conv_oracle
 from conv_oracle import conv_gradients
 from jaxdnn import _extension
@@ -225,11 +225,8 @@ def test_exactness(dtype, precision, exactness):
   assert {each.exactness for each in found} == exactness
 
 
-TILES = [tile for tile in _extension.native.conv_tiles if tile.startswith("wgmma")]
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize("tile", [*ALGORITHMS[1:], *TILES])
+@pytest.mark.parametrize("tile", [*ALGORITHMS[1:], *WGMMA_TILES])
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_kernels(case, tile):
   for dtype in ("bfloat16", "float16"):
@@ -262,7 +259,7 @@ def test_not_finite(precision):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("tile", WGMMA_TILES)
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_many_tiles_for_every_block(tile, stride, dtype):
@@ -368,7 +365,7 @@ def test_160_columns():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("tile", WGMMA_TILES)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_shared_tiles(tile, dtype):
   check(DEEP, tile, dtype, dtype)

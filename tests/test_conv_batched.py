@@ -7,15 +7,14 @@ import pytest
 
 import jaxdnn
 from conv_cases import SAME3, ConvCase
-from conv_checks import check, coarse, takes
+from conv_checks import WGMMA_TILES, check, coarse, takes
 from conv_oracle import out_spatial
-from jaxdnn import _extension
 from jaxdnn._conv.primitives import OPERANDS, plan
 from jaxdnn._conv.spec import ConvSpec
 from numerics import assert_close, exact, sample
 
 WGMMA = "implicit_gemm_wgmma"
-TILES = [tile for tile in _extension.native.conv_tiles if tile.startswith("wgmma") and "copied" not in tile]
+TILES = [tile for tile in WGMMA_TILES if "copied" not in tile]
 _ = ConvCase
 # Problems of whole tiles, and those whose last rows and pixels of a step are the next one's; phases, alike or not.
 CASES = [

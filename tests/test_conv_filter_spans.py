@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from conv_cases import SAME3, ConvCase
-from conv_checks import coarse, takes
+from conv_checks import WGMMA_TILES, coarse, takes
 from conv_oracle import conv_gradients
-from jaxdnn import _extension
 from jaxdnn._conv.primitives import convolve, plan
 from jaxdnn._conv.spec import ConvSpec
 from numerics import assert_close, assert_repeatable, exact
@@ -20,7 +19,7 @@ MULTIPROCESSORS = 132
 
 
 def tiles_of(dtype):
-  return [t for t in _extension.native.conv_tiles if t.startswith("wgmma") and takes(t, "w", dtype, dtype)]
+  return [t for t in WGMMA_TILES if takes(t, "w", dtype, dtype)]
 
 
 TILES = tiles_of("bfloat16")

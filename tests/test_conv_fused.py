@@ -12,7 +12,7 @@ from jax.test_util import check_grads
 import jaxdnn
 from activation_cases import BY_NAME, DEFAULTS
 from conv_cases import SAME3, ConvCase
-from conv_checks import FILTER_TILES
+from conv_checks import FILTER_TILES, OF_PAIRS
 from conv_oracle import conv as conv_oracle
 from jaxdnn import _activation, _extension
 from jaxdnn._conv.fused import FROM_OUTPUT, fused
@@ -156,7 +156,7 @@ OF_FEW_SHAPES = {DEPTHWISE, DIRECT, FEW_CHANNELS, "few_channels wgmma", FEW_FEAT
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", [None, "relu", "gelu"])
 @pytest.mark.parametrize(
-  "tile", sorted(({*ALGORITHMS, *_extension.native.conv_tiles} - OF_FEW_SHAPES - FILTER_TILES) | OF_FLOATS)
+  "tile", sorted(({*ALGORITHMS, *_extension.native.conv_tiles} - OF_FEW_SHAPES - FILTER_TILES - OF_PAIRS) | OF_FLOATS)
 )
 def test_kernels(tile, kind):
   types = [("bfloat16", "bfloat16"), ("float16", "float16"), ("bfloat16", "float32"), ("float32", "float32")]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from conv_cases import ConvCase
-from conv_checks import coarse
+from conv_checks import OF_PAIRS, coarse
 from jaxdnn import _extension
 from jaxdnn._conv.primitives import OPERANDS, convolve, plan
 from jaxdnn._conv.spec import ConvSpec
@@ -61,9 +61,28 @@ def first_layer(rng):
   return ConvCase("", int(rng.integers(1, 5)), spatial, c, window, k, (stride, stride), padding)
 
 
+def two_at_a_step(rng):
+  """A stride of two over 32 channels, or a result of 32 channels between which there is a hole."""
+  rank = int(rng.integers(1, 4))
+  window = (*(int(n) for n in rng.integers(1, 5, rank - 1)), int(rng.integers(2, 7)))
+  spatial = tuple(near(rng, EXTENTS[rank]) for _ in range(rank))
+  other, steps = 8 * int(rng.integers(1, 13)), (*(int(n) for n in rng.integers(1, 3, rank - 1)), 2)
+  if rng.random() < 0.5:
+    padding = tuple((int(a), int(b)) for a, b in rng.integers(-1, 4, (rank, 2)))
+    return ConvCase("", int(rng.integers(1, 5)), (*spatial[:-1], 2 * spatial[-1]), 32, window, other, steps, padding)
+  low = rng.integers(-1, 4, rank)
+  padding = tuple((int(a), int(a + w % 2 + s - 1)) for a, w, s in zip(low, window, steps, strict=True))
+  return ConvCase("", int(rng.integers(1, 5)), spatial, other, window, 32, padding=padding, lhs_dilation=steps)
+
+
 def draw(rng):
   """A problem with an output, and the models that it is of."""
-  if rng.random() < 0.06:
+  kind = rng.random()
+  while kind < 0.13:
+    case = two_at_a_step(rng)
+    if min(spec_of(case).y_spatial) > 0:
+      return case, 1
+  if kind < 0.19:
     return first_layer(rng), 1
   while True:
     rank = int(rng.choice((1, 2, 2, 3)))
@@ -111,6 +130,10 @@ def kernels(case, models, dtype):
   return found
 
 
+def family(tile):
+  return "pairs" if tile in OF_PAIRS else tile.split()[0]
+
+
 def problems(seed):
   """Problems with an element type each, and for each result the tiles to try."""
   rng = np.random.default_rng(seed)
@@ -120,8 +143,8 @@ def problems(seed):
     tiles = {}
     for result, own in kernels(case, models, dtype).items():
       # Any tile; and any of an algorithm, of which some have one tile only.
-      of = str(rng.choice(sorted({tile.split()[0] for tile in own})))
-      tiles[result] = sorted({own[0], str(rng.choice(own)), str(rng.choice([t for t in own if t.split()[0] == of]))})
+      of = str(rng.choice(sorted({family(tile) for tile in own})))
+      tiles[result] = sorted({own[0], str(rng.choice(own)), str(rng.choice([t for t in own if family(t) == of]))})
     yield case, models, dtype, tiles
 
 

@@ -11,7 +11,7 @@ import pytest
 from jax.test_util import check_grads
 
 import jaxdnn
-from conv_checks import coarse, takes
+from conv_checks import WGMMA_TILES, coarse, takes
 from conv_padding_checks import check_all_three, indices, oracle
 from jaxdnn import _extension
 from jaxdnn._conv.padding import MODES
@@ -68,9 +68,9 @@ def test_kernels_under_the_sanitizer(seed, groups, multiple, dtype):
 
 HOPPER_TILES = [
   (tile, dtype)
-  for tile in _extension.native.conv_tiles
+  for tile in WGMMA_TILES
   for dtype in ("float32", "bfloat16")
-  if tile.startswith("wgmma") and any(takes(tile, result, dtype, dtype) for result in "yxw")
+  if any(takes(tile, result, dtype, dtype) for result in "yxw")
 ]
 # x's shape, the window, features, and the other arguments. Of images smaller than a tile, so that a tile has rows of
 # several, and larger; of lines and parts of lines of channels.

@@ -9,10 +9,9 @@ import pytest
 
 import jaxdnn
 from conv_cases import SAME3, ConvCase
-from conv_checks import check, check_epilogue, coarse, takes
+from conv_checks import WGMMA_TILES, check, check_epilogue, coarse, takes
 from conv_oracle import conv as conv_oracle
 from conv_oracle import conv_gradients
-from jaxdnn import _extension
 from jaxdnn._conv.primitives import ALGORITHMS, OPERANDS, plan
 from jaxdnn._conv.spec import ConvSpec
 from numerics import assert_close, exact
@@ -113,15 +112,12 @@ def test_many_phases_are_one():
   assert planned(dataclasses.replace(down, spatial=(65, 65)), "x", "bfloat16", "implicit_gemm_wgmma") is None
 
 
-TILES = [tile for tile in _extension.native.conv_tiles if tile.startswith("wgmma")]
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_kernels(case):
   names = ["implicit_gemm", "implicit_gemm_mma"]
   if (case.c * (case.window[-1] if case.stride == case.window else 1)) % 8 == 0:
-    names += TILES
+    names += WGMMA_TILES
   for name in names:
     for dtype in ("bfloat16", "float16", "float32"):
       check(case, name, dtype, dtype)
@@ -156,7 +152,7 @@ def test_gradients_in_halves_of_chunks(case):
   for dtype in ("bfloat16", "float16"):
     w, g = coarse(case.w_shape, dtype, 1), coarse(y_shape, dtype, 2)
     want, _ = conv_gradients(np.zeros(case.x_shape), exact(w), exact(g), *case.geometry)
-    for tile in TILES:
+    for tile in WGMMA_TILES:
       if takes(tile, "x", dtype, dtype):
         got = jaxdnn.conv_dgrad(g, w, case.spatial, stride=case.stride, algorithm=tile)
         assert_close(got, want, dtype, terms=case.k, scale=3 * np.sqrt(case.k))

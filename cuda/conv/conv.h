@@ -92,6 +92,8 @@ enum class Tile {
   kWgmma192x128,
   kWgmma192x160,
   kWgmma256x160,
+  kWgmma128x128Pairs,
+  kWgmma256x64Pairs,
   kDepthwise,
   kFewChannels,
   kFewChannelsWgmma,
@@ -132,6 +134,8 @@ constexpr TileShape kTiles[] = {
     {Tile::kWgmma192x128, "wgmma 192x128", Unit::kWgmma, 192, 128, 384},
     {Tile::kWgmma192x160, "wgmma 192x160", Unit::kWgmma, 192, 160, 384},
     {Tile::kWgmma256x160, "wgmma 256x160", Unit::kWgmma, 256, 160, 384},
+    {Tile::kWgmma128x128Pairs, "wgmma 128x128 pairs", Unit::kWgmma, 128, 128, 384},
+    {Tile::kWgmma256x64Pairs, "wgmma 256x64 pairs", Unit::kWgmma, 256, 64, 384},
     {Tile::kDepthwise, "depthwise", Unit::kDepthwise, 1, 1, 128},
     {Tile::kFewChannels, "few_channels", Unit::kFewChannels, 1, 1, 128},
     {Tile::kFewChannelsWgmma, "few_channels wgmma", Unit::kFewChannels, 1, 1, 384},
@@ -144,6 +148,9 @@ constexpr TileShape kTiles[] = {
 
 // Whether rows are wgmma's columns (wgmma_across.cuh).
 constexpr bool IsAcross(Tile t) { return t >= Tile::kWgmma80Across && t <= Tile::kWgmma208Across; }
+
+// Whether two pixels are taken for one (pairs.h).
+constexpr bool IsOfPairs(Tile t) { return t == Tile::kWgmma128x128Pairs || t == Tile::kWgmma256x64Pairs; }
 
 // Depth of a tile step: how many terms of the reduction are in shared memory at once.
 constexpr int MmaDepth(Direction direction, int size) {

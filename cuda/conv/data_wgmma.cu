@@ -6,9 +6,6 @@
 // data gradient K-major. TF32 has no MN-major operands, so that forward it goes through registers (wgmma_held.cuh), or
 // a first kernel makes a copy [taps, features, channels]. What lies past the last channel is read as zeros, of the
 // filter too.
-#include <algorithm>
-
-#include "cuda/conv/nominal.h"
 #include "cuda/conv/wgmma.h"
 #include "cuda/conv/wgmma_across.cuh"
 
@@ -62,30 +59,6 @@ __device__ void LoadFilter(const WgmmaParams& p, const Ring<T>& ring, const Wgmm
     }
   } else {
     hopper::LoadBox(to, &p.filter, ring.Full(), line * T::kLine, column, tap);
-  }
-}
-
-// One thread loads pixels and another the filter: one alone would be late. Past the last image and tap there are zeros.
-template <class T, int kDimensions>
-__device__ void ProducePixels(const WgmmaParams& p, Ring<T> ring) {
-  hopper::PrefetchMap(&p.operand[0]);
-  for (int number = 0, tile; (tile = TileOf(p, number)) < p.tiles; ++number) {
-    const WgmmaPlace place(p, tile, T());
-    const WgmmaPhase& f = p.phase[place.phase];
-    int at[kRank], image = place.problem * p.images + FirstPixel(f, place.row, at);
-    const auto load = [&](int line, int, const int (&offset)[kRank]) {
-      const uint32_t loaded = p.patches.any ? ring.Between(ring.stage) : ring.Full();
-      BeginStage(ring, T::kBytesA, loaded);
-      hopper::LoadPixels<kDimensions>(ring.Data(), &p.operand[place.phase], loaded, line * T::kLine, at, image, offset);
-      ring.Next();
-    };
-    if (f.tap_count == 0) {
-      image = p.all_images;
-      load(0, 0, {});
-      continue;
-    }
-    const Share share(f.tap_count * p.lines, p.team);
-    ForEachStep(p, f, share.first, share.end, load);
   }
 }
 
@@ -297,53 +270,16 @@ __global__ void __launch_bounds__(256) TransposeKernel(const float* in, float* o
 template <class T, bool kForward>
 cudaError_t LaunchTile(const Problem& p, const Config& config, const void* operand, const void* filter, void* out,
                        void* workspace, const Epilogue& epilogue, cudaStream_t stream) {
-  const int64_t channels = kForward ? p.channels : p.features, columns = kForward ? p.features : p.channels;
-  WgmmaParams q = {};
-  q.epilogue = epilogue;
-  q.team = FastDiv(config.cluster);
-  const int phases = MapPhases(p, q.phase);
-  if (phases == 0) return cudaErrorInvalidValue;
-  const bool wide = p.out == DType::kF32;
-  q.boxes = p.out == p.in && IsNone(epilogue);
-  // The boxes of a filter that is read as it is are lines of one tap.
-  constexpr bool kWholeLines = T::kColumns % T::kLine == 0;
-  const bool taps = q.boxes && p.batch == 1 && TapsAreColumns(p, phases, q.phase[0]) &&
-                    (!kOfFeatures<T, kForward> || (kWholeLines && columns % T::kLine == 0));
-  q.in_row = WgmmaRow(columns, T::kColumns, q.phase[0], taps);
-  q.columns = int(taps ? columns * p.Taps() : columns);
-  q.lines = int(CeilDiv(channels, T::kLine));
-  q.images = int(p.images);
-  q.all_images = int(p.batch * p.images);
-  q.scattered = phases > 1 || q.in_row.phases > 1;
-  // A box past a problem's last row would be stored to the next one's first.
-  if (p.batch > 1 && q.phase[0].rows % T::kRows != 0) q.scattered = true;
-  // Where a phase is less than a round of tiles, rounds go there and back, those of most taps first, so that who had
-  // many next has few. Others share the phases evenly, and what neighbours store is neighbours in memory.
-  q.alternates = phases > 1 && p.batch * CeilDiv(q.phase[0].rows, T::kRows) * q.in_row.tiles.divisor < kMultiprocessors;
-  if (q.alternates)
-    std::stable_sort(q.phase, q.phase + phases,
-                     [](const WgmmaPhase& a, const WgmmaPhase& b) { return a.tap_count > b.tap_count; });
-  cudaError_t e = cudaSuccess;
-  for (int i = 0; i < phases; ++i) {
-    q.first_tile[i + 1] = q.first_tile[i] + int(CeilDiv(q.phase[i].rows, T::kRows));
-    if (e == cudaSuccess)
-      e = EncodePixels(&q.operand[i], p.in, operand, q.all_images, kForward ? p.x : p.y, channels, q.phase[i].map,
-                       T::kRows);
-  }
-  q.in_row.SetProblems(q.first_tile[phases], p.images * (kForward ? p.YPixels() : p.XPixels()), p.Taps());
-  q.tiles = q.first_tile[phases] * int(q.in_row.tiles.divisor * p.batch);
-  if (config.cluster > 1 && q.in_row.tiles.divisor % kTogetherColumns == 0)
-    q.two_rows = FastDiv(2 * q.in_row.tiles.divisor);
-  if (HasFrame(p) && !kPatched<T, kForward>) return cudaErrorInvalidValue;
-  if (e == cudaSuccess && HasFrame(p)) e = MakePatches(p, operand, T::kLine, &q.patches);
-  for (int d = 0; d < kRank; ++d) {
-    q.window[d] = int(p.window[d]);
-    q.out[d] = int(kForward ? p.y[d] : p.x[d]);
-  }
-  // The filter is planes of taps, or one plane where those are columns of the product.
   constexpr bool kAsItIs = kOfFeatures<T, kForward>;
-  const int64_t rows = kAsItIs ? channels : q.columns, planes = taps && !kAsItIs ? 1 : p.batch * p.Taps();
-  q.planes = int(planes);
+  if (HasFrame(p) && !kPatched<T, kForward>) return cudaErrorInvalidValue;
+  // The boxes of a filter that is read as it is are lines of one tap.
+  const bool may = !kAsItIs || (T::kColumns % T::kLine == 0 && p.features % T::kLine == 0);
+  WgmmaParams q;
+  cudaError_t e = SetParams<T>(p, config, epilogue, may, operand, out, &q);
+  if (e == cudaSuccess && HasFrame(p)) e = MakePatches(p, operand, T::kLine, &q.patches);
+  // The filter is planes of taps, or one plane where those are columns of the product.
+  if (q.in_row.taps && !kAsItIs) q.planes = 1;
+  const int64_t rows = kAsItIs ? p.channels : q.columns, planes = q.planes;
   if constexpr (kForward && T::kCopied) {
     const Grid grid = {CeilDiv(p.features, kSquare), 256, 0, 1, CeilDiv(p.channels, kSquare), p.Taps()};
     if (e == cudaSuccess)
@@ -360,20 +296,10 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* opera
   if (e == cudaSuccess && q.halved)
     e = EncodeBoxes(&q.halves, p.in, filter, {kHalf, p.features / kHalf, p.channels, planes, 1},
                     {T::kLine, 1, T::kLine, 1, 1});
-  const MappedPhase& first = q.phase[0];
-  q.lattices = taps && !kIsAcross<T> && T::kColumns % T::kLine == 0 && columns % T::kLine == 0 && RowsAreBoxes(first);
-  if (e == cudaSuccess && q.lattices) {
-    const int width = first.positions[2], side = std::min(width, 64);
-    e = EncodeBoxes(&q.result, p.in, out, {columns, first.alike[2], width, first.alike[1], first.rows / width},
-                    {T::kLine, 1, side, 1, 64 / side}, false);
-  }
-  if (e == cudaSuccess && q.boxes && !q.scattered)
-    e = EncodeBoxes(&q.result, p.in, out, {columns, p.batch * GemmOf(p).rows}, {T::kLine, kIsAcross<T> ? T::kRows : 64},
-                    false);
   if (e != cudaSuccess) return e;
-
   return LaunchPersistent<T>(DataWgmmaKernel<T, kForward>, q.tiles, int(config.cluster), stream, q,
-                             wide ? static_cast<float*>(out) : nullptr, static_cast<typename T::In*>(out));
+                             p.out == DType::kF32 ? static_cast<float*>(out) : nullptr,
+                             static_cast<typename T::In*>(out));
 }
 
 }  // namespace

@@ -1,7 +1,10 @@
 // Hopper's forward convolution and data gradient: what its kernel is told, and how its sums are stored.
 #pragma once
 
+#include <algorithm>
+
 #include "cuda/conv/epilogue.cuh"
+#include "cuda/conv/nominal.h"
 #include "cuda/conv/wgmma_held.cuh"
 #include "cuda/conv/wgmma_patch.cuh"
 #include "cuda/conv/wgmma_place.cuh"
@@ -12,6 +15,7 @@ namespace jaxdnn::conv {
 // First what all threads begin with, which the constant cache then has in few lines.
 struct WgmmaParams {
   int tiles, columns;      // those of taps too
+  int biases;              // those that have one of their own; others have that of as many columns before
   int lines, planes;       // of channels; and of the filter, one for each tap of all problems
   int images, all_images;  // of a problem, and of all
   FastDiv team;            // blocks that share a tile
@@ -31,12 +35,73 @@ struct WgmmaParams {
   Epilogue epilogue;
 };
 
-// The block's tile of this number, which others of its cluster have too; past the last if there is none.
-//
 // Clusters are dealt out in turn to the device's eight groups of multiprocessors, of which each gets from the L2 cache
 // once what several of it ask for at the same time. So eight clusters in turn take four columns of two rows of tiles,
 // and a group's tiles are of few rows and few columns.
 constexpr int kTogetherColumns = 4;
+
+// Whether rows are wgmma's columns (wgmma_across.cuh).
+template <class T>
+constexpr bool kIsAcross = false;
+
+// All but how the filter is read. Where phases are alike, and sums are stored as they are, taps may be columns.
+template <class T>
+cudaError_t SetParams(const Problem& p, const Config& config, const Epilogue& epilogue, bool taps_may_be_columns,
+                      const void* operand, void* out, WgmmaParams* to) {
+  WgmmaParams& q = *to;
+  q = {};
+  q.epilogue = epilogue;
+  q.team = FastDiv(config.cluster);
+  const int phases = MapPhases(p, q.phase);
+  if (phases == 0) return cudaErrorInvalidValue;
+  const bool forward = p.direction == Direction::kForward;
+  const int64_t columns = GemmOf(p).columns;
+  q.boxes = p.out == p.in && IsNone(epilogue);
+  const bool taps = taps_may_be_columns && q.boxes && p.batch == 1 && TapsAreColumns(p, phases, q.phase[0]);
+  q.in_row = WgmmaRow(columns, T::kColumns, q.phase[0], taps);
+  q.columns = q.biases = int(taps ? columns * p.Taps() : columns);
+  q.lines = int(CeilDiv(p.DepthChannels(), T::kLine));
+  q.planes = int(p.batch * p.Taps());
+  q.images = int(p.images);
+  q.all_images = int(p.batch * p.images);
+  q.scattered = phases > 1 || q.in_row.phases > 1;
+  // A box past a problem's last row would be stored to the next one's first.
+  if (p.batch > 1 && q.phase[0].rows % T::kRows != 0) q.scattered = true;
+  // Where a phase is less than a round of tiles, rounds go there and back, those of most taps first, so that who had
+  // many next has few. Others share the phases evenly, and what neighbours store is neighbours in memory.
+  q.alternates = phases > 1 && p.batch * CeilDiv(q.phase[0].rows, T::kRows) * q.in_row.tiles.divisor < kMultiprocessors;
+  if (q.alternates)
+    std::stable_sort(q.phase, q.phase + phases,
+                     [](const WgmmaPhase& a, const WgmmaPhase& b) { return a.tap_count > b.tap_count; });
+  for (int d = 0; d < kRank; ++d) {
+    q.window[d] = int(p.window[d]);
+    q.out[d] = int(forward ? p.y[d] : p.x[d]);
+  }
+  cudaError_t e = cudaSuccess;
+  for (int i = 0; i < phases; ++i) {
+    q.first_tile[i + 1] = q.first_tile[i] + int(CeilDiv(q.phase[i].rows, T::kRows));
+    if (e == cudaSuccess)
+      e = EncodePixels(&q.operand[i], p.in, operand, q.all_images, forward ? p.x : p.y, p.DepthChannels(),
+                       q.phase[i].map, T::kRows);
+  }
+  q.in_row.SetProblems(q.first_tile[phases], p.images * (forward ? p.YPixels() : p.XPixels()), p.Taps());
+  q.tiles = q.first_tile[phases] * int(q.in_row.tiles.divisor * p.batch);
+  if (config.cluster > 1 && q.in_row.tiles.divisor % kTogetherColumns == 0)
+    q.two_rows = FastDiv(2 * q.in_row.tiles.divisor);
+  const MappedPhase& first = q.phase[0];
+  q.lattices = taps && !kIsAcross<T> && T::kColumns % T::kLine == 0 && columns % T::kLine == 0 && RowsAreBoxes(first);
+  if (e == cudaSuccess && q.lattices) {
+    const int width = first.positions[2], side = std::min(width, 64);
+    e = EncodeBoxes(&q.result, p.in, out, {columns, first.alike[2], width, first.alike[1], first.rows / width},
+                    {T::kLine, 1, side, 1, 64 / side}, false);
+  }
+  if (e == cudaSuccess && q.boxes && !q.scattered)
+    e = EncodeBoxes(&q.result, p.in, out, {columns, p.batch * GemmOf(p).rows}, {T::kLine, kIsAcross<T> ? T::kRows : 64},
+                    false);
+  return e;
+}
+
+// The block's tile of this number, which others of its cluster have too; past the last if there is none.
 __device__ inline int TileOf(const WgmmaParams& p, int number) {
   const int tile = TileOf(number, p.team.Div(blockIdx.x), p.team.Div(gridDim.x), p.alternates);
   if (p.two_rows.divisor == 0 || tile >= p.tiles) return tile;
@@ -45,6 +110,30 @@ __device__ inline int TileOf(const WgmmaParams& p, int number) {
   if ((rows + 1) * int(p.two_rows.divisor) > p.tiles) return tile;  // a last row alone
   return tile - in_rows + in_rows / (2 * kTogetherColumns) * kTogetherColumns + in_rows % kTogetherColumns +
          (in_rows / kTogetherColumns % 2) * int(p.in_row.tiles.divisor);
+}
+
+// One thread loads pixels and another the filter: one alone would be late. Past the last image and tap there are zeros.
+template <class T, int kDimensions>
+__device__ void ProducePixels(const WgmmaParams& p, Ring<T> ring) {
+  hopper::PrefetchMap(&p.operand[0]);
+  for (int number = 0, tile; (tile = TileOf(p, number)) < p.tiles; ++number) {
+    const WgmmaPlace place(p, tile, T());
+    const WgmmaPhase& f = p.phase[place.phase];
+    int at[kRank], image = place.problem * p.images + FirstPixel(f, place.row, at);
+    const auto load = [&](int line, int, const int (&offset)[kRank]) {
+      const uint32_t loaded = p.patches.any ? ring.Between(ring.stage) : ring.Full();
+      BeginStage(ring, T::kBytesA, loaded);
+      hopper::LoadPixels<kDimensions>(ring.Data(), &p.operand[place.phase], loaded, line * T::kLine, at, image, offset);
+      ring.Next();
+    };
+    if (f.tap_count == 0) {
+      image = p.all_images;
+      load(0, 0, {});
+      continue;
+    }
+    const Share share(f.tap_count * p.lines, p.team);
+    ForEachStep(p, f, share.first, share.end, load);
+  }
 }
 
 // The tile's rows in the result, in pixels, by the threads of a warpgroup.
@@ -121,7 +210,7 @@ __device__ void StoreBoxes(const WgmmaParams& p, const WgmmaPhase& f, uint32_t s
 template <class Out>
 __device__ void Finish(const WgmmaParams& p, int problem, float (&v)[4], const Vec<Out, 4>& residual, int pixel,
                        int column, Out* out) {
-  Add<Out>(v, p.epilogue.bias, int64_t{problem} * p.columns + column);
+  Add<Out>(v, p.epilogue.bias, int64_t{problem} * p.columns + (column < p.biases ? column : column - p.biases));
   if (p.epilogue.residual != nullptr) {
 #pragma unroll
     for (int k = 0; k < 4; ++k) v[k] += static_cast<float>(residual.v[k]);

@@ -54,7 +54,7 @@ bool TakesPatches(const Problem& p, const Config& config) {
   if (kTiles[static_cast<int>(tile)].unit != Unit::kWgmma || p.batch > 1) return false;
   if (p.direction == Direction::kFilterGradient) {
     if (floats || config.exchanged) return false;
-  } else if (tile == Tile::kWgmma256x160 || tile == Tile::kWgmma128x256 ||
+  } else if (IsOfPairs(tile) || tile == Tile::kWgmma256x160 || tile == Tile::kWgmma128x256 ||
              (forward && tile == (floats ? Tile::kWgmma128x128 : Tile::kWgmma128x160))) {
     return false;
   }

@@ -84,6 +84,7 @@ int Launch(const Problem& p, const Config& config, const void* lhs, const void* 
       return filter ? LaunchFilterMma(p, config, lhs, rhs, out, workspace, stream)
                     : LaunchDataMma(p, config, lhs, rhs, out, epilogue, stream);
     case Unit::kWgmma:
+      if (IsOfPairs(config.tile)) return LaunchDataPairsWgmma(p, config, lhs, rhs, out, epilogue, stream);
       return filter ? LaunchFilterWgmma(p, config, lhs, rhs, out, workspace, stream)
                     : LaunchDataWgmma(p, config, lhs, rhs, out, workspace, epilogue, stream);
     case Unit::kDepthwise:

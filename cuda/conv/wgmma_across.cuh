@@ -33,8 +33,6 @@ struct AcrossPart {
   static constexpr int kRows = kRows_, kColumns = 64;
 };
 
-template <class T>
-constexpr bool kIsAcross = false;
 template <class In, int kRows>
 constexpr bool kIsAcross<AcrossTile<In, kRows>> = true;
 

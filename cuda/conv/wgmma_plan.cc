@@ -6,12 +6,18 @@
 
 #include "cuda/common/int_div.h"
 #include "cuda/conv/nominal.h"
+#include "cuda/conv/pairs.h"
 #include "cuda/conv/pixel_map.h"
 
 namespace jaxdnn::conv {
 namespace {
 
 constexpr int64_t kMostPlanes = 65535;  // of a grid of blocks, and rows of one
+
+// The tile of single pixels that one of pairs is, of their view.
+const TileShape& SingleTile(const TileShape& t) {
+  return kTiles[static_cast<int>(t.tile == Tile::kWgmma256x64Pairs ? Tile::kWgmma256x64 : Tile::kWgmma128x128)];
+}
 
 // The cycles of a step, and those of beginning and storing a tile, which the other warpgroup hides unless tiles are
 // short. Fitted to an H200, where the choice is then on average 2 % slower than the best.
@@ -38,6 +44,11 @@ Cost CostOf(const TileShape& t, const Problem& p) {
   // Across, no other warpgroup hides what is between tiles.
   constexpr Cost k80Across = {440, 1400}, k96Across = {465, 1500}, k160Across = {670, 1800}, k208Across = {940, 2000};
   constexpr Cost k192Across[] = {{785, 1950}, {}, {}, {}, {870, 4500}};
+  if (IsOfPairs(t.tile)) {
+    constexpr double kApart = 1.5;  // each of a pair has products of its own
+    const Cost single = CostOf(SingleTile(t), p);
+    return {kApart * single.step, single.tile};
+  }
   const bool filter = p.direction == Direction::kFilterGradient, floats = p.in == DType::kF32;
   const int which = 2 * filter + floats, held = floats && p.direction == Direction::kForward ? 4 : which;
   switch (t.tile) {
@@ -136,6 +147,10 @@ double FilterCycles(const Problem& p, const TileShape& t, const FilterShape& sha
 }  // namespace
 
 bool TakesWgmma(const Problem& p, const TileShape& t) {
+  if (IsOfPairs(t.tile)) {
+    const std::optional<Pairs> pairs = PairsOf(p);
+    return pairs && p.in == p.out && TakesWgmma(pairs->view, SingleTile(t));
+  }
   const bool filter = p.direction == Direction::kFilterGradient, floats = p.in == DType::kF32;
   if (p.in == DType::kF64 || (floats && (p.products != 1 || (filter && t.rows != 128)))) return false;
   const bool forward = p.direction == Direction::kForward;
@@ -169,7 +184,9 @@ bool TakesWgmma(const Problem& p, const TileShape& t) {
 
 bool MayShare(const Problem& p, const TileShape& t, int64_t blocks) {
   if (blocks == 1) return true;
-  if (p.batch > 1 || p.direction == Direction::kFilterGradient || t.tile == Tile::kWgmma128x128Copied) return false;
+  if (p.batch > 1 || p.direction == Direction::kFilterGradient || t.tile == Tile::kWgmma128x128Copied ||
+      IsOfPairs(t.tile))
+    return false;
   // Large tiles are sent (wgmma_team.cuh), across of floats alone; of the others, blocks divide the rows evenly.
   if (IsAcross(t.tile) ? p.in != DType::kF32 || blocks > 3 : t.columns == 160 ? blocks > 2 : blocks == 3) return false;
   if (!IsAcross(t.tile) && (t.rows > 128 || t.columns > 160)) return false;
@@ -234,7 +251,9 @@ std::optional<Config> PlanFilterWgmma(const Problem& p, const TileShape& t, int6
   return best;
 }
 
-double WgmmaCycles(const Problem& p, const TileShape& t, int64_t cluster) {
+double WgmmaCycles(const Problem& problem, const TileShape& t, int64_t cluster) {
+  const std::optional<Pairs> pairs = IsOfPairs(t.tile) ? PairsOf(problem) : std::nullopt;
+  const Problem& p = pairs ? pairs->view : problem;
   // Of a filter's copy; and what waiting for it, and sending sums of floats, take beyond what they do.
   constexpr double kCopyMoves = 1.9, kWait = 2000, kSend = 3500;
   Cost cost = CostOf(t, p);
