@@ -67,6 +67,18 @@ class Mailbox {
           "r"(__float_as_uint(v.z)), "r"(__float_as_uint(v.w))
           : "memory");
   }
+  // Begins to copy bytes, a multiple of 16 between places on 16, from global memory, and counts them. What threads did
+  // at `local` before is over when each of them has called AfterLocal, and then met the one that copies.
+  __device__ void Copy(void* local, const void* from, int bytes) {
+    if constexpr (kHasClusters)
+      asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                       Address(local)),
+                   "l"(from), "r"(bytes), "r"(Address(&counter_))
+                   : "memory");
+  }
+  static __device__ void AfterLocal() {
+    if constexpr (kHasClusters) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  }
   // Until all of the round's numbers are there. Rounds count from 0. What is sent lies in the block's own shared
   // memory: at a wider scope the wait would also empty the cache of global memory.
   __device__ void Wait(int round = 0) {

@@ -40,13 +40,33 @@ __device__ void LaneSum(A (&v)[W], int lanes) {
     for (int i = 0; i < W; ++i) v[i] += ShuffleXor(v[i], mask);
 }
 
+// The sum over a warp's lanes of v[i], W of them, a power of two, in lane i: two lanes share out what is left of the
+// values as long as there are several.
+template <int W, class A>
+__device__ A ScatteredSum(A (&v)[W]) {
+  static_assert((W & (W - 1)) == 0 && W <= 32, "a power of two");
+  const int lane = threadIdx.x % 32;
+  int mask = 1;
+#pragma unroll
+  for (int half = W / 2; half > 0; half /= 2, mask *= 2)
+#pragma unroll
+    for (int i = 0; i < half; ++i) {
+      const bool odd = lane & mask;
+      const A keeps = odd ? v[2 * i + 1] : v[2 * i], gives = odd ? v[2 * i] : v[2 * i + 1];
+      v[i] = keeps + ShuffleXor(gives, mask);
+    }
+#pragma unroll
+  for (; mask < 32; mask *= 2) v[0] += ShuffleXor(v[0], mask);
+  return v[0];
+}
+
 // Every warp leaves its lanes' sums of v[i], and one warp has those of all of them, in a fixed order.
 template <bool kCluster, int W, int M, class A>
 __device__ void BlockSum(A (&v)[W], Exchange<A, M, kCluster>& exchange) {
   static_assert(W <= M, "has room");
   const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (lane == 0)
-    for (int i = 0; i < W; ++i) exchange.values[i][warp] = v[i];
+  const A sum = ScatteredSum(v);
+  if (lane < W) exchange.values[lane][warp] = sum;
   __syncthreads();
   // Every run of as many lanes as there are warps adds up their values; in a cluster one warp does, and sends the sums.
   if (kCluster && warp != 0) return;
@@ -61,8 +81,7 @@ __device__ void BlockSum(A (&v)[W], Exchange<A, M, kCluster>& exchange) {
 // they have received what was sent. `round`: how often the exchange was used before.
 template <int W, int M, class A>
 __device__ void SendSum(A (&v)[W], const Place& p, Exchange<A, M, true>& exchange) {
-  LaneSum(v, 32);  // groups of a cluster are whole blocks
-  BlockSum(v, exchange);
+  BlockSum(v, exchange);  // groups of a cluster are whole blocks
   if (threadIdx.x >= 32) return;
   if (threadIdx.x == 0) exchange.mailbox.Expect(W * p.cluster * static_cast<int>(sizeof(A)));
   if (threadIdx.x < p.cluster)
@@ -86,8 +105,10 @@ __device__ void GroupSum(A (&v)[W], const Place& p, Exchange<A, M, kCluster> (&e
     SendSum(v, p, exchanges[turn & 1]);
     ReceiveSum(v, p, exchanges[turn & 1], turn >> 1);
   } else {
-    LaneSum(v, min(32, p.width));
-    if (p.width > 32) BlockSum(v, exchanges[turn & 1]);
+    if (p.width > 32)
+      BlockSum(v, exchanges[turn & 1]);
+    else
+      LaneSum(v, p.width);
   }
 }
 

@@ -26,7 +26,8 @@ __global__ void __launch_bounds__(kLongThreads) LongBackwardKernel(Backward b, S
   using Four = Vec<float, 4>;
   extern __shared__ uint4 shared[];
   __shared__ Exchange<float, 2 * U, true> exchanges[kExchanges];
-  const Slice<T, V, U> slice(shape, spread, parts, shared, stages, b.g_sum == nullptr ? 2 : 3);
+  __shared__ Arrivals arrivals;
+  const Slice<T, V, U> slice(shape, spread, parts, shared, arrivals, stages, b.g_sum == nullptr ? 2 : 3);
   const int begin = slice.begin, steps = slice.Steps();
   const int64_t vectors = shape.n / L;
   OpenExchanges(exchanges);
@@ -34,7 +35,6 @@ __global__ void __launch_bounds__(kLongThreads) LongBackwardKernel(Backward b, S
   const void* const inputs[3] = {b.g, b.x, b.g_sum};
   for (int step = 0; step < stages; ++step) {
     if (step < steps) slice.Fetch(step, step, vectors, inputs);
-    CommitAsync();
   }
   StoredStatistics<float> next[U];
   const auto load_statistics = [&](int step) {
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kLongThreads) LongBackwardKernel(Backward b, S
   ClusterWait();
   // Of the steps whose sums are on their way.
   StoredStatistics<float> latest[U] = {}, before[U] = {};
-  int sent = 0, done = 0, sent_stage = 0, stage = 0;
+  int sent = 0, done = 0, sent_stage = 0, sent_round = 0, stage = 0;
   while (done < steps) {
     if (sent < steps && sent - done <= ahead) {
 #pragma unroll
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(kLongThreads) LongBackwardKernel(Backward b, S
         latest[u] = next[u];
       }
       if (sent + 1 < steps) load_statistics(sent + 1);
-      slice.Wait(stages - 1 - (sent - done));
+      slice.Wait(sent_stage, sent_round);
       float sums[2 * U] = {};  // of q (x - mean), then of q
       slice.ForEachRow(sent, [&](int u, int64_t) {
         slice.ForEach([&](int s, int k) {
@@ -100,6 +100,7 @@ __global__ void __launch_bounds__(kLongThreads) LongBackwardKernel(Backward b, S
       SendSum(sums, slice.p, exchanges[sent % kExchanges]);
       ++sent;
       sent_stage = slice.After(sent_stage);
+      sent_round += sent_stage == 0;
       continue;
     }
     const bool is_latest = done + 1 == sent;
@@ -129,7 +130,6 @@ __global__ void __launch_bounds__(kLongThreads) LongBackwardKernel(Backward b, S
       });
     });
     if (done + stages < steps) slice.Fetch(done + stages, stage, vectors, inputs);
-    CommitAsync();
     ++done;
     stage = slice.After(stage);
   }

@@ -12,10 +12,13 @@
 namespace jaxdnn::layer_norm {
 
 constexpr int kLongThreads = 512, kMostStages = 6;
+// Bulk copies of each warp's vectors, by stage.
+using Arrivals = Mailbox[kMostStages][kLongThreads / 32];
 // Sums of two steps are on their way, and another block may be one step ahead or behind.
 constexpr int kExchanges = 4;
 
-// A block's slice of its rows, of which it takes U in a step: V vectors to a thread.
+// A block's slice of its rows, of which it takes U in a step: V vectors to a thread, next to each other those of a
+// warp.
 template <class T, int V, int U>
 struct Slice {
   static constexpr int L = kVecLength<T>;
@@ -24,10 +27,13 @@ struct Slice {
   Place p;
   int problem, part, size, begin, count;  // vectors of a slice, the first of this one, and how many it has
   int64_t row, last;                      // the first of the part's rows, and the last
-  X* ring;                                // [stage][input][row][vector], of which a thread reads what it has copied
+  X* ring;                                // [stage][input][row][vector], of which a warp reads what it has copied
+  Arrivals& arrivals;
   int stages, inputs;
 
-  __device__ Slice(const Shape& shape, const Spread& spread, int parts, void* shared, int stages, int inputs)
+  // Followed by a barrier of the block before the first Wait.
+  __device__ Slice(const Shape& shape, const Spread& spread, int parts, void* shared, Arrivals& arrivals, int stages,
+                   int inputs)
       : p(spread, true),
         problem(p.block / parts),
         part(p.block - problem * parts),
@@ -37,9 +43,16 @@ struct Slice {
         row(problem * shape.rows + shape.rows * part / parts),
         last(problem * shape.rows + shape.rows * (part + 1) / parts - 1),
         ring(static_cast<X*>(shared)),
+        arrivals(arrivals),
         stages(stages),
-        inputs(inputs) {}
+        inputs(inputs) {
+    if (threadIdx.x % 32 == 0)
+      for (int stage = 0; stage < stages; ++stage) arrivals[stage][threadIdx.x / 32].Open();
+  }
 
+  // The thread's first vector, and the warp's.
+  __device__ int First() const { return FirstOfWarp() + threadIdx.x % 32; }
+  __device__ int FirstOfWarp() const { return threadIdx.x / 32 * 32 * V; }
   __device__ int Steps() const { return static_cast<int>((last - row + U) / U); }
 
   // Calls f(s, k) for the thread's vectors k of the slice.
@@ -47,7 +60,7 @@ struct Slice {
   __device__ void ForEach(F&& f) const {
 #pragma unroll
     for (int s = 0; s < V; ++s)
-      if (const int k = threadIdx.x + s * static_cast<int>(blockDim.x); k < count) {
+      if (const int k = First() + 32 * s; k < count) {
         f(s, k);
         // One after the other: side by side they would need registers that the columns take.
         if constexpr (V * L > 16) asm volatile("" ::: "memory");
@@ -66,28 +79,27 @@ struct Slice {
   }
   __device__ int After(int stage) const { return stage + 1 == stages ? 0 : stage + 1; }
 
+  // Begins to copy the warp's vectors of a step's rows to a stage that its lanes are done with.
   template <int N>
   __device__ void Fetch(int step, int stage, int64_t vectors, const void* const (&in)[N]) const {
+    Mailbox::AfterLocal();
+    __syncwarp();
+    if (threadIdx.x % 32 != 0) return;
+    const int first = FirstOfWarp(), bytes = max(0, min(32 * V, count - first)) * static_cast<int>(sizeof(X));
+    Mailbox& arrival = arrivals[stage][threadIdx.x / 32];
+    const int rows = static_cast<int>(min(last - row - int64_t{step} * U + 1, int64_t{U}));
+    arrival.Expect(rows * inputs * bytes);
+    if (bytes == 0) return;
     ForEachRow(step, [&](int u, int64_t row) {
-      const int64_t at = row * vectors + begin;
-      ForEach([&](int, int k) {
 #pragma unroll
-        for (int input = 0; input < N; ++input)
-          if (input < inputs) CopyAsync(&Slot(stage, input, u, k), static_cast<const X*>(in[input]) + at + k);
-      });
+      for (int input = 0; input < N; ++input)
+        if (input < inputs)
+          arrival.Copy(&Slot(stage, input, u, first), static_cast<const X*>(in[input]) + row * vectors + begin + first,
+                       bytes);
     });
   }
-
-  // Until no more than `pending` of the thread's groups of copies are unfinished.
-  __device__ static void Wait(int pending) {
-    static_assert(kMostStages <= 6, "waits for one of the stages at least");
-    if (pending >= 5) return WaitAsync<5>();
-    if (pending == 4) return WaitAsync<4>();
-    if (pending == 3) return WaitAsync<3>();
-    if (pending == 2) return WaitAsync<2>();
-    if (pending == 1) return WaitAsync<1>();
-    WaitAsync<0>();
-  }
+  // Until they are there, of this round of the ring.
+  __device__ void Wait(int stage, int round) const { arrivals[stage][threadIdx.x / 32].Wait(round); }
 };
 
 // How a row is spread, and how many stages the ring has: fewer than two where no cluster holds that.

@@ -13,7 +13,8 @@ __global__ void __launch_bounds__(kLongThreads)
   using X = Vec<T, L>;
   extern __shared__ uint4 shared[];
   __shared__ Exchange<float, 2, true> exchanges[kExchanges], again[2];
-  const Slice<T, V, 1> slice(shape, spread, parts, shared, stages, f.residual == nullptr ? 1 : 2);
+  __shared__ Arrivals arrivals;
+  const Slice<T, V, 1> slice(shape, spread, parts, shared, arrivals, stages, f.residual == nullptr ? 1 : 2);
   const int begin = slice.begin, rows = slice.Steps();
   const int64_t vectors = shape.n / L;
   if (threadIdx.x == 0)
@@ -23,7 +24,6 @@ __global__ void __launch_bounds__(kLongThreads)
   const void* const inputs[2] = {f.x, f.residual};
   for (int row = 0; row < stages; ++row) {
     if (row < rows) slice.Fetch(row, row, vectors, inputs);
-    CommitAsync();
   }
   // The first elements of a row to come: not converted before they are used, which would wait for them.
   struct First {
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kLongThreads)
   ClusterWait();
   // What the sums that are on their way are about.
   float latest = 0, before = 0;
-  int sent = 0, done = 0, repeats = 0, sent_stage = 0, stage = 0;
+  int sent = 0, done = 0, repeats = 0, sent_stage = 0, sent_round = 0, stage = 0;
   while (done < rows) {
     if (sent < rows && sent - done <= 1) {
       before = latest;
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kLongThreads)
         if (f.residual != nullptr) latest += static_cast<float>(next.residual);
       }
       if (sent + 1 < rows) next = load_first(sent + 1);
-      slice.Wait(stages - 1 - (sent - done));
+      slice.Wait(sent_stage, sent_round);
       if (f.residual != nullptr) {
         X* const out = static_cast<X*>(f.sum) + (slice.row + sent) * vectors + begin;
         slice.ForEach([&](int, int k) {
@@ -81,6 +81,7 @@ __global__ void __launch_bounds__(kLongThreads)
       SendSum(sums, slice.p, exchanges[sent % kExchanges]);
       ++sent;
       sent_stage = slice.After(sent_stage);
+      sent_round += sent_stage == 0;
       continue;
     }
     float sums[2];
@@ -103,7 +104,6 @@ __global__ void __launch_bounds__(kLongThreads)
       y[k] = Apply<T>(x, stats, scale[s], bias[s]);
     });
     if (done + stages < rows) slice.Fetch(done + stages, stage, vectors, inputs);
-    CommitAsync();
     ++done;
     stage = slice.After(stage);
   }
