@@ -50,7 +50,17 @@ def test_is_not_offered(direction):
   assert DIRECT not in names(direction, 32, 32, window=(3, 3, 3), spatial=(8, 8, 8))
   assert DIRECT not in names(direction, 32, 32, window=(1, 3, 3), spatial=(8, 8, 8), padding=1)
   assert DIRECT not in names(direction, 32, 32, hopper=False)
-  assert DIRECT not in names(direction, 32, 32, stride=2)
+  # Pixels side by side must be a line, of 32 or 64 channels, in whole lines; lines two whole parts. Not backward.
+  forward = direction == "forward"
+  for c, stride in ((32, 2), (16, 2), (16, (1, 4)), (48, (2, 1))):
+    assert (DIRECT in names(direction, c, 32, stride=stride)) == forward
+  for c, stride in ((24, 2), (48, (1, 2)), (16, (1, 3)), (32, (4, 1)), (32, (3, 2))):
+    assert DIRECT not in names(direction, c, 32, stride=stride)
+  for spatial in ((56, 57), (57, 56)):
+    assert DIRECT not in names(direction, 32, 32, stride=2, spatial=spatial)
+  assert (DIRECT in names(direction, 32, 32, stride=(1, 2), spatial=(57, 56))) == forward
+  assert DIRECT not in names(direction, 32, 32, stride=2, dilation=(1, 2))
+  assert DIRECT not in names(direction, 64, 64, stride=2, groups=2)
   assert DIRECT not in names(direction, 32, 32, "float32") and DIRECT not in names(direction, 32, 32, batch=0)
   # A window sees too much for shared memory, or for a box.
   assert DIRECT not in names(direction, 64, 64, dilation=(40, 40), padding=40)
@@ -87,6 +97,49 @@ CASES = [
   _("groups_1d", 2, (70,), 96, (16,), 96, padding=((8, 7),), groups=2),
 ]
 BY_NAME = {case.name: case for case in CASES}
+
+
+# Strides over pixels that make lines, and over lines.
+STRIDED = [
+  _("2x2", 3, (10, 22), 32, (3, 3), 64, (2, 2), SAME3),
+  _("1d", 3, (70,), 32, (4,), 40, (2,), ((1, 1),)),
+  _("columns", 2, (9, 36), 32, (3, 4), 24, (1, 2), ((1, 1), (0, 3))),
+  _("lines", 2, (10, 19), 48, (4, 3), 48, (2, 1), ((2, 1), (1, 1))),
+  _("c16", 2, (8, 44), 16, (5, 5), 32, (2, 2), ((2, 2), (2, 2))),
+  _("fours", 2, (7, 44), 16, (3, 7), 72, (1, 4), ((1, 1), (3, 3))),
+  _("cropped", 2, (12, 20), 32, (2, 3), 64, (2, 2), ((-1, 2), (-3, 4))),
+  _("one_tap", 3, (8, 12), 32, (1, 1), 32, (2, 2), ((1, 0), (0, 1))),
+  _("many_images", 66, (8, 8), 32, (3, 3), 32, (2, 2), SAME3),
+  _("planes", 2, (3, 8, 10), 32, (1, 3, 3), 24, (1, 2, 2), ((0, 0), *SAME3)),
+  _("wide", 1, (4, 1200), 32, (3, 3), 32, (2, 2), SAME3),
+]
+
+
+def transposed(case):
+  """The layer whose data gradient gathers what this one does forward."""
+  y = ConvSpec(*case.geometry, 1, case.spatial, case.window, None, None).y_spatial
+  low = [w - 1 - pad for w, (pad, _) in zip(case.window, case.padding, strict=True)]
+  high = [n + w - 2 - (o - 1) * s - a
+          for n, w, o, s, a in zip(case.spatial, case.window, y, case.stride, low, strict=True)]  # fmt: skip
+  return ConvCase(case.name, case.batch, y, case.k, case.window, case.c,
+                  padding=tuple(zip(low, high, strict=True)), lhs_dilation=case.stride)  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", STRIDED, ids=lambda c: c.name)
+def test_strides(case):
+  for dtypes in DTYPES:
+    conv_checks.check(case, DIRECT, *dtypes, results="y")
+    conv_checks.check(transposed(case), DIRECT, *dtypes, results="x")
+  conv_checks.check(case, DIRECT, "bfloat16", "bfloat16", models=3, results="y")
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitize
+def test_strides_under_the_sanitizer():
+  for case in (STRIDED[0], STRIDED[5]):
+    conv_checks.check(case, DIRECT, "bfloat16", "bfloat16", results="y")
+    conv_checks.check(transposed(case), DIRECT, "bfloat16", "bfloat16", results="x")
 
 
 def check(case, dtype, out_dtype, models=1, draw=coarse):

@@ -1,4 +1,4 @@
-// Direct convolution of few channels to a group, without stride, on Hopper's tensor cores.
+// Direct convolution of few channels to a group on Hopper's tensor cores.
 #pragma once
 
 #include <cuda_runtime_api.h>

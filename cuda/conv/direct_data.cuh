@@ -22,12 +22,12 @@ struct DirectParams {
   int64_t bias_of_problem, pixel;  // elements of all groups
   int images, height, width;       // of a unit
   int problem_images, out_height, out_width;
-  int pad_height, pad_width;
+  int before_lines, before_columns;                                 // of the operand's rows
   FastDiv column_div, line_div, image_div, feature_div, group_div;  // of a unit's number
   FastDiv filter_div;                                               // likewise
   FastDiv pitch_div, plane_div;                                     // of a row
-  int x_line, filter_line, x_bytes, x_stages, box_bytes, boxes, box_columns;
-  int taps, window_width, first_tap, column_step, line_step;  // of a tap's rows, in 16 bytes
+  int x_line, filter_line, part_bytes, parts, x_bytes, x_stages, box_bytes, boxes, box_columns;
+  int taps, window_width, first_tap, column_step, line_step[2];  // of a tap's rows, in 16 bytes; of lines in turn
   int taps_at_once, steps, step_bytes, slab_bytes, stage_taps, stage_bytes, stages, ring_at;
 };
 

@@ -47,8 +47,14 @@ int BestColumns(int64_t features) {
 }  // namespace
 
 bool DirectView::Fit(const Problem& p) {
-  for (int d = 0; d < kRank; ++d)
-    if (p.stride[d] != 1 || p.lhs_dilation[d] != 1) return false;
+  for (int d = 0; d < kRank; ++d) {
+    // What is side by side must be so in all lines, and parts of lines be of whole ones.
+    const bool strided = d > 0 && p.direction == Direction::kForward && p.groups == 1 && p.rhs_dilation[d] == 1 &&
+                         p.x[d] % p.stride[d] == 0 && p.stride[d] <= (d == 1 ? 2 : 4);
+    if ((p.stride[d] != 1 && !strided) || p.lhs_dilation[d] != 1) return false;
+  }
+  const int64_t row = p.stride[2] * p.channels;
+  if (p.stride[2] > 1 && (p.channels % 16 != 0 || (row != 32 && row != 64))) return false;
   if (p.window[0] != 1 || p.pad[0] != 0 || p.x[0] != p.y[0]) return false;
   images = p.images * p.x[0];
   for (int d = 0; d < 2; ++d) {
@@ -57,10 +63,13 @@ bool DirectView::Fit(const Problem& p) {
     window[d] = p.window[d + 1];
     dilation[d] = p.rhs_dilation[d + 1];
     pad[d] = p.pad[d + 1];
+    stride[d] = p.stride[d + 1];
     if (Reach(d) > kMostReach) return false;
   }
   return true;
 }
+
+int64_t DirectView::Before(int d) const { return -FloorDiv(-pad[d], stride[d]); }
 
 int DirectPlan::SharedBytes() const { return x_stages * x_bytes + stages * stage_taps * slab_bytes + kBarrierBytes; }
 
@@ -77,7 +86,8 @@ void DirectPlan::FitShape(int64_t of_width) {
   images = height < view.y[0] ? 1 : even(view.images, (kRows - (height - 1) * pitch - width) / plane + 1);
   images = std::min(images, kMostBox);
   const int64_t rows = std::max(images * plane, kRows + reach[0] * pitch + reach[1]);
-  x_bytes = int(CeilDiv(rows * x_line, kSwizzleBytes)) * kSwizzleBytes;
+  part_bytes = int(CeilDiv(rows * x_line, kSwizzleBytes)) * kSwizzleBytes;
+  x_bytes = int(view.stride[0]) * part_bytes;
   column_tiles = int(CeilDiv(view.y[1], width));
   line_tiles = int(CeilDiv(view.y[0], height));
   image_tiles = int(CeilDiv(view.images, images));
@@ -89,9 +99,10 @@ bool DirectPlan::Fit(const Problem& p, bool forward) {
   columns = BestColumns(p.features);
   feature_tiles = int(CeilDiv(p.features, columns));
   steps = int(CeilDiv(p.channels, 16));
-  x_line = steps == 1 ? 32 : steps == 2 ? 64 : 128;
+  const int line = steps == 1 ? 32 : steps == 2 ? 64 : 128;
+  x_line = view.stride[1] == 1 ? line : int(view.stride[1] * p.channels * size);
   // Forward the filter's rows are channels, and else results.
-  filter_line = !forward ? x_line : columns == 32 ? 64 : 128;
+  filter_line = !forward ? line : columns == 32 ? 64 : 128;
   slab_bytes = (forward ? 16 * steps : columns) * filter_line;
   taps_at_once =
       view.window[1] % kAtOnce == 0 && steps <= kMostStepsAtOnce && columns <= kMostColumnsAtOnce ? kAtOnce : 1;
@@ -111,7 +122,8 @@ bool DirectPlan::Fit(const Problem& p, bool forward) {
     units = p.batch * p.groups * feature_tiles * image_tiles * line_tiles * column_tiles;
     if (units >= INT32_MAX) continue;
     const double tap = std::max(steps * (kRows / 64) * Product(columns), kTap / taps_at_once);
-    const double x_cycles = images * (height + view.Reach(0)) * pitch * OperandLine(p.channels * size, x_line);
+    const double x_cycles = view.stride[0] * images * (height + view.Reach(0)) * pitch *
+                            OperandLine(view.stride[1] * p.channels * size, x_line);
     const double filter_cycles =
         double(all_stages) * stage_taps * (slab_bytes / filter_line) *
         FilterLine((forward ? std::min<int64_t>(p.features, columns) : p.channels) * size, filter_line);

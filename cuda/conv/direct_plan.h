@@ -11,13 +11,20 @@
 
 namespace jaxdnn::conv {
 
-// A problem without stride as one of images: a line is an image of one, and planes that no window leaves are images.
+// A problem as one of images: a line is an image of one, and planes that no window leaves are images.
+//
+// With a stride along lines, as many pixels as it has are one row of their channels, so that the next result's window
+// begins a row later; with one from line to line, lines are dealt out to as many parts, in each of which that is so.
 struct DirectView {
   int64_t images;  // of a problem
-  int64_t x[2], y[2], window[2], dilation[2], pad[2];
+  int64_t x[2], y[2], window[2], dilation[2], pad[2], stride[2];
 
   bool Fit(const Problem& p);
-  int64_t Reach(int d) const { return (window[d] - 1) * dilation[d]; }
+  // Rows, or lines of a part, before the first result's; how many pixels or lines after them its window begins; and
+  // those that the last of its taps is after the first.
+  int64_t Before(int d) const;
+  int64_t First(int d) const { return Before(d) * stride[d] - pad[d]; }
+  int64_t Reach(int d) const { return (First(d) + (window[d] - 1) * dilation[d]) / stride[d]; }
   int64_t Taps() const { return window[0] * window[1]; }
 };
 
@@ -38,7 +45,7 @@ struct DirectPlan {
   int x_line, filter_line;        // bytes of a row of the operand, and of the filter
   int images, height, width;      // of a unit's results
   int pitch, box_columns, boxes;  // of the operand's lines, of which a box of the TMA unit has no more than 256 columns
-  int x_bytes;                    // of the operand in shared memory
+  int part_bytes, x_bytes;        // of the operand in shared memory, of a part of its lines and in all
   int taps_at_once;               // of a line, between two waits for products: kAtOnce or 1
   int stage_taps, stages, x_stages;
   bool resident;   // whether the stages hold all of a filter

@@ -25,13 +25,15 @@ __device__ void Produce(const DirectParams& q, const DirectShared& shared) {
     const DirectPlace place(q, share.first + at_unit);
     const uint32_t to = shared.Operand(q, operand.stage), full = shared.OperandFull(operand.stage);
     hopper::WaitBarrier(shared.OperandEmpty(operand.stage), operand.parity ^ 1);
-    hopper::ArriveExpecting(full, q.boxes * q.box_bytes);
+    hopper::ArriveExpecting(full, q.parts * q.boxes * q.box_bytes);
 #pragma unroll 1
-    for (int box = 0; box < q.boxes; ++box) {
-      const int at[] = {0, place.group, place.column - q.pad_width + box * q.box_columns, place.line - q.pad_height,
-                        place.image};
-      hopper::LoadBox(to + box * q.box_bytes, &q.operand, full, at);
-    }
+    for (int part = 0; part < q.parts; ++part)
+#pragma unroll 1
+      for (int box = 0; box < q.boxes; ++box) {
+        const int at[] = {0, place.group + part, place.column - q.before_columns + box * q.box_columns,
+                          place.line - q.before_lines, place.image};
+        hopper::LoadBox(to + part * q.part_bytes + box * q.box_bytes, &q.operand, full, at);
+      }
     operand.Next(q.x_stages);
 #pragma unroll 1
     for (int tap = 0; loads && tap < q.taps; tap += q.stage_taps) {
@@ -56,7 +58,7 @@ __device__ __forceinline__ void MultiplyTaps(const DirectParams& q, const Direct
   const int step_b = q.step_bytes >> 4, next_rows = 64 * q.x_line >> 4, slab = q.slab_bytes >> 4;
   const uint64_t a = hopper::LineDescriptor(rows, q.x_line, 8 * q.x_line, 0);
   const uint64_t b = hopper::LineDescriptor(shared.Taps(q, 0), q.filter_line, 8 * q.filter_line, 0);
-  int row = q.first_tap, tap = 0, column = 0, of_stage = 0, before = -1;
+  int row = q.first_tap, tap = 0, column = 0, line = 0, of_stage = 0, before = -1;
 #pragma unroll 1
   for (int i = 0; i < q.taps; i += kTaps) {
     if (of_stage == 0) {
@@ -82,7 +84,8 @@ __device__ __forceinline__ void MultiplyTaps(const DirectParams& q, const Direct
     row += kTaps * q.column_step;
     if ((column += kTaps) == q.window_width) {
       column = 0;
-      row += q.line_step;
+      row += q.line_step[line];
+      line ^= 1;
     }
     if ((of_stage += kTaps) == q.stage_taps) {
       of_stage = 0;
@@ -144,6 +147,20 @@ __global__ void __launch_bounds__(kThreads, kStored == Stored::kFinished ? 1 : D
   }
 }
 
+// As boxes of a group's channels; or, with strides, of rows of several pixels' and of a part of the lines.
+cudaError_t EncodeOperand(CUtensorMap* map, const Problem& p, const void* operand, const DirectPlan& plan, int lines) {
+  const DirectView& view = plan.view;
+  if (view.stride[0] * view.stride[1] == 1)
+    return EncodeGroups(map, p.in, operand, p.groups, p.channels, view.x, p.batch * view.images, plan.x_line,
+                        plan.box_columns, lines, plan.images);
+  const int64_t row = view.stride[1] * p.channels, line = view.x[1] * p.channels;
+  return EncodeBoxes(
+      map, p.in, operand,
+      {row, view.stride[0], view.x[1] / view.stride[1], view.x[0] / view.stride[0], p.batch * view.images},
+      {plan.x_line / 2, 1, plan.box_columns, lines, plan.images}, true, false,
+      {line, row, view.stride[0] * line, view.x[0] * line});
+}
+
 template <class In, bool kForward>
 cudaError_t LaunchTyped(const Problem& p, const DirectPlan& plan, const void* operand, const void* filter, void* out,
                         const Epilogue& epilogue, cudaStream_t stream) {
@@ -167,8 +184,8 @@ cudaError_t LaunchTyped(const Problem& p, const DirectPlan& plan, const void* op
   q.problem_images = int(view.images);
   q.out_height = int(view.y[0]);
   q.out_width = int(view.y[1]);
-  q.pad_height = int(view.pad[0]);
-  q.pad_width = int(view.pad[1]);
+  q.before_lines = int(view.Before(0));
+  q.before_columns = int(view.Before(1));
   q.column_div = FastDiv(plan.column_tiles);
   q.line_div = FastDiv(plan.line_tiles);
   q.image_div = FastDiv(plan.image_tiles);
@@ -179,6 +196,8 @@ cudaError_t LaunchTyped(const Problem& p, const DirectPlan& plan, const void* op
   q.plane_div = FastDiv(lines * plan.pitch);
   q.x_line = plan.x_line;
   q.filter_line = plan.filter_line;
+  q.part_bytes = plan.part_bytes;
+  q.parts = int(view.stride[0]);
   q.x_bytes = plan.x_bytes;
   q.x_stages = plan.x_stages;
   q.boxes = plan.boxes;
@@ -186,12 +205,18 @@ cudaError_t LaunchTyped(const Problem& p, const DirectPlan& plan, const void* op
   q.box_bytes = plan.images * lines * plan.box_columns * plan.x_line;
   q.taps = int(view.Taps());
   q.window_width = int(view.window[1]);
-  // The data gradient's window is mirrored: its taps are met from the last to the first.
-  const int sign = kForward ? 1 : -1, row = plan.x_line >> 4;
-  const int column = int(view.dilation[1]) * row, line = int(view.dilation[0]) * plan.pitch * row;
-  q.first_tap = kForward ? 0 : int(view.window[0] - 1) * line + int(view.window[1] - 1) * column;
+  // Where a tap's row begins, in 16 bytes. The data gradient's window is mirrored: its taps are met from the last on.
+  const int row = plan.x_line >> 4, column = view.stride[1] == 1 ? int(view.dilation[1]) * row : int(p.channels) / 8;
+  const auto line_at = [&](int64_t tap) {
+    const int64_t line = view.First(0) + tap * view.dilation[0];
+    return int(line % q.parts) * (plan.part_bytes >> 4) + int(line / q.parts) * plan.pitch * row;
+  };
+  const int sign = kForward ? 1 : -1, width = int(view.window[1]);
+  const int64_t first_line = kForward ? 0 : view.window[0] - 1;
+  q.first_tap = line_at(first_line) + (int(view.First(1)) + (kForward ? 0 : width - 1)) * column;
   q.column_step = sign * column;
-  q.line_step = sign * (line - int(view.window[1]) * column);
+  for (int i = 0; i < 2; ++i)
+    q.line_step[i] = line_at(first_line + sign * (i + 1)) - line_at(first_line + sign * i) - sign * width * column;
   q.taps_at_once = plan.taps_at_once;
   q.steps = plan.steps;
   q.step_bytes = kForward ? 16 * plan.filter_line : 32;
@@ -201,8 +226,7 @@ cudaError_t LaunchTyped(const Problem& p, const DirectPlan& plan, const void* op
   q.stages = plan.stages;
   q.ring_at = DirectPlan::kBarrierBytes + plan.x_stages * plan.x_bytes;
 
-  cudaError_t e = EncodeGroups(&q.operand, p.in, operand, p.groups, p.channels, view.x, p.batch * view.images,
-                               plan.x_line, plan.box_columns, lines, plan.images);
+  cudaError_t e = EncodeOperand(&q.operand, p, operand, plan, lines);
   // The filter is [taps, channels, features] as the problem had it before AsForward, of all groups.
   const int64_t along = kForward ? p.features : p.channels, down = kForward ? p.channels : p.features;
   const int64_t tap = p.groups * along * down;
