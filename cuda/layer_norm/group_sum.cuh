@@ -60,13 +60,19 @@ __device__ A ScatteredSum(A (&v)[W]) {
   return v[0];
 }
 
-// Every warp leaves its lanes' sums of v[i], and one warp has those of all of them, in a fixed order.
-template <bool kCluster, int W, int M, class A>
+// Every warp leaves its sums of v[i], and one warp has those of all of them, in a fixed order. To scatter them among
+// the lanes first takes fewer instructions, and some more registers; else every lane has its warp's already.
+template <bool kScattered, bool kCluster, int W, int M, class A>
 __device__ void BlockSum(A (&v)[W], Exchange<A, M, kCluster>& exchange) {
   static_assert(W <= M, "has room");
   const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const A sum = ScatteredSum(v);
-  if (lane < W) exchange.values[lane][warp] = sum;
+  if constexpr (kScattered) {
+    const A sum = ScatteredSum(v);
+    if (lane < W) exchange.values[lane][warp] = sum;
+  } else {
+    if (lane == 0)
+      for (int i = 0; i < W; ++i) exchange.values[i][warp] = v[i];
+  }
   __syncthreads();
   // Every run of as many lanes as there are warps adds up their values; in a cluster one warp does, and sends the sums.
   if (kCluster && warp != 0) return;
@@ -81,7 +87,7 @@ __device__ void BlockSum(A (&v)[W], Exchange<A, M, kCluster>& exchange) {
 // they have received what was sent. `round`: how often the exchange was used before.
 template <int W, int M, class A>
 __device__ void SendSum(A (&v)[W], const Place& p, Exchange<A, M, true>& exchange) {
-  BlockSum(v, exchange);  // groups of a cluster are whole blocks
+  BlockSum<true>(v, exchange);  // groups of a cluster are whole blocks
   if (threadIdx.x >= 32) return;
   if (threadIdx.x == 0) exchange.mailbox.Expect(W * p.cluster * static_cast<int>(sizeof(A)));
   if (threadIdx.x < p.cluster)
@@ -99,16 +105,14 @@ __device__ void ReceiveSum(A (&v)[W], const Place& p, Exchange<A, M, true>& exch
 
 // v[i] = the sum of v[i] over the threads of the group, in each of them, in a fixed order; for the
 // `turn`-th time, from 0 on.
-template <bool kCluster, int W, int M, class A>
+template <bool kScattered = true, bool kCluster, int W, int M, class A>
 __device__ void GroupSum(A (&v)[W], const Place& p, Exchange<A, M, kCluster> (&exchanges)[2], int turn) {
   if constexpr (kCluster) {
     SendSum(v, p, exchanges[turn & 1]);
     ReceiveSum(v, p, exchanges[turn & 1], turn >> 1);
   } else {
-    if (p.width > 32)
-      BlockSum(v, exchanges[turn & 1]);
-    else
-      LaneSum(v, p.width);
+    if (!kScattered || p.width <= 32) LaneSum(v, min(32, p.width));
+    if (p.width > 32) BlockSum<kScattered>(v, exchanges[turn & 1]);
   }
 }
 
@@ -142,7 +146,7 @@ __device__ void RowMoments(A (&mean)[U], A (&rest)[U], A (&rstd)[U], const Vec<T
         sums[u] += edge;
         sums[U + u] = fma(edge, edge, sums[U + u]);
       }
-    GroupSum(sums, p, exchanges, turn++);
+    GroupSum<false>(sums, p, exchanges, turn++);
     bool far = false;
 #pragma unroll
     for (int u = 0; u < U; ++u) {
