@@ -9,7 +9,7 @@ import pytest
 
 from conv_cases import SAME3, ConvCase
 from conv_checks import OF_PAIRS, check, not_finite
-from jaxdnn._conv.primitives import OPERANDS, plan
+from jaxdnn._conv.primitives import DIRECT, OPERANDS, plan
 from jaxdnn._conv.spec import ConvSpec
 from test_conv_fused import check as check_fused
 
@@ -79,14 +79,17 @@ def test_others_are_not(change):
 
 
 def test_are_chosen():
-  """For large layers of such channels, down and up."""
-  for case in (
-    _("", 16, (112, 112), 32, (3, 3), 64, (2, 2), SAME3),
-    _("", 4, (51200,), 64, (4,), 32, padding=((2, 2),), lhs_dilation=(2,)),
-    _("", 1, (48, 48, 48), 64, (2, 2, 2), 32, padding=((1, 1),) * 3, lhs_dilation=(2, 2, 2)),
+  """For large layers of such channels, down and up. What is gathered in one or two dimensions, the direct kernel brings
+  once for all taps."""
+  down, up = ({"padding": ((1, 1),) * 3, step: (2, 2, 2)} for step in ("stride", "lhs_dilation"))
+  for case, pairs, direct in (
+    (_("", 1, (96, 96, 96), 32, (3, 3, 3), 64, **down), "yx", ""),
+    (_("", 1, (48, 48, 48), 64, (2, 2, 2), 32, **up), "yx", ""),
+    (_("", 16, (112, 112), 32, (3, 3), 64, (2, 2), SAME3), "x", "y"),
+    (_("", 4, (51200,), 64, (4,), 32, padding=((2, 2),), lhs_dilation=(2,)), "y", "x"),
   ):
-    for result in "yx":
-      assert planned(case, result)["tile"] in TILES, (case, result)
+    assert all(planned(case, result)["tile"] in TILES for result in pairs), case
+    assert all(planned(case, result)["tile"] == DIRECT for result in direct), case
 
 
 @pytest.mark.gpu
