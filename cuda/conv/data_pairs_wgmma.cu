@@ -11,7 +11,7 @@
 namespace jaxdnn::conv {
 namespace {
 
-constexpr int kPairChannels = 32, kPairBytes = kLineBytes / 2;
+constexpr int kPairBytes = kLineBytes / 2;
 
 struct PairParams {
   PairTaps taps;

@@ -7,7 +7,6 @@ namespace jaxdnn::conv {
 
 std::optional<Pairs> PairsOf(const Problem& p) {
   constexpr int d = kRank - 1;
-  constexpr int64_t kHalfLine = 32;
   if (p.direction == Direction::kFilterGradient || p.groups != 1 || p.batch != 1 || SizeOf(p.in) != 2 ||
       p.rhs_dilation[d] != 1 || HasFrame(p))
     return std::nullopt;
@@ -24,7 +23,7 @@ std::optional<Pairs> PairsOf(const Problem& p) {
   const bool of_x = data_gradient == of_result;
   int64_t& channels = of_x ? view.channels : view.features;
   int64_t& extent = of_x ? view.x[d] : view.y[d];
-  if (channels != kHalfLine || extent % 2 != 0 || extent == 0) return std::nullopt;
+  if (channels != kPairChannels || extent % 2 != 0 || extent == 0) return std::nullopt;
   channels *= 2;
   extent /= 2;
   view.stride[d] = view.lhs_dilation[d] = 1;

@@ -9,6 +9,8 @@
 
 namespace jaxdnn::conv {
 
+constexpr int kPairChannels = 32;  // of a pixel
+
 // Which of the filter's taps in the last dimension the pixels of a pair meet, in place of each of the view's: as one
 // of its elements is found by the filter's own extents, the view's do not describe it.
 struct PairTaps {

@@ -126,14 +126,10 @@ __device__ void BeginTurn(const Ring<T>& ring, int number) {
   const int warpgroup = number % 2;
   hopper::WaitBarrier(ring.Turn(warpgroup), (number / 2 + (warpgroup == 0)) % 2);
 }
-// and passes it on when all products are issued.
-template <class T>
-__device__ void PassTurn(const Ring<T>& ring, int number) {
-  if (threadIdx.x % 32 == 0) hopper::Arrive(ring.Turn((number + 1) % 2));
-}
+// and ends it when all products are issued.
 template <class T, class Sums>
 __device__ void EndTurn(const Ring<T>& ring, int number, int last, Sums& sums) {
-  PassTurn(ring, number);
+  if (threadIdx.x % 32 == 0) hopper::Arrive(ring.Turn((number + 1) % 2));
   EndProducts(ring, last, sums);
 }
 
