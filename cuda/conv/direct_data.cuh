@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cuda/common/fast_div.cuh"
-#include "cuda/conv/direct_plan.h"
+#include "cuda/conv/direct.cuh"
 #include "cuda/conv/runs.cuh"
 
 namespace jaxdnn::conv {
@@ -13,7 +13,9 @@ template <int kColumns>
 using DirectSums = float[kBlocksOfWarpgroup][kColumns / 2];
 
 struct DirectParams {
-  CUtensorMap operand, filter;
+  CUtensorMap operand[2], filter;  // lines of a part each
+  const unsigned char* from;       // the operand
+  const void* taps_from;           // the filter
   Epilogue epilogue;
   bool forward, plain, wide;              // sums are stored as they are, in the operands' type; the result is of floats
   int units, units_of_block, units_left;  // of a block, and how many have one more
@@ -27,6 +29,12 @@ struct DirectParams {
   FastDiv filter_div;                                               // likewise
   FastDiv pitch_div, plane_div;                                     // of a row
   int x_line, filter_line, part_bytes, parts, x_bytes, x_stages, box_bytes, boxes, box_columns;
+  // Of the operand in memory; and the row at the end of a line that is not whole, of which a unit has so many chunks.
+  int height_from, width_from, end_row, ends;
+  int64_t line_from;  // bytes
+  FastDiv end_div, lines_div, part_div;
+  int pad_lines, pad_columns, dilation[2], group_log;  // of merged groups
+  GroupSteps of_group;
   int taps, window_width, first_tap, column_step, line_step[2];  // of a tap's rows, in 16 bytes; of lines in turn
   int taps_at_once, steps, step_bytes, slab_bytes, stage_taps, stage_bytes, stages, ring_at;
 };
@@ -112,8 +120,8 @@ struct DirectStores {
 
   __device__ DirectStores(const DirectParams& q, const DirectPlace& place, int first_row) {
     const int feature = place.feature + FirstOfRun<kRunTiles>();
-    left = q.features - feature;
     first = place.group * q.features + feature;
+    left = min(q.features - feature, static_cast<int>(q.pixel) - first);
 #pragma unroll
     for (int i = 0; i < kThreadRows; ++i) {
       const int warp = threadIdx.x % kWarpgroup / 32, lane = threadIdx.x % 32;

@@ -30,7 +30,9 @@ struct DirectFilterParams {
   int splits, pieces;
   int images, height, width, problem_images;  // of a piece; and of a problem
   int pad_height, pad_width, range_columns, range_products;
+  GroupSteps steps;
   int columns, channels, features, row_features;
+  int group_log;  // of merged groups' channels
   int window_height, window_width, neighbours, taps;
   int x_line, y_line, x_bytes, y_bytes, x_box, y_box, x_zeros, y_zeros, stages;
   int runs, run_chunks, x_jump, y_jump;  // of a piece; and, in 16 bytes, from the end of a run to the next
@@ -100,8 +102,9 @@ __device__ void Produce(const DirectFilterParams& q, const FilterShared& shared,
     const int image = q.line_div.Div(rest, &line) * q.images + place.problem * q.problem_images;
     column *= q.width;
     line *= q.height;
-    const int x[] = {0, place.group, column - q.pad_width + place.range * q.range_columns, line - q.pad_height, image};
-    const int y[] = {place.feature, place.group, column, line, image};
+    const int group = place.group * q.steps.groups, channel = place.group * q.steps.channels;
+    const int x[] = {channel, group, column - q.pad_width + place.range * q.range_columns, line - q.pad_height, image};
+    const int y[] = {channel + place.feature, group, column, line, image};
     const uint32_t to = shared.Stage(turn.stage), full = shared.Full(turn.stage);
     hopper::WaitBarrier(shared.Empty(turn.stage), turn.parity ^ 1);
     hopper::ArriveExpecting(full, q.x_box + q.y_box);
@@ -174,11 +177,13 @@ __device__ __forceinline__ void Consume(const DirectFilterParams& q, const Filte
   hopper::Settle(sums);
 }
 
+// Of merged groups those that are of a channel and a feature of one group.
 template <int kColumns, int kProducts>
 __device__ __forceinline__ void StoreSums(const DirectFilterParams& q, const FilterPlace& place, int warpgroup,
                                           const FilterSums<kColumns, kProducts>& sums, float* partial) {
   const int warp = threadIdx.x % kWarpgroup / 32, lane = threadIdx.x % 32;
-  partial += place.split * q.result_size + place.group * q.features;
+  const int first_feature = place.group * q.features, features = min(q.features, q.row_features - first_feature);
+  partial += place.split * q.result_size + first_feature;
 #pragma unroll
   for (int i = 0; i < kProducts; ++i) {
     const ProductTap first(q, place, warpgroup * kProducts + i);
@@ -189,11 +194,14 @@ __device__ __forceinline__ void StoreSums(const DirectFilterParams& q, const Fil
       const int column = first.column + beside;
       if (!first.exists || column >= q.window_width || channel >= q.channels) continue;
       const int tap = first.line * q.window_width + column;
-      float* const to = partial + ((int64_t{place.problem} * q.taps + tap) * q.channels + channel) * q.row_features;
+      const int group = channel >> q.group_log;
+      const int64_t line = (int64_t{place.problem} * q.taps + tap) * min(q.channels, 1 << q.group_log) +
+                           channel - (group << q.group_log);
+      float* const to = partial + line * q.row_features;
 #pragma unroll
       for (int j = 0; j < kColumns / 8; ++j) {
         const int feature = place.feature + 8 * j + lane % 4 * 2;
-        if (feature < q.features)
+        if (feature < features && feature >> q.group_log == group)
           __stwb(reinterpret_cast<float2*>(to + feature),
                  make_float2(sums[i][4 * j + 2 * half], sums[i][4 * j + 2 * half + 1]));
       }
@@ -230,7 +238,7 @@ cudaError_t LaunchTyped(const Problem& p, const Config& config, const void* x, c
   q.split_div = FastDiv(config.splits);
   q.range_div = FastDiv(plan.ranges);
   q.feature_div = FastDiv(plan.feature_tiles);
-  q.group_div = FastDiv(p.groups);
+  q.group_div = FastDiv(plan.of.groups);
   q.column_div = FastDiv(plan.column_tiles);
   q.line_div = FastDiv(plan.line_tiles);
   q.line_products_div = FastDiv(plan.line_products);
@@ -246,8 +254,10 @@ cudaError_t LaunchTyped(const Problem& p, const Config& config, const void* x, c
   q.range_columns = plan.range_columns;
   q.range_products = DirectFilterPlan::kWarpgroups * plan.products;
   q.columns = plan.columns;
-  q.channels = int(p.channels);
-  q.features = int(p.features);
+  q.steps = GroupSteps(plan.of);
+  q.channels = int(plan.of.channels);
+  q.features = int(plan.of.features);
+  q.group_log = plan.of.log;
   q.row_features = int(p.groups * p.features);
   q.window_height = int(view.window[0]);
   q.window_width = int(view.window[1]);
@@ -272,11 +282,12 @@ cudaError_t LaunchTyped(const Problem& p, const Config& config, const void* x, c
   q.result_size = p.FilterSize();
 
   const int64_t images = p.batch * view.images;
-  cudaError_t e = EncodeGroups(&q.x, p.in, x, p.groups, p.channels, view.x, images, plan.x_line, plan.pitch,
-                               plan.x_lines, plan.images);
+  const bool merged = plan.of.merged > 1;
+  cudaError_t e = EncodeGroups(&q.x, p.in, x, p.groups * p.channels, p.groups, merged, view.x, images, plan.x_line,
+                               plan.pitch, plan.x_lines, plan.images);
   if (e == cudaSuccess)
-    e = EncodeGroups(&q.y, p.in, y, p.groups, p.features, view.y, images, plan.y_line, plan.y_columns, plan.y_lines,
-                     plan.images);
+    e = EncodeGroups(&q.y, p.in, y, p.groups * p.features, p.groups, merged, view.y, images, plan.y_line,
+                     plan.y_columns, plan.y_lines, plan.images);
   if (e != cudaSuccess) return e;
   auto* const partial = static_cast<float*>(workspace);
   const int shared = plan.stages * (plan.x_bytes + plan.y_bytes) + DirectPlan::kBarrierBytes;

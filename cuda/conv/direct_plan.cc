@@ -16,6 +16,8 @@ constexpr int kEight = 8;            // rows of an operand of wgmma, which the s
 // Cycles of a block, of a unit beside its products, of a unit whose operand could not be loaded before, and of a tap
 // that is multiplied by itself.
 constexpr double kStart = 6300, kUnit = 1850, kLoad = 1000, kTap = 120;
+// And of a unit whose lines end with pixels that are no whole row, and of a tap whose filter is merged.
+constexpr double kEnds = 500, kMergedTap = 100;
 constexpr double kCacheBytes = 36;  // a cycle, per multiprocessor
 
 // Of the filter gradient: positions of a piece of several images, and cycles of a block, of a piece and of a run
@@ -44,13 +46,16 @@ int BestColumns(int64_t features) {
   return best;
 }
 
+bool TakesGroups(const DirectGroups& of) {
+  return of.channels % kEight == 0 && of.features % kEight == 0 && of.channels <= kMostChannels;
+}
+
 }  // namespace
 
 bool DirectView::Fit(const Problem& p) {
   for (int d = 0; d < kRank; ++d) {
-    // What is side by side must be so in all lines, and parts of lines be of whole ones.
     const bool strided = d > 0 && p.direction == Direction::kForward && p.groups == 1 && p.rhs_dilation[d] == 1 &&
-                         p.x[d] % p.stride[d] == 0 && p.stride[d] <= (d == 1 ? 2 : 4);
+                         p.x[d] >= p.stride[d] && p.stride[d] <= (d == 1 ? 2 : 4);
     if ((p.stride[d] != 1 && !strided) || p.lhs_dilation[d] != 1) return false;
   }
   const int64_t row = p.stride[2] * p.channels;
@@ -71,6 +76,21 @@ bool DirectView::Fit(const Problem& p) {
 
 int64_t DirectView::Before(int d) const { return -FloorDiv(-pad[d], stride[d]); }
 
+DirectGroups::DirectGroups(const Problem& p, int merged)
+    : merged(merged),
+      groups(CeilDiv(p.groups, merged)),
+      channels(p.channels * merged),
+      features(p.features * merged) {
+  if (merged > 1)
+    for (log = 1; p.channels > 1 << log;) ++log;
+}
+
+int DirectGroups::Mergeable(const Problem& p) {
+  const int64_t c = p.channels;
+  const bool small = c == 2 || c == 4 || c == 8 || c == 16;
+  return small && p.groups > 1 && p.features == c && p.groups * c % kEight == 0 ? int(kMergedChannels / c) : 1;
+}
+
 int DirectPlan::SharedBytes() const { return x_stages * x_bytes + stages * stage_taps * slab_bytes + kBarrierBytes; }
 
 // Blocks of so wide results, and as many lines and images as have room.
@@ -87,7 +107,7 @@ void DirectPlan::FitShape(int64_t of_width) {
   images = std::min(images, kMostBox);
   const int64_t rows = std::max(images * plane, kRows + reach[0] * pitch + reach[1]);
   part_bytes = int(CeilDiv(rows * x_line, kSwizzleBytes)) * kSwizzleBytes;
-  x_bytes = int(view.stride[0]) * part_bytes;
+  x_bytes = int(view.Parts()) * part_bytes;
   column_tiles = int(CeilDiv(view.y[1], width));
   line_tiles = int(CeilDiv(view.y[0], height));
   image_tiles = int(CeilDiv(view.images, images));
@@ -95,10 +115,21 @@ void DirectPlan::FitShape(int64_t of_width) {
 
 bool DirectPlan::Fit(const Problem& p, bool forward) {
   if (!view.Fit(p)) return false;
+  const int mergeable = DirectGroups::Mergeable(p);
+  DirectPlan several = *this;
+  const bool fits = FitGroups(p, forward, 1);
+  if (mergeable == 1 || !several.FitGroups(p, forward, mergeable)) return fits;
+  if (!fits || several.cycles < cycles) *this = several;
+  return true;
+}
+
+bool DirectPlan::FitGroups(const Problem& p, bool forward, int merged) {
+  of = DirectGroups(p, merged);
+  if (!TakesGroups(of)) return false;
   const int64_t size = SizeOf(p.in), taps = view.Taps();
-  columns = BestColumns(p.features);
-  feature_tiles = int(CeilDiv(p.features, columns));
-  steps = int(CeilDiv(p.channels, 16));
+  columns = BestColumns(of.features);
+  feature_tiles = int(CeilDiv(of.features, columns));
+  steps = int(CeilDiv(of.channels, 16));
   const int line = steps == 1 ? 32 : steps == 2 ? 64 : 128;
   x_line = view.stride[1] == 1 ? line : int(view.stride[1] * p.channels * size);
   // Forward the filter's rows are channels, and else results.
@@ -118,16 +149,21 @@ bool DirectPlan::Fit(const Problem& p, bool forward) {
     if (parts > 1 && of_width < kEight) break;
     FitShape(of_width);
     if (boxes > 1 && (height > 1 || view.Reach(0) > 0)) continue;
-    if (height + view.Reach(0) > kMostBox) continue;
-    units = p.batch * p.groups * feature_tiles * image_tiles * line_tiles * column_tiles;
+    if (Lines() > kMostBox) continue;
+    units = p.batch * of.groups * feature_tiles * image_tiles * line_tiles * column_tiles;
     if (units >= INT32_MAX) continue;
     const double tap = std::max(steps * (kRows / 64) * Product(columns), kTap / taps_at_once);
-    const double x_cycles = view.stride[0] * images * (height + view.Reach(0)) * pitch *
-                            OperandLine(view.stride[1] * p.channels * size, x_line);
+    const double x_cycles =
+        view.Parts() * images * Lines() * pitch * OperandLine(view.stride[1] * of.channels * size, x_line);
+    const double filter_row =
+        FilterLine((forward ? std::min<int64_t>(of.features, columns) : of.channels) * size, filter_line);
     const double filter_cycles =
-        double(all_stages) * stage_taps * (slab_bytes / filter_line) *
-        FilterLine((forward ? std::min<int64_t>(p.features, columns) : p.channels) * size, filter_line);
-    for (int together = columns == 32 ? kTogether<32> : kTogether<64>; together > 0; --together) {
+        double(all_stages) * stage_taps * (merged > 1 ? kMergedTap : (slab_bytes / filter_line) * filter_row);
+    const double unit = kUnit + (view.PixelsLeft() > 0 ? kEnds : 0);
+    for (int together = merged > 1      ? kMergedTogether
+                        : columns == 32 ? kTogether<32>
+                                        : kTogether<64>;
+         together > 0; --together) {
       blocks = std::min<int64_t>(units, kMultiprocessors * together);
       const double waves = std::ceil(double(units) / kMultiprocessors), rounds = std::ceil(double(units) / blocks);
       for (x_stages = kMostOperands; x_stages > 0; --x_stages) {
@@ -137,9 +173,9 @@ bool DirectPlan::Fit(const Problem& p, bool forward) {
         resident = all_stages <= kMostStages && fits();
         if (!resident)
           for (stages = kMostStages; stages > 1 && !fits();) --stages;
-        if ((!resident && stages < 2) || (x_stages > 1 && rounds == 1)) continue;
+        if ((!resident && (stages < 2 || merged > 1)) || (x_stages > 1 && rounds == 1)) continue;
         // The fuller a multiprocessor, the less its blocks wait.
-        const double time = kStart + waves * (taps * tap + x_cycles + kUnit * (together == 1 ? 2 : 1)) +
+        const double time = kStart + waves * (taps * tap + x_cycles + unit * (together == 1 ? 2 : 1)) +
                             (resident ? double(blocks) / kMultiprocessors : waves) * filter_cycles +
                             (x_stages == 1 ? (rounds - 1) * kLoad : 0);
         if (time < best.cycles) {
@@ -211,9 +247,12 @@ double DirectFilterPlan::PieceCycles() const {
 
 bool DirectFilterPlan::Fit(const Problem& p) {
   if (!view.Fit(p)) return false;
-  columns = BestColumns(p.features);
-  feature_tiles = int(CeilDiv(p.features, columns));
-  x_line = p.channels <= 16 ? 32 : p.channels <= 32 ? 64 : 128;
+  // Sums of small groups are as many whether they are merged or not, and the more pieces the fewer groups.
+  of = DirectGroups(p, DirectGroups::Mergeable(p));
+  if (!TakesGroups(of)) return false;
+  columns = BestColumns(of.features);
+  feature_tiles = int(CeilDiv(of.features, columns));
+  x_line = of.channels <= 16 ? 32 : of.channels <= 32 ? 64 : 128;
   y_line = columns == 32 ? 64 : 128;
   neighbours = 128 / x_line;
   line_products = int(CeilDiv(view.window[1], neighbours));
@@ -221,7 +260,7 @@ bool DirectFilterPlan::Fit(const Problem& p) {
   products = int(std::min<int64_t>(kMostProducts, CeilDiv(all, kWarpgroups)));
   ranges = int(CeilDiv(all, kWarpgroups * products));
   range_columns = view.window[0] == 1 ? int(kWarpgroups * products * neighbours * view.dilation[1]) : 0;
-  units = p.batch * p.groups * feature_tiles * ranges;
+  units = p.batch * of.groups * feature_tiles * ranges;
   double least = HUGE_VAL;
   DirectFilterPlan best = *this;
   const auto consider = [&](bool by_lines, int64_t of_width, int64_t of_height) {
@@ -247,7 +286,7 @@ bool DirectFilterPlan::Fit(const Problem& p) {
 
 bool TakesDirect(const Problem& problem) {
   const Problem p = AsForward(problem);
-  if (SizeOf(p.in) != 2 || p.channels % 8 != 0 || p.features % 8 != 0 || p.channels > kMostChannels) return false;
+  if (SizeOf(p.in) != 2) return false;
   if (std::min({p.batch, p.images, p.channels, p.features, p.XPixels(), p.YPixels(), p.Taps()}) == 0) return false;
   if (double(p.batch) * p.images * std::max(p.XPixels(), p.YPixels()) * 4 >= INT32_MAX) return false;
   if (p.direction == Direction::kFilterGradient) return DirectFilterPlan().Fit(p);

@@ -15,6 +15,7 @@ namespace jaxdnn::conv {
 //
 // With a stride along lines, as many pixels as it has are one row of their channels, so that the next result's window
 // begins a row later; with one from line to line, lines are dealt out to as many parts, in each of which that is so.
+// Pixels at the end of a line that are no whole row are brought beside the TMA unit.
 struct DirectView {
   int64_t images;  // of a problem
   int64_t x[2], y[2], window[2], dilation[2], pad[2], stride[2];
@@ -26,6 +27,22 @@ struct DirectView {
   int64_t First(int d) const { return Before(d) * stride[d] - pad[d]; }
   int64_t Reach(int d) const { return (First(d) + (window[d] - 1) * dilation[d]) / stride[d]; }
   int64_t Taps() const { return window[0] * window[1]; }
+  int64_t Parts() const { return stride[0]; }
+  int64_t WholeRows() const { return x[1] / stride[1]; }
+  int64_t PixelsLeft() const { return x[1] % stride[1]; }
+};
+
+// The channels, features and number of groups that are computed as one: `merged` neighbours, whose filter is zero off
+// its diagonal. Channels that agree but for their last `log` bits are of the same group.
+struct DirectGroups {
+  static constexpr int kMergedChannels = 32;
+  int merged = 1, log = 30;
+  int64_t groups, channels, features;
+
+  DirectGroups() = default;
+  DirectGroups(const Problem& p, int merged);
+  // How many small groups would be one; 1 where they are not.
+  static int Mergeable(const Problem& p);
 };
 
 struct DirectPlan {
@@ -37,9 +54,11 @@ struct DirectPlan {
   // Blocks to a multiprocessor, as registers allow, with so many columns.
   template <int kColumns>
   static constexpr int kTogether = kColumns == 32 ? 3 : 2;
+  static constexpr int kMergedTogether = 2;
   static constexpr int kMostSharedBytes = 227 << 10, kBarrierBytes = 1024;
 
   DirectView view;
+  DirectGroups of;
   int columns;                    // of a unit's products: 32, 48 or 64 results
   int steps;                      // of 16 channels
   int x_line, filter_line;        // bytes of a row of the operand, and of the filter
@@ -56,8 +75,10 @@ struct DirectPlan {
 
   bool Fit(const Problem& p, bool forward);
   int SharedBytes() const;
+  int Lines() const { return int(height + view.Reach(0)); }  // of a box
 
  private:
+  bool FitGroups(const Problem& p, bool forward, int merged);
   void FitShape(int64_t of_width);
 };
 
@@ -71,6 +92,7 @@ struct DirectFilterPlan {
   static constexpr int kAtOnce = 2;  // products of each tap
 
   DirectView view;
+  DirectGroups of;
   int columns;                // features of a block: 32, 48 or 64
   int x_line, y_line;         // bytes of a position in shared memory
   int neighbours;             // taps of a product

@@ -8,39 +8,54 @@
 // Rows that are no position, since they stand for what the window sees beside the results, are multiplied and left out.
 // Two or three blocks share a multiprocessor, and each goes through several such units: one stores its sums, straight
 // from registers, while others multiply and the next operand is on its way.
-#include "cuda/conv/direct.cuh"
 #include "cuda/conv/direct.h"
 #include "cuda/conv/direct_data.cuh"
+#include "cuda/conv/direct_ends.cuh"
+#include "cuda/conv/direct_merged.cuh"
 
 namespace jaxdnn::conv {
 namespace {
 
+// Of merged groups a whole warp, whose lanes fill the filter's taps in.
+template <class In, bool kMerged>
 __device__ void Produce(const DirectParams& q, const DirectShared& shared) {
   const DirectShare share(q);
+  const bool leads = threadIdx.x == kMultipliers;
   hopper::RingPlace operand, turn;
   bool loads = true;
   int at_unit = 0;
 #pragma unroll 1
   for (int i = blockIdx.x; i < q.units; i += gridDim.x, ++at_unit) {
     const DirectPlace place(q, share.first + at_unit);
-    const uint32_t to = shared.Operand(q, operand.stage), full = shared.OperandFull(operand.stage);
-    hopper::WaitBarrier(shared.OperandEmpty(operand.stage), operand.parity ^ 1);
-    hopper::ArriveExpecting(full, q.parts * q.boxes * q.box_bytes);
+    if (leads) {
+      const uint32_t to = shared.Operand(q, operand.stage), full = shared.OperandFull(operand.stage);
+      hopper::WaitBarrier(shared.OperandEmpty(operand.stage), operand.parity ^ 1);
+      hopper::ArriveExpecting(full, q.parts * q.boxes * q.box_bytes);
 #pragma unroll 1
-    for (int part = 0; part < q.parts; ++part)
+      for (int part = 0; part < q.parts; ++part)
 #pragma unroll 1
-      for (int box = 0; box < q.boxes; ++box) {
-        const int at[] = {0, place.group + part, place.column - q.before_columns + box * q.box_columns,
-                          place.line - q.before_lines, place.image};
-        hopper::LoadBox(to + part * q.part_bytes + box * q.box_bytes, &q.operand, full, at);
-      }
+        for (int box = 0; box < q.boxes; ++box) {
+          const int at[] = {place.group * q.of_group.channels, place.group * q.of_group.groups,
+                            place.column - q.before_columns + box * q.box_columns, place.line - q.before_lines,
+                            place.image};
+          hopper::LoadBox(to + part * q.part_bytes + box * q.box_bytes, &q.operand[part], full, at);
+        }
+    }
     operand.Next(q.x_stages);
 #pragma unroll 1
     for (int tap = 0; loads && tap < q.taps; tap += q.stage_taps) {
       const int at[] = {q.forward ? place.feature : 0, q.forward ? 0 : place.feature, tap, place.problem, place.group};
+      const uint32_t to = shared.Taps(q, turn.stage), full = shared.Full(turn.stage);
       hopper::WaitBarrier(shared.Empty(turn.stage), turn.parity ^ 1);
-      hopper::ArriveExpecting(shared.Full(turn.stage), q.stage_bytes);
-      hopper::LoadBox(shared.Taps(q, turn.stage), &q.filter, shared.Full(turn.stage), at);
+      if constexpr (kMerged) {
+        FillTaps<In>(q, place, tap, to);
+        hopper::ShowSharedToTma();
+        __syncwarp();
+        hopper::ArriveOnce(full);
+      } else {
+        hopper::ArriveExpecting(full, q.stage_bytes);
+        hopper::LoadBox(to, &q.filter, full, at);
+      }
       turn.Next(q.stages);
     }
     loads = share.Leaves(q, at_unit);
@@ -101,19 +116,20 @@ __device__ __forceinline__ void MultiplyTaps(const DirectParams& q, const Direct
   if (leaves) hopper::ArriveOnce(shared.Empty(before));
 }
 
-template <class In, bool kForward, int kColumns, Stored kStored>
+template <class In, bool kForward, int kColumns, Stored kStored, bool kMerged>
 __device__ void Consume(const DirectParams& q, const DirectShared& shared, int warpgroup, void* out) {
   const int first_row = warpgroup * kBlocksOfWarpgroup * 64;
   const DirectShare share(q);
   hopper::RingPlace operand, turn;
   int at_unit = 0;
   uint32_t skew = 0;
+  float not_finite = 0;  // or NaN
 #pragma unroll 1
   for (int i = blockIdx.x; i < q.units; i += gridDim.x, ++at_unit) {
     const bool leaves = share.Leaves(q, at_unit);
     const uint32_t rows = shared.Operand(q, operand.stage) + first_row * q.x_line;
     DirectSums<kColumns> sums = {};
-    hopper::WaitBarrier(shared.OperandFull(operand.stage), operand.parity);
+    WaitForOperand(q, shared, operand, share.first + at_unit);
     hopper::VisitSteps<DirectPlan::kMostSteps>(q.steps, [&](auto steps) {
       constexpr int kSteps = decltype(steps)::value, kTaps = DirectPlan::kAtOnce;
       constexpr bool kMay = kSteps <= DirectPlan::kMostStepsAtOnce && kColumns <= DirectPlan::kMostColumnsAtOnce;
@@ -129,36 +145,41 @@ __device__ void Consume(const DirectParams& q, const DirectShared& shared, int w
     const DirectPlace place(q, share.first + at_unit);
     const DirectStores stores(q, place, first_row);
     StoreSums<In, kColumns, kStored>(q, stores, place.problem * q.bias_of_problem + stores.first, sums, out);
+    if constexpr (kMerged) not_finite = ZeroOrNan<kColumns>(stores, sums, not_finite);
   }
+  if constexpr (kMerged)
+    if (__any_sync(~0u, not_finite != 0)) RepairUnits<In, kForward>(q, first_row, out);
 }
 
 // 64 columns with an epilogue have more registers.
-template <class In, bool kForward, int kColumns, Stored kStored>
-__global__ void __launch_bounds__(kThreads, kStored == Stored::kFinished ? 1 : DirectPlan::kTogether<kColumns>)
+template <class In, bool kForward, int kColumns, Stored kStored, bool kMerged>
+__global__ void __launch_bounds__(kThreads, kStored == Stored::kFinished ? 1
+                                            : kMerged                    ? DirectPlan::kMergedTogether
+                                                                         : DirectPlan::kTogether<kColumns>)
     DirectKernel(const __grid_constant__ DirectParams q, void* out) {
   if constexpr (hopper::kAvailable) {
     extern __shared__ __align__(1024) unsigned char memory[];
     const DirectShared shared(memory);
     shared.Init();
     if (threadIdx.x < kMultipliers)
-      Consume<In, kForward, kColumns, kStored>(q, shared, __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0), out);
-    else if (threadIdx.x == kMultipliers)
-      Produce(q, shared);
+      Consume<In, kForward, kColumns, kStored, kMerged>(q, shared, __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0), out);
+    else if (kMerged || threadIdx.x == kMultipliers)
+      Produce<In, kMerged>(q, shared);
   }
 }
 
 // As boxes of a group's channels; or, with strides, of rows of several pixels' and of a part of the lines.
-cudaError_t EncodeOperand(CUtensorMap* map, const Problem& p, const void* operand, const DirectPlan& plan, int lines) {
+cudaError_t EncodeOperand(CUtensorMap* map, const Problem& p, const void* operand, const DirectPlan& plan, int part) {
   const DirectView& view = plan.view;
+  const int64_t images = p.batch * view.images;
   if (view.stride[0] * view.stride[1] == 1)
-    return EncodeGroups(map, p.in, operand, p.groups, p.channels, view.x, p.batch * view.images, plan.x_line,
-                        plan.box_columns, lines, plan.images);
+    return EncodeGroups(map, p.in, operand, p.groups * p.channels, p.groups, plan.of.merged > 1, view.x, images,
+                        plan.x_line, plan.box_columns, plan.Lines(), plan.images);
   const int64_t row = view.stride[1] * p.channels, line = view.x[1] * p.channels;
-  return EncodeBoxes(
-      map, p.in, operand,
-      {row, view.stride[0], view.x[1] / view.stride[1], view.x[0] / view.stride[0], p.batch * view.images},
-      {plan.x_line / 2, 1, plan.box_columns, lines, plan.images}, true, false,
-      {line, row, view.stride[0] * line, view.x[0] * line});
+  return EncodeBoxes(map, p.in, static_cast<const char*>(operand) + part * line * SizeOf(p.in),
+                     {row, 1, view.WholeRows(), CeilDiv(view.x[0] - part, view.Parts()), images},
+                     {plan.x_line / 2, 1, plan.box_columns, plan.Lines(), plan.images}, true, false,
+                     {row, row, view.Parts() * line, view.x[0] * line});
 }
 
 template <class In, bool kForward>
@@ -175,7 +196,7 @@ cudaError_t LaunchTyped(const Problem& p, const DirectPlan& plan, const void* op
   q.units_left = int(plan.units % plan.blocks);
   q.filter_units = plan.resident ? plan.column_tiles * plan.line_tiles * plan.image_tiles : 1;
   q.filter_div = FastDiv(q.filter_units);
-  q.features = int(p.features);
+  q.features = int(plan.of.features);
   q.columns = plan.columns;
   q.bias_of_problem = q.pixel = p.groups * p.features;
   q.images = plan.images;
@@ -190,14 +211,14 @@ cudaError_t LaunchTyped(const Problem& p, const DirectPlan& plan, const void* op
   q.line_div = FastDiv(plan.line_tiles);
   q.image_div = FastDiv(plan.image_tiles);
   q.feature_div = FastDiv(plan.feature_tiles);
-  q.group_div = FastDiv(p.groups);
+  q.group_div = FastDiv(plan.of.groups);
   q.pitch_div = FastDiv(plan.pitch);
-  const int lines = int(plan.height + view.Reach(0));
+  const int lines = plan.Lines();
   q.plane_div = FastDiv(lines * plan.pitch);
   q.x_line = plan.x_line;
   q.filter_line = plan.filter_line;
   q.part_bytes = plan.part_bytes;
-  q.parts = int(view.stride[0]);
+  q.parts = int(view.Parts());
   q.x_bytes = plan.x_bytes;
   q.x_stages = plan.x_stages;
   q.boxes = plan.boxes;
@@ -226,26 +247,49 @@ cudaError_t LaunchTyped(const Problem& p, const DirectPlan& plan, const void* op
   q.stages = plan.stages;
   q.ring_at = DirectPlan::kBarrierBytes + plan.x_stages * plan.x_bytes;
 
-  cudaError_t e = EncodeOperand(&q.operand, p, operand, plan, lines);
+  q.from = static_cast<const unsigned char*>(operand);
+  q.taps_from = filter;
+  q.height_from = int(view.x[0]);
+  q.width_from = int(view.x[1]);
+  q.line_from = view.x[1] * p.groups * p.channels * SizeOf(p.in);
+  q.end_row = int(view.WholeRows());
+  const int64_t of_end = view.PixelsLeft() * p.channels * SizeOf(p.in) / 16;
+  q.ends = int(plan.images * q.parts * lines * of_end);
+  q.end_div = FastDiv(of_end);
+  q.lines_div = FastDiv(lines);
+  q.part_div = FastDiv(q.parts);
+  for (int d = 0; d < 2; ++d) q.dilation[d] = int(view.dilation[d]);
+  q.pad_lines = int(view.pad[0]);
+  q.pad_columns = int(view.pad[1]);
+  q.group_log = plan.of.log;
+  q.of_group = GroupSteps(plan.of);
+
+  cudaError_t e = cudaSuccess;
+  for (int part = 0; part < q.parts && e == cudaSuccess; ++part)
+    e = EncodeOperand(&q.operand[part], p, operand, plan, part);
   // The filter is [taps, channels, features] as the problem had it before AsForward, of all groups.
   const int64_t along = kForward ? p.features : p.channels, down = kForward ? p.channels : p.features;
   const int64_t tap = p.groups * along * down;
-  if (e == cudaSuccess)
+  if (e == cudaSuccess && plan.of.merged == 1)
     e = EncodeBoxes(&q.filter, p.in, filter, {along, down, view.Taps(), p.batch, p.groups},
                     {plan.filter_line / 2, plan.slab_bytes / plan.filter_line, plan.stage_taps, 1, 1}, true, false,
                     {p.groups * along, tap, tap * view.Taps(), along});
   if (e != cudaSuccess) return e;
   const Grid grid = {plan.blocks, kThreads, size_t(plan.SharedBytes())};
-  const auto launch = [&](auto columns, auto stored) {
-    return LaunchKernel(DirectKernel<In, kForward, decltype(columns)::value, decltype(stored)::value>, grid, stream, q,
-                        out);
+  const auto launch = [&](auto columns, auto stored, auto merged) {
+    return LaunchKernel(
+        DirectKernel<In, kForward, decltype(columns)::value, decltype(stored)::value, decltype(merged)::value>, grid,
+        stream, q, out);
   };
+  using Either = std::integral_constant<Stored, Stored::kEither>;
+  if (plan.of.merged > 1)
+    return launch(std::integral_constant<int, DirectGroups::kMergedChannels>(), Either(), std::true_type());
   return VisitDirectColumns(plan.columns, [&](auto columns) {
     if constexpr (columns < 64)
-      return launch(columns, std::integral_constant<Stored, Stored::kEither>());
+      return launch(columns, Either(), std::false_type());
     else
-      return q.plain ? launch(columns, std::integral_constant<Stored, Stored::kPlain>())
-                     : launch(columns, std::integral_constant<Stored, Stored::kFinished>());
+      return q.plain ? launch(columns, std::integral_constant<Stored, Stored::kPlain>(), std::false_type())
+                     : launch(columns, std::integral_constant<Stored, Stored::kFinished>(), std::false_type());
   });
 }
 
