@@ -195,66 +195,61 @@ struct StoreChecked {
   }
 };
 
-// Stores partial[0][i] + partial[1][i] + ..., of four neighbours by a thread.
-constexpr int kNeighbours = 4;
+// Stores partial[0][i] + partial[1][i] + ..., of four neighbours by as many threads of a block as there are `parts`: each
+// has every parts-th slice.
+constexpr int kNeighbours = 4, kSumThreads = 256;
 template <class Sum, class Store>
-__global__ void SumSlicesKernel(const Sum* partial, int64_t size, int splits, const __grid_constant__ Store store) {
+__global__ void SumSlicesKernel(const Sum* partial, int64_t size, int splits, int parts,
+                                const __grid_constant__ Store store) {
   using Four = Vec<Sum, kNeighbours>;
-  const int64_t first = (blockIdx.x * int64_t{blockDim.x} + threadIdx.x) * kNeighbours;
-  if (first >= size) return;
-  if (size % kNeighbours != 0) {
-    for (int64_t i = first; i < min(first + kNeighbours, size); ++i) {
-      Sum sum = 0;
-      for (int s = 0; s < splits; ++s) sum += partial[s * size + i];
-      store(i, sum);
-    }
-    return;
-  }
+  __shared__ Four of_parts[kSumThreads];
+  const int fours = kSumThreads / parts, four = threadIdx.x % fours, part = threadIdx.x / fours;
+  const int64_t first = (blockIdx.x * int64_t{fours} + four) * kNeighbours;
   Four sum = {};
-#pragma unroll 8
-  for (int s = 0; s < splits; ++s) {
-    const Four slice = *reinterpret_cast<const Four*>(partial + s * size + first);
+  const auto add = [&](const Four& more) {
 #pragma unroll
-    for (int k = 0; k < kNeighbours; ++k) sum.v[k] += slice.v[k];
+    for (int k = 0; k < kNeighbours; ++k) sum.v[k] += more.v[k];
+  };
+  if (first >= size) {
+  } else if (size % kNeighbours == 0) {
+#pragma unroll 8
+    for (int s = part; s < splits; s += parts) add(*reinterpret_cast<const Four*>(partial + s * size + first));
+  } else {
+    for (int s = part; s < splits; s += parts)
+#pragma unroll
+      for (int k = 0; k < kNeighbours; ++k)
+        if (first + k < size) sum.v[k] += partial[s * size + first + k];
   }
+  if (parts > 1) {
+    of_parts[threadIdx.x] = sum;
+    __syncthreads();
+    if (part > 0) return;
+    for (int other = 1; other < parts; ++other) add(of_parts[other * fours + four]);
+  }
+  if (first >= size) return;
   if constexpr (Store::kInOrder) {
     Vec<decltype(store.Value(0, sum.v[0])), kNeighbours> out;
+    if (size % kNeighbours == 0 && reinterpret_cast<uintptr_t>(store.out) % sizeof(out) == 0) {
 #pragma unroll
-    for (int k = 0; k < kNeighbours; ++k) out.v[k] = store.Value(first + k, sum.v[k]);
-    if (reinterpret_cast<uintptr_t>(store.out) % sizeof(out) == 0) {
+      for (int k = 0; k < kNeighbours; ++k) out.v[k] = store.Value(first + k, sum.v[k]);
       *reinterpret_cast<decltype(out)*>(store.out + first) = out;
       return;
     }
   }
 #pragma unroll
-  for (int k = 0; k < kNeighbours; ++k) store(first + k, sum.v[k]);
+  for (int k = 0; k < kNeighbours; ++k)
+    if (first + k < size) store(first + k, sum.v[k]);
 }
 
 template <class Sum, class Store>
 cudaError_t LaunchSumSlices(const Sum* partial, int64_t size, int64_t splits, const Store& store, cudaStream_t stream) {
-  constexpr int kThreads = 256;
-  return LaunchKernel(SumSlicesKernel<Sum, Store>, CeilDiv(size, kThreads * kNeighbours), kThreads, stream, partial,
-                      size, int(splits), store);
-}
-
-// The same of many slices of few elements: a block takes kElements of them, and every kParts-th slice to a thread.
-template <class Sum, class Store>
-__global__ void SumManySlicesKernel(const Sum* partial, int64_t size, int splits, const __grid_constant__ Store store) {
-  constexpr int kElements = 32, kParts = 16;
-  __shared__ Sum parts[kParts][kElements];
-  const int element = threadIdx.x % kElements, part = threadIdx.x / kElements;
-  const int64_t i = blockIdx.x * int64_t{kElements} + element;
-  Sum sum = 0;
-  if (i < size) {
-#pragma unroll 8
-    for (int s = part; s < splits; s += kParts) sum += partial[s * size + i];
-  }
-  parts[part][element] = sum;
-  __syncthreads();
-  if (part != 0 || i >= size) return;
-#pragma unroll
-  for (int k = 1; k < kParts; ++k) sum += parts[k][element];
-  store(i, sum);
+  // Loads that a thread has on the way at once, and threads beyond which more of them do not help.
+  constexpr int64_t kAtOnce = 8, kEnough = int64_t{1} << 17, kMostParts = 32;
+  const int64_t fours = CeilDiv(size, kNeighbours);
+  int64_t parts = 1;
+  while (parts < kMostParts && parts * kAtOnce < splits && parts * fours < kEnough) parts *= 2;
+  return LaunchKernel(SumSlicesKernel<Sum, Store>, CeilDiv(fours * parts, kSumThreads), kSumThreads, stream, partial,
+                      size, int(splits), int(parts), store);
 }
 
 // The result, from the workspace's `splits` slices of sums of In, which may have to be checked.
@@ -262,16 +257,7 @@ template <class In, bool kChecked = false>
 cudaError_t SumSlices(const Problem& p, const Accumulator<In>* partial, int64_t splits, const void* x, const void* y,
                       void* out, cudaStream_t stream) {
   const int64_t size = p.FilterSize();
-  const auto sum = [&](auto store) {
-    using Sum = Accumulator<In>;
-    using Store = decltype(store);
-    // A thread to each element would not keep the device busy.
-    constexpr int64_t kFewElements = int64_t{1} << 17;
-    if (splits >= 8 && size < kFewElements)
-      return LaunchKernel(SumManySlicesKernel<Sum, Store>, CeilDiv(size, 32), 512, stream, partial, size, int(splits),
-                          store);
-    return LaunchSumSlices(partial, size, splits, store, stream);
-  };
+  const auto sum = [&](auto store) { return LaunchSumSlices(partial, size, splits, store, stream); };
   const auto to = [&](auto* result) {
     using Out = std::remove_pointer_t<decltype(result)>;
     if constexpr (kChecked) {
