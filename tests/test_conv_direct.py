@@ -47,7 +47,7 @@ def test_is_not_offered(direction):
     assert DIRECT in names(direction, 8 * n, 8 * n, groups=8, window=(4, 4))
     assert (DIRECT in names(direction, 8 * n, 16 * n, groups=8)) == (n >= 8)
   assert DIRECT not in names(direction, 20, 20, groups=5) and DIRECT not in names(direction, 24, 24, groups=4)
-  assert DIRECT not in names(direction, 64, 64, groups=16, stride=2)
+  assert (DIRECT in names(direction, 64, 64, groups=16, stride=2)) == (direction == DIRECTIONS[0])
   # All of a merged filter is there at once, but of its gradient.
   assert (DIRECT in names(direction, 64, 64, groups=16, window=(128,), spatial=(400,))) == (direction == DIRECTIONS[2])
   # What is gathered has 64 channels of a group at most; of the filter gradient x.
@@ -58,17 +58,17 @@ def test_is_not_offered(direction):
   assert DIRECT not in names(direction, 32, 32, window=(3, 3, 3), spatial=(8, 8, 8))
   assert DIRECT not in names(direction, 32, 32, window=(1, 3, 3), spatial=(8, 8, 8), padding=1)
   assert DIRECT not in names(direction, 32, 32, hopper=False)
-  # Pixels side by side must be a row of 32 or 64 channels. Not backward.
+  # Strides of two, or of four where pixels side by side make a row of 64 channels. Not backward.
   forward = direction == "forward"
-  for c, stride in ((32, 2), (16, 2), (16, (1, 4)), (48, (2, 1))):
+  for c, stride in ((32, 2), (24, 2), (64, (1, 2)), (16, (1, 4)), (48, (2, 1))):
     assert (DIRECT in names(direction, c, 32, stride=stride)) == forward
-  for c, stride in ((24, 2), (48, (1, 2)), (16, (1, 3)), (32, (4, 1)), (32, (3, 2))):
+  for c, stride in ((24, (1, 4)), (16, (1, 3)), (32, (4, 1)), (32, (3, 2))):
     assert DIRECT not in names(direction, c, 32, stride=stride)
   for spatial in ((56, 57), (57, 56)):
     assert (DIRECT in names(direction, 32, 32, stride=2, spatial=spatial)) == forward
   assert DIRECT not in names(direction, 32, 32, stride=2, spatial=(8, 1))
-  assert DIRECT not in names(direction, 32, 32, stride=2, dilation=(1, 2))
-  assert DIRECT not in names(direction, 64, 64, stride=2, groups=2)
+  assert (DIRECT in names(direction, 32, 32, stride=2, dilation=(1, 2))) == forward
+  assert (DIRECT in names(direction, 64, 64, stride=2, groups=2)) == forward
   assert DIRECT not in names(direction, 32, 32, "float32") and DIRECT not in names(direction, 32, 32, batch=0)
   # A window sees too much for shared memory, or for a box.
   assert DIRECT not in names(direction, 64, 64, dilation=(40, 40), padding=40)
@@ -91,6 +91,11 @@ CASES = [
   _("negative_padding", 2, (12, 19), 16, (3, 3), 24, padding=((-2, 1), (3, -3))),
   _("far_padding", 1, (6, 5), 8, (3, 3), 16, padding=((7, 0), (0, 9))),
   _("dilated", 3, (20, 20), 16, (3, 3), 32, padding=((3, 3), (5, 5)), rhs_dilation=(3, 5)),
+  # Lines so far apart are an image of their own, where they are whole ones and the window begins with one.
+  _("residues", 2, (24, 20), 16, (3, 3), 32, padding=((8, 8), (3, 3)), rhs_dilation=(8, 3)),
+  _("residues_images", 9, (12, 14), 32, (4, 3), 40, padding=((4, 8), (1, 1)), rhs_dilation=(4, 1)),
+  _("residues_cropped", 3, (20, 9), 24, (2, 3), 24, padding=((-5, 0), (1, 1)), rhs_dilation=(5, 1)),
+  _("no_residues", 3, (20, 9), 24, (2, 3), 24, padding=((3, 2), (1, 1)), rhs_dilation=(5, 1)),
   _("many_images", 66, (7, 7), 16, (3, 3), 16, padding=SAME3),
   _("wide", 1, (3, 600), 16, (3, 3), 16, padding=SAME3),
   _("1d", 3, (400,), 48, (128,), 48, padding=((64, 63),)),
@@ -107,7 +112,7 @@ CASES = [
 BY_NAME = {case.name: case for case in CASES}
 
 
-# Strides over pixels that make lines, and over lines.
+# Strides over pixels that make rows, and those for which lines and their pixels are dealt out to parts.
 STRIDED = [
   _("2x2", 3, (10, 22), 32, (3, 3), 64, (2, 2), SAME3),
   _("1d", 3, (70,), 32, (4,), 40, (2,), ((1, 1),)),
@@ -132,17 +137,30 @@ STRIDED = [
   _("odd_many_images", 66, (7, 7), 32, (3, 3), 32, (2, 2), SAME3),
   _("odd_wide", 1, (5, 1201), 32, (3, 3), 32, (2, 2), SAME3),
   _("three_pixels", 5, (3, 3), 32, (3, 3), 32, (2, 2), SAME3),
+  _("parts", 3, (9, 22), 24, (3, 3), 48, (2, 2), SAME3),
+  _("parts_c64", 2, (11, 13), 64, (5, 4), 40, (2, 2), ((2, 2), (1, 3))),
+  _("parts_1d", 3, (131,), 48, (7,), 40, (2,), ((3, 2),)),
+  _("parts_one_tap", 3, (7, 12), 40, (1, 1), 32, (2, 2), ((1, 0), (0, 1))),
+  _("parts_cropped", 2, (13, 21), 8, (2, 3), 64, (2, 2), ((-1, 2), (-3, 4))),
+  _("parts_dilated", 2, (19, 30), 16, (3, 4), 32, (2, 2), ((2, 2), (4, 5)), rhs_dilation=(2, 3)),
+  _("parts_wide", 1, (4, 1201), 64, (3, 3), 32, (2, 2), SAME3),
+  _("groups", 3, (10, 23), 72, (3, 3), 72, (2, 2), SAME3, groups=3),
+  _("merged", 3, (10, 23), 64, (4, 4), 64, (2, 2), ((1, 2), (2, 1)), groups=16),
+  _("merged_columns", 2, (6, 40), 40, (2, 3), 40, (1, 2), ((1, 0), (1, 1)), groups=5),
+  _("merged_1d", 2, (200,), 32, (9,), 32, (2,), ((4, 4),), groups=2),
 ]
 
 
 def transposed(case):
   """The layer whose data gradient gathers what this one does forward."""
   y = ConvSpec(*case.geometry, 1, case.spatial, case.window, None, None).y_spatial
-  low = [w - 1 - pad for w, (pad, _) in zip(case.window, case.padding, strict=True)]
-  high = [n + w - 2 - (o - 1) * s - a
-          for n, w, o, s, a in zip(case.spatial, case.window, y, case.stride, low, strict=True)]  # fmt: skip
+  reach = [(w - 1) * d for w, d in zip(case.window, case.rhs_dilation, strict=True)]
+  low = [r - pad for r, (pad, _) in zip(reach, case.padding, strict=True)]
+  high = [n + r - 1 - (o - 1) * s - a
+          for n, r, o, s, a in zip(case.spatial, reach, y, case.stride, low, strict=True)]  # fmt: skip
   return ConvCase(case.name, case.batch, y, case.k, case.window, case.c,
-                  padding=tuple(zip(low, high, strict=True)), lhs_dilation=case.stride)  # fmt: skip
+                  padding=tuple(zip(low, high, strict=True)), lhs_dilation=case.stride,
+                  rhs_dilation=case.rhs_dilation, groups=case.groups)  # fmt: skip
 
 
 @pytest.mark.gpu
@@ -158,7 +176,7 @@ def test_strides(case):
 @pytest.mark.sanitize
 def test_strides_under_the_sanitizer():
   for case in STRIDED:
-    if case.name not in ("2x2", "fours", "odd", "fours_and_3"):
+    if case.name not in ("2x2", "fours", "odd", "fours_and_3", "parts", "merged"):
       continue
     conv_checks.check(case, DIRECT, "bfloat16", "bfloat16", results="y")
     conv_checks.check(transposed(case), DIRECT, "bfloat16", "bfloat16", results="x")
@@ -186,7 +204,7 @@ def test_kernels(case):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["c24k24", "many_images", "1d_dilated", "groups8to16"])
+@pytest.mark.parametrize("name", ["c24k24", "many_images", "1d_dilated", "groups8to16", "residues"])
 def test_many_problems(name):
   """Models do not mix, whose images do not fill a block."""
   for models in (3, 20):
@@ -195,7 +213,7 @@ def test_many_problems(name):
 
 @pytest.mark.gpu
 @pytest.mark.sanitize
-@pytest.mark.parametrize("name", ["c24k24", "c48k48", "c8k64", "2x5", "1d_two_boxes", "groups64to32"])
+@pytest.mark.parametrize("name", ["c24k24", "c48k48", "c8k64", "2x5", "1d_two_boxes", "groups64to32", "residues"])
 def test_kernels_under_the_sanitizer(name):
   check(BY_NAME[name], "bfloat16", "bfloat16", 1 if BY_NAME[name].groups > 1 else 2)
 

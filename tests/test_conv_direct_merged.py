@@ -15,9 +15,9 @@ from numerics import assert_close, exact, sample
 DTYPES = [("bfloat16",) * 2, ("float16",) * 2, ("bfloat16", "float32")]
 
 
-def case(name, batch, spatial, channels, groups, window, padding, dilation=()):
+def case(name, batch, spatial, channels, groups, window, padding, dilation=(), stride=()):
   return ConvCase(name, batch, spatial, channels * groups, window, channels * groups, padding=padding,
-                  rhs_dilation=dilation, groups=groups)  # fmt: skip
+                  rhs_dilation=dilation, stride=stride, groups=groups)  # fmt: skip
 
 
 SAME4 = ((1, 2), (2, 1))
@@ -30,6 +30,7 @@ CASES = [
   case("19_of_8", 9, (14, 14), 8, 19, (4, 4), SAME4),
   case("5x7", 3, (7, 11), 4, 12, (5, 7), ((2, 2), (3, 3))),
   case("dilated", 2, (20, 20), 8, 8, (3, 3), ((3, 3), (5, 5)), (3, 5)),
+  case("residues", 2, (18, 20), 8, 8, (3, 3), ((6, 6), (1, 1)), (6, 1)),
   case("cropped", 2, (12, 19), 4, 16, (4, 3), ((-2, 1), (3, -3))),
   case("1d", 3, (400,), 4, 16, (31,), ((15, 15),)),
   case("1d_two_boxes", 1, (256,), 8, 4, (9,), ((4, 4),)),
@@ -37,6 +38,7 @@ CASES = [
   case("many_images", 66, (7, 7), 4, 16, (4, 4), SAME4),
   case("planes", 2, (3, 9, 10), 4, 8, (1, 4, 4), ((0, 0), *SAME4)),
 ]
+STRIDED = case("strided", 3, (10, 23), 4, 16, (4, 4), SAME4, stride=(2, 2))
 BY_NAME = {each.name: each for each in CASES}
 
 
@@ -86,10 +88,11 @@ def not_finite(shape, dtype, seed):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtypes", DTYPES, ids="-".join)
-@pytest.mark.parametrize("name", ["2s4x4", "4s4x4", "8s4x4", "16s4x4", "19_of_8", "dilated", "cropped"])
+@pytest.mark.parametrize("name", ["2s4x4", "4s4x4", "8s4x4", "16s4x4", "19_of_8", "dilated", "residues", "cropped"])
 def test_infinities_stay_in_their_group(name, dtypes):
   with np.errstate(invalid="ignore"):
     conv_checks.check(BY_NAME[name], DIRECT, *dtypes, draw=not_finite)
+    conv_checks.check(STRIDED, DIRECT, *dtypes, draw=not_finite, results="y")
 
 
 @pytest.mark.gpu

@@ -187,6 +187,7 @@ struct LoadFilterRuns {
   const Column* columns;
   const In* filter;
   const int depth, place;
+  Walk walk;  // the thread's first term of a step
 
   __device__ LoadFilterRuns(const DataParams& p, const DataBlock& block, const Column* columns, const In* filter,
                             int depth)
@@ -195,9 +196,10 @@ struct LoadFilterRuns {
         columns(columns),
         filter(filter + block.FilterStart(p)),
         depth(depth),
-        place(Tile::Offset(Mine::Line(), Mine::Chunk())) {}
+        place(Tile::Offset(Mine::Line(), Mine::Chunk())),
+        walk(p, block.taps, kForward ? Mine::Line() : Mine::Chunk() * kChunk<In>) {}
 
-  __device__ void operator()(int step, uint32_t stage) const {
+  __device__ void operator()(int step, uint32_t stage) {
     if (p.filter_run == kChunk<In>) {
       Load<kChunk<In>>(step, stage);
     } else if (p.filter_run * sizeof(In) == 8) {
@@ -207,6 +209,14 @@ struct LoadFilterRuns {
     } else {
       Load<1>(step, stage);
     }
+    walk.template Advance<T::kDepth>(p, block.phase);
+  }
+
+  // The step's term k, so many after the first one: most often a channel of the same tap.
+  __device__ Walk Further(int terms, int k) const {
+    Walk at = walk;
+    at.channel += terms;
+    return at.channel < p.channels ? at : Walk(p, block.taps, k);
   }
 
   template <int kRun>
@@ -218,7 +228,7 @@ struct LoadFilterRuns {
       for (int i = 0; i < kChunk<In>; i += kRun) {
         const int element = Mine::Chunk() * kChunk<In> + i, k = step * T::kDepth + (kForward ? line : element);
         const Column& column = columns[Slot<T, kForward>(kForward ? element : line)];
-        const Walk at(p, block.taps, k);
+        const Walk at = Further(kForward ? j * Mine::kLinesApart : i, k);
         CopyElements<kRun>(stage + place + Mine::Step(j) + sizeof(In) * i,
                            filter + column.filter + at.filter + at.channel * p.filter_channel,
                            k < depth && column.Meets(p, at));

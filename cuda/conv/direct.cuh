@@ -8,15 +8,13 @@
 
 namespace jaxdnn::conv {
 
-// Boxes of an array [images, height, width, pixel], of a group's channels, as many as `line` bytes hold: what fills
-// them up are zeros. Groups are an array of their own; or they are merged, which leaves none half in a box.
-inline cudaError_t EncodeGroups(CUtensorMap* map, DType type, const void* data, int64_t pixel, int64_t groups,
-                                bool merged, const int64_t (&extent)[2], int64_t images, int line, int columns,
-                                int lines, int box_images) {
-  const int64_t row = pixel * extent[1], channels = merged ? pixel : pixel / groups;
-  return EncodeBoxes(map, type, data, {channels, pixel / channels, extent[1], extent[0], images},
-                     {line / int(SizeOf(type)), 1, columns, lines, box_images}, true, false,
-                     {channels, pixel, row, row * extent[0]});
+// Boxes of as many channels as `line` bytes hold: what fills them up are zeros. Further dimensions are groups or residues,
+// of which a box has one, columns, lines and images, so many elements apart.
+inline cudaError_t EncodeArray(CUtensorMap* map, DType type, const void* data, int64_t channels,
+                               const int64_t (&extents)[4], const int64_t (&apart)[4], int line, const int (&box)[3]) {
+  return EncodeBoxes(map, type, data, {channels, extents[0], extents[1], extents[2], extents[3]},
+                     {line / int(SizeOf(type)), 1, box[0], box[1], box[2]}, true, false,
+                     {apart[0], apart[1], apart[2], apart[3]});
 }
 
 // From one group to the next, in such a map's first two dimensions.
@@ -24,8 +22,7 @@ struct GroupSteps {
   int channels, groups;
 
   GroupSteps() = default;
-  explicit GroupSteps(const DirectGroups& of)
-      : channels(of.merged > 1 ? int(of.channels) : 0), groups(of.merged > 1 ? 0 : 1) {}
+  explicit GroupSteps(const DirectGroups& of) : channels(of.merged > 1 ? int(of.channels) : 0), groups(of.Apart()) {}
 };
 
 // Calls f with a tile's columns, as a type.

@@ -15,7 +15,7 @@ struct LineEnd {
     int chunk, line, part;
     const int image = q.part_div.Div(q.lines_div.Div(q.end_div.Div(i, &chunk), &line), &part);
     const int column = q.end_row - (place.column - q.before_columns);
-    const int y = (place.line - q.before_lines + line) * q.parts + part;
+    const int y = (place.line - q.before_lines + line) * static_cast<int>(q.part_div.divisor) + part;
     if (i >= q.ends || image >= place.images || column < 0 || column >= q.boxes * q.box_columns || y < 0 ||
         y >= q.height_from)
       return;

@@ -282,12 +282,15 @@ cudaError_t LaunchTyped(const Problem& p, const Config& config, const void* x, c
   q.result_size = p.FilterSize();
 
   const int64_t images = p.batch * view.images;
-  const bool merged = plan.of.merged > 1;
-  cudaError_t e = EncodeGroups(&q.x, p.in, x, p.groups * p.channels, p.groups, merged, view.x, images, plan.x_line,
-                               plan.pitch, plan.x_lines, plan.images);
-  if (e == cudaSuccess)
-    e = EncodeGroups(&q.y, p.in, y, p.groups * p.features, p.groups, merged, view.y, images, plan.y_line,
-                     plan.y_columns, plan.y_lines, plan.images);
+  const auto encode = [&](CUtensorMap* map, const void* data, int64_t channels, const int64_t (&extent)[2], int line,
+                          int columns, int lines) {
+    const int64_t pixel = p.groups * channels, row = pixel * extent[1];
+    const int64_t of_box = plan.of.Apart() ? channels : pixel;
+    return EncodeArray(map, p.in, data, of_box, {pixel / of_box, extent[1], extent[0], images},
+                       {of_box, pixel, row, row * extent[0]}, line, {columns, lines, plan.images});
+  };
+  cudaError_t e = encode(&q.x, x, p.channels, view.x, plan.x_line, plan.pitch, plan.x_lines);
+  if (e == cudaSuccess) e = encode(&q.y, y, p.features, view.y, plan.y_line, plan.y_columns, plan.y_lines);
   if (e != cudaSuccess) return e;
   auto* const partial = static_cast<float*>(workspace);
   const int shared = plan.stages * (plan.x_bytes + plan.y_bytes) + DirectPlan::kBarrierBytes;

@@ -80,12 +80,13 @@ __device__ __noinline__ void RepairUnits(const DirectParams& q, int first_row, v
     for (int row = 0; row < 16 * kBlocksOfWarpgroup; ++row) {
       const int result = place.Pixel(q, warp_row + row / 16 * 64 + row % 16);
       if (result < 0 || channel >= pixel) continue;
-      const int to_x = result % q.out_width, to_y = result / q.out_width % q.out_height;
-      const int64_t image = result / q.out_width / q.out_height;
+      const int to_x = result % q.out_width, out_height = q.out_height * q.residues;
+      const int to_y = result / q.out_width % out_height;
+      const int64_t image = result / q.out_width / out_height;
       float sum = 0, others = 0;
       for (int tap = 0; tap < q.taps; ++tap) {
-        const int y = to_y - q.pad_lines + tap / q.window_width * q.dilation[0];
-        const int x = to_x - q.pad_columns + tap % q.window_width * q.dilation[1];
+        const int y = to_y * q.stride[0] - q.pad_lines + tap / q.window_width * q.dilation[0];
+        const int x = to_x * q.stride[1] - q.pad_columns + tap % q.window_width * q.dilation[1];
         if (y < 0 || y >= q.height_from || x < 0 || x >= q.width_from) continue;
         const In* const from =
             reinterpret_cast<const In*>(q.from) + ((image * q.height_from + y) * q.width_from + x) * pixel + first;

@@ -53,13 +53,16 @@ bool TakesGroups(const DirectGroups& of) {
 }  // namespace
 
 bool DirectView::Fit(const Problem& p) {
+  const int64_t row = p.stride[2] * p.channels;
+  const bool rows = p.stride[2] > 1 && p.groups == 1 && p.rhs_dilation[2] == 1 && p.channels % 16 == 0 &&
+                    (row == 32 || row == 64);
+  beside = rows ? p.stride[2] : 1;
   for (int d = 0; d < kRank; ++d) {
-    const bool strided = d > 0 && p.direction == Direction::kForward && p.groups == 1 && p.rhs_dilation[d] == 1 &&
-                         p.x[d] >= p.stride[d] && p.stride[d] <= (d == 1 ? 2 : 4);
+    // A tap and the next but one are as far apart as any such two.
+    const bool strided = d > 0 && p.direction == Direction::kForward && p.x[d] >= p.stride[d] &&
+                         p.stride[d] <= (d == 2 && rows ? 4 : 2);
     if ((p.stride[d] != 1 && !strided) || p.lhs_dilation[d] != 1) return false;
   }
-  const int64_t row = p.stride[2] * p.channels;
-  if (p.stride[2] > 1 && (p.channels % 16 != 0 || (row != 32 && row != 64))) return false;
   if (p.window[0] != 1 || p.pad[0] != 0 || p.x[0] != p.y[0]) return false;
   images = p.images * p.x[0];
   for (int d = 0; d < 2; ++d) {
@@ -69,9 +72,17 @@ bool DirectView::Fit(const Problem& p) {
     dilation[d] = p.rhs_dilation[d + 1];
     pad[d] = p.pad[d + 1];
     stride[d] = p.stride[d + 1];
+    parts[d] = stride[d] / (d == 1 ? beside : 1);
     if (Reach(d) > kMostReach) return false;
   }
   return true;
+}
+
+void DirectView::TakeResidues() {
+  const int64_t n = dilation[0];
+  if (window[0] == 1 || stride[0] > 1 || x[0] % n != 0 || y[0] % n != 0 || pad[0] % n != 0) return;
+  residues = n;
+  for (int64_t* lines : {&x[0], &y[0], &pad[0], &dilation[0]}) *lines /= n;
 }
 
 int64_t DirectView::Before(int d) const { return -FloorDiv(-pad[d], stride[d]); }
@@ -109,7 +120,7 @@ void DirectPlan::FitShape(int64_t of_width) {
   part_bytes = int(CeilDiv(rows * x_line, kSwizzleBytes)) * kSwizzleBytes;
   x_bytes = int(view.Parts()) * part_bytes;
   column_tiles = int(CeilDiv(view.y[1], width));
-  line_tiles = int(CeilDiv(view.y[0], height));
+  line_tiles = int(view.residues * CeilDiv(view.y[0], height));
   image_tiles = int(CeilDiv(view.images, images));
 }
 
@@ -126,17 +137,18 @@ bool DirectPlan::Fit(const Problem& p, bool forward) {
 bool DirectPlan::FitGroups(const Problem& p, bool forward, int merged) {
   of = DirectGroups(p, merged);
   if (!TakesGroups(of)) return false;
+  if (!of.Apart()) view.TakeResidues();
   const int64_t size = SizeOf(p.in), taps = view.Taps();
   columns = BestColumns(of.features);
   feature_tiles = int(CeilDiv(of.features, columns));
   steps = int(CeilDiv(of.channels, 16));
   const int line = steps == 1 ? 32 : steps == 2 ? 64 : 128;
-  x_line = view.stride[1] == 1 ? line : int(view.stride[1] * p.channels * size);
+  x_line = view.beside == 1 ? line : int(view.beside * p.channels * size);
   // Forward the filter's rows are channels, and else results.
   filter_line = !forward ? line : columns == 32 ? 64 : 128;
   slab_bytes = (forward ? 16 * steps : columns) * filter_line;
   taps_at_once =
-      view.window[1] % kAtOnce == 0 && steps <= kMostStepsAtOnce && columns <= kMostColumnsAtOnce ? kAtOnce : 1;
+      view.parts[1] == 1 && view.window[1] % kAtOnce == 0 && steps <= kMostStepsAtOnce && columns <= kMostColumnsAtOnce ? kAtOnce : 1;
   // As many taps as have room in a stage, or fewer that make all stages even.
   const int64_t most = std::max(1, kStageBytes / slab_bytes / taps_at_once), all = taps / taps_at_once;
   stage_taps = int(CeilDiv(all, CeilDiv(all, most))) * taps_at_once;
@@ -154,7 +166,7 @@ bool DirectPlan::FitGroups(const Problem& p, bool forward, int merged) {
     if (units >= INT32_MAX) continue;
     const double tap = std::max(steps * (kRows / 64) * Product(columns), kTap / taps_at_once);
     const double x_cycles =
-        view.Parts() * images * Lines() * pitch * OperandLine(view.stride[1] * of.channels * size, x_line);
+        view.Parts() * images * Lines() * pitch * OperandLine(view.beside * of.channels * size, x_line);
     const double filter_row =
         FilterLine((forward ? std::min<int64_t>(of.features, columns) : of.channels) * size, filter_line);
     const double filter_cycles =

@@ -13,23 +13,30 @@ namespace jaxdnn::conv {
 
 // A problem as one of images: a line is an image of one, and planes that no window leaves are images.
 //
-// With a stride along lines, as many pixels as it has are one row of their channels, so that the next result's window
-// begins a row later; with one from line to line, lines are dealt out to as many parts, in each of which that is so.
-// Pixels at the end of a line that are no whole row are brought beside the TMA unit.
+// With strides, lines are dealt out to as many parts, and so are the pixels of a line, so that in each part the next
+// result's window begins a row later. Or, where they make a line of shared memory, so many pixels are one row of their
+// channels; those at the end of a line that are no whole row are brought beside the TMA unit.
 struct DirectView {
+  static constexpr int kMostParts = 4;
   int64_t images;  // of a problem
   int64_t x[2], y[2], window[2], dilation[2], pad[2], stride[2];
+  int64_t beside;    // pixels of a row
+  int64_t parts[2];  // of the lines, and of their pixels
+  int64_t residues = 1;
 
   bool Fit(const Problem& p);
+  // Where a window's lines are so far apart, takes those of both arrays that are for images of their own, as many as there
+  // are residues of a line's number: what a window sees beside some lines is less then. There must be whole ones.
+  void TakeResidues();
   // Rows, or lines of a part, before the first result's; how many pixels or lines after them its window begins; and
   // those that the last of its taps is after the first.
   int64_t Before(int d) const;
   int64_t First(int d) const { return Before(d) * stride[d] - pad[d]; }
   int64_t Reach(int d) const { return (First(d) + (window[d] - 1) * dilation[d]) / stride[d]; }
   int64_t Taps() const { return window[0] * window[1]; }
-  int64_t Parts() const { return stride[0]; }
-  int64_t WholeRows() const { return x[1] / stride[1]; }
-  int64_t PixelsLeft() const { return x[1] % stride[1]; }
+  int64_t Parts() const { return parts[0] * parts[1]; }
+  int64_t WholeRows() const { return x[1] / beside; }
+  int64_t PixelsLeft() const { return x[1] % beside; }
 };
 
 // The channels, features and number of groups that are computed as one: `merged` neighbours, whose filter is zero off
@@ -43,6 +50,8 @@ struct DirectGroups {
   DirectGroups(const Problem& p, int merged);
   // How many small groups would be one; 1 where they are not.
   static int Mergeable(const Problem& p);
+  // Whether groups are an array of their own to the TMA unit: those merged are in one line, of which none is half in a box.
+  bool Apart() const { return merged == 1 && groups > 1; }
 };
 
 struct DirectPlan {

@@ -35,7 +35,7 @@ __device__ void Produce(const DirectParams& q, const DirectShared& shared) {
       for (int part = 0; part < q.parts; ++part)
 #pragma unroll 1
         for (int box = 0; box < q.boxes; ++box) {
-          const int at[] = {place.group * q.of_group.channels, place.group * q.of_group.groups,
+          const int at[] = {place.group * q.of_group.channels, place.group * q.of_group.groups + place.residue,
                             place.column - q.before_columns + box * q.box_columns, place.line - q.before_lines,
                             place.image};
           hopper::LoadBox(to + part * q.part_bytes + box * q.box_bytes, &q.operand[part], full, at);
@@ -73,7 +73,8 @@ __device__ __forceinline__ void MultiplyTaps(const DirectParams& q, const Direct
   const int step_b = q.step_bytes >> 4, next_rows = 64 * q.x_line >> 4, slab = q.slab_bytes >> 4;
   const uint64_t a = hopper::LineDescriptor(rows, q.x_line, 8 * q.x_line, 0);
   const uint64_t b = hopper::LineDescriptor(shared.Taps(q, 0), q.filter_line, 8 * q.filter_line, 0);
-  int row = q.first_tap, tap = 0, column = 0, line = 0, of_stage = 0, before = -1;
+  const int step = q.column_step[0], two_steps = step + q.column_step[1];
+  int row = q.first_tap, next = step, tap = 0, column = 0, line = 0, of_stage = 0, before = -1;
 #pragma unroll 1
   for (int i = 0; i < q.taps; i += kTaps) {
     if (of_stage == 0) {
@@ -88,7 +89,7 @@ __device__ __forceinline__ void MultiplyTaps(const DirectParams& q, const Direct
 #pragma unroll
         for (int m = 0; m < kBlocksOfWarpgroup; ++m)
           hopper::Multiply<In, kColumns, false, kForward>(
-              sums[m], hopper::Later(a, row + t * q.column_step + m * next_rows + 2 * k),
+              sums[m], hopper::Later(a, row + t * step + m * next_rows + 2 * k),
               hopper::Later(b, tap + t * slab + k * step_b), true);
     hopper::CommitProducts();
     // These products run on while the next one's are issued; those before are done.
@@ -96,9 +97,15 @@ __device__ __forceinline__ void MultiplyTaps(const DirectParams& q, const Direct
     if (leaves && before >= 0) hopper::ArriveOnce(shared.Empty(before));
     before = -1;
     tap += kTaps * slab;
-    row += kTaps * q.column_step;
+    if constexpr (kTaps > 1) {
+      row += kTaps * step;
+    } else {
+      row += next;
+      next = two_steps - next;
+    }
     if ((column += kTaps) == q.window_width) {
       column = 0;
+      next = step;
       row += q.line_step[line];
       line ^= 1;
     }
@@ -168,18 +175,20 @@ __global__ void __launch_bounds__(kThreads, kStored == Stored::kFinished ? 1
   }
 }
 
-// As boxes of a group's channels; or, with strides, of rows of several pixels' and of a part of the lines.
+// Of a part, rows of one pixel or of several.
 cudaError_t EncodeOperand(CUtensorMap* map, const Problem& p, const void* operand, const DirectPlan& plan, int part) {
   const DirectView& view = plan.view;
-  const int64_t images = p.batch * view.images;
-  if (view.stride[0] * view.stride[1] == 1)
-    return EncodeGroups(map, p.in, operand, p.groups * p.channels, p.groups, plan.of.merged > 1, view.x, images,
-                        plan.x_line, plan.box_columns, plan.Lines(), plan.images);
-  const int64_t row = view.stride[1] * p.channels, line = view.x[1] * p.channels;
-  return EncodeBoxes(map, p.in, static_cast<const char*>(operand) + part * line * SizeOf(p.in),
-                     {row, 1, view.WholeRows(), CeilDiv(view.x[0] - part, view.Parts()), images},
-                     {plan.x_line / 2, 1, plan.box_columns, plan.Lines(), plan.images}, true, false,
-                     {row, row, view.Parts() * line, view.x[0] * line});
+  const int64_t pixel = p.groups * p.channels, row = view.beside * pixel, line = view.x[1] * pixel;
+  const int64_t first_line = part / view.parts[1], first_row = part % view.parts[1];
+  const bool apart = plan.of.Apart();
+  return EncodeArray(
+      map, p.in, static_cast<const char*>(operand) + (first_line * line + first_row * row) * SizeOf(p.in),
+      apart ? p.channels : row,
+      {apart ? p.groups : view.residues, CeilDiv(view.WholeRows() - first_row, view.parts[1]),
+       CeilDiv(view.x[0] - first_line, view.parts[0]), p.batch * view.images},
+      {apart ? p.channels : line, view.parts[1] * row, view.residues * view.parts[0] * line,
+       view.residues * view.x[0] * line},
+      plan.x_line, {plan.box_columns, plan.Lines(), plan.images});
 }
 
 template <class In, bool kForward>
@@ -204,6 +213,8 @@ cudaError_t LaunchTyped(const Problem& p, const DirectPlan& plan, const void* op
   q.width = plan.width;
   q.problem_images = int(view.images);
   q.out_height = int(view.y[0]);
+  q.residues = int(view.residues);
+  q.residue_div = FastDiv(view.residues);
   q.out_width = int(view.y[1]);
   q.before_lines = int(view.Before(0));
   q.before_columns = int(view.Before(1));
@@ -227,17 +238,24 @@ cudaError_t LaunchTyped(const Problem& p, const DirectPlan& plan, const void* op
   q.taps = int(view.Taps());
   q.window_width = int(view.window[1]);
   // Where a tap's row begins, in 16 bytes. The data gradient's window is mirrored: its taps are met from the last on.
-  const int row = plan.x_line >> 4, column = view.stride[1] == 1 ? int(view.dilation[1]) * row : int(p.channels) / 8;
+  const int row = plan.x_line >> 4, part = plan.part_bytes >> 4;
   const auto line_at = [&](int64_t tap) {
     const int64_t line = view.First(0) + tap * view.dilation[0];
-    return int(line % q.parts) * (plan.part_bytes >> 4) + int(line / q.parts) * plan.pitch * row;
+    return int(FloorMod(line, view.parts[0]) * view.parts[1] * part + FloorDiv(line, view.parts[0]) * plan.pitch * row);
   };
-  const int sign = kForward ? 1 : -1, width = int(view.window[1]);
-  const int64_t first_line = kForward ? 0 : view.window[0] - 1;
-  q.first_tap = line_at(first_line) + (int(view.First(1)) + (kForward ? 0 : width - 1)) * column;
-  q.column_step = sign * column;
-  for (int i = 0; i < 2; ++i)
-    q.line_step[i] = line_at(first_line + sign * (i + 1)) - line_at(first_line + sign * i) - sign * width * column;
+  const auto column_at = [&](int64_t tap) {
+    const int64_t pixel = view.First(1) + tap * view.dilation[1];
+    if (view.beside > 1) return int(pixel * p.channels / 8);
+    return int(FloorMod(pixel, view.parts[1]) * part + FloorDiv(pixel, view.parts[1]) * row);
+  };
+  const int64_t sign = kForward ? 1 : -1, width = view.window[1];
+  const int64_t first_line = kForward ? 0 : view.window[0] - 1, first = kForward ? 0 : width - 1;
+  q.first_tap = line_at(first_line) + column_at(first);
+  for (int i = 0; i < 2; ++i) {
+    q.column_step[i] = column_at(first + sign * (i + 1)) - column_at(first + sign * i);
+    q.line_step[i] = line_at(first_line + sign * (i + 1)) - line_at(first_line + sign * i) -
+                     (column_at(first + sign * width) - column_at(first));
+  }
   q.taps_at_once = plan.taps_at_once;
   q.steps = plan.steps;
   q.step_bytes = kForward ? 16 * plan.filter_line : 32;
@@ -249,7 +267,7 @@ cudaError_t LaunchTyped(const Problem& p, const DirectPlan& plan, const void* op
 
   q.from = static_cast<const unsigned char*>(operand);
   q.taps_from = filter;
-  q.height_from = int(view.x[0]);
+  q.height_from = int(view.residues * view.x[0]);
   q.width_from = int(view.x[1]);
   q.line_from = view.x[1] * p.groups * p.channels * SizeOf(p.in);
   q.end_row = int(view.WholeRows());
@@ -257,9 +275,12 @@ cudaError_t LaunchTyped(const Problem& p, const DirectPlan& plan, const void* op
   q.ends = int(plan.images * q.parts * lines * of_end);
   q.end_div = FastDiv(of_end);
   q.lines_div = FastDiv(lines);
-  q.part_div = FastDiv(q.parts);
-  for (int d = 0; d < 2; ++d) q.dilation[d] = int(view.dilation[d]);
-  q.pad_lines = int(view.pad[0]);
+  q.part_div = FastDiv(view.parts[0]);
+  for (int d = 0; d < 2; ++d) {
+    q.dilation[d] = int(p.rhs_dilation[d + 1]);
+    q.stride[d] = int(view.stride[d]);
+  }
+  q.pad_lines = int(p.pad[1]);
   q.pad_columns = int(view.pad[1]);
   q.group_log = plan.of.log;
   q.of_group = GroupSteps(plan.of);

@@ -196,8 +196,8 @@ struct StoreChecked {
 };
 
 // Stores partial[0][i] + partial[1][i] + ..., of four neighbours by as many threads of a block as there are `parts`: each
-// has every parts-th slice.
-constexpr int kNeighbours = 4, kSumThreads = 256;
+// has every parts-th slice, kAtOnce of them on their way.
+constexpr int kNeighbours = 4, kSumThreads = 256, kAtOnce = 8;
 template <class Sum, class Store>
 __global__ void SumSlicesKernel(const Sum* partial, int64_t size, int splits, int parts,
                                 const __grid_constant__ Store store) {
@@ -212,8 +212,15 @@ __global__ void SumSlicesKernel(const Sum* partial, int64_t size, int splits, in
   };
   if (first >= size) {
   } else if (size % kNeighbours == 0) {
-#pragma unroll 8
-    for (int s = part; s < splits; s += parts) add(*reinterpret_cast<const Four*>(partial + s * size + first));
+    for (int s = part; s < splits; s += kAtOnce * parts) {
+      Four slices[kAtOnce] = {};
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i)
+        if (s + i * parts < splits)
+          slices[i] = *reinterpret_cast<const Four*>(partial + (s + i * parts) * size + first);
+#pragma unroll
+      for (const Four& slice : slices) add(slice);
+    }
   } else {
     for (int s = part; s < splits; s += parts)
 #pragma unroll
@@ -243,8 +250,8 @@ __global__ void SumSlicesKernel(const Sum* partial, int64_t size, int splits, in
 
 template <class Sum, class Store>
 cudaError_t LaunchSumSlices(const Sum* partial, int64_t size, int64_t splits, const Store& store, cudaStream_t stream) {
-  // Loads that a thread has on the way at once, and threads beyond which more of them do not help.
-  constexpr int64_t kAtOnce = 8, kEnough = int64_t{1} << 17, kMostParts = 32;
+  // Threads beyond which more of them do not help.
+  constexpr int64_t kEnough = int64_t{1} << 17, kMostParts = 32;
   const int64_t fours = CeilDiv(size, kNeighbours);
   int64_t parts = 1;
   while (parts < kMostParts && parts * kAtOnce < splits && parts * fours < kEnough) parts *= 2;
