@@ -7,6 +7,8 @@
 // convolution and no more.
 #pragma once
 
+#include <cstdlib>
+
 #include "cuda/common/float8.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/conv/axis.cuh"
@@ -26,6 +28,7 @@ struct DataParams {
   int out[kRank], window[kRank];
   int period[kRank], tap_period[kRank];  // Phases
   int tap_distance[kRank];               // in the operand's index, between taps of a phase
+  FastDiv period_div[kRank], tap_period_div[kRank], distance_div[kRank];  // of their absolute values
   FastDiv channel_div;
   int64_t image_size, pixel_size, group_size;                // strides of the operand that is gathered, in elements
   int64_t filter_batch, filter_group;                        // strides of the filter, in elements
@@ -84,6 +87,9 @@ inline DataParams MakeDataParams(const Problem& p, const Epilogue& epilogue, int
       q.first_tap[d] = int(dense.first_tap[d]);
       q.columns *= q.fold[d];
     }
+    q.period_div[d] = FastDiv(q.period[d]);
+    q.tap_period_div[d] = FastDiv(q.tap_period[d]);
+    q.distance_div[d] = FastDiv(std::abs(q.tap_distance[d]));
     phase_count *= q.period[d];
     q.all_taps &= q.axis[d].step.divisor == 1;
     largest *= CeilDiv(q.out[d], q.period[d]);
@@ -120,13 +126,15 @@ struct PhaseAxis {
 
   __device__ void Set(const DataParams& p, int d, int which) {
     const Axis& axis = p.axis[d];
-    const int step = static_cast<int>(axis.step.divisor);
     phase = which;
-    positions = (p.out[d] - phase + p.period[d] - 1) / p.period[d];
+    positions = p.period_div[d].Div(p.out[d] - phase + p.period[d] - 1);
     const int candidates = min(p.tap_period[d], p.window[d]);
-    first_tap = 0;
-    while (first_tap < candidates && (axis.Origin(phase) + first_tap * axis.tap_step) % step != 0) ++first_tap;
-    taps = first_tap < candidates ? (p.window[d] - first_tap + p.tap_period[d] - 1) / p.tap_period[d] : 0;
+    for (first_tap = 0; first_tap < candidates; ++first_tap) {
+      int remainder;
+      axis.step.Div(abs(axis.Origin(phase) + first_tap * axis.tap_step), &remainder);
+      if (remainder == 0) break;
+    }
+    taps = first_tap < candidates ? p.tap_period_div[d].Div(p.window[d] - first_tap + p.tap_period[d] - 1) : 0;
   }
 };
 
@@ -160,9 +168,10 @@ struct DataBlock {
       image_div = p.whole_image;
       taps = p.window_box;
     } else {
-      phase[2].Set(p, 2, which % p.period[2]);
-      phase[1].Set(p, 1, which / p.period[2] % p.period[1]);
-      phase[0].Set(p, 0, which / p.period[2] / p.period[1]);
+      int along[kRank];
+      along[0] = p.period_div[1].Div(p.period_div[2].Div(which, &along[2]), &along[1]);
+#pragma unroll
+      for (int d = 0; d < kRank; ++d) phase[d].Set(p, d, along[d]);
       positions = Box({phase[0].positions, phase[1].positions, phase[2].positions});
       image_div = FastDiv(Pixels());
       taps = Box({phase[0].taps, phase[1].taps, phase[2].taps});
@@ -197,7 +206,8 @@ struct DataBlock {
         out[d] = phase[d].phase + p.period[d] * out[d];
         const int position = p.axis[d].Origin(out[d]) + phase[d].first_tap * p.axis[d].tap_step;
         // Exact, by the choice of the phase.
-        rows[i].origin[d] = p.all_taps ? position : position / static_cast<int>(p.axis[d].step.divisor);
+        const int index = p.axis[d].step.Div(abs(position));
+        rows[i].origin[d] = position < 0 ? -index : index;
       }
       rows[i].image = image * p.image_size + group * p.group_size;
       rows[i].result = ((image * p.extent[0] + out[0] * p.fold[0]) * p.extent[1] + out[1] * p.fold[1]) * p.extent[2] +

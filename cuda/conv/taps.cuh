@@ -26,8 +26,8 @@ struct TapRange {
       // How far the index at tap 0 is before the first valid one, and before the last, in the direction of the taps.
       const bool up = p.tap_distance[d] > 0;
       const int before = up ? -row.origin[d] : row.origin[d] - end, to_end = up ? end - row.origin[d] : row.origin[d];
-      first[d] = before > 0 ? min((before + distance - 1) / distance, kNever) : 0;
-      last[d] = to_end < 0 ? -1 : min(to_end / distance, phase[d].taps - 1);
+      first[d] = before > 0 ? min(p.distance_div[d].Div(before + distance - 1), kNever) : 0;
+      last[d] = to_end < 0 ? -1 : min(p.distance_div[d].Div(to_end), phase[d].taps - 1);
       if (first[d] > last[d] || row.result < 0) first[d] = kNever, last[d] = 0;
     }
     low = Pack(first);
@@ -95,14 +95,17 @@ struct Column {
 #pragma unroll
     for (int d = kRank - 1; d >= 0; --d) {
       const int fold = p.fold[d];
-      phase[d] = folds ? rest % fold : 0;
-      rest /= fold;
+      phase[d] = 0;
+      if (folds) {
+        phase[d] = rest % fold;
+        rest /= fold;
+      }
       pixel += phase[d] * pixels;
       pixels *= p.extent[d];
       // Tap v is `tap` + v * fold of the filter.
       const int tap = fold > 1 ? p.first_tap[d] - p.axis[d].tap_step * phase[d] : 0, end = p.filter_taps[d] - 1 - tap;
       first[d] = tap < 0 ? (fold - 1 - tap) / fold : 0;
-      last[d] = end / fold;
+      last[d] = folds ? end / fold : end;
       if (!p.all_taps) first[d] = 0, last[d] = TapRange::kNever;
       if (end < 0 || column >= p.columns) first[d] = TapRange::kNever, last[d] = 0;
       filter += tap * p.first_filter_tap[d];
