@@ -55,8 +55,12 @@ def test_is_not_offered(direction):
   assert DIRECT not in names(direction, *gathered) and DIRECT in names(direction, *other)
   # Planes may be images, where no window leaves them.
   assert DIRECT in names(direction, 32, 32, window=(1, 3, 3), spatial=(8, 8, 8))
-  assert DIRECT not in names(direction, 32, 32, window=(3, 3, 3), spatial=(8, 8, 8))
-  assert DIRECT not in names(direction, 32, 32, window=(1, 3, 3), spatial=(8, 8, 8), padding=1)
+  # Volumes of one group, or of merged ones; not in the filter gradient.
+  volumes = direction != DIRECTIONS[2]
+  assert (DIRECT in names(direction, 32, 32, window=(3, 3, 3), spatial=(8, 8, 8))) == volumes
+  assert (DIRECT in names(direction, 32, 32, window=(1, 3, 3), spatial=(8, 8, 8), padding=1)) == volumes
+  assert (DIRECT in names(direction, 32, 32, groups=8, window=(4, 4, 4), spatial=(8, 8, 8))) == volumes
+  assert DIRECT not in names(direction, 64, 64, groups=2, window=(3, 3, 3), spatial=(8, 8, 8))
   assert DIRECT not in names(direction, 32, 32, hopper=False)
   # Strides of two, or of four where pixels side by side make a row of 64 channels. Not backward.
   forward = direction == "forward"
@@ -103,6 +107,10 @@ CASES = [
   _("1d_dilated", 2, (300,), 24, (3,), 16, padding=((90, 90),), rhs_dilation=(90,)),
   _("1d_short", 300, (3,), 16, (2,), 16, padding=((1, 0),)),
   _("planes", 2, (3, 9, 10), 16, (1, 3, 3), 24, padding=((0, 0), *SAME3)),
+  _("volumes", 2, (5, 9, 10), 16, (3, 3, 3), 24, padding=(*SAME3, (1, 1))),
+  _("volumes_uneven", 3, (6, 7, 12), 32, (2, 3, 4), 40, padding=((1, 0), (1, 1), (2, 1))),
+  _("volumes_dilated", 1, (9, 10, 11), 24, (3, 2, 2), 16, padding=((4, 3), (2, 0), (0, 3)), rhs_dilation=(4, 2, 3)),
+  _("volumes_cropped", 4, (5, 6, 5), 8, (2, 2, 2), 64, padding=((-1, 1), (0, -1), (1, 0))),
   _("groups8to16", 3, (6, 31), 40, (3, 3), 80, padding=SAME3, groups=5),
   _("groups24", 33, (14, 14), 72, (3, 3), 72, padding=SAME3, groups=3),
   _("groups48", 2, (14, 14), 96, (3, 3), 96, padding=((-1, 2), (0, 3)), groups=2),
@@ -144,6 +152,9 @@ STRIDED = [
   _("parts_cropped", 2, (13, 21), 8, (2, 3), 64, (2, 2), ((-1, 2), (-3, 4))),
   _("parts_dilated", 2, (19, 30), 16, (3, 4), 32, (2, 2), ((2, 2), (4, 5)), rhs_dilation=(2, 3)),
   _("parts_wide", 1, (4, 1201), 64, (3, 3), 32, (2, 2), SAME3),
+  _("volumes", 2, (7, 10, 22), 32, (3, 3, 3), 64, (2, 2, 2), (*SAME3, (1, 1))),
+  _("volumes_odd", 2, (9, 9, 11), 32, (3, 3, 3), 40, (3, 2, 2), (*SAME3, (1, 1))),
+  _("volumes_parts", 2, (6, 9, 11), 48, (2, 3, 3), 32, (2, 2, 2), ((0, 1), *SAME3)),
   _("groups", 3, (10, 23), 72, (3, 3), 72, (2, 2), SAME3, groups=3),
   _("merged", 3, (10, 23), 64, (4, 4), 64, (2, 2), ((1, 2), (2, 1)), groups=16),
   _("merged_columns", 2, (6, 40), 40, (2, 3), 40, (1, 2), ((1, 0), (1, 1)), groups=5),
@@ -184,7 +195,8 @@ def test_strides_under_the_sanitizer():
 
 def check(case, dtype, out_dtype, models=1, draw=coarse):
   # The operand that is gathered has 64 channels of a group at most.
-  results = "".join(r for r, n in (("y", case.c), ("x", case.k), ("w", case.c)) if n // case.groups <= 64)
+  gathered = (("y", case.c), ("x", case.k), *([] if case.name.startswith("volumes") else [("w", case.c)]))
+  results = "".join(r for r, n in gathered if n // case.groups <= 64)
   conv_checks.check(case, DIRECT, dtype, out_dtype, draw=draw, models=models, results=results)
 
 
@@ -204,7 +216,7 @@ def test_kernels(case):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["c24k24", "many_images", "1d_dilated", "groups8to16", "residues"])
+@pytest.mark.parametrize("name", ["c24k24", "many_images", "1d_dilated", "groups8to16", "residues", "volumes"])
 def test_many_problems(name):
   """Models do not mix, whose images do not fill a block."""
   for models in (3, 20):
@@ -213,7 +225,7 @@ def test_many_problems(name):
 
 @pytest.mark.gpu
 @pytest.mark.sanitize
-@pytest.mark.parametrize("name", ["c24k24", "c48k48", "c8k64", "2x5", "1d_two_boxes", "groups64to32", "residues"])
+@pytest.mark.parametrize("name", ["c24k24", "c48k48", "c8k64", "2x5", "1d_two_boxes", "groups64to32", "residues", "volumes"])
 def test_kernels_under_the_sanitizer(name):
   check(BY_NAME[name], "bfloat16", "bfloat16", 1 if BY_NAME[name].groups > 1 else 2)
 

@@ -38,6 +38,10 @@ CASES = [
   case("many_images", 66, (7, 7), 4, 16, (4, 4), SAME4),
   case("planes", 2, (3, 9, 10), 4, 8, (1, 4, 4), ((0, 0), *SAME4)),
 ]
+VOLUMES = [
+  case("4_of_8", 2, (5, 9, 10), 4, 8, (4, 4, 4), ((1, 2), (2, 1), (1, 2))),
+  case("8_of_5", 3, (6, 7, 12), 8, 5, (2, 3, 2), ((1, 0), (1, 1), (0, 1))),
+]
 STRIDED = case("strided", 3, (10, 23), 4, 16, (4, 4), SAME4, stride=(2, 2))
 BY_NAME = {each.name: each for each in CASES}
 
@@ -47,6 +51,15 @@ BY_NAME = {each.name: each for each in CASES}
 def test_kernels(case):
   for dtypes in DTYPES:
     conv_checks.check(case, DIRECT, *dtypes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", VOLUMES, ids=lambda c: c.name)
+def test_volumes(case):
+  for dtypes in DTYPES:
+    conv_checks.check(case, DIRECT, *dtypes, results="yx")
+  with np.errstate(invalid="ignore"):
+    conv_checks.check(case, DIRECT, "bfloat16", "bfloat16", draw=not_finite, results="yx")
 
 
 @pytest.mark.gpu
@@ -82,7 +95,8 @@ def not_finite(shape, dtype, seed):
   """Infinities and a NaN in x and y, not in the filter."""
   a = coarse(shape, dtype, seed)
   if seed != 1:
-    a[0, 0, 0, 5], a[0, -1, -1, 0], a[-1, shape[1] // 2, shape[2] // 2, -1] = np.inf, -np.inf, np.nan
+    middle = tuple(n // 2 for n in shape[1:-1])
+    a[0, 0, 0, ..., 5], a[0, -1, -1, ..., 0], a[-1, *middle, -1] = np.inf, -np.inf, np.nan
   return a
 
 

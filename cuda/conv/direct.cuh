@@ -8,8 +8,8 @@
 
 namespace jaxdnn::conv {
 
-// Boxes of as many channels as `line` bytes hold: what fills them up are zeros. Further dimensions are groups or residues,
-// of which a box has one, columns, lines and images, so many elements apart.
+// Boxes of as many channels as `line` bytes hold: what fills them up are zeros. Further dimensions are groups, residues
+// or planes, of which a box has one, columns, lines and images, so many elements apart.
 inline cudaError_t EncodeArray(CUtensorMap* map, DType type, const void* data, int64_t channels,
                                const int64_t (&extents)[4], const int64_t (&apart)[4], int line, const int (&box)[3]) {
   return EncodeBoxes(map, type, data, {channels, extents[0], extents[1], extents[2], extents[3]},

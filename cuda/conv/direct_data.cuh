@@ -23,25 +23,28 @@ struct DirectParams {
   int features, columns;
   int64_t bias_of_problem, pixel;  // elements of all groups
   int images, height, width;       // of a unit
-  int problem_images, out_height, out_width, residues;  // a residue's lines
+  int problem_images, out_height, out_width;             // a plane's or residue's lines
+  int image_pixels, plane_pixels, line_pixels;           // of the result, from one to the next
+  int plane_stride, plane_pad, plane_dilation, out_planes;  // of the operand's planes, or residues
   int before_lines, before_columns;                                 // of the operand's rows
   FastDiv column_div, line_div, image_div, feature_div, group_div;  // of a unit's number
-  FastDiv residue_div, filter_div;                                  // likewise
-  FastDiv pitch_div, plane_div;                                     // of a row
-  int x_line, filter_line, part_bytes, parts, x_bytes, x_stages, box_bytes, boxes, box_columns;
+  FastDiv plane_div, filter_div;                                    // likewise
+  FastDiv pitch_div, image_row_div;                                 // of a row
+  int x_line, filter_line, part_bytes, window_planes, plane_parts, x_bytes, x_stages, box_bytes, boxes, box_columns;
   // Of the operand in memory; and the row at the end of a line that is not whole, of which a unit has so many chunks.
-  int height_from, width_from, end_row, ends;
+  int planes_from, height_from, width_from, end_row, ends;
   int64_t line_from;  // bytes
-  FastDiv end_div, lines_div, part_div;
+  FastDiv end_div, lines_div, part_div, window_planes_div;
   int pad_lines, pad_columns, dilation[2], stride[2], group_log;  // of merged groups
   GroupSteps of_group;
-  int taps, window_width, first_tap, column_step[2], line_step[2];  // of a tap's rows, in 16 bytes; in turn
+  int taps, window_height, window_width;
+  int first_tap, column_step[2], line_step[2], plane_step;  // of a tap's rows, in 16 bytes; in turn
   int taps_at_once, steps, step_bytes, slab_bytes, stage_taps, stage_bytes, stages, ring_at;
 };
 
 // A unit of the work.
 struct DirectPlace {
-  int image, residue, line, column, feature, group, problem;  // where it begins; images of all problems
+  int image, plane, line, column, feature, group, problem;  // where it begins; a residue; images of all problems
   int images;                                        // that exist
 
   __device__ DirectPlace(const DirectParams& q, int unit) {
@@ -51,7 +54,7 @@ struct DirectPlace {
     rest = q.feature_div.Div(rest, &feature);
     problem = q.group_div.Div(rest, &group);
     column *= q.width;
-    line = q.residue_div.Div(line, &residue) * q.height;
+    line = q.plane_div.Div(line, &plane) * q.height;
     image *= q.images;
     feature *= q.columns;
     images = min(q.images, q.problem_images - image);
@@ -61,10 +64,10 @@ struct DirectPlace {
   // The pixel of the result that a row stands for, or -1.
   __device__ int Pixel(const DirectParams& q, int row) const {
     int in_plane, x;
-    const int i = q.plane_div.Div(row, &in_plane), y = q.pitch_div.Div(in_plane, &x);
+    const int i = q.image_row_div.Div(row, &in_plane), y = q.pitch_div.Div(in_plane, &x);
     const bool exists = i < images && y < min(q.height, q.out_height - line) && x < min(q.width, q.out_width - column);
-    const int to_line = ((image + i) * q.out_height + line + y) * q.residues + residue;
-    return exists ? to_line * q.out_width + column + x : -1;
+    const int to = (image + i) * q.image_pixels + plane * q.plane_pixels + (line + y) * q.line_pixels + column + x;
+    return exists ? to : -1;
   }
 };
 

@@ -12,17 +12,19 @@ struct LineEnd {
   uint32_t to;
 
   __device__ LineEnd(const DirectParams& q, const DirectPlace& place, uint32_t operand, int i) {
-    int chunk, line, part;
-    const int image = q.part_div.Div(q.lines_div.Div(q.end_div.Div(i, &chunk), &line), &part);
+    int chunk, line, part, of_window;
+    const int part_of_all = q.part_div.Div(q.lines_div.Div(q.end_div.Div(i, &chunk), &line), &part);
+    const int image = q.window_planes_div.Div(part_of_all, &of_window);
+    const int plane = place.plane * q.plane_stride - q.plane_pad + of_window * q.plane_dilation;
     const int column = q.end_row - (place.column - q.before_columns);
     const int y = (place.line - q.before_lines + line) * static_cast<int>(q.part_div.divisor) + part;
     if (i >= q.ends || image >= place.images || column < 0 || column >= q.boxes * q.box_columns || y < 0 ||
-        y >= q.height_from)
+        y >= q.height_from || plane < 0 || plane >= q.planes_from)
       return;
-    const int64_t memory_line = int64_t{place.image + image} * q.height_from + y;
+    const int64_t memory_line = (int64_t{place.image + image} * q.planes_from + plane) * q.height_from + y;
     from = reinterpret_cast<const uint4*>(q.from + memory_line * q.line_from + q.end_row * q.x_line) + chunk;
     const int box_lines = static_cast<int>(q.lines_div.divisor);
-    to = operand + part * q.part_bytes + ((image * box_lines + line) * q.boxes * q.box_columns + column) * q.x_line +
+    to = operand + (of_window * static_cast<int>(q.part_div.divisor) + part) * q.part_bytes + ((image * box_lines + line) * q.boxes * q.box_columns + column) * q.x_line +
          chunk * 16;
     to ^= to >> 3 & (q.x_line - 16);  // the TMA unit's swizzle
   }

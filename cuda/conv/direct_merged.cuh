@@ -80,16 +80,19 @@ __device__ __noinline__ void RepairUnits(const DirectParams& q, int first_row, v
     for (int row = 0; row < 16 * kBlocksOfWarpgroup; ++row) {
       const int result = place.Pixel(q, warp_row + row / 16 * 64 + row % 16);
       if (result < 0 || channel >= pixel) continue;
-      const int to_x = result % q.out_width, out_height = q.out_height * q.residues;
-      const int to_y = result / q.out_width % out_height;
-      const int64_t image = result / q.out_width / out_height;
+      const int out_height = q.image_pixels / q.out_planes / q.out_width;  // of all residues
+      const int to_x = result % q.out_width, to_y = result / q.out_width % out_height;
+      const int to_plane = result / q.out_width / out_height % q.out_planes;
+      const int64_t image = result / q.image_pixels;
       float sum = 0, others = 0;
       for (int tap = 0; tap < q.taps; ++tap) {
-        const int y = to_y * q.stride[0] - q.pad_lines + tap / q.window_width * q.dilation[0];
+        const int of_plane = q.window_height * q.window_width;
+        const int plane = to_plane * q.plane_stride - q.plane_pad + tap / of_plane * q.plane_dilation;
+        const int y = to_y * q.stride[0] - q.pad_lines + tap % of_plane / q.window_width * q.dilation[0];
         const int x = to_x * q.stride[1] - q.pad_columns + tap % q.window_width * q.dilation[1];
-        if (y < 0 || y >= q.height_from || x < 0 || x >= q.width_from) continue;
-        const In* const from =
-            reinterpret_cast<const In*>(q.from) + ((image * q.height_from + y) * q.width_from + x) * pixel + first;
+        if (plane < 0 || plane >= q.planes_from || y < 0 || y >= q.height_from || x < 0 || x >= q.width_from) continue;
+        const int64_t line = (image * q.planes_from + plane) * q.height_from + y;
+        const In* const from = reinterpret_cast<const In*>(q.from) + (line * q.width_from + x) * pixel + first;
         const In* const rows = filter + ((int64_t{kForward ? tap : q.taps - 1 - tap} << q.group_log) * pixel);
         for (int k = 0; k < min(kMerged, pixel - first); ++k) {
           const float value = static_cast<float>(from[k]);

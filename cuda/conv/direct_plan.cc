@@ -58,13 +58,20 @@ bool DirectView::Fit(const Problem& p) {
                     (row == 32 || row == 64);
   beside = rows ? p.stride[2] : 1;
   for (int d = 0; d < kRank; ++d) {
-    // A tap and the next but one are as far apart as any such two.
-    const bool strided = d > 0 && p.direction == Direction::kForward && p.x[d] >= p.stride[d] &&
-                         p.stride[d] <= (d == 2 && rows ? 4 : 2);
+    // A tap and the next but one are as far apart as any such two. Planes are brought one by one.
+    const bool strided = p.direction == Direction::kForward && p.x[d] >= p.stride[d] &&
+                         (d == 0 || p.stride[d] <= (d == 2 && rows ? 4 : 2));
     if ((p.stride[d] != 1 && !strided) || p.lhs_dilation[d] != 1) return false;
   }
-  if (p.window[0] != 1 || p.pad[0] != 0 || p.x[0] != p.y[0]) return false;
-  images = p.images * p.x[0];
+  volumes = p.window[0] != 1 || p.pad[0] != 0 || p.x[0] != p.y[0] || p.stride[0] != 1;
+  if (volumes && p.direction == Direction::kFilterGradient) return false;
+  images = p.images * (volumes ? 1 : p.x[0]);
+  x_planes = volumes ? p.x[0] : 1;
+  y_planes = volumes ? p.y[0] : 1;
+  window_planes = p.window[0];
+  plane_dilation = p.rhs_dilation[0];
+  plane_pad = p.pad[0];
+  plane_stride = p.stride[0];
   for (int d = 0; d < 2; ++d) {
     x[d] = p.x[d + 1];
     y[d] = p.y[d + 1];
@@ -120,7 +127,7 @@ void DirectPlan::FitShape(int64_t of_width) {
   part_bytes = int(CeilDiv(rows * x_line, kSwizzleBytes)) * kSwizzleBytes;
   x_bytes = int(view.Parts()) * part_bytes;
   column_tiles = int(CeilDiv(view.y[1], width));
-  line_tiles = int(view.residues * CeilDiv(view.y[0], height));
+  line_tiles = int(view.residues * view.y_planes * CeilDiv(view.y[0], height));
   image_tiles = int(CeilDiv(view.images, images));
 }
 
@@ -137,7 +144,9 @@ bool DirectPlan::Fit(const Problem& p, bool forward) {
 bool DirectPlan::FitGroups(const Problem& p, bool forward, int merged) {
   of = DirectGroups(p, merged);
   if (!TakesGroups(of)) return false;
-  if (!of.Apart()) view.TakeResidues();
+  // Planes and residues are in the place of groups.
+  if (view.volumes && of.Apart()) return false;
+  if (!view.volumes && !of.Apart()) view.TakeResidues();
   const int64_t size = SizeOf(p.in), taps = view.Taps();
   columns = BestColumns(of.features);
   feature_tiles = int(CeilDiv(of.features, columns));
@@ -149,8 +158,9 @@ bool DirectPlan::FitGroups(const Problem& p, bool forward, int merged) {
   slab_bytes = (forward ? 16 * steps : columns) * filter_line;
   taps_at_once =
       view.parts[1] == 1 && view.window[1] % kAtOnce == 0 && steps <= kMostStepsAtOnce && columns <= kMostColumnsAtOnce ? kAtOnce : 1;
-  // As many taps as have room in a stage, or fewer that make all stages even.
-  const int64_t most = std::max(1, kStageBytes / slab_bytes / taps_at_once), all = taps / taps_at_once;
+  // As many taps as have room in a stage, or fewer that make all stages even. Merged ones are all there.
+  const int64_t all = taps / taps_at_once, least = merged > 1 ? CeilDiv(all, kMostStages) : 1;
+  const int64_t most = std::max<int64_t>(least, kStageBytes / slab_bytes / taps_at_once);
   stage_taps = int(CeilDiv(all, CeilDiv(all, most))) * taps_at_once;
   const int all_stages = int(CeilDiv(taps, stage_taps));
   cycles = HUGE_VAL;

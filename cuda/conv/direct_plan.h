@@ -11,18 +11,22 @@
 
 namespace jaxdnn::conv {
 
-// A problem as one of images: a line is an image of one, and planes that no window leaves are images.
+// A problem as one of images: a line is an image of one, and planes that no window leaves are images. Of volumes a unit
+// has planes of the result that are one by one, and of the operand as many as the window.
 //
 // With strides, lines are dealt out to as many parts, and so are the pixels of a line, so that in each part the next
 // result's window begins a row later. Or, where they make a line of shared memory, so many pixels are one row of their
 // channels; those at the end of a line that are no whole row are brought beside the TMA unit.
 struct DirectView {
-  static constexpr int kMostParts = 4;
-  int64_t images;  // of a problem
+  static constexpr int kMostParts = 4;  // of a plane
+  int64_t images;                       // of a problem
   int64_t x[2], y[2], window[2], dilation[2], pad[2], stride[2];
   int64_t beside;    // pixels of a row
   int64_t parts[2];  // of the lines, and of their pixels
   int64_t residues = 1;
+  // Of volumes; else one of each.
+  bool volumes;
+  int64_t x_planes, y_planes, window_planes, plane_dilation, plane_pad, plane_stride;
 
   bool Fit(const Problem& p);
   // Where a window's lines are so far apart, takes those of both arrays that are for images of their own, as many as there
@@ -33,8 +37,9 @@ struct DirectView {
   int64_t Before(int d) const;
   int64_t First(int d) const { return Before(d) * stride[d] - pad[d]; }
   int64_t Reach(int d) const { return (First(d) + (window[d] - 1) * dilation[d]) / stride[d]; }
-  int64_t Taps() const { return window[0] * window[1]; }
-  int64_t Parts() const { return parts[0] * parts[1]; }
+  int64_t Taps() const { return window_planes * window[0] * window[1]; }
+  int64_t PlaneParts() const { return parts[0] * parts[1]; }
+  int64_t Parts() const { return window_planes * PlaneParts(); }
   int64_t WholeRows() const { return x[1] / beside; }
   int64_t PixelsLeft() const { return x[1] % beside; }
 };

@@ -30,16 +30,20 @@ __device__ void Produce(const DirectParams& q, const DirectShared& shared) {
     if (leads) {
       const uint32_t to = shared.Operand(q, operand.stage), full = shared.OperandFull(operand.stage);
       hopper::WaitBarrier(shared.OperandEmpty(operand.stage), operand.parity ^ 1);
-      hopper::ArriveExpecting(full, q.parts * q.boxes * q.box_bytes);
+      hopper::ArriveExpecting(full, q.window_planes * q.plane_parts * q.boxes * q.box_bytes);
+      const int first_plane = place.group * q.of_group.groups + place.plane * q.plane_stride - q.plane_pad;
+      uint32_t part_to = to;
 #pragma unroll 1
-      for (int part = 0; part < q.parts; ++part)
+      for (int plane = 0; plane < q.window_planes; ++plane)
 #pragma unroll 1
-        for (int box = 0; box < q.boxes; ++box) {
-          const int at[] = {place.group * q.of_group.channels, place.group * q.of_group.groups + place.residue,
-                            place.column - q.before_columns + box * q.box_columns, place.line - q.before_lines,
-                            place.image};
-          hopper::LoadBox(to + part * q.part_bytes + box * q.box_bytes, &q.operand[part], full, at);
-        }
+        for (int part = 0; part < q.plane_parts; ++part, part_to += q.part_bytes)
+#pragma unroll 1
+          for (int box = 0; box < q.boxes; ++box) {
+            const int at[] = {place.group * q.of_group.channels, first_plane + plane * q.plane_dilation,
+                              place.column - q.before_columns + box * q.box_columns, place.line - q.before_lines,
+                              place.image};
+            hopper::LoadBox(part_to + box * q.box_bytes, &q.operand[part], full, at);
+          }
     }
     operand.Next(q.x_stages);
 #pragma unroll 1
@@ -106,8 +110,11 @@ __device__ __forceinline__ void MultiplyTaps(const DirectParams& q, const Direct
     if ((column += kTaps) == q.window_width) {
       column = 0;
       next = step;
-      row += q.line_step[line];
-      line ^= 1;
+      row += q.line_step[line & 1];
+      if (++line == q.window_height) {
+        line = 0;
+        row += q.plane_step;
+      }
     }
     if ((of_stage += kTaps) == q.stage_taps) {
       of_stage = 0;
@@ -184,10 +191,10 @@ cudaError_t EncodeOperand(CUtensorMap* map, const Problem& p, const void* operan
   return EncodeArray(
       map, p.in, static_cast<const char*>(operand) + (first_line * line + first_row * row) * SizeOf(p.in),
       apart ? p.channels : row,
-      {apart ? p.groups : view.residues, CeilDiv(view.WholeRows() - first_row, view.parts[1]),
+      {apart ? p.groups : view.volumes ? view.x_planes : view.residues, CeilDiv(view.WholeRows() - first_row, view.parts[1]),
        CeilDiv(view.x[0] - first_line, view.parts[0]), p.batch * view.images},
-      {apart ? p.channels : line, view.parts[1] * row, view.residues * view.parts[0] * line,
-       view.residues * view.x[0] * line},
+      {apart ? p.channels : view.volumes ? view.x[0] * line : line, view.parts[1] * row,
+       view.residues * view.parts[0] * line, view.residues * view.x_planes * view.x[0] * line},
       plan.x_line, {plan.box_columns, plan.Lines(), plan.images});
 }
 
@@ -213,8 +220,15 @@ cudaError_t LaunchTyped(const Problem& p, const DirectPlan& plan, const void* op
   q.width = plan.width;
   q.problem_images = int(view.images);
   q.out_height = int(view.y[0]);
-  q.residues = int(view.residues);
-  q.residue_div = FastDiv(view.residues);
+  const int64_t out_planes = view.volumes ? view.y_planes : view.residues;
+  q.out_planes = int(view.y_planes);
+  q.plane_div = FastDiv(out_planes);
+  q.image_pixels = int(out_planes * view.y[0] * view.y[1]);
+  q.plane_pixels = int(view.volumes ? view.y[0] * view.y[1] : view.y[1]);
+  q.line_pixels = int(view.residues * view.y[1]);
+  q.plane_stride = int(view.plane_stride);
+  q.plane_pad = int(view.plane_pad);
+  q.plane_dilation = int(view.plane_dilation);
   q.out_width = int(view.y[1]);
   q.before_lines = int(view.Before(0));
   q.before_columns = int(view.Before(1));
@@ -225,17 +239,19 @@ cudaError_t LaunchTyped(const Problem& p, const DirectPlan& plan, const void* op
   q.group_div = FastDiv(plan.of.groups);
   q.pitch_div = FastDiv(plan.pitch);
   const int lines = plan.Lines();
-  q.plane_div = FastDiv(lines * plan.pitch);
+  q.image_row_div = FastDiv(lines * plan.pitch);
   q.x_line = plan.x_line;
   q.filter_line = plan.filter_line;
   q.part_bytes = plan.part_bytes;
-  q.parts = int(view.Parts());
+  q.window_planes = int(view.window_planes);
+  q.plane_parts = int(view.PlaneParts());
   q.x_bytes = plan.x_bytes;
   q.x_stages = plan.x_stages;
   q.boxes = plan.boxes;
   q.box_columns = plan.box_columns;
   q.box_bytes = plan.images * lines * plan.box_columns * plan.x_line;
   q.taps = int(view.Taps());
+  q.window_height = int(view.window[0]);
   q.window_width = int(view.window[1]);
   // Where a tap's row begins, in 16 bytes. The data gradient's window is mirrored: its taps are met from the last on.
   const int row = plan.x_line >> 4, part = plan.part_bytes >> 4;
@@ -250,7 +266,9 @@ cudaError_t LaunchTyped(const Problem& p, const DirectPlan& plan, const void* op
   };
   const int64_t sign = kForward ? 1 : -1, width = view.window[1];
   const int64_t first_line = kForward ? 0 : view.window[0] - 1, first = kForward ? 0 : width - 1;
-  q.first_tap = line_at(first_line) + column_at(first);
+  const int64_t plane = sign * view.PlaneParts() * part, first_plane = kForward ? 0 : view.window_planes - 1;
+  q.first_tap = int(view.PlaneParts() * part * first_plane) + line_at(first_line) + column_at(first);
+  q.plane_step = int(plane) - (line_at(first_line + sign * view.window[0]) - line_at(first_line));
   for (int i = 0; i < 2; ++i) {
     q.column_step[i] = column_at(first + sign * (i + 1)) - column_at(first + sign * i);
     q.line_step[i] = line_at(first_line + sign * (i + 1)) - line_at(first_line + sign * i) -
@@ -267,12 +285,14 @@ cudaError_t LaunchTyped(const Problem& p, const DirectPlan& plan, const void* op
 
   q.from = static_cast<const unsigned char*>(operand);
   q.taps_from = filter;
+  q.planes_from = int(view.x_planes);
   q.height_from = int(view.residues * view.x[0]);
   q.width_from = int(view.x[1]);
   q.line_from = view.x[1] * p.groups * p.channels * SizeOf(p.in);
   q.end_row = int(view.WholeRows());
   const int64_t of_end = view.PixelsLeft() * p.channels * SizeOf(p.in) / 16;
-  q.ends = int(plan.images * q.parts * lines * of_end);
+  q.ends = int(plan.images * view.Parts() * lines * of_end);
+  q.window_planes_div = FastDiv(view.window_planes);
   q.end_div = FastDiv(of_end);
   q.lines_div = FastDiv(lines);
   q.part_div = FastDiv(view.parts[0]);
@@ -286,7 +306,7 @@ cudaError_t LaunchTyped(const Problem& p, const DirectPlan& plan, const void* op
   q.of_group = GroupSteps(plan.of);
 
   cudaError_t e = cudaSuccess;
-  for (int part = 0; part < q.parts && e == cudaSuccess; ++part)
+  for (int part = 0; part < q.plane_parts && e == cudaSuccess; ++part)
     e = EncodeOperand(&q.operand[part], p, operand, plan, part);
   // The filter is [taps, channels, features] as the problem had it before AsForward, of all groups.
   const int64_t along = kForward ? p.features : p.channels, down = kForward ? p.channels : p.features;
