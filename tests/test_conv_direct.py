@@ -225,7 +225,9 @@ def test_many_problems(name):
 
 @pytest.mark.gpu
 @pytest.mark.sanitize
-@pytest.mark.parametrize("name", ["c24k24", "c48k48", "c8k64", "2x5", "1d_two_boxes", "groups64to32", "residues", "volumes"])
+@pytest.mark.parametrize(
+  "name", ["c24k24", "c48k48", "c8k64", "2x5", "1d_two_boxes", "groups64to32", "residues", "volumes"]
+)
 def test_kernels_under_the_sanitizer(name):
   check(BY_NAME[name], "bfloat16", "bfloat16", 1 if BY_NAME[name].groups > 1 else 2)
 

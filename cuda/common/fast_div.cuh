@@ -22,8 +22,8 @@ struct FastDiv {
 #endif
     const uint64_t numerator = ((uint64_t{1} << shift) - divisor) << 32;
 #ifdef __CUDA_ARCH__
-    // Exact as a double, for all but 32 of its bits are zeros; and so is the quotient's whole part. A division of 64-bit
-    // integers takes four times the instructions.
+    // Exact as a double, for all but 32 of its bits are zeros; and so is the quotient's whole part. A division of
+    // 64-bit integers takes four times the instructions.
     multiplier = static_cast<uint32_t>(__ddiv_rz(static_cast<double>(numerator), divisor)) + 1;
 #else
     multiplier = static_cast<uint32_t>(numerator / divisor + 1);

@@ -14,18 +14,18 @@ using DirectSums = float[kBlocksOfWarpgroup][kColumns / 2];
 
 struct DirectParams {
   CUtensorMap operand[DirectView::kMostParts], filter;  // of the operand's parts
-  const unsigned char* from;       // the operand
-  const void* taps_from;           // the filter
+  const unsigned char* from;                            // the operand
+  const void* taps_from;                                // the filter
   Epilogue epilogue;
   bool forward, plain, wide;              // sums are stored as they are, in the operands' type; the result is of floats
   int units, units_of_block, units_left;  // of a block, and how many have one more
   int filter_units;                       // that follow each other and find their filter in the ring
   int features, columns;
-  int64_t bias_of_problem, pixel;  // elements of all groups
-  int images, height, width;       // of a unit
-  int problem_images, out_height, out_width;             // a plane's or residue's lines
-  int image_pixels, plane_pixels, line_pixels;           // of the result, from one to the next
-  int plane_stride, plane_pad, plane_dilation, out_planes;  // of the operand's planes, or residues
+  int64_t bias_of_problem, pixel;                                   // elements of all groups
+  int images, height, width;                                        // of a unit
+  int problem_images, out_height, out_width;                        // a plane's or residue's lines
+  int image_pixels, plane_pixels, line_pixels;                      // of the result, from one to the next
+  int plane_stride, plane_pad, plane_dilation, out_planes;          // of the operand's planes, or residues
   int before_lines, before_columns;                                 // of the operand's rows
   FastDiv column_div, line_div, image_div, feature_div, group_div;  // of a unit's number
   FastDiv plane_div, filter_div;                                    // likewise
@@ -45,7 +45,7 @@ struct DirectParams {
 // A unit of the work.
 struct DirectPlace {
   int image, plane, line, column, feature, group, problem;  // where it begins; a residue; images of all problems
-  int images;                                        // that exist
+  int images;                                               // that exist
 
   __device__ DirectPlace(const DirectParams& q, int unit) {
     int rest = q.column_div.Div(unit, &column);

@@ -24,8 +24,8 @@ struct LineEnd {
     const int64_t memory_line = (int64_t{place.image + image} * q.planes_from + plane) * q.height_from + y;
     from = reinterpret_cast<const uint4*>(q.from + memory_line * q.line_from + q.end_row * q.x_line) + chunk;
     const int box_lines = static_cast<int>(q.lines_div.divisor);
-    to = operand + (of_window * static_cast<int>(q.part_div.divisor) + part) * q.part_bytes + ((image * box_lines + line) * q.boxes * q.box_columns + column) * q.x_line +
-         chunk * 16;
+    to = operand + (of_window * static_cast<int>(q.part_div.divisor) + part) * q.part_bytes +
+         ((image * box_lines + line) * q.boxes * q.box_columns + column) * q.x_line + chunk * 16;
     to ^= to >> 3 & (q.x_line - 16);  // the TMA unit's swizzle
   }
   __device__ uint4 Load() const { return from != nullptr ? __ldg(from) : uint4(); }

@@ -195,8 +195,8 @@ __device__ __forceinline__ void StoreSums(const DirectFilterParams& q, const Fil
       if (!first.exists || column >= q.window_width || channel >= q.channels) continue;
       const int tap = first.line * q.window_width + column;
       const int group = channel >> q.group_log;
-      const int64_t line = (int64_t{place.problem} * q.taps + tap) * min(q.channels, 1 << q.group_log) +
-                           channel - (group << q.group_log);
+      const int64_t line = (int64_t{place.problem} * q.taps + tap) * min(q.channels, 1 << q.group_log) + channel -
+                           (group << q.group_log);
       float* const to = partial + line * q.row_features;
 #pragma unroll
       for (int j = 0; j < kColumns / 8; ++j) {

@@ -54,8 +54,8 @@ bool TakesGroups(const DirectGroups& of) {
 
 bool DirectView::Fit(const Problem& p) {
   const int64_t row = p.stride[2] * p.channels;
-  const bool rows = p.stride[2] > 1 && p.groups == 1 && p.rhs_dilation[2] == 1 && p.channels % 16 == 0 &&
-                    (row == 32 || row == 64);
+  const bool rows =
+      p.stride[2] > 1 && p.groups == 1 && p.rhs_dilation[2] == 1 && p.channels % 16 == 0 && (row == 32 || row == 64);
   beside = rows ? p.stride[2] : 1;
   for (int d = 0; d < kRank; ++d) {
     // A tap and the next but one are as far apart as any such two. Planes are brought one by one.
@@ -95,10 +95,7 @@ void DirectView::TakeResidues() {
 int64_t DirectView::Before(int d) const { return -FloorDiv(-pad[d], stride[d]); }
 
 DirectGroups::DirectGroups(const Problem& p, int merged)
-    : merged(merged),
-      groups(CeilDiv(p.groups, merged)),
-      channels(p.channels * merged),
-      features(p.features * merged) {
+    : merged(merged), groups(CeilDiv(p.groups, merged)), channels(p.channels * merged), features(p.features * merged) {
   if (merged > 1)
     for (log = 1; p.channels > 1 << log;) ++log;
 }
@@ -157,7 +154,9 @@ bool DirectPlan::FitGroups(const Problem& p, bool forward, int merged) {
   filter_line = !forward ? line : columns == 32 ? 64 : 128;
   slab_bytes = (forward ? 16 * steps : columns) * filter_line;
   taps_at_once =
-      view.parts[1] == 1 && view.window[1] % kAtOnce == 0 && steps <= kMostStepsAtOnce && columns <= kMostColumnsAtOnce ? kAtOnce : 1;
+      view.parts[1] == 1 && view.window[1] % kAtOnce == 0 && steps <= kMostStepsAtOnce && columns <= kMostColumnsAtOnce
+          ? kAtOnce
+          : 1;
   // As many taps as have room in a stage, or fewer that make all stages even. Merged ones are all there.
   const int64_t all = taps / taps_at_once, least = merged > 1 ? CeilDiv(all, kMostStages) : 1;
   const int64_t most = std::max<int64_t>(least, kStageBytes / slab_bytes / taps_at_once);

@@ -29,8 +29,8 @@ struct DirectView {
   int64_t x_planes, y_planes, window_planes, plane_dilation, plane_pad, plane_stride;
 
   bool Fit(const Problem& p);
-  // Where a window's lines are so far apart, takes those of both arrays that are for images of their own, as many as there
-  // are residues of a line's number: what a window sees beside some lines is less then. There must be whole ones.
+  // Where a window's lines are so far apart, takes those of both arrays that are for images of their own, as many as
+  // there are residues of a line's number: what a window sees beside some lines is less then. There must be whole ones.
   void TakeResidues();
   // Rows, or lines of a part, before the first result's; how many pixels or lines after them its window begins; and
   // those that the last of its taps is after the first.
@@ -55,7 +55,8 @@ struct DirectGroups {
   DirectGroups(const Problem& p, int merged);
   // How many small groups would be one; 1 where they are not.
   static int Mergeable(const Problem& p);
-  // Whether groups are an array of their own to the TMA unit: those merged are in one line, of which none is half in a box.
+  // Whether groups are an array of their own to the TMA unit: those merged are in one line, of which none is half in a
+  // box.
   bool Apart() const { return merged == 1 && groups > 1; }
 };
 

@@ -92,9 +92,9 @@ __device__ __forceinline__ void MultiplyTaps(const DirectParams& q, const Direct
       for (int k = 0; k < kSteps; ++k)
 #pragma unroll
         for (int m = 0; m < kBlocksOfWarpgroup; ++m)
-          hopper::Multiply<In, kColumns, false, kForward>(
-              sums[m], hopper::Later(a, row + t * step + m * next_rows + 2 * k),
-              hopper::Later(b, tap + t * slab + k * step_b), true);
+          hopper::Multiply<In, kColumns, false, kForward>(sums[m],
+                                                          hopper::Later(a, row + t * step + m * next_rows + 2 * k),
+                                                          hopper::Later(b, tap + t * slab + k * step_b), true);
     hopper::CommitProducts();
     // These products run on while the next one's are issued; those before are done.
     hopper::WaitForProducts<1>();
@@ -187,73 +187,100 @@ cudaError_t EncodeOperand(CUtensorMap* map, const Problem& p, const void* operan
   const DirectView& view = plan.view;
   const int64_t pixel = p.groups * p.channels, row = view.beside * pixel, line = view.x[1] * pixel;
   const int64_t first_line = part / view.parts[1], first_row = part % view.parts[1];
+  const int64_t planes = view.residues * view.x_planes, plane = view.volumes ? view.x[0] * line : line;
   const bool apart = plan.of.Apart();
-  return EncodeArray(
-      map, p.in, static_cast<const char*>(operand) + (first_line * line + first_row * row) * SizeOf(p.in),
-      apart ? p.channels : row,
-      {apart ? p.groups : view.volumes ? view.x_planes : view.residues, CeilDiv(view.WholeRows() - first_row, view.parts[1]),
-       CeilDiv(view.x[0] - first_line, view.parts[0]), p.batch * view.images},
-      {apart ? p.channels : view.volumes ? view.x[0] * line : line, view.parts[1] * row,
-       view.residues * view.parts[0] * line, view.residues * view.x_planes * view.x[0] * line},
-      plan.x_line, {plan.box_columns, plan.Lines(), plan.images});
+  return EncodeArray(map, p.in,
+                     static_cast<const char*>(operand) + (first_line * line + first_row * row) * SizeOf(p.in),
+                     apart ? p.channels : row,
+                     {apart ? p.groups : planes, CeilDiv(view.WholeRows() - first_row, view.parts[1]),
+                      CeilDiv(view.x[0] - first_line, view.parts[0]), p.batch * view.images},
+                     {apart ? p.channels : plane, view.parts[1] * row, view.residues * view.parts[0] * line,
+                      planes * view.x[0] * line},
+                     plan.x_line, {plan.box_columns, plan.Lines(), plan.images});
 }
 
-template <class In, bool kForward>
-cudaError_t LaunchTyped(const Problem& p, const DirectPlan& plan, const void* operand, const void* filter, void* out,
-                        const Epilogue& epilogue, cudaStream_t stream) {
+// Units, and where their results are.
+void SetUnits(DirectParams* q, const Problem& p, const DirectPlan& plan) {
   const DirectView& view = plan.view;
-  DirectParams q = {};
-  q.epilogue = epilogue;
-  q.forward = kForward;
-  q.wide = p.out != p.in;
-  q.plain = !q.wide && IsNone(epilogue);
-  q.units = int(plan.units);
-  q.units_of_block = int(plan.units / plan.blocks);
-  q.units_left = int(plan.units % plan.blocks);
-  q.filter_units = plan.resident ? plan.column_tiles * plan.line_tiles * plan.image_tiles : 1;
-  q.filter_div = FastDiv(q.filter_units);
-  q.features = int(plan.of.features);
-  q.columns = plan.columns;
-  q.bias_of_problem = q.pixel = p.groups * p.features;
-  q.images = plan.images;
-  q.height = plan.height;
-  q.width = plan.width;
-  q.problem_images = int(view.images);
-  q.out_height = int(view.y[0]);
-  const int64_t out_planes = view.volumes ? view.y_planes : view.residues;
-  q.out_planes = int(view.y_planes);
-  q.plane_div = FastDiv(out_planes);
-  q.image_pixels = int(out_planes * view.y[0] * view.y[1]);
-  q.plane_pixels = int(view.volumes ? view.y[0] * view.y[1] : view.y[1]);
-  q.line_pixels = int(view.residues * view.y[1]);
-  q.plane_stride = int(view.plane_stride);
-  q.plane_pad = int(view.plane_pad);
-  q.plane_dilation = int(view.plane_dilation);
-  q.out_width = int(view.y[1]);
-  q.before_lines = int(view.Before(0));
-  q.before_columns = int(view.Before(1));
-  q.column_div = FastDiv(plan.column_tiles);
-  q.line_div = FastDiv(plan.line_tiles);
-  q.image_div = FastDiv(plan.image_tiles);
-  q.feature_div = FastDiv(plan.feature_tiles);
-  q.group_div = FastDiv(plan.of.groups);
-  q.pitch_div = FastDiv(plan.pitch);
+  q->units = int(plan.units);
+  q->units_of_block = int(plan.units / plan.blocks);
+  q->units_left = int(plan.units % plan.blocks);
+  q->filter_units = plan.resident ? plan.column_tiles * plan.line_tiles * plan.image_tiles : 1;
+  q->filter_div = FastDiv(q->filter_units);
+  q->features = int(plan.of.features);
+  q->columns = plan.columns;
+  q->bias_of_problem = q->pixel = p.groups * p.features;
+  q->images = plan.images;
+  q->height = plan.height;
+  q->width = plan.width;
+  q->problem_images = int(view.images);
+  q->out_height = int(view.y[0]);
+  q->out_width = int(view.y[1]);
+  q->out_planes = int(view.y_planes);
+  const int64_t planes = view.residues * view.y_planes;
+  q->image_pixels = int(planes * view.y[0] * view.y[1]);
+  q->plane_pixels = int(view.volumes ? view.y[0] * view.y[1] : view.y[1]);
+  q->line_pixels = int(view.residues * view.y[1]);
+  q->column_div = FastDiv(plan.column_tiles);
+  q->line_div = FastDiv(plan.line_tiles);
+  q->plane_div = FastDiv(planes);
+  q->image_div = FastDiv(plan.image_tiles);
+  q->feature_div = FastDiv(plan.feature_tiles);
+  q->group_div = FastDiv(plan.of.groups);
+}
+
+// The operand in memory, and in shared memory.
+void SetOperand(DirectParams* q, const Problem& p, const DirectPlan& plan, const void* operand) {
+  const DirectView& view = plan.view;
   const int lines = plan.Lines();
-  q.image_row_div = FastDiv(lines * plan.pitch);
-  q.x_line = plan.x_line;
-  q.filter_line = plan.filter_line;
-  q.part_bytes = plan.part_bytes;
-  q.window_planes = int(view.window_planes);
-  q.plane_parts = int(view.PlaneParts());
-  q.x_bytes = plan.x_bytes;
-  q.x_stages = plan.x_stages;
-  q.boxes = plan.boxes;
-  q.box_columns = plan.box_columns;
-  q.box_bytes = plan.images * lines * plan.box_columns * plan.x_line;
-  q.taps = int(view.Taps());
-  q.window_height = int(view.window[0]);
-  q.window_width = int(view.window[1]);
-  // Where a tap's row begins, in 16 bytes. The data gradient's window is mirrored: its taps are met from the last on.
+  q->of_group = GroupSteps(plan.of);
+  q->group_log = plan.of.log;
+  q->plane_stride = int(view.plane_stride);
+  q->plane_pad = int(view.plane_pad);
+  q->plane_dilation = int(view.plane_dilation);
+  q->before_lines = int(view.Before(0));
+  q->before_columns = int(view.Before(1));
+  q->pitch_div = FastDiv(plan.pitch);
+  q->image_row_div = FastDiv(lines * plan.pitch);
+  q->x_line = plan.x_line;
+  q->part_bytes = plan.part_bytes;
+  q->window_planes = int(view.window_planes);
+  q->plane_parts = int(view.PlaneParts());
+  q->x_bytes = plan.x_bytes;
+  q->x_stages = plan.x_stages;
+  q->boxes = plan.boxes;
+  q->box_columns = plan.box_columns;
+  q->box_bytes = plan.images * lines * plan.box_columns * plan.x_line;
+
+  // As a repair and the ends of lines find it.
+  q->from = static_cast<const unsigned char*>(operand);
+  q->planes_from = int(view.x_planes);
+  q->height_from = int(view.residues * view.x[0]);
+  q->width_from = int(view.x[1]);
+  q->line_from = view.x[1] * p.groups * p.channels * SizeOf(p.in);
+  q->pad_lines = int(p.pad[1]);
+  q->pad_columns = int(p.pad[2]);
+  for (int d = 0; d < 2; ++d) {
+    q->dilation[d] = int(p.rhs_dilation[d + 1]);
+    q->stride[d] = int(p.stride[d + 1]);
+  }
+  const int64_t of_end = view.PixelsLeft() * p.channels * SizeOf(p.in) / 16;
+  q->end_row = int(view.WholeRows());
+  q->ends = int(plan.images * view.Parts() * lines * of_end);
+  q->end_div = FastDiv(of_end);
+  q->lines_div = FastDiv(lines);
+  q->part_div = FastDiv(view.parts[0]);
+  q->window_planes_div = FastDiv(view.window_planes);
+}
+
+// The filter, and where a tap's row begins, in 16 bytes. The data gradient's window is mirrored: its taps are met from
+// the last on.
+template <bool kForward>
+void SetTaps(DirectParams* q, const Problem& p, const DirectPlan& plan) {
+  const DirectView& view = plan.view;
+  q->taps = int(view.Taps());
+  q->window_height = int(view.window[0]);
+  q->window_width = int(view.window[1]);
   const int row = plan.x_line >> 4, part = plan.part_bytes >> 4;
   const auto line_at = [&](int64_t tap) {
     const int64_t line = view.First(0) + tap * view.dilation[0];
@@ -264,46 +291,39 @@ cudaError_t LaunchTyped(const Problem& p, const DirectPlan& plan, const void* op
     if (view.beside > 1) return int(pixel * p.channels / 8);
     return int(FloorMod(pixel, view.parts[1]) * part + FloorDiv(pixel, view.parts[1]) * row);
   };
-  const int64_t sign = kForward ? 1 : -1, width = view.window[1];
-  const int64_t first_line = kForward ? 0 : view.window[0] - 1, first = kForward ? 0 : width - 1;
-  const int64_t plane = sign * view.PlaneParts() * part, first_plane = kForward ? 0 : view.window_planes - 1;
-  q.first_tap = int(view.PlaneParts() * part * first_plane) + line_at(first_line) + column_at(first);
-  q.plane_step = int(plane) - (line_at(first_line + sign * view.window[0]) - line_at(first_line));
+  const auto first_of = [](int64_t taps) { return kForward ? 0 : taps - 1; };
+  const int64_t plane = view.PlaneParts() * part, sign = kForward ? 1 : -1;
+  const int64_t line = first_of(view.window[0]), column = first_of(view.window[1]);
+  const int columns = column_at(column + sign * view.window[1]) - column_at(column);  // from a line's first to its end
+  q->first_tap = int(first_of(view.window_planes) * plane) + line_at(line) + column_at(column);
   for (int i = 0; i < 2; ++i) {
-    q.column_step[i] = column_at(first + sign * (i + 1)) - column_at(first + sign * i);
-    q.line_step[i] = line_at(first_line + sign * (i + 1)) - line_at(first_line + sign * i) -
-                     (column_at(first + sign * width) - column_at(first));
+    q->column_step[i] = column_at(column + sign * (i + 1)) - column_at(column + sign * i);
+    q->line_step[i] = line_at(line + sign * (i + 1)) - line_at(line + sign * i) - columns;
   }
-  q.taps_at_once = plan.taps_at_once;
-  q.steps = plan.steps;
-  q.step_bytes = kForward ? 16 * plan.filter_line : 32;
-  q.slab_bytes = plan.slab_bytes;
-  q.stage_taps = plan.stage_taps;
-  q.stage_bytes = plan.stage_taps * plan.slab_bytes;
-  q.stages = plan.stages;
-  q.ring_at = DirectPlan::kBarrierBytes + plan.x_stages * plan.x_bytes;
+  q->plane_step = int(sign * plane) - (line_at(line + sign * view.window[0]) - line_at(line));
+  q->taps_at_once = plan.taps_at_once;
+  q->steps = plan.steps;
+  q->filter_line = plan.filter_line;
+  q->step_bytes = kForward ? 16 * plan.filter_line : 32;
+  q->slab_bytes = plan.slab_bytes;
+  q->stage_taps = plan.stage_taps;
+  q->stage_bytes = plan.stage_taps * plan.slab_bytes;
+  q->stages = plan.stages;
+  q->ring_at = DirectPlan::kBarrierBytes + plan.x_stages * plan.x_bytes;
+}
 
-  q.from = static_cast<const unsigned char*>(operand);
+template <class In, bool kForward>
+cudaError_t LaunchTyped(const Problem& p, const DirectPlan& plan, const void* operand, const void* filter, void* out,
+                        const Epilogue& epilogue, cudaStream_t stream) {
+  DirectParams q = {};
+  q.epilogue = epilogue;
+  q.forward = kForward;
+  q.wide = p.out != p.in;
+  q.plain = !q.wide && IsNone(epilogue);
   q.taps_from = filter;
-  q.planes_from = int(view.x_planes);
-  q.height_from = int(view.residues * view.x[0]);
-  q.width_from = int(view.x[1]);
-  q.line_from = view.x[1] * p.groups * p.channels * SizeOf(p.in);
-  q.end_row = int(view.WholeRows());
-  const int64_t of_end = view.PixelsLeft() * p.channels * SizeOf(p.in) / 16;
-  q.ends = int(plan.images * view.Parts() * lines * of_end);
-  q.window_planes_div = FastDiv(view.window_planes);
-  q.end_div = FastDiv(of_end);
-  q.lines_div = FastDiv(lines);
-  q.part_div = FastDiv(view.parts[0]);
-  for (int d = 0; d < 2; ++d) {
-    q.dilation[d] = int(p.rhs_dilation[d + 1]);
-    q.stride[d] = int(view.stride[d]);
-  }
-  q.pad_lines = int(p.pad[1]);
-  q.pad_columns = int(view.pad[1]);
-  q.group_log = plan.of.log;
-  q.of_group = GroupSteps(plan.of);
+  SetUnits(&q, p, plan);
+  SetOperand(&q, p, plan, operand);
+  SetTaps<kForward>(&q, p, plan);
 
   cudaError_t e = cudaSuccess;
   for (int part = 0; part < q.plane_parts && e == cudaSuccess; ++part)
@@ -312,9 +332,9 @@ cudaError_t LaunchTyped(const Problem& p, const DirectPlan& plan, const void* op
   const int64_t along = kForward ? p.features : p.channels, down = kForward ? p.channels : p.features;
   const int64_t tap = p.groups * along * down;
   if (e == cudaSuccess && plan.of.merged == 1)
-    e = EncodeBoxes(&q.filter, p.in, filter, {along, down, view.Taps(), p.batch, p.groups},
+    e = EncodeBoxes(&q.filter, p.in, filter, {along, down, plan.view.Taps(), p.batch, p.groups},
                     {plan.filter_line / 2, plan.slab_bytes / plan.filter_line, plan.stage_taps, 1, 1}, true, false,
-                    {p.groups * along, tap, tap * view.Taps(), along});
+                    {p.groups * along, tap, tap * plan.view.Taps(), along});
   if (e != cudaSuccess) return e;
   const Grid grid = {plan.blocks, kThreads, size_t(plan.SharedBytes())};
   const auto launch = [&](auto columns, auto stored, auto merged) {

@@ -195,8 +195,8 @@ struct StoreChecked {
   }
 };
 
-// Stores partial[0][i] + partial[1][i] + ..., of four neighbours by as many threads of a block as there are `parts`: each
-// has every parts-th slice, kAtOnce of them on their way.
+// Stores partial[0][i] + partial[1][i] + ..., of four neighbours by as many threads of a block as there are `parts`:
+// each has every parts-th slice, kAtOnce of them on their way.
 constexpr int kNeighbours = 4, kSumThreads = 256, kAtOnce = 8;
 template <class Sum, class Store>
 __global__ void SumSlicesKernel(const Sum* partial, int64_t size, int splits, int parts,
