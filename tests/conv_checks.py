@@ -105,8 +105,22 @@ def not_finite(shape, dtype, seed):
   """Infinities and a NaN among the gathered operands, not in the filter."""
   a = coarse(shape, dtype, seed)
   if seed % 3 != 1:
-    a[0, 0, 0, -1], a[0, -1, -1, 0], a[-1, shape[1] // 2, shape[2] // 2, -1] = np.inf, -np.inf, np.nan
+    middle = tuple(n // 2 for n in shape[1:-1])
+    a[0, 0, 0, ..., 5], a[0, -1, -1, ..., 0], a[-1, *middle, -1] = np.inf, -np.inf, np.nan
   return a
+
+
+def check_infinities_in_groups(algorithm, window, padding):
+  """They stay in their group of four channels, and what follows a sum does to those that are computed again, too."""
+  w_shape, geometry = (*window, 4, 64), ((1, 1), padding, (1, 1), (1, 1), 16)
+  x, w = not_finite((2, 9, 8, 64), "bfloat16", 0), coarse(w_shape, "bfloat16", 1)
+  bias, residual = sample((64,), "bfloat16", 2), sample((2, 9, 8, 64), "bfloat16", 3)
+  layer = {"padding": padding, "groups": 16, "activation": "relu", "algorithm": algorithm}
+  got = jaxdnn.conv(x, w, bias, residual=residual, **layer)
+  with np.errstate(invalid="ignore"):
+    want = conv_oracle(exact(x), exact(w), *geometry) + exact(bias) + exact(residual)
+    terms = int(np.prod(w_shape[:-1]))
+    assert_close(got, np.maximum(want, 0), "bfloat16", terms=terms, scale=2 * np.sqrt(terms))
 
 
 def check_infinities(check, dtype):

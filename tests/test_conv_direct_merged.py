@@ -7,10 +7,8 @@ import pytest
 import conv_checks
 import jaxdnn
 from conv_cases import SAME3, ConvCase
-from conv_checks import check_epilogue, coarse
-from conv_oracle import conv as conv_oracle
+from conv_checks import check_epilogue, coarse, not_finite
 from jaxdnn._conv.primitives import DIRECT
-from numerics import assert_close, exact, sample
 
 DTYPES = [("bfloat16",) * 2, ("float16",) * 2, ("bfloat16", "float32")]
 
@@ -91,15 +89,6 @@ def test_random_problems(seed):
   conv_checks.check(each, DIRECT, *DTYPES[seed % 3], models=int(rng.integers(1, 4)))
 
 
-def not_finite(shape, dtype, seed):
-  """Infinities and a NaN in x and y, not in the filter."""
-  a = coarse(shape, dtype, seed)
-  if seed != 1:
-    middle = tuple(n // 2 for n in shape[1:-1])
-    a[0, 0, 0, ..., 5], a[0, -1, -1, ..., 0], a[-1, *middle, -1] = np.inf, -np.inf, np.nan
-  return a
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtypes", DTYPES, ids="-".join)
 @pytest.mark.parametrize("name", ["2s4x4", "4s4x4", "8s4x4", "16s4x4", "19_of_8", "dilated", "residues", "cropped"])
@@ -111,12 +100,7 @@ def test_infinities_stay_in_their_group(name, dtypes):
 
 @pytest.mark.gpu
 def test_infinities_and_an_epilogue():
-  x, w = not_finite((2, 9, 8, 64), "bfloat16", 0), coarse((4, 4, 4, 64), "bfloat16", 1)
-  bias, residual = sample((64,), "bfloat16", 2), sample((2, 9, 8, 64), "bfloat16", 3)
-  got = jaxdnn.conv(x, w, bias, residual=residual, padding=SAME4, groups=16, activation="relu", algorithm=DIRECT)
-  with np.errstate(invalid="ignore"):
-    want = conv_oracle(exact(x), exact(w), (1, 1), SAME4, (1, 1), (1, 1), 16) + exact(bias) + exact(residual)
-    assert_close(got, np.maximum(want, 0), "bfloat16", terms=64, scale=16)
+  conv_checks.check_infinities_in_groups(DIRECT, (4, 4), SAME4)
 
 
 @pytest.mark.gpu

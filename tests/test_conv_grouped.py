@@ -8,11 +8,11 @@ import pytest
 import conv_checks
 import jaxdnn
 from conv_cases import SAME3, ConvCase
-from conv_checks import check_epilogue, coarse
+from conv_checks import check_epilogue, coarse, not_finite
 from conv_oracle import conv as conv_oracle
 from conv_oracle import conv_gradients, out_spatial
 from jaxdnn._conv.primitives import GROUPED
-from numerics import assert_close, exact, sample
+from numerics import assert_close, exact
 
 RESULTS = {"forward": "y", "data_gradient": "x", "filter_gradient": "w"}
 
@@ -161,15 +161,6 @@ def test_random_problems(seed):
   check(each, "float32", "float32")
 
 
-def not_finite(shape, dtype, seed):
-  """Infinities and a NaN in x and y, not in the filter."""
-  a = coarse(shape, dtype, seed)
-  if seed != 1:
-    middle = tuple(n // 2 for n in shape[1:-1])
-    a[0, 0, 0, ..., 5], a[0, -1, -1, ..., 0], a[-1, *middle, -1] = np.inf, -np.inf, np.nan
-  return a
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("channels", [2, 4, 8, 16])
@@ -210,12 +201,7 @@ def test_epilogue(channels, stride, activation, dtype, out_dtype):
 
 @pytest.mark.gpu
 def test_infinities_and_an_epilogue():
-  x, w = not_finite((2, 9, 8, 64), "bfloat16", 0), coarse((3, 3, 4, 64), "bfloat16", 1)
-  bias, residual = sample((64,), "bfloat16", 2), sample((2, 9, 8, 64), "bfloat16", 3)
-  got = jaxdnn.conv(x, w, bias, residual=residual, padding=SAME3, groups=16, activation="relu", algorithm=GROUPED)
-  with np.errstate(invalid="ignore"):
-    want = conv_oracle(exact(x), exact(w), (1, 1), SAME3, (1, 1), (1, 1), 16) + exact(bias) + exact(residual)
-    assert_close(got, np.maximum(want, 0), "bfloat16", terms=36, scale=12)
+  conv_checks.check_infinities_in_groups(GROUPED, (3, 3), SAME3)
 
 
 @pytest.mark.gpu
