@@ -197,6 +197,10 @@ __device__ inline void SetRegisters() {
   if constexpr (kAvailable && !kMore) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
+// Where the TMA unit puts what belongs at `address`, in lines of 32, 64 or 128 bytes: 16-byte chunks are exchanged, as
+// a function of the address.
+__device__ inline uint32_t Swizzled(uint32_t address, int line) { return address ^ (address >> 3 & (line - 16)); }
+
 // Neighbouring elements from and to shared memory.
 __device__ inline void LoadWords(uint32_t (&v)[2], uint32_t address) {
   asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(v[0]), "=r"(v[1]) : "r"(address) : "memory");

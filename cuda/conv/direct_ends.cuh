@@ -26,7 +26,7 @@ struct LineEnd {
     const int box_lines = static_cast<int>(q.lines_div.divisor);
     to = operand + (of_window * static_cast<int>(q.part_div.divisor) + part) * q.part_bytes +
          ((image * box_lines + line) * q.boxes * q.box_columns + column) * q.x_line + chunk * 16;
-    to ^= to >> 3 & (q.x_line - 16);  // the TMA unit's swizzle
+    to = hopper::Swizzled(to, q.x_line);
   }
   __device__ uint4 Load() const { return from != nullptr ? __ldg(from) : uint4(); }
   __device__ void Store(uint4 v) const {

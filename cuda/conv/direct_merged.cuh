@@ -35,7 +35,7 @@ __device__ __forceinline__ void FillTaps(const DirectParams& q, const DirectPlac
         return (kChunk * chunk + 2 * k) >> q.group_log == r >> q.group_log ? word : 0;
       };
       const uint32_t at = to + t * q.slab_bytes + r * q.filter_line + 16 * chunk;
-      hopper::StoreWords(at ^ (at >> 3 & (q.filter_line - 16)),
+      hopper::StoreWords(hopper::Swizzled(at, q.filter_line),
                          {kept(v[i].x, 0), kept(v[i].y, 1), kept(v[i].z, 2), kept(v[i].w, 3)});
     }
     from += int64_t{pixel} << q.group_log;

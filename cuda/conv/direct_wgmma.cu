@@ -325,6 +325,8 @@ cudaError_t LaunchTyped(const Problem& p, const DirectPlan& plan, const void* op
   SetOperand(&q, p, plan, operand);
   SetTaps<kForward>(&q, p, plan);
 
+  // A filter that the TMA unit does not load is read in vectors, too.
+  if (plan.of.merged > 1 && !IsVectorAligned(filter)) return cudaErrorInvalidValue;
   cudaError_t e = cudaSuccess;
   for (int part = 0; part < q.plane_parts && e == cudaSuccess; ++part)
     e = EncodeOperand(&q.operand[part], p, operand, plan, part);

@@ -48,9 +48,7 @@ __device__ void TransposeFilter(const PlanesParams& q, const PlanesShared& share
   const int row = threadIdx.x % kFeatures, chunk = threadIdx.x / kFeatures % kChunks;
   const int feature = place.feature + row, tap_size = q.channels * q.pixel;
   const int64_t model = q.grouped ? q.features : q.shared ? 0 : kAll * int64_t{tap_size};
-  // As the TMA unit swizzles lines of so many bytes.
-  uint32_t to = shared.filter + row * kLine + chunk * 16;
-  to ^= to >> 3 & (kLine - 16);
+  uint32_t to = hopper::Swizzled(shared.filter + row * kLine + chunk * 16, kLine);
 #pragma unroll 1
   for (int part = 0; part < q.parts; ++part) {
     const int channel = part * q.part_channels + chunk * 4;

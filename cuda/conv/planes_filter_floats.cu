@@ -132,7 +132,7 @@ __device__ __forceinline__ void LoadRows(uint32_t (&rows)[4], uint32_t at) {
   for (int odd = 0; odd < 2; ++odd) {
     const uint32_t from = at + odd * kLine;
     uint32_t words[2];
-    hopper::LoadWords(words, from ^ (from >> 3 & 0x70));
+    hopper::LoadWords(words, hopper::Swizzled(from, 128));
     rows[2 * odd] = words[0];
     rows[2 * odd + 1] = words[1];
   }
