@@ -87,6 +87,14 @@ CASES = [
   case("7x7_tiles", 1, (9, 150), 40, (7, 7), padding=SAME7),
   case("7x7_parts", 2, (57, 30), 72, (7, 7), padding=SAME7),
   case("7x7_planes", 2, (5, 12, 20), 24, (1, 7, 7), stride=(2, 1, 1), padding=((1, 0), (3, 3), (2, 4))),
+  case("4x4_chunks", 2, (17, 29), 40, (4, 4), padding=((1, 2), (2, 1))),
+  case("6x6_chunks", 2, (30, 15), 24, (6, 6), padding=((2, 3), (3, 2))),
+  case("8x8_tiles", 1, (9, 150), 24, (8, 8), padding=((3, 4), (4, 3))),
+  case("9x9_chunks", 2, (40, 22), 72, (9, 9), padding=((4, 4),) * 2),
+  case("9x9_parts", 2, (57, 30), 40, (9, 9), padding=((8, 8), (0, 3))),
+  case("9x9_far", 3, (12, 33), 24, (9, 9), padding=((11, 2), (-2, 14))),
+  case("2x9_far", 2, (9, 20), 16, (2, 9), padding=((3, 0), (12, -1))),
+  case("9x2_planes", 2, (3, 25, 19), 24, (1, 9, 2), stride=(2, 1, 1), padding=((1, 0), (4, 4), (1, 0))),
   case("7x7s2", 1, (15, 15), 8, (7, 7), stride=(2, 2), padding=SAME7),
   case("7x7_on_few", 5, (3, 4), 48, (7, 7), padding=SAME7),
   case("dilated", 2, (25, 24), 12, (3, 3), padding=((3, 3), (4, 4)), rhs_dilation=(3, 4)),
@@ -123,7 +131,7 @@ CASES = [
   case("image_planes", 3, (4, 7, 10), 8, (1, 11, 9), padding=((1, -2), (5, 5), (4, 4))),
   case("image_lines", 7, (3, 20), 16, (3, 13), padding=((1, 1), (6, 6))),
   case("image_many", 1060, (2, 3), 64, (5, 2), padding=((2, 2), (1, 0))),
-  case("image_1d", 5, (100,), 8, (61,), padding=((60, 0),)),
+  case("image_1d", 5, (60,), 8, (61,), padding=((60, 0),)),
   case("image_1d_far", 18, (9,), 8, (20,), padding=((3, 255),)),
   case("odd_channels", 2, (12, 13), 97, (3, 3), padding=SAME3),
   case("odd_channels_s2", 2, (20, 23), 29, (3, 3), stride=(2, 2), padding=SAME3),
@@ -152,6 +160,12 @@ CASES = [
   case("line2_far", 3, (2, 9), 8, (1, 2), padding=((0, 0), (13, 5))),
   case("line4_cut", 2, (3, 70), 20, (1, 4), stride=(2, 1), padding=((1, 0), (-5, 9))),
   case("1d31", 2, (150,), 34, (31,), padding=((15, 15),)),
+  case("1d10_parts", 2, (1900,), 8, (10,), padding=((30, -3),)),
+  case("1d25_few", 3, (89,), 40, (25,)),
+  case("1d31_chunks", 3, (300,), 40, (31,), padding=((15, 15),)),
+  case("1d57_planes", 2, (3, 1, 200), 16, (1, 1, 57), padding=((1, 0), (0, 0), (28, 28))),
+  case("1d64_causal", 5, (257,), 24, (64,), padding=((63, 0),)),
+  case("1d73_far", 1, (70,), 8, (73,), padding=((90, 200),)),
   case("1d64s3", 1, (301,), 7, (64,), stride=(3,), padding=((63, 0),), rhs_dilation=(2,)),
   case("3d", 2, (5, 9, 10), 12, (3, 3, 3), padding=((1, 1),) * 3),
   case("3d_chunks", 2, (5, 9, 20), 40, (3, 3, 3), padding=((1, 1),) * 3),
@@ -214,6 +228,21 @@ def test_random_small_images(seed):
   check(
     random, "bfloat16" if seed % 2 else "float16", "float32" if seed % 3 == 0 else ("float16", "bfloat16")[seed % 2]
   )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(16))
+def test_random_bands(seed):
+  """Around what fills strips of 16 results, runs of eight of them, lines of a window and its 16s of values."""
+  rng = np.random.default_rng(seed)
+  rank = int(rng.integers(1, 3))
+  spatial = tuple(int(i) for i in rng.integers(9, 70, 2)) if rank == 2 else (int(rng.integers(65, 700)),)
+  window = tuple(int(i) for i in rng.integers(3, 10, 2)) if rank == 2 else (int(rng.integers(10, 76)),)
+  low = [int(rng.integers(-2, r + 3)) for r in window]
+  high = [max(r - i - a, int(rng.integers(-2, r + 3))) for i, r, a in zip(spatial, window, low, strict=True)]
+  padding = tuple(zip(low, high, strict=True))
+  random = case("random", int(rng.integers(1, 9)), spatial, 8 * int(rng.integers(1, 8)), window, padding=padding)
+  check(random, "bfloat16" if seed % 2 else "float16", ("float16", "bfloat16")[seed % 2])
 
 
 @pytest.mark.gpu
@@ -320,7 +349,8 @@ def test_not_finite_stays_local(value):
     names = ("3x3", "3x3s2", "7x7", "9x13", "causal", "causal3", "3d_columns", "odd_channels", "odd_channels_s2")
     for name in (*names, "dilations_differ", "four_features"):
       check(next(c for c in CASES if c.name == name), "float32", "float32", draw)
-    for name in ("5x5_far", "7x7_chunks", "7x7_valid", "31x31_chunks", "15x15", "image_far", "image_valid", "image_1d"):
+    bands = "5x5_far", "7x7_chunks", "7x7_valid", "9x9_far", "6x6_chunks", "1d31_chunks", "1d64_causal"
+    for name in (*bands, "31x31_chunks", "15x15", "image_far", "image_valid", "image_1d"):
       check(next(c for c in CASES if c.name == name), "bfloat16", "bfloat16", draw)
 
 
@@ -334,7 +364,7 @@ def test_not_finite_cotangent_stays_local(value):
     return a
 
   with np.errstate(invalid="ignore"):
-    for name in ("31x31_chunks", "image_13x13", "image_far", "image_planes", "image_1d_far"):
+    for name in ("31x31_chunks", "9x9_far", "1d73_far", "image_13x13", "image_far", "image_planes", "image_1d_far"):
       check(next(c for c in CASES if c.name == name), "bfloat16", "bfloat16", draw, "x")
     check(next(c for c in CASES if c.name == "image_valid"), "bfloat16", "bfloat16", draw)
 
@@ -344,5 +374,5 @@ def test_not_finite_cotangent_stays_local(value):
 def test_kernels_under_the_sanitizer():
   few = ("3x3s2", "7x7_on_few", "5x5_far", "9x13", "15x15", "odd_channels", "causal", "3d", "3d_chunks", "transposed3")
   names = "odd_channels_far_s2", "pairs_of_channels", "image_far", "image_planes", "dilated_far", "six_features"
-  for name in (*few, *names):
+  for name in (*few, *names, "9x9_far", "4x4_chunks", "1d31_chunks", "1d73_far"):
     check(next(c for c in CASES if c.name == name), "bfloat16", "bfloat16")

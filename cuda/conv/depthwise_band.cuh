@@ -1,70 +1,101 @@
 // Depthwise convolution on the tensor cores, of 16-bit floats in windows without stride: a line of the window is a band
 // matrix. Of one channel, eight neighbouring results are the product of the 16 values that they see and a 16x8 matrix
 // whose columns hold the line of the window, each a place below the one before. 16 such runs of results are a product's
-// rows, so that 7 of 16 multiplications count for a line of seven taps, of a rate 16 times that of the CUDA cores.
+// rows, so that 7 of 16 multiplications count for a line of seven taps, of a rate 16 times that of the CUDA cores. Of
+// more than nine taps a line is several such matrices, one below the other.
 //
-// A block has 32 channels, of which a warp takes four, and eight strips of 16 results in a line, side by side or of
-// other images. Lines of the operand come through a ring in shared memory with what strips side by side have in common;
-// channels lie there as they do in memory. A load of four channels of a pixel and the same of its neighbour make a
-// register of each channel by permuting bytes.
+// A block has 16 channels, of which a warp takes two or four, and eight strips of 16 results in a line, side by side or
+// of other images. Lines of the operand come through a ring in shared memory with what strips side by side have in
+// common; channels lie there as they do in memory. A load of a warp's channels of a pixel and the same of its neighbour
+// make a register of each channel by permuting bytes. Where the window is one line, what follows eight strips of a line
+// is the next line.
 #pragma once
 
 #include "cuda/common/mma.cuh"
 #include "cuda/conv/depthwise.cuh"
+#include "cuda/conv/depthwise_plan.h"
 
 namespace jaxdnn::conv::depthwise {
 
-constexpr int kBandThreads = 128, kBandWarps = kBandThreads / 32;
 constexpr int kBandChannels = 16, kBandChunks = kBandChannels / 8;  // of a block; 16 bytes each
-constexpr int kBandStrips = 8, kBandStrip = 16, kBandHalo = 8;      // of results; what a run of strips sees besides
+constexpr int kBandStrips = 8, kBandStrip = 16;                     // of results
 constexpr int kBandStages = 4;
 
-// Where a pixel's chunks are in a line in shared memory, in chunks: pixels are five apart, and strips one more, so that
-// half a warp's loads of eight bytes find each bank twice, the fewest that chunks of 16 allow.
+// Windows of up to so many lines, and of as many columns as eight results see in 16 kSteps values.
+template <int kLines_, int kSteps_>
+struct Band {
+  static constexpr int kLines = kLines_, kSteps = kSteps_;
+  static constexpr bool kOneLine = kLines == 1;
+  static constexpr int kOwn = kLines > 7 ? 2 : 4;  // channels of a warp, whose lines all are in registers
+  static constexpr int kWarps = kBandChannels / kOwn, kThreads = 32 * kWarps;
+  static constexpr int kBlocks = kOwn == 2 ? 1 : kOneLine && kSteps <= 3 ? 4 : 2;  // of a multiprocessor
+  static constexpr int kColumns = BandColumns(kSteps), kHalo = kColumns - 1;       // what a run of strips sees besides
+  static constexpr int kPixels = kBandStrips * kBandStrip + (kOneLine ? 1 : kBandStrips) * kHalo;  // of a line, at most
+  using Own = std::conditional_t<kOwn == 4, uint2, uint32_t>;                                      // of a pixel
+};
+
+// Calls f with the least of them that has the problem's window.
+template <class F>
+auto VisitBand(const Problem& p, F&& f) {
+  if (p.window[1] == 1) {
+    if (p.window[2] <= BandColumns(2)) return f(Band<1, 2>());
+    if (p.window[2] <= BandColumns(3)) return f(Band<1, 3>());
+    return f(Band<1, 5>());
+  }
+  if (p.window[1] <= 5) return f(Band<5, 1>());
+  if (p.window[1] <= 7) return f(Band<7, 1>());
+  return f(Band<9, 1>());
+}
+
+// Where a pixel's chunks are in a line in shared memory, in chunks: pixels are three apart, and strips one more, so
+// that half a warp's loads of eight bytes find each bank twice, the fewest that chunks of 16 allow.
 __host__ __device__ constexpr int BandChunk(int pixel) { return (kBandChunks + 1) * pixel + pixel / kBandStrip; }
 
 // How the strips of a block lie: `across` side by side in a run, and runs of `beside` sequences, which are parts of
-// `lines` lines of a plane of an image.
+// `lines` lines of a plane of an image. Where the window is one line, these are the line's.
 struct BandTile {
-  static constexpr int kFewestLines = 7;
-  int across_bits, beside, lines;
+  int across_bits, halo, beside, lines;
   FastDiv run_pixels, slabs, tiles, groups, parts, planes;  // tiles of columns; groups of sequences in a problem
   int sequences;                                            // of a problem
   int64_t units;                                            // of one slab
 
-  // Of the results or gradients of `columns` in `height` lines in `planes` planes, seen through `taps` lines.
-  BandTile(const Problem& p, int64_t channels, int64_t plane_count, int64_t height, int64_t columns, int taps) {
-    // Columns that are computed for nothing cost more than those that runs have in common.
-    int64_t least = INT64_MAX;
+  // Of the results or gradients `at`, seen through bands B.
+  template <class B>
+  BandTile(B, const Problem& p, int64_t channels, const PhasedAxis (&at)[kRank]) : halo(B::kHalo) {
+    const int64_t columns = at[2].out;
     across_bits = 0;
+    int64_t least = INT64_MAX;
+    // Columns that are computed for nothing cost more than those that runs have in common.
     for (int bits = 0; (1 << bits) <= kBandStrips; ++bits) {
-      const int64_t cost = CeilDiv(columns, kBandStrip << bits) * ((kBandStrip << bits) + kBandHalo / 2);
-      if (cost < least) across_bits = bits, least = cost;
+      const int64_t cost = CeilDiv(columns, kBandStrip << bits) * ((kBandStrip << bits) + halo / 2);
+      if (B::kOneLine || cost < least) across_bits = bits, least = cost;
     }
     beside = kBandStrips >> across_bits;
     run_pixels = FastDiv(RunPixels());
     slabs = FastDiv(CeilDiv(channels, kBandChannels));
-    tiles = FastDiv(CeilDiv(columns, kBandStrip << across_bits));
-    planes = FastDiv(plane_count);
+    const int64_t across = CeilDiv(columns, Columns()), height = B::kOneLine ? at[1].out * across : at[1].out;
+    tiles = FastDiv(B::kOneLine ? 1 : across);
+    planes = FastDiv(at[0].out);
     // Short parts are even work for all multiprocessors, but have lines in common; a ring takes some lines to fill.
-    constexpr int kStart = 6;
+    constexpr int kStart = 6, kFewestLines = std::min(B::kLines, 7);
     least = INT64_MAX;
     int64_t best = 1;
     for (int64_t count = 1; count == 1 || count * kFewestLines <= height; ++count) {
-      const int64_t each = CeilDiv(height, count), groups_of = CeilDiv(p.images * plane_count * count, beside);
+      const int64_t each = CeilDiv(height, count), groups_of = CeilDiv(p.images * at[0].out * count, beside);
       const int64_t blocks = p.batch * groups_of * tiles.divisor * slabs.divisor;
-      const int64_t cost = CeilDiv(blocks, 2 * kMultiprocessors) * (each + taps - 1 + kStart);
+      const int64_t cost = CeilDiv(blocks, B::kBlocks * kMultiprocessors) * (each + B::kLines - 1 + kStart);
       if (cost < least) best = count, least = cost;
     }
     lines = int(CeilDiv(std::max<int64_t>(height, 1), best));
     parts = FastDiv(CeilDiv(height, lines));
-    sequences = int(p.images * plane_count * parts.divisor);
+    sequences = int(p.images * at[0].out * parts.divisor);
     groups = FastDiv(CeilDiv(sequences, beside));
     units = sequences > 0 && height > 0 && columns > 0 ? p.batch * groups.divisor * tiles.divisor : 0;
   }
 
   __host__ __device__ int Across() const { return 1 << across_bits; }
-  __host__ __device__ int RunPixels() const { return (kBandStrip << across_bits) + kBandHalo; }
+  __host__ __device__ int Columns() const { return kBandStrip << across_bits; }
+  __host__ __device__ int RunPixels() const { return Columns() + halo; }
   // From one run to the next in shared memory.
   __host__ __device__ int RunChunks() const { return BandChunk(RunPixels() - 1) + kBandChunks + 1; }
   __host__ __device__ int StripChunk(int strip) const {
@@ -73,43 +104,55 @@ struct BandTile {
   __host__ __device__ int LineBytes() const { return beside * RunChunks() * 16; }
 };
 
-// The part of an image's plane that a run of strips goes through.
+// The part of an image's plane that a run of strips goes through, from its first line and column on. A step goes a line
+// on, and where the window is one line, eight strips.
+template <class B>
 struct BandRun {
-  int image, plane, line;  // its first; the image counts through all problems
+  int image, plane, line, column;  // the image counts through all problems
   bool there;
 
-  __device__ BandRun(const BandTile& t, int images, int problem, int group, int run) {
+  __device__ BandRun(const BandTile& t, int images, int problem, int group, int tile, int run) {
     const int sequence = group * t.beside + run;
     there = sequence < t.sequences;
     int part;
     image = t.planes.Div(t.parts.Div(there ? sequence : 0, &part), &plane) + problem * images;
-    line = part * t.lines;
+    line = B::kOneLine ? 0 : part * t.lines;
+    column = (B::kOneLine ? part * t.lines : tile) * t.Columns();
+  }
+
+  // Steps in which there is a result `further` columns on, of so many lines and columns of results.
+  __device__ int Steps(const BandTile& t, int further, int lines, int columns) const {
+    const int from = column + further, left = columns - from;
+    if (!there || left <= 0) return 0;
+    return min(t.lines, B::kOneLine ? (left + t.Columns() - 1) / t.Columns() : lines - line);
   }
 };
 
-// What a thread copies of a line: some chunks, each of a pixel of a run.
+// What a thread copies in a step: some chunks, each of a pixel of a run.
 template <int kCopies>
 struct BandCopy {
   const char* from[kCopies];
   uint32_t to[kCopies];
-  int line[kCopies];  // the next
+  int next[kCopies];  // where along the way that a step goes on
 
-  // Starts the copies of the next line; zeros where it is outside.
-  __device__ void Start(uint32_t stage, int lines, int64_t line_bytes) {
+  // Starts the copies of the next step, which are `bytes` apart; zeros where it is outside.
+  __device__ void Start(uint32_t stage, int apart, int extent, int64_t bytes) {
 #pragma unroll
     for (int k = 0; k < kCopies; ++k) {
       if (to[k] != ~0u)
-        CopyAsync<16>(stage + to[k], from[k], static_cast<unsigned>(line[k]) < static_cast<unsigned>(lines));
-      from[k] += line_bytes;
-      ++line[k];
+        CopyAsync<16>(stage + to[k], from[k], static_cast<unsigned>(next[k]) < static_cast<unsigned>(extent));
+      from[k] += bytes;
+      next[k] += apart;
     }
   }
 };
 
-// A channel's 16-bit values of two pixels of which a thread has four channels.
+// A channel's 16-bit values of two pixels of which a thread has two or four channels.
+__device__ inline uint32_t PairOf(uint32_t first, uint32_t second, int channel) {
+  return __byte_perm(first, second, channel % 2 ? 0x7632 : 0x5410);
+}
 __device__ inline uint32_t PairOf(uint2 first, uint2 second, int channel) {
-  return channel < 2 ? __byte_perm(first.x, second.x, channel % 2 ? 0x7632 : 0x5410)
-                     : __byte_perm(first.y, second.y, channel % 2 ? 0x7632 : 0x5410);
+  return channel < 2 ? PairOf(first.x, second.x, channel) : PairOf(first.y, second.y, channel);
 }
 
 }  // namespace jaxdnn::conv::depthwise

@@ -214,16 +214,13 @@ cudaError_t LaunchDepthwiseData(const Problem& p, const void* operand, const voi
     if constexpr (sizeof(T) == 2) {
       const uintptr_t all = results | reinterpret_cast<uintptr_t>(operand) | reinterpret_cast<uintptr_t>(filter);
       if (p.features == 1 && q.in_pixel % 16 == 0 && all % 16 == 0) {
-        cudaError_t status = VisitTaking(
-            q,
-            [&](auto tag) {
-              using B = typename decltype(tag)::type;
-              const BandTile t(p, q.channels, q.at[0].out, q.at[1].out, q.at[2].out, B::kLines);
-              const Grid grid = {t.units * t.slabs.divisor, kBandThreads, B::SharedBytes(t)};
-              return launch_grid(BandKernel<B, T>, grid, q, t);
-            },
-            TypeTag<Band<5, 5>>{}, TypeTag<Band<7, 7>>{});
-        if (status != cudaErrorInvalidValue) return status;
+        if (TakesBands(p) && IsBiasAlone(q.epilogue) && !q.widened)
+          return VisitBand(p, [&](auto band) {
+            using B = decltype(band);
+            const BandTile t(band, p, q.channels, q.at);
+            const Grid grid = {t.units * t.slabs.divisor, B::kThreads, BandDataBytes<B>(t)};
+            return launch_grid(BandKernel<B, T>, grid, q, t);
+          });
         if (TakesWide(p)) {
           const auto launch_wide = [&](auto tag) {
             using W = decltype(tag);
@@ -232,7 +229,7 @@ cudaError_t LaunchDepthwiseData(const Problem& p, const void* operand, const voi
             return CanShare(grid.shared_bytes) ? launch_grid(WideKernel<W::kSteps, T>, grid, q, t)
                                                : cudaErrorInvalidValue;
           };
-          status = p.window[2] <= Wide<2>::kColumns ? launch_wide(Wide<2>{}) : launch_wide(Wide<3>{});
+          const cudaError_t status = p.window[2] <= Wide<2>::kColumns ? launch_wide(Wide<2>{}) : launch_wide(Wide<3>{});
           if (status != cudaErrorInvalidValue) return status;
         }
         if (TakesImages(p)) {

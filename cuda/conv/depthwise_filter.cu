@@ -237,16 +237,13 @@ cudaError_t LaunchDepthwiseFilter(const Problem& p, const Config& config, const 
       status = launch_grid(VolumeFilterKernel<T>, Grid{blocks, tile.threads, VolumeTaps<T>::SharedBytes(tile)}, tile);
     }
     if constexpr (sizeof(T) == 2) {
-      const auto take = [&](auto tag) {
-        using B = decltype(tag);
-        if (!plain || status != cudaErrorInvalidValue || !aligned || !B::Takes(q, p)) return;
-        const BandTile t(p, q.channels, q.at[0].out, q.at[1].out, q.at[2].out, B::kLines);
-        if (!CanShare(B::SharedBytes(t))) return;
-        const int64_t blocks = B::Share(q, p, t);
-        status = launch_grid(BandFilterKernel<B, T>, Grid{blocks, kBandThreads, B::SharedBytes(t)}, t);
-      };
-      take(BandTaps<5, 5>{});
-      take(BandTaps<7, 7>{});
+      if (plain && aligned && TakesBands(p))
+        status = VisitBand(p, [&](auto band) {
+          using B = decltype(band);
+          const BandTile t(band, p, q.channels, q.at);
+          const Grid grid = BandFilterGrid<B>(q, p, t);
+          return launch_grid(BandFilterKernel<B, T>, grid, t);
+        });
       if (plain && status == cudaErrorInvalidValue && aligned && TakesWide(p)) {
         const auto take = [&](auto tag) {
           using W = decltype(tag);

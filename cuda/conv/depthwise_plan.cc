@@ -64,7 +64,8 @@ bool TakesDepthwise(const Problem& p) {
 // Of the depthwise kernels, by what an element of the larger of input and output takes a multiprocessor. Windows that
 // are not compiled for cost more a line; 16-bit channels that cannot be had as pairs, more a tap. Fitted to an H200.
 double DepthwiseCycles(const Problem& p, int64_t splits, bool hopper) {
-  if (TakesImages(p)) return ImageCycles(p, splits);
+  const bool bands = TakesBands(p);
+  if (!bands && TakesImages(p)) return ImageCycles(p, splits);
   const bool filter = p.direction == Direction::kFilterGradient;
   const auto is = [&](int64_t d, int64_t h, int64_t w) {
     return p.window[0] == d && p.window[1] == h && p.window[2] == w;
@@ -72,10 +73,11 @@ double DepthwiseCycles(const Problem& p, int64_t splits, bool hopper) {
   const bool unaligned = hopper && TakesUnalignedDepthwise(p);
   const bool paired = unaligned || (p.features == 1 && p.groups % 2 == 0) || TakesMultiplied(p),
              quads = !filter && IsInQuads(p);
-  const bool wide = TakesWide(p), compiled = wide || quads || is(1, 3, 3) || is(1, 5, 5) || is(1, 7, 7) ||
-                                             (is(3, 3, 3) && (!filter || p.groups % 4 == 0));
+  const bool wide = !bands && TakesWide(p), compiled = bands || wide || quads || is(1, 3, 3) || is(1, 5, 5) ||
+                                                       is(1, 7, 7) || (is(3, 3, 3) && (!filter || p.groups % 4 == 0));
   const double lines = p.window[0] * p.window[1], taps = p.Taps() * (paired ? 1 : 2);
   const double element = quads                ? 0.2
+                         : bands              ? 0.3 + 0.025 * lines
                          : wide               ? 1.6 + 0.002 * taps
                          : compiled && paired ? 0.25 + 0.015 * taps
                                               : 0.6 + 0.017 * taps + 0.1 * lines;
@@ -88,7 +90,11 @@ double DepthwiseCycles(const Problem& p, int64_t splits, bool hopper) {
   const double all = elements * element * scattered / kMultiprocessors, bytes = most * 2 * SizeOf(p.in);
   // Blocks have channels of their own, and in the filter gradient 32 taps where the window is not compiled for.
   const double pieces = compiled ? 1 : std::ceil(p.Taps() / 32.0);
-  const double slab = wide ? 8 : unaligned ? kUnalignedChannels : 64, places = (wide ? 1 : 2) * kMultiprocessors;
+  const double slab = wide        ? 8
+                      : bands     ? 16
+                      : unaligned ? kUnalignedChannels
+                                  : 64,
+               places = (wide || (bands && lines > 7) ? 1 : 2) * kMultiprocessors;
   const double blocks = std::max(1.0, p.batch * std::ceil(p.groups * p.features / slab) * splits * pieces);
   const double rounds = filter ? std::ceil(blocks / places) : 1, unused = filter ? rounds * places / blocks : 1;
   return 2000 + 3000 * rounds + std::max(all * unused, bytes / (kMultiprocessors * kBytesPerCycle));

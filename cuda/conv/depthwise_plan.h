@@ -33,6 +33,33 @@ inline bool TakesMultiplied(const Problem& p) {
          p.stride[1] == p.stride[2] && p.stride[1] <= (summed ? 1 : 2);
 }
 
+// For windows whose lines are band matrices (depthwise_band.cuh): as many columns as eight results see in 16 `steps`
+// values.
+constexpr int BandColumns(int steps) { return 16 * steps - 7; }
+
+// Windows for which there are rings of lines too, which are ahead in lines of few results.
+inline bool IsSquare5Or7(const Problem& p) {
+  return p.window[1] == p.window[2] && (p.window[1] == 5 || p.window[1] == 7);
+}
+
+// Windows of some lines of up to nine columns, or of one line in one dimension; not those of few taps, which run at the
+// rate of memory without.
+inline bool TakesBands(const Problem& p) {
+  constexpr int64_t kFewestTaps = 10, kMostLines = 9, kFewestColumns = 9, kFewestOfLine = 65;
+  const bool any = p.direction == Direction::kFilterGradient && IsSquare5Or7(p);
+  const auto is_one = [](int64_t n) { return n == 1; };
+  const auto all_one = [&](const int64_t (&a)[kRank]) { return std::all_of(a, a + kRank, is_one); };
+  const auto& out = p.direction == Direction::kDataGradient ? p.x : p.y;
+  const bool one_line = p.window[1] == 1;
+  return SizeOf(p.in) == 2 && p.channels == 1 && p.features == 1 && p.groups % 8 == 0 && all_one(p.stride) &&
+         all_one(p.lhs_dilation) && all_one(p.rhs_dilation) && p.window[0] == 1 && p.Taps() >= kFewestTaps &&
+         p.window[1] <= kMostLines && p.window[2] <= BandColumns(one_line ? 5 : 1) &&
+         out[2] >= (any        ? 0
+                    : one_line ? kFewestOfLine
+                               : kFewestColumns) &&
+         (!one_line || out[1] == 1);
+}
+
 // For large windows (depthwise_wide.cuh): results in a line of a product's rows, and strips of them.
 constexpr int kWideStrip = 16, kWideStrips = 8, kWideMostColumns = 41;
 
@@ -65,11 +92,10 @@ inline bool TakesImages(const Problem& p) {
   constexpr int64_t kMostEights = 32, kMostApart = 160, kFewestTaps = 10, kMostTaps = 1600, kFewest = 256;
   const auto is_one = [](int64_t n) { return n == 1; };
   const auto all_one = [&](const int64_t (&a)[kRank]) { return std::all_of(a, a + kRank, is_one); };
-  const bool compiled = p.window[1] == p.window[2] && (p.window[1] == 5 || p.window[1] == 7);
   // What the filter's table is as large as.
   const int64_t apart = (p.x[1] + p.y[1]) * (CeilDiv(p.x[2], kImageEight) + CeilDiv(p.y[2], kImageEight));
   return SizeOf(p.in) == 2 && p.channels == 1 && p.features == 1 && p.groups % 8 == 0 && all_one(p.stride) &&
-         all_one(p.lhs_dilation) && all_one(p.rhs_dilation) && p.window[0] == 1 && !compiled && !TakesWide(p) &&
+         all_one(p.lhs_dilation) && all_one(p.rhs_dilation) && p.window[0] == 1 && !IsSquare5Or7(p) && !TakesWide(p) &&
          std::min({p.XPixels(), p.YPixels(), p.batch, p.groups}) > 0 &&
          std::max(ImageEights(p.x), ImageEights(p.y)) <= kMostEights && apart <= kMostApart &&
          p.Taps() >= kFewestTaps && p.Taps() <= kMostTaps && p.images * p.y[0] * p.Taps() >= kFewest;
