@@ -17,8 +17,7 @@
 
 namespace jaxdnn::conv::depthwise {
 
-constexpr int kBandChannels = 16, kBandChunks = kBandChannels / 8;  // of a block; 16 bytes each
-constexpr int kBandStrips = 8, kBandStrip = 16;                     // of results
+constexpr int kBandStrips = 8, kBandStrip = 16;  // of results
 constexpr int kBandStages = 4;
 
 // Windows of up to so many lines, and of as many columns as eight results see in 16 kSteps values.
@@ -26,12 +25,18 @@ template <int kLines_, int kSteps_>
 struct Band {
   static constexpr int kLines = kLines_, kSteps = kSteps_;
   static constexpr bool kOneLine = kLines == 1;
+  static constexpr int kChannels = kOneLine ? 32 : 16, kChunks = kChannels / 8;  // of a block; 16 bytes each
   static constexpr int kOwn = kLines > 7 ? 2 : 4;  // channels of a warp, whose lines all are in registers
-  static constexpr int kWarps = kBandChannels / kOwn, kThreads = 32 * kWarps;
-  static constexpr int kBlocks = kOwn == 2 ? 1 : kOneLine && kSteps <= 3 ? 4 : 2;  // of a multiprocessor
-  static constexpr int kColumns = BandColumns(kSteps), kHalo = kColumns - 1;       // what a run of strips sees besides
+  static constexpr int kWarps = kChannels / kOwn, kThreads = 32 * kWarps;
+  static constexpr int kBlocks = kThreads == 128 || (kOneLine && kSteps <= 3) ? 2 : 1;  // of a multiprocessor
+  static constexpr int kColumns = BandColumns(kSteps), kHalo = kColumns - 1;  // what a run of strips sees besides
   static constexpr int kPixels = kBandStrips * kBandStrip + (kOneLine ? 1 : kBandStrips) * kHalo;  // of a line, at most
   using Own = std::conditional_t<kOwn == 4, uint2, uint32_t>;                                      // of a pixel
+
+  // Where a pixel's chunks are in a line in shared memory, in chunks: there is a free one after each pixel, and one
+  // more after each strip, so that half a warp's loads of eight bytes find each bank twice, the fewest that chunks of
+  // 16 allow.
+  __host__ __device__ static constexpr int Chunk(int pixel) { return (kChunks + 1) * pixel + pixel / kBandStrip; }
 };
 
 // Calls f with the least of them that has the problem's window.
@@ -47,32 +52,28 @@ auto VisitBand(const Problem& p, F&& f) {
   return f(Band<9, 1>());
 }
 
-// Where a pixel's chunks are in a line in shared memory, in chunks: pixels are three apart, and strips one more, so
-// that half a warp's loads of eight bytes find each bank twice, the fewest that chunks of 16 allow.
-__host__ __device__ constexpr int BandChunk(int pixel) { return (kBandChunks + 1) * pixel + pixel / kBandStrip; }
-
 // How the strips of a block lie: `across` side by side in a run, and runs of `beside` sequences, which are parts of
 // `lines` lines of a plane of an image. Where the window is one line, these are the line's.
+template <class B>
 struct BandTile {
-  int across_bits, halo, beside, lines;
+  int across_bits, beside, lines;
   FastDiv run_pixels, slabs, tiles, groups, parts, planes;  // tiles of columns; groups of sequences in a problem
   int sequences;                                            // of a problem
   int64_t units;                                            // of one slab
 
-  // Of the results or gradients `at`, seen through bands B.
-  template <class B>
-  BandTile(B, const Problem& p, int64_t channels, const PhasedAxis (&at)[kRank]) : halo(B::kHalo) {
+  // Of the results or gradients `at`.
+  BandTile(const Problem& p, int64_t channels, const PhasedAxis (&at)[kRank]) {
     const int64_t columns = at[2].out;
     across_bits = 0;
     int64_t least = INT64_MAX;
     // Columns that are computed for nothing cost more than those that runs have in common.
     for (int bits = 0; (1 << bits) <= kBandStrips; ++bits) {
-      const int64_t cost = CeilDiv(columns, kBandStrip << bits) * ((kBandStrip << bits) + halo / 2);
+      const int64_t cost = CeilDiv(columns, kBandStrip << bits) * ((kBandStrip << bits) + B::kHalo / 2);
       if (B::kOneLine || cost < least) across_bits = bits, least = cost;
     }
     beside = kBandStrips >> across_bits;
     run_pixels = FastDiv(RunPixels());
-    slabs = FastDiv(CeilDiv(channels, kBandChannels));
+    slabs = FastDiv(CeilDiv(channels, B::kChannels));
     const int64_t across = CeilDiv(columns, Columns()), height = B::kOneLine ? at[1].out * across : at[1].out;
     tiles = FastDiv(B::kOneLine ? 1 : across);
     planes = FastDiv(at[0].out);
@@ -95,11 +96,11 @@ struct BandTile {
 
   __host__ __device__ int Across() const { return 1 << across_bits; }
   __host__ __device__ int Columns() const { return kBandStrip << across_bits; }
-  __host__ __device__ int RunPixels() const { return Columns() + halo; }
+  __host__ __device__ int RunPixels() const { return Columns() + B::kHalo; }
   // From one run to the next in shared memory.
-  __host__ __device__ int RunChunks() const { return BandChunk(RunPixels() - 1) + kBandChunks + 1; }
+  __host__ __device__ int RunChunks() const { return B::Chunk(RunPixels() - 1) + B::kChunks + 1; }
   __host__ __device__ int StripChunk(int strip) const {
-    return (strip >> across_bits) * RunChunks() + (strip & (Across() - 1)) * BandChunk(kBandStrip);
+    return (strip >> across_bits) * RunChunks() + (strip & (Across() - 1)) * B::Chunk(kBandStrip);
   }
   __host__ __device__ int LineBytes() const { return beside * RunChunks() * 16; }
 };
@@ -111,7 +112,7 @@ struct BandRun {
   int image, plane, line, column;  // the image counts through all problems
   bool there;
 
-  __device__ BandRun(const BandTile& t, int images, int problem, int group, int tile, int run) {
+  __device__ BandRun(const BandTile<B>& t, int images, int problem, int group, int tile, int run) {
     const int sequence = group * t.beside + run;
     there = sequence < t.sequences;
     int part;
@@ -121,7 +122,7 @@ struct BandRun {
   }
 
   // Steps in which there is a result `further` columns on, of so many lines and columns of results.
-  __device__ int Steps(const BandTile& t, int further, int lines, int columns) const {
+  __device__ int Steps(const BandTile<B>& t, int further, int lines, int columns) const {
     const int from = column + further, left = columns - from;
     if (!there || left <= 0) return 0;
     return min(t.lines, B::kOneLine ? (left + t.Columns() - 1) / t.Columns() : lines - line);

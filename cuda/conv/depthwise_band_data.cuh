@@ -20,17 +20,17 @@ template <class B>
 constexpr int kBandStagedWarp = 2 * 32 * kBandStaged<B> + 32;
 
 template <class B>
-size_t BandDataBytes(const BandTile& t) {
+size_t BandDataBytes(const BandTile<B>& t) {
   return size_t(kBandStages) * t.LineBytes() + 2 * B::kWarps * kBandStagedWarp<B>;
 }
 
 template <class B, class T>
 __global__ void __launch_bounds__(B::kThreads, B::kBlocks)
-    BandKernel(const __grid_constant__ DataParams p, const __grid_constant__ BandTile t, const char* in,
+    BandKernel(const __grid_constant__ DataParams p, const __grid_constant__ BandTile<B> t, const char* in,
                const char* filter, char* out) {
   constexpr int kLines = B::kLines, kSteps = B::kSteps, kOwn = B::kOwn, kThreads = B::kThreads;
-  constexpr int kCopies = (B::kPixels * kBandChunks + kThreads - 1) / kThreads;
-  constexpr int kStores = kBandStrips * kBandStrip * kBandChunks / kThreads;
+  constexpr int kCopies = (B::kPixels * B::kChunks + kThreads - 1) / kThreads;
+  constexpr int kStores = kBandStrips * kBandStrip * B::kChunks / kThreads;
   constexpr int kStaged = B::kWarps * kBandStagedWarp<B>;  // of a line
   using Own = typename B::Own;
   using Two = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
@@ -39,13 +39,13 @@ __global__ void __launch_bounds__(B::kThreads, B::kBlocks)
   int slab, tile, group;
   const int problem = t.groups.Div(t.tiles.Div(t.slabs.Div(static_cast<int>(blockIdx.x), &slab), &tile), &group);
   const int images = static_cast<int>(p.images.divisor);
-  const int chunk = thread % kBandChunks, chunk_channel = slab * kBandChannels + 8 * chunk;
+  const int chunk = thread % B::kChunks, chunk_channel = slab * B::kChannels + 8 * chunk;
 
   BandCopy<kCopies> copy;
 #pragma unroll
   for (int k = 0; k < kCopies; ++k) {
     int pixel;
-    const int run = t.run_pixels.Div((thread + k * kThreads) / kBandChunks, &pixel);
+    const int run = t.run_pixels.Div((thread + k * kThreads) / B::kChunks, &pixel);
     const BandRun<B> r(t, images, problem, group, tile, run);
     const int in_plane = p.whole[0].origin + p.at[0].pitch * p.at[0].stride * r.plane;
     const int line = p.whole[1].origin + r.line, column = p.whole[2].origin + r.column + pixel;
@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(B::kThreads, B::kBlocks)
                        static_cast<unsigned>(in_plane) < static_cast<unsigned>(p.at[0].axis.extent) &&
                        static_cast<unsigned>(still) < static_cast<unsigned>(extent);
     copy.next[k] = !there ? INT32_MIN : B::kOneLine ? column : line;  // the least is never inside
-    copy.to[k] = run < t.beside ? (run * t.RunChunks() + BandChunk(pixel) + chunk) * 16 : ~0u;
+    copy.to[k] = run < t.beside ? (run * t.RunChunks() + B::Chunk(pixel) + chunk) * 16 : ~0u;
     copy.from[k] = in + r.image * p.in_image + in_plane * p.in_line[0] + int64_t{line} * p.in_line[1] +
                    int64_t{column} * p.in_pixel + chunk_channel * sizeof(T);
   }
@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(B::kThreads, B::kBlocks)
   int stored_steps[kStores];
 #pragma unroll
   for (int i = 0; i < kStores; ++i) {
-    const int pixel = (thread + i * kThreads) / kBandChunks, strip = pixel / kBandStrip;
+    const int pixel = (thread + i * kThreads) / B::kChunks, strip = pixel / kBandStrip;
     const BandRun<B> r(t, images, problem, group, tile, strip >> t.across_bits);
     const int further = (strip & (t.Across() - 1)) * kBandStrip + pixel % kBandStrip;
     stored_steps[i] = chunk_channel < p.channels ? r.Steps(t, further, p.whole[1].count, p.whole[2].count) : 0;
@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(B::kThreads, B::kBlocks)
             (int64_t{r.column} + further) * p.out_line[2] + chunk_channel * sizeof(T) - (kLines + 1) * out_step;
   }
 
-  const int channel = min(slab * kBandChannels + kOwn * warp, p.channels - kOwn);
+  const int channel = min(slab * B::kChannels + kOwn * warp, p.channels - kOwn);
   uint32_t band[kOwn][kLines][2 * kSteps];
   {
     const char* const from = FirstTap<T>(p, p.whole, filter, problem, channel);
@@ -112,13 +112,13 @@ __global__ void __launch_bounds__(B::kThreads, B::kBlocks)
     bias[c + 1] = two.y;
   }
 
-  const char* const own = shared + (t.StripChunk(row) + BandChunk(2 * pair)) * 16 + warp * sizeof(Own);
+  const char* const own = shared + (t.StripChunk(row) + B::Chunk(2 * pair)) * 16 + warp * sizeof(Own);
   char* const staged = shared + kBandStages * stage_bytes;
   char* const staged_own = staged + warp * kBandStagedWarp<B> + lane * kBandStaged<B>;
   constexpr int kParts = 8 / kOwn;  // warps that have a chunk's channels
   const char* staged_from;          // of the first pixel that the thread stores; others are of other strips
   {
-    const int pixel = thread / kBandChunks, in_strip = pixel % kBandStrip;
+    const int pixel = thread / B::kChunks, in_strip = pixel % kBandStrip;
     staged_from = staged + kParts * chunk * kBandStagedWarp<B> +
                   (in_strip / 8 * 32 + pixel / kBandStrip * 4 + in_strip % 8 / 2) * kBandStaged<B> +
                   in_strip % 2 * sizeof(Own);
@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(B::kThreads, B::kBlocks)
 #pragma unroll
     for (int i = 0; i < 2 * kSteps + 1; ++i)
 #pragma unroll
-      for (int e = 0; e < 2; ++e) x[i][e] = *reinterpret_cast<const Own*>(own + stage + BandChunk(8 * i + e) * 16);
+      for (int e = 0; e < 2; ++e) x[i][e] = *reinterpret_cast<const Own*>(own + stage + B::Chunk(8 * i + e) * 16);
     copy_line(before);
     before = stage;
     stage = stage == (kBandStages - 1) * stage_bytes ? 0 : stage + stage_bytes;
@@ -195,7 +195,7 @@ __global__ void __launch_bounds__(B::kThreads, B::kBlocks)
   if (met.x == met.x && met.y == met.y) return;
 #pragma unroll 1
   for (int i = 0; i < kStores; ++i) {
-    const int pixel = (thread + i * kThreads) / kBandChunks, strip = pixel / kBandStrip;
+    const int pixel = (thread + i * kThreads) / B::kChunks, strip = pixel / kBandStrip;
     const BandRun<B> r(t, images, problem, group, tile, strip >> t.across_bits);
     const int further = (strip & (t.Across() - 1)) * kBandStrip + pixel % kBandStrip;
     const int count = chunk_channel < p.channels ? r.Steps(t, further, p.whole[1].count, p.whole[2].count) : 0;

@@ -13,24 +13,25 @@
 namespace jaxdnn::conv::depthwise {
 
 // Bytes of a line of y, and floats of a line's sums of a channel.
-constexpr int kBandLineY = kBandStrips * BandChunk(kBandStrip) * 16;
+template <class B>
+constexpr int kBandLineY = kBandStrips * B::Chunk(kBandStrip) * 16;
 template <class B>
 constexpr int kBandSum = 16 * B::kSteps * 8 + 4;
 
 // Sets how the work is shared out.
 template <class B>
-Grid BandFilterGrid(FilterParams& q, const Problem& p, const BandTile& t) {
+Grid BandFilterGrid(FilterParams& q, const Problem& p, const BandTile<B>& t) {
   q.units = int(t.groups.divisor * t.tiles.divisor);
   const int64_t slabs = p.batch * t.slabs.divisor, places = std::max<int64_t>(B::kBlocks * kMultiprocessors / slabs, 1);
   q.splits = int(std::min<int64_t>({places, q.units, q.splits}));
-  const size_t sums = size_t(kBandChannels) * B::kLines * kBandSum<B> * sizeof(float);
-  return {slabs * q.splits, B::kThreads, std::max(size_t(kBandStages) * (t.LineBytes() + kBandLineY), sums)};
+  const size_t sums = size_t(B::kChannels) * B::kLines * kBandSum<B> * sizeof(float);
+  return {slabs * q.splits, B::kThreads, std::max(size_t(kBandStages) * (t.LineBytes() + kBandLineY<B>), sums)};
 }
 
 // A block's sum of a tap, term by term.
 template <class B, class T>
-__device__ float TapOf(const FilterParams& p, const BandTile& t, const char* x, const char* y, int problem, int split,
-                       int r, int s, int channel) {
+__device__ float TapOf(const FilterParams& p, const BandTile<B>& t, const char* x, const char* y, int problem,
+                       int split, int r, int s, int channel) {
   float sum = 0;
 #pragma unroll 1
   for (int id = split; id < p.units; id += p.splits) {
@@ -50,26 +51,26 @@ __device__ float TapOf(const FilterParams& p, const BandTile& t, const char* x, 
 
 template <class B, class T>
 __global__ void __launch_bounds__(B::kThreads, B::kBlocks)
-    BandFilterKernel(const __grid_constant__ FilterParams p, const __grid_constant__ BandTile t, const char* x,
+    BandFilterKernel(const __grid_constant__ FilterParams p, const __grid_constant__ BandTile<B> t, const char* x,
                      const char* y, float* partial, char* out) {
   constexpr int kLines = B::kLines, kSteps = B::kSteps, kOwn = B::kOwn, kThreads = B::kThreads;
-  constexpr int kCopiesX = (B::kPixels * kBandChunks + kThreads - 1) / kThreads;
-  constexpr int kCopiesY = kBandStrips * kBandStrip * kBandChunks / kThreads;
+  constexpr int kCopiesX = (B::kPixels * B::kChunks + kThreads - 1) / kThreads;
+  constexpr int kCopiesY = kBandStrips * kBandStrip * B::kChunks / kThreads;
   using Own = typename B::Own;
   extern __shared__ __align__(16) char shared[];
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, row = lane / 4, pair = lane % 4;
   int slab;
   const int rest = t.slabs.Div(static_cast<int>(blockIdx.x), &slab), split = rest % p.splits, problem = rest / p.splits;
-  const int chunk = thread % kBandChunks, chunk_channel = slab * kBandChannels + 8 * chunk;
-  const int line_x = t.LineBytes(), stage_bytes = line_x + kBandLineY, steps = t.lines + kLines - 1;
+  const int chunk = thread % B::kChunks, chunk_channel = slab * B::kChannels + 8 * chunk;
+  const int line_x = t.LineBytes(), stage_bytes = line_x + kBandLineY<B>, steps = t.lines + kLines - 1;
   const int apart = B::kOneLine ? t.Columns() : 1;  // steps, in columns or lines
   const uint32_t ring = SharedAddress(shared);
   const char* own_x[2];  // of strips 2 pair + i
   const char* own_y;
 #pragma unroll
   for (int i = 0; i < 2; ++i)
-    own_x[i] = shared + (t.StripChunk(2 * pair + i) + BandChunk(row)) * 16 + warp * sizeof(Own);
-  own_y = shared + line_x + (2 * pair * BandChunk(kBandStrip) + BandChunk(row)) * 16 + warp * sizeof(Own);
+    own_x[i] = shared + (t.StripChunk(2 * pair + i) + B::Chunk(row)) * 16 + warp * sizeof(Own);
+  own_y = shared + line_x + (2 * pair * B::Chunk(kBandStrip) + B::Chunk(row)) * 16 + warp * sizeof(Own);
 
   float sums[kLines][kSteps][kOwn][4] = {};
 #pragma unroll 1
@@ -81,7 +82,7 @@ __global__ void __launch_bounds__(B::kThreads, B::kBlocks)
 #pragma unroll
     for (int k = 0; k < kCopiesX; ++k) {
       int pixel;
-      const int run = t.run_pixels.Div((thread + k * kThreads) / kBandChunks, &pixel);
+      const int run = t.run_pixels.Div((thread + k * kThreads) / B::kChunks, &pixel);
       const BandRun<B> r(t, images, problem, group, tile, run);
       const int x_plane = p.at[0].axis.Origin(r.plane), line = p.at[1].axis.offset + r.line,
                 column = p.at[2].axis.offset + r.column + pixel;
@@ -90,20 +91,20 @@ __global__ void __launch_bounds__(B::kThreads, B::kBlocks)
                          static_cast<unsigned>(x_plane) < static_cast<unsigned>(p.at[0].axis.extent) &&
                          static_cast<unsigned>(still) < static_cast<unsigned>(extent);
       copy_x.next[k] = !there ? INT32_MIN : B::kOneLine ? column : line;  // the least is never inside
-      copy_x.to[k] = run < t.beside ? (run * t.RunChunks() + BandChunk(pixel) + chunk) * 16 : ~0u;
+      copy_x.to[k] = run < t.beside ? (run * t.RunChunks() + B::Chunk(pixel) + chunk) * 16 : ~0u;
       copy_x.from[k] = x + r.image * p.x_image + x_plane * p.x_line[0] + int64_t{line} * p.x_line[1] +
                        int64_t{column} * p.x_pixel + chunk_channel * sizeof(T);
     }
     // Steps of y count from the part's first. What follows its last is another part's.
 #pragma unroll
     for (int k = 0; k < kCopiesY; ++k) {
-      const int pixel = (thread + k * kThreads) / kBandChunks, strip = pixel / kBandStrip;
+      const int pixel = (thread + k * kThreads) / B::kChunks, strip = pixel / kBandStrip;
       const BandRun<B> r(t, images, problem, group, tile, strip >> t.across_bits);
       const int further = (strip & (t.Across() - 1)) * kBandStrip + pixel % kBandStrip;
       // Steps that are there end with a number that all parts have in common.
       const int count = r.Steps(t, further, p.at[1].out, p.at[2].out);
       copy_y.next[k] = chunk_channel < p.channels ? t.lines - count : INT32_MIN;
-      copy_y.to[k] = (BandChunk(pixel) + chunk) * 16;
+      copy_y.to[k] = (B::Chunk(pixel) + chunk) * 16;
       copy_y.from[k] = y + r.image * p.y_image + r.plane * p.y_line[0] + r.line * p.y_line[1] +
                        (int64_t{r.column} + further) * p.y_pixel + chunk_channel * sizeof(T);
     }
@@ -127,10 +128,10 @@ __global__ void __launch_bounds__(B::kThreads, B::kBlocks)
       for (int i = 0; i < 2; ++i) {
 #pragma unroll
         for (int k = 0; k < 2; ++k)
-          wide_y[i][k] = *reinterpret_cast<const Own*>(own_y + stage + BandChunk(kBandStrip * i + 8 * k) * 16);
+          wide_y[i][k] = *reinterpret_cast<const Own*>(own_y + stage + B::Chunk(kBandStrip * i + 8 * k) * 16);
 #pragma unroll
         for (int k = 0; k < 2 * kSteps + 1; ++k)
-          wide_x[i][k] = *reinterpret_cast<const Own*>(own_x[i] + stage + BandChunk(8 * k) * 16);
+          wide_x[i][k] = *reinterpret_cast<const Own*>(own_x[i] + stage + B::Chunk(8 * k) * 16);
       }
       copy_step(before);
       before = stage;
@@ -175,7 +176,7 @@ __global__ void __launch_bounds__(B::kThreads, B::kBlocks)
 #pragma unroll 1
   for (int i = lane; i < taps * kOwn / 2; i += 32) {
     const int tap = i / (kOwn / 2), r = tap / columns, s = tap % columns, of = i % (kOwn / 2) * 2;
-    const int channel = slab * kBandChannels + kOwn * warp + of;
+    const int channel = slab * B::kChannels + kOwn * warp + of;
     if (channel >= p.channels) continue;
     float two[2];
 #pragma unroll 1

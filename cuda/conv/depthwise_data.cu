@@ -217,7 +217,7 @@ cudaError_t LaunchDepthwiseData(const Problem& p, const void* operand, const voi
         if (TakesBands(p) && IsBiasAlone(q.epilogue) && !q.widened)
           return VisitBand(p, [&](auto band) {
             using B = decltype(band);
-            const BandTile t(band, p, q.channels, q.at);
+            const BandTile<B> t(p, q.channels, q.at);
             const Grid grid = {t.units * t.slabs.divisor, B::kThreads, BandDataBytes<B>(t)};
             return launch_grid(BandKernel<B, T>, grid, q, t);
           });

@@ -240,7 +240,7 @@ cudaError_t LaunchDepthwiseFilter(const Problem& p, const Config& config, const 
       if (plain && aligned && TakesBands(p))
         status = VisitBand(p, [&](auto band) {
           using B = decltype(band);
-          const BandTile t(band, p, q.channels, q.at);
+          const BandTile<B> t(p, q.channels, q.at);
           const Grid grid = BandFilterGrid<B>(q, p, t);
           return launch_grid(BandFilterKernel<B, T>, grid, t);
         });
