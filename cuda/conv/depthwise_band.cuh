@@ -25,11 +25,11 @@ template <int kLines_, int kSteps_>
 struct Band {
   static constexpr int kLines = kLines_, kSteps = kSteps_;
   static constexpr bool kOneLine = kLines == 1;
-  static constexpr int kChannels = kOneLine ? 32 : 16, kChunks = kChannels / 8;  // of a block; 16 bytes each
+  static constexpr int kChannels = BandChannels(kLines), kChunks = kChannels / 8;  // of a block; 16 bytes each
   static constexpr int kOwn = kLines > 7 ? 2 : 4;  // channels of a warp, whose lines all are in registers
   static constexpr int kWarps = kChannels / kOwn, kThreads = 32 * kWarps;
-  static constexpr int kBlocks = kThreads == 128 || (kOneLine && kSteps <= 3) ? 2 : 1;  // of a multiprocessor
   static constexpr int kColumns = BandColumns(kSteps), kHalo = kColumns - 1;  // what a run of strips sees besides
+  static constexpr int kBlocks = BandBlocks(kLines, kColumns);                // of a multiprocessor
   static constexpr int kPixels = kBandStrips * kBandStrip + (kOneLine ? 1 : kBandStrips) * kHalo;  // of a line, at most
   using Own = std::conditional_t<kOwn == 4, uint2, uint32_t>;                                      // of a pixel
 

@@ -91,10 +91,13 @@ double DepthwiseCycles(const Problem& p, int64_t splits, bool hopper) {
   // Blocks have channels of their own, and in the filter gradient 32 taps where the window is not compiled for.
   const double pieces = compiled ? 1 : std::ceil(p.Taps() / 32.0);
   const double slab = wide        ? 8
-                      : bands     ? 16
+                      : bands     ? BandChannels(p.window[1])
                       : unaligned ? kUnalignedChannels
                                   : 64,
-               places = (wide || (bands && lines > 7) ? 1 : 2) * kMultiprocessors;
+               resident = wide    ? 1
+                          : bands ? BandBlocks(p.window[1], p.window[2])
+                                  : 2,
+               places = resident * kMultiprocessors;
   const double blocks = std::max(1.0, p.batch * std::ceil(p.groups * p.features / slab) * splits * pieces);
   const double rounds = filter ? std::ceil(blocks / places) : 1, unused = filter ? rounds * places / blocks : 1;
   return 2000 + 3000 * rounds + std::max(all * unused, bytes / (kMultiprocessors * kBytesPerCycle));

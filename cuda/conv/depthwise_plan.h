@@ -36,6 +36,11 @@ inline bool TakesMultiplied(const Problem& p) {
 // For windows whose lines are band matrices (depthwise_band.cuh): as many columns as eight results see in 16 `steps`
 // values.
 constexpr int BandColumns(int steps) { return 16 * steps - 7; }
+// Channels of a block, whose warps then bring 32 or 64 bytes of a pixel; and blocks that a multiprocessor has at once.
+constexpr int BandChannels(int64_t lines) { return lines == 1 ? 32 : 16; }
+constexpr int BandBlocks(int64_t lines, int64_t columns) {
+  return lines > 7 || (lines == 1 && columns > BandColumns(3)) ? 1 : 2;
+}
 
 // Windows for which there are rings of lines too, which are ahead in lines of few results.
 inline bool IsSquare5Or7(const Problem& p) {
