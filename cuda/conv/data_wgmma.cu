@@ -78,7 +78,7 @@ __device__ void ProduceFilter(const WgmmaParams& p, Ring<T> ring) {
       continue;
     }
     const Share share(f.tap_count * p.lines, p.team);
-    ForEachStep(p, f, share.first, share.end, load);
+    ForEachStep(p, f, share.first, share.end, load, p.taps_first);
   }
 }
 

@@ -24,6 +24,7 @@ struct WgmmaParams {
   bool lattices;           // but 64 of them, of a line of one tap's columns, are a box there
   bool boxes;              // the sums are stored as they are, in the operands' type
   bool alternates;         // the direction in which blocks go over the tiles
+  bool taps_first;         // in the order of steps: all taps of a line of channels before the next line
   WgmmaRow in_row;
   int first_tile[kMaxMaps + 1];  // of each phase, in tiles of rows
   int window[kRank], out[kRank];
@@ -43,6 +44,17 @@ constexpr int kTogetherColumns = 4;
 // Whether rows are wgmma's columns (wgmma_across.cuh).
 template <class T>
 constexpr bool kIsAcross = false;
+
+// Whether the steps of a tile are all taps of a line of channels before the next line, which brings the pixels that taps
+// have in common from the L2 cache, where one tap after the other goes over the operand as often as there are taps. What
+// is read again that way must be much: small operands stay in the cache, and there it is better to read neighbouring
+// lines at a time. Fitted to an H100. Pixels of a frame are found once for each tap.
+inline bool TapsComeFirst(const Problem& p) {
+  constexpr double kMuch = 80e6;  // bytes
+  const double images = double(p.batch) * p.images, pixel_bytes = double(p.DepthChannels()) * SizeOf(p.in);
+  const double operand = images * (p.direction == Direction::kForward ? p.XPixels() : p.YPixels());
+  return !HasFrame(p) && (images * p.YPixels() * p.Taps() - operand) * pixel_bytes > kMuch;
+}
 
 // All but how the filter is read. Where phases are alike, and sums are stored as they are, taps may be columns.
 template <class T>
@@ -65,6 +77,7 @@ cudaError_t SetParams(const Problem& p, const Config& config, const Epilogue& ep
   q.images = int(p.images);
   q.all_images = int(p.batch * p.images);
   q.scattered = phases > 1 || q.in_row.phases > 1;
+  q.taps_first = TapsComeFirst(p);
   // A box past a problem's last row would be stored to the next one's first.
   if (p.batch > 1 && q.phase[0].rows % T::kRows != 0) q.scattered = true;
   // Where a phase is less than a round of tiles, rounds go there and back, those of most taps first, so that who had
@@ -132,7 +145,7 @@ __device__ void ProducePixels(const WgmmaParams& p, Ring<T> ring) {
       continue;
     }
     const Share share(f.tap_count * p.lines, p.team);
-    ForEachStep(p, f, share.first, share.end, load);
+    ForEachStep(p, f, share.first, share.end, load, p.taps_first);
   }
 }
 

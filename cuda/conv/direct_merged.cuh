@@ -53,16 +53,6 @@ __device__ __forceinline__ float ZeroOrNan(const DirectStores& stores, const Dir
   return so_far;
 }
 
-// Finishes a result's sum.
-template <class Out>
-__device__ __forceinline__ void StoreOne(const Epilogue& epilogue, float sum, int64_t bias, int64_t to, void* out) {
-  float v[] = {sum};
-  Add<Out>(v, epilogue.bias, bias);
-  Add<Out>(v, epilogue.residual, to);
-  Activate<Out>(v, epilogue.activation);
-  static_cast<Out*>(out)[to] = static_cast<Out>(v[0]);
-}
-
 // Computes those results of a warp again that met an infinity of another group, of their own group's terms alone.
 // Rarely called, hence out of line, when nothing is in registers any more.
 template <class In, bool kForward>
@@ -107,9 +97,9 @@ __device__ __noinline__ void RepairUnits(const DirectParams& q, int first_row, v
       if (others == 0) continue;
       const int64_t bias = place.problem * q.bias_of_problem + channel, to = int64_t{result} * pixel + channel;
       if (q.wide) {
-        StoreOne<float>(q.epilogue, sum, bias, to, out);
+        StoreOne(q.epilogue, sum, bias, to, static_cast<float*>(out));
       } else {
-        StoreOne<In>(q.epilogue, sum, bias, to, out);
+        StoreOne(q.epilogue, sum, bias, to, static_cast<In*>(out));
       }
     }
   }

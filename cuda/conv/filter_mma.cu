@@ -226,7 +226,7 @@ cudaError_t LaunchFilterMma(const Problem& p, const Config& config, const void* 
   const bool partial = UsesWorkspace(p, config.splits),
              whole_runs = IsChunk(AlignedRun(p.features, p.out, {out}), p.out);
   const bool whole = whole_runs && IsChunk(y_run, p.in);
-  return VisitMmaKernel<Direction::kFilterGradient>(p, config, x, whole, [&](auto tile, auto vec, auto dense, auto in) {
+  const auto launch = [&](auto tile, auto vec, auto dense, auto in) {
     using T = typename decltype(tile)::type;
     using In = typename decltype(in)::type;
     constexpr int kVec = decltype(vec)::value;
@@ -239,7 +239,9 @@ cudaError_t LaunchFilterMma(const Problem& p, const Config& config, const void* 
                      partial ? workspace : out);
     if (!partial || status != cudaSuccess) return status;
     return SumSlices<In>(p, static_cast<const float*>(workspace), config.splits, x, y, out, stream);
-  });
+  };
+  return p.in == DType::kF32 ? VisitMmaKernel<Direction::kFilterGradient, true>(p, config, x, whole, launch)
+                             : VisitMmaKernel<Direction::kFilterGradient, false>(p, config, x, whole, launch);
 }
 
 }  // namespace jaxdnn::conv

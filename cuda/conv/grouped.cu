@@ -157,13 +157,11 @@ __device__ __noinline__ void Repair(const GroupedParams& q, const typename T::In
       }
       if (others == 0) continue;
       const int64_t to = ((int64_t{image} * q.result_height + y) * q.result_width + to_x) * q.channels + channel;
-      float v[] = {sum};
       if constexpr (kFinish) {
-        Add<Out>(v, q.epilogue.bias, int64_t{work.problem} * q.channels + channel);
-        Add<Out>(v, q.epilogue.residual, to);
-        Activate<Out>(v, q.epilogue.activation);
+        StoreOne(q.epilogue, sum, int64_t{work.problem} * q.channels + channel, to, out);
+      } else {
+        out[to] = static_cast<Out>(sum);
       }
-      out[to] = static_cast<Out>(v[0]);
     }
   }
 }

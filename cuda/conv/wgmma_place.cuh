@@ -122,32 +122,47 @@ __device__ inline int FirstPixel(const WgmmaPhase& f, int row, int (&at)[kRank])
   return image;
 }
 
-// Calls step(line, tap, offset) for a tile's steps in [first, end), all lines of a tap before the next tap: the tap's
-// number in the window, and how far from the first it meets the operand.
+// Calls step(line, tap, offset) for a tile's steps in [first, end): the tap's number in the window, and how far from the
+// first it meets the operand. All lines of a tap come before the next tap, or all taps of a line before the next line.
+// Where steps are short, what is computed between two of them is what they wait for.
 template <class Params, class Step>
-__device__ __forceinline__ void ForEachStep(const Params& p, const MappedPhase& f, int first, int end,
-                                            const Step& step) {
-  int tap[kRank] = {}, line = 0;
+__device__ __forceinline__ void ForEachStep(const Params& p, const MappedPhase& f, int first, int end, const Step& step,
+                                            bool taps_first = false) {
+  int line = 0, tap[kRank] = {};
   if (first > 0) {
-    int rest = first / p.lines;
-    line = first - rest * p.lines;
+    const int each = taps_first ? f.tap_count : p.lines, quotient = first / each, remainder = first - quotient * each;
+    line = taps_first ? quotient : remainder;
+    int rest = taps_first ? remainder : quotient;
 #pragma unroll
     for (int d = kRank - 1; d >= 0; --d) tap[d] = rest % f.taps[d], rest /= f.taps[d];
   }
-  while (first < end) {
-    int number = 0, offset[kRank];
+  int number = 0, offset[kRank], apart[kRank], farther[kRank];  // from a tap to the next one of a dimension
+  const int further[] = {p.window[1] * p.window[2], p.window[2], 1};
 #pragma unroll
-    for (int d = 0; d < kRank; ++d) {
-      offset[d] = (f.reversed[d] ? f.taps[d] - 1 - tap[d] : tap[d]) * f.distance[d];
-      number = number * p.window[d] + f.first_tap[d] + tap[d] * f.tap_period[d];
+  for (int d = 0; d < kRank; ++d) {
+    apart[d] = f.tap_period[d] * further[d];
+    farther[d] = f.reversed[d] ? -f.distance[d] : f.distance[d];
+    number += f.first_tap[d] * further[d] + tap[d] * apart[d];
+    offset[d] = (f.reversed[d] ? f.taps[d] - 1 - tap[d] : tap[d]) * f.distance[d];
+  }
+  const auto advance = [&](int d) {
+    number += apart[d];
+    offset[d] += farther[d];
+    if (++tap[d] < f.taps[d]) return true;
+    number -= tap[d] * apart[d];
+    offset[d] -= tap[d] * farther[d];
+    tap[d] = 0;
+    return false;
+  };
+  while (first < end) {
+    if (taps_first) {
+      step(line, number, offset);
+      ++first;
+    } else {
+      for (; line < p.lines && first < end; ++line, ++first) step(line, number, offset);
+      line = 0;
     }
-    for (; line < p.lines && first < end; ++line, ++first) step(line, number, offset);
-    line = 0;
-    if (++tap[2] < f.taps[2]) continue;
-    tap[2] = 0;
-    if (++tap[1] < f.taps[1]) continue;
-    tap[1] = 0;
-    ++tap[0];
+    if (!advance(2) && !advance(1) && !advance(0)) ++line;
   }
 }
 
