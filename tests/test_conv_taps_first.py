@@ -5,7 +5,7 @@ import pytest
 from conv_cases import ConvCase
 from conv_checks import check
 
-# Pixels times taps times channels beyond 80 MB in one direction: forward, with steps that blocks share; gradients,
+# Pixels times taps times channels beyond 60 MB in one direction: forward, with steps that blocks share; gradients,
 # dilated and of phases that have fewer taps than others; and three dimensions.
 CASES = [
   ConvCase("2d", 1, (64, 62), 256, (7, 7), 64, padding=((3, 3),) * 2),

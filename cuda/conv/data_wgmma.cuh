@@ -50,7 +50,7 @@ constexpr bool kIsAcross = false;
 // is read again that way must be much: small operands stay in the cache, and there it is better to read neighbouring
 // lines at a time. Fitted to an H100. Pixels of a frame are found once for each tap.
 inline bool TapsComeFirst(const Problem& p) {
-  constexpr double kMuch = 80e6;  // bytes
+  constexpr double kMuch = 60e6;  // bytes
   const double images = double(p.batch) * p.images, pixel_bytes = double(p.DepthChannels()) * SizeOf(p.in);
   const double operand = images * (p.direction == Direction::kForward ? p.XPixels() : p.YPixels());
   return !HasFrame(p) && (images * p.YPixels() * p.Taps() - operand) * pixel_bytes > kMuch;
