@@ -45,10 +45,10 @@ constexpr int kTogetherColumns = 4;
 template <class T>
 constexpr bool kIsAcross = false;
 
-// Whether the steps of a tile are all taps of a line of channels before the next line, which brings the pixels that taps
-// have in common from the L2 cache, where one tap after the other goes over the operand as often as there are taps. What
-// is read again that way must be much: small operands stay in the cache, and there it is better to read neighbouring
-// lines at a time. Fitted to an H100. Pixels of a frame are found once for each tap.
+// Whether the steps of a tile are all taps of a line of channels before the next line, which brings the pixels that
+// taps have in common from the L2 cache, where one tap after the other goes over the operand as often as there are
+// taps. What is read again that way must be much: small operands stay in the cache, and there it is better to read
+// neighbouring lines at a time. Fitted to an H100. Pixels of a frame are found once for each tap.
 inline bool TapsComeFirst(const Problem& p) {
   constexpr double kMuch = 60e6;  // bytes
   const double images = double(p.batch) * p.images, pixel_bytes = double(p.DepthChannels()) * SizeOf(p.in);

@@ -122,9 +122,9 @@ __device__ inline int FirstPixel(const WgmmaPhase& f, int row, int (&at)[kRank])
   return image;
 }
 
-// Calls step(line, tap, offset) for a tile's steps in [first, end): the tap's number in the window, and how far from the
-// first it meets the operand. All lines of a tap come before the next tap, or all taps of a line before the next line.
-// Where steps are short, what is computed between two of them is what they wait for.
+// Calls step(line, tap, offset) for a tile's steps in [first, end): the tap's number in the window, and how far from
+// the first it meets the operand. All lines of a tap come before the next tap, or all taps of a line before the next
+// line. Where steps are short, what is computed between two of them is what they wait for.
 template <class Params, class Step>
 __device__ __forceinline__ void ForEachStep(const Params& p, const MappedPhase& f, int first, int end, const Step& step,
                                             bool taps_first = false) {
