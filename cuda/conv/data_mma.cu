@@ -4,7 +4,7 @@
 // data.cuh says what rows, columns and taps are. A thread copies chunks of 16 bytes: of the operand always the same
 // few rows, whose first address and valid taps it keeps in registers, and of each step the chunk at one depth. It walks
 // along the depth, channels within taps, so that the main loop divides nothing. Single groups whose lines are no whole
-// chunks are data_ragged.cu's.
+// chunks are data_ragged.cu's. The kernels of TF32 are compiled in mma_floats.cu.
 #include "cuda/conv/data_mma.cuh"
 
 namespace jaxdnn::conv {

@@ -4,11 +4,11 @@
 // rows, so that 7 of 16 multiplications count for a line of seven taps, of a rate 16 times that of the CUDA cores. Of
 // more than nine taps a line is several such matrices, one below the other.
 //
-// A block has 16 channels, of which a warp takes two or four, and eight strips of 16 results in a line, side by side or
-// of other images. Lines of the operand come through a ring in shared memory with what strips side by side have in
-// common; channels lie there as they do in memory. A load of a warp's channels of a pixel and the same of its neighbour
-// make a register of each channel by permuting bytes. Where the window is one line, what follows eight strips of a line
-// is the next line.
+// A block has 16 or 32 channels, of which a warp takes two or four, and eight strips of 16 results in a line, side by
+// side or of other images. Lines of the operand come through a ring in shared memory with what strips side by side have
+// in common; channels lie there as they do in memory. A load of a warp's channels of a pixel and the same of its
+// neighbour make a register of each channel by permuting bytes. Where the window is one line, what follows eight strips
+// are the next eight of the line.
 #pragma once
 
 #include "cuda/common/mma.cuh"
@@ -53,7 +53,7 @@ auto VisitBand(const Problem& p, F&& f) {
 }
 
 // How the strips of a block lie: `across` side by side in a run, and runs of `beside` sequences, which are parts of
-// `lines` lines of a plane of an image. Where the window is one line, these are the line's.
+// `lines` lines of a plane of an image; where the window is one line, of as many times eight strips of its only line.
 template <class B>
 struct BandTile {
   int across_bits, beside, lines;

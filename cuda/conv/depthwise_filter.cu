@@ -240,8 +240,11 @@ cudaError_t LaunchDepthwiseFilter(const Problem& p, const Config& config, const 
       if (plain && aligned && TakesBands(p))
         status = VisitBand(p, [&](auto band) {
           using B = decltype(band);
+          FilterParams r = q;
           const BandTile<B> t(p, q.channels, q.at);
-          const Grid grid = BandFilterGrid<B>(q, p, t);
+          const Grid grid = BandFilterGrid<B>(r, p, t);
+          if (!CanShare(grid.shared_bytes)) return cudaErrorInvalidValue;
+          q = r;
           return launch_grid(BandFilterKernel<B, T>, grid, t);
         });
       if (plain && status == cudaErrorInvalidValue && aligned && TakesWide(p)) {
