@@ -64,6 +64,20 @@ def test_large_windows_on_small_images(direction):
     assert small.microseconds < modelled(spatial, window, 1028).microseconds
 
 
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_windows_between_others(direction):
+  """No kernel is compiled for their lines alone; they take what the next larger windows take."""
+
+  def modelled(spatial, window):
+    x, w = struct((16, *spatial, 96)), struct((*window, 1, 96))
+    options = dict(direction=direction, padding="SAME", groups=96)
+    return next(a for a in jaxdnn.conv_algorithms(x, w, **options) if a.name == "depthwise").microseconds
+
+  for window, larger in (((4, 4), (5, 5)), ((6, 6), (7, 7)), ((8, 8), (9, 9)), ((8, 5), (9, 9))):
+    assert modelled((56, 56), window) <= modelled((56, 56), larger)
+  assert modelled((1000,), (30,)) <= modelled((1000,), (31,)) < 1.5 * modelled((1000,), (10,))
+
+
 def case(name, batch, spatial, c, window, k=None, **geometry):
   return ConvCase(name, batch, spatial, c, window, k or c, groups=c, **geometry)
 
