@@ -128,7 +128,7 @@ __device__ inline int FirstPixel(const WgmmaPhase& f, int row, int (&at)[kRank])
 template <class Params, class Step>
 __device__ __forceinline__ void ForEachStep(const Params& p, const MappedPhase& f, int first, int end, const Step& step,
                                             bool taps_first = false) {
-  int line = 0, tap[kRank] = {};
+  int tap[kRank] = {}, line = 0;
   if (first > 0) {
     const int each = taps_first ? f.tap_count : p.lines, quotient = first / each, remainder = first - quotient * each;
     line = taps_first ? quotient : remainder;
@@ -136,33 +136,32 @@ __device__ __forceinline__ void ForEachStep(const Params& p, const MappedPhase& 
 #pragma unroll
     for (int d = kRank - 1; d >= 0; --d) tap[d] = rest % f.taps[d], rest /= f.taps[d];
   }
-  int number = 0, offset[kRank], apart[kRank], farther[kRank];  // from a tap to the next one of a dimension
-  const int further[] = {p.window[1] * p.window[2], p.window[2], 1};
-#pragma unroll
-  for (int d = 0; d < kRank; ++d) {
-    apart[d] = f.tap_period[d] * further[d];
-    farther[d] = f.reversed[d] ? -f.distance[d] : f.distance[d];
-    number += f.first_tap[d] * further[d] + tap[d] * apart[d];
-    offset[d] = (f.reversed[d] ? f.taps[d] - 1 - tap[d] : tap[d]) * f.distance[d];
-  }
-  const auto advance = [&](int d) {
-    number += apart[d];
-    offset[d] += farther[d];
-    if (++tap[d] < f.taps[d]) return true;
-    number -= tap[d] * apart[d];
-    offset[d] -= tap[d] * farther[d];
-    tap[d] = 0;
-    return false;
-  };
   while (first < end) {
+    int number = 0, offset[kRank];
+#pragma unroll
+    for (int d = 0; d < kRank; ++d) {
+      offset[d] = (f.reversed[d] ? f.taps[d] - 1 - tap[d] : tap[d]) * f.distance[d];
+      number = number * p.window[d] + f.first_tap[d] + tap[d] * f.tap_period[d];
+    }
     if (taps_first) {
-      step(line, number, offset);
-      ++first;
+      const int farther = f.reversed[2] ? -f.distance[2] : f.distance[2];
+      for (; tap[2] < f.taps[2] && first < end; ++tap[2], ++first) {
+        step(line, number, offset);
+        number += f.tap_period[2];
+        offset[2] += farther;
+      }
     } else {
       for (; line < p.lines && first < end; ++line, ++first) step(line, number, offset);
       line = 0;
+      ++tap[2];
     }
-    if (!advance(2) && !advance(1) && !advance(0)) ++line;
+    if (tap[2] < f.taps[2]) continue;
+    tap[2] = 0;
+    if (++tap[1] < f.taps[1]) continue;
+    tap[1] = 0;
+    if (++tap[0] < f.taps[0]) continue;
+    tap[0] = 0;
+    ++line;
   }
 }
 
