@@ -76,8 +76,8 @@ cudaError_t SetParams(const Problem& p, const Config& config, const Epilogue& ep
   q.planes = int(p.batch * p.Taps());
   q.images = int(p.images);
   q.all_images = int(p.batch * p.images);
-  q.scattered = phases > 1 || q.in_row.phases > 1;
   q.taps_first = TapsComeFirst(p);
+  q.scattered = phases > 1 || q.in_row.phases > 1;
   // A box past a problem's last row would be stored to the next one's first.
   if (p.batch > 1 && q.phase[0].rows % T::kRows != 0) q.scattered = true;
   // Where a phase is less than a round of tiles, rounds go there and back, those of most taps first, so that who had

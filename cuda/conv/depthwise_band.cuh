@@ -66,7 +66,7 @@ struct BandTile {
     const int64_t columns = at[2].out;
     across_bits = 0;
     int64_t least = INT64_MAX;
-    // Columns that are computed for nothing cost more than those that runs have in common.
+    // Columns that are computed for nothing cost more than those that runs have in common. Of one line all are a run.
     for (int bits = 0; (1 << bits) <= kBandStrips; ++bits) {
       const int64_t cost = CeilDiv(columns, kBandStrip << bits) * ((kBandStrip << bits) + B::kHalo / 2);
       if (B::kOneLine || cost < least) across_bits = bits, least = cost;

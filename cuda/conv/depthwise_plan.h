@@ -33,6 +33,16 @@ inline bool TakesMultiplied(const Problem& p) {
          p.stride[1] == p.stride[2] && p.stride[1] <= (summed ? 1 : 2);
 }
 
+// What the kernels on the tensor cores have in common: 16-bit floats in whole chunks of channels, windows of one plane,
+// and no stride or dilation.
+inline bool IsPlainOf16Bits(const Problem& p) {
+  const auto all_one = [](const int64_t (&a)[kRank]) {
+    return std::all_of(a, a + kRank, [](int64_t n) { return n == 1; });
+  };
+  return SizeOf(p.in) == 2 && p.channels == 1 && p.features == 1 && p.groups % 8 == 0 && all_one(p.stride) &&
+         all_one(p.lhs_dilation) && all_one(p.rhs_dilation) && p.window[0] == 1;
+}
+
 // For windows whose lines are band matrices (depthwise_band.cuh): as many columns as eight results see in 16 `steps`
 // values.
 constexpr int BandColumns(int steps) { return 16 * steps - 7; }
@@ -52,13 +62,10 @@ inline bool IsSquare5Or7(const Problem& p) {
 inline bool TakesBands(const Problem& p) {
   constexpr int64_t kFewestTaps = 10, kMostLines = 9, kFewestColumns = 9, kFewestOfLine = 65;
   const bool any = p.direction == Direction::kFilterGradient && IsSquare5Or7(p);
-  const auto is_one = [](int64_t n) { return n == 1; };
-  const auto all_one = [&](const int64_t (&a)[kRank]) { return std::all_of(a, a + kRank, is_one); };
   const auto& out = p.direction == Direction::kDataGradient ? p.x : p.y;
   const bool one_line = p.window[1] == 1;
-  return SizeOf(p.in) == 2 && p.channels == 1 && p.features == 1 && p.groups % 8 == 0 && all_one(p.stride) &&
-         all_one(p.lhs_dilation) && all_one(p.rhs_dilation) && p.window[0] == 1 && p.Taps() >= kFewestTaps &&
-         p.window[1] <= kMostLines && p.window[2] <= BandColumns(one_line ? 5 : 1) &&
+  return IsPlainOf16Bits(p) && p.Taps() >= kFewestTaps && p.window[1] <= kMostLines &&
+         p.window[2] <= BandColumns(one_line ? 5 : 1) &&
          out[2] >= (any        ? 0
                     : one_line ? kFewestOfLine
                                : kFewestColumns) &&
@@ -78,13 +85,9 @@ inline int WideAcrossBits(int64_t columns) {
 // Windows of many taps, on lines enough for some sets of strips.
 inline bool TakesWide(const Problem& p) {
   constexpr int64_t kFewestTaps = 64, kFewestLines = 5, kFewestSets = 4;
-  const auto is_one = [](int64_t n) { return n == 1; };
-  const auto all_one = [&](const int64_t (&a)[kRank]) { return std::all_of(a, a + kRank, is_one); };
   const auto& out = p.direction == Direction::kDataGradient ? p.x : p.y;
   const int64_t beside = kWideStrips >> WideAcrossBits(out[2]);
-  return SizeOf(p.in) == 2 && p.channels == 1 && p.features == 1 && p.groups % 8 == 0 && all_one(p.stride) &&
-         all_one(p.lhs_dilation) && all_one(p.rhs_dilation) && p.window[0] == 1 &&
-         std::min(p.window[1], p.window[2]) >= kFewestLines && p.window[2] <= kWideMostColumns &&
+  return IsPlainOf16Bits(p) && std::min(p.window[1], p.window[2]) >= kFewestLines && p.window[2] <= kWideMostColumns &&
          p.Taps() >= kFewestTaps && out[1] > (kFewestSets - 1) * beside;
 }
 
@@ -95,12 +98,9 @@ inline int64_t ImageEights(const int64_t (&extent)[kRank]) { return extent[1] * 
 // Windows that no other kernel is compiled for, of images and taps enough for that.
 inline bool TakesImages(const Problem& p) {
   constexpr int64_t kMostEights = 32, kMostApart = 160, kFewestTaps = 10, kMostTaps = 1600, kFewest = 256;
-  const auto is_one = [](int64_t n) { return n == 1; };
-  const auto all_one = [&](const int64_t (&a)[kRank]) { return std::all_of(a, a + kRank, is_one); };
   // What the filter's table is as large as.
   const int64_t apart = (p.x[1] + p.y[1]) * (CeilDiv(p.x[2], kImageEight) + CeilDiv(p.y[2], kImageEight));
-  return SizeOf(p.in) == 2 && p.channels == 1 && p.features == 1 && p.groups % 8 == 0 && all_one(p.stride) &&
-         all_one(p.lhs_dilation) && all_one(p.rhs_dilation) && p.window[0] == 1 && !IsSquare5Or7(p) && !TakesWide(p) &&
+  return IsPlainOf16Bits(p) && !IsSquare5Or7(p) && !TakesWide(p) &&
          std::min({p.XPixels(), p.YPixels(), p.batch, p.groups}) > 0 &&
          std::max(ImageEights(p.x), ImageEights(p.y)) <= kMostEights && apart <= kMostApart &&
          p.Taps() >= kFewestTaps && p.Taps() <= kMostTaps && p.images * p.y[0] * p.Taps() >= kFewest;
