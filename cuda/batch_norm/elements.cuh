@@ -133,20 +133,13 @@ __device__ void Map(const Tiling& t, const M& m, const Arrays<typename M::T>& ar
   using T = typename M::T;
   constexpr int V = M::V;
   if (m.steps == 0) return;
-  MapStream<M, Op> whole(t, m, arrays.in, ring);
+  MapStream<M, Op> all(t, m, arrays.in, ring);
   const Op op(t, m, arguments);
-  ForParts<M, Op>(
-      t, arrays, m.steps - m.full, [&](int i) { return m.At(t, m.steps - 1 - i); },
-      [&](const Span& span, const auto& v) {
-        Vec<T, V> out;
-        out.v[0] = static_cast<T>(0.0f);
-        if (Kept<M>(t, span)) op(out, v);
-        Store<M>(arrays.out, span, out);
-      });
-  whole.ForEach([&](const Span& span, const auto& v) {
+  all.ForEachAndParts([&](const Span& span, const auto& v) {
     Vec<T, V> out;
-    op(out, v);
-    if (!t.ragged || (span.lo == 0 && span.hi == V))
+    if constexpr (V == 1) out.v[0] = static_cast<T>(0.0f);
+    if (Kept<M>(t, span)) op(out, v);
+    if (V > 1 && span.lo == 0 && span.hi == V)
       StoreOnce(reinterpret_cast<Vec<T, V>*>(arrays.out + span.offset), out);
     else
       Store<M>(arrays.out, span, out);

@@ -246,17 +246,41 @@ class Stream {
   __device__ void ForEach(F&& f) {
 #pragma unroll 1
     for (int k = 0; k < m_.full; ++k) {
-      Fetch(k + kStages - 1);
-      WaitAsync<kStages - 1>();
       Vector v[K];
-#pragma unroll
-      for (int j = 0; j < K; ++j) v[j] = ring_[k % kStages][j][threadIdx.x];
+      Take(k, v);
       f(At(k), v);
+    }
+  }
+
+  // The same for all of the thread's vectors. Of those that may exist in part, f's code is not there a second time.
+  template <class F>
+  __device__ void ForEachAndParts(F&& f) {
+#pragma unroll 1
+    for (int i = 0; i < m_.steps; ++i) {
+      const int at = kReverse ? m_.steps - 1 - i : i;
+      Span span;
+      Vector v[K];
+      if (at < m_.full) {
+        span = m_.Full(t_, at);
+        Take(kReverse ? m_.full - 1 - at : at, v);
+      } else {
+        span = m_.At(t_, at);
+#pragma unroll
+        for (int j = 0; j < K; ++j) v[j] = Load<M>(t_, in_[j], span);
+      }
+      f(span, v);
     }
   }
 
  private:
   __device__ Span At(int k) const { return m_.Full(t_, kReverse ? m_.full - 1 - k : k); }
+  // The k-th that is full.
+  __device__ void Take(int k, Vector (&v)[K]) {
+    Fetch(k + kStages - 1);
+    WaitAsync<kStages - 1>();
+#pragma unroll
+    for (int j = 0; j < K; ++j) v[j] = ring_[k % kStages][j][threadIdx.x];
+  }
   __device__ void Fetch(int k) {
     if (k < m_.full) {
       const int64_t offset = At(k).offset;

@@ -333,16 +333,4 @@ bool IsShortColumns(const Shape& s) {
   return bytes % 4 == 0 && bytes >= kShortBytes && s.outer * bytes / 4 <= INT32_MAX;
 }
 
-template <class T, class Op>
-cudaError_t RunShortColumns(const Op& op, const Shape& s, const T* in0, const T* in1, T* out, cudaStream_t stream) {
-  constexpr int kFew = 8;
-  const int64_t words = s.inner * sizeof(T) / 4;
-  const auto run = [&](auto kernel) {
-    return LaunchKernel(kernel, CeilDiv(s.outer * words, kColumnThreads), kColumnThreads, stream, s, FastDiv(words),
-                        uint32_t{0}, op, in0, in1, out);
-  };
-  if (s.n <= kFew) return run(ShortColumnsKernel<Op, T, kFew>);
-  return run(ShortColumnsKernel<Op, T, kShortColumn<Op>>);
-}
-
 }  // namespace jaxdnn::softmax

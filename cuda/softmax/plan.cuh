@@ -9,6 +9,7 @@
 #include "cuda/softmax/rows.cuh"
 #include "cuda/softmax/shares.cuh"
 #include "cuda/softmax/tile.cuh"
+#include "cuda/softmax/unclustered.cuh"
 
 namespace jaxdnn::softmax {
 
@@ -18,10 +19,6 @@ constexpr int64_t kTileBytes = 64 << 10;
 constexpr int64_t kLongTileBytes = 200 << 10;
 // The width of a tile of columns, at least. Less wastes what memory transfers at once.
 constexpr int64_t kNarrowBytes = 64;
-// Elements of a packed line that a lane holds, and the longest.
-constexpr int kMaxPackedSteps = 16;
-constexpr int kMaxPackedLine = 32 * kMaxPackedSteps;
-
 // Blocks that share a tile through the workspace: each has half of kTileBytes, of one input.
 inline int64_t WorkspaceShares(const Shape& s, int element_bytes) {
   return CeilDiv(s.n, kTileBytes / 2 / (s.inner == 1 ? element_bytes : kNarrowBytes));
@@ -79,66 +76,6 @@ cudaError_t RunTiles(const Op& op, const Problem& p, const T* in0, const T* in1,
   return e == cudaSuccess ? launch() : e;
 }
 
-template <class T, int kSteps, class Op>
-cudaError_t RunVectorRows(const Op& op, const Problem& p, int span, const T* in0, const T* in1, T* out,
-                          cudaStream_t stream) {
-  const int rows_at_once = kRowVectors<Op, T> / kSteps;
-  const Rows rows = {p.shape.outer, static_cast<int>(p.shape.n), span, rows_at_once * (kRowThreads >> span)};
-  return LaunchKernel(VectorRowsKernel<Op, T, kSteps>, rows.Blocks(), kRowThreads, stream, rows, op, in0, in1, out);
-}
-
-template <class T, int kN, class Op>
-cudaError_t RunRowsOfVector(const Op& op, const Problem& p, const T* in0, const T* in1, T* out, cudaStream_t stream) {
-  const int64_t vectors = p.shape.outer * p.shape.n / kVecLength<T>;
-  return LaunchKernel(RowsOfVectorKernel<Op, T, kN>, CeilDiv(vectors, 4 * kRowThreads), kRowThreads, stream, vectors,
-                      op, in0, in1, out);
-}
-
-// How packed rows are dealt out, or columns that are few: slices of `inner`, so that a block's begin on a vector; none
-// to a block: they are not.
-template <int L>
-Rows PlanPackedRows(const Shape& s, int span, int64_t element_bytes) {
-  constexpr int64_t kBytes = 16 << 10, kMost = 48 << 10;
-  const int64_t groups = kRowThreads >> span, lines = s.outer * s.inner, slice = s.n * s.inner;
-  // A whole number of slices, that ends on a vector too.
-  const int64_t unit = s.inner * (L / std::gcd<int64_t>(L, slice));
-  // Some blocks to a multiprocessor, if there is work for them.
-  const int64_t full = CeilDiv(kBytes, s.n * element_bytes * groups), few = CeilDiv(lines, 512 * groups);
-  const int64_t per_block = CeilDiv(std::min(full, few) * groups, unit) * unit;
-  const bool fits = per_block * s.n * element_bytes <= kMost;
-  return {lines, static_cast<int>(s.n), span, fits ? static_cast<int>(per_block) : 0};
-}
-
-template <class Op, class T>
-Grid PackedGrid(const Rows& rows) {
-  return {rows.Blocks(), kRowThreads, size_t{Op::kInputs} * rows.per_block * rows.n * sizeof(T)};
-}
-
-template <class T, class Op>
-cudaError_t RunPackedRows(const Op& op, const Problem& p, const T* in0, const T* in1, T* out, cudaStream_t stream) {
-  return VisitPackedRow<T>(p.shape.n, [&](auto whole, int span) {
-    const Rows rows = PlanPackedRows<kVecLength<T>>(p.shape, span, Op::kInputs * sizeof(T));
-    return LaunchKernel(PackedRowsKernel<Op, T, whole>, PackedGrid<Op, T>(rows), stream, rows, op, in0, in1, out);
-  });
-}
-
-inline int LineSpan(int64_t n, int steps) { return CeilLog2(CeilDiv(n, steps)); }
-
-template <class T, int kSteps, bool kMasked, class Op>
-cudaError_t RunPackedLines(const Op& op, const Problem& p, const T* in0, const T* in1, T* out, cudaStream_t stream) {
-  const Rows rows = PlanPackedRows<kVecLength<T>>(p.shape, LineSpan(p.shape.n, kSteps), Op::kInputs * sizeof(T));
-  return LaunchKernel(PackedLinesKernel<Op, T, kSteps, kMasked>, PackedGrid<Op, T>(rows), stream, rows,
-                      FastDiv(p.shape.inner), op, p.mask, in0, in1, out);
-}
-
-// With the fewest steps that hold a thread's elements of a short column.
-template <class T, class Op>
-cudaError_t RunPackedColumns(const Op& op, const Problem& p, const T* in0, const T* in1, T* out, cudaStream_t stream) {
-  if (p.shape.n <= 4) return RunPackedLines<T, 4, false>(op, p, in0, in1, out, stream);
-  if (p.shape.n <= 8) return RunPackedLines<T, 8, false>(op, p, in0, in1, out, stream);
-  return RunPackedLines<T, kMaxPackedSteps, false>(op, p, in0, in1, out, stream);
-}
-
 // Rows that no warp of rows.cuh takes.
 template <class T, class Op>
 cudaError_t RunLongRows(const Op& op, const Problem& p, const T* in0, const T* in1, T* out, cudaStream_t stream) {
@@ -150,9 +87,7 @@ cudaError_t RunLongRows(const Op& op, const Problem& p, const T* in0, const T* i
   const bool few = p.shape.outer * vectors < int64_t{1024 * kMost} * device.multiprocessors;
   const int steps = vectors <= 32 * 4 || (few && vectors <= kHeldThreads * 4) ? 4 : kMost;
   const HeldRows rows = PlanHeldRows(p.shape.outer, p.shape.n, vectors, device, steps);
-  if (rows.shares == 0 && p.shape.n % L == 0)
-    return RunSharedRows<T, false>(op, p.shape, p.workspace, in0, in1, out, stream);
-  if (rows.shares == 0) return RunSharedRows<T, true>(op, p.shape, p.workspace, in0, in1, out, stream);
+  if (rows.shares == 0) return Unclustered<T, Op>{op, p, in0, in1, out, stream}.SharedRows();
   const auto run = [&](auto held) {
     constexpr int V = decltype(held)::value;
     if (p.shape.n % L == 0) return RunHeldRows<T, V, false>(op, rows, in0, in1, out, stream);
@@ -169,11 +104,12 @@ cudaError_t RunTuned(const Op& op, const Problem& p, const T* in0, const T* in1,
   constexpr int L = kVecLength<T>, kVectors = kRowVectors<Op, T>, kInputs = Op::kInputs;
   const Shape& s = p.shape;
   const bool masked = p.mask.data != nullptr;
+  const Unclustered<T, Op> unclustered = {op, p, in0, in1, out, stream};
   if (s.inner > 1) {
     if (!masked) {
       Device device;
       if (const cudaError_t e = CurrentDevice(&device); e != cudaSuccess) return e;
-      if (s.n <= kShortColumn<Op> && IsShortColumns<T>(s)) return RunShortColumns(op, s, in0, in1, out, stream);
+      if (s.n <= kShortColumn<Op> && IsShortColumns<T>(s)) return unclustered.ShortColumns();
       // Of one input, narrower tiles are better than the largest clusters.
       const int max_cluster = std::min(kInputs == 1 ? 8 : 16, device.max_cluster);
       const auto plan = [&](int cluster, int columns) {
@@ -183,10 +119,10 @@ cudaError_t RunTuned(const Op& op, const Problem& p, const T* in0, const T* in1,
       if (c.threads == 0) c = plan(device.max_cluster, kLongTileColumns);
       if (c.threads > 0) return RunHeldColumns(op, c, in0, in1, out, stream);
       if (device.max_cluster > 1) c = plan(kMaxColumnShares, kTileColumns);
-      if (c.threads > 0) return RunSharedColumns(op, c, p.workspace, in0, in1, out, stream);
+      if (c.threads > 0) return unclustered.SharedColumns(c);
       if (s.n <= kMaxPackedLine &&
           PlanPackedRows<L>(s, LineSpan(s.n, kMaxPackedSteps), kInputs * sizeof(T)).per_block > 0)
-        return RunPackedColumns(op, p, in0, in1, out, stream);
+        return unclustered.PackedColumns();
     }
     if (s.inner % L == 0 && !masked) return RunTiles<T, L, L, false>(op, p, in0, in1, out, stream);
     return RunTiles<T, 1, 1, true>(op, p, in0, in1, out, stream);
@@ -195,19 +131,11 @@ cudaError_t RunTuned(const Op& op, const Problem& p, const T* in0, const T* in1,
   if (s.n % L == 0 && vectors <= 32 * kVectors && !masked) {
     // Eight threads a row where it has as many vectors, then as many vectors a thread as it holds, then more threads.
     const int span = std::clamp(CeilLog2(CeilDiv(vectors, kVectors)), std::min(3, CeilLog2(vectors)), 5);
-    const int64_t steps = CeilDiv(vectors, 1 << span);
-    if (steps == 1) return RunVectorRows<T, 1>(op, p, span, in0, in1, out, stream);
-    if (steps == 2) return RunVectorRows<T, 2>(op, p, span, in0, in1, out, stream);
-    if constexpr (kVectors == 4) return RunVectorRows<T, 4>(op, p, span, in0, in1, out, stream);
+    return unclustered.VectorRows(span, CeilDiv(vectors, 1 << span));
   }
-  if (s.outer * s.n % L == 0 && !masked) {
-    if (s.n == 1) return RunRowsOfVector<T, 1>(op, p, in0, in1, out, stream);
-    if (s.n == 2) return RunRowsOfVector<T, 2>(op, p, in0, in1, out, stream);
-    if constexpr (L == 8)
-      if (s.n == 4) return RunRowsOfVector<T, 4>(op, p, in0, in1, out, stream);
-  }
-  if (s.n <= kMaxPackedLine && masked) return RunPackedLines<T, kMaxPackedSteps, true>(op, p, in0, in1, out, stream);
-  if (s.n <= kMaxPackedRow<T> && !masked) return RunPackedRows(op, p, in0, in1, out, stream);
+  if (s.outer * s.n % L == 0 && !masked && (s.n <= 2 || (s.n == 4 && L == 8))) return unclustered.RowsOfVector();
+  if (s.n <= kMaxPackedLine && masked) return unclustered.MaskedLines();
+  if (s.n <= kMaxPackedRow<T> && !masked) return unclustered.PackedRows();
   if (masked || s.n > kMaxHeldRow) return RunTiles<T, L, 1, true>(op, p, in0, in1, out, stream);
   return RunLongRows(op, p, in0, in1, out, stream);
 }

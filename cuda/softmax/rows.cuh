@@ -1,6 +1,9 @@
 // Short rows, several to a warp: of whole vectors, or of any length through shared memory; there, columns too.
 #pragma once
 
+#include <algorithm>
+#include <numeric>
+
 #include "cuda/common/fast_div.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/softmax/packed.cuh"
@@ -213,5 +216,26 @@ __global__ void __launch_bounds__(kRowThreads)
   }
   StoreRun(out + first * r.n, held, rows * r.n);
 }
+
+// Elements of a packed line that a lane holds, and the longest.
+constexpr int kMaxPackedSteps = 16;
+constexpr int kMaxPackedLine = 32 * kMaxPackedSteps;
+
+// How packed rows are dealt out, or columns that are few: slices of `inner`, so that a block's begin on a vector; none
+// to a block: they are not.
+template <int L>
+Rows PlanPackedRows(const Shape& s, int span, int64_t element_bytes) {
+  constexpr int64_t kBytes = 16 << 10, kMost = 48 << 10;
+  const int64_t groups = kRowThreads >> span, lines = s.outer * s.inner, slice = s.n * s.inner;
+  // A whole number of slices, that ends on a vector too.
+  const int64_t unit = s.inner * (L / std::gcd<int64_t>(L, slice));
+  // Some blocks to a multiprocessor, if there is work for them.
+  const int64_t full = CeilDiv(kBytes, s.n * element_bytes * groups), few = CeilDiv(lines, 512 * groups);
+  const int64_t per_block = CeilDiv(std::min(full, few) * groups, unit) * unit;
+  const bool fits = per_block * s.n * element_bytes <= kMost;
+  return {lines, static_cast<int>(s.n), span, fits ? static_cast<int>(per_block) : 0};
+}
+
+inline int LineSpan(int64_t n, int steps) { return CeilLog2(CeilDiv(n, steps)); }
 
 }  // namespace jaxdnn::softmax

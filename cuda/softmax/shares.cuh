@@ -61,35 +61,8 @@ __global__ void __launch_bounds__(kColumnThreads, 4)
   }
 }
 
-template <class T, bool kEdges, class Op>
-cudaError_t RunSharedRows(const Op& op, const Shape& s, void* workspace, const T* in0, const T* in1, T* out,
-                          cudaStream_t stream) {
-  constexpr int V = kHeld<Op>;
-  const int shares = static_cast<int>(CeilDiv(s.n, V * kVecLength<T> * kShareThreads));
-  const auto launch = [&](auto kernel) {
-    return LaunchKernel(kernel, s.outer * shares, kShareThreads, stream, static_cast<int>(s.n), shares, 0u, op, in0,
-                        in1, out, static_cast<typename Op::Stats*>(workspace));
-  };
-  const cudaError_t e = launch(SharedRowsKernel<Op, T, V, kEdges, false>);
-  return e == cudaSuccess ? launch(SharedRowsKernel<Op, T, V, kEdges, true>) : e;
-}
-
 // The most blocks that may share a tile of columns.
 constexpr int kMaxColumnShares = 1 << 14;
-
-template <class T, class Op>
-cudaError_t RunSharedColumns(const Op& op, const HeldColumns& c, void* workspace, const T* in0, const T* in1, T* out,
-                             cudaStream_t stream) {
-  using Stats = typename Op::Stats;
-  constexpr int V = kHeldColumns<Op>;
-  auto* const stats = static_cast<Stats*>(workspace);
-  const Grid grid = {c.shape.outer * c.tiles * c.cluster, c.threads, c.threads * kColumnVector<T> * sizeof(Stats)};
-  const auto launch = [&](auto kernel) { return LaunchKernel(kernel, grid, stream, c, op, in0, in1, out, stats); };
-  cudaError_t e = launch(SharedColumnsKernel<Op, T, V, false>);
-  if (e == cudaSuccess)
-    e = LaunchKernel(FoldKernel<Op>, c.shape.outer * c.shape.inner, kMaxTileThreads, stream, c.shape, c.cluster, stats);
-  return e == cudaSuccess ? launch(SharedColumnsKernel<Op, T, V, true>) : e;
-}
 
 // Shares of a row or column, at most: the backward map's blocks hold least, and of columns a quarter less than all
 // threads may take part, and a power of 2 of blocks. One where a cluster of 8 blocks holds columns.
