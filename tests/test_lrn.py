@@ -1,6 +1,7 @@
 """Local response and divisive normalization against NumPy in float64: windows, layouts, special values, wrong calls."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -77,8 +78,12 @@ def test_the_divisor_is_the_same_at_the_borders():
     LrnCase((2, 24)),
     LrnCase((2, 24), 4),
     LrnCase((2, 21)),
+    LrnCase((2, 24), 9),
+    LrnCase((2, 21), 15),
+    LrnCase((2, 21), 6, options={"padding": "SAME_LOWER"}),
     LrnCase((2, 9, 4), options={"axis": 1}),
     LrnCase((2, 9, 4), 4, options={"axis": 1}),
+    LrnCase((2, 9, 3), 6, options={"axis": 1, "padding": "SAME_LOWER"}),
     LrnCase((2, 6, 7, 4), 3, "within_channel"),
     LrnCase((2, 2, 6, 7), 5, "within_channel", {"axis": 1}),
     LrnCase((2, 2, 6, 8), 3, "within_channel", {"axis": 1}),
@@ -89,10 +94,12 @@ def test_the_divisor_is_the_same_at_the_borders():
   ids=str,
 )
 def test_nan_and_infinity_reach_their_windows_and_no_further(case, dtype):
-  for value in (np.nan, np.inf, -np.inf):
+  f = jax.jit(functools.partial(maps, case))
+  middle, end = [n // 2 for n in case.shape[1:]], [n - 1 for n in case.shape[1:]]
+  for value, at in itertools.product((np.nan, np.inf, -np.inf), (middle, end)):
     xs, g = operands(case, dtype), sample(case.shape, dtype, 7)
-    xs[0][(0, *(n // 2 for n in case.shape[1:]))] = value
-    y, (dx, *_), dy = jax.jit(functools.partial(maps, case))(xs, g)
+    xs[0][(0, *at)] = value
+    y, (dx, *_), dy = f(xs, g)
     with np.errstate(all="ignore"):
       want = Oracle(case, *xs)
       assert_close(y, want.y, dtype, terms=want.terms, scale=np.nan_to_num(np.abs(want.y)))
@@ -248,6 +255,11 @@ def test_every_number_of_channels(first, axis):
 
   for dtype in ("float32", "bfloat16"):
     check_cases([case(c, (3, 5, 5, 7, 4)[c % 5]) for c in range(first, first + 60)], dtype)
+
+
+@pytest.mark.gpu
+def test_several_tiles_to_a_warp():
+  check_cases([LrnCase((450_000, 5)), LrnCase((300_000, 8), 9)], "bfloat16")
 
 
 def check_repeatable(case, dtype, repeats=10):
