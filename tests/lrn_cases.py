@@ -29,6 +29,15 @@ ACROSS = [
   *(LrnCase((5, 48), n, options={"padding": "SAME_LOWER"}) for n in (2, 4, 8)),
   *(LrnCase((2, 12, 8), n, options={"axis": 1}) for n in (1, 3, 4, 7, 9, 16, 200)),
   *(LrnCase((2, 12, 3), n, options={"axis": 1, "padding": "SAME_LOWER"}) for n in (3, 4, 7)),
+  # The same over several warps and tiles, in rows that fill vectors and that do not.
+  *(LrnCase((90, c), n) for c in (24, 31) for n in (2, 4, 6, 8, 9, 12, 13, 15, 16, 17)),
+  *(LrnCase((90, c), n, options={"padding": "SAME_LOWER"}) for c in (24, 31) for n in (2, 6, 12, 16)),
+  *(LrnCase((3000 // c, c), n) for c, n in ((1, 5), (2, 5), (3, 4), (5, 9), (7, 15), (9, 17), (250, 5), (513, 5))),
+  # Even ones across strided channels, of a vector's columns and of others.
+  *(LrnCase((2, c, 8), n, options={"axis": 1}) for c in (2, 70) for n in (2, 4, 6)),
+  *(LrnCase((2, c, 8), n, options={"axis": 1, "padding": "SAME_LOWER"}) for c in (2, 70) for n in (2, 4, 6)),
+  *(LrnCase((2, 40, 3, 5), n, options={"axis": 1, "beta": 0.6}) for n in (2, 4, 6)),
+  *(LrnCase((2, 40, 3, 5), n, options={"axis": 1, "padding": "SAME_LOWER"}) for n in (2, 4, 6)),
   # Parameters.
   *(LrnCase((5, 24), options={"beta": b}) for b in (0.5, 1.0, 0.6, 2.0, -0.5, 0.0)),
   LrnCase((5, 24), options={"alpha": 0.0}),

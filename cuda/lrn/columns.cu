@@ -4,13 +4,15 @@
 // that every element is read once: the energy of element j is known when element j + H has come in, and, for the
 // cotangent, the sum of r = q x g around element j when element j + 2 H has. A ring's slots are registers, so the loop
 // over a whole window of steps is unrolled, and as many steps' loads are in flight. Where there are too few
-// columns to fill the device, n is cut into chunks, which read what their windows overlap.
+// columns to fill the device, n is cut into chunks, which read what their windows overlap. An even window takes the
+// ring of one that has a cell more, and leaves that out of its sums.
 //
 // A thread's columns are neighbours, in one vector; or, where rows are not aligned, one of every 32, so that a warp
 // still reads neighbours.
 //
 // Bound by memory: one read and one write, or two reads and one write.
 #include <algorithm>
+#include <cstdlib>
 #include <type_traits>
 
 #include "cuda/common/convert.cuh"
@@ -29,6 +31,7 @@ struct Columns {
   int64_t threads;
   int inner, tiles;  // columns, and threads for them, of an outer index
   int n, chunk, chunks;
+  bool oldest, newest;  // whether a window has the cell that is H in front of its element, and the one H behind
 };
 
 // A thread's N elements of a row: neighbours in one access, or N accesses 32 elements apart.
@@ -103,7 +106,20 @@ constexpr int kResident = H == 3                                                
                           : Curve::kThreeQuarters && (kVector || kMap == Map::kForward) ? 4
                                                                                         : 3;
 
-template <Map kMap, int H, int N, bool kVector, class Curve, class T>
+// The sum over a ring whose newest slot is i. Its ends are left out where an even window has no such cells.
+template <int W, bool kEven, class F>
+__device__ float SumRing(int i, bool oldest, bool newest, F&& term) {
+  const auto has = [&](int k) { return !kEven || (k == i ? newest : k != (i + 1) % W || oldest); };
+  float sum = has(0) ? term(0) : 0;
+#pragma unroll
+  for (int k = 1; k < W; ++k) {
+    const float more = sum + term(k);
+    sum = has(k) ? more : sum;
+  }
+  return sum;
+}
+
+template <Map kMap, int H, bool kEven, int N, bool kVector, class Curve, class T>
 __global__ void __launch_bounds__(kThreads, (kResident<kMap, H, kVector, Curve>))
     ColumnsKernel(const __grid_constant__ Columns shape, Curve response, const T* __restrict__ t,
                   const T* __restrict__ x, T* __restrict__ out) {
@@ -172,17 +188,13 @@ __global__ void __launch_bounds__(kThreads, (kResident<kMap, H, kVector, Curve>)
       const A least = kCotangent && !exists(begin + i - H) ? A(1) : response.k;
 #pragma unroll
       for (int j = 0; j < N; ++j) {
-        A energy = c[0][j] * c[0][j];
-#pragma unroll
-        for (int k = 1; k < W; ++k) energy += c[k][j] * c[k][j];
+        const A energy = SumRing<W, kEven>(i, shape.oldest, shape.newest, [&](int k) { return c[k][j] * c[k][j]; });
         const A d = least + response.scale * energy;
         if constexpr (kCotangent) {
           A rate;
           u[i][j] = w[j] * response.GainAndRate(d, &rate);
           r[i][j] = rate * (c[now][j] * u[i][j]);
-          A product = r[0][j];
-#pragma unroll
-          for (int k = 1; k < W; ++k) product += r[k][j];
+          const A product = SumRing<W, kEven>(i, shape.newest, shape.oldest, [&](int k) { return r[k][j]; });
           result[j] = u[now][j] - c[done][j] * product;
         } else {
           result[j] = c[now][j] * response.Gain(d);
@@ -193,10 +205,12 @@ __global__ void __launch_bounds__(kThreads, (kResident<kMap, H, kVector, Curve>)
   }
 }
 
-template <Map kMap, int H, int N, bool kVector, class T>
+template <Map kMap, int H, bool kEven, int N, bool kVector, class T>
 cudaError_t Launch(const Problem& p, const T* t, const T* x, T* out, cudaStream_t stream) {
   Columns shape = {};
   shape.n = p.extent[2];
+  shape.oldest = p.before[2] == H;
+  shape.newest = p.after[2] == H;
   shape.inner = static_cast<int>(p.inner);
   shape.tiles = static_cast<int>(kVector ? p.inner / N : CeilDiv(p.inner, 32 * N) * 32);
   const int64_t wanted = CeilDiv(kEnoughThreads, p.outer * shape.tiles);
@@ -204,10 +218,12 @@ cudaError_t Launch(const Problem& p, const T* t, const T* x, T* out, cudaStream_
   shape.chunks = static_cast<int>(CeilDiv(shape.n, shape.chunk));
   shape.threads = p.outer * shape.tiles * shape.chunks;
   const auto launch = [&](auto response) {
-    return LaunchKernel(ColumnsKernel<kMap, H, N, kVector, decltype(response), T>, CeilDiv(shape.threads, kThreads),
-                        kThreads, stream, shape, response, t, x, out);
+    return LaunchKernel(ColumnsKernel<kMap, H, kEven, N, kVector, decltype(response), T>,
+                        CeilDiv(shape.threads, kThreads), kThreads, stream, shape, response, t, x, out);
   };
-  return p.beta == 0.75 ? launch(Response<T, true>(p)) : launch(Response<T>(p));
+  if constexpr (!kEven)
+    if (p.beta == 0.75) return launch(Response<T, true>(p));
+  return launch(Response<T>(p));
 }
 
 template <Map kMap, class T>
@@ -216,12 +232,16 @@ cudaError_t LaunchMap(const Problem& p, const T* t, const T* x, T* out, cudaStre
   const bool vectors = p.inner % kWide == 0 && IsVectorAligned(t, x, out);
   const auto launch = [&](auto half) {
     constexpr int H = decltype(half)::value;
-    if (vectors) return Launch<kMap, H, kWide, true>(p, t, x, out, stream);
+    // Even windows are rare: they make do with fewer kernels.
+    if (p.before[2] != p.after[2])
+      return vectors ? Launch<kMap, H, true, kWide, true>(p, t, x, out, stream)
+                     : Launch<kMap, H, true, 1, true>(p, t, x, out, stream);
+    if (vectors) return Launch<kMap, H, false, kWide, true>(p, t, x, out, stream);
     // Of fewer columns than that, too many lanes would have none.
-    if (p.inner > 64 * kWide) return Launch<kMap, H, kWide, false>(p, t, x, out, stream);
-    return Launch<kMap, H, 1, true>(p, t, x, out, stream);
+    if (p.inner > 64 * kWide) return Launch<kMap, H, false, kWide, false>(p, t, x, out, stream);
+    return Launch<kMap, H, false, 1, true>(p, t, x, out, stream);
   };
-  switch (p.after[2]) {
+  switch (std::max(p.before[2], p.after[2])) {
     case 1:
       return launch(std::integral_constant<int, 1>{});
     case 2:
@@ -243,8 +263,9 @@ cudaError_t LaunchType(Map map, const Problem& p, const void* t, const void* x, 
 }  // namespace
 
 bool IsColumns(Map map, const Problem& p, DType dtype) {
+  const int reach = std::max(p.before[2], p.after[2]);
   return map != Map::kTangent && dtype != DType::kF64 && p.inner > 1 && p.extent[0] == 1 && p.extent[1] == 1 &&
-         p.before[2] == p.after[2] && p.after[2] >= 1 && p.after[2] <= 3 &&
+         std::abs(p.before[2] - p.after[2]) <= 1 && reach >= 1 && reach <= 3 &&
          p.inner <= INT32_MAX / 8;  // a row takes 31 bits of bytes
 }
 
