@@ -277,24 +277,26 @@ __global__ void __launch_bounds__(kThreads, (kResident<kMap, L>))
     LineKernel(const __grid_constant__ Line line, Response<T> response, const T* __restrict__ t,
                const T* __restrict__ x, T* __restrict__ out) {
   using A = Accumulator<T>;
-  constexpr int V = L::V, kTogether = kUnrolled<L> ? kTiles<L> : 1;
+  constexpr int V = L::V, kTogether = kUnrolled<L> ? kTiles<L> : 1;  // tiles that are unrolled, and loaded first
   const int tiles = kUnrolled<L> ? kTiles<L> : line.tiles;
   using Rows = std::conditional_t<L::kWholeVectors, WholeRows<L>, AnyRows<L>>;
   const int lane = threadIdx.x % 32, useful = 32 - 2 * line.edge;
   const int64_t warp = blockIdx.x * int64_t{kThreads / 32} + threadIdx.x / 32;
   int64_t flat = (warp * tiles * useful - line.edge + lane) * V;
+  Packed<T, V> in[kTogether], with[kTogether];
+  const auto load = [&](int i, int64_t from) {
+    in[i] = Load<L>(line, x, from);
+    if constexpr (kMap != Map::kForward) with[i] = Load<L>(line, t, from);
+  };
+#pragma unroll
+  for (int i = 0; i < kTogether; ++i) load(i, flat + i * useful * V);
   Rows rows(line, flat);
-  Packed<T, V> in = Load<L>(line, x, flat), with;
-  if constexpr (kMap != Map::kForward) with = Load<L>(line, t, flat);
 #pragma unroll kTogether
   for (int tile = 0; tile < tiles; ++tile) {
     A c[V], w[V], term[V], energy[V], gain[V], q[V], product[V], result[V];
-    const Packed<T, V> in_now = in, with_now = with;
-    // The next tile's loads are in flight meanwhile.
-    if (tile + 1 < tiles) {
-      in = Load<L>(line, x, flat + useful * V);
-      if constexpr (kMap != Map::kForward) with = Load<L>(line, t, flat + useful * V);
-    }
+    const Packed<T, V> in_now = in[tile % kTogether], with_now = with[tile % kTogether];
+    // Else the next tile's loads are in flight meanwhile.
+    if (kTogether == 1 && tile + 1 < tiles) load(0, flat + useful * V);
     Widen<T>(in_now, c);
     if constexpr (kMap != Map::kForward) Widen<T>(with_now, w);
 #pragma unroll
