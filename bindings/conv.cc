@@ -1,6 +1,13 @@
 // FFI handlers of the convolution.
 #include "cuda/conv/conv.h"
 
+#include <map>
+#include <mutex>
+#include <shared_mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
 #include "bindings/activation_kind.h"
 #include "bindings/conv_problem.h"
 #include "bindings/ffi.h"
@@ -84,6 +91,29 @@ static bool TakesHopperKernels(std::initializer_list<const void*> arrays) {
   return HasHopperCode();
 }
 
+// conv::Choose, which takes tens of microseconds, once for each problem: a program launches the same ones again and
+// again, and would otherwise wait for the host wherever kernels are short and XLA has not recorded them in a graph.
+static std::optional<conv::Config> ChooseOnce(const conv::Problem& p, bool hopper, std::string_view algorithm,
+                                              int64_t workspace_limit) {
+  using Key = std::pair<std::vector<int64_t>, std::string>;
+  static std::map<Key, std::optional<conv::Config>> chosen;
+  static std::shared_mutex mutex;
+  Key key = {{}, std::string(algorithm)};
+  key.first.reserve(64);
+  const auto add = [&](auto... values) { (key.first.push_back(static_cast<int64_t>(values)), ...); };
+  add(p.direction, p.in, p.filter, p.out, p.products, p.batch, p.images, p.groups, p.channels, p.features, p.exchanged,
+      hopper, workspace_limit);
+  for (int d = 0; d < conv::kRank; ++d)
+    add(p.x[d], p.window[d], p.y[d], p.stride[d], p.pad[d], p.lhs_dilation[d], p.rhs_dilation[d], p.mode[d]);
+  {
+    const std::shared_lock lock(mutex);
+    if (const auto found = chosen.find(key); found != chosen.end()) return found->second;
+  }
+  const auto config = conv::Choose(p, hopper, algorithm, workspace_limit);
+  const std::unique_lock lock(mutex);
+  return chosen.emplace(std::move(key), config).first->second;
+}
+
 // Whichever of x, w and y are operands, `lhs` and `rhs` are them in that order, and `out` is the third.
 template <class Attrs>
 ffi::Error Convolve(conv::Direction direction, cudaStream_t stream, ffi::AnyBuffer lhs, ffi::AnyBuffer rhs,
@@ -106,10 +136,10 @@ ffi::Error Convolve(conv::Direction direction, cudaStream_t stream, ffi::AnyBuff
   if (problem) problem->products = attrs.products;
   if (problem) problem->filter = *rhs_type;
   const auto config = problem
-                          ? conv::Choose(*problem,
-                                         TakesHopperKernels({lhs.untyped_data(), rhs.untyped_data(), out.untyped_data(),
-                                                             epilogue.bias, epilogue.residual, epilogue.scale}),
-                                         attrs.algorithm, attrs.workspace_limit)
+                          ? ChooseOnce(*problem,
+                                       TakesHopperKernels({lhs.untyped_data(), rhs.untyped_data(), out.untyped_data(),
+                                                           epilogue.bias, epilogue.residual, epilogue.scale}),
+                                       attrs.algorithm, attrs.workspace_limit)
                           : std::nullopt;
   if (!config)
     return Unsupported(attrs.algorithm.empty() ? "no kernel for these shapes" : "the algorithm cannot do this here",
