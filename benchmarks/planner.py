@@ -1,7 +1,8 @@
 """Does the cost model pick the right kernel? `python -m benchmarks.planner --out benchmarks/results/planner.json`.
 
 Draws random convolutions of all kinds, times every kernel and tile of ours that the model does not rule out by far, and
-compares the fastest with the one that the model chooses. The same seed draws the same problems.
+compares the fastest with the one that the model chooses. The same seed draws the same problems. `--cases` names layers
+of the convolutions' benchmark instead, of which every time is printed.
 
 The algorithm `gemm`, whose workspace is larger than its operands, is never chosen, and not among the best; it is timed
 where the model has it near them.
@@ -24,6 +25,7 @@ import jax
 import numpy as np
 from jax import Array
 
+import conv_cases
 import jaxdnn
 from benchmarks import conv, harness
 from conv_cases import ConvCase
@@ -117,6 +119,16 @@ def draw_problems(count: int, seed: int, shrink: int = 1) -> Iterator[Problem]:
       if shrink > 1 or LEAST_US <= chosen["us"] <= MOST_US:
         yield problem
         break
+
+
+def named_problems(names: Sequence[str], dtypes: Sequence[str]) -> Iterator[Problem]:
+  """Cases of the convolutions' benchmark and their neighbours, by their whole names."""
+  listed = conv_cases.DENSE + conv_cases.OTHERS
+  every = {case.name: case for each in listed for case in (each, *conv_cases.neighbours(each))}
+  for name, dtype, direction in itertools.product(names, dtypes, RESULTS):
+    if name not in every:
+      raise ValueError(f"no case of the benchmark is called {name!r}")
+    yield Problem("named", every[name], direction, dtype)
 
 
 def moved(problem: Problem) -> int:
@@ -310,7 +322,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
   arguments = sys.argv[1:] if arguments is None else arguments
   parser = argparse.ArgumentParser(prog="python -m benchmarks.planner", description=(__doc__ or "").partition("?")[0])
   parser.add_argument("--out", type=Path, metavar="FILE", help="record to this JSON file, row by row")
-  parser.add_argument("--problems", type=int, default=300, metavar="N")
+  parser.add_argument("--problems", type=int, default=300, metavar="N", help="how many random ones")
+  parser.add_argument("--cases", nargs="+", metavar="NAME", help="these of the convolutions' benchmark instead")
+  parser.add_argument("--dtypes", nargs="+", choices=harness.DTYPES, default=["bfloat16"], help="of the cases")
   parser.add_argument("--seed", type=int, default=0)
   parser.add_argument("--seconds", type=float, default=math.inf, help="measure no more after this time")
   parser.add_argument("--choose", type=Path, metavar="FILE", help="measure nothing: choose again in this record")
@@ -324,9 +338,13 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
   began = time.perf_counter()
   clock, record = harness.start(harness.command_line("benchmarks.planner", arguments), args.shrink)
   rows = record["rows"] = []
-  problems = list(draw_problems(args.problems, args.seed, args.shrink))
+  problems = list(
+    named_problems(args.cases, args.dtypes) if args.cases else draw_problems(args.problems, args.seed, args.shrink)
+  )
   for row in measure_all(problems, clock, record["ceilings"]):
     rows.append(row)
+    if args.cases:
+      print(line(row), flush=True)
     record["seconds"] = time.perf_counter() - began
     if len(rows) % 20 == 0 or len(rows) == len(problems):
       harness.save(args.out, record)

@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ sys.path.insert(0, str(ROOT))
 
 import conv_cases  # noqa: E402
 from benchmarks import __main__ as run  # noqa: E402
-from benchmarks import conv, harness, pool, report, table  # noqa: E402
+from benchmarks import conv, harness, launch, pool, report, table  # noqa: E402
 
 CEILINGS = {"copy": 4e12, "bfloat16": 700e12, "float32": 350e12, "fma": 60e12, "elementwise": 3e12}
 
@@ -275,3 +276,11 @@ def test_trial_run(family, text, tmp_path):
   for r in record["rows"]:
     assert r["us_ours"] and r["us_lax"] and r["us_floor"], r
     assert r["ratio"] == pytest.approx(r["us_lax"] / r["us_ours"])
+
+
+def test_trial_run_of_launches(capsys, monkeypatch):
+  monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))  # which it changes
+  times = launch.main(calls=2)
+  assert len(times) == 4 * len(launch.LAYERS) + 1
+  assert all(t > 0 for t in times.values())
+  assert capsys.readouterr().out.count("us a launch") == len(times)

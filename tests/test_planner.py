@@ -36,6 +36,16 @@ def test_problems_are_of_all_kinds_and_the_same_each_time():
     assert planner.moved(p) <= planner.MOST_BYTES
 
 
+def test_named_problems_are_layers_and_their_neighbours():
+  problems = list(planner.named_problems(["rn50.3x3.128@28", "mnist.conv2 channels+1"], ["float32"]))
+  assert [(p.case.name, p.direction) for p in problems] == [
+    (name, direction) for name in ("rn50.3x3.128@28", "mnist.conv2 channels+1") for direction in planner.RESULTS
+  ]
+  assert {p.dtype for p in problems} == {"float32"}
+  with pytest.raises(ValueError, match="'vgg'"):
+    list(planner.named_problems(["vgg"], ["float32"]))
+
+
 def test_the_chosen_kernel_is_the_first_candidate():
   for p in planner.draw_problems(COUNT, seed=5):
     kept = planner.candidates(p)
