@@ -319,10 +319,14 @@ def measure_ceilings(clock: Clock, shrink: int = 1) -> dict[str, float]:
 # Record --------------------------------------------------------------------------------------------------------------
 
 
+def launch_one_by_one() -> None:
+  """Keeps XLA from putting the kernels of a call into a graph. Read when a backend starts."""
+  os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_command_buffer=".strip()
+
+
 def start(command: str, shrink: int = 1, quick: bool = False) -> tuple[Clock, dict[str, Any]]:
   """The clock, and the head of a record."""
-  # XLA would put the kernels of a call into a graph, which CUPTI need not see one by one. Read when a backend starts.
-  os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_command_buffer=".strip()
+  launch_one_by_one()  # CUPTI need not see the kernels of a graph so
   clock_name, clock = find_clock()
   ceilings = measure_ceilings(clock, shrink)
   record = header(command, clock_name, ceilings, shrink, quick)

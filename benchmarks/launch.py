@@ -5,7 +5,6 @@ do than the host, the wall time of a call is what the host takes: XLA's share, t
 parameters, and the driver's.
 """
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -71,7 +70,7 @@ def microseconds(function: Callable[..., Any], x: Array, ws: Array) -> float:
 
 
 def main(calls: int = CALLS) -> dict[str, float]:
-  os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_command_buffer=".strip()
+  harness.launch_one_by_one()
   times = {}
   for name, *program in programs(calls):
     times[name] = microseconds(*program)
