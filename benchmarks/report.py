@@ -7,6 +7,12 @@ from typing import Any
 SHORT = {
   "bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64", "int8": "int8", "float8_e4m3fn": "e4m3",
 }  # fmt: skip
+DIRECTIONS = ("fwd", "dgrad", "wgrad", "bwd", "fwd+bwd")
+
+
+def order(row: dict[str, Any]) -> tuple[str, int, str, int]:
+  """By family, direction, case and dtype."""
+  return row["family"], DIRECTIONS.index(row["direction"]), row["case"], list(SHORT).index(row["dtype"])
 
 
 def line(row: dict[str, Any]) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import ROOT
-from benchmarks.report import SHORT, behind, geometric_mean, summarise
+from benchmarks.report import SHORT, behind, geometric_mean, order, summarise
 
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = [ROOT / "README.md", ROOT / "docs" / "benchmarks.md"]
@@ -41,8 +41,7 @@ def newest(records: list[Record]) -> list[dict[str, Any]]:
   rows = {}
   for row in sorted(recorded, key=lambda r: not r.get("sweep", False)):
     rows[row["family"], row["case"], row["dtype"], row["direction"]] = row
-  families = list(dict.fromkeys(row["family"] for row in recorded))
-  return sorted(rows.values(), key=lambda row: families.index(row["family"]))
+  return sorted(rows.values(), key=order)
 
 
 def by_device(records: list[Record], section: Callable[[list[Record]], str]) -> str:
@@ -116,15 +115,18 @@ def conditions(records: list[Record]) -> str:
 
 
 def summary(rows: list[dict[str, Any]]) -> str:
-  """A line for each family and direction, a column for each dtype; those of equal dtypes are one table."""
+  """A line for each family and direction, a column for each dtype; those of equal dtypes are one table, and those of
+  most come first."""
   lines: dict[str, dict[str, str]] = {}
   for group in summarise(rows):
     lines.setdefault(f"{group['family']} {group['direction']}", {})[group["dtype"]] = group_cell(group)
   tables: dict[tuple[str, ...], list[list[str]]] = {}
   for name, cells in lines.items():
-    tables.setdefault(tuple(cells), []).append([name, *cells.values()])
+    dtypes = tuple(filter(cells.__contains__, SHORT))
+    tables.setdefault(dtypes, []).append([name, *map(cells.__getitem__, dtypes)])
   head = "lax / ours, cases faster, of the floor, memory"
-  return "\n\n".join(markdown([head, *map(SHORT.__getitem__, dtypes)], own) for dtypes, own in tables.items())
+  widest_first = sorted(tables.items(), key=lambda table: -len(table[0]))
+  return "\n\n".join(markdown([head, *map(SHORT.__getitem__, dtypes)], own) for dtypes, own in widest_first)
 
 
 def group_cell(group: dict[str, Any]) -> str:
