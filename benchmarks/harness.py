@@ -324,9 +324,10 @@ def launch_one_by_one() -> None:
   os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_command_buffer=".strip()
 
 
-def start(command: str, shrink: int = 1, quick: bool = False) -> tuple[Clock, dict[str, Any]]:
-  """The clock, and the head of a record."""
-  launch_one_by_one()  # CUPTI need not see the kernels of a graph so
+def start(command: str, shrink: int = 1, quick: bool = False, graphs: bool = False) -> tuple[Clock, dict[str, Any]]:
+  """The clock, and the head of a record. CUPTI need not see the kernels of a graph: without `graphs` there are none."""
+  if not graphs:
+    launch_one_by_one()
   clock_name, clock = find_clock()
   ceilings = measure_ceilings(clock, shrink)
   record = header(command, clock_name, ceilings, shrink, quick)

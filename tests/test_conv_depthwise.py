@@ -93,6 +93,8 @@ CASES = [
   case("3x3s2_dilated", 1, (21, 22), 10, (3, 3), stride=(2, 2), padding=SAME5, rhs_dilation=(2, 2)),
   case("5x5", 2, (17, 9), 70, (5, 5), padding=SAME5),
   case("5x5s2", 2, (17, 30), 64, (5, 5), stride=(2, 2), padding=((1, 2), (2, 1))),
+  case("5x5s2_far", 3, (9, 11), 8, (5, 5), stride=(2, 2), padding=((7, 2), (-1, 6))),
+  case("5x5s2_planes", 2, (3, 21, 36), 20, (1, 5, 5), stride=(1, 2, 2), padding=((0, 0), (0, 3), (4, 1))),
   case("7x7", 2, (40, 15), 130, (7, 7), padding=SAME7),
   case("5x5_chunks", 2, (17, 29), 72, (5, 5), padding=SAME5),
   case("7x7_chunks", 2, (40, 15), 136, (7, 7), padding=SAME7),
@@ -127,6 +129,7 @@ CASES = [
   case("far_padding", 1, (5, 6), 4, (3, 3), padding=((9, 2), (-2, 12))),
   case("transposed", 2, (6, 7), 18, (4, 4), padding=((2, 2), (2, 2)), lhs_dilation=(2, 2)),
   case("transposed3", 2, (9, 13), 12, (3, 3), padding=((1, 2), (2, 1)), lhs_dilation=(2, 2)),
+  case("transposed5", 2, (9, 13), 12, (5, 5), padding=((2, 3), (3, 2)), lhs_dilation=(2, 2)),
   case("both_dilations", 1, (6, 7), 3, (3, 2), padding=((4, 1), (3, 5)), lhs_dilation=(3, 2), rhs_dilation=(2, 3)),
   case("31x31", 1, (20, 22), 34, (31, 31), padding=((15, 15),) * 2),
   case("31x31_chunks", 2, (60, 22), 40, (31, 31), padding=((15, 15),) * 2),
@@ -388,5 +391,5 @@ def test_not_finite_cotangent_stays_local(value):
 def test_kernels_under_the_sanitizer():
   few = ("3x3s2", "7x7_on_few", "5x5_far", "9x13", "15x15", "odd_channels", "causal", "3d", "3d_chunks", "transposed3")
   names = "odd_channels_far_s2", "pairs_of_channels", "image_far", "image_planes", "dilated_far", "six_features"
-  for name in (*few, *names, "9x9_far", "4x4_chunks", "1d31_chunks", "1d73_far"):
+  for name in (*few, *names, "5x5s2_far", "9x9_far", "4x4_chunks", "1d31_chunks", "1d73_far"):
     check(next(c for c in CASES if c.name == name), "bfloat16", "bfloat16")

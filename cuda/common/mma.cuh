@@ -79,16 +79,19 @@ __device__ inline void LoadMatrices(uint32_t (&r)[4], uint32_t address) {
   }
 }
 
-// To TF32's 11 bits of mantissa, to nearest; the product would cut them off.
+// To TF32's 11 bits of mantissa, to nearest; the product cuts the others off. Before Hopper there is no instruction for
+// it: half of the last bit is added, and what is beyond that bit stays.
 template <int kCount>
 __device__ inline void RoundToTf32(uint32_t (&r)[kCount]) {
 #pragma unroll
-  for (uint32_t& v : r)
+  for (uint32_t& v : r) {
 #if __CUDA_ARCH__ >= 900
     asm("cvt.rn.tf32.f32 %0, %1;" : "=r"(v) : "f"(__uint_as_float(v)));
 #else
-    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(v) : "f"(__uint_as_float(v)));
+    constexpr uint32_t kHalf = 1 << 12;
+    if (isfinite(__uint_as_float(v))) v += kHalf;
 #endif
+  }
 }
 
 // Into r and what that leaves, both TF32. An infinity or NaN goes to the rest, which meets the large part of the other
@@ -99,6 +102,8 @@ __device__ inline void SplitTf32(uint32_t (&r)[4], uint32_t (&rest)[4]) {
   RoundToTf32(r);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
+    constexpr uint32_t kBeyond = (1 << 13) - 1;
+    r[i] &= ~kBeyond;
     const float large = __uint_as_float(r[i]);
     if (isfinite(large)) {
       rest[i] = __float_as_uint(__uint_as_float(rest[i]) - large);

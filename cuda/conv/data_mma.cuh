@@ -334,39 +334,4 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
       p.columns - first_column, kDense || p.whole_runs, wide, out);
 }
 
-template <bool kFloats, Direction kDirection>
-cudaError_t LaunchDataMmaDirection(const Problem& p, const Config& config, const void* operand, const void* filter,
-                                   void* out, const Epilogue& epilogue, cudaStream_t stream) {
-  const Dense dense = DenseOf(p);
-  const int64_t columns = GemmOf(p).columns * (dense.Folds() ? 1 : dense.groups);
-  const int filter_run = AlignedRun(p.features, p.in, {filter});
-  const bool whole_runs = IsChunk(AlignedRun(columns, p.out, {out, epilogue.bias, epilogue.residual}), p.out);
-  const bool whole = whole_runs && IsChunk(filter_run, p.in);
-  if (dense.groups == 1 && !dense.Folds() && !(whole && IsChunk(AlignedRun(p.DepthChannels(), p.in, {operand}), p.in)))
-    return LaunchDataRagged(p, config, operand, filter, out, epilogue, stream);
-  return VisitMmaKernel<kDirection, kFloats>(
-      p, config, operand, whole, [&](auto tile, auto vec, auto is_dense, auto in) {
-        using T = typename decltype(tile)::type;
-        using In = typename decltype(in)::type;
-        constexpr int kVec = decltype(vec)::value;
-        constexpr bool kDense = decltype(is_dense)::value, kForward = kDirection == Direction::kForward;
-        using LoadB = LoadFilter<T, kDense, kForward, In>;
-        DataParams q = MakeDataParams(p, epilogue, T::kRows, T::kColumns, dense);
-        q.filter_run = filter_run;
-        q.whole_runs = whole_runs;
-        const Grid grid = {DataBlocks(p, q), T::kThreads, kSharedBytes<T, LoadOperand<T, kVec, In>, LoadB>};
-        return LaunchKernel(DataMmaKernel<T, kVec, kDense, kForward, In>, grid, stream, q,
-                            static_cast<const In*>(operand), static_cast<const In*>(filter), p.out != p.in, out);
-      });
-}
-
-// Of 16-bit floats, or float32.
-template <bool kFloats>
-cudaError_t LaunchDataMmaOf(const Problem& p, const Config& config, const void* operand, const void* filter, void* out,
-                            const Epilogue& epilogue, cudaStream_t stream) {
-  return VisitDataDirection(p, [&](auto direction) {
-    return LaunchDataMmaDirection<kFloats, direction()>(p, config, operand, filter, out, epilogue, stream);
-  });
-}
-
 }  // namespace jaxdnn::conv

@@ -6,11 +6,47 @@
 #include "cuda/conv/ragged.cuh"
 
 namespace jaxdnn::conv {
+namespace {
+
+template <Direction kDirection, class In, int kProducts>
+cudaError_t LaunchTyped(const Problem& p, const Config& config, const void* operand, const void* filter, void* out,
+                        const Epilogue& epilogue, cudaStream_t stream) {
+  constexpr bool kForward = kDirection == Direction::kForward;
+  const bool aligned = IsChunk(AlignedRun(p.DepthChannels(), p.in, {operand}), p.in);
+  const auto launch = [&](auto tile, auto is_aligned) {
+    using T = typename decltype(tile)::type;
+    constexpr bool kAligned = decltype(is_aligned)::value;
+    DataParams q = MakeDataParams(p, epilogue, T::kRows, T::kColumns);
+    q.channels = int(CeilDiv(q.channels, kChunk<In>)) * kChunk<In>;
+    q.channel_div = FastDiv(q.channels);
+    q.whole_runs = IsChunk(AlignedRun(GemmOf(p).columns, p.out, {out, epilogue.bias, epilogue.residual}), p.out);
+    const auto bounds = [](const void* array, int64_t size) {
+      return Bounds<In>{static_cast<const In*>(array), static_cast<const In*>(array) + size};
+    };
+    const Grid grid = {DataBlocks(p, q), T::kThreads,
+                       kSharedBytes<T, LoadRaggedOperand<T, In>, LoadRaggedFilter<T, kForward, In>>};
+    return LaunchKernel(DataRaggedKernel<T, kAligned, kForward, In>, grid, stream, q,
+                        bounds(operand, p.batch * p.images * q.image_size), bounds(filter, p.FilterSize()),
+                        p.out != p.in, out);
+  };
+  const auto with_tile = [&](auto tile) {
+    return aligned ? launch(tile, std::true_type()) : launch(tile, std::false_type());
+  };
+  if constexpr (kProducts == 1)
+    if (config.tile == Tile::kMma128x32) return with_tile(TypeTag<MmaTile<In, kDirection, 128, 32, 4, 1, 3>>());
+  return with_tile(TypeTag<MmaTile<In, kDirection, 128, 64, 2, 2, 2, kProducts>>());
+}
+
+}  // namespace
 
 cudaError_t LaunchDataRagged(const Problem& p, const Config& config, const void* operand, const void* filter, void* out,
                              const Epilogue& epilogue, cudaStream_t stream) {
-  return p.in == DType::kF32 ? LaunchDataRaggedFloats(p, config, operand, filter, out, epilogue, stream)
-                             : LaunchDataRaggedOf<false>(p, config, operand, filter, out, epilogue, stream);
+  return VisitDataDirection(p, [&](auto direction) {
+    return VisitMmaType(p, [&](auto in, auto products) {
+      return LaunchTyped<direction(), typename decltype(in)::type, products()>(p, config, operand, filter, out,
+                                                                               epilogue, stream);
+    });
+  });
 }
 
 }  // namespace jaxdnn::conv

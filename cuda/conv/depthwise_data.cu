@@ -4,9 +4,9 @@
 #include "cuda/conv/depthwise.h"
 #include "cuda/conv/depthwise_band_data.cuh"
 #include "cuda/conv/depthwise_image_data.cuh"
-#include "cuda/conv/depthwise_quads.cuh"
 #include "cuda/conv/depthwise_ring.cuh"
 #include "cuda/conv/depthwise_slide.cuh"
+#include "cuda/conv/depthwise_spread.cuh"
 #include "cuda/conv/depthwise_volume.cuh"
 #include "cuda/conv/depthwise_wide_data.cuh"
 
@@ -207,7 +207,7 @@ cudaError_t LaunchDepthwiseData(const Problem& p, const void* operand, const voi
           return launch_grid(VolumeKernel<T>, Grid{blocks, tile.threads, Volume<T>::SharedBytes(tile)}, r, tile);
         }
       }
-      const cudaError_t status = VisitQuads<T>(
+      const cudaError_t status = VisitStreaming<T>(
           r, p, [&](auto* kernel, int64_t blocks) { return launch_grid(kernel, Grid{blocks, kDepthwiseThreads}, r); });
       if (status != cudaErrorInvalidValue) return status;
     }

@@ -7,15 +7,16 @@
 namespace jaxdnn::conv {
 namespace {
 
-// Whether depthwise_quads.cuh has a kernel that runs at the rate of memory: of a line of up to four taps side by side,
-// or of a 3x3 whose results are twice as close as what it reads.
-bool IsInQuads(const Problem& p) {
+// Whether there is a kernel that runs at the rate of memory: of a line of up to four taps side by side
+// (depthwise_quads.cuh), or of a 3x3 or 5x5 whose results are twice as close as what it reads (depthwise_spread.cuh).
+bool IsStreaming(const Problem& p) {
   if (p.features != 1 || p.groups % 4 != 0 || p.window[0] != 1) return false;
   const Problem f = AsForward(p);
   const auto is = [&](int d, int64_t taps, int64_t lhs_dilation) {
     return p.window[d] == taps && f.stride[d] == 1 && f.lhs_dilation[d] == lhs_dilation && f.rhs_dilation[d] == 1;
   };
-  return is(2, 3, 2) ? is(1, 3, 2) : p.window[1] == 1 && p.Taps() > 1 && p.Taps() <= 4 && is(2, p.Taps(), 1);
+  if (is(2, 3, 2) || is(2, 5, 2)) return is(1, p.window[2], 2);
+  return p.window[1] == 1 && p.Taps() > 1 && p.Taps() <= 4 && is(2, p.Taps(), 1);
 }
 
 // Of products of whole images: by the accesses to shared memory of a warp, which has one channel of 16 images. Fitted
@@ -72,11 +73,11 @@ double DepthwiseCycles(const Problem& p, int64_t splits, bool hopper) {
   };
   const bool unaligned = hopper && TakesUnalignedDepthwise(p);
   const bool paired = unaligned || (p.features == 1 && p.groups % 2 == 0) || TakesMultiplied(p),
-             quads = !filter && IsInQuads(p);
-  const bool wide = !bands && TakesWide(p), compiled = bands || wide || quads || is(1, 3, 3) || is(1, 5, 5) ||
+             streaming = !filter && IsStreaming(p);
+  const bool wide = !bands && TakesWide(p), compiled = bands || wide || streaming || is(1, 3, 3) || is(1, 5, 5) ||
                                                        is(1, 7, 7) || (is(3, 3, 3) && (!filter || p.groups % 4 == 0));
   const double lines = p.window[0] * p.window[1], taps = p.Taps() * (paired ? 1 : 2);
-  const double element = quads                ? 0.2
+  const double element = streaming            ? 0.2
                          : bands              ? 0.3 + 0.025 * lines
                          : wide               ? 1.6 + 0.002 * taps
                          : compiled && paired ? 0.25 + 0.015 * taps

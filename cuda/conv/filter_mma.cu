@@ -240,8 +240,7 @@ cudaError_t LaunchFilterMma(const Problem& p, const Config& config, const void* 
     if (!partial || status != cudaSuccess) return status;
     return SumSlices<In>(p, static_cast<const float*>(workspace), config.splits, x, y, out, stream);
   };
-  return p.in == DType::kF32 ? VisitMmaKernel<Direction::kFilterGradient, true>(p, config, x, whole, launch)
-                             : VisitMmaKernel<Direction::kFilterGradient, false>(p, config, x, whole, launch);
+  return VisitMmaKernel<Direction::kFilterGradient>(p, config, x, whole, launch);
 }
 
 }  // namespace jaxdnn::conv

@@ -16,12 +16,6 @@ cudaError_t LaunchDataMma(const Problem& p, const Config& config, const void* op
 cudaError_t LaunchDataRagged(const Problem& p, const Config& config, const void* operand, const void* filter, void* out,
                              const Epilogue& epilogue, cudaStream_t stream);
 
-// Both, of float32.
-cudaError_t LaunchDataMmaFloats(const Problem& p, const Config& config, const void* operand, const void* filter,
-                                void* out, const Epilogue& epilogue, cudaStream_t stream);
-cudaError_t LaunchDataRaggedFloats(const Problem& p, const Config& config, const void* operand, const void* filter,
-                                   void* out, const Epilogue& epilogue, cudaStream_t stream);
-
 // Forward, of 8-bit operands. Takes the tiles 128x128 and 128x64.
 cudaError_t LaunchDataBytes(const Problem& p, const Config& config, const void* x, const void* w, void* y,
                             const Epilogue& epilogue, cudaStream_t stream);

@@ -285,22 +285,13 @@ inline int AlignedRun(int64_t n, DType type, std::initializer_list<const void*> 
 
 inline bool IsChunk(int run, DType type) { return run * SizeOf(type) == 16; }
 
-// Calls f with the TypeTag of the operands' type, of which 16-bit floats or float32, and how many products of it make
-// one of theirs.
-template <bool kFloats, class F>
-cudaError_t VisitMmaTypeOf(const Problem& p, F&& f) {
-  constexpr std::integral_constant<int, 1> kOne;
-  constexpr std::integral_constant<int, 3> kThree;
-  if constexpr (kFloats) {
-    return p.products == 3 ? f(TypeTag<float>(), kThree) : f(TypeTag<float>(), kOne);
-  } else {
-    return p.in == DType::kBF16 ? f(TypeTag<__nv_bfloat16>(), kOne) : f(TypeTag<__half>(), kOne);
-  }
-}
-
+// Calls f with the TypeTag of the operands' type, and how many products of it make one of theirs.
 template <class F>
 cudaError_t VisitMmaType(const Problem& p, F&& f) {
-  return p.in == DType::kF32 ? VisitMmaTypeOf<true>(p, f) : VisitMmaTypeOf<false>(p, f);
+  constexpr std::integral_constant<int, 1> kOne;
+  constexpr std::integral_constant<int, 3> kThree;
+  if (p.in == DType::kF32) return p.products == 3 ? f(TypeTag<float>(), kThree) : f(TypeTag<float>(), kOne);
+  return p.in == DType::kBF16 ? f(TypeTag<__nv_bfloat16>(), kOne) : f(TypeTag<__half>(), kOne);
 }
 
 // Calls f with the direction, of the two that have the same kernels, as a type.
@@ -312,11 +303,11 @@ cudaError_t VisitDataDirection(const Problem& p, F&& f) {
 
 // Calls f with the TypeTag of the tile, how many elements of the gathered operand a copy moves, whether the product is
 // dense and in whole chunks otherwise, and the TypeTag of the operands' type. `columns` are of the other arrays.
-template <Direction kDirection, bool kFloats, class F>
+template <Direction kDirection, class F>
 cudaError_t VisitMmaKernel(const Problem& p, const Config& config, const void* operand, bool whole_columns, F&& f) {
   const Dense dense = DenseOf(p);
   const int run = AlignedRun(p.DepthChannels() * dense.groups, p.in, {operand});
-  return VisitMmaTypeOf<kFloats>(p, [&](auto in, auto products) {
+  return VisitMmaType(p, [&](auto in, auto products) {
     using In = typename decltype(in)::type;
     constexpr int kProducts = decltype(products)::value;
     constexpr std::integral_constant<int, kChunk<In>> kVec;
