@@ -80,6 +80,18 @@ Lines LinesOf(const Problem& p, const Dense& dense) {
   return dense.groups > 1 || dense.Folds() ? Lines::kSpread : Lines::kWhole;
 }
 
+// How much longer the mma.sync kernels take where results come in phases, and where a data gradient gathers whole
+// chunks that are apart (in wide tiles); floats hardly do in gradients. Fitted to an H100 and an H200.
+double ApartCost(const Problem& p, const TileShape& t) {
+  constexpr double kApart = 1.25;
+  const auto steps = [](const int64_t (&a)[kRank]) {
+    return std::any_of(a, a + kRank, [](int64_t n) { return n > 1; });
+  };
+  if (p.direction == Direction::kForward) return steps(p.lhs_dilation) ? kApart : 1;
+  if (p.direction == Direction::kFilterGradient || SizeOf(p.in) > 2) return 1;
+  return steps(p.stride) || (steps(p.lhs_dilation) && t.columns >= 64 && InChunks(p)) ? kApart : 1;
+}
+
 }  // namespace
 
 // The tensor-core kernels take 16-bit floats, and floats that may be rounded to TF32; all but the longest windows; and
@@ -112,7 +124,7 @@ double GemmCycles(const Problem& p, const TileShape& t, int64_t splits) {
                         : runs                                              ? 1.6
                                                                             : 2;
   const double latency = std::max(steps * std::ceil(each / cost.resident), longest) * cost.latency;
-  return pieces * (mma && IsTripled(p) ? 2.5 : 1) * std::max(latency, steps * each * cost.busy);
+  return pieces * (mma ? ApartCost(p, t) * (IsTripled(p) ? 2.5 : 1) : 1) * std::max(latency, steps * each * cost.busy);
 }
 
 }  // namespace jaxdnn::conv

@@ -52,7 +52,7 @@ BySize DataMmaCost(Tile tile, Lines lines) {
     default:
       break;
   }
-  return tile == Tile::kMma128x128 ? BySize{{1000, 720, 2}, {1000, 720, 2}}
+  return tile == Tile::kMma128x128 ? BySize{{1000, 720, 2}, {1200, 860, 2}}
          : tile == Tile::kMma64x64 ? BySize{{700, 280, 3}, {770, 310, 3}}
          : wide                    ? BySize{{640, 470, 2}, {640, 470, 2}}
                                    : BySize{{900, 330, 3}, {900, 330, 3}};

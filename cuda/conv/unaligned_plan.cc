@@ -244,9 +244,11 @@ double UnalignedCycles(const Problem& problem, int64_t splits) {
     const double units = double(CeilDiv(stream.Units(), kMultiprocessors));
     return kStreamStart + units * std::max(kLeastUnit, double(stream.taps) * stream.steps * kUnitProduct);
   }
+  // A slab of few steps is waited for.
+  constexpr double kLeastSlab = 745;
   const double slab_step = p.in == DType::kF32 ? 340 : 300, slabs = double(p.Taps()) * plan.slices;
   const double pairs = double(plan.groups) * plan.slices * plan.steps * plan.pixels;
-  const double tile = std::max({kLeastShared, slabs * plan.steps * slab_step, pairs * kPair});
+  const double tile = std::max({kLeastShared, slabs * std::max(kLeastSlab, plan.steps * slab_step), pairs * kPair});
   return kStart + double(CeilDiv(plan.Tiles(), kMultiprocessors)) * tile;
 }
 
