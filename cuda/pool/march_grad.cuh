@@ -162,7 +162,7 @@ inline bool IsMarch(const Geometry& g) {
 template <class T, class Otherwise>
 cudaError_t LaunchMarchGrad(const Geometry& g, const T* dy, const uint8_t* index, T* dx, cudaStream_t stream,
                             Otherwise&& otherwise) {
-  March m;
+  March m = {};
   if (!IsMarch(g) || !m.Plan<T>(g, std::min<int64_t>(SharedBytes().one, 110 << 10))) return otherwise();
   const Grid grid = {m.blocks, 32, static_cast<size_t>(m.shared)};
   return LaunchKernel(MarchGradKernel<T>, grid, stream, g, m, dy, index, dx);
