@@ -1,10 +1,11 @@
 // An interpreter of PTX, so that the kernels can be tested where there is no GPU.
 //
-// The kernels' own PTX (of compute_90a) runs, a warp at a time: an instruction is executed for all lanes of the warp
-// that are at it. Where lanes diverge, those with the lowest program counter go first, which brings them together again
-// where their paths meet. Warps take turns where one has to wait, or after some thousand instructions. Blocks begin in
-// order; a further one begins when all before it wait or have ended. With a number as EMULATOR_SEED in the environment,
-// the order is shuffled by it, turns are short, and blocks begin while others run.
+// The kernels' own PTX runs (of compute_90a, and of compute_80 where Hopper's machine code is made of that), a warp at
+// a time: an instruction is executed for all lanes of the warp that are at it. Where lanes diverge, those with the
+// lowest program counter go first, which brings them together again where their paths meet. Warps take turns where one
+// has to wait, or after some thousand instructions. Blocks begin in order; a further one begins when all before it wait
+// or have ended. With a number as EMULATOR_SEED in the environment, the order is shuffled by it, turns are short, and
+// blocks begin while others run.
 //
 // What is modelled: registers, the memory spaces, barriers of all kinds, clusters, asynchronous copies (which arrive as
 // late as they may), the TMA unit, matrix instructions. What is not: time, the order of memory accesses between threads
