@@ -42,18 +42,9 @@ cudaError_t LaunchChunks(const Problem& p, const Arrays& arrays, const Dense& de
 }
 
 template <class In, class T, bool kAligned>
-cudaError_t LaunchRagged(const Problem& p, const Arrays& arrays, bool whole_runs, cudaStream_t stream) {
-  DataParams q = ParamsOf(p, arrays, T::kRows, T::kColumns, {}, whole_runs);
-  q.channels = int(CeilDiv(q.channels, kChunk<In>)) * kChunk<In>;
-  q.channel_div = FastDiv(q.channels);
-  const auto bounds = [](const void* array, int64_t size) {
-    return Bounds<In>{static_cast<const In*>(array), static_cast<const In*>(array) + size};
-  };
-  const Grid grid = {DataBlocks(p, q), T::kThreads,
-                     kSharedBytes<T, LoadRaggedOperand<T, In>, LoadRaggedFilter<T, true, In>>};
-  return LaunchKernel(DataRaggedKernel<T, kAligned, true, In>, grid, stream, q,
-                      bounds(arrays.x, p.batch * p.images * q.image_size), bounds(arrays.w, p.FilterSize()), true,
-                      arrays.y);
+cudaError_t LaunchLines(const Problem& p, const Arrays& arrays, bool whole_runs, cudaStream_t stream) {
+  const DataParams q = ParamsOf(p, arrays, T::kRows, T::kColumns, {}, whole_runs);
+  return LaunchRagged<T, kAligned, true, In>(p, q, arrays.x, arrays.w, true, arrays.y, stream);
 }
 
 template <class In>
@@ -71,8 +62,8 @@ cudaError_t LaunchType(const Problem& p, const Config& config, const Arrays& arr
     if (chunks) return LaunchChunks<In, Small, kChunk<In>, false>(p, arrays, dense, whole_runs, stream);
     return LaunchChunks<In, Small, 1, false>(p, arrays, dense, whole_runs, stream);
   }
-  if (!chunks) return LaunchRagged<In, Small, false>(p, arrays, whole_runs, stream);
-  if (!filter_chunks || !whole_runs) return LaunchRagged<In, Small, true>(p, arrays, whole_runs, stream);
+  if (!chunks) return LaunchLines<In, Small, false>(p, arrays, whole_runs, stream);
+  if (!filter_chunks || !whole_runs) return LaunchLines<In, Small, true>(p, arrays, whole_runs, stream);
   if (config.tile == Tile::kMma128x128)
     return LaunchChunks<In, Tile128x128<In>, kChunk<In>, true>(p, arrays, dense, whole_runs, stream);
   return LaunchChunks<In, Tile128x64<In, 3>, kChunk<In>, true>(p, arrays, dense, whole_runs, stream);

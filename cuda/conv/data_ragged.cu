@@ -17,17 +17,8 @@ cudaError_t LaunchTyped(const Problem& p, const Config& config, const void* oper
     using T = typename decltype(tile)::type;
     constexpr bool kAligned = decltype(is_aligned)::value;
     DataParams q = MakeDataParams(p, epilogue, T::kRows, T::kColumns);
-    q.channels = int(CeilDiv(q.channels, kChunk<In>)) * kChunk<In>;
-    q.channel_div = FastDiv(q.channels);
     q.whole_runs = IsChunk(AlignedRun(GemmOf(p).columns, p.out, {out, epilogue.bias, epilogue.residual}), p.out);
-    const auto bounds = [](const void* array, int64_t size) {
-      return Bounds<In>{static_cast<const In*>(array), static_cast<const In*>(array) + size};
-    };
-    const Grid grid = {DataBlocks(p, q), T::kThreads,
-                       kSharedBytes<T, LoadRaggedOperand<T, In>, LoadRaggedFilter<T, kForward, In>>};
-    return LaunchKernel(DataRaggedKernel<T, kAligned, kForward, In>, grid, stream, q,
-                        bounds(operand, p.batch * p.images * q.image_size), bounds(filter, p.FilterSize()),
-                        p.out != p.in, out);
+    return LaunchRagged<T, kAligned, kForward, In>(p, q, operand, filter, p.out != p.in, out, stream);
   };
   const auto with_tile = [&](auto tile) {
     return aligned ? launch(tile, std::true_type()) : launch(tile, std::false_type());

@@ -264,4 +264,19 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   StoreGroup<T, kForward, In>(p, block, rows, ring, sums, wide, out);
 }
 
+// Launches the kernel with parameters that MakeDataParams has made of lines as they are.
+template <class T, bool kAligned, bool kForward, class In>
+cudaError_t LaunchRagged(const Problem& p, DataParams q, const void* operand, const void* filter, bool wide, void* out,
+                         cudaStream_t stream) {
+  q.channels = int(CeilDiv(q.channels, kChunk<In>)) * kChunk<In>;
+  q.channel_div = FastDiv(q.channels);
+  const auto bounds = [](const void* array, int64_t size) {
+    return Bounds<In>{static_cast<const In*>(array), static_cast<const In*>(array) + size};
+  };
+  const Grid grid = {DataBlocks(p, q), T::kThreads,
+                     kSharedBytes<T, LoadRaggedOperand<T, In>, LoadRaggedFilter<T, kForward, In>>};
+  return LaunchKernel(DataRaggedKernel<T, kAligned, kForward, In>, grid, stream, q,
+                      bounds(operand, p.batch * p.images * q.image_size), bounds(filter, p.FilterSize()), wide, out);
+}
+
 }  // namespace jaxdnn::conv
