@@ -82,7 +82,6 @@ enum class Tile {
   kWgmma64x64,
   kWgmma128x160,
   kWgmma128x128Copied,
-  kWgmma80Across,
   kWgmma96Across,
   kWgmma160Across,
   kWgmma192Across,
@@ -124,7 +123,6 @@ constexpr TileShape kTiles[] = {
     {Tile::kWgmma64x64, "wgmma 64x64", Unit::kWgmma, 64, 64, 384},
     {Tile::kWgmma128x160, "wgmma 128x160", Unit::kWgmma, 128, 160, 384},
     {Tile::kWgmma128x128Copied, "wgmma 128x128 copied", Unit::kWgmma, 128, 128, 384},
-    {Tile::kWgmma80Across, "wgmma 80x128 across", Unit::kWgmma, 80, 128, 384},
     {Tile::kWgmma96Across, "wgmma 96x128 across", Unit::kWgmma, 96, 128, 384},
     {Tile::kWgmma160Across, "wgmma 160x128 across", Unit::kWgmma, 160, 128, 384},
     {Tile::kWgmma192Across, "wgmma 192x128 across", Unit::kWgmma, 192, 128, 384},
@@ -147,7 +145,7 @@ constexpr TileShape kTiles[] = {
 };
 
 // Whether rows are wgmma's columns (wgmma_across.cuh).
-constexpr bool IsAcross(Tile t) { return t >= Tile::kWgmma80Across && t <= Tile::kWgmma208Across; }
+constexpr bool IsAcross(Tile t) { return t >= Tile::kWgmma96Across && t <= Tile::kWgmma208Across; }
 
 // Whether two pixels are taken for one (pairs.h).
 constexpr bool IsOfPairs(Tile t) { return t == Tile::kWgmma128x128Pairs || t == Tile::kWgmma256x64Pairs; }

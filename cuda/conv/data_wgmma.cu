@@ -167,7 +167,7 @@ __device__ void Consume(const WgmmaParams& p, Ring<T> ring, int warpgroup, float
         StoreFinished<Own>(p, f, ring.Slabs(), warpgroup, place, sums, rows, wide, pixels, turn);
       else
         StoreFinished<Own>(p, f, ring.Slabs(), warpgroup, place, sums, rows, out, pixels, turn);
-    } else if constexpr (!kFloats) {
+    } else if constexpr (!kFloats && !T::kLarge) {
       StoreSums<T>(sums, wide + place.column, p.columns - place.column, [&](int row) -> int64_t {
         const int64_t pixel = rows.Has(row) ? ResultPixel(p, f, place, row, p.scattered) : -1;
         return pixel < 0 ? -1 : pixel * p.columns;
@@ -316,7 +316,8 @@ cudaError_t LaunchDataWgmma(const Problem& p, const Config& config, const void* 
     if constexpr (kFloats || !kCopiedAlone)
       if (p.direction == Direction::kForward)
         return LaunchTile<Forward, true>(p, config, operand, filter, out, workspace, epilogue, stream);
-    if constexpr (!kCopiedAlone && (kFloats || !T::kLarge) && !(kIsAcross<T> && (kFloats || T::kRows == 80)))
+    constexpr bool kForwardAlone = kIsAcross<T> ? kFloats : !kFloats && T::kLarge && T::kColumns == 160;
+    if constexpr (!kCopiedAlone && !kForwardAlone)
       if (p.direction == Direction::kDataGradient)
         return LaunchTile<T, false>(p, config, operand, filter, out, workspace, epilogue, stream);
     return cudaErrorInvalidValue;

@@ -149,8 +149,6 @@ cudaError_t VisitAcrossTile(const Problem& p, const Config& config, F&& f) {
   const auto with_type = [&](auto in) {
     using In = typename decltype(in)::type;
     switch (config.tile) {
-      case Tile::kWgmma80Across:
-        return f(TypeTag<AcrossTile<In, 80>>());
       case Tile::kWgmma96Across:
         return f(TypeTag<AcrossTile<In, 96>>());
       case Tile::kWgmma160Across:

@@ -36,13 +36,13 @@ Cost CostOf(const TileShape& t, const Problem& p) {
   // Forward half a line of features takes longer for what it brings.
   constexpr Cost k128x160Halved = {800, 5500};
   constexpr Cost k128x160[] = {{790, 5500}, {780, 9000}, {}, {790, 8000}};
-  constexpr Cost k128x256[] = {{}, {1050, 6000}, {1110, 4000}, {1040, 8000}};
+  constexpr Cost k128x256[] = {{1080, 5000}, {1050, 6000}, {1110, 4000}, {1040, 8000}};
   constexpr Cost k256x128[] = {{}, {}, {1120, 4500}};
   constexpr Cost k192x128 = {860, 3500}, k192x160 = {1035, 4000};
   constexpr Cost k256x160[] = {{1400, 4200}, {}, {1340, 5000}};
   constexpr Cost kCopied = {620, 8300};  // some 585 on an H200, 700 on an H100, whose L2 cache delivers less
   // Across, no other warpgroup hides what is between tiles.
-  constexpr Cost k80Across = {440, 1400}, k96Across = {465, 1500}, k160Across = {670, 1800}, k208Across = {940, 2000};
+  constexpr Cost k96Across = {465, 1500}, k160Across = {670, 1800}, k208Across = {940, 2000};
   constexpr Cost k192Across[] = {{785, 1950}, {}, {}, {}, {870, 4500}};
   if (IsOfPairs(t.tile)) {
     constexpr double kApart = 1.5;  // each of a pair has products of its own
@@ -66,8 +66,6 @@ Cost CostOf(const TileShape& t, const Problem& p) {
       return p.direction == Direction::kForward && !floats ? k128x160Halved : k128x160[which];
     case Tile::kWgmma128x128Copied:
       return kCopied;
-    case Tile::kWgmma80Across:
-      return k80Across;
     case Tile::kWgmma96Across:
       return k96Across;
     case Tile::kWgmma160Across:
@@ -140,8 +138,15 @@ double FilterCycles(const Problem& p, const TileShape& t, const FilterShape& sha
   const double steps = CeilDiv(shape.tiles * shape.steps, blocks), slots = shape.Slots(blocks);
   const double busy = steps * step * (1 + kApart * std::max(0.0, begins - kAlike)) +
                       (together ? std::floor(steps / shape.steps) * cost.tile : 0);
+  // Where a block has the columns of a row of tiles one after the other, x is read anew for each of them, and for every
+  // tap, if the cache does not hold it.
+  constexpr double kCached = 30e6;
+  const double x_bytes = double(p.batch) * p.images * x_pixels * p.channels * SizeOf(p.in);
+  const double again = blocks < shape.tiles && x_bytes > kCached
+                           ? p.Taps() * CeilDiv(p.features, t.columns) * x_bytes / (kMultiprocessors * kBytesPerCycle)
+                           : 0;
   const double sum = p.exchanged ? kExchanged : slots == 2 ? kSum + kSecond : kSum;
-  return before + std::max(busy + more, memory) + sum + slots * byte * t.rows * t.columns * 4;
+  return before + std::max({busy + more, memory, again}) + sum + slots * byte * t.rows * t.columns * 4;
 }
 
 }  // namespace
@@ -156,11 +161,10 @@ bool TakesWgmma(const Problem& p, const TileShape& t) {
   const bool forward = p.direction == Direction::kForward;
   if (IsAcross(t.tile)) {
     if (filter || p.out != p.in || (floats && !(forward && t.tile == Tile::kWgmma192Across))) return false;
-    if (t.tile == Tile::kWgmma80Across && !forward) return false;
   } else if (t.rows * t.columns > 128 * 160) {
-    // Forward there is one of 16-bit floats, and another of floats, which is of the data gradient too.
-    if (!filter && t.tile != (floats ? Tile::kWgmma128x256 : Tile::kWgmma256x160)) return false;
-    if (!filter && !floats && (!forward || p.out != p.in)) return false;
+    // Forward there are two, one of 16-bit floats alone, and the other of the data gradient too.
+    if (!filter && t.tile != Tile::kWgmma128x256 && (floats || t.tile != Tile::kWgmma256x160)) return false;
+    if (!filter && !floats && (p.out != p.in || (t.columns == 160 && !forward))) return false;
   } else if (t.columns == 160 && !floats && filter) {
     return false;
   }
