@@ -275,10 +275,10 @@ cudaError_t RunAligned(const Forward& f, const Shape& shape, const Options& opti
     const Spread thin = SpreadRows(n, 1, 256, 512, 1);
     if (thin.cluster == 1) return Launch<T, L, 1, 1, false, 512>(f, shape, options, thin, stream);
     const Spread wide = SpreadRows(n, kColumns, 256, 512, device.max_cluster);
-    // Of floats, a block that takes all of a row has it before two blocks have exchanged their sums.
-    if constexpr (std::is_same_v<T, float>)
-      if (wide.cluster == 2)
-        return Launch<T, L, kLong, 1, false, 512>(f, shape, options, SpreadRows(n, kLong, 256, 512, 1), stream);
+    // A block that takes all of a row has it before two blocks have exchanged their sums: of floats, and where two
+    // would have to wait for a multiprocessor.
+    if (wide.cluster == 2 && (sizeof(T) == 4 || 2 * shape.problems * shape.rows > device.multiprocessors))
+      return Launch<T, L, kLong, 1, false, 512>(f, shape, options, SpreadRows(n, kLong, 256, 512, 1), stream);
     if (wide.steps > 0)
       return wide.cluster == 1 ? Launch<T, L, kColumns, 1, false, 512>(f, shape, options, wide, stream)
                                : Launch<T, L, kColumns, 1, true, 512>(f, shape, options, wide, stream);
