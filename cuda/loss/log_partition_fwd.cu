@@ -1,10 +1,10 @@
 // m, l = log(sum(exp(x - m))) and scores sum(q (x - m)), each over the middle dimension of [outer, n, inner].
 //
 // Bound by memory: one read. A thread goes over its vectors once, raising its maximum and rescaling its sums batch by
-// batch; the threads of a group combine in a fixed order. Rows of vectors have groups up to clusters; columns and what
-// is rare are spread as spread.cuh says, and groups that share a row leave their sums in the workspace for a second,
-// small kernel. Rows that are short and not whole vectors are packed in shared memory. The score of a label is one
-// element, read at the end.
+// batch; the threads of a group combine in a fixed order. Rows of vectors have groups up to clusters
+// (log_partition_rows.cu); columns and what is rare are spread as spread.cuh says, and groups that share a row leave
+// their sums in the workspace for a second, small kernel. Rows that are short and not whole vectors are packed in
+// shared memory. The score of a label is one element, read at the end.
 #include "cuda/loss/packed.cuh"
 #include "cuda/loss/spread.cuh"
 #include "cuda/loss/state.cuh"
@@ -94,79 +94,6 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (lane == 0) state.Write(0, t, spread.shape, outer, column, x, m, sums);
 }
 
-// The statistics of a group's row, and its results, from a thread of the group.
-template <class T>
-__device__ void WriteRow(softmax::MaxSum<Accumulator<T>> stats, const TypedTargets<T>& t, const softmax::Shape& shape,
-                         int64_t row, const T* x, Accumulator<T>* m, Accumulator<T>* sums) {
-  State<T, 1, false> state;
-  state.m[0] = stats.m, state.s[0] = stats.s;
-  state.Write(0, t, shape, row, 0, x, m, sums);
-}
-
-// Rows of vectors, of any length: groups of lanes, blocks or clusters (held.cuh of softmax) take V vectors a thread at
-// a time.
-template <class T, int V, bool kEdges>
-__global__ void __launch_bounds__(kThreads, V <= 4 ? 5 : 4)
-    LongRowsKernel(const __grid_constant__ softmax::HeldRows r, const __grid_constant__ TypedTargets<T> t,
-                   softmax::Shape shape, const T* x, Accumulator<T>* m, Accumulator<T>* sums) {
-  using A = Accumulator<T>;
-  using Op = softmax::ForwardOp<T, true>;
-  constexpr int L = kVecLength<T>;
-  using P = Packed<T, L>;
-  __shared__ softmax::Exchange<Op> exchange;
-  const bool shared = r.width <= 32;
-  const int lane = shared ? threadIdx.x & (r.width - 1) : threadIdx.x;
-  const int rank = r.shares == 1 ? 0 : static_cast<int>(blockIdx.x % r.shares);
-  const int64_t wanted = shared ? (int64_t{blockIdx.x} * kThreads + threadIdx.x) >> (31 - __clz(r.width))
-                                : blockIdx.x / static_cast<unsigned>(r.shares);
-  const int64_t row = min(wanted, r.rows - 1);  // all lanes of a warp take part
-  if (r.shares > 1) softmax::OpenExchange(exchange, r.shares);
-  const T* const from = x + row * r.n;
-  const int head = kEdges ? static_cast<int>(-(row * r.n) & (L - 1)) : 0;
-  const int vectors = (r.n - head) / L, first = rank * r.width + lane, step = r.width * r.shares;
-  A edge = -softmax::kInfinity<A>;
-  const int edge_at = lane < head ? lane : vectors * L + lane;
-  if (kEdges && first < 32 && edge_at < r.n) edge = static_cast<A>(from[edge_at]);
-
-  softmax::MaxSum<A> own[1] = {{kLowest<A>, A(0)}};
-  const auto raise = [&](A to) {
-    to = fminf(Max{}(own[0].m, to), t.largest);
-    own[0].s *= Origin<T>(to).From(Origin<T>(own[0].m));
-    own[0].m = to;
-  };
-  for (int start = first; start < vectors; start += V * step) {
-    P v[V][1];
-#pragma unroll
-    for (int s = 0; s < V; ++s) {
-      v[s][0] = softmax::Filled<Op, T, L>(0);
-      if (start + s * step < vectors) v[s][0] = reinterpret_cast<const P*>(from + head)[start + s * step];
-    }
-    raise(softmax::MaxOf<T, L>(v));
-    softmax::MaxSum<A> now[1] = {own[0]};
-    Op::Exponentiate(now, [&](auto&& visit) {
-#pragma unroll
-      for (int s = 0; s < V; ++s) {
-        if (s > 0 && start - lane + s * step >= vectors) break;
-        A wide[1][L];
-        Widen<T, L>(v[s][0], wide[0]);
-        visit(wide);
-      }
-    });
-    own[0].s += now[0].s;
-  }
-  if (kEdges && first < 32) {
-    raise(edge);
-    own[0].s += Origin<T>(own[0].m).Exp(edge);
-  }
-  if (shared) {
-    Op::Combine(own, softmax::ShuffleReduce{31 - __clz(r.width)});
-  } else {
-    if (r.shares > 1) ClusterWait();
-    own[0] = softmax::CombineBlocks<Op>(own[0], exchange, r.shares, rank);
-  }
-  if (first == 0 && wanted == row) WriteRow(own[0], t, shape, row, x, m, sums);
-}
-
 // Short rows, per_block of them, which are a run of memory that begins on a vector. Groups of 1 << span lanes.
 template <class T, int kWhole>
 __global__ void __launch_bounds__(kThreads)
@@ -243,31 +170,6 @@ Spread PlanStream(const softmax::Shape& shape) {
   return PlanSpread<C::L, C::W>(shape, sizeof(T), kBatch, kMaxShares);
 }
 
-template <class T>
-cudaError_t RunLongRows(const softmax::Shape& shape, const softmax::Device& device, const TypedTargets<T>& t,
-                        const T* x, Accumulator<T>* m, Accumulator<T>* sums, cudaStream_t stream) {
-  constexpr int L = kVecLength<T>;
-  const int64_t vectors = shape.n / L;
-  const auto run = [&](auto held) {
-    constexpr int V = decltype(held)::value;
-    softmax::HeldRows r = {shape.outer, static_cast<int>(shape.n), 1, 1, 0};
-    while (r.width < 32 && (shape.n % L != 0 || r.width * V < vectors)) r.width *= 2;
-    if (vectors > 32 * V) {
-      r.width = 32 * static_cast<int>(std::min<int64_t>(kThreads / 32, CeilDiv(vectors, 32 * V)));
-      // More blocks than run at once would be of no use.
-      while (2 * r.shares <= device.max_cluster && int64_t{r.shares} * r.width * V < vectors &&
-             2 * shape.outer * r.shares * r.width <= int64_t{1024} * device.multiprocessors)
-        r.shares *= 2;
-    }
-    const Grid grid = r.width <= 32 ? Grid{CeilDiv(shape.outer * r.width, kThreads), kThreads}
-                                    : Grid{shape.outer * r.shares, r.width, 0, r.shares};
-    if (shape.n % L == 0) return LaunchKernel(LongRowsKernel<T, V, false>, grid, stream, r, t, shape, x, m, sums);
-    return LaunchKernel(LongRowsKernel<T, V, true>, grid, stream, r, t, shape, x, m, sums);
-  };
-  if (vectors <= 32 * 4) return run(std::integral_constant<int, 4>{});
-  return run(std::integral_constant<int, 8>{});
-}
-
 template <class T, bool kScores>
 cudaError_t Run(const softmax::Shape& shape, const TypedTargets<T>& t, const T* x, Accumulator<T>* m,
                 Accumulator<T>* sums, Accumulator<T>* workspace, cudaStream_t stream) {
@@ -284,11 +186,8 @@ cudaError_t Run(const softmax::Shape& shape, const TypedTargets<T>& t, const T* 
       if (masked && shape.n <= kMaxMaskedRow && shape.n % L != 0) return run(MaskedKernel<T>, MaskedSpan(shape));
       if (!masked && shape.n <= kMaxPackedRow<T> && shape.n % L != 0)
         return VisitPackedRow<T>(shape.n, [&](auto whole, int span) { return run(PackedKernel<T, whole>, span); });
-      softmax::Device device;
-      if (const cudaError_t e = softmax::CurrentDevice(&device); e != cudaSuccess) return e;
-      // Of a few rows that are very long, clusters would leave most multiprocessors without work.
-      const bool few = 2 * shape.outer * device.max_cluster < device.multiprocessors && shape.n > int64_t{1} << 18;
-      if (!masked && !few && shape.n < softmax::kMaxHeldRow) return RunLongRows(shape, device, t, x, m, sums, stream);
+      bool done = false;
+      if (const cudaError_t e = RunLongRows(shape, t, x, m, sums, stream, &done); done || e != cudaSuccess) return e;
     }
   return VisitAccess<T, kScores>(shape, aligned, [&](auto access) {
     using C = decltype(access);

@@ -3,6 +3,7 @@
 
 #include "cuda/loss/log_partition.h"
 #include "cuda/softmax/exp.cuh"
+#include "cuda/softmax/ops.cuh"
 
 namespace jaxdnn::loss {
 
@@ -144,5 +145,20 @@ struct State {
     }
   }
 };
+
+// The statistics of a group's row, and its results, from a thread of the group.
+template <class T>
+__device__ void WriteRow(softmax::MaxSum<Accumulator<T>> stats, const TypedTargets<T>& t, const softmax::Shape& shape,
+                         int64_t row, const T* x, Accumulator<T>* m, Accumulator<T>* sums) {
+  State<T, 1, false> state;
+  state.m[0] = stats.m, state.s[0] = stats.s;
+  state.Write(0, t, shape, row, 0, x, m, sums);
+}
+
+// Log-sum-exp and scores of labels of rows of vectors, x [outer, n] (log_partition_rows.cu); not `done` of masked ones,
+// nor where others are faster.
+template <class T>
+cudaError_t RunLongRows(const softmax::Shape& shape, const TypedTargets<T>& t, const T* x, Accumulator<T>* m,
+                        Accumulator<T>* sums, cudaStream_t stream, bool* done);
 
 }  // namespace jaxdnn::loss
