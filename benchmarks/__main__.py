@@ -12,6 +12,7 @@ from benchmarks import (
   activation,
   batch_norm,
   conv,
+  conv_large,
   conv_quantized,
   dropout,
   group_norm,
@@ -28,6 +29,7 @@ from benchmarks import (
 # sizes that show whether there are cliffs.
 FAMILIES = {
   "conv": conv,
+  "conv_large": conv_large,
   "conv_quantized": conv_quantized,
   "pool": pool,
   "softmax": softmax,

@@ -343,6 +343,24 @@ def mnist(records: list[Record]) -> str:
   return "\n\n".join(["\n".join(notes), markdown(head, rows)])
 
 
+# Products ------------------------------------------------------------------------------------------------------------
+
+
+def products(records: list[Record]) -> str:
+  """Dense layers beside the matrix products of their sizes, as shares of the rate of a large one."""
+  lines: dict[tuple[str, str], list[str]] = {}
+  for record in sorted(records, key=lambda r: r["date"]):
+    for row in record["rows"]:
+      full = row["flops"] / record["ceilings"][row["dtype"]] * 1e6
+      times = (microseconds(row[key]) for key in ("us_ours", "us_product"))
+      shares = (f"{full / row[key]:.0%}" for key in ("us_ours", "us_product"))
+      size = "×".join(map(str, row["size"]))
+      lines[row["case"], row["dtype"], row["direction"]] = [size, " / ".join(times), " / ".join(shares)]
+  head = ["layer", "dtype", "", "rows × columns × terms", "µs: ours / product", "of the rate: ours / product"]
+  rows = [[f"`{case}`", SHORT[dtype], direction, *cells] for (case, dtype, direction), cells in lines.items()]
+  return "\n\n".join([provenance(records), markdown(head, rows)])
+
+
 # Pages ---------------------------------------------------------------------------------------------------------------
 
 
@@ -374,6 +392,7 @@ SECTIONS: dict[str, dict[str, Callable[[list[Record]], str]]] = {
   },
   "models": {"models": partial(by_device, section=steps), "kernels": partial(by_device, section=whereabouts)},
   "planner": {"planner": partial(by_device, section=choices), "misses": partial(by_device, section=misses)},
+  "product": {"products": partial(by_device, section=products)},
   "mnist": {"mnist": mnist},
 }
 """By the first word of a record's name, the tables that are made of them."""

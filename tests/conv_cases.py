@@ -198,6 +198,27 @@ OTHERS = [
   _("circular.dw3x3.144@56", 32, (56, 56), 144, (3, 3), 144, padding=SAME3, groups=144, padding_mode="circular"),
 ]
 
+BATCHES = {
+  "rn50.1x1.64-64@56": 256, "rn50.3x3.64@56": 256, "rn50.1x1.64-256@56": 256, "rn50.1x1.256-64@56": 256,
+  "rn50.3x3s2.128@56": 256, "rn50.3x3s2.same.128@56": 256, "rn50.1x1s2.256-512@56": 256, "rn50.3x3.128@28": 256,
+  "rn50.1x1.256-1024@14": 256, "rn50.1x1.1024-256@14": 256, "rn50.3x3.512@7": 256, "rn50.1x1.512-2048@7": 256,
+  "rn50.1x1.2048-512@7": 256, "sd.3x3.320@64": 16, "sd.3x3.640@32": 16, "sd.3x3.1280@16": 16, "sd.1x1.640@32": 16,
+  "unet3d.3x3x3.64@48": 8, "unet3d.3x3x3.128@24": 8, "rn50.stem7x7s2": 256, "vit.patch16": 256,
+  "convnext.stem4x4s4": 256, "rgb.3x3.64-3@256": 32, "odd.3x3.65@56": 256, "mbv2.dw3x3.144@56": 256,
+  "mbv2.dw3x3s2.96@112": 256, "effnet.dw5x5.240@28": 256, "effnet.dw5x5s2.same.144@56": 256,
+  "convnext.dw7x7.96@56": 128, "replk.dw31x31.128@56": 32, "x3d.dw3x3x3.108@16x28": 16, "mamba.dw4.4096": 16,
+  "resnext.g32.128@56": 256, "regnet.w16.448@14": 256, "regnet.w24.408@14": 256, "regnet.w48.432@14": 256,
+  "wav2vec.k3s2.512": 16, "unet3d.3x3x3.16@96": 4, "unet3d.3x3x3.32@96": 4, "nnunet.3x3x3s2.32-64@96": 4,
+  "deeplab.3x3d4.512@33": 32, "aspp.3x3d12.2048-256@33": 32, "hifigan.up4s2.64-32": 16,
+  "unet.up2x2s2.128-64@64": 32,
+}  # fmt: skip
+"""Images of a training step on one device, of layers that the cases have fewer images of."""
+LARGE = [
+  dataclasses.replace(case, name=f"{case.name} b{BATCHES[case.name]}", batch=BATCHES[case.name])
+  for case in DENSE + OTHERS
+  if case.name in BATCHES
+]
+
 
 def neighbours(case):
   """One more and one less of each: channels (of a group, if it has several), window, size and batch. Features and

@@ -15,7 +15,7 @@ sys.path.insert(0, str(ROOT))
 
 import conv_cases  # noqa: E402
 from benchmarks import __main__ as run  # noqa: E402
-from benchmarks import conv, harness, launch, pool, report, table  # noqa: E402
+from benchmarks import conv, harness, launch, pool, product, report, table  # noqa: E402
 
 CEILINGS = {"copy": 4e12, "bfloat16": 700e12, "float32": 350e12, "fma": 60e12, "elementwise": 3e12}
 
@@ -276,6 +276,22 @@ def test_trial_run(family, text, tmp_path):
   for r in record["rows"]:
     assert r["us_ours"] and r["us_lax"] and r["us_floor"], r
     assert r["ratio"] == pytest.approx(r["us_lax"] / r["us_ours"])
+
+
+def test_trial_run_of_products(tmp_path, monkeypatch):
+  monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))  # which it changes
+  names = ("vgg.3x3.256@56", "sd.1x1.640@32")  # of which the second is too small
+  monkeypatch.setattr(conv_cases, "DENSE", [case for case in conv_cases.DENSE if case.name in names])
+  out = tmp_path / "product.json"
+  record = product.main(["--shrink", "16", "--out", str(out), "--dtypes", "float32"])
+  assert [(row["case"], row["direction"]) for row in record["rows"]] == [
+    ("vgg.3x3.256@56", direction) for direction in ("fwd", "dgrad", "wgrad")
+  ]
+  for row in json.loads(out.read_text())["rows"]:
+    assert row["us_ours"] and row["us_product"], row
+    assert math.prod(row["size"]) == 2 * 9 * 3 * 3 * 16 * 16
+  shown = table.products([{**RECORD, "rows": record["rows"]}])
+  assert shown.count("| `vgg.3x3.256@56` |") == 3 and "18×16×144" in shown
 
 
 def test_trial_run_of_launches(capsys, monkeypatch):
