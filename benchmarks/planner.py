@@ -123,7 +123,7 @@ def draw_problems(count: int, seed: int, shrink: int = 1) -> Iterator[Problem]:
 
 def named_problems(names: Sequence[str], dtypes: Sequence[str]) -> Iterator[Problem]:
   """Cases of the convolutions' benchmark and their neighbours, by their whole names."""
-  listed = conv_cases.DENSE + conv_cases.OTHERS
+  listed = conv_cases.DENSE + conv_cases.OTHERS + conv_cases.LARGE
   every = {case.name: case for each in listed for case in (each, *conv_cases.neighbours(each))}
   for name, dtype, direction in itertools.product(names, dtypes, RESULTS):
     if name not in every:
