@@ -138,13 +138,13 @@ double FilterCycles(const Problem& p, const TileShape& t, const FilterShape& sha
   const double steps = CeilDiv(shape.tiles * shape.steps, blocks), slots = shape.Slots(blocks);
   const double busy = steps * step * (1 + kApart * std::max(0.0, begins - kAlike)) +
                       (together ? std::floor(steps / shape.steps) * cost.tile : 0);
-  // Where a block has the columns of a row of tiles one after the other, x is read anew for each of them, and for every
-  // tap, if the cache does not hold it.
+  // Where a block has the columns of a row of tiles one after the other, a problem's x is read anew for each of them,
+  // and for every tap, if the cache does not hold it.
   constexpr double kCached = 30e6;
-  const double x_bytes = double(p.batch) * p.images * x_pixels * p.channels * SizeOf(p.in);
-  const double again = blocks < shape.tiles && x_bytes > kCached
-                           ? p.Taps() * CeilDiv(p.features, t.columns) * x_bytes / (kMultiprocessors * kBytesPerCycle)
-                           : 0;
+  const double x_bytes = p.images * x_pixels * p.channels * SizeOf(p.in);
+  const double reads = double(p.batch) * p.Taps() * CeilDiv(p.features, t.columns);
+  const double again =
+      blocks < shape.tiles && x_bytes > kCached ? reads * x_bytes / (kMultiprocessors * kBytesPerCycle) : 0;
   const double sum = p.exchanged ? kExchanged : slots == 2 ? kSum + kSecond : kSum;
   return before + std::max({busy + more, memory, again}) + sum + slots * byte * t.rows * t.columns * 4;
 }
