@@ -316,7 +316,7 @@ cudaError_t LaunchDataWgmma(const Problem& p, const Config& config, const void* 
     if constexpr (kFloats || !kCopiedAlone)
       if (p.direction == Direction::kForward)
         return LaunchTile<Forward, true>(p, config, operand, filter, out, workspace, epilogue, stream);
-    constexpr bool kForwardAlone = kIsAcross<T> ? kFloats : !kFloats && T::kLarge && T::kColumns == 160;
+    constexpr bool kForwardAlone = kIsAcross<T> ? kFloats : T::kLarge && T::kColumns == 160;
     if constexpr (!kCopiedAlone && !kForwardAlone)
       if (p.direction == Direction::kDataGradient)
         return LaunchTile<T, false>(p, config, operand, filter, out, workspace, epilogue, stream);

@@ -115,8 +115,10 @@ double FilterCycles(const Problem& p, const TileShape& t, const FilterShape& sha
                                                    : 1) +
                       (turned ? 2 * t.columns : 0);
   const double x_pixels = std::min(p.XPixels(), p.YPixels() * p.Taps());
-  const double elements = double(p.batch) * p.images * (x_pixels * p.channels + double(p.YPixels()) * p.features);
-  const double memory = elements * SizeOf(p.in) / (kMultiprocessors * kBytesPerCycle);
+  // Of a problem; and what it takes to move those of all.
+  const double x_bytes = p.images * x_pixels * p.channels * SizeOf(p.in);
+  const double y_bytes = double(p.images) * p.YPixels() * p.features * SizeOf(p.in);
+  const double memory = p.batch * (x_bytes + y_bytes) / (kMultiprocessors * kBytesPerCycle);
   const double before = turned ? kBegin : CopyingCycles(transposed, 2);
   // What dense layers move is not hidden where the warpgroups share their stages.
   const double more = p.in == DType::kF32 && std::min(p.channels, p.features) >= 64 ? memory / 2 : 0;
@@ -141,7 +143,6 @@ double FilterCycles(const Problem& p, const TileShape& t, const FilterShape& sha
   // Where a block has the columns of a row of tiles one after the other, a problem's x is read anew for each of them,
   // and for every tap, if the cache does not hold it.
   constexpr double kCached = 30e6;
-  const double x_bytes = p.images * x_pixels * p.channels * SizeOf(p.in);
   const double reads = double(p.batch) * p.Taps() * CeilDiv(p.features, t.columns);
   const double again =
       blocks < shape.tiles && x_bytes > kCached ? reads * x_bytes / (kMultiprocessors * kBytesPerCycle) : 0;
@@ -162,9 +163,9 @@ bool TakesWgmma(const Problem& p, const TileShape& t) {
   if (IsAcross(t.tile)) {
     if (filter || p.out != p.in || (floats && !(forward && t.tile == Tile::kWgmma192Across))) return false;
   } else if (t.rows * t.columns > 128 * 160) {
-    // Forward there are two, one of 16-bit floats alone, and the other of the data gradient too.
-    if (!filter && t.tile != Tile::kWgmma128x256 && (floats || t.tile != Tile::kWgmma256x160)) return false;
-    if (!filter && !floats && (p.out != p.in || (t.columns == 160 && !forward))) return false;
+    // But for the filter gradient there is one, and of 16-bit floats another, forward.
+    const bool another = t.tile == Tile::kWgmma256x160 && forward && !floats;
+    if (!filter && ((t.tile != Tile::kWgmma128x256 && !another) || (!floats && p.out != p.in))) return false;
   } else if (t.columns == 160 && !floats && filter) {
     return false;
   }
