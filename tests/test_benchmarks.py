@@ -204,34 +204,34 @@ def test_tables(files):
 
 def test_the_newest_recording_of_a_case_counts():
   later = {**copy.deepcopy(RECORD), "date": "2031-01-01T00:00:00+00:00", "rows": [row("a", "fwd", 5.0, 40.0)]}
-  text = table.every_case([later, RECORD])
+  text = report.every_case([later, RECORD])
   assert "| `a` | f32 | 5.0 / 40.0 / 10.0 (8.00×) |" in text and "20.0 / 40.0" not in text
 
 
 def test_arithmetic_and_temporaries():
   alone = {"us_arithmetic": 8.0, "temp_bytes_ours": 0, "temp_bytes_lax": 3 << 19}
   failed = {"us_arithmetic": 8.0, "temp_bytes_ours": 1 << 21}
-  text = table.details([row("a", "fwd", 10.0, 20.0, **alone), row("a", "wgrad", 40.0, None, **failed)])
+  text = report.details([row("a", "fwd", 10.0, 20.0, **alone), row("a", "wgrad", 40.0, None, **failed)])
   assert "| 10.0 / 20.0 / 10.0 (2.00×) | 40.0 / fails / 10.0 | 80%, 20% | 0, 2 / 1.5, fails |" in text
 
 
 def test_a_sweep_does_not_take_a_listed_cases_place():
   swept = {**copy.deepcopy(RECORD), "date": "2031-01-01T00:00:00+00:00"}
   swept["rows"] = [{**row(case, "fwd", 5.0, 40.0), "sweep": True} for case in ("a", "z")]
-  text = table.every_case([RECORD, swept])
+  text = report.every_case([RECORD, swept])
   assert "| `z` | f32 | 5.0 / 40.0 / 10.0 (8.00×) |" in text and "| `a` | f32 | 5.0" not in text
 
 
 def test_the_device_of_most_rows_comes_first():
   other = {**copy.deepcopy(RECORD), "device": "Another GPU", "rows": RECORD["rows"][:2]}
-  assert table.headline([other, RECORD]).startswith("**A GPU**")
-  pages = table.by_device([other, RECORD], table.overview)
+  assert report.headline([other, RECORD]).startswith("**A GPU**")
+  pages = report.by_device([other, RECORD], report.overview)
   assert pages.startswith("**A GPU**") and "**Another GPU**" in pages
 
 
 def test_a_trial_run_is_refused():
   with pytest.raises(ValueError, match="--shrink 16"):
-    table.by_device([{**RECORD, "shrink": 16}], table.overview)
+    report.by_device([{**RECORD, "shrink": 16}], report.overview)
 
 
 def test_check_detects_a_difference(files):
