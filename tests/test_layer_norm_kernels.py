@@ -73,6 +73,16 @@ def test_many_long_rows(kind, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("kind", BOTH)
+def test_few_long_rows_without_clusters(kind, dtype):
+  """More than half as many as there are multiprocessors: of vectors of 16 bytes, and of bf16 of 8."""
+  cases = [Case(72, 8200), Case(70, 16384), *([Case(68, 8196)] if dtype == "bfloat16" else [])]
+  check_cases(kind, cases, dtype, tangent=False)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_one_parameter_of_long_rows(dtype):
   """Blocks leave the sums of the one alone."""
