@@ -108,7 +108,7 @@ static nb::object PlanConv(const std::string& direction, const std::string& in_d
   nb::dict d;
   const conv::TileShape& tile = conv::kTiles[static_cast<int>(config->tile)];
   d["algorithm"] = conv::kAlgorithms[static_cast<int>(tile.unit)];
-  d["tile"] = tile.name;
+  d["tile"] = std::string(tile.name).append(config->edges != 0 ? conv::kEdgesSuffix : "");
   d["splits"] = config->splits;
   d["cluster"] = config->cluster;
   d["blocks"] = config->blocks;

@@ -181,6 +181,28 @@ __device__ inline void StoreBox(const CUtensorMap* map, uint32_t from, const int
         "r"(from), "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]), "r"(at[4])
         : "memory");
 }
+// A column of pixels, as LoadPixels has them.
+template <int kDimensions>
+__device__ inline void StorePixels(const CUtensorMap* map, uint32_t from, int channel, const int (&at)[3], int image) {
+  if constexpr (!kAvailable) {
+  } else if constexpr (kDimensions == 1) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.global.shared::cta.im2col_no_offs.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
+        "r"(from), "r"(channel), "r"(at[2]), "r"(image)
+        : "memory");
+  } else if constexpr (kDimensions == 2) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.global.shared::cta.im2col_no_offs.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
+        "r"(from), "r"(channel), "r"(at[2]), "r"(at[1]), "r"(image)
+        : "memory");
+  } else {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.global.shared::cta.im2col_no_offs.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(
+            map),
+        "r"(from), "r"(channel), "r"(at[2]), "r"(at[1]), "r"(at[0]), "r"(image)
+        : "memory");
+  }
+}
 __device__ inline void CommitStores() {
   if constexpr (kAvailable) asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }

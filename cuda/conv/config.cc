@@ -49,6 +49,7 @@ struct Candidate {
   const TileShape& tile;
   bool hopper;
   int64_t slices = 1, cluster = 1;
+  int edges = 0;
 };
 
 // Kernels that are planned alike.
@@ -77,7 +78,7 @@ constexpr Kernels kKernels[] = {
     {false, true, false, [](const Candidate&) { return true; }, ProductCycles},
     {false, true, false, [](const Candidate& c) { return TakesMma(c.p, c.tile); }, ProductCycles},
     {true, true, false, [](const Candidate& c) { return TakesWgmma(c.p, c.tile); },
-     [](const Candidate& c) { return WgmmaCycles(c.p, c.tile, c.cluster); }, nullptr,
+     [](const Candidate& c) { return WgmmaCycles(c.p, c.tile, c.cluster, c.edges); }, nullptr,
      [](const Candidate& c) { return TransposedBytes(c.p, c.tile); }},
     {false, false, false, [](const Candidate& c) { return TakesDepthwise(c.p); },
      [](const Candidate& c) { return DepthwiseCycles(c.p, c.slices, c.hopper); }},
@@ -127,6 +128,10 @@ bool Takes(const TileShape& t, const Problem& p, bool hopper) {
 
 std::optional<Config> ChooseAsItIs(const Problem& p, bool hopper, std::string_view algorithm, int64_t workspace_limit,
                                    const Completion& complete) {
+  // A tile that is named has its edges apart or not, as its name says.
+  const size_t name = algorithm.size() - std::min(algorithm.size(), kEdgesSuffix.size());
+  const bool apart = algorithm.substr(name) == kEdgesSuffix;
+  if (apart) algorithm.remove_suffix(kEdgesSuffix.size());
   const bool widened = p.out == DType::kF32 && (p.in == DType::kF16 || p.in == DType::kBF16);
   const bool floats = p.out == DType::kF32 || p.out == DType::kF16 || p.out == DType::kBF16;
   const bool known = IsByte(p.in) ? floats || (p.in == DType::kS8 && p.out == DType::kS32)
@@ -142,7 +147,7 @@ std::optional<Config> ChooseAsItIs(const Problem& p, bool hopper, std::string_vi
   };
   for (const TileShape& t : kTiles) {
     const bool wanted = algorithm.empty() || algorithm == kAlgorithms[static_cast<int>(t.unit)] || algorithm == t.name;
-    if (!wanted || !Takes(t, p, hopper)) continue;
+    if (!wanted || !Takes(t, p, hopper) || (apart && (splittable || t.unit != Unit::kWgmma))) continue;
     if (t.unit == Unit::kWgmma && splittable) {
       if (std::optional<Config> config = PlanFilterWgmma(p, t, workspace_limit)) {
         config->cycles += ReductionCycles(p, 1, result_bytes);
@@ -162,11 +167,19 @@ std::optional<Config> ChooseAsItIs(const Problem& p, bool hopper, std::string_vi
       if (bytes > workspace_limit) break;
       if (splittable && CeilDiv(g.depth, slices) >= kIndexLimit) continue;  // a slice is indexed with 32 bits
       for (const int64_t cluster : {1, 2, 3, 4, 8}) {
-        if (cluster > 1 && (t.unit != Unit::kWgmma || IsByte(p.in) || !MayShare(p, t, cluster))) continue;
+        const bool may = cluster == 1 || (t.unit == Unit::kWgmma && !IsByte(p.in) && MayShare(p, t, cluster));
+        if (apart || !may) continue;
         const double product = kernels.cycles({p, t, hopper, slices, cluster});
         const double cycles = product + ReductionCycles(p, slices, result_bytes);
         Config config = {t.tile, slices, cluster, 0, bytes, cycles};
         config.unaligned = hopper && t.unit == Unit::kDepthwise && TakesUnalignedDepthwise(p);
+        consider(config);
+      }
+      const bool may_split = t.unit == Unit::kWgmma && !IsByte(p.in) && (apart || algorithm != t.name);
+      for (int edges = 1; may_split && edges < 1 << kRank; ++edges) {
+        if (!MaySplitEdges(p, t, edges)) continue;
+        Config config = {t.tile, slices, 1, 0, bytes, kernels.cycles({p, t, hopper, slices, 1, edges})};
+        config.edges = edges;
         consider(config);
       }
     }

@@ -173,6 +173,7 @@ struct Config {
   bool exchanged;           // whether the kernel computes a filter gradient with x and y exchanged
   int64_t frame_slices;     // further ones, of what reads beyond the edges (frame.h)
   bool patched;             // whether the kernel does that itself (wgmma_patch.cuh, depthwise_ring.cuh, unaligned.cuh)
+  int edges;                // dimensions, by bits, whose edges are computed apart, without taps that meet padding alone
   bool copies;              // whether Hopper's filter gradient of floats has y transposed by a kernel before it
   bool unaligned;           // whether depthwise convolution copies lines as they lie in memory, on Hopper
 };
@@ -207,7 +208,9 @@ Dense DenseOf(const Problem& p);
 // The kernel for a problem: a closed-form function of the problem and of whether the device has Hopper's instructions
 // (compute capability 9.0), so that equal shapes give equal bits on all devices of a kind. Empty where no kernel takes
 // the problem, or the algorithm or tile that is named does not, within `workspace_limit` bytes.
+// A tile of Hopper's may be named with kEdgesSuffix: then an image's edges are computed apart (Config::edges).
 constexpr int64_t kWorkspaceLimit = int64_t{256} << 20;
+constexpr std::string_view kEdgesSuffix = " edges";
 std::optional<Config> Choose(const Problem& p, bool hopper, std::string_view algorithm = "",
                              int64_t workspace_limit = kWorkspaceLimit);
 

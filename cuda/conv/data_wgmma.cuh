@@ -4,7 +4,6 @@
 #include <algorithm>
 
 #include "cuda/conv/epilogue.cuh"
-#include "cuda/conv/nominal.h"
 #include "cuda/conv/wgmma_held.cuh"
 #include "cuda/conv/wgmma_patch.cuh"
 #include "cuda/conv/wgmma_place.cuh"
@@ -21,7 +20,8 @@ struct WgmmaParams {
   FastDiv team;            // blocks that share a tile
   FastDiv two_rows;        // tiles of two rows of them, if two rows are gone over together
   bool scattered;          // the rows of a phase are not neighbours in the result
-  bool lattices;           // but 64 of them, of a line of one tap's columns, are a box there
+  bool lattices;           // but 64 of them, of a line of one tap's columns, are a box there,
+  bool columns_of_pixels;  // or any of one phase are pixels that the unit goes over
   bool boxes;              // the sums are stored as they are, in the operands' type
   bool alternates;         // the direction in which blocks go over the tiles
   bool taps_first;         // in the order of steps: all taps of a line of channels before the next line
@@ -29,7 +29,7 @@ struct WgmmaParams {
   int first_tile[kMaxMaps + 1];  // of each phase, in tiles of rows
   int window[kRank], out[kRank];
   WgmmaPhase phase[kMaxMaps];
-  CUtensorMap operand[kMaxMaps], filter, result;
+  CUtensorMap operand[kMaxMaps], result[kMaxMaps], filter;
   CUtensorMap halves;  // of lines of the filter's features, if those are whole ones
   bool halved;
   Patches patches;
@@ -64,7 +64,7 @@ cudaError_t SetParams(const Problem& p, const Config& config, const Epilogue& ep
   q = {};
   q.epilogue = epilogue;
   q.team = FastDiv(config.cluster);
-  const int phases = MapPhases(p, q.phase);
+  const int phases = MapPhases(p, q.phase, config.edges);
   if (phases == 0) return cudaErrorInvalidValue;
   const bool forward = p.direction == Direction::kForward;
   const int64_t columns = GemmOf(p).columns;
@@ -80,9 +80,7 @@ cudaError_t SetParams(const Problem& p, const Config& config, const Epilogue& ep
   q.scattered = phases > 1 || q.in_row.phases > 1;
   // A box past a problem's last row would be stored to the next one's first.
   if (p.batch > 1 && q.phase[0].rows % T::kRows != 0) q.scattered = true;
-  // Where a phase is less than a round of tiles, rounds go there and back, those of most taps first, so that who had
-  // many next has few. Others share the phases evenly, and what neighbours store is neighbours in memory.
-  q.alternates = phases > 1 && p.batch * CeilDiv(q.phase[0].rows, T::kRows) * q.in_row.tiles.divisor < kMultiprocessors;
+  q.alternates = Alternates(p, config.edges, phases, q.phase[0], T::kRows, q.in_row.tiles.divisor);
   if (q.alternates)
     std::stable_sort(q.phase, q.phase + phases,
                      [](const WgmmaPhase& a, const WgmmaPhase& b) { return a.tap_count > b.tap_count; });
@@ -90,12 +88,18 @@ cudaError_t SetParams(const Problem& p, const Config& config, const Epilogue& ep
     q.window[d] = int(p.window[d]);
     q.out[d] = int(forward ? p.y[d] : p.x[d]);
   }
+  constexpr int kStored = kIsAcross<T> ? T::kRows : 64;  // rows
+  const auto whole_tiles = [](const WgmmaPhase& f) { return f.rows % T::kRows == 0; };
+  q.columns_of_pixels = q.boxes && phases > 1 && q.in_row.phases == 1 &&
+                        (p.batch == 1 || std::all_of(q.phase, q.phase + phases, whole_tiles));
   cudaError_t e = cudaSuccess;
   for (int i = 0; i < phases; ++i) {
     q.first_tile[i + 1] = q.first_tile[i] + int(CeilDiv(q.phase[i].rows, T::kRows));
     if (e == cudaSuccess)
       e = EncodePixels(&q.operand[i], p.in, operand, q.all_images, forward ? p.x : p.y, p.DepthChannels(),
                        q.phase[i].map, T::kRows);
+    if (e == cudaSuccess && q.columns_of_pixels)
+      e = EncodePhase(&q.result[i], p.in, out, q.all_images, q.out, columns, q.phase[i], kStored);
   }
   q.in_row.SetProblems(q.first_tile[phases], p.images * (forward ? p.YPixels() : p.XPixels()), p.Taps());
   q.tiles = q.first_tile[phases] * int(q.in_row.tiles.divisor * p.batch);
@@ -105,12 +109,11 @@ cudaError_t SetParams(const Problem& p, const Config& config, const Epilogue& ep
   q.lattices = taps && !kIsAcross<T> && T::kColumns % T::kLine == 0 && columns % T::kLine == 0 && RowsAreBoxes(first);
   if (e == cudaSuccess && q.lattices) {
     const int width = first.positions[2], side = std::min(width, 64);
-    e = EncodeBoxes(&q.result, p.in, out, {columns, first.alike[2], width, first.alike[1], first.rows / width},
+    e = EncodeBoxes(&q.result[0], p.in, out, {columns, first.alike[2], width, first.alike[1], first.rows / width},
                     {T::kLine, 1, side, 1, 64 / side}, false);
   }
   if (e == cudaSuccess && q.boxes && !q.scattered)
-    e = EncodeBoxes(&q.result, p.in, out, {columns, p.batch * GemmOf(p).rows}, {T::kLine, kIsAcross<T> ? T::kRows : 64},
-                    false);
+    e = EncodeBoxes(&q.result[0], p.in, out, {columns, p.batch * GemmOf(p).rows}, {T::kLine, kStored}, false);
   return e;
 }
 
@@ -192,7 +195,18 @@ __device__ inline void StoreLattice(const WgmmaParams& p, const WgmmaPhase& f, u
   at[1] = which[2];
   at[3] = which[1];
   at[4] = f.image.row.Div(row, &at[2]);
-  hopper::StoreBox(&p.result, slab, at);
+  hopper::StoreBox(&p.result[0], slab, at);
+}
+
+// Stores rows of a line of columns by TMA: neighbours in the result, or columns of a phase's pixels.
+__device__ inline void StoreColumn(const WgmmaParams& p, const WgmmaPhase& f, uint32_t slab, const WgmmaPlace& place,
+                                   int column, int row) {
+  if (!p.columns_of_pixels) return hopper::StoreBox(&p.result[0], slab, column, place.pixel + place.row + row);
+  int at[kRank];
+  const int image = place.problem * p.images + f.Split(place.row + row, at);
+  hopper::VisitDimensions(f.map.dimensions, [&](auto d) {
+    hopper::StorePixels<decltype(d)::value>(&p.result[place.phase], slab, column, at, image);
+  });
 }
 
 // Stores the sums in the operands' type: by TMA, or a phase's positions one by one.
@@ -201,14 +215,15 @@ __device__ void StoreBoxes(const WgmmaParams& p, const WgmmaPhase& f, uint32_t s
                            const WgmmaPlace& place, const typename T::Sums& sums, const Rows& rows, typename T::In* out,
                            int* pixels, int& turn) {
   const int thread = threadIdx.x % kWarpgroup;
-  if ((p.scattered && !p.lattices) || T::kColumns % T::kLine != 0) FindPixels<T>(p, f, place, warpgroup, pixels);
+  const bool in_columns = !p.scattered || p.columns_of_pixels;
+  if (!(in_columns || p.lattices) || T::kColumns % T::kLine != 0) FindPixels<T>(p, f, place, warpgroup, pixels);
   StoreSlabs<T>(slabs, warpgroup, sums, rows, turn, [&](int row, int column, uint32_t slab) {
-    const bool box = (!p.scattered || p.lattices) && column + T::kLine <= T::kColumns;
+    const bool box = (in_columns || p.lattices) && column + T::kLine <= T::kColumns;
     if (box) hopper::ShowSharedToTma();
     hopper::SyncWarpgroup(1 + warpgroup);
     if (thread == 0) {
-      if (box && !p.scattered)
-        hopper::StoreBox(&p.result, slab, place.Column<T>(column), place.pixel + place.row + row);
+      if (box && in_columns)
+        StoreColumn(p, f, slab, place, place.Column<T>(column), row);
       else if (box && place.column + column < p.columns)
         StoreLattice(p, f, slab, place.column + column, place.row + row);
       hopper::CommitStores();  // of none too, since those before the last are waited for

@@ -315,14 +315,22 @@ bool TakesDirect(const Problem& problem) {
 }
 
 double DirectCycles(const Problem& problem, int64_t splits) {
+  // What x and y are moved in, with what is not hidden; and where the filter gradient reads features in parts of lines.
+  constexpr double kMoves = 1.15, kOfParts = 1.25;
+  const Problem p = AsForward(problem);
+  const double pixels = double(std::min(p.XPixels(), p.YPixels() * p.Taps())) * p.channels + p.YPixels() * p.features;
+  const double memory =
+      kMoves * p.batch * p.images * p.groups * pixels * SizeOf(p.in) / (kMultiprocessors * kBytesPerCycle);
   if (problem.direction == Direction::kFilterGradient) {
     DirectFilterPlan plan;
     if (!plan.Fit(problem)) return HUGE_VAL;
     const double blocks = std::ceil(double(plan.units) * splits / kMultiprocessors);
-    return blocks * (kFilterStart + CeilDiv(plan.pieces, splits) * plan.PieceCycles());
+    return std::max(blocks * (kFilterStart + CeilDiv(plan.pieces, splits) * plan.PieceCycles()),
+                    memory * (plan.feature_tiles > 1 ? kOfParts : 1));
   }
   DirectPlan plan;
-  return plan.Fit(AsForward(problem), problem.direction == Direction::kForward) ? plan.cycles : HUGE_VAL;
+  if (!plan.Fit(p, problem.direction == Direction::kForward)) return HUGE_VAL;
+  return std::max(plan.cycles, memory);
 }
 
 int64_t DirectPieces(const Problem& p) {

@@ -3,6 +3,9 @@
 #include <algorithm>
 #include <cstdlib>
 
+#include "cuda/common/int_div.h"
+#include "cuda/conv/nominal.h"
+
 namespace jaxdnn::conv {
 namespace {
 
@@ -10,6 +13,11 @@ constexpr int64_t kMaxStep = 8;
 // Of corners (the least; the greatest is one less than its negative) and of offsets, by the number of dimensions.
 constexpr int64_t kCorner[] = {0, 32768, 128, 16};
 constexpr int64_t kOffset[] = {0, 65535, 255, 31};
+
+bool HasCorners(const MappedPhase& m, int d) {
+  const auto [least, greatest] = std::minmax(m.map.lower[d], m.map.upper[d]);
+  return least >= -kCorner[m.map.dimensions] && greatest < kCorner[m.map.dimensions];
+}
 
 // One dimension of a phase; false where it has no steps, taps or corners that the unit could take.
 bool MapDimension(const Problem& p, int d, int which, const Phases& f, MappedPhase* m) {
@@ -47,8 +55,49 @@ bool MapDimension(const Problem& p, int d, int which, const Phases& f, MappedPha
 
   const int n = m->map.dimensions;
   if (d < kRank - n) return extent == 1 && positions == 1 && lower == 0 && taps == 1;
-  return step <= kMaxStep && reach <= kOffset[n] && std::min(lower, upper) >= -kCorner[n] &&
-         std::max(lower, upper) < kCorner[n];
+  return step <= kMaxStep && reach <= kOffset[n] && HasCorners(*m, d);
+}
+
+// A phase's positions [begin, end) of a dimension, with those taps that one of them finds in the operand.
+MappedPhase PartOf(const MappedPhase& whole, int d, int64_t extent, int begin, int end) {
+  MappedPhase m = whole;
+  const int step = m.map.step[d], distance = std::max(1, m.distance[d]), first = m.map.lower[d] + begin * step;
+  const int last = first + (end - begin - 1) * step;
+  // Taps in the order of what they meet.
+  const int from = last < 0 ? int(CeilDiv(-last, distance)) : 0;
+  const int to = int(std::min<int64_t>(m.taps[d], first < extent ? (extent - 1 - first) / distance + 1 : 0));
+  const int taps = std::max(0, to - from);
+  m.first_tap[d] += m.tap_period[d] * (m.reversed[d] ? m.taps[d] - to : from);
+  m.taps[d] = taps;
+  m.first[d] += begin * m.period[d];
+  m.positions[d] = end - begin;
+  m.map.lower[d] = taps > 0 ? first + from * distance : 0;
+  m.map.upper[d] = m.map.lower[d] + (end - begin - 1) * step - int(extent - 1);
+  return m;
+}
+
+// Splits phases in a dimension where windows begin, or end, to leave the operand. Returns how many they are then, or 0
+// if that is too many.
+int SplitEdges(const Problem& p, int d, int count, MappedPhase (&phases)[kMaxMaps]) {
+  const int64_t extent = p.direction == Direction::kDataGradient ? p.y[d] : p.x[d];
+  MappedPhase split[kMaxMaps];
+  int parts = 0;
+  for (int i = 0; i < count; ++i) {
+    const MappedPhase& m = phases[i];
+    const int step = m.map.step[d], positions = m.positions[d], reach = std::max(0, m.taps[d] - 1) * m.distance[d];
+    const int64_t room = extent - 1 - reach - m.map.lower[d];  // from the first position's last tap to the end
+    const int enter = int(std::clamp<int64_t>(CeilDiv(-m.map.lower[d], step), 0, positions));
+    const int leave = int(room < 0 ? 0 : std::min<int64_t>(room / step + 1, positions));
+    const int cuts[] = {0, std::min(enter, leave), std::max(enter, leave), positions};
+    for (int k = 0; k < 3; ++k) {
+      if (cuts[k] == cuts[k + 1]) continue;
+      if (parts == kMaxMaps) return 0;
+      split[parts] = PartOf(m, d, extent, cuts[k], cuts[k + 1]);
+      if (!HasCorners(split[parts++], d)) return 0;
+    }
+  }
+  std::copy(split, split + parts, phases);
+  return parts;
 }
 
 // Whether all phases of a dimension have one tap each, at the same pixels.
@@ -70,15 +119,13 @@ bool MapAll(const Problem& p, const Phases& f, const int (&alike)[kRank], int n,
         std::copy(alike, alike + kRank, m->alike);
         m->map.dimensions = n;
         if (!MapDimension(p, 0, a, f, m) || !MapDimension(p, 1, b, f, m) || !MapDimension(p, 2, c, f, m)) return false;
-        m->tap_count = m->taps[0] * m->taps[1] * m->taps[2];
-        m->rows = p.images * m->positions[0] * m->positions[1] * m->positions[2];
       }
   return true;
 }
 
 }  // namespace
 
-int MapPhases(const Problem& problem, MappedPhase (&phases)[kMaxMaps]) {
+int MapPhases(const Problem& problem, MappedPhase (&phases)[kMaxMaps], int edges) {
   Problem p = problem;
   // The filter gradient reads x as the forward convolution does, where every tap has its place at every pixel.
   if (p.direction == Direction::kFilterGradient) {
@@ -87,16 +134,29 @@ int MapPhases(const Problem& problem, MappedPhase (&phases)[kMaxMaps]) {
   }
   const Phases f = PhasesOf(p);
   int alike[kRank];
-  int64_t count = 1;
+  int count = 1;
   for (int d = 0; d < kRank; ++d) {
     alike[d] = AreAlike(p, d) ? int(f.period[d]) : 1;
-    count *= f.period[d] / alike[d];
+    count *= int(std::min<int64_t>(f.period[d] / alike[d], kMaxMaps + 1));
   }
   if (count > kMaxMaps || p.images == 0 || p.XPixels() == 0 || p.YPixels() == 0 || p.Taps() == 0) return 0;
   // Fewer dimensions have wider limits.
-  for (int n = 1; n <= kRank; ++n)
-    if (MapAll(p, f, alike, n, phases)) return int(count);
-  return 0;
+  int n = 1;
+  while (n <= kRank && !MapAll(p, f, alike, n, phases)) ++n;
+  if (n > kRank) return 0;
+  for (int d = 0; d < kRank; ++d)
+    if (edges >> d & 1) count = SplitEdges(p, d, count, phases);
+  for (int i = 0; i < count; ++i) {
+    MappedPhase& m = phases[i];
+    m.tap_count = m.taps[0] * m.taps[1] * m.taps[2];
+    m.rows = p.images * m.positions[0] * m.positions[1] * m.positions[2];
+  }
+  return count;
+}
+
+bool Alternates(const Problem& p, int edges, int phases, const MappedPhase& first, int tile_rows,
+                int64_t tiles_of_row) {
+  return edges != 0 || (phases > 1 && p.batch * CeilDiv(first.rows, tile_rows) * tiles_of_row < kMultiprocessors);
 }
 
 }  // namespace jaxdnn::conv

@@ -10,8 +10,8 @@
 
 namespace jaxdnn::conv {
 
-// Phases that one launch takes: those of stride 2 in three dimensions.
-constexpr int kMaxMaps = 8;
+// Phases that one launch takes: those of stride 2 in three dimensions; or the middle, edges and corners of a plane.
+constexpr int kMaxMaps = 9;
 
 struct PixelMap {
   int dimensions;  // the last so many; the others have one index, which is 0
@@ -39,13 +39,21 @@ struct MappedPhase {
 
 // The phases of a forward convolution or data gradient, or the one of a filter gradient's walk over x; 0 if the unit's
 // limits, or an input with holes, do not allow them.
-int MapPhases(const Problem& p, MappedPhase (&phases)[kMaxMaps]);
+//
+// In the dimensions whose bits `edges` has, positions whose windows leave the operand are phases of their own, without
+// the taps that none of them finds there.
+int MapPhases(const Problem& p, MappedPhase (&phases)[kMaxMaps], int edges = 0);
 
 // Whether the one phase there is stands for as many as there are taps. Then a row of all of their results is the
 // product of one row of the operand and the whole filter, with (tap, channel) pairs as its columns.
 inline bool TapsAreColumns(const Problem& p, int phases, const MappedPhase& f) {
   return phases == 1 && f.Alike() > 1 && f.Alike() == p.Taps();
 }
+
+// Whether blocks go over the tiles there and back, those of most taps first, so that who had many next has few: where a
+// phase is less than a round of tiles, or phases are as different as the edges of an image. Others share the phases
+// evenly, and what neighbours store is neighbours in memory.
+bool Alternates(const Problem& p, int edges, int phases, const MappedPhase& first, int tile_rows, int64_t tiles_of_row);
 
 // Whether any 64 rows of a tile are then a box of each phase's pixels in the result, of two dimensions at most.
 inline bool RowsAreBoxes(const MappedPhase& f) {

@@ -70,7 +70,8 @@ __device__ void StoreAcross(const WgmmaParams& p, const WgmmaPhase& f, const Rin
   const int column = place.column + warpgroup * T::kLine;
   const uint32_t lines = ring.Slabs() + warpgroup * T::kOut;
   if (thread == 0) hopper::WaitForStoreReads<0>();
-  if (p.scattered)
+  const bool in_columns = !p.scattered || p.columns_of_pixels;
+  if (!in_columns)
     FindPixels<T>(p, f, place, warpgroup, pixels);
   else
     hopper::SyncWarpgroup(1 + warpgroup);
@@ -81,11 +82,11 @@ __device__ void StoreAcross(const WgmmaParams& p, const WgmmaPhase& f, const Rin
     const int row = first + lane / 16 * 8 + lane % 8, chunk = 2 * warp + lane / 8 % 2;
     hopper::StoreTransposed(lines + row * kLineBytes + ((chunk ^ (row % 8)) << 4), words);
   }
-  if (!p.scattered) {
+  if (in_columns) {
     hopper::ShowSharedToTma();
     hopper::SyncWarpgroup(1 + warpgroup);
     if (thread == 0) {
-      hopper::StoreBox(&p.result, lines, column, place.pixel + place.row);
+      StoreColumn(p, f, lines, place, column, 0);
       hopper::CommitStores();
     }
     return;

@@ -22,9 +22,9 @@ struct WgmmaPhase : MappedPhase {
 };
 
 // All phases of a problem; 0 if there are none (pixel_map.h).
-inline int MapPhases(const Problem& p, WgmmaPhase (&phases)[kMaxMaps]) {
+inline int MapPhases(const Problem& p, WgmmaPhase (&phases)[kMaxMaps], int edges = 0) {
   MappedPhase mapped[kMaxMaps];
-  const int count = MapPhases(p, mapped);
+  const int count = MapPhases(p, mapped, edges);
   for (int i = 0; i < count; ++i) phases[i] = {mapped[i], FastDiv(mapped[i].rows / p.images), Box(mapped[i].positions)};
   return count;
 }

@@ -5,6 +5,7 @@
 #include <numeric>
 
 #include "cuda/common/int_div.h"
+#include "cuda/conv/frame.h"
 #include "cuda/conv/nominal.h"
 #include "cuda/conv/pairs.h"
 #include "cuda/conv/pixel_map.h"
@@ -91,6 +92,27 @@ Cost CostOf(const TileShape& t, const Problem& p) {
 
 // Whether pixels do not begin with the sectors that memory is read in.
 bool AreApart(const Problem& p, int64_t channels) { return channels * SizeOf(p.in) % 32 != 0; }
+
+// Tiles that multiprocessors take in turn, there and back where they alternate (wgmma_place.cuh), and how busy each is.
+struct Rounds {
+  bool alternate;
+  int64_t tiles = 0;
+  double all = 0, more[kMultiprocessors] = {};
+
+  explicit Rounds(bool there_and_back) : alternate(there_and_back) {}
+  void Add(int64_t count, double cycles) {
+    const auto one = [&] {
+      const int64_t at = tiles % kMultiprocessors, round = tiles / kMultiprocessors;
+      more[alternate && round % 2 == 1 ? kMultiprocessors - 1 - at : at] += cycles;
+      ++tiles, --count;
+    };
+    while (count > 0 && tiles % kMultiprocessors != 0) one();
+    const int64_t whole = count / kMultiprocessors;
+    all += whole * cycles, tiles += whole * kMultiprocessors, count -= whole * kMultiprocessors;
+    while (count > 0) one();
+  }
+  double Longest() const { return all + *std::max_element(more, more + kMultiprocessors); }
+};
 
 // Of a kernel that makes a transposed copy, which moves its bytes so often.
 double CopyingCycles(double bytes, double moves) {
@@ -204,6 +226,19 @@ bool MayShare(const Problem& p, const TileShape& t, int64_t blocks) {
   return blocks <= p.Taps() * CeilDiv(p.DepthChannels(), WgmmaDepth(p.in)) / 2;
 }
 
+bool MaySplitEdges(const Problem& p, const TileShape& t, int edges) {
+  if (p.direction == Direction::kFilterGradient || IsOfPairs(t.tile) || HasFrame(p)) return false;
+  MappedPhase maps[kMaxMaps];
+  int count = MapPhases(p, maps);
+  for (int d = 0; d < kRank; ++d) {
+    if ((edges >> d & 1) == 0) continue;
+    const int split = MapPhases(p, maps, edges & ((2 << d) - 1));
+    if (split <= count) return false;
+    count = split;
+  }
+  return true;
+}
+
 int64_t TransposedBytes(const Problem& p, const TileShape& t) {
   if (p.in != DType::kF32 || p.direction == Direction::kDataGradient) return 0;
   if (p.direction == Direction::kForward)
@@ -256,7 +291,7 @@ std::optional<Config> PlanFilterWgmma(const Problem& p, const TileShape& t, int6
   return best;
 }
 
-double WgmmaCycles(const Problem& problem, const TileShape& t, int64_t cluster) {
+double WgmmaCycles(const Problem& problem, const TileShape& t, int64_t cluster, int edges) {
   const std::optional<Pairs> pairs = IsOfPairs(t.tile) ? PairsOf(problem) : std::nullopt;
   const Problem& p = pairs ? pairs->view : problem;
   // Of a filter's copy; and what waiting for it, and sending sums of floats, take beyond what they do.
@@ -264,19 +299,14 @@ double WgmmaCycles(const Problem& problem, const TileShape& t, int64_t cluster) 
   Cost cost = CostOf(t, p);
   const Gemm g = GemmOf(p);
   const int64_t channels = p.DepthChannels(), line = WgmmaDepth(p.in);
-  double phases = 1, taps_per_tap = 1, most_taps = 1;
-  const Phases f = PhasesOf(p);
-  for (int d = 0; d < kRank; ++d) {
-    phases *= f.period[d], taps_per_tap *= f.tap_period[d];
-    most_taps *= CeilDiv(p.window[d], f.tap_period[d]);
-  }
   MappedPhase maps[kMaxMaps];
+  const int phases = MapPhases(p, maps, edges);
   const double copied = TransposedBytes(p, t), copying = copied > 0 ? CopyingCycles(copied, kCopyMoves) + kWait : 0;
   const bool read_as_it_is = p.direction == Direction::kForward && copied == 0;
-  const bool taps = TapsAreColumns(p, MapPhases(p, maps), maps[0]) && p.out == p.in && p.batch == 1 &&
+  const bool taps = TapsAreColumns(p, phases, maps[0]) && p.out == p.in && p.batch == 1 &&
                     (!read_as_it_is || (g.columns % line == 0 && t.columns % line == 0));  // as the kernel has it
-  const double column_tiles = taps ? CeilDiv(g.columns * p.Taps(), t.columns) : phases * CeilDiv(g.columns, t.columns);
-  const double tiles = p.batch * std::ceil(g.rows / phases / t.rows) * column_tiles;
+  const int64_t tiles_of_row =
+      taps ? CeilDiv(g.columns * p.Taps(), t.columns) : maps[0].Alike() * CeilDiv(g.columns, t.columns);
   // What is not stored by TMA takes 16-bit floats longer.
   const bool boxes = taps && RowsAreBoxes(maps[0]) && g.columns % line == 0 && t.columns % line == 0;
   if (taps && !(boxes && !IsAcross(t.tile)) && p.in != DType::kF32)
@@ -288,30 +318,36 @@ double WgmmaCycles(const Problem& problem, const TileShape& t, int64_t cluster) 
   // So do the filter's lines, where they are of channels too.
   const bool lines_of_both = p.direction == Direction::kDataGradient || t.tile == Tile::kWgmma128x128Copied;
   if (left != 0 && lines_of_both && !IsAcross(t.tile)) cost.step *= 1.35;
-  const double steps = std::max(1.0, p.Taps() / taps_per_tap * lines);
-  const double longest = most_taps * lines;  // of the tiles that have most
   if (cluster > 1) {
     // Clusters have to fit into the device's groups of multiprocessors, and none has a second tile to hide the first.
     const double clusters = cluster == 2 ? 66 : cluster == 3 ? 36 : cluster == 4 ? 30 : 15;
     const double exchange = (IsAcross(t.tile) ? kSend : 0) + 2000 + t.rows * t.columns / 4;
     // Blocks that read different steps find less of what they read on its way to others already.
     const double delay = IsAcross(t.tile) ? (g.rows < 8 * t.rows ? 1.35 : 1) : t.columns == 160 ? 1 : 1.3;
+    const double tiles = double(CeilDiv(maps[0].rows, t.rows)) * tiles_of_row, steps = maps[0].tap_count * lines;
     return std::ceil(tiles / clusters) * (delay * std::ceil(steps / cluster) * cost.step + cost.tile + exchange) +
            copying;
   }
-  const double each = std::ceil(tiles / kMultiprocessors), busy = steps * cost.step;
-  // Memory bounds all but what comes before the first step and after the last; phases, whose results are scattered, not
-  // by what they move.
-  const double pixels =
-      p.direction == Direction::kForward ? std::min(p.XPixels(), p.YPixels() * p.Taps()) : p.YPixels();
+  // Warpgroups that take turns hide half of each other's beginnings and ends.
+  const bool together = IsAcross(t.tile) || t.rows * t.columns > 128 * 160;
+  Rounds rounds(Alternates(p, edges, phases, maps[0], t.rows, tiles_of_row));
+  std::stable_sort(maps, maps + phases, [&](const MappedPhase& a, const MappedPhase& b) {
+    return rounds.alternate && a.tap_count > b.tap_count;
+  });
+  for (int i = 0; i < phases; ++i) {
+    const double busy = std::max(1.0, maps[i].tap_count * lines) * cost.step;
+    rounds.Add(p.batch * CeilDiv(maps[i].rows, t.rows) * tiles_of_row,
+               together ? busy + cost.tile : std::max(busy, (busy + cost.tile) / 2));
+  }
+  // Memory bounds all but what comes before the first step and after the last.
+  const double pixels = p.direction == Direction::kForward ? std::min(p.XPixels(), p.YPixels() * p.Taps())
+                                                           : std::min(p.YPixels(), p.XPixels() * p.Taps());
   const double elements =
       p.batch * (p.images * pixels * channels + double(g.rows) * g.columns) + double(p.FilterSize());
-  const double memory = phases > 1 ? 0 : elements * SizeOf(p.in) / (kMultiprocessors * kBytesPerCycle);
+  const double memory = elements * SizeOf(p.in) / (kMultiprocessors * kBytesPerCycle);
   constexpr double kBegin = 4400;  // until the first step
-  if (IsAcross(t.tile) || t.rows * t.columns > 128 * 160)
-    return std::max({each * (busy + cost.tile), longest * cost.step + cost.tile, memory + 1.5 * cost.tile}) + kBegin +
-           copying;
-  return std::max({each * std::max(busy, (busy + cost.tile) / 2), longest * cost.step, memory}) + cost.tile + copying;
+  if (together) return std::max(rounds.Longest(), memory + 1.5 * cost.tile) + kBegin + copying;
+  return std::max(rounds.Longest(), memory) + cost.tile + copying;
 }
 
 }  // namespace jaxdnn::conv

@@ -11,6 +11,9 @@ bool TakesWgmma(const Problem& p, const TileShape& t);
 // Whether so many blocks may share a tile (wgmma_team.cuh).
 bool MayShare(const Problem& p, const TileShape& t, int64_t blocks);
 
+// Whether the edges of an image in these dimensions, by bits, may be computed apart (pixel_map.h), in one tile's steps.
+bool MaySplitEdges(const Problem& p, const TileShape& t, int edges);
+
 // Bytes of workspace for a copy of an operand that wgmma wants K-major, since TF32 has no MN-major operands: forward,
 // of some tiles, the filter, and y in the filter gradient, which can do without.
 int64_t TransposedBytes(const Problem& p, const TileShape& t);
@@ -37,6 +40,6 @@ bool ReadsProblemsApart(const Problem& p);
 std::optional<Config> PlanFilterWgmma(const Problem& p, const TileShape& t, int64_t workspace_limit);
 
 // The modelled time of the others.
-double WgmmaCycles(const Problem& p, const TileShape& t, int64_t cluster);
+double WgmmaCycles(const Problem& p, const TileShape& t, int64_t cluster, int edges);
 
 }  // namespace jaxdnn::conv

@@ -279,6 +279,8 @@ ALGORITHMS = ("implicit_gemm_wgmma", "implicit_gemm_mma", "implicit_gemm")
 # Also the names of their one tile.
 DEPTHWISE, FEW_CHANNELS, GROUPED, FEW_FEATURES = "depthwise", "few_channels", "grouped", "few_features"
 UNALIGNED, PLANES, DIRECT = "unaligned", "planes", "direct"
+# After the name of a tile of Hopper's: an image's edges are computed apart.
+EDGES = " edges"
 
 
 def plan(result: str, a: Any, b: Any, spec: ConvSpec, dtype: Any, *, hopper: bool) -> dict[str, Any] | None:
@@ -304,7 +306,7 @@ def plan(result: str, a: Any, b: Any, spec: ConvSpec, dtype: Any, *, hopper: boo
 
 def check_algorithm(result: str, a: Array, b: Array, spec: ConvSpec, dtype: Any) -> None:
   names = (*ALGORITHMS, "gemm", *_extension.native.conv_tiles)
-  if spec.algorithm not in names:
+  if (spec.algorithm or "").removesuffix(EDGES) not in names:
     raise ValueError(f"{NAMES[result]}: algorithm must be None or one of {names}, got {spec.algorithm!r}")
   if plan(result, a, b, spec, dtype, hopper=True) is None:
     raise ValueError(

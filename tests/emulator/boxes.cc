@@ -109,9 +109,10 @@ void CopyTile(const TensorMap& map, const std::array<int32_t, 5>& coordinates, b
 }
 
 // PTX ISA, "im2col mode": base pixels go through the bounding box, width first, from the lower corner to the array's
-// last index plus the upper one, in every image; every one is read `offsets` (of width, height, depth) further on.
-void LoadIm2col(const TensorMap& map, const std::array<int32_t, 5>& coordinates, const std::array<uint16_t, 3>& offsets,
-                uint8_t* shared, uint32_t address) {
+// last index plus the upper one, in every image; every one is read `offsets` (of width, height, depth) further on, or
+// written where it is.
+void CopyIm2col(const TensorMap& map, const std::array<int32_t, 5>& coordinates, const std::array<uint16_t, 3>& offsets,
+                bool store, uint8_t* shared, uint32_t address) {
   const int images = map.rank - 1;
   int64_t base[5];
   std::copy(coordinates.begin(), coordinates.end(), base);
@@ -119,7 +120,7 @@ void LoadIm2col(const TensorMap& map, const std::array<int32_t, 5>& coordinates,
     int64_t at[5];
     std::copy(base, base + 5, at);
     for (int k = 1; k < images; ++k) at[k] += offsets[k - 1];
-    CopyRow(map, at, false, shared, address);
+    CopyRow(map, at, store, shared, address);
     int k = 1;
     for (; k < images; ++k) {
       base[k] += map.step[k];
@@ -150,12 +151,12 @@ bool BoxCopy(Warp& w, const Instruction& i,
     const uint32_t offset = address & 0xFFFFFF;
     if (offset % 128 != 0) throw Error("shared address " + std::to_string(offset) + " is not on 128");
     uint8_t* const shared = Shared(w, address, map.BoxBytes()) - offset;
-    if (store) return CopyTile(map, coordinates, true, shared, offset);
-    for (int d = 0; im2col && d + 2 < map.rank; ++d) offsets[d] = static_cast<uint16_t>(next());
-    Transfer(w, last, map.BoxBytes(), [=, &map] {
-      im2col ? LoadIm2col(map, coordinates, offsets, shared, offset)
-             : CopyTile(map, coordinates, false, shared, offset);
-    });
+    for (int d = 0; im2col && !store && d + 2 < map.rank; ++d) offsets[d] = static_cast<uint16_t>(next());
+    const auto copy = [=, &map] {
+      im2col ? CopyIm2col(map, coordinates, offsets, store, shared, offset)
+             : CopyTile(map, coordinates, store, shared, offset);
+    };
+    store ? copy() : Transfer(w, last, map.BoxBytes(), copy);
   });
   return true;
 }
@@ -177,6 +178,7 @@ void BindBox(Operands& o) {
   if (!store) o.Memory(0);
   const int64_t rank = map(o.all.at(store ? 0 : 1));
   o.Memory(store ? 1 : 2);
+  if (o.Has("im2col_no_offs")) o.i.flags |= kIm2col;
   if (o.Has("im2col")) {
     o.i.flags |= kIm2col;
     o.Source(3);
