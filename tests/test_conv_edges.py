@@ -1,4 +1,4 @@
-"""Hopper's kernels with an image's edges apart: positions whose windows leave it, without the taps that meet padding."""
+"""Hopper's kernels with an image's edges apart: windows that leave it do without taps that meet padding alone."""
 
 import jax
 import jax.numpy as jnp
