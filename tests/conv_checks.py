@@ -44,7 +44,7 @@ def takes(tile, result, dtype, out_dtype):
   if tile in FILTER_TILES and result != "w":
     return False
   if tile == "wgmma 128x256" and result != "w":
-    return dtype == out_dtype
+    return dtype == "float32"
   floats = dtype != "float32" or not tile.startswith("wgmma") or tile.startswith("wgmma 128")
   return result != "w" or floats
 

@@ -6,7 +6,7 @@ import pytest
 
 import jaxdnn
 from conv_cases import SAME3, ConvCase
-from conv_checks import check, check_epilogue
+from conv_checks import WGMMA_TILES, check, check_epilogue, takes
 from jaxdnn._conv.primitives import EDGES, OPERANDS, plan
 from jaxdnn._conv.spec import ConvSpec
 
@@ -39,8 +39,8 @@ def planned(case, result, algorithm, dtype="bfloat16"):
 
 
 def results_of(case):
-  """Where an image has more padding than a window is wide, its gradient meets none."""
-  return "y" if case.name in ("beside", "holes") else "yx"
+  """Where an image has more padding than a window is wide, its gradient meets none, and no tap meets all of it."""
+  return {"beside": "y", "holes": "y"}.get(case.name, "yxw")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -57,7 +57,6 @@ def test_chosen_where_much_is_padding(result, dtype):
     none = ConvCase("", 32, (33, 33), 256, window, 256, padding=padding)
     if result == "y":
       assert planned(none, result, "wgmma 128x128" + EDGES, dtype) is None
-  assert planned(aspp, "w", "wgmma 128x128" + EDGES, dtype) is None
 
 
 def test_names():
@@ -71,7 +70,7 @@ def test_names():
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_edges_of_every_case(case):
-  for result in "yx":
+  for result in "yxw":
     assert (planned(case, result, "wgmma 128x128" + EDGES) is not None) == (result in results_of(case)), result
 
 
@@ -98,6 +97,19 @@ def test_more_tiles_than_multiprocessors():
   for tile in ("wgmma 64x64", "wgmma 128x128"):
     for dtype in ("bfloat16", "float32"):
       check(case, tile + EDGES, dtype, dtype, results="yx")
+
+
+# Tiles within a block's steps, and pieces of tiles of several sets of taps; taps whose lines are no whole tiles.
+MANY = ConvCase("many", 4, (9, 8), 256, (3, 3), 520, padding=SAME3)
+LONG = ConvCase("long", 32, (12, 12), 72, (5, 3), 64, padding=((4, 4), (3, 3)), rhs_dilation=(2, 3))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", [tile for tile in WGMMA_TILES if takes(tile, "w", "bfloat16", "float32")])
+def test_pieces_of_filter_gradients(tile):
+  for case in (MANY, LONG):
+    for dtype, out_dtype in (("bfloat16", "float32"), ("float32", "float32")):
+      check(case, tile + EDGES, dtype, out_dtype, results="w")
 
 
 @pytest.mark.gpu

@@ -147,11 +147,15 @@ std::optional<Config> ChooseAsItIs(const Problem& p, bool hopper, std::string_vi
   };
   for (const TileShape& t : kTiles) {
     const bool wanted = algorithm.empty() || algorithm == kAlgorithms[static_cast<int>(t.unit)] || algorithm == t.name;
-    if (!wanted || !Takes(t, p, hopper) || (apart && (splittable || t.unit != Unit::kWgmma))) continue;
+    if (!wanted || !Takes(t, p, hopper) || (apart && t.unit != Unit::kWgmma)) continue;
+    const int most_edges = t.unit == Unit::kWgmma && !IsByte(p.in) && (apart || algorithm != t.name) ? 1 << kRank : 1;
     if (t.unit == Unit::kWgmma && splittable) {
-      if (std::optional<Config> config = PlanFilterWgmma(p, t, workspace_limit)) {
-        config->cycles += ReductionCycles(p, 1, result_bytes);
-        consider(*config);
+      for (int edges = apart ? 1 : 0; edges < most_edges; ++edges) {
+        if (edges > 0 && !MaySplitEdges(p, t, edges)) continue;
+        if (std::optional<Config> config = PlanFilterWgmma(p, t, workspace_limit, edges)) {
+          config->cycles += ReductionCycles(p, 1, result_bytes);
+          consider(*config);
+        }
       }
       continue;
     }
@@ -175,8 +179,7 @@ std::optional<Config> ChooseAsItIs(const Problem& p, bool hopper, std::string_vi
         config.unaligned = hopper && t.unit == Unit::kDepthwise && TakesUnalignedDepthwise(p);
         consider(config);
       }
-      const bool may_split = t.unit == Unit::kWgmma && !IsByte(p.in) && (apart || algorithm != t.name);
-      for (int edges = 1; may_split && edges < 1 << kRank; ++edges) {
+      for (int edges = 1; edges < most_edges; ++edges) {
         if (!MaySplitEdges(p, t, edges)) continue;
         Config config = {t.tile, slices, 1, 0, bytes, kernels.cycles({p, t, hopper, slices, 1, edges})};
         config.edges = edges;

@@ -10,42 +10,63 @@
 
 namespace jaxdnn::conv {
 
-// Where a tile is in the result of its problem, in tiles.
+// Where a tile is in the result of its problem, in tiles, and in rows of its set of taps.
 struct TilePlace {
-  int problem, column, row;
+  int problem, set, column, row;
 };
 
-// How the tiles are numbered: problem by problem, along the shorter side of the result first, so that neighbours share
-// the larger operand.
+// How the tiles are numbered: problem by problem, and set by set, along the shorter side of the result first, so that
+// neighbours share the larger operand.
 struct TileGrid {
-  FastDiv of_problem, side;
-  bool down;
+  FastDiv of_problem, side[kMaxMaps];
+  int first[kMaxMaps + 1];  // of a problem's, in each set
+  bool down[kMaxMaps];
 
   TileGrid() = default;
-  TileGrid(int64_t rows, int64_t columns)
-      : of_problem(rows * columns), side(std::min(rows, columns)), down(rows < columns) {}
+  TileGrid(const int64_t (&rows)[kMaxMaps], int sets, int64_t columns) : first{} {
+    for (int i = 0; i < kMaxMaps; ++i) {
+      const int64_t of_set = i < sets ? rows[i] : 1;
+      first[i + 1] = first[i] + int(of_set * columns);
+      side[i] = FastDiv(std::min(of_set, columns));
+      down[i] = of_set < columns;
+    }
+    of_problem = FastDiv(first[sets]);
+  }
 
   __device__ TilePlace At(int tile) const {
-    int across;
-    const int problem = of_problem.Div(tile, &tile), along = side.Div(tile, &across);
-    return down ? TilePlace{problem, along, across} : TilePlace{problem, across, along};
+    int across, set = 0;
+    const int problem = of_problem.Div(tile, &tile);
+    while (tile >= first[set + 1]) ++set;
+    const int along = side[set].Div(tile - first[set], &across);
+    return down[set] ? TilePlace{problem, set, along, across} : TilePlace{problem, set, across, along};
   }
 };
 
-// The result's rows, which are (tap, channel) pairs in units of a line of channels.
+// The result's rows, which are (tap, channel) pairs in units of a line of channels, those of one set of taps after the
+// other's.
 struct FilterRows {
-  FastDiv lines;                 // of channels
-  int units, channels, columns;  // of a problem
-  int64_t size;                  // of its result
+  FastDiv lines;                   // of channels
+  int channels, columns;           // of a problem
+  int64_t size;                    // of its result
+  int units[kMaxMaps];             // of a set
+  bool sets;                       // whether there are several: then
+  short first_tap[kMaxMaps];       // of a set, in their order,
+  unsigned char tap[kMostInSets];  // in which these are the window's
 
+  // A unit's tap of the window, and its line.
+  __device__ int Tap(int set, int unit, int* line) const {
+    const int of_set = lines.Div(unit, line);
+    return sets ? tap[first_tap[set] + of_set] : of_set;
+  }
   // Where in the result one of them begins, or -1 for no row.
   template <int kLine>
-  __device__ int64_t Begin(int problem, int row) const {
+  __device__ int64_t Begin(const TilePlace& at, int row) const {
     const int unit = row / kLine;
+    if (unit >= units[at.set]) return -1;
     int line;
-    const int tap = lines.Div(unit, &line), channel = line * kLine + row % kLine;
-    if (unit >= units || channel >= channels) return -1;
-    return problem * size + (int64_t{tap} * channels + channel) * columns;
+    const int of_window = Tap(at.set, unit, &line), channel = line * kLine + row % kLine;
+    if (channel >= channels) return -1;
+    return at.problem * size + (int64_t{of_window} * channels + channel) * columns;
   }
 };
 
@@ -97,9 +118,11 @@ __global__ void __launch_bounds__(kSumWarps * 32)
                     const __grid_constant__ PieceTiles tiles, bool whole, const __grid_constant__ Store store) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = warp % kParts;
   const int blocks = tiles.Warps() * kParts / kSumWarps, tile = blockIdx.x / blocks;
-  const int which = (blockIdx.x - tile * blocks) * (kSumWarps / kParts) + warp / kParts, begin = tile * spans.Steps();
+  const int which = (blockIdx.x - tile * blocks) * (kSumWarps / kParts) + warp / kParts;
+  int steps;
+  const int begin = spans.FirstStep(tile, &steps);
   const int first = spans.parts > 0 ? tile * spans.parts : spans.BlockOf(begin);
-  const int last = spans.parts > 0 ? first + spans.parts - 1 : spans.BlockOf(begin + spans.Steps() - 1);
+  const int last = spans.parts > 0 ? first + spans.parts - 1 : spans.BlockOf(begin + steps - 1);
   if (first == last && !whole) return;
   const int64_t fours = tiles.Warps() * 32;
   pieces += which * 32 + lane;
@@ -135,7 +158,7 @@ __global__ void __launch_bounds__(kSumWarps * 32)
   const int column = at.column * tiles.columns + eight * 8 + lane % 4 * 2;
   const int row = at.row * tiles.rows + sixty_four * 64 + which % 4 * 16 + lane / 4;
   if (column >= rows.columns) return;
-  const int64_t upper = rows.Begin<kLine>(at.problem, row), lower = rows.Begin<kLine>(at.problem, row + 8);
+  const int64_t upper = rows.Begin<kLine>(at, row), lower = rows.Begin<kLine>(at, row + 8);
   if (upper >= 0) StorePair(store, upper + column, sum.x, sum.y);
   if (lower >= 0) StorePair(store, lower + column, sum.z, sum.w);
 }

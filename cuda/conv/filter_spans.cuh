@@ -10,13 +10,15 @@
 #include <numeric>
 
 #include "cuda/common/fast_div.cuh"
+#include "cuda/conv/wgmma_plan.h"
 
 namespace jaxdnn::conv {
 
 // Neighbouring multiprocessors take spans that begin at the same step of their tiles, as far as there are such: they
 // read the same pixels at the same time.
 struct Spans {
-  FastDiv steps;   // of a tile
+  FastDiv steps[kMaxMaps];  // of a tile of each set
+  int first_tile[kMaxMaps + 1], first_step[kMaxMaps + 1];
   FastDiv blocks;  // at most as many as there are steps
   int each, rest;  // steps of all tiles, divided by the blocks
   float share;     // blocks of a step
@@ -25,17 +27,42 @@ struct Spans {
   int parts;       // equal ones of every tile, or 0
 
   Spans() = default;
-  Spans(int64_t tiles, int64_t steps_of_tile, int64_t blocks_of_all, int64_t slots_of_block)
-      : steps(steps_of_tile),
-        blocks(blocks_of_all),
-        each(int(tiles * steps_of_tile / blocks_of_all)),
-        rest(int(tiles * steps_of_tile % blocks_of_all)),
-        share(float(blocks_of_all) / (tiles * steps_of_tile)),
-        alike(std::gcd(tiles, blocks_of_all)),
-        slots(int(slots_of_block)),
-        parts(blocks_of_all % tiles == 0 ? int(blocks_of_all / tiles) : 0) {}
+  Spans(const SetTiles* sets, int count, int64_t blocks_of_all, int64_t slots_of_block)
+      : first_tile{}, first_step{}, blocks(blocks_of_all), slots(int(slots_of_block)) {
+    for (int i = 0; i < kMaxMaps; ++i) {
+      const SetTiles set = i < count ? sets[i] : SetTiles{0, 1};
+      steps[i] = FastDiv(set.steps);
+      first_tile[i + 1] = first_tile[i] + int(set.tiles);
+      first_step[i + 1] = first_step[i] + int(set.tiles * set.steps);
+    }
+    const int64_t all = first_step[count], tiles = first_tile[count];
+    each = int(all / blocks_of_all);
+    rest = int(all % blocks_of_all);
+    share = float(blocks_of_all) / all;
+    alike = FastDiv(count == 1 ? std::gcd(tiles, blocks_of_all) : 1);
+    parts = count == 1 && blocks_of_all % tiles == 0 ? int(blocks_of_all / tiles) : 0;
+  }
 
-  __device__ int Steps() const { return steps.divisor; }
+  __device__ int SetOfTile(int tile) const {
+    int set = 0;
+    while (tile >= first_tile[set + 1]) ++set;
+    return set;
+  }
+  __device__ int SetOfStep(int step) const {
+    int set = 0;
+    while (step >= first_step[set + 1]) ++set;
+    return set;
+  }
+  // Of the steps of all tiles, a tile's first, and how many it has.
+  __device__ int FirstStep(int tile, int* count) const {
+    const int set = SetOfTile(tile);
+    *count = steps[set].divisor;
+    return first_step[set] + (tile - first_tile[set]) * *count;
+  }
+  // A step's tile, and which of the tile's it is.
+  __device__ int TileOf(int set, int step, int* in_tile) const {
+    return first_tile[set] + steps[set].Div(step - first_step[set], in_tile);
+  }
   __device__ int Blocks() const { return blocks.divisor; }
   __device__ int Begin(int block) const { return block * each + blocks.Div(block * rest); }
   // The block that is the device's `number`th.
@@ -51,7 +78,11 @@ struct Spans {
     while (Begin(block + 1) <= step) ++block;
     return block;
   }
-  __device__ int FirstTile(int block) const { return steps.Div(Begin(block)); }
+  __device__ int FirstTile(int block) const {
+    int in_tile;
+    const int begin = Begin(block);
+    return TileOf(SetOfStep(begin), begin, &in_tile);
+  }
   // Where a block leaves its piece of a tile: a second one is its last tile's.
   __device__ int Slot(int block, int tile) const { return block * slots + (tile > FirstTile(block) ? 1 : 0); }
 };
@@ -59,10 +90,16 @@ struct Spans {
 // The pieces of a block's spans, one after the other: if blocks do not run all at once, it has several.
 struct Pieces {
   const Spans& spans;
-  int block, tile, first, steps;
+  int block, set, tile, first, steps;
+  bool whole;  // all of the tile's
 
   __device__ explicit Pieces(const Spans& s)
-      : spans(s), block(s.Block(blockIdx.x)), number_(blockIdx.x), at_(s.Begin(block)), end_(s.Begin(block + 1)) {}
+      : spans(s),
+        block(s.Block(blockIdx.x)),
+        set(0),
+        number_(blockIdx.x),
+        at_(s.Begin(block)),
+        end_(s.Begin(block + 1)) {}
 
   __device__ bool Next() {
     if (at_ == end_) {
@@ -71,9 +108,13 @@ struct Pieces {
       block = spans.Block(number_);
       at_ = spans.Begin(block);
       end_ = spans.Begin(block + 1);
+      set = 0;
     }
-    tile = spans.steps.Div(at_, &first);
-    steps = min(spans.Steps() - first, end_ - at_);
+    while (at_ >= spans.first_step[set + 1]) ++set;
+    tile = spans.TileOf(set, at_, &first);
+    const int all = spans.steps[set].divisor;
+    steps = min(all - first, end_ - at_);
+    whole = steps == all;
     at_ += steps;
     return true;
   }

@@ -17,10 +17,17 @@
 namespace jaxdnn::conv {
 namespace {
 
+// A set of taps, whose positions are found without a division.
+struct MappedSet : TapSet {
+  Box box;
+  int all;  // positions of an image
+};
+
 struct Params {
-  CUtensorMap x, y;
-  MappedPhase phase;
-  Box positions;
+  CUtensorMap x[kMaxMaps], y[kMaxMaps];
+  MappedSet set[kMaxMaps];
+  bool sets;  // whether y is read by the positions of several, and not as it lies in memory
+  int window[kRank], distance[kRank];
   int images;
   FilterRows rows;
   TileGrid grid;
@@ -66,7 +73,6 @@ struct Units {
   int first_image, tap[kCount], channel[kCount], offset[kCount][kRank];
 
   __device__ Units(const Params& p, int tile) {
-    const MappedPhase& f = p.phase;
     const Place place(p, tile, T());
     const int first = place.row / T::kLine;
     first_image = place.problem * p.images;
@@ -74,28 +80,28 @@ struct Units {
     for (int u = 0; u < kCount; ++u) {
       // Past the last unit it is loaded again, and not stored.
       int line;
-      tap[u] = p.rows.lines.Div(min(first + u, p.rows.units - 1), &line);
-      const int in_plane = tap[u] % (f.taps[1] * f.taps[2]);
+      tap[u] = p.rows.Tap(place.set, min(first + u, p.rows.units[place.set] - 1), &line);
       channel[u] = line * T::kLine;
-      offset[u][0] = tap[u] / (f.taps[1] * f.taps[2]) * f.distance[0];
-      offset[u][1] = in_plane / f.taps[2] * f.distance[1];
-      offset[u][2] = in_plane % f.taps[2] * f.distance[2];
+      const int in_plane = tap[u] % (p.window[1] * p.window[2]);
+      const int at[] = {tap[u] / (p.window[1] * p.window[2]), in_plane / p.window[2], in_plane % p.window[2]};
+#pragma unroll
+      for (int d = 0; d < kRank; ++d) offset[u][d] = (at[d] - p.set[place.set].first[d]) * p.distance[d];
     }
   }
 };
 
-// Of a pixel of y, that of x which the first tap reads. It moves on by steps.
-struct FirstTap {
-  int pixels, image, in_image, at[kRank];
+// A position of a set of taps: a pixel of y, and that of x which the first tap meets there. It moves on by steps.
+struct Position {
+  int image, in_image, at[kRank];
 
-  __device__ FirstTap(const MappedPhase& f, int pixel)
-      : pixels(f.positions[0] * f.positions[1] * f.positions[2]), image(pixel / pixels), in_image(pixel % pixels) {}
+  __device__ Position(const MappedSet& s, int number) : image(number / s.all), in_image(number % s.all) {}
 
-  __device__ void Find(const Params& p) {
-    while (in_image >= pixels) in_image -= pixels, ++image;
-    p.positions.Split(in_image, at);
+  // In x, or in y.
+  __device__ void Find(const MappedSet& s, const PixelMap& map) {
+    while (in_image >= s.all) in_image -= s.all, ++image;
+    s.box.Split(in_image, at);
 #pragma unroll
-    for (int d = 0; d < kRank; ++d) at[d] = p.phase.map.lower[d] + at[d] * p.phase.map.step[d];
+    for (int d = 0; d < kRank; ++d) at[d] = map.lower[d] + at[d] * map.step[d];
   }
 };
 
@@ -103,7 +109,7 @@ struct FirstTap {
 // one tap.
 template <class T>
 __device__ void ProduceApart(const Params& p, Ring<T> ring) {
-  hopper::PrefetchMap(&p.x);
+  hopper::PrefetchMap(&p.x[0]);
   for (Pieces piece(p.spans); piece.Next();) {
     const Units<T> units(p, piece.tile);
     const int problem = Place(p, piece.tile, T()).problem;
@@ -112,25 +118,27 @@ __device__ void ProduceApart(const Params& p, Ring<T> ring) {
       BeginStage(ring, T::kBytesA);
 #pragma unroll
       for (int u = 0; u < units.kCount; ++u)
-        hopper::LoadBox(ring.Data() + u * kUnitBytes<T>, &p.x, ring.Full(), units.channel[u], pixel, problem);
+        hopper::LoadBox(ring.Data() + u * kUnitBytes<T>, &p.x[0], ring.Full(), units.channel[u], pixel, problem);
       ring.Next();
     }
   }
 }
 template <class T, int kDimensions>
 __device__ void ProduceX(const Params& p, Ring<T> ring) {
-  hopper::PrefetchMap(&p.x);
+  hopper::PrefetchMap(&p.x[0]);
   for (Pieces piece(p.spans); piece.Next();) {
     const Units<T> units(p, piece.tile);
-    FirstTap first(p.phase, piece.first * T::kDepth);
+    const int which = piece.set;
+    const MappedSet& set = p.set[which];
+    Position first(set, piece.first * T::kDepth);
     for (int step = 0; step < piece.steps; ++step, first.in_image += T::kDepth) {
-      first.Find(p);
+      first.Find(set, set.x);
       const uint32_t loaded = p.patches.any ? ring.Between(ring.stage) : ring.Full();
       BeginStage(ring, T::kBytesA, loaded);
 #pragma unroll
       for (int u = 0; u < units.kCount; ++u)
-        hopper::LoadPixels<kDimensions>(ring.Data() + u * kUnitBytes<T>, &p.x, loaded, units.channel[u], first.at,
-                                        units.first_image + first.image, units.offset[u]);
+        hopper::LoadPixels<kDimensions>(ring.Data() + u * kUnitBytes<T>, &p.x[which], loaded, units.channel[u],
+                                        first.at, units.first_image + first.image, units.offset[u]);
       ring.Next();
     }
   }
@@ -144,9 +152,9 @@ __device__ void PatchStages(const Params& p, Ring<T> ring, int warp) {
   const int first = warp * Rows::kRows;
   for (Pieces piece(p.spans); piece.Next();) {
     const Units<T> units(p, piece.tile);
-    FirstTap tap(p.phase, piece.first * T::kDepth + first + Rows::Row(0));
+    Position tap(p.set[0], piece.first * T::kDepth + first + Rows::Row(0));
     for (int step = 0; step < piece.steps; ++step, tap.in_image += T::kDepth) {
-      tap.Find(p);
+      tap.Find(p.set[0], p.set[0].x);
       Rows rows;
       rows.image[0] = Rows::Row(0) < Rows::kRows && tap.image < p.images ? tap.image : -1;
 #pragma unroll
@@ -164,9 +172,30 @@ __device__ void PatchStages(const Params& p, Ring<T> ring, int warp) {
   }
 }
 
+template <class T, int kDimensions>
+__device__ void ProduceYOfSets(const Params& p, Ring<T> ring) {
+  for (Pieces piece(p.spans); piece.Next();) {
+    const Place place(p, piece.tile, T());
+    const int which = piece.set;
+    const MappedSet& set = p.set[which];
+    Position position(set, piece.first * T::kDepth);
+    for (int step = 0; step < piece.steps; ++step, position.in_image += T::kDepth) {
+      position.Find(set, set.y);
+      BeginStage(ring, T::kBytesB);
+#pragma unroll
+      for (int i = 0; i * T::kLine < T::kColumns; ++i)
+        hopper::LoadPixels<kDimensions>(ring.Data() + T::kBytesA + i * kUnitBytes<T>, &p.y[which], ring.Full(),
+                                        place.column + i * T::kLine, position.at, position.image, {});
+      ring.Next();
+    }
+  }
+}
 template <class T>
 __device__ void ProduceY(const Params& p, Ring<T> ring) {
-  hopper::PrefetchMap(&p.y);
+  hopper::PrefetchMap(&p.y[0]);
+  if (p.sets)
+    return hopper::VisitDimensions(p.set[0].x.dimensions,
+                                   [&](auto d) { ProduceYOfSets<T, decltype(d)::value>(p, ring); });
   for (Pieces piece(p.spans); piece.Next();) {
     const Place place(p, piece.tile, T());
     int pixel = piece.first * T::kDepth;
@@ -176,7 +205,7 @@ __device__ void ProduceY(const Params& p, Ring<T> ring) {
       for (int i = 0; i * T::kLine < T::kColumns; ++i) {
         const int column = place.column + i * T::kLine;
         const bool transposed = kFloats<T> && !p.turns;
-        hopper::LoadBox(ring.Data() + T::kBytesA + i * kUnitBytes<T>, &p.y, ring.Full(), transposed ? pixel : column,
+        hopper::LoadBox(ring.Data() + T::kBytesA + i * kUnitBytes<T>, &p.y[0], ring.Full(), transposed ? pixel : column,
                         transposed ? column : pixel, place.problem);
       }
       ring.Next();
@@ -222,14 +251,14 @@ __device__ void Consume(const Params& p, Ring<T> ring, int warpgroup) {
       MultiplyStagesTogether<T, true, true>(ring, piece.steps, first, sums);
     else
       MultiplyStages<T, true, true>(ring, piece.steps, number, sums);
-    if (piece.steps < p.spans.Steps() || p.leaves) {
+    if (!piece.whole || p.leaves) {
       LeavePiece<T>(p.pieces + p.spans.Slot(piece.block, piece.tile) * kTileFours<T>, first, sums);
       continue;
     }
     const Place place(p, piece.tile, T());
     WithOut<T>(p, [&](auto* out) {
       StoreSums<Own>(sums, out + place.column, p.rows.columns - place.column,
-                     [&](int row) { return p.rows.Begin<T::kLine>(place.problem, place.row + first * 64 + row); });
+                     [&](int row) { return p.rows.Begin<T::kLine>(place, place.row + first * 64 + row); });
     });
   }
 }
@@ -248,7 +277,7 @@ __global__ void __launch_bounds__(T::kThreads, 1) FilterWgmmaKernel(const __grid
         [&](int which) {
           if (which == 1) return ProduceY<T>(p, ring);
           if (p.apart) return ProduceApart<T>(p, ring);
-          hopper::VisitDimensions(p.phase.map.dimensions, [&](auto d) { ProduceX<T, decltype(d)::value>(p, ring); });
+          hopper::VisitDimensions(p.set[0].x.dimensions, [&](auto d) { ProduceX<T, decltype(d)::value>(p, ring); });
         },
         [&](int warpgroup) {
           constexpr int kMost = kTogether<T> ? (T::kBlocks + 1) / 2 : T::kBlocks;
@@ -265,33 +294,55 @@ template <class T>
 cudaError_t LaunchTile(const Problem& p, const Config& config, const void* x, const void* y, void* out, void* workspace,
                        cudaStream_t stream) {
   Params q = {};
-  MappedPhase phases[kMaxMaps];
-  if (MapPhases(p, phases) != 1) return cudaErrorInvalidValue;
-  q.phase = phases[0];
-  q.positions = Box(q.phase.positions);
+  TapSet sets[kMaxMaps];
+  const int count = MapTaps(p, sets, config.edges);
+  if (count == 0) return cudaErrorInvalidValue;
+  q.sets = count > 1;
   const TileShape t = {config.tile, "", Unit::kWgmma, T::kRows, T::kColumns, T::kThreads};
-  const FilterShape shape = FilterShapeOf(p, t);
-  const int64_t lines = CeilDiv(p.channels, T::kLine);
-  q.rows = {FastDiv(lines), int(p.Taps() * lines), int(p.channels), int(p.features), p.FilterSize() / p.batch};
-  const int64_t column_tiles = CeilDiv(p.features, T::kColumns);
-  q.grid = TileGrid(shape.tiles / p.batch / column_tiles, column_tiles);
-  q.spans = Spans(shape.tiles, shape.steps, config.blocks, shape.Slots(config.blocks));
+  const FilterShape shape = FilterShapeOf(p, t, config.edges);
+  const int64_t lines = CeilDiv(p.channels, T::kLine), column_tiles = CeilDiv(p.features, T::kColumns);
+  q.rows = {FastDiv(lines), int(p.channels), int(p.features), p.FilterSize() / p.batch};
+  q.rows.sets = q.sets;
+  for (int d = 0; d < kRank; ++d) {
+    q.window[d] = int(p.window[d]);
+    q.distance[d] = int(p.rhs_dilation[d]);
+  }
+  int64_t row_tiles[kMaxMaps];
+  short taps = 0;
+  for (int i = 0; i < count; ++i) {
+    const TapSet& s = sets[i];
+    q.set[i] = {s, Box(s.positions), int(s.Positions())};
+    q.rows.units[i] = int(s.Count() * lines);
+    q.rows.first_tap[i] = taps;
+    for (int n = 0; q.sets && n < s.Count(); ++n) {
+      const int plane = s.taps[1] * s.taps[2];
+      const int at[] = {s.first[0] + n / plane, s.first[1] + n % plane / s.taps[2], s.first[2] + n % s.taps[2]};
+      q.rows.tap[taps++] = static_cast<unsigned char>((at[0] * q.window[1] + at[1]) * q.window[2] + at[2]);
+    }
+    row_tiles[i] = shape.sets[i].tiles / p.batch / column_tiles;
+  }
+  q.grid = TileGrid(row_tiles, count, column_tiles);
+  q.spans = Spans(shape.sets, count, config.blocks, shape.Slots(config.blocks));
   const int64_t pixels = p.images * p.YPixels();
   q.apart = ReadsProblemsApart(p);
-  cudaError_t e = q.apart ? EncodeBoxes(&q.x, p.in, x, {p.channels, pixels, p.batch}, {T::kLine, T::kDepth, 1})
-                          : EncodePixels(&q.x, p.in, x, p.batch * p.images, p.x, p.channels, q.phase.map, T::kDepth);
+  cudaError_t e =
+      q.apart ? EncodeBoxes(&q.x[0], p.in, x, {p.channels, pixels, p.batch}, {T::kLine, T::kDepth, 1}) : cudaSuccess;
+  for (int i = 0; !q.apart && i < count && e == cudaSuccess; ++i)
+    e = EncodePixels(&q.x[i], p.in, x, p.batch * p.images, p.x, p.channels, sets[i].x, T::kDepth);
+  for (int i = 0; q.sets && i < count && e == cudaSuccess; ++i)
+    e = EncodePixels(&q.y[i], p.in, y, p.images, p.y, p.features, sets[i].y, T::kDepth);
   auto* left = static_cast<float*>(workspace);
   q.turns = kFloats<T> && !config.copies;
   if (kFloats<T> && !q.turns) {
-    const int64_t pitch = shape.steps * T::kDepth;
+    const int64_t pitch = shape.sets[0].steps * T::kDepth;
     auto* yt = left;
     left += pitch * p.features;
-    const Grid grid = {shape.steps, 256, 0, 1, CeilDiv(p.features, kSide)};
+    const Grid grid = {shape.sets[0].steps, 256, 0, 1, CeilDiv(p.features, kSide)};
     if (e == cudaSuccess)
       e = LaunchKernel(TransposeKernel, grid, stream, static_cast<const float*>(y), yt, pixels, int(p.features));
-    if (e == cudaSuccess) e = EncodeBoxes(&q.y, p.in, yt, {pitch, p.features, 1}, {T::kLine, T::kDepth, 1});
-  } else if (e == cudaSuccess) {
-    e = EncodeBoxes(&q.y, p.in, y, {p.features, pixels, p.batch}, {T::kLine, T::kDepth, 1});
+    if (e == cudaSuccess) e = EncodeBoxes(&q.y[0], p.in, yt, {pitch, p.features, 1}, {T::kLine, T::kDepth, 1});
+  } else if (e == cudaSuccess && !q.sets) {
+    e = EncodeBoxes(&q.y[0], p.in, y, {p.features, pixels, p.batch}, {T::kLine, T::kDepth, 1});
   }
   q.images = int(p.images);
   if (HasFrame(p) && kFloats<T>) return cudaErrorInvalidValue;

@@ -46,12 +46,13 @@ bool TakesFrame(const Problem& p) {
 }
 
 // Whether the kernel can do all of the problem: of depthwise convolution, and Hopper's; but those that have no
-// registers left for it, or, in the filter gradient of floats, no warps.
+// registers left for it, or, in the filter gradient of floats, no warps; and with the edges apart taps are missing
+// there.
 bool TakesPatches(const Problem& p, const Config& config) {
   const Tile tile = config.tile;
   const bool floats = p.in == DType::kF32, forward = p.direction == Direction::kForward;
   if (tile == Tile::kDepthwise) return RingsHaveEdges(p) && FindsElements(p);
-  if (kTiles[static_cast<int>(tile)].unit != Unit::kWgmma || p.batch > 1) return false;
+  if (kTiles[static_cast<int>(tile)].unit != Unit::kWgmma || p.batch > 1 || config.edges != 0) return false;
   if (p.direction == Direction::kFilterGradient) {
     if (floats || config.exchanged) return false;
   } else if (IsOfPairs(tile) || tile == Tile::kWgmma256x160 || tile == Tile::kWgmma128x256 ||

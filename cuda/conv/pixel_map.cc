@@ -14,9 +14,9 @@ constexpr int64_t kMaxStep = 8;
 constexpr int64_t kCorner[] = {0, 32768, 128, 16};
 constexpr int64_t kOffset[] = {0, 65535, 255, 31};
 
-bool HasCorners(const MappedPhase& m, int d) {
-  const auto [least, greatest] = std::minmax(m.map.lower[d], m.map.upper[d]);
-  return least >= -kCorner[m.map.dimensions] && greatest < kCorner[m.map.dimensions];
+bool HasCorners(const PixelMap& m, int d) {
+  const auto [least, greatest] = std::minmax(m.lower[d], m.upper[d]);
+  return least >= -kCorner[m.dimensions] && greatest < kCorner[m.dimensions];
 }
 
 // One dimension of a phase; false where it has no steps, taps or corners that the unit could take.
@@ -55,7 +55,7 @@ bool MapDimension(const Problem& p, int d, int which, const Phases& f, MappedPha
 
   const int n = m->map.dimensions;
   if (d < kRank - n) return extent == 1 && positions == 1 && lower == 0 && taps == 1;
-  return step <= kMaxStep && reach <= kOffset[n] && HasCorners(*m, d);
+  return step <= kMaxStep && reach <= kOffset[n] && HasCorners(m->map, d);
 }
 
 // A phase's positions [begin, end) of a dimension, with those taps that one of them finds in the operand.
@@ -93,7 +93,7 @@ int SplitEdges(const Problem& p, int d, int count, MappedPhase (&phases)[kMaxMap
       if (cuts[k] == cuts[k + 1]) continue;
       if (parts == kMaxMaps) return 0;
       split[parts] = PartOf(m, d, extent, cuts[k], cuts[k + 1]);
-      if (!HasCorners(split[parts++], d)) return 0;
+      if (!HasCorners(split[parts++].map, d)) return 0;
     }
   }
   std::copy(split, split + parts, phases);
@@ -150,6 +150,52 @@ int MapPhases(const Problem& problem, MappedPhase (&phases)[kMaxMaps], int edges
     MappedPhase& m = phases[i];
     m.tap_count = m.taps[0] * m.taps[1] * m.taps[2];
     m.rows = p.images * m.positions[0] * m.positions[1] * m.positions[2];
+  }
+  return count;
+}
+
+int MapTaps(const Problem& p, TapSet (&sets)[kMaxMaps], int edges) {
+  MappedPhase phases[kMaxMaps];
+  if (MapPhases(p, phases) != 1) return 0;
+  const MappedPhase& all = phases[0];
+  int count = 1;
+  sets[0] = {all.map, all.map, {}, {}, {}};
+  for (int d = 0; d < kRank; ++d) {
+    const int taps = int(p.window[d]), positions = all.positions[d];
+    // The positions of y where a tap meets x.
+    const auto begin = [&](int tap) {
+      return int(std::clamp<int64_t>(CeilDiv(p.pad[d] - tap * p.rhs_dilation[d], p.stride[d]), 0, positions));
+    };
+    const auto end = [&](int tap) {
+      const int64_t last = FloorDiv(p.x[d] - 1 + p.pad[d] - tap * p.rhs_dilation[d], p.stride[d]);
+      return int(std::clamp<int64_t>(last + 1, 0, positions));
+    };
+    int enter = 0, leave = 0;
+    while (enter < taps && begin(enter) > 0) ++enter;
+    while (leave < taps && end(leave) == positions) ++leave;
+    const bool split = edges >> d & 1;
+    const int cuts[] = {0, split ? std::min(enter, leave) : 0, split ? std::max(enter, leave) : taps, taps};
+    TapSet made[kMaxMaps];
+    int parts = 0;
+    for (int i = 0; i < count; ++i)
+      for (int k = 0; k < 3; ++k) {
+        if (cuts[k] == cuts[k + 1]) continue;
+        if (parts == kMaxMaps) return 0;
+        TapSet& s = made[parts++] = sets[i];
+        const int from = split ? begin(cuts[k + 1] - 1) : 0, to = split ? end(cuts[k]) : positions;
+        if (from >= to) return 0;
+        s.first[d] = cuts[k];
+        s.taps[d] = cuts[k + 1] - cuts[k];
+        s.positions[d] = to - from;
+        s.x.lower[d] = int(from * p.stride[d] + cuts[k] * p.rhs_dilation[d] - p.pad[d]);
+        s.x.upper[d] = s.x.lower[d] + (to - from - 1) * s.x.step[d] - int(p.x[d] - 1);
+        s.y.lower[d] = from;
+        s.y.upper[d] = to - positions;
+        s.y.step[d] = 1;
+        if (split && !(HasCorners(s.x, d) && HasCorners(s.y, d))) return 0;
+      }
+    std::copy(made, made + parts, sets);
+    count = parts;
   }
   return count;
 }

@@ -44,6 +44,22 @@ struct MappedPhase {
 // the taps that none of them finds there.
 int MapPhases(const Problem& p, MappedPhase (&phases)[kMaxMaps], int edges = 0);
 
+// Taps of a filter gradient, a box of the window, whose sums are over the same positions of y: all taps; or, in the
+// dimensions whose bits `edges` has, those that meet x at all positions, and those that do not at the first ones or at
+// the last.
+struct TapSet {
+  PixelMap x, y;  // what the first tap meets, and y there
+  int positions[kRank], first[kRank], taps[kRank];
+
+  int64_t Positions() const { return int64_t{positions[0]} * positions[1] * positions[2]; }
+  int Count() const { return taps[0] * taps[1] * taps[2]; }
+};
+
+constexpr int kMostInSets = 64;  // taps of a window, where there are several sets
+
+// How many there are; 0 if the unit's limits do not allow them.
+int MapTaps(const Problem& p, TapSet (&sets)[kMaxMaps], int edges = 0);
+
 // Whether the one phase there is stands for as many as there are taps. Then a row of all of their results is the
 // product of one row of the operand and the whole filter, with (tap, channel) pairs as its columns.
 inline bool TapsAreColumns(const Problem& p, int phases, const MappedPhase& f) {

@@ -64,6 +64,12 @@ bool PlanesPlan::Fit(const Problem& p) {
   slab_bytes = tile_features * line_bytes;
   filter_bytes = int(plane_taps) * kTaps * parts * slab_bytes;
   const double products = kBlocks * double(plane_taps) * steps * Product(tile_features);
+  // Lines of a group that end within sectors of memory are read and written with their neighbours', unless the cache
+  // holds them all.
+  constexpr double kCached = 30e6;
+  const double all_lines = double(p.batch) * p.images * p.groups * (p.XPixels() + p.YPixels());
+  const bool with_others = p.groups > 1 && channels * size % 32 != 0 && all_lines * channels * size > kCached;
+  const double line_moved = with_others ? 2.4 : 1;
   const double lines_cost = p.groups > 1 && channels * size < line_bytes ? kOfGroup : 1;
   cycles = HUGE_VAL;
   PlanesPlan best = *this;
@@ -85,7 +91,7 @@ bool PlanesPlan::Fit(const Problem& p) {
     const double rows = used_columns * used_others;
     const double box = (used_columns + reach) * (used_others + other_reach) * channels * size;
     const double features = double(p.features) / feature_tiles;
-    const double moved = rows * (channels * size / feature_tiles + features * result) / kMemoryBytes;
+    const double moved = line_moved * rows * (channels * size / feature_tiles + features * result) / kMemoryBytes;
     const double step = (std::max({products, moved, box / kCacheBytes, kLeast}) + parts * kStep) * lines_cost;
     const int64_t all = chains * planes;
     const int most = int(std::min<int64_t>(kMultiprocessors, all));

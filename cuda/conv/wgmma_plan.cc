@@ -37,7 +37,7 @@ Cost CostOf(const TileShape& t, const Problem& p) {
   // Forward half a line of features takes longer for what it brings.
   constexpr Cost k128x160Halved = {800, 5500};
   constexpr Cost k128x160[] = {{790, 5500}, {780, 9000}, {}, {790, 8000}};
-  constexpr Cost k128x256[] = {{1080, 5000}, {1050, 6000}, {1110, 4000}, {1040, 8000}};
+  constexpr Cost k128x256[] = {{}, {1050, 6000}, {1110, 4000}, {1040, 8000}};
   constexpr Cost k256x128[] = {{}, {}, {1120, 4500}};
   constexpr Cost k192x128 = {860, 3500}, k192x160 = {1035, 4000};
   constexpr Cost k256x160[] = {{1400, 4200}, {}, {1340, 5000}};
@@ -145,8 +145,8 @@ double FilterCycles(const Problem& p, const TileShape& t, const FilterShape& sha
   // What dense layers move is not hidden where the warpgroups share their stages.
   const double more = p.in == DType::kF32 && std::min(p.channels, p.features) >= 64 ? memory / 2 : 0;
   constexpr double kSum = 6000;  // of the kernel that adds up pieces, beside what it moves
-  if (blocks == shape.tiles) {
-    const double busy = shape.steps * step, each = std::ceil(double(blocks) / kMultiprocessors);
+  if (blocks == shape.tiles && shape.count == 1) {
+    const double busy = shape.sets[0].steps * step, each = std::ceil(double(blocks) / kMultiprocessors);
     // Whole tiles that are left are written and read once more, with what must be checked.
     constexpr double kLeft = 0.0015;
     const bool left = shape.left && !p.exchanged;
@@ -154,18 +154,20 @@ double FilterCycles(const Problem& p, const TileShape& t, const FilterShape& sha
     if (together) return beside + each * (busy + cost.tile);
     return beside + each * std::max(busy, (busy + cost.tile) / 2) + cost.tile;
   }
-  // Blocks that begin at many different steps find less of what they read in the cache. Then comes the kernel that adds
-  // up, and bytes of pieces to and from it; that of exchanged problems is mostly counted elsewhere.
+  // Blocks that begin at many different steps, as all do where tiles have different ones, find less of what they read
+  // in the cache. Then comes the kernel that adds up, and bytes of pieces to and from it; that of exchanged problems is
+  // mostly counted elsewhere.
   constexpr double kApart = 0.0035, kAlike = 7, kSecond = 2000, kExchanged = 4000;
   const double byte = p.in == DType::kF32 ? 0.06 : 0.1;
-  const double begins = double(blocks) / std::gcd(blocks, shape.tiles);
-  const double steps = CeilDiv(shape.tiles * shape.steps, blocks), slots = shape.Slots(blocks);
+  const double begins = double(blocks) / (shape.count > 1 ? 1 : std::gcd(blocks, shape.tiles));
+  const double steps = CeilDiv(shape.work, blocks), slots = shape.Slots(blocks);
   const double busy = steps * step * (1 + kApart * std::max(0.0, begins - kAlike)) +
-                      (together ? std::floor(steps / shape.steps) * cost.tile : 0);
-  // Where a block has the columns of a row of tiles one after the other, a problem's x is read anew for each of them,
-  // and for every tap, if the cache does not hold it.
+                      (together ? std::floor(steps * shape.tiles / shape.work) * cost.tile : 0);
+  // Where a block has the columns of a row of tiles one after the other, what taps meet of a problem's x is read anew
+  // for each of them, and for every tap, if the cache does not hold it.
   constexpr double kCached = 30e6;
-  const double reads = double(p.batch) * p.Taps() * CeilDiv(p.features, t.columns);
+  const double met = double(shape.work) / (shape.tiles * CeilDiv(p.images * p.YPixels(), WgmmaDepth(p.in)));
+  const double reads = double(p.batch) * p.Taps() * CeilDiv(p.features, t.columns) * met;
   const double again =
       blocks < shape.tiles && x_bytes > kCached ? reads * x_bytes / (kMultiprocessors * kBytesPerCycle) : 0;
   const double sum = p.exchanged ? kExchanged : slots == 2 ? kSum + kSecond : kSum;
@@ -185,9 +187,10 @@ bool TakesWgmma(const Problem& p, const TileShape& t) {
   if (IsAcross(t.tile)) {
     if (filter || p.out != p.in || (floats && !(forward && t.tile == Tile::kWgmma192Across))) return false;
   } else if (t.rows * t.columns > 128 * 160) {
-    // But for the filter gradient there is one, and of 16-bit floats another, forward.
-    const bool another = t.tile == Tile::kWgmma256x160 && forward && !floats;
-    if (!filter && ((t.tile != Tile::kWgmma128x256 && !another) || (!floats && p.out != p.in))) return false;
+    // But for the filter gradient there is one of floats, and one of 16-bit floats, forward.
+    const bool there =
+        floats ? t.tile == Tile::kWgmma128x256 : t.tile == Tile::kWgmma256x160 && forward && p.out == p.in;
+    if (!filter && !there) return false;
   } else if (t.columns == 160 && !floats && filter) {
     return false;
   }
@@ -227,12 +230,16 @@ bool MayShare(const Problem& p, const TileShape& t, int64_t blocks) {
 }
 
 bool MaySplitEdges(const Problem& p, const TileShape& t, int edges) {
-  if (p.direction == Direction::kFilterGradient || IsOfPairs(t.tile) || HasFrame(p)) return false;
+  const bool filter = p.direction == Direction::kFilterGradient;
+  if (IsOfPairs(t.tile) || HasFrame(p) || (filter && (p.batch > 1 || p.exchanged || p.Taps() > kMostInSets)))
+    return false;
   MappedPhase maps[kMaxMaps];
-  int count = MapPhases(p, maps);
+  TapSet sets[kMaxMaps];
+  const auto count_of = [&](int which) { return filter ? MapTaps(p, sets, which) : MapPhases(p, maps, which); };
+  int count = count_of(0);
   for (int d = 0; d < kRank; ++d) {
     if ((edges >> d & 1) == 0) continue;
-    const int split = MapPhases(p, maps, edges & ((2 << d) - 1));
+    const int split = count_of(edges & ((2 << d) - 1));
     if (split <= count) return false;
     count = split;
   }
@@ -256,18 +263,27 @@ bool ReadsProblemsApart(const Problem& p) {
   return p.batch > 1 && p.Taps() == 1;
 }
 
-FilterShape FilterShapeOf(const Problem& p, const TileShape& t) {
-  const int64_t line = WgmmaDepth(p.in), units = p.Taps() * CeilDiv(p.channels, line), pixels = p.images * p.YPixels();
+FilterShape FilterShapeOf(const Problem& p, const TileShape& t, int edges) {
+  const int64_t line = WgmmaDepth(p.in), lines = CeilDiv(p.channels, line), pixels = p.images * p.YPixels();
+  TapSet sets[kMaxMaps];
+  FilterShape shape = {};
+  shape.count = MapTaps(p, sets, edges);
+  for (int i = 0; i < shape.count; ++i) {
+    const int64_t tiles = p.batch * CeilDiv(sets[i].Count() * lines, t.rows / line) * CeilDiv(p.features, t.columns);
+    shape.sets[i] = {tiles, CeilDiv(p.images * sets[i].Positions(), line)};
+    shape.tiles += tiles;
+    shape.work += tiles * shape.sets[i].steps;
+  }
   // Beyond a problem's last pixel x has the next one's, of which y's zeros do not make up for an infinity.
   const bool mixed = p.batch > 1 && pixels % line != 0 && !ReadsProblemsApart(p);
-  return {p.batch * CeilDiv(units, t.rows / line) * CeilDiv(p.features, t.columns), CeilDiv(pixels, line),
-          p.exchanged || mixed};
+  shape.left = p.exchanged || mixed;
+  return shape;
 }
 
-std::optional<Config> PlanFilterWgmma(const Problem& p, const TileShape& t, int64_t workspace_limit) {
+std::optional<Config> PlanFilterWgmma(const Problem& p, const TileShape& t, int64_t workspace_limit, int edges) {
   constexpr int64_t kMostBlocks = kMultiprocessors, kLeastSteps = 2;  // that are worth a block
-  const FilterShape shape = FilterShapeOf(p, t);
-  const int64_t all = shape.tiles * shape.steps, piece = t.rows * t.columns * 4;
+  const FilterShape shape = FilterShapeOf(p, t, edges);
+  const int64_t all = shape.work, piece = t.rows * t.columns * 4;
   if (all >= INT32_MAX) return std::nullopt;  // the kernel counts them with 32 bits
   std::optional<Config> best;
   const auto consider = [&](int64_t blocks, int64_t transposed) {
@@ -278,15 +294,17 @@ std::optional<Config> PlanFilterWgmma(const Problem& p, const TileShape& t, int6
     if (best && best->cycles <= cycles) return;
     best = Config{t.tile, parts, 1, blocks, bytes, cycles};
     best->copies = transposed > 0;
+    best->edges = edges;
   };
   // Floats with and without a copy; blocks of whole tiles; of spans of equal lengths; and of equal parts of one tile
   // each, which are fewer pieces.
   for (const int64_t transposed : {int64_t{0}, TransposedBytes(p, t)}) {
-    consider(shape.tiles, transposed);
+    if (transposed > 0 && edges != 0) break;  // a copy has all positions one after the other
+    if (shape.count == 1) consider(shape.tiles, transposed);
     const int64_t most = std::min(kMostBlocks, all / kLeastSteps), pieces = (workspace_limit - transposed) / piece;
     const int64_t spans = std::min(most, pieces / 2), parts = std::min(most, pieces) / shape.tiles;
     for (int64_t blocks = spans; blocks > spans * 3 / 4; --blocks) consider(blocks, transposed);
-    if (parts > 1) consider(parts * shape.tiles, transposed);
+    if (parts > 1 && shape.count == 1) consider(parts * shape.tiles, transposed);
   }
   return best;
 }

@@ -1,7 +1,7 @@
 // What the Hopper kernels (wgmma.h) take, and how long that takes. Plain host declarations.
 #pragma once
 
-#include "cuda/conv/conv.h"
+#include "cuda/conv/pixel_map.h"
 
 namespace jaxdnn::conv {
 
@@ -18,26 +18,34 @@ bool MaySplitEdges(const Problem& p, const TileShape& t, int edges);
 // of some tiles, the filter, and y in the filter gradient, which can do without.
 int64_t TransposedBytes(const Problem& p, const TileShape& t);
 
-// A filter gradient's tiles and the steps of each, which `blocks` blocks share (filter_spans.cuh): by tiles, or by
-// steps.
-struct FilterShape {
+// The tiles of a set of taps (pixel_map.h), and the steps of each.
+struct SetTiles {
   int64_t tiles, steps;
-  bool left;  // whole tiles too go to the workspace first: blocks have a part of one tile each, or one
+};
+
+// A filter gradient's tiles, one set's after the other's, which `blocks` blocks share (filter_spans.cuh): by tiles, or
+// by steps; those of several sets only by steps.
+struct FilterShape {
+  SetTiles sets[kMaxMaps];
+  int count;            // of the sets
+  int64_t tiles, work;  // of all; and their steps
+  bool left;            // whole tiles too go to the workspace first: blocks have a part of one tile each, or one
 
   // Pieces of tiles that a block may have to leave in the workspace.
   int64_t Slots(int64_t blocks) const {
+    if (count > 1) return 2;
     if (blocks % tiles == 0) return blocks > tiles || left;
     return tiles % blocks == 0 ? 0 : 2;
   }
 };
-FilterShape FilterShapeOf(const Problem& p, const TileShape& t);
+FilterShape FilterShapeOf(const Problem& p, const TileShape& t, int edges);
 
 // Whether a filter gradient's x is read like y, pixel by pixel, so that zeros are past a problem's last one and not
 // what the next one has: of 1x1 windows on all of x.
 bool ReadsProblemsApart(const Problem& p);
 
 // The best of a filter gradient's configurations of that tile within `workspace_limit` bytes.
-std::optional<Config> PlanFilterWgmma(const Problem& p, const TileShape& t, int64_t workspace_limit);
+std::optional<Config> PlanFilterWgmma(const Problem& p, const TileShape& t, int64_t workspace_limit, int edges);
 
 // The modelled time of the others.
 double WgmmaCycles(const Problem& p, const TileShape& t, int64_t cluster, int edges);

@@ -364,7 +364,8 @@ cudaError_t VisitWgmmaTile(const Problem& p, const Config& config, F&& f) {
         if constexpr (sizeof(In) == 2) return f(TypeTag<WgmmaTile<In, 256, 160>>());
         return cudaErrorInvalidValue;
       case Tile::kWgmma128x256:
-        return f(TypeTag<WgmmaTile<In, 128, 256, sizeof(In) == 4>>());
+        if constexpr (sizeof(In) == 4) return f(TypeTag<WgmmaTile<In, 128, 256, true>>());
+        return cudaErrorInvalidValue;
       default:
         return cudaErrorInvalidValue;
     }
