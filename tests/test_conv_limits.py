@@ -10,17 +10,18 @@ import numpy as np
 import pytest
 
 from conv_cases import ConvCase
-from conv_checks import OF_PAIRS, coarse
+from conv_checks import OF_PAIRS, WGMMA_TILES, coarse
 from jaxdnn import _extension
-from jaxdnn._conv.primitives import OPERANDS, convolve, plan
+from jaxdnn._conv.primitives import EDGES, OPERANDS, convolve, plan
 from jaxdnn._conv.spec import ConvSpec
 from numerics import assert_close
 
+TILES = [*_extension.native.conv_tiles, *(tile + EDGES for tile in WGMMA_TILES)]
 DTYPES = ("bfloat16", "float32", "float16")
 SEEDS, PROBLEMS = 70, 40
 WINDOWS = {1: (1, 2, 3, 4, 5, 7, 16, 31), 2: (1, 2, 3, 3, 5, 7), 3: (1, 2, 3, 3)}
 EXTENTS = {1: (8, 64, 128, 256), 2: (2, 4, 8, 14, 16, 32), 3: (2, 4, 8)}
-EDGES = (8, 16, 32, 48, 64, 80, 96, 128)
+WIDTHS = (8, 16, 32, 48, 64, 80, 96, 128)
 
 
 def near(rng, edges):
@@ -36,7 +37,7 @@ def channels(rng):
   if kind == 10:
     return whole(8), whole(8), 1
   if kind == 3:
-    return near(rng, EDGES), near(rng, EDGES), 1
+    return near(rng, WIDTHS), near(rng, WIDTHS), 1
   if kind == 4:
     return int(rng.integers(1, 131)), int(rng.integers(1, 131)), 1
   if kind == 5:
@@ -44,7 +45,7 @@ def channels(rng):
   if kind == 6:
     return whole(), int(rng.integers(1, 9)), 1
   if kind == 7:
-    groups = near(rng, EDGES)
+    groups = near(rng, WIDTHS)
     return groups, groups * int(rng.choice((1, 1, 1, 2))), groups
   c, k = int(rng.choice((2, 4, 8, 8, 16, 16, 24, 32, 64))), int(rng.choice((4, 8, 16, 32)))
   groups = int(rng.integers(2, 9)) if c > 16 or rng.random() < 0.3 else 16 // c * int(rng.integers(1, 7))
@@ -126,12 +127,12 @@ def kernels(case, models, dtype):
       r, a, b, spec_of(case, algorithm), np.dtype(dtype), hopper=True
     )
     chosen = one(None)["tile"]
-    found[result] = [chosen, *(t for t in _extension.native.conv_tiles if t != chosen and one(t) is not None)]
+    found[result] = [chosen, *(t for t in TILES if t != chosen and one(t) is not None)]
   return found
 
 
 def family(tile):
-  return "pairs" if tile in OF_PAIRS else tile.split()[0]
+  return "pairs" if tile in OF_PAIRS else EDGES if tile.endswith(EDGES) else tile.split()[0]
 
 
 def problems(seed):
@@ -158,7 +159,7 @@ def test_every_kernel_has_many_problems():
     for tile in own
   )
   assert min(met.values()) >= 10, met
-  assert {tile for _, tile in met} == set(_extension.native.conv_tiles)
+  assert {tile for _, tile in met} == set(TILES)
 
 
 @pytest.mark.gpu
