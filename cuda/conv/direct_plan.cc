@@ -316,7 +316,7 @@ bool TakesDirect(const Problem& problem) {
 
 double DirectCycles(const Problem& problem, int64_t splits) {
   // What x and y are moved in, with what is not hidden; and where the filter gradient reads features in parts of lines.
-  constexpr double kMoves = 1.15, kOfParts = 1.25;
+  constexpr double kMoves = 1.08, kOfParts = 1.25;
   const Problem p = AsForward(problem);
   const double pixels = double(std::min(p.XPixels(), p.YPixels() * p.Taps())) * p.channels + p.YPixels() * p.features;
   const double memory =
