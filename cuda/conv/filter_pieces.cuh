@@ -53,6 +53,29 @@ struct FilterRows {
   short first_tap[kMaxMaps];       // of a set, in their order,
   unsigned char tap[kMostInSets];  // in which these are the window's
 
+  FilterRows() = default;
+  FilterRows(const Problem& p, const TapSet* of, int count, int line)
+      : lines(CeilDiv(p.channels, line)),
+        channels(int(p.channels)),
+        columns(int(p.features)),
+        size(p.FilterSize() / p.batch),
+        units{},
+        sets(count > 1),
+        first_tap{},
+        tap{} {
+    short taps = 0;
+    for (int i = 0; i < count; ++i) {
+      const TapSet& s = of[i];
+      units[i] = int(s.Count() * lines.divisor);
+      first_tap[i] = taps;
+      for (int n = 0; sets && n < s.Count(); ++n) {
+        const int plane = s.taps[1] * s.taps[2];
+        const int at[] = {s.first[0] + n / plane, s.first[1] + n % plane / s.taps[2], s.first[2] + n % s.taps[2]};
+        tap[taps++] = static_cast<unsigned char>((at[0] * p.window[1] + at[1]) * p.window[2] + at[2]);
+      }
+    }
+  }
+
   // A unit's tap of the window, and its line.
   __device__ int Tap(int set, int unit, int* line) const {
     const int of_set = lines.Div(unit, line);

@@ -300,25 +300,15 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* x, co
   q.sets = count > 1;
   const TileShape t = {config.tile, "", Unit::kWgmma, T::kRows, T::kColumns, T::kThreads};
   const FilterShape shape = FilterShapeOf(p, t, config.edges);
-  const int64_t lines = CeilDiv(p.channels, T::kLine), column_tiles = CeilDiv(p.features, T::kColumns);
-  q.rows = {FastDiv(lines), int(p.channels), int(p.features), p.FilterSize() / p.batch};
-  q.rows.sets = q.sets;
+  const int64_t column_tiles = CeilDiv(p.features, T::kColumns);
+  q.rows = FilterRows(p, sets, count, T::kLine);
   for (int d = 0; d < kRank; ++d) {
     q.window[d] = int(p.window[d]);
     q.distance[d] = int(p.rhs_dilation[d]);
   }
   int64_t row_tiles[kMaxMaps];
-  short taps = 0;
   for (int i = 0; i < count; ++i) {
-    const TapSet& s = sets[i];
-    q.set[i] = {s, Box(s.positions), int(s.Positions())};
-    q.rows.units[i] = int(s.Count() * lines);
-    q.rows.first_tap[i] = taps;
-    for (int n = 0; q.sets && n < s.Count(); ++n) {
-      const int plane = s.taps[1] * s.taps[2];
-      const int at[] = {s.first[0] + n / plane, s.first[1] + n % plane / s.taps[2], s.first[2] + n % s.taps[2]};
-      q.rows.tap[taps++] = static_cast<unsigned char>((at[0] * q.window[1] + at[1]) * q.window[2] + at[2]);
-    }
+    q.set[i] = {sets[i], Box(sets[i].positions), int(sets[i].Positions())};
     row_tiles[i] = shape.sets[i].tiles / p.batch / column_tiles;
   }
   q.grid = TileGrid(row_tiles, count, column_tiles);
