@@ -65,7 +65,7 @@ def conv_general_dilated(
 
   Returns:
     The convolution, laid out as `dimension_numbers` says. A padded tap reads the number 0, so a padded position times
-    an infinite weight is NaN, as in lax.
+    an infinite weight is NaN, as in lax, but where a kernel leaves out what is padding alone.
 
   Raises:
     ValueError, TypeError: shapes, group counts, dtypes or geometry that do not fit; the message has the values.
