@@ -150,8 +150,8 @@ std::optional<Config> ChooseAsItIs(const Problem& p, bool hopper, std::string_vi
     if (!wanted || !Takes(t, p, hopper) || (apart && t.unit != Unit::kWgmma)) continue;
     const int most_edges = t.unit == Unit::kWgmma && !IsByte(p.in) && (apart || algorithm != t.name) ? 1 << kRank : 1;
     if (t.unit == Unit::kWgmma && splittable) {
-      for (int edges = apart ? 1 : 0; edges < most_edges; ++edges) {
-        if (edges > 0 && !MaySplitEdges(p, t, edges)) continue;
+      for (int edges = apart; edges < most_edges; ++edges) {
+        if (!MaySplitEdges(p, t, edges)) continue;
         if (std::optional<Config> config = PlanFilterWgmma(p, t, workspace_limit, edges)) {
           config->cycles += ReductionCycles(p, 1, result_bytes);
           consider(*config);
@@ -171,19 +171,15 @@ std::optional<Config> ChooseAsItIs(const Problem& p, bool hopper, std::string_vi
       if (bytes > workspace_limit) break;
       if (splittable && CeilDiv(g.depth, slices) >= kIndexLimit) continue;  // a slice is indexed with 32 bits
       for (const int64_t cluster : {1, 2, 3, 4, 8}) {
-        const bool may = cluster == 1 || (t.unit == Unit::kWgmma && !IsByte(p.in) && MayShare(p, t, cluster));
-        if (apart || !may) continue;
-        const double product = kernels.cycles({p, t, hopper, slices, cluster});
-        const double cycles = product + ReductionCycles(p, slices, result_bytes);
-        Config config = {t.tile, slices, cluster, 0, bytes, cycles};
-        config.unaligned = hopper && t.unit == Unit::kDepthwise && TakesUnalignedDepthwise(p);
-        consider(config);
-      }
-      for (int edges = 1; edges < most_edges; ++edges) {
-        if (!MaySplitEdges(p, t, edges)) continue;
-        Config config = {t.tile, slices, 1, 0, bytes, kernels.cycles({p, t, hopper, slices, 1, edges})};
-        config.edges = edges;
-        consider(config);
+        if (cluster > 1 && (t.unit != Unit::kWgmma || IsByte(p.in) || !MayShare(p, t, cluster))) continue;
+        for (int edges = apart; edges < (cluster == 1 ? most_edges : 1); ++edges) {
+          if (!MaySplitEdges(p, t, edges)) continue;
+          const double product = kernels.cycles({p, t, hopper, slices, cluster, edges});
+          Config config = {t.tile, slices, cluster, 0, bytes, product + ReductionCycles(p, slices, result_bytes)};
+          config.edges = edges;
+          config.unaligned = hopper && t.unit == Unit::kDepthwise && TakesUnalignedDepthwise(p);
+          consider(config);
+        }
       }
     }
   }

@@ -7,6 +7,7 @@
 #include "cuda/conv/wgmma_held.cuh"
 #include "cuda/conv/wgmma_patch.cuh"
 #include "cuda/conv/wgmma_place.cuh"
+#include "cuda/conv/wgmma_plan.h"
 #include "cuda/conv/wgmma_team.cuh"
 
 namespace jaxdnn::conv {

@@ -6,6 +6,7 @@ namespace jaxdnn::conv {
 
 constexpr int kMultiprocessors = 132;
 constexpr double kBytesPerCycle = 18;   // of device memory, per multiprocessor
+constexpr double kCachedBytes = 30e6;   // that are still in the L2 cache when they are read again
 constexpr double kLaunchCycles = 4000;  // of one more kernel
 
 }  // namespace jaxdnn::conv

@@ -4,7 +4,6 @@
 #include <cstdlib>
 
 #include "cuda/common/int_div.h"
-#include "cuda/conv/nominal.h"
 
 namespace jaxdnn::conv {
 namespace {
@@ -198,11 +197,6 @@ int MapTaps(const Problem& p, TapSet (&sets)[kMaxMaps], int edges) {
     count = parts;
   }
   return count;
-}
-
-bool Alternates(const Problem& p, int edges, int phases, const MappedPhase& first, int tile_rows,
-                int64_t tiles_of_row) {
-  return edges != 0 || (phases > 1 && p.batch * CeilDiv(first.rows, tile_rows) * tiles_of_row < kMultiprocessors);
 }
 
 }  // namespace jaxdnn::conv

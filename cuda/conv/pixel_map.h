@@ -66,11 +66,6 @@ inline bool TapsAreColumns(const Problem& p, int phases, const MappedPhase& f) {
   return phases == 1 && f.Alike() > 1 && f.Alike() == p.Taps();
 }
 
-// Whether blocks go over the tiles there and back, those of most taps first, so that who had many next has few: where a
-// phase is less than a round of tiles, or phases are as different as the edges of an image. Others share the phases
-// evenly, and what neighbours store is neighbours in memory.
-bool Alternates(const Problem& p, int edges, int phases, const MappedPhase& first, int tile_rows, int64_t tiles_of_row);
-
 // Whether any 64 rows of a tile are then a box of each phase's pixels in the result, of two dimensions at most.
 inline bool RowsAreBoxes(const MappedPhase& f) {
   const int width = f.positions[2];

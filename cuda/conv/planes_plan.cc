@@ -66,9 +66,8 @@ bool PlanesPlan::Fit(const Problem& p) {
   const double products = kBlocks * double(plane_taps) * steps * Product(tile_features);
   // Lines of a group that end within sectors of memory are read and written with their neighbours', unless the cache
   // holds them all.
-  constexpr double kCached = 30e6;
   const double all_lines = double(p.batch) * p.images * p.groups * (p.XPixels() + p.YPixels());
-  const bool with_others = p.groups > 1 && channels * size % 32 != 0 && all_lines * channels * size > kCached;
+  const bool with_others = p.groups > 1 && channels * size % 32 != 0 && all_lines * channels * size > kCachedBytes;
   const double line_moved = with_others ? 2.4 : 1;
   const double lines_cost = p.groups > 1 && channels * size < line_bytes ? kOfGroup : 1;
   cycles = HUGE_VAL;

@@ -165,11 +165,10 @@ double FilterCycles(const Problem& p, const TileShape& t, const FilterShape& sha
                       (together ? std::floor(steps * shape.tiles / shape.work) * cost.tile : 0);
   // Where a block has the columns of a row of tiles one after the other, what taps meet of a problem's x is read anew
   // for each of them, and for every tap, if the cache does not hold it.
-  constexpr double kCached = 30e6;
   const double met = double(shape.work) / (shape.tiles * CeilDiv(p.images * p.YPixels(), WgmmaDepth(p.in)));
   const double reads = double(p.batch) * p.Taps() * CeilDiv(p.features, t.columns) * met;
   const double again =
-      blocks < shape.tiles && x_bytes > kCached ? reads * x_bytes / (kMultiprocessors * kBytesPerCycle) : 0;
+      blocks < shape.tiles && x_bytes > kCachedBytes ? reads * x_bytes / (kMultiprocessors * kBytesPerCycle) : 0;
   const double sum = p.exchanged ? kExchanged : slots == 2 ? kSum + kSecond : kSum;
   return before + std::max({busy + more, memory, again}) + sum + slots * byte * t.rows * t.columns * 4;
 }
@@ -230,6 +229,7 @@ bool MayShare(const Problem& p, const TileShape& t, int64_t blocks) {
 }
 
 bool MaySplitEdges(const Problem& p, const TileShape& t, int edges) {
+  if (edges == 0) return true;
   const bool filter = p.direction == Direction::kFilterGradient;
   if (IsOfPairs(t.tile) || HasFrame(p) || (filter && (p.batch > 1 || p.exchanged || p.Taps() > kMostInSets)))
     return false;
@@ -244,6 +244,11 @@ bool MaySplitEdges(const Problem& p, const TileShape& t, int edges) {
     count = split;
   }
   return true;
+}
+
+bool Alternates(const Problem& p, int edges, int phases, const MappedPhase& first, int tile_rows,
+                int64_t tiles_of_row) {
+  return edges != 0 || (phases > 1 && p.batch * CeilDiv(first.rows, tile_rows) * tiles_of_row < kMultiprocessors);
 }
 
 int64_t TransposedBytes(const Problem& p, const TileShape& t) {

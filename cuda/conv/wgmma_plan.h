@@ -14,6 +14,11 @@ bool MayShare(const Problem& p, const TileShape& t, int64_t blocks);
 // Whether the edges of an image in these dimensions, by bits, may be computed apart (pixel_map.h), in one tile's steps.
 bool MaySplitEdges(const Problem& p, const TileShape& t, int edges);
 
+// Whether blocks go over the tiles there and back, those of most taps first, so that who had many next has few: where a
+// phase is less than a round of tiles, or phases are as different as the edges of an image. Others share the phases
+// evenly, and what neighbours store is neighbours in memory.
+bool Alternates(const Problem& p, int edges, int phases, const MappedPhase& first, int tile_rows, int64_t tiles_of_row);
+
 // Bytes of workspace for a copy of an operand that wgmma wants K-major, since TF32 has no MN-major operands: forward,
 // of some tiles, the filter, and y in the filter gradient, which can do without.
 int64_t TransposedBytes(const Problem& p, const TileShape& t);
