@@ -29,14 +29,12 @@ import conv_cases
 import jaxdnn
 from benchmarks import conv, harness
 from conv_cases import ConvCase
-from jaxdnn import _extension
 from jaxdnn._conv import aligned, gemm, primitives
 from jaxdnn._conv.spec import make_spec
 
 RESULTS = {"fwd": "y", "dgrad": "x", "wgrad": "w"}
 CONV_DIRECTIONS = {"fwd": "forward", "dgrad": "data_gradient", "wgrad": "filter_gradient"}
-HOPPER = [tile for tile in _extension.native.conv_tiles if tile.startswith("wgmma") and not tile.endswith("pairs")]
-TILES = (*_extension.native.conv_tiles, *(tile + primitives.EDGES for tile in HOPPER), aligned.NAME)
+TILES = (*primitives.tile_names(), aligned.NAME)
 LEAST_US, MOST_US, MOST_BYTES = 8.0, 800.0, 1 << 29
 TILES_WITHIN, ALGORITHMS_WITHIN = 2.5, 6.0
 """Timed are tiles, and the best tile of each algorithm, whose modelled time is within this factor of the least."""

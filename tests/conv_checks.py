@@ -49,6 +49,14 @@ def takes(tile, result, dtype, out_dtype):
   return result != "w" or floats
 
 
+def planned(case, result, dtype="bfloat16", algorithm=None, out_dtype=None, models=1):
+  """What the planner says of so many problems at once, on Hopper."""
+  spec = ConvSpec(*case.geometry, case.groups, case.spatial, case.window, None, algorithm)
+  shapes = {"x": case.x_shape, "w": case.w_shape, "y": (case.batch, *spec.y_spatial, case.k)}
+  operands = (jax.ShapeDtypeStruct((models, *shapes[name]), dtype) for name in OPERANDS[result])
+  return plan(result, *operands, spec, jnp.dtype(out_dtype or dtype), hopper=True)
+
+
 def check(case, algorithm, dtype, out_dtype, precision=None, draw=coarse, models=1, results="yxw"):
   """Of so many problems at once, each with a filter of its own."""
   spec = ConvSpec(*case.geometry, case.groups, case.spatial, case.window, precision, algorithm)

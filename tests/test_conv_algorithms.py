@@ -11,7 +11,7 @@ from jax import lax
 
 import jaxdnn
 from conv_cases import SAME3, ConvCase
-from conv_checks import WGMMA_TILES, check, coarse, takes
+from conv_checks import WGMMA_TILES, check, coarse, planned, takes
 from conv_oracle import conv as conv_oracle
 from conv_oracle import conv_gradients
 from jaxdnn import _extension
@@ -283,13 +283,6 @@ def test_many_tiles_for_every_block(tile, stride, dtype):
 
 # Few tiles of long sums.
 DEEP = ConvCase("deep", 1, (7, 9), 520, (3, 3), 264, padding=SAME3)
-
-
-def planned(case, result, dtype, tile):
-  spec = ConvSpec(*case.geometry, 1, case.spatial, case.window, None, tile)
-  shapes = {"x": case.x_shape, "w": case.w_shape, "y": (case.batch, *spec.y_spatial, case.k)}
-  operands = (struct((1, *shapes[name]), dtype) for name in OPERANDS[result])
-  return plan(result, *operands, spec, jnp.dtype(dtype), hopper=True)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

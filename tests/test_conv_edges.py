@@ -1,14 +1,12 @@
 """Hopper's kernels with an image's edges apart: windows that leave it do without taps that meet padding alone."""
 
-import jax
 import jax.numpy as jnp
 import pytest
 
 import jaxdnn
 from conv_cases import SAME3, ConvCase
-from conv_checks import WGMMA_TILES, check, check_epilogue, takes
-from jaxdnn._conv.primitives import EDGES, OPERANDS, plan
-from jaxdnn._conv.spec import ConvSpec
+from conv_checks import WGMMA_TILES, check, check_epilogue, planned, takes
+from jaxdnn._conv.primitives import EDGES
 
 DILATED = ConvCase("dilated", 3, (19, 17), 64, (3, 3), 72, padding=((6, 6), (5, 5)), rhs_dilation=(6, 5))
 # Where the windows that begin beside an image and those that end there are the same; windows of the padding alone;
@@ -31,13 +29,6 @@ TILES = [
 ]  # fmt: skip
 
 
-def planned(case, result, algorithm, dtype="bfloat16"):
-  spec = ConvSpec(*case.geometry, 1, case.spatial, case.window, None, algorithm)
-  shapes = {"x": case.x_shape, "w": case.w_shape, "y": (case.batch, *spec.y_spatial, case.k)}
-  operands = (jax.ShapeDtypeStruct((1, *shapes[name]), dtype) for name in OPERANDS[result])
-  return plan(result, *operands, spec, jnp.dtype(dtype), hopper=True)
-
-
 def results_of(case):
   """Where an image has more padding than a window is wide, its gradient meets none, and no tap meets all of it."""
   return {"beside": "y", "holes": "y"}.get(case.name, "yxw")
@@ -48,15 +39,15 @@ def results_of(case):
 def test_chosen_where_much_is_padding(result, dtype):
   """Nearly half of what a window with a dilation of 12 meets around 33x33 pixels, and nothing of a window of one."""
   aspp = ConvCase("", 32, (33, 33), 2048, (3, 3), 256, padding=((12, 12),) * 2, rhs_dilation=(12, 12))
-  apart = planned(aspp, result, None, dtype)
+  apart = planned(aspp, result, dtype, None)
   assert apart["tile"].endswith(EDGES)
-  whole = planned(aspp, result, apart["tile"].removesuffix(EDGES), dtype)
+  whole = planned(aspp, result, dtype, apart["tile"].removesuffix(EDGES))
   assert whole["tile"] + EDGES == apart["tile"] and apart["cycles"] < 0.75 * whole["cycles"]
   assert apart["workspace_bytes"] == whole["workspace_bytes"]
   for padding, window in ((((0, 0),) * 2, (3, 3)), (((0, 0),) * 2, (1, 1))):
     none = ConvCase("", 32, (33, 33), 256, window, 256, padding=padding)
     if result == "y":
-      assert planned(none, result, "wgmma 128x128" + EDGES, dtype) is None
+      assert planned(none, result, dtype, "wgmma 128x128" + EDGES) is None
 
 
 def test_names():
@@ -71,7 +62,8 @@ def test_names():
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_edges_of_every_case(case):
   for result in "yxw":
-    assert (planned(case, result, "wgmma 128x128" + EDGES) is not None) == (result in results_of(case)), result
+    has_edges = planned(case, result, algorithm="wgmma 128x128" + EDGES) is not None
+    assert has_edges == (result in results_of(case)), result
 
 
 @pytest.mark.gpu

@@ -10,13 +10,11 @@ import numpy as np
 import pytest
 
 from conv_cases import ConvCase
-from conv_checks import OF_PAIRS, WGMMA_TILES, coarse
-from jaxdnn import _extension
-from jaxdnn._conv.primitives import EDGES, OPERANDS, convolve, plan
+from conv_checks import OF_PAIRS, coarse
+from jaxdnn._conv.primitives import EDGES, OPERANDS, convolve, plan, tile_names
 from jaxdnn._conv.spec import ConvSpec
 from numerics import assert_close
 
-TILES = [*_extension.native.conv_tiles, *(tile + EDGES for tile in WGMMA_TILES)]
 DTYPES = ("bfloat16", "float32", "float16")
 SEEDS, PROBLEMS = 70, 40
 WINDOWS = {1: (1, 2, 3, 4, 5, 7, 16, 31), 2: (1, 2, 3, 3, 5, 7), 3: (1, 2, 3, 3)}
@@ -127,7 +125,7 @@ def kernels(case, models, dtype):
       r, a, b, spec_of(case, algorithm), np.dtype(dtype), hopper=True
     )
     chosen = one(None)["tile"]
-    found[result] = [chosen, *(t for t in TILES if t != chosen and one(t) is not None)]
+    found[result] = [chosen, *(t for t in tile_names() if t != chosen and one(t) is not None)]
   return found
 
 
@@ -159,7 +157,7 @@ def test_every_kernel_has_many_problems():
     for tile in own
   )
   assert min(met.values()) >= 10, met
-  assert {tile for _, tile in met} == set(TILES)
+  assert {tile for _, tile in met} == set(tile_names())
 
 
 @pytest.mark.gpu

@@ -15,7 +15,7 @@ from conv_checks import WGMMA_TILES, coarse, takes
 from conv_padding_checks import check_all_three, indices, oracle
 from jaxdnn import _extension
 from jaxdnn._conv.padding import MODES
-from jaxdnn._conv.primitives import EDGES, OPERANDS, plan
+from jaxdnn._conv.primitives import OPERANDS, plan, tile_names
 from jaxdnn._conv.spec import ConvSpec
 from numerics import DTYPES, assert_close, assert_repeatable, exact, sample, with_gradients
 
@@ -343,7 +343,7 @@ def test_the_choice_counts_what_comes_on_top(n, c, mode, dtype):
     a, b = (jax.ShapeDtypeStruct(shapes[name], dtype) for name in names)
     chosen, *others = (
       plan(result, a, b, dataclasses.replace(spec, algorithm=tile), np.dtype(dtype), hopper=True)
-      for tile in (None, *_extension.native.conv_tiles, *(tile + EDGES for tile in WGMMA_TILES))
+      for tile in (None, *tile_names())
     )
     assert chosen["cycles"] == min(p["cycles"] for p in others if p is not None)
 

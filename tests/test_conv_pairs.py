@@ -3,14 +3,12 @@ oracle."""
 
 import dataclasses
 
-import jax
 import numpy as np
 import pytest
 
 from conv_cases import SAME3, ConvCase
-from conv_checks import OF_PAIRS, check, not_finite
-from jaxdnn._conv.primitives import DIRECT, OPERANDS, plan
-from jaxdnn._conv.spec import ConvSpec
+from conv_checks import OF_PAIRS, check, not_finite, planned
+from jaxdnn._conv.primitives import DIRECT
 from test_conv_fused import check as check_fused
 
 TILES = sorted(OF_PAIRS)
@@ -37,13 +35,6 @@ UP = [
   _("3d side by side", 1, (3, 4, 9), 64, (2, 2, 2), 32, padding=((1, 1),) * 3, lhs_dilation=(2, 2, 2)),
   _("3d", 1, (3, 4, 7), 24, (4, 1, 3), 32, padding=((2, 2), (0, 0), (1, 2)), lhs_dilation=(2, 1, 2)),
 ]
-
-
-def planned(case, result, dtype="bfloat16", algorithm=None, models=1):
-  spec = ConvSpec(*case.geometry, case.groups, case.spatial, case.window, None, algorithm)
-  shapes = {"x": case.x_shape, "w": case.w_shape, "y": (case.batch, *spec.y_spatial, case.k)}
-  operands = (jax.ShapeDtypeStruct((models, *shapes[name]), dtype) for name in OPERANDS[result])
-  return plan(result, *operands, spec, np.dtype(dtype), hopper=True)
 
 
 @pytest.mark.parametrize("case", [*DOWN, *UP], ids=lambda c: c.name)

@@ -3,17 +3,15 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxdnn
 from conv_cases import SAME3, ConvCase
-from conv_checks import WGMMA_TILES, check, check_epilogue, coarse, takes
+from conv_checks import WGMMA_TILES, check, check_epilogue, coarse, planned, takes
 from conv_oracle import conv as conv_oracle
 from conv_oracle import conv_gradients
-from jaxdnn._conv.primitives import ALGORITHMS, OPERANDS, plan
-from jaxdnn._conv.spec import ConvSpec
+from jaxdnn._conv.primitives import ALGORITHMS, OPERANDS
 from numerics import assert_close, exact
 
 _ = ConvCase
@@ -37,13 +35,6 @@ CASES = [
   _("up2x3", 2, (7, 6), 72, (2, 3), 40, padding=SAME3, lhs_dilation=(2, 3)),
   _("up_3d", 1, (3, 4, 5), 16, (2, 2, 2), 24, padding=((1, 1),) * 3, lhs_dilation=(2, 2, 2)),
 ]
-
-
-def planned(case, result, dtype, algorithm=None, out=None):
-  spec = ConvSpec(*case.geometry, case.groups, case.spatial, case.window, None, algorithm)
-  shapes = {"x": case.x_shape, "w": case.w_shape, "y": (case.batch, *spec.y_spatial, case.k)}
-  operands = (jax.ShapeDtypeStruct((1, *shapes[name]), dtype) for name in OPERANDS[result])
-  return plan(result, *operands, spec, jnp.dtype(out or dtype), hopper=True)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -283,6 +283,12 @@ UNALIGNED, PLANES, DIRECT = "unaligned", "planes", "direct"
 EDGES = " edges"
 
 
+def tile_names() -> list[str]:
+  """Names of all tiles: of Hopper's, but those of pairs, also with EDGES."""
+  names = _extension.native.conv_tiles
+  return names + [name + EDGES for name in names if name.startswith("wgmma") and not name.endswith("pairs")]
+
+
 def plan(result: str, a: Any, b: Any, spec: ConvSpec, dtype: Any, *, hopper: bool) -> dict[str, Any] | None:
   """What the planner chooses for this call, or None if no kernel, or not the spec's algorithm, takes it.
 
