@@ -21,6 +21,7 @@ struct FilterTile : FilledTile<In_, kVolume> {
   // Warpgroups that multiply, and that bring x and y, and their registers.
   static constexpr int kTakers = 2, kBringers = 1, kThreads = (kTakers + kBringers) * kWarpgroup;
   static constexpr int kTakersRegisters = 200, kBringersRegisters = 104;
+  static constexpr bool kMarksNotFinite = false;
   static constexpr int kSteps = FilledPlan::kHeight / 2;              // of a unit's results
   static_assert(Base::kApart == 1 || Base::kChunks <= Base::kApart);  // chunks of a line are equally far apart
   using Sums = float[Base::kLines][Base::kLineTerms / 2];
@@ -53,16 +54,14 @@ __device__ void ConsumeFilled(const FilledParams& q, FilledRing& ring, int worke
 #pragma unroll
       for (int step = 0; step < T::kSteps; ++step)
         LoadMatrices<true>(rows[step], ring.Data() + mine + (2 * step * width + unit * FilledPlan::kColumns) * 128);
-      uint64_t terms = T::Windows(q, ring.Data() + q.strip, unit, true);
+      const uint64_t windows = T::Windows(q, ring.Data() + q.strip, unit, true);
       hopper::BeginProducts();
 #pragma unroll
       for (int step = 0; step < T::kSteps; ++step) {
 #pragma unroll
         for (int line = 0; line < T::kLines; ++line)
-          hopper::MultiplyHeldShort<typename T::In, T::kLineTerms, true>(sums[line], rows[step],
-                                                                         terms + line * (q.pitch >> 4), true);
-        terms += 2 * q.stride * (q.pitch >> 4);
-        asm volatile("" : "+l"(terms));  // else all of them would be kept in registers
+          hopper::MultiplyHeldShort<typename T::In, T::kLineTerms, true>(
+              sums[line], rows[step], hopper::Later(windows, (2 * step * q.stride + line) * (q.pitch >> 4)), true);
       }
       hopper::CommitProducts();
       hopper::WaitForProducts<0>();

@@ -9,7 +9,7 @@
 // Of a volume, of 16-bit floats, the strips of all of the window's planes come together, and the filter stays in shared
 // memory, of which each unit loads a plane after another.
 //
-// While one warpgroup stores its unit's results, transposed through shared memory, the other one multiplies.
+// While one warpgroup hands its unit's results, transposed in shared memory, to the TMA unit, others multiply.
 #include "cuda/common/convert.cuh"
 #include "cuda/conv/epilogue.cuh"
 #include "cuda/conv/few_channels.h"
@@ -25,32 +25,36 @@ struct ForwardTile : FilledTile<In_, kVolume> {
   static constexpr int kSteps = Base::kLines * Base::kLineSteps;  // of two chunks of the sum
   static constexpr int kResults = FilledPlan::kResults;
   using Rows = uint32_t[kSteps][4];
-  // Results wait in slabs, a pixel's features in a line: of 16 bits with chunks exchanged, of floats with some room.
-  static constexpr bool kFloats = sizeof(In) == 4;
+  static constexpr bool kFloats = sizeof(In) == 4, kMarksNotFinite = true;
   // Warpgroups that multiply and store, and that bring x, and their registers.
   static constexpr int kTakers = kFloats ? 2 : 3, kBringers = 1, kThreads = (kTakers + kBringers) * kWarpgroup;
   static constexpr int kTakersRegisters = kFloats ? 200 : 144, kBringersRegisters = kFloats ? 104 : 80;
-  static constexpr int kPixelBytes = FilledPlan::kFeatures * sizeof(In) + (kFloats ? 16 : 0);
-  static constexpr int kSlabBytes = kResults * kPixelBytes, kBeside = 2 * kTakers * kSlabBytes;
-  static constexpr int kPixelChunks = FilledPlan::kFeatures * sizeof(In) / 16;
-  static_assert(kFloats || FilledPlan::kFilterBytes <= kBeside);
+  // Results wait in slabs, as boxes for the TMA unit: so many of a pixel's features in a line.
+  static constexpr int kLine = 128;
+  static constexpr int kBoxFeatures = kLine / sizeof(In), kBoxBytes = kResults * kLine;
+  static constexpr int kSlabBytes = FilledPlan::kFeatures / kBoxFeatures * kBoxBytes;
+  static constexpr int kBeside = 2 * kTakers * kSlabBytes;
+  static constexpr int kFilterLine = FilledPlan::kFeatures * sizeof(In) + 16;
+  static_assert(kSteps * (kFloats ? 8 : 16) * kFilterLine <= kBeside);
 };
 
 struct ForwardParams {
+  CUtensorMap y;
   const void* bias;
   float least;  // of results
+  int beside;   // bytes of shared memory before the ring
 };
 
-// Brings a plane of a filter of 16 bits to `shared`, by all who multiply. They call it together.
+// Brings a plane of a filter to `shared`, a term's features in a line, by all who multiply. They call it together.
 template <class T>
 __device__ __forceinline__ void CopyFilter(const FilledParams& q, const typename T::In* filter, int first_feature,
                                            uint32_t shared) {
-  constexpr int kChunks = FilledPlan::kFeatures / 8;
+  constexpr int kOfChunk = 16 / sizeof(typename T::In), kChunks = FilledPlan::kFeatures / kOfChunk;
   for (int i = threadIdx.x; i < T::kLines * T::kLineTerms * kChunks; i += T::kTakers * kWarpgroup) {
-    const int feature = first_feature + i % kChunks * 8, term = i / kChunks, row = q.FilterRow<T>(term);
+    const int feature = first_feature + i % kChunks * kOfChunk, term = i / kChunks, row = q.FilterRow<T>(term);
     const bool valid = row >= 0 && feature < q.features;
-    CopyAsync<16>(shared + term * FilledPlan::kFilterLine + i % kChunks * 16,
-                  filter + (valid ? row * q.features + feature : 0), valid);
+    CopyAsync<16>(shared + term * T::kFilterLine + i % kChunks * 16, filter + (valid ? row * q.features + feature : 0),
+                  valid);
   }
   CommitCopies();
 }
@@ -59,37 +63,19 @@ __device__ __forceinline__ void CopyFilter(const FilledParams& q, const typename
 template <class T>
 __device__ __forceinline__ void LoadRows(uint32_t shared, typename T::Rows& rows) {
   const int warp = threadIdx.x % kWarpgroup / 32, lane = threadIdx.x % 32;
-  const uint32_t from = shared + (lane / 16 * 8 + lane % 8) * FilledPlan::kFilterLine + warp * 32 + lane / 8 % 2 * 16;
-#pragma unroll
-  for (int step = 0; step < T::kSteps; ++step)
-    LoadMatrices<true>(rows[step], from + step * 16 * FilledPlan::kFilterLine);
-}
-
-// Its rows of a filter of one plane: all terms of its features, of 16 bits through `shared`, by all who multiply.
-template <class T>
-__device__ __forceinline__ void LoadFilter(const FilledParams& q, const typename T::In* filter, int first_feature,
-                                           uint32_t shared, typename T::Rows& rows) {
   if constexpr (T::kFloats) {
-    const int warp = threadIdx.x % kWarpgroup / 32, lane = threadIdx.x % 32;
+    shared += lane % 4 * T::kFilterLine + (16 * warp + lane / 4) * 4;
 #pragma unroll
     for (int step = 0; step < T::kSteps; ++step) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int feature = first_feature + 16 * warp + lane / 4 + i % 2 * 8;
-        const int row = q.FilterRow<T>(8 * step + lane % 4 + i / 2 * 4);
-        const bool valid = row >= 0 && feature < q.features;
-        const float value = __ldg(filter + (valid ? row * q.features + feature : 0));
-        rows[step][i] = valid ? __float_as_uint(value) : 0;
-      }
+      for (int i = 0; i < 4; ++i)
+        rows[step][i] = LoadWord(shared + (8 * step + i / 2 * 4) * T::kFilterLine + i % 2 * 8 * 4);
       RoundToTf32(rows[step]);
     }
   } else {
-    constexpr int kThreads = T::kTakers * kWarpgroup;
-    CopyFilter<T>(q, filter, first_feature, shared);
-    WaitForCopies<0>();
-    hopper::SyncThreads(3, kThreads);
-    LoadRows<T>(shared, rows);
-    hopper::SyncThreads(3, kThreads);
+    shared += (lane / 16 * 8 + lane % 8) * T::kFilterLine + warp * 32 + lane / 8 % 2 * 16;
+#pragma unroll
+    for (int step = 0; step < T::kSteps; ++step) LoadMatrices<true>(rows[step], shared + step * 16 * T::kFilterLine);
   }
 }
 
@@ -122,67 +108,57 @@ __device__ __forceinline__ float SumAgain(const FilledParams& q, const In* x, co
 // What a thread does with sums: those of two features, 8 apart, at two pixels of each line.
 template <class T>
 struct Results {
+  using In = typename T::In;
   using Sums = float[T::kResults / 2];
   const int lane = threadIdx.x % 32, warp = threadIdx.x % kWarpgroup / 32;
 
-  // To the slab, a pixel after another.
-  __device__ __forceinline__ void Stage(uint32_t slab, const Sums& sums) const {
+  // To the slab, a pixel after another. 16-bit numbers are at least `least`.
+  __device__ __forceinline__ void Stage(uint32_t slab, const Sums& sums, uint32_t least) const {
     if constexpr (T::kFloats) {
-      const uint32_t to = slab + lane % 4 * 2 * T::kPixelBytes + (16 * warp + lane / 4) * 4;
+      const uint32_t to = slab + warp / 2 * T::kBoxBytes + lane % 4 * 2 * T::kLine + lane / 4 % 4 * 4;
+      const int chunk = (warp % 2 * 4 + lane / 16) ^ lane % 4 * 2;
 #pragma unroll
       for (int i = 0; i < T::kResults / 2; ++i)
-        asm volatile("st.shared.f32 [%0], %1;" ::"r"(to + (i / 4 * 8 + i % 2) * T::kPixelBytes + i % 4 / 2 * 32),
+        asm volatile("st.shared.f32 [%0], %1;" ::"r"(to + (chunk ^ i % 4) * 16 + (i / 4 * 8 + i % 2) * T::kLine),
                      "f"(sums[i])
                      : "memory");
     } else {
-      const uint32_t to = slab + (lane / 16 * 8 + lane % 8) * 128 + ((2 * warp + lane / 8 % 2) ^ lane % 8) * 16;
+      const uint32_t to = slab + (lane / 16 * 8 + lane % 8) * T::kLine + ((2 * warp + lane / 8 % 2) ^ lane % 8) * 16;
 #pragma unroll
       for (int i = 0; i < T::kResults / 16; ++i) {
         uint32_t matrices[4];
 #pragma unroll
         for (int k = 0; k < 4; ++k)
-          matrices[k] = NarrowPair<typename T::In>(sums[8 * i + 2 * k], sums[8 * i + 2 * k + 1]);
-        hopper::StoreTransposed(to + i * 16 * 128, matrices);
+          matrices[k] = MaxOfPairs(NarrowPair<In>(sums[8 * i + 2 * k], sums[8 * i + 2 * k + 1]), least);
+        hopper::StoreTransposed(to + i * 16 * T::kLine, matrices);
       }
     }
   }
 
   // Where the thread's sum i is there.
-  __device__ __forceinline__ typename T::In* At(unsigned char* slab, int i) const {
+  __device__ __forceinline__ In* At(unsigned char* slab, int i) const {
     const int column = lane % 4 * 2 + i % 2, feature = 16 * warp + lane / 4 + i % 4 / 2 * 8;
-    slab += (i / 4 * 8 + column) * T::kPixelBytes;
-    if (T::kFloats) return reinterpret_cast<typename T::In*>(slab) + feature;
-    return reinterpret_cast<typename T::In*>(slab + (feature / 8 ^ column) * 16) + feature % 8;
+    const int chunk = feature % T::kBoxFeatures * int(sizeof(In)) / 16;
+    slab += feature / T::kBoxFeatures * T::kBoxBytes + (i / 4 * 8 + column) * T::kLine + (chunk ^ column) * 16;
+    return reinterpret_cast<In*>(slab) + feature % (16 / int(sizeof(In)));
   }
 
-  // From there to `out`, where the unit's first result is.
-  __device__ __forceinline__ void Store(const FilledParams& q, uint32_t slab, int lines, int columns, int features,
-                                        typename T::In* out) const {
-    constexpr int kAtOnce = kWarpgroup / T::kPixelChunks;
-    const int thread = threadIdx.x % kWarpgroup, chunk = thread % T::kPixelChunks, first = thread / T::kPixelChunks;
-    const int column = first % 8, exchanged = T::kFloats ? chunk : chunk ^ column;
-    const uint32_t from = slab + first * T::kPixelBytes + exchanged * 16;
-    const bool exists = chunk * 16 < features * int(sizeof(typename T::In)) && column < columns;
-    out += column * q.features + chunk * (16 / sizeof(typename T::In));
-    uint32_t words[T::kResults / kAtOnce][4];
-#pragma unroll
-    for (int i = 0; i < T::kResults / kAtOnce; ++i) hopper::LoadWords(words[i], from + i * kAtOnce * T::kPixelBytes);
-#pragma unroll
-    for (int i = 0; i < T::kResults / kAtOnce; ++i) {
-      const int line = (i * kAtOnce + first) / 8;
-      // Written out, for the compiler makes four stores of a vector's.
-      if (exists && line < lines)
-        asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(out + line * q.width * q.features),
-                     "r"(words[i][0]), "r"(words[i][1]), "r"(words[i][2]), "r"(words[i][3])
-                     : "memory");
-    }
+ private:
+  __device__ static __forceinline__ uint32_t MaxOfPairs(uint32_t a, uint32_t b) {
+    using Two = std::conditional_t<std::is_same_v<In, __nv_bfloat16>, __nv_bfloat162, __half2>;
+    Two two[2];
+    memcpy(two, &a, sizeof(a));
+    memcpy(two + 1, &b, sizeof(b));
+    two[0] = __hmax2_nan(two[0], two[1]);
+    memcpy(&a, two, sizeof(a));
+    return a;
   }
 };
 
 template <class T>
 __device__ void ConsumeFilled(const FilledParams& q, const ForwardParams& r, FilledRing& ring, int worker,
                               int first_feature, int warpgroup, unsigned char* beside, const typename T::In* x,
-                              const typename T::In* filter, typename T::In* out) {
+                              const typename T::In* filter) {
   using In = typename T::In;
   typename T::Rows rows;
   const uint32_t planes = SharedAddress(beside) + T::kBeside;
@@ -193,7 +169,11 @@ __device__ void ConsumeFilled(const FilledParams& q, const ForwardParams& r, Fil
     WaitForCopies<0>();
     hopper::SyncThreads(3, T::kTakers * kWarpgroup);
   } else {
-    LoadFilter<T>(q, filter, first_feature, SharedAddress(beside), rows);
+    CopyFilter<T>(q, filter, first_feature, SharedAddress(beside));
+    WaitForCopies<0>();
+    hopper::SyncThreads(3, T::kTakers * kWarpgroup);
+    LoadRows<T>(SharedAddress(beside), rows);
+    hopper::SyncThreads(3, T::kTakers * kWarpgroup);
   }
   const Results<T> results;
   const int feature = first_feature + 16 * results.warp + results.lane / 4;
@@ -204,35 +184,38 @@ __device__ void ConsumeFilled(const FilledParams& q, const ForwardParams& r, Fil
       bias[i] = static_cast<float>(static_cast<const In*>(r.bias)[feature + 8 * i]);
 
   unsigned char* const slabs = beside + warpgroup * 2 * T::kSlabBytes;
+  const uint32_t least = NarrowPair<In>(r.least, r.least);
+  const bool stores = threadIdx.x % kWarpgroup == 0;
   int turn = 0;  // of the slabs
-  const int part = q.pitch / T::kApart;
+  const int part = q.pitch / T::kApart >> 4;
   int next = warpgroup;  // of a piece's units, which warpgroups take in turn
   const FilledShare share(q, worker);
 #pragma unroll 1
   for (int piece = share.first; piece < share.end; ++piece, ring.Next()) {
     const FilledPlace place(q, piece);
     hopper::WaitBarrier(ring.Full(), ring.parity);
+    const bool finite = *ring.NotFinite() != piece;
     if (next >= place.units && results.lane == 0) hopper::Arrive(ring.Empty());
 #pragma unroll 1
     for (int unit = next; unit < place.units; unit += T::kTakers) {
-      uint64_t terms = T::Windows(q, ring.Data() + q.strip, unit, false);
+      const uint64_t windows = T::Windows(q, ring.Data() + q.strip, unit, false);
       typename Results<T>::Sums sums;
-      const auto multiply = [&](bool more) {
+      const auto multiply = [&](int at, bool more) {
         hopper::BeginProducts();
 #pragma unroll
         for (int line = 0; line < T::kLines; ++line) {
 #pragma unroll
           for (int i = 0; i < T::kLineSteps; ++i) {
             const int step = line * T::kLineSteps + i;
-            const uint64_t chunks = terms + (2 * i % T::kApart * part >> 4) + 2 * i / T::kApart;
+            const uint64_t chunks = hopper::Later(windows, at + 2 * i % T::kApart * part + 2 * i / T::kApart);
             if constexpr (T::kFloats) {
               hopper::MultiplyHeld<T::kResults>(sums, rows[step], chunks, step > 0);
             } else {
               hopper::MultiplyHeldShort<In, T::kResults, false>(sums, rows[step], chunks, more || step > 0);
             }
           }
-          terms += q.pitch >> 4;
-          asm volatile("" : "+l"(terms));  // else all of them would be kept in registers
+          at += q.pitch >> 4;
+          asm volatile("" : "+r"(at));  // else all of them would be kept in registers
         }
         hopper::CommitProducts();
         hopper::WaitForSums(sums);
@@ -241,26 +224,27 @@ __device__ void ConsumeFilled(const FilledParams& q, const ForwardParams& r, Fil
 #pragma unroll 1
         for (int plane = 0; plane < q.planes; ++plane) {
           LoadRows<T>(planes + plane * FilledPlan::kFilterBytes, rows);
-          multiply(plane > 0);
-          terms += (q.lines - T::kLines) * (q.pitch >> 4);
+          multiply(plane * q.lines * (q.pitch >> 4), plane > 0);
         }
       } else {
-        multiply(false);
+        multiply(0, false);
       }
       if (unit + T::kTakers >= place.units && results.lane == 0) hopper::Arrive(ring.Empty());
 
-      float zeros[4] = {};
+      if (r.bias != nullptr) {
 #pragma unroll
-      for (int i = 0; i < T::kResults / 2; ++i) zeros[i % 4] = fmaf(sums[i], 0.f, zeros[i % 4]);
-      const int first_column = place.column + unit * FilledPlan::kColumns;
+        for (int i = 0; i < T::kResults / 2; ++i) sums[i] += bias[i % 4 / 2];
+      }
+      if constexpr (T::kFloats) {
 #pragma unroll
-      for (int i = 0; i < T::kResults / 2; ++i)
-        asm("max.NaN.f32 %0, %1, %2;" : "=f"(sums[i]) : "f"(sums[i] + bias[i % 4 / 2]), "f"(r.least));
+        for (float& sum : sums) sum = activation::MaxOrNan(sum, r.least);
+      }
       unsigned char* const slab = slabs + turn * T::kSlabBytes;
       turn ^= 1;
-      results.Stage(SharedAddress(slab), sums);
-      __syncwarp();
-      if (zeros[0] + zeros[1] + zeros[2] + zeros[3] != 0) {
+      results.Stage(SharedAddress(slab), sums, least);
+      const int first_column = place.column + unit * FilledPlan::kColumns;
+      if (!finite) {
+        __syncwarp();
 #pragma unroll 1
         for (int i = 0; i < T::kResults / 2; ++i) {
           In* const result = results.At(slab, i);
@@ -270,30 +254,35 @@ __device__ void ConsumeFilled(const FilledParams& q, const ForwardParams& r, Fil
           *result = In(activation::MaxOrNan(sum + (i % 4 < 2 ? bias[0] : bias[1]), r.least));
         }
       }
-      hopper::SyncWarpgroup(1 + warpgroup);  // and everyone has read the other slab
-      const int pixel = (place.image * q.height + place.line) * q.width + first_column;
-      results.Store(q, SharedAddress(slab), q.height - place.line, q.width - first_column, q.features - first_feature,
-                    out + pixel * q.features + first_feature);
+      hopper::ShowSharedToTma();
+      if (stores) hopper::WaitForStoreReads<0>();  // of the other slab, which all may write after the barrier
+      hopper::SyncWarpgroup(1 + warpgroup);
+      if (!stores) continue;
+#pragma unroll
+      for (int box = 0; box < T::kSlabBytes / T::kBoxBytes; ++box)
+        hopper::StoreBox(&r.y, SharedAddress(slab) + box * T::kBoxBytes,
+                         {first_feature + box * T::kBoxFeatures, first_column, place.line, place.image, 0});
+      hopper::CommitStores();
     }
     next = (next + T::kTakers - place.units % T::kTakers) % T::kTakers;
   }
+  if (stores) hopper::WaitForStoreReads<0>();
 }
 
 template <class T>
 __global__ void __launch_bounds__(T::kThreads, 1)
     FewChannelsKernel(const __grid_constant__ FilledParams q, const __grid_constant__ ForwardParams r,
-                      const typename T::In* x, const typename T::In* filter, typename T::In* out) {
+                      const typename T::In* x, const typename T::In* filter) {
   if constexpr (hopper::kAvailable) {
     extern __shared__ __align__(1024) unsigned char shared[];
-    FilledRing ring(q, shared);
+    FilledRing ring(q, shared + r.beside);
     ring.Init(kWarpgroup, T::kTakers);
     int column_tile;
     const int worker = q.column_div.Div(blockIdx.x, &column_tile);
     RunFilled<T>(
         q, ring, worker, 0, x, [](const FilledPlace&) {},
         [&](int warpgroup) {
-          ConsumeFilled<T>(q, r, ring, worker, column_tile * FilledPlan::kFeatures, warpgroup, shared + q.SharedBytes(),
-                           x, filter, out);
+          ConsumeFilled<T>(q, r, ring, worker, column_tile * FilledPlan::kFeatures, warpgroup, shared, x, filter);
         });
   }
 }
@@ -303,13 +292,16 @@ cudaError_t LaunchTile(const Problem& p, const FilledPlan& plan, const void* x, 
                        const Epilogue& epilogue, cudaStream_t stream) {
   using In = typename T::In;
   const bool relu = epilogue.activation.kind == activation::Kind::kRelu;
-  const ForwardParams r = {epilogue.bias, relu ? 0 : -INFINITY};
   const int beside = T::kBeside + (T::kVolume ? plan.planes * FilledPlan::kFilterBytes : 0);
+  ForwardParams r = {{}, epilogue.bias, relu ? 0 : -INFINITY, beside};
+  const cudaError_t e = EncodeBoxes(&r.y, p.out, out, {p.features, p.y[2], p.y[1], p.images * p.y[0], 1},
+                                    {T::kBoxFeatures, FilledPlan::kColumns, FilledPlan::kHeight, 1, 1}, false);
+  if (e != cudaSuccess) return e;
   FilledParams q(p, plan, 0, 128, beside);
   q.workers = int(std::min<int64_t>(plan.pieces, FilledPlan::Workers(plan.column_tiles)));
   const Grid grid = {int64_t{q.workers} * q.column_tiles, T::kThreads, size_t(q.SharedBytes() + beside)};
   return LaunchKernel(FewChannelsKernel<T>, grid, stream, q, r, static_cast<const In*>(x),
-                      static_cast<const In*>(filter), static_cast<In*>(out));
+                      static_cast<const In*>(filter));
 }
 
 }  // namespace

@@ -27,7 +27,7 @@ struct FilledTile {
 };
 
 constexpr int kFilledMostStages = 8;
-constexpr int kFilledBarrierBytes = kFilledMostStages * 16;
+constexpr int kFilledBarrierBytes = kFilledMostStages * (16 + 4);  // and what a stage has of FilledRing
 
 struct FilledParams {
   int lines, fours, pitch, planes;    // of a piece's strips, as in FilledPlan
@@ -133,12 +133,17 @@ struct FilledPlace {
 struct FilledRing : hopper::RingPlace {
   const FilledParams& q;
   uint32_t data, barriers;
+  int* not_finite;  // of each stage, the last piece of whose pixels some may be no finite numbers
 
-  __device__ FilledRing(const FilledParams& q, const unsigned char* shared)
-      : q(q), data(SharedAddress(shared)), barriers(data + q.stages * q.stage_bytes) {}
+  __device__ FilledRing(const FilledParams& q, unsigned char* shared)
+      : q(q),
+        data(SharedAddress(shared)),
+        barriers(data + q.stages * q.stage_bytes),
+        not_finite(reinterpret_cast<int*>(shared + q.stages * q.stage_bytes + kFilledMostStages * 16)) {}
   __device__ uint32_t Data() const { return data + stage * q.stage_bytes; }
   __device__ uint32_t Full() const { return barriers + 16 * stage; }
   __device__ uint32_t Empty() const { return Full() + 8; }
+  __device__ int* NotFinite() const { return not_finite + stage; }
   __device__ void Next() { RingPlace::Next(q.stages); }
   // All threads of the block, once. So many arrive when a stage is full, and so many warpgroups take it.
   __device__ void Init(int fillers, int takers) const {
@@ -146,6 +151,7 @@ struct FilledRing : hopper::RingPlace {
       for (int i = 0; i < q.stages; ++i) {
         hopper::InitBarrier(barriers + 16 * i, fillers);
         hopper::InitBarrier(barriers + 16 * i + 8, takers * kWarpgroup / 32);
+        not_finite[i] = -1;
       }
       hopper::PublishBarriers();
     }
@@ -162,9 +168,44 @@ struct FourPixels {
 
   Piece pieces[kPieces];
 
+  // Written out, for the compiler moves ordinary loads to where they are used, and then waits for one after another.
   __device__ void Load(const In* from) {
 #pragma unroll
-    for (int i = 0; i < kPieces; ++i) pieces[i] = __ldg(reinterpret_cast<const Piece*>(from) + i);
+    for (int i = 0; i < kPieces; ++i) {
+      const Piece* const piece = reinterpret_cast<const Piece*>(from) + i;
+      uint32_t* const w = reinterpret_cast<uint32_t*>(pieces + i);
+      if constexpr (sizeof(Piece) == 8)
+        asm volatile("ld.global.v2.b32 {%0, %1}, [%2];" : "=r"(w[0]), "=r"(w[1]) : "l"(piece) : "memory");
+      else
+        asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
+                     : "l"(piece)
+                     : "memory");
+    }
+  }
+  // Whether some may be no finite numbers where they are multiplied.
+  __device__ bool NotFinite() const {
+    uint32_t words[kWords], all = 0;
+    memcpy(words, pieces, sizeof(words));
+    if constexpr (sizeof(In) == 4) {
+      constexpr uint32_t kRoundedToInfinity = 0x7F7FF000;
+#pragma unroll
+      for (const uint32_t word : words) all = max(all, word & 0x7FFFFFFF);
+      return all >= kRoundedToInfinity;
+    } else {
+      using Two = std::conditional_t<std::is_same_v<In, __nv_bfloat16>, __nv_bfloat162, __half2>;
+      Two zero, sums;
+      memcpy(&zero, &all, sizeof(zero));
+      memcpy(&sums, &all, sizeof(sums));
+#pragma unroll
+      for (const uint32_t word : words) {
+        Two two;
+        memcpy(&two, &word, sizeof(two));
+        sums = __hfma2(two, zero, sums);
+      }
+      memcpy(&all, &sums, sizeof(all));
+      return (all & 0x7FFF7FFF) != 0;  // zeros may have signs
+    }
   }
   // Calls store(i, words) for each chunk of them, or zeros.
   template <class StoreChunk>
@@ -238,6 +279,12 @@ __device__ void ProduceFilled(const FilledParams& q, FilledRing& ring, int worke
       if (base == thread) {
         hopper::WaitBarrier(ring.Empty(), ring.parity ^ 1);
         begin(place);
+      }
+      if constexpr (T::kMarksNotFinite) {
+        bool not_finite = false;
+#pragma unroll
+        for (const Pixels& each : pixels) not_finite |= each.NotFinite();
+        if (not_finite) *ring.NotFinite() = piece;
       }
       const uint32_t strip = ring.Data() + q.strip;
 #pragma unroll
