@@ -71,22 +71,23 @@ def test_is_not_offered():
 
 
 def test_hopper_has_kernels_of_strides():
-  """Of 7x7 windows, on lines of whole fours of pixels."""
+  """Of 7x7 windows, and of patches of 4x4, on lines of whole fours of pixels."""
 
   def tiles(result, window, c, k, stride, width=224, dtype="bfloat16", out=None, models=1, hopper=True):
-    case = ConvCase("", 32, (224, width), c, window, k, (stride, stride), ((1, 1), (1, 1)))
+    padding = ((1, 1), (1, 1)) if stride < 4 else ((1, 1), (0, 4))
+    case = ConvCase("", 32, (224, width), c, window, k, (stride, stride), padding)
     spec = ConvSpec(*case.geometry, 1, case.spatial, case.window, None, HOPPER)
     shapes = {"x": case.x_shape, "w": case.w_shape, "y": (32, *spec.y_spatial, k)}
     a, b = (jax.ShapeDtypeStruct((models, *shapes[name]), dtype) for name in OPERANDS[result])
     return plan(result, a, b, spec, np.dtype(out or dtype), hopper=hopper)
 
-  for window, stride in (((7, 7), 2), ((6, 7), 2)):
+  for window, stride in (((7, 7), 2), ((6, 7), 2), ((4, 4), 4), ((3, 2), 4)):
     for c in (3, 4):
       assert tiles("y", window, c, 64, stride)["workspace_bytes"] == 0
       sums = tiles("w", window, c, 64, stride)
       # Of a single slice too.
       assert sums["workspace_bytes"] == sums["splits"] * np.prod(window) * c * 64 * 4
-    assert tiles("y", window, 3, 64, stride, dtype="float32")["workspace_bytes"] == 0
+    assert (tiles("y", window, 3, 64, stride, dtype="float32") is None) == (stride == 4)
     assert tiles("w", window, 3, 64, stride, dtype="float32") is None
     for others in (dict(c=2), dict(c=5), dict(k=63), dict(k=32), dict(width=222), dict(models=2), dict(hopper=False),
                    dict(dtype="float64")):  # fmt: skip
@@ -145,6 +146,16 @@ VOLUMES = [
 ]  # fmt: skip
 
 
+# Of Hopper's kernels of patches: one and two tiles of features for a block, and more; windows smaller than four.
+PATCHES = [
+  ConvCase("patches", 2, (40, 56), 3, (4, 4), 96, (4, 4)),
+  ConvCase("patches_one_tile", 3, (45, 92), 4, (4, 4), 64, (4, 4), ((1, 2), (4, 5))),
+  ConvCase("patches_overlapping", 2, (30, 36), 3, (3, 4), 200, (1, 4), ((2, 2), (0, 0))),
+  ConvCase("patches_narrow", 5, (23, 40), 3, (3, 2), 40, (4, 4), ((0, 3), (0, 2))),
+  ConvCase("patches_many", 40, (64, 64), 3, (4, 4), 136, (4, 4)),
+]  # fmt: skip
+
+
 # Gradients of few features, with strides (of a transposed convolution) and without.
 FEW_FEATURES = [
   ConvCase("rgb", 2, (40, 40), 64, (3, 3), 3, padding=SAME3),
@@ -197,6 +208,13 @@ def test_kernels(case):
 def test_volumes(case):
   for dtypes in (("bfloat16",) * 2, ("float16",) * 2, ("bfloat16", "float32")):
     assert check(case, *dtypes, algorithm=HOPPER) == (1 if case.name == "stem_deep" else 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", PATCHES, ids=lambda c: c.name)
+def test_patches(case):
+  for dtypes in (("bfloat16",) * 2, ("float16",) * 2, ("bfloat16", "float32")):
+    assert check(case, *dtypes, algorithm=HOPPER) == 2
 
 
 @pytest.mark.gpu
@@ -286,13 +304,14 @@ def test_epilogue(features, activation):
 @pytest.mark.parametrize("activation", [None, "relu", "gelu"])
 def test_epilogue_of_strides(activation, dtype):
   """Hopper's kernels have bias and ReLU; what they leave to the others is here too."""
-  shapes = (2, 36, 40, 3), (7, 7, 3, 72), (72,), (2, 18, 20, 72)
-  x, w, b, r = (jnp.asarray(coarse(s, dtype, i)) for i, s in enumerate(shapes))
-  layer = dict(stride=2, padding="SAME", activation=activation, precision="default")
-  for bias, residual in ((b, None), (b, r), (None, r)):
-    got = jaxdnn.conv(x, w, bias, residual=residual, algorithm=FEW_CHANNELS, **layer)
-    want = jaxdnn.conv(x, w, bias, residual=residual, algorithm="implicit_gemm", **layer)
-    assert_close(got, exact(want), dtype, terms=147, scale=36)
+  for window, stride, padding in ((7, 2, "SAME"), (4, 4, "VALID"))[: 1 if dtype == "float32" else 2]:
+    shapes = (2, 36, 40, 3), (window, window, 3, 72), (72,), (2, 36 // stride, 40 // stride, 72)
+    x, w, b, r = (jnp.asarray(coarse(s, dtype, i)) for i, s in enumerate(shapes))
+    layer = dict(stride=stride, padding=padding, activation=activation, precision="default")
+    for bias, residual in ((b, None), (b, r), (None, r)):
+      got = jaxdnn.conv(x, w, bias, residual=residual, algorithm=HOPPER, **layer)
+      want = jaxdnn.conv(x, w, bias, residual=residual, algorithm="implicit_gemm", **layer)
+      assert_close(got, exact(want), dtype, terms=147, scale=36)
 
 
 @pytest.mark.gpu
@@ -314,8 +333,8 @@ def test_not_finite_stays_local(dtype, value):
       check(next(c for c in CASES if c.name == name), dtype, dtype, draw)
     for case in FEW_FEATURES[:4]:
       check(case, dtype, dtype, partial(draw, operand=2), "x")
-    for case in VOLUMES[:2]:
-      if dtype == "bfloat16":
+    if dtype == "bfloat16":
+      for case in (*VOLUMES[:2], *PATCHES[:4]):
         check(case, dtype, dtype, draw, algorithm=HOPPER)
 
 
@@ -325,7 +344,7 @@ def test_kernels_under_the_sanitizer():
   for name in ("stem_odd", "stem_ragged", "3x3", "mnist", "37_features", "3d_s2", "many_lines"):
     check(next(c for c in CASES if c.name == name), "bfloat16", "bfloat16")
     check(next(c for c in CASES if c.name == name), "float32", "float32", coarse)
-  for case in VOLUMES[:2]:
+  for case in (*VOLUMES[:2], *PATCHES[:4]):
     check(case, "bfloat16", "bfloat16", algorithm=HOPPER)
   for case in FEW_FEATURES[:4]:
     check(case, "bfloat16", "bfloat16", results="xw")

@@ -1,4 +1,4 @@
-// Filter gradient of three or four channels of 16-bit floats with a stride of two on Hopper's tensor cores.
+// Filter gradient of three or four channels of 16-bit floats with a stride of two or four on Hopper's tensor cores.
 //
 // As forward, strips of x are wgmma's operand in place (filled_plan.h), here one whose terms are results: a product's
 // columns are a line of the window, its rows features, and its terms 8 results of each of two lines of y, which a warp
@@ -14,30 +14,34 @@
 namespace jaxdnn::conv {
 namespace {
 
-template <class In_, bool kVolume>
-struct FilterTile : FilledTile<In_, kVolume> {
+template <class In_, int kShape, bool kVolume>
+struct FilterTile : FilledTile<In_, kShape, kVolume> {
   using In = In_;
-  using Base = FilledTile<In, kVolume>;
+  using Base = FilledTile<In, kShape, kVolume>;
   // Warpgroups that multiply, and that bring x and y, and their registers.
   static constexpr int kTakers = 2, kBringers = 1, kThreads = (kTakers + kBringers) * kWarpgroup;
   static constexpr int kTakersRegisters = 200, kBringersRegisters = 104;
   static constexpr bool kMarksNotFinite = false;
-  static constexpr int kSteps = FilledPlan::kHeight / 2;              // of a unit's results
+  static constexpr int kSteps = FilledPlan::kHeight / 2;  // of a unit's results
+  // Of the window, that a product has: all whose chunks are equally far apart.
+  static constexpr int kProductLines = Base::kApart == Base::kChunks ? Base::kLines : 1;
   static_assert(Base::kApart == 1 || Base::kChunks <= Base::kApart);  // chunks of a line are equally far apart
-  using Sums = float[Base::kLines][Base::kLineTerms / 2];
+  using ProductSums = float[kProductLines * Base::kLineTerms / 2];
+  using TileSums = float[Base::kLines][Base::kLineTerms / 2];
+  using Sums = TileSums[Base::kTiles];
 };
 
-// y's boxes come first in a stage: they begin on 1024 bytes, as their swizzle asks for.
+// y's boxes come first in a stage, one of each tile of features: they begin on 1024 bytes, as their swizzle asks for.
 struct FilledFilterParams {
   CUtensorMap y;
-  int cotangent_bytes;
+  int box_bytes;
   FastDiv window_planes;
   int64_t result_size;
 };
 
 template <class T>
-__device__ void ConsumeFilled(const FilledParams& q, FilledRing& ring, int worker, int warpgroup,
-                              typename T::Sums& sums) {
+__device__ void ConsumeFilled(const FilledParams& q, const FilledFilterParams& r, FilledRing& ring, int worker,
+                              int tiles, int warpgroup, typename T::Sums& sums) {
   const int warp = threadIdx.x % kWarpgroup / 32, lane = threadIdx.x % 32;
   // The lane's row of the matrices that it loads: of a step's first or second line.
   const int width = FilledPlan::kColumns * q.units;
@@ -50,18 +54,26 @@ __device__ void ConsumeFilled(const FilledParams& q, FilledRing& ring, int worke
     hopper::WaitBarrier(ring.Full(), ring.parity);
 #pragma unroll 1
     for (int unit = next; unit < place.units; unit += T::kTakers) {
-      uint32_t rows[T::kSteps][4];
-#pragma unroll
-      for (int step = 0; step < T::kSteps; ++step)
-        LoadMatrices<true>(rows[step], ring.Data() + mine + (2 * step * width + unit * FilledPlan::kColumns) * 128);
       const uint64_t windows = T::Windows(q, ring.Data() + q.strip, unit, true);
+      uint32_t rows[T::kTiles][T::kSteps][4];
+#pragma unroll
+      for (int tile = 0; tile < T::kTiles; ++tile)
+#pragma unroll
+        for (int step = 0; step < T::kSteps; ++step)
+          LoadMatrices<true>(rows[tile][step], ring.Data() + tile * r.box_bytes + mine +
+                                                   (2 * step * width + unit * FilledPlan::kColumns) * 128);
       hopper::BeginProducts();
 #pragma unroll
-      for (int step = 0; step < T::kSteps; ++step) {
+      for (int tile = 0; tile < T::kTiles; ++tile) {
+        if (tile == tiles) break;
 #pragma unroll
-        for (int line = 0; line < T::kLines; ++line)
-          hopper::MultiplyHeldShort<typename T::In, T::kLineTerms, true>(
-              sums[line], rows[step], hopper::Later(windows, (2 * step * q.stride + line) * (q.pitch >> 4)), true);
+        for (int step = 0; step < T::kSteps; ++step) {
+#pragma unroll
+          for (int line = 0; line < T::kLines; line += T::kProductLines)
+            hopper::MultiplyHeldShort<typename T::In, T::kProductLines * T::kLineTerms, true>(
+                reinterpret_cast<typename T::ProductSums&>(sums[tile][line]), rows[tile][step],
+                hopper::Later(windows, (2 * step * q.stride + line) * (q.pitch >> 4)), true);
+        }
       }
       hopper::CommitProducts();
       hopper::WaitForProducts<0>();
@@ -69,14 +81,15 @@ __device__ void ConsumeFilled(const FilledParams& q, FilledRing& ring, int worke
     if (lane == 0) hopper::Arrive(ring.Empty());
     next = (next + place.units) % T::kTakers;
   }
-  hopper::Settle(sums);
+#pragma unroll
+  for (auto& each : sums) hopper::Settle(each);
 }
 
 // Adds up what the warpgroups have: each finishes some lines of the window, and gets the other's sums of them through
 // the shared memory of the stages.
 template <class T>
 __device__ __forceinline__ void StoreSums(const FilledParams& q, int first_feature, int warpgroup,
-                                          const typename T::Sums& sums, float* shared, float* partial) {
+                                          const typename T::TileSums& sums, float* shared, float* partial) {
   constexpr int kAll = T::kTakers * kWarpgroup, kHalf = (T::kLines + 1) / 2, kEach = T::kLineTerms / 2;
   const int thread = threadIdx.x % kWarpgroup, lane = thread % 32;
   const int feature = first_feature + thread / 32 * 16 + lane / 4;
@@ -112,19 +125,24 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     int column_tile, window_plane = 0;
     int worker = q.column_div.Div(blockIdx.x, &column_tile);
     if constexpr (T::kVolume) worker = r.window_planes.Div(worker, &window_plane);
-    const int first_feature = column_tile * FilledPlan::kFeatures;
+    const int first_feature = column_tile * T::kTiles * FilledPlan::kFeatures, tiles = q.Tiles<T>(first_feature);
     partial += worker * r.result_size + window_plane * q.PlaneRows() * q.features;
     RunFilled<T>(
         q, ring, worker, window_plane, x,
         [&](const FilledPlace& place) {
           if (threadIdx.x % kWarpgroup != 0) return;
-          hopper::ArriveExpecting(ring.Full(), r.cotangent_bytes);
-          hopper::LoadBox(ring.Data(), &r.y, ring.Full(), {first_feature, place.column, place.line, place.image, 0});
+          hopper::ArriveExpecting(ring.Full(), tiles * r.box_bytes);
+          for (int tile = 0; tile < tiles; ++tile)
+            hopper::LoadBox(ring.Data() + tile * r.box_bytes, &r.y, ring.Full(),
+                            {first_feature + tile * FilledPlan::kFeatures, place.column, place.line, place.image, 0});
         },
         [&](int warpgroup) {
           typename T::Sums sums = {};
-          ConsumeFilled<T>(q, ring, worker, warpgroup, sums);
-          StoreSums<T>(q, first_feature, warpgroup, sums, reinterpret_cast<float*>(shared), partial);
+          ConsumeFilled<T>(q, r, ring, worker, tiles, warpgroup, sums);
+#pragma unroll
+          for (int tile = 0; tile < T::kTiles; ++tile)
+            StoreSums<T>(q, first_feature + tile * FilledPlan::kFeatures, warpgroup, sums[tile],
+                         reinterpret_cast<float*>(shared), partial);
         });
   }
 }
@@ -135,7 +153,7 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const FilledPlan&
   using In = typename T::In;
   FilledParams q(p, plan, plan.CotangentBytes(), 1024, 0);
   q.workers = int(config.splits);
-  FilledFilterParams r = {{}, plan.CotangentBytes(), FastDiv(p.window[0]), p.FilterSize()};
+  FilledFilterParams r = {{}, plan.CotangentBytes() / T::kTiles, FastDiv(p.window[0]), p.FilterSize()};
   cudaError_t e = EncodeBoxes(&r.y, p.in, y, {p.features, p.y[2], p.y[1], p.images * p.y[0], 1},
                               {FilledPlan::kFeatures, FilledPlan::kColumns * plan.units, FilledPlan::kHeight, 1, 1});
   if (e != cudaSuccess) return e;
@@ -155,8 +173,9 @@ cudaError_t LaunchFewChannelsFilterWgmma(const Problem& p, const Config& config,
   auto* const partial = static_cast<float*>(workspace);
   const auto launch = [&](auto in) {
     using In = typename decltype(in)::type;
-    return plan.volume ? LaunchTile<FilterTile<In, true>>(p, config, plan, x, y, out, partial, stream)
-                       : LaunchTile<FilterTile<In, false>>(p, config, plan, x, y, out, partial, stream);
+    return plan.shape == 1 ? LaunchTile<FilterTile<In, 1, false>>(p, config, plan, x, y, out, partial, stream)
+           : plan.volume   ? LaunchTile<FilterTile<In, 0, true>>(p, config, plan, x, y, out, partial, stream)
+                           : LaunchTile<FilterTile<In, 0, false>>(p, config, plan, x, y, out, partial, stream);
   };
   return p.in == DType::kBF16 ? launch(TypeTag<__nv_bfloat16>()) : launch(TypeTag<__half>());
 }

@@ -1,4 +1,4 @@
-// Forward convolution of three or four channels with a stride of two, the first layers of networks, on Hopper's
+// Forward convolution of three or four channels with a stride of two or four, the first layers of networks, on Hopper's
 // tensor cores.
 //
 // filled_plan.h says how strips of x are wgmma's operand as they lie. It computes the transposed product: the filter's
@@ -18,10 +18,10 @@
 namespace jaxdnn::conv {
 namespace {
 
-template <class In_, bool kVolume>
-struct ForwardTile : FilledTile<In_, kVolume> {
+template <class In_, int kShape, bool kVolume>
+struct ForwardTile : FilledTile<In_, kShape, kVolume> {
   using In = In_;
-  using Base = FilledTile<In, kVolume>;
+  using Base = FilledTile<In, kShape, kVolume>;
   static constexpr int kSteps = Base::kLines * Base::kLineSteps;  // of two chunks of the sum
   static constexpr int kResults = FilledPlan::kResults;
   using Rows = uint32_t[kSteps][4];
@@ -160,8 +160,10 @@ __device__ void ConsumeFilled(const FilledParams& q, const ForwardParams& r, Fil
                               int first_feature, int warpgroup, unsigned char* beside, const typename T::In* x,
                               const typename T::In* filter) {
   using In = typename T::In;
-  typename T::Rows rows;
+  const Results<T> results;
+  const int tiles = q.Tiles<T>(first_feature);
   const uint32_t planes = SharedAddress(beside) + T::kBeside;
+  typename T::Rows rows[T::kTiles];
   if constexpr (T::kVolume) {
     for (int plane = 0; plane < q.planes; ++plane)
       CopyFilter<T>(q, filter + plane * q.PlaneRows() * q.features, first_feature,
@@ -169,19 +171,23 @@ __device__ void ConsumeFilled(const FilledParams& q, const ForwardParams& r, Fil
     WaitForCopies<0>();
     hopper::SyncThreads(3, T::kTakers * kWarpgroup);
   } else {
-    CopyFilter<T>(q, filter, first_feature, SharedAddress(beside));
-    WaitForCopies<0>();
-    hopper::SyncThreads(3, T::kTakers * kWarpgroup);
-    LoadRows<T>(SharedAddress(beside), rows);
-    hopper::SyncThreads(3, T::kTakers * kWarpgroup);
-  }
-  const Results<T> results;
-  const int feature = first_feature + 16 * results.warp + results.lane / 4;
-  float bias[2] = {};
 #pragma unroll
-  for (int i = 0; i < 2; ++i)
-    if (r.bias != nullptr && feature + 8 * i < q.features)
-      bias[i] = static_cast<float>(static_cast<const In*>(r.bias)[feature + 8 * i]);
+    for (int tile = 0; tile < T::kTiles; ++tile) {
+      CopyFilter<T>(q, filter, first_feature + tile * FilledPlan::kFeatures, SharedAddress(beside));
+      WaitForCopies<0>();
+      hopper::SyncThreads(3, T::kTakers * kWarpgroup);
+      LoadRows<T>(SharedAddress(beside), rows[tile]);
+      hopper::SyncThreads(3, T::kTakers * kWarpgroup);
+    }
+  }
+  const auto feature_of = [&](int tile, int i) {
+    return first_feature + tile * FilledPlan::kFeatures + 16 * results.warp + results.lane / 4 + 8 * i;
+  };
+  float bias[T::kTiles][2] = {};
+#pragma unroll
+  for (int i = 0; i < 2 * T::kTiles; ++i)
+    if (r.bias != nullptr && feature_of(i / 2, i % 2) < q.features)
+      bias[i / 2][i % 2] = static_cast<float>(static_cast<const In*>(r.bias)[feature_of(i / 2, i % 2)]);
 
   unsigned char* const slabs = beside + warpgroup * 2 * T::kSlabBytes;
   const uint32_t least = NarrowPair<In>(r.least, r.least);
@@ -199,70 +205,76 @@ __device__ void ConsumeFilled(const FilledParams& q, const ForwardParams& r, Fil
 #pragma unroll 1
     for (int unit = next; unit < place.units; unit += T::kTakers) {
       const uint64_t windows = T::Windows(q, ring.Data() + q.strip, unit, false);
-      typename Results<T>::Sums sums;
-      const auto multiply = [&](int at, bool more) {
-        hopper::BeginProducts();
-#pragma unroll
-        for (int line = 0; line < T::kLines; ++line) {
-#pragma unroll
-          for (int i = 0; i < T::kLineSteps; ++i) {
-            const int step = line * T::kLineSteps + i;
-            const uint64_t chunks = hopper::Later(windows, at + 2 * i % T::kApart * part + 2 * i / T::kApart);
-            if constexpr (T::kFloats) {
-              hopper::MultiplyHeld<T::kResults>(sums, rows[step], chunks, step > 0);
-            } else {
-              hopper::MultiplyHeldShort<In, T::kResults, false>(sums, rows[step], chunks, more || step > 0);
-            }
-          }
-          at += q.pitch >> 4;
-          asm volatile("" : "+r"(at));  // else all of them would be kept in registers
-        }
-        hopper::CommitProducts();
-        hopper::WaitForSums(sums);
-      };
-      if constexpr (T::kVolume) {
-#pragma unroll 1
-        for (int plane = 0; plane < q.planes; ++plane) {
-          LoadRows<T>(planes + plane * FilledPlan::kFilterBytes, rows);
-          multiply(plane * q.lines * (q.pitch >> 4), plane > 0);
-        }
-      } else {
-        multiply(0, false);
-      }
-      if (unit + T::kTakers >= place.units && results.lane == 0) hopper::Arrive(ring.Empty());
-
-      if (r.bias != nullptr) {
-#pragma unroll
-        for (int i = 0; i < T::kResults / 2; ++i) sums[i] += bias[i % 4 / 2];
-      }
-      if constexpr (T::kFloats) {
-#pragma unroll
-        for (float& sum : sums) sum = activation::MaxOrNan(sum, r.least);
-      }
-      unsigned char* const slab = slabs + turn * T::kSlabBytes;
-      turn ^= 1;
-      results.Stage(SharedAddress(slab), sums, least);
       const int first_column = place.column + unit * FilledPlan::kColumns;
-      if (!finite) {
-        __syncwarp();
+#pragma unroll
+      for (int tile = 0; tile < T::kTiles; ++tile) {
+        if (tile == tiles) break;
+        typename Results<T>::Sums sums;
+        const auto multiply = [&](int at, bool more) {
+          hopper::BeginProducts();
+#pragma unroll
+          for (int line = 0; line < T::kLines; ++line) {
+#pragma unroll
+            for (int i = 0; i < T::kLineSteps; ++i) {
+              const int step = line * T::kLineSteps + i;
+              const uint64_t chunks = hopper::Later(windows, at + 2 * i % T::kApart * part + 2 * i / T::kApart);
+              if constexpr (T::kFloats) {
+                hopper::MultiplyHeld<T::kResults>(sums, rows[tile][step], chunks, step > 0);
+              } else {
+                hopper::MultiplyHeldShort<In, T::kResults, false>(sums, rows[tile][step], chunks, more || step > 0);
+              }
+            }
+            at += q.pitch >> 4;
+            asm volatile("" : "+r"(at));  // else all of them would be kept in registers
+          }
+          hopper::CommitProducts();
+          hopper::WaitForSums(sums);
+        };
+        if constexpr (T::kVolume) {
 #pragma unroll 1
-        for (int i = 0; i < T::kResults / 2; ++i) {
-          In* const result = results.At(slab, i);
-          if (!isnan(static_cast<float>(*result))) continue;
-          const float sum = SumAgain<T>(q, x, filter, place, place.line + i / 4,
-                                        first_column + results.lane % 4 * 2 + i % 2, feature + i % 4 / 2 * 8);
-          *result = In(activation::MaxOrNan(sum + (i % 4 < 2 ? bias[0] : bias[1]), r.least));
+          for (int plane = 0; plane < q.planes; ++plane) {
+            LoadRows<T>(planes + plane * FilledPlan::kFilterBytes, rows[tile]);
+            multiply(plane * q.lines * (q.pitch >> 4), plane > 0);
+          }
+        } else {
+          multiply(0, false);
+        }
+        if (unit + T::kTakers >= place.units && tile == tiles - 1 && results.lane == 0) hopper::Arrive(ring.Empty());
+
+        if (r.bias != nullptr) {
+#pragma unroll
+          for (int i = 0; i < T::kResults / 2; ++i) sums[i] += bias[tile][i % 4 / 2];
+        }
+        if constexpr (T::kFloats) {
+#pragma unroll
+          for (float& sum : sums) sum = activation::MaxOrNan(sum, r.least);
+        }
+        unsigned char* const slab = slabs + turn * T::kSlabBytes;
+        turn ^= 1;
+        results.Stage(SharedAddress(slab), sums, least);
+        if (!finite) {
+          __syncwarp();
+#pragma unroll 1
+          for (int i = 0; i < T::kResults / 2; ++i) {
+            In* const result = results.At(slab, i);
+            if (!isnan(static_cast<float>(*result))) continue;
+            const float sum = SumAgain<T>(q, x, filter, place, place.line + i / 4,
+                                          first_column + results.lane % 4 * 2 + i % 2, feature_of(tile, i % 4 / 2));
+            *result = In(activation::MaxOrNan(sum + (i % 4 < 2 ? bias[tile][0] : bias[tile][1]), r.least));
+          }
+        }
+        hopper::ShowSharedToTma();
+        if (stores) hopper::WaitForStoreReads<0>();  // of the other slab, which all may write after the barrier
+        hopper::SyncWarpgroup(1 + warpgroup);
+        if (stores) {
+#pragma unroll
+          for (int box = 0; box < T::kSlabBytes / T::kBoxBytes; ++box)
+            hopper::StoreBox(&r.y, SharedAddress(slab) + box * T::kBoxBytes,
+                             {first_feature + tile * FilledPlan::kFeatures + box * T::kBoxFeatures, first_column,
+                              place.line, place.image, 0});
+          hopper::CommitStores();
         }
       }
-      hopper::ShowSharedToTma();
-      if (stores) hopper::WaitForStoreReads<0>();  // of the other slab, which all may write after the barrier
-      hopper::SyncWarpgroup(1 + warpgroup);
-      if (!stores) continue;
-#pragma unroll
-      for (int box = 0; box < T::kSlabBytes / T::kBoxBytes; ++box)
-        hopper::StoreBox(&r.y, SharedAddress(slab) + box * T::kBoxBytes,
-                         {first_feature + box * T::kBoxFeatures, first_column, place.line, place.image, 0});
-      hopper::CommitStores();
     }
     next = (next + T::kTakers - place.units % T::kTakers) % T::kTakers;
   }
@@ -282,7 +294,8 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     RunFilled<T>(
         q, ring, worker, 0, x, [](const FilledPlace&) {},
         [&](int warpgroup) {
-          ConsumeFilled<T>(q, r, ring, worker, column_tile * FilledPlan::kFeatures, warpgroup, shared, x, filter);
+          ConsumeFilled<T>(q, r, ring, worker, column_tile * T::kTiles * FilledPlan::kFeatures, warpgroup, shared, x,
+                           filter);
         });
   }
 }
@@ -316,9 +329,11 @@ cudaError_t LaunchFewChannelsWgmma(const Problem& p, const void* x, const void* 
     return LaunchFewChannelsData(p, x, filter, out, epilogue, stream);
   return VisitSingleDType(p.in, [&](auto in) {
     using In = typename decltype(in)::type;
-    if constexpr (sizeof(In) == 2)
-      if (plan.volume) return LaunchTile<ForwardTile<In, true>>(p, plan, x, filter, out, epilogue, stream);
-    return LaunchTile<ForwardTile<In, false>>(p, plan, x, filter, out, epilogue, stream);
+    if constexpr (sizeof(In) == 2) {
+      if (plan.shape == 1) return LaunchTile<ForwardTile<In, 1, false>>(p, plan, x, filter, out, epilogue, stream);
+      if (plan.volume) return LaunchTile<ForwardTile<In, 0, true>>(p, plan, x, filter, out, epilogue, stream);
+    }
+    return LaunchTile<ForwardTile<In, 0, false>>(p, plan, x, filter, out, epilogue, stream);
   });
 }
 

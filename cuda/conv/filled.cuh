@@ -10,13 +10,13 @@ namespace jaxdnn::conv {
 
 struct FilledParams;
 
-// Of a volume, whose windows have planes, or not.
-template <class In_, bool kVolume_>
+// Of one of the shapes; and of a volume, whose windows have planes, or not.
+template <class In_, int kShape, bool kVolume_>
 struct FilledTile {
   using In = In_;
   static constexpr bool kVolume = kVolume_;
-  static constexpr FilledShape kThis = kFilledShape;
-  static constexpr int kLines = kThis.lines, kStride = kThis.stride;
+  static constexpr FilledShape kThis = kFilledShapes[kShape];
+  static constexpr int kLines = kThis.lines, kStride = kThis.stride, kTiles = kThis.tiles;
   static constexpr int kChunks = kThis.pixels * sizeof(In) / 4;            // of a line of the window
   static constexpr int kApart = kStride * sizeof(In) / 4;                  // parts of a line of a strip
   static constexpr int kLineTerms = kThis.pixels * FilledPlan::kChannels;  // of the sum
@@ -80,6 +80,11 @@ struct FilledParams {
   }
   __host__ __device__ int SharedBytes() const { return stages * stage_bytes + kFilledBarrierBytes; }
 
+  // Of a block's tiles of features, those that there are.
+  template <class T>
+  __device__ int Tiles(int first_feature) const {
+    return T::kTiles == 1 ? 1 : min(T::kTiles, (features - first_feature - 1) / FilledPlan::kFeatures + 1);
+  }
   // Rows of the filter that are a plane of the window.
   __device__ int PlaneRows() const { return window_height * window_width * channels; }
   // Of a term of the sum: the row of its plane, or -1 where it is none of the window's.
@@ -93,8 +98,9 @@ struct FilledParams {
   }
 };
 
-template <class In, bool kVolume>
-__device__ uint64_t FilledTile<In, kVolume>::Windows(const FilledParams& q, uint32_t strip, int unit, bool transposed) {
+template <class In, int kShape, bool kVolume>
+__device__ uint64_t FilledTile<In, kShape, kVolume>::Windows(const FilledParams& q, uint32_t strip, int unit,
+                                                             bool transposed) {
   return hopper::PlainDescriptor(strip + (unit * FilledPlan::kColumns + q.lead) * 16,
                                  kApart == 1 ? 16 : q.pitch / kApart, q.stride * q.pitch, transposed);
 }

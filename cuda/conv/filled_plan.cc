@@ -12,18 +12,18 @@ int64_t Modulo(int64_t a, int64_t b) { return (a % b + b) % b; }
 
 // Cycles of a unit, and of a piece beside its units. Fitted to an H200.
 double UnitCycles(const Problem& p, const FilledShape& s) {
-  constexpr double kLeast = 200, kBeside = 20;
-  const int64_t chunks = s.pixels * SizeOf(p.in) / 4;
-  const bool filter = p.direction == Direction::kFilterGradient;
-  const double products = filter ? 4 * s.lines * std::max<int64_t>(16, 4 * chunks) : s.lines * chunks / 2 * 32;
-  return kBeside + std::max(kLeast, products);
+  constexpr double kLeast = 200, kBeside = 20, kFour = 2.5;
+  const int64_t chunks = s.pixels * SizeOf(p.in) / 4, tiles = std::min<int64_t>(s.tiles, CeilDiv(p.features, 64));
+  const double products = s.lines * chunks * 16;
+  const double fours = FilledPlan::kHeight * p.stride[1] * FilledPlan::kColumns * s.stride / 4;
+  return kBeside + std::max(tiles * std::max(kLeast, products), fours * kFour);
 }
 constexpr double kPieceCycles = 350;
 
 }  // namespace
 
 void FilledPlan::SetGroups(const Problem& p, int64_t n) {
-  const FilledShape& s = kFilledShape;
+  const FilledShape& s = kFilledShapes[shape];
   groups = int(n);
   pieces = p.images * p.y[0] * bands * groups;
   units = int(CeilDiv(line_units, n));
@@ -47,17 +47,24 @@ bool FilledPlan::Fit(const Problem& p) {
   // Fours of pixels begin on 8 bytes, and inside a line or outside. Everything is counted with 31 bits.
   if (p.x[2] % 4 != 0 || p.images * std::max(p.XPixels() * p.channels, p.YPixels() * p.features) >= INT32_MAX)
     return false;
+  for (shape = 0; shape < int(std::size(kFilledShapes)); ++shape)
+    if (FitShape(p)) return true;
+  return false;
+}
+
+bool FilledPlan::FitShape(const Problem& p) {
   // Windows much smaller than a shape are left to the general kernel.
-  const FilledShape& s = kFilledShape;
+  const FilledShape& s = kFilledShapes[shape];
+  const bool filter = p.direction == Direction::kFilterGradient;
   front = int(Modulo(-p.pad[2], s.stride));
   const int64_t run = front + p.window[2];
-  if (p.stride[2] != s.stride || p.stride[1] > s.stride || p.window[1] > s.lines || p.window[1] < s.lines - 1 ||
-      run > s.pixels || run < s.pixels - 2)
+  if (((volume || p.in == DType::kF32) && shape > 0) || p.stride[2] != s.stride || p.stride[1] > s.stride ||
+      p.window[1] > s.lines || p.window[1] < s.lines - 1 || run > s.pixels || run < s.pixels - 2)
     return false;
   lead = int(Modulo(p.pad[2] + front, 4) / s.stride);
   lines = int(p.stride[1]) * (kHeight - 1) + s.lines;
   bands = int(CeilDiv(p.y[1], kHeight));
-  column_tiles = int(CeilDiv(p.features, kFeatures));
+  column_tiles = int(CeilDiv(p.features, s.tiles * kFeatures));
   line_units = int(CeilDiv(p.y[2], kColumns));
   // The shortest way of the block that has most, whose shared memory several stages go into.
   const int most_bytes = filter ? 56 << 10 : (76 << 10) - (volume ? planes * kFilterBytes / 2 : 0);
@@ -94,8 +101,10 @@ double FilledCycles(const Problem& p, int64_t splits) {
   const int64_t blocks = filter ? splits : FilledPlan::Workers(plan.column_tiles);
   const double rounds = CeilDiv(blocks * plan.column_tiles * (filter ? p.window[0] : 1), kMultiprocessors);
   const double units = double(plan.line_units) / plan.groups;
-  const double piece = plan.planes * (units * UnitCycles(p, kFilledShape) + kPieceCycles);
-  return rounds * (kStart + CeilDiv(plan.pieces, blocks) * piece);
+  const double piece = plan.planes * (units * UnitCycles(p, kFilledShapes[plan.shape]) + kPieceCycles);
+  const double bytes = p.images * (double(p.XPixels()) * p.channels + double(p.YPixels()) * p.features) * SizeOf(p.in);
+  return std::max(rounds * (kStart + CeilDiv(plan.pieces, blocks) * piece),
+                  kStart + bytes / (kMultiprocessors * kBytesPerCycle));
 }
 
 }  // namespace jaxdnn::conv

@@ -14,23 +14,26 @@
 namespace jaxdnn::conv {
 
 // What kernels are compiled for: at most so many lines of a window, and pixels of one with those before it that its
-// first chunks have, and the stride along a line.
+// first chunks have, the stride along a line, and times 64 features that a block has. ResNet's first layer is of the
+// first, ConvNeXt's in 16-bit floats of the second (in others its lines are whole chunks): its units have few products,
+// so that their strips are brought once for all features.
 struct FilledShape {
-  int lines, pixels, stride;
+  int lines, pixels, stride, tiles;
 };
-constexpr FilledShape kFilledShape = {7, 8, 2};
+constexpr FilledShape kFilledShapes[] = {{7, 8, 2, 1}, {4, 4, 4, 2}};
 
 struct FilledPlan {
   static constexpr int kHeight = 8, kColumns = 8, kResults = kHeight * kColumns;  // of a unit, which a product has
-  static constexpr int kFeatures = 64;                                            // of a block
+  static constexpr int kFeatures = 64;                                            // of a product
   static constexpr int kChannels = 4;                                             // of a pixel
   // A plane of the filter, forward of a volume, in shared memory: a term's features in a line, of which matrix loads of
   // eight meet in no bank. There is room for so many planes.
   static constexpr int kFilterLine = kFeatures * 2 + 16;
-  static constexpr int kFilterBytes = kFilledShape.lines * kFilledShape.pixels * kChannels * kFilterLine;
+  static constexpr int kFilterBytes = kFilledShapes[0].lines * kFilledShapes[0].pixels * kChannels * kFilterLine;
   static constexpr int kMostPlanes = 3;
 
-  bool volume;     // whether windows have planes
+  int shape;       // of kFilledShapes
+  bool volume;     // whether windows have planes, in the first shape
   int planes;      // of x, which a stage has the strips of
   int front;       // pixels of a window's chunks before its own
   int lead;        // strides before the first window: lines are loaded in fours of pixels
@@ -49,9 +52,10 @@ struct FilledPlan {
   static constexpr int Workers(int column_tiles) { return std::max(1, kMultiprocessors / column_tiles); }
   int StripBytes() const { return planes * lines * pitch; }
   // Of y, whose pixels are lines of 128 bytes, in the filter gradient.
-  int CotangentBytes() const { return kResults * units * kFeatures * 2; }
+  int CotangentBytes() const { return kFilledShapes[shape].tiles * kResults * units * kFeatures * 2; }
 
  private:
+  bool FitShape(const Problem& p);
   void SetGroups(const Problem& p, int64_t n);
 };
 

@@ -229,13 +229,17 @@ double UnalignedCycles(const Problem& problem, int64_t splits) {
   }
   if (p.direction == Direction::kFilterGradient) {
     constexpr double kLaunch = 5000;  // of the kernel that packs
-    const UnalignedFilterPlan plan(p);
-    if (splits < CeilDiv(p.images, UnalignedPart(p).images)) return HUGE_VAL;  // each part has slices of its own
-    const double blocks = double(plan.BlocksOfSlice(p)) * splits;
+    // Parts follow one another, with slices of their own.
+    const Problem part = UnalignedPart(p);
+    const int64_t parts = CeilDiv(p.images, part.images), of_part = splits / parts;
+    if (of_part == 0) return HUGE_VAL;
+    const UnalignedFilterPlan plan(p), each(part);
+    const double blocks = double(plan.BlocksOfSlice(p)) * of_part;
     const double elements = p.images * (double(p.XPixels()) * p.channels + double(p.YPixels()) * p.features);
     const double bytes = elements * SizeOf(p.in) + double(plan.XPackedBytes(p)) + double(plan.YPackedBytes(p));
-    return kLaunch + bytes / (kMultiprocessors * kBytesPerCycle) +
-           std::ceil(blocks / kMultiprocessors) * (kFilterStart + CeilDiv(plan.Tiles(), splits) * kFilterTile);
+    return bytes / (kMultiprocessors * kBytesPerCycle) +
+           parts * (kLaunch + std::ceil(blocks / kMultiprocessors) *
+                                  (kFilterStart + CeilDiv(each.Tiles(), of_part) * kFilterTile));
   }
   UnalignedPlan plan;
   if (!plan.Fit(p)) return HUGE_VAL;
