@@ -19,7 +19,7 @@ struct FilterTile : FilledTile<In_, kShape, kVolume> {
   using In = In_;
   using Base = FilledTile<In, kShape, kVolume>;
   // Warpgroups that multiply, and that bring x and y, and their registers.
-  static constexpr int kTakers = 2, kBringers = 1, kThreads = (kTakers + kBringers) * kWarpgroup;
+  static constexpr int kTakers = 2, kThreads = (kTakers + 1) * kWarpgroup;
   static constexpr int kTakersRegisters = 200, kBringersRegisters = 104;
   static constexpr bool kMarksNotFinite = false;
   static constexpr int kSteps = FilledPlan::kHeight / 2;  // of a unit's results

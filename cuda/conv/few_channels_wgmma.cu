@@ -27,8 +27,8 @@ struct ForwardTile : FilledTile<In_, kShape, kVolume> {
   using Rows = uint32_t[kSteps][4];
   static constexpr bool kFloats = sizeof(In) == 4, kMarksNotFinite = true;
   // Warpgroups that multiply and store, and that bring x, and their registers.
-  static constexpr int kTakers = kFloats ? 2 : 3, kBringers = 1, kThreads = (kTakers + kBringers) * kWarpgroup;
-  static constexpr int kTakersRegisters = kFloats ? 200 : 144, kBringersRegisters = kFloats ? 104 : 80;
+  static constexpr int kTakers = kFloats ? 2 : 3, kThreads = (kTakers + 1) * kWarpgroup;
+  static constexpr int kTakersRegisters = kFloats ? 200 : 136, kBringersRegisters = 104;
   // Results wait in slabs, as boxes for the TMA unit: so many of a pixel's features in a line.
   static constexpr int kLine = 128;
   static constexpr int kBoxFeatures = kLine / sizeof(In), kBoxBytes = kResults * kLine;

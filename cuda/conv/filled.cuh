@@ -242,65 +242,85 @@ struct FourPixels {
   }
 };
 
-// By the threads of the last warpgroup: brings the strips of the worker's pieces, with zeros outside x, those of a
-// volume of the window's planes from `first_plane` on. Before a piece's stage is filled, begin(place) is called.
-template <class T, int kChannels, class Begin>
-__device__ void ProduceFilled(const FilledParams& q, FilledRing& ring, int worker, int first_plane, int bringer,
-                              const typename T::In* x, const Begin& begin) {
-  using Pixels = FourPixels<typename T::In, kChannels>;
-  constexpr int kAtOnce = sizeof(typename T::In) == 4 ? 3 : kChannels == 4 ? 4 : 5;
-  const int thread = threadIdx.x % kWarpgroup, all = q.planes * q.lines * q.fours, part = q.pitch / T::kApart;
-  const FilledShare share(q, worker);
-#pragma unroll 1
-  for (int piece = share.first; piece < share.end; ++piece, ring.Next()) {
-    if ((piece - share.first) % T::kBringers != bringer) continue;
+// Fours of pixels that a thread brings at once, and where in the strip they go.
+template <class T, int kChannels>
+struct FilledBatch {
+  using In = typename T::In;
+  using Pixels = FourPixels<In, kChannels>;
+  static constexpr int kFours = sizeof(In) == 4 ? 6 - kChannels : 8 - kChannels, kAll = kFours * kWarpgroup;
+
+  Pixels pixels[kFours];
+  bool exists[kFours], valid[kFours];  // in the strip, and in x
+  int to[kFours];
+
+  // From the thread's number `first` on, of those of a piece.
+  __device__ void Load(const FilledParams& q, int piece, int first, int first_plane, const In* x) {
     const FilledPlace place(q, piece);
     const int first_line = place.line * q.stride - q.pad_h;
     const int first_pixel = T::kStride * (place.column - q.lead) - q.pad_w - q.front;
     const int plane_size = q.x_height * q.x_width * kChannels;
     int volume = place.image, plane = 0;
     if constexpr (T::kVolume) plane = place.FirstPlane(q, &volume) + first_plane;
-    const typename T::In* const image = x + (T::kVolume ? volume * q.x_depth : volume) * plane_size;
-    // Once at least, also by threads that bring nothing: all of them wait for the stage.
-    int base = thread;
+    const In* const image = x + (T::kVolume ? volume * q.x_depth : volume) * plane_size;
+#pragma unroll
+    for (int k = 0; k < kFours; ++k) {
+      int four;
+      const int in_strip = q.fours_div.Div(first + k * kWarpgroup, &four);
+      int line = in_strip, of_plane = 0;
+      if constexpr (T::kVolume) of_plane = plane + q.lines_div.Div(in_strip, &line);
+      line += first_line;
+      const int pixel = first_pixel + 4 * four;
+      exists[k] = in_strip < q.planes * q.lines;
+      valid[k] = exists[k] && static_cast<unsigned>(line) < static_cast<unsigned>(q.x_height) &&
+                 static_cast<unsigned>(pixel) < static_cast<unsigned>(q.x_width) &&
+                 (!T::kVolume || static_cast<unsigned>(of_plane) < static_cast<unsigned>(q.x_depth));
+      to[k] = in_strip * q.pitch + four * (Pixels::kChunks / T::kApart) * 16;
+      pixels[k].Load(image + (valid[k] ? of_plane * plane_size + (line * q.x_width + pixel) * kChannels : 0));
+    }
+  }
+  __device__ bool NotFinite() const {
+    bool not_finite = false;
+#pragma unroll
+    for (const Pixels& each : pixels) not_finite |= each.NotFinite();
+    return not_finite;
+  }
+  __device__ void Store(uint32_t strip, int part) const {
+#pragma unroll
+    for (int k = 0; k < kFours; ++k)
+      if (exists[k])
+        pixels[k].ForChunks(valid[k], [&](int i, const uint32_t (&chunk)[4]) {
+          hopper::StoreWords(strip + to[k] + i % T::kApart * part + i / T::kApart * 16, chunk);
+        });
+  }
+};
+
+// By the threads of the last warpgroup: brings the strips of the worker's pieces, with zeros outside x, those of a
+// volume of the window's planes from `first_plane` on. Before a piece's stage is filled, begin(place) is called. A
+// batch is loaded while the one before is stored.
+template <class T, int kChannels, class Begin>
+__device__ void ProduceFilled(const FilledParams& q, FilledRing& ring, int worker, int first_plane,
+                              const typename T::In* x, const Begin& begin) {
+  using Batch = FilledBatch<T, kChannels>;
+  const int thread = threadIdx.x % kWarpgroup, batches = (q.planes * q.lines * q.fours + Batch::kAll - 1) / Batch::kAll;
+  const FilledShare share(q, worker);
+  if (share.first == share.end) return;
+  Batch next;
+  next.Load(q, share.first, thread, first_plane, x);
 #pragma unroll 1
-    do {
-      Pixels pixels[kAtOnce];
-      bool valid[kAtOnce];
-      int to[kAtOnce];
-#pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) {
-        int four;
-        const int in_strip = q.fours_div.Div(base + k * kWarpgroup, &four);
-        int line = in_strip, of_plane = 0;
-        if constexpr (T::kVolume) of_plane = plane + q.lines_div.Div(in_strip, &line);
-        line += first_line;
-        const int pixel = first_pixel + 4 * four;
-        valid[k] = base + k * kWarpgroup < all && static_cast<unsigned>(line) < static_cast<unsigned>(q.x_height) &&
-                   static_cast<unsigned>(pixel) < static_cast<unsigned>(q.x_width) &&
-                   (!T::kVolume || static_cast<unsigned>(of_plane) < static_cast<unsigned>(q.x_depth));
-        to[k] = in_strip * q.pitch + four * (Pixels::kChunks / T::kApart) * 16;
-        pixels[k].Load(image + (valid[k] ? of_plane * plane_size + (line * q.x_width + pixel) * kChannels : 0));
-      }
-      if (base == thread) {
+  for (int piece = share.first; piece < share.end; ++piece, ring.Next()) {
+#pragma unroll 1
+    for (int i = 0; i < batches; ++i) {
+      const Batch batch = next;
+      const bool last = i + 1 == batches;
+      if (!last || piece + 1 < share.end)
+        next.Load(q, last ? piece + 1 : piece, last ? thread : thread + (i + 1) * Batch::kAll, first_plane, x);
+      if (i == 0) {
         hopper::WaitBarrier(ring.Empty(), ring.parity ^ 1);
-        begin(place);
+        begin(FilledPlace(q, piece));
       }
-      if constexpr (T::kMarksNotFinite) {
-        bool not_finite = false;
-#pragma unroll
-        for (const Pixels& each : pixels) not_finite |= each.NotFinite();
-        if (not_finite) *ring.NotFinite() = piece;
-      }
-      const uint32_t strip = ring.Data() + q.strip;
-#pragma unroll
-      for (int k = 0; k < kAtOnce; ++k)
-        if (base + k * kWarpgroup < all)
-          pixels[k].ForChunks(valid[k], [&](int i, const uint32_t (&chunk)[4]) {
-            hopper::StoreWords(strip + to[k] + i % T::kApart * part + i / T::kApart * 16, chunk);
-          });
-      base += kAtOnce * kWarpgroup;
-    } while (base < all);
+      if (T::kMarksNotFinite && batch.NotFinite()) *ring.NotFinite() = piece;
+      batch.Store(ring.Data() + q.strip, q.pitch / T::kApart);
+    }
     hopper::ShowSharedToTma();
     hopper::Arrive(ring.Full());
   }
@@ -317,9 +337,9 @@ __device__ void RunFilled(const FilledParams& q, FilledRing& ring, int worker, i
   }
   hopper::SetRegisters<T::kBringersRegisters, false>();
   if (q.channels == 3) {
-    ProduceFilled<T, 3>(q, ring, worker, first_plane, warpgroup - T::kTakers, x, begin);
+    ProduceFilled<T, 3>(q, ring, worker, first_plane, x, begin);
   } else {
-    ProduceFilled<T, 4>(q, ring, worker, first_plane, warpgroup - T::kTakers, x, begin);
+    ProduceFilled<T, 4>(q, ring, worker, first_plane, x, begin);
   }
 }
 
