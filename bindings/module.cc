@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "bindings/conv_problem.h"
+#include "cuda/conv/depthwise_plan.h"
 #include "xla/ffi/api/c_api.h"
 
 #ifdef JAXDNN_WITH_CUDA
@@ -114,6 +115,7 @@ static nb::object PlanConv(const std::string& direction, const std::string& in_d
   d["blocks"] = config->blocks;
   d["workspace_bytes"] = config->workspace_bytes;
   d["cycles"] = config->cycles;
+  d["finishes"] = tile.unit != conv::Unit::kDepthwise || conv::FinishesDepthwise(*problem);
   return d;
 }
 

@@ -300,3 +300,20 @@ def test_planner_prefers_big_tiles_for_big_problems_and_splits_long_sums():
   half["hopper"] = True
   assert plan(w=(1, 3, 3, 64, 64), groups=1, **shapes, **half)["tile"].startswith("wgmma")
   assert plan(w=(1, 3, 3, 1, 64), groups=64, **shapes, **half)["tile"] == "depthwise"
+
+
+@built
+@pytest.mark.parametrize("window, alone", [((3, 3), True), ((5, 5), True), ((6, 6), True), ((2, 3), False)])
+def test_kernels_without_an_epilogue_are_followed_by_xla(window, alone):
+  """Depthwise ones that are compiled for a window add a bias, and nothing else."""
+
+  def layer(x, w, b, r, activation="silu"):
+    return jaxdnn.conv(x, w, b, padding="SAME", groups=32, activation=activation, residual=r)
+
+  operands = zeros([((2, 16, 16, 32), jnp.bfloat16), ((*window, 1, 32), jnp.bfloat16), ((32,), jnp.bfloat16)])
+  for r in (None, operands[0]):
+    program = text(layer, (*operands, r), "cuda")
+    assert program.count("custom_call @jaxdnn.conv_fwd") == 1
+    assert ('activation = "identity"' in program) == alone
+    assert ("residual = true" in program) == (r is not None and not alone)
+    assert "bias = true" in program

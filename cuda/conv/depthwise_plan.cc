@@ -50,6 +50,12 @@ double ImageCycles(const Problem& p, int64_t splits) {
   return 6000 + 1000 * units + std::max(3.2 * warps * accesses / (places * busy), bytes / (places * kBytesPerCycle));
 }
 
+// 3x3, 5x5, 7x7 and 3x3x3.
+bool IsCompiled(const Problem& p) {
+  const int64_t n = p.window[2];
+  return p.window[1] == n && (p.window[0] == 1 ? n == 3 || n == 5 || n == 7 : p.window[0] == 3 && n == 3);
+}
+
 }  // namespace
 
 // They have one input channel to a group, and count work and the bytes between columns with 32 bits.
@@ -62,20 +68,20 @@ bool TakesDepthwise(const Problem& p) {
          p.batch * p.images * std::max(p.XPixels(), p.YPixels()) < INT32_MAX;
 }
 
+bool FinishesDepthwise(const Problem& p) { return !TakesBands(p) && !IsCompiled(p); }
+
 // Of the depthwise kernels, by what an element of the larger of input and output takes a multiprocessor. Windows that
 // are not compiled for cost more a line; 16-bit channels that cannot be had as pairs, more a tap. Fitted to an H200.
 double DepthwiseCycles(const Problem& p, int64_t splits, bool hopper) {
   const bool bands = TakesBands(p);
   if (!bands && TakesImages(p)) return ImageCycles(p, splits);
   const bool filter = p.direction == Direction::kFilterGradient;
-  const auto is = [&](int64_t d, int64_t h, int64_t w) {
-    return p.window[0] == d && p.window[1] == h && p.window[2] == w;
-  };
   const bool unaligned = hopper && TakesUnalignedDepthwise(p);
   const bool paired = unaligned || (p.features == 1 && p.groups % 2 == 0) || TakesMultiplied(p),
              streaming = !filter && IsStreaming(p);
-  const bool wide = !bands && TakesWide(p), compiled = bands || wide || streaming || is(1, 3, 3) || is(1, 5, 5) ||
-                                                       is(1, 7, 7) || (is(3, 3, 3) && (!filter || p.groups % 4 == 0));
+  const bool wide = !bands && TakesWide(p),
+             compiled =
+                 bands || wide || streaming || (IsCompiled(p) && (p.window[0] == 1 || !filter || p.groups % 4 == 0));
   const double lines = p.window[0] * p.window[1], taps = p.Taps() * (paired ? 1 : 2);
   const double element = streaming            ? 0.2
                          : bands              ? 0.3 + 0.025 * lines

@@ -94,7 +94,7 @@ int64_t FilledPieces(const Problem& p) {
 }
 
 double FilledCycles(const Problem& p, int64_t splits) {
-  constexpr double kStart = 8000;
+  constexpr double kStart = 8000, kApart = 1.3;  // products, and what comes and goes meanwhile, are in each other's way
   FilledPlan plan;
   if (!plan.Fit(p)) return HUGE_VAL;
   const bool filter = p.direction == Direction::kFilterGradient;
@@ -103,8 +103,8 @@ double FilledCycles(const Problem& p, int64_t splits) {
   const double units = double(plan.line_units) / plan.groups;
   const double piece = plan.planes * (units * UnitCycles(p, kFilledShapes[plan.shape]) + kPieceCycles);
   const double bytes = p.images * (double(p.XPixels()) * p.channels + double(p.YPixels()) * p.features) * SizeOf(p.in);
-  return std::max(rounds * (kStart + CeilDiv(plan.pieces, blocks) * piece),
-                  kStart + bytes / (kMultiprocessors * kBytesPerCycle));
+  const double moved = bytes / (kMultiprocessors * kBytesPerCycle);
+  return rounds * kStart + kApart * std::max(rounds * CeilDiv(plan.pieces, blocks) * piece, moved);
 }
 
 }  // namespace jaxdnn::conv

@@ -217,19 +217,36 @@ _primitive.lower_to_cuda(
 )
 
 
-def _rewrite(x: Any, w: Any, *_: Any, spec: ConvSpec, dtype: Any, residual: bool, bias: bool, **params: Any) -> Any:
-  """With zeros added to all operands, where the larger problem is the faster one."""
+def _rewrite(
+  x: Any, w: Any, *_: Any, spec: ConvSpec, dtype: Any, kind: str, parameter: float, bias: bool, residual: bool,
+  scale: bool,
+) -> Callable[..., Array] | None:  # fmt: skip
+  """With zeros added to all operands, where the larger problem is the faster one; and with what follows the bias left
+  to XLA, where the fastest kernel has nothing of that."""
+  params: dict[str, Any] = dict(spec=spec, dtype=dtype, kind=kind, parameter=parameter, bias=bias, residual=residual)
   choice = aligned.worthwhile("y", x, w, spec, dtype, residual=residual)
-  if choice is None:
+  if choice is not None:
+    names = ["x", "w", *(["bias"] if bias else []), *(["y"] if residual else [])]
+
+    def larger(*operands: Array) -> Array:
+      larger = (aligned.enlarge(choice, name, a) for name, a in zip(names, operands, strict=True))
+      y = _primitive.bind(conv_fused_p, *larger, scale=scale, **(params | {"spec": choice.spec}))
+      return aligned.cut(choice, "y", y)
+
+    return larger
+  planned = (residual or kind != IDENTITY) and primitives.plan("y", x, w, spec, dtype, hopper=True)
+  if not planned or planned["finishes"]:
     return None
-  names = ["x", "w", *(["bias"] if bias else []), *(["y"] if residual else [])]
 
-  def larger(*operands: Array) -> Array:
-    larger = (aligned.enlarge(choice, name, a) for name, a in zip(names, operands, strict=True))
-    y = _primitive.bind(conv_fused_p, *larger, spec=choice.spec, dtype=dtype, residual=residual, bias=bias, **params)
-    return aligned.cut(choice, "y", y)
+  def apart(*operands: Array) -> Array:
+    first = operands[: 2 + bias]
+    without = params | {"kind": IDENTITY, "parameter": 0.0, "residual": False}
+    y = _primitive.bind(conv_fused_p, *first, scale=scale, **without)
+    y = y.astype(_primitive.accumulator_dtype(dtype))
+    y = _add_extras(y, operands[len(first) :], bias=False, residual=residual)
+    return (y if kind == IDENTITY else ACTIVATIONS[kind].forward(y, parameter)).astype(dtype)
 
-  return larger
+  return apart
 
 
 _primitive.rewrite_on_cuda(conv_fused_p, _rewrite)
