@@ -303,17 +303,22 @@ def test_planner_prefers_big_tiles_for_big_problems_and_splits_long_sums():
 
 
 @built
-@pytest.mark.parametrize("window, alone", [((3, 3), True), ((5, 5), True), ((6, 6), True), ((2, 3), False)])
-def test_kernels_without_an_epilogue_are_followed_by_xla(window, alone):
-  """Depthwise ones that are compiled for a window add a bias, and nothing else."""
+@pytest.mark.parametrize("activation, residual", [("relu", False), ("silu", False), ("relu", True), (None, True)])
+@pytest.mark.parametrize("window, wide", [((3, 3), True), ((5, 5), True), ((6, 6), False), ((2, 3), None)])
+def test_kernels_without_an_epilogue_are_followed_by_xla(window, wide, activation, residual):
+  """Depthwise ones that are compiled for a window add a bias, and nothing else: of sums in float32, if they have them
+  (`wide`), unless rounding makes no difference."""
+  rounded = activation == "relu" and not residual
+  apart = wide or (wide is False and rounded)
 
-  def layer(x, w, b, r, activation="silu"):
-    return jaxdnn.conv(x, w, b, padding="SAME", groups=32, activation=activation, residual=r)
+  def layer(x, w, b):
+    added = x if residual else None
+    return jaxdnn.conv(x, w, b, padding="SAME", groups=32, activation=activation, residual=added)
 
-  operands = zeros([((2, 16, 16, 32), jnp.bfloat16), ((*window, 1, 32), jnp.bfloat16), ((32,), jnp.bfloat16)])
-  for r in (None, operands[0]):
-    program = text(layer, (*operands, r), "cuda")
-    assert program.count("custom_call @jaxdnn.conv_fwd") == 1
-    assert ('activation = "identity"' in program) == alone
-    assert ("residual = true" in program) == (r is not None and not alone)
-    assert "bias = true" in program
+  operands = [((2, 16, 16, 32), jnp.bfloat16), ((*window, 1, 32), jnp.bfloat16), ((32,), jnp.bfloat16)]
+  program = text(layer, zeros(operands), "cuda")
+  (call,) = (line for line in program.splitlines() if "custom_call @jaxdnn.conv_fwd" in line)
+  assert "bias = true" in call
+  assert ('activation = "identity"' in call) == bool(apart or activation is None)
+  assert ("residual = true" in call) == bool(residual and not apart)
+  assert ("xf32>" in call.rsplit("->", 1)[-1]) == bool(apart and not rounded)

@@ -29,6 +29,10 @@ FROM_OUTPUT = ("relu", "clipped_relu", "sigmoid", "tanh")
 """Activations whose derivative is a function of their output alone."""
 
 
+ROUNDING_COMMUTES = (IDENTITY, "relu", "clipped_relu")
+"""Those that give the same whether what they are of is rounded first, or their result."""
+
+
 def check_activation(where: str, activation: str | None) -> None:
   if activation is not None and activation not in ACTIVATIONS:
     raise ValueError(f"{where}: activation must be None or one of {sorted(ACTIVATIONS)}, got {activation!r}")
@@ -234,16 +238,16 @@ def _rewrite(
       return aligned.cut(choice, "y", y)
 
     return larger
-  planned = (residual or kind != IDENTITY) and primitives.plan("y", x, w, spec, dtype, hopper=True)
+  # Rounded once: what is added to, or goes through a function that does not commute with rounding, are whole sums.
+  sums = dtype if kind in ROUNDING_COMMUTES and not residual else _primitive.accumulator_dtype(dtype)
+  planned = (residual or kind != IDENTITY) and primitives.plan("y", x, w, spec, sums, hopper=True)
   if not planned or planned["finishes"]:
     return None
 
-  def apart(*operands: Array) -> Array:
-    first = operands[: 2 + bias]
-    without = params | {"kind": IDENTITY, "parameter": 0.0, "residual": False}
-    y = _primitive.bind(conv_fused_p, *first, scale=scale, **without)
-    y = y.astype(_primitive.accumulator_dtype(dtype))
-    y = _add_extras(y, operands[len(first) :], bias=False, residual=residual)
+  def apart(x: Array, w: Array, *extras: Array) -> Array:
+    without = params | {"dtype": sums, "kind": IDENTITY, "parameter": 0.0, "residual": False}
+    y = _primitive.bind(conv_fused_p, x, w, *(b.astype(sums) for b in extras[:bias]), scale=scale, **without)
+    y = _add_extras(y, extras[bias:], bias=False, residual=residual)
     return (y if kind == IDENTITY else ACTIVATIONS[kind].forward(y, parameter)).astype(dtype)
 
   return apart
