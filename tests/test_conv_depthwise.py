@@ -9,6 +9,7 @@ import jaxdnn
 from conv_cases import SAME3, SAME7, ConvCase
 from conv_oracle import conv as conv_oracle
 from conv_oracle import conv_gradients
+from jaxdnn._conv.fused import fused
 from jaxdnn._conv.primitives import OPERANDS, convolve, plan
 from jaxdnn._conv.spec import ConvSpec
 from numerics import assert_close, assert_repeatable, exact, sample
@@ -333,6 +334,19 @@ def test_epilogue(window, columns, dilation, groups, features):
   assert_close(jaxdnn.conv(x, w, b, activation="relu", **layer), np.maximum(sums + exact(b), 0), "bfloat16", **bound)
   want = np.maximum(sums + exact(b) + exact(r), 0)
   assert_close(jaxdnn.conv(x, w, b, residual=r, activation="relu", **layer), want, "bfloat16", **bound)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_clamps(case):
+  """ReLU and that up to a bound are the clamped results, to the last bit; NaN stays."""
+  spec = spec_of(case)
+  for dtype in ("bfloat16", "float32"):
+    x, w, b = (4 * sample(shape, dtype, i) for i, shape in enumerate((case.x_shape, case.w_shape, (case.k,))))
+    x[-1, ..., 0] = np.nan
+    layer = lambda kind: np.asarray(fused(x[None], w[None], b[None], None, spec, dtype, kind), np.float64)  # noqa: B023, E731
+    for kind, most in (("relu", np.inf), ("clipped_relu", 6)):
+      np.testing.assert_array_equal(layer(kind), np.clip(layer(None), 0, most), kind)
 
 
 @pytest.mark.gpu

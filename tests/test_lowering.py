@@ -304,12 +304,10 @@ def test_planner_prefers_big_tiles_for_big_problems_and_splits_long_sums():
 
 @built
 @pytest.mark.parametrize("activation, residual", [("relu", False), ("silu", False), ("relu", True), (None, True)])
-@pytest.mark.parametrize("window, wide", [((3, 3), True), ((5, 5), True), ((6, 6), False), ((2, 3), None)])
-def test_kernels_without_an_epilogue_are_followed_by_xla(window, wide, activation, residual):
-  """Depthwise ones that are compiled for a window add a bias, and nothing else: of sums in float32, if they have them
-  (`wide`), unless rounding makes no difference."""
-  rounded = activation == "relu" and not residual
-  apart = wide or (wide is False and rounded)
+@pytest.mark.parametrize("window, compiled", [((3, 3), True), ((5, 5), True), ((6, 6), False), ((2, 3), False)])
+def test_kernels_without_an_epilogue_are_followed_by_xla(window, compiled, activation, residual):
+  """Depthwise ones that are compiled for a window add a bias and clamp, and nothing else: of sums in float32."""
+  apart = compiled and (residual or activation == "silu")
 
   def layer(x, w, b):
     added = x if residual else None
@@ -319,6 +317,6 @@ def test_kernels_without_an_epilogue_are_followed_by_xla(window, wide, activatio
   program = text(layer, zeros(operands), "cuda")
   (call,) = (line for line in program.splitlines() if "custom_call @jaxdnn.conv_fwd" in line)
   assert "bias = true" in call
-  assert ('activation = "identity"' in call) == bool(apart or activation is None)
-  assert ("residual = true" in call) == bool(residual and not apart)
-  assert ("xf32>" in call.rsplit("->", 1)[-1]) == bool(apart and not rounded)
+  assert ('activation = "identity"' in call) == (apart or activation is None)
+  assert ("residual = true" in call) == (residual and not apart)
+  assert ("xf32>" in call.rsplit("->", 1)[-1]) == apart

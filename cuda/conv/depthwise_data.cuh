@@ -23,6 +23,8 @@ struct DataParams {
   int64_t filter_tap[kRank], filter_batch;
   FastDiv features;  // results of an input channel
   bool forward, widened;
+  bool clamps;  // results, to these
+  float least, most;
   PhaseLine whole[kRank];  // the only phase, if there is one
   Edges edges[kRank];      // of the operand
   Epilogue epilogue;
@@ -31,9 +33,15 @@ struct DataParams {
   bool AllTaps() const { return at[0].axis.step.divisor * at[1].axis.step.divisor * at[2].axis.step.divisor == 1; }
 };
 
-// Whether an epilogue is a bias, or nothing.
+// Whether an epilogue is a bias, or nothing; or, after that, results are at most clamped.
 __host__ __device__ inline bool IsBiasAlone(const Epilogue& e) {
   return e.residual == nullptr && e.activation.kind == activation::Kind::kIdentity;
+}
+
+inline bool IsClamp(const Epilogue& e) {
+  using activation::Kind;
+  const Kind kind = e.activation.kind;
+  return IsBiasAlone(e) || (e.residual == nullptr && (kind == Kind::kRelu || kind == Kind::kClippedRelu));
 }
 
 inline DataParams MakeParams(const Problem& p, const Epilogue& epilogue) {
@@ -45,6 +53,9 @@ inline DataParams MakeParams(const Problem& p, const Epilogue& epilogue) {
   q.epilogue = epilogue;
   q.forward = forward;
   q.widened = p.out != p.in;
+  q.clamps = epilogue.activation.kind != activation::Kind::kIdentity && IsClamp(epilogue);
+  q.least = 0;
+  q.most = epilogue.activation.kind == activation::Kind::kClippedRelu ? float(epilogue.activation.parameter) : INFINITY;
   q.channels = int(forward ? k : p.groups);
   const int size = p.in == DType::kF32 ? 4 : 2;
   q.in_pixel = int(forward ? p.groups : k) * size;
@@ -112,6 +123,21 @@ struct Channels {
     }
   }
 };
+
+// Of results that IsClamp's layers end with. NaN stays.
+__device__ __forceinline__ void Clamp(const DataParams& p, float& v) {
+  v = activation::MinOrNan(activation::MaxOrNan(v, p.least), p.most);
+}
+__device__ __forceinline__ void Clamp(const DataParams& p, float2& v) {
+  Clamp(p, v.x);
+  Clamp(p, v.y);
+}
+template <class V, int kN>
+__device__ __forceinline__ void ClampAll(const DataParams& p, V (&sums)[kN]) {
+  if (!p.clamps) return;
+#pragma unroll
+  for (V& each : sums) Clamp(p, each);
+}
 
 template <class T, bool kPaired>
 __device__ void StorePair(char* to, float2 v, bool both) {

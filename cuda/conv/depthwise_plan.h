@@ -122,8 +122,8 @@ inline bool TakesUnalignedDepthwise(const Problem& p) {
 
 // Whether there is any kernel.
 bool TakesDepthwise(const Problem& p);
-// Whether it has more of an epilogue than a bias. Those compiled for a window have not, and leave problems that ask for
-// it to the kernel of any window, which is several times slower.
+// Whether it has more of an epilogue than a bias and a clamp, as ReLU's. Those compiled for a window have not, and
+// leave problems that ask for it to the kernel of any window, which is several times slower.
 bool FinishesDepthwise(const Problem& p);
 double DepthwiseCycles(const Problem& p, int64_t splits, bool hopper);
 

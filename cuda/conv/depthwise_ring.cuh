@@ -24,7 +24,7 @@ struct Ring {
   static constexpr int kStages = RingStages(kLineBytes<L>);
 
   static bool Takes(const DataParams& q) {
-    return IsBiasAlone(q.epilogue) && q.at[0].MaxTaps() == 1 && q.at[1].MaxTaps() == kLines &&
+    return IsClamp(q.epilogue) && q.at[0].MaxTaps() == 1 && q.at[1].MaxTaps() == kLines &&
            q.at[2].MaxTaps() == kColumns && q.at[1].stride == kStride && q.at[2].stride == kStride && q.AllTaps() &&
            q.at[1].LatticeAt(0, q.whole[1].origin).start > -kLines && q.in_pixel % 16 == 0;
   }
@@ -171,6 +171,7 @@ __global__ void __launch_bounds__(kDepthwiseThreads, R::kBlocks)
   const auto store = [&](int step) {
     if (step >= kSums - 1) {
       if (kSummed) AddChannels(sums[kSums - 1], features);
+      ClampAll(p, sums[kSums - 1]);
       WithOut<T>(p.widened, [&](auto type) {
         const char* at = to;
 #pragma unroll

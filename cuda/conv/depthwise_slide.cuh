@@ -128,6 +128,7 @@ __global__ void __launch_bounds__(kDepthwiseThreads, kBlocks)
     }
     if (i >= line0 + kSums - 1) {
       const int count = block.at[2].count - column0;
+      ClampAll(p, sums[kSums - 1]);
       WithOut<T>(p.widened, [&](auto type) {
         StoreStrip<typename decltype(type)::type, true>(to, out_column, count, sums[kSums - 1], true);
       });
@@ -143,7 +144,7 @@ struct Slide {
   static constexpr bool kRagged = kRagged_;
 
   static bool Takes(const DataParams& q) {
-    return IsBiasAlone(q.epilogue) && q.at[0].MaxTaps() == kPlanes && q.at[1].MaxTaps() == kLines &&
+    return IsClamp(q.epilogue) && q.at[0].MaxTaps() == kPlanes && q.at[1].MaxTaps() == kLines &&
            q.at[2].MaxTaps() == kColumns && q.at[1].stride == kStride && q.at[2].stride == kStride &&
            kRagged == (q.at[0].axis.step.divisor * q.at[1].axis.step.divisor * q.at[2].axis.step.divisor > 1);
   }

@@ -125,6 +125,7 @@ __global__ void __launch_bounds__(U::kThreads, U::kBlocks)
       }
       if (a < kStride - 1) continue;
       if (step >= kSums - 1 && step < steps) {
+        ClampAll(p, sums[kSums - 1]);
         WithOut<T>(p.widened, [&](auto type) {
           using Out = typename decltype(type)::type;
           const int step_bytes = static_cast<int>(p.out_line[2]);
@@ -147,7 +148,7 @@ cudaError_t LaunchUnalignedDepthwiseData(const Problem& p, const void* operand, 
                                          const Epilogue& epilogue, cudaStream_t stream) {
   using namespace depthwise;
   DataParams q = MakeParams(p, epilogue);
-  if (!IsBiasAlone(epilogue)) return cudaErrorInvalidValue;
+  if (!IsClamp(epilogue)) return cudaErrorInvalidValue;
   if (q.at[0].out == 0 || q.at[1].out == 0 || q.at[2].out == 0) return cudaSuccess;
   return VisitSingleDType(p.in, [&](auto type) {
     using T = typename decltype(type)::type;

@@ -136,8 +136,8 @@ def conv(
   algorithm: str | None = None,
   workspace_limit: int | None = None,
 ) -> Array:
-  """Convolution layer: `activation(conv(x, w) x_scale w_scale + b + residual)`, in one kernel; of depthwise ones
-  of 3x3, 5x5 and 7x7 windows and the like, in one of all up to `b`, and one that XLA makes of the rest.
+  """Convolution layer: `activation(conv(x, w) x_scale w_scale + b + residual)`, in one kernel. Depthwise ones
+  of 3x3, 5x5, 7x7 and 3x3x3 windows leave a residual, and activations but 'relu' and 'clipped_relu', to one of XLA's.
 
   Args:
     x: input, channels-last [..., *spatial, C] with any number of leading batch dimensions, or as
