@@ -115,7 +115,9 @@ static nb::object PlanConv(const std::string& direction, const std::string& in_d
   d["blocks"] = config->blocks;
   d["workspace_bytes"] = config->workspace_bytes;
   d["cycles"] = config->cycles;
-  d["finishes"] = tile.unit != conv::Unit::kDepthwise || conv::FinishesDepthwise(*problem);
+  const bool depthwise = tile.unit == conv::Unit::kDepthwise;
+  constexpr const char* kFinish[] = {"bias", "clamp", "any"};
+  d["finish"] = kFinish[static_cast<int>(depthwise ? conv::FinishOf(*problem) : conv::Finish::kAny)];
   return d;
 }
 

@@ -175,7 +175,6 @@ __global__ void __launch_bounds__(B::kThreads, B::kBlocks)
 #pragma unroll
         for (int i = 0; i < 4; ++i) (k == kLines - 1 ? results[c][i] : sums[k][c][i]) = sum[i];
       }
-      ClampAll(p, results[c]);
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -208,10 +207,9 @@ __global__ void __launch_bounds__(B::kThreads, B::kBlocks)
 #pragma unroll 1
       for (int c = 0; c < 8; ++c) {
         T& result = reinterpret_cast<T*>(at)[c];
-        if (isfinite(static_cast<float>(result))) continue;
-        float again[] = {ResultOf<T>(p, in, filter, problem, r.image, r.plane, line, column, chunk_channel + c)};
-        ClampAll(p, again);
-        result = static_cast<T>(again[0]);
+        if (!isfinite(static_cast<float>(result)))
+          result =
+              static_cast<T>(ResultOf<T>(p, in, filter, problem, r.image, r.plane, line, column, chunk_channel + c));
       }
       at += out_step;
       (B::kOneLine ? column : line) += apart;

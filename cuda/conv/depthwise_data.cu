@@ -214,7 +214,7 @@ cudaError_t LaunchDepthwiseData(const Problem& p, const void* operand, const voi
     if constexpr (sizeof(T) == 2) {
       const uintptr_t all = results | reinterpret_cast<uintptr_t>(operand) | reinterpret_cast<uintptr_t>(filter);
       if (p.features == 1 && q.in_pixel % 16 == 0 && all % 16 == 0) {
-        if (TakesBands(p) && IsClamp(q.epilogue) && !q.widened)
+        if (TakesBands(p) && IsBiasAlone(q.epilogue) && !q.widened)
           return VisitBand(p, [&](auto band) {
             using B = decltype(band);
             const BandTile<B> t(p, q.channels, q.at);

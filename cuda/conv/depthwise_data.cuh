@@ -23,17 +23,17 @@ struct DataParams {
   int64_t filter_tap[kRank], filter_batch;
   FastDiv features;  // results of an input channel
   bool forward, widened;
-  bool clamps;  // results, to these
-  float least, most;
   PhaseLine whole[kRank];  // the only phase, if there is one
   Edges edges[kRank];      // of the operand
   Epilogue epilogue;
+  bool clamps;  // results, to these
+  float least, most;
 
   // Whether every result meets all taps.
   bool AllTaps() const { return at[0].axis.step.divisor * at[1].axis.step.divisor * at[2].axis.step.divisor == 1; }
 };
 
-// Whether an epilogue is a bias, or nothing; or, after that, results are at most clamped.
+// Whether an epilogue is a bias, or nothing; and whether results are at most clamped after that.
 __host__ __device__ inline bool IsBiasAlone(const Epilogue& e) {
   return e.residual == nullptr && e.activation.kind == activation::Kind::kIdentity;
 }

@@ -68,7 +68,10 @@ bool TakesDepthwise(const Problem& p) {
          p.batch * p.images * std::max(p.XPixels(), p.YPixels()) < INT32_MAX;
 }
 
-bool FinishesDepthwise(const Problem& p) { return !IsCompiled(p); }
+Finish FinishOf(const Problem& p) {
+  if (IsCompiled(p)) return Finish::kClamp;
+  return TakesBands(p) && p.out == p.in ? Finish::kBias : Finish::kAny;
+}
 
 // Of the depthwise kernels, by what an element of the larger of input and output takes a multiprocessor. Windows that
 // are not compiled for cost more a line; 16-bit channels that cannot be had as pairs, more a tap. Fitted to an H200.

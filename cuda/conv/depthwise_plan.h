@@ -122,9 +122,10 @@ inline bool TakesUnalignedDepthwise(const Problem& p) {
 
 // Whether there is any kernel.
 bool TakesDepthwise(const Problem& p);
-// Whether it has more of an epilogue than a bias and a clamp, as ReLU's. Those compiled for a window have not, and
-// leave problems that ask for it to the kernel of any window, which is several times slower.
-bool FinishesDepthwise(const Problem& p);
+// What kernels have of an epilogue. Those compiled for a window have no residual and no activations, or at most clamps,
+// as of ReLU, and leave problems that ask for more to the kernel of any window, which is several times slower.
+enum class Finish { kBias, kClamp, kAny };
+Finish FinishOf(const Problem& p);
 double DepthwiseCycles(const Problem& p, int64_t splits, bool hopper);
 
 }  // namespace jaxdnn::conv

@@ -28,7 +28,7 @@ struct Spread {
     const auto is_spread = [](const PhasedAxis& at) {
       return at.window == kTaps && at.axis.step.divisor == 2 && at.axis.stride == 1 && std::abs(at.axis.tap_step) == 1;
     };
-    return IsClamp(q.epilogue) && q.at[0].window == 1 && q.at[0].axis.step.divisor == 1 && is_spread(q.at[1]) &&
+    return IsBiasAlone(q.epilogue) && q.at[0].window == 1 && q.at[0].axis.step.divisor == 1 && is_spread(q.at[1]) &&
            is_spread(q.at[2]);
   }
 
@@ -119,7 +119,6 @@ __global__ void __launch_bounds__(kDepthwiseThreads, 4)
 #pragma unroll
               for (int s = i % 2; s < kTaps; s += 2)
                 AddProducts(sum, w[r][s], x[kBefore - r / 2][kBefore + i / 2 - s / 2]);
-            ClampAll(p, sum);
             if (static_cast<unsigned>(out_column + i) < static_cast<unsigned>(out_columns))
               StorePacked<Out, kTogether>(reinterpret_cast<Out*>(to + int64_t{out_pixel} * i), Narrow<Out>(sum));
           }

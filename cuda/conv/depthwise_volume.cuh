@@ -14,7 +14,7 @@ struct Volume {
       return at.MaxTaps() == VolumeTile::kTaps && at.stride == 1 && at.pitch == 1 && at.phases == 1 &&
              at.axis.step.divisor == 1;
     };
-    return IsClamp(q.epilogue) && is_plain(q.at[0]) && is_plain(q.at[1]) && is_plain(q.at[2]) && tile.Fits() &&
+    return IsBiasAlone(q.epilogue) && is_plain(q.at[0]) && is_plain(q.at[1]) && is_plain(q.at[2]) && tile.Fits() &&
            CanShare(SharedBytes(tile));
   }
 
@@ -125,7 +125,6 @@ __global__ void __launch_bounds__(VolumeTile::kMostThreads, 1)
       }
     }
     if (step >= kTaps - 1) {
-      ClampAll(p, sums[kTaps - 1]);
       WithOut<T>(p.widened, [&](auto type) {
         StoreStrip<typename decltype(type)::type, true>(to, out_column, columns, sums[kTaps - 1], true);
       });

@@ -29,8 +29,8 @@ FROM_OUTPUT = ("relu", "clipped_relu", "sigmoid", "tanh")
 """Activations whose derivative is a function of their output alone."""
 
 
-CLAMPS = (IDENTITY, "relu", "clipped_relu")
-"""What every kernel ends with."""
+CLAMPS = ("relu", "clipped_relu")
+"""Activations that are clamps: of a rounded number and of the number itself they are the same when rounded."""
 
 
 def check_activation(where: str, activation: str | None) -> None:
@@ -225,8 +225,8 @@ def _rewrite(
   x: Any, w: Any, *_: Any, spec: ConvSpec, dtype: Any, kind: str, parameter: float, bias: bool, residual: bool,
   scale: bool,
 ) -> Callable[..., Array] | None:  # fmt: skip
-  """With zeros added to all operands, where the larger problem is the faster one; and with the residual and what is no
-  clamp left to XLA, where the fastest kernel has nothing of that."""
+  """With zeros added to all operands, where the larger problem is the faster one; and with what follows the bias left
+  to XLA, where the fastest kernel has nothing of it."""
   params: dict[str, Any] = dict(spec=spec, dtype=dtype, kind=kind, parameter=parameter, bias=bias, residual=residual)
   choice = aligned.worthwhile("y", x, w, spec, dtype, residual=residual)
   if choice is not None:
@@ -238,15 +238,18 @@ def _rewrite(
       return aligned.cut(choice, "y", y)
 
     return larger
-  # Sums of the wider type, so that they are rounded once.
-  wide = _primitive.accumulator_dtype(dtype)
-  planned = (residual or kind not in CLAMPS) and primitives.plan("y", x, w, spec, wide, hopper=True)
-  if not planned or planned["finishes"]:
+  if kind == IDENTITY and not residual:
+    return None
+  clamp = kind in CLAMPS and not residual
+  # Rounded once: but for a clamp, which commutes with that, it is done to sums of the wider type.
+  sums = dtype if clamp else _primitive.accumulator_dtype(dtype)
+  planned = primitives.plan("y", x, w, spec, sums, hopper=True)
+  if not planned or planned["finish"] == "any" or (clamp and planned["finish"] == "clamp"):
     return None
 
   def apart(x: Array, w: Array, *extras: Array) -> Array:
-    without = params | {"dtype": wide, "kind": IDENTITY, "parameter": 0.0, "residual": False}
-    y = _primitive.bind(conv_fused_p, x, w, *(b.astype(wide) for b in extras[:bias]), scale=scale, **without)
+    without = params | {"dtype": sums, "kind": IDENTITY, "parameter": 0.0, "residual": False}
+    y = _primitive.bind(conv_fused_p, x, w, *(b.astype(sums) for b in extras[:bias]), scale=scale, **without)
     y = _add_extras(y, extras[bias:], bias=False, residual=residual)
     return (y if kind == IDENTITY else ACTIVATIONS[kind].forward(y, parameter)).astype(dtype)
 

@@ -293,8 +293,8 @@ def plan(result: str, a: Any, b: Any, spec: ConvSpec, dtype: Any, *, hopper: boo
   """What the planner chooses for this call, or None if no kernel, or not the spec's algorithm, takes it.
 
   With hopper, on devices of compute capability 9.0. The algorithm, its tile, splits, blocks that share a tile
-  ("cluster") or, of Hopper's filter gradient, all tiles ("blocks"), bytes of workspace, the modelled cycles, and
-  whether its kernels add a residual and apply activations ("finishes"), or leave that to slower ones.
+  ("cluster") or, of Hopper's filter gradient, all tiles ("blocks"), bytes of workspace, the modelled cycles, and what
+  its kernels have of an epilogue ("finish"): "bias", also a "clamp" as of ReLU, or "any".
   """
   shapes = {name: aval.shape for name, aval in zip(OPERANDS[result], (a, b), strict=True)}
   shapes[result] = _result_shape(result, a, b, spec)
