@@ -49,6 +49,9 @@ def test_large_batches_are_packed_in_parts():
   for batch in (32, 512, 4096):
     (found,) = (each for each in algorithms("filter_gradient", 65, 65, batch=batch) if each.name == UNALIGNED)
     assert found.workspace_bytes <= 256 << 20
+    # The slices of a part, times the window's lines, are blocks for most of the 132 multiprocessors.
+    images = (128 << 20) // (2 * 9 * 57 * 57 * 16)
+    assert found.splits // -(-batch // images) * 3 >= 100 or batch == 4096
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
