@@ -12,6 +12,7 @@ from benchmarks import (
   activation,
   batch_norm,
   conv,
+  conv_fused,
   conv_large,
   conv_quantized,
   dropout,
@@ -29,6 +30,7 @@ from benchmarks import (
 # sizes that show whether there are cliffs.
 FAMILIES = {
   "conv": conv,
+  "conv_fused": conv_fused,
   "conv_large": conv_large,
   "conv_quantized": conv_quantized,
   "pool": pool,
