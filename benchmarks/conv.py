@@ -51,7 +51,7 @@ def directions(family: str, case: ConvCase, dtype: str) -> Iterator[Work]:
   y = Draw((*models, case.batch, *counts.outputs, case.k), dtype)
   x_size, w_size, y_size = (math.prod(operand.shape) for operand in (x, w, y))
   x_read = x_size // math.prod(case.spatial) * counts.touched
-  flops = 2 * max(case.models, 1) * case.batch * counts.pairs * (case.c // case.groups) * case.k
+  flops = flops_of(case, counts)
   elements = {"fwd": x_read + w_size + y_size, "dgrad": y_size + w_size + x_size, "wgrad": x_read + y_size + w_size}
   functions = {"fwd": forward, "dgrad": data_gradient, "wgrad": filter_gradient}
   depthwise = case.c == case.groups > 1
@@ -137,6 +137,10 @@ class Counts(NamedTuple):
   """Of an output position and a tap that meet an element of x: zeros of the padding and of a dilation cost nothing."""
   touched: int
   """Positions of x that some output reads."""
+
+
+def flops_of(case: ConvCase, counts: Counts) -> int:
+  return 2 * max(case.models, 1) * case.batch * counts.pairs * (case.c // case.groups) * case.k
 
 
 def count(case: ConvCase) -> Counts:

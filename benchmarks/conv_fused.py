@@ -10,7 +10,7 @@ from jax import Array, lax
 
 import conv_cases
 import jaxdnn
-from benchmarks.conv import NUMBERS, count, shrunk
+from benchmarks.conv import convolve, count, flops_of, shrunk
 from benchmarks.harness import Draw, Work, itemsize
 from conv_cases import ConvCase
 
@@ -47,11 +47,11 @@ def work(dtypes: list[str], quick: bool = False, shrink: int = 1) -> Iterator[Wo
       operands = [Draw(shape, dtype) for shape in (case.x_shape, case.w_shape, (case.k,))]
       operands += [Draw(results, dtype)] * residual
       moved = sum(math.prod(operand.shape) for operand in operands) + math.prod(results)
-      flops = 2 * case.batch * counts.pairs * (case.c // case.groups) * case.k
       after = "+".join(["bias", *["residual"] * residual, *([kind] if kind else [])])
       yield Work(
         "conv_fused", f"{name} {after}", dtype, "fwd", partial(ours, case, kind), partial(xla, case, kind),
-        tuple(operands), moved * itemsize(dtype), flops, "fma" if case.c == case.groups > 1 else dtype, tuned=True,
+        tuple(operands), moved * itemsize(dtype), flops_of(case, counts),
+        "fma" if case.c == case.groups > 1 else dtype, tuned=True,
       )  # fmt: skip
 
 
@@ -63,9 +63,6 @@ def ours(case: ConvCase, kind: str | None, x: Array, w: Array, b: Array, residua
 
 
 def xla(case: ConvCase, kind: str | None, x: Array, w: Array, b: Array, residual: Array | None = None) -> Any:
-  y = lax.conv_general_dilated(
-    x, w, case.stride, case.padding, rhs_dilation=case.rhs_dilation, dimension_numbers=NUMBERS[len(case.window)],
-    feature_group_count=case.groups,
-  )  # fmt: skip
+  y = convolve(lax.conv_general_dilated, case, x, w)
   y = y + b if residual is None else y + b + residual
   return y if kind is None else OF_JAX[kind](y)

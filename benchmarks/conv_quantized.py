@@ -13,7 +13,7 @@ from jax import Array, lax
 
 import conv_cases
 import jaxdnn
-from benchmarks.conv import NUMBERS, count, shrunk
+from benchmarks.conv import NUMBERS, count, flops_of, shrunk
 from benchmarks.harness import Draw, Work
 from conv_cases import SAME3, ConvCase
 
@@ -43,10 +43,9 @@ def work(dtypes: list[str], quick: bool = False, shrink: int = 1) -> Iterator[Wo
       x, w = Draw(case.x_shape, dtype, high), Draw(case.w_shape, dtype, high)
       scale = Draw((case.k,), "float32")
       results = case.batch * math.prod(counts.outputs) * case.k
-      products = case.batch * counts.pairs * (case.c // case.groups) * case.k
       yield Work(
         "conv_quantized", f"{name}.{case.name}", dtype, "fwd", partial(ours, case), partial(xla, case), (x, w, scale),
-        math.prod(x.shape) + math.prod(w.shape) + 2 * results, 2 * products, "bytes", tuned=True,
+        math.prod(x.shape) + math.prod(w.shape) + 2 * results, flops_of(case, counts), "bytes", tuned=True,
       )  # fmt: skip
 
 

@@ -33,7 +33,7 @@ __device__ float2 WidenPair(uint32_t word) {
 
 template <class T>
 __device__ uint32_t NarrowPair(float low, float high) {
-  std::conditional_t<std::is_same_v<T, __nv_bfloat16>, __nv_bfloat162, __half2> pair;
+  TwoOf<T> pair;
   if constexpr (std::is_same_v<T, __nv_bfloat16>)
     pair = __floats2bfloat162_rn(low, high);
   else

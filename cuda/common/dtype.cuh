@@ -4,6 +4,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <type_traits>
+
 #include "cuda/common/dtype.h"
 
 namespace jaxdnn {
@@ -46,5 +48,9 @@ struct AccumulatorOf<double> {
 // 16-bit floats are computed and summed in float, double in double.
 template <class T>
 using Accumulator = typename AccumulatorOf<T>::type;
+
+// Two 16-bit floats, as arithmetic on both at once takes them.
+template <class T>
+using TwoOf = std::conditional_t<std::is_same_v<T, __nv_bfloat16>, __nv_bfloat162, __half2>;
 
 }  // namespace jaxdnn

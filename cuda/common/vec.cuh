@@ -12,6 +12,14 @@ struct alignas(sizeof(T) * N) Vec {
   T v[N];
 };
 
+template <class To, class From>
+__device__ To BitCast(const From& from) {
+  static_assert(sizeof(To) == sizeof(From), "the same bits");
+  To to;
+  memcpy(&to, &from, sizeof(To));
+  return to;
+}
+
 // Elements in a 16-byte access, the widest that every supported architecture has.
 template <class T>
 constexpr int kVecLength = 16 / sizeof(T);

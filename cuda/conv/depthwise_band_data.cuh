@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(B::kThreads, B::kBlocks)
   constexpr int kStores = kBandStrips * kBandStrip * B::kChunks / kThreads;
   constexpr int kStaged = B::kWarps * kBandStagedWarp<B>;  // of a line
   using Own = typename B::Own;
-  using Two = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+  using Two = TwoOf<T>;
   extern __shared__ __align__(16) char shared[];
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, row = lane / 4, pair = lane % 4;
   int slab, tile, group;

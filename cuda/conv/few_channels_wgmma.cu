@@ -34,7 +34,7 @@ struct ForwardTile : FilledTile<In_, kShape, kVolume> {
   static constexpr int kBoxFeatures = kLine / sizeof(In), kBoxBytes = kResults * kLine;
   static constexpr int kSlabBytes = FilledPlan::kFeatures / kBoxFeatures * kBoxBytes;
   static constexpr int kBeside = 2 * kTakers * kSlabBytes;
-  static constexpr int kFilterLine = FilledPlan::kFeatures * sizeof(In) + 16;
+  static constexpr int kFilterLine = FilledPlan::kFeatures * sizeof(In) + FilledPlan::kFilterPad;
   static_assert(kSteps * (kFloats ? 8 : 16) * kFilterLine <= kBeside);
 };
 
@@ -129,7 +129,9 @@ struct Results {
         uint32_t matrices[4];
 #pragma unroll
         for (int k = 0; k < 4; ++k)
-          matrices[k] = MaxOfPairs(NarrowPair<In>(sums[8 * i + 2 * k], sums[8 * i + 2 * k + 1]), least);
+          matrices[k] = BitCast<uint32_t>(
+              __hmax2_nan(BitCast<TwoOf<In>>(NarrowPair<In>(sums[8 * i + 2 * k], sums[8 * i + 2 * k + 1])),
+                          BitCast<TwoOf<In>>(least)));
         hopper::StoreTransposed(to + i * 16 * T::kLine, matrices);
       }
     }
@@ -142,18 +144,33 @@ struct Results {
     slab += feature / T::kBoxFeatures * T::kBoxBytes + (i / 4 * 8 + column) * T::kLine + (chunk ^ column) * 16;
     return reinterpret_cast<In*>(slab) + feature % (16 / int(sizeof(In)));
   }
-
- private:
-  __device__ static __forceinline__ uint32_t MaxOfPairs(uint32_t a, uint32_t b) {
-    using Two = std::conditional_t<std::is_same_v<In, __nv_bfloat16>, __nv_bfloat162, __half2>;
-    Two two[2];
-    memcpy(two, &a, sizeof(a));
-    memcpy(two + 1, &b, sizeof(b));
-    two[0] = __hmax2_nan(two[0], two[1]);
-    memcpy(&a, two, sizeof(a));
-    return a;
-  }
 };
+
+// sums = or += a unit's products with the lines of a window of one plane, whose first strip is `at` so many 16 bytes.
+template <class T>
+__device__ __forceinline__ void MultiplyWindows(const FilledParams& q, uint64_t windows, int at, bool more,
+                                                const typename T::Rows& rows, typename Results<T>::Sums& sums) {
+  using In = typename T::In;
+  const int part = q.pitch / T::kApart >> 4;
+  hopper::BeginProducts();
+#pragma unroll
+  for (int line = 0; line < T::kLines; ++line) {
+#pragma unroll
+    for (int i = 0; i < T::kLineSteps; ++i) {
+      const int step = line * T::kLineSteps + i;
+      const uint64_t chunks = hopper::Later(windows, at + 2 * i % T::kApart * part + 2 * i / T::kApart);
+      if constexpr (T::kFloats) {
+        hopper::MultiplyHeld<T::kResults>(sums, rows[step], chunks, step > 0);
+      } else {
+        hopper::MultiplyHeldShort<In, T::kResults, false>(sums, rows[step], chunks, more || step > 0);
+      }
+    }
+    at += q.pitch >> 4;
+    asm volatile("" : "+r"(at));  // else all of them would be kept in registers
+  }
+  hopper::CommitProducts();
+  hopper::WaitForSums(sums);
+}
 
 template <class T>
 __device__ void ConsumeFilled(const FilledParams& q, const ForwardParams& r, FilledRing& ring, int worker,
@@ -190,10 +207,10 @@ __device__ void ConsumeFilled(const FilledParams& q, const ForwardParams& r, Fil
       bias[i / 2][i % 2] = static_cast<float>(static_cast<const In*>(r.bias)[feature_of(i / 2, i % 2)]);
 
   unsigned char* const slabs = beside + warpgroup * 2 * T::kSlabBytes;
-  const uint32_t least = NarrowPair<In>(r.least, r.least);
+  uint32_t least = 0;
+  if constexpr (!T::kFloats) least = NarrowPair<In>(r.least, r.least);
   const bool stores = threadIdx.x % kWarpgroup == 0;
-  int turn = 0;  // of the slabs
-  const int part = q.pitch / T::kApart >> 4;
+  int turn = 0;          // of the slabs
   int next = warpgroup;  // of a piece's units, which warpgroups take in turn
   const FilledShare share(q, worker);
 #pragma unroll 1
@@ -210,34 +227,14 @@ __device__ void ConsumeFilled(const FilledParams& q, const ForwardParams& r, Fil
       for (int tile = 0; tile < T::kTiles; ++tile) {
         if (tile == tiles) break;
         typename Results<T>::Sums sums;
-        const auto multiply = [&](int at, bool more) {
-          hopper::BeginProducts();
-#pragma unroll
-          for (int line = 0; line < T::kLines; ++line) {
-#pragma unroll
-            for (int i = 0; i < T::kLineSteps; ++i) {
-              const int step = line * T::kLineSteps + i;
-              const uint64_t chunks = hopper::Later(windows, at + 2 * i % T::kApart * part + 2 * i / T::kApart);
-              if constexpr (T::kFloats) {
-                hopper::MultiplyHeld<T::kResults>(sums, rows[tile][step], chunks, step > 0);
-              } else {
-                hopper::MultiplyHeldShort<In, T::kResults, false>(sums, rows[tile][step], chunks, more || step > 0);
-              }
-            }
-            at += q.pitch >> 4;
-            asm volatile("" : "+r"(at));  // else all of them would be kept in registers
-          }
-          hopper::CommitProducts();
-          hopper::WaitForSums(sums);
-        };
         if constexpr (T::kVolume) {
 #pragma unroll 1
           for (int plane = 0; plane < q.planes; ++plane) {
             LoadRows<T>(planes + plane * FilledPlan::kFilterBytes, rows[tile]);
-            multiply(plane * q.lines * (q.pitch >> 4), plane > 0);
+            MultiplyWindows<T>(q, windows, plane * q.lines * (q.pitch >> 4), plane > 0, rows[tile], sums);
           }
         } else {
-          multiply(0, false);
+          MultiplyWindows<T>(q, windows, 0, false, rows[tile], sums);
         }
         if (unit + T::kTakers >= place.units && tile == tiles - 1 && results.lane == 0) hopper::Arrive(ring.Empty());
 

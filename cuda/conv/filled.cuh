@@ -199,18 +199,12 @@ struct FourPixels {
       for (const uint32_t word : words) all = max(all, word & 0x7FFFFFFF);
       return all >= kRoundedToInfinity;
     } else {
-      using Two = std::conditional_t<std::is_same_v<In, __nv_bfloat16>, __nv_bfloat162, __half2>;
-      Two zero, sums;
-      memcpy(&zero, &all, sizeof(zero));
-      memcpy(&sums, &all, sizeof(sums));
+      using Two = TwoOf<In>;
+      const Two zero = BitCast<Two>(all);
+      Two sums = zero;
 #pragma unroll
-      for (const uint32_t word : words) {
-        Two two;
-        memcpy(&two, &word, sizeof(two));
-        sums = __hfma2(two, zero, sums);
-      }
-      memcpy(&all, &sums, sizeof(all));
-      return (all & 0x7FFF7FFF) != 0;  // zeros may have signs
+      for (const uint32_t word : words) sums = __hfma2(BitCast<Two>(word), zero, sums);
+      return (BitCast<uint32_t>(sums) & 0x7FFF7FFF) != 0;  // zeros may have signs
     }
   }
   // Calls store(i, words) for each chunk of them, or zeros.

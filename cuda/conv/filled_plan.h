@@ -26,10 +26,12 @@ struct FilledPlan {
   static constexpr int kHeight = 8, kColumns = 8, kResults = kHeight * kColumns;  // of a unit, which a product has
   static constexpr int kFeatures = 64;                                            // of a product
   static constexpr int kChannels = 4;                                             // of a pixel
-  // A plane of the filter, forward of a volume, in shared memory: a term's features in a line, of which matrix loads of
-  // eight meet in no bank. There is room for so many planes.
-  static constexpr int kFilterLine = kFeatures * 2 + 16;
-  static constexpr int kFilterBytes = kFilledShapes[0].lines * kFilledShapes[0].pixels * kChannels * kFilterLine;
+  // The filter in shared memory, forward: a term's features in a line, and so many bytes, so that matrix loads of eight
+  // lines meet in no bank. Of a volume of 16-bit floats it stays there, so much for each plane, of which there are
+  // some.
+  static constexpr int kFilterPad = 16;
+  static constexpr int kFilterBytes =
+      kFilledShapes[0].lines * kFilledShapes[0].pixels * kChannels * (kFeatures * 2 + kFilterPad);
   static constexpr int kMostPlanes = 3;
 
   int shape;       // of kFilledShapes

@@ -182,14 +182,6 @@ struct Cover {
   }
 };
 
-template <class To, class From>
-__device__ To BitCast(const From& from) {
-  static_assert(sizeof(To) == sizeof(From), "the same bits");
-  To to;
-  memcpy(&to, &from, sizeof(To));
-  return to;
-}
-
 // N elements as they are loaded. Values that meet after a branch stay whole words that way, where the compiler would
 // otherwise take 16-bit elements and bytes apart into a register each.
 template <class T, int N>

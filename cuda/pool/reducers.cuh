@@ -11,9 +11,6 @@
 
 namespace jaxdnn::pool {
 
-template <class T>
-using PairOf = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
-
 template <class T, int N>
 constexpr bool kInPairs = sizeof(T) == 2 && N % 2 == 0;
 
@@ -65,7 +62,7 @@ struct Max {
     if constexpr (kInPairs<T, N>) {
 #pragma unroll
       for (int j = 0; j < N / 2; ++j)
-        value.v[j] = BitCast<unsigned>(__hmax2_nan(BitCast<PairOf<T>>(value.v[j]), BitCast<PairOf<T>>(v.v[j])));
+        value.v[j] = BitCast<unsigned>(__hmax2_nan(BitCast<TwoOf<T>>(value.v[j]), BitCast<TwoOf<T>>(v.v[j])));
     } else {
       auto a = BitCast<Vec<T, N>>(value);
       const auto b = BitCast<Vec<T, N>>(v);
@@ -143,7 +140,7 @@ struct IndexedMax {
 template <class T, int N>
 struct IndexedPairMax {
   static constexpr bool kIndexed = true, kQuick = false;
-  using Pair = PairOf<T>;
+  using Pair = TwoOf<T>;
   Words<T, N> value = Splat<T, N>(-INFINITY);
   unsigned index[N / 2];
 
@@ -199,7 +196,7 @@ struct QuickMax {
   }
   __device__ void Choose(int j, unsigned candidate, unsigned cell) {
     if constexpr (kPairs) {
-      using Pair = PairOf<T>;
+      using Pair = TwoOf<T>;
       const Pair c = BitCast<Pair>(candidate), best = BitCast<Pair>(value[j]);
       const unsigned wins = __hgt2_mask(c, best);
       value[j] = BitCast<unsigned>(__hmax2_nan(best, c));
@@ -231,14 +228,14 @@ struct QuickMax {
 #pragma unroll
     for (int j = 0; j < kValues; ++j) {
       if constexpr (kPairs)
-        most = BitCast<unsigned>(__hmax2_nan(BitCast<PairOf<T>>(most), BitCast<PairOf<T>>(value[j])));
+        most = BitCast<unsigned>(__hmax2_nan(BitCast<TwoOf<T>>(most), BitCast<TwoOf<T>>(value[j])));
       else
         most = __float_as_uint(MaxOrNan(__uint_as_float(most), __uint_as_float(value[j])));
     }
   }
   static __device__ bool SawNan(unsigned most) {
     if constexpr (kPairs) {
-      const auto pair = BitCast<PairOf<T>>(most);
+      const auto pair = BitCast<TwoOf<T>>(most);
       return __hneu2_mask(pair, pair) != 0;
     } else {
       return __uint_as_float(most) != __uint_as_float(most);

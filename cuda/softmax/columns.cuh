@@ -40,7 +40,7 @@ template <class T, int W, int V>
 __device__ void MaxOfColumns(const Packed<T, W> (&x)[V][1], Accumulator<T> (&m)[W]) {
   using A = Accumulator<T>;
   if constexpr (kIsPairs<T, W>) {
-    using Pair = std::conditional_t<std::is_same_v<T, __nv_bfloat16>, __nv_bfloat162, __half2>;
+    using Pair = TwoOf<T>;
 #pragma unroll
     for (int i = 0; i < W / 2; ++i) {
       Pair most;

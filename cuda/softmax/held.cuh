@@ -107,7 +107,7 @@ template <class T, int N, int V>
 __device__ Accumulator<T> MaxOf(const Packed<T, N> (&x)[V][1]) {
   using A = Accumulator<T>;
   if constexpr (kIsPairs<T, N>) {
-    using Pair = std::conditional_t<std::is_same_v<T, __nv_bfloat16>, __nv_bfloat162, __half2>;
+    using Pair = TwoOf<T>;
     Pair m[N / 2];
     memcpy(m, &x[0][0], sizeof(m));
 #pragma unroll
