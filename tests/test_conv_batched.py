@@ -106,9 +106,10 @@ def test_infinities_stay_in_their_problem(dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("tile", ["wgmma 64x64", "wgmma 128x128", "wgmma 96x128 across", "wgmma 256x160"])
 @pytest.mark.parametrize("activation", [None, "gelu"])
-def test_epilogue(tile, activation):
-  """Bias and residual too are each problem's own."""
-  shapes = ((3, 2, 7, 9, 64), (3, 3, 3, 64, 136), (3, 136), (3, 2, 7, 9, 136))
+@pytest.mark.parametrize("size", [(7, 9), (8, 8)])
+def test_epilogue(tile, activation, size):
+  """Bias and residual too are each problem's own, which end within a tile or do not."""
+  shapes = ((3, 2, *size, 64), (3, 3, 3, 64, 136), (3, 136), (3, 2, *size, 136))
   x, w, b, r = (jnp.asarray(sample(s, "bfloat16", i)) for i, s in enumerate(shapes))
 
   def layer(name):

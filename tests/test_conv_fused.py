@@ -123,6 +123,7 @@ CASES = [
   ConvCase("ragged", 3, (17, 19), 72, (3, 3), 136, padding=SAME3),
   ConvCase("phases", 2, (6, 7), 64, (3, 3), 72, padding=SAME3, lhs_dilation=(2, 2)),
   ConvCase("many_tiles", 20, (28, 28), 64, (1, 1), 200),
+  ConvCase("halves", 2, (14, 14), 64, (1, 1), 480),
   ConvCase("deep", 1, (5, 7), 512, (3, 3), 136, padding=SAME3),
   ConvCase("odd", 2, (9, 9), 7, (3, 3), 13, padding=SAME3),
   ConvCase("grouped", 2, (9, 9), 32, (3, 3), 32, padding=SAME3, groups=4),
@@ -152,7 +153,7 @@ OF_FEW_SHAPES = {DEPTHWISE, DIRECT, FEW_CHANNELS, "few_channels wgmma", FEW_FEAT
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", [None, "relu", "gelu"])
+@pytest.mark.parametrize("kind", [None, "clipped_relu", "gelu"])
 @pytest.mark.parametrize(
   "tile", sorted({*ALGORITHMS, *_extension.native.conv_tiles} - OF_FEW_SHAPES - FILTER_TILES - OF_PAIRS)
 )

@@ -4,9 +4,9 @@
 //
 // The taps of both of a pair are loaded side by side, as terms of a step or as columns of the result. Where one of them
 // has no tap, products leave its half out: zeros in place of a tap would make NaNs of infinities that no window meets.
-#include "cuda/conv/data_wgmma.cuh"
 #include "cuda/conv/pairs.h"
 #include "cuda/conv/wgmma.h"
+#include "cuda/conv/wgmma_finish.cuh"
 
 namespace jaxdnn::conv {
 namespace {
@@ -80,6 +80,7 @@ __device__ void ProduceFilter(const WgmmaParams& p, const PairParams& r, Ring<T>
       load(0, r.all_views, {});
     else
       ForEachStep(p, f, 0, f.tap_count * p.lines, load);
+    PassResidual(p, ring);
   }
 }
 
@@ -156,20 +157,20 @@ template <class T, bool kForward, bool kOfResult>
 __device__ void Consume(const WgmmaParams& p, const PairParams& r, Ring<T> ring, int warpgroup, typename T::In* out,
                         int* pixels) {
   int turn = 0;
+  ring.more = p.residual_lines;
   for (int number = 0, tile; (tile = TileOf(p, number)) < p.tiles; ++number) {
+    __syncwarp();  // lanes whose columns do not exist have stored the last tile sooner
     const WgmmaPlace place(p, tile, T());
     const WgmmaPhase& f = p.phase[place.phase];
     if (number % 2 != warpgroup) {
-      ring.Skip(max(1, f.tap_count * p.lines));
+      ring.Skip(max(1, f.tap_count * p.lines) + ring.more);
       continue;
     }
     typename T::Sums sums;
     MultiplyPairs<T, kForward, kOfResult>(p, r, f, ring, number, sums);
     const Rows rows = {0, T::kRows};
-    if (p.boxes)
-      StoreBoxes<T>(p, f, ring.Slabs(), warpgroup, place, sums, rows, out, pixels, turn);
-    else if constexpr (kForward)
-      StoreFinished<T>(p, f, ring.Slabs(), warpgroup, place, sums, rows, out, pixels, turn);
+    if (kForward && !p.plain) FinishSums<T, typename T::In>(p, f, ring, 0, place, rows, sums);
+    StoreBoxes<T>(p, f, ring.Slabs(), warpgroup, place, sums, rows, out, pixels, turn);
   }
 }
 

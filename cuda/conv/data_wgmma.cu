@@ -8,6 +8,7 @@
 // filter too.
 #include "cuda/conv/wgmma.h"
 #include "cuda/conv/wgmma_across.cuh"
+#include "cuda/conv/wgmma_finish.cuh"
 
 namespace jaxdnn::conv {
 namespace {
@@ -26,13 +27,6 @@ constexpr int kFilterBytes = kOfFeatures<T, kForward> ? T::kBytesB : T::kColumns
 // is filled up with zeros, so that nothing is loaded that the next tile has.
 template <class T, bool kForward>
 constexpr bool kHalved = kOfFeatures<T, kForward> && T::kColumns % T::kLine != 0;
-
-template <class T, bool kForward>
-__device__ WgmmaPlace PlaceOf(const WgmmaParams& p, int tile) {
-  WgmmaPlace place(p, tile, T());
-  if (kHalved<T, kForward> && p.halved) place.turned = place.column % T::kLine;
-  return place;
-}
 
 template <class T, bool kForward>
 __device__ void LoadFilter(const WgmmaParams& p, const Ring<T>& ring, const WgmmaPlace& place, int line, int tap) {
@@ -66,7 +60,7 @@ template <class T, bool kForward>
 __device__ void ProduceFilter(const WgmmaParams& p, Ring<T> ring) {
   hopper::PrefetchMap(&p.filter);
   for (int number = 0, tile; (tile = TileOf(p, number)) < p.tiles; ++number) {
-    const WgmmaPlace place = PlaceOf<T, kForward>(p, tile);
+    const WgmmaPlace place = PlaceOf<T>(p, tile);
     const WgmmaPhase& f = p.phase[place.phase];
     const auto load = [&](int line, int tap, const int (&)[kRank]) {
       BeginStage(ring, kFilterBytes<T, kForward>);
@@ -75,10 +69,11 @@ __device__ void ProduceFilter(const WgmmaParams& p, Ring<T> ring) {
     };
     if (f.tap_count == 0) {
       load(0, p.planes, {});
-      continue;
+    } else {
+      const Share share(f.tap_count * p.lines, p.team);
+      ForEachStep(p, f, share.first, share.end, load, p.taps_first);
     }
-    const Share share(f.tap_count * p.lines, p.team);
-    ForEachStep(p, f, share.first, share.end, load, p.taps_first);
+    PassResidual(p, ring);
   }
 }
 
@@ -122,12 +117,14 @@ __device__ void Consume(const WgmmaParams& p, Ring<T> ring, int warpgroup, float
   using Own = std::conditional_t<T::kLarge, HalfTile<T>, T>;  // of a warpgroup
   using Sums = typename std::conditional_t<kHeld<T, kForward>, Held<T>, Own>::Sums;
   int turn = 0;
+  ring.more = p.residual_lines;
   for (int number = 0, tile; (tile = TileOf(p, number)) < p.tiles; ++number) {
-    WgmmaPlace place = PlaceOf<T, kForward>(p, tile);
+    __syncwarp();  // lanes whose columns do not exist have stored the last tile sooner
+    WgmmaPlace place = PlaceOf<T>(p, tile);
     const WgmmaPhase& f = p.phase[place.phase];
     const int steps = Share(max(1, f.tap_count * p.lines), p.team).Steps();
     if (!T::kLarge && number % 2 != warpgroup) {
-      ring.Skip(steps);
+      ring.Skip(steps + ring.more);
       continue;
     }
     Sums sums;
@@ -159,15 +156,14 @@ __device__ void Consume(const WgmmaParams& p, Ring<T> ring, int warpgroup, float
       }
     }
     if constexpr (kHeld<T, kForward>) {
+      if (!p.plain) FinishHeld<T>(p, f, ring, 0, place, rows, sums);
       StoreHeld<T>(p, f, warpgroup, place, sums, rows, wide, pixels);
     } else if (p.boxes) {
+      const int first_row = T::kLarge ? warpgroup * Own::kRows : 0;
+      if (kForward && !p.plain) FinishSums<Own, typename T::In>(p, f, ring, first_row, place, rows, sums);
       StoreBoxes<Own>(p, f, ring.Slabs(), warpgroup, place, sums, rows, out, pixels, turn);
-    } else if constexpr (kForward) {
-      if (kFloats || (!T::kLarge && wide != nullptr))
-        StoreFinished<Own>(p, f, ring.Slabs(), warpgroup, place, sums, rows, wide, pixels, turn);
-      else
-        StoreFinished<Own>(p, f, ring.Slabs(), warpgroup, place, sums, rows, out, pixels, turn);
     } else if constexpr (!kFloats && !T::kLarge) {
+      if (kForward && !p.plain) FinishSums<Own, float>(p, f, ring, 0, place, rows, sums);
       StoreSums<T>(sums, wide + place.column, p.columns - place.column, [&](int row) -> int64_t {
         const int64_t pixel = rows.Has(row) ? ResultPixel(p, f, place, row, p.scattered) : -1;
         return pixel < 0 ? -1 : pixel * p.columns;
@@ -179,6 +175,7 @@ __device__ void Consume(const WgmmaParams& p, Ring<T> ring, int warpgroup, float
 template <class T, bool kForward>
 __device__ void ConsumeAcross(const WgmmaParams& p, Ring<T> ring, int warpgroup, typename T::In* out, int* pixels) {
   for (int number = 0, tile; (tile = TileOf(p, number)) < p.tiles; ++number) {
+    __syncwarp();
     WgmmaPlace place(p, tile, T());
     const WgmmaPhase& f = p.phase[place.phase];
     const int steps = max(1, f.tap_count * p.lines);
@@ -189,14 +186,13 @@ __device__ void ConsumeAcross(const WgmmaParams& p, Ring<T> ring, int warpgroup,
       EndProducts(ring, MultiplyHeldSteps<Part>(ring, Share(steps, p.team).Steps(), T::kBytesA + part, sums), sums);
       if (p.team.divisor > 1) ExchangeSums<T>(ring.data + warpgroup * each, p.team.divisor, sums[0]);
       place.column += warpgroup * Part::kColumns;
+      if (!p.plain) FinishHeld<Part>(p, f, ring, warpgroup * Part::kColumns, place, OwnRows<T>(p.team), sums);
       StoreHeld<Part>(p, f, warpgroup, place, sums, OwnRows<T>(p.team), out, pixels);
     } else {
       typename T::Sums sums;
       MultiplyAcross<T, kForward>(ring, steps, warpgroup, sums);
-      if (p.boxes)
-        StoreAcross<T>(p, f, ring, warpgroup, place, sums, out, pixels);
-      else if constexpr (kForward)
-        StoreAcrossFinished<T>(p, f, ring, warpgroup, place, sums, out, pixels);
+      if (kForward && !p.plain) FinishAcross<T>(p, f, ring, warpgroup, place, sums);
+      StoreAcross<T>(p, f, ring, warpgroup, place, sums, out, pixels);
     }
   }
 }
@@ -292,7 +288,7 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* opera
                     {T::kLine, kForward ? T::kLine : T::kColumns, 1});
   }
   constexpr int kHalf = T::kLine / 2;
-  q.halved = kHalved<T, kForward> && p.features % kHalf == 0;
+  q.halved = kHalved<T, kForward> && q.boxes && p.features % kHalf == 0;
   if (e == cudaSuccess && q.halved)
     e = EncodeBoxes(&q.halves, p.in, filter, {kHalf, p.features / kHalf, p.channels, planes, 1},
                     {T::kLine, 1, T::kLine, 1, 1});

@@ -23,14 +23,16 @@ struct WgmmaParams {
   bool scattered;          // the rows of a phase are not neighbours in the result
   bool lattices;           // but 64 of them, of a line of one tap's columns, are a box there,
   bool columns_of_pixels;  // or any of one phase are pixels that the unit goes over
-  bool boxes;              // the sums are stored as they are, in the operands' type
+  bool boxes;              // the result is of the operands' type
+  bool plain;              // the sums are stored as they are
   bool alternates;         // the direction in which blocks go over the tiles
   bool taps_first;         // in the order of steps: all taps of a line of channels before the next line
   WgmmaRow in_row;
   int first_tile[kMaxMaps + 1];  // of each phase, in tiles of rows
   int window[kRank], out[kRank];
   WgmmaPhase phase[kMaxMaps];
-  CUtensorMap operand[kMaxMaps], result[kMaxMaps], filter;
+  int residual_lines;  // that come through the ring for each tile (wgmma_finish.cuh)
+  CUtensorMap operand[kMaxMaps], result[kMaxMaps], filter, residual;
   CUtensorMap halves;  // of lines of the filter's features, if those are whole ones
   bool halved;
   Patches patches;
@@ -69,8 +71,9 @@ cudaError_t SetParams(const Problem& p, const Config& config, const Epilogue& ep
   if (phases == 0) return cudaErrorInvalidValue;
   const bool forward = p.direction == Direction::kForward;
   const int64_t columns = GemmOf(p).columns;
-  q.boxes = p.out == p.in && IsNone(epilogue);
-  const bool taps = taps_may_be_columns && q.boxes && p.batch == 1 && TapsAreColumns(p, phases, q.phase[0]);
+  q.boxes = p.out == p.in;
+  q.plain = IsNone(epilogue);
+  const bool taps = taps_may_be_columns && q.boxes && q.plain && p.batch == 1 && TapsAreColumns(p, phases, q.phase[0]);
   q.in_row = WgmmaRow(columns, T::kColumns, q.phase[0], taps);
   q.columns = q.biases = int(taps ? columns * p.Taps() : columns);
   q.lines = int(CeilDiv(p.DepthChannels(), T::kLine));
@@ -115,6 +118,15 @@ cudaError_t SetParams(const Problem& p, const Config& config, const Epilogue& ep
   }
   if (e == cudaSuccess && q.boxes && !q.scattered)
     e = EncodeBoxes(&q.result[0], p.in, out, {columns, p.batch * GemmOf(p).rows}, {T::kLine, kStored}, false);
+  // Who takes a tile in turn still has its last stage while all of these come (EndTurn).
+  constexpr int kLines = (T::kColumns + T::kLine - 1) / T::kLine;
+  constexpr bool kTogether = kIsAcross<T> || T::kLarge;
+  if (e == cudaSuccess && epilogue.residual != nullptr && q.boxes && !q.scattered && config.cluster == 1 &&
+      !HasFrame(p) && (kTogether || kLines < T::kStages)) {
+    q.residual_lines = kLines;
+    e = EncodeBoxes(&q.residual, p.in, epilogue.residual, {columns, p.batch * GemmOf(p).rows, 1},
+                    {T::kLine, T::kRows, 1}, false);
+  }
   return e;
 }
 
@@ -129,12 +141,38 @@ __device__ inline int TileOf(const WgmmaParams& p, int number) {
          (in_rows / kTogetherColumns % 2) * int(p.in_row.tiles.divisor);
 }
 
+template <class T>
+__device__ WgmmaPlace PlaceOf(const WgmmaParams& p, int tile) {
+  WgmmaPlace place(p, tile, T());
+  if (T::kColumns % T::kLine != 0 && p.halved) place.turned = place.column % T::kLine;
+  return place;
+}
+
+// A tile's last steps bring the residual, where it comes through the ring: by the thread that loads pixels,
+template <class T>
+__device__ void LoadResidual(const WgmmaParams& p, Ring<T>& ring, const WgmmaPlace& place) {
+  for (int line = 0; line < p.residual_lines; ++line) {
+    BeginStage(ring, T::kBytesA);
+    hopper::LoadBox(ring.Data(), &p.residual, ring.Full(), place.Column<T>(line * T::kLine), place.pixel + place.row,
+                    0);
+    ring.Next();
+  }
+}
+// and not by the one that loads the filter.
+template <class T>
+__device__ void PassResidual(const WgmmaParams& p, Ring<T>& ring) {
+  for (int line = 0; line < p.residual_lines; ++line) {
+    BeginStage(ring, 0);
+    ring.Next();
+  }
+}
+
 // One thread loads pixels and another the filter: one alone would be late. Past the last image and tap there are zeros.
 template <class T, int kDimensions>
 __device__ void ProducePixels(const WgmmaParams& p, Ring<T> ring) {
   hopper::PrefetchMap(&p.operand[0]);
   for (int number = 0, tile; (tile = TileOf(p, number)) < p.tiles; ++number) {
-    const WgmmaPlace place(p, tile, T());
+    const WgmmaPlace place = PlaceOf<T>(p, tile);
     const WgmmaPhase& f = p.phase[place.phase];
     int at[kRank], image = place.problem * p.images + FirstPixel(f, place.row, at);
     const auto load = [&](int line, int, const int (&offset)[kRank]) {
@@ -146,10 +184,11 @@ __device__ void ProducePixels(const WgmmaParams& p, Ring<T> ring) {
     if (f.tap_count == 0) {
       image = p.all_images;
       load(0, 0, {});
-      continue;
+    } else {
+      const Share share(f.tap_count * p.lines, p.team);
+      ForEachStep(p, f, share.first, share.end, load, p.taps_first);
     }
-    const Share share(f.tap_count * p.lines, p.team);
-    ForEachStep(p, f, share.first, share.end, load, p.taps_first);
+    LoadResidual(p, ring, place);
   }
 }
 
@@ -210,7 +249,7 @@ __device__ inline void StoreColumn(const WgmmaParams& p, const WgmmaPhase& f, ui
   });
 }
 
-// Stores the sums in the operands' type: by TMA, or a phase's positions one by one.
+// Stores the sums: by TMA, or a phase's positions one by one.
 template <class T>
 __device__ void StoreBoxes(const WgmmaParams& p, const WgmmaPhase& f, uint32_t slabs, int warpgroup,
                            const WgmmaPlace& place, const typename T::Sums& sums, const Rows& rows, typename T::In* out,
@@ -235,79 +274,6 @@ __device__ void StoreBoxes(const WgmmaParams& p, const WgmmaPhase& f, uint32_t s
   });
 }
 
-// Stores four neighbouring columns of a row through the epilogue.
-template <class Out>
-__device__ void Finish(const WgmmaParams& p, int problem, float (&v)[4], const Vec<Out, 4>& residual, int pixel,
-                       int column, Out* out) {
-  Add<Out>(v, p.epilogue.bias, int64_t{problem} * p.columns + (column < p.biases ? column : column - p.biases));
-  if (p.epilogue.residual != nullptr) {
-#pragma unroll
-    for (int k = 0; k < 4; ++k) v[k] += static_cast<float>(residual.v[k]);
-  }
-  Activate<Out>(v, p.epilogue.activation);
-  *reinterpret_cast<Vec<Out, 4>*>(out + int64_t{pixel} * p.columns + column) = Round<Out>(v);
-}
-
-// Stores the sums through the epilogue, 64 rows and 32 columns at a time, in floats through shared memory. The loop is
-// not unrolled, since it holds the code of every activation.
-template <class T, class Out>
-__device__ void StoreFinished(const WgmmaParams& p, const WgmmaPhase& f, uint32_t slabs, int warpgroup,
-                              const WgmmaPlace& place, typename T::Sums& sums, const Rows& rows, Out* out, int* pixels,
-                              int& turn) {
-  constexpr int kAcross = T::kColumns / 32, kRounds = 64 * 8 / kWarpgroup;
-  const int thread = threadIdx.x % kWarpgroup, warp = thread / 32, lane = thread % 32;
-  const int chunk = thread % 8, line = thread / 8;  // of what it stores: 4 columns of every 16th row
-  // Rows of four chunks that warps store together, and of eight that they load together, meet in no bank.
-  const auto place_of = [](int row, int chunk) {
-    return row * kLineBytes + ((chunk ^ (row % 4 * 2 + row / 4 % 2)) << 4);
-  };
-  FindPixels<T>(p, f, place, warpgroup, pixels);
-  hopper::SyncWarpgroup(1 + warpgroup);
-  float (&all)[T::kBlocks * T::kColumns / 2] = reinterpret_cast<float (&)[T::kBlocks * T::kColumns / 2]>(sums);
-#pragma unroll 1
-  for (int part = 0; part < T::kBlocks * kAcross; ++part) {
-    const int row = part / kAcross * 64, column = place.Column<T>(part % kAcross * 32) + chunk * 4;
-    if (!rows.Has(row)) {
-      Rotate<16>(all);
-      continue;
-    }
-    const uint32_t slab = slabs + (warpgroup * 2 + turn) * T::kSlab;
-    // What comes from far away first.
-    Vec<Out, 4> residual[kRounds];
-    if (p.epilogue.residual != nullptr) {
-#pragma unroll
-      for (int i = 0; i < kRounds; ++i) {
-        const int pixel = pixels[row + line + 16 * i];
-        if (pixel >= 0 && column < p.columns)
-          residual[i] = *reinterpret_cast<const Vec<Out, 4>*>(static_cast<const Out*>(p.epilogue.residual) +
-                                                              int64_t{pixel} * p.columns + column);
-      }
-    }
-#pragma unroll
-    for (int j = 0; j < 4; ++j)
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-        hopper::StorePair(slab + place_of(16 * warp + lane / 4 + 8 * half, 2 * j + lane % 4 / 2) + lane % 2 * 8,
-                          all[4 * j + 2 * half], all[4 * j + 2 * half + 1]);
-    Rotate<16>(all);
-    turn ^= 1;
-    hopper::SyncWarpgroup(1 + warpgroup);
-#pragma unroll 1
-    for (int i = 0; i < kRounds; ++i) {
-      const int at = line + 16 * i;
-      const int pixel = pixels[row + at];
-      if (pixel >= 0 && column < p.columns) {
-        float v[4];
-        asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                     : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
-                     : "r"(slab + place_of(at, chunk)));
-        Finish(p, place.problem, v, residual[0], pixel, column, out);
-      }
-      Rotate<1>(residual);
-    }
-  }
-}
-
 // Stores the sums of a product whose filter went through registers, in which they lie as the result has them.
 template <class T>
 __device__ void StoreHeld(const WgmmaParams& p, const WgmmaPhase& f, int warpgroup, const WgmmaPlace& place,
@@ -318,51 +284,13 @@ __device__ void StoreHeld(const WgmmaParams& p, const WgmmaPhase& f, int warpgro
   FindPixels<T>(p, f, place, warpgroup, pixels);
   hopper::SyncWarpgroup(1 + warpgroup);
   if (column >= p.columns) return;
-  if (p.boxes) {
-    out += ResultColumn(p, column);
+  out += ResultColumn(p, column);
 #pragma unroll
-    for (int i = 0; i < T::kRows / 4; ++i) {
-      if (i % 2 == 0) asm volatile("" ::: "memory");  // or all rows' pixels are loaded first, into too many registers
-      const int row = H::Row(i), pixel = pixels[row];
-      if (pixel >= 0 && rows.Has(row))
-        *reinterpret_cast<Columns*>(out + int64_t{pixel} * p.in_row.columns.divisor) = H::Get(sums, i);
-    }
-    return;
-  }
-  // Four rows at a time, in a loop that holds the code of every activation.
-  constexpr int kEach = 4, kShare = kEach * H::kVector / H::kBlocks;  // of every block of columns' sums
-#pragma unroll 1
-  for (int i = 0; i < T::kRows / 4; i += kEach) {
-    Columns v[kEach], residual[kEach];
-    // What comes from far away first.
-    if (p.epilogue.residual != nullptr) {
-#pragma unroll
-      for (int k = 0; k < kEach; ++k) {
-        const int row = H::Row(i + k), pixel = pixels[row];
-        if (pixel >= 0 && rows.Has(row))
-          residual[k] = *reinterpret_cast<const Columns*>(static_cast<const float*>(p.epilogue.residual) +
-                                                          int64_t{pixel} * p.columns + column);
-      }
-    }
-#pragma unroll
-    for (int k = 0; k < kEach; ++k) v[k] = H::Get(sums, k);
-#pragma unroll
-    for (auto& block : sums) Rotate<kShare>(block);
-#pragma unroll 1
-    for (int k = 0; k < kEach; ++k) {
-      const int row = H::Row(i + k), pixel = pixels[row];
-      if (pixel >= 0 && rows.Has(row)) {
-        Add<float>(v[0].v, p.epilogue.bias, int64_t{place.problem} * p.columns + column);
-        if (p.epilogue.residual != nullptr) {
-#pragma unroll
-          for (int n = 0; n < H::kVector; ++n) v[0].v[n] += residual[0].v[n];
-        }
-        Activate<float>(v[0].v, p.epilogue.activation);
-        *reinterpret_cast<Columns*>(out + int64_t{pixel} * p.columns + column) = v[0];
-      }
-      Rotate<1>(v);
-      Rotate<1>(residual);
-    }
+  for (int i = 0; i < T::kRows / 4; ++i) {
+    if (i % 2 == 0) asm volatile("" ::: "memory");  // or all rows' pixels are loaded first, into too many registers
+    const int row = H::Row(i), pixel = pixels[row];
+    if (pixel >= 0 && rows.Has(row))
+      *reinterpret_cast<Columns*>(out + int64_t{pixel} * p.in_row.columns.divisor) = H::Get(sums, i);
   }
 }
 

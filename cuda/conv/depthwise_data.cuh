@@ -38,10 +38,8 @@ __host__ __device__ inline bool IsBiasAlone(const Epilogue& e) {
   return e.residual == nullptr && e.activation.kind == activation::Kind::kIdentity;
 }
 
-inline bool IsClamp(const Epilogue& e) {
-  using activation::Kind;
-  const Kind kind = e.activation.kind;
-  return IsBiasAlone(e) || (e.residual == nullptr && (kind == Kind::kRelu || kind == Kind::kClippedRelu));
+inline bool IsClampAlone(const Epilogue& e) {
+  return IsBiasAlone(e) || (e.residual == nullptr && IsClamp(e.activation));
 }
 
 inline DataParams MakeParams(const Problem& p, const Epilogue& epilogue) {
@@ -53,7 +51,7 @@ inline DataParams MakeParams(const Problem& p, const Epilogue& epilogue) {
   q.epilogue = epilogue;
   q.forward = forward;
   q.widened = p.out != p.in;
-  q.clamps = epilogue.activation.kind != activation::Kind::kIdentity && IsClamp(epilogue);
+  q.clamps = epilogue.activation.kind != activation::Kind::kIdentity && IsClampAlone(epilogue);
   q.least = 0;
   q.most = epilogue.activation.kind == activation::Kind::kClippedRelu ? float(epilogue.activation.parameter) : INFINITY;
   q.channels = int(forward ? k : p.groups);
@@ -124,7 +122,7 @@ struct Channels {
   }
 };
 
-// Of results that IsClamp's layers end with. NaN stays.
+// Of results that layers of IsClampAlone end with. NaN stays.
 __device__ __forceinline__ void Clamp(const DataParams& p, float& v) {
   v = activation::MinOrNan(activation::MaxOrNan(v, p.least), p.most);
 }

@@ -24,7 +24,7 @@ struct Ring {
   static constexpr int kStages = RingStages(kLineBytes<L>);
 
   static bool Takes(const DataParams& q) {
-    return IsClamp(q.epilogue) && q.at[0].MaxTaps() == 1 && q.at[1].MaxTaps() == kLines &&
+    return IsClampAlone(q.epilogue) && q.at[0].MaxTaps() == 1 && q.at[1].MaxTaps() == kLines &&
            q.at[2].MaxTaps() == kColumns && q.at[1].stride == kStride && q.at[2].stride == kStride && q.AllTaps() &&
            q.at[1].LatticeAt(0, q.whole[1].origin).start > -kLines && q.in_pixel % 16 == 0;
   }

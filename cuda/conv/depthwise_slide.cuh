@@ -144,7 +144,7 @@ struct Slide {
   static constexpr bool kRagged = kRagged_;
 
   static bool Takes(const DataParams& q) {
-    return IsClamp(q.epilogue) && q.at[0].MaxTaps() == kPlanes && q.at[1].MaxTaps() == kLines &&
+    return IsClampAlone(q.epilogue) && q.at[0].MaxTaps() == kPlanes && q.at[1].MaxTaps() == kLines &&
            q.at[2].MaxTaps() == kColumns && q.at[1].stride == kStride && q.at[2].stride == kStride &&
            kRagged == (q.at[0].axis.step.divisor * q.at[1].axis.step.divisor * q.at[2].axis.step.divisor > 1);
   }

@@ -40,25 +40,43 @@ __device__ __forceinline__ void Rotate(T (&v)[kN]) {
   for (int i = 0; i + kCount < kN; ++i) v[i] = v[i + kCount];
 }
 
-// Activates an array kCount elements at a time, in such a loop. What is left of most layers needs none.
+// The same, and the first ones to the end.
+template <int kCount, class T, int kN>
+__device__ __forceinline__ void Turn(T (&v)[kN]) {
+  T first[kCount];
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) first[i] = v[i];
+  Rotate<kCount>(v);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) v[kN - kCount + i] = first[i];
+}
+
+// Whether an activation only bounds what it gets.
+__host__ __device__ inline bool IsClamp(const activation::Activation& activation) {
+  return activation.kind == activation::Kind::kRelu || activation.kind == activation::Kind::kClippedRelu;
+}
+
+// Activates an array kCount elements at a time, in such a loop; a long one in parts, which move up less. What is left
+// of most layers needs none.
 template <class Out, int kCount, int kN>
 __device__ __forceinline__ void ActivateInTurn(float (&v)[kN], const activation::Activation& activation) {
-  static_assert(kN % kCount == 0, "whole turns");
+  constexpr int kPart = kN <= 32 ? kCount : kN % 32 == 0 ? 32 : kN % 16 == 0 ? 16 : kN % 8 == 0 ? 8 : kCount;
+  static_assert(kN % kPart == 0, "whole turns");
   if (activation.kind == activation::Kind::kIdentity) return;
-  if (activation.kind == activation::Kind::kRelu) {
+  if (IsClamp(activation)) {
+    const float most = activation.kind == activation::Kind::kRelu ? INFINITY : float(activation.parameter);
 #pragma unroll
-    for (float& each : v) each = each < 0 ? 0 : each;
+    for (float& each : v) each = activation::MinOrNan(activation::MaxOrNan(each, 0.f), most);
     return;
   }
 #pragma unroll 1
-  for (int turn = 0; turn < kN / kCount; ++turn) {
-    float first[kCount];
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) first[i] = v[i];
-    Activate<Out>(first, activation);
-    Rotate<kCount>(v);
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) v[kN - kCount + i] = first[i];
+  for (int turn = 0; turn < kN / kPart; ++turn) {
+    float (&first)[kPart] = reinterpret_cast<float (&)[kPart]>(v);
+    if constexpr (kPart == kCount)
+      Activate<Out>(first, activation);
+    else
+      ActivateInTurn<Out, kCount>(first, activation);
+    Turn<kPart>(v);
   }
 }
 

@@ -148,7 +148,7 @@ cudaError_t LaunchUnalignedDepthwiseData(const Problem& p, const void* operand, 
                                          const Epilogue& epilogue, cudaStream_t stream) {
   using namespace depthwise;
   DataParams q = MakeParams(p, epilogue);
-  if (!IsClamp(epilogue)) return cudaErrorInvalidValue;
+  if (!IsClampAlone(epilogue)) return cudaErrorInvalidValue;
   if (q.at[0].out == 0 || q.at[1].out == 0 || q.at[2].out == 0) return cudaSuccess;
   return VisitSingleDType(p.in, [&](auto type) {
     using T = typename decltype(type)::type;

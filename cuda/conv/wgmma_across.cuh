@@ -95,55 +95,6 @@ __device__ void StoreAcross(const WgmmaParams& p, const WgmmaPhase& f, const Rin
   StoreLines<T::kRows>(p, lines, pixels, out, column, p.columns);
 }
 
-// Stores the sums through the epilogue, 16 rows at a time, in floats through shared memory.
-template <class T>
-__device__ void StoreAcrossFinished(const WgmmaParams& p, const WgmmaPhase& f, const Ring<T>& ring, int warpgroup,
-                                    const WgmmaPlace& place, typename T::Sums& sums, typename T::In* out, int* pixels) {
-  using In = typename T::In;
-  const int thread = threadIdx.x % kWarpgroup, warp = thread / 32, lane = thread % 32;
-  const int chunk = thread % 16, line = thread / 16;  // of what it stores: 4 columns of two rows
-  const int column = place.column + warpgroup * T::kLine + chunk * 4;
-  const uint32_t slab = ring.Slabs() + warpgroup * T::kOut;
-  // Rows that a warp stores together meet in no bank.
-  const auto place_of = [](int row, int column) {
-    return row * 256 + ((column / 4 ^ (row / 2 % 4 * 2)) << 4) + column % 4 * 4;
-  };
-  FindPixels<T>(p, f, place, warpgroup, pixels);
-#pragma unroll 1
-  for (int first = 0; first < T::kRows; first += 16) {
-    hopper::SyncWarpgroup(1 + warpgroup);
-    Vec<In, 4> residual[2];
-    if (p.epilogue.residual != nullptr) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int pixel = pixels[first + line + 8 * i];
-        if (pixel >= 0 && column < p.columns)
-          residual[i] = *reinterpret_cast<const Vec<In, 4>*>(static_cast<const In*>(p.epilogue.residual) +
-                                                             int64_t{pixel} * p.columns + column);
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const int row = i / 4 * 8 + lane % 4 * 2 + i % 2, of = 16 * warp + lane / 4 + i / 2 % 2 * 8;
-      asm volatile("st.shared.f32 [%0], %1;" ::"r"(slab + place_of(row, of)), "f"(sums[0][i]) : "memory");
-    }
-    Rotate<8>(sums[0]);
-    hopper::SyncWarpgroup(1 + warpgroup);
-#pragma unroll 1
-    for (int i = 0; i < 2; ++i) {
-      const int row = line + 8 * i, pixel = pixels[first + row];
-      if (pixel >= 0 && column < p.columns) {
-        float v[4];
-        asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                     : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
-                     : "r"(slab + place_of(row, chunk * 4)));
-        Finish(p, place.problem, v, residual[0], pixel, column, out);
-      }
-      Rotate<1>(residual);
-    }
-  }
-}
-
 // Calls f with the TypeTag of the tile.
 template <class F>
 cudaError_t VisitAcrossTile(const Problem& p, const Config& config, F&& f) {

@@ -30,6 +30,10 @@ struct Held {
     for (int k = 0; k < kVector; ++k) v.v[k] = sums[k / 2][i / 2 * 4 + k % 2 * 2 + i % 2];
     return v;
   }
+  static __device__ void Add(Sums& sums, int i, const float (&more)[kVector]) {
+#pragma unroll
+    for (int k = 0; k < kVector; ++k) sums[k / 2][i / 2 * 4 + k % 2 * 2 + i % 2] += more[k];
+  }
 };
 
 // sums = (A B)^T over the ring's next `steps` stages, at least one, where B lies at `filter` of each, in slabs of 32

@@ -60,6 +60,7 @@ struct Ring {
   uint32_t data;
   int stage = 0;
   uint32_t parity = 0;
+  int more = 0;  // stages of a tile that come after its products
 
   __device__ explicit Ring(const void* shared) : data(SharedAddress(shared)) {}
   __device__ uint32_t Data() const { return data + stage * T::kStageBytes; }
@@ -126,9 +127,12 @@ __device__ void BeginTurn(const Ring<T>& ring, int number) {
   const int warpgroup = number % 2;
   hopper::WaitBarrier(ring.Turn(warpgroup), (number / 2 + (warpgroup == 0)) % 2);
 }
-// and ends it when all products are issued.
+// and ends it when all products are issued, and the stages after them are there: then the other one is not more than a
+// round ahead of any.
 template <class T, class Sums>
 __device__ void EndTurn(const Ring<T>& ring, int number, int last, Sums& sums) {
+  Ring<T> after = ring;
+  for (int i = 0; i < ring.more; ++i, after.Next()) hopper::WaitBarrier(after.Full(), after.parity);
   if (threadIdx.x % 32 == 0) hopper::Arrive(ring.Turn((number + 1) % 2));
   EndProducts(ring, last, sums);
 }
