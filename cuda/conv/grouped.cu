@@ -84,15 +84,19 @@ __device__ __forceinline__ void MultiplyLine(uint32_t slot, const int (&place)[T
   }
 }
 
+// What sums begin with: the bias, or nothing.
+template <class T>
+using Begin = float[T::kTiles][2];
+
 // The next line of the result comes first.
 template <class T>
-__device__ __forceinline__ void NextLine(typename T::Sums (&sums)[T::kSums]) {
+__device__ __forceinline__ void NextLine(typename T::Sums (&sums)[T::kSums], const Begin<T>& begin) {
 #pragma unroll
   for (int i = 0; i < T::kSums; ++i)
 #pragma unroll
     for (int j = 0; j < T::kTiles; ++j)
 #pragma unroll
-      for (int k = 0; k < 4; ++k) sums[i][j][k] = i + 1 < T::kSums ? sums[i + 1][j][k] : 0;
+      for (int k = 0; k < 4; ++k) sums[i][j][k] = i + 1 < T::kSums ? sums[i + 1][j][k] : begin[j][k % 2];
 }
 
 // `so_far`, or NaN if one of the sums is not finite.
@@ -183,7 +187,7 @@ __global__ void __launch_bounds__(T::kThreads,
   GroupedStrip<T> strip(q, block, work.problem, work.part);
   GroupedStore<T> store(q, block, work.problem, work.part);
   int place[T::kTaps];
-  const auto begin = [&] {
+  const auto begin_columns = [&] {
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) strip.Copy(q, in, ring + i * T::kSlotBytes, i < block.LinesRead<T>());
     // Rows of a fragment are columns; those that there are not read what the last one does.
@@ -192,15 +196,23 @@ __global__ void __launch_bounds__(T::kThreads,
 #pragma unroll
     for (int s = 0; s < T::kTaps; ++s) place[s] = T::Places::At(pixel + s, lane / 16);
   };
-  begin();
+  begin_columns();
   WaitForCopies<kAhead>();
   __syncthreads();
   if (at >= work.end_line) return;
   const GroupedFilter<T> words(q, block_filter);
 
+  Begin<T> begin = {};
+  if constexpr (kFinish) BiasOf<T, Out>(q, work, begin);
   float not_finite = 0;  // or NaN
   while (true) {
-    typename T::Sums sums[T::kSums] = {};
+    typename T::Sums sums[T::kSums];
+#pragma unroll
+    for (auto& each : sums)
+#pragma unroll
+      for (int j = 0; j < T::kTiles; ++j)
+#pragma unroll
+        for (int k = 0; k < 4; ++k) each[j][k] = begin[j][k % 2];
     uint32_t slot = ring;
     const int lines = block.LinesRead<T>();
     const auto next_slot = [&](int index) {
@@ -212,14 +224,10 @@ __global__ void __launch_bounds__(T::kThreads,
       slot = slot == ring + kAhead * T::kSlotBytes ? ring : slot + T::kSlotBytes;
       return now;
     };
-    const auto finish = [&](const typename T::Sums& finished, int b) {
+    const auto finish = [&](typename T::Sums& finished, int b) {
       if constexpr (!T::kWide) not_finite = ZeroOrNan<T>(finished, not_finite);
-      if constexpr (kFinish) {
-        const int channel = work.part * T::kChannels + FirstOfRun<T::kTiles>();
-        StoreFinished<T>(q, store, int64_t{work.problem} * q.channels + channel, finished, out);
-      } else {
-        StoreLine<T>(q, store, b, finished, out);
-      }
+      if constexpr (kFinish) FinishLine<T, Out>(q, store, block.Columns(q), work.part, finished);
+      StoreLine<T>(q, store, b, finished, out);
     };
     const auto line = [&](int index, auto parity) {
       MultiplyLine<T, decltype(parity)::value>(next_slot(index), place, words, sums);
@@ -228,7 +236,7 @@ __global__ void __launch_bounds__(T::kThreads,
           finish(sums[0], 0);
           store.NextLine(q);
         }
-        NextLine<T>(sums);
+        NextLine<T>(sums, begin);
       }
     };
     // Two lines of two results a column, of which those of the first line met the operand's line before as well.
@@ -288,7 +296,7 @@ __global__ void __launch_bounds__(T::kThreads,
     block = GroupedBlock(q, at, again.end_line);
     strip = GroupedStrip<T>(q, block, again.problem, again.part);
     store = GroupedStore<T>(q, block, again.problem, again.part);
-    begin();
+    begin_columns();
   }
   if constexpr (!T::kWide) {
     const bool repair = q.group_log < 3 && __any_sync(0xFFFFFFFFu, not_finite != 0);

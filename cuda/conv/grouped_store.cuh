@@ -93,30 +93,31 @@ __device__ __forceinline__ void StoreLine(const GroupedParams& q, const GroupedS
   }
 }
 
-template <int kRun, class Out>
-__device__ __forceinline__ void AddRun(float (&run)[kRun], const void* array, uint64_t offset) {
-  constexpr int kN = kRun * int(sizeof(Out)) > 16 ? 16 / int(sizeof(Out)) : kRun;
+// The bias of the lane's columns of each tile.
+template <class T, class Out>
+__device__ __forceinline__ void BiasOf(const GroupedParams& q, const GroupedWork& work, float (&bias)[T::kTiles][2]) {
+  const int first = work.part * T::kChannels + 2 * (threadIdx.x % 4);
 #pragma unroll
-  for (int i = 0; i < kRun; i += kN) Add<Out>(reinterpret_cast<float (&)[kN]>(run[i]), array, offset + i);
+  for (int j = 0; j < T::kTiles; ++j)
+    if (first + 8 * j < q.channels)
+      Add<Out>(bias[j], q.epilogue.bias, int64_t{work.problem} * q.channels + first + 8 * j);
 }
 
-// The same through the epilogue, whose bias of the run begins at `bias`.
+// What is left of the epilogue when the bias is in the sums, of a line of so many columns.
 template <class T, class Out>
-__device__ __forceinline__ void StoreFinished(const GroupedParams& q, const GroupedStore<T>& store, int64_t bias,
-                                              const typename T::Sums& sums, Out* out) {
-  constexpr int kRun = 2 * T::kTiles, kAtOnce = 4;
-  float runs[2][kRun];
+__device__ __forceinline__ void FinishLine(const GroupedParams& q, const GroupedStore<T>& store, int columns, int part,
+                                           typename T::Sums& sums) {
+  if (q.epilogue.residual != nullptr) {
+    const int lane = threadIdx.x % 32, first = 2 * (lane % 4);
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    RunOf<T>(sums, half, runs[half]);
-    if (!store.Exists(q, half, 0)) continue;
-    AddRun<kRun, Out>(runs[half], q.epilogue.bias, bias);
-    AddRun<kRun, Out>(runs[half], q.epilogue.residual, store.Offset(q, half, 0));
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int j = 0; j < T::kTiles; ++j)
+        if (lane / 4 + 8 * half < columns && part * T::kChannels + 8 * j < q.channels)
+          Add<Out>(reinterpret_cast<float (&)[2]>(sums[j][2 * half]), q.epilogue.residual,
+                   store.Offset(q, half, 0) - FirstOfRun<T::kTiles>() + first + 8 * j);
   }
-  ActivateInTurn<Out, kAtOnce>(reinterpret_cast<float (&)[2 * kRun]>(runs), q.epilogue.activation);
-#pragma unroll
-  for (int half = 0; half < 2; ++half)
-    if (store.Exists(q, half, 0)) StoreRun(out + store.Offset(q, half, 0), runs[half]);
+  ActivateInTurn<Out, 4>(reinterpret_cast<float (&)[4 * T::kTiles]>(sums), q.epilogue.activation);
 }
 
 }  // namespace jaxdnn::conv

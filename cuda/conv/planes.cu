@@ -149,7 +149,6 @@ __device__ void ConsumePlanes(const PlanesParams& q, const PlanesShared& shared,
   };
   // The same in all of a warp, which its instructions then know.
   const uint32_t offset[2] = {__shfl_sync(~0u, uint32_t(first_row(0)), 0), __shfl_sync(~0u, uint32_t(first_row(1)), 0)};
-  const uint32_t staged = shared.staged + 2 * warpgroup * PlanesPlan::kStagedBytes;
   hopper::RingPlace turn;
   uint32_t filter_parity = 0;
   int filter = -1, step = 0;
@@ -194,7 +193,7 @@ __device__ void ConsumePlanes(const PlanesParams& q, const PlanesShared& shared,
         if (kTurns) hopper::ArriveOnce(shared.Turn(1 - warpgroup));
         // Of the plane before, while these products run; the first ones are another block's.
         if (part == 0 && i >= kTaps)
-          StorePlane<In, kFeatures>(q, place, warpgroup, first, place.first + i - kTaps, staged, results, out);
+          StorePlane<In, kFeatures>(q, place, warpgroup, first, place.first + i - kTaps, results, out);
         hopper::WaitForProducts<0>();
         hopper::ArriveOnce(shared.Empty(turn.stage));
         turn.Next(q.stages);
@@ -202,7 +201,7 @@ __device__ void ConsumePlanes(const PlanesParams& q, const PlanesShared& shared,
       TakePlane<kFeatures>(sums[0], results[0]);
       TakePlane<kFeatures>(sums[1], results[1]);
     }
-    StorePlane<In, kFeatures>(q, place, warpgroup, first, place.first + place.count - 1, staged, results, out);
+    StorePlane<In, kFeatures>(q, place, warpgroup, first, place.first + place.count - 1, results, out);
     at += place.count;
   }
 }
@@ -230,8 +229,6 @@ cudaError_t LaunchTyped(const Problem& p, int64_t apart, const PlanesPlan& plan,
   q.epilogue = epilogue;
   q.wide = p.out != p.in;
   q.plain = !q.wide && IsNone(epilogue);
-  const auto kind = epilogue.activation.kind;
-  q.staged = !kFloats && kind != activation::Kind::kIdentity && kind != activation::Kind::kRelu;
   q.volume = volume;
   q.lines = plan.lines;
   const int across = plan.columns / (plan.lines ? 64 : 8);  // 1, 2 or 4
@@ -274,7 +271,7 @@ cudaError_t LaunchTyped(const Problem& p, int64_t apart, const PlanesPlan& plan,
   q.filter_bytes = plan.filter_bytes;
   q.stage_bytes = plan.stage_bytes;
   q.box_bytes = plan.box_others * pitch;
-  q.stages = plan.Stages(q.staged);
+  q.stages = plan.Stages();
 
   const int elements = line / int(sizeof(In));
   q.parts = plan.parts;
@@ -298,7 +295,7 @@ cudaError_t LaunchTyped(const Problem& p, int64_t apart, const PlanesPlan& plan,
                     {kForward ? plan.tile_features : elements, kForward ? elements : plan.tile_features, 1, 1, 1}, true,
                     false, {p.groups * along, tap, tap * p.Taps(), along});
   if (e != cudaSuccess) return e;
-  const Grid grid = {plan.blocks, kThreads, size_t(plan.SharedBytes(q.stages, q.staged))};
+  const Grid grid = {plan.blocks, kThreads, size_t(plan.SharedBytes(q.stages))};
   const auto launch = [&](auto line_bytes, auto lines, auto features) {
     return LaunchKernel(
         PlanesKernel<In, kForward, decltype(line_bytes)::value, decltype(lines)::value, decltype(features)::value>,

@@ -22,7 +22,6 @@ struct PlanesParams {
   const float* transposed;  // a filter of floats whose channels are not contiguous, or null
   Epilogue epilogue;
   bool plain;           // sums are stored as they are, in the operands' type
-  bool staged;          // they go through shared memory, for an activation other than ReLU
   bool wide;            // the result is of floats
   bool volume, lines;   // as in the plan
   int across_bits;      // of how many blocks of 64 rows are side by side
@@ -73,13 +72,12 @@ struct PlanesPlace {
 
 // The parts of a block's shared memory, and its barriers.
 struct PlanesShared {
-  uint32_t filter, stages, staged, barriers;
+  uint32_t filter, stages, barriers;
 
   __device__ PlanesShared(const PlanesParams& q, unsigned char* shared)
       : filter(static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
         stages(filter + q.filter_bytes),
-        staged(stages + q.stages * q.stage_bytes),
-        barriers(staged + (q.staged ? PlanesPlan::kBlocks * PlanesPlan::kStagedBytes : 0)) {}
+        barriers(stages + q.stages * q.stage_bytes) {}
   __device__ uint32_t Full(int stage) const { return barriers + 16 * stage; }
   __device__ uint32_t Empty(int stage) const { return barriers + 16 * stage + 8; }
   __device__ uint32_t FilterFull() const { return Full(PlanesPlan::kMostStages); }
@@ -126,38 +124,6 @@ struct PlanesRows {
   }
 };
 
-// Where four features of a row wait: rows of four chunks that warps store together, and of eight that they load
-// together, meet in no bank.
-__device__ inline uint32_t StagedChunk(uint32_t staged, int row, int chunk) {
-  return staged + row * 128 + ((chunk ^ (row % 4 * 2 + row / 4 % 2)) << 4);
-}
-
-// Stores four features of each row that the thread has in turn, through the epilogue, from shared memory.
-template <class Out>
-__device__ __forceinline__ void FinishRows(const PlanesParams& q, const PlanesPlace& place, int warpgroup,
-                                           int64_t plane, uint32_t staged, Out* out) {
-  constexpr int kRows = 64, kRowsApart = kWarpgroup / 8;
-  const int thread = threadIdx.x % kWarpgroup, chunk = thread % 8, feature = place.feature + 4 * chunk;
-#pragma unroll 1
-  for (int row = thread / 8; row < 2 * kRows; row += kRowsApart) {
-    const int64_t first = PlanesRows(q, 2 * warpgroup + row / kRows).Offset(q, place, row % kRows);
-    const int64_t to = first + plane + 4 * chunk;
-    if (first < 0 || feature >= q.features) continue;
-    float v[4];
-    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
-                 : "r"(StagedChunk(staged, row, chunk)));
-    Add<Out>(v, q.epilogue.bias, place.FirstBias(q) + 4 * chunk);
-    Add<Out>(v, q.epilogue.residual, to);
-    Activate<Out>(v, q.epilogue.activation);
-    // By name: the compiler splits other stores that come under a condition.
-    if constexpr (sizeof(Out) == 4)
-      __stwb(reinterpret_cast<float4*>(out + to), make_float4(v[0], v[1], v[2], v[3]));
-    else
-      __stwb(reinterpret_cast<uint2*>(out + to), make_uint2(Pack<Out>(v[0], v[1]), Pack<Out>(v[2], v[3])));
-  }
-}
-
 // Takes the sums of the plane of results that is complete, and moves the others up.
 template <int kFeatures>
 __device__ __forceinline__ void TakePlane(PlaneSums<kFeatures>& sums, PlaneResults<kFeatures>& results) {
@@ -169,15 +135,31 @@ __device__ __forceinline__ void TakePlane(PlaneSums<kFeatures>& sums, PlaneResul
   for (int i = 0; i < kFeatures / 2; ++i) sums[kTaps * kFeatures / 2 - 1 - i] = 0;
 }
 
-// Stores neighbouring features of a row after an epilogue without activation, or with ReLU.
-template <class Out, int kRun>
-__device__ __forceinline__ void FinishRun(const PlanesParams& q, float (&run)[kRun], int64_t bias, int64_t to,
-                                          Out* out) {
-  AddToRun<Out>(q.epilogue, run, bias, to);
-  const bool relu = q.epilogue.activation.kind == activation::Kind::kRelu;
+// Bias, residual and activation, in the registers that the results are in.
+template <class Out, int kFeatures>
+__device__ __forceinline__ void FinishPlane(const PlanesParams& q, const PlanesPlace& place, int warpgroup,
+                                            int64_t plane, PlaneResults<kFeatures> (&results)[2]) {
+  const int warp = threadIdx.x % kWarpgroup / 32, lane = threadIdx.x % 32, first = lane % 4 * 2;
+  const auto exists = [&](int j) { return place.feature + first + 8 * j < q.features; };
 #pragma unroll
-  for (float& each : run) each = relu && each < 0 ? 0 : each;
-  StoreRun(run, out + to);
+  for (int j = 0; j < kFeatures / 8; ++j) {
+    float bias[2] = {};
+    if (exists(j)) Add<Out>(bias, q.epilogue.bias, place.FirstBias(q) + first + 8 * j);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) results[i / 4][4 * j + i % 4] += bias[i % 2];
+  }
+  if (q.epilogue.residual != nullptr) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int64_t row = PlanesRows(q, 2 * warpgroup + i / 2).Offset(q, place, 16 * warp + lane / 4 + i % 2 * 8);
+#pragma unroll
+      for (int j = 0; j < kFeatures / 8; ++j)
+        if (row >= 0 && exists(j))
+          Add<Out>(reinterpret_cast<float (&)[2]>(results[i / 2][4 * j + i % 2 * 2]), q.epilogue.residual,
+                   plane + row + first + 8 * j);
+    }
+  }
+  ActivateInTurn<Out, 4>(reinterpret_cast<float (&)[kFeatures]>(results), q.epilogue.activation);
 }
 
 // Stores floats after any epilogue. Two neighbouring lanes exchange what they have of 16 features, so that a warp
@@ -252,51 +234,24 @@ using PlaneStores = std::conditional_t<sizeof(In) == 4, int, int64_t>[2][2];
 // Stores what a warpgroup has taken of a plane.
 template <class In, int kFeatures>
 __device__ __forceinline__ void StorePlane(const PlanesParams& q, const PlanesPlace& place, int warpgroup,
-                                           const PlaneStores<In>& first, int plane, uint32_t staged,
-                                           const PlaneResults<kFeatures> (&results)[2], void* out) {
-  const int warp = threadIdx.x % kWarpgroup / 32, lane = threadIdx.x % 32;
+                                           const PlaneStores<In>& first, int plane,
+                                           PlaneResults<kFeatures> (&results)[2], void* out) {
   const int64_t offset = plane * q.elements_of_plane;
   if constexpr (sizeof(In) == 4) {
     StoreFloats<kFeatures>(q, place, first, offset, results, static_cast<float*>(out));
   } else {
-    if (q.staged) {
-      hopper::SyncWarpgroup(1 + warpgroup);  // the last rows are read
+    if (q.wide) {
+      FinishPlane<float, kFeatures>(q, place, warpgroup, offset, results);
 #pragma unroll
-      for (int m = 0; m < 2; ++m)
-#pragma unroll
-        for (int j = 0; j < kFeatures / 8; ++j)
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const int row = 64 * m + 16 * warp + lane / 4 + 8 * half;
-            hopper::StorePair(StagedChunk(staged, row, 2 * j + lane % 4 / 2) + lane % 2 * 8,
-                              results[m][4 * j + 2 * half], results[m][4 * j + 2 * half + 1]);
-          }
-      hopper::SyncWarpgroup(1 + warpgroup);
-      if (q.wide) {
-        FinishRows(q, place, warpgroup, offset, staged, static_cast<float*>(out));
-      } else {
-        FinishRows(q, place, warpgroup, offset, staged, static_cast<In*>(out));
+      for (int i = 0; i < 4; ++i) {
+        float run[kFeatures / 4];
+        GatherRun<kFeatures / 8>(results[i / 2] + i % 2 * 2, run);
+        if (const int64_t from = first[i / 2][i % 2]; from >= 0)
+          StoreRun(run, static_cast<float*>(out) + offset + from);
       }
       return;
     }
-    if (!q.plain) {
-      const int64_t bias = place.FirstBias(q) + FirstOfRun<kFeatures / 8>();
-#pragma unroll
-      for (int m = 0; m < 2; ++m)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          float run[kFeatures / 4];
-          GatherRun<kFeatures / 8>(results[m] + 2 * half, run);
-          const int64_t to = offset + first[m][half];
-          if (first[m][half] < 0) continue;
-          if (q.wide) {
-            FinishRun(q, run, bias, to, static_cast<float*>(out));
-          } else {
-            FinishRun(q, run, bias, to, static_cast<In*>(out));
-          }
-        }
-      return;
-    }
+    if (!q.plain) FinishPlane<In, kFeatures>(q, place, warpgroup, offset, results);
     // All exchanges before all stores: those of one row would wait for each other.
     uint32_t words[4][kFeatures / 8];
 #pragma unroll

@@ -35,13 +35,11 @@ bool IsOfPlanes(const Problem& p, bool* volume) {
 
 }  // namespace
 
-int PlanesPlan::SharedBytes(int stages, bool staged) const {
-  return filter_bytes + stages * stage_bytes + (staged ? kBlocks * kStagedBytes : 0) + kBarrierBytes;
-}
+int PlanesPlan::SharedBytes(int stages) const { return filter_bytes + stages * stage_bytes + kBarrierBytes; }
 
-int PlanesPlan::Stages(bool staged) const {
+int PlanesPlan::Stages() const {
   int stages = kMostStages;
-  while (stages > 1 && SharedBytes(stages, staged) > kMostSharedBytes) --stages;
+  while (stages > 1 && SharedBytes(stages) > kMostSharedBytes) --stages;
   return stages;
 }
 
@@ -82,7 +80,7 @@ bool PlanesPlan::Fit(const Problem& p) {
     if (box_columns > kMostBox || box_others > kMostBox) continue;
     const int bytes = box_columns * box_others * line_bytes;
     stage_bytes = int(CeilDiv(bytes, kSwizzleBytes)) * kSwizzleBytes;
-    if (SharedBytes(2, size == 2) > kMostSharedBytes) continue;
+    if (SharedBytes(2) > kMostSharedBytes) continue;
     column_tiles = int(CeilDiv(p.y[2], columns));
     other_tiles = int(CeilDiv(other, others));
     chains = p.batch * p.groups * feature_tiles * images * other_tiles * column_tiles;

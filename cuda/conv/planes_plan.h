@@ -12,10 +12,9 @@
 namespace jaxdnn::conv {
 
 struct PlanesPlan {
-  static constexpr int kTaps = 3;            // along the planes
-  static constexpr int kBlocks = 4;          // of 64 rows, in a tile
-  static constexpr int kMostStages = 8;      // planes of the operand in shared memory
-  static constexpr int kStagedBytes = 8192;  // of 64 rows' results on their way, as floats
+  static constexpr int kTaps = 3;        // along the planes
+  static constexpr int kBlocks = 4;      // of 64 rows, in a tile
+  static constexpr int kMostStages = 8;  // planes of the operand in shared memory
 
   bool volume;                  // of volumes, else of images side by side
   int columns, others;          // of a tile: positions in a line, and lines of a volume's plane, or images
@@ -31,8 +30,8 @@ struct PlanesPlan {
   double cycles;
 
   bool Fit(const Problem& p);
-  int Stages(bool staged) const;
-  int SharedBytes(int stages, bool staged) const;
+  int Stages() const;
+  int SharedBytes(int stages) const;
 };
 
 // Of the filter gradient. The sum is over pixels of y, and a block has the three taps of each of the window's planes

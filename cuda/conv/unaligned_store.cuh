@@ -21,28 +21,23 @@ struct StorePlaces {
   __device__ static int Column() { return 2 * (Lane() % 4); }
 };
 
-// The epilogue.
+// The epilogue. What comes from far away is on its way together.
 template <class Out, int kSums>
 __device__ __forceinline__ void FinishSums(const UnalignedParams& q, const StorePlaces& at, int column, int width,
                                            float (&sums)[kSums]) {
-#pragma unroll 1  // it holds the code of every activation
-  for (int j = 0; j < kSums / 4; ++j) {
-    float v[4];
+  const auto visit = [&](const auto& add) {
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      const int pixel = at.pixels[k / 2], mine = 8 * j + at.Column() + k % 2;
-      float one[] = {sums[k]};
-      if (pixel >= 0 && mine < width) {
-        Add<Out>(one, q.epilogue.bias, column + mine);
-        Add<Out>(one, q.epilogue.residual, int64_t{pixel} * q.features + column + mine);
-      }
-      v[k] = one[0];
-    }
-    Activate<Out>(v, q.epilogue.activation);
-    Rotate<4>(sums);
-#pragma unroll
-    for (int k = 0; k < 4; ++k) sums[kSums - 4 + k] = v[k];
-  }
+    for (int k = 0; k < kSums; ++k)
+      if (const int mine = k / 4 * 8 + at.Column() + k % 2; mine < width)
+        add(reinterpret_cast<float (&)[1]>(sums[k]), column + mine, at.pixels[k / 2 % 2]);
+  };
+  if (q.epilogue.bias != nullptr)
+    visit([&](float (&sum)[1], int feature, int) { Add<Out>(sum, q.epilogue.bias, feature); });
+  if (q.epilogue.residual != nullptr)
+    visit([&](float (&sum)[1], int feature, int pixel) {
+      if (pixel >= 0) Add<Out>(sum, q.epilogue.residual, int64_t{pixel} * q.features + feature);
+    });
+  ActivateInTurn<Out, 4>(sums, q.epilogue.activation);
 }
 
 template <class Out>
