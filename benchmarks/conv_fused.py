@@ -18,6 +18,7 @@ from conv_cases import ConvCase
 LAYERS: dict[str, tuple[str | None, bool]] = {
   "rn50.stem7x7s2": ("relu", False),
   "rn50.3x3.64@56": ("relu", False),
+  "rn50.3x3.128@28": ("relu", False),
   "rn50.1x1.64-256@56": ("relu", True),
   "rn50.3x3.512@7": ("relu", False),
   "sd.3x3.640@32": ("silu", True),
@@ -29,6 +30,8 @@ LAYERS: dict[str, tuple[str | None, bool]] = {
   "replk.dw31x31.128@56": (None, True),
   "x3d.dw3x3x3.108@16x28": ("silu", False),
   "resnext.g32.128@56": ("relu", False),
+  "regnet.w24.408@14": ("relu", False),
+  "vgg.3x3.64@224": ("relu", False),
   "unet3d.3x3x3.32@96": ("relu", False),
   "odd.3x3.65@56": ("relu", False),
 }
