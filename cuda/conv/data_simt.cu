@@ -9,8 +9,8 @@
 namespace jaxdnn::conv {
 namespace {
 
-template <class T, class In>
-struct LoadOperand : AlongDepth<T::kRows, T::kDepth, T::kThreads> {
+template <class T, class In, int kVector>
+struct LoadOperand : AlongDepth<T::kRows, T::kDepth, T::kThreads, kVector> {
   const DataParams& p;
   const Box& taps;
   const Row* rows;
@@ -20,9 +20,9 @@ struct LoadOperand : AlongDepth<T::kRows, T::kDepth, T::kThreads> {
   __device__ LoadOperand(const DataParams& p, const Box& taps, const Row* rows, const In* in, int depth)
       : p(p), taps(taps), rows(rows), in(in), depth(depth) {}
 
-  __device__ typename T::Sum operator()(int step, int i) const {
+  __device__ void operator()(int step, int i, typename T::Sum* to) const {
     const int k = step * T::kDepth + this->Depth(i);
-    if (k >= depth) return 0;
+    if (k >= depth) return LoadNone<kVector>(to);
     int channel, tap[kRank], at[kRank];
     taps.Split(p.channel_div.Div(k, &channel), tap);
     const Row& row = rows[this->Position(i)];
@@ -32,16 +32,17 @@ struct LoadOperand : AlongDepth<T::kRows, T::kDepth, T::kThreads> {
       at[d] = row.origin[d] + tap[d] * p.tap_distance[d];
       inside &= at[d] >= 0 && at[d] < p.axis[d].extent;
     }
-    if (!inside) return 0;
+    if (!inside) return LoadNone<kVector>(to);
     const int pixel = (at[0] * p.axis[1].extent + at[1]) * p.axis[2].extent + at[2];
-    return static_cast<typename T::Sum>(in[row.image + pixel * p.pixel_size + channel]);
+    LoadElements<kVector>(in + (row.image + pixel * p.pixel_size + channel), to);
   }
 };
 
-template <class T, class In>
+template <class T, class In, int kVector_>
 struct LoadFilter {
-  using Deep = AlongDepth<T::kColumns, T::kDepth, T::kThreads>;
-  using Wide = AlongPosition<T::kColumns, T::kDepth, T::kThreads>;
+  static constexpr int kVector = kVector_;
+  using Deep = AlongDepth<T::kColumns, T::kDepth, T::kThreads, kVector>;
+  using Wide = AlongPosition<T::kColumns, T::kDepth, T::kThreads, kVector>;
   const DataParams& p;
   const Box& taps;
   const In* filter;  // at the phase's first tap
@@ -50,20 +51,20 @@ struct LoadFilter {
   __device__ int Depth(int i) const { return p.filter_channel == 1 ? Deep::Depth(i) : Wide::Depth(i); }
   __device__ int Position(int i) const { return p.filter_channel == 1 ? Deep::Position(i) : Wide::Position(i); }
 
-  __device__ typename T::Sum operator()(int step, int i) const {
+  __device__ void operator()(int step, int i, typename T::Sum* to) const {
     const int k = step * T::kDepth + Depth(i);
     const int column = first_column + Position(i);
-    if (k >= depth || column >= p.columns) return 0;
+    if (k >= depth || column >= p.columns) return LoadNone<kVector>(to);
     int channel, tap[kRank];
     taps.Split(p.channel_div.Div(k, &channel), tap);
     int64_t offset = channel * p.filter_channel + column * p.filter_column;
 #pragma unroll
     for (int d = 0; d < kRank; ++d) offset += tap[d] * p.filter_tap[d];
-    return static_cast<typename T::Sum>(filter[offset]);
+    LoadElements<kVector>(filter + offset, to);
   }
 };
 
-template <class T, class In, class Out>
+template <class T, class In, class Out, int kVector>
 __global__ void __launch_bounds__(T::kThreads)
     DataKernel(const __grid_constant__ DataParams p, const In* in, const In* filter, Out* out) {
   __shared__ typename T::Shared shared;
@@ -77,9 +78,9 @@ __global__ void __launch_bounds__(T::kThreads)
 
   typename T::Sum sums[T::kThreadRows][T::kThreadColumns] = {};
   const int depth = block.Depth(p);
-  const LoadOperand<T, In> load_in(p, block.taps, rows, in, depth);
-  const LoadFilter<T, In> load_filter{p, block.taps, filter + block.FilterStart(p), depth,
-                                      block.column_tile * T::kColumns};
+  const LoadOperand<T, In, kVector> load_in(p, block.taps, rows, in, depth);
+  const LoadFilter<T, In, kVector> load_filter{p, block.taps, filter + block.FilterStart(p), depth,
+                                               block.column_tile * T::kColumns};
   MultiplyTiles<T>(shared, (depth + T::kDepth - 1) / T::kDepth, load_in, load_filter, sums);
 
   const int first_column = block.column_tile * T::kColumns + T::Column(), count = p.columns - first_column;
@@ -117,8 +118,13 @@ cudaError_t LaunchDataSimt(const Problem& p, const Config& config, const void* o
     using In = typename decltype(in)::type;
     using Out = typename decltype(result)::type;
     const DataParams q = MakeDataParams(p, epilogue, T::kRows, T::kColumns);
-    return LaunchKernel(DataKernel<T, In, Out>, DataBlocks(p, q), T::kThreads, stream, q,
-                        static_cast<const In*>(operand), static_cast<const In*>(filter), static_cast<Out*>(out));
+    const auto launch = [&](auto vector) {
+      return LaunchKernel(DataKernel<T, In, Out, decltype(vector)::value>, DataBlocks(p, q), T::kThreads, stream, q,
+                          static_cast<const In*>(operand), static_cast<const In*>(filter), static_cast<Out*>(out));
+    };
+    if constexpr (kLoadsFours<T, In>)
+      if (ComesInFours(p, operand, filter)) return launch(std::integral_constant<int, 4>());
+    return launch(std::integral_constant<int, 1>());
   });
 }
 

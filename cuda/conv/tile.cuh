@@ -6,6 +6,8 @@
 #pragma once
 
 #include "cuda/common/dtype.cuh"
+#include "cuda/common/launch.cuh"
+#include "cuda/common/vec.cuh"
 #include "cuda/conv/conv.h"
 
 namespace jaxdnn::conv {
@@ -56,23 +58,48 @@ cudaError_t VisitKernelTypes(const Problem& p, const Config& config, F&& f) {
   });
 }
 
-// Where element number `i` of this thread's loads goes: lanes run along the depth, or along the rows (columns) of a
-// tile that is `kExtent` wide, whichever is contiguous in memory.
-template <int kExtent, int kDepth, int kThreads>
+// Where element number `i` of this thread's loads goes, of which kVector neighbours come at once: lanes run along the
+// depth, or along the rows (columns) of a tile that is `kExtent` wide, whichever is contiguous in memory.
+template <int kExtent, int kDepth, int kThreads, int kVector_ = 1>
 struct AlongDepth {
-  static __device__ int Depth(int) { return threadIdx.x % kDepth; }
-  static __device__ int Position(int i) { return threadIdx.x / kDepth + i * (kThreads / kDepth); }
+  static constexpr int kVector = kVector_, kAcross = kDepth / kVector;
+  static __device__ int Depth(int i) { return threadIdx.x % kAcross * kVector + i % kVector; }
+  static __device__ int Position(int i) { return threadIdx.x / kAcross + i / kVector * (kThreads / kAcross); }
 };
-template <int kExtent, int kDepth, int kThreads>
+template <int kExtent, int kDepth, int kThreads, int kVector_ = 1>
 struct AlongPosition {
-  static __device__ int Depth(int i) { return (threadIdx.x + i * kThreads) / kExtent; }
-  static __device__ int Position(int i) { return (threadIdx.x + i * kThreads) % kExtent; }
+  static constexpr int kVector = kVector_;
+  static __device__ int Element(int i) { return (threadIdx.x + i / kVector * kThreads) * kVector + i % kVector; }
+  static __device__ int Depth(int i) { return Element(i) / kExtent; }
+  static __device__ int Position(int i) { return Element(i) % kExtent; }
 };
 
+// kN neighbouring elements as sums are; and none.
+template <int kN, class Sum, class In>
+__device__ __forceinline__ void LoadElements(const In* from, Sum* to) {
+  const auto v = *reinterpret_cast<const Vec<In, kN>*>(from);
+#pragma unroll
+  for (int i = 0; i < kN; ++i) to[i] = static_cast<Sum>(v.v[i]);
+}
+template <int kN, class Sum>
+__device__ __forceinline__ void LoadNone(Sum* to) {
+#pragma unroll
+  for (int i = 0; i < kN; ++i) to[i] = 0;
+}
+
+// Whether kernels of these elements load four neighbours at a time where channels and addresses let them; and whether
+// those of a problem do.
+template <class T, class In>
+constexpr bool kLoadsFours = sizeof(In) == 4 && T::kLoadsB % 4 == 0;
+template <class... Pointers>
+bool ComesInFours(const Problem& p, const Pointers*... pointers) {
+  return p.channels % 4 == 0 && p.features % 4 == 0 && IsVectorAligned(pointers...);
+}
+
 // sums += A B over `steps` steps, each of which is summed by itself first: rounding errors then grow with the square
-// root of the steps, not of the terms. A loader is called as loader(step, i), for i below its count, and returns
-// element i of this thread's share of the step; loader.Depth(i) and loader.Position(i) say where in the tile that
-// element is.
+// root of the steps, not of the terms. A loader is called as loader(step, i, to), for every kVector-th i below its
+// count, and loads as many elements of this thread's share of the step, from number i on; loader.Depth(i) and
+// loader.Position(i) say where in the tile an element is.
 template <class T, class LoadA, class LoadB>
 __device__ void MultiplyTiles(typename T::Shared& shared, int steps, const LoadA& load_a, const LoadB& load_b,
                               typename T::Sum (&sums)[T::kThreadRows][T::kThreadColumns]) {
@@ -80,16 +107,16 @@ __device__ void MultiplyTiles(typename T::Shared& shared, int steps, const LoadA
   Sum a[T::kLoadsA], b[T::kLoadsB];
   const auto load = [&](int step) {
 #pragma unroll
-    for (int i = 0; i < T::kLoadsA; ++i) a[i] = load_a(step, i);
+    for (int i = 0; i < T::kLoadsA; i += LoadA::kVector) load_a(step, i, a + i);
 #pragma unroll
-    for (int i = 0; i < T::kLoadsB; ++i) b[i] = load_b(step, i);
+    for (int i = 0; i < T::kLoadsB; i += LoadB::kVector) load_b(step, i, b + i);
   };
   const auto store = [&](int buffer) {
 #pragma unroll
     for (int i = 0; i < T::kLoadsA; ++i) shared.a[buffer][load_a.Depth(i)][load_a.Position(i)] = a[i];
 #pragma unroll
     for (int i = 0; i < T::kLoadsB; ++i)
-      if (threadIdx.x + i * T::kThreads < T::kColumns * T::kDepth)
+      if (LoadB::kVector > 1 || threadIdx.x + i * T::kThreads < T::kColumns * T::kDepth)
         shared.b[buffer][load_b.Depth(i)][load_b.Position(i)] = b[i];
     __syncthreads();
   };
