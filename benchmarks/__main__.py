@@ -13,6 +13,7 @@ from benchmarks import (
   batch_norm,
   conv,
   conv_fused,
+  conv_highest,
   conv_large,
   conv_quantized,
   dropout,
@@ -31,6 +32,7 @@ from benchmarks import (
 FAMILIES = {
   "conv": conv,
   "conv_fused": conv_fused,
+  "conv_highest": conv_highest,
   "conv_large": conv_large,
   "conv_quantized": conv_quantized,
   "pool": pool,

@@ -43,8 +43,11 @@ def sweep(dtypes: list[str], quick: bool = False, shrink: int = 1) -> Iterator[W
       yield from directions("conv_other", neighbour, dtypes[0])
 
 
-def directions(family: str, case: ConvCase, dtype: str) -> Iterator[Work]:
-  ours, xla = (partial(convolve, api, case) for api in (jaxdnn.conv_general_dilated, lax.conv_general_dilated))
+def directions(family: str, case: ConvCase, dtype: str, *, highest: bool = False) -> Iterator[Work]:
+  apis = (jaxdnn.conv_general_dilated, lax.conv_general_dilated)
+  if highest:
+    apis = tuple(partial(api, precision="highest") for api in apis)
+  ours, xla = (partial(convolve, api, case) for api in apis)
   counts = count(case)
   models = (case.models,) if case.models else ()
   x, w = Draw((*models, *case.x_shape), dtype), Draw((*models, *case.w_shape), dtype)
@@ -58,7 +61,7 @@ def directions(family: str, case: ConvCase, dtype: str) -> Iterator[Work]:
   for direction, function in functions.items():
     yield Work(
       family, case.name, dtype, direction, partial(function, ours), partial(function, xla), (x, w, y),
-      elements[direction] * itemsize(dtype), flops, "fma" if depthwise else dtype, tuned=True,
+      elements[direction] * itemsize(dtype), flops, "fma" if depthwise or highest else dtype, tuned=True,
     )  # fmt: skip
 
 

@@ -264,8 +264,8 @@ def test_chosen_cases():
 @pytest.mark.parametrize(
   ("family", "text"),
   [
-    ("conv", "mnist.conv2"), ("conv", "ensemble"), ("conv_fused", "mbv2"), ("pool", "rn50"), ("softmax", "axis"),
-    ("activation", "tanh"),
+    ("conv", "mnist.conv2"), ("conv", "ensemble"), ("conv_fused", "mbv2"), ("conv_highest", "conv2"),
+    ("pool", "rn50"), ("softmax", "axis"), ("activation", "tanh"),
   ],
 )
 def test_trial_run(family, text, tmp_path):
