@@ -52,7 +52,9 @@ __device__ void LoadFilter(const WgmmaParams& p, const Ring<T>& ring, const Wgmm
       hopper::LoadBox(to + slab * T::kLine * kLineBytes, &p.filter, ring.Full(), in_tap, line * T::kLine, tap);
     }
   } else {
-    hopper::LoadBox(to, &p.filter, ring.Full(), line * T::kLine, column, tap);
+    int in_group;
+    const int group = p.group.Div(column, &in_group);
+    hopper::LoadBox(to, &p.filter, ring.Full(), group * p.group_channels + line * T::kLine, in_group, tap);
   }
 }
 
@@ -275,7 +277,8 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* opera
   if (e == cudaSuccess && HasFrame(p)) e = MakePatches(p, operand, T::kLine, &q.patches);
   // The filter is planes of taps, or one plane where those are columns of the product.
   if (q.in_row.taps && !kAsItIs) q.planes = 1;
-  const int64_t rows = kAsItIs ? p.channels : q.columns, planes = q.planes;
+  const int64_t rows = kAsItIs || p.groups > 1 ? p.channels : q.columns, planes = q.planes;
+  const int64_t features = p.groups * p.features;
   if constexpr (kForward && T::kCopied) {
     const Grid grid = {CeilDiv(p.features, kSquare), 256, 0, 1, CeilDiv(p.channels, kSquare), p.Taps()};
     if (e == cudaSuccess)
@@ -284,13 +287,13 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* opera
     if (e == cudaSuccess)
       e = EncodeBoxes(&q.filter, p.in, workspace, {p.channels, rows, planes}, {T::kLine, T::kColumns, 1});
   } else if (e == cudaSuccess) {
-    e = EncodeBoxes(&q.filter, p.in, filter, {p.features, rows, planes},
+    e = EncodeBoxes(&q.filter, p.in, filter, {features, rows, planes},
                     {T::kLine, kForward ? T::kLine : T::kColumns, 1});
   }
   constexpr int kHalf = T::kLine / 2;
   q.halved = kHalved<T, kForward> && q.boxes && p.features % kHalf == 0;
   if (e == cudaSuccess && q.halved)
-    e = EncodeBoxes(&q.halves, p.in, filter, {kHalf, p.features / kHalf, p.channels, planes, 1},
+    e = EncodeBoxes(&q.halves, p.in, filter, {kHalf, features / kHalf, p.channels, planes, 1},
                     {T::kLine, 1, T::kLine, 1, 1});
   if (e != cudaSuccess) return e;
   return LaunchPersistent<T>(DataWgmmaKernel<T, kForward>, q.tiles, int(config.cluster), stream, q,

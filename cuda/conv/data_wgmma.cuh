@@ -31,6 +31,8 @@ struct WgmmaParams {
   int first_tile[kMaxMaps + 1];  // of each phase, in tiles of rows
   int window[kRank], out[kRank];
   WgmmaPhase phase[kMaxMaps];
+  FastDiv group;  // columns of one, whose channels begin so many later
+  int group_channels;
   int residual_lines;  // that come through the ring for each tile (wgmma_finish.cuh)
   CUtensorMap operand[kMaxMaps], result[kMaxMaps], filter, residual;
   CUtensorMap halves;  // of lines of the filter's features, if those are whole ones
@@ -70,12 +72,14 @@ cudaError_t SetParams(const Problem& p, const Config& config, const Epilogue& ep
   const int phases = MapPhases(p, q.phase, config.edges);
   if (phases == 0) return cudaErrorInvalidValue;
   const bool forward = p.direction == Direction::kForward;
-  const int64_t columns = GemmOf(p).columns;
+  const int64_t columns = GemmOf(p).columns * p.groups;
   q.boxes = p.out == p.in;
   q.plain = IsNone(epilogue);
   const bool taps = taps_may_be_columns && q.boxes && q.plain && p.batch == 1 && TapsAreColumns(p, phases, q.phase[0]);
   q.in_row = WgmmaRow(columns, T::kColumns, q.phase[0], taps);
   q.columns = q.biases = int(taps ? columns * p.Taps() : columns);
+  q.group = FastDiv(p.groups > 1 ? GemmOf(p).columns : q.columns);
+  q.group_channels = int(p.DepthChannels());
   q.lines = int(CeilDiv(p.DepthChannels(), T::kLine));
   q.planes = int(p.batch * p.Taps());
   q.images = int(p.images);
@@ -100,7 +104,7 @@ cudaError_t SetParams(const Problem& p, const Config& config, const Epilogue& ep
   for (int i = 0; i < phases; ++i) {
     q.first_tile[i + 1] = q.first_tile[i] + int(CeilDiv(q.phase[i].rows, T::kRows));
     if (e == cudaSuccess)
-      e = EncodePixels(&q.operand[i], p.in, operand, q.all_images, forward ? p.x : p.y, p.DepthChannels(),
+      e = EncodePixels(&q.operand[i], p.in, operand, q.all_images, forward ? p.x : p.y, p.DepthChannels() * p.groups,
                        q.phase[i].map, T::kRows);
     if (e == cudaSuccess && q.columns_of_pixels)
       e = EncodePhase(&q.result[i], p.in, out, q.all_images, q.out, columns, q.phase[i], kStored);
@@ -174,11 +178,13 @@ __device__ void ProducePixels(const WgmmaParams& p, Ring<T> ring) {
   for (int number = 0, tile; (tile = TileOf(p, number)) < p.tiles; ++number) {
     const WgmmaPlace place = PlaceOf<T>(p, tile);
     const WgmmaPhase& f = p.phase[place.phase];
+    const int channel = p.group.Div(place.column) * p.group_channels;
     int at[kRank], image = place.problem * p.images + FirstPixel(f, place.row, at);
     const auto load = [&](int line, int, const int (&offset)[kRank]) {
       const uint32_t loaded = p.patches.any ? ring.Between(ring.stage) : ring.Full();
       BeginStage(ring, T::kBytesA, loaded);
-      hopper::LoadPixels<kDimensions>(ring.Data(), &p.operand[place.phase], loaded, line * T::kLine, at, image, offset);
+      hopper::LoadPixels<kDimensions>(ring.Data(), &p.operand[place.phase], loaded, channel + line * T::kLine, at,
+                                      image, offset);
       ring.Next();
     };
     if (f.tap_count == 0) {

@@ -46,7 +46,7 @@ struct TileGrid {
 // other's.
 struct FilterRows {
   FastDiv lines;                   // of channels
-  int channels, columns;           // of a problem
+  int channels, columns;           // of a group, and of all
   int64_t size;                    // of its result
   int units[kMaxMaps];             // of a set
   bool sets;                       // whether there are several: then
@@ -57,7 +57,7 @@ struct FilterRows {
   FilterRows(const Problem& p, const TapSet* of, int count, int line)
       : lines(CeilDiv(p.channels, line)),
         channels(int(p.channels)),
-        columns(int(p.features)),
+        columns(int(p.groups * p.features)),
         size(p.FilterSize() / p.batch),
         units{},
         sets(count > 1),

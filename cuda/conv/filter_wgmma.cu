@@ -30,6 +30,7 @@ struct Params {
   int window[kRank], distance[kRank];
   int images;
   FilterRows rows;
+  FastDiv group;  // columns of one
   TileGrid grid;
   Spans spans;
   float4* pieces;
@@ -76,12 +77,13 @@ struct Units {
     const Place place(p, tile, T());
     const int first = place.row / T::kLine;
     first_image = place.problem * p.images;
+    const int group = p.group.Div(place.column);
 #pragma unroll
     for (int u = 0; u < kCount; ++u) {
       // Past the last unit it is loaded again, and not stored.
       int line;
       tap[u] = p.rows.Tap(place.set, min(first + u, p.rows.units[place.set] - 1), &line);
-      channel[u] = line * T::kLine;
+      channel[u] = group * p.rows.channels + line * T::kLine;
       const int in_plane = tap[u] % (p.window[1] * p.window[2]);
       const int at[] = {tap[u] / (p.window[1] * p.window[2]), in_plane / p.window[2], in_plane % p.window[2]};
 #pragma unroll
@@ -300,8 +302,10 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* x, co
   q.sets = count > 1;
   const TileShape t = {config.tile, "", Unit::kWgmma, T::kRows, T::kColumns, T::kThreads};
   const FilterShape shape = FilterShapeOf(p, t, config.edges);
-  const int64_t column_tiles = CeilDiv(p.features, T::kColumns);
+  const int64_t features = p.groups * p.features, channels = p.groups * p.channels;
+  const int64_t column_tiles = CeilDiv(features, T::kColumns);
   q.rows = FilterRows(p, sets, count, T::kLine);
+  q.group = FastDiv(p.groups > 1 ? p.features : std::max(p.features, column_tiles * T::kColumns));
   for (int d = 0; d < kRank; ++d) {
     q.window[d] = int(p.window[d]);
     q.distance[d] = int(p.rhs_dilation[d]);
@@ -316,11 +320,11 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* x, co
   const int64_t pixels = p.images * p.YPixels();
   q.apart = ReadsProblemsApart(p);
   cudaError_t e =
-      q.apart ? EncodeBoxes(&q.x[0], p.in, x, {p.channels, pixels, p.batch}, {T::kLine, T::kDepth, 1}) : cudaSuccess;
+      q.apart ? EncodeBoxes(&q.x[0], p.in, x, {channels, pixels, p.batch}, {T::kLine, T::kDepth, 1}) : cudaSuccess;
   for (int i = 0; !q.apart && i < count && e == cudaSuccess; ++i)
-    e = EncodePixels(&q.x[i], p.in, x, p.batch * p.images, p.x, p.channels, sets[i].x, T::kDepth);
+    e = EncodePixels(&q.x[i], p.in, x, p.batch * p.images, p.x, channels, sets[i].x, T::kDepth);
   for (int i = 0; q.sets && i < count && e == cudaSuccess; ++i)
-    e = EncodePixels(&q.y[i], p.in, y, p.images, p.y, p.features, sets[i].y, T::kDepth);
+    e = EncodePixels(&q.y[i], p.in, y, p.images, p.y, features, sets[i].y, T::kDepth);
   auto* left = static_cast<float*>(workspace);
   q.turns = kFloats<T> && !config.copies;
   if (kFloats<T> && !q.turns) {
@@ -332,7 +336,7 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* x, co
       e = LaunchKernel(TransposeKernel, grid, stream, static_cast<const float*>(y), yt, pixels, int(p.features));
     if (e == cudaSuccess) e = EncodeBoxes(&q.y[0], p.in, yt, {pitch, p.features, 1}, {T::kLine, T::kDepth, 1});
   } else if (e == cudaSuccess && !q.sets) {
-    e = EncodeBoxes(&q.y[0], p.in, y, {p.features, pixels, p.batch}, {T::kLine, T::kDepth, 1});
+    e = EncodeBoxes(&q.y[0], p.in, y, {features, pixels, p.batch}, {T::kLine, T::kDepth, 1});
   }
   q.images = int(p.images);
   if (HasFrame(p) && kFloats<T>) return cudaErrorInvalidValue;

@@ -63,7 +63,7 @@ int MapTaps(const Problem& p, TapSet (&sets)[kMaxMaps], int edges = 0);
 // Whether the one phase there is stands for as many as there are taps. Then a row of all of their results is the
 // product of one row of the operand and the whole filter, with (tap, channel) pairs as its columns.
 inline bool TapsAreColumns(const Problem& p, int phases, const MappedPhase& f) {
-  return phases == 1 && f.Alike() > 1 && f.Alike() == p.Taps();
+  return p.groups == 1 && phases == 1 && f.Alike() > 1 && f.Alike() == p.Taps();
 }
 
 // Whether any 64 rows of a tile are then a box of each phase's pixels in the result, of two dimensions at most.

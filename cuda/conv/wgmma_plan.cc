@@ -138,8 +138,8 @@ double FilterCycles(const Problem& p, const TileShape& t, const FilterShape& sha
                       (turned ? 2 * t.columns : 0);
   const double x_pixels = std::min(p.XPixels(), p.YPixels() * p.Taps());
   // Of a problem; and what it takes to move those of all.
-  const double x_bytes = p.images * x_pixels * p.channels * SizeOf(p.in);
-  const double y_bytes = double(p.images) * p.YPixels() * p.features * SizeOf(p.in);
+  const double x_bytes = p.images * x_pixels * p.channels * p.groups * SizeOf(p.in);
+  const double y_bytes = double(p.images) * p.YPixels() * p.features * p.groups * SizeOf(p.in);
   const double memory = p.batch * (x_bytes + y_bytes) / (kMultiprocessors * kBytesPerCycle);
   const double before = turned ? kBegin : CopyingCycles(transposed, 2);
   // What dense layers move is not hidden where the warpgroups share their stages.
@@ -173,6 +173,15 @@ double FilterCycles(const Problem& p, const TileShape& t, const FilterShape& sha
   return before + std::max({busy + more, memory, again}) + sum + slots * byte * t.rows * t.columns * 4;
 }
 
+// Whether each step and tile is of one group: then a group is where the columns of all say, and its channels begin so
+// much later.
+bool FillsGroups(const Problem& p, const TileShape& t) {
+  const bool filter = p.direction == Direction::kFilterGradient, floats = p.in == DType::kF32;
+  const int64_t depth = filter ? p.channels : p.DepthChannels(), columns = filter ? p.features : GemmOf(p).columns;
+  return p.batch == 1 && !HasFrame(p) && !p.exchanged && !(floats && filter) && TransposedBytes(p, t) == 0 &&
+         depth % WgmmaDepth(p.in) == 0 && columns % t.columns == 0;
+}
+
 }  // namespace
 
 bool TakesWgmma(const Problem& p, const TileShape& t) {
@@ -199,8 +208,8 @@ bool TakesWgmma(const Problem& p, const TileShape& t) {
   // One group, lines of whole 16-byte chunks, and rows that 32 bits number. The TMA unit reads no array without
   // elements. A filter that is copied first is one problem's.
   const int64_t chunk = 16 / SizeOf(p.in);
-  if (p.batch == 0 || p.groups != 1 || p.channels == 0 || p.features == 0 || p.features % chunk != 0 ||
-      p.batch * p.images * std::max(p.XPixels(), p.YPixels()) >= INT32_MAX - t.rows ||
+  if (p.batch == 0 || (p.groups != 1 && !FillsGroups(p, t)) || p.channels == 0 || p.features == 0 ||
+      p.features % chunk != 0 || p.batch * p.images * std::max(p.XPixels(), p.YPixels()) >= INT32_MAX - t.rows ||
       (p.batch > 1 && forward && TransposedBytes(p, t) > 0))
     return false;
   MappedPhase phases[kMaxMaps];
@@ -213,7 +222,7 @@ bool TakesWgmma(const Problem& p, const TileShape& t) {
 
 bool MayShare(const Problem& p, const TileShape& t, int64_t blocks) {
   if (blocks == 1) return true;
-  if (p.batch > 1 || p.direction == Direction::kFilterGradient || t.tile == Tile::kWgmma128x128Copied ||
+  if (p.batch > 1 || p.groups > 1 || p.direction == Direction::kFilterGradient || t.tile == Tile::kWgmma128x128Copied ||
       IsOfPairs(t.tile))
     return false;
   // Large tiles are sent (wgmma_team.cuh), across of floats alone; of the others, blocks divide the rows evenly.
@@ -274,7 +283,8 @@ FilterShape FilterShapeOf(const Problem& p, const TileShape& t, int edges) {
   FilterShape shape = {};
   shape.count = MapTaps(p, sets, edges);
   for (int i = 0; i < shape.count; ++i) {
-    const int64_t tiles = p.batch * CeilDiv(sets[i].Count() * lines, t.rows / line) * CeilDiv(p.features, t.columns);
+    const int64_t tiles =
+        p.batch * CeilDiv(sets[i].Count() * lines, t.rows / line) * CeilDiv(p.features, t.columns) * p.groups;
     shape.sets[i] = {tiles, CeilDiv(p.images * sets[i].Positions(), line)};
     shape.tiles += tiles;
     shape.work += tiles * shape.sets[i].steps;
@@ -329,7 +339,7 @@ double WgmmaCycles(const Problem& problem, const TileShape& t, int64_t cluster, 
   const bool taps = TapsAreColumns(p, phases, maps[0]) && p.out == p.in && p.batch == 1 &&
                     (!read_as_it_is || (g.columns % line == 0 && t.columns % line == 0));  // as the kernel has it
   const int64_t tiles_of_row =
-      taps ? CeilDiv(g.columns * p.Taps(), t.columns) : maps[0].Alike() * CeilDiv(g.columns, t.columns);
+      taps ? CeilDiv(g.columns * p.Taps(), t.columns) : maps[0].Alike() * CeilDiv(g.columns, t.columns) * p.groups;
   // What is not stored by TMA takes 16-bit floats longer.
   const bool boxes = taps && RowsAreBoxes(maps[0]) && g.columns % line == 0 && t.columns % line == 0;
   if (taps && !(boxes && !IsAcross(t.tile)) && p.in != DType::kF32)
@@ -369,7 +379,7 @@ double WgmmaCycles(const Problem& problem, const TileShape& t, int64_t cluster, 
   const double pixels = p.direction == Direction::kForward ? std::min(p.XPixels(), p.YPixels() * p.Taps())
                                                            : std::min(p.YPixels(), p.XPixels() * p.Taps());
   const double elements =
-      p.batch * (p.images * pixels * channels + double(g.rows) * g.columns) + double(p.FilterSize());
+      p.batch * p.groups * (p.images * pixels * channels + double(g.rows) * g.columns) + double(p.FilterSize());
   const double memory = elements * SizeOf(p.in) / (kMultiprocessors * kBytesPerCycle);
   constexpr double kBegin = 4400;  // until the first step
   if (together) return std::max(rounds.Longest(), memory + 1.5 * cost.tile) + kBegin + copying;
