@@ -157,7 +157,7 @@ template <class T, bool kForward, bool kOfResult>
 __device__ void Consume(const WgmmaParams& p, const PairParams& r, Ring<T> ring, int warpgroup, typename T::In* out,
                         int* pixels) {
   int turn = 0;
-  ring.more = p.residual_lines;
+  if (kForward) ring.more = p.residual_lines;
   for (int number = 0, tile; (tile = TileOf(p, number)) < p.tiles; ++number) {
     __syncwarp();  // lanes whose columns do not exist have stored the last tile sooner
     const WgmmaPlace place(p, tile, T());

@@ -119,7 +119,7 @@ __device__ void Consume(const WgmmaParams& p, Ring<T> ring, int warpgroup, float
   using Own = std::conditional_t<T::kLarge, HalfTile<T>, T>;  // of a warpgroup
   using Sums = typename std::conditional_t<kHeld<T, kForward>, Held<T>, Own>::Sums;
   int turn = 0;
-  ring.more = p.residual_lines;
+  if (kForward) ring.more = p.residual_lines;
   for (int number = 0, tile; (tile = TileOf(p, number)) < p.tiles; ++number) {
     __syncwarp();  // lanes whose columns do not exist have stored the last tile sooner
     WgmmaPlace place = PlaceOf<T>(p, tile);

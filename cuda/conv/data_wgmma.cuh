@@ -19,6 +19,9 @@ struct WgmmaParams {
   int lines, planes;       // of channels; and of the filter, one for each tap of all problems
   int images, all_images;  // of a problem, and of all
   FastDiv team;            // blocks that share a tile
+  FastDiv group;           // columns of one, whose channels begin so many later
+  int group_channels;
+  int residual_lines;      // that come through the ring for each tile (wgmma_finish.cuh)
   FastDiv two_rows;        // tiles of two rows of them, if two rows are gone over together
   bool scattered;          // the rows of a phase are not neighbours in the result
   bool lattices;           // but 64 of them, of a line of one tap's columns, are a box there,
@@ -27,16 +30,13 @@ struct WgmmaParams {
   bool plain;              // the sums are stored as they are
   bool alternates;         // the direction in which blocks go over the tiles
   bool taps_first;         // in the order of steps: all taps of a line of channels before the next line
+  bool halved;             // tiles of an odd number of half lines of features begin with one, whose box is `halves`
   WgmmaRow in_row;
   int first_tile[kMaxMaps + 1];  // of each phase, in tiles of rows
   int window[kRank], out[kRank];
   WgmmaPhase phase[kMaxMaps];
-  FastDiv group;  // columns of one, whose channels begin so many later
-  int group_channels;
-  int residual_lines;  // that come through the ring for each tile (wgmma_finish.cuh)
   CUtensorMap operand[kMaxMaps], result[kMaxMaps], filter, residual;
   CUtensorMap halves;  // of lines of the filter's features, if those are whole ones
-  bool halved;
   Patches patches;
   Epilogue epilogue;
 };
