@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import jaxdnn
 from conv_cases import SAME3, ConvCase
@@ -25,6 +26,12 @@ WGMMA_TILES = [tile for tile in _extension.native.conv_tiles if tile.startswith(
 """The others."""
 FILTER_TILES = {"wgmma 192x128", "wgmma 192x160", "wgmma 256x128"}
 """Those that are for filter gradients alone, of 16-bit floats."""
+
+
+def parameters(tiles):
+  """For a test of each, of which two are enough for the sanitizers."""
+  marks = {tile: [pytest.mark.sanitize] for tile in ("wgmma 64x64", "wgmma 96x128 across")}
+  return [pytest.param(tile, marks=marks.get(tile, [])) for tile in tiles]
 
 
 def takes(tile, result, dtype, out_dtype):

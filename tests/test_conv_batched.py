@@ -7,7 +7,7 @@ import pytest
 
 import jaxdnn
 from conv_cases import SAME3, ConvCase
-from conv_checks import WGMMA_TILES, check, coarse, takes
+from conv_checks import WGMMA_TILES, check, coarse, parameters, takes
 from conv_oracle import out_spatial
 from jaxdnn._conv.primitives import OPERANDS, plan
 from jaxdnn._conv.spec import ConvSpec
@@ -51,9 +51,7 @@ def test_is_chosen(result, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
-@pytest.mark.parametrize(
-  "tile", [pytest.param(t, marks=[pytest.mark.sanitize] if t in ("wgmma 64x64", "wgmma 96x128 across") else [])
-           for t in TILES])  # fmt: skip
+@pytest.mark.parametrize("tile", parameters(TILES))
 def test_kernels(tile, case):
   for dtype, out_dtype in (("bfloat16",) * 2, ("float16",) * 2, ("bfloat16", "float32"), ("float32",) * 2):
     results = "xw" if has_workspace_for_copies(tile, dtype) else "yxw"

@@ -6,7 +6,7 @@ import pytest
 
 import jaxdnn
 from conv_cases import SAME3, ConvCase
-from conv_checks import WGMMA_TILES, check, check_epilogue, planned, takes
+from conv_checks import WGMMA_TILES, check, check_epilogue, parameters, planned, takes
 from numerics import exact, sample
 
 WGMMA = "implicit_gemm_wgmma"
@@ -38,9 +38,7 @@ def test_is_chosen():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
-@pytest.mark.parametrize(
-  "tile", [pytest.param(t, marks=[pytest.mark.sanitize] if t in ("wgmma 64x64", "wgmma 96x128 across") else [])
-           for t in WGMMA_TILES])  # fmt: skip
+@pytest.mark.parametrize("tile", parameters(WGMMA_TILES))
 def test_kernels(tile, case):
   for dtype, out_dtype in (("bfloat16",) * 2, ("float16",) * 2, ("bfloat16", "float32"), ("float32",) * 2):
     results = [r for r in "yxw" if takes(tile, r, dtype, out_dtype) and planned(case, r, dtype, tile, out_dtype)]

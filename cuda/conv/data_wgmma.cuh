@@ -78,7 +78,7 @@ cudaError_t SetParams(const Problem& p, const Config& config, const Epilogue& ep
   const bool taps = taps_may_be_columns && q.boxes && q.plain && p.batch == 1 && TapsAreColumns(p, phases, q.phase[0]);
   q.in_row = WgmmaRow(columns, T::kColumns, q.phase[0], taps);
   q.columns = q.biases = int(taps ? columns * p.Taps() : columns);
-  q.group = FastDiv(p.groups > 1 ? GemmOf(p).columns : q.columns);
+  q.group = FastDiv(q.columns / p.groups);
   q.group_channels = int(p.DepthChannels());
   q.lines = int(CeilDiv(p.DepthChannels(), T::kLine));
   q.planes = int(p.batch * p.Taps());

@@ -305,7 +305,7 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* x, co
   const int64_t features = p.groups * p.features, channels = p.groups * p.channels;
   const int64_t column_tiles = CeilDiv(features, T::kColumns);
   q.rows = FilterRows(p, sets, count, T::kLine);
-  q.group = FastDiv(p.groups > 1 ? p.features : std::max(p.features, column_tiles * T::kColumns));
+  q.group = FastDiv(p.features);
   for (int d = 0; d < kRank; ++d) {
     q.window[d] = int(p.window[d]);
     q.distance[d] = int(p.rhs_dilation[d]);
