@@ -73,9 +73,9 @@ Strips StripsOf(const Problem& p) {
 
 double ProductCycles(const Candidate& c) { return GemmCycles(c.p, c.tile, c.slices); }
 
-// By Unit. The kernels on the CUDA cores take anything.
+// By Unit.
 constexpr Kernels kKernels[] = {
-    {false, true, false, [](const Candidate&) { return true; }, ProductCycles},
+    {false, true, false, [](const Candidate& c) { return TakesSimt(c.p, c.tile); }, ProductCycles},
     {false, true, false, [](const Candidate& c) { return TakesMma(c.p, c.tile); }, ProductCycles},
     {true, true, false, [](const Candidate& c) { return TakesWgmma(c.p, c.tile); },
      [](const Candidate& c) { return WgmmaCycles(c.p, c.tile, c.cluster, c.edges); }, nullptr,

@@ -40,6 +40,7 @@ struct Problem {
   bool exchanged;  // see Exchanged; the filter that is the result of a filter gradient stays as it is
   PadMode mode[kRank];
 
+  bool Tripled() const { return in == DType::kF32 && products == 3; }
   int64_t XPixels() const { return x[0] * x[1] * x[2]; }
   int64_t YPixels() const { return y[0] * y[1] * y[2]; }
   // Of a group, in the operand whose pixels the windows gather.
@@ -68,6 +69,7 @@ constexpr const char* kAlgorithms[] = {
     "implicit_gemm", "implicit_gemm_mma", "implicit_gemm_wgmma", "depthwise", "few_channels",
     "grouped",       "few_features",      "unaligned",           "planes",    "direct"};  // by Unit
 enum class Tile {
+  kSimt128x128,
   kSimt128x64,
   kSimt64x32,
   kSimt128x8,
@@ -109,6 +111,7 @@ struct TileShape {
   int rows, columns, threads;
 };
 constexpr TileShape kTiles[] = {
+    {Tile::kSimt128x128, "simt 128x128", Unit::kSimt, 128, 128, 256},
     {Tile::kSimt128x64, "simt 128x64", Unit::kSimt, 128, 64, 256},
     {Tile::kSimt64x32, "simt 64x32", Unit::kSimt, 64, 32, 128},
     {Tile::kSimt128x8, "simt 128x8", Unit::kSimt, 128, 8, 128},

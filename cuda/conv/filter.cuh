@@ -67,6 +67,7 @@ struct FilterBlock {
   int count, first_pixel;      // of the slice: its pixels, and the first one's number in its image
   int64_t x_offset, y_offset;  // of its first image, and of its first pixel, at the group
 
+  FilterBlock() = default;
   __device__ explicit FilterBlock(const FilterParams& p) {
     int block = blockIdx.x;
     column_tile = block % p.column_tiles;

@@ -1,61 +1,60 @@
 // Filter gradient as an implicit matrix product on the CUDA cores: every type, shape, stride, dilation, padding, rank
 // and group count. filter.cuh says what rows, columns and slices are.
 #include "cuda/conv/filter.cuh"
+#include "cuda/conv/float_tile.cuh"
 #include "cuda/conv/simt.h"
 #include "cuda/conv/tile.cuh"
 
 namespace jaxdnn::conv {
 namespace {
 
-template <class T, class In, int kVector>
-struct LoadInput : AlongPosition<T::kRows, T::kDepth, T::kThreads, kVector> {
-  // Every load of a thread is for the same rows, of one tap, which is then decoded once.
-  static_assert(T::kThreads * kVector % T::kRows == 0);
+// Where an element of x lies, of a depth (pixel) and a row (tap and channel) of the tile. A thread asks for the same
+// row every time, whose tap is then decoded once.
+template <class In>
+struct InputElement {
   const FilterParams& p;
-  const In* x;      // at the problem, its first image of the slice, the group and the row's channel
-  int count;        // pixels in the slice
-  int first_pixel;  // of the slice, within its first image
-  int tap[kRank];   // the row's tap, as a distance
+  const In* x;  // at the problem, its first image of the slice, the group and the row's channel
+  const FilterBlock& block;
+  int tap[kRank];  // the row's tap, as a distance
   bool valid;
 
-  __device__ LoadInput(const FilterParams& p, const In* base, int first_pixel, int count, int row)
-      : p(p), count(count), first_pixel(first_pixel), valid(row < p.rows) {
+  __device__ InputElement(const FilterParams& p, const FilterBlock& block, const In* x, int row)
+      : p(p), block(block), valid(row < p.rows) {
     int channel;
     p.taps_box.Split(p.channels.Div(row, &channel), tap);
     for (int d = 0; d < kRank; ++d) tap[d] *= p.axis[d].tap_step;
-    x = base + channel;
+    this->x = x + block.x_offset + channel;
   }
 
-  __device__ void operator()(int step, int i, typename T::Sum* to) const {
-    const int pixel = step * T::kDepth + this->Depth(i);
-    if (!valid || pixel >= count) return LoadNone<kVector>(to);
+  __device__ bool Deep() const { return false; }
+  __device__ int Advance() const { return 0; }
+  __device__ const In* operator()(int pixel, int) const {
+    if (!valid || pixel >= block.count) return nullptr;
     int in_image, out[kRank], at[kRank];
-    const int image = p.image_pixels.Div(first_pixel + pixel, &in_image);
+    const int image = p.image_pixels.Div(block.first_pixel + pixel, &in_image);
     p.pixels_box.Split(in_image, out);
     bool inside = true;
 #pragma unroll
     for (int d = 0; d < kRank; ++d) inside &= p.axis[d].Find(p.axis[d].Origin(out[d]) + tap[d], &at[d]);
-    if (!inside) return LoadNone<kVector>(to);
+    if (!inside) return nullptr;
     const int in_pixel = (at[0] * p.axis[1].extent + at[1]) * p.axis[2].extent + at[2];
-    LoadElements<kVector>(x + (image * p.x_image + in_pixel * p.x_pixel), to);
+    return x + (image * p.x_image + in_pixel * p.x_pixel);
   }
 };
 
-template <class T, class In, int kVector>
-struct LoadCotangent : AlongPosition<T::kColumns, T::kDepth, T::kThreads, kVector> {
+// And one of y, of a depth and a column.
+template <class In>
+struct CotangentElement {
   const FilterParams& p;
+  const FilterBlock& block;
   const In* y;  // at the slice's first pixel and the group
-  int count;
   int first_column;
 
-  __device__ LoadCotangent(const FilterParams& p, const In* y, int count, int first_column)
-      : p(p), y(y), count(count), first_column(first_column) {}
-
-  __device__ void operator()(int step, int i, typename T::Sum* to) const {
-    const int pixel = step * T::kDepth + this->Depth(i);
-    const int column = first_column + this->Position(i);
-    if (pixel >= count || column >= p.columns) return LoadNone<kVector>(to);
-    LoadElements<kVector>(y + (int64_t{pixel} * p.y_pixel + column), to);
+  __device__ bool Deep() const { return false; }
+  __device__ int Advance() const { return 0; }
+  __device__ const In* operator()(int pixel, int i) const {
+    const int column = first_column + i;
+    return pixel < block.count && column < p.columns ? y + (int64_t{pixel} * p.y_pixel + column) : nullptr;
   }
 };
 
@@ -65,11 +64,10 @@ __global__ void __launch_bounds__(T::kThreads)
   __shared__ typename T::Shared shared;
   const FilterBlock block(p);
   typename T::Sum sums[T::kThreadRows][T::kThreadColumns] = {};
-  using LoadX = LoadInput<T, In, kVector>;
-  const LoadX load_x(p, x + block.x_offset, block.first_pixel, block.count,
-                     block.row_tile * T::kRows + LoadX::Position(0));
-  const LoadCotangent<T, In, kVector> load_y(p, y + block.y_offset, block.count, block.column_tile * T::kColumns);
-  MultiplyTiles<T>(shared, (block.count + T::kDepth - 1) / T::kDepth, load_x, load_y, sums);
+  static_assert(T::kThreads * kVector % T::kRows == 0, "a thread's loads are of one row");
+  const int row = block.row_tile * T::kRows + Share<T, T::kRows, kVector>{false}.Position(0);
+  MultiplyTiles<T, kVector>(shared, (block.count + T::kDepth - 1) / T::kDepth, InputElement<In>(p, block, x, row),
+                            CotangentElement<In>{p, block, y + block.y_offset, block.column_tile * T::kColumns}, sums);
 
 #pragma unroll
   for (int i = 0; i < T::kThreadRows; ++i) {
@@ -84,6 +82,42 @@ __global__ void __launch_bounds__(T::kThreads)
   }
 }
 
+template <class T>
+struct FilterFloatsShared {
+  typename T::Shared tile;
+  FilterBlock block;  // there, to spare registers
+};
+
+template <class T>
+__global__ void __launch_bounds__(T::kThreads, T::kBlocks)
+    FilterFloatsKernel(const __grid_constant__ FilterParams p, const float* x, const float* y, float* out) {
+  extern __shared__ __align__(16) unsigned char bytes[];
+  auto& shared = *reinterpret_cast<FilterFloatsShared<T>*>(bytes);
+  const FilterBlock& block = shared.block;
+  if (threadIdx.x == 0) shared.block = FilterBlock(p);
+  __syncthreads();
+  const int first_row = block.row_tile * T::kRows, first_column = block.column_tile * T::kColumns;
+  static_assert(T::kThreads * 4 % T::kRows == 0, "a thread's loads are of one row");
+  MultiplyFloats<T>(shared.tile, (block.count + T::kDepth - 1) / T::kDepth, 1, x,
+                    InputElement<float>(p, block, x, first_row + threadIdx.x * 4 % T::kRows), y,
+                    CotangentElement<float>{p, block, y + block.y_offset, first_column});
+#pragma unroll 4
+  for (int four = 0; four < T::kFours; ++four) {
+    const int row = first_row + T::RowOf(four), column = first_column + T::ColumnOf(four);
+    if (row >= p.rows || column >= p.columns) continue;
+    *reinterpret_cast<typename T::Four*>(out + block.ResultOffset(p, row) + column) =
+        shared.tile.sums[four][threadIdx.x];
+  }
+}
+
+template <class T>
+cudaError_t LaunchFilterFloats(const Problem& p, int64_t splits, const void* x, const void* y, float* out,
+                               cudaStream_t stream) {
+  const FilterParams q = MakeFilterParams(p, splits, T::kRows, T::kColumns, T::kDepth);
+  return LaunchKernel(FilterFloatsKernel<T>, {FilterBlocks(p, q), T::kThreads, sizeof(FilterFloatsShared<T>)}, stream,
+                      q, static_cast<const float*>(x), static_cast<const float*>(y), out);
+}
+
 }  // namespace
 
 cudaError_t LaunchFilterSimt(const Problem& p, const Config& config, const void* x, const void* y, void* out,
@@ -96,6 +130,14 @@ cudaError_t LaunchFilterSimt(const Problem& p, const Config& config, const void*
     const FilterParams q = MakeFilterParams(p, config.splits, T::kRows, T::kColumns, T::kDepth);
     const auto run = [&](auto* destination) {
       using Destination = std::remove_pointer_t<decltype(destination)>;
+      if constexpr (std::is_same_v<In, float>)
+        if (TakesFloatTiles(p) && IsVectorAligned(x, y, destination)) {
+          const auto launch = [&](auto tile) {
+            return LaunchFilterFloats<typename decltype(tile)::type>(p, config.splits, x, y, destination, stream);
+          };
+          if (config.tile == Tile::kSimt128x128) return launch(TypeTag<FloatTile<128>>{});
+          if (config.tile == Tile::kSimt128x64) return launch(TypeTag<FloatTile<64>>{});
+        }
       const auto launch = [&](auto vector) {
         return LaunchKernel(FilterKernel<T, In, Destination, decltype(vector)::value>, FilterBlocks(p, q), T::kThreads,
                             stream, q, static_cast<const In*>(x), static_cast<const In*>(y), destination);

@@ -28,8 +28,6 @@ bool IsRagged(const Problem& p, const Dense& dense) {
   return p.direction != Direction::kFilterGradient && dense.groups == 1 && !dense.Folds() && !InChunks(p);
 }
 
-bool IsTripled(const Problem& p) { return p.in == DType::kF32 && p.products == 3; }
-
 // The product that the mma.sync kernels compute.
 Gemm DenseGemmOf(const Problem& p, const Dense& dense) {
   Gemm g = GemmOf(p);
@@ -94,6 +92,16 @@ double ApartCost(const Problem& p, const TileShape& t) {
 
 }  // namespace
 
+bool TakesFloatTiles(const Problem& p) {
+  constexpr int64_t kMost = int64_t{1} << 34;  // elements of an array, whose fours 32 bits number
+  const int64_t images = p.batch * p.images * p.groups;
+  return p.in == DType::kF32 && InRunsOf(p, 4) && images * p.XPixels() * p.channels < kMost &&
+         images * p.YPixels() * p.features < kMost && p.FilterSize() < kMost;
+}
+
+// The CUDA cores take every problem, but not in the largest tile.
+bool TakesSimt(const Problem& p, const TileShape& t) { return t.tile != Tile::kSimt128x128 || TakesFloatTiles(p); }
+
 // The tensor-core kernels take 16-bit floats, and floats that may be rounded to TF32; all but the longest windows; and
 // what is not dense, or not in whole chunks, in some of the tiles (VisitMmaKernel). Three products a term are too many
 // registers for the largest, and the one of few columns is not built for them.
@@ -101,7 +109,7 @@ bool TakesMma(const Problem& p, const TileShape& t) {
   if (p.in == DType::kF64 || (p.in == DType::kF32 && p.products == 0)) return false;
   if (*std::max_element(p.window, p.window + kRank) > kMmaMaxWindow) return false;
   const Dense dense = DenseOf(p);
-  if (IsTripled(p) && (t.tile == Tile::kMma128x128 || t.tile == Tile::kMma128x32)) return false;
+  if (p.Tripled() && (t.tile == Tile::kMma128x128 || t.tile == Tile::kMma128x32)) return false;
   if (InChunks(p) && dense.groups == 1 && !dense.Folds()) return true;
   return t.tile == Tile::kMma128x64 || (t.tile == Tile::kMma128x32 && (IsRagged(p, dense) || GathersChunks(p, dense)));
 }
@@ -110,7 +118,7 @@ double GemmCycles(const Problem& p, const TileShape& t, int64_t splits) {
   const bool mma = t.unit == Unit::kMma;
   const Work work = WorkOf(p, t, splits);
   const Dense dense = mma ? DenseOf(p) : Dense();
-  const Lines lines = mma ? LinesOf(p, dense) : Lines::kWhole;
+  const Lines lines = mma ? LinesOf(p, dense) : TakesFloatTiles(p) ? Lines::kWhole : Lines::kInPieces;
   const StepCost cost = StepCostOf(t.tile, p.direction, p.in, lines);
   // Finding its place and storing its sums take a block as long as some steps.
   const int depth = mma ? MmaDepth(p.direction, SizeOf(p.in)) : SimtDepth(p.in), beside = mma ? 8 : 4;
@@ -124,7 +132,7 @@ double GemmCycles(const Problem& p, const TileShape& t, int64_t splits) {
                         : runs                                              ? 1.6
                                                                             : 2;
   const double latency = std::max(steps * std::ceil(each / cost.resident), longest) * cost.latency;
-  return pieces * (mma ? ApartCost(p, t) * (IsTripled(p) ? 2.5 : 1) : 1) * std::max(latency, steps * each * cost.busy);
+  return pieces * (mma ? ApartCost(p, t) * (p.Tripled() ? 2.5 : 1) : 1) * std::max(latency, steps * each * cost.busy);
 }
 
 }  // namespace jaxdnn::conv

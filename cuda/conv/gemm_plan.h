@@ -6,7 +6,9 @@
 
 namespace jaxdnn::conv {
 
-// Of those with mma.sync; the others take every problem.
+// Whether the CUDA cores' wide tiles have kernels of their own (float_tile.cuh).
+bool TakesFloatTiles(const Problem& p);
+bool TakesSimt(const Problem& p, const TileShape& t);
 bool TakesMma(const Problem& p, const TileShape& t);
 double GemmCycles(const Problem& p, const TileShape& t, int64_t splits);
 

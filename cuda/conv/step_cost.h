@@ -11,9 +11,9 @@ struct StepCost {
   double latency, busy, resident;
 };
 
-// How lines of the operands come to shared memory with mma.sync: in whole chunks of 16 bytes; with zeros between them,
-// where groups are merged or phases lie side by side (Dense); in pieces those of the filter, or in its gradient of y or
-// of few channels; or all in pieces.
+// How lines of the operands come to shared memory, on the CUDA cores in whole chunks or in pieces, with mma.sync: in
+// whole chunks of 16 bytes; with zeros between them, where groups are merged or phases lie side by side (Dense); in
+// pieces those of the filter, or in its gradient of y or of few channels; or all in pieces.
 enum class Lines { kWhole, kSpread, kSomeInPieces, kInPieces };
 
 StepCost StepCostOf(Tile tile, Direction direction, DType in, Lines lines);

@@ -9,6 +9,7 @@
 #include "cuda/common/launch.cuh"
 #include "cuda/common/vec.cuh"
 #include "cuda/conv/conv.h"
+#include "cuda/conv/gemm_plan.h"
 
 namespace jaxdnn::conv {
 
@@ -44,6 +45,7 @@ cudaError_t VisitKernelTypes(const Problem& p, const Config& config, F&& f) {
     using In = typename decltype(in)::type;
     const auto with_result = [&](auto result) {
       switch (config.tile) {
+        case Tile::kSimt128x128:
         case Tile::kSimt128x64:
           return f(TypeTag<BlockTile<In, 128, 64, 8, 4>>{}, in, result);
         case Tile::kSimt64x32:
@@ -60,64 +62,63 @@ cudaError_t VisitKernelTypes(const Problem& p, const Config& config, F&& f) {
 
 // Where element number `i` of this thread's loads goes, of which kVector neighbours come at once: lanes run along the
 // depth, or along the rows (columns) of a tile that is `kExtent` wide, whichever is contiguous in memory.
-template <int kExtent, int kDepth, int kThreads, int kVector_ = 1>
-struct AlongDepth {
-  static constexpr int kVector = kVector_, kAcross = kDepth / kVector;
-  static __device__ int Depth(int i) { return threadIdx.x % kAcross * kVector + i % kVector; }
-  static __device__ int Position(int i) { return threadIdx.x / kAcross + i / kVector * (kThreads / kAcross); }
-};
-template <int kExtent, int kDepth, int kThreads, int kVector_ = 1>
-struct AlongPosition {
-  static constexpr int kVector = kVector_;
-  static __device__ int Element(int i) { return (threadIdx.x + i / kVector * kThreads) * kVector + i % kVector; }
-  static __device__ int Depth(int i) { return Element(i) / kExtent; }
-  static __device__ int Position(int i) { return Element(i) % kExtent; }
+template <class T, int kExtent, int kVector>
+struct Share {
+  static constexpr int kAcross = T::kDepth / kVector;
+  bool deep;
+
+  __device__ int Element(int i) const { return (threadIdx.x + i / kVector * T::kThreads) * kVector + i % kVector; }
+  __device__ int Depth(int i) const {
+    return deep ? threadIdx.x % kAcross * kVector + i % kVector : Element(i) / kExtent;
+  }
+  __device__ int Position(int i) const {
+    return deep ? threadIdx.x / kAcross + i / kVector * (T::kThreads / kAcross) : Element(i) % kExtent;
+  }
 };
 
-// kN neighbouring elements as sums are; and none.
+// kN neighbouring elements as sums are, or zeros.
 template <int kN, class Sum, class In>
 __device__ __forceinline__ void LoadElements(const In* from, Sum* to) {
-  const auto v = *reinterpret_cast<const Vec<In, kN>*>(from);
+  const Vec<In, kN> v = from == nullptr ? Vec<In, kN>{} : *reinterpret_cast<const Vec<In, kN>*>(from);
 #pragma unroll
   for (int i = 0; i < kN; ++i) to[i] = static_cast<Sum>(v.v[i]);
 }
-template <int kN, class Sum>
-__device__ __forceinline__ void LoadNone(Sum* to) {
-#pragma unroll
-  for (int i = 0; i < kN; ++i) to[i] = 0;
-}
 
-// Whether kernels of these elements load four neighbours at a time where channels and addresses let them; and whether
-// those of a problem do.
+// Whether kernels of these elements load four neighbours at a time where channels and addresses let them, as those of
+// wider tiles do otherwise (float_tile.cuh); and whether those of a problem do.
 template <class T, class In>
-constexpr bool kLoadsFours = sizeof(In) == 4 && T::kLoadsB % 4 == 0;
+constexpr bool kLoadsFours = sizeof(In) == 4 && T::kLoadsB % 4 == 0 && T::kColumns < 64;
 template <class... Pointers>
 bool ComesInFours(const Problem& p, const Pointers*... pointers) {
-  return p.channels % 4 == 0 && p.features % 4 == 0 && IsVectorAligned(pointers...);
+  return TakesFloatTiles(p) && IsVectorAligned(pointers...);
 }
 
 // sums += A B over `steps` steps, each of which is summed by itself first: rounding errors then grow with the square
-// root of the steps, not of the terms. A loader is called as loader(step, i, to), for every kVector-th i below its
-// count, and loads as many elements of this thread's share of the step, from number i on; loader.Depth(i) and
-// loader.Position(i) say where in the tile an element is.
-template <class T, class LoadA, class LoadB>
-__device__ void MultiplyTiles(typename T::Shared& shared, int steps, const LoadA& load_a, const LoadB& load_b,
-                              typename T::Sum (&sums)[T::kThreadRows][T::kThreadColumns]) {
+// root of the steps, not of the terms. element_a(k, i) is where the operand's element of depth k and row (column) i of
+// the tile lies, the first of kVector neighbours, or null for zeros; element_a.Deep() whether its neighbours are those
+// along the depth.
+template <class T, int kVector, class ElementA, class ElementB>
+__device__ void MultiplyTiles(typename T::Shared& shared, int steps, const ElementA& element_a,
+                              const ElementB& element_b, typename T::Sum (&sums)[T::kThreadRows][T::kThreadColumns]) {
   using Sum = typename T::Sum;
   Sum a[T::kLoadsA], b[T::kLoadsB];
+  const Share<T, T::kRows, kVector> share_a{element_a.Deep()};
+  const Share<T, T::kColumns, kVector> share_b{element_b.Deep()};
   const auto load = [&](int step) {
 #pragma unroll
-    for (int i = 0; i < T::kLoadsA; i += LoadA::kVector) load_a(step, i, a + i);
+    for (int i = 0; i < T::kLoadsA; i += kVector)
+      LoadElements<kVector>(element_a(step * T::kDepth + share_a.Depth(i), share_a.Position(i)), a + i);
 #pragma unroll
-    for (int i = 0; i < T::kLoadsB; i += LoadB::kVector) load_b(step, i, b + i);
+    for (int i = 0; i < T::kLoadsB; i += kVector)
+      LoadElements<kVector>(element_b(step * T::kDepth + share_b.Depth(i), share_b.Position(i)), b + i);
   };
   const auto store = [&](int buffer) {
 #pragma unroll
-    for (int i = 0; i < T::kLoadsA; ++i) shared.a[buffer][load_a.Depth(i)][load_a.Position(i)] = a[i];
+    for (int i = 0; i < T::kLoadsA; ++i) shared.a[buffer][share_a.Depth(i)][share_a.Position(i)] = a[i];
 #pragma unroll
     for (int i = 0; i < T::kLoadsB; ++i)
-      if (LoadB::kVector > 1 || threadIdx.x + i * T::kThreads < T::kColumns * T::kDepth)
-        shared.b[buffer][load_b.Depth(i)][load_b.Position(i)] = b[i];
+      if (kVector > 1 || threadIdx.x + i * T::kThreads < T::kColumns * T::kDepth)
+        shared.b[buffer][share_b.Depth(i)][share_b.Position(i)] = b[i];
     __syncthreads();
   };
   if (steps == 0) return;

@@ -1,0 +1,86 @@
+"""float32 in channels of fours at HIGHEST, in the CUDA cores' wide tiles, against the float64 oracle."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jaxdnn
+from conv_cases import SAME3, ConvCase
+from conv_checks import check, check_epilogue, not_finite, planned
+from conv_oracle import conv as conv_oracle
+from numerics import exact, sample
+
+TILES = ["simt 128x128", "simt 128x64"]
+HIGHEST = (lax.Precision.HIGHEST,) * 2
+_ = ConvCase
+# Steps of 16 terms, of which several make a tap, or one is of several taps or ends within one; chunks of eight steps;
+# edges of tiles in rows and columns; phases, and those without taps.
+CASES = [
+  _("least", 1, (3, 4), 4, (1, 1), 4),
+  _("steps", 2, (9, 15), 48, (3, 3), 68, padding=SAME3),
+  _("taps_in_a_step", 3, (8, 11), 4, (3, 3), 132, padding=SAME3),
+  _("across_taps", 2, (11, 6), 20, (3, 3), 36, padding=SAME3),
+  _("a_chunk", 2, (8, 8), 128, (1, 1), 128),
+  _("more_than_a_chunk", 1, (9, 13), 132, (1, 1), 64),
+  _("many_chunks", 1, (7, 10), 256, (3, 3), 132, padding=SAME3),
+  _("strided", 2, (15, 14), 32, (3, 3), 128, (2, 2), SAME3),
+  _("phases_without_taps", 2, (15, 14), 132, (1, 1), 72, (2, 2)),
+  _("dilated_input", 2, (6, 7), 64, (3, 3), 72, padding=SAME3, lhs_dilation=(2, 2)),
+  _("dilated", 2, (23, 21), 16, (3, 3), 24, padding=((4, 4), (6, 6)), rhs_dilation=(4, 6)),
+  _("negative_padding", 2, (12, 13), 16, (3, 3), 12, padding=((-2, 1), (3, -3))),
+  _("1d", 3, (301,), 12, (5,), 136, (2,), ((4, 3),)),
+  _("3d", 1, (7, 6, 5), 16, (3, 3, 3), 64, padding=((1, 1),) * 3),
+  _("grouped", 2, (9, 9), 96, (3, 3), 192, padding=SAME3, groups=3),
+  _("slices", 9, (28, 28), 32, (3, 3), 16, padding=SAME3),
+]
+
+
+def test_are_for_fours_of_floats():
+  takes = lambda case, dtype="float32": "".join(r for r in "yxw" if planned(case, r, dtype, TILES[0]))  # noqa: E731
+  case = _("", 128, (14, 14), 256, (3, 3), 256, padding=SAME3)
+  assert takes(case) == "yxw" and not takes(case, "bfloat16")
+  assert not takes(_("", 2, (9, 9), 6, (3, 3), 8)) and not takes(_("", 2, (9, 9), 8, (3, 3), 6))
+  x, w = (jax.ShapeDtypeStruct(shape, "float32") for shape in (case.x_shape, case.w_shape))
+  for direction in ("forward", "data_gradient", "filter_gradient"):
+    assert jaxdnn.conv_algorithms(x, w, direction=direction, padding="SAME", precision="highest")[0].tile == TILES[0]
+
+
+SANITIZED = ("least", "across_taps", "phases_without_taps")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize(
+  "case", [pytest.param(c, marks=pytest.mark.sanitize if c.name in SANITIZED else [], id=c.name) for c in CASES]
+)
+def test_kernels(case, tile):
+  check(case, tile, "float32", "float32", HIGHEST, sample)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", TILES)
+def test_models_and_infinities(tile):
+  check(CASES[1], tile, "float32", "float32", HIGHEST, sample, models=3)
+  for case in (CASES[1], CASES[3], CASES[7]):
+    check(case, tile, "float32", "float32", HIGHEST, not_finite)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", TILES)
+def test_epilogue(tile):
+  check_epilogue(tile, (3, 9, 11, 36), (3, 3, 36, 132), "float32", None, padding="SAME", activation="gelu")
+  check_epilogue(tile, (3, 9, 11, 64), (3, 3, 32, 136), "float32", None, padding="SAME", activation="relu", groups=2)
+
+
+@pytest.mark.gpu
+def test_long_sums_are_no_less_exact_than_laxs():
+  x, w = sample((2, 14, 14, 512), "float32", 0), sample((3, 3, 512, 128), "float32", 1)
+  want = conv_oracle(exact(x), exact(w), (1, 1), SAME3, (1, 1), (1, 1))
+  dims = dict(dimension_numbers=("NHWC", "HWIO", "NHWC"), precision="highest")
+  theirs = exact(lax.conv_general_dilated(x, w, (1, 1), "SAME", **dims))
+  error = lambda got: np.sqrt(np.mean((got - want) ** 2))  # noqa: E731
+  for tile in TILES:
+    ours = exact(jaxdnn.conv(jnp.asarray(x), w, padding="SAME", precision="highest", algorithm=tile))
+    assert error(ours) <= 1.5 * error(theirs)
