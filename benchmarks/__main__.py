@@ -13,8 +13,8 @@ from benchmarks import (
   batch_norm,
   conv,
   conv_fused,
-  conv_highest,
   conv_large,
+  conv_precise,
   conv_quantized,
   dropout,
   group_norm,
@@ -32,7 +32,7 @@ from benchmarks import (
 FAMILIES = {
   "conv": conv,
   "conv_fused": conv_fused,
-  "conv_highest": conv_highest,
+  "conv_precise": conv_precise,
   "conv_large": conv_large,
   "conv_quantized": conv_quantized,
   "pool": pool,

@@ -43,11 +43,11 @@ def sweep(dtypes: list[str], quick: bool = False, shrink: int = 1) -> Iterator[W
       yield from directions("conv_other", neighbour, dtypes[0])
 
 
-def directions(family: str, case: ConvCase, dtype: str, *, highest: bool = False) -> Iterator[Work]:
+def directions(family: str, case: ConvCase, dtype: str, *, precision: str = "") -> Iterator[Work]:
+  """`precision`, if any, is ours; lax then computes at its highest."""
+  more = ({"precision": precision}, {"precision": "highest"}) if precision else ({}, {})
   apis = (jaxdnn.conv_general_dilated, lax.conv_general_dilated)
-  if highest:
-    apis = tuple(partial(api, precision="highest") for api in apis)
-  ours, xla = (partial(convolve, api, case) for api in apis)
+  ours, xla = (partial(convolve, partial(api, **each), case) for api, each in zip(apis, more, strict=True))
   counts = count(case)
   models = (case.models,) if case.models else ()
   x, w = Draw((*models, *case.x_shape), dtype), Draw((*models, *case.w_shape), dtype)
@@ -57,11 +57,12 @@ def directions(family: str, case: ConvCase, dtype: str, *, highest: bool = False
   flops = flops_of(case, counts)
   elements = {"fwd": x_read + w_size + y_size, "dgrad": y_size + w_size + x_size, "wgrad": x_read + y_size + w_size}
   functions = {"fwd": forward, "dgrad": data_gradient, "wgrad": filter_gradient}
-  depthwise = case.c == case.groups > 1
+  unit = "fma" if case.c == case.groups > 1 or precision == "highest" else dtype
+  products = 3 if precision == "high" and unit != "fma" else 1
   for direction, function in functions.items():
     yield Work(
-      family, case.name, dtype, direction, partial(function, ours), partial(function, xla), (x, w, y),
-      elements[direction] * itemsize(dtype), flops, "fma" if depthwise or highest else dtype, tuned=True,
+      family, f"{case.name} {precision}".strip(), dtype, direction, partial(function, ours), partial(function, xla),
+      (x, w, y), elements[direction] * itemsize(dtype), products * flops, unit, tuned=True,
     )  # fmt: skip
 
 

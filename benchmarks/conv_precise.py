@@ -1,6 +1,7 @@
-"""Convolution of float32 with `precision=HIGHEST`: IEEE products and sums on the CUDA cores.
+"""Convolution of float32 that is not rounded to TF32: `precision=HIGHEST` and HIGH beside lax's HIGHEST.
 
-lax may transform windows of 3x3 (Winograd), which then are fewer multiplications than the floor counts.
+lax's HIGH rounds to TF32, as its default does. At HIGHEST it may transform windows of 3x3 (Winograd), which then are
+fewer multiplications than the floor counts.
 """
 
 from collections.abc import Iterator
@@ -20,5 +21,5 @@ QUICK = ("rn50.3x3.256@14", "mnist.conv2")
 def work(dtypes: list[str], quick: bool = False, shrink: int = 1) -> Iterator[Work]:
   cases = {case.name: case for case in (*conv_cases.DENSE, *conv_cases.OTHERS)}
   for name in QUICK if quick else CASES:
-    if "float32" in dtypes:
-      yield from directions("conv_highest", shrunk(cases[name], shrink), "float32", highest=True)
+    for precision in ("highest", "high") if "float32" in dtypes else ():
+      yield from directions("conv_precise", shrunk(cases[name], shrink), "float32", precision=precision)

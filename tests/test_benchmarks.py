@@ -264,7 +264,7 @@ def test_chosen_cases():
 @pytest.mark.parametrize(
   ("family", "text"),
   [
-    ("conv", "mnist.conv2"), ("conv", "ensemble"), ("conv_fused", "mbv2"), ("conv_highest", "conv2"),
+    ("conv", "mnist.conv2"), ("conv", "ensemble"), ("conv_fused", "mbv2"), ("conv_precise", "conv2"),
     ("pool", "rn50"), ("softmax", "axis"), ("activation", "tanh"),
   ],
 )

@@ -11,7 +11,7 @@ from jax import lax
 
 import jaxdnn
 from conv_cases import SAME3, ConvCase
-from conv_checks import WGMMA_TILES, check, coarse, planned, takes
+from conv_checks import WGMMA_TILES, check, check_epilogue, coarse, planned, takes
 from conv_oracle import conv as conv_oracle
 from conv_oracle import conv_gradients
 from jaxdnn import _extension
@@ -48,7 +48,8 @@ def test_list_names_what_can_do_the_problem():
   x, w = struct((2, 9, 9, 64)), struct((3, 3, 64, 64))
   floats = struct(x.shape, "float32"), struct(w.shape, "float32")
   assert names(*floats, precision="highest") == {"implicit_gemm"}
-  assert names(*floats, precision="high") == {"implicit_gemm", "implicit_gemm_mma"}
+  assert names(*floats, precision="high") == set(ALGORITHMS)
+  assert names(*floats, precision="high", direction="filter_gradient") == set(ALGORITHMS)
   assert names(*floats, precision="default") == {*ALGORITHMS, "planes"}
   assert names(*floats, precision="default", direction="filter_gradient") == {*ALGORITHMS, "planes"}
   assert "implicit_gemm_wgmma" not in names(x, struct((3, 3, 1, 64)), groups=64)
@@ -238,13 +239,31 @@ def test_kernels(case, tile):
 
 
 HIGH = (lax.Precision.HIGH,) * 2
+TRIPLED = ["wgmma 128x128", "wgmma 128x64"]
+"""Hopper's tiles that add up three products of TF32."""
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tile", ["mma 128x64", "mma 64x64"])
-@pytest.mark.parametrize("case", [CASES[0], CASES[3], CASES[-1]], ids=lambda c: c.name)
+@pytest.mark.parametrize("tile", ["mma 128x64", "mma 64x64", *TRIPLED])
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_three_products_are_nearly_float32(case, tile):
   check(case, tile, "float32", "float32", HIGH, sample)
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitize
+@pytest.mark.parametrize("tile", TRIPLED)
+def test_three_products_under_the_sanitizer(tile):
+  check(CASES[0], tile, "float32", "float32", HIGH, sample)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", TRIPLED)
+def test_three_products_on_hopper(tile):
+  """More tiles than multiprocessors, and an epilogue whose residual comes between tiles' stages."""
+  check(ConvCase("", 12, (40, 40), 32, (1, 1), 132), tile, "float32", "float32", HIGH, sample)
+  for features in (64, 136):
+    check_epilogue(tile, (9, 40, 40, 64), (1, 1, 64, features), "float32", None, precision="high", activation="elu")
 
 
 @pytest.mark.gpu

@@ -6,9 +6,13 @@
 // data gradient K-major. TF32 has no MN-major operands, so that forward it goes through registers (wgmma_held.cuh), or
 // a first kernel makes a copy [taps, features, channels]. What lies past the last channel is read as zeros, of the
 // filter too.
+//
+// For nearly all of float32's bits three products of TF32 are added up: of the operands' large parts, and of each one's
+// with the other's rest. Then the first kernel splits the filter, and two warps split the pixels of every stage.
 #include "cuda/conv/wgmma.h"
 #include "cuda/conv/wgmma_across.cuh"
 #include "cuda/conv/wgmma_finish.cuh"
+#include "cuda/conv/wgmma_split.cuh"
 
 namespace jaxdnn::conv {
 namespace {
@@ -21,7 +25,7 @@ constexpr bool kHeld = kForward && sizeof(typename T::In) == 4 && !T::kCopied;
 template <class T, bool kForward>
 constexpr bool kOfFeatures = kForward && !T::kCopied;
 template <class T, bool kForward>
-constexpr int kFilterBytes = kOfFeatures<T, kForward> ? T::kBytesB : T::kColumns * kLineBytes;
+constexpr int kFilterBytes = (T::kTripled ? 2 : 1) * (kOfFeatures<T, kForward> ? T::kBytesB : T::kColumns * kLineBytes);
 
 // Whether a tile ends with half a line, or begins with one, which is multiplied last. A box that is as wide as a line
 // is filled up with zeros, so that nothing is loaded that the next tile has.
@@ -54,7 +58,10 @@ __device__ void LoadFilter(const WgmmaParams& p, const Ring<T>& ring, const Wgmm
   } else {
     int in_group;
     const int group = p.group.Div(column, &in_group);
-    hopper::LoadBox(to, &p.filter, ring.Full(), group * p.group_channels + line * T::kLine, in_group, tap);
+    const int channel = group * p.group_channels + line * T::kLine;
+    hopper::LoadBox(to, &p.filter, ring.Full(), channel, in_group, tap);
+    if constexpr (T::kTripled)
+      hopper::LoadBox(to + T::kRests, &p.filter, ring.Full(), channel, in_group, tap + p.rest_plane);
   }
 }
 
@@ -103,6 +110,15 @@ __device__ void PatchStages(const WgmmaParams& p, Ring<T> ring, int warp) {
     };
     const Share share(max(1, f.tap_count * p.lines), p.team);
     ForEachStep(p, f, share.first, share.end, patch);
+  }
+}
+
+template <class T>
+__device__ void SplitStages(const WgmmaParams& p, Ring<T> ring, int warp) {
+  for (int number = 0, tile; (tile = TileOf(p, number)) < p.tiles; ++number) {
+    const int steps = max(1, p.phase[WgmmaPlace(p, tile, T()).phase].tap_count * p.lines);
+    for (int step = 0; step < steps; ++step, ring.Next()) SplitStage(ring, warp);
+    ring.Skip(p.residual_lines);
   }
 }
 
@@ -201,12 +217,13 @@ __device__ void ConsumeAcross(const WgmmaParams& p, Ring<T> ring, int warpgroup,
 
 // Where those who multiply leave registers for patches; and what a thread that does not multiply has of them.
 template <class T, bool kForward>
-constexpr bool kPatched =
-    !T::kLarge && !kHalved<T, kForward> && !(kHeld<T, kForward> && T::kRows == 128 && T::kColumns == 128);
+constexpr bool kPatched = !T::kLarge && !T::kTripled && !kHalved<T, kForward> &&
+                          !(kHeld<T, kForward> && T::kRows == 128 && T::kColumns == 128);
 template <class T, bool kForward>
-constexpr int kRegistersOfFew = !kPatched<T, kForward> ? 40
-                                : T::kRows > 128       ? 72
-                                                       : 56;
+constexpr int kRegistersOfFew = T::kTripled              ? 72
+                                : !kPatched<T, kForward> ? 40
+                                : T::kRows > 128         ? 72
+                                                         : 56;
 
 template <class T, bool kForward>
 __global__ void __launch_bounds__(T::kThreads, 1)
@@ -215,7 +232,8 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     extern __shared__ __align__(1024) unsigned char shared[];
     const Ring<T> ring(shared);
     // Patchers stand in for the producer of pixels.
-    ring.Init(kIsAcross<T> || T::kLarge ? kConsumers : 1, p.patches.any ? kProducers - 1 + kPatchers : kProducers);
+    ring.Init(kIsAcross<T> || T::kLarge ? kConsumers : 1, p.patches.any ? kProducers - 1 + kPatchers : kProducers,
+              T::kTripled ? kSplitters * 32 : 1);
     RunRoles<kProducers, kRegistersOfFew<T, kForward>>(
         [&](int which) {
           if (which == 1) return ProduceFilter<T, kForward>(p, ring);
@@ -230,15 +248,19 @@ __global__ void __launch_bounds__(T::kThreads, 1)
             Consume<T, kForward>(p, ring, warpgroup, wide, out, pixels);
         },
         [&](int warp) {
-          if constexpr (kPatched<T, kForward>)
+          if constexpr (T::kTripled)
+            SplitStages<T>(p, ring, warp);
+          else if constexpr (kPatched<T, kForward>)
             if (p.patches.any) PatchStages<T>(p, ring, warp);
         });
   }
 }
 
-// out [taps, columns, rows] = in [taps, rows, columns], both multiples of 4: squares of 64, 16 bytes a thread.
+// out [taps, columns, rows] = in [taps, rows, columns], both multiples of 4: squares of 64, 16 bytes a thread. Or,
+// where `rests` is not null, its parts.
 constexpr int kSquare = 64;
-__global__ void __launch_bounds__(256) TransposeKernel(const float* in, float* out, int rows, int columns) {
+__global__ void __launch_bounds__(256)
+    TransposeKernel(const float* in, float* out, float* rests, int rows, int columns) {
   constexpr int kEach = kSquare / 16;
   __shared__ float square[kSquare][kSquare + 1];
   const int64_t tap = blockIdx.z * int64_t{rows} * columns;
@@ -259,9 +281,16 @@ __global__ void __launch_bounds__(256) TransposeKernel(const float* in, float* o
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
     const int to = line + 16 * i;
-    if (column + to < columns && row + four < rows)
-      *reinterpret_cast<float4*>(out + tap + int64_t{column + to} * rows + row + four) = {
-          square[four][to], square[four + 1][to], square[four + 2][to], square[four + 3][to]};
+    if (column + to >= columns || row + four >= rows) continue;
+    Words words, rest;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) words.v[j] = __float_as_uint(square[four + j][to]);
+    const int64_t at = tap + int64_t{column + to} * rows + row + four;
+    if (rests != nullptr) {
+      SplitTf32(words.v, rest.v);
+      *reinterpret_cast<Words*>(rests + at) = rest;
+    }
+    *reinterpret_cast<Words*>(out + at) = words;
   }
 }
 
@@ -277,18 +306,27 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* opera
   if (e == cudaSuccess && HasFrame(p)) e = MakePatches(p, operand, T::kLine, &q.patches);
   // The filter is planes of taps, or one plane where those are columns of the product.
   if (q.in_row.taps && !kAsItIs) q.planes = 1;
+  q.rest_plane = q.planes;
+  if (T::kTripled) q.planes *= 2;
   const int64_t rows = kAsItIs || p.groups > 1 ? p.channels : q.columns, planes = q.planes;
   const int64_t features = p.groups * p.features;
+  auto* const copy = static_cast<float*>(workspace);
+  float* const rests = T::kTripled ? copy + p.FilterSize() : nullptr;
   if constexpr (kForward && T::kCopied) {
     const Grid grid = {CeilDiv(p.features, kSquare), 256, 0, 1, CeilDiv(p.channels, kSquare), p.Taps()};
     if (e == cudaSuccess)
-      e = LaunchKernel(TransposeKernel, grid, stream, static_cast<const float*>(filter), static_cast<float*>(workspace),
-                       int(p.channels), int(p.features));
+      e = LaunchKernel(TransposeKernel, grid, stream, static_cast<const float*>(filter), copy, rests, int(p.channels),
+                       int(p.features));
     if (e == cudaSuccess)
-      e = EncodeBoxes(&q.filter, p.in, workspace, {p.channels, rows, planes}, {T::kLine, T::kColumns, 1});
-  } else if (e == cudaSuccess) {
-    e = EncodeBoxes(&q.filter, p.in, filter, {features, rows, planes},
-                    {T::kLine, kForward ? T::kLine : T::kColumns, 1});
+      e = EncodeBoxes(&q.filter, p.in, copy, {p.channels, rows, planes}, {T::kLine, T::kColumns, 1});
+  } else {
+    if constexpr (T::kTripled) {
+      if (e == cudaSuccess) e = LaunchSplit(static_cast<const float*>(filter), copy, rests, p.FilterSize(), stream);
+      filter = copy;
+    }
+    if (e == cudaSuccess)
+      e = EncodeBoxes(&q.filter, p.in, filter, {features, rows, planes},
+                      {T::kLine, kForward ? T::kLine : T::kColumns, 1});
   }
   constexpr int kHalf = T::kLine / 2;
   q.halved = kHalved<T, kForward> && q.boxes && p.features % kHalf == 0;
@@ -308,7 +346,8 @@ cudaError_t LaunchDataWgmma(const Problem& p, const Config& config, const void* 
   const auto launch = [&](auto tile) {
     using T = typename decltype(tile)::type;
     // Those that TakesWgmma says.
-    constexpr bool kFloats = sizeof(typename T::In) == 4, kCopiedAlone = T::kCopied && T::kColumns == 128;
+    constexpr bool kFloats = sizeof(typename T::In) == 4,
+                   kCopiedAlone = T::kCopied && T::kColumns == 128 && !T::kTripled;
     // Forward, a stage has room for whole lines of features.
     using Forward = std::conditional_t<kHalved<T, true>,
                                        WgmmaTile<typename T::In, T::kRows, T::kColumns, T::kCopied, true, true>, T>;

@@ -16,7 +16,8 @@ namespace jaxdnn::conv {
 struct WgmmaParams {
   int tiles, columns;      // those of taps too
   int biases;              // those that have one of their own; others have that of as many columns before
-  int lines, planes;       // of channels; and of the filter, one for each tap of all problems
+  int lines, planes;       // of channels; and of the filter, one for each tap of all problems,
+  int rest_plane;          // or two, of which those of rests begin with this
   int images, all_images;  // of a problem, and of all
   FastDiv team;            // blocks that share a tile
   FastDiv group;           // columns of one, whose channels begin so many later
@@ -105,7 +106,7 @@ cudaError_t SetParams(const Problem& p, const Config& config, const Epilogue& ep
     q.first_tile[i + 1] = q.first_tile[i] + int(CeilDiv(q.phase[i].rows, T::kRows));
     if (e == cudaSuccess)
       e = EncodePixels(&q.operand[i], p.in, operand, q.all_images, forward ? p.x : p.y, p.DepthChannels() * p.groups,
-                       q.phase[i].map, T::kRows);
+                       q.phase[i].map, T::kRows, !T::kTripled);
     if (e == cudaSuccess && q.columns_of_pixels)
       e = EncodePhase(&q.result[i], p.in, out, q.all_images, q.out, columns, q.phase[i], kStored);
   }

@@ -7,8 +7,8 @@
 
 namespace jaxdnn::conv {
 
-template <class In, int kRows, int kColumns>
-using FilterTile = WgmmaTile<In, kRows, kColumns, false, false>;
+template <class In, int kRows, int kColumns, bool kTripled = false>
+using FilterTile = WgmmaTile<In, kRows, kColumns, false, false, true, kTripled>;
 
 template <class T>
 constexpr bool kFloats = sizeof(typename T::In) == 4;
@@ -22,8 +22,10 @@ constexpr int kTurners = 2;
 
 // Swaps the two coordinates of 32 pixels by as many features, and puts the even ones of every eight pixels first. Both
 // sides are lines of 128 bytes, swizzled. A thread has two squares of four by four, and eight threads meet no bank
-// twice, neither in lines of pixels nor in those of features.
-__device__ inline void TransposeFloats(uint32_t square) {
+// twice, neither in lines of pixels nor in those of features. Where there are three products of a term, the rests go
+// kRests bytes further.
+template <int kRests>
+__device__ void TransposeFloats(uint32_t square) {
   const int lane = threadIdx.x % 32, c = lane % 8, r = lane / 8;  // of four features
   const int g = ((c & 4) | (c & 1) << 1 | (c >> 1 & 1)) ^ r;      // and of four pixels, even or odd ones of eight
   uint32_t v[2][4][4];
@@ -39,7 +41,12 @@ __device__ inline void TransposeFloats(uint32_t square) {
     const uint32_t to = square + 4 * c * kLineBytes + ((g ^ (4 * s) ^ (4 * (c % 2))) << 4);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const uint32_t feature[4] = {v[s][0][j], v[s][1][j], v[s][2][j], v[s][3][j]};
+      uint32_t feature[4] = {v[s][0][j], v[s][1][j], v[s][2][j], v[s][3][j]};
+      if constexpr (kRests > 0) {
+        uint32_t rests[4];
+        SplitTf32(feature, rests);
+        hopper::StoreWords((to ^ (j << 4)) + j * kLineBytes + kRests, rests);
+      }
       hopper::StoreWords((to ^ (j << 4)) + j * kLineBytes, feature);
     }
   }
@@ -50,7 +57,7 @@ __device__ void TransposeStage(const Ring<T>& ring, int turner) {
   hopper::WaitBarrier(ring.Full(), ring.parity);
 #pragma unroll 1
   for (int i = turner; i < T::kColumns / 32; i += kTurners)
-    TransposeFloats(ring.Data() + T::kBytesA + i * 32 * kLineBytes);
+    TransposeFloats<T::kTripled ? T::kRests : 0>(ring.Data() + T::kBytesA + i * 32 * kLineBytes);
   hopper::ShowSharedToTma();
   hopper::Arrive(ring.Between(ring.stage));
 }
@@ -86,14 +93,28 @@ __device__ void MultiplyHeldStages(Ring<T>& ring, int steps, int warpgroup, bool
                        : "=r"(a[m][k][i])
                        : "r"(ring.Data() + place[i] + m * T::kSlab + k * 8 * kLineBytes)
                        : "memory");
+    uint32_t rests[kBlocks][4][4];
+    if constexpr (T::kTripled) {
+#pragma unroll
+      for (int m = 0; m < kBlocks; ++m)
+#pragma unroll
+        for (int k = 0; k < 4; ++k) SplitTf32(a[m][k], rests[m][k]);
+    }
     if (turned) hopper::WaitBarrier(ring.Between(ring.stage), ring.parity);
     const uint64_t b = hopper::Descriptor(ring.Data() + T::kBytesA, T::kSlab);
     hopper::BeginProducts();
 #pragma unroll
     for (int k = 0; k < 4; ++k)
 #pragma unroll
-      for (int m = 0; m < kBlocks; ++m)
-        hopper::MultiplyHeld<T::kColumns>(sums[m], a[m][k], b + k * (32 >> 4), step > 0 || k > 0);
+      for (int m = 0; m < kBlocks; ++m) {
+        const uint64_t columns = b + k * (32 >> 4);
+        const bool add = step > 0 || k > 0;
+        if constexpr (T::kTripled) {
+          hopper::MultiplyHeld<T::kColumns>(sums[m], rests[m][k], columns, add);
+          hopper::MultiplyHeld<T::kColumns>(sums[m], a[m][k], columns + (T::kRests >> 4), true);
+        }
+        hopper::MultiplyHeld<T::kColumns>(sums[m], a[m][k], columns, T::kTripled || add);
+      }
     hopper::CommitProducts();
     hopper::WaitForSums(sums);
     Release(ring, ring.stage);

@@ -320,11 +320,12 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* x, co
   const int64_t pixels = p.images * p.YPixels();
   q.apart = ReadsProblemsApart(p);
   cudaError_t e =
-      q.apart ? EncodeBoxes(&q.x[0], p.in, x, {channels, pixels, p.batch}, {T::kLine, T::kDepth, 1}) : cudaSuccess;
+      q.apart ? EncodeBoxes(&q.x[0], p.in, x, {channels, pixels, p.batch}, {T::kLine, T::kDepth, 1}, !T::kTripled)
+              : cudaSuccess;
   for (int i = 0; !q.apart && i < count && e == cudaSuccess; ++i)
-    e = EncodePixels(&q.x[i], p.in, x, p.batch * p.images, p.x, channels, sets[i].x, T::kDepth);
+    e = EncodePixels(&q.x[i], p.in, x, p.batch * p.images, p.x, channels, sets[i].x, T::kDepth, !T::kTripled);
   for (int i = 0; q.sets && i < count && e == cudaSuccess; ++i)
-    e = EncodePixels(&q.y[i], p.in, y, p.images, p.y, features, sets[i].y, T::kDepth);
+    e = EncodePixels(&q.y[i], p.in, y, p.images, p.y, features, sets[i].y, T::kDepth, !T::kTripled);
   auto* left = static_cast<float*>(workspace);
   q.turns = kFloats<T> && !config.copies;
   if (kFloats<T> && !q.turns) {
@@ -336,7 +337,7 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* x, co
       e = LaunchKernel(TransposeKernel, grid, stream, static_cast<const float*>(y), yt, pixels, int(p.features));
     if (e == cudaSuccess) e = EncodeBoxes(&q.y[0], p.in, yt, {pitch, p.features, 1}, {T::kLine, T::kDepth, 1});
   } else if (e == cudaSuccess && !q.sets) {
-    e = EncodeBoxes(&q.y[0], p.in, y, {features, pixels, p.batch}, {T::kLine, T::kDepth, 1});
+    e = EncodeBoxes(&q.y[0], p.in, y, {features, pixels, p.batch}, {T::kLine, T::kDepth, 1}, !T::kTripled);
   }
   q.images = int(p.images);
   if (HasFrame(p) && kFloats<T>) return cudaErrorInvalidValue;
@@ -367,6 +368,11 @@ cudaError_t LaunchFilterWgmma(const Problem& p, const Config& config, const void
       else
         return LaunchTile<T>(p, config, x, y, out, workspace, stream);
     };
+    if (p.Tripled()) {
+      if (config.tile == Tile::kWgmma128x128) return launch(TypeTag<FilterTile<float, 128, 128, true>>());
+      if (config.tile == Tile::kWgmma128x64) return launch(TypeTag<FilterTile<float, 128, 64, true>>());
+      return cudaErrorInvalidValue;
+    }
     switch (config.tile) {
       case Tile::kWgmma128x128:
         return launch(TypeTag<FilterTile<In, 128, 128>>());

@@ -40,10 +40,11 @@ inline cudaError_t EncodePixels(CUtensorMap* map, DType type, const void* data, 
   return r == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 inline cudaError_t EncodePixels(CUtensorMap* map, DType type, const void* data, int64_t images,
-                                const int64_t (&extent)[kRank], int64_t channels, const PixelMap& pixels, int rows) {
+                                const int64_t (&extent)[kRank], int64_t channels, const PixelMap& pixels, int rows,
+                                bool rounded = true) {
   const int64_t plane = extent[1] * extent[2];
-  return EncodePixels(map, type, data, images, extent, {extent[0] * plane, plane, extent[2], 1}, channels, pixels,
-                      rows);
+  return EncodePixels(map, type, data, images, extent, {extent[0] * plane, plane, extent[2], 1}, channels, pixels, rows,
+                      rounded);
 }
 
 // Columns of a phase's pixels of the result [images, *extent, channels], to be stored.

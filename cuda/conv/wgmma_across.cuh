@@ -11,7 +11,7 @@ namespace jaxdnn::conv {
 template <class In_, int kRows_>
 struct AcrossTile {
   using In = In_;
-  static constexpr bool kCopied = false, kLarge = false;
+  static constexpr bool kCopied = false, kTripled = false, kLarge = false;
   static constexpr int kRows = kRows_, kColumns = 128, kLine = kLineBytes / sizeof(In), kDepth = kLine;
   static constexpr int kPart = 16;  // rows that a block of a cluster finishes, at least
   static constexpr int kThreads = (kConsumers + 1) * kWarpgroup;

@@ -51,6 +51,10 @@ Cost CostOf(const TileShape& t, const Problem& p) {
     return {kApart * single.step, single.tile};
   }
   const bool filter = p.direction == Direction::kFilterGradient, floats = p.in == DType::kF32;
+  if (p.Tripled()) {
+    const bool wide = t.columns == 128;
+    return filter ? Cost{wide ? 1850.0 : 1200.0, 6000} : Cost{wide ? 2000.0 : 1760.0, 5000};
+  }
   const int which = 2 * filter + floats, held = floats && p.direction == Direction::kForward ? 4 : which;
   switch (t.tile) {
     case Tile::kWgmma128x128:
@@ -190,7 +194,8 @@ bool TakesWgmma(const Problem& p, const TileShape& t) {
     return pairs && p.in == p.out && TakesWgmma(pairs->view, SingleTile(t));
   }
   const bool filter = p.direction == Direction::kFilterGradient, floats = p.in == DType::kF32;
-  if (p.in == DType::kF64 || (floats && (p.products != 1 || (filter && t.rows != 128)))) return false;
+  if (p.in == DType::kF64 || (floats && (p.products == 0 || (filter && t.rows != 128)))) return false;
+  if (p.Tripled() && ((t.tile != Tile::kWgmma128x128 && t.tile != Tile::kWgmma128x64) || HasFrame(p))) return false;
   const bool forward = p.direction == Direction::kForward;
   if (IsAcross(t.tile)) {
     if (filter || p.out != p.in || (floats && !(forward && t.tile == Tile::kWgmma192Across))) return false;
@@ -210,7 +215,7 @@ bool TakesWgmma(const Problem& p, const TileShape& t) {
   const int64_t chunk = 16 / SizeOf(p.in);
   if (p.batch == 0 || (p.groups != 1 && !FillsGroups(p, t)) || p.channels == 0 || p.features == 0 ||
       p.features % chunk != 0 || p.batch * p.images * std::max(p.XPixels(), p.YPixels()) >= INT32_MAX - t.rows ||
-      (p.batch > 1 && forward && TransposedBytes(p, t) > 0))
+      (p.batch > 1 && !filter && TransposedBytes(p, t) > 0))
     return false;
   MappedPhase phases[kMaxMaps];
   const int count = MapPhases(p, phases);
@@ -223,7 +228,7 @@ bool TakesWgmma(const Problem& p, const TileShape& t) {
 bool MayShare(const Problem& p, const TileShape& t, int64_t blocks) {
   if (blocks == 1) return true;
   if (p.batch > 1 || p.groups > 1 || p.direction == Direction::kFilterGradient || t.tile == Tile::kWgmma128x128Copied ||
-      IsOfPairs(t.tile))
+      IsOfPairs(t.tile) || p.Tripled())
     return false;
   // Large tiles are sent (wgmma_team.cuh), across of floats alone; of the others, blocks divide the rows evenly.
   if (IsAcross(t.tile) ? p.in != DType::kF32 || blocks > 3 : t.columns == 160 ? blocks > 2 : blocks == 3) return false;
@@ -261,6 +266,8 @@ bool Alternates(const Problem& p, int edges, int phases, const MappedPhase& firs
 }
 
 int64_t TransposedBytes(const Problem& p, const TileShape& t) {
+  const bool filter = p.direction == Direction::kFilterGradient;
+  if (p.Tripled()) return filter ? 0 : 2 * p.FilterSize() * 4;
   if (p.in != DType::kF32 || p.direction == Direction::kDataGradient) return 0;
   if (p.direction == Direction::kForward)
     return t.tile == Tile::kWgmma128x160 || t.tile == Tile::kWgmma128x256 || t.tile == Tile::kWgmma128x128Copied
@@ -352,7 +359,8 @@ double WgmmaCycles(const Problem& problem, const TileShape& t, int64_t cluster, 
   if (t.columns == 160 && p.direction == Direction::kForward && p.in != DType::kF32 && g.columns % t.columns != 0)
     cost.step *= t.rows == 128 ? 1.4 : 1.1;
   // So do the filter's lines, where they are of channels too.
-  const bool lines_of_both = p.direction == Direction::kDataGradient || t.tile == Tile::kWgmma128x128Copied;
+  const bool lines_of_both =
+      p.direction == Direction::kDataGradient || t.tile == Tile::kWgmma128x128Copied || p.Tripled();
   if (left != 0 && lines_of_both && !IsAcross(t.tile)) cost.step *= 1.35;
   if (cluster > 1) {
     // Clusters have to fit into the device's groups of multiprocessors, and none has a second tile to hide the first.

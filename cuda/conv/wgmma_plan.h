@@ -20,7 +20,8 @@ bool MaySplitEdges(const Problem& p, const TileShape& t, int edges);
 bool Alternates(const Problem& p, int edges, int phases, const MappedPhase& first, int tile_rows, int64_t tiles_of_row);
 
 // Bytes of workspace for a copy of an operand that wgmma wants K-major, since TF32 has no MN-major operands: forward,
-// of some tiles, the filter, and y in the filter gradient, which can do without.
+// of some tiles, the filter, and y in the filter gradient, which can do without. Of three products a term the filter's
+// two parts, in the data gradient too.
 int64_t TransposedBytes(const Problem& p, const TileShape& t);
 
 // The tiles of a set of taps (pixel_map.h), and the steps of each.

@@ -26,12 +26,13 @@ constexpr int kPatchers = 2;   // warps that replace some of what was loaded (wg
 constexpr int kMaxStages = 8;
 
 // Forward the filter of floats goes through registers (wgmma_held.cuh), or is copied first, `kCopied`. Where sums do
-// not leave through shared memory there are no slabs, and more stages.
+// not leave through shared memory there are no slabs, and more stages. Of three products a term a stage has both
+// operands twice: their large parts, and the rests.
 template <class In_, int kRows_, int kColumns_, bool kCopied_ = false, bool kSlabs = true,
-          bool kWholeLines = !kSlabs || (kRows_ * kColumns_ > 128 * 160)>
+          bool kWholeLines = !kSlabs || (kRows_ * kColumns_ > 128 * 160), bool kTripled_ = false>
 struct WgmmaTile {
   using In = In_;
-  static constexpr bool kCopied = kCopied_;
+  static constexpr bool kCopied = kCopied_, kTripled = kTripled_;
   static constexpr int kRows = kRows_, kColumns = kColumns_, kLine = kLineBytes / sizeof(In), kDepth = kLine;
   static constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
   static constexpr int kBlocks = kRows / 64;     // rows of one wgmma
@@ -42,7 +43,7 @@ struct WgmmaTile {
   // Of MN-major operands whole lines of columns are loaded.
   static constexpr int kBytesA = kRows * kLineBytes,
                        kBytesB = (kWholeLines ? (kColumns + kLine - 1) / kLine * kLine : kColumns) * kLineBytes,
-                       kStageBytes = kBytesA + kBytesB;
+                       kRests = kBytesA + kBytesB, kStageBytes = (kTripled ? 2 : 1) * kRests;
   // Sums wait in two slabs of each warpgroup to be stored, to pixels whose numbers stand there too.
   static constexpr int kStoreBytes = kSlabs ? kConsumers * 2 * kSlab : 0,
                        kPixelBytes = kSlabs ? kConsumers * kRows * 4 : 0, kBarrierBytes = kMaxStages * 24 + 16;
@@ -149,16 +150,26 @@ __device__ void MultiplyStages(Ring<T>& ring, int steps, int number, typename T:
   int last = 0;
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
-    hopper::WaitBarrier(ring.Full(), ring.parity);
+    hopper::WaitBarrier(T::kTripled ? ring.Between(ring.stage) : ring.Full(), ring.parity);
     const uint64_t a = hopper::Descriptor(ring.Data(), T::kSlab);
     const uint64_t b = hopper::Descriptor(ring.Data() + T::kBytesA, T::kSlab);
+    constexpr int kRests = T::kRests >> 4;
     hopper::BeginProducts();
 #pragma unroll
     for (int k = 0; k < kLineBytes / 32; ++k)
 #pragma unroll
-      for (int m = 0; m < T::kBlocks; ++m)
-        hopper::Multiply<In, T::kColumns, kTransposedA, kTransposedB>(sums[m], a + m * (T::kSlab >> 4) + k * kStepA,
-                                                                      b + k * kStepB, step > 0 || k > 0);
+      for (int m = 0; m < T::kBlocks; ++m) {
+        const uint64_t rows = a + m * (T::kSlab >> 4) + k * kStepA, columns = b + k * kStepB;
+        const auto multiply = [&](uint64_t of_a, uint64_t of_b, bool add) {
+          hopper::Multiply<In, T::kColumns, kTransposedA, kTransposedB>(sums[m], of_a, of_b, add);
+        };
+        const bool add = step > 0 || k > 0;
+        if constexpr (T::kTripled) {
+          multiply(rows + kRests, columns, add);
+          multiply(rows, columns + kRests, true);
+        }
+        multiply(rows, columns, T::kTripled || add);
+      }
     hopper::CommitProducts();
     // One stage's products run on while the next one's are issued; those before are done.
     hopper::WaitForProducts<1>();
@@ -374,6 +385,11 @@ cudaError_t VisitWgmmaTile(const Problem& p, const Config& config, F&& f) {
         return cudaErrorInvalidValue;
     }
   };
+  if (p.Tripled()) {
+    if (config.tile == Tile::kWgmma128x128) return f(TypeTag<WgmmaTile<float, 128, 128, true, true, false, true>>());
+    if (config.tile == Tile::kWgmma128x64) return f(TypeTag<WgmmaTile<float, 128, 64, true, true, false, true>>());
+    return cudaErrorInvalidValue;
+  }
   if (p.in == DType::kF32) return with_type(TypeTag<float>());
   return p.in == DType::kBF16 ? with_type(TypeTag<__nv_bfloat16>()) : with_type(TypeTag<__half>());
 }
