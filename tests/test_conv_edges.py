@@ -2,11 +2,13 @@
 
 import jax.numpy as jnp
 import pytest
+from jax import lax
 
 import jaxdnn
 from conv_cases import SAME3, ConvCase
 from conv_checks import WGMMA_TILES, check, check_epilogue, planned, takes
 from jaxdnn._conv.primitives import EDGES
+from numerics import sample
 
 DILATED = ConvCase("dilated", 3, (19, 17), 64, (3, 3), 72, padding=((6, 6), (5, 5)), rhs_dilation=(6, 5))
 # Where the windows that begin beside an image and those that end there are the same; windows of the padding alone;
@@ -72,6 +74,14 @@ def test_edges_of_every_case(case):
 def test_kernels(case, tile):
   for dtype, out_dtype in (("bfloat16", "bfloat16"), ("float16", "float32"), ("float32", "float32")):
     check(case, tile + EDGES, dtype, out_dtype, results=results_of(case))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", ["wgmma 128x128", "wgmma 128x64"])
+@pytest.mark.parametrize("case", CASES[:4], ids=lambda c: c.name)
+def test_three_products(case, tile):
+  high = (lax.Precision.HIGH,) * 2
+  check(case, tile + EDGES, "float32", "float32", high, sample, results=results_of(case))
 
 
 @pytest.mark.gpu
