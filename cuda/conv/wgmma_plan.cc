@@ -180,9 +180,9 @@ double FilterCycles(const Problem& p, const TileShape& t, const FilterShape& sha
 // Whether each step and tile is of one group: then a group is where the columns of all say, and its channels begin so
 // much later.
 bool FillsGroups(const Problem& p, const TileShape& t) {
-  const bool filter = p.direction == Direction::kFilterGradient, floats = p.in == DType::kF32;
+  const bool filter = p.direction == Direction::kFilterGradient;
   const int64_t depth = filter ? p.channels : p.DepthChannels(), columns = filter ? p.features : GemmOf(p).columns;
-  return p.batch == 1 && !HasFrame(p) && !p.exchanged && !(floats && filter) && TransposedBytes(p, t) == 0 &&
+  return p.batch == 1 && !HasFrame(p) && !p.exchanged && (filter || TransposedBytes(p, t) == 0) &&
          depth % WgmmaDepth(p.in) == 0 && columns % t.columns == 0;
 }
 
@@ -321,7 +321,8 @@ std::optional<Config> PlanFilterWgmma(const Problem& p, const TileShape& t, int6
   // Floats with and without a copy; blocks of whole tiles; of spans of equal lengths; and of equal parts of one tile
   // each, which are fewer pieces.
   for (const int64_t transposed : {int64_t{0}, TransposedBytes(p, t)}) {
-    if (transposed > 0 && edges != 0) break;  // a copy has all positions one after the other
+    // A copy has all positions one after the other, of one group.
+    if (transposed > 0 && (edges != 0 || p.groups > 1)) break;
     if (shape.count == 1) consider(shape.tiles, transposed);
     const int64_t most = std::min(kMostBlocks, all / kLeastSteps), pieces = (workspace_limit - transposed) / piece;
     const int64_t spans = std::min(most, pieces / 2), parts = std::min(most, pieces) / shape.tiles;
