@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import jaxdnn
 from conv_cases import SAME3, ConvCase
@@ -56,6 +57,13 @@ def test_kernels(tile, case):
   for dtype, out_dtype in (("bfloat16",) * 2, ("float16",) * 2, ("bfloat16", "float32"), ("float32",) * 2):
     results = "xw" if has_workspace_for_copies(tile, dtype) else "yxw"
     check(case, tile, dtype, out_dtype, models=3, results=results)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+@pytest.mark.parametrize("tile", ["wgmma 128x128", "wgmma 128x64"])
+def test_three_products(tile, case):
+  check(case, tile, "float32", "float32", (lax.Precision.HIGH,) * 2, sample, models=3)
 
 
 @pytest.mark.gpu

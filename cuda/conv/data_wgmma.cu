@@ -313,7 +313,7 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* opera
   auto* const copy = static_cast<float*>(workspace);
   float* const rests = T::kTripled ? copy + p.FilterSize() : nullptr;
   if constexpr (kForward && T::kCopied) {
-    const Grid grid = {CeilDiv(p.features, kSquare), 256, 0, 1, CeilDiv(p.channels, kSquare), p.Taps()};
+    const Grid grid = {CeilDiv(p.features, kSquare), 256, 0, 1, CeilDiv(p.channels, kSquare), p.batch * p.Taps()};
     if (e == cudaSuccess)
       e = LaunchKernel(TransposeKernel, grid, stream, static_cast<const float*>(filter), copy, rests, int(p.channels),
                        int(p.features));

@@ -209,13 +209,14 @@ bool TakesWgmma(const Problem& p, const TileShape& t) {
   }
   if (t.tile == Tile::kWgmma128x128Copied && !(floats && forward)) return false;
   // The kernel that copies a filter has a plane of blocks for each tap, and a row of them for each 64 channels.
-  if (forward && TransposedBytes(p, t) > 0 && std::max(p.Taps(), CeilDiv(p.channels, 64)) > kMostPlanes) return false;
+  if (forward && TransposedBytes(p, t) > 0 && std::max(p.batch * p.Taps(), CeilDiv(p.channels, 64)) > kMostPlanes)
+    return false;
   // One group, lines of whole 16-byte chunks, and rows that 32 bits number. The TMA unit reads no array without
-  // elements. A filter that is copied first is one problem's.
+  // elements. A filter that is copied first is one problem's, or split.
   const int64_t chunk = 16 / SizeOf(p.in);
   if (p.batch == 0 || (p.groups != 1 && !FillsGroups(p, t)) || p.channels == 0 || p.features == 0 ||
       p.features % chunk != 0 || p.batch * p.images * std::max(p.XPixels(), p.YPixels()) >= INT32_MAX - t.rows ||
-      (p.batch > 1 && !filter && TransposedBytes(p, t) > 0))
+      (p.batch > 1 && forward && !p.Tripled() && TransposedBytes(p, t) > 0))
     return false;
   MappedPhase phases[kMaxMaps];
   const int count = MapPhases(p, phases);
