@@ -26,7 +26,7 @@ struct MappedSet : TapSet {
 struct Params {
   CUtensorMap x[kMaxMaps], y[kMaxMaps];
   MappedSet set[kMaxMaps];
-  bool sets;  // whether y is read by the positions of several, and not as it lies in memory
+  bool by_sets;  // whether y is read by the positions of several, and not as it lies in memory
   int window[kRank], distance[kRank];
   int images;
   FilterRows rows;
@@ -195,7 +195,7 @@ __device__ void ProduceYOfSets(const Params& p, Ring<T> ring) {
 template <class T>
 __device__ void ProduceY(const Params& p, Ring<T> ring) {
   hopper::PrefetchMap(&p.y[0]);
-  if (p.sets)
+  if (p.by_sets)
     return hopper::VisitDimensions(p.set[0].x.dimensions,
                                    [&](auto d) { ProduceYOfSets<T, decltype(d)::value>(p, ring); });
   for (Pieces piece(p.spans); piece.Next();) {
@@ -299,7 +299,7 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* x, co
   TapSet sets[kMaxMaps];
   const int count = MapTaps(p, sets, config.edges);
   if (count == 0) return cudaErrorInvalidValue;
-  q.sets = count > 1;
+  q.by_sets = count > 1;
   const TileShape t = {config.tile, "", Unit::kWgmma, T::kRows, T::kColumns, T::kThreads};
   const FilterShape shape = FilterShapeOf(p, t, config.edges);
   const int64_t features = p.groups * p.features, channels = p.groups * p.channels;
@@ -324,7 +324,7 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* x, co
               : cudaSuccess;
   for (int i = 0; !q.apart && i < count && e == cudaSuccess; ++i)
     e = EncodePixels(&q.x[i], p.in, x, p.batch * p.images, p.x, channels, sets[i].x, T::kDepth, !T::kTripled);
-  for (int i = 0; q.sets && i < count && e == cudaSuccess; ++i)
+  for (int i = 0; q.by_sets && i < count && e == cudaSuccess; ++i)
     e = EncodePixels(&q.y[i], p.in, y, p.images, p.y, features, sets[i].y, T::kDepth, !T::kTripled);
   auto* left = static_cast<float*>(workspace);
   q.turns = kFloats<T> && !config.copies;
@@ -336,7 +336,7 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* x, co
     if (e == cudaSuccess)
       e = LaunchKernel(TransposeKernel, grid, stream, static_cast<const float*>(y), yt, pixels, int(p.features));
     if (e == cudaSuccess) e = EncodeBoxes(&q.y[0], p.in, yt, {pitch, p.features, 1}, {T::kLine, T::kDepth, 1});
-  } else if (e == cudaSuccess && !q.sets) {
+  } else if (e == cudaSuccess && !q.by_sets) {
     e = EncodeBoxes(&q.y[0], p.in, y, {features, pixels, p.batch}, {T::kLine, T::kDepth, 1}, !T::kTripled);
   }
   q.images = int(p.images);
