@@ -1,6 +1,7 @@
 // Forward convolution and data gradient as an implicit matrix product on the CUDA cores: every type, shape, stride,
 // dilation, padding, rank and group count, with no workspace. data.cuh says what rows, columns and taps are; each
 // thread computes, for the element it loads, which pixel its row and tap meet.
+#include "cuda/common/shared_bytes.cuh"
 #include "cuda/conv/data.cuh"
 #include "cuda/conv/epilogue.cuh"
 #include "cuda/conv/float_tile.cuh"
@@ -175,8 +176,10 @@ cudaError_t LaunchDataSimt(const Problem& p, const Config& config, const void* o
                           static_cast<const float*>(operand), static_cast<const float*>(filter),
                           static_cast<float*>(out));
     };
-    if (config.tile == Tile::kSimt128x128) return launch(TypeTag<FloatTile<128>>{});
-    if (config.tile == Tile::kSimt128x64) return launch(TypeTag<FloatTile<64>>{});
+    // Half as wide where a block has too little shared memory, as on devices that are not for servers.
+    const bool wide = config.tile == Tile::kSimt128x128;
+    if (wide && CanShare(sizeof(DataFloatsShared<FloatTile<128>>))) return launch(TypeTag<FloatTile<128>>{});
+    if (wide || config.tile == Tile::kSimt128x64) return launch(TypeTag<FloatTile<64>>{});
   }
   return VisitKernelTypes(p, config, [&](auto tile, auto in, auto result) {
     using T = typename decltype(tile)::type;

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "cuda/common/mma.cuh"
+#include "cuda/common/shared_bytes.cuh"
 #include "cuda/conv/depthwise.cuh"
 
 namespace jaxdnn::conv {
@@ -34,14 +35,6 @@ struct VolumeTile {
   // Of a device.
   int Places() const { return kMultiprocessors * (kMostThreads / threads); }
 };
-
-// Whether a block of the current device can have so much shared memory.
-inline bool CanShare(size_t bytes) {
-  int device = 0, most = 0;
-  return cudaGetDevice(&device) == cudaSuccess &&
-         cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) == cudaSuccess &&
-         bytes <= static_cast<size_t>(most);
-}
 
 // A block's copies of `pixels` neighbours of lines, in chunks of four channels.
 template <class T>

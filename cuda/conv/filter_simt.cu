@@ -114,6 +114,7 @@ template <class T>
 cudaError_t LaunchFilterFloats(const Problem& p, int64_t splits, const void* x, const void* y, float* out,
                                cudaStream_t stream) {
   const FilterParams q = MakeFilterParams(p, splits, T::kRows, T::kColumns, T::kDepth);
+  static_assert(sizeof(FilterFloatsShared<T>) <= 99 << 10, "what a block may have on every device since sm_80");
   return LaunchKernel(FilterFloatsKernel<T>, {FilterBlocks(p, q), T::kThreads, sizeof(FilterFloatsShared<T>)}, stream,
                       q, static_cast<const float*>(x), static_cast<const float*>(y), out);
 }

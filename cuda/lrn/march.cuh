@@ -19,6 +19,7 @@
 #include "cuda/common/convert.cuh"
 #include "cuda/common/fast_div.cuh"
 #include "cuda/common/launch.cuh"
+#include "cuda/common/shared_bytes.cuh"
 #include "cuda/lrn/paths.h"
 #include "cuda/lrn/response.cuh"
 #include "cuda/lrn/strips.cuh"
@@ -350,15 +351,6 @@ cudaError_t LaunchMarch(const Problem& p, const MarchArrays<T>& arrays, cudaStre
   return LaunchKernel(MarchKernel<S, T>, grid, stream, tiles, Response<T>(p), lagging);
 }
 
-// Whether a block may share so many bytes: 99 KB on every device since sm_80, more on some.
-inline bool MayShare(size_t bytes) {
-  int device = 0, most = 99 << 10;
-  if (bytes <= static_cast<size_t>(most)) return true;
-  return cudaGetDevice(&device) == cudaSuccess &&
-         cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) == cudaSuccess &&
-         bytes <= static_cast<size_t>(most);
-}
-
 // Whether LaunchBoxes takes the problem: odd square boxes of up to seven cells.
 inline bool IsBoxes(const Problem& p, DType dtype) {
   const int reach = p.after[2];
@@ -375,7 +367,7 @@ cudaError_t LaunchReach(const Problem& p, const MarchArrays<T>& a, cudaStream_t 
   if constexpr (kWide > 1) {
     if (IsVectorAligned(a.x, a.m, a.t, a.out, a.dm)) {
       using Wide = March<kMap, kMeans, H, kWide, false, T>;
-      if (p.inner % kWide == 0 && MayShare(sizeof(Exchange<Wide, T>))) return LaunchMarch<Wide>(p, a, stream);
+      if (p.inner % kWide == 0 && CanShare(sizeof(Exchange<Wide, T>))) return LaunchMarch<Wide>(p, a, stream);
       if (p.inner == 1 && p.extent[2] % 4 == 0) return LaunchMarch<March<kMap, kMeans, H, 2, true, T>>(p, a, stream);
     }
   }
