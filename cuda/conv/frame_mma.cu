@@ -4,6 +4,7 @@
 // Rows, columns and taps are those of data.cuh, of one box of the frame at a time. Where a row reads the operand is
 // worked out once a tap. Elements that stand for further positions have the sums of all these positions added up before
 // they are rounded.
+#include "cuda/common/shared_bytes.cuh"
 #include "cuda/conv/data_mma.cuh"
 #include "cuda/conv/frame.cuh"
 
@@ -192,13 +193,9 @@ cudaError_t LaunchType(const Problem& p, const void* operand, const void* filter
     using Large = MmaTile<In, kDirection, 128, 128, 4, 2, 1, 1, kDepth>;
     constexpr int kShared = kSharedBytes<Large, LoadOperand<Large, In>, LoadFilter<Large, false, In>> +
                             Large::kRows * (sizeof(Row) + sizeof(int[kRank]));
-    int device = 0, shared = 0;
-    cudaError_t e = cudaGetDevice(&device);
-    if (e == cudaSuccess) e = cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-    if (e != cudaSuccess) return e;
     // Where there are enough of such tiles to fill the device, and it has the memory.
     const Gemm g = GemmOf(p);
-    if (shared >= kShared && g.columns % Large::kColumns == 0 &&
+    if (CanShare(kShared) && g.columns % Large::kColumns == 0 &&
         FrameShare(p) * g.rows * g.columns >= 100 * Large::kRows * Large::kColumns)
       return LaunchTile<Large, kDirection>(p, operand, filter, out, epilogue, stream);
   }
