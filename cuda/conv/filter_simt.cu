@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   const int first_row = block.row_tile * T::kRows, first_column = block.column_tile * T::kColumns;
   static_assert(T::kThreads * 4 % T::kRows == 0, "a thread's loads are of one row");
   MultiplyFloats<T>(shared.tile, (block.count + T::kDepth - 1) / T::kDepth, 1, x,
-                    InputElement<float>(p, block, x, first_row + threadIdx.x * 4 % T::kRows), y,
+                    InputElement<float>(p, block, x, first_row + Share<T, T::kRows, 4>{false}.Position(0)), y,
                     CotangentElement<float>{p, block, y + block.y_offset, first_column});
 #pragma unroll 4
   for (int four = 0; four < T::kFours; ++four) {

@@ -5,8 +5,7 @@
 #pragma once
 
 #include "cuda/common/mma.cuh"
-#include "cuda/common/vec.cuh"
-#include "cuda/conv/conv.h"
+#include "cuda/conv/tile.cuh"
 
 namespace jaxdnn::conv {
 
@@ -62,12 +61,10 @@ struct Bringer {
 
   // `follows` says that this step does, and must be the same for all threads.
   __device__ __forceinline__ void Start(typename T::template Lines<kExtent>& lines, int step, bool follows) {
-    const bool deep = element.Deep();
+    const Share<T, kExtent, 4> share{element.Deep()};
 #pragma unroll
     for (int each = 0; each < kEach; ++each) {
-      const int four = threadIdx.x + each * T::kThreads;
-      const int k = deep ? four % (T::kDepth / 4) * 4 : four / (kExtent / 4);
-      const int i = deep ? four / (T::kDepth / 4) : four % (kExtent / 4) * 4;
+      const int k = share.Depth(4 * each), i = share.Position(4 * each);
       if (!follows) {
         const float* found = element(step * T::kDepth + k, i);
         from[each] = found == nullptr ? kNone : static_cast<uint32_t>((found - array) / 4);
@@ -77,7 +74,7 @@ struct Bringer {
       const bool exist = from[each] != kNone;
       const float* source = array + int64_t{exist ? from[each] : 0} * 4;
       const uint32_t to = SharedAddress(lines.At(k, i));
-      if (deep) {
+      if (share.deep) {
 #pragma unroll
         for (int j = 0; j < 4; ++j) CopyAsync<4>(to + j * kExtent * sizeof(float), source + j, exist);
       } else {
