@@ -1,16 +1,19 @@
 // Filter gradient of few channels without stride, plane by plane (planes_plan.h).
 //
-// One thread loads pieces of y, four planes of some lines, and of x with what the window sees beside them. Both are
-// MN-major operands of wgmma as they lie: their terms are pixels. A product's columns are 32 channels of x at each of
-// the three columns of the window, which are a pixel apart; its rows are 32 features of a plane of y, and of the next
-// one. Two planes of y meet four of x: of the eight products six are taps, and the others are dropped. Of 16 channels
-// and features a product's rows are four planes of y, which meet six of x.
+// One thread loads pieces of x, some planes of a tile with what the window sees beside it, and of y, as many planes and
+// the two before. Both are MN-major operands of wgmma as they lie: their terms are pixels. A product's columns are the
+// features of the three planes of y that meet a plane of x. Its rows are the channels at some places of the window,
+// which are so far apart in shared memory. Of 16 channels these are the three columns of a line, and each warpgroup has
+// half of the pixels; of 32 one warpgroup has two columns of every line, and the other the third one, of two lines to a
+// product. So all of the window's lines are in registers, and x and y are loaded once.
 //
-// Lines of y that do not exist are zeros, but x may have an infinity where they meet it: sums that are NaN are computed
-// once more, one by one, when the slices are added up.
+// Planes of y that do not exist are zeros, but x may have an infinity where they meet it: sums that are NaN are
+// computed once more, one by one, when the slices are added up.
 //
-// What bounds it: the tensor cores. A piece is 32 products of 64x96x16, 1536 cycles at their rate, of which an H200
-// takes some 1600; or, of 16 channels, 24 of 64x48x16, which take longer to read than to multiply.
+// What bounds it: the tensor cores. Of what they compute of a plane of a volume, three quarters are taps of 16
+// channels, nine tenths of 32.
+#include <type_traits>
+
 #include "cuda/conv/planes.h"
 #include "cuda/conv/planes_filter.cuh"
 
@@ -19,14 +22,21 @@ namespace {
 
 constexpr int kThreads = (kConsumers + 1) * kWarpgroup, kMostStages = 8, kBarrierBytes = 256;
 
-// A product of so many channels and features.
-template <int kSide_>
+// A block's channels and features, and the lines of its window.
+template <int kSide_, int kLines_>
 struct Square {
-  static constexpr int kSide = kSide_, kColumns = kTaps * kSide, kLine = kSide * 2;
-  static constexpr int kTogether = 64 / kSide, kMet = kTaps - 1 + kTogether;  // planes of y, and of x that they meet
-  // A part of the sums, in shared memory: of a plane of y, by a warpgroup.
-  static constexpr int kPitch = kColumns + 1, kPartFloats = kTaps * kSide * kPitch, kParts = kTogether * kConsumers;
-  using Sums = float[kMet][kColumns / 2];
+  static constexpr int kSide = kSide_, kLines = kLines_, kColumns = kTaps * kSide, kLine = kSide * 2;
+  static constexpr bool kShare = kSide == 16;  // warpgroups the pixels, and not the rows
+};
+
+// What a warpgroup multiplies: of 64 rows the places of the window, product by product. The second of those that do not
+// share the pixels has the third column.
+template <class S, bool kThird>
+struct Part {
+  static constexpr int kProducts = kThird ? (S::kLines + 1) / 2 : S::kLines;
+  using Sums = float[kProducts][S::kColumns / 2];
+  static __device__ int Line(int product, int place) { return kThird ? 2 * product + place : product; }
+  static __device__ int Column(int place) { return kThird ? kTaps - 1 : place; }
 };
 
 struct FilterShared {
@@ -54,91 +64,106 @@ __device__ void ProducePieces(const PlanesFilterParams& q, const FilterShared& s
   hopper::PrefetchMap(&q.y);
   hopper::RingPlace turn;
 #pragma unroll 1
-  for (int piece = place.first; piece < place.end; ++piece) {
+  for (int piece = 0; piece < place.pieces; ++piece) {
     const PiecePlace at(q, place, piece);
     const uint32_t to = shared.stages + turn.stage * (q.x_bytes + q.y_bytes), full = shared.Full(turn.stage);
     hopper::WaitBarrier(shared.Empty(turn.stage), turn.parity ^ 1);
     hopper::ArriveExpecting(full, q.x_box_bytes + q.y_bytes);
-    hopper::LoadBox(to, &q.y, full, at.y);
-    hopper::LoadBox(to + q.y_bytes, &q.x, full, at.x);
+    hopper::LoadBox(to, &q.x, full, at.x);
+    hopper::LoadBox(to + q.x_bytes, &q.y, full, at.y);
     turn.Next(q.stages);
   }
 }
 
-template <class In, class S>
+template <class In, class S, bool kThird>
 __device__ void ConsumePieces(const PlanesFilterParams& q, const FilterShared& shared, const FilterPlace& place,
-                              int warpgroup, typename S::Sums& sums) {
-  constexpr int kLine = S::kLine;
+                              int warpgroup, typename Part<S, kThird>::Sums& sums) {
+  using P = Part<S, kThird>;
   // A product's terms are eight pixels of each of two lines.
-  constexpr int kSteps = PlanesFilterPlan::kPixels / 16 / kConsumers;  // products of a plane, of a warpgroup
+  constexpr int kSteps = PlanesFilterPlan::kPixels / 16 / (S::kShare ? kConsumers : 1);  // of a plane
   uint32_t step_x[kSteps], step_y[kSteps];
 #pragma unroll
   for (int k = 0; k < kSteps; ++k) {
     // The same in all of a warp, which its instructions then know.
-    const int step = __shfl_sync(~0u, warpgroup, 0) * kSteps + k, across = q.columns / 8, down = step / across;
-    step_x[k] = (2 * down * q.x_other + (step - down * across) * 8 * kLine) >> 4;
-    step_y[k] = (2 * down * q.y_other + (step - down * across) * 8 * kLine) >> 4;
+    const int step = (S::kShare ? __shfl_sync(~0u, warpgroup, 0) * kSteps : 0) + k;
+    const int across = q.columns / 8, down = step / across;
+    step_x[k] = (2 * down * q.x_other + (step - down * across) * 8 * S::kLine) >> 4;
+    step_y[k] = (2 * down * q.y_other + (step - down * across) * 8 * S::kLine) >> 4;
   }
-  const int x_plane = q.x_plane >> 4, y_plane = q.y_plane >> 4;
+  const int x_plane = q.x_plane >> 4, y_plane = q.y_plane >> 4, product = (kThird ? 2 : 1) * q.window_line >> 4;
+  const int next_place = kThird ? q.window_line : q.window_column;
+  const int first_column = kThird ? (kTaps - 1) * q.window_column : 0;
   hopper::RingPlace turn;
   int last = 0;
-  const int pieces = place.end - place.first;
 #pragma unroll 1
-  for (int piece = 0; piece < pieces; ++piece) {
+  for (int piece = 0; piece < place.pieces; ++piece) {
     hopper::WaitBarrier(shared.Full(turn.stage), turn.parity);
     const uint32_t at = shared.stages + turn.stage * (q.x_bytes + q.y_bytes);
-    const uint64_t a = hopper::LineDescriptor(at, kLine, q.y_other, q.y_plane);
-    const uint64_t b = hopper::LineDescriptor(at + q.y_bytes, kLine, q.x_other, q.column_step);
-    hopper::BeginProducts();
-#pragma unroll
-    for (int first = 0; first < PlanesFilterPlan::kPlanes; first += S::kTogether)
+    // Rows that are no place of the window may read what lies behind x, which is y.
+    uint64_t a = hopper::LineDescriptor(at + first_column, S::kLine, q.x_other, next_place);
+    uint64_t b = hopper::LineDescriptor(at + q.x_bytes, S::kLine, q.y_other, q.y_plane);
+#pragma unroll 1
+    for (int plane = 0; plane < q.planes; ++plane, a += x_plane, b += y_plane) {
+      hopper::BeginProducts();
 #pragma unroll
       for (int k = 0; k < kSteps; ++k)
 #pragma unroll
-        for (int j = 0; j < S::kMet; ++j)
-          hopper::Multiply<In, S::kColumns, true, true>(sums[j], a + first * y_plane + step_y[k],
-                                                        b + (first + j) * x_plane + step_x[k],
-                                                        piece > 0 || first > 0 || k > 0);
-    hopper::CommitProducts();
-    hopper::WaitForProducts<1>();
-    if (piece > 0 && threadIdx.x % 32 == 0) hopper::Arrive(shared.Empty(last));
+        for (int j = 0; j < P::kProducts; ++j)
+          hopper::Multiply<In, S::kColumns, true, true>(sums[j], a + step_x[k] + j * product, b + step_y[k],
+                                                        piece > 0 || plane > 0 || k > 0);
+      hopper::CommitProducts();
+      hopper::WaitForProducts<1>();
+      if (plane == 0 && piece > 0 && threadIdx.x % 32 == 0) hopper::Arrive(shared.Empty(last));
+    }
     last = turn.stage;
     turn.Next(q.stages);
   }
   hopper::WaitForSums(sums);
 }
 
-// Adds up what the warpgroups have, and all planes of y, in order, through the shared memory of the stages.
-template <class S>
-__device__ void StoreFilter(const PlanesFilterParams& q, const FilterPlace& place, int warpgroup,
-                            const typename S::Sums& sums, float* parts, float* partial) {
-  constexpr int kAll = kConsumers * kWarpgroup, kWarps = S::kSide / 16;  // of a plane
-  constexpr int kSide = S::kSide, kColumns = S::kColumns, kPitch = S::kPitch, kPartFloats = S::kPartFloats;
-  const int thread = threadIdx.x, warp = thread % kWarpgroup / 32, lane = thread % 32, of_y = warp / kWarps;
+// The sums of the other warpgroup are added to those of the first, by way of the stages.
+template <class Sums>
+__device__ void AddShares(int warpgroup, Sums& sums, float* other) {
+  constexpr int kAll = kConsumers * kWarpgroup, kEach = std::extent_v<Sums, 1>;
+  other += threadIdx.x % kWarpgroup;
   hopper::SyncThreads(3, kAll);  // all products are done with the stages
-  float* const mine = parts + (S::kTogether * warpgroup + of_y) * kPartFloats;
 #pragma unroll
-  for (int j = 0; j < S::kMet; ++j) {
-    const int tap = j - of_y;  // of the window's planes
-    if (tap < 0 || tap >= kTaps) continue;
+  for (int j = 0; j < std::extent_v<Sums>; ++j)
 #pragma unroll
-    for (int i = 0; i < kColumns / 2; ++i) {
-      const int row = 16 * (warp % kWarps) + lane / 4 + i % 4 / 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
-      mine[(tap * kSide + row) * kPitch + column] = sums[j][i];
-    }
-  }
+    for (int i = 0; i < kEach; ++i)
+      if (warpgroup > 0) other[(j * kEach + i) * kWarpgroup] = sums[j][i];
   hopper::SyncThreads(3, kAll);
-#pragma unroll 4
-  for (int i = thread; i < kTaps * kSide * kColumns; i += kAll) {
-    const int feature = i % kSide, column = i / kSide % kColumns, plane = i / (kSide * kColumns);
-    const int channel = column % kSide, tap = (plane * q.lines + place.line) * kTaps + column / kSide;
-    if (place.channel + channel >= q.channels || place.feature + feature >= q.features) continue;
-    float sum = 0;
 #pragma unroll
-    for (int part = 0; part < S::kParts; ++part)
-      sum += parts[part * kPartFloats + (plane * kSide + feature) * kPitch + column];
-    const int64_t row = (int64_t{place.model} * q.taps + tap) * q.channels + place.channel + channel;
-    partial[place.split * q.result_size + row * q.features + place.feature + feature] = sum;
+  for (int j = 0; j < std::extent_v<Sums>; ++j)
+#pragma unroll
+    for (int i = 0; i < kEach; ++i)
+      if (warpgroup == 0) sums[j][i] += other[(j * kEach + i) * kWarpgroup];
+}
+
+template <class S, bool kThird>
+__device__ void StoreFilter(const PlanesFilterParams& q, const FilterPlace& place,
+                            const typename Part<S, kThird>::Sums& sums, float* partial) {
+  using P = Part<S, kThird>;
+  const int lane = threadIdx.x % 32, first_row = threadIdx.x % kWarpgroup / 32 * 16 + lane / 4;
+  const int first_feature = place.feature + lane % 4 * 2;
+  partial += place.split * q.result_size + int64_t{place.model} * q.taps * q.channels * q.features;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = first_row + 8 * half, channel = place.channel + row % S::kSide;
+#pragma unroll
+    for (int j = 0; j < P::kProducts; ++j) {
+      const int line = P::Line(j, row / S::kSide), column = P::Column(row / S::kSide);
+      if (line >= S::kLines || column >= kTaps || channel >= q.channels) continue;
+#pragma unroll
+      for (int i = 0; i < S::kColumns; i += 8) {
+        // A plane of x meets that of y with the window's first plane, and those before with the ones after.
+        const int tap = ((kTaps - 1 - i / S::kSide) * S::kLines + line) * kTaps + column;
+        const int feature = first_feature + i % S::kSide;
+        if (feature < q.features)
+          *reinterpret_cast<float2*>(partial + (int64_t{tap} * q.channels + channel) * q.features + feature) = {
+              sums[j][i / 2 + 2 * half], sums[j][i / 2 + 2 * half + 1]};
+      }
+    }
   }
 }
 
@@ -149,11 +174,22 @@ __global__ void __launch_bounds__(kThreads, 1)
     extern __shared__ __align__(1024) unsigned char memory[];
     const FilterShared shared(q, memory);
     shared.Init();
+    const auto consume = [&](int warpgroup, auto third) {
+      constexpr bool kThird = decltype(third)::value;
+      const FilterPlace place(q);
+      typename Part<S, kThird>::Sums sums;
+      ConsumePieces<In, S, kThird>(q, shared, place, warpgroup, sums);
+      if constexpr (S::kShare) {
+        AddShares(warpgroup, sums, reinterpret_cast<float*>(memory));
+        if (warpgroup > 0) return;
+      }
+      StoreFilter<S, kThird>(q, place, sums, partial);
+    };
     RunRoles<1>([&](int) { ProducePieces(q, shared, FilterPlace(q)); },
                 [&](int warpgroup) {
-                  typename S::Sums sums;
-                  ConsumePieces<In, S>(q, shared, FilterPlace(q), warpgroup, sums);
-                  StoreFilter<S>(q, FilterPlace(q), warpgroup, sums, reinterpret_cast<float*>(memory), partial);
+                  if constexpr (!S::kShare)
+                    if (warpgroup > 0) return consume(warpgroup, std::true_type());
+                  consume(warpgroup, std::false_type());
                 });
   }
 }
@@ -165,13 +201,18 @@ cudaError_t LaunchTyped(const Problem& p, const Config& config, const void* x, c
   if (const cudaError_t e = q.Init(p, config, x, y); e != cudaSuccess) return e;
   q.stages = std::min(kMostStages, ((227 << 10) - kBarrierBytes) / (q.x_bytes + q.y_bytes));
   auto* const partial = static_cast<float*>(workspace);
-  const auto launch = [&](auto square) {
-    using S = decltype(square);
-    const int parts = S::kParts * S::kPartFloats * int(sizeof(float));
-    const int shared = std::max(q.stages * (q.x_bytes + q.y_bytes), parts) + kBarrierBytes;
+  const auto launch = [&](auto side, auto lines) {
+    using S = Square<decltype(side)::value, decltype(lines)::value>;
+    const int sums = S::kShare ? S::kLines * S::kColumns / 2 * kWarpgroup * int(sizeof(float)) : 0;
+    const int shared = std::max(q.stages * (q.x_bytes + q.y_bytes), sums) + kBarrierBytes;
     return LaunchKernel(PlanesFilterKernel<In, S>, Grid{q.blocks, kThreads, size_t(shared)}, stream, q, partial);
   };
-  const cudaError_t e = q.side == 16 ? launch(Square<16>()) : launch(Square<32>());
+  const auto with_lines = [&](auto lines) {
+    return q.side == 16 ? launch(std::integral_constant<int, 16>(), lines)
+                        : launch(std::integral_constant<int, 32>(), lines);
+  };
+  const cudaError_t e =
+      q.volume ? with_lines(std::integral_constant<int, kTaps>()) : with_lines(std::integral_constant<int, 1>());
   return e != cudaSuccess ? e : SumSlices<In, true>(p, partial, config.splits, x, y, out, stream);
 }
 

@@ -16,11 +16,12 @@ struct PlanesFilterParams {
   int columns, others, across_bits;  // of a piece; and of how many eights are in a line
   int channels, features, images;
   int lines, taps;            // lines of the window that are blocks of their own; and all taps
+  int planes, y_before;       // of a piece: planes that are its own, and those of y before those of x
   int pad[kRank], line_step;  // of the planes, the others, the columns; and from line to line of the window
-  int x_other, x_plane, y_other, y_plane, column_step;  // bytes in shared memory
+  int x_other, x_plane, y_other, y_plane, window_column, window_line;  // bytes in shared memory
   int x_bytes, y_bytes, x_box_bytes, stages;
   int pieces, splits;
-  FastDiv column_div, other_div, plane_div, split_div, line_div, channel_div, feature_div;
+  FastDiv column_div, inner_div, outer_div, split_div, line_div, channel_div, feature_div;
   int64_t result_size, blocks;
 
   // All but the stages.
@@ -30,7 +31,7 @@ struct PlanesFilterParams {
 // What a block does.
 struct FilterPlace {
   int split, line, channel, feature, model;
-  int first, end;  // pieces
+  int pieces;
 
   __device__ explicit FilterPlace(const PlanesFilterParams& q) {
     int rest = q.split_div.Div(blockIdx.x, &split);
@@ -39,27 +40,26 @@ struct FilterPlace {
     model = q.line_div.Div(rest, &line);
     channel *= q.side;
     feature *= q.side;
-    first = static_cast<int>(int64_t{q.pieces} * split / q.splits);
-    end = static_cast<int>(int64_t{q.pieces} * (split + 1) / q.splits);
+    pieces = (q.pieces - split + q.splits - 1) / q.splits;
   }
 };
 
-// Where a piece's boxes begin in x and y.
+// Where the boxes of a block's piece begin in x and y. Blocks take pieces in turn, in the order of memory: those of the
+// same time are neighbours, which find in the cache what they have in common.
 struct PiecePlace {
   int x[5], y[5];
 
-  __device__ PiecePlace(const PlanesFilterParams& q, const FilterPlace& place, int piece) {
-    int column, other, plane;
-    int rest = q.plane_div.Div(piece, &plane);
-    rest = q.column_div.Div(rest, &column);
-    const int image = q.other_div.Div(rest, &other);
+  __device__ PiecePlace(const PlanesFilterParams& q, const FilterPlace& place, int number) {
+    int column, inner, outer;
+    int rest = q.column_div.Div(place.split + number * q.splits, &column);
+    rest = q.inner_div.Div(rest, &inner);
+    const int image = q.outer_div.Div(rest, &outer);
     column *= q.columns;
-    other *= q.others;
-    plane *= PlanesFilterPlan::kPlanes;
+    const int other = (q.volume ? inner : outer) * q.others, plane = (q.volume ? outer : inner) * q.planes;
     const int last = q.volume ? place.model * q.images + image : place.model;
     const int x_other = other - q.pad[1] + place.line * q.line_step, x_plane = plane - q.pad[0];
     Set(x, place.channel, column - q.pad[2], q.volume, x_other, x_plane, last);
-    Set(y, place.feature, column, q.volume, other, plane, last);
+    Set(y, place.feature, column, q.volume, other, plane - q.y_before, last);
   }
 
  private:
@@ -82,32 +82,35 @@ inline cudaError_t PlanesFilterParams::Init(const Problem& p, const Config& conf
   side = plan.side;
   volume = plan.volume;
   const int order[kRank] = {volume ? 0 : 1, volume ? 1 : 0, 2};  // planes, others, columns
-  const int box_columns = int(plan.columns + (kTaps - 1) * p.rhs_dilation[2]), box_planes = Plan::kPlanes + kTaps - 1;
+  const int box_columns = int(plan.columns + (kTaps - 1) * p.rhs_dilation[2]);
   columns = plan.columns;
   others = plan.others;
   while (8 << across_bits < columns) ++across_bits;
   channels = int(p.channels);
   features = int(p.features);
-  lines = volume ? kTaps : 1;
+  lines = plan.lines_apart;
   taps = int(p.Taps());
+  planes = plan.Planes();
+  y_before = plan.y_planes - planes;
   for (int d = 0; d < kRank; ++d) pad[d] = int(p.pad[order[d]]);
   line_step = int(volume ? p.rhs_dilation[1] : 1);
   images = int(p.images);
   // In shared memory the inner one of planes and others comes first.
   const int x_line = box_columns * line, y_line = plan.columns * line;
-  x_other = volume ? x_line : box_planes * x_line;
-  x_plane = volume ? plan.others * x_line : x_line;
-  y_other = volume ? y_line : Plan::kPlanes * y_line;
+  x_other = volume ? x_line : plan.x_planes * x_line;
+  x_plane = volume ? plan.x_others * x_line : x_line;
+  y_other = volume ? y_line : plan.y_planes * y_line;
   y_plane = volume ? plan.others * y_line : y_line;
-  column_step = int(p.rhs_dilation[2]) * line;
+  window_column = int(p.rhs_dilation[2]) * line;
+  window_line = volume ? line_step * x_other : 0;
   x_bytes = plan.x_bytes;
   y_bytes = plan.y_bytes;
-  x_box_bytes = plan.others * box_planes * x_line;
+  x_box_bytes = plan.x_others * plan.x_planes * x_line;
   pieces = int(plan.pieces);
   splits = int(config.splits);
   column_div = FastDiv(plan.column_tiles);
-  other_div = FastDiv(plan.other_tiles);
-  plane_div = FastDiv(plan.plane_tiles);
+  inner_div = FastDiv(volume ? plan.other_tiles : plan.plane_tiles);
+  outer_div = FastDiv(volume ? plan.plane_tiles : plan.other_tiles);
   split_div = FastDiv(config.splits);
   line_div = FastDiv(lines);
   channel_div = FastDiv(CeilDiv(p.channels, side));
@@ -116,14 +119,14 @@ inline cudaError_t PlanesFilterParams::Init(const Problem& p, const Config& conf
   blocks = plan.units * config.splits;
 
   const auto encode = [&](CUtensorMap* map, const void* data, int64_t channels, const int64_t (&extent)[kRank],
-                          int columns, int planes) {
+                          int columns, int others, int planes) {
     return volume ? EncodeBoxes(map, p.in, data, {channels, extent[2], extent[1], extent[0], p.batch * p.images},
-                                {side, columns, plan.others, planes, 1})
+                                {side, columns, others, planes, 1})
                   : EncodeBoxes(map, p.in, data, {channels, extent[2], extent[1], p.images, p.batch},
-                                {side, columns, planes, plan.others, 1});
+                                {side, columns, planes, others, 1});
   };
-  cudaError_t e = encode(&x, x_data, p.channels, p.x, box_columns, box_planes);
-  if (e == cudaSuccess) e = encode(&y, y_data, p.features, p.y, plan.columns, Plan::kPlanes);
+  cudaError_t e = encode(&x, x_data, p.channels, p.x, box_columns, plan.x_others, plan.x_planes);
+  if (e == cudaSuccess) e = encode(&y, y_data, p.features, p.y, plan.columns, plan.others, plan.y_planes);
   return e;
 }
 

@@ -19,7 +19,7 @@ using Plan = PlanesFilterPlan;
 constexpr int kSide = 32;
 constexpr int kLine = kSide * 4, kEight = 8 * kLine;                   // bytes of a pixel, and of eight
 constexpr int kSteps = Plan::kPixels / 8 / kConsumers;                 // of a plane, of a warpgroup: eight pixels each
-constexpr int kPairs = (Plan::kPlanes + kTaps - 1) / 2;                // of planes of x
+constexpr int kPairs = (Plan::kFloatPlanes + kTaps - 1) / 2;           // of planes of x
 constexpr int kPlaneBytes = Plan::kPixels * kLine;                     // of y
 constexpr int kThreads = (kConsumers + 1) * kWarpgroup, kCopiers = 3;  // warps that copy
 constexpr int kStages = 2, kBarrierBytes = 256;
@@ -67,8 +67,8 @@ __device__ void ProducePieces(const PlanesFilterParams& q, const FilterShared& s
   hopper::PrefetchMap(&q.x);
   hopper::PrefetchMap(&q.y);
 #pragma unroll 1
-  for (int i = 0; i < place.end - place.first; ++i) {
-    const PiecePlace at(q, place, place.first + i);
+  for (int i = 0; i < place.pieces; ++i) {
+    const PiecePlace at(q, place, i);
     const int stage = i % kStages;
     hopper::WaitBarrier(shared.YEmpty(), i % 2 ^ 1);
     hopper::ArriveExpecting(shared.YFull(), q.y_bytes);
@@ -88,10 +88,10 @@ __device__ inline int EightOf(const PlanesFilterParams& q, int step, int other_b
 // Copies y to lines of 32 pixels of a feature, of every eight first the even ones. A thread has one feature.
 __device__ void CopyPieces(const PlanesFilterParams& q, const FilterShared& shared, const FilterPlace& place,
                            int warp) {
-  constexpr int kInPlane = Plan::kPixels / 8, kEights = Plan::kPlanes * kInPlane, kTogether = 3;
+  constexpr int kInPlane = Plan::kPixels / 8, kEights = Plan::kFloatPlanes * kInPlane, kTogether = 3;
   const int feature = threadIdx.x % 32;
 #pragma unroll 1
-  for (int i = 0; i < place.end - place.first; ++i) {
+  for (int i = 0; i < place.pieces; ++i) {
     const int stage = i % kStages;
     hopper::WaitBarrier(shared.YFull(), i % 2);
     hopper::WaitBarrier(shared.CopyEmpty(stage), i / kStages % 2 ^ 1);
@@ -143,7 +143,7 @@ __device__ void ConsumePieces(const PlanesFilterParams& q, const FilterShared& s
   constexpr int kGroups = kSteps * kPairs;
   const int warp = threadIdx.x % kWarpgroup / 32, lane = threadIdx.x % 32, below = warp / 2;
   const int thread = 2 * (lane % 4) * kLine + warp % 2 * 64 + lane / 4 * 8;
-  const int pair = thread + below * q.column_step, third = thread + 2 * q.column_step + below * q.x_plane;
+  const int pair = thread + below * q.window_column, third = thread + 2 * q.window_column + below * q.x_plane;
   int steps[kSteps];
 #pragma unroll
   for (int k = 0; k < kSteps; ++k) steps[k] = EightOf(q, warpgroup * kSteps + k, q.x_other);
@@ -164,7 +164,7 @@ __device__ void ConsumePieces(const PlanesFilterParams& q, const FilterShared& s
 #pragma unroll
     for (float& sum : each) sum = 0;
 
-  const int pieces = place.end - place.first, own = __shfl_sync(~0u, warpgroup, 0);
+  const int pieces = place.pieces, own = __shfl_sync(~0u, warpgroup, 0);
   hopper::WaitBarrier(shared.Full(0), 0);
   load(shared.x, 0);
 #pragma unroll 1
@@ -179,7 +179,7 @@ __device__ void ConsumePieces(const PlanesFilterParams& q, const FilterShared& s
       const int first = group % kPairs * 2;
       hopper::BeginProducts();
 #pragma unroll
-      for (int plane = 0; plane < Plan::kPlanes; ++plane) {
+      for (int plane = 0; plane < Plan::kFloatPlanes; ++plane) {
         const uint64_t columns = y + ((plane * kPlaneBytes + group / kPairs * 32) >> 4);
         const int tap = first - plane;  // that the first of the planes of x is of
         if (tap >= 0 && tap < kTaps) hopper::MultiplyHeld<kSide>(sums.pair[tap], held[0], columns, true);

@@ -20,10 +20,9 @@ constexpr int kTaps = PlanesPlan::kTaps;
 // Cycles of a product with three planes' features: of 16, reading the positions takes longer than multiplying.
 constexpr double Product(int features) { return features == 32 ? 49 : 28; }
 
-// Cycles of a filter gradient's block and of a piece; and times those, of 16-bit floats, where lines are filled in
-// part.
-constexpr double kFilterStart = 24000, kFilterPiece = 1600, kShortPiece = 750, kFloatsPiece = 4200, kFilterBytes = 25,
-                 kPartOfLine = 1.6;
+// Cycles of a filter gradient's block, and of a piece of floats; bytes a cycle; and times a piece's cycles, of 16-bit
+// floats, where lines are filled in part.
+constexpr double kFilterStart = 24000, kFloatsPiece = 4200, kFilterBytes = 25, kPartOfLine = 1.6;
 
 // Whether the window is 3x3x3, or 3x3 in two dimensions, and goes from plane to plane by one.
 bool IsOfPlanes(const Problem& p, bool* volume) {
@@ -112,35 +111,46 @@ bool PlanesPlan::Fit(const Problem& p) {
 
 bool PlanesFilterPlan::Fit(const Problem& p) {
   if (!IsOfPlanes(p, &volume)) return false;
-  const int along = volume ? 0 : 1;
   const int64_t reach = (kTaps - 1) * p.rhs_dilation[2], size = SizeOf(p.in);
-  const int64_t other = volume ? p.y[1] : p.images, images = volume ? p.images : 1;
+  const int64_t all_planes = p.y[volume ? 0 : 1], other = volume ? p.y[1] : p.images, images = volume ? p.images : 1;
   const bool floats = p.in == DType::kF32;
   if (reach >= kMostBox / 2) return false;
   side = !floats && std::max(p.channels, p.features) <= 16 ? 16 : 32;
+  lines_apart = floats && volume ? kTaps : 1;
+  units = p.batch * lines_apart * CeilDiv(p.channels, side) * CeilDiv(p.features, side);
+  const int64_t lines = volume && !floats ? kTaps : 1, line_reach = (lines - 1) * p.rhs_dilation[1];
+  // Of a plane: of 32 channels one warpgroup has as many products as lines, the other half of those.
+  const int64_t products = kPixels / 16 * (side == 16 ? lines : lines + CeilDiv(lines, 2));
   double least = HUGE_VAL;
   PlanesFilterPlan best = *this;
   for (columns = 8; columns <= kPixels / 2; columns *= 2) {
     others = kPixels / columns;
+    x_others = int(others + line_reach);
+    if (x_others > kMostBox) continue;
     column_tiles = int(CeilDiv(p.y[2], columns));
     other_tiles = int(CeilDiv(other, others));
-    plane_tiles = int(CeilDiv(p.y[along], kPlanes));
-    pieces = images * other_tiles * column_tiles * plane_tiles;
-    const int64_t box = (columns + reach) * others * (kPlanes + kTaps - 1);
-    y_bytes = int(kPlanes * kPixels * side * size);
-    x_bytes = int(CeilDiv(box * side * size, kSwizzleBytes)) * kSwizzleBytes;
-    // Two pieces; of floats a copy of each one's y too, which itself is there once.
-    if (2 * (x_bytes + y_bytes) + (floats ? y_bytes : 0) > kMostSharedBytes - kBarrierBytes) continue;
-    const double bytes = (std::min<int64_t>(p.channels, side) * box + kPlanes * kPixels * side) * size;
-    piece = std::max(floats ? kFloatsPiece : side == 16 ? kShortPiece : kFilterPiece, bytes / kFilterBytes);
-    if (!floats && (p.channels % side != 0 || p.features % side != 0)) piece *= kPartOfLine;
-    if (pieces * piece < least) {
-      least = pieces * piece;
-      best = *this;
+    const int64_t x_line = columns + reach;
+    for (int planes = floats ? kFloatPlanes : 1; planes <= (floats ? kFloatPlanes : kMostPlanes); ++planes) {
+      x_planes = planes + (floats ? kTaps - 1 : 0);
+      y_planes = planes + (floats ? 0 : kTaps - 1);
+      plane_tiles = int(CeilDiv(all_planes + (floats ? 0 : kTaps - 1), planes));
+      pieces = images * other_tiles * column_tiles * plane_tiles;
+      const int64_t box = x_line * x_others * x_planes;
+      y_bytes = int(y_planes * kPixels * side * size);
+      x_bytes = int(CeilDiv(box * side * size, kSwizzleBytes)) * kSwizzleBytes;
+      // Two pieces; of floats a copy of each one's y too, which itself is there once.
+      if (2 * (x_bytes + y_bytes) + (floats ? y_bytes : 0) > kMostSharedBytes - kBarrierBytes) continue;
+      const double bytes = (std::min<int64_t>(p.channels, side) * box + y_planes * kPixels * side) * size;
+      piece = std::max(floats ? kFloatsPiece : planes * products * Product(side), bytes / kFilterBytes);
+      if (!floats && (p.channels % side != 0 || p.features % side != 0)) piece *= kPartOfLine;
+      const double time = std::ceil(double(units) * pieces / kMultiprocessors) * piece;
+      if (time < least) {
+        least = time;
+        best = *this;
+      }
     }
   }
   *this = best;
-  units = p.batch * (volume ? kTaps : 1) * CeilDiv(p.channels, side) * CeilDiv(p.features, side);
   return least < HUGE_VAL;
 }
 

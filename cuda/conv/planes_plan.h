@@ -34,21 +34,25 @@ struct PlanesPlan {
   int SharedBytes(int stages) const;
 };
 
-// Of the filter gradient. The sum is over pixels of y, and a block has the three taps of each of the window's planes
-// and columns, at one of its lines: of 32 channels and 32 features, or 16. It goes through pieces of four planes of y,
-// with the six of x that they meet.
+// Of the filter gradient. The sum is over pixels of y, and a block has 32 channels and 32 features, or 16. It goes
+// through pieces of some planes of a tile. Of 16-bit floats these are planes of x, which meet two more of y; of floats
+// planes of y, which meet two more of x, and every line of a volume's window is a block's.
 struct PlanesFilterPlan {
-  static constexpr int kPlanes = 4, kPixels = 64;  // of a piece of y; and of one of its planes
+  static constexpr int kFloatPlanes = 4, kMostPlanes = 8, kPixels = 64;  // of a piece; and of one of its planes
 
   bool volume;
-  int side;  // channels, and features, of a block
-  int columns, others;
+  int side;             // channels, and features, of a block
+  int columns, others;  // of a tile of y
+  int x_others;         // that it meets
+  int x_planes, y_planes;
+  int lines_apart;  // lines of the window that are blocks of their own
   int column_tiles, other_tiles, plane_tiles;
   int64_t pieces;  // of a problem
   int64_t units;   // blocks of a slice
   int x_bytes, y_bytes;
   double piece;  // cycles
 
+  int Planes() const { return x_planes < y_planes ? x_planes : y_planes; }
   bool Fit(const Problem& p);
 };
 
