@@ -68,7 +68,11 @@ def test_is_not_offered(direction):
   assert PLANES not in names(32, 32, window=(1, 3, 3), spatial=(8, 8, 8))
   assert PLANES not in names(32, 32, window=(3,), spatial=(4000,))
   assert PLANES not in names(32, 32, hopper=False)
-  assert PLANES not in names(32, 32, stride=2)
+  # A stride of two in all dimensions the filter gradient takes, of 32 channels, of 16 bits, undilated, in whole pairs.
+  assert (PLANES in names(32, 40, stride=2)) == (direction == "filter_gradient")
+  assert PLANES not in names(40, 32, stride=2) and PLANES not in names(32, 32, stride=2, spatial=(56, 55))
+  assert PLANES not in names(32, 32, "float32", stride=2) and PLANES not in names(32, 32, stride=2, dilation=(1, 2))
+  assert PLANES not in names(32, 32, stride=(1, 2)) and PLANES not in names(32, 32, stride=3)
   # Groups take the place of problems, in two dimensions.
   assert (PLANES in names(96, 96, groups=4)) == (direction != "filter_gradient")
   assert PLANES not in names(64, 64, groups=8, window=(3, 3, 3), spatial=(8, 8, 8))
@@ -124,35 +128,57 @@ DEALT = [
 ]
 
 
+# Of which there is the filter gradient alone.
+STRIDED = [
+  _("s2", 3, (12, 18), 32, (3, 3), 32, stride=(2, 2), padding=SAME3),
+  _("s2_even_padding", 2, (13, 36), 32, (3, 3), 40, stride=(2, 2), padding=((0, 1), (2, 0))),
+  _("s2_negative_padding", 1, (9, 140), 32, (3, 3), 8, stride=(2, 2), padding=((-1, 3), (-1, 2))),
+  _("s2_no_padding", 5, (6, 8), 32, (3, 3), 72, stride=(2, 2)),
+  _("s2_3d", 2, (10, 12, 18), 32, (3, 3, 3), 64, stride=(2, 2, 2), padding=SAME333),
+  _("s2_3d_odd", 1, (7, 11, 22), 32, (3, 3, 3), 24, stride=(2, 2, 2), padding=((0, 1), (2, 1), (1, -1))),
+  _("s2_3d_large", 1, (33, 20, 40), 32, (3, 3, 3), 16, stride=(2, 2, 2), padding=((0, 0), (1, 0), (0, 1))),
+]
+
+
+def dtypes_of(case):
+  return [dtypes for dtypes in DTYPES if case.stride[0] == 1 or dtypes[0] != "float32"]
+
+
 def check(case, dtype, out_dtype, models=1, draw=coarse):
-  results = "yx" if case.groups > 1 or case.rhs_dilation[0] > 1 else "yxw"
+  results = "w" if case.stride[0] > 1 else "yx" if case.groups > 1 or case.rhs_dilation[0] > 1 else "yxw"
   conv_checks.check(case, PLANES, dtype, out_dtype, draw=draw, models=models, results=results)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [*CASES, *GROUPED, *DEALT], ids=lambda c: c.name)
+@pytest.mark.parametrize("case", [*CASES, *GROUPED, *DEALT, *STRIDED], ids=lambda c: c.name)
 def test_kernels(case):
-  for dtype, out_dtype in DTYPES:
+  for dtype, out_dtype in dtypes_of(case):
     check(case, dtype, out_dtype)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [CASES[0], CASES[8], CASES[10], CASES[17], CASES[19]], ids=lambda c: c.name)
+@pytest.mark.parametrize(
+  "case", [CASES[0], CASES[8], CASES[10], CASES[17], CASES[19], STRIDED[1]], ids=lambda c: c.name
+)
 def test_many_problems(case):
   """Models do not mix, whose images do not fill a tile."""
   for models in (3, 70):
-    for dtype in ("bfloat16", "float32"):
-      check(case, dtype, dtype, models)
+    for dtype, out_dtype in dtypes_of(case):
+      if dtype == out_dtype:
+        check(case, dtype, out_dtype, models)
 
 
 @pytest.mark.gpu
 @pytest.mark.sanitize
 @pytest.mark.parametrize(
-  "case", [CASES[1], CASES[12], CASES[19], CASES[20], GROUPED[1], GROUPED[2], DEALT[0]], ids=lambda c: c.name
+  "case",
+  [CASES[1], CASES[12], CASES[19], CASES[20], GROUPED[1], GROUPED[2], DEALT[0], STRIDED[1], STRIDED[4]],
+  ids=lambda c: c.name,
 )
 def test_kernels_under_the_sanitizer(case):
-  for dtype in ("bfloat16", "float32"):
-    check(case, dtype, dtype, 1 if case in GROUPED + DEALT else 2)
+  for dtype, out_dtype in dtypes_of(case):
+    if dtype == out_dtype != "float16":
+      check(case, dtype, out_dtype, 1 if case in GROUPED + DEALT else 2)
 
 
 @pytest.mark.gpu
@@ -166,11 +192,15 @@ def test_random_problems(seed, dtype):
   size = np.dtype(dtype).itemsize
   c, k = (16 // size * int(n) for n in rng.integers(1, 4 * size + 1, 2))
   most = 1 if rank == 3 and max(c, k) * size > 64 else 2  # for shared memory
-  dilation = (1, *(int(n) for n in rng.integers(1, most + 1, rank - 1)))
+  stride = int(rng.integers(1, 3)) if dtype != "float32" else 1
+  if stride == 2:
+    c, spatial = 32, (*spatial[:-1], spatial[-1] // 2 * 2)
+  dilation = (1, *(int(n) for n in rng.integers(1, (most if stride == 1 else 1) + 1, rank - 1)))
   # A window that is wider than what there is has no result.
   padding = tuple((max(lo, 2), hi) if n + lo + hi <= 2 * d else (lo, hi)
                   for n, (lo, hi), d in zip(spatial, padding, dilation, strict=True))  # fmt: skip
-  case = _("random", int(rng.integers(1, 12)), spatial, c, (3,) * rank, k, padding=padding, rhs_dilation=dilation)
+  case = _("random", int(rng.integers(1, 12)), spatial, c, (3,) * rank, k, stride=(stride,) * rank, padding=padding,
+           rhs_dilation=dilation)  # fmt: skip
   check(case, dtype, dtype, int(rng.integers(1, 4)))
 
 

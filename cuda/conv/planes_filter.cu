@@ -1,11 +1,11 @@
-// Filter gradient of few channels without stride, plane by plane (planes_plan.h).
+// Filter gradient of few channels, plane by plane (planes_plan.h).
 //
 // One thread loads pieces of x, some planes of a tile with what the window sees beside it, and of y, as many planes and
-// the two before. Both are MN-major operands of wgmma as they lie: their terms are pixels. A product's columns are the
-// features of the three planes of y that meet a plane of x. Its rows are the channels at some places of the window,
-// which are so far apart in shared memory. Of 16 channels these are the three columns of a line, and each warpgroup has
-// half of the pixels; of 32 one warpgroup has two columns of every line, and the other the third one, of two lines to a
-// product. So all of the window's lines are in registers, and x and y are loaded once.
+// those before that they meet. Both are MN-major operands of wgmma as they lie: their terms are pixels. A product's
+// columns are the features of the three planes of y that meet a plane of x. Its rows are the channels at some places of
+// the window, which are so far apart in shared memory. Of 16 channels these are the three columns of a line, and each
+// warpgroup has half of the pixels; of 32 one warpgroup has two columns of every line, and the other the third one, of
+// two lines to a product. So all of the window's lines are in registers, and x and y are loaded once.
 //
 // Planes of y that do not exist are zeros, but x may have an infinity where they meet it: sums that are NaN are
 // computed once more, one by one, when the slices are added up.
@@ -22,21 +22,35 @@ namespace {
 
 constexpr int kThreads = (kConsumers + 1) * kWarpgroup, kMostStages = 8, kBarrierBytes = 256;
 
-// A block's channels and features, and the lines of its window.
-template <int kSide_, int kLines_>
+// A block's channels and features, the lines of its window, and its stride.
+template <int kSide_, int kLines_, int kStride_>
 struct Square {
-  static constexpr int kSide = kSide_, kLines = kLines_, kColumns = kTaps * kSide, kLine = kSide * 2;
-  static constexpr bool kShare = kSide == 16;  // warpgroups the pixels, and not the rows
+  static constexpr int kSide = kSide_, kLines = kLines_, kStride = kStride_, kColumns = kTaps * kSide;
+  static constexpr int kLine = kSide * 2, kXLine = kStride * kLine;  // bytes, of y and of x
+  static constexpr bool kShare = kSide == 16;                        // warpgroups the pixels, and not the rows
+
+  // Of the planes of x that a plane of y begins with, which sums of planes of the window a product adds to: one and how
+  // many. With a stride of two, the first plane of x meets the window's last and first one, and the second the middle.
+  static __device__ constexpr int FirstPlane(int of_stride) { return 2 * of_stride; }
+  static __device__ constexpr int Planes(int of_stride) { return kStride == 1 ? kTaps : 2 - of_stride; }
+  // The window's plane, of these.
+  static __device__ constexpr int Plane(int number) {
+    return kStride == 1 ? kTaps - 1 - number : number == 2 ? 1 : 2 - 2 * number;
+  }
 };
 
-// What a warpgroup multiplies: of 64 rows the places of the window, product by product. The second of those that do not
-// share the pixels has the third column.
-template <class S, bool kThird>
+// What a warpgroup multiplies: of 64 rows the places of the window, product by product. Of those that do not share the
+// pixels, the second has the window's third column, of two lines to a product, or the second pair of every line.
+template <class S, bool kSecond>
 struct Part {
-  static constexpr int kProducts = kThird ? (S::kLines + 1) / 2 : S::kLines;
+  static constexpr bool kTwoLines = kSecond && S::kStride == 1;
+  static constexpr int kProducts = kTwoLines ? (S::kLines + 1) / 2 : S::kLines;
   using Sums = float[kProducts][S::kColumns / 2];
-  static __device__ int Line(int product, int place) { return kThird ? 2 * product + place : product; }
-  static __device__ int Column(int place) { return kThird ? kTaps - 1 : place; }
+  static __device__ int Line(int product, int place) { return kTwoLines ? 2 * product + place : product; }
+  // A pair may begin before the window, and end after it.
+  static __device__ int Column(int place, int lead) {
+    return S::kStride == 2 ? (kSecond ? 2 : 0) + place - lead : kSecond ? kTaps - 1 : place;
+  }
 };
 
 struct FilterShared {
@@ -75,10 +89,10 @@ __device__ void ProducePieces(const PlanesFilterParams& q, const FilterShared& s
   }
 }
 
-template <class In, class S, bool kThird>
+template <class In, class S, bool kSecond>
 __device__ void ConsumePieces(const PlanesFilterParams& q, const FilterShared& shared, const FilterPlace& place,
-                              int warpgroup, typename Part<S, kThird>::Sums& sums) {
-  using P = Part<S, kThird>;
+                              int warpgroup, typename Part<S, kSecond>::Sums& sums) {
+  using P = Part<S, kSecond>;
   // A product's terms are eight pixels of each of two lines.
   constexpr int kSteps = PlanesFilterPlan::kPixels / 16 / (S::kShare ? kConsumers : 1);  // of a plane
   uint32_t step_x[kSteps], step_y[kSteps];
@@ -87,12 +101,12 @@ __device__ void ConsumePieces(const PlanesFilterParams& q, const FilterShared& s
     // The same in all of a warp, which its instructions then know.
     const int step = (S::kShare ? __shfl_sync(~0u, warpgroup, 0) * kSteps : 0) + k;
     const int across = q.columns / 8, down = step / across;
-    step_x[k] = (2 * down * q.x_other + (step - down * across) * 8 * S::kLine) >> 4;
+    step_x[k] = (2 * down * q.x_other + (step - down * across) * 8 * S::kXLine) >> 4;
     step_y[k] = (2 * down * q.y_other + (step - down * across) * 8 * S::kLine) >> 4;
   }
-  const int x_plane = q.x_plane >> 4, y_plane = q.y_plane >> 4, product = (kThird ? 2 : 1) * q.window_line >> 4;
-  const int next_place = kThird ? q.window_line : q.window_column;
-  const int first_column = kThird ? (kTaps - 1) * q.window_column : 0;
+  const int x_plane = q.x_plane >> 4, y_plane = q.y_plane >> 4, product = (P::kTwoLines ? 2 : 1) * q.window_line >> 4;
+  const int next_place = P::kTwoLines ? q.window_line : q.window_column;
+  const int first_column = kSecond ? (kTaps - S::kStride) * q.window_column : 0;
   hopper::RingPlace turn;
   int last = 0;
 #pragma unroll 1
@@ -100,17 +114,24 @@ __device__ void ConsumePieces(const PlanesFilterParams& q, const FilterShared& s
     hopper::WaitBarrier(shared.Full(turn.stage), turn.parity);
     const uint32_t at = shared.stages + turn.stage * (q.x_bytes + q.y_bytes);
     // Rows that are no place of the window may read what lies behind x, which is y.
-    uint64_t a = hopper::LineDescriptor(at + first_column, S::kLine, q.x_other, next_place);
+    uint64_t a = hopper::LineDescriptor(at + first_column, S::kXLine, q.x_other, next_place);
     uint64_t b = hopper::LineDescriptor(at + q.x_bytes, S::kLine, q.y_other, q.y_plane);
 #pragma unroll 1
-    for (int plane = 0; plane < q.planes; ++plane, a += x_plane, b += y_plane) {
+    for (int plane = 0; plane < q.planes; ++plane, b += y_plane) {
       hopper::BeginProducts();
+      const auto multiply = [&](auto of_stride) {
+        constexpr int kOf = decltype(of_stride)::value, kColumns = S::Planes(kOf) * S::kSide;
 #pragma unroll
-      for (int k = 0; k < kSteps; ++k)
+        for (int k = 0; k < kSteps; ++k)
 #pragma unroll
-        for (int j = 0; j < P::kProducts; ++j)
-          hopper::Multiply<In, S::kColumns, true, true>(sums[j], a + step_x[k] + j * product, b + step_y[k],
-                                                        piece > 0 || plane > 0 || k > 0);
+          for (int j = 0; j < P::kProducts; ++j)
+            hopper::Multiply<In, kColumns, true, true>(
+                reinterpret_cast<float (&)[kColumns / 2]>(sums[j][S::FirstPlane(kOf) * S::kSide / 2]),
+                a + step_x[k] + j * product, b + step_y[k] + kOf * y_plane, piece > 0 || plane > 0 || k > 0);
+        a += x_plane;
+      };
+      multiply(std::integral_constant<int, 0>());
+      if constexpr (S::kStride == 2) multiply(std::integral_constant<int, 1>());
       hopper::CommitProducts();
       hopper::WaitForProducts<1>();
       if (plane == 0 && piece > 0 && threadIdx.x % 32 == 0) hopper::Arrive(shared.Empty(last));
@@ -140,10 +161,10 @@ __device__ void AddShares(int warpgroup, Sums& sums, float* other) {
       if (warpgroup == 0) sums[j][i] += other[(j * kEach + i) * kWarpgroup];
 }
 
-template <class S, bool kThird>
+template <class S, bool kSecond>
 __device__ void StoreFilter(const PlanesFilterParams& q, const FilterPlace& place,
-                            const typename Part<S, kThird>::Sums& sums, float* partial) {
-  using P = Part<S, kThird>;
+                            const typename Part<S, kSecond>::Sums& sums, float* partial) {
+  using P = Part<S, kSecond>;
   const int lane = threadIdx.x % 32, first_row = threadIdx.x % kWarpgroup / 32 * 16 + lane / 4;
   const int first_feature = place.feature + lane % 4 * 2;
   partial += place.split * q.result_size + int64_t{place.model} * q.taps * q.channels * q.features;
@@ -152,12 +173,11 @@ __device__ void StoreFilter(const PlanesFilterParams& q, const FilterPlace& plac
     const int row = first_row + 8 * half, channel = place.channel + row % S::kSide;
 #pragma unroll
     for (int j = 0; j < P::kProducts; ++j) {
-      const int line = P::Line(j, row / S::kSide), column = P::Column(row / S::kSide);
-      if (line >= S::kLines || column >= kTaps || channel >= q.channels) continue;
+      const int line = P::Line(j, row / S::kSide), column = P::Column(row / S::kSide, q.lead);
+      if (line >= S::kLines || column < 0 || column >= kTaps || channel >= q.channels) continue;
 #pragma unroll
       for (int i = 0; i < S::kColumns; i += 8) {
-        // A plane of x meets that of y with the window's first plane, and those before with the ones after.
-        const int tap = ((kTaps - 1 - i / S::kSide) * S::kLines + line) * kTaps + column;
+        const int tap = (S::Plane(i / S::kSide) * S::kLines + line) * kTaps + column;
         const int feature = first_feature + i % S::kSide;
         if (feature < q.features)
           *reinterpret_cast<float2*>(partial + (int64_t{tap} * q.channels + channel) * q.features + feature) = {
@@ -174,16 +194,16 @@ __global__ void __launch_bounds__(kThreads, 1)
     extern __shared__ __align__(1024) unsigned char memory[];
     const FilterShared shared(q, memory);
     shared.Init();
-    const auto consume = [&](int warpgroup, auto third) {
-      constexpr bool kThird = decltype(third)::value;
+    const auto consume = [&](int warpgroup, auto second) {
+      constexpr bool kSecond = decltype(second)::value;
       const FilterPlace place(q);
-      typename Part<S, kThird>::Sums sums;
-      ConsumePieces<In, S, kThird>(q, shared, place, warpgroup, sums);
+      typename Part<S, kSecond>::Sums sums;
+      ConsumePieces<In, S, kSecond>(q, shared, place, warpgroup, sums);
       if constexpr (S::kShare) {
         AddShares(warpgroup, sums, reinterpret_cast<float*>(memory));
         if (warpgroup > 0) return;
       }
-      StoreFilter<S, kThird>(q, place, sums, partial);
+      StoreFilter<S, kSecond>(q, place, sums, partial);
     };
     RunRoles<1>([&](int) { ProducePieces(q, shared, FilterPlace(q)); },
                 [&](int warpgroup) {
@@ -201,15 +221,19 @@ cudaError_t LaunchTyped(const Problem& p, const Config& config, const void* x, c
   if (const cudaError_t e = q.Init(p, config, x, y); e != cudaSuccess) return e;
   q.stages = std::min(kMostStages, ((227 << 10) - kBarrierBytes) / (q.x_bytes + q.y_bytes));
   auto* const partial = static_cast<float*>(workspace);
-  const auto launch = [&](auto side, auto lines) {
-    using S = Square<decltype(side)::value, decltype(lines)::value>;
+  const auto launch = [&](auto side, auto lines, auto stride) {
+    using S = Square<decltype(side)::value, decltype(lines)::value, decltype(stride)::value>;
     const int sums = S::kShare ? S::kLines * S::kColumns / 2 * kWarpgroup * int(sizeof(float)) : 0;
     const int shared = std::max(q.stages * (q.x_bytes + q.y_bytes), sums) + kBarrierBytes;
     return LaunchKernel(PlanesFilterKernel<In, S>, Grid{q.blocks, kThreads, size_t(shared)}, stream, q, partial);
   };
   const auto with_lines = [&](auto lines) {
-    return q.side == 16 ? launch(std::integral_constant<int, 16>(), lines)
-                        : launch(std::integral_constant<int, 32>(), lines);
+    constexpr std::integral_constant<int, 1> kOne;
+    constexpr std::integral_constant<int, 2> kTwo;
+    constexpr std::integral_constant<int, 16> kFew;
+    constexpr std::integral_constant<int, 32> kMany;
+    if (q.stride == 2) return launch(kMany, lines, kTwo);
+    return q.side == 16 ? launch(kFew, lines, kOne) : launch(kMany, lines, kOne);
   };
   const cudaError_t e =
       q.volume ? with_lines(std::integral_constant<int, kTaps>()) : with_lines(std::integral_constant<int, 1>());

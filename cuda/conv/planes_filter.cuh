@@ -12,12 +12,14 @@ constexpr int kTaps = PlanesPlan::kTaps;
 struct PlanesFilterParams {
   CUtensorMap x, y;
   bool volume;
+  int stride;
   int side;                          // channels, and features, of a block
   int columns, others, across_bits;  // of a piece; and of how many eights are in a line
   int channels, features, images;
-  int lines, taps;            // lines of the window that are blocks of their own; and all taps
-  int planes, y_before;       // of a piece: planes that are its own, and those of y before those of x
-  int pad[kRank], line_step;  // of the planes, the others, the columns; and from line to line of the window
+  int lines, taps;         // lines of the window that are blocks of their own; and all taps
+  int planes, y_before;    // of a piece: planes that are its own, and those of y before those of x
+  int pad[2], line_step;   // of the planes and the others; and from line to line of the window
+  int first_column, lead;  // where a tile begins in x, or in its pairs, and columns there before the window's first
   int x_other, x_plane, y_other, y_plane, window_column, window_line;  // bytes in shared memory
   int x_bytes, y_bytes, x_box_bytes, stages;
   int pieces, splits;
@@ -57,8 +59,8 @@ struct PiecePlace {
     column *= q.columns;
     const int other = (q.volume ? inner : outer) * q.others, plane = (q.volume ? outer : inner) * q.planes;
     const int last = q.volume ? place.model * q.images + image : place.model;
-    const int x_other = other - q.pad[1] + place.line * q.line_step, x_plane = plane - q.pad[0];
-    Set(x, place.channel, column - q.pad[2], q.volume, x_other, x_plane, last);
+    const int x_other = (q.volume ? q.stride : 1) * other - q.pad[1] + place.line * q.line_step;
+    Set(x, place.channel, column + q.first_column, q.volume, x_other, q.stride * plane - q.pad[0], last);
     Set(y, place.feature, column, q.volume, other, plane - q.y_before, last);
   }
 
@@ -74,15 +76,13 @@ struct PiecePlace {
 
 inline cudaError_t PlanesFilterParams::Init(const Problem& p, const Config& config, const void* x_data,
                                             const void* y_data) {
-  using Plan = PlanesFilterPlan;
   *this = {};
-  Plan plan;
+  PlanesFilterPlan plan;
   if (!plan.Fit(p)) return cudaErrorInvalidValue;
   const int line = plan.side * int(SizeOf(p.in));
   side = plan.side;
   volume = plan.volume;
-  const int order[kRank] = {volume ? 0 : 1, volume ? 1 : 0, 2};  // planes, others, columns
-  const int box_columns = int(plan.columns + (kTaps - 1) * p.rhs_dilation[2]);
+  stride = plan.stride;
   columns = plan.columns;
   others = plan.others;
   while (8 << across_bits < columns) ++across_bits;
@@ -90,19 +90,23 @@ inline cudaError_t PlanesFilterParams::Init(const Problem& p, const Config& conf
   features = int(p.features);
   lines = plan.lines_apart;
   taps = int(p.Taps());
-  planes = plan.Planes();
-  y_before = plan.y_planes - planes;
-  for (int d = 0; d < kRank; ++d) pad[d] = int(p.pad[order[d]]);
+  planes = plan.planes;
+  // Floats' pieces begin with the planes of y that are theirs.
+  y_before = p.in == DType::kF32 ? 0 : plan.y_planes - planes;
+  pad[0] = int(p.pad[volume ? 0 : 1]);
+  pad[1] = int(p.pad[volume ? 1 : 0]);
   line_step = int(volume ? p.rhs_dilation[1] : 1);
   images = int(p.images);
-  // In shared memory the inner one of planes and others comes first.
-  const int x_line = box_columns * line, y_line = plan.columns * line;
-  x_other = volume ? x_line : plan.x_planes * x_line;
+  first_column = int(FloorDiv(-p.pad[2], stride));
+  lead = int(FloorMod(-p.pad[2], stride));
+  // In shared memory the inner one of planes and others comes first. Lines of a volume's result are a stride apart.
+  const int pixels = plan.stride * line, x_line = plan.x_columns * pixels, y_line = plan.columns * line;
+  x_other = volume ? stride * x_line : plan.x_planes * x_line;
   x_plane = volume ? plan.x_others * x_line : x_line;
   y_other = volume ? y_line : plan.y_planes * y_line;
   y_plane = volume ? plan.others * y_line : y_line;
-  window_column = int(p.rhs_dilation[2]) * line;
-  window_line = volume ? line_step * x_other : 0;
+  window_column = int(p.rhs_dilation[2]) * pixels;
+  window_line = volume ? line_step * x_line : 0;
   x_bytes = plan.x_bytes;
   y_bytes = plan.y_bytes;
   x_box_bytes = plan.x_others * plan.x_planes * x_line;
@@ -118,15 +122,17 @@ inline cudaError_t PlanesFilterParams::Init(const Problem& p, const Config& conf
   result_size = p.FilterSize();
   blocks = plan.units * config.splits;
 
+  // In lines of so many pixels.
   const auto encode = [&](CUtensorMap* map, const void* data, int64_t channels, const int64_t (&extent)[kRank],
-                          int columns, int others, int planes) {
-    return volume ? EncodeBoxes(map, p.in, data, {channels, extent[2], extent[1], extent[0], p.batch * p.images},
-                                {side, columns, others, planes, 1})
-                  : EncodeBoxes(map, p.in, data, {channels, extent[2], extent[1], p.images, p.batch},
-                                {side, columns, planes, others, 1});
+                          int pixels, int columns, int others, int planes) {
+    const int64_t line = pixels * channels, count = extent[2] / pixels;
+    return volume ? EncodeBoxes(map, p.in, data, {line, count, extent[1], extent[0], p.batch * p.images},
+                                {pixels * side, columns, others, planes, 1})
+                  : EncodeBoxes(map, p.in, data, {line, count, extent[1], p.images, p.batch},
+                                {pixels * side, columns, planes, others, 1});
   };
-  cudaError_t e = encode(&x, x_data, p.channels, p.x, box_columns, plan.x_others, plan.x_planes);
-  if (e == cudaSuccess) e = encode(&y, y_data, p.features, p.y, plan.columns, plan.others, plan.y_planes);
+  cudaError_t e = encode(&x, x_data, p.channels, p.x, stride, plan.x_columns, plan.x_others, plan.x_planes);
+  if (e == cudaSuccess) e = encode(&y, y_data, p.features, p.y, 1, plan.columns, plan.others, plan.y_planes);
   return e;
 }
 

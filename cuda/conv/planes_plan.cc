@@ -19,6 +19,7 @@ constexpr int kTaps = PlanesPlan::kTaps;
 
 // Cycles of a product with three planes' features: of 16, reading the positions takes longer than multiplying.
 constexpr double Product(int features) { return features == 32 ? 49 : 28; }
+constexpr double kPairProducts = 33 + 26;  // with two planes' features, 32 each, and with one's
 
 // Cycles of a filter gradient's block, and of a piece of floats; bytes a cycle; and times a piece's cycles, of 16-bit
 // floats, where lines are filled in part.
@@ -111,6 +112,9 @@ bool PlanesPlan::Fit(const Problem& p) {
 
 bool PlanesFilterPlan::Fit(const Problem& p) {
   if (!IsOfPlanes(p, &volume)) return false;
+  stride = int(p.stride[2]);
+  const bool dilated = p.rhs_dilation[1] > 1 || p.rhs_dilation[2] > 1;
+  if (stride > 1 && (dilated || p.channels != kPairChannels || p.x[2] % stride != 0)) return false;
   const int64_t reach = (kTaps - 1) * p.rhs_dilation[2], size = SizeOf(p.in);
   const int64_t all_planes = p.y[volume ? 0 : 1], other = volume ? p.y[1] : p.images, images = volume ? p.images : 1;
   const bool floats = p.in == DType::kF32;
@@ -119,29 +123,31 @@ bool PlanesFilterPlan::Fit(const Problem& p) {
   lines_apart = floats && volume ? kTaps : 1;
   units = p.batch * lines_apart * CeilDiv(p.channels, side) * CeilDiv(p.features, side);
   const int64_t lines = volume && !floats ? kTaps : 1, line_reach = (lines - 1) * p.rhs_dilation[1];
-  // Of a plane: of 32 channels one warpgroup has as many products as lines, the other half of those.
-  const int64_t products = kPixels / 16 * (side == 16 ? lines : lines + CeilDiv(lines, 2));
+  // Of a plane: of 32 channels one warpgroup has as many products as lines, and the other half of those; of pairs both
+  // as many, with two planes of y and with one.
+  const int64_t pixels = kPixels / 16, halves = side == 16 ? 0 : CeilDiv(lines, 2);
+  const double products = pixels * (stride == 1 ? (lines + halves) * Product(side) : 2 * lines * kPairProducts);
   double least = HUGE_VAL;
   PlanesFilterPlan best = *this;
   for (columns = 8; columns <= kPixels / 2; columns *= 2) {
     others = kPixels / columns;
-    x_others = int(others + line_reach);
+    x_others = volume ? int(stride * (others - 1) + 1 + line_reach) : others;
+    x_columns = int(stride == 1 ? columns + reach : columns + 1);
     if (x_others > kMostBox) continue;
     column_tiles = int(CeilDiv(p.y[2], columns));
     other_tiles = int(CeilDiv(other, others));
-    const int64_t x_line = columns + reach;
-    for (int planes = floats ? kFloatPlanes : 1; planes <= (floats ? kFloatPlanes : kMostPlanes); ++planes) {
-      x_planes = planes + (floats ? kTaps - 1 : 0);
-      y_planes = planes + (floats ? 0 : kTaps - 1);
-      plane_tiles = int(CeilDiv(all_planes + (floats ? 0 : kTaps - 1), planes));
+    for (planes = floats ? kFloatPlanes : 1; planes <= (floats ? kFloatPlanes : kMostPlanes); ++planes) {
+      x_planes = stride * planes + (floats ? kTaps - 1 : 0);
+      y_planes = planes + (floats ? 0 : kTaps - stride);
+      plane_tiles = int(floats ? CeilDiv(all_planes, planes) : CeilDiv(stride * (all_planes - 1) + kTaps, x_planes));
       pieces = images * other_tiles * column_tiles * plane_tiles;
-      const int64_t box = x_line * x_others * x_planes;
+      const int64_t box = x_columns * x_others * x_planes * stride;  // pixels
       y_bytes = int(y_planes * kPixels * side * size);
       x_bytes = int(CeilDiv(box * side * size, kSwizzleBytes)) * kSwizzleBytes;
       // Two pieces; of floats a copy of each one's y too, which itself is there once.
       if (2 * (x_bytes + y_bytes) + (floats ? y_bytes : 0) > kMostSharedBytes - kBarrierBytes) continue;
       const double bytes = (std::min<int64_t>(p.channels, side) * box + y_planes * kPixels * side) * size;
-      piece = std::max(floats ? kFloatsPiece : planes * products * Product(side), bytes / kFilterBytes);
+      piece = std::max(floats ? kFloatsPiece : planes * products, bytes / kFilterBytes);
       if (!floats && (p.channels % side != 0 || p.features % side != 0)) piece *= kPartOfLine;
       const double time = std::ceil(double(units) * pieces / kMultiprocessors) * piece;
       if (time < least) {
@@ -178,8 +184,11 @@ bool TakesPlanes(const Problem& problem) {
   // Groups, or problems of a batch, take the place of a volume's images.
   if (p.groups > 1 && (filter || p.batch > 1 || p.x[0] > 1 || p.y[0] > 1 || p.window[0] > 1)) return false;
   if (floats ? p.products != 1 : SizeOf(p.in) != 2) return false;
-  for (int d = 0; d < kRank; ++d)
-    if (p.stride[d] != 1 || p.lhs_dilation[d] != 1) return false;
+  if (std::any_of(p.lhs_dilation, p.lhs_dilation + kRank, [](int64_t n) { return n != 1; })) return false;
+  const auto all_are = [&](int64_t stride) {  // but that of an image's one plane
+    return p.stride[0] == (p.window[0] == 1 ? 1 : stride) && p.stride[1] == stride && p.stride[2] == stride;
+  };
+  if (!all_are(1) && !(filter && !floats && all_are(2))) return false;
   // The TMA unit reads lines of whole 16 bytes.
   constexpr int kMostChannels = 64, kMostFeatures = 128;
   const int64_t chunk = 16 / SizeOf(p.in);

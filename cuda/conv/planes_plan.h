@@ -35,15 +35,20 @@ struct PlanesPlan {
 };
 
 // Of the filter gradient. The sum is over pixels of y, and a block has 32 channels and 32 features, or 16. It goes
-// through pieces of some planes of a tile. Of 16-bit floats these are planes of x, which meet two more of y; of floats
-// planes of y, which meet two more of x, and every line of a volume's window is a block's.
+// through pieces of some planes of a tile. Of 16-bit floats these are planes of x, which meet more of y; of floats
+// planes of y, which meet more of x, and every line of a volume's window is a block's. With a stride of two, for 16-bit
+// floats and 32 channels alone, two pixels of x are a line of shared memory, and a plane of y begins with every second
+// of x.
 struct PlanesFilterPlan {
   static constexpr int kFloatPlanes = 4, kMostPlanes = 8, kPixels = 64;  // of a piece; and of one of its planes
+  static constexpr int kPairChannels = 32;
 
   bool volume;
-  int side;             // channels, and features, of a block
-  int columns, others;  // of a tile of y
-  int x_others;         // that it meets
+  int stride;
+  int side;                 // channels, and features, of a block
+  int columns, others;      // of a tile of y
+  int x_columns, x_others;  // that it meets, in pixels or pairs
+  int planes;               // of y, or of a stride of x, that are the piece's own
   int x_planes, y_planes;
   int lines_apart;  // lines of the window that are blocks of their own
   int column_tiles, other_tiles, plane_tiles;
@@ -52,7 +57,6 @@ struct PlanesFilterPlan {
   int x_bytes, y_bytes;
   double piece;  // cycles
 
-  int Planes() const { return x_planes < y_planes ? x_planes : y_planes; }
   bool Fit(const Problem& p);
 };
 
