@@ -364,6 +364,11 @@ double WgmmaCycles(const Problem& problem, const TileShape& t, int64_t cluster, 
   const bool lines_of_both =
       p.direction == Direction::kDataGradient || t.tile == Tile::kWgmma128x128Copied || p.Tripled();
   if (left != 0 && lines_of_both && !IsAcross(t.tile)) cost.step *= 1.35;
+  // Where windows that are a stride apart overlap in two dimensions, tiles of many rows find less in the cache.
+  constexpr double kOverlap = 1.03;
+  int overlapping = 0;
+  for (int d = 0; d < kRank; ++d) overlapping += p.stride[d] > 1 && p.window[d] > p.stride[d];
+  if (p.direction == Direction::kForward && overlapping > 1 && IsAcross(t.tile)) cost.step *= kOverlap;
   if (cluster > 1) {
     // Clusters have to fit into the device's groups of multiprocessors, and none has a second tile to hide the first.
     const double clusters = cluster == 2 ? 66 : cluster == 3 ? 36 : cluster == 4 ? 30 : 15;
