@@ -190,6 +190,9 @@ CASES = [
   case("3d_segments", 3, (2, 40, 30), 108, (3, 3, 3), padding=((1, 1),) * 3),
   case("3d_slabs", 1, (4, 6, 9), 264, (3, 3, 3), padding=((1, 1), (0, 2), (2, 1))),
   case("3d_columns", 1, (3, 5, 131), 64, (3, 3, 3), padding=((0, 0), (1, 1), (3, 0))),
+  case("3d_planes", 3, (13, 7, 16), 20, (3, 3, 3), padding=((1, 1), (1, 1), (0, 2))),
+  case("3d_wide", 1, (9, 21, 48), 36, (3, 3, 3), padding=((2, 0), (-1, 2), (1, 1))),
+  case("3d_far", 2, (3, 4, 6), 8, (3, 3, 3), padding=((4, 5), (3, 6), (5, 7))),
   case("3d_s122", 1, (4, 9, 10), 6, (3, 3, 3), stride=(1, 2, 2), padding=((1, 1),) * 3),
   case("3d_time", 1, (9, 4, 5), 10, (5, 1, 1), padding=((2, 2), (0, 0), (0, 0))),
   case("many_pixels", 70, (28, 28), 8, (3, 3), padding=SAME3),
@@ -383,7 +386,7 @@ def test_not_finite_stays_local(value):
     for name in (*names, "dilations_differ", "four_features"):
       check(next(c for c in CASES if c.name == name), "float32", "float32", draw)
     bands = "5x5_far", "7x7_chunks", "7x7_valid", "9x9_far", "6x6_chunks", "1d31_chunks", "1d64_causal"
-    for name in (*bands, "31x31_chunks", "15x15", "image_far", "image_valid", "image_1d"):
+    for name in (*bands, "31x31_chunks", "15x15", "image_far", "image_valid", "image_1d", "3d_columns", "3d_wide"):
       check(next(c for c in CASES if c.name == name), "bfloat16", "bfloat16", draw)
 
 
@@ -397,7 +400,8 @@ def test_not_finite_cotangent_stays_local(value):
     return a
 
   with np.errstate(invalid="ignore"):
-    for name in ("31x31_chunks", "9x9_far", "1d73_far", "image_13x13", "image_far", "image_planes", "image_1d_far"):
+    for name in ("31x31_chunks", "9x9_far", "1d73_far", "image_13x13", "image_far", "image_planes", "image_1d_far",
+                 "3d_planes"):  # fmt: skip
       check(next(c for c in CASES if c.name == name), "bfloat16", "bfloat16", draw, "x")
     check(next(c for c in CASES if c.name == "image_valid"), "bfloat16", "bfloat16", draw)
 
@@ -407,5 +411,5 @@ def test_not_finite_cotangent_stays_local(value):
 def test_kernels_under_the_sanitizer():
   few = ("3x3s2", "7x7_on_few", "5x5_far", "9x13", "15x15", "odd_channels", "causal", "3d", "3d_chunks", "transposed3")
   names = "odd_channels_far_s2", "pairs_of_channels", "image_far", "image_planes", "dilated_far", "six_features"
-  for name in (*few, *names, "5x5s2_far", "9x9_far", "4x4_chunks", "1d31_chunks", "1d73_far"):
+  for name in (*few, *names, "5x5s2_far", "9x9_far", "4x4_chunks", "1d31_chunks", "1d73_far", "3d_planes", "3d_far"):
     check(next(c for c in CASES if c.name == name), "bfloat16", "bfloat16")
