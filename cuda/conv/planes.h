@@ -1,4 +1,5 @@
-// Dense convolution of few channels without stride, also of many problems at once, on Hopper's tensor cores.
+// Dense convolution of few channels without stride (the filter gradient also with one of two, of 32 channels), also of
+// many problems at once, on Hopper's tensor cores.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -91,8 +91,7 @@ inline cudaError_t PlanesFilterParams::Init(const Problem& p, const Config& conf
   lines = plan.lines_apart;
   taps = int(p.Taps());
   planes = plan.planes;
-  // Floats' pieces begin with the planes of y that are theirs.
-  y_before = p.in == DType::kF32 ? 0 : plan.y_planes - planes;
+  y_before = plan.y_planes - planes;
   pad[0] = int(p.pad[volume ? 0 : 1]);
   pad[1] = int(p.pad[volume ? 1 : 0]);
   line_step = int(volume ? p.rhs_dilation[1] : 1);
@@ -100,12 +99,12 @@ inline cudaError_t PlanesFilterParams::Init(const Problem& p, const Config& conf
   first_column = int(FloorDiv(-p.pad[2], stride));
   lead = int(FloorMod(-p.pad[2], stride));
   // In shared memory the inner one of planes and others comes first. Lines of a volume's result are a stride apart.
-  const int pixels = plan.stride * line, x_line = plan.x_columns * pixels, y_line = plan.columns * line;
+  const int x_column = stride * line, x_line = plan.x_columns * x_column, y_line = plan.columns * line;
   x_other = volume ? stride * x_line : plan.x_planes * x_line;
   x_plane = volume ? plan.x_others * x_line : x_line;
   y_other = volume ? y_line : plan.y_planes * y_line;
   y_plane = volume ? plan.others * y_line : y_line;
-  window_column = int(p.rhs_dilation[2]) * pixels;
+  window_column = int(p.rhs_dilation[2]) * x_column;
   window_line = volume ? line_step * x_line : 0;
   x_bytes = plan.x_bytes;
   y_bytes = plan.y_bytes;
@@ -122,13 +121,13 @@ inline cudaError_t PlanesFilterParams::Init(const Problem& p, const Config& conf
   result_size = p.FilterSize();
   blocks = plan.units * config.splits;
 
-  // In lines of so many pixels.
+  // So many pixels are a line of shared memory.
   const auto encode = [&](CUtensorMap* map, const void* data, int64_t channels, const int64_t (&extent)[kRank],
                           int pixels, int columns, int others, int planes) {
-    const int64_t line = pixels * channels, count = extent[2] / pixels;
-    return volume ? EncodeBoxes(map, p.in, data, {line, count, extent[1], extent[0], p.batch * p.images},
+    const int64_t all = pixels * channels, count = extent[2] / pixels;
+    return volume ? EncodeBoxes(map, p.in, data, {all, count, extent[1], extent[0], p.batch * p.images},
                                 {pixels * side, columns, others, planes, 1})
-                  : EncodeBoxes(map, p.in, data, {line, count, extent[1], p.images, p.batch},
+                  : EncodeBoxes(map, p.in, data, {all, count, extent[1], p.images, p.batch},
                                 {pixels * side, columns, planes, others, 1});
   };
   cudaError_t e = encode(&x, x_data, p.channels, p.x, stride, plan.x_columns, plan.x_others, plan.x_planes);

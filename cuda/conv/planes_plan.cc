@@ -25,7 +25,7 @@ constexpr double kPairProducts = 33 + 26;  // with two planes' features, 32 each
 // floats, where lines are filled in part.
 constexpr double kFilterStart = 24000, kFloatsPiece = 4200, kFilterBytes = 25, kPartOfLine = 1.6;
 
-// Whether the window is 3x3x3, or 3x3 in two dimensions, and goes from plane to plane by one.
+// Whether the window is 3x3x3, or 3x3 in two dimensions, and undilated from plane to plane.
 bool IsOfPlanes(const Problem& p, bool* volume) {
   const bool flat = p.x[0] == 1 && p.y[0] == 1 && p.window[0] == 1 && p.pad[0] == 0;
   *volume = !flat;
@@ -125,8 +125,8 @@ bool PlanesFilterPlan::Fit(const Problem& p) {
   const int64_t lines = volume && !floats ? kTaps : 1, line_reach = (lines - 1) * p.rhs_dilation[1];
   // Of a plane: of 32 channels one warpgroup has as many products as lines, and the other half of those; of pairs both
   // as many, with two planes of y and with one.
-  const int64_t pixels = kPixels / 16, halves = side == 16 ? 0 : CeilDiv(lines, 2);
-  const double products = pixels * (stride == 1 ? (lines + halves) * Product(side) : 2 * lines * kPairProducts);
+  const int64_t steps = kPixels / 16, halves = side == 16 ? 0 : CeilDiv(lines, 2);
+  const double products = steps * (stride == 1 ? (lines + halves) * Product(side) : 2 * lines * kPairProducts);
   double least = HUGE_VAL;
   PlanesFilterPlan best = *this;
   for (columns = 8; columns <= kPixels / 2; columns *= 2) {
