@@ -310,7 +310,7 @@ cudaError_t LaunchTyped(const Problem& p, const Config& config, const void* x, c
     }
   };
   e = VisitDirectColumns(plan.columns, of_products);
-  return e != cudaSuccess ? e : SumSlices<In, true>(p, partial, config.splits, x, y, out, stream);
+  return e != cudaSuccess ? e : SumSlices(p, partial, config.splits, true, x, y, out, stream);
 }
 
 }  // namespace

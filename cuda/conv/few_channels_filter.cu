@@ -282,7 +282,7 @@ cudaError_t LaunchTile(const Problem& p, const Strips& strips, const Config& con
       LaunchKernel(FewFilterKernel<T, In>, grid, stream, q, r, static_cast<const In*>(x), static_cast<const In*>(y),
                    partial || p.out != p.in, partial ? workspace : out);
   if (!partial || status != cudaSuccess) return status;
-  return SumSlices<In>(p, static_cast<const float*>(workspace), config.splits, x, y, out, stream);
+  return SumSlices(p, workspace, config.splits, false, x, y, out, stream);
 }
 
 template <class In, int kFeatures>

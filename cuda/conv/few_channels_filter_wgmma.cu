@@ -161,7 +161,7 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const FilledPlan&
   const Grid grid = {config.splits * q.column_tiles * p.window[0], T::kThreads,
                      size_t(std::max(q.SharedBytes(), kSumBytes))};
   e = LaunchKernel(FewChannelsFilterKernel<T>, grid, stream, q, r, static_cast<const In*>(x), partial);
-  return e != cudaSuccess ? e : SumSlices<In, true>(p, partial, config.splits, x, y, out, stream);
+  return e != cudaSuccess ? e : SumSlices(p, partial, config.splits, true, x, y, out, stream);
 }
 
 }  // namespace

@@ -238,7 +238,7 @@ cudaError_t LaunchFilterMma(const Problem& p, const Config& config, const void* 
                      static_cast<const In*>(x), static_cast<const In*>(y), y_run, whole_runs, partial || p.out != p.in,
                      partial ? workspace : out);
     if (!partial || status != cudaSuccess) return status;
-    return SumSlices<In>(p, static_cast<const float*>(workspace), config.splits, x, y, out, stream);
+    return SumSlices(p, workspace, config.splits, false, x, y, out, stream);
   };
   return VisitMmaKernel<Direction::kFilterGradient>(p, config, x, whole, launch);
 }

@@ -4,6 +4,7 @@
 // below, and those of a warp next to each other.
 #pragma once
 
+#include "cuda/common/reduce.cuh"
 #include "cuda/conv/filter.cuh"
 #include "cuda/conv/filter_spans.cuh"
 #include "cuda/conv/wgmma_tile.cuh"
@@ -121,69 +122,138 @@ __device__ void StorePair(const Store& store, int64_t i, float first, float seco
   }
 }
 
+// Of four neighbouring lanes' four values each, a lane gets those of its number.
+template <class V>
+__device__ void TransposeQuads(V (&v)[4]) {
+#pragma unroll
+  for (int mask = 1; mask < 4; mask *= 2)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & mask) continue;
+      const bool odd = threadIdx.x & mask;
+      const V got = ShuffleXor(odd ? v[i] : v[i + mask], mask);
+      if (odd)
+        v[i] = got;
+      else
+        v[i + mask] = got;
+    }
+}
+
+// Stores a warp's fours of kEights neighbouring eights of columns: the lane's rows begin at `upper` and `lower` of the
+// result (-1: nowhere). Of four eights each lane stores one whole.
+template <int kEights, class Store>
+__device__ void StoreFours(const Store& store, const float4 (&sums)[kEights], int64_t upper, int64_t lower, int column,
+                           int columns) {
+  const int lane = threadIdx.x % 4;
+  const auto own = [&](int e) { return column + e * 8 + lane * 2; };
+  if constexpr (kEights == 4 && Store::kInOrder) {
+    using Out = decltype(store.Value(0, 0.f));
+    constexpr int kRun = 16 / sizeof(Out);  // columns are whole runs
+    if (reinterpret_cast<uintptr_t>(store.out) % 16 == 0) {
+      const auto store_row = [&](int64_t begin, const auto& of_sum) {
+        Vec<Out, 2> pairs[kEights] = {};
+#pragma unroll
+        for (int e = 0; e < kEights; ++e)
+          if (begin >= 0 && own(e) < columns) {
+            const float2 sum = of_sum(sums[e]);
+            pairs[e] = {store.Value(begin + own(e), sum.x), store.Value(begin + own(e) + 1, sum.y)};
+          }
+        TransposeQuads(pairs);
+        if (begin < 0) return;
+#pragma unroll
+        for (int k = 0; k < 8; k += kRun)
+          if (const int first = column + lane * 8 + k; first < columns)
+            *reinterpret_cast<Vec<Out, kRun>*>(store.out + begin + first) =
+                *reinterpret_cast<const Vec<Out, kRun>*>(&pairs[k / 2]);
+      };
+      store_row(upper, [](const float4& sum) { return float2{sum.x, sum.y}; });
+      store_row(lower, [](const float4& sum) { return float2{sum.z, sum.w}; });
+      return;
+    }
+  }
+#pragma unroll
+  for (int e = 0; e < kEights; ++e) {
+    if (own(e) >= columns) continue;
+    if (upper >= 0) StorePair(store, upper + own(e), sums[e].x, sums[e].y);
+    if (lower >= 0) StorePair(store, lower + own(e), sums[e].z, sums[e].w);
+  }
+}
+
 // A tile's place, for a kernel that does not know its extents.
 struct PieceTiles {
-  FastDiv fours;   // of 64 rows, by warps
   FastDiv eights;  // of columns
   TileGrid grid;
   int count, rows, columns;  // tiles of the result, rows and columns of a tile
 
-  // Fours of a tile, by warps.
-  __host__ __device__ int Warps() const { return rows * columns / 128; }
+  // Warps that have kEights eights each.
+  template <int kEights>
+  __host__ __device__ int Warps() const {
+    return rows * columns / (128 * kEights);
+  }
 };
 
-// A warp adds up 32 fours of all pieces of a tile, in the order of their blocks; or, of many pieces, kParts warps do,
-// every kParts-th each. Whole tiles are left to be added up too where `whole`.
-constexpr int kSumWarps = 8;
-template <int kLine, int kParts, class Store>
-__global__ void __launch_bounds__(kSumWarps * 32)
+// How the pieces of a tile are added up, in the order of their blocks: by a warp in 16 rows of four eights of columns;
+// or, of many pieces, in 16 rows of one by kParts warps, every kParts-th piece each.
+template <bool kMany>
+struct Summing {
+  static constexpr int kParts = kMany ? 8 : 1, kEights = kMany ? 1 : 4, kWarps = kMany ? 8 : 4;
+};
+
+// Whole tiles are left to be added up too where `whole`.
+template <int kLine, bool kMany, class Store>
+__global__ void __launch_bounds__(Summing<kMany>::kWarps * 32)
     SumPiecesKernel(const float4* pieces, const __grid_constant__ Spans spans, const __grid_constant__ FilterRows rows,
                     const __grid_constant__ PieceTiles tiles, bool whole, const __grid_constant__ Store store) {
+  using S = Summing<kMany>;
+  constexpr int kParts = S::kParts, kEights = S::kEights;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = warp % kParts;
-  const int blocks = tiles.Warps() * kParts / kSumWarps, tile = blockIdx.x / blocks;
-  const int which = (blockIdx.x - tile * blocks) * (kSumWarps / kParts) + warp / kParts;
+  const int blocks = tiles.Warps<kEights>() * kParts / S::kWarps, tile = blockIdx.x / blocks;
+  const int which = (blockIdx.x - tile * blocks) * (S::kWarps / kParts) + warp / kParts;
   int steps;
   const int begin = spans.FirstStep(tile, &steps);
   const int first = spans.parts > 0 ? tile * spans.parts : spans.BlockOf(begin);
   const int last = spans.parts > 0 ? first + spans.parts - 1 : spans.BlockOf(begin + steps - 1);
   if (first == last && !whole) return;
-  const int64_t fours = tiles.Warps() * 32;
-  pieces += which * 32 + lane;
+  // A warpgroup's four warps have 16 rows each, and next to each other what they left of an eight.
+  constexpr int kNext = 4 * 32;
+  pieces += which / 4 * (kEights * kNext) + which % 4 * 32 + lane;
+  const int64_t fours = tiles.rows * tiles.columns / 4;
   // Four pieces are on their way at once. A block's first may be its second slot.
   constexpr int kAtOnce = 4;
   const int64_t second = spans.Slot(first, tile) - first * spans.slots;
-  float4 sum = {};
+  float4 sums[kEights] = {};
 #pragma unroll 1
   for (int from = first + part; from <= last; from += kAtOnce * kParts) {
-    float4 piece[kAtOnce];
+    float4 piece[kAtOnce][kEights];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       const int block = from + i * kParts;
-      if (block <= last) piece[i] = pieces[(block * spans.slots + (block == first ? second : 0)) * fours];
+      const float4* const left = pieces + (block * spans.slots + (block == first ? second : 0)) * fours;
+      if (block <= last)
+#pragma unroll
+        for (int e = 0; e < kEights; ++e) piece[i][e] = left[e * kNext];
     }
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i)
-      if (from + i * kParts <= last) sum = sum + piece[i];
+      if (from + i * kParts <= last)
+#pragma unroll
+        for (int e = 0; e < kEights; ++e) sums[e] = sums[e] + piece[i][e];
   }
   if constexpr (kParts > 1) {
-    __shared__ float4 sums[kSumWarps][32];
-    sums[warp][lane] = sum;
+    static_assert(kEights == 1, "a float4 of each thread");
+    __shared__ float4 of_warps[S::kWarps][32];
+    of_warps[warp][lane] = sums[0];
     __syncthreads();
     if (part > 0) return;
 #pragma unroll
-    for (int k = 1; k < kParts; ++k) sum = sum + sums[warp + k][lane];
+    for (int k = 1; k < kParts; ++k) sums[0] = sums[0] + of_warps[warp + k][lane];
   }
-  // A warpgroup's four warps have 16 rows each.
   int eight;
   const TilePlace at = tiles.grid.At(tile);
-  const int sixty_four = tiles.fours.Div(which);
-  tiles.eights.Div(which / 4, &eight);
-  const int column = at.column * tiles.columns + eight * 8 + lane % 4 * 2;
+  const int sixty_four = tiles.eights.Div(which / 4 * kEights, &eight);
   const int row = at.row * tiles.rows + sixty_four * 64 + which % 4 * 16 + lane / 4;
-  if (column >= rows.columns) return;
-  const int64_t upper = rows.Begin<kLine>(at, row), lower = rows.Begin<kLine>(at, row + 8);
-  if (upper >= 0) StorePair(store, upper + column, sum.x, sum.y);
-  if (lower >= 0) StorePair(store, lower + column, sum.z, sum.w);
+  StoreFours(store, sums, rows.Begin<kLine>(at, row), rows.Begin<kLine>(at, row + 8),
+             at.column * tiles.columns + eight * 8, rows.columns);
 }
 
 // The result, from the pieces that blocks have left of its tiles; of all tiles where `whole`.
@@ -193,14 +263,16 @@ cudaError_t SumPieces(const Problem& p, bool whole, const Spans& spans, const Fi
   constexpr int kLine = kLineBytes / sizeof(In);
   const auto sum = [&](auto store) {
     using Store = decltype(store);
-    const auto launch = [&](auto kernel, int64_t parts) {
-      return LaunchKernel(kernel, tiles.count * tiles.Warps() * parts / kSumWarps, kSumWarps * 32, stream, pieces,
+    const auto launch = [&](auto many) {
+      constexpr bool kMany = decltype(many)::value;
+      using S = Summing<kMany>;
+      const int64_t warps = int64_t{tiles.count} * tiles.Warps<S::kEights>() * S::kParts;
+      return LaunchKernel(SumPiecesKernel<kLine, kMany, Store>, warps / S::kWarps, S::kWarps * 32, stream, pieces,
                           spans, rows, tiles, whole, store);
     };
-    constexpr int kParts = 8, kMany = 16;  // pieces of a tile
-    if (spans.blocks.divisor >= uint32_t(kMany) * tiles.count)
-      return launch(SumPiecesKernel<kLine, kParts, Store>, kParts);
-    return launch(SumPiecesKernel<kLine, 1, Store>, 1);
+    constexpr int kManyPieces = 16;  // of a tile
+    return spans.blocks.divisor >= uint32_t(kManyPieces) * tiles.count ? launch(std::true_type())
+                                                                       : launch(std::false_type());
   };
   const auto to = [&](auto* result) {
     using Out = std::remove_pointer_t<decltype(result)>;

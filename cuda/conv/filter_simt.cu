@@ -149,7 +149,7 @@ cudaError_t LaunchFilterSimt(const Problem& p, const Config& config, const void*
     };
     if (!UsesWorkspace(p, config.splits)) return run(static_cast<Out*>(out));
     if (const cudaError_t status = run(static_cast<Sum*>(workspace)); status != cudaSuccess) return status;
-    return SumSlices<In>(p, static_cast<const Sum*>(workspace), config.splits, x, y, out, stream);
+    return SumSlices(p, workspace, config.splits, false, x, y, out, stream);
   });
 }
 

@@ -349,8 +349,7 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* x, co
   q.wide = p.out != p.in;
   e = LaunchPersistent<T>(FilterWgmmaKernel<T>, config.blocks, 1, stream, q);
   if (e != cudaSuccess || q.spans.slots == 0) return e;
-  const PieceTiles tiles = {
-      FastDiv(T::kColumns / 2), FastDiv(T::kColumns / 8), q.grid, int(shape.tiles), T::kRows, T::kColumns};
+  const PieceTiles tiles = {FastDiv(T::kColumns / 8), q.grid, int(shape.tiles), T::kRows, T::kColumns};
   return SumPieces<typename T::In>(p, shape.left, q.spans, q.rows, tiles, q.pieces, x, y, out, stream);
 }
 

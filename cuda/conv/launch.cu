@@ -16,28 +16,17 @@
 namespace jaxdnn::conv {
 namespace {
 
-template <class Sum, class Out>
-cudaError_t SumFrame(const Problem& p, const Config& config, const void* workspace, Out* out, cudaStream_t stream) {
-  return LaunchSumSlices(static_cast<const Sum*>(workspace), p.FilterSize(), 1 + config.frame_slices,
-                         StoreInOrder<Out>{out}, stream);
-}
-
 // The filter gradient of the problem with zeros, as sums, and the frame's terms after it, which are then added.
 int LaunchFilterWithFrame(const Problem& p, const Config& config, const void* x, const void* y, void* out,
                           char* workspace, cudaStream_t stream) {
   Config plain = config;
   plain.frame_slices = 0;
-  char *const frame = workspace + p.FilterSize() * (p.in == DType::kF64 ? 8 : 4), *const rest =
-                                                                                      workspace + FrameBytes(p);
+  char* const frame = workspace + p.FilterSize() * (p.in == DType::kF64 ? 8 : 4);
+  char* const rest = workspace + FrameBytes(p);
   if (const int e = Launch(WithZeros(p), plain, x, y, workspace, rest, {}, stream)) return e;
   const auto launch = OnTensorCores(p) ? LaunchFrameFilterMma : LaunchFrameFilterSimt;
   if (const int e = launch(p, config.frame_slices, x, y, frame, stream)) return e;
-  return VisitDType(p.in, [&](auto in) {
-    using In = typename decltype(in)::type;
-    using Sum = Accumulator<In>;
-    return p.out == p.in ? SumFrame<Sum>(p, config, workspace, static_cast<In*>(out), stream)
-                         : SumFrame<Sum>(p, config, workspace, static_cast<Sum*>(out), stream);
-  });
+  return SumSlices(p, workspace, 1 + config.frame_slices, false, x, y, out, stream);
 }
 
 int LaunchDepthwise(const Problem& p, const Config& config, const void* lhs, const void* rhs, void* out,

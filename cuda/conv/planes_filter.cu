@@ -237,7 +237,7 @@ cudaError_t LaunchTyped(const Problem& p, const Config& config, const void* x, c
   };
   const cudaError_t e =
       q.volume ? with_lines(std::integral_constant<int, kTaps>()) : with_lines(std::integral_constant<int, 1>());
-  return e != cudaSuccess ? e : SumSlices<In, true>(p, partial, config.splits, x, y, out, stream);
+  return e != cudaSuccess ? e : SumSlices(p, partial, config.splits, true, x, y, out, stream);
 }
 
 }  // namespace

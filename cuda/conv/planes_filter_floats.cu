@@ -275,7 +275,7 @@ cudaError_t LaunchPlanesFilterFloats(const Problem& p, const Config& config, con
   const int shared = std::max(stages, 2 * kConsumers * kPartFloats * int(sizeof(float)));
   const cudaError_t e =
       LaunchKernel(PlanesFilterFloatsKernel, Grid{q.blocks, kThreads, size_t(shared)}, stream, q, partial);
-  return e != cudaSuccess ? e : SumSlices<float, true>(p, partial, config.splits, x, y, out, stream);
+  return e != cudaSuccess ? e : SumSlices(p, partial, config.splits, true, x, y, out, stream);
 }
 
 }  // namespace jaxdnn::conv
