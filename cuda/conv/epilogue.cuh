@@ -23,13 +23,61 @@ __device__ __forceinline__ void Add(Accumulator<Out> (&v)[kN], const void* array
   for (int i = 0; i < kN; ++i) v[i] += static_cast<Accumulator<Out>>(more.v[i]);
 }
 
-// All activations in one kernel: callers keep to one call, in a loop that is not unrolled, of a few elements.
-template <class Out, int kN>
+// x times the logistic function of linear x + cubic x^3, or that function by itself: silu, the tanh form of gelu, and
+// sigmoid.
+template <class Out>
+struct OfLogistic {
+  using A = Accumulator<Out>;
+  A linear = 1, cubic = 0;
+  bool gates = false;
+
+  __device__ explicit OfLogistic(const activation::Activation& activation) {
+    using Tanh = activation::GeluTanh<Out>;
+    const bool is_gelu = activation.kind == activation::Kind::kGeluTanh;
+    if (is_gelu) cubic = Tanh::kCubic;
+    gates = activation.kind != activation::Kind::kSigmoid;
+    if (gates) linear = is_gelu ? A(Tanh::kLinear) : static_cast<A>(activation.parameter);
+  }
+  __device__ A Forward(A x) const {
+    // Without a cube its factor of 0 must not meet an infinity.
+    const A slope = cubic == A(0) ? linear : linear + cubic * x * x;
+    const A value = activation::Logistic<Out>(slope * x).value;
+    return gates ? x * value : value;
+  }
+};
+
+// All activations in one kernel: callers keep to one call, in a loop that is not unrolled, of a few elements. Those that
+// few networks have are called, one element at a time, so that not every kernel has their code; but not where kCalls is
+// false, for kernels that have no registers left around a call.
+template <class Out, bool kCalls = true, int kN>
 __device__ __forceinline__ void Activate(Accumulator<Out> (&v)[kN], const activation::Activation& activation) {
-  activation::WithFunctor<Out>(activation, [&v](auto f) {
+  using Kind = activation::Kind;
+  const auto apply = [&v](const auto& f) {
 #pragma unroll
-    for (int i = 0; i < kN; ++i) v[i] = f.Forward(v[i]);
-  });
+    for (auto& each : v) each = f.Forward(each);
+  };
+  if constexpr (!kCalls) return activation::WithFunctor<Out>(activation, apply);
+  const auto p = static_cast<Accumulator<Out>>(activation.parameter);
+  switch (activation.kind) {
+    case Kind::kIdentity:
+      return;
+    case Kind::kRelu:
+      return apply(activation::Relu<Out>{});
+    case Kind::kClippedRelu:
+      return apply(activation::ClippedRelu<Out>{p});
+    case Kind::kLeakyRelu:
+      return apply(activation::LeakyRelu<Out>{p});
+    case Kind::kHardSwish:
+      return apply(activation::HardSwish<Out>{});
+    case Kind::kSigmoid:
+    case Kind::kSilu:
+    case Kind::kGeluTanh:
+      return apply(OfLogistic<Out>(activation));
+    case Kind::kGelu:
+      return apply(activation::Gelu<Out>{});
+    default:
+      return apply(activation::AnyActivation<Out>{activation});
+  }
 }
 
 // Moves what follows the first kCount registers to the front, so that a loop that is not unrolled can take an array
@@ -58,7 +106,7 @@ __host__ __device__ inline bool IsClamp(const activation::Activation& activation
 
 // Activates an array kCount elements at a time, in such a loop; a long one in parts, which move up less. What is left
 // of most layers needs none.
-template <class Out, int kCount, int kN>
+template <class Out, int kCount, bool kCalls = true, int kN>
 __device__ __forceinline__ void ActivateInTurn(float (&v)[kN], const activation::Activation& activation) {
   constexpr int kPart = kN <= 32 ? kCount : kN % 32 == 0 ? 32 : kN % 16 == 0 ? 16 : kN % 8 == 0 ? 8 : kCount;
   static_assert(kN % kPart == 0, "whole turns");
@@ -73,9 +121,9 @@ __device__ __forceinline__ void ActivateInTurn(float (&v)[kN], const activation:
   for (int turn = 0; turn < kN / kPart; ++turn) {
     float (&first)[kPart] = reinterpret_cast<float (&)[kPart]>(v);
     if constexpr (kPart == kCount)
-      Activate<Out>(first, activation);
+      Activate<Out, kCalls>(first, activation);
     else
-      ActivateInTurn<Out, kCount>(first, activation);
+      ActivateInTurn<Out, kCount, kCalls>(first, activation);
     Turn<kPart>(v);
   }
 }

@@ -120,7 +120,7 @@ __device__ __forceinline__ void StoreLines(const FewFeaturesParams& q, uint32_t 
         float v[] = {results[0]};
         Add<Out>(v, q.epilogue.bias, int64_t{problem} * q.features + feature);
         Add<Out>(v, q.epilogue.residual, problem * q.out_problem + at);
-        Activate<Out>(v, q.epilogue.activation);
+        Activate<Out, false>(v, q.epilogue.activation);
         out[at] = static_cast<Out>(v[0]);
       }
     }

@@ -102,7 +102,7 @@ __device__ void FinishSums(const WgmmaParams& p, const WgmmaPhase& f, Ring<T>& r
       Turn<16>(all);
     }
   }
-  ActivateInTurn<Out, 4>(all, p.epilogue.activation);
+  ActivateInTurn<Out, 4, false>(all, p.epilogue.activation);
 }
 
 // The same of a product's transpose (wgmma_across.cuh), of which a warpgroup has one of the two lines of columns.
@@ -145,7 +145,7 @@ __device__ void FinishAcross(const WgmmaParams& p, const WgmmaPhase& f, Ring<T>&
       Turn<8>(sums[0]);
     }
   }
-  ActivateInTurn<In, 4>(sums[0], p.epilogue.activation);
+  ActivateInTurn<In, 4, false>(sums[0], p.epilogue.activation);
 }
 
 // The same of floats whose filter went through registers: of a part of the ring's tile T, from this column on.
@@ -188,7 +188,7 @@ __device__ void FinishHeld(const WgmmaParams& p, const WgmmaPhase& f, Ring<T>& r
       for (auto& block : sums) Turn<kShare>(block);
     }
   }
-  ActivateInTurn<float, 4>(reinterpret_cast<float (&)[sizeof(sums) / 4]>(sums), p.epilogue.activation);
+  ActivateInTurn<float, 4, false>(reinterpret_cast<float (&)[sizeof(sums) / 4]>(sums), p.epilogue.activation);
 }
 
 }  // namespace jaxdnn::conv
