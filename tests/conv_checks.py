@@ -89,14 +89,15 @@ def check(case, algorithm, dtype, out_dtype, precision=None, draw=coarse, models
 
 
 def check_epilogue(algorithm, x_shape, w_shape, dtype, out_dtype, **layer):
-  """Bias, residual and activation in a layer by `algorithm`, against the same by the kernels of the CUDA cores."""
+  """Bias, residual and activation in a layer by `algorithm`, against the same by the kernels of the CUDA cores. The last
+  activation is one that kernels call as a function."""
   x, w = (jnp.asarray(coarse(s, dtype, i)) for i, s in enumerate((x_shape, w_shape)))
   layer = {"precision": "default", "preferred_element_type": out_dtype, **layer}
-  f = lambda *extras, **more: jaxdnn.conv(x, w, *extras, **layer, **more)  # noqa: E731
+  f = lambda *extras, **more: jaxdnn.conv(x, w, *extras, **(layer | more))  # noqa: E731
   y_shape, terms = jax.eval_shape(f).shape, int(np.prod(w_shape[:-1]))
   b, r = (jnp.asarray(sample(s, out_dtype or dtype, i)) for i, s in ((2, y_shape[-1:]), (3, y_shape)))
-  for bias, residual in ((b, None), (None, r), (b, r)):
-    got, want = (f(bias, residual=residual, algorithm=name) for name in (algorithm, "implicit_gemm"))
+  for bias, residual, more in ((b, None, {}), (None, r, {}), (b, r, {}), (b, r, {"activation": "elu"})):
+    got, want = (f(bias, residual=residual, algorithm=name, **more) for name in (algorithm, "implicit_gemm"))
     assert_close(got, exact(want), out_dtype or dtype, terms=terms, scale=3 * np.sqrt(terms))
 
 

@@ -312,7 +312,7 @@ __device__ void StoreShare(const WgmmaParams& p, const WgmmaPhase& f, const Ring
     if constexpr (kForward) {
       Add<Out>(v, p.epilogue.bias, column);
       Add<Out>(v, p.epilogue.residual, int64_t{pixel} * p.columns + column);
-      Activate<Out>(v, p.epilogue.activation);
+      Activate<Out, false>(v, p.epilogue.activation);
     }
     *reinterpret_cast<Vec<Out, 4>*>(out + int64_t{pixel} * p.columns + column) = Round<Out>(v);
   });

@@ -46,9 +46,9 @@ struct OfLogistic {
   }
 };
 
-// All activations in one kernel: callers keep to one call, in a loop that is not unrolled, of a few elements. Those that
-// few networks have are called, one element at a time, so that not every kernel has their code; but not where kCalls is
-// false, for kernels that have no registers left around a call.
+// All activations in one kernel: callers keep to one call, in a loop that is not unrolled, of a few elements. Those
+// that few networks have are called as functions, an element at a time, so that not every kernel has their code; but
+// not where kCalls is false, for kernels that have no registers to spare around a call.
 template <class Out, bool kCalls = true, int kN>
 __device__ __forceinline__ void Activate(Accumulator<Out> (&v)[kN], const activation::Activation& activation) {
   using Kind = activation::Kind;

@@ -4,7 +4,8 @@
 // below, and those of a warp next to each other.
 #pragma once
 
-#include "cuda/common/reduce.cuh"
+#include <cstring>
+
 #include "cuda/conv/filter.cuh"
 #include "cuda/conv/filter_spans.cuh"
 #include "cuda/conv/wgmma_tile.cuh"
@@ -122,25 +123,8 @@ __device__ void StorePair(const Store& store, int64_t i, float first, float seco
   }
 }
 
-// Of four neighbouring lanes' four values each, a lane gets those of its number.
-template <class V>
-__device__ void TransposeQuads(V (&v)[4]) {
-#pragma unroll
-  for (int mask = 1; mask < 4; mask *= 2)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (i & mask) continue;
-      const bool odd = threadIdx.x & mask;
-      const V got = ShuffleXor(odd ? v[i] : v[i + mask], mask);
-      if (odd)
-        v[i] = got;
-      else
-        v[i + mask] = got;
-    }
-}
-
 // Stores a warp's fours of kEights neighbouring eights of columns: the lane's rows begin at `upper` and `lower` of the
-// result (-1: nowhere). Of four eights each lane stores one whole.
+// result (-1: nowhere). Of four eights of 16-bit floats each lane stores one whole.
 template <int kEights, class Store>
 __device__ void StoreFours(const Store& store, const float4 (&sums)[kEights], int64_t upper, int64_t lower, int column,
                            int columns) {
@@ -148,23 +132,19 @@ __device__ void StoreFours(const Store& store, const float4 (&sums)[kEights], in
   const auto own = [&](int e) { return column + e * 8 + lane * 2; };
   if constexpr (kEights == 4 && Store::kInOrder) {
     using Out = decltype(store.Value(0, 0.f));
-    constexpr int kRun = 16 / sizeof(Out);  // columns are whole runs
-    if (reinterpret_cast<uintptr_t>(store.out) % 16 == 0) {
+    if constexpr (sizeof(Out) == 2) {
       const auto store_row = [&](int64_t begin, const auto& of_sum) {
-        Vec<Out, 2> pairs[kEights] = {};
+        uint32_t words[kEights] = {};
 #pragma unroll
         for (int e = 0; e < kEights; ++e)
           if (begin >= 0 && own(e) < columns) {
             const float2 sum = of_sum(sums[e]);
-            pairs[e] = {store.Value(begin + own(e), sum.x), store.Value(begin + own(e) + 1, sum.y)};
+            const Vec<Out, 2> pair = {store.Value(begin + own(e), sum.x), store.Value(begin + own(e) + 1, sum.y)};
+            memcpy(&words[e], &pair, sizeof(pair));
           }
-        TransposeQuads(pairs);
-        if (begin < 0) return;
-#pragma unroll
-        for (int k = 0; k < 8; k += kRun)
-          if (const int first = column + lane * 8 + k; first < columns)
-            *reinterpret_cast<Vec<Out, kRun>*>(store.out + begin + first) =
-                *reinterpret_cast<const Vec<Out, kRun>*>(&pairs[k / 2]);
+        TransposeQuad(words);
+        if (const int first = column + lane * 8; begin >= 0 && first < columns)
+          *reinterpret_cast<uint4*>(store.out + begin + first) = {words[0], words[1], words[2], words[3]};
       };
       store_row(upper, [](const float4& sum) { return float2{sum.x, sum.y}; });
       store_row(lower, [](const float4& sum) { return float2{sum.z, sum.w}; });
