@@ -89,7 +89,7 @@ def check(case, algorithm, dtype, out_dtype, precision=None, draw=coarse, models
 
 
 def check_epilogue(algorithm, x_shape, w_shape, dtype, out_dtype, **layer):
-  """Bias, residual and activation in a layer by `algorithm`, against the same by the kernels of the CUDA cores. The last
+  """Bias, residual and activation in a layer by `algorithm`, against the same by the CUDA cores' kernels. The last
   activation is one that kernels call as a function."""
   x, w = (jnp.asarray(coarse(s, dtype, i)) for i, s in enumerate((x_shape, w_shape)))
   layer = {"precision": "default", "preferred_element_type": out_dtype, **layer}
