@@ -20,27 +20,34 @@ struct TilePlace {
 // How the tiles are numbered: problem by problem, and set by set, along the shorter side of the result first, so that
 // neighbours share the larger operand.
 struct TileGrid {
-  FastDiv of_problem, side[kMaxMaps];
-  int first[kMaxMaps + 1];  // of a problem's, in each set
-  bool down[kMaxMaps];
+  FastDiv of_problem;
+
+  // Of a set of taps, the shorter side, its first tile of a problem's, and whether rows are the shorter side.
+  struct Set {
+    FastDiv side;
+    int first;
+    bool down;
+  };
+  Set sets[kMaxMaps + 1];
 
   TileGrid() = default;
-  TileGrid(const int64_t (&rows)[kMaxMaps], int sets, int64_t columns) : first{} {
+  TileGrid(const int64_t (&rows)[kMaxMaps], int count, int64_t columns) : sets{} {
     for (int i = 0; i < kMaxMaps; ++i) {
-      const int64_t of_set = i < sets ? rows[i] : 1;
-      first[i + 1] = first[i] + int(of_set * columns);
-      side[i] = FastDiv(std::min(of_set, columns));
-      down[i] = of_set < columns;
+      const int64_t of_set = i < count ? rows[i] : 1;
+      sets[i + 1].first = sets[i].first + int(of_set * columns);
+      sets[i].side = FastDiv(std::min(of_set, columns));
+      sets[i].down = of_set < columns;
     }
-    of_problem = FastDiv(first[sets]);
+    of_problem = FastDiv(sets[count].first);
   }
 
   __device__ TilePlace At(int tile) const {
-    int across, set = 0;
+    int across, which = 0;
     const int problem = of_problem.Div(tile, &tile);
-    while (tile >= first[set + 1]) ++set;
-    const int along = side[set].Div(tile - first[set], &across);
-    return down[set] ? TilePlace{problem, set, along, across} : TilePlace{problem, set, across, along};
+    while (tile >= sets[which + 1].first) ++which;
+    const Set& set = sets[which];
+    const int along = set.side.Div(tile - set.first, &across);
+    return set.down ? TilePlace{problem, which, along, across} : TilePlace{problem, which, across, along};
   }
 };
 
@@ -48,21 +55,22 @@ struct TileGrid {
 // other's.
 struct FilterRows {
   FastDiv lines;                   // of channels
-  int channels, columns;           // of a group, and of all
+  int channels;                    // of a group
   int64_t size;                    // of its result
-  int units[kMaxMaps];             // of a set
-  bool sets;                       // whether there are several: then
-  short first_tap[kMaxMaps];       // of a set, in their order,
+  int columns;                     // of all groups
+  bool sets;                       // whether there are several
+  int units[kMaxMaps];             // of a set; where there are several, also
+  short first_tap[kMaxMaps];       // the first in their order,
   unsigned char tap[kMostInSets];  // in which these are the window's
 
   FilterRows() = default;
   FilterRows(const Problem& p, const TapSet* of, int count, int line)
       : lines(CeilDiv(p.channels, line)),
         channels(int(p.channels)),
-        columns(int(p.groups * p.features)),
         size(p.FilterSize() / p.batch),
-        units{},
+        columns(int(p.groups * p.features)),
         sets(count > 1),
+        units{},
         first_tap{},
         tap{} {
     short taps = 0;

@@ -17,8 +17,6 @@ namespace jaxdnn::conv {
 // Neighbouring multiprocessors take spans that begin at the same step of their tiles, as far as there are such: they
 // read the same pixels at the same time.
 struct Spans {
-  FastDiv steps[kMaxMaps];  // of a tile of each set
-  int first_tile[kMaxMaps + 1], first_step[kMaxMaps + 1];
   FastDiv blocks;  // at most as many as there are steps
   int each, rest;  // steps of all tiles, divided by the blocks
   float share;     // blocks of a step
@@ -26,16 +24,24 @@ struct Spans {
   int slots;       // pieces of tiles that a block may have
   int parts;       // equal ones of every tile, or 0
 
+  // Of a set of taps, the steps of a tile, and its first tile and step; of none after the last, where all end. What one
+  // set needs lies together: a kernel that starts waits for every other 64 bytes of its parameters.
+  struct Set {
+    FastDiv steps;
+    int first_tile, first_step;
+  };
+  Set sets[kMaxMaps + 1];
+
   Spans() = default;
-  Spans(const SetTiles* sets, int count, int64_t blocks_of_all, int64_t slots_of_block)
-      : first_tile{}, first_step{}, blocks(blocks_of_all), slots(int(slots_of_block)) {
+  Spans(const SetTiles* of, int count, int64_t blocks_of_all, int64_t slots_of_block)
+      : blocks(blocks_of_all), slots(int(slots_of_block)), sets{} {
     for (int i = 0; i < kMaxMaps; ++i) {
-      const SetTiles set = i < count ? sets[i] : SetTiles{0, 1};
-      steps[i] = FastDiv(set.steps);
-      first_tile[i + 1] = first_tile[i] + int(set.tiles);
-      first_step[i + 1] = first_step[i] + int(set.tiles * set.steps);
+      const SetTiles set = i < count ? of[i] : SetTiles{0, 1};
+      sets[i].steps = FastDiv(set.steps);
+      sets[i + 1].first_tile = sets[i].first_tile + int(set.tiles);
+      sets[i + 1].first_step = sets[i].first_step + int(set.tiles * set.steps);
     }
-    const int64_t all = first_step[count], tiles = first_tile[count];
+    const int64_t all = sets[count].first_step, tiles = sets[count].first_tile;
     each = int(all / blocks_of_all);
     rest = int(all % blocks_of_all);
     share = float(blocks_of_all) / all;
@@ -45,23 +51,23 @@ struct Spans {
 
   __device__ int SetOfTile(int tile) const {
     int set = 0;
-    while (tile >= first_tile[set + 1]) ++set;
+    while (tile >= sets[set + 1].first_tile) ++set;
     return set;
   }
   __device__ int SetOfStep(int step) const {
     int set = 0;
-    while (step >= first_step[set + 1]) ++set;
+    while (step >= sets[set + 1].first_step) ++set;
     return set;
   }
   // Of the steps of all tiles, a tile's first, and how many it has.
   __device__ int FirstStep(int tile, int* count) const {
-    const int set = SetOfTile(tile);
-    *count = steps[set].divisor;
-    return first_step[set] + (tile - first_tile[set]) * *count;
+    const Set& set = sets[SetOfTile(tile)];
+    *count = set.steps.divisor;
+    return set.first_step + (tile - set.first_tile) * *count;
   }
   // A step's tile, and which of the tile's it is.
   __device__ int TileOf(int set, int step, int* in_tile) const {
-    return first_tile[set] + steps[set].Div(step - first_step[set], in_tile);
+    return sets[set].first_tile + sets[set].steps.Div(step - sets[set].first_step, in_tile);
   }
   __device__ int Blocks() const { return blocks.divisor; }
   __device__ int Begin(int block) const { return block * each + blocks.Div(block * rest); }
@@ -110,9 +116,9 @@ struct Pieces {
       end_ = spans.Begin(block + 1);
       set = 0;
     }
-    while (at_ >= spans.first_step[set + 1]) ++set;
+    while (at_ >= spans.sets[set + 1].first_step) ++set;
     tile = spans.TileOf(set, at_, &first);
-    const int all = spans.steps[set].divisor;
+    const int all = spans.sets[set].steps.divisor;
     steps = min(all - first, end_ - at_);
     whole = steps == all;
     at_ += steps;

@@ -20,14 +20,15 @@ namespace {
 // A set of taps, whose positions are found without a division.
 struct MappedSet : TapSet {
   Box box;
-  int all;  // positions of an image
+  FastDiv all;  // positions of an image
 };
 
 struct Params {
   CUtensorMap x[kMaxMaps], y[kMaxMaps];
   MappedSet set[kMaxMaps];
-  bool by_sets;  // whether y is read by the positions of several, and not as it lies in memory
-  int window[kRank], distance[kRank];
+  bool by_sets;         // whether y is read by the positions of several, and not as it lies in memory
+  FastDiv plane, line;  // of taps of the window
+  int distance[kRank];
   int images;
   FilterRows rows;
   FastDiv group;  // columns of one
@@ -84,8 +85,9 @@ struct Units {
       int line;
       tap[u] = p.rows.Tap(place.set, min(first + u, p.rows.units[place.set] - 1), &line);
       channel[u] = group * p.rows.channels + line * T::kLine;
-      const int in_plane = tap[u] % (p.window[1] * p.window[2]);
-      const int at[] = {tap[u] / (p.window[1] * p.window[2]), in_plane / p.window[2], in_plane % p.window[2]};
+      int in_plane, at[kRank];
+      at[0] = p.plane.Div(tap[u], &in_plane);
+      at[1] = p.line.Div(in_plane, &at[2]);
 #pragma unroll
       for (int d = 0; d < kRank; ++d) offset[u][d] = (at[d] - p.set[place.set].first[d]) * p.distance[d];
     }
@@ -96,11 +98,12 @@ struct Units {
 struct Position {
   int image, in_image, at[kRank];
 
-  __device__ Position(const MappedSet& s, int number) : image(number / s.all), in_image(number % s.all) {}
+  __device__ Position(const MappedSet& s, int number) : image(s.all.Div(number, &in_image)) {}
 
   // In x, or in y.
   __device__ void Find(const MappedSet& s, const PixelMap& map) {
-    while (in_image >= s.all) in_image -= s.all, ++image;
+    const int all = s.all.divisor;
+    while (in_image >= all) in_image -= all, ++image;
     s.box.Split(in_image, at);
 #pragma unroll
     for (int d = 0; d < kRank; ++d) at[d] = map.lower[d] + at[d] * map.step[d];
@@ -306,13 +309,12 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* x, co
   const int64_t column_tiles = CeilDiv(features, T::kColumns);
   q.rows = FilterRows(p, sets, count, T::kLine);
   q.group = FastDiv(p.features);
-  for (int d = 0; d < kRank; ++d) {
-    q.window[d] = int(p.window[d]);
-    q.distance[d] = int(p.rhs_dilation[d]);
-  }
+  q.plane = FastDiv(p.window[1] * p.window[2]);
+  q.line = FastDiv(p.window[2]);
+  for (int d = 0; d < kRank; ++d) q.distance[d] = int(p.rhs_dilation[d]);
   int64_t row_tiles[kMaxMaps];
   for (int i = 0; i < count; ++i) {
-    q.set[i] = {sets[i], Box(sets[i].positions), int(sets[i].Positions())};
+    q.set[i] = {sets[i], Box(sets[i].positions), FastDiv(sets[i].Positions())};
     row_tiles[i] = shape.sets[i].tiles / p.batch / column_tiles;
   }
   q.grid = TileGrid(row_tiles, count, column_tiles);
