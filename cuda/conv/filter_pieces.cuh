@@ -138,32 +138,30 @@ __device__ void StoreFours(const Store& store, const float4 (&sums)[kEights], in
                            int columns) {
   const int lane = threadIdx.x % 4;
   const auto own = [&](int e) { return column + e * 8 + lane * 2; };
-  if constexpr (kEights == 4 && Store::kInOrder) {
-    using Out = decltype(store.Value(0, 0.f));
-    if constexpr (sizeof(Out) == 2) {
-      const auto store_row = [&](int64_t begin, const auto& of_sum) {
-        uint32_t words[kEights] = {};
+  if constexpr (kEights == 4 && Store::kInOrder && sizeof(*store.out) == 2) {
+    const auto store_row = [&](int64_t begin, const auto& of_sum) {
+      uint32_t words[kEights] = {};
 #pragma unroll
-        for (int e = 0; e < kEights; ++e)
-          if (begin >= 0 && own(e) < columns) {
-            const float2 sum = of_sum(sums[e]);
-            const Vec<Out, 2> pair = {store.Value(begin + own(e), sum.x), store.Value(begin + own(e) + 1, sum.y)};
-            memcpy(&words[e], &pair, sizeof(pair));
-          }
-        TransposeQuad(words);
-        if (const int first = column + lane * 8; begin >= 0 && first < columns)
-          *reinterpret_cast<uint4*>(store.out + begin + first) = {words[0], words[1], words[2], words[3]};
-      };
-      store_row(upper, [](const float4& sum) { return float2{sum.x, sum.y}; });
-      store_row(lower, [](const float4& sum) { return float2{sum.z, sum.w}; });
-      return;
+      for (int e = 0; e < kEights; ++e)
+        if (begin >= 0 && own(e) < columns) {
+          const float2 sum = of_sum(sums[e]);
+          const Vec<decltype(store.Value(0, 0.f)), 2> pair = {store.Value(begin + own(e), sum.x),
+                                                              store.Value(begin + own(e) + 1, sum.y)};
+          memcpy(&words[e], &pair, sizeof(pair));
+        }
+      TransposeQuad(words);
+      if (const int first = column + lane * 8; begin >= 0 && first < columns)
+        *reinterpret_cast<uint4*>(store.out + begin + first) = {words[0], words[1], words[2], words[3]};
+    };
+    store_row(upper, [](const float4& sum) { return float2{sum.x, sum.y}; });
+    store_row(lower, [](const float4& sum) { return float2{sum.z, sum.w}; });
+  } else {
+#pragma unroll
+    for (int e = 0; e < kEights; ++e) {
+      if (own(e) >= columns) continue;
+      if (upper >= 0) StorePair(store, upper + own(e), sums[e].x, sums[e].y);
+      if (lower >= 0) StorePair(store, lower + own(e), sums[e].z, sums[e].w);
     }
-  }
-#pragma unroll
-  for (int e = 0; e < kEights; ++e) {
-    if (own(e) >= columns) continue;
-    if (upper >= 0) StorePair(store, upper + own(e), sums[e].x, sums[e].y);
-    if (lower >= 0) StorePair(store, lower + own(e), sums[e].z, sums[e].w);
   }
 }
 
