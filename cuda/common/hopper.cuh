@@ -212,6 +212,15 @@ __device__ inline void WaitForStoreReads() {
   if constexpr (kAvailable) asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
+// True in one thread of a warp, which the compiler then knows to be alone: what it computes for the TMA unit needs no
+// vector registers.
+__device__ inline bool IsElected() {
+  uint32_t elected = 0;
+  if constexpr (kAvailable)
+    asm volatile("{\n .reg .pred p;\n elect.sync _|p, 0xffffffff;\n selp.u32 %0, 1, 0, p;\n}" : "=r"(elected));
+  return elected != 0;
+}
+
 // Registers a thread of this warpgroup may hold from now on.
 template <int kRegisters, bool kMore>
 __device__ inline void SetRegisters() {

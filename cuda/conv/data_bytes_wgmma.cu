@@ -28,7 +28,7 @@ struct Params {
   int first_tile[kMaxMaps + 1];  // of each phase, in tiles of rows
   int tiles, columns;
   WgmmaRow in_row;
-  int lines;       // of channels
+  FastDiv run;     // lines of channels: all
   bool scattered;  // the rows of a phase are not neighbours in the result
   int window[kRank], out[kRank];
   bool whole_runs;  // of four columns
@@ -91,7 +91,7 @@ __device__ void ProducePixels(const Params& p, BytesRing<T> ring) {
     const WgmmaPhase& f = p.phase[place.phase];
     int at[kRank];
     const int image = FirstPixel(f, place.row, at);
-    ForEachStep(p, f, 0, f.tap_count * p.lines, [&](int line, int, const int (&offset)[kRank]) {
+    ForEachStep(p, f, 0, f.steps, [&](int line, int, const int (&offset)[kRank]) {
       BeginStage(ring, T::kBytesA);
       hopper::LoadPixels<kDimensions>(ring.Data(), &p.operand[place.phase], ring.Full(ring.stage), line * T::kLine, at,
                                       image, offset);
@@ -105,7 +105,7 @@ __device__ void ProduceFilter(const Params& p, BytesRing<T> ring) {
   for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
     const WgmmaPlace place(p, tile, T());
     const WgmmaPhase& f = p.phase[place.phase];
-    ForEachStep(p, f, 0, f.tap_count * p.lines, [&](int line, int tap, const int (&)[kRank]) {
+    ForEachStep(p, f, 0, f.steps, [&](int line, int tap, const int (&)[kRank]) {
       BeginStage(ring, T::kStageBytes - T::kBytesA);
       hopper::LoadBox(ring.Data() + T::kBytesA, &p.filter, ring.Full(ring.stage), line * T::kLine, place.column,
                       tap + place.tap);
@@ -251,7 +251,7 @@ __device__ void Consume(const Params& p, BytesRing<T> ring, int warpgroup, Colum
   const int warp = threadIdx.x / 32, thread = threadIdx.x % T::kWarpgroup;
   for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
     const WgmmaPlace place(p, tile, T());
-    const int steps = p.phase[place.phase].tap_count * p.lines;
+    const int steps = p.phase[place.phase].steps;
     // What comes from far away first.
     const int column = thread < T::kColumns ? place.column + thread : p.columns;
     const ColumnFactors mine = LoadFactors(p.result_type, p.epilogue, column < p.columns ? column : -1);
@@ -279,7 +279,7 @@ __global__ void __launch_bounds__(T::kThreads, 1) DataBytesKernel(const __grid_c
       hopper::SetRegisters<40, false>();
       const int thread = threadIdx.x - T::kConsumers * T::kWarpgroup;
       if (thread == 0)
-        hopper::VisitDimensions(p.phase[0].map.dimensions,
+        hopper::VisitDimensions(p.phase[0].dimensions,
                                 [&](auto d) { ProducePixels<T, decltype(d)::value>(p, ring); });
       else if (thread == 32)
         ProduceFilter<T>(p, ring);
@@ -298,20 +298,22 @@ cudaError_t LaunchTile(const Problem& p, const void* x, const void* w, void* y, 
   q.epilogue = epilogue;
   q.result_type = p.out;
   q.e5m2 = {p.in == DType::kE5M2, p.filter == DType::kE5M2};
-  const int phases = MapPhases(p, q.phase);
+  MappedPhase mapped[kMaxMaps];
+  const int phases = MapPhases(p, mapped);
   if (phases == 0) return cudaErrorInvalidValue;
   q.columns = int(p.features);
-  q.in_row = WgmmaRow(p.features, T::kColumns, q.phase[0], false);
+  q.in_row = WgmmaRow(p.features, T::kColumns, mapped[0], false);
   q.scattered = phases > 1 || q.in_row.phases > 1;
-  q.lines = int(CeilDiv(p.channels, T::kLine));
+  q.run = FastDiv(CeilDiv(p.channels, T::kLine));
   q.whole_runs = p.features % 4 == 0;
   const int64_t channels = CeilDiv(p.channels, 16) * 16;
   cudaError_t e = Pack(p, &x, &w, workspace, stream);
   for (int i = 0; i < phases; ++i) {
-    q.first_tile[i + 1] = q.first_tile[i] + int(CeilDiv(q.phase[i].rows, T::kRows));
-    if (e == cudaSuccess) e = EncodePixels(&q.operand[i], p.in, x, p.images, p.x, channels, q.phase[i].map, T::kRows);
+    q.phase[i] = WgmmaPhase(p, mapped[i], q.run.divisor);
+    q.first_tile[i + 1] = q.first_tile[i] + int(CeilDiv(mapped[i].rows, T::kRows));
+    if (e == cudaSuccess) e = EncodePixels(&q.operand[i], p.in, x, p.images, p.x, channels, mapped[i].map, T::kRows);
   }
-  q.in_row.SetProblems(q.first_tile[phases], 0, 0);
+  q.in_row.SetProblems(1, phases, q.first_tile[phases], 0, 0);
   q.tiles = q.first_tile[phases] * int(q.in_row.tiles.divisor);
   for (int d = 0; d < kRank; ++d) {
     q.window[d] = int(p.window[d]);

@@ -67,19 +67,16 @@ __device__ void LoadFilter(const WgmmaParams& p, const PairParams& r, const Ring
 
 template <class T, bool kForward>
 __device__ void ProduceFilter(const WgmmaParams& p, const PairParams& r, Ring<T> ring) {
-  hopper::PrefetchMap(&p.filter);
   for (int number = 0, tile; (tile = TileOf(p, number)) < p.tiles; ++number) {
     const WgmmaPlace place(p, tile, T());
     const WgmmaPhase& f = p.phase[place.phase];
+    const int first_tap = f.steps == 0 ? r.all_views : place.tap;
     const auto load = [&](int line, int tap, const int (&)[kRank]) {
       BeginStage(ring, T::kBytesB);
-      LoadFilter<T, kForward>(p, r, ring, place, line, tap + place.tap);
+      LoadFilter<T, kForward>(p, r, ring, place, line, first_tap + tap);
       ring.Next();
     };
-    if (f.tap_count == 0)
-      load(0, r.all_views, {});
-    else
-      ForEachStep(p, f, 0, f.tap_count * p.lines, load);
+    ForEachStep(p, f, 0, max(1, f.steps), load);
     PassResidual(p, ring);
   }
 }
@@ -134,7 +131,7 @@ __device__ void MultiplyPairs(const WgmmaParams& p, const PairParams& r, const W
   for (auto& block : sums)
 #pragma unroll
     for (float& sum : block) sum = 0;
-  const int steps = f.tap_count * p.lines;
+  const int steps = f.steps, lines = p.run.divisor;
   int last = 0, line = 0, view = 0;
 #pragma unroll 1
   for (int step = 0; step < max(1, steps); ++step) {
@@ -148,7 +145,7 @@ __device__ void MultiplyPairs(const WgmmaParams& p, const PairParams& r, const W
     if (step > 0) Release(ring, last);
     last = ring.stage;
     ring.Next();
-    if (++line == p.lines) line = 0, view = view + 1 == f.taps[kRank - 1] ? 0 : view + 1;
+    if (++line == lines) line = 0, view = view + 1 == f.taps[kRank - 1] ? 0 : view + 1;
   }
   EndTurn(ring, number, last, sums);
 }
@@ -163,7 +160,7 @@ __device__ void Consume(const WgmmaParams& p, const PairParams& r, Ring<T> ring,
     const WgmmaPlace place(p, tile, T());
     const WgmmaPhase& f = p.phase[place.phase];
     if (number % 2 != warpgroup) {
-      ring.Skip(max(1, f.tap_count * p.lines) + ring.more);
+      ring.Skip(max(1, f.steps) + ring.more);
       continue;
     }
     typename T::Sums sums;
@@ -181,10 +178,11 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     extern __shared__ __align__(1024) unsigned char shared[];
     const Ring<T> ring(shared);
     ring.Init();
+    PrefetchMaps(p);
     RunRoles(
         [&](int which) {
           if (which == 1) return ProduceFilter<T, kForward>(p, r, ring);
-          hopper::VisitDimensions(p.phase[0].map.dimensions,
+          hopper::VisitDimensions(p.phase[0].dimensions,
                                   [&](auto d) { ProducePixels<T, decltype(d)::value>(p, ring); });
         },
         [&](int warpgroup) {
@@ -200,7 +198,7 @@ cudaError_t LaunchTile(const Problem& p, const Pairs& pairs, const Config& confi
   const PairTaps& taps = pairs.taps;
   WgmmaParams q;
   const bool may = taps.of_result && view.window[kRank - 1] == 1;
-  cudaError_t e = SetParams<T>(view, config, epilogue, may, operand, out, &q);
+  cudaError_t e = SetParams<T>(view, config, epilogue, may, false, operand, out, &q);
   if (e != cudaSuccess) return e;
   const PairParams r = {taps, FastDiv(view.window[kRank - 1]), int(view.Taps())};
   q.planes = int(p.Taps());

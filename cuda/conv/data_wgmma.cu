@@ -33,7 +33,8 @@ template <class T, bool kForward>
 constexpr bool kHalved = kOfFeatures<T, kForward> && T::kColumns % T::kLine != 0;
 
 template <class T, bool kForward>
-__device__ void LoadFilter(const WgmmaParams& p, const Ring<T>& ring, const WgmmaPlace& place, int line, int tap) {
+__device__ void LoadFilter(const WgmmaParams& p, const Ring<T>& ring, const WgmmaPlace& place, int channel,
+                           int in_group, int line, int tap) {
   const uint32_t to = ring.Data() + T::kBytesA;
   int column = place.column;
   if constexpr (kHalved<T, kForward>) {
@@ -56,9 +57,7 @@ __device__ void LoadFilter(const WgmmaParams& p, const Ring<T>& ring, const Wgmm
       hopper::LoadBox(to + slab * T::kLine * kLineBytes, &p.filter, ring.Full(), in_tap, line * T::kLine, tap);
     }
   } else {
-    int in_group;
-    const int group = p.group.Div(column, &in_group);
-    const int channel = group * p.group_channels + line * T::kLine;
+    channel += line * T::kLine;
     hopper::LoadBox(to, &p.filter, ring.Full(), channel, in_group, tap);
     if constexpr (T::kTripled)
       hopper::LoadBox(to + T::kRests, &p.filter, ring.Full(), channel, in_group, tap + p.rest_plane);
@@ -67,21 +66,19 @@ __device__ void LoadFilter(const WgmmaParams& p, const Ring<T>& ring, const Wgmm
 
 template <class T, bool kForward>
 __device__ void ProduceFilter(const WgmmaParams& p, Ring<T> ring) {
-  hopper::PrefetchMap(&p.filter);
   for (int number = 0, tile; (tile = TileOf(p, number)) < p.tiles; ++number) {
     const WgmmaPlace place = PlaceOf<T>(p, tile);
     const WgmmaPhase& f = p.phase[place.phase];
+    int in_group;
+    const int channel = p.group.Div(place.column, &in_group) * p.group_channels;
+    const int first_tap = f.steps == 0 ? p.planes : place.tap;
+    const Share share(max(1, f.steps), p.team);
     const auto load = [&](int line, int tap, const int (&)[kRank]) {
       BeginStage(ring, kFilterBytes<T, kForward>);
-      LoadFilter<T, kForward>(p, ring, place, line, p.in_row.taps ? 0 : tap + place.tap);
+      LoadFilter<T, kForward>(p, ring, place, channel, in_group, line, p.in_row.taps ? 0 : first_tap + tap);
       ring.Next();
     };
-    if (f.tap_count == 0) {
-      load(0, p.planes, {});
-    } else {
-      const Share share(f.tap_count * p.lines, p.team);
-      ForEachStep(p, f, share.first, share.end, load, p.taps_first);
-    }
+    ForEachStep(p, f, share.first, share.end, load);
     PassResidual(p, ring);
   }
 }
@@ -99,7 +96,7 @@ __device__ void PatchStages(const WgmmaParams& p, Ring<T> ring, int warp) {
     for (int j = 0; j < Rows::kEach; ++j) {
       const int row = first + Rows::Row(j);
       rows.image[j] = FirstPixel(f, place.row + row, rows.at[j]);
-      if (f.tap_count == 0 || Rows::Row(j) >= Rows::kRows || place.row + row >= f.rows) rows.image[j] = -1;
+      if (f.steps == 0 || Rows::Row(j) >= Rows::kRows || place.row + row >= f.rows) rows.image[j] = -1;
     }
     typename Rows::Found found = {-1};
     const auto patch = [&](int line, int, const int (&offset)[kRank]) {
@@ -108,7 +105,7 @@ __device__ void PatchStages(const WgmmaParams& p, Ring<T> ring, int warp) {
       Rows::Load(p.patches, found, ring.Data() + first * kLineBytes, line * T::kLine, ring.Full());
       ring.Next();
     };
-    const Share share(max(1, f.tap_count * p.lines), p.team);
+    const Share share(max(1, f.steps), p.team);
     ForEachStep(p, f, share.first, share.end, patch);
   }
 }
@@ -116,7 +113,7 @@ __device__ void PatchStages(const WgmmaParams& p, Ring<T> ring, int warp) {
 template <class T>
 __device__ void SplitStages(const WgmmaParams& p, Ring<T> ring, int warp) {
   for (int number = 0, tile; (tile = TileOf(p, number)) < p.tiles; ++number) {
-    const int steps = max(1, p.phase[WgmmaPlace(p, tile, T()).phase].tap_count * p.lines);
+    const int steps = max(1, p.phase[WgmmaPlace(p, tile, T()).phase].steps);
     for (int step = 0; step < steps; ++step, ring.Next()) SplitStage(ring, warp);
     ring.Skip(p.residual_lines);
   }
@@ -140,7 +137,7 @@ __device__ void Consume(const WgmmaParams& p, Ring<T> ring, int warpgroup, float
     __syncwarp();  // lanes whose columns do not exist have stored the last tile sooner
     WgmmaPlace place = PlaceOf<T>(p, tile);
     const WgmmaPhase& f = p.phase[place.phase];
-    const int steps = Share(max(1, f.tap_count * p.lines), p.team).Steps();
+    const int steps = Share(max(1, f.steps), p.team).Steps();
     if (!T::kLarge && number % 2 != warpgroup) {
       ring.Skip(steps + ring.more);
       continue;
@@ -196,7 +193,7 @@ __device__ void ConsumeAcross(const WgmmaParams& p, Ring<T> ring, int warpgroup,
     __syncwarp();
     WgmmaPlace place(p, tile, T());
     const WgmmaPhase& f = p.phase[place.phase];
-    const int steps = max(1, f.tap_count * p.lines);
+    const int steps = max(1, f.steps);
     if constexpr (kHeld<T, kForward>) {
       using Part = AcrossPart<T::kRows>;
       typename Held<Part>::Sums sums;
@@ -232,12 +229,13 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     extern __shared__ __align__(1024) unsigned char shared[];
     const Ring<T> ring(shared);
     // Patchers stand in for the producer of pixels.
-    ring.Init(kIsAcross<T> || T::kLarge ? kConsumers : 1, p.patches.any ? kProducers - 1 + kPatchers : kProducers,
+    ring.Init(kIsAcross<T> || T::kLarge ? kConsumers : 1, p.patched ? kProducers - 1 + kPatchers : kProducers,
               T::kTripled ? kSplitters * 32 : 1);
+    PrefetchMaps(p);
     RunRoles<kProducers, kRegistersOfFew<T, kForward>>(
         [&](int which) {
           if (which == 1) return ProduceFilter<T, kForward>(p, ring);
-          hopper::VisitDimensions(p.phase[0].map.dimensions,
+          hopper::VisitDimensions(p.phase[0].dimensions,
                                   [&](auto d) { ProducePixels<T, decltype(d)::value>(p, ring); });
         },
         [&](int warpgroup) {
@@ -251,7 +249,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
           if constexpr (T::kTripled)
             SplitStages<T>(p, ring, warp);
           else if constexpr (kPatched<T, kForward>)
-            if (p.patches.any) PatchStages<T>(p, ring, warp);
+            if (p.patched) PatchStages<T>(p, ring, warp);
         });
   }
 }
@@ -302,8 +300,9 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* opera
   // The boxes of a filter that is read as it is are lines of one tap.
   const bool may = !kAsItIs || (T::kColumns % T::kLine == 0 && p.features % T::kLine == 0);
   WgmmaParams q;
-  cudaError_t e = SetParams<T>(p, config, epilogue, may, operand, out, &q);
+  cudaError_t e = SetParams<T>(p, config, epilogue, may, true, operand, out, &q);
   if (e == cudaSuccess && HasFrame(p)) e = MakePatches(p, operand, T::kLine, &q.patches);
+  q.patched = HasFrame(p);
   // The filter is planes of taps, or one plane where those are columns of the product.
   if (q.in_row.taps && !kAsItIs) q.planes = 1;
   q.rest_plane = q.planes;

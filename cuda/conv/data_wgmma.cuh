@@ -12,27 +12,28 @@
 
 namespace jaxdnn::conv {
 
-// First what all threads begin with, which the constant cache then has in few lines.
+// First what all threads begin with, in few of the constant cache's lines.
 struct WgmmaParams {
   int tiles, columns;      // those of taps too
-  int biases;              // those that have one of their own; others have that of as many columns before
-  int lines, planes;       // of channels; and of the filter, one for each tap of all problems,
-  int rest_plane;          // or two, of which those of rests begin with this
-  int images, all_images;  // of a problem, and of all
-  FastDiv team;            // blocks that share a tile
-  FastDiv group;           // columns of one, whose channels begin so many later
-  int group_channels;
-  int residual_lines;      // that come through the ring for each tile (wgmma_finish.cuh)
-  FastDiv two_rows;        // tiles of two rows of them, if two rows are gone over together
+  bool in_order;           // each block has tiles of its own, one number of blocks after the other
+  bool patched;            // `patches` has some
   bool scattered;          // the rows of a phase are not neighbours in the result
   bool lattices;           // but 64 of them, of a line of one tap's columns, are a box there,
   bool columns_of_pixels;  // or any of one phase are pixels that the unit goes over
   bool boxes;              // the result is of the operands' type
   bool plain;              // the sums are stored as they are
   bool alternates;         // the direction in which blocks go over the tiles
-  bool taps_first;         // in the order of steps: all taps of a line of channels before the next line
   bool halved;             // tiles of an odd number of half lines of features begin with one, whose box is `halves`
+  FastDiv run;             // lines of channels of a tap that follow one another: all, or one
+  FastDiv group;           // columns of one, whose channels begin so many later
+  int group_channels;
+  int residual_lines;      // that come through the ring for each tile (wgmma_finish.cuh)
   WgmmaRow in_row;
+  FastDiv team;            // blocks that share a tile
+  FastDiv two_rows;        // tiles of two rows of them, if two rows are gone over together
+  int biases;              // columns that have one of their own; others have that of as many columns before
+  int planes, rest_plane;  // of the filter, one for each tap of all problems; or two, of which rests' begin with this
+  int images, all_images;  // of a problem, and of all
   int first_tile[kMaxMaps + 1];  // of each phase, in tiles of rows
   int window[kRank], out[kRank];
   WgmmaPhase phase[kMaxMaps];
@@ -65,56 +66,59 @@ inline bool TapsComeFirst(const Problem& p) {
 // All but how the filter is read. Where phases are alike, and sums are stored as they are, taps may be columns.
 template <class T>
 cudaError_t SetParams(const Problem& p, const Config& config, const Epilogue& epilogue, bool taps_may_be_columns,
-                      const void* operand, void* out, WgmmaParams* to) {
+                      bool taps_may_come_first, const void* operand, void* out, WgmmaParams* to) {
   WgmmaParams& q = *to;
   q = {};
   q.epilogue = epilogue;
   q.team = FastDiv(config.cluster);
-  const int phases = MapPhases(p, q.phase, config.edges);
+  MappedPhase mapped[kMaxMaps];
+  const int phases = MapPhases(p, mapped, config.edges);
   if (phases == 0) return cudaErrorInvalidValue;
   const bool forward = p.direction == Direction::kForward;
   const int64_t columns = GemmOf(p).columns * p.groups;
   q.boxes = p.out == p.in;
   q.plain = IsNone(epilogue);
-  const bool taps = taps_may_be_columns && q.boxes && q.plain && p.batch == 1 && TapsAreColumns(p, phases, q.phase[0]);
-  q.in_row = WgmmaRow(columns, T::kColumns, q.phase[0], taps);
+  const bool taps = taps_may_be_columns && q.boxes && q.plain && p.batch == 1 && TapsAreColumns(p, phases, mapped[0]);
+  q.in_row = WgmmaRow(columns, T::kColumns, mapped[0], taps);
   q.columns = q.biases = int(taps ? columns * p.Taps() : columns);
   q.group = FastDiv(q.columns / p.groups);
   q.group_channels = int(p.DepthChannels());
-  q.lines = int(CeilDiv(p.DepthChannels(), T::kLine));
+  const int64_t lines = CeilDiv(p.DepthChannels(), T::kLine);
   q.planes = int(p.batch * p.Taps());
   q.images = int(p.images);
   q.all_images = int(p.batch * p.images);
-  q.taps_first = TapsComeFirst(p);
+  q.run = FastDiv(taps_may_come_first && TapsComeFirst(p) ? 1 : lines);
   q.scattered = phases > 1 || q.in_row.phases > 1;
   // A box past a problem's last row would be stored to the next one's first.
-  if (p.batch > 1 && q.phase[0].rows % T::kRows != 0) q.scattered = true;
-  q.alternates = Alternates(p, config.edges, phases, q.phase[0], T::kRows, q.in_row.tiles.divisor);
+  if (p.batch > 1 && mapped[0].rows % T::kRows != 0) q.scattered = true;
+  q.alternates = Alternates(p, config.edges, phases, mapped[0], T::kRows, q.in_row.tiles.divisor);
   if (q.alternates)
-    std::stable_sort(q.phase, q.phase + phases,
-                     [](const WgmmaPhase& a, const WgmmaPhase& b) { return a.tap_count > b.tap_count; });
+    std::stable_sort(mapped, mapped + phases,
+                     [](const MappedPhase& a, const MappedPhase& b) { return a.tap_count > b.tap_count; });
   for (int d = 0; d < kRank; ++d) {
     q.window[d] = int(p.window[d]);
     q.out[d] = int(forward ? p.y[d] : p.x[d]);
   }
   constexpr int kStored = kIsAcross<T> ? T::kRows : 64;  // rows
-  const auto whole_tiles = [](const WgmmaPhase& f) { return f.rows % T::kRows == 0; };
+  const auto whole_tiles = [](const MappedPhase& f) { return f.rows % T::kRows == 0; };
   q.columns_of_pixels = q.boxes && phases > 1 && q.in_row.phases == 1 &&
-                        (p.batch == 1 || std::all_of(q.phase, q.phase + phases, whole_tiles));
+                        (p.batch == 1 || std::all_of(mapped, mapped + phases, whole_tiles));
   cudaError_t e = cudaSuccess;
   for (int i = 0; i < phases; ++i) {
-    q.first_tile[i + 1] = q.first_tile[i] + int(CeilDiv(q.phase[i].rows, T::kRows));
+    q.phase[i] = WgmmaPhase(p, mapped[i], lines);
+    q.first_tile[i + 1] = q.first_tile[i] + int(CeilDiv(mapped[i].rows, T::kRows));
     if (e == cudaSuccess)
       e = EncodePixels(&q.operand[i], p.in, operand, q.all_images, forward ? p.x : p.y, p.DepthChannels() * p.groups,
-                       q.phase[i].map, T::kRows, !T::kTripled);
+                       mapped[i].map, T::kRows, !T::kTripled);
     if (e == cudaSuccess && q.columns_of_pixels)
-      e = EncodePhase(&q.result[i], p.in, out, q.all_images, q.out, columns, q.phase[i], kStored);
+      e = EncodePhase(&q.result[i], p.in, out, q.all_images, q.out, columns, mapped[i], kStored);
   }
-  q.in_row.SetProblems(q.first_tile[phases], p.images * (forward ? p.YPixels() : p.XPixels()), p.Taps());
+  q.in_row.SetProblems(p.batch, phases, q.first_tile[phases], p.images * (forward ? p.YPixels() : p.XPixels()), p.Taps());
   q.tiles = q.first_tile[phases] * int(q.in_row.tiles.divisor * p.batch);
   if (config.cluster > 1 && q.in_row.tiles.divisor % kTogetherColumns == 0)
     q.two_rows = FastDiv(2 * q.in_row.tiles.divisor);
-  const MappedPhase& first = q.phase[0];
+  q.in_order = config.cluster == 1 && !q.alternates;
+  const MappedPhase& first = mapped[0];
   q.lattices = taps && !kIsAcross<T> && T::kColumns % T::kLine == 0 && columns % T::kLine == 0 && RowsAreBoxes(first);
   if (e == cudaSuccess && q.lattices) {
     const int width = first.positions[2], side = std::min(width, 64);
@@ -137,6 +141,7 @@ cudaError_t SetParams(const Problem& p, const Config& config, const Epilogue& ep
 
 // The block's tile of this number, which others of its cluster have too; past the last if there is none.
 __device__ inline int TileOf(const WgmmaParams& p, int number) {
+  if (__builtin_expect(p.in_order, true)) return TileOf(number, blockIdx.x, gridDim.x, false);
   const int tile = TileOf(number, p.team.Div(blockIdx.x), p.team.Div(gridDim.x), p.alternates);
   if (p.two_rows.divisor == 0 || tile >= p.tiles) return tile;
   int in_rows;
@@ -172,29 +177,33 @@ __device__ void PassResidual(const WgmmaParams& p, Ring<T>& ring) {
   }
 }
 
+// The descriptions of arrays lie far away: sends for those that nearly all kernels need, by a warp that nothing waits
+// for.
+__device__ inline void PrefetchMaps(const WgmmaParams& p) {
+  if (threadIdx.x != (kConsumers + 1) * kWarpgroup - 32) return;
+  hopper::PrefetchMap(&p.operand[0]);
+  hopper::PrefetchMap(&p.filter);
+  if (p.boxes) hopper::PrefetchMap(&p.result[0]);
+}
+
 // One thread loads pixels and another the filter: one alone would be late. Past the last image and tap there are zeros.
 template <class T, int kDimensions>
 __device__ void ProducePixels(const WgmmaParams& p, Ring<T> ring) {
-  hopper::PrefetchMap(&p.operand[0]);
   for (int number = 0, tile; (tile = TileOf(p, number)) < p.tiles; ++number) {
     const WgmmaPlace place = PlaceOf<T>(p, tile);
     const WgmmaPhase& f = p.phase[place.phase];
     const int channel = p.group.Div(place.column) * p.group_channels;
     int at[kRank], image = place.problem * p.images + FirstPixel(f, place.row, at);
     const auto load = [&](int line, int, const int (&offset)[kRank]) {
-      const uint32_t loaded = p.patches.any ? ring.Between(ring.stage) : ring.Full();
+      const uint32_t loaded = p.patched ? ring.Between(ring.stage) : ring.Full();
       BeginStage(ring, T::kBytesA, loaded);
       hopper::LoadPixels<kDimensions>(ring.Data(), &p.operand[place.phase], loaded, channel + line * T::kLine, at,
                                       image, offset);
       ring.Next();
     };
-    if (f.tap_count == 0) {
-      image = p.all_images;
-      load(0, 0, {});
-    } else {
-      const Share share(f.tap_count * p.lines, p.team);
-      ForEachStep(p, f, share.first, share.end, load, p.taps_first);
-    }
+    if (f.steps == 0) image = p.all_images;
+    const Share share(max(1, f.steps), p.team);
+    ForEachStep(p, f, share.first, share.end, load);
     LoadResidual(p, ring, place);
   }
 }
@@ -251,7 +260,7 @@ __device__ inline void StoreColumn(const WgmmaParams& p, const WgmmaPhase& f, ui
   if (!p.columns_of_pixels) return hopper::StoreBox(&p.result[0], slab, column, place.pixel + place.row + row);
   int at[kRank];
   const int image = place.problem * p.images + f.Split(place.row + row, at);
-  hopper::VisitDimensions(f.map.dimensions, [&](auto d) {
+  hopper::VisitDimensions(f.dimensions, [&](auto d) {
     hopper::StorePixels<decltype(d)::value>(&p.result[place.phase], slab, column, at, image);
   });
 }

@@ -14,7 +14,6 @@ namespace jaxdnn::conv {
 
 // What is read beyond edges, if anything is.
 struct Patches {
-  bool any;
   CUtensorMap pixel, run;  // of lines of channels, pixel by pixel and kRun side by side
   Edges edges[kRank];
 };
@@ -22,7 +21,6 @@ struct Patches {
 // Of x, or in the data gradient of y.
 inline cudaError_t MakePatches(const Problem& p, const void* operand, int line, Patches* q) {
   const bool gradient = p.direction == Direction::kDataGradient;
-  q->any = true;
   for (int d = 0; d < kRank; ++d) q->edges[d] = OperandEdges(p, d);
   const int64_t pixels = p.images * (gradient ? p.YPixels() : p.XPixels()),
                 channels = gradient ? p.features : p.channels;

@@ -7,10 +7,45 @@
 
 namespace jaxdnn::conv {
 
-// A phase whose rows are found without a division, which would delay a block's first load by hundreds of cycles.
-struct WgmmaPhase : MappedPhase {
+// A phase as kernels go over it. What is computed there delays a block's first load, by tens of cycles for every few
+// instructions and each 64 bytes of parameters that they read: so the host computes what it can, and kernels divide by
+// multiplying.
+struct WgmmaPhase {
+  int rows, dimensions;
+  int steps;  // lines of channels of all taps
   FastDiv image_rows;
   Box image;
+  int lower[kRank], step[kRank];      // base pixels (pixel_map.h)
+  int offset[kRank], farther[kRank];  // from there to what the first tap meets, and from tap to tap
+  int number, further[kRank];         // of the first tap in the window, and from tap to tap
+  int taps[kRank];
+  FastDiv all_taps;
+  Box window;                         // of the taps
+  int first[kRank], period[kRank];    // positions in the result
+
+  WgmmaPhase() = default;
+  WgmmaPhase(const Problem& p, const MappedPhase& m, int64_t lines)
+      : rows(int(m.rows)),
+        dimensions(m.map.dimensions),
+        steps(int(m.tap_count * lines)),
+        image_rows(m.rows / p.images),
+        image(m.positions),
+        number(0),
+        all_taps(m.tap_count),
+        window(m.taps) {
+    for (int d = 0; d < kRank; ++d) {
+      lower[d] = m.map.lower[d];
+      step[d] = m.map.step[d];
+      offset[d] = m.reversed[d] ? (m.taps[d] - 1) * m.distance[d] : 0;
+      farther[d] = m.reversed[d] ? -m.distance[d] : m.distance[d];
+      number = number * int(p.window[d]) + m.first_tap[d];
+      further[d] = m.tap_period[d];
+      for (int e = d + 1; e < kRank; ++e) further[d] *= int(p.window[e]);
+      taps[d] = m.taps[d];
+      first[d] = m.first[d];
+      period[d] = m.period[d];
+    }
+  }
 
   // The image of a row, and its position there.
   __device__ int Split(int row, int (&position)[kRank]) const {
@@ -21,33 +56,28 @@ struct WgmmaPhase : MappedPhase {
   }
 };
 
-// All phases of a problem; 0 if there are none (pixel_map.h).
-inline int MapPhases(const Problem& p, WgmmaPhase (&phases)[kMaxMaps], int edges = 0) {
-  MappedPhase mapped[kMaxMaps];
-  const int count = MapPhases(p, mapped, edges);
-  for (int i = 0; i < count; ++i) phases[i] = {mapped[i], FastDiv(mapped[i].rows / p.images), Box(mapped[i].positions)};
-  return count;
-}
-
 // The tiles of a row of them: those of the result's columns, of one after the other of the phases that are alike; or of
 // (tap, column) pairs where taps are columns.
 struct WgmmaRow {
-  FastDiv tiles, of_phase, columns;  // of the result
-  FastDiv problem;                   // rows of tiles of a problem of several, which all have filters of their own
+  FastDiv tiles;
+  bool alone;           // there is one problem, of one phase
+  bool reversed, taps;  // whether the phases' taps are in their order, and are columns
+  FastDiv of_phase, columns;  // of the result
+  FastDiv problem;            // rows of tiles of a problem of several, which all have filters of their own
   int problem_pixels = 0, problem_taps = 0;
   Box alike;
   int phases;
-  bool reversed, taps;  // whether the phases' taps are in their order, and are columns
 
   WgmmaRow() = default;
   WgmmaRow(int64_t result_columns, int tile_columns, const MappedPhase& f, bool taps_are_columns)
-      : columns(result_columns), alike(f.alike), phases(f.Alike()), reversed(f.reversed[0]), taps(taps_are_columns) {
+      : reversed(f.reversed[0]), taps(taps_are_columns), columns(result_columns), alike(f.alike), phases(f.Alike()) {
     const int64_t of_one = (result_columns + tile_columns - 1) / tile_columns;
     tiles = FastDiv(taps ? (result_columns * phases + tile_columns - 1) / tile_columns : of_one * phases);
     of_phase = taps ? tiles : FastDiv(of_one);
   }
-  // The problems have so many rows of tiles, pixels of the result, and taps.
-  void SetProblems(int64_t row_tiles, int64_t pixels, int64_t of_window) {
+  // There are so many problems and phases, which have so many rows of tiles, pixels of the result, and taps.
+  void SetProblems(int64_t problems, int all_phases, int64_t row_tiles, int64_t pixels, int64_t of_window) {
+    alone = problems * all_phases * phases == 1;
     problem = FastDiv(row_tiles);
     problem_pixels = int(pixels);
     problem_taps = int(of_window);
@@ -95,15 +125,18 @@ struct WgmmaPlace {
   int turned = 0;  // the product's columns begin with this one of the tile's, and end with those before it
 
   template <class Params, class T>
-  __device__ WgmmaPlace(const Params& p, int tile, T) : phase(0) {
-    int row_tile;
-    problem = p.in_row.problem.Div(p.in_row.tiles.Div(tile, &column), &row_tile);
-    const int which = p.in_row.of_phase.Div(column, &column);
-    pixel = PhasePixel(p, which) + problem * p.in_row.problem_pixels;
-    tap = PhaseTap(p, which) + problem * p.in_row.problem_taps;
+  __device__ WgmmaPlace(const Params& p, int tile, T) : problem(0), phase(0), pixel(0), tap(0) {
+    int row_tile = p.in_row.tiles.Div(tile, &column);
+    if (__builtin_expect(!p.in_row.alone, false)) {
+      problem = p.in_row.problem.Div(row_tile, &row_tile);
+      const int which = p.in_row.of_phase.Div(column, &column);
+      pixel = PhasePixel(p, which) + problem * p.in_row.problem_pixels;
+      tap = PhaseTap(p, which) + problem * p.in_row.problem_taps;
+      while (row_tile >= p.first_tile[phase + 1]) ++phase;
+      row_tile -= p.first_tile[phase];
+    }
     column *= T::kColumns;
-    while (row_tile >= p.first_tile[phase + 1]) ++phase;
-    row = (row_tile - p.first_tile[phase]) * T::kRows;
+    row = row_tile * T::kRows;
   }
 
   // Of the result, for one of the product's.
@@ -118,50 +151,44 @@ struct WgmmaPlace {
 __device__ inline int FirstPixel(const WgmmaPhase& f, int row, int (&at)[kRank]) {
   const int image = f.Split(row, at);
 #pragma unroll
-  for (int d = 0; d < kRank; ++d) at[d] = f.map.lower[d] + at[d] * f.map.step[d];
+  for (int d = 0; d < kRank; ++d) at[d] = f.lower[d] + at[d] * f.step[d];
   return image;
 }
 
 // Calls step(line, tap, offset) for a tile's steps in [first, end): the tap's number in the window, and how far from
-// the first it meets the operand. All lines of a tap come before the next tap, or all taps of a line before the next
-// line. Where steps are short, what is computed between two of them is what they wait for.
+// the first it meets the operand. A run of lines of one tap is followed by the next tap's, and the last tap's by the
+// next run. What can wait is computed after a step, not before it.
 template <class Params, class Step>
-__device__ __forceinline__ void ForEachStep(const Params& p, const MappedPhase& f, int first, int end, const Step& step,
-                                            bool taps_first = false) {
-  int tap[kRank] = {}, line = 0;
-  if (first > 0) {
-    const int each = taps_first ? f.tap_count : p.lines, quotient = first / each, remainder = first - quotient * each;
-    line = taps_first ? quotient : remainder;
-    int rest = taps_first ? remainder : quotient;
+__device__ __forceinline__ void ForEachStep(const Params& p, const WgmmaPhase& f, int first, int end,
+                                            const Step& step) {
+  int run = 0, in_run = 0, tap[kRank] = {}, number = f.number, offset[kRank];
 #pragma unroll
-    for (int d = kRank - 1; d >= 0; --d) tap[d] = rest % f.taps[d], rest /= f.taps[d];
+  for (int d = 0; d < kRank; ++d) offset[d] = f.offset[d];
+  if (__builtin_expect(first > 0, false)) {
+    int rest;
+    run = f.all_taps.Div(p.run.Div(first, &in_run), &rest);
+    f.window.Split(rest, tap);
+#pragma unroll
+    for (int d = 0; d < kRank; ++d) number += tap[d] * f.further[d], offset[d] += tap[d] * f.farther[d];
   }
   while (first < end) {
-    int number = 0, offset[kRank];
+    for (; in_run < static_cast<int>(p.run.divisor) && first < end; ++in_run, ++first)
+      step(run + in_run, number, offset);
+    in_run = 0;
+    bool more = false;
 #pragma unroll
-    for (int d = 0; d < kRank; ++d) {
-      offset[d] = (f.reversed[d] ? f.taps[d] - 1 - tap[d] : tap[d]) * f.distance[d];
-      number = number * p.window[d] + f.first_tap[d] + tap[d] * f.tap_period[d];
-    }
-    if (taps_first) {
-      const int farther = f.reversed[2] ? -f.distance[2] : f.distance[2];
-      for (; tap[2] < f.taps[2] && first < end; ++tap[2], ++first) {
-        step(line, number, offset);
-        number += f.tap_period[2];
-        offset[2] += farther;
+    for (int d = kRank - 1; d >= 0; --d)
+      if (!more) {
+        number += f.further[d];
+        offset[d] += f.farther[d];
+        more = ++tap[d] < f.taps[d];
+        if (!more) {
+          number -= tap[d] * f.further[d];
+          offset[d] = f.offset[d];
+          tap[d] = 0;
+        }
       }
-    } else {
-      for (; line < p.lines && first < end; ++line, ++first) step(line, number, offset);
-      line = 0;
-      ++tap[2];
-    }
-    if (tap[2] < f.taps[2]) continue;
-    tap[2] = 0;
-    if (++tap[1] < f.taps[1]) continue;
-    tap[1] = 0;
-    if (++tap[0] < f.taps[0]) continue;
-    tap[0] = 0;
-    ++line;
+    if (!more) ++run;
   }
 }
 

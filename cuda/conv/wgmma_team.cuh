@@ -16,7 +16,7 @@ struct Share {
   int first, end;
 
   __device__ Share(int steps, const FastDiv& team) : first(0), end(steps) {
-    if (team.divisor == 1) return;
+    if (__builtin_expect(team.divisor == 1, true)) return;
     int rank;
     team.Div(blockIdx.x, &rank);
     first = team.Div(steps * rank);

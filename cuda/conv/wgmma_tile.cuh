@@ -84,15 +84,15 @@ struct Ring {
     parity ^= rounds & 1;
   }
 
-  // All threads of the block, once. So many warpgroups take each stage, and so many threads fill it, or come between.
+  // All threads of the block, once; a warp for every stage, since all wait for it. So many warpgroups take each stage,
+  // and so many threads fill it, or come between.
   __device__ void Init(int takers = 1, int fillers = kProducers, int between = 1) const {
-    if (threadIdx.x == 0) {
-      for (int s = 0; s < T::kStages; ++s) {
-        hopper::InitBarrier(Full(s), fillers);
-        hopper::InitBarrier(Between(s), between);
-        hopper::InitBarrier(Empty(s), takers * kWarpgroup / 32);
-      }
-      for (int w = 0; w < kConsumers; ++w) hopper::InitBarrier(Turn(w), kWarpgroup / 32);
+    const int s = __shfl_sync(~0u, threadIdx.x / 32, 0);  // as in RunRoles
+    if (threadIdx.x % 32 == 0 && s < T::kStages) {
+      hopper::InitBarrier(Full(s), fillers);
+      hopper::InitBarrier(Between(s), between);
+      hopper::InitBarrier(Empty(s), takers * kWarpgroup / 32);
+      if (s < kConsumers) hopper::InitBarrier(Turn(s), kWarpgroup / 32);
       hopper::PublishBarriers();
     }
     __syncthreads();
@@ -329,7 +329,7 @@ __device__ void RunRoles(const Produce& produce, const Consume& consume, const H
     const int warp = threadIdx.x / 32 - kConsumers * kWarpgroup / 32;
     if (warp >= kThreads)
       help(warp - kThreads);
-    else if (threadIdx.x % 32 == 0)
+    else if (hopper::IsElected())
       produce(warp);
     __syncwarp();
   } else {
