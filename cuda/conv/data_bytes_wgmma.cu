@@ -277,11 +277,10 @@ __global__ void __launch_bounds__(T::kThreads, 1) DataBytesKernel(const __grid_c
     const int warpgroup = threadIdx.x / T::kWarpgroup;
     if (warpgroup == T::kConsumers) {
       hopper::SetRegisters<40, false>();
-      const int thread = threadIdx.x - T::kConsumers * T::kWarpgroup;
-      if (thread == 0)
-        hopper::VisitDimensions(p.phase[0].dimensions,
-                                [&](auto d) { ProducePixels<T, decltype(d)::value>(p, ring); });
-      else if (thread == 32)
+      const int warp = threadIdx.x % T::kWarpgroup / 32;
+      if (warp == 0 && hopper::IsElected())
+        hopper::VisitDimensions(p.phase[0].dimensions, [&](auto d) { ProducePixels<T, decltype(d)::value>(p, ring); });
+      else if (warp == 1 && hopper::IsElected())
         ProduceFilter<T>(p, ring);
       __syncwarp();
     } else {

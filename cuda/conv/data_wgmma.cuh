@@ -27,7 +27,7 @@ struct WgmmaParams {
   FastDiv run;             // lines of channels of a tap that follow one another: all, or one
   FastDiv group;           // columns of one, whose channels begin so many later
   int group_channels;
-  int residual_lines;      // that come through the ring for each tile (wgmma_finish.cuh)
+  int residual_lines;  // that come through the ring for each tile (wgmma_finish.cuh)
   WgmmaRow in_row;
   FastDiv team;            // blocks that share a tile
   FastDiv two_rows;        // tiles of two rows of them, if two rows are gone over together
@@ -113,7 +113,8 @@ cudaError_t SetParams(const Problem& p, const Config& config, const Epilogue& ep
     if (e == cudaSuccess && q.columns_of_pixels)
       e = EncodePhase(&q.result[i], p.in, out, q.all_images, q.out, columns, mapped[i], kStored);
   }
-  q.in_row.SetProblems(p.batch, phases, q.first_tile[phases], p.images * (forward ? p.YPixels() : p.XPixels()), p.Taps());
+  q.in_row.SetProblems(p.batch, phases, q.first_tile[phases], p.images * (forward ? p.YPixels() : p.XPixels()),
+                       p.Taps());
   q.tiles = q.first_tile[phases] * int(q.in_row.tiles.divisor * p.batch);
   if (config.cluster > 1 && q.in_row.tiles.divisor % kTogetherColumns == 0)
     q.two_rows = FastDiv(2 * q.in_row.tiles.divisor);

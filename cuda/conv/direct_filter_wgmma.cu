@@ -222,7 +222,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       FilterSums<kColumns, kProducts> sums;
       Consume<In, kColumns, kProducts>(q, shared, place, warpgroup, sums);
       StoreSums<kColumns, kProducts>(q, place, warpgroup, sums, partial);
-    } else if (threadIdx.x == kMultipliers) {
+    } else if (hopper::IsElected()) {
       Produce(q, shared, place);
     }
   }

@@ -20,14 +20,13 @@ namespace {
 template <class In, bool kMerged>
 __device__ void Produce(const DirectParams& q, const DirectShared& shared) {
   const DirectShare share(q);
-  const bool leads = threadIdx.x == kMultipliers;
   hopper::RingPlace operand, turn;
   bool loads = true;
   int at_unit = 0;
 #pragma unroll 1
   for (int i = blockIdx.x; i < q.units; i += gridDim.x, ++at_unit) {
     const DirectPlace place(q, share.first + at_unit);
-    if (leads) {
+    if (!kMerged || hopper::IsElected()) {
       const uint32_t to = shared.Operand(q, operand.stage), full = shared.OperandFull(operand.stage);
       hopper::WaitBarrier(shared.OperandEmpty(operand.stage), operand.parity ^ 1);
       hopper::ArriveExpecting(full, q.window_planes * q.plane_parts * q.boxes * q.box_bytes);
@@ -177,7 +176,7 @@ __global__ void __launch_bounds__(kThreads, kStored == Stored::kFinished ? 1
     shared.Init();
     if (threadIdx.x < kMultipliers)
       Consume<In, kForward, kColumns, kStored, kMerged>(q, shared, __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0), out);
-    else if (kMerged || threadIdx.x == kMultipliers)
+    else if (kMerged || hopper::IsElected())
       Produce<In, kMerged>(q, shared);
   }
 }

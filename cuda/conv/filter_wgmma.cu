@@ -35,9 +35,10 @@ struct Params {
   TileGrid grid;
   Spans spans;
   float4* pieces;
-  bool leaves;  // whole tiles too
-  bool turns;   // y, which no other kernel has transposed
-  bool apart;   // whether x is read like y
+  bool leaves;   // whole tiles too
+  bool turns;    // y, which no other kernel has transposed
+  bool apart;    // whether x is read like y
+  bool patched;  // `patches` has some
   void* out;
   bool wide;  // whether the result is of floats
   Patches patches;
@@ -138,7 +139,7 @@ __device__ void ProduceX(const Params& p, Ring<T> ring) {
     Position first(set, piece.first * T::kDepth);
     for (int step = 0; step < piece.steps; ++step, first.in_image += T::kDepth) {
       first.Find(set, set.x);
-      const uint32_t loaded = p.patches.any ? ring.Between(ring.stage) : ring.Full();
+      const uint32_t loaded = p.patched ? ring.Between(ring.stage) : ring.Full();
       BeginStage(ring, T::kBytesA, loaded);
 #pragma unroll
       for (int u = 0; u < units.kCount; ++u)
@@ -222,7 +223,7 @@ __device__ void ProduceY(const Params& p, Ring<T> ring) {
 template <class T>
 __device__ void Help(const Params& p, Ring<T> ring, int warp) {
   if constexpr (!kFloats<T>) {
-    if (p.patches.any) PatchStages(p, ring, warp);
+    if (p.patched) PatchStages(p, ring, warp);
   } else if (p.turns) {
     for (Pieces piece(p.spans); piece.Next();)
       for (int step = 0; step < piece.steps; ++step, ring.Next()) TransposeStage(ring, warp);
@@ -274,7 +275,7 @@ __global__ void __launch_bounds__(T::kThreads, 1) FilterWgmmaKernel(const __grid
     extern __shared__ __align__(1024) unsigned char shared[];
     const Ring<T> ring(shared);
     // A patcher arrives for each unit, and stands in for the producer of x.
-    if (p.patches.any)
+    if (p.patched)
       ring.Init(kTogether<T> ? kConsumers : 1, kProducers - 1 + kPatchers * Units<T>::kCount);
     else
       ring.Init(kTogether<T> ? kConsumers : 1, kProducers, kTurners * 32);
@@ -344,6 +345,7 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* x, co
   q.images = int(p.images);
   if (HasFrame(p) && kFloats<T>) return cudaErrorInvalidValue;
   if (e == cudaSuccess && HasFrame(p)) e = MakePatches(p, x, T::kLine, &q.patches);
+  q.patched = HasFrame(p);
   if (e != cudaSuccess) return e;
   q.pieces = reinterpret_cast<float4*>(left);
   q.leaves = shape.left;

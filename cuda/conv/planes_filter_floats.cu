@@ -252,7 +252,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       const int warp = threadIdx.x % kWarpgroup / 32;
       if (warp > 0) {
         CopyPieces(q, shared, place, warp - 1);
-      } else if (threadIdx.x % 32 == 0) {
+      } else if (hopper::IsElected()) {
         ProducePieces(q, shared, place);
       }
     } else {

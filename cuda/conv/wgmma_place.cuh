@@ -15,13 +15,13 @@ struct WgmmaPhase {
   int steps;  // lines of channels of all taps
   FastDiv image_rows;
   Box image;
-  int lower[kRank], step[kRank];      // base pixels (pixel_map.h)
-  int offset[kRank], farther[kRank];  // from there to what the first tap meets, and from tap to tap
-  int number, further[kRank];         // of the first tap in the window, and from tap to tap
+  int lower[kRank], step[kRank];          // base pixels (pixel_map.h)
+  int offset[kRank], offset_step[kRank];  // from there to what the first tap meets, and from tap to tap
+  int number, number_step[kRank];         // of the first tap in the window, and from tap to tap
   int taps[kRank];
   FastDiv all_taps;
-  Box window;                         // of the taps
-  int first[kRank], period[kRank];    // positions in the result
+  Box window;                       // of the taps
+  int first[kRank], period[kRank];  // positions in the result
 
   WgmmaPhase() = default;
   WgmmaPhase(const Problem& p, const MappedPhase& m, int64_t lines)
@@ -37,10 +37,10 @@ struct WgmmaPhase {
       lower[d] = m.map.lower[d];
       step[d] = m.map.step[d];
       offset[d] = m.reversed[d] ? (m.taps[d] - 1) * m.distance[d] : 0;
-      farther[d] = m.reversed[d] ? -m.distance[d] : m.distance[d];
+      offset_step[d] = m.reversed[d] ? -m.distance[d] : m.distance[d];
       number = number * int(p.window[d]) + m.first_tap[d];
-      further[d] = m.tap_period[d];
-      for (int e = d + 1; e < kRank; ++e) further[d] *= int(p.window[e]);
+      number_step[d] = m.tap_period[d];
+      for (int e = d + 1; e < kRank; ++e) number_step[d] *= int(p.window[e]);
       taps[d] = m.taps[d];
       first[d] = m.first[d];
       period[d] = m.period[d];
@@ -60,8 +60,8 @@ struct WgmmaPhase {
 // (tap, column) pairs where taps are columns.
 struct WgmmaRow {
   FastDiv tiles;
-  bool alone;           // there is one problem, of one phase
-  bool reversed, taps;  // whether the phases' taps are in their order, and are columns
+  bool alone;                 // there is one problem, of one phase
+  bool reversed, taps;        // whether the phases' taps are in their order, and are columns
   FastDiv of_phase, columns;  // of the result
   FastDiv problem;            // rows of tiles of a problem of several, which all have filters of their own
   int problem_pixels = 0, problem_taps = 0;
@@ -169,7 +169,7 @@ __device__ __forceinline__ void ForEachStep(const Params& p, const WgmmaPhase& f
     run = f.all_taps.Div(p.run.Div(first, &in_run), &rest);
     f.window.Split(rest, tap);
 #pragma unroll
-    for (int d = 0; d < kRank; ++d) number += tap[d] * f.further[d], offset[d] += tap[d] * f.farther[d];
+    for (int d = 0; d < kRank; ++d) number += tap[d] * f.number_step[d], offset[d] += tap[d] * f.offset_step[d];
   }
   while (first < end) {
     for (; in_run < static_cast<int>(p.run.divisor) && first < end; ++in_run, ++first)
@@ -179,11 +179,11 @@ __device__ __forceinline__ void ForEachStep(const Params& p, const WgmmaPhase& f
 #pragma unroll
     for (int d = kRank - 1; d >= 0; --d)
       if (!more) {
-        number += f.further[d];
-        offset[d] += f.farther[d];
+        number += f.number_step[d];
+        offset[d] += f.offset_step[d];
         more = ++tap[d] < f.taps[d];
         if (!more) {
-          number -= tap[d] * f.further[d];
+          number -= tap[d] * f.number_step[d];
           offset[d] = f.offset[d];
           tap[d] = 0;
         }
