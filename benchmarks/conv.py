@@ -47,7 +47,7 @@ def directions(family: str, case: ConvCase, dtype: str, *, precision: str = "") 
   """`precision`, if any, is ours; lax then computes at its highest."""
   more = ({"precision": precision}, {"precision": "highest"}) if precision else ({}, {})
   apis = (jaxdnn.conv_general_dilated, lax.conv_general_dilated)
-  ours, xla = (partial(convolve, partial(api, **each), case) for api, each in zip(apis, more, strict=True))
+  ours, xla = (partial(convolve, api, case, **each) for api, each in zip(apis, more, strict=True))
   counts = count(case)
   models = (case.models,) if case.models else ()
   x, w = Draw((*models, *case.x_shape), dtype), Draw((*models, *case.w_shape), dtype)
@@ -105,19 +105,19 @@ def causal(dtype: str, *, batch: int, length: int, channels: int) -> Iterator[Wo
   )  # fmt: skip
 
 
-def convolve(api: Any, case: ConvCase, x: Array, w: Array) -> Array:
+def convolve(api: Any, case: ConvCase, x: Array, w: Array, **options: Any) -> Array:
   def one(x: Array, w: Array) -> Array:
     padding: Any = case.padding
     if case.padding_mode != "zeros":
       if api is jaxdnn.conv_general_dilated:
         return jaxdnn.conv(
           x, w, stride=case.stride, padding=padding, padding_mode=case.padding_mode, dilation=case.rhs_dilation,
-          groups=case.groups,
+          groups=case.groups, **options,
         )  # fmt: skip
       x, padding = jnp.pad(x, ((0, 0), *padding, (0, 0)), mode=OF_NUMPY[case.padding_mode]), "VALID"
     return api(
       x, w, case.stride, padding, lhs_dilation=case.lhs_dilation, rhs_dilation=case.rhs_dilation,
-      dimension_numbers=NUMBERS[len(case.window)], feature_group_count=case.groups,
+      dimension_numbers=NUMBERS[len(case.window)], feature_group_count=case.groups, **options,
     )  # fmt: skip
 
   return jax.vmap(one)(x, w) if case.models else one(x, w)

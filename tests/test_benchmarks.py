@@ -76,6 +76,19 @@ def test_every_case_traces_to_the_shapes_of_lax():
     assert len(names) == len(set(names))
 
 
+def test_only_laxs_side_writes_padding_out():
+  import jax
+
+  works = [w for w in conv.work(["bfloat16"]) if w.case.startswith(("reflect.", "replicate.", "circular."))]
+  assert len(works) == 12
+  for work in works:
+    operands = [jax.ShapeDtypeStruct(o.shape, o.dtype) for o in work.operands]
+    ours, lax = (str(jax.make_jaxpr(side)(*operands)) for side in (work.ours, work.lax))
+    copies = ("concatenate", "gather", "pad[")
+    assert not any(name in ours for name in copies), (work.case, work.direction)
+    assert any(name in lax for name in copies), (work.case, work.direction)
+
+
 def test_backward_times_the_pullback():
   import jax
   import numpy as np
