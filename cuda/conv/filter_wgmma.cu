@@ -3,46 +3,18 @@
 // The result's rows are units of a line of channels of one tap, so that a tile's rows may belong to several taps, which
 // read the same pixels of y. A step of the reduction is as many pixels as a line has channels: of x one im2col load for
 // every unit, at its tap's offset, and of y a box of pixels. Both are MN-major: channels are what lies next to each
-// other. How the work is shared out filter_spans.cuh says, and what becomes of shared tiles, filter_pieces.cuh.
+// other. Who loads them filter_produce.cuh says, how the work is shared out, filter_spans.cuh, and what becomes of
+// shared tiles, filter_pieces.cuh.
 //
 // wgmma takes MN-major operands of 16 bits only. Of floats it gets x from registers, which can be read from shared
 // memory in any order, and y K-major: from the workspace, where another kernel has left it so, or from its stage, where
 // two warps have transposed it (filter_together.cuh).
-#include "cuda/conv/filter_pieces.cuh"
-#include "cuda/conv/filter_together.cuh"
+#include "cuda/conv/filter_produce.cuh"
 #include "cuda/conv/wgmma.h"
-#include "cuda/conv/wgmma_patch.cuh"
 #include "cuda/conv/wgmma_plan.h"
 
 namespace jaxdnn::conv {
 namespace {
-
-// A set of taps, whose positions are found without a division.
-struct MappedSet : TapSet {
-  Box box;
-  FastDiv all;  // positions of an image
-};
-
-struct Params {
-  CUtensorMap x[kMaxMaps], y[kMaxMaps];
-  MappedSet set[kMaxMaps];
-  bool by_sets;         // whether y is read by the positions of several, and not as it lies in memory
-  FastDiv plane, line;  // of taps of the window
-  int distance[kRank];
-  int images;
-  FilterRows rows;
-  FastDiv group;  // columns of one
-  TileGrid grid;
-  Spans spans;
-  float4* pieces;
-  bool leaves;   // whole tiles too
-  bool turns;    // y, which no other kernel has transposed
-  bool apart;    // whether x is read like y
-  bool patched;  // `patches` has some
-  void* out;
-  bool wide;  // whether the result is of floats
-  Patches patches;
-};
 
 // With yt[k][i] = y[pixel][k], of every eight pixels the even ones first: so terms l % 4 and l % 4 + 4 of x, which one
 // thread has, are two neighbouring pixels, and the threads of a warp meet in no bank. Zeros after the last pixel.
@@ -60,179 +32,9 @@ __global__ void __launch_bounds__(256) TransposeKernel(const float* y, float* yt
     yt[(feature + i) * pitch + pixel + lane] = tile[from][i];
 }
 
-// Where in its problem's result a tile begins.
-struct Place : TilePlace {
-  template <class T>
-  __device__ Place(const Params& p, int tile, T) : TilePlace(p.grid.At(tile)) {
-    column *= T::kColumns;
-    row *= T::kRows;
-  }
-};
-
-// What a tile's rows read: of each unit a line of channels, so far from where the first tap is.
-template <class T>
-struct Units {
-  static constexpr int kCount = T::kRows / T::kLine;
-  int first_image, tap[kCount], channel[kCount], offset[kCount][kRank];
-
-  __device__ Units(const Params& p, int tile) {
-    const Place place(p, tile, T());
-    const int first = place.row / T::kLine;
-    first_image = place.problem * p.images;
-    const int group = p.group.Div(place.column);
-#pragma unroll
-    for (int u = 0; u < kCount; ++u) {
-      // Past the last unit it is loaded again, and not stored.
-      int line;
-      tap[u] = p.rows.Tap(place.set, min(first + u, p.rows.units[place.set] - 1), &line);
-      channel[u] = group * p.rows.channels + line * T::kLine;
-      int in_plane, at[kRank];
-      at[0] = p.plane.Div(tap[u], &in_plane);
-      at[1] = p.line.Div(in_plane, &at[2]);
-#pragma unroll
-      for (int d = 0; d < kRank; ++d) offset[u][d] = (at[d] - p.set[place.set].first[d]) * p.distance[d];
-    }
-  }
-};
-
-// A position of a set of taps: a pixel of y, and that of x which the first tap meets there. It moves on by steps.
-struct Position {
-  int image, in_image, at[kRank];
-
-  __device__ Position(const MappedSet& s, int number) : image(s.all.Div(number, &in_image)) {}
-
-  // In x, or in y.
-  __device__ void Find(const MappedSet& s, const PixelMap& map) {
-    const int all = s.all.divisor;
-    while (in_image >= all) in_image -= all, ++image;
-    s.box.Split(in_image, at);
-#pragma unroll
-    for (int d = 0; d < kRank; ++d) at[d] = map.lower[d] + at[d] * map.step[d];
-  }
-};
-
-// One thread loads x, another y: the first asks for a box for every unit. Where problems are read apart there is but
-// one tap.
-template <class T>
-__device__ void ProduceApart(const Params& p, Ring<T> ring) {
-  hopper::PrefetchMap(&p.x[0]);
-  for (Pieces piece(p.spans); piece.Next();) {
-    const Units<T> units(p, piece.tile);
-    const int problem = Place(p, piece.tile, T()).problem;
-    int pixel = piece.first * T::kDepth;
-    for (int step = 0; step < piece.steps; ++step, pixel += T::kDepth) {
-      BeginStage(ring, T::kBytesA);
-#pragma unroll
-      for (int u = 0; u < units.kCount; ++u)
-        hopper::LoadBox(ring.Data() + u * kUnitBytes<T>, &p.x[0], ring.Full(), units.channel[u], pixel, problem);
-      ring.Next();
-    }
-  }
-}
-template <class T, int kDimensions>
-__device__ void ProduceX(const Params& p, Ring<T> ring) {
-  hopper::PrefetchMap(&p.x[0]);
-  for (Pieces piece(p.spans); piece.Next();) {
-    const Units<T> units(p, piece.tile);
-    const int which = piece.set;
-    const MappedSet& set = p.set[which];
-    Position first(set, piece.first * T::kDepth);
-    for (int step = 0; step < piece.steps; ++step, first.in_image += T::kDepth) {
-      first.Find(set, set.x);
-      const uint32_t loaded = p.patched ? ring.Between(ring.stage) : ring.Full();
-      BeginStage(ring, T::kBytesA, loaded);
-#pragma unroll
-      for (int u = 0; u < units.kCount; ++u)
-        hopper::LoadPixels<kDimensions>(ring.Data() + u * kUnitBytes<T>, &p.x[which], loaded, units.channel[u],
-                                        first.at, units.first_image + first.image, units.offset[u]);
-      ring.Next();
-    }
-  }
-}
-
-// By one of the warps that patch stages, half of the pixels of all units. Past the last image there are none.
-template <class T>
-__device__ void PatchStages(const Params& p, Ring<T> ring, int warp) {
-  using Rows = PatchedRows<T::kDepth / kPatchers>;
-  static_assert(Rows::kEach == 1);
-  const int first = warp * Rows::kRows;
-  for (Pieces piece(p.spans); piece.Next();) {
-    const Units<T> units(p, piece.tile);
-    Position tap(p.set[0], piece.first * T::kDepth + first + Rows::Row(0));
-    for (int step = 0; step < piece.steps; ++step, tap.in_image += T::kDepth) {
-      tap.Find(p.set[0], p.set[0].x);
-      Rows rows;
-      rows.image[0] = Rows::Row(0) < Rows::kRows && tap.image < p.images ? tap.image : -1;
-#pragma unroll
-      for (int d = 0; d < kRank; ++d) rows.at[0][d] = tap.at[d];
-      typename Rows::Found found = rows.Find(p.patches.edges, units.offset[0]);
-      hopper::WaitBarrier(ring.Between(ring.stage), ring.parity);
-#pragma unroll
-      for (int u = 0; u < units.kCount; ++u) {
-        if (u > 0 && units.tap[u] != units.tap[u - 1]) found = rows.Find(p.patches.edges, units.offset[u]);
-        Rows::Load(p.patches, found, ring.Data() + u * kUnitBytes<T> + first * kLineBytes, units.channel[u],
-                   ring.Full());
-      }
-      ring.Next();
-    }
-  }
-}
-
-template <class T, int kDimensions>
-__device__ void ProduceYOfSets(const Params& p, Ring<T> ring) {
-  for (Pieces piece(p.spans); piece.Next();) {
-    const Place place(p, piece.tile, T());
-    const int which = piece.set;
-    const MappedSet& set = p.set[which];
-    Position position(set, piece.first * T::kDepth);
-    for (int step = 0; step < piece.steps; ++step, position.in_image += T::kDepth) {
-      position.Find(set, set.y);
-      BeginStage(ring, T::kBytesB);
-#pragma unroll
-      for (int i = 0; i * T::kLine < T::kColumns; ++i)
-        hopper::LoadPixels<kDimensions>(ring.Data() + T::kBytesA + i * kUnitBytes<T>, &p.y[which], ring.Full(),
-                                        place.column + i * T::kLine, position.at, position.image, {});
-      ring.Next();
-    }
-  }
-}
-template <class T>
-__device__ void ProduceY(const Params& p, Ring<T> ring) {
-  hopper::PrefetchMap(&p.y[0]);
-  if (p.by_sets)
-    return hopper::VisitDimensions(p.set[0].x.dimensions,
-                                   [&](auto d) { ProduceYOfSets<T, decltype(d)::value>(p, ring); });
-  for (Pieces piece(p.spans); piece.Next();) {
-    const Place place(p, piece.tile, T());
-    int pixel = piece.first * T::kDepth;
-    for (int step = 0; step < piece.steps; ++step, pixel += T::kDepth) {
-      BeginStage(ring, T::kBytesB);
-#pragma unroll
-      for (int i = 0; i * T::kLine < T::kColumns; ++i) {
-        const int column = place.column + i * T::kLine;
-        const bool transposed = kFloats<T> && !p.turns;
-        hopper::LoadBox(ring.Data() + T::kBytesA + i * kUnitBytes<T>, &p.y[0], ring.Full(), transposed ? pixel : column,
-                        transposed ? column : pixel, place.problem);
-      }
-      ring.Next();
-    }
-  }
-}
-
-// By one of the two warps that come between loads and products: transposes y of floats, or patches x of others.
-template <class T>
-__device__ void Help(const Params& p, Ring<T> ring, int warp) {
-  if constexpr (!kFloats<T>) {
-    if (p.patched) PatchStages(p, ring, warp);
-  } else if (p.turns) {
-    for (Pieces piece(p.spans); piece.Next();)
-      for (int step = 0; step < piece.steps; ++step, ring.Next()) TransposeStage(ring, warp);
-  }
-}
-
 // Calls f with the result, of its type.
 template <class T, class F>
-__device__ void WithOut(const Params& p, const F& f) {
+__device__ void WithOut(const FilterWgmmaParams& p, const F& f) {
   if (kFloats<T> || p.wide)
     f(static_cast<float*>(p.out));
   else
@@ -241,7 +43,7 @@ __device__ void WithOut(const Params& p, const F& f) {
 
 // By a warpgroup that has so many 64 rows of a tile: the first ones, or the last.
 template <class T, int kBlocks>
-__device__ void Consume(const Params& p, Ring<T> ring, int warpgroup) {
+__device__ void Consume(const FilterWgmmaParams& p, Ring<T> ring, int warpgroup) {
   using Own = WgmmaTile<typename T::In, kBlocks * 64, T::kColumns>;
   const int first = warpgroup == 0 ? 0 : T::kBlocks - kBlocks;
   int number = 0;
@@ -261,7 +63,7 @@ __device__ void Consume(const Params& p, Ring<T> ring, int warpgroup) {
       LeavePiece<T>(p.pieces + p.spans.Slot(piece.block, piece.tile) * kTileFours<T>, first, sums);
       continue;
     }
-    const Place place(p, piece.tile, T());
+    const FilterTilePlace place(p, piece.tile, T());
     WithOut<T>(p, [&](auto* out) {
       StoreSums<Own>(sums, out + place.column, p.rows.columns - place.column,
                      [&](int row) { return p.rows.Begin<T::kLine>(place, place.row + first * 64 + row); });
@@ -270,13 +72,13 @@ __device__ void Consume(const Params& p, Ring<T> ring, int warpgroup) {
 }
 
 template <class T>
-__global__ void __launch_bounds__(T::kThreads, 1) FilterWgmmaKernel(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(T::kThreads, 1) FilterWgmmaKernel(const __grid_constant__ FilterWgmmaParams p) {
   if constexpr (hopper::kAvailable) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const Ring<T> ring(shared);
     // A patcher arrives for each unit, and stands in for the producer of x.
     if (p.patched)
-      ring.Init(kTogether<T> ? kConsumers : 1, kProducers - 1 + kPatchers * Units<T>::kCount);
+      ring.Init(kTogether<T> ? kConsumers : 1, kProducers - 1 + kPatchers * FilterUnits<T>::kCount);
     else
       ring.Init(kTogether<T> ? kConsumers : 1, kProducers, kTurners * 32);
     RunRoles<kProducers, 72>(
@@ -299,7 +101,7 @@ __global__ void __launch_bounds__(T::kThreads, 1) FilterWgmmaKernel(const __grid
 template <class T>
 cudaError_t LaunchTile(const Problem& p, const Config& config, const void* x, const void* y, void* out, void* workspace,
                        cudaStream_t stream) {
-  Params q = {};
+  FilterWgmmaParams q = {};
   TapSet sets[kMaxMaps];
   const int count = MapTaps(p, sets, config.edges);
   if (count == 0) return cudaErrorInvalidValue;
