@@ -157,7 +157,7 @@ __device__ inline int FirstPixel(const WgmmaPhase& f, int row, int (&at)[kRank])
 
 // Calls step(line, tap, offset) for a tile's steps in [first, end): the tap's number in the window, and how far from
 // the first it meets the operand. A run of lines of one tap is followed by the next tap's, and the last tap's by the
-// next run. What can wait is computed after a step, not before it.
+// next run; a run has all lines, or one. What can wait is computed after a step, not before it.
 template <class Params, class Step>
 __device__ __forceinline__ void ForEachStep(const Params& p, const WgmmaPhase& f, int first, int end,
                                             const Step& step) {

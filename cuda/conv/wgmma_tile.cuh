@@ -87,6 +87,7 @@ struct Ring {
   // All threads of the block, once; a warp for every stage, since all wait for it. So many warpgroups take each stage,
   // and so many threads fill it, or come between.
   __device__ void Init(int takers = 1, int fillers = kProducers, int between = 1) const {
+    static_assert(kConsumers <= T::kStages, "or turns would have no barriers");
     const int s = __shfl_sync(~0u, threadIdx.x / 32, 0);  // as in RunRoles
     if (threadIdx.x % 32 == 0 && s < T::kStages) {
       hopper::InitBarrier(Full(s), fillers);
