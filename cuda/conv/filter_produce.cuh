@@ -7,30 +7,61 @@
 
 namespace jaxdnn::conv {
 
-// A set of taps, whose positions are found without a division.
-struct MappedSet : TapSet {
-  Box box;
+// How a set's positions lie in x or y: from `lower` in steps of `one`, `all` to where the next line begins; and how far
+// apart positions are that are a step of the reduction apart, but for what that is in images.
+struct PixelWalk {
+  int lower[kRank], one[kRank], all[kRank], by[kRank];
+
+  PixelWalk() = default;
+  PixelWalk(const PixelMap& map, const int (&positions)[kRank], int64_t step) {
+    for (int d = kRank - 1; d >= 0; --d) {
+      lower[d] = map.lower[d];
+      one[d] = map.step[d];
+      all[d] = positions[d] * one[d];
+      by[d] = int(step % positions[d]) * one[d];
+      step /= positions[d];
+    }
+  }
+};
+
+// A set of taps, as the kernel needs it. `first` is its first one's place in the window.
+struct MappedSet {
   FastDiv all;  // positions of an image
+  Box box;
+  int images;  // of a step of the reduction
+  int first[kRank];
+  PixelWalk x, y;
+
+  MappedSet() = default;
+  MappedSet(const TapSet& s, int depth)
+      : all(s.Positions()),
+        box(s.positions),
+        images(int(depth / s.Positions())),
+        x(s.x, s.positions, depth),
+        y(s.y, s.positions, depth) {
+    for (int d = 0; d < kRank; ++d) first[d] = s.first[d];
+  }
 };
 
 struct FilterWgmmaParams {
-  CUtensorMap x[kMaxMaps], y[kMaxMaps];
-  MappedSet set[kMaxMaps];
-  bool by_sets;         // whether y is read by the positions of several, and not as it lies in memory
-  FastDiv plane, line;  // of taps of the window
-  int distance[kRank];
+  int dimensions;  // of pixels
   int images;
-  FilterRows rows;
-  FastDiv group;  // columns of one
-  TileGrid grid;
+  bool by_sets;     // whether y is read by the positions of several, and not as it lies in memory
+  bool leaves;      // whole tiles too
+  bool turns;       // y, which no other kernel has transposed
+  bool x_in_boxes;  // like y, and not in columns of pixels
+  bool patched;     // `patches` has some
+  bool wide;        // whether the result is of floats
+  int distance[kRank];
+  FastDiv plane, line;  // of taps of the window
+  FastDiv group;        // columns of one
   Spans spans;
+  TileGrid grid;
+  MappedSet set[kMaxMaps];
+  FilterRows rows;
   float4* pieces;
-  bool leaves;   // whole tiles too
-  bool turns;    // y, which no other kernel has transposed
-  bool apart;    // whether x is read like y
-  bool patched;  // `patches` has some
   void* out;
-  bool wide;  // whether the result is of floats
+  CUtensorMap x[kMaxMaps], y[kMaxMaps];
   Patches patches;
 };
 
@@ -69,26 +100,43 @@ struct FilterUnits {
   }
 };
 
-// A position of a set of taps: a pixel of y, and that of x which the first tap meets there. It moves on by steps.
-struct FilterPosition {
-  int image, in_image, at[kRank];
+// A position of a set of taps: the pixel of x that the first tap meets there, or that of y. It moves on by steps,
+// without a division: in a dimension by less than there is, and then perhaps by one in the next.
+template <int kDimensions>
+class FilterPosition {
+ public:
+  int image, at[kRank];
 
-  __device__ FilterPosition(const MappedSet& s, int number) : image(s.all.Div(number, &in_image)) {}
-
-  // In x, or in y.
-  __device__ void Find(const MappedSet& s, const PixelMap& map) {
-    const int all = s.all.divisor;
-    while (in_image >= all) in_image -= all, ++image;
+  __device__ FilterPosition(const MappedSet& s, const PixelWalk& walk, int number) : images_(s.images), walk_(walk) {
+    int in_image;
+    image = s.all.Div(number, &in_image);
     s.box.Split(in_image, at);
 #pragma unroll
-    for (int d = 0; d < kRank; ++d) at[d] = map.lower[d] + at[d] * map.step[d];
+    for (int d = 0; d < kRank; ++d) at[d] = walk.lower[d] + at[d] * walk.one[d];
   }
+  __device__ void Next() {
+    image += images_;
+#pragma unroll
+    for (int d = kRank - 1; d >= kRank - kDimensions; --d) {
+      at[d] += walk_.by[d];
+      if (at[d] < walk_.lower[d] + walk_.all[d]) continue;
+      at[d] -= walk_.all[d];
+      if (d > kRank - kDimensions)
+        at[d - 1] += walk_.one[d - 1];
+      else
+        ++image;
+    }
+  }
+
+ private:
+  const int images_;
+  const PixelWalk walk_;
 };
 
-// One thread loads x, another y: the first asks for a box for every unit. Where problems are read apart there is but
-// one tap.
+// One thread loads x, another y: the first asks for a box for every unit. Of one tap that meets all pixels boxes are as
+// good as columns of pixels, come faster, and end where a problem does.
 template <class T>
-__device__ void ProduceApart(const FilterWgmmaParams& p, Ring<T> ring) {
+__device__ void ProduceXBoxes(const FilterWgmmaParams& p, Ring<T> ring) {
   hopper::PrefetchMap(&p.x[0]);
   for (Pieces piece(p.spans); piece.Next();) {
     const FilterUnits<T> units(p, piece.tile);
@@ -110,9 +158,8 @@ __device__ void ProduceX(const FilterWgmmaParams& p, Ring<T> ring) {
     const FilterUnits<T> units(p, piece.tile);
     const int which = piece.set;
     const MappedSet& set = p.set[which];
-    FilterPosition first(set, piece.first * T::kDepth);
-    for (int step = 0; step < piece.steps; ++step, first.in_image += T::kDepth) {
-      first.Find(set, set.x);
+    FilterPosition<kDimensions> first(set, set.x, piece.first * T::kDepth);
+    for (int step = 0; step < piece.steps; ++step, first.Next()) {
       const uint32_t loaded = p.patched ? ring.Between(ring.stage) : ring.Full();
       BeginStage(ring, T::kBytesA, loaded);
 #pragma unroll
@@ -132,9 +179,8 @@ __device__ void PatchStages(const FilterWgmmaParams& p, Ring<T> ring, int warp) 
   const int first = warp * Rows::kRows;
   for (Pieces piece(p.spans); piece.Next();) {
     const FilterUnits<T> units(p, piece.tile);
-    FilterPosition tap(p.set[0], piece.first * T::kDepth + first + Rows::Row(0));
-    for (int step = 0; step < piece.steps; ++step, tap.in_image += T::kDepth) {
-      tap.Find(p.set[0], p.set[0].x);
+    FilterPosition<kRank> tap(p.set[0], p.set[0].x, piece.first * T::kDepth + first + Rows::Row(0));
+    for (int step = 0; step < piece.steps; ++step, tap.Next()) {
       Rows rows;
       rows.image[0] = Rows::Row(0) < Rows::kRows && tap.image < p.images ? tap.image : -1;
 #pragma unroll
@@ -158,9 +204,8 @@ __device__ void ProduceYOfSets(const FilterWgmmaParams& p, Ring<T> ring) {
     const FilterTilePlace place(p, piece.tile, T());
     const int which = piece.set;
     const MappedSet& set = p.set[which];
-    FilterPosition position(set, piece.first * T::kDepth);
-    for (int step = 0; step < piece.steps; ++step, position.in_image += T::kDepth) {
-      position.Find(set, set.y);
+    FilterPosition<kDimensions> position(set, set.y, piece.first * T::kDepth);
+    for (int step = 0; step < piece.steps; ++step, position.Next()) {
       BeginStage(ring, T::kBytesB);
 #pragma unroll
       for (int i = 0; i * T::kLine < T::kColumns; ++i)
@@ -174,8 +219,7 @@ template <class T>
 __device__ void ProduceY(const FilterWgmmaParams& p, Ring<T> ring) {
   hopper::PrefetchMap(&p.y[0]);
   if (p.by_sets)
-    return hopper::VisitDimensions(p.set[0].x.dimensions,
-                                   [&](auto d) { ProduceYOfSets<T, decltype(d)::value>(p, ring); });
+    return hopper::VisitDimensions(p.dimensions, [&](auto d) { ProduceYOfSets<T, decltype(d)::value>(p, ring); });
   for (Pieces piece(p.spans); piece.Next();) {
     const FilterTilePlace place(p, piece.tile, T());
     int pixel = piece.first * T::kDepth;

@@ -17,10 +17,10 @@ namespace jaxdnn::conv {
 // Neighbouring multiprocessors take spans that begin at the same step of their tiles, as far as there are such: they
 // read the same pixels at the same time.
 struct Spans {
-  FastDiv blocks;  // at most as many as there are steps
-  int each, rest;  // steps of all tiles, divided by the blocks
-  float share;     // blocks of a step
   FastDiv alike;   // blocks whose spans begin at the same step of a tile
+  int each, rest;  // steps of all tiles, divided by the blocks
+  FastDiv blocks;  // at most as many as there are steps
+  float share;     // blocks of a step
   int slots;       // pieces of tiles that a block may have
   int parts;       // equal ones of every tile, or 0
 

@@ -84,8 +84,8 @@ __global__ void __launch_bounds__(T::kThreads, 1) FilterWgmmaKernel(const __grid
     RunRoles<kProducers, 72>(
         [&](int which) {
           if (which == 1) return ProduceY<T>(p, ring);
-          if (p.apart) return ProduceApart<T>(p, ring);
-          hopper::VisitDimensions(p.set[0].x.dimensions, [&](auto d) { ProduceX<T, decltype(d)::value>(p, ring); });
+          if (p.x_in_boxes) return ProduceXBoxes<T>(p, ring);
+          hopper::VisitDimensions(p.dimensions, [&](auto d) { ProduceX<T, decltype(d)::value>(p, ring); });
         },
         [&](int warpgroup) {
           constexpr int kMost = kTogether<T> ? (T::kBlocks + 1) / 2 : T::kBlocks;
@@ -106,6 +106,7 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* x, co
   const int count = MapTaps(p, sets, config.edges);
   if (count == 0) return cudaErrorInvalidValue;
   q.by_sets = count > 1;
+  q.dimensions = sets[0].x.dimensions;
   const TileShape t = {config.tile, "", Unit::kWgmma, T::kRows, T::kColumns, T::kThreads};
   const FilterShape shape = FilterShapeOf(p, t, config.edges);
   const int64_t features = p.groups * p.features, channels = p.groups * p.channels;
@@ -117,17 +118,17 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* x, co
   for (int d = 0; d < kRank; ++d) q.distance[d] = int(p.rhs_dilation[d]);
   int64_t row_tiles[kMaxMaps];
   for (int i = 0; i < count; ++i) {
-    q.set[i] = {sets[i], Box(sets[i].positions), FastDiv(sets[i].Positions())};
+    q.set[i] = MappedSet(sets[i], T::kDepth);
     row_tiles[i] = shape.sets[i].tiles / p.batch / column_tiles;
   }
   q.grid = TileGrid(row_tiles, count, column_tiles);
   q.spans = Spans(shape.sets, count, config.blocks, shape.Slots(config.blocks));
   const int64_t pixels = p.images * p.YPixels();
-  q.apart = ReadsProblemsApart(p);
+  q.x_in_boxes = ReadsXAsItLies(p);
   cudaError_t e =
-      q.apart ? EncodeBoxes(&q.x[0], p.in, x, {channels, pixels, p.batch}, {T::kLine, T::kDepth, 1}, !T::kTripled)
-              : cudaSuccess;
-  for (int i = 0; !q.apart && i < count && e == cudaSuccess; ++i)
+      q.x_in_boxes ? EncodeBoxes(&q.x[0], p.in, x, {channels, pixels, p.batch}, {T::kLine, T::kDepth, 1}, !T::kTripled)
+                   : cudaSuccess;
+  for (int i = 0; !q.x_in_boxes && i < count && e == cudaSuccess; ++i)
     e = EncodePixels(&q.x[i], p.in, x, p.batch * p.images, p.x, channels, sets[i].x, T::kDepth, !T::kTripled);
   for (int i = 0; q.by_sets && i < count && e == cudaSuccess; ++i)
     e = EncodePixels(&q.y[i], p.in, y, p.images, p.y, features, sets[i].y, T::kDepth, !T::kTripled);

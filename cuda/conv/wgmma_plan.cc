@@ -29,22 +29,22 @@ struct Cost {
 Cost CostOf(const TileShape& t, const Problem& p) {
   // Of 16-bit floats and of TF32: forward and data gradient, then the filter gradient, which takes floats in tiles of
   // 128 rows only; and of TF32 forward, with the filter in registers.
-  constexpr Cost k128x128[] = {{600, 4400}, {620, 8000}, {590, 3500}, {620, 6000}, {750, 7000}};
-  constexpr Cost k256x64[] = {{750, 4200}, {830, 9700}, {740, 4000}, {}, {740, 9500}};
-  constexpr Cost k128x64[] = {{420, 4100}, {475, 5100}, {435, 4000}, {470, 3000}, {450, 5600}};
-  constexpr Cost k64x128[] = {{420, 3450}, {400, 5150}, {420, 3500}, {}, {670, 4000}};
-  constexpr Cost k64x64[] = {{355, 3500}, {360, 4100}, {335, 2500}, {}, {390, 4150}};
+  constexpr Cost k128x128[] = {{570, 4950}, {655, 6400}, {615, 3500}, {685, 4950}, {675, 5750}};
+  constexpr Cost k256x64[] = {{760, 5100}, {795, 5350}, {685, 4000}, {}, {670, 6650}};
+  constexpr Cost k128x64[] = {{390, 2750}, {400, 4650}, {355, 3100}, {460, 3750}, {420, 4150}};
+  constexpr Cost k64x128[] = {{390, 2600}, {405, 3850}, {350, 2500}, {}, {505, 4000}};
+  constexpr Cost k64x64[] = {{300, 2100}, {300, 2750}, {290, 2450}, {}, {320, 3500}};
   // Forward half a line of features takes longer for what it brings.
-  constexpr Cost k128x160Halved = {800, 5500};
-  constexpr Cost k128x160[] = {{790, 5500}, {780, 9000}, {}, {790, 8000}};
-  constexpr Cost k128x256[] = {{}, {1050, 6000}, {1110, 4000}, {1040, 8000}};
-  constexpr Cost k256x128[] = {{}, {}, {1120, 4500}};
-  constexpr Cost k192x128 = {860, 3500}, k192x160 = {1035, 4000};
-  constexpr Cost k256x160[] = {{1400, 4200}, {}, {1340, 5000}};
+  constexpr Cost k128x160Halved = {780, 8000};
+  constexpr Cost k128x160[] = {{740, 5800}, {810, 7900}, {}, {790, 8000}};
+  constexpr Cost k128x256[] = {{}, {1160, 6000}, {1180, 4550}, {1090, 9000}};
+  constexpr Cost k256x128[] = {{}, {}, {1180, 5250}};
+  constexpr Cost k192x128 = {915, 4850}, k192x160 = {1130, 5800};
+  constexpr Cost k256x160[] = {{1450, 5000}, {}, {1480, 6450}};
   constexpr Cost kCopied = {620, 8300};  // some 585 on an H200, 700 on an H100, whose L2 cache delivers less
   // Across, no other warpgroup hides what is between tiles.
-  constexpr Cost k96Across = {465, 1500}, k160Across = {670, 1800}, k208Across = {940, 2000};
-  constexpr Cost k192Across[] = {{785, 1950}, {}, {}, {}, {870, 4500}};
+  constexpr Cost k96Across = {430, 1550}, k160Across = {705, 2600}, k208Across = {930, 2250};
+  constexpr Cost k192Across[] = {{830, 2400}, {}, {}, {}, {940, 4600}};
   if (IsOfPairs(t.tile)) {
     constexpr double kApart = 1.5;  // each of a pair has products of its own
     const Cost single = CostOf(SingleTile(t), p);
@@ -135,7 +135,9 @@ double FilterCycles(const Problem& p, const TileShape& t, const FilterShape& sha
   constexpr double kBegin = 2000;
   const bool turned = p.in == DType::kF32 && transposed == 0;
   const bool part_of_y = p.in == DType::kF32 && p.features % WgmmaDepth(p.in) != 0;
-  const double step = cost.step * part *
+  // Boxes come faster than columns of pixels.
+  const double boxes = ReadsXAsItLies(p) ? 0.92 : 1;
+  const double step = cost.step * part * boxes *
                           (AreApart(p, p.features) ? 1.45
                            : part_of_y             ? 1.25
                                                    : 1) +
@@ -148,24 +150,27 @@ double FilterCycles(const Problem& p, const TileShape& t, const FilterShape& sha
   const double before = turned ? kBegin : CopyingCycles(transposed, 2);
   // What dense layers move is not hidden where the warpgroups share their stages.
   const double more = p.in == DType::kF32 && std::min(p.channels, p.features) >= 64 ? memory / 2 : 0;
-  constexpr double kSum = 6000;  // of the kernel that adds up pieces, beside what it moves
+  constexpr double kSum = 5400;  // of the kernel that adds up pieces, beside what it moves
   if (blocks == shape.tiles && shape.count == 1) {
     const double busy = shape.sets[0].steps * step, each = std::ceil(double(blocks) / kMultiprocessors);
     // Whole tiles that are left are written and read once more, with what must be checked.
     constexpr double kLeft = 0.0015;
     const bool left = shape.left && !p.exchanged;
     const double beside = before + more + (left ? kSum + kLeft * blocks * t.rows * t.columns * 4 : 0);
-    if (together) return beside + each * (busy + cost.tile);
-    return beside + each * std::max(busy, (busy + cost.tile) / 2) + cost.tile;
+    constexpr double kFirst = 1250;  // until the first step
+    if (p.in == DType::kF32) return beside + each * (busy + cost.tile);
+    if (together) return kFirst + beside + each * (busy + cost.tile);
+    return kFirst + beside + each * std::max(busy, (busy + cost.tile) / 2) + cost.tile;
   }
   // Blocks that begin at many different steps, as all do where tiles have different ones, find less of what they read
-  // in the cache. Then comes the kernel that adds up, and bytes of pieces to and from it; that of exchanged problems is
-  // mostly counted elsewhere.
-  constexpr double kApart = 0.0035, kAlike = 7, kSecond = 2000, kExchanged = 4000;
-  const double byte = p.in == DType::kF32 ? 0.06 : 0.1;
+  // in the cache, if that does not hold all. Then comes the kernel that adds up, and bytes of pieces to and from it;
+  // that of exchanged problems is mostly counted elsewhere.
+  constexpr double kAlike = 7, kSecond = 600, kExchanged = 4000;
+  const double apart = p.batch * (x_bytes + y_bytes) > kCachedBytes ? 0.011 : 0.0035;
+  const double byte = p.in == DType::kF32 ? 0.075 : 0.1;
   const double begins = double(blocks) / (shape.count > 1 ? 1 : std::gcd(blocks, shape.tiles));
   const double steps = CeilDiv(shape.work, blocks), slots = shape.Slots(blocks);
-  const double busy = steps * step * (1 + kApart * std::max(0.0, begins - kAlike)) +
+  const double busy = steps * step * (1 + apart * std::max(0.0, begins - kAlike)) +
                       (together ? std::floor(steps * shape.tiles / shape.work) * cost.tile : 0);
   // Where a block has the columns of a row of tiles one after the other, what taps meet of a problem's x is read anew
   // for each of them, and for every tap, if the cache does not hold it.
@@ -279,10 +284,10 @@ int64_t TransposedBytes(const Problem& p, const TileShape& t) {
   return CeilDiv(p.images * p.YPixels(), depth) * depth * p.features * 4;
 }
 
-bool ReadsProblemsApart(const Problem& p) {
+bool ReadsXAsItLies(const Problem& p) {
   for (int d = 0; d < kRank; ++d)
     if (p.stride[d] != 1 || p.pad[d] != 0 || p.x[d] != p.y[d] || p.lhs_dilation[d] != 1) return false;
-  return p.batch > 1 && p.Taps() == 1;
+  return p.Taps() == 1;
 }
 
 FilterShape FilterShapeOf(const Problem& p, const TileShape& t, int edges) {
@@ -298,7 +303,7 @@ FilterShape FilterShapeOf(const Problem& p, const TileShape& t, int edges) {
     shape.work += tiles * shape.sets[i].steps;
   }
   // Beyond a problem's last pixel x has the next one's, of which y's zeros do not make up for an infinity.
-  const bool mixed = p.batch > 1 && pixels % line != 0 && !ReadsProblemsApart(p);
+  const bool mixed = p.batch > 1 && pixels % line != 0 && !ReadsXAsItLies(p);
   shape.left = p.exchanged || mixed;
   return shape;
 }
@@ -372,7 +377,7 @@ double WgmmaCycles(const Problem& problem, const TileShape& t, int64_t cluster, 
   if (cluster > 1) {
     // Clusters have to fit into the device's groups of multiprocessors, and none has a second tile to hide the first.
     const double clusters = cluster == 2 ? 66 : cluster == 3 ? 36 : cluster == 4 ? 30 : 15;
-    const double exchange = (IsAcross(t.tile) ? kSend : 0) + 2000 + t.rows * t.columns / 4;
+    const double exchange = (IsAcross(t.tile) ? kSend : 0) + 3600 + t.rows * t.columns / 4;
     // Blocks that read different steps find less of what they read on its way to others already.
     const double delay = IsAcross(t.tile) ? (g.rows < 8 * t.rows ? 1.35 : 1) : t.columns == 160 ? 1 : 1.3;
     const double tiles = double(CeilDiv(maps[0].rows, t.rows)) * tiles_of_row, steps = maps[0].tap_count * lines;
@@ -396,7 +401,7 @@ double WgmmaCycles(const Problem& problem, const TileShape& t, int64_t cluster, 
   const double elements =
       p.batch * p.groups * (p.images * pixels * channels + double(g.rows) * g.columns) + double(p.FilterSize());
   const double memory = elements * SizeOf(p.in) / (kMultiprocessors * kBytesPerCycle);
-  constexpr double kBegin = 4400;  // until the first step
+  constexpr double kBegin = 1450;  // until the first step
   if (together) return std::max(rounds.Longest(), memory + 1.5 * cost.tile) + kBegin + copying;
   return std::max(rounds.Longest(), memory) + cost.tile + copying;
 }

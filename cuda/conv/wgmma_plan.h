@@ -48,7 +48,7 @@ FilterShape FilterShapeOf(const Problem& p, const TileShape& t, int edges);
 
 // Whether a filter gradient's x is read like y, pixel by pixel, so that zeros are past a problem's last one and not
 // what the next one has: of 1x1 windows on all of x.
-bool ReadsProblemsApart(const Problem& p);
+bool ReadsXAsItLies(const Problem& p);
 
 // The best of a filter gradient's configurations of that tile within `workspace_limit` bytes.
 std::optional<Config> PlanFilterWgmma(const Problem& p, const TileShape& t, int64_t workspace_limit, int edges);
