@@ -29,7 +29,7 @@ struct Cost {
 Cost CostOf(const TileShape& t, const Problem& p) {
   // Of 16-bit floats and of TF32: forward and data gradient, then the filter gradient, which takes floats in tiles of
   // 128 rows only; and of TF32 forward, with the filter in registers.
-  constexpr Cost k128x128[] = {{570, 4950}, {655, 6400}, {615, 3500}, {685, 4950}, {675, 5750}};
+  constexpr Cost k128x128[] = {{570, 4950}, {655, 6400}, {615, 3500}, {655, 5200}, {675, 5750}};
   constexpr Cost k256x64[] = {{760, 5100}, {795, 5350}, {685, 4000}, {}, {670, 6650}};
   constexpr Cost k128x64[] = {{390, 2750}, {400, 4650}, {355, 3100}, {460, 3750}, {420, 4150}};
   constexpr Cost k64x128[] = {{390, 2600}, {405, 3850}, {350, 2500}, {}, {505, 4000}};
@@ -360,7 +360,7 @@ double WgmmaCycles(const Problem& problem, const TileShape& t, int64_t cluster, 
     cost.tile = IsAcross(t.tile) ? 23 * t.rows - 350 : 1.42 * cost.tile;
   // What is left of a pixel's channels takes a load too, which is slower for what it brings.
   const int64_t left = channels % line;
-  const double apart = p.in == DType::kF32 ? 2.1 : 2.7, last = left == 0 ? 0 : AreApart(p, left) ? apart : 1.6;
+  const double apart = p.in == DType::kF32 ? 2.2 : 2.9, last = left == 0 ? 0 : AreApart(p, left) ? apart : 1.75;
   const double lines = channels / line + last;
   // Zeros beyond the last feature take the unit longer than features.
   if (t.columns == 160 && p.direction == Direction::kForward && p.in != DType::kF32 && g.columns % t.columns != 0)
@@ -368,7 +368,7 @@ double WgmmaCycles(const Problem& problem, const TileShape& t, int64_t cluster, 
   // So do the filter's lines, where they are of channels too.
   const bool lines_of_both =
       p.direction == Direction::kDataGradient || t.tile == Tile::kWgmma128x128Copied || p.Tripled();
-  if (left != 0 && lines_of_both && !IsAcross(t.tile)) cost.step *= 1.35;
+  if (left != 0 && lines_of_both && !IsAcross(t.tile)) cost.step *= 1.45;
   // Where windows that are a stride apart overlap in two dimensions, tiles of many rows find less in the cache.
   constexpr double kOverlap = 1.03;
   int overlapping = 0;
