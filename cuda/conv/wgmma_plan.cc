@@ -21,7 +21,7 @@ const TileShape& SingleTile(const TileShape& t) {
 }
 
 // The cycles of a step, and those of beginning and storing a tile, which the other warpgroup hides unless tiles are
-// short. Fitted to an H200, where the choice is then on average 2 % slower than the best.
+// short. Fitted to an H200, where the choice is then on average 1 % slower than the best.
 struct Cost {
   double step, tile;
 };
@@ -40,7 +40,7 @@ Cost CostOf(const TileShape& t, const Problem& p) {
   constexpr Cost k128x256[] = {{}, {1160, 6000}, {1180, 4550}, {1090, 9000}};
   constexpr Cost k256x128[] = {{}, {}, {1180, 5250}};
   constexpr Cost k192x128 = {915, 4850}, k192x160 = {1130, 5800};
-  constexpr Cost k256x160[] = {{1450, 5000}, {}, {1480, 6450}};
+  constexpr Cost k256x160[] = {{1370, 5000}, {}, {1480, 6450}};
   constexpr Cost kCopied = {620, 8300};  // some 585 on an H200, 700 on an H100, whose L2 cache delivers less
   // Across, no other warpgroup hides what is between tiles.
   constexpr Cost k96Across = {430, 1550}, k160Across = {705, 2600}, k208Across = {930, 2250};
@@ -94,6 +94,27 @@ Cost CostOf(const TileShape& t, const Problem& p) {
   }
 }
 
+// How much longer a step takes whose filter, or y, comes in parts of lines: zeros beyond the last feature take the TMA
+// unit longer than features, which small tiles wait for.
+double PartsOfLines(const TileShape& t) {
+  switch (t.tile) {
+    case Tile::kWgmma64x64:
+      return 1.35;
+    case Tile::kWgmma64x128:
+      return 1.47;
+    case Tile::kWgmma128x64:
+      return 1.4;
+    case Tile::kWgmma128x128:
+      return 1.2;
+    case Tile::kWgmma256x64:
+      return 1.13;
+    case Tile::kWgmma96Across:
+      return 1.3;
+    default:
+      return 1;
+  }
+}
+
 // Whether pixels do not begin with the sectors that memory is read in.
 bool AreApart(const Problem& p, int64_t channels) { return channels * SizeOf(p.in) % 32 != 0; }
 
@@ -137,7 +158,8 @@ double FilterCycles(const Problem& p, const TileShape& t, const FilterShape& sha
   const bool part_of_y = p.in == DType::kF32 && p.features % WgmmaDepth(p.in) != 0;
   // Boxes come faster than columns of pixels.
   const double boxes = ReadsXAsItLies(p) ? 0.92 : 1;
-  const double step = cost.step * part * boxes *
+  const double part_of_line = p.in != DType::kF32 && p.features % WgmmaDepth(p.in) != 0 ? PartsOfLines(t) : 1;
+  const double step = cost.step * part * boxes * part_of_line *
                           (AreApart(p, p.features) ? 1.45
                            : part_of_y             ? 1.25
                                                    : 1) +
@@ -362,13 +384,13 @@ double WgmmaCycles(const Problem& problem, const TileShape& t, int64_t cluster, 
   const int64_t left = channels % line;
   const double apart = p.in == DType::kF32 ? 2.2 : 2.9, last = left == 0 ? 0 : AreApart(p, left) ? apart : 1.75;
   const double lines = channels / line + last;
-  // Zeros beyond the last feature take the unit longer than features.
-  if (t.columns == 160 && p.direction == Direction::kForward && p.in != DType::kF32 && g.columns % t.columns != 0)
-    cost.step *= t.rows == 128 ? 1.4 : 1.1;
-  // So do the filter's lines, where they are of channels too.
+  // Data gradients have the filter's lines along channels, as others do whose filter is copied.
   const bool lines_of_both =
       p.direction == Direction::kDataGradient || t.tile == Tile::kWgmma128x128Copied || p.Tripled();
-  if (left != 0 && lines_of_both && !IsAcross(t.tile)) cost.step *= 1.45;
+  if (lines_of_both ? left != 0 : g.columns % line != 0)
+    cost.step *= lines_of_both && p.in == DType::kF32 ? 1.17 : PartsOfLines(t);
+  if (t.tile == Tile::kWgmma128x160 && !lines_of_both && p.in != DType::kF32 && g.columns % t.columns != 0)
+    cost.step *= 1.1;
   // Where windows that are a stride apart overlap in two dimensions, tiles of many rows find less in the cache.
   constexpr double kOverlap = 1.03;
   int overlapping = 0;

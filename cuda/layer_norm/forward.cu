@@ -42,12 +42,16 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     ForEachVector<V, false>(p, [&](int s, int k) { x[u][s] = static_cast<const X*>(f.x)[row[u] * p.n + k]; });
     pivot[u] = p.n > 0 ? static_cast<A>(static_cast<const T*>(f.x)[row[u] * p.n * L]) : A(0);
   }
-  // The parameters too, where nothing else hides the wait, and registers are left for them.
-  constexpr bool kEarly = U == 1 && V * L <= (kHasPairs<T> && kThreads == 512 && L > 1 ? 32 : 16);
+  // The parameters too, where nothing else hides the wait, and registers are left for them. They are not used before
+  // the moments are there, which otherwise would wait for them.
+  constexpr bool kEarly = U == 1 && V * L <= 8;
   A scale[kEarly ? V : 1][L], bias[kEarly ? V : 1][L];
   const auto load_parameters = [&](int64_t problem, int s, int k) {
     const int64_t at = problem * p.n + k;
-    LoadScale(scale[kEarly ? s : 0], f.scale, constants.offset, at);
+    if constexpr (kEarly)
+      LoadBias(scale[s], f.scale, at);
+    else
+      LoadScale(scale[0], f.scale, constants.offset, at);
     LoadBias(bias[kEarly ? s : 0], f.bias, at);
   };
   if constexpr (kEarly)
@@ -75,6 +79,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   for (int u = 0; u < U; ++u) ForEachVector<V, false>(p, [&](int s, int) { ForgetWide(x[u][s]); });
 
   if (p.n == 0) return;
+  if constexpr (kEarly)
+#pragma unroll
+    for (auto& each : scale) AddOffset(each, f.scale, constants.offset);
   int64_t problem[U] = {};
   if (shape.problems > 1)
 #pragma unroll
@@ -263,33 +270,56 @@ cudaError_t Launch(const Forward& f, const Shape& shape, const Options& options,
                       Constants<Accumulator<T>>(options, shape.n), spread);
 }
 
+// Rows so few that all of them run at once are spread over as many threads as there is room for: each has 32 bytes of
+// its row, or more, and a block shares it, or else a cluster of blocks, as few as possible.
+template <class T, int L>
+constexpr int kFew = 32 / (L * sizeof(T));
+// Blocks of 512 threads that a multiprocessor holds, where each keeps so many vectors.
+template <class T, int L, int V>
+constexpr int kFewBlocks = V == kFew<T, L> || (V == 2 * kFew<T, L> && !std::is_same_v<T, __half>) ? 2 : 1;
+
+// Calls f with how many vectors a thread keeps, and the spread; false if there are too many rows.
+template <class T, int L, class F>
+bool SpreadFew(const Shape& shape, int64_t n, const Device& device, F&& f) {
+  const int64_t rows = shape.problems * shape.rows;
+  const auto fits = [&](auto keep, int threads, int max_cluster) {
+    constexpr int V = decltype(keep)::value;
+    const Spread s = SpreadRows(n, V, 256, threads, max_cluster);
+    if (s.steps == 0 || (V > kFew<T, L> && s.cluster == 1)) return false;
+    // Of larger clusters no whole number fills a group of multiprocessors.
+    const int64_t blocks = device.multiprocessors * (kFewBlocks<T, L, V> * 512 / s.Threads());
+    if (rows > blocks / s.cluster * (s.cluster > 2 ? 0.9 : 1)) return false;
+    f(keep, s);
+    return true;
+  };
+  constexpr std::integral_constant<int, kFew<T, L>> few;
+  constexpr std::integral_constant<int, 2 * few> more;
+  constexpr std::integral_constant<int, sizeof(T) == 4 ? 4 * few : 2 * few> most;
+  if (n <= 512 * few) return fits(few, 512, 1);
+  return fits(few, 256, device.max_cluster) || fits(few, 512, device.max_cluster) ||
+         fits(more, 256, device.max_cluster) || fits(more, 512, device.max_cluster) ||
+         fits(most, 512, device.max_cluster);
+}
+
 // Rows as vectors of L elements, of 16 bytes or 8.
 template <class T, int L>
 cudaError_t RunAligned(const Forward& f, const Shape& shape, const Options& options, const Device& device,
                        cudaStream_t stream, bool* done) {
-  constexpr int kKeep = 4, kColumns = 16 / L, kLong = 32 / L;
+  constexpr int kKeep = 4;
   // Blocks of a multiprocessor: what the compiler makes of f16 takes more registers.
   constexpr int kBlocks = std::is_same_v<T, __half> ? 2 : 3;
   const int64_t n = shape.n / L;
-  if (AreFew(shape, n, device)) {
-    const Spread thin = SpreadRows(n, 1, 256, 512, 1);
-    if (thin.cluster == 1) return Launch<T, L, 1, 1, false, 512>(f, shape, options, thin, stream);
-    const Spread wide = SpreadRows(n, kColumns, 256, 512, device.max_cluster);
-    // A block that takes all of a row has it before two blocks have exchanged their sums: of floats, and where two
-    // would have to wait for a multiprocessor.
-    if (wide.cluster == 2 && (sizeof(T) == 4 || 2 * shape.problems * shape.rows > device.multiprocessors))
-      return Launch<T, L, kLong, 1, false, 512>(f, shape, options, SpreadRows(n, kLong, 256, 512, 1), stream);
-    if (wide.steps > 0)
-      return wide.cluster == 1 ? Launch<T, L, kColumns, 1, false, 512>(f, shape, options, wide, stream)
-                               : Launch<T, L, kColumns, 1, true, 512>(f, shape, options, wide, stream);
-    *done = false;
-    if constexpr (L == kVecLength<T>) {  // rows of shorter vectors are not so long
-      const Spread widest = SpreadRows(n, kLong, 256, 512, device.max_cluster);
-      *done = widest.steps > 0;
-      if (*done) return Launch<T, L, kLong, 1, true, 512>(f, shape, options, widest, stream);
-    }
-    return cudaSuccess;
-  }
+  if (n <= 256 && AreFew(shape, n, device))
+    return Launch<T, L, 1, 1, false, 512>(f, shape, options, SpreadRows(n, 1, 256, 512, 1), stream);
+  cudaError_t e = cudaSuccess;
+  const bool few = SpreadFew<T, L>(shape, n, device, [&](auto keep, const Spread& spread) {
+    constexpr int V = decltype(keep)::value, kAtOnce = kFewBlocks<T, L, V>;
+    if (spread.cluster > 1)
+      e = Launch<T, L, V, 1, true, 512, kAtOnce>(f, shape, options, spread, stream);
+    else if constexpr (V == kFew<T, L>)
+      e = Launch<T, L, V, 1, false, 512, kAtOnce>(f, shape, options, spread, stream);
+  });
+  if (few) return e;
   // Of short rows several vectors to a lane: fewer steps of a sum over the lanes. Of bf16 in small blocks.
   if constexpr (std::is_same_v<T, float>)
     if (n >= 4 && n <= 64)
@@ -388,7 +418,8 @@ cudaError_t RunForward(const Forward& f, DType dtype, Shape shape, Options optio
         // Many long rows in a ring too, which has room for those of 256 KB.
         const int64_t n = shape.n / kVecLength<T>, longest_without = sizeof(T) == 2 ? 2048 : 4096;
         if constexpr (!std::is_same_v<T, __half>)
-          if (n > longest_without && n <= 16384 && device.max_cluster == kMaxCluster && !AreFew(shape, n, device))
+          if (n > longest_without && n <= 16384 && device.max_cluster == kMaxCluster &&
+              !SpreadFew<T, kVecLength<T>>(shape, n, device, [](auto, const Spread&) {}))
             return RunShifted<T>(f, shape, options, device, stream, &done);
         return RunAligned<T, kVecLength<T>>(f, shape, options, device, stream, &done);
       }

@@ -247,7 +247,21 @@ struct Constants {
         inverse(static_cast<A>(1.0 / static_cast<double>(n))) {}
 };
 
-// scale + offset of a vector; 1 where there is no scale.
+// Parameters of a vector, as they lie in memory; 0 where there are none.
+template <int L, class A, class... At>
+__device__ void LoadBias(A (&bias)[L], const void* from, const At&... at) {
+#pragma unroll
+  for (A& each : bias) each = 0;
+  if (from != nullptr) LoadParameters(bias, static_cast<const A*>(from), at...);
+}
+
+// Makes of a scale that is loaded so scale + offset; 1 where there is none.
+template <int L, class A>
+__device__ void AddOffset(A (&scale)[L], const void* from, A offset) {
+#pragma unroll
+  for (A& each : scale) each = from == nullptr ? A(1) : each + offset;
+}
+
 template <int L, class A, class... At>
 __device__ void LoadScale(A (&scale)[L], const void* from, A offset, const At&... at) {
 #pragma unroll
@@ -256,13 +270,6 @@ __device__ void LoadScale(A (&scale)[L], const void* from, A offset, const At&..
   LoadParameters(scale, static_cast<const A*>(from), at...);
 #pragma unroll
   for (A& each : scale) each += offset;
-}
-
-template <int L, class A, class... At>
-__device__ void LoadBias(A (&bias)[L], const void* from, const At&... at) {
-#pragma unroll
-  for (A& each : bias) each = 0;
-  if (from != nullptr) LoadParameters(bias, static_cast<const A*>(from), at...);
 }
 
 // A mean of 16-bit floats is exact enough as one number of the accumulator's type: if they differ at all, their
