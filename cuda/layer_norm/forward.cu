@@ -271,12 +271,12 @@ cudaError_t Launch(const Forward& f, const Shape& shape, const Options& options,
 }
 
 // Rows so few that all of them run at once are spread over as many threads as there is room for: each has 32 bytes of
-// its row, or more, and a block shares it, or else a cluster of blocks, as few as possible.
+// its row, or up to 128, and a block shares it, or else a cluster of blocks, as few as possible.
 template <class T, int L>
 constexpr int kFew = 32 / (L * sizeof(T));
 // Blocks of 512 threads that a multiprocessor holds, where each keeps so many vectors.
 template <class T, int L, int V>
-constexpr int kFewBlocks = V == kFew<T, L> || (V == 2 * kFew<T, L> && !std::is_same_v<T, __half>) ? 2 : 1;
+constexpr int kFewBlocks = V <= kFew<T, L> || (V == 2 * kFew<T, L> && !std::is_same_v<T, __half>) ? 2 : 1;
 
 // Calls f with how many vectors a thread keeps, and the spread; false if there are too many rows.
 template <class T, int L, class F>
@@ -285,17 +285,21 @@ bool SpreadFew(const Shape& shape, int64_t n, const Device& device, F&& f) {
   const auto fits = [&](auto keep, int threads, int max_cluster) {
     constexpr int V = decltype(keep)::value;
     const Spread s = SpreadRows(n, V, 256, threads, max_cluster);
-    if (s.steps == 0 || (V > kFew<T, L> && s.cluster == 1)) return false;
+    if (s.steps == 0 || (V > 2 * kFew<T, L> && s.cluster == 1)) return false;
     // Of larger clusters no whole number fills a group of multiprocessors.
     const int64_t blocks = device.multiprocessors * (kFewBlocks<T, L, V> * 512 / s.Threads());
-    if (rows > blocks / s.cluster * (s.cluster > 2 ? 0.9 : 1)) return false;
+    if (rows > blocks / s.cluster * s.groups * (s.cluster > 2 ? 0.9 : 1)) return false;
     f(keep, s);
     return true;
   };
+  constexpr std::integral_constant<int, 1> one;
   constexpr std::integral_constant<int, kFew<T, L>> few;
   constexpr std::integral_constant<int, 2 * few> more;
   constexpr std::integral_constant<int, sizeof(T) == 4 ? 4 * few : 2 * few> most;
-  if (n <= 512 * few) return fits(few, 512, 1);
+  constexpr int64_t kShort = 2048;  // elements that a block has before a second vector of each thread
+  if (n <= 32 || (shape.n <= kShort && rows <= device.multiprocessors))
+    return AreFew(shape, n, device) && fits(one, 512, 1);
+  if (n <= 512 * few) return fits(few, 512, 1) || (n >= 128 && fits(more, 512, 1));
   return fits(few, 256, device.max_cluster) || fits(few, 512, device.max_cluster) ||
          fits(more, 256, device.max_cluster) || fits(more, 512, device.max_cluster) ||
          fits(most, 512, device.max_cluster);
@@ -309,15 +313,13 @@ cudaError_t RunAligned(const Forward& f, const Shape& shape, const Options& opti
   // Blocks of a multiprocessor: what the compiler makes of f16 takes more registers.
   constexpr int kBlocks = std::is_same_v<T, __half> ? 2 : 3;
   const int64_t n = shape.n / L;
-  if (n <= 256 && AreFew(shape, n, device))
-    return Launch<T, L, 1, 1, false, 512>(f, shape, options, SpreadRows(n, 1, 256, 512, 1), stream);
   cudaError_t e = cudaSuccess;
   const bool few = SpreadFew<T, L>(shape, n, device, [&](auto keep, const Spread& spread) {
     constexpr int V = decltype(keep)::value, kAtOnce = kFewBlocks<T, L, V>;
-    if (spread.cluster > 1)
-      e = Launch<T, L, V, 1, true, 512, kAtOnce>(f, shape, options, spread, stream);
-    else if constexpr (V == kFew<T, L>)
-      e = Launch<T, L, V, 1, false, 512, kAtOnce>(f, shape, options, spread, stream);
+    if constexpr (V <= 2 * kFew<T, L>)
+      if (spread.cluster == 1) e = Launch<T, L, V, 1, false, 512, kAtOnce>(f, shape, options, spread, stream);
+    if constexpr (V > 1)
+      if (spread.cluster > 1) e = Launch<T, L, V, 1, true, 512, kAtOnce>(f, shape, options, spread, stream);
   });
   if (few) return e;
   // Of short rows several vectors to a lane: fewer steps of a sum over the lanes. Of bf16 in small blocks.

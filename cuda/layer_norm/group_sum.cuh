@@ -32,12 +32,21 @@ __device__ void OpenExchanges(E (&exchanges)[N]) {
   ClusterArriveRelaxed();
 }
 
-// v[i] = the sum of v[i] over `lanes` neighbouring lanes, a power of two of them.
-template <int W, class A>
+// v[i] = the sum of v[i] over `lanes` neighbouring lanes, a power of two of them; without a loop, which takes longer
+// and fewer registers, where those are a whole warp and `kUnrolled` says so.
+template <bool kUnrolled, int W, class A>
 __device__ void LaneSum(A (&v)[W], int lanes) {
-  for (int mask = 1; mask < lanes; mask *= 2)
+  const auto add = [&](int mask) {
 #pragma unroll
     for (int i = 0; i < W; ++i) v[i] += ShuffleXor(v[i], mask);
+  };
+  if (kUnrolled && lanes == 32) {
+#pragma unroll
+    for (int mask = 1; mask < 32; mask *= 2) add(mask);
+  } else {
+#pragma unroll 1
+    for (int mask = 1; mask < lanes; mask *= 2) add(mask);
+  }
 }
 
 // The sum over a warp's lanes of v[i], W of them, a power of two, in lane i: two lanes share out what is left of the
@@ -77,17 +86,18 @@ __device__ void BlockSum(A (&v)[W], Exchange<A, M, kCluster>& exchange) {
   // Every run of as many lanes as there are warps adds up their values; in a cluster one warp does, and sends the sums.
   if (kCluster && warp != 0) return;
   static_assert(kMaxWarps <= 32, "a lane for each");
-  const int span = 1 << (32 - __clz(warps - 1)), w = lane & (span - 1);
+  const int span = kScattered ? 1 << (32 - __clz(warps - 1)) : 32, w = lane & (span - 1);
 #pragma unroll
   for (int i = 0; i < W; ++i) v[i] = w < warps ? exchange.values[i][w] : A(0);
-  LaneSum(v, span);
+  LaneSum<!kScattered && W <= 2>(v, span);
 }
 
 // The two halves of a sum over a cluster: its threads may do something else in between, and send what is next before
 // they have received what was sent. `round`: how often the exchange was used before.
-template <int W, int M, class A>
+template <bool kScattered = true, int W, int M, class A>
 __device__ void SendSum(A (&v)[W], const Place& p, Exchange<A, M, true>& exchange) {
-  BlockSum<true>(v, exchange);  // groups of a cluster are whole blocks
+  if (!kScattered) LaneSum<W <= 2>(v, 32);
+  BlockSum<kScattered>(v, exchange);  // groups of a cluster are whole blocks
   if (threadIdx.x >= 32) return;
   if (threadIdx.x == 0) exchange.mailbox.Expect(W * p.cluster * static_cast<int>(sizeof(A)));
   if (threadIdx.x < p.cluster)
@@ -100,7 +110,7 @@ __device__ void ReceiveSum(A (&v)[W], const Place& p, Exchange<A, M, true>& exch
   exchange.mailbox.Wait(round);
 #pragma unroll
   for (int i = 0; i < W; ++i) v[i] = exchange.blocks[i][threadIdx.x & (p.cluster - 1)];
-  LaneSum(v, p.cluster);
+  LaneSum<false>(v, p.cluster);
 }
 
 // v[i] = the sum of v[i] over the threads of the group, in each of them, in a fixed order; for the
@@ -108,10 +118,10 @@ __device__ void ReceiveSum(A (&v)[W], const Place& p, Exchange<A, M, true>& exch
 template <bool kScattered = true, bool kCluster, int W, int M, class A>
 __device__ void GroupSum(A (&v)[W], const Place& p, Exchange<A, M, kCluster> (&exchanges)[2], int turn) {
   if constexpr (kCluster) {
-    SendSum(v, p, exchanges[turn & 1]);
+    SendSum<kScattered>(v, p, exchanges[turn & 1]);
     ReceiveSum(v, p, exchanges[turn & 1], turn >> 1);
   } else {
-    if (!kScattered || p.width <= 32) LaneSum(v, min(32, p.width));
+    if (!kScattered || p.width <= 32) LaneSum<!kScattered && W <= 2>(v, min(32, p.width));
     if (p.width > 32) BlockSum<kScattered>(v, exchanges[turn & 1]);
   }
 }
@@ -124,8 +134,8 @@ __device__ void RowMoments(A (&mean)[U], A (&rest)[U], A (&rstd)[U], const Vec<T
   A pivot[U];
 #pragma unroll
   for (int u = 0; u < U; ++u) pivot[u] = constants.center ? pivots[u] : A(0);
-  // Once for nearly every row, twice for others; a third time where the mean of equal numbers was rounded.
-  for (int round = 0; round < 4; ++round) {
+  // About these pivots, then those; whether any of them was far from the mean.
+  const auto find = [&] {
     A sums[2 * U] = {};
 #pragma unroll
     for (int u = 0; u < U; ++u)
@@ -156,8 +166,17 @@ __device__ void RowMoments(A (&mean)[U], A (&rest)[U], A (&rstd)[U], const Vec<T
       rest[u] = kWideMean<T> ? c.rest : A(0);
       rstd[u] = InverseRoot(c.variance + constants.epsilon);
     }
-    if (!__any_sync(~0u, far)) break;  // a warp may have several groups
+    return __any_sync(~0u, far);  // a warp may have several groups
+  };
+  // Once for nearly every row, twice for others; a third time where the mean of equal numbers was rounded. The first
+  // time not in the loop, where registers are left: before a loop, loads are waited for that are on their way.
+  constexpr int kMost = 4;
+  int round = 0;
+  if constexpr (U == 1 && V * L <= 16) {
+    if (__builtin_expect(!find(), true)) return;
+    round = 1;
   }
+  while (round < kMost && find()) ++round;
 }
 
 }  // namespace jaxdnn::layer_norm

@@ -224,7 +224,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 
   __shared__ A warps[kThreads / 32][2 * N];
-  LaneSum(sums, 32);
+  LaneSum<true>(sums, 32);
   if (threadIdx.x % 32 == 0)
 #pragma unroll
     for (int i = 0; i < 2 * N; ++i) warps[threadIdx.x / 32][i] = sums[i];
