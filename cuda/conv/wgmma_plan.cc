@@ -29,21 +29,21 @@ struct Cost {
 Cost CostOf(const TileShape& t, const Problem& p) {
   // Of 16-bit floats and of TF32: forward and data gradient, then the filter gradient, which takes floats in tiles of
   // 128 rows only; and of TF32 forward, with the filter in registers.
-  constexpr Cost k128x128[] = {{570, 4950}, {655, 6400}, {615, 3500}, {655, 5200}, {675, 5750}};
+  constexpr Cost k128x128[] = {{570, 4700}, {640, 6800}, {610, 3500}, {630, 5600}, {675, 5750}};
   constexpr Cost k256x64[] = {{760, 5100}, {795, 5350}, {685, 4000}, {}, {670, 6650}};
   constexpr Cost k128x64[] = {{390, 2750}, {400, 4650}, {355, 3100}, {460, 3750}, {420, 4150}};
   constexpr Cost k64x128[] = {{390, 2600}, {405, 3850}, {350, 2500}, {}, {505, 4000}};
   constexpr Cost k64x64[] = {{300, 2100}, {300, 2750}, {290, 2450}, {}, {320, 3500}};
   // Forward half a line of features takes longer for what it brings.
   constexpr Cost k128x160Halved = {780, 8000};
-  constexpr Cost k128x160[] = {{740, 5800}, {810, 7900}, {}, {790, 8000}};
-  constexpr Cost k128x256[] = {{}, {1160, 6000}, {1180, 4550}, {1090, 9000}};
-  constexpr Cost k256x128[] = {{}, {}, {1180, 5250}};
-  constexpr Cost k192x128 = {915, 4850}, k192x160 = {1130, 5800};
-  constexpr Cost k256x160[] = {{1370, 5000}, {}, {1480, 6450}};
+  constexpr Cost k128x160[] = {{740, 5800}, {790, 8200}, {}, {790, 8000}};
+  constexpr Cost k128x256[] = {{}, {1100, 6000}, {1110, 4500}, {1060, 8500}};
+  constexpr Cost k256x128[] = {{}, {}, {1130, 5000}};
+  constexpr Cost k192x128 = {870, 4500}, k192x160 = {1060, 5000};
+  constexpr Cost k256x160[] = {{1370, 5000}, {}, {1400, 6000}};
   constexpr Cost kCopied = {620, 8300};  // some 585 on an H200, 700 on an H100, whose L2 cache delivers less
   // Across, no other warpgroup hides what is between tiles.
-  constexpr Cost k96Across = {430, 1550}, k160Across = {705, 2600}, k208Across = {930, 2250};
+  constexpr Cost k96Across = {485, 1300}, k160Across = {705, 2600}, k208Across = {930, 2250};
   constexpr Cost k192Across[] = {{830, 2400}, {}, {}, {}, {940, 4600}};
   if (IsOfPairs(t.tile)) {
     constexpr double kApart = 1.5;  // each of a pair has products of its own
@@ -152,14 +152,16 @@ double FilterCycles(const Problem& p, const TileShape& t, const FilterShape& sha
   const bool together = p.in == DType::kF32 || t.rows * t.columns > 128 * 128;
   // Parts of lines take longer for what they bring, and large tiles need less of it.
   const double part = AreApart(p, p.channels) ? 1.45 : p.channels % WgmmaDepth(p.in) != 0 && !together ? 1.25 : 1;
+  // Edges are patched step by step, of which small tiles have more.
+  const double patched = HasFrame(p) && t.rows * t.columns < 128 * 128 ? 1.25 : 1;
   // Floats that are not, the steps transpose themselves, in shared memory, after a longer beginning.
   constexpr double kBegin = 2000;
   const bool turned = p.in == DType::kF32 && transposed == 0;
   const bool part_of_y = p.in == DType::kF32 && p.features % WgmmaDepth(p.in) != 0;
-  // Boxes come faster than columns of pixels.
-  const double boxes = ReadsXAsItLies(p) ? 0.92 : 1;
+  // Boxes come faster than columns of pixels, and these slower where no neighbour asks for them too.
+  const double boxes = ReadsXAsItLies(p) ? 0.92 : p.Taps() > 1 && p.features <= 64 ? 1.15 : 1;
   const double part_of_line = p.in != DType::kF32 && p.features % WgmmaDepth(p.in) != 0 ? PartsOfLines(t) : 1;
-  const double step = cost.step * part * boxes * part_of_line *
+  const double step = cost.step * part * patched * boxes * part_of_line *
                           (AreApart(p, p.features) ? 1.45
                            : part_of_y             ? 1.25
                                                    : 1) +
@@ -188,7 +190,9 @@ double FilterCycles(const Problem& p, const TileShape& t, const FilterShape& sha
   // in the cache, if that does not hold all. Then comes the kernel that adds up, and bytes of pieces to and from it;
   // that of exchanged problems is mostly counted elsewhere.
   constexpr double kAlike = 7, kSecond = 600, kExchanged = 4000;
-  const double apart = p.batch * (x_bytes + y_bytes) > kCachedBytes ? 0.011 : 0.0035;
+  constexpr int64_t kReaders = 32;  // tiles that read the same
+  const bool again_and_again = shape.count == 1 && shape.tiles >= kReaders;
+  const double apart = again_and_again && p.batch * (x_bytes + y_bytes) > kCachedBytes ? 0.011 : 0.0035;
   const double byte = p.in == DType::kF32 ? 0.075 : 0.1;
   const double begins = double(blocks) / (shape.count > 1 ? 1 : std::gcd(blocks, shape.tiles));
   const double steps = CeilDiv(shape.work, blocks), slots = shape.Slots(blocks);
@@ -391,6 +395,11 @@ double WgmmaCycles(const Problem& problem, const TileShape& t, int64_t cluster, 
     cost.step *= lines_of_both && p.in == DType::kF32 ? 1.17 : PartsOfLines(t);
   if (t.tile == Tile::kWgmma128x160 && !lines_of_both && p.in != DType::kF32 && g.columns % t.columns != 0)
     cost.step *= 1.1;
+  // Where all multiprocessors are busy, pixels that one tile's columns alone meet, tap by tap, take longer: no
+  // neighbour has asked for them.
+  constexpr double kAlone = 1.3;
+  if (maps[0].tap_count > 1 && g.columns <= 64 && p.batch * maps[0].rows > kMultiprocessors * t.rows)
+    cost.step *= kAlone;
   // Where windows that are a stride apart overlap in two dimensions, tiles of many rows find less in the cache.
   constexpr double kOverlap = 1.03;
   int overlapping = 0;
