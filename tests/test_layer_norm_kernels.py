@@ -7,7 +7,7 @@ import pytest
 
 import jaxdnn
 from layer_norm_cases import WIDE, Case
-from layer_norm_oracle import ADD, BOTH, NORMS, check_cases, oracle, project, statistics
+from layer_norm_oracle import ADD, BOTH, EPSILON, NORMS, check_cases, oracle, project, statistics
 from numerics import ACCUMULATOR, DTYPES, assert_close, assert_repeatable, exact, sample
 
 
@@ -36,6 +36,25 @@ def test_more_rows_than_one_kernel_takes(kind, dtype):
   lengths = (24, 64, 136, 200, 264, 520, 640, 776, 1032, 1152, 1288, 2056, 4104, 8200)
   check_cases(kind, [Case(1031, n) for n in lengths], dtype, tangent=False)
   check_cases(kind, [Case(4501, 776), Case(4501, 1032), Case(66, 40968)], dtype, residual=True, tangent=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("kind", BOTH)
+def test_rows_that_all_run_at_once(kind, dtype):
+  """By blocks, and by clusters of blocks that have 32, 64 or 128 bytes to a thread; and some rows too many."""
+  rows_of_bytes = {
+    528: (131,), 2048: (133, 1057), 4096: (133, 1057), 16384: (3, 265), 16400: (119,), 32768: (60, 133, 265),
+    49152: (119,), 65536: (15, 133), 131072: (7, 30, 60), 262144: (7, 30), 524288: (3,), 1048576: (3,),
+  }  # fmt: skip
+  cases = [Case(r, b // jnp.dtype(dtype).itemsize) for b, rows in rows_of_bytes.items() for r in rows]
+  for i, case in enumerate(cases):
+    x, scale, bias = sample(case, dtype, i), sample((case.n,), "float32", i + 1), sample((case.n,), "float32", i + 2)
+    h, _ = statistics(kind, x, EPSILON[kind])
+    want = h * exact(scale) + exact(bias)
+    assert_close(jax.jit(NORMS[kind])(x, scale, bias), want, dtype, terms=case.n, scale=2 * np.abs(want).max())
+  check_cases(kind, [Case(9, 8192), Case(31, 24576), Case(65, 4096)], dtype, residual=True, tangent=False)
+  check_cases(kind, [Case(9, 16384)], dtype, affine=False, tangent=False)
 
 
 @pytest.mark.gpu
