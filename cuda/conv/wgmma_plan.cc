@@ -29,11 +29,11 @@ struct Cost {
 Cost CostOf(const TileShape& t, const Problem& p) {
   // Of 16-bit floats and of TF32: forward and data gradient, then the filter gradient, which takes floats in tiles of
   // 128 rows only; and of TF32 forward, with the filter in registers.
-  constexpr Cost k128x128[] = {{570, 4700}, {640, 6800}, {610, 3500}, {630, 5600}, {675, 5750}};
+  constexpr Cost k128x128[] = {{580, 4500}, {640, 6800}, {610, 3500}, {630, 5600}, {675, 5750}};
   constexpr Cost k256x64[] = {{760, 5100}, {795, 5350}, {685, 4000}, {}, {670, 6650}};
-  constexpr Cost k128x64[] = {{390, 2750}, {400, 4650}, {355, 3100}, {460, 3750}, {420, 4150}};
-  constexpr Cost k64x128[] = {{390, 2600}, {405, 3850}, {350, 2500}, {}, {505, 4000}};
-  constexpr Cost k64x64[] = {{300, 2100}, {300, 2750}, {290, 2450}, {}, {320, 3500}};
+  constexpr Cost k128x64[] = {{390, 2750}, {400, 4650}, {348, 3100}, {460, 3750}, {420, 4150}};
+  constexpr Cost k64x128[] = {{390, 2600}, {405, 3850}, {352, 2500}, {}, {505, 4000}};
+  constexpr Cost k64x64[] = {{300, 2100}, {300, 2750}, {310, 2450}, {}, {320, 3500}};
   // Forward half a line of features takes longer for what it brings.
   constexpr Cost k128x160Halved = {780, 8000};
   constexpr Cost k128x160[] = {{740, 5800}, {790, 8200}, {}, {790, 8000}};
@@ -398,8 +398,7 @@ double WgmmaCycles(const Problem& problem, const TileShape& t, int64_t cluster, 
   // Where all multiprocessors are busy, pixels that one tile's columns alone meet, tap by tap, take longer: no
   // neighbour has asked for them.
   constexpr double kAlone = 1.3;
-  if (maps[0].tap_count > 1 && g.columns <= 64 && p.batch * maps[0].rows > kMultiprocessors * t.rows)
-    cost.step *= kAlone;
+  if (maps[0].tap_count > 1 && g.columns <= 64 && p.batch * g.rows > kMultiprocessors * t.rows) cost.step *= kAlone;
   // Where windows that are a stride apart overlap in two dimensions, tiles of many rows find less in the cache.
   constexpr double kOverlap = 1.03;
   int overlapping = 0;
