@@ -7,8 +7,8 @@
 
 namespace jaxdnn::conv {
 
-// How a set's positions lie in x or y: from `lower` in steps of `one`, `all` to where the next line begins; and how far
-// apart positions are that are a step of the reduction apart, but for what that is in images.
+// How a set's positions follow one another in x or y: in each dimension from `lower` on, `one` apart, `all` of them so
+// long; and by how much a step of the reduction moves on, which in images MappedSet has.
 struct PixelWalk {
   int lower[kRank], one[kRank], all[kRank], by[kRank];
 
