@@ -298,6 +298,8 @@ def test_planner_prefers_big_tiles_for_big_problems_and_splits_long_sums():
   assert plan(w=(1, 3, 3, 64, 64), groups=1, **shapes, **half)["tile"] == "mma 128x64"
   assert plan(w=(1, 3, 3, 1, 64), groups=64, **shapes, **half)["tile"] == "depthwise"
   half["hopper"] = True
+  # Of 64 channels, plane by plane takes less: 98 µs of 256 images, where the dense kernel takes 20 of 32.
+  assert plan(w=(1, 3, 3, 64, 64), groups=1, **shapes, **half)["tile"] == "planes"
   wide = {"direction": "conv_fwd", "x": (1, 64, 28, 28, 256), "y": (1, 64, 28, 28, 256)}
   assert plan(w=(1, 3, 3, 256, 256), groups=1, **wide, **half)["tile"].startswith("wgmma")
   assert plan(w=(1, 3, 3, 1, 64), groups=64, **shapes, **half)["tile"] == "depthwise"
