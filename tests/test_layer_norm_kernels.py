@@ -58,6 +58,37 @@ def test_rows_that_all_run_at_once(kind, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("kind", BOTH)
+def test_a_block_to_each_row(kind, dtype):
+  """One vector to a thread and two, in whole blocks and not; with all that a row may have beside it, and with less."""
+  norm, add = NORMS[kind], ADD[kind]
+
+  def results(x, r, scale, bias):
+    parameters = (scale, bias) if kind == "layer" else (scale,)
+    return (
+      (norm(x, *parameters), norm(x, *parameters, zero_centered=True), norm(x, scale), norm(x, bias=bias)),
+      add(x, r, *parameters),
+    )
+
+  length = 16 // jnp.dtype(dtype).itemsize
+  sizes = [(1, 33), (7, 64), (700, 65), (132, 200), (264, 511), (3, 512), (132, 513), (9, 1000), (265, 1024)]
+  for rows, vectors in sizes:
+    shape, wide = (rows, vectors * length), ACCUMULATOR[dtype]
+    x, r = np.array(sample(shape, dtype)), sample(shape, dtype, 1)
+    x[::5, 0] += 100  # so far from the mean that the moments are found again
+    scale, bias = sample(shape[1:], wide, 2), sample(shape[1:], wide, 3)
+    of_x, (of_sum, s) = jax.jit(results)(x, r, scale, bias)
+    both = exact(bias) if kind == "layer" else 0.0
+    h, hs = (statistics(kind, each, EPSILON[kind])[0] for each in (x, s))
+    wants = (h * scale + both, h * (1 + exact(scale)) + both, h * scale, h + bias)
+    for got, want in [*zip(of_x, wants, strict=True), (of_sum, hs * scale + both)]:
+      assert_close(got, want, dtype, terms=shape[1], scale=2 * np.abs(want).max())
+    assert_close(s, exact(x) + exact(r), dtype)
+  check_cases(kind, [Case(5, 40 * length), Case(131, 1000 * length)], dtype, residual=True, tangent=False)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", BOTH)
 def test_many_rows_of_odd_lengths(kind, dtype):
@@ -178,7 +209,7 @@ def test_kernels_write_everything_and_repeat(kind, dtype):
 @pytest.mark.sanitize
 @pytest.mark.parametrize("kind", BOTH)
 def test_kernels_under_the_sanitizer(kind):
-  for rows, n in [(70, 24), (9, 77), (30, 768), (5, 4100), (5, 16400), (70, 8193), (301, 8200), (2, 300001)]:
+  for rows, n in [(70, 24), (9, 77), (30, 768), (5, 4100), (3, 4096), (5, 16400), (70, 8193), (301, 8200), (2, 300001)]:
     check_repeatable(kind, rows, n, "float32", repeats=2)
     check_repeatable(kind, rows, n, "bfloat16", repeats=2)
 

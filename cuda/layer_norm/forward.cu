@@ -382,6 +382,8 @@ cudaError_t RunForward(const Forward& f, DType dtype, Shape shape, Options optio
         if (TakesPacked(dtype, shape)) return RunPackedForward(f, dtype, shape, options, stream);
         if (TakesRuns(f, dtype, shape)) return RunRuns(f, dtype, shape, options, stream);
       }
+      if (aligned && TakesFewRows(f, dtype, shape, options, device))
+        return RunFewRows(f, dtype, shape, options, device, stream);
       if (aligned && shape.n % kVecLength<T> == 0) {
         // Many long rows in a ring too, which has room for those of 256 KB.
         const int64_t n = shape.n / kVecLength<T>, longest_without = sizeof(T) == 2 ? 2048 : 4096;
