@@ -34,6 +34,8 @@ def test_is_chosen(direction, stride, hopper):
       assert first.name == first.tile == GROUPED
       assert first.exactness == ("float32 of tf32" if dtype == "float32" else "float32")
       assert (first.workspace_bytes > 0) == (first.splits > 1) == (direction == "filter_gradient")
+  if direction != "filter_gradient":
+    assert algorithms(direction, 24, 17, stride=stride, hopper=hopper)[0].name == GROUPED
 
 
 @pytest.mark.parametrize("direction", RESULTS)
@@ -44,6 +46,9 @@ def test_is_not_offered(direction):
   assert GROUPED not in names(1, 32)
   assert GROUPED not in names(32, 4)
   assert GROUPED not in names(16, 1)
+  assert (GROUPED in names(24, 2)) == (direction != "filter_gradient")
+  assert GROUPED not in names(24, 2, "float32")
+  assert GROUPED not in names(24, 2, window=(3, 3, 3), spatial=(8, 8, 8), padding="SAME")
   assert GROUPED not in names(4, 32, features=8)
   assert GROUPED not in names(4, 32, window=(5, 5))
   assert GROUPED not in names(4, 32, window=(1, 3), padding=((0, 0), (1, 1)))
@@ -86,12 +91,17 @@ CASES = [
     for channels in (2, 4, 8, 16)
     for n, width in enumerate((1, 5, 14, 15, 16, 17, 31, 56, 1, 5, 14, 15, 16, 17, 31, 56))
   ),
+  *(
+    case(24, 2 + n % 3, 1 + n % 5, (1 + n % 7, width), 1 + n // 8 % 2)
+    for n, width in enumerate((1, 5, 14, 15, 16, 17, 31, 56, 1, 5, 14, 15, 16, 17, 31, 56))
+  ),
   *(case(4, 8, 3, (9, 12), stride, padding) for stride in (1, 2) for padding in PADDINGS),
-  *(case(16, 3, 2, (8, 9), stride, padding) for stride in (1, 2) for padding in PADDINGS),
+  *(case(n, 3, 2, (8, 9), stride, padding) for n in (16, 24) for stride in (1, 2) for padding in PADDINGS),
   *(case(channels, 24 // channels, 2, (6, 19), stride) for channels in (2, 4, 8) for stride in (1, 2)),
   case(8, 5, 3, (7, 14)),
   case(4, 32, 40, (40, 33)),
   case(8, 16, 40, (41, 34), 2),
+  case(24, 17, 40, (14, 14)),
 ]
 
 
@@ -111,9 +121,11 @@ PLANES = [
 
 
 def check(case, dtype, out_dtype, draw=coarse):
-  depth, wide = case.window[0], dtype == "float32" and case.c // case.groups == 16
-  of_planes = len(case.window) == 3 and (depth != 3 or case.stride[1] > 1 or wide)
-  results = "w" if of_planes else "yxw"
+  depth, channels = case.window[0], case.c // case.groups
+  of_planes = len(case.window) == 3 and (depth != 3 or case.stride[1] > 1 or (dtype == "float32" and channels == 16))
+  results = "w" if of_planes else "yx" if channels == 24 else "yxw"
+  if channels == 24 and dtype == "float32":
+    return
   if min(out_spatial(case.spatial, case.window, *case.geometry)) > 0:
     conv_checks.check(case, GROUPED, dtype, out_dtype, draw=draw, results=results)
 
@@ -142,7 +154,7 @@ def test_volumes(each):
 def test_kernels_under_the_sanitizer(dtype):
   check(VOLUMES[4], dtype, dtype)
   check(PLANES[0], dtype, dtype)
-  for channels, stride in ((4, 1), (4, 2), (16, 1), (16, 2)):
+  for channels, stride in ((4, 1), (4, 2), (16, 1), (16, 2), (24, 1), (24, 2)):
     check(case(channels, 48 // channels, 3, (5, 9), stride, PADDINGS[3]), dtype, dtype)
     with np.errstate(invalid="ignore"):
       check(case(channels, 48 // channels, 3, (5, 9), stride), dtype, dtype, not_finite)
@@ -152,7 +164,7 @@ def test_kernels_under_the_sanitizer(dtype):
 @pytest.mark.parametrize("seed", range(20))
 def test_random_problems(seed):
   rng = np.random.default_rng(seed)
-  channels = int(rng.choice([2, 4, 8, 16]))
+  channels = int(rng.choice([2, 4, 8, 16, 24]))
   padding = tuple((int(a), int(b)) for a, b in rng.integers(-2, 5, (2, 2)))
   spatial = tuple(int(v) for v in rng.integers(4, 40, 2))
   groups = max(1, 8 // channels) * int(rng.integers(2, 17))
@@ -163,11 +175,11 @@ def test_random_problems(seed):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("channels", [2, 4, 8, 16])
+@pytest.mark.parametrize("channels", [2, 4, 8, 16, 24])
 @pytest.mark.parametrize("stride", [1, 2])
 def test_infinities_stay_in_their_group(dtype, channels, stride):
   with np.errstate(invalid="ignore"):
-    check(case(channels, 64 // channels, 3, (9, 18), stride), dtype, dtype, not_finite)
+    check(case(channels, max(2, 64 // channels), 3, (9, 18), stride), dtype, dtype, not_finite)
 
 
 @pytest.mark.gpu
@@ -190,10 +202,12 @@ def test_batch_of_problems(dtype, stride):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("channels, stride", [(4, 1), (8, 2), (16, 1)])
+@pytest.mark.parametrize("channels, stride", [(4, 1), (8, 2), (16, 1), (24, 1), (24, 2)])
 @pytest.mark.parametrize("activation", [None, "relu", "gelu"])
 @pytest.mark.parametrize("dtype, out_dtype", [("bfloat16", None), ("float32", None), ("bfloat16", "float32")])
 def test_epilogue(channels, stride, activation, dtype, out_dtype):
+  if channels == 24 and dtype == "float32":
+    pytest.skip("groups of 24 are of 16-bit floats")
   each = case(channels, 48 // channels, 3, (7, 18), stride)
   layer = dict(stride=stride, padding=SAME3, groups=each.groups, activation=activation)
   check_epilogue(GROUPED, each.x_shape, each.w_shape, dtype, out_dtype, **layer)

@@ -15,13 +15,18 @@ namespace jaxdnn::conv {
 enum class Stride { kOne, kTwo, kHalf };
 
 // Where in a slot of pixels of kChunks 16-byte chunks each chunk is. They are exchanged so that those of eight columns,
-// kStep pixels apart, lie in different banks.
+// kStep pixels apart, lie in different banks; of three chunks those of neighbours do as they are.
 template <int kChunks, int kStep>
 struct SlotPlaces {
   static constexpr int kPerRow = 8 / kChunks, kExchanges = kStep * kChunks;
 
   static __device__ int At(unsigned pixel, unsigned chunk) {
     return int(((pixel * kChunks + chunk) ^ (pixel / kPerRow % kExchanges)) * 16);
+  }
+  // In a slot, of tap s, the chunk that is 2 f further than the one at `place`.
+  template <int kTaps>
+  static __device__ uint32_t In(uint32_t slot, const int (&place)[kTaps], int s, int f) {
+    return (slot + place[s]) ^ (32 * f);
   }
   // Of the pixel as many after that at `place` as k warps bring, a chunk each lane.
   static __device__ constexpr int Further(int place, int k) {
@@ -31,15 +36,26 @@ struct SlotPlaces {
   }
 };
 
+template <int kStep>
+struct SlotPlaces<3, kStep> {
+  static __device__ int At(unsigned pixel, unsigned chunk) { return int((pixel * 3 + chunk) * 16); }
+  template <int kTaps>
+  static __device__ uint32_t In(uint32_t slot, const int (&place)[kTaps], int s, int f) {
+    return slot + place[0] + s * 48 + 32 * f;  // fewer registers
+  }
+  static __device__ constexpr int Further(int place, int k) { return place + k * (32 / 3) * 48; }
+};
+
 constexpr int kGroupedWarps = 4;
 
-// A warp has 16 columns of the result, and kBytes of each pixel's channels. kWide are groups of 16 channels; otherwise
-// eight neighbouring channels are a product by themselves, whether they are one group or several. Of volumes, the
-// window has three planes, and planes of the result are images.
-template <class In_, bool kWide_, Stride kStride, int kPlanes_ = 1>
+// A warp has 16 columns of the result, and kBytes of each pixel's channels. Groups are of kGroup channels, 16 or 24, or
+// with 8, eight neighbouring channels are a product by themselves, whether they are one group or several. Of volumes,
+// the window has three planes, and planes of the result are images.
+template <class In_, int kGroup_, Stride kStride, int kPlanes_ = 1>
 struct GroupedTile {
   using In = In_;
-  static constexpr bool kWide = kWide_;
+  static constexpr int kGroup = kGroup_;
+  static constexpr bool kWide = kGroup > 8;
   static constexpr int kWarps = kGroupedWarps, kThreads = 32 * kWarps;
   static constexpr int kPlanes = kPlanes_, kWindow = 9 * kPlanes;
   static constexpr bool kVolumes = kPlanes > 1;
@@ -51,22 +67,24 @@ struct GroupedTile {
   static constexpr int kOverlap = kTaps - kStep;
   static constexpr int kSums = kStride == Stride::kOne ? 3 : 2;  // results of a column that are being added up
   // That share a multiprocessor: where sums are finished or stored as floats, and otherwise.
-  static constexpr int kFinishing = kPlanes > 1 ? 2 : 3;
-  static constexpr int kBlocks = kPlanes > 1 ? 2 : kWide && sizeof(In) == 4 ? 3 : 4;
+  static constexpr int kFinishing = kPlanes > 1 || kGroup == 24 ? 2 : 3;
+  static constexpr int kBlocks = kPlanes > 1 || kGroup == 24 ? 2 : kWide && sizeof(In) == 4 ? 3 : 4;
 
-  static constexpr int kBytes = kWide && sizeof(In) == 2 ? 32 : 64;
+  static constexpr int kBytes = kWide && sizeof(In) == 2 ? 2 * kGroup : 64;
   static constexpr int kChannels = kBytes / sizeof(In), kChunk = 16 / sizeof(In), kChunks = kBytes / 16;
-  static constexpr int kFragments = kBytes / 32;  // of 16 pixels by two chunks
-  static constexpr int kTiles = kChannels / 8;    // of the product's columns
-  // Of a tile's filter, for a tap: registers of a lane.
-  static constexpr int kWords = (kWide ? 2 : 1) * int(sizeof(In)) / 2;
+  static constexpr int kFragments = CeilDiv(kChunks, 2);  // of 16 pixels by two chunks, the last one perhaps by one
+  static constexpr bool kHasHalf = kChunks % 2 != 0;
+  static constexpr int kTiles = kChannels / 8;                // of the product's columns
+  static constexpr int kRunTiles = kTiles == 3 ? 4 : kTiles;  // among which lanes exchange what they store
+  // Of a tile's filter, for a tap: words of a lane.
+  static constexpr int kWords = kGroup / 8 * int(sizeof(In)) / 2;
 
   // A ring of lines, each of as many pixels as a lane's few copies bring, in each of the planes.
   static constexpr int kApart = 32 / kChunks;
   static constexpr int kCopies = ((16 * kStep + 4 * kOverlap) + kApart - 1) / kApart;
   static constexpr int kPixels = kCopies * kApart, kPlaneBytes = kPixels * kBytes, kSlotBytes = kPlanes * kPlaneBytes;
   static constexpr int kSlots = kStep == 1 && kPlanes == 1 ? 6 : 4;
-  static constexpr int kFilterBytes = kWindow * (kWide ? 16 : 8) * kBytes;
+  static constexpr int kFilterBytes = kWindow * kGroup * kBytes;
   static constexpr int kSharedBytes = kWarps * kSlots * kSlotBytes + kFilterBytes;
 
   using Sums = float[kTiles][4];
@@ -198,6 +216,7 @@ struct GroupedStrip {
 #pragma unroll
     for (int k = 0; k < T::kCopies; ++k) {
       const int padded = first + lane / T::kChunks + k * T::kApart;
+      const bool has_chunk = 32 % T::kChunks == 0 || lane / T::kChunks < T::kApart;
       int x;
       int image = problem * q.images + q.padded_width.Div(padded, &x), plane = 0;
       x -= q.pad_w;
@@ -206,7 +225,7 @@ struct GroupedStrip {
         plane += first_plane - q.pad_d;
         image = image * q.depth + plane;
       }
-      if (padded < end) read |= 1u << k;
+      if (padded < end && has_chunk) read |= 1u << k;
 #pragma unroll
       for (int d = 0; d < T::kPlanes; ++d)
         if (static_cast<unsigned>(x) < static_cast<unsigned>(q.width) && channel < q.channels &&
@@ -245,54 +264,67 @@ struct GroupedStrip {
 };
 
 // As the products want it, with zeros between channels of different groups. It passes through shared memory, in 16-byte
-// chunks: one by one its elements would take longer than some lines of pixels.
+// chunks: one by one its elements would take longer than some lines of pixels. There its taps are as lines meet them.
 template <class T>
 struct GroupedFilter {
   using Places = SlotPlaces<T::kChunks, 1>;
-  uint32_t words[T::kWindow][T::kTiles * T::kWords];
+  static constexpr int kMatrices = T::kTiles * T::kWords;
+  uint32_t words[T::kWindow][kMatrices];
+
+  // Of a tap: the channels of a group.
+  static __device__ int Rows(const GroupedParams& q) { return T::kWide ? T::kGroup : 1 << q.group_log; }
 
   // Begins to copy a block's part of a problem's filter to `shared`, T::kFilterBytes of it.
   static __device__ void Copy(const GroupedParams& q, const typename T::In* filter, int part, uint32_t shared) {
-    const int chunk = threadIdx.x % T::kChunks, channel = part * T::kChannels + chunk * T::kChunk;
-    for (int row = threadIdx.x / T::kChunks; row < T::kWindow << q.group_log; row += T::kThreads / T::kChunks)
-      CopyAsync<16>(shared + Places::At(row, chunk), filter + row * q.channels + channel, channel < q.channels);
+    const int chunk = threadIdx.x % T::kChunks, channel = part * T::kChannels + chunk * T::kChunk, rows = Rows(q);
+    constexpr int kApart = T::kThreads / T::kChunks;
+    int row = threadIdx.x / T::kChunks;
+    if (row >= kApart) row = T::kWindow * rows;  // of three chunks to a row threads are left
+    for (; row < T::kWindow * rows; row += kApart) {
+      const int tap = T::kWide ? row / T::kGroup : row >> q.group_log;
+      const int from = q.mirrored ? row + (T::kWindow - 1 - 2 * tap) * rows : row;
+      CopyAsync<16>(shared + Places::At(row, chunk), filter + from * q.channels + channel, channel < q.channels);
+    }
     CommitCopies();
   }
 
   // The copies of all threads are there.
   __device__ GroupedFilter(const GroupedParams& q, uint32_t shared) {
-    const int lane = threadIdx.x % 32, n = lane / 4, in_group = (1 << q.group_log) - 1;
+    const int lane = threadIdx.x % 32, n = lane / 4, rows = Rows(q), in_group = rows - 1;
+    // Where, from a tap's first row on, a lane's row of a matrix is: a word of a tile.
+    const auto place = [&](int first, int matrix) {
+      const int tile = matrix / T::kWords, word = matrix % T::kWords, row = 8 * (q.gradient ? tile : word) + lane % 8;
+      return shared + Places::At(first + (T::kWide ? row : row & in_group), T::kWide && q.gradient ? word : tile);
+    };
 #pragma unroll
     for (int tap = 0; tap < T::kWindow; ++tap) {
-      const int first = (q.mirrored ? T::kWindow - 1 - tap : tap) << q.group_log;
+      const int first = tap * rows;
       if constexpr (sizeof(typename T::In) == 2) {
-        // A fragment is a matrix for each word of each tile.
-        const int matrix = lane / 8, tile = matrix / T::kWords, word = matrix % T::kWords;
-        const int down = q.gradient ? tile : word, along = T::kWide && q.gradient ? word : tile;
-        const uint32_t from = shared + Places::At(first + ((8 * down + lane % 8) & in_group), along);
-        if (q.gradient) {
-          LoadMatrices<false>(words[tap], from);
-        } else {
-          LoadMatrices<true>(words[tap], from);
-        }
         const bool meet = T::kWide || 2 * (lane % 4) >> q.group_log == n >> q.group_log;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) words[tap][i] = meet ? words[tap][i] : 0;
-      } else {
-#pragma unroll
-        for (int tile = 0; tile < T::kTiles; ++tile)
-#pragma unroll
-          for (int i = 0; i < T::kWords; ++i) {
-            const int k = 4 * i + lane % 4, down = q.gradient ? n : k;
-            const int row = q.gradient && T::kWide ? 8 * tile + n : down & in_group;
-            const int channel = !q.gradient ? 8 * tile + n : T::kWide ? k : 8 * tile + k;
-            const uint32_t from = shared + Places::At(first + row, channel / 4) + channel % 4 * 4;
-            const bool meet = T::kWide || k >> q.group_log == n >> q.group_log;
-            words[tap][tile * T::kWords + i] = meet ? LoadWord(from) : 0;
+        for (int i = 0; i < kMatrices; i += 4) {
+          uint32_t four[4];
+          const uint32_t from = place(first, min(i + lane / 8, kMatrices - 1));
+          if (q.gradient) {
+            LoadMatrices<false>(four, from);
+          } else {
+            LoadMatrices<true>(four, from);
           }
 #pragma unroll
-        for (int i = 0; i < T::kTiles * T::kWords; i += 4)
-          RoundToTf32(reinterpret_cast<uint32_t (&)[4]>(words[tap][i]));
+          for (int j = 0; j < 4 && i + j < kMatrices; ++j) words[tap][i + j] = meet ? four[j] : 0;
+        }
+      } else {
+#pragma unroll
+        for (int i = 0; i < kMatrices; ++i) {
+          const int tile = i / T::kWords, k = 4 * (i % T::kWords) + lane % 4, down = q.gradient ? n : k;
+          const int row = q.gradient && T::kWide ? 8 * tile + n : down & in_group;
+          const int channel = !q.gradient ? 8 * tile + n : T::kWide ? k : 8 * tile + k;
+          const uint32_t from = shared + Places::At(first + row, channel / 4) + channel % 4 * 4;
+          const bool meet = T::kWide || k >> q.group_log == n >> q.group_log;
+          words[tap][i] = meet ? LoadWord(from) : 0;
+        }
+#pragma unroll
+        for (int i = 0; i < kMatrices; i += 4) RoundToTf32(reinterpret_cast<uint32_t (&)[4]>(words[tap][i]));
       }
     }
   }

@@ -38,9 +38,9 @@ struct FloatPlaces {
   static __device__ constexpr int Further(int place, int k) { return place + k * 8 * 64; }
 };
 
-template <class In_, bool kWide_, Stride kStride>
-struct GroupedFilterTile : GroupedTile<In_, kWide_, kStride> {
-  using Base = GroupedTile<In_, kWide_, kStride>;
+template <class In_, int kGroup, Stride kStride>
+struct GroupedFilterTile : GroupedTile<In_, kGroup, kStride> {
+  using Base = GroupedTile<In_, kGroup, kStride>;
   using Base::kBytes, Base::kChannels, Base::kChunks, Base::kStep, Base::kTiles, Base::kWarps, Base::kWide;
   using typename Base::In;
   static constexpr bool kFloats = sizeof(In) == 4, kVolumes = true;
@@ -355,14 +355,15 @@ cudaError_t LaunchGroupedFilter(const Problem& p, const Config& config, const vo
     return LaunchFilterMma(p, other, x, y, out, workspace, stream);
   }
   return VisitSingleDType(p.in, [&](auto in) {
-    const auto with_stride = [&](auto wide) {
+    const auto with_stride = [&](auto group) {
       using In = typename decltype(in)::type;
-      constexpr bool kWide = decltype(wide)::value;
+      constexpr int kGroup = decltype(group)::value;
       return p.stride[2] == 1
-                 ? LaunchTile<GroupedFilterTile<In, kWide, Stride::kOne>>(p, config, x, y, out, workspace, stream)
-                 : LaunchTile<GroupedFilterTile<In, kWide, Stride::kTwo>>(p, config, x, y, out, workspace, stream);
+                 ? LaunchTile<GroupedFilterTile<In, kGroup, Stride::kOne>>(p, config, x, y, out, workspace, stream)
+                 : LaunchTile<GroupedFilterTile<In, kGroup, Stride::kTwo>>(p, config, x, y, out, workspace, stream);
     };
-    return p.channels == 16 ? with_stride(std::true_type()) : with_stride(std::false_type());
+    return p.channels == 16 ? with_stride(std::integral_constant<int, 16>())
+                            : with_stride(std::integral_constant<int, 8>());
   });
 }
 

@@ -17,7 +17,8 @@ struct GroupedStore {
 
   __device__ GroupedStore(const GroupedParams& q, const GroupedBlock& block, int problem, int part)
       : line(block.first_line * T::kResults - q.outside_h) {
-    const int channel = part * T::kChannels + FirstOfRun<T::kTiles>(), columns = block.Columns(q);
+    const int in_part = FirstOfRun<T::kRunTiles>(), channel = part * T::kChannels + in_part;
+    const int columns = block.Columns(q);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int column = threadIdx.x % 32 / 4 + 8 * half;
@@ -26,7 +27,8 @@ struct GroupedStore {
       x = x * T::kResults - q.outside_w;
 #pragma unroll
       for (int b = 0; b < T::kResults; ++b)
-        there[half][b] = column < columns && channel < q.channels && unsigned(x + b) < unsigned(q.result_width);
+        there[half][b] = column < columns && in_part < T::kChannels && channel < q.channels &&
+                         unsigned(x + b) < unsigned(q.result_width);
       to[half] = (uint32_t(problem * q.images + image) * q.result_height + line) * q.out_line +
                  uint32_t(x) * (q.channels / 4u) + channel / 4u;
     }
@@ -47,15 +49,15 @@ struct GroupedStore {
 
 // The run of a pixel, as floats.
 template <class T>
-__device__ __forceinline__ void RunOf(const typename T::Sums& sums, int half, float (&run)[2 * T::kTiles]) {
+__device__ __forceinline__ void RunOf(const typename T::Sums& sums, int half, float (&run)[2 * T::kRunTiles]) {
 #pragma unroll
   for (int e = 0; e < 2; ++e) {
-    uint32_t words[T::kTiles];
+    uint32_t words[T::kRunTiles] = {};
 #pragma unroll
     for (int j = 0; j < T::kTiles; ++j) words[j] = __float_as_uint(sums[j][2 * half + e]);
     Transpose(words);
 #pragma unroll
-    for (int j = 0; j < T::kTiles; ++j) run[2 * j + e] = __uint_as_float(words[j]);
+    for (int j = 0; j < T::kRunTiles; ++j) run[2 * j + e] = __uint_as_float(words[j]);
   }
 }
 
@@ -80,13 +82,13 @@ __device__ __forceinline__ void StoreLine(const GroupedParams& q, const GroupedS
     Out* const to = out + store.Offset(q, half, b);
     if constexpr (sizeof(Out) == 2) {
       // Rounded first: half as many words to exchange.
-      Packed<Out, 2 * T::kTiles> packed;
+      Packed<Out, 2 * T::kRunTiles> packed = {};
 #pragma unroll
       for (int j = 0; j < T::kTiles; ++j) packed.v[j] = NarrowPair<Out>(sums[j][2 * half], sums[j][2 * half + 1]);
       Transpose(packed.v);
-      if (store.Exists(q, half, b)) StorePacked<Out, 2 * T::kTiles>(to, packed);
+      if (store.Exists(q, half, b)) StorePacked<Out, 2 * T::kRunTiles>(to, packed);
     } else {
-      float run[2 * T::kTiles];
+      float run[2 * T::kRunTiles];
       RunOf<T>(sums, half, run);
       if (store.Exists(q, half, b)) StoreRun(to, run);
     }
@@ -115,7 +117,7 @@ __device__ __forceinline__ void FinishLine(const GroupedParams& q, const Grouped
       for (int j = 0; j < T::kTiles; ++j)
         if (lane / 4 + 8 * half < columns && part * T::kChannels + 8 * j < q.channels)
           Add<Out>(reinterpret_cast<float (&)[2]>(sums[j][2 * half]), q.epilogue.residual,
-                   store.Offset(q, half, 0) - FirstOfRun<T::kTiles>() + first + 8 * j);
+                   store.Offset(q, half, 0) - FirstOfRun<T::kRunTiles>() + first + 8 * j);
   }
   ActivateInTurn<Out, 4>(reinterpret_cast<float (&)[4 * T::kTiles]>(sums), q.epilogue.activation);
 }

@@ -131,6 +131,22 @@ template <class T, int L, int V, int U, bool kShifted, class A, class E>
 __device__ void RowMoments(A (&mean)[U], A (&rest)[U], A (&rstd)[U], const Vec<T, L> (&x)[U][V], const A (&pivots)[U],
                            const A (&edges)[U], const Place& p, const Columns<L, kShifted>& columns,
                            const Constants<A>& constants, E (&exchanges)[2], int& turn) {
+  // Of RMS norm squares alone, where registers are left for code of its own.
+  if constexpr (U == 1 && V * L <= 32 && !kShifted) {
+    if (!constants.center) {
+      A squares[1] = {};
+      ForEachVector<V, false>(p, [&](int s, int) {
+        A v[L];
+        Widen(v, x[0][s]);
+#pragma unroll
+        for (const A each : v) squares[0] = fma(each, each, squares[0]);
+      });
+      GroupSum<false>(squares, p, exchanges, turn++);
+      mean[0] = rest[0] = 0;
+      rstd[0] = InverseRoot(squares[0] * constants.inverse + constants.epsilon);
+      return;
+    }
+  }
   A pivot[U];
 #pragma unroll
   for (int u = 0; u < U; ++u) pivot[u] = constants.center ? pivots[u] : A(0);
@@ -173,20 +189,6 @@ __device__ void RowMoments(A (&mean)[U], A (&rest)[U], A (&rstd)[U], const Vec<T
   constexpr int kMost = 4;
   int round = 0;
   if constexpr (U == 1 && V * L <= 16) {
-    if (!constants.center) {
-      A squares[1] = {};
-      ForEachVector<V, false>(p, [&](int s, int) {
-        A v[L];
-        Widen(v, x[0][s]);
-#pragma unroll
-        for (const A each : v) squares[0] = fma(each, each, squares[0]);
-      });
-      if (columns.HasEdge()) squares[0] = fma(edges[0], edges[0], squares[0]);
-      GroupSum<false>(squares, p, exchanges, turn++);
-      mean[0] = rest[0] = 0;
-      rstd[0] = InverseRoot(squares[0] * constants.inverse + constants.epsilon);
-      return;
-    }
     if (__builtin_expect(!find(), true)) return;
     round = 1;
   }
