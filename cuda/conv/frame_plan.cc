@@ -92,7 +92,7 @@ double PatchCycles(const Problem& p, const Config& config) {
   const double loads = kEach * share * pixels * p.Taps() * lines * columns / kMultiprocessors;
   if (filter) {
     // Each step, rows are looked up for all taps of a tile. Two warps share all that, while others multiply.
-    constexpr double kStep = 150, kTap = 450;
+    constexpr double kStep = 150, kTap = 600;
     const double units = t.rows / WgmmaDepth(p.in), taps = std::ceil(units / lines);
     const double steps = CeilDiv(g.depth, WgmmaDepth(p.in)) * std::ceil(p.Taps() * lines / units) * columns;
     const double busy = steps * (kStep + kTap * taps) / kMultiprocessors + loads / 2;
