@@ -1,4 +1,5 @@
-// How few rows are spread over the device.
+// How few rows are spread over the device that few_rows_forward.cu does not take: without a scale, in vectors of 8
+// bytes, so short that several share a warp, or so long that a cluster shares one.
 #pragma once
 
 #include <type_traits>
