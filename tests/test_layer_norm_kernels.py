@@ -220,6 +220,8 @@ def check_repeatable(kind, rows, n, dtype, repeats=5):
   y, s = assert_repeatable(ADD[kind], x, r, p, p, repeats=repeats)
   want = oracle(kind, s, p, p)
   assert_close(y, want, dtype, terms=n, scale=2 * np.abs(want).max())
+  want = oracle(kind, x, p)
+  assert_close(assert_repeatable(NORMS[kind], x, p, repeats=repeats), want, dtype, terms=n, scale=np.abs(want).max())
   gradients = assert_repeatable(lambda g, *a: jax.vjp(ADD[kind], *a)[1](g), (g, g_sum), x, r, p, p, repeats=repeats)
   assert all(np.isfinite(exact(each)).all() for each in gradients)
 
