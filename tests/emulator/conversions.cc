@@ -48,6 +48,15 @@ bool ComparePair(Warp& w, const Instruction& i, Mask m) {
   return true;
 }
 
+// One float, as 1 or 0.
+bool CompareToFloat(Warp& w, const Instruction& i, Mask m) {
+  ForLanes(m, [&](int l) {
+    const auto source = [&](int k) { return Get<float>(w.r[i.s[k]], l); };
+    Put(w.r[i.d[0]], l, i.immediate & Relation(source(0), source(1)) ? 1.0f : 0.0f);
+  });
+  return true;
+}
+
 int64_t RelationNamed(const std::string& name) {
   constexpr int64_t kLessEqual = kLess | kEqual, kGreaterEqual = kGreater | kEqual, kNotEqual = kLess | kGreater;
   static const std::map<std::string_view, int64_t> kRelations = {
@@ -81,9 +90,10 @@ void BindCompare(Operands& o) {
   const int64_t combine = o.Has("and") ? kAnd : o.Has("or") ? kOr : o.Has("xor") ? kXor : kAlone;
   o.Plain(run, RelationNamed(o.words[1]) | combine);
 }
-void BindComparePair(Operands& o) {
-  if (o.i.type != Scalar::kU32 || !IsPair(o.i.type2)) throw Error("unknown types");
-  o.Plain(ComparePair, RelationNamed(o.words[1]));
+void BindSet(Operands& o) {
+  const bool pair = o.i.type == Scalar::kU32 && IsPair(o.i.type2);
+  if (!pair && !(o.i.type == Scalar::kF32 && o.i.type2 == Scalar::kF32)) throw Error("unknown types");
+  o.Plain(pair ? ComparePair : CompareToFloat, RelationNamed(o.words[1]));
 }
 
 // Between single numbers. i.immediate says how floats become whole numbers, or that they need not.
@@ -142,7 +152,7 @@ void BindConvert(Operands& o) {
 
 const Table kConversions = {
     {"setp", BindCompare},
-    {"set", BindComparePair},
+    {"set", BindSet},
     {"cvt", BindConvert},
     {"cvt.rn.tf32", Bitwise<uint32_t>([](auto bits) { return RoundToTf32(bits); })},
     {"cvt.rna.tf32", Bitwise<uint32_t>([](auto bits) { return RoundToTf32(bits, true); })},

@@ -51,7 +51,7 @@ __global__ void BulkSum(const float* x, float* y, int fault) {
   __shared__ alignas(16) float values[64];
   __shared__ uint64_t storage;
   const uint32_t barrier = jaxdnn::SharedAddress(&storage);
-  if (threadIdx.x == 0) {
+  if (jaxdnn::hopper::IsElected()) {
     jaxdnn::hopper::InitBarrier(barrier, 1);
     jaxdnn::hopper::ArriveExpecting(barrier, sizeof(values));
     if (fault == kTooMany) jaxdnn::hopper::Arrive(barrier);

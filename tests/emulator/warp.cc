@@ -59,6 +59,16 @@ bool Reduction(Warp& w, const Instruction& i, Mask m) {
   return true;
 }
 
+// The lowest of the lanes that are named is the one. d|p, lanes
+bool Elect(Warp& w, const Instruction& i, Mask m) {
+  const int elected = __builtin_ctz(m & Named(w, i, 0, m));
+  ForLanes(m, [&](int l) {
+    w.r[i.d[0]][l] = elected;
+    w.r[i.d[1]][l] = l == elected;
+  });
+  return true;
+}
+
 // Here, lanes that are named and elsewhere are waited for.
 bool WarpBarrier(Warp& w, const Instruction& i, Mask m) {
   const Mask named = Get<uint32_t>(w.r[i.s[0]], __builtin_ctz(m));
@@ -78,6 +88,7 @@ const Table kWarp = {
     {"vote.sync.any", Votes([](Mask yes, Mask) { return yes != 0; })},
     {"vote.sync.uni", Votes([](Mask yes, Mask all) { return yes == all || yes == 0; })},
     {"vote.sync.ballot", Votes([](Mask yes, Mask) { return yes; })},
+    {"elect.sync", Plain<Elect>},
     {"bar.warp",
      [](Operands& o) {
        o.Source(0);
