@@ -14,6 +14,13 @@
 namespace jaxdnn::conv {
 namespace {
 
+// In how many dimensions windows overlap that are a stride apart.
+int OverlappingStrides(const Problem& p) {
+  int count = 0;
+  for (int d = 0; d < kRank; ++d) count += p.stride[d] > 1 && p.window[d] > p.stride[d];
+  return count;
+}
+
 constexpr int64_t kMostPlanes = 65535;  // of a grid of blocks, and rows of one
 
 // Whether pixels do not begin with the sectors that memory is read in.
@@ -97,7 +104,12 @@ double FilterCycles(const Problem& p, const TileShape& t, const FilterShape& sha
   const double byte = p.in == DType::kF32 ? 0.075 : 0.1;
   const double begins = double(blocks) / (shape.count > 1 ? 1 : std::gcd(blocks, shape.tiles));
   const double steps = CeilDiv(shape.work, blocks), slots = shape.Slots(blocks);
-  const double busy = steps * step * (1 + apart * std::max(0.0, begins - kAlike)) +
+  // Where windows that are a stride apart overlap, few taps meet a pixel: blocks at different steps of their tiles
+  // bring lines of x by themselves, while those of y are what others ask for too.
+  constexpr double kLine = 128, kAloneRate = 39, kSharedRate = 100;  // bytes, and bytes a cycle
+  const bool bring = blocks % shape.tiles != 0 && OverlappingStrides(p) > 0;
+  const double brought = bring ? kLine * (t.rows / kAloneRate + t.columns / kSharedRate) : 0;
+  const double busy = steps * std::max(step * (1 + apart * std::max(0.0, begins - kAlike)), brought) +
                       (together ? std::floor(steps * shape.tiles / shape.work) * cost.tile : 0);
   // Where a block has the columns of a row of tiles one after the other, what taps meet of a problem's x is read anew
   // for each of them, and for every tap, if the cache does not hold it.
@@ -302,9 +314,7 @@ double WgmmaCycles(const Problem& problem, const TileShape& t, int64_t cluster, 
   if (maps[0].tap_count > 1 && g.columns <= 64 && p.batch * g.rows > kMultiprocessors * t.rows) cost.step *= kAlone;
   // Where windows that are a stride apart overlap in two dimensions, tiles of many rows find less in the cache.
   constexpr double kOverlap = 1.03;
-  int overlapping = 0;
-  for (int d = 0; d < kRank; ++d) overlapping += p.stride[d] > 1 && p.window[d] > p.stride[d];
-  if (p.direction == Direction::kForward && overlapping > 1 && IsAcross(t.tile)) cost.step *= kOverlap;
+  if (p.direction == Direction::kForward && OverlappingStrides(p) > 1 && IsAcross(t.tile)) cost.step *= kOverlap;
   if (cluster > 1) {
     // Clusters have to fit into the device's groups of multiprocessors, and none has a second tile to hide the first.
     const double clusters = cluster == 2 ? 66 : cluster == 3 ? 36 : cluster == 4 ? 30 : 15;
