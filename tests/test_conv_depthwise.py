@@ -268,6 +268,19 @@ def test_random_bands(seed):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(16))
+def test_random_volumes(seed):
+  """Around what fills strips of 16 results, two of them side by side, and planes beside one another."""
+  rng = np.random.default_rng(seed)
+  spatial = tuple(int(rng.integers(1, most)) for most in (12, 20, 70))
+  low = [int(rng.integers(-1 if i > 1 else 0, 6)) for i in spatial]
+  high = [max(3 - i - a, int(rng.integers(-1, 5))) for i, a in zip(spatial, low, strict=True)]
+  padding = tuple(zip(low, high, strict=True))
+  random = case("random", int(rng.integers(1, 5)), spatial, 4 * int(rng.integers(1, 13)), (3, 3, 3), padding=padding)
+  check(random, "bfloat16" if seed % 2 else "float16", ("float16", "bfloat16")[seed % 2])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(16))
 def test_random_dilation(seed):
   rng = np.random.default_rng(seed)
   window, stride = int(rng.choice([3, 3, 5, 7])), int(rng.choice([1, 1, 1, 2]))
@@ -385,7 +398,7 @@ def test_not_finite_stays_local(value):
     names = ("3x3", "3x3s2", "7x7", "9x13", "causal", "causal3", "3d_columns", "odd_channels", "odd_channels_s2")
     for name in (*names, "dilations_differ", "four_features"):
       check(next(c for c in CASES if c.name == name), "float32", "float32", draw)
-    bands = "5x5_far", "7x7_chunks", "7x7_valid", "9x9_far", "6x6_chunks", "1d31_chunks", "1d64_causal"
+    bands = "5x5_far", "7x7_chunks", "7x7_valid", "9x9_far", "6x6_chunks", "1d31_chunks", "1d64_causal", "3d_planes"
     for name in (*bands, "31x31_chunks", "15x15", "image_far", "image_valid", "image_1d", "3d_columns", "3d_wide"):
       check(next(c for c in CASES if c.name == name), "bfloat16", "bfloat16", draw)
 

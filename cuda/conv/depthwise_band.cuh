@@ -8,7 +8,8 @@
 // side or of other images. Lines of the operand come through a ring in shared memory with what strips side by side have
 // in common; channels lie there as they do in memory. A load of a warp's channels of a pixel and the same of its
 // neighbour make a register of each channel by permuting bytes. Where the window is one line, what follows eight strips
-// are the next eight of the line.
+// are the next eight of the line. In the filter gradient of volumes, neighbouring planes are beside one another, and
+// see as many planes of the operand and two more.
 #pragma once
 
 #include "cuda/common/mma.cuh"
@@ -20,23 +21,30 @@ namespace jaxdnn::conv::depthwise {
 constexpr int kBandStrips = 8, kBandStrip = 16;  // of results
 constexpr int kBandStages = 4;
 
-// Windows of up to so many lines, and of as many columns as eight results see in 16 kSteps values.
-template <int kLines_, int kSteps_>
+// Windows of up to so many lines, and of as many columns as eight results see in 16 kSteps values; or, in the filter
+// gradient, of kVolumeTaps planes, lines and columns.
+template <int kLines_, int kSteps_, int kPlanes_ = 1>
 struct Band {
-  static constexpr int kLines = kLines_, kSteps = kSteps_;
-  static constexpr bool kOneLine = kLines == 1;
-  static constexpr int kChannels = BandChannels(kLines), kChunks = kChannels / 8;  // of a block; 16 bytes each
+  static constexpr int kLines = kLines_, kSteps = kSteps_, kPlanes = kPlanes_;
+  static constexpr bool kOneLine = kLines == 1, kVolume = kPlanes > 1;
+  static constexpr int kChannels = BandChannels(kLines);     // of a block
+  static constexpr int kChunk = kVolume ? kVolumeChunk : 8;  // channels that a copy brings
+  static constexpr int kChunks = kChannels / kChunk;
   static constexpr int kOwn = kLines > 7 ? 2 : 4;  // channels of a warp, whose lines all are in registers
   static constexpr int kWarps = kChannels / kOwn, kThreads = 32 * kWarps;
-  static constexpr int kColumns = BandColumns(kSteps), kHalo = kColumns - 1;  // what a run of strips sees besides
-  static constexpr int kBlocks = BandBlocks(kLines, kColumns);                // of a multiprocessor
+  // What a run of strips sees besides, and what its last strip's values are besides.
+  static constexpr int kColumns = kVolume ? kVolumeTaps : BandColumns(kSteps), kHalo = kColumns - 1,
+                       kBeyond = BandColumns(kSteps) - 1;
+  static constexpr int kBlocks = BandBlocks(kLines, kColumns);  // of a multiprocessor
+  static constexpr int kMostAcross = kVolume ? 2 : kBandStrips;
   static constexpr int kPixels = kBandStrips * kBandStrip + (kOneLine ? 1 : kBandStrips) * kHalo;  // of a line, at most
   using Own = std::conditional_t<kOwn == 4, uint2, uint32_t>;                                      // of a pixel
 
-  // Where a pixel's chunks are in a line in shared memory, in chunks: there is a free one after each pixel, and one
-  // more after each strip, so that half a warp's loads of eight bytes find each bank twice, the fewest that chunks of
-  // 16 allow.
-  __host__ __device__ static constexpr int Chunk(int pixel) { return (kChunks + 1) * pixel + pixel / kBandStrip; }
+  // Where a pixel is in a line in shared memory, in bytes: a chunk's place is free after each pixel, and one more after
+  // each strip, so that half a warp's loads of eight bytes find each bank twice, the fewest that chunks of 16 allow. Of
+  // volumes, whose chunks are smaller, they find each once.
+  static constexpr int kPitch = 2 * kChannels + 2 * kChunk, kGap = 16;
+  __host__ __device__ static constexpr int PixelAt(int pixel) { return kPitch * pixel + pixel / kBandStrip * kGap; }
 };
 
 // Calls f with the least of them that has the problem's window.
@@ -54,11 +62,12 @@ auto VisitBand(const Problem& p, F&& f) {
 
 // How the strips of a block lie: `across` side by side in a run, and runs of `beside` sequences, which are parts of
 // `lines` lines of a plane of an image; where the window is one line, of as many times eight strips of its only line.
+// Of volumes they are the same lines of neighbouring planes, some of which may not be there.
 template <class B>
 struct BandTile {
   int across_bits, beside, lines;
   FastDiv run_pixels, slabs, tiles, groups, parts, planes;  // tiles of columns; groups of sequences in a problem
-  int sequences;                                            // of a problem
+  int sequences, depth;                                     // of a problem; planes that are there
   int64_t units;                                            // of one slab
 
   // Of the results or gradients `at`.
@@ -66,30 +75,34 @@ struct BandTile {
     const int64_t columns = at[2].out;
     across_bits = 0;
     int64_t least = INT64_MAX;
+    depth = at[0].out;
+    const auto planes_of = [&](int64_t count) { return B::kVolume ? CeilDiv(depth, count) * count : depth; };
     // Columns that are computed for nothing cost more than those that runs have in common. Of one line all are a run.
-    for (int bits = 0; (1 << bits) <= kBandStrips; ++bits) {
-      const int64_t cost = CeilDiv(columns, kBandStrip << bits) * ((kBandStrip << bits) + B::kHalo / 2);
+    for (int bits = 0; (1 << bits) <= B::kMostAcross; ++bits) {
+      const int64_t cost =
+          CeilDiv(columns, kBandStrip << bits) * ((kBandStrip << bits) + B::kHalo / 2) * planes_of(kBandStrips >> bits);
       if (B::kOneLine || cost < least) across_bits = bits, least = cost;
     }
     beside = kBandStrips >> across_bits;
+    const int64_t all_planes = planes_of(beside);
     run_pixels = FastDiv(RunPixels());
     slabs = FastDiv(CeilDiv(channels, B::kChannels));
     const int64_t across = CeilDiv(columns, Columns()), height = B::kOneLine ? at[1].out * across : at[1].out;
     tiles = FastDiv(B::kOneLine ? 1 : across);
-    planes = FastDiv(at[0].out);
+    planes = FastDiv(all_planes);
     // Short parts are even work for all multiprocessors, but have lines in common; a ring takes some lines to fill.
     constexpr int kStart = 6, kFewestLines = std::min(B::kLines, 7);
     least = INT64_MAX;
     int64_t best = 1;
     for (int64_t count = 1; count == 1 || count * kFewestLines <= height; ++count) {
-      const int64_t each = CeilDiv(height, count), groups_of = CeilDiv(p.images * at[0].out * count, beside);
+      const int64_t each = CeilDiv(height, count), groups_of = CeilDiv(p.images * all_planes * count, beside);
       const int64_t blocks = p.batch * groups_of * tiles.divisor * slabs.divisor;
       const int64_t cost = CeilDiv(blocks, B::kBlocks * kMultiprocessors) * (each + B::kLines - 1 + kStart);
       if (cost < least) best = count, least = cost;
     }
     lines = int(CeilDiv(std::max<int64_t>(height, 1), best));
     parts = FastDiv(CeilDiv(height, lines));
-    sequences = int(p.images * at[0].out * parts.divisor);
+    sequences = int(p.images * all_planes * parts.divisor);
     groups = FastDiv(CeilDiv(sequences, beside));
     units = sequences > 0 && height > 0 && columns > 0 ? p.batch * groups.divisor * tiles.divisor : 0;
   }
@@ -97,26 +110,43 @@ struct BandTile {
   __host__ __device__ int Across() const { return 1 << across_bits; }
   __host__ __device__ int Columns() const { return kBandStrip << across_bits; }
   __host__ __device__ int RunPixels() const { return Columns() + B::kHalo; }
+  __host__ __device__ int Runs() const { return beside + B::kPlanes - 1; }  // of the operand
   // From one run to the next in shared memory.
-  __host__ __device__ int RunChunks() const { return B::Chunk(RunPixels() - 1) + B::kChunks + 1; }
-  __host__ __device__ int StripChunk(int strip) const {
-    return (strip >> across_bits) * RunChunks() + (strip & (Across() - 1)) * B::Chunk(kBandStrip);
+  __host__ __device__ int RunBytes() const {
+    const int least = B::PixelAt(Columns() + B::kBeyond - 1) + B::kPitch;
+    // Strips of four lanes begin 32 bytes apart in the banks.
+    const int apart = B::kVolume ? 16 * Across() : 0, modulo = B::kVolume ? 32 * Across() : 16;
+    return apart + (least - apart + modulo - 1) / modulo * modulo;
   }
-  __host__ __device__ int LineBytes() const { return beside * RunChunks() * 16; }
+  __host__ __device__ int StripAt(int strip) const {
+    return (strip >> across_bits) * RunBytes() + (strip & (Across() - 1)) * B::PixelAt(kBandStrip);
+  }
+  // Of a pixel's chunks, in bytes.
+  __host__ __device__ int ChunkAt(int run, int pixel, int chunk) const {
+    return run * RunBytes() + B::PixelAt(pixel) + chunk * 2 * B::kChunk;
+  }
+  __host__ __device__ int LineBytes() const { return (Runs() * RunBytes() + 15) / 16 * 16; }
 };
 
 // The part of an image's plane that a run of strips goes through, from its first line and column on. A step goes a line
-// on, and where the window is one line, eight strips.
+// on, and where the window is one line, eight strips. Runs of a volume's operand are numbered as those of its results,
+// from the first plane on that the first of these sees.
 template <class B>
 struct BandRun {
   int image, plane, line, column;  // the image counts through all problems
   bool there;
 
   __device__ BandRun(const BandTile<B>& t, int images, int problem, int group, int tile, int run) {
-    const int sequence = group * t.beside + run;
+    const int sequence = group * t.beside + (B::kVolume ? 0 : run);
     there = sequence < t.sequences;
     int part;
-    image = t.planes.Div(t.parts.Div(there ? sequence : 0, &part), &plane) + problem * images;
+    if constexpr (B::kVolume) {
+      image = t.parts.Div(t.planes.Div(sequence, &plane), &part) + problem * images;
+      plane += run;
+      there = plane < t.depth;
+    } else {
+      image = t.planes.Div(t.parts.Div(there ? sequence : 0, &part), &plane) + problem * images;
+    }
     line = B::kOneLine ? 0 : part * t.lines;
     column = (B::kOneLine ? part * t.lines : tile) * t.Columns();
   }

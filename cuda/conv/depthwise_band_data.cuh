@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(B::kThreads, B::kBlocks)
                        static_cast<unsigned>(in_plane) < static_cast<unsigned>(p.at[0].axis.extent) &&
                        static_cast<unsigned>(still) < static_cast<unsigned>(extent);
     copy.next[k] = !there ? INT32_MIN : B::kOneLine ? column : line;  // the least is never inside
-    copy.to[k] = run < t.beside ? (run * t.RunChunks() + B::Chunk(pixel) + chunk) * 16 : ~0u;
+    copy.to[k] = run < t.beside ? t.ChunkAt(run, pixel, chunk) : ~0u;
     copy.from[k] = in + r.image * p.in_image + in_plane * p.in_line[0] + int64_t{line} * p.in_line[1] +
                    int64_t{column} * p.in_pixel + chunk_channel * sizeof(T);
   }
@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(B::kThreads, B::kBlocks)
     bias[c + 1] = two.y;
   }
 
-  const char* const own = shared + (t.StripChunk(row) + B::Chunk(2 * pair)) * 16 + warp * sizeof(Own);
+  const char* const own = shared + t.StripAt(row) + B::PixelAt(2 * pair) + warp * sizeof(Own);
   char* const staged = shared + kBandStages * stage_bytes;
   char* const staged_own = staged + warp * kBandStagedWarp<B> + lane * kBandStaged<B>;
   constexpr int kParts = 8 / kOwn;  // warps that have a chunk's channels
@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(B::kThreads, B::kBlocks)
 #pragma unroll
     for (int i = 0; i < 2 * kSteps + 1; ++i)
 #pragma unroll
-      for (int e = 0; e < 2; ++e) x[i][e] = *reinterpret_cast<const Own*>(own + stage + B::Chunk(8 * i + e) * 16);
+      for (int e = 0; e < 2; ++e) x[i][e] = *reinterpret_cast<const Own*>(own + stage + B::PixelAt(8 * i + e));
     copy_line(before);
     before = stage;
     stage = stage == (kBandStages - 1) * stage_bytes ? 0 : stage + stage_bytes;

@@ -230,23 +230,26 @@ cudaError_t LaunchDepthwiseFilter(const Problem& p, const Config& config, const 
                          Grid{p.batch * q.splits * q.tasks * q.slabs.count.divisor, kDepthwiseThreads, shared_bytes});
     };
     cudaError_t status = cudaErrorInvalidValue;
-    const VolumeTile tile(q.channels, q.at[2].out);
     const bool plain = !HasFrame(p);
-    if (plain && AreQuads(p, {x, y}) && VolumeTaps<T>::Takes(q, tile)) {
-      const int64_t blocks = VolumeTaps<T>::Share(q, p, tile);
-      status = launch_grid(VolumeFilterKernel<T>, Grid{blocks, tile.threads, VolumeTaps<T>::SharedBytes(tile)}, tile);
-    }
-    if constexpr (sizeof(T) == 2) {
-      if (plain && aligned && TakesBands(p))
-        status = VisitBand(p, [&](auto band) {
-          using B = decltype(band);
-          FilterParams r = q;
-          const BandTile<B> t(p, q.channels, q.at);
-          const Grid grid = BandFilterGrid<B>(r, p, t);
-          if (!CanShare(grid.shared_bytes)) return cudaErrorInvalidValue;
-          q = r;
-          return launch_grid(BandFilterKernel<B, T>, grid, t);
-        });
+    if constexpr (sizeof(T) == 4) {
+      const VolumeTile tile(q.channels, q.at[2].out);
+      if (plain && AreQuads(p, {x, y}) && VolumeTaps<T>::Takes(q, tile)) {
+        const int64_t blocks = VolumeTaps<T>::Share(q, p, tile);
+        status = launch_grid(VolumeFilterKernel<T>, Grid{blocks, tile.threads, VolumeTaps<T>::SharedBytes(tile)}, tile);
+      }
+    } else {
+      const auto launch_band = [&](auto band) {
+        using B = decltype(band);
+        FilterParams r = q;
+        const BandTile<B> t(p, q.channels, q.at);
+        const Grid grid = BandFilterGrid<B>(r, p, t);
+        if (!CanShare(grid.shared_bytes)) return cudaErrorInvalidValue;
+        q = r;
+        return launch_grid(BandFilterKernel<B, T>, grid, t);
+      };
+      if (plain && aligned && TakesBands(p)) status = VisitBand(p, launch_band);
+      if (plain && AreQuads(p, {x, y}) && TakesVolumeBands(p))
+        status = launch_band(Band<kVolumeTaps, 1, kVolumeTaps>());
       if (plain && status == cudaErrorInvalidValue && aligned && TakesWide(p)) {
         const auto take = [&](auto tag) {
           using W = decltype(tag);

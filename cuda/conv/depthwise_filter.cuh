@@ -71,12 +71,12 @@ __device__ void StoreSum(const FilterParams& p, float2 sum, int split, int64_t t
   }
 }
 
-// Adds the terms of tap [r, s] of some lines and columns of y in a plane, of a convolution without stride in these.
+// Adds the terms of tap [d, r, s] of some lines and columns of y in a plane, of a convolution without stride in these.
 // Padding beside a line of x is zero.
 template <class T>
 __device__ void AddTerms(const FilterParams& p, const char* x, const char* y, int image, int plane, int line, int lines,
-                         int column0, int columns, int r, int s, int channel, float& sum) {
-  const int x_plane = p.at[0].axis.Origin(plane);
+                         int column0, int columns, int d, int r, int s, int channel, float& sum) {
+  const int x_plane = p.at[0].axis.Origin(plane) + d;
   if (static_cast<unsigned>(x_plane) >= static_cast<unsigned>(p.at[0].axis.extent)) return;
   const char* const x_at = x + image * p.x_image + x_plane * p.x_line[0] + channel * sizeof(T);
   const char* const y_at = y + image * p.y_image + plane * p.y_line[0] + channel * sizeof(T);

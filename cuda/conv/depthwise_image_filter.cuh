@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(kImageThreads, 2)
         for (int i = id * t.rows; i < min((id + 1) * t.rows, t.all_rows); ++i) {
           int plane, x_plane;
           const int image = locate(i, &plane, &x_plane);
-          AddTerms<T>(p, x, y, image, plane, 0, p.at[1].out, 0, p.at[2].out, r, s, of, sum);
+          AddTerms<T>(p, x, y, image, plane, 0, p.at[1].out, 0, p.at[2].out, 0, r, s, of, sum);
         }
     };
     StoreFinite<T>(p, reinterpret_cast<const float2*>(taps)[i], add_all, split,

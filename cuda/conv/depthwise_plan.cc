@@ -76,7 +76,7 @@ Finish FinishOf(const Problem& p) {
 // Of the depthwise kernels, by what an element of the larger of input and output takes a multiprocessor. Windows that
 // are not compiled for cost more a line; 16-bit channels that cannot be had as pairs, more a tap. Fitted to an H200.
 double DepthwiseCycles(const Problem& p, int64_t splits, bool hopper) {
-  const bool bands = TakesBands(p);
+  const bool bands = TakesBands(p) || TakesVolumeBands(p);
   if (!bands && TakesImages(p)) return ImageCycles(p, splits);
   const bool filter = p.direction == Direction::kFilterGradient;
   const bool unaligned = hopper && TakesUnalignedDepthwise(p);

@@ -33,15 +33,16 @@ inline bool TakesMultiplied(const Problem& p) {
          p.stride[1] == p.stride[2] && p.stride[1] <= (summed ? 1 : 2);
 }
 
-// What the kernels on the tensor cores have in common: 16-bit floats in whole chunks of channels, windows of one plane,
-// and no stride or dilation.
-inline bool IsPlainOf16Bits(const Problem& p) {
+// What the kernels on the tensor cores have in common: 16-bit floats in whole chunks of channels, and no stride or
+// dilation; and of most, windows of one plane.
+inline bool IsPlainOf16Bits(const Problem& p, int chunk, int planes) {
   const auto all_one = [](const int64_t (&a)[kRank]) {
     return std::all_of(a, a + kRank, [](int64_t n) { return n == 1; });
   };
-  return SizeOf(p.in) == 2 && p.channels == 1 && p.features == 1 && p.groups % 8 == 0 && all_one(p.stride) &&
-         all_one(p.lhs_dilation) && all_one(p.rhs_dilation) && p.window[0] == 1;
+  return SizeOf(p.in) == 2 && p.channels == 1 && p.features == 1 && p.groups % chunk == 0 && all_one(p.stride) &&
+         all_one(p.lhs_dilation) && all_one(p.rhs_dilation) && p.window[0] == planes;
 }
+inline bool IsPlainOf16Bits(const Problem& p) { return IsPlainOf16Bits(p, 8, 1); }
 
 // For windows whose lines are band matrices (depthwise_band.cuh): as many columns as eight results see in 16 `steps`
 // values.
@@ -55,6 +56,13 @@ constexpr int BandBlocks(int64_t lines, int64_t columns) {
 // Windows for which there are rings of lines too, which are ahead in lines of few results.
 inline bool IsSquare5Or7(const Problem& p) {
   return p.window[1] == p.window[2] && (p.window[1] == 5 || p.window[1] == 7);
+}
+
+// The filter gradient of windows of 3x3x3, in chunks of four channels (depthwise_band_volume.cuh).
+constexpr int kVolumeTaps = 3, kVolumeChunk = 4;
+inline bool TakesVolumeBands(const Problem& p) {
+  return p.direction == Direction::kFilterGradient && IsPlainOf16Bits(p, kVolumeChunk, kVolumeTaps) &&
+         p.window[1] == kVolumeTaps && p.window[2] == kVolumeTaps;
 }
 
 // Windows of some lines of up to nine columns, or of one line in one dimension; not those of few taps, which run at the

@@ -1,5 +1,6 @@
 // Depthwise convolution of 16-bit floats with a window of 3x3x3, its sums as in depthwise_slide.cuh. For float32 that
-// kernel is as fast: twice the bytes pass through shared memory.
+// kernel is as fast: twice the bytes pass through shared memory. What bounds it is how many copies a multiprocessor
+// starts, so that a block has two planes of results, which see four of the operand, not three each.
 #pragma once
 
 #include "cuda/conv/depthwise_data.cuh"
@@ -9,6 +10,8 @@ namespace jaxdnn::conv::depthwise {
 
 template <class T>
 struct Volume {
+  static constexpr int kPlanes = 2, kSeen = kPlanes + VolumeTile::kTaps - 1;  // of results, and of the operand
+
   static bool Takes(const DataParams& q, const VolumeTile& tile) {
     const auto is_plain = [](const PhasedAxis& at) {
       return at.MaxTaps() == VolumeTile::kTaps && at.stride == 1 && at.pitch == 1 && at.phases == 1 &&
@@ -22,7 +25,7 @@ struct Volume {
   static int64_t Share(DataParams& q, const Problem& p, const VolumeTile& tile) {
     const int lines = std::max(q.at[1].MaxCount(), 1);
     q.slabs.count = FastDiv(CeilDiv(q.channels, 2 * tile.width));
-    q.planes = FastDiv(q.at[0].MaxCount());
+    q.planes = FastDiv(CeilDiv(q.at[0].MaxCount(), kPlanes));
     q.strips = FastDiv(CeilDiv(q.at[2].MaxCount(), VolumeTile::kStrip * tile.strips));
     const int64_t columns = p.batch * p.images * int64_t{q.slabs.count.divisor} * q.planes.divisor * q.strips.divisor;
     // Segments have lines in common, and it takes some lines' time to fill a ring.
@@ -39,7 +42,7 @@ struct Volume {
   }
 
   static size_t SharedBytes(const VolumeTile& tile) {
-    return size_t{VolumeTile::kStages * VolumeTile::kTaps} * tile.Pixels() * tile.width * sizeof(Pair<T>);
+    return size_t{VolumeTile::kStages * kSeen} * tile.Pixels() * tile.width * sizeof(Pair<T>);
   }
 };
 
@@ -48,10 +51,10 @@ __global__ void __launch_bounds__(VolumeTile::kMostThreads, 1)
     VolumeKernel(const __grid_constant__ DataParams p, const __grid_constant__ VolumeTile tile, const char* in,
                  const char* filter, char* out) {
   constexpr int kTaps = VolumeTile::kTaps, kStrip = VolumeTile::kStrip, kStages = VolumeTile::kStages,
-                kWidth = kStrip + kTaps - 1;
+                kWidth = kStrip + kTaps - 1, kPlanes = Volume<T>::kPlanes, kSeen = Volume<T>::kSeen;
   extern __shared__ __align__(16) char shared[];
   int slab, lane;
-  const auto [strips, segment, plane, image] = Locate(p, p.slabs.count.Div(static_cast<int>(blockIdx.x), &slab));
+  const auto [strips, segment, planes, image] = Locate(p, p.slabs.count.Div(static_cast<int>(blockIdx.x), &slab));
   const int64_t problem = p.images.Div(image);
   const int within = tile.pairs.Div(static_cast<int>(threadIdx.x), &lane), pair = slab * tile.width + lane;
   const int tile0 = strips * tile.strips * kStrip, column0 = tile0 + within * kStrip;
@@ -59,19 +62,19 @@ __global__ void __launch_bounds__(VolumeTile::kMostThreads, 1)
   const int columns = there ? p.whole[2].count - column0 : 0, channel = there ? 2 * pair : 0;
   const int line0 = segment * p.segment, lines = min(p.segment, p.whole[1].count - line0);
 
-  const int in_plane = p.whole[0].origin + plane, in_column = p.whole[2].origin + tile0;
+  const int plane = planes * kPlanes, in_plane = p.whole[0].origin + plane, in_column = p.whole[2].origin + tile0;
   const int chunk0 = slab * tile.width * static_cast<int>(sizeof(Pair<T>)), in_lines = p.at[1].axis.extent;
   const VolumeCopy<T> copy(tile, tile.Pixels(), in_column, p.at[2].axis.extent, chunk0, p.in_pixel);
-  const int stage_bytes = kTaps * copy.bytes;
+  const int stage_bytes = kSeen * copy.bytes;
   int ahead = p.whole[1].origin + line0;
   const int end_line = min(ahead + lines + kTaps - 1, in_lines);
   const char* from = in + image * p.in_image + in_plane * p.in_line[0] + ahead * p.in_line[1] +
                      int64_t{in_column} * p.in_pixel + chunk0;
   const uint32_t ring = SharedAddress(shared);
-  const unsigned planes_inside = PlanesInside<kTaps>(in_plane, p.at[0].axis.extent);
+  const unsigned planes_inside = PlanesInside<kSeen>(in_plane, p.at[0].axis.extent);
   const auto copy_lines = [&](int stage) {
     const bool inside = ahead >= 0 && ahead < end_line;
-    copy.template Start<kTaps>(ring + stage, from, p.in_line[0], inside ? planes_inside : 0);
+    copy.template Start<kSeen>(ring + stage, from, p.in_line[0], inside ? planes_inside : 0);
     CommitCopies();
     from += p.in_line[1];
     ++ahead;
@@ -96,7 +99,7 @@ __global__ void __launch_bounds__(VolumeTile::kMostThreads, 1)
         }
   }
   const float2 bias = BiasOf<T>(p.epilogue, problem * p.channels + channel, true, p.widened);
-  float2 sums[kTaps][kStrip] = {};
+  float2 sums[kPlanes][kTaps][kStrip] = {};
 
   const int pitch = tile.width * static_cast<int>(sizeof(Pair<T>)), out_column = static_cast<int>(p.out_line[2]);
   const char* const own = shared + (there ? within * kStrip * pitch + lane * static_cast<int>(sizeof(Pair<T>)) : 0);
@@ -109,24 +112,33 @@ __global__ void __launch_bounds__(VolumeTile::kMostThreads, 1)
     __syncthreads();
     copy_lines(before);
 #pragma unroll
-    for (int d = 0; d < kTaps; ++d) {
+    for (int seen = 0; seen < kSeen; ++seen) {
       float2 x[kWidth];
 #pragma unroll
       for (int i = 0; i < kWidth; ++i)
-        x[i] = ToFloats<T>(*reinterpret_cast<const Pair<T>*>(own + stage + d * copy.bytes + i * pitch));
+        x[i] = ToFloats<T>(*reinterpret_cast<const Pair<T>*>(own + stage + seen * copy.bytes + i * pitch));
 #pragma unroll
-      for (int k = kTaps - 1; k >= 0; --k) {
+      for (int o = 0; o < kPlanes; ++o) {
+        const int d = seen - o;
+        if (d < 0 || d >= kTaps) continue;
+        auto& of = sums[o];
 #pragma unroll
-        for (int j = 0; d == 0 && j < kStrip; ++j) sums[k][j] = k > 0 ? sums[k - 1][j] : bias;
+        for (int k = kTaps - 1; k >= 0; --k) {
 #pragma unroll
-        for (int s = 0; s < kTaps; ++s)
+          for (int j = 0; d == 0 && j < kStrip; ++j) of[k][j] = k > 0 ? of[k - 1][j] : bias;
 #pragma unroll
-          for (int j = 0; j < kStrip; ++j) MultiplyAdd(sums[k][j], w[d][k][s], x[j + s]);
+          for (int s = 0; s < kTaps; ++s)
+#pragma unroll
+            for (int j = 0; j < kStrip; ++j) MultiplyAdd(of[k][j], w[d][k][s], x[j + s]);
+        }
       }
     }
     if (step >= kTaps - 1) {
       WithOut<T>(p.widened, [&](auto type) {
-        StoreStrip<typename decltype(type)::type, true>(to, out_column, columns, sums[kTaps - 1], true);
+#pragma unroll
+        for (int o = 0; o < kPlanes; ++o)
+          StoreStrip<typename decltype(type)::type, true>(
+              to + o * p.out_line[0], out_column, plane + o < p.whole[0].count ? columns : 0, sums[o][kTaps - 1], true);
       });
     }
     to += p.out_line[1];

@@ -1,5 +1,6 @@
-// Filter gradient of depthwise convolution with a window of 3x3x3: a thread has the sums of all taps, and goes down
-// lines of x in three planes and of y in one, the last of which stay in registers.
+// Filter gradient of depthwise convolution of floats with a window of 3x3x3 (of 16-bit floats: depthwise_band.cuh). A
+// thread has the sums of all taps, and goes down lines of x in three planes and of y in one, the last of which stay in
+// registers.
 #pragma once
 
 #include "cuda/conv/depthwise_filter.cuh"

@@ -19,7 +19,9 @@ struct VolumeTile {
   VolumeTile(int64_t channels, int64_t columns) {
     const int64_t all = CeilDiv(channels, 2), slabs = CeilDiv(all, kMostPairs);
     width = int(CeilDiv(CeilDiv(all, std::max<int64_t>(slabs, 1)), kChunkPairs)) * kChunkPairs;
-    strips = int(std::clamp<int64_t>(CeilDiv(columns, kStrip), 1, kMostThreads / std::max(width, 1)));
+    // As many in every tile of a line.
+    const int64_t line = std::max<int64_t>(CeilDiv(columns, kStrip), 1);
+    strips = int(CeilDiv(line, CeilDiv(line, kMostThreads / std::max(width, 1))));
     threads = int(CeilDiv(width * strips, 32)) * 32;
     pairs = FastDiv(width);
     strip = FastDiv(strips);

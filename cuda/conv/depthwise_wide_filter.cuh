@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(W::kThreads, 1)
         const WideUnit unit(p, t, problem, id);
         if (unit.inside)
           AddTerms<T>(p, x, y, unit.image, unit.plane, unit.line, unit.line + t.Lines(), unit.column,
-                      unit.column + t.Columns(), tap / columns, tap % columns, of, sum);
+                      unit.column + t.Columns(), 0, tap / columns, tap % columns, of, sum);
       }
     };
     StoreFinite<T>(p, reinterpret_cast<const float2*>(taps)[i], add_all, split,
