@@ -1,6 +1,6 @@
 // Depthwise convolution of 16-bit floats with a window of 3x3x3, its sums as in depthwise_slide.cuh. For float32 that
-// kernel is as fast: twice the bytes pass through shared memory. What bounds it is how many copies a multiprocessor
-// starts, so that a block has two planes of results, which see four of the operand, not three each.
+// kernel is as fast: twice the bytes pass through shared memory. What bounds it is how many instructions are issued, so
+// that a block has two planes of results: what it loads and converts of four planes of the operand serves both.
 #pragma once
 
 #include "cuda/conv/depthwise_data.cuh"
