@@ -58,11 +58,13 @@ inline bool IsSquare5Or7(const Problem& p) {
   return p.window[1] == p.window[2] && (p.window[1] == 5 || p.window[1] == 7);
 }
 
-// The filter gradient of windows of 3x3x3, in chunks of four channels (depthwise_band_volume.cuh).
+// The filter gradient of windows of 3x3x3, in chunks of four channels (depthwise_band_volume.cuh). It counts lines of
+// up to seven planes that are not there.
 constexpr int kVolumeTaps = 3, kVolumeChunk = 4;
 inline bool TakesVolumeBands(const Problem& p) {
   return p.direction == Direction::kFilterGradient && IsPlainOf16Bits(p, kVolumeChunk, kVolumeTaps) &&
-         p.window[1] == kVolumeTaps && p.window[2] == kVolumeTaps;
+         p.window[1] == kVolumeTaps && p.window[2] == kVolumeTaps &&
+         double(p.batch) * p.images * (p.y[0] + 7) * p.y[1] < INT32_MAX;
 }
 
 // Windows of some lines of up to nine columns, or of one line in one dimension; not those of few taps, which run at the
