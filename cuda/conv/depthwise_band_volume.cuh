@@ -23,6 +23,7 @@ struct EvenCopies {
   }
 };
 
+// What a thread copies of x and y in the steps of a unit, as BandFilterCopies.
 template <class B, class T>
 struct VolumeFilterCopies {
   // Two strips at a time: of a run, or of two. What runs of x have at their ends is a chunk of some threads.
