@@ -35,14 +35,13 @@ inline bool TakesMultiplied(const Problem& p) {
 
 // What the kernels on the tensor cores have in common: 16-bit floats in whole chunks of channels, and no stride or
 // dilation; and of most, windows of one plane.
-inline bool IsPlainOf16Bits(const Problem& p, int chunk, int planes) {
+inline bool IsPlainOf16Bits(const Problem& p, int chunk = 8, int planes = 1) {
   const auto all_one = [](const int64_t (&a)[kRank]) {
     return std::all_of(a, a + kRank, [](int64_t n) { return n == 1; });
   };
   return SizeOf(p.in) == 2 && p.channels == 1 && p.features == 1 && p.groups % chunk == 0 && all_one(p.stride) &&
          all_one(p.lhs_dilation) && all_one(p.rhs_dilation) && p.window[0] == planes;
 }
-inline bool IsPlainOf16Bits(const Problem& p) { return IsPlainOf16Bits(p, 8, 1); }
 
 // For windows whose lines are band matrices (depthwise_band.cuh): as many columns as eight results see in 16 `steps`
 // values.
