@@ -1,4 +1,4 @@
-"""float32 in channels of fours at HIGHEST, in the CUDA cores' wide tiles, against the float64 oracle."""
+"""float32 at HIGHEST, in the CUDA cores' tiles, against the float64 oracle."""
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +12,14 @@ from conv_checks import check, check_epilogue, not_finite, planned
 from conv_oracle import conv as conv_oracle
 from numerics import exact, sample
 
-TILES = ["simt 128x128", "simt 128x64"]
+WIDE = ["simt 128x64", "simt 64x64", "simt 128x32", "simt 64x32"]
+NARROW = ["simt 256x8", "simt 256x4"]  # not of the filter gradient
+TILES = WIDE + NARROW
 HIGHEST = (lax.Precision.HIGHEST,) * 2
 _ = ConvCase
 # Steps of 16 terms, of which several make a tap, or one is of several taps or ends within one; chunks of eight steps;
-# edges of tiles in rows and columns; phases, and those without taps.
+# edges of tiles in rows and columns; phases, and those without taps; channels that are filled up to fours; a few
+# columns beyond a tile's, which a second launch computes.
 CASES = [
   _("least", 1, (3, 4), 4, (1, 1), 4),
   _("steps", 2, (9, 15), 48, (3, 3), 68, padding=SAME3),
@@ -34,20 +37,43 @@ CASES = [
   _("3d", 1, (7, 6, 5), 16, (3, 3, 3), 64, padding=((1, 1),) * 3),
   _("grouped", 2, (9, 9), 96, (3, 3), 192, padding=SAME3, groups=3),
   _("slices", 9, (28, 28), 32, (3, 3), 16, padding=SAME3),
+  _("single", 2, (7, 9), 1, (3, 3), 1, padding=SAME3),
+  _("odd", 2, (9, 11), 65, (3, 3), 67, padding=SAME3),
+  _("odd_and_steps", 2, (9, 11), 63, (3, 3), 129, padding=SAME3),
+  _("fours_to_odd", 1, (17, 18), 64, (3, 3), 3, padding=SAME3),
+  _("stem", 2, (21, 22), 3, (7, 7), 66, (2, 2), ((3, 3), (2, 3))),
+  _("odd_groups", 2, (9, 9), 15, (3, 3), 21, padding=SAME3, groups=3),
+  _("odd_dilated_input", 2, (6, 7), 5, (3, 3), 6, padding=SAME3, lhs_dilation=(2, 3)),
+  _("odd_slices", 9, (28, 28), 7, (3, 3), 9, padding=SAME3),
 ]
 
 
-def test_are_for_fours_of_floats():
-  takes = lambda case, dtype="float32": "".join(r for r in "yxw" if planned(case, r, dtype, TILES[0]))  # noqa: E731
+def test_are_for_floats():
+  takes = lambda case, tile, dtype="float32": "".join(r for r in "yxw" if planned(case, r, dtype, tile))  # noqa: E731
   case = _("", 128, (14, 14), 256, (3, 3), 256, padding=SAME3)
-  assert takes(case) == "yxw" and not takes(case, "bfloat16")
-  assert not takes(_("", 2, (9, 9), 6, (3, 3), 8)) and not takes(_("", 2, (9, 9), 8, (3, 3), 6))
-  x, w = (jax.ShapeDtypeStruct(shape, "float32") for shape in (case.x_shape, case.w_shape))
-  for direction in ("forward", "data_gradient", "filter_gradient"):
-    assert jaxdnn.conv_algorithms(x, w, direction=direction, padding="SAME", precision="highest")[0].tile == TILES[0]
+  assert all(takes(case, tile) == "yxw" for tile in WIDE) and all(takes(case, tile) == "yx" for tile in NARROW)
+  assert [tile for tile in TILES if takes(case, tile, "bfloat16")] == ["simt 128x64", "simt 64x32"]
+  assert not takes(case, "simt 128x8") and takes(case, "simt 128x8", "float64") == "yxw"
 
 
-SANITIZED = ("least", "across_taps", "phases_without_taps")
+def test_choice():
+  def chosen(x_shape, w_shape, **options):
+    x, w = (jax.ShapeDtypeStruct(shape, "float32") for shape in (x_shape, w_shape))
+    return jaxdnn.conv_algorithms(x, w, padding="SAME", precision="highest", **options)[0].tile
+
+  assert chosen((128, 56, 56, 256), (3, 3, 256, 256)) == "simt 128x64"
+  assert chosen((32, 14, 14, 256), (3, 3, 256, 256)) == "simt 64x64"  # as many blocks for all multiprocessors
+  assert chosen((2, 96, 96, 96, 32), (3, 3, 3, 32, 32)) == "simt 128x32"
+  assert chosen((2, 16, 16, 512), (1, 1, 512, 512)) == "simt 64x32"
+  assert chosen((32, 56, 56, 64), (3, 3, 64, 3), stride=2) == "simt 256x4"
+  assert chosen((32, 56, 56, 65), (3, 3, 65, 65)) == "simt 128x64"  # and another launch for the last column
+
+
+def results_of(tile):
+  return "yxw" if tile in WIDE else "yx"
+
+
+SANITIZED = ("least", "across_taps", "phases_without_taps", "odd", "stem", "odd_groups", "odd_dilated_input")
 
 
 @pytest.mark.gpu
@@ -56,21 +82,22 @@ SANITIZED = ("least", "across_taps", "phases_without_taps")
   "case", [pytest.param(c, marks=pytest.mark.sanitize if c.name in SANITIZED else [], id=c.name) for c in CASES]
 )
 def test_kernels(case, tile):
-  check(case, tile, "float32", "float32", HIGHEST, sample)
+  check(case, tile, "float32", "float32", HIGHEST, sample, results=results_of(tile))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tile", TILES)
 def test_models_and_infinities(tile):
-  check(CASES[1], tile, "float32", "float32", HIGHEST, sample, models=3)
-  for case in (CASES[1], CASES[3], CASES[7]):
-    check(case, tile, "float32", "float32", HIGHEST, not_finite)
+  check(CASES[1], tile, "float32", "float32", HIGHEST, sample, models=3, results=results_of(tile))
+  for case in (c for c in CASES if c.name in ("steps", "across_taps", "strided", "odd", "odd_groups")):
+    check(case, tile, "float32", "float32", HIGHEST, not_finite, results=results_of(tile))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tile", TILES)
 def test_epilogue(tile):
   check_epilogue(tile, (3, 9, 11, 36), (3, 3, 36, 132), "float32", None, padding="SAME", activation="gelu")
+  check_epilogue(tile, (3, 9, 11, 36), (3, 3, 36, 67), "float32", None, padding="SAME", activation="gelu")
   check_epilogue(tile, (3, 9, 11, 64), (3, 3, 32, 136), "float32", None, padding="SAME", activation="relu", groups=2)
 
 

@@ -69,10 +69,14 @@ constexpr const char* kAlgorithms[] = {
     "implicit_gemm", "implicit_gemm_mma", "implicit_gemm_wgmma", "depthwise", "few_channels",
     "grouped",       "few_features",      "unaligned",           "planes",    "direct"};  // by Unit
 enum class Tile {
-  kSimt128x128,
   kSimt128x64,
+  kSimt64x64,
+  kSimt128x32,
   kSimt64x32,
   kSimt128x8,
+  kSimt256x8,
+  kSimt256x4,
+  kSimtRuns,
   kMma128x128,
   kMma128x64,
   kMma64x64,
@@ -111,10 +115,14 @@ struct TileShape {
   int rows, columns, threads;
 };
 constexpr TileShape kTiles[] = {
-    {Tile::kSimt128x128, "simt 128x128", Unit::kSimt, 128, 128, 256},
     {Tile::kSimt128x64, "simt 128x64", Unit::kSimt, 128, 64, 256},
+    {Tile::kSimt64x64, "simt 64x64", Unit::kSimt, 64, 64, 128},
+    {Tile::kSimt128x32, "simt 128x32", Unit::kSimt, 128, 32, 128},
     {Tile::kSimt64x32, "simt 64x32", Unit::kSimt, 64, 32, 128},
     {Tile::kSimt128x8, "simt 128x8", Unit::kSimt, 128, 8, 128},
+    {Tile::kSimt256x8, "simt 256x8", Unit::kSimt, 256, 8, 128},
+    {Tile::kSimt256x4, "simt 256x4", Unit::kSimt, 256, 4, 128},
+    {Tile::kSimtRuns, "simt runs", Unit::kSimt, 1, 4, 128},
     {Tile::kMma128x128, "mma 128x128", Unit::kMma, 128, 128, 128},
     {Tile::kMma128x64, "mma 128x64", Unit::kMma, 128, 64, 128},
     {Tile::kMma64x64, "mma 64x64", Unit::kMma, 64, 64, 128},

@@ -22,10 +22,10 @@ struct FilterParams {
   int row_tiles, column_tiles, splits;
   Axis axis[kRank];
   Box pixels_box, taps_box;
-  FastDiv image_pixels, channels;             // of y per image; of x per group that is computed
-  FastDiv group_channels, group_columns;      // of one of the groups that are computed together (Dense)
-  int64_t images, x_image, x_pixel, y_pixel;  // strides in elements
-  int64_t result_size;                        // elements of the whole result
+  FastDiv image_pixels, channels;                      // of y per image; of x per group that is computed
+  FastDiv group_channels, group_columns;               // of one of the groups that are computed together (Dense)
+  int64_t images, x_image, x_pixel, x_group, y_pixel;  // strides in elements
+  int64_t result_size;                                 // elements of the whole result
 };
 
 inline FilterParams MakeFilterParams(const Problem& p, int64_t splits, int tile_rows, int tile_columns, int tile_depth,
@@ -50,6 +50,7 @@ inline FilterParams MakeFilterParams(const Problem& p, int64_t splits, int tile_
   q.group_columns = FastDiv(p.features);
   q.images = p.images;
   q.x_pixel = p.groups * p.channels;
+  q.x_group = p.channels * merged;
   q.x_image = q.x_pixel * p.XPixels();
   q.y_pixel = p.groups * p.features;
   q.result_size = p.FilterSize();
@@ -82,7 +83,7 @@ struct FilterBlock {
     count = static_cast<int>(min(p.slice, p.pixels - begin));
     const int64_t first_image = begin / p.image_pixels.divisor;
     first_pixel = static_cast<int>(begin - first_image * p.image_pixels.divisor);
-    x_offset = (batch * p.images + first_image) * p.x_image + group * int64_t{p.channels.divisor};
+    x_offset = (batch * p.images + first_image) * p.x_image + group * p.x_group;
     y_offset = (batch * p.pixels + begin) * p.y_pixel + group * int64_t{p.columns};
   }
 

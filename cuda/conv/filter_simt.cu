@@ -1,7 +1,6 @@
 // Filter gradient as an implicit matrix product on the CUDA cores: every type, shape, stride, dilation, padding, rank
 // and group count. filter.cuh says what rows, columns and slices are.
 #include "cuda/conv/filter.cuh"
-#include "cuda/conv/float_tile.cuh"
 #include "cuda/conv/simt.h"
 #include "cuda/conv/tile.cuh"
 
@@ -27,7 +26,6 @@ struct InputElement {
   }
 
   __device__ bool Deep() const { return false; }
-  __device__ int Advance() const { return 0; }
   __device__ const In* operator()(int pixel, int) const {
     if (!valid || pixel >= block.count) return nullptr;
     int in_image, out[kRank], at[kRank];
@@ -51,23 +49,22 @@ struct CotangentElement {
   int first_column;
 
   __device__ bool Deep() const { return false; }
-  __device__ int Advance() const { return 0; }
   __device__ const In* operator()(int pixel, int i) const {
     const int column = first_column + i;
     return pixel < block.count && column < p.columns ? y + (int64_t{pixel} * p.y_pixel + column) : nullptr;
   }
 };
 
-template <class T, class In, class Out, int kVector>
+template <class T, class In, class Out>
 __global__ void __launch_bounds__(T::kThreads)
     FilterKernel(const __grid_constant__ FilterParams p, const In* x, const In* y, Out* out) {
   __shared__ typename T::Shared shared;
   const FilterBlock block(p);
   typename T::Sum sums[T::kThreadRows][T::kThreadColumns] = {};
-  static_assert(T::kThreads * kVector % T::kRows == 0, "a thread's loads are of one row");
-  const int row = block.row_tile * T::kRows + Share<T, T::kRows, kVector>{false}.Position(0);
-  MultiplyTiles<T, kVector>(shared, (block.count + T::kDepth - 1) / T::kDepth, InputElement<In>(p, block, x, row),
-                            CotangentElement<In>{p, block, y + block.y_offset, block.column_tile * T::kColumns}, sums);
+  static_assert(T::kThreads % T::kRows == 0, "a thread's loads are of one row");
+  const int row = block.row_tile * T::kRows + Share<T, T::kRows>{false}.Position(0);
+  MultiplyTiles<T>(shared, (block.count + T::kDepth - 1) / T::kDepth, InputElement<In>(p, block, x, row),
+                   CotangentElement<In>{p, block, y + block.y_offset, block.column_tile * T::kColumns}, sums);
 
 #pragma unroll
   for (int i = 0; i < T::kThreadRows; ++i) {
@@ -82,75 +79,27 @@ __global__ void __launch_bounds__(T::kThreads)
   }
 }
 
-template <class T>
-struct FilterFloatsShared {
-  typename T::Shared tile;
-  FilterBlock block;  // there, to spare registers
-};
-
-template <class T>
-__global__ void __launch_bounds__(T::kThreads, T::kBlocks)
-    FilterFloatsKernel(const __grid_constant__ FilterParams p, const float* x, const float* y, float* out) {
-  extern __shared__ __align__(16) unsigned char bytes[];
-  auto& shared = *reinterpret_cast<FilterFloatsShared<T>*>(bytes);
-  const FilterBlock& block = shared.block;
-  if (threadIdx.x == 0) shared.block = FilterBlock(p);
-  __syncthreads();
-  const int first_row = block.row_tile * T::kRows, first_column = block.column_tile * T::kColumns;
-  static_assert(T::kThreads * 4 % T::kRows == 0, "a thread's loads are of one row");
-  MultiplyFloats<T>(shared.tile, (block.count + T::kDepth - 1) / T::kDepth, 1, x,
-                    InputElement<float>(p, block, x, first_row + Share<T, T::kRows, 4>{false}.Position(0)), y,
-                    CotangentElement<float>{p, block, y + block.y_offset, first_column});
-#pragma unroll 4
-  for (int four = 0; four < T::kFours; ++four) {
-    const int row = first_row + T::RowOf(four), column = first_column + T::ColumnOf(four);
-    if (row >= p.rows || column >= p.columns) continue;
-    *reinterpret_cast<typename T::Four*>(out + block.ResultOffset(p, row) + column) =
-        shared.tile.sums[four][threadIdx.x];
-  }
-}
-
-template <class T>
-cudaError_t LaunchFilterFloats(const Problem& p, int64_t splits, const void* x, const void* y, float* out,
-                               cudaStream_t stream) {
-  const FilterParams q = MakeFilterParams(p, splits, T::kRows, T::kColumns, T::kDepth);
-  static_assert(sizeof(FilterFloatsShared<T>) <= 99 << 10, "what a block may have on every device since sm_80");
-  return LaunchKernel(FilterFloatsKernel<T>, {FilterBlocks(p, q), T::kThreads, sizeof(FilterFloatsShared<T>)}, stream,
-                      q, static_cast<const float*>(x), static_cast<const float*>(y), out);
-}
-
 }  // namespace
 
 cudaError_t LaunchFilterSimt(const Problem& p, const Config& config, const void* x, const void* y, void* out,
                              void* workspace, cudaStream_t stream) {
-  return VisitKernelTypes(p, config, [&](auto tile, auto in, auto result) {
+  const bool in_slices = UsesWorkspace(p, config.splits);
+  void* const to = in_slices ? workspace : out;
+  const auto launch = [&](auto tile, auto in, auto result) {
     using T = typename decltype(tile)::type;
     using In = typename decltype(in)::type;
     using Out = typename decltype(result)::type;
-    using Sum = typename T::Sum;
     const FilterParams q = MakeFilterParams(p, config.splits, T::kRows, T::kColumns, T::kDepth);
     const auto run = [&](auto* destination) {
-      using Destination = std::remove_pointer_t<decltype(destination)>;
-      if constexpr (std::is_same_v<In, float>)
-        if (TakesFloatTiles(p) && IsVectorAligned(x, y, destination)) {
-          const auto launch = [&](auto tile) {
-            return LaunchFilterFloats<typename decltype(tile)::type>(p, config.splits, x, y, destination, stream);
-          };
-          if (config.tile == Tile::kSimt128x128) return launch(TypeTag<FloatTile<128>>{});
-          if (config.tile == Tile::kSimt128x64) return launch(TypeTag<FloatTile<64>>{});
-        }
-      const auto launch = [&](auto vector) {
-        return LaunchKernel(FilterKernel<T, In, Destination, decltype(vector)::value>, FilterBlocks(p, q), T::kThreads,
-                            stream, q, static_cast<const In*>(x), static_cast<const In*>(y), destination);
-      };
-      if constexpr (kLoadsFours<T, In>)
-        if (ComesInFours(p, x, y)) return launch(std::integral_constant<int, 4>());
-      return launch(std::integral_constant<int, 1>());
+      return LaunchKernel(FilterKernel<T, In, std::remove_pointer_t<decltype(destination)>>, FilterBlocks(p, q),
+                          T::kThreads, stream, q, static_cast<const In*>(x), static_cast<const In*>(y), destination);
     };
-    if (!UsesWorkspace(p, config.splits)) return run(static_cast<Out*>(out));
-    if (const cudaError_t status = run(static_cast<Sum*>(workspace)); status != cudaSuccess) return status;
-    return SumSlices(p, workspace, config.splits, false, x, y, out, stream);
-  });
+    return in_slices ? run(static_cast<typename T::Sum*>(to)) : run(static_cast<Out*>(to));
+  };
+  const cudaError_t status = p.in == DType::kF32 ? LaunchFilterFloats(p, config, x, y, static_cast<float*>(to), stream)
+                                                 : VisitKernelTypes(p, config, launch);
+  if (status != cudaSuccess || !in_slices) return status;
+  return SumSlices(p, workspace, config.splits, false, x, y, out, stream);
 }
 
 }  // namespace jaxdnn::conv

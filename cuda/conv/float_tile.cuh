@@ -1,132 +1,230 @@
-// The block-level matrix product of the CUDA-core kernels for float32 whose channels come in fours, in wide tiles.
+// The block-level matrix product of the CUDA-core kernels for float32.
 //
-// A thread has 8 x 8 sums: 16 numbers for 64 products. They are four squares of 4 x 4, apart, so that what lanes read
-// at once lies side by side. While a block multiplies a step, cp.async brings the next.
+// While a block multiplies a step, cp.async brings the next. Lines of an operand are taken four numbers at a time, and
+// where channels do not come in fours, the last of a pixel's are filled up with zeros.
+//
+// What bounds it is how many instructions a multiprocessor issues: nearly all must be products, and those that follow
+// each other share an operand, which then is not read from the registers again.
 #pragma once
 
+#include "cuda/common/dtype.cuh"
+#include "cuda/common/launch.cuh"
 #include "cuda/common/mma.cuh"
-#include "cuda/conv/tile.cuh"
+#include "cuda/common/vec.cuh"
+#include "cuda/conv/conv.h"
+#include "cuda/conv/gemm_plan.h"
 
 namespace jaxdnn::conv {
 
 constexpr int kFloatDepth = SimtDepth(DType::kF32);
 
-template <int kColumns_>
+// How the numbers of an operand lie: neighbours are those along the depth (of a pixel's channels), or those of one
+// depth.
+enum class Lie { kDeep, kAcross };
+
+// Four neighbours in memory, of which so many exist. Copies of none read nothing, wherever that is.
+struct Found {
+  const float* from;
+  int count;
+};
+
+template <int kThreadRows_, int kThreadColumns_, bool kNarrow_ = false>
 struct FloatTile {
-  static constexpr int kRows = 128, kColumns = kColumns_, kDepth = kFloatDepth, kThreads = kRows * kColumns / 64;
-  static constexpr int kBlocks = kColumns == 128 ? 2 : 3;  // of a multiprocessor, by their shared memory
+  static constexpr int kThreadRows = kThreadRows_, kThreadColumns = kThreadColumns_;  // of a thread's sums
+  static constexpr bool kNarrow = kNarrow_;                                           // one column of threads
+  static constexpr int kDepth = kFloatDepth, kThreads = 128, kAcross = kNarrow ? 1 : 8, kDown = kThreads / kAcross;
+  static constexpr int kRows = kDown * kThreadRows, kColumns = kAcross * kThreadColumns;
+  static constexpr bool kLarge = kNarrow || kThreadRows * kThreadColumns == 64;
+  static constexpr int kStages = kLarge ? 2 : 3, kBlocks = kLarge ? 3 : 4;  // of a multiprocessor, as memory has room
   // Steps that are summed by themselves, so that rounding errors grow with the square root of their number and of the
   // terms of one, not with all terms.
   static constexpr int kChunk = 8;
-  static constexpr int kFours = 16;  // of a thread's sums
-  using Four = Vec<float, 4>;
-
-  // An operand's numbers of a step. Four lines of depths lie side by side, and eight banks further the next four, so
-  // that lanes which store along the depth meet in none.
-  template <int kExtent>
-  struct Lines {
-    float of[kDepth / 4][4 * kExtent + 8];
-    __device__ float* At(int k, int i) { return &of[k / 4][k % 4 * kExtent + i]; }
-    __device__ Four Get(int k, int i) const { return *reinterpret_cast<const Four*>(&of[k / 4][k % 4 * kExtent + i]); }
+  static constexpr int kFours = kThreadRows * kThreadColumns / 4;
+  struct Four : Vec<float, 4> {
+    __device__ void To(float* to) const {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) to[i] = v[i];
+    }
   };
 
+  // An operand's numbers of a step: lines of all depths of a row or column, which are read four depths at a time, or of
+  // all rows or columns of a depth.
+  template <int kExtent, Lie kLie>
+  struct Lines {
+    static constexpr bool kDeep = kLie == Lie::kDeep;
+    float of[kDeep ? kExtent : kDepth][kDeep ? kDepth + 4 : kExtent];
+    __device__ float* At(int k, int i) { return kDeep ? &of[i][k] : &of[k][i]; }
+    __device__ Four Get(int k, int i) { return *reinterpret_cast<const Four*>(At(k, i)); }
+  };
+
+  template <Lie kLieA, Lie kLieB>
   struct Shared {
-    Lines<kRows> a[2];
-    Lines<kColumns> b[2];
+    Lines<kRows, kLieA> a[kStages];
+    Lines<kColumns, kLieB> b[kStages];
     Four sums[kFours][kThreads];  // of whole chunks
   };
 
-  // Of this thread's first square. Of the lanes' numbers bits 1 to 3 are rows, bits 0 and 4 are columns: eight lanes
-  // then read neighbouring fours of either.
-  static __device__ int Row() { return threadIdx.x / 32 % 2 * 32 + threadIdx.x / 2 % 8 * 4; }
-  static __device__ int Column() { return threadIdx.x / 64 * 16 + threadIdx.x / 16 % 2 * 8 + threadIdx.x % 2 * 4; }
-  // Of number `four` of its sums.
-  static __device__ int RowOf(int four) { return Row() + four / 8 * (kRows / 2) + four / 2 % 4; }
-  static __device__ int ColumnOf(int four) { return Column() + four % 2 * (kColumns / 2); }
+  // A warp has 8 x 4 threads and a block 2 x 2 warps; or all threads are rows'. What a warp reads at once lies side by
+  // side: fours of a depth, or rows. Of the lanes' numbers bits 1 to 3 are rows, bits 0 and 4 are columns.
+  template <Lie kLieA>
+  static __device__ int Row(int i) {
+    constexpr int kLanes = kNarrow ? 32 : 8;
+    const int warp = threadIdx.x / 32 % (kNarrow ? 4 : 2), lane = kNarrow ? threadIdx.x % 32 : threadIdx.x / 2 % 8;
+    return warp * kLanes * kThreadRows +
+           (kLieA == Lie::kDeep ? i * kLanes + lane : (i / 4 * kLanes + lane) * 4 + i % 4);
+  }
+  static __device__ int Column(int four) {
+    if (kNarrow) return four * 4;
+    return threadIdx.x / 64 * 4 * kThreadColumns + four * 16 + threadIdx.x / 16 % 2 * 8 + threadIdx.x % 2 * 4;
+  }
 };
 
-// Brings the steps of an operand, one after the other, to lines of kExtent numbers. element(k, i) is where in `array`
-// the first of four neighbours lies whose depth is k and which belong to number i of the tile, or null for zeros; they
-// are neighbours along the depth if element.Deep(). Where steps follow each other in memory, element.Advance() is how
-// far apart.
-template <class T, int kExtent, class Element>
-struct Bringer {
-  static constexpr int kEach = kExtent * T::kDepth / 4 / T::kThreads;
-  static constexpr uint32_t kNone = UINT32_MAX;
-  const float* array;
-  const Element& element;
-  uint32_t from[kEach];  // fours from the array's beginning, which take half the registers of pointers
+// Calls f with the TypeTag of the tile, which may be one of the narrow ones.
+template <bool kNarrow, class F>
+cudaError_t VisitFloatTile(Tile tile, F&& f) {
+  switch (tile) {
+    case Tile::kSimt128x64:
+      return f(TypeTag<FloatTile<8, 8>>{});
+    case Tile::kSimt64x64:
+      return f(TypeTag<FloatTile<4, 8>>{});
+    case Tile::kSimt128x32:
+      return f(TypeTag<FloatTile<8, 4>>{});
+    case Tile::kSimt64x32:
+      return f(TypeTag<FloatTile<4, 4>>{});
+    default:
+      break;
+  }
+  if constexpr (kNarrow) {
+    if (tile == Tile::kSimt256x8) return f(TypeTag<FloatTile<2, 8, true>>{});
+    if (tile == Tile::kSimt256x4) return f(TypeTag<FloatTile<2, 4, true>>{});
+  }
+  return cudaErrorInvalidValue;
+}
 
-  __device__ Bringer(const float* array, const Element& element) : array(array), element(element) {}
+// Brings the steps of an operand, one after the other, to lines of kExtent numbers. element(k, i) says where the four
+// neighbours lie whose first is of depth k and of number i of the tile; element.Prepare(step) comes before, with a
+// barrier between. Where steps follow each other in memory, element.Advance() is how far apart.
+template <class T, int kExtent, Lie kLie, class Element>
+struct Bringer {
+  static constexpr int kFours = kExtent * T::kDepth / 4, kEach = kFours < T::kThreads ? 1 : kFours / T::kThreads;
+  static constexpr bool kAcross = kLie == Lie::kAcross;
+  static constexpr int kPerLine = (kAcross ? kExtent : T::kDepth) / 4;  // fours that neighbour
+  static_assert(T::kThreads % kPerLine == 0, "a thread's fours have one place in their lines");
+  const Element& element;
+  bool whole;  // whether fours exist or do not, and are chunks of 16 bytes
+  Found found[kEach];
+
+  __device__ Bringer(const Element& element, bool whole) : element(element), whole(whole) {}
+
+  static __device__ int Place() { return threadIdx.x % kPerLine * 4; }
+  static __device__ int Line(int each) { return threadIdx.x / kPerLine + each * (T::kThreads / kPerLine); }
 
   // `follows` says that this step does, and must be the same for all threads.
-  __device__ __forceinline__ void Start(typename T::template Lines<kExtent>& lines, int step, bool follows) {
-    const Share<T, kExtent, 4> share{element.Deep()};
+  __device__ __forceinline__ void Start(typename T::template Lines<kExtent, kLie>& lines, int step, bool follows) {
+    if (kFours < T::kThreads && threadIdx.x >= kFours) return;
+    const auto k = [](int each) { return kAcross ? Line(each) : Place(); };
+    const auto i = [](int each) { return kAcross ? Place() : Line(each); };
 #pragma unroll
     for (int each = 0; each < kEach; ++each) {
-      const int k = share.Depth(4 * each), i = share.Position(4 * each);
-      if (!follows) {
-        const float* found = element(step * T::kDepth + k, i);
-        from[each] = found == nullptr ? kNone : static_cast<uint32_t>((found - array) / 4);
-      } else if (from[each] != kNone) {
-        from[each] += element.Advance() / 4;
-      }
-      const bool exist = from[each] != kNone;
-      const float* source = array + int64_t{exist ? from[each] : 0} * 4;
-      const uint32_t to = SharedAddress(lines.At(k, i));
-      if (share.deep) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) CopyAsync<4>(to + j * kExtent * sizeof(float), source + j, exist);
-      } else {
-        CopyAsync<16>(to, source, exist);
-      }
+      if (!follows)
+        found[each] = element(step * T::kDepth + k(each), i(each));
+      else
+        found[each].from += element.Advance();
     }
+    if (whole) {
+#pragma unroll
+      for (int each = 0; each < kEach; ++each)
+        CopyAsync<16>(SharedAddress(lines.At(k(each), i(each))), found[each].from, found[each].count > 0);
+      return;
+    }
+#pragma unroll
+    for (int each = 0; each < kEach; ++each)
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        CopyAsync<4>(SharedAddress(lines.At(k(each), i(each)) + j), found[each].from + j, j < found[each].count);
   }
 };
 
 // shared.sums = A B over `steps` steps, each thread its own. Of `run` steps from a multiple of `run` on, all but the
 // first follow the one before in memory.
-template <class T, class ElementA, class ElementB>
-__device__ __forceinline__ void MultiplyFloats(typename T::Shared& shared, const int& steps, const int& run,
-                                               const float* array_a, const ElementA& element_a, const float* array_b,
+template <class T, Lie kLieA, Lie kLieB, class ElementA, class ElementB>
+__device__ __forceinline__ void MultiplyFloats(typename T::template Shared<kLieA, kLieB>& shared, const int& steps,
+                                               const int& run, bool whole, const ElementA& element_a,
                                                const ElementB& element_b) {
   using Four = typename T::Four;
-  Bringer<T, T::kRows, ElementA> bring_a(array_a, element_a);
-  Bringer<T, T::kColumns, ElementB> bring_b(array_b, element_b);
+  Bringer<T, T::kRows, kLieA, ElementA> bring_a(element_a, whole);
+  Bringer<T, T::kColumns, kLieB, ElementB> bring_b(element_b, whole);
   int left = 0;
-  const auto bring = [&](int step) {
-    const bool follows = left != 0;
-    bring_a.Start(shared.a[step % 2], step, follows);
-    bring_b.Start(shared.b[step % 2], step, follows);
-    left = (follows ? left : run) - 1;
+  const auto bring = [&](int step, int stage) {
+    if (step == 0 || step < steps) {
+      const bool follows = left != 0;
+      bring_a.Start(shared.a[stage], step, follows);
+      bring_b.Start(shared.b[stage], step, follows);
+      left = (follows ? left : run) - 1;
+    }
     CommitCopies();
   };
-  bring(0);
-  float part[T::kFours][4] = {};
+#pragma unroll
+  for (int step = 0; step < T::kStages; ++step) element_a.Prepare(step);
+  __syncthreads();
+#pragma unroll
+  for (int step = 0; step < T::kStages - 1; ++step) bring(step, step);
+  float part[T::kThreadRows][T::kThreadColumns] = {};
+  int stage = 0, next = T::kStages - 1;
   for (int step = 0; step == 0 || step < steps; ++step) {
-    WaitForCopies<0>();
+    WaitForCopies<T::kStages - 2>();
     __syncthreads();  // the step is there for all, and the one before is read
-    if (step + 1 < steps) bring(step + 1);
-    const auto& a = shared.a[step % 2];
-    const auto& b = shared.b[step % 2];
+    bring(step + T::kStages - 1, next);
+    element_a.Prepare(step + T::kStages);
+    auto& a = shared.a[stage];
+    auto& b = shared.b[stage];
+    next = stage;
+    stage = stage + 1 == T::kStages ? 0 : stage + 1;
 #pragma unroll
-    for (int k = 0; k < T::kDepth; ++k) {
-      const Four rows[] = {a.Get(k, T::Row()), a.Get(k, T::Row() + T::kRows / 2)};
-      const Four columns[] = {b.Get(k, T::Column()), b.Get(k, T::Column() + T::kColumns / 2)};
+    for (int k = 0; k < T::kDepth; k += 4) {
+      Four deep_rows[T::kThreadRows];
+      if (kLieA == Lie::kDeep)
 #pragma unroll
-      for (int four = 0; four < T::kFours; ++four)
+        for (int i = 0; i < T::kThreadRows; ++i) deep_rows[i] = a.Get(k, T::template Row<kLieA>(i));
 #pragma unroll
-        for (int j = 0; j < 4; ++j) part[four][j] += rows[four / 8].v[four / 2 % 4] * columns[four % 2].v[j];
+      for (int four = 0; four < T::kThreadColumns / 4; ++four) {
+        Four deep_columns[4];
+        if (kLieB == Lie::kDeep)
+#pragma unroll
+          for (int j = 0; j < 4; ++j) deep_columns[j] = b.Get(k, T::Column(four) + j);
+#pragma unroll
+        for (int in_four = 0; in_four < 4; ++in_four) {
+          float rows[T::kThreadRows], columns[4];
+#pragma unroll
+          for (int i = 0; i < T::kThreadRows; ++i) {
+            if (kLieA == Lie::kDeep)
+              rows[i] = deep_rows[i].v[in_four];
+            else if (i % 4 == 0)
+              a.Get(k + in_four, T::template Row<kLieA>(i)).To(rows + i);
+          }
+          if (kLieB == Lie::kAcross) b.Get(k + in_four, T::Column(four)).To(columns);
+          // To and fro, so that from one product to the next only one operand changes.
+#pragma unroll
+          for (int i = 0; i < T::kThreadRows; ++i)
+#pragma unroll
+            for (int n = 0; n < 4; ++n) {
+              const int j = i % 2 == 0 ? n : 3 - n;
+              part[i][four * 4 + j] += rows[i] * (kLieB == Lie::kDeep ? deep_columns[j].v[in_four] : columns[j]);
+            }
+        }
+      }
     }
     if (step % T::kChunk < T::kChunk - 1 && step + 1 < steps) continue;
 #pragma unroll
     for (int four = 0; four < T::kFours; ++four) {
+      constexpr int kPerRow = T::kThreadColumns / 4;
       Four& sum = shared.sums[four][threadIdx.x];
       Four more = step < T::kChunk ? Four{} : sum;
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        more.v[j] += part[four][j];
-        part[four][j] = 0;
+        float& each = part[four / kPerRow][four % kPerRow * 4 + j];
+        more.v[j] += each;
+        each = 0;
       }
       sum = more;
     }

@@ -5,6 +5,7 @@
 
 #include "cuda/common/int_div.h"
 #include "cuda/conv/nominal.h"
+#include "cuda/conv/runs_plan.h"
 #include "cuda/conv/step_cost.h"
 
 namespace jaxdnn::conv {
@@ -48,7 +49,8 @@ struct Work {
   double tiles, depth, longest;
 };
 
-Work WorkOf(const Problem& p, const TileShape& t, int64_t splits) {
+// Without `but` of the columns.
+Work WorkOf(const Problem& p, const TileShape& t, int64_t splits, int64_t but) {
   const Dense dense = t.unit == Unit::kMma ? DenseOf(p) : Dense();
   const Gemm g = t.unit == Unit::kMma ? DenseGemmOf(p, dense) : GemmOf(p);
   double phases = 1, taps_per_tap = 1, share = 1;
@@ -59,12 +61,14 @@ Work WorkOf(const Problem& p, const TileShape& t, int64_t splits) {
       share *= double(CeilDiv(p.window[d], f.tap_period[d])) / std::max<int64_t>(p.window[d], 1);
     }
   }
-  // Ragged lines are filled up to whole chunks.
-  const double chunk = 16 / SizeOf(p.in), channels = double(p.DepthChannels());
-  const bool ragged = t.unit == Unit::kMma && IsRagged(p, dense) && channels > 0;
-  const double depth = g.depth * (ragged ? std::ceil(channels / chunk) * chunk / channels : 1);
-  const double row_tiles = phases * std::ceil(g.rows / phases / t.rows);
-  const double tiles = double(g.problems) * row_tiles * CeilDiv(g.columns, t.columns) * splits;
+  // Ragged lines are filled up to whole chunks, and all of floats on the CUDA cores.
+  const bool filter = p.direction == Direction::kFilterGradient;
+  const double chunk = 16 / SizeOf(p.in), channels = double(filter ? p.channels : p.DepthChannels());
+  const bool filled = t.unit == Unit::kMma ? IsRagged(p, dense) : p.in == DType::kF32;
+  const double fill = filled && channels > 0 ? std::ceil(channels / chunk) * chunk / channels : 1;
+  const double depth = g.depth * (filter ? 1 : fill), rows = g.rows * (filter ? fill : 1);
+  const double row_tiles = phases * std::ceil(rows / phases / t.rows);
+  const double tiles = double(g.problems) * row_tiles * CeilDiv(g.columns - but, t.columns) * splits;
   return {tiles, depth / taps_per_tap / splits, depth * share / splits};
 }
 
@@ -92,15 +96,21 @@ double ApartCost(const Problem& p, const TileShape& t) {
 
 }  // namespace
 
-bool TakesFloatTiles(const Problem& p) {
-  constexpr int64_t kMost = int64_t{1} << 34;  // elements of an array, whose fours 32 bits number
-  const int64_t images = p.batch * p.images * p.groups;
-  return p.in == DType::kF32 && InRunsOf(p, 4) && images * p.XPixels() * p.channels < kMost &&
-         images * p.YPixels() * p.features < kMost && p.FilterSize() < kMost;
+bool InFours(const Problem& p) { return InRunsOf(p, 4); }
+
+int64_t NarrowRest(const Problem& p, const TileShape& t) {
+  const int64_t columns = GemmOf(p).columns, rest = columns % t.columns;
+  const bool of_floats = t.unit == Unit::kSimt && p.in == DType::kF32 && p.direction != Direction::kFilterGradient;
+  return of_floats && columns > t.columns && t.columns > 8 && rest <= 8 ? rest : 0;
 }
 
-// The CUDA cores take every problem, but not in the largest tile.
-bool TakesSimt(const Problem& p, const TileShape& t) { return t.tile != Tile::kSimt128x128 || TakesFloatTiles(p); }
+// The CUDA cores take every problem; floats (float_tile.cuh) and others each have tiles of their own.
+bool TakesSimt(const Problem& p, const TileShape& t) {
+  if (t.tile == Tile::kSimtRuns) return TakesRuns(p);
+  if (t.tile == Tile::kSimt128x64 || t.tile == Tile::kSimt64x32) return true;
+  if (t.columns < 32 && t.tile != Tile::kSimt128x8 && p.direction == Direction::kFilterGradient) return false;
+  return (t.tile == Tile::kSimt128x8) == (p.in != DType::kF32);
+}
 
 // The tensor-core kernels take 16-bit floats, and floats that may be rounded to TF32; all but the longest windows; and
 // what is not dense, or not in whole chunks, in some of the tiles (VisitMmaKernel). Three products a term are too many
@@ -114,11 +124,13 @@ bool TakesMma(const Problem& p, const TileShape& t) {
   return t.tile == Tile::kMma128x64 || (t.tile == Tile::kMma128x32 && (IsRagged(p, dense) || GathersChunks(p, dense)));
 }
 
-double GemmCycles(const Problem& p, const TileShape& t, int64_t splits) {
+namespace {
+
+double Cycles(const Problem& p, const TileShape& t, int64_t splits, int64_t but) {
   const bool mma = t.unit == Unit::kMma;
-  const Work work = WorkOf(p, t, splits);
+  const Work work = WorkOf(p, t, splits, but);
   const Dense dense = mma ? DenseOf(p) : Dense();
-  const Lines lines = mma ? LinesOf(p, dense) : TakesFloatTiles(p) ? Lines::kWhole : Lines::kInPieces;
+  const Lines lines = mma ? LinesOf(p, dense) : InFours(p) ? Lines::kWhole : Lines::kInPieces;
   const StepCost cost = StepCostOf(t.tile, p.direction, p.in, lines);
   // Finding its place and storing its sums take a block as long as some steps.
   const int depth = mma ? MmaDepth(p.direction, SizeOf(p.in)) : SimtDepth(p.in), beside = mma ? 8 : 4;
@@ -133,6 +145,17 @@ double GemmCycles(const Problem& p, const TileShape& t, int64_t splits) {
                                                                             : 2;
   const double latency = std::max(steps * std::ceil(each / cost.resident), longest) * cost.latency;
   return pieces * (mma ? ApartCost(p, t) * (p.Tripled() ? 2.5 : 1) : 1) * std::max(latency, steps * each * cost.busy);
+}
+
+}  // namespace
+
+double GemmCycles(const Problem& p, const TileShape& t, int64_t splits) {
+  constexpr double kLaunch = 3000;
+  if (t.tile == Tile::kSimtRuns) return RunsCycles(p);
+  const int64_t rest = NarrowRest(p, t);
+  const double cycles = Cycles(p, t, splits, rest);
+  if (rest == 0) return cycles;
+  return cycles + kLaunch + Cycles(p, kTiles[static_cast<int>(NarrowTile(rest))], splits, GemmOf(p).columns - rest);
 }
 
 }  // namespace jaxdnn::conv

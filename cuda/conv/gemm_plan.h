@@ -6,8 +6,13 @@
 
 namespace jaxdnn::conv {
 
-// Whether the CUDA cores' wide tiles have kernels of their own (float_tile.cuh).
-bool TakesFloatTiles(const Problem& p);
+// Whether pixels' channels, and features, come in fours.
+bool InFours(const Problem& p);
+
+// How many of the last columns of float32 a second launch computes on the CUDA cores, in a narrow tile: a few beyond a
+// multiple of the tile's would cost as much as all that it has.
+int64_t NarrowRest(const Problem& p, const TileShape& t);
+inline Tile NarrowTile(int64_t columns) { return columns > 4 ? Tile::kSimt256x8 : Tile::kSimt256x4; }
 bool TakesSimt(const Problem& p, const TileShape& t);
 bool TakesMma(const Problem& p, const TileShape& t);
 double GemmCycles(const Problem& p, const TileShape& t, int64_t splits);

@@ -15,4 +15,12 @@ cudaError_t LaunchDataSimt(const Problem& p, const Config& config, const void* o
 cudaError_t LaunchFilterSimt(const Problem& p, const Config& config, const void* x, const void* y, void* out,
                              void* workspace, cudaStream_t stream);
 
+// The same of float32 (float_tile.cuh); sums of slices go to `out`.
+cudaError_t LaunchDataFloats(const Problem& p, const Config& config, const void* operand, const void* filter, void* out,
+                             const Epilogue& epilogue, cudaStream_t stream);
+cudaError_t LaunchDataRuns(const Problem& p, const void* operand, const void* filter, void* out,
+                           const Epilogue& epilogue, cudaStream_t stream);
+cudaError_t LaunchFilterFloats(const Problem& p, const Config& config, const void* x, const void* y, float* out,
+                               cudaStream_t stream);
+
 }  // namespace jaxdnn::conv

@@ -13,22 +13,34 @@ struct BySize {
   StepCost Of(int size) const { return size == 2 ? half : whole; }
 };
 
-BySize SimtCost(Tile tile, bool filter, Lines lines) {
-  // Of floats in whole chunks; 128x128 is for no others.
-  constexpr StepCost k128x128[] = {{3490, 3220, 2}, {3600, 3500, 2}}, k128x64[] = {{1920, 1700, 3}, {2100, 2000, 3}},
-                     k64x32[] = {{1150, 690, 8}, {1200, 750, 8}};
-  const bool whole = lines == Lines::kWhole;
+// Of floats, in fours or not; and of others.
+StepCost FloatCost(Tile tile, Direction direction, bool fours) {
+  const bool forward = direction == Direction::kForward;
   switch (tile) {
-    case Tile::kSimt128x128:
-      return {{}, k128x128[filter]};
     case Tile::kSimt128x64:
-      if (whole) return {{}, k128x64[filter]};
-      return filter ? BySize{{6000, 5500, 4}, {3400, 3300, 4}} : BySize{{5400, 2700, 4}, {4000, 2570, 4}};
+      return fours ? StepCost{1900, forward ? 1490. : 1600., 3} : StepCost{2400, 2070, 3};
+    case Tile::kSimt64x64:
+      return fours ? StepCost{1250, forward ? 860. : 900., 4} : StepCost{1500, 1100, 4};
+    case Tile::kSimt128x32:
+      return fours ? StepCost{1300, forward ? 930. : 1000., 4} : StepCost{1600, 1350, 4};
     case Tile::kSimt64x32:
-      if (whole) return {{}, k64x32[filter]};
-      return filter ? BySize{{4430, 2330, 8}, {2320, 1490, 8}} : BySize{{4200, 1160, 8}, {2650, 1070, 8}};
+      return fours ? StepCost{920, forward ? 500. : 560., 4} : StepCost{1100, 710, 4};
+    case Tile::kSimt256x8:
+      return fours ? StepCost{1500, 900, 3} : StepCost{1900, 1680, 3};
     default:
-      return filter ? BySize{{8600, 2050, 8}, {4600, 1900, 8}} : BySize{{5800, 750, 8}, {4000, 730, 8}};
+      return fours ? StepCost{1200, 700, 3} : StepCost{1700, 1570, 3};
+  }
+}
+
+StepCost SimtCost(Tile tile, bool filter, int size) {
+  const auto of = [size](StepCost half, StepCost whole) { return size == 2 ? half : whole; };
+  switch (tile) {
+    case Tile::kSimt128x64:
+      return filter ? of({6000, 5500, 4}, {3400, 3300, 4}) : of({5400, 2700, 4}, {4000, 2570, 4});
+    case Tile::kSimt64x32:
+      return filter ? of({4430, 2330, 8}, {2320, 1490, 8}) : of({4200, 1160, 8}, {2650, 1070, 8});
+    default:
+      return filter ? of({8600, 2050, 8}, {4600, 1900, 8}) : of({5800, 750, 8}, {4000, 730, 8});
   }
 }
 
@@ -77,7 +89,8 @@ StepCost StepCostOf(Tile tile, Direction direction, DType in, Lines lines) {
   if (IsByte(in)) return BytesCost(tile, in);
   const int size = SizeOf(in);
   const bool filter = direction == Direction::kFilterGradient;
-  if (tile <= Tile::kSimt128x8) return SimtCost(tile, filter, lines).Of(size);
+  if (tile <= Tile::kSimt256x4)
+    return in == DType::kF32 ? FloatCost(tile, direction, lines == Lines::kWhole) : SimtCost(tile, filter, size);
   return (filter ? FilterMmaCost(tile, lines) : DataMmaCost(tile, lines)).Of(size);
 }
 

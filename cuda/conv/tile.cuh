@@ -7,9 +7,7 @@
 
 #include "cuda/common/dtype.cuh"
 #include "cuda/common/launch.cuh"
-#include "cuda/common/vec.cuh"
 #include "cuda/conv/conv.h"
-#include "cuda/conv/gemm_plan.h"
 
 namespace jaxdnn::conv {
 
@@ -44,80 +42,62 @@ cudaError_t VisitKernelTypes(const Problem& p, const Config& config, F&& f) {
   return VisitDType(p.in, [&](auto in) {
     using In = typename decltype(in)::type;
     const auto with_result = [&](auto result) {
-      switch (config.tile) {
-        case Tile::kSimt128x128:
-        case Tile::kSimt128x64:
-          return f(TypeTag<BlockTile<In, 128, 64, 8, 4>>{}, in, result);
-        case Tile::kSimt64x32:
-          return f(TypeTag<BlockTile<In, 64, 32, 4, 4>>{}, in, result);
-        case Tile::kSimt128x8:
-          return f(TypeTag<BlockTile<In, 128, 8, 4, 2>>{}, in, result);
-        default:
-          return cudaErrorInvalidValue;
+      if constexpr (!std::is_same_v<In, float>) {  // which has kernels of its own (float_tile.cuh)
+        switch (config.tile) {
+          case Tile::kSimt128x64:
+            return f(TypeTag<BlockTile<In, 128, 64, 8, 4>>{}, in, result);
+          case Tile::kSimt64x32:
+            return f(TypeTag<BlockTile<In, 64, 32, 4, 4>>{}, in, result);
+          case Tile::kSimt128x8:
+            return f(TypeTag<BlockTile<In, 128, 8, 4, 2>>{}, in, result);
+          default:
+            break;
+        }
       }
+      return cudaErrorInvalidValue;
     };
     return p.out == p.in ? with_result(in) : with_result(TypeTag<Accumulator<In>>{});
   });
 }
 
-// Where element number `i` of this thread's loads goes, of which kVector neighbours come at once: lanes run along the
-// depth, or along the rows (columns) of a tile that is `kExtent` wide, whichever is contiguous in memory.
-template <class T, int kExtent, int kVector>
+// Where element number `i` of this thread's loads goes: lanes run along the depth, or along the rows (columns) of a
+// tile that is `kExtent` wide, whichever is contiguous in memory.
+template <class T, int kExtent>
 struct Share {
-  static constexpr int kAcross = T::kDepth / kVector;
   bool deep;
 
-  __device__ int Element(int i) const { return (threadIdx.x + i / kVector * T::kThreads) * kVector + i % kVector; }
-  __device__ int Depth(int i) const {
-    return deep ? threadIdx.x % kAcross * kVector + i % kVector : Element(i) / kExtent;
-  }
+  __device__ int Element(int i) const { return threadIdx.x + i * T::kThreads; }
+  __device__ int Depth(int i) const { return deep ? threadIdx.x % T::kDepth : Element(i) / kExtent; }
   __device__ int Position(int i) const {
-    return deep ? threadIdx.x / kAcross + i / kVector * (T::kThreads / kAcross) : Element(i) % kExtent;
+    return deep ? threadIdx.x / T::kDepth + i * (T::kThreads / T::kDepth) : Element(i) % kExtent;
   }
 };
 
-// kN neighbouring elements as sums are, or zeros.
-template <int kN, class Sum, class In>
-__device__ __forceinline__ void LoadElements(const In* from, Sum* to) {
-  const Vec<In, kN> v = from == nullptr ? Vec<In, kN>{} : *reinterpret_cast<const Vec<In, kN>*>(from);
-#pragma unroll
-  for (int i = 0; i < kN; ++i) to[i] = static_cast<Sum>(v.v[i]);
-}
-
-// Whether kernels of these elements load four neighbours at a time where channels and addresses let them, as those of
-// wider tiles do otherwise (float_tile.cuh); and whether those of a problem do.
-template <class T, class In>
-constexpr bool kLoadsFours = sizeof(In) == 4 && T::kLoadsB % 4 == 0 && T::kColumns < 64;
-template <class... Pointers>
-bool ComesInFours(const Problem& p, const Pointers*... pointers) {
-  return TakesFloatTiles(p) && IsVectorAligned(pointers...);
-}
-
 // sums += A B over `steps` steps, each of which is summed by itself first: rounding errors then grow with the square
 // root of the steps, not of the terms. element_a(k, i) is where the operand's element of depth k and row (column) i of
-// the tile lies, the first of kVector neighbours, or null for zeros; element_a.Deep() whether its neighbours are those
-// along the depth.
-template <class T, int kVector, class ElementA, class ElementB>
+// the tile lies, or null for zeros; element_a.Deep() whether its neighbours are those along the depth.
+template <class T, class ElementA, class ElementB>
 __device__ void MultiplyTiles(typename T::Shared& shared, int steps, const ElementA& element_a,
                               const ElementB& element_b, typename T::Sum (&sums)[T::kThreadRows][T::kThreadColumns]) {
   using Sum = typename T::Sum;
   Sum a[T::kLoadsA], b[T::kLoadsB];
-  const Share<T, T::kRows, kVector> share_a{element_a.Deep()};
-  const Share<T, T::kColumns, kVector> share_b{element_b.Deep()};
+  const Share<T, T::kRows> share_a{element_a.Deep()};
+  const Share<T, T::kColumns> share_b{element_b.Deep()};
+  const auto value = [](const auto* from) { return from == nullptr ? Sum(0) : static_cast<Sum>(*from); };
   const auto load = [&](int step) {
 #pragma unroll
-    for (int i = 0; i < T::kLoadsA; i += kVector)
-      LoadElements<kVector>(element_a(step * T::kDepth + share_a.Depth(i), share_a.Position(i)), a + i);
+    for (int i = 0; i < T::kLoadsA; ++i)
+      a[i] = value(element_a(step * T::kDepth + share_a.Depth(i), share_a.Position(i)));
 #pragma unroll
-    for (int i = 0; i < T::kLoadsB; i += kVector)
-      LoadElements<kVector>(element_b(step * T::kDepth + share_b.Depth(i), share_b.Position(i)), b + i);
+    for (int i = 0; i < T::kLoadsB; ++i)
+      b[i] = value(element_b(step * T::kDepth + share_b.Depth(i), share_b.Position(i)));
   };
   const auto store = [&](int buffer) {
 #pragma unroll
     for (int i = 0; i < T::kLoadsA; ++i) shared.a[buffer][share_a.Depth(i)][share_a.Position(i)] = a[i];
 #pragma unroll
     for (int i = 0; i < T::kLoadsB; ++i)
-      if (kVector > 1 || threadIdx.x + i * T::kThreads < T::kColumns * T::kDepth)
+      if (threadIdx.x + i * T::kThreads < T::kColumns * T::kDepth)
         shared.b[buffer][share_b.Depth(i)][share_b.Position(i)] = b[i];
     __syncthreads();
   };
