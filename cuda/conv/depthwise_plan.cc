@@ -1,5 +1,6 @@
 #include "cuda/conv/depthwise_plan.h"
 
+#include <algorithm>
 #include <cmath>
 
 #include "cuda/conv/nominal.h"
@@ -110,7 +111,10 @@ double DepthwiseCycles(const Problem& p, int64_t splits, bool hopper) {
                places = resident * kMultiprocessors;
   const double blocks = std::max(1.0, p.batch * std::ceil(p.groups * p.features / slab) * splits * pieces);
   const double rounds = filter ? std::ceil(blocks / places) : 1, unused = filter ? rounds * places / blocks : 1;
-  return 2000 + 3000 * rounds + std::max(all * unused, bytes / (kMultiprocessors * kBytesPerCycle));
+  // A thread of the data gradient sums up all features of a channel, one after the other.
+  const bool sums = p.direction == Direction::kDataGradient && !paired;
+  const double chain = sums ? 340.0 * p.features * p.Taps() : 0;
+  return 2000 + 3000 * rounds + std::max({all * unused, bytes / (kMultiprocessors * kBytesPerCycle), chain});
 }
 
 }  // namespace jaxdnn::conv

@@ -143,6 +143,13 @@ double Cycles(const Problem& p, const TileShape& t, int64_t splits, int64_t but)
                         : lines != Lines::kSpread || CopiesChunks(p, dense) ? 1
                         : runs                                              ? 1.6
                                                                             : 2;
+  if (!mma && p.in == DType::kF32) {
+    // Blocks that share a multiprocessor take the longer the more they are, from one alone to all that fit.
+    const double last = std::fmod(each, cost.resident), all = cost.resident * cost.busy;
+    const double more = std::max(0.0, all - cost.latency) / (cost.resident - 1);
+    const double round = last > 0 ? cost.latency + (last - 1) * more : 0;
+    return std::max(longest * cost.latency, steps * ((each - last) * cost.busy + round));
+  }
   const double latency = std::max(steps * std::ceil(each / cost.resident), longest) * cost.latency;
   return pieces * (mma ? ApartCost(p, t) * (p.Tripled() ? 2.5 : 1) : 1) * std::max(latency, steps * each * cost.busy);
 }

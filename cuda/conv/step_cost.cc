@@ -15,20 +15,20 @@ struct BySize {
 
 // Of floats, in fours or not; and of others.
 StepCost FloatCost(Tile tile, Direction direction, bool fours) {
-  const bool forward = direction == Direction::kForward;
+  const bool filter = direction == Direction::kFilterGradient, data = direction == Direction::kDataGradient;
   switch (tile) {
     case Tile::kSimt128x64:
-      return fours ? StepCost{1900, forward ? 1490. : 1600., 3} : StepCost{2400, 2070, 3};
+      return fours ? StepCost{1900, data ? 1600. : 1490., 3} : StepCost{2400, 2070, 3};
     case Tile::kSimt64x64:
-      return fours ? StepCost{1250, forward ? 860. : 900., 4} : StepCost{1500, 1100, 4};
+      return fours ? StepCost{filter ? 1200. : 1350., data ? 900. : 860., 4} : StepCost{1600, 1100, 4};
     case Tile::kSimt128x32:
-      return fours ? StepCost{1300, forward ? 930. : 1000., 4} : StepCost{1600, 1350, 4};
+      return fours ? StepCost{1350, data ? 1000. : 930., 4} : StepCost{1700, 1350, 4};
     case Tile::kSimt64x32:
-      return fours ? StepCost{920, forward ? 500. : 560., 4} : StepCost{1100, 710, 4};
+      return fours ? StepCost{filter ? 950. : 1000., data ? 560. : 510., 4} : StepCost{1200, 710, 4};
     case Tile::kSimt256x8:
-      return fours ? StepCost{1500, 900, 3} : StepCost{1900, 1680, 3};
+      return fours ? StepCost{1900, 950, 3} : StepCost{2400, 1800, 3};
     default:
-      return fours ? StepCost{1200, 700, 3} : StepCost{1700, 1570, 3};
+      return fours ? StepCost{1500, 750, 3} : StepCost{2200, 1700, 3};
   }
 }
 
