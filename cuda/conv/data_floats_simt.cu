@@ -18,8 +18,8 @@ struct DataFloatsParams {
 
 template <class T, bool kForward>
 struct DataFloatsShared {
-  static constexpr Lie kLieB = kForward ? Lie::kAcross : Lie::kDeep;
-  typename T::template Shared<Lie::kDeep, kLieB> tile;
+  static constexpr Major kMajorB = kForward ? Major::kPosition : Major::kDepth;
+  typename T::template Shared<Major::kDepth, kMajorB> tile;
   Row rows[T::kRows];
   DataBlock block;  // these are there, to spare registers
   const float* filter;
@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
     shared.rows[i].image += Pixel(p, shared.rows[i].origin) * p.pixel_size;
   __syncthreads();
 
-  MultiplyFloats<T, Lie::kDeep, Shared::kLieB>(
+  MultiplyFloats<T, Major::kDepth, Shared::kMajorB>(
       shared.tile, shared.steps, shared.run, q.whole, OperandElement{q, block.taps, shared.rows, in, shared.depth},
       FilterElement<kForward>{q, block.taps, shared.filter, shared.depth, shared.first_column});
 
@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
 #pragma unroll 1
   for (int four = 0; four < T::kFours; ++four) {
     constexpr int kPerRow = T::kThreadColumns / 4;
-    const int64_t pixel = shared.rows[T::template Row<Lie::kDeep>(four / kPerRow)].result;
+    const int64_t pixel = shared.rows[T::template Row<Major::kDepth>(four / kPerRow)].result;
     const int column = shared.first_column + T::Column(four % kPerRow);
     if (pixel < 0 || column >= q.end_column) continue;
     const int64_t channel = block.group * int64_t{p.columns} + column, offset = pixel * p.result_pixel + channel;

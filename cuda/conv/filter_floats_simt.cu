@@ -26,7 +26,7 @@ struct PixelOfSlice {
 template <class T>
 struct FilterFloatsShared {
   static constexpr int kPixels = (T::kStages + 1) * T::kDepth;  // of the steps that are on their way, and the next
-  typename T::template Shared<Lie::kAcross, Lie::kAcross> tile;
+  typename T::template Shared<Major::kPosition, Major::kPosition> tile;
   FilterBlock block;  // there, to spare registers
   PixelOfSlice pixels[kPixels];
 };
@@ -114,14 +114,14 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   __syncthreads();
   const int first_row = block.row_tile * T::kRows, first_column = block.column_tile * T::kColumns;
   using Input = InputElement<FilterFloatsShared<T>::kPixels>;
-  const int row = first_row + Bringer<T, T::kRows, Lie::kAcross, Input>::Place();
-  MultiplyFloats<T, Lie::kAcross, Lie::kAcross>(shared.tile, (block.count + T::kDepth - 1) / T::kDepth, 1, q.whole,
-                                                Input(q, block, x, row, shared.pixels),
-                                                CotangentElement{p, block, y + block.y_offset, first_column});
+  const int row = first_row + Bringer<T, T::kRows, Major::kPosition, Input>::Place();
+  MultiplyFloats<T, Major::kPosition, Major::kPosition>(shared.tile, (block.count + T::kDepth - 1) / T::kDepth, 1,
+                                                        q.whole, Input(q, block, x, row, shared.pixels),
+                                                        CotangentElement{p, block, y + block.y_offset, first_column});
 #pragma unroll 1
   for (int four = 0; four < T::kFours; ++four) {
     constexpr int kPerRow = T::kThreadColumns / 4;
-    const int row = first_row + T::template Row<Lie::kAcross>(four / kPerRow);
+    const int row = first_row + T::template Row<Major::kPosition>(four / kPerRow);
     const int column = first_column + T::Column(four % kPerRow);
     int channel;
     const int tap = p.channels.Div(row, &channel);

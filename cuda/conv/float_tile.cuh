@@ -18,9 +18,9 @@ namespace jaxdnn::conv {
 
 constexpr int kFloatDepth = SimtDepth(DType::kF32);
 
-// How the numbers of an operand lie: neighbours are those along the depth (of a pixel's channels), or those of one
-// depth.
-enum class Lie { kDeep, kAcross };
+// Whether an operand's neighbours in memory are those along the depth (of a pixel's channels: K-major), or those of one
+// depth (MN-major).
+enum class Major { kDepth, kPosition };
 
 // Four neighbours in memory, of which so many exist. Copies of none read nothing, wherever that is.
 struct Found {
@@ -49,29 +49,29 @@ struct FloatTile {
 
   // An operand's numbers of a step: lines of all depths of a row or column, which are read four depths at a time, or of
   // all rows or columns of a depth.
-  template <int kExtent, Lie kLie>
+  template <int kExtent, Major kMajor>
   struct Lines {
-    static constexpr bool kDeep = kLie == Lie::kDeep;
-    float of[kDeep ? kExtent : kDepth][kDeep ? kDepth + 4 : kExtent];
-    __device__ float* At(int k, int i) { return kDeep ? &of[i][k] : &of[k][i]; }
+    static constexpr bool kOfDepths = kMajor == Major::kDepth;
+    float of[kOfDepths ? kExtent : kDepth][kOfDepths ? kDepth + 4 : kExtent];
+    __device__ float* At(int k, int i) { return kOfDepths ? &of[i][k] : &of[k][i]; }
     __device__ Four Get(int k, int i) { return *reinterpret_cast<const Four*>(At(k, i)); }
   };
 
-  template <Lie kLieA, Lie kLieB>
+  template <Major kMajorA, Major kMajorB>
   struct Shared {
-    Lines<kRows, kLieA> a[kStages];
-    Lines<kColumns, kLieB> b[kStages];
+    Lines<kRows, kMajorA> a[kStages];
+    Lines<kColumns, kMajorB> b[kStages];
     Four sums[kFours][kThreads];  // of whole chunks
   };
 
   // A warp has 8 x 4 threads and a block 2 x 2 warps; or all threads are rows'. What a warp reads at once lies side by
   // side: fours of a depth, or rows. Of the lanes' numbers bits 1 to 3 are rows, bits 0 and 4 are columns.
-  template <Lie kLieA>
+  template <Major kMajorA>
   static __device__ int Row(int i) {
     constexpr int kLanes = kNarrow ? 32 : 8;
     const int warp = threadIdx.x / 32 % (kNarrow ? 4 : 2), lane = kNarrow ? threadIdx.x % 32 : threadIdx.x / 2 % 8;
     return warp * kLanes * kThreadRows +
-           (kLieA == Lie::kDeep ? i * kLanes + lane : (i / 4 * kLanes + lane) * 4 + i % 4);
+           (kMajorA == Major::kDepth ? i * kLanes + lane : (i / 4 * kLanes + lane) * 4 + i % 4);
   }
   static __device__ int Column(int four) {
     if (kNarrow) return four * 4;
@@ -104,11 +104,11 @@ cudaError_t VisitFloatTile(Tile tile, F&& f) {
 // Brings the steps of an operand, one after the other, to lines of kExtent numbers. element(k, i) says where the four
 // neighbours lie whose first is of depth k and of number i of the tile; element.Prepare(step) comes before, with a
 // barrier between. Where steps follow each other in memory, element.Advance() is how far apart.
-template <class T, int kExtent, Lie kLie, class Element>
+template <class T, int kExtent, Major kMajor, class Element>
 struct Bringer {
   static constexpr int kFours = kExtent * T::kDepth / 4, kEach = kFours < T::kThreads ? 1 : kFours / T::kThreads;
-  static constexpr bool kAcross = kLie == Lie::kAcross;
-  static constexpr int kPerLine = (kAcross ? kExtent : T::kDepth) / 4;  // fours that neighbour
+  static constexpr bool kOfDepths = kMajor == Major::kDepth;
+  static constexpr int kPerLine = (kOfDepths ? T::kDepth : kExtent) / 4;  // fours that neighbour
   static_assert(T::kThreads % kPerLine == 0, "a thread's fours have one place in their lines");
   const Element& element;
   bool whole;  // whether fours exist or do not, and are chunks of 16 bytes
@@ -120,10 +120,10 @@ struct Bringer {
   static __device__ int Line(int each) { return threadIdx.x / kPerLine + each * (T::kThreads / kPerLine); }
 
   // `follows` says that this step does, and must be the same for all threads.
-  __device__ __forceinline__ void Start(typename T::template Lines<kExtent, kLie>& lines, int step, bool follows) {
+  __device__ __forceinline__ void Start(typename T::template Lines<kExtent, kMajor>& lines, int step, bool follows) {
     if (kFours < T::kThreads && threadIdx.x >= kFours) return;
-    const auto k = [](int each) { return kAcross ? Line(each) : Place(); };
-    const auto i = [](int each) { return kAcross ? Place() : Line(each); };
+    const auto k = [](int each) { return kOfDepths ? Place() : Line(each); };
+    const auto i = [](int each) { return kOfDepths ? Line(each) : Place(); };
 #pragma unroll
     for (int each = 0; each < kEach; ++each) {
       if (!follows)
@@ -147,13 +147,13 @@ struct Bringer {
 
 // shared.sums = A B over `steps` steps, each thread its own. Of `run` steps from a multiple of `run` on, all but the
 // first follow the one before in memory.
-template <class T, Lie kLieA, Lie kLieB, class ElementA, class ElementB>
-__device__ __forceinline__ void MultiplyFloats(typename T::template Shared<kLieA, kLieB>& shared, const int& steps,
+template <class T, Major kMajorA, Major kMajorB, class ElementA, class ElementB>
+__device__ __forceinline__ void MultiplyFloats(typename T::template Shared<kMajorA, kMajorB>& shared, const int& steps,
                                                const int& run, bool whole, const ElementA& element_a,
                                                const ElementB& element_b) {
   using Four = typename T::Four;
-  Bringer<T, T::kRows, kLieA, ElementA> bring_a(element_a, whole);
-  Bringer<T, T::kColumns, kLieB, ElementB> bring_b(element_b, whole);
+  Bringer<T, T::kRows, kMajorA, ElementA> bring_a(element_a, whole);
+  Bringer<T, T::kColumns, kMajorB, ElementB> bring_b(element_b, whole);
   int left = 0;
   const auto bring = [&](int step, int stage) {
     if (step == 0 || step < steps) {
@@ -183,13 +183,13 @@ __device__ __forceinline__ void MultiplyFloats(typename T::template Shared<kLieA
 #pragma unroll
     for (int k = 0; k < T::kDepth; k += 4) {
       Four deep_rows[T::kThreadRows];
-      if (kLieA == Lie::kDeep)
+      if (kMajorA == Major::kDepth)
 #pragma unroll
-        for (int i = 0; i < T::kThreadRows; ++i) deep_rows[i] = a.Get(k, T::template Row<kLieA>(i));
+        for (int i = 0; i < T::kThreadRows; ++i) deep_rows[i] = a.Get(k, T::template Row<kMajorA>(i));
 #pragma unroll
       for (int four = 0; four < T::kThreadColumns / 4; ++four) {
         Four deep_columns[4];
-        if (kLieB == Lie::kDeep)
+        if (kMajorB == Major::kDepth)
 #pragma unroll
           for (int j = 0; j < 4; ++j) deep_columns[j] = b.Get(k, T::Column(four) + j);
 #pragma unroll
@@ -197,19 +197,19 @@ __device__ __forceinline__ void MultiplyFloats(typename T::template Shared<kLieA
           float rows[T::kThreadRows], columns[4];
 #pragma unroll
           for (int i = 0; i < T::kThreadRows; ++i) {
-            if (kLieA == Lie::kDeep)
+            if (kMajorA == Major::kDepth)
               rows[i] = deep_rows[i].v[in_four];
             else if (i % 4 == 0)
-              a.Get(k + in_four, T::template Row<kLieA>(i)).To(rows + i);
+              a.Get(k + in_four, T::template Row<kMajorA>(i)).To(rows + i);
           }
-          if (kLieB == Lie::kAcross) b.Get(k + in_four, T::Column(four)).To(columns);
+          if (kMajorB == Major::kPosition) b.Get(k + in_four, T::Column(four)).To(columns);
           // To and fro, so that from one product to the next only one operand changes.
 #pragma unroll
           for (int i = 0; i < T::kThreadRows; ++i)
 #pragma unroll
             for (int n = 0; n < 4; ++n) {
               const int j = i % 2 == 0 ? n : 3 - n;
-              part[i][four * 4 + j] += rows[i] * (kLieB == Lie::kDeep ? deep_columns[j].v[in_four] : columns[j]);
+              part[i][four * 4 + j] += rows[i] * (kMajorB == Major::kDepth ? deep_columns[j].v[in_four] : columns[j]);
             }
         }
       }
