@@ -309,9 +309,9 @@ double WgmmaCycles(const Problem& problem, const TileShape& t, int64_t cluster, 
   if (t.tile == Tile::kWgmma128x160 && !lines_of_both && p.in != DType::kF32 && g.columns % t.columns != 0)
     cost.step *= 1.1;
   // Where all multiprocessors are busy, pixels that one tile's columns alone meet, tap by tap, take longer: no
-  // neighbour has asked for them.
-  constexpr double kAlone = 1.3;
-  if (maps[0].tap_count > 1 && g.columns <= 64 && p.batch * g.rows > kMultiprocessors * t.rows) cost.step *= kAlone;
+  // neighbour has asked for them. Three products a step leave more time for that.
+  const double alone = p.Tripled() ? 1.1 : 1.3;
+  if (maps[0].tap_count > 1 && g.columns <= 64 && p.batch * g.rows > kMultiprocessors * t.rows) cost.step *= alone;
   // Where windows that are a stride apart overlap in two dimensions, tiles of many rows find less in the cache.
   constexpr double kOverlap = 1.03;
   if (p.direction == Direction::kForward && OverlappingStrides(p) > 1 && IsAcross(t.tile)) cost.step *= kOverlap;
