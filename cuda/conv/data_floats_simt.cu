@@ -1,6 +1,5 @@
 // Forward convolution and data gradient of float32 on the CUDA cores: the implicit matrix product of data_simt.cu in
 // tiles that come near what the multiprocessors' additions and multiplications take (float_tile.cuh).
-#include "cuda/common/shared_bytes.cuh"
 #include "cuda/conv/data.cuh"
 #include "cuda/conv/epilogue.cuh"
 #include "cuda/conv/float_tile.cuh"
@@ -153,13 +152,15 @@ cudaError_t LaunchColumns(const Problem& p, Tile tile, int64_t first, int64_t en
     q.data.channels = int(CeilDiv(q.channels, 4)) * 4;
     q.data.channel_div = FastDiv(q.data.channels);
     q.data.column_tiles = FastDiv(CeilDiv(end - first, T::kColumns));
+    constexpr size_t kForward = sizeof(DataFloatsShared<T, true>), kBackward = sizeof(DataFloatsShared<T, false>);
+    static_assert(kForward <= 99 << 10 && kBackward <= 99 << 10, "what a block may have on every device since sm_80");
     const auto launch = [&](auto kernel, size_t bytes) {
       return LaunchKernel(kernel, {DataBlocks(p, q.data), T::kThreads, bytes}, stream, q,
                           static_cast<const float*>(operand), static_cast<const float*>(filter),
                           static_cast<float*>(out));
     };
-    return p.direction == Direction::kForward ? launch(DataFloatsKernel<T, true>, sizeof(DataFloatsShared<T, true>))
-                                              : launch(DataFloatsKernel<T, false>, sizeof(DataFloatsShared<T, false>));
+    return p.direction == Direction::kForward ? launch(DataFloatsKernel<T, true>, kForward)
+                                              : launch(DataFloatsKernel<T, false>, kBackward);
   });
 }
 

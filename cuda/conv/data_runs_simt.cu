@@ -6,7 +6,6 @@
 // pixel and forgets the first. Eight threads share a run of pixels, and each takes four of every 32 channels, so that
 // their loads are lines of 128 bytes; those of a group add up what they have, each for some of the pixels. Of small
 // groups the 32 channels are several. The filter of the block's columns is in shared memory.
-#include "cuda/common/shared_bytes.cuh"
 #include "cuda/conv/data.cuh"
 #include "cuda/conv/epilogue.cuh"
 #include "cuda/conv/runs_plan.h"
@@ -15,7 +14,6 @@
 namespace jaxdnn::conv {
 namespace {
 
-constexpr int kLanes = 8, kRun = 8, kThreads = 128, kRuns = kThreads / kLanes;
 using Four = Vec<float, 4>;
 
 struct RunsParams {
@@ -53,6 +51,7 @@ struct Lane {
 };
 
 constexpr int kBlockBytes = (sizeof(RunsBlock) + 15) / 16 * 16;
+static_assert(kBlockBytes + kMostFilterBytes <= 99 << 10, "what a block may have on every device since sm_80");
 
 // [chunk][tap][channel of the lane's four][lane], each four columns; the taps along the last dimension in the order in
 // which they meet pixels.
@@ -106,7 +105,7 @@ struct Sums {
   }
 };
 
-__global__ void __launch_bounds__(kThreads, 4)
+__global__ void __launch_bounds__(kRunThreads, 4)
     DataRunsKernel(const __grid_constant__ RunsParams q, const float* in, const float* filter, float* out) {
   extern __shared__ __align__(16) unsigned char bytes[];
   auto& block = *reinterpret_cast<RunsBlock*>(bytes);
@@ -242,7 +241,7 @@ cudaError_t LaunchDataRuns(const Problem& p, const void* operand, const void* fi
   q.data.group_div = FastDiv(shape.sets);
   q.data.tile_rows = int(shape.tiles) * kRuns;
   q.data.row_tiles = FastDiv(shape.row_tiles);
-  return LaunchKernel(DataRunsKernel, {DataBlocks(p, q.data), kThreads, size_t(kBlockBytes + shape.filter_bytes)},
+  return LaunchKernel(DataRunsKernel, {DataBlocks(p, q.data), kRunThreads, size_t(kBlockBytes + shape.filter_bytes)},
                       stream, q, static_cast<const float*>(operand), static_cast<const float*>(filter),
                       static_cast<float*>(out));
 }

@@ -2,7 +2,6 @@
 // float_tile.cuh.
 #include <algorithm>
 
-#include "cuda/common/shared_bytes.cuh"
 #include "cuda/conv/filter.cuh"
 #include "cuda/conv/float_tile.cuh"
 #include "cuda/conv/simt.h"
@@ -150,6 +149,7 @@ cudaError_t LaunchFilterFloats(const Problem& p, const Config& config, const voi
     q.filter.channels = FastDiv(CeilDiv(p.channels, 4) * 4);
     q.filter.rows = int(p.Taps()) * q.filter.channels.divisor;
     q.filter.row_tiles = int(CeilDiv(q.filter.rows, T::kRows));
+    static_assert(sizeof(FilterFloatsShared<T>) <= 99 << 10, "what a block may have on every device since sm_80");
     return LaunchKernel(FilterFloatsKernel<T>, {FilterBlocks(p, q.filter), T::kThreads, sizeof(FilterFloatsShared<T>)},
                         stream, q, static_cast<const float*>(x), static_cast<const float*>(y), out);
   });

@@ -9,8 +9,6 @@
 namespace jaxdnn::conv {
 namespace {
 
-constexpr int64_t kRun = 8, kRuns = 16, kMostFilterBytes = 96 << 10;
-
 // Positions and taps of the largest phase, by dimension.
 struct Largest {
   int64_t positions[kRank], taps[kRank], phases = 1;
@@ -33,10 +31,10 @@ RunsShape RunsShapeOf(const Problem& p) {
   const Largest l = LargestOf(p);
   const int64_t channels = p.DepthChannels(), taps = l.taps[0] * l.taps[1] * l.taps[2];
   RunsShape s = {};
-  for (s.group_lanes = 1; s.group_lanes < 8 && s.group_lanes * 4 < channels;) s.group_lanes *= 2;
+  for (s.group_lanes = 1; s.group_lanes < kLanes && s.group_lanes * 4 < channels;) s.group_lanes *= 2;
   s.chunks = int(CeilDiv(channels, 32));
-  s.sets = CeilDiv(p.groups, 8 / s.group_lanes);
-  s.filter_bytes = s.chunks * taps * 4 * 8 * 16;
+  s.sets = CeilDiv(p.groups, kLanes / s.group_lanes);
+  s.filter_bytes = s.chunks * taps * 4 * kLanes * 16;
   const int64_t tiles = CeilDiv(p.images * l.positions[0] * l.positions[1] * CeilDiv(l.positions[2], kRun), kRuns);
   const int64_t others = p.batch * s.sets * CeilDiv(GemmOf(p).columns, 4) * l.phases;
   // A block loads its filter once; but there should be several blocks for every multiprocessor.

@@ -5,6 +5,10 @@
 
 namespace jaxdnn::conv {
 
+constexpr int kRun = 8, kLanes = 8;                             // pixels of a run, and threads that share it
+constexpr int kRunThreads = 128, kRuns = kRunThreads / kLanes;  // of a block
+constexpr int64_t kMostFilterBytes = 96 << 10;
+
 struct RunsShape {
   int group_lanes, chunks;         // lanes of a group, of eight; and its chunks of 32 channels
   int64_t sets, tiles, row_tiles;  // of groups; of runs to a block; and blocks of those

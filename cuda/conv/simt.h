@@ -18,6 +18,7 @@ cudaError_t LaunchFilterSimt(const Problem& p, const Config& config, const void*
 // The same of float32 (float_tile.cuh); sums of slices go to `out`.
 cudaError_t LaunchDataFloats(const Problem& p, const Config& config, const void* operand, const void* filter, void* out,
                              const Epilogue& epilogue, cudaStream_t stream);
+// Of float32 and few columns (runs_plan.h); `operand` is aligned to 16 bytes.
 cudaError_t LaunchDataRuns(const Problem& p, const void* operand, const void* filter, void* out,
                            const Epilogue& epilogue, cudaStream_t stream);
 cudaError_t LaunchFilterFloats(const Problem& p, const Config& config, const void* x, const void* y, float* out,
