@@ -88,7 +88,7 @@ def check(case, algorithm, dtype, out_dtype, precision=None, draw=coarse, models
     assert_close(got, np.stack(wants[result]), out_dtype, terms=terms, scale=np.sqrt(terms) * 3)
 
 
-def check_epilogue(algorithm, x_shape, w_shape, dtype, out_dtype, **layer):
+def check_epilogue(algorithm, x_shape, w_shape, dtype, out_dtype, reference="implicit_gemm", **layer):
   """Bias, residual and activation in a layer by `algorithm`, against the same by the CUDA cores' kernels. The last
   activation is one that kernels call as a function."""
   x, w = (jnp.asarray(coarse(s, dtype, i)) for i, s in enumerate((x_shape, w_shape)))
@@ -97,7 +97,7 @@ def check_epilogue(algorithm, x_shape, w_shape, dtype, out_dtype, **layer):
   y_shape, terms = jax.eval_shape(f).shape, int(np.prod(w_shape[:-1]))
   b, r = (jnp.asarray(sample(s, out_dtype or dtype, i)) for i, s in ((2, y_shape[-1:]), (3, y_shape)))
   for bias, residual, more in ((b, None, {}), (None, r, {}), (b, r, {}), (b, r, {"activation": "elu"})):
-    got, want = (f(bias, residual=residual, algorithm=name, **more) for name in (algorithm, "implicit_gemm"))
+    got, want = (f(bias, residual=residual, algorithm=name, **more) for name in (algorithm, reference))
     assert_close(got, exact(want), out_dtype or dtype, terms=terms, scale=3 * np.sqrt(terms))
 
 

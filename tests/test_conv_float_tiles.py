@@ -45,6 +45,15 @@ CASES = [
   _("odd_groups", 2, (9, 9), 15, (3, 3), 21, padding=SAME3, groups=3),
   _("odd_dilated_input", 2, (6, 7), 5, (3, 3), 6, padding=SAME3, lhs_dilation=(2, 3)),
   _("odd_slices", 9, (28, 28), 7, (3, 3), 9, padding=SAME3),
+  _("by_position", 40, (5, 5), 20, (3, 3), 40, padding=SAME3),
+  _("by_position_whole", 128, (4, 4), 32, (3, 3), 36, padding=SAME3),
+  _("full_gradient", 70, (7, 6), 16, (4, 3), 35),
+  _("partly_outside", 9, (6, 7), 12, (5, 5), 33, padding=((2, 2), (2, 3))),
+  _("by_position_dilated", 30, (9, 8), 8, (3, 3), 12, padding=((3, 3), (4, 4)), rhs_dilation=(3, 4)),
+  _("by_position_strided", 33, (9, 8), 8, (5, 5), 12, (2, 2), ((2, 2), (2, 2))),
+  _("all_padding", 17, (3, 3), 8, (2, 2), 5, padding=((4, 4), (5, 5))),
+  _("by_position_1d", 65, (9,), 6, (5,), 13, padding=((2, 2),)),
+  _("by_position_3d", 12, (4, 3, 5), 5, (3, 3, 3), 9, padding=((1, 1),) * 3),
 ]
 
 
@@ -89,6 +98,8 @@ def test_kernels(case, tile):
 @pytest.mark.parametrize("tile", TILES)
 def test_models_and_infinities(tile):
   check(CASES[1], tile, "float32", "float32", HIGHEST, sample, models=3, results=results_of(tile))
+  by_name = {case.name: case for case in CASES}
+  check(by_name["by_position"], tile, "float32", "float32", HIGHEST, sample, models=3, results=results_of(tile))
   for case in (c for c in CASES if c.name in ("steps", "across_taps", "strided", "odd", "odd_groups")):
     check(case, tile, "float32", "float32", HIGHEST, not_finite, results=results_of(tile))
 

@@ -44,6 +44,9 @@ struct DataParams {
   DType result_type;                                         // where the operands' type does not tell
   Float8Kinds e5m2;
   Epilogue epilogue;
+  // Whether rows are the first position of all images, then the next one: DataBlock::LeavePadding is for these alone.
+  bool by_position;
+  FastDiv images_div;
 };
 
 inline DataParams MakeDataParams(const Problem& p, const Epilogue& epilogue, int tile_rows, int tile_columns,
@@ -179,6 +182,36 @@ struct DataBlock {
     row_count = p.images * Pixels();
   }
 
+  // Leaves out the taps that none of the tile's rows, by position, finds in the operand.
+  __device__ void LeavePadding(const DataParams& p) {
+    const int64_t last_row = min(first_row + p.tile_rows, row_count) - 1;
+    int first[kRank], last[kRank];
+    positions.Split(p.images_div.Div(static_cast<int>(first_row)), first);
+    positions.Split(p.images_div.Div(static_cast<int>(last_row)), last);
+    bool all = false;  // positions of a dimension
+#pragma unroll
+    for (int d = 0; d < kRank; ++d) {
+      const int low = Index(p, d, all ? 0 : first[d]), high = Index(p, d, all ? phase[d].positions - 1 : last[d]);
+      all |= first[d] != last[d];
+      int from = phase[d].taps, to = 0;
+      for (int tap = 0; tap < phase[d].taps; ++tap) {
+        const int moved = tap * p.tap_distance[d];
+        if (high + moved >= 0 && low + moved < p.axis[d].extent) from = min(from, tap), to = tap + 1;
+      }
+      phase[d].first_tap += min(from, to) * p.tap_period[d];
+      phase[d].taps = max(to - from, 0);
+    }
+    taps = Box({phase[0].taps, phase[1].taps, phase[2].taps});
+  }
+
+  // What the i-th position of a phase reads at its first tap.
+  __device__ int Index(const DataParams& p, int d, int i) const {
+    const int position =
+        p.axis[d].Origin(phase[d].phase + p.period[d] * i) + phase[d].first_tap * p.axis[d].tap_step;
+    const int index = p.axis[d].step.Div(abs(position));  // exact, by the choice of the phase
+    return position < 0 ? -index : index;
+  }
+
   __device__ int Pixels() const { return phase[0].positions * phase[1].positions * phase[2].positions; }
   __device__ int Depth(const DataParams& p) const { return phase[0].taps * phase[1].taps * phase[2].taps * p.channels; }
 
@@ -191,7 +224,7 @@ struct DataBlock {
   }
 
   // All threads of the block, for its tile of rows.
-  template <int kRows>
+  template <bool kByPosition = false, int kRows>
   __device__ void SetRows(const DataParams& p, Row (&rows)[kRows]) const {
     const int pixels = Pixels();
     const int64_t first_image =
@@ -199,15 +232,18 @@ struct DataBlock {
     const int first_pixel = static_cast<int>(first_row - first_image * pixels);
     for (int i = threadIdx.x; i < kRows; i += blockDim.x) {
       int pixel, out[kRank];
-      const int64_t image = batch * p.images + first_image + image_div.Div(first_pixel + i, &pixel);
+      int64_t image = first_image + image_div.Div(first_pixel + i, &pixel);
+      if (kByPosition) {
+        int of_position;
+        pixel = p.images_div.Div(static_cast<int>(first_row) + i, &of_position);
+        image = of_position;
+      }
+      image += batch * p.images;
       positions.Split(pixel, out);
 #pragma unroll
       for (int d = 0; d < kRank; ++d) {
+        rows[i].origin[d] = Index(p, d, out[d]);
         out[d] = phase[d].phase + p.period[d] * out[d];
-        const int position = p.axis[d].Origin(out[d]) + phase[d].first_tap * p.axis[d].tap_step;
-        // Exact, by the choice of the phase.
-        const int index = p.axis[d].step.Div(abs(position));
-        rows[i].origin[d] = position < 0 ? -index : index;
       }
       rows[i].image = image * p.image_size + group * p.group_size;
       rows[i].result = ((image * p.extent[0] + out[0] * p.fold[0]) * p.extent[1] + out[1] * p.fold[1]) * p.extent[2] +

@@ -90,6 +90,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   const DataBlock& block = shared.block;
   if (threadIdx.x == 0) {
     shared.block = DataBlock(p);
+    if (p.by_position) shared.block.LeavePadding(p);
     shared.filter = filter + block.FilterStart(p);
     shared.depth = block.Depth(p);
     shared.first_column = q.first_column + block.column_tile * T::kColumns;
@@ -99,7 +100,10 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   }
   __syncthreads();
   if (block.first_row >= block.row_count) return;  // not every phase has as many rows as the largest
-  block.SetRows(p, shared.rows);
+  if (p.by_position)
+    block.SetRows<true>(p, shared.rows);
+  else
+    block.SetRows(p, shared.rows);
   for (int i = threadIdx.x; i < T::kRows; i += T::kThreads)  // as SetRows
     shared.rows[i].image += Pixel(p, shared.rows[i].origin) * p.pixel_size;
   __syncthreads();
@@ -149,6 +153,8 @@ cudaError_t LaunchColumns(const Problem& p, Tile tile, int64_t first, int64_t en
     q.first_column = int(first);
     q.end_column = int(end);
     q.whole = InFours(p) && IsVectorAligned(operand, filter, out, epilogue.bias, epilogue.residual);
+    q.data.by_position = MetByPosition(p, T::kRows).average < 1;
+    q.data.images_div = FastDiv(p.images);
     q.data.channels = int(CeilDiv(q.channels, 4)) * 4;
     q.data.channel_div = FastDiv(q.data.channels);
     q.data.column_tiles = FastDiv(CeilDiv(end - first, T::kColumns));
@@ -172,6 +178,7 @@ cudaError_t LaunchDataFloats(const Problem& p, const Config& config, const void*
   const auto launch = [&](Tile tile, int64_t first, int64_t end) {
     return LaunchColumns(p, tile, first, end, operand, filter, out, epilogue, stream);
   };
+  if (config.tile == Tile::kSimtPatch) return LaunchDataPatch(p, operand, filter, out, epilogue, stream);
   if (config.tile == Tile::kSimtRuns)
     return IsVectorAligned(operand) ? LaunchDataRuns(p, operand, filter, out, epilogue, stream)
                                     : launch(Tile::kSimt64x32, 0, columns);

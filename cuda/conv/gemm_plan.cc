@@ -5,6 +5,7 @@
 
 #include "cuda/common/int_div.h"
 #include "cuda/conv/nominal.h"
+#include "cuda/conv/patch_plan.h"
 #include "cuda/conv/runs_plan.h"
 #include "cuda/conv/step_cost.h"
 
@@ -69,7 +70,8 @@ Work WorkOf(const Problem& p, const TileShape& t, int64_t splits, int64_t but) {
   const double depth = g.depth * (filter ? 1 : fill), rows = g.rows * (filter ? fill : 1);
   const double row_tiles = phases * std::ceil(rows / phases / t.rows);
   const double tiles = double(g.problems) * row_tiles * CeilDiv(g.columns - but, t.columns) * splits;
-  return {tiles, depth / taps_per_tap / splits, depth * share / splits};
+  const MetShare met = t.unit == Unit::kSimt && p.in == DType::kF32 ? MetByPosition(p, t.rows) : MetShare();
+  return {tiles, depth / taps_per_tap / splits * met.average, depth * share / splits * met.most};
 }
 
 Lines LinesOf(const Problem& p, const Dense& dense) {
@@ -104,9 +106,55 @@ int64_t NarrowRest(const Problem& p, const TileShape& t) {
   return of_floats && columns > t.columns && t.columns > 8 && rest <= 8 ? rest : 0;
 }
 
+MetShare MetByPosition(const Problem& p, int64_t rows) {
+  // Images of more bytes are too far apart for what translates addresses.
+  constexpr int64_t kFewestImages = 8, kMostPositions = 4096, kMostImageBytes = 1 << 20;
+  constexpr double kPays = .9;
+  const bool forward = p.direction == Direction::kForward;
+  const int64_t* const out = forward ? p.y : p.x;
+  const int64_t* const in = forward ? p.x : p.y;
+  const int64_t positions = forward ? p.YPixels() : p.XPixels(), read = forward ? p.XPixels() : p.YPixels();
+  if (p.direction == Direction::kFilterGradient || p.images < kFewestImages || positions == 0 ||
+      positions > kMostPositions || read * p.groups * p.DepthChannels() * SizeOf(p.in) > kMostImageBytes ||
+      p.images * positions > INT32_MAX / 2)
+    return {};
+  for (int d = 0; d < kRank; ++d)
+    if ((forward ? p.lhs_dilation : p.stride)[d] != 1 || p.window[d] > kMmaMaxWindow) return {};
+  // As DataBlock::LeavePadding.
+  const auto taps = [&](int d, int64_t first, int64_t last) {
+    int64_t met = 0;
+    for (int64_t tap = 0; tap < p.window[d]; ++tap) {
+      const int64_t moved = tap * p.rhs_dilation[d] - p.pad[d], step = forward ? p.stride[d] : p.lhs_dilation[d];
+      const int64_t low = first * step + (forward ? moved : -moved), high = low + (last - first) * step;
+      met += high >= 0 && low < in[d];
+    }
+    return met;
+  };
+  double sum = 0, most = 0, tiles = 0;
+  for (int64_t row = 0; row < p.images * positions; row += rows, ++tiles) {
+    int64_t first = row / p.images, last = (std::min(row + rows, p.images * positions) - 1) / p.images;
+    double met = 1;
+    int64_t plane = positions;
+    bool all = false;
+    for (int d = 0; d < kRank; ++d) {
+      plane /= out[d];
+      const int64_t from = first / plane, to = last / plane;
+      first %= plane, last %= plane;
+      met *= double(all ? taps(d, 0, out[d] - 1) : taps(d, from, to));
+      all |= from != to;
+    }
+    sum += met;
+    most = std::max(most, met);
+  }
+  const double all_taps = double(std::max<int64_t>(p.Taps(), 1)), average = sum / tiles / all_taps;
+  // Blocks are of uneven length, so that half of what is left out shows.
+  return average <= kPays ? MetShare{(1 + average) / 2, most / all_taps} : MetShare{};
+}
+
 // The CUDA cores take every problem; floats (float_tile.cuh) and others each have tiles of their own.
 bool TakesSimt(const Problem& p, const TileShape& t) {
   if (t.tile == Tile::kSimtRuns) return TakesRuns(p);
+  if (t.tile == Tile::kSimtPatch) return TakesPatch(p) || TakesFilterPatch(p);
   if (t.tile == Tile::kSimt128x64 || t.tile == Tile::kSimt64x32) return true;
   if (t.columns < 32 && t.tile != Tile::kSimt128x8 && p.direction == Direction::kFilterGradient) return false;
   return (t.tile == Tile::kSimt128x8) == (p.in != DType::kF32);
@@ -159,6 +207,8 @@ double Cycles(const Problem& p, const TileShape& t, int64_t splits, int64_t but)
 double GemmCycles(const Problem& p, const TileShape& t, int64_t splits) {
   constexpr double kLaunch = 3000;
   if (t.tile == Tile::kSimtRuns) return RunsCycles(p);
+  if (t.tile == Tile::kSimtPatch)
+    return p.direction == Direction::kFilterGradient ? FilterPatchCycles(p, splits) : PatchCycles(p);
   const int64_t rest = NarrowRest(p, t);
   const double cycles = Cycles(p, t, splits, rest);
   if (rest == 0) return cycles;

@@ -13,6 +13,15 @@ bool InFours(const Problem& p);
 // multiple of the tile's would cost as much as all that it has.
 int64_t NarrowRest(const Problem& p, const TileShape& t);
 inline Tile NarrowTile(int64_t columns) { return columns > 4 ? Tile::kSimt256x8 : Tile::kSimt256x4; }
+
+// Of float32 on the CUDA cores, a tile's rows may be the same few positions of many images, so that it can leave out
+// the taps that these find in the padding. The share of all products that are left, on average and in the largest tile;
+// all where that does not pay, and rows stay image by image.
+struct MetShare {
+  double average = 1, most = 1;
+};
+MetShare MetByPosition(const Problem& p, int64_t rows);
+
 bool TakesSimt(const Problem& p, const TileShape& t);
 bool TakesMma(const Problem& p, const TileShape& t);
 double GemmCycles(const Problem& p, const TileShape& t, int64_t splits);
