@@ -124,11 +124,7 @@ struct IndexedMax {
     }
   }
   __device__ int Index(int j) const { return index[j]; }
-  // Of places, row << 8 | column: moves them on, and to the cells of a window that starts at (top, left).
-  __device__ void Shift(int by) {
-#pragma unroll
-    for (int j = 0; j < N; ++j) index[j] += by;
-  }
+  // Of places, row << 8 | column: moves them to the cells of a window that starts at (top, left).
   __device__ void Number(int top, int left, int columns) {
 #pragma unroll
     for (int j = 0; j < N; ++j) index[j] = ((index[j] >> 8) - top) * columns + (index[j] & 255) - left;
@@ -166,10 +162,6 @@ struct IndexedPairMax {
     for (int j = 0; j < N / 2; ++j) Choose(j, row.value.v[j], row.index[j] + Twice(cell));
   }
   __device__ int Index(int j) const { return static_cast<int16_t>(index[j / 2] >> (j % 2 * 16)); }
-  __device__ void Shift(int by) {
-#pragma unroll
-    for (int j = 0; j < N / 2; ++j) index[j] += Twice(by);
-  }
   __device__ void Number(int top, int left, int columns) {
     const unsigned first =
         (top * columns + left) * 0x10001;  // both halves' differences are cells, so that none borrows

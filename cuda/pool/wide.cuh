@@ -19,11 +19,30 @@ inline bool IsWide(const Geometry& g) {
 
 // A block takes a slice of the channels of a plane: first the maxima of rows, then of columns of those. A thread takes
 // B neighbouring windows of a line: they have most cells in common, so that B windows of k cells cost k + 2 B loads.
+// The maxima of rows take the rows' place once nobody needs these: what is saved makes room for more channels, and
+// stores of 16 bytes, half a sector, are what bounds a slice of a single vector.
 
 struct Slices {
   int vectors, groups1, groups2;  // of a slice; groups of windows to a column and to a row
-  FastDiv by_vector, by_group, by_column, by_slice, by_depth;
+  int rows, pitch;                // rows that the block takes at a time; positions from one to the next, odd
+  FastDiv by_vector, by_row, by_width, by_column, by_slice, by_depth;
 };
+
+// Columns as bytes, and back as places in `row`.
+__device__ inline Words<uint8_t, 8> ColumnsOf(const unsigned (&pairs)[4]) {
+  return {__byte_perm(pairs[0], pairs[1], 0x6420), __byte_perm(pairs[2], pairs[3], 0x6420)};
+}
+__device__ inline Words<uint8_t, 4> ColumnsOf(const int (&places)[4]) {
+  return {__byte_perm(__byte_perm(places[0], places[1], 0x40), __byte_perm(places[2], places[3], 0x40), 0x5410)};
+}
+__device__ inline void PlacesOf(const Words<uint8_t, 8>& columns, int row, unsigned (&pairs)[4]) {
+#pragma unroll
+  for (int j = 0; j < 4; ++j) pairs[j] = __byte_perm(columns.v[j / 2], row, j % 2 == 0 ? 0x4140 : 0x4342);
+}
+__device__ inline void PlacesOf(const Words<uint8_t, 4>& columns, int row, int (&places)[4]) {
+#pragma unroll
+  for (int j = 0; j < 4; ++j) places[j] = __byte_perm(columns.v[0], row, 0x5540 + j);
+}
 
 // Windows of k cells from position `first`, where at(p) is the state of position p. A position outside stands for the
 // outermost inside, which every window that reaches beyond has too.
@@ -56,39 +75,45 @@ __global__ void __launch_bounds__(kThreads)
   extern __shared__ __align__(16) unsigned char memory[];
   const Shape& g = task.g;
   using Vector = Words<T, N>;
-  Vector* const in = reinterpret_cast<Vector*>(memory);
-  Vector* const maxima = in + g.in[1] * g.in[2] * slices.vectors;
-  uint4* const places = reinterpret_cast<uint4*>(maxima + g.in[1] * g.out[2] * slices.vectors);
+  using Columns = Words<uint8_t, N>;
+  Vector* const in = reinterpret_cast<Vector*>(memory);  // [rows][pitch][vectors], then the maxima of rows
+  Columns* const columns = reinterpret_cast<Columns*>(in + g.in[1] * slices.pitch * slices.vectors);
   int slice, o0;
   const int image = slices.by_depth.Div(slices.by_slice.Div(static_cast<int>(blockIdx.x), &slice), &o0);
   const int channel = slice * slices.vectors * N;
   const T* from = task.x + image * task.in.batch + o0 * task.in.dim[0] + channel;
   for (int i = threadIdx.x; i < g.in[1] * g.in[2] * slices.vectors; i += kThreads) {
-    int vector;
-    const int64_t position = slices.by_vector.Div(i, &vector);
-    CopyAsync(reinterpret_cast<uint4*>(in + i),
-              reinterpret_cast<const uint4*>(from + position * g.channels + vector * N));
+    int vector, column;
+    const int position = slices.by_vector.Div(i, &vector), row = slices.by_width.Div(position, &column);
+    CopyAsync(reinterpret_cast<uint4*>(in + (row * slices.pitch + column) * slices.vectors + vector),
+              reinterpret_cast<const uint4*>(from + int64_t{position} * g.channels + vector * N));
   }
   CommitAsync();
   WaitAsync<0>();
   __syncthreads();
-  for (int item = threadIdx.x; item < g.in[1] * slices.groups2 * slices.vectors; item += kThreads) {
-    int vector, group;
-    const int row = slices.by_group.Div(slices.by_vector.Div(item, &vector), &group);
+  // Neighbouring threads have neighbouring rows, which an odd number of positions puts into different banks.
+  int own_vector, own_row;
+  const int own_group = slices.by_row.Div(slices.by_vector.Div(static_cast<int>(threadIdx.x), &own_vector), &own_row);
+  for (int first_row = 0; first_row < g.in[1]; first_row += slices.rows) {
+    const int row = (first_row + own_row) * slices.pitch;
+    const bool computes = own_group < slices.groups2 && first_row + own_row < g.in[1];
     State windows[B];
-    const auto at = [&](int p) {
-      State state(p);
-      const Vector v = task.Prepare(in[(row * g.in[2] + p) * slices.vectors + vector]);
-      memcpy(&state.value, &v, sizeof(v));
-      return state;
-    };
-    Neighbours<B>(group * B - g.low[2], g.window[2], g.in[2], at, windows);
+    if (computes) {
+      const auto at = [&](int p) {
+        State state(p);
+        const Vector v = task.Prepare(in[(row + p) * slices.vectors + own_vector]);
+        memcpy(&state.value, &v, sizeof(v));
+        return state;
+      };
+      Neighbours<B>(own_group * B - g.low[2], g.window[2], g.in[2], at, windows);
+    }
+    __syncthreads();
 #pragma unroll
     for (int j = 0; j < B; ++j) {
-      const int o2 = group * B + j, to = (row * g.out[2] + o2) * slices.vectors + vector;
-      if (o2 >= g.out[2]) continue;
-      memcpy(&maxima[to], &windows[j].value, sizeof(Vector));
-      if constexpr (State::kIndexed) memcpy(&places[to], &windows[j].index, sizeof(uint4));
+      const int o2 = own_group * B + j, to = (row + o2) * slices.vectors + own_vector;
+      if (!computes || o2 >= g.out[2]) continue;
+      memcpy(&in[to], &windows[j].value, sizeof(Vector));
+      if constexpr (State::kIndexed) columns[to] = ColumnsOf(windows[j].index);
     }
   }
   __syncthreads();
@@ -97,13 +122,10 @@ __global__ void __launch_bounds__(kThreads)
     const int group = slices.by_column.Div(slices.by_vector.Div(item, &vector), &o2);
     State windows[B];
     const auto at = [&](int p) {
-      const int from = (p * g.out[2] + o2) * slices.vectors + vector;
+      const int from = (p * slices.pitch + o2) * slices.vectors + vector;
       State state(0);
-      memcpy(&state.value, &maxima[from], sizeof(Vector));
-      if constexpr (State::kIndexed) {
-        memcpy(&state.index, &places[from], sizeof(uint4));
-        state.Shift(p << 8);
-      }
+      memcpy(&state.value, &in[from], sizeof(Vector));
+      if constexpr (State::kIndexed) PlacesOf(columns[from], p, state.index);
       return state;
     };
     Neighbours<B>(group * B - g.low[1], g.window[1], g.in[1], at, windows);
@@ -124,16 +146,20 @@ cudaError_t LaunchWide(const Task& task, cudaStream_t stream, Otherwise&& otherw
   const SharedBytes most;
   const Geometry& g = task.g;
   const int vectors = g.channels / Task::kWidth;
-  const int64_t bytes = (int64_t{g.in[2]} + (State::kIndexed ? 2 : 1) * g.out[2]) * g.in[1] * 16;
   Slices s = {};
+  s.pitch = std::max(g.in[2], g.out[2]) | 1;
+  const int64_t bytes = int64_t{s.pitch} * g.in[1] * (16 + (State::kIndexed ? Task::kWidth : 0));
   s.vectors = 1;
   for (int v : {2, 4})
-    if (vectors % v == 0 && bytes * v <= most.two) s.vectors = v;
+    if (vectors % v == 0 && bytes * v <= most.two && v * CeilDiv(g.out[2], 4) <= kThreads) s.vectors = v;
   const int64_t blocks = g.batch * g.in[0] * (vectors / s.vectors);
-  if (bytes > most.one || blocks > INT32_MAX) return otherwise();
+  // Two blocks, of which one loads while the other computes.
+  if (bytes > most.two || blocks > INT32_MAX) return otherwise();
   const auto launch = [&](auto b) {
     s.groups1 = static_cast<int>(CeilDiv(g.out[1], b())), s.groups2 = static_cast<int>(CeilDiv(g.out[2], b()));
-    s.by_vector = FastDiv(s.vectors), s.by_group = FastDiv(s.groups2), s.by_column = FastDiv(g.out[2]);
+    s.rows = std::min(kThreads / (s.groups2 * s.vectors), g.in[1]);
+    s.by_vector = FastDiv(s.vectors), s.by_row = FastDiv(s.rows), s.by_width = FastDiv(g.in[2]);
+    s.by_column = FastDiv(g.out[2]);
     s.by_slice = FastDiv(vectors / s.vectors), s.by_depth = FastDiv(g.in[0]);
     const Grid grid = {blocks, kThreads, static_cast<size_t>(bytes * s.vectors)};
     return LaunchKernel(WideKernel<b(), Task>, grid, stream, task, s);
