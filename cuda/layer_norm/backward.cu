@@ -8,6 +8,7 @@
 // into its part of shared memory. At the end every block leaves one row of sums, and a second kernel adds those up in
 // order; a problem with one block needs no second kernel.
 #include "cuda/layer_norm/group_sum.cuh"
+#include "cuda/layer_norm/held.cuh"
 #include "cuda/layer_norm/partial_rows.cuh"
 #include "cuda/layer_norm/paths.h"
 #include "cuda/layer_norm/rows.cuh"
@@ -44,10 +45,15 @@ __device__ void StoreSums(const A (&sums)[V][L], A edge, A* out, const Place& p,
 template <class T, bool kShifted, bool kCluster>
 constexpr bool kHasShares = kShifted && kCluster && sizeof(T) == 2;
 
+// Lean kernels have fewer instructions, which count where a spread leaves lanes without a vector, and of floats. Where
+// memory alone bounds, the blocks' requests then come in bursts, which takes up to a tenth longer.
+template <class T, int L, bool kShifted, bool kCluster>
+constexpr bool kIsLean = sizeof(T) == 4 && L > 1 && !kShifted && !kCluster;
+
 // V vectors of each of U rows at once. `parts` blocks (or clusters) share a problem; each leaves a row of sums, or one
 // for each start: the numbers of the part and of the start add up to its index, and where a part begins with a start,
 // nobody else has the index before.
-template <class T, int L, int V, int U, bool kShifted, bool kExact, bool kCluster>
+template <class T, int L, int V, int U, bool kShifted, bool kExact, bool kCluster, bool kLean>
 __global__ void __launch_bounds__(V* L > 16 ? 128 : 512)
     BackwardKernel(Backward b, Shape shape, Constants<Accumulator<T>> constants, Spread spread, int parts, int period) {
   using A = Accumulator<T>;
@@ -63,11 +69,13 @@ __global__ void __launch_bounds__(V* L > 16 ? 128 : 512)
   const int64_t apart = shares ? period : spread.groups * (kShifted ? parts : 1);
   const int64_t step = shares ? int64_t{period} * U : int64_t{parts} * spread.groups * U;
 
-  // The thread's part of shared memory: [stage][g, x or g_sum][row][vector], strided over the threads.
-  const int inputs = b.g_sum == nullptr ? 2 : 3;
-  X* const ring = reinterpret_cast<X*>(shared) + threadIdx.x;
+  // The thread's part of shared memory: [stage][g, x or g_sum][row][vector], strided over the threads, or of lean
+  // kernels over those of its warp.
+  const int inputs = b.g_sum == nullptr ? 2 : 3, threads = kLean ? 32 : static_cast<int>(blockDim.x);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  X* const ring = reinterpret_cast<X*>(shared) + (kLean ? warp * 2 * inputs * U * V * 32 + lane : threadIdx.x);
   const auto slot = [&](int stage, int input, int u, int s) -> X& {
-    return ring[(((stage * inputs + input) * U + u) * V + s) * static_cast<int>(blockDim.x)];
+    return ring[(((stage * inputs + input) * U + u) * V + s) * threads];
   };
 
   if constexpr (kCluster) OpenExchanges(exchanges);
@@ -95,6 +103,18 @@ __global__ void __launch_bounds__(V* L > 16 ? 128 : 512)
       for (int u = 0; u < U; ++u)
         if (const int64_t row = first + u * apart; row < last) {
           const int64_t at = columns.Base(offset + row);
+          if constexpr (kLean) {
+            X* const to = Kept(&slot(stage, 0, u, 0));
+            const auto copy = [&](int input, const void* from) {
+              const X* const in = Kept(static_cast<const X*>(from) + at + p.first);
+              ForEachVector<V, kExact>(
+                  p, [&](int s, int) { CopyAsync(to + (input * U * V + s) * 32, in + s * p.stride); });
+            };
+            copy(0, b.g);
+            copy(1, b.x);
+            if (b.g_sum != nullptr) copy(2, b.g_sum);
+            continue;
+          }
           ForEachVector<V, kExact>(p, [&](int s, int k) {
             CopyAsync(&slot(stage, 0, u, s), static_cast<const X*>(b.g) + at + k);
             CopyAsync(&slot(stage, 1, u, s), static_cast<const X*>(b.x) + at + k);
@@ -133,21 +153,29 @@ __global__ void __launch_bounds__(V* L > 16 ? 128 : 512)
 
     for (int stage = 0; first < last; first += step, row += step, stage ^= 1) {
       fetch(row + step, stage ^ 1);
-      Statistics<T> stats[U];
+      using RowStatistics = std::conditional_t<kLean, StoredStatistics<A>, Statistics<T>>;
+      RowStatistics stats[U];
 #pragma unroll
-      for (int u = 0; u < U; ++u) stats[u] = Statistics<T>(next[u]);
+      for (int u = 0; u < U; ++u) stats[u] = RowStatistics(next[u]);
       Edge edges[U];
 #pragma unroll
       for (int u = 0; u < U; ++u) edges[u] = next_edge[u];
       fetch_singles(row + step);
       WaitAsync<1>();
 
+      // h, or of lean kernels x - mean, of which they also have the row's sum.
+      const auto distance = [&](int u, A x) {
+        if constexpr (kLean)
+          return Centered<T>(x, stats[u]);
+        else
+          return stats[u].Normalize(x);
+      };
       A sums[2 * U] = {};  // of q h, then of q
       const auto add = [&](int u, A g, A x, A scale, A* dscale, A* dbias) {
-        const A gh = g * stats[u].Normalize(x);
+        const A gh = g * distance(u, x);
         sums[u] = fma(gh, scale, sums[u]);
         sums[U + u] = fma(g, scale, sums[U + u]);
-        *dscale += gh;
+        *dscale = kLean ? fma(gh, stats[u].rstd, *dscale) : *dscale + gh;
         *dbias += g;
       };
 #pragma unroll
@@ -167,12 +195,12 @@ __global__ void __launch_bounds__(V* L > 16 ? 128 : 512)
 #pragma unroll
       for (int u = 0; u < U; ++u)
         if (row + u * apart < last) {
-          const A mean_qh = sums[u] * constants.inverse;
+          const A mean = sums[u] * constants.inverse, along = kLean ? mean * stats[u].rstd * stats[u].rstd : mean;
           const A mean_q = constants.center ? sums[U + u] * constants.inverse : A(0);
           X* const out = static_cast<X*>(b.dx) + columns.Base(offset + row + u * apart);
           const auto gradient = [&](A g, A x, A scale, A g_sum) {
             const A centered = fma(g, scale, -mean_q);
-            return fma(stats[u].rstd, fma(-stats[u].Normalize(x), mean_qh, centered), g_sum);
+            return fma(stats[u].rstd, fma(-distance(u, x), along, centered), g_sum);
           };
           ForEachVector<V, kExact>(p, [&](int s, int k) {
             A g[L], x[L], g_sum[L] = {};
@@ -211,12 +239,13 @@ constexpr size_t RingBytes(const Backward& b, int V, int U, size_t vector_bytes)
   return size_t{2} * (b.g_sum == nullptr ? 2 : 3) * U * V * vector_bytes;
 }
 
-template <class T, int L, int V, int U, bool kExact, bool kCluster, bool kShifted = false>
+template <class T, int L, int V, int U, bool kExact, bool kCluster, bool kShifted = false,
+          bool kLean = kIsLean<T, L, kShifted, kCluster>>
 cudaError_t Launch(const Backward& b, const Shape& shape, const Options& options, Spread spread, void* workspace,
                    cudaStream_t stream) {
   using A = Accumulator<T>;
   while (spread.groups / 2 * U >= shape.rows && spread.Threads() > 32) spread.groups /= 2;
-  const auto kernel = BackwardKernel<T, L, V, U, kShifted, kExact, kCluster>;
+  const auto kernel = BackwardKernel<T, L, V, U, kShifted, kExact, kCluster, kLean>;
   const int rows = U * spread.groups;
   const size_t ring = RingBytes(b, V, U, sizeof(Vec<T, L>)) * spread.Threads();
   const size_t sums = spread.groups > 1 ? spread.groups * shape.n * sizeof(A) : 0;
@@ -255,17 +284,19 @@ cudaError_t RunAligned(const Backward& b, const Shape& shape, const Options& opt
   constexpr int kRows = 4 / kKeep > 1 ? 4 / kKeep : 1;
   const int64_t n = shape.n / L;
   if (n > 32 * kKeep && n <= 32 * kMore)
-    return Launch<T, L, kMore, 1, false, false>(b, shape, options, SpreadRows(n, kMore, 128, 0, 0), workspace, stream);
+    return Launch<T, L, kMore, 1, false, false, false, true>(b, shape, options, SpreadRows(n, kMore, 128, 0, 0),
+                                                             workspace, stream);
   if (n > 32 * kMore && n <= 32 * kMost)
     return Launch<T, L, kMost, 1, false, false>(b, shape, options, SpreadRows(n, kMost, 128, 0, 0), workspace, stream);
   if constexpr (kHasPairs<T>)
     if (n > 32 * kMost && n <= 32 * 5)
-      return Launch<T, L, 5, 1, false, false>(b, shape, options, SpreadRows(n, 5, 128, 0, 0), workspace, stream);
+      return Launch<T, L, kMore, 1, false, false, false, true>(b, shape, options, SpreadRows(n, kMore, 128, 128, 1),
+                                                               workspace, stream);
   // Vectors of bf16 are long enough for fewer rows at once. Two to a lane, where one would leave lanes without.
   if constexpr (kHasPairs<T>) {
     if (n > 16 && n <= 28 && !AreFew(shape, n, device))
-      return Launch<T, L, kKeep, kRows, false, false>(b, shape, options, SpreadShortRows(n, kKeep, 256), workspace,
-                                                      stream);
+      return Launch<T, L, kKeep, kRows, false, false, false, true>(b, shape, options, SpreadShortRows(n, kKeep, 256),
+                                                                   workspace, stream);
     if (n <= 32 && !AreFew(shape, n, device))
       return Launch<T, L, 1, 2, true, false>(b, shape, options, SpreadRows(n, 1, 256, 0, 0), workspace, stream);
   }
@@ -279,7 +310,9 @@ cudaError_t RunAligned(const Backward& b, const Shape& shape, const Options& opt
   const bool takes_large = device.max_cluster == 1 || (sizeof(T) == 2 && (n <= 256 * kKeep || n > 320 * kKeep));
   const int most = takes_large ? device.Threads(512, RingBytes(b, kKeep, kRows, sizeof(Vec<T, L>))) : 256;
   if (const Spread spread = SpreadRows(n, kKeep, 256, most, 1); spread.steps > 0)
-    return Launch<T, L, kKeep, kRows, false, false>(b, shape, options, spread, workspace, stream);
+    return spread.width == 32
+               ? Launch<T, L, kKeep, kRows, false, false, false, true>(b, shape, options, spread, workspace, stream)
+               : Launch<T, L, kKeep, kRows, false, false>(b, shape, options, spread, workspace, stream);
   return RunLongBackward(b, kDType<T>, shape, options, device, workspace, stream, done);
 }
 
@@ -291,8 +324,9 @@ cudaError_t RunShifted(const Backward& b, const Shape& shape, const Options& opt
   // A warp for each, rather than two warps that have half of what they can take.
   if (const int64_t n = shape.n / L; n > 32 * kKeep && n <= 32 * kMost) {
     const Spread spread = SpreadRows(n, n <= 32 * kMore ? kMore : kMost, 128, 0, 0);
-    return n <= 32 * kMore ? Launch<T, L, kMore, 1, false, false, true>(b, shape, options, spread, workspace, stream)
-                           : Launch<T, L, kMost, 1, false, false, true>(b, shape, options, spread, workspace, stream);
+    return n <= 32 * kMore
+               ? Launch<T, L, kMore, 1, false, false, true, true>(b, shape, options, spread, workspace, stream)
+               : Launch<T, L, kMost, 1, false, false, true>(b, shape, options, spread, workspace, stream);
   }
   // Two blocks of a multiprocessor hide each other's waits. Where its registers would be left for two and two thirds of
   // them, there are three with more columns for each thread.

@@ -9,6 +9,7 @@
 // mean.
 #include "cuda/layer_norm/few_rows.cuh"
 #include "cuda/layer_norm/group_sum.cuh"
+#include "cuda/layer_norm/held.cuh"
 #include "cuda/layer_norm/paths.h"
 #include "cuda/layer_norm/rows.cuh"
 #include "cuda/layer_norm/shifted.cuh"
@@ -90,7 +91,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   // Without branches the vectors' waits for the parameters overlap, where registers are left for that: what the
   // compiler makes of it for architectures without clusters takes more.
   constexpr int kRegisters = (1 << 16) / (kThreads * kBlocks);
-  constexpr bool kStraight = kHasClusters && (U * V * L <= 48 || (U == 1 && kRegisters > 96));
+  constexpr bool kStraight = kHasClusters && ((U * V * L <= 48 && kRegisters > 56) || (U == 1 && kRegisters > 96));
   if (kStraight && problem[0] == problem[U - 1]) {
 #pragma unroll
     for (int s = 0; s < V; ++s) {
@@ -118,12 +119,13 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 }
 
 // The same for rows that start anywhere in a vector. A thread takes rows a period apart, whose parameters stay in its
-// registers, while kStages - 1 rows to come are on their way into its part of shared memory.
+// registers, while the next is on its way into its part of shared memory: more of them at once only get in each other's
+// way.
 //
 // Blocks, or clusters, take turns with the rows, or with a period above 1, shares of all rows in the order of where in
 // a vector they start: so few of the largest clusters run at once that a multiple of the period leaves many without
 // work.
-constexpr int kStages = 4;
+constexpr int kStages = 2;
 
 template <class T, int L, int V, bool kCluster>
 __global__ void __launch_bounds__(256, 2)
@@ -139,10 +141,10 @@ __global__ void __launch_bounds__(256, 2)
   Runs run(shape.rows, part, parts, period, int64_t{part} * spread.groups);
   const int64_t apart = run.HasShares() ? period : int64_t{parts} * spread.groups;
 
-  // The thread's part of shared memory: [stage][x or residual][vector], strided over the threads.
-  const int inputs = f.residual == nullptr ? 1 : 2, threads = static_cast<int>(blockDim.x);
-  X* const ring = reinterpret_cast<X*>(shared) + threadIdx.x;
-  const auto slots = [&](int stage, int input) { return ring + (stage * inputs + input) * V * threads; };
+  // The warp's part of shared memory: [stage][x or residual][vector][lane].
+  const int inputs = f.residual == nullptr ? 1 : 2, warp = threadIdx.x / 32;
+  X* const ring = reinterpret_cast<X*>(shared) + warp * kStages * inputs * V * 32 + threadIdx.x % 32;
+  const auto slots = [&](int stage, int input) { return ring + (stage * inputs + input) * V * 32; };
   // From row to row all that the thread moves is as many vectors further on.
   const int64_t step = apart * shape.n / L;
   // Of a row, its first element and the thread's in its edges. They are not converted before they are used: that would
@@ -162,9 +164,9 @@ __global__ void __launch_bounds__(256, 2)
     int64_t at = columns.Base(offset + row) + p.first, at_fetched = at;
     const auto fetch = [&](bool exists, int stage) {
       const auto copy = [&](const void* from, int input) {
-        const X* const in = static_cast<const X*>(from) + at_fetched;
-        X* const to = slots(stage, input);
-        ForEachVector<V, false>(p, [&](int s, int) { CopyAsync(to + s * threads, in + s * p.stride); });
+        const X* const in = Kept(static_cast<const X*>(from) + at_fetched);
+        X* const to = Kept(slots(stage, input));
+        ForEachVector<V, false>(p, [&](int s, int) { CopyAsync(to + s * 32, in + s * p.stride); });
       };
       if (exists) {
         copy(f.x, 0);
@@ -214,12 +216,12 @@ __global__ void __launch_bounds__(256, 2)
       const bool exists = row < shape.rows;
       if (exists) {
         const X* const own = slots(stage, 0);
-        ForEachVector<V, false>(p, [&](int s, int) { x[0][s] = own[s * threads]; });
+        ForEachVector<V, false>(p, [&](int s, int) { x[0][s] = own[s * 32]; });
         if (f.residual != nullptr) {
           const X* const other = slots(stage, 1);
           X* const sum = static_cast<X*>(f.sum) + at;
           ForEachVector<V, false>(p, [&](int s, int) {
-            x[0][s] = AddRounded<T>(x[0][s], other[s * threads]);
+            x[0][s] = AddRounded<T>(x[0][s], other[s * 32]);
             sum[s * p.stride] = x[0][s];
           });
         }
@@ -310,9 +312,12 @@ cudaError_t RunAligned(const Forward& f, const Shape& shape, const Options& opti
       return Launch<T, L, decltype(steps)::value, 2, false, 256, kBlocks>(f, shape, options, spread, stream);
     });
   }
+  // Rather more warps than more vectors for each thread.
+  if constexpr (kHasPairs<T> && L == kVecLength<T>)
+    if (n <= 384 * 6)
+      return Launch<T, L, 6, 1, false, 384, 3>(f, shape, options, SpreadRows(n, 6, 256, 384, 1), stream);
   if (const Spread spread = SpreadRows(n, 2 * kKeep, 256, 256, 1); spread.steps > 0)
     return Launch<T, L, 2 * kKeep, 1, false, 256, kBlocks>(f, shape, options, spread, stream);
-  // Rather more warps than more vectors for each thread.
   if constexpr (std::is_same_v<T, float>)
     if (n <= 384 * 2 * kKeep)
       return Launch<T, L, 2 * kKeep, 1, false, 384, 2>(f, shape, options, SpreadRows(n, 2 * kKeep, 256, 384, 1),

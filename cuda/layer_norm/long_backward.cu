@@ -1,6 +1,7 @@
 // The gradient of layer norm and RMS norm for long rows, each shared by a cluster of blocks (long_rows.cuh);
 // backward.cu has the formulas. The sums of a thread's columns stay in its registers, and where those are left their
 // scale does too.
+#include "cuda/layer_norm/held.cuh"
 #include "cuda/layer_norm/long_rows.cuh"
 #include "cuda/layer_norm/partial_rows.cuh"
 #include "cuda/layer_norm/paths.h"
@@ -11,12 +12,6 @@ namespace {
 // Whether a thread's registers hold the scale of its columns.
 template <int L, int V>
 constexpr bool kKeepsScale = V * L <= 16;
-
-// x - mean; the mean goes first: a constant row becomes exactly 0.
-template <class T>
-__device__ float Centered(float x, const StoredStatistics<float>& stats) {
-  return kWideMean<T> ? (x - stats.mean) - stats.rest : x - stats.mean;
-}
 
 template <class T, int V, int U>
 __global__ void __launch_bounds__(kLongThreads) LongBackwardKernel(Backward b, Shape shape, Constants<float> constants,

@@ -127,8 +127,9 @@ inline LongPlan PlanLong(int64_t vectors, int keep, int rows, int beside, const 
     const int64_t blocks = std::min<int64_t>(8, kThreads / (warps * 32));
     const int64_t room = shared / blocks - kOwn - size * beside, stage = size * rows * 16;
     const int stages = static_cast<int>(std::clamp<int64_t>(room / stage, 0, kMostStages));
-    // As many vectors at once as possible, in small clusters: a little more does not pay for a larger one.
-    if (stages < 2 || blocks * size * 8 <= most * 9) continue;
+    // As many vectors at once as possible, in small blocks, which do not wait for each other. For the largest clusters,
+    // of which no whole number fills a group of multiprocessors, a little more does not pay.
+    if (stages < 2 || (cluster <= 8 ? blocks * size < most : blocks * size * 8 <= most * 9)) continue;
     most = blocks * size;
     best.stages = stages;
     best.bytes = static_cast<size_t>(size * beside + best.stages * stage);

@@ -5,6 +5,7 @@
 // two sums of every row: threads own columns, and add up dscale and dbias as they go down the rows.
 #include <type_traits>
 
+#include "cuda/common/column_sum.cuh"
 #include "cuda/common/reduce.cuh"
 #include "cuda/layer_norm/partial_rows.cuh"
 #include "cuda/layer_norm/paths.h"
