@@ -9,53 +9,26 @@
 // its terms that the step before has completed, and sums them likewise. So every element is read once, but for the rows
 // and columns where blocks overlap.
 //
-// Bound by instructions, most of which are the curve's and the sums', and by the steps' latency.
+// Bound by instructions, most of which are the curve's and the sums', by shared memory, and by the steps' latency. What
+// visits of a column cost is why pieces go past the first cache: there each takes a line, and what shared memory leaves
+// of it holds few.
 #pragma once
 
-#include <algorithm>
 #include <cfloat>
 #include <climits>
 
 #include "cuda/common/convert.cuh"
-#include "cuda/common/fast_div.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/common/shared_bytes.cuh"
+#include "cuda/lrn/loads.cuh"
 #include "cuda/lrn/paths.h"
 #include "cuda/lrn/response.cuh"
 #include "cuda/lrn/strips.cuh"
+#include "cuda/lrn/tiles.cuh"
 
 namespace jaxdnn::lrn {
 
-constexpr int kMaxSlices = 16;
-constexpr int kMaxChunks = 8;
-constexpr int kMultiprocessors = 132;
-
-// A block takes `slices` neighbouring vectors of each of `columns` strips of each of `groups` planes. A plane's strips
-// are all there, behind empty ones that separate it from its neighbour; or they are some, which overlap with other
-// blocks' by what the outermost cannot sum.
-struct Tiles {
-  int64_t outer, plane, row, step;  // planes; bytes of a plane, of a row, and from a unit to the next
-  int64_t vectors;                  // of a column
-  int height, width;                // width in columns
-  int units;                        // of a row
-  int groups, columns, slices;
-  int origin;  // strips that a block's neighbour has results for
-  int64_t slice_tiles;
-  int spans, chunks, chunk;
-  FastDiv by_slice_tile, by_span, by_chunk, by_slice, by_column;
-
-  int Threads() const { return static_cast<int>(CeilDiv(groups * columns * slices, 32)) * 32; }
-  int64_t Blocks() const { return CeilDiv(outer, groups) * chunks * spans * slice_tiles; }
-};
-
-// In a kernel every pointer lies as many rows in front of its array as the array's rows come after those of x to load.
-template <class T>
-struct MarchArrays {
-  const T *x, *m, *t;  // no means without kMeans; t is the cotangent
-  T *out, *dm;
-};
-
-template <Map kMap, bool kHasMeans, int kH, int kN, bool kIsAcross, class T>
+template <Map kMap, bool kHasMeans, int kH, int kN, bool kIsAcross, class T, bool kIsWide = false>
 struct March {
   static constexpr int H = kH, N = kN, W = 2 * H + 1, E = 2 * N;
   static constexpr bool kMeans = kHasMeans, kAcross = kIsAcross, kCotangent = kMap == Map::kCotangent;
@@ -72,21 +45,34 @@ struct March {
   // Rows that are unrolled, so that a row's place in a ring is known: a multiple of W, with room for those to come.
   static constexpr int U = H == 1 ? 2 * W : W;
   static constexpr int kAhead = 4;  // rows whose loads are in flight
-  // Warps on a multiprocessor, as registers allow.
   static constexpr bool kFew = sizeof(T) == 2;
-  static constexpr int kWarps = kCotangent && kMeans          ? (!kAcross || H == 3 ? 8
-                                                                 : kFew             ? 16
-                                                                                    : 12)
-                                : !kAcross || !kFew || kMeans ? 16
-                                : kCotangent && H < 3         ? (H == 1 ? 24 : 20)
-                                : kCotangent                  ? 16
-                                                              : 20;
-  // A warp has rows of its own where lanes lie across, and so waits for no other. Elsewhere a block should hold a row.
-  static constexpr int kThreads = kAcross ? 32 : kCotangent && !kMeans && kFew && H == 3 ? 512 : 256;
+  // Whether what copies bring is dealt out in pieces of 16 bytes, whichever thread needs them, and past the first
+  // cache, of which each visit would take a whole line; and how many units a piece has.
+  static constexpr int kPiece = 16 / sizeof(Packed<T, N>);
+  static constexpr bool kPieces =
+      !kAcross && N > 1 && (kCotangent ? kFew || (kMeans && H < 3) : kFew && !kMeans && H == 1);
+  // Whether D^-beta g and sums of one term's rows wait in shared memory, for twice the warps.
+  static constexpr bool kStash = kCotangent && kMeans && !kAcross && kFew;
+  // A warp has rows of its own where lanes lie across, and so waits for no other. Elsewhere a block should hold a row:
+  // of 56 columns all that fit, 8 or 16 slices of it.
+  static constexpr int kThreads = kAcross ? 32 : kIsWide ? 448 : kCotangent && !kMeans && H == 3 ? 224 : 256;
+  // Blocks on a multiprocessor, as registers allow.
+  static constexpr int kAcrossWarps = kCotangent && kMeans  ? (H == 3 ? 8
+                                                               : kFew ? 16
+                                                                      : 12)
+                                      : !kFew || kMeans     ? 16
+                                      : kCotangent && H < 3 ? (H == 1 ? 24 : 20)
+                                      : kCotangent          ? 16
+                                                            : 20;
+  static constexpr int kResident = kAcross                                 ? kAcrossWarps
+                                   : kCotangent && kMeans                  ? (kFew && H < 3 ? 2 : 1)
+                                   : kFew && !kMeans && H == 1 && !kIsWide ? 3
+                                                                           : 2;
   // Bytes of a column that a block should visit at once.
   static constexpr int kVisit = kFew || (kCotangent && H > 1) ? 64 : 128;
   static constexpr int kPitch = kThreads + (kAcross ? 0 : 2 * kMargin * kMaxSlices);
-  static constexpr int kResident = kWarps * 32 / kThreads;
+  // From a strip's first unit to its second in shared memory, in units.
+  static constexpr int kApart = kPieces ? kPitch : 1, kTermsApart = kPieces && H == 1 ? kPitch : 1;
 
   // A strip's elements are N pairs of neighbours across. Of the q-th pair: the i-th element that its sums see, where
   // the second of the pair sees 1, ..., W; the pair's elements; and how far that is from the strip's first column.
@@ -98,15 +84,20 @@ struct March {
 };
 
 // What a block holds in shared memory: the rows of x that windows still need and those on their way, the rows of the
-// others on their way, which no other thread sees, and the terms of two rows, which take turns, so that one barrier
+// others on their way, which no other thread reads, and the terms of two rows, which take turns, so that one barrier
 // each will do. Threads' strips lie beside each other, and zeros beyond the outermost.
 template <class S, class T>
 struct Exchange {
+  using A = Accumulator<T>;
   static constexpr int kTerms = S::kAcross ? 0 : S::kTerms;  // others come from lanes
-  Strip<S::N, T> x[2][S::U][S::kPitch];
-  Terms<S::N, Accumulator<T>> terms[2][kTerms > 0 ? kTerms : 1][kTerms > 0 ? S::kPitch : 1];
-  Strip<S::N, T> t[S::kCotangent ? S::U : 1][S::kCotangent ? S::kThreads : 1];
-  Strip<S::N, T> m[S::kMeans ? S::U : 1][S::kMeans ? S::kThreads : 1];
+  // Pieces lie in all arrays alike.
+  static constexpr int kOwn = 2 * (S::kPieces ? S::kPitch : S::kThreads);
+  alignas(16) Packed<T, S::N> x[2][S::U][2 * S::kPitch];
+  alignas(16) Vec<A, S::N> terms[2][kTerms > 0 ? kTerms : 1][kTerms > 0 ? 2 * S::kPitch : 1];
+  alignas(16) Packed<T, S::N> t[S::kCotangent ? S::U : 1][S::kCotangent ? kOwn : 1];
+  alignas(16) Packed<T, S::N> m[S::kMeans ? S::U : 1][S::kMeans ? kOwn : 1];
+  Terms<S::N, A> scaled[S::kStash ? S::W : 1][S::kStash ? S::kThreads : 1];
+  Terms<S::N, A> before[S::kStash ? S::W - 1 : 1][S::kStash ? S::kThreads : 1];
 };
 
 template <class S, class T>
@@ -121,61 +112,68 @@ __global__ void __launch_bounds__(S::kThreads, S::kResident)
   auto& shared = *reinterpret_cast<Exchange<S, T>*>(shared_bytes);
   const int lane = threadIdx.x, margin = S::kAcross ? 0 : S::kMargin * tiles.slices;
 
-  int slice_tile, span, chunk, slice, strip;
-  const int block = tiles.by_chunk.Div(
-      tiles.by_span.Div(tiles.by_slice_tile.Div(static_cast<int>(blockIdx.x), &slice_tile), &span), &chunk);
-  const int first = chunk * tiles.chunk, last = min(tiles.height, first + tiles.chunk);
-  const int group = tiles.by_column.Div(tiles.by_slice.Div(lane, &slice), &strip);
-  const int64_t outer = int64_t{block} * tiles.groups + group, vector = int64_t{slice_tile} * tiles.slices + slice;
-  const int unit = 2 * (span * (tiles.columns - 2 * tiles.origin) + strip);  // the strip's first
-  const bool exists = group < tiles.groups && outer < tiles.outer && vector < tiles.vectors && unit < tiles.units;
-  const bool second = exists && unit + 1 < tiles.units;
+  const BlockPlace block(tiles, static_cast<int>(blockIdx.x));
+  const LanePlace at(tiles, block, lane);
+  const int first = block.chunk * tiles.chunk, last = min(tiles.height, first + tiles.chunk);
+  const bool exists = at.Exists(tiles), second = exists && at.unit + 1 < tiles.units;
   const int limit[2] = {exists ? tiles.height : 0, second ? tiles.height : 0};
-  const bool results = exists && (span == 0 || strip >= tiles.origin) &&
-                       (span == tiles.spans - 1 || strip < tiles.columns - tiles.origin);
+  const bool results = exists && (block.span == 0 || at.strip >= tiles.origin) &&
+                       (block.span == tiles.spans - 1 || at.strip < tiles.columns - tiles.origin);
   const int from[2] = {results ? first : INT_MAX, results && second ? first : INT_MAX};
 
   // What lies beyond the outermost lanes is zero, and so is what lies in front of the first row.
-  for (int i = lane; i < 2 * U * S::kPitch; i += blockDim.x) shared.x[0][0][i] = {};
-  for (int i = lane; i < 2 * Exchange<S, T>::kTerms * S::kPitch; i += blockDim.x) shared.terms[0][0][i] = {};
+  for (int i = lane; i < 2 * U * 2 * S::kPitch; i += blockDim.x) shared.x[0][0][i] = {};
+  for (int i = lane; i < 2 * Exchange<S, T>::kTerms * 2 * S::kPitch; i += blockDim.x) shared.terms[0][0][i] = {};
   __syncthreads();
 
   // Cells of a window in its row, where all columns exist.
-  const int column = unit * (S::kAcross ? N : 1);
+  const int column = at.unit * (S::kAcross ? N : 1);
   A across[E];
 #pragma unroll
   for (int q = 0; q < N; ++q)
 #pragma unroll
     for (int side = 0; side < 2; ++side) {
-      const int at = column + S::Column(q, H + side);
-      across[S::Own(q, side)] = static_cast<A>(min(at + H, tiles.width - 1) - max(at - H, 0) + 1);
+      const int own = column + S::Column(q, H + side);
+      across[S::Own(q, side)] = static_cast<A>(min(own + H, tiles.width - 1) - max(own - H, 0) + 1);
     }
 
   // The strip's place in the next row to load.
   const int begin = max(first - S::kSight, 0);
-  int64_t place = outer * tiles.plane + unit * tiles.step + vector * int64_t{sizeof(Unit)} + begin * tiles.row;
+  int64_t place = at.Bytes(tiles, sizeof(Unit)) + begin * tiles.row;
+  constexpr int kRow = 2 * S::kPitch;
+  // Where the thread's strip is in a row of shared memory.
+  const int strip_at = (margin + lane) * (S::kApart == 1 ? 2 : 1);
+  const int own_at = S::kPieces ? strip_at : 2 * lane, terms_at = (margin + lane) * (S::kTermsApart == 1 ? 2 : 1);
   // The strips of x of the half of the ring that the rows are in, and of the other.
-  Strip<N, T>*x_half = shared.x[0][0] + margin + lane, *x_other = shared.x[1][0] + margin + lane;
+  Unit *x_half = shared.x[0][0] + strip_at, *x_other = shared.x[1][0] + strip_at;
   // The thread's strip of the row that lies `i` from the half's first.
   const auto x_strip = [&](int i) {
-    return i < 0 ? x_other + (i + U) * S::kPitch : i < U ? x_half + i * S::kPitch : x_other + (i - U) * S::kPitch;
+    return i < 0 ? x_other + (i + U) * kRow : i < U ? x_half + i * kRow : x_other + (i - U) * kRow;
   };
+  const auto read = [](const Unit* p) { return ReadStrip<Strip<N, T>, S::kApart>(p); };
   Loader<S, T> x_loader, t_loader, m_loader;
+  PieceLoader<S, T> pieces(tiles, block, margin, begin, in);
   const auto load = [&](int i, int row, bool starts) {
-    using Place = Strip<N, T>;
-    const int due = i - Loader<S, T>::kHeld;
-    const auto next = [&](Loader<S, T>& loader, Place* to, Place* due, const T* from, int row) {
-      loader.Load(to, starts ? nullptr : due, Shift(from, place), tiles.step, row, limit);
-    };
-    next(x_loader, x_strip(i), x_strip(due), in.x, row);
-    if constexpr (kCotangent) next(t_loader, &shared.t[i % U][lane], &shared.t[(due + U) % U][lane], in.t, row - H);
-    if constexpr (kMeans) next(m_loader, &shared.m[i % U][lane], &shared.m[(due + U) % U][lane], in.m, row - H);
+    if (S::kPieces && tiles.pieces) {
+      pieces.Load(x_strip(i) - strip_at, shared.t[S::kCotangent ? i % U : 0], shared.m[kMeans ? i % U : 0], row, tiles,
+                  in);
+    } else {
+      const int due = i - Loader<S, T>::kHeld;
+      const auto next = [&](Loader<S, T>& loader, Unit* to, Unit* due, const T* from, int row) {
+        loader.Load(to, starts ? nullptr : due, Shift(from, place), tiles.step, row, limit);
+      };
+      const auto slot = [&](auto& ring, int i) { return ring[(i + U) % U] + own_at; };
+      next(x_loader, x_strip(i), x_strip(due), in.x, row);
+      if constexpr (kCotangent) next(t_loader, slot(shared.t, i), slot(shared.t, due), in.t, row - H);
+      if constexpr (kMeans) next(m_loader, slot(shared.m, i), slot(shared.m, due), in.m, row - H);
+    }
     CommitAsync();
   };
 
   // D^-beta g of the last rows, and the terms of the row in front.
-  A scaled[W][E], term[kTerms > 0 ? kTerms : 1][E] = {};
+  A scaled[S::kStash ? 1 : W][E], term[kTerms > 0 ? kTerms : 1][E] = {};
   Running<S, A> energy, values, pull[kTerms > 0 ? kTerms : 1];
+  SharedRunning<S, A> shared_pull(shared.before[0] + (S::kStash ? lane : 0));
   Pivoted<S, A> pivoted(column, tiles.width);
 #pragma unroll
   for (int i = 0; i < kAhead; ++i, place += tiles.row) load(i, begin + i, i < Loader<S, T>::kHeld);
@@ -191,7 +189,8 @@ __global__ void __launch_bounds__(S::kThreads, S::kResident)
       for (int k = 0; k < kTerms; ++k) {
 #pragma unroll
         for (int j = 0; j < E; ++j) own_terms[k].unit[j / N].v[j % N] = term[k][j];
-        if constexpr (!S::kAcross) shared.terms[turn][k][margin + lane] = own_terms[k];
+        if constexpr (!S::kAcross)
+          WriteStrip<Terms<N, A>, S::kTermsApart>(shared.terms[turn][k] + terms_at, own_terms[k]);
       }
       WaitAsync<kAhead - 1>();
       if constexpr (!S::kAcross) __syncthreads();
@@ -202,31 +201,38 @@ __global__ void __launch_bounds__(S::kThreads, S::kResident)
 #pragma unroll
         for (int k = 0; k < kTerms; ++k) {
           A e[L], sum[E];
-          Gather<S>(own_terms[k], shared.terms[turn][k] + margin + lane, tiles.slices, [&](int at, const Term& v) {
+          Gather<S, S::kTermsApart>(own_terms[k], shared.terms[turn][k] + terms_at, tiles.slices,
+                                    [&](int at, const Term& v) {
 #pragma unroll
-            for (int j = 0; j < N; ++j) e[at * N + j] = v.v[j];
-          });
+                                      for (int j = 0; j < N; ++j) e[at * N + j] = v.v[j];
+                                    });
           SumAcross<S>(e, sum);
-          pull[k].Add(i % W, sum, box[k]);
+          if (S::kStash && k == 1)
+            shared_pull.Add(i % W, sum, box[k]);
+          else
+            pull[k].Add(i % W, sum, box[k]);
         }
-        WidenStrip<N, T>(*x_strip(i - W), x);
+        WidenStrip<N, T>(read(x_strip(i - W)), x);
+        Terms<N, A> stash;
+        if constexpr (S::kStash) stash = shared.scaled[i % W][lane];
 #pragma unroll
         for (int j = 0; j < E; ++j) {
-          const A rest = kMeans ? scaled[i % W][j] + box[kTerms - 1][j] : scaled[i % W][j];
+          const A own = S::kStash ? stash.unit[j / N].v[j % N] : scaled[S::kStash ? 0 : i % W][j];
+          const A rest = kMeans ? own + box[kTerms - 1][j] : own;
           result[j] = rest - x[j] * box[0][j];
         }
         StoreStrip<S, T>(Shift(in.out, place), tiles.step, row - S::kLag, from, result);
       }
 
       A e[L], energies[E], sum[E], drift[E], x[E], m[E], t[E];
-      Gather<S>(*x_strip(i), x_strip(i), tiles.slices, [&](int at, const Unit& v) {
+      Gather<S, S::kApart>(read(x_strip(i)), x_strip(i), tiles.slices, [&](int at, const Unit& v) {
         A wide[N];
         Widen<T>(v, wide);
 #pragma unroll
         for (int j = 0; j < N; ++j) e[at * N + j] = wide[j];
       });
-      WidenStrip<N, T>(*x_strip(i - H), x);
-      if constexpr (kMeans) WidenStrip<N, T>(shared.m[i][lane], m);
+      WidenStrip<N, T>(read(x_strip(i - H)), x);
+      if constexpr (kMeans) WidenStrip<N, T>(read(shared.m[i] + own_at), m);
       A more[E];  // about the means
       if constexpr (S::kPivot) {
         pivoted.Add(i % W, e, energies);
@@ -254,8 +260,9 @@ __global__ void __launch_bounds__(S::kThreads, S::kResident)
 #pragma unroll
         for (int j = 0; j < E; ++j) energies[j] += energies[j] <= FLT_MAX ? more[j] : m[j] - m[j];
       }
-      if constexpr (kCotangent) WidenStrip<N, T>(shared.t[i][lane], t);
+      if constexpr (kCotangent) WidenStrip<N, T>(read(shared.t[i] + own_at), t);
       A result[E], gain[E], rate[E];
+      Terms<N, A> stash;
 #pragma unroll
       for (int j = 0; j < E; ++j) energies[j] = response.Divisor(energies[j]);
       response.GainsAndRates(energies, gain, rate);
@@ -265,7 +272,10 @@ __global__ void __launch_bounds__(S::kThreads, S::kResident)
           result[j] = x[j] * gain[j];
         } else {
           const A product = t[j] * gain[j];
-          scaled[(i + H + 1) % W][j] = product;
+          if constexpr (S::kStash)
+            stash.unit[j / N].v[j % N] = product;
+          else
+            scaled[(i + H + 1) % W][j] = product;
           // Beyond the borders the rate may be infinite.
           term[0][j] = Within(centre, limit[S::kAcross ? 0 : j / N]) ? rate[j] * (x[j] * product) : A(0);
           if constexpr (kMeans) {
@@ -274,6 +284,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kResident)
           }
         }
       }
+      if constexpr (S::kStash) shared.scaled[(i + H + 1) % W][lane] = stash;
       if constexpr (!kCotangent) {
         StoreStrip<S, T>(Shift(in.out, place), tiles.step, centre, from, result);
       } else if constexpr (kMeans) {
@@ -281,62 +292,10 @@ __global__ void __launch_bounds__(S::kThreads, S::kResident)
       }
       place += tiles.row;
     }
-    Strip<N, T>* const half = x_half;
+    Unit* const half = x_half;
     x_half = x_other;
     x_other = half;
   }
-}
-
-template <class S>
-Tiles Tile(const Problem& p, int item) {
-  constexpr int N = S::N;
-  Tiles t = {};
-  t.outer = p.outer * p.extent[0];
-  t.height = p.extent[1];
-  t.width = p.extent[2];
-  t.row = p.extent[2] * p.inner * item;
-  t.plane = t.height * t.row;
-  t.units = S::kAcross ? t.width / N : t.width;
-  t.step = (S::kAcross ? N : p.inner) * item;
-  t.vectors = S::kAcross ? 1 : p.inner / N;
-  const int64_t strips = CeilDiv(t.units, 2), whole = strips + S::kMargin;
-  // With at least that many slices to a block; and the lanes that a plane takes.
-  const auto cut = [&](int64_t least) {
-    if (whole * least <= S::kThreads) {
-      const int64_t most = std::min<int64_t>(t.vectors, kMaxSlices);
-      t.columns = static_cast<int>(whole);
-      t.slices = static_cast<int>(std::clamp<int64_t>(S::kThreads / whole, least, std::max(least, most)));
-      t.groups = static_cast<int>(std::clamp<int64_t>(S::kThreads / (whole * t.slices), 1, t.outer));
-      t.spans = 1;
-      t.origin = 0;
-    } else {
-      t.slices = static_cast<int>(least);
-      t.columns = S::kThreads / t.slices - (S::kAcross ? S::kMargin : 0);
-      t.groups = 1;
-      t.origin = static_cast<int>(CeilDiv(S::kSight, S::kAcross ? 2 * N : 2));
-      t.spans = static_cast<int>(std::max<int64_t>(CeilDiv(strips - 2 * t.origin, t.columns - 2 * t.origin), 1));
-    }
-    t.slice_tiles = CeilDiv(t.vectors, t.slices);
-    return t.slice_tiles * t.spans * S::kThreads / t.groups;
-  };
-  // Smaller visits cost memory its speed, unless the spans' overlap costs more.
-  const int64_t visit =
-      std::min<int64_t>(t.vectors, S::kAcross ? 1 : std::clamp<int64_t>(S::kVisit / (N * item), 1, kMaxSlices));
-  const int64_t half = CeilDiv(visit, 2), lanes = cut(visit);
-  if (16 * cut(half) > 15 * lanes) cut(visit);
-  // Of the numbers of chunks, the one with which the device takes the fewest rows' time.
-  int64_t best = INT64_MAX;
-  for (int wanted = 1; wanted <= kMaxChunks; ++wanted) {
-    Tiles tried = t;
-    tried.chunk = static_cast<int>(CeilDiv(t.height, wanted));
-    tried.chunks = static_cast<int>(CeilDiv(t.height, tried.chunk));
-    const int64_t waves = CeilDiv(tried.Blocks(), kMultiprocessors * S::kResident);
-    const int64_t rows = waves * (tried.chunk + S::kLag + (wanted > 1 ? S::kSight : 0));
-    if (rows < best) best = rows, t.chunk = tried.chunk, t.chunks = tried.chunks;
-  }
-  t.by_slice_tile = FastDiv(t.slice_tiles), t.by_span = FastDiv(t.spans), t.by_chunk = FastDiv(t.chunks);
-  t.by_slice = FastDiv(t.slices), t.by_column = FastDiv(t.columns);
-  return t;
 }
 
 template <class S, class T>
@@ -345,8 +304,12 @@ cudaError_t LaunchMarch(const Problem& p, const MarchArrays<T>& arrays, cudaStre
   const auto late = [&](auto* array, int rows) {
     return reinterpret_cast<decltype(array)>(reinterpret_cast<uintptr_t>(array) - rows * tiles.row);
   };
-  const MarchArrays<T> lagging = {arrays.x, late(arrays.m, S::H), late(arrays.t, S::H),
-                                  late(arrays.out, S::kLag + S::kAhead), late(arrays.dm, S::H + S::kAhead)};
+  MarchArrays<T> lagging = {arrays.x, late(arrays.m, S::H), late(arrays.t, S::H), late(arrays.out, S::kLag + S::kAhead),
+                            late(arrays.dm, S::H + S::kAhead)};
+  const auto from_x = [&](const T* array) {
+    return reinterpret_cast<intptr_t>(array) - reinterpret_cast<intptr_t>(arrays.x);
+  };
+  lagging.m_from_x = from_x(lagging.m), lagging.t_from_x = from_x(lagging.t);
   const Grid grid{tiles.Blocks(), tiles.Threads(), sizeof(Exchange<S, T>)};
   return LaunchKernel(MarchKernel<S, T>, grid, stream, tiles, Response<T>(p), lagging);
 }
@@ -367,6 +330,14 @@ cudaError_t LaunchReach(const Problem& p, const MarchArrays<T>& a, cudaStream_t 
   if constexpr (kWide > 1) {
     if (IsVectorAligned(a.x, a.m, a.t, a.out, a.dm)) {
       using Wide = March<kMap, kMeans, H, kWide, false, T>;
+      if constexpr (kMap == Map::kCotangent && !kMeans && H == 1 && sizeof(T) == 2) {
+        // A larger block, which visits more of a column or overlaps with none, where that leaves no multiprocessor
+        // idle.
+        using Widest = March<kMap, kMeans, H, kWide, false, T, true>;
+        if (p.inner % kWide == 0 && CanShare(sizeof(Exchange<Widest, T>)) &&
+            Tile<Widest>(p, sizeof(T)).time < Tile<Wide>(p, sizeof(T)).time)
+          return LaunchMarch<Widest>(p, a, stream);
+      }
       if (p.inner % kWide == 0 && CanShare(sizeof(Exchange<Wide, T>))) return LaunchMarch<Wide>(p, a, stream);
       if (p.inner == 1 && p.extent[2] % 4 == 0) return LaunchMarch<March<kMap, kMeans, H, 2, true, T>>(p, a, stream);
     }

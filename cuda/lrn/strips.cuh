@@ -6,7 +6,6 @@
 #include <cfloat>
 #include <type_traits>
 
-#include "cuda/common/async_copy.cuh"
 #include "cuda/common/convert.cuh"
 #include "cuda/lrn/response.cuh"
 
@@ -30,39 +29,28 @@ __device__ T* Shift(T* p, int64_t bytes) {
   return reinterpret_cast<T*>(reinterpret_cast<Byte*>(p) + bytes);
 }
 
+// A strip in shared memory: whole, or with its units apart, for lanes beside each other to meet no bank twice.
+template <class Whole, int kApart, class Unit>
+__device__ Whole ReadStrip(const Unit* p) {
+  if constexpr (kApart == 1) return *reinterpret_cast<const Whole*>(p);
+  Whole strip;
+  strip.unit[0] = p[0];
+  strip.unit[1] = p[kApart];
+  return strip;
+}
+
+template <class Whole, int kApart, class Unit>
+__device__ void WriteStrip(Unit* p, const Whole& strip) {
+  if constexpr (kApart == 1) {
+    *reinterpret_cast<Whole*>(p) = strip;
+  } else {
+    p[0] = strip.unit[0];
+    p[kApart] = strip.unit[1];
+  }
+}
+
 // Rows from 0 up to a unit's limit exist.
 __device__ inline bool Within(int row, int limit) { return static_cast<unsigned>(row) < static_cast<unsigned>(limit); }
-
-// Brings an array's strips to shared memory, zeros where nothing exists. Copies run while the thread goes on; a unit
-// that is too small for one waits in registers for kHeld rows.
-template <class S, class T>
-struct Loader {
-  using Unit = Packed<T, S::N>;
-  using Place = Strip<S::N, T>;
-  static constexpr bool kHolds = sizeof(Unit) < 4;
-  static constexpr int kHeld = 3;
-  Place held[kHeld];
-
-  // A row for the place `to`; the one that came kHeld rows before it is for the place `due`, if there was one.
-  __device__ void Load(Place* to, Place* due, const T* from, int64_t step, int row, const int (&limit)[2]) {
-    const bool exists[2] = {Within(row, limit[0]), Within(row, limit[1])};
-    if constexpr (kHolds) {
-      if (due) *due = held[0];
-#pragma unroll
-      for (int i = 1; i < kHeld; ++i) held[i - 1] = held[i];
-      held[kHeld - 1] = {};
-#pragma unroll
-      for (int u = 0; u < 2; ++u)
-        if (exists[u]) held[kHeld - 1].unit[u] = *reinterpret_cast<const Unit*>(Shift(from, u * step));
-    } else if constexpr (S::kAcross) {
-      CopyAsyncOrZero(to, reinterpret_cast<const Place*>(from), exists[0]);
-    } else {
-#pragma unroll
-      for (int u = 0; u < 2; ++u)
-        CopyAsyncOrZero(&to->unit[u], reinterpret_cast<const Unit*>(Shift(from, u * step)), exists[u]);
-    }
-  }
-};
 
 // Stores the row's units that have results from there on.
 template <class S, class T>
@@ -91,8 +79,8 @@ __device__ void WidenStrip(const Strip<N, T>& strip, A (&wide)[2 * N]) {
 }
 
 // What a strip's sums see: its own units, and its neighbours', from their lanes or from where they lie around `strip`.
-template <class S, class U, class F>
-__device__ void Gather(const U& own, const U* strip, int slices, F&& widen) {
+template <class S, int kApart, class U, class Unit, class F>
+__device__ void Gather(const U& own, const Unit* strip, int slices, F&& widen) {
   constexpr int N = S::N, kSees = S::kReach * N - S::H;  // the first element that a sum sees
 #pragma unroll
   for (int k = -S::kMargin; k <= S::kMargin; ++k) {
@@ -107,7 +95,7 @@ __device__ void Gather(const U& own, const U* strip, int slices, F&& widen) {
         if (k != 0 && at + kEach > kSees && at < S::L - kSees) word = __shfl_sync(0xFFFFFFFF, word, lane);
       }
     } else if (k != 0) {
-      seen = strip[k * slices];
+      seen = ReadStrip<U, kApart>(strip + k * slices * (kApart == 1 ? 2 : 1));
     }
 #pragma unroll
     for (int u = 0; u < 2; ++u) {
@@ -148,6 +136,45 @@ struct Running {
     for (int k = S::W - 2; k > 0; --k)
 #pragma unroll
       for (int j = 0; j < S::E; ++j) before[k][j] += before[k + 1][j];
+  }
+};
+
+// The same, with all but the rows since the last multiple in shared memory, where a thread has W - 1 places
+// a block apart.
+template <class S, class A>
+struct SharedRunning {
+  using Place = Terms<S::N, A>;
+  Place* before;
+  A since[S::E] = {};
+
+  __device__ explicit SharedRunning(Place* own) : before(own) {
+    if constexpr (S::kStash) {
+#pragma unroll
+      for (int k = 1; k < S::W; ++k) Before(k) = {};
+    }
+  }
+
+  __device__ Place& Before(int k) { return before[(k - 1) * S::kThreads]; }
+
+  // Adds a row, the i-th since the multiple.
+  __device__ void Add(int i, const A (&row)[S::E], A (&sum)[S::E]) {
+    Place earlier = {}, own;
+    if (i < S::W - 1) earlier = Before(i + 1);
+#pragma unroll
+    for (int j = 0; j < S::E; ++j) {
+      since[j] = i == 0 ? row[j] : since[j] + row[j];
+      sum[j] = i == S::W - 1 ? since[j] : since[j] + earlier.unit[j / S::N].v[j % S::N];
+      own.unit[j / S::N].v[j % S::N] = row[j];
+    }
+    if (i > 0) Before(i) = own;
+    if (i < S::W - 1) return;
+#pragma unroll
+    for (int k = S::W - 2; k > 0; --k) {
+      const Place further = Before(k);
+#pragma unroll
+      for (int j = 0; j < S::E; ++j) own.unit[j / S::N].v[j % S::N] += further.unit[j / S::N].v[j % S::N];
+      Before(k) = own;
+    }
   }
 };
 
