@@ -45,6 +45,7 @@ CASES = [
   _("odd_groups", 2, (9, 9), 15, (3, 3), 21, padding=SAME3, groups=3),
   _("odd_dilated_input", 2, (6, 7), 5, (3, 3), 6, padding=SAME3, lhs_dilation=(2, 3)),
   _("odd_slices", 9, (28, 28), 7, (3, 3), 9, padding=SAME3),
+  _("many_blocks", 12, (28, 28), 32, (3, 3), 20, padding=SAME3),
   _("by_position", 40, (5, 5), 20, (3, 3), 40, padding=SAME3),
   _("by_position_whole", 128, (4, 4), 32, (3, 3), 36, padding=SAME3),
   _("full_gradient", 70, (7, 6), 16, (4, 3), 35),

@@ -18,7 +18,7 @@ struct DataFloatsParams {
 template <class T, bool kForward>
 struct DataFloatsShared {
   static constexpr Major kMajorB = kForward ? Major::kPosition : Major::kDepth;
-  typename T::template Shared<Major::kDepth, kMajorB> tile;
+  typename T::template Shared<Major::kDepth, kMajorB> tile[T::kParts];
   Row rows[T::kRows];
   DataBlock block;  // these are there, to spare registers
   const float* filter;
@@ -81,7 +81,7 @@ struct FilterElement {
 };
 
 template <class T, bool kForward>
-__global__ void __launch_bounds__(T::kThreads, T::kBlocks)
+__global__ void __launch_bounds__(T::kBlockThreads, T::kBlocks)
     DataFloatsKernel(const __grid_constant__ DataFloatsParams q, const float* in, const float* filter, float* out) {
   extern __shared__ __align__(16) unsigned char bytes[];
   using Shared = DataFloatsShared<T, kForward>;
@@ -104,23 +104,29 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
     block.SetRows<true>(p, shared.rows);
   else
     block.SetRows(p, shared.rows);
-  for (int i = threadIdx.x; i < T::kRows; i += T::kThreads)  // as SetRows
+  for (int i = threadIdx.x; i < T::kRows; i += T::kBlockThreads)  // as SetRows
     shared.rows[i].image += Pixel(p, shared.rows[i].origin) * p.pixel_size;
   __syncthreads();
 
   MultiplyFloats<T, Major::kDepth, Shared::kMajorB>(
-      shared.tile, shared.steps, shared.run, q.whole, OperandElement{q, block.taps, shared.rows, in, shared.depth},
+      shared.tile[T::Part()], shared.steps, shared.run, q.whole,
+      OperandElement{q, block.taps, shared.rows, in, shared.depth},
       FilterElement<kForward>{q, block.taps, shared.filter, shared.depth, shared.first_column});
 
+  if (T::kParts > 1) __syncthreads();
   const bool none = IsNone(p.epilogue);
 #pragma unroll 1
-  for (int four = 0; four < T::kFours; ++four) {
+  for (int four = T::Part(); four < T::kFours; four += T::kParts) {
     constexpr int kPerRow = T::kThreadColumns / 4;
     const int64_t pixel = shared.rows[T::template Row<Major::kDepth>(four / kPerRow)].result;
     const int column = shared.first_column + T::Column(four % kPerRow);
     if (pixel < 0 || column >= q.end_column) continue;
     const int64_t channel = block.group * int64_t{p.columns} + column, offset = pixel * p.result_pixel + channel;
-    typename T::Four v = shared.tile.sums[four][threadIdx.x];
+    typename T::Four v = shared.tile[0].sums[four][T::Thread()];
+#pragma unroll
+    for (int part = 1; part < T::kParts; ++part)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) v.v[j] += shared.tile[part].sums[four][T::Thread()].v[j];
     if (q.whole) {
       if (!none) {
         Add<float>(v.v, p.epilogue.bias, block.batch * p.result_pixel + channel);
@@ -147,7 +153,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
 // Of columns [first, end).
 cudaError_t LaunchColumns(const Problem& p, Tile tile, int64_t first, int64_t end, const void* operand,
                           const void* filter, void* out, const Epilogue& epilogue, cudaStream_t stream) {
-  return VisitFloatTile<true>(tile, [&](auto of) {
+  return VisitFloatTile<true>(tile, InFloatParts(p, kTiles[static_cast<int>(tile)]), [&](auto of) {
     using T = typename decltype(of)::type;
     DataFloatsParams q = {MakeDataParams(p, epilogue, T::kRows, T::kColumns), int(p.DepthChannels())};
     q.first_column = int(first);
@@ -161,7 +167,7 @@ cudaError_t LaunchColumns(const Problem& p, Tile tile, int64_t first, int64_t en
     constexpr size_t kForward = sizeof(DataFloatsShared<T, true>), kBackward = sizeof(DataFloatsShared<T, false>);
     static_assert(kForward <= 99 << 10 && kBackward <= 99 << 10, "what a block may have on every device since sm_80");
     const auto launch = [&](auto kernel, size_t bytes) {
-      return LaunchKernel(kernel, {DataBlocks(p, q.data), T::kThreads, bytes}, stream, q,
+      return LaunchKernel(kernel, {DataBlocks(p, q.data), T::kBlockThreads, bytes}, stream, q,
                           static_cast<const float*>(operand), static_cast<const float*>(filter),
                           static_cast<float*>(out));
     };

@@ -141,8 +141,9 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
 
 cudaError_t LaunchFilterFloats(const Problem& p, const Config& config, const void* x, const void* y, float* out,
                                cudaStream_t stream) {
+  if (config.tile == Tile::kSimtRuns) return LaunchFilterRuns(p, config.splits, x, y, out, stream);
   if (config.tile == Tile::kSimtPatch) return LaunchFilterPatch(p, config.splits, x, y, out, stream);
-  return VisitFloatTile<false>(config.tile, [&](auto tile) {
+  return VisitFloatTile<false>(config.tile, false, [&](auto tile) {
     using T = typename decltype(tile)::type;
     const bool dilated = std::any_of(p.lhs_dilation, p.lhs_dilation + kRank, [](int64_t n) { return n > 1; });
     FilterFloatsParams q = {MakeFilterParams(p, config.splits, T::kRows, T::kColumns, T::kDepth), int(p.channels),

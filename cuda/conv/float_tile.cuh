@@ -28,14 +28,18 @@ struct Found {
   int count;
 };
 
-template <int kThreadRows_, int kThreadColumns_, bool kNarrow_ = false>
+template <int kThreadRows_, int kThreadColumns_, bool kNarrow_ = false, int kParts_ = 1>
 struct FloatTile {
   static constexpr int kThreadRows = kThreadRows_, kThreadColumns = kThreadColumns_;  // of a thread's sums
   static constexpr bool kNarrow = kNarrow_;                                           // one column of threads
+  // Where a device would have few blocks, so many times the threads, each part with steps and shared memory of its own.
+  static constexpr int kParts = kParts_;
   static constexpr int kDepth = kFloatDepth, kThreads = 128, kAcross = kNarrow ? 1 : 8, kDown = kThreads / kAcross;
   static constexpr int kRows = kDown * kThreadRows, kColumns = kAcross * kThreadColumns;
   static constexpr bool kLarge = kNarrow || kThreadRows * kThreadColumns == 64;
-  static constexpr int kStages = kLarge ? 2 : 3, kBlocks = kLarge ? 3 : 4;  // of a multiprocessor, as memory has room
+  static constexpr int kBlockThreads = kParts * kThreads;
+  static constexpr int kStages = kLarge || kParts > 1 ? 2 : 3;
+  static constexpr int kBlocks = kParts > 1 ? 1 : kLarge ? 3 : 4;  // of a multiprocessor, as memory has room
   // Steps that are summed by themselves, so that rounding errors grow with the square root of their number and of the
   // terms of one, not with all terms.
   static constexpr int kChunk = 8;
@@ -64,24 +68,36 @@ struct FloatTile {
     Four sums[kFours][kThreads];  // of whole chunks
   };
 
+  static __device__ int Thread() { return kParts == 1 ? threadIdx.x : threadIdx.x % kThreads; }
+  static __device__ int Part() { return kParts == 1 ? 0 : threadIdx.x / kThreads; }
+  // Of the part.
+  static __device__ void Sync() {
+    if constexpr (kParts == 1)
+      __syncthreads();
+    else
+      asm volatile("bar.sync %0, %1;" ::"r"(1 + Part()), "n"(kThreads) : "memory");
+  }
+
   // A warp has 8 x 4 threads and a block 2 x 2 warps; or all threads are rows'. What a warp reads at once lies side by
   // side: fours of a depth, or rows. Of the lanes' numbers bits 1 to 3 are rows, bits 0 and 4 are columns.
   template <Major kMajorA>
   static __device__ int Row(int i) {
     constexpr int kLanes = kNarrow ? 32 : 8;
-    const int warp = threadIdx.x / 32 % (kNarrow ? 4 : 2), lane = kNarrow ? threadIdx.x % 32 : threadIdx.x / 2 % 8;
+    const int warp = Thread() / 32 % (kNarrow ? 4 : 2), lane = kNarrow ? Thread() % 32 : Thread() / 2 % 8;
     return warp * kLanes * kThreadRows +
            (kMajorA == Major::kDepth ? i * kLanes + lane : (i / 4 * kLanes + lane) * 4 + i % 4);
   }
   static __device__ int Column(int four) {
     if (kNarrow) return four * 4;
-    return threadIdx.x / 64 * 4 * kThreadColumns + four * 16 + threadIdx.x / 16 % 2 * 8 + threadIdx.x % 2 * 4;
+    return Thread() / 64 * 4 * kThreadColumns + four * 16 + Thread() / 16 % 2 * 8 + Thread() % 2 * 4;
   }
 };
 
-// Calls f with the TypeTag of the tile, which may be one of the narrow ones.
-template <bool kNarrow, class F>
-cudaError_t VisitFloatTile(Tile tile, F&& f) {
+// Calls f with the TypeTag of the tile: of data also of the narrow ones, and of a tile in parts.
+template <bool kData, class F>
+cudaError_t VisitFloatTile(Tile tile, bool in_parts, F&& f) {
+  if constexpr (kData)
+    if (in_parts) return f(TypeTag<FloatTile<4, 4, false, kFloatParts>>{});
   switch (tile) {
     case Tile::kSimt128x64:
       return f(TypeTag<FloatTile<8, 8>>{});
@@ -94,7 +110,7 @@ cudaError_t VisitFloatTile(Tile tile, F&& f) {
     default:
       break;
   }
-  if constexpr (kNarrow) {
+  if constexpr (kData) {
     if (tile == Tile::kSimt256x8) return f(TypeTag<FloatTile<2, 8, true>>{});
     if (tile == Tile::kSimt256x4) return f(TypeTag<FloatTile<2, 4, true>>{});
   }
@@ -116,12 +132,12 @@ struct Bringer {
 
   __device__ Bringer(const Element& element, bool whole) : element(element), whole(whole) {}
 
-  static __device__ int Place() { return threadIdx.x % kPerLine * 4; }
-  static __device__ int Line(int each) { return threadIdx.x / kPerLine + each * (T::kThreads / kPerLine); }
+  static __device__ int Place() { return T::Thread() % kPerLine * 4; }
+  static __device__ int Line(int each) { return T::Thread() / kPerLine + each * (T::kThreads / kPerLine); }
 
   // `follows` says that this step does, and must be the same for all threads.
   __device__ __forceinline__ void Start(typename T::template Lines<kExtent, kMajor>& lines, int step, bool follows) {
-    if (kFours < T::kThreads && threadIdx.x >= kFours) return;
+    if (kFours < T::kThreads && T::Thread() >= kFours) return;
     const auto k = [](int each) { return kOfDepths ? Place() : Line(each); };
     const auto i = [](int each) { return kOfDepths ? Line(each) : Place(); };
 #pragma unroll
@@ -145,35 +161,40 @@ struct Bringer {
   }
 };
 
-// shared.sums = A B over `steps` steps, each thread its own. Of `run` steps from a multiple of `run` on, all but the
-// first follow the one before in memory.
+// shared.sums = A B over `steps` steps, or the part's of them, each thread its own. Of `run` steps from a multiple of
+// `run` on, all but the first follow the one before in memory.
 template <class T, Major kMajorA, Major kMajorB, class ElementA, class ElementB>
-__device__ __forceinline__ void MultiplyFloats(typename T::template Shared<kMajorA, kMajorB>& shared, const int& steps,
-                                               const int& run, bool whole, const ElementA& element_a,
-                                               const ElementB& element_b) {
+__device__ __forceinline__ void MultiplyFloats(typename T::template Shared<kMajorA, kMajorB>& shared,
+                                               const int& all_steps, const int& run, bool whole,
+                                               const ElementA& element_a, const ElementB& element_b) {
   using Four = typename T::Four;
   Bringer<T, T::kRows, kMajorA, ElementA> bring_a(element_a, whole);
   Bringer<T, T::kColumns, kMajorB, ElementB> bring_b(element_b, whole);
+  // The last parts may have no steps, and bring one of zeros.
+  constexpr bool kWhole = T::kParts == 1;
+  const int each = kWhole ? 0 : (all_steps + T::kParts - 1) / T::kParts;
+  const int first = kWhole ? 0 : min(T::Part() * each, all_steps);
+  const auto has = [&](int step) { return kWhole ? step < all_steps : step < min(each, all_steps - first); };
   int left = 0;
   const auto bring = [&](int step, int stage) {
-    if (step == 0 || step < steps) {
+    if (step == 0 || has(step)) {
       const bool follows = left != 0;
-      bring_a.Start(shared.a[stage], step, follows);
-      bring_b.Start(shared.b[stage], step, follows);
-      left = (follows ? left : run) - 1;
+      bring_a.Start(shared.a[stage], first + step, follows);
+      bring_b.Start(shared.b[stage], first + step, follows);
+      left = follows ? left - 1 : run - 1 - (kWhole ? 0 : (first + step) % run);
     }
     CommitCopies();
   };
 #pragma unroll
   for (int step = 0; step < T::kStages; ++step) element_a.Prepare(step);
-  __syncthreads();
+  T::Sync();
 #pragma unroll
   for (int step = 0; step < T::kStages - 1; ++step) bring(step, step);
   float part[T::kThreadRows][T::kThreadColumns] = {};
   int stage = 0, next = T::kStages - 1;
-  for (int step = 0; step == 0 || step < steps; ++step) {
+  for (int step = 0; step == 0 || has(step); ++step) {
     WaitForCopies<T::kStages - 2>();
-    __syncthreads();  // the step is there for all, and the one before is read
+    T::Sync();  // the step is there for all, and the one before is read
     bring(step + T::kStages - 1, next);
     element_a.Prepare(step + T::kStages);
     auto& a = shared.a[stage];
@@ -214,11 +235,11 @@ __device__ __forceinline__ void MultiplyFloats(typename T::template Shared<kMajo
         }
       }
     }
-    if (step % T::kChunk < T::kChunk - 1 && step + 1 < steps) continue;
+    if (step % T::kChunk < T::kChunk - 1 && has(step + 1)) continue;
 #pragma unroll
     for (int four = 0; four < T::kFours; ++four) {
       constexpr int kPerRow = T::kThreadColumns / 4;
-      Four& sum = shared.sums[four][threadIdx.x];
+      Four& sum = shared.sums[four][T::Thread()];
       Four more = step < T::kChunk ? Four{} : sum;
 #pragma unroll
       for (int j = 0; j < 4; ++j) {

@@ -151,6 +151,12 @@ MetShare MetByPosition(const Problem& p, int64_t rows) {
   return average <= kPays ? MetShare{(1 + average) / 2, most / all_taps} : MetShare{};
 }
 
+bool InFloatParts(const Problem& p, const TileShape& t) {
+  if (t.tile != Tile::kSimt64x32 || p.in != DType::kF32 || p.direction == Direction::kFilterGradient) return false;
+  const Work work = WorkOf(p, t, 1, 0);
+  return work.tiles <= kMultiprocessors && work.depth >= 4 * kFloatParts * SimtDepth(DType::kF32);
+}
+
 // The CUDA cores take every problem; floats (float_tile.cuh) and others each have tiles of their own.
 bool TakesSimt(const Problem& p, const TileShape& t) {
   if (t.tile == Tile::kSimtRuns) return TakesRuns(p);
@@ -192,6 +198,7 @@ double Cycles(const Problem& p, const TileShape& t, int64_t splits, int64_t but)
                         : runs                                              ? 1.6
                                                                             : 2;
   if (!mma && p.in == DType::kF32) {
+    if (InFloatParts(p, t)) return (std::ceil((longest - beside) / kFloatParts) + beside) * cost.busy * kFloatParts;
     // Blocks that share a multiprocessor take the longer the more they are, from one alone to all that fit.
     const double last = std::fmod(each, cost.resident), all = cost.resident * cost.busy;
     const double more = std::max(0.0, all - cost.latency) / (cost.resident - 1);
@@ -206,7 +213,7 @@ double Cycles(const Problem& p, const TileShape& t, int64_t splits, int64_t but)
 
 double GemmCycles(const Problem& p, const TileShape& t, int64_t splits) {
   constexpr double kLaunch = 3000;
-  if (t.tile == Tile::kSimtRuns) return RunsCycles(p);
+  if (t.tile == Tile::kSimtRuns) return RunsCycles(p, splits);
   if (t.tile == Tile::kSimtPatch)
     return p.direction == Direction::kFilterGradient ? FilterPatchCycles(p, splits) : PatchCycles(p);
   const int64_t rest = NarrowRest(p, t);

@@ -22,6 +22,10 @@ struct MetShare {
 };
 MetShare MetByPosition(const Problem& p, int64_t rows);
 
+// Whether blocks are so few, and sums so long, that one has several parts, which share the steps.
+constexpr int kFloatParts = 4;
+bool InFloatParts(const Problem& p, const TileShape& t);
+
 bool TakesSimt(const Problem& p, const TileShape& t);
 bool TakesMma(const Problem& p, const TileShape& t);
 double GemmCycles(const Problem& p, const TileShape& t, int64_t splits);

@@ -1,4 +1,5 @@
-// What the CUDA cores' kernel of few columns (data_runs_simt.cu) takes, how it shares out work, and how long it does.
+// What the CUDA cores' kernels of few columns (data_runs_simt.cu) and small groups (filter_runs_simt.cu) take, how they
+// share out work, and how long they do.
 #pragma once
 
 #include "cuda/conv/conv.h"
@@ -16,7 +17,30 @@ struct RunsShape {
 };
 RunsShape RunsShapeOf(const Problem& p);
 
+// Of the filter gradient's (filter_runs_simt.cu).
+constexpr int kFilterRunsWarps = 4;  // of a block, each with lines of its own
+
+// Taps whose sums a thread has; blocks that a multiprocessor has at once; cycles that warps take for a pixel of y each,
+// one block alone, all at once, and those with a stride.
+struct FilterRunsTile {
+  int lines, columns, at_once;
+  double alone, all, strided;
+
+  int64_t Parts(const Problem& p) const;  // of the window
+  double Cycles(const Problem& p, int64_t blocks) const;
+};
+
+struct FilterRunsShape {
+  FilterRunsTile tile;
+  int64_t parts, units, lanes, sets;  // fours of channels by fours of features; lanes side by side; sets of so many
+  int64_t length, sequences;          // pixels that a warp goes along at once; and how many such pieces a line has
+  int64_t bands;                      // of those of as many lines as a block has at once
+
+  int64_t Blocks(const Problem& p) const { return p.batch * parts * sets; }  // of a slice
+};
+FilterRunsShape FilterRunsShapeOf(const Problem& p, int64_t splits);
+
 bool TakesRuns(const Problem& p);
-double RunsCycles(const Problem& p);
+double RunsCycles(const Problem& p, int64_t splits);
 
 }  // namespace jaxdnn::conv

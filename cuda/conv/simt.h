@@ -21,6 +21,8 @@ cudaError_t LaunchDataFloats(const Problem& p, const Config& config, const void*
 // Of float32 and few columns (runs_plan.h); `operand` is aligned to 16 bytes.
 cudaError_t LaunchDataRuns(const Problem& p, const void* operand, const void* filter, void* out,
                            const Epilogue& epilogue, cudaStream_t stream);
+cudaError_t LaunchFilterRuns(const Problem& p, int64_t splits, const void* x, const void* y, float* out,
+                             cudaStream_t stream);
 // Of float32 and sums of few terms (patch_plan.h).
 cudaError_t LaunchDataPatch(const Problem& p, const void* operand, const void* filter, void* out,
                             const Epilogue& epilogue, cudaStream_t stream);
