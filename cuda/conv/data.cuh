@@ -206,8 +206,7 @@ struct DataBlock {
 
   // What the i-th position of a phase reads at its first tap.
   __device__ int Index(const DataParams& p, int d, int i) const {
-    const int position =
-        p.axis[d].Origin(phase[d].phase + p.period[d] * i) + phase[d].first_tap * p.axis[d].tap_step;
+    const int position = p.axis[d].Origin(phase[d].phase + p.period[d] * i) + phase[d].first_tap * p.axis[d].tap_step;
     const int index = p.axis[d].step.Div(abs(position));  // exact, by the choice of the phase
     return position < 0 ? -index : index;
   }
