@@ -15,7 +15,7 @@ CASES = (
   "rn50.1x1.1024-256@14", "sd.3x3.320@64", "unet3d.3x3x3.32@96", "odd.3x3.65@56", "resnext.g32.128@56",
   "mbv2.dw3x3.144@56", "mnist.conv2", "rn50.3x3.512@7", "rn50.b1.3x3.64@56", "vit.patch16", "convnext.stem4x4s4",
   "rgb.3x3.64-3@256", "regnet.w8.152@14", "regnet.w24.408@14", "ensemble.e64.3x3.32@32", "wavenet.k2d512.64-128",
-  "hifigan.up4s2.64-32",
+  "hifigan.up4s2.64-32", "mnist.conv1", "mnist.conv3", "rn50.b1.3x3.512@7",
 )  # fmt: skip
 QUICK = ("rn50.3x3.256@14", "mnist.conv2")
 

@@ -120,6 +120,7 @@ BENCHMARKS = {
     PoolCase("unet3d.2x2x2s2", (4, 96, 96, 96, 32), (2, 2, 2), 2),
     PoolCase("rn50.3x3s2.nchw", (256, 64, 112, 112), (3, 3), 2, 1, layout="NCHW"),
     PoolCase("spp.13x13s1", (64, 40, 40, 256), (13, 13), 1, 6),
+    PoolCase("sppf.5x5s1", (64, 20, 20, 256), (5, 5), 1, 2),
   ],
   "avg": [
     PoolCase("incep.3x3s1", (128, 28, 28, 256), (3, 3), 1, 1),

@@ -117,7 +117,7 @@ def test_long_sums_are_no_less_exact_than_laxs():
   options = {"padding": "SAME", "precision": "highest"}
   dims = {"dimension_numbers": ("NHWC", "HWIO", "NHWC"), "feature_group_count": 4}
   f = lambda w: lax.conv_general_dilated(jnp.asarray(x), w, (1, 1), **options, **dims)  # noqa: E731
-  theirs = jax.vjp(f, jnp.zeros((3, 3, 4, 16)))[1](jnp.asarray(g))[0]
+  theirs = jax.vjp(f, jnp.zeros((3, 3, 4, 16), "float32"))[1](jnp.asarray(g))[0]
   error = lambda got: np.sqrt(np.mean((exact(got) - want) ** 2))  # noqa: E731
   ours = jaxdnn.conv_wgrad(jnp.asarray(x), jnp.asarray(g), (3, 3), **options, groups=4, algorithm=TILE)
   assert error(ours) <= 1.5 * error(theirs)
