@@ -83,7 +83,10 @@ def results_of(tile):
   return "yxw" if tile in WIDE else "yx"
 
 
-SANITIZED = ("least", "across_taps", "phases_without_taps", "odd", "stem", "odd_groups", "odd_dilated_input")
+SANITIZED = (
+  "least", "steps", "across_taps", "phases_without_taps", "odd", "stem", "odd_groups", "odd_dilated_input", "by_position",
+  "by_position_3d", "all_padding",
+)  # fmt: skip
 
 
 @pytest.mark.gpu

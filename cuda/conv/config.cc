@@ -20,7 +20,8 @@
 namespace jaxdnn::conv {
 namespace {
 
-constexpr int64_t kMinSlice = 128;  // terms of the reduction that are worth a block
+// Terms of the reduction that are worth a block; of runs, which keep every sum in a register, fewer are.
+constexpr int64_t kMinSlice = 128, kMinSliceOfRuns = 32;
 
 double ReductionCycles(const Problem& p, int64_t splits, int64_t result_bytes) {
   if (!UsesWorkspace(p, splits)) return 0;
@@ -162,7 +163,8 @@ std::optional<Config> ChooseAsItIs(const Problem& p, bool hopper, std::string_vi
     const Kernels& kernels = KernelsOf(t, p);
     const int64_t beside = kernels.workspace != nullptr ? kernels.workspace({p, t, hopper}) : 0;
     const int64_t pieces = splittable && kernels.pieces != nullptr ? kernels.pieces(p) : 0;
-    for (int64_t splits = 1; splits == 1 || (splittable && splits * kMinSlice <= g.depth);
+    const int64_t least = t.tile == Tile::kSimtRuns ? kMinSliceOfRuns : kMinSlice;
+    for (int64_t splits = 1; splits == 1 || (splittable && splits * least <= g.depth);
          splits += std::max<int64_t>(1, splits / 8)) {
       // As few as give the longest slice no more of whole pieces.
       const int64_t slices = pieces > 0 ? CeilDiv(pieces, CeilDiv(pieces, splits)) : splits;
