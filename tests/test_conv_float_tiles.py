@@ -84,8 +84,8 @@ def results_of(tile):
 
 
 SANITIZED = (
-  "least", "steps", "across_taps", "phases_without_taps", "odd", "stem", "odd_groups", "odd_dilated_input", "by_position",
-  "by_position_3d", "all_padding",
+  "least", "steps", "across_taps", "phases_without_taps", "odd", "stem", "odd_groups", "odd_dilated_input",
+  "by_position", "by_position_3d", "all_padding",
 )  # fmt: skip
 
 
