@@ -9,8 +9,10 @@
 namespace jaxdnn::conv {
 namespace {
 
-constexpr int64_t kMostDepth = 256, kMostSharedBytes = 96 << 10, kMostFilterSharedBytes = 112 << 10,
-                  kCotangents = 6 << 10, kOfMultiprocessor = 227 << 10;
+// The most terms of a sum; shared memory that a block may have on every device since sm_80, and all that an H200 has.
+constexpr int64_t kMostDepth = 256, kMostSharedBytes = 96 << 10, kOfMultiprocessor = 227 << 10;
+// Numbers of a tile's pixels of y, in the filter gradient.
+constexpr int64_t kMostCotangents = 6 << 10, kLeastCotangents = 1 << 9;
 
 // The tiles of up to so many pixels that leave the fewest threads without one. Wide ones bring few numbers twice.
 PatchTiles TilesOf(const Problem& p, bool forward, int64_t pixels) {
@@ -71,13 +73,15 @@ double PatchCycles(const Problem& p) {
   return kLaunch + each * block + (each - last + (last > 0 ? alone : 0)) * tiles * tile;
 }
 
-FilterPatchShape FilterPatchShapeOf(const Problem& p) {
+namespace {
+
+FilterPatchShape FilterPatchShapeOf(const Problem& p, int64_t cotangents) {
   FilterPatchShape s = {};
   s.across = p.features <= 8 ? 1 : p.features <= 32 ? 4 : 8;
   s.features = s.across * kPatchEach;
   s.depth = p.Taps() * p.channels;
   s.down = int(std::max<int64_t>(1, CeilDiv(s.depth, kPatchEach)));
-  s.tile = TilesOf(p, true, kCotangents / s.features);
+  s.tile = TilesOf(p, true, cotangents / s.features);
   s.groups = std::max(1, kPatchThreads / (s.across * s.down));
   const int across_groups = int(CeilDiv(s.groups, s.tile.rows));
   s.row_groups = std::max(1, s.groups / across_groups);
@@ -91,6 +95,16 @@ FilterPatchShape FilterPatchShapeOf(const Problem& p) {
   return s;
 }
 
+}  // namespace
+
+// In the largest tiles that there is memory for.
+FilterPatchShape FilterPatchShapeOf(const Problem& p) {
+  int64_t cotangents = kMostCotangents;
+  while (cotangents > kLeastCotangents && FilterPatchShapeOf(p, cotangents).shared_bytes > kMostSharedBytes)
+    cotangents /= 2;
+  return FilterPatchShapeOf(p, cotangents);
+}
+
 bool TakesFilterPatch(const Problem& p) {
   if (p.in != DType::kF32 || p.direction != Direction::kFilterGradient || p.groups != 1) return false;
   if (p.images == 0 || p.XPixels() == 0 || p.YPixels() == 0 || p.Taps() * p.channels > kMostDepth) return false;
@@ -98,7 +112,7 @@ bool TakesFilterPatch(const Problem& p) {
   for (int d = 0; d < kRank; ++d)
     if (p.lhs_dilation[d] != 1) return false;
   const FilterPatchShape s = FilterPatchShapeOf(p);
-  return s.shared_bytes <= kMostFilterSharedBytes && s.tile.tiles <= INT32_MAX;
+  return s.shared_bytes <= kMostSharedBytes && s.tile.tiles <= INT32_MAX;
 }
 
 double FilterPatchCycles(const Problem& p, int64_t splits) {
