@@ -19,7 +19,7 @@ HIGHEST = (lax.Precision.HIGHEST,) * 2
 _ = ConvCase
 # Steps of 16 terms, of which several make a tap, or one is of several taps or ends within one; chunks of eight steps;
 # edges of tiles in rows and columns; phases, and those without taps; channels that are filled up to fours; a few
-# columns beyond a tile's, which a second launch computes.
+# columns beyond a tile's, which a second launch computes where blocks are many.
 CASES = [
   _("least", 1, (3, 4), 4, (1, 1), 4),
   _("steps", 2, (9, 15), 48, (3, 3), 68, padding=SAME3),
@@ -45,7 +45,7 @@ CASES = [
   _("odd_groups", 2, (9, 9), 15, (3, 3), 21, padding=SAME3, groups=3),
   _("odd_dilated_input", 2, (6, 7), 5, (3, 3), 6, padding=SAME3, lhs_dilation=(2, 3)),
   _("odd_slices", 9, (28, 28), 7, (3, 3), 9, padding=SAME3),
-  _("many_blocks", 12, (28, 28), 32, (3, 3), 20, padding=SAME3),
+  _("many_blocks", 12, (28, 28), 35, (3, 3), 67, padding=SAME3),
   _("by_position", 40, (5, 5), 20, (3, 3), 40, padding=SAME3),
   _("by_position_whole", 128, (4, 4), 32, (3, 3), 36, padding=SAME3),
   _("full_gradient", 70, (7, 6), 16, (4, 3), 35),

@@ -159,7 +159,7 @@ cudaError_t LaunchColumns(const Problem& p, Tile tile, int64_t first, int64_t en
     q.first_column = int(first);
     q.end_column = int(end);
     q.whole = InFours(p) && IsVectorAligned(operand, filter, out, epilogue.bias, epilogue.residual);
-    q.data.by_position = MetByPosition(p, T::kRows).average < 1;
+    q.data.by_position = MetByPosition(p, kTiles[static_cast<int>(tile)]).average < 1;
     q.data.images_div = FastDiv(p.images);
     q.data.channels = int(CeilDiv(q.channels, 4)) * 4;
     q.data.channel_div = FastDiv(q.data.channels);

@@ -70,7 +70,7 @@ Work WorkOf(const Problem& p, const TileShape& t, int64_t splits, int64_t but) {
   const double depth = g.depth * (filter ? 1 : fill), rows = g.rows * (filter ? fill : 1);
   const double row_tiles = phases * std::ceil(rows / phases / t.rows);
   const double tiles = double(g.problems) * row_tiles * CeilDiv(g.columns - but, t.columns) * splits;
-  const MetShare met = t.unit == Unit::kSimt && p.in == DType::kF32 ? MetByPosition(p, t.rows) : MetShare();
+  const MetShare met = t.unit == Unit::kSimt && p.in == DType::kF32 ? MetByPosition(p, t) : MetShare();
   return {tiles, depth / taps_per_tap / splits * met.average, depth * share / splits * met.most};
 }
 
@@ -103,10 +103,12 @@ bool InFours(const Problem& p) { return InRunsOf(p, 4); }
 int64_t NarrowRest(const Problem& p, const TileShape& t) {
   const int64_t columns = GemmOf(p).columns, rest = columns % t.columns;
   const bool of_floats = t.unit == Unit::kSimt && p.in == DType::kF32 && p.direction != Direction::kFilterGradient;
-  return of_floats && columns > t.columns && t.columns > 8 && rest <= 8 ? rest : 0;
+  if (!of_floats || columns <= t.columns || t.columns <= 8 || rest > 8) return 0;
+  // One more column of tiles costs nothing where multiprocessors are left.
+  return WorkOf(p, t, 1, 0).tiles <= kMultiprocessors ? 0 : rest;
 }
 
-MetShare MetByPosition(const Problem& p, int64_t rows) {
+MetShare MetByPosition(const Problem& p, const TileShape& t) {
   // Images of more bytes are too far apart for what translates addresses.
   constexpr int64_t kFewestImages = 8, kMostPositions = 4096, kMostImageBytes = 1 << 20;
   constexpr double kPays = .9;
@@ -131,8 +133,8 @@ MetShare MetByPosition(const Problem& p, int64_t rows) {
     return met;
   };
   double sum = 0, most = 0, tiles = 0;
-  for (int64_t row = 0; row < p.images * positions; row += rows, ++tiles) {
-    int64_t first = row / p.images, last = (std::min(row + rows, p.images * positions) - 1) / p.images;
+  for (int64_t row = 0; row < p.images * positions; row += t.rows, ++tiles) {
+    int64_t first = row / p.images, last = (std::min(row + t.rows, p.images * positions) - 1) / p.images;
     double met = 1;
     int64_t plane = positions;
     bool all = false;
@@ -147,8 +149,12 @@ MetShare MetByPosition(const Problem& p, int64_t rows) {
     most = std::max(most, met);
   }
   const double all_taps = double(std::max<int64_t>(p.Taps(), 1)), average = sum / tiles / all_taps;
-  // Blocks are of uneven length, so that half of what is left out shows.
-  return average <= kPays ? MetShare{(1 + average) / 2, most / all_taps} : MetShare{};
+  // Where blocks are few, the time is that of the longest. Else they are of uneven length, so that half of what is left
+  // out shows.
+  most /= all_taps;
+  const double blocks = tiles * double(p.batch * p.groups * CeilDiv(GemmOf(p).columns, t.columns));
+  return average <= kPays && (blocks > 2 * kMultiprocessors || most <= kPays) ? MetShare{(1 + average) / 2, most}
+                                                                              : MetShare{};
 }
 
 bool InFloatParts(const Problem& p, const TileShape& t) {

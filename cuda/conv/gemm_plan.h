@@ -10,7 +10,7 @@ namespace jaxdnn::conv {
 bool InFours(const Problem& p);
 
 // How many of the last columns of float32 a second launch computes on the CUDA cores, in a narrow tile: a few beyond a
-// multiple of the tile's would cost as much as all that it has.
+// multiple of the tile's would cost as much as all that it has, where all multiprocessors are busy.
 int64_t NarrowRest(const Problem& p, const TileShape& t);
 inline Tile NarrowTile(int64_t columns) { return columns > 4 ? Tile::kSimt256x8 : Tile::kSimt256x4; }
 
@@ -20,7 +20,7 @@ inline Tile NarrowTile(int64_t columns) { return columns > 4 ? Tile::kSimt256x8 
 struct MetShare {
   double average = 1, most = 1;
 };
-MetShare MetByPosition(const Problem& p, int64_t rows);
+MetShare MetByPosition(const Problem& p, const TileShape& t);
 
 // Whether blocks are so few, and sums so long, that one has several parts, which share the steps.
 constexpr int kFloatParts = 4;

@@ -18,7 +18,7 @@ StepCost FloatCost(Tile tile, Direction direction, bool fours) {
   const bool filter = direction == Direction::kFilterGradient, data = direction == Direction::kDataGradient;
   switch (tile) {
     case Tile::kSimt128x64:
-      return fours ? StepCost{1900, data ? 1600. : 1490., 3} : StepCost{2400, 2070, 3};
+      return fours ? StepCost{data ? 2080. : 1900., data ? 1600. : 1490., 3} : StepCost{2400, 2070, 3};
     case Tile::kSimt64x64:
       return fours ? StepCost{filter ? 1200. : 1350., data ? 900. : 860., 4} : StepCost{1600, 1100, 4};
     case Tile::kSimt128x32:
