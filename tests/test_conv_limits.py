@@ -17,6 +17,7 @@ from numerics import assert_close
 
 DTYPES = ("bfloat16", "float32", "float16")
 SEEDS, PROBLEMS = 70, 40
+RARE = {"simt patch"}  # tiles that few problems suit: tried wherever they can be
 WINDOWS = {1: (1, 2, 3, 4, 5, 7, 16, 31), 2: (1, 2, 3, 3, 5, 7), 3: (1, 2, 3, 3)}
 EXTENTS = {1: (8, 64, 128, 256), 2: (2, 4, 8, 14, 16, 32), 3: (2, 4, 8)}
 WIDTHS = (8, 16, 32, 48, 64, 80, 96, 128)
@@ -143,7 +144,8 @@ def problems(seed):
     for result, own in kernels(case, models, dtype).items():
       # Any tile; and any of an algorithm, of which some have one tile only.
       of = str(rng.choice(sorted({family(tile) for tile in own})))
-      tiles[result] = sorted({own[0], str(rng.choice(own)), str(rng.choice([t for t in own if family(t) == of]))})
+      drawn = {own[0], str(rng.choice(own)), str(rng.choice([t for t in own if family(t) == of]))}
+      tiles[result] = sorted(drawn | RARE.intersection(own))
     yield case, models, dtype, tiles
 
 
