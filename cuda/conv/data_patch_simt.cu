@@ -189,13 +189,6 @@ __global__ void __launch_bounds__(kPatchThreads, 4)
   }
 }
 
-template <int kAcross>
-cudaError_t Launch(const PatchParams& q, int64_t blocks, size_t shared_bytes, const void* operand, const void* filter,
-                   void* out, cudaStream_t stream) {
-  return LaunchKernel(DataPatchKernel<kAcross>, {blocks, kPatchThreads, shared_bytes}, stream, q,
-                      static_cast<const float*>(operand), static_cast<const float*>(filter), static_cast<float*>(out));
-}
-
 }  // namespace
 
 cudaError_t LaunchDataPatch(const Problem& p, const void* operand, const void* filter, void* out,
@@ -213,13 +206,14 @@ cudaError_t LaunchDataPatch(const Problem& p, const void* operand, const void* f
   q.by_slice = FastDiv(s.slices), q.by_column = FastDiv(CeilDiv(q.columns, s.columns));
   q.by_channel = FastDiv(q.patches.channels);
   q.epilogue = epilogue;
-  const int64_t blocks = p.batch * q.by_column.divisor * s.slices;
-  const auto launch = [&](auto across) {
-    return Launch<across()>(q, blocks, size_t(s.shared_bytes), operand, filter, out, stream);
+  const Grid grid = {p.batch * q.by_column.divisor * s.slices, kPatchThreads, size_t(s.shared_bytes)};
+  const auto launch = [&](auto kernel) {
+    return LaunchKernel(kernel, grid, stream, q, static_cast<const float*>(operand), static_cast<const float*>(filter),
+                        static_cast<float*>(out));
   };
-  if (s.across == 1) return launch(std::integral_constant<int, 1>{});
-  if (s.across == 4) return launch(std::integral_constant<int, 4>{});
-  return launch(std::integral_constant<int, 8>{});
+  if (s.across == 1) return launch(DataPatchKernel<1>);
+  if (s.across == 4) return launch(DataPatchKernel<4>);
+  return launch(DataPatchKernel<8>);
 }
 
 }  // namespace jaxdnn::conv

@@ -32,6 +32,14 @@ PatchTiles TilesOf(const Problem& p, bool forward, int64_t pixels) {
   return t;
 }
 
+// How long a multiprocessor takes for so many blocks, in shares of a full one's time that each of its blocks has. A
+// block by itself takes twice its share.
+double Rounds(double blocks, int64_t resident) {
+  const double last = std::fmod(blocks, resident);
+  const double alone = 2 + (last - 1) * (resident - 2.) / std::max<int64_t>(1, resident - 1);
+  return blocks - last + (last > 0 ? alone : 0);
+}
+
 }  // namespace
 
 PatchShape PatchShapeOf(const Problem& p) {
@@ -65,12 +73,11 @@ double PatchCycles(const Problem& p) {
   const double blocks = double(p.batch) * CeilDiv(GemmOf(p).columns, s.columns) * s.slices;
   const double tiles = double(CeilDiv(s.tile.tiles, s.slices)),
                patch = double(p.window[0] * s.tile.lines * s.tile.pitch);
-  // Of a block among as many as a multiprocessor has: the filter, and every tile. By itself it takes twice that.
+  // Of a block among as many as a multiprocessor has: the filter, and every tile.
   const double block = 1250 + s.depth * s.columns * .08, tile = s.depth * 88 + patch * .27 + 1300;
-  const double each = std::ceil(blocks / kMultiprocessors), last = std::fmod(each, s.resident);
-  const double alone = 2 + (last - 1) * (s.resident - 2.) / std::max<int64_t>(1, s.resident - 1);
+  const double each = std::ceil(blocks / kMultiprocessors);
   constexpr double kLaunch = 3000;
-  return kLaunch + each * block + (each - last + (last > 0 ? alone : 0)) * tiles * tile;
+  return kLaunch + each * block + Rounds(each, s.resident) * tiles * tile;
 }
 
 namespace {
@@ -123,10 +130,9 @@ double FilterPatchCycles(const Problem& p, int64_t splits) {
   const double tiles = double(CeilDiv(s.tile.tiles, splits)), pixels = double(s.tile.rows) * s.tile.width;
   const double brought = p.window[0] * s.tile.lines * s.tile.pitch + pixels * s.across * 2;
   const double tile = (pixels / s.groups * 100 + 130. / s.flush) * share + brought * .27 + 1000;
-  const double each = std::ceil(blocks / kMultiprocessors), last = std::fmod(each, s.resident);
-  const double alone = 2 + (last - 1) * (s.resident - 2.) / std::max<int64_t>(1, s.resident - 1);
+  const double each = std::ceil(blocks / kMultiprocessors);
   constexpr double kLaunch = 3000, kEnd = 1500;
-  return kLaunch + each * kEnd + (each - last + (last > 0 ? alone : 0)) * tiles * tile;
+  return kLaunch + each * kEnd + Rounds(each, s.resident) * tiles * tile;
 }
 
 }  // namespace jaxdnn::conv
