@@ -70,8 +70,7 @@ Work WorkOf(const Problem& p, const TileShape& t, int64_t splits, int64_t but) {
   const double depth = g.depth * (filter ? 1 : fill), rows = g.rows * (filter ? fill : 1);
   const double row_tiles = phases * std::ceil(rows / phases / t.rows);
   const double tiles = double(g.problems) * row_tiles * CeilDiv(g.columns - but, t.columns) * splits;
-  const MetShare met = t.unit == Unit::kSimt && p.in == DType::kF32 ? MetByPosition(p, t) : MetShare();
-  return {tiles, depth / taps_per_tap / splits * met.average, depth * share / splits * met.most};
+  return {tiles, depth / taps_per_tap / splits, depth * share / splits};
 }
 
 Lines LinesOf(const Problem& p, const Dense& dense) {
@@ -122,6 +121,20 @@ MetShare MetByPosition(const Problem& p, const TileShape& t) {
     return {};
   for (int d = 0; d < kRank; ++d)
     if ((forward ? p.lhs_dilation : p.stride)[d] != 1 || p.window[d] > kMmaMaxWindow) return {};
+  // What single positions find is left at least. Launches ask too, so that what mostly has no padding must be told
+  // soon.
+  double least = 1;
+  for (int d = 0; d < kRank; ++d) {
+    const int64_t step = forward ? p.stride[d] : p.lhs_dilation[d];
+    int64_t met = 0;
+    for (int64_t tap = 0; tap < p.window[d]; ++tap) {
+      const int64_t moved = (tap * p.rhs_dilation[d] - p.pad[d]) * (forward ? 1 : -1);
+      const int64_t first = std::max<int64_t>(0, FloorDiv(step - 1 - moved, step));
+      met += std::max<int64_t>(0, std::min(out[d] - 1, FloorDiv(in[d] - 1 - moved, step)) - first + 1);
+    }
+    least *= double(met) / double(std::max<int64_t>(1, out[d] * p.window[d]));
+  }
+  if (least > kPays) return {};
   // As DataBlock::LeavePadding.
   const auto taps = [&](int d, int64_t first, int64_t last) {
     int64_t met = 0;
@@ -132,9 +145,8 @@ MetShare MetByPosition(const Problem& p, const TileShape& t) {
     }
     return met;
   };
-  double sum = 0, most = 0, tiles = 0;
-  for (int64_t row = 0; row < p.images * positions; row += t.rows, ++tiles) {
-    int64_t first = row / p.images, last = (std::min(row + t.rows, p.images * positions) - 1) / p.images;
+  // Of a tile from position `first` to `last`.
+  const auto met_by = [&](int64_t first, int64_t last) {
     double met = 1;
     int64_t plane = positions;
     bool all = false;
@@ -145,6 +157,13 @@ MetShare MetByPosition(const Problem& p, const TileShape& t) {
       met *= double(all ? taps(d, 0, out[d] - 1) : taps(d, from, to));
       all |= from != to;
     }
+    return met;
+  };
+  double sum = 0, most = 0, tiles = 0, met = 0;
+  int64_t first = -1, last = -1;
+  for (int64_t row = 0; row < p.images * positions; row += t.rows, ++tiles) {
+    const int64_t begin = row / p.images, end = (std::min(row + t.rows, p.images * positions) - 1) / p.images;
+    if (begin != first || end != last) met = met_by(first = begin, last = end);  // else as the tile before
     sum += met;
     most = std::max(most, met);
   }
@@ -188,7 +207,11 @@ namespace {
 
 double Cycles(const Problem& p, const TileShape& t, int64_t splits, int64_t but) {
   const bool mma = t.unit == Unit::kMma;
-  const Work work = WorkOf(p, t, splits, but);
+  Work work = WorkOf(p, t, splits, but);
+  if (!mma && p.in == DType::kF32) {
+    const MetShare met = MetByPosition(p, t);
+    work.depth *= met.average, work.longest *= met.most;
+  }
   const Dense dense = mma ? DenseOf(p) : Dense();
   const Lines lines = mma ? LinesOf(p, dense) : InFours(p) ? Lines::kWhole : Lines::kInPieces;
   const StepCost cost = StepCostOf(t.tile, p.direction, p.in, lines);
