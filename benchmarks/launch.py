@@ -2,7 +2,7 @@
 
 A program calls one small operator many times, and XLA is told not to record it in a graph. Where the device has less to
 do than the host, the wall time of a call is what the host takes: XLA's share, the choice of a kernel and of its
-parameters, and the driver's.
+parameters, and the driver's. Then the same of calls outside of `jit`, and of their gradients.
 """
 
 import time
@@ -69,12 +69,37 @@ def microseconds(function: Callable[..., Any], x: Array, ws: Array) -> float:
   return float(np.median(passes)) / RUNS / len(ws) * 1e6
 
 
+def eager(x: Array, w: Array) -> Iterator[tuple[str, Callable[[], Any]]]:
+  for library, api in (("jaxdnn", jaxdnn.conv_general_dilated), ("lax", lax.conv_general_dilated)):
+    call = partial(convolve, api, x)
+    yield f"conv {library} outside of jit", partial(call, w)
+    yield f"conv {library} outside of jit, gradient", partial(jax.grad(lambda w, call=call: call(w).sum()), w)
+  yield "softmax jaxdnn outside of jit", partial(jaxdnn.softmax, x)
+  yield "softmax jax.nn outside of jit", partial(jax.nn.softmax, x)
+
+
+def microseconds_of_calls(call: Callable[[], Any], calls: int) -> float:
+  """Of a call, in the median over the passes, while the device works behind."""
+  jax.block_until_ready(call())
+  passes = []
+  for _ in range(PASSES):
+    began = time.perf_counter()
+    for _ in range(calls):
+      result = call()
+    passes.append(time.perf_counter() - began)
+    jax.block_until_ready(result)
+  return float(np.median(passes)) / calls * 1e6
+
+
 def main(calls: int = CALLS) -> dict[str, float]:
   harness.launch_one_by_one()
   times = {}
-  for name, *program in programs(calls):
-    times[name] = microseconds(*program)
-    print(f"{name:<36} {times[name]:8.2f} us a launch", flush=True)
+  for name, function, x, ws in programs(calls):
+    times[name] = microseconds(function, x, ws)
+    print(f"{name:<40} {times[name]:8.2f} us a launch", flush=True)
+  for name, call in eager(x, ws[0]):
+    times[name] = microseconds_of_calls(call, calls)
+    print(f"{name:<40} {times[name]:8.2f} us a call", flush=True)
   return times
 
 

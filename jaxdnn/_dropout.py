@@ -18,10 +18,12 @@ from jax import Array, lax
 
 from jaxdnn import _partition, _primitive, _sharding
 from jaxdnn._arguments import array, flag, floating, number
+from jaxdnn._eager import compiled
 
 # Public functions ----------------------------------------------------------------------------------------------------
 
 
+@compiled
 def dropout(
   x: Array, rate: float, key: Array | None, *, broadcast_dims: Sequence[int] = (), deterministic: bool = False
 ) -> Array:

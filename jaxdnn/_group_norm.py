@@ -19,10 +19,12 @@ from jax import Array
 
 from jaxdnn import _activation, _extension, _masks, _primitive, _sharding
 from jaxdnn._arguments import number
+from jaxdnn._eager import compiled
 
 # Public functions ----------------------------------------------------------------------------------------------------
 
 
+@compiled
 def group_norm(
   x: Array,
   num_groups: int,
@@ -75,6 +77,7 @@ def group_norm(
   return _apply("group_norm", x, num_groups, scale, bias, axis, epsilon, activation, where)
 
 
+@compiled
 def instance_norm(
   x: Array,
   scale: Array | None = None,

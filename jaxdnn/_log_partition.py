@@ -20,10 +20,12 @@ import numpy as np
 from jax import Array
 
 from jaxdnn import _axes, _primitive
+from jaxdnn._eager import compiled
 
 # Public functions ----------------------------------------------------------------------------------------------------
 
 
+@compiled
 def logsumexp(x: Array, axis: int | Sequence[int] = -1, *, keepdims: bool = False, where: Array | None = None) -> Array:
   """Logarithm of the sum of exponentials, `m + log(sum(exp(x - m)))` with `m = max(x)`.
 

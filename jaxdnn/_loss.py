@@ -19,11 +19,13 @@ from jax import Array
 
 from jaxdnn import _axes, _primitive
 from jaxdnn._arguments import number
+from jaxdnn._eager import compiled
 from jaxdnn._log_partition import log_partition_p
 
 # Public functions ----------------------------------------------------------------------------------------------------
 
 
+@compiled
 def nll_loss(
   log_probs: Array,
   labels: Array,
@@ -71,6 +73,7 @@ def nll_loss(
   return _reduced(losses, factors, reduction).astype(log_probs.dtype)
 
 
+@compiled
 def cross_entropy(
   logits: Array,
   labels: Array,

@@ -16,10 +16,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxdnn import _axes, _primitive
+from jaxdnn._eager import compiled
 
 # Public functions ----------------------------------------------------------------------------------------------------
 
 
+@compiled
 def softmax(
   x: Array, axis: int | Sequence[int] = -1, *, where: Array | None = None, fully_masked: str = "zero"
 ) -> Array:
@@ -49,6 +51,7 @@ def softmax(
   return _apply("softmax", softmax_p, x, axis, where, fully_masked)
 
 
+@compiled
 def softmin(
   x: Array, axis: int | Sequence[int] = -1, *, where: Array | None = None, fully_masked: str = "zero"
 ) -> Array:
@@ -61,6 +64,7 @@ def softmin(
   return _apply("softmin", softmax_p, -_axes.checked("softmin", x), axis, where, fully_masked)
 
 
+@compiled
 def log_softmax(
   x: Array, axis: int | Sequence[int] = -1, *, where: Array | None = None, fully_masked: str = "zero"
 ) -> Array:

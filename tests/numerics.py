@@ -54,6 +54,16 @@ def assert_close(got, want, dtype, *, terms=1, scale=1.0):
   assert excess.size == 0 or excess.max() <= 1, f"error is {excess.max():.3g} times the bound"
 
 
+def equations(jaxpr, primitive):
+  """Those of a primitive, of all of ours if it is "jaxdnn", in programs within the program too."""
+  for e in jaxpr.eqns:
+    if primitive in (e.primitive.name, e.primitive.name.partition("_")[0]):
+      yield e
+    for inner in e.params.values():
+      if hasattr(inner, "jaxpr"):
+        yield from equations(inner.jaxpr, primitive)
+
+
 def with_gradients(f, x, w, g):
   """`f(x, w)` and the cotangents of x and w for the cotangent g, as one program."""
 

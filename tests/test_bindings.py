@@ -45,20 +45,20 @@ import jaxdnn
 mlir.register_lowering = register_lowering
 import jax.numpy as jnp
 sys.path.insert(0, sys.argv[1])
+from numerics import equations
 from test_lowering import LOWERED, gradient, zeros
 
 messages = {}
 for f, operands, _ in LOWERED.values():
   args = zeros(operands)
   for program in (gradient(f), lambda *a, f=f: jax.jvp(f, a, a)):
-    for eqn in jax.make_jaxpr(program)(*args).eqns:
-      if eqn.primitive.name.startswith("jaxdnn_"):
-        inputs = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in eqn.invars]
-        try:
-          jax.block_until_ready(jax.jit(lambda *a, e=eqn: e.primitive.bind(*a, **e.params))(*inputs))
-          messages[eqn.primitive.name] = "ran on a CPU"
-        except Exception as e:
-          messages[eqn.primitive.name] = str(e)
+    for eqn in equations(jax.make_jaxpr(program)(*args), "jaxdnn"):
+      inputs = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+      try:
+        jax.block_until_ready(jax.jit(lambda *a, e=eqn: e.primitive.bind(*a, **e.params))(*inputs))
+        messages[eqn.primitive.name] = "ran on a CPU"
+      except Exception as e:
+        messages[eqn.primitive.name] = str(e)
 print(json.dumps(messages))
 """
 

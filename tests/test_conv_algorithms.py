@@ -17,7 +17,7 @@ from conv_oracle import conv_gradients
 from jaxdnn import _extension
 from jaxdnn._conv.primitives import ALGORITHMS, OPERANDS, convolve, plan
 from jaxdnn._conv.spec import ConvSpec
-from numerics import assert_close, exact, sample
+from numerics import assert_close, equations, exact, sample
 
 DIRECTIONS = {"forward": "y", "data_gradient": "x", "filter_gradient": "w"}
 
@@ -170,7 +170,7 @@ def test_workspace_limit_reaches_the_gradients():
   x, w = jnp.ones((4, 64, 64, 2), "float32"), jnp.ones((3, 3, 2, 8), "float32")
   for limit, split in ((None, True), (0, False)):
     gradient = jax.grad(lambda w: jaxdnn.conv(x, w, workspace_limit=limit).sum())  # noqa: B023
-    calls = [e for e in jax.make_jaxpr(gradient)(w).jaxpr.eqns if e.primitive.name == "jaxdnn_conv_wgrad"]
+    calls = list(equations(jax.make_jaxpr(gradient)(w), "jaxdnn_conv_wgrad"))
     (spec,) = {e.params["spec"] for e in calls}
     (p,) = (plan("w", *(v.aval for v in e.invars), spec, jnp.float32, hopper=True) for e in calls)
     assert (p["splits"] > 1) == split and p["workspace_bytes"] <= (limit if limit is not None else 1 << 28)

@@ -12,7 +12,7 @@ import jaxdnn
 from group_norm_cases import Case
 from group_norm_oracle import apply, operands
 from jaxdnn import _extension
-from numerics import sample
+from numerics import equations, sample
 
 # Derivatives and compositions ----------------------------------------------------------------------------------------
 
@@ -57,7 +57,7 @@ def test_mapped_examples_share_one_call():
   """Only x is mapped: one call on all examples, with the parameters as they are."""
   x, scale, bias = operands(Case((3, 2, 5, 6), 3), "float32")
   f = jax.vmap(functools.partial(apply, Case((2, 5, 6), 3)), (0, None, None))
-  (eqn,) = [e for e in jax.make_jaxpr(f)(x, scale, bias).eqns if e.primitive.name == "jaxdnn_group_norm"]
+  (eqn,) = equations(jax.make_jaxpr(f)(x, scale, bias), "jaxdnn_group_norm")
   assert [v.aval.shape for v in eqn.invars] == [(1, 6, 5, 6), (1, 6), (1, 6)]
 
 

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 
 import jaxdnn
-from numerics import DEVICES, exact, sample
+from numerics import DEVICES, equations, exact, sample
 
 X, R, SCALE, BIAS = (jnp.asarray(sample(s, "float64", i)) for i, s in enumerate([(2, 3, 4), (2, 3, 4), (4,), (4,)]))
 PER_EXAMPLE = jnp.asarray(sample((2, 4), "float64", 5)), jnp.asarray(sample((2, 4), "float64", 6))
@@ -73,14 +73,10 @@ def test_vmap_over_rows_is_the_same_kernel_and_per_example_gradients_are_problem
     jax.make_jaxpr(jaxdnn.layer_norm)(x, SCALE, BIAS),
     jax.make_jaxpr(jax.vmap(jaxdnn.layer_norm, (0, None, None)))(x, SCALE, BIAS),
   )
-  shapes = [
-    [v.aval.shape for e in j.eqns if e.primitive.name == "jaxdnn_layer_norm" for v in e.invars] for j in (whole, mapped)
-  ]
+  shapes = [[v.aval.shape for e in equations(j, "jaxdnn_layer_norm") for v in e.invars] for j in (whole, mapped)]
   assert shapes[0] == shapes[1] == [(1, 6, 4), (1, 4), (1, 4)]
   per_example = jax.vmap(jax.grad(lambda x, s, b: jaxdnn.layer_norm(x, s, b).sum(), (1, 2)), (0, None, None))
-  (backward,) = [
-    e for e in jax.make_jaxpr(per_example)(x, SCALE, BIAS).eqns if e.primitive.name == "jaxdnn_layer_norm_bwd"
-  ]
+  (backward,) = equations(jax.make_jaxpr(per_example)(x, SCALE, BIAS), "jaxdnn_layer_norm_bwd")
   assert [v.aval.shape for v in backward.outvars] == [(6, 1, 4), (6, 4), (6, 4)]
 
 
@@ -110,8 +106,7 @@ def test_statistics_are_made_for_a_gradient_alone():
   x, p = jnp.zeros((8, 16), jnp.bfloat16), jnp.ones(16, jnp.float32)
 
   def made(f):
-    calls = [e for e in jax.make_jaxpr(f)(x, p).jaxpr.eqns if e.primitive.name == "jaxdnn_layer_norm"]
-    return [[v.aval.shape for v in e.outvars[1:]] for e in calls]
+    return [[v.aval.shape for v in e.outvars[1:]] for e in equations(jax.make_jaxpr(f)(x, p), "jaxdnn_layer_norm")]
 
   norm = jaxdnn.layer_norm
   assert made(norm) == [[]]

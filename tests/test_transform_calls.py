@@ -11,7 +11,7 @@ from jax.test_util import check_grads
 
 import jaxdnn
 from jaxdnn import _extension
-from numerics import DEVICES, exact, sample
+from numerics import DEVICES, equations, exact, sample
 from transform_cases import Case, arguments, move
 
 # Derivatives and compositions ----------------------------------------------------------------------------------------
@@ -51,7 +51,7 @@ def test_tangent_of_one_operand_reads_one():
   )
   for f, value, operands in cases:
     jaxpr = jax.make_jaxpr(lambda v, f=f: jax.jvp(f, (v,), (v,))[1])(value)
-    last = [e for e in jaxpr.eqns if e.primitive.name == "jaxdnn_transform"][-1]
+    last = list(equations(jaxpr, "jaxdnn_transform"))[-1]
     assert len(last.invars) == operands and last.params["spec"].pad_value == 0
 
 

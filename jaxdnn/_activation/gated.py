@@ -13,12 +13,14 @@ from jax import Array
 from jaxdnn import _primitive, _sharding
 from jaxdnn._activation.functions import ACTIVATIONS
 from jaxdnn._arguments import flag, floating, index_of_axis, one_of
+from jaxdnn._eager import compiled
 
 GATES = ("identity", "relu", "sigmoid", "tanh", "silu", "gelu", "gelu_tanh")
 
 # Public functions ----------------------------------------------------------------------------------------------------
 
 
+@compiled
 def glu(x: Array, axis: int = -1, activation: str = "sigmoid", *, gate: str = "second") -> Array:
   """Gated linear unit: `a f(b)` for the two halves a, b of x along `axis`.
 
@@ -57,6 +59,7 @@ def glu(x: Array, axis: int = -1, activation: str = "sigmoid", *, gate: str = "s
   return _sharding.map_shards(of_shard, [x], keep=[others], out_like=(0, like))
 
 
+@compiled
 def swiglu(x: Array, axis: int = -1, *, gate: str = "first") -> Array:
   """`silu(a) b` for the two halves a, b of x: `glu` with 'silu', whose gate is by default the first half.
 
@@ -67,6 +70,7 @@ def swiglu(x: Array, axis: int = -1, *, gate: str = "first") -> Array:
   return glu(x, axis, "silu", gate=gate)
 
 
+@compiled
 def geglu(x: Array, axis: int = -1, *, approximate: bool = True, gate: str = "first") -> Array:
   """`gelu(a) b` for the two halves a, b of x: `glu` with a gelu, whose gate is by default the first half.
 
@@ -81,6 +85,7 @@ def geglu(x: Array, axis: int = -1, *, approximate: bool = True, gate: str = "fi
   return glu(x, axis, "gelu_tanh" if flag("geglu", "approximate", approximate) else "gelu", gate=gate)
 
 
+@compiled
 def reglu(x: Array, axis: int = -1, *, gate: str = "first") -> Array:
   """`relu(a) b` for the two halves a, b of x: `glu` with 'relu', whose gate is by default the first half.
 

@@ -12,8 +12,10 @@ from jax import Array
 from jaxdnn._activation import channelwise
 from jaxdnn._activation.apply import along_channels, apply, positive
 from jaxdnn._arguments import array, floating, number
+from jaxdnn._eager import compiled
 
 
+@compiled
 def relu(x: Array, *, bias: Array | None = None, axis: int = -1) -> Array:
   """Rectified linear unit, `max(x, 0)`.
 
@@ -36,6 +38,7 @@ def relu(x: Array, *, bias: Array | None = None, axis: int = -1) -> Array:
   return apply("relu", x, None, bias, axis)
 
 
+@compiled
 def clipped_relu(x: Array, ceiling: float = 6.0, *, bias: Array | None = None, axis: int = -1) -> Array:
   """Rectified linear unit with a ceiling, `min(max(x, 0), ceiling)`.
 
@@ -58,6 +61,7 @@ def clipped_relu(x: Array, ceiling: float = 6.0, *, bias: Array | None = None, a
   return apply("clipped_relu", x, positive("clipped_relu", "ceiling", ceiling), bias, axis)
 
 
+@compiled
 def relu6(x: Array, *, bias: Array | None = None, axis: int = -1) -> Array:
   """`clipped_relu` with a ceiling of 6.
 
@@ -68,6 +72,7 @@ def relu6(x: Array, *, bias: Array | None = None, axis: int = -1) -> Array:
   return apply("clipped_relu", x, 6.0, bias, axis)
 
 
+@compiled
 def leaky_relu(
   x: Array, negative_slope: float = 0.01, *, bias: Array | None = None, axis: int = -1
 ) -> Array:
@@ -91,6 +96,7 @@ def leaky_relu(
   return apply("leaky_relu", x, number("leaky_relu", "negative_slope", negative_slope), bias, axis)
 
 
+@compiled
 def prelu(x: Array, alpha: Array | float, *, axis: int = -1) -> Array:
   """Parametric rectified linear unit: `x` where x >= 0, else `alpha * x`.
 
@@ -118,6 +124,7 @@ def prelu(x: Array, alpha: Array | float, *, axis: int = -1) -> Array:
   return along_channels("prelu", channelwise.PRELU, x, "alpha", slopes, axis)
 
 
+@compiled
 def hard_sigmoid(x: Array, *, bias: Array | None = None, axis: int = -1) -> Array:
   """`min(max(x + 3, 0), 6) / 6`.
 
@@ -138,6 +145,7 @@ def hard_sigmoid(x: Array, *, bias: Array | None = None, axis: int = -1) -> Arra
   return apply("hard_sigmoid", x, None, bias, axis)
 
 
+@compiled
 def hard_tanh(x: Array, *, bias: Array | None = None, axis: int = -1) -> Array:
   """`min(max(x, -1), 1)`.
 
@@ -158,6 +166,7 @@ def hard_tanh(x: Array, *, bias: Array | None = None, axis: int = -1) -> Array:
   return apply("hard_tanh", x, None, bias, axis)
 
 
+@compiled
 def hard_swish(x: Array, *, bias: Array | None = None, axis: int = -1) -> Array:
   """`x * hard_sigmoid(x)`.
 

@@ -8,8 +8,10 @@ from jax import Array
 
 from jaxdnn._activation.apply import apply, positive
 from jaxdnn._arguments import flag, number
+from jaxdnn._eager import compiled
 
 
+@compiled
 def sigmoid(x: Array, *, bias: Array | None = None, axis: int = -1) -> Array:
   """Logistic sigmoid, `1 / (1 + exp(-x))`.
 
@@ -32,6 +34,7 @@ def sigmoid(x: Array, *, bias: Array | None = None, axis: int = -1) -> Array:
   return apply("sigmoid", x, None, bias, axis)
 
 
+@compiled
 def tanh(x: Array, *, bias: Array | None = None, axis: int = -1) -> Array:
   """Hyperbolic tangent. The derivative is `1 - y²`, from the output; the rest as in `sigmoid`.
 
@@ -42,6 +45,7 @@ def tanh(x: Array, *, bias: Array | None = None, axis: int = -1) -> Array:
   return apply("tanh", x, None, bias, axis)
 
 
+@compiled
 def elu(x: Array, alpha: float = 1.0, *, bias: Array | None = None, axis: int = -1) -> Array:
   """Exponential linear unit: `x` where x > 0, else `alpha (exp(x) - 1)`.
 
@@ -64,6 +68,7 @@ def elu(x: Array, alpha: float = 1.0, *, bias: Array | None = None, axis: int = 
   return apply("elu", x, number("elu", "alpha", alpha), bias, axis)
 
 
+@compiled
 def celu(x: Array, alpha: float = 1.0, *, bias: Array | None = None, axis: int = -1) -> Array:
   """Continuously differentiable exponential linear unit: `x` where x > 0, else `alpha (exp(x / alpha) - 1)`.
 
@@ -85,6 +90,7 @@ def celu(x: Array, alpha: float = 1.0, *, bias: Array | None = None, axis: int =
   return apply("celu", x, positive("celu", "alpha", alpha), bias, axis)
 
 
+@compiled
 def selu(x: Array, *, bias: Array | None = None, axis: int = -1) -> Array:
   """Self-normalizing exponential linear unit, `1.0507 elu(x, 1.6733)`; the rest as in `elu`.
 
@@ -95,6 +101,7 @@ def selu(x: Array, *, bias: Array | None = None, axis: int = -1) -> Array:
   return apply("selu", x, None, bias, axis)
 
 
+@compiled
 def softplus(x: Array, beta: float = 1.0, *, bias: Array | None = None, axis: int = -1) -> Array:
   """`log(1 + exp(beta x)) / beta`.
 
@@ -117,6 +124,7 @@ def softplus(x: Array, beta: float = 1.0, *, bias: Array | None = None, axis: in
   return apply("softplus", x, positive("softplus", "beta", beta), bias, axis)
 
 
+@compiled
 def log_sigmoid(x: Array, *, bias: Array | None = None, axis: int = -1) -> Array:
   """`log(sigmoid(x))`, exact at both ends; the rest as in `sigmoid`.
 
@@ -127,6 +135,7 @@ def log_sigmoid(x: Array, *, bias: Array | None = None, axis: int = -1) -> Array
   return apply("log_sigmoid", x, None, bias, axis)
 
 
+@compiled
 def silu(x: Array, beta: float = 1.0, *, bias: Array | None = None, axis: int = -1) -> Array:
   """Sigmoid-weighted linear unit or swish, `x sigmoid(beta x)`.
 
@@ -151,6 +160,7 @@ def silu(x: Array, beta: float = 1.0, *, bias: Array | None = None, axis: int = 
 swish = silu
 
 
+@compiled
 def gelu(x: Array, approximate: bool = True, *, bias: Array | None = None, axis: int = -1) -> Array:
   """Gaussian error linear unit: x times the standard normal distribution function.
 
@@ -173,6 +183,7 @@ def gelu(x: Array, approximate: bool = True, *, bias: Array | None = None, axis:
   return apply("gelu_tanh" if flag("gelu", "approximate", approximate) else "gelu", x, None, bias, axis)
 
 
+@compiled
 def mish(x: Array, *, bias: Array | None = None, axis: int = -1) -> Array:
   """`x tanh(softplus(x))`; the rest as in `sigmoid`.
 
@@ -183,6 +194,7 @@ def mish(x: Array, *, bias: Array | None = None, axis: int = -1) -> Array:
   return apply("mish", x, None, bias, axis)
 
 
+@compiled
 def soft_sign(x: Array, *, bias: Array | None = None, axis: int = -1) -> Array:
   """`x / (1 + |x|)`; the rest as in `sigmoid`.
 
@@ -196,6 +208,7 @@ def soft_sign(x: Array, *, bias: Array | None = None, axis: int = -1) -> Array:
 softsign = soft_sign
 
 
+@compiled
 def squareplus(x: Array, b: float = 4.0, *, bias: Array | None = None, axis: int = -1) -> Array:
   """`(x + sqrt(x² + b)) / 2`, without cancellation below 0.
 

@@ -13,6 +13,7 @@ from jaxdnn import _activation, _axes, _primitive
 from jaxdnn._arguments import array, number
 from jaxdnn._batch_norm import transform
 from jaxdnn._batch_norm.primitives import FUSED, Spec
+from jaxdnn._eager import compiled
 
 
 class BatchStats(NamedTuple):
@@ -29,6 +30,7 @@ class BatchStats(NamedTuple):
 jax.export.register_namedtuple_serialization(BatchStats, serialized_name="jaxdnn.BatchStats")
 
 
+@compiled
 def batch_norm(
   x: Array,
   scale: Array | None = None,
@@ -104,6 +106,7 @@ def batch_norm(
   return y, BatchStats(mean, var, n)
 
 
+@compiled
 def batch_norm_inference(
   x: Array,
   mean: Array,

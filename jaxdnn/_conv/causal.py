@@ -11,9 +11,11 @@ from jaxdnn import _activation
 from jaxdnn._arguments import arrays
 from jaxdnn._conv.fused import check_activation
 from jaxdnn._conv.public import conv
+from jaxdnn._eager import compiled
 from jaxdnn._primitive import accumulator_dtype
 
 
+@compiled
 def causal_conv1d(
   x: Array,
   w: Array,

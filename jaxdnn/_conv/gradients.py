@@ -12,8 +12,10 @@ from jaxdnn._conv.gemm import convolve
 from jaxdnn._conv.layout import DimensionNumbers
 from jaxdnn._conv.padding import PaddingMode
 from jaxdnn._conv.spec import ConvSpec, channels_last, check_channels, make_spec, result_dtype
+from jaxdnn._eager import compiled
 
 
+@compiled
 def conv_dgrad(
   g: Array,
   w: Array,
@@ -76,6 +78,7 @@ def data_gradient(
   return layout.by_batch(apply, (g, w), numbers.out_spec, numbers.lhs_spec)
 
 
+@compiled
 def conv_wgrad(
   x: Array,
   g: Array,

@@ -17,9 +17,11 @@ from jaxdnn._conv import layout
 from jaxdnn._conv.fused import check_activation, fused
 from jaxdnn._conv.layout import DimensionNumbers
 from jaxdnn._conv.spec import LAX, ConvSpec, channels_last, make_spec, result_dtype
+from jaxdnn._eager import compiled
 from jaxdnn._transform import im2col
 
 
+@compiled
 def conv_local(
   x: Array,
   w: Array,
@@ -81,6 +83,7 @@ def conv_local(
   return y.reshape(*leading, *y.shape[1:])
 
 
+@compiled
 def conv_general_dilated_local(
   lhs: Array,
   rhs: Array,

@@ -18,8 +18,10 @@ from jaxdnn._conv.gradients import data_gradient
 from jaxdnn._conv.layout import DimensionNumbers
 from jaxdnn._conv.padding import PaddingMode
 from jaxdnn._conv.spec import LAX, ConvSpec, channels_last, check_channels, is_float8, make_spec, result_dtype
+from jaxdnn._eager import compiled
 
 
+@compiled
 def conv_general_dilated(
   lhs: Array,
   rhs: Array,
@@ -116,6 +118,7 @@ def _forward(
   return layout.by_batch(apply, (lhs, rhs), numbers.lhs_spec if b == 1 else None, numbers.out_spec)
 
 
+@compiled
 def conv(
   x: Array,
   w: Array,
@@ -267,6 +270,7 @@ def _scale(where: str, x: Array, w: Array, x_scale: Any, w_scale: Any, features:
   return factor
 
 
+@compiled
 def conv_transpose(
   lhs: Array,
   rhs: Array,

@@ -9,9 +9,11 @@ from jax import Array
 
 from jaxdnn import _axes, _masks, _primitive, _sharding
 from jaxdnn._arguments import number
+from jaxdnn._eager import compiled
 from jaxdnn._layer_norm.primitives import absent, as_returned, is_absent, layer_norm_p
 
 
+@compiled
 def layer_norm(
   x: Array,
   scale: Array | None = None,
@@ -56,6 +58,7 @@ def layer_norm(
   return _norm("layer_norm", x, None, scale, bias, axis, epsilon, zero_centered, where, center=True)[0]
 
 
+@compiled
 def rms_norm(
   x: Array,
   scale: Array | None = None,
@@ -90,6 +93,7 @@ def rms_norm(
   return _norm("rms_norm", x, None, scale, bias, axis, epsilon, zero_centered, where, center=False)[0]
 
 
+@compiled
 def add_layer_norm(
   x: Array,
   residual: Array,
@@ -127,6 +131,7 @@ def add_layer_norm(
   return y, total
 
 
+@compiled
 def add_rms_norm(
   x: Array,
   residual: Array,
@@ -162,6 +167,7 @@ def add_rms_norm(
   return y, total
 
 
+@compiled
 def adaptive_layer_norm(
   x: Array,
   scale: Array,

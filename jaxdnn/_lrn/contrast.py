@@ -5,10 +5,12 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jax import Array
 
+from jaxdnn._eager import compiled
 from jaxdnn._lrn.window import checked, finite, spatial, widen
 from jaxdnn._pool import avg_pool
 
 
+@compiled
 def local_contrast_norm(
   x: Array,
   size: int | Sequence[int] = 9,

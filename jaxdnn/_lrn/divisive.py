@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxdnn import _primitive
+from jaxdnn._eager import compiled
 from jaxdnn._lrn.response import lrn_p
 from jaxdnn._lrn.window import (
   Response,
@@ -28,6 +29,7 @@ from jaxdnn._lrn.window import (
 # Public function ------------------------------------------------------------------------------------------------------
 
 
+@compiled
 def divisive_norm(
   x: Array,
   means: Array | None = None,

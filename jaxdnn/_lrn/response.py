@@ -9,6 +9,7 @@ from jax import Array
 
 from jaxdnn import _primitive
 from jaxdnn._arguments import per_dimension
+from jaxdnn._eager import compiled
 from jaxdnn._lrn.window import (
   Response,
   apply,
@@ -28,6 +29,7 @@ from jaxdnn._lrn.window import (
 # Public function ------------------------------------------------------------------------------------------------------
 
 
+@compiled
 def local_response_norm(
   x: Array,
   size: int | Sequence[int] = 5,

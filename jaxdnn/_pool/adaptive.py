@@ -7,12 +7,14 @@ from typing import Any
 from jax import Array
 
 from jaxdnn._arguments import flag, floating, is_sequence
+from jaxdnn._eager import compiled
 from jaxdnn._pool import primitives
 from jaxdnn._pool.apply import check_number, over_windows
 from jaxdnn._pool.geometry import Geometry, make_bins, spatial_axes
 from jaxdnn._pool.windows import flat_indices
 
 
+@compiled
 def adaptive_avg_pool(x: Array, output_size: Sequence[int | None], *, layout: str | None = None) -> Array:
   """Average over bins: output o of O over an extent I covers the elements `floor(o I / O)` to `ceil((o + 1) I / O)`.
 
@@ -44,6 +46,7 @@ def adaptive_avg_pool(x: Array, output_size: Sequence[int | None], *, layout: st
   )
 
 
+@compiled
 def adaptive_max_pool(
   x: Array, output_size: Sequence[int | None], *, return_indices: bool = False, layout: str | None = None
 ) -> Array | tuple[Array, Array]:

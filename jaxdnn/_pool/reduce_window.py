@@ -9,6 +9,7 @@ import numpy as np
 from jax import Array, lax
 
 from jaxdnn._arguments import Padding, dilated, explicit_padding, per_dimension
+from jaxdnn._eager import compiled
 from jaxdnn._pool import primitives
 from jaxdnn._pool.apply import check_number, over_windows
 from jaxdnn._pool.geometry import make_geometry
@@ -21,6 +22,7 @@ _REDUCERS = {
 }
 
 
+@compiled
 def reduce_window(
   operand: Array,
   init_value: Any,

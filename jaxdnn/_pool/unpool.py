@@ -7,11 +7,13 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxdnn._arguments import Padding, array, flag, floating, per_dimension, window_rank
+from jaxdnn._eager import compiled
 from jaxdnn._pool import primitives
 from jaxdnn._pool.apply import over_windows
 from jaxdnn._pool.geometry import Geometry, make_geometry, spatial_axes
 
 
+@compiled
 def max_unpool(
   y: Array,
   indices: Array,

@@ -10,6 +10,7 @@ from jax import Array
 
 from jaxdnn import _masks
 from jaxdnn._arguments import Padding, flag, floating, number, window_rank
+from jaxdnn._eager import compiled
 from jaxdnn._pool import masked, primitives
 from jaxdnn._pool.apply import check_number, over_windows
 from jaxdnn._pool.geometry import Geometry, Pairs, make_geometry, spatial_axes
@@ -43,6 +44,7 @@ def max_pool(
   layout: str | None = None,
   where: Array | None = None,
 ) -> tuple[Array, Array]: ...
+@compiled
 def max_pool(
   x: Array,
   window: Sequence[int],
@@ -103,6 +105,7 @@ def max_pool(
   return _select("max_pool", x, window, stride, padding, dilation, ceil_mode, return_indices, layout, where)
 
 
+@compiled
 def min_pool(
   x: Array,
   window: Sequence[int],
@@ -193,6 +196,7 @@ def flat_indices(name: str, index: Array, g: Geometry) -> Array:
 # Sums ----------------------------------------------------------------------------------------------------------------
 
 
+@compiled
 def avg_pool(
   x: Array,
   window: Sequence[int],
@@ -260,6 +264,7 @@ def avg_pool(
   )
 
 
+@compiled
 def sum_pool(
   x: Array,
   window: Sequence[int],
@@ -304,6 +309,7 @@ def sum_pool(
   )
 
 
+@compiled
 def lp_pool(
   x: Array,
   window: Sequence[int],

@@ -27,6 +27,7 @@ from jaxdnn._arguments import (
   per_dimension,
   window_rank,
 )
+from jaxdnn._eager import compiled
 from jaxdnn._transform.transform import INTEGERS
 
 ORDERS = ("window_channels", "channels_window")
@@ -34,6 +35,7 @@ ORDERS = ("window_channels", "channels_window")
 # Public functions ----------------------------------------------------------------------------------------------------
 
 
+@compiled
 def im2col(
   x: Array,
   window: Sequence[int],
@@ -85,6 +87,7 @@ def im2col(
   return _sharding.map_shards(call, [x], keep=[lead], out_like=(0, [*lead, *[None] * (rank + 1)]))
 
 
+@compiled
 def col2im(
   cols: Array,
   spatial: Sequence[int],

@@ -18,12 +18,14 @@ from jax import Array, lax
 
 from jaxdnn import _primitive, _sharding
 from jaxdnn._arguments import array
+from jaxdnn._eager import compiled
 
 INTEGERS = frozenset(np.dtype(d) for d in (np.int8, np.uint8, np.int32))
 
 # Public function -----------------------------------------------------------------------------------------------------
 
 
+@compiled
 def transform(
   x: Array,
   y: Array | None = None,
