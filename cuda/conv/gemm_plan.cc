@@ -329,6 +329,7 @@ bool MayShareFloats(const Problem& p, const TileShape& t, int64_t cluster) {
   // Tiles beyond which every multiprocessor has enough of them, and steps that are worth a block.
   constexpr int64_t kMostTiles = 2 * kMultiprocessors, kLeastSteps = 8;
   if (p.in != DType::kF32 || p.direction == Direction::kFilterGradient) return false;
+  if (p.products == 1) return false;  // TF32's kernels take no longer
   if (t.tile != Tile::kSimt128x64 && t.tile != Tile::kSimt64x32) return false;
   if (t.tile == Tile::kSimt128x64 && cluster > 6) return false;  // which more seldom run at once than the model has it
   const Work work = WorkOf(p, t, 1, 0);
