@@ -19,7 +19,8 @@ HIGHEST = (lax.Precision.HIGHEST,) * 2
 _ = ConvCase
 # Steps of 16 terms, of which several make a tap, or one is of several taps or ends within one; chunks of eight steps;
 # edges of tiles in rows and columns; phases, and those without taps; channels that are filled up to fours; a few
-# columns beyond a tile's, which a second launch computes where blocks are many.
+# columns beyond a tile's, which a second launch computes where blocks are many; blocks so few that a cluster of them
+# shares the steps, of which the last may have none.
 CASES = [
   _("least", 1, (3, 4), 4, (1, 1), 4),
   _("steps", 2, (9, 15), 48, (3, 3), 68, padding=SAME3),
@@ -54,6 +55,11 @@ CASES = [
   _("by_position_strided", 33, (9, 8), 8, (5, 5), 12, (2, 2), ((2, 2), (2, 2))),
   _("all_padding", 17, (3, 3), 8, (2, 2), 5, padding=((4, 4), (5, 5))),
   _("by_position_1d", 65, (9,), 6, (5,), 13, padding=((2, 2),)),
+  _("rest_in_runs", 12, (28, 28), 36, (3, 3), 68, padding=SAME3),
+  _("few_blocks", 1, (7, 7), 260, (3, 3), 132, padding=SAME3),
+  _("few_blocks_strided", 1, (9, 10), 256, (3, 3), 200, (2, 2), SAME3),
+  _("few_blocks_by_position", 16, (4, 4), 64, (3, 3), 100, padding=SAME3),
+  _("few_blocks_of_groups", 1, (5, 6), 270, (3, 3), 330, padding=SAME3, groups=2),
   _("by_position_3d", 12, (4, 3, 5), 5, (3, 3, 3), 9, padding=((1, 1),) * 3),
 ]
 
@@ -72,7 +78,8 @@ def test_choice():
     return jaxdnn.conv_algorithms(x, w, padding="SAME", precision="highest", **options)[0].tile
 
   assert chosen((128, 56, 56, 256), (3, 3, 256, 256)) == "simt 128x64"
-  assert chosen((32, 14, 14, 256), (3, 3, 256, 256)) == "simt 64x64"  # as many blocks for all multiprocessors
+  assert chosen((32, 14, 14, 256), (3, 3, 256, 256)) == "simt 128x64"  # two blocks to a tile
+  assert chosen((32, 14, 14, 256), (3, 3, 256, 256), hopper=False) == "simt 64x64"
   assert chosen((2, 96, 96, 96, 32), (3, 3, 3, 32, 32)) == "simt 128x32"
   assert chosen((2, 16, 16, 512), (1, 1, 512, 512)) == "simt 64x32"
   assert chosen((32, 56, 56, 64), (3, 3, 64, 3), stride=2) == "simt 256x4"
@@ -85,7 +92,7 @@ def results_of(tile):
 
 SANITIZED = (
   "least", "steps", "across_taps", "phases_without_taps", "odd", "stem", "odd_groups", "odd_dilated_input",
-  "by_position", "by_position_3d", "all_padding",
+  "by_position", "by_position_3d", "all_padding", "few_blocks", "rest_in_runs",
 )  # fmt: skip
 
 

@@ -72,7 +72,7 @@ Strips StripsOf(const Problem& p) {
   return strips;
 }
 
-double ProductCycles(const Candidate& c) { return GemmCycles(c.p, c.tile, c.slices); }
+double ProductCycles(const Candidate& c) { return GemmCycles(c.p, c.tile, c.slices, c.cluster); }
 
 // By Unit.
 constexpr Kernels kKernels[] = {
@@ -127,6 +127,15 @@ bool Takes(const TileShape& t, const Problem& p, bool hopper) {
   return (hopper || !kernels.of_hopper) && (kernels.exchange || !p.exchanged) && kernels.take({p, t, hopper});
 }
 
+constexpr int64_t kMostCluster = 8;
+
+bool MayCluster(const Candidate& c) {
+  if (!c.hopper) return false;
+  if (c.tile.unit == Unit::kSimt) return MayShareFloats(c.p, c.tile, c.cluster);
+  return c.tile.unit == Unit::kWgmma && !IsByte(c.p.in) && (c.cluster <= 4 || c.cluster == kMostCluster) &&
+         MayShare(c.p, c.tile, c.cluster);
+}
+
 std::optional<Config> ChooseAsItIs(const Problem& p, bool hopper, std::string_view algorithm, int64_t workspace_limit,
                                    const Completion& complete) {
   // A tile that is named has its edges apart or not, as its name says.
@@ -172,8 +181,8 @@ std::optional<Config> ChooseAsItIs(const Problem& p, bool hopper, std::string_vi
       const int64_t bytes = beside + (partial ? slices * result_bytes : 0);
       if (bytes > workspace_limit) break;
       if (splittable && CeilDiv(g.depth, slices) >= kIndexLimit) continue;  // a slice is indexed with 32 bits
-      for (const int64_t cluster : {1, 2, 3, 4, 8}) {
-        if (cluster > 1 && (t.unit != Unit::kWgmma || IsByte(p.in) || !MayShare(p, t, cluster))) continue;
+      for (int64_t cluster = 1; cluster <= kMostCluster; ++cluster) {
+        if (cluster > 1 && !MayCluster({p, t, hopper, slices, cluster})) continue;
         for (int edges = apart; edges < (cluster == 1 ? most_edges : 1); ++edges) {
           if (!MaySplitEdges(p, t, edges)) continue;
           const double product = kernels.cycles({p, t, hopper, slices, cluster, edges});
@@ -185,6 +194,9 @@ std::optional<Config> ChooseAsItIs(const Problem& p, bool hopper, std::string_vi
       }
     }
   }
+  if (!best || p.in != DType::kF32) return best;
+  const TileShape& tile = kTiles[static_cast<int>(best->tile)];
+  if (tile.unit == Unit::kSimt) best->floats = FloatBlocksOf(p, tile, best->splits, best->cluster);
   return best;
 }
 

@@ -176,6 +176,14 @@ constexpr int64_t kMmaMaxWindow = 511;
 // Positions in an image, and terms of a filter, are fewer.
 constexpr int64_t kIndexLimit = int64_t{1} << 30;
 
+// How blocks of float32 on the CUDA cores share out a product (gemm_plan.h).
+struct FloatBlocks {
+  int parts = 1;             // of a block, which share its steps
+  bool by_position = false;  // whether a tile's rows are the same positions of many images
+  int64_t rest = 0;          // of the columns, the last ones, which a second launch computes
+  Tile rest_tile = Tile::kSimt256x4;
+};
+
 struct Config {
   Tile tile;
   int64_t splits;           // parts of the reduction, at most, that are summed in order at the end when more than 1
@@ -189,6 +197,7 @@ struct Config {
   int edges;                // dimensions, by bits, whose edges are computed apart, without taps that meet padding alone
   bool copies;              // whether Hopper's filter gradient of floats has y transposed by a kernel before it
   bool unaligned;           // whether depthwise convolution copies lines as they lie in memory, on Hopper
+  FloatBlocks floats;       // of float32 on the CUDA cores
 };
 
 // The matrix product that a problem is: per problem of the batch and group, rows x columns sums of `depth` terms.

@@ -157,9 +157,10 @@ struct DataBlock {
   FastDiv image_div;  // positions of an image
 
   DataBlock() = default;
+  __device__ explicit DataBlock(const DataParams& p) : DataBlock(p, static_cast<int>(blockIdx.x)) {}
   // Neighbouring blocks share input pixels: columns first, then groups, then phases.
-  __device__ explicit DataBlock(const DataParams& p) {
-    int row_tile, which, rest = p.column_tiles.Div(static_cast<int>(blockIdx.x), &column_tile);
+  __device__ DataBlock(const DataParams& p, int number) {
+    int row_tile, which, rest = p.column_tiles.Div(number, &column_tile);
     rest = p.group_div.Div(rest, &group);
     rest = p.phases.Div(rest, &which);
     batch = p.row_tiles.Div(rest, &row_tile);
@@ -212,7 +213,8 @@ struct DataBlock {
   }
 
   __device__ int Pixels() const { return phase[0].positions * phase[1].positions * phase[2].positions; }
-  __device__ int Depth(const DataParams& p) const { return phase[0].taps * phase[1].taps * phase[2].taps * p.channels; }
+  __device__ int Taps() const { return phase[0].taps * phase[1].taps * phase[2].taps; }
+  __device__ int Depth(const DataParams& p) const { return Taps() * p.channels; }
 
   // Where the block's part of the filter begins: its problem, group and first tap.
   __device__ int64_t FilterStart(const DataParams& p) const {

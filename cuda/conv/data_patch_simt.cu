@@ -23,8 +23,6 @@ struct PatchParams {
   Epilogue epilogue;
 };
 
-using Four = Vec<float, 4>;
-
 // So many of four numbers, or all in one access.
 __device__ inline Four LoadFour(const float* from, bool whole, int count) {
   if (whole) return *reinterpret_cast<const Four*>(from);
@@ -34,10 +32,6 @@ __device__ inline Four LoadFour(const float* from, bool whole, int count) {
     if (j < count) v.v[j] = from[j];
   return v;
 }
-
-// Where a column's weight is: neighbours change places. Fours are loaded, and sums stored, from four registers that
-// begin with an even one, and what a product and its sum read at once should not lie in one bank, of even or odd ones.
-__device__ constexpr int Swapped(int column) { return column ^ 1; }
 
 template <int kAcross>
 __global__ void __launch_bounds__(kPatchThreads, 4)
@@ -70,9 +64,9 @@ __global__ void __launch_bounds__(kPatchThreads, 4)
     int channel;
     const int column = first_column + i % kColumns, tap = q.by_channel.Div(i / kColumns, &channel);
     const int at = q.reversed ? q.depth / p.channels - 1 - tap : tap;
-    weights[Swapped(i)] = column < q.columns ? filter[problem * q.filter_batch + at * q.filter_tap +
-                                                      channel * q.filter_channel + column * q.filter_column]
-                                             : 0;
+    weights[Place(i)] = column < q.columns ? filter[problem * q.filter_batch + at * q.filter_tap +
+                                                    channel * q.filter_channel + column * q.filter_column]
+                                           : 0;
   }
 
   // Where the first terms of the thread's pixels are in a patch.
@@ -103,7 +97,7 @@ __global__ void __launch_bounds__(kPatchThreads, 4)
       for (int four = 0; four < kEach / 4; ++four) {
         const Four read = *reinterpret_cast<const Four*>(w + e * kColumns + four * 4 * kAcross);
 #pragma unroll
-        for (int j = 0; j < 4; ++j) columns[four * 4 + j] = read.v[Swapped(j)];
+        for (int j = 0; j < 4; ++j) columns[four * 4 + j] = read.v[Place(j)];
       }
       // To and fro, so that from one product to the next only one operand changes.
 #pragma unroll

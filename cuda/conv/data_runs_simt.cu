@@ -8,21 +8,21 @@
 // groups the 32 channels are several. The filter of the block's columns is in shared memory.
 #include "cuda/conv/data.cuh"
 #include "cuda/conv/epilogue.cuh"
+#include "cuda/conv/four.cuh"
 #include "cuda/conv/runs_plan.h"
 #include "cuda/conv/simt.h"
 
 namespace jaxdnn::conv {
 namespace {
 
-using Four = Vec<float, 4>;
-
 struct RunsParams {
   DataParams data;  // its groups are sets of so many as eight lanes take
   int groups, channels;
-  int group_lanes;  // 1, 2, 4 or 8 to a group
-  int chunks;       // of 32 channels, of a group
-  int tiles;        // of kRuns, of a block
-  bool whole;       // whether results are stored in fours
+  int first_column;  // of this launch
+  int group_lanes;   // 1, 2, 4 or 8 to a group
+  int chunks;        // of 32 channels, of a group
+  int tiles;         // of kRuns, of a block
+  bool whole;        // whether results are stored in fours
 };
 
 struct RunsBlock : DataBlock {
@@ -59,7 +59,7 @@ __device__ void LoadFilter(const RunsParams& q, const DataBlock& block, const fl
   const DataParams& p = q.data;
   const Box& box = block.taps;
   const int taps = box.plane.divisor * block.phase[0].taps, last = block.phase[2].taps - 1;
-  const int first_column = block.column_tile * 4;
+  const int first_column = q.first_column + block.column_tile * 4;
   const Lane of(q, block);
   const int64_t start = block.FilterStart(p) - block.group * p.filter_group + of.group * p.filter_group;
   for (int i = threadIdx.x / kLanes; i < q.chunks * taps * 4; i += kRuns) {
@@ -84,11 +84,18 @@ __device__ void LoadFilter(const RunsParams& q, const DataBlock& block, const fl
 struct Sums {
   float of[kRun][4];
 
-  __device__ __forceinline__ void Add(int run, const Four& x, const Four (&w)[4]) {
+  // Products with a window, of which the first pixel is at `first`, of a tap. To and fro, so that from one product to
+  // the next only one operand changes, and channel by channel, so that few share a bank of registers (float_tile.cuh).
+  __device__ __forceinline__ void Add(const Four (&window)[kRun], int first, const Four (&w)[4]) {
 #pragma unroll
     for (int c = 0; c < 4; ++c)
 #pragma unroll
-      for (int j = 0; j < 4; ++j) of[run][j] += x.v[c] * w[c].v[j];
+      for (int i = 0; i < kRun; ++i)
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+          const int j = i % 2 == 0 ? n : 3 - n;
+          of[i][j] += window[(first + i) % kRun].v[c] * w[c].v[j];
+        }
   }
 
   // Of the first 2 kN pixels, the lanes that are `apart` keep kN each, of both's sums.
@@ -169,8 +176,7 @@ __global__ void __launch_bounds__(kRunThreads, 4)
             Four of_tap[4];
 #pragma unroll
             for (int c = 0; c < 4; ++c) of_tap[c] = w[((first + i) * 4 + c) * kLanes];
-#pragma unroll
-            for (int j = 0; j < kRun; ++j) sums.Add(j, window[(i + j) % kRun], of_tap);
+            sums.Add(window, i, of_tap);
           }
         }
       }
@@ -189,7 +195,7 @@ __global__ void __launch_bounds__(kRunThreads, 4)
         if (apart /= 2; apart > 0) sums.Halve<1>(apart), keep(apart);
       }
     }
-    const int column = block.column_tile * 4, columns = min(4, p.columns - column);
+    const int column = q.first_column + block.column_tile * 4, columns = min(4, p.columns - column);
     const int64_t channel = of.group * int64_t{p.columns} + column;
     result += int64_t{first} * p.period[2];
     if (!exists || of.group >= q.groups) continue;
@@ -227,12 +233,14 @@ __global__ void __launch_bounds__(kRunThreads, 4)
 
 }  // namespace
 
-cudaError_t LaunchDataRuns(const Problem& p, const void* operand, const void* filter, void* out,
+cudaError_t LaunchDataRuns(const Problem& p, int64_t first_column, const void* operand, const void* filter, void* out,
                            const Epilogue& epilogue, cudaStream_t stream) {
-  const RunsShape shape = RunsShapeOf(p);
+  const int64_t columns = GemmOf(p).columns - first_column;
+  const RunsShape shape = RunsShapeOf(p, columns);
   RunsParams q = {MakeDataParams(p, epilogue, kRuns, 4)};
   q.groups = int(p.groups);
   q.channels = int(p.DepthChannels());
+  q.first_column = int(first_column);
   q.group_lanes = shape.group_lanes;
   q.chunks = shape.chunks;
   q.whole = GemmOf(p).columns % 4 == 0 && IsVectorAligned(out, epilogue.bias, epilogue.residual);
@@ -241,6 +249,7 @@ cudaError_t LaunchDataRuns(const Problem& p, const void* operand, const void* fi
   q.data.group_div = FastDiv(shape.sets);
   q.data.tile_rows = int(shape.tiles) * kRuns;
   q.data.row_tiles = FastDiv(shape.row_tiles);
+  q.data.column_tiles = FastDiv(CeilDiv(columns, 4));
   return LaunchKernel(DataRunsKernel, {DataBlocks(p, q.data), kRunThreads, size_t(kBlockBytes + shape.filter_bytes)},
                       stream, q, static_cast<const float*>(operand), static_cast<const float*>(filter),
                       static_cast<float*>(out));

@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   const int first_row = block.row_tile * T::kRows, first_column = block.column_tile * T::kColumns;
   using Input = InputElement<FilterFloatsShared<T>::kPixels>;
   const int row = first_row + Bringer<T, T::kRows, Major::kPosition, Input>::Place();
-  MultiplyFloats<T, Major::kPosition, Major::kPosition>(shared.tile, (block.count + T::kDepth - 1) / T::kDepth, 1,
+  MultiplyFloats<T, Major::kPosition, Major::kPosition>(shared.tile, {0, (block.count + T::kDepth - 1) / T::kDepth},
                                                         q.whole, Input(q, block, x, row, shared.pixels),
                                                         CotangentElement{p, block, y + block.y_offset, first_column});
 #pragma unroll 1
@@ -126,9 +126,9 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
     const int tap = p.channels.Div(row, &channel);
     if (row >= p.rows || channel >= q.channels || column >= p.columns) continue;
     float* result = out + block.ResultOffset(p, tap * q.channels + channel) + column;
-    typename T::Four v = shared.tile.sums[four][threadIdx.x];
+    Four v = shared.tile.sums[four][threadIdx.x];
     if (q.whole) {
-      *reinterpret_cast<typename T::Four*>(result) = v;
+      *reinterpret_cast<Four*>(result) = v;
     } else {
 #pragma unroll
       for (int j = 0; j < 4; ++j)
@@ -141,9 +141,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
 
 cudaError_t LaunchFilterFloats(const Problem& p, const Config& config, const void* x, const void* y, float* out,
                                cudaStream_t stream) {
-  if (config.tile == Tile::kSimtRuns) return LaunchFilterRuns(p, config.splits, x, y, out, stream);
-  if (config.tile == Tile::kSimtPatch) return LaunchFilterPatch(p, config.splits, x, y, out, stream);
-  return VisitFloatTile<false>(config.tile, false, [&](auto tile) {
+  const auto launch = [&](auto tile) {
     using T = typename decltype(tile)::type;
     const bool dilated = std::any_of(p.lhs_dilation, p.lhs_dilation + kRank, [](int64_t n) { return n > 1; });
     FilterFloatsParams q = {MakeFilterParams(p, config.splits, T::kRows, T::kColumns, T::kDepth), int(p.channels),
@@ -154,7 +152,23 @@ cudaError_t LaunchFilterFloats(const Problem& p, const Config& config, const voi
     static_assert(sizeof(FilterFloatsShared<T>) <= 99 << 10, "what a block may have on every device since sm_80");
     return LaunchKernel(FilterFloatsKernel<T>, {FilterBlocks(p, q.filter), T::kThreads, sizeof(FilterFloatsShared<T>)},
                         stream, q, static_cast<const float*>(x), static_cast<const float*>(y), out);
-  });
+  };
+  switch (config.tile) {
+    case Tile::kSimt128x64:
+      return launch(TypeTag<FloatTile<8, 8>>{});
+    case Tile::kSimt64x64:
+      return launch(TypeTag<FloatTile<4, 8>>{});
+    case Tile::kSimt128x32:
+      return launch(TypeTag<FloatTile<8, 4>>{});
+    case Tile::kSimt64x32:
+      return launch(TypeTag<FloatTile<4, 4>>{});
+    case Tile::kSimtRuns:
+      return LaunchFilterRuns(p, config.splits, x, y, out, stream);
+    case Tile::kSimtPatch:
+      return LaunchFilterPatch(p, config.splits, x, y, out, stream);
+    default:
+      return cudaErrorInvalidValue;
+  }
 }
 
 }  // namespace jaxdnn::conv

@@ -19,8 +19,6 @@ struct FilterPatchParams {
   FastDiv by_split, by_column, by_four, by_down, by_row_group, by_along, by_lines;
 };
 
-using Four = Vec<float, 4>;
-
 template <int kAcross>
 __global__ void __launch_bounds__(2 * kPatchThreads, 2)
     FilterPatchKernel(const __grid_constant__ FilterPatchParams q, const float* x, const float* y, float* out) {
@@ -72,7 +70,6 @@ __global__ void __launch_bounds__(2 * kPatchThreads, 2)
     base[i] = p.Line(plane, line) + at;
   }
   float sums[kEach][kEach] = {};
-  bool first = true;
 #pragma unroll 1
   for (int tile = begin; tile < end; ++tile) {
     bring(tile + 1);
@@ -124,7 +121,7 @@ __global__ void __launch_bounds__(2 * kPatchThreads, 2)
 #pragma unroll
       for (int four = 0; four < kEach / 4; ++four) {
         Four& total = totals[(i * (kEach / 4) + four) * threads + threadIdx.x];
-        Four more = first ? Four{} : total;
+        Four more = tile - begin < q.flush ? Four{} : total;
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           more.v[j] += sums[i][four * 4 + j];
@@ -132,7 +129,6 @@ __global__ void __launch_bounds__(2 * kPatchThreads, 2)
         }
         total = more;
       }
-    first = false;
   }
   __syncthreads();
 

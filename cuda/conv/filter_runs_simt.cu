@@ -19,13 +19,12 @@
 
 #include "cuda/common/mma.cuh"
 #include "cuda/conv/filter.cuh"
+#include "cuda/conv/four.cuh"
 #include "cuda/conv/runs_plan.h"
 #include "cuda/conv/simt.h"
 
 namespace jaxdnn::conv {
 namespace {
-
-using Four = Vec<float, 4>;
 
 constexpr int kWarpLanes = 32, kThreads = kFilterRunsWarps * kWarpLanes, kStages = 3;
 
@@ -229,9 +228,6 @@ struct RunsBringer {
     }
   }
 };
-
-// Where the sum of a feature is in its four. Not as features are, so that the two lie in different banks of registers.
-__device__ constexpr int Place(int feature) { return feature ^ 1; }
 
 __device__ __forceinline__ void AddProducts(Four (&sums)[4], const Four& x, const Four& y) {
   // To and fro, so that from one product to the next only one operand changes.

@@ -10,8 +10,8 @@
 #include "cuda/common/dtype.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/common/mma.cuh"
-#include "cuda/common/vec.cuh"
 #include "cuda/conv/conv.h"
+#include "cuda/conv/four.cuh"
 #include "cuda/conv/gemm_plan.h"
 
 namespace jaxdnn::conv {
@@ -28,11 +28,13 @@ struct Found {
   int count;
 };
 
-template <int kThreadRows_, int kThreadColumns_, bool kNarrow_ = false, int kParts_ = 1>
+template <int kThreadRows_, int kThreadColumns_, bool kNarrow_ = false, bool kClusters_ = false, int kParts_ = 1>
 struct FloatTile {
   static constexpr int kThreadRows = kThreadRows_, kThreadColumns = kThreadColumns_;  // of a thread's sums
   static constexpr bool kNarrow = kNarrow_;                                           // one column of threads
-  // Where a device would have few blocks, so many times the threads, each part with steps and shared memory of its own.
+  // Where a device would have few blocks, the blocks of a cluster may share a tile's steps; and a block may have so
+  // many times the threads, each part with steps and shared memory of its own.
+  static constexpr bool kClusters = kClusters_;
   static constexpr int kParts = kParts_;
   static constexpr int kDepth = kFloatDepth, kThreads = 128, kAcross = kNarrow ? 1 : 8, kDown = kThreads / kAcross;
   static constexpr int kRows = kDown * kThreadRows, kColumns = kAcross * kThreadColumns;
@@ -44,12 +46,6 @@ struct FloatTile {
   // terms of one, not with all terms.
   static constexpr int kChunk = 8;
   static constexpr int kFours = kThreadRows * kThreadColumns / 4;
-  struct Four : Vec<float, 4> {
-    __device__ void To(float* to) const {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) to[i] = v[i];
-    }
-  };
 
   // An operand's numbers of a step: lines of all depths of a row or column, which are read four depths at a time, or of
   // all rows or columns of a depth.
@@ -61,10 +57,23 @@ struct FloatTile {
     __device__ Four Get(int k, int i) { return *reinterpret_cast<const Four*>(At(k, i)); }
   };
 
+  // Whether lines of depths are turned on their way to shared memory. A multiprocessor's registers lie in two banks, of
+  // even and odd numbers, and a product takes as many cycles as it has operands in one of them, but for those that are
+  // also the last one's, at the same place. Fours are loaded to registers that begin with an even one: where both
+  // operands are read in fours of depths, all rows and columns of a depth are in one bank. Smaller tiles' steps are too
+  // short to wait for what is turned.
+  static __host__ __device__ constexpr bool Turns(Major a, Major b) {
+    return kThreadRows * kThreadColumns == 64 && a == Major::kDepth && b == Major::kDepth;
+  }
+
   template <Major kMajorA, Major kMajorB>
   struct Shared {
-    Lines<kRows, kMajorA> a[kStages];
-    Lines<kColumns, kMajorB> b[kStages];
+    static constexpr bool kTurns = Turns(kMajorA, kMajorB);
+    // As they lie here.
+    static constexpr Major kRowsOf = kTurns ? Major::kPosition : kMajorA,
+                           kColumnsOf = kTurns ? Major::kPosition : kMajorB;
+    Lines<kRows, kRowsOf> a[kStages];
+    Lines<kColumns, kColumnsOf> b[kStages];
     Four sums[kFours][kThreads];  // of whole chunks
   };
 
@@ -79,64 +88,55 @@ struct FloatTile {
   }
 
   // A warp has 8 x 4 threads and a block 2 x 2 warps; or all threads are rows'. What a warp reads at once lies side by
-  // side: fours of a depth, or rows. Of the lanes' numbers bits 1 to 3 are rows, bits 0 and 4 are columns.
-  template <Major kMajorA>
-  static __device__ int Row(int i) {
+  // side: fours of a depth, or rows. Of the lanes' numbers bits 1 to 3 are rows, bits 0 and 4 are columns. Where lines
+  // are turned, bits of these places change with the depth, by a `swap` that is a multiple of 8 below 32.
+  template <Major kOf>
+  static __device__ int Row(int i, int swap = 0) {
     constexpr int kLanes = kNarrow ? 32 : 8;
     const int warp = Thread() / 32 % (kNarrow ? 4 : 2), lane = kNarrow ? Thread() % 32 : Thread() / 2 % 8;
     return warp * kLanes * kThreadRows +
-           (kMajorA == Major::kDepth ? i * kLanes + lane : (i / 4 * kLanes + lane) * 4 + i % 4);
+           (kOf == Major::kDepth ? i * kLanes + lane : i / 4 * 4 * kLanes + (lane * 4 ^ swap) + i % 4);
   }
-  static __device__ int Column(int four) {
+  static __device__ int Column(int four, int swap = 0) {
     if (kNarrow) return four * 4;
-    return Thread() / 64 * 4 * kThreadColumns + four * 16 + Thread() / 16 % 2 * 8 + Thread() % 2 * 4;
+    return Thread() / 64 * 4 * kThreadColumns + (four * 16 ^ (swap & 16)) +
+           (Thread() / 16 % 2 * 8 + Thread() % 2 * 4 ^ (swap & 8));
   }
 };
 
-// Calls f with the TypeTag of the tile: of data also of the narrow ones, and of a tile in parts.
-template <bool kData, class F>
-cudaError_t VisitFloatTile(Tile tile, bool in_parts, F&& f) {
-  if constexpr (kData)
-    if (in_parts) return f(TypeTag<FloatTile<4, 4, false, kFloatParts>>{});
-  switch (tile) {
-    case Tile::kSimt128x64:
-      return f(TypeTag<FloatTile<8, 8>>{});
-    case Tile::kSimt64x64:
-      return f(TypeTag<FloatTile<4, 8>>{});
-    case Tile::kSimt128x32:
-      return f(TypeTag<FloatTile<8, 4>>{});
-    case Tile::kSimt64x32:
-      return f(TypeTag<FloatTile<4, 4>>{});
-    default:
-      break;
-  }
-  if constexpr (kData) {
-    if (tile == Tile::kSimt256x8) return f(TypeTag<FloatTile<2, 8, true>>{});
-    if (tile == Tile::kSimt256x4) return f(TypeTag<FloatTile<2, 4, true>>{});
-  }
-  return cudaErrorInvalidValue;
-}
+// Those of a product that a block computes. Before `runs_end`, of `run` steps from a multiple of `run` on, all but the
+// first follow the one before in memory.
+struct Steps {
+  int first, count, run = 0, runs_end = 0;
+};
 
 // Brings the steps of an operand, one after the other, to lines of kExtent numbers. element(k, i) says where the four
 // neighbours lie whose first is of depth k and of number i of the tile; element.Prepare(step) comes before, with a
 // barrier between. Where steps follow each other in memory, element.Advance() is how far apart.
-template <class T, int kExtent, Major kMajor, class Element>
+//
+// What is to be turned goes through registers: Start asks for it, and Finish, when the step before has been multiplied,
+// stores it. Of the four places that a warp stores fours of depths to, at eight rows each, none shares a bank with
+// another, since rows of every further four of depths lie in another order (SwapOf).
+template <class T, int kExtent, Major kMajor, class Element, bool kTurns = false>
 struct Bringer {
   static constexpr int kFours = kExtent * T::kDepth / 4, kEach = kFours < T::kThreads ? 1 : kFours / T::kThreads;
   static constexpr bool kOfDepths = kMajor == Major::kDepth;
   static constexpr int kPerLine = (kOfDepths ? T::kDepth : kExtent) / 4;  // fours that neighbour
   static_assert(T::kThreads % kPerLine == 0, "a thread's fours have one place in their lines");
+  using Lines = typename T::template Lines<kExtent, kTurns ? Major::kPosition : kMajor>;
   const Element& element;
   bool whole;  // whether fours exist or do not, and are chunks of 16 bytes
   Found found[kEach];
+  Four held[kTurns ? kEach : 1];
 
   __device__ Bringer(const Element& element, bool whole) : element(element), whole(whole) {}
 
   static __device__ int Place() { return T::Thread() % kPerLine * 4; }
   static __device__ int Line(int each) { return T::Thread() / kPerLine + each * (T::kThreads / kPerLine); }
+  static __device__ constexpr int SwapOf(int k) { return kTurns ? k / 4 * 8 : 0; }
 
   // `follows` says that this step does, and must be the same for all threads.
-  __device__ __forceinline__ void Start(typename T::template Lines<kExtent, kMajor>& lines, int step, bool follows) {
+  __device__ __forceinline__ void Start(Lines& lines, int step, bool follows) {
     if (kFours < T::kThreads && T::Thread() >= kFours) return;
     const auto k = [](int each) { return kOfDepths ? Place() : Line(each); };
     const auto i = [](int each) { return kOfDepths ? Line(each) : Place(); };
@@ -146,6 +146,11 @@ struct Bringer {
         found[each] = element(step * T::kDepth + k(each), i(each));
       else
         found[each].from += element.Advance();
+    }
+    if (kTurns) {
+#pragma unroll
+      for (int each = 0; each < kEach; ++each) held[each] = Load(found[each]);
+      return;
     }
     if (whole) {
 #pragma unroll
@@ -159,38 +164,71 @@ struct Bringer {
       for (int j = 0; j < 4; ++j)
         CopyAsync<4>(SharedAddress(lines.At(k(each), i(each)) + j), found[each].from + j, j < found[each].count);
   }
+
+  __device__ __forceinline__ Four Load(const Found& of) const {
+    Four v = {};
+    if (whole) {
+      if (of.count > 0) v = LoadConstant(reinterpret_cast<const Four*>(of.from));
+    } else {
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        if (j < of.count) v.v[j] = __ldg(of.from + j);
+    }
+    return v;
+  }
+
+  __device__ __forceinline__ void Finish(Lines& lines) {
+    if constexpr (kTurns)
+#pragma unroll
+      for (int each = 0; each < kEach; ++each)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) *lines.At(Place() + j, Line(each) ^ SwapOf(Place())) = held[each].v[j];
+  }
 };
 
-// shared.sums = A B over `steps` steps, or the part's of them, each thread its own. Of `run` steps from a multiple of
-// `run` on, all but the first follow the one before in memory.
+// shared.sums = A B over the steps, or the part's of them, each thread its own.
 template <class T, Major kMajorA, Major kMajorB, class ElementA, class ElementB>
 __device__ __forceinline__ void MultiplyFloats(typename T::template Shared<kMajorA, kMajorB>& shared,
-                                               const int& all_steps, const int& run, bool whole,
-                                               const ElementA& element_a, const ElementB& element_b) {
-  using Four = typename T::Four;
-  Bringer<T, T::kRows, kMajorA, ElementA> bring_a(element_a, whole);
-  Bringer<T, T::kColumns, kMajorB, ElementB> bring_b(element_b, whole);
-  // The last parts may have no steps, and bring one of zeros.
+                                               const Steps& steps, bool whole, const ElementA& element_a,
+                                               const ElementB& element_b) {
+  const auto spread = [](const Four& four, float* to) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) to[i] = four.v[i];
+  };
+  using Shared = typename T::template Shared<kMajorA, kMajorB>;
+  constexpr bool kDeepA = Shared::kRowsOf == Major::kDepth, kDeepB = Shared::kColumnsOf == Major::kDepth;
+  Bringer<T, T::kRows, kMajorA, ElementA, Shared::kTurns> bring_a(element_a, whole);
+  Bringer<T, T::kColumns, kMajorB, ElementB, Shared::kTurns> bring_b(element_b, whole);
+  // The last blocks and parts may have no steps, and bring one of zeros: beyond the depth.
   constexpr bool kWhole = T::kParts == 1;
-  const int each = kWhole ? 0 : (all_steps + T::kParts - 1) / T::kParts;
-  const int first = kWhole ? 0 : min(T::Part() * each, all_steps);
-  const auto has = [&](int step) { return kWhole ? step < all_steps : step < min(each, all_steps - first); };
+  constexpr int kBeyond = kIndexLimit / T::kDepth;
+  const int each = kWhole ? 0 : (steps.count + T::kParts - 1) / T::kParts;
+  const int skipped = kWhole ? 0 : min(T::Part() * each, steps.count);
+  const auto has = [&](int step) { return step < (kWhole ? steps.count : min(each, steps.count - skipped)); };
+  const int first = kWhole || has(0) ? (T::kClusters ? steps.first : 0) + skipped : kBeyond;
   int left = 0;
   const auto bring = [&](int step, int stage) {
     if (step == 0 || has(step)) {
       const bool follows = left != 0;
       bring_a.Start(shared.a[stage], first + step, follows);
       bring_b.Start(shared.b[stage], first + step, follows);
-      left = follows ? left - 1 : run - 1 - (kWhole ? 0 : (first + step) % run);
+      left = follows                          ? left - 1
+             : first + step >= steps.runs_end ? 0
+                                              : steps.run - 1 - (T::kClusters ? (first + step) % steps.run : 0);
     }
     CommitCopies();
   };
 #pragma unroll
   for (int step = 0; step < T::kStages; ++step) element_a.Prepare(step);
   T::Sync();
+  const auto finish = [&](int stage) {
+    bring_a.Finish(shared.a[stage]);
+    bring_b.Finish(shared.b[stage]);
+  };
 #pragma unroll
-  for (int step = 0; step < T::kStages - 1; ++step) bring(step, step);
-  float part[T::kThreadRows][T::kThreadColumns] = {};
+  for (int step = 0; step < T::kStages - 1; ++step) bring(step, step), finish(step);
+  constexpr int kPerRow = T::kThreadColumns / 4;
+  Four part[T::kThreadRows][kPerRow] = {};
   int stage = 0, next = T::kStages - 1;
   for (int step = 0; step == 0 || has(step); ++step) {
     WaitForCopies<T::kStages - 2>();
@@ -199,18 +237,19 @@ __device__ __forceinline__ void MultiplyFloats(typename T::template Shared<kMajo
     element_a.Prepare(step + T::kStages);
     auto& a = shared.a[stage];
     auto& b = shared.b[stage];
+    const int filled = next;
     next = stage;
     stage = stage + 1 == T::kStages ? 0 : stage + 1;
 #pragma unroll
     for (int k = 0; k < T::kDepth; k += 4) {
       Four deep_rows[T::kThreadRows];
-      if (kMajorA == Major::kDepth)
+      if (kDeepA)
 #pragma unroll
-        for (int i = 0; i < T::kThreadRows; ++i) deep_rows[i] = a.Get(k, T::template Row<kMajorA>(i));
+        for (int i = 0; i < T::kThreadRows; ++i) deep_rows[i] = a.Get(k, T::template Row<Shared::kRowsOf>(i));
 #pragma unroll
       for (int four = 0; four < T::kThreadColumns / 4; ++four) {
         Four deep_columns[4];
-        if (kMajorB == Major::kDepth)
+        if (kDeepB)
 #pragma unroll
           for (int j = 0; j < 4; ++j) deep_columns[j] = b.Get(k, T::Column(four) + j);
 #pragma unroll
@@ -218,36 +257,33 @@ __device__ __forceinline__ void MultiplyFloats(typename T::template Shared<kMajo
           float rows[T::kThreadRows], columns[4];
 #pragma unroll
           for (int i = 0; i < T::kThreadRows; ++i) {
-            if (kMajorA == Major::kDepth)
+            if (kDeepA)
               rows[i] = deep_rows[i].v[in_four];
             else if (i % 4 == 0)
-              a.Get(k + in_four, T::template Row<kMajorA>(i)).To(rows + i);
+              spread(a.Get(k + in_four, T::template Row<Shared::kRowsOf>(i, bring_a.SwapOf(k))), rows + i);
           }
-          if (kMajorB == Major::kPosition) b.Get(k + in_four, T::Column(four)).To(columns);
+          if (!kDeepB) spread(b.Get(k + in_four, T::Column(four, bring_b.SwapOf(k))), columns);
           // To and fro, so that from one product to the next only one operand changes.
 #pragma unroll
           for (int i = 0; i < T::kThreadRows; ++i)
 #pragma unroll
             for (int n = 0; n < 4; ++n) {
               const int j = i % 2 == 0 ? n : 3 - n;
-              part[i][four * 4 + j] += rows[i] * (kMajorB == Major::kDepth ? deep_columns[j].v[in_four] : columns[j]);
+              part[i][four].v[j] += rows[i] * (kDeepB ? deep_columns[j].v[in_four] : columns[j]);
             }
         }
       }
     }
+    finish(filled);
     if (step % T::kChunk < T::kChunk - 1 && has(step + 1)) continue;
 #pragma unroll
     for (int four = 0; four < T::kFours; ++four) {
-      constexpr int kPerRow = T::kThreadColumns / 4;
       Four& sum = shared.sums[four][T::Thread()];
-      Four more = step < T::kChunk ? Four{} : sum;
+      Four &each = part[four / kPerRow][four % kPerRow], more = step < T::kChunk ? Four{} : sum;
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        float& each = part[four / kPerRow][four % kPerRow * 4 + j];
-        more.v[j] += each;
-        each = 0;
-      }
+      for (int j = 0; j < 4; ++j) more.v[j] += each.v[j];
       sum = more;
+      each = {};
     }
   }
 }

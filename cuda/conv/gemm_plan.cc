@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 
 #include "cuda/common/int_div.h"
 #include "cuda/conv/nominal.h"
@@ -99,7 +100,10 @@ double ApartCost(const Problem& p, const TileShape& t) {
 
 bool InFours(const Problem& p) { return InRunsOf(p, 4); }
 
-int64_t NarrowRest(const Problem& p, const TileShape& t) {
+namespace {
+
+// How many of the last columns of float32 a second launch computes, where all multiprocessors are busy.
+int64_t RestOf(const Problem& p, const TileShape& t) {
   const int64_t columns = GemmOf(p).columns, rest = columns % t.columns;
   const bool of_floats = t.unit == Unit::kSimt && p.in == DType::kF32 && p.direction != Direction::kFilterGradient;
   if (!of_floats || columns <= t.columns || t.columns <= 8 || rest > 8) return 0;
@@ -107,6 +111,11 @@ int64_t NarrowRest(const Problem& p, const TileShape& t) {
   return WorkOf(p, t, 1, 0).tiles <= kMultiprocessors ? 0 : rest;
 }
 
+// The share of all products that are left where rows are by position, on average and in the largest tile; all where
+// that does not pay, and rows stay image by image.
+struct MetShare {
+  double average = 1, most = 1;
+};
 MetShare MetByPosition(const Problem& p, const TileShape& t) {
   // Images of more bytes are too far apart for what translates addresses.
   constexpr int64_t kFewestImages = 8, kMostPositions = 4096, kMostImageBytes = 1 << 20;
@@ -168,24 +177,41 @@ MetShare MetByPosition(const Problem& p, const TileShape& t) {
     most = std::max(most, met);
   }
   const double all_taps = double(std::max<int64_t>(p.Taps(), 1)), average = sum / tiles / all_taps;
-  // Where blocks are few, the time is that of the longest. Else they are of uneven length, so that half of what is left
-  // out shows.
+  // Where blocks are few, the time is that of the longest.
   most /= all_taps;
   const double blocks = tiles * double(p.batch * p.groups * CeilDiv(GemmOf(p).columns, t.columns));
-  return average <= kPays && (blocks > 2 * kMultiprocessors || most <= kPays) ? MetShare{(1 + average) / 2, most}
-                                                                              : MetShare{};
+  return average <= kPays && (blocks > 2 * kMultiprocessors || most <= kPays) ? MetShare{average, most} : MetShare{};
 }
 
-bool InFloatParts(const Problem& p, const TileShape& t) {
-  if (t.tile != Tile::kSimt64x32 || p.in != DType::kF32 || p.direction == Direction::kFilterGradient) return false;
-  const Work work = WorkOf(p, t, 1, 0);
-  return work.tiles <= kMultiprocessors && work.depth >= 4 * kFloatParts * SimtDepth(DType::kF32);
+}  // namespace
+
+namespace {
+
+// Kernels of float32 on the CUDA cores that are no products of tiles.
+struct OfFloats {
+  Tile tile;
+  bool (*take)(const Problem&);
+  double (*cycles)(const Problem&, int64_t splits);
+};
+constexpr OfFloats kOfFloats[] = {
+    {Tile::kSimtRuns, TakesRuns,
+     [](const Problem& p, int64_t splits) { return RunsCycles(p, splits, GemmOf(p).columns); }},
+    {Tile::kSimtPatch, [](const Problem& p) { return TakesPatch(p) || TakesFilterPatch(p); },
+     [](const Problem& p, int64_t splits) {
+       return p.direction == Direction::kFilterGradient ? FilterPatchCycles(p, splits) : PatchCycles(p);
+     }}};
+
+const OfFloats* Find(Tile tile) {
+  const auto* const found =
+      std::find_if(std::begin(kOfFloats), std::end(kOfFloats), [&](const OfFloats& k) { return k.tile == tile; });
+  return found == std::end(kOfFloats) ? nullptr : found;
 }
+
+}  // namespace
 
 // The CUDA cores take every problem; floats (float_tile.cuh) and others each have tiles of their own.
 bool TakesSimt(const Problem& p, const TileShape& t) {
-  if (t.tile == Tile::kSimtRuns) return TakesRuns(p);
-  if (t.tile == Tile::kSimtPatch) return TakesPatch(p) || TakesFilterPatch(p);
+  if (const OfFloats* const kernel = Find(t.tile)) return kernel->take(p);
   if (t.tile == Tile::kSimt128x64 || t.tile == Tile::kSimt64x32) return true;
   if (t.columns < 32 && t.tile != Tile::kSimt128x8 && p.direction == Direction::kFilterGradient) return false;
   return (t.tile == Tile::kSimt128x8) == (p.in != DType::kF32);
@@ -205,13 +231,76 @@ bool TakesMma(const Problem& p, const TileShape& t) {
 
 namespace {
 
-double Cycles(const Problem& p, const TileShape& t, int64_t splits, int64_t but) {
-  const bool mma = t.unit == Unit::kMma;
-  Work work = WorkOf(p, t, splits, but);
-  if (!mma && p.in == DType::kF32) {
-    const MetShare met = MetByPosition(p, t);
-    work.depth *= met.average, work.longest *= met.most;
+// Clusters that run at once, by their size: a block of each on a multiprocessor, and three. Multiprocessors come in
+// groups of unequal size, which clusters do not leave.
+constexpr int kClustersAlone[] = {132, 66, 39, 30, 22, 17, 15, 15};
+constexpr int kClustersOfThree[] = {396, 198, 124, 92, 69, 62, 47, 45};
+
+struct Costed {
+  FloatBlocks blocks;
+  double cycles;
+};
+
+// Of blocks of float32 on the CUDA cores, without the `rest` of the columns.
+Costed BlocksOf(const Problem& p, const TileShape& t, int64_t splits, int64_t cluster, int64_t rest) {
+  const bool filter = p.direction == Direction::kFilterGradient;
+  // What finding its place and storing its sums take a block, in steps; where sums are exchanged, as long as those of
+  // all that a multiprocessor has.
+  const double beside = filter ? 2.5 : 4;
+  const MetShare met = MetByPosition(p, t);
+  const Work work = WorkOf(p, t, splits, rest);
+  StepCost cost = StepCostOf(t.tile, p.direction, p.in, InFours(p) ? Lines::kWhole : Lines::kInPieces);
+  // Steps that follow no other of their tap find where their fours lie; narrow tiles' costs have a fourth of that.
+  const double in_tap = double(p.DepthChannels()) / SimtDepth(DType::kF32);
+  const double finds = in_tap < 2 ? 1 : (1 + in_tap - std::floor(in_tap)) / in_tap;
+  if (!filter && t.columns >= 32) {
+    const double found = finds * (t.rows + t.columns) / double(128 + 64);
+    cost.latency += 900 * found, cost.busy += 250 * found;
+  } else if (!filter) {
+    cost.latency += 650 * std::max(0., finds - .25), cost.busy += 650 * std::max(0., finds - .25);
   }
+  const auto steps = [&](double depth) { return std::ceil(depth / double(cluster * SimtDepth(DType::kF32))); };
+  const double alone = kClustersAlone[cluster - 1];
+  // Blocks that share a multiprocessor take the longer the more they are, from one alone to all that fit. They are of
+  // uneven length where they leave out padding, so that half of that shows.
+  const double resident = cluster > 1 ? kClustersOfThree[cluster - 1] : alone * cost.resident;
+  const double full = std::floor(work.tiles / resident), last = std::ceil((work.tiles - full * resident) / alone);
+  const double all = cost.resident * cost.busy, more = std::max(0.0, all - cost.latency) / (cost.resident - 1);
+  const double rounds = full * all + (last > 0 ? std::min(all, cost.latency + (last - 1) * more) : 0);
+  const double ends = beside * (cluster > 1 ? (full + (last > 0)) * all : rounds);
+  Costed best = {{1, met.average < 1}};
+  best.cycles = std::max((steps(work.longest * met.most) + beside) * cost.latency,
+                         steps(work.depth * (1 + met.average) / 2) * rounds + ends);
+  if (t.tile != Tile::kSimt64x32 || filter) return best;
+  // A block in parts has a multiprocessor to itself.
+  const double step = InFours(p) ? 2480 : 3400;
+  const auto in_parts = [&](double depth) { return (std::ceil(steps(depth) / kFloatParts) + 4) * step; };
+  const double longest = in_parts(work.longest * met.most), tiles = work.tiles / alone;
+  const double cycles = std::max(longest, met.average < 1 ? tiles * in_parts(work.depth * met.average) + longest / 4
+                                                          : std::ceil(tiles) * in_parts(work.depth));
+  if (cluster > 1 || (work.depth >= kFloatParts * SimtDepth(DType::kF32) && cycles < best.cycles))
+    best.blocks.parts = kFloatParts, best.cycles = cycles;
+  return best;
+}
+
+// And with them.
+Costed BlocksOf(const Problem& p, const TileShape& t, int64_t splits, int64_t cluster) {
+  constexpr double kLaunch = 3000;
+  const int64_t rest = RestOf(p, t);
+  Costed blocks = BlocksOf(p, t, splits, cluster, rest);
+  if (rest == 0) return blocks;
+  const Tile narrow = rest > 4 ? Tile::kSimt256x8 : Tile::kSimt256x4;
+  const double in_tile = BlocksOf(p, kTiles[static_cast<int>(narrow)], 1, 1, GemmOf(p).columns - rest).cycles;
+  const double in_runs = TakesRuns(p) ? RunsCycles(p, 1, rest) : in_tile;
+  blocks.blocks.rest = rest;
+  blocks.blocks.rest_tile = in_runs < in_tile ? Tile::kSimtRuns : narrow;
+  blocks.cycles += kLaunch + std::min(in_runs, in_tile);
+  return blocks;
+}
+
+double Cycles(const Problem& p, const TileShape& t, int64_t splits) {
+  const bool mma = t.unit == Unit::kMma;
+  const Work work = WorkOf(p, t, splits, 0);
   const Dense dense = mma ? DenseOf(p) : Dense();
   const Lines lines = mma ? LinesOf(p, dense) : InFours(p) ? Lines::kWhole : Lines::kInPieces;
   const StepCost cost = StepCostOf(t.tile, p.direction, p.in, lines);
@@ -226,29 +315,30 @@ double Cycles(const Problem& p, const TileShape& t, int64_t splits, int64_t but)
                         : lines != Lines::kSpread || CopiesChunks(p, dense) ? 1
                         : runs                                              ? 1.6
                                                                             : 2;
-  if (!mma && p.in == DType::kF32) {
-    if (InFloatParts(p, t)) return (std::ceil((longest - beside) / kFloatParts) + beside) * cost.busy * kFloatParts;
-    // Blocks that share a multiprocessor take the longer the more they are, from one alone to all that fit.
-    const double last = std::fmod(each, cost.resident), all = cost.resident * cost.busy;
-    const double more = std::max(0.0, all - cost.latency) / (cost.resident - 1);
-    const double round = last > 0 ? cost.latency + (last - 1) * more : 0;
-    return std::max(longest * cost.latency, steps * ((each - last) * cost.busy + round));
-  }
   const double latency = std::max(steps * std::ceil(each / cost.resident), longest) * cost.latency;
   return pieces * (mma ? ApartCost(p, t) * (p.Tripled() ? 2.5 : 1) : 1) * std::max(latency, steps * each * cost.busy);
 }
 
 }  // namespace
 
-double GemmCycles(const Problem& p, const TileShape& t, int64_t splits) {
-  constexpr double kLaunch = 3000;
-  if (t.tile == Tile::kSimtRuns) return RunsCycles(p, splits);
-  if (t.tile == Tile::kSimtPatch)
-    return p.direction == Direction::kFilterGradient ? FilterPatchCycles(p, splits) : PatchCycles(p);
-  const int64_t rest = NarrowRest(p, t);
-  const double cycles = Cycles(p, t, splits, rest);
-  if (rest == 0) return cycles;
-  return cycles + kLaunch + Cycles(p, kTiles[static_cast<int>(NarrowTile(rest))], splits, GemmOf(p).columns - rest);
+FloatBlocks FloatBlocksOf(const Problem& p, const TileShape& t, int64_t splits, int64_t cluster) {
+  return Find(t.tile) != nullptr ? FloatBlocks{} : BlocksOf(p, t, splits, cluster).blocks;
+}
+
+bool MayShareFloats(const Problem& p, const TileShape& t, int64_t cluster) {
+  // Tiles beyond which every multiprocessor has enough of them, and steps that are worth a block.
+  constexpr int64_t kMostTiles = 2 * kMultiprocessors, kLeastSteps = 8;
+  if (p.in != DType::kF32 || p.direction == Direction::kFilterGradient) return false;
+  if (p.products == 1) return false;  // TF32's kernels take no longer
+  if (t.tile != Tile::kSimt128x64 && t.tile != Tile::kSimt64x32) return false;
+  if (t.tile == Tile::kSimt128x64 && cluster > 6) return false;  // which more seldom run at once than the model has it
+  const Work work = WorkOf(p, t, 1, 0);
+  return work.tiles <= kMostTiles && work.depth >= cluster * kLeastSteps * SimtDepth(DType::kF32);
+}
+
+double GemmCycles(const Problem& p, const TileShape& t, int64_t splits, int64_t cluster) {
+  if (const OfFloats* const kernel = Find(t.tile)) return kernel->cycles(p, splits);
+  return t.unit == Unit::kSimt && p.in == DType::kF32 ? BlocksOf(p, t, splits, cluster).cycles : Cycles(p, t, splits);
 }
 
 }  // namespace jaxdnn::conv

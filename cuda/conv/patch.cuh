@@ -5,7 +5,7 @@
 #include "cuda/common/fast_div.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/common/mma.cuh"
-#include "cuda/common/vec.cuh"
+#include "cuda/conv/four.cuh"
 #include "cuda/conv/patch_plan.h"
 
 namespace jaxdnn::conv {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 #include "cuda/common/int_div.h"
 #include "cuda/conv/nominal.h"
@@ -73,8 +74,13 @@ double PatchCycles(const Problem& p) {
   const double blocks = double(p.batch) * CeilDiv(GemmOf(p).columns, s.columns) * s.slices;
   const double tiles = double(CeilDiv(s.tile.tiles, s.slices)),
                patch = double(p.window[0] * s.tile.lines * s.tile.pitch);
+  // Of a warp's pixels those whose distance is a multiple of all banks of shared memory are read one after the other.
+  constexpr int64_t kBanks = 32;
+  const int64_t step = (p.direction == Direction::kForward ? p.stride[2] : 1) * p.DepthChannels();
+  const double turns = std::max(1., double(kBanks / s.across * std::gcd(step, kBanks)) / kBanks);
   // Of a block among as many as a multiprocessor has: the filter, and every tile.
-  const double block = 1250 + s.depth * s.columns * .08, tile = s.depth * 88 + patch * .27 + 1300;
+  const double block = 1250 + s.depth * s.columns * .08;
+  const double tile = s.depth * std::max(88., 32 * turns + 20) + patch * .27 + 1300;
   const double each = std::ceil(blocks / kMultiprocessors);
   constexpr double kLaunch = 3000;
   return kLaunch + each * block + Rounds(each, s.resident) * tiles * tile;

@@ -42,7 +42,7 @@ int64_t FilterRunsSteps(const Problem& p, const FilterRunsTile& t, int64_t lengt
 
 }  // namespace
 
-RunsShape RunsShapeOf(const Problem& p) {
+RunsShape RunsShapeOf(const Problem& p, int64_t columns) {
   const Largest l = LargestOf(p);
   const int64_t channels = p.DepthChannels(), taps = l.taps[0] * l.taps[1] * l.taps[2];
   RunsShape s = {};
@@ -51,7 +51,7 @@ RunsShape RunsShapeOf(const Problem& p) {
   s.sets = CeilDiv(p.groups, kLanes / s.group_lanes);
   s.filter_bytes = s.chunks * taps * 4 * kLanes * 16;
   const int64_t tiles = CeilDiv(p.images * l.positions[0] * l.positions[1] * CeilDiv(l.positions[2], kRun), kRuns);
-  const int64_t others = p.batch * s.sets * CeilDiv(GemmOf(p).columns, 4) * l.phases;
+  const int64_t others = p.batch * s.sets * CeilDiv(columns, 4) * l.phases;
   // A block loads its filter once; but there should be several blocks for every multiprocessor.
   s.tiles = std::clamp<int64_t>(tiles * others / (16 * kMultiprocessors), 1, 8);
   s.row_tiles = CeilDiv(tiles, s.tiles);
@@ -122,7 +122,7 @@ double FilterRunsCycles(const Problem& p, int64_t splits) {
   const double memory = 4.0 * p.batch * p.images * p.groups * (x + y) / (kMultiprocessors * kBytesPerCycle);
   // Rounding errors grow with the square root of a sum's terms: longer ones only where there are no more slices.
   const double long_sums = bands > 1 && bands * s.length > kMostTerms ? 8 : 1;
-  constexpr double kLaunch = 3500, kBlock = 3500, kMeanwhile = 0.2;
+  constexpr double kLaunch = 3500, kBlock = 5000, kMeanwhile = 0.2;
   return kLaunch + CeilDiv(blocks, s.tile.at_once) * kBlock + long_sums * std::max(products, memory) +
          kMeanwhile * std::min(products, memory);
 }
@@ -139,16 +139,16 @@ bool TakesRuns(const Problem& p) {
   const int64_t step = forward ? p.lhs_dilation[2] : p.stride[2], stride = forward ? p.stride[2] : p.lhs_dilation[2];
   const bool neighbours =
       stride * f.period[2] == step && (p.window[2] <= f.tap_period[2] || p.rhs_dilation[2] * f.tap_period[2] == step);
-  const RunsShape s = RunsShapeOf(p);
+  const RunsShape s = RunsShapeOf(p, GemmOf(p).columns);
   return neighbours && s.filter_bytes <= kMostFilterBytes && s.row_tiles * s.tiles * kRuns <= INT32_MAX;
 }
 
-double RunsCycles(const Problem& p, int64_t splits) {
+double RunsCycles(const Problem& p, int64_t splits, int64_t columns) {
   if (p.direction == Direction::kFilterGradient) return FilterRunsCycles(p, splits);
   const Largest l = LargestOf(p);
-  const RunsShape s = RunsShapeOf(p);
+  const RunsShape s = RunsShapeOf(p, columns);
   const double taps = double(p.Taps()) / l.phases;
-  const double blocks = double(p.batch) * s.sets * CeilDiv(GemmOf(p).columns, 4) * l.phases * s.row_tiles;
+  const double blocks = double(p.batch) * s.sets * CeilDiv(columns, 4) * l.phases * s.row_tiles;
   // Of a block: its filter, and for every tile each tap's products and what else a line of taps and a run need.
   const double lines = taps / std::max<int64_t>(1, l.taps[2]);
   const double tile = s.chunks * (taps * 220 + lines * 150) + 900, block = 1500 + s.chunks * taps * 60 + s.tiles * tile;

@@ -15,7 +15,7 @@ struct RunsShape {
   int64_t sets, tiles, row_tiles;  // of groups; of runs to a block; and blocks of those
   int64_t filter_bytes;            // in shared memory
 };
-RunsShape RunsShapeOf(const Problem& p);
+RunsShape RunsShapeOf(const Problem& p, int64_t columns);
 
 // Of the filter gradient's (filter_runs_simt.cu).
 constexpr int kFilterRunsWarps = 4;  // of a block, each with lines of its own
@@ -41,6 +41,6 @@ struct FilterRunsShape {
 FilterRunsShape FilterRunsShapeOf(const Problem& p, int64_t splits);
 
 bool TakesRuns(const Problem& p);
-double RunsCycles(const Problem& p, int64_t splits);
+double RunsCycles(const Problem& p, int64_t splits, int64_t columns);  // of all columns or, of data, of some
 
 }  // namespace jaxdnn::conv

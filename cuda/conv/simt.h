@@ -18,8 +18,12 @@ cudaError_t LaunchFilterSimt(const Problem& p, const Config& config, const void*
 // The same of float32 (float_tile.cuh); sums of slices go to `out`.
 cudaError_t LaunchDataFloats(const Problem& p, const Config& config, const void* operand, const void* filter, void* out,
                              const Epilogue& epilogue, cudaStream_t stream);
-// Of float32 and few columns (runs_plan.h); `operand` is aligned to 16 bytes.
-cudaError_t LaunchDataRuns(const Problem& p, const void* operand, const void* filter, void* out,
+// Columns [first, end), in a tile whose steps several blocks or their parts may share (data_floats_shared.cu).
+cudaError_t LaunchDataFloatsShared(const Problem& p, const Config& config, Tile tile, int64_t first, int64_t end,
+                                   const void* operand, const void* filter, void* out, const Epilogue& epilogue,
+                                   cudaStream_t stream);
+// Of float32 and few columns, from the first one on (runs_plan.h); `operand` is aligned to 16 bytes.
+cudaError_t LaunchDataRuns(const Problem& p, int64_t first_column, const void* operand, const void* filter, void* out,
                            const Epilogue& epilogue, cudaStream_t stream);
 cudaError_t LaunchFilterRuns(const Problem& p, int64_t splits, const void* x, const void* y, float* out,
                              cudaStream_t stream);

@@ -18,13 +18,20 @@ StepCost FloatCost(Tile tile, Direction direction, bool fours) {
   const bool filter = direction == Direction::kFilterGradient, data = direction == Direction::kDataGradient;
   switch (tile) {
     case Tile::kSimt128x64:
-      return fours ? StepCost{data ? 2080. : 1900., data ? 1600. : 1490., 3} : StepCost{2400, 2070, 3};
+      return fours ? StepCost{data     ? 2280.
+                              : filter ? 1900.
+                                       : 2050.,
+                              data     ? 1660.
+                              : filter ? 1490.
+                                       : 1640.,
+                              3}
+                   : StepCost{2400, 2070, 3};
     case Tile::kSimt64x64:
-      return fours ? StepCost{filter ? 1200. : 1350., data ? 900. : 860., 4} : StepCost{1600, 1100, 4};
+      return fours ? StepCost{filter ? 1200. : 1350., data ? 950. : filter ? 860. : 900., 4} : StepCost{1600, 1100, 4};
     case Tile::kSimt128x32:
-      return fours ? StepCost{1350, data ? 1000. : 930., 4} : StepCost{1700, 1350, 4};
+      return fours ? StepCost{1350, data ? 1040. : filter ? 930. : 970., 4} : StepCost{1700, 1350, 4};
     case Tile::kSimt64x32:
-      return fours ? StepCost{filter ? 950. : 1000., data ? 560. : 510., 4} : StepCost{1200, 710, 4};
+      return fours ? StepCost{filter ? 950. : 1000., data ? 590. : filter ? 510. : 535., 4} : StepCost{1200, 710, 4};
     case Tile::kSimt256x8:
       return fours ? StepCost{1900, 950, 3} : StepCost{2400, 1800, 3};
     default:
