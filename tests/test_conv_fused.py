@@ -149,7 +149,9 @@ def check(case, tile, dtype, out_dtype, kind):
 
 
 # Kernels of few shapes have such a test beside their others.
-OF_FEW_SHAPES = {DEPTHWISE, DIRECT, FEW_CHANNELS, "few_channels wgmma", FEW_FEATURES, GROUPED, PLANES, UNALIGNED}
+OF_FEW_SHAPES = {
+  DEPTHWISE, DIRECT, FEW_CHANNELS, "few_channels wgmma", FEW_FEATURES, "few_features wgmma", GROUPED, PLANES, UNALIGNED,
+}  # fmt: skip
 
 
 @pytest.mark.gpu

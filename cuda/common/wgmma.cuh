@@ -95,7 +95,13 @@ __device__ __forceinline__ void WaitForSums(Sums& sums) {
                : "l"(a_tile), "l"(b_tile), "r"(int{add_to}), "n"(int{kTransposedA}), "n"(int{kTransposedB})       \
                : "memory")
 #define JAXDNN_WGMMA_OF_TYPE(type, k, more)                                                                            \
-  if constexpr (kColumns == 32) {                                                                                      \
+  if constexpr (kColumns == 16) {                                                                                      \
+    JAXDNN_WGMMA(type, "16", k, more, "%0, %1, %2, %3, %4, %5, %6, %7", 8, 9, 10, 11, 12, JAXDNN_SUMS4(0),             \
+                 JAXDNN_SUMS4(4));                                                                                     \
+  } else if constexpr (kColumns == 24) {                                                                               \
+    JAXDNN_WGMMA(type, "24", k, more, JAXDNN_TEN() "%10, %11", 12, 13, 14, 15, 16, JAXDNN_SUMS4(0), JAXDNN_SUMS4(4),   \
+                 JAXDNN_SUMS4(8));                                                                                     \
+  } else if constexpr (kColumns == 32) {                                                                               \
     JAXDNN_WGMMA(type, "32", k, more, JAXDNN_TEN() "%10, %11, %12, %13, %14, %15", 16, 17, 18, 19, 20,                 \
                  JAXDNN_SUMS16(0));                                                                                    \
   } else if constexpr (kColumns == 48) {                                                                               \

@@ -108,6 +108,10 @@ constexpr Kernels kFilled = {true,
                              [](const Candidate& c) { return FilledCycles(c.p, c.slices); },
                              FilledPieces};
 
+// Few features on Hopper, likewise.
+constexpr Kernels kFewOpen = {true, false, false, [](const Candidate& c) { return TakesFewOpen(c.p); },
+                              [](const Candidate& c) { return FewOpenCycles(c.p); }};
+
 constexpr Kernels kBytes = {
     false,
     false,
@@ -118,7 +122,10 @@ constexpr Kernels kBytes = {
     [](const Candidate& c) { return c.tile.unit == Unit::kWgmma ? BytesWorkspace(c.p) : 0; }};
 
 const Kernels& KernelsOf(const TileShape& t, const Problem& p) {
-  return IsByte(p.in) ? kBytes : t.tile == Tile::kFewChannelsWgmma ? kFilled : kKernels[static_cast<int>(t.unit)];
+  if (IsByte(p.in)) return kBytes;
+  return t.tile == Tile::kFewChannelsWgmma   ? kFilled
+         : t.tile == Tile::kFewFeaturesWgmma ? kFewOpen
+                                             : kKernels[static_cast<int>(t.unit)];
 }
 
 bool Takes(const TileShape& t, const Problem& p, bool hopper) {

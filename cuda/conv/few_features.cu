@@ -171,11 +171,8 @@ __global__ void __launch_bounds__(T::kMostThreads)
   const int value_bytes = q.pixels * q.row_bytes;
   int2* const elements = reinterpret_cast<int2*>(value_lines + value_bytes);
   int* const from = reinterpret_cast<int*>(elements + q.elements);
-  int worker, piece;
-  const int problem = q.workers.Div(blockIdx.x, &worker);
-  const int share = q.pieces.Div(worker, &piece);
-  int at = share * q.share + piece * q.lines + min(piece, q.more_lines);
-  const int end = at + q.lines + (piece < q.more_lines);
+  int at, end;
+  const int problem = q.work.Of(blockIdx.x, &at, &end);
   in += problem * q.in_problem;
   const bool floats = sizeof(typename T::In) == 4 || q.wide;
   out = static_cast<char*>(out) + problem * q.out_problem * (floats ? sizeof(float) : sizeof(typename T::In));
@@ -331,7 +328,6 @@ cudaError_t LaunchTile(const Problem& problem, const void* operand, const void* 
   q.features_div = FastDiv(p.features);
   q.channels_div = FastDiv(p.channels);
   q.places = FastDiv(plan.Places());
-  q.cell_lines = FastDiv(lines.cells);
   q.pixel_chunks = int(p.channels / T::kChunk);
   q.line_chunks = int(p.x[2] * q.pixel_chunks);
   q.in_problem = p.images * p.XPixels() * p.channels;
@@ -342,19 +338,8 @@ cudaError_t LaunchTile(const Problem& problem, const void* operand, const void* 
   Grid grid = {0, int(32 * plan.strips * plan.parts), size_t(plan.SharedBytes(p))};
   int64_t resident;
   if (const cudaError_t e = ResidentBlocks(kernel, grid, &resident); e != cudaSuccess) return e;
-  // A worker's lines should be some more than it reads besides.
-  constexpr int kLeastLines = 2;
-  const int64_t all = plan.tiles * lines.cells, beside = lines.reach - 1;
-  const int64_t workers = std::min(std::max<int64_t>(1, resident / p.batch), CeilDiv(all, kLeastLines));
-  // Equal shares of all lines are mostly of two tiles, and read beside each; those of a tile may be fewer.
-  const int64_t of_tile = workers / plan.tiles;
-  const bool apart = of_tile > 0 && CeilDiv(lines.cells, of_tile) <= CeilDiv(all, workers) + beside;
-  q.pieces = FastDiv(apart ? of_tile : workers);
-  q.workers = FastDiv(apart ? of_tile * plan.tiles : workers);
-  q.share = int(apart ? lines.cells : all);
-  q.lines = q.share / int(q.pieces.divisor);
-  q.more_lines = q.share % int(q.pieces.divisor);
-  grid.blocks = q.workers.divisor * p.batch;
+  q.work = FewFeaturesWork(FewFeaturesPieces(plan.tiles, lines, resident, p.batch), lines.cells);
+  grid.blocks = q.work.workers.divisor * p.batch;
   return LaunchKernel(kernel, grid, stream, q, static_cast<const In*>(operand), static_cast<const In*>(filter), out);
 }
 

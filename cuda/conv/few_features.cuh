@@ -25,7 +25,34 @@ struct FewFeaturesTile {
   using Places = SlotPlaces<kChunks, 1>;
 };
 
+// How a problem's workers share the lines of cells of all tiles.
+struct FewFeaturesWork {
+  // Workers of a problem; those that have a share of all tiles' lines, of as many; theirs, and how many have one more.
+  FastDiv workers, pieces;
+  int share, lines, more_lines;
+  FastDiv cell_lines;
+
+  FewFeaturesWork() = default;
+  FewFeaturesWork(const FewFeaturesPieces& of, int64_t lines_of_tile)
+      : workers(of.workers),
+        pieces(of.pieces),
+        share(int(of.share)),
+        lines(int(of.share / of.pieces)),
+        more_lines(int(of.share % of.pieces)),
+        cell_lines(lines_of_tile) {}
+
+  // The block's problem, and its lines.
+  __device__ int Of(int block, int* first, int* end) const {
+    int worker, piece;
+    const int problem = workers.Div(block, &worker), of_share = pieces.Div(worker, &piece);
+    *first = of_share * share + piece * lines + min(piece, more_lines);
+    *end = *first + lines + (piece < more_lines);
+    return problem;
+  }
+};
+
 struct FewFeaturesParams {
+  FewFeaturesWork work;
   Epilogue epilogue;
   int height, width, channels;                         // of the operand
   int result_height, result_width, features;           // the width in elements
@@ -36,11 +63,7 @@ struct FewFeaturesParams {
   int first_cell_h, first_cell_w, before_h, before_w;  // the last in elements
   int row_bytes, back_bytes, value_log;  // between pixels' values; from one to the next that is added; of a column
   int cells;                             // of the columns that a block has
-  // Workers of a problem; those that have a share of all tiles' lines of cells, of as many; theirs, and how many have
-  // one more.
-  FastDiv workers, pieces;
-  int share, lines, more_lines;
-  FastDiv cell_div, features_div, places, cell_lines, channels_div;
+  FastDiv cell_div, features_div, places, channels_div;
   FastDiv planes;                                   // of the result, which are images
   int pixel_chunks, line_chunks;                    // 16 bytes of the operand
   int64_t in_problem, filter_problem, out_problem;  // elements
@@ -51,11 +74,12 @@ struct FewFeaturesParams {
 struct FewFeaturesBlock {
   int first_place, first_cell, end_cell;
 
-  __device__ FewFeaturesBlock(const FewFeaturesParams& q, int at, int end) {
+  template <class Params>
+  __device__ FewFeaturesBlock(const Params& q, int at, int end) {
     int line;
-    first_place = q.cell_lines.Div(at, &line) * q.cells;
+    first_place = q.work.cell_lines.Div(at, &line) * q.cells;
     first_cell = line + q.first_cell_h;
-    end_cell = first_cell + min(end - at, int(q.cell_lines.divisor) - line);
+    end_cell = first_cell + min(end - at, int(q.work.cell_lines.divisor) - line);
   }
 };
 

@@ -12,4 +12,8 @@ namespace jaxdnn::conv {
 cudaError_t LaunchFewFeatures(const Problem& p, const void* operand, const void* filter, void* out,
                               const Epilogue& epilogue, cudaStream_t stream);
 
+// On Hopper's (few_features_wgmma.cu). What it cannot take, for an epilogue or where arrays begin, goes to the others.
+cudaError_t LaunchFewFeaturesWgmma(const Problem& p, const void* operand, const void* filter, void* out,
+                                   const Epilogue& epilogue, cudaStream_t stream);
+
 }  // namespace jaxdnn::conv

@@ -25,6 +25,17 @@ struct FewAxis {
   int64_t first_cell, cells;  // that have results
 };
 
+// How the workers of a problem, as many as its device runs at once, share the lines of cells of all tiles: so many of
+// them have a share, of pieces that differ by a line.
+struct FewFeaturesPieces {
+  int64_t workers, pieces, share;
+
+  FewFeaturesPieces(int64_t tiles, const FewAxis& axis, int64_t resident, int64_t batch);
+
+  bool Apart(int64_t tiles) const { return workers == pieces * tiles; }  // whether a share is a tile's
+  int64_t Lines() const { return (share + pieces - 1) / pieces; }        // of a piece, at most
+};
+
 // Of a problem as AsForward has it.
 struct FewFeaturesPlan {
   FewAxis lines, columns;
@@ -54,5 +65,63 @@ struct FewFeaturesPlan {
 
 bool TakesFewFeatures(const Problem& p);
 double FewFeaturesCycles(const Problem& p);
+
+// What Hopper's kernels are compiled for: a thread has so many neighbouring results of a cell, in four lanes those of
+// all, and open sums of so many lines of cells.
+struct FewOpenShape {
+  int each, lines;
+
+  constexpr int Columns() const { return 4 * each * lines; }  // of a product
+};
+constexpr int kFewOpenMostColumns = 48;  // of which two blocks' registers fit into a multiprocessor
+constexpr FewOpenShape kFewOpenShapes[] = {{1, 4}, {1, 8}, {2, 4}, {3, 2}, {3, 4}, {4, 2}, {4, 4}};
+
+// Warpgroups of a block that multiply, and blocks of a multiprocessor. Four warpgroups fill the time in which one
+// waits; a block prepares once for all of its own; and the fewer there are, the fewer lines are read beside another's.
+struct FewOpenBlocks {
+  int warpgroups, blocks;
+
+  constexpr int Pixels() const { return 64 * warpgroups; }  // of which a block has results, in a line
+};
+constexpr FewOpenBlocks kFewOpenBlocks[] = {{4, 1}, {2, 2}, {2, 1}};
+
+// How Hopper's kernels (few_features_wgmma.cu) cut up a problem as AsForward has it.
+struct FewOpenPlan {
+  static constexpr int kLeastStages = 3, kMostStages = 12, kAtOnce = 4;   // steps of 32 bytes of a pixel
+  static constexpr int kMostBytes = 227 << 10, kHalfOfBytes = 113 << 10;  // of shared memory, for one or two blocks
+
+  FewAxis lines, columns;
+  int shape;               // of kFewOpenShapes
+  FewOpenBlocks blocks;    // of kFewOpenBlocks
+  double cycles;           // that they take
+  int64_t cell;            // results of a cell
+  int64_t planes, slices;  // of the window; and of a pixel's channels
+  int64_t line_bytes;      // of a slice's pixel
+  int64_t pixels;          // that a cell's terms are of, and those that make up whole kAtOnce
+  int64_t after;           // the window's first column is so many after its first cell's
+  bool pairs;              // whether two neighbouring results are always stored together
+  int64_t stages;          // of a block's ring
+  int64_t tiles;
+
+  // False where the problem is none of this kind.
+  bool Fit(const Problem& p);
+
+  int64_t Places() const { return columns.cells + columns.reach - 1; }
+  int64_t CellColumns(const Problem& p) const { return columns.stride * p.features; }
+  int64_t Rows() const { return blocks.Pixels() + pixels - 1; }  // pixels of a stage
+  int64_t StageBytes() const { return (Rows() * line_bytes + 1023) / 1024 * 1024; }
+  int64_t FilterBytes() const { return planes * slices * pixels * kFewOpenShapes[shape].Columns() * line_bytes; }
+  // From one of a cell's lines to the next, in a warp's finished sums: an odd number of 16 banks.
+  int64_t StagedLine(const Problem& p) const { return (16 * CellColumns(p) + 15) / 32 * 32 + 16; }
+  int64_t BesideBytes(const Problem& p) const {
+    return 4 * blocks.warpgroups * lines.stride * StagedLine(p) * 4 + 16 * kMostStages;
+  }
+
+ private:
+  bool FitBlocks(const Problem& p, const FewOpenBlocks& candidate);
+};
+
+bool TakesFewOpen(const Problem& p);
+double FewOpenCycles(const Problem& p);
 
 }  // namespace jaxdnn::conv

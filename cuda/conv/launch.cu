@@ -88,7 +88,8 @@ int Launch(const Problem& p, const Config& config, const void* lhs, const void* 
       return filter ? LaunchGroupedFilter(p, config, lhs, rhs, out, workspace, stream)
                     : LaunchGrouped(p, lhs, rhs, out, epilogue, stream);
     case Unit::kFewFeatures:
-      return LaunchFewFeatures(p, lhs, rhs, out, epilogue, stream);
+      return (config.tile == Tile::kFewFeaturesWgmma ? LaunchFewFeaturesWgmma : LaunchFewFeatures)(p, lhs, rhs, out,
+                                                                                                   epilogue, stream);
     case Unit::kUnaligned:
       return filter ? LaunchUnalignedFilter(p, config, lhs, rhs, out, workspace, stream)
                     : LaunchUnaligned(p, lhs, rhs, out, workspace, epilogue, stream);

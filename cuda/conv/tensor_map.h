@@ -14,7 +14,7 @@ constexpr int kLineBytes = 128;
 // be.
 inline cudaError_t EncodePixels(CUtensorMap* map, DType type, const void* data, int64_t images, const int64_t* extent,
                                 const int64_t (&pitch)[kRank + 1], int64_t channels, const PixelMap& pixels, int rows,
-                                bool rounded = true) {
+                                bool rounded = true, int line_bytes = kLineBytes) {
   static const auto encode = FindDriverFunction<decltype(cuTensorMapEncodeIm2col)>("cuTensorMapEncodeIm2col");
   if (encode == nullptr) return cudaErrorNotSupported;
   const cuuint64_t pixel = SizeOf(type) * channels;
@@ -35,8 +35,11 @@ inline cudaError_t EncodePixels(CUtensorMap* map, DType type, const void* data, 
   step[n + 1] = 1;
   const CUresult r =
       encode(map, MapType(type, rounded), n + 2, const_cast<void*>(data), size, stride + 1, lower, upper,
-             static_cast<cuuint32_t>(kLineBytes / SizeOf(type)), rows, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+             static_cast<cuuint32_t>(line_bytes / SizeOf(type)), rows, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
+             line_bytes == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
+             : line_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
+                                : CU_TENSOR_MAP_SWIZZLE_32B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return r == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 inline cudaError_t EncodePixels(CUtensorMap* map, DType type, const void* data, int64_t images,
