@@ -15,10 +15,29 @@
 namespace jaxdnn::layer_norm {
 namespace {
 
+// Where problems have parameters of their own, blocks take turns with `problems` of them, of `blocks` each. With one
+// after the other, all multiprocessors would come to the next one's parameters at once, and wait for the same lines.
+struct Turns {
+  int problems, blocks;
+
+  // The block whose rows are those of number `index`, of a grid with `all` problems.
+  __device__ int64_t BlockAt(int index, int64_t all) const {
+    if (problems == 1) return index;
+    const int first = index / (problems * blocks) * problems, rest = index - first * blocks;
+    const int among = min(problems, static_cast<int>(all) - first), turn = rest / among;
+    return int64_t{first + rest - turn * among} * blocks + turn;
+  }
+};
+
+// Of floats, whose bytes take longer, there is nothing to gain; and few rows, which have the largest blocks, are bound
+// by what a block does before it reads.
+template <class T, bool kCluster, int kThreads>
+constexpr bool kTakesTurns = sizeof(T) == 2 && !kCluster && kThreads < 512;
+
 // V vectors of each of U rows.
 template <class T, int L, int V, int U, bool kCluster, int kThreads, int kBlocks>
 __global__ void __launch_bounds__(kThreads, kBlocks)
-    ForwardKernel(Forward f, Shape shape, Constants<Accumulator<T>> constants, Spread spread) {
+    ForwardKernel(Forward f, Shape shape, Constants<Accumulator<T>> constants, Spread spread, Turns turns) {
   using A = Accumulator<T>;
   using X = Vec<T, L>;
   __shared__ Exchange<A, 2 * U, kCluster> exchanges[2];
@@ -27,11 +46,13 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 
   // Past the end the last row is done again, and not stored.
   const int64_t last = shape.problems * shape.rows - 1;
+  int64_t block = p.block;
+  if constexpr (kTakesTurns<T, kCluster, kThreads>) block = turns.BlockAt(p.block, shape.problems);
   int64_t row[U];
   bool exists[U];
 #pragma unroll
   for (int u = 0; u < U; ++u) {
-    row[u] = (int64_t{p.block} * U + u) * spread.groups + p.group;
+    row[u] = (block * U + u) * spread.groups + p.group;
     exists[u] = row[u] <= last;
     row[u] = min(row[u], last);
   }
@@ -119,10 +140,13 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 template <class T, int L, int V, int U, bool kCluster, int kThreads, int kBlocks = 1>
 cudaError_t Launch(const Forward& f, const Shape& shape, const Options& options, const Spread& spread,
                    cudaStream_t stream) {
-  const int64_t clusters = CeilDiv(shape.problems * shape.rows, int64_t{spread.groups} * U);
+  const int64_t rows = int64_t{spread.groups} * U, clusters = CeilDiv(shape.problems * shape.rows, rows);
   const Grid grid = {clusters * spread.cluster, spread.Threads(), 0, spread.cluster};
+  Turns turns = {1, 1};
+  if (kTakesTurns<T, kCluster, kThreads> && clusters >= 4096 && shape.rows % rows == 0)
+    turns = {static_cast<int>(std::min<int64_t>(32, shape.problems)), static_cast<int>(shape.rows / rows)};
   return LaunchKernel(ForwardKernel<T, L, V, U, kCluster, kThreads, kBlocks>, grid, stream, f, shape,
-                      Constants<Accumulator<T>>(options, shape.n), spread);
+                      Constants<Accumulator<T>>(options, shape.n), spread, turns);
 }
 
 // Rows as vectors of L elements, of 16 bytes or 8.
