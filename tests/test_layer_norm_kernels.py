@@ -123,6 +123,37 @@ def test_many_long_rows(kind, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("kind", BOTH)
+def test_few_rows_in_shares(kind, dtype):
+  """Threads with one vector, two or four, and blocks that share rows; every third row's sums are made once more."""
+  lengths = {1: 8192, 3: 4104, 8: 16384, 17: 5128, 33: 12288, 64: 8200, 130: 5120, 250: 4096, 520: 2048, 1030: 1024}
+  for i, (rows, n) in enumerate(lengths.items()):
+    x, r = sample((rows, n), dtype, i), sample((rows, n), dtype, i + 1)
+    parameters = [sample((n,), "float32", i + j) for j in range(2 if kind == "layer" else 1)]
+    x[1::3, 0] = 60
+    want = oracle(kind, x, *parameters)
+    assert_close(jax.jit(NORMS[kind])(x, *parameters), want, dtype, terms=n, scale=2 * np.abs(want).max())
+    y, s = jax.jit(ADD[kind])(x, r, *parameters)
+    np.testing.assert_array_equal(exact(s), exact(x + r))
+    want = oracle(kind, s, *parameters)
+    assert_close(y, want, dtype, terms=n, scale=2 * np.abs(want).max())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("shape", [(37, 256, 1152), (33, 512, 264), (33, 256, 3072), (70, 129, 1024), (3, 4096, 512)])
+def test_problems_in_turns(shape, dtype):
+  """So many rows that blocks take turns with their scales and shifts; and rows that do not fill the blocks."""
+  problems, _, n = shape
+  x, scale, shift = sample(shape, dtype), sample((problems, n), "float32", 1), sample((problems, n), "float32", 2)
+  h, _ = statistics("layer", x, 1e-6)
+  want = h * (1 + exact(scale))[:, None] + exact(shift)[:, None]
+  got = jax.jit(lambda *a: jaxdnn.adaptive_layer_norm(*a, zero_centered=True))(x, scale, shift)
+  assert_close(got, want, dtype, terms=n, scale=2 * np.abs(want).max())
+
+
+@pytest.mark.gpu
 @pytest.mark.sanitize
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("kind", BOTH)

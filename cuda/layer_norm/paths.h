@@ -25,12 +25,16 @@ cudaError_t RunSlabForward(const Forward& f, DType dtype, const Shape& shape, co
 cudaError_t RunSlabBackward(const Backward& b, DType dtype, const Shape& shape, const Options& options,
                             const Device& device, void* workspace, cudaStream_t stream);
 
-// Rows of whole vectors, so few that all run at once, a block for each; with a scale, and of layer norm a bias.
+// Rows of whole vectors, so few that all run at once; with a scale, and of layer norm a bias.
 bool TakesFewRows(const Forward& f, DType dtype, const Shape& shape, const Options& options, const Device& device);
 cudaError_t RunFewRows(const Forward& f, DType dtype, const Shape& shape, const Options& options, const Device& device,
                        cudaStream_t stream);
 
-// Long rows of float or bf16 that start anywhere in a vector; not `done` where no cluster of blocks holds one.
+// Rows of float or bf16 that start anywhere in a vector; not `done` where no cluster of blocks holds one.
+cudaError_t RunShiftedForward(const Forward& f, DType dtype, const Shape& shape, const Options& options,
+                              const Device& device, cudaStream_t stream, bool* done);
+
+// The same of those that registers do not hold.
 cudaError_t RunLongForward(const Forward& f, DType dtype, const Shape& shape, const Options& options,
                            const Device& device, cudaStream_t stream, bool* done);
 

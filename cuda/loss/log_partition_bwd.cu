@@ -246,6 +246,12 @@ cudaError_t RunLongRows(const softmax::Shape& shape, const TypedTargets<T>& t, c
   return LaunchKernel(LongRowsKernel<T, V, true>, grid, stream, r, t, arrays, x, dx);
 }
 
+// Threads of a block of packed rows: few, that do not wait long for each other, but rows of a kilobyte; and those of
+// rows that begin on a vector of L elements.
+constexpr int PackedThreads(int64_t row_bytes, int span, int L) {
+  return std::max(row_bytes >= 16 && row_bytes < 32 ? 64 : 128, L << span);
+}
+
 template <class T, bool kScores>
 cudaError_t Run(const softmax::Shape& shape, const TypedTargets<T>& t, const Arrays<Accumulator<T>>& arrays, const T* x,
                 T* dx, cudaStream_t stream) {
@@ -257,14 +263,16 @@ cudaError_t Run(const softmax::Shape& shape, const TypedTargets<T>& t, const Arr
   if constexpr (sizeof(T) < 8) {
     if constexpr (!kScores) {
       if (aligned && shape.inner == 1 && shape.n % L != 0) {
-        const auto run = [&](auto kernel, int span) {
-          const PackedRows rows = PlanPackedRows(shape, span, sizeof(T), 1);
+        const auto run = [&](auto kernel, int span, int threads) {
+          const PackedRows rows = PlanPackedRows(shape, span, sizeof(T), 1, threads);
           return LaunchKernel(kernel, rows.grid, stream, shape, rows.per_block, span, t, arrays, x, dx);
         };
         const bool masked = t.mask.data != nullptr;
-        if (masked && shape.n <= kMaxMaskedRow) return run(MaskedKernel<T>, MaskedSpan(shape));
+        if (masked && shape.n <= kMaxMaskedRow) return run(MaskedKernel<T>, MaskedSpan(shape), kThreads);
         if (!masked && shape.n <= kMaxPackedRow<T>)
-          return VisitPackedRow<T>(shape.n, [&](auto whole, int span) { return run(PackedKernel<T, whole>, span); });
+          return VisitPackedRow<T>(shape.n, [&](auto whole, int span) {
+            return run(PackedKernel<T, whole>, span, PackedThreads(shape.n * sizeof(T), span, L));
+          });
       }
       if (aligned && shape.inner == 1 && shape.n < softmax::kMaxHeldRow && t.mask.data == nullptr)
         return RunLongRows(shape, t, arrays, x, dx, stream);

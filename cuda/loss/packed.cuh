@@ -26,14 +26,15 @@ struct PackedRows {
 };
 
 // Blocks of about `most_bytes`, whose groups of 1 << span lanes share a row.
-inline PackedRows PlanPackedRows(const softmax::Shape& shape, int span, int element_bytes, int most_bytes) {
+inline PackedRows PlanPackedRows(const softmax::Shape& shape, int span, int element_bytes, int most_bytes,
+                                 int threads = kThreads) {
   const int bytes = static_cast<int>(shape.n) * element_bytes;
   // Every group takes as many rows, and so many are a multiple of a vector's elements. Some blocks to a
   // multiprocessor, if there is work for them.
-  const int groups = kThreads >> span;
+  const int groups = threads >> span;
   const int64_t full = CeilDiv(most_bytes, bytes * groups), few = CeilDiv(shape.outer, 512 * groups);
   const int per_block = static_cast<int>(std::min(full, few)) * groups;
-  return {per_block, {CeilDiv(shape.outer, per_block), kThreads, static_cast<size_t>(per_block) * bytes}};
+  return {per_block, {CeilDiv(shape.outer, per_block), threads, static_cast<size_t>(per_block) * bytes}};
 }
 
 // A block's rows, from number `first` on. They are in shared memory after WaitRun.
