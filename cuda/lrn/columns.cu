@@ -4,8 +4,11 @@
 // that every element is read once: the energy of element j is known when element j + H has come in, and, for the
 // cotangent, the sum of r = q x g around element j when element j + 2 H has. A ring's slots are registers, so the loop
 // over a whole window of steps is unrolled, and as many steps' loads are in flight. Where there are too few
-// columns to fill the device, n is cut into chunks, which read what their windows overlap. An even window takes the
-// ring of one that has a cell more, and leaves that out of its sums.
+// columns to fill the device, n is cut into chunks, which read what their windows overlap.
+//
+// What is rare makes do with fewer kernels, the general ones: even windows, which take the ring of one that has a cell
+// more and leave that out of their sums, exponents other than 3/4, and float16, but for windows of five cells. It costs
+// them a quarter to two fifths of their time where rows are not aligned, and nothing where they are.
 //
 // A thread's columns are neighbours, in one vector; or, where rows are not aligned, one of every 32, so that a warp
 // still reads neighbours.
@@ -101,15 +104,15 @@ constexpr Loads kLoads = kMap == Map::kForward      ? (sizeof(T) == 2 ? Loads::k
                                                     : Loads::kEach;
 
 // Blocks on a multiprocessor, which the registers are bounded for.
-template <Map kMap, int H, bool kVector, class Curve>
-constexpr int kResident = H == 3                                                        ? 2
-                          : Curve::kThreeQuarters && (kVector || kMap == Map::kForward) ? 4
-                                                                                        : 3;
+template <Map kMap, int H, bool kGeneral, bool kVector>
+constexpr int kResident = H == 3                                            ? 2
+                          : !kGeneral && (kVector || kMap == Map::kForward) ? 4
+                                                                            : 3;
 
 // The sum over a ring whose newest slot is i. Its ends are left out where an even window has no such cells.
-template <int W, bool kEven, class F>
+template <int W, bool kGeneral, class F>
 __device__ float SumRing(int i, bool oldest, bool newest, F&& term) {
-  const auto has = [&](int k) { return !kEven || (k == i ? newest : k != (i + 1) % W || oldest); };
+  const auto has = [&](int k) { return !kGeneral || (k == i ? newest : k != (i + 1) % W || oldest); };
   float sum = has(0) ? term(0) : 0;
 #pragma unroll
   for (int k = 1; k < W; ++k) {
@@ -119,9 +122,9 @@ __device__ float SumRing(int i, bool oldest, bool newest, F&& term) {
   return sum;
 }
 
-template <Map kMap, int H, bool kEven, int N, bool kVector, class Curve, class T>
-__global__ void __launch_bounds__(kThreads, (kResident<kMap, H, kVector, Curve>))
-    ColumnsKernel(const __grid_constant__ Columns shape, Curve response, const T* __restrict__ t,
+template <Map kMap, int H, bool kGeneral, int N, bool kVector, class T>
+__global__ void __launch_bounds__(kThreads, (kResident<kMap, H, kGeneral, kVector>))
+    ColumnsKernel(const __grid_constant__ Columns shape, Response<T, !kGeneral> response, const T* __restrict__ t,
                   const T* __restrict__ x, T* __restrict__ out) {
   using A = Accumulator<T>;
   using Held = typename Row<N, kVector, T>::Held;
@@ -188,13 +191,13 @@ __global__ void __launch_bounds__(kThreads, (kResident<kMap, H, kVector, Curve>)
       const A least = kCotangent && !exists(begin + i - H) ? A(1) : response.k;
 #pragma unroll
       for (int j = 0; j < N; ++j) {
-        const A energy = SumRing<W, kEven>(i, shape.oldest, shape.newest, [&](int k) { return c[k][j] * c[k][j]; });
+        const A energy = SumRing<W, kGeneral>(i, shape.oldest, shape.newest, [&](int k) { return c[k][j] * c[k][j]; });
         const A d = least + response.scale * energy;
         if constexpr (kCotangent) {
           A rate;
           u[i][j] = w[j] * response.GainAndRate(d, &rate);
           r[i][j] = rate * (c[now][j] * u[i][j]);
-          const A product = SumRing<W, kEven>(i, shape.newest, shape.oldest, [&](int k) { return r[k][j]; });
+          const A product = SumRing<W, kGeneral>(i, shape.newest, shape.oldest, [&](int k) { return r[k][j]; });
           result[j] = u[now][j] - c[done][j] * product;
         } else {
           result[j] = c[now][j] * response.Gain(d);
@@ -205,7 +208,7 @@ __global__ void __launch_bounds__(kThreads, (kResident<kMap, H, kVector, Curve>)
   }
 }
 
-template <Map kMap, int H, bool kEven, int N, bool kVector, class T>
+template <Map kMap, int H, bool kGeneral, int N, bool kVector, class T>
 cudaError_t Launch(const Problem& p, const T* t, const T* x, T* out, cudaStream_t stream) {
   Columns shape = {};
   shape.n = p.extent[2];
@@ -217,29 +220,27 @@ cudaError_t Launch(const Problem& p, const T* t, const T* x, T* out, cudaStream_
   shape.chunk = static_cast<int>(CeilDiv(shape.n, std::clamp<int64_t>(wanted, 1, CeilDiv(shape.n, kLeastChunk))));
   shape.chunks = static_cast<int>(CeilDiv(shape.n, shape.chunk));
   shape.threads = p.outer * shape.tiles * shape.chunks;
-  const auto launch = [&](auto response) {
-    return LaunchKernel(ColumnsKernel<kMap, H, kEven, N, kVector, decltype(response), T>,
-                        CeilDiv(shape.threads, kThreads), kThreads, stream, shape, response, t, x, out);
-  };
-  if constexpr (!kEven)
-    if (p.beta == 0.75) return launch(Response<T, true>(p));
-  return launch(Response<T>(p));
+  return LaunchKernel(ColumnsKernel<kMap, H, kGeneral, N, kVector, T>, CeilDiv(shape.threads, kThreads), kThreads,
+                      stream, shape, Response<T, !kGeneral>(p), t, x, out);
 }
 
 template <Map kMap, class T>
 cudaError_t LaunchMap(const Problem& p, const T* t, const T* x, T* out, cudaStream_t stream) {
-  constexpr int kWide = 4;
-  const bool vectors = p.inner % kWide == 0 && IsVectorAligned(t, x, out);
+  // Of 32-bit elements, two are as fast for general windows, and half the code.
+  constexpr int kWide = 4, kGeneralWide = sizeof(T) == 4 ? 2 : 4;
+  const bool aligned = IsVectorAligned(t, x, out);
   const auto launch = [&](auto half) {
     constexpr int H = decltype(half)::value;
-    // Even windows are rare: they make do with fewer kernels.
-    if (p.before[2] != p.after[2])
-      return vectors ? Launch<kMap, H, true, kWide, true>(p, t, x, out, stream)
-                     : Launch<kMap, H, true, 1, true>(p, t, x, out, stream);
-    if (vectors) return Launch<kMap, H, false, kWide, true>(p, t, x, out, stream);
-    // Of fewer columns than that, too many lanes would have none.
-    if (p.inner > 64 * kWide) return Launch<kMap, H, false, kWide, false>(p, t, x, out, stream);
-    return Launch<kMap, H, false, 1, true>(p, t, x, out, stream);
+    if constexpr (H == 2 || !std::is_same_v<T, __half>) {
+      if (p.before[2] == p.after[2] && p.beta == 0.75) {
+        if (aligned && p.inner % kWide == 0) return Launch<kMap, H, false, kWide, true>(p, t, x, out, stream);
+        // Of fewer columns than that, too many lanes would have none.
+        if (p.inner > 64 * kWide) return Launch<kMap, H, false, kWide, false>(p, t, x, out, stream);
+        return Launch<kMap, H, false, 1, true>(p, t, x, out, stream);
+      }
+    }
+    return aligned && p.inner % kGeneralWide == 0 ? Launch<kMap, H, true, kGeneralWide, true>(p, t, x, out, stream)
+                                                  : Launch<kMap, H, true, 1, true>(p, t, x, out, stream);
   };
   switch (std::max(p.before[2], p.after[2])) {
     case 1:
