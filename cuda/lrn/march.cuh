@@ -12,6 +12,12 @@
 // Bound by instructions, most of which are the curve's and the sums', by shared memory, and by the steps' latency. What
 // visits of a column cost is why pieces go past the first cache: there each takes a line, and what shared memory leaves
 // of it holds few.
+//
+// What did not pay for the cotangent, at 56x56: sums down before across, which spare a strip its neighbours' elements but
+// pass floats through shared memory (5x5 in bfloat16 60 to 62 us, in float32 91 to 117, 7x7 67 to 87, some registers
+// spilled; as fast where lanes lie across); a branch for D^-3/4 in 16-bit types (60 to 65 us); D^-beta g and a row's sums
+// in shared memory for three blocks instead of two (60 to 77); blocks of 448 threads for 5x5 (60 to 65) and 7x7 (67 to
+// 72); two rows in flight instead of four for 3x3 (up to 12% slower, forward as well).
 #pragma once
 
 #include <cfloat>
@@ -42,9 +48,11 @@ struct March {
   // Units that a sum reaches on either side, and strips that have them.
   static constexpr int kReach = kAcross ? (H + N - 1) / N : H, kMargin = (kReach + 1) / 2;
   static constexpr int L = (2 * kReach + 2) * N;  // elements that a strip's sums see
-  // Rows that are unrolled, so that a row's place in a ring is known: a multiple of W, with room for those to come.
-  static constexpr int U = H == 1 ? 2 * W : W;
-  static constexpr int kAhead = 4;  // rows whose loads are in flight
+  static constexpr int kAhead = 4;                // rows whose loads are in flight
+  // Rows that are unrolled, so that a row's place in a ring is known: W, or two times that where it is faster, by up to
+  // 6%. The rings have so many parts of U rows.
+  static constexpr int U = H == 1 && N > 1 && !kAcross && !kMeans ? 2 * W : W;
+  static constexpr int kParts = std::max((kLag + kAhead) / U + 1, 2), kOwnParts = kAhead / U + 1;
   static constexpr bool kFew = sizeof(T) == 2;
   // Whether what copies bring is dealt out in pieces of 16 bytes, whichever thread needs them, and past the first
   // cache, of which each visit would take a whole line; and how many units a piece has.
@@ -92,12 +100,34 @@ struct Exchange {
   static constexpr int kTerms = S::kAcross ? 0 : S::kTerms;  // others come from lanes
   // Pieces lie in all arrays alike.
   static constexpr int kOwn = 2 * (S::kPieces ? S::kPitch : S::kThreads);
-  alignas(16) Packed<T, S::N> x[2][S::U][2 * S::kPitch];
+  alignas(16) Packed<T, S::N> x[S::kParts * S::U][2 * S::kPitch];
   alignas(16) Vec<A, S::N> terms[2][kTerms > 0 ? kTerms : 1][kTerms > 0 ? 2 * S::kPitch : 1];
-  alignas(16) Packed<T, S::N> t[S::kCotangent ? S::U : 1][S::kCotangent ? kOwn : 1];
-  alignas(16) Packed<T, S::N> m[S::kMeans ? S::U : 1][S::kMeans ? kOwn : 1];
+  alignas(16) Packed<T, S::N> t[S::kCotangent ? S::kOwnParts * S::U : 1][S::kCotangent ? kOwn : 1];
+  alignas(16) Packed<T, S::N> m[S::kMeans ? S::kOwnParts * S::U : 1][S::kMeans ? kOwn : 1];
   Terms<S::N, A> scaled[S::kStash ? S::W : 1][S::kStash ? S::kThreads : 1];
   Terms<S::N, A> before[S::kStash ? S::W - 1 : 1][S::kStash ? S::kThreads : 1];
+};
+
+// Rows of shared memory, kPitch apart: kParts times the U that are unrolled at a time.
+template <int kParts, int U, int kPitch, class Unit>
+struct Ring {
+  static_assert(kParts <= 3);
+  Unit *now, *next, *last;  // of which there may be fewer
+
+  __device__ explicit Ring(Unit* rows)
+      : now(rows), next(rows + 1 % kParts * U * kPitch), last(rows + (kParts - 1) * U * kPitch) {}
+  // The row that lies `i` from the first of those.
+  __device__ Unit* At(int i) const {
+    const int part = (i + kParts * U) / U % kParts;
+    return (part == 0 ? now : part == 1 ? next : last) + (i + U) % U * kPitch;
+  }
+  // Goes on to the next U.
+  __device__ void Turn() {
+    Unit* const first = now;
+    now = next;
+    next = kParts == 2 ? first : last;
+    last = first;
+  }
 };
 
 template <class S, class T>
@@ -122,7 +152,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kResident)
   const int from[2] = {results ? first : INT_MAX, results && second ? first : INT_MAX};
 
   // What lies beyond the outermost lanes is zero, and so is what lies in front of the first row.
-  for (int i = lane; i < 2 * U * 2 * S::kPitch; i += blockDim.x) shared.x[0][0][i] = {};
+  for (int i = lane; i < S::kParts * U * 2 * S::kPitch; i += blockDim.x) shared.x[0][i] = {};
   for (int i = lane; i < 2 * Exchange<S, T>::kTerms * 2 * S::kPitch; i += blockDim.x) shared.terms[0][0][i] = {};
   __syncthreads();
 
@@ -140,32 +170,30 @@ __global__ void __launch_bounds__(S::kThreads, S::kResident)
   // The strip's place in the next row to load.
   const int begin = max(first - S::kSight, 0);
   int64_t place = at.Bytes(tiles, sizeof(Unit)) + begin * tiles.row;
-  constexpr int kRow = 2 * S::kPitch;
   // Where the thread's strip is in a row of shared memory.
   const int strip_at = (margin + lane) * (S::kApart == 1 ? 2 : 1);
   const int own_at = S::kPieces ? strip_at : 2 * lane, terms_at = (margin + lane) * (S::kTermsApart == 1 ? 2 : 1);
-  // The strips of x of the half of the ring that the rows are in, and of the other.
-  Unit *x_half = shared.x[0][0] + strip_at, *x_other = shared.x[1][0] + strip_at;
-  // The thread's strip of the row that lies `i` from the half's first.
-  const auto x_strip = [&](int i) {
-    return i < 0 ? x_other + (i + U) * kRow : i < U ? x_half + i * kRow : x_other + (i - U) * kRow;
+  Ring<S::kParts, U, 2 * S::kPitch, Unit> x_rows(shared.x[0] + strip_at);
+  // Where it is in the half of the others' rings that the rows are in, and in the other.
+  int t_half = own_at, t_other = own_at + (S::kOwnParts - 1) * U * Exchange<S, T>::kOwn;
+  const auto own_row = [&](auto& ring, int i) {
+    return ring[(i + U) % U] + (S::kOwnParts == 1 ? own_at : (i + 2 * U) / U % 2 == 0 ? t_half : t_other);
   };
   const auto read = [](const Unit* p) { return ReadStrip<Strip<N, T>, S::kApart>(p); };
   Loader<S, T> x_loader, t_loader, m_loader;
   PieceLoader<S, T> pieces(tiles, block, margin, begin, in);
   const auto load = [&](int i, int row, bool starts) {
     if (S::kPieces && tiles.pieces) {
-      pieces.Load(x_strip(i) - strip_at, shared.t[S::kCotangent ? i % U : 0], shared.m[kMeans ? i % U : 0], row, tiles,
+      pieces.Load(x_rows.At(i) - strip_at, own_row(shared.t, i) - own_at, own_row(shared.m, i) - own_at, row, tiles,
                   in);
     } else {
       const int due = i - Loader<S, T>::kHeld;
       const auto next = [&](Loader<S, T>& loader, Unit* to, Unit* due, const T* from, int row) {
         loader.Load(to, starts ? nullptr : due, Shift(from, place), tiles.step, row, limit);
       };
-      const auto slot = [&](auto& ring, int i) { return ring[(i + U) % U] + own_at; };
-      next(x_loader, x_strip(i), x_strip(due), in.x, row);
-      if constexpr (kCotangent) next(t_loader, slot(shared.t, i), slot(shared.t, due), in.t, row - H);
-      if constexpr (kMeans) next(m_loader, slot(shared.m, i), slot(shared.m, due), in.m, row - H);
+      next(x_loader, x_rows.At(i), x_rows.At(due), in.x, row);
+      if constexpr (kCotangent) next(t_loader, own_row(shared.t, i), own_row(shared.t, due), in.t, row - H);
+      if constexpr (kMeans) next(m_loader, own_row(shared.m, i), own_row(shared.m, due), in.m, row - H);
     }
     CommitAsync();
   };
@@ -212,7 +240,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kResident)
           else
             pull[k].Add(i % W, sum, box[k]);
         }
-        WidenStrip<N, T>(read(x_strip(i - W)), x);
+        WidenStrip<N, T>(read(x_rows.At(i - W)), x);
         Terms<N, A> stash;
         if constexpr (S::kStash) stash = shared.scaled[i % W][lane];
 #pragma unroll
@@ -225,14 +253,14 @@ __global__ void __launch_bounds__(S::kThreads, S::kResident)
       }
 
       A e[L], energies[E], sum[E], drift[E], x[E], m[E], t[E];
-      Gather<S, S::kApart>(read(x_strip(i)), x_strip(i), tiles.slices, [&](int at, const Unit& v) {
+      Gather<S, S::kApart>(read(x_rows.At(i)), x_rows.At(i), tiles.slices, [&](int at, const Unit& v) {
         A wide[N];
         Widen<T>(v, wide);
 #pragma unroll
         for (int j = 0; j < N; ++j) e[at * N + j] = wide[j];
       });
-      WidenStrip<N, T>(read(x_strip(i - H)), x);
-      if constexpr (kMeans) WidenStrip<N, T>(read(shared.m[i] + own_at), m);
+      WidenStrip<N, T>(read(x_rows.At(i - H)), x);
+      if constexpr (kMeans) WidenStrip<N, T>(read(own_row(shared.m, i)), m);
       A more[E];  // about the means
       if constexpr (S::kPivot) {
         pivoted.Add(i % W, e, energies);
@@ -260,7 +288,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kResident)
 #pragma unroll
         for (int j = 0; j < E; ++j) energies[j] += energies[j] <= FLT_MAX ? more[j] : m[j] - m[j];
       }
-      if constexpr (kCotangent) WidenStrip<N, T>(read(shared.t[i] + own_at), t);
+      if constexpr (kCotangent) WidenStrip<N, T>(read(own_row(shared.t, i)), t);
       A result[E], gain[E], rate[E];
       Terms<N, A> stash;
 #pragma unroll
@@ -292,9 +320,10 @@ __global__ void __launch_bounds__(S::kThreads, S::kResident)
       }
       place += tiles.row;
     }
-    Unit* const half = x_half;
-    x_half = x_other;
-    x_other = half;
+    x_rows.Turn();
+    const int half = t_half;
+    t_half = t_other;
+    t_other = half;
   }
 }
 
@@ -323,9 +352,10 @@ inline bool IsBoxes(const Problem& p, DType dtype) {
 
 template <Map kMap, bool kMeans, int H, class T>
 cudaError_t LaunchReach(const Problem& p, const MarchArrays<T>& a, cudaStream_t stream) {
-  // As many neighbours as registers allow.
+  // As many neighbours as registers allow. Divisive normalization in float32 is rare but for 5x5: 3x3 and 7x7 do with
+  // one kernel each, and take up to a fifth longer, 7x7 forward with channels first two fifths.
   constexpr bool kFew = kMap == Map::kForward && !kMeans && sizeof(T) == 2;
-  constexpr bool kMany = kMap == Map::kCotangent && kMeans && sizeof(T) == 4 && H == 3;
+  constexpr bool kMany = kMeans && sizeof(T) == 4 && H != 2;
   constexpr int kWide = kFew ? 4 : kMany ? 1 : 2;
   if constexpr (kWide > 1) {
     if (IsVectorAligned(a.x, a.m, a.t, a.out, a.dm)) {
