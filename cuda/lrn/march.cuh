@@ -13,11 +13,11 @@
 // visits of a column cost is why pieces go past the first cache: there each takes a line, and what shared memory leaves
 // of it holds few.
 //
-// What did not pay for the cotangent, at 56x56: sums down before across, which spare a strip its neighbours' elements but
-// pass floats through shared memory (5x5 in bfloat16 60 to 62 us, in float32 91 to 117, 7x7 67 to 87, some registers
-// spilled; as fast where lanes lie across); a branch for D^-3/4 in 16-bit types (60 to 65 us); D^-beta g and a row's sums
-// in shared memory for three blocks instead of two (60 to 77); blocks of 448 threads for 5x5 (60 to 65) and 7x7 (67 to
-// 72); two rows in flight instead of four for 3x3 (up to 12% slower, forward as well).
+// What did not pay for the cotangent, at 56x56: sums down before across, which spare a strip its neighbours' elements
+// but pass floats through shared memory (5x5 in bfloat16 60 to 62 us, in float32 91 to 117, 7x7 67 to 87, some
+// registers spilled; as fast where lanes lie across); a branch for D^-3/4 in 16-bit types (60 to 65 us); D^-beta g and
+// a row's sums in shared memory for three blocks instead of two (60 to 77); blocks of 448 threads for 5x5 (60 to 65)
+// and 7x7 (67 to 72); two rows in flight instead of four for 3x3 (up to 12% slower, forward as well).
 #pragma once
 
 #include <cfloat>
