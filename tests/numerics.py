@@ -54,14 +54,13 @@ def assert_close(got, want, dtype, *, terms=1, scale=1.0):
   assert excess.size == 0 or excess.max() <= 1, f"error is {excess.max():.3g} times the bound"
 
 
-def equations(jaxpr, primitive):
-  """Those of a primitive, of all of ours if it is "jaxdnn", in programs within the program too."""
+def equations(jaxpr, primitive=None):
+  """Those of a primitive, or all; of a compiled function within the program its own."""
   for e in jaxpr.eqns:
-    if primitive in (e.primitive.name, e.primitive.name.partition("_")[0]):
+    if e.primitive.name in ("jit", "pjit"):
+      yield from equations(e.params["jaxpr"], primitive)
+    elif primitive in (None, e.primitive.name):
       yield e
-    for inner in e.params.values():
-      if hasattr(inner, "jaxpr"):
-        yield from equations(inner.jaxpr, primitive)
 
 
 def with_gradients(f, x, w, g):
