@@ -164,7 +164,7 @@ def test_kernels(tile, kind):
   taken = [check(case, tile, *pair, kind) for case in CASES for pair in types]
   of_floats = ("simt 64x64", "simt 128x32", "simt 256x8", "simt 256x4", "simt runs", "simt patch")
   of_few_types = ("wgmma 128x128 copied", "wgmma 128x256", *of_floats)
-  assert sum(taken) >= (4 if tile in of_few_types else 8)
+  assert sum(taken) >= (3 if tile in of_few_types else 8)
 
 
 @pytest.mark.gpu

@@ -27,9 +27,10 @@ struct Depths {
 
   // The tap of a depth, and its first channel.
   __device__ int Tap(const DataFloatsParams& q, int k, int* channel) const {
-    if (k < whole) return q.whole_channels.Div(k, channel);
-    const int tap = q.other_channels.Div(k - whole, channel);
-    *channel += q.whole_channels.divisor;
+    const bool rest = k >= whole;
+    const FastDiv div = rest ? q.other_channels : q.whole_channels;
+    const int tap = div.Div(rest ? k - whole : k, channel);
+    if (rest) *channel += q.whole_channels.divisor;
     return tap;
   }
 };

@@ -194,7 +194,7 @@ struct OpenCells {
       int element;
       line[k] = q.staged_div.Div(lane + 32 * k, &element);
       if (q.pairs) element *= 2;
-      from[k] = staged + (line[k] * q.staged_line + element) * 4;
+      from[k] = staged + (line[k] < q.stride_h ? line[k] * q.staged_line + element : 0) * 4;
       const OpenResult result(q, first_place + 16 * warp, element);
       place[k] = (result.image * q.result_height + line[k]) * q.result_width + result.x;
       if (!result.exists || line[k] >= q.stride_h) line[k] = kNone;

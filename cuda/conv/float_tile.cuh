@@ -206,15 +206,14 @@ __device__ __forceinline__ void MultiplyFloats(typename T::template Shared<kMajo
   const int skipped = kWhole ? 0 : min(T::Part() * each, steps.count);
   const auto has = [&](int step) { return step < (kWhole ? steps.count : min(each, steps.count - skipped)); };
   const int first = kWhole || has(0) ? (T::kClusters ? steps.first : 0) + skipped : kBeyond;
-  int left = 0;
+  int left = 0, into = first < steps.runs_end && (T::kClusters || !kWhole) ? first % steps.run : 0;  // a run of steps
   const auto bring = [&](int step, int stage) {
     if (step == 0 || has(step)) {
       const bool follows = left != 0;
       bring_a.Start(shared.a[stage], first + step, follows);
       bring_b.Start(shared.b[stage], first + step, follows);
-      left = follows                          ? left - 1
-             : first + step >= steps.runs_end ? 0
-                                              : steps.run - 1 - (T::kClusters ? (first + step) % steps.run : 0);
+      left = follows ? left - 1 : first + step < steps.runs_end ? steps.run - 1 - into : 0;
+      if (!follows) into = 0;
     }
     CommitCopies();
   };

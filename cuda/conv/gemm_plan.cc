@@ -255,7 +255,7 @@ Costed BlocksOf(const Problem& p, const TileShape& t, int64_t splits, int64_t cl
   const double finds = in_tap < 2 ? 1 : (1 + in_tap - std::floor(in_tap)) / in_tap;
   if (!filter && t.columns >= 32) {
     const double found = finds * (t.rows + t.columns) / double(128 + 64);
-    cost.latency += 900 * found, cost.busy += 250 * found;
+    cost.latency += 300 * found, cost.busy += 60 * found;
   } else if (!filter) {
     cost.latency += 650 * std::max(0., finds - .25), cost.busy += 650 * std::max(0., finds - .25);
   }

@@ -148,6 +148,7 @@ __device__ void AddWindows(const March& m, const MarchCells<kTiled>& cells, cons
       place[r] = next_place[r], next_cell[r] = last_cell[r];
       bits[r] = next_bits[r], next_bits[r] = last_bits[r];
     }
+    __syncwarp();  // the left half of the warp comes to cells that the right half has added to
   }
 }
 
