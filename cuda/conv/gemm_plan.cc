@@ -183,10 +183,6 @@ MetShare MetByPosition(const Problem& p, const TileShape& t) {
   return average <= kPays && (blocks > 2 * kMultiprocessors || most <= kPays) ? MetShare{average, most} : MetShare{};
 }
 
-}  // namespace
-
-namespace {
-
 // Kernels of float32 on the CUDA cores that are no products of tiles.
 struct OfFloats {
   Tile tile;

@@ -352,10 +352,9 @@ inline bool IsBoxes(const Problem& p, DType dtype) {
 
 template <Map kMap, bool kMeans, int H, class T>
 cudaError_t LaunchReach(const Problem& p, const MarchArrays<T>& a, cudaStream_t stream) {
-  // As many neighbours as registers allow. Divisive normalization in float32 is rare but for 5x5: 3x3 and 7x7 do with
-  // one kernel each, and take up to a fifth longer, 7x7 forward with channels first two fifths.
+  // As many neighbours as registers allow.
   constexpr bool kFew = kMap == Map::kForward && !kMeans && sizeof(T) == 2;
-  constexpr bool kMany = kMeans && sizeof(T) == 4 && H != 2;
+  constexpr bool kMany = kMap == Map::kCotangent && kMeans && sizeof(T) == 4 && H == 3;
   constexpr int kWide = kFew ? 4 : kMany ? 1 : 2;
   if constexpr (kWide > 1) {
     if (IsVectorAligned(a.x, a.m, a.t, a.out, a.dm)) {
