@@ -40,7 +40,7 @@ FAULTS = {
   "unaligned": "is not aligned",
   "null": "null address",
   "deadlock": "no thread can go on",
-  "elsewhere": "lanes that the instruction names are elsewhere",
+  "elsewhere": "a shuffle from a lane that is not there",
   "trap": "trap",
   "partial": "not of whole 16 bytes",
   "too many": "more arrive than the barrier expects",
@@ -54,6 +54,7 @@ def test_kernels_with_and_without_faults(run):
   assert results["sum"] == results["bulk sum"] == SUM
   assert results["exchange"] == "11 10"
   assert results["product"].split() == [f"{8 * (lane // 4) + 2 * (lane % 4)}" for lane in range(32)]
+  assert results["apart"].split() == [f"{lane + 1 + 100 if lane % 2 == 0 else lane - 1}" for lane in range(32)]
   for not_there_yet in ("unwaited", "early"):
     assert "nan" in results[not_there_yet]
   for fault, message in FAULTS.items():

@@ -88,6 +88,26 @@ __global__ void Product(const float*, float* y, int) {
   y[lane] = d[0] + 0 * sum;
 }
 
+// A shuffle that every second lane comes to from further on.
+__global__ void Apart(const float*, float* y, int) {
+  const int lane = threadIdx.x;
+  int v = lane;
+  asm volatile(
+      "{\n"
+      ".reg .pred odd;\n"
+      "setp.ne.s32 odd, %1, 0;\n"
+      "@odd bra Further;\n"
+      "Together: shfl.sync.bfly.b32 %0, %0, 1, 31, -1;\n"
+      "bra.uni End;\n"
+      "Further: add.s32 %0, %0, 100;\n"
+      "bra Together;\n"
+      "End:\n"
+      "}"
+      : "+r"(v)
+      : "r"(lane % 2));
+  y[lane] = static_cast<float>(v);
+}
+
 struct Case {
   const char* name;
   void (*kernel)(const float*, float*, int);
@@ -113,6 +133,7 @@ const Case kCases[] = {
     {"exchange", Exchange, kNone, 2, 32, 2, 2},
     {"no cluster", Exchange, kNone, 2, 32, 1, 2},
     {"product", Product, kNone, 1, 32, 1, 32},
+    {"apart", Apart, kNone, 1, 32, 1, 32},
 };
 
 }  // namespace

@@ -1,4 +1,4 @@
-// What the lanes of a warp do together. All lanes that an instruction names must be at it.
+// What the lanes of a warp do together. Lanes that an instruction names and that are elsewhere are waited for.
 #include <algorithm>
 
 #include "instructions.h"
@@ -7,16 +7,15 @@ namespace emulator {
 namespace {
 
 Mask Named(Warp& w, const Instruction& i, size_t source, Mask here) {
-  const Mask named = Get<uint32_t>(w.r[i.s[source]], __builtin_ctz(here));
-  if ((named & w.alive & ~here) != 0) throw Error("lanes that the instruction names are elsewhere");
-  return named;
+  return Get<uint32_t>(w.r[i.s[source]], __builtin_ctz(here));
 }
+bool AllHere(const Warp& w, Mask named, Mask here) { return (named & w.alive & ~here) == 0; }
 
 enum Mode : int64_t { kUp, kDown, kButterfly, kIndex };
 
 template <Mode mode>
 bool Shuffle(Warp& w, const Instruction& i, Mask m) {  // d|p, a, b, c, lanes
-  Named(w, i, 3, m);
+  if (!AllHere(w, Named(w, i, 3, m), m)) return false;
   Reg values;
   std::memcpy(values, w.r[i.s[0]], sizeof(Reg));
   ForLanes(m, [&](int l) {
@@ -34,7 +33,8 @@ bool Shuffle(Warp& w, const Instruction& i, Mask m) {  // d|p, a, b, c, lanes
 // op(lanes whose predicate holds, lanes that vote).
 template <class Op>
 bool Vote(Warp& w, const Instruction& i, Mask m) {
-  const Mask all = m & Named(w, i, 1, m);
+  const Mask named = Named(w, i, 1, m), all = m & named;
+  if (!AllHere(w, named, m)) return false;
   Mask yes = 0;
   ForLanes(all, [&](int l) { yes |= Mask{Predicate(w, i, 0, l)} << l; });
   ForLanes(m, [&](int l) { w.r[i.d[0]][l] = Op{}(yes, all); });
@@ -48,7 +48,8 @@ Binder Votes(Op) {
 // The least or the greatest of the lanes' integers.
 template <bool kGreatest>
 bool Reduction(Warp& w, const Instruction& i, Mask m) {
-  const Mask all = m & Named(w, i, 1, m);
+  const Mask named = Named(w, i, 1, m), all = m & named;
+  if (!AllHere(w, named, m)) return false;
   const auto value = [&](int l) {
     const auto bits = static_cast<uint32_t>(w.r[i.s[0]][l]);
     return i.type == Scalar::kS32 ? int64_t{static_cast<int32_t>(bits)} : int64_t{bits};
@@ -61,7 +62,9 @@ bool Reduction(Warp& w, const Instruction& i, Mask m) {
 
 // The lowest of the lanes that are named is the one. d|p, lanes
 bool Elect(Warp& w, const Instruction& i, Mask m) {
-  const int elected = __builtin_ctz(m & Named(w, i, 0, m));
+  const Mask named = Named(w, i, 0, m);
+  if (!AllHere(w, named, m)) return false;
+  const int elected = __builtin_ctz(m & named);
   ForLanes(m, [&](int l) {
     w.r[i.d[0]][l] = elected;
     w.r[i.d[1]][l] = l == elected;
@@ -69,11 +72,7 @@ bool Elect(Warp& w, const Instruction& i, Mask m) {
   return true;
 }
 
-// Here, lanes that are named and elsewhere are waited for.
-bool WarpBarrier(Warp& w, const Instruction& i, Mask m) {
-  const Mask named = Get<uint32_t>(w.r[i.s[0]], __builtin_ctz(m));
-  return (named & w.alive & ~m) == 0;
-}
+bool WarpBarrier(Warp& w, const Instruction& i, Mask m) { return AllHere(w, Named(w, i, 0, m), m); }
 
 }  // namespace
 
