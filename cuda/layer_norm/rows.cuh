@@ -375,6 +375,7 @@ constexpr DType kDType = sizeof(T) == 8              ? DType::kF64
 // What each element type has kernels for. Doubles have only the plainest, and f16 has none for what is unaligned.
 template <class T>
 constexpr bool kHasPairs = std::is_same_v<T, __nv_bfloat16>;
+
 // So few rows that a thread had better have little of each, and a row many threads.
 inline bool AreFew(const Shape& shape, int64_t vectors, const Device& device) {
   return shape.problems * shape.rows * vectors <= int64_t{2048} * device.multiprocessors;
