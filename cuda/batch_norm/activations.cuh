@@ -15,25 +15,24 @@ struct PlainGroup {
   static constexpr bool kSwitch = false;
   bool relu;
 
-  template <class F>
-  __device__ void Visit(F&& f) const {
-    f(*this);
-  }
   __device__ A Forward(A p) const { return activation::MaxOrNan(p, relu ? A(0) : -A(INFINITY)); }
   // g f'(p)
   __device__ A Slope(A g, A p) const { return !relu || p > A(0) ? g : A(0); }
+
+  // The same of vectors, in place.
+  template <int V>
+  __device__ void Forward(A (&p)[V]) const {
+#pragma unroll
+    for (A& each : p) each = Forward(each);
+  }
+  template <int V>
+  __device__ void Slope(A (&g)[V], const A (&p)[V]) const {
+#pragma unroll
+    for (int i = 0; i < V; ++i) g[i] = Slope(g[i], p[i]);
+  }
 };
 
-template <class F>
-struct Member {
-  using A = typename F::A;
-  F f;
-
-  __device__ A Forward(A p) const { return f.Forward(p); }
-  __device__ A Slope(A g, A p) const { return activation::ApplySlope(g, f.Derivative(p)); }
-};
-
-// Any. A kernel branches among them once a vector.
+// Any. A kernel branches among them once a vector, around nothing but what they differ in.
 template <class T>
 struct SwitchGroup {
   using A = Accumulator<T>;
@@ -41,30 +40,46 @@ struct SwitchGroup {
   activation::Kind kind;
   A parameter;
 
+  template <int V>
+  __device__ void Forward(A (&p)[V]) const {
+    Visit([&](auto f) {
+#pragma unroll
+      for (A& each : p) each = f.Forward(each);
+    });
+  }
+  template <int V>
+  __device__ void Slope(A (&g)[V], const A (&p)[V]) const {
+    Visit([&](auto f) {
+#pragma unroll
+      for (int i = 0; i < V; ++i) g[i] = activation::ApplySlope(g[i], f.Derivative(p[i]));
+    });
+  }
+
+ private:
   template <class F>
   __device__ void Visit(F&& f) const {
     using namespace activation;
     switch (kind) {
       case Kind::kRelu:
-        return f(Member<Relu<T>>{});
+        return f(Relu<T>{});
       case Kind::kClippedRelu:
-        return f(Member<ClippedRelu<T>>{{parameter}});
+        return f(ClippedRelu<T>{parameter});
       case Kind::kLeakyRelu:
-        return f(Member<LeakyRelu<T>>{{parameter}});
+        return f(LeakyRelu<T>{parameter});
       case Kind::kSigmoid:
-        return f(Member<Sigmoid<T>>{});
+        return f(Sigmoid<T>{});
       case Kind::kTanh:
-        return f(Member<Tanh<T>>{});
+        return f(Tanh<T>{});
       case Kind::kSilu:
-        return f(Member<Silu<T>>{{parameter}});
+        return f(Silu<T>{parameter});
       case Kind::kHardSwish:
-        return f(Member<HardSwish<T>>{});
+        return f(HardSwish<T>{});
       case Kind::kGelu:
-        return f(Member<Gelu<T>>{});
+        return f(Gelu<T>{});
       case Kind::kGeluTanh:
-        return f(Member<GeluTanh<T>>{});
+        return f(GeluTanh<T>{});
       default:
-        return f(Member<Identity<T>>{});
+        return;  // the identity
     }
   }
 };

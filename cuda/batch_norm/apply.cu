@@ -27,18 +27,23 @@ struct GradientOp {
   __device__ GradientOp(const Tiling& t, const M& m, const Arguments& a)
       : channels(t, m, a.affine), pairs(t, m, a.k), group(a.group) {}
   __device__ void operator()(Vec<T, M::V>& dx, const Vec<T, M::V> (&in)[kInputs]) const {
-    group.Visit([&](auto f) {
+    A g[M::V], p[M::V];
 #pragma unroll
-      for (int i = 0; i < M::V; ++i) {
-        const A g = static_cast<A>(in[0].v[i]), x = static_cast<A>(in[1].v[i]);
-        dx.v[i] =
-            static_cast<T>(fma(channels.a[i % M::W], f.Slope(g, channels(i, x)), pairs(i, channels.Centered(i, x))));
-      }
-    });
+    for (int i = 0; i < M::V; ++i) {
+      g[i] = static_cast<A>(in[0].v[i]);
+      p[i] = channels(i, static_cast<A>(in[1].v[i]));
+    }
+    group.Slope(g, p);
+#pragma unroll
+    for (int i = 0; i < M::V; ++i) {
+      const A rest = pairs(i, channels.Centered(i, static_cast<A>(in[1].v[i])));
+      dx.v[i] = static_cast<T>(fma(channels.a[i % M::W], g[i], rest));
+    }
   }
 };
 
-// Inputs x, t and source, of which t and source may be absent: they are x again then.
+// Inputs x, t and source, of which t and source may be absent: they are x again then. If `apart`, it is GradientOp's
+// result, for what goes element by element.
 template <class M, class G>
 struct TangentOp {
   using T = typename M::T;
@@ -51,6 +56,7 @@ struct TangentOp {
     const A* k;
     Slot slot;
     Source source;
+    bool apart = false;
   };
 
   Channels<M, A> channels;
@@ -58,22 +64,32 @@ struct TangentOp {
   G group;
   Slot slot;
   Source source;
+  bool apart;
 
   __device__ TangentOp(const Tiling& t, const M& m, const Arguments& a)
-      : channels(t, m, a.affine), pairs(t, m, a.k), group(a.group), slot(a.slot), source(a.source) {}
+      : channels(t, m, a.affine),
+        pairs(t, m, a.k),
+        group(a.group),
+        slot(a.slot),
+        source(a.source),
+        apart(M::V == 1 && a.apart) {}
   __device__ void operator()(Vec<T, M::V>& out, const Vec<T, M::V> (&in)[kInputs]) const {
-    group.Visit([&](auto f) {
+    A inner[M::V], p[M::V];
 #pragma unroll
-      for (int i = 0; i < M::V; ++i) {
-        const A x = static_cast<A>(in[0].v[i]), t = static_cast<A>(in[1].v[i]);
-        const A p = PreActivation(source, channels(i, x), static_cast<A>(in[2].v[i]));
-        A inner = pairs(i, channels.Centered(i, x));
-        if (slot == Slot::kInner) inner += t;
-        if (slot == Slot::kScaled) inner = fma(channels.a[i % M::W], t, inner);
-        const A result = f.Slope(inner, p);
-        out.v[i] = static_cast<T>(slot == Slot::kOuter ? result + t : result);
-      }
-    });
+    for (int i = 0; i < M::V; ++i) {
+      const A x = static_cast<A>(in[0].v[i]), t = static_cast<A>(in[1].v[i]);
+      p[i] = PreActivation(source, channels(i, x), static_cast<A>(in[2].v[i]));
+      inner[i] = apart ? A(0) : pairs(i, channels.Centered(i, x));
+      if (slot == Slot::kInner) inner[i] += t;
+      if (slot == Slot::kScaled) inner[i] = fma(channels.a[i % M::W], t, inner[i]);
+    }
+    group.Slope(inner, p);
+#pragma unroll
+    for (int i = 0; i < M::V; ++i) {
+      if (slot == Slot::kOuter) inner[i] += static_cast<A>(in[1].v[i]);
+      if (apart) inner[i] += pairs(i, channels.Centered(i, static_cast<A>(in[0].v[i])));
+      out.v[i] = static_cast<T>(inner[i]);
+    }
   }
 };
 
@@ -108,9 +124,16 @@ cudaError_t Gradient(const Problem& p, const Affine& affine, activation::Activat
   return VisitAccess<false>(p, f, aligned, kNoLimit, kMapBlocks<2>, [&](auto access, auto group, const Tiling& t) {
     using M = typename decltype(access)::type;
     using T = typename M::T;
-    const Arrays<T> arrays = {{static_cast<const T*>(g), static_cast<const T*>(x)}, static_cast<T*>(dx)};
-    return LaunchMap<GradientOp<M, decltype(group)>, M>(t, arrays,
-                                                        {affine, group, static_cast<const Accumulator<T>*>(k)}, stream);
+    const auto* pairs = static_cast<const Accumulator<T>*>(k);
+    if constexpr (M::V == 1) {
+      const Arrays<T> arrays = {{static_cast<const T*>(x), static_cast<const T*>(g), static_cast<const T*>(x)},
+                                static_cast<T*>(dx)};
+      return LaunchMap<TangentOp<M, decltype(group)>, M>(
+          t, arrays, {affine, group, pairs, Slot::kScaled, Source::kNone, true}, stream);
+    } else {
+      const Arrays<T> arrays = {{static_cast<const T*>(g), static_cast<const T*>(x)}, static_cast<T*>(dx)};
+      return LaunchMap<GradientOp<M, decltype(group)>, M>(t, arrays, {affine, group, pairs}, stream);
+    }
   });
 }
 

@@ -79,12 +79,10 @@ struct Blocks {
 constexpr Blocks kSumBlocks = {2, 2};
 template <int kInputs>
 constexpr Blocks kMapBlocks = {3, kInputs > 1 ? 2 : 3};
+
 // How many vectors of each input a thread of a sum reads at once, where it does not branch among activations.
 template <class Op>
 constexpr int kInFlight = Op::kInputs == 2 ? 4 : 2;
-// How many vectors that may exist in part a thread loads before it uses the first.
-template <class Op>
-constexpr int kPartsInFlight = Op::kSwitch ? 1 : 2;
 
 template <class T>
 struct Arrays {
@@ -104,25 +102,6 @@ __device__ void StoreOnce(V* to, const V& v) {
   }
 }
 
-// Calls f(span, v) for the vectors at(0), at(1), ... at(count - 1), which may exist in part.
-template <class M, class Op, class At, class F>
-__device__ void ForParts(const Tiling& t, const Arrays<typename M::T>& arrays, int count, At at, F&& f) {
-  constexpr int U = kPartsInFlight<Op>, K = Op::kInputs;
-  for (int i = 0; i < count; i += U) {
-    Vec<typename M::T, M::V> v[U][K];
-#pragma unroll
-    for (int u = 0; u < U; ++u)
-      if (i + u < count) {
-        const Span span = at(i + u);
-#pragma unroll
-        for (int k = 0; k < K; ++k) v[u][k] = Load<M>(t, arrays.in[k], span);
-      }
-#pragma unroll
-    for (int u = 0; u < U; ++u)
-      if (i + u < count) f(at(i + u), v[u]);
-  }
-}
-
 template <class M, class Op>
 using MapStream = Stream<M, Op::kInputs, true>;
 
@@ -135,7 +114,7 @@ __device__ void Map(const Tiling& t, const M& m, const Arrays<typename M::T>& ar
   if (m.steps == 0) return;
   MapStream<M, Op> all(t, m, arrays.in, ring);
   const Op op(t, m, arguments);
-  all.ForEachAndParts([&](const Span& span, const auto& v) {
+  all.ForEach([&](const Span& span, const auto& v) {
     Vec<T, V> out;
     if constexpr (V == 1) out.v[0] = static_cast<T>(0.0f);
     if (Kept<M>(t, span)) op(out, v);
@@ -173,15 +152,16 @@ struct ApplyOp {
   __device__ ApplyOp(const Tiling& t, const M& m, const Arguments& a)
       : channels(t, m, a.affine), group(a.group), source(a.source) {}
   __device__ void operator()(Vec<T, M::V>& y, const Vec<T, M::V> (&in)[kInputs]) const {
-    group.Visit([&](auto f) {
+    A p[M::V];
 #pragma unroll
-      for (int i = 0; i < M::V; ++i) {
-        A p = channels(i, static_cast<A>(in[0].v[i]));
-        if constexpr (kResidual)
-          if (source != Source::kNone) p += static_cast<A>(in[1].v[i]);
-        y.v[i] = static_cast<T>(f.Forward(p));
-      }
-    });
+    for (int i = 0; i < M::V; ++i) {
+      p[i] = channels(i, static_cast<A>(in[0].v[i]));
+      if constexpr (kResidual)
+        if (source != Source::kNone) p[i] += static_cast<A>(in[1].v[i]);
+    }
+    group.Forward(p);
+#pragma unroll
+    for (int i = 0; i < M::V; ++i) y.v[i] = static_cast<T>(p[i]);
   }
 };
 
@@ -212,23 +192,25 @@ __global__ void __launch_bounds__(kThreads, kSumBlocks.any)
   Pair<A> sums[W] = {};
   if (m.steps > 0) {
     const Op op(t, m, arguments);
-    const auto full = [&](const Span& span, const auto& v) {
-      A out[V];
-      op(out, v, sums, span.lo, span.hi);
+    const auto take = [&](const Span& span, const auto& v) {
+      A out[V] = {};
+      if (Kept<M>(t, span)) op(out, v, sums, span.lo, span.hi);
       if (arrays.out) Store<M>(arrays.out, span, Rounded<M>(op, out));
     };
     // A branch for each vector leaves no gain in having several at once.
-    if constexpr (Op::kSwitch)
-      Whole(t, m, arrays.in, shared.ring).ForEach(full);
-    else
-      ForBatches<Op::kInputs, kInFlight<Op>>(t, m, arrays.in, full);
-    ForParts<M, Op>(
-        t, arrays, m.steps - m.full, [&](int i) { return m.At(t, m.full + i); },
-        [&](const Span& span, const auto& v) {
-          A out[V] = {};
-          if (Kept<M>(t, span)) op(out, v, sums, span.lo, span.hi);
-          if (arrays.out) Store<M>(arrays.out, span, Rounded<M>(op, out));
-        });
+    if constexpr (Op::kSwitch) {
+      Whole(t, m, arrays.in, shared.ring).ForEach(take);
+    } else {
+      ForBatches<Op::kInputs, kInFlight<Op>>(t, m, arrays.in, take);
+      // One at most.
+      if (m.full < m.steps) {
+        const Span span = m.At(t, m.full);
+        Vec<T, V> v[Op::kInputs];
+#pragma unroll
+        for (int k = 0; k < Op::kInputs; ++k) v[k] = Load<M>(t, arrays.in[k], span);
+        take(span, v);
+      }
+    }
   }
   __syncthreads();
   ReduceBlock(t, m, sums, AddPairs{}, shared.scratch, [&](int64_t channel, const Pair<A>& value) {

@@ -9,9 +9,9 @@
 namespace jaxdnn::batch_norm {
 namespace {
 
-constexpr int kBlocks = 2;  // on a multiprocessor
-constexpr int kHeld = 2;    // the most vectors of each input that a thread has
-constexpr Most kMost = {kBlocks * kMultiprocessors, kHeld, kHeld};
+constexpr int kSmallBlocks = 2;  // on a multiprocessor
+constexpr int kHeld = 2;         // the most vectors of each input that a thread has
+constexpr Most kMostSmall = {kSmallBlocks * kMultiprocessors, kHeld, kHeld};
 
 // The thread's vectors of K inputs.
 template <class M, int K>
@@ -143,7 +143,7 @@ __device__ bool IsFirst(const Tiling& t, const M& m) {
 }
 
 template <class M, class G>
-__global__ void __launch_bounds__(kThreads, kBlocks)
+__global__ void __launch_bounds__(kThreads, kSmallBlocks)
     TrainSmallKernel(Tiling t, Arrays<typename M::T> arrays, Parameters<Accumulator<typename M::T>> affine, G group,
                      Statistic<Accumulator<typename M::T>> statistic) {
   using A = Accumulator<typename M::T>;
@@ -189,7 +189,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 }
 
 template <class M, class G>
-__global__ void __launch_bounds__(kThreads, kBlocks)
+__global__ void __launch_bounds__(kThreads, kSmallBlocks)
     TrainGradientKernel(Tiling t, Arrays<typename M::T> arrays, Parameters<Accumulator<typename M::T>> affine, G group,
                         Coefficients<Accumulator<typename M::T>> coefficients) {
   using A = Accumulator<typename M::T>;
@@ -241,7 +241,7 @@ __global__ void __launch_bounds__(kThreads)
 
 bool TrainSmall(const Problem& p, const Affine& affine, activation::Activation f, const void* x, void* y, void* mean,
                 void* var, cudaStream_t stream, cudaError_t* e) {
-  return VisitAlone(p, f, IsVectorAligned(x, y), kMost, [&](auto access, const Tiling& t) {
+  return VisitAlone(p, f, IsVectorAligned(x, y), kMostSmall, [&](auto access, const Tiling& t) {
     using M = typename decltype(access)::type;
     using T = typename M::T;
     const Arrays<T> arrays = {{static_cast<const T*>(x)}, static_cast<T*>(y)};
@@ -257,7 +257,7 @@ cudaError_t TrainGradient(const Problem& p, const Affine& affine, activation::Ac
   if (p.dtype == DType::kF64 || p.where || p.outer * p.n * p.c * p.s == 0) return cudaErrorNotSupported;
   const Coefficients<float> coefficients = {static_cast<float*>(d_scale), static_cast<float*>(d_bias)};
   cudaError_t e = cudaSuccess;
-  if (VisitAlone(p, f, IsVectorAligned(g, x, dx), kMost, [&](auto access, const Tiling& t) {
+  if (VisitAlone(p, f, IsVectorAligned(g, x, dx), kMostSmall, [&](auto access, const Tiling& t) {
         using M = typename decltype(access)::type;
         using T = typename M::T;
         const Arrays<T> arrays = {{static_cast<const T*>(g), static_cast<const T*>(x)}, static_cast<T*>(dx)};

@@ -7,12 +7,12 @@
 namespace jaxdnn::batch_norm {
 namespace {
 
-constexpr int kBlocks = 2;     // on a multiprocessor
-constexpr int kFinalRows = 2;  // of partial results, which a thread loads at once
+constexpr int kPartialBlocks = 2;  // on a multiprocessor
+constexpr int kFinalRows = 2;      // of partial results, which a thread loads at once
 
 // One block for each channel leaves nothing to merge, and `partial` is null.
 template <class M>
-__global__ void __launch_bounds__(kThreads, kBlocks)
+__global__ void __launch_bounds__(kThreads, kPartialBlocks)
     PartialKernel(Tiling t, const typename M::T* x, Summary<Accumulator<typename M::T>>* partial,
                   Statistic<Accumulator<typename M::T>> out) {
   using A = Accumulator<typename M::T>;
@@ -78,7 +78,7 @@ cudaError_t Statistics(const Problem& p, const void* x, void* mean, void* var, W
     if (limit < 1) return cudaErrorInvalidValue;
     const Statistic<A> out = {static_cast<A*>(mean), static_cast<A*>(var)};
     return VisitTiling<T, sizeof(T) < 8>(
-        p, IsVectorAligned(x), limit, kBlocks * kMultiprocessors, [&](auto access, const Tiling& t) {
+        p, IsVectorAligned(x), limit, kPartialBlocks * kMultiprocessors, [&](auto access, const Tiling& t) {
           using M = typename decltype(access)::type;
           auto* partial = t.Partials() == 1 ? nullptr : static_cast<Summary<A>*>(workspace.data);
           const cudaError_t e =

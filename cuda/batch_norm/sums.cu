@@ -8,7 +8,8 @@
 namespace jaxdnn::batch_norm {
 namespace {
 
-// Inputs g, x and, if kSource, the source: sums of D g and D g (x - mean); out is D g or a D g.
+// Inputs g, x and, if kSource, the source: sums of D g and D g (x - mean), or, where any activation may be, of g and
+// g (x - mean); out is D g or a D g.
 template <class M, class G, bool kSource>
 struct SumsOp {
   using T = typename M::T;
@@ -18,66 +19,35 @@ struct SumsOp {
   struct Arguments {
     Parameters<A> affine;
     G group;
-    bool scaled;
+    bool scaled, before;  // before: D
     Source source;
   };
 
   Channels<M, A> channels;
   G group;
-  bool scaled;
+  bool scaled, before;
   Source source;
 
   __device__ SumsOp(const Tiling& t, const M& m, const Arguments& a)
-      : channels(t, m, a.affine), group(a.group), scaled(a.scaled), source(a.source) {}
+      : channels(t, m, a.affine), group(a.group), scaled(a.scaled), before(G::kSwitch && a.before), source(a.source) {}
   __device__ A Out(int i, A h) const { return scaled ? channels.a[i % M::W] * h : h; }
   __device__ void operator()(A (&out)[M::V], const Vec<T, M::V> (&in)[kInputs], Pair<A> (&sums)[M::W], int lo,
                              int hi) const {
-    group.Visit([&](auto f) {
+    A p[M::V];
 #pragma unroll
-      for (int i = 0; i < M::V; ++i) {
-        const A g = static_cast<A>(in[0].v[i]), x = static_cast<A>(in[1].v[i]);
-        A p = channels(i, x);
-        if constexpr (kSource) p = PreActivation(source, p, static_cast<A>(in[2].v[i]));
-        out[i] = f.Slope(g, p);
-        if (i >= lo && i < hi) {
-          sums[i % M::W].first += out[i];
-          sums[i % M::W].second += out[i] * channels.Centered(i, x);
-        }
-      }
-    });
-  }
-};
-
-// Inputs t and x: sums of t and t (x - mean); out is a D t.
-template <class M, class G>
-struct MomentsOp {
-  using T = typename M::T;
-  using A = Accumulator<T>;
-  static constexpr bool kSwitch = G::kSwitch;
-  static constexpr int kInputs = 2;
-  struct Arguments {
-    Parameters<A> affine;
-    G group;
-  };
-
-  Channels<M, A> channels;
-  G group;
-
-  __device__ MomentsOp(const Tiling& t, const M& m, const Arguments& a) : channels(t, m, a.affine), group(a.group) {}
-  __device__ A Out(int i, A slope) const { return channels.a[i % M::W] * slope; }
-  __device__ void operator()(A (&out)[M::V], const Vec<T, M::V> (&in)[kInputs], Pair<A> (&sums)[M::W], int lo,
-                             int hi) const {
-    group.Visit([&](auto f) {
+    for (int i = 0; i < M::V; ++i) {
+      out[i] = static_cast<A>(in[0].v[i]);
+      p[i] = channels(i, static_cast<A>(in[1].v[i]));
+      if constexpr (kSource) p[i] = PreActivation(source, p[i], static_cast<A>(in[2].v[i]));
+    }
+    group.Slope(out, p);
 #pragma unroll
-      for (int i = 0; i < M::V; ++i) {
-        const A t = static_cast<A>(in[0].v[i]), x = static_cast<A>(in[1].v[i]);
-        out[i] = f.Slope(t, channels(i, x));
-        if (i >= lo && i < hi) {
-          sums[i % M::W].first += t;
-          sums[i % M::W].second += t * channels.Centered(i, x);
-        }
+    for (int i = 0; i < M::V; ++i)
+      if (i >= lo && i < hi) {
+        const A term = before ? static_cast<A>(in[0].v[i]) : out[i];
+        sums[i % M::W].first += term;
+        sums[i % M::W].second += term * channels.Centered(i, static_cast<A>(in[1].v[i]));
       }
-    });
   }
 };
 
@@ -121,8 +91,8 @@ cudaError_t Sums(const Problem& p, const Affine& affine, activation::Activation 
     const Source kind = SourceOf(f, source);
     if constexpr (M::V > 1)
       if (!source)
-        return Sum<SumsOp<M, G, false>, M>(t, arrays, {affine, group, scaled, kind}, sums, workspace, stream);
-    return Sum<SumsOp<M, G, true>, M>(t, arrays, {affine, group, scaled, kind}, sums, workspace, stream);
+        return Sum<SumsOp<M, G, false>, M>(t, arrays, {affine, group, scaled, false, kind}, sums, workspace, stream);
+    return Sum<SumsOp<M, G, true>, M>(t, arrays, {affine, group, scaled, false, kind}, sums, workspace, stream);
   });
 }
 
@@ -134,8 +104,10 @@ cudaError_t Moments(const Problem& p, const Affine& affine, activation::Activati
   return VisitAccess<true>(p, f, aligned, limit, kSumBlocks, [&](auto access, auto group, const Tiling& tiling) {
     using M = typename decltype(access)::type;
     using T = typename M::T;
-    const Arrays<T> arrays = {{static_cast<const T*>(t), static_cast<const T*>(x)}, static_cast<T*>(out)};
-    return Sum<MomentsOp<M, decltype(group)>, M>(tiling, arrays, {affine, group}, moments, workspace, stream);
+    const Arrays<T> arrays = {{static_cast<const T*>(t), static_cast<const T*>(x), static_cast<const T*>(x)},
+                              static_cast<T*>(out)};
+    using Op = SumsOp<M, decltype(group), M::V == 1>;
+    return Sum<Op, M>(tiling, arrays, {affine, group, true, true, Source::kNone}, moments, workspace, stream);
   });
 }
 

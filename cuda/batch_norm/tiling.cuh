@@ -225,8 +225,8 @@ __device__ void ForBatches(const Tiling& t, const M& m, const typename M::T* con
   }
 }
 
-// The thread's full vectors of K arrays, from the first to the last or, if kReverse, the other way. They come through
-// a ring in shared memory: so many are on their way as there would not be registers for.
+// The thread's vectors of K arrays, from the first to the last or, if kReverse, the other way. They come through a ring
+// in shared memory: so many are on their way as there would not be registers for.
 template <class M, int K, bool kReverse>
 class Stream {
  public:
@@ -237,7 +237,7 @@ class Stream {
 
   // Begins to read.
   __device__ Stream(const Tiling& t, const M& m, const T* const* in, Ring& ring) : t_(t), m_(m), in_(in), ring_(ring) {
-#pragma unroll
+#pragma unroll 1
     for (int k = 0; k < kStages - 1; ++k) Fetch(k);
   }
 
@@ -245,48 +245,31 @@ class Stream {
   template <class F>
   __device__ void ForEach(F&& f) {
 #pragma unroll 1
-    for (int k = 0; k < m_.full; ++k) {
+    for (int k = 0; k < m_.steps; ++k) {
+      Fetch(k + kStages - 1);
+      WaitAsync<kStages - 1>();
       Vector v[K];
-      Take(k, v);
-      f(At(k), v);
-    }
-  }
-
-  // The same for all of the thread's vectors. Of those that may exist in part, f's code is not there a second time.
-  template <class F>
-  __device__ void ForEachAndParts(F&& f) {
-#pragma unroll 1
-    for (int i = 0; i < m_.steps; ++i) {
-      const int at = kReverse ? m_.steps - 1 - i : i;
-      Span span;
-      Vector v[K];
-      if (at < m_.full) {
-        span = m_.Full(t_, at);
-        Take(kReverse ? m_.full - 1 - at : at, v);
-      } else {
-        span = m_.At(t_, at);
 #pragma unroll
-        for (int j = 0; j < K; ++j) v[j] = Load<M>(t_, in_[j], span);
-      }
-      f(span, v);
+      for (int j = 0; j < K; ++j) v[j] = ring_[k % kStages][j][threadIdx.x];
+      f(m_.At(t_, Index(k)), v);
     }
   }
 
  private:
-  __device__ Span At(int k) const { return m_.Full(t_, kReverse ? m_.full - 1 - k : k); }
-  // The k-th that is full.
-  __device__ void Take(int k, Vector (&v)[K]) {
-    Fetch(k + kStages - 1);
-    WaitAsync<kStages - 1>();
-#pragma unroll
-    for (int j = 0; j < K; ++j) v[j] = ring_[k % kStages][j][threadIdx.x];
-  }
+  // Of the k-th.
+  __device__ int Index(int k) const { return kReverse ? m_.steps - 1 - k : k; }
   __device__ void Fetch(int k) {
-    if (k < m_.full) {
-      const int64_t offset = At(k).offset;
+    if (k < m_.steps) {
+      const int i = Index(k);
+      const Span span = m_.At(t_, i);
 #pragma unroll
-      for (int j = 0; j < K; ++j)
-        CopyAsync(&ring_[k % kStages][j][threadIdx.x], reinterpret_cast<const Vector*>(in_[j] + offset));
+      for (int j = 0; j < K; ++j) {
+        Vector& to = ring_[k % kStages][j][threadIdx.x];
+        if (M::V == 1 || i < m_.full)
+          CopyAsync(&to, reinterpret_cast<const Vector*>(in_[j] + span.offset));
+        else
+          to = Load<M>(t_, in_[j], span);
+      }
     }
     CommitAsync();
   }

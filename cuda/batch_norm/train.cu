@@ -6,12 +6,12 @@
 namespace jaxdnn::batch_norm {
 namespace {
 
-constexpr int kBlocks = 2;  // on a multiprocessor
+constexpr int kTrainBlocks = 2;  // on a multiprocessor
 // The most steps of a thread that cost less than to share them and launch what merges the results.
-constexpr Most kMost = {kBlocks * kMultiprocessors, 12, 16};
+constexpr Most kMostTrained = {kTrainBlocks * kMultiprocessors, 12, 16};
 
 template <class M, class G>
-__global__ void __launch_bounds__(kThreads, kBlocks)
+__global__ void __launch_bounds__(kThreads, kTrainBlocks)
     TrainKernel(Tiling t, Arrays<typename M::T> arrays, typename ApplyOp<M, G, false>::Arguments arguments,
                 Statistic<Accumulator<typename M::T>> statistic) {
   using Op = ApplyOp<M, G, false>;
@@ -35,7 +35,7 @@ cudaError_t Train(const Problem& p, const Affine& affine, activation::Activation
   if (!residual) {
     if (TrainSmall(p, affine, f, x, y, mean, var, stream, &e)) return e;
     if (TrainCluster(p, affine, f, x, y, mean, var, stream, &e)) return e;
-    if (VisitAlone(p, f, IsVectorAligned(x, y), kMost, [&](auto access, const Tiling& t) {
+    if (VisitAlone(p, f, IsVectorAligned(x, y), kMostTrained, [&](auto access, const Tiling& t) {
           using M = typename decltype(access)::type;
           using T = typename M::T;
           using G = PlainGroup<T>;

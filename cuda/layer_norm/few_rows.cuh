@@ -1,5 +1,5 @@
-// How few rows are spread over the device that few_rows_forward.cu does not take: without a scale, in vectors of 8
-// bytes, so short that several share a warp, or so long that a cluster shares one.
+// How few rows are spread over the device that few_rows_forward.cu does not take: without a scale, so short that
+// several share a warp, or so long that a cluster shares one.
 #pragma once
 
 #include <type_traits>
@@ -14,7 +14,7 @@ template <class T, int L>
 constexpr int kFew = 32 / (L * sizeof(T));
 // Blocks of 512 threads that a multiprocessor holds, where each keeps so many vectors.
 template <class T, int L, int V>
-constexpr int kFewBlocks = V <= kFew<T, L> || (V == 2 * kFew<T, L> && !std::is_same_v<T, __half>) ? 2 : 1;
+constexpr int kFewBlocks = V <= 2 * kFew<T, L> ? 2 : 1;
 
 // Calls f with how many vectors a thread keeps, and the spread; false if there are too many rows.
 template <class T, int L, class F>

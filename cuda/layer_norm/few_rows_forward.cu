@@ -167,20 +167,14 @@ __global__ void __launch_bounds__(kMostThreads) FewRowsKernel(Forward f, int n, 
       SumOfBlock(sums, partial[round % 2]);
       return Central<float>(pivot, sums[0], sums[1], constants.inverse);
     };
-    const auto finish_with = [&](const Central<float>& c) {
-      finish(c.mean, kWideMean<T> ? c.rest : 0.0f, InverseRoot(c.variance + constants.epsilon));
-    };
-    Central<float> c = find(0);
-    // What is rare lies behind the rest: instructions that a jump leaves out are fetched too.
-    if (__builtin_expect(!c.far, true)) {
-      finish_with(c);
-      return;
-    }
-    for (int round = 1; round < 4 && c.far; ++round) {
+    // What is rare is a jump back: instructions that a jump leaves out would be fetched too.
+#pragma unroll 1
+    for (int round = 0;; ++round) {
+      const Central<float> c = find(round);
+      if (__builtin_expect(!c.far || round == 3, true))
+        return finish(c.mean, kWideMean<T> ? c.rest : 0.0f, InverseRoot(c.variance + constants.epsilon));
       pivot = c.mean;
-      c = find(round);
     }
-    finish_with(c);
   }
 }
 

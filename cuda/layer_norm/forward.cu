@@ -156,16 +156,20 @@ cudaError_t RunAligned(const Forward& f, const Shape& shape, const Options& opti
   constexpr int kKeep = 4;
   // Blocks of a multiprocessor: what the compiler makes of f16 takes more registers.
   constexpr int kBlocks = std::is_same_v<T, __half> ? 2 : 3;
+  // Kernels for many kinds of rows: f16, and vectors of 8 bytes, do with the plainest.
+  constexpr bool kMany = !std::is_same_v<T, __half> && L == kVecLength<T>;
   const int64_t n = shape.n / L;
-  cudaError_t e = cudaSuccess;
-  const bool few = SpreadFew<T, L>(shape, n, device, [&](auto keep, const Spread& spread) {
-    constexpr int V = decltype(keep)::value, kAtOnce = kFewBlocks<T, L, V>;
-    if constexpr (V <= 2 * kFew<T, L>)
-      if (spread.cluster == 1) e = Launch<T, L, V, 1, false, 512, kAtOnce>(f, shape, options, spread, stream);
-    if constexpr (V > 1)
-      if (spread.cluster > 1) e = Launch<T, L, V, 1, true, 512, kAtOnce>(f, shape, options, spread, stream);
-  });
-  if (few) return e;
+  if constexpr (kMany) {
+    cudaError_t e = cudaSuccess;
+    const bool few = SpreadFew<T, L>(shape, n, device, [&](auto keep, const Spread& spread) {
+      constexpr int V = decltype(keep)::value, kAtOnce = kFewBlocks<T, L, V>;
+      if constexpr (V <= 2 * kFew<T, L>)
+        if (spread.cluster == 1) e = Launch<T, L, V, 1, false, 512, kAtOnce>(f, shape, options, spread, stream);
+      if constexpr (V > 1)
+        if (spread.cluster > 1) e = Launch<T, L, V, 1, true, 512, kAtOnce>(f, shape, options, spread, stream);
+    });
+    if (few) return e;
+  }
   // Of short rows several vectors to a lane: fewer steps of a sum over the lanes. Of bf16 in small blocks.
   if constexpr (std::is_same_v<T, float>)
     if (n >= 4 && n <= 64)
@@ -184,35 +188,37 @@ cudaError_t RunAligned(const Forward& f, const Shape& shape, const Options& opti
     // Several rows at once halve what is read of the parameters.
     const bool is_short = n > 8 && n <= 32 * kKeep;
     const Spread spread = is_short ? SpreadShortRows(n, kKeep, 256) : SpreadRows(n, kKeep, 256, 256, 1);
-    return VisitSteps<kKeep>(spread.steps, [&](auto steps) {
-      return Launch<T, L, decltype(steps)::value, 2, false, 256, kBlocks>(f, shape, options, spread, stream);
-    });
+    if constexpr (kMany) {
+      if (spread.steps == 1) return Launch<T, L, 1, 2, false, 256, kBlocks>(f, shape, options, spread, stream);
+      if (spread.steps < kKeep) return Launch<T, L, 3, 2, false, 256, kBlocks>(f, shape, options, spread, stream);
+    }
+    return Launch<T, L, kKeep, 2, false, 256, kBlocks>(f, shape, options, spread, stream);
   }
   // Rather more warps than more vectors for each thread.
   if constexpr (kHasPairs<T> && L == kVecLength<T>)
     if (n <= 384 * 6)
       return Launch<T, L, 6, 1, false, 384, 3>(f, shape, options, SpreadRows(n, 6, 256, 384, 1), stream);
-  if (const Spread spread = SpreadRows(n, 2 * kKeep, 256, 256, 1); spread.steps > 0)
-    return Launch<T, L, 2 * kKeep, 1, false, 256, kBlocks>(f, shape, options, spread, stream);
-  if constexpr (std::is_same_v<T, float>)
+  if constexpr (std::is_same_v<T, float>) {
     if (n <= 384 * 2 * kKeep)
-      return Launch<T, L, 2 * kKeep, 1, false, 384, 2>(f, shape, options, SpreadRows(n, 2 * kKeep, 256, 384, 1),
-                                                       stream);
-  if (const Spread spread = SpreadRows(n, 4 * kKeep, 256, 256, 1); spread.steps > 0)
-    return Launch<T, L, 4 * kKeep, 1, false, 256, kBlocks - 1>(f, shape, options, spread, stream);
+      return Launch<T, L, 2 * kKeep, 1, false, 384, 2>(
+          f, shape, options, SpreadRows(n, 2 * kKeep, 256, n <= 256 * 2 * kKeep ? 256 : 384, 1), stream);
+    if (const Spread spread = SpreadRows(n, 4 * kKeep, 256, 256, 1); spread.steps > 0)
+      return Launch<T, L, 4 * kKeep, 1, false, 256, 2>(f, shape, options, spread, stream);
+  } else {
+    if (const Spread spread = SpreadRows(n, 2 * kKeep, 256, 256, 1); spread.steps > 0)
+      return Launch<T, L, 2 * kKeep, 1, false, 256, kBlocks>(f, shape, options, spread, stream);
+  }
   return RunLongestForward(f, kDType<T>, shape, options, device, stream, done);
 }
 
-// Rows element by element: of doubles, of f16 that are not aligned to 16 bytes, and where buffers are not.
+// Rows element by element: of doubles, of f16 that are not aligned to 16 bytes, and where buffers are not. Those that a
+// block does not hold are not `done`.
 template <class T>
-cudaError_t RunNarrow(const Forward& f, const Shape& shape, const Options& options, const Device& device,
-                      cudaStream_t stream, bool* done) {
+cudaError_t RunNarrow(const Forward& f, const Shape& shape, const Options& options, cudaStream_t stream, bool* done) {
   constexpr int L = 1, kKeep = sizeof(T) == 8 ? 4 : 8;
-  const Spread spread = SpreadRows(shape.n, kKeep, 256, 512, MaxCluster<T>(device));
+  const Spread spread = SpreadRows(shape.n, kKeep, 256, 512, 1);
   *done = spread.steps > 0;
   if (!*done) return cudaSuccess;
-  if constexpr (sizeof(T) < 8)
-    if (spread.cluster > 1) return Launch<T, L, kKeep, 1, true, 512>(f, shape, options, spread, stream);
   return Launch<T, L, kKeep, 1, false, 512>(f, shape, options, spread, stream);
 }
 
@@ -245,13 +251,13 @@ cudaError_t RunForward(const Forward& f, DType dtype, Shape shape, Options optio
       }
       // Of bf16 vectors of 8 bytes are as good, but where they leave many lanes without one, or need a cluster.
       if constexpr (kHasPairs<T>)
-        if (aligned && shape.n % 4 == 0 && (shape.n == 4 || (shape.n > 32 && shape.n <= 16384)))
+        if (aligned && shape.n % 4 == 0 && (shape.n == 4 || (shape.n > 32 && shape.n <= 8192)))
           return RunAligned<T, 4>(f, shape, options, device, stream, &done);
       if (aligned && TakesSlabs(dtype, shape)) return RunSlabForward(f, dtype, shape, options, stream);
       if constexpr (!std::is_same_v<T, __half>)
         if (aligned) return RunShiftedForward(f, dtype, shape, options, device, stream, &done);
     }
-    return RunNarrow<T>(f, shape, options, device, stream, &done);
+    return RunNarrow<T>(f, shape, options, stream, &done);
   });
   return done || e != cudaSuccess ? e : RunWideForward(f, dtype, shape, options, workspace, stream);
 }

@@ -188,7 +188,7 @@ __device__ void RowMoments(A (&mean)[U], A (&rest)[U], A (&rstd)[U], const Vec<T
   // time not in the loop, where registers are left: before a loop, loads are waited for that are on their way.
   constexpr int kMost = 4;
   int round = 0;
-  if constexpr (U == 1 && V * L <= 16) {
+  if constexpr (U == 1 && V * L <= 8) {
     if (__builtin_expect(!find(), true)) return;
     round = 1;
   }

@@ -1,6 +1,7 @@
-// The gradient of layer norm and RMS norm for long rows, each shared by a cluster of blocks (long_rows.cuh);
-// backward.cu has the formulas. The sums of a thread's columns stay in its registers, and where those are left their
-// scale does too.
+// The gradient of layer norm and RMS norm for rows that a cluster of blocks shares: those that backward.cuh's kernels
+// hold in registers, and longer ones (long_rows.cuh); backward.cuh has the formulas. The sums of a thread's columns
+// stay in its registers, and where those are left their scale does too.
+#include "cuda/layer_norm/backward.cuh"
 #include "cuda/layer_norm/held.cuh"
 #include "cuda/layer_norm/long_rows.cuh"
 #include "cuda/layer_norm/partial_rows.cuh"
@@ -158,6 +159,22 @@ cudaError_t TryLong(const Backward& b, const Shape& shape, const Options& option
 }
 
 }  // namespace
+
+cudaError_t RunClusterBackward(const Backward& b, DType dtype, const Shape& shape, const Options& options,
+                               const Spread& spread, bool shifted, void* workspace, cudaStream_t stream) {
+  return VisitSingleDType(dtype, [&](auto type) {
+    using T = typename decltype(type)::type;
+    if constexpr (std::is_same_v<T, __half>) {
+      return cudaErrorInvalidValue;
+    } else {
+      constexpr int L = kVecLength<T>, kKeep = 16 / L, kMore = 24 / L;
+      if (!shifted) return Launch<T, L, 1, 4, true, true>(b, shape, options, spread, workspace, stream);
+      if (spread.steps <= kKeep)
+        return Launch<T, L, kKeep, 1, false, true, true>(b, shape, options, spread, workspace, stream);
+      return Launch<T, L, kMore, 1, false, true, true>(b, shape, options, spread, workspace, stream);
+    }
+  });
+}
 
 cudaError_t RunLongBackward(const Backward& b, DType dtype, const Shape& shape, const Options& options,
                             const Device& device, void* workspace, cudaStream_t stream, bool* done) {

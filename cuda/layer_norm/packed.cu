@@ -11,7 +11,7 @@
 namespace jaxdnn::layer_norm {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kPackedThreads = 256;
 // Vectors that a thread takes at once.
 constexpr int kAtOnce = 4, kAtOnceBackward = 2;
 
@@ -26,16 +26,16 @@ struct Vectors {
   explicit Vectors(const Shape& s) : whole(s.rows * s.n / L), rest(static_cast<int>(s.rows * s.n % L)) {}
   __host__ __device__ int64_t Count() const { return whole + (rest > 0); }
 
-  // Vectors first, first + kThreads, ...; past the end whatever there is.
+  // Vectors first, first + kPackedThreads, ...; past the end whatever there is.
   template <int U>
   __device__ void Load(X (&v)[U], const void* from, int64_t first) const {
     const auto* in = static_cast<const X*>(from);
 #pragma unroll
-    for (int u = 0; u < U; ++u) v[u] = in[min(first + u * kThreads, whole - 1)];
+    for (int u = 0; u < U; ++u) v[u] = in[min(first + u * kPackedThreads, whole - 1)];
     if (rest == 0) return;
 #pragma unroll
     for (int u = 0; u < U; ++u)
-      if (first + u * kThreads == whole)
+      if (first + u * kPackedThreads == whole)
 #pragma unroll
         for (int i = 0; i < L; ++i) v[u].v[i] = reinterpret_cast<const T*>(in + whole)[min(i, rest - 1)];
   }
@@ -50,11 +50,11 @@ struct Vectors {
 
 // Of one row of N elements, which become their differences from the mean.
 template <class T, int N>
-struct Moments {
+struct PackedMoments {
   using A = Accumulator<T>;
   A mean = 0, rest = 0, rstd;
 
-  __device__ Moments(A (&v)[N], const Constants<A>& constants) {
+  __device__ PackedMoments(A (&v)[N], const Constants<A>& constants) {
     if (constants.center) {
       mean = SumOf(v) * constants.inverse;
 #pragma unroll
@@ -95,19 +95,19 @@ __device__ void NormalizeRows(A (&v)[M], const A (&scale)[N], const A (&bias)[N]
   for (int r = 0; r < M / N; ++r) {
     A row[N];
     TakeRow(row, v, r);
-    const Moments<T, N> m(row, constants);
+    const PackedMoments<T, N> m(row, constants);
 #pragma unroll
     for (int i = 0; i < N; ++i) v[r * N + i] = fma(row[i] * m.rstd, scale[i], bias[i]);
   }
 }
 
 template <class T, int N>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kPackedThreads)
     PackedForwardKernel(Forward f, Vectors<T> vectors, Constants<Accumulator<T>> constants) {
   using A = Accumulator<T>;
   constexpr int L = kVecLength<T>;
   using X = Vec<T, L>;
-  const int64_t first = int64_t{blockIdx.x} * kAtOnce * kThreads + threadIdx.x;
+  const int64_t first = int64_t{blockIdx.x} * kAtOnce * kPackedThreads + threadIdx.x;
   X x[kAtOnce];
   vectors.Load(x, f.x, first);
   if (f.residual != nullptr) {
@@ -116,14 +116,14 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int u = 0; u < kAtOnce; ++u) {
       x[u] = AddRounded<T>(x[u], residual[u]);
-      vectors.Store(f.sum, first + u * kThreads, x[u]);
+      vectors.Store(f.sum, first + u * kPackedThreads, x[u]);
     }
   }
   A scale[N], bias[N];
   LoadParameters(scale, bias, f.scale, f.bias, constants.offset);
 #pragma unroll
   for (int u = 0; u < kAtOnce; ++u) {
-    const int64_t k = first + u * kThreads;
+    const int64_t k = first + u * kPackedThreads;
     A v[L];
     Widen(v, x[u]);
     NormalizeRows<T>(v, scale, bias, constants);
@@ -138,17 +138,17 @@ constexpr int kRun = N / std::gcd(N, kVecLength<T>);
 // The same of rows that end within a vector: a thread has as many as end with one, which are few vectors side by side.
 // In shared memory threads pass them to those that load and store neighbouring vectors.
 template <class T, int N>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kPackedThreads)
     PackedRunsKernel(Forward f, Vectors<T> vectors, Constants<Accumulator<T>> constants) {
   using A = Accumulator<T>;
   constexpr int L = kVecLength<T>, V = kRun<T, N>;
   using X = Vec<T, L>;
-  __shared__ X held[kThreads * V];
-  const int64_t first = int64_t{blockIdx.x} * kThreads * V + threadIdx.x;
+  __shared__ X held[kPackedThreads * V];
+  const int64_t first = int64_t{blockIdx.x} * kPackedThreads * V + threadIdx.x;
 #pragma unroll
   for (int s = 0; s < V; ++s) {
-    const int64_t k = first + s * kThreads;
-    X* const to = held + s * kThreads + threadIdx.x;
+    const int64_t k = first + s * kPackedThreads;
+    X* const to = held + s * kPackedThreads + threadIdx.x;
     if (k < vectors.whole) CopyAsync(to, static_cast<const X*>(f.x) + k);
     if (k == vectors.whole)
       for (int i = 0; i < vectors.rest; ++i) to->v[i] = static_cast<const T*>(f.x)[k * L + i];
@@ -174,27 +174,27 @@ __global__ void __launch_bounds__(kThreads)
   }
   __syncthreads();
 #pragma unroll
-  for (int s = 0; s < V; ++s) vectors.Store(f.y, first + s * kThreads, held[s * kThreads + threadIdx.x]);
+  for (int s = 0; s < V; ++s) vectors.Store(f.y, first + s * kPackedThreads, held[s * kPackedThreads + threadIdx.x]);
 }
 
 // Every block leaves a row of dscale and of dbias.
 template <class T, int N>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kPackedThreads)
     PackedBackwardKernel(Backward b, Shape shape, Vectors<T> vectors, Constants<Accumulator<T>> constants) {
   using A = Accumulator<T>;
   constexpr int L = kVecLength<T>, U = kAtOnceBackward;
   using X = Vec<T, L>;
   A scale[N], none[N], sums[2 * N] = {};  // of dscale, and of dbias
   LoadParameters(scale, none, b.scale, nullptr, constants.offset);
-  const int64_t step = int64_t{gridDim.x} * U * kThreads;
-  for (int64_t first = int64_t{blockIdx.x} * U * kThreads + threadIdx.x; first < vectors.Count(); first += step) {
+  const int64_t step = int64_t{gridDim.x} * U * kPackedThreads;
+  for (int64_t first = int64_t{blockIdx.x} * U * kPackedThreads + threadIdx.x; first < vectors.Count(); first += step) {
     X gs[U], xs[U], extra[U] = {};
     vectors.Load(gs, b.g, first);
     vectors.Load(xs, b.x, first);
     if (b.g_sum != nullptr) vectors.Load(extra, b.g_sum, first);
 #pragma unroll
     for (int u = 0; u < U; ++u) {
-      const int64_t k = first + u * kThreads;
+      const int64_t k = first + u * kPackedThreads;
       A g[L], x[L], g_sum[L];
       Widen(g, gs[u]);
       Widen(x, xs[u]);
@@ -203,7 +203,7 @@ __global__ void __launch_bounds__(kThreads)
       for (int r = 0; r < L / N; ++r) {
         A h[N], q[N], qh[N];
         TakeRow(h, x, r);
-        const Moments<T, N> m(h, constants);
+        const PackedMoments<T, N> m(h, constants);
         const bool exists = k * (L / N) + r < shape.rows;
 #pragma unroll
         for (int i = 0; i < N; ++i) {
@@ -223,7 +223,7 @@ __global__ void __launch_bounds__(kThreads)
     }
   }
 
-  __shared__ A warps[kThreads / 32][2 * N];
+  __shared__ A warps[kPackedThreads / 32][2 * N];
   LaneSum<true>(sums, 32);
   if (threadIdx.x % 32 == 0)
 #pragma unroll
@@ -285,8 +285,8 @@ cudaError_t RunRuns(const Forward& f, DType dtype, const Shape& shape, const Opt
     using T = typename decltype(type)::type;
     constexpr int N = decltype(elements)::value, V = kRun<T, N>;
     const Vectors<T> vectors(shape);
-    return LaunchKernel(PackedRunsKernel<T, N>, CeilDiv(vectors.Count(), int64_t{kThreads} * V), kThreads, stream, f,
-                        vectors, Constants<Accumulator<T>>(options, shape.n));
+    return LaunchKernel(PackedRunsKernel<T, N>, CeilDiv(vectors.Count(), int64_t{kPackedThreads} * V), kPackedThreads,
+                        stream, f, vectors, Constants<Accumulator<T>>(options, shape.n));
   });
 }
 
@@ -296,7 +296,7 @@ cudaError_t RunPackedForward(const Forward& f, DType dtype, const Shape& shape, 
     using T = typename decltype(type)::type;
     const Vectors<T> vectors(shape);
     return LaunchKernel(PackedForwardKernel<T, decltype(elements)::value>,
-                        CeilDiv(vectors.Count(), int64_t{kAtOnce} * kThreads), kThreads, stream, f, vectors,
+                        CeilDiv(vectors.Count(), int64_t{kAtOnce} * kPackedThreads), kPackedThreads, stream, f, vectors,
                         Constants<Accumulator<T>>(options, shape.n));
   });
 }
@@ -308,10 +308,10 @@ cudaError_t RunPackedBackward(const Backward& b, DType dtype, const Shape& shape
     using A = Accumulator<T>;
     const Vectors<T> vectors(shape);
     const int64_t parts =
-        std::min(PartialRows(shape, dtype), CeilDiv(vectors.Count(), int64_t{kAtOnceBackward} * kThreads));
+        std::min(PartialRows(shape, dtype), CeilDiv(vectors.Count(), int64_t{kAtOnceBackward} * kPackedThreads));
     return WithPartialRows<A>(b, shape, parts, workspace, stream, [&](const Backward& partial) {
-      return LaunchKernel(PackedBackwardKernel<T, decltype(elements)::value>, parts, kThreads, stream, partial, shape,
-                          vectors, Constants<A>(options, shape.n));
+      return LaunchKernel(PackedBackwardKernel<T, decltype(elements)::value>, parts, kPackedThreads, stream, partial,
+                          shape, vectors, Constants<A>(options, shape.n));
     });
   });
 }

@@ -6,6 +6,7 @@
 namespace jaxdnn::layer_norm {
 
 struct Device;
+struct Spread;
 
 // Rows of which a vector of 16 bytes is one or several. The forward pass leaves no statistics.
 bool TakesPacked(DType dtype, const Shape& shape);
@@ -45,6 +46,11 @@ cudaError_t RunLongestForward(const Forward& f, DType dtype, const Shape& shape,
 // Long rows of whole vectors; not `done` where no cluster of blocks holds one.
 cudaError_t RunLongBackward(const Backward& b, DType dtype, const Shape& shape, const Options& options,
                             const Device& device, void* workspace, cudaStream_t stream, bool* done);
+
+// Rows that a cluster of blocks shares as `spread` says, in the registers of backward.cuh: float or bf16, which start
+// anywhere in a vector if `shifted`.
+cudaError_t RunClusterBackward(const Backward& b, DType dtype, const Shape& shape, const Options& options,
+                               const Spread& spread, bool shifted, void* workspace, cudaStream_t stream);
 
 // Small tensors in vectors of 16 bytes, in one launch; not `done` where no cluster of blocks holds a row.
 cudaError_t RunSmallBackward(const Backward& b, DType dtype, const Shape& shape, const Options& options,

@@ -117,14 +117,6 @@ struct Columns {
 __device__ inline float InverseRoot(float x) { return rsqrtf(x); }
 __device__ inline double InverseRoot(double x) { return rsqrt(x); }
 
-// Calls f(integral_constant<int, steps>) for steps from 1 to kMost.
-template <int kMost, class F>
-cudaError_t VisitSteps(int steps, F&& f) {
-  if constexpr (kMost > 1)
-    if (steps < kMost) return VisitSteps<kMost - 1>(steps, f);
-  return steps == kMost ? f(std::integral_constant<int, kMost>{}) : cudaErrorInvalidValue;
-}
-
 // The sum of L values, by halves: short chains of additions, and errors that do not grow with L.
 template <class A, int L>
 __device__ A SumOf(const A (&v)[L]) {
@@ -383,10 +375,6 @@ constexpr DType kDType = sizeof(T) == 8              ? DType::kF64
 // What each element type has kernels for. Doubles have only the plainest, and f16 has none for what is unaligned.
 template <class T>
 constexpr bool kHasPairs = std::is_same_v<T, __nv_bfloat16>;
-template <class T>
-int MaxCluster(const Device& device) {
-  return sizeof(T) < 8 ? device.max_cluster : 1;
-}
 
 // So few rows that a thread had better have little of each, and a row many threads.
 inline bool AreFew(const Shape& shape, int64_t vectors, const Device& device) {

@@ -12,10 +12,12 @@
 namespace jaxdnn::layer_norm {
 namespace {
 
-constexpr int kThreads = 256;
-// Elements of a lane; and of those, if they are more than one, the last that may be past the end of a row.
-constexpr int kMost = 16, kTail = 4;
-constexpr int kLongest = 32 * kMost;
+constexpr int kSlabThreads = 256;
+// Elements of a lane; and of V of those, how many no row is too short for.
+constexpr int kMostOfLane = 16;
+template <int V>
+constexpr int kSure = V > 4 ? V - 4 : 1;
+constexpr int kLongest = 32 * kMostOfLane;
 constexpr int kSlabBytes = 16 << 10;
 // Blocks of a multiprocessor, for which registers are left by a lane's V elements.
 template <int V>
@@ -38,12 +40,12 @@ struct Lane {
   __device__ Lane(const Slabs& s, T) : n(s.n), lane(threadIdx.x & (s.width - 1)), width(s.width) {
     // The warp's groups take rows so far apart that they read different banks of shared memory, where n is odd. Of the
     // shortest, neighbours, whose statistics are neighbours too.
-    const int apart = V <= 4 ? 1 : min(width * 4 / static_cast<int>(sizeof(T)), kThreads / 32);
+    const int apart = V <= 4 ? 1 : min(width * 4 / static_cast<int>(sizeof(T)), kSlabThreads / 32);
     const int warp = threadIdx.x / 32, group = threadIdx.x % 32 / width;
     row = (warp / apart * 32 / width + group) * apart + warp % apart;
   }
   __device__ int Column(int i) const { return lane + i * width; }
-  __device__ bool Has(int i) const { return V == 1 || i < V - kTail || Column(i) < n; }
+  __device__ bool Has(int i) const { return i < kSure<V> || Column(i) < n; }
 
   // v = f(its element) for each of the lane's columns, and 0 past the end of the row, in whose place its first one is
   // read: other lanes write others.
@@ -75,9 +77,9 @@ __device__ void LoadSlab(T* shared, const T* global, int count) {
   using X = Vec<T, kVecLength<T>>;
   const int vectors = count / kVecLength<T>;
 #pragma unroll 1
-  for (int k = threadIdx.x; k < vectors; k += kThreads)
+  for (int k = threadIdx.x; k < vectors; k += kSlabThreads)
     CopyAsync(reinterpret_cast<X*>(shared) + k, reinterpret_cast<const X*>(global) + k);
-  if (vectors % kThreads == threadIdx.x)
+  if (vectors % kSlabThreads == threadIdx.x)
 #pragma unroll 1
     for (int k = vectors * kVecLength<T>; k < count; ++k) shared[k] = global[k];
 }
@@ -87,9 +89,9 @@ __device__ void StoreSlab(T* global, const T* shared, int count) {
   using X = Vec<T, kVecLength<T>>;
   const int vectors = count / kVecLength<T>;
 #pragma unroll 2
-  for (int k = threadIdx.x; k < vectors; k += kThreads)
+  for (int k = threadIdx.x; k < vectors; k += kSlabThreads)
     reinterpret_cast<X*>(global)[k] = reinterpret_cast<const X*>(shared)[k];
-  if (vectors % kThreads == threadIdx.x)
+  if (vectors % kSlabThreads == threadIdx.x)
 #pragma unroll 1
     for (int k = vectors * kVecLength<T>; k < count; ++k) global[k] = shared[k];
 }
@@ -111,13 +113,14 @@ struct Share {
 };
 
 template <class T, int V>
-__global__ void __launch_bounds__(kThreads, kForwardBlocks<V>)
+__global__ void __launch_bounds__(kSlabThreads, kForwardBlocks<V>)
     SlabForwardKernel(Forward f, Shape shape, Constants<Accumulator<T>> constants, Slabs slabs, int parts) {
   using A = Accumulator<T>;
   extern __shared__ uint4 shared[];
   const Lane<V> lane(slabs, T());
   Share share(shape, slabs, parts);
-  const int n = slabs.n, slab = slabs.rows * n, inputs = f.residual == nullptr ? 1 : 2, groups = kThreads / slabs.width;
+  const int n = slabs.n, slab = slabs.rows * n, inputs = f.residual == nullptr ? 1 : 2,
+            groups = kSlabThreads / slabs.width;
   const auto buffer = [&](int stage, int input) {
     return reinterpret_cast<T*>(shared) + (stage * inputs + input) * slab;
   };
@@ -129,7 +132,6 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks<V>)
     CommitAsync();
   };
 
-  fetch(share.first, 0);
   A scale[V], bias[V];
   const int64_t parameters = int64_t{share.problem} * n;
   lane.Load(scale, [&](int c) {
@@ -137,8 +139,11 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks<V>)
   });
   lane.Load(bias, [&](int c) { return f.bias == nullptr ? A(0) : static_cast<const A*>(f.bias)[parameters + c]; });
 
-  for (int stage = 0; share.first < share.end; share.first += share.step, stage ^= 1) {
-    fetch(share.first + share.step, stage ^ 1);
+  share.first -= share.step;
+#pragma unroll 1
+  for (int stage = -1, next = 0; share.first < share.end; share.first += share.step, stage = next, next ^= 1) {
+    fetch(share.first + share.step, next);
+    if (stage < 0) continue;  // The first time round there is nothing else yet.
     WaitAsync<1>();
     __syncthreads();
     const int rows = share.Rows(slabs, share.first);
@@ -191,13 +196,14 @@ struct SlabStatistics {
 };
 
 template <class T, int V>
-__global__ void __launch_bounds__(kThreads, kBackwardBlocks<V>)
+__global__ void __launch_bounds__(kSlabThreads, kBackwardBlocks<V>)
     SlabBackwardKernel(Backward b, Shape shape, Constants<Accumulator<T>> constants, Slabs slabs, int parts) {
   using A = Accumulator<T>;
   extern __shared__ uint4 shared[];
   const Lane<V> lane(slabs, T());
   Share share(shape, slabs, parts);
-  const int n = slabs.n, slab = slabs.rows * n, inputs = b.g_sum == nullptr ? 2 : 3, groups = kThreads / slabs.width;
+  const int n = slabs.n, slab = slabs.rows * n, inputs = b.g_sum == nullptr ? 2 : 3,
+            groups = kSlabThreads / slabs.width;
   const auto buffer = [&](int stage, int input) {
     return reinterpret_cast<T*>(shared) + (stage * inputs + input) * slab;
   };
@@ -214,15 +220,17 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks<V>)
     CommitAsync();
   };
 
-  fetch(share.first, 0);
   A scale[V], dscale[V] = {}, dbias[V] = {};
   lane.Load(scale, [&](int c) {
     const int64_t at = int64_t{share.problem} * n + c;
     return b.scale == nullptr ? A(1) : static_cast<const A*>(b.scale)[at] + constants.offset;
   });
 
-  for (int stage = 0; share.first < share.end; share.first += share.step, stage ^= 1) {
-    fetch(share.first + share.step, stage ^ 1);
+  share.first -= share.step;
+#pragma unroll 1
+  for (int stage = -1, next = 0; share.first < share.end; share.first += share.step, stage = next, next ^= 1) {
+    fetch(share.first + share.step, next);
+    if (stage < 0) continue;  // The first time round there is nothing else yet.
     WaitAsync<1>();
     __syncthreads();
     const int rows = share.Rows(slabs, share.first);
@@ -267,20 +275,22 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks<V>)
 
   // Of the groups' sums, in order.
   A* const scratch = reinterpret_cast<A*>(shared);
-  const auto store = [&](const A(&sums)[V], void* out) {
-    if (out == nullptr) return;
-    __syncthreads();
-    lane.ForEach([&](int i, int c) { scratch[lane.row * n + c] = sums[i]; });
-    __syncthreads();
-    for (int c = threadIdx.x; c < n; c += kThreads) {
-      A sum = 0;
-      for (int each = 0; each < groups; ++each) sum += scratch[each * n + c];
-      static_cast<A*>(out)[int64_t{blockIdx.x} * n + c] = sum;
-    }
-  };
   WaitAsync<0>();
-  store(dscale, b.dscale);
-  store(dbias, b.dbias);
+#pragma unroll 1
+  for (int which = 0; which < 2; ++which) {
+    A* const out = static_cast<A*>(which == 0 ? b.dscale : b.dbias);
+    if (out == nullptr) continue;
+    __syncthreads();
+    lane.ForEach([&](int i, int c) { scratch[lane.row * n + c] = which == 0 ? dscale[i] : dbias[i]; });
+    __syncthreads();
+#pragma unroll 1
+    for (int c = threadIdx.x; c < n; c += kSlabThreads) {
+      A sum = 0;
+#pragma unroll 2
+      for (int each = 0; each < groups; ++each) sum += scratch[each * n + c];
+      out[int64_t{blockIdx.x} * n + c] = sum;
+    }
+  }
 }
 
 // Calls f(TypeTag of the element type, integral_constant of a lane's elements).
@@ -289,14 +299,13 @@ cudaError_t VisitSlabs(DType dtype, const Shape& shape, F&& f) {
   return VisitDType(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     if constexpr (std::is_same_v<T, float> || std::is_same_v<T, __nv_bfloat16>) {
-      // Of lengths above half of kMost the lanes' elements are halved until no more than kMost are left.
+      // Of lengths above half of kMostOfLane the lanes' elements are halved until no more than kMostOfLane are left.
       int64_t n = shape.n;
-      while (n > kMost) n = (n + 1) / 2;
-      if (n <= 1) return f(type, std::integral_constant<int, 1>{});
+      while (n > kMostOfLane) n = (n + 1) / 2;
       if (n <= 4) return f(type, std::integral_constant<int, 4>{});
       if (n <= 8) return f(type, std::integral_constant<int, 8>{});
       if (n <= 12) return f(type, std::integral_constant<int, 12>{});
-      return f(type, std::integral_constant<int, kMost>{});
+      return f(type, std::integral_constant<int, kMostOfLane>{});
     }
     return cudaErrorInvalidValue;
   });
@@ -312,7 +321,7 @@ Slabs MakeSlabs(const Shape& shape) {
   const int n = static_cast<int>(shape.n);
   int width = 1;
   while (width * V < n) width *= 2;
-  const int at_once = std::max(kThreads / width, kAligned);
+  const int at_once = std::max(kSlabThreads / width, kAligned);
   // Of the shortest rows, statistics take more than they do.
   const int bytes = std::max(n * static_cast<int>(sizeof(T)), 12);
   const int most = std::max(1, kSlabBytes / (bytes * at_once)) * at_once;
@@ -339,7 +348,7 @@ cudaError_t RunSlabForward(const Forward& f, DType dtype, const Shape& shape, co
     const auto kernel = SlabForwardKernel<T, V>;
     const size_t inputs = f.residual == nullptr ? 1 : 2;
     using A = Accumulator<T>;
-    Grid grid = {1, kThreads, 2 * inputs * slabs.rows * slabs.n * sizeof(T)};
+    Grid grid = {1, kSlabThreads, 2 * inputs * slabs.rows * slabs.n * sizeof(T)};
     int64_t resident = 0;
     if (const cudaError_t e = ResidentBlocks(kernel, grid, &resident); e != cudaSuccess) return e;
     const int64_t wanted = std::max<int64_t>(1, resident / shape.problems);
@@ -362,8 +371,8 @@ cudaError_t RunSlabBackward(const Backward& b, DType dtype, const Shape& shape, 
     const int fit = device.shared_bytes / static_cast<int>(row_bytes) / kAligned * kAligned;
     slabs.rows = std::min(slabs.rows, fit);
     const size_t buffers = slabs.rows * row_bytes;
-    const size_t sums = size_t{kThreads} / slabs.width * slabs.n * sizeof(A);
-    Grid grid = {1, kThreads, std::max(buffers, sums)};
+    const size_t sums = size_t{kSlabThreads} / slabs.width * slabs.n * sizeof(A);
+    Grid grid = {1, kSlabThreads, std::max(buffers, sums)};
     int64_t resident = 0;
     if (const cudaError_t e = ResidentBlocks(kernel, grid, &resident); e != cudaSuccess) return e;
     const int64_t wanted = resident / shape.problems;

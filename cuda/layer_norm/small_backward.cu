@@ -10,7 +10,7 @@
 namespace jaxdnn::layer_norm {
 namespace {
 
-constexpr int kThreads = 512;
+constexpr int kSmallThreads = 512;
 // Rows that a thread of columns reads before it uses them.
 constexpr int kBatch = 2;
 
@@ -149,7 +149,7 @@ __device__ void MakeColumns(const Backward& b, const Shape& shape, int block, in
 
 // The first `row_blocks` blocks have rows, and those behind them columns.
 template <class T, bool kCluster>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kSmallThreads, 2)
     SmallBackwardKernel(Backward b, Shape shape, Constants<float> constants, Spread spread, int row_blocks, int width) {
   extern __shared__ uint4 shared[];
   const int block = static_cast<int>(blockIdx.x) - row_blocks;
@@ -163,14 +163,14 @@ __global__ void __launch_bounds__(kThreads, 2)
 // bytes, and clusters small, of which more run at once. Of many short rows, of `most` vectors to a lane, a warp has
 // one.
 Spread SpreadSmall(int64_t rows, int64_t n, int most, int shared, int max_cluster) {
-  constexpr int64_t kEnough = 132 * kThreads, kLeast = 256;
+  constexpr int64_t kEnough = 132 * kSmallThreads, kLeast = 256;
   const int64_t cluster = rows <= 4 ? kMaxCluster : 8;
   int keep = 1;
   if (rows > 256 && n <= 32 * most)
     while (n > 32 * keep) keep *= 2;
   else
-    while (rows * n > keep * kEnough || n > keep * cluster * kThreads) keep *= 2;
-  Spread s = SpreadRows(n, keep, shared, kThreads, max_cluster);
+    while (rows * n > keep * kEnough || n > keep * cluster * kSmallThreads) keep *= 2;
+  Spread s = SpreadRows(n, keep, shared, kSmallThreads, max_cluster);
   // The columns want threads.
   if (s.groups == 1 && s.width < kLeast) {
     s.width = kLeast;
@@ -191,7 +191,7 @@ cudaError_t RunSmallBackward(const Backward& b, DType dtype, const Shape& shape,
     size_t bytes = 0;
     *done = false;
     // Large blocks, if the device has the shared memory, of which the kernel has some of its own too.
-    for (int threads = kThreads; !*done && threads >= kThreads / 2; threads /= 2) {
+    for (int threads = kSmallThreads; !*done && threads >= kSmallThreads / 2; threads /= 2) {
       spread = SpreadSmall(rows, n, 32 / L, threads, device.max_cluster);
       bytes = std::max(16 * kUnits<L> * spread.steps, 8 * L) * size_t(spread.Threads());
       *done = spread.steps > 0 && bytes + 1024 <= static_cast<size_t>(device.shared_bytes);
