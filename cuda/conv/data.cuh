@@ -39,9 +39,9 @@ struct DataParams {
   int filter_taps[kRank];                                    // of the filter, not of what it is folded to
   FastDiv phase_columns;                                     // columns of a phase, or of one of the merged groups,
   int phase_channels;                                        // and how many channels these meet
-  int filter_run;                                            // elements of the filter that belong together
+  int16_t operand_run, filter_run;                           // elements that belong together
   bool whole_runs;                                           // whether chunks of the result's columns do
-  DType result_type;                                         // where the operands' type does not tell
+  DType result_type;
   Float8Kinds e5m2;
   Epilogue epilogue;
   // Whether rows are the first position of all images, then the next one: DataBlock::LeavePadding is for these alone.
@@ -132,6 +132,7 @@ struct PhaseAxis {
     phase = which;
     positions = p.period_div[d].Div(p.out[d] - phase + p.period[d] - 1);
     const int candidates = min(p.tap_period[d], p.window[d]);
+#pragma unroll 1
     for (first_tap = 0; first_tap < candidates; ++first_tap) {
       int remainder;
       axis.step.Div(abs(axis.Origin(phase) + first_tap * axis.tap_step), &remainder);
@@ -174,8 +175,14 @@ struct DataBlock {
     } else {
       int along[kRank];
       along[0] = p.period_div[1].Div(p.period_div[2].Div(which, &along[2]), &along[1]);
-#pragma unroll
-      for (int d = 0; d < kRank; ++d) phase[d].Set(p, d, along[d]);
+      // Moved up one by one, for a loop that is not unrolled.
+#pragma unroll 1
+      for (int d = 0; d < kRank; ++d) {
+        PhaseAxis axis;
+        axis.Set(p, d, along[0]);
+        along[0] = along[1], along[1] = along[2];
+        phase[0] = phase[1], phase[1] = phase[2], phase[2] = axis;
+      }
       positions = Box({phase[0].positions, phase[1].positions, phase[2].positions});
       image_div = FastDiv(Pixels());
       taps = Box({phase[0].taps, phase[1].taps, phase[2].taps});
@@ -183,18 +190,20 @@ struct DataBlock {
     row_count = p.images * Pixels();
   }
 
-  // Leaves out the taps that none of the tile's rows, by position, finds in the operand.
+  // Leaves out the taps that none of the tile's rows, by position, finds in the operand. Of a block in shared memory.
   __device__ void LeavePadding(const DataParams& p) {
     const int64_t last_row = min(first_row + p.tile_rows, row_count) - 1;
     int first[kRank], last[kRank];
     positions.Split(p.images_div.Div(static_cast<int>(first_row)), first);
     positions.Split(p.images_div.Div(static_cast<int>(last_row)), last);
     bool all = false;  // positions of a dimension
-#pragma unroll
+#pragma unroll 1
     for (int d = 0; d < kRank; ++d) {
-      const int low = Index(p, d, all ? 0 : first[d]), high = Index(p, d, all ? phase[d].positions - 1 : last[d]);
-      all |= first[d] != last[d];
+      const int low = Index(p, d, all ? 0 : first[0]), high = Index(p, d, all ? phase[d].positions - 1 : last[0]);
+      all |= first[0] != last[0];
+      first[0] = first[1], first[1] = first[2], last[0] = last[1], last[1] = last[2];
       int from = phase[d].taps, to = 0;
+#pragma unroll 1
       for (int tap = 0; tap < phase[d].taps; ++tap) {
         const int moved = tap * p.tap_distance[d];
         if (high + moved >= 0 && low + moved < p.axis[d].extent) from = min(from, tap), to = tap + 1;
@@ -225,8 +234,8 @@ struct DataBlock {
   }
 
   // All threads of the block, for its tile of rows.
-  template <bool kByPosition = false, int kRows>
-  __device__ void SetRows(const DataParams& p, Row (&rows)[kRows]) const {
+  template <int kRows>
+  __device__ __forceinline__ void SetRows(const DataParams& p, Row (&rows)[kRows], bool by_position = false) const {
     const int pixels = Pixels();
     const int64_t first_image =
         first_row <= INT32_MAX ? image_div.Div(static_cast<int>(first_row)) : first_row / pixels;
@@ -234,7 +243,7 @@ struct DataBlock {
     for (int i = threadIdx.x; i < kRows; i += blockDim.x) {
       int pixel, out[kRank];
       int64_t image = first_image + image_div.Div(first_pixel + i, &pixel);
-      if (kByPosition) {
+      if (by_position) {
         int of_position;
         pixel = p.images_div.Div(static_cast<int>(first_row) + i, &of_position);
         image = of_position;

@@ -26,25 +26,26 @@ struct Arrays {
 DataParams ParamsOf(const Problem& p, const Arrays& arrays, int rows, int columns, const Dense& dense,
                     bool whole_runs) {
   DataParams q = MakeDataParams(p, arrays.epilogue, rows, columns, dense);
-  q.filter_run = AlignedRun(p.features, p.in, {arrays.w});
+  q.operand_run = int16_t(AlignedRun(p.channels * dense.groups, p.in, {arrays.x}));
+  q.filter_run = int16_t(AlignedRun(p.features, p.in, {arrays.w}));
   q.whole_runs = whole_runs;
   return q;
 }
 
-template <class In, class T, int kVec, bool kDense>
+template <class In, class T, bool kDense>
 cudaError_t LaunchChunks(const Problem& p, const Arrays& arrays, const Dense& dense, bool whole_runs,
                          cudaStream_t stream) {
-  using LoadA = LoadOperand<T, kVec, In>;
+  using LoadA = LoadOperand<T, kDense, In>;
   const DataParams q = ParamsOf(p, arrays, T::kRows, T::kColumns, dense, whole_runs);
   const Grid grid = {DataBlocks(p, q), T::kThreads, kSharedBytes<T, LoadA, LoadFilter<T, kDense, true, In>>};
-  return LaunchKernel(DataMmaKernel<T, kVec, kDense, true, In>, grid, stream, q, static_cast<const In*>(arrays.x),
-                      static_cast<const In*>(arrays.w), true, arrays.y);
+  return LaunchKernel(DataMmaKernel<T, kDense, true, In>, grid, stream, q, static_cast<const In*>(arrays.x),
+                      static_cast<const In*>(arrays.w), arrays.y);
 }
 
 template <class In, class T, bool kAligned>
 cudaError_t LaunchLines(const Problem& p, const Arrays& arrays, bool whole_runs, cudaStream_t stream) {
   const DataParams q = ParamsOf(p, arrays, T::kRows, T::kColumns, {}, whole_runs);
-  return LaunchRagged<T, kAligned, true, In>(p, q, arrays.x, arrays.w, true, arrays.y, stream);
+  return LaunchRagged<T, kAligned, true, In>(p, q, arrays.x, arrays.w, arrays.y, stream);
 }
 
 template <class In>
@@ -55,18 +56,14 @@ cudaError_t LaunchType(const Problem& p, const Config& config, const Arrays& arr
   const bool whole_runs = IsChunk(AlignedRun(columns, p.out, {arrays.y, e.bias, e.residual}), p.out) &&
                           IsChunk(AlignedRun(columns, DType::kF32, {e.scale}), DType::kF32);
   const bool filter_chunks = IsChunk(AlignedRun(p.features, p.in, {arrays.w}), p.in);
-  const int run = AlignedRun(p.channels * dense.groups, p.in, {arrays.x});
-  const bool chunks = IsChunk(run, p.in);
+  const bool chunks = IsChunk(AlignedRun(p.channels * dense.groups, p.in, {arrays.x}), p.in);
   using Small = Tile128x64<In, 2>;
-  if (dense.groups > 1 || dense.Folds()) {
-    if (chunks) return LaunchChunks<In, Small, kChunk<In>, false>(p, arrays, dense, whole_runs, stream);
-    return LaunchChunks<In, Small, 1, false>(p, arrays, dense, whole_runs, stream);
-  }
+  if (dense.groups > 1 || dense.Folds()) return LaunchChunks<In, Small, false>(p, arrays, dense, whole_runs, stream);
   if (!chunks) return LaunchLines<In, Small, false>(p, arrays, whole_runs, stream);
   if (!filter_chunks || !whole_runs) return LaunchLines<In, Small, true>(p, arrays, whole_runs, stream);
   if (config.tile == Tile::kMma128x128)
-    return LaunchChunks<In, Tile128x128<In>, kChunk<In>, true>(p, arrays, dense, whole_runs, stream);
-  return LaunchChunks<In, Tile128x64<In, 3>, kChunk<In>, true>(p, arrays, dense, whole_runs, stream);
+    return LaunchChunks<In, Tile128x128<In>, true>(p, arrays, dense, whole_runs, stream);
+  return LaunchChunks<In, Tile128x64<In, 3>, true>(p, arrays, dense, whole_runs, stream);
 }
 
 }  // namespace

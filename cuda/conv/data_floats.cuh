@@ -142,10 +142,7 @@ __global__ void __launch_bounds__(T::kBlockThreads, T::kBlocks)
   }
   __syncthreads();
   if (block.first_row >= block.row_count) return;  // not every phase has as many rows as the largest
-  if (p.by_position)
-    block.SetRows<true>(p, shared.rows);
-  else
-    block.SetRows(p, shared.rows);
+  block.SetRows(p, shared.rows, p.by_position);
   for (int i = threadIdx.x; i < T::kRows; i += T::kBlockThreads)  // as SetRows
     shared.rows[i].image += Pixel(p, shared.rows[i].origin) * p.pixel_size;
   __syncthreads();
@@ -190,25 +187,28 @@ __global__ void __launch_bounds__(T::kBlockThreads, T::kBlocks)
     } else {
       v = sum_of_parts(four);
     }
-    if (q.whole) {
-      if (!none) {
-        Add<float>(v.v, p.epilogue.bias, block.batch * p.result_pixel + channel);
+    const int count = q.end_column - column;
+    if (!none) {
+      const int64_t bias = block.batch * p.result_pixel + channel;
+      if (q.whole) {
+        Add<float>(v.v, p.epilogue.bias, bias);
         Add<float>(v.v, p.epilogue.residual, offset);
-        Activate<float>(v.v, p.epilogue.activation);
+      } else {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          if (j >= count) continue;
+          Add<float>(reinterpret_cast<float (&)[1]>(v.v[j]), p.epilogue.bias, bias + j);
+          Add<float>(reinterpret_cast<float (&)[1]>(v.v[j]), p.epilogue.residual, offset + j);
+        }
       }
+      Activate<float>(v.v, p.epilogue.activation);
+    }
+    if (q.whole) {
       *reinterpret_cast<Four*>(out + offset) = v;
     } else {
-#pragma unroll 1
-      for (int j = 0; j < min(4, q.end_column - column); ++j) {
-        float each[] = {v.v[0]};
-        if (!none) {
-          Add<float>(each, p.epilogue.bias, block.batch * p.result_pixel + channel + j);
-          Add<float>(each, p.epilogue.residual, offset + j);
-          Activate<float>(each, p.epilogue.activation);
-        }
-        out[offset + j] = each[0];
-        Rotate<1>(v.v);
-      }
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        if (j < count) out[offset + j] = v.v[j];
     }
   }
   if (clusters) {

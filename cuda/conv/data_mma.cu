@@ -17,21 +17,22 @@ cudaError_t LaunchDirection(const Problem& p, const Config& config, const void* 
   const int64_t columns = GemmOf(p).columns * (dense.Folds() ? 1 : dense.groups);
   const int filter_run = AlignedRun(p.features, p.in, {filter});
   const bool whole_runs = IsChunk(AlignedRun(columns, p.out, {out, epilogue.bias, epilogue.residual}), p.out);
-  const bool whole = whole_runs && IsChunk(filter_run, p.in);
-  if (dense.groups == 1 && !dense.Folds() && !(whole && IsChunk(AlignedRun(p.DepthChannels(), p.in, {operand}), p.in)))
+  const int run = AlignedRun(p.DepthChannels() * dense.groups, p.in, {operand});
+  const bool whole = whole_runs && IsChunk(filter_run, p.in), whole_operand = IsChunk(run, p.in);
+  if (dense.groups == 1 && !dense.Folds() && !(whole && whole_operand))
     return LaunchDataRagged(p, config, operand, filter, out, epilogue, stream);
-  return VisitMmaKernel<kDirection>(p, config, operand, whole, [&](auto tile, auto vec, auto is_dense, auto in) {
+  return VisitMmaKernel<kDirection>(p, config, whole_operand, whole, [&](auto tile, auto is_dense, auto in) {
     using T = typename decltype(tile)::type;
     using In = typename decltype(in)::type;
-    constexpr int kVec = decltype(vec)::value;
     constexpr bool kDense = decltype(is_dense)::value, kForward = kDirection == Direction::kForward;
-    using LoadB = LoadFilter<T, kDense, kForward, In>;
     DataParams q = MakeDataParams(p, epilogue, T::kRows, T::kColumns, dense);
-    q.filter_run = filter_run;
+    q.operand_run = int16_t(run);
+    q.filter_run = int16_t(filter_run);
     q.whole_runs = whole_runs;
-    const Grid grid = {DataBlocks(p, q), T::kThreads, kSharedBytes<T, LoadOperand<T, kVec, In>, LoadB>};
-    return LaunchKernel(DataMmaKernel<T, kVec, kDense, kForward, In>, grid, stream, q, static_cast<const In*>(operand),
-                        static_cast<const In*>(filter), p.out != p.in, out);
+    const Grid grid = {DataBlocks(p, q), T::kThreads,
+                       kSharedBytes<T, LoadOperand<T, kDense, In>, LoadFilter<T, kDense, kForward, In>>};
+    return LaunchKernel(DataMmaKernel<T, kDense, kForward, In>, grid, stream, q, static_cast<const In*>(operand),
+                        static_cast<const In*>(filter), out);
   });
 }
 

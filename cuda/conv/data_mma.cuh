@@ -14,48 +14,69 @@ struct GatheredRows {
   const In* first[Mine::kCount];
   TapRange taps[Mine::kCount];
 
+  // Each row's are worked out by one thread, and handed over in `shared`, before copies go there.
   template <int kRows>
-  __device__ GatheredRows(const DataParams& p, const DataBlock& block, const Row (&tile)[kRows], const In* in) {
+  __device__ GatheredRows(const DataParams& p, const DataBlock& block, const Row (&tile)[kRows], const In* in,
+                          unsigned char* shared) {
+    struct Entry {
+      int64_t first;
+      TapRange taps;
+    };
+    Entry* const entries = reinterpret_cast<Entry*>(shared);
+    for (int i = threadIdx.x; i < kRows; i += blockDim.x) {
+      const Row& row = tile[i];
+      const int64_t line = int64_t{row.origin[0]} * p.axis[1].extent + row.origin[1];
+      entries[i] = {row.image + (line * p.axis[2].extent + row.origin[2]) * p.pixel_size,
+                    TapRange(row, p, block.phase)};
+    }
+    __syncthreads();
 #pragma unroll
     for (int j = 0; j < Mine::kCount; ++j) {
-      const Row& row = tile[Mine::Line() + j * Mine::kLinesApart];
-      const int64_t line = int64_t{row.origin[0]} * p.axis[1].extent + row.origin[1];
-      first[j] = in + row.image + (line * p.axis[2].extent + row.origin[2]) * p.pixel_size;
-      taps[j] = TapRange(row, p, block.phase);
+      const Entry& entry = entries[Mine::Line() + j * Mine::kLinesApart];
+      first[j] = in + entry.first;
+      taps[j] = entry.taps;
     }
   }
 };
 
-// The operand, in pieces of kVec elements.
-template <class T, int kVec, class In>
+// The operand, in whole chunks or, unless kWhole, in runs of p.operand_run elements.
+template <class T, bool kWhole, class In>
 struct LoadOperand {
   using Tile = OperandTile<In, T::kRows, T::kDepth, true>;
   using Mine = Share<Tile, T::kThreads>;
   const DataParams& p;
   const DataBlock& block;
-  const int depth, place;
+  const int place;
   Walk walk;
   const GatheredRows<Mine, In> rows;
 
+  // `shared` is where copies go later.
   __device__ LoadOperand(const DataParams& p, const DataBlock& block, const Row (&tile)[T::kRows], const In* in,
-                         int depth)
+                         unsigned char* shared)
       : p(p),
         block(block),
-        depth(depth),
         place(Tile::Offset(Mine::Line(), Mine::Chunk())),
         walk(p, block.taps, Mine::Chunk() * kChunk<In>),
-        rows(p, block, tile, in) {}
+        rows(p, block, tile, in, shared) {}
 
   __device__ void operator()(int step, uint32_t stage) {
-    if constexpr (kVec == kChunk<In>) {
-      Copy<kVec>(stage + place, walk);
+    const uint32_t to = stage + place;
+    if (kWhole || p.operand_run == kChunk<In>) {
+      Copy<kChunk<In>>(to, walk);
       walk.template Advance<T::kDepth>(p, block.phase);
-    } else {
-      // The chunk's elements may belong to several taps.
+      return;
+    }
+    // The chunk's elements may belong to several taps.
+    constexpr int kWord = 4 / sizeof(In);
+    const bool words = p.operand_run >= kWord;
 #pragma unroll 1
-      for (int i = 0; i < kChunk<In>; i += kVec)
-        Copy<kVec>(stage + place + sizeof(In) * i,
-                   Walk(p, block.taps, step * T::kDepth + Mine::Chunk() * kChunk<In> + i));
+    for (int i = 0; i < kChunk<In>; i += words ? kWord : 1) {
+      const Walk at(p, block.taps, step * T::kDepth + Mine::Chunk() * kChunk<In> + i);
+      if (words) {
+        Copy<kWord>(to + sizeof(In) * i, at);
+      } else {
+        Copy<1>(to + sizeof(In) * i, at);
+      }
     }
   }
 
@@ -68,39 +89,35 @@ struct LoadOperand {
   }
 };
 
-// Stores the block's sums, through the epilogue if there is one. address(row, column) says where to, or is -1;
-// bias(column) is the place of a column's bias, `columns` of the tile's exist, and `wide` is whether floats come of
-// shorter operands.
-template <class T, bool kForward, class In, class Address, class Bias>
-__device__ __forceinline__ void StoreData(const DataParams& p, unsigned char* ring, const typename T::Sums& sums,
-                                          const Address& address, const Bias& bias, int columns, bool whole_runs,
-                                          bool wide, void* out) {
-  const auto store = [&](auto* result) {
-    if constexpr (kForward)
-      if (!IsNone(p.epilogue)) return StoreFinished<T>(ring, sums, result, address, whole_runs, p.epilogue, bias);
-    StoreSums<T, kChunk<In>>(ring, sums, result, address, whole_runs);
-  };
-  if constexpr (sizeof(In) == 1) {
-    StoreBytes<T>(ring, sums, p.result_type, out, address, whole_runs, p.epilogue, bias, columns);
-  } else if (sizeof(In) == 4 || wide) {
-    store(static_cast<float*>(out));
-  } else {
-    store(static_cast<In*>(out));
+// Finishes and stores the block's sums, whose places are as FinishStaged has them.
+template <class T, bool kForward, bool kWhole, class Address, class Bias>
+__device__ __forceinline__ void StoreData(const DataParams& p, float* staged, const Address& address, const Bias& bias,
+                                          int columns, void* out) {
+  const bool whole_runs = kWhole || p.whole_runs;
+  DType type = p.result_type;
+  if (sizeof(typename T::In) == 1 && type == DType::kS32) {
+    type = DType::kF32;
+  } else if constexpr (kForward) {
+    FinishStaged<T>(staged, type, p.epilogue, address, whole_runs, bias, columns);
   }
+  StoreStaged<T>(staged, type, out, address, whole_runs);
 }
 
-// The same for a tile of one group, whose columns are neighbouring channels.
-template <class T, bool kForward, class In, class Block>
+// The same of a tile of one group, whose columns are neighbouring channels.
+template <class T, bool kForward, bool kWhole = false, class Block>
 __device__ __forceinline__ void StoreGroup(const DataParams& p, const Block& block, const Row (&rows)[T::kRows],
-                                           unsigned char* ring, const typename T::Sums& sums, bool wide, void* out) {
+                                           unsigned char* ring, const typename T::Sums& sums, void* out) {
   const int first_column = block.column_tile * T::kColumns;
   const auto channel = [&](int column) { return block.group * int64_t{p.columns} + first_column + column; };
-  const auto address = [&](int row, int column) -> int64_t {
-    const int64_t pixel = rows[row].result;
-    return pixel < 0 || first_column + column >= p.columns ? -1 : pixel * p.result_pixel + channel(column);
+  const auto address = [&](int column) {
+    const bool exists = first_column + column < p.columns;
+    return [&rows, &p, exists, to = channel(column)](int row) -> int64_t {
+      const int64_t pixel = rows[row].result;
+      return pixel < 0 || !exists ? -1 : pixel * p.result_pixel + to;
+    };
   };
   const auto bias = [&](int column) { return block.batch * p.result_pixel + channel(column); };
-  StoreData<T, kForward, In>(p, ring, sums, address, bias, p.columns - first_column, p.whole_runs, wide, out);
+  StoreData<T, kForward, kWhole>(p, StageSums<T>(ring, sums), address, bias, p.columns - first_column, out);
 }
 
 // The filter of a dense product forward: [tap, channel] lines of output channels.
@@ -125,17 +142,23 @@ struct LoadFilterForward {
         exists(block.column_tile * T::kColumns + Mine::Chunk() * kChunk<In> < p.columns) {}
 
   __device__ void operator()(int step, uint32_t stage) {
-#pragma unroll
-    for (int j = 0; j < Mine::kCount; ++j) {
-      const int k = step * T::kDepth + Mine::Line() + j * Mine::kLinesApart;
-      const In* from = next + j * Mine::kLinesApart * p.filter_channel;
-      if (!p.all_taps) {
-        const Walk at(p, block.taps, k);
-        from = filter + at.filter + at.channel * p.filter_channel;
-      }
+    const auto copy = [&](int j, int k, const In* from) {
       CopyAsync<16>(stage + place + Mine::Step(j), from, k < depth && exists);
+    };
+    const int first = step * T::kDepth + Mine::Line();
+    if (p.all_taps) {
+#pragma unroll
+      for (int j = 0; j < Mine::kCount; ++j)
+        copy(j, first + j * Mine::kLinesApart, next + j * Mine::kLinesApart * p.filter_channel);
+      next += T::kDepth * p.filter_channel;
+      return;
     }
-    next += T::kDepth * p.filter_channel;
+#pragma unroll 1
+    for (int j = 0; j < Mine::kCount; ++j) {
+      const int k = first + j * Mine::kLinesApart;
+      const Walk at(p, block.taps, k);
+      copy(j, k, filter + at.filter + at.channel * p.filter_channel);
+    }
   }
 };
 
@@ -202,13 +225,15 @@ struct LoadFilterRuns {
 
   __device__ void operator()(int step, uint32_t stage) {
     if (p.filter_run == kChunk<In>) {
-      Load<kChunk<In>>(step, stage);
-    } else if (p.filter_run * sizeof(In) == 8) {
-      Load<8 / sizeof(In)>(step, stage);
-    } else if (p.filter_run * sizeof(In) == 4) {
-      Load<4 / sizeof(In)>(step, stage);
+#pragma unroll
+      for (int j = 0; j < Mine::kCount; ++j) Copy(step, stage, j, 0, kChunk<In>);
     } else {
-      Load<1>(step, stage);
+      // Nothing copies two bytes.
+      const int run = p.filter_run * sizeof(In) >= 4 ? p.filter_run : 1;
+#pragma unroll 1
+      for (int j = 0; j < Mine::kCount; ++j)
+#pragma unroll 1
+        for (int i = 0; i < kChunk<In>; i += run) Copy(step, stage, j, i, run);
     }
     walk.template Advance<T::kDepth>(p, block.phase);
   }
@@ -220,20 +245,24 @@ struct LoadFilterRuns {
     return at.channel < p.channels ? at : Walk(p, block.taps, k);
   }
 
-  template <int kRun>
-  __device__ void Load(int step, uint32_t stage) const {
-#pragma unroll
-    for (int j = 0; j < Mine::kCount; ++j) {
-      const int line = Mine::Line() + j * Mine::kLinesApart;
-#pragma unroll 2
-      for (int i = 0; i < kChunk<In>; i += kRun) {
-        const int element = Mine::Chunk() * kChunk<In> + i, k = step * T::kDepth + (kForward ? line : element);
-        const Column& column = columns[Slot<T, kForward>(kForward ? element : line)];
-        const Walk at = Further(kForward ? j * Mine::kLinesApart : i, k);
-        CopyElements<kRun>(stage + place + Mine::Step(j) + sizeof(In) * i,
-                           filter + column.filter + at.filter + at.channel * p.filter_channel,
-                           k < depth && column.Meets(p, at));
-      }
+  // So many elements from element i of chunk j on.
+  __device__ __forceinline__ void Copy(int step, uint32_t stage, int j, int i, int run) const {
+    const int line = Mine::Line() + j * Mine::kLinesApart, element = Mine::Chunk() * kChunk<In> + i;
+    const int k = step * T::kDepth + (kForward ? line : element);
+    const Column& column = columns[Slot<T, kForward>(kForward ? element : line)];
+    const Walk at = Further(kForward ? j * Mine::kLinesApart : i, k);
+    const In* from = filter + column.filter + at.filter + at.channel * p.filter_channel;
+    const uint32_t to = stage + place + Mine::Step(j) + sizeof(In) * i;
+    const bool valid = k < depth && column.Meets(p, at);
+    const int bytes = run * static_cast<int>(sizeof(In));
+    if (bytes == 16) {
+      CopyAsync<16>(to, from, valid);
+    } else if (bytes == 8) {
+      CopyAsync<8>(to, from, valid);
+    } else if (bytes == 4) {
+      CopyAsync<4>(to, from, valid);
+    } else {
+      CopyElements<1>(to, from, valid);
     }
   }
 };
@@ -247,6 +276,7 @@ __device__ float SumOf(const DataParams& p, const DataBlock& block, const Row& r
   filter += block.FilterStart(p) + column.filter;
   const TapRange inside(row, p, block.phase);
   float sum = 0;
+#pragma unroll 1
   for (int k = 0, depth = block.Depth(p); k < depth; ++k) {
     const Walk at(p, block.taps, k);
     if (!column.Meets(p, at)) continue;
@@ -256,15 +286,15 @@ __device__ float SumOf(const DataParams& p, const DataBlock& block, const Row& r
   return sum;
 }
 
-// Replaces the block's staged sums that are not finite. Rarely called, hence out of line; and what such a call takes by
-// reference lives in memory all along, which the sums must not, nor the kernel's own block.
+// Replaces the block's staged sums that are not finite. Rarely called, hence out of line; all that it takes by
+// reference lives in memory.
 template <class T, bool kForward, class In>
-__device__ __noinline__ void RepairStaged(const DataParams& p, const Row* rows, const Column* columns, const In* in,
-                                          const In* filter, float* scratch) {
-  const DataBlock block(p);
+__device__ __noinline__ void RepairStaged(const DataParams& p, const DataBlock& block, const Row* rows,
+                                          const Column* columns, const In* in, const In* filter, float* staged) {
+#pragma unroll 1
   for (int i = threadIdx.x; i < T::kRows * T::kColumns; i += T::kThreads) {
     const int row = i / T::kColumns, column = i % T::kColumns;
-    float& sum = scratch[row * kPitch<T, float> + column];
+    float& sum = staged[row * kPitch<T> + column];
     if (isfinite(sum) || rows[row].result < 0 || block.column_tile * T::kColumns + column >= p.columns) continue;
     sum = SumOf(p, block, rows[row], columns[Slot<T, kForward>(column)], in, filter);
   }
@@ -275,63 +305,61 @@ using LoadFilter =
     std::conditional_t<!kDense, LoadFilterRuns<T, kForward, In>,
                        std::conditional_t<kForward, LoadFilterForward<T, In>, LoadFilterTransposed<T, In>>>;
 
-template <class T, int kVec, bool kDense, bool kForward, class In>
+template <class T, bool kDense, bool kForward, class In>
 __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
-    DataMmaKernel(const __grid_constant__ DataParams p, const In* in, const In* filter, bool wide, void* out) {
+    DataMmaKernel(const __grid_constant__ DataParams p, const In* in, const In* filter, void* out) {
   extern __shared__ __align__(128) unsigned char ring[];
   __shared__ Row rows[T::kRows];
   __shared__ Column columns[kDense ? 1 : T::kColumns];
+  __shared__ DataBlock in_memory;
   const DataBlock block(p);
   if (block.first_row >= block.row_count) return;  // not every phase has as many rows as the largest
   block.SetRows(p, rows);
   const int first_column = block.column_tile * T::kColumns;
-  if constexpr (!kDense)
-    for (int i = threadIdx.x; i < T::kColumns; i += T::kThreads)
-      columns[Slot<T, kForward>(i)] = Column(p, kForward, first_column + i);
-  __syncthreads();
+  if constexpr (!kDense) {
+    if (threadIdx.x < T::kColumns)
+      columns[Slot<T, kForward>(threadIdx.x)] = Column(p, kForward, first_column + threadIdx.x);
+    if (threadIdx.x == 0) in_memory = block;
+  }
 
   typename T::Sums sums = {};
   const int depth = block.Depth(p), steps = (depth + T::kDepth - 1) / T::kDepth;
-  LoadOperand<T, kVec, In> load_a(p, block, rows, in, depth);
+  LoadOperand<T, kDense, In> load_a(p, block, rows, in, ring);
   const auto multiply = [&](auto load_b) {
     MultiplyPipelined<In, T>(SharedAddress(ring), steps, load_a, load_b, sums, p.e5m2);
   };
   if constexpr (kDense) {
     multiply(LoadFilter<T, kDense, kForward, In>(p, block, filter, depth));
+    StoreGroup<T, kForward, true>(p, block, rows, ring, sums, out);
   } else {
     multiply(LoadFilter<T, kDense, kForward, In>(p, block, columns, filter, depth));
-  }
-
-  const int64_t first = block.group * int64_t{p.columns};
-  const auto entry = [&](int column) -> const Column& { return columns[Slot<T, kForward>(column)]; };
-  const auto channel = [&](int column) { return first + (kDense ? first_column + column : entry(column).channel); };
-  const auto address = [&](int row, int column) -> int64_t {
-    const Row& at = rows[row];
-    if (at.result < 0 || first_column + column >= p.columns) return -1;
-    if constexpr (kDense) {
-      return at.result * p.result_pixel + channel(column);
-    } else {
-      return entry(column).Exists(p, at) ? at.result * p.result_pixel + first + entry(column).result : -1;
+    float* const staged = StageSums<T>(ring, sums);
+    if constexpr (std::is_same_v<typename T::Sum, float>) {
+      // Zeros of the filter do not make up for an infinity of a group or tap that is not the column's.
+      float zero = 0;  // or NaN
+#pragma unroll
+      for (auto& block_of_rows : sums)
+#pragma unroll
+        for (auto& block_of_columns : block_of_rows)
+#pragma unroll
+          for (float sum : block_of_columns) zero = fmaf(sum, 0, zero);
+      if (__syncthreads_or(zero != 0)) {
+        RepairStaged<T, kForward>(p, in_memory, rows, columns, in, filter, staged);
+        __syncthreads();
+      }
     }
-  };
-  if constexpr (!kDense && std::is_same_v<typename T::Sum, float>) {
-    // Zeros of the filter do not make up for an infinity of a group or tap that is not the column's.
-    bool finite = true;
-#pragma unroll
-    for (auto& block_of_rows : sums)
-#pragma unroll
-      for (auto& block_of_columns : block_of_rows)
-#pragma unroll
-        for (float sum : block_of_columns) finite &= isfinite(sum);
-    if (__syncthreads_or(!finite)) {
-      float* scratch = StageSums<T, float>(ring, sums);
-      RepairStaged<T, kForward>(p, rows, columns, in, filter, scratch);
-      TakeStaged<T>(scratch, sums);
-    }
+    const int64_t first = block.group * int64_t{p.columns};
+    const auto entry = [&](int column) -> const Column& { return columns[Slot<T, kForward>(column)]; };
+    const auto address = [&](int column) {
+      const bool exists = first_column + column < p.columns;
+      return [&p, exists, first, of = entry(column)](int row) -> int64_t {
+        const Row& at = rows[row];
+        return at.result >= 0 && exists && of.Exists(at) ? at.result * p.result_pixel + first + of.result : -1;
+      };
+    };
+    const auto bias = [&](int column) { return block.batch * p.result_pixel + first + entry(column).channel; };
+    StoreData<T, kForward, false>(p, staged, address, bias, p.columns - first_column, out);
   }
-  StoreData<T, kForward, In>(
-      p, ring, sums, address, [&](int column) { return block.batch * p.result_pixel + channel(column); },
-      p.columns - first_column, kDense || p.whole_runs, wide, out);
 }
 
 }  // namespace jaxdnn::conv

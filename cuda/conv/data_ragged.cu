@@ -18,7 +18,7 @@ cudaError_t LaunchTyped(const Problem& p, const Config& config, const void* oper
     constexpr bool kAligned = decltype(is_aligned)::value;
     DataParams q = MakeDataParams(p, epilogue, T::kRows, T::kColumns);
     q.whole_runs = IsChunk(AlignedRun(GemmOf(p).columns, p.out, {out, epilogue.bias, epilogue.residual}), p.out);
-    return LaunchRagged<T, kAligned, kForward, In>(p, q, operand, filter, p.out != p.in, out, stream);
+    return LaunchRagged<T, kAligned, kForward, In>(p, q, operand, filter, out, stream);
   };
   const auto with_tile = [&](auto tile) {
     return aligned ? launch(tile, std::true_type()) : launch(tile, std::false_type());

@@ -58,9 +58,10 @@ struct FilterElement {
   }
 };
 
-template <class T, class In, class Out>
-__global__ void __launch_bounds__(T::kThreads)
-    DataKernel(const __grid_constant__ DataParams p, const In* in, const In* filter, Out* out) {
+template <class In>
+__global__ void __launch_bounds__(BlockTile<In>::kThreads)
+    DataKernel(const __grid_constant__ DataParams p, const In* in, const In* filter, void* out) {
+  using T = BlockTile<In>;
   __shared__ typename T::Shared shared;
   __shared__ Row rows[T::kRows];
   __shared__ DataBlock block;  // there, to spare registers
@@ -89,15 +90,17 @@ __global__ void __launch_bounds__(T::kThreads)
       for (int j = 0; j < T::kThreadColumns; ++j) {
         if (j >= count) break;
         typename T::Sum each[1] = {v[j]};
-        Add<Out>(each, p.epilogue.bias, block.batch * p.result_pixel + channel + j);
-        Add<Out>(each, p.epilogue.residual, offset + j);
+        AddTyped<In>(p.result_type, each, p.epilogue.bias, block.batch * p.result_pixel + channel + j);
+        AddTyped<In>(p.result_type, each, p.epilogue.residual, offset + j);
         v[j] = each[0];
       }
-      Activate<Out>(v, p.epilogue.activation);
+      Activate<typename T::Sum>(v, p.epilogue.activation);
     }
+    WithFloats<In>(p.result_type, out, [&](auto* typed) {
 #pragma unroll
-    for (int j = 0; j < T::kThreadColumns; ++j)
-      if (j < count) out[offset + j] = static_cast<Out>(v[j]);
+      for (int j = 0; j < T::kThreadColumns; ++j)
+        if (j < count) typed[offset + j] = static_cast<std::remove_pointer_t<decltype(typed)>>(v[j]);
+    });
     Rotate<T::kThreadColumns>(reinterpret_cast<typename T::Sum(&)[T::kThreadRows * T::kThreadColumns]>(sums));
   }
 }
@@ -107,13 +110,12 @@ __global__ void __launch_bounds__(T::kThreads)
 cudaError_t LaunchDataSimt(const Problem& p, const Config& config, const void* operand, const void* filter, void* out,
                            const Epilogue& epilogue, cudaStream_t stream) {
   if (p.in == DType::kF32) return LaunchDataFloats(p, config, operand, filter, out, epilogue, stream);
-  return VisitKernelTypes(p, config, [&](auto tile, auto in, auto result) {
-    using T = typename decltype(tile)::type;
+  return VisitKernelType(p, config, [&](auto in) {
     using In = typename decltype(in)::type;
-    using Out = typename decltype(result)::type;
+    using T = BlockTile<In>;
     const DataParams q = MakeDataParams(p, epilogue, T::kRows, T::kColumns);
-    return LaunchKernel(DataKernel<T, In, Out>, DataBlocks(p, q), T::kThreads, stream, q,
-                        static_cast<const In*>(operand), static_cast<const In*>(filter), static_cast<Out*>(out));
+    return LaunchKernel(DataKernel<In>, DataBlocks(p, q), T::kThreads, stream, q, static_cast<const In*>(operand),
+                        static_cast<const In*>(filter), out);
   });
 }
 

@@ -146,28 +146,47 @@ __device__ __forceinline__ void StoreOne(const Epilogue& epilogue, float sum, in
   out[to] = static_cast<Out>(v[0]);
 }
 
-// Calls f with a pointer to elements of the type, which is of floats of 16 or 32 bits.
-template <class F>
-__device__ __forceinline__ void WithFloats(DType type, const void* array, const F& f) {
-  if (type == DType::kF32) {
-    f(static_cast<const float*>(array));
+// Calls f with a pointer to elements of the type, which is of floats of 16 or 32 bits, and where In is no byte, In or
+// the type that it is summed in.
+template <class In = int8_t, class Void, class F>
+__device__ __forceinline__ void WithFloats(DType type, Void* array, const F& f) {
+  const auto as = [&](auto tag) {
+    using Type = typename decltype(tag)::type;
+    f(static_cast<std::conditional_t<std::is_const_v<Void>, const Type, Type>*>(array));
+  };
+  if constexpr (sizeof(In) == 8) {
+    as(TypeTag<double>());
+  } else if (sizeof(In) == 4 || type == DType::kF32) {
+    as(TypeTag<float>());
+  } else if constexpr (sizeof(In) == 2) {
+    as(TypeTag<In>());
   } else if (type == DType::kF16) {
-    f(static_cast<const __half*>(array));
+    as(TypeTag<__half>());
   } else {
-    f(static_cast<const __nv_bfloat16*>(array));
+    as(TypeTag<__nv_bfloat16>());
   }
 }
 
+// Add, of an array of the type.
+template <class In, class Sum, int kN>
+__device__ __forceinline__ void AddTyped(DType type, Sum (&v)[kN], const void* array, int64_t offset) {
+  if (array == nullptr) return;
+  WithFloats<In>(type, array, [&](auto* typed) {
+    Add<std::remove_const_t<std::remove_pointer_t<decltype(typed)>>>(v, typed, offset);
+  });
+}
+
 struct ColumnFactors {
-  float scale, bias;
+  float scale = 1, bias = 0;
 };
 
 // Of the column whose scale and bias are at `channel`, or if that is -1 of none.
+template <class In = int8_t>
 __device__ __forceinline__ ColumnFactors LoadFactors(DType type, const Epilogue& epilogue, int64_t channel) {
-  ColumnFactors factors = {1, 0};
+  ColumnFactors factors;
   if (epilogue.scale != nullptr && channel >= 0) factors.scale = epilogue.scale[channel];
   if (epilogue.bias != nullptr && channel >= 0)
-    WithFloats(type, epilogue.bias, [&](auto* typed) { factors.bias = static_cast<float>(typed[channel]); });
+    WithFloats<In>(type, epilogue.bias, [&](auto* typed) { factors.bias = static_cast<float>(typed[channel]); });
   return factors;
 }
 

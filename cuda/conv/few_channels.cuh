@@ -19,11 +19,12 @@ struct StripParams {
   Strips strips;
   int run;                                     // a class's pixels of a line of a tile
   FastDiv run_div, chunks, plane_div;          // of a strip's line; lines of a plane
+  FastDiv line_words[2], window_height;        // by class; lines of a plane of a window
   FastDiv tile_columns, tile_lines, y_planes;  // tiles along y's lines, and down a plane; planes of an image
   int tiles;                                   // of a problem
   int x[kRank], y[kRank], stride[kRank], pad[kRank], dilation[kRank];
   int line, step, start;                          // elements of a line of x, between windows, and before the first one
-  int window_lines, window_height, window_run;    // lines of a window, of a plane of it, and elements of one
+  int window_lines, window_run;                   // lines of a window, and elements of one
   int64_t x_image, x_problem, filter, y_problem;  // elements, but pixels of y
   int features, column_tiles;
 };
@@ -35,6 +36,7 @@ inline StripParams MakeStripParams(const Problem& p, const Strips& s, int tile_c
   q.run_div = FastDiv(q.run);
   q.chunks = FastDiv(s.line_bytes / s.copy_bytes);
   q.plane_div = FastDiv(s.plane_lines);
+  for (int i = 0; i < 2; ++i) q.line_words[i] = FastDiv(s.line_words[i]);
   const int64_t across = CeilDiv(p.y[2], s.width), down = CeilDiv(p.y[1], s.height);
   q.tile_columns = FastDiv(across);
   q.tile_lines = FastDiv(down);
@@ -51,7 +53,7 @@ inline StripParams MakeStripParams(const Problem& p, const Strips& s, int tile_c
   q.step = int(p.stride[2] * p.channels);
   q.start = int(-p.pad[2] * p.channels) - s.lead;
   q.window_lines = int(p.window[0] * p.window[1]);
-  q.window_height = int(p.window[1]);
+  q.window_height = FastDiv(p.window[1]);
   q.window_run = int(p.window[2] * p.channels);
   q.x_image = p.XPixels() * p.channels;
   q.x_problem = q.x_image * p.images;
@@ -102,12 +104,14 @@ struct StripWord {
 
   template <class In>
   static __device__ StripWord Make(const StripParams& q, int of_class, int word) {
-    const int line = word / q.strips.line_words[of_class];
-    return {line, (word - line * q.strips.line_words[of_class]) * int(4 / sizeof(In)) - q.strips.front[of_class]};
+    int in_line;
+    const int line = q.line_words[of_class].Div(word, &in_line);
+    return {line, in_line * int(4 / sizeof(In)) - q.strips.front[of_class]};
   }
   // From a pixel's first word.
   __device__ int Offset(const StripParams& q, int of_class, int size) const {
-    const int plane = line / q.window_height, in_plane = line - plane * q.window_height;
+    int in_plane;
+    const int plane = q.window_height.Div(line, &in_plane);
     return (plane * q.strips.plane_lines + in_plane * q.dilation[1]) * q.strips.pitch +
            (element + q.strips.front[of_class]) * size;
   }

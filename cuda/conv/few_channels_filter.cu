@@ -29,8 +29,9 @@ struct FewTile {
 };
 
 struct FewParams {
-  int lines, row_tiles;  // of the window: in a block, and such blocks
-  int splits, strip_bytes;
+  int lines;  // of the window in a block
+  FastDiv column_tiles, row_tiles, splits;
+  int strip_bytes;
   int y_bytes;  // of a copy
   int64_t result_size;
 };
@@ -45,13 +46,13 @@ __device__ StripWord WordOf(const StripParams& q, int of_class, int unit, int wh
   return StripWord::Make<typename T::In>(q, of_class, first + which * 8 + threadIdx.x % 32 / 4);
 }
 
-// sums += the product over a step's pixels, whose windows begin at `places`. Where some of them do not exist their
-// words are masked: the cotangent's zeros would not make up for an infinity.
-template <bool kMasked, class T, class Exists>
+// sums += the product over a step's pixels, whose windows begin at `places`. Unless all exist, words of those that do
+// not are masked: the cotangent's zeros would not make up for an infinity.
+template <class T, class Exists>
 __device__ __forceinline__ void Multiply(uint32_t strips, const int* places,
                                          const int (&offsets)[T::kUnits][kWordsOfUnit<typename T::In>],
-                                         const typename T::Columns& columns, uint32_t cotangent, const Exists& exists,
-                                         typename T::Sums& sums) {
+                                         const typename T::Columns& columns, uint32_t cotangent, bool all,
+                                         const Exists& exists, typename T::Sums& sums) {
   using In = typename T::In;
   constexpr bool kPairs = sizeof(In) == 2;
   constexpr int kCount = kPairs ? 4 : 2;
@@ -61,12 +62,9 @@ __device__ __forceinline__ void Multiply(uint32_t strips, const int* places,
   for (int i = 0; i < kCount; ++i) {
     const int pixel = kPairs ? 2 * t + i % 2 + i / 2 * 8 : t + 4 * i;
     place[i] = strips + places[pixel];
-    if (kMasked) mask[i] = exists(pixel) ? 0xFFFFFFFFu : 0;
+    mask[i] = all || exists(pixel) ? 0xFFFFFFFFu : 0;
   }
-  const auto word = [&](int i, int offset) {
-    const uint32_t w = LoadWord(place[i] + offset);
-    return kMasked ? w & mask[i] : w;
-  };
+  const auto word = [&](int i, int offset) { return LoadWord(place[i] + offset) & mask[i]; };
   uint32_t a[T::kUnits][4];
 #pragma unroll
   for (int u = 0; u < T::kUnits; ++u) {
@@ -105,17 +103,16 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   __shared__ uint32_t pixels[T::kPixels];  // a line and a column of the tile
   __shared__ int distances[T::kPixels];    // from its first pixel, in pixels
   constexpr int kCotangentBytes = T::Cotangent::kBytes, kLineBytes = T::kFeatures * sizeof(In);
-  int rest = blockIdx.x;
-  const int first_feature = rest % q.column_tiles * T::kFeatures;
-  rest /= q.column_tiles;
-  const int first_line = rest % r.row_tiles * r.lines;
-  rest /= r.row_tiles;
-  const int split = rest % r.splits, problem = rest / r.splits;
+  int column_tile, row_tile, split;
+  const int problem =
+      r.splits.Div(r.row_tiles.Div(r.column_tiles.Div(static_cast<int>(blockIdx.x), &column_tile), &row_tile), &split);
+  const int splits = r.splits.divisor, first_feature = column_tile * T::kFeatures, first_line = row_tile * r.lines;
   x += problem * q.x_problem;
   y += problem * q.y_problem * q.features + first_feature;
   const int features = min(q.features - first_feature, T::kFeatures);
 
-  const int class_pixels = T::kPixels / q.strips.classes;
+  const bool two_classes = q.strips.classes == 2;
+  const int class_pixels = two_classes ? T::kPixels / 2 : T::kPixels;
   for (int i = threadIdx.x; i < T::kPixels; i += T::kThreads) {
     const int of_class = i >= class_pixels, index = i - of_class * class_pixels;
     // The pixels of a load are next to each other, which spreads them over the banks.
@@ -127,7 +124,6 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
     distances[i] = exists ? pixel.line * q.y[2] + pixel.column : 0;
   }
   const auto load = [&](int i, int turn) {
-    if (i >= q.tiles) return;
     const StripTile tile(q, i);
     FillStrips<T::kThreads>(q, x, tile, shared + 2 * kCotangentBytes + turn * r.strip_bytes);
     const In* from_tile = y + tile.FirstPixel(q) * q.features;
@@ -155,17 +151,18 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
       }
       return;
     }
-    CopyPieces<T::kThreads>(
-        T::kPixels * T::kFeatures, r.y_bytes, y, cotangent, [&](unsigned i, int elements, const In** from, int* to) {
-          const unsigned pieces = T::kFeatures / elements, pixel = min(i / pieces, T::kPixels - 1u);
-          const int feature = i % pieces * elements;
-          *to = T::Cotangent::Offset(pixel, feature / kChunk<In>) + feature % kChunk<In> * int(sizeof(In));
-          *from = from_tile + feature + int64_t{distances[pixel]} * q.features;
-          return exists(pixels[pixel]) && feature < features;
-        });
+    CopyPieces<T::kThreads>(T::kPixels * T::kFeatures, r.y_bytes == 4 ? 4 : 1, y, cotangent,
+                            [&](unsigned i, int elements, const In** from, int* to) {
+                              const unsigned pieces = T::kFeatures / elements, pixel = min(i / pieces, T::kPixels - 1u);
+                              const int feature = i % pieces * elements;
+                              *to = T::Cotangent::Offset(pixel, feature / kChunk<In>) +
+                                    feature % kChunk<In> * int(sizeof(In));
+                              *from = from_tile + feature + int64_t{distances[pixel]} * q.features;
+                              return exists(pixels[pixel]) && feature < features;
+                            });
   };
 
-  const int group = threadIdx.x / 32 / T::kWarpsDown, groups = T::kWarpsAcross / q.strips.classes;
+  const int group = threadIdx.x / 32 / T::kWarpsDown, groups = two_classes ? T::kWarpsAcross / 2 : T::kWarpsAcross;
   const int of_class = group >= groups;
   // The group's steps of its class, of those that have pixels.
   constexpr int kSteps = T::kPixels / T::kWarpsAcross / T::kStep;
@@ -183,17 +180,15 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   }
   const typename T::Columns columns(0);
   typename T::Sums sums = {};
-  __syncthreads();
-  load(split, 0);
-  CommitCopies();
-
-  int turn = 0;
-  for (int i = split; i < q.tiles; i += r.splits, turn ^= 1) {
+  int turn = 1;
+#pragma unroll 1
+  for (int i = split - splits; i < q.tiles; i += splits, turn ^= 1) {
     WaitForCopies<0>();
     // Every thread's copies are here, and nobody reads the other tile any more.
     __syncthreads();
-    load(i + r.splits, turn ^ 1);
+    if (i + splits < q.tiles) load(i + splits, turn ^ 1);
     CommitCopies();
+    if (i < 0) continue;
     const StripTile tile(q, i);
     const bool whole = tile.Contains(q, q.strips.height - 1, q.strips.width - 1);
     const uint32_t strips = SharedAddress(shared) + 2 * kCotangentBytes + turn * r.strip_bytes;
@@ -205,11 +200,8 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
         const uint32_t at = pixels[first + pixel];
         return int(at >> 16) < q.strips.height && tile.Contains(q, at >> 16, at & 0xFFFF);
       };
-      if (whole && (step + 1) * T::kStep <= count) {
-        Multiply<false, T>(strips, places + first, offsets, columns, cotangent, exists, sums);
-      } else {
-        Multiply<true, T>(strips, places + first, offsets, columns, cotangent, exists, sums);
-      }
+      const bool all = whole && (step + 1) * T::kStep <= count;
+      Multiply<T>(strips, places + first, offsets, columns, cotangent, all, exists, sums);
     }
   }
   WaitForCopies<0>();
@@ -217,6 +209,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
 
   // The groups' sums, one after the other.
   float* const total = reinterpret_cast<float*>(shared);
+#pragma unroll 1
   for (int g = 0; g < T::kWarpsAcross; ++g) {
     if (g == group) {
 #pragma unroll
@@ -244,7 +237,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   const int rows = min(r.lines, q.window_lines - first_line) * q.window_run;
   const int64_t first =
       split * r.result_size + problem * q.filter + int64_t{first_line} * q.window_run * q.features + first_feature;
-#pragma unroll 4
+#pragma unroll 1
   for (int i = threadIdx.x; i < rows * T::kFeatures; i += T::kThreads) {
     const int row = i / T::kFeatures, feature = i % T::kFeatures;
     if (feature >= features) continue;
@@ -267,8 +260,9 @@ cudaError_t LaunchTile(const Problem& p, const Strips& strips, const Config& con
   r.lines =
       std::min<int>(q.window_lines, T::kWords / std::max(strips.line_words[0], strips.line_words[strips.classes - 1]));
   if (r.lines == 0) return cudaErrorInvalidValue;
-  r.row_tiles = int(CeilDiv(q.window_lines, r.lines));
-  r.splits = int(config.splits);
+  r.column_tiles = FastDiv(q.column_tiles);
+  r.row_tiles = FastDiv(CeilDiv(q.window_lines, r.lines));
+  r.splits = FastDiv(config.splits);
   r.strip_bytes = int(CeilDiv(strips.Bytes(), 16)) * 16;
   r.y_bytes = int(sizeof(In));
   for (const int bytes : {4, 16})
@@ -277,7 +271,7 @@ cudaError_t LaunchTile(const Problem& p, const Strips& strips, const Config& con
   const bool partial = UsesWorkspace(p, config.splits);
   const size_t shared = std::max<size_t>(2 * (T::Cotangent::kBytes + r.strip_bytes),
                                          size_t(r.lines) * q.window_run * T::kPitch * sizeof(float));
-  const Grid grid = {p.batch * r.splits * r.row_tiles * q.column_tiles, T::kThreads, shared};
+  const Grid grid = {p.batch * config.splits * r.row_tiles.divisor * q.column_tiles, T::kThreads, shared};
   const cudaError_t status =
       LaunchKernel(FewFilterKernel<T, In>, grid, stream, q, r, static_cast<const In*>(x), static_cast<const In*>(y),
                    partial || p.out != p.in, partial ? workspace : out);

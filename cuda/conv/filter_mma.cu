@@ -42,7 +42,9 @@ struct PixelTable {
 template <class In, int kRun, int kCount, class Locate, class Place>
 __device__ __forceinline__ void CopyRuns(const Locate& locate, const Place& place) {
   if constexpr (kRun * sizeof(In) > 2) {
-#pragma unroll
+    // Whole chunks in a loop that is unrolled as far as that pays.
+    constexpr int kUnroll = kRun == kChunk<In> ? 4 : 1;
+#pragma unroll kUnroll
     for (int j = 0; j < kCount; ++j) {
 #pragma unroll
       for (int i = 0; i < kChunk<In>; i += kRun) {
@@ -53,7 +55,7 @@ __device__ __forceinline__ void CopyRuns(const Locate& locate, const Place& plac
     }
   } else {
     constexpr int kAtOnce = kCount < 2 ? kCount : 2;
-#pragma unroll
+#pragma unroll 1
     for (int first = 0; first < kCount; first += kAtOnce) {
       unsigned short bits[kAtOnce][8];
 #pragma unroll
@@ -183,7 +185,7 @@ struct LoadCotangent {
 template <class T, int kVec, bool kDense, class In>
 __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
     FilterMmaKernel(const __grid_constant__ FilterParams p, const In* x, const In* y, int y_run, bool whole_runs,
-                    bool wide, void* out) {
+                    DType type, void* out) {
   extern __shared__ __align__(128) unsigned char ring[];
   __shared__ PixelTable<T> table;
   const FilterBlock block(p);
@@ -196,25 +198,23 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   MultiplyPipelined<In, T>(SharedAddress(ring), (block.count + T::kDepth - 1) / T::kDepth, load_x, load_y, sums);
 
   const int first_row = block.row_tile * T::kRows, first_column = block.column_tile * T::kColumns;
-  const auto address = [&](int tile_row, int tile_column) -> int64_t {
-    int row = first_row + tile_row;
-    const int column = first_column + tile_column;
-    if (row >= p.rows || column >= p.columns) return -1;
-    if constexpr (!kDense) {
-      // A row is a channel of all groups that are computed together, each of which has its own part of the columns.
-      int channel, in_group;
-      const int tap = p.channels.Div(row, &channel), group = p.group_channels.Div(channel, &in_group);
-      if (group != p.group_columns.Div(column)) return -1;
-      row = tap * p.group_channels.divisor + in_group;
-    }
-    return block.ResultOffset(p, row) + column;
+  const auto address = [&](int of_tile) {
+    const int column = first_column + of_tile;
+    const int rows = column < p.columns ? p.rows : 0, group_of_column = kDense ? 0 : p.group_columns.Div(column);
+    return [&p, first_row, rows, group_of_column, to = block.ResultOffset(p, 0) + column](int tile_row) -> int64_t {
+      int row = first_row + tile_row;
+      if (row >= rows) return -1;
+      if constexpr (!kDense) {
+        // A row is a channel of all groups that are computed together, each of which has its own part of the columns.
+        int channel, in_group;
+        const int tap = p.channels.Div(row, &channel);
+        if (p.group_channels.Div(channel, &in_group) != group_of_column) return -1;
+        row = tap * p.group_channels.divisor + in_group;
+      }
+      return to + row * p.y_pixel;
+    };
   };
-  const auto store = [&](auto* result) { StoreSums<T, kChunk<In>>(ring, sums, result, address, kDense || whole_runs); };
-  if (wide) {
-    store(static_cast<float*>(out));
-  } else {
-    store(static_cast<In*>(out));
-  }
+  StoreStaged<T>(StageSums<T>(ring, sums), type, out, address, kDense || whole_runs);
 }
 
 }  // namespace
@@ -222,25 +222,31 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
 cudaError_t LaunchFilterMma(const Problem& p, const Config& config, const void* x, const void* y, void* out,
                             void* workspace, cudaStream_t stream) {
   const int64_t merged = DenseOf(p).groups;
-  const int y_run = AlignedRun(p.features * merged, p.in, {y});
+  const int x_run = AlignedRun(p.channels * merged, p.in, {x}), y_run = AlignedRun(p.features * merged, p.in, {y});
   const bool partial = UsesWorkspace(p, config.splits),
              whole_runs = IsChunk(AlignedRun(p.features, p.out, {out}), p.out);
   const bool whole = whole_runs && IsChunk(y_run, p.in);
-  const auto launch = [&](auto tile, auto vec, auto dense, auto in) {
+  const auto launch = [&](auto tile, auto dense, auto in) {
     using T = typename decltype(tile)::type;
     using In = typename decltype(in)::type;
-    constexpr int kVec = decltype(vec)::value;
     constexpr bool kDense = decltype(dense)::value;
     const FilterParams q = MakeFilterParams(p, config.splits, T::kRows, T::kColumns, T::kDepth, merged);
-    constexpr int kShared = kSharedBytes<T, LoadInput<T, kVec, In>, LoadCotangent<T, kDense, In>>;
-    const cudaError_t status =
-        LaunchKernel(FilterMmaKernel<T, kVec, kDense, In>, Grid{FilterBlocks(p, q), T::kThreads, kShared}, stream, q,
-                     static_cast<const In*>(x), static_cast<const In*>(y), y_run, whole_runs, partial || p.out != p.in,
-                     partial ? workspace : out);
-    if (!partial || status != cudaSuccess) return status;
-    return SumSlices(p, workspace, config.splits, false, x, y, out, stream);
+    const auto with_run = [&](auto run) {
+      constexpr int kVec = decltype(run)::value;
+      constexpr int kShared = kSharedBytes<T, LoadInput<T, kVec, In>, LoadCotangent<T, kDense, In>>;
+      return LaunchKernel(FilterMmaKernel<T, kVec, kDense, In>, Grid{FilterBlocks(p, q), T::kThreads, kShared}, stream,
+                          q, static_cast<const In*>(x), static_cast<const In*>(y), y_run, whole_runs,
+                          partial ? DType::kF32 : p.out, partial ? workspace : out);
+    };
+    if constexpr (!kDense && T::kColumns == 64)
+      if (!IsChunk(x_run, p.in))
+        return sizeof(In) == 2 && x_run > 1 ? with_run(std::integral_constant<int, 4 / sizeof(In)>())
+                                            : with_run(std::integral_constant<int, 1>());
+    return with_run(std::integral_constant<int, kChunk<In>>());
   };
-  return VisitMmaKernel<Direction::kFilterGradient>(p, config, x, whole, launch);
+  const cudaError_t status = VisitMmaKernel<Direction::kFilterGradient>(p, config, IsChunk(x_run, p.in), whole, launch);
+  if (!partial || status != cudaSuccess) return status;
+  return SumSlices(p, workspace, config.splits, false, x, y, out, stream);
 }
 
 }  // namespace jaxdnn::conv

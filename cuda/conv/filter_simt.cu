@@ -1,5 +1,6 @@
 // Filter gradient as an implicit matrix product on the CUDA cores: every type, shape, stride, dilation, padding, rank
 // and group count. filter.cuh says what rows, columns and slices are.
+#include "cuda/conv/epilogue.cuh"
 #include "cuda/conv/filter.cuh"
 #include "cuda/conv/simt.h"
 #include "cuda/conv/tile.cuh"
@@ -55,9 +56,10 @@ struct CotangentElement {
   }
 };
 
-template <class T, class In, class Out>
-__global__ void __launch_bounds__(T::kThreads)
-    FilterKernel(const __grid_constant__ FilterParams p, const In* x, const In* y, Out* out) {
+template <class In>
+__global__ void __launch_bounds__(BlockTile<In>::kThreads)
+    FilterKernel(const __grid_constant__ FilterParams p, const In* x, const In* y, DType type, void* out) {
+  using T = BlockTile<In>;
   __shared__ typename T::Shared shared;
   const FilterBlock block(p);
   typename T::Sum sums[T::kThreadRows][T::kThreadColumns] = {};
@@ -66,16 +68,19 @@ __global__ void __launch_bounds__(T::kThreads)
   MultiplyTiles<T>(shared, (block.count + T::kDepth - 1) / T::kDepth, InputElement<In>(p, block, x, row),
                    CotangentElement<In>{p, block, y + block.y_offset, block.column_tile * T::kColumns}, sums);
 
-#pragma unroll
+  const int first_column = block.column_tile * T::kColumns + T::Column();
+#pragma unroll 1
   for (int i = 0; i < T::kThreadRows; ++i) {
     const int row = block.row_tile * T::kRows + T::Row() + i;
     if (row >= p.rows) break;
-    Out* result = out + block.ResultOffset(p, row);
+    const int64_t offset = block.ResultOffset(p, row) + first_column;
+    WithFloats<In>(type, out, [&](auto* typed) {
 #pragma unroll
-    for (int j = 0; j < T::kThreadColumns; ++j) {
-      const int column = block.column_tile * T::kColumns + T::Column() + j;
-      if (column < p.columns) result[column] = static_cast<Out>(sums[i][j]);
-    }
+      for (int j = 0; j < T::kThreadColumns; ++j)
+        if (first_column + j < p.columns)
+          typed[offset + j] = static_cast<std::remove_pointer_t<decltype(typed)>>(sums[0][j]);
+    });
+    Rotate<T::kThreadColumns>(reinterpret_cast<typename T::Sum(&)[T::kThreadRows * T::kThreadColumns]>(sums));
   }
 }
 
@@ -85,19 +90,15 @@ cudaError_t LaunchFilterSimt(const Problem& p, const Config& config, const void*
                              void* workspace, cudaStream_t stream) {
   const bool in_slices = UsesWorkspace(p, config.splits);
   void* const to = in_slices ? workspace : out;
-  const auto launch = [&](auto tile, auto in, auto result) {
-    using T = typename decltype(tile)::type;
+  const auto launch = [&](auto in) {
     using In = typename decltype(in)::type;
-    using Out = typename decltype(result)::type;
+    using T = BlockTile<In>;
     const FilterParams q = MakeFilterParams(p, config.splits, T::kRows, T::kColumns, T::kDepth);
-    const auto run = [&](auto* destination) {
-      return LaunchKernel(FilterKernel<T, In, std::remove_pointer_t<decltype(destination)>>, FilterBlocks(p, q),
-                          T::kThreads, stream, q, static_cast<const In*>(x), static_cast<const In*>(y), destination);
-    };
-    return in_slices ? run(static_cast<typename T::Sum*>(to)) : run(static_cast<Out*>(to));
+    return LaunchKernel(FilterKernel<In>, FilterBlocks(p, q), T::kThreads, stream, q, static_cast<const In*>(x),
+                        static_cast<const In*>(y), in_slices ? DType::kF32 : p.out, to);
   };
   const cudaError_t status = p.in == DType::kF32 ? LaunchFilterFloats(p, config, x, y, static_cast<float*>(to), stream)
-                                                 : VisitKernelTypes(p, config, launch);
+                                                 : VisitKernelType(p, config, launch);
   if (status != cudaSuccess || !in_slices) return status;
   return SumSlices(p, workspace, config.splits, false, x, y, out, stream);
 }

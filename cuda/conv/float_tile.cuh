@@ -217,19 +217,17 @@ __device__ __forceinline__ void MultiplyFloats(typename T::template Shared<kMajo
     }
     CommitCopies();
   };
-#pragma unroll
-  for (int step = 0; step < T::kStages; ++step) element_a.Prepare(step);
-  T::Sync();
+  element_a.Prepare(0);
   const auto finish = [&](int stage) {
     bring_a.Finish(shared.a[stage]);
     bring_b.Finish(shared.b[stage]);
   };
-#pragma unroll
-  for (int step = 0; step < T::kStages - 1; ++step) bring(step, step), finish(step);
   constexpr int kPerRow = T::kThreadColumns / 4;
   Four part[T::kThreadRows][kPerRow] = {};
-  int stage = 0, next = T::kStages - 1;
-  for (int step = 0; step == 0 || has(step); ++step) {
+  int stage = 1, next = 0;
+  // The first steps are none, and only bring others.
+#pragma unroll 1
+  for (int step = 1 - T::kStages; step <= 0 || has(step); ++step) {
     WaitForCopies<T::kStages - 2>();
     T::Sync();  // the step is there for all, and the one before is read
     bring(step + T::kStages - 1, next);
@@ -239,6 +237,10 @@ __device__ __forceinline__ void MultiplyFloats(typename T::template Shared<kMajo
     const int filled = next;
     next = stage;
     stage = stage + 1 == T::kStages ? 0 : stage + 1;
+    if (step < 0) {
+      finish(filled);
+      continue;
+    }
 #pragma unroll
     for (int k = 0; k < T::kDepth; k += 4) {
       Four deep_rows[T::kThreadRows];

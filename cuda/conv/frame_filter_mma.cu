@@ -166,11 +166,12 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   MultiplyPipelined<In, T>(SharedAddress(ring), (block.count + T::kDepth - 1) / T::kDepth, load_x, load_y, sums);
 
   const int first_row = block.row_tile * T::kRows, first_column = block.column_tile * T::kColumns;
-  const auto address = [&](int row, int column) -> int64_t {
-    if (first_row + row >= p.rows || first_column + column >= p.columns) return -1;
-    return block.ResultOffset(p, first_row + row) + first_column + column;
+  const auto address = [&](int of_tile) {
+    return [&, column = first_column + of_tile](int row) -> int64_t {
+      return first_row + row < p.rows && column < p.columns ? block.ResultOffset(p, first_row + row) + column : -1;
+    };
   };
-  StoreSums<T, 4>(ring, sums, partial, address, whole_runs);
+  StoreStaged<T>(StageSums<T>(ring, sums), DType::kF32, partial, address, whole_runs);
 }
 
 template <class In, int kProducts>

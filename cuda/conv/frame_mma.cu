@@ -143,7 +143,7 @@ __device__ void TakeSums(const DataParams& p, const FrameBlock& block, const Row
 template <class T, bool kForward, class In>
 __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
     FrameMmaKernel(const __grid_constant__ DataParams p, const __grid_constant__ Frame f, const In* in,
-                   const In* filter, bool operand_chunks, bool filter_chunks, bool wide, bool continued, void* out) {
+                   const In* filter, bool operand_chunks, bool filter_chunks, bool continued, void* out) {
   extern __shared__ __align__(128) unsigned char ring[];
   __shared__ Row rows[T::kRows];
   FrameBlock block(p, f);
@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
                              has_rows);
   }
 
-  StoreGroup<T, kForward, In>(p, block, rows, ring, sums, wide, out);
+  StoreGroup<T, kForward>(p, block, rows, ring, sums, out);
 }
 
 template <class T, Direction kDirection>
@@ -180,8 +180,8 @@ cudaError_t LaunchTile(const Problem& p, const void* operand, const void* filter
                      kSharedBytes<T, LoadOperand<T, In>, LoadFilter<T, kForward, In>>};
   return LaunchKernel(FrameMmaKernel<T, kForward, In>, grid, stream, q, f, static_cast<const In*>(operand),
                       static_cast<const In*>(filter), IsChunk(AlignedRun(p.DepthChannels(), p.in, {operand}), p.in),
-                      IsChunk(AlignedRun(p.features, p.in, {filter}), p.in), p.out != p.in,
-                      p.out == DType::kF32 && FrameShare(p) < 1, out);
+                      IsChunk(AlignedRun(p.features, p.in, {filter}), p.in), p.out == DType::kF32 && FrameShare(p) < 1,
+                      out);
 }
 
 template <Direction kDirection, class In, int kProducts>

@@ -149,9 +149,10 @@ __device__ __forceinline__ int FilterPlace(const GroupedParams& q, int tap, int 
 
 // Zeros of the filter do not make up for an infinity of another group: computes a worker's results that met one again,
 // of their own group's terms alone. Rarely called, hence out of line, when nothing is in registers any more.
-template <class T, bool kFinish, class Out>
+template <class T, bool kPlain>
 __device__ __noinline__ void Repair(const GroupedParams& q, const typename T::In* in, const typename T::In* filter,
-                                    Out* out) {
+                                    void* out) {
+  using In = typename T::In;
   const GroupedWork work = FindWork(q);
   filter += work.problem * q.filter_problem;
   __syncwarp();  // after every lane's stores
@@ -168,6 +169,7 @@ __device__ __noinline__ void Repair(const GroupedParams& q, const typename T::In
       const int64_t y = block.first_line * T::kResults + a - q.outside_h, to_x = x * T::kResults + b - q.outside_w;
       if (channel >= q.channels || y < 0 || y >= q.result_height || to_x < 0 || to_x >= q.result_width) continue;
       float sum = 0, others = 0;
+#pragma unroll 1
       for (int tap = 0; tap < T::kWindow; ++tap) {
         int r = tap % 9 / 3, s = tap % 3;
         if constexpr (T::kResults == 2) {
@@ -178,8 +180,9 @@ __device__ __noinline__ void Repair(const GroupedParams& q, const typename T::In
         const int row = block.first_line * T::kStep - q.pad_h + r, column = x * T::kStep - q.pad_w + s;
         const int plane = first_plane - q.pad_d + tap / 9;
         if (row < 0 || row >= q.height || column < 0 || column >= q.width || plane < 0 || plane >= q.depth) continue;
-        const typename T::In* const eight =
+        const In* const eight =
             in + (((volume * q.depth + plane) * q.height + row) * q.width + column) * q.channels + channel - n;
+#pragma unroll 1
         for (int k = 0; k < 8; ++k) {
           const float value = static_cast<float>(eight[k]);
           if (k >> q.group_log == n >> q.group_log) {
@@ -191,25 +194,31 @@ __device__ __noinline__ void Repair(const GroupedParams& q, const typename T::In
       }
       if (others == 0) continue;
       const int64_t to = ((int64_t{image} * q.result_height + y) * q.result_width + to_x) * q.channels + channel;
-      if constexpr (kFinish) {
-        StoreOne(q.epilogue, sum, int64_t{work.problem} * q.channels + channel, to, out);
+      if constexpr (kPlain) {
+        static_cast<In*>(out)[to] = static_cast<In>(sum);
       } else {
-        out[to] = static_cast<Out>(sum);
+        float v[] = {sum};
+        AddTyped<In>(q.type, v, q.epilogue.bias, int64_t{work.problem} * q.channels + channel);
+        AddTyped<In>(q.type, v, q.epilogue.residual, to);
+        Activate<float>(v, q.epilogue.activation);
+        WithFloats<In>(q.type, out,
+                       [&](auto* typed) { typed[to] = Round<std::remove_pointer_t<decltype(typed)>>(v).v[0]; });
       }
     }
   }
 }
 
-template <class T, bool kFinish, class Out>
-__global__ void __launch_bounds__(T::kThreads,
-                                  kFinish || sizeof(Out) > sizeof(typename T::In) ? T::kFinishing : T::kBlocks)
+// kPlain: the result is of the operands' type and has no epilogue.
+template <class T, bool kPlain>
+__global__ void __launch_bounds__(T::kThreads, kPlain ? T::kBlocks : T::kFinishing)
     GroupedKernel(const __grid_constant__ GroupedParams q, const typename T::In* in, const typename T::In* filter,
-                  Out* out) {
+                  void* out) {
   extern __shared__ __align__(128) unsigned char shared[];
-  const GroupedWork work = FindWork(q);
+  constexpr bool kFinish = !kPlain && T::kResults == 1;
   const uint32_t block_filter = SharedAddress(shared),
                  ring = block_filter + T::kFilterBytes + threadIdx.x / 32 * (T::kSlots * T::kSlotBytes);
   constexpr int kAhead = T::kSlots - 1;
+  const GroupedWork work = FindWork(q);
   GroupedFilter<T>::Copy(q, filter + work.problem * q.filter_problem, work.part, block_filter);
 
   int at = work.first_line;
@@ -217,8 +226,8 @@ __global__ void __launch_bounds__(T::kThreads,
   GroupedStrip<T> strip(q, block, work.problem, work.part);
   GroupedStore<T> store(q, block, work.problem, work.part);
   int place[T::kTaps];
-  const auto begin_columns = [&] {
-#pragma unroll
+  const auto begin_columns = [&](auto unroll) {
+#pragma unroll decltype(unroll)::value
     for (int i = 0; i < kAhead; ++i) strip.Copy(q, in, ring + i * T::kSlotBytes, i < block.LinesRead<T>());
     // Rows of a fragment are columns; those that there are not read what the last one does.
     const int lane = threadIdx.x % 32, row = min(lane % 16, block.Columns(q) - 1);
@@ -226,14 +235,15 @@ __global__ void __launch_bounds__(T::kThreads,
 #pragma unroll
     for (int s = 0; s < T::kTaps; ++s) place[s] = T::Places::At(pixel + s, lane / 16);
   };
-  begin_columns();
+  // Wide groups, which have registers to spare, begin a little sooner so.
+  begin_columns(std::integral_constant<int, T::kWide && kPlain ? kAhead : 1>());
   WaitForCopies<kAhead>();
   __syncthreads();
   if (at >= work.end_line) return;
   const GroupedFilter<T> words(q, block_filter);
 
   Begin<T> begin = {};
-  if constexpr (kFinish) BiasOf<T, Out>(q, work, begin);
+  if constexpr (kFinish) BiasOf<T>(q, work, begin);
   float not_finite = 0;  // or NaN
   while (true) {
     typename T::Sums sums[T::kSums];
@@ -256,8 +266,8 @@ __global__ void __launch_bounds__(T::kThreads,
     };
     const auto finish = [&](typename T::Sums& finished, int b) {
       if constexpr (!T::kWide) not_finite = ZeroOrNan<T>(finished, not_finite);
-      if constexpr (kFinish) FinishLine<T, Out>(q, store, block.Columns(q), work.part, finished);
-      StoreLine<T>(q, store, b, finished, out);
+      if constexpr (kFinish) FinishLine<T>(q, store, block.Columns(q), work.part, finished);
+      StoreLine<T, kPlain>(q, store, b, finished, out);
     };
     const auto line = [&](int index, auto parity) {
       MultiplyLine<T, decltype(parity)::value>(next_slot(index), place, words, sums);
@@ -303,8 +313,8 @@ __global__ void __launch_bounds__(T::kThreads,
         multiply(sums[b], 2, b);
       }
     };
-    // So many that sums return to the registers they began in.
-    constexpr int kUnrolled = T::kResults == 2 ? 1 : kFinish ? T::kStep : T::kStep == 1 ? 3 : 4;
+    // So many that sums return to the registers they began in, where a line takes few instructions.
+    constexpr int kUnrolled = T::kResults == 2 ? 1 : kFinish || T::kVolumes ? T::kStep : T::kStep == 1 ? 3 : 4;
     at += block.lines;
 #pragma unroll 1
     for (int index = 0; index < lines;) {
@@ -326,11 +336,11 @@ __global__ void __launch_bounds__(T::kThreads,
     block = GroupedBlock(q, at, again.end_line);
     strip = GroupedStrip<T>(q, block, again.problem, again.part);
     store = GroupedStore<T>(q, block, again.problem, again.part);
-    begin_columns();
+    begin_columns(std::integral_constant<int, 1>());
   }
   if constexpr (!T::kWide) {
     const bool repair = q.group_log < 3 && __any_sync(0xFFFFFFFFu, not_finite != 0);
-    if (repair) Repair<T, kFinish>(q, in, filter, out);
+    if (repair) Repair<T, kPlain>(q, in, filter, out);
   }
 }
 
@@ -359,36 +369,33 @@ int64_t Share(GroupedParams* q, int64_t batch, int64_t most) {
   return blocks(workers);
 }
 
-template <class T, bool kFinish, class Out>
-cudaError_t LaunchTile(const Problem& p, const void* operand, const void* filter, void* out, const Epilogue& epilogue,
+template <class T, bool kPlain>
+cudaError_t LaunchKind(const Problem& p, const void* operand, const void* filter, void* out, const Epilogue& epilogue,
                        cudaStream_t stream) {
   using In = typename T::In;
   GroupedParams q = MakeGroupedParams<T>(p, T::kPixels);
   q.epilogue = epilogue;
 
-  const auto kernel = GroupedKernel<T, kFinish, Out>;
+  const auto kernel = GroupedKernel<T, kPlain>;
   Grid grid = {0, T::kThreads, T::kSharedBytes};
   int64_t resident;
   if (const cudaError_t e = ResidentBlocks(kernel, grid, &resident); e != cudaSuccess) return e;
   resident = std::min<int64_t>(resident, kMultiprocessors * T::kBlocks);
   grid.blocks = Share(&q, p.batch, resident);
-  return LaunchKernel(kernel, grid, stream, q, static_cast<const In*>(operand), static_cast<const In*>(filter),
-                      static_cast<Out*>(out));
+  return LaunchKernel(kernel, grid, stream, q, static_cast<const In*>(operand), static_cast<const In*>(filter), out);
 }
 
 template <class In>
 cudaError_t LaunchType(const Problem& p, const void* operand, const void* filter, void* out, const Epilogue& epilogue,
                        cudaStream_t stream) {
-  const auto with_out = [&](auto tile, auto type) {
-    using T = typename decltype(tile)::type;
-    using Out = typename decltype(type)::type;
-    if constexpr (T::kResults == 1)
-      if (!IsNone(epilogue)) return LaunchTile<T, true, Out>(p, operand, filter, out, epilogue, stream);
-    return LaunchTile<T, false, Out>(p, operand, filter, out, epilogue, stream);
-  };
   const auto with_tile = [&](auto tile) {
-    if (p.out == p.in) return with_out(tile, TypeTag<In>());
-    return with_out(tile, TypeTag<float>());
+    using T = typename decltype(tile)::type;
+    // Floats of two results to a column have nothing else.
+    if (p.out == p.in && (IsNone(epilogue) || T::kResults == 2))
+      return LaunchKind<T, true>(p, operand, filter, out, epilogue, stream);
+    if constexpr (T::kResults == 1 || sizeof(In) == 2)
+      return LaunchKind<T, false>(p, operand, filter, out, epilogue, stream);
+    return cudaErrorInvalidValue;
   };
   const auto with_stride = [&](auto group) {
     constexpr int kGroup = decltype(group)::value;

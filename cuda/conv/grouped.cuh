@@ -109,6 +109,7 @@ struct GroupedParams {
   int lines, more_lines;                                  // of a sharer, and sharers that have one more
   int channels, group_log;                                // all; and of a group, whose number is a power of two
   bool gradient, mirrored;     // the filter's channels are exchanged; its taps in reverse order
+  DType type;                  // of the result
   int64_t filter_problem;      // elements
   uint32_t in_line, out_line;  // fours of channels
 };
@@ -127,6 +128,7 @@ GroupedParams MakeGroupedParams(const Problem& p, int pixels) {
   const bool gradient = p.direction == Direction::kDataGradient;
   const int64_t *in = gradient ? p.y : p.x, *result = gradient ? p.x : p.y;
   GroupedParams q = {};
+  q.type = p.out;
   q.images = int(p.images * result[0]);
   q.planes = FastDiv(result[0]);
   q.depth = int(in[0]);

@@ -73,40 +73,41 @@ __device__ __forceinline__ void StoreRun(Out* out, const float (&run)[kRun]) {
   }
 }
 
-// The columns' results b of a line.
-template <class T, class Out>
+// The columns' results b of a line. kPlain: they are of the operands' type.
+template <class T, bool kPlain>
 __device__ __forceinline__ void StoreLine(const GroupedParams& q, const GroupedStore<T>& store, int b,
-                                          const typename T::Sums& sums, Out* out) {
+                                          const typename T::Sums& sums, void* out) {
+  using In = typename T::In;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    Out* const to = out + store.Offset(q, half, b);
-    if constexpr (sizeof(Out) == 2) {
-      // Rounded first: half as many words to exchange.
-      Packed<Out, 2 * T::kRunTiles> packed = {};
-#pragma unroll
-      for (int j = 0; j < T::kTiles; ++j) packed.v[j] = NarrowPair<Out>(sums[j][2 * half], sums[j][2 * half + 1]);
-      Transpose(packed.v);
-      if (store.Exists(q, half, b)) StorePacked<Out, 2 * T::kRunTiles>(to, packed);
-    } else {
+    const uint64_t to = store.Offset(q, half, b);
+    if (sizeof(In) == 4 || (!kPlain && q.type == DType::kF32)) {
       float run[2 * T::kRunTiles];
       RunOf<T>(sums, half, run);
-      if (store.Exists(q, half, b)) StoreRun(to, run);
+      if (store.Exists(q, half, b)) StoreRun(static_cast<float*>(out) + to, run);
+    } else if constexpr (sizeof(In) == 2) {
+      // Rounded first: half as many words to exchange.
+      Packed<In, 2 * T::kRunTiles> packed = {};
+#pragma unroll
+      for (int j = 0; j < T::kTiles; ++j) packed.v[j] = NarrowPair<In>(sums[j][2 * half], sums[j][2 * half + 1]);
+      Transpose(packed.v);
+      if (store.Exists(q, half, b)) StorePacked<In, 2 * T::kRunTiles>(static_cast<In*>(out) + to, packed);
     }
   }
 }
 
 // The bias of the lane's columns of each tile.
-template <class T, class Out>
+template <class T>
 __device__ __forceinline__ void BiasOf(const GroupedParams& q, const GroupedWork& work, float (&bias)[T::kTiles][2]) {
   const int first = work.part * T::kChannels + 2 * (threadIdx.x % 4);
 #pragma unroll
   for (int j = 0; j < T::kTiles; ++j)
     if (first + 8 * j < q.channels)
-      Add<Out>(bias[j], q.epilogue.bias, int64_t{work.problem} * q.channels + first + 8 * j);
+      AddTyped<typename T::In>(q.type, bias[j], q.epilogue.bias, int64_t{work.problem} * q.channels + first + 8 * j);
 }
 
 // What is left of the epilogue when the bias is in the sums, of a line of so many columns.
-template <class T, class Out>
+template <class T>
 __device__ __forceinline__ void FinishLine(const GroupedParams& q, const GroupedStore<T>& store, int columns, int part,
                                            typename T::Sums& sums) {
   if (q.epilogue.residual != nullptr) {
@@ -116,10 +117,10 @@ __device__ __forceinline__ void FinishLine(const GroupedParams& q, const Grouped
 #pragma unroll
       for (int j = 0; j < T::kTiles; ++j)
         if (lane / 4 + 8 * half < columns && part * T::kChannels + 8 * j < q.channels)
-          Add<Out>(reinterpret_cast<float (&)[2]>(sums[j][2 * half]), q.epilogue.residual,
-                   store.Offset(q, half, 0) - FirstOfRun<T::kRunTiles>() + first + 8 * j);
+          AddTyped<typename T::In>(q.type, reinterpret_cast<float (&)[2]>(sums[j][2 * half]), q.epilogue.residual,
+                                   store.Offset(q, half, 0) - FirstOfRun<T::kRunTiles>() + first + 8 * j);
   }
-  ActivateInTurn<Out, 4>(reinterpret_cast<float (&)[4 * T::kTiles]>(sums), q.epilogue.activation);
+  ActivateInTurn<float, 4>(reinterpret_cast<float (&)[4 * T::kTiles]>(sums), q.epilogue.activation);
 }
 
 }  // namespace jaxdnn::conv

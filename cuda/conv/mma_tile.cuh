@@ -177,11 +177,11 @@ __device__ __forceinline__ void MultiplyFloat8(const uint32_t (&a)[kA][4], const
   }
 }
 
-// sums += A B over the stage whose operands are at `a` and `b`. meanwhile() is called once the first fragments are on
-// their way.
+// sums += A B over the stage whose operands are at `a` and `b`, if it is `wanted`. meanwhile() is called once the first
+// fragments are on their way.
 template <class In, class T, class OfA, class OfB, class Meanwhile>
 __device__ __forceinline__ void MultiplyStage(uint32_t a, uint32_t b, const OfA& of_a, const OfB& of_b,
-                                              typename T::Sums& sums, const Float8Kinds& e5m2,
+                                              typename T::Sums& sums, const Float8Kinds& e5m2, bool wanted,
                                               const Meanwhile& meanwhile) {
   constexpr int kParts = T::kDepth / (2 * kChunk<In>);
   uint32_t fragment_a[2][T::kWarpRows / 16][4], fragment_b[2][T::kWarpColumns / 16][4];
@@ -191,8 +191,9 @@ __device__ __forceinline__ void MultiplyStage(uint32_t a, uint32_t b, const OfA&
 #pragma unroll
     for (int j = 0; j < T::kWarpColumns / 16; ++j) of_b.Load(fragment_b[d % 2][j], b, j, d);
   };
-  fetch(0);
+  if (wanted) fetch(0);
   meanwhile();
+  if (!wanted) return;
   const auto multiply = [&](const auto& a, const auto& b) {
 #pragma unroll
     for (int i = 0; i < T::kWarpRows / 16; ++i) {
@@ -240,31 +241,23 @@ __device__ void MultiplyPipelined(uint32_t ring, int steps, LoadA& load_a, LoadB
   constexpr int kStageBytes = TileA::kBytes + TileB::kBytes;
   const Fragments<TileA, T::kWarpRows, T::kDepth, false> of_a(T::Row());
   const Fragments<TileB, T::kWarpColumns, T::kDepth, true> of_b(T::Column());
-  const auto load = [&](int step) {
-    if (step < steps) {
-      const uint32_t stage = ring + step % T::kStages * kStageBytes;
-      load_a(step, stage);
-      load_b(step, stage + TileA::kBytes);
-    }
-    CommitCopies();
-  };
+  // The first steps are none, and only begin copies.
 #pragma unroll 1
-  for (int step = 0; step < T::kStages - 1; ++step) {
-    __syncthreads();  // between any two steps: a loader may prepare the next one in shared memory
-    load(step);
-  }
-#pragma unroll 1
-  for (int step = 0; step < steps; ++step) {
+  for (int step = 1 - T::kStages; step < steps; ++step) {
     WaitForCopies<T::kStages - 2>();
-    // This step's copies of every thread are here, and the stage that is filled next was last read before.
+    // This step's copies of every thread are here, the stage that is filled next was last read before, and so was what
+    // a loader prepares in shared memory.
     __syncthreads();
-    const uint32_t stage = ring + step % T::kStages * kStageBytes;
-    const auto next = [&] { load(step + T::kStages - 1); };
-    if (wanted) {
-      MultiplyStage<In, T>(stage, stage + TileA::kBytes, of_a, of_b, sums, e5m2, next);
-    } else {
-      next();
-    }
+    const auto stage = [&](int step) { return ring + static_cast<unsigned>(step) % T::kStages * kStageBytes; };
+    const int next = step + T::kStages - 1;
+    const uint32_t now = stage(step + T::kStages);
+    MultiplyStage<In, T>(now, now + TileA::kBytes, of_a, of_b, sums, e5m2, wanted && step >= 0, [&] {
+      if (next < steps) {
+        load_a(next, stage(next));
+        load_b(next, stage(next) + TileA::kBytes);
+      }
+      CommitCopies();
+    });
   }
   WaitForCopies<0>();
   __syncthreads();
@@ -301,41 +294,32 @@ cudaError_t VisitDataDirection(const Problem& p, F&& f) {
   return f(std::integral_constant<Direction, Direction::kDataGradient>());
 }
 
-// Calls f with the TypeTag of the tile, how many elements of the gathered operand a copy moves, whether the product is
-// dense and in whole chunks otherwise, and the TypeTag of the operands' type. `columns` are of the other arrays.
+// Calls f with the TypeTag of the tile, whether the product is dense and in whole chunks, and the TypeTag of the
+// operands' type. `whole_operand` is whether the gathered operand is in whole chunks, and `whole_columns`, all others.
 template <Direction kDirection, class F>
-cudaError_t VisitMmaKernel(const Problem& p, const Config& config, const void* operand, bool whole_columns, F&& f) {
+cudaError_t VisitMmaKernel(const Problem& p, const Config& config, bool whole_operand, bool whole_columns, F&& f) {
   const Dense dense = DenseOf(p);
-  const int run = AlignedRun(p.DepthChannels() * dense.groups, p.in, {operand});
   return VisitMmaType(p, [&](auto in, auto products) {
     using In = typename decltype(in)::type;
     constexpr int kProducts = decltype(products)::value;
-    constexpr std::integral_constant<int, kChunk<In>> kVec;
     using Tile128x32 = TypeTag<MmaTile<In, kDirection, 128, 32, 4, 1, 3, kProducts>>;
-    using Sparse128x64 = TypeTag<MmaTile<In, kDirection, 128, 64, 2, 2, 2, kProducts>>;
     constexpr std::true_type kDense;
     constexpr std::false_type kSparse;
-    if (run < kVec) {
-      if constexpr (sizeof(In) == 2)
-        if (run > 1) return f(Sparse128x64(), std::integral_constant<int, 2>(), kSparse, in);
-      return f(Sparse128x64(), std::integral_constant<int, 1>(), kSparse, in);
-    }
-    if (dense.groups > 1 || dense.Folds() || !whole_columns) {
+    if (dense.groups > 1 || dense.Folds() || !whole_operand || !whole_columns) {
       if constexpr (kProducts == 1)
-        if (config.tile == Tile::kMma128x32) return f(Tile128x32(), kVec, kSparse, in);
-      return f(Sparse128x64(), kVec, kSparse, in);
+        if (config.tile == Tile::kMma128x32 && whole_operand) return f(Tile128x32(), kSparse, in);
+      return f(TypeTag<MmaTile<In, kDirection, 128, 64, 2, 2, 2, kProducts>>(), kSparse, in);
     }
     switch (config.tile) {
       case Tile::kMma128x128:
-        if constexpr (kProducts == 1) return f(TypeTag<MmaTile<In, kDirection, 128, 128, 2, 2, 2>>(), kVec, kDense, in);
+        if constexpr (kProducts == 1) return f(TypeTag<MmaTile<In, kDirection, 128, 128, 2, 2, 2>>(), kDense, in);
         return cudaErrorInvalidValue;
       case Tile::kMma128x64:
-        return f(TypeTag<MmaTile<In, kDirection, 128, 64, 2, 2, kProducts == 1 ? 3 : 2, kProducts>>(), kVec, kDense,
-                 in);
+        return f(TypeTag<MmaTile<In, kDirection, 128, 64, 2, 2, kProducts == 1 ? 3 : 2, kProducts>>(), kDense, in);
       case Tile::kMma64x64:
-        return f(TypeTag<MmaTile<In, kDirection, 64, 64, 2, 2, 3, kProducts>>(), kVec, kDense, in);
+        return f(TypeTag<MmaTile<In, kDirection, 64, 64, 2, 2, 3, kProducts>>(), kDense, in);
       case Tile::kMma128x32:
-        if constexpr (kProducts == 1) return f(Tile128x32(), kVec, kDense, in);
+        if constexpr (kProducts == 1) return f(Tile128x32(), kDense, in);
         return cudaErrorInvalidValue;
       default:
         return cudaErrorInvalidValue;

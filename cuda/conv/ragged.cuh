@@ -108,7 +108,16 @@ struct RaggedShare {
 };
 
 // The loaders (of MultiplyPipelined): each puts the chunks of the step that is to be loaded, which it has fetched, and
-// fetches those of the next.
+// fetches those of the next. In front of the first step it fetches that one, in a loop that is not unrolled, since
+// fetching is most of the kernels' code.
+template <class Put, class Fetch>
+__device__ __forceinline__ void PutAndFetch(int step, const Put& put, const Fetch& fetch) {
+#pragma unroll 1
+  for (int fetched = step > 0; fetched < 2; ++fetched) {
+    if (fetched == 1) put();
+    fetch();
+  }
+}
 
 template <class T, class In>
 struct LoadRaggedOperand {
@@ -123,24 +132,24 @@ struct LoadRaggedOperand {
   RaggedShare<Mine, In> share;
 
   __device__ LoadRaggedOperand(const DataParams& p, const DataBlock& block, const Row (&tile)[T::kRows],
-                               const Bounds<In>& array)
+                               const Bounds<In>& array, unsigned char* shared)
       : p(p),
         block(block),
         array(array),
-        rows(p, block, tile, array.begin),
+        rows(p, block, tile, array.begin, shared),
         place(Tile::Offset(Mine::Line(), Mine::Chunk())),
-        walk(p, block.taps, Mine::Chunk() * kChunk<In>) {
-    Fetch();
-  }
+        walk(p, block.taps, Mine::Chunk() * kChunk<In>) {}
 
-  __device__ void operator()(int, uint32_t stage) {
-    share.Put(stage + place);
-    walk.template Advance<T::kDepth>(p, block.phase);
-    Fetch();
+  __device__ void operator()(int step, uint32_t stage) {
+    const auto put = [&] {
+      share.Put(stage + place);
+      walk.template Advance<T::kDepth>(p, block.phase);
+    };
+    PutAndFetch(step, put, [&] { Fetch(); });
   }
 
  private:
-  __device__ void Fetch() {
+  __device__ __forceinline__ void Fetch() {
     const int64_t offset = walk.operand + walk.channel;
     share.Fetch(
         static_cast<int>(p.group_size) - walk.channel, array, [&](int j) { return rows.taps[j].Contains(walk.packed); },
@@ -172,19 +181,20 @@ struct LoadRaggedFilterForward {
         left(block.Depth(p) - Mine::Line()) {
 #pragma unroll
     for (int j = 0; j < Mine::kCount; ++j) walk[j] = Walk(p, block.taps, Mine::Line() + j * Mine::kLinesApart);
-    Fetch();
   }
 
-  __device__ void operator()(int, uint32_t stage) {
-    share.Put(stage + place);
-    left -= T::kDepth;
+  __device__ void operator()(int step, uint32_t stage) {
+    const auto put = [&] {
+      share.Put(stage + place);
+      left -= T::kDepth;
 #pragma unroll
-    for (int j = 0; j < Mine::kCount; ++j) walk[j].template Advance<T::kDepth>(p, block.phase);
-    Fetch();
+      for (int j = 0; j < Mine::kCount; ++j) walk[j].template Advance<T::kDepth>(p, block.phase);
+    };
+    PutAndFetch(step, put, [&] { Fetch(); });
   }
 
  private:
-  __device__ void Fetch() {
+  __device__ __forceinline__ void Fetch() {
     share.Fetch(
         columns, array, [&](int j) { return j * Mine::kLinesApart < left && walk[j].channel < p.group_size; },
         [&](int j) { return filter + walk[j].filter + walk[j].channel * p.filter_channel; });
@@ -213,19 +223,19 @@ struct LoadRaggedFilterTransposed {
         place(Tile::Offset(Mine::Line(), Mine::Chunk())),
         columns(p.columns - block.column_tile * T::kColumns - Mine::Line()),
         left(block.Depth(p) - Mine::Chunk() * kChunk<In>),
-        walk(p, block.taps, Mine::Chunk() * kChunk<In>) {
-    Fetch();
-  }
+        walk(p, block.taps, Mine::Chunk() * kChunk<In>) {}
 
-  __device__ void operator()(int, uint32_t stage) {
-    share.Put(stage + place);
-    left -= T::kDepth;
-    walk.template Advance<T::kDepth>(p, block.phase);
-    Fetch();
+  __device__ void operator()(int step, uint32_t stage) {
+    const auto put = [&] {
+      share.Put(stage + place);
+      left -= T::kDepth;
+      walk.template Advance<T::kDepth>(p, block.phase);
+    };
+    PutAndFetch(step, put, [&] { Fetch(); });
   }
 
  private:
-  __device__ void Fetch() {
+  __device__ __forceinline__ void Fetch() {
     const In* from = filter + walk.filter + walk.channel;
     share.Fetch(
         static_cast<int>(p.group_size) - walk.channel, array,
@@ -241,13 +251,12 @@ using LoadRaggedFilter =
 // kAligned: the operand's lines are whole chunks, only the filter's are not.
 template <class T, bool kAligned, bool kForward, class In>
 __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
-    DataRaggedKernel(const __grid_constant__ DataParams p, Bounds<In> in, Bounds<In> filter, bool wide, void* out) {
+    DataRaggedKernel(const __grid_constant__ DataParams p, Bounds<In> in, Bounds<In> filter, void* out) {
   extern __shared__ __align__(128) unsigned char ring[];
   __shared__ Row rows[T::kRows];
   const DataBlock block(p);
   if (block.first_row >= block.row_count) return;  // not every phase has as many rows as the largest
   block.SetRows(p, rows);
-  __syncthreads();
 
   typename T::Sums sums = {};
   const int depth = block.Depth(p), steps = (depth + T::kDepth - 1) / T::kDepth;
@@ -256,17 +265,17 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
     MultiplyPipelined<In, T>(SharedAddress(ring), steps, load_a, load_b, sums, p.e5m2);
   };
   if constexpr (kAligned) {
-    multiply(LoadOperand<T, kChunk<In>, In>(p, block, rows, in.begin, depth));
+    multiply(LoadOperand<T, true, In>(p, block, rows, in.begin, ring));
   } else {
-    multiply(LoadRaggedOperand<T, In>(p, block, rows, in));
+    multiply(LoadRaggedOperand<T, In>(p, block, rows, in, ring));
   }
 
-  StoreGroup<T, kForward, In>(p, block, rows, ring, sums, wide, out);
+  StoreGroup<T, kForward>(p, block, rows, ring, sums, out);
 }
 
 // Launches the kernel with parameters that MakeDataParams has made of lines as they are.
 template <class T, bool kAligned, bool kForward, class In>
-cudaError_t LaunchRagged(const Problem& p, DataParams q, const void* operand, const void* filter, bool wide, void* out,
+cudaError_t LaunchRagged(const Problem& p, DataParams q, const void* operand, const void* filter, void* out,
                          cudaStream_t stream) {
   q.channels = int(CeilDiv(q.channels, kChunk<In>)) * kChunk<In>;
   q.channel_div = FastDiv(q.channels);
@@ -276,7 +285,7 @@ cudaError_t LaunchRagged(const Problem& p, DataParams q, const void* operand, co
   const Grid grid = {DataBlocks(p, q), T::kThreads,
                      kSharedBytes<T, LoadRaggedOperand<T, In>, LoadRaggedFilter<T, kForward, In>>};
   return LaunchKernel(DataRaggedKernel<T, kAligned, kForward, In>, grid, stream, q,
-                      bounds(operand, p.batch * p.images * q.image_size), bounds(filter, p.FilterSize()), wide, out);
+                      bounds(operand, p.batch * p.images * q.image_size), bounds(filter, p.FilterSize()), out);
 }
 
 }  // namespace jaxdnn::conv

@@ -39,16 +39,8 @@ StepCost FloatCost(Tile tile, Direction direction, bool fours) {
   }
 }
 
-StepCost SimtCost(Tile tile, bool filter, int size) {
-  const auto of = [size](StepCost half, StepCost whole) { return size == 2 ? half : whole; };
-  switch (tile) {
-    case Tile::kSimt128x64:
-      return filter ? of({6000, 5500, 4}, {3400, 3300, 4}) : of({5400, 2700, 4}, {4000, 2570, 4});
-    case Tile::kSimt64x32:
-      return filter ? of({4430, 2330, 8}, {2320, 1490, 8}) : of({4200, 1160, 8}, {2650, 1070, 8});
-    default:
-      return filter ? of({8600, 2050, 8}, {4600, 1900, 8}) : of({5800, 750, 8}, {4000, 730, 8});
-  }
+BySize SimtCost(bool filter) {
+  return filter ? BySize{{4430, 2330, 8}, {2320, 1490, 8}} : BySize{{4200, 1160, 8}, {2650, 1070, 8}};
 }
 
 BySize FilterMmaCost(Tile tile, Lines lines) {
@@ -97,7 +89,7 @@ StepCost StepCostOf(Tile tile, Direction direction, DType in, Lines lines) {
   const int size = SizeOf(in);
   const bool filter = direction == Direction::kFilterGradient;
   if (tile <= Tile::kSimt256x4)
-    return in == DType::kF32 ? FloatCost(tile, direction, lines == Lines::kWhole) : SimtCost(tile, filter, size);
+    return in == DType::kF32 ? FloatCost(tile, direction, lines == Lines::kWhole) : SimtCost(filter).Of(size);
   return (filter ? FilterMmaCost(tile, lines) : DataMmaCost(tile, lines)).Of(size);
 }
 

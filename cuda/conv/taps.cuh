@@ -16,8 +16,6 @@ struct TapRange {
   static __device__ uint32_t Pack(const int (&tap)[kRank]) { return tap[0] | tap[1] << 10 | tap[2] << 20; }
 
   TapRange() = default;
-  __device__ TapRange(const int (&first)[kRank], const int (&last)[kRank])
-      : low(Pack(first)), high(Pack(last) | kGuards) {}
   __device__ TapRange(const Row& row, const DataParams& p, const PhaseAxis (&phase)[kRank]) {
     int first[kRank], last[kRank];
 #pragma unroll
@@ -81,7 +79,7 @@ struct Column {
   TapRange taps;           // that it has
   int first_channel;       // of those that it meets
   int channel;             // of the result's group
-  int phase[kRank];
+  int end[kRank];          // of the origins of rows at which its phase has a position
 
   Column() = default;
   __device__ Column(const DataParams& p, bool forward, int column) {
@@ -90,28 +88,28 @@ struct Column {
     channel = folds ? within : column;
     first_channel = folds ? 0 : rest * p.phase_channels;
     filter = forward ? channel - first_channel * p.filter_channel : within * p.filter_column;
-    int first[kRank], last[kRank];
     int64_t pixel = 0, pixels = 1;
-#pragma unroll
+    taps.low = taps.high = 0;
+#pragma unroll 1
     for (int d = kRank - 1; d >= 0; --d) {
-      const int fold = p.fold[d];
-      phase[d] = 0;
-      if (folds) {
-        phase[d] = rest % fold;
-        rest /= fold;
-      }
-      pixel += phase[d] * pixels;
+      const int fold = p.fold[d], of = folds ? rest / fold : 0, phase = folds ? rest - of * fold : 0;
+      rest = of;
+      pixel += phase * pixels;
       pixels *= p.extent[d];
       // Tap v is `tap` + v * fold of the filter.
-      const int tap = fold > 1 ? p.first_tap[d] - p.axis[d].tap_step * phase[d] : 0, end = p.filter_taps[d] - 1 - tap;
-      first[d] = tap < 0 ? (fold - 1 - tap) / fold : 0;
-      last[d] = folds ? end / fold : end;
-      if (!p.all_taps) first[d] = 0, last[d] = TapRange::kNever;
-      if (end < 0 || column >= p.columns) first[d] = TapRange::kNever, last[d] = 0;
+      const int tap = fold > 1 ? p.first_tap[d] - p.axis[d].tap_step * phase : 0, last = p.filter_taps[d] - 1 - tap;
+      int from = tap < 0 ? (fold - 1 - tap) / fold : 0, to = folds ? last / fold : last;
+      if (!p.all_taps) from = 0, to = TapRange::kNever;
+      if (last < 0 || column >= p.columns) from = TapRange::kNever, to = 0;
+      taps.low = taps.low << 10 | from, taps.high = taps.high << 10 | to;
       filter += tap * p.first_filter_tap[d];
+      // A phase may end before the first one.
+      const bool lacks = (p.out[d] - 1) * fold + phase >= p.extent[d];
+      end[2] = end[1], end[1] = end[0];
+      end[0] = phase > 0 ? p.axis[d].offset + p.out[d] - lacks : INT32_MAX;
     }
+    taps.high |= TapRange::kGuards;
     result = pixel * p.result_pixel + channel;
-    taps = TapRange(first, last);
   }
 
   __device__ bool Meets(const DataParams& p, const Walk& at) const {
@@ -119,13 +117,8 @@ struct Column {
            taps.Contains(at.packed);
   }
 
-  // Whether the phase has a position at the row: it may end before the first.
-  __device__ bool Exists(const DataParams& p, const Row& row) const {
-    bool inside = true;
-#pragma unroll
-    for (int d = 0; d < kRank; ++d)
-      inside &= phase[d] == 0 || (row.origin[d] - p.axis[d].offset) * p.fold[d] + phase[d] < p.extent[d];
-    return inside;
+  __device__ bool Exists(const Row& row) const {
+    return row.origin[0] < end[0] && row.origin[1] < end[1] && row.origin[2] < end[2];
   }
 };
 

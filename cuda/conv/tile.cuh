@@ -1,5 +1,5 @@
-// The block-level matrix product of the CUDA-core kernels: two tiles in shared memory, a small
-// block of sums in each thread's registers.
+// The block-level matrix product of the CUDA-core kernels that are not of float32: two tiles in shared memory, a small
+// block of sums in each thread's registers. It is for what nothing else takes, and so there is one tile.
 //
 // A step holds kDepth terms of the reduction. While a block multiplies one step, the next is on its way from global
 // memory into registers; two shared-memory buffers leave one barrier a step.
@@ -12,11 +12,10 @@
 namespace jaxdnn::conv {
 
 // A block computes kRows x kColumns sums, each thread kThreadRows x kThreadColumns of them.
-template <class In, int kRows_, int kColumns_, int kThreadRows_, int kThreadColumns_>
+template <class In>
 struct BlockTile {
   using Sum = Accumulator<In>;
-  static constexpr int kRows = kRows_, kColumns = kColumns_;
-  static constexpr int kThreadRows = kThreadRows_, kThreadColumns = kThreadColumns_;
+  static constexpr int kRows = 64, kColumns = 32, kThreadRows = 4, kThreadColumns = 4;
   static constexpr int kDepth = sizeof(In) == 8 ? 8 : 16;
   static constexpr int kThreadsAcross = kColumns / kThreadColumns;
   static constexpr int kThreads = kRows / kThreadRows * kThreadsAcross;
@@ -36,28 +35,12 @@ struct BlockTile {
   static __device__ int Column() { return threadIdx.x % kThreadsAcross * kThreadColumns; }
 };
 
-// Calls f with the TypeTags of the tile, of the operands' type and of the result's (theirs, or that of the sums).
+// Calls f with the TypeTag of the operands' type.
 template <class F>
-cudaError_t VisitKernelTypes(const Problem& p, const Config& config, F&& f) {
-  return VisitDType(p.in, [&](auto in) {
-    using In = typename decltype(in)::type;
-    const auto with_result = [&](auto result) {
-      if constexpr (!std::is_same_v<In, float>) {  // which has kernels of its own (float_tile.cuh)
-        switch (config.tile) {
-          case Tile::kSimt128x64:
-            return f(TypeTag<BlockTile<In, 128, 64, 8, 4>>{}, in, result);
-          case Tile::kSimt64x32:
-            return f(TypeTag<BlockTile<In, 64, 32, 4, 4>>{}, in, result);
-          case Tile::kSimt128x8:
-            return f(TypeTag<BlockTile<In, 128, 8, 4, 2>>{}, in, result);
-          default:
-            break;
-        }
-      }
-      return cudaErrorInvalidValue;
-    };
-    return p.out == p.in ? with_result(in) : with_result(TypeTag<Accumulator<In>>{});
-  });
+cudaError_t VisitKernelType(const Problem& p, const Config& config, F&& f) {
+  if (config.tile != Tile::kSimt64x32) return cudaErrorInvalidValue;
+  if (p.in == DType::kF64) return f(TypeTag<double>());
+  return p.in == DType::kBF16 ? f(TypeTag<__nv_bfloat16>()) : f(TypeTag<__half>());
 }
 
 // Where element number `i` of this thread's loads goes: lanes run along the depth, or along the rows (columns) of a
@@ -101,29 +84,30 @@ __device__ void MultiplyTiles(typename T::Shared& shared, int steps, const Eleme
         shared.b[buffer][share_b.Depth(i)][share_b.Position(i)] = b[i];
     __syncthreads();
   };
-  if (steps == 0) return;
-  load(0);
-  store(0);
-  for (int step = 0; step < steps; ++step) {
+  // The first step is none, and only loads.
+#pragma unroll 1
+  for (int step = -1; step < steps; ++step) {
     const int buffer = step & 1;
     if (step + 1 < steps) load(step + 1);
-    Sum part[T::kThreadRows][T::kThreadColumns] = {};
+    if (step >= 0) {
+      Sum part[T::kThreadRows][T::kThreadColumns] = {};
 #pragma unroll
-    for (int k = 0; k < T::kDepth; ++k) {
-      Sum row[T::kThreadRows], column[T::kThreadColumns];
+      for (int k = 0; k < T::kDepth; ++k) {
+        Sum row[T::kThreadRows], column[T::kThreadColumns];
 #pragma unroll
-      for (int i = 0; i < T::kThreadRows; ++i) row[i] = shared.a[buffer][k][T::Row() + i];
+        for (int i = 0; i < T::kThreadRows; ++i) row[i] = shared.a[buffer][k][T::Row() + i];
 #pragma unroll
-      for (int j = 0; j < T::kThreadColumns; ++j) column[j] = shared.b[buffer][k][T::Column() + j];
+        for (int j = 0; j < T::kThreadColumns; ++j) column[j] = shared.b[buffer][k][T::Column() + j];
+#pragma unroll
+        for (int i = 0; i < T::kThreadRows; ++i)
+#pragma unroll
+          for (int j = 0; j < T::kThreadColumns; ++j) part[i][j] += row[i] * column[j];
+      }
 #pragma unroll
       for (int i = 0; i < T::kThreadRows; ++i)
 #pragma unroll
-        for (int j = 0; j < T::kThreadColumns; ++j) part[i][j] += row[i] * column[j];
+        for (int j = 0; j < T::kThreadColumns; ++j) sums[i][j] += part[i][j];
     }
-#pragma unroll
-    for (int i = 0; i < T::kThreadRows; ++i)
-#pragma unroll
-      for (int j = 0; j < T::kThreadColumns; ++j) sums[i][j] += part[i][j];
     // The other buffer was last read before the previous barrier, so it is free.
     if (step + 1 < steps) store(buffer ^ 1);
   }
