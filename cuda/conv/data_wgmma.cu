@@ -91,16 +91,13 @@ __device__ void PatchStages(const WgmmaParams& p, Ring<T> ring, int warp) {
   for (int number = 0, tile; (tile = TileOf(p, number)) < p.tiles; ++number) {
     const WgmmaPlace place(p, tile, T());
     const WgmmaPhase& f = p.phase[place.phase];
-    Rows rows;
-#pragma unroll
-    for (int j = 0; j < Rows::kEach; ++j) {
-      const int row = first + Rows::Row(j);
-      rows.image[j] = FirstPixel(f, place.row + row, rows.at[j]);
-      if (f.steps == 0 || Rows::Row(j) >= Rows::kRows || place.row + row >= f.rows) rows.image[j] = -1;
-    }
+    const auto first_pixel = [&](int row, int (&at)[kRank]) {
+      const int image = FirstPixel(f, place.row + first + row, at);
+      return f.steps > 0 && row < Rows::kRows && place.row + first + row < f.rows ? image : -1;
+    };
     typename Rows::Found found = {-1};
     const auto patch = [&](int line, int, const int (&offset)[kRank]) {
-      if (found.rows < 0 || line == 0) found = rows.Find(p.patches.edges, offset);
+      if (found.rows < 0 || line == 0) found = Rows::Find(p.patches.edges, offset, first_pixel);
       hopper::WaitBarrier(ring.Between(ring.stage), ring.parity);
       Rows::Load(p.patches, found, ring.Data() + first * kLineBytes, line * T::kLine, ring.Full());
       ring.Next();
