@@ -5,7 +5,7 @@
 #include "cuda/activation/functions.cuh"
 #include "cuda/conv/epilogue.cuh"
 #include "cuda/conv/few_features.cuh"
-#include "cuda/conv/wgmma_tile.cuh"
+#include "cuda/conv/wgmma_store.cuh"
 
 namespace jaxdnn::conv {
 

@@ -8,7 +8,7 @@
 
 #include "cuda/conv/filter.cuh"
 #include "cuda/conv/filter_spans.cuh"
-#include "cuda/conv/wgmma_tile.cuh"
+#include "cuda/conv/wgmma_store.cuh"
 
 namespace jaxdnn::conv {
 

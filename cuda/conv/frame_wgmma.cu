@@ -6,7 +6,7 @@
 // since forward their filter is MN-major; and an epilogue is left to the other kernel.
 #include "cuda/common/device_code.h"
 #include "cuda/conv/frame.cuh"
-#include "cuda/conv/wgmma_tile.cuh"
+#include "cuda/conv/wgmma_store.cuh"
 
 namespace jaxdnn::conv {
 namespace {
