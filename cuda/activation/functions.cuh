@@ -264,6 +264,15 @@ struct Squareplus {
 
 // A kind becomes a functor --------------------------------------------------------------------------------------------
 
+// 1 / x, on the device a short instruction for all types but double.
+template <class A>
+__host__ __device__ A Inverse(A x) {
+#ifdef __CUDA_ARCH__
+  if constexpr (std::is_same_v<A, float>) return ApproximateReciprocal(x);
+#endif
+  return A(1) / x;
+}
+
 // Calls f with the functor of `activation` for the stored type T.
 #pragma nv_exec_check_disable
 template <class T, class F>
@@ -288,15 +297,17 @@ __host__ __device__ auto WithFunctor(const Activation& activation, F&& f) {
     case Kind::kTanh:
       return f(Tanh<T>{});
     case Kind::kElu:
-      return f(Elu<T>{A(1), p, A(1)});
     case Kind::kCelu:
-      return f(Elu<T>{A(1), p, A(1) / p});
-    case Kind::kSelu:
-      return f(Elu<T>{A(1.0507009873554804934193349852946), A(1.6732632423543772848170429916717), A(1)});
+    case Kind::kSelu: {
+      const bool is_selu = activation.kind == Kind::kSelu, is_celu = activation.kind == Kind::kCelu;
+      return f(Elu<T>{is_selu ? A(1.0507009873554804934193349852946) : A(1),
+                      is_selu ? A(1.6732632423543772848170429916717) : p, is_celu ? Inverse(p) : A(1)});
+    }
     case Kind::kSoftplus:
-      return f(Softplus<T>{p, A(1) / p});
-    case Kind::kLogSigmoid:
-      return f(Softplus<T>{A(-1), A(-1)});
+    case Kind::kLogSigmoid: {
+      const A beta = activation.kind == Kind::kLogSigmoid ? A(-1) : p;
+      return f(Softplus<T>{beta, Inverse(beta)});
+    }
     case Kind::kSilu:
       return f(Silu<T>{p});
     case Kind::kHardSwish:

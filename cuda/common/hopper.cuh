@@ -151,8 +151,7 @@ __device__ inline void LoadPixels(uint32_t to, const CUtensorMap* map, uint32_t 
   }
 }
 
-// Calls f with the number of spatial dimensions, as a type: by who loads, before
-// a loop that must not look at it; so a kernel's other code is there once.
+// Calls f with the number of spatial dimensions, as a type.
 template <class F>
 __device__ __forceinline__ void VisitDimensions(int n, F&& f) {
   if (n == 1)

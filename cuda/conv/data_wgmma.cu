@@ -33,8 +33,8 @@ template <class T, bool kForward>
 constexpr bool kHalved = kOfFeatures<T, kForward> && T::kColumns % T::kLine != 0;
 
 template <class T, bool kForward>
-__device__ void LoadFilter(const WgmmaParams& p, const Ring<T>& ring, const WgmmaPlace& place, int channel,
-                           int in_group, int line, int tap) {
+__device__ __forceinline__ void LoadFilter(const WgmmaParams& p, const Ring<T>& ring, const WgmmaPlace& place, int line,
+                                           int tap) {
   const uint32_t to = ring.Data() + T::kBytesA;
   int column = place.column;
   if constexpr (kHalved<T, kForward>) {
@@ -57,29 +57,11 @@ __device__ void LoadFilter(const WgmmaParams& p, const Ring<T>& ring, const Wgmm
       hopper::LoadBox(to + slab * T::kLine * kLineBytes, &p.filter, ring.Full(), in_tap, line * T::kLine, tap);
     }
   } else {
-    channel += line * T::kLine;
+    int in_group;
+    const int channel = p.group.Div(place.column, &in_group) * p.group_channels + line * T::kLine;
     hopper::LoadBox(to, &p.filter, ring.Full(), channel, in_group, tap);
     if constexpr (T::kTripled)
       hopper::LoadBox(to + T::kRests, &p.filter, ring.Full(), channel, in_group, tap + p.rest_plane);
-  }
-}
-
-template <class T, bool kForward>
-__device__ void ProduceFilter(const WgmmaParams& p, Ring<T> ring) {
-  for (int number = 0, tile; (tile = TileOf(p, number)) < p.tiles; ++number) {
-    const WgmmaPlace place = PlaceOf<T>(p, tile);
-    const WgmmaPhase& f = p.phase[place.phase];
-    int in_group;
-    const int channel = p.group.Div(place.column, &in_group) * p.group_channels;
-    const int first_tap = f.steps == 0 ? p.planes : place.tap;
-    const Share share(max(1, f.steps), p.team);
-    const auto load = [&](int line, int tap, const int (&)[kRank]) {
-      BeginStage(ring, kFilterBytes<T, kForward>);
-      LoadFilter<T, kForward>(p, ring, place, channel, in_group, line, p.in_row.taps ? 0 : first_tap + tap);
-      ring.Next();
-    };
-    ForEachStep(p, f, share.first, share.end, load);
-    PassResidual(p, ring);
   }
 }
 
@@ -91,16 +73,13 @@ __device__ void PatchStages(const WgmmaParams& p, Ring<T> ring, int warp) {
   for (int number = 0, tile; (tile = TileOf(p, number)) < p.tiles; ++number) {
     const WgmmaPlace place(p, tile, T());
     const WgmmaPhase& f = p.phase[place.phase];
-    Rows rows;
-#pragma unroll
-    for (int j = 0; j < Rows::kEach; ++j) {
-      const int row = first + Rows::Row(j);
-      rows.image[j] = FirstPixel(f, place.row + row, rows.at[j]);
-      if (f.steps == 0 || Rows::Row(j) >= Rows::kRows || place.row + row >= f.rows) rows.image[j] = -1;
-    }
+    const auto first_pixel = [&](int row, int (&at)[kRank]) {
+      const int image = FirstPixel(f, place.row + first + row, at);
+      return f.steps > 0 && row < Rows::kRows && place.row + first + row < f.rows ? image : -1;
+    };
     typename Rows::Found found = {-1};
     const auto patch = [&](int line, int, const int (&offset)[kRank]) {
-      if (found.rows < 0 || line == 0) found = rows.Find(p.patches.edges, offset);
+      if (found.rows < 0 || line == 0) found = Rows::Find(p.patches.edges, offset, first_pixel);
       hopper::WaitBarrier(ring.Between(ring.stage), ring.parity);
       Rows::Load(p.patches, found, ring.Data() + first * kLineBytes, line * T::kLine, ring.Full());
       ring.Next();
@@ -156,33 +135,31 @@ __device__ void Consume(const WgmmaParams& p, Ring<T> ring, int warpgroup, float
         ExchangeSums<T>(ring.data, p.team.divisor, reinterpret_cast<float (&)[sizeof(sums) / 4]>(sums));
     }
     const Rows rows = kSends<T> ? OwnRows<T>(p.team) : Rows{0, Own::kRows};
+    if (p.by_pixels) FindPixels<Own>(p, f, place, rows, warpgroup, pixels);
     if constexpr (kLeaves<T>) {
       if (p.team.divisor > 1) {
-        hopper::SyncWarpgroup(1 + warpgroup);  // all warps are done with the stages
+        // All warps are done with the stages, since all have found pixels.
         if constexpr (kHeld<T, kForward>)
           LeaveHeldSums<T>(ring.data, sums);
         else
           LeaveSums<T>(ring.data, sums);
-        if (kFloats || wide != nullptr)
-          StoreShare<T, kForward>(p, f, ring, place, wide);
-        else
-          StoreShare<T, kForward>(p, f, ring, place, out);
+        StoreShare<T, kForward>(p, ring, place, pixels, wide, out);
         continue;
       }
     }
     if constexpr (kHeld<T, kForward>) {
-      if (!p.plain) FinishHeld<T>(p, f, ring, 0, place, rows, sums);
-      StoreHeld<T>(p, f, warpgroup, place, sums, rows, wide, pixels);
-    } else if (p.boxes) {
-      const int first_row = T::kLarge ? warpgroup * Own::kRows : 0;
-      if (kForward && !p.plain) FinishSums<Own, typename T::In>(p, f, ring, first_row, place, rows, sums);
-      StoreBoxes<Own>(p, f, ring.Slabs(), warpgroup, place, sums, rows, out, pixels, turn);
-    } else if constexpr (!kFloats && !T::kLarge) {
-      if (kForward && !p.plain) FinishSums<Own, float>(p, f, ring, 0, place, rows, sums);
-      StoreSums<T>(sums, wide + place.column, p.columns - place.column, [&](int row) -> int64_t {
-        const int64_t pixel = rows.Has(row) ? ResultPixel(p, f, place, row, p.scattered) : -1;
-        return pixel < 0 ? -1 : pixel * p.columns;
-      });
+      if (!p.plain) FinishHeld<T>(p, ring, 0, place, pixels, sums);
+      StoreHeld<T>(p, place, sums, wide, pixels);
+    } else {
+      if (kForward && !p.plain)
+        FinishSums<Own>(p, ring, warpgroup, T::kLarge ? warpgroup * Own::kRows : 0, place, pixels, wide != nullptr,
+                        sums);
+      if (p.boxes) {
+        StoreBoxes<Own>(p, f, ring.Slabs(), warpgroup, place, sums, rows, out, pixels, turn);
+      } else if constexpr (!kFloats && !T::kLarge) {
+        StoreSums<T>(sums, wide + place.column, p.columns - place.column,
+                     [&](int row) -> int64_t { return pixels[row] < 0 ? -1 : int64_t{pixels[row]} * p.columns; });
+      }
     }
   }
 }
@@ -201,12 +178,14 @@ __device__ void ConsumeAcross(const WgmmaParams& p, Ring<T> ring, int warpgroup,
       EndProducts(ring, MultiplyHeldSteps<Part>(ring, Share(steps, p.team).Steps(), T::kBytesA + part, sums), sums);
       if (p.team.divisor > 1) ExchangeSums<T>(ring.data + warpgroup * each, p.team.divisor, sums[0]);
       place.column += warpgroup * Part::kColumns;
-      if (!p.plain) FinishHeld<Part>(p, f, ring, warpgroup * Part::kColumns, place, OwnRows<T>(p.team), sums);
-      StoreHeld<Part>(p, f, warpgroup, place, sums, OwnRows<T>(p.team), out, pixels);
+      FindPixels<Part>(p, f, place, OwnRows<T>(p.team), warpgroup, pixels);
+      if (!p.plain) FinishHeld<Part>(p, ring, warpgroup * Part::kColumns, place, pixels, sums);
+      StoreHeld<Part>(p, place, sums, out, pixels);
     } else {
       typename T::Sums sums;
       MultiplyAcross<T, kForward>(ring, steps, warpgroup, sums);
-      if (kForward && !p.plain) FinishAcross<T>(p, f, ring, warpgroup, place, sums);
+      if (p.by_pixels) FindPixels<T>(p, f, place, {0, T::kRows}, warpgroup, pixels);
+      if (kForward && !p.plain) FinishAcross<T>(p, ring, warpgroup, place, pixels, sums);
       StoreAcross<T>(p, f, ring, warpgroup, place, sums, out, pixels);
     }
   }
@@ -217,10 +196,7 @@ template <class T, bool kForward>
 constexpr bool kPatched = !T::kLarge && !T::kTripled && !kHalved<T, kForward> &&
                           !(kHeld<T, kForward> && T::kRows == 128 && T::kColumns == 128);
 template <class T, bool kForward>
-constexpr int kRegistersOfFew = T::kTripled              ? 72
-                                : !kPatched<T, kForward> ? 40
-                                : T::kRows > 128         ? 72
-                                                         : 56;
+constexpr int kRegistersOfFew = T::kTripled || (kPatched<T, kForward> && T::kRows > 128) ? 72 : 56;
 
 template <class T, bool kForward>
 __global__ void __launch_bounds__(T::kThreads, 1)
@@ -234,9 +210,10 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     PrefetchMaps(p);
     RunRoles<kProducers, kRegistersOfFew<T, kForward>>(
         [&](int which) {
-          if (which == 1) return ProduceFilter<T, kForward>(p, ring);
-          hopper::VisitDimensions(p.phase[0].dimensions,
-                                  [&](auto d) { ProducePixels<T, decltype(d)::value>(p, ring); });
+          Produce(p, ring, which == 1, kFilterBytes<T, kForward>,
+                  [&](const Ring<T>& at, const WgmmaPlace& place, int line, int tap) {
+                    LoadFilter<T, kForward>(p, at, place, line, tap);
+                  });
         },
         [&](int warpgroup) {
           int* const pixels = Ring<T>::Pixels(shared, warpgroup);

@@ -21,6 +21,7 @@ struct WgmmaParams {
   bool lattices;           // but 64 of them, of a line of one tap's columns, are a box there,
   bool columns_of_pixels;  // or any of one phase are pixels that the unit goes over
   bool boxes;              // the result is of the operands' type
+  bool by_pixels;          // something of a tile's rows is stored or read by their pixels in the result
   bool plain;              // the sums are stored as they are
   bool alternates;         // the direction in which blocks go over the tiles
   bool halved;             // tiles of an odd number of half lines of features begin with one, whose box is `halves`
@@ -137,6 +138,10 @@ cudaError_t SetParams(const Problem& p, const Config& config, const Epilogue& ep
     e = EncodeBoxes(&q.residual, p.in, epilogue.residual, {columns, p.batch * GemmOf(p).rows, 1},
                     {T::kLine, T::kRows, 1}, false);
   }
+  const bool held = forward && sizeof(typename T::In) == 4 && !T::kCopied;
+  q.by_pixels = held || !q.boxes || config.cluster > 1 || (!kIsAcross<T> && T::kColumns % T::kLine != 0) ||
+                (q.scattered && !q.columns_of_pixels && !q.lattices) ||
+                (epilogue.residual != nullptr && q.residual_lines == 0);
   return e;
 }
 
@@ -159,25 +164,6 @@ __device__ WgmmaPlace PlaceOf(const WgmmaParams& p, int tile) {
   return place;
 }
 
-// A tile's last steps bring the residual, where it comes through the ring: by the thread that loads pixels,
-template <class T>
-__device__ void LoadResidual(const WgmmaParams& p, Ring<T>& ring, const WgmmaPlace& place) {
-  for (int line = 0; line < p.residual_lines; ++line) {
-    BeginStage(ring, T::kBytesA);
-    hopper::LoadBox(ring.Data(), &p.residual, ring.Full(), place.Column<T>(line * T::kLine), place.pixel + place.row,
-                    0);
-    ring.Next();
-  }
-}
-// and not by the one that loads the filter.
-template <class T>
-__device__ void PassResidual(const WgmmaParams& p, Ring<T>& ring) {
-  for (int line = 0; line < p.residual_lines; ++line) {
-    BeginStage(ring, 0);
-    ring.Next();
-  }
-}
-
 // The descriptions of arrays lie far away: sends for those that nearly all kernels need, by a warp that nothing waits
 // for.
 __device__ inline void PrefetchMaps(const WgmmaParams& p) {
@@ -187,35 +173,52 @@ __device__ inline void PrefetchMaps(const WgmmaParams& p) {
   if (p.boxes) hopper::PrefetchMap(&p.result[0]);
 }
 
-// One thread loads pixels and another the filter: one alone would be late. Past the last image and tap there are zeros.
-template <class T, int kDimensions>
-__device__ void ProducePixels(const WgmmaParams& p, Ring<T> ring) {
+// One thread loads pixels and another the filter, by load_filter(ring, place, line, tap): one alone would be late. Past
+// the last image and tap there are zeros. A tile's last steps bring the residual, where that comes through the ring.
+template <class T, class F>
+__device__ void Produce(const WgmmaParams& p, Ring<T> ring, bool of_filter, int filter_bytes, const F& load_filter) {
   for (int number = 0, tile; (tile = TileOf(p, number)) < p.tiles; ++number) {
     const WgmmaPlace place = PlaceOf<T>(p, tile);
     const WgmmaPhase& f = p.phase[place.phase];
-    const int channel = p.group.Div(place.column) * p.group_channels;
-    int at[kRank], image = place.problem * p.images + FirstPixel(f, place.row, at);
-    const auto load = [&](int line, int, const int (&offset)[kRank]) {
-      const uint32_t loaded = p.patched ? ring.Between(ring.stage) : ring.Full();
-      BeginStage(ring, T::kBytesA, loaded);
-      hopper::LoadPixels<kDimensions>(ring.Data(), &p.operand[place.phase], loaded, channel + line * T::kLine, at,
-                                      image, offset);
-      ring.Next();
-    };
-    if (f.steps == 0) image = p.all_images;
+    int channel = 0, image = 0, at[kRank] = {};
+    if (!of_filter) {
+      channel = p.group.Div(place.column) * p.group_channels;
+      image = place.problem * p.images + FirstPixel(f, place.row, at);
+      if (f.steps == 0) image = p.all_images;
+    }
     const Share share(max(1, f.steps), p.team);
-    ForEachStep(p, f, share.first, share.end, load);
-    LoadResidual(p, ring, place);
+    ForEachStep(p, f, share.first, share.end, [&](int line, int tap, const int (&offset)[kRank]) {
+      if (of_filter) {
+        BeginStage(ring, filter_bytes);
+        load_filter(ring, place, line, p.in_row.taps ? 0 : f.steps == 0 ? p.planes : place.tap + tap);
+      } else {
+        const uint32_t loaded = p.patched ? ring.Between(ring.stage) : ring.Full();
+        BeginStage(ring, T::kBytesA, loaded);
+        hopper::VisitDimensions(f.dimensions, [&](auto d) {
+          hopper::LoadPixels<decltype(d)::value>(ring.Data(), &p.operand[place.phase], loaded,
+                                                 channel + line * T::kLine, at, image, offset);
+        });
+      }
+      ring.Next();
+    });
+    for (int line = 0; line < p.residual_lines; ++line) {
+      BeginStage(ring, of_filter ? 0 : T::kBytesA);
+      if (!of_filter)
+        hopper::LoadBox(ring.Data(), &p.residual, ring.Full(), place.Column<T>(line * T::kLine),
+                        place.pixel + place.row, 0);
+      ring.Next();
+    }
   }
 }
 
-// The tile's rows in the result, in pixels, by the threads of a warpgroup.
+// These of the tile's rows in the result, in pixels, by the threads of a warpgroup for one another; -1 for other rows.
 template <class T>
-__device__ void FindPixels(const WgmmaParams& p, const WgmmaPhase& f, const WgmmaPlace& place, int warpgroup,
-                           int* pixels) {
+__device__ void FindPixels(const WgmmaParams& p, const WgmmaPhase& f, const WgmmaPlace& place, const Rows& rows,
+                           int warpgroup, int* pixels) {
   hopper::SyncWarpgroup(1 + warpgroup);  // the last tile's are read
   for (int i = threadIdx.x % kWarpgroup; i < T::kRows; i += kWarpgroup)
-    pixels[i] = ResultPixel(p, f, place, i, p.scattered);
+    pixels[i] = rows.Has(i) ? ResultPixel(p, f, place, i, p.scattered) : -1;
+  hopper::SyncWarpgroup(1 + warpgroup);
 }
 
 // Stores lines of columns, swizzled as the TMA unit has them, to these pixels; of the columns those below `end`. Those
@@ -224,7 +227,7 @@ template <int kLines, class In>
 __device__ void StoreLines(const WgmmaParams& p, uint32_t lines, const int* pixels, In* out, int column, int end) {
   const int thread = threadIdx.x % kWarpgroup, chunk = thread % 8, first = column + chunk * kVecLength<In>;
   if (first >= end) return;
-  const int64_t pitch = p.in_row.columns.divisor;
+  const int pitch = p.in_row.columns.divisor;
   const bool halves = sizeof(In) == 2 && pitch % kVecLength<In> != 0, both = first + kVecLength<In> / 2 < end;
   In* const high = halves && both ? out + ResultColumn(p, first + kVecLength<In> / 2) : nullptr;
   out += ResultColumn(p, first);
@@ -237,11 +240,11 @@ __device__ void StoreLines(const WgmmaParams& p, uint32_t lines, const int* pixe
                  : "r"(lines + line * kLineBytes + ((chunk ^ (line % 8)) << 4)));
     if (pixel < 0) continue;
     if (!halves) {
-      *reinterpret_cast<uint4*>(out + pixel * pitch) = v;
+      *reinterpret_cast<uint4*>(out + int64_t{pixel} * pitch) = v;
       continue;
     }
-    *reinterpret_cast<uint2*>(out + pixel * pitch) = {v.x, v.y};
-    if (both) *reinterpret_cast<uint2*>(high + pixel * pitch) = {v.z, v.w};
+    *reinterpret_cast<uint2*>(out + int64_t{pixel} * pitch) = {v.x, v.y};
+    if (both) *reinterpret_cast<uint2*>(high + int64_t{pixel} * pitch) = {v.z, v.w};
   }
 }
 
@@ -270,10 +273,9 @@ __device__ inline void StoreColumn(const WgmmaParams& p, const WgmmaPhase& f, ui
 template <class T>
 __device__ void StoreBoxes(const WgmmaParams& p, const WgmmaPhase& f, uint32_t slabs, int warpgroup,
                            const WgmmaPlace& place, const typename T::Sums& sums, const Rows& rows, typename T::In* out,
-                           int* pixels, int& turn) {
+                           const int* pixels, int& turn) {
   const int thread = threadIdx.x % kWarpgroup;
   const bool in_columns = !p.scattered || p.columns_of_pixels;
-  if (!(in_columns || p.lattices) || T::kColumns % T::kLine != 0) FindPixels<T>(p, f, place, warpgroup, pixels);
   StoreSlabs<T>(slabs, warpgroup, sums, rows, turn, [&](int row, int column, uint32_t slab) {
     const bool box = (in_columns || p.lattices) && column + T::kLine <= T::kColumns;
     if (box) hopper::ShowSharedToTma();
@@ -293,38 +295,44 @@ __device__ void StoreBoxes(const WgmmaParams& p, const WgmmaPhase& f, uint32_t s
 
 // Stores the sums of a product whose filter went through registers, in which they lie as the result has them.
 template <class T>
-__device__ void StoreHeld(const WgmmaParams& p, const WgmmaPhase& f, int warpgroup, const WgmmaPlace& place,
-                          typename Held<T>::Sums& sums, const Rows& rows, float* out, int* pixels) {
+__device__ void StoreHeld(const WgmmaParams& p, const WgmmaPlace& place, const typename Held<T>::Sums& sums, float* out,
+                          const int* pixels) {
   using H = Held<T>;
   using Columns = Vec<float, H::kVector>;
-  const int column = place.column + H::Column();
-  FindPixels<T>(p, f, place, warpgroup, pixels);
-  hopper::SyncWarpgroup(1 + warpgroup);
+  const int column = place.column + H::Column(), pitch = p.in_row.columns.divisor;
   if (column >= p.columns) return;
   out += ResultColumn(p, column);
 #pragma unroll
   for (int i = 0; i < T::kRows / 4; ++i) {
     if (i % 2 == 0) asm volatile("" ::: "memory");  // or all rows' pixels are loaded first, into too many registers
-    const int row = H::Row(i), pixel = pixels[row];
-    if (pixel >= 0 && rows.Has(row))
-      *reinterpret_cast<Columns*>(out + int64_t{pixel} * p.in_row.columns.divisor) = H::Get(sums, i);
+    const int pixel = pixels[H::Row(i)];
+    if (pixel >= 0) *reinterpret_cast<Columns*>(out + int64_t{pixel} * pitch) = H::Get(sums, i);
   }
 }
 
-// Stores the rows of a shared tile that are this block's.
-template <class T, bool kForward, class Out>
-__device__ void StoreShare(const WgmmaParams& p, const WgmmaPhase& f, const Ring<T>& ring, const WgmmaPlace& place,
-                           Out* out) {
+// Stores the rows of a shared tile that are this block's, to `wide` if there is that.
+template <class T, bool kForward>
+__device__ void StoreShare(const WgmmaParams& p, const Ring<T>& ring, const WgmmaPlace& place, const int* pixels,
+                           float* wide, typename T::In* out) {
+  using In = typename T::In;
+  const bool is_wide = sizeof(In) == 2 && wide != nullptr;
   FinishShare<T>(ring.data, int(p.team.divisor), [&](int row, int from, float (&v)[4]) {
-    const int pixel = ResultPixel(p, f, place, row, p.scattered);
-    const int column = place.column + from;
+    const int pixel = pixels[row], column = place.column + from;
     if (pixel < 0 || column >= p.columns) return;
-    if constexpr (kForward) {
-      Add<Out>(v, p.epilogue.bias, column);
-      Add<Out>(v, p.epilogue.residual, int64_t{pixel} * p.columns + column);
-      Activate<Out, false>(v, p.epilogue.activation);
+    const int64_t to = int64_t{pixel} * p.columns + column;
+    if (kForward && !p.plain) {
+      AddEither<In>(v, p.epilogue.bias, column, is_wide);
+      AddEither<In>(v, p.epilogue.residual, to, is_wide);
+      if (!ActivateSimply(v, p.epilogue.activation)) {
+        const Vec<float, 4> activated = Activated<In>({v[0], v[1], v[2], v[3]}, p.epilogue.activation, is_wide);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) v[i] = activated.v[i];
+      }
     }
-    *reinterpret_cast<Vec<Out, 4>*>(out + int64_t{pixel} * p.columns + column) = Round<Out>(v);
+    if (is_wide)
+      *reinterpret_cast<Vec<float, 4>*>(wide + to) = Round<float>(v);
+    else
+      *reinterpret_cast<Vec<In, 4>*>(out + to) = Round<In>(v);
   });
 }
 

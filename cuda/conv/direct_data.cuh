@@ -136,21 +136,54 @@ struct DirectStores {
   __device__ int64_t To(const DirectParams& q, int row) const { return int64_t{pixels[row]} * q.pixel + first; }
 };
 
-// Stores rows after an epilogue.
-template <class Out, int kColumns>
+// Stores rows after an epilogue: of the operands' type, or of floats where the result is wide. One row at a time, but
+// for what is read of memory.
+template <class In, int kColumns>
 __device__ __forceinline__ void FinishRows(const DirectParams& q, const DirectStores& stores, int64_t bias,
-                                           DirectRuns<kColumns>& runs, Out* out) {
+                                           DirectRuns<kColumns>& runs, void* out) {
+  constexpr int kRuns = kColumns / 16;
 #pragma unroll
-  for (int i = 0; i < kThreadRows; ++i)
+  for (int j = 0; j < kRuns; ++j) {
+    float more[kRun] = {};
+    if (16 * j < stores.left) AddEither<In>(more, q.epilogue.bias, bias + 16 * j, q.wide);
 #pragma unroll
-    for (int j = 0; j < kColumns / 16; ++j)
-      if (stores.Exists(i, j)) AddToRun<Out>(q.epilogue, runs[i][j], bias + 16 * j, stores.To(q, i) + 16 * j);
-  ActivateInTurn<Out, kRun>(reinterpret_cast<float (&)[kColumns]>(runs), q.epilogue.activation);
+    for (int i = 0; i < kThreadRows; ++i)
 #pragma unroll
-  for (int i = 0; i < kThreadRows; ++i)
+      for (int k = 0; k < kRun; ++k) runs[i][j][k] += more[k];
+  }
+  if (q.epilogue.residual != nullptr && !q.wide)
 #pragma unroll
-    for (int j = 0; j < kColumns / 16; ++j)
-      if (stores.Exists(i, j)) StoreRun(runs[i][j], out + stores.To(q, i) + 16 * j);
+    for (int i = 0; i < kThreadRows; ++i)
+#pragma unroll
+      for (int j = 0; j < kRuns; ++j)
+        if (stores.Exists(i, j)) Add<In>(runs[i][j], q.epilogue.residual, stores.To(q, i) + 16 * j);
+#pragma unroll 1
+  for (int row = 0; row < kThreadRows; ++row) {
+    float v[kRuns][kRun];
+    int pixel = -1;
+    WithConstant<kThreadRows>(row, [&](auto i) {
+#pragma unroll
+      for (int j = 0; j < kRuns; ++j)
+#pragma unroll
+        for (int k = 0; k < kRun; ++k) v[j][k] = runs[decltype(i)::value][j][k];
+      pixel = stores.pixels[decltype(i)::value];
+    });
+    if (pixel < 0) continue;
+    const int64_t to = int64_t{pixel} * q.pixel + stores.first;
+    if (q.wide)
+#pragma unroll
+      for (int j = 0; j < kRuns; ++j)
+        if (16 * j < stores.left) Add<float>(v[j], q.epilogue.residual, to + 16 * j);
+    ActivateSums<In>(reinterpret_cast<float (&)[kColumns / 4]>(v), q.epilogue.activation, q.wide);
+#pragma unroll
+    for (int j = 0; j < kRuns; ++j) {
+      if (16 * j >= stores.left) continue;
+      if (q.wide)
+        StoreRun(v[j], static_cast<float*>(out) + to + 16 * j);
+      else
+        StoreRun(v[j], static_cast<In*>(out) + to + 16 * j);
+    }
+  }
 }
 
 // Whether sums are stored as they are in the operands' type. Where a kernel does either, it has registers for both.
@@ -180,11 +213,7 @@ __device__ __forceinline__ void StoreSums(const DirectParams& q, const DirectSto
     for (int i = 0; i < kThreadRows; ++i)
 #pragma unroll
       for (int j = 0; j < kColumns / 16; ++j) GatherRun<kRunTiles>(sums[i / 2] + 8 * j + i % 2 * 2, runs[i][j]);
-    if (q.wide) {
-      FinishRows<float, kColumns>(q, stores, bias, runs, static_cast<float*>(out));
-    } else {
-      FinishRows<In, kColumns>(q, stores, bias, runs, static_cast<In*>(out));
-    }
+    FinishRows<In, kColumns>(q, stores, bias, runs, out);
   }
 }
 

@@ -96,11 +96,14 @@ __device__ __noinline__ void RepairUnits(const DirectParams& q, int first_row, v
       }
       if (others == 0) continue;
       const int64_t bias = place.problem * q.bias_of_problem + channel, to = int64_t{result} * pixel + channel;
-      if (q.wide) {
-        StoreOne(q.epilogue, sum, bias, to, static_cast<float*>(out));
-      } else {
-        StoreOne(q.epilogue, sum, bias, to, static_cast<In*>(out));
-      }
+      float one[] = {sum};
+      AddEither<In>(one, q.epilogue.bias, bias, q.wide);
+      AddEither<In>(one, q.epilogue.residual, to, q.wide);
+      sum = Activated<In>({one[0]}, q.epilogue.activation, q.wide).v[0];
+      if (q.wide)
+        static_cast<float*>(out)[to] = sum;
+      else
+        static_cast<In*>(out)[to] = static_cast<In>(sum);
     }
   }
 }

@@ -157,8 +157,8 @@ __device__ void Consume(const DirectParams& q, const DirectShared& shared, int w
     __syncwarp();  // its first lane has arrived for all
     const DirectPlace place(q, share.first + at_unit);
     const DirectStores stores(q, place, first_row);
-    StoreSums<In, kColumns, kStored>(q, stores, place.problem * q.bias_of_problem + stores.first, sums, out);
     if constexpr (kMerged) not_finite = ZeroOrNan<kColumns>(stores, sums, not_finite);
+    StoreSums<In, kColumns, kStored>(q, stores, place.problem * q.bias_of_problem + stores.first, sums, out);
   }
   if constexpr (kMerged)
     if (__any_sync(~0u, not_finite != 0)) RepairUnits<In, kForward>(q, first_row, out);

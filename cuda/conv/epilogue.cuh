@@ -23,6 +23,15 @@ __device__ __forceinline__ void Add(Accumulator<Out> (&v)[kN], const void* array
   for (int i = 0; i < kN; ++i) v[i] += static_cast<Accumulator<Out>>(more.v[i]);
 }
 
+// The same of operands of type In, or of floats where the result is `wide`.
+template <class In, int kN>
+__device__ __forceinline__ void AddEither(float (&v)[kN], const void* array, int64_t offset, bool wide) {
+  if (sizeof(In) == 2 && wide)
+    Add<float>(v, array, offset);
+  else
+    Add<In>(v, array, offset);
+}
+
 // x times the logistic function of linear x + cubic x^3, or that function by itself: silu, the tanh form of gelu, and
 // sigmoid.
 template <class Out>
@@ -46,21 +55,19 @@ struct OfLogistic {
   }
 };
 
-// All activations in one kernel: callers keep to one call, in a loop that is not unrolled, of a few elements. Those
-// that few networks have are called as functions, an element at a time, so that not every kernel has their code; but
-// not where kCalls is false, for kernels that have no registers to spare around a call.
-template <class Out, bool kCalls = true, int kN>
-__device__ __forceinline__ void Activate(Accumulator<Out> (&v)[kN], const activation::Activation& activation) {
+// The activations that many networks have; whether it is one.
+template <class Out, int kN>
+__device__ __forceinline__ bool ActivateAsMany(Accumulator<Out> (&v)[kN], const activation::Activation& activation) {
   using Kind = activation::Kind;
   const auto apply = [&v](const auto& f) {
 #pragma unroll
     for (auto& each : v) each = f.Forward(each);
+    return true;
   };
-  if constexpr (!kCalls) return activation::WithFunctor<Out>(activation, apply);
   const auto p = static_cast<Accumulator<Out>>(activation.parameter);
   switch (activation.kind) {
     case Kind::kIdentity:
-      return;
+      return true;
     case Kind::kRelu:
       return apply(activation::Relu<Out>{});
     case Kind::kClippedRelu:
@@ -76,8 +83,23 @@ __device__ __forceinline__ void Activate(Accumulator<Out> (&v)[kN], const activa
     case Kind::kGelu:
       return apply(activation::Gelu<Out>{});
     default:
-      return apply(activation::AnyActivation<Out>{activation});
+      return false;
   }
+}
+
+// All activations in one kernel: callers keep to one call, in a loop that is not unrolled, of a few elements. Those
+// that few networks have are called as functions, an element at a time, so that not every kernel has their code; but
+// not where kCalls is false, for kernels that have no registers to spare around a call.
+template <class Out, bool kCalls = true, int kN>
+__device__ __forceinline__ void Activate(Accumulator<Out> (&v)[kN], const activation::Activation& activation) {
+  const auto apply = [&v](const auto& f) {
+#pragma unroll
+    for (auto& each : v) each = f.Forward(each);
+  };
+  if constexpr (!kCalls)
+    activation::WithFunctor<Out>(activation, apply);
+  else if (!ActivateAsMany<Out>(v, activation))
+    apply(activation::AnyActivation<Out>{activation});
 }
 
 // Moves what follows the first kCount registers to the front, so that a loop that is not unrolled can take an array
@@ -99,9 +121,34 @@ __device__ __forceinline__ void Turn(T (&v)[kN]) {
   for (int i = 0; i < kCount; ++i) v[kN - kCount + i] = first[i];
 }
 
+// All activations, out of line: of results of type In, or of floats where those are `wide`. Those that few networks
+// have are computed as floats' are.
+template <class In>
+__device__ __noinline__ Vec<float, 4> Activated(Vec<float, 4> v, activation::Activation activation, bool wide) {
+  if ((sizeof(In) == 4 || !wide) && ActivateAsMany<In>(v.v, activation)) return v;
+#pragma unroll 1
+  for (int i = 0; i < 4; ++i) {
+    const float out = activation::AnyActivation<float>{activation}.Forward(v.v[0]);
+    Rotate<1>(v.v);
+    v.v[3] = out;
+  }
+  return v;
+}
+
 // Whether an activation only bounds what it gets.
 __host__ __device__ inline bool IsClamp(const activation::Activation& activation) {
   return activation.kind == activation::Kind::kRelu || activation.kind == activation::Kind::kClippedRelu;
+}
+
+// The activations of most networks, which take little code for any number of elements; whether it is one.
+template <int kN>
+__device__ __forceinline__ bool ActivateSimply(float (&v)[kN], const activation::Activation& activation) {
+  if (activation.kind == activation::Kind::kIdentity) return true;
+  if (!IsClamp(activation)) return false;
+  const float most = activation.kind == activation::Kind::kRelu ? INFINITY : float(activation.parameter);
+#pragma unroll
+  for (float& each : v) each = activation::MinOrNan(activation::MaxOrNan(each, 0.f), most);
+  return true;
 }
 
 // Activates an array kCount elements at a time, in such a loop; a long one in parts, which move up less. What is left
@@ -110,13 +157,7 @@ template <class Out, int kCount, bool kCalls = true, int kN>
 __device__ __forceinline__ void ActivateInTurn(float (&v)[kN], const activation::Activation& activation) {
   constexpr int kPart = kN <= 32 ? kCount : kN % 32 == 0 ? 32 : kN % 16 == 0 ? 16 : kN % 8 == 0 ? 8 : kCount;
   static_assert(kN % kPart == 0, "whole turns");
-  if (activation.kind == activation::Kind::kIdentity) return;
-  if (IsClamp(activation)) {
-    const float most = activation.kind == activation::Kind::kRelu ? INFINITY : float(activation.parameter);
-#pragma unroll
-    for (float& each : v) each = activation::MinOrNan(activation::MaxOrNan(each, 0.f), most);
-    return;
-  }
+  if (ActivateSimply(v, activation)) return;
 #pragma unroll 1
   for (int turn = 0; turn < kN / kPart; ++turn) {
     float (&first)[kPart] = reinterpret_cast<float (&)[kPart]>(v);
@@ -124,6 +165,27 @@ __device__ __forceinline__ void ActivateInTurn(float (&v)[kN], const activation:
       Activate<Out, kCalls>(first, activation);
     else
       ActivateInTurn<Out, kCount, kCalls>(first, activation);
+    Turn<kPart>(v);
+  }
+}
+
+// Activates sums, in a loop that is not unrolled: four at a time, of parts that move up less than all would.
+template <class In, int kN>
+__device__ __forceinline__ void ActivateSums(float (&v)[kN], const activation::Activation& activation,
+                                             bool wide = false) {
+  constexpr int kPart = kN <= 32 ? kN : kN % 32 == 0 ? 32 : kN % 16 == 0 ? 16 : 8;
+  static_assert(kN % kPart == 0, "whole turns");
+  if (ActivateSimply(v, activation)) return;
+#pragma unroll 1
+  for (int part = 0; part < kN / kPart; ++part) {
+    float (&first)[kPart] = reinterpret_cast<float (&)[kPart]>(v);
+#pragma unroll 1
+    for (int four = 0; four < kPart / 4; ++four) {
+      const Vec<float, 4> out = Activated<In>({v[0], v[1], v[2], v[3]}, activation, wide);
+      Rotate<4>(first);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) first[kPart - 4 + i] = out.v[i];
+    }
     Turn<kPart>(v);
   }
 }

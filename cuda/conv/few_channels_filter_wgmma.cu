@@ -102,15 +102,16 @@ __device__ __forceinline__ void StoreSums(const FilledParams& q, int first_featu
       if (warpgroup == line < kHalf) mine[(line * kEach + i) * kWarpgroup] = sums[line][i];
   hopper::SyncThreads(3, kAll);
 #pragma unroll
-  for (int line = 0; line < T::kLines; ++line) {
-    if (warpgroup == line < kHalf) continue;
+  for (int line = 0; line < T::kLines; ++line)
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      const int row = q.FilterRow<T>(line * T::kLineTerms + i / 4 * 8 + lane % 4 * 2 + i % 2);
-      const int of_row = feature + i % 4 / 2 * 8;
-      const float other = mine[(line * kEach + i) * kWarpgroup], sum = sums[line][i] + other;
-      if (row >= 0 && of_row < q.features) partial[row * q.features + of_row] = sum;
-    }
+    for (int i = 0; i < kEach; ++i)
+      if (warpgroup != line < kHalf) mine[(line * kEach + i) * kWarpgroup] += sums[line][i];
+  const int first = warpgroup == 0 ? 0 : kHalf * kEach, end = warpgroup == 0 ? kHalf * kEach : T::kLines * kEach;
+#pragma unroll 1
+  for (int k = first; k < end; ++k) {
+    const int i = k % kEach, of_row = feature + i % 4 / 2 * 8;
+    const int row = q.FilterRow<T>(k / kEach * T::kLineTerms + i / 4 * 8 + lane % 4 * 2 + i % 2);
+    if (row >= 0 && of_row < q.features) partial[row * q.features + of_row] = mine[k * kWarpgroup];
   }
 }
 

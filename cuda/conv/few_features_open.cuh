@@ -5,7 +5,7 @@
 #include "cuda/activation/functions.cuh"
 #include "cuda/conv/epilogue.cuh"
 #include "cuda/conv/few_features.cuh"
-#include "cuda/conv/wgmma_tile.cuh"
+#include "cuda/conv/wgmma_store.cuh"
 
 namespace jaxdnn::conv {
 
@@ -176,11 +176,7 @@ struct OpenCells {
       int feature;
       q.features_div.Div(of_cell, &feature);
       float v[] = {0};
-      if (q.wide) {
-        Add<float>(v, q.epilogue.bias, int64_t{problem} * q.features + feature);
-      } else {
-        Add<In>(v, q.epilogue.bias, int64_t{problem} * q.features + feature);
-      }
+      AddEither<In>(v, q.epilogue.bias, int64_t{problem} * q.features + feature, q.wide);
       bias[k] = v[0];
     }
   }
@@ -266,9 +262,9 @@ __device__ __forceinline__ float SumAgain(const OpenParams& q, const In* filter,
 
 // Computes those of a warp's results again that are NaN: zeros beside the window may have met infinities. Rarely
 // called, hence out of line.
-template <class In, class Out>
+template <class In>
 __device__ __noinline__ void RepairCells(const OpenParams& q, int problem, int first_place, int first_cell,
-                                         int end_cell, Out* out) {
+                                         int end_cell, void* out) {
   const In* const filter = static_cast<const In*>(q.filter) + problem * q.filter_problem;
   __syncwarp();  // after every lane's stores
   for (int y = first_cell * q.stride_h - q.before_h; y < end_cell * q.stride_h - q.before_h; ++y) {
@@ -276,14 +272,20 @@ __device__ __noinline__ void RepairCells(const OpenParams& q, int problem, int f
     for (int i = threadIdx.x % 32; i < 16 * q.cell_columns; i += 32) {
       const OpenResult result(q, first_place, i);
       const int64_t at = problem * q.out_problem + (result.image * q.result_height + y) * q.result_width + result.x;
-      if (!result.exists || !isnan(static_cast<float>(out[at]))) continue;
+      if (!result.exists ||
+          !isnan(q.wide ? static_cast<const float*>(out)[at] : static_cast<float>(static_cast<const In*>(out)[at])))
+        continue;
       int feature, plane;
       const int column = q.features_div.Div(result.x, &feature) + q.before_w / q.features - q.after;
       const int volumes = q.images / static_cast<int>(q.planes.divisor);
       const int volume = q.planes.Div(result.image, &plane) + problem * volumes;
       float v[] = {SumAgain(q, filter, volume, plane, y, column, feature)};
-      Add<Out>(v, q.epilogue.bias, int64_t{problem} * q.features + feature);
-      out[at] = static_cast<Out>(activation::MaxOrNan(v[0], q.least));
+      AddEither<In>(v, q.epilogue.bias, int64_t{problem} * q.features + feature, q.wide);
+      v[0] = activation::MaxOrNan(v[0], q.least);
+      if (q.wide)
+        static_cast<float*>(out)[at] = v[0];
+      else
+        static_cast<In*>(out)[at] = static_cast<In>(v[0]);
     }
   }
 }

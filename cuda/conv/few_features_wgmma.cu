@@ -21,33 +21,37 @@ __device__ __forceinline__ void Produce(const OpenParams& q, const OpenShared& s
   int first, end;
   const int problem = q.work.Of(blockIdx.x, &first, &end);
   hopper::RingPlace ring;
-  hopper::VisitDimensions(q.dimensions, [&](auto dimensions) {
-    while (first < end) {
-      const OpenBlock block(q, first, end);
-      first += block.end_cell - block.first_cell;
-      int place, at[3] = {};
-      const int image = q.places.Div(block.first_place, &place) + problem * q.images;
-      at[2] = place + q.lower_w;
-      at[1] = image;
-      if constexpr (decltype(dimensions)::value == 3) {
-        at[0] = q.planes.Div(image, &at[1]);
-        at[1] += q.lower_d;
-      }
+  while (first < end) {
+    const OpenBlock block(q, first, end);
+    first += block.end_cell - block.first_cell;
+    int place, at[3] = {};
+    const int image = q.places.Div(block.first_place, &place) + problem * q.images;
+    at[2] = place + q.lower_w;
+    at[1] = image;
+    if (q.dimensions == 3) {
+      at[0] = q.planes.Div(image, &at[1]);
+      at[1] += q.lower_d;
+    }
 #pragma unroll 1
-      for (int line = block.first_line; line < block.end_line; ++line)
+    for (int line = block.first_line; line < block.end_line; ++line)
 #pragma unroll 1
-        for (int plane = 0; plane < q.window_planes; ++plane)
+      for (int plane = 0; plane < q.window_planes; ++plane)
 #pragma unroll 1
-          for (int slice = 0; slice < q.slices; ++slice) {
-            hopper::WaitBarrier(shared.Empty(ring.stage), ring.parity ^ 1);
-            hopper::ArriveExpecting(shared.Full(ring.stage), q.stage_bytes);
+        for (int slice = 0; slice < q.slices; ++slice) {
+          hopper::WaitBarrier(shared.Empty(ring.stage), ring.parity ^ 1);
+          hopper::ArriveExpecting(shared.Full(ring.stage), q.stage_bytes);
+          const auto load = [&](auto dimensions) {
             hopper::LoadPixels<decltype(dimensions)::value>(shared.stages + ring.stage * q.stage_pitch, &q.operand,
                                                             shared.Full(ring.stage), slice * q.line_bytes / 2, at, line,
                                                             {0, plane, 0});
-            ring.Next(q.stages);
-          }
-    }
-  });
+          };
+          if (q.dimensions == 3)
+            load(std::integral_constant<int, 3>());
+          else
+            load(std::integral_constant<int, 2>());
+          ring.Next(q.stages);
+        }
+  }
 }
 
 // sums += the products of a line's pixels, from the warpgroup's first row on, of all planes and slices. The last
@@ -142,11 +146,7 @@ __device__ __forceinline__ void Consume(const OpenParams& q, const OpenShared& s
     }
     if (__any_sync(~0u, cells.not_finite != 0)) {
       const int first_place = block.first_place + threadIdx.x / 32 * 16;
-      if (q.wide) {
-        RepairCells<In>(q, problem, first_place, block.first_cell, block.end_cell, static_cast<float*>(out));
-      } else {
-        RepairCells<In>(q, problem, first_place, block.first_cell, block.end_cell, static_cast<In*>(out));
-      }
+      RepairCells<In>(q, problem, first_place, block.first_cell, block.end_cell, out);
       cells.not_finite = 0;
     }
   }

@@ -8,7 +8,7 @@
 
 #include "cuda/conv/filter.cuh"
 #include "cuda/conv/filter_spans.cuh"
-#include "cuda/conv/wgmma_tile.cuh"
+#include "cuda/conv/wgmma_store.cuh"
 
 namespace jaxdnn::conv {
 
@@ -122,13 +122,8 @@ __device__ inline float4 operator+(float4 a, float4 b) { return {a.x + b.x, a.y 
 
 template <class Store>
 __device__ void StorePair(const Store& store, int64_t i, float first, float second) {
-  if constexpr (Store::kInOrder) {
-    using Out = decltype(store.Value(i, first));
-    *reinterpret_cast<Vec<Out, 2>*>(store.out + i) = {store.Value(i, first), store.Value(i + 1, second)};
-  } else {
-    store(i, first);
-    store(i + 1, second);
-  }
+  using Out = decltype(store.Value(i, first));
+  *reinterpret_cast<Vec<Out, 2>*>(store.out + i) = {store.Value(i, first), store.Value(i + 1, second)};
 }
 
 // Stores a warp's fours of kEights neighbouring eights of columns: the lane's rows begin at `upper` and `lower` of the
@@ -138,7 +133,21 @@ __device__ void StoreFours(const Store& store, const float4 (&sums)[kEights], in
                            int columns) {
   const int lane = threadIdx.x % 4;
   const auto own = [&](int e) { return column + e * 8 + lane * 2; };
-  if constexpr (kEights == 4 && Store::kInOrder && sizeof(*store.out) == 2) {
+  if constexpr (!Store::kInOrder) {
+    float v[4 * kEights];
+#pragma unroll
+    for (int e = 0; e < kEights; ++e)
+      v[4 * e] = sums[e].x, v[4 * e + 1] = sums[e].y, v[4 * e + 2] = sums[e].z, v[4 * e + 3] = sums[e].w;
+    constexpr int kAtOnce = kEights > 1 ? 1 : 4;  // or a register is lost around the call that is rarely made
+#pragma unroll kAtOnce
+    for (int i = 0; i < 4 * kEights; ++i) {
+      const int64_t begin = i & 2 ? lower : upper;
+      const int at = own(i / 4) + i % 2;
+      if (begin >= 0 && at < columns) store(begin + at, v[0]);
+#pragma unroll
+      for (int k = 1; k < 4 * kEights; ++k) v[k - 1] = v[k];
+    }
+  } else if constexpr (kEights == 4 && sizeof(*store.out) == 2) {
     const auto store_row = [&](int64_t begin, const auto& of_sum) {
       uint32_t words[kEights] = {};
 #pragma unroll

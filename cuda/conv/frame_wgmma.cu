@@ -6,7 +6,7 @@
 // since forward their filter is MN-major; and an epilogue is left to the other kernel.
 #include "cuda/common/device_code.h"
 #include "cuda/conv/frame.cuh"
-#include "cuda/conv/wgmma_tile.cuh"
+#include "cuda/conv/wgmma_store.cuh"
 
 namespace jaxdnn::conv {
 namespace {
@@ -160,12 +160,19 @@ __device__ void Consume(const FrameParams& p, const FrameBlock& block, const Rea
     for (float& sum : sums[0]) sum = 0;
   }
   const int column = block.column_tile * T::kColumns;
-  const auto offset = [&](int row) -> int64_t {
+  // Where the thread's two rows are stored, of which the second is 8 below the first.
+  static_assert(Own::kRows == 64);
+  int64_t upper = 0, lower = 0;
+  int row =
+      static_cast<int>(block.first_row) + (warpgroup * 4 + threadIdx.x % kWarpgroup / 32) * 16 + threadIdx.x % 32 / 4;
+#pragma unroll 1
+  for (int i = 0; i < 2; ++i, row += 8) {
     int at[kRank];
-    const int64_t result =
-        block.RowAt(q, p.frame, static_cast<int>(block.first_row + warpgroup * Own::kRows + row), at).result;
-    return result < 0 ? -1 : result * q.result_pixel;
-  };
+    const int64_t result = block.RowAt(q, p.frame, row, at).result;
+    upper = lower;
+    lower = result < 0 ? -1 : result * q.result_pixel;
+  }
+  const auto offset = [=](int of_block) { return of_block / 8 % 2 == 0 ? upper : lower; };
   if (sizeof(In) == 2 && !p.wide) {
     StoreSums<Own>(sums, static_cast<In*>(out) + column, q.columns - column, offset);
   } else {

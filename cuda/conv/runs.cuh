@@ -3,7 +3,7 @@
 
 #include "cuda/conv/epilogue.cuh"
 #include "cuda/conv/exchange.cuh"
-#include "cuda/conv/wgmma_tile.cuh"
+#include "cuda/conv/wgmma_store.cuh"
 
 namespace jaxdnn::conv {
 

@@ -64,17 +64,14 @@ __device__ void MultiplyAcross(Ring<T>& ring, int steps, int warpgroup, typename
 // Stores the sums as they are, by TMA, or a phase's positions one by one.
 template <class T>
 __device__ void StoreAcross(const WgmmaParams& p, const WgmmaPhase& f, const Ring<T>& ring, int warpgroup,
-                            const WgmmaPlace& place, const typename T::Sums& sums, typename T::In* out, int* pixels) {
+                            const WgmmaPlace& place, const typename T::Sums& sums, typename T::In* out,
+                            const int* pixels) {
   using In = typename T::In;
   const int thread = threadIdx.x % kWarpgroup, warp = thread / 32, lane = thread % 32;
   const int column = place.column + warpgroup * T::kLine;
   const uint32_t lines = ring.Slabs() + warpgroup * T::kOut;
   if (thread == 0) hopper::WaitForStoreReads<0>();
-  const bool in_columns = !p.scattered || p.columns_of_pixels;
-  if (!in_columns)
-    FindPixels<T>(p, f, place, warpgroup, pixels);
-  else
-    hopper::SyncWarpgroup(1 + warpgroup);
+  hopper::SyncWarpgroup(1 + warpgroup);
 #pragma unroll
   for (int first = 0; first < T::kRows; first += 16) {
     const float* v = &sums[0][first / 2];
@@ -82,7 +79,7 @@ __device__ void StoreAcross(const WgmmaParams& p, const WgmmaPhase& f, const Rin
     const int row = first + lane / 16 * 8 + lane % 8, chunk = 2 * warp + lane / 8 % 2;
     hopper::StoreTransposed(lines + row * kLineBytes + ((chunk ^ (row % 8)) << 4), words);
   }
-  if (in_columns) {
+  if (!p.scattered || p.columns_of_pixels) {
     hopper::ShowSharedToTma();
     hopper::SyncWarpgroup(1 + warpgroup);
     if (thread == 0) {

@@ -54,23 +54,36 @@ __device__ __forceinline__ void AddSlab(uint32_t slab, int q, float (&v)[8]) {
   }
 }
 
-// Finishes the rows of a warpgroup, which begin at this one of the ring's tile T. Bias and residual are of type Out.
-template <class Own, class Out, class T>
-__device__ void FinishSums(const WgmmaParams& p, const WgmmaPhase& f, Ring<T>& ring, int first_row,
-                           const WgmmaPlace& place, const Rows& rows, typename Own::Sums& sums) {
-  const int warp = threadIdx.x % kWarpgroup / 32, lane = threadIdx.x % 32;
-  float (&all)[Own::kBlocks * Own::kColumns / 2] = reinterpret_cast<float (&)[Own::kBlocks * Own::kColumns / 2]>(sums);
+// Finishes the rows of a warpgroup, which begin at this one of the ring's tile T. Bias and residual are of the
+// operands' type, or of floats where the result is `wide`.
+template <class Own, class T>
+__device__ void FinishSums(const WgmmaParams& p, Ring<T>& ring, int warpgroup, int first_row, const WgmmaPlace& place,
+                           const int* pixels, bool wide, typename Own::Sums& sums) {
+  using In = typename T::In;
+  const int thread = threadIdx.x % kWarpgroup, warp = thread / 32, lane = thread % 32;
+  if (p.epilogue.bias != nullptr) {
+    // Each is loaded once, by way of a slab.
+    const uint32_t biases = ring.Slabs() + warpgroup * 2 * Own::kSlab;
+    if (thread == 0) hopper::WaitForStoreReads<0>();
+    hopper::SyncWarpgroup(1 + warpgroup);
+    if (thread < Own::kColumns / 2) {
+      const int column = place.Column<Own>(2 * thread);
+      float bias[2] = {};
+      if (column < p.columns)
+        AddEither<In>(bias, p.epilogue.bias,
+                      int64_t{place.problem} * p.columns + (column < p.biases ? column : column - p.biases), wide);
+      hopper::StorePair(biases + 8 * thread, bias[0], bias[1]);
+    }
+    hopper::SyncWarpgroup(1 + warpgroup);
 #pragma unroll
-  for (int j = 0; j < Own::kColumns / 8; ++j) {
-    const int column = place.Column<Own>(8 * j) + lane % 4 * 2;
-    float bias[2] = {};
-    if (column < p.columns)
-      Add<Out>(bias, p.epilogue.bias,
-               int64_t{place.problem} * p.columns + (column < p.biases ? column : column - p.biases));
+    for (int j = 0; j < Own::kColumns / 8; ++j) {
+      uint32_t words[2];
+      hopper::LoadWords(words, biases + 32 * j + lane % 4 * 8);
 #pragma unroll
-    for (int m = 0; m < Own::kBlocks; ++m)
+      for (int m = 0; m < Own::kBlocks; ++m)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) sums[m][4 * j + i] += bias[i % 2];
+        for (int i = 0; i < 4; ++i) sums[m][4 * j + i] += __uint_as_float(words[i % 2]);
+    }
   }
   if (p.residual_lines > 0) {
 #pragma unroll
@@ -80,35 +93,37 @@ __device__ void FinishSums(const WgmmaParams& p, const WgmmaPhase& f, Ring<T>& r
         for (int m = 0; m < Own::kBlocks; ++m)
 #pragma unroll
           for (int q = 0; q < Own::kLine / 16 && line + 16 * q < Own::kColumns; ++q)
-            AddSlab<typename Own::In>(stage + first_row * kLineBytes + m * Own::kSlab, q,
-                                      reinterpret_cast<float (&)[8]>(sums[m][line / 2 + 8 * q]));
+            AddSlab<In>(stage + first_row * kLineBytes + m * Own::kSlab, q,
+                        reinterpret_cast<float (&)[8]>(sums[m][line / 2 + 8 * q]));
       });
   } else if (p.epilogue.residual != nullptr) {
+    // Half of a block's rows and 32 columns at a time.
     constexpr int kAcross = Own::kColumns / 32;
 #pragma unroll 1
-    for (int part = 0; part < Own::kBlocks * kAcross; ++part) {
+    for (int part = 0; part < Own::kBlocks * 2 * kAcross; ++part) {
+      const int which = part / kAcross, pixel = pixels[which / 2 * 64 + which % 2 * 8 + 16 * warp + lane / 4];
+      float more[4][2] = {};
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = part / kAcross * 64 + half * 8 + 16 * warp + lane / 4;
-        const int pixel = rows.Has(row) ? ResultPixel(p, f, place, row, p.scattered) : -1;
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const int column = place.Column<Own>(part % kAcross * 32 + 8 * j) + lane % 4 * 2;
-          if (pixel >= 0 && column < p.columns)
-            Add<Out>(reinterpret_cast<float (&)[2]>(all[4 * j + half * 2]), p.epilogue.residual,
-                     int64_t{pixel} * p.columns + column);
-        }
+      for (int j = 0; j < 4; ++j) {
+        const int column = place.Column<Own>(part % kAcross * 32 + 8 * j) + lane % 4 * 2;
+        if (pixel >= 0 && column < p.columns)
+          AddEither<In>(more[j], p.epilogue.residual, int64_t{pixel} * p.columns + column, wide);
       }
-      Turn<16>(all);
+      WithConstant<Own::kBlocks * 2 * kAcross>(part, [&](auto constant) {
+        constexpr int i = decltype(constant)::value;
+#pragma unroll
+        for (int j = 0; j < 8; ++j)
+          sums[i / kAcross / 2][i % kAcross * 16 + j / 2 * 4 + i / kAcross % 2 * 2 + j % 2] += more[j / 2][j % 2];
+      });
     }
   }
-  ActivateInTurn<Out, 4, false>(all, p.epilogue.activation);
+  ActivateSums<In>(reinterpret_cast<float (&)[sizeof(sums) / 4]>(sums), p.epilogue.activation, wide);
 }
 
 // The same of a product's transpose (wgmma_across.cuh), of which a warpgroup has one of the two lines of columns.
 template <class T>
-__device__ void FinishAcross(const WgmmaParams& p, const WgmmaPhase& f, Ring<T>& ring, int warpgroup,
-                             const WgmmaPlace& place, typename T::Sums& sums) {
+__device__ void FinishAcross(const WgmmaParams& p, Ring<T>& ring, int warpgroup, const WgmmaPlace& place,
+                             const int* pixels, typename T::Sums& sums) {
   using In = typename T::In;
   const int warp = threadIdx.x % kWarpgroup / 32, lane = threadIdx.x % 32;
   const int column = place.column + warpgroup * T::kLine + 16 * warp + lane / 4;  // and the eighth after it
@@ -137,21 +152,20 @@ __device__ void FinishAcross(const WgmmaParams& p, const WgmmaPhase& f, Ring<T>&
     for (int first = 0; first < T::kRows; first += 16) {
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        const int pixel = ResultPixel(p, f, place, first + i / 4 * 8 + lane % 4 * 2 + i % 2, p.scattered);
-        const int of = column + i / 2 % 2 * 8;
+        const int pixel = pixels[first + i / 4 * 8 + lane % 4 * 2 + i % 2], of = column + i / 2 % 2 * 8;
         if (pixel >= 0 && of < p.columns)
           Add<In>(reinterpret_cast<float (&)[1]>(sums[0][i]), p.epilogue.residual, int64_t{pixel} * p.columns + of);
       }
       Turn<8>(sums[0]);
     }
   }
-  ActivateInTurn<In, 4, false>(sums[0], p.epilogue.activation);
+  ActivateSums<In>(sums[0], p.epilogue.activation);
 }
 
 // The same of floats whose filter went through registers: of a part of the ring's tile T, from this column on.
 template <class Part, class T>
-__device__ void FinishHeld(const WgmmaParams& p, const WgmmaPhase& f, Ring<T>& ring, int first_column,
-                           const WgmmaPlace& place, const Rows& rows, typename Held<Part>::Sums& sums) {
+__device__ void FinishHeld(const WgmmaParams& p, Ring<T>& ring, int first_column, const WgmmaPlace& place,
+                           const int* pixels, typename Held<Part>::Sums& sums) {
   using H = Held<Part>;
   const int of_tile = first_column + H::Column(), column = place.column + H::Column();
   const bool exists = column < p.columns;
@@ -178,17 +192,16 @@ __device__ void FinishHeld(const WgmmaParams& p, const WgmmaPhase& f, Ring<T>& r
     for (int i = 0; i < kEach; i += kAtOnce) {
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) {
-        const int row = H::Row(i + k);
-        const int pixel = rows.Has(row) && exists ? ResultPixel(p, f, place, row, p.scattered) : -1;
+        const int pixel = pixels[H::Row(i + k)];
         float residual[H::kVector] = {};
-        if (pixel >= 0) Add<float>(residual, p.epilogue.residual, int64_t{pixel} * p.columns + column);
+        if (pixel >= 0 && exists) Add<float>(residual, p.epilogue.residual, int64_t{pixel} * p.columns + column);
         H::Add(sums, k, residual);
       }
 #pragma unroll
       for (auto& block : sums) Turn<kShare>(block);
     }
   }
-  ActivateInTurn<float, 4, false>(reinterpret_cast<float (&)[sizeof(sums) / 4]>(sums), p.epilogue.activation);
+  ActivateSums<float>(reinterpret_cast<float (&)[sizeof(sums) / 4]>(sums), p.epilogue.activation);
 }
 
 }  // namespace jaxdnn::conv

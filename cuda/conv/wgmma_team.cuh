@@ -1,6 +1,6 @@
 // A tile that the blocks of a cluster compute together, each a share of the steps: where there are fewer tiles than
 // multiprocessors. Such a block has one tile, and finishes some of the tile's rows: it adds what all blocks have of
-// them, in the blocks' order. Of large tiles, the others send it theirs, to where its ring's stages were. Of the rest,
+// them, always in one order. Of large tiles, the others send it theirs, to where its ring's stages were. Of the rest,
 // each leaves all sums there, and reads what it finishes.
 #pragma once
 
@@ -8,6 +8,7 @@
 #include "cuda/common/fast_div.cuh"
 #include "cuda/conv/epilogue.cuh"
 #include "cuda/conv/wgmma_held.cuh"
+#include "cuda/conv/wgmma_store.cuh"
 
 namespace jaxdnn::conv {
 
@@ -114,31 +115,39 @@ __device__ void LeaveSums(uint32_t at, const typename T::Sums& sums) {
 template <class T>
 __device__ void LeaveHeldSums(uint32_t at, const typename Held<T>::Sums& sums) {
   using H = Held<T>;
+  const int column = H::Column();
+  const uint32_t first = SumPlace<T>(at, H::Row(0), column / 4) + column % 4 * 4;
 #pragma unroll
   for (int i = 0; i < T::kRows / 4; ++i) {
     const auto v = H::Get(sums, i);
-    const uint32_t to = SumPlace<T>(at, H::Row(i), H::Column() / 4) + H::Column() % 4 * 4;
-#pragma unroll
-    for (int k = 0; k < H::kVector; k += 2) hopper::StorePair(to + k * 4, v.v[k], v.v[k + 1]);
+    // As SumPlace has it of the row after, and of each eighth.
+    const uint32_t to = (i % 2 == 0 ? first : (first ^ 2 << 4) + T::kColumns * 4) + i / 2 * 8 * T::kColumns * 4;
+    if constexpr (H::kVector == 4)
+      hopper::StoreWords(to, reinterpret_cast<const uint32_t (&)[4]>(v));
+    else
+      hopper::StorePair(to, v.v[0], v.v[1]);
   }
 }
 
-// v[b] = the sums that all kSize blocks have of chunk `first` + b * kWarpgroup, in row-major order. So many loads of a
-// thread are on their way at once.
+// v[b] = the sums that all blocks of a team of two, four or eight have of chunk `first` + b * kWarpgroup, in row-major
+// order: neighbours' sums, then those of pairs. So many loads of a thread are on their way at once.
 constexpr int kLoads = 8;
-template <int kSize, class T>
-__device__ void AddSums(uint32_t sums, int first, Vec<float, 4> (&v)[kLoads / 2]) {
+template <class T>
+__device__ void AddSums(uint32_t sums, int team, int first, Vec<float, 4> (&v)[kLoads]) {
+  constexpr int kChunks = T::kColumns / 4;
 #pragma unroll
-  for (int b = 0; b < kLoads / kSize; ++b) {
-    const int at = first + b * kWarpgroup;
-    float4 part[kSize];
+  for (int i = 0; i < kLoads; ++i) {
+    const int rank = i & (team - 1), b = team == 2 ? i / 2 : team == 4 ? i / 4 : 0, at = first + b * kWarpgroup;
+    const float4 part = LoadRemote(RemoteAddress(SumPlace<T>(sums, at / kChunks, at % kChunks), rank));
+    v[i] = {part.x, part.y, part.z, part.w};
+  }
 #pragma unroll
-    for (int rank = 0; rank < kSize; ++rank)
-      part[rank] = LoadRemote(RemoteAddress(SumPlace<T>(sums, at / (T::kColumns / 4), at % (T::kColumns / 4)), rank));
-    v[b] = {};
+  for (int size = 2; size <= kLoads; size *= 2) {
+    if (size > team) break;
 #pragma unroll
-    for (const float4& each : part)
-      v[b] = {v[b].v[0] + each.x, v[b].v[1] + each.y, v[b].v[2] + each.z, v[b].v[3] + each.w};
+    for (int i = 0; i < kLoads / size; ++i)
+#pragma unroll
+      for (int k = 0; k < 4; ++k) v[i].v[k] = v[2 * i].v[k] + v[2 * i + 1].v[k];
   }
 }
 
@@ -152,18 +161,13 @@ __device__ void FinishShare(uint32_t sums, int team, const F& finish) {
   ClusterWait();
 #pragma unroll 1
   for (int i = threadIdx.x % kWarpgroup; i < all; i += each * kWarpgroup) {
-    Vec<float, 4> v[kLoads / 2];
-    if (team == 2)
-      AddSums<2, T>(sums, begin + i, v);
-    else if (team == 4)
-      AddSums<4, T>(sums, begin + i, v);
-    else
-      AddSums<8, T>(sums, begin + i, v);
+    Vec<float, 4> v[kLoads];
+    AddSums<T>(sums, team, begin + i, v);
 #pragma unroll 1
     for (int b = 0; b < each; ++b) {
       const int at = begin + i + b * kWarpgroup;
       finish(at / kChunks, at % kChunks * 4, v[0].v);
-      Rotate<1>(v);
+      Rotate<1>(reinterpret_cast<Vec<float, 4>(&)[kLoads / 2]>(v));
     }
   }
   // Nobody leaves while others read its sums.

@@ -213,111 +213,6 @@ __device__ void MultiplyStagesTogether(Ring<T>& ring, int steps, int first, floa
   EndProducts(ring, last, sums);
 }
 
-template <class In>
-__device__ uint32_t Pack(float a, float b) {
-  const Vec<In, 2> v = {static_cast<In>(a), static_cast<In>(b)};
-  uint32_t word;
-  memcpy(&word, &v, sizeof(word));
-  return word;
-}
-
-// Some of a tile's rows, in whole parts.
-struct Rows {
-  int first, end;
-
-  __device__ bool Has(int row) const { return first <= row && row < end; }
-};
-
-// Hands these rows' sums on in slabs of 64 rows and a line of columns, in the operands' type, swizzled as the TMA unit
-// wants them: store(row, column, slab) begins to store one, whose first row and column in the tile these are, and may
-// be called for the next before it is done. The threads of the warpgroup call it together. `turn` is whose turn it is
-// of the two slabs.
-template <class T, class Store>
-__device__ void StoreSlabs(uint32_t slabs, int warpgroup, const typename T::Sums& sums, const Rows& rows, int& turn,
-                           const Store& store) {
-  const int thread = threadIdx.x % kWarpgroup, warp = thread / 32, lane = thread % 32;
-#pragma unroll
-  for (int m = 0; m < T::kBlocks; ++m) {
-    if (!rows.Has(m * 64)) continue;
-#pragma unroll
-    for (int s = 0; s * T::kLine < T::kColumns; ++s, turn ^= 1) {
-      const uint32_t slab = slabs + (warpgroup * 2 + turn) * T::kSlab;
-      const float* v = &sums[m][s * T::kLine / 2];
-      if (thread == 0) hopper::WaitForStoreReads<1>();
-      hopper::SyncWarpgroup(1 + warpgroup);
-      if constexpr (sizeof(typename T::In) == 2) {
-        const int row = 16 * warp + lane % 16;
-#pragma unroll
-        for (int q = 0; q < 4 && s * T::kLine + q * 16 < T::kColumns; ++q, v += 8) {
-          const uint32_t words[4] = {Pack<typename T::In>(v[0], v[1]), Pack<typename T::In>(v[2], v[3]),
-                                     Pack<typename T::In>(v[4], v[5]), Pack<typename T::In>(v[6], v[7])};
-          hopper::StoreMatrices(slab + row * kLineBytes + (((2 * q + lane / 16) ^ (row % 8)) << 4), words);
-        }
-      } else {
-        const int row = 16 * warp + lane / 4;
-#pragma unroll
-        for (int q = 0; q < 4; ++q, v += 4)
-#pragma unroll
-          for (int half = 0; half < 2; ++half)
-            hopper::StorePair(
-                slab + (row + 8 * half) * kLineBytes + (((2 * q + lane % 4 / 2) ^ (row % 8)) << 4) + lane % 2 * 8,
-                v[2 * half], v[2 * half + 1]);
-      }
-      store(m * 64, s * T::kLine, slab);
-    }
-  }
-}
-
-// Exchanges words among four neighbouring lanes: v[i] becomes what lane i of them has in v[lane].
-__device__ inline void TransposeQuad(uint32_t (&v)[4]) {
-  const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
-#pragma unroll
-  for (int i = 0; i < 4; i += 2) {
-    const uint32_t other = __shfl_xor_sync(~0u, odd ? v[i] : v[i + 1], 1);
-    v[i] = odd ? other : v[i];
-    v[i + 1] = odd ? v[i + 1] : other;
-  }
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const uint32_t other = __shfl_xor_sync(~0u, upper ? v[i] : v[i + 2], 2);
-    v[i] = upper ? other : v[i];
-    v[i + 2] = upper ? v[i + 2] : other;
-  }
-}
-
-// Stores the sums as they are, in whole sectors of memory: address(row) is where the tile's first column of a row is,
-// in elements of `out`, or -1 for no row; of the columns those below `count` exist.
-template <class T, class Out, class Address>
-__device__ void StoreSums(const typename T::Sums& sums, Out* out, int count, const Address& address) {
-  const int thread = threadIdx.x % kWarpgroup, lane = thread % 32;
-#pragma unroll
-  for (int m = 0; m < T::kBlocks; ++m)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int64_t offset = address(m * 64 + thread / 32 * 16 + lane / 4 + 8 * half);
-      const auto* v = &sums[m][2 * half];
-      if constexpr (sizeof(Out) == 2) {
-#pragma unroll
-        for (int j = 0; j < T::kColumns / 8; j += 4) {
-          uint32_t words[4];
-#pragma unroll
-          for (int i = 0; i < 4; ++i) words[i] = Pack<Out>(v[4 * (j + i)], v[4 * (j + i) + 1]);
-          TransposeQuad(words);
-          const int column = 8 * (j + lane % 4);
-          if (offset >= 0 && column < count)
-            *reinterpret_cast<uint4*>(out + offset + column) = {words[0], words[1], words[2], words[3]};
-        }
-      } else {
-#pragma unroll
-        for (int j = 0; j < T::kColumns / 8; ++j) {
-          const int column = 8 * j + 2 * (lane % 4);
-          if (offset >= 0 && column < count)
-            *reinterpret_cast<Vec<Out, 2>*>(out + offset + column) = {v[4 * j], v[4 * j + 1]};
-        }
-      }
-    }
-}
-
 // Splits the block by role: produce(i) runs in each of the threads that fill the stages, consume(warpgroup) in the two
 // that multiply, which take the block's first, third, ... tile and the others, help(i) in the warps that are left.
 // Registers move from those that do not multiply to those that do.
@@ -339,9 +234,9 @@ __device__ void RunRoles(const Produce& produce, const Consume& consume, const H
     if (threadIdx.x % kWarpgroup == 0) hopper::WaitForStoreReads<0>();
   }
 }
-template <int kThreads = kProducers, class Produce, class Consume>
+template <int kThreads = kProducers, int kRegisters = 40, class Produce, class Consume>
 __device__ void RunRoles(const Produce& produce, const Consume& consume) {
-  RunRoles<kThreads>(produce, consume, [](int) {});
+  RunRoles<kThreads, kRegisters>(produce, consume, [](int) {});
 }
 
 // Launches one block a multiprocessor, or fewer, that go over the tiles together; or clusters that have one tile each.
