@@ -94,12 +94,11 @@ struct DataBlock {
   __device__ void Set(const DataParams& p) {
     int which, rest = p.slabs.count.Div(static_cast<int>(blockIdx.x), &slab);
     unit = p.phases.Div(rest, &which) * p.slabs.units;
-    if (p.phases.divisor == 1) {
-      for (int d = 0; d < kRank; ++d) at[d] = p.whole[d];
-    } else {
-      at[2] = p.at[2].At(which % p.at[2].phases);
-      at[1] = p.at[1].At(which / p.at[2].phases % p.at[1].phases);
-      at[0] = p.at[0].At(which / p.at[2].phases / p.at[1].phases);
+#pragma unroll 1
+    for (int d = kRank - 1; d >= 0; --d) {
+      const int phases = p.at[d].phases;
+      at[d] = p.phases.divisor == 1 ? p.whole[d] : p.at[d].At(which % phases);
+      which /= phases;
     }
   }
 };
@@ -164,6 +163,30 @@ __device__ void WithOut(bool widened, F&& f) {
     if (widened) return f(TypeTag<float>{});
   }
   f(TypeTag<T>{});
+}
+
+// An element's bytes are two to this power.
+template <class T>
+__device__ int OutShift(const DataParams& p) {
+  return sizeof(T) == 4 || p.widened ? 2 : 1;
+}
+
+// Adds the residual's kN elements from `offset` on.
+template <class T, int kN>
+__device__ __forceinline__ void AddResidual(const DataParams& p, float (&v)[kN], int64_t offset) {
+  WithOut<T>(p.widened, [&](auto type) { Add<typename decltype(type)::type>(v, p.epilogue.residual, offset); });
+}
+
+// Few layers have wide results and an activation, whose code for floats is not worth another copy.
+template <class T, int kN>
+__device__ __forceinline__ void ActivateResults(const DataParams& p, float (&v)[kN]) {
+  if (sizeof(T) == 4 || !p.widened) return ActivateInTurn<T, kN % 4 == 0 ? 4 : kN>(v, p.epilogue.activation);
+  if (p.epilogue.activation.kind == activation::Kind::kIdentity) return;
+#pragma unroll 1
+  for (int i = 0; i < kN; ++i) {
+    v[0] = activation::AnyActivation<float>{p.epilogue.activation}.Forward(v[0]);
+    Turn<1>(v);
+  }
 }
 
 // The bias of a thread's channels, or zeros.
@@ -241,22 +264,21 @@ __device__ __forceinline__ void StoreEight(const DataParams& p, const char* in, 
       v[kChannels - 1] = each;
     }
   }
+  char* const to = out + image * p.out_image + plane * p.out_line[0] + line * p.out_line[1] + column * p.out_line[2] +
+                   (int64_t{channel0} << OutShift<T>(p));
+  const int64_t offset = (to - out) >> OutShift<T>(p);
+#pragma unroll
+  for (int c = 0; c < kChannels; c += 4) AddResidual<T>(p, reinterpret_cast<float (&)[4]>(v[c]), offset + c);
+  ActivateResults<T>(p, v);
   WithOut<T>(p.widened, [&](auto type) {
     using Out = typename decltype(type)::type;
-    Out* const to = reinterpret_cast<Out*>(out + image * p.out_image + plane * p.out_line[0] + line * p.out_line[1] +
-                                           column * p.out_line[2]) +
-                    channel0;
-#pragma unroll
-    for (int c = 0; c < kChannels; c += 4)
-      Add<Out>(reinterpret_cast<float (&)[4]>(v[c]), p.epilogue.residual, to + c - reinterpret_cast<Out*>(out));
-    ActivateInTurn<Out, 4>(v, p.epilogue.activation);
     constexpr int kPack = 16 / sizeof(Out);
 #pragma unroll
     for (int c = 0; c < kChannels; c += kPack) {
       float pack[kPack];
 #pragma unroll
       for (int i = 0; i < kPack; ++i) pack[i] = v[c + i];
-      StorePacked<Out, kPack>(to + c, Narrow<Out>(pack));
+      StorePacked<Out, kPack>(reinterpret_cast<Out*>(to) + c, Narrow<Out>(pack));
     }
   });
 }

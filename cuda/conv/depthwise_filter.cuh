@@ -115,13 +115,17 @@ __device__ __forceinline__ void StoreFinite(const FilterParams& p, float2 two, c
 // Adds up the sums of a block's threads that have the same channels, and writes them: rows of partial sums, or the
 // result. Those in [r][s] are of tap(r, s) of the window, and of none if that is negative.
 template <class T, int kLines, int kColumns, class Tap>
-__device__ void WriteSums(const FilterParams& p, const float2 (&sums)[kLines][kColumns], int slab, int split,
-                          const Tap& tap, float* partial, char* out) {
+__device__ void WriteSums(const FilterParams& p, float2 (&sums)[kLines][kColumns], int slab, int split, const Tap& tap,
+                          float* partial, char* out) {
   __shared__ float2 scratch[kColumns][kDepthwiseThreads];
-#pragma unroll
+#pragma unroll 1
   for (int r = 0; r < kLines; ++r) {
 #pragma unroll
-    for (int s = 0; s < kColumns; ++s) scratch[s][threadIdx.x] = sums[r][s];
+    for (int s = 0; s < kColumns; ++s) {
+      scratch[s][threadIdx.x] = sums[0][s];
+#pragma unroll
+      for (int i = 0; i + 1 < kLines; ++i) sums[i][s] = sums[i + 1][s];
+    }
     __syncthreads();
 #pragma unroll 1
     for (int i = threadIdx.x; i < kColumns * p.slabs.width; i += kDepthwiseThreads) {
