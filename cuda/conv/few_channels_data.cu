@@ -196,8 +196,7 @@ __device__ void AddEight(float (&v)[8], const void* array, int64_t offset, bool 
 template <class T, class In>
 __device__ void Store(const StripParams& q, const FewParams& r, const StripTile& tile, int64_t problem, int of_class,
                       int index, int first_feature, typename T::Sums& sums, bool wide, void* out) {
-  constexpr int kRun = conv::kRun<In>;
-  const int lane = threadIdx.x % 32, feature = first_feature + lane % 4 * kRun, columns = q.features - feature;
+  const int lane = threadIdx.x % 32, feature = first_feature + lane % 4 * kRun<In>, columns = q.features - feature;
   const int64_t first = problem * q.y_problem + tile.FirstPixel(q), first_bias = problem * q.features + feature;
   // Of a pixel of unit i: its offset in the result, or -1.
   const auto locate = [&](int i, int half) -> int64_t {
@@ -211,7 +210,7 @@ __device__ void Store(const StripParams& q, const FewParams& r, const StripTile&
     float bias[T::kOctets][8] = {};
 #pragma unroll
     for (int o = 0; o < T::kOctets; ++o)
-      AddEight<kRun, In>(bias[o], r.epilogue.bias, first_bias + 32 * o, true, columns - 32 * o);
+      AddEight<kRun<In>, In>(bias[o], r.epilogue.bias, first_bias + 32 * o, true, columns - 32 * o);
 #pragma unroll
     for (int i = 0; i < 2 * T::kHeight; ++i) {
       const int64_t at = locate(i / 2, i % 2);
@@ -221,10 +220,10 @@ __device__ void Store(const StripParams& q, const FewParams& r, const StripTile&
         float v[8];
 #pragma unroll
         for (int k = 0; k < 8; ++k) v[k] = sums[(i / 2 * T::kOctets + o) * 4 + k / 2].v[i % 2 * 2 + k % 2] + bias[o][k];
-        AddEight<kRun, In>(v, r.epilogue.residual, at + 32 * o, true, columns - 32 * o);
+        AddEight<kRun<In>, In>(v, r.epilogue.residual, at + 32 * o, true, columns - 32 * o);
 #pragma unroll
         for (int k = 0; k < 8; ++k) v[k] = activation::MaxOrNan(v[k], least);
-        StoreEight<kRun>(static_cast<In*>(out) + at + 32 * o, v, true, columns - 32 * o);
+        StoreEight<kRun<In>>(static_cast<In*>(out) + at + 32 * o, v, true, columns - 32 * o);
       }
     }
     return;
@@ -241,8 +240,8 @@ __device__ void Store(const StripParams& q, const FewParams& r, const StripTile&
     int64_t offset = first_bias + 32 * o;
 #pragma unroll 1
     for (int each = 0; each < 2; ++each) {
-      if (at >= 0 && wide) AddEight<kRun, float>(v, array, offset, r.whole, left);
-      if (at >= 0 && !wide) AddEight<kRun, In>(v, array, offset, r.whole, left);
+      if (at >= 0 && wide) AddEight<kRun<In>, float>(v, array, offset, r.whole, left);
+      if (at >= 0 && !wide) AddEight<kRun<In>, In>(v, array, offset, r.whole, left);
       array = r.epilogue.residual;
       offset = at + 32 * o;
     }
@@ -255,8 +254,8 @@ __device__ void Store(const StripParams& q, const FewParams& r, const StripTile&
         Turn<1>(v);
       }
     }
-    if (at >= 0 && wide) StoreEight<kRun>(static_cast<float*>(out) + at + 32 * o, v, r.whole, left);
-    if (at >= 0 && !wide) StoreEight<kRun>(static_cast<In*>(out) + at + 32 * o, v, r.whole, left);
+    if (at >= 0 && wide) StoreEight<kRun<In>>(static_cast<float*>(out) + at + 32 * o, v, r.whole, left);
+    if (at >= 0 && !wide) StoreEight<kRun<In>>(static_cast<In*>(out) + at + 32 * o, v, r.whole, left);
     // The other half of the rows is next, and then the next octet.
 #pragma unroll
     for (int k = 0; k < 4; ++k) Rotate<2>(sums[k].v);
