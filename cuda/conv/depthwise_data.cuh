@@ -211,6 +211,24 @@ __device__ const char* FirstTap(const DataParams& p, const PhaseLine (&phase)[kR
   return filter;
 }
 
+// Loads a pair of channels of the taps of a plane of the window, which begins at `from`. kRagged: those that there are.
+template <class T, bool kRagged, int kLines, int kColumns>
+__device__ __forceinline__ void LoadTaps(const DataParams& p, const PhaseLine (&phase)[kRank], const char* from,
+                                         int second, bool plane, float2 (&w)[kLines][kColumns]) {
+  const int64_t line = phase[1].tap_step * p.filter_tap[1], column = phase[2].tap_step * p.filter_tap[2];
+#pragma unroll
+  for (int r = 0; r < kLines; ++r, from += line) {
+    const char* at = from;
+#pragma unroll
+    for (int s = 0; s < kColumns; ++s, at += column) {
+      Keep(at);
+      const bool there = !kRagged || (plane && r < phase[1].taps && s < phase[2].taps);
+      w[r][s] = there ? ToFloats<T>(LoadPair<T, true>(at, second)) : float2{0, 0};
+      Keep(w[r][s]);
+    }
+  }
+}
+
 // A result with its bias, term by term, of a convolution without stride or phases in its lines and columns. Padding
 // beside a line is zero, and of a data gradient no term.
 template <class T>

@@ -110,17 +110,7 @@ __global__ void __launch_bounds__(kDepthwiseThreads, R::kBlocks)
   if (lines <= 0) return;
 
   float2 w[kLines][kColumns];
-  {
-    const char* const from = FirstTap<T>(p, p.whole, filter, problem, channel);
-#pragma unroll
-    for (int r = 0; r < kLines; ++r)
-#pragma unroll
-      for (int s = 0; s < kColumns; ++s) {
-        const int64_t tap = r * p.whole[1].tap_step * p.filter_tap[1] + s * p.whole[2].tap_step * p.filter_tap[2];
-        w[r][s] = ToFloats<T>(LoadPair<T, true>(from + tap, 1));
-        Keep(w[r][s]);
-      }
-  }
+  LoadTaps<T, false>(p, p.whole, FirstTap<T>(p, p.whole, filter, problem, channel), 1, true, w);
 
   // Steps are lines of results, and begin with those that are other segments'. Lines of the operand that are zeros
   // add nothing: the first steps that have only such are left out, and the last have no products.

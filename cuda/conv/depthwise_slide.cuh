@@ -39,19 +39,8 @@ __global__ void __launch_bounds__(kDepthwiseThreads, kBlocks)
     if (empty) from = filter;
 #pragma unroll
     for (int d = 0; d < kPlanes; ++d)
-#pragma unroll
-      for (int r = 0; r < kLines; ++r)
-#pragma unroll
-        for (int s = 0; s < kColumns; ++s) {
-          const bool there = !kRagged || (d < block.at[0].taps && r < block.at[1].taps && s < block.at[2].taps);
-          w[d][r][s] = {0, 0};
-          if (there)
-            w[d][r][s] = ToFloats<T>(LoadPair<T, true>(from + d * block.at[0].tap_step * p.filter_tap[0] +
-                                                           r * block.at[1].tap_step * p.filter_tap[1] +
-                                                           s * block.at[2].tap_step * p.filter_tap[2],
-                                                       channels.filter_second));
-          Keep(w[d][r][s]);
-        }
+      LoadTaps<T, kRagged>(p, block.at, from + d * block.at[0].tap_step * p.filter_tap[0], channels.filter_second,
+                           d < block.at[0].taps, w[d]);
   }
 
   const int first_column = block.at[2].origin + p.at[2].pitch * kStride * column0;

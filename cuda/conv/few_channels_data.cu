@@ -84,7 +84,7 @@ __device__ void FillFilter(const StripParams& q, const FewParams& r, const In* f
   constexpr int kPerWord = 4 / sizeof(In);
   const int steps = r.layout.steps, words = steps * Strips::kStepWords;
   const int apart = max(r.mirrored_channels, 1);  // from feature to feature
-#pragma unroll 4
+#pragma unroll 2
   for (int i = threadIdx.x; i < q.strips.classes * words * T::kFeatures; i += T::kThreads) {
     const int feature = i % T::kFeatures, step = i / T::kFeatures / Strips::kStepWords;
     const int in_step = i / T::kFeatures % Strips::kStepWords, of_class = step >= steps;

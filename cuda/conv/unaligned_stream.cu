@@ -245,14 +245,6 @@ __device__ __forceinline__ void BeginUnit(const StreamParams& q, const StreamSha
   }
 }
 
-// Calls f with the number of steps.
-template <int kSteps = UnalignedPlan::kMostSteps, class F>
-__device__ __forceinline__ void VisitSteps(int steps, const F& f) {
-  if constexpr (kSteps > 1)
-    if (steps < kSteps) return VisitSteps<kSteps - 1>(steps, f);
-  f(std::integral_constant<int, kSteps>());
-}
-
 template <class In>
 __device__ void MultiplyUnits(const StreamParams& q, const StreamShared& shared, const Share& share, void* out) {
   // By a shuffle, so that the compiler knows it to be the same in all lanes.
@@ -280,7 +272,7 @@ __device__ void MultiplyUnits(const StreamParams& q, const StreamShared& shared,
     float sums[kColumns / 2] = {};
     const int* const results = shared.results + slot * kUnit + warp % 4 * 16;
     const StorePlaces places([&](int i) { return results[i]; });
-    VisitSteps(q.steps, [&](auto steps) {
+    hopper::VisitSteps<UnalignedPlan::kMostSteps>(q.steps, [&](auto steps) {
       BeginUnit<decltype(steps)::value, In>(q, shared, slot * kUnit, sums);
       ArriveWarp(shared.Turn((warpgroup + 1) % kConsumers));
       hopper::WaitForSums(sums);
