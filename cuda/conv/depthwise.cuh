@@ -139,6 +139,33 @@ __device__ Pair<T> ZeroPair() {
   }
 }
 
+// A 16-bit float of either kind: of kernels with few conversions there is one for both.
+struct EitherHalf {
+  uint16_t bits;
+};
+template <class T>
+using EitherOf = std::conditional_t<sizeof(T) == 2, EitherHalf, T>;
+
+// Calls f with the TypeTag of T, or of which kind it is.
+template <class T, class F>
+__device__ __forceinline__ void WithKind(bool is_half, F&& f) {
+  if constexpr (!std::is_same_v<T, EitherHalf>) {
+    f(TypeTag<T>{});
+  } else if (is_half) {
+    f(TypeTag<__half>{});
+  } else {
+    f(TypeTag<__nv_bfloat16>{});
+  }
+}
+
+template <class T, int kCount>
+__device__ __forceinline__ void WidenStrip(const Pair<T> (&from)[kCount], bool is_half, float2 (&to)[kCount]) {
+  WithKind<T>(is_half, [&](auto type) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) to[i] = ToFloats<typename decltype(type)::type>(from[i]);
+  });
+}
+
 // Keep the compiler from computing a value again where it is used.
 __device__ inline void Keep(const char*& pointer) { asm("" : "+l"(pointer)); }
 __device__ inline void Keep(float2& pair) { asm("" : "+f"(pair.x), "+f"(pair.y)); }

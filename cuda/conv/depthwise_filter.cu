@@ -99,21 +99,18 @@ __global__ void __launch_bounds__(kDepthwiseThreads, kBlocks)
 #pragma unroll 1
     for (int step = begin - kFirst; step < end; ++step) {
 #pragma unroll
-      for (int j = 0; j < kStrip; ++j) {
+      for (int j = 0; j < kStrip; ++j)
 #pragma unroll
         for (int h = kHeld - 1; h > 0; --h) held[h][j] = held[h - 1][j];
-        held[0][j] = ToFloats<T>(next_y[j]);
-      }
+      WidenStrip<T>(next_y, p.is_half, held[0]);
       load_y(step + 1, next_y);
       if (kFirst > 0 && step < begin - 1) continue;
 #pragma unroll
       for (int a = 0; a < kStride; ++a) {
         float2 wide[kWidth];
+        WidenStrip<T>(next_x, p.is_half, wide);
 #pragma unroll
-        for (int i = 0; i < kWidth; ++i) {
-          wide[i] = ToFloats<T>(next_x[i]);
-          Keep(wide[i]);
-        }
+        for (float2& each : wide) Keep(each);
         const bool any = there;
         load_x(kStride * step + a + 1, next_x);
         if (!any || (a > 0 && step < begin)) continue;
@@ -295,8 +292,9 @@ cudaError_t LaunchDepthwiseFilter(const Problem& p, const Config& config, const 
     if (plain && status == cudaErrorInvalidValue) {
       status = VisitTaps(q, p, paired, [&](auto tag) {
         using S = decltype(tag);
-        return launch(
-            FilterKernel<T, S::kPaired, S::kFolded, S::kLines, S::kColumns, S::kStride, S::kStrip, S::kBlocks>, 0);
+        return launch(FilterKernel<EitherOf<T>, S::kPaired, S::kFolded, S::kLines, S::kColumns, S::kStride, S::kStrip,
+                                   S::kBlocks>,
+                      0);
       });
     }
     if (status != cudaSuccess || q.splits == 1) return status;

@@ -22,7 +22,7 @@ struct FilterParams {
   int64_t x_line[kRank], x_image, y_line[kRank], y_image;
   int64_t x_step[kRank], y_step[kRank];  // between neighbours of a phase
   int64_t size;                          // elements of the filter
-  bool widened;
+  bool widened, is_half;
   Edges edges[kRank];  // of x
 };
 
@@ -51,6 +51,7 @@ inline FilterParams MakeParams(const Problem& p) {
   q.y_image = y_stride;
   q.size = p.FilterSize();
   q.widened = p.out != p.in;
+  q.is_half = p.in == DType::kF16;
   return q;
 }
 
@@ -65,9 +66,12 @@ __device__ void StoreSum(const FilterParams& p, float2 sum, int split, int64_t t
     floats[0] = sum.x;
     if (second) floats[1] = sum.y;
   } else {
-    T* result = reinterpret_cast<T*>(out) + to;
-    result[0] = static_cast<T>(sum.x);
-    if (second) result[1] = static_cast<T>(sum.y);
+    WithKind<T>(p.is_half, [&](auto type) {
+      using Out = typename decltype(type)::type;
+      Out* const result = reinterpret_cast<Out*>(out) + to;
+      result[0] = static_cast<Out>(sum.x);
+      if (second) result[1] = static_cast<Out>(sum.y);
+    });
   }
 }
 
