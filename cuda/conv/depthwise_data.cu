@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kDepthwiseThreads, kStrip* kChunk > 64 ? 2 : 4
   const int first_line = block.at[1].origin + p.at[1].pitch * p.at[1].stride * line;
   const int reps = p.forward ? 1 : static_cast<int>(p.features.divisor);
   const int tap_step = block.at[2].tap_step * static_cast<int>(p.filter_tap[2]) * stride;
-  const float2 bias = BiasOf<T>(p.epilogue, problem * p.channels + channels.out, channels.both, p.widened);
+  const float2 bias = BiasOf<T>(p, problem * p.channels + channels.out, channels.both);
   float2 sums[kStrip];
 #pragma unroll
   for (int j = 0; j < kStrip; ++j) sums[j] = bias;
@@ -243,9 +243,9 @@ cudaError_t LaunchDepthwiseData(const Problem& p, const void* operand, const voi
           [&](auto tag) {
             using S = typename decltype(tag)::type;
             const int64_t blocks = Blocks(q, p, S::kStrip, S::Segment(q, p));
-            return launch(
-                SlideKernel<T, S::kPlanes, S::kLines, S::kColumns, S::kStride, S::kRagged, S::kStrip, S::kBlocks>,
-                blocks);
+            return launch(SlideKernel<EitherOf<T>, S::kPlanes, S::kLines, S::kColumns, S::kStride, S::kRagged,
+                                      S::kStrip, S::kBlocks>,
+                          blocks);
           },
           TypeTag<Slide<1, 3, 3, 1, false, 8, 2>>{}, TypeTag<Slide<1, 3, 3, 2, false, 4, 4>>{},
           TypeTag<Slide<1, 5, 5, 1, false, 8, 2>>{}, TypeTag<Slide<1, 5, 5, 2, false, 4, 2>>{},

@@ -22,7 +22,7 @@ struct DataParams {
   int64_t in_step[kRank], out_step[kRank];  // between neighbours of a phase
   int64_t filter_tap[kRank], filter_batch;
   FastDiv features;  // results of an input channel
-  bool forward, widened;
+  bool forward, widened, is_half;
   PhaseLine whole[kRank];  // the only phase, if there is one
   Edges edges[kRank];      // of the operand
   Epilogue epilogue;
@@ -51,6 +51,7 @@ inline DataParams MakeParams(const Problem& p, const Epilogue& epilogue) {
   q.epilogue = epilogue;
   q.forward = forward;
   q.widened = p.out != p.in;
+  q.is_half = p.in == DType::kF16;
   q.clamps = epilogue.activation.kind != activation::Kind::kIdentity && IsClampAlone(epilogue);
   q.least = 0;
   q.most = epilogue.activation.kind == activation::Kind::kClippedRelu ? float(epilogue.activation.parameter) : INFINITY;
@@ -171,6 +172,13 @@ __device__ int OutShift(const DataParams& p) {
   return sizeof(T) == 4 || p.widened ? 2 : 1;
 }
 
+// The same where T may be either 16-bit float.
+template <class T, class F>
+__device__ void WithOut(const DataParams& p, F&& f) {
+  if (sizeof(T) == 2 && p.widened) return f(TypeTag<float>{});
+  WithKind<T>(p.is_half, f);
+}
+
 // Adds the residual's kN elements from `offset` on.
 template <class T, int kN>
 __device__ __forceinline__ void AddResidual(const DataParams& p, float (&v)[kN], int64_t offset) {
@@ -190,15 +198,18 @@ __device__ __forceinline__ void ActivateResults(const DataParams& p, float (&v)[
 }
 
 // The bias of a thread's channels, or zeros.
-template <class T>
-__device__ float2 BiasOf(const Epilogue& e, int64_t index, bool both, bool widened) {
+template <class Out>
+__device__ float2 BiasOf(const Epilogue& e, int64_t index, bool both) {
   float bias[2][1] = {};
-  WithOut<T>(widened, [&](auto type) {
-    using Out = typename decltype(type)::type;
-    Add<Out>(bias[0], e.bias, index);
-    if (both) Add<Out>(bias[1], e.bias, index + 1);
-  });
+  Add<Out>(bias[0], e.bias, index);
+  if (both) Add<Out>(bias[1], e.bias, index + 1);
   return {bias[0][0], bias[1][0]};
+}
+template <class T>
+__device__ float2 BiasOf(const DataParams& p, int64_t index, bool both) {
+  float2 bias;
+  WithOut<T>(p, [&](auto type) { bias = BiasOf<typename decltype(type)::type>(p.epilogue, index, both); });
+  return bias;
 }
 
 // Where the filter of a problem's channel begins that a phase meets: at its first tap.
@@ -219,13 +230,16 @@ __device__ __forceinline__ void LoadTaps(const DataParams& p, const PhaseLine (&
 #pragma unroll
   for (int r = 0; r < kLines; ++r, from += line) {
     const char* at = from;
+    Pair<T> taps[kColumns];
 #pragma unroll
     for (int s = 0; s < kColumns; ++s, at += column) {
       Keep(at);
-      const bool there = !kRagged || (plane && r < phase[1].taps && s < phase[2].taps);
-      w[r][s] = there ? ToFloats<T>(LoadPair<T, true>(at, second)) : float2{0, 0};
-      Keep(w[r][s]);
+      taps[s] = ZeroPair<T>();
+      if (!kRagged || (plane && r < phase[1].taps && s < phase[2].taps)) taps[s] = LoadPair<T, true>(at, second);
     }
+    WidenStrip<T>(taps, p.is_half, w[r]);
+#pragma unroll
+    for (float2& each : w[r]) Keep(each);
   }
 }
 
@@ -234,7 +248,7 @@ __device__ __forceinline__ void LoadTaps(const DataParams& p, const PhaseLine (&
 template <class T>
 __device__ float ResultOf(const DataParams& p, const char* in, const char* filter, int64_t problem, int image,
                           int plane, int line, int column, int channel) {
-  float sum = BiasOf<T>(p.epilogue, problem * p.channels + channel, false, p.widened).x;
+  float sum = BiasOf<T>(p, problem * p.channels + channel, false).x;
   const int in_plane = p.whole[0].origin + p.at[0].pitch * p.at[0].stride * plane;
   if (static_cast<unsigned>(in_plane) >= static_cast<unsigned>(p.at[0].axis.extent)) return sum;
   const char* const x_at = in + image * p.in_image + in_plane * p.in_line[0] + channel * sizeof(T);
@@ -266,7 +280,7 @@ __device__ __forceinline__ void StoreEight(const DataParams& p, const char* in, 
   constexpr int kChannels = 8;
 #pragma unroll
   for (int c = 0; c < kChannels; c += 2) {
-    const float2 bias = BiasOf<T>(p.epilogue, problem * p.channels + channel0 + c, true, p.widened);
+    const float2 bias = BiasOf<T>(p, problem * p.channels + channel0 + c, true);
     v[c] += bias.x;
     v[c + 1] += bias.y;
   }

@@ -46,7 +46,7 @@ template <class T, int kTogether>
 __device__ void BiasOf(const DataParams& p, int64_t index, float (&bias)[kTogether]) {
 #pragma unroll
   for (int c = 0; c < kTogether; c += 2) {
-    const float2 pair = BiasOf<T>(p.epilogue, index + c, true, p.widened);
+    const float2 pair = BiasOf<T>(p, index + c, true);
     bias[c] = pair.x;
     bias[c + 1] = pair.y;
   }

@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(kDepthwiseThreads, R::kBlocks)
 #pragma unroll 1
   for (int i = 0; i < kStages - 1; ++i) copy_line(i * kStage);
 
-  const float2 bias = kSummed ? float2{} : BiasOf<T>(p.epilogue, problem * p.channels + channel, true, p.widened);
+  const float2 bias = kSummed ? float2{} : BiasOf<T>(p, problem * p.channels + channel, true);
   float2 sums[kSums][kStrip];
 #pragma unroll
   for (int k = 0; k < kSums; ++k)

@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kDepthwiseThreads, kBlocks)
     line += p.at[1].pitch;
   };
 
-  const float2 bias = BiasOf<T>(p.epilogue, problem * p.channels + channels.out, channels.both, p.widened);
+  const float2 bias = BiasOf<T>(p, problem * p.channels + channels.out, channels.both);
   float2 sums[kSums][kStrip] = {};
   Pair<T> next[kPlanes][kWidth] = {};
   int out_column = static_cast<int>(p.out_line[2]) * p.at[2].period;
@@ -83,9 +83,7 @@ __global__ void __launch_bounds__(kDepthwiseThreads, kBlocks)
     for (int a = 0; a < kStride; ++a) {
       float2 x[kPlanes][kWidth];
 #pragma unroll
-      for (int d = 0; d < kPlanes; ++d)
-#pragma unroll
-        for (int i = 0; i < kWidth; ++i) x[d][i] = ToFloats<T>(next[d][i]);
+      for (int d = 0; d < kPlanes; ++d) WidenStrip<T>(next[d], p.is_half, x[d]);
       const bool any = there;
       load_line(next);
       const auto up = [&](int k) {
@@ -118,7 +116,7 @@ __global__ void __launch_bounds__(kDepthwiseThreads, kBlocks)
     if (i >= line0 + kSums - 1) {
       const int count = block.at[2].count - column0;
       ClampAll(p, sums[kSums - 1]);
-      WithOut<T>(p.widened, [&](auto type) {
+      WithOut<T>(p, [&](auto type) {
         StoreStrip<typename decltype(type)::type, true>(to, out_column, count, sums[kSums - 1], true);
       });
     }
