@@ -18,6 +18,15 @@ namespace jaxdnn::conv {
 
 constexpr int kDepthwiseThreads = 128;
 
+// n / d, of a number that is not negative.
+__host__ __device__ inline int Quotient(int n, const FastDiv& d) {
+#ifdef __CUDA_ARCH__
+  return d.Div(n);
+#else
+  return n / static_cast<int>(d.divisor);
+#endif
+}
+
 // The results at positions  first + period j  read the operand at  origin + pitch (stride j + k),  k < taps: without
 // dilation, once the axis is cut into phases. Tap k of a phase is tap  first_tap + tap_step k  of the window.
 struct PhaseLine {
@@ -35,6 +44,7 @@ struct PhasedAxis {
   Axis axis;
   int out, window;
   int period, phases, tap_period, stride, pitch;
+  FastDiv periods, tap_periods, pitches;  // the same, to divide by
 
   PhasedAxis() = default;
   PhasedAxis(const Axis& axis, int64_t out, int64_t window) : axis(axis), out(int(out)), window(int(window)) {
@@ -52,33 +62,43 @@ struct PhasedAxis {
       stride = 1;
     }
     phases = std::min(period, std::max(this->out, 1));
+    periods = FastDiv(period);
+    tap_periods = FastDiv(tap_period);
+    pitches = FastDiv(pitch);
   }
 
   int MaxTaps() const { return int(CeilDiv(window, tap_period)); }
   int MaxCount() const { return int(CeilDiv(out, period)); }
-  __host__ __device__ int Count(int phase) const { return (out - phase + period - 1) / period; }
+  __host__ __device__ int Count(int phase) const { return Quotient(out - phase + period - 1, periods); }
 
   // `origin` is that of phase 0, which without dilation is all there is.
   __host__ __device__ Lattice Undilated(int origin) const { return {0, out, origin, 0, axis.extent}; }
   __host__ __device__ Lattice LatticeAt(int phase, int origin) const {
     if (pitch == 1) return Undilated(origin);
-    const int at = origin + phase * axis.stride, start = (at < 0 ? at - pitch + 1 : at) / pitch;
+    const int at = origin + phase * axis.stride,
+              start = at < 0 ? -Quotient(pitch - 1 - at, pitches) : Quotient(at, pitches);
     const int element = at - pitch * start, rest = axis.extent - element;
-    return {phase, Count(phase), start, element, rest > 0 ? (rest + pitch - 1) / pitch : 0};
+    return {phase, Count(phase), start, element, rest > 0 ? Quotient(rest + pitch - 1, pitches) : 0};
   }
 
   __host__ __device__ PhaseLine At(int phase) const {
     const int step = static_cast<int>(axis.step.divisor), candidates = tap_period < window ? tap_period : window;
-    int tap = 0;
-    while (tap < candidates && ((phase * axis.stride + axis.offset) + tap * axis.tap_step) % step != 0) ++tap;
+    // The first result's tap is at element at / step, if that is one.
+    int tap = 0, at = phase * axis.stride + axis.offset;
+    const auto element = [&] {
+      const int whole = Quotient(std::abs(at), axis.step);
+      return at < 0 ? -whole : whole;
+    };
+    while (tap < candidates && element() * step != at) ++tap, at += axis.tap_step;
     PhaseLine p;
     p.first = phase;
     p.count = Count(phase);
-    p.taps = tap < candidates ? (window - tap + tap_period - 1) / tap_period : 0;
+    p.taps = tap < candidates ? Quotient(window - tap + tap_period - 1, tap_periods) : 0;
     // In the order of the operand's indices.
     p.first_tap = axis.tap_step < 0 ? tap + (p.taps - 1) * tap_period : tap;
     p.tap_step = axis.tap_step < 0 ? -tap_period : tap_period;
-    p.origin = p.taps > 0 ? ((phase * axis.stride + axis.offset) + p.first_tap * axis.tap_step) / step : 0;
+    at += (p.first_tap - tap) * axis.tap_step;
+    p.origin = p.taps > 0 ? element() : 0;
     return p;
   }
 };
@@ -117,6 +137,33 @@ __device__ Pair<T> ZeroPair() {
   } else {
     return {0, 0};
   }
+}
+
+// A 16-bit float of either kind: of kernels with few conversions there is one for both.
+struct EitherHalf {
+  uint16_t bits;
+};
+template <class T>
+using EitherOf = std::conditional_t<sizeof(T) == 2, EitherHalf, T>;
+
+// Calls f with the TypeTag of T, or of which kind it is.
+template <class T, class F>
+__device__ __forceinline__ void WithKind(bool is_half, F&& f) {
+  if constexpr (!std::is_same_v<T, EitherHalf>) {
+    f(TypeTag<T>{});
+  } else if (is_half) {
+    f(TypeTag<__half>{});
+  } else {
+    f(TypeTag<__nv_bfloat16>{});
+  }
+}
+
+template <class T, int kCount>
+__device__ __forceinline__ void WidenStrip(const Pair<T> (&from)[kCount], bool is_half, float2 (&to)[kCount]) {
+  WithKind<T>(is_half, [&](auto type) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) to[i] = ToFloats<typename decltype(type)::type>(from[i]);
+  });
 }
 
 // Keep the compiler from computing a value again where it is used.

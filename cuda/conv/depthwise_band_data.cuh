@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(B::kThreads, B::kBlocks)
   float bias[kOwn];
 #pragma unroll
   for (int c = 0; c < kOwn; c += 2) {
-    const float2 two = BiasOf<T>(p.epilogue, int64_t{problem} * p.channels + channel + c, true, false);
+    const float2 two = BiasOf<T>(p.epilogue, int64_t{problem} * p.channels + channel + c, true);
     bias[c] = two.x;
     bias[c + 1] = two.y;
   }

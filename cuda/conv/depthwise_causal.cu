@@ -91,12 +91,23 @@ __device__ void StoreQuad(T* to, const Quad<T>& quad, bool aligned) {
 // g becomes g f'(z).
 template <class T, class F>
 __device__ __forceinline__ void Scale(const F& f, const float (&z)[kQuad], float (&g)[kQuad]) {
+  const auto scale = [](const auto& f, float z, float g) {
+    return f.kMasked ? activation::ApplySlope(g, f.Derivative(z)) : g * f.Derivative(z);
+  };
   if constexpr (std::is_same_v<F, activation::Activation>) {
-    activation::WithFunctor<T>(f, [&](auto functor) { Scale<T>(functor, z, g); });
+    // A channel at a time, so that the code of all activations is there once.
+    float next[kQuad];
+#pragma unroll
+    for (int c = 0; c < kQuad; ++c) next[c] = z[c];
+#pragma unroll 1
+    for (int c = 0; c < kQuad; ++c) {
+      g[0] = activation::WithFunctor<T>(f, [&](auto functor) { return scale(functor, next[0], g[0]); });
+      Turn<1>(g);
+      Turn<1>(next);
+    }
   } else {
 #pragma unroll
-    for (int c = 0; c < kQuad; ++c)
-      g[c] = F::kMasked ? activation::ApplySlope(g[c], f.Derivative(z[c])) : g[c] * f.Derivative(z[c]);
+    for (int c = 0; c < kQuad; ++c) g[c] = scale(f, z[c], g[c]);
   }
 }
 

@@ -15,18 +15,16 @@ namespace depthwise {
 namespace {
 
 // What is left of the epilogue when the bias is in the sums.
-template <class Out, int kStrip>
-__device__ void Finish(const Epilogue& e, int64_t offset, int step, int count, float2 (&sums)[kStrip], bool both) {
-  if (IsBiasAlone(e)) return;
+template <class T, int kStrip>
+__device__ void Finish(const DataParams& p, int64_t offset, int step, int count, float2 (&sums)[kStrip], bool both) {
+  if (IsBiasAlone(p.epilogue)) return;
 #pragma unroll 1
-  for (int j = 0; j < kStrip; ++j) {
+  for (int j = 0; j < kStrip; ++j, offset += step) {
     float v[2][1] = {{sums[0].x}, {sums[0].y}};
-    if (j < count) {
-      Add<Out>(v[0], e.residual, offset + int64_t{step} * j);
-      if (both) Add<Out>(v[1], e.residual, offset + int64_t{step} * j + 1);
-    }
+    if (j < count) AddResidual<T>(p, v[0], offset);
+    if (j < count && both) AddResidual<T>(p, v[1], offset + 1);
     float pair[2] = {v[0][0], v[1][0]};
-    Activate<Out>(pair, e.activation);
+    ActivateResults<T>(p, pair);
     Rotate<1>(sums);
     sums[kStrip - 1] = {pair[0], pair[1]};
   }
@@ -56,7 +54,7 @@ __global__ void __launch_bounds__(kDepthwiseThreads, kStrip* kChunk > 64 ? 2 : 4
   const int first_line = block.at[1].origin + p.at[1].pitch * p.at[1].stride * line;
   const int reps = p.forward ? 1 : static_cast<int>(p.features.divisor);
   const int tap_step = block.at[2].tap_step * static_cast<int>(p.filter_tap[2]) * stride;
-  const float2 bias = BiasOf<T>(p.epilogue, problem * p.channels + channels.out, channels.both, p.widened);
+  const float2 bias = BiasOf<T>(p, problem * p.channels + channels.out, channels.both);
   float2 sums[kStrip];
 #pragma unroll
   for (int j = 0; j < kStrip; ++j) sums[j] = bias;
@@ -90,32 +88,32 @@ __global__ void __launch_bounds__(kDepthwiseThreads, kStrip* kChunk > 64 ? 2 : 4
           }
           from += int64_t{step} * (kStrip - 1);
           int next_column = begin + pitch * (kStrip - 1);
-          const auto multiply = [&](int t, auto whole) {
-            constexpr bool kWhole = decltype(whole)::value;
+#pragma unroll 1
+          for (int t = 0; t < count; t += kChunk) {
             Pair<T> w[kChunk], next[kChunk];
             LoadStrip<T, kPaired>(from, step, next_column, pitch, in_columns, channels.in_second, next);
-            LoadStrip<T, kPaired>(w_at, tap_step, t, 1, kWhole ? INT32_MAX : count, channels.filter_second, w);
+            LoadStrip<T, kPaired>(w_at, tap_step, t, 1, count, channels.filter_second, w);
 #pragma unroll
             for (int i = 0; i < kChunk; ++i) x[kStrip - 1 + i] = ToFloats<T>(next[i]);
-#pragma unroll
-            for (int i = 0; i < kChunk; ++i) {
-              if (!kWhole && t + i >= count) continue;
+            const auto multiply = [&](int i) {
               const float2 wide = ToFloats<T>(w[i]);
 #pragma unroll
               for (int j = 0; j < kStrip; ++j) MultiplyAdd(sums[j], wide, x[i + j]);
+            };
+            if (t + kChunk <= count) {
+#pragma unroll
+              for (int i = 0; i < kChunk; ++i) multiply(i);
+            } else {
+#pragma unroll
+              for (int i = 0; i < kChunk - 1; ++i)
+                if (t + i < count) multiply(i);
             }
-          };
-          int t = 0;
-#pragma unroll 1
-          for (; t + kChunk <= count; t += kChunk) {
-            multiply(t, std::true_type{});
 #pragma unroll
             for (int i = 0; i < kStrip - 1; ++i) x[i] = x[i + kChunk];
             w_at += int64_t{tap_step} * kChunk;
             from += int64_t{step} * kChunk;
             next_column += pitch * kChunk;
           }
-          if (t < count) multiply(t, std::false_type{});
         }
       }
     }
@@ -125,11 +123,10 @@ __global__ void __launch_bounds__(kDepthwiseThreads, kStrip* kChunk > 64 ? 2 : 4
              (block.at[2].first + int64_t{p.at[2].period} * column0) * p.out_line[2] +
              channels.out * (p.widened ? sizeof(float) : sizeof(T));
   const int out_column = static_cast<int>(p.out_line[2]) * p.at[2].period, count = block.at[2].count - column0;
+  const int shift = OutShift<T>(p);
+  Finish<T>(p, (to - out) >> shift, out_column >> shift, count, sums, channels.both);
   WithOut<T>(p.widened, [&](auto type) {
-    using Out = typename decltype(type)::type;
-    constexpr int kSize = sizeof(Out);
-    Finish<Out>(p.epilogue, (to - out) / kSize, out_column / kSize, count, sums, channels.both);
-    StoreStrip<Out, kPaired>(to, out_column, count, sums, channels.both);
+    StoreStrip<typename decltype(type)::type, kPaired>(to, out_column, count, sums, channels.both);
   });
 }
 
@@ -166,21 +163,19 @@ cudaError_t LaunchDepthwiseData(const Problem& p, const void* operand, const voi
           q,
           [&](auto tag) {
             using R = typename decltype(tag)::type;
-            return VisitPairs(p.groups * p.features, CeilDiv(q.at[2].MaxCount(), R::kStrip), [&](auto pairs) {
-              using L = Lanes<T, pairs(), kPairing>;
-              DataParams r = q;
-              const int64_t warps = R::Share(r, p, L::kPairs, L::kStrips);
-              if (warps > INT32_MAX - kDepthwiseWarps) return cudaErrorInvalidValue;
-              constexpr int kRing = R::template kStages<L> * R::template kLineBytes<L>;
-              const Grid grid = {CeilDiv(warps, kDepthwiseWarps), kDepthwiseThreads, kDepthwiseWarps * kRing};
-              // The most usual ones do not look for a phase, which takes 2 % of their time.
-              if constexpr (R::kLines == kEdgesTaps && R::kStride == 1 && kPairing == Pairing::kPlain) {
-                if (HasFrame(p)) return launch_grid(RingKernel<R, T, L, true, false>, grid, r);
-                if (r.phases.divisor == 1 && r.at[1].pitch == 1 && r.at[2].pitch == 1)
-                  return launch_grid(RingKernel<R, T, L, false, false>, grid, r);
-              }
-              return HasFrame(p) ? cudaErrorInvalidValue : launch_grid(RingKernel<R, T, L, false, true>, grid, r);
-            });
+            using L = Lanes<T, kPairing>;
+            DataParams r = q;
+            const int64_t warps = R::Share(r, p);
+            if (warps > INT32_MAX - kDepthwiseWarps) return cudaErrorInvalidValue;
+            constexpr int kRing = R::template kStages<L> * R::template kLineBytes<L>;
+            const Grid grid = {CeilDiv(warps, kDepthwiseWarps), kDepthwiseThreads, kDepthwiseWarps * kRing};
+            // The most usual ones do not look for a phase, which takes 2 % of their time.
+            if constexpr (R::kLines == kEdgesTaps && R::kStride == 1 && kPairing == Pairing::kPlain) {
+              if (HasFrame(p)) return launch_grid(RingKernel<R, T, L, true, false>, grid, r);
+              if (r.phases.divisor == 1 && r.at[1].pitch == 1 && r.at[2].pitch == 1)
+                return launch_grid(RingKernel<R, T, L, false, false>, grid, r);
+            }
+            return HasFrame(p) ? cudaErrorInvalidValue : launch_grid(RingKernel<R, T, L, false, true>, grid, r);
           },
           rings...);
     };
@@ -248,9 +243,9 @@ cudaError_t LaunchDepthwiseData(const Problem& p, const void* operand, const voi
           [&](auto tag) {
             using S = typename decltype(tag)::type;
             const int64_t blocks = Blocks(q, p, S::kStrip, S::Segment(q, p));
-            return launch(
-                SlideKernel<T, S::kPlanes, S::kLines, S::kColumns, S::kStride, S::kRagged, S::kStrip, S::kBlocks>,
-                blocks);
+            return launch(SlideKernel<EitherOf<T>, S::kPlanes, S::kLines, S::kColumns, S::kStride, S::kRagged,
+                                      S::kStrip, S::kBlocks>,
+                          blocks);
           },
           TypeTag<Slide<1, 3, 3, 1, false, 8, 2>>{}, TypeTag<Slide<1, 3, 3, 2, false, 4, 4>>{},
           TypeTag<Slide<1, 5, 5, 1, false, 8, 2>>{}, TypeTag<Slide<1, 5, 5, 2, false, 4, 2>>{},

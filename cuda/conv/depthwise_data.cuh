@@ -22,7 +22,7 @@ struct DataParams {
   int64_t in_step[kRank], out_step[kRank];  // between neighbours of a phase
   int64_t filter_tap[kRank], filter_batch;
   FastDiv features;  // results of an input channel
-  bool forward, widened;
+  bool forward, widened, is_half;
   PhaseLine whole[kRank];  // the only phase, if there is one
   Edges edges[kRank];      // of the operand
   Epilogue epilogue;
@@ -51,6 +51,7 @@ inline DataParams MakeParams(const Problem& p, const Epilogue& epilogue) {
   q.epilogue = epilogue;
   q.forward = forward;
   q.widened = p.out != p.in;
+  q.is_half = p.in == DType::kF16;
   q.clamps = epilogue.activation.kind != activation::Kind::kIdentity && IsClampAlone(epilogue);
   q.least = 0;
   q.most = epilogue.activation.kind == activation::Kind::kClippedRelu ? float(epilogue.activation.parameter) : INFINITY;
@@ -94,12 +95,11 @@ struct DataBlock {
   __device__ void Set(const DataParams& p) {
     int which, rest = p.slabs.count.Div(static_cast<int>(blockIdx.x), &slab);
     unit = p.phases.Div(rest, &which) * p.slabs.units;
-    if (p.phases.divisor == 1) {
-      for (int d = 0; d < kRank; ++d) at[d] = p.whole[d];
-    } else {
-      at[2] = p.at[2].At(which % p.at[2].phases);
-      at[1] = p.at[1].At(which / p.at[2].phases % p.at[1].phases);
-      at[0] = p.at[0].At(which / p.at[2].phases / p.at[1].phases);
+#pragma unroll 1
+    for (int d = kRank - 1; d >= 0; --d) {
+      const int phases = p.at[d].phases;
+      at[d] = p.phases.divisor == 1 ? p.whole[d] : p.at[d].At(which % phases);
+      which /= phases;
     }
   }
 };
@@ -166,16 +166,50 @@ __device__ void WithOut(bool widened, F&& f) {
   f(TypeTag<T>{});
 }
 
-// The bias of a thread's channels, or zeros.
+// An element's bytes are two to this power.
 template <class T>
-__device__ float2 BiasOf(const Epilogue& e, int64_t index, bool both, bool widened) {
+__device__ int OutShift(const DataParams& p) {
+  return sizeof(T) == 4 || p.widened ? 2 : 1;
+}
+
+// The same where T may be either 16-bit float.
+template <class T, class F>
+__device__ void WithOut(const DataParams& p, F&& f) {
+  if (sizeof(T) == 2 && p.widened) return f(TypeTag<float>{});
+  WithKind<T>(p.is_half, f);
+}
+
+// Adds the residual's kN elements from `offset` on.
+template <class T, int kN>
+__device__ __forceinline__ void AddResidual(const DataParams& p, float (&v)[kN], int64_t offset) {
+  WithOut<T>(p.widened, [&](auto type) { Add<typename decltype(type)::type>(v, p.epilogue.residual, offset); });
+}
+
+// Few layers have wide results and an activation, whose code for floats is not worth another copy.
+template <class T, int kN>
+__device__ __forceinline__ void ActivateResults(const DataParams& p, float (&v)[kN]) {
+  if (sizeof(T) == 4 || !p.widened) return ActivateInTurn<T, kN % 4 == 0 ? 4 : kN>(v, p.epilogue.activation);
+  if (p.epilogue.activation.kind == activation::Kind::kIdentity) return;
+#pragma unroll 1
+  for (int i = 0; i < kN; ++i) {
+    v[0] = activation::AnyActivation<float>{p.epilogue.activation}.Forward(v[0]);
+    Turn<1>(v);
+  }
+}
+
+// The bias of a thread's channels, or zeros.
+template <class Out>
+__device__ float2 BiasOf(const Epilogue& e, int64_t index, bool both) {
   float bias[2][1] = {};
-  WithOut<T>(widened, [&](auto type) {
-    using Out = typename decltype(type)::type;
-    Add<Out>(bias[0], e.bias, index);
-    if (both) Add<Out>(bias[1], e.bias, index + 1);
-  });
+  Add<Out>(bias[0], e.bias, index);
+  if (both) Add<Out>(bias[1], e.bias, index + 1);
   return {bias[0][0], bias[1][0]};
+}
+template <class T>
+__device__ float2 BiasOf(const DataParams& p, int64_t index, bool both) {
+  float2 bias;
+  WithOut<T>(p, [&](auto type) { bias = BiasOf<typename decltype(type)::type>(p.epilogue, index, both); });
+  return bias;
 }
 
 // Where the filter of a problem's channel begins that a phase meets: at its first tap.
@@ -188,12 +222,33 @@ __device__ const char* FirstTap(const DataParams& p, const PhaseLine (&phase)[kR
   return filter;
 }
 
+// Loads a pair of channels of the taps of a plane of the window, which begins at `from`. kRagged: those that there are.
+template <class T, bool kRagged, int kLines, int kColumns>
+__device__ __forceinline__ void LoadTaps(const DataParams& p, const PhaseLine (&phase)[kRank], const char* from,
+                                         int second, bool plane, float2 (&w)[kLines][kColumns]) {
+  const int64_t line = phase[1].tap_step * p.filter_tap[1], column = phase[2].tap_step * p.filter_tap[2];
+#pragma unroll
+  for (int r = 0; r < kLines; ++r, from += line) {
+    const char* at = from;
+    Pair<T> taps[kColumns];
+#pragma unroll
+    for (int s = 0; s < kColumns; ++s, at += column) {
+      Keep(at);
+      taps[s] = ZeroPair<T>();
+      if (!kRagged || (plane && r < phase[1].taps && s < phase[2].taps)) taps[s] = LoadPair<T, true>(at, second);
+    }
+    WidenStrip<T>(taps, p.is_half, w[r]);
+#pragma unroll
+    for (float2& each : w[r]) Keep(each);
+  }
+}
+
 // A result with its bias, term by term, of a convolution without stride or phases in its lines and columns. Padding
 // beside a line is zero, and of a data gradient no term.
 template <class T>
 __device__ float ResultOf(const DataParams& p, const char* in, const char* filter, int64_t problem, int image,
                           int plane, int line, int column, int channel) {
-  float sum = BiasOf<T>(p.epilogue, problem * p.channels + channel, false, p.widened).x;
+  float sum = BiasOf<T>(p, problem * p.channels + channel, false).x;
   const int in_plane = p.whole[0].origin + p.at[0].pitch * p.at[0].stride * plane;
   if (static_cast<unsigned>(in_plane) >= static_cast<unsigned>(p.at[0].axis.extent)) return sum;
   const char* const x_at = in + image * p.in_image + in_plane * p.in_line[0] + channel * sizeof(T);
@@ -225,7 +280,7 @@ __device__ __forceinline__ void StoreEight(const DataParams& p, const char* in, 
   constexpr int kChannels = 8;
 #pragma unroll
   for (int c = 0; c < kChannels; c += 2) {
-    const float2 bias = BiasOf<T>(p.epilogue, problem * p.channels + channel0 + c, true, p.widened);
+    const float2 bias = BiasOf<T>(p, problem * p.channels + channel0 + c, true);
     v[c] += bias.x;
     v[c + 1] += bias.y;
   }
@@ -241,22 +296,21 @@ __device__ __forceinline__ void StoreEight(const DataParams& p, const char* in, 
       v[kChannels - 1] = each;
     }
   }
+  char* const to = out + image * p.out_image + plane * p.out_line[0] + line * p.out_line[1] + column * p.out_line[2] +
+                   (int64_t{channel0} << OutShift<T>(p));
+  const int64_t offset = (to - out) >> OutShift<T>(p);
+#pragma unroll
+  for (int c = 0; c < kChannels; c += 4) AddResidual<T>(p, reinterpret_cast<float (&)[4]>(v[c]), offset + c);
+  ActivateResults<T>(p, v);
   WithOut<T>(p.widened, [&](auto type) {
     using Out = typename decltype(type)::type;
-    Out* const to = reinterpret_cast<Out*>(out + image * p.out_image + plane * p.out_line[0] + line * p.out_line[1] +
-                                           column * p.out_line[2]) +
-                    channel0;
-#pragma unroll
-    for (int c = 0; c < kChannels; c += 4)
-      Add<Out>(reinterpret_cast<float (&)[4]>(v[c]), p.epilogue.residual, to + c - reinterpret_cast<Out*>(out));
-    ActivateInTurn<Out, 4>(v, p.epilogue.activation);
     constexpr int kPack = 16 / sizeof(Out);
 #pragma unroll
     for (int c = 0; c < kChannels; c += kPack) {
       float pack[kPack];
 #pragma unroll
       for (int i = 0; i < kPack; ++i) pack[i] = v[c + i];
-      StorePacked<Out, kPack>(to + c, Narrow<Out>(pack));
+      StorePacked<Out, kPack>(reinterpret_cast<Out*>(to) + c, Narrow<Out>(pack));
     }
   });
 }

@@ -87,36 +87,33 @@ __global__ void __launch_bounds__(kDepthwiseThreads, kBlocks)
     };
 
     const int begin = segment * p.segment, end = min(begin + p.segment, lines + kHeld - 1);
-    float2 held[kHeld][kStrip];
-    Pair<T> next_x[kWidth], next_y[kStrip];
-#pragma unroll
-    for (int h = 0; h < kHeld - 1; ++h) {
-      load_y(begin - 1 - h, next_y);
-#pragma unroll
-      for (int j = 0; j < kStrip; ++j) held[h][j] = ToFloats<T>(next_y[j]);
+    float2 held[kHeld][kStrip] = {};
+    Pair<T> next_x[kWidth] = {}, next_y[kStrip] = {};
+    there = false;
+    // The first steps fill `held`, and the last of them loads the first line of x.
+    constexpr int kFirst = kHeld > 1 ? kHeld : 0;
+    if (kFirst == 0) {
+      load_y(begin, next_y);
+      load_x(begin, next_x);
     }
-    load_y(begin, next_y);
-    load_x(kStride * begin, next_x);
 #pragma unroll 1
-    for (int step = begin; step < end; ++step) {
+    for (int step = begin - kFirst; step < end; ++step) {
 #pragma unroll
-      for (int j = 0; j < kStrip; ++j) {
+      for (int j = 0; j < kStrip; ++j)
 #pragma unroll
         for (int h = kHeld - 1; h > 0; --h) held[h][j] = held[h - 1][j];
-        held[0][j] = ToFloats<T>(next_y[j]);
-      }
+      WidenStrip<T>(next_y, p.is_half, held[0]);
       load_y(step + 1, next_y);
+      if (kFirst > 0 && step < begin - 1) continue;
 #pragma unroll
       for (int a = 0; a < kStride; ++a) {
         float2 wide[kWidth];
+        WidenStrip<T>(next_x, p.is_half, wide);
 #pragma unroll
-        for (int i = 0; i < kWidth; ++i) {
-          wide[i] = ToFloats<T>(next_x[i]);
-          Keep(wide[i]);
-        }
+        for (float2& each : wide) Keep(each);
         const bool any = there;
         load_x(kStride * step + a + 1, next_x);
-        if (!any) continue;
+        if (!any || (a > 0 && step < begin)) continue;
 #pragma unroll
         for (int h = 0; h < kHeld; ++h) {
           const int r = a + kStride * h;
@@ -279,15 +276,13 @@ cudaError_t LaunchDepthwiseFilter(const Problem& p, const Config& config, const 
       constexpr Pairing kPairing = decltype(pairing)::value;
       return VisitRingTaps<T, kPairing>(q, [&](auto tag) {
         using R = typename decltype(tag)::type;
-        return VisitPairs(q.channels, CeilDiv(q.at[2].MaxCount(), R::kStrip), [&](auto pairs) {
-          using L = Lanes<T, pairs(), kPairing>;
-          R::Share(q, p, L::kPairs, L::kStrips);
-          constexpr int kRing = kDepthwiseWarps * R::template kStages<L> * R::template kStage<L>;
-          if (plain) return launch(FilterRingKernel<R, T, L, false>, kRing);
-          if constexpr (R::kLines == kEdgesTaps && R::kStride == 1 && kPairing == Pairing::kPlain)
-            return launch(FilterRingKernel<R, T, L, true>, kRing);
-          return cudaErrorInvalidValue;
-        });
+        using L = Lanes<T, kPairing>;
+        R::Share(q, p);
+        constexpr int kRing = kDepthwiseWarps * R::template kStages<L> * R::template kStage<L>;
+        if (plain) return launch(FilterRingKernel<R, T, L, false>, kRing);
+        if constexpr (R::kLines == kEdgesTaps && R::kStride == 1 && kPairing == Pairing::kPlain)
+          return launch(FilterRingKernel<R, T, L, true>, kRing);
+        return cudaErrorInvalidValue;
       });
     };
     if (status == cudaErrorInvalidValue && aligned && paired)
@@ -297,8 +292,9 @@ cudaError_t LaunchDepthwiseFilter(const Problem& p, const Config& config, const 
     if (plain && status == cudaErrorInvalidValue) {
       status = VisitTaps(q, p, paired, [&](auto tag) {
         using S = decltype(tag);
-        return launch(
-            FilterKernel<T, S::kPaired, S::kFolded, S::kLines, S::kColumns, S::kStride, S::kStrip, S::kBlocks>, 0);
+        return launch(FilterKernel<EitherOf<T>, S::kPaired, S::kFolded, S::kLines, S::kColumns, S::kStride, S::kStrip,
+                                   S::kBlocks>,
+                      0);
       });
     }
     if (status != cudaSuccess || q.splits == 1) return status;

@@ -22,7 +22,7 @@ struct FilterParams {
   int64_t x_line[kRank], x_image, y_line[kRank], y_image;
   int64_t x_step[kRank], y_step[kRank];  // between neighbours of a phase
   int64_t size;                          // elements of the filter
-  bool widened;
+  bool widened, is_half;
   Edges edges[kRank];  // of x
 };
 
@@ -51,6 +51,7 @@ inline FilterParams MakeParams(const Problem& p) {
   q.y_image = y_stride;
   q.size = p.FilterSize();
   q.widened = p.out != p.in;
+  q.is_half = p.in == DType::kF16;
   return q;
 }
 
@@ -65,9 +66,12 @@ __device__ void StoreSum(const FilterParams& p, float2 sum, int split, int64_t t
     floats[0] = sum.x;
     if (second) floats[1] = sum.y;
   } else {
-    T* result = reinterpret_cast<T*>(out) + to;
-    result[0] = static_cast<T>(sum.x);
-    if (second) result[1] = static_cast<T>(sum.y);
+    WithKind<T>(p.is_half, [&](auto type) {
+      using Out = typename decltype(type)::type;
+      Out* const result = reinterpret_cast<Out*>(out) + to;
+      result[0] = static_cast<Out>(sum.x);
+      if (second) result[1] = static_cast<Out>(sum.y);
+    });
   }
 }
 
@@ -115,13 +119,17 @@ __device__ __forceinline__ void StoreFinite(const FilterParams& p, float2 two, c
 // Adds up the sums of a block's threads that have the same channels, and writes them: rows of partial sums, or the
 // result. Those in [r][s] are of tap(r, s) of the window, and of none if that is negative.
 template <class T, int kLines, int kColumns, class Tap>
-__device__ void WriteSums(const FilterParams& p, const float2 (&sums)[kLines][kColumns], int slab, int split,
-                          const Tap& tap, float* partial, char* out) {
+__device__ void WriteSums(const FilterParams& p, float2 (&sums)[kLines][kColumns], int slab, int split, const Tap& tap,
+                          float* partial, char* out) {
   __shared__ float2 scratch[kColumns][kDepthwiseThreads];
-#pragma unroll
+#pragma unroll 1
   for (int r = 0; r < kLines; ++r) {
 #pragma unroll
-    for (int s = 0; s < kColumns; ++s) scratch[s][threadIdx.x] = sums[r][s];
+    for (int s = 0; s < kColumns; ++s) {
+      scratch[s][threadIdx.x] = sums[0][s];
+#pragma unroll
+      for (int i = 0; i + 1 < kLines; ++i) sums[i][s] = sums[i + 1][s];
+    }
     __syncthreads();
 #pragma unroll 1
     for (int i = threadIdx.x; i < kColumns * p.slabs.width; i += kDepthwiseThreads) {

@@ -18,11 +18,11 @@ struct RingTaps {
 
   // y's channels are one to one with the results.
   template <class L>
-  using OfY = Lanes<typename L::Type, L::kPairs>;
+  using OfY = Lanes<typename L::Type>;
   template <class L, bool kEdges>
-  using CopyX = LineCopy<L, kWidth + (L::kStrips - 1) * kStrip * kStride, kEdges>;
+  using CopyX = LineCopy<L, kWidth, kEdges>;
   template <class L>
-  using CopyY = LineCopy<OfY<L>, L::kStrips * kStrip>;
+  using CopyY = LineCopy<OfY<L>, kStrip>;
   template <class L>
   static constexpr int kStage = kStride * CopyX<L, false>::kBytes + CopyY<L>::kBytes;
   template <class L>
@@ -33,8 +33,9 @@ struct RingTaps {
            q.at[2].stride == kStride && q.x_pixel % 16 == 0;
   }
 
-  // Sets how the work is shared out between warps with `strips` strips of `pairs` pairs of channels.
-  static void Share(FilterParams& q, const Problem& p, int pairs, int strips) {
+  // Sets how the work is shared out between warps.
+  static void Share(FilterParams& q, const Problem& p) {
+    const int pairs = PairsOfWarp(q.channels, CeilDiv(q.at[2].MaxCount(), kStrip)), strips = 32 / pairs;
     q.slabs.width = pairs;
     q.slabs.units = kDepthwiseThreads / pairs;
     q.slabs.count = FastDiv(CeilDiv(q.channels, 2 * pairs));
@@ -82,12 +83,11 @@ __global__ void __launch_bounds__(kDepthwiseThreads, R::kBlocks)
   const int plane_tap = rest % p.tasks;
   rest /= p.tasks;
   const int split = rest % p.splits, problem = rest / p.splits;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, within = lane / L::kPairs;
-  const int x_chunk = L::FirstChunk(slab, p.features), y_chunk = Y::FirstChunk(slab, p.features);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, width = p.slabs.width;
   char* const ring = shared + warp * kStages * kStage;
   const uint32_t to_ring = SharedAddress(ring);
-  const char* const own_x = ring + within * kStrip * kStride * L::kPixelBytes + L::Within(slab, lane, p.features);
-  const char* const own_y = ring + kY + within * kStrip * Y::kPixelBytes + Y::Within(slab, lane, p.features);
+  const char* const own_x = ring + L::Within(slab, width, lane, p.features);
+  const char* const own_y = ring + kY + Y::Within(slab, width, lane, p.features);
 
   float2 sums[kLines][kColumns] = {};
 #pragma unroll 1
@@ -100,7 +100,8 @@ __global__ void __launch_bounds__(kDepthwiseThreads, R::kBlocks)
     };
     const Lattice down = lattice(1, phase), across = lattice(2, column_phase);
     const int lines = down.count;
-    const int column0 = strips * L::kStrips * kStrip, columns = across.count - column0 - within * kStrip;
+    const int column0 = (width == 16 ? 2 : 1) * strips * kStrip,
+              columns = across.count - column0 - (lane < width ? 0 : kStrip);
     const int x_plane = p.at[0].axis.Origin(plane) + p.at[0].axis.tap_step * plane_tap;
     const int x_line = down.start, x_lines = down.extent, x_column = across.start + kStride * column0;
     // Steps whose lines of x are zeros add nothing.
@@ -110,8 +111,10 @@ __global__ void __launch_bounds__(kDepthwiseThreads, R::kBlocks)
                         all ? INT32_MAX : (x_lines - x_line + kStride - 1) / kStride);
     if (begin >= end || plane >= p.at[0].out || x_plane < 0 || x_plane >= p.at[0].axis.extent) continue;
 
-    const CopyX copy_x(x_column, kEdges ? p.edges[2] : Edges{across.extent}, x_chunk, p.x_pixel, p.x_step[2]);
-    const CopyY copy_y(column0, Edges{across.count}, y_chunk, p.y_pixel, p.y_step[2]);
+    const int x_chunk = L::FirstChunk(slab, width, p.features), y_chunk = Y::FirstChunk(slab, width, p.features);
+    const CopyX copy_x(x_column, width, kStride * kStrip, kEdges ? p.edges[2] : Edges{across.extent}, x_chunk,
+                       p.x_pixel, p.x_step[2]);
+    const CopyY copy_y(column0, width, kStrip, Edges{across.count}, y_chunk, p.y_pixel, p.y_step[2]);
     const int64_t whole_image = problem * int64_t{p.images.divisor} + image;
     int ahead = begin - (kHeld - 1);  // the step to copy for next; the first fill `held`
     const char* const x_plane_at = x + whole_image * p.x_image + x_plane * p.x_line[0] + down.element * p.x_line[1] +

@@ -18,24 +18,28 @@ enum class Pairing { kPlain, kShared, kSummed };
 template <Pairing kPairing>
 using PairingTag = std::integral_constant<Pairing, kPairing>;
 
-// Lanes have kPairs pairs of neighbouring channels, of as many strips as there are lanes for.
-template <class T, int kPairs_, Pairing kPairing_ = Pairing::kPlain>
+// What lanes read of a line: a warp has `width` pairs of neighbouring channels, 32 of one strip of pixels, or 16 of two
+// strips side by side. Then the first half of a pixel in shared memory is of one strip, and the other half is of the
+// other's pixel.
+template <class T, Pairing kPairing_ = Pairing::kPlain>
 struct Lanes {
   using Type = T;
   static constexpr Pairing kPairing = kPairing_;
-  static constexpr int kPairs = kPairs_, kStrips = 32 / kPairs;
   // What a pair reads of a pixel. Where more than two results share a channel, a slab reads less than it copies: half
   // of that or less, which may begin anywhere in its first chunk.
   using Value = std::conditional_t<kPairing == Pairing::kShared, T, Pair<T>>;
-  static constexpr int kPixelBytes = kPairs * sizeof(Value), kChunks = kPixelBytes / 16;
+  static constexpr int kPixelBytes = 32 * sizeof(Value), kChunks = kPixelBytes / 16;
 
-  // The byte of a pixel that the chunks begin at that a slab copies, and that of these which a lane's pair begins at.
-  __device__ static int FirstChunk(int slab, FastDiv features) {
-    return kPairing == Pairing::kShared ? Shared(slab * kPairs, features) & ~15 : slab * kPixelBytes;
+  // The byte of a pixel that the chunks begin at that a slab copies, and where a lane's pair is in a pixel in shared
+  // memory.
+  __device__ static int FirstChunk(int slab, int width, FastDiv features) {
+    return kPairing == Pairing::kShared ? Shared(slab * width, features) & ~15
+                                        : slab * width * static_cast<int>(sizeof(Value));
   }
-  __device__ static int Within(int slab, int lane, FastDiv features) {
-    if (kPairing != Pairing::kShared) return lane % kPairs * static_cast<int>(sizeof(Value));
-    return Shared(slab * kPairs + lane % kPairs, features) - FirstChunk(slab, features);
+  __device__ static int Within(int slab, int width, int lane, FastDiv features) {
+    if (kPairing != Pairing::kShared) return lane * static_cast<int>(sizeof(Value));
+    return lane / width * (kPixelBytes / 2) + Shared(slab * width + lane % width, features) -
+           FirstChunk(slab, width, features);
   }
 
   __device__ static float2 Read(const char* from) {
@@ -61,31 +65,36 @@ constexpr int RingStages(int bytes) {
   return std::clamp(kRingBytes / bytes, 3, 8);
 }
 
-// The part of a line that a warp copies: kPixels neighbours of which a lane copies some chunks. Those of a phase's line
-// are `step` bytes apart. kEdges: pixels beyond an edge may be others of the line, which is whole.
+// The part of a line that a warp copies: kPixels neighbours of each strip, of which a lane copies some chunks. Those of
+// a phase's line are `step` bytes apart. kEdges: pixels beyond an edge may be others of the line, which is whole.
 template <class L, int kPixels, bool kEdges = false>
 struct LineCopy {
   static constexpr int kBytes = kPixels * L::kPixelBytes;
   static constexpr int kCopies = (kBytes / 16 + 31) / 32, kApart = 32 / L::kChunks;  // by a lane; pixels between them
   unsigned there = 0;                                                                // bit k: copy k is of the operand
-  int lane, step;                                                                    // between pixels, in bytes
+  int lane, step, chunk;                                                             // in bytes, of a pixel
   int pixels[kEdges ? kCopies : 1];                                                  // the lane's, or the first of them
 
-  // Pixels from number `first_pixel` of a line on; the warp's channels begin at byte `at` of a pixel's bytes.
-  __device__ LineCopy(int first_pixel, const Edges& edges, int at, int pixel_bytes, int64_t step)
+  // Pixels from number `first_pixel` of a line on, and those of a second strip `strip` pixels later; the warp's
+  // channels begin at byte `at` of a pixel's bytes.
+  __device__ LineCopy(int first_pixel, int width, int strip, const Edges& edges, int at, int pixel_bytes, int64_t step)
       : lane(threadIdx.x % 32), step(kEdges ? pixel_bytes : static_cast<int>(step)) {
+    const int chunks = width == 32 ? L::kChunks : L::kChunks / 2, number = lane % L::kChunks;
+    const bool second = number >= chunks;
+    chunk = (second ? number - chunks : number) * 16;
+    first_pixel += (second ? strip : 0) + lane / L::kChunks;
 #pragma unroll
     for (int k = 0; k < kCopies; ++k) {
-      int pixel = first_pixel + lane / L::kChunks + kApart * k;
+      int pixel = first_pixel + kApart * k;
       if (!kEdges && k == 0) pixels[0] = pixel;
       const bool exists =
           kEdges ? edges.FindAny(&pixel) : static_cast<unsigned>(pixel) < static_cast<unsigned>(edges.extent);
       if (kEdges) pixels[k] = pixel;
-      if (at + lane % L::kChunks * 16 < pixel_bytes && exists) there |= 1u << k;
+      if (at + chunk < pixel_bytes && exists) there |= 1u << k;
     }
   }
   // Of the lane's chunks in a pixel and, without edges, its first pixel, from the line's first chunk of the warp.
-  __device__ int64_t Offset() const { return (kEdges ? 0 : int64_t{pixels[0]} * step) + lane % L::kChunks * 16; }
+  __device__ int64_t Offset() const { return (kEdges ? 0 : int64_t{pixels[0]} * step) + chunk; }
   // Starts the lane's copies of a line, whose first chunk is `Offset` before `from`; zeros if it is outside.
   __device__ void Start(uint32_t to, const char* from, bool inside) const {
 #pragma unroll
@@ -104,13 +113,10 @@ struct LineCopy {
   }
 };
 
-// Calls f with the number of pairs that waste the fewest lanes on `channels` in `strips`.
-template <class F>
-auto VisitPairs(int64_t channels, int64_t strips, F&& f) {
+// How many pairs of a warp waste the fewest lanes on `channels` in `strips`.
+inline int PairsOfWarp(int64_t channels, int64_t strips) {
   const int64_t pairs = CeilDiv(channels, 2);
-  if (CeilDiv(pairs, 16) * CeilDiv(strips, 2) <= CeilDiv(pairs, 32) * strips)
-    return f(std::integral_constant<int, 16>{});
-  return f(std::integral_constant<int, 32>{});
+  return CeilDiv(pairs, 16) * CeilDiv(strips, 2) <= CeilDiv(pairs, 32) * strips ? 16 : 32;
 }
 
 }  // namespace jaxdnn::conv

@@ -46,7 +46,7 @@ template <class T, int kTogether>
 __device__ void BiasOf(const DataParams& p, int64_t index, float (&bias)[kTogether]) {
 #pragma unroll
   for (int c = 0; c < kTogether; c += 2) {
-    const float2 pair = BiasOf<T>(p.epilogue, index + c, true, p.widened);
+    const float2 pair = BiasOf<T>(p, index + c, true);
     bias[c] = pair.x;
     bias[c + 1] = pair.y;
   }
@@ -126,8 +126,8 @@ __global__ void __launch_bounds__(kDepthwiseThreads, sizeof(T) == 2 ? 5 : 4)
   };
 
   // State-space layers' activation runs at the rate of memory too; the code of all is there once, in a loop.
-  const bool plain = IsBiasAlone(p.epilogue),
-             silu = p.epilogue.activation.kind == activation::Kind::kSilu && p.epilogue.residual == nullptr;
+  const bool plain = IsBiasAlone(p.epilogue), silu = p.epilogue.activation.kind == activation::Kind::kSilu &&
+                                                     p.epilogue.residual == nullptr && !p.widened;
   const int size = p.widened ? sizeof(float) : sizeof(T), out_pixel = static_cast<int>(p.out_line[2]);
   char* to =
       out + image * p.out_image + plane * p.out_line[0] + line * p.out_line[1] + begin * p.out_line[2] + channel * size;
@@ -139,38 +139,39 @@ __global__ void __launch_bounds__(kDepthwiseThreads, sizeof(T) == 2 ? 5 : 4)
     position += kBatch;
     from += int64_t{p.in_pixel} * kBatch;
     LoadPixels(from, p.in_pixel, position, extent, next);
-    WithOut<T>(p.widened, [&](auto type) {
-      using Out = typename decltype(type)::type;
-      const auto store = [&](const auto& activate) {
+    const auto store = [&](int i, const float (&sum)[kQuad]) {
+      if (column + i >= end) return;
+      WithOut<T>(p.widened, [&](auto type) {
+        using Out = typename decltype(type)::type;
+        StorePacked<Out, kQuad>(reinterpret_cast<Out*>(to + int64_t{out_pixel} * i), Narrow<Out>(sum));
+      });
+    };
+    const auto store_all = [&](const auto& activate) {
 #pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-          float sum[kQuad];
-          add(now[i], sum);
+      for (int i = 0; i < kBatch; ++i) {
+        float sum[kQuad];
+        add(now[i], sum);
 #pragma unroll
-          for (float& each : sum) each = activate(each);
-          if (column + i < end)
-            StorePacked<Out, kQuad>(reinterpret_cast<Out*>(to + int64_t{out_pixel} * i), Narrow<Out>(sum));
-        }
-      };
-      if (plain) {
-        store([](float v) { return v; });
-      } else if (silu) {
-        const activation::Silu<Out> f{static_cast<float>(p.epilogue.activation.parameter)};
-        store([&](float v) { return f.Forward(v); });
-      } else {
-#pragma unroll 1
-        for (int i = 0; i < kBatch; ++i) {
-          float sum[kQuad];
-          add(now[0], sum);
-          Rotate<1>(now);
-          if (column + i >= end) continue;
-          char* const at = to + int64_t{out_pixel} * i;
-          Add<Out>(sum, p.epilogue.residual, (at - out) / int(sizeof(Out)));
-          Activate<Out>(sum, p.epilogue.activation);
-          StorePacked<Out, kQuad>(reinterpret_cast<Out*>(at), Narrow<Out>(sum));
-        }
+        for (float& each : sum) each = activate(each);
+        store(i, sum);
       }
-    });
+    };
+    if (plain) {
+      store_all([](float v) { return v; });
+    } else if (silu) {
+      const activation::Silu<T> f{static_cast<float>(p.epilogue.activation.parameter)};
+      store_all([&](float v) { return f.Forward(v); });
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < kBatch; ++i) {
+        float sum[kQuad];
+        add(now[0], sum);
+        Rotate<1>(now);
+        if (column + i < end) AddResidual<T>(p, sum, (to - out + int64_t{out_pixel} * i) >> OutShift<T>(p));
+        ActivateResults<T>(p, sum);
+        store(i, sum);
+      }
+    }
     to += int64_t{out_pixel} * kBatch;
   }
 }

@@ -9,7 +9,6 @@
 namespace jaxdnn::conv::depthwise {
 
 // A window of kLines x kColumns taps, results kStride lines and columns apart, kStrip of them in a strip.
-// An odd strip keeps strips side by side from the same banks.
 template <int kLines_, int kColumns_, int kStride_, int kStrip_, int kBlocks_>
 struct Ring {
   static constexpr int kLines = kLines_, kColumns = kColumns_, kStride = kStride_, kStrip = kStrip_, kBlocks = kBlocks_;
@@ -17,7 +16,7 @@ struct Ring {
   static constexpr int kWidth = (kStrip - 1) * kStride + kColumns;  // of the operand's strip
 
   template <class L, bool kEdges>
-  using Copy = LineCopy<L, kWidth + (L::kStrips - 1) * kStrip * kStride, kEdges>;
+  using Copy = LineCopy<L, kWidth, kEdges>;
   template <class L>
   static constexpr int kLineBytes = Copy<L, false>::kBytes;
   template <class L>
@@ -29,11 +28,12 @@ struct Ring {
            q.at[1].LatticeAt(0, q.whole[1].origin).start > -kLines && q.in_pixel % 16 == 0;
   }
 
-  // Sets how the work is shared out between warps with `strips` strips of `pairs` pairs of channels, and returns how
-  // many there are. As for SlideKernel, short segments are work for more warps but have lines in common; and it takes
-  // some lines' time to fill a ring.
-  static int64_t Share(DataParams& q, const Problem& p, int pairs, int strips) {
+  // Sets how the work is shared out between warps, and returns how many there are. As for SlideKernel, short segments
+  // are work for more warps but have lines in common; and it takes some lines' time to fill a ring.
+  static int64_t Share(DataParams& q, const Problem& p) {
     constexpr int kStart = 4;
+    const int pairs = PairsOfWarp(p.groups * p.features, CeilDiv(q.at[2].MaxCount(), kStrip)), strips = 32 / pairs;
+    q.slabs.width = pairs;
     const int lines = std::max(q.at[1].MaxCount(), 1), planes = q.at[0].MaxCount();
     q.slabs.count = FastDiv(CeilDiv(p.groups * p.features, 2 * pairs));
     q.planes = FastDiv(planes);
@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(kDepthwiseThreads, R::kBlocks)
   constexpr int kLines = R::kLines, kColumns = R::kColumns, kStride = R::kStride, kStrip = R::kStrip, kSums = R::kSums,
                 kStages = R::template kStages<L>, kStage = Copy::kBytes;
   extern __shared__ __align__(16) char shared[];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, within = lane / L::kPairs;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, width = p.slabs.width, within = lane / width;
   int slab, strips, segment, plane, phase = 0, column_phase = 0;
   int image = p.slabs.count.Div(static_cast<int>(blockIdx.x) * kDepthwiseWarps + warp, &slab);
   if (image >= p.units) return;
@@ -97,8 +97,8 @@ __global__ void __launch_bounds__(kDepthwiseThreads, R::kBlocks)
   const int64_t problem = p.images.Div(image);
   constexpr bool kSummed = L::kPairing == Pairing::kSummed;
   const int features = static_cast<int>(p.features.divisor), channels = p.channels * (kSummed ? features : 1);
-  const int pair = slab * L::kPairs + lane % L::kPairs, channel = min(2 * pair, channels - 2);
-  const int tile0 = strips * L::kStrips * kStrip, column0 = tile0 + within * kStrip;
+  const int pair = slab * width + lane % width, channel = min(2 * pair, channels - 2);
+  const int tile0 = strips * (32 / width) * kStrip, column0 = tile0 + within * kStrip;
   const auto lattice = [&](int d, int phase) {
     return kPhased ? p.at[d].LatticeAt(phase, p.whole[d].origin) : p.at[d].Undilated(p.whole[d].origin);
   };
@@ -110,17 +110,7 @@ __global__ void __launch_bounds__(kDepthwiseThreads, R::kBlocks)
   if (lines <= 0) return;
 
   float2 w[kLines][kColumns];
-  {
-    const char* const from = FirstTap<T>(p, p.whole, filter, problem, channel);
-#pragma unroll
-    for (int r = 0; r < kLines; ++r)
-#pragma unroll
-      for (int s = 0; s < kColumns; ++s) {
-        const int64_t tap = r * p.whole[1].tap_step * p.filter_tap[1] + s * p.whole[2].tap_step * p.filter_tap[2];
-        w[r][s] = ToFloats<T>(LoadPair<T, true>(from + tap, 1));
-        Keep(w[r][s]);
-      }
-  }
+  LoadTaps<T, false>(p, p.whole, FirstTap<T>(p, p.whole, filter, problem, channel), 1, true, w);
 
   // Steps are lines of results, and begin with those that are other segments'. Lines of the operand that are zeros
   // add nothing: the first steps that have only such are left out, and the last have no products.
@@ -129,9 +119,10 @@ __global__ void __launch_bounds__(kDepthwiseThreads, R::kBlocks)
   const int begin = all ? 0 : min(max(-in_line / kStride, 0), kSums - 1);
   const int end = all ? steps : max(min((down.extent - in_line + kStride - 1) / kStride, steps), begin);
   const int end_line = min(in_line + kStride * end, down.extent);
-  const int in_column = across.start + kStride * tile0, chunk0 = L::FirstChunk(slab, p.features);
+  const int in_column = across.start + kStride * tile0, chunk0 = L::FirstChunk(slab, width, p.features);
   const int in_plane = p.whole[0].origin + p.at[0].pitch * p.at[0].stride * plane;
-  const Copy copy(in_column, kEdges ? p.edges[2] : Edges{across.extent}, chunk0, p.in_pixel, p.in_step[2]);
+  const Copy copy(in_column, width, kStride * kStrip, kEdges ? p.edges[2] : Edges{across.extent}, chunk0, p.in_pixel,
+                  p.in_step[2]);
   const bool plane_inside = in_plane >= 0 && in_plane < p.at[0].axis.extent;
   int ahead = in_line + kStride * begin;
   const char* const first = in + image * p.in_image + in_plane * p.in_line[0] + down.element * p.in_line[1] +
@@ -151,10 +142,10 @@ __global__ void __launch_bounds__(kDepthwiseThreads, R::kBlocks)
     CommitCopies();
     ++ahead;
   };
-#pragma unroll
+#pragma unroll 1
   for (int i = 0; i < kStages - 1; ++i) copy_line(i * kStage);
 
-  const float2 bias = kSummed ? float2{} : BiasOf<T>(p.epilogue, problem * p.channels + channel, true, p.widened);
+  const float2 bias = kSummed ? float2{} : BiasOf<T>(p, problem * p.channels + channel, true);
   float2 sums[kSums][kStrip];
 #pragma unroll
   for (int k = 0; k < kSums; ++k)
@@ -186,7 +177,7 @@ __global__ void __launch_bounds__(kDepthwiseThreads, R::kBlocks)
     to += p.out_step[1];
   };
 
-  const char* const own = ring + within * kStrip * kStride * L::kPixelBytes + L::Within(slab, lane, p.features);
+  const char* const own = ring + L::Within(slab, width, lane, p.features);
   int stage = 0, before = (kStages - 1) * kStage;
 #pragma unroll 1
   for (int step = begin; step < end; ++step) {

@@ -39,25 +39,15 @@ __global__ void __launch_bounds__(kDepthwiseThreads, kBlocks)
     if (empty) from = filter;
 #pragma unroll
     for (int d = 0; d < kPlanes; ++d)
-#pragma unroll
-      for (int r = 0; r < kLines; ++r)
-#pragma unroll
-        for (int s = 0; s < kColumns; ++s) {
-          const bool there = !kRagged || (d < block.at[0].taps && r < block.at[1].taps && s < block.at[2].taps);
-          w[d][r][s] = {0, 0};
-          if (there)
-            w[d][r][s] = ToFloats<T>(LoadPair<T, true>(from + d * block.at[0].tap_step * p.filter_tap[0] +
-                                                           r * block.at[1].tap_step * p.filter_tap[1] +
-                                                           s * block.at[2].tap_step * p.filter_tap[2],
-                                                       channels.filter_second));
-          Keep(w[d][r][s]);
-        }
+      LoadTaps<T, kRagged>(p, block.at, from + d * block.at[0].tap_step * p.filter_tap[0], channels.filter_second,
+                           d < block.at[0].taps, w[d]);
   }
 
   const int first_column = block.at[2].origin + p.at[2].pitch * kStride * column0;
   const int first_plane = block.at[0].origin + p.at[0].pitch * p.at[0].stride * plane;
   const int in_lines = p.at[1].axis.extent, step = p.at[2].pitch * p.in_pixel;
-  int line = block.at[1].origin + p.at[1].pitch * kStride * line0;
+  // The first step only loads.
+  int line = block.at[1].origin + p.at[1].pitch * kStride * line0 - (kStride - 1) * p.at[1].pitch;
   const char* from = in + image * p.in_image + first_plane * p.in_line[0] + line * p.in_line[1] +
                      int64_t{first_column} * p.in_pixel + channels.in * sizeof(T);
   const int64_t line_step = p.at[1].pitch * p.in_line[1], plane_step = p.at[0].pitch * p.in_line[0];
@@ -68,7 +58,7 @@ __global__ void __launch_bounds__(kDepthwiseThreads, kBlocks)
     in_columns[d] = at < static_cast<unsigned>(p.at[0].axis.extent) && !empty ? p.at[2].axis.extent : 0;
   }
   Keep(from);
-  bool there;  // the line that was loaded last
+  bool there = false;  // the line that was loaded last
   const auto load_line = [&](Pair<T>(&x)[kPlanes][kWidth]) {
     there = static_cast<unsigned>(line) < static_cast<unsigned>(in_lines);
 #pragma unroll
@@ -79,24 +69,21 @@ __global__ void __launch_bounds__(kDepthwiseThreads, kBlocks)
     line += p.at[1].pitch;
   };
 
-  const float2 bias = BiasOf<T>(p.epilogue, problem * p.channels + channels.out, channels.both, p.widened);
+  const float2 bias = BiasOf<T>(p, problem * p.channels + channels.out, channels.both);
   float2 sums[kSums][kStrip] = {};
-  Pair<T> next[kPlanes][kWidth];
-  load_line(next);
+  Pair<T> next[kPlanes][kWidth] = {};
   int out_column = static_cast<int>(p.out_line[2]) * p.at[2].period;
   char* to = out + image * p.out_image + (block.at[0].first + int64_t{p.at[0].period} * plane) * p.out_line[0] +
-             (block.at[1].first + int64_t{p.at[1].period} * (line0 - (kSums - 1))) * p.out_line[1] +
+             (block.at[1].first + int64_t{p.at[1].period} * (line0 - kSums)) * p.out_line[1] +
              (block.at[2].first + int64_t{p.at[2].period} * column0) * p.out_line[2] +
              channels.out * (p.widened ? sizeof(float) : sizeof(T));
 #pragma unroll 1
-  for (int i = line0; i < line1 + kSums - 1; ++i) {
+  for (int i = line0 - 1; i < line1 + kSums - 1; ++i) {
 #pragma unroll
     for (int a = 0; a < kStride; ++a) {
       float2 x[kPlanes][kWidth];
 #pragma unroll
-      for (int d = 0; d < kPlanes; ++d)
-#pragma unroll
-        for (int i = 0; i < kWidth; ++i) x[d][i] = ToFloats<T>(next[d][i]);
+      for (int d = 0; d < kPlanes; ++d) WidenStrip<T>(next[d], p.is_half, x[d]);
       const bool any = there;
       load_line(next);
       const auto up = [&](int k) {
@@ -129,7 +116,7 @@ __global__ void __launch_bounds__(kDepthwiseThreads, kBlocks)
     if (i >= line0 + kSums - 1) {
       const int count = block.at[2].count - column0;
       ClampAll(p, sums[kSums - 1]);
-      WithOut<T>(p.widened, [&](auto type) {
+      WithOut<T>(p, [&](auto type) {
         StoreStrip<typename decltype(type)::type, true>(to, out_column, count, sums[kSums - 1], true);
       });
     }

@@ -104,28 +104,28 @@ __global__ void __launch_bounds__(kDepthwiseThreads, 4)
 #pragma unroll
     for (int i = 0; i < kSeen; ++i) Widen<T>(next[i], x[kBefore][i]);
     load();
-    WithOut<T>(p.widened, [&](auto type) {
-      using Out = typename decltype(type)::type;
 #pragma unroll
-      for (int u = 0; u < 2; ++u) {
-        if (static_cast<unsigned>(out_line + u) < static_cast<unsigned>(out_lines)) {
+    for (int u = 0; u < 2; ++u) {
+      if (static_cast<unsigned>(out_line + u) < static_cast<unsigned>(out_lines)) {
 #pragma unroll
-          for (int i = 0; i < 2 * kStrip; ++i) {
-            float sum[kTogether];
+        for (int i = 0; i < 2 * kStrip; ++i) {
+          float sum[kTogether];
 #pragma unroll
-            for (int c = 0; c < kTogether; ++c) sum[c] = bias[c];
+          for (int c = 0; c < kTogether; ++c) sum[c] = bias[c];
 #pragma unroll
-            for (int r = u; r < kTaps; r += 2)
+          for (int r = u; r < kTaps; r += 2)
 #pragma unroll
-              for (int s = i % 2; s < kTaps; s += 2)
-                AddProducts(sum, w[r][s], x[kBefore - r / 2][kBefore + i / 2 - s / 2]);
-            if (static_cast<unsigned>(out_column + i) < static_cast<unsigned>(out_columns))
-              StorePacked<Out, kTogether>(reinterpret_cast<Out*>(to + int64_t{out_pixel} * i), Narrow<Out>(sum));
-          }
+            for (int s = i % 2; s < kTaps; s += 2)
+              AddProducts(sum, w[r][s], x[kBefore - r / 2][kBefore + i / 2 - s / 2]);
+          if (static_cast<unsigned>(out_column + i) >= static_cast<unsigned>(out_columns)) continue;
+          WithOut<T>(p.widened, [&](auto type) {
+            using Out = typename decltype(type)::type;
+            StorePacked<Out, kTogether>(reinterpret_cast<Out*>(to + int64_t{out_pixel} * i), Narrow<Out>(sum));
+          });
         }
-        to += p.out_line[1];
       }
-    });
+      to += p.out_line[1];
+    }
 #pragma unroll
     for (int l = 0; l < kBefore; ++l)
 #pragma unroll

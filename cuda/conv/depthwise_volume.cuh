@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(VolumeTile::kMostThreads, 1)
           Keep(w[d][r][s]);
         }
   }
-  const float2 bias = BiasOf<T>(p.epilogue, problem * p.channels + channel, true, p.widened);
+  const float2 bias = BiasOf<T>(p, problem * p.channels + channel, true);
   float2 sums[kPlanes][kTaps][kStrip] = {};
 
   const int pitch = tile.width * static_cast<int>(sizeof(Pair<T>)), out_column = static_cast<int>(p.out_line[2]);

@@ -77,10 +77,16 @@ __device__ __forceinline__ void AddValues(uint32_t shared, float (&sums)[2]) {
 }
 
 // Adds up the pixels' values of kCount lines of the result, and stores them `offset` elements after the places.
-template <int kCount, bool kFinish, class Out>
+template <class In, int kCount>
 __device__ __forceinline__ void StoreLines(const FewFeaturesParams& q, uint32_t values, const int2* elements,
-                                           int offset, int problem, Out* out) {
+                                           int offset, int problem, void* out) {
   constexpr int kAtOnce = 4;
+  const auto with_out = [&](const auto& f) {
+    if (sizeof(In) == 4 || q.wide)
+      f(static_cast<float*>(out));
+    else
+      f(static_cast<In*>(out));
+  };
 #pragma unroll 1
   for (int base = threadIdx.x; base < q.elements; base += kAtOnce * blockDim.x) {
     int places[kAtOnce];
@@ -98,50 +104,50 @@ __device__ __forceinline__ void StoreLines(const FewFeaturesParams& q, uint32_t 
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k, from[k - 1] += q.back_bytes) AddValues(from[k], sums[k]);
     }
-    if constexpr (!kFinish) {
+    if (kCount > 1 || !q.finish) {
+      with_out([&](auto* typed) {
+        using Out = std::remove_pointer_t<decltype(typed)>;
 #pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) {
-        Out* const to = out + (places[k] + offset);
+        for (int k = 0; k < kAtOnce; ++k) {
+          Out* const to = typed + (places[k] + offset);
 #pragma unroll
-        for (int line = 0; line < kCount; ++line)
-          if (places[k] >= 0) to[line * q.result_width] = static_cast<Out>(sums[k][line]);
-      }
-    } else {
-      static_assert(kCount == 1);
-      float results[kAtOnce];
-#pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) results[k] = sums[k][0];
+          for (int line = 0; line < kCount; ++line)
+            if (places[k] >= 0) to[line * q.result_width] = static_cast<Out>(sums[k][line]);
+        }
+      });
+      continue;
+    }
 #pragma unroll 1
-      for (int k = 0; k < kAtOnce; ++k, Rotate<1>(results), Rotate<1>(places)) {
-        const int at = places[0] + offset;
-        if (places[0] < 0) continue;
+    for (int k = 0; k < kAtOnce; ++k) {
+      if (const int at = places[0] + offset; places[0] >= 0) {
         int feature;
         q.features_div.Div(places[0], &feature);
-        float v[] = {results[0]};
-        Add<Out>(v, q.epilogue.bias, int64_t{problem} * q.features + feature);
-        Add<Out>(v, q.epilogue.residual, problem * q.out_problem + at);
-        Activate<Out, false>(v, q.epilogue.activation);
-        out[at] = static_cast<Out>(v[0]);
+        float v[] = {sums[0][0]};
+        with_out([&](auto* typed) {
+          using Out = std::remove_pointer_t<decltype(typed)>;
+          Add<Out>(v, q.epilogue.bias, int64_t{problem} * q.features + feature);
+          Add<Out>(v, q.epilogue.residual, problem * q.out_problem + at);
+        });
+        Activate<float, false>(v, q.epilogue.activation);
+        with_out([&](auto* typed) { typed[at] = static_cast<std::remove_pointer_t<decltype(typed)>>(v[0]); });
       }
+      Rotate<kCount>(reinterpret_cast<float (&)[kAtOnce * kCount]>(sums));
+      Rotate<1>(places);
     }
   }
 }
 
 // Stores line `line` of the result, whose values are at `values`, and if there are `both` the next one, whose values
 // are beside: those that there are.
-template <class Out>
+template <class In>
 __device__ __forceinline__ void StoreResult(const FewFeaturesParams& q, uint32_t values, const int2* elements, int line,
-                                            bool both, int problem, Out* out) {
+                                            bool both, int problem, void* out) {
   const int first = max(line, 0), end = min(line + (both ? 2 : 1), q.result_height);
-  if (q.finish) {
+  if (end - first == 2 && !q.finish)
+    return StoreLines<In, 2>(q, values, elements, first * q.result_width, problem, out);
 #pragma unroll 1
-    for (int i = first; i < end; ++i)
-      StoreLines<1, true>(q, values + (i - line) * 4, elements, i * q.result_width, problem, out);
-  } else if (end - first == 2) {
-    StoreLines<2, false>(q, values, elements, first * q.result_width, problem, out);
-  } else if (end - first == 1) {
-    StoreLines<1, false>(q, values + (first - line) * 4, elements, first * q.result_width, problem, out);
-  }
+  for (int i = first; i < end; ++i)
+    StoreLines<In, 1>(q, values + (i - line) * 4, elements, i * q.result_width, problem, out);
 }
 
 // A later line of the window comes first. Sums of lines that it does not have are of no use.
@@ -266,11 +272,7 @@ __global__ void __launch_bounds__(T::kMostThreads)
           }
           __syncthreads();
           const int y = line * q.stride_h - q.before_h + i;
-          if (floats) {
-            StoreResult(q, values, elements, y, both, problem, static_cast<float*>(out));
-          } else {
-            StoreResult(q, values, elements, y, both, problem, static_cast<typename T::In*>(out));
-          }
+          StoreResult<typename T::In>(q, values, elements, y, both, problem, out);
         }
         if (both) {
           NextLines<T, 2>(q, sums);

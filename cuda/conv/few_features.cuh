@@ -173,16 +173,16 @@ __device__ __forceinline__ void FillFilter(const FewFeaturesParams& q, const typ
     for (int k = 0; k < kAtOnce; ++k)
       chunks[k] = LoadConstant(reinterpret_cast<const Vec<Bits, T::kChunk>*>(filter) +
                                min(base + k * int(blockDim.x), all - 1));
-#pragma unroll
-    for (int k = 0; k < kAtOnce; ++k) {
+#pragma unroll 1
+    for (int k = 0; k < kAtOnce; ++k, Rotate<1>(chunks)) {
       const int i = base + k * blockDim.x;
-      if (i >= all) continue;
+      if (i >= all) break;
       int feature, channel;
       const int tap = q.channels_div.Div(q.features_div.Div(i * T::kChunk, &feature), &channel);
       int line = values - (tap + 1) * q.features + feature;
 #pragma unroll
       for (int j = 0; j < T::kChunk; ++j) {
-        place(line, channel) = chunks[k].v[j];
+        place(line, channel) = chunks[0].v[j];
         ++line;
         if (++feature == q.features) {
           feature = 0;

@@ -160,10 +160,11 @@ struct StoreChecked {
   FilterParams q;
   const In *x, *y;
   Out* out;
+  bool may_have = true;  // whether any has
 
   template <class Sum>
   __device__ Out Value(int64_t i, Sum sum) const {
-    if (isnan(sum)) sum = SumOfPixels<Sum>(i);
+    if (may_have && isnan(sum)) sum = SumOfPixels<Sum>(i);
     return static_cast<Out>(sum);
   }
   template <class Sum>

@@ -223,7 +223,10 @@ struct FrameBlock : DataBlock {
     return at;
   }
   static __device__ int StepOf(const Axis& axis) { return static_cast<int>(axis.step.divisor); }
-  static __device__ int Index(const Axis& axis, int position) { return Quotient(position, StepOf(axis)); }
+  static __device__ int Index(const Axis& axis, int position) {
+    const int whole = axis.step.Div(abs(position));
+    return position < 0 ? -whole : whole;
+  }
 };
 
 // Where a row reads the operand at a tap of the block's phase: the pixel's first channel, or -1 if nothing is there.

@@ -1,7 +1,8 @@
 // The frame's results, forward and in the data gradient, on the CUDA cores: every type and group count.
 //
-// A warp has 32 channels of the result, or 128 of a depthwise convolution, and a thread kPixels pixels of its channels,
-// which share what is loaded of the filter. Where they read the operand is worked out once a line of taps.
+// A warp has 32 channels of the result, or 128 of a depthwise convolution of up to 32 bits, and a thread kPixels pixels
+// of its channels, which share what is loaded of the filter. Where they read the operand is worked out once a line of
+// taps.
 #include <algorithm>
 #include <initializer_list>
 #include <type_traits>
@@ -110,25 +111,36 @@ __global__ void __launch_bounds__(kThreads, 3)
   }
 
   if (!exists) return;
-  const auto store = [&](auto* result) {
-    using Out = std::remove_pointer_t<decltype(result)>;
+  const auto with_out = [&](const auto& f) {
+    if constexpr (sizeof(In) == 2) {
+      if (wide) return f(static_cast<float*>(out));
+    }
+    f(static_cast<In*>(out));
+  };
 #pragma unroll 1
-    for (int i = 0; i < kPixels; ++i) {
-      const int64_t pixel = rows[first_row + i].result;
-      if (pixel < 0) break;
-      const int64_t offset = pixel * p.result_pixel + channel;
-      Sum(&v)[kChannels] = sums[0];
+  for (int i = 0; i < kPixels; ++i) {
+    const int64_t pixel = rows[first_row + i].result;
+    if (pixel < 0) break;
+    const int64_t offset = pixel * p.result_pixel + channel;
+    Sum(&v)[kChannels] = sums[0];
+    with_out([&](auto* result) {
+      using Out = std::remove_pointer_t<decltype(result)>;
       Add<Out>(v, p.epilogue.bias, block.batch * p.result_pixel + channel);
       Add<Out>(v, p.epilogue.residual, offset);
-      if (!IsNone(p.epilogue)) Activate<Out>(v, p.epilogue.activation);
-      *reinterpret_cast<Vec<Out, kChannels>*>(result + offset) = Round<Out>(v);
-      Rotate<kChannels>(reinterpret_cast<Sum(&)[kPixels * kChannels]>(sums));
+    });
+    if (IsNone(p.epilogue)) {
+    } else if (sizeof(In) == 2 && wide) {
+#pragma unroll
+      for (Sum& each : v) each = activation::AnyActivation<Sum>{p.epilogue.activation}.Forward(each);
+    } else {
+      Activate<In>(v, p.epilogue.activation);
     }
-  };
-  if constexpr (sizeof(In) == 2) {
-    if (wide) return store(static_cast<float*>(out));
+    with_out([&](auto* result) {
+      using Out = std::remove_pointer_t<decltype(result)>;
+      *reinterpret_cast<Vec<Out, kChannels>*>(result + offset) = Round<Out>(v);
+    });
+    Rotate<kChannels>(reinterpret_cast<Sum(&)[kPixels * kChannels]>(sums));
   }
-  store(static_cast<In*>(out));
 }
 
 }  // namespace
@@ -139,11 +151,10 @@ int LaunchFrameSimt(const Problem& p, const void* operand, const void* filter, v
     return std::all_of(arrays.begin(), arrays.end(),
                        [=](const void* a) { return reinterpret_cast<uintptr_t>(a) % bytes == 0; });
   };
-  // Of double a vector would be more than one access.
-  const int most = p.in == DType::kF64 ? 2 : 4;
-  const bool depthwise = p.channels == 1 && p.features == 1 && p.groups % most == 0 &&
-                         aligned({operand, filter}, most * SizeOf(p.in)) &&
-                         aligned({out, epilogue.bias, epilogue.residual}, most * SizeOf(p.out));
+  constexpr int kMost = 4;
+  const bool depthwise = p.in != DType::kF64 && p.channels == 1 && p.features == 1 && p.groups % kMost == 0 &&
+                         aligned({operand, filter}, kMost * SizeOf(p.in)) &&
+                         aligned({out, epilogue.bias, epilogue.residual}, kMost * SizeOf(p.out));
   return VisitDType(p.in, [&](auto type) {
     using In = typename decltype(type)::type;
     const auto launch = [&](auto channels) {
@@ -157,8 +168,9 @@ int LaunchFrameSimt(const Problem& p, const void* operand, const void* filter, v
       return LaunchKernel(FrameSimtKernel<In, channels()>, FrameBlocks(p, q, f), kThreads, stream, q, f,
                           static_cast<const In*>(operand), static_cast<const In*>(filter), p.out != p.in, out);
     };
-    constexpr std::integral_constant<int, sizeof(In) == 8 ? 2 : 4> kMost;
-    return depthwise ? launch(kMost) : launch(std::integral_constant<int, 1>());
+    if constexpr (sizeof(In) < 8)
+      if (depthwise) return launch(std::integral_constant<int, kMost>());
+    return launch(std::integral_constant<int, 1>());
   });
 }
 

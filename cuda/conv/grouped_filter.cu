@@ -242,7 +242,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
     };
     // Nobody reads the lines of the columns before any more.
     __syncwarp();
-#pragma unroll
+#pragma unroll 1
     for (int i = 0; i < kAhead; ++i) copy(ring + i * T::kStageBytes, i);
 
     int x_place[3][T::kAddresses];

@@ -22,7 +22,6 @@ namespace {
 
 // Loads the filter's taps in the order of the products: one position of the window in its plane after another, and of
 // each the window's planes from the last to the first, as the sums of the planes of results lie.
-template <bool kForward>
 __device__ void LoadFilter(const PlanesParams& q, const PlanesShared& shared, const PlanesPlace& place) {
   hopper::ArriveExpecting(shared.FilterFull(), q.filter_bytes);
   const int plane = q.window[1] * q.window[2];
@@ -33,21 +32,22 @@ __device__ void LoadFilter(const PlanesParams& q, const PlanesShared& shared, co
     for (int i = 0; i < plane; ++i)
       for (int j = 0; j < kTaps; ++j, to += q.slab_bytes) {
         // The data gradient's window is mirrored.
-        const int tap = kForward ? (kTaps - 1 - j) * plane + i : j * plane + plane - 1 - i;
-        const int at[] = {kForward ? place.feature : part * q.part_channels, kForward ? 0 : place.feature, tap,
+        const int tap = q.forward ? (kTaps - 1 - j) * plane + i : j * plane + plane - 1 - i;
+        const int at[] = {q.forward ? place.feature : part * q.part_channels, q.forward ? 0 : place.feature, tap,
                           q.grouped || q.shared ? 0 : place.model, q.grouped ? place.model : 0};
         hopper::LoadBox(to, &q.filter, shared.FilterFull(), at);
       }
 }
 
 // The same, of a forward filter of floats, by all who multiply: a warp reads neighbouring features of four channels.
-template <int kLine, int kLines, int kFeatures>
+template <int kLine, int kFeatures>
 __device__ void TransposeFilter(const PlanesParams& q, const PlanesShared& shared, const PlanesPlace& place) {
-  constexpr int kChunks = kLine / 16, kPlane = kTaps * kLines, kAll = kTaps * kPlane;
+  constexpr int kChunks = kLine / 16;
   constexpr int kApart = kMultipliers / kFeatures / kChunks, kTogether = 7;  // taps
+  const int plane = kTaps * q.window[1], all = kTaps * plane;
   const int row = threadIdx.x % kFeatures, chunk = threadIdx.x / kFeatures % kChunks;
   const int feature = place.feature + row, tap_size = q.channels * q.pixel;
-  const int64_t model = q.grouped ? q.features : q.shared ? 0 : kAll * int64_t{tap_size};
+  const int64_t model = q.grouped ? q.features : q.shared ? 0 : all * int64_t{tap_size};
   uint32_t to = hopper::Swizzled(shared.filter + row * kLine + chunk * 16, kLine);
 #pragma unroll 1
   for (int part = 0; part < q.parts; ++part) {
@@ -55,11 +55,11 @@ __device__ void TransposeFilter(const PlanesParams& q, const PlanesShared& share
     const bool exists = channel < q.channels && feature < q.features;
     const float* const from = q.transposed + (exists ? place.model * model + channel * q.pixel + feature : 0);
 #pragma unroll 1
-    for (int first = threadIdx.x / kFeatures / kChunks; first < kAll; first += kApart * kTogether) {
+    for (int first = threadIdx.x / kFeatures / kChunks; first < all; first += kApart * kTogether) {
       uint32_t words[kTogether][4];
 #pragma unroll
       for (int i = 0; i < kTogether; ++i) {
-        const int at = min(first + i * kApart, kAll - 1), tap = (kTaps - 1 - at % kTaps) * kPlane + at / kTaps;
+        const int at = min(first + i * kApart, all - 1), tap = (kTaps - 1 - at % kTaps) * plane + at / kTaps;
 #pragma unroll
         for (int k = 0; k < 4; ++k) words[i][k] = __float_as_uint(__ldg(from + tap * tap_size + k * q.pixel));
       }
@@ -68,15 +68,14 @@ __device__ void TransposeFilter(const PlanesParams& q, const PlanesShared& share
 #pragma unroll
         for (uint32_t& word : words[i]) word = exists ? word : 0;
         RoundToTf32(words[i]);
-        if (first + i * kApart < kAll)
-          hopper::StoreWords(to + (part * kAll + first + i * kApart) * q.slab_bytes, words[i]);
+        if (first + i * kApart < all)
+          hopper::StoreWords(to + (part * all + first + i * kApart) * q.slab_bytes, words[i]);
       }
     }
   }
   hopper::ShowSharedToTma();
 }
 
-template <bool kForward>
 __device__ void ProducePlanes(const PlanesParams& q, const PlanesShared& shared) {
   hopper::PrefetchMap(&q.operand);
   if (q.transposed == nullptr) hopper::PrefetchMap(&q.filter);
@@ -92,7 +91,7 @@ __device__ void ProducePlanes(const PlanesParams& q, const PlanesShared& shared)
         filter_parity ^= 1;
       }
       filter = place.filter;
-      LoadFilter<kForward>(q, shared, place);
+      LoadFilter(q, shared, place);
     }
     const int other = place.other - q.pad[1];
     for (int i = 0; i < place.count + kTaps - 1; ++i) {
@@ -110,39 +109,52 @@ __device__ void ProducePlanes(const PlanesParams& q, const PlanesShared& shared)
   }
 }
 
-// Issues the products of a warpgroup's rows with all taps of the window.
-template <class In, bool kTransposed, int kLine, int kLines, int kFeatures>
-__device__ __forceinline__ void MultiplyPlane(const PlanesParams& q, const uint32_t (&rows)[2], uint32_t filter,
-                                              PlaneSums<kFeatures> (&sums)[2]) {
-  // From one step's operands to the next's, in 16 bytes: transposed, the filter's lines are of one channel each.
-  constexpr int kSteps = kLine / 32, kSlab = kTaps * kFeatures * kLine, kStepB = kTransposed ? 16 * 2 * kFeatures : 32;
-  const uint64_t b = kTransposed ? hopper::LineDescriptor(filter, 2 * kFeatures, 8 * 2 * kFeatures, kFeatures * kLine)
-                                 : hopper::LineDescriptor(filter, kLine, 8 * kLine, 0);
+// Issues the products of a warpgroup's rows with all taps of some lines of the window.
+template <class In, int kLine, int kFeatures>
+__device__ __forceinline__ void MultiplyPlane(const PlanesParams& q, int lines, const uint32_t (&rows)[2],
+                                              uint32_t filter, PlaneSums<kFeatures> (&sums)[2]) {
   const int line_step = q.line_step >> 4, column_step = q.column_step >> 4;
+  uint64_t a[] = {hopper::LineDescriptor(rows[0], kLine, q.next_eight, 0),
+                  hopper::LineDescriptor(rows[1], kLine, q.next_eight, 0)};
   // What the sums are by now, they are in their registers before the products begin.
   hopper::Settle(sums);
   hopper::BeginProducts();
-  const uint64_t a[] = {hopper::LineDescriptor(rows[0], kLine, q.next_eight, 0),
-                        hopper::LineDescriptor(rows[1], kLine, q.next_eight, 0)};
-#pragma unroll
-  for (int i = 0; i < kLines; ++i)
+  // From one step's operands to the next's, in bytes: transposed, the filter's lines are of one channel each.
+  constexpr int kSteps = kLine / 32, kSlab = kTaps * kFeatures * kLine;
+  const bool forward = sizeof(In) == 2 && q.forward;
+  uint64_t b = forward ? hopper::LineDescriptor(filter, 2 * kFeatures, 8 * 2 * kFeatures, kFeatures * kLine)
+                       : hopper::LineDescriptor(filter, kLine, 8 * kLine, 0);
+  const auto multiply = [&](auto transposed) {
+    constexpr bool kTransposed = decltype(transposed)::value;
+    constexpr int kStep = kTransposed ? 16 * 2 * kFeatures : 32;
 #pragma unroll
     for (int j = 0; j < kTaps; ++j)
 #pragma unroll
       for (int k = 0; k < kSteps; ++k)
 #pragma unroll
         for (int m = 0; m < 2; ++m)
-          hopper::Multiply<In, kTaps * kFeatures, false, kTransposed>(
-              sums[m], a[m] + i * line_step + j * column_step + k * 2,
-              b + (((i * kTaps + j) * kSlab + k * kStepB) >> 4), true);
+          hopper::Multiply<In, kTaps * kFeatures, false, kTransposed>(sums[m], a[m] + j * column_step + k * 2,
+                                                                      b + ((j * kSlab + k * kStep) >> 4), true);
+  };
+#pragma unroll 1
+  for (int i = 0; i < lines; ++i) {
+    if constexpr (sizeof(In) == 2)
+      forward ? multiply(std::true_type()) : multiply(std::false_type());
+    else
+      multiply(std::false_type());
+    a[0] += line_step;
+    a[1] += line_step;
+    b += kTaps * kSlab >> 4;
+  }
   hopper::CommitProducts();
 }
 
-template <class In, bool kForward, int kLine, int kLines, int kFeatures>
+template <class In, int kLine, int kFeatures>
 __device__ void ConsumePlanes(const PlanesParams& q, const PlanesShared& shared, int warpgroup, void* out) {
   static_assert(kBlocksOfWarpgroup == 2);
   // Where a plane's products take long, the warpgroups issue them in turn: one takes its sums while the other's run.
-  constexpr bool kFloats = sizeof(In) == 4, kTurns = kLines > 1;
+  constexpr bool kFloats = sizeof(In) == 4;
+  const bool turns = q.window[1] > 1;
   const auto first_row = [&](int i) {
     const int block = 2 * warpgroup + i, down = block >> q.across_bits;
     return down * q.next_block_line + (block - (down << q.across_bits)) * q.next_block;
@@ -158,7 +170,7 @@ __device__ void ConsumePlanes(const PlanesParams& q, const PlanesShared& shared,
     if (kFloats && q.transposed != nullptr && place.filter != filter) {
       filter = place.filter;
       hopper::SyncThreads(1 + kConsumers, kMultipliers);  // all are done with the last one
-      TransposeFilter<kLine, kLines, kFeatures>(q, shared, place);
+      TransposeFilter<kLine, kFeatures>(q, shared, place);
       hopper::SyncThreads(1 + kConsumers, kMultipliers);
     } else if (place.filter != filter) {
       if (filter >= 0) hopper::ArriveOnce(shared.FilterEmpty());
@@ -166,65 +178,67 @@ __device__ void ConsumePlanes(const PlanesParams& q, const PlanesShared& shared,
       hopper::WaitBarrier(shared.FilterFull(), filter_parity);
       filter_parity ^= 1;
     }
-    const int thread = threadIdx.x % kWarpgroup, feature = FirstOfRun<kFeatures / 8>();
+    const int thread = threadIdx.x % kWarpgroup;
     PlaneStores<In> first;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const PlanesRows rows(q, 2 * warpgroup + i / 2);
       const int row = thread / 32 * 16 + thread % 32 / 4 + i % 2 * 8;
-      if constexpr (kFloats) {
+      if constexpr (kFloats)
         first[i / 2][i % 2] = rows.Pixel(q, place, row);
-      } else {
-        const int64_t to = rows.Offset(q, place, row);
-        first[i / 2][i % 2] = to < 0 || place.feature + feature >= q.features ? -1 : to + feature;
-      }
+      else
+        first[i / 2][i % 2] = rows.Offset(q, place, row);
     }
     PlaneSums<kFeatures> sums[2] = {};
     PlaneResults<kFeatures> results[2] = {};
+    // One step more, which only stores the last plane.
+    const int planes = place.count + kTaps - 1;
 #pragma unroll 1
-    for (int i = 0; i < place.count + kTaps - 1; ++i) {
+    for (int i = 0; i <= planes; ++i) {
 #pragma unroll 1
-      for (int part = 0; part < (kFloats ? q.parts : 1); ++part, ++step) {
+      for (int part = 0; part < (kFloats ? q.parts : 1); ++part) {
+        const bool more = i < planes;
         const uint32_t stage = shared.stages + turn.stage * q.stage_bytes;
-        hopper::WaitBarrier(shared.Full(turn.stage), turn.parity);
-        if (kTurns) hopper::WaitBarrier(shared.Turn(warpgroup), (step + (warpgroup == 0)) % 2);
-        MultiplyPlane<In, kForward && !kFloats, kLine, kLines, kFeatures>(q, {stage + offset[0], stage + offset[1]},
-                                                                          shared.filter + part * q.part_bytes, sums);
-        if (kTurns) hopper::ArriveOnce(shared.Turn(1 - warpgroup));
+        if (more) {
+          hopper::WaitBarrier(shared.Full(turn.stage), turn.parity);
+          if (turns) hopper::WaitBarrier(shared.Turn(warpgroup), (step + (warpgroup == 0)) % 2);
+        }
+        MultiplyPlane<In, kLine, kFeatures>(q, more ? q.window[1] : 0, {stage + offset[0], stage + offset[1]},
+                                            shared.filter + part * q.part_bytes, sums);
+        if (more && turns) hopper::ArriveOnce(shared.Turn(1 - warpgroup));
         // Of the plane before, while these products run; the first ones are another block's.
-        if (part == 0 && i >= kTaps)
-          StorePlane<In, kFeatures>(q, place, warpgroup, first, place.first + i - kTaps, results, out);
+        if (part == 0 && i >= kTaps) StorePlane<In, kFeatures>(q, place, first, place.first + i - kTaps, results, out);
         hopper::WaitForProducts<0>();
+        if (!more) break;
         hopper::ArriveOnce(shared.Empty(turn.stage));
         turn.Next(q.stages);
+        ++step;
       }
       TakePlane<kFeatures>(sums[0], results[0]);
       TakePlane<kFeatures>(sums[1], results[1]);
     }
-    StorePlane<In, kFeatures>(q, place, warpgroup, first, place.first + place.count - 1, results, out);
     at += place.count;
   }
 }
 
-template <class In, bool kForward, int kLine, int kLines, int kFeatures>
+template <class In, int kLine, int kFeatures>
 __global__ void __launch_bounds__(kThreads, 1) PlanesKernel(const __grid_constant__ PlanesParams q, void* out) {
   if constexpr (hopper::kAvailable) {
     extern __shared__ __align__(1024) unsigned char memory[];
     const PlanesShared shared(q, memory);
     shared.Init();
-    RunRoles<1>(
-        [&](int) { ProducePlanes<kForward>(q, shared); },
-        [&](int warpgroup) { ConsumePlanes<In, kForward, kLine, kLines, kFeatures>(q, shared, warpgroup, out); });
+    RunRoles<1>([&](int) { ProducePlanes(q, shared); },
+                [&](int warpgroup) { ConsumePlanes<In, kLine, kFeatures>(q, shared, warpgroup, out); });
   }
 }
 
-// Floats' two directions have the same kernels.
-template <class In, bool kForward>
+template <class In>
 cudaError_t LaunchTyped(const Problem& p, int64_t apart, const PlanesPlan& plan, bool forward, const void* operand,
                         const void* filter, void* out, const Epilogue& epilogue, cudaStream_t stream) {
   constexpr bool kFloats = sizeof(In) == 4;
   const bool volume = plan.volume;
   PlanesParams q = {};
+  q.forward = forward && !kFloats;
   q.transposed = kFloats && forward ? static_cast<const float*>(filter) : nullptr;
   q.epilogue = epilogue;
   q.wide = p.out != p.in;
@@ -290,30 +304,18 @@ cudaError_t LaunchTyped(const Problem& p, int64_t apart, const PlanesPlan& plan,
   // The filter is [taps, channels, features] as the problem had it before AsForward, of all groups.
   const int64_t along = forward ? p.features : p.channels, down = forward ? p.channels : p.features;
   const int64_t tap = p.groups * along * down;
-  if (e == cudaSuccess && (kForward || !forward))
+  if (e == cudaSuccess && q.transposed == nullptr)
     e = EncodeBoxes(&q.filter, p.in, filter, {along, down, p.Taps(), q.shared ? 1 : p.batch, p.groups},
-                    {kForward ? plan.tile_features : elements, kForward ? elements : plan.tile_features, 1, 1, 1}, true,
+                    {forward ? plan.tile_features : elements, forward ? elements : plan.tile_features, 1, 1, 1}, true,
                     false, {p.groups * along, tap, tap * p.Taps(), along});
   if (e != cudaSuccess) return e;
   const Grid grid = {plan.blocks, kThreads, size_t(plan.SharedBytes(q.stages))};
-  const auto launch = [&](auto line_bytes, auto lines, auto features) {
-    return LaunchKernel(
-        PlanesKernel<In, kForward, decltype(line_bytes)::value, decltype(lines)::value, decltype(features)::value>,
-        grid, stream, q, out);
-  };
-  constexpr std::integral_constant<int, 64> kHalf;
-  constexpr std::integral_constant<int, 128> kWhole;
-  constexpr std::integral_constant<int, 1> kOne;
-  constexpr std::integral_constant<int, kTaps> kThree;
-  constexpr std::integral_constant<int, 32> kFeatures;
-  constexpr std::integral_constant<int, 16> kFew;
-  constexpr std::integral_constant<int, 16 * sizeof(In)> kShort;
-  if (line == kShort && plan.tile_features == kFew)
-    return volume ? launch(kShort, kThree, kFew) : launch(kShort, kOne, kFew);
-  if constexpr (kFloats)
-    if (plan.tile_features == kFew) return launch(kWhole, kThree, kFew);
-  if (line == 64) return volume ? launch(kHalf, kThree, kFeatures) : launch(kHalf, kOne, kFeatures);
-  return volume ? launch(kWhole, kThree, kFeatures) : launch(kWhole, kOne, kFeatures);
+  const auto launch = [&](auto* kernel) { return LaunchKernel(kernel, grid, stream, q, out); };
+  if (plan.tile_features == 16) {
+    if (line == 16 * sizeof(In)) return launch(PlanesKernel<In, 16 * sizeof(In), 16>);
+    if constexpr (kFloats) return launch(PlanesKernel<In, 128, 16>);
+  }
+  return line == 64 ? launch(PlanesKernel<In, 64, 32>) : launch(PlanesKernel<In, 128, 32>);
 }
 
 }  // namespace
@@ -325,13 +327,12 @@ cudaError_t LaunchPlanes(const Problem& problem, const void* operand, const void
   PlanesPlan plan;
   if (!plan.Fit(p)) return cudaErrorInvalidValue;
   const bool forward = problem.direction == Direction::kForward;
-  const auto launch = [&](auto in, auto transposed) {
-    return LaunchTyped<typename decltype(in)::type, decltype(transposed)::value>(p, apart, plan, forward, operand,
-                                                                                 filter, out, epilogue, stream);
+  const auto launch = [&](auto in) {
+    return LaunchTyped<typename decltype(in)::type>(p, apart, plan, forward, operand, filter, out, epilogue, stream);
   };
-  if (p.in == DType::kF32) return launch(TypeTag<float>(), std::false_type());
-  const auto typed = [&](auto in) { return forward ? launch(in, std::true_type()) : launch(in, std::false_type()); };
-  return p.in == DType::kBF16 ? typed(TypeTag<__nv_bfloat16>()) : typed(TypeTag<__half>());
+  return p.in == DType::kF32    ? launch(TypeTag<float>())
+         : p.in == DType::kBF16 ? launch(TypeTag<__nv_bfloat16>())
+                                : launch(TypeTag<__half>());
 }
 
 }  // namespace jaxdnn::conv

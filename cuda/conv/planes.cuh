@@ -23,6 +23,7 @@ struct PlanesParams {
   Epilogue epilogue;
   bool plain;           // sums are stored as they are, in the operands' type
   bool wide;            // the result is of floats
+  bool forward;         // the filter's lines are of features
   bool volume, lines;   // as in the plan
   int across_bits;      // of how many blocks of 64 rows are side by side
   int columns, others;  // of a tile
@@ -136,30 +137,40 @@ __device__ __forceinline__ void TakePlane(PlaneSums<kFeatures>& sums, PlaneResul
 }
 
 // Bias, residual and activation, in the registers that the results are in.
-template <class Out, int kFeatures>
-__device__ __forceinline__ void FinishPlane(const PlanesParams& q, const PlanesPlace& place, int warpgroup,
-                                            int64_t plane, PlaneResults<kFeatures> (&results)[2]) {
-  const int warp = threadIdx.x % kWarpgroup / 32, lane = threadIdx.x % 32, first = lane % 4 * 2;
-  const auto exists = [&](int j) { return place.feature + first + 8 * j < q.features; };
+template <class In, int kFeatures>
+__device__ __forceinline__ void FinishPlane(const PlanesParams& q, const PlanesPlace& place,
+                                            const int64_t (&rows)[2][2], int64_t plane,
+                                            PlaneResults<kFeatures> (&results)[2]) {
+  const int column = threadIdx.x % 4 * 2;
+  const auto add = [&](float (&v)[2], const void* array, int64_t offset) {
+    if (q.wide)
+      Add<float>(v, array, offset);
+    else
+      Add<In>(v, array, offset);
+  };
 #pragma unroll
   for (int j = 0; j < kFeatures / 8; ++j) {
+    if (place.feature + column + 8 * j >= q.features) continue;
     float bias[2] = {};
-    if (exists(j)) Add<Out>(bias, q.epilogue.bias, place.FirstBias(q) + first + 8 * j);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) results[i / 4][4 * j + i % 4] += bias[i % 2];
-  }
-  if (q.epilogue.residual != nullptr) {
+    add(bias, q.epilogue.bias, place.FirstBias(q) + column + 8 * j);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int64_t row = PlanesRows(q, 2 * warpgroup + i / 2).Offset(q, place, 16 * warp + lane / 4 + i % 2 * 8);
-#pragma unroll
-      for (int j = 0; j < kFeatures / 8; ++j)
-        if (row >= 0 && exists(j))
-          Add<Out>(reinterpret_cast<float (&)[2]>(results[i / 2][4 * j + i % 2 * 2]), q.epilogue.residual,
-                   plane + row + first + 8 * j);
+      float (&pair)[2] = reinterpret_cast<float (&)[2]>(results[i / 2][4 * j + i % 2 * 2]);
+      pair[0] += bias[0];
+      pair[1] += bias[1];
+      if (const int64_t row = rows[i / 2][i % 2]; row >= 0)
+        add(pair, q.epilogue.residual, plane + row + column + 8 * j);
     }
   }
-  ActivateInTurn<Out, 4>(reinterpret_cast<float (&)[kFeatures]>(results), q.epilogue.activation);
+  auto& all = reinterpret_cast<float (&)[kFeatures]>(results);
+  if (!q.wide) return ActivateInTurn<In, 4>(all, q.epilogue.activation);
+  // Few layers have wide results and an activation, whose code for floats is not worth another copy.
+  if (q.epilogue.activation.kind == activation::Kind::kIdentity) return;
+#pragma unroll 1
+  for (int i = 0; i < kFeatures; ++i) {
+    all[0] = activation::AnyActivation<float>{q.epilogue.activation}.Forward(all[0]);
+    Turn<1>(all);
+  }
 }
 
 // Stores floats after any epilogue. Two neighbouring lanes exchange what they have of 16 features, so that a warp
@@ -227,39 +238,40 @@ __device__ __forceinline__ void StoreFloats(const PlanesParams& q, const PlanesP
   }
 }
 
-// Where a thread stores a row of each block, in the first plane: of 16 bits its features, of floats the pixel.
+// Where a thread's rows of each block are in the first plane, or -1: of 16 bits the first feature, of floats the pixel.
 template <class In>
 using PlaneStores = std::conditional_t<sizeof(In) == 4, int, int64_t>[2][2];
 
 // Stores what a warpgroup has taken of a plane.
 template <class In, int kFeatures>
-__device__ __forceinline__ void StorePlane(const PlanesParams& q, const PlanesPlace& place, int warpgroup,
+__device__ __forceinline__ void StorePlane(const PlanesParams& q, const PlanesPlace& place,
                                            const PlaneStores<In>& first, int plane,
                                            PlaneResults<kFeatures> (&results)[2], void* out) {
   const int64_t offset = plane * q.elements_of_plane;
   if constexpr (sizeof(In) == 4) {
     StoreFloats<kFeatures>(q, place, first, offset, results, static_cast<float*>(out));
   } else {
+    if (!q.plain) FinishPlane<In, kFeatures>(q, place, first, offset, results);
+    const int feature = FirstOfRun<kFeatures / 8>();
+    const bool exists = place.feature + feature < q.features;
     if (q.wide) {
-      FinishPlane<float, kFeatures>(q, place, warpgroup, offset, results);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         float run[kFeatures / 4];
         GatherRun<kFeatures / 8>(results[i / 2] + i % 2 * 2, run);
-        if (const int64_t from = first[i / 2][i % 2]; from >= 0)
-          StoreRun(run, static_cast<float*>(out) + offset + from);
+        if (const int64_t from = first[i / 2][i % 2]; from >= 0 && exists)
+          StoreRun(run, static_cast<float*>(out) + offset + from + feature);
       }
       return;
     }
-    if (!q.plain) FinishPlane<In, kFeatures>(q, place, warpgroup, offset, results);
     // All exchanges before all stores: those of one row would wait for each other.
     uint32_t words[4][kFeatures / 8];
 #pragma unroll
     for (int i = 0; i < 4; ++i) GatherPacked<In>(results[i / 2] + i % 2 * 2, words[i]);
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      if (const int64_t from = first[i / 2][i % 2]; from >= 0)
-        StoreWords(static_cast<In*>(out) + offset + from, words[i]);
+      if (const int64_t from = first[i / 2][i % 2]; from >= 0 && exists)
+        StoreWords(static_cast<In*>(out) + offset + from + feature, words[i]);
   }
 }
 

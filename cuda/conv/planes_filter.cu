@@ -14,6 +14,7 @@
 // channels, nine tenths of 32.
 #include <type_traits>
 
+#include "cuda/conv/epilogue.cuh"
 #include "cuda/conv/planes.h"
 #include "cuda/conv/planes_filter.cuh"
 
@@ -163,12 +164,12 @@ __device__ void AddShares(int warpgroup, Sums& sums, float* other) {
 
 template <class S, bool kSecond>
 __device__ void StoreFilter(const PlanesFilterParams& q, const FilterPlace& place,
-                            const typename Part<S, kSecond>::Sums& sums, float* partial) {
+                            typename Part<S, kSecond>::Sums& sums, float* partial) {
   using P = Part<S, kSecond>;
   const int lane = threadIdx.x % 32, first_row = threadIdx.x % kWarpgroup / 32 * 16 + lane / 4;
   const int first_feature = place.feature + lane % 4 * 2;
   partial += place.split * q.result_size + int64_t{place.model} * q.taps * q.channels * q.features;
-#pragma unroll
+#pragma unroll 1
   for (int half = 0; half < 2; ++half) {
     const int row = first_row + 8 * half, channel = place.channel + row % S::kSide;
 #pragma unroll
@@ -181,9 +182,11 @@ __device__ void StoreFilter(const PlanesFilterParams& q, const FilterPlace& plac
         const int feature = first_feature + i % S::kSide;
         if (feature < q.features)
           *reinterpret_cast<float2*>(partial + (int64_t{tap} * q.channels + channel) * q.features + feature) = {
-              sums[j][i / 2 + 2 * half], sums[j][i / 2 + 2 * half + 1]};
+              sums[j][i / 2], sums[j][i / 2 + 1]};
       }
     }
+#pragma unroll
+    for (auto& each : sums) Rotate<2>(each);
   }
 }
 

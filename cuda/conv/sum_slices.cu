@@ -40,6 +40,7 @@ __global__ void SumSlicesKernel(const Sum* partial, int64_t size, int splits, in
     of_parts[threadIdx.x] = sum;
     __syncthreads();
     if (part > 0) return;
+#pragma unroll 2
     for (int other = 1; other < parts; ++other) add(of_parts[other * fours + four]);
   }
   if (first >= size) return;
@@ -52,9 +53,12 @@ __global__ void SumSlicesKernel(const Sum* partial, int64_t size, int splits, in
       return;
     }
   }
+#pragma unroll 1
+  for (int k = 0; k < kNeighbours; ++k) {
+    if (first + k < size) store(first + k, sum.v[0]);
 #pragma unroll
-  for (int k = 0; k < kNeighbours; ++k)
-    if (first + k < size) store(first + k, sum.v[k]);
+    for (int i = 1; i < kNeighbours; ++i) sum.v[i - 1] = sum.v[i];
+  }
 }
 
 template <class Sum, class Store>
@@ -76,9 +80,11 @@ cudaError_t SumTo(Out* out, const Problem& p, const void* partial, int64_t split
   };
   const auto *of_x = static_cast<const In*>(x), *of_y = static_cast<const In*>(y);
   const FilterParams q = MakeFilterParams(p, splits, 1, 1, 1);
+  if (p.exchanged && !checked) return sum(StoreExchanged<In, Out>{q, of_x, of_y, out});
   if constexpr (sizeof(In) < 8)
-    if (checked) return sum(StoreChecked<In, Out>{q, of_x, of_y, out});
-  return p.exchanged ? sum(StoreExchanged<In, Out>{q, of_x, of_y, out}) : sum(StoreInOrder<Out>{out});
+    return sum(StoreChecked<In, Out>{q, of_x, of_y, out, checked});
+  else
+    return sum(StoreInOrder<Out>{out});
 }
 
 }  // namespace

@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(U::kThreads, U::kBlocks)
         w[r][s] = static_cast<float>(*reinterpret_cast<const T*>(taps + tap));
       }
   }
-  const float bias = BiasOf<T>(p.epilogue, problem * p.channels + channel, false, p.widened).x;
+  const float bias = BiasOf<T>(p, problem * p.channels + channel, false).x;
 
   float sums[kSums][kStrip];
   const auto up = [&](int k) {

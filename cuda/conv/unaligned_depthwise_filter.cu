@@ -1,6 +1,8 @@
 // Filter gradient of depthwise convolution whose channels are no whole chunks of 16 bytes: 3x3 windows without
 // dilation, with a stride of one or two. As in depthwise_filter.cu a thread goes down lines of its strip with the sums
 // of all taps in registers, and each line of x meets the last lines of y, which stay there.
+#include <algorithm>
+
 #include "cuda/common/column_sum.cuh"
 #include "cuda/conv/depthwise.h"
 #include "cuda/conv/depthwise_filter.cuh"

@@ -150,33 +150,19 @@ __device__ void FindResults(const StreamParams& q, const StreamShared& shared, c
   }
 }
 
-// The chunks of a row that are a thread's.
-template <class In, int kChunks>
-struct RowPart {
-  uint32_t words[4 * kChunks];
-
-  __device__ void Clear() {
+// A chunk from shared memory, where it begins anywhere. What is behind so many bytes is masked.
+template <class In>
+__device__ __forceinline__ void LoadShifted(uint32_t from, int bytes, uint32_t (&words)[4]) {
+  const int over = from % 4;
+  uint32_t next = LoadWord(from - over), mask[4];
+  MaskWords(bytes, mask);
 #pragma unroll
-    for (uint32_t& word : words) word = 0;
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t word = next;
+    if (sizeof(In) == 2 || i < 3) next = LoadWord(from - over + 4 * i + 4);
+    words[i] = (sizeof(In) == 2 ? __funnelshift_r(word, next, over * 8) : word) & mask[i];
   }
-  // From shared memory, where they begin anywhere. What is behind them is masked.
-  __device__ void Load(uint32_t from, const uint32_t (&mask)[4 * kChunks]) {
-    const int over = from % 4;
-    uint32_t next = LoadWord(from - over);
-#pragma unroll
-    for (int i = 0; i < 4 * kChunks; ++i) {
-      const uint32_t word = next;
-      if (sizeof(In) == 2 || i + 1 < 4 * kChunks) next = LoadWord(from - over + 4 * i + 4);
-      words[i] = (sizeof(In) == 2 ? __funnelshift_r(word, next, over * 8) : word) & mask[i];
-    }
-  }
-  // From memory, one by one.
-  __device__ void Fetch(const In* from, int bytes) {
-    Clear();
-    FetchElements<4 * kChunks>(from, bytes, words);
-  }
-  __device__ uint32_t (&Chunk(int i))[4] { return reinterpret_cast<uint32_t (&)[4]>(words[4 * i]); }
-};
+}
 
 template <class In>
 __device__ __forceinline__ void StoreTwice(uint32_t (&chunk)[4], uint32_t to, uint32_t mirror) {
@@ -186,14 +172,12 @@ __device__ __forceinline__ void StoreTwice(uint32_t (&chunk)[4], uint32_t to, ui
 }
 
 // Shifts the rows of each piece to their places, by a warpgroup: a thread has half of a row's chunks.
-template <int kSteps, class In>
+template <class In>
 __device__ void ShiftPieces(const StreamParams& q, const StreamShared& shared, const Share& share,
                             const AlignedArray<In>& in) {
-  constexpr int kAll = 2 * kSteps, kChunks = (kAll + kParts - 1) / kParts;
-  const int thread = threadIdx.x - kMultipliers, mine = thread % kUnit, own = thread / kUnit * kChunks;
-  const int begin = own * 16, bytes = max(0, min(q.row_bytes - begin, kChunks * 16));
-  uint32_t mask[4 * kChunks];
-  MaskWords(bytes, mask);
+  static_assert(kParts == 2);
+  const int chunks = q.steps;  // of the thread
+  const int thread = threadIdx.x - kMultipliers, mine = thread % kUnit, own = thread / kUnit * chunks;
   const bool aligned = q.row_bytes % 16 == 0;
   // Neighbours read such chunks that they meet in no bank.
   const int turned = q.row_bytes % 32 == 0 ? mine : 0;
@@ -207,26 +191,20 @@ __device__ void ShiftPieces(const StreamParams& q, const StreamShared& shared, c
     const uint32_t place = shared.ring + (to.stage * kUnit + mine) * 16;
     const uint32_t mirror = to.stage == 0 ? q.slots * kUnit * 16 : 0;
     const bool is_here = run.first <= pixel && pixel < run.end;
-    if (aligned && (is_here || pixel < 0)) {
-#pragma unroll
-      for (int i = 0; i < kChunks; ++i) {
-        if (own + i >= kAll) break;
-        const int chunk = (own + i + turned) % kAll;
-        uint32_t v[4] = {};
-        if (is_here && chunk * 16 < q.row_bytes) hopper::LoadWords(v, row + chunk * 16);
-        StoreTwice<In>(v, place + chunk * q.pixels * 16, mirror);
-      }
-    } else {
-      RowPart<In, kChunks> part;
-      if (is_here)
-        part.Load(row + begin, mask);
+    const In* const far = in.begin + int64_t{max(pixel, 0)} * q.channels;
+#pragma unroll 2
+    for (int i = 0; i < chunks; ++i) {
+      int chunk = own + i + turned;
+      if (aligned && chunk >= 2 * chunks) chunk %= 2 * chunks;
+      const int begin = chunk * 16, bytes = q.row_bytes - begin;
+      uint32_t v[4] = {};
+      if (is_here && aligned && bytes > 0)
+        hopper::LoadWords(v, row + begin);
+      else if (is_here)
+        LoadShifted<In>(row + begin, bytes, v);
       else if (pixel >= 0)
-        part.Fetch(in.begin + int64_t{pixel} * q.channels + begin / int(sizeof(In)), bytes);
-      else
-        part.Clear();
-#pragma unroll
-      for (int i = 0; i < kChunks; ++i)
-        if (own + i < kAll) StoreTwice<In>(part.Chunk(i), place + (own + i) * q.pixels * 16, mirror);
+        FetchElements<4>(far + begin / int(sizeof(In)), bytes, v);
+      StoreTwice<In>(v, place + chunk * q.pixels * 16, mirror);
     }
     // Reads must be over when the next copy writes there, and what was written be seen by wgmma.
     hopper::ShowSharedToTma();
@@ -267,7 +245,7 @@ __device__ __forceinline__ void BeginUnit(const StreamParams& q, const StreamSha
   }
 }
 
-template <int kSteps, class In>
+template <class In>
 __device__ void MultiplyUnits(const StreamParams& q, const StreamShared& shared, const Share& share, void* out) {
   // By a shuffle, so that the compiler knows it to be the same in all lanes.
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0), warpgroup = warp / 4;
@@ -292,11 +270,13 @@ __device__ void MultiplyUnits(const StreamParams& q, const StreamShared& shared,
     hopper::WaitBarrier(shared.Turn(warpgroup), turn);
     turn ^= 1;
     float sums[kColumns / 2] = {};
-    BeginUnit<kSteps, In>(q, shared, slot * kUnit, sums);
-    ArriveWarp(shared.Turn((warpgroup + 1) % kConsumers));
     const int* const results = shared.results + slot * kUnit + warp % 4 * 16;
     const StorePlaces places([&](int i) { return results[i]; });
-    hopper::WaitForSums(sums);
+    hopper::VisitSteps<UnalignedPlan::kMostSteps>(q.steps, [&](auto steps) {
+      BeginUnit<decltype(steps)::value, In>(q, shared, slot * kUnit, sums);
+      ArriveWarp(shared.Turn((warpgroup + 1) % kConsumers));
+      hopper::WaitForSums(sums);
+    });
     // Those before this warpgroup's next unit, but none that it has not waited for.
     release(min(unit + kConsumers, waited));
     slot += kConsumers;
@@ -305,7 +285,7 @@ __device__ void MultiplyUnits(const StreamParams& q, const StreamShared& shared,
   }
 }
 
-template <int kSteps, class In>
+template <class In>
 __global__ void __launch_bounds__(kThreads, 1)
     StreamKernel(const __grid_constant__ StreamParams q, AlignedArray<In> in, const unsigned char* slabs, void* out) {
   if constexpr (hopper::kAvailable) {
@@ -314,9 +294,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     const Share share(q);
     shared.Init();
     if (threadIdx.x < kMultipliers) {
-      MultiplyUnits<kSteps, In>(q, shared, share, out);
+      MultiplyUnits<In>(q, shared, share, out);
     } else if (threadIdx.x < kMultipliers + kShifters) {
-      ShiftPieces<kSteps>(q, shared, share, in);
+      ShiftPieces<In>(q, shared, share, in);
     } else if (threadIdx.x < kMultipliers + kShifters + 32) {
       BringPieces(q, shared, share, in);
     } else {
@@ -329,14 +309,6 @@ __global__ void __launch_bounds__(kThreads, 1)
       FindResults(q, shared, share);
     }
   }
-}
-
-template <int kSteps = UnalignedPlan::kMostSteps, class In>
-cudaError_t LaunchSteps(const StreamParams& q, const Grid& grid, cudaStream_t stream, const AlignedArray<In>& in,
-                        const void* slabs, void* out) {
-  if constexpr (kSteps > 1)
-    if (q.steps < kSteps) return LaunchSteps<kSteps - 1>(q, grid, stream, in, slabs, out);
-  return LaunchKernel(StreamKernel<kSteps, In>, grid, stream, q, in, static_cast<const unsigned char*>(slabs), out);
 }
 
 }  // namespace
@@ -376,7 +348,7 @@ cudaError_t LaunchUnalignedStream(const Problem& problem, const UnalignedStreamP
     if (e != cudaSuccess) return e;
     const auto* const begin = static_cast<const In*>(operand);
     const AlignedArray<In> array = {begin, begin + p.images * p.XPixels() * p.channels};
-    return LaunchSteps(q, grid, stream, array, workspace, out);
+    return LaunchKernel(StreamKernel<In>, grid, stream, q, array, static_cast<const unsigned char*>(workspace), out);
   });
 }
 

@@ -1,6 +1,8 @@
 // The gradient of group normalization (maps.cuh). Every block leaves its part
 // of dscale and dbias in a row of the workspace, and the rows are added up in a
 // fixed order.
+#include <algorithm>
+
 #include "cuda/common/column_sum.cuh"
 #include "cuda/group_norm/maps.cuh"
 #include "cuda/group_norm/ring.h"

@@ -3,6 +3,7 @@
 // The moments are merged in double precision (Chan, Golub and LeVeque 1979), whose rounding is far below what a float
 // holds; the two numbers of the mean are one double. The backward pass becomes a pass over columns once it knows the
 // two sums of every row: threads own columns, and add up dscale and dbias as they go down the rows.
+#include <algorithm>
 #include <type_traits>
 
 #include "cuda/common/column_sum.cuh"
