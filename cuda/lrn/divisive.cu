@@ -51,11 +51,12 @@ __global__ void __launch_bounds__(kDirectThreads, 2)
   const int64_t flat = blockIdx.x * int64_t{kDirectThreads} + threadIdx.x;
   if (flat >= walk.total) return;
   int at[3];
-  const int64_t plane = walk.At(p, flat, at);
+  int64_t vector;
+  const int64_t plane = walk.At(flat, at, &vector);
   at[1] *= C;
   const int64_t step = p.extent[2] * p.inner;  // between a thread's outputs
   const int count = min(C, p.extent[1] - at[1]);
-  const int64_t here = (plane * p.extent[1] + at[1]) * step + at[2] * p.inner + walk.Vector(flat) * N;
+  const int64_t here = (plane * p.extent[1] + at[1]) * step + at[2] * p.inner + vector * N;
   A* const saved = in.saved;
   A m[C][N] = {}, sum[C][N] = {};
   if constexpr (kPass == Pass::kCotangent) {
