@@ -41,4 +41,22 @@ struct FastDiv {
   }
 };
 
+// The same, and of 64-bit dividends whose quotients are below 2^50.
+struct WideDiv : FastDiv {
+  double inverse;
+
+  WideDiv() = default;
+  explicit WideDiv(int64_t d) : FastDiv(d), inverse(1.0 / divisor) {}
+
+  using FastDiv::Div;
+  __device__ int64_t Div(int64_t n, int* remainder) const {
+    const int d = static_cast<int>(divisor);
+    int64_t q = static_cast<int64_t>(static_cast<double>(n) * inverse), rest = n - q * d;  // or one off
+    if (rest < 0) --q, rest += d;
+    if (rest >= d) ++q, rest -= d;
+    *remainder = static_cast<int>(rest);
+    return q;
+  }
+};
+
 }  // namespace jaxdnn

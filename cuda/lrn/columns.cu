@@ -19,6 +19,7 @@
 #include <type_traits>
 
 #include "cuda/common/convert.cuh"
+#include "cuda/common/fast_div.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/lrn/paths.h"
 #include "cuda/lrn/response.cuh"
@@ -32,8 +33,9 @@ constexpr int kLeastChunk = 32;
 
 struct Columns {
   int64_t threads;
-  int inner, tiles;  // columns, and threads for them, of an outer index
-  int n, chunk, chunks;
+  int inner;                  // columns of an outer index
+  WideDiv by_tile, by_chunk;  // threads for them, and parts of a column
+  int n, chunk;
   bool oldest, newest;  // whether a window has the cell that is H in front of its element, and the one H behind
 };
 
@@ -134,10 +136,9 @@ __global__ void __launch_bounds__(kThreads, (kResident<kMap, H, kGeneral, kVecto
   using R = Row<N, kVector, T>;
   const int64_t id = blockIdx.x * int64_t{kThreads} + threadIdx.x;
   if (id >= shape.threads) return;
-  const int64_t rest = id / shape.tiles, outer = rest / shape.chunks;
-  int others;
-  const int column = R::First(shape, static_cast<int>(id - rest * shape.tiles), others);
-  const int first = static_cast<int>(rest - outer * shape.chunks) * shape.chunk;
+  int tile, part, others;
+  const int64_t outer = shape.by_chunk.Div(shape.by_tile.Div(id, &tile), &part);
+  const int column = R::First(shape, tile, others), first = part * shape.chunk;
   const int last = min(shape.n, first + shape.chunk);
   const int64_t base = outer * shape.n * shape.inner + column;
   const T *const x_base = x + base, *const t_base = kCotangent ? t + base : nullptr;
@@ -215,11 +216,12 @@ cudaError_t Launch(const Problem& p, const T* t, const T* x, T* out, cudaStream_
   shape.oldest = p.before[2] == H;
   shape.newest = p.after[2] == H;
   shape.inner = static_cast<int>(p.inner);
-  shape.tiles = static_cast<int>(kVector ? p.inner / N : CeilDiv(p.inner, 32 * N) * 32);
-  const int64_t wanted = CeilDiv(kEnoughThreads, p.outer * shape.tiles);
+  const int64_t tiles = kVector ? p.inner / N : CeilDiv(p.inner, 32 * N) * 32;
+  const int64_t wanted = CeilDiv(kEnoughThreads, p.outer * tiles);
   shape.chunk = static_cast<int>(CeilDiv(shape.n, std::clamp<int64_t>(wanted, 1, CeilDiv(shape.n, kLeastChunk))));
-  shape.chunks = static_cast<int>(CeilDiv(shape.n, shape.chunk));
-  shape.threads = p.outer * shape.tiles * shape.chunks;
+  const int64_t chunks = CeilDiv(shape.n, shape.chunk);
+  shape.by_tile = WideDiv(tiles), shape.by_chunk = WideDiv(chunks);
+  shape.threads = p.outer * tiles * chunks;
   return LaunchKernel(ColumnsKernel<kMap, H, kGeneral, N, kVector, T>, CeilDiv(shape.threads, kThreads), kThreads,
                       stream, shape, Response<T, !kGeneral>(p), t, x, out);
 }

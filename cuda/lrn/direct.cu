@@ -13,13 +13,14 @@ namespace {
 enum class Pass { kForward, kTangent, kSeed, kCotangent };
 
 template <Pass kPass, int N, class T, class A = Accumulator<T>>
-__global__ void __launch_bounds__(kDirectThreads)
+__global__ void __launch_bounds__(kDirectThreads, 3)
     DirectKernel(const __grid_constant__ Problem p, const __grid_constant__ Walk walk, Response<T> response,
                  const T* __restrict__ t, const T* __restrict__ x, A* scratch, T* __restrict__ out) {
   const int64_t flat = blockIdx.x * int64_t{kDirectThreads} + threadIdx.x;
   if (flat >= walk.total) return;
   int at[3];
-  walk.At(p, flat, at);
+  int64_t vector;
+  walk.At(flat, at, &vector);
   const int64_t here = flat * N;
   A* const saved = scratch + walk.total * N;  // u; r is in front of it
   A c[N], w[N] = {}, energy[N] = {}, product[N] = {}, result[N];

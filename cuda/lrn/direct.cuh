@@ -15,40 +15,32 @@ constexpr int kDirectThreads = 256;
 // Which elements a thread owns: N neighbouring ones of the inner dimension, in row-major order.
 struct Walk {
   int64_t vectors, total;  // of an inner row, and in all
-  FastDiv by_vectors, by_extent[3];
+  FastDiv by_vectors;
+  WideDiv by_extent[3];
 
   Walk(const Problem& p, int width)
       : vectors(p.inner / width),
         total(p.Elements() / width),
         by_vectors(vectors),
-        by_extent{FastDiv(p.extent[0]), FastDiv(p.extent[1]), FastDiv(p.extent[2])} {}
+        by_extent{WideDiv(p.extent[0]), WideDiv(p.extent[1]), WideDiv(p.extent[2])} {}
 
-  // Position in the three dimensions of vector number `flat`; returns the number of planes of the last two before it.
-  __device__ int64_t At(const Problem&, int64_t flat, int (&at)[3]) const {
-    int64_t plane;
+  // Position in the three dimensions of vector number `flat`, and its number among those of an inner row; returns the
+  // number of planes of the last two dimensions before it.
+  __device__ int64_t At(int64_t flat, int (&at)[3], int64_t* vector) const {
     if (total <= INT32_MAX) {
-      int rest = by_vectors.Div(static_cast<int>(flat));
+      int first, rest = by_vectors.Div(static_cast<int>(flat), &first);
 #pragma unroll
       for (int d = 2; d >= 1; --d) rest = by_extent[d].Div(rest, &at[d]);
-      plane = rest;
       by_extent[0].Div(rest, &at[0]);
-    } else {
-      plane = flat / vectors;
-#pragma unroll
-      for (int d = 2; d >= 1; --d) {
-        at[d] = static_cast<int>(plane % by_extent[d].divisor);
-        plane /= by_extent[d].divisor;
-      }
-      at[0] = static_cast<int>(plane % by_extent[0].divisor);
+      *vector = first;
+      return rest;
     }
-    return plane;
-  }
-  // Its number among those of an inner row.
-  __device__ int64_t Vector(int64_t flat) const {
-    int vector;
-    if (total > INT32_MAX) return flat % vectors;
-    by_vectors.Div(static_cast<int>(flat), &vector);
-    return vector;
+    int64_t rest = flat / vectors;
+    *vector = flat - rest * vectors;
+#pragma unroll
+    for (int d = 2; d >= 1; --d) rest = by_extent[d].Div(rest, &at[d]);
+    by_extent[0].Div(rest, &at[0]);
+    return rest;
   }
 };
 
@@ -87,8 +79,9 @@ __device__ void StoreNarrow(T* p, const Accumulator<T> (&wide)[N]) {
 // Calls f with the width of a thread's vectors, as an integral constant.
 template <class T, class F, class... P>
 cudaError_t VisitDirectWidth(const Problem& p, F&& f, const P*... arrays) {
-  constexpr int kWide = sizeof(T) == 8 ? 2 : 4;
-  if (p.inner % kWide == 0 && IsVectorAligned(arrays...)) return f(std::integral_constant<int, kWide>{});
+  if constexpr (sizeof(T) < 8) {
+    if (p.inner % 4 == 0 && IsVectorAligned(arrays...)) return f(std::integral_constant<int, 4>{});
+  }
   return f(std::integral_constant<int, 1>{});
 }
 

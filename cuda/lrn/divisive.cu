@@ -51,11 +51,12 @@ __global__ void __launch_bounds__(kDirectThreads, 2)
   const int64_t flat = blockIdx.x * int64_t{kDirectThreads} + threadIdx.x;
   if (flat >= walk.total) return;
   int at[3];
-  const int64_t plane = walk.At(p, flat, at);
+  int64_t vector;
+  const int64_t plane = walk.At(flat, at, &vector);
   at[1] *= C;
   const int64_t step = p.extent[2] * p.inner;  // between a thread's outputs
   const int count = min(C, p.extent[1] - at[1]);
-  const int64_t here = (plane * p.extent[1] + at[1]) * step + at[2] * p.inner + walk.Vector(flat) * N;
+  const int64_t here = (plane * p.extent[1] + at[1]) * step + at[2] * p.inner + vector * N;
   A* const saved = in.saved;
   A m[C][N] = {}, sum[C][N] = {};
   if constexpr (kPass == Pass::kCotangent) {
@@ -136,24 +137,29 @@ __global__ void __launch_bounds__(kDirectThreads, 2)
   }
 }
 
+// The same problem with the windows' only dimension as the second one, along which a thread's outputs are neighbours.
+inline Problem WithLoneDimensionSecond(Problem p) {
+  const auto spans = [&](int d) { return p.before[d] + p.after[d] > 0; };
+  if (spans(0) || spans(1)) return p;
+  p.outer *= p.extent[0] * p.extent[1];
+  p.extent[0] = 1;
+  p.extent[1] = p.extent[2], p.before[1] = p.before[2], p.after[1] = p.after[2];
+  p.extent[2] = 1, p.before[2] = p.after[2] = 0;
+  return p;
+}
+
 template <Pass kPass, class T>
-cudaError_t LaunchGeneral(const Problem& p, const Operands<T>& in, cudaStream_t stream) {
+cudaError_t LaunchGeneral(const Problem& problem, const Operands<T>& in, cudaStream_t stream) {
+  const Problem p = WithLoneDimensionSecond(problem);
   return VisitDirectWidth<T>(
       p,
       [&](auto width) {
-        const auto launch = [&](auto outputs) {
-          Problem tiles = p;
-          tiles.extent[1] = static_cast<int>(CeilDiv(p.extent[1], outputs()));
-          const Walk walk(tiles, width);
-          return LaunchKernel(DivisiveKernel<kPass, width(), outputs(), T>, CeilDiv(walk.total, kDirectThreads),
-                              kDirectThreads, stream, p, walk, Response<T>(p), in);
-        };
-        // A thread's outputs share the loads of what their windows have in common.
-        if constexpr (sizeof(T) < 8) {
-          if (p.extent[1] > 1 && p.before[1] + p.after[1] > 0)
-            return launch(std::integral_constant<int, width() == 1 ? 8 : 4>{});
-        }
-        return launch(std::integral_constant<int, 1>{});
+        constexpr int C = sizeof(T) == 8 ? 1 : width() == 1 ? 8 : 4;
+        Problem tiles = p;
+        tiles.extent[1] = static_cast<int>(CeilDiv(p.extent[1], C));
+        const Walk walk(tiles, width);
+        return LaunchKernel(DivisiveKernel<kPass, width(), C, T>, CeilDiv(walk.total, kDirectThreads), kDirectThreads,
+                            stream, p, walk, Response<T>(p), in);
       },
       in.t, in.tm, in.x, in.m, in.out, in.dm, in.scratch);
 }

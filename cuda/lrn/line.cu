@@ -293,7 +293,7 @@ __global__ void __launch_bounds__(kThreads, (kResident<kMap, L>))
   Rows rows(line, flat);
 #pragma unroll kTogether
   for (int tile = 0; tile < tiles; ++tile) {
-    A c[V], w[V], term[V], energy[V], gain[V], q[V], product[V], result[V];
+    A c[V], w[V] = {}, term[V], sum[V], gain[V], result[V];
     const Packed<T, V> in_now = in[tile % kTogether], with_now = with[tile % kTogether];
     // Else the next tile's loads are in flight meanwhile.
     if (kTogether == 1 && tile + 1 < tiles) load(0, flat + useful * V);
@@ -301,20 +301,22 @@ __global__ void __launch_bounds__(kThreads, (kResident<kMap, L>))
     if constexpr (kMap != Map::kForward) Widen<T>(with_now, w);
 #pragma unroll
     for (int i = 0; i < V; ++i) term[i] = c[i] * c[i];
-    Sum<L, L::kLeastReach, L::kMostReach>(rows, line, false, term, energy);
+    // The sums of squares, and those of what these give. Where they take much code it is there once.
+#pragma unroll(kUnrolled<L> ? 2 : 1)
+    for (int pass = 0; pass < (kMap == Map::kForward ? 1 : 2); ++pass) {
+      Sum<L, L::kLeastReach, L::kMostReach>(rows, line, pass == 1, term, sum);
+      if (pass == 1) break;
 #pragma unroll
-    for (int i = 0; i < V; ++i) {
-      if constexpr (kMap == Map::kForward)
-        gain[i] = response.Gain(response.Divisor(energy[i]));
-      else
-        gain[i] = response.Gain(response.Divisor(energy[i]), &q[i]);
-      if constexpr (kMap == Map::kCotangent) term[i] = q[i] * (c[i] * w[i]);
+      for (int i = 0; i < V; ++i) {
+        A q;
+        gain[i] = response.Gain(response.Divisor(sum[i]), &q);
+        term[i] = q * (c[i] * w[i]);
+      }
     }
-    if constexpr (kMap != Map::kForward) Sum<L, L::kLeastReach, L::kMostReach>(rows, line, true, term, product);
 #pragma unroll
     for (int i = 0; i < V; ++i) {
       if constexpr (kMap == Map::kForward) result[i] = c[i] * gain[i];
-      if constexpr (kMap == Map::kCotangent) result[i] = w[i] * gain[i] - c[i] * product[i];
+      if constexpr (kMap == Map::kCotangent) result[i] = w[i] * gain[i] - c[i] * sum[i];
     }
     if (lane >= line.edge && lane < 32 - line.edge) Store<L>(line, out, flat, result);
     flat += useful * V;

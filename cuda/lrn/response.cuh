@@ -7,6 +7,15 @@
 
 namespace jaxdnn::lrn {
 
+// Where it is not 3 / 4: a function, since it is long and few ask for it.
+template <class A>
+static __device__ __noinline__ A AnyPower(A d, A exponent) {
+  if constexpr (sizeof(A) == 4)
+    return exp2f(exponent * log2f(d));
+  else
+    return pow(d, exponent);
+}
+
 // D^-beta, and q = 2 scale beta D^(-beta - 1), for results stored as T. kIsThreeQuarters: beta is known to be 3 / 4,
 // which saves a 16-bit type one of three slow instructions and a 32-bit one a choice.
 template <class T, bool kIsThreeQuarters = false>
@@ -36,15 +45,15 @@ struct Response {
     } else if constexpr (sizeof(T) == 2) {
       // An error of 2^-21 or so, far below the rounding of the result. A divisor below 2^-126 counts as 0.
       return ApproximateExp2(-beta * ApproximateLog2(d));
-    } else if constexpr (sizeof(T) == 4) {
-      // Each step is good to 2^-22.
-      if (kThreeQuarters || three_quarters) {
-        const float root = rsqrtf(d);
-        return root * ApproximateSqrt(root);
-      }
-      return exp2f(-beta * log2f(d));
     } else {
-      return pow(d, -beta);
+      if constexpr (sizeof(T) == 4) {
+        // Each step is good to 2^-22.
+        if (kThreeQuarters || three_quarters) {
+          const float root = rsqrtf(d);
+          return root * ApproximateSqrt(root);
+        }
+      }
+      return AnyPower(d, -beta);
     }
   }
 

@@ -16,12 +16,8 @@ constexpr int kCoopBlocks = 4;  // of a multiprocessor
 struct Coop {
   Walk walk;  // over [batch, outputs, vectors / lanes], a block each
   int lanes, vectors, splits;
-  bool whole;  // whether a window is all there is, so that its cells are neighbours
-};
-
-// Where a cell of a window is.
-struct Cell {
-  int at[3];
+  int cells, share;  // of a window, and of these a block's
+  FastDiv by_cell, by_column;
 };
 
 // A window in which nothing was larger than -inf holds nothing else, and its first cell wins.
@@ -52,35 +48,28 @@ __global__ void __launch_bounds__(kThreads, kCoopBlocks)
   if (vector < coop.vectors && cells > 0) {
     const auto* begin = task.x + o.batch * task.in.batch + c0.first * task.in.dim[0] + c1.first * task.in.dim[1] +
                         c2.first * task.in.dim[2] + vector * N;
-    const int end = static_cast<int>(int64_t{cells} * (split + 1) / coop.splits);
-    int t = static_cast<int>(int64_t{cells} * split / coop.splits) + group;
-    // Loads of several cells are in flight together, as registers allow; those beyond the end are of the last cell, and
-    // do not count.
-    const auto take = [&](const auto& at, const auto& number) {
-      constexpr int kInFlight = sizeof(State) > 16 ? 4 : 8;
-      for (; t < end; t += kInFlight * groups) {
-        typename Task::Loaded v[kInFlight];
+    const int end = min((split + 1) * coop.share, coop.cells);
+    // Loads of several cells are in flight together, as registers allow; instead of one outside the input, the first.
+    constexpr int kInFlight = sizeof(State) > 16 ? 4 : 8;
+    for (int t = split * coop.share + group; t < end; t += kInFlight * groups) {
+      typename Task::Loaded v[kInFlight];
+      bool inside[kInFlight];
 #pragma unroll
-        for (int u = 0; u < kInFlight; ++u) v[u] = task.Get(at(min(t + u * groups, end - 1)));
-#pragma unroll
-        for (int u = 0; u < kInFlight; ++u)
-          if (t + u * groups < end) state.Take(task.Prepare(v[u]), number(t + u * groups));
+      for (int u = 0; u < kInFlight; ++u) {
+        int64_t offset = 0;
+        int k1, k2;
+        const int k0 = coop.by_column.Div(coop.by_cell.Div(t + u * groups, &k2), &k1);
+        inside[u] = t + u * groups < end;
+        const auto go = [&](int d, int k, const Cells& c) {
+          inside[u] = inside[u] && static_cast<unsigned>(k - c.begin) < static_cast<unsigned>(c.count);
+          offset += (k - c.begin) * g.dilation[d] * task.in.dim[d];
+        };
+        go(0, k0, c0), go(1, k1, c1), go(2, k2, c2);
+        v[u] = task.Get(begin + (inside[u] ? offset : 0));
       }
-    };
-    if (coop.whole) {
-      take([&](int t) { return begin + int64_t{t} * g.channels; }, [](int t) { return t; });
-    } else {
-      const auto cell = [&](int t) { return Cell{t / (c1.count * c2.count), t / c2.count % c1.count, t % c2.count}; };
-      take(
-          [&](int t) {
-            const Cell k = cell(t);
-            return begin + k.at[0] * g.dilation[0] * task.in.dim[0] + k.at[1] * g.dilation[1] * task.in.dim[1] +
-                   k.at[2] * g.dilation[2] * task.in.dim[2];
-          },
-          [&](int t) {
-            const Cell k = cell(t);
-            return first + (k.at[0] * g.window[1] + k.at[1]) * g.window[2] + k.at[2];
-          });
+#pragma unroll
+      for (int u = 0; u < kInFlight; ++u)
+        if (inside[u]) state.Take(task.Prepare(v[u]), t + u * groups);
     }
   }
   for (int half = groups / 2; half > 0; half /= 2) {
@@ -124,28 +113,34 @@ inline bool WindowsAreFew(const Geometry& g, int width) {
   constexpr int64_t kThreadsWanted = 132 * 512, kLeastCells = 64;
   const int64_t cells = int64_t{g.window[0]} * g.window[1] * g.window[2];
   const int64_t outputs = g.batch * g.out[0] * g.out[1] * g.out[2] * (g.channels / width);
-  return cells > INT16_MAX || (cells >= kLeastCells && outputs < kThreadsWanted);
+  const bool counts = cells <= INT32_MAX - 32 * kThreads;  // in 32 bits
+  return counts && (cells > INT16_MAX || (cells >= kLeastCells && outputs < kThreadsWanted));
 }
 
 template <class State, class Task>
 cudaError_t LaunchCoop(const Task& task, Workspace workspace, cudaStream_t stream) {
   constexpr int64_t kBlocksWanted = 132 * kCoopBlocks, kLeastCellsOfASplit = 1024;
   const Shape& g = task.g;
-  Coop coop = {Walk(0, g.out, 1, 1), 1, g.channels / Task::kWidth, 1, WindowIsWhole(g)};
+  Coop coop = {Walk(0, g.out, 1, 1), 1, g.channels / Task::kWidth, 1};
   while (coop.lanes < 32 && coop.lanes < coop.vectors) coop.lanes *= 2;
   coop.walk = Walk(g.batch, g.out, static_cast<int>(CeilDiv(coop.vectors, coop.lanes)), 1);
   const int64_t blocks = coop.walk.total, outputs = g.batch * g.out[0] * g.out[1] * g.out[2] * coop.vectors;
   const int64_t cells = int64_t{g.window[0]} * g.window[1] * g.window[2];
-  if (coop.whole && blocks > 0) {
+  if (Task::kWhole && WindowIsWhole(g) && blocks > 0) {
     const int64_t fit = static_cast<int64_t>(workspace.bytes / sizeof(State)) / outputs;
     const int64_t wanted = std::min(kBlocksWanted / blocks, cells * coop.lanes / kLeastCellsOfASplit);
     coop.splits = static_cast<int>(std::clamp<int64_t>(std::min(fit, wanted), 1, kMostSplits));
   }
+  coop.cells = static_cast<int>(cells), coop.share = static_cast<int>(CeilDiv(cells, coop.splits));
+  coop.by_cell = FastDiv(g.window[2]), coop.by_column = FastDiv(g.window[1]);
   State* partial = static_cast<State*>(workspace.data);
   const cudaError_t e =
       LaunchKernel(CoopKernel<Task, State>, blocks * coop.splits, kThreads, stream, task, coop, partial);
-  if (e != cudaSuccess || coop.splits == 1) return e;
-  return LaunchKernel(JoinKernel<Task, State>, outputs, kMostSplits, stream, task, partial, coop.splits);
+  if constexpr (Task::kWhole) {
+    if (e == cudaSuccess && coop.splits > 1)
+      return LaunchKernel(JoinKernel<Task, State>, outputs, kMostSplits, stream, task, partial, coop.splits);
+  }
+  return e;
 }
 
 }  // namespace jaxdnn::pool

@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kThreads, (LinePlan<K, S, Task>::kBlocks))
         GiveRow<K, S>(row, r, open);
       }
       if (o1 >= begin && o1 < end) {
-        task.Finish(open[R - 1], to, o.at[0], o1, o2);
+        task.template Finish<true>(open[R - 1], to, o.at[0], o1, o2);
         to += int64_t{g.out[2]} * g.channels;
       }
     }

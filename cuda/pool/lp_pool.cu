@@ -35,6 +35,19 @@ __device__ void RaiseTo(A exponent, A (&v)[N]) {
   }
 }
 
+// With an exponent that the compiler does not know, in one place instead of wherever a window's cells are taken.
+template <int N, class A>
+static __device__ __noinline__ Vec<A, N> Raised(A exponent, Vec<A, N> v) {
+  RaiseTo(exponent, v.v);
+  return v;
+}
+template <int N, class A>
+__device__ void Raise(A exponent, A (&v)[N]) {
+  const auto raised = Raised(exponent, BitCast<Vec<A, N>>(v));
+#pragma unroll
+  for (int j = 0; j < N; ++j) v[j] = raised.v[j];
+}
+
 // kSquares: p = 2, known to the compiler: an element has no time for more.
 template <int N, class T, bool kSquares>
 struct Norm {
@@ -61,7 +74,10 @@ struct Norm {
     Vec<A, N> powers;
 #pragma unroll
     for (int j = 0; j < N; ++j) powers.v[j] = static_cast<A>(v.v[j]);
-    RaiseTo(kSquares ? A(2) : power, powers.v);
+    if constexpr (kSquares)
+      RaiseTo(A(2), powers.v);
+    else
+      Raise(power, powers.v);
     return powers;
   }
   __device__ void Finish(const State& state, int64_t to, int, int, int) const {
@@ -72,8 +88,10 @@ struct Norm {
       // An error of 2^-23 or so, far below the rounding of the result.
 #pragma unroll
       for (A& each : root) asm("sqrt.approx.f32 %0, %0;" : "+f"(each));
+    } else if constexpr (kSquares) {
+      RaiseTo(A(0.5), root);
     } else {
-      RaiseTo(kSquares ? A(0.5) : A(1) / power, root);
+      Raise(A(1) / power, root);
     }
     Store(y + to, Rounded<T>(root));
   }
@@ -84,7 +102,7 @@ struct NormShares {
   using A = Accumulator<T>;
   using Element = T;
   static constexpr int kWidth = N;
-  static constexpr bool kShortcuts = false;
+  static constexpr bool kShortcuts = false, kWhole = false;
 
   struct Share {
     A value[N];

@@ -6,9 +6,10 @@
 //
 // Two warps add. A lane adds to its own channel alone, so that sums need no atomics and have their order. What bounds
 // it is the time from the load of a sum to its store, and how few warps such sums leave room for; so half a warp has
-// the left windows of a row and half the right ones, always a window's width apart, and a lane takes two neighbours at
-// once: where they name the same cell, the second adds to the first one's sum. A third warp copies rows of windows
-// ahead of their use, and stores.
+// the left windows of a row and half the right ones, and a lane takes two neighbours at once: where they name the same
+// cell, the second adds to the first one's sum. The left half comes to the right one's first cells at the end, and the
+// two meet as often as it takes for the right one to have left them. A third warp copies rows of windows ahead of their
+// use, and stores.
 #pragma once
 
 #include "cuda/common/async_copy.cuh"
@@ -27,6 +28,7 @@ constexpr int kMarchBytes = kMarchLanes * 4;  // of a column's sums
 struct March {
   int columns, rows;  // of a tile and of a strip
   int half;           // windows that half a warp takes of a row
+  int apart;          // so far the left half must be ahead of the right one to come to its cells
   int inverse;        // of a window's width, in 1 / 65536
   int64_t blocks;
   FastDiv by_slice, by_tile, by_strip, by_depth;
@@ -41,6 +43,7 @@ struct March {
     columns = static_cast<int>(CeilDiv(g.in[2], tiles)), tiled = tiles > 1;
     const int windows = std::min(columns + g.window[2] - 1, g.out[2]);
     half = static_cast<int>(CeilDiv(std::max<int64_t>(CeilDiv(windows, 2), g.window[2] + 1), 2)) * 2;
+    apart = static_cast<int>(CeilDiv(half - g.window[2], 2)) * 2;  // of pairs of windows, in windows
     pitch = columns * kMarchBytes, down = pitch - g.window[2] * kMarchBytes;
     guard = (g.window[2] - 1) * kMarchBytes;
     // The warps' parts begin in other banks, as who copies and stores takes both at a time.
@@ -126,29 +129,32 @@ __device__ void AddWindows(const March& m, const MarchCells<kTiled>& cells, cons
     next_cell[r] = LoadBits(winner + (R + r) * C);
     next_bits[r] = LoadBits(value + (R + r) * C);
   }
+  for (int w = 0; w < m.half;) {
+    const int meet = min(w + m.apart, m.half);
 #pragma unroll 2
-  for (int w = 0; w < m.half; w += R, value += R * C, winner += R * C) {
-    float sum[R];
-    unsigned next_place[R], last_cell[R], last_bits[R];
+    for (; w < meet; w += R, value += R * C, winner += R * C) {
+      float sum[R];
+      unsigned next_place[R], last_cell[R], last_bits[R];
 #pragma unroll
-    for (int r = 0; r < R; ++r) sum[r] = *reinterpret_cast<const float*>(memory + place[r]);
-    first += R * kMarchBytes, wrapped += R * kMarchBytes;
+      for (int r = 0; r < R; ++r) sum[r] = *reinterpret_cast<const float*>(memory + place[r]);
+      first += R * kMarchBytes, wrapped += R * kMarchBytes;
 #pragma unroll
-    for (int r = 0; r < R; ++r) {
-      last_cell[r] = LoadBits(winner + (2 * R + r) * C);
-      last_bits[r] = LoadBits(value + (2 * R + r) * C);
-      next_place[r] = find(r, next_cell[r]);
+      for (int r = 0; r < R; ++r) {
+        last_cell[r] = LoadBits(winner + (2 * R + r) * C);
+        last_bits[r] = LoadBits(value + (2 * R + r) * C);
+        next_place[r] = find(r, next_cell[r]);
+      }
+      sum[0] += FromBits<T>(bits[0]);
+      if (place[0] == place[1]) sum[1] = sum[0];
+      sum[1] += FromBits<T>(bits[1]);
+#pragma unroll
+      for (int r = 0; r < R; ++r) {
+        *reinterpret_cast<float*>(memory + place[r]) = sum[r];
+        place[r] = next_place[r], next_cell[r] = last_cell[r];
+        bits[r] = next_bits[r], next_bits[r] = last_bits[r];
+      }
     }
-    sum[0] += FromBits<T>(bits[0]);
-    if (place[0] == place[1]) sum[1] = sum[0];
-    sum[1] += FromBits<T>(bits[1]);
-#pragma unroll
-    for (int r = 0; r < R; ++r) {
-      *reinterpret_cast<float*>(memory + place[r]) = sum[r];
-      place[r] = next_place[r], next_cell[r] = last_cell[r];
-      bits[r] = next_bits[r], next_bits[r] = last_bits[r];
-    }
-    __syncwarp();  // the left half of the warp comes to cells that the right half has added to
+    __syncwarp();  // the left half may be about to come to cells that the right one has added to
   }
 }
 
@@ -183,6 +189,8 @@ __global__ void __launch_bounds__(kMarchThreads, 6)
   // Of a lane that adds.
   const int part = lane / C, channel = lane % C;
   const unsigned sums = warp * m.sums + m.guard + channel * 4;
+  // Before the first row or after the last, so that the halves do not meet there either.
+  const unsigned nowhere = part == 0 ? sums - m.guard : sums + ring * m.pitch;
   const unsigned column = (first - g.low[2] - left + part * m.half) * kMarchBytes;  // of its first window
   const int window = part * (m.half + 1) * C + channel;  // the halves are an odd number apart, in other banks
 
@@ -243,8 +251,7 @@ __global__ void __launch_bounds__(kMarchThreads, 6)
     } else if (is_row(o1)) {
       const MarchCells<kTiled> cells = {sums + slot * m.pitch, static_cast<unsigned>(ring * m.pitch),
                                         static_cast<unsigned>((ring - slot) * g.window[2]),
-                                        static_cast<unsigned>(g.window[1] * g.window[2]),
-                                        static_cast<unsigned>(warp * m.sums + channel * 4)};
+                                        static_cast<unsigned>(g.window[1] * g.window[2]), nowhere};
       AddWindows(m, cells, reinterpret_cast<const T*>(values + (stage * A + warp) * m.values) + window,
                  winners + (stage * A + warp) * m.winners + window, memory, cells.start + column);
     }

@@ -17,7 +17,8 @@ struct Select {
   using Quick = std::conditional_t<kIndexed && kIsTuned<T> && (N > 1), QuickMax<T, N>, Mergeable>;
   using State = std::conditional_t<kIndexed && kInPairs<T, N>, IndexedPairMax<T, N>, Mergeable>;
   static constexpr int kWidth = N, kResident = 4;
-  static constexpr bool kUnrolls = true, kShares = true, kWidens = false, kIdempotent = true, kIsLight = !kIndexed;
+  static constexpr bool kUnrolls = true, kShares = true, kWidens = false, kIdempotent = true, kIsLight = !kIndexed,
+                        kWhole = true;
 
   Shape g;
   Walk walk;
@@ -43,7 +44,7 @@ struct Select {
       if constexpr (kIndexed) static_cast<uint8_t*>(index)[to + j] = static_cast<uint8_t>(state.Index(j));
     }
   }
-  template <class S>
+  template <bool = false, class S>
   __device__ void Finish(const S& state, int64_t to, int, int, int) const {
     Store(y + to, BitCast<Vec<T, N>>(Flip<T, N>(BitCast<Words<T, N>>(state.value), flip)));
     if constexpr (kIndexed) {

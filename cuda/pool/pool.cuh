@@ -20,10 +20,10 @@ constexpr int kThreads = 256;
 
 // The geometry as kernels take it: with the divisions that bins need.
 struct Shape : Geometry {
-  FastDiv by_in[3], by_out[3];
+  WideDiv by_in[3], by_out[3];
 
   explicit Shape(const Geometry& g) : Geometry(g) {
-    for (int d = 0; d < 3; ++d) by_in[d] = FastDiv(in[d]), by_out[d] = FastDiv(out[d]);
+    for (int d = 0; d < 3; ++d) by_in[d] = WideDiv(in[d]), by_out[d] = WideDiv(out[d]);
   }
 };
 
@@ -38,28 +38,29 @@ struct Position {
 struct Walk {
   int64_t total;
   int width;
-  FastDiv by[4];
+  WideDiv by[4];
 
   Walk(int64_t batch, const int (&extent)[3], int channels, int vector_width) : width(vector_width) {
     const int vectors = channels / width;
     total = batch * extent[0] * extent[1] * extent[2] * vectors;
-    by[0] = FastDiv(vectors);
-    for (int d = 0; d < 3; ++d) by[1 + d] = FastDiv(extent[2 - d]);
+    by[0] = WideDiv(vectors);
+    for (int d = 0; d < 3; ++d) by[1 + d] = WideDiv(extent[2 - d]);
   }
 
   __device__ Position At(int64_t flat) const {
+    if (total > INT32_MAX) return FarAt(flat);
+    int at[4], rest = static_cast<int>(flat);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) rest = by[i].Div(rest, &at[i]);
+    return {rest, {at[3], at[2], at[1]}, at[0] * width};
+  }
+  // What is rare takes little code.
+  __device__ __noinline__ Position FarAt(int64_t flat) const {
     int at[4];
-    if (total <= INT32_MAX) {
-      int rest = static_cast<int>(flat);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) rest = by[i].Div(rest, &at[i]);
-      flat = rest;
-    } else {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        at[i] = static_cast<int>(flat % by[i].divisor);
-        flat /= by[i].divisor;
-      }
+#pragma unroll 1
+    for (int i = 0; i < 4; ++i) {
+      at[0] = at[1], at[1] = at[2], at[2] = at[3];
+      flat = by[i].Div(flat, &at[3]);
     }
     return {flat, {at[3], at[2], at[1]}, at[0] * width};
   }
@@ -83,11 +84,20 @@ struct Bin {
   int begin, end;
 };
 
-__device__ inline Bin BinOf(int b, int bins, int extent, FastDiv by_bins) {
+__device__ inline int Quotient(int64_t n, const WideDiv& by) {
+  int rest;
+  return n <= INT32_MAX ? by.Div(static_cast<int>(n)) : static_cast<int>(by.Div(n, &rest));
+}
+
+__device__ inline Bin BinOf(int b, int extent, const WideDiv& by_bins) {
   if (extent == 0) return {0, 0};
-  const int64_t begin = int64_t{b} * extent, last = begin + extent - 1;
-  if (last <= INT32_MAX) return {by_bins.Div(static_cast<int>(begin)), by_bins.Div(static_cast<int>(last)) + 1};
-  return {static_cast<int>(begin / bins), static_cast<int>(last / bins) + 1};
+  const int64_t begin = int64_t{b} * extent;
+  return {Quotient(begin, by_bins), Quotient(begin + extent - 1, by_bins) + 1};
+}
+
+// The same where it is rare.
+static __device__ __noinline__ Bin RareBinOf(int b, int extent, const WideDiv& by_bins) {
+  return BinOf(b, extent, by_bins);
 }
 
 // The cells of window `o` that lie inside the input: `count` of them from number `begin`, at input position `first`.
@@ -98,7 +108,7 @@ struct Cells {
 // Those inside [-low, in + high), rather.
 static __device__ __noinline__ Cells CellsWithin(const Shape& g, int d, int o, int low, int high) {
   if (g.stride[d] == 0) {
-    const Bin bin = BinOf(o, g.out[d], g.in[d], g.by_out[d]);
+    const Bin bin = BinOf(o, g.in[d], g.by_out[d]);
     return {0, bin.end - bin.begin, bin.begin};
   }
   const int start = o * g.stride[d] - g.low[d] + low, step = g.dilation[d], limit = g.in[d] + low + high;
@@ -120,7 +130,7 @@ __device__ inline Cells CellsOf(const Shape& g, int d, int o) { return CellsWith
 template <bool kDense>
 __device__ int CountOf(const Shape& g, const Division& division, int d, int o) {
   if (!kDense && g.stride[d] == 0) {
-    const Bin bin = BinOf(o, g.out[d], g.in[d], g.by_out[d]);
+    const Bin bin = BinOf(o, g.in[d], g.by_out[d]);
     return bin.end - bin.begin;
   }
   if (!kDense && g.dilation[d] != 1) return CellsWithin(g, d, o, division.low[d], division.high[d]).count;
@@ -128,18 +138,33 @@ __device__ int CountOf(const Shape& g, const Division& division, int d, int o) {
   return max(min(start + g.window[d], g.in[d] + division.high[d]) - max(start, -division.low[d]), 0);
 }
 
-// The factor of window (o0, o1, o2)'s sum.
-template <class A, bool kDense = false>
-__device__ A FactorOf(const Shape& g, const Division& division, int o0, int o1, int o2) {
-  const auto count = [&](int d, int o) { return CountOf<kDense>(g, division, d, o); };
-  const A cells = static_cast<A>(max(count(0, o0) * count(1, o1) * count(2, o2), 1));
+template <class A>
+__device__ A Reciprocal(int cells) {
+  const A divisor = static_cast<A>(max(cells, 1));
   if constexpr (std::is_same_v<A, float>) {
     // As division rounds, but without its branches.
-    const float inverse = __fdividef(1, cells);
-    return fmaf(fmaf(-cells, inverse, 1), inverse, inverse);
+    const float inverse = __fdividef(1, divisor);
+    return fmaf(fmaf(-divisor, inverse, 1), inverse, inverse);
   } else {
-    return A(1) / cells;
+    return A(1) / divisor;
   }
+}
+
+// The factor of any window's sum, which takes too much to be inlined.
+template <class A>
+static __device__ __noinline__ A AnyFactorOf(const Shape& g, const Division& division, int o0, int o1, int o2) {
+  int cells = 1;
+#pragma unroll 1
+  for (int d = 0; d < 3; ++d) cells *= CountOf<false>(g, division, d, d == 0 ? o0 : d == 1 ? o1 : o2);
+  return Reciprocal<A>(cells);
+}
+
+// The factor of window (o0, o1, o2)'s sum. kDense as above.
+template <class A, bool kDense>
+__device__ A FactorOf(const Shape& g, const Division& division, int o0, int o1, int o2) {
+  if constexpr (!kDense) return AnyFactorOf<A>(g, division, o0, o1, o2);
+  const auto count = [&](int d, int o) { return CountOf<true>(g, division, d, o); };
+  return Reciprocal<A>(count(0, o0) * count(1, o1) * count(2, o2));
 }
 
 // The windows over one input position, in order: from `first` to `last`, `step` apart. The position is cell number
@@ -163,22 +188,28 @@ struct Cover {
   }
 
   __device__ Windows Of(const Shape& g, int d, int i) const {
-    constexpr Windows kNone = {0, -1, 1, 0, 0};
     if (g.stride[d] == 0) {
-      const Bin bin = BinOf(i, g.in[d], g.out[d], g.by_in[d]);
+      const Bin bin = RareBinOf(i, g.out[d], g.by_in[d]);
       return {bin.begin, bin.end - 1, 1, 0, 0};
     }
     const int p = i + g.low[d], stride = g.stride[d], dilation = g.dilation[d];
-    if (p < 0) return kNone;
+    if (p < 0) return {0, -1, 1, 0, 0};
     const int last = min(g.out[d] - 1, by_stride[d].Div(p));
     const int passed = p - (g.window[d] - 1) * dilation - 1;  // a window that starts here or before ends before p
-    int first = passed < 0 ? 0 : by_stride[d].Div(passed) + 1;
+    const int first = passed < 0 ? 0 : by_stride[d].Div(passed) + 1;
     if (dilation == 1) return {first, last, 1, p - first * stride, stride};
-    // Of `step` neighbouring windows one has a cell at p, or none has if stride and dilation have a common factor.
-    const auto misses = [&] { return (p - first * stride) % dilation != 0; };
-    for (int left = step[d]; left > 1 && first <= last && misses(); --left) ++first;
-    if (first > last || misses()) return kNone;
-    return {first, last, step[d], (p - first * stride) / dilation, cell_step[d]};
+    return Dilated({first, last, step[d], p - first * stride, cell_step[d]}, stride, dilation);
+  }
+
+  // `all` with the position instead of the cell's number. Of `step` neighbouring windows one has a cell there, or none
+  // has if stride and dilation have a common factor.
+  static __device__ __noinline__ Windows Dilated(Windows all, int stride, int dilation) {
+    for (int left = all.step; left > 0 && all.first <= all.last; --left, ++all.first, all.cell -= stride) {
+      if (all.cell % dilation != 0) continue;
+      all.cell /= dilation;
+      return all;
+    }
+    return {0, -1, 1, 0, 0};
   }
 };
 

@@ -168,7 +168,7 @@ __global__ void __launch_bounds__(kThreads, S > 1 && sizeof(typename Task::Eleme
         GiveRow<K, S>(row, r, open);
       }
       if (o1 >= begin && o1 < end) {
-        task.Finish(open[R - 1], to, o.at[0], o1, o2);
+        task.template Finish<true>(open[R - 1], to, o.at[0], o1, o2);
         to += g.out[2];
       }
     }

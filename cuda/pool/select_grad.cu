@@ -39,7 +39,7 @@ __global__ void GatherKernel(const __grid_constant__ Shape g, const __grid_const
   int start[3];
 #pragma unroll
   for (int d = 0; d < 3; ++d)
-    start[d] = g.stride[d] ? o.at[d] * g.stride[d] - g.low[d] : BinOf(o.at[d], g.out[d], g.in[d], g.by_out[d]).begin;
+    start[d] = g.stride[d] ? o.at[d] * g.stride[d] - g.low[d] : BinOf(o.at[d], g.in[d], g.by_out[d]).begin;
   const Vec<int, N> winner = LoadIndex<N>(index, flat * N, wide);
   Vec<T, N> value;
 #pragma unroll
@@ -62,7 +62,7 @@ struct Winners {
   using A = Accumulator<T>;
   using Element = T;
   static constexpr int kWidth = N;
-  static constexpr bool kShortcuts = sizeof(T) < 8, kSame = false;
+  static constexpr bool kShortcuts = sizeof(T) < 8, kSame = false, kWhole = kShortcuts;
   using Index = std::conditional_t<kBytes, uint8_t, int>;
 
   struct Share {
@@ -73,6 +73,7 @@ struct Winners {
       value = {};
       memset(&winner, -1, sizeof(winner));
     }
+    template <bool = false>
     __device__ void Load(const Winners& task, int64_t offset, int, int, int) {
       value = LoadWords<N>(task.dy + offset);
       if constexpr (kBytes) {
@@ -81,6 +82,7 @@ struct Winners {
         winner = BitCast<Words<Index, N>>(LoadIndex<N>(task.index, offset, task.wide));
       }
     }
+    __device__ void LoadBin(const Winners& task, int64_t offset, int) { Load(task, offset, 0, 0, 0); }
     __device__ void Add(A (&sum)[N], int cell) const {
       const auto v = BitCast<Vec<T, N>>(value);
       const auto cells = BitCast<Vec<Index, N>>(winner);

@@ -10,9 +10,10 @@
 // large that many reach into a tile. SpreadKernel takes anything else: one input element a thread, which looks for the
 // windows over it.
 //
-// A `Task` has a `Share`: what one window passes back, which Load(offset of the window, its position) reads and
-// Add(sum, cell) adds to the element that is the window's cell of that number; kSame says that the number does not
-// matter. Final(offset, sum) is what dx holds.
+// A `Task` has a `Share`: what one window passes back, which Load(offset of the window, its position) reads,
+// Load<true>(...) of windows without gaps that are no bins, and Add(sum, cell) adds to the element that is the window's
+// cell of that number; kSame says that the number does not matter. Final(offset, sum) is what dx holds. kShortcuts:
+// whether there are the other kernels for it, kWhole: and those of windows that are all there is.
 #pragma once
 
 #include "cuda/common/launch.cuh"
@@ -22,7 +23,7 @@
 namespace jaxdnn::pool {
 
 template <class Task>
-__global__ void __launch_bounds__(kThreads) SpreadKernel(const __grid_constant__ Task task) {
+__global__ void __launch_bounds__(kThreads, 3) SpreadKernel(const __grid_constant__ Task task) {
   constexpr int N = Task::kWidth;
   const Shape& g = task.g;
   const int64_t flat = blockIdx.x * int64_t{kThreads} + threadIdx.x;
@@ -31,7 +32,7 @@ __global__ void __launch_bounds__(kThreads) SpreadKernel(const __grid_constant__
   const Windows w0 = task.cover.Of(g, 0, i.at[0]), w1 = task.cover.Of(g, 1, i.at[1]), w2 = task.cover.Of(g, 2, i.at[2]);
   // A bin's cells are counted from its own beginning.
   const auto number = [&](int d, int o, int cell) {
-    return g.stride[d] ? cell : i.at[d] - BinOf(o, g.out[d], g.in[d], g.by_out[d]).begin;
+    return g.stride[d] ? cell : i.at[d] - RareBinOf(o, g.in[d], g.by_out[d]).begin;
   };
   typename Task::A sum[N] = {};
   const int64_t image = i.batch * task.out.batch + i.channel;
@@ -88,7 +89,7 @@ __global__ void __launch_bounds__(kThreads) ApartKernel(const __grid_constant__ 
 
 // Of a task of single elements, kept as they lie in memory: `task.walk` is over all of dx.
 template <class Task>
-__global__ void __launch_bounds__(kThreads) FlatKernel(const __grid_constant__ Task task) {
+__global__ void __launch_bounds__(kThreads, 3) FlatKernel(const __grid_constant__ Task task) {
   using T = typename Task::Element;
   constexpr int V = kVecLength<T>;
   const Shape& g = task.g;
@@ -163,7 +164,7 @@ __global__ void __launch_bounds__(kThreads, 3) TileKernel(const __grid_constant_
     typename Task::Share share[kRows][kWindows];
     const auto load = [&](int a, int b) {
       const int o1 = top + first + a, o2 = left + b;
-      share[a][b].Load(task, image + o1 * task.out.dim[1] + o2 * task.out.dim[2], tile.at[0], o1, o2);
+      share[a][b].template Load<true>(task, image + o1 * task.out.dim[1] + o2 * task.out.dim[2], tile.at[0], o1, o2);
     };
     if (inside) {  // Plain loads, so that all are in flight at once.
 #pragma unroll
@@ -235,7 +236,7 @@ __global__ void __launch_bounds__(kThreads, StripBlocks(K, S, Task::kWidth))
 #pragma unroll
     for (int b = 0; b < kWindows; ++b) {
       const int o2 = min(max(left + b, 0), g.out[2] - 1);
-      next[b].Load(task, image + (row * out_pitch + o2 * g.channels), at.at[0], row, o2);
+      next[b].template Load<true>(task, image + (row * out_pitch + o2 * g.channels), at.at[0], row, o2);
     }
   };
   if constexpr (kAhead) load(first - kBefore);
@@ -252,22 +253,28 @@ __global__ void __launch_bounds__(kThreads, StripBlocks(K, S, Task::kWidth))
     if constexpr (kAhead) load(o1 + 1);
     if (o1 < first) continue;
     const int i1 = o1 * S - g.low[1];
+    typename Task::A sum[S][S][N] = {};
+#pragma unroll
+    for (int a = 0; a < kWindows; ++a) {
+#pragma unroll
+      for (int b = 0; b < kWindows; ++b) {
+#pragma unroll
+        for (int r1 = 0; r1 < S; ++r1) {
+#pragma unroll
+          for (int r2 = 0; r2 < S; ++r2) {
+            const int k1 = r1 + (kBefore - a) * S, k2 = r2 + (kBefore - b) * S;
+            if (k1 < K && k2 < K) share[a][b].Add(sum[r1][r2], k1 * K + k2);
+          }
+        }
+      }
+    }
 #pragma unroll
     for (int r1 = 0; r1 < S; ++r1) {
 #pragma unroll
       for (int r2 = 0; r2 < S; ++r2) {
-        typename Task::A sum[N] = {};
-#pragma unroll
-        for (int a = 0; a < kWindows; ++a) {
-#pragma unroll
-          for (int b = 0; b < kWindows; ++b) {
-            const int k1 = r1 + (kBefore - a) * S, k2 = r2 + (kBefore - b) * S;
-            if (k1 < K && k2 < K) share[a][b].Add(sum, k1 * K + k2);
-          }
-        }
         const int64_t place = to + (r1 * pitch + r2 * g.channels);
         if (i1 + r1 >= 0 && i1 + r1 < g.in[1] && i2 + r2 >= 0 && i2 + r2 < g.in[2])
-          Store(task.dx + place, task.Final(place, sum));
+          Store(task.dx + place, task.Final(place, sum[r1][r2]));
       }
     }
     to += S * pitch;
@@ -353,20 +360,22 @@ cudaError_t LaunchSpread(Task task, cudaStream_t stream) {
     }
   }
   const int64_t cells = int64_t{g.in[0]} * g.in[1] * g.in[2];
-  if constexpr (Task::kShortcuts && N < V) {
+  if constexpr (Task::kWhole && N < V) {
     if (WindowIsWhole(g) && g.channels == 1 && cells >= V && cells <= INT32_MAX && IsVectorAligned(task.dx)) {
       const int64_t total = g.batch * cells;
       return LaunchThreads(PlaneKernel<Task>, CeilDiv(total, V * kPlaneVectors), task, stream, total, FastDiv(cells));
     }
-    if (WindowsAreApart(g) && IsVectorAligned(task.dx)) {
-      task.walk = Walk(g.batch, g.in, g.channels, 1);
-      return LaunchThreads(FlatKernel<Task>, CeilDiv(task.walk.total, V), task, stream);
-    }
-  } else if constexpr (Task::kShortcuts) {
+  } else if constexpr (Task::kWhole) {
     if (WindowIsWhole(g) && cells <= INT32_MAX) {
       const int parts[3] = {1, 1, static_cast<int>(CeilDiv(cells, kWholeCells))};
       task.walk = Walk(g.batch, parts, g.channels, N);
       return LaunchThreads(WholeKernel<Task>, task.walk.total, task, stream, static_cast<int>(cells));
+    }
+  }
+  if constexpr (Task::kShortcuts && N < V) {
+    if (WindowsAreApart(g) && IsVectorAligned(task.dx)) {
+      task.walk = Walk(g.batch, g.in, g.channels, 1);
+      return LaunchThreads(FlatKernel<Task>, CeilDiv(task.walk.total, V), task, stream);
     }
   }
   if constexpr (N == V) {

@@ -108,29 +108,32 @@ __global__ void __launch_bounds__(kThreads) BinsKernel(const __grid_constant__ T
   if (flat >= task.walk.total) return;
   const Position i = task.walk.At(flat);
   const int o2 = i.at[2];
-  const auto bin = [&](int d, int o) { return BinOf(o, g.out[d], g.in[d], g.by_out[d]); };
-  const Windows w0 = task.cover.Of(g, 0, i.at[0]), w1 = task.cover.Of(g, 1, i.at[1]);
-  const int begin = bin(2, o2).begin, end = o2 + 1 < g.out[2] ? bin(2, o2 + 1).begin : g.in[2];
-  const Bin before = o2 > 0 ? bin(2, o2 - 1) : Bin{0, 0};
+  const auto bin = [&](int d, int o) { return BinOf(o, g.in[d], g.by_out[d]); };
+  const auto over = [&](int d) { return BinOf(i.at[d], g.out[d], g.by_in[d]); };
+  const auto length = [](const Bin& bin) { return bin.end - bin.begin; };
+  const Bin own = bin(2, o2), before = o2 > 0 ? bin(2, o2 - 1) : Bin{0, 0}, over0 = over(0), over1 = over(1);
+  const int begin = own.begin, end = o2 + 1 < g.out[2] ? bin(2, o2 + 1).begin : g.in[2];
   typename Task::Share share[2][2];
   A sum[N] = {};
   int cell[2][2];  // of each bin, the first in this row
-  const auto exists = [&](int a, int b) { return w0.first + a <= w0.last && w1.first + b <= w1.last; };
+  const auto exists = [&](int a, int b) { return over0.begin + a < over0.end && over1.begin + b < over1.end; };
 #pragma unroll
   for (int a = 0; a < 2; ++a) {
 #pragma unroll
     for (int b = 0; b < 2; ++b) {
       if (!exists(a, b)) continue;
-      const int o0 = w0.first + a, o1 = w1.first + b;
-      cell[a][b] = ((i.at[0] - bin(0, o0).begin) * g.window[1] + i.at[1] - bin(1, o1).begin) * g.window[2];
+      const int o0 = over0.begin + a, o1 = over1.begin + b;
+      const Bin bin0 = bin(0, o0), bin1 = bin(1, o1);
+      const int cells = length(bin0) * length(bin1);
+      cell[a][b] = ((i.at[0] - bin0.begin) * g.window[1] + i.at[1] - bin1.begin) * g.window[2];
       const int64_t offset =
           i.batch * task.out.batch + o0 * task.out.dim[0] + o1 * task.out.dim[1] + o2 * task.out.dim[2] + i.channel;
       if (before.end > begin) {
         typename Task::Share other;
-        other.Load(task, offset - task.out.dim[2], o0, o1, o2 - 1);
+        other.LoadBin(task, offset - task.out.dim[2], cells * length(before));
         other.Add(sum, cell[a][b] + begin - before.begin);
       }
-      share[a][b].Load(task, offset, o0, o1, o2);
+      share[a][b].LoadBin(task, offset, cells * length(own));
     }
   }
   int64_t to = i.batch * task.in.batch + i.at[0] * task.in.dim[0] + i.at[1] * task.in.dim[1] + begin * task.in.dim[2] +
@@ -143,20 +146,23 @@ __global__ void __launch_bounds__(kThreads) BinsKernel(const __grid_constant__ T
         if (exists(a, b)) share[a][b].Add(sum, cell[a][b] + position - begin);
     }
   };
-  add(sum, begin);
-  StoreStreaming(task.dx + to, task.Final(to, sum));
-  constexpr int kSteps = Task::kSame ? 4 : 1;
-  A same[N] = {};
-  if constexpr (Task::kSame) add(same, begin);
-#pragma unroll kSteps
-  for (int i2 = begin + 1; i2 < end; ++i2) {
+  const auto store = [&](const A(&sum)[N]) {
+    StoreStreaming(task.dx + to, task.Final(to, sum));
     to += task.in.dim[2];
-    if constexpr (Task::kSame) {
-      StoreStreaming(task.dx + to, task.Final(to, same));
-    } else {
-      A own[N] = {};
-      add(own, i2);
-      StoreStreaming(task.dx + to, task.Final(to, own));
+  };
+  if constexpr (Task::kSame) {
+    A same[N] = {};
+    add(same, begin), add(sum, begin);
+    store(sum);
+#pragma unroll 4
+    for (int i2 = begin + 1; i2 < end; ++i2) store(same);
+  } else {
+#pragma unroll 1
+    for (int i2 = begin; i2 < end; ++i2) {
+      add(sum, i2);
+      store(sum);
+#pragma unroll
+      for (A& each : sum) each = 0;
     }
   }
 }

@@ -20,7 +20,8 @@ struct Average {
   using Mergeable = State;
   using Quick = State;
   static constexpr int kWidth = N, kResident = 4;
-  static constexpr bool kUnrolls = true, kShares = true, kWidens = true, kIdempotent = false, kIsLight = !kCounted;
+  static constexpr bool kUnrolls = true, kShares = true, kWidens = true, kIdempotent = false, kIsLight = !kCounted,
+                        kWhole = !kCounted;
 
   Shape g;
   Walk walk;
@@ -33,11 +34,8 @@ struct Average {
   __device__ Loaded Identity() const { return Splat<T, N>(0.0f); }
   __device__ Loaded Get(const T* p) const { return LoadWords<N>(p); }
   __device__ Vec<T, N> Prepare(const Loaded& v) const { return BitCast<Vec<T, N>>(v); }
+  template <bool kDense = false>
   __device__ void Finish(const State& state, int64_t to, int o0, int o1, int o2) const {
-    FinishAs<kAlongRow>(state, to, o0, o1, o2);
-  }
-  template <bool kDense>
-  __device__ void FinishAs(const State& state, int64_t to, int o0, int o1, int o2) const {
     Store(y + to, Result<kDense>(state, o0, o1, o2));
   }
   // Stores the first `count`, neighbours in a row, one by one.
@@ -79,6 +77,9 @@ struct Average {
 
 cudaError_t SumPool(const Geometry& g, DType dtype, const Division& division, const void* x, void* y,
                     Workspace workspace, cudaStream_t stream) {
+  // The cells of a window that is all there is are counted here.
+  const double cells = static_cast<double>(g.in[0]) * g.in[1] * g.in[2];
+  const double divisor = division.divisor == 0 && WindowIsWhole(g) ? cells : division.divisor;
   return VisitDType(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     const T* in = static_cast<const T*>(x);
@@ -92,8 +93,8 @@ cudaError_t SumPool(const Geometry& g, DType dtype, const Division& division, co
                                                            in,
                                                            out,
                                                            division,
-                                                           static_cast<A>(division.divisor),
-                                                           static_cast<A>(1 / division.divisor)};
+                                                           static_cast<A>(divisor),
+                                                           static_cast<A>(1 / divisor)};
       };
       const auto general = [&] {
         return VisitWidth<T>(
@@ -111,7 +112,7 @@ cudaError_t SumPool(const Geometry& g, DType dtype, const Division& division, co
         return general();
       }
     };
-    return division.divisor == 0 ? launch(std::true_type{}) : launch(std::false_type{});
+    return divisor == 0 ? launch(std::true_type{}) : launch(std::false_type{});
   });
 }
 

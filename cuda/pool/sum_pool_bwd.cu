@@ -13,7 +13,7 @@ struct Shares {
   using A = Accumulator<T>;
   using Element = T;
   static constexpr int kWidth = N;
-  static constexpr bool kShortcuts = sizeof(T) < 8, kSame = true;
+  static constexpr bool kShortcuts = sizeof(T) < 8, kSame = true, kWhole = kShortcuts && !kCounted;
 
   struct Share {
     Words<T, N> value;
@@ -23,9 +23,14 @@ struct Shares {
       value = {};
       factor = A(0);
     }
+    template <bool kDense = false>
     __device__ void Load(const Shares& task, int64_t offset, int o0, int o1, int o2) {
       value = LoadWords<N>(task.dy + offset);
-      factor = kCounted ? FactorOf<A>(task.g, task.division, o0, o1, o2) : task.factor;
+      factor = kCounted ? FactorOf<A, kDense>(task.g, task.division, o0, o1, o2) : task.factor;
+    }
+    __device__ void LoadBin(const Shares& task, int64_t offset, int cells) {
+      value = LoadWords<N>(task.dy + offset);
+      factor = kCounted ? Reciprocal<A>(cells) : task.factor;
     }
     __device__ void Add(A (&sum)[N], int) const {
       const auto v = BitCast<Vec<T, N>>(value);

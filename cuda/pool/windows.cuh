@@ -11,7 +11,7 @@
 // input to shared memory first.
 //
 // A `Task` says what surrounds the reduction: Get(...) a load, Prepare(...) what the state takes of it, Finish(...)
-// what is stored.
+// what is stored, Finish<true>(...) of windows without gaps that are no bins.
 #pragma once
 
 #include "cuda/pool/reducers.cuh"
@@ -195,7 +195,7 @@ __device__ void WalkStrip(const Task& task, const typename Task::Element* plane,
       }
       const int o1 = q - (R - 1);
       if (o1 >= begin && o1 < end) {
-        task.Finish(open[R - 1], to, o0, o1, o2);
+        task.template Finish<true>(open[R - 1], to, o0, o1, o2);
         to += int64_t{g.out[2]} * g.channels;
       }
     }
@@ -273,7 +273,7 @@ __global__ void __launch_bounds__(kThreads)
     typename Task::State state(0);
 #pragma unroll
     for (int k = 0; k < K * K; ++k) state.Take(task.Prepare(v[u][k]), k);
-    task.Finish(state, int64_t{flat} * N, 0, o1[u], o2[u]);
+    task.template Finish<true>(state, int64_t{flat} * N, 0, o1[u], o2[u]);
   }
 }
 

@@ -121,13 +121,14 @@ cudaError_t LaunchIm2col(const Patches& p, const void* x, void* cols, cudaStream
 // The cells k of one spatial dimension that put input position i under a patch: k = first, first + step, ..., with o =
 // (i + low - k * dilation) / stride falling by `fall` from one to the next.
 struct Cells {
-  FastDiv gcd, step, stride;
+  FastDiv gcd, stride;
+  WideDiv step;
   int window, out, low, dilation, fall, inverse;
 
   Cells(const Patches& p, int d, int64_t first) {
     const int64_t g = std::gcd(p.stride[d], p.dilation[d]), s = p.stride[d] / g, e = p.dilation[d] / g;
     gcd = FastDiv(g);
-    step = FastDiv(s);
+    step = WideDiv(s);
     stride = FastDiv(p.stride[d]);
     window = static_cast<int>(p.window[d]);
     out = static_cast<int>(p.out[d]);
@@ -149,7 +150,7 @@ struct Cells {
     const int quotient = gcd.Div(t, &rest);
     if (rest != 0) return;
     step.Div(quotient, &m);
-    if (inverse > 1) m = static_cast<int>(static_cast<int64_t>(m) * inverse % step.divisor);
+    if (inverse > 1) step.Div(int64_t{m} * inverse, &m);
     const int at = t - m * dilation;
     if (at < 0) return;
     *k = m;

@@ -193,16 +193,15 @@ __global__ void __launch_bounds__(kThreads)
   __syncthreads();
 
   for (int q = static_cast<int>(threadIdx.x) * kN - low; q < length; q += kThreads * kN) {
-    const Vec<In, kN> v = LoadVector<kN>(run + q);
-    typename Op::Value value[kN];
-#pragma unroll
-    for (int j = 0; j < kN; ++j) value[j] = op.Prepare(v.v[j]);
     if (q >= 0 && q + kN <= length) {
+      const Vec<In, kN> v = LoadVector<kN>(run + q);
+      typename Op::Value value[kN];
+#pragma unroll
+      for (int j = 0; j < kN; ++j) value[j] = op.Prepare(v.v[j]);
       op.Store(at.out_offset + q, value);
     } else {
-#pragma unroll
-      for (int j = 0; j < kN; ++j)
-        if (q + j >= 0 && q + j < length) op.Store(at.out_offset + q + j, value[j]);
+#pragma unroll 1
+      for (int i = max(q, 0); i < min(q + kN, length); ++i) op.Store(at.out_offset + i, op.Prepare(run[i]));
     }
   }
 }
