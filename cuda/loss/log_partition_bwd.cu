@@ -175,18 +175,18 @@ __global__ void __launch_bounds__(kThreads, 5)
 }
 
 // Short rows, one to each group of 1 << span lanes of a block, whose rows are a run of memory that begins on a vector.
-template <class T, int kWhole>
+template <class T, int kMost>
 __global__ void __launch_bounds__(kThreads)
-    PackedKernel(softmax::Shape shape, int per_block, int span, const __grid_constant__ TypedTargets<T> t,
-                 Arrays<Accumulator<T>> arrays, const T* x, T* dx) {
+    PackedKernel(softmax::Shape shape, int per_block, softmax::PackedSpan shares,
+                 const __grid_constant__ TypedTargets<T> t, Arrays<Accumulator<T>> arrays, const T* x, T* dx) {
   using A = Accumulator<T>;
   const auto [held, first, n, rows] = PackedBlock<T>(shape, per_block, x);
-  const int wanted = threadIdx.x >> span;
+  const int wanted = threadIdx.x >> shares.span;
   const int at = min(wanted, rows - 1);
   const RowMap<T> map(t, arrays, first + at);
   WaitRun();
-  if (softmax::FirstOfWarp(span) < rows) {  // what a warp without a row would read, another one writes
-    PackedRow<softmax::ForwardOp<T, true>, T, kWhole> row(held, 0, at, n, span);
+  if (softmax::FirstOfWarp(shares.span) < rows) {  // what a warp without a row would read, another one writes
+    PackedRow<softmax::ForwardOp<T>, T, kMost> row(held, 0, at, n, shares);
     const bool has_label = wanted < rows && row.lane == 0 && static_cast<unsigned>(map.label) < n;
     T* const label = held + at * n + (has_label ? map.label : 0);
     const A of_label = map(static_cast<A>(*label)) + map.label_g;

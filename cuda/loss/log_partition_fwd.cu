@@ -95,21 +95,21 @@ __global__ void __launch_bounds__(kThreads, 1)
 }
 
 // Short rows, per_block of them, which are a run of memory that begins on a vector. Groups of 1 << span lanes.
-template <class T, int kWhole>
+template <class T, int kMost>
 __global__ void __launch_bounds__(kThreads)
-    PackedKernel(softmax::Shape shape, int per_block, int span, const __grid_constant__ TypedTargets<T> t, const T* x,
-                 Accumulator<T>* m, Accumulator<T>* sums) {
-  using Op = softmax::ForwardOp<T, true>;
+    PackedKernel(softmax::Shape shape, int per_block, softmax::PackedSpan shares,
+                 const __grid_constant__ TypedTargets<T> t, const T* x, Accumulator<T>* m, Accumulator<T>* sums) {
+  using Op = softmax::ForwardOp<T>;
   const auto [held, first, n, rows] = PackedBlock<T>(shape, per_block, x);
   WaitRun();
-  for (int top = 0; top < rows; top += kThreads >> span) {
-    const int wanted = top + (threadIdx.x >> span);  // all lanes of a warp take part
-    PackedRow<Op, T, kWhole> row(held, 0, min(wanted, rows - 1), n, span);
+  for (int top = 0; top < rows; top += kThreads >> shares.span) {
+    const int wanted = top + (threadIdx.x >> shares.span);  // all lanes of a warp take part
+    PackedRow<Op, T, kMost> row(held, 0, min(wanted, rows - 1), n, shares);
     Accumulator<T> most[1] = {kLowest<Accumulator<T>>};
     row.Each([&](auto& word) { softmax::Fold(most, word[0], Max{}); });
     typename Op::Stats stats[1] = {{fmin(most[0], t.largest), 0}};
-    Op::Exponentiate(stats, [&](auto&& visit) { row.Each(visit); });
-    Op::Combine(stats, softmax::ShuffleReduce{span});
+    Op{true}.Exponentiate(stats, [&](auto&& visit) { row.Each(visit); });
+    Op::Combine(stats, softmax::ShuffleReduce{shares.span});
     if (wanted < rows && row.lane == 0) WriteRow(stats[0], t, shape, first + wanted, x, m, sums);
   }
 }
@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(kThreads)
     MaskedKernel(softmax::Shape shape, int per_block, int span, const __grid_constant__ TypedTargets<T> t, const T* x,
                  Accumulator<T>* m, Accumulator<T>* sums) {
   using A = Accumulator<T>;
-  using Op = softmax::ForwardOp<T, true>;
+  using Op = softmax::ForwardOp<T>;
   const auto [held, first, n, rows] = PackedBlock<T>(shape, per_block, x);
   WaitRun();
   const int lane = threadIdx.x & ((1 << span) - 1);
@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int s = 0; s < kMaskedSteps; ++s) stats[0].m = Max{}(stats[0].m, v[s][0][0]);
     stats[0].m = fmin(stats[0].m, t.largest);
-    Op::Exponentiate(stats, [&](auto&& visit) {
+    Op{true}.Exponentiate(stats, [&](auto&& visit) {
 #pragma unroll
       for (int s = 0; s < kMaskedSteps; ++s) visit(v[s]);
     });
@@ -179,13 +179,16 @@ cudaError_t Run(const softmax::Shape& shape, const TypedTargets<T>& t, const T* 
   if constexpr (!kScores)
     if (aligned && shape.inner == 1 && shape.n > 0) {
       const bool masked = t.mask.data != nullptr;
-      const auto run = [&](auto kernel, int span) {
+      const auto run = [&](auto kernel, int span, auto shares) {
         const PackedRows rows = PlanPackedRows(shape, span, sizeof(T), 16 << 10);
-        return LaunchKernel(kernel, rows.grid, stream, shape, rows.per_block, span, t, x, m, sums);
+        return LaunchKernel(kernel, rows.grid, stream, shape, rows.per_block, shares, t, x, m, sums);
       };
-      if (masked && shape.n <= kMaxMaskedRow && shape.n % L != 0) return run(MaskedKernel<T>, MaskedSpan(shape));
+      const int masked_span = MaskedSpan(shape);
+      if (masked && shape.n <= kMaxMaskedRow && shape.n % L != 0) return run(MaskedKernel<T>, masked_span, masked_span);
       if (!masked && shape.n <= kMaxPackedRow<T> && shape.n % L != 0)
-        return VisitPackedRow<T>(shape.n, [&](auto whole, int span) { return run(PackedKernel<T, whole>, span); });
+        return VisitPackedRow<T>(shape.n, [&](auto most, auto shares) {
+          return run(PackedKernel<T, most>, shares.span, shares);
+        });
       bool done = false;
       if (const cudaError_t e = RunLongRows(shape, t, x, m, sums, stream, &done); done || e != cudaSuccess) return e;
     }

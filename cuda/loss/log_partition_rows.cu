@@ -12,7 +12,7 @@ __global__ void __launch_bounds__(kThreads, V <= 4 ? 5 : 4)
     LongRowsKernel(const __grid_constant__ softmax::HeldRows r, const __grid_constant__ TypedTargets<T> t,
                    softmax::Shape shape, const T* x, Accumulator<T>* m, Accumulator<T>* sums) {
   using A = Accumulator<T>;
-  using Op = softmax::ForwardOp<T, true>;
+  using Op = softmax::ForwardOp<T>;
   constexpr int L = kVecLength<T>;
   using P = Packed<T, L>;
   __shared__ softmax::Exchange<Op> exchange;
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kThreads, V <= 4 ? 5 : 4)
     }
     raise(softmax::MaxOf<T, L>(v));
     softmax::MaxSum<A> now[1] = {own[0]};
-    Op::Exponentiate(now, [&](auto&& visit) {
+    Op{true}.Exponentiate(now, [&](auto&& visit) {
 #pragma unroll
       for (int s = 0; s < V; ++s) {
         if (s > 0 && start - lane + s * step >= vectors) break;

@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kColumnThreads, V <= 8 ? 5 : 3)
       if (s < n) x[s][k] = *reinterpret_cast<const P*>((k == 0 ? in0 : in1) + start + s * shape.inner);
     }
   typename Op::Stats stats[W];
-  Op::Local(stats, [&](auto&& visit) {
+  op.Local(stats, [&](auto&& visit) {
 #pragma unroll
     for (int s = 0; s < V; ++s) {
       if (s % kBatch == 0 && s >= n) break;
@@ -115,12 +115,7 @@ __global__ void __launch_bounds__(kColumnThreads, V <= 8 ? 5 : 3)
     A v[kInputs][W], results[W];
 #pragma unroll
     for (int k = 0; k < kInputs; ++k) Widen<T, W>(Again(x[s][k], zero), v[k]);
-    if constexpr (!kInPlace) {
-      typename Op::Stats unused[W];
-#pragma unroll
-      for (int w = 0; w < W; ++w) unused[w] = stats[w];
-      Op::Exponentiate(unused, [&](auto&& visit) { visit(v); });
-    }
+    if constexpr (!kInPlace) op.Change(stats, v);
 #pragma unroll
     for (int w = 0; w < W; ++w) results[w] = Op::Result(final[w], v, w);
     *reinterpret_cast<P*>(out + start + s * shape.inner) = Narrow<T, W>(results);
@@ -167,7 +162,7 @@ struct HeldColumn {
   }
 
   // Leaves the statistics of threads' columns in `slots`, for Total.
-  __device__ void Local(Stats* slots) {
+  __device__ void Local(const Op& op, Stats* slots) {
 #pragma unroll
     for (Stats& each : own) each = Op::Nothing();
     if constexpr (Op::kHasMaximum) {
@@ -176,7 +171,7 @@ struct HeldColumn {
 #pragma unroll
       for (int w = 0; w < W; ++w) own[w].m = m[w];
     }
-    Op::Exponentiate(own, [&](auto&& visit) {
+    op.Exponentiate(own, [&](auto&& visit) {
 #pragma unroll
       for (int s = 0; s < V; ++s) {
         // With one input the test takes longer than what it saves.
@@ -226,12 +221,7 @@ struct HeldColumn {
       A v[kInputs][W], results[W];
 #pragma unroll
       for (int k = 0; k < kInputs; ++k) Widen<T, W>(Again(x[s][k], zero), v[k]);
-      if constexpr (kAgain) {
-        Stats unused[W];
-#pragma unroll
-        for (int w = 0; w < W; ++w) unused[w] = stats[w];
-        Op::Exponentiate(unused, [&](auto&& visit) { visit(v); });
-      }
+      if constexpr (kAgain) op.Change(stats, v);
 #pragma unroll
       for (int w = 0; w < W; ++w) results[w] = Op::Result(final[w], v, w);
       StoreUnsplit<T, W>(out + s * step, Narrow<T, W>(results));
@@ -260,7 +250,7 @@ __global__ void __launch_bounds__(kColumnThreads, 1024 / kColumnThreads)
   }
 
   Column column(c, in0, in1, out, index, rank);
-  column.Local(slots);
+  column.Local(op, slots);
   if (c.cluster > 1) ClusterWait();
   for (int at = threadIdx.x; at < c.columns; at += blockDim.x) {
     const Stats total = column.Total(slots, at);
@@ -321,8 +311,9 @@ cudaError_t RunHeldColumns(const Op& op, const HeldColumns& c, const T* in0, con
                      c.cluster};
   // What is past a thread's last vector costs as much as what is not, with one input.
   constexpr int kFew = 4;
-  if (Op::kInputs == 1 && int64_t{c.share} * c.columns <= int64_t{kFew} * kColumnVector<T> * c.threads)
-    return LaunchKernel(HeldColumnsKernel<Op, T, kFew>, grid, stream, c, op, in0, in1, out);
+  if constexpr (Op::kInputs == 1)
+    if (int64_t{c.share} * c.columns <= int64_t{kFew} * kColumnVector<T> * c.threads)
+      return LaunchKernel(HeldColumnsKernel<Op, T, kFew>, grid, stream, c, op, in0, in1, out);
   return LaunchKernel(HeldColumnsKernel<Op, T, kHeldColumns<Op>>, grid, stream, c, op, in0, in1, out);
 }
 
