@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(kThreads, kScores ? 2 : 3)
     StreamKernel(Spread spread, const __grid_constant__ TypedTargets<T> t, const T* x, Accumulator<T>* m,
                  Accumulator<T>* sums, Accumulator<T>* workspace) {
   // Scores take registers that loads could have.
-  constexpr int kLoads = kScores ? kBatch / 2 : kBatch;
+  constexpr int kLoads = kScores && L > 1 ? kBatch / 2 : kBatch;
   using A = Accumulator<T>;
   using RowState = State<T, W, kScores>;
   __shared__ A scratch[W * kThreads];
@@ -46,18 +46,22 @@ __global__ void __launch_bounds__(kThreads, kScores ? 2 : 3)
         for (T& each : q[b].v) each = zero;
         if (exists && t.q != nullptr) q[b] = p.Load(t.q, at, zero);
 #pragma unroll
-        for (int i = 0; i < L; ++i) weights[b][i] = !exists || !p.IsInside(at, i) ? A(0) : t.Weight(p.Along(at, i));
+        for (A& each : weights[b]) each = A(0);
+        if (exists && t.smooth) {
+          const auto part = p.PartOf(at);
+#pragma unroll
+          for (int i = 0; i < L; ++i) weights[b][i] = part.Has(i) ? t.Weight(p.Along(at) + i) : A(0);
+        }
       }
     }
     if (keep != nullptr) {
 #pragma unroll
       for (int b = 0; b < kLoads; ++b) {
         const int at = start + b * p.parts;
+        const auto part = p.PartOf(at);
 #pragma unroll
         for (int i = 0; i < L; ++i)
-          if (at < p.count && p.IsInside(at, i) &&
-              !keep[p.Along(at, i) * t.mask.along_n + (W > 1 ? i * t.mask.along_inner : 0)])
-            v[b].v[i] = lowest;
+          if (at < p.count && part.Has(i) && !p.IsKept(keep, t.mask, at, i)) v[b].v[i] = lowest;
       }
     }
     state.template Add<kLoads, L>(v, q, weights, t.largest);
@@ -77,19 +81,20 @@ __global__ void __launch_bounds__(kThreads, kScores ? 2 : 3)
   }
 }
 
-// A warp adds up what the shares of a row have left.
-template <class T, bool kScores>
+// A warp adds up what the shares of a row have left, each `fields` numbers.
+template <class T>
 __global__ void __launch_bounds__(kThreads, 1)
     FinishKernel(Spread spread, const __grid_constant__ TypedTargets<T> t, const T* x, Accumulator<T>* m,
-                 Accumulator<T>* sums, const Accumulator<T>* workspace) {
-  using RowState = State<T, 1, kScores>;
+                 Accumulator<T>* sums, const Accumulator<T>* workspace, int fields) {
+  using RowState = State<T, 1, true>;
   const int64_t row = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / 32, inner = spread.shape.inner;
   if (row >= spread.shape.outer * inner) return;
   const int64_t outer = row / inner, column = row - outer * inner;
   const int lane = threadIdx.x % 32;
   RowState state;
+#pragma unroll 1
   for (int rank = lane; rank < spread.shares; rank += 32)
-    state.MergeSaved(workspace + (outer * spread.shares + rank) * RowState::kFields * inner + column, inner);
+    state.MergeSaved(workspace + (outer * spread.shares + rank) * fields * inner + column, inner, fields);
   state.Combine([](auto& values, auto operation) { Reduce(values, operation, Group{0, 5}, &values[0]); });
   if (lane == 0) state.Write(0, t, spread.shape, outer, column, x, m, sums);
 }
@@ -148,21 +153,23 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // How x is read: L elements a vector, W rows.
-template <int kL, int kW>
+template <int kL, int kW, bool kWithScores>
 struct Access {
   static constexpr int L = kL, W = kW;
+  static constexpr bool kScores = kWithScores;
 };
 
-// What is rare takes fewer ways: doubles go element by element, and so do columns with scores.
+// What is rare takes fewer ways: doubles go element by element, and so do columns with scores; and what goes so, goes
+// as if there were scores.
 template <class T, bool kScores, class F>
 auto VisitAccess(const softmax::Shape& shape, bool aligned, F&& f) {
   if constexpr (sizeof(T) < 8) {
-    if (aligned && shape.inner == 1) return f(Access<kVecLength<T>, 1>());
+    if (aligned && shape.inner == 1) return f(Access<kVecLength<T>, 1, kScores>());
     // Columns of four, since every one more is one more of each sum to hold.
     if constexpr (!kScores)
-      if (aligned && shape.inner % 4 == 0) return f(Access<4, 4>());
+      if (aligned && shape.inner % 4 == 0) return f(Access<4, 4, false>());
   }
-  return f(Access<1, 1>());
+  return f(Access<1, 1, true>());
 }
 
 template <class T, class C>
@@ -195,12 +202,12 @@ cudaError_t Run(const softmax::Shape& shape, const TypedTargets<T>& t, const T* 
   return VisitAccess<T, kScores>(shape, aligned, [&](auto access) {
     using C = decltype(access);
     const Spread spread = PlanStream<T, C>(shape);
-    if (const cudaError_t e = LaunchKernel(StreamKernel<T, C::L, C::W, kScores>, spread.Blocks(), kThreads, stream,
+    if (const cudaError_t e = LaunchKernel(StreamKernel<T, C::L, C::W, C::kScores>, spread.Blocks(), kThreads, stream,
                                            spread, t, x, m, sums, workspace);
         e != cudaSuccess || spread.shares == 1)
       return e;
-    return LaunchKernel(FinishKernel<T, kScores>, CeilDiv(shape.outer * shape.inner * 32, kThreads), kThreads, stream,
-                        spread, t, x, m, sums, workspace);
+    return LaunchKernel(FinishKernel<T>, CeilDiv(shape.outer * shape.inner * 32, kThreads), kThreads, stream, spread, t,
+                        x, m, sums, workspace, State<T, 1, C::kScores>::kFields);
   });
 }
 

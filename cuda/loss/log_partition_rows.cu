@@ -7,7 +7,7 @@ namespace jaxdnn::loss {
 namespace {
 
 // Groups of lanes, blocks or clusters (held.cuh of softmax) take V vectors a thread at a time.
-template <class T, int V, bool kEdges>
+template <class T, int V>
 __global__ void __launch_bounds__(kThreads, V <= 4 ? 5 : 4)
     LongRowsKernel(const __grid_constant__ softmax::HeldRows r, const __grid_constant__ TypedTargets<T> t,
                    softmax::Shape shape, const T* x, Accumulator<T>* m, Accumulator<T>* sums) {
@@ -24,11 +24,11 @@ __global__ void __launch_bounds__(kThreads, V <= 4 ? 5 : 4)
   const int64_t row = min(wanted, r.rows - 1);  // all lanes of a warp take part
   if (r.shares > 1) softmax::OpenExchange(exchange, r.shares);
   const T* const from = x + row * r.n;
-  const int head = kEdges ? static_cast<int>(-(row * r.n) & (L - 1)) : 0;
+  const int head = static_cast<int>(-(row * r.n) & (L - 1));
   const int vectors = (r.n - head) / L, first = rank * r.width + lane, step = r.width * r.shares;
   A edge = -softmax::kInfinity<A>;
   const int edge_at = lane < head ? lane : vectors * L + lane;
-  if (kEdges && first < 32 && edge_at < r.n) edge = static_cast<A>(from[edge_at]);
+  if (first < 32 && edge_at < r.n) edge = static_cast<A>(from[edge_at]);
 
   softmax::MaxSum<A> own[1] = {{kLowest<A>, A(0)}};
   const auto raise = [&](A to) {
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kThreads, V <= 4 ? 5 : 4)
     });
     own[0].s += now[0].s;
   }
-  if (kEdges && first < 32) {
+  if (first < 32) {
     raise(edge);
     own[0].s += Origin<T>(own[0].m).Exp(edge);
   }
@@ -95,8 +95,7 @@ cudaError_t RunLongRows(const softmax::Shape& shape, const TypedTargets<T>& t, c
     }
     const Grid grid = r.width <= 32 ? Grid{CeilDiv(shape.outer * r.width, kThreads), kThreads}
                                     : Grid{shape.outer * r.shares, r.width, 0, r.shares};
-    if (shape.n % L == 0) return LaunchKernel(LongRowsKernel<T, V, false>, grid, stream, r, t, shape, x, m, sums);
-    return LaunchKernel(LongRowsKernel<T, V, true>, grid, stream, r, t, shape, x, m, sums);
+    return LaunchKernel(LongRowsKernel<T, V>, grid, stream, r, t, shape, x, m, sums);
   };
   if (vectors <= 32 * 4) return run(std::integral_constant<int, 4>{});
   return run(std::integral_constant<int, 8>{});

@@ -112,18 +112,20 @@ struct State {
     if constexpr (kScores) to[pitch * field++] = score[w], to[pitch * field++] = mass[w];
     if constexpr (kScores) to[pitch * field++] = total[w], to[pitch * field++] = weight[w];
   }
-  // Merges what was saved into row 0.
-  __device__ void MergeSaved(const A* from, int64_t pitch) {
+  // Merges what was saved into row 0: `fields` of kFields, or without scores.
+  __device__ void MergeSaved(const A* from, int64_t pitch, int fields) {
+    static_assert(kScores);
     State other;
-    int field = 0;
-    other.m[0] = from[pitch * field++], other.s[0] = from[pitch * field++];
-    if constexpr (kScores) other.score[0] = from[pitch * field++], other.mass[0] = from[pitch * field++];
-    if constexpr (kScores) other.total[0] = from[pitch * field++], other.weight[0] = from[pitch * field++];
+    other.m[0] = from[0], other.s[0] = from[pitch];
+    if (fields == kFields) {
+      other.score[0] = from[pitch * 2], other.mass[0] = from[pitch * 3];
+      other.total[0] = from[pitch * 4], other.weight[0] = from[pitch * 5];
+    }
     const A to = Max{}(m[0], other.m[0]);
     Raise(0, to), other.Raise(0, to);
     s[0] += other.s[0];
-    if constexpr (kScores) score[0] += other.score[0], mass[0] += other.mass[0];
-    if constexpr (kScores) total[0] += other.total[0], weight[0] += other.weight[0];
+    score[0] += other.score[0], mass[0] += other.mass[0];
+    total[0] += other.total[0], weight[0] += other.weight[0];
   }
 
   // Writes the results of row w, which is [outer, :, column] of [outer, n, inner].
