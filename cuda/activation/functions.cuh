@@ -264,55 +264,86 @@ struct Squareplus {
 
 // A kind becomes a functor --------------------------------------------------------------------------------------------
 
-// Calls f with the functor of `activation` for the stored type T.
-#pragma nv_exec_check_disable
-template <class T, class F>
-__host__ __device__ auto WithFunctor(const Activation& activation, F&& f) {
+// One of those that few networks have, chosen as the kernel runs: a branch for each vector, but no kernels of its own.
+template <class T>
+struct RareActivation {
   using A = Accumulator<T>;
-  const A p = static_cast<A>(activation.parameter);
+  static constexpr bool kMasked = true;
+  Kind kind;  // the first of those that differ in their numbers alone
+  A p;
+  Elu<T> elu;
+  Softplus<T> softplus;
+
+  __host__ __device__ explicit RareActivation(const Activation& activation)
+      : kind(activation.kind), p(static_cast<A>(activation.parameter)), elu{A(1), p, A(1)}, softplus{p, A(1) / p} {
+    if (kind == Kind::kCelu) elu.inverse_width = A(1) / p;
+    if (kind == Kind::kSelu) elu = {A(1.0507009873554804934193349852946), A(1.6732632423543772848170429916717), A(1)};
+    if (kind == Kind::kCelu || kind == Kind::kSelu) kind = Kind::kElu;
+    if (kind == Kind::kLogSigmoid) kind = Kind::kSoftplus, softplus = {A(-1), A(-1)};
+  }
+};
+
+// Calls g with the functor that f is, or stands for.
+template <class F, class G>
+__host__ __device__ auto With(const F& f, G&& g) {
+  return g(f);
+}
+#pragma nv_exec_check_disable
+template <class T, class G>
+__host__ __device__ auto With(const RareActivation<T>& f, G&& g) {
+  using A = Accumulator<T>;
+  switch (f.kind) {
+    case Kind::kClippedRelu:
+      return g(ClippedRelu<T>{f.p});
+    case Kind::kLeakyRelu:
+      return g(LeakyRelu<T>{f.p});
+    case Kind::kHardSigmoid:
+      return g(HardSigmoid<T>{});
+    case Kind::kHardTanh:
+      return g(HardTanh<T>{});
+    case Kind::kElu:
+      return g(f.elu);
+    case Kind::kSoftplus:
+      return g(f.softplus);
+    case Kind::kHardSwish:
+      return g(HardSwish<T>{});
+    case Kind::kMish:
+      return g(Mish<T>{});
+    case Kind::kSoftSign:
+      return g(SoftSign<T>{});
+    case Kind::kSquareplus:
+      return g(Squareplus<T>{f.p});
+    default:
+      return g(Identity<T>{});
+  }
+}
+
+// Calls f with the functor of `activation` for the stored type T, and `rare` with one that stands for all others.
+#pragma nv_exec_check_disable
+template <class T, class F, class G>
+__host__ __device__ auto WithCommon(const Activation& activation, F&& f, G&& rare) {
   switch (activation.kind) {
-    case Kind::kIdentity:
-      break;
     case Kind::kRelu:
       return f(Relu<T>{});
-    case Kind::kClippedRelu:
-      return f(ClippedRelu<T>{p});
-    case Kind::kLeakyRelu:
-      return f(LeakyRelu<T>{p});
-    case Kind::kHardSigmoid:
-      return f(HardSigmoid<T>{});
-    case Kind::kHardTanh:
-      return f(HardTanh<T>{});
     case Kind::kSigmoid:
       return f(Sigmoid<T>{});
     case Kind::kTanh:
       return f(Tanh<T>{});
-    case Kind::kElu:
-      return f(Elu<T>{A(1), p, A(1)});
-    case Kind::kCelu:
-      return f(Elu<T>{A(1), p, A(1) / p});
-    case Kind::kSelu:
-      return f(Elu<T>{A(1.0507009873554804934193349852946), A(1.6732632423543772848170429916717), A(1)});
-    case Kind::kSoftplus:
-      return f(Softplus<T>{p, A(1) / p});
-    case Kind::kLogSigmoid:
-      return f(Softplus<T>{A(-1), A(-1)});
     case Kind::kSilu:
-      return f(Silu<T>{p});
-    case Kind::kHardSwish:
-      return f(HardSwish<T>{});
+      return f(Silu<T>{static_cast<Accumulator<T>>(activation.parameter)});
     case Kind::kGelu:
       return f(Gelu<T>{});
     case Kind::kGeluTanh:
       return f(GeluTanh<T>{});
-    case Kind::kMish:
-      return f(Mish<T>{});
-    case Kind::kSoftSign:
-      return f(SoftSign<T>{});
-    case Kind::kSquareplus:
-      return f(Squareplus<T>{p});
+    default:
+      return rare(RareActivation<T>(activation));
   }
-  return f(Identity<T>{});
+}
+
+// Calls f with the functor of `activation` for the stored type T.
+template <class T, class F>
+__host__ __device__ auto WithFunctor(const Activation& activation, F&& f) {
+  return WithCommon<T>(activation, f, [&](const auto& rare) { return With(rare, f); });
 }
 
 // Any of them, chosen as the kernel runs. Out of line: what is compiled once need not be fast.
@@ -333,19 +364,16 @@ struct AnyActivation {
   __noinline__ __device__ A Derivative(A x) const {
     return WithFunctor<T>(activation, [x](auto f) { return f.Derivative(x); });
   }
-  __device__ A DerivativeFromOutput(A y) const {
-    return activation.kind == Kind::kSigmoid ? Sigmoid<T>{}.DerivativeFromOutput(y) : Tanh<T>{}.DerivativeFromOutput(y);
-  }
 };
 
-// For host code: calls f with what a kernel of the stored type T takes as its functor. A kernel for each activation
-// would be worth its size for any type but double.
+// For host code: calls f with what a kernel of the stored type T takes as its functor. Not of double, a common
+// activation is worth a kernel of its own.
 template <class T, class F>
 cudaError_t VisitActivation(const Activation& activation, F&& f) {
   if constexpr (std::is_same_v<T, double>)
     return f(AnyActivation<T>{activation});
   else
-    return WithFunctor<T>(activation, f);
+    return WithCommon<T>(activation, f, f);
 }
 
 // The slopes of a function that has two: where its bit is set, and elsewhere.
@@ -368,22 +396,41 @@ inline std::optional<Slopes> SlopesOf(const Activation& activation) {
   }
 }
 
-// For host code: calls f with the functor of an activation without two slopes, and whether its derivative is taken from
-// the output (else the input).
+// The derivative of sigmoid and tanh from the output: (y + shift) (1 - y).
+template <class T>
+struct OfOutput {
+  using A = Accumulator<T>;
+  static constexpr bool kMasked = false;
+  A shift;
+  __device__ A Derivative(A y) const { return (y + shift) * (A(1) - y); }
+};
+
+inline bool IsFromOutput(Kind kind) { return kind == Kind::kSigmoid || kind == Kind::kTanh; }
+
+// For host code: calls f with a functor that has the derivative of an activation without two slopes, from the output or
+// the input.
 template <class T, class F>
 cudaError_t VisitSmooth(const Activation& activation, F&& f) {
-  if (activation.kind == Kind::kSigmoid || activation.kind == Kind::kTanh) {
-    if constexpr (std::is_same_v<T, double>)
-      return f(AnyActivation<T>{activation}, std::true_type{});
-    else
-      return activation.kind == Kind::kSigmoid ? f(Sigmoid<T>{}, std::true_type{}) : f(Tanh<T>{}, std::true_type{});
-  }
+  if (IsFromOutput(activation.kind)) return f(OfOutput<T>{Accumulator<T>(activation.kind == Kind::kTanh)});
   return VisitActivation<T>(activation, [&](auto functor) {
     using G = decltype(functor);
-    constexpr bool kFromInput =
-        !(G::kMasked || std::is_same_v<G, Sigmoid<T>> || std::is_same_v<G, Tanh<T>> || std::is_same_v<G, Identity<T>>);
-    if constexpr (kFromInput || std::is_same_v<T, double>) return f(functor, std::false_type{});
-    return cudaErrorInvalidValue;
+    if constexpr (std::is_same_v<G, Relu<T>> || std::is_same_v<G, Sigmoid<T>> || std::is_same_v<G, Tanh<T>>)
+      return cudaErrorInvalidValue;
+    else
+      return f(functor);
+  });
+}
+
+// Calls g with the functor that f is, or stands for, of those that VisitSmooth is for.
+template <class F, class G>
+__device__ void WithSmooth(const F& f, G&& g) {
+  g(f);
+}
+template <class T, class G>
+__device__ void WithSmooth(const RareActivation<T>& f, G&& g) {
+  With(f, [&](auto functor) {
+    using H = decltype(functor);
+    if constexpr (!H::kMasked && !std::is_same_v<H, Identity<T>>) g(functor);
   });
 }
 
