@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(kRowThreads)
 // Rows of any length, per_block of which are a run of memory that begins on a vector. Groups take one at a time, in
 // words (packed.cuh).
 template <class Op, class T, int kMost>
-__global__ void __launch_bounds__(kRowThreads)
+__global__ void __launch_bounds__(kRowThreads, kMost <= kFewPackedWords ? 5 : 4)
     PackedRowsKernel(Rows r, int whole, Op op, const T* in0, const T* in1, T* out) {
   extern __shared__ __align__(16) unsigned char shared[];
   T* const held = reinterpret_cast<T*>(shared);
