@@ -2,8 +2,8 @@
 //
 // Bound by memory: g is read and dx written, besides a residual that is one bit an element or as large as g.
 #include "cuda/activation/activation.h"
-#include "cuda/activation/functions.cuh"
 #include "cuda/activation/map.cuh"
+#include "cuda/activation/visit.cuh"
 
 namespace jaxdnn::activation {
 namespace {

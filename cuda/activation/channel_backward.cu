@@ -3,8 +3,8 @@
 // Bound by memory: g and the residual are read and dx written; partial sums are a few hundred rows of channels.
 #include "cuda/activation/channel_sum.cuh"
 #include "cuda/activation/channels.cuh"
-#include "cuda/activation/functions.cuh"
 #include "cuda/activation/map.cuh"
+#include "cuda/activation/visit.cuh"
 
 namespace jaxdnn::activation {
 namespace {
@@ -60,6 +60,7 @@ template <class T, class Rule>
 struct ChannelOp {
   static constexpr int N = kVecLength<T>;
   static constexpr bool kAsync = !Rule::kMasked;  // A lane's bits are too few for that.
+  static constexpr bool kLong = sizeof(T) == 8 || std::is_same_v<Rule, FromInput<T, RareActivation<T>>>;
   using A = Accumulator<T>;
   using Vector = Vec<T, N>;
   using Residual = std::conditional_t<Rule::kMasked, uint8_t, T>;

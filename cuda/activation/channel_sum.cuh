@@ -7,6 +7,7 @@
 //   Loaded, Load(i), Store(i, out)  vector i, before and after
 //   kAsync, Fetch(slot, stride, i), Take(slot, stride)   whether both halves of what Load gives can go through shared
 //                                   memory, `stride` vectors apart; the beginning and the end of that
+//   kLong                           whether to keep the copies of Map few
 //   Map(loaded, p[N], sum[N])       maps it, with the channels' values p, and adds to sum
 //   Gather(i, size), Scatter(i, size, out)   the same as Load and Store for a vector that is not aligned, or of which
 //                                   elements from `size` on are missing; they add nothing
@@ -157,16 +158,12 @@ __global__ __launch_bounds__(kSumThreads, kColumnResident<typename Op::A>) void 
       };
       for (int k = 0; k < kAhead; ++k) fetch(k, i + k * step);
 #pragma unroll 1
-      for (int k = 0; i < end; ++k, i += step) {
+      for (int k = 0; k < left; ++k, i += step) {
         fetch(k + kAhead, i + kAhead * step);
         WaitAsync<kAhead>();
-        const bool whole = k < left;
-        const auto out = op.Map(whole ? op.Take(slot(k), kSumThreads) : op.Gather(i, size), p, sum);
-        if (whole)
-          op.Store(i, out);
-        else
-          op.Scatter(i, size, out);
+        op.Store(i, op.Map(op.Take(slot(k), kSumThreads), p, sum));
       }
+      left = 0;
     } else {
 #pragma unroll 1
       for (; left >= kColumnUnroll; left -= kColumnUnroll, i += kColumnUnroll * step) {
@@ -176,14 +173,14 @@ __global__ __launch_bounds__(kSumThreads, kColumnResident<typename Op::A>) void 
 #pragma unroll
         for (int u = 0; u < kColumnUnroll; ++u) op.Store(i + u * step, op.Map(loaded[u], p, sum));
       }
+    }
 #pragma unroll 1
-      for (; i < end; --left, i += step) {
-        const auto out = op.Map(left > 0 ? op.Load(i) : op.Gather(i, size), p, sum);
-        if (left > 0)
-          op.Store(i, out);
-        else
-          op.Scatter(i, size, out);
-      }
+    for (; i < end; --left, i += step) {
+      const auto out = op.Map(left > 0 ? op.Load(i) : op.Gather(i, size), p, sum);
+      if (left > 0)
+        op.Store(i, out);
+      else
+        op.Scatter(i, size, out);
     }
   }
 
@@ -273,7 +270,8 @@ __global__ __launch_bounds__(kSumThreads, kPlaneResident) void PlaneKernel(Op op
       p[j] = value;
       sum[j] = A(0);
     }
-    if constexpr (Op::kAsync) {
+    if constexpr (Op::kAsync && Op::kLong) {
+      // What is loaded goes through shared memory, so that there is one copy of the map.
       __shared__ typename Op::Vector held[kPlaneUnroll][2][kSumThreads];
 #pragma unroll
       for (int u = 0; u < kPlaneUnroll; ++u)

@@ -62,9 +62,8 @@ struct ChannelOperand {
       for (int j = 0; j < N; ++j) out[j] = j < inner - within ? first : second;
     } else {
       int within, channel;
-      const int row = by_channels.Div(by_inner.Div(static_cast<int>(i * N), &within), &channel);
-      int number;
-      int base = by_outer.Div(row, &number) * channels;
+      int row = by_channels.Div(by_inner.Div(static_cast<int>(i * N), &within), &channel);
+      int base = by_outer.Div(row) * channels;
 #pragma unroll
       for (int j = 0; j < N; ++j) {
         out[j] = static_cast<A>(values[base + channel]);
@@ -72,7 +71,7 @@ struct ChannelOperand {
           within = 0;
           if (++channel == channels) {
             channel = 0;
-            if (++number == by_outer.divisor) number = 0, base += channels;
+            base = by_outer.Div(++row) * channels;
           }
         }
       }

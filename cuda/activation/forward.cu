@@ -3,8 +3,8 @@
 // Bound by memory: x is read and y written, and a mask adds a bit an element.
 #include "cuda/activation/activation.h"
 #include "cuda/activation/channels.cuh"
-#include "cuda/activation/functions.cuh"
 #include "cuda/activation/map.cuh"
+#include "cuda/activation/visit.cuh"
 
 namespace jaxdnn::activation {
 namespace {
@@ -64,9 +64,9 @@ struct PReluOp {
   T* y;
 
   __device__ void Vector(int64_t i) const {
-    const auto in = reinterpret_cast<const Vec<T, N>*>(x)[i];
     A a[N];
     alpha.Get(i, a);
+    const auto in = reinterpret_cast<const Vec<T, N>*>(x)[i];
     Vec<T, N> out;
 #pragma unroll
     for (int j = 0; j < N; ++j) out.v[j] = Element(in.v[j], a[j]);
@@ -94,7 +94,7 @@ cudaError_t Forward(const Activation& activation, DType dtype, const ChannelShap
       const BitRows rows = mask != nullptr ? BitRows(chunk.groups, GroupSize(chunk)) : BitRows(1, Size(chunk));
       const int64_t most = mask != nullptr ? rows.Vectors<N>() : Size(chunk) / N;
       const int64_t vectors = IsVectorAligned(x, y) ? most : 0, end = mask != nullptr ? rows.Bits() : Size(chunk);
-      return VisitActivation<T>(activation, [&](auto f) {
+      return VisitForward<T>(activation, [&](auto f) {
         const ForwardOp<T, decltype(f)> op{f,
                                            ChannelOperand<T>(bias, chunk),
                                            static_cast<const T*>(x) + first,

@@ -1,12 +1,9 @@
 // The activations, one functor each, for the elementwise kernels and for whatever kernel fuses one.
 //
-// A functor of the stored type T works in A = Accumulator<T>. Forward(x) and Derivative(x) take the pre-activation;
-// where the derivative is a function of the output y, there is DerivativeFromOutput(y) as well. A function with two
-// slopes is kMasked: a bit, IsInside(x), says which of them holds.
+// A functor of the stored type T works in A = Accumulator<T>. Forward(x) and Derivative(x) take the pre-activation. A
+// function with two slopes is kMasked: a bit, IsInside(x), says which of them holds.
 // The same rules, with their choices about kinks and NaN, are in jaxdnn/_activation.
 #pragma once
-
-#include <optional>
 
 #include "cuda/activation/kind.h"
 #include "cuda/activation/math.cuh"
@@ -77,7 +74,7 @@ struct HardTanh {
   __device__ A Derivative(A x) const { return IsInside(x) ? A(1) : A(0); }
 };
 
-// Smooth, the derivative a function of the output ---------------------------------------------------------------------
+// Smooth, the derivative a function of the output too (visit.cuh) -----------------------------------------------------
 
 // The logistic function and 1 minus it, each exact to a few roundings however small.
 template <class T>
@@ -100,7 +97,6 @@ struct Sigmoid {
     const Logistic<T> s(x);
     return s.value * s.complement;
   }
-  __device__ A DerivativeFromOutput(A y) const { return y * (A(1) - y); }
 };
 
 template <class T>
@@ -112,7 +108,6 @@ struct Tanh {
     const Logistic<T> s(A(2) * x);
     return A(4) * s.value * s.complement;
   }
-  __device__ A DerivativeFromOutput(A y) const { return (A(1) - y) * (A(1) + y); }
 };
 
 // Smooth, the derivative from the input -------------------------------------------------------------------------------
@@ -268,8 +263,8 @@ struct Squareplus {
 template <class T>
 struct RareActivation {
   using A = Accumulator<T>;
-  static constexpr bool kMasked = true;
-  Kind kind;  // the first of those that differ in their numbers alone
+  static constexpr bool kMasked = true;  // or not
+  Kind kind;                             // the first of those that differ in their numbers alone
   A p;
   Elu<T> elu;
   Softplus<T> softplus;
@@ -284,6 +279,7 @@ struct RareActivation {
 };
 
 // Calls g with the functor that f is, or stands for.
+#pragma nv_exec_check_disable
 template <class F, class G>
 __host__ __device__ auto With(const F& f, G&& g) {
   return g(f);
@@ -291,7 +287,6 @@ __host__ __device__ auto With(const F& f, G&& g) {
 #pragma nv_exec_check_disable
 template <class T, class G>
 __host__ __device__ auto With(const RareActivation<T>& f, G&& g) {
-  using A = Accumulator<T>;
   switch (f.kind) {
     case Kind::kClippedRelu:
       return g(ClippedRelu<T>{f.p});
@@ -365,73 +360,5 @@ struct AnyActivation {
     return WithFunctor<T>(activation, [x](auto f) { return f.Derivative(x); });
   }
 };
-
-// For host code: calls f with what a kernel of the stored type T takes as its functor. Not of double, a common
-// activation is worth a kernel of its own.
-template <class T, class F>
-cudaError_t VisitActivation(const Activation& activation, F&& f) {
-  if constexpr (std::is_same_v<T, double>)
-    return f(AnyActivation<T>{activation});
-  else
-    return WithCommon<T>(activation, f, f);
-}
-
-// The slopes of a function that has two: where its bit is set, and elsewhere.
-struct Slopes {
-  double inside, outside;
-};
-
-inline std::optional<Slopes> SlopesOf(const Activation& activation) {
-  switch (activation.kind) {
-    case Kind::kRelu:
-    case Kind::kClippedRelu:
-    case Kind::kHardTanh:
-      return Slopes{1, 0};
-    case Kind::kLeakyRelu:
-      return Slopes{1, activation.parameter};
-    case Kind::kHardSigmoid:
-      return Slopes{1.0 / 6, 0};
-    default:
-      return std::nullopt;
-  }
-}
-
-// The derivative of sigmoid and tanh from the output: (y + shift) (1 - y).
-template <class T>
-struct OfOutput {
-  using A = Accumulator<T>;
-  static constexpr bool kMasked = false;
-  A shift;
-  __device__ A Derivative(A y) const { return (y + shift) * (A(1) - y); }
-};
-
-inline bool IsFromOutput(Kind kind) { return kind == Kind::kSigmoid || kind == Kind::kTanh; }
-
-// For host code: calls f with a functor that has the derivative of an activation without two slopes, from the output or
-// the input.
-template <class T, class F>
-cudaError_t VisitSmooth(const Activation& activation, F&& f) {
-  if (IsFromOutput(activation.kind)) return f(OfOutput<T>{Accumulator<T>(activation.kind == Kind::kTanh)});
-  return VisitActivation<T>(activation, [&](auto functor) {
-    using G = decltype(functor);
-    if constexpr (std::is_same_v<G, Relu<T>> || std::is_same_v<G, Sigmoid<T>> || std::is_same_v<G, Tanh<T>>)
-      return cudaErrorInvalidValue;
-    else
-      return f(functor);
-  });
-}
-
-// Calls g with the functor that f is, or stands for, of those that VisitSmooth is for.
-template <class F, class G>
-__device__ void WithSmooth(const F& f, G&& g) {
-  g(f);
-}
-template <class T, class G>
-__device__ void WithSmooth(const RareActivation<T>& f, G&& g) {
-  With(f, [&](auto functor) {
-    using H = decltype(functor);
-    if constexpr (!H::kMasked && !std::is_same_v<H, Identity<T>>) g(functor);
-  });
-}
 
 }  // namespace jaxdnn::activation

@@ -27,6 +27,7 @@ struct Generator {
 
   // Which of the call's 8 elements are kept: the upper bits of the halves of four words.
   __device__ uint4 Kept(uint64_t call) const {
+    uint4 words = Draw(call, 0);
     // Of 15-bit numbers a and b, a + 0x7FFF - b has its upper bit set where a > b.
     const uint32_t limit = threshold >> 17, pair = (0x7FFF - limit) * 0x10001;
     uint32_t ties = 0;
@@ -35,11 +36,12 @@ struct Generator {
       ties |= above ^ (above + 0x10001);
       return above;
     };
-    const uint4 words = Draw(call, 0);
-    const uint4 kept = {compare(words.x), compare(words.y), compare(words.z), compare(words.w)};
-    if (!(ties & kSigns)) return kept;
-    const uint4 lower = Draw(call, 1);
-    return {Exact(words.x, lower.x), Exact(words.y, lower.y), Exact(words.z, lower.z), Exact(words.w, lower.w)};
+    uint4 kept = {compare(words.x), compare(words.y), compare(words.z), compare(words.w)};
+    if (ties & kSigns) {
+      const uint4 lower = Draw(call, 1);
+      kept = {Exact(words.x, lower.x), Exact(words.y, lower.y), Exact(words.z, lower.z), Exact(words.w, lower.w)};
+    }
+    return kept;
   }
 
  private:
@@ -125,7 +127,7 @@ __device__ __forceinline__ Packed<T, N> ApplyAll(const Packed<T, N>& v, const ui
 
 // The elements of a vector that exist, up to `left` of them.
 template <class T, int N>
-__device__ __forceinline__ Packed<T, N> LoadPart(const T* from, int left) {
+__device__ __forceinline__ Packed<T, N> LoadPart(const T* from, int64_t left) {
   T elements[N];
 #pragma unroll
   for (int j = 0; j < N; ++j) elements[j] = j < left ? from[j] : T(0.0f);
@@ -135,7 +137,7 @@ __device__ __forceinline__ Packed<T, N> LoadPart(const T* from, int left) {
 }
 
 template <class T, int N>
-__device__ __forceinline__ void StorePart(T* to, int left, const Packed<T, N>& v) {
+__device__ __forceinline__ void StorePart(T* to, int64_t left, const Packed<T, N>& v) {
   T elements[N];
   memcpy(elements, &v, sizeof(v));
 #pragma unroll
@@ -153,22 +155,17 @@ __global__ __launch_bounds__(kThreads, kVectors == 1 ? 4 : 6) void VectorKernel(
   constexpr int N = kVecLength<T>;
   const Problem<T> p(all_x, seeds, all_y, shape, by_blocks, threshold);
   const int64_t first = int64_t{p.block} * (kVectors * kThreads) + threadIdx.x;
-  // Elements from the thread's first vector on, as far as they matter.
-  const int left = static_cast<int>(max(int64_t{0}, min(p.size - first * N, int64_t{kVectors * kThreads * N})));
-  if (left == 0) return;
-  const auto is_whole = [&](int u) { return aligned && left >= u * kThreads * N + N; };
-  // All is loaded before anything else.
   Packed<T, N> v[kVectors];
+  // What of a block lies inside, or is a thread's only vector, is loaded before anything else.
+  const int64_t last = kVectors == 1 ? first : (int64_t{p.block} + 1) * (kVectors * kThreads) - 1;
+  const bool whole = aligned && (last + 1) * N <= p.size;
+  if (whole) {
 #pragma unroll
-  for (int u = 0; u < kVectors; ++u) {
-    const T* const from = p.x + (first + u * kThreads) * N;
-    v[u] = is_whole(u) ? *reinterpret_cast<const Packed<T, N>*>(from) : LoadPart<T, N>(from, left - u * kThreads * N);
+    for (int u = 0; u < kVectors; ++u) v[u] = *reinterpret_cast<const Packed<T, N>*>(p.x + (first + u * kThreads) * N);
   }
   const Generator generator = p.MakeGenerator();
   const uint64_t start = p.Start();
-#pragma unroll
-  for (int u = 0; u < kVectors; ++u) {
-    const int64_t i = first + u * kThreads;
+  const auto kept = [&](int64_t i) {
     uint64_t number = start + i * N;
     if (shape.pitch != shape.columns) {
       int within;
@@ -179,11 +176,25 @@ __global__ __launch_bounds__(kThreads, kVectors == 1 ? 4 : 6) void VectorKernel(
     // A shorter vector's elements are among the later ones of the call.
     if (N <= 4 && number & 4) kept = {kept.z, kept.w, 0, 0};
     if (N <= 2 && number & 2) kept.x = kept.y;
-    const Packed<T, N> result = ApplyAll<T, N>(v[u], kept, scale);
-    if (is_whole(u))
-      StoreUnsplit<T, N>(p.y + i * N, result);
-    else
-      StorePart<T, N>(p.y + i * N, left - u * kThreads * N, result);
+    return kept;
+  };
+  if (whole) {
+#pragma unroll
+    for (int u = 0; u < kVectors; ++u) {
+      const int64_t i = first + u * kThreads;
+      StoreUnsplit<T, N>(p.y + i * N, ApplyAll<T, N>(v[u], kept(i), scale));
+    }
+  } else {
+#pragma unroll 1
+    for (int64_t i = first; i < first + kVectors * kThreads && i * N < p.size; i += kThreads) {
+      const bool vector = aligned && (i + 1) * N <= p.size;
+      v[0] = vector ? *reinterpret_cast<const Packed<T, N>*>(p.x + i * N) : LoadPart<T, N>(p.x + i * N, p.size - i * N);
+      v[0] = ApplyAll<T, N>(v[0], kept(i), scale);
+      if (vector)
+        StoreUnsplit<T, N>(p.y + i * N, v[0]);
+      else
+        StorePart<T, N>(p.y + i * N, p.size - i * N, v[0]);
+    }
   }
 }
 
@@ -221,10 +232,8 @@ cudaError_t Run(DType dtype, const Shape& shape, const void* x, const Seeds& see
         return LaunchKernel(kernel, shape.problems * blocks, kThreads, stream, in, seeds, out, shape, FastDiv(blocks),
                             FastDiv(shape.columns / N), threshold, factor, aligned);
       };
-      const bool large = shape.problems * size > kMultiprocessors * kThreads * 2 * N;
-      if constexpr (sizeof(T) < 8)
-        if (large) return launch(VectorKernel<T, 2>, 2);
-      return launch(VectorKernel<T, 1>, 1);
+      const bool small = shape.problems * size <= kMultiprocessors * kThreads * 2 * N;
+      return small ? launch(VectorKernel<T, 1>, 1) : launch(VectorKernel<T, 2>, 2);
     }
     const int64_t blocks = CeilDiv(size, kThreads);
     return LaunchKernel(ElementKernel<T>, shape.problems * blocks, kThreads, stream, in, seeds, out, shape,

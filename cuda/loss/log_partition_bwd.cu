@@ -14,9 +14,16 @@ namespace {
 // Vectors that a thread has in flight.
 constexpr int kBatch = 4;
 
-template <class A>
+template <class T>
 struct Arrays {
-  const A *g, *m, *sums;
+  using A = Accumulator<T>;
+  const void* g;  // of T where it is narrow, else of A
+  bool narrow;
+  const A *m, *sums;
+
+  __device__ A G(int64_t i) const {
+    return narrow ? static_cast<A>(static_cast<const T*>(g)[i]) : static_cast<const A*>(g)[i];
+  }
 };
 
 // What a row's gradient takes from it.
@@ -27,13 +34,13 @@ struct Row {
   int label;
 
   // Row `outer` of column `column`.
-  __device__ Row(const TypedTargets<T>& t, const Arrays<A>& a, int64_t inner, int64_t outer, int64_t column) {
+  __device__ Row(const TypedTargets<T>& t, const Arrays<T>& a, int64_t inner, int64_t outer, int64_t column) {
     const int64_t row = outer * inner + column, first = outer * t.sums * inner + column;
-    m = a.m[row], l = a.sums[first], g = a.g[first];
+    m = a.m[row], l = a.sums[first], g = a.G(first);
     label = t.labels != nullptr ? t.labels[row] : -1;
-    label_g = t.labels != nullptr ? a.g[first + inner] : A(0);
-    q_g = t.q != nullptr ? a.g[first + inner] : A(0);
-    smooth_g = t.smooth ? a.g[first + (t.sums - 1) * inner] : A(0);
+    label_g = t.labels != nullptr ? a.G(first + inner) : A(0);
+    q_g = t.q != nullptr ? a.G(first + inner) : A(0);
+    smooth_g = t.smooth ? a.G(first + (t.sums - 1) * inner) : A(0);
   }
   __device__ Row() = default;
 
@@ -50,12 +57,12 @@ struct RowMap {
   bool empty;
   int label;
 
-  __device__ RowMap(const TypedTargets<T>& t, const Arrays<A>& a, int64_t row) : origin(a.m[row]) {
-    const A g = a.g[row * t.sums];
+  __device__ RowMap(const TypedTargets<T>& t, const Arrays<T>& a, int64_t row) : origin(a.m[row]) {
+    const A g = a.G(row * t.sums);
     factor = g * Exp<T>(-a.sums[row * t.sums]);
     empty = g == A(0);
     label = t.labels != nullptr ? t.labels[row] : -1;
-    label_g = t.labels != nullptr ? a.g[row * t.sums + 1] : A(0);
+    label_g = t.labels != nullptr ? a.G(row * t.sums + 1) : A(0);
   }
   __device__ A operator()(A x) const { return empty ? A(0) : origin.Exp(x) * factor; }
 };
@@ -69,8 +76,7 @@ __device__ Accumulator<T> OfScores(const TypedTargets<T>& t, const Row<T>& row, 
 
 template <class T, int L, int W>
 __global__ void __launch_bounds__(kThreads, 2)
-    RowsKernel(Spread spread, const __grid_constant__ TypedTargets<T> t, Arrays<Accumulator<T>> arrays, const T* x,
-               T* dx) {
+    RowsKernel(Spread spread, const __grid_constant__ TypedTargets<T> t, Arrays<T> arrays, const T* x, T* dx) {
   using A = Accumulator<T>;
   // Columns of vectors have no scores. With them, there are two arrays to load.
   constexpr bool kScores = W == 1;
@@ -117,7 +123,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 template <class T, int V>
 __global__ void __launch_bounds__(kThreads, 5)
     LongRowsKernel(const __grid_constant__ softmax::HeldRows r, const __grid_constant__ TypedTargets<T> t,
-                   Arrays<Accumulator<T>> arrays, const T* x, T* dx) {
+                   Arrays<T> arrays, const T* x, T* dx) {
   using A = Accumulator<T>;
   constexpr int L = kVecLength<T>;
   using P = Packed<T, L>;
@@ -164,10 +170,12 @@ __global__ void __launch_bounds__(kThreads, 5)
 }
 
 // Short rows, one to each group of 1 << span lanes of a block, whose rows are a run of memory that begins on a vector.
+// Up to kMost words a lane: where few are the most, the kernel takes fewer registers.
+constexpr int kFewWords = 4;
 template <class T, int kMost>
 __global__ void __launch_bounds__(kThreads)
     PackedKernel(softmax::Shape shape, int per_block, softmax::PackedSpan shares,
-                 const __grid_constant__ TypedTargets<T> t, Arrays<Accumulator<T>> arrays, const T* x, T* dx) {
+                 const __grid_constant__ TypedTargets<T> t, Arrays<T> arrays, const T* x, T* dx) {
   using A = Accumulator<T>;
   const auto [held, first, n, rows] = PackedBlock<T>(shape, per_block, x);
   const int wanted = threadIdx.x >> shares.span;
@@ -191,7 +199,7 @@ __global__ void __launch_bounds__(kThreads)
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     MaskedKernel(softmax::Shape shape, int per_block, int span, const __grid_constant__ TypedTargets<T> t,
-                 Arrays<Accumulator<T>> arrays, const T* x, T* dx) {
+                 Arrays<T> arrays, const T* x, T* dx) {
   using A = Accumulator<T>;
   const auto [held, first, n, rows] = PackedBlock<T>(shape, per_block, x);
   const int lane = threadIdx.x & ((1 << span) - 1), row = threadIdx.x >> span;
@@ -208,8 +216,8 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <class T, int L, int W>
-cudaError_t RunRows(const softmax::Shape& shape, const TypedTargets<T>& t, const Arrays<Accumulator<T>>& arrays,
-                    const T* x, T* dx, cudaStream_t stream) {
+cudaError_t RunRows(const softmax::Shape& shape, const TypedTargets<T>& t, const Arrays<T>& arrays, const T* x, T* dx,
+                    cudaStream_t stream) {
   Spread spread = PlanSpread<L, W>(shape, sizeof(T), kBatch, 1);
   // No more than two batches a thread: nothing is gained by staying.
   const int64_t vectors = int64_t{2 * kBatch} << (spread.group.span - spread.group.stride);
@@ -219,8 +227,8 @@ cudaError_t RunRows(const softmax::Shape& shape, const TypedTargets<T>& t, const
 }
 
 template <class T>
-cudaError_t RunLongRows(const softmax::Shape& shape, const TypedTargets<T>& t, const Arrays<Accumulator<T>>& arrays,
-                        const T* x, T* dx, cudaStream_t stream) {
+cudaError_t RunLongRows(const softmax::Shape& shape, const TypedTargets<T>& t, const Arrays<T>& arrays, const T* x,
+                        T* dx, cudaStream_t stream) {
   constexpr int L = kVecLength<T>, V = kBatch;
   const int64_t vectors = shape.n / L;
   softmax::HeldRows r = {shape.outer, static_cast<int>(shape.n), 1, 1, 0};
@@ -241,8 +249,8 @@ constexpr int PackedThreads(int64_t row_bytes, int span, int L) {
 }
 
 template <class T>
-cudaError_t Run(const softmax::Shape& shape, const TypedTargets<T>& t, const Arrays<Accumulator<T>>& arrays, const T* x,
-                T* dx, cudaStream_t stream) {
+cudaError_t Run(const softmax::Shape& shape, const TypedTargets<T>& t, const Arrays<T>& arrays, const T* x, T* dx,
+                cudaStream_t stream) {
   constexpr int L = kVecLength<T>;
   const int64_t size = shape.outer * shape.n * shape.inner;
   if (size == 0) return cudaSuccess;
@@ -256,12 +264,12 @@ cudaError_t Run(const softmax::Shape& shape, const TypedTargets<T>& t, const Arr
         return LaunchKernel(kernel, rows.grid, stream, shape, rows.per_block, shares, t, arrays, x, dx);
       };
       const int masked_span = MaskedSpan(shape);
+      const softmax::PackedSpan shares = SpanOf<T>(shape.n);
       if (shape.n % L != 0 && masked && shape.n <= kMaxMaskedRow)
         return run(MaskedKernel<T>, masked_span, masked_span, kThreads);
       if (shape.n % L != 0 && !masked && shape.n <= kMaxPackedRow<T>)
-        return VisitPackedRow<T>(shape.n, [&](auto most, auto shares) {
-          return run(PackedKernel<T, most>, shares.span, shares, PackedThreads(shape.n * sizeof(T), shares.span, L));
-        });
+        return run(shares.whole <= kFewWords ? PackedKernel<T, kFewWords> : PackedKernel<T, softmax::kMaxPackedWords>,
+                   shares.span, shares, PackedThreads(shape.n * sizeof(T), shares.span, L));
       if (!masked && shape.n < softmax::kMaxHeldRow) return RunLongRows(shape, t, arrays, x, dx, stream);
     }
     if (aligned && shape.inner % 4 == 0 && !scores) return RunRows<T, 4, 4>(shape, t, arrays, x, dx, stream);
@@ -272,13 +280,13 @@ cudaError_t Run(const softmax::Shape& shape, const TypedTargets<T>& t, const Arr
 
 }  // namespace
 
-cudaError_t LogPartitionBwd(const Problem& p, const void* g, const void* x, const void* m, const void* sums, void* dx,
-                            cudaStream_t stream) {
+cudaError_t LogPartitionBwd(const Problem& p, const void* g, bool narrow, const void* x, const void* m,
+                            const void* sums, void* dx, cudaStream_t stream) {
   return VisitDType(p.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     using A = Accumulator<T>;
     const TypedTargets<T> t(p.targets);
-    const Arrays<A> arrays = {static_cast<const A*>(g), static_cast<const A*>(m), static_cast<const A*>(sums)};
+    const Arrays<T> arrays = {g, narrow, static_cast<const A*>(m), static_cast<const A*>(sums)};
     return Run(p.shape, t, arrays, static_cast<const T*>(x), static_cast<T*>(dx), stream);
   });
 }

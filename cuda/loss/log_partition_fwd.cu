@@ -18,8 +18,8 @@ constexpr int kBatch = 4;
 
 template <class T, int L, int W, bool kScores>
 __global__ void __launch_bounds__(kThreads, kScores ? 2 : 3)
-    StreamKernel(Spread spread, const __grid_constant__ TypedTargets<T> t, const T* x, Accumulator<T>* m,
-                 Accumulator<T>* sums, Accumulator<T>* workspace) {
+    StreamKernel(Spread spread, const __grid_constant__ TypedTargets<T> t, const T* x, Results<T> results,
+                 Accumulator<T>* workspace) {
   // Scores take registers that loads could have.
   constexpr int kLoads = kScores && L > 1 ? kBatch / 2 : kBatch;
   using A = Accumulator<T>;
@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(kThreads, kScores ? 2 : 3)
   for (int w = 0; w < W; ++w) {
     const int64_t column = p.across * W + w, inner = spread.shape.inner;
     if (spread.shares == 1)
-      state.Write(w, t, spread.shape, p.outer, column, x, m, sums);
+      state.Write(w, t, spread.shape, p.outer, column, x, results);
     else
       state.Save(w, workspace + (p.outer * spread.shares + p.rank) * RowState::kFields * inner + column, inner);
   }
@@ -84,8 +84,8 @@ __global__ void __launch_bounds__(kThreads, kScores ? 2 : 3)
 // A warp adds up what the shares of a row have left, each `fields` numbers.
 template <class T>
 __global__ void __launch_bounds__(kThreads, 1)
-    FinishKernel(Spread spread, const __grid_constant__ TypedTargets<T> t, const T* x, Accumulator<T>* m,
-                 Accumulator<T>* sums, const Accumulator<T>* workspace, int fields) {
+    FinishKernel(Spread spread, const __grid_constant__ TypedTargets<T> t, const T* x, Results<T> results,
+                 const Accumulator<T>* workspace, int fields) {
   using RowState = State<T, 1, true>;
   const int64_t row = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / 32, inner = spread.shape.inner;
   if (row >= spread.shape.outer * inner) return;
@@ -96,26 +96,26 @@ __global__ void __launch_bounds__(kThreads, 1)
   for (int rank = lane; rank < spread.shares; rank += 32)
     state.MergeSaved(workspace + (outer * spread.shares + rank) * fields * inner + column, inner, fields);
   state.Combine([](auto& values, auto operation) { Reduce(values, operation, Group{0, 5}, &values[0]); });
-  if (lane == 0) state.Write(0, t, spread.shape, outer, column, x, m, sums);
+  if (lane == 0) state.Write(0, t, spread.shape, outer, column, x, results);
 }
 
 // Short rows, per_block of them, which are a run of memory that begins on a vector. Groups of 1 << span lanes.
-template <class T, int kMost>
+template <class T, int kWhole>
 __global__ void __launch_bounds__(kThreads)
-    PackedKernel(softmax::Shape shape, int per_block, softmax::PackedSpan shares,
-                 const __grid_constant__ TypedTargets<T> t, const T* x, Accumulator<T>* m, Accumulator<T>* sums) {
+    PackedKernel(softmax::Shape shape, int per_block, int span, const __grid_constant__ TypedTargets<T> t, const T* x,
+                 Results<T> results) {
   using Op = softmax::ForwardOp<T>;
   const auto [held, first, n, rows] = PackedBlock<T>(shape, per_block, x);
   WaitRun();
-  for (int top = 0; top < rows; top += kThreads >> shares.span) {
-    const int wanted = top + (threadIdx.x >> shares.span);  // all lanes of a warp take part
-    PackedRow<Op, T, kMost> row(held, 0, min(wanted, rows - 1), n, shares);
+  for (int top = 0; top < rows; top += kThreads >> span) {
+    const int wanted = top + (threadIdx.x >> span);  // all lanes of a warp take part
+    PackedRow<Op, T, kWhole> row(held, 0, min(wanted, rows - 1), n, {span, kWhole});
     Accumulator<T> most[1] = {kLowest<Accumulator<T>>};
     row.Each([&](auto& word) { softmax::Fold(most, word[0], Max{}); });
     typename Op::Stats stats[1] = {{fmin(most[0], t.largest), 0}};
     Op{true}.Exponentiate(stats, [&](auto&& visit) { row.Each(visit); });
-    Op::Combine(stats, softmax::ShuffleReduce{shares.span});
-    if (wanted < rows && row.lane == 0) WriteRow(stats[0], t, shape, first + wanted, x, m, sums);
+    Op::Combine(stats, softmax::ShuffleReduce{span});
+    if (wanted < rows && row.lane == 0) WriteRow(stats[0], t, shape, first + wanted, x, results);
   }
 }
 
@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(kThreads)
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     MaskedKernel(softmax::Shape shape, int per_block, int span, const __grid_constant__ TypedTargets<T> t, const T* x,
-                 Accumulator<T>* m, Accumulator<T>* sums) {
+                 Results<T> results) {
   using A = Accumulator<T>;
   using Op = softmax::ForwardOp<T>;
   const auto [held, first, n, rows] = PackedBlock<T>(shape, per_block, x);
@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(kThreads)
       for (int s = 0; s < kMaskedSteps; ++s) visit(v[s]);
     });
     Op::Combine(stats, softmax::ShuffleReduce{span});
-    if (wanted < rows && lane == 0) WriteRow(stats[0], t, shape, first + row, x, m, sums);
+    if (wanted < rows && lane == 0) WriteRow(stats[0], t, shape, first + row, x, results);
   }
 }
 
@@ -178,36 +178,34 @@ Spread PlanStream(const softmax::Shape& shape) {
 }
 
 template <class T, bool kScores>
-cudaError_t Run(const softmax::Shape& shape, const TypedTargets<T>& t, const T* x, Accumulator<T>* m,
-                Accumulator<T>* sums, Accumulator<T>* workspace, cudaStream_t stream) {
+cudaError_t Run(const softmax::Shape& shape, const TypedTargets<T>& t, const T* x, const Results<T>& results,
+                Accumulator<T>* workspace, cudaStream_t stream) {
   constexpr int L = kVecLength<T>;
   if (shape.outer == 0 || shape.inner == 0) return cudaSuccess;
   const bool aligned = IsVectorAligned(x, t.q);
   if constexpr (!kScores)
     if (aligned && shape.inner == 1 && shape.n > 0) {
       const bool masked = t.mask.data != nullptr;
-      const auto run = [&](auto kernel, int span, auto shares) {
+      const auto run = [&](auto kernel, int span) {
         const PackedRows rows = PlanPackedRows(shape, span, sizeof(T), 16 << 10);
-        return LaunchKernel(kernel, rows.grid, stream, shape, rows.per_block, shares, t, x, m, sums);
+        return LaunchKernel(kernel, rows.grid, stream, shape, rows.per_block, span, t, x, results);
       };
-      const int masked_span = MaskedSpan(shape);
-      if (masked && shape.n <= kMaxMaskedRow && shape.n % L != 0) return run(MaskedKernel<T>, masked_span, masked_span);
+      if (masked && shape.n <= kMaxMaskedRow && shape.n % L != 0) return run(MaskedKernel<T>, MaskedSpan(shape));
       if (!masked && shape.n <= kMaxPackedRow<T> && shape.n % L != 0)
-        return VisitPackedRow<T>(shape.n, [&](auto most, auto shares) {
-          return run(PackedKernel<T, most>, shares.span, shares);
-        });
+        return VisitPackedWords(SpanOf<T>(shape.n).whole,
+                                [&](auto whole) { return run(PackedKernel<T, whole>, SpanOf<T>(shape.n).span); });
       bool done = false;
-      if (const cudaError_t e = RunLongRows(shape, t, x, m, sums, stream, &done); done || e != cudaSuccess) return e;
+      if (const cudaError_t e = RunLongRows(shape, t, x, results, stream, &done); done || e != cudaSuccess) return e;
     }
   return VisitAccess<T, kScores>(shape, aligned, [&](auto access) {
     using C = decltype(access);
     const Spread spread = PlanStream<T, C>(shape);
     if (const cudaError_t e = LaunchKernel(StreamKernel<T, C::L, C::W, C::kScores>, spread.Blocks(), kThreads, stream,
-                                           spread, t, x, m, sums, workspace);
+                                           spread, t, x, results, workspace);
         e != cudaSuccess || spread.shares == 1)
       return e;
     return LaunchKernel(FinishKernel<T>, CeilDiv(shape.outer * shape.inner * 32, kThreads), kThreads, stream, spread, t,
-                        x, m, sums, workspace, State<T, 1, C::kScores>::kFields);
+                        x, results, workspace, State<T, 1, C::kScores>::kFields);
   });
 }
 
@@ -228,14 +226,16 @@ int64_t WorkspaceBytes(DType dtype, softmax::Shape shape) {
   return bytes;
 }
 
-cudaError_t LogPartition(const Problem& p, const void* x, void* m, void* sums, void* workspace, cudaStream_t stream) {
+cudaError_t LogPartition(const Problem& p, const void* x, void* m, void* sums, void* total, void* workspace,
+                         cudaStream_t stream) {
   return VisitDType(p.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     using A = Accumulator<T>;
     const TypedTargets<T> t(p.targets);
+    const Results<T> results = {static_cast<A*>(m), static_cast<A*>(sums), static_cast<T*>(total)};
     const auto run = [&](auto scores) {
-      return Run<T, decltype(scores)::value>(p.shape, t, static_cast<const T*>(x), static_cast<A*>(m),
-                                             static_cast<A*>(sums), static_cast<A*>(workspace), stream);
+      return Run<T, decltype(scores)::value>(p.shape, t, static_cast<const T*>(x), results, static_cast<A*>(workspace),
+                                             stream);
     };
     if constexpr (sizeof(T) < 8)
       if (t.q == nullptr && !t.smooth) return run(std::false_type());

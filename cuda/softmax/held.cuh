@@ -182,7 +182,7 @@ struct HeldRow {
       own[0] = {Max{}(MaxOf<T, L>(x), kLowest<A>), A(0)};
       if (edge_at != kNone) own[0].m = Max{}(own[0].m, edge[0][0]);
     }
-    op.Exponentiate(own, [&](auto&& visit) {
+    const auto each = [&](auto&& visit) {
 #pragma unroll
       for (int s = 0; s < V; ++s) {
         // With two inputs the test takes longer than what it saves.
@@ -204,7 +204,8 @@ struct HeldRow {
 #pragma unroll
           for (int k = 0; k < kInputs; ++k) edge[k][0] = v[k][0];
       }
-    });
+    };
+    op.Reducing([&](const auto& known) { known.Exponentiate(own, each); });
     return own[0];
   }
 
@@ -212,28 +213,34 @@ struct HeldRow {
   // computed again, relative to the row. `zero` as in Again.
   template <bool kAgain>
   __device__ void Store(const Op& op, Stats own, Stats stats, uint32_t zero) {
-    const typename Op::Final final = op.Finish(kAgain ? stats : own, stats);
+    op.Writing([&](const auto& known) { StoreKnown<kAgain>(known, own, stats, zero); });
+  }
+
+ private:
+  template <bool kAgain, class Known>
+  __device__ void StoreKnown(const Known& op, Stats own, Stats stats, uint32_t zero) {
+    const auto final = op.Finish(kAgain ? stats : own, stats);
     const auto finish = [&](auto& v, auto& results) {
       const Stats rows[1] = {stats};
       if constexpr (kAgain) op.Change(rows, v);
       constexpr int kCount = std::extent_v<std::remove_reference_t<decltype(results)>>;
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) results[i] = Op::Result(final, v, i);
+      for (int i = 0; i < kCount; ++i) results[i] = op.Result(final, v, i);
     };
+    if (edge_at != kNone) {
+      A results[1];
+      finish(edge, results);
+      out[edge_at] = static_cast<T>(results[0]);
+    }
 #pragma unroll
     for (int s = 0; s < V; ++s) {
       const int at = first + s * step;
-      if (at >= vectors) continue;
+      if (at >= vectors) break;
       A v[kInputs][L], results[L];
 #pragma unroll
       for (int k = 0; k < kInputs; ++k) Widen<T, L>(Again(x[s][k], zero), v[k]);
       finish(v, results);
       StorePacked<T, L>(out + at * L, Narrow<T, L>(results));
-    }
-    if (edge_at != kNone) {
-      A results[1];
-      finish(edge, results);
-      out[edge_at] = static_cast<T>(results[0]);
     }
   }
 };

@@ -6,8 +6,9 @@
 // what results take from them; `Result`, of changed elements; and `Change`, which changes elements that were not kept.
 // Elements that a mask drops, and those past the end, arrive as Fill; `absent` is what the mask's become.
 //
-// Softmax and log-softmax differ in an instruction or two an element, less than what memory leaves time for: which of
-// them it is, is known as a kernel runs.
+// Which of softmax and log-softmax it is, an operator knows as a kernel runs. The tuned kernels, to which a few
+// instructions an element matter, ask for one that the compiler knows too: `Reducing` and `Writing` call a function
+// with it, for what reduces a row and for what writes its results, if there it makes a difference.
 #pragma once
 
 #include "cuda/softmax/exp.cuh"
@@ -24,6 +25,9 @@ enum class Phase {
 
 // What a visitor of `each` returns that has changed the elements.
 struct Changed {};
+
+// Of an operator that knows as the kernel runs which of several it is.
+constexpr int kAny = -1;
 
 // a or b, whichever `first` says, in an instruction: of what is the same for all elements, the compiler would make a
 // branch around every loop over them, and compile each twice.
@@ -59,7 +63,7 @@ struct MaxSum {
 };
 
 // Softmax leaves exponentials relative to the thread's own maximum in place of the elements.
-template <class T>
+template <class T, int kCase = kAny>
 struct ForwardOp {
   using A = Accumulator<T>;
   using Stats = MaxSum<A>;
@@ -69,6 +73,22 @@ struct ForwardOp {
 
   bool log;
   A without_entries;
+
+  bool IsTuned() const { return sizeof(T) < 8; }
+  template <class F>
+  __device__ void Reducing(F&& f) const {
+    f(*this);
+  }
+#pragma nv_exec_check_disable
+  template <class F>
+  __host__ __device__ auto Writing(F&& f) const {
+    if (log) return f(ForwardOp<T, true>{log, without_entries});
+    return f(ForwardOp<T, false>{log, without_entries});
+  }
+  __device__ A IfLog(A a, A b) const {
+    if constexpr (kCase == kAny) return Either(log, a, b);
+    return kCase != 0 ? a : b;
+  }
 
   static __device__ A Fill(int) { return -kInfinity<A>; }
   static __device__ Stats Nothing() { return {-kInfinity<A>, A(0)}; }
@@ -93,7 +113,7 @@ struct ForwardOp {
       for (int i = 0; i < L; ++i) e[i] = Origin<T>(stats[i % W].m).Exp(v[0][i]);
       Fold(s, e, Add{});
 #pragma unroll
-      for (int i = 0; i < L; ++i) v[0][i] = Either(log, v[0][i], e[i]);
+      for (int i = 0; i < L; ++i) v[0][i] = IfLog(v[0][i], e[i]);
       return Changed();
     });
     for (int w = 0; w < W; ++w) stats[w].s = s[w];
@@ -104,7 +124,7 @@ struct ForwardOp {
 #pragma unroll
     for (int i = 0; i < L; ++i) {
       const A e = Origin<T>(rows[i % W].m).Exp(v[0][i]);
-      v[0][i] = Either(log, v[0][i], e);
+      v[0][i] = IfLog(v[0][i], e);
     }
   }
 
@@ -148,8 +168,8 @@ struct ForwardOp {
     const bool empty = row.m == -kInfinity<A>;
     // Both at once take less time than a branch.
     const A of_log = origin.Log(row.s, row.m), factor = Divide<T>(origin.From(Origin<T>(own.m)), row.s);
-    return {Either(log, Max{}(row.m, kLowest<A>), A(0)), Either(log, A(1), factor), Either(log, of_log, A(0)),
-            empty ? without_entries : Either(log, -kInfinity<A>, A(0))};
+    return {IfLog(Max{}(row.m, kLowest<A>), A(0)), IfLog(A(1), factor), IfLog(of_log, A(0)),
+            empty ? without_entries : IfLog(-kInfinity<A>, A(0))};
   }
   template <int L>
   static __device__ A Result(const Final& f, const A (&v)[1][L], int i) {
@@ -161,15 +181,31 @@ struct ForwardOp {
 //   softmax                 y g, y
 //   log-softmax, tangent    g, 1
 //   log-softmax, cotangent  g, exp(y)
-template <class T>
+template <class T, int kCase = kAny>
 struct BackwardOp {
   using A = Accumulator<T>;
   using Stats = A;
-  using Folds = BackwardOp<A>;
+  using Folds = BackwardOp<A>;       // merges the same statistics
   static constexpr int kInputs = 2;  // g and y
   static constexpr bool kHasMaximum = false;
 
   Map map;
+
+  bool IsTuned() const { return sizeof(T) < 8 && map != Map::kLogSoftmaxJvp; }
+  template <class F>
+  __device__ void Reducing(F&& f) const {
+    Writing(f);
+  }
+#pragma nv_exec_check_disable
+  template <class F>
+  __host__ __device__ auto Writing(F&& f) const {
+    if (map == Map::kSoftmax) return f(BackwardOp<T, static_cast<int>(Map::kSoftmax)>{map});
+    return f(BackwardOp<T, static_cast<int>(Map::kLogSoftmaxVjp)>{map});
+  }
+  __device__ A If(Map which, A a, A b) const {
+    if constexpr (kCase == kAny) return Either(map == which, a, b);
+    return static_cast<Map>(kCase) == which ? a : b;
+  }
 
   static __device__ A Fill(int) { return A(0); }
   static __device__ Stats Nothing() { return A(0); }
@@ -221,15 +257,14 @@ struct BackwardOp {
   // Changes the elements; `term` is what they add to the sum.
   template <int L>
   __device__ void Change(A (&v)[2][L], A (&term)[L]) const {
-    const bool softmax = map == Map::kSoftmax;
 #pragma unroll
     for (int i = 0; i < L; ++i) {
       // A branch would take longer, except for doubles.
-      const A e = sizeof(T) == 8 && softmax ? A(0) : Exp<T>(v[1][i]);
-      v[1][i] = Either(softmax, v[1][i], e);
-      term[i] = Either(map == Map::kLogSoftmaxVjp, v[0][i], v[0][i] * v[1][i]);
-      v[0][i] = Either(softmax, term[i], v[0][i]);
-      v[1][i] = Either(map == Map::kLogSoftmaxJvp, A(1), v[1][i]);
+      const A e = sizeof(T) == 8 && map == Map::kSoftmax ? A(0) : Exp<T>(v[1][i]);
+      v[1][i] = If(Map::kSoftmax, v[1][i], e);
+      term[i] = If(Map::kLogSoftmaxVjp, v[0][i], v[0][i] * v[1][i]);
+      v[0][i] = If(Map::kSoftmax, term[i], v[0][i]);
+      v[1][i] = If(Map::kLogSoftmaxJvp, A(1), v[1][i]);
     }
   }
 };

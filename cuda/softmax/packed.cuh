@@ -51,8 +51,8 @@ __device__ void StoreRun(T* to, const T* held, int count) {
 // The first of the groups of 1 << span lanes that the thread's warp has.
 __device__ inline int FirstOfWarp(int span) { return static_cast<int>(threadIdx.x & ~31u) >> span; }
 
-// The most whole words of a lane, and the longest row. Where no lane has more than a few, a kernel takes fewer registers.
-constexpr int kMaxPackedWords = 8, kFewPackedWords = 4;
+// The most whole words of a lane, and the longest row.
+constexpr int kMaxPackedWords = 8;
 template <class T>
 constexpr int kMaxPackedRow = 32 * kMaxPackedWords * (4 / sizeof(T));
 
@@ -63,7 +63,7 @@ struct PackedSpan {
 
 // A row as the words of 4 bytes that it lies in, dealt out to the 1 << span lanes of a group. With elements of 2 bytes,
 // the first word can have one of the row before, and the last one of the row after. A lane holds its words widened:
-// `whole` of them, up to kMost, and one more where there may be no word, or half of one.
+// `whole` of them, up to kMost, or just as many, and one more where there may be no word, or half of one.
 template <class Op, class T, int kMost>
 struct PackedRow {
   using A = Accumulator<T>;
@@ -75,7 +75,7 @@ struct PackedRow {
   int lane, first, span, whole;
   bool is_first_shared;
   int left;  // elements of the row from the lane's last word on
-  A v[kMost][kInputs][kWord], last[kInputs][kWord];
+  A v[kMost > 0 ? kMost : 1][kInputs][kWord], last[kInputs][kWord];
 
   // Row `row` of those of n elements that begin at `held`.
   __device__ PackedRow(T* held, int pitch, int row, int n, PackedSpan shares)
@@ -135,14 +135,20 @@ struct PackedRow {
   }
 };
 
-// Calls run(most, shares) for a row of n elements, with the most whole words of a lane as a constant.
-template <class T, class Run>
-cudaError_t VisitPackedRow(int64_t n, Run&& run) {
+template <class T>
+PackedSpan SpanOf(int64_t n) {
   const int words = static_cast<int>(CeilDiv(n * sizeof(T), 4));
-  PackedSpan shares = {0, words - 1};
-  while (shares.whole > kMaxPackedWords) shares = {shares.span + 1, (words - 1) >> (shares.span + 1)};
-  if (shares.whole <= kFewPackedWords) return run(std::integral_constant<int, kFewPackedWords>(), shares);
-  return run(std::integral_constant<int, kMaxPackedWords>(), shares);
+  int span = 0;
+  while ((words - 1) >> span > kMaxPackedWords) ++span;
+  return {span, (words - 1) >> span};
+}
+
+// Calls run(whole) with a lane's whole words as a constant.
+template <int kWhole = kMaxPackedWords, class Run>
+cudaError_t VisitPackedWords(int whole, Run&& run) {
+  if constexpr (kWhole > 0)
+    if (whole < kWhole) return VisitPackedWords<kWhole - 1>(whole, run);
+  return run(std::integral_constant<int, kWhole>());
 }
 
 }  // namespace jaxdnn::softmax

@@ -118,8 +118,7 @@ cudaError_t RunTuned(const Op& op, const Problem& p, const T* in0, const T* in1,
       if (c.threads > 0) return RunHeldColumns(op, c, in0, in1, out, stream);
       if (device.max_cluster > 1) c = plan(kMaxColumnShares, kTileColumns);
       if (c.threads > 0) return unclustered.SharedColumns(c);
-      if (s.n <= kMaxPackedLine &&
-          PlanPackedRows<L>(s, LineSpan(s.n), kInputs * sizeof(T)).per_block > 0)
+      if (s.n <= kMaxPackedLine && PlanPackedRows<L>(s, LineSpan(s.n), kInputs * sizeof(T)).per_block > 0)
         return unclustered.PackedLines();
     }
     return RunTiles<T, 1>(op, p, in0, in1, out, stream);
@@ -142,7 +141,7 @@ cudaError_t Run(const Op& op, const Problem& p, const T* in0, const T* in1, T* o
   const Shape& s = p.shape;
   if (s.outer == 0 || s.n == 0 || s.inner == 0) return cudaSuccess;
   if constexpr (sizeof(T) < 8)
-    if (IsVectorAligned(in0, in1, out)) return RunTuned(op, p, in0, in1, out, stream);
+    if (op.IsTuned() && IsVectorAligned(in0, in1, out)) return RunTuned(op, p, in0, in1, out, stream);
   return RunTiles<T, 1>(op, p, in0, in1, out, stream);
 }
 

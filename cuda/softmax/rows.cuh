@@ -107,27 +107,28 @@ __global__ void __launch_bounds__(kRowThreads)
   V loaded[kInputs], result;
 #pragma unroll
   for (int k = 0; k < kInputs; ++k) loaded[k] = reinterpret_cast<const V*>(k == 0 ? in0 : in1)[at];
+  op.Writing([&](const auto& known) {
 #pragma unroll
-  for (int row = 0; row < L / kN; ++row) {
-    typename Op::A v[kInputs][kN];
+    for (int row = 0; row < L / kN; ++row) {
+      typename Op::A v[kInputs][kN];
 #pragma unroll
-    for (int k = 0; k < kInputs; ++k)
+      for (int k = 0; k < kInputs; ++k)
 #pragma unroll
-      for (int i = 0; i < kN; ++i) v[k][i] = static_cast<typename Op::A>(loaded[k].v[row * kN + i]);
-    typename Op::Stats stats[1];
-    op.Local(stats, [&](auto&& visit) { visit(v); });
-    const typename Op::Final final = op.Finish(stats[0], stats[0]);
+        for (int i = 0; i < kN; ++i) v[k][i] = static_cast<typename Op::A>(loaded[k].v[row * kN + i]);
+      typename Op::Stats stats[1];
+      known.Local(stats, [&](auto&& visit) { visit(v); });
+      const auto final = known.Finish(stats[0], stats[0]);
 #pragma unroll
-    for (int i = 0; i < kN; ++i) result.v[row * kN + i] = static_cast<T>(Op::Result(final, v, i));
-  }
+      for (int i = 0; i < kN; ++i) result.v[row * kN + i] = static_cast<T>(known.Result(final, v, i));
+    }
+  });
   reinterpret_cast<V*>(out)[at] = result;
 }
 
 // Rows of any length, per_block of which are a run of memory that begins on a vector. Groups take one at a time, in
 // words (packed.cuh).
-template <class Op, class T, int kMost>
-__global__ void __launch_bounds__(kRowThreads, kMost <= kFewPackedWords ? 5 : 4)
-    PackedRowsKernel(Rows r, int whole, Op op, const T* in0, const T* in1, T* out) {
+template <class Op, class T, int kWhole>
+__global__ void __launch_bounds__(kRowThreads) PackedRowsKernel(Rows r, Op op, const T* in0, const T* in1, T* out) {
   extern __shared__ __align__(16) unsigned char shared[];
   T* const held = reinterpret_cast<T*>(shared);
   const int64_t first = int64_t{blockIdx.x} * r.per_block;
@@ -140,14 +141,16 @@ __global__ void __launch_bounds__(kRowThreads, kMost <= kFewPackedWords ? 5 : 4)
   // would read, another one writes.
   for (int top = 0; top + FirstOfWarp(r.span) < rows; top += groups) {
     const int wanted = top + group;
-    PackedRow<Op, T, kMost> row(held, pitch, min(wanted, rows - 1), r.n, {r.span, whole});
+    PackedRow<Op, T, kWhole> row(held, pitch, min(wanted, rows - 1), r.n, {r.span, kWhole});
     typename Op::Stats own[1], stats[1];
-    op.Local(own, [&](auto&& visit) { row.Each(visit); });
+    op.Reducing([&](const auto& known) { known.Local(own, [&](auto&& visit) { row.Each(visit); }); });
     stats[0] = own[0];
     Op::Combine(stats, ShuffleReduce{r.span});
-    const typename Op::Final final = op.Finish(own[0], stats[0]);
     __syncwarp();
-    if (wanted < rows) row.Store([&](auto& word, int i) { return Op::Result(final, word, i); });
+    op.Writing([&](const auto& known) {
+      const auto final = known.Finish(own[0], stats[0]);
+      if (wanted < rows) row.Store([&](auto& word, int i) { return known.Result(final, word, i); });
+    });
   }
   StoreRun(out + first * r.n, held, rows * r.n);
 }

@@ -20,8 +20,8 @@ __global__ void __launch_bounds__(kShareThreads, 4)
   using Stats = typename Op::Stats;
   __shared__ Exchange<Op> exchange;
   const unsigned block = ShareBlock<kApply>(), index = block / shares, share = block - index * shares;
-  HeldRow<Op, T, V> row(in0, in1, out, int64_t{index} * n, n, share * V * kShareThreads + threadIdx.x,
-                                kShareThreads, share * kShareThreads + threadIdx.x);
+  HeldRow<Op, T, V> row(in0, in1, out, int64_t{index} * n, n, share * V * kShareThreads + threadIdx.x, kShareThreads,
+                        share * kShareThreads + threadIdx.x);
   if constexpr (kApply) {
     const Stats* slots = workspace + int64_t{index} * shares + threadIdx.x;
     const int count = (shares - static_cast<int>(threadIdx.x) + kShareThreads - 1) / kShareThreads;

@@ -11,8 +11,11 @@ cudaError_t RunVectorRows(const Unclustered<T, Op>& u, int span) {
   const int rows_at_once = kRowVectors<Op, T> / kSteps;
   const Shape& s = u.p.shape;
   const Rows rows = {s.outer, static_cast<int>(s.n), span, rows_at_once * (kRowThreads >> span)};
-  return LaunchKernel(VectorRowsKernel<Op, T, kSteps>, rows.Blocks(), kRowThreads, u.stream, rows, u.op, u.in0, u.in1,
-                      u.out);
+  // One kernel for all cases would take more registers than some of them.
+  return u.op.Writing([&](const auto& known) {
+    return LaunchKernel(VectorRowsKernel<std::decay_t<decltype(known)>, T, kSteps>, rows.Blocks(), kRowThreads,
+                        u.stream, rows, known, u.in0, u.in1, u.out);
+  });
 }
 
 template <class T, int kN, class Op>
@@ -47,10 +50,10 @@ cudaError_t Unclustered<T, Op>::RowsOfVector() const {
 
 template <class T, class Op>
 cudaError_t Unclustered<T, Op>::PackedRows() const {
-  return VisitPackedRow<T>(p.shape.n, [&](auto most, PackedSpan shares) {
-    const Rows rows = PlanPackedRows<kVecLength<T>>(p.shape, shares.span, Op::kInputs * sizeof(T));
-    return LaunchKernel(PackedRowsKernel<Op, T, most>, PackedGrid<Op, T>(rows), stream, rows, shares.whole, op, in0,
-                        in1, out);
+  const PackedSpan shares = SpanOf<T>(p.shape.n);
+  const Rows rows = PlanPackedRows<kVecLength<T>>(p.shape, shares.span, Op::kInputs * sizeof(T));
+  return VisitPackedWords(shares.whole, [&](auto whole) {
+    return LaunchKernel(PackedRowsKernel<Op, T, whole>, PackedGrid<Op, T>(rows), stream, rows, op, in0, in1, out);
   });
 }
 
@@ -95,8 +98,7 @@ cudaError_t Unclustered<T, Op>::SharedColumns(const HeldColumns& c) const {
   const Grid grid = {c.shape.outer * c.tiles * c.cluster, c.threads, c.threads * kColumnVector<T> * sizeof(Stats)};
   const auto launch = [&](auto kernel) { return LaunchKernel(kernel, grid, stream, c, op, in0, in1, out, stats); };
   cudaError_t e = launch(SharedColumnsKernel<Op, T, V, false>);
-  if (e == cudaSuccess)
-    e = FoldShares<typename Op::Folds>(c.shape, c.cluster, stats, stream);
+  if (e == cudaSuccess) e = FoldShares<typename Op::Folds>(c.shape, c.cluster, stats, stream);
   return e == cudaSuccess ? launch(SharedColumnsKernel<Op, T, V, true>) : e;
 }
 
