@@ -143,7 +143,8 @@ __global__ void __launch_bounds__(kRowThreads) PackedRowsKernel(Rows r, Op op, c
     const int wanted = top + group;
     PackedRow<Op, T, kWhole> row(held, pitch, min(wanted, rows - 1), r.n, {r.span, kWhole});
     typename Op::Stats own[1], stats[1];
-    op.Reducing([&](const auto& known) { known.Local(own, [&](auto&& visit) { row.Each(visit); }); });
+    // To these rows an instruction an element matters.
+    op.Writing([&](const auto& known) { known.Local(own, [&](auto&& visit) { row.Each(visit); }); });
     stats[0] = own[0];
     Op::Combine(stats, ShuffleReduce{r.span});
     __syncwarp();
