@@ -49,7 +49,7 @@ std::optional<loss::Problem> ToProblem(const ffi::AnyBuffer& x, const ffi::Remai
   return next == rest.size() ? std::optional(p) : std::nullopt;
 }
 
-// Whether m and sums, or m and the cotangents of sums, are those of the problem.
+// Whether m and sums are those of the problem.
 bool AreRows(const loss::Problem& p, const ffi::AnyBuffer& x, const ffi::AnyBuffer& m, const ffi::AnyBuffer& sums) {
   const ffi::DataType type = ToAccumulator(x.element_type());
   const int64_t rows = p.shape.outer * p.shape.inner;
@@ -64,29 +64,42 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jaxdnn::LogPartitionAttrs, xla::ffi::Struc
 
 namespace jaxdnn {
 
+// The results after m and sums are m + l, where there are no scores, and the workspace.
 static ffi::Error LogPartitionImpl(cudaStream_t stream, ffi::AnyBuffer x, ffi::RemainingArgs rest,
                                    ffi::Result<ffi::AnyBuffer> m, ffi::Result<ffi::AnyBuffer> sums,
-                                   ffi::Result<ffi::AnyBuffer> workspace, LogPartitionAttrs attrs) {
+                                   ffi::RemainingRets others, LogPartitionAttrs attrs) {
   const auto problem = ToProblem(x, rest, attrs);
-  if (!problem || !AreRows(*problem, x, *m, *sums) ||
-      static_cast<int64_t>(workspace->size_bytes()) < loss::WorkspaceBytes(problem->dtype, problem->shape))
+  if (!problem || !AreRows(*problem, x, *m, *sums)) return Unsupported("no kernel", "log_partition", x, *m, *sums);
+  const bool alone = problem->targets.Sums() == 1;
+  void* total = nullptr;
+  if (alone) {
+    const auto given = others.get<ffi::AnyBuffer>(0);
+    if (!given.has_value() || !HasElements(**given, x.element_type(), problem->shape.outer * problem->shape.inner))
+      return Unsupported("no kernel", "log_partition", x, *m, *sums);
+    total = (*given)->untyped_data();
+  }
+  const auto workspace = others.get<ffi::AnyBuffer>(alone);
+  if (!workspace.has_value() || others.size() != 1 + alone ||
+      static_cast<int64_t>((*workspace)->size_bytes()) < loss::WorkspaceBytes(problem->dtype, problem->shape))
     return Unsupported("no kernel", "log_partition", x, *m, *sums);
   const cudaError_t status = loss::LogPartition(*problem, x.untyped_data(), m->untyped_data(), sums->untyped_data(),
-                                                workspace->untyped_data(), stream);
+                                                total, (*workspace)->untyped_data(), stream);
   return FromCuda(status, "log_partition", x);
 }
 
-JAXDNN_HANDLER(LogPartition, Bind<1, 3, true>().Attrs<LogPartitionAttrs>());
+JAXDNN_HANDLER(LogPartition, Bind<1, 2, true>().RemainingRets().Attrs<LogPartitionAttrs>());
 
 static ffi::Error LogPartitionBwdImpl(cudaStream_t stream, ffi::AnyBuffer g, ffi::AnyBuffer x, ffi::AnyBuffer m,
                                       ffi::AnyBuffer sums, ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> dx,
                                       LogPartitionAttrs attrs) {
   const auto problem = ToProblem(x, rest, attrs);
-  if (!problem || !AreRows(*problem, x, m, sums) || !AreRows(*problem, x, m, g) ||
-      dx->element_type() != x.element_type() || !SameShape(x, *dx))
+  const bool narrow = g.element_type() == x.element_type();
+  if (!problem || !AreRows(*problem, x, m, sums) || !SameShape(g, sums) ||
+      !(narrow || g.element_type() == sums.element_type()) || dx->element_type() != x.element_type() ||
+      !SameShape(x, *dx))
     return Unsupported("no kernel", "log_partition_bwd", g, x, m, sums, *dx);
-  const cudaError_t status = loss::LogPartitionBwd(*problem, g.untyped_data(), x.untyped_data(), m.untyped_data(),
-                                                   sums.untyped_data(), dx->untyped_data(), stream);
+  const cudaError_t status = loss::LogPartitionBwd(*problem, g.untyped_data(), narrow, x.untyped_data(),
+                                                   m.untyped_data(), sums.untyped_data(), dx->untyped_data(), stream);
   return FromCuda(status, "log_partition_bwd", x);
 }
 

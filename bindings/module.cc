@@ -78,8 +78,8 @@ static nb::dict Handlers() {
   add("jaxdnn.conv_fwd.v5", ConvFwd);
   add("jaxdnn.conv_dgrad.v5", ConvDgrad);
   add("jaxdnn.conv_wgrad.v4", ConvWgrad);
-  add("jaxdnn.log_partition.v1", LogPartition);
-  add("jaxdnn.log_partition_bwd.v1", LogPartitionBwd);
+  add("jaxdnn.log_partition.v2", LogPartition);
+  add("jaxdnn.log_partition_bwd.v2", LogPartitionBwd);
   add("jaxdnn.softmax.v2", Softmax);
   add("jaxdnn.softmax_bwd.v2", SoftmaxBwd);
   add("jaxdnn.transform.v1", Transform);

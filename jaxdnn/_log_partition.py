@@ -53,8 +53,7 @@ def logsumexp(x: Array, axis: int | Sequence[int] = -1, *, keepdims: bool = Fals
   masks = () if where is None else (_axes.aligned_mask("logsumexp", where, x.shape),)
 
   def on_view(x: Array, *mask: Array) -> Array:
-    m, sums = _primitive.bind(log_partition_p, x, *mask, targets="mask" if mask else "none", smooth="none")
-    return (m + sums).astype(x.dtype)
+    return _primitive.bind(log_partition_p, x, *mask, targets="mask" if mask else "none", smooth="none")[2]
 
   y = _axes.grouped(on_view, axes, x, *masks)
   return y if keepdims else jnp.squeeze(y, axes)
@@ -68,7 +67,8 @@ def logsumexp(x: Array, axis: int | Sequence[int] = -1, *, keepdims: bool = Fals
 #   "labels"   x, labels [..., 1, inner]                  l, score of the one-hot q
 #   "soft"     x, q like x                                l, score, sum(q)
 # With `smooth` there is one more sum, the score of q = 1 ("uniform"), or of weights w of the classes ("weighted"): one
-# more operand, [n, 1] up to leading 1s. The sums are [..., k, inner].
+# more operand, [n, 1] up to leading 1s. The sums are [..., k, inner]. Without scores there is one more result, m + l in
+# x's type.
 
 
 def _sum(x: Array) -> Array:
@@ -109,7 +109,11 @@ def _with_mass(scores: list[Array], targets: str, mass: Array | None) -> Array:
   return jnp.concatenate([*scores[:2], mass, *scores[2:]] if mass is not None else scores, axis=-2)
 
 
-def _log_partition_reference(x: Array, *rest: Array, targets: str, smooth: str) -> tuple[Array, Array]:
+def _is_alone(targets: str, smooth: str) -> bool:
+  return targets in ("none", "mask") and smooth == "none"
+
+
+def _log_partition_reference(x: Array, *rest: Array, targets: str, smooth: str) -> tuple[Array, ...]:
   wx = _widen(x)
   if targets == "mask":
     wx = jnp.where(rest[0], wx, -jnp.inf)
@@ -121,7 +125,8 @@ def _log_partition_reference(x: Array, *rest: Array, targets: str, smooth: str) 
   d = wx - m
   l = jnp.log(_sum(jnp.exp(d)))
   mass = _sum(rest[0].astype(wx.dtype)) if targets == "soft" else None
-  return m, _with_mass([l, *_scores(d, targets, rest, smooth)], targets, mass)
+  sums = _with_mass([l, *_scores(d, targets, rest, smooth)], targets, mass)
+  return (m, sums, (m + l).astype(x.dtype)) if _is_alone(targets, smooth) else (m, sums)
 
 
 def _softmax(x: Array, m: Array, sums: Array, targets: str, rest: Sequence[Array]) -> Array:
@@ -129,15 +134,21 @@ def _softmax(x: Array, m: Array, sums: Array, targets: str, rest: Sequence[Array
   return jnp.exp(jnp.where(rest[0], log_p, -jnp.inf) if targets == "mask" else log_p)
 
 
-def _lin_reference(t: Array, x: Array, m: Array, sums: Array, *rest: Array, targets: str, smooth: str) -> Array:
+def _lin_reference(
+  t: Array, x: Array, m: Array, sums: Array, *rest: Array, targets: str, smooth: str, narrow: bool
+) -> Array:
   wt = _widen(t)
   if targets == "mask":
     wt = jnp.where(rest[0], wt, 0)
   scores = [_sum(_softmax(x, m, sums, targets, rest) * wt), *_scores(wt, targets, rest, smooth)]
-  return _with_mass(scores, targets, jnp.zeros_like(scores[0]) if targets == "soft" else None)
+  sums = _with_mass(scores, targets, jnp.zeros_like(scores[0]) if targets == "soft" else None)
+  return sums.astype(x.dtype) if narrow else sums
 
 
-def _bwd_reference(g: Array, x: Array, m: Array, sums: Array, *rest: Array, targets: str, smooth: str) -> Array:
+def _bwd_reference(
+  g: Array, x: Array, m: Array, sums: Array, *rest: Array, targets: str, smooth: str, narrow: bool
+) -> Array:
+  g = _widen(g)
   # A row whose cotangents are 0 takes no part, whatever it holds: ignored labels, labels out of range.
   p = _softmax(x, m, sums, targets, rest)
   dx = jnp.where(g[..., :1, :] == 0, 0, p * g[..., :1, :])
@@ -161,8 +172,15 @@ def _sums_aval(x: Any, targets: str, smooth: str) -> Any:
 
 
 def _abstract(x: Any, *_: Any, targets: str, smooth: str) -> Any:
-  m = _primitive.out_aval(x, (*x.shape[:-2], 1, x.shape[-1]), _primitive.accumulator_dtype(x.dtype))
-  return m, _sums_aval(x, targets, smooth)
+  rows = (*x.shape[:-2], 1, x.shape[-1])
+  m = _primitive.out_aval(x, rows, _primitive.accumulator_dtype(x.dtype))
+  alone = (_primitive.out_aval(x, rows),) if _is_alone(targets, smooth) else ()
+  return m, _sums_aval(x, targets, smooth), *alone
+
+
+def _lin_abstract(t: Any, x: Any, *_: Any, targets: str, smooth: str, narrow: bool) -> Any:
+  sums = _sums_aval(t, targets, smooth)
+  return sums.update(dtype=x.dtype) if narrow else sums
 
 
 PARAMS = ("targets", "smooth")
@@ -176,32 +194,37 @@ log_partition_p = _primitive.define(
 )
 log_partition_lin_p = _primitive.define(
   "log_partition_lin",
-  abstract_eval=lambda t, x, *_, targets, smooth: _sums_aval(t, targets, smooth),
+  abstract_eval=_lin_abstract,
   reference=_lin_reference,
-  params=PARAMS,
+  params=(*PARAMS, "narrow"),
 )
 log_partition_bwd_p = _primitive.define(
   "log_partition_bwd",
   abstract_eval=lambda g, x, *_, **params: _primitive.out_aval(x, x.shape),
   reference=_bwd_reference,
-  params=PARAMS,
+  params=(*PARAMS, "narrow"),
 )
 
 # Differentiation -----------------------------------------------------------------------------------------------------
 #
-# log_partition      x             -> m, sums = (l, scores...)       m is constant
+# log_partition      x             -> m, sums = (l, scores...), and maybe m + l; m is constant
 # log_partition_lin  t, x, m, sums -> sum(exp(x - m - l) t), sum(q t)...
 # log_partition_bwd  g, x, m, sums -> exp(x - m - l) g[0] + q g[1] + ...
 #
-# The last two are each other's adjoints. Derivatives in q and w, of which the scores are linear functions, are taken
+# The last two are each other's adjoints, with t's images and g in x's type where they are `narrow`: those of m + l, and
+# else in the accumulator's. Derivatives in q and w, of which the scores are linear functions, are taken
 # through the reference.
 
 
 def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
   x, *rest = primals
   dx, *drest = tangents
-  m, sums = _primitive.bind(log_partition_p, *primals, **params)
-  terms = [] if _primitive.is_zero(dx) else [_primitive.bind(log_partition_lin_p, dx, x, m, sums, *rest, **params)]
+  m, sums, *alone = _primitive.bind(log_partition_p, *primals, **params)
+
+  def of_x(narrow: bool) -> Any:
+    return _primitive.bind(log_partition_lin_p, dx, x, m, sums, *rest, **params, narrow=narrow)
+
+  terms = [] if _primitive.is_zero(dx) else [of_x(False)]
   moving = [i for i, d in enumerate(drest) if not _primitive.is_zero(d)]
   if moving:
 
@@ -213,7 +236,8 @@ def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
 
     terms.append(jax.jvp(of_weights, [rest[i] for i in moving], [drest[i] for i in moving])[1])
   total = sum(terms[1:], terms[0]) if terms else _primitive.zero_tangent(sums)
-  return (m, sums), (_primitive.zero_tangent(m), total)
+  of_alone = [_primitive.zero_tangent(y) if _primitive.is_zero(dx) else of_x(True) for y in alone]
+  return (m, sums, *alone), (_primitive.zero_tangent(m), total, *of_alone)
 
 
 _primitive.set_jvp(log_partition_p, _jvp)
@@ -231,7 +255,7 @@ _primitive.linear_in_first(
 # Batching and CUDA lowering ------------------------------------------------------------------------------------------
 
 
-def _broadcast_operands(*operands: Any, targets: str, smooth: str) -> list[int]:
+def _broadcast_operands(*operands: Any, targets: str, smooth: str, **_: bool) -> list[int]:
   """The mask and the weights of classes."""
   masks = [i for i, a in enumerate(operands) if a.dtype == np.bool_]
   return [*masks, len(operands) - 1] if smooth == "weighted" else masks
@@ -253,7 +277,7 @@ for _p in (log_partition_p, log_partition_lin_p, log_partition_bwd_p):
 # The tangent map stays with XLA, which makes it one reduction.
 _primitive.lower_to_cuda(
   log_partition_p,
-  "jaxdnn.log_partition.v1",
+  "jaxdnn.log_partition.v2",
   _log_partition_reference,
   attributes=lambda *_, **params: params,
   supported=_supported,
@@ -261,8 +285,8 @@ _primitive.lower_to_cuda(
 )
 _primitive.lower_to_cuda(
   log_partition_bwd_p,
-  "jaxdnn.log_partition_bwd.v1",
+  "jaxdnn.log_partition_bwd.v2",
   _bwd_reference,
-  attributes=lambda *_, **params: params,
-  supported=lambda g, x, m, sums, *rest, **params: _supported(x, *rest, **params),
+  attributes=lambda *_, narrow, **params: params,
+  supported=lambda g, x, m, sums, *rest, narrow, **params: _supported(x, *rest, **params),
 )

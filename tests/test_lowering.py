@@ -96,18 +96,18 @@ LOWERED = {
     [X],
     ["jaxdnn.softmax.v2", "jaxdnn.softmax_bwd.v2"],
   ),
-  "logsumexp": (jaxdnn.logsumexp, [X], ["jaxdnn.log_partition.v1", "jaxdnn.log_partition_bwd.v1"]),
+  "logsumexp": (jaxdnn.logsumexp, [X], ["jaxdnn.log_partition.v2", "jaxdnn.log_partition_bwd.v2"]),
   "logsumexp_where": (
     lambda x: jaxdnn.logsumexp(x, 1, where=x[:1] > 0),
     [X],
-    ["jaxdnn.log_partition.v1", "jaxdnn.log_partition_bwd.v1"],
+    ["jaxdnn.log_partition.v2", "jaxdnn.log_partition_bwd.v2"],
   ),
   "cross_entropy": (
     lambda x: jaxdnn.cross_entropy(
       x, jnp.zeros(x.shape[:-1], jnp.int32), weight=jnp.ones(4), label_smoothing=0.1, z_loss=0.1
     ),
     [X],
-    ["jaxdnn.log_partition.v1", "jaxdnn.log_partition_bwd.v1"],
+    ["jaxdnn.log_partition.v2", "jaxdnn.log_partition_bwd.v2"],
   ),
   "relu": (jaxdnn.relu, [X], ["jaxdnn.activation.v2", "jaxdnn.activation_bwd.v2"]),
   "gelu": (jaxdnn.gelu, [X], ["jaxdnn.activation.v2", "jaxdnn.activation_bwd.v2"]),

@@ -2,14 +2,13 @@
 //
 // Bound by memory: g is read and dx written, besides a residual that is one bit an element or as large as g.
 #include "cuda/activation/activation.h"
-#include "cuda/activation/functions.cuh"
 #include "cuda/activation/map.cuh"
+#include "cuda/activation/visit.cuh"
 
 namespace jaxdnn::activation {
 namespace {
 
-// From the input or, where `kFromOutput`, the output.
-template <class T, class F, bool kFromOutput>
+template <class T, class F>
 struct BackwardOp {
   static constexpr int N = kVecLength<T>;
   using A = Accumulator<T>;
@@ -21,21 +20,20 @@ struct BackwardOp {
   __device__ void Vector(int64_t i) const {
     const auto along = reinterpret_cast<const Vec<T, N>*>(g)[i], r = reinterpret_cast<const Vec<T, N>*>(residual)[i];
     Vec<T, N> out;
+    WithSmooth(f, [&](auto functor) {
 #pragma unroll
-    for (int j = 0; j < N; ++j) out.v[j] = Element(along.v[j], r.v[j]);
+      for (int j = 0; j < N; ++j) out.v[j] = Element(functor, along.v[j], r.v[j]);
+    });
     reinterpret_cast<Vec<T, N>*>(dx)[i] = out;
   }
   __device__ void Tail(int64_t i, bool valid) const {
-    if (valid) dx[i] = Element(g[i], residual[i]);
+    if (valid) WithSmooth(f, [&](auto functor) { dx[i] = Element(functor, g[i], residual[i]); });
   }
 
  private:
-  __device__ T Element(T g, T residual) const {
-    const A r = static_cast<A>(residual);
-    if constexpr (kFromOutput)
-      return static_cast<T>(static_cast<A>(g) * f.DerivativeFromOutput(r));
-    else
-      return static_cast<T>(static_cast<A>(g) * f.Derivative(r));
+  template <class Functor>
+  static __device__ T Element(const Functor& functor, T g, T residual) {
+    return static_cast<T>(static_cast<A>(g) * functor.Derivative(static_cast<A>(residual)));
   }
 };
 
@@ -91,9 +89,8 @@ cudaError_t Backward(const Activation& activation, DType dtype, const void* g, c
     }
     const int64_t size = rows * n;
     const int64_t vectors = IsVectorAligned(g, residual, dx) ? size / N : 0;
-    return VisitSmooth<T>(activation, [&](auto f, auto from_output) {
-      const BackwardOp<T, decltype(f), decltype(from_output)::value> op{f, gradient, static_cast<const T*>(residual),
-                                                                        out};
+    return VisitSmooth<T>(activation, [&](auto f) {
+      const BackwardOp<T, decltype(f)> op{f, gradient, static_cast<const T*>(residual), out};
       return Map(op, vectors, vectors * N, size, stream);
     });
   });

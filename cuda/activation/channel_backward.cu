@@ -3,8 +3,8 @@
 // Bound by memory: g and the residual are read and dx written; partial sums are a few hundred rows of channels.
 #include "cuda/activation/channel_sum.cuh"
 #include "cuda/activation/channels.cuh"
-#include "cuda/activation/functions.cuh"
 #include "cuda/activation/map.cuh"
+#include "cuda/activation/visit.cuh"
 
 namespace jaxdnn::activation {
 namespace {
@@ -18,12 +18,12 @@ struct FromInput {
   __device__ A operator()(A g, A x, A bias, A* term) const { return *term = g * f.Derivative(x + bias); }
 };
 
-template <class T, class F>
+template <class T>
 struct FromOutput {
   using A = Accumulator<T>;
   static constexpr bool kMasked = false, kOperand = false;
-  F f;
-  __device__ A operator()(A g, A y, A, A* term) const { return *term = g * f.DerivativeFromOutput(y); }
+  OfOutput<T> f;
+  __device__ A operator()(A g, A y, A, A* term) const { return *term = g * f.Derivative(y); }
 };
 
 template <class T>
@@ -46,10 +46,21 @@ struct PRelu {
   }
 };
 
+// Calls g with the rule, or the one that it stands for.
+template <class Rule, class G>
+__device__ void WithRule(const Rule& rule, G&& g) {
+  g(rule);
+}
+template <class T, class G>
+__device__ void WithRule(const FromInput<T, RareActivation<T>>& rule, G&& g) {
+  WithSmooth(rule.f, [&](auto f) { g(FromInput<T, decltype(f)>{f}); });
+}
+
 template <class T, class Rule>
 struct ChannelOp {
   static constexpr int N = kVecLength<T>;
   static constexpr bool kAsync = !Rule::kMasked;  // A lane's bits are too few for that.
+  static constexpr bool kLong = sizeof(T) == 8 || std::is_same_v<Rule, FromInput<T, RareActivation<T>>>;
   using A = Accumulator<T>;
   using Vector = Vec<T, N>;
   using Residual = std::conditional_t<Rule::kMasked, uint8_t, T>;
@@ -91,16 +102,18 @@ struct ChannelOp {
 
   __device__ Vec<T, N> Map(const Loaded& in, const A (&p)[N], A (&sum)[N]) const {
     Vec<T, N> out;
+    WithRule(rule, [&](const auto& of) {
 #pragma unroll
-    for (int j = 0; j < N; ++j) {
-      A term;
-      const A along = static_cast<A>(in.g.v[j]);
-      if constexpr (Rule::kMasked)
-        out.v[j] = static_cast<T>(rule(along, in.residual >> j & 1, p[j], &term));
-      else
-        out.v[j] = static_cast<T>(rule(along, static_cast<A>(in.residual.v[j]), p[j], &term));
-      sum[j] += term;
-    }
+      for (int j = 0; j < N; ++j) {
+        A term;
+        const A along = static_cast<A>(in.g.v[j]);
+        if constexpr (Rule::kMasked)
+          out.v[j] = static_cast<T>(of(along, in.residual >> j & 1, p[j], &term));
+        else
+          out.v[j] = static_cast<T>(of(along, static_cast<A>(in.residual.v[j]), p[j], &term));
+        sum[j] += term;
+      }
+    });
     return out;
   }
 
@@ -130,10 +143,12 @@ struct ChannelOp {
 
   __device__ A Element(int64_t e, A p) const {
     A term;
-    if constexpr (Rule::kMasked)
-      dx[e] = static_cast<T>(rule(static_cast<A>(g[e]), residual[e / 8] >> (e % 8) & 1, p, &term));
-    else
-      dx[e] = static_cast<T>(rule(static_cast<A>(g[e]), static_cast<A>(residual[e]), p, &term));
+    WithRule(rule, [&](const auto& of) {
+      if constexpr (Rule::kMasked)
+        dx[e] = static_cast<T>(of(static_cast<A>(g[e]), residual[e / 8] >> (e % 8) & 1, p, &term));
+      else
+        dx[e] = static_cast<T>(of(static_cast<A>(g[e]), static_cast<A>(residual[e]), p, &term));
+    });
     return term;
   }
 };
@@ -160,9 +175,9 @@ cudaError_t BiasBackward(const Activation& activation, DType dtype, const Channe
       const FromMask<T> rule{static_cast<A>(slopes->inside), static_cast<A>(slopes->outside)};
       return Launch<T>(rule, shape, g, residual, nullptr, dx, dbias, workspace, stream);
     }
-    return VisitSmooth<T>(activation, [&](auto f, auto from_output) {
+    return VisitSmooth<T>(activation, [&](auto f) {
       using F = decltype(f);
-      using Rule = std::conditional_t<decltype(from_output)::value, FromOutput<T, F>, FromInput<T, F>>;
+      using Rule = std::conditional_t<std::is_same_v<F, OfOutput<T>>, FromOutput<T>, FromInput<T, F>>;
       return Launch<T>(Rule{f}, shape, g, residual, bias, dx, dbias, workspace, stream);
     });
   });

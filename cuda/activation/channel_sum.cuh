@@ -7,6 +7,7 @@
 //   Loaded, Load(i), Store(i, out)  vector i, before and after
 //   kAsync, Fetch(slot, stride, i), Take(slot, stride)   whether both halves of what Load gives can go through shared
 //                                   memory, `stride` vectors apart; the beginning and the end of that
+//   kLong                           whether to keep the copies of Map few
 //   Map(loaded, p[N], sum[N])       maps it, with the channels' values p, and adds to sum
 //   Gather(i, size), Scatter(i, size, out)   the same as Load and Store for a vector that is not aligned, or of which
 //                                   elements from `size` on are missing; they add nothing
@@ -145,22 +146,26 @@ __global__ __launch_bounds__(kSumThreads, kColumnResident<typename Op::A>) void 
     int64_t i = (int64_t{chunk} * plan.height + warp) * plan.width + column;
     const int64_t rows = plan.whole_rows + (column < plan.rest) - int64_t{chunk} * plan.height;
     int left = vectors ? (static_cast<int>(min(rows, plan.height)) - warp + kSumWarps - 1) / kSumWarps : 0;
+    const int64_t end = min((int64_t{chunk} + 1) * plan.height * plan.width, (size + N - 1) / N);
+    // Whole vectors, of which `left` remain, and then what is not.
     if constexpr (Op::kAsync) {
       __shared__ typename Op::Vector ring[kColumnStages][2][kSumThreads];
+      constexpr int kAhead = kColumnStages - 1;
       const auto slot = [&](int k) { return &ring[k % kColumnStages][0][threadIdx.x]; };
-      const auto fetch = [&](int k) {
-        if (k < left) op.Fetch(slot(k), kSumThreads, i + k * step);
+      const auto fetch = [&](int k, int64_t at) {
+        if (k < left) op.Fetch(slot(k), kSumThreads, at);
         CommitAsync();
       };
-      for (int k = 0; k < kColumnStages - 1; ++k) fetch(k);
+      for (int k = 0; k < kAhead; ++k) fetch(k, i + k * step);
 #pragma unroll 1
-      for (int k = 0; k < left; ++k) {
-        fetch(k + kColumnStages - 1);
-        WaitAsync<kColumnStages - 1>();
-        op.Store(i + k * step, op.Map(op.Take(slot(k), kSumThreads), p, sum));
+      for (int k = 0; k < left; ++k, i += step) {
+        fetch(k + kAhead, i + kAhead * step);
+        WaitAsync<kAhead>();
+        op.Store(i, op.Map(op.Take(slot(k), kSumThreads), p, sum));
       }
-      i += left * step;
+      left = 0;
     } else {
+#pragma unroll 1
       for (; left >= kColumnUnroll; left -= kColumnUnroll, i += kColumnUnroll * step) {
         typename Op::Loaded loaded[kColumnUnroll];
 #pragma unroll
@@ -168,17 +173,21 @@ __global__ __launch_bounds__(kSumThreads, kColumnResident<typename Op::A>) void 
 #pragma unroll
         for (int u = 0; u < kColumnUnroll; ++u) op.Store(i + u * step, op.Map(loaded[u], p, sum));
       }
-#pragma unroll 1
-      for (; left > 0; --left, i += step) op.Store(i, op.Map(op.Load(i), p, sum));
     }
-    const int64_t end = min((int64_t{chunk} + 1) * plan.height * plan.width, (size + N - 1) / N);
 #pragma unroll 1
-    for (; i < end; i += step) op.Scatter(i, size, op.Map(op.Gather(i, size), p, sum));
+    for (; i < end; --left, i += step) {
+      const auto out = op.Map(left > 0 ? op.Load(i) : op.Gather(i, size), p, sum);
+      if (left > 0)
+        op.Store(i, out);
+      else
+        op.Scatter(i, size, out);
+    }
   }
 
 #pragma unroll
   for (int j = 0; j < N; ++j) scratch[warp][lane * N + j] = sum[j];
   __syncthreads();
+#pragma unroll 1
   for (int x = threadIdx.x; x < kTile; x += kSumThreads) {
     A total = scratch[0][x];
 #pragma unroll
@@ -190,14 +199,18 @@ __global__ __launch_bounds__(kSumThreads, kColumnResident<typename Op::A>) void 
   if (!plan.folded) return;
   const int columns = static_cast<int>(plan.columns);
   int held = kTile;
+#pragma unroll 1
   for (; held % 2 == 0 && held / 2 % columns == 0; held /= 2) {
     __syncthreads();
+#pragma unroll 1
     for (int x = threadIdx.x; x < held / 2; x += kSumThreads) scratch[0][x] += scratch[0][x + held / 2];
   }
   __syncthreads();
   const int shift = static_cast<int>(int64_t{tile} * kTile % columns);
+#pragma unroll 1
   for (int c = threadIdx.x; c < columns; c += kSumThreads) {
     A total = A(0);
+#pragma unroll 1
     for (int x = (c - shift + columns) % columns; x < held; x += columns) total += scratch[0][x];
     partial[((group * plan.chunks + chunk) * plan.tiles + tile) * columns + c] = total;
   }
@@ -250,28 +263,42 @@ __global__ __launch_bounds__(kSumThreads, kPlaneResident) void PlaneKernel(Op op
     // The plane's whole vectors, of which this piece has some; the first one has what lies around them as well.
     const int64_t first = vectors ? (begin + N - 1) / N : end, last = vectors ? end / N : end;
     const int64_t i = first + piece * kStep + lane;
-    typename Op::Loaded loaded[kPlaneUnroll];
-#pragma unroll
-    for (int u = 0; u < kPlaneUnroll; ++u)
-      if (i + u * kLanes < last) loaded[u] = op.Load(i + u * kLanes);
+    const auto exists = [&](int u) { return i + u * kLanes < last; };
     A p[N], sum[N];
 #pragma unroll
     for (int j = 0; j < N; ++j) {
       p[j] = value;
       sum[j] = A(0);
     }
+    if constexpr (Op::kAsync && Op::kLong) {
+      // What is loaded goes through shared memory, so that there is one copy of the map.
+      __shared__ typename Op::Vector held[kPlaneUnroll][2][kSumThreads];
 #pragma unroll
-    for (int u = 0; u < kPlaneUnroll; ++u)
-      if (i + u * kLanes < last) op.Store(i + u * kLanes, op.Map(loaded[u], p, sum));
+      for (int u = 0; u < kPlaneUnroll; ++u)
+        if (exists(u)) op.Fetch(&held[u][0][threadIdx.x], kSumThreads, i + u * kLanes);
+      CommitAsync();
+      WaitAsync<0>();
+#pragma unroll 1
+      for (int u = 0; u < kPlaneUnroll && exists(u); ++u)
+        op.Store(i + u * kLanes, op.Map(op.Take(&held[u][0][threadIdx.x], kSumThreads), p, sum));
+    } else {
+      typename Op::Loaded loaded[kPlaneUnroll];
+#pragma unroll
+      for (int u = 0; u < kPlaneUnroll; ++u)
+        if (exists(u)) loaded[u] = op.Load(i + u * kLanes);
+#pragma unroll
+      for (int u = 0; u < kPlaneUnroll; ++u)
+        if (exists(u)) op.Store(i + u * kLanes, op.Map(loaded[u], p, sum));
+    }
 #pragma unroll
     for (int j = 0; j < N; ++j) total += sum[j];
-    if (!vectors) {
-      for (int64_t e = begin + int64_t{piece} * kLanes + lane; e < end; e += plan.pieces * kLanes)
-        total += op.Element(e, value);
-    } else if (piece == 0) {
-      if (begin + lane < first * N) total += op.Element(begin + lane, value);
-      if (last * N + lane < end) total += op.Element(last * N + lane, value);
-    }
+    // All elements, a piece after the other, or those before and behind the vectors.
+    const int64_t before = vectors ? first * N - begin : end - begin, behind = vectors ? end - last * N : 0;
+    const int64_t skipped = vectors ? (last - first) * N : 0;
+    if (vectors && piece > 0) continue;
+#pragma unroll 1
+    for (int64_t e = (vectors ? 0 : int64_t{piece} * kLanes) + lane; e < before + behind; e += plan.pieces * kLanes)
+      total += op.Element(begin + e + (e < before ? 0 : skipped), value);
   }
 #pragma unroll
   for (int mask = kLanes / 2; mask > 0; mask /= 2) total += ShuffleXor(total, mask);

@@ -3,8 +3,8 @@
 // Bound by memory: x is read and y written, and a mask adds a bit an element.
 #include "cuda/activation/activation.h"
 #include "cuda/activation/channels.cuh"
-#include "cuda/activation/functions.cuh"
 #include "cuda/activation/map.cuh"
+#include "cuda/activation/visit.cuh"
 
 namespace jaxdnn::activation {
 namespace {
@@ -12,7 +12,6 @@ namespace {
 template <class T, class F>
 struct ForwardOp {
   static constexpr int N = kVecLength<T>;
-  static constexpr bool kMasked = F::kMasked;
   using A = Accumulator<T>;
   F f;
   ChannelOperand<T> bias;
@@ -26,19 +25,18 @@ struct ForwardOp {
     A z[N];
     bias.Get(i, z);
     Vec<T, N> out;
+    unsigned bits = 0;
+    With(f, [&](auto functor) {
 #pragma unroll
-    for (int j = 0; j < N; ++j) {
-      z[j] += static_cast<A>(in.v[j]);
-      out.v[j] = static_cast<T>(f.Forward(z[j]));
-    }
+      for (int j = 0; j < N; ++j) {
+        z[j] += static_cast<A>(in.v[j]);
+        out.v[j] = static_cast<T>(functor.Forward(z[j]));
+        if constexpr (functor.kMasked) bits |= unsigned{functor.IsInside(z[j])} << j;
+      }
+    });
     reinterpret_cast<Vec<T, N>*>(y)[i] = out;
-    if constexpr (kMasked) {
-      if (mask == nullptr) return;
-      unsigned bits = 0;
-#pragma unroll
-      for (int j = 0; j < N; ++j) bits |= unsigned{f.IsInside(z[j])} << j;
-      StoreBits<N>(mask, i, bits);
-    }
+    if constexpr (F::kMasked)
+      if (mask != nullptr) StoreBits<N>(mask, i, bits);
   }
 
   // A bit of the mask, or an element.
@@ -47,10 +45,12 @@ struct ForwardOp {
     bool inside = false;
     if (i >= 0) {
       const A z = static_cast<A>(x[i]) + bias.At(i);
-      y[i] = static_cast<T>(f.Forward(z));
-      if constexpr (kMasked) inside = f.IsInside(z);
+      With(f, [&](auto functor) {
+        y[i] = static_cast<T>(functor.Forward(z));
+        if constexpr (functor.kMasked) inside = functor.IsInside(z);
+      });
     }
-    if constexpr (kMasked)
+    if constexpr (F::kMasked)
       if (mask != nullptr) StoreBit(mask, t, valid, inside);
   }
 };
@@ -64,9 +64,9 @@ struct PReluOp {
   T* y;
 
   __device__ void Vector(int64_t i) const {
-    const auto in = reinterpret_cast<const Vec<T, N>*>(x)[i];
     A a[N];
     alpha.Get(i, a);
+    const auto in = reinterpret_cast<const Vec<T, N>*>(x)[i];
     Vec<T, N> out;
 #pragma unroll
     for (int j = 0; j < N; ++j) out.v[j] = Element(in.v[j], a[j]);
@@ -94,7 +94,7 @@ cudaError_t Forward(const Activation& activation, DType dtype, const ChannelShap
       const BitRows rows = mask != nullptr ? BitRows(chunk.groups, GroupSize(chunk)) : BitRows(1, Size(chunk));
       const int64_t most = mask != nullptr ? rows.Vectors<N>() : Size(chunk) / N;
       const int64_t vectors = IsVectorAligned(x, y) ? most : 0, end = mask != nullptr ? rows.Bits() : Size(chunk);
-      return VisitActivation<T>(activation, [&](auto f) {
+      return VisitForward<T>(activation, [&](auto f) {
         const ForwardOp<T, decltype(f)> op{f,
                                            ChannelOperand<T>(bias, chunk),
                                            static_cast<const T*>(x) + first,

@@ -1,12 +1,9 @@
 // The activations, one functor each, for the elementwise kernels and for whatever kernel fuses one.
 //
-// A functor of the stored type T works in A = Accumulator<T>. Forward(x) and Derivative(x) take the pre-activation;
-// where the derivative is a function of the output y, there is DerivativeFromOutput(y) as well. A function with two
-// slopes is kMasked: a bit, IsInside(x), says which of them holds.
+// A functor of the stored type T works in A = Accumulator<T>. Forward(x) and Derivative(x) take the pre-activation. A
+// function with two slopes is kMasked: a bit, IsInside(x), says which of them holds.
 // The same rules, with their choices about kinks and NaN, are in jaxdnn/_activation.
 #pragma once
-
-#include <optional>
 
 #include "cuda/activation/kind.h"
 #include "cuda/activation/math.cuh"
@@ -77,7 +74,7 @@ struct HardTanh {
   __device__ A Derivative(A x) const { return IsInside(x) ? A(1) : A(0); }
 };
 
-// Smooth, the derivative a function of the output ---------------------------------------------------------------------
+// Smooth, the derivative a function of the output too (visit.cuh) -----------------------------------------------------
 
 // The logistic function and 1 minus it, each exact to a few roundings however small.
 template <class T>
@@ -100,7 +97,6 @@ struct Sigmoid {
     const Logistic<T> s(x);
     return s.value * s.complement;
   }
-  __device__ A DerivativeFromOutput(A y) const { return y * (A(1) - y); }
 };
 
 template <class T>
@@ -112,7 +108,6 @@ struct Tanh {
     const Logistic<T> s(A(2) * x);
     return A(4) * s.value * s.complement;
   }
-  __device__ A DerivativeFromOutput(A y) const { return (A(1) - y) * (A(1) + y); }
 };
 
 // Smooth, the derivative from the input -------------------------------------------------------------------------------
@@ -273,57 +268,86 @@ __host__ __device__ A Inverse(A x) {
   return A(1) / x;
 }
 
-// Calls f with the functor of `activation` for the stored type T.
-#pragma nv_exec_check_disable
-template <class T, class F>
-__host__ __device__ auto WithFunctor(const Activation& activation, F&& f) {
+// One of those that few networks have, chosen as the kernel runs: a branch for each vector, but no kernels of its own.
+template <class T>
+struct RareActivation {
   using A = Accumulator<T>;
-  const A p = static_cast<A>(activation.parameter);
+  static constexpr bool kMasked = true;  // or not
+  Kind kind;                             // the first of those that differ in their numbers alone
+  A p;
+  Elu<T> elu;
+  Softplus<T> softplus;
+
+  __host__ __device__ explicit RareActivation(const Activation& activation)
+      : kind(activation.kind), p(static_cast<A>(activation.parameter)), elu{A(1), p, A(1)}, softplus{p, Inverse(p)} {
+    if (kind == Kind::kCelu) elu.inverse_width = Inverse(p);
+    if (kind == Kind::kSelu) elu = {A(1.0507009873554804934193349852946), A(1.6732632423543772848170429916717), A(1)};
+    if (kind == Kind::kCelu || kind == Kind::kSelu) kind = Kind::kElu;
+    if (kind == Kind::kLogSigmoid) kind = Kind::kSoftplus, softplus = {A(-1), A(-1)};
+  }
+};
+
+// Calls g with the functor that f is, or stands for.
+#pragma nv_exec_check_disable
+template <class F, class G>
+__host__ __device__ auto With(const F& f, G&& g) {
+  return g(f);
+}
+#pragma nv_exec_check_disable
+template <class T, class G>
+__host__ __device__ auto With(const RareActivation<T>& f, G&& g) {
+  switch (f.kind) {
+    case Kind::kClippedRelu:
+      return g(ClippedRelu<T>{f.p});
+    case Kind::kLeakyRelu:
+      return g(LeakyRelu<T>{f.p});
+    case Kind::kHardSigmoid:
+      return g(HardSigmoid<T>{});
+    case Kind::kHardTanh:
+      return g(HardTanh<T>{});
+    case Kind::kElu:
+      return g(f.elu);
+    case Kind::kSoftplus:
+      return g(f.softplus);
+    case Kind::kHardSwish:
+      return g(HardSwish<T>{});
+    case Kind::kMish:
+      return g(Mish<T>{});
+    case Kind::kSoftSign:
+      return g(SoftSign<T>{});
+    case Kind::kSquareplus:
+      return g(Squareplus<T>{f.p});
+    default:
+      return g(Identity<T>{});
+  }
+}
+
+// Calls f with the functor of `activation` for the stored type T, and `rare` with one that stands for all others.
+#pragma nv_exec_check_disable
+template <class T, class F, class G>
+__host__ __device__ auto WithCommon(const Activation& activation, F&& f, G&& rare) {
   switch (activation.kind) {
-    case Kind::kIdentity:
-      break;
     case Kind::kRelu:
       return f(Relu<T>{});
-    case Kind::kClippedRelu:
-      return f(ClippedRelu<T>{p});
-    case Kind::kLeakyRelu:
-      return f(LeakyRelu<T>{p});
-    case Kind::kHardSigmoid:
-      return f(HardSigmoid<T>{});
-    case Kind::kHardTanh:
-      return f(HardTanh<T>{});
     case Kind::kSigmoid:
       return f(Sigmoid<T>{});
     case Kind::kTanh:
       return f(Tanh<T>{});
-    case Kind::kElu:
-    case Kind::kCelu:
-    case Kind::kSelu: {
-      const bool is_selu = activation.kind == Kind::kSelu, is_celu = activation.kind == Kind::kCelu;
-      return f(Elu<T>{is_selu ? A(1.0507009873554804934193349852946) : A(1),
-                      is_selu ? A(1.6732632423543772848170429916717) : p, is_celu ? Inverse(p) : A(1)});
-    }
-    case Kind::kSoftplus:
-    case Kind::kLogSigmoid: {
-      const A beta = activation.kind == Kind::kLogSigmoid ? A(-1) : p;
-      return f(Softplus<T>{beta, Inverse(beta)});
-    }
     case Kind::kSilu:
-      return f(Silu<T>{p});
-    case Kind::kHardSwish:
-      return f(HardSwish<T>{});
+      return f(Silu<T>{static_cast<Accumulator<T>>(activation.parameter)});
     case Kind::kGelu:
       return f(Gelu<T>{});
     case Kind::kGeluTanh:
       return f(GeluTanh<T>{});
-    case Kind::kMish:
-      return f(Mish<T>{});
-    case Kind::kSoftSign:
-      return f(SoftSign<T>{});
-    case Kind::kSquareplus:
-      return f(Squareplus<T>{p});
+    default:
+      return rare(RareActivation<T>(activation));
   }
-  return f(Identity<T>{});
+}
+
+// Calls f with the functor of `activation` for the stored type T.
+template <class T, class F>
+__host__ __device__ auto WithFunctor(const Activation& activation, F&& f) {
+  return WithCommon<T>(activation, f, [&](const auto& rare) { return With(rare, f); });
 }
 
 // Any of them, chosen as the kernel runs. Out of line: what is compiled once need not be fast.
@@ -344,58 +368,6 @@ struct AnyActivation {
   __noinline__ __device__ A Derivative(A x) const {
     return WithFunctor<T>(activation, [x](auto f) { return f.Derivative(x); });
   }
-  __device__ A DerivativeFromOutput(A y) const {
-    return activation.kind == Kind::kSigmoid ? Sigmoid<T>{}.DerivativeFromOutput(y) : Tanh<T>{}.DerivativeFromOutput(y);
-  }
 };
-
-// For host code: calls f with what a kernel of the stored type T takes as its functor. A kernel for each activation
-// would be worth its size for any type but double.
-template <class T, class F>
-cudaError_t VisitActivation(const Activation& activation, F&& f) {
-  if constexpr (std::is_same_v<T, double>)
-    return f(AnyActivation<T>{activation});
-  else
-    return WithFunctor<T>(activation, f);
-}
-
-// The slopes of a function that has two: where its bit is set, and elsewhere.
-struct Slopes {
-  double inside, outside;
-};
-
-inline std::optional<Slopes> SlopesOf(const Activation& activation) {
-  switch (activation.kind) {
-    case Kind::kRelu:
-    case Kind::kClippedRelu:
-    case Kind::kHardTanh:
-      return Slopes{1, 0};
-    case Kind::kLeakyRelu:
-      return Slopes{1, activation.parameter};
-    case Kind::kHardSigmoid:
-      return Slopes{1.0 / 6, 0};
-    default:
-      return std::nullopt;
-  }
-}
-
-// For host code: calls f with the functor of an activation without two slopes, and whether its derivative is taken from
-// the output (else the input).
-template <class T, class F>
-cudaError_t VisitSmooth(const Activation& activation, F&& f) {
-  if (activation.kind == Kind::kSigmoid || activation.kind == Kind::kTanh) {
-    if constexpr (std::is_same_v<T, double>)
-      return f(AnyActivation<T>{activation}, std::true_type{});
-    else
-      return activation.kind == Kind::kSigmoid ? f(Sigmoid<T>{}, std::true_type{}) : f(Tanh<T>{}, std::true_type{});
-  }
-  return VisitActivation<T>(activation, [&](auto functor) {
-    using G = decltype(functor);
-    constexpr bool kFromInput =
-        !(G::kMasked || std::is_same_v<G, Sigmoid<T>> || std::is_same_v<G, Tanh<T>> || std::is_same_v<G, Identity<T>>);
-    if constexpr (kFromInput || std::is_same_v<T, double>) return f(functor, std::false_type{});
-    return cudaErrorInvalidValue;
-  });
-}
 
 }  // namespace jaxdnn::activation

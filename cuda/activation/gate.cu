@@ -38,6 +38,34 @@ struct Halves {
   __device__ Places OfElement(int64_t i) const { return Of(static_cast<int>(i), by_length); }
 };
 
+// Of the kinds that gate, those that seldom do: one is chosen as the kernel runs. Of doubles, any.
+template <class T>
+struct RareGate {
+  Kind kind;
+  Accumulator<T> beta;
+};
+
+template <class T, class G>
+__device__ void With(const RareGate<T>& f, G&& g) {
+  switch (f.kind) {
+    case Kind::kRelu:
+      return g(Relu<T>{});
+    case Kind::kTanh:
+      return g(Tanh<T>{});
+    case Kind::kGelu:
+      return g(Gelu<T>{});
+    case Kind::kIdentity:
+      return g(Identity<T>{});
+    default:
+      break;
+  }
+  if constexpr (std::is_same_v<T, double>) {
+    if (f.kind == Kind::kSigmoid) return g(Sigmoid<T>{});
+    if (f.kind == Kind::kSilu) return g(Silu<T>{f.beta});
+    g(GeluTanh<T>{});
+  }
+}
+
 template <class T, class F>
 struct GateForwardOp {
   static constexpr int N = kVecLength<T>;
@@ -67,19 +95,22 @@ struct GateForwardOp {
         }
       }
     }
+    With(f, [&](auto functor) {
 #pragma unroll
-    for (int j = 0; j < N; ++j) out.v[j] = Element(value.v[j], gate.v[j]);
+      for (int j = 0; j < N; ++j) out.v[j] = Element(functor, value.v[j], gate.v[j]);
+    });
     reinterpret_cast<Vec<T, N>*>(y)[i] = out;
   }
   __device__ void Tail(int64_t i, bool valid) const {
     if (!valid) return;
     const auto at = halves.OfElement(i);
-    y[i] = Element(x[at.value], x[at.gate]);
+    With(f, [&](auto functor) { y[i] = Element(functor, x[at.value], x[at.gate]); });
   }
 
  private:
-  __device__ T Element(T value, T gate) const {
-    return static_cast<T>(static_cast<A>(value) * f.Forward(static_cast<A>(gate)));
+  template <class Functor>
+  static __device__ T Element(const Functor& functor, T value, T gate) {
+    return static_cast<T>(static_cast<A>(value) * functor.Forward(static_cast<A>(gate)));
   }
 };
 
@@ -99,50 +130,52 @@ struct GateBackwardOp {
     const auto value = reinterpret_cast<const Vec<T, N>*>(x)[at.value];
     const auto gate = reinterpret_cast<const Vec<T, N>*>(x)[at.gate];
     Vec<T, N> dvalue, dgate;
+    With(f, [&](auto functor) {
 #pragma unroll
-    for (int j = 0; j < N; ++j) Element(along.v[j], value.v[j], gate.v[j], &dvalue.v[j], &dgate.v[j]);
+      for (int j = 0; j < N; ++j) Element(functor, along.v[j], value.v[j], gate.v[j], &dvalue.v[j], &dgate.v[j]);
+    });
     reinterpret_cast<Vec<T, N>*>(dx)[at.value] = dvalue;
     reinterpret_cast<Vec<T, N>*>(dx)[at.gate] = dgate;
   }
   __device__ void Tail(int64_t i, bool valid) const {
     if (!valid) return;
     const auto at = halves.OfElement(i);
-    Element(g[i], x[at.value], x[at.gate], &dx[at.value], &dx[at.gate]);
+    With(f, [&](auto functor) { Element(functor, g[i], x[at.value], x[at.gate], &dx[at.value], &dx[at.gate]); });
   }
 
  private:
-  __device__ void Element(T g, T value, T gate, T* dvalue, T* dgate) const {
+  template <class Functor>
+  static __device__ void Element(const Functor& functor, T g, T value, T gate, T* dvalue, T* dgate) {
     const A along = static_cast<A>(g), at = static_cast<A>(gate);
-    *dvalue = static_cast<T>(along * f.Forward(at));
-    *dgate = static_cast<T>(along * static_cast<A>(value) * f.Derivative(at));
+    *dvalue = static_cast<T>(along * functor.Forward(at));
+    *dgate = static_cast<T>(along * static_cast<A>(value) * functor.Derivative(at));
   }
 };
 
 // Of the kinds that gate in practice.
 template <class T, class F>
 cudaError_t VisitGate(const Activation& activation, F&& f) {
-  if constexpr (std::is_same_v<T, double>) {
-    return f(AnyActivation<T>{activation});
-  } else {
-    switch (activation.kind) {
-      case Kind::kIdentity:
-        return f(Identity<T>{});
-      case Kind::kRelu:
-        return f(Relu<T>{});
-      case Kind::kSigmoid:
-        return f(Sigmoid<T>{});
-      case Kind::kTanh:
-        return f(Tanh<T>{});
-      case Kind::kSilu:
-        return f(Silu<T>{static_cast<Accumulator<T>>(activation.parameter)});
-      case Kind::kGelu:
-        return f(Gelu<T>{});
-      case Kind::kGeluTanh:
-        return f(GeluTanh<T>{});
-      default:
-        return cudaErrorInvalidValue;
-    }
+  constexpr bool kRare = std::is_same_v<T, double>;
+  const auto beta = static_cast<Accumulator<T>>(activation.parameter);
+  switch (activation.kind) {
+    case Kind::kSigmoid:
+      if constexpr (!kRare) return f(Sigmoid<T>{});
+      break;
+    case Kind::kSilu:
+      if constexpr (!kRare) return f(Silu<T>{beta});
+      break;
+    case Kind::kGeluTanh:
+      if constexpr (!kRare) return f(GeluTanh<T>{});
+      break;
+    case Kind::kIdentity:
+    case Kind::kRelu:
+    case Kind::kTanh:
+    case Kind::kGelu:
+      break;
+    default:
+      return cudaErrorInvalidValue;
   }
+  return f(RareGate<T>{activation.kind, beta});
 }
 
 // Calls launch(first, elements) for chunks of eight rows or a multiple of that, so that all begin aligned: `elements`

@@ -21,17 +21,24 @@ namespace jaxdnn::activation {
 constexpr int kMapThreads = 256;
 constexpr int kTailPerThread = 8;
 
+// Doubles go one by one: their functions are long, and once in a kernel is enough.
+template <class Op>
+constexpr bool kHasVectors = sizeof(typename Op::A) == 4;
+
 template <class Op>
 __global__ __launch_bounds__(kMapThreads) void MapKernel(Op op, int64_t vectors, int64_t tail_begin, int64_t tail_end) {
   const int64_t i = blockIdx.x * int64_t{kMapThreads} + threadIdx.x;
-  if (i < vectors) op.Vector(i);
+  if constexpr (kHasVectors<Op>)
+    if (i < vectors) op.Vector(i);
   const int64_t warps_end = (tail_end - tail_begin + 31) / 32 * 32;
+#pragma unroll 1
   for (int64_t t = i; t < warps_end; t += gridDim.x * int64_t{kMapThreads})
     op.Tail(tail_begin + t, tail_begin + t < tail_end);
 }
 
 template <class Op>
 cudaError_t Map(Op op, int64_t vectors, int64_t tail_begin, int64_t tail_end, cudaStream_t stream) {
+  if (!kHasVectors<Op>) vectors = tail_begin = 0;
   const int64_t blocks =
       std::max(CeilDiv(vectors, kMapThreads), CeilDiv(tail_end - tail_begin, kMapThreads * kTailPerThread));
   return LaunchKernel(MapKernel<Op>, blocks, kMapThreads, stream, op, vectors, tail_begin, tail_end);

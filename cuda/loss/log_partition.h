@@ -26,12 +26,13 @@ struct Problem {
 
 int64_t WorkspaceBytes(DType dtype, softmax::Shape shape);
 
-// m [outer, 1, inner] and sums [outer, k, inner], both of the accumulator's type.
-cudaError_t LogPartition(const Problem& problem, const void* x, void* m, void* sums, void* workspace,
+// m [outer, 1, inner] and sums [outer, k, inner], both of the accumulator's type, and m + l like m but of x's, or null.
+cudaError_t LogPartition(const Problem& problem, const void* x, void* m, void* sums, void* total, void* workspace,
                          cudaStream_t stream);
 
-// dx = exp(x - m - l) g[0] + q g[1] + ..., with g like sums. Rows whose g[0] is 0 have no part of the first term.
-cudaError_t LogPartitionBwd(const Problem& problem, const void* g, const void* x, const void* m, const void* sums,
-                            void* dx, cudaStream_t stream);
+// dx = exp(x - m - l) g[0] + q g[1] + ..., with g like sums, or of x's type where it is narrow. Rows whose g[0] is 0
+// have no part of the first term.
+cudaError_t LogPartitionBwd(const Problem& problem, const void* g, bool narrow, const void* x, const void* m,
+                            const void* sums, void* dx, cudaStream_t stream);
 
 }  // namespace jaxdnn::loss

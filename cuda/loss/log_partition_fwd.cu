@@ -18,10 +18,10 @@ constexpr int kBatch = 4;
 
 template <class T, int L, int W, bool kScores>
 __global__ void __launch_bounds__(kThreads, kScores ? 2 : 3)
-    StreamKernel(Spread spread, const __grid_constant__ TypedTargets<T> t, const T* x, Accumulator<T>* m,
-                 Accumulator<T>* sums, Accumulator<T>* workspace) {
+    StreamKernel(Spread spread, const __grid_constant__ TypedTargets<T> t, const T* x, Results<T> results,
+                 Accumulator<T>* workspace) {
   // Scores take registers that loads could have.
-  constexpr int kLoads = kScores ? kBatch / 2 : kBatch;
+  constexpr int kLoads = kScores && L > 1 ? kBatch / 2 : kBatch;
   using A = Accumulator<T>;
   using RowState = State<T, W, kScores>;
   __shared__ A scratch[W * kThreads];
@@ -46,18 +46,22 @@ __global__ void __launch_bounds__(kThreads, kScores ? 2 : 3)
         for (T& each : q[b].v) each = zero;
         if (exists && t.q != nullptr) q[b] = p.Load(t.q, at, zero);
 #pragma unroll
-        for (int i = 0; i < L; ++i) weights[b][i] = !exists || !p.IsInside(at, i) ? A(0) : t.Weight(p.Along(at, i));
+        for (A& each : weights[b]) each = A(0);
+        if (exists && t.smooth) {
+          const auto part = p.PartOf(at);
+#pragma unroll
+          for (int i = 0; i < L; ++i) weights[b][i] = part.Has(i) ? t.Weight(p.Along(at) + i) : A(0);
+        }
       }
     }
     if (keep != nullptr) {
 #pragma unroll
       for (int b = 0; b < kLoads; ++b) {
         const int at = start + b * p.parts;
+        const auto part = p.PartOf(at);
 #pragma unroll
         for (int i = 0; i < L; ++i)
-          if (at < p.count && p.IsInside(at, i) &&
-              !keep[p.Along(at, i) * t.mask.along_n + (W > 1 ? i * t.mask.along_inner : 0)])
-            v[b].v[i] = lowest;
+          if (at < p.count && part.Has(i) && !p.IsKept(keep, t.mask, at, i)) v[b].v[i] = lowest;
       }
     }
     state.template Add<kLoads, L>(v, q, weights, t.largest);
@@ -71,46 +75,47 @@ __global__ void __launch_bounds__(kThreads, kScores ? 2 : 3)
   for (int w = 0; w < W; ++w) {
     const int64_t column = p.across * W + w, inner = spread.shape.inner;
     if (spread.shares == 1)
-      state.Write(w, t, spread.shape, p.outer, column, x, m, sums);
+      state.Write(w, t, spread.shape, p.outer, column, x, results);
     else
       state.Save(w, workspace + (p.outer * spread.shares + p.rank) * RowState::kFields * inner + column, inner);
   }
 }
 
-// A warp adds up what the shares of a row have left.
-template <class T, bool kScores>
+// A warp adds up what the shares of a row have left, each `fields` numbers.
+template <class T>
 __global__ void __launch_bounds__(kThreads, 1)
-    FinishKernel(Spread spread, const __grid_constant__ TypedTargets<T> t, const T* x, Accumulator<T>* m,
-                 Accumulator<T>* sums, const Accumulator<T>* workspace) {
-  using RowState = State<T, 1, kScores>;
+    FinishKernel(Spread spread, const __grid_constant__ TypedTargets<T> t, const T* x, Results<T> results,
+                 const Accumulator<T>* workspace, int fields) {
+  using RowState = State<T, 1, true>;
   const int64_t row = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / 32, inner = spread.shape.inner;
   if (row >= spread.shape.outer * inner) return;
   const int64_t outer = row / inner, column = row - outer * inner;
   const int lane = threadIdx.x % 32;
   RowState state;
+#pragma unroll 1
   for (int rank = lane; rank < spread.shares; rank += 32)
-    state.MergeSaved(workspace + (outer * spread.shares + rank) * RowState::kFields * inner + column, inner);
+    state.MergeSaved(workspace + (outer * spread.shares + rank) * fields * inner + column, inner, fields);
   state.Combine([](auto& values, auto operation) { Reduce(values, operation, Group{0, 5}, &values[0]); });
-  if (lane == 0) state.Write(0, t, spread.shape, outer, column, x, m, sums);
+  if (lane == 0) state.Write(0, t, spread.shape, outer, column, x, results);
 }
 
 // Short rows, per_block of them, which are a run of memory that begins on a vector. Groups of 1 << span lanes.
 template <class T, int kWhole>
 __global__ void __launch_bounds__(kThreads)
     PackedKernel(softmax::Shape shape, int per_block, int span, const __grid_constant__ TypedTargets<T> t, const T* x,
-                 Accumulator<T>* m, Accumulator<T>* sums) {
-  using Op = softmax::ForwardOp<T, true>;
+                 Results<T> results) {
+  using Op = softmax::ForwardOp<T>;
   const auto [held, first, n, rows] = PackedBlock<T>(shape, per_block, x);
   WaitRun();
   for (int top = 0; top < rows; top += kThreads >> span) {
     const int wanted = top + (threadIdx.x >> span);  // all lanes of a warp take part
-    PackedRow<Op, T, kWhole> row(held, 0, min(wanted, rows - 1), n, span);
+    PackedRow<Op, T, kWhole> row(held, 0, min(wanted, rows - 1), n, {span, kWhole});
     Accumulator<T> most[1] = {kLowest<Accumulator<T>>};
     row.Each([&](auto& word) { softmax::Fold(most, word[0], Max{}); });
     typename Op::Stats stats[1] = {{fmin(most[0], t.largest), 0}};
-    Op::Exponentiate(stats, [&](auto&& visit) { row.Each(visit); });
+    Op{true}.Exponentiate(stats, [&](auto&& visit) { row.Each(visit); });
     Op::Combine(stats, softmax::ShuffleReduce{span});
-    if (wanted < rows && row.lane == 0) WriteRow(stats[0], t, shape, first + wanted, x, m, sums);
+    if (wanted < rows && row.lane == 0) WriteRow(stats[0], t, shape, first + wanted, x, results);
   }
 }
 
@@ -118,9 +123,9 @@ __global__ void __launch_bounds__(kThreads)
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     MaskedKernel(softmax::Shape shape, int per_block, int span, const __grid_constant__ TypedTargets<T> t, const T* x,
-                 Accumulator<T>* m, Accumulator<T>* sums) {
+                 Results<T> results) {
   using A = Accumulator<T>;
-  using Op = softmax::ForwardOp<T, true>;
+  using Op = softmax::ForwardOp<T>;
   const auto [held, first, n, rows] = PackedBlock<T>(shape, per_block, x);
   WaitRun();
   const int lane = threadIdx.x & ((1 << span) - 1);
@@ -138,31 +143,33 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int s = 0; s < kMaskedSteps; ++s) stats[0].m = Max{}(stats[0].m, v[s][0][0]);
     stats[0].m = fmin(stats[0].m, t.largest);
-    Op::Exponentiate(stats, [&](auto&& visit) {
+    Op{true}.Exponentiate(stats, [&](auto&& visit) {
 #pragma unroll
       for (int s = 0; s < kMaskedSteps; ++s) visit(v[s]);
     });
     Op::Combine(stats, softmax::ShuffleReduce{span});
-    if (wanted < rows && lane == 0) WriteRow(stats[0], t, shape, first + row, x, m, sums);
+    if (wanted < rows && lane == 0) WriteRow(stats[0], t, shape, first + row, x, results);
   }
 }
 
 // How x is read: L elements a vector, W rows.
-template <int kL, int kW>
+template <int kL, int kW, bool kWithScores>
 struct Access {
   static constexpr int L = kL, W = kW;
+  static constexpr bool kScores = kWithScores;
 };
 
-// What is rare takes fewer ways: doubles go element by element, and so do columns with scores.
+// What is rare takes fewer ways: doubles go element by element, and so do columns with scores; and what goes so, goes
+// as if there were scores.
 template <class T, bool kScores, class F>
 auto VisitAccess(const softmax::Shape& shape, bool aligned, F&& f) {
   if constexpr (sizeof(T) < 8) {
-    if (aligned && shape.inner == 1) return f(Access<kVecLength<T>, 1>());
+    if (aligned && shape.inner == 1) return f(Access<kVecLength<T>, 1, kScores>());
     // Columns of four, since every one more is one more of each sum to hold.
     if constexpr (!kScores)
-      if (aligned && shape.inner % 4 == 0) return f(Access<4, 4>());
+      if (aligned && shape.inner % 4 == 0) return f(Access<4, 4, false>());
   }
-  return f(Access<1, 1>());
+  return f(Access<1, 1, true>());
 }
 
 template <class T, class C>
@@ -171,8 +178,8 @@ Spread PlanStream(const softmax::Shape& shape) {
 }
 
 template <class T, bool kScores>
-cudaError_t Run(const softmax::Shape& shape, const TypedTargets<T>& t, const T* x, Accumulator<T>* m,
-                Accumulator<T>* sums, Accumulator<T>* workspace, cudaStream_t stream) {
+cudaError_t Run(const softmax::Shape& shape, const TypedTargets<T>& t, const T* x, const Results<T>& results,
+                Accumulator<T>* workspace, cudaStream_t stream) {
   constexpr int L = kVecLength<T>;
   if (shape.outer == 0 || shape.inner == 0) return cudaSuccess;
   const bool aligned = IsVectorAligned(x, t.q);
@@ -181,23 +188,24 @@ cudaError_t Run(const softmax::Shape& shape, const TypedTargets<T>& t, const T* 
       const bool masked = t.mask.data != nullptr;
       const auto run = [&](auto kernel, int span) {
         const PackedRows rows = PlanPackedRows(shape, span, sizeof(T), 16 << 10);
-        return LaunchKernel(kernel, rows.grid, stream, shape, rows.per_block, span, t, x, m, sums);
+        return LaunchKernel(kernel, rows.grid, stream, shape, rows.per_block, span, t, x, results);
       };
       if (masked && shape.n <= kMaxMaskedRow && shape.n % L != 0) return run(MaskedKernel<T>, MaskedSpan(shape));
       if (!masked && shape.n <= kMaxPackedRow<T> && shape.n % L != 0)
-        return VisitPackedRow<T>(shape.n, [&](auto whole, int span) { return run(PackedKernel<T, whole>, span); });
+        return VisitPackedWords(SpanOf<T>(shape.n).whole,
+                                [&](auto whole) { return run(PackedKernel<T, whole>, SpanOf<T>(shape.n).span); });
       bool done = false;
-      if (const cudaError_t e = RunLongRows(shape, t, x, m, sums, stream, &done); done || e != cudaSuccess) return e;
+      if (const cudaError_t e = RunLongRows(shape, t, x, results, stream, &done); done || e != cudaSuccess) return e;
     }
   return VisitAccess<T, kScores>(shape, aligned, [&](auto access) {
     using C = decltype(access);
     const Spread spread = PlanStream<T, C>(shape);
-    if (const cudaError_t e = LaunchKernel(StreamKernel<T, C::L, C::W, kScores>, spread.Blocks(), kThreads, stream,
-                                           spread, t, x, m, sums, workspace);
+    if (const cudaError_t e = LaunchKernel(StreamKernel<T, C::L, C::W, C::kScores>, spread.Blocks(), kThreads, stream,
+                                           spread, t, x, results, workspace);
         e != cudaSuccess || spread.shares == 1)
       return e;
-    return LaunchKernel(FinishKernel<T, kScores>, CeilDiv(shape.outer * shape.inner * 32, kThreads), kThreads, stream,
-                        spread, t, x, m, sums, workspace);
+    return LaunchKernel(FinishKernel<T>, CeilDiv(shape.outer * shape.inner * 32, kThreads), kThreads, stream, spread, t,
+                        x, results, workspace, State<T, 1, C::kScores>::kFields);
   });
 }
 
@@ -218,14 +226,16 @@ int64_t WorkspaceBytes(DType dtype, softmax::Shape shape) {
   return bytes;
 }
 
-cudaError_t LogPartition(const Problem& p, const void* x, void* m, void* sums, void* workspace, cudaStream_t stream) {
+cudaError_t LogPartition(const Problem& p, const void* x, void* m, void* sums, void* total, void* workspace,
+                         cudaStream_t stream) {
   return VisitDType(p.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     using A = Accumulator<T>;
     const TypedTargets<T> t(p.targets);
+    const Results<T> results = {static_cast<A*>(m), static_cast<A*>(sums), static_cast<T*>(total)};
     const auto run = [&](auto scores) {
-      return Run<T, decltype(scores)::value>(p.shape, t, static_cast<const T*>(x), static_cast<A*>(m),
-                                             static_cast<A*>(sums), static_cast<A*>(workspace), stream);
+      return Run<T, decltype(scores)::value>(p.shape, t, static_cast<const T*>(x), results, static_cast<A*>(workspace),
+                                             stream);
     };
     if constexpr (sizeof(T) < 8)
       if (t.q == nullptr && !t.smooth) return run(std::false_type());

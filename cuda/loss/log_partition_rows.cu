@@ -7,12 +7,12 @@ namespace jaxdnn::loss {
 namespace {
 
 // Groups of lanes, blocks or clusters (held.cuh of softmax) take V vectors a thread at a time.
-template <class T, int V, bool kEdges>
+template <class T, int V>
 __global__ void __launch_bounds__(kThreads, V <= 4 ? 5 : 4)
     LongRowsKernel(const __grid_constant__ softmax::HeldRows r, const __grid_constant__ TypedTargets<T> t,
-                   softmax::Shape shape, const T* x, Accumulator<T>* m, Accumulator<T>* sums) {
+                   softmax::Shape shape, const T* x, Results<T> results) {
   using A = Accumulator<T>;
-  using Op = softmax::ForwardOp<T, true>;
+  using Op = softmax::ForwardOp<T>;
   constexpr int L = kVecLength<T>;
   using P = Packed<T, L>;
   __shared__ softmax::Exchange<Op> exchange;
@@ -24,11 +24,12 @@ __global__ void __launch_bounds__(kThreads, V <= 4 ? 5 : 4)
   const int64_t row = min(wanted, r.rows - 1);  // all lanes of a warp take part
   if (r.shares > 1) softmax::OpenExchange(exchange, r.shares);
   const T* const from = x + row * r.n;
-  const int head = kEdges ? static_cast<int>(-(row * r.n) & (L - 1)) : 0;
+  const int head = static_cast<int>(-(row * r.n) & (L - 1));
   const int vectors = (r.n - head) / L, first = rank * r.width + lane, step = r.width * r.shares;
   A edge = -softmax::kInfinity<A>;
   const int edge_at = lane < head ? lane : vectors * L + lane;
-  if (kEdges && first < 32 && edge_at < r.n) edge = static_cast<A>(from[edge_at]);
+  const bool has_edge = first < 32 && edge_at < r.n;
+  if (has_edge) edge = static_cast<A>(from[edge_at]);
 
   softmax::MaxSum<A> own[1] = {{kLowest<A>, A(0)}};
   const auto raise = [&](A to) {
@@ -45,7 +46,7 @@ __global__ void __launch_bounds__(kThreads, V <= 4 ? 5 : 4)
     }
     raise(softmax::MaxOf<T, L>(v));
     softmax::MaxSum<A> now[1] = {own[0]};
-    Op::Exponentiate(now, [&](auto&& visit) {
+    Op{true}.Exponentiate(now, [&](auto&& visit) {
 #pragma unroll
       for (int s = 0; s < V; ++s) {
         if (s > 0 && start - lane + s * step >= vectors) break;
@@ -56,7 +57,7 @@ __global__ void __launch_bounds__(kThreads, V <= 4 ? 5 : 4)
     });
     own[0].s += now[0].s;
   }
-  if (kEdges && first < 32) {
+  if (has_edge) {
     raise(edge);
     own[0].s += Origin<T>(own[0].m).Exp(edge);
   }
@@ -66,14 +67,14 @@ __global__ void __launch_bounds__(kThreads, V <= 4 ? 5 : 4)
     if (r.shares > 1) ClusterWait();
     own[0] = softmax::CombineBlocks<Op>(own[0], exchange, r.shares, rank);
   }
-  if (first == 0 && wanted == row) WriteRow(own[0], t, shape, row, x, m, sums);
+  if (first == 0 && wanted == row) WriteRow(own[0], t, shape, row, x, results);
 }
 
 }  // namespace
 
 template <class T>
-cudaError_t RunLongRows(const softmax::Shape& shape, const TypedTargets<T>& t, const T* x, Accumulator<T>* m,
-                        Accumulator<T>* sums, cudaStream_t stream, bool* done) {
+cudaError_t RunLongRows(const softmax::Shape& shape, const TypedTargets<T>& t, const T* x, const Results<T>& results,
+                        cudaStream_t stream, bool* done) {
   softmax::Device device;
   if (const cudaError_t e = softmax::CurrentDevice(&device); e != cudaSuccess) return e;
   // Of a few rows that are very long, clusters would leave most multiprocessors without work.
@@ -95,18 +96,17 @@ cudaError_t RunLongRows(const softmax::Shape& shape, const TypedTargets<T>& t, c
     }
     const Grid grid = r.width <= 32 ? Grid{CeilDiv(shape.outer * r.width, kThreads), kThreads}
                                     : Grid{shape.outer * r.shares, r.width, 0, r.shares};
-    if (shape.n % L == 0) return LaunchKernel(LongRowsKernel<T, V, false>, grid, stream, r, t, shape, x, m, sums);
-    return LaunchKernel(LongRowsKernel<T, V, true>, grid, stream, r, t, shape, x, m, sums);
+    return LaunchKernel(LongRowsKernel<T, V>, grid, stream, r, t, shape, x, results);
   };
   if (vectors <= 32 * 4) return run(std::integral_constant<int, 4>{});
   return run(std::integral_constant<int, 8>{});
 }
 
-template cudaError_t RunLongRows(const softmax::Shape&, const TypedTargets<float>&, const float*, float*, float*,
+template cudaError_t RunLongRows(const softmax::Shape&, const TypedTargets<float>&, const float*, const Results<float>&,
                                  cudaStream_t, bool*);
-template cudaError_t RunLongRows(const softmax::Shape&, const TypedTargets<__half>&, const __half*, float*, float*,
-                                 cudaStream_t, bool*);
+template cudaError_t RunLongRows(const softmax::Shape&, const TypedTargets<__half>&, const __half*,
+                                 const Results<__half>&, cudaStream_t, bool*);
 template cudaError_t RunLongRows(const softmax::Shape&, const TypedTargets<__nv_bfloat16>&, const __nv_bfloat16*,
-                                 float*, float*, cudaStream_t, bool*);
+                                 const Results<__nv_bfloat16>&, cudaStream_t, bool*);
 
 }  // namespace jaxdnn::loss

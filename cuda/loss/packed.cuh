@@ -12,8 +12,9 @@ namespace jaxdnn::loss {
 using softmax::kMaxPackedRow;
 using softmax::LoadRun;
 using softmax::PackedRow;
+using softmax::SpanOf;
 using softmax::StoreRun;
-using softmax::VisitPackedRow;
+using softmax::VisitPackedWords;
 using softmax::WaitRun;
 
 // With a mask a thread takes so many elements of a row, one by one.

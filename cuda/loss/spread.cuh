@@ -54,31 +54,46 @@ struct Place {
   }
 
   __device__ bool IsActive(const Spread& s) const { return outer < s.shape.outer && across < pitch; }
-  // Index along n of element i of vector `at`.
-  __device__ int64_t Along(int at, int i) const { return W == 1 ? (first + at) * L - skew + i : first + at; }
-  __device__ bool IsInside(int at, int i) const { return Along(at, i) >= 0 && Along(at, i) < n; }
-  __device__ bool IsWhole(int at) const { return W > 1 || L == 1 || (Along(at, 0) >= 0 && Along(at, L - 1) < n); }
+  // Index along n of vector `at`, or of its first element, which may be a row's before.
+  __device__ int64_t Along(int at) const { return W == 1 ? (first + at) * L - skew : first + at; }
+  // Of the vector's elements, those from begin to end are the row's.
+  struct Part {
+    int begin, end;
+    __device__ bool Has(int i) const { return i >= begin && i < end; }
+    __device__ bool IsWhole() const { return begin == 0 && end == L; }
+  };
+  __device__ Part PartOf(int at) const {
+    if (W > 1 || L == 1) return {0, L};
+    const int64_t along = Along(at);
+    return {along < 0 ? static_cast<int>(-along) : 0, static_cast<int>(min(int64_t{L}, n - along))};
+  }
 
   // Vector `at`, with `fill` for what is not this row's.
   template <class T>
   __device__ Vec<T, L> Load(const T* in, int at, T fill) const {
     const int64_t index = base + at * pitch;
-    if (IsWhole(at)) return reinterpret_cast<const Vec<T, L>*>(in)[index];
+    const Part part = PartOf(at);
+    if (part.IsWhole()) return reinterpret_cast<const Vec<T, L>*>(in)[index];
     Vec<T, L> v;
 #pragma unroll
-    for (int i = 0; i < L; ++i) v.v[i] = IsInside(at, i) ? in[index * L + i] : fill;
+    for (int i = 0; i < L; ++i) v.v[i] = part.Has(i) ? in[index * L + i] : fill;
     return v;
   }
   template <class T>
   __device__ void Store(T* out, int at, const Vec<T, L>& v) const {
     const int64_t index = base + at * pitch;
-    if (IsWhole(at)) {
+    const Part part = PartOf(at);
+    if (part.IsWhole()) {
       reinterpret_cast<Vec<T, L>*>(out)[index] = v;
     } else {
 #pragma unroll
       for (int i = 0; i < L; ++i)
-        if (IsInside(at, i)) out[index * L + i] = v.v[i];
+        if (part.Has(i)) out[index * L + i] = v.v[i];
     }
+  }
+  // Whether the mask, of which `keep` is the row's, keeps element i of vector `at`, which exists.
+  __device__ bool IsKept(const bool* keep, const softmax::Mask& mask, int at, int i) const {
+    return W > 1 ? keep[Along(at) * mask.along_n + i * mask.along_inner] : keep[(Along(at) + i) * mask.along_n];
   }
 };
 

@@ -38,6 +38,13 @@ struct TypedTargets {
   }
 };
 
+// What becomes of rows.
+template <class T>
+struct Results {
+  Accumulator<T>*m, *sums;
+  T* total;  // or null
+};
+
 // Of W rows at once. The scores are relative to m, which the row's first elements set and others raise.
 template <class T, int W, bool kScores>
 struct State {
@@ -112,29 +119,34 @@ struct State {
     if constexpr (kScores) to[pitch * field++] = score[w], to[pitch * field++] = mass[w];
     if constexpr (kScores) to[pitch * field++] = total[w], to[pitch * field++] = weight[w];
   }
-  // Merges what was saved into row 0.
-  __device__ void MergeSaved(const A* from, int64_t pitch) {
+  // Merges what was saved into row 0: `fields` of kFields, or without scores.
+  __device__ void MergeSaved(const A* from, int64_t pitch, int fields) {
+    static_assert(kScores);
     State other;
-    int field = 0;
-    other.m[0] = from[pitch * field++], other.s[0] = from[pitch * field++];
-    if constexpr (kScores) other.score[0] = from[pitch * field++], other.mass[0] = from[pitch * field++];
-    if constexpr (kScores) other.total[0] = from[pitch * field++], other.weight[0] = from[pitch * field++];
+    other.m[0] = from[0], other.s[0] = from[pitch];
+    if (fields == kFields) {
+      other.score[0] = from[pitch * 2], other.mass[0] = from[pitch * 3];
+      other.total[0] = from[pitch * 4], other.weight[0] = from[pitch * 5];
+    }
     const A to = Max{}(m[0], other.m[0]);
     Raise(0, to), other.Raise(0, to);
     s[0] += other.s[0];
-    if constexpr (kScores) score[0] += other.score[0], mass[0] += other.mass[0];
-    if constexpr (kScores) total[0] += other.total[0], weight[0] += other.weight[0];
+    score[0] += other.score[0], mass[0] += other.mass[0];
+    total[0] += other.total[0], weight[0] += other.weight[0];
   }
 
   // Writes the results of row w, which is [outer, :, column] of [outer, n, inner].
   __device__ void Write(int w, const TypedTargets<T>& t, const softmax::Shape& shape, int64_t outer, int64_t column,
-                        const T* x, A* m_out, A* sums) const {
-    m_out[outer * shape.inner + column] = m[w];
-    A* to = sums + outer * t.sums * shape.inner + column;
+                        const T* x, const Results<T>& results) const {
+    const int64_t row = outer * shape.inner + column;
+    const A l = Origin<T>(m[w]).Log(s[w], m[w]);
+    results.m[row] = m[w];
+    if (results.total != nullptr) results.total[row] = static_cast<T>(m[w] + l);
+    A* to = results.sums + outer * t.sums * shape.inner + column;
     int field = 0;
-    to[shape.inner * field++] = Origin<T>(m[w]).Log(s[w], m[w]);
+    to[shape.inner * field++] = l;
     if (t.labels != nullptr) {
-      const int64_t label = t.labels[outer * shape.inner + column];
+      const int64_t label = t.labels[row];
       const bool exists = label >= 0 && label < shape.n;
       to[shape.inner * field++] =
           exists ? static_cast<A>(x[(outer * shape.n + label) * shape.inner + column]) - m[w] : A(0);
@@ -149,16 +161,16 @@ struct State {
 // The statistics of a group's row, and its results, from a thread of the group.
 template <class T>
 __device__ void WriteRow(softmax::MaxSum<Accumulator<T>> stats, const TypedTargets<T>& t, const softmax::Shape& shape,
-                         int64_t row, const T* x, Accumulator<T>* m, Accumulator<T>* sums) {
+                         int64_t row, const T* x, const Results<T>& results) {
   State<T, 1, false> state;
   state.m[0] = stats.m, state.s[0] = stats.s;
-  state.Write(0, t, shape, row, 0, x, m, sums);
+  state.Write(0, t, shape, row, 0, x, results);
 }
 
 // Log-sum-exp and scores of labels of rows of vectors, x [outer, n] (log_partition_rows.cu); not `done` of masked ones,
 // nor where others are faster.
 template <class T>
-cudaError_t RunLongRows(const softmax::Shape& shape, const TypedTargets<T>& t, const T* x, Accumulator<T>* m,
-                        Accumulator<T>* sums, cudaStream_t stream, bool* done);
+cudaError_t RunLongRows(const softmax::Shape& shape, const TypedTargets<T>& t, const T* x, const Results<T>& results,
+                        cudaStream_t stream, bool* done);
 
 }  // namespace jaxdnn::loss

@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kColumnThreads, V <= 8 ? 5 : 3)
       if (s < n) x[s][k] = *reinterpret_cast<const P*>((k == 0 ? in0 : in1) + start + s * shape.inner);
     }
   typename Op::Stats stats[W];
-  Op::Local(stats, [&](auto&& visit) {
+  const auto each = [&](auto&& visit) {
 #pragma unroll
     for (int s = 0; s < V; ++s) {
       if (s % kBatch == 0 && s >= n) break;
@@ -105,26 +105,24 @@ __global__ void __launch_bounds__(kColumnThreads, V <= 8 ? 5 : 3)
 #pragma unroll
         for (int k = 0; k < kInputs; ++k) x[s][k] = Narrow<T, W>(v[k]);
     }
-  });
-  typename Op::Final final[W];
+  };
+  op.Reducing([&](const auto& known) { known.Local(stats, each); });
+  op.Writing([&](const auto& known) {
+    typename std::decay_t<decltype(known)>::Final final[W];
 #pragma unroll
-  for (int w = 0; w < W; ++w) final[w] = op.Finish(stats[w], stats[w]);
+    for (int w = 0; w < W; ++w) final[w] = known.Finish(stats[w], stats[w]);
 #pragma unroll
-  for (int s = 0; s < V; ++s) {
-    if (s >= n) break;
-    A v[kInputs][W], results[W];
+    for (int s = 0; s < V; ++s) {
+      if (s >= n) break;
+      A v[kInputs][W], results[W];
 #pragma unroll
-    for (int k = 0; k < kInputs; ++k) Widen<T, W>(Again(x[s][k], zero), v[k]);
-    if constexpr (!kInPlace) {
-      typename Op::Stats unused[W];
+      for (int k = 0; k < kInputs; ++k) Widen<T, W>(Again(x[s][k], zero), v[k]);
+      if constexpr (!kInPlace) known.Change(stats, v);
 #pragma unroll
-      for (int w = 0; w < W; ++w) unused[w] = stats[w];
-      Op::Exponentiate(unused, [&](auto&& visit) { visit(v); });
+      for (int w = 0; w < W; ++w) results[w] = known.Result(final[w], v, w);
+      *reinterpret_cast<P*>(out + start + s * shape.inner) = Narrow<T, W>(results);
     }
-#pragma unroll
-    for (int w = 0; w < W; ++w) results[w] = Op::Result(final[w], v, w);
-    *reinterpret_cast<P*>(out + start + s * shape.inner) = Narrow<T, W>(results);
-  }
+  });
 }
 
 // A thread's part of a tile: V vectors of the same W columns.
@@ -167,7 +165,7 @@ struct HeldColumn {
   }
 
   // Leaves the statistics of threads' columns in `slots`, for Total.
-  __device__ void Local(Stats* slots) {
+  __device__ void Local(const Op& op, Stats* slots) {
 #pragma unroll
     for (Stats& each : own) each = Op::Nothing();
     if constexpr (Op::kHasMaximum) {
@@ -176,7 +174,7 @@ struct HeldColumn {
 #pragma unroll
       for (int w = 0; w < W; ++w) own[w].m = m[w];
     }
-    Op::Exponentiate(own, [&](auto&& visit) {
+    const auto each = [&](auto&& visit) {
 #pragma unroll
       for (int s = 0; s < V; ++s) {
         // With one input the test takes longer than what it saves.
@@ -189,7 +187,8 @@ struct HeldColumn {
 #pragma unroll
           for (int k = 0; k < kInputs; ++k) x[s][k] = Narrow<T, W>(v[k]);
       }
-    });
+    };
+    op.Reducing([&](const auto& known) { known.Exponentiate(own, each); });
     // First as many threads a column as there are, then one.
 #pragma unroll
     for (int w = 0; w < W; ++w) slots[threadIdx.x * W + w] = count > 0 ? own[w] : Op::Nothing();
@@ -212,30 +211,28 @@ struct HeldColumn {
   template <bool kAgain>
   __device__ void Store(const Op& op, const Stats* totals, uint32_t zero) const {
     Stats stats[W];
-    typename Op::Final final[W];
 #pragma unroll
     for (int w = 0; w < W; ++w) {
       int at = static_cast<int>(threadIdx.x * W % c.columns) + w;
       while (at >= c.columns) at -= c.columns;
       stats[w] = totals[at];
-      final[w] = op.Finish(kAgain ? stats[w] : own[w], stats[w]);
     }
+    op.Writing([&](const auto& known) {
+      typename std::decay_t<decltype(known)>::Final final[W];
 #pragma unroll
-    for (int s = 0; s < V; ++s) {
-      if (s >= count) break;
-      A v[kInputs][W], results[W];
+      for (int w = 0; w < W; ++w) final[w] = known.Finish(kAgain ? stats[w] : own[w], stats[w]);
 #pragma unroll
-      for (int k = 0; k < kInputs; ++k) Widen<T, W>(Again(x[s][k], zero), v[k]);
-      if constexpr (kAgain) {
-        Stats unused[W];
+      for (int s = 0; s < V; ++s) {
+        if (s >= count) break;
+        A v[kInputs][W], results[W];
 #pragma unroll
-        for (int w = 0; w < W; ++w) unused[w] = stats[w];
-        Op::Exponentiate(unused, [&](auto&& visit) { visit(v); });
+        for (int k = 0; k < kInputs; ++k) Widen<T, W>(Again(x[s][k], zero), v[k]);
+        if constexpr (kAgain) known.Change(stats, v);
+#pragma unroll
+        for (int w = 0; w < W; ++w) results[w] = known.Result(final[w], v, w);
+        StoreUnsplit<T, W>(out + s * step, Narrow<T, W>(results));
       }
-#pragma unroll
-      for (int w = 0; w < W; ++w) results[w] = Op::Result(final[w], v, w);
-      StoreUnsplit<T, W>(out + s * step, Narrow<T, W>(results));
-    }
+    });
   }
 };
 
@@ -260,7 +257,7 @@ __global__ void __launch_bounds__(kColumnThreads, 1024 / kColumnThreads)
   }
 
   Column column(c, in0, in1, out, index, rank);
-  column.Local(slots);
+  column.Local(op, slots);
   if (c.cluster > 1) ClusterWait();
   for (int at = threadIdx.x; at < c.columns; at += blockDim.x) {
     const Stats total = column.Total(slots, at);
@@ -321,8 +318,9 @@ cudaError_t RunHeldColumns(const Op& op, const HeldColumns& c, const T* in0, con
                      c.cluster};
   // What is past a thread's last vector costs as much as what is not, with one input.
   constexpr int kFew = 4;
-  if (Op::kInputs == 1 && int64_t{c.share} * c.columns <= int64_t{kFew} * kColumnVector<T> * c.threads)
-    return LaunchKernel(HeldColumnsKernel<Op, T, kFew>, grid, stream, c, op, in0, in1, out);
+  if constexpr (Op::kInputs == 1)
+    if (int64_t{c.share} * c.columns <= int64_t{kFew} * kColumnVector<T> * c.threads)
+      return LaunchKernel(HeldColumnsKernel<Op, T, kFew>, grid, stream, c, op, in0, in1, out);
   return LaunchKernel(HeldColumnsKernel<Op, T, kHeldColumns<Op>>, grid, stream, c, op, in0, in1, out);
 }
 

@@ -131,7 +131,7 @@ __device__ Accumulator<T> MaxOf(const Packed<T, N> (&x)[V][1]) {
 }
 
 // A thread's part of a row: V vectors, and maybe one element before or after all of them.
-template <class Op, class T, int V, bool kEdges>
+template <class Op, class T, int V>
 struct HeldRow {
   using A = typename Op::A;
   using Stats = typename Op::Stats;
@@ -151,11 +151,11 @@ struct HeldRow {
   // warp.
   __device__ HeldRow(const T* in0, const T* in1, T* to, int64_t start, int n, int first, int step, int lane)
       : first(first), step(step) {
-    const int head = kEdges ? static_cast<int>(-start & (L - 1)) : 0;
+    const int head = static_cast<int>(-start & (L - 1));
     vectors = (n - head) / L;
     in0 += start + head, in1 += start + head, out = to + start + head;
     const int edge = lane < head ? lane : vectors * L + lane;
-    edge_at = kEdges && lane < 32 && edge < n ? edge - head : kNone;
+    edge_at = lane < 32 && edge < n ? edge - head : kNone;
 #pragma unroll
     for (int s = 0; s < V; ++s)
 #pragma unroll
@@ -176,13 +176,13 @@ struct HeldRow {
   }
 
   // The thread's statistics; exponentials take the elements' place if they have their type.
-  __device__ Stats Local() {
+  __device__ Stats Local(const Op& op) {
     Stats own[1] = {Op::Nothing()};
     if constexpr (Op::kHasMaximum) {
       own[0] = {Max{}(MaxOf<T, L>(x), kLowest<A>), A(0)};
       if (edge_at != kNone) own[0].m = Max{}(own[0].m, edge[0][0]);
     }
-    Op::Exponentiate(own, [&](auto&& visit) {
+    const auto each = [&](auto&& visit) {
 #pragma unroll
       for (int s = 0; s < V; ++s) {
         // With two inputs the test takes longer than what it saves.
@@ -204,7 +204,8 @@ struct HeldRow {
 #pragma unroll
           for (int k = 0; k < kInputs; ++k) edge[k][0] = v[k][0];
       }
-    });
+    };
+    op.Reducing([&](const auto& known) { known.Exponentiate(own, each); });
     return own[0];
   }
 
@@ -212,38 +213,42 @@ struct HeldRow {
   // computed again, relative to the row. `zero` as in Again.
   template <bool kAgain>
   __device__ void Store(const Op& op, Stats own, Stats stats, uint32_t zero) {
-    const typename Op::Final final = op.Finish(kAgain ? stats : own, stats);
+    op.Writing([&](const auto& known) { StoreKnown<kAgain>(known, own, stats, zero); });
+  }
+
+ private:
+  template <bool kAgain, class Known>
+  __device__ void StoreKnown(const Known& op, Stats own, Stats stats, uint32_t zero) {
+    const auto final = op.Finish(kAgain ? stats : own, stats);
     const auto finish = [&](auto& v, auto& results) {
-      if constexpr (kAgain) {
-        Stats unused[1] = {stats};
-        Op::Exponentiate(unused, [&](auto&& visit) { visit(v); });
-      }
+      const Stats rows[1] = {stats};
+      if constexpr (kAgain) op.Change(rows, v);
       constexpr int kCount = std::extent_v<std::remove_reference_t<decltype(results)>>;
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) results[i] = Op::Result(final, v, i);
+      for (int i = 0; i < kCount; ++i) results[i] = op.Result(final, v, i);
     };
+    if (edge_at != kNone) {
+      A results[1];
+      finish(edge, results);
+      out[edge_at] = static_cast<T>(results[0]);
+    }
 #pragma unroll
     for (int s = 0; s < V; ++s) {
       const int at = first + s * step;
-      if (at >= vectors) continue;
+      if (at >= vectors) break;
       A v[kInputs][L], results[L];
 #pragma unroll
       for (int k = 0; k < kInputs; ++k) Widen<T, L>(Again(x[s][k], zero), v[k]);
       finish(v, results);
       StorePacked<T, L>(out + at * L, Narrow<T, L>(results));
     }
-    if (edge_at != kNone) {
-      A results[1];
-      finish(edge, results);
-      out[edge_at] = static_cast<T>(results[0]);
-    }
   }
 };
 
-template <class Op, class T, int V, bool kEdges>
+template <class Op, class T, int V>
 __global__ void __launch_bounds__(kHeldThreads, 2)
     HeldRowsKernel(const __grid_constant__ HeldRows r, Op op, const T* in0, const T* in1, T* out) {
-  using Row = HeldRow<Op, T, V, kEdges>;
+  using Row = HeldRow<Op, T, V>;
   using Stats = typename Op::Stats;
   __shared__ Exchange<Op> exchange;
   const bool is_warp = r.width == 32;
@@ -255,7 +260,7 @@ __global__ void __launch_bounds__(kHeldThreads, 2)
   if (at >= r.rows) return;
 
   Row row(in0, in1, out, at * r.n, r.n, rank * r.width + lane, r.width * r.shares, rank * r.width + lane);
-  const Stats own = row.Local();
+  const Stats own = row.Local(op);
   Stats stats[1] = {own};
   if (r.shares > 1) ClusterWait();
   if (is_warp)
@@ -282,12 +287,12 @@ inline HeldRows PlanHeldRows(int64_t rows, int64_t n, int64_t vectors, const Dev
   return r;
 }
 
-template <class T, int V, bool kEdges, class Op>
+template <class T, int V, class Op>
 cudaError_t RunHeldRows(const Op& op, const HeldRows& r, const T* in0, const T* in1, T* out, cudaStream_t stream) {
   constexpr int kShared = 128;  // threads of a block of several rows
   const Grid grid =
       r.width == 32 ? Grid{CeilDiv(r.rows, kShared / 32), kShared} : Grid{r.rows * r.shares, r.width, 0, r.shares};
-  return LaunchKernel(HeldRowsKernel<Op, T, V, kEdges>, grid, stream, r, op, in0, in1, out);
+  return LaunchKernel(HeldRowsKernel<Op, T, V>, grid, stream, r, op, in0, in1, out);
 }
 
 }  // namespace jaxdnn::softmax

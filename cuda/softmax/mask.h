@@ -20,6 +20,7 @@ struct Mask {
 #ifdef __CUDACC__
   __device__ int64_t Row(int64_t o) const {
     int64_t offset = 0;
+#pragma unroll 1
     for (int d = groups - 1; d >= 0; --d) {
       const int64_t above = o / size[d];
       offset += (o - above * size[d]) * stride[d];

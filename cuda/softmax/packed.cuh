@@ -51,10 +51,20 @@ __device__ void StoreRun(T* to, const T* held, int count) {
 // The first of the groups of 1 << span lanes that the thread's warp has.
 __device__ inline int FirstOfWarp(int span) { return static_cast<int>(threadIdx.x & ~31u) >> span; }
 
+// The most whole words of a lane, and the longest row.
+constexpr int kMaxPackedWords = 8;
+template <class T>
+constexpr int kMaxPackedRow = 32 * kMaxPackedWords * (4 / sizeof(T));
+
+// The fewest lanes that hold a row, 1 << span, and their whole words.
+struct PackedSpan {
+  int span, whole;
+};
+
 // A row as the words of 4 bytes that it lies in, dealt out to the 1 << span lanes of a group. With elements of 2 bytes,
 // the first word can have one of the row before, and the last one of the row after. A lane holds its words widened:
-// kWhole of them, and one more where there may be no word, or half of one.
-template <class Op, class T, int kWhole>
+// `whole` of them, up to kMost, or just as many, and one more where there may be no word, or half of one.
+template <class Op, class T, int kMost>
 struct PackedRow {
   using A = Accumulator<T>;
   static constexpr int kInputs = Op::kInputs, kWord = 4 / sizeof(T);
@@ -62,46 +72,55 @@ struct PackedRow {
 
   T* held;    // of the first input
   int pitch;  // from there to the next
-  int lane, first, span;
+  int lane, first, span, whole;
   bool is_first_shared;
   int left;  // elements of the row from the lane's last word on
-  A v[kWhole + 1][kInputs][kWord];
+  A v[kMost > 0 ? kMost : 1][kInputs][kWord], last[kInputs][kWord];
 
   // Row `row` of those of n elements that begin at `held`.
-  __device__ PackedRow(T* held, int pitch, int row, int n, int span) : held(held), pitch(pitch), span(span) {
+  __device__ PackedRow(T* held, int pitch, int row, int n, PackedSpan shares)
+      : held(held), pitch(pitch), span(shares.span), whole(shares.whole) {
     const int start = row * n, skew = start % kWord;
     lane = threadIdx.x & ((1 << span) - 1);
     first = start / kWord + lane;
     is_first_shared = kWord > 1 && lane == 0 && skew != 0;
-    left = n + skew - (lane + (kWhole << span)) * kWord;
+    left = n + skew - (lane + (whole << span)) * kWord;
 #pragma unroll
     for (int k = 0; k < kInputs; ++k) {
 #pragma unroll
-      for (int s = 0; s < kWhole; ++s) Widen<T, kWord>(*At(k, s), v[s][k]);
-      if (kWhole > 0 && is_first_shared) v[0][k][0] = Op::Fill(k);
+      for (int s = 0; s < kMost; ++s) {
+        if (s >= whole) break;
+        Widen<T, kWord>(*At(k, s), v[s][k]);
+      }
+      if (is_first_shared) v[0][k][0] = Op::Fill(k);
 #pragma unroll
       for (int i = 0; i < kWord; ++i) {
-        v[kWhole][k][i] = Op::Fill(k);
-        if (IsInLast(i)) v[kWhole][k][i] = static_cast<A>(reinterpret_cast<const T*>(At(k, kWhole))[i]);
+        last[k][i] = Op::Fill(k);
+        if (IsInLast(i)) last[k][i] = static_cast<A>(reinterpret_cast<const T*>(At(k, whole))[i]);
       }
     }
   }
 
   __device__ Word* At(int k, int s) const { return reinterpret_cast<Word*>(held + k * pitch) + first + (s << span); }
-  __device__ bool IsInLast(int i) const { return i < left && !(i == 0 && kWhole == 0 && is_first_shared); }
+  __device__ bool IsInLast(int i) const { return i < left && !(i == 0 && whole == 0 && is_first_shared); }
 
   // Hands out the lane's words.
   template <class Visit>
   __device__ void Each(Visit&& visit) {
 #pragma unroll
-    for (auto& word : v) visit(word);
+    for (int s = 0; s < kMost; ++s) {
+      if (s >= whole) break;
+      visit(v[s]);
+    }
+    visit(last);
   }
 
   // Puts result(word, i) in the place of element i of each word.
   template <class Result>
   __device__ void Store(Result&& result) const {
 #pragma unroll
-    for (int s = 0; s < kWhole; ++s) {
+    for (int s = 0; s < kMost; ++s) {
+      if (s >= whole) break;
       A results[kWord];
 #pragma unroll
       for (int i = 0; i < kWord; ++i) results[i] = result(v[s], i);
@@ -112,24 +131,24 @@ struct PackedRow {
     }
 #pragma unroll
     for (int i = 0; i < kWord; ++i)
-      if (IsInLast(i)) reinterpret_cast<T*>(At(0, kWhole))[i] = static_cast<T>(result(v[kWhole], i));
+      if (IsInLast(i)) reinterpret_cast<T*>(At(0, whole))[i] = static_cast<T>(result(last, i));
   }
 };
 
-// The most whole words of a lane, and the longest row.
-constexpr int kMaxPackedWords = 8;
 template <class T>
-constexpr int kMaxPackedRow = 32 * kMaxPackedWords * (4 / sizeof(T));
-
-// Calls run(whole, span) for the fewest lanes that hold a row of n elements, with their whole words as a constant.
-template <class T, int kWhole = kMaxPackedWords, class Run>
-cudaError_t VisitPackedRow(int64_t n, Run&& run) {
+PackedSpan SpanOf(int64_t n) {
   const int words = static_cast<int>(CeilDiv(n * sizeof(T), 4));
   int span = 0;
   while ((words - 1) >> span > kMaxPackedWords) ++span;
+  return {span, (words - 1) >> span};
+}
+
+// Calls run(whole) with a lane's whole words as a constant.
+template <int kWhole = kMaxPackedWords, class Run>
+cudaError_t VisitPackedWords(int whole, Run&& run) {
   if constexpr (kWhole > 0)
-    if ((words - 1) >> span < kWhole) return VisitPackedRow<T, kWhole - 1>(n, run);
-  return run(std::integral_constant<int, kWhole>(), span);
+    if (whole < kWhole) return VisitPackedWords<kWhole - 1>(whole, run);
+  return run(std::integral_constant<int, kWhole>());
 }
 
 }  // namespace jaxdnn::softmax

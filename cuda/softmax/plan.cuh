@@ -24,13 +24,13 @@ inline int64_t WorkspaceShares(const Shape& s, int element_bytes) {
   return CeilDiv(s.n, kTileBytes / 2 / (s.inner == 1 ? element_bytes : kNarrowBytes));
 }
 
-// Cuts rows, or columns of vectors, into tiles of a block or a cluster; kReduce where no cluster holds a row, or too
+// Cuts rows of vectors, or columns, into tiles of a block or a cluster; kReduce where no cluster holds a row, or too
 // few clusters would have work.
-template <int L, int W>
+template <int L>
 Tiling PlanTile(const Shape& shape, int inputs, int element_bytes, const Device& device) {
   const int64_t bytes = int64_t{inputs} * L * element_bytes;  // of a vector of each input
   // A row's vectors are one more where it starts inside of one.
-  const int64_t vectors = W == 1 && L > 1 ? CeilDiv(shape.n - 1, L) + 1 : shape.n, pitch = shape.inner / W;
+  const int64_t vectors = L > 1 ? CeilDiv(shape.n - 1, L) + 1 : shape.n, pitch = shape.inner;
   const int widest = std::min(CeilLog2(pitch), CeilLog2(512 / (L * element_bytes)));
   const int narrowest = std::min(widest, CeilLog2(kNarrowBytes / (L * element_bytes)));
   int stride = widest;
@@ -58,20 +58,19 @@ Tiling PlanTile(const Shape& shape, int inputs, int element_bytes, const Device&
   return {shape, CeilDiv(pitch, 1 << stride), static_cast<int>(shares), share, {stride, span}, phase};
 }
 
-template <class T, int L, int W, bool kMaskable, class Op>
+template <class T, int L, class Op>
 cudaError_t RunTiles(const Op& op, const Problem& p, const T* in0, const T* in1, T* out, cudaStream_t stream) {
   Device device;
   if (const cudaError_t e = CurrentDevice(&device); e != cudaSuccess) return e;
-  Tiling t = PlanTile<L, W>(p.shape, Op::kInputs, sizeof(T), device);
+  Tiling t = PlanTile<L>(p.shape, Op::kInputs, sizeof(T), device);
   auto* workspace = static_cast<typename Op::Stats*>(p.workspace);
   const auto launch = [&] {
-    const Grid grid = {t.Blocks(), t.Threads(), TileBytes<Op, T, L, W>(t), t.phase == Phase::kWhole ? t.shares : 1};
-    return LaunchKernel(TileKernel<Op, T, L, W, kMaskable>, grid, stream, t, op, p.mask, workspace, in0, in1, out);
+    const Grid grid = {t.Blocks(), t.Threads(), TileBytes<Op, T, L>(t), t.phase == Phase::kWhole ? t.shares : 1};
+    return LaunchKernel(TileKernel<Op, T, L>, grid, stream, t, op, p.mask, workspace, in0, in1, out);
   };
   cudaError_t e = launch();
   if (e != cudaSuccess || t.phase == Phase::kWhole) return e;
-  e = LaunchKernel(FoldKernel<Op>, p.shape.outer * p.shape.inner, kMaxTileThreads, stream, p.shape, t.shares,
-                   workspace);
+  e = FoldShares<typename Op::Folds>(p.shape, t.shares, workspace, stream);
   t.phase = Phase::kApply;
   return e == cudaSuccess ? launch() : e;
 }
@@ -90,8 +89,7 @@ cudaError_t RunLongRows(const Op& op, const Problem& p, const T* in0, const T* i
   if (rows.shares == 0) return Unclustered<T, Op>{op, p, in0, in1, out, stream}.SharedRows();
   const auto run = [&](auto held) {
     constexpr int V = decltype(held)::value;
-    if (p.shape.n % L == 0) return RunHeldRows<T, V, false>(op, rows, in0, in1, out, stream);
-    return RunHeldRows<T, V, true>(op, rows, in0, in1, out, stream);
+    return RunHeldRows<T, V>(op, rows, in0, in1, out, stream);
   };
   if constexpr (kMost > 4)
     if (steps == 4) return run(std::integral_constant<int, 4>{});
@@ -120,12 +118,10 @@ cudaError_t RunTuned(const Op& op, const Problem& p, const T* in0, const T* in1,
       if (c.threads > 0) return RunHeldColumns(op, c, in0, in1, out, stream);
       if (device.max_cluster > 1) c = plan(kMaxColumnShares, kTileColumns);
       if (c.threads > 0) return unclustered.SharedColumns(c);
-      if (s.n <= kMaxPackedLine &&
-          PlanPackedRows<L>(s, LineSpan(s.n, kMaxPackedSteps), kInputs * sizeof(T)).per_block > 0)
-        return unclustered.PackedColumns();
+      if (s.n <= kMaxPackedLine && PlanPackedRows<L>(s, LineSpan(s.n), kInputs * sizeof(T)).per_block > 0)
+        return unclustered.PackedLines();
     }
-    if (s.inner % L == 0 && !masked) return RunTiles<T, L, L, false>(op, p, in0, in1, out, stream);
-    return RunTiles<T, 1, 1, true>(op, p, in0, in1, out, stream);
+    return RunTiles<T, 1>(op, p, in0, in1, out, stream);
   }
   const int64_t vectors = s.n / L;
   if (s.n % L == 0 && vectors <= 32 * kVectors && !masked) {
@@ -134,9 +130,9 @@ cudaError_t RunTuned(const Op& op, const Problem& p, const T* in0, const T* in1,
     return unclustered.VectorRows(span, CeilDiv(vectors, 1 << span));
   }
   if (s.outer * s.n % L == 0 && !masked && (s.n <= 2 || (s.n == 4 && L == 8))) return unclustered.RowsOfVector();
-  if (s.n <= kMaxPackedLine && masked) return unclustered.MaskedLines();
+  if (s.n <= kMaxPackedLine && masked) return unclustered.PackedLines();
   if (s.n <= kMaxPackedRow<T> && !masked) return unclustered.PackedRows();
-  if (masked || s.n > kMaxHeldRow) return RunTiles<T, L, 1, true>(op, p, in0, in1, out, stream);
+  if (masked || s.n > kMaxHeldRow) return RunTiles<T, L>(op, p, in0, in1, out, stream);
   return RunLongRows(op, p, in0, in1, out, stream);
 }
 
@@ -144,9 +140,9 @@ template <class T, class Op>
 cudaError_t Run(const Op& op, const Problem& p, const T* in0, const T* in1, T* out, cudaStream_t stream) {
   const Shape& s = p.shape;
   if (s.outer == 0 || s.n == 0 || s.inner == 0) return cudaSuccess;
-  if constexpr (Op::kTuned)
-    if (IsVectorAligned(in0, in1, out)) return RunTuned(op, p, in0, in1, out, stream);
-  return RunTiles<T, 1, 1, true>(op, p, in0, in1, out, stream);
+  if constexpr (sizeof(T) < 8)
+    if (op.IsTuned() && IsVectorAligned(in0, in1, out)) return RunTuned(op, p, in0, in1, out, stream);
+  return RunTiles<T, 1>(op, p, in0, in1, out, stream);
 }
 
 }  // namespace jaxdnn::softmax

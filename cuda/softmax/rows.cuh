@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(kRowThreads) VectorRowsKernel(Rows r, Op op, c
 #pragma unroll
   for (int j = 0; j < kRows; ++j) {
     typename Op::Stats of_row[1];
-    Op::Local(of_row, [&](auto&& visit) {
+    op.Local(of_row, [&](auto&& visit) {
 #pragma unroll
       for (int s = 0; s < kSteps; ++s) visit(v[j][s]);
     });
@@ -100,34 +100,29 @@ __global__ void __launch_bounds__(kRowThreads) VectorRowsKernel(Rows r, Op op, c
 template <class Op, class T, int kN>
 __global__ void __launch_bounds__(kRowThreads)
     RowsOfVectorKernel(int64_t vectors, Op op, const T* in0, const T* in1, T* out) {
-  constexpr int L = kVecLength<T>, kInputs = Op::kInputs, kBatch = 4;
+  constexpr int L = kVecLength<T>, kInputs = Op::kInputs;
   using V = Vec<T, L>;
-  const int64_t first = int64_t{blockIdx.x} * kRowThreads * kBatch + threadIdx.x;
-  V loaded[kBatch][kInputs] = {};
+  const int64_t at = int64_t{blockIdx.x} * kRowThreads + threadIdx.x;
+  if (at >= vectors) return;
+  V loaded[kInputs], result;
 #pragma unroll
-  for (int b = 0; b < kBatch; ++b)
-#pragma unroll
-    for (int k = 0; k < kInputs; ++k)
-      if (first + b * kRowThreads < vectors)
-        loaded[b][k] = reinterpret_cast<const V*>(k == 0 ? in0 : in1)[first + b * kRowThreads];
-#pragma unroll
-  for (int b = 0; b < kBatch; ++b) {
-    V result;
+  for (int k = 0; k < kInputs; ++k) loaded[k] = reinterpret_cast<const V*>(k == 0 ? in0 : in1)[at];
+  op.Writing([&](const auto& known) {
 #pragma unroll
     for (int row = 0; row < L / kN; ++row) {
       typename Op::A v[kInputs][kN];
 #pragma unroll
       for (int k = 0; k < kInputs; ++k)
 #pragma unroll
-        for (int i = 0; i < kN; ++i) v[k][i] = static_cast<typename Op::A>(loaded[b][k].v[row * kN + i]);
+        for (int i = 0; i < kN; ++i) v[k][i] = static_cast<typename Op::A>(loaded[k].v[row * kN + i]);
       typename Op::Stats stats[1];
-      Op::Local(stats, [&](auto&& visit) { visit(v); });
-      const typename Op::Final final = op.Finish(stats[0], stats[0]);
+      known.Local(stats, [&](auto&& visit) { visit(v); });
+      const auto final = known.Finish(stats[0], stats[0]);
 #pragma unroll
-      for (int i = 0; i < kN; ++i) result.v[row * kN + i] = static_cast<T>(Op::Result(final, v, i));
+      for (int i = 0; i < kN; ++i) result.v[row * kN + i] = static_cast<T>(known.Result(final, v, i));
     }
-    if (first + b * kRowThreads < vectors) reinterpret_cast<V*>(out)[first + b * kRowThreads] = result;
-  }
+  });
+  reinterpret_cast<V*>(out)[at] = result;
 }
 
 // Rows of any length, per_block of which are a run of memory that begins on a vector. Groups take one at a time, in
@@ -146,26 +141,32 @@ __global__ void __launch_bounds__(kRowThreads) PackedRowsKernel(Rows r, Op op, c
   // would read, another one writes.
   for (int top = 0; top + FirstOfWarp(r.span) < rows; top += groups) {
     const int wanted = top + group;
-    PackedRow<Op, T, kWhole> row(held, pitch, min(wanted, rows - 1), r.n, r.span);
+    PackedRow<Op, T, kWhole> row(held, pitch, min(wanted, rows - 1), r.n, {r.span, kWhole});
     typename Op::Stats own[1], stats[1];
-    Op::Local(own, [&](auto&& visit) { row.Each(visit); });
+    // To these rows an instruction an element matters.
+    op.Writing([&](const auto& known) { known.Local(own, [&](auto&& visit) { row.Each(visit); }); });
     stats[0] = own[0];
     Op::Combine(stats, ShuffleReduce{r.span});
-    const typename Op::Final final = op.Finish(own[0], stats[0]);
     __syncwarp();
-    if (wanted < rows) row.Store([&](auto& word, int i) { return Op::Result(final, word, i); });
+    op.Writing([&](const auto& known) {
+      const auto final = known.Finish(own[0], stats[0]);
+      if (wanted < rows) row.Store([&](auto& word, int i) { return known.Result(final, word, i); });
+    });
   }
   StoreRun(out + first * r.n, held, rows * r.n);
 }
 
-// Rows with a mask, or columns, `inner` of them side by side, in runs like these; element by element, of which a thread
-// holds up to kSteps.
-template <class Op, class T, int kSteps, bool kMasked>
+// Elements of a packed line that a lane holds, and the longest.
+constexpr int kMaxPackedSteps = 16;
+constexpr int kMaxPackedLine = 32 * kMaxPackedSteps;
+
+// Rows, with a mask or without, or columns, `inner` of them side by side, in runs like these; element by element.
+template <class Op, class T>
 __global__ void __launch_bounds__(kRowThreads)
     PackedLinesKernel(Rows r, FastDiv inner, Op op, const __grid_constant__ Mask mask, const T* in0, const T* in1,
                       T* out) {
   using A = typename Op::A;
-  constexpr int kInputs = Op::kInputs;
+  constexpr int kInputs = Op::kInputs, kBatch = 4;
   extern __shared__ __align__(16) unsigned char shared[];
   T* const held = reinterpret_cast<T*>(shared);
   const int64_t first = int64_t{blockIdx.x} * r.per_block;
@@ -176,6 +177,14 @@ __global__ void __launch_bounds__(kRowThreads)
 
   const int lane = threadIdx.x & ((1 << r.span) - 1), groups = kRowThreads >> r.span;
   const int step = static_cast<int>(inner.divisor) << r.span;  // between a thread's elements
+  // Calls visit(s) for the steps that any lane has, a batch at a time.
+  const auto each_step = [&](auto&& visit) {
+#pragma unroll
+    for (int s = 0; s < kMaxPackedSteps; ++s) {
+      if (s % kBatch == 0 && s << r.span >= r.n) break;
+      visit(s);
+    }
+  };
   for (int top = 0; top < rows; top += groups) {
     const int row = top + (threadIdx.x >> r.span);
     // Of this thread's elements, lane, lane + (1 << span), ..., those below `left` past the first are the row's.
@@ -184,42 +193,35 @@ __global__ void __launch_bounds__(kRowThreads)
     inner.Div(row < rows ? row : 0, &across);
     T* mine = held + ((row < rows ? row : 0) - across) * r.n + across + lane * static_cast<int>(inner.divisor);
     unsigned kept = ~0u;
-    if constexpr (kMasked) {
+    if (mask.data != nullptr) {
       kept = 0;
       const bool* keep = row < rows ? mask.data + mask.Row(first + row) : nullptr;
-#pragma unroll
-      for (int s = 0; s < kSteps; ++s)
+      each_step([&](int s) {
         if (s << r.span < left) kept |= unsigned{keep[(lane + (s << r.span)) * mask.along_n]} << s;
+      });
     }
-    A v[kSteps][kInputs][1];
-#pragma unroll
-    for (int s = 0; s < kSteps; ++s)
+    A v[kMaxPackedSteps][kInputs][1];
+    each_step([&](int s) {
 #pragma unroll
       for (int k = 0; k < kInputs; ++k) {
         v[s][k][0] = Op::Fill(k);
         if (s << r.span < left && (kept >> s & 1)) v[s][k][0] = static_cast<A>(mine[k * size + s * step]);
       }
-    typename Op::Stats own[1], stats[1];
-    Op::Local(own, [&](auto&& visit) {
-#pragma unroll
-      for (int s = 0; s < kSteps; ++s) visit(v[s]);
     });
+    typename Op::Stats own[1], stats[1];
+    op.Local(own, [&](auto&& visit) { each_step([&](int s) { visit(v[s]); }); });
     stats[0] = kept == 0 ? Op::Nothing() : own[0];
     Op::Combine(stats, ShuffleReduce{r.span});
     const typename Op::Final final = op.Finish(own[0], stats[0]);
-#pragma unroll
-    for (int s = 0; s < kSteps; ++s)
+    each_step([&](int s) {
       if (s << r.span < left) {
         const A value = Op::Result(final, v[s], 0);
         mine[s * step] = static_cast<T>(kept >> s & 1 ? value : final.absent);
       }
+    });
   }
   StoreRun(out + first * r.n, held, rows * r.n);
 }
-
-// Elements of a packed line that a lane holds, and the longest.
-constexpr int kMaxPackedSteps = 16;
-constexpr int kMaxPackedLine = 32 * kMaxPackedSteps;
 
 // How packed rows are dealt out, or columns that are few: slices of `inner`, so that a block's begin on a vector; none
 // to a block: they are not.
@@ -236,6 +238,6 @@ Rows PlanPackedRows(const Shape& s, int span, int64_t element_bytes) {
   return {lines, static_cast<int>(s.n), span, fits ? static_cast<int>(per_block) : 0};
 }
 
-inline int LineSpan(int64_t n, int steps) { return CeilLog2(CeilDiv(n, steps)); }
+inline int LineSpan(int64_t n) { return CeilLog2(CeilDiv(n, kMaxPackedSteps)); }
 
 }  // namespace jaxdnn::softmax

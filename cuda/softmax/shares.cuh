@@ -13,23 +13,23 @@ __device__ unsigned ShareBlock() {
   return kApply ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
 }
 
-template <class Op, class T, int V, bool kEdges, bool kApply>
+template <class Op, class T, int V, bool kApply>
 __global__ void __launch_bounds__(kShareThreads, 4)
     SharedRowsKernel(int n, int shares, uint32_t zero, Op op, const T* in0, const T* in1, T* out,
                      typename Op::Stats* workspace) {
   using Stats = typename Op::Stats;
   __shared__ Exchange<Op> exchange;
   const unsigned block = ShareBlock<kApply>(), index = block / shares, share = block - index * shares;
-  HeldRow<Op, T, V, kEdges> row(in0, in1, out, int64_t{index} * n, n, share * V * kShareThreads + threadIdx.x,
-                                kShareThreads, share * kShareThreads + threadIdx.x);
+  HeldRow<Op, T, V> row(in0, in1, out, int64_t{index} * n, n, share * V * kShareThreads + threadIdx.x, kShareThreads,
+                        share * kShareThreads + threadIdx.x);
   if constexpr (kApply) {
     const Stats* slots = workspace + int64_t{index} * shares + threadIdx.x;
     const int count = (shares - static_cast<int>(threadIdx.x) + kShareThreads - 1) / kShareThreads;
     const Stats own = Op::Total(count, [&](int j) { return slots[j * kShareThreads]; });
-    const Stats total = CombineBlocks(own, exchange, 1, 0);
+    const Stats total = CombineBlocks<Op>(own, exchange, 1, 0);
     row.template Store<true>(op, total, total, zero);
   } else {
-    const Stats stats = CombineBlocks(row.Local(), exchange, 1, 0);
+    const Stats stats = CombineBlocks<Op>(row.Local(op), exchange, 1, 0);
     if (threadIdx.x == 0) workspace[block] = stats;
   }
 }
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kColumnThreads, 4)
   Stats* const slots = reinterpret_cast<Stats*>(shared);
   const unsigned block = ShareBlock<kApply>(), index = block / c.cluster, share = block - index * c.cluster;
   HeldColumn<Op, T, V> column(c, in0, in1, out, index, share);
-  if constexpr (!kApply) column.Local(slots);
+  if constexpr (!kApply) column.Local(op, slots);
   const int64_t inner = c.shape.inner, outer = index / c.tiles, first = (index - outer * c.tiles) * c.columns;
   Stats* const saved =
       workspace + (kApply ? c.shape.outer * c.cluster + outer : outer * c.cluster + share) * inner + first;

@@ -12,18 +12,8 @@ cudaError_t Backward(Map map, DType dtype, const void* g, const void* y, void* o
                      cudaStream_t stream) {
   return VisitDType(dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    const auto run = [&](auto op) {
-      return Run(op, problem, static_cast<const T*>(g), static_cast<const T*>(y), static_cast<T*>(out), stream);
-    };
-    switch (map) {
-      case Map::kSoftmax:
-        return run(BackwardOp<T, Map::kSoftmax>{});
-      case Map::kLogSoftmaxJvp:
-        return run(BackwardOp<T, Map::kLogSoftmaxJvp>{});
-      case Map::kLogSoftmaxVjp:
-        return run(BackwardOp<T, Map::kLogSoftmaxVjp>{});
-    }
-    return cudaErrorInvalidValue;
+    return Run(BackwardOp<T>{map}, problem, static_cast<const T*>(g), static_cast<const T*>(y), static_cast<T*>(out),
+               stream);
   });
 }
 

@@ -15,8 +15,7 @@ cudaError_t Forward(bool log, DType dtype, double without_entries, const void* x
     using T = typename decltype(type)::type;
     const auto* in = static_cast<const T*>(x);
     auto* out = static_cast<T*>(y);
-    if (log) return Run(ForwardOp<T, true>{static_cast<Accumulator<T>>(absent)}, problem, in, in, out, stream);
-    return Run(ForwardOp<T, false>{static_cast<Accumulator<T>>(absent)}, problem, in, in, out, stream);
+    return Run(ForwardOp<T>{log, static_cast<Accumulator<T>>(absent)}, problem, in, in, out, stream);
   });
 }
 

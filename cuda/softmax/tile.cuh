@@ -1,11 +1,10 @@
 // Tiles of [outer, n, inner] in shared memory, each reduced over n by the threads of a block or of several.
 //
-// Memory is seen as vectors of L elements. Along a row (inner = 1) a vector's elements are reduced together, to W = 1
-// result; across columns they belong to W = L results. A tile is 1 << stride columns of vectors, over all of n or over
-// a block's share of it: neighbouring threads take neighbouring columns, and what threads are left split n. A thread
-// copies its vectors to shared memory, all copies in flight together, and goes over them there: memory is read once.
-// Blocks that share a row exchange their statistics in a cluster, or through a workspace between two launches, the
-// second of which reads its tile again.
+// Memory is seen as vectors of L elements: of rows (inner = 1), or of columns with L = 1. A tile is 1 << stride columns
+// of vectors, over all of n or over a block's share of it: neighbouring threads take neighbouring columns, and what
+// threads are left split n. A thread copies its vectors to shared memory, all copies in flight together, and goes over
+// them there: memory is read once. Blocks that share a row exchange their statistics in a cluster, or through a
+// workspace between two launches, the second of which reads its tile again.
 //
 // Rows may start anywhere. A row's vectors are those of the whole array that overlap it; only its first and last can
 // hold elements of neighbours, and these are moved one by one.
@@ -34,15 +33,15 @@ struct Tiling {
 };
 
 // Bytes of shared memory: the tile's inputs, what a reduction needs, and the statistics of the cluster's blocks.
-template <class Op, class T, int L, int W>
+template <class Op, class T, int L>
 size_t TileBytes(const Tiling& t) {
   const size_t columns = size_t{1} << t.group.stride;
   const size_t held = Op::kInputs * t.share * columns * L * sizeof(T);
-  return (held + 15) / 16 * 16 + W * t.Threads() * sizeof(typename Op::A) +
-         (t.phase == Phase::kWhole && t.shares > 1 ? t.shares * columns * W * sizeof(typename Op::Stats) : 0);
+  return (held + 15) / 16 * 16 + t.Threads() * sizeof(typename Op::A) +
+         (t.phase == Phase::kWhole && t.shares > 1 ? t.shares * columns * sizeof(typename Op::Stats) : 0);
 }
 
-template <class Op, class T, int L, int W, bool kMaskable>
+template <class Op, class T, int L>
 __global__ void __launch_bounds__(kMaxTileThreads)
     TileKernel(const __grid_constant__ Tiling t, Op op, const __grid_constant__ Mask mask,
                typename Op::Stats* workspace, const T* in0, const T* in1, T* out) {
@@ -50,10 +49,9 @@ __global__ void __launch_bounds__(kMaxTileThreads)
   using Stats = typename Op::Stats;
   using V = Vec<T, L>;
   constexpr int kInputs = Op::kInputs;
-  // Only vectors along a row can be shared with neighbours.
-  constexpr bool kHasEdges = W == 1 && L > 1;
   // Whether what takes an element's place has its type.
   constexpr bool kInPlace = sizeof(T) == sizeof(A);
+  constexpr int kUnroll = L == 1 ? 4 : 1;
   extern __shared__ __align__(16) unsigned char shared[];
   const int stride = t.group.stride, column = threadIdx.x & ((1 << stride) - 1);
   const int part = threadIdx.x >> stride, parts = blockDim.x >> stride;
@@ -61,69 +59,50 @@ __global__ void __launch_bounds__(kMaxTileThreads)
   const unsigned outer = index / static_cast<unsigned>(t.tiles), tile = index - outer * static_cast<unsigned>(t.tiles);
 
   // The block has vectors `first` and on of the row, `count` of them; the thread's are part, part + parts, ....
-  const int64_t inner = t.shape.inner, pitch = inner / W, row = outer * t.shape.n * inner;
+  const int64_t inner = t.shape.inner, row = outer * t.shape.n * inner;
   const int64_t across = (int64_t{tile} << stride) + column;
-  const int skew = kHasEdges ? static_cast<int>(row % L) : 0;
+  const int skew = L > 1 ? static_cast<int>(row % L) : 0;
   const int64_t first = int64_t{rank} * t.share;
-  const int64_t left = (kHasEdges ? (skew + t.shape.n + L - 1) / L : t.shape.n) - first;
-  const bool active = across < pitch;
+  const int64_t left = (skew + t.shape.n + L - 1) / L - first;
+  const bool active = across < inner;
   const int count = active ? static_cast<int>(max(int64_t{0}, min(int64_t{t.share}, left))) : 0;
-  const int64_t base = ((row - skew) / L + first * pitch + across) * L, step = pitch * L;
+  const int64_t base = ((row - skew) / L + first * inner + across) * L, step = inner * L;
 
   // Of the elements of the block's vectors, in order, those from `begin` to `end` are the row's.
-  const int begin = kHasEdges && rank == 0 ? skew : 0;
-  const int end = kHasEdges ? static_cast<int>(min(int64_t{count} * L, skew + t.shape.n - first * L)) : 0;
-  const auto is_whole = [&](int at) { return !kHasEdges || (at * L >= begin && at * L + L <= end); };
-  const auto is_inside = [&](int at, int i) { return !kHasEdges || (at * L + i >= begin && at * L + i < end); };
+  const int begin = L > 1 && rank == 0 ? skew : 0;
+  const int end = L > 1 ? static_cast<int>(min(int64_t{count} * L, skew + t.shape.n - first * L)) : 0;
+  const auto is_whole = [&](int at) { return L == 1 || (at * L >= begin && at * L + L <= end); };
+  const auto is_inside = [&](int at, int i) { return L == 1 || (at * L + i >= begin && at * L + i < end); };
 
   V* held = reinterpret_cast<V*>(shared) + column;
   const int size = t.share << stride;
   const auto element = [&](int input, int at) -> V& { return held[input * size + (at << stride)]; };
-  if constexpr (sizeof(V) < 4) {
-    // Too little for an asynchronous copy: several loads, then as many stores.
-    constexpr int kBatch = 8 / kInputs;
-    for (int start = part; start < count; start += kBatch * parts) {
-      T loaded[kBatch][kInputs];
+#pragma unroll kUnroll
+  for (int at = part; at < count; at += parts) {
 #pragma unroll
-      for (int b = 0; b < kBatch; ++b)
-#pragma unroll
-        for (int j = 0; j < kInputs; ++j)
-          if (start + b * parts < count) loaded[b][j] = (j == 0 ? in0 : in1)[base + (start + b * parts) * step];
-#pragma unroll
-      for (int b = 0; b < kBatch; ++b)
-#pragma unroll
-        for (int j = 0; j < kInputs; ++j)
-          if (start + b * parts < count) element(j, start + b * parts).v[0] = loaded[b][j];
-    }
-  } else {
-#pragma unroll 4
-    for (int at = part; at < count; at += parts) {
-#pragma unroll
-      for (int j = 0; j < kInputs; ++j) {
-        const T* in = (j == 0 ? in0 : in1) + base + at * step;
-        if (is_whole(at)) {
-          CopyAsync(&element(j, at), reinterpret_cast<const V*>(in));
-        } else {
-          for (int i = 0; i < L; ++i) element(j, at).v[i] = is_inside(at, i) ? in[i] : static_cast<T>(Op::Fill(j));
-        }
+    for (int j = 0; j < kInputs; ++j) {
+      const T* in = (j == 0 ? in0 : in1) + base + at * step;
+      if constexpr (sizeof(V) < 4) {  // too little for an asynchronous copy
+        element(j, at).v[0] = in[0];
+      } else if (is_whole(at)) {
+        CopyAsync(&element(j, at), reinterpret_cast<const V*>(in));
+      } else {
+#pragma unroll 1
+        for (int i = 0; i < L; ++i) element(j, at).v[i] = is_inside(at, i) ? in[i] : static_cast<T>(Op::Fill(j));
       }
     }
   }
   CommitAsync();
 
   const bool* keep = nullptr;
-  if (kMaskable && mask.data != nullptr && active)
-    keep = mask.data + mask.Row(outer) + across * W * mask.along_inner +
-           (W == 1 ? first * L - skew : first) * mask.along_n;
+  if (mask.data != nullptr && active)
+    keep = mask.data + mask.Row(outer) + across * mask.along_inner + (first * L - skew) * mask.along_n;
   // Of a vector that exists, a bit for each element that the mask keeps.
   const auto kept = [&](int at) {
     unsigned bits = 0;
 #pragma unroll
     for (int i = 0; i < L; ++i)
-      if (is_inside(at, i)) {
-        const int64_t place = W == 1 ? (at * L + i) * mask.along_n : at * mask.along_n + i * mask.along_inner;
-        bits |= unsigned{keep[place]} << i;
-      }
+      if (is_inside(at, i)) bits |= unsigned{keep[(at * L + i) * mask.along_n]} << i;
     return bits;
   };
   // Hands out the thread's vectors in the accumulator's type, and keeps what is changed if it has the elements' own.
@@ -136,7 +115,7 @@ __global__ void __launch_bounds__(kMaxTileThreads)
     }
   };
   const auto each = [&](auto&& visit) {
-#pragma unroll 4
+#pragma unroll kUnroll
     for (int at = part; at < count; at += parts) {
       A v[kInputs][L];
       load(v, at);
@@ -156,78 +135,68 @@ __global__ void __launch_bounds__(kMaxTileThreads)
   };
 
   A* scratch = reinterpret_cast<A*>(shared + (kInputs * size * sizeof(V) + 15) / 16 * 16);
-  Stats* slots = reinterpret_cast<Stats*>(scratch + W * blockDim.x);
-  // A bit for each of the W rows that has entries, as far as this thread knows.
-  unsigned some = kMaskable && mask.data != nullptr ? 0 : ~0u;
+  Stats* slots = reinterpret_cast<Stats*>(scratch + blockDim.x);
+  // Whether the row has entries, as far as this thread knows.
+  bool some = mask.data == nullptr;
   WaitAsync<0>();
-  if (kMaskable && keep != nullptr) {
+  if (keep != nullptr) {
+#pragma unroll 1
     for (int at = part; at < count; at += parts) {
       const unsigned bits = kept(at);
-      some |= bits;
-      for (int j = 0; j < kInputs; ++j)
+      some |= bits != 0;
 #pragma unroll
-        for (int i = 0; i < L; ++i)
-          if ((bits >> i & 1) == 0) element(j, at).v[i] = static_cast<T>(Op::Fill(j));
+      for (int i = 0; i < L; ++i)
+        if ((bits >> i & 1) == 0)
+          for (int j = 0; j < kInputs; ++j) element(j, at).v[i] = static_cast<T>(Op::Fill(j));
     }
   }
   // Of the thread's own elements, and of the row.
-  Stats own[W], stats[W];
+  Stats own[1], stats[1];
   if (t.phase == Phase::kApply) {
     // The workspace is [outer, shares, inner], the statistics of shares, and then [outer, inner], those of rows.
-    for (int w = 0; w < W; ++w)
-      stats[w] = active ? workspace[(t.shape.outer * t.shares + outer) * inner + across * W + w] : Op::Nothing();
+    stats[0] = active ? workspace[(t.shape.outer * t.shares + outer) * inner + across] : Op::Nothing();
   } else {
-    Op::Local(own, each);
-    for (int w = 0; w < W; ++w) stats[w] = (W == 1 ? some != 0 : (some >> w & 1) != 0) ? own[w] : Op::Nothing();
+    op.Local(own, each);
+    stats[0] = some ? own[0] : Op::Nothing();
     Op::Combine(stats, [&](auto& values, auto operation) { Reduce(values, operation, t.group, scratch); });
   }
   if (t.phase == Phase::kWhole && t.shares > 1) {
     // The first barrier is for the others' shared memory to exist, the second for their statistics.
     ClusterArrive();
     ClusterWait();
-    const int columns = W << stride;
+    const int columns = 1 << stride;
     if (part == 0)
+#pragma unroll 1
       for (int to = 0; to < t.shares; ++to)
-        for (int w = 0; w < W; ++w)
-          for (int i = 0; i < static_cast<int>(sizeof(Stats) / sizeof(A)); ++i)
-            StoreRemote(reinterpret_cast<A*>(slots + rank * columns + column * W + w) + i, to,
-                        reinterpret_cast<const A*>(&stats[w])[i]);
+        for (int i = 0; i < static_cast<int>(sizeof(Stats) / sizeof(A)); ++i)
+          StoreRemote(reinterpret_cast<A*>(slots + rank * columns + column) + i, to,
+                      reinterpret_cast<const A*>(stats)[i]);
     ClusterArrive();
     ClusterWait();
-    for (int w = 0; w < W; ++w) stats[w] = slots[column * W + w];
-    for (int from = 1; from < t.shares; ++from)
-      for (int w = 0; w < W; ++w) stats[w] = Op::Merge(stats[w], slots[from * columns + column * W + w]);
+    stats[0] = Op::Total(t.shares, [&](int from) { return slots[from * columns + column]; });
   }
   if (t.phase == Phase::kReduce) {
-    if (part == 0 && active)
-      for (int w = 0; w < W; ++w) workspace[(int64_t{outer} * t.shares + rank) * inner + across * W + w] = stats[w];
+    if (part == 0 && active) workspace[(int64_t{outer} * t.shares + rank) * inner + across] = stats[0];
     return;
   }
 
   // Exponentials that were not kept are computed again, relative to the row.
   const bool again = !kInPlace || t.phase == Phase::kApply;
-  typename Op::Final final[W];
-  for (int w = 0; w < W; ++w) final[w] = op.Finish(again ? stats[w] : own[w], stats[w]);
-#pragma unroll 2
+  const typename Op::Final final = op.Finish(again ? stats[0] : own[0], stats[0]);
+#pragma unroll 1
   for (int at = part; at < count; at += parts) {
     A v[kInputs][L];
     load(v, at);
-    if (again) {
-      Stats unused[W];
-      for (int w = 0; w < W; ++w) unused[w] = stats[w];
-      Op::Exponentiate(unused, [&](auto&& visit) { visit(v); });
-    }
-    const unsigned bits = kMaskable && keep != nullptr ? kept(at) : ~0u;
+    if (again) op.Change(stats, v);
+    const unsigned bits = keep != nullptr ? kept(at) : ~0u;
     V result;
 #pragma unroll
-    for (int i = 0; i < L; ++i) {
-      const A value = Op::Result(final[i % W], v, i);
-      result.v[i] = static_cast<T>(bits >> i & 1 ? value : final[i % W].absent);
-    }
+    for (int i = 0; i < L; ++i) result.v[i] = static_cast<T>(bits >> i & 1 ? Op::Result(final, v, i) : final.absent);
     T* to = out + base + at * step;
     if (is_whole(at)) {
       *reinterpret_cast<V*>(to) = result;
-    } else if constexpr (kHasEdges) {
+    } else {
+#pragma unroll
       for (int i = 0; i < L; ++i)
         if (is_inside(at, i)) to[i] = result.v[i];
     }
@@ -240,11 +209,15 @@ __global__ void __launch_bounds__(kMaxTileThreads) FoldKernel(Shape shape, int s
   using Stats = typename Op::Stats;
   __shared__ typename Op::A scratch[kMaxTileThreads];
   const int64_t row = blockIdx.x, outer = row / shape.inner, column = row - outer * shape.inner;
-  Stats stats[1] = {Op::Nothing()};
-  for (int64_t from = threadIdx.x; from < shares; from += kMaxTileThreads)
-    stats[0] = Op::Merge(stats[0], workspace[(outer * shares + from) * shape.inner + column]);
+  const Stats* const of_row = workspace + outer * shares * shape.inner + column;
+  Stats stats[1] = {Op::Total((shares - static_cast<int>(threadIdx.x) + kMaxTileThreads - 1) / kMaxTileThreads,
+                              [&](int j) { return of_row[(threadIdx.x + j * kMaxTileThreads) * shape.inner]; })};
   Op::Combine(stats, [&](auto& values, auto operation) { Reduce(values, operation, Group{0, kMaxTileSpan}, scratch); });
   if (threadIdx.x == 0) workspace[shape.outer * shares * shape.inner + row] = stats[0];
 }
+
+// Launches it (softmax_unclustered.cu).
+template <class Op>
+cudaError_t FoldShares(const Shape& shape, int shares, typename Op::Stats* workspace, cudaStream_t stream);
 
 }  // namespace jaxdnn::softmax

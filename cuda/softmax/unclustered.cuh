@@ -20,8 +20,8 @@ struct Unclustered {
   // Rows of 1, 2 or 4 elements.
   cudaError_t RowsOfVector() const;
   cudaError_t PackedRows() const;
-  cudaError_t MaskedLines() const;
-  cudaError_t PackedColumns() const;
+  // Rows with a mask, and columns.
+  cudaError_t PackedLines() const;
   cudaError_t ShortColumns() const;
   // Rows and columns that blocks share through the workspace.
   cudaError_t SharedRows() const;
