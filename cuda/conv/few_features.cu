@@ -117,22 +117,24 @@ __device__ __forceinline__ void StoreLines(const FewFeaturesParams& q, uint32_t 
       });
       continue;
     }
+    if constexpr (kCount == 1) {
 #pragma unroll 1
-    for (int k = 0; k < kAtOnce; ++k) {
-      if (const int at = places[0] + offset; places[0] >= 0) {
-        int feature;
-        q.features_div.Div(places[0], &feature);
-        float v[] = {sums[0][0]};
-        with_out([&](auto* typed) {
-          using Out = std::remove_pointer_t<decltype(typed)>;
-          Add<Out>(v, q.epilogue.bias, int64_t{problem} * q.features + feature);
-          Add<Out>(v, q.epilogue.residual, problem * q.out_problem + at);
-        });
-        Activate<float, false>(v, q.epilogue.activation);
-        with_out([&](auto* typed) { typed[at] = static_cast<std::remove_pointer_t<decltype(typed)>>(v[0]); });
+      for (int k = 0; k < kAtOnce; ++k) {
+        if (const int at = places[0] + offset; places[0] >= 0) {
+          int feature;
+          q.features_div.Div(places[0], &feature);
+          float v[] = {sums[0][0]};
+          with_out([&](auto* typed) {
+            using Out = std::remove_pointer_t<decltype(typed)>;
+            Add<Out>(v, q.epilogue.bias, int64_t{problem} * q.features + feature);
+            Add<Out>(v, q.epilogue.residual, problem * q.out_problem + at);
+          });
+          Activate<float, false>(v, q.epilogue.activation);
+          with_out([&](auto* typed) { typed[at] = static_cast<std::remove_pointer_t<decltype(typed)>>(v[0]); });
+        }
+        Rotate<kCount>(reinterpret_cast<float (&)[kAtOnce * kCount]>(sums));
+        Rotate<1>(places);
       }
-      Rotate<kCount>(reinterpret_cast<float (&)[kAtOnce * kCount]>(sums));
-      Rotate<1>(places);
     }
   }
 }
