@@ -79,7 +79,7 @@ static ffi::Error LogPartitionImpl(cudaStream_t stream, ffi::AnyBuffer x, ffi::R
     total = (*given)->untyped_data();
   }
   const auto workspace = others.get<ffi::AnyBuffer>(alone);
-  if (!workspace.has_value() || others.size() != 1 + alone ||
+  if (!workspace.has_value() || others.size() != (alone ? 2 : 1) ||
       static_cast<int64_t>((*workspace)->size_bytes()) < loss::WorkspaceBytes(problem->dtype, problem->shape))
     return Unsupported("no kernel", "log_partition", x, *m, *sums);
   const cudaError_t status = loss::LogPartition(*problem, x.untyped_data(), m->untyped_data(), sums->untyped_data(),

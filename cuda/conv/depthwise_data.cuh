@@ -185,16 +185,9 @@ __device__ __forceinline__ void AddResidual(const DataParams& p, float (&v)[kN],
   WithOut<T>(p.widened, [&](auto type) { Add<typename decltype(type)::type>(v, p.epilogue.residual, offset); });
 }
 
-// Few layers have wide results and an activation, whose code for floats is not worth another copy.
 template <class T, int kN>
 __device__ __forceinline__ void ActivateResults(const DataParams& p, float (&v)[kN]) {
-  if (sizeof(T) == 4 || !p.widened) return ActivateInTurn<T, kN % 4 == 0 ? 4 : kN>(v, p.epilogue.activation);
-  if (p.epilogue.activation.kind == activation::Kind::kIdentity) return;
-#pragma unroll 1
-  for (int i = 0; i < kN; ++i) {
-    v[0] = activation::AnyActivation<float>{p.epilogue.activation}.Forward(v[0]);
-    Turn<1>(v);
-  }
+  ActivateEither<T, kN % 4 == 0 ? 4 : kN>(v, p.epilogue.activation, p.widened);
 }
 
 // The bias of a thread's channels, or zeros.

@@ -169,6 +169,19 @@ __device__ __forceinline__ void ActivateInTurn(float (&v)[kN], const activation:
   }
 }
 
+// The same, of results that are floats of shorter operands where they are `wide`. Few layers have those and an
+// activation, whose code for floats is not worth another copy in each kernel.
+template <class In, int kCount, int kN>
+__device__ __forceinline__ void ActivateEither(float (&v)[kN], const activation::Activation& activation, bool wide) {
+  if (sizeof(In) == 4 || !wide) return ActivateInTurn<In, kCount>(v, activation);
+  if (activation.kind == activation::Kind::kIdentity) return;
+#pragma unroll 1
+  for (int i = 0; i < kN; ++i) {
+    v[0] = activation::AnyActivation<float>{activation}.Forward(v[0]);
+    Turn<1>(v);
+  }
+}
+
 // Activates sums, in a loop that is not unrolled: four at a time, of parts that move up less than all would.
 template <class In, int kN>
 __device__ __forceinline__ void ActivateSums(float (&v)[kN], const activation::Activation& activation,

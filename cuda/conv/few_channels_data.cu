@@ -245,15 +245,7 @@ __device__ void Store(const StripParams& q, const FewParams& r, const StripTile&
       array = r.epilogue.residual;
       offset = at + 32 * o;
     }
-    if (sizeof(In) == 4 || !wide) {
-      ActivateInTurn<In, 4>(v, r.epilogue.activation);
-    } else if (kind != activation::Kind::kIdentity) {
-#pragma unroll 1
-      for (int k = 0; k < 8; ++k) {
-        v[0] = activation::AnyActivation<float>{r.epilogue.activation}.Forward(v[0]);
-        Turn<1>(v);
-      }
-    }
+    ActivateEither<In, 4>(v, r.epilogue.activation, wide);
     if (at >= 0 && wide) StoreEight<kRun<In>>(static_cast<float*>(out) + at + 32 * o, v, r.whole, left);
     if (at >= 0 && !wide) StoreEight<kRun<In>>(static_cast<In*>(out) + at + 32 * o, v, r.whole, left);
     // The other half of the rows is next, and then the next octet.

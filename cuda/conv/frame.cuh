@@ -110,9 +110,8 @@ inline Frame MakeFrame(const Problem& p, int64_t images, int tile_rows) {
   return f;
 }
 
-// n / d, where d is mostly 1: a division takes longer than all else that a block finds out once, and more code.
-__device__ __noinline__ inline int Divide(int n, int d) { return n / d; }
-__device__ inline int Quotient(int n, int d) { return d == 1 ? n : Divide(n, d); }
+// n / d, where d is mostly 1: a division takes longer than all else that a block finds out once.
+__device__ inline int Quotient(int n, int d) { return d == 1 ? n : n / d; }
 
 // A block of the forward convolution or the data gradient: of one box, and one phase of it.
 struct FrameBlock : DataBlock {

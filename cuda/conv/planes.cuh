@@ -162,15 +162,7 @@ __device__ __forceinline__ void FinishPlane(const PlanesParams& q, const PlanesP
         add(pair, q.epilogue.residual, plane + row + column + 8 * j);
     }
   }
-  auto& all = reinterpret_cast<float (&)[kFeatures]>(results);
-  if (!q.wide) return ActivateInTurn<In, 4>(all, q.epilogue.activation);
-  // Few layers have wide results and an activation, whose code for floats is not worth another copy.
-  if (q.epilogue.activation.kind == activation::Kind::kIdentity) return;
-#pragma unroll 1
-  for (int i = 0; i < kFeatures; ++i) {
-    all[0] = activation::AnyActivation<float>{q.epilogue.activation}.Forward(all[0]);
-    Turn<1>(all);
-  }
+  ActivateEither<In, 4>(reinterpret_cast<float (&)[kFeatures]>(results), q.epilogue.activation, q.wide);
 }
 
 // Stores floats after any epilogue. Two neighbouring lanes exchange what they have of 16 features, so that a warp

@@ -42,14 +42,7 @@ __device__ __forceinline__ void FinishSums(const UnalignedParams& q, const Store
     visit([&](float (&sum)[1], int feature, int pixel) {
       if (pixel >= 0) add(sum, q.epilogue.residual, int64_t{pixel} * q.features + feature);
     });
-  if (sizeof(In) == 4 || !q.wide) return ActivateInTurn<In, 4>(sums, q.epilogue.activation);
-  // Few layers have wide results and an activation, whose code for floats is not worth another copy.
-  if (q.epilogue.activation.kind == activation::Kind::kIdentity) return;
-#pragma unroll 1
-  for (int k = 0; k < kSums; ++k) {
-    sums[0] = activation::AnyActivation<float>{q.epilogue.activation}.Forward(sums[0]);
-    Turn<1>(sums);
-  }
+  ActivateEither<In, 4>(sums, q.epilogue.activation, q.wide);
 }
 
 template <class Out>

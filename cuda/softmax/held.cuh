@@ -221,8 +221,10 @@ struct HeldRow {
   __device__ void StoreKnown(const Known& op, Stats own, Stats stats, uint32_t zero) {
     const auto final = op.Finish(kAgain ? stats : own, stats);
     const auto finish = [&](auto& v, auto& results) {
-      const Stats rows[1] = {stats};
-      if constexpr (kAgain) op.Change(rows, v);
+      if constexpr (kAgain) {
+        const Stats rows[1] = {stats};
+        op.Change(rows, v);
+      }
       constexpr int kCount = std::extent_v<std::remove_reference_t<decltype(results)>>;
 #pragma unroll
       for (int i = 0; i < kCount; ++i) results[i] = op.Result(final, v, i);
