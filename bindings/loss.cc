@@ -73,12 +73,12 @@ static ffi::Error LogPartitionImpl(cudaStream_t stream, ffi::AnyBuffer x, ffi::R
   const bool alone = problem->targets.Sums() == 1;
   void* total = nullptr;
   if (alone) {
-    const auto given = others.get<ffi::AnyBuffer>(0);
+    auto given = others.get<ffi::AnyBuffer>(0);
     if (!given.has_value() || !HasElements(**given, x.element_type(), problem->shape.outer * problem->shape.inner))
       return Unsupported("no kernel", "log_partition", x, *m, *sums);
     total = (*given)->untyped_data();
   }
-  const auto workspace = others.get<ffi::AnyBuffer>(alone);
+  auto workspace = others.get<ffi::AnyBuffer>(alone);
   if (!workspace.has_value() || others.size() != (alone ? 2 : 1) ||
       static_cast<int64_t>((*workspace)->size_bytes()) < loss::WorkspaceBytes(problem->dtype, problem->shape))
     return Unsupported("no kernel", "log_partition", x, *m, *sums);
