@@ -68,8 +68,10 @@ def test_are_for_floats():
   takes = lambda case, tile, dtype="float32": "".join(r for r in "yxw" if planned(case, r, dtype, tile))  # noqa: E731
   case = _("", 128, (14, 14), 256, (3, 3), 256, padding=SAME3)
   assert all(takes(case, tile) == "yxw" for tile in WIDE) and all(takes(case, tile) == "yx" for tile in NARROW)
-  assert [tile for tile in TILES if takes(case, tile, "bfloat16")] == ["simt 64x32"]
-  assert [tile for tile in TILES if takes(case, tile, "float64")] == ["simt 64x32"]
+  others = (*TILES, "simt 128x8")
+  assert [tile for tile in others if takes(case, tile, "float64")] == ["simt 64x32"]
+  assert [tile for tile in others if takes(case, tile, "float16")] == ["simt 64x32", "simt 128x8"]
+  assert takes(case, "simt 128x8", "bfloat16") == "yx" and not takes(case, "simt 128x8")
 
 
 def test_choice():

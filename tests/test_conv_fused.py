@@ -170,7 +170,8 @@ def test_kernels(tile, kind):
 @pytest.mark.gpu
 @pytest.mark.sanitize
 def test_kernels_under_the_sanitizer():
-  for tile in ("wgmma 128x128", "wgmma 64x64", "wgmma 256x160", "wgmma 96x128 across", "mma 128x64", "simt 64x32"):
+  of_half = ("wgmma 64x64", "wgmma 256x160", "wgmma 96x128 across", "mma 128x64", "simt 64x32", "simt 128x8")
+  for tile in ("wgmma 128x128", *of_half):
     assert check(CASES[0], tile, "bfloat16", "bfloat16", "silu")
   for tile in ("wgmma 128x128", "wgmma 256x64", "wgmma 128x128 copied"):
     assert check(CASES[0], tile, "float32", "float32", "silu")

@@ -41,6 +41,16 @@ def test_is_chosen(direction, stride, hopper):
     assert algorithms(direction, 24, 17, stride=stride, hopper=hopper)[0].name == GROUPED
 
 
+def test_other_small_groups():
+  """Channels that are no whole 16 bytes: of few columns, the CUDA cores are ahead of tensor cores' tiles left empty."""
+  first = lambda *args, **options: algorithms("forward", *args, **options)[0].tile  # noqa: E731
+  volume = {"window": (1, 3, 3), "spatial": (39, 39, 39), "padding": ((0, 0), (1, 1), (1, 1)), "batch": 5}
+  for dtype in ("bfloat16", "float16"):
+    assert first(2, 2, dtype, **volume) == "simt 128x8"
+    assert first(2, 23, dtype, batch=121, spatial=(33, 33), stride=4) == "simt 128x8"
+  assert first(2, 2, "float64", precision="highest", **volume) == "simt 64x32"
+
+
 @pytest.mark.parametrize("direction", RESULTS)
 def test_is_not_offered(direction):
   names = lambda *a, **k: {each.name for each in algorithms(direction, *a, **k)}  # noqa: E731

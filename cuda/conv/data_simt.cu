@@ -58,10 +58,9 @@ struct FilterElement {
   }
 };
 
-template <class In>
-__global__ void __launch_bounds__(BlockTile<In>::kThreads)
+template <class T, class In>
+__global__ void __launch_bounds__(T::kThreads)
     DataKernel(const __grid_constant__ DataParams p, const In* in, const In* filter, void* out) {
-  using T = BlockTile<In>;
   __shared__ typename T::Shared shared;
   __shared__ Row rows[T::kRows];
   __shared__ DataBlock block;  // there, to spare registers
@@ -110,12 +109,17 @@ __global__ void __launch_bounds__(BlockTile<In>::kThreads)
 cudaError_t LaunchDataSimt(const Problem& p, const Config& config, const void* operand, const void* filter, void* out,
                            const Epilogue& epilogue, cudaStream_t stream) {
   if (p.in == DType::kF32) return LaunchDataFloats(p, config, operand, filter, out, epilogue, stream);
-  return VisitKernelType(p, config, [&](auto in) {
+  return VisitKernelType(p.in, [&](auto in) {
     using In = typename decltype(in)::type;
-    using T = BlockTile<In>;
-    const DataParams q = MakeDataParams(p, epilogue, T::kRows, T::kColumns);
-    return LaunchKernel(DataKernel<In>, DataBlocks(p, q), T::kThreads, stream, q, static_cast<const In*>(operand),
-                        static_cast<const In*>(filter), out);
+    const auto launch = [&](auto tile) {
+      using T = typename decltype(tile)::type;
+      const DataParams q = MakeDataParams(p, epilogue, T::kRows, T::kColumns);
+      return LaunchKernel(DataKernel<T, In>, DataBlocks(p, q), T::kThreads, stream, q, static_cast<const In*>(operand),
+                          static_cast<const In*>(filter), out);
+    };
+    if constexpr (sizeof(In) == 2)
+      if (config.tile == Tile::kSimt128x8) return launch(TypeTag<NarrowTile<In>>());
+    return config.tile == Tile::kSimt64x32 ? launch(TypeTag<WideTile<In>>()) : cudaErrorInvalidValue;
   });
 }
 

@@ -57,9 +57,9 @@ struct CotangentElement {
 };
 
 template <class In>
-__global__ void __launch_bounds__(BlockTile<In>::kThreads)
+__global__ void __launch_bounds__(WideTile<In>::kThreads)
     FilterKernel(const __grid_constant__ FilterParams p, const In* x, const In* y, DType type, void* out) {
-  using T = BlockTile<In>;
+  using T = WideTile<In>;
   __shared__ typename T::Shared shared;
   const FilterBlock block(p);
   typename T::Sum sums[T::kThreadRows][T::kThreadColumns] = {};
@@ -92,13 +92,13 @@ cudaError_t LaunchFilterSimt(const Problem& p, const Config& config, const void*
   void* const to = in_slices ? workspace : out;
   const auto launch = [&](auto in) {
     using In = typename decltype(in)::type;
-    using T = BlockTile<In>;
+    using T = WideTile<In>;
     const FilterParams q = MakeFilterParams(p, config.splits, T::kRows, T::kColumns, T::kDepth);
     return LaunchKernel(FilterKernel<In>, FilterBlocks(p, q), T::kThreads, stream, q, static_cast<const In*>(x),
                         static_cast<const In*>(y), in_slices ? DType::kF32 : p.out, to);
   };
   const cudaError_t status = p.in == DType::kF32 ? LaunchFilterFloats(p, config, x, y, static_cast<float*>(to), stream)
-                                                 : VisitKernelType(p, config, launch);
+                                                 : VisitKernelType(p.in, launch);
   if (status != cudaSuccess || !in_slices) return status;
   return SumSlices(p, workspace, config.splits, false, x, y, out, stream);
 }

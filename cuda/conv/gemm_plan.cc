@@ -205,11 +205,13 @@ const OfFloats* Find(Tile tile) {
 
 }  // namespace
 
-// The CUDA cores take every problem; floats (float_tile.cuh) in tiles of many sizes, others (tile.cuh) in one.
+// The CUDA cores take every problem; floats (float_tile.cuh) in tiles of many sizes, others (tile.cuh) in one, and
+// 16-bit floats' results also in one for small groups.
 bool TakesSimt(const Problem& p, const TileShape& t) {
   if (const OfFloats* const kernel = Find(t.tile)) return kernel->take(p);
   if (t.tile == Tile::kSimt64x32) return true;
-  return p.in == DType::kF32 && (t.columns >= 32 || p.direction != Direction::kFilterGradient);
+  if (t.columns < 32 && p.direction == Direction::kFilterGradient) return false;
+  return t.tile == Tile::kSimt128x8 ? SizeOf(p.in) == 2 : p.in == DType::kF32;
 }
 
 // The tensor-core kernels take 16-bit floats, and floats that may be rounded to TF32; all but the longest windows; and

@@ -39,7 +39,8 @@ StepCost FloatCost(Tile tile, Direction direction, bool fours) {
   }
 }
 
-BySize SimtCost(bool filter) {
+BySize SimtCost(Tile tile, bool filter) {
+  if (tile == Tile::kSimt128x8) return {{5800, 750, 8}, {}};
   return filter ? BySize{{4430, 2330, 8}, {2320, 1490, 8}} : BySize{{4200, 1160, 8}, {2650, 1070, 8}};
 }
 
@@ -89,7 +90,7 @@ StepCost StepCostOf(Tile tile, Direction direction, DType in, Lines lines) {
   const int size = SizeOf(in);
   const bool filter = direction == Direction::kFilterGradient;
   if (tile <= Tile::kSimt256x4)
-    return in == DType::kF32 ? FloatCost(tile, direction, lines == Lines::kWhole) : SimtCost(filter).Of(size);
+    return in == DType::kF32 ? FloatCost(tile, direction, lines == Lines::kWhole) : SimtCost(tile, filter).Of(size);
   return (filter ? FilterMmaCost(tile, lines) : DataMmaCost(tile, lines)).Of(size);
 }
 

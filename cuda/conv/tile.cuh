@@ -1,5 +1,6 @@
 // The block-level matrix product of the CUDA-core kernels that are not of float32: two tiles in shared memory, a small
-// block of sums in each thread's registers. It is for what nothing else takes, and so there is one tile.
+// block of sums in each thread's registers. They are for what nothing else takes or where groups are smaller than a
+// tensor core's operands, and so there are no more than two.
 //
 // A step holds kDepth terms of the reduction. While a block multiplies one step, the next is on its way from global
 // memory into registers; two shared-memory buffers leave one barrier a step.
@@ -12,10 +13,11 @@
 namespace jaxdnn::conv {
 
 // A block computes kRows x kColumns sums, each thread kThreadRows x kThreadColumns of them.
-template <class In>
+template <class In, int kRows_, int kColumns_, int kThreadRows_, int kThreadColumns_>
 struct BlockTile {
   using Sum = Accumulator<In>;
-  static constexpr int kRows = 64, kColumns = 32, kThreadRows = 4, kThreadColumns = 4;
+  static constexpr int kRows = kRows_, kColumns = kColumns_;
+  static constexpr int kThreadRows = kThreadRows_, kThreadColumns = kThreadColumns_;
   static constexpr int kDepth = sizeof(In) == 8 ? 8 : 16;
   static constexpr int kThreadsAcross = kColumns / kThreadColumns;
   static constexpr int kThreads = kRows / kThreadRows * kThreadsAcross;
@@ -35,12 +37,16 @@ struct BlockTile {
   static __device__ int Column() { return threadIdx.x % kThreadsAcross * kThreadColumns; }
 };
 
+template <class In>
+using WideTile = BlockTile<In, 64, 32, 4, 4>;
+template <class In>
+using NarrowTile = BlockTile<In, 128, 8, 4, 2>;
+
 // Calls f with the TypeTag of the operands' type.
 template <class F>
-cudaError_t VisitKernelType(const Problem& p, const Config& config, F&& f) {
-  if (config.tile != Tile::kSimt64x32) return cudaErrorInvalidValue;
-  if (p.in == DType::kF64) return f(TypeTag<double>());
-  return p.in == DType::kBF16 ? f(TypeTag<__nv_bfloat16>()) : f(TypeTag<__half>());
+cudaError_t VisitKernelType(DType in, F&& f) {
+  if (in == DType::kF64) return f(TypeTag<double>());
+  return in == DType::kBF16 ? f(TypeTag<__nv_bfloat16>()) : f(TypeTag<__half>());
 }
 
 // Where element number `i` of this thread's loads goes: lanes run along the depth, or along the rows (columns) of a
