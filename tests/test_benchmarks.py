@@ -15,7 +15,7 @@ sys.path.insert(0, str(ROOT))
 
 import conv_cases  # noqa: E402
 from benchmarks import __main__ as run  # noqa: E402
-from benchmarks import conv, harness, launch, pool, product, report, table  # noqa: E402
+from benchmarks import compare, conv, harness, launch, pool, product, report, table  # noqa: E402
 
 CEILINGS = {"copy": 4e12, "bfloat16": 700e12, "float32": 350e12, "fma": 60e12, "elementwise": 3e12}
 
@@ -233,6 +233,26 @@ def test_a_sweep_does_not_take_a_listed_cases_place():
   swept["rows"] = [{**row(case, "fwd", 5.0, 40.0), "sweep": True} for case in ("a", "z")]
   text = report.every_case([RECORD, swept])
   assert "| `z` | f32 | 5.0 / 40.0 / 10.0 (8.00×) |" in text and "| `a` | f32 | 5.0" not in text
+
+
+def test_compare(tmp_path, capsys):
+  before, after, model = tmp_path / "before.json", tmp_path / "after.json", tmp_path / "models.json"
+  before.write_text(json.dumps(RECORD))
+  model.write_text(json.dumps({**RECORD, "rows": [{"model": "resnet50"}]}))
+  rows = [row("a", "fwd", 22.0, 44.0), row("b", "fwd", 36.0, 20.0), row("new", "fwd", 1.0, 1.0)]
+  rows.append(row("c", "fwd", None, 1.0))
+  after.write_text(json.dumps({**RECORD, "rows": rows}))
+  against = ["--recorded", str(before), str(model)]
+  assert compare.main([str(after), *against]) == 1
+  lines = capsys.readouterr().out.splitlines()
+  assert lines[0].split()[2:] == ["fwd", "ours", "0.995", "lax", "1.049", "of", "2", "cases"]
+  assert lines[1] == "" and len(lines) == 4
+  assert "conv.a f32 fwd" in lines[2] and "20.00 ->     22.00 us (1.10), lax's 1.10, floor" in lines[2]
+  assert "conv.b f32 fwd" in lines[3] and "(0.90)" in lines[3]
+  assert compare.main([str(after), *against, "--beyond", "1.2"]) == 0
+  other = tmp_path / "other.json"
+  other.write_text(json.dumps({**RECORD, "device": "Another GPU"}))
+  assert compare.main([str(other), *against]) == 2
 
 
 def test_the_device_of_most_rows_comes_first():
