@@ -1,18 +1,19 @@
 """What a run says that the recorded ones do not: `python -m benchmarks.compare RUN.json ...`.
 
 By family, dtype and direction the geometric mean of the new times over the newest recorded ones of the same device,
-ours and lax's, whose own change is the machine's; then every case of ours that changed by more than `--beyond`, the
-slowest first. The exit status is 1 where one has become slower.
+ours and lax's, whose own change is the machine's; then every case of ours that fails now, or changed by more than
+`--beyond`, the slowest first. The exit status is 1 where one fails or has become slower.
 """
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import SHORT, Record, geometric_mean, newest
+from benchmarks.report import SHORT, Record, geometric_mean, microseconds, newest
 from benchmarks.table import RESULTS
 
 Pair = tuple[dict[str, Any], dict[str, Any]]
@@ -20,7 +21,7 @@ Pair = tuple[dict[str, Any], dict[str, Any]]
 
 
 def pairs(recorded: list[Record], new: list[Record]) -> list[Pair]:
-  """Of cases that both have."""
+  """Of cases that both have, and in which ours did not fail before."""
 
   def rows(records: list[Record]) -> dict[tuple[str, ...], dict[str, Any]]:
     named = ("family", "case", "dtype", "direction")
@@ -28,17 +29,24 @@ def pairs(recorded: list[Record], new: list[Record]) -> list[Pair]:
       (device, *(row[key] for key in named)): row
       for device in {record["device"] for record in records}
       for row in newest([record for record in records if record["device"] == device])
-      if row["us_ours"]
     }
 
   before, after = rows(recorded), rows(new)
-  return [(before[key], after[key]) for key in after if key in before]
+  return [(before[key], after[key]) for key in after if key in before and before[key]["us_ours"]]
 
 
-def change(pair: Pair, who: str) -> float | None:
-  """The new time over the recorded one."""
-  before, after = (row[f"us_{who}"] for row in pair)
-  return after / before if before and after else None
+def change(pair: Pair, who: str = "ours") -> float:
+  """The new time over the recorded one; NaN where one of them failed."""
+  before, after = (row[f"us_{who}"] or math.nan for row in pair)
+  return after / before
+
+
+def mean_change(every: list[Pair], who: str) -> str:
+  return f"{who} {geometric_mean(filter(math.isfinite, (change(pair, who) for pair in every))):.3f}"
+
+
+def is_worse(pair: Pair, beyond: float) -> bool:
+  return not change(pair) <= beyond
 
 
 def means(every: list[Pair]) -> list[str]:
@@ -47,22 +55,20 @@ def means(every: list[Pair]) -> list[str]:
     row = pair[1]
     groups.setdefault((row["family"], SHORT[row["dtype"]], row["direction"]), []).append(pair)
   return [
-    f"{family:<14} {dtype:<5} {direction:<7} ours {geometric_mean(filter(None, (change(p, 'ours') for p in own))):.3f} "
-    f"lax {geometric_mean(filter(None, (change(p, 'lax') for p in own))):.3f} of {len(own)} cases"
+    f"{family:<14} {dtype:<5} {direction:<7} {mean_change(own, 'ours')} {mean_change(own, 'lax')} of {len(own)} cases"
     for (family, dtype, direction), own in groups.items()
   ]
 
 
 def differences(every: list[Pair], beyond: float) -> list[str]:
+  changed = [pair for pair in every if is_worse(pair, beyond) or change(pair) < 1 / beyond]
   lines = []
-  for pair in sorted(every, key=lambda pair: -(change(pair, "ours") or 1)):
-    ours, lax, row = change(pair, "ours"), change(pair, "lax"), pair[1]
-    if ours and not 1 / beyond <= ours <= beyond:
-      name = f"{row['family']}.{row['case']} {SHORT[row['dtype']]} {row['direction']}"
-      lines.append(
-        f"{name:<56} {pair[0]['us_ours']:9.2f} -> {row['us_ours']:9.2f} us ({ours:.2f}), "
-        f"lax's {f'{lax:.2f}' if lax else '-'}, floor {row['us_floor']:.2f} us"
-      )
+  for before, row in sorted(changed, key=lambda pair: -change(pair) if pair[1]["us_ours"] else -math.inf):
+    name = f"{row['family']}.{row['case']} {SHORT[row['dtype']]} {row['direction']}"
+    lines.append(
+      f"{name:<56} {microseconds(before['us_ours'])} -> {microseconds(row['us_ours'])} us "
+      f"({change((before, row)):.2f}), lax's {change((before, row), 'lax'):.2f}, floor {microseconds(row['us_floor'])}"
+    )
   return lines
 
 
@@ -85,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("no case of these runs is recorded", file=sys.stderr)
     return 2
   print(*means(every), "", *differences(every, args.beyond), sep="\n")
-  return int(any((change(pair, "ours") or 1) > args.beyond for pair in every))
+  return int(any(is_worse(pair, args.beyond) for pair in every))
 
 
 if __name__ == "__main__":

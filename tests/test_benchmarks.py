@@ -245,10 +245,13 @@ def test_compare(tmp_path, capsys):
   against = ["--recorded", str(before), str(model)]
   assert compare.main([str(after), *against]) == 1
   lines = capsys.readouterr().out.splitlines()
-  assert lines[0].split()[2:] == ["fwd", "ours", "0.995", "lax", "1.049", "of", "2", "cases"]
-  assert lines[1] == "" and len(lines) == 4
-  assert "conv.a f32 fwd" in lines[2] and "20.00 ->     22.00 us (1.10), lax's 1.10, floor" in lines[2]
-  assert "conv.b f32 fwd" in lines[3] and "(0.90)" in lines[3]
+  assert lines[0].split()[2:] == ["fwd", "ours", "0.995", "lax", "1.049", "of", "3", "cases"]
+  assert lines[1] == "" and len(lines) == 5
+  assert lines[2].startswith("conv.c f32 fwd") and "10.0 -> fails us (nan)" in lines[2]
+  assert lines[3].startswith("conv.a f32 fwd") and "20.0 -> 22.0 us (1.10), lax's 1.10, floor 10.0" in lines[3]
+  assert lines[4].startswith("conv.b f32 fwd") and "(0.90)" in lines[4]
+  assert compare.main([str(after), *against, "--beyond", "1.2"]) == 1  # one fails
+  after.write_text(json.dumps({**RECORD, "rows": rows[:-1]}))
   assert compare.main([str(after), *against, "--beyond", "1.2"]) == 0
   other = tmp_path / "other.json"
   other.write_text(json.dumps({**RECORD, "device": "Another GPU"}))
