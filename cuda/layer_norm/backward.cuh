@@ -41,7 +41,7 @@ __device__ void StoreSums(const A (&sums)[V][L], A edge, A* out, const Place& p,
 #pragma unroll 1
   for (int c = threadIdx.x; c < n; c += blockDim.x) {
     A sum = 0;
-#pragma unroll 2
+#pragma unroll 8
     for (int g = 0; g < groups; ++g) sum += scratch[g * n + c];
     out[c] = sum;
   }

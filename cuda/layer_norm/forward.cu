@@ -156,7 +156,7 @@ cudaError_t RunAligned(const Forward& f, const Shape& shape, const Options& opti
   constexpr int kKeep = 4;
   // Blocks of a multiprocessor: what the compiler makes of f16 takes more registers.
   constexpr int kBlocks = std::is_same_v<T, __half> ? 2 : 3;
-  // Kernels for many kinds of rows: f16, and vectors of 8 bytes, do with the plainest.
+  // Kernels for many kinds of rows: f16, and several vectors of 8 bytes, do with the plainest.
   constexpr bool kMany = !std::is_same_v<T, __half> && L == kVecLength<T>;
   const int64_t n = shape.n / L;
   if constexpr (kMany) {
@@ -188,10 +188,10 @@ cudaError_t RunAligned(const Forward& f, const Shape& shape, const Options& opti
     // Several rows at once halve what is read of the parameters.
     const bool is_short = n > 8 && n <= 32 * kKeep;
     const Spread spread = is_short ? SpreadShortRows(n, kKeep, 256) : SpreadRows(n, kKeep, 256, 256, 1);
-    if constexpr (kMany) {
+    if constexpr (!std::is_same_v<T, __half>)
       if (spread.steps == 1) return Launch<T, L, 1, 2, false, 256, kBlocks>(f, shape, options, spread, stream);
+    if constexpr (kMany)
       if (spread.steps < kKeep) return Launch<T, L, 3, 2, false, 256, kBlocks>(f, shape, options, spread, stream);
-    }
     return Launch<T, L, kKeep, 2, false, 256, kBlocks>(f, shape, options, spread, stream);
   }
   // Rather more warps than more vectors for each thread.

@@ -132,18 +132,20 @@ __global__ void __launch_bounds__(kSlabThreads, kForwardBlocks<V>)
     CommitAsync();
   };
 
-  A scale[V], bias[V];
+  A scale[V] = {}, bias[V] = {};
   const int64_t parameters = int64_t{share.problem} * n;
-  lane.Load(scale, [&](int c) {
-    return f.scale == nullptr ? A(1) : static_cast<const A*>(f.scale)[parameters + c] + constants.offset;
-  });
-  lane.Load(bias, [&](int c) { return f.bias == nullptr ? A(0) : static_cast<const A*>(f.bias)[parameters + c]; });
 
   share.first -= share.step;
 #pragma unroll 1
   for (int stage = -1, next = 0; share.first < share.end; share.first += share.step, stage = next, next ^= 1) {
     fetch(share.first + share.step, next);
-    if (stage < 0) continue;  // The first time round there is nothing else yet.
+    if (stage < 0) {  // The first time round there is nothing else yet, and the parameters come while the slab does.
+      lane.Load(scale, [&](int c) {
+        return f.scale == nullptr ? A(1) : static_cast<const A*>(f.scale)[parameters + c] + constants.offset;
+      });
+      lane.Load(bias, [&](int c) { return f.bias == nullptr ? A(0) : static_cast<const A*>(f.bias)[parameters + c]; });
+      continue;
+    }
     WaitAsync<1>();
     __syncthreads();
     const int rows = share.Rows(slabs, share.first);
@@ -220,17 +222,19 @@ __global__ void __launch_bounds__(kSlabThreads, kBackwardBlocks<V>)
     CommitAsync();
   };
 
-  A scale[V], dscale[V] = {}, dbias[V] = {};
-  lane.Load(scale, [&](int c) {
-    const int64_t at = int64_t{share.problem} * n + c;
-    return b.scale == nullptr ? A(1) : static_cast<const A*>(b.scale)[at] + constants.offset;
-  });
+  A scale[V] = {}, dscale[V] = {}, dbias[V] = {};
 
   share.first -= share.step;
 #pragma unroll 1
   for (int stage = -1, next = 0; share.first < share.end; share.first += share.step, stage = next, next ^= 1) {
     fetch(share.first + share.step, next);
-    if (stage < 0) continue;  // The first time round there is nothing else yet.
+    if (stage < 0) {  // The first time round there is nothing else yet, and the scale comes while the slab does.
+      lane.Load(scale, [&](int c) {
+        const int64_t at = int64_t{share.problem} * n + c;
+        return b.scale == nullptr ? A(1) : static_cast<const A*>(b.scale)[at] + constants.offset;
+      });
+      continue;
+    }
     WaitAsync<1>();
     __syncthreads();
     const int rows = share.Rows(slabs, share.first);
@@ -286,7 +290,7 @@ __global__ void __launch_bounds__(kSlabThreads, kBackwardBlocks<V>)
 #pragma unroll 1
     for (int c = threadIdx.x; c < n; c += kSlabThreads) {
       A sum = 0;
-#pragma unroll 2
+#pragma unroll 8
       for (int each = 0; each < groups; ++each) sum += scratch[each * n + c];
       out[int64_t{blockIdx.x} * n + c] = sum;
     }
