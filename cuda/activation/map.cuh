@@ -39,8 +39,8 @@ __global__ __launch_bounds__(kMapThreads) void MapKernel(Op op, int64_t vectors,
 template <class Op>
 cudaError_t Map(Op op, int64_t vectors, int64_t tail_begin, int64_t tail_end, cudaStream_t stream) {
   if (!kHasVectors<Op>) vectors = tail_begin = 0;
-  const int64_t blocks =
-      std::max(CeilDiv(vectors, kMapThreads), CeilDiv(tail_end - tail_begin, kMapThreads * kTailPerThread));
+  const int64_t tail = CeilDiv(tail_end - tail_begin, kMapThreads * (kHasVectors<Op> ? kTailPerThread : 1));
+  const int64_t blocks = std::max(CeilDiv(vectors, kMapThreads), tail);
   return LaunchKernel(MapKernel<Op>, blocks, kMapThreads, stream, op, vectors, tail_begin, tail_end);
 }
 

@@ -177,6 +177,7 @@ __device__ inline void PrefetchMaps(const WgmmaParams& p) {
 // the last image and tap there are zeros. A tile's last steps bring the residual, where that comes through the ring.
 template <class T, class F>
 __device__ void Produce(const WgmmaParams& p, Ring<T> ring, bool of_filter, int filter_bytes, const F& load_filter) {
+  asm volatile("" : "+r"(ring.data));  // or its place is asked for anew for each step
   for (int number = 0, tile; (tile = TileOf(p, number)) < p.tiles; ++number) {
     const WgmmaPlace place = PlaceOf<T>(p, tile);
     const WgmmaPhase& f = p.phase[place.phase];
@@ -321,8 +322,9 @@ __device__ void StoreShare(const WgmmaParams& p, const Ring<T>& ring, const Wgmm
     if (pixel < 0 || column >= p.columns) return;
     const int64_t to = int64_t{pixel} * p.columns + column;
     if (kForward && !p.plain) {
-      AddEither<In>(v, p.epilogue.bias, column, is_wide);
-      AddEither<In>(v, p.epilogue.residual, to, is_wide);
+      const EitherVec<In, 4> bias(p.epilogue.bias, column, is_wide), residual(p.epilogue.residual, to, is_wide);
+      bias.AddTo(v, is_wide);
+      residual.AddTo(v, is_wide);
       if (!ActivateSimply(v, p.epilogue.activation)) {
         const Vec<float, 4> activated = Activated<In>({v[0], v[1], v[2], v[3]}, p.epilogue.activation, is_wide);
 #pragma unroll

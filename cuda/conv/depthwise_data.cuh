@@ -97,8 +97,12 @@ struct DataBlock {
     unit = p.phases.Div(rest, &which) * p.slabs.units;
 #pragma unroll 1
     for (int d = kRank - 1; d >= 0; --d) {
+      if (p.phases.divisor == 1) {
+        at[d] = p.whole[d];
+        continue;
+      }
       const int phases = p.at[d].phases;
-      at[d] = p.phases.divisor == 1 ? p.whole[d] : p.at[d].At(which % phases);
+      at[d] = p.at[d].At(which % phases);
       which /= phases;
     }
   }
@@ -218,22 +222,26 @@ __device__ const char* FirstTap(const DataParams& p, const PhaseLine (&phase)[kR
 // Loads a pair of channels of the taps of a plane of the window, which begins at `from`. kRagged: those that there are.
 template <class T, bool kRagged, int kLines, int kColumns>
 __device__ __forceinline__ void LoadTaps(const DataParams& p, const PhaseLine (&phase)[kRank], const char* from,
-                                         int second, bool plane, float2 (&w)[kLines][kColumns]) {
+                                         int second, bool plane, Pair<T> (&taps)[kLines][kColumns]) {
   const int64_t line = phase[1].tap_step * p.filter_tap[1], column = phase[2].tap_step * p.filter_tap[2];
 #pragma unroll
   for (int r = 0; r < kLines; ++r, from += line) {
     const char* at = from;
-    Pair<T> taps[kColumns];
 #pragma unroll
     for (int s = 0; s < kColumns; ++s, at += column) {
       Keep(at);
-      taps[s] = ZeroPair<T>();
-      if (!kRagged || (plane && r < phase[1].taps && s < phase[2].taps)) taps[s] = LoadPair<T, true>(at, second);
+      taps[r][s] = ZeroPair<T>();
+      if (!kRagged || (plane && r < phase[1].taps && s < phase[2].taps)) taps[r][s] = LoadPair<T, true>(at, second);
     }
-    WidenStrip<T>(taps, p.is_half, w[r]);
-#pragma unroll
-    for (float2& each : w[r]) Keep(each);
   }
+}
+
+// All of a window's taps as floats, once all are on their way.
+template <class T, int kCount>
+__device__ __forceinline__ void WidenTaps(const DataParams& p, const Pair<T> (&taps)[kCount], float2 (&w)[kCount]) {
+  WidenStrip<T>(taps, p.is_half, w);
+#pragma unroll
+  for (float2& each : w) Keep(each);
 }
 
 // A result with its bias, term by term, of a convolution without stride or phases in its lines and columns. Padding

@@ -87,24 +87,23 @@ __global__ void __launch_bounds__(kDepthwiseThreads, kBlocks)
     };
 
     const int begin = segment * p.segment, end = min(begin + p.segment, lines + kHeld - 1);
-    float2 held[kHeld][kStrip] = {};
-    Pair<T> next_x[kWidth] = {}, next_y[kStrip] = {};
-    there = false;
-    // The first steps fill `held`, and the last of them loads the first line of x.
-    constexpr int kFirst = kHeld > 1 ? kHeld : 0;
-    if (kFirst == 0) {
-      load_y(begin, next_y);
-      load_x(begin, next_x);
-    }
+    float2 held[kHeld][kStrip];
+    Pair<T> next_x[kWidth], next_y[kStrip], before[kHeld][kStrip];
+    // All loads before the first use.
+#pragma unroll
+    for (int h = 0; h < kHeld - 1; ++h) load_y(begin - 1 - h, before[h]);
+    load_y(begin, next_y);
+    load_x(kStride * begin, next_x);
+#pragma unroll
+    for (int h = 0; h < kHeld - 1; ++h) WidenStrip<T>(before[h], p.is_half, held[h]);
 #pragma unroll 1
-    for (int step = begin - kFirst; step < end; ++step) {
+    for (int step = begin; step < end; ++step) {
 #pragma unroll
       for (int j = 0; j < kStrip; ++j)
 #pragma unroll
         for (int h = kHeld - 1; h > 0; --h) held[h][j] = held[h - 1][j];
       WidenStrip<T>(next_y, p.is_half, held[0]);
       load_y(step + 1, next_y);
-      if (kFirst > 0 && step < begin - 1) continue;
 #pragma unroll
       for (int a = 0; a < kStride; ++a) {
         float2 wide[kWidth];
@@ -113,7 +112,7 @@ __global__ void __launch_bounds__(kDepthwiseThreads, kBlocks)
         for (float2& each : wide) Keep(each);
         const bool any = there;
         load_x(kStride * step + a + 1, next_x);
-        if (!any || (a > 0 && step < begin)) continue;
+        if (!any) continue;
 #pragma unroll
         for (int h = 0; h < kHeld; ++h) {
           const int r = a + kStride * h;

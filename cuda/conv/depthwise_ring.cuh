@@ -109,9 +109,6 @@ __global__ void __launch_bounds__(kDepthwiseThreads, R::kBlocks)
   const int line0 = segment * p.segment, lines = min(p.segment, down.count - line0);
   if (lines <= 0) return;
 
-  float2 w[kLines][kColumns];
-  LoadTaps<T, false>(p, p.whole, FirstTap<T>(p, p.whole, filter, problem, channel), 1, true, w);
-
   // Steps are lines of results, and begin with those that are other segments'. Lines of the operand that are zeros
   // add nothing: the first steps that have only such are left out, and the last have no products.
   const int in_line = down.start + kStride * line0, steps = lines + kSums - 1;
@@ -144,6 +141,15 @@ __global__ void __launch_bounds__(kDepthwiseThreads, R::kBlocks)
   };
 #pragma unroll 1
   for (int i = 0; i < kStages - 1; ++i) copy_line(i * kStage);
+
+  // After the copies, which are on their way meanwhile.
+  float2 w[kLines][kColumns];
+  {
+    Pair<T> taps[kLines][kColumns];
+    LoadTaps<T, false>(p, p.whole, FirstTap<T>(p, p.whole, filter, problem, channel), 1, true, taps);
+    WidenTaps<T>(p, reinterpret_cast<const Pair<T>(&)[kLines * kColumns]>(taps),
+                 reinterpret_cast<float2(&)[kLines * kColumns]>(w));
+  }
 
   const float2 bias = kSummed ? float2{} : BiasOf<T>(p, problem * p.channels + channel, true);
   float2 sums[kSums][kStrip];

@@ -37,10 +37,13 @@ __global__ void __launch_bounds__(kDepthwiseThreads, kBlocks)
   {
     const char* from = FirstTap<T>(p, block.at, filter, problem, channels.filter);
     if (empty) from = filter;
+    constexpr int kAll = kPlanes * kLines * kColumns;
+    Pair<T> taps[kPlanes][kLines][kColumns];
 #pragma unroll
     for (int d = 0; d < kPlanes; ++d)
       LoadTaps<T, kRagged>(p, block.at, from + d * block.at[0].tap_step * p.filter_tap[0], channels.filter_second,
-                           d < block.at[0].taps, w[d]);
+                           d < block.at[0].taps, taps[d]);
+    WidenTaps<T>(p, reinterpret_cast<const Pair<T>(&)[kAll]>(taps), reinterpret_cast<float2(&)[kAll]>(w));
   }
 
   const int first_column = block.at[2].origin + p.at[2].pitch * kStride * column0;

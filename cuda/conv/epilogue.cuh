@@ -32,6 +32,48 @@ __device__ __forceinline__ void AddEither(float (&v)[kN], const void* array, int
     Add<In>(v, array, offset);
 }
 
+// The elements themselves, as they lie in memory: what is added only when all are on their way keeps no load waiting.
+template <class In, int kN>
+class EitherVec {
+ public:
+  EitherVec() = default;
+  // Zeros where there is no array.
+  __device__ EitherVec(const void* array, int64_t offset, bool wide) {
+    if (array != nullptr) Load(array, offset, wide);
+  }
+  __device__ void Load(const void* array, int64_t offset, bool wide) {
+    if (sizeof(In) == 4 || wide)
+      Get(static_cast<const float*>(array) + offset);
+    else
+      Get(static_cast<const In*>(array) + offset);
+  }
+  __device__ void AddTo(float (&v)[kN], bool wide) const {
+    if (sizeof(In) == 4 || wide)
+      Add<float>(v);
+    else
+      Add<In>(v);
+  }
+
+ private:
+  template <class T>
+  __device__ void Get(const T* from) {
+    const auto more = *reinterpret_cast<const Vec<uint32_t, kN * sizeof(T) / 4>*>(from);
+#pragma unroll
+    for (int i = 0; i < kN * int(sizeof(T)) / 4; ++i) words_[i] = more.v[i];
+  }
+  template <class T>
+  __device__ void Add(float (&v)[kN]) const {
+    Vec<uint32_t, kN * sizeof(T) / 4> words;
+#pragma unroll
+    for (int i = 0; i < kN * int(sizeof(T)) / 4; ++i) words.v[i] = words_[i];
+    const auto more = BitCast<Vec<T, kN>>(words);
+#pragma unroll
+    for (int i = 0; i < kN; ++i) v[i] += static_cast<float>(more.v[i]);
+  }
+
+  uint32_t words_[kN] = {};
+};
+
 // x times the logistic function of linear x + cubic x^3, or that function by itself: silu, the tanh form of gelu, and
 // sigmoid.
 template <class Out>

@@ -76,44 +76,44 @@ __device__ void FillTable(const StripParams& q, int steps, uint2* table) {
   }
 }
 
-// The filter's words, each of one feature, in the order of the fragments. Neighbouring threads have neighbouring
-// features.
+// The filter's words, each of one feature, in the order of the fragments. A thread keeps its feature, and neighbouring
+// threads have neighbouring ones.
 template <class T, class In>
 __device__ void FillFilter(const StripParams& q, const FewParams& r, const In* filter, int first_feature,
                            uint32_t* to) {
-  constexpr int kPerWord = 4 / sizeof(In);
-  const int steps = r.layout.steps, words = steps * Strips::kStepWords;
-  const int apart = max(r.mirrored_channels, 1);  // from feature to feature
-#pragma unroll 2
-  for (int i = threadIdx.x; i < q.strips.classes * words * T::kFeatures; i += T::kThreads) {
-    const int feature = i % T::kFeatures, step = i / T::kFeatures / Strips::kStepWords;
-    const int in_step = i / T::kFeatures % Strips::kStepWords, of_class = step >= steps;
-    const StripWord word = StripWord::Make<In>(q, of_class, (step - of_class * steps) * Strips::kStepWords + in_step);
+  constexpr int kPerWord = 4 / sizeof(In), kApart = T::kThreads / T::kFeatures;
+  static_assert(T::kThreads % T::kFeatures == 0);
+  const int steps = r.layout.steps, words = steps * Strips::kStepWords, all = q.window_lines * q.window_run;
+  const bool mirrored = r.mirrored_channels > 0;
+  const int channels = max(r.mirrored_channels, 1);  // between features
+  const int feature = threadIdx.x % T::kFeatures, column = first_feature + feature;
+  filter += int64_t{column} * channels;
+  // Feature 32 o + 4 kRun p + kRun t + 2 j + e is column 2 t + e of the octet's unit j + kRun / 2 p.
+  constexpr int kPart = 4 * kRun<In>;
+  const int in_part = feature % kPart, unit = feature % 32 / kPart * (kRun<In> / 2) + in_part % kRun<In> / 2;
+  const int lane = (in_part / kRun<In> * 2 + feature % 2) * 4;
+  to += ((feature / 32 * 2 + unit / 2) * 32 + lane) * 4 + unit % 2 * 2;
+#pragma unroll 4
+  for (int i = threadIdx.x / T::kFeatures; i < q.strips.classes * words; i += kApart) {
+    const int step = i / Strips::kStepWords, in_step = i % Strips::kStepWords, of_class = step >= steps;
+    const StripWord word = StripWord::Make<In>(q, of_class, i - of_class * words);
     In value[kPerWord];
 #pragma unroll
     for (int e = 0; e < kPerWord; ++e) {
       const int element = word.element + e;
-      const bool valid = word.line < q.window_lines && element >= 0 && element < q.window_run;
-      int64_t row = int64_t{word.line} * q.window_run + element;
-      if (r.mirrored_channels > 0) {
+      const bool valid = word.line < q.window_lines && element >= 0 && element < q.window_run && column < q.features;
+      int row = word.line * q.window_run + element, channel = 0;
+      if (mirrored) {
         // Taps and channels both in reverse order, and then the channels back in theirs.
-        const int channel = element % apart;
-        row = int64_t{q.window_lines} * q.window_run - 1 - row;
-        row = (row - (apart - 1 - channel)) * q.features + channel;
-      } else {
-        row *= q.features;
+        channel = element % channels;
+        row = all - channels - row + channel;
       }
-      const int column = first_feature + feature;
-      value[e] = valid && column < q.features ? __ldg(filter + row + int64_t{column} * apart) : In(0.f);
+      value[e] = valid ? __ldg(filter + int64_t{row} * q.features + channel) : In(0.f);
     }
     uint32_t bits[4] = {};
     memcpy(bits, value, 4);
     if constexpr (sizeof(In) == 4) RoundToTf32(bits);
-    // Feature 32 o + 4 kRun p + kRun t + 2 j + e is column 2 t + e of the octet's unit j + kRun / 2 p.
-    constexpr int kPart = 4 * kRun<In>;
-    const int in_part = feature % kPart, unit = feature % 32 / kPart * (kRun<In> / 2) + in_part % kRun<In> / 2;
-    const int column = in_part / kRun<In> * 2 + feature % 2, lane = column * 4 + in_step % 4;
-    to[((step * T::kOctets * 2 + feature / 32 * 2 + unit / 2) * 32 + lane) * 4 + unit % 2 * 2 + in_step / 4] = bits[0];
+    to[(step * T::kOctets * 2 * 32 + in_step % 4) * 4 + in_step / 4] = bits[0];
   }
 }
 

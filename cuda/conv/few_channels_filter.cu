@@ -57,12 +57,17 @@ __device__ __forceinline__ void Multiply(uint32_t strips, const int* places,
   constexpr bool kPairs = sizeof(In) == 2;
   constexpr int kCount = kPairs ? 4 : 2;
   const int t = threadIdx.x % 4;
+  const auto pixel = [&](int i) { return kPairs ? 2 * t + i % 2 + i / 2 * 8 : t + 4 * i; };
   uint32_t place[kCount], mask[kCount];
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    const int pixel = kPairs ? 2 * t + i % 2 + i / 2 * 8 : t + 4 * i;
-    place[i] = strips + places[pixel];
-    mask[i] = all || exists(pixel) ? 0xFFFFFFFFu : 0;
+    place[i] = strips + places[pixel(i)];
+    mask[i] = 0xFFFFFFFFu;
+  }
+  if (!all) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i)
+      if (!exists(pixel(i))) mask[i] = 0;
   }
   const auto word = [&](int i, int offset) { return LoadWord(place[i] + offset) & mask[i]; };
   uint32_t a[T::kUnits][4];

@@ -146,7 +146,7 @@ class FilterPosition {
 
  private:
   const int images_;
-  const PixelWalk& walk_;
+  const PixelWalk walk_;  // a copy: parameters would be loaded anew for each step
 };
 
 // One thread loads x, another y: the first asks for a box for every unit. Of one tap that meets all pixels boxes are as
@@ -154,6 +154,8 @@ class FilterPosition {
 template <class T>
 __device__ void ProduceX(const FilterWgmmaParams& p, Ring<T> ring) {
   hopper::PrefetchMap(&p.x[0]);
+  int dimensions = p.x_in_boxes ? 0 : p.dimensions;
+  asm volatile("" : "+r"(dimensions));  // or it is loaded anew for each step
   for (Pieces piece(p.spans); piece.Next();) {
     const FilterUnits<T> units(p, piece.tile);
     const CUtensorMap* const map = &p.x[piece.set];
@@ -164,12 +166,12 @@ __device__ void ProduceX(const FilterWgmmaParams& p, Ring<T> ring) {
     for (int step = 0; step < piece.steps; ++step, pixel += T::kDepth) {
       const uint32_t loaded = p.patched ? ring.Between(ring.stage) : ring.Full();
       BeginStage(ring, T::kBytesA, loaded);
-      if (p.x_in_boxes) {
+      if (dimensions == 0) {
 #pragma unroll
         for (int u = 0; u < units.kCount; ++u)
           hopper::LoadBox(ring.Data() + u * kUnitBytes<T>, map, loaded, units.channel[u], pixel, problem);
       } else {
-        hopper::VisitDimensions(p.dimensions, [&](auto d) {
+        hopper::VisitDimensions(dimensions, [&](auto d) {
 #pragma unroll
           for (int u = 0; u < units.kCount; ++u)
             hopper::LoadPixels<decltype(d)::value>(ring.Data() + u * kUnitBytes<T>, map, loaded, units.channel[u],

@@ -10,7 +10,7 @@ namespace jaxdnn::conv {
 
 // Row by row, with a pitch that spreads the 8 rows of a store over the banks.
 template <class T>
-constexpr int kPitch = T::kColumns + 4;
+constexpr int kPitch = T::kColumns + 8;
 
 template <class T>
 __device__ float* StageSums(unsigned char* ring, const typename T::Sums& sums) {
@@ -35,7 +35,8 @@ __device__ float* StageSums(unsigned char* ring, const typename T::Sums& sums) {
   return staged;
 }
 
-// Calls f(row, sums) for kN neighbours in each row that a thread has, always of the same columns.
+// Calls f(row, sums) for kN neighbours in each row that a thread has, always of the same columns; f says whether it
+// changed them.
 template <class T, int kN, int kUnroll, class F>
 __device__ __forceinline__ void ForStaged(float* staged, const F& f) {
   constexpr int kRuns = T::kColumns / kN, kRowsApart = T::kThreads / kRuns;
@@ -43,8 +44,12 @@ __device__ __forceinline__ void ForStaged(float* staged, const F& f) {
   int row = threadIdx.x / kRuns;
   staged += row * kPitch<T> + threadIdx.x % kRuns * kN;
 #pragma unroll kUnroll
-  for (int i = 0; i < T::kRows / kRowsApart; ++i, row += kRowsApart, staged += kRowsApart * kPitch<T>)
-    f(row, *reinterpret_cast<Vec<float, kN>*>(staged));
+  for (int i = 0; i < T::kRows / kRowsApart; ++i, row += kRowsApart, staged += kRowsApart * kPitch<T>) {
+    auto& place = *reinterpret_cast<Vec<float, kN>*>(staged);
+    // As a whole: element by element it would be so many accesses, of which each four meet in a bank.
+    Vec<float, kN> sums = place;
+    if (f(row, sums)) place = sums;
+  }
 }
 
 // The epilogue. address(column)(row) says where a sum goes, in elements of the result, or is -1; `whole_runs`, whether
@@ -65,6 +70,7 @@ __device__ void FinishStaged(float* staged, DType type, const Epilogue& epilogue
       if (sizeof(In) == 1) v = __fmul_rn(v, factors.scale);
       if (epilogue.bias != nullptr) v += factors.bias;
       sum.v[0] = v;
+      return true;
     });
     __syncthreads();
   }
@@ -72,9 +78,13 @@ __device__ void FinishStaged(float* staged, DType type, const Epilogue& epilogue
     const auto add = [&](auto count) {
       constexpr int kN = decltype(count)::value;
       const auto at = address(threadIdx.x * kN % T::kColumns);
-      ForStaged<T, kN, 2>(staged, [&](int row, Vec<float, kN>& sums) {
-        const int64_t from = at(row);
-        if (from >= 0) AddTyped<In>(type, sums.v, epilogue.residual, from);
+      WithFloats<In>(type, epilogue.residual, [&](auto* typed) {
+        ForStaged<T, kN, 2>(staged, [&](int row, Vec<float, kN>& sums) {
+          const int64_t from = at(row);
+          if (from < 0) return false;
+          Add<std::remove_const_t<std::remove_pointer_t<decltype(typed)>>>(sums.v, typed, from);
+          return true;
+        });
       });
     };
     if (whole_runs) {
@@ -85,7 +95,14 @@ __device__ void FinishStaged(float* staged, DType type, const Epilogue& epilogue
     __syncthreads();
   }
   if (epilogue.activation.kind == activation::Kind::kIdentity) return;
-  ForStaged<T, 2, 1>(staged, [&](int, Vec<float, 2>& pair) { Activate<float>(pair.v, epilogue.activation); });
+  if (IsClamp(epilogue.activation)) {
+    ForStaged<T, 4, 4>(staged, [&](int, Vec<float, 4>& sums) { return ActivateSimply(sums.v, epilogue.activation); });
+  } else {
+    ForStaged<T, 4, 1>(staged, [&](int, Vec<float, 4>& sums) {
+      Activate<float>(sums.v, epilogue.activation);
+      return true;
+    });
+  }
   __syncthreads();
 }
 
@@ -96,12 +113,12 @@ __device__ void StoreStaged(float* staged, DType type, void* out, const Address&
   const auto store = [&](auto count) {
     constexpr int kN = decltype(count)::value;
     const auto at = address(threadIdx.x * kN % T::kColumns);
-    ForStaged<T, kN, kN == 4 ? 4 : 2>(staged, [&](int row, const Vec<float, kN>& sums) {
-      const int64_t to = at(row);
-      if (to < 0) return;
-      WithFloats<In>(type, out, [&](auto* typed) {
-        using Out = std::remove_pointer_t<decltype(typed)>;
-        *reinterpret_cast<Vec<Out, kN>*>(typed + to) = Round<Out>(sums.v);
+    WithFloats<In>(type, out, [&](auto* typed) {
+      using Out = std::remove_pointer_t<decltype(typed)>;
+      ForStaged<T, kN, 4>(staged, [&](int row, const Vec<float, kN>& sums) {
+        const int64_t to = at(row);
+        if (to >= 0) *reinterpret_cast<Vec<Out, kN>*>(typed + to) = Round<Out>(sums.v);
+        return false;
       });
     });
   };

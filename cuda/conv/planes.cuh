@@ -142,26 +142,29 @@ __device__ __forceinline__ void FinishPlane(const PlanesParams& q, const PlanesP
                                             const int64_t (&rows)[2][2], int64_t plane,
                                             PlaneResults<kFeatures> (&results)[2]) {
   const int column = threadIdx.x % 4 * 2;
-  const auto add = [&](float (&v)[2], const void* array, int64_t offset) {
-    if (q.wide)
-      Add<float>(v, array, offset);
-    else
-      Add<In>(v, array, offset);
-  };
+  const auto add = [&](auto type) {
+    using Out = typename decltype(type)::type;
 #pragma unroll
-  for (int j = 0; j < kFeatures / 8; ++j) {
-    if (place.feature + column + 8 * j >= q.features) continue;
-    float bias[2] = {};
-    add(bias, q.epilogue.bias, place.FirstBias(q) + column + 8 * j);
+    for (int j = 0; j < kFeatures / 8; ++j) {
+      float bias[2] = {};
+      if (place.feature + column + 8 * j < q.features)
+        Add<Out>(bias, q.epilogue.bias, place.FirstBias(q) + column + 8 * j);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      float (&pair)[2] = reinterpret_cast<float (&)[2]>(results[i / 2][4 * j + i % 2 * 2]);
-      pair[0] += bias[0];
-      pair[1] += bias[1];
-      if (const int64_t row = rows[i / 2][i % 2]; row >= 0)
-        add(pair, q.epilogue.residual, plane + row + column + 8 * j);
+      for (int i = 0; i < 8; ++i) results[i / 4][4 * j + i % 4] += bias[i % 2];
     }
-  }
+    if (q.epilogue.residual == nullptr) return;
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+#pragma unroll
+      for (int j = 0; j < kFeatures / 8; ++j)
+        if (rows[i / 2][i % 2] >= 0 && place.feature + column + 8 * j < q.features)
+          Add<Out>(reinterpret_cast<float (&)[2]>(results[i / 2][4 * j + i % 2 * 2]), q.epilogue.residual,
+                   plane + rows[i / 2][i % 2] + column + 8 * j);
+  };
+  if (q.wide)
+    add(TypeTag<float>());
+  else
+    add(TypeTag<In>());
   ActivateEither<In, 4>(reinterpret_cast<float (&)[kFeatures]>(results), q.epilogue.activation, q.wide);
 }
 

@@ -31,17 +31,19 @@ __device__ __forceinline__ void FinishSums(const UnalignedParams& q, const Store
       if (const int mine = k / 4 * 8 + at.Column() + k % 2; mine < width)
         add(reinterpret_cast<float (&)[1]>(sums[k]), column + mine, at.pixels[k / 2 % 2]);
   };
-  const auto add = [&](float (&sum)[1], const void* array, int64_t offset) {
-    if (q.wide)
-      Add<float>(sum, array, offset);
-    else
-      Add<In>(sum, array, offset);
+  const auto add = [&](auto type) {
+    using Out = typename decltype(type)::type;
+    if (q.epilogue.bias != nullptr)
+      visit([&](float (&sum)[1], int feature, int) { Add<Out>(sum, q.epilogue.bias, feature); });
+    if (q.epilogue.residual != nullptr)
+      visit([&](float (&sum)[1], int feature, int pixel) {
+        if (pixel >= 0) Add<Out>(sum, q.epilogue.residual, int64_t{pixel} * q.features + feature);
+      });
   };
-  if (q.epilogue.bias != nullptr) visit([&](float (&sum)[1], int feature, int) { add(sum, q.epilogue.bias, feature); });
-  if (q.epilogue.residual != nullptr)
-    visit([&](float (&sum)[1], int feature, int pixel) {
-      if (pixel >= 0) add(sum, q.epilogue.residual, int64_t{pixel} * q.features + feature);
-    });
+  if (sizeof(In) == 2 && q.wide)
+    add(TypeTag<float>());
+  else
+    add(TypeTag<In>());
   ActivateEither<In, 4>(sums, q.epilogue.activation, q.wide);
 }
 

@@ -180,7 +180,7 @@ __device__ void ShiftPieces(const StreamParams& q, const StreamShared& shared, c
   const int thread = threadIdx.x - kMultipliers, mine = thread % kUnit, own = thread / kUnit * chunks;
   const bool aligned = q.row_bytes % 16 == 0;
   // Neighbours read such chunks that they meet in no bank.
-  const int turned = q.row_bytes % 32 == 0 ? mine : 0;
+  const int turned = q.row_bytes % 32 == 0 ? mine % (2 * chunks) : 0;
   hopper::RingPlace from, to;
   for (int piece = 0; piece < share.pieces; ++piece) {
     hopper::WaitBarrier(shared.PieceFull(from.stage), from.parity);
@@ -195,7 +195,7 @@ __device__ void ShiftPieces(const StreamParams& q, const StreamShared& shared, c
 #pragma unroll 2
     for (int i = 0; i < chunks; ++i) {
       int chunk = own + i + turned;
-      if (aligned && chunk >= 2 * chunks) chunk %= 2 * chunks;
+      if (chunk >= 2 * chunks) chunk -= 2 * chunks;
       const int begin = chunk * 16, bytes = q.row_bytes - begin;
       uint32_t v[4] = {};
       if (is_here && aligned && bytes > 0)

@@ -102,13 +102,16 @@ __device__ void FinishSums(const WgmmaParams& p, Ring<T>& ring, int warpgroup, i
 #pragma unroll 1
     for (int part = 0; part < Own::kBlocks * 2 * kAcross; ++part) {
       const int which = part / kAcross, pixel = pixels[which / 2 * 64 + which % 2 * 8 + 16 * warp + lane / 4];
-      float more[4][2] = {};
+      EitherVec<In, 2> loaded[4];  // all are on their way before the first is looked at
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const int column = place.Column<Own>(part % kAcross * 32 + 8 * j) + lane % 4 * 2;
         if (pixel >= 0 && column < p.columns)
-          AddEither<In>(more[j], p.epilogue.residual, int64_t{pixel} * p.columns + column, wide);
+          loaded[j].Load(p.epilogue.residual, int64_t{pixel} * p.columns + column, wide);
       }
+      float more[4][2] = {};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) loaded[j].AddTo(more[j], wide);
       WithConstant<Own::kBlocks * 2 * kAcross>(part, [&](auto constant) {
         constexpr int i = decltype(constant)::value;
 #pragma unroll

@@ -22,14 +22,16 @@ struct Rows {
   __device__ bool Has(int row) const { return first <= row && row < end; }
 };
 
-// Calls f with `which`, one of kCount numbers, as a type: for registers, which have no index.
-template <int kCount, class F>
+// Calls f with `which`, one of kCount numbers from kFirst on, as a type: for registers, which have no index.
+template <int kCount, int kFirst = 0, class F>
 __device__ __forceinline__ void WithConstant(int which, const F& f) {
-  if (kCount == 1 || which == kCount - 1) {
-    f(std::integral_constant<int, kCount - 1>());
+  if constexpr (kCount == 1) {
+    f(std::integral_constant<int, kFirst>());
     asm volatile("");  // or the compiler makes one of all cases, which takes from memory what was in registers
-  } else if constexpr (kCount > 1) {
-    WithConstant<kCount - 1>(which, f);
+  } else if (constexpr int kHalf = kCount / 2; which < kFirst + kHalf) {
+    WithConstant<kHalf, kFirst>(which, f);
+  } else {
+    WithConstant<kCount - kHalf, kFirst + kHalf>(which, f);
   }
 }
 

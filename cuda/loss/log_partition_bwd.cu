@@ -75,7 +75,7 @@ __device__ Accumulator<T> OfScores(const TypedTargets<T>& t, const Row<T>& row, 
 }
 
 template <class T, int L, int W>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3)
     RowsKernel(Spread spread, const __grid_constant__ TypedTargets<T> t, Arrays<T> arrays, const T* x, T* dx) {
   using A = Accumulator<T>;
   // Columns of vectors have no scores. With them, there are two arrays to load.
@@ -90,26 +90,28 @@ __global__ void __launch_bounds__(kThreads, 2)
       t.mask.data == nullptr ? nullptr : t.mask.data + t.mask.Row(p.outer) + p.across * W * t.mask.along_inner;
   const bool scores = kScores && (t.q != nullptr || t.smooth);
   for (int start = p.part; start < p.count; start += kLoads * p.parts) {
-    Vec<T, L> v[kLoads], q[kScores ? kLoads : 1];
+    using Words = typename Place<L, W>::template Words<T>;
+    Words v[kLoads], q[kScores ? kLoads : 1];
 #pragma unroll
     for (int b = 0; b < kLoads; ++b) {
       const int at = start + b * p.parts;
       if (at >= p.count) continue;
-      v[b] = p.Load(x, at, static_cast<T>(0.0f));
-      if constexpr (kScores) q[b] = t.q != nullptr ? p.Load(t.q, at, static_cast<T>(0.0f)) : Vec<T, L>();
+      v[b] = p.LoadWords(x, at, static_cast<T>(0.0f));
+      if constexpr (kScores) q[b] = t.q != nullptr ? p.LoadWords(t.q, at, static_cast<T>(0.0f)) : Words();
     }
 #pragma unroll
     for (int b = 0; b < kLoads; ++b) {
       const int at = start + b * p.parts;
       if (at >= p.count) break;
       const auto part = p.PartOf(at);
+      const auto of_x = BitCast<Vec<T, L>>(v[b]), of_q = BitCast<Vec<T, L>>(q[kScores ? b : 0]);
       Vec<T, L> out;
 #pragma unroll
       for (int i = 0; i < L; ++i) {
         const Row<T>& row = rows[i % W];
-        A sum = row.Gradient(static_cast<A>(v[b].v[i]));
+        A sum = row.Gradient(static_cast<A>(of_x.v[i]));
         if constexpr (kScores)
-          if (scores && part.Has(i)) sum += OfScores(t, row, q[b].v[i], p.Along(at) + i);
+          if (scores && part.Has(i)) sum += OfScores(t, row, of_q.v[i], p.Along(at) + i);
         if (row.label - p.Along(at) == (W == 1 ? i : 0)) sum += row.label_g;
         out.v[i] = static_cast<T>(sum);
         if (keep != nullptr && part.Has(i) && !p.IsKept(keep, t.mask, at, i)) out.v[i] = static_cast<T>(0.0f);

@@ -27,24 +27,24 @@ __global__ void __launch_bounds__(kThreads, kScores ? 2 : 3)
   __shared__ A scratch[W * kThreads];
   const Place<L, W> p(spread);
   const T lowest = static_cast<T>(-INFINITY), zero = static_cast<T>(0.0f);
+  Vec<T, L> nothing;
+#pragma unroll
+  for (T& each : nothing.v) each = lowest;
   const bool* keep = t.mask.data == nullptr || p.count == 0
                          ? nullptr
                          : t.mask.data + t.mask.Row(p.outer) + p.across * W * t.mask.along_inner;
   RowState state;
   for (int start = p.part; start < p.count; start += kLoads * p.parts) {
-    Vec<T, L> v[kLoads], q[kScores ? kLoads : 1];
+    using Words = typename Place<L, W>::template Words<T>;
+    Words of_x[kLoads], of_q[kScores ? kLoads : 1];
     A weights[kScores ? kLoads : 1][kScores ? L : 1];
 #pragma unroll
     for (int b = 0; b < kLoads; ++b) {
       const int at = start + b * p.parts;
       const bool exists = at < p.count;
-#pragma unroll
-      for (T& each : v[b].v) each = lowest;
-      if (exists) v[b] = p.Load(x, at, lowest);
+      of_x[b] = exists ? p.LoadWords(x, at, lowest) : BitCast<Words>(nothing);
       if constexpr (kScores) {
-#pragma unroll
-        for (T& each : q[b].v) each = zero;
-        if (exists && t.q != nullptr) q[b] = p.Load(t.q, at, zero);
+        of_q[b] = exists && t.q != nullptr ? p.LoadWords(t.q, at, zero) : Words();
 #pragma unroll
         for (A& each : weights[b]) each = A(0);
         if (exists && t.smooth) {
@@ -53,6 +53,12 @@ __global__ void __launch_bounds__(kThreads, kScores ? 2 : 3)
           for (int i = 0; i < L; ++i) weights[b][i] = part.Has(i) ? t.Weight(p.Along(at) + i) : A(0);
         }
       }
+    }
+    Vec<T, L> v[kLoads], q[kScores ? kLoads : 1];
+#pragma unroll
+    for (int b = 0; b < kLoads; ++b) {
+      v[b] = BitCast<Vec<T, L>>(of_x[b]);
+      if constexpr (kScores) q[b] = BitCast<Vec<T, L>>(of_q[b]);
     }
     if (keep != nullptr) {
 #pragma unroll
@@ -159,8 +165,7 @@ struct Access {
   static constexpr bool kScores = kWithScores;
 };
 
-// What is rare takes fewer ways: doubles go element by element, and so do columns with scores; and what goes so, goes
-// as if there were scores.
+// What is rare takes fewer ways: doubles go element by element, as if there were scores, and so do columns with scores.
 template <class T, bool kScores, class F>
 auto VisitAccess(const softmax::Shape& shape, bool aligned, F&& f) {
   if constexpr (sizeof(T) < 8) {
@@ -169,7 +174,7 @@ auto VisitAccess(const softmax::Shape& shape, bool aligned, F&& f) {
     if constexpr (!kScores)
       if (aligned && shape.inner % 4 == 0) return f(Access<4, 4, false>());
   }
-  return f(Access<1, 1, true>());
+  return f(Access<1, 1, kScores || sizeof(T) == 8>());
 }
 
 template <class T, class C>

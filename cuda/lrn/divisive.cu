@@ -137,10 +137,11 @@ __global__ void __launch_bounds__(kDirectThreads, 2)
   }
 }
 
-// The same problem with the windows' only dimension as the second one, along which a thread's outputs are neighbours.
+// Whether windows extend along the last dimension alone.
+inline bool IsLone(const Problem& p) { return p.before[0] + p.after[0] + p.before[1] + p.after[1] == 0; }
+
+// The same problem with that dimension as the second one, along which a thread's outputs are neighbours.
 inline Problem WithLoneDimensionSecond(Problem p) {
-  const auto spans = [&](int d) { return p.before[d] + p.after[d] > 0; };
-  if (spans(0) || spans(1)) return p;
   p.outer *= p.extent[0] * p.extent[1];
   p.extent[0] = 1;
   p.extent[1] = p.extent[2], p.before[1] = p.before[2], p.after[1] = p.after[2];
@@ -150,16 +151,24 @@ inline Problem WithLoneDimensionSecond(Problem p) {
 
 template <Pass kPass, class T>
 cudaError_t LaunchGeneral(const Problem& problem, const Operands<T>& in, cudaStream_t stream) {
-  const Problem p = WithLoneDimensionSecond(problem);
   return VisitDirectWidth<T>(
-      p,
+      problem,
       [&](auto width) {
-        constexpr int C = sizeof(T) == 8 ? 1 : width() == 1 ? 8 : 4;
-        Problem tiles = p;
-        tiles.extent[1] = static_cast<int>(CeilDiv(p.extent[1], C));
-        const Walk walk(tiles, width);
-        return LaunchKernel(DivisiveKernel<kPass, width(), C, T>, CeilDiv(walk.total, kDirectThreads), kDirectThreads,
-                            stream, p, walk, Response<T>(p), in);
+        const auto launch = [&](const Problem& p, auto outputs) {
+          constexpr int C = decltype(outputs)::value;
+          Problem tiles = p;
+          tiles.extent[1] = static_cast<int>(CeilDiv(p.extent[1], C));
+          const Walk walk(tiles, width);
+          return LaunchKernel(DivisiveKernel<kPass, width(), C, T>, CeilDiv(walk.total, kDirectThreads), kDirectThreads,
+                              stream, p, walk, Response<T>(p), in);
+        };
+        // Of channels that fill no line of memory, neighbours along a dimension belong to neighbouring threads.
+        if constexpr (width() == 1)
+          if (IsLone(problem) && problem.inner * sizeof(T) < 128)
+            return launch(problem, std::integral_constant<int, 1>());
+        constexpr int kOutputs = sizeof(T) == 8 ? 1 : width() == 1 ? 8 : 4;
+        return launch(IsLone(problem) ? WithLoneDimensionSecond(problem) : problem,
+                      std::integral_constant<int, kOutputs>());
       },
       in.t, in.tm, in.x, in.m, in.out, in.dm, in.scratch);
 }

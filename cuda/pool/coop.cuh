@@ -17,6 +17,7 @@ struct Coop {
   Walk walk;  // over [batch, outputs, vectors / lanes], a block each
   int lanes, vectors, splits;
   int cells, share;  // of a window, and of these a block's
+  bool whole;        // whether a window is all there is, so that its cells are neighbours
   FastDiv by_cell, by_column;
 };
 
@@ -51,7 +52,18 @@ __global__ void __launch_bounds__(kThreads, kCoopBlocks)
     const int end = min((split + 1) * coop.share, coop.cells);
     // Loads of several cells are in flight together, as registers allow; instead of one outside the input, the first.
     constexpr int kInFlight = sizeof(State) > 16 ? 4 : 8;
-    for (int t = split * coop.share + group; t < end; t += kInFlight * groups) {
+    int t = split * coop.share + group;
+    if (Task::kWhole && coop.whole) {
+      for (; t < end; t += kInFlight * groups) {
+        typename Task::Loaded v[kInFlight];
+#pragma unroll
+        for (int u = 0; u < kInFlight; ++u) v[u] = task.Get(begin + int64_t{min(t + u * groups, end - 1)} * g.channels);
+#pragma unroll
+        for (int u = 0; u < kInFlight; ++u)
+          if (t + u * groups < end) state.Take(task.Prepare(v[u]), t + u * groups);
+      }
+    }
+    for (; t < end; t += kInFlight * groups) {
       typename Task::Loaded v[kInFlight];
       bool inside[kInFlight];
 #pragma unroll
@@ -133,6 +145,7 @@ cudaError_t LaunchCoop(const Task& task, Workspace workspace, cudaStream_t strea
   }
   coop.cells = static_cast<int>(cells), coop.share = static_cast<int>(CeilDiv(cells, coop.splits));
   coop.by_cell = FastDiv(g.window[2]), coop.by_column = FastDiv(g.window[1]);
+  coop.whole = WindowIsWhole(g);
   State* partial = static_cast<State*>(workspace.data);
   const cudaError_t e =
       LaunchKernel(CoopKernel<Task, State>, blocks * coop.splits, kThreads, stream, task, coop, partial);

@@ -68,7 +68,19 @@ struct Norm {
   A power;
 
   __device__ Loaded Identity() const { return Splat<T, N>(0.0f); }
-  __device__ Loaded Get(const T* p) const { return LoadWords<N>(p); }
+  __device__ Loaded Get(const T* p) const {
+    Loaded words = LoadWords<N>(p);
+    if constexpr (!kSquares) {  // else the compiler moves loads behind the calls of Raised, one after the other
+#pragma unroll
+      for (auto& word : words.v) {
+        if constexpr (sizeof(word) == 4)
+          asm volatile("" : "+r"(word));
+        else
+          asm volatile("" : "+h"(word));
+      }
+    }
+    return words;
+  }
   __device__ Vec<A, N> Prepare(const Loaded& words) const {
     const auto v = BitCast<Vec<T, N>>(words);
     Vec<A, N> powers;

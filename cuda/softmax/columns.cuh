@@ -144,7 +144,9 @@ struct HeldColumn {
   Stats own[W];
 
   // Of a tile, the rows of the block `share`.
-  __device__ HeldColumn(const HeldColumns& c, const T* in0, const T* in1, T* to, unsigned index, int share) : c(c) {
+  __device__ HeldColumn(const HeldColumns& c, const T* in0, const T* in1, T* to, unsigned index, int share,
+                        int inputs = kInputs)
+      : c(c) {
     const int place = threadIdx.x * W, taken = blockDim.x * W;  // elements that the block takes at a time
     const int row = static_cast<unsigned>(place) / c.columns, column = place - row * c.columns;
     const unsigned tiles = static_cast<unsigned>(c.tiles), outer = index / tiles, tile = index - outer * tiles;
@@ -160,7 +162,7 @@ struct HeldColumn {
 #pragma unroll
       for (int k = 0; k < kInputs; ++k) {
         x[s][k] = Filled<Op, T, W>(k);
-        if (s < count) x[s][k] = *reinterpret_cast<const P*>((k == 0 ? in0 : in1) + s * step);
+        if (s < count && k < inputs) x[s][k] = *reinterpret_cast<const P*>((k == 0 ? in0 : in1) + s * step);
       }
   }
 

@@ -148,8 +148,9 @@ struct HeldRow {
   A edge[kInputs][1];
 
   // Of the row of n elements at `start` the vectors first, first + step, ...; and its edges, if `lane` is one of a
-  // warp.
-  __device__ HeldRow(const T* in0, const T* in1, T* to, int64_t start, int n, int first, int step, int lane)
+  // warp. What lies in no more than the first `inputs` arrays is loaded.
+  __device__ HeldRow(const T* in0, const T* in1, T* to, int64_t start, int n, int first, int step, int lane,
+                     int inputs = kInputs)
       : first(first), step(step) {
     const int head = static_cast<int>(-start & (L - 1));
     vectors = (n - head) / L;
@@ -162,14 +163,14 @@ struct HeldRow {
       for (int k = 0; k < kInputs; ++k) {
         x[s][k] = Filled<Op, T, L>(k);
         const int at = first + s * step;
-        if (at < vectors) x[s][k] = reinterpret_cast<const P*>(k == 0 ? in0 : in1)[at];
+        if (at < vectors && k < inputs) x[s][k] = reinterpret_cast<const P*>(k == 0 ? in0 : in1)[at];
       }
     // Nothing is done with these before all loads are under way.
     T loaded[kInputs];
 #pragma unroll
     for (int k = 0; k < kInputs; ++k) {
       loaded[k] = static_cast<T>(Op::Fill(k));
-      if (edge_at != kNone) loaded[k] = (k == 0 ? in0 : in1)[edge_at];
+      if (edge_at != kNone && k < inputs) loaded[k] = (k == 0 ? in0 : in1)[edge_at];
     }
 #pragma unroll
     for (int k = 0; k < kInputs; ++k) this->edge[k][0] = static_cast<A>(loaded[k]);

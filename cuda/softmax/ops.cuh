@@ -75,6 +75,7 @@ struct ForwardOp {
   A without_entries;
 
   bool IsTuned() const { return sizeof(T) < 8; }
+  __device__ int Reduced() const { return kInputs; }  // arrays that the reduction needs
   template <class F>
   __device__ void Reducing(F&& f) const {
     f(*this);
@@ -192,6 +193,7 @@ struct BackwardOp {
   Map map;
 
   bool IsTuned() const { return sizeof(T) < 8 && map != Map::kLogSoftmaxJvp; }
+  __device__ int Reduced() const { return map == Map::kLogSoftmaxVjp ? 1 : kInputs; }
   template <class F>
   __device__ void Reducing(F&& f) const {
     Writing(f);

@@ -162,7 +162,7 @@ constexpr int kMaxPackedLine = 32 * kMaxPackedSteps;
 
 // Rows, with a mask or without, or columns, `inner` of them side by side, in runs like these; element by element.
 template <class Op, class T>
-__global__ void __launch_bounds__(kRowThreads)
+__global__ void __launch_bounds__(kRowThreads, 4)
     PackedLinesKernel(Rows r, FastDiv inner, Op op, const __grid_constant__ Mask mask, const T* in0, const T* in1,
                       T* out) {
   using A = typename Op::A;

@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(kShareThreads, 4)
   __shared__ Exchange<Op> exchange;
   const unsigned block = ShareBlock<kApply>(), index = block / shares, share = block - index * shares;
   HeldRow<Op, T, V> row(in0, in1, out, int64_t{index} * n, n, share * V * kShareThreads + threadIdx.x, kShareThreads,
-                        share * kShareThreads + threadIdx.x);
+                        share * kShareThreads + threadIdx.x, kApply ? Op::kInputs : op.Reduced());
   if constexpr (kApply) {
     const Stats* slots = workspace + int64_t{index} * shares + threadIdx.x;
     const int count = (shares - static_cast<int>(threadIdx.x) + kShareThreads - 1) / kShareThreads;
@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(kColumnThreads, 4)
   extern __shared__ __align__(16) unsigned char shared[];
   Stats* const slots = reinterpret_cast<Stats*>(shared);
   const unsigned block = ShareBlock<kApply>(), index = block / c.cluster, share = block - index * c.cluster;
-  HeldColumn<Op, T, V> column(c, in0, in1, out, index, share);
+  HeldColumn<Op, T, V> column(c, in0, in1, out, index, share, kApply ? Op::kInputs : op.Reduced());
   if constexpr (!kApply) column.Local(op, slots);
   const int64_t inner = c.shape.inner, outer = index / c.tiles, first = (index - outer * c.tiles) * c.columns;
   Stats* const saved =

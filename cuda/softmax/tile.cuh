@@ -12,6 +12,7 @@
 
 #include "cuda/common/async_copy.cuh"
 #include "cuda/common/cluster.cuh"
+#include "cuda/common/convert.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/softmax/ops.cuh"
 
@@ -77,18 +78,35 @@ __global__ void __launch_bounds__(kMaxTileThreads)
   V* held = reinterpret_cast<V*>(shared) + column;
   const int size = t.share << stride;
   const auto element = [&](int input, int at) -> V& { return held[input * size + (at << stride)]; };
-#pragma unroll kUnroll
-  for (int at = part; at < count; at += parts) {
-#pragma unroll
-    for (int j = 0; j < kInputs; ++j) {
-      const T* in = (j == 0 ? in0 : in1) + base + at * step;
-      if constexpr (sizeof(V) < 4) {  // too little for an asynchronous copy
-        element(j, at).v[0] = in[0];
-      } else if (is_whole(at)) {
-        CopyAsync(&element(j, at), reinterpret_cast<const V*>(in));
-      } else {
+  if constexpr (sizeof(V) < 4) {
+    // Too little for an asynchronous copy: several loads, then as many stores.
+    constexpr int kBatch = 8 / kInputs;
 #pragma unroll 1
-        for (int i = 0; i < L; ++i) element(j, at).v[i] = is_inside(at, i) ? in[i] : static_cast<T>(Op::Fill(j));
+    for (int start = part; start < count; start += kBatch * parts) {
+      T loaded[kBatch][kInputs];
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b)
+#pragma unroll
+        for (int j = 0; j < kInputs; ++j)
+          if (start + b * parts < count) loaded[b][j] = (j == 0 ? in0 : in1)[base + (start + b * parts) * step];
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b)
+#pragma unroll
+        for (int j = 0; j < kInputs; ++j)
+          if (start + b * parts < count) element(j, start + b * parts).v[0] = loaded[b][j];
+    }
+  } else {
+#pragma unroll kUnroll
+    for (int at = part; at < count; at += parts) {
+#pragma unroll
+      for (int j = 0; j < kInputs; ++j) {
+        const T* in = (j == 0 ? in0 : in1) + base + at * step;
+        if (is_whole(at)) {
+          CopyAsync(&element(j, at), reinterpret_cast<const V*>(in));
+        } else {
+#pragma unroll 1
+          for (int i = 0; i < L; ++i) element(j, at).v[i] = is_inside(at, i) ? in[i] : static_cast<T>(Op::Fill(j));
+        }
       }
     }
   }
@@ -194,7 +212,10 @@ __global__ void __launch_bounds__(kMaxTileThreads)
     for (int i = 0; i < L; ++i) result.v[i] = static_cast<T>(bits >> i & 1 ? Op::Result(final, v, i) : final.absent);
     T* to = out + base + at * step;
     if (is_whole(at)) {
-      *reinterpret_cast<V*>(to) = result;
+      if constexpr (L > 1)
+        StoreUnsplit<T, L>(to, BitCast<Packed<T, L>>(result));
+      else
+        *to = result.v[0];
     } else {
 #pragma unroll
       for (int i = 0; i < L; ++i)
