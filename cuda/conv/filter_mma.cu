@@ -182,8 +182,13 @@ struct LoadCotangent {
   }
 };
 
+// Of floats that are not dense there is room for three small blocks, if the compiler is told.
+template <class T, bool kDense>
+constexpr int kFilterBlocks =
+    !kDense && sizeof(typename T::In) == 4 && T::kProducts == 1 && T::kThreads == 128 ? 3 : T::kBlocks;
+
 template <class T, int kVec, bool kDense, class In>
-__global__ void __launch_bounds__(T::kThreads, T::kBlocks)
+__global__ void __launch_bounds__(T::kThreads, (kFilterBlocks<T, kDense>))
     FilterMmaKernel(const __grid_constant__ FilterParams p, const In* x, const In* y, int y_run, bool whole_runs,
                     DType type, void* out) {
   extern __shared__ __align__(128) unsigned char ring[];
