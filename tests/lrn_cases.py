@@ -85,7 +85,7 @@ DIVISIVE = [
   LrnCase((2, 7, 6, 5), 5, "divisive"),
   LrnCase((2, 3, 7, 6), 4, "divisive", {"axis": 1}),
   LrnCase((2, 3, 5, 4, 6), 3, "divisive", {"axis": 1}),
-  LrnCase((2, 9, 5), 3, "divisive"),
+  *(LrnCase((2, 9, c), 3, "divisive") for c in (5, 65)),  # channels that fill no line of memory, and more
   LrnCase((2, 2, 9), 5, "divisive", {"axis": 1, "padding": "SAME_LOWER"}),
   LrnCase((2, 6, 5, 4), (3, 1), "divisive"),
   LrnCase((2, 8, 9, 6), 7, "divisive"),
