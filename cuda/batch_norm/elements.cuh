@@ -194,7 +194,8 @@ __global__ void __launch_bounds__(kThreads, kSumBlocks.any)
     const Op op(t, m, arguments);
     const auto take = [&](const Span& span, const auto& v) {
       A out[V] = {};
-      if (Kept<M>(t, span)) op(out, v, sums, span.lo, span.hi);
+      // A part of a vector of columns is the array's end: the rest are zeros, which no sum sees.
+      if (Kept<M>(t, span)) op(out, v, sums, M::kRuns ? span.lo : 0, M::kRuns ? span.hi : V);
       if (arrays.out) Store<M>(arrays.out, span, Rounded<M>(op, out));
     };
     // A branch for each vector leaves no gain in having several at once.

@@ -40,14 +40,17 @@ struct SumsOp {
       p[i] = channels(i, static_cast<A>(in[1].v[i]));
       if constexpr (kSource) p[i] = PreActivation(source, p[i], static_cast<A>(in[2].v[i]));
     }
-    group.Slope(out, p);
+    const auto add = [&] {
 #pragma unroll
-    for (int i = 0; i < M::V; ++i)
-      if (i >= lo && i < hi) {
-        const A term = before ? static_cast<A>(in[0].v[i]) : out[i];
-        sums[i % M::W].first += term;
-        sums[i % M::W].second += term * channels.Centered(i, static_cast<A>(in[1].v[i]));
-      }
+      for (int i = 0; i < M::V; ++i)
+        if (i >= lo && i < hi) {
+          sums[i % M::W].first += out[i];
+          sums[i % M::W].second += out[i] * channels.Centered(i, static_cast<A>(in[1].v[i]));
+        }
+    };
+    if (before) add();
+    group.Slope(out, p);
+    if (!before) add();
   }
 };
 

@@ -102,6 +102,8 @@ struct Columns {
     steps = part && column < t.columns ? t.steps : 0;
     if (steps > 0 && first + (steps - 1) * step >= end) --steps;
     full = V == 1 ? 0 : steps > 0 && first + (steps - 1) * step + V > end ? steps - 1 : steps;
+    // Held, and not computed anew for each vector.
+    asm volatile("" : "+l"(first), "+l"(step));
   }
 
   __device__ Span At(const Tiling& t, int i) const {
@@ -262,13 +264,13 @@ class Stream {
     if (k < m_.steps) {
       const int i = Index(k);
       const Span span = m_.At(t_, i);
+      if (M::V == 1 || i < m_.full) {
 #pragma unroll
-      for (int j = 0; j < K; ++j) {
-        Vector& to = ring_[k % kStages][j][threadIdx.x];
-        if (M::V == 1 || i < m_.full)
-          CopyAsync(&to, reinterpret_cast<const Vector*>(in_[j] + span.offset));
-        else
-          to = Load<M>(t_, in_[j], span);
+        for (int j = 0; j < K; ++j)
+          CopyAsync(&ring_[k % kStages][j][threadIdx.x], reinterpret_cast<const Vector*>(in_[j] + span.offset));
+      } else {
+#pragma unroll
+        for (int j = 0; j < K; ++j) ring_[k % kStages][j][threadIdx.x] = Load<M>(t_, in_[j], span);
       }
     }
     CommitAsync();

@@ -20,6 +20,26 @@ __device__ To BitCast(const From& from) {
   return to;
 }
 
+// N elements as they are loaded. Values that meet after a branch, or are used only when others have come, stay whole
+// words that way, where the compiler would take 16-bit elements and bytes apart into a register each, and wait for
+// that.
+template <class T, int N>
+using Words =
+    Vec<std::conditional_t<sizeof(T) * N % 4 == 0, unsigned, std::conditional_t<sizeof(T) * N == 2, uint16_t, uint8_t>>,
+        sizeof(T) * N % 4 == 0 ? sizeof(T) * N / 4 : 1>;
+
+// So that the compiler does not move their load behind a branch or a call that uses them.
+template <class V>
+__device__ __forceinline__ void KeepLoaded(V& words) {
+#pragma unroll
+  for (auto& word : words.v) {
+    if constexpr (sizeof(word) == 4)
+      asm volatile("" : "+r"(word));
+    else
+      asm volatile("" : "+h"(word));
+  }
+}
+
 // Elements in a 16-byte access, the widest that every supported architecture has.
 template <class T>
 constexpr int kVecLength = 16 / sizeof(T);

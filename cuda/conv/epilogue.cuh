@@ -182,14 +182,23 @@ __host__ __device__ inline bool IsClamp(const activation::Activation& activation
   return activation.kind == activation::Kind::kRelu || activation.kind == activation::Kind::kClippedRelu;
 }
 
+// One that does.
+struct Clamp {
+  float most;
+
+  __device__ explicit Clamp(const activation::Activation& activation)
+      : most(activation.kind == activation::Kind::kRelu ? INFINITY : float(activation.parameter)) {}
+  __device__ float operator()(float x) const { return activation::MinOrNan(activation::MaxOrNan(x, 0.f), most); }
+};
+
 // The activations of most networks, which take little code for any number of elements; whether it is one.
 template <int kN>
 __device__ __forceinline__ bool ActivateSimply(float (&v)[kN], const activation::Activation& activation) {
   if (activation.kind == activation::Kind::kIdentity) return true;
   if (!IsClamp(activation)) return false;
-  const float most = activation.kind == activation::Kind::kRelu ? INFINITY : float(activation.parameter);
+  const Clamp clamp(activation);
 #pragma unroll
-  for (float& each : v) each = activation::MinOrNan(activation::MaxOrNan(each, 0.f), most);
+  for (float& each : v) each = clamp(each);
   return true;
 }
 

@@ -52,6 +52,36 @@ __device__ __forceinline__ void ForStaged(float* staged, const F& f) {
   }
 }
 
+// Adds an array's elements, of each row those from at(row) on, several rows' on their way together.
+template <class T, int kN, class Out, class At>
+__device__ __forceinline__ void AddStaged(float* staged, const Out* array, const At& at) {
+  constexpr int kRuns = T::kColumns / kN, kRowsApart = T::kThreads / kRuns, kAtOnce = 4;
+  static_assert(T::kRows / kRowsApart % kAtOnce == 0);
+  int row = threadIdx.x / kRuns;
+  staged += row * kPitch<T> + threadIdx.x % kRuns * kN;
+#pragma unroll 1
+  for (int i = 0; i < T::kRows / kRowsApart; i += kAtOnce) {
+    Words<Out, kN> words[kAtOnce];
+#pragma unroll
+    for (int b = 0; b < kAtOnce; ++b) {
+      const int64_t from = at(row + b * kRowsApart);
+      words[b] = {};
+      if (from >= 0) words[b] = *reinterpret_cast<const Words<Out, kN>*>(array + from);
+    }
+#pragma unroll
+    for (int b = 0; b < kAtOnce; ++b) {
+      auto& place = *reinterpret_cast<Vec<float, kN>*>(staged + b * kRowsApart * kPitch<T>);
+      Vec<float, kN> sums = place;
+      const auto more = BitCast<Vec<Out, kN>>(words[b]);
+#pragma unroll
+      for (int k = 0; k < kN; ++k) sums.v[k] += static_cast<float>(more.v[k]);
+      place = sums;
+    }
+    row += kAtOnce * kRowsApart;
+    staged += kAtOnce * kRowsApart * kPitch<T>;
+  }
+}
+
 // The epilogue. address(column)(row) says where a sum goes, in elements of the result, or is -1; `whole_runs`, whether
 // four columns and their addresses always follow each other; and bias(column) where a column's bias is. Of the tile's
 // columns the first `columns` exist.
@@ -78,14 +108,7 @@ __device__ void FinishStaged(float* staged, DType type, const Epilogue& epilogue
     const auto add = [&](auto count) {
       constexpr int kN = decltype(count)::value;
       const auto at = address(threadIdx.x * kN % T::kColumns);
-      WithFloats<In>(type, epilogue.residual, [&](auto* typed) {
-        ForStaged<T, kN, 2>(staged, [&](int row, Vec<float, kN>& sums) {
-          const int64_t from = at(row);
-          if (from < 0) return false;
-          Add<std::remove_const_t<std::remove_pointer_t<decltype(typed)>>>(sums.v, typed, from);
-          return true;
-        });
-      });
+      WithFloats<In>(type, epilogue.residual, [&](auto* typed) { AddStaged<T, kN>(staged, typed, at); });
     };
     if (whole_runs) {
       add(std::integral_constant<int, 4>());
@@ -96,7 +119,12 @@ __device__ void FinishStaged(float* staged, DType type, const Epilogue& epilogue
   }
   if (epilogue.activation.kind == activation::Kind::kIdentity) return;
   if (IsClamp(epilogue.activation)) {
-    ForStaged<T, 4, 4>(staged, [&](int, Vec<float, 4>& sums) { return ActivateSimply(sums.v, epilogue.activation); });
+    const Clamp clamp(epilogue.activation);
+    ForStaged<T, 4, 4>(staged, [&](int, Vec<float, 4>& sums) {
+#pragma unroll
+      for (float& each : sums.v) each = clamp(each);
+      return true;
+    });
   } else {
     ForStaged<T, 4, 1>(staged, [&](int, Vec<float, 4>& sums) {
       Activate<float>(sums.v, epilogue.activation);

@@ -212,6 +212,7 @@ __global__ void __launch_bounds__(kRingThreads, 1)
           const int at = kColumns ? first_mine : first_mine + thread % 32;
           // Of the slab, the elements that the warp's vectors have.
           const int row = (static_cast<int>(share.begin) + i * chunk + first_mine) * V, row_end = row + 32 * V;
+          if (!kColumns && row >= warp.end) take_channel(t.plane.Div(row));
           A in[V], x[V];
           widen(from + at, in);
           widen(from + chunk + at, x);
@@ -219,10 +220,9 @@ __global__ void __launch_bounds__(kRingThreads, 1)
             add(in, x);
             continue;
           }
-          // They end one channel or more, or begin one.
+          // They end one channel or more.
           const int element = row + thread % 32 * V, plane = t.plane.divisor;
-          for (int channel = t.plane.Div(row);; ++channel) {
-            if (channel - lead != warp.channel) take_channel(channel);
+          for (;;) {
             const Wanted<V> of_channel = {warp.end - plane - element, warp.end - element};
             A dy[V], xs[V];
 #pragma unroll
@@ -232,6 +232,7 @@ __global__ void __launch_bounds__(kRingThreads, 1)
             }
             add(dy, xs);
             if (warp.end >= min(row_end, static_cast<int>(t.slab) * V)) break;
+            take_channel(warp.channel + lead + 1);
           }
         }
         if (i < share.streamed) Release(&barriers, turn.place);
@@ -296,7 +297,7 @@ __global__ void __launch_bounds__(kRingThreads, 1)
   for (int64_t unit = first; unit < t.team.units; unit += step, ++round) {
     const RingUnit u(t, unit);
     const int buffer = round & 1;
-    Pullback map[kColumns ? V : 1], next;
+    Pullback map[kColumns ? V : 1];
     if constexpr (kColumns) {
 #pragma unroll
       for (int j = 0; j < V; ++j) map[j] = map_of(u, across * V + j);
@@ -317,20 +318,22 @@ __global__ void __launch_bounds__(kRingThreads, 1)
       for (int k = 0; k < D; ++k) {
         if (!visits || k * side + mine >= n) continue;
         int left = V;  // elements of the vector that are of its first channel
+        const Pullback* following = nullptr;
         if constexpr (!kColumns) {
           int at;
           const int channel = t.plane.Div((static_cast<int>(share.begin) + which * chunk + k * side + mine) * V, &at);
           map[0] = maps[channel];
-          left = t.plane.divisor - at;
-          if (left < V) next = maps[channel + 1];
+          left = t.plane.divisor - at, following = maps + channel + 1;
         }
         A in[V], x[V];
         widen(from + k * side, in);
         widen(from + chunk + k * side, x);
-        if (kColumns || left >= V)
+        if (kColumns || left >= V) {
           MapVector(Map::kPullback, f, in, x, [&](int j) -> auto& { return map[kColumns ? j : 0]; });
-        else
+        } else {
+          const Pullback next = *following;
           MapVector(Map::kPullback, f, in, x, [&](int j) { return j < left ? map[0] : next; });
+        }
         Write<T, V>(out + int64_t{which * D + k} * stride, in);
       }
       Release(&barriers, turn.place);

@@ -132,20 +132,17 @@ __global__ void __launch_bounds__(kSlabThreads, kForwardBlocks<V>)
     CommitAsync();
   };
 
-  A scale[V] = {}, bias[V] = {};
+  fetch(share.first, 0);
+  A scale[V], bias[V];  // They come while the first slab does.
   const int64_t parameters = int64_t{share.problem} * n;
+  lane.Load(scale, [&](int c) {
+    return f.scale == nullptr ? A(1) : static_cast<const A*>(f.scale)[parameters + c] + constants.offset;
+  });
+  lane.Load(bias, [&](int c) { return f.bias == nullptr ? A(0) : static_cast<const A*>(f.bias)[parameters + c]; });
 
-  share.first -= share.step;
 #pragma unroll 1
-  for (int stage = -1, next = 0; share.first < share.end; share.first += share.step, stage = next, next ^= 1) {
-    fetch(share.first + share.step, next);
-    if (stage < 0) {  // The first time round there is nothing else yet, and the parameters come while the slab does.
-      lane.Load(scale, [&](int c) {
-        return f.scale == nullptr ? A(1) : static_cast<const A*>(f.scale)[parameters + c] + constants.offset;
-      });
-      lane.Load(bias, [&](int c) { return f.bias == nullptr ? A(0) : static_cast<const A*>(f.bias)[parameters + c]; });
-      continue;
-    }
+  for (int stage = 0; share.first < share.end; share.first += share.step, stage ^= 1) {
+    fetch(share.first + share.step, stage ^ 1);
     WaitAsync<1>();
     __syncthreads();
     const int rows = share.Rows(slabs, share.first);
@@ -222,19 +219,16 @@ __global__ void __launch_bounds__(kSlabThreads, kBackwardBlocks<V>)
     CommitAsync();
   };
 
-  A scale[V] = {}, dscale[V] = {}, dbias[V] = {};
+  fetch(share.first, 0);
+  A scale[V], dscale[V] = {}, dbias[V] = {};  // The scale comes while the first slab does.
+  lane.Load(scale, [&](int c) {
+    const int64_t at = int64_t{share.problem} * n + c;
+    return b.scale == nullptr ? A(1) : static_cast<const A*>(b.scale)[at] + constants.offset;
+  });
 
-  share.first -= share.step;
 #pragma unroll 1
-  for (int stage = -1, next = 0; share.first < share.end; share.first += share.step, stage = next, next ^= 1) {
-    fetch(share.first + share.step, next);
-    if (stage < 0) {  // The first time round there is nothing else yet, and the scale comes while the slab does.
-      lane.Load(scale, [&](int c) {
-        const int64_t at = int64_t{share.problem} * n + c;
-        return b.scale == nullptr ? A(1) : static_cast<const A*>(b.scale)[at] + constants.offset;
-      });
-      continue;
-    }
+  for (int stage = 0; share.first < share.end; share.first += share.step, stage ^= 1) {
+    fetch(share.first + share.step, stage ^ 1);
     WaitAsync<1>();
     __syncthreads();
     const int rows = share.Rows(slabs, share.first);

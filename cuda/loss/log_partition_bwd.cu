@@ -90,14 +90,13 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3)
       t.mask.data == nullptr ? nullptr : t.mask.data + t.mask.Row(p.outer) + p.across * W * t.mask.along_inner;
   const bool scores = kScores && (t.q != nullptr || t.smooth);
   for (int start = p.part; start < p.count; start += kLoads * p.parts) {
-    using Words = typename Place<L, W>::template Words<T>;
-    Words v[kLoads], q[kScores ? kLoads : 1];
+    Words<T, L> v[kLoads], q[kScores ? kLoads : 1];
 #pragma unroll
     for (int b = 0; b < kLoads; ++b) {
       const int at = start + b * p.parts;
       if (at >= p.count) continue;
       v[b] = p.LoadWords(x, at, static_cast<T>(0.0f));
-      if constexpr (kScores) q[b] = t.q != nullptr ? p.LoadWords(t.q, at, static_cast<T>(0.0f)) : Words();
+      if constexpr (kScores) q[b] = t.q != nullptr ? p.LoadWords(t.q, at, static_cast<T>(0.0f)) : Words<T, L>();
     }
 #pragma unroll
     for (int b = 0; b < kLoads; ++b) {

@@ -35,16 +35,15 @@ __global__ void __launch_bounds__(kThreads, kScores ? 2 : 3)
                          : t.mask.data + t.mask.Row(p.outer) + p.across * W * t.mask.along_inner;
   RowState state;
   for (int start = p.part; start < p.count; start += kLoads * p.parts) {
-    using Words = typename Place<L, W>::template Words<T>;
-    Words of_x[kLoads], of_q[kScores ? kLoads : 1];
+    Words<T, L> of_x[kLoads], of_q[kScores ? kLoads : 1];
     A weights[kScores ? kLoads : 1][kScores ? L : 1];
 #pragma unroll
     for (int b = 0; b < kLoads; ++b) {
       const int at = start + b * p.parts;
       const bool exists = at < p.count;
-      of_x[b] = exists ? p.LoadWords(x, at, lowest) : BitCast<Words>(nothing);
+      of_x[b] = exists ? p.LoadWords(x, at, lowest) : BitCast<Words<T, L>>(nothing);
       if constexpr (kScores) {
-        of_q[b] = exists && t.q != nullptr ? p.LoadWords(t.q, at, zero) : Words();
+        of_q[b] = exists && t.q != nullptr ? p.LoadWords(t.q, at, zero) : Words<T, L>();
 #pragma unroll
         for (A& each : weights[b]) each = A(0);
         if (exists && t.smooth) {

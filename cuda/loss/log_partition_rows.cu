@@ -8,7 +8,7 @@ namespace {
 
 // Groups of lanes, blocks or clusters (held.cuh of softmax) take V vectors a thread at a time.
 template <class T, int V>
-__global__ void __launch_bounds__(kThreads, V <= 4 ? 5 : 4)
+__global__ void __launch_bounds__(kThreads, V <= 4 ? (sizeof(T) == 2 ? 6 : 5) : 4)
     LongRowsKernel(const __grid_constant__ softmax::HeldRows r, const __grid_constant__ TypedTargets<T> t,
                    softmax::Shape shape, const T* x, Results<T> results) {
   using A = Accumulator<T>;

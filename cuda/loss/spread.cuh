@@ -79,14 +79,10 @@ struct Place {
     for (int i = 0; i < L; ++i) v.v[i] = part.Has(i) ? in[index * L + i] : fill;
     return v;
   }
-  // The same as words: elements of 16 bits the compiler would take apart, and so wait for each load before the next.
   template <class T>
-  using Words = std::conditional_t<sizeof(T) * L == 16, uint4,
-                                   std::conditional_t<sizeof(T) * L == 8 && L != 1, uint2, Vec<T, L>>>;
-  template <class T>
-  __device__ Words<T> LoadWords(const T* in, int at, T fill) const {
-    if (PartOf(at).IsWhole()) return reinterpret_cast<const Words<T>*>(in)[base + at * pitch];
-    return BitCast<Words<T>>(Load(in, at, fill));
+  __device__ Words<T, L> LoadWords(const T* in, int at, T fill) const {
+    if (PartOf(at).IsWhole()) return reinterpret_cast<const Words<T, L>*>(in)[base + at * pitch];
+    return BitCast<Words<T, L>>(Load(in, at, fill));
   }
   template <class T>
   __device__ void Store(T* out, int at, const Vec<T, L>& v) const {

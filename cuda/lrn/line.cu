@@ -302,7 +302,7 @@ __global__ void __launch_bounds__(kThreads, (kResident<kMap, L>))
 #pragma unroll
     for (int i = 0; i < V; ++i) term[i] = c[i] * c[i];
     // The sums of squares, and those of what these give. Where they take much code it is there once.
-#pragma unroll(kUnrolled<L> ? 2 : 1)
+#pragma unroll(L::kKnown ? 2 : 1)
     for (int pass = 0; pass < (kMap == Map::kForward ? 1 : 2); ++pass) {
       Sum<L, L::kLeastReach, L::kMostReach>(rows, line, pass == 1, term, sum);
       if (pass == 1) break;

@@ -59,6 +59,8 @@ __global__ void __launch_bounds__(kThreads, kCoopBlocks)
 #pragma unroll
         for (int u = 0; u < kInFlight; ++u) v[u] = task.Get(begin + int64_t{min(t + u * groups, end - 1)} * g.channels);
 #pragma unroll
+        for (auto& each : v) KeepLoaded(each);
+#pragma unroll
         for (int u = 0; u < kInFlight; ++u)
           if (t + u * groups < end) state.Take(task.Prepare(v[u]), t + u * groups);
       }

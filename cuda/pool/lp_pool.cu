@@ -70,15 +70,7 @@ struct Norm {
   __device__ Loaded Identity() const { return Splat<T, N>(0.0f); }
   __device__ Loaded Get(const T* p) const {
     Loaded words = LoadWords<N>(p);
-    if constexpr (!kSquares) {  // else the compiler moves loads behind the calls of Raised, one after the other
-#pragma unroll
-      for (auto& word : words.v) {
-        if constexpr (sizeof(word) == 4)
-          asm volatile("" : "+r"(word));
-        else
-          asm volatile("" : "+h"(word));
-      }
-    }
+    if constexpr (!kSquares) KeepLoaded(words);  // before the calls of Raised
     return words;
   }
   __device__ Vec<A, N> Prepare(const Loaded& words) const {

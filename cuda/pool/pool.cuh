@@ -213,13 +213,6 @@ struct Cover {
   }
 };
 
-// N elements as they are loaded. Values that meet after a branch stay whole words that way, where the compiler would
-// otherwise take 16-bit elements and bytes apart into a register each.
-template <class T, int N>
-using Words =
-    Vec<std::conditional_t<sizeof(T) * N % 4 == 0, unsigned, std::conditional_t<sizeof(T) * N == 2, uint16_t, uint8_t>>,
-        sizeof(T) * N % 4 == 0 ? sizeof(T) * N / 4 : 1>;
-
 template <int N, class T>
 __device__ Vec<T, N> Load(const T* p) {
   return *reinterpret_cast<const Vec<T, N>*>(p);

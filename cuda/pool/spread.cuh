@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kThreads) ApartKernel(const __grid_constant__ 
 
 // Of a task of single elements, kept as they lie in memory: `task.walk` is over all of dx.
 template <class Task>
-__global__ void __launch_bounds__(kThreads, 3) FlatKernel(const __grid_constant__ Task task) {
+__global__ void __launch_bounds__(kThreads) FlatKernel(const __grid_constant__ Task task) {
   using T = typename Task::Element;
   constexpr int V = kVecLength<T>;
   const Shape& g = task.g;
