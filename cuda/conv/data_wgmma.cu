@@ -257,15 +257,15 @@ __global__ void __launch_bounds__(256)
   for (int i = 0; i < kEach; ++i) {
     const int to = line + 16 * i;
     if (column + to >= columns || row + four >= rows) continue;
-    FourWords words, rest;
+    Words<float, 4> words, rest;
 #pragma unroll
     for (int j = 0; j < 4; ++j) words.v[j] = __float_as_uint(square[four + j][to]);
     const int64_t at = tap + int64_t{column + to} * rows + row + four;
     if (rests != nullptr) {
       SplitTf32(words.v, rest.v);
-      *reinterpret_cast<FourWords*>(rests + at) = rest;
+      *reinterpret_cast<Words<float, 4>*>(rests + at) = rest;
     }
-    *reinterpret_cast<FourWords*>(out + at) = words;
+    *reinterpret_cast<Words<float, 4>*>(out + at) = words;
   }
 }
 

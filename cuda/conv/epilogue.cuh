@@ -57,21 +57,21 @@ class EitherVec {
  private:
   template <class T>
   __device__ void Get(const T* from) {
-    const auto more = *reinterpret_cast<const Vec<uint32_t, kN * sizeof(T) / 4>*>(from);
+    const auto words = *reinterpret_cast<const Words<T, kN>*>(from);
 #pragma unroll
-    for (int i = 0; i < kN * int(sizeof(T)) / 4; ++i) words_[i] = more.v[i];
+    for (int i = 0; i < kN * int(sizeof(T)) / 4; ++i) words_.v[i] = words.v[i];
   }
   template <class T>
   __device__ void Add(float (&v)[kN]) const {
-    Vec<uint32_t, kN * sizeof(T) / 4> words;
+    Words<T, kN> words;
 #pragma unroll
-    for (int i = 0; i < kN * int(sizeof(T)) / 4; ++i) words.v[i] = words_[i];
+    for (int i = 0; i < kN * int(sizeof(T)) / 4; ++i) words.v[i] = words_.v[i];
     const auto more = BitCast<Vec<T, kN>>(words);
 #pragma unroll
     for (int i = 0; i < kN; ++i) v[i] += static_cast<float>(more.v[i]);
   }
 
-  uint32_t words_[kN] = {};
+  Words<float, kN> words_ = {};
 };
 
 // x times the logistic function of linear x + cubic x^3, or that function by itself: silu, the tanh form of gelu, and

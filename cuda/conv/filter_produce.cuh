@@ -154,8 +154,8 @@ class FilterPosition {
 template <class T>
 __device__ void ProduceX(const FilterWgmmaParams& p, Ring<T> ring) {
   hopper::PrefetchMap(&p.x[0]);
-  int dimensions = p.x_in_boxes ? 0 : p.dimensions;
-  asm volatile("" : "+r"(dimensions));  // or it is loaded anew for each step
+  int dimensions = p.x_in_boxes ? 0 : p.dimensions;  // of columns of pixels; none where there are boxes
+  asm volatile("" : "+r"(dimensions));               // or it is loaded anew for each step
   for (Pieces piece(p.spans); piece.Next();) {
     const FilterUnits<T> units(p, piece.tile);
     const CUtensorMap* const map = &p.x[piece.set];

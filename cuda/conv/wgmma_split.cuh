@@ -27,15 +27,13 @@ __device__ void SplitStage(const Ring<T>& ring, int splitter) {
   hopper::Arrive(ring.Between(ring.stage));
 }
 
-using FourWords = Vec<uint32_t, 4>;
-
 // The parts of so many fours as they lie.
 constexpr int kSplitThreads = 256;
 static __global__ void __launch_bounds__(kSplitThreads)
-    SplitKernel(const FourWords* in, FourWords* out, FourWords* rests, int64_t fours) {
+    SplitKernel(const Words<float, 4>* in, Words<float, 4>* out, Words<float, 4>* rests, int64_t fours) {
   const int64_t i = blockIdx.x * int64_t{kSplitThreads} + threadIdx.x;
   if (i >= fours) return;
-  FourWords v = in[i], rest;
+  Words<float, 4> v = in[i], rest;
   SplitTf32(v.v, rest.v);
   out[i] = v;
   rests[i] = rest;
@@ -44,8 +42,8 @@ static __global__ void __launch_bounds__(kSplitThreads)
 inline cudaError_t LaunchSplit(const float* in, float* out, float* rests, int64_t size, cudaStream_t stream) {
   const int64_t fours = size / 4;
   return LaunchKernel(SplitKernel, CeilDiv(fours, kSplitThreads), kSplitThreads, stream,
-                      reinterpret_cast<const FourWords*>(in), reinterpret_cast<FourWords*>(out),
-                      reinterpret_cast<FourWords*>(rests), fours);
+                      reinterpret_cast<const Words<float, 4>*>(in), reinterpret_cast<Words<float, 4>*>(out),
+                      reinterpret_cast<Words<float, 4>*>(rests), fours);
 }
 
 }  // namespace jaxdnn::conv
