@@ -162,7 +162,7 @@ OF_FEW_SHAPES = {
 def test_kernels(tile, kind):
   types = [("bfloat16", "bfloat16"), ("float16", "float16"), ("bfloat16", "float32"), ("float32", "float32")]
   taken = [check(case, tile, *pair, kind) for case in CASES for pair in types]
-  of_floats = ("simt 64x64", "simt 128x32", "simt 256x8", "simt 256x4", "simt runs", "simt patch")
+  of_floats = ("simt 128x64", "simt 64x64", "simt 128x32", "simt 256x8", "simt 256x4", "simt runs", "simt patch")
   of_few_types = ("wgmma 128x128 copied", "wgmma 128x256", *of_floats)
   assert sum(taken) >= (3 if tile in of_few_types else 8)
 

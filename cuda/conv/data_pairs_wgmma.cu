@@ -16,6 +16,7 @@ constexpr int kPairBytes = kLineBytes / 2;
 struct PairParams {
   PairTaps taps;
   FastDiv views;  // the view's taps in the last dimension
+  int all_views;  // and in all
 
   // The filter's tap in the last dimension, for the first of a pair or the second; and whether it exists.
   __device__ int Tap(int of_view, int which) const { return taps.first + 2 * of_view + which * taps.second; }
@@ -61,6 +62,22 @@ __device__ void LoadFilter(const WgmmaParams& p, const PairParams& r, const Ring
     } else {
       hopper::LoadBox(to + which * T::kColumns * kPairBytes, &p.filter, ring.Full(), 0, place.column, plane);
     }
+  }
+}
+
+template <class T, bool kForward>
+__device__ void ProduceFilter(const WgmmaParams& p, const PairParams& r, Ring<T> ring) {
+  for (int number = 0, tile; (tile = TileOf(p, number)) < p.tiles; ++number) {
+    const WgmmaPlace place(p, tile, T());
+    const WgmmaPhase& f = p.phase[place.phase];
+    const int first_tap = f.steps == 0 ? r.all_views : place.tap;
+    const auto load = [&](int line, int tap, const int (&)[kRank]) {
+      BeginStage(ring, T::kBytesB);
+      LoadFilter<T, kForward>(p, r, ring, place, line, first_tap + tap);
+      ring.Next();
+    };
+    ForEachStep(p, f, 0, max(1, f.steps), load);
+    PassResidual(p, ring);
   }
 }
 
@@ -163,11 +180,11 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     const Ring<T> ring(shared);
     ring.Init();
     PrefetchMaps(p);
-    RunRoles<kProducers, 56>(
+    RunRoles(
         [&](int which) {
-          Produce(p, ring, which == 1, T::kBytesB, [&](const Ring<T>& at, const WgmmaPlace& place, int line, int view) {
-            LoadFilter<T, kForward>(p, r, at, place, line, view);
-          });
+          if (which == 1) return ProduceFilter<T, kForward>(p, r, ring);
+          hopper::VisitDimensions(p.phase[0].dimensions,
+                                  [&](auto d) { ProducePixels<T, decltype(d)::value>(p, ring); });
         },
         [&](int warpgroup) {
           Consume<T, kForward, kOfResult>(p, r, ring, warpgroup, out, Ring<T>::Pixels(shared, warpgroup));
@@ -184,7 +201,7 @@ cudaError_t LaunchTile(const Problem& p, const Pairs& pairs, const Config& confi
   const bool may = taps.of_result && view.window[kRank - 1] == 1;
   cudaError_t e = SetParams<T>(view, config, epilogue, may, false, operand, out, &q);
   if (e != cudaSuccess) return e;
-  const PairParams r = {taps, FastDiv(view.window[kRank - 1])};
+  const PairParams r = {taps, FastDiv(view.window[kRank - 1]), int(view.Taps())};
   q.planes = int(p.Taps());
   if (taps.of_result && !q.in_row.taps) q.biases = kPairChannels;
   constexpr int kLine = T::kLine;

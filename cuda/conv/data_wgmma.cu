@@ -33,8 +33,8 @@ template <class T, bool kForward>
 constexpr bool kHalved = kOfFeatures<T, kForward> && T::kColumns % T::kLine != 0;
 
 template <class T, bool kForward>
-__device__ __forceinline__ void LoadFilter(const WgmmaParams& p, const Ring<T>& ring, const WgmmaPlace& place, int line,
-                                           int tap) {
+__device__ void LoadFilter(const WgmmaParams& p, const Ring<T>& ring, const WgmmaPlace& place, int channel,
+                           int in_group, int line, int tap) {
   const uint32_t to = ring.Data() + T::kBytesA;
   int column = place.column;
   if constexpr (kHalved<T, kForward>) {
@@ -57,11 +57,29 @@ __device__ __forceinline__ void LoadFilter(const WgmmaParams& p, const Ring<T>& 
       hopper::LoadBox(to + slab * T::kLine * kLineBytes, &p.filter, ring.Full(), in_tap, line * T::kLine, tap);
     }
   } else {
-    int in_group;
-    const int channel = p.group.Div(place.column, &in_group) * p.group_channels + line * T::kLine;
+    channel += line * T::kLine;
     hopper::LoadBox(to, &p.filter, ring.Full(), channel, in_group, tap);
     if constexpr (T::kTripled)
       hopper::LoadBox(to + T::kRests, &p.filter, ring.Full(), channel, in_group, tap + p.rest_plane);
+  }
+}
+
+template <class T, bool kForward>
+__device__ void ProduceFilter(const WgmmaParams& p, Ring<T> ring) {
+  for (int number = 0, tile; (tile = TileOf(p, number)) < p.tiles; ++number) {
+    const WgmmaPlace place = PlaceOf<T>(p, tile);
+    const WgmmaPhase& f = p.phase[place.phase];
+    int in_group;
+    const int channel = p.group.Div(place.column, &in_group) * p.group_channels;
+    const int first_tap = f.steps == 0 ? p.planes : place.tap;
+    const Share share(max(1, f.steps), p.team);
+    const auto load = [&](int line, int tap, const int (&)[kRank]) {
+      BeginStage(ring, kFilterBytes<T, kForward>);
+      LoadFilter<T, kForward>(p, ring, place, channel, in_group, line, p.in_row.taps ? 0 : first_tap + tap);
+      ring.Next();
+    };
+    ForEachStep(p, f, share.first, share.end, load);
+    PassResidual(p, ring);
   }
 }
 
@@ -73,13 +91,16 @@ __device__ void PatchStages(const WgmmaParams& p, Ring<T> ring, int warp) {
   for (int number = 0, tile; (tile = TileOf(p, number)) < p.tiles; ++number) {
     const WgmmaPlace place(p, tile, T());
     const WgmmaPhase& f = p.phase[place.phase];
-    const auto first_pixel = [&](int row, int (&at)[kRank]) {
-      const int image = FirstPixel(f, place.row + first + row, at);
-      return f.steps > 0 && row < Rows::kRows && place.row + first + row < f.rows ? image : -1;
-    };
+    Rows rows;
+#pragma unroll
+    for (int j = 0; j < Rows::kEach; ++j) {
+      const int row = first + Rows::Row(j);
+      rows.image[j] = FirstPixel(f, place.row + row, rows.at[j]);
+      if (f.steps == 0 || Rows::Row(j) >= Rows::kRows || place.row + row >= f.rows) rows.image[j] = -1;
+    }
     typename Rows::Found found = {-1};
     const auto patch = [&](int line, int, const int (&offset)[kRank]) {
-      if (found.rows < 0 || line == 0) found = Rows::Find(p.patches.edges, offset, first_pixel);
+      if (found.rows < 0 || line == 0) found = rows.Find(p.patches.edges, offset);
       hopper::WaitBarrier(ring.Between(ring.stage), ring.parity);
       Rows::Load(p.patches, found, ring.Data() + first * kLineBytes, line * T::kLine, ring.Full());
       ring.Next();
@@ -196,7 +217,10 @@ template <class T, bool kForward>
 constexpr bool kPatched = !T::kLarge && !T::kTripled && !kHalved<T, kForward> &&
                           !(kHeld<T, kForward> && T::kRows == 128 && T::kColumns == 128);
 template <class T, bool kForward>
-constexpr int kRegistersOfFew = T::kTripled || (kPatched<T, kForward> && T::kRows > 128) ? 72 : 56;
+constexpr int kRegistersOfFew = T::kTripled              ? 72
+                                : !kPatched<T, kForward> ? 40
+                                : T::kRows > 128         ? 72
+                                                         : 56;
 
 template <class T, bool kForward>
 __global__ void __launch_bounds__(T::kThreads, 1)
@@ -210,10 +234,9 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     PrefetchMaps(p);
     RunRoles<kProducers, kRegistersOfFew<T, kForward>>(
         [&](int which) {
-          Produce(p, ring, which == 1, kFilterBytes<T, kForward>,
-                  [&](const Ring<T>& at, const WgmmaPlace& place, int line, int tap) {
-                    LoadFilter<T, kForward>(p, at, place, line, tap);
-                  });
+          if (which == 1) return ProduceFilter<T, kForward>(p, ring);
+          hopper::VisitDimensions(p.phase[0].dimensions,
+                                  [&](auto d) { ProducePixels<T, decltype(d)::value>(p, ring); });
         },
         [&](int warpgroup) {
           int* const pixels = Ring<T>::Pixels(shared, warpgroup);

@@ -164,6 +164,25 @@ __device__ WgmmaPlace PlaceOf(const WgmmaParams& p, int tile) {
   return place;
 }
 
+// A tile's last steps bring the residual, where it comes through the ring: by the thread that loads pixels,
+template <class T>
+__device__ void LoadResidual(const WgmmaParams& p, Ring<T>& ring, const WgmmaPlace& place) {
+  for (int line = 0; line < p.residual_lines; ++line) {
+    BeginStage(ring, T::kBytesA);
+    hopper::LoadBox(ring.Data(), &p.residual, ring.Full(), place.Column<T>(line * T::kLine), place.pixel + place.row,
+                    0);
+    ring.Next();
+  }
+}
+// and not by the one that loads the filter.
+template <class T>
+__device__ void PassResidual(const WgmmaParams& p, Ring<T>& ring) {
+  for (int line = 0; line < p.residual_lines; ++line) {
+    BeginStage(ring, 0);
+    ring.Next();
+  }
+}
+
 // The descriptions of arrays lie far away: sends for those that nearly all kernels need, by a warp that nothing waits
 // for.
 __device__ inline void PrefetchMaps(const WgmmaParams& p) {
@@ -173,42 +192,25 @@ __device__ inline void PrefetchMaps(const WgmmaParams& p) {
   if (p.boxes) hopper::PrefetchMap(&p.result[0]);
 }
 
-// One thread loads pixels and another the filter, by load_filter(ring, place, line, tap): one alone would be late. Past
-// the last image and tap there are zeros. A tile's last steps bring the residual, where that comes through the ring.
-template <class T, class F>
-__device__ void Produce(const WgmmaParams& p, Ring<T> ring, bool of_filter, int filter_bytes, const F& load_filter) {
-  asm volatile("" : "+r"(ring.data));  // or its place is asked for anew for each step
+// One thread loads pixels and another the filter: one alone would be late. Past the last image and tap there are zeros.
+template <class T, int kDimensions>
+__device__ void ProducePixels(const WgmmaParams& p, Ring<T> ring) {
   for (int number = 0, tile; (tile = TileOf(p, number)) < p.tiles; ++number) {
     const WgmmaPlace place = PlaceOf<T>(p, tile);
     const WgmmaPhase& f = p.phase[place.phase];
-    int channel = 0, image = 0, at[kRank] = {};
-    if (!of_filter) {
-      channel = p.group.Div(place.column) * p.group_channels;
-      image = place.problem * p.images + FirstPixel(f, place.row, at);
-      if (f.steps == 0) image = p.all_images;
-    }
+    const int channel = p.group.Div(place.column) * p.group_channels;
+    int at[kRank], image = place.problem * p.images + FirstPixel(f, place.row, at);
+    const auto load = [&](int line, int, const int (&offset)[kRank]) {
+      const uint32_t loaded = p.patched ? ring.Between(ring.stage) : ring.Full();
+      BeginStage(ring, T::kBytesA, loaded);
+      hopper::LoadPixels<kDimensions>(ring.Data(), &p.operand[place.phase], loaded, channel + line * T::kLine, at,
+                                      image, offset);
+      ring.Next();
+    };
+    if (f.steps == 0) image = p.all_images;
     const Share share(max(1, f.steps), p.team);
-    ForEachStep(p, f, share.first, share.end, [&](int line, int tap, const int (&offset)[kRank]) {
-      if (of_filter) {
-        BeginStage(ring, filter_bytes);
-        load_filter(ring, place, line, p.in_row.taps ? 0 : f.steps == 0 ? p.planes : place.tap + tap);
-      } else {
-        const uint32_t loaded = p.patched ? ring.Between(ring.stage) : ring.Full();
-        BeginStage(ring, T::kBytesA, loaded);
-        hopper::VisitDimensions(f.dimensions, [&](auto d) {
-          hopper::LoadPixels<decltype(d)::value>(ring.Data(), &p.operand[place.phase], loaded,
-                                                 channel + line * T::kLine, at, image, offset);
-        });
-      }
-      ring.Next();
-    });
-    for (int line = 0; line < p.residual_lines; ++line) {
-      BeginStage(ring, of_filter ? 0 : T::kBytesA);
-      if (!of_filter)
-        hopper::LoadBox(ring.Data(), &p.residual, ring.Full(), place.Column<T>(line * T::kLine),
-                        place.pixel + place.row, 0);
-      ring.Next();
-    }
+    ForEachStep(p, f, share.first, share.end, load);
+    LoadResidual(p, ring, place);
   }
 }
 

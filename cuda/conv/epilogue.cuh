@@ -82,6 +82,10 @@ struct OfLogistic {
   A linear = 1, cubic = 0;
   bool gates = false;
 
+  static __device__ bool Is(const activation::Activation& activation) {
+    using Kind = activation::Kind;
+    return activation.kind == Kind::kSilu || activation.kind == Kind::kSigmoid || activation.kind == Kind::kGeluTanh;
+  }
   __device__ explicit OfLogistic(const activation::Activation& activation) {
     using Tanh = activation::GeluTanh<Out>;
     const bool is_gelu = activation.kind == activation::Kind::kGeluTanh;
@@ -233,19 +237,28 @@ __device__ __forceinline__ void ActivateEither(float (&v)[kN], const activation:
   }
 }
 
-// Activates sums, in a loop that is not unrolled: four at a time, of parts that move up less than all would.
+// Activates sums, in a loop that is not unrolled: four at a time, of parts that move up less than all would. A call
+// would take as long as what is of the logistic function.
 template <class In, int kN>
 __device__ __forceinline__ void ActivateSums(float (&v)[kN], const activation::Activation& activation,
                                              bool wide = false) {
   constexpr int kPart = kN <= 32 ? kN : kN % 32 == 0 ? 32 : kN % 16 == 0 ? 16 : 8;
   static_assert(kN % kPart == 0, "whole turns");
   if (ActivateSimply(v, activation)) return;
+  const bool is_logistic = OfLogistic<In>::Is(activation) && (sizeof(In) == 4 || !wide);
 #pragma unroll 1
   for (int part = 0; part < kN / kPart; ++part) {
     float (&first)[kPart] = reinterpret_cast<float (&)[kPart]>(v);
 #pragma unroll 1
     for (int four = 0; four < kPart / 4; ++four) {
-      const Vec<float, 4> out = Activated<In>({v[0], v[1], v[2], v[3]}, activation, wide);
+      Vec<float, 4> out = {v[0], v[1], v[2], v[3]};
+      if (is_logistic) {
+        const OfLogistic<In> f(activation);
+#pragma unroll
+        for (float& each : out.v) each = f.Forward(each);
+      } else {
+        out = Activated<In>(out, activation, wide);
+      }
       Rotate<4>(first);
 #pragma unroll
       for (int i = 0; i < 4; ++i) first[kPart - 4 + i] = out.v[i];

@@ -61,7 +61,6 @@ Layout LayoutOf(const Problem& p, const Strips& s) {
 template <class T, class In>
 __device__ void FillTable(const StripParams& q, int steps, uint2* table) {
   const int words = steps * Strips::kStepWords;
-#pragma unroll 1
   for (int i = threadIdx.x; i < q.strips.classes * words; i += T::kThreads) {
     const int of_class = i >= words;
     const StripWord word = StripWord::Make<In>(q, of_class, i - of_class * words);
@@ -76,44 +75,63 @@ __device__ void FillTable(const StripParams& q, int steps, uint2* table) {
   }
 }
 
-// The filter's words, each of one feature, in the order of the fragments. A thread keeps its feature, and neighbouring
-// threads have neighbouring ones.
+// The filter's words, each of one feature, in the order of the fragments. A thread takes eight features of a word.
 template <class T, class In>
-__device__ void FillFilter(const StripParams& q, const FewParams& r, const In* filter, int first_feature,
-                           uint32_t* to) {
-  constexpr int kPerWord = 4 / sizeof(In), kApart = T::kThreads / T::kFeatures;
-  static_assert(T::kThreads % T::kFeatures == 0);
-  const int steps = r.layout.steps, words = steps * Strips::kStepWords, all = q.window_lines * q.window_run;
+__device__ void FillFilter(const StripParams& q, const FewParams& r, const In* filter, int first_column, uint32_t* to) {
+  constexpr int kPerWord = 4 / sizeof(In), kRuns = T::kFeatures / 8;
+  const int steps = r.layout.steps, words = steps * Strips::kStepWords, columns = q.features - first_column;
   const bool mirrored = r.mirrored_channels > 0;
-  const int channels = max(r.mirrored_channels, 1);  // between features
-  const int feature = threadIdx.x % T::kFeatures, column = first_feature + feature;
-  filter += int64_t{column} * channels;
-  // Feature 32 o + 4 kRun p + kRun t + 2 j + e is column 2 t + e of the octet's unit j + kRun / 2 p.
-  constexpr int kPart = 4 * kRun<In>;
-  const int in_part = feature % kPart, unit = feature % 32 / kPart * (kRun<In> / 2) + in_part % kRun<In> / 2;
-  const int lane = (in_part / kRun<In> * 2 + feature % 2) * 4;
-  to += ((feature / 32 * 2 + unit / 2) * 32 + lane) * 4 + unit % 2 * 2;
+  const bool whole = !mirrored && q.features % 8 == 0 && reinterpret_cast<uintptr_t>(filter) % 16 == 0;
+  const int apart = mirrored ? r.mirrored_channels : 1;  // from feature to feature
+  filter += int64_t{first_column} * apart;
 #pragma unroll 4
-  for (int i = threadIdx.x / T::kFeatures; i < q.strips.classes * words; i += kApart) {
-    const int step = i / Strips::kStepWords, in_step = i % Strips::kStepWords, of_class = step >= steps;
-    const StripWord word = StripWord::Make<In>(q, of_class, i - of_class * words);
-    In value[kPerWord];
+  for (int i = threadIdx.x; i < q.strips.classes * words * kRuns; i += T::kThreads) {
+    const int t = i % 4, run = i / 4 % kRuns, half = i / 4 / kRuns % 2, step = i / (8 * kRuns);
+    const int of_class = step >= steps, index = (step - of_class * steps) * Strips::kStepWords + half * 4 + t;
+    const StripWord word = StripWord::Make<In>(q, of_class, index);
+    alignas(16) In value[kPerWord][8];
 #pragma unroll
     for (int e = 0; e < kPerWord; ++e) {
       const int element = word.element + e;
-      const bool valid = word.line < q.window_lines && element >= 0 && element < q.window_run && column < q.features;
-      int row = word.line * q.window_run + element, channel = 0;
+      const bool valid = word.line < q.window_lines && element >= 0 && element < q.window_run;
+      int64_t row = int64_t{word.line} * q.window_run + element;
       if (mirrored) {
         // Taps and channels both in reverse order, and then the channels back in theirs.
-        channel = element % channels;
-        row = all - channels - row + channel;
+        const int channel = element % apart;
+        row = int64_t{q.window_lines} * q.window_run - 1 - row;
+        row = (row - (apart - 1 - channel)) * q.features + channel;
+      } else {
+        row *= q.features;
       }
-      value[e] = valid ? __ldg(filter + int64_t{row} * q.features + channel) : In(0.f);
+      const In* from = filter + row + int64_t{8} * run * apart;
+      if (whole) {
+        uint4 v[sizeof(In) / 2] = {};
+#pragma unroll
+        for (int k = 0; k < int(sizeof(In)) / 2; ++k)
+          if (valid && 8 * run < columns) v[k] = __ldg(reinterpret_cast<const uint4*>(from) + k);
+        memcpy(value[e], v, sizeof(v));
+      } else {
+#pragma unroll
+        for (int f = 0; f < 8; ++f) value[e][f] = valid && 8 * run + f < columns ? __ldg(from + f * apart) : In(0.f);
+      }
     }
-    uint32_t bits[4] = {};
-    memcpy(bits, value, 4);
-    if constexpr (sizeof(In) == 4) RoundToTf32(bits);
-    to[(step * T::kOctets * 2 * 32 + in_step % 4) * 4 + in_step / 4] = bits[0];
+#pragma unroll
+    for (int f = 0; f < 8; ++f) {
+      uint32_t bits[4] = {};
+      if constexpr (sizeof(In) == 4) {
+        memcpy(bits, &value[0][f], 4);
+        RoundToTf32(bits);
+      } else {
+        const In pair[2] = {value[0][f], value[1][f]};
+        memcpy(bits, pair, 4);
+      }
+      // Feature 32 o + 4 kRun p + kRun t' + 2 j + e is column 2 t' + e of the octet's unit j + kRun / 2 p.
+      constexpr int kPart = 4 * kRun<In>;
+      const int feature = 8 * (run % 4) + f, in_part = feature % kPart;
+      const int unit = feature / kPart * (kRun<In> / 2) + in_part % kRun<In> / 2;
+      const int column = in_part / kRun<In> * 2 + f % 2;
+      to[((step * T::kOctets * 2 + run / 4 * 2 + unit / 2) * 32 + column * 4 + t) * 4 + unit % 2 * 2 + half] = bits[0];
+    }
   }
 }
 
@@ -193,11 +211,11 @@ __device__ void AddEight(float (&v)[8], const void* array, int64_t offset, bool 
 }
 
 // Of the warp's pixels, which are its class's from `index` on.
-template <class T, class In>
+template <class T, int kRun, class Out>
 __device__ void Store(const StripParams& q, const FewParams& r, const StripTile& tile, int64_t problem, int of_class,
-                      int index, int first_feature, typename T::Sums& sums, bool wide, void* out) {
-  const int lane = threadIdx.x % 32, feature = first_feature + lane % 4 * kRun<In>, columns = q.features - feature;
-  const int64_t first = problem * q.y_problem + tile.FirstPixel(q), first_bias = problem * q.features + feature;
+                      int index, int first_feature, typename T::Sums& sums, Out* out) {
+  const int lane = threadIdx.x % 32, feature = first_feature + lane % 4 * kRun, columns = q.features - feature;
+  const int64_t first = problem * q.y_problem + tile.FirstPixel(q);
   // Of a pixel of unit i: its offset in the result, or -1.
   const auto locate = [&](int i, int half) -> int64_t {
     const StripPixel pixel(q, of_class, index + 16 * i + 8 * half + lane / 4);
@@ -205,12 +223,12 @@ __device__ void Store(const StripParams& q, const FewParams& r, const StripTile&
     return valid ? (first + pixel.line * q.y[2] + pixel.column) * q.features + feature : -1;
   };
   const activation::Kind kind = r.epilogue.activation.kind;
-  if ((kind == activation::Kind::kIdentity || kind == activation::Kind::kRelu) && r.whole && !wide) {
+  if (kind == activation::Kind::kIdentity || kind == activation::Kind::kRelu) {
     const float least = kind == activation::Kind::kRelu ? 0 : -INFINITY;
     float bias[T::kOctets][8] = {};
 #pragma unroll
     for (int o = 0; o < T::kOctets; ++o)
-      AddEight<kRun<In>, In>(bias[o], r.epilogue.bias, first_bias + 32 * o, true, columns - 32 * o);
+      AddEight<kRun, Out>(bias[o], r.epilogue.bias, problem * q.features + feature + 32 * o, r.whole, columns - 32 * o);
 #pragma unroll
     for (int i = 0; i < 2 * T::kHeight; ++i) {
       const int64_t at = locate(i / 2, i % 2);
@@ -220,38 +238,34 @@ __device__ void Store(const StripParams& q, const FewParams& r, const StripTile&
         float v[8];
 #pragma unroll
         for (int k = 0; k < 8; ++k) v[k] = sums[(i / 2 * T::kOctets + o) * 4 + k / 2].v[i % 2 * 2 + k % 2] + bias[o][k];
-        AddEight<kRun<In>, In>(v, r.epilogue.residual, at + 32 * o, true, columns - 32 * o);
+        AddEight<kRun, Out>(v, r.epilogue.residual, at + 32 * o, r.whole, columns - 32 * o);
 #pragma unroll
         for (int k = 0; k < 8; ++k) v[k] = activation::MaxOrNan(v[k], least);
-        StoreEight<kRun<In>>(static_cast<In*>(out) + at + 32 * o, v, true, columns - 32 * o);
+        StoreEight<kRun>(out + at + 32 * o, v, r.whole, columns - 32 * o);
       }
     }
     return;
   }
-  // All else is too much code to have more than once.
+  // Other activations are too much code to have more than once.
 #pragma unroll 1
-  for (int i = 0; i < 2 * T::kHeight * T::kOctets; ++i) {
-    const int o = i / 2 % T::kOctets, left = columns - 32 * o;
-    float v[8];
+  for (int i = 0; i < T::kHeight * T::kOctets; ++i) {
+    const int o = i % T::kOctets;
+    float v[2][8];
+    int64_t at[2];
 #pragma unroll
-    for (int k = 0; k < 8; ++k) v[k] = sums[k / 2].v[k % 2];
-    const int64_t at = locate(i / 2 / T::kOctets, i % 2);
-    const void* array = r.epilogue.bias;
-    int64_t offset = first_bias + 32 * o;
-#pragma unroll 1
-    for (int each = 0; each < 2; ++each) {
-      if (at >= 0 && wide) AddEight<kRun<In>, float>(v, array, offset, r.whole, left);
-      if (at >= 0 && !wide) AddEight<kRun<In>, In>(v, array, offset, r.whole, left);
-      array = r.epilogue.residual;
-      offset = at + 32 * o;
+    for (int half = 0; half < 2; ++half) {
+      at[half] = locate(i / T::kOctets, half);
+#pragma unroll
+      for (int k = 0; k < 8; ++k) v[half][k] = sums[k / 2].v[2 * half + k % 2];
+      AddEight<kRun, Out>(v[half], r.epilogue.bias, problem * q.features + feature + 32 * o, r.whole, columns - 32 * o);
+      if (at[half] >= 0)
+        AddEight<kRun, Out>(v[half], r.epilogue.residual, at[half] + 32 * o, r.whole, columns - 32 * o);
     }
-    ActivateEither<In, 4>(v, r.epilogue.activation, wide);
-    if (at >= 0 && wide) StoreEight<kRun<In>>(static_cast<float*>(out) + at + 32 * o, v, r.whole, left);
-    if (at >= 0 && !wide) StoreEight<kRun<In>>(static_cast<In*>(out) + at + 32 * o, v, r.whole, left);
-    // The other half of the rows is next, and then the next octet.
+    ActivateInTurn<Out, 4>(reinterpret_cast<float (&)[16]>(v), r.epilogue.activation);
 #pragma unroll
-    for (int k = 0; k < 4; ++k) Rotate<2>(sums[k].v);
-    if (i % 2 == 1) Rotate<4>(sums);
+    for (int half = 0; half < 2; ++half)
+      if (at[half] >= 0) StoreEight<kRun>(out + at[half] + 32 * o, v[half], r.whole, columns - 32 * o);
+    Rotate<4>(sums);
   }
 }
 
@@ -265,7 +279,11 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   const int worker = blockIdx.x / q.column_tiles % workers, problem = blockIdx.x / q.column_tiles / workers;
   x += problem * q.x_problem;
   unsigned char* const strips = shared + r.layout.strips;
+  FillStrips<T::kThreads>(q, x, StripTile(q, worker), strips);
+  CommitCopies();
   uint2* const table = reinterpret_cast<uint2*>(shared + r.layout.table);
+  FillTable<T, In>(q, r.layout.steps, table);
+  FillFilter<T>(q, r, filter + problem * q.filter, first_feature, reinterpret_cast<uint32_t*>(shared));
 
   // A warp's pixels are of one class.
   const int warps = T::kWarps / q.strips.classes, warp = threadIdx.x / 32, of_class = warp >= warps;
@@ -278,26 +296,25 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
     place[i / 2][i % 2] = StripPixel(q, of_class, at).Offset(q, of_class, sizeof(In));
   }
 
-  int turn = 1;
-#pragma unroll 1
-  for (int i = worker - workers; i < q.tiles; i += workers, turn ^= 1) {
+  int turn = 0;
+  for (int i = worker; i < q.tiles; i += workers, turn ^= 1) {
     WaitForCopies<0>();
     // Every thread's copies are here, and nobody reads the other strips any more.
     __syncthreads();
     if (i + workers < q.tiles)
       FillStrips<T::kThreads>(q, x, StripTile(q, i + workers), strips + (turn ^ 1) * r.layout.strip_bytes);
     CommitCopies();
-    if (i < 0) {
-      FillTable<T, In>(q, r.layout.steps, table);
-      FillFilter<T>(q, r, filter + problem * q.filter, first_feature, reinterpret_cast<uint32_t*>(shared));
-      continue;
-    }
     typename T::Sums sums = {};
     const int first_step = of_class * r.layout.steps;
     Multiply<T, In>(place, SharedAddress(strips) + turn * r.layout.strip_bytes,
                     reinterpret_cast<const uint4*>(shared + first_step * T::kStepBytes),
                     table + first_step * Strips::kStepWords, r.layout.steps, sums);
-    Store<T, In>(q, r, StripTile(q, i), problem, of_class, index, first_feature, sums, wide, out);
+    const StripTile tile(q, i);
+    if (sizeof(In) == 4 || wide) {
+      Store<T, kRun<In>>(q, r, tile, problem, of_class, index, first_feature, sums, static_cast<float*>(out));
+    } else {
+      Store<T, kRun<In>>(q, r, tile, problem, of_class, index, first_feature, sums, static_cast<In*>(out));
+    }
   }
 }
 

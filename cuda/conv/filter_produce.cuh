@@ -98,27 +98,11 @@ struct FilterUnits {
       for (int d = 0; d < kRank; ++d) offset[u][d] = (at[d] - p.set[place.set].first[d]) * p.distance[d];
     }
   }
-
-  // A unit's tap, for a loop that is not unrolled.
-  __device__ int Get(int u, int* of_channel, int (&of_offset)[kRank]) const {
-    int of_tap = tap[0];
-    *of_channel = channel[0];
-#pragma unroll
-    for (int d = 0; d < kRank; ++d) of_offset[d] = offset[0][d];
-#pragma unroll
-    for (int i = 1; i < kCount; ++i) {
-      if (i != u) continue;
-      of_tap = tap[i];
-      *of_channel = channel[i];
-#pragma unroll
-      for (int d = 0; d < kRank; ++d) of_offset[d] = offset[i][d];
-    }
-    return of_tap;
-  }
 };
 
 // A position of a set of taps: the pixel of x that the first tap meets there, or that of y. It moves on by steps,
 // without a division: in a dimension by less than there is, and then perhaps by one in the next.
+template <int kDimensions>
 class FilterPosition {
  public:
   int image, at[kRank];
@@ -133,11 +117,11 @@ class FilterPosition {
   __device__ void Next() {
     image += images_;
 #pragma unroll
-    for (int d = kRank - 1; d >= 0; --d) {
+    for (int d = kRank - 1; d >= kRank - kDimensions; --d) {
       at[d] += walk_.by[d];
       if (at[d] < walk_.lower[d] + walk_.all[d]) continue;
       at[d] -= walk_.all[d];
-      if (d > 0)
+      if (d > kRank - kDimensions)
         at[d - 1] += walk_.one[d - 1];
       else
         ++image;
@@ -146,39 +130,42 @@ class FilterPosition {
 
  private:
   const int images_;
-  const PixelWalk walk_;  // a copy: parameters would be loaded anew for each step
+  const PixelWalk walk_;
 };
 
 // One thread loads x, another y: the first asks for a box for every unit. Of one tap that meets all pixels boxes are as
 // good as columns of pixels, come faster, and end where a problem does.
 template <class T>
-__device__ void ProduceX(const FilterWgmmaParams& p, Ring<T> ring) {
+__device__ void ProduceXBoxes(const FilterWgmmaParams& p, Ring<T> ring) {
   hopper::PrefetchMap(&p.x[0]);
-  int dimensions = p.x_in_boxes ? 0 : p.dimensions;  // of columns of pixels; none where there are boxes
-  asm volatile("" : "+r"(dimensions));               // or it is loaded anew for each step
   for (Pieces piece(p.spans); piece.Next();) {
     const FilterUnits<T> units(p, piece.tile);
-    const CUtensorMap* const map = &p.x[piece.set];
-    const MappedSet& set = p.set[piece.set];
-    const int problem = p.x_in_boxes ? FilterTilePlace(p, piece.tile, T()).problem : 0;
+    const int problem = FilterTilePlace(p, piece.tile, T()).problem;
     int pixel = piece.first * T::kDepth;
-    FilterPosition first(set, set.x, pixel);
     for (int step = 0; step < piece.steps; ++step, pixel += T::kDepth) {
+      BeginStage(ring, T::kBytesA);
+#pragma unroll
+      for (int u = 0; u < units.kCount; ++u)
+        hopper::LoadBox(ring.Data() + u * kUnitBytes<T>, &p.x[0], ring.Full(), units.channel[u], pixel, problem);
+      ring.Next();
+    }
+  }
+}
+template <class T, int kDimensions>
+__device__ void ProduceX(const FilterWgmmaParams& p, Ring<T> ring) {
+  hopper::PrefetchMap(&p.x[0]);
+  for (Pieces piece(p.spans); piece.Next();) {
+    const FilterUnits<T> units(p, piece.tile);
+    const int which = piece.set;
+    const MappedSet& set = p.set[which];
+    FilterPosition<kDimensions> first(set, set.x, piece.first * T::kDepth);
+    for (int step = 0; step < piece.steps; ++step, first.Next()) {
       const uint32_t loaded = p.patched ? ring.Between(ring.stage) : ring.Full();
       BeginStage(ring, T::kBytesA, loaded);
-      if (dimensions == 0) {
 #pragma unroll
-        for (int u = 0; u < units.kCount; ++u)
-          hopper::LoadBox(ring.Data() + u * kUnitBytes<T>, map, loaded, units.channel[u], pixel, problem);
-      } else {
-        hopper::VisitDimensions(dimensions, [&](auto d) {
-#pragma unroll
-          for (int u = 0; u < units.kCount; ++u)
-            hopper::LoadPixels<decltype(d)::value>(ring.Data() + u * kUnitBytes<T>, map, loaded, units.channel[u],
-                                                   first.at, units.first_image + first.image, units.offset[u]);
-        });
-        first.Next();
-      }
+      for (int u = 0; u < units.kCount; ++u)
+        hopper::LoadPixels<kDimensions>(ring.Data() + u * kUnitBytes<T>, &p.x[which], loaded, units.channel[u],
+                                        first.at, units.first_image + first.image, units.offset[u]);
       ring.Next();
     }
   }
@@ -192,59 +179,58 @@ __device__ void PatchStages(const FilterWgmmaParams& p, Ring<T> ring, int warp) 
   const int first = warp * Rows::kRows;
   for (Pieces piece(p.spans); piece.Next();) {
     const FilterUnits<T> units(p, piece.tile);
-    FilterPosition tap(p.set[0], p.set[0].x, piece.first * T::kDepth + first + Rows::Row(0));
+    FilterPosition<kRank> tap(p.set[0], p.set[0].x, piece.first * T::kDepth + first + Rows::Row(0));
     for (int step = 0; step < piece.steps; ++step, tap.Next()) {
-      const auto first_pixel = [&](int row, int (&at)[kRank]) {
+      Rows rows;
+      rows.image[0] = Rows::Row(0) < Rows::kRows && tap.image < p.images ? tap.image : -1;
 #pragma unroll
-        for (int d = 0; d < kRank; ++d) at[d] = tap.at[d];
-        return row < Rows::kRows && tap.image < p.images ? tap.image : -1;
-      };
-      typename Rows::Found found;
-      int last = -1;  // tap that they are of
-#pragma unroll 1
+      for (int d = 0; d < kRank; ++d) rows.at[0][d] = tap.at[d];
+      typename Rows::Found found = rows.Find(p.patches.edges, units.offset[0]);
+      hopper::WaitBarrier(ring.Between(ring.stage), ring.parity);
+#pragma unroll
       for (int u = 0; u < units.kCount; ++u) {
-        int channel, offset[kRank];
-        const int tap_of_unit = units.Get(u, &channel, offset);
-        if (tap_of_unit != last) found = Rows::Find(p.patches.edges, offset, first_pixel);
-        last = tap_of_unit;
-        if (u == 0) hopper::WaitBarrier(ring.Between(ring.stage), ring.parity);
-        Rows::Load(p.patches, found, ring.Data() + u * kUnitBytes<T> + first * kLineBytes, channel, ring.Full());
+        if (u > 0 && units.tap[u] != units.tap[u - 1]) found = rows.Find(p.patches.edges, units.offset[u]);
+        Rows::Load(p.patches, found, ring.Data() + u * kUnitBytes<T> + first * kLineBytes, units.channel[u],
+                   ring.Full());
       }
       ring.Next();
     }
   }
 }
 
-// As ProduceX; but boxes of floats that another kernel has transposed are of pixels, and sets are one problem's.
+template <class T, int kDimensions>
+__device__ void ProduceYOfSets(const FilterWgmmaParams& p, Ring<T> ring) {
+  for (Pieces piece(p.spans); piece.Next();) {
+    const FilterTilePlace place(p, piece.tile, T());
+    const int which = piece.set;
+    const MappedSet& set = p.set[which];
+    FilterPosition<kDimensions> position(set, set.y, piece.first * T::kDepth);
+    for (int step = 0; step < piece.steps; ++step, position.Next()) {
+      BeginStage(ring, T::kBytesB);
+#pragma unroll
+      for (int i = 0; i * T::kLine < T::kColumns; ++i)
+        hopper::LoadPixels<kDimensions>(ring.Data() + T::kBytesA + i * kUnitBytes<T>, &p.y[which], ring.Full(),
+                                        place.column + i * T::kLine, position.at, position.image, {});
+      ring.Next();
+    }
+  }
+}
 template <class T>
 __device__ void ProduceY(const FilterWgmmaParams& p, Ring<T> ring) {
   hopper::PrefetchMap(&p.y[0]);
-  const bool transposed = kFloats<T> && !p.turns;
+  if (p.by_sets)
+    return hopper::VisitDimensions(p.dimensions, [&](auto d) { ProduceYOfSets<T, decltype(d)::value>(p, ring); });
   for (Pieces piece(p.spans); piece.Next();) {
     const FilterTilePlace place(p, piece.tile, T());
-    const CUtensorMap* const map = &p.y[piece.set];
-    const MappedSet& set = p.set[piece.set];
     int pixel = piece.first * T::kDepth;
-    FilterPosition position(set, set.y, pixel);
     for (int step = 0; step < piece.steps; ++step, pixel += T::kDepth) {
       BeginStage(ring, T::kBytesB);
-      const auto load = [&](auto d) {
 #pragma unroll
-        for (int i = 0; i * T::kLine < T::kColumns; ++i) {
-          const uint32_t to = ring.Data() + T::kBytesA + i * kUnitBytes<T>;
-          const int column = place.column + i * T::kLine;
-          if constexpr (decltype(d)::value > 0)
-            hopper::LoadPixels<decltype(d)::value>(to, map, ring.Full(), column, position.at, position.image, {});
-          else
-            hopper::LoadBox(to, map, ring.Full(), transposed ? pixel : column, transposed ? column : pixel,
-                            place.problem);
-        }
-      };
-      if (p.by_sets) {
-        hopper::VisitDimensions(p.dimensions, load);
-        position.Next();
-      } else {
-        load(std::integral_constant<int, 0>());
+      for (int i = 0; i * T::kLine < T::kColumns; ++i) {
+        const int column = place.column + i * T::kLine;
+        const bool transposed = kFloats<T> && !p.turns;
+        hopper::LoadBox(ring.Data() + T::kBytesA + i * kUnitBytes<T>, &p.y[0], ring.Full(), transposed ? pixel : column,
+                        transposed ? column : pixel, place.problem);
       }
       ring.Next();
     }

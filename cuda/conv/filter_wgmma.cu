@@ -84,7 +84,8 @@ __global__ void __launch_bounds__(T::kThreads, 1) FilterWgmmaKernel(const __grid
     RunRoles<kProducers, 72>(
         [&](int which) {
           if (which == 1) return ProduceY<T>(p, ring);
-          ProduceX<T>(p, ring);
+          if (p.x_in_boxes) return ProduceXBoxes<T>(p, ring);
+          hopper::VisitDimensions(p.dimensions, [&](auto d) { ProduceX<T, decltype(d)::value>(p, ring); });
         },
         [&](int warpgroup) {
           constexpr int kMost = kTogether<T> ? (T::kBlocks + 1) / 2 : T::kBlocks;

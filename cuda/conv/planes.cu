@@ -109,52 +109,46 @@ __device__ void ProducePlanes(const PlanesParams& q, const PlanesShared& shared)
   }
 }
 
-// Issues the products of a warpgroup's rows with all taps of some lines of the window.
-template <class In, int kLine, int kFeatures>
-__device__ __forceinline__ void MultiplyPlane(const PlanesParams& q, int lines, const uint32_t (&rows)[2],
-                                              uint32_t filter, PlaneSums<kFeatures> (&sums)[2]) {
+// Issues the products of a warpgroup's rows with all taps of the window.
+template <class In, int kLine, int kLines, int kFeatures>
+__device__ __forceinline__ void MultiplyPlane(const PlanesParams& q, const uint32_t (&rows)[2], uint32_t filter,
+                                              PlaneSums<kFeatures> (&sums)[2]) {
   const int line_step = q.line_step >> 4, column_step = q.column_step >> 4;
-  uint64_t a[] = {hopper::LineDescriptor(rows[0], kLine, q.next_eight, 0),
-                  hopper::LineDescriptor(rows[1], kLine, q.next_eight, 0)};
   // What the sums are by now, they are in their registers before the products begin.
   hopper::Settle(sums);
   hopper::BeginProducts();
-  // From one step's operands to the next's, in bytes: transposed, the filter's lines are of one channel each.
-  constexpr int kSteps = kLine / 32, kSlab = kTaps * kFeatures * kLine;
-  const bool forward = sizeof(In) == 2 && q.forward;
-  uint64_t b = forward ? hopper::LineDescriptor(filter, 2 * kFeatures, 8 * 2 * kFeatures, kFeatures * kLine)
-                       : hopper::LineDescriptor(filter, kLine, 8 * kLine, 0);
-  const auto multiply = [&](auto transposed) {
+  const uint64_t a[] = {hopper::LineDescriptor(rows[0], kLine, q.next_eight, 0),
+                        hopper::LineDescriptor(rows[1], kLine, q.next_eight, 0)};
+  const auto multiply = [&](auto transposed, uint64_t b) {
+    // From one step's operands to the next's, in bytes: transposed, the filter's lines are of one channel each.
     constexpr bool kTransposed = decltype(transposed)::value;
-    constexpr int kStep = kTransposed ? 16 * 2 * kFeatures : 32;
+    constexpr int kSteps = kLine / 32, kSlab = kTaps * kFeatures * kLine, kStep = kTransposed ? 16 * 2 * kFeatures : 32;
 #pragma unroll
-    for (int j = 0; j < kTaps; ++j)
+    for (int i = 0; i < kLines; ++i)
 #pragma unroll
-      for (int k = 0; k < kSteps; ++k)
+      for (int j = 0; j < kTaps; ++j)
 #pragma unroll
-        for (int m = 0; m < 2; ++m)
-          hopper::Multiply<In, kTaps * kFeatures, false, kTransposed>(sums[m], a[m] + j * column_step + k * 2,
-                                                                      b + ((j * kSlab + k * kStep) >> 4), true);
+        for (int k = 0; k < kSteps; ++k)
+#pragma unroll
+          for (int m = 0; m < 2; ++m)
+            hopper::Multiply<In, kTaps * kFeatures, false, kTransposed>(
+                sums[m], a[m] + i * line_step + j * column_step + k * 2,
+                b + (((i * kTaps + j) * kSlab + k * kStep) >> 4), true);
   };
-#pragma unroll 1
-  for (int i = 0; i < lines; ++i) {
+  if (sizeof(In) == 2 && q.forward) {
     if constexpr (sizeof(In) == 2)
-      forward ? multiply(std::true_type()) : multiply(std::false_type());
-    else
-      multiply(std::false_type());
-    a[0] += line_step;
-    a[1] += line_step;
-    b += kTaps * kSlab >> 4;
+      multiply(std::true_type(), hopper::LineDescriptor(filter, 2 * kFeatures, 8 * 2 * kFeatures, kFeatures * kLine));
+  } else {
+    multiply(std::false_type(), hopper::LineDescriptor(filter, kLine, 8 * kLine, 0));
   }
   hopper::CommitProducts();
 }
 
-template <class In, int kLine, int kFeatures>
+template <class In, int kLine, int kLines, int kFeatures>
 __device__ void ConsumePlanes(const PlanesParams& q, const PlanesShared& shared, int warpgroup, void* out) {
   static_assert(kBlocksOfWarpgroup == 2);
   // Where a plane's products take long, the warpgroups issue them in turn: one takes its sums while the other's run.
-  constexpr bool kFloats = sizeof(In) == 4;
-  const bool turns = q.window[1] > 1;
+  constexpr bool kFloats = sizeof(In) == 4, kTurns = kLines > 1;
   const auto first_row = [&](int i) {
     const int block = 2 * warpgroup + i, down = block >> q.across_bits;
     return down * q.next_block_line + (block - (down << q.across_bits)) * q.next_block;
@@ -201,11 +195,11 @@ __device__ void ConsumePlanes(const PlanesParams& q, const PlanesShared& shared,
         const uint32_t stage = shared.stages + turn.stage * q.stage_bytes;
         if (more) {
           hopper::WaitBarrier(shared.Full(turn.stage), turn.parity);
-          if (turns) hopper::WaitBarrier(shared.Turn(warpgroup), (step + (warpgroup == 0)) % 2);
+          if (kTurns) hopper::WaitBarrier(shared.Turn(warpgroup), (step + (warpgroup == 0)) % 2);
+          MultiplyPlane<In, kLine, kLines, kFeatures>(q, {stage + offset[0], stage + offset[1]},
+                                                      shared.filter + part * q.part_bytes, sums);
+          if (kTurns) hopper::ArriveOnce(shared.Turn(1 - warpgroup));
         }
-        MultiplyPlane<In, kLine, kFeatures>(q, more ? q.window[1] : 0, {stage + offset[0], stage + offset[1]},
-                                            shared.filter + part * q.part_bytes, sums);
-        if (more && turns) hopper::ArriveOnce(shared.Turn(1 - warpgroup));
         // Of the plane before, while these products run; the first ones are another block's.
         if (part == 0 && i >= kTaps) StorePlane<In, kFeatures>(q, place, first, place.first + i - kTaps, results, out);
         hopper::WaitForProducts<0>();
@@ -221,14 +215,14 @@ __device__ void ConsumePlanes(const PlanesParams& q, const PlanesShared& shared,
   }
 }
 
-template <class In, int kLine, int kFeatures>
+template <class In, int kLine, int kLines, int kFeatures>
 __global__ void __launch_bounds__(kThreads, 1) PlanesKernel(const __grid_constant__ PlanesParams q, void* out) {
   if constexpr (hopper::kAvailable) {
     extern __shared__ __align__(1024) unsigned char memory[];
     const PlanesShared shared(q, memory);
     shared.Init();
     RunRoles<1>([&](int) { ProducePlanes(q, shared); },
-                [&](int warpgroup) { ConsumePlanes<In, kLine, kFeatures>(q, shared, warpgroup, out); });
+                [&](int warpgroup) { ConsumePlanes<In, kLine, kLines, kFeatures>(q, shared, warpgroup, out); });
   }
 }
 
@@ -310,12 +304,21 @@ cudaError_t LaunchTyped(const Problem& p, int64_t apart, const PlanesPlan& plan,
                     false, {p.groups * along, tap, tap * p.Taps(), along});
   if (e != cudaSuccess) return e;
   const Grid grid = {plan.blocks, kThreads, size_t(plan.SharedBytes(q.stages))};
-  const auto launch = [&](auto* kernel) { return LaunchKernel(kernel, grid, stream, q, out); };
-  if (plan.tile_features == 16) {
-    if (line == 16 * sizeof(In)) return launch(PlanesKernel<In, 16 * sizeof(In), 16>);
-    if constexpr (kFloats) return launch(PlanesKernel<In, 128, 16>);
+  const auto launch = [&](auto line_bytes, auto features) {
+    constexpr int kLine = decltype(line_bytes)::value, kFeatures = decltype(features)::value;
+    auto* kernel = volume ? PlanesKernel<In, kLine, kTaps, kFeatures> : PlanesKernel<In, kLine, 1, kFeatures>;
+    return LaunchKernel(kernel, grid, stream, q, out);
+  };
+  constexpr std::integral_constant<int, 64> kHalf;
+  constexpr std::integral_constant<int, 128> kWhole;
+  constexpr std::integral_constant<int, 32> kFeatures;
+  constexpr std::integral_constant<int, 16> kFew;
+  constexpr std::integral_constant<int, 16 * sizeof(In)> kShort;
+  if (plan.tile_features == kFew) {
+    if (line == kShort) return launch(kShort, kFew);
+    if constexpr (kFloats) return launch(kWhole, kFew);
   }
-  return line == 64 ? launch(PlanesKernel<In, 64, 32>) : launch(PlanesKernel<In, 128, 32>);
+  return line == kHalf ? launch(kHalf, kFeatures) : launch(kWhole, kFeatures);
 }
 
 }  // namespace

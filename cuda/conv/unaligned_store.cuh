@@ -22,7 +22,7 @@ struct StorePlaces {
 };
 
 // The epilogue. What comes from far away is on its way together.
-template <class In, int kSums>
+template <class Out, int kSums>
 __device__ __forceinline__ void FinishSums(const UnalignedParams& q, const StorePlaces& at, int column, int width,
                                            float (&sums)[kSums]) {
   const auto visit = [&](const auto& add) {
@@ -31,20 +31,13 @@ __device__ __forceinline__ void FinishSums(const UnalignedParams& q, const Store
       if (const int mine = k / 4 * 8 + at.Column() + k % 2; mine < width)
         add(reinterpret_cast<float (&)[1]>(sums[k]), column + mine, at.pixels[k / 2 % 2]);
   };
-  const auto add = [&](auto type) {
-    using Out = typename decltype(type)::type;
-    if (q.epilogue.bias != nullptr)
-      visit([&](float (&sum)[1], int feature, int) { Add<Out>(sum, q.epilogue.bias, feature); });
-    if (q.epilogue.residual != nullptr)
-      visit([&](float (&sum)[1], int feature, int pixel) {
-        if (pixel >= 0) Add<Out>(sum, q.epilogue.residual, int64_t{pixel} * q.features + feature);
-      });
-  };
-  if (sizeof(In) == 2 && q.wide)
-    add(TypeTag<float>());
-  else
-    add(TypeTag<In>());
-  ActivateEither<In, 4>(sums, q.epilogue.activation, q.wide);
+  if (q.epilogue.bias != nullptr)
+    visit([&](float (&sum)[1], int feature, int) { Add<Out>(sum, q.epilogue.bias, feature); });
+  if (q.epilogue.residual != nullptr)
+    visit([&](float (&sum)[1], int feature, int pixel) {
+      if (pixel >= 0) Add<Out>(sum, q.epilogue.residual, int64_t{pixel} * q.features + feature);
+    });
+  ActivateInTurn<Out, 4>(sums, q.epilogue.activation);
 }
 
 template <class Out>
@@ -82,10 +75,10 @@ template <class Out, int kSums>
 __device__ __forceinline__ void StoreRows(const UnalignedParams& q, const StorePlaces& at, int column,
                                           float (&sums)[kSums], Out* out) {
   const int width = min(q.columns, q.features - column);
-  const int mine = at.Column();
-#pragma unroll 1
+  if (q.finish) FinishSums<Out>(q, at, column, width, sums);
+#pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int pixel = half == 0 ? at.pixels[0] : at.pixels[1];
+    const int pixel = at.pixels[half], mine = at.Column();
     StoreRow(sums, out + (int64_t{pixel} * q.features + column + mine), pixel < 0 ? 0 : width - mine);
     Rotate<2>(sums);
   }
@@ -95,7 +88,6 @@ __device__ __forceinline__ void StoreRows(const UnalignedParams& q, const StoreP
 template <class In, int kSums>
 __device__ __forceinline__ void StoreRowsAs(const UnalignedParams& q, const StorePlaces& at, int column,
                                             float (&sums)[kSums], void* out) {
-  if (q.finish) FinishSums<In>(q, at, column, min(q.columns, q.features - column), sums);
   if (sizeof(In) == 4 || q.wide)
     StoreRows(q, at, column, sums, static_cast<float*>(out));
   else

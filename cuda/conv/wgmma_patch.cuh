@@ -32,6 +32,7 @@ inline cudaError_t MakePatches(const Problem& p, const void* operand, int line, 
 template <int kRows_>
 struct PatchedRows {
   static constexpr int kRows = kRows_, kEach = (kRows + 31) / 32;
+  int image[kEach], at[kEach][kRank];  // where they read the operand at the first tap; image -1 if they do not
 
   static __device__ int Row(int j) { return 32 * j + threadIdx.x % 32; }
 
@@ -41,36 +42,30 @@ struct PatchedRows {
   };
   static constexpr int kWhole = 1 << 30;  // added to a pixel that kRun are loaded from
 
-  // Of a tap so far from the first, where first(row, at) is the image in which a row reads the operand then, or -1 if
-  // it does not, and the place there.
-  template <class F>
-  static __device__ Found Find(const Edges (&edges)[kRank], const int (&offset)[kRank], const F& first) {
+  // Of a tap so far from the first.
+  __device__ Found Find(const Edges (&edges)[kRank], const int (&offset)[kRank]) const {
     const int lane = threadIdx.x % 32;
     Found found = {};
-#pragma unroll 1
-    for (int j = 0; j < kEach; ++j) {
 #pragma unroll
-      for (int i = 0; i + 1 < kEach; ++i) found.pixel[i] = found.pixel[i + 1];
-      int& found_pixel = found.pixel[kEach - 1];
-      found_pixel = -1;
-      int to[kRank], pixel = first(Row(j), to);
+    for (int j = 0; j < kEach; ++j) {
+      int to[kRank], pixel = image[j];
       bool mine = false;
-      const bool reads = pixel >= 0;
 #pragma unroll
       for (int d = 0; d < kRank; ++d) {
-        to[d] += offset[d];
+        to[d] = at[j][d] + offset[d];
         mine |= static_cast<unsigned>(to[d]) >= static_cast<unsigned>(edges[d].extent);
       }
+      found.pixel[j] = -1;
       // In most places nobody leaves the operand.
       if (!__any_sync(~0u, mine)) continue;
-      mine &= reads;
+      mine &= image[j] >= 0;
 #pragma unroll
       for (int d = 0; d < kRank; ++d) {
         mine &= edges[d].FindAny(&to[d]);
         pixel = pixel * edges[d].extent + to[d];
       }
       const uint32_t all = __ballot_sync(~0u, mine);
-      if (mine) found_pixel = pixel;
+      if (mine) found.pixel[j] = pixel;
       if (__popc(all) >= kRun) {
         // The lane's place among those that follow one another.
         const uint32_t below = (1u << lane) - 1, above = ~below << 1;
@@ -78,7 +73,7 @@ struct PatchedRows {
         const uint32_t starts = __ballot_sync(~0u, mine && !follows), ends = (starts | ~all) & above;
         const int start = 31 - __clz(starts & ~above), end = ends == 0 ? 32 : __ffs(ends) - 1;
         if (mine && lane - start < (end - start) / kRun * kRun)
-          found_pixel = (lane - start) % kRun == 0 ? pixel + kWhole : -1;
+          found.pixel[j] = (lane - start) % kRun == 0 ? pixel + kWhole : -1;
       }
       found.rows += __popc(all);
     }

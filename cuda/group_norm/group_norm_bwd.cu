@@ -29,7 +29,6 @@ cudaError_t Backward(const Problem& p, const void* dy, const void* x, const void
     if (cudaError_t e = cudaMemsetAsync(dscale, 0, bytes, stream)) return e;
     return cudaMemsetAsync(dbias, 0, bytes, stream);
   }
-  if (!IsFused(p.activation)) return cudaErrorInvalidValue;
   if (const auto e = SmallBackward(p, dy, x, scale, bias, statistics, dx, dscale, dbias, workspace, stream)) return *e;
   if (const auto e = RingBackward(p, dy, x, scale, bias, statistics, dx, dscale, dbias, workspace, stream)) return *e;
   return VisitTiling<2>(p, IsVectorAligned(dy, x, dx), [&](auto access, auto t) {
@@ -37,7 +36,7 @@ cudaError_t Backward(const Problem& p, const void* dy, const void* x, const void
     using A = Accumulator<typename C::Type>;
     using V = Vec<typename C::Type, C::V>;
     const int64_t rows = p.n * t.team.size;
-    MapOperands<typename C::Type, C::V> o = {Map::kPullback};
+    MapOperands<typename C::Type, C::V> o = {};
     o.in = static_cast<const V*>(dy), o.x = static_cast<const V*>(x), o.out = static_cast<V*>(dx);
     o.scale = static_cast<const A*>(scale), o.bias = static_cast<const A*>(bias);
     o.statistics = static_cast<const Statistics<A>*>(statistics);
@@ -46,7 +45,7 @@ cudaError_t Backward(const Problem& p, const void* dy, const void* x, const void
     o.dbias = o.dscale + p.batch * rows * p.channels;
     o.count = GroupSize<A>(p);
     if (cudaError_t e = t.team.Reset(o.partial, t.SlabGroups(), stream)) return e;
-    if (cudaError_t e = LaunchMap<C>(p, t, o, stream)) return e;
+    if (cudaError_t e = LaunchMap<Map::kPullback, C>(p, t, o, stream)) return e;
     return SumRows(o.dscale, p.batch, rows, p.channels, static_cast<A*>(dscale), static_cast<A*>(dbias), stream);
   });
 }

@@ -28,8 +28,8 @@ struct Operands {
   double inverse;  // of the elements of a group
 };
 
-template <class T, int V>
-__global__ void __launch_bounds__(kThreads, kResident) ColumnKernel(ColumnTiling t, Operands<T, V> o, Chosen<T> f) {
+template <class F, class T, int V>
+__global__ void __launch_bounds__(kThreads, kResident) ColumnKernel(ColumnTiling t, Operands<T, V> o, F f) {
   using A = Accumulator<T>;
   extern __shared__ __align__(16) unsigned char shared[];
   auto* tile_memory = reinterpret_cast<Vec<T, V>*>(shared);
@@ -40,9 +40,9 @@ __global__ void __launch_bounds__(kThreads, kResident) ColumnKernel(ColumnTiling
   A* pivots = reinterpret_cast<A*>(statistics + t.slab_groups);
 
   t.team.Stagger();
+  tile.Start(ColumnPlace<V>(t, t.team.First()));
   for (int64_t unit = t.team.First(); unit < t.team.units; unit += t.team.Step()) {
     const ColumnPlace<V> place(t, unit);
-    tile.Start(place, unit == t.team.First());
     const T* first_row = reinterpret_cast<const T*>(o.x + place.example * t.example) + place.first_channel;
     // Asked for here, stored where it has come.
     T pivot = {};
@@ -72,13 +72,13 @@ __global__ void __launch_bounds__(kThreads, kResident) ColumnKernel(ColumnTiling
     Moments total[V];
 #pragma unroll
     for (int j = 0; j < V; ++j) total[j] = own[j].About(pivots[t.group_channels.Div(place.Channel(t, j))], place.count);
-    SumChannels(t, place, total, scratch, sums);
+    SumChannels(t, place, total, AddPairs{}, scratch, sums);
     Letter<Moments>* partial = o.partial + unit * (t.team.size + 1) * t.slab_groups;
     const auto take = [&](int g, const Moments& m) {
       statistics[g] = Statistics<A>(m, o.inverse, pivots[g], o.epsilon);
     };
     ForEachGroup<Moments>(
-        t, [&](int c) { return sums[c]; },
+        t, AddPairs{}, [&](int c) { return sums[c]; },
         [&](int g, const Moments& m) {
           if (t.team.size > 1)
             partial[t.team.Rank() * t.slab_groups + g].Write(m);
@@ -127,8 +127,8 @@ __global__ void __launch_bounds__(kThreads, kResident) ColumnKernel(ColumnTiling
   }
 }
 
-template <bool kRagged, class T, int V>
-__global__ void __launch_bounds__(kThreads, kResidentRows) RowKernel(RowTiling t, Operands<T, V> o, Chosen<T> f) {
+template <bool kRagged, class F, class T, int V>
+__global__ void __launch_bounds__(kThreads, kResidentRows) RowKernel(RowTiling t, Operands<T, V> o, F f) {
   using A = Accumulator<T>;
   extern __shared__ __align__(16) unsigned char shared[];
   auto* tile_memory = reinterpret_cast<Vec<T, V>*>(shared);
@@ -139,9 +139,9 @@ __global__ void __launch_bounds__(kThreads, kResidentRows) RowKernel(RowTiling t
     return RowPlace<V, kRagged>(t, static_cast<int>(unit) * (blockDim.x >> t.span));
   };
   t.team.Stagger();
+  tile.Start(place_of(t.team.First()));
   for (int64_t unit = t.team.First(); unit < t.team.units; unit += t.team.Step()) {
     const RowPlace<V, kRagged> place = place_of(unit);
-    tile.Start(place, unit == t.team.First());
     const bool exists = place.unit < t.slabs;
     const A pivot = exists ? static_cast<A>(reinterpret_cast<const T*>(o.x)[place.element]) : A(0);
 
@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(kThreads, kResidentRows) RowKernel(RowTiling t
         for (int j = 0; j < kParts; ++j) part[j].first = first;
       }
       count += V * run.count;
-#pragma unroll(kRagged ? 1 : 4)
+#pragma unroll 4
       for (int k = 0; k < run.count; ++k) {
         A x[V];
         tile.Read(0, slot + k, x);
@@ -195,7 +195,7 @@ __global__ void __launch_bounds__(kThreads, kResidentRows) RowKernel(RowTiling t
           const int64_t channel = place.parameters + place.Channel(place.Piece(m));
           const Affine<A> affine(statistics, m == 0 ? first_scale : o.scale[channel],
                                  m == 0 ? first_bias : o.bias[channel]);
-#pragma unroll(kRagged ? 1 : 4)
+#pragma unroll 4
           for (int k = 0; k < run.count; ++k) {
             A x[V];
             tile.Read(0, slot + k, x);
@@ -221,7 +221,6 @@ std::optional<int64_t> ForwardWorkspace(const Problem& p) {
 
 cudaError_t Forward(const Problem& p, const void* x, const void* scale, const void* bias, void* y, void* statistics,
                     void* workspace, cudaStream_t stream) {
-  if (!IsFused(p.activation)) return cudaErrorInvalidValue;
   if (const auto e = SmallForward(p, x, scale, bias, y, statistics, stream)) return *e;
   if (const auto e = RingForward(p, x, scale, bias, y, statistics, workspace, stream)) return *e;
   return VisitTiling<1>(p, IsVectorAligned(x, y), [&](auto access, auto t) {
@@ -234,13 +233,16 @@ cudaError_t Forward(const Problem& p, const void* x, const void* scale, const vo
                            static_cast<A*>(statistics), static_cast<Letter<Moments>*>(workspace),
                            static_cast<A>(p.epsilon),   1.0 / static_cast<double>(p.channels / p.groups * p.spatial)};
     if (cudaError_t e = t.team.Reset(o.partial, t.SlabGroups(), stream)) return e;
-    auto* kernel = [] {
-      if constexpr (C::kColumns)
-        return ColumnKernel<T, C::V>;
-      else
-        return RowKernel<C::kRagged, T, C::V>;
-    }();
-    return LaunchTeams(kernel, t.team, t.threads, t.shared, stream, t, o, Chosen<T>{p.activation});
+    return VisitActivation<T, false>(p.activation, [&](auto f) {
+      using F = decltype(f);
+      auto* kernel = [] {
+        if constexpr (C::kColumns)
+          return ColumnKernel<F, T, C::V>;
+        else
+          return RowKernel<C::kRagged, F, T, C::V>;
+      }();
+      return LaunchTeams(kernel, t.team, t.threads, t.shared, stream, t, o, f);
+    });
   });
 }
 

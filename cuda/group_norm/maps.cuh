@@ -36,7 +36,6 @@ __device__ Sums<A> Times(const Sums<A>& sums, A factor) {
 template <class T, int V>
 struct MapOperands {
   using A = Accumulator<T>;
-  Map map;
   const Vec<T, V>*in, *x;  // dy or t
   const A *scale, *bias;
   const A *tscale, *tbias;  // of the tangent
@@ -65,7 +64,7 @@ struct Slant {
 // A channel's map: with u = (x - mean) * tilt + shift and p = (x - mean) *
 // slope + offset,
 //   dx = dy f'(p) slope + u,   ty = f'(p) (t slope + u).
-template <class A>
+template <Map kMap, class A>
 struct Linear {
   A mean, slope, offset, tilt, shift;
 
@@ -75,8 +74,8 @@ struct Linear {
 
   // The means are those of w and w xhat over the group; the tangents are those
   // of the channel's parameters, or 0.
-  __device__ void Finish(Map map, const Statistics<A>& s, const Sums<A>& means, A tscale, A tbias) {
-    const A lead = map == Map::kPullback ? s.rstd : slope;
+  __device__ void Finish(const Statistics<A>& s, const Sums<A>& means, A tscale, A tbias) {
+    const A lead = kMap == Map::kPullback ? s.rstd : slope;
     tilt = s.rstd * (tscale - lead * means.second);
     shift = tbias - lead * means.first - s.rest * tilt;
   }
@@ -91,23 +90,28 @@ struct Linear {
 };
 
 // The first visit to a vector: of(j) is the map of its element j, and sums(j) what that is added to.
-template <class F, class A, int V, class Of, class To>
-__device__ void AddVector(Map map, F f, A (&in)[V], const A (&x)[V], Of&& of, To&& sums) {
-  if (map == Map::kPullback) f.TimesDerivative(in, [&](int j) { return of(j).Input(x[j]); });
+template <Map kMap, class F, class A, int V, class Of, class To>
+__device__ void AddVector(F f, A (&in)[V], const A (&x)[V], Of&& of, To&& sums) {
+  if constexpr (kMap == Map::kPullback) {
+    A p[V];
+#pragma unroll
+    for (int j = 0; j < V; ++j) p[j] = of(j).Input(x[j]);
+    f.TimesDerivative(in, p);
+  }
 #pragma unroll
   for (int j = 0; j < V; ++j) of(j).AddTo(sums(j), in[j], x[j]);
 }
 
 // The second visit, which leaves the result in `in`.
-template <class F, class A, int V, class Of>
-__device__ void MapVector(Map map, F f, A (&in)[V], const A (&x)[V], Of&& of) {
-  const auto apply = [&] {
+template <Map kMap, class F, class A, int V, class Of>
+__device__ void MapVector(F f, A (&in)[V], const A (&x)[V], Of&& of) {
+  A p[V];
 #pragma unroll
-    for (int j = 0; j < V; ++j) in[j] = of(j).Apply(in[j], x[j]);
-  };
-  if (map == Map::kTangent) apply();
-  f.TimesDerivative(in, [&](int j) { return of(j).Input(x[j]); });
-  if (map == Map::kPullback) apply();
+  for (int j = 0; j < V; ++j) p[j] = of(j).Input(x[j]);
+  if constexpr (kMap == Map::kPullback) f.TimesDerivative(in, p);
+#pragma unroll
+  for (int j = 0; j < V; ++j) in[j] = of(j).Apply(in[j], x[j]);
+  if constexpr (kMap == Map::kTangent) f.TimesDerivative(in, p);
 }
 
 // From the sums of w and w (x - mean) to those of w and w xhat.
@@ -130,9 +134,8 @@ struct ChannelSums {
   __device__ void Put(int64_t c, const Sums<A>& sums) const { dscale[c] = sums.second, dbias[c] = sums.first; }
 };
 
-template <class T, int V>
-__global__ void __launch_bounds__(kThreads, kResident)
-    MapColumnsKernel(ColumnTiling t, MapOperands<T, V> o, Chosen<T> f) {
+template <Map kMap, class F, class T, int V>
+__global__ void __launch_bounds__(kThreads, kResident) MapColumnsKernel(ColumnTiling t, MapOperands<T, V> o, F f) {
   using A = Accumulator<T>;
   extern __shared__ __align__(16) unsigned char shared[];
   auto* tile_memory = reinterpret_cast<Vec<T, V>*>(shared);
@@ -143,16 +146,16 @@ __global__ void __launch_bounds__(kThreads, kResident)
   const A inverse = A(1) / o.count;
 
   t.team.Stagger();
+  tile.Start(ColumnPlace<V>(t, t.team.First()));
   for (int64_t unit = t.team.First(); unit < t.team.units; unit += t.team.Step()) {
     const ColumnPlace<V> place(t, unit);
-    tile.Start(place, unit == t.team.First());
     const Statistics<A>* statistics = o.statistics + place.example * t.groups + place.first_group;
-    Linear<A> map[V];
+    Linear<kMap, A> map[V];
 #pragma unroll
     for (int j = 0; j < V; ++j) {
       const int c = place.Channel(t, j);
       const int64_t channel = place.parameters + c;
-      map[j] = Linear<A>(statistics[t.group_channels.Div(c)], o.scale[channel], o.bias[channel]);
+      map[j] = Linear<kMap, A>(statistics[t.group_channels.Div(c)], o.scale[channel], o.bias[channel]);
     }
 
     Sums<A> own[V] = {};
@@ -162,20 +165,20 @@ __global__ void __launch_bounds__(kThreads, kResident)
         A in[V], x[V];
         tile.Read(0, slot + k, in);
         tile.Read(1, slot + k, x);
-        AddVector(o.map, f, in, x, [&](int j) -> auto& { return map[j]; }, [&](int j) -> auto& { return own[j]; });
+        AddVector<kMap>(f, in, x, [&](int j) -> auto& { return map[j]; }, [&](int j) -> auto& { return own[j]; });
       }
     });
-    SumChannels(t, place, own, scratch, channel_sums);
+    SumChannels(t, place, own, AddPairs{}, scratch, channel_sums);
 
     const ChannelSums<A> kept(t.team, o.dscale, o.dbias, place.example, t.channels, place.first_channel);
     const auto of_channel = [&](int c) {
       const Sums<A> sums = Normalized(channel_sums[c], statistics[t.group_channels.Div(c)]);
-      if (o.map == Map::kTangent) return sums;
+      if constexpr (kMap == Map::kTangent) return sums;
       kept.Put(c, sums);
       return Times(sums, o.scale[place.parameters + c]);
     };
     Letter<Sums<A>>* partial = o.partial + unit * (t.team.size + 1) * t.slab_groups;
-    ForEachGroup<Sums<A>>(t, of_channel, [&](int g, const Sums<A>& sums) {
+    ForEachGroup<Sums<A>>(t, AddPairs{}, of_channel, [&](int g, const Sums<A>& sums) {
       if (t.team.size > 1)
         partial[t.team.Rank() * t.slab_groups + g].Write(sums);
       else
@@ -193,9 +196,9 @@ __global__ void __launch_bounds__(kThreads, kResident)
     for (int j = 0; j < V; ++j) {
       const int c = place.Channel(t, j), g = t.group_channels.Div(c);
       const int64_t channel = place.parameters + c;
-      const A tscale = o.map == Map::kTangent ? o.tscale[channel] : A(0);
-      const A tbias = o.map == Map::kTangent ? o.tbias[channel] : A(0);
-      map[j].Finish(o.map, statistics[g], Times(group_sums[g], inverse), tscale, tbias);
+      const A tscale = kMap == Map::kTangent ? o.tscale[channel] : A(0);
+      const A tbias = kMap == Map::kTangent ? o.tbias[channel] : A(0);
+      map[j].Finish(statistics[g], Times(group_sums[g], inverse), tscale, tbias);
     }
     const int64_t next = unit + t.team.Step();
     tile.SecondVisit(
@@ -206,7 +209,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
             A in[V], x[V];
             tile.Read(0, slot + k, in);
             tile.Read(1, slot + k, x);
-            MapVector(o.map, f, in, x, [&](int j) -> auto& { return map[j]; });
+            MapVector<kMap>(f, in, x, [&](int j) -> auto& { return map[j]; });
             Write<T, V>(o.out + run.base + k * run.step, in);
           }
         });
@@ -214,9 +217,8 @@ __global__ void __launch_bounds__(kThreads, kResident)
   }
 }
 
-template <bool kRagged, class T, int V>
-__global__ void __launch_bounds__(kThreads, kResidentRows)
-    MapRowsKernel(RowTiling t, MapOperands<T, V> o, Chosen<T> f) {
+template <Map kMap, bool kRagged, class F, class T, int V>
+__global__ void __launch_bounds__(kThreads, kResidentRows) MapRowsKernel(RowTiling t, MapOperands<T, V> o, F f) {
   using A = Accumulator<T>;
   extern __shared__ __align__(16) unsigned char shared[];
   auto* tile_memory = reinterpret_cast<Vec<T, V>*>(shared);
@@ -228,9 +230,9 @@ __global__ void __launch_bounds__(kThreads, kResidentRows)
     return RowPlace<V, kRagged>(t, static_cast<int>(unit) * (blockDim.x >> t.span));
   };
   t.team.Stagger();
+  tile.Start(place_of(t.team.First()));
   for (int64_t unit = t.team.First(); unit < t.team.units; unit += t.team.Step()) {
     const RowPlace<V, kRagged> place = place_of(unit);
-    tile.Start(place, unit == t.team.First());
     auto* piece_sums = scratch + kThreads + (threadIdx.x >> t.span) * t.share;  // of the slab's pieces in this block
     const bool exists = place.unit < t.slabs;
     const Statistics<A> statistics = exists ? o.statistics[place.unit] : Statistics<A>{};
@@ -242,8 +244,8 @@ __global__ void __launch_bounds__(kThreads, kResidentRows)
       Sums<A> sums[kParts] = {};
       if (run.count > 0) {
         const int64_t channel = place.parameters + place.Channel(piece);
-        const Linear<A> map(statistics, o.scale[channel], o.bias[channel]);
-#pragma unroll(kRagged ? 1 : 2)
+        const Linear<kMap, A> map(statistics, o.scale[channel], o.bias[channel]);
+#pragma unroll 2
         for (int k = 0; k < run.count; ++k) {
           A in[V], x[V];
           tile.Read(0, slot + k, in);
@@ -254,29 +256,27 @@ __global__ void __launch_bounds__(kThreads, kResidentRows)
 #pragma unroll
               for (int j = 0; j < V; ++j) in[j] = own.Has(j) ? in[j] : A(0), x[j] = own.Has(j) ? x[j] : map.mean;
           }
-          AddVector(o.map, f, in, x, [&](int) { return map; }, [&](int j) -> auto& { return sums[j % kParts]; });
+          AddVector<kMap>(f, in, x, [&](int) { return map; }, [&](int j) -> auto& { return sums[j % kParts]; });
         }
       }
-      Sums<A> all = sums[0];
+      Sums<A> all[1] = {sums[0]};
 #pragma unroll
-      for (int j = 1; j < kParts; ++j) all = AddPairs{}(all, sums[j]);
-      all = SumLanes(all, t.lanes);
-      if (place.lane == 0 && piece < place.end) piece_sums[piece - place.first] = all;
+      for (int j = 1; j < kParts; ++j) all[0] = AddPairs{}(all[0], sums[j]);
+      Reduce(all, AddPairs{}, {0, t.lanes}, static_cast<Sums<A>*>(nullptr));
+      if (place.lane == 0 && piece < place.end) piece_sums[piece - place.first] = all[0];
     });
     __syncthreads();
 
     Sums<A> group[1] = {};
     const ChannelSums<A> kept(t.team, o.dscale, o.dbias, place.example, t.channels, place.channels);
     if (exists)
-#pragma unroll 1
       for (int64_t c = place.in_slab; c < t.slab_channels; c += 1 << t.span) {
         Sums<A> sums = {};
         const int64_t begin = max(c * t.pieces, int64_t{place.first}),
                       end = min((c + 1) * t.pieces, int64_t{place.end});
-#pragma unroll 1
         for (int64_t piece = begin; piece < end; ++piece) sums = AddPairs{}(sums, piece_sums[piece - place.first]);
         sums = Normalized(sums, statistics);
-        if (o.map == Map::kPullback) {
+        if constexpr (kMap == Map::kPullback) {
           kept.Put(c, sums);
           sums = Times(sums, o.scale[place.parameters + c]);
         }
@@ -291,16 +291,16 @@ __global__ void __launch_bounds__(kThreads, kResidentRows)
         [&](int m, const Run& run, int slot) {
           if (run.count == 0) return;
           const int64_t channel = place.parameters + place.Channel(place.Piece(m));
-          Linear<A> map(statistics, o.scale[channel], o.bias[channel]);
-          const A tscale = o.map == Map::kTangent ? o.tscale[channel] : A(0);
-          const A tbias = o.map == Map::kTangent ? o.tbias[channel] : A(0);
-          map.Finish(o.map, statistics, Times(group[0], inverse), tscale, tbias);
-#pragma unroll(kRagged ? 1 : 2)
+          Linear<kMap, A> map(statistics, o.scale[channel], o.bias[channel]);
+          const A tscale = kMap == Map::kTangent ? o.tscale[channel] : A(0);
+          const A tbias = kMap == Map::kTangent ? o.tbias[channel] : A(0);
+          map.Finish(statistics, Times(group[0], inverse), tscale, tbias);
+#pragma unroll 2
           for (int k = 0; k < run.count; ++k) {
             A in[V], x[V];
             tile.Read(0, slot + k, in);
             tile.Read(1, slot + k, x);
-            MapVector(o.map, f, in, x, [&](int) { return map; });
+            MapVector<kMap>(f, in, x, [&](int) { return map; });
             if constexpr (kRagged)
               WritePart<T, V>(o.out + run.base + k * run.step, in, run.WantedOf<V>(k), t.aligned);
             else
@@ -312,17 +312,20 @@ __global__ void __launch_bounds__(kThreads, kResidentRows)
 }
 
 // Launches a map of p's arrays as `t` spreads them; C is the Access.
-template <class C, class Tiling>
+template <Map kMap, class C, class Tiling>
 cudaError_t LaunchMap(const Problem& p, const Tiling& t, const MapOperands<typename C::Type, C::V>& operands,
                       cudaStream_t stream) {
   using T = typename C::Type;
-  auto* kernel = [] {
-    if constexpr (C::kColumns)
-      return MapColumnsKernel<T, C::V>;
-    else
-      return MapRowsKernel<C::kRagged, T, C::V>;
-  }();
-  return LaunchTeams(kernel, t.team, t.threads, t.shared, stream, t, operands, Chosen<T>{p.activation});
+  return VisitActivation<T, (C::V > 1 && !C::kRagged && kMap == Map::kPullback)>(p.activation, [&](auto f) {
+    using F = decltype(f);
+    auto* kernel = [] {
+      if constexpr (C::kColumns)
+        return MapColumnsKernel<kMap, F, T, C::V>;
+      else
+        return MapRowsKernel<kMap, C::kRagged, F, T, C::V>;
+    }();
+    return LaunchTeams(kernel, t.team, t.threads, t.shared, stream, t, operands, f);
+  });
 }
 
 }  // namespace jaxdnn::group_norm

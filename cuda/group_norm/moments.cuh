@@ -29,23 +29,14 @@ struct Shifted {
   }
 };
 
-// The sum over aligned runs of 1 << span lanes of a warp, in each of them, in a fixed order.
-template <class A>
-__device__ Pair<A> SumLanes(Pair<A> sum, int span) {
-#pragma unroll 1
-  for (int mask = 1; mask < 1 << span; mask *= 2) sum = AddPairs{}(sum, ShuffleXor(sum, mask));
-  return sum;
-}
-
 // The sum of what the team's blocks have, by 1 << span lanes of a warp, of which each asks for so many at once.
 template <int kAtOnce = 4, class A>
 __device__ Pair<A> AddBlocks(const Letter<Pair<A>>* partial, int blocks, int stride, int span) {
   const int lanes = 1 << span, lane = threadIdx.x & (lanes - 1);
-  Pair<A> sum = {};
+  Pair<A> sums[1] = {};
   if (blocks <= lanes) {
-    if (lane < blocks) sum = partial[lane * stride].Await();
+    if (lane < blocks) sums[0] = partial[int64_t{lane} * stride].Await();
   } else {
-#pragma unroll 1
     for (int first = lane; first < blocks; first += kAtOnce * lanes) {
       Pair<A> values[kAtOnce];
       bool there;
@@ -53,14 +44,15 @@ __device__ Pair<A> AddBlocks(const Letter<Pair<A>>* partial, int blocks, int str
         there = true;
 #pragma unroll
         for (int k = 0; k < kAtOnce; ++k)
-          there &= partial[min(first + k * lanes, blocks - 1) * stride].Read(&values[k]);
+          there &= partial[int64_t{min(first + k * lanes, blocks - 1)} * stride].Read(&values[k]);
       } while (!there);
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k)
-        if (first + k * lanes < blocks) sum = AddPairs{}(sum, values[k]);
+        if (first + k * lanes < blocks) sums[0] = AddPairs{}(sums[0], values[k]);
     }
   }
-  return SumLanes(sum, span);
+  Reduce(sums, AddPairs{}, {0, span}, static_cast<Pair<A>*>(nullptr));
+  return sums[0];
 }
 
 // The same of one value for every block, in all of its threads: one warp asks for it, as all that ask load memory.

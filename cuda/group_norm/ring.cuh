@@ -61,6 +61,7 @@ struct RingTiling {
   int half;             // channels last: half of the rows that are visited at once
   int64_t shared;
   FastDiv plane;     // channels first: elements of a channel
+  bool split;        // channels first: they need not begin where a warp's vectors do, nor where a vector does
   FastDiv by_slabs;  // of an example
   FastDiv group_channels;
   int slab_channels, slab_groups, channels, groups;
@@ -190,7 +191,6 @@ __device__ inline void Release(RingBarriers* barriers, int place) {
 
 // `knowing` threads say what is known of a unit.
 __device__ inline void InitBarriers(RingBarriers* b, int stages, int knowing) {
-#pragma unroll 1
   for (int i = 0; i < stages; ++i) {
     hopper::InitBarrier(SharedAddress(&b->full[i]), 1);
     hopper::InitBarrier(SharedAddress(&b->empty[i]), kVisitors / 32);
@@ -219,15 +219,13 @@ template <class Value, class Of, class F>
 __device__ void ForEachGroup(const RingTiling& t, int thread, Of&& value, F&& f) {
   const int groups = t.slab_groups, size = t.group_channels.divisor;
   const int span = SpanOf(groups, kVisitors), part = thread & ((1 << span) - 1);
-#pragma unroll 1
   for (int first = 0; first < groups; first += kVisitors >> span) {
     const int g = first + (thread >> span);
-    Value sum = {};
+    Value sum[1] = {};
     if (g < groups)
-#pragma unroll 1
-      for (int c = g * size + part; c < (g + 1) * size; c += 1 << span) sum = AddPairs{}(sum, value(g, c));
-    sum = SumLanes(sum, span);
-    if (g < groups && part == 0) f(g, sum);
+      for (int c = g * size + part; c < (g + 1) * size; c += 1 << span) sum[0] = AddPairs{}(sum[0], value(g, c));
+    Reduce(sum, AddPairs{}, {0, span}, static_cast<Value*>(nullptr));
+    if (g < groups && part == 0) f(g, sum[0]);
   }
 }
 
@@ -254,26 +252,24 @@ template <int V, class Value, class Of, class F>
 __device__ void SumGroups(const RingTiling& t, int thread, Value* scratch, Of&& of, F&& f) {
   SyncSumming();  // Earlier sums may still be read.
   if (thread < t.side)
-#pragma unroll 1
     for (int slot = 0; slot < t.slots; ++slot) scratch[slot * t.side + thread] = of(slot);
   SyncSumming();
   const int groups = t.slab_groups, size = t.group_channels.divisor, rows = t.side / t.columns;
   const int span = SpanOf(groups, kVisitors), lanes = 1 << span, lane = thread & (lanes - 1);
-#pragma unroll 1
   for (int first = 0; first < groups; first += kVisitors >> span) {
     const int g = first + (thread >> span);
-    Value sum = {};
+    Value sum[1] = {};
     if (g < groups) {
       const int begin = g * size / V, columns = ((g + 1) * size - 1) / V + 1 - begin;
 #pragma unroll 4
       for (int i = lane; i < columns * rows; i += lanes) {
         const int row = i / columns, column = begin + i - row * columns;
         const int slot = g - t.group_channels.Div(column * V);
-        sum = AddPairs{}(sum, scratch[slot * t.side + row * t.columns + column]);
+        sum[0] = AddPairs{}(sum[0], scratch[slot * t.side + row * t.columns + column]);
       }
     }
-    sum = SumLanes(sum, span);
-    if (g < groups && lane == 0) f(g, sum);
+    Reduce(sum, AddPairs{}, {0, span}, static_cast<Value*>(nullptr));
+    if (g < groups && lane == 0) f(g, sum[0]);
   }
 }
 
@@ -310,37 +306,41 @@ __device__ Value ChannelSum(const RingTiling& t, const Value* scratch, int c) {
 // Letters that a lane asks for at once, so that a warp has those of the largest team in one go.
 constexpr int kAtOnce = (kNominal.multiprocessors + 31) / 32;
 
-// Where the sums are that a block adds up for all.
+// Adds up the letters of those groups that are this block's, for all blocks. By one warp.
 template <class Value>
-__device__ Letter<Value>* ResultsOf(const RingTiling& t, Letter<Value>* letters) {
-  return letters + int64_t{t.team.size} * t.slab_groups;
-}
-
-// Adds up the letters of all groups, or of those that are this block's to add up for all blocks. Calls
-// done(g, sum, known(g)) in one thread each; what is known is asked for before the letters have come. By one warp.
-template <class Value, class Known, class F>
-__device__ void AddLetters(const RingTiling& t, const Letter<Value>* letters, Known&& known, F&& done) {
-  const int groups = t.slab_groups, size = t.team.size, apart = t.direct ? 1 : size;
-  const int span = SpanOf((groups + apart - 1) / apart, 32), lane = threadIdx.x % 32;
-#pragma unroll 1
-  for (int first = t.direct ? 0 : t.team.Rank(); first < groups; first += apart << (5 - span)) {
-    const int g = first + apart * (lane >> span), column = min(g, groups - 1);
-    const auto of_group = known(column);
-    const Value sum = AddBlocks<kAtOnce>(letters + column, size, groups, span);
-    if (g < groups && (lane & ((1 << span) - 1)) == 0) done(g, sum, of_group);
+__device__ void Gather(const RingTiling& t, Letter<Value>* letters) {
+  const int groups = t.slab_groups, size = t.team.size;
+  Letter<Value>* result = letters + int64_t{size} * groups;
+  const int span = SpanOf((groups + size - 1) / size, 32);
+  const int lane = threadIdx.x % 32, part = lane & ((1 << span) - 1);
+  for (int first = t.team.Rank(); first < groups; first += size << (5 - span)) {
+    const int g = first + size * (lane >> span);
+    const Value sum = AddBlocks<kAtOnce>(letters + min(g, groups - 1), size, groups, span);
+    if (g < groups && part == 0) result[g].Write(sum);
   }
 }
 
-// Calls take(g, sum, known(g)) with the results, in one thread each. By one warp.
+// Calls take(g, sum, known(g)) with the team's sum for each group, in one thread each. What is known is asked for
+// before the sums have come. By one warp.
 template <class Value, class Known, class F>
-__device__ void TakeResults(const RingTiling& t, const Letter<Value>* results, Known&& known, F&& take) {
+__device__ void Take(const RingTiling& t, const Letter<Value>* letters, Known&& known, F&& take) {
   const int groups = t.slab_groups, lane = threadIdx.x % 32;
-#pragma unroll 1
+  if (t.direct) {
+    const int span = SpanOf(groups, 32);
+    for (int first = 0; first < groups; first += 32 >> span) {
+      const int g = first + (lane >> span), column = min(g, groups - 1);
+      const auto of_group = known(column);
+      const Value sum = AddBlocks<kAtOnce>(letters + column, t.team.size, groups, span);
+      if (g < groups && (lane & ((1 << span) - 1)) == 0) take(g, sum, of_group);
+    }
+    return;
+  }
+  const Letter<Value>* result = letters + int64_t{t.team.size} * groups;
   for (int first = 0; first < groups; first += 64) {
     const int g = first + lane, h = g + 32, one = min(g, groups - 1), other = min(h, groups - 1);
     const auto of_one = known(one), of_other = known(other);
     Value sum, sum_other;
-    while (!(results[one].Read(&sum) & results[other].Read(&sum_other))) continue;
+    while (!(result[one].Read(&sum) & result[other].Read(&sum_other))) continue;
     if (g < groups) take(g, sum, of_one);
     if (h < groups) take(h, sum_other, of_other);
   }

@@ -38,13 +38,12 @@ struct WarpSums {
   }
 };
 
-template <bool kColumns, class T, int V>
+template <bool kColumns, class F, class T, int V>
 __global__ void __launch_bounds__(kRingThreads, 1)
-    RingBackwardKernel(const __grid_constant__ RingTiling t, const __grid_constant__ RingMapOperands<T, V> o,
-                       Chosen<T> f) {
+    RingBackwardKernel(const __grid_constant__ RingTiling t, const __grid_constant__ RingMapOperands<T, V> o, F f) {
   using A = Accumulator<T>;
   using Vector = Vec<T, V>;
-  using Pullback = Linear<A>;
+  using Pullback = Linear<Map::kPullback, A>;
   constexpr int D = kDepth<2>, kWarps = kVisitors / 32;
   extern __shared__ __align__(128) unsigned char shared[];
   __shared__ RingBarriers barriers;
@@ -78,7 +77,6 @@ __global__ void __launch_bounds__(kRingThreads, 1)
   };
   // Leaves the sums of the channels: by threads of number `thread` of `threads`, which made them.
   const auto leave = [&](int thread, int threads) {
-#pragma unroll 1
     for (int c = thread; c < t.channels; c += threads) {
       o.dscale[int64_t{blockIdx.x} * t.channels + c] = kept[c].second;
       o.dbias[int64_t{blockIdx.x} * t.channels + c] = kept[c].first;
@@ -90,7 +88,6 @@ __global__ void __launch_bounds__(kRingThreads, 1)
     const bool sends = part == kSend, gathers = part == kGather;
     const int lane = threadIdx.x % 32;
     if (sends)
-#pragma unroll 1
       for (int c = lane; c < t.channels; c += 32) kept[c] = {};
     __syncwarp();
     int round = 0;
@@ -101,14 +98,12 @@ __global__ void __launch_bounds__(kRingThreads, 1)
       const bool takes = !(sends || gathers) || alone;
       if (takes) hopper::WaitBarrier(SharedAddress(&barriers.known_free[buffer]), (round >> 1 & 1) ^ 1);
       if (!kColumns && takes)
-#pragma unroll 1
         for (int c = lane; c < channels; c += 32)
           table[buffer * t.share_channels + c] =
               Pullback(statistics, o.scale[u.first_channel + c], o.bias[u.first_channel + c]);
       if (sends) {
         hopper::WaitBarrier(SharedAddress(&barriers.summed), round & 1);
         Sums<A> all[1] = {};
-#pragma unroll 1
         for (int c = lane; c < channels; c += 32) {
           Sums<A> sum = scratch[c];
           for (int w = 1; w < kWarps; ++w) sum = AddPairs{}(sum, scratch[w * t.share_channels + c]);
@@ -127,24 +122,16 @@ __global__ void __launch_bounds__(kRingThreads, 1)
         }
         hopper::Arrive(SharedAddress(&barriers.sums_free));
         __syncwarp();  // The next unit's channels may be other lanes'.
+      } else if (gathers) {
+        Gather(t, letters_of(unit));
       } else {
-        Letter<Sums<A>>* letters = letters_of(unit);
-        const auto known_of = [&](int g) { return o.statistics[u.first_group + g]; };
-        const auto take = [&](int g, const Sums<A>& sum, const Statistics<A>& s) {
-          if (gathers)
-            ResultsOf(t, letters)[g].Write(sum);
-          else
-            tell(buffer, g, s, sum);
-        };
-        if (gathers || t.direct)
-          AddLetters(t, letters, known_of, take);
-        else
-          TakeResults(t, ResultsOf(t, letters), known_of, take);
+        Take(
+            t, letters_of(unit), [&](int g) { return o.statistics[u.first_group + g]; },
+            [&](int g, const Sums<A>& sum, const Statistics<A>& s) { tell(buffer, g, s, sum); });
       }
       if (!takes) continue;
       __syncwarp();
       if constexpr (!kColumns) {
-#pragma unroll 1
         for (int c = lane; c < channels; c += 32) table[buffer * t.share_channels + c].Take(known[buffer]);
       }
       hopper::Arrive(SharedAddress(&barriers.known[buffer]));
@@ -169,7 +156,6 @@ __global__ void __launch_bounds__(kRingThreads, 1)
   Turn turn;
   if (!applies) {
     if constexpr (kColumns)
-#pragma unroll 1
       for (int c = thread; c < t.channels; c += kVisitors) kept[c] = {}, scales[c] = o.scale[c];
     const Slots slots = kColumns ? Slots::Of<V>(t, across) : Slots();
     int round = 0;
@@ -182,7 +168,6 @@ __global__ void __launch_bounds__(kRingThreads, 1)
 #pragma unroll
         for (int j = 0; j < V; ++j) map[j] = map_of(u, across * V + j);
         // What of them is read two units before was behind a barrier since.
-#pragma unroll 1
         for (int g = thread; g < t.slab_groups; g += kVisitors)
           summed_statistics[(round & 1) * t.slab_groups + g] = o.statistics[u.first_group + g];
       } else {
@@ -196,11 +181,12 @@ __global__ void __launch_bounds__(kRingThreads, 1)
         map[0] = map_of(u, warp.channel);
       };
       const auto add = [&](A(&in)[V], const A(&x)[V]) {
-        AddVector(
-            Map::kPullback, f, in, x, [&](int j) -> auto& { return map[kColumns ? j : 0]; },
+        AddVector<Map::kPullback>(
+            f, in, x, [&](int j) -> auto& { return map[kColumns ? j : 0]; },
             [&](int j) -> auto& { return kColumns ? own[j] : warp.own; });
       };
-      for (int i = 0; i < share.chunks; ++i) {
+      const auto sum_chunk = [&](auto split, int i) {
+        constexpr bool kSplit = decltype(split)::value;
         const int n = min(chunk, share.count - i * chunk);
         hopper::WaitBarrier(SharedAddress(&barriers.full[turn.place]), turn.parity);
         const Vector* from = ring + 2 * turn.place * chunk;
@@ -212,17 +198,19 @@ __global__ void __launch_bounds__(kRingThreads, 1)
           const int at = kColumns ? first_mine : first_mine + thread % 32;
           // Of the slab, the elements that the warp's vectors have.
           const int row = (static_cast<int>(share.begin) + i * chunk + first_mine) * V, row_end = row + 32 * V;
-          if (!kColumns && row >= warp.end) take_channel(t.plane.Div(row));
+          if constexpr (!kColumns && !kSplit)
+            if (row >= warp.end) take_channel(t.plane.Div(row));
           A in[V], x[V];
           widen(from + at, in);
           widen(from + chunk + at, x);
-          if (kColumns || row_end <= warp.end) {
+          if (!kSplit || row_end <= warp.end) {
             add(in, x);
             continue;
           }
-          // They end one channel or more.
+          // They end one channel or more, or begin one.
           const int element = row + thread % 32 * V, plane = t.plane.divisor;
-          for (;;) {
+          for (int channel = t.plane.Div(row);; ++channel) {
+            if (channel - lead != warp.channel) take_channel(channel);
             const Wanted<V> of_channel = {warp.end - plane - element, warp.end - element};
             A dy[V], xs[V];
 #pragma unroll
@@ -232,9 +220,14 @@ __global__ void __launch_bounds__(kRingThreads, 1)
             }
             add(dy, xs);
             if (warp.end >= min(row_end, static_cast<int>(t.slab) * V)) break;
-            take_channel(warp.channel + lead + 1);
           }
         }
+      };
+      for (int i = 0; i < share.chunks; ++i) {
+        if (!kColumns && t.split)
+          sum_chunk(std::bool_constant<!kColumns>(), i);
+        else
+          sum_chunk(std::false_type(), i);
         if (i < share.streamed) Release(&barriers, turn.place);
         turn.Skip(1, t.stages);
       }
@@ -271,7 +264,6 @@ __global__ void __launch_bounds__(kRingThreads, 1)
         }
         SumHalves(t, thread, own, scratch);
         if (t.early) {
-#pragma unroll 1
           for (int c = thread; c < t.slab_channels; c += kVisitors) of_channel(t.group_channels.Div(c), c);
         } else {
           ForEachGroup<Sums<A>>(t, thread, of_channel, send);
@@ -297,7 +289,7 @@ __global__ void __launch_bounds__(kRingThreads, 1)
   for (int64_t unit = first; unit < t.team.units; unit += step, ++round) {
     const RingUnit u(t, unit);
     const int buffer = round & 1;
-    Pullback map[kColumns ? V : 1];
+    Pullback map[kColumns ? V : 1], next;
     if constexpr (kColumns) {
 #pragma unroll
       for (int j = 0; j < V; ++j) map[j] = map_of(u, across * V + j);
@@ -310,32 +302,36 @@ __global__ void __launch_bounds__(kRingThreads, 1)
     Vector* out = o.out + t.Base(unit) + start;
     turn.Skip(share.streamed, t.stages);
     const Pullback* maps = table + buffer * t.share_channels - lead;
-    for (int i = 0; i < share.chunks; ++i) {
-      const int which = share.Again(i), n = min(chunk, share.count - which * chunk);
+    const auto apply_chunk = [&](auto split, int which) {
+      const int n = min(chunk, share.count - which * chunk);
       hopper::WaitBarrier(SharedAddress(&barriers.full[turn.place]), turn.parity);
       const Vector* from = ring + 2 * turn.place * chunk + mine;
 #pragma unroll
       for (int k = 0; k < D; ++k) {
         if (!visits || k * side + mine >= n) continue;
         int left = V;  // elements of the vector that are of its first channel
-        const Pullback* following = nullptr;
         if constexpr (!kColumns) {
           int at;
           const int channel = t.plane.Div((static_cast<int>(share.begin) + which * chunk + k * side + mine) * V, &at);
           map[0] = maps[channel];
-          left = t.plane.divisor - at, following = maps + channel + 1;
+          if constexpr (decltype(split)::value) left = t.plane.divisor - at;
+          if (left < V) next = maps[channel + 1];
         }
         A in[V], x[V];
         widen(from + k * side, in);
         widen(from + chunk + k * side, x);
-        if (kColumns || left >= V) {
-          MapVector(Map::kPullback, f, in, x, [&](int j) -> auto& { return map[kColumns ? j : 0]; });
-        } else {
-          const Pullback next = *following;
-          MapVector(Map::kPullback, f, in, x, [&](int j) { return j < left ? map[0] : next; });
-        }
+        if (left >= V)
+          MapVector<Map::kPullback>(f, in, x, [&](int j) -> auto& { return map[kColumns ? j : 0]; });
+        else
+          MapVector<Map::kPullback>(f, in, x, [&](int j) { return j < left ? map[0] : next; });
         Write<T, V>(out + int64_t{which * D + k} * stride, in);
       }
+    };
+    for (int i = 0; i < share.chunks; ++i) {
+      if (!kColumns && t.split)
+        apply_chunk(std::bool_constant<!kColumns>(), share.Again(i));
+      else
+        apply_chunk(std::false_type(), share.Again(i));
       Release(&barriers, turn.place);
       turn.Skip(1, t.stages);
     }
@@ -344,8 +340,8 @@ __global__ void __launch_bounds__(kRingThreads, 1)
 }
 
 constexpr RingBytes kBackwardBytes = {sizeof(Sums<float>), sizeof(Sums<float>) + sizeof(float),
-                                      2 * sizeof(Linear<float>), 2 * (sizeof(Slant<float>) + sizeof(Statistics<float>)),
-                                      true};
+                                      2 * sizeof(Linear<Map::kPullback, float>),
+                                      2 * (sizeof(Slant<float>) + sizeof(Statistics<float>)), true};
 
 }  // namespace
 
@@ -361,7 +357,7 @@ std::optional<cudaError_t> RingBackward(const Problem& p, const void* dy, const 
                                         void* workspace, cudaStream_t stream) {
   const auto t = PlanRing(p, 2, kBackwardBytes);
   if (!t || !IsVectorAligned(dy, x, dx) || !HasRings()) return std::nullopt;
-  return VisitSingleDType(p.dtype, [&](auto type) {
+  return VisitRing(p, [&](auto type, auto f) {
     using T = typename decltype(type)::type;
     constexpr int kLength = kVecLength<T>;
     using A = Accumulator<T>;
@@ -380,9 +376,9 @@ std::optional<cudaError_t> RingBackward(const Problem& p, const void* dy, const 
       if (cudaError_t e = EncodeSlabs(p, *t, kDepth<2>, dy, &o.maps[0])) return e;
       if (cudaError_t e = EncodeSlabs(p, *t, kDepth<2>, x, &o.maps[1])) return e;
     }
-    auto* kernel = t->last ? RingBackwardKernel<true, T, kLength> : RingBackwardKernel<false, T, kLength>;
-    if (cudaError_t e = LaunchTeams(kernel, t->team, kRingThreads, t->shared, stream, *t, o, Chosen<T>{p.activation}))
-      return e;
+    auto* kernel = t->last ? RingBackwardKernel<true, decltype(f), T, kLength>
+                           : RingBackwardKernel<false, decltype(f), T, kLength>;
+    if (cudaError_t e = LaunchTeams(kernel, t->team, kRingThreads, t->shared, stream, *t, o, f)) return e;
     return SumRows(o.dscale, 1, rows, p.channels, static_cast<A*>(dscale), static_cast<A*>(dbias), stream);
   });
 }

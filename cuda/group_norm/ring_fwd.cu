@@ -17,9 +17,9 @@ struct RingOperands {
   CUtensorMap map;
 };
 
-template <bool kColumns, class T, int V>
+template <bool kColumns, class F, class T, int V>
 __global__ void __launch_bounds__(kRingThreads, 1)
-    RingForwardKernel(const __grid_constant__ RingTiling t, const __grid_constant__ RingOperands<T, V> o, Chosen<T> f) {
+    RingForwardKernel(const __grid_constant__ RingTiling t, const __grid_constant__ RingOperands<T, V> o, F f) {
   using A = Accumulator<T>;
   using Vector = Vec<T, V>;
   constexpr int D = kDepth<1>, kWarps = kVisitors / 32;
@@ -68,7 +68,6 @@ __global__ void __launch_bounds__(kRingThreads, 1)
       if (takes) hopper::WaitBarrier(SharedAddress(&barriers.known_free[buffer]), (round >> 1 & 1) ^ 1);
       // The scale and the bias wait where the map will be.
       if (!kColumns && takes)
-#pragma unroll 1
         for (int c = lane; c < channels; c += 32) {
           Affine<A>& affine = table[buffer * t.share_channels + c];
           affine.slope = o.scale[u.first_channel + c], affine.offset = o.bias[u.first_channel + c];
@@ -84,24 +83,16 @@ __global__ void __launch_bounds__(kRingThreads, 1)
             letters_of(unit)[t.team.Rank()].Write(sum[0]);
         }
         hopper::Arrive(SharedAddress(&barriers.sums_free));
+      } else if (gathers) {
+        Gather(t, letters_of(unit));
       } else {
-        Letter<Moments>* letters = letters_of(unit);
-        const auto known_of = [&](int g) { return pivot_of(unit, g); };
-        const auto take = [&](int g, const Moments& m, T pivot) {
-          if (gathers)
-            ResultsOf(t, letters)[g].Write(m);
-          else
-            tell(buffer, g, static_cast<A>(pivot), m);
-        };
-        if (gathers || t.direct)
-          AddLetters(t, letters, known_of, take);
-        else
-          TakeResults(t, ResultsOf(t, letters), known_of, take);
+        Take(
+            t, letters_of(unit), [&](int g) { return pivot_of(unit, g); },
+            [&](int g, const Moments& m, T pivot) { tell(buffer, g, static_cast<A>(pivot), m); });
       }
       if (!takes) continue;
       __syncwarp();
       if constexpr (!kColumns) {
-#pragma unroll 1
         for (int c = lane; c < channels; c += 32) {
           Affine<A>& affine = table[buffer * t.share_channels + c];
           affine = Affine<A>(known[buffer], affine.slope, affine.offset);
@@ -131,7 +122,6 @@ __global__ void __launch_bounds__(kRingThreads, 1)
       // What of them is read two units before was behind a barrier since.
       A* pivots = summed_pivots + buffer * t.slab_groups;
       if constexpr (kColumns)
-#pragma unroll 1
         for (int g = thread; g < t.slab_groups; g += kVisitors) pivots[g] = static_cast<A>(pivot_of(unit, g));
       const T pivot = kColumns ? T() : pivot_of(unit, 0);  // Asked for here, needed where the sums are made.
       // Channels first, several sums, so that additions need not wait for each other.
@@ -211,7 +201,7 @@ __global__ void __launch_bounds__(kRingThreads, 1)
       }
     }
     hopper::WaitBarrier(SharedAddress(&barriers.known[buffer]), round >> 1 & 1);
-    Affine<A> affine[kColumns ? V : 1], next;
+    Affine<A> affine[kColumns ? V : 1];
     if constexpr (kColumns) {
 #pragma unroll
       for (int j = 0; j < V; ++j) affine[j] = Affine<A>(statistics[group_of(j)], scale[j], bias[j]);
@@ -219,39 +209,44 @@ __global__ void __launch_bounds__(kRingThreads, 1)
     Vector* out = o.y + t.Base(unit) + start;
     turn.Skip(share.streamed, t.stages);
     const Affine<A>* affines = table + buffer * t.share_channels - lead;
-    for (int i = 0; i < share.chunks; ++i) {
-      const int which = share.Again(i), n = min(chunk, share.count - which * chunk);
+    const auto apply_chunk = [&](auto split, int which) {
+      const int n = min(chunk, share.count - which * chunk);
       hopper::WaitBarrier(SharedAddress(&barriers.full[turn.place]), turn.parity);
       const Vector* from = ring + turn.place * chunk + mine;
-      // Channels first, two at a time, of which the registers hold what it takes.
-#pragma unroll(kColumns ? D : 2)
+      // Two at a time, of which the registers hold what it takes.
+#pragma unroll(decltype(split)::value ? 2 : D)
       for (int k = 0; k < D; ++k) {
         if (!visits || k * side + mine >= n) continue;
         int left = V;  // elements of the vector that are of its first channel
+        A next_slope = 0, next_offset = 0;
         if constexpr (!kColumns) {
           int at;
           const int channel = t.plane.Div((static_cast<int>(share.begin) + which * chunk + k * side + mine) * V, &at);
           affine[0] = affines[channel];
-          left = t.plane.divisor - at;
-          if (left < V) next = affines[channel + 1];
+          if constexpr (decltype(split)::value) left = t.plane.divisor - at;
+          if (left < V) next_slope = affines[channel + 1].slope, next_offset = affines[channel + 1].offset;
         }
         A x[V];
         widen(from + k * side, x);
-        if (kColumns || left >= V) {
 #pragma unroll
-          for (int j = 0; j < V; ++j) x[j] = affine[kColumns ? j : 0](x[j]);
-        } else {
-#pragma unroll
-          for (int j = 0; j < V; ++j) x[j] = (j < left ? affine[0] : next)(x[j]);
+        for (int j = 0; j < V; ++j) {
+          Affine<A> of = affine[kColumns ? j : 0];
+          if (j >= left) of.slope = next_slope, of.offset = next_offset;
+          x[j] = of(x[j]);
         }
         f.Forward(x);
         Write<T, V>(out + int64_t{which * D + k} * stride, x);
       }
+    };
+    for (int i = 0; i < share.chunks; ++i) {
+      if (!kColumns && t.split)
+        apply_chunk(std::bool_constant<!kColumns>(), share.Again(i));
+      else
+        apply_chunk(std::false_type(), share.Again(i));
       Release(&barriers, turn.place);
       turn.Skip(1, t.stages);
     }
     if (t.team.Rank() == 0)
-#pragma unroll 1
       for (int g = thread; g < t.slab_groups; g += kVisitors) o.statistics[u.first_group + g] = statistics[g];
     hopper::Arrive(SharedAddress(&barriers.known_free[buffer]));
   }
@@ -273,7 +268,7 @@ std::optional<cudaError_t> RingForward(const Problem& p, const void* x, const vo
                                        void* statistics, void* workspace, cudaStream_t stream) {
   const auto t = PlanForward(p);
   if (!t || !IsVectorAligned(x, y) || !HasRings()) return std::nullopt;
-  return VisitSingleDType(p.dtype, [&](auto type) {
+  return VisitRing(p, [&](auto type, auto f) {
     using T = typename decltype(type)::type;
     constexpr int kLength = kVecLength<T>;
     using A = Accumulator<T>;
@@ -288,8 +283,9 @@ std::optional<cudaError_t> RingForward(const Problem& p, const void* x, const vo
     if (cudaError_t e = t->team.Reset(o.letters, t->SlabGroups(), stream)) return e;
     if (t->boxes)
       if (cudaError_t e = EncodeSlabs(p, *t, kDepth<1>, x, &o.map)) return e;
-    auto* kernel = t->last ? RingForwardKernel<true, T, kLength> : RingForwardKernel<false, T, kLength>;
-    return LaunchTeams(kernel, t->team, kRingThreads, t->shared, stream, *t, o, Chosen<T>{p.activation});
+    auto* kernel =
+        t->last ? RingForwardKernel<true, decltype(f), T, kLength> : RingForwardKernel<false, decltype(f), T, kLength>;
+    return LaunchTeams(kernel, t->team, kRingThreads, t->shared, stream, *t, o, f);
   });
 }
 

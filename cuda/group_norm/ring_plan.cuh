@@ -85,6 +85,7 @@ inline std::optional<RingTiling> PlanSlabs(const Problem& p, int arrays, const R
   t.example = p.channels * p.spatial / vector;
   if (t.slab > (last ? INT32_MAX : 1 << 27)) return std::nullopt;  // Elements, too, have 32-bit numbers.
   t.plane = FastDiv(p.spatial);
+  t.split = !last && p.spatial % (32 * vector) != 0;
   t.group_channels = FastDiv(group);
   t.by_slabs = FastDiv(p.groups / groups);
   t.team.units = p.n * p.groups / groups;
@@ -178,6 +179,15 @@ inline bool HasRings() {
   return HasHopperCode() && cudaGetDevice(&device) == cudaSuccess &&
          cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device) == cudaSuccess &&
          multiprocessors == kNominal.multiprocessors;
+}
+
+// Calls f(TypeTag, activation) for a problem that rings take.
+template <class F>
+cudaError_t VisitRing(const Problem& p, F&& f) {
+  return VisitSingleDType(p.dtype, [&](auto type) {
+    using T = typename decltype(type)::type;
+    return VisitActivation<T, true>(p.activation, [&](auto activation) { return f(type, activation); });
+  });
 }
 
 }  // namespace jaxdnn::group_norm

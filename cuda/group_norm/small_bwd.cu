@@ -20,10 +20,9 @@ struct SmallMapOperands {
   A inverse;          // of the elements of a group
 };
 
-template <class T, int V>
+template <class F, class T, int V>
 __global__ void __launch_bounds__(kSmallThreads)
-    SmallBackwardKernel(const __grid_constant__ SmallTiling t, const __grid_constant__ SmallMapOperands<T, V> o,
-                        Chosen<T> f) {
+    SmallBackwardKernel(const __grid_constant__ SmallTiling t, const __grid_constant__ SmallMapOperands<T, V> o, F f) {
   using A = Accumulator<T>;
   extern __shared__ __align__(16) unsigned char shared[];
   auto* sums = reinterpret_cast<Sums<A>*>(shared);  // [V][threads], of their elements
@@ -33,11 +32,11 @@ __global__ void __launch_bounds__(kSmallThreads)
   place.Load(o.in, in_held);
   place.Load(o.x, x_held);
   const Statistics<A> statistics = o.statistics[place.unit];
-  Linear<A> map[V];
+  Linear<Map::kPullback, A> map[V];
   A scale[V];
   place.ForEachChannel<V>(t, [&](int j, int c) {
     scale[j] = o.scale[place.parameters + c];
-    map[j] = Linear<A>(statistics, scale[j], o.bias[place.parameters + c]);
+    map[j] = Linear<Map::kPullback, A>(statistics, scale[j], o.bias[place.parameters + c]);
   });
 
   Sums<A> own[V] = {};
@@ -47,7 +46,7 @@ __global__ void __launch_bounds__(kSmallThreads)
     A in[V], x[V];
     Widen<T, V>(in_held[k], in);
     Widen<T, V>(x_held[k], x);
-    AddVector(Map::kPullback, f, in, x, [&](int j) -> auto& { return map[j]; }, [&](int j) -> auto& { return own[j]; });
+    AddVector<Map::kPullback>(f, in, x, [&](int j) -> auto& { return map[j]; }, [&](int j) -> auto& { return own[j]; });
   }
   Sums<A> weighted = {};
 #pragma unroll
@@ -58,14 +57,14 @@ __global__ void __launch_bounds__(kSmallThreads)
   }
   const Sums<A> means = Times(SumSlab(t.blocks, place.rank, weighted), o.inverse);
 #pragma unroll
-  for (int j = 0; j < V; ++j) map[j].Finish(Map::kPullback, statistics, means, A(0), A(0));
+  for (int j = 0; j < V; ++j) map[j].Finish(statistics, means, A(0), A(0));
 #pragma unroll
   for (int k = 0; k < kHeld; ++k) {
     if (k >= place.rows) break;
     A in[V], x[V];
     Widen<T, V>(in_held[k], in);
     Widen<T, V>(x_held[k], x);
-    MapVector(Map::kPullback, f, in, x, [&](int j) -> auto& { return map[j]; });
+    MapVector<Map::kPullback>(f, in, x, [&](int j) -> auto& { return map[j]; });
     Write<T, V>(o.out + place.base + k * place.step, in);
   }
 
@@ -78,18 +77,18 @@ __global__ void __launch_bounds__(kSmallThreads)
   const int first_channel = place.unit % t.groups * t.period;
   for (int first = 0; first < t.period; first += blockDim.x >> span) {
     const int channel = first + (threadIdx.x >> span);
-    Sums<A> sum = {};
+    Sums<A> sum[1] = {};
     if (channel < t.period) {
 #pragma unroll 4
       for (int i = lane; i < terms; i += 1 << span) {
         const int down = i % t.parallel, element = channel + i / t.parallel * t.period;
-        sum = AddPairs{}(sum, sums[element % V * blockDim.x + down * t.columns + element / V]);
+        sum[0] = AddPairs{}(sum[0], sums[element % V * blockDim.x + down * t.columns + element / V]);
       }
     }
-    sum = SumLanes(sum, span);
+    Reduce(sum, AddPairs{}, {0, span}, static_cast<Sums<A>*>(nullptr));
     if (channel < t.period && lane == 0) {
-      o.dscale[row + first_channel + channel] = sum.second;
-      o.dbias[row + first_channel + channel] = sum.first;
+      o.dscale[row + first_channel + channel] = sum[0].second;
+      o.dbias[row + first_channel + channel] = sum[0].first;
     }
   }
 }
@@ -120,8 +119,10 @@ std::optional<cudaError_t> SmallBackward(const Problem& p, const void* dy, const
     o.dbias = o.dscale + p.batch * rows * p.channels;
     o.inverse = A(1) / GroupSize<A>(p);
     const size_t shared = t->threads * kLength * sizeof(Sums<A>);
-    const Chosen<T> f = {p.activation};
-    if (cudaError_t e = LaunchKernel(SmallBackwardKernel<T, kLength>, t->Blocks(shared), stream, *t, o, f)) return e;
+    const cudaError_t e = VisitActivation<T, false>(p.activation, [&](auto f) {
+      return LaunchKernel(SmallBackwardKernel<decltype(f), T, kLength>, t->Blocks(shared), stream, *t, o, f);
+    });
+    if (e != cudaSuccess) return e;
     return SumRows(o.dscale, p.batch, rows, p.channels, static_cast<A*>(dscale), static_cast<A*>(dbias), stream);
   });
 }

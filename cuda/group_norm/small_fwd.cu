@@ -16,10 +16,9 @@ struct SmallOperands {
   double inverse;  // of the elements of a group
 };
 
-template <class T, int V>
+template <class F, class T, int V>
 __global__ void __launch_bounds__(kSmallThreads)
-    SmallForwardKernel(const __grid_constant__ SmallTiling t, const __grid_constant__ SmallOperands<T, V> o,
-                       Chosen<T> f) {
+    SmallForwardKernel(const __grid_constant__ SmallTiling t, const __grid_constant__ SmallOperands<T, V> o, F f) {
   using A = Accumulator<T>;
   __shared__ A scales[kMostParameters], biases[kMostParameters];
   if (t.blocks > 1) ClusterArriveRelaxed();
@@ -81,7 +80,9 @@ std::optional<cudaError_t> SmallForward(const Problem& p, const void* x, const v
     o.statistics = static_cast<Statistics<A>*>(statistics);
     o.epsilon = static_cast<A>(p.epsilon);
     o.inverse = 1.0 / static_cast<double>(p.channels / p.groups * p.spatial);
-    return LaunchKernel(SmallForwardKernel<T, kLength>, t->Blocks(0), stream, *t, o, Chosen<T>{p.activation});
+    return VisitActivation<T, false>(p.activation, [&](auto f) {
+      return LaunchKernel(SmallForwardKernel<decltype(f), T, kLength>, t->Blocks(0), stream, *t, o, f);
+    });
   });
 }
 

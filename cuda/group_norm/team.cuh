@@ -100,25 +100,23 @@ struct Team {
   // Every block makes few sums itself; of many each makes some for all.
   template <class Value, class Merge, class Take>
   __device__ void Exchange(Letter<Value>* rows, int width, Merge&& merge, Take&& take) const {
-    const bool own = width * size <= kOwnSums;
-    const int begin = own ? 0 : Rank(), apart = own ? 1 : size;
-    int span = 5;
-    while (own && span > 0 && width << span > static_cast<int>(blockDim.x)) --span;
-    const int lane = threadIdx.x & ((1 << span) - 1);
-    Letter<Value>* result = rows + int64_t{size} * width;
-#pragma unroll 1
-    for (int first = begin; first < width; first += static_cast<int>(blockDim.x >> span) * apart) {
-      const int i = first + static_cast<int>(threadIdx.x >> span) * apart;
-      if (!own && i >= width) break;
-      const Value sum = merge(rows + min(i, width - 1), span);
-      if (lane > 0 || i >= width) continue;
-      if (own)
-        take(i, sum);
-      else
-        result[i].Write(sum);
+    if (width * size <= kOwnSums) {
+      int span = 5;
+      while (span > 0 && width << span > static_cast<int>(blockDim.x)) --span;
+      const int lane = threadIdx.x & ((1 << span) - 1);
+      for (int first = 0; first < width; first += blockDim.x >> span) {
+        const int i = first + static_cast<int>(threadIdx.x >> span);
+        const Value sum = merge(rows + min(i, width - 1), span);
+        if (lane == 0 && i < width) take(i, sum);
+      }
+      return;
     }
-    if (own) return;
-#pragma unroll 1
+    const int warp = threadIdx.x / 32, warps = blockDim.x / 32;
+    Letter<Value>* result = rows + int64_t{size} * width;
+    for (int i = Rank() + warp * size; i < width; i += warps * size) {
+      const Value sum = merge(rows + i, 5);
+      if (threadIdx.x % 32 == 0) result[i].Write(sum);
+    }
     for (int i = threadIdx.x; i < width; i += blockDim.x) take(i, result[i].Await());
   }
 };

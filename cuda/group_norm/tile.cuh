@@ -12,7 +12,6 @@
 
 #include "cuda/common/async_copy.cuh"
 #include "cuda/common/convert.cuh"
-#include "cuda/common/fast_div.cuh"
 #include "cuda/common/vec.cuh"
 
 namespace jaxdnn::group_norm {
@@ -26,7 +25,6 @@ struct Schedule {
   int held;   // runs that stay
   int ring;   // places for the runs that do not, 0 if all stay
   int slots;  // vectors that a thread has room for
-  FastDiv by_ring;
 
   __host__ __device__ int Places() const { return held + ring; }
   __host__ __device__ int Slots() const { return slots; }
@@ -109,9 +107,7 @@ struct Tile {
 
   // The first slot of run m.
   __device__ int SlotOf(int m) const {
-    int turn;
-    schedule.by_ring.Div(m - schedule.held, &turn);
-    return schedule.length * (m < schedule.held ? m : schedule.held + turn);
+    return schedule.length * (m < schedule.held ? m : schedule.held + (m - schedule.held) % schedule.ring);
   }
 
   // Starts the copies of a run, as one group.
@@ -119,7 +115,7 @@ struct Tile {
   __device__ void Copy(const Place& place, int m) const {
     const Run run = place.At(m);
     const int slot = SlotOf(m);
-#pragma unroll(kRagged ? 1 : 2)
+#pragma unroll 2
     for (int k = 0; k < run.count; ++k)
 #pragma unroll
       for (int a = 0; a < kArrays; ++a) {
@@ -133,11 +129,11 @@ struct Tile {
     CommitAsync();
   }
 
-  // Starts the copies of as many runs as there are places; those that stay were begun by the last unit, if any.
+  // Starts the copies of as many runs as there are places.
   template <class Place>
-  __device__ void Start(const Place& place, bool first_unit) const {
+  __device__ void Start(const Place& place) const {
 #pragma unroll 1
-    for (int m = first_unit ? 0 : schedule.held; m < schedule.Places(); ++m) Copy(place, m);
+    for (int m = 0; m < schedule.Places(); ++m) Copy(place, m);
   }
 
   // Calls visit(m, run, slot) for every run, in order.
@@ -157,18 +153,27 @@ struct Tile {
   // of the next unit, if there is one.
   template <class Place, class Next, class Visit>
   __device__ void SecondVisit(const Place& place, bool more, Next&& next_place, Visit&& visit) const {
-    const int streamed = schedule.runs - schedule.held;
+    const int runs = schedule.runs;
+    int next = runs - schedule.ring - 1;  // to be copied again, if it was not held
+    int pending = 0;
+#pragma unroll 1
+    for (int m = runs - 1; m >= schedule.held; --m) {
+      if (m < runs - schedule.ring) AwaitAllBut(--pending);
+      visit(m, place.At(m), SlotOf(m));
+      if (next >= schedule.held) {
+        Copy(place, next--);
+        ++pending;
+      }
+    }
     const Place coming = next_place();
 #pragma unroll 1
-    for (int i = 0; i < schedule.runs; ++i) {
-      const bool streams = i < streamed;
-      const int m = streams ? schedule.runs - 1 - i : i - streamed;
-      // The last of them are still there; each visit makes place for another.
-      if (streams && i >= schedule.ring) AwaitAllBut(min(schedule.ring, streamed - i) - 1);
+    for (int m = 0; m < schedule.held; ++m) {
       visit(m, place.At(m), SlotOf(m));
-      const int next = streams ? m - schedule.ring : m;
-      if (streams ? next >= schedule.held : more) Copy(streams ? place : coming, next);
+      if (more) Copy(coming, m);
     }
+    if (more)
+#pragma unroll 1
+      for (int m = schedule.held; m < schedule.Places(); ++m) Copy(coming, m);
   }
 };
 

@@ -72,10 +72,10 @@ inline int64_t StepsOfBlock(int64_t steps, int64_t step_bytes, int64_t scratch, 
 // Runs of up to `length` steps for `steps` of them, of which `fit` find a place. Of more than `fit`, some stream.
 inline Schedule MakeSchedule(int64_t steps, int64_t length, int64_t fit) {
   const int runs = static_cast<int>(CeilDiv(steps, length));
-  if (steps <= fit) return {runs, static_cast<int>(length), runs, 0, static_cast<int>(steps), FastDiv(0)};
+  if (steps <= fit) return {runs, static_cast<int>(length), runs, 0, static_cast<int>(steps)};
   const int places = static_cast<int>(std::max<int64_t>(1, fit / length));
   const int ring = std::min(kMaxRing, std::max(1, places / 2));
-  return {runs, static_cast<int>(length), places - ring, ring, static_cast<int>(length) * places, FastDiv(ring)};
+  return {runs, static_cast<int>(length), places - ring, ring, static_cast<int>(length) * places};
 }
 
 struct ColumnTiling {

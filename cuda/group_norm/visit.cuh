@@ -83,10 +83,14 @@ __device__ inline float ShortLogistic(float p) {
   return ApproximateReciprocal(1.0f + ApproximateExp2(-1.44269504f * p));
 }
 
-inline bool IsFused(activation::Kind kind) {
-  using activation::Kind;
-  return kind == Kind::kIdentity || kind == Kind::kRelu || kind == Kind::kSilu;
-}
+// No activation.
+template <class T>
+struct None {
+  template <class A, int V>
+  __device__ void Forward(A (&)[V]) const {}
+  template <class A, int V>
+  __device__ void TimesDerivative(A (&)[V], const A (&)[V]) const {}
+};
 
 // One of the activations that are fused, the few that follow a normalization, chosen as the kernel runs: for a whole
 // vector at once, as a branch for every element would keep them apart.
@@ -111,28 +115,38 @@ struct Chosen {
       for (int j = 0; j < V; ++j) p[j] = activation::Relu<T>{}.Forward(p[j]);
     }
   }
-  // w = w f'(p), p(j) being the input of w[j], which the identity does not need.
-  template <int V, class P>
-  __device__ void TimesDerivative(A (&w)[V], P&& p) const {
+  // w = w f'(p).
+  template <int V>
+  __device__ void TimesDerivative(A (&w)[V], const A (&p)[V]) const {
     if (kind == activation::Kind::kSilu) {
 #pragma unroll
       for (int j = 0; j < V; ++j) {
         A slope;
-        const A x = p(j);
         if constexpr (sizeof(T) == 2) {
-          const A s = ShortLogistic(x);
-          slope = s * (x - s * x) + s;
+          const A s = ShortLogistic(p[j]);
+          slope = s * (p[j] - s * p[j]) + s;
         } else {
-          slope = activation::Silu<T>{1}.Derivative(x);
+          slope = activation::Silu<T>{1}.Derivative(p[j]);
         }
         w[j] = activation::ApplySlope(w[j], slope);
       }
     } else if (kind == activation::Kind::kRelu) {
 #pragma unroll
-      for (int j = 0; j < V; ++j) w[j] = activation::ApplySlope(w[j], activation::Relu<T>{}.Derivative(p(j)));
+      for (int j = 0; j < V; ++j) w[j] = activation::ApplySlope(w[j], activation::Relu<T>{}.Derivative(p[j]));
     }
   }
 };
+
+// Calls f with a functor of the activation: the identity's own, where the arithmetic of a choice would show, or one for
+// all.
+template <class T, bool kOwnIdentity, class F>
+cudaError_t VisitActivation(activation::Kind kind, F&& f) {
+  using activation::Kind;
+  if constexpr (kOwnIdentity)
+    if (kind == Kind::kIdentity) return f(None<T>{});
+  if (kind == Kind::kIdentity || kind == Kind::kRelu || kind == Kind::kSilu) return f(Chosen<T>{kind});
+  return cudaErrorInvalidValue;
+}
 
 // What a team's blocks exchange, a value for each group.
 template <class Value>
