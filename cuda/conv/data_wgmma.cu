@@ -32,18 +32,36 @@ constexpr int kFilterBytes = (T::kTripled ? 2 : 1) * (kOfFeatures<T, kForward> ?
 template <class T, bool kForward>
 constexpr bool kHalved = kOfFeatures<T, kForward> && T::kColumns % T::kLine != 0;
 
+// What a tile loads of the filter: boxes of features of one tap, whose tap and first column there these are where the
+// tile's columns are of several taps; or lines of channels, from these on.
 template <class T, bool kForward>
-__device__ void LoadFilter(const WgmmaParams& p, const Ring<T>& ring, const WgmmaPlace& place, int channel,
-                           int in_group, int line, int tap) {
+struct FilterPlace {
+  static constexpr int kBoxes = kOfFeatures<T, kForward> && !kHalved<T, kForward> ? T::kColumns / T::kLine : 1;
+  int tap[kBoxes], column[kBoxes];
+  int channel, in_group;
+
+  __device__ FilterPlace(const WgmmaParams& p, const WgmmaPlace& place) {
+#pragma unroll
+    for (int i = 0; i < kBoxes; ++i) {
+      tap[i] = 0, column[i] = place.column + i * T::kLine;
+      if (p.in_row.taps) tap[i] = p.in_row.columns.Div(column[i], &column[i]);
+    }
+    channel = p.group.Div(place.column, &in_group) * p.group_channels;
+  }
+};
+
+// Of a step's line of channels. `tap` is to be added to that of a place.
+template <class T, bool kForward>
+__device__ void LoadFilter(const WgmmaParams& p, const Ring<T>& ring, const WgmmaPlace& place,
+                           const FilterPlace<T, kForward>& filter, int line, int tap) {
   const uint32_t to = ring.Data() + T::kBytesA;
-  int column = place.column;
   if constexpr (kHalved<T, kForward>) {
     constexpr int kLines = T::kColumns / T::kLine;
 #pragma unroll
     for (int slab = 0; slab < kLines; ++slab)
       hopper::LoadBox(to + slab * T::kSlab, &p.filter, ring.Full(), place.Column<T>(slab * T::kLine), line * T::kLine,
                       tap);
-    column = place.Column<T>(kLines * T::kLine);
+    const int column = place.Column<T>(kLines * T::kLine);
     if (p.halved)
       hopper::LoadBox(to + kLines * T::kSlab, &p.halves, ring.Full(),
                       {0, column / (T::kLine / 2), line * T::kLine, tap, 0});
@@ -51,16 +69,14 @@ __device__ void LoadFilter(const WgmmaParams& p, const Ring<T>& ring, const Wgmm
       hopper::LoadBox(to + kLines * T::kSlab, &p.filter, ring.Full(), column, line * T::kLine, tap);
   } else if constexpr (kOfFeatures<T, kForward>) {
 #pragma unroll
-    for (int slab = 0; slab * T::kLine < T::kColumns; ++slab, column += T::kLine) {
-      int in_tap = column;
-      if (p.in_row.taps) tap = p.in_row.columns.Div(column, &in_tap);
-      hopper::LoadBox(to + slab * T::kLine * kLineBytes, &p.filter, ring.Full(), in_tap, line * T::kLine, tap);
-    }
+    for (int i = 0; i < filter.kBoxes; ++i)
+      hopper::LoadBox(to + i * T::kLine * kLineBytes, &p.filter, ring.Full(), filter.column[i], line * T::kLine,
+                      filter.tap[i] + tap);
   } else {
-    channel += line * T::kLine;
-    hopper::LoadBox(to, &p.filter, ring.Full(), channel, in_group, tap);
+    const int channel = filter.channel + line * T::kLine;
+    hopper::LoadBox(to, &p.filter, ring.Full(), channel, filter.in_group, tap);
     if constexpr (T::kTripled)
-      hopper::LoadBox(to + T::kRests, &p.filter, ring.Full(), channel, in_group, tap + p.rest_plane);
+      hopper::LoadBox(to + T::kRests, &p.filter, ring.Full(), channel, filter.in_group, tap + p.rest_plane);
   }
 }
 
@@ -69,13 +85,14 @@ __device__ void ProduceFilter(const WgmmaParams& p, Ring<T> ring) {
   for (int number = 0, tile; (tile = TileOf(p, number)) < p.tiles; ++number) {
     const WgmmaPlace place = PlaceOf<T>(p, tile);
     const WgmmaPhase& f = p.phase[place.phase];
-    int in_group;
-    const int channel = p.group.Div(place.column, &in_group) * p.group_channels;
+    const FilterPlace<T, kForward> filter(p, place);
     const int first_tap = f.steps == 0 ? p.planes : place.tap;
+    int moves = p.in_row.taps ? 0 : -1;
+    asm volatile("" : "+r"(moves));  // or it is looked up for each step
     const Share share(max(1, f.steps), p.team);
     const auto load = [&](int line, int tap, const int (&)[kRank]) {
       BeginStage(ring, kFilterBytes<T, kForward>);
-      LoadFilter<T, kForward>(p, ring, place, channel, in_group, line, p.in_row.taps ? 0 : first_tap + tap);
+      LoadFilter<T, kForward>(p, ring, place, filter, line, (first_tap + tap) & moves);
       ring.Next();
     };
     ForEachStep(p, f, share.first, share.end, load);

@@ -42,9 +42,9 @@ struct FloatTile {
   static constexpr int kBlockThreads = kParts * kThreads;
   static constexpr int kStages = kLarge || kParts > 1 ? 2 : 3;
   static constexpr int kBlocks = kParts > 1 ? 1 : kLarge ? 3 : 4;  // of a multiprocessor, as memory has room
-  // Steps that are summed by themselves, so that rounding errors grow with the square root of their number and of the
-  // terms of one, not with all terms.
-  static constexpr int kChunk = 8;
+  // Steps that are summed by themselves, so that rounding errors grow with the terms of such a chunk and with the
+  // number of chunks, not with all terms: up to 16 chunks, and more only where they would have more than eight steps.
+  static __device__ int ChunkOf(int steps) { return steps <= 16 ? 1 : steps <= 32 ? 2 : steps <= 64 ? 4 : 8; }
   static constexpr int kFours = kThreadRows * kThreadColumns / 4;
 
   // An operand's numbers of a step: lines of all depths of a row or column, which are read four depths at a time, or of
@@ -224,7 +224,8 @@ __device__ __forceinline__ void MultiplyFloats(typename T::template Shared<kMajo
   };
   constexpr int kPerRow = T::kThreadColumns / 4;
   Four part[T::kThreadRows][kPerRow] = {};
-  int stage = 1, next = 0;
+  const int chunk = T::ChunkOf(kWhole ? steps.count : each);
+  int stage = 1, next = 0, in_chunk = 0;
   // The first steps are none, and only bring others.
 #pragma unroll 1
   for (int step = 1 - T::kStages; step <= 0 || has(step); ++step) {
@@ -276,11 +277,12 @@ __device__ __forceinline__ void MultiplyFloats(typename T::template Shared<kMajo
       }
     }
     finish(filled);
-    if (step % T::kChunk < T::kChunk - 1 && has(step + 1)) continue;
+    if (++in_chunk < chunk && has(step + 1)) continue;
+    in_chunk = 0;
 #pragma unroll
     for (int four = 0; four < T::kFours; ++four) {
       Four& sum = shared.sums[four][T::Thread()];
-      Four &each = part[four / kPerRow][four % kPerRow], more = step < T::kChunk ? Four{} : sum;
+      Four &each = part[four / kPerRow][four % kPerRow], more = step < chunk ? Four{} : sum;
 #pragma unroll
       for (int j = 0; j < 4; ++j) more.v[j] += each.v[j];
       sum = more;

@@ -150,19 +150,33 @@ __device__ void FindResults(const StreamParams& q, const StreamShared& shared, c
   }
 }
 
-// A chunk from shared memory, where it begins anywhere. What is behind so many bytes is masked.
-template <class In>
-__device__ __forceinline__ void LoadShifted(uint32_t from, int bytes, uint32_t (&words)[4]) {
-  const int over = from % 4;
-  uint32_t next = LoadWord(from - over), mask[4];
-  MaskWords(bytes, mask);
+// The chunks of a row that are a thread's.
+template <class In, int kChunks>
+struct RowPart {
+  uint32_t words[4 * kChunks];
+
+  __device__ void Clear() {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const uint32_t word = next;
-    if (sizeof(In) == 2 || i < 3) next = LoadWord(from - over + 4 * i + 4);
-    words[i] = (sizeof(In) == 2 ? __funnelshift_r(word, next, over * 8) : word) & mask[i];
+    for (uint32_t& word : words) word = 0;
   }
-}
+  // From shared memory, where they begin anywhere. What is behind them is masked.
+  __device__ void Load(uint32_t from, const uint32_t (&mask)[4 * kChunks]) {
+    const int over = from % 4;
+    uint32_t next = LoadWord(from - over);
+#pragma unroll
+    for (int i = 0; i < 4 * kChunks; ++i) {
+      const uint32_t word = next;
+      if (sizeof(In) == 2 || i + 1 < 4 * kChunks) next = LoadWord(from - over + 4 * i + 4);
+      words[i] = (sizeof(In) == 2 ? __funnelshift_r(word, next, over * 8) : word) & mask[i];
+    }
+  }
+  // From memory, one by one.
+  __device__ void Fetch(const In* from, int bytes) {
+    Clear();
+    FetchElements<4 * kChunks>(from, bytes, words);
+  }
+  __device__ uint32_t (&Chunk(int i))[4] { return reinterpret_cast<uint32_t (&)[4]>(words[4 * i]); }
+};
 
 template <class In>
 __device__ __forceinline__ void StoreTwice(uint32_t (&chunk)[4], uint32_t to, uint32_t mirror) {
@@ -172,15 +186,17 @@ __device__ __forceinline__ void StoreTwice(uint32_t (&chunk)[4], uint32_t to, ui
 }
 
 // Shifts the rows of each piece to their places, by a warpgroup: a thread has half of a row's chunks.
-template <class In>
+template <int kSteps, class In>
 __device__ void ShiftPieces(const StreamParams& q, const StreamShared& shared, const Share& share,
                             const AlignedArray<In>& in) {
-  static_assert(kParts == 2);
-  const int chunks = q.steps;  // of the thread
-  const int thread = threadIdx.x - kMultipliers, mine = thread % kUnit, own = thread / kUnit * chunks;
+  constexpr int kAll = 2 * kSteps, kChunks = (kAll + kParts - 1) / kParts;
+  const int thread = threadIdx.x - kMultipliers, mine = thread % kUnit, own = thread / kUnit * kChunks;
+  const int begin = own * 16, bytes = max(0, min(q.row_bytes - begin, kChunks * 16));
+  uint32_t mask[4 * kChunks];
+  MaskWords(bytes, mask);
   const bool aligned = q.row_bytes % 16 == 0;
   // Neighbours read such chunks that they meet in no bank.
-  const int turned = q.row_bytes % 32 == 0 ? mine % (2 * chunks) : 0;
+  const int turned = q.row_bytes % 32 == 0 ? mine : 0;
   hopper::RingPlace from, to;
   for (int piece = 0; piece < share.pieces; ++piece) {
     hopper::WaitBarrier(shared.PieceFull(from.stage), from.parity);
@@ -191,20 +207,26 @@ __device__ void ShiftPieces(const StreamParams& q, const StreamShared& shared, c
     const uint32_t place = shared.ring + (to.stage * kUnit + mine) * 16;
     const uint32_t mirror = to.stage == 0 ? q.slots * kUnit * 16 : 0;
     const bool is_here = run.first <= pixel && pixel < run.end;
-    const In* const far = in.begin + int64_t{max(pixel, 0)} * q.channels;
-#pragma unroll 2
-    for (int i = 0; i < chunks; ++i) {
-      int chunk = own + i + turned;
-      if (chunk >= 2 * chunks) chunk -= 2 * chunks;
-      const int begin = chunk * 16, bytes = q.row_bytes - begin;
-      uint32_t v[4] = {};
-      if (is_here && aligned && bytes > 0)
-        hopper::LoadWords(v, row + begin);
-      else if (is_here)
-        LoadShifted<In>(row + begin, bytes, v);
+    if (aligned && (is_here || pixel < 0)) {
+#pragma unroll
+      for (int i = 0; i < kChunks; ++i) {
+        if (own + i >= kAll) break;
+        const int chunk = (own + i + turned) % kAll;
+        uint32_t v[4] = {};
+        if (is_here && chunk * 16 < q.row_bytes) hopper::LoadWords(v, row + chunk * 16);
+        StoreTwice<In>(v, place + chunk * q.pixels * 16, mirror);
+      }
+    } else {
+      RowPart<In, kChunks> part;
+      if (is_here)
+        part.Load(row + begin, mask);
       else if (pixel >= 0)
-        FetchElements<4>(far + begin / int(sizeof(In)), bytes, v);
-      StoreTwice<In>(v, place + chunk * q.pixels * 16, mirror);
+        part.Fetch(in.begin + int64_t{pixel} * q.channels + begin / int(sizeof(In)), bytes);
+      else
+        part.Clear();
+#pragma unroll
+      for (int i = 0; i < kChunks; ++i)
+        if (own + i < kAll) StoreTwice<In>(part.Chunk(i), place + (own + i) * q.pixels * 16, mirror);
     }
     // Reads must be over when the next copy writes there, and what was written be seen by wgmma.
     hopper::ShowSharedToTma();
@@ -296,7 +318,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (threadIdx.x < kMultipliers) {
       MultiplyUnits<In>(q, shared, share, out);
     } else if (threadIdx.x < kMultipliers + kShifters) {
-      ShiftPieces<In>(q, shared, share, in);
+      hopper::VisitSteps<UnalignedPlan::kMostSteps>(
+          q.steps, [&](auto steps) { ShiftPieces<decltype(steps)::value>(q, shared, share, in); });
     } else if (threadIdx.x < kMultipliers + kShifters + 32) {
       BringPieces(q, shared, share, in);
     } else {

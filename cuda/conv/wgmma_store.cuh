@@ -101,24 +101,27 @@ __device__ inline void TransposeQuad(uint32_t (&v)[4]) {
 
 // Stores the sums as they are, in whole sectors of memory: address(row) is where the tile's first column of a row is,
 // in elements of `out`, or -1 for no row; of the columns those below `count` exist. A thread's rows take turns, and so
-// do 32 columns of 16-bit floats, since only to read registers takes code of their own.
+// do a row's parts of 16-bit floats, 32 columns each, of which some leave together; since only to read registers takes
+// code of their own.
 template <class T, class Out, class Address>
 __device__ void StoreSums(const typename T::Sums& sums, Out* out, int count, const Address& address) {
   const int thread = threadIdx.x % kWarpgroup, lane = thread % 32;
-  constexpr int kParts = sizeof(Out) == 2 ? T::kColumns / 32 : 1;
+  constexpr int kParts = sizeof(Out) == 2 ? T::kColumns / 32 : 1, kTogether = kParts <= 5 ? kParts : 4;
+  static_assert(kParts % kTogether == 0, "whole turns");
+  constexpr int kTurns = kParts / kTogether;
 #pragma unroll 1
   for (int which = 0; which < 2 * T::kBlocks; ++which) {
     const int64_t offset = address(which / 2 * 64 + which % 2 * 8 + thread / 32 * 16 + lane / 4);
     Out* const to = out + offset;
 #pragma unroll 1
-    for (int part = 0; part < kParts; ++part) {
-      uint32_t words[4] = {};
-      WithConstant<2 * T::kBlocks * kParts>(which * kParts + part, [&](auto constant) {
+    for (int turn = 0; turn < kTurns; ++turn) {
+      uint32_t words[kTogether][4] = {};
+      WithConstant<2 * T::kBlocks * kTurns>(which * kTurns + turn, [&](auto constant) {
         constexpr int i = decltype(constant)::value;
-        const float* v = &sums[i / kParts / 2][i % kParts * 16 + i / kParts % 2 * 2];
+        const float* v = &sums[i / kTurns / 2][i % kTurns * kTogether * 16 + i / kTurns % 2 * 2];
         if constexpr (sizeof(Out) == 2) {
 #pragma unroll
-          for (int k = 0; k < 4; ++k) words[k] = Pack<Out>(v[4 * k], v[4 * k + 1]);
+          for (int k = 0; k < 4 * kTogether; ++k) words[k / 4][k % 4] = Pack<Out>(v[4 * k], v[4 * k + 1]);
         } else {
 #pragma unroll
           for (int j = 0; j < T::kColumns / 8; ++j) {
@@ -128,10 +131,13 @@ __device__ void StoreSums(const typename T::Sums& sums, Out* out, int count, con
         }
       });
       if constexpr (sizeof(Out) == 2) {
-        TransposeQuad(words);
-        const int column = 32 * part + 8 * (lane % 4);
-        if (offset >= 0 && column < count)
-          *reinterpret_cast<uint4*>(to + column) = {words[0], words[1], words[2], words[3]};
+#pragma unroll
+        for (int k = 0; k < kTogether; ++k) {
+          TransposeQuad(words[k]);
+          const int column = 32 * (turn * kTogether + k) + 8 * (lane % 4);
+          if (offset >= 0 && column < count)
+            *reinterpret_cast<uint4*>(to + column) = {words[k][0], words[k][1], words[k][2], words[k][3]};
+        }
       }
     }
   }
