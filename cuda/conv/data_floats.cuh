@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(T::kBlockThreads, T::kBlocks)
     const int taps = block.Taps();
     shared.depths = {depth, taps * int(q.whole_channels.divisor)};
     shared.first_column = q.first_column + block.column_tile * T::kColumns;
-    shared.steps = {0, steps, q.run, taps * q.run};
+    shared.steps = {0, steps, steps, q.run, taps * q.run};
     if (T::kClusters) {
       const int each = q.cluster.Div(steps + q.cluster.divisor - 1);
       shared.steps.first = min(shared.rank * each, steps);

@@ -114,9 +114,9 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocks)
   const int first_row = block.row_tile * T::kRows, first_column = block.column_tile * T::kColumns;
   using Input = InputElement<FilterFloatsShared<T>::kPixels>;
   const int row = first_row + Bringer<T, T::kRows, Major::kPosition, Input>::Place();
-  MultiplyFloats<T, Major::kPosition, Major::kPosition>(shared.tile, {0, (block.count + T::kDepth - 1) / T::kDepth},
-                                                        q.whole, Input(q, block, x, row, shared.pixels),
-                                                        CotangentElement{p, block, y + block.y_offset, first_column});
+  MultiplyFloats<T, Major::kPosition, Major::kPosition>(
+      shared.tile, Steps{0, (block.count + T::kDepth - 1) / T::kDepth, p.pixels / T::kDepth}, q.whole,
+      Input(q, block, x, row, shared.pixels), CotangentElement{p, block, y + block.y_offset, first_column});
 #pragma unroll 1
   for (int four = 0; four < T::kFours; ++four) {
     constexpr int kPerRow = T::kThreadColumns / 4;

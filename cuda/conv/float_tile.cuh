@@ -42,9 +42,9 @@ struct FloatTile {
   static constexpr int kBlockThreads = kParts * kThreads;
   static constexpr int kStages = kLarge || kParts > 1 ? 2 : 3;
   static constexpr int kBlocks = kParts > 1 ? 1 : kLarge ? 3 : 4;  // of a multiprocessor, as memory has room
-  // Steps that are summed by themselves, so that rounding errors grow with the terms of such a chunk and with the
-  // number of chunks, not with all terms: up to 16 chunks, and more only where they would have more than eight steps.
-  static __device__ int ChunkOf(int steps) { return steps <= 16 ? 1 : steps <= 32 ? 2 : steps <= 64 ? 4 : 8; }
+  // How many steps of so many are summed by themselves, so that rounding errors grow with the terms of such a chunk and
+  // with the number of chunks, not with all terms. Of many steps eight, since to add a chunk takes time.
+  static __device__ int ChunkOf(int64_t steps) { return steps <= 16 ? 1 : steps <= 32 ? 2 : steps <= 64 ? 4 : 8; }
   static constexpr int kFours = kThreadRows * kThreadColumns / 4;
 
   // An operand's numbers of a step: lines of all depths of a row or column, which are read four depths at a time, or of
@@ -104,10 +104,12 @@ struct FloatTile {
   }
 };
 
-// Those of a product that a block computes. Before `runs_end`, of `run` steps from a multiple of `run` on, all but the
-// first follow the one before in memory.
+// Those of a product that a block computes, and how many it has. Before `runs_end`, of `run` steps from a multiple of
+// `run` on, all but the first follow the one before in memory.
 struct Steps {
-  int first, count, run = 0, runs_end = 0;
+  int first, count;
+  int64_t all;
+  int run = 0, runs_end = 0;
 };
 
 // Brings the steps of an operand, one after the other, to lines of kExtent numbers. element(k, i) says where the four
@@ -224,7 +226,7 @@ __device__ __forceinline__ void MultiplyFloats(typename T::template Shared<kMajo
   };
   constexpr int kPerRow = T::kThreadColumns / 4;
   Four part[T::kThreadRows][kPerRow] = {};
-  const int chunk = T::ChunkOf(kWhole ? steps.count : each);
+  const int chunk = T::ChunkOf(steps.all);
   int stage = 1, next = 0, in_chunk = 0;
   // The first steps are none, and only bring others.
 #pragma unroll 1
