@@ -327,11 +327,7 @@ __device__ void StoreShare(const WgmmaParams& p, const Ring<T>& ring, const Wgmm
       const EitherVec<In, 4> bias(p.epilogue.bias, column, is_wide), residual(p.epilogue.residual, to, is_wide);
       bias.AddTo(v, is_wide);
       residual.AddTo(v, is_wide);
-      if (!ActivateSimply(v, p.epilogue.activation)) {
-        const Vec<float, 4> activated = Activated<In>({v[0], v[1], v[2], v[3]}, p.epilogue.activation, is_wide);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) v[i] = activated.v[i];
-      }
+      if (!ActivateSimply(v, p.epilogue.activation)) ActivateFour<In>(v, p.epilogue.activation, is_wide);
     }
     if (is_wide)
       *reinterpret_cast<Vec<float, 4>*>(wide + to) = Round<float>(v);

@@ -99,11 +99,11 @@ __device__ __noinline__ void RepairUnits(const DirectParams& q, int first_row, v
       float one[] = {sum};
       AddEither<In>(one, q.epilogue.bias, bias, q.wide);
       AddEither<In>(one, q.epilogue.residual, to, q.wide);
-      sum = Activated<In>({one[0]}, q.epilogue.activation, q.wide).v[0];
+      ActivateEither<In, 1>(one, q.epilogue.activation, q.wide);
       if (q.wide)
-        static_cast<float*>(out)[to] = sum;
+        static_cast<float*>(out)[to] = one[0];
       else
-        static_cast<In*>(out)[to] = static_cast<In>(sum);
+        static_cast<In*>(out)[to] = static_cast<In>(one[0]);
     }
   }
 }

@@ -82,10 +82,6 @@ struct OfLogistic {
   A linear = 1, cubic = 0;
   bool gates = false;
 
-  static __device__ bool Is(const activation::Activation& activation) {
-    using Kind = activation::Kind;
-    return activation.kind == Kind::kSilu || activation.kind == Kind::kSigmoid || activation.kind == Kind::kGeluTanh;
-  }
   __device__ explicit OfLogistic(const activation::Activation& activation) {
     using Tanh = activation::GeluTanh<Out>;
     const bool is_gelu = activation.kind == activation::Kind::kGeluTanh;
@@ -167,18 +163,17 @@ __device__ __forceinline__ void Turn(T (&v)[kN]) {
   for (int i = 0; i < kCount; ++i) v[kN - kCount + i] = first[i];
 }
 
-// All activations, out of line: of results of type In, or of floats where those are `wide`. Those that few networks
-// have are computed as floats' are.
+// All activations of four results of type In, or of floats where those are `wide`, for kernels that have no call, nor
+// room for the code of more elements. Those that few networks have are computed as floats' are, one by one.
 template <class In>
-__device__ __noinline__ Vec<float, 4> Activated(Vec<float, 4> v, activation::Activation activation, bool wide) {
-  if ((sizeof(In) == 4 || !wide) && ActivateAsMany<In>(v.v, activation)) return v;
+__device__ __forceinline__ void ActivateFour(float (&v)[4], const activation::Activation& activation, bool wide) {
+  if ((sizeof(In) == 4 || !wide) && ActivateAsMany<In>(v, activation)) return;
 #pragma unroll 1
   for (int i = 0; i < 4; ++i) {
-    const float out = activation::AnyActivation<float>{activation}.Forward(v.v[0]);
-    Rotate<1>(v.v);
-    v.v[3] = out;
+    const float out = activation::WithFunctor<float>(activation, [&](const auto& f) { return f.Forward(v[0]); });
+    Rotate<1>(v);
+    v[3] = out;
   }
-  return v;
 }
 
 // Whether an activation only bounds what it gets.
@@ -208,7 +203,7 @@ __device__ __forceinline__ bool ActivateSimply(float (&v)[kN], const activation:
 
 // Activates an array kCount elements at a time, in such a loop; a long one in parts, which move up less. What is left
 // of most layers needs none.
-template <class Out, int kCount, bool kCalls = true, int kN>
+template <class Out, int kCount, int kN>
 __device__ __forceinline__ void ActivateInTurn(float (&v)[kN], const activation::Activation& activation) {
   constexpr int kPart = kN <= 32 ? kCount : kN % 32 == 0 ? 32 : kN % 16 == 0 ? 16 : kN % 8 == 0 ? 8 : kCount;
   static_assert(kN % kPart == 0, "whole turns");
@@ -217,9 +212,9 @@ __device__ __forceinline__ void ActivateInTurn(float (&v)[kN], const activation:
   for (int turn = 0; turn < kN / kPart; ++turn) {
     float (&first)[kPart] = reinterpret_cast<float (&)[kPart]>(v);
     if constexpr (kPart == kCount)
-      Activate<Out, kCalls>(first, activation);
+      Activate<Out>(first, activation);
     else
-      ActivateInTurn<Out, kCount, kCalls>(first, activation);
+      ActivateInTurn<Out, kCount>(first, activation);
     Turn<kPart>(v);
   }
 }
@@ -237,31 +232,23 @@ __device__ __forceinline__ void ActivateEither(float (&v)[kN], const activation:
   }
 }
 
-// Activates sums, in a loop that is not unrolled: four at a time, of parts that move up less than all would. A call
-// would take as long as what is of the logistic function.
+// Activates sums, in a loop that is not unrolled: four at a time, of parts that move up less than all would.
 template <class In, int kN>
 __device__ __forceinline__ void ActivateSums(float (&v)[kN], const activation::Activation& activation,
                                              bool wide = false) {
   constexpr int kPart = kN <= 32 ? kN : kN % 32 == 0 ? 32 : kN % 16 == 0 ? 16 : 8;
   static_assert(kN % kPart == 0, "whole turns");
   if (ActivateSimply(v, activation)) return;
-  const bool is_logistic = OfLogistic<In>::Is(activation) && (sizeof(In) == 4 || !wide);
 #pragma unroll 1
   for (int part = 0; part < kN / kPart; ++part) {
     float (&first)[kPart] = reinterpret_cast<float (&)[kPart]>(v);
 #pragma unroll 1
     for (int four = 0; four < kPart / 4; ++four) {
-      Vec<float, 4> out = {v[0], v[1], v[2], v[3]};
-      if (is_logistic) {
-        const OfLogistic<In> f(activation);
-#pragma unroll
-        for (float& each : out.v) each = f.Forward(each);
-      } else {
-        out = Activated<In>(out, activation, wide);
-      }
+      float four_sums[4] = {v[0], v[1], v[2], v[3]};
+      ActivateFour<In>(four_sums, activation, wide);
       Rotate<4>(first);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) first[kPart - 4 + i] = out.v[i];
+      for (int i = 0; i < 4; ++i) first[kPart - 4 + i] = four_sums[i];
     }
     Turn<kPart>(v);
   }
