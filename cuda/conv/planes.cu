@@ -116,13 +116,13 @@ __device__ __forceinline__ void MultiplyPlane(const PlanesParams& q, const uint3
   const int line_step = q.line_step >> 4, column_step = q.column_step >> 4;
   // What the sums are by now, they are in their registers before the products begin.
   hopper::Settle(sums);
-  hopper::BeginProducts();
   const uint64_t a[] = {hopper::LineDescriptor(rows[0], kLine, q.next_eight, 0),
                         hopper::LineDescriptor(rows[1], kLine, q.next_eight, 0)};
   const auto multiply = [&](auto transposed, uint64_t b) {
     // From one step's operands to the next's, in bytes: transposed, the filter's lines are of one channel each.
     constexpr bool kTransposed = decltype(transposed)::value;
     constexpr int kSteps = kLine / 32, kSlab = kTaps * kFeatures * kLine, kStep = kTransposed ? 16 * 2 * kFeatures : 32;
+    hopper::BeginProducts();
 #pragma unroll
     for (int i = 0; i < kLines; ++i)
 #pragma unroll
@@ -134,6 +134,7 @@ __device__ __forceinline__ void MultiplyPlane(const PlanesParams& q, const uint3
             hopper::Multiply<In, kTaps * kFeatures, false, kTransposed>(
                 sums[m], a[m] + i * line_step + j * column_step + k * 2,
                 b + (((i * kTaps + j) * kSlab + k * kStep) >> 4), true);
+    hopper::CommitProducts();  // here, or products of nothing are committed where the branches meet
   };
   if (sizeof(In) == 2 && q.forward) {
     if constexpr (sizeof(In) == 2)
@@ -141,7 +142,6 @@ __device__ __forceinline__ void MultiplyPlane(const PlanesParams& q, const uint3
   } else {
     multiply(std::false_type(), hopper::LineDescriptor(filter, kLine, 8 * kLine, 0));
   }
-  hopper::CommitProducts();
 }
 
 template <class In, int kLine, int kLines, int kFeatures>
