@@ -192,7 +192,8 @@ __device__ inline void PrefetchMaps(const WgmmaParams& p) {
   if (p.boxes) hopper::PrefetchMap(&p.result[0]);
 }
 
-// One thread loads pixels and another the filter: one alone would be late. Past the last image and tap there are zeros.
+// One thread loads pixels and another the filter: one alone would be late. Its instructions are what bounds small
+// tiles, so that nothing is chosen in the loop that could be before. Past the last image and tap there are zeros.
 template <class T, int kDimensions>
 __device__ void ProducePixels(const WgmmaParams& p, Ring<T> ring) {
   for (int number = 0, tile; (tile = TileOf(p, number)) < p.tiles; ++number) {
