@@ -9,6 +9,7 @@
 //
 // For nearly all of float32's bits three products of TF32 are added up: of the operands' large parts, and of each one's
 // with the other's rest. Then the first kernel splits the filter, and two warps split the pixels of every stage.
+#include "cuda/conv/nominal.h"
 #include "cuda/conv/wgmma.h"
 #include "cuda/conv/wgmma_across.cuh"
 #include "cuda/conv/wgmma_finish.cuh"
@@ -50,38 +51,37 @@ struct FilterPlace {
   }
 };
 
-// Of a step's line of channels. `tap` is to be added to that of a place.
+// Of a step's line of channels, to shared memory, where this barrier waits for it. `tap` is to be added to that of a
+// place.
 template <class T, bool kForward>
-__device__ void LoadFilter(const WgmmaParams& p, const Ring<T>& ring, const WgmmaPlace& place,
-                           const FilterPlace<T, kForward>& filter, int line, int tap) {
-  const uint32_t to = ring.Data() + T::kBytesA;
+__device__ void LoadFilter(const WgmmaParams& p, const WgmmaPlace& place, const FilterPlace<T, kForward>& filter,
+                           int line, int tap, uint32_t to, uint32_t full) {
   if constexpr (kHalved<T, kForward>) {
     constexpr int kLines = T::kColumns / T::kLine;
 #pragma unroll
     for (int slab = 0; slab < kLines; ++slab)
-      hopper::LoadBox(to + slab * T::kSlab, &p.filter, ring.Full(), place.Column<T>(slab * T::kLine), line * T::kLine,
-                      tap);
+      hopper::LoadBox(to + slab * T::kSlab, &p.filter, full, place.Column<T>(slab * T::kLine), line * T::kLine, tap);
     const int column = place.Column<T>(kLines * T::kLine);
     if (p.halved)
-      hopper::LoadBox(to + kLines * T::kSlab, &p.halves, ring.Full(),
-                      {0, column / (T::kLine / 2), line * T::kLine, tap, 0});
+      hopper::LoadBox(to + kLines * T::kSlab, &p.halves, full, {0, column / (T::kLine / 2), line * T::kLine, tap, 0});
     else
-      hopper::LoadBox(to + kLines * T::kSlab, &p.filter, ring.Full(), column, line * T::kLine, tap);
+      hopper::LoadBox(to + kLines * T::kSlab, &p.filter, full, column, line * T::kLine, tap);
   } else if constexpr (kOfFeatures<T, kForward>) {
 #pragma unroll
     for (int i = 0; i < filter.kBoxes; ++i)
-      hopper::LoadBox(to + i * T::kLine * kLineBytes, &p.filter, ring.Full(), filter.column[i], line * T::kLine,
+      hopper::LoadBox(to + i * T::kLine * kLineBytes, &p.filter, full, filter.column[i], line * T::kLine,
                       filter.tap[i] + tap);
   } else {
     const int channel = filter.channel + line * T::kLine;
-    hopper::LoadBox(to, &p.filter, ring.Full(), channel, filter.in_group, tap);
+    hopper::LoadBox(to, &p.filter, full, channel, filter.in_group, tap);
     if constexpr (T::kTripled)
-      hopper::LoadBox(to + T::kRests, &p.filter, ring.Full(), channel, filter.in_group, tap + p.rest_plane);
+      hopper::LoadBox(to + T::kRests, &p.filter, full, channel, filter.in_group, tap + p.rest_plane);
   }
 }
 
 template <class T, bool kForward>
 __device__ void ProduceFilter(const WgmmaParams& p, Ring<T> ring) {
+  int kept = 0;
   for (int number = 0, tile; (tile = TileOf(p, number)) < p.tiles; ++number) {
     const WgmmaPlace place = PlaceOf<T>(p, tile);
     const WgmmaPhase& f = p.phase[place.phase];
@@ -91,11 +91,19 @@ __device__ void ProduceFilter(const WgmmaParams& p, Ring<T> ring) {
     asm volatile("" : "+r"(moves));  // or it is looked up for each step
     const Share share(max(1, f.steps), p.team);
     const auto load = [&](int line, int tap, const int (&)[kRank]) {
-      BeginStage(ring, kFilterBytes<T, kForward>);
-      LoadFilter<T, kForward>(p, ring, place, filter, line, (first_tap + tap) & moves);
-      ring.Next();
+      if constexpr (kKeeps<T>) {
+        hopper::ArriveExpecting(ring.Between(kept), kFilterBytes<T, kForward>);
+        LoadFilter<T, kForward>(p, place, filter, line, (first_tap + tap) & moves, ring.Kept(kept), ring.Between(kept));
+        ++kept;
+      } else {
+        BeginStage(ring, kFilterBytes<T, kForward>);
+        LoadFilter<T, kForward>(p, place, filter, line, (first_tap + tap) & moves, ring.Data() + T::kBytesA,
+                                ring.Full());
+        ring.Next();
+      }
     };
     ForEachStep(p, f, share.first, share.end, load);
+    if constexpr (kKeeps<T>) return;  // of all tiles of the column
     PassResidual(p, ring);
   }
 }
@@ -138,7 +146,7 @@ __device__ void SplitStages(const WgmmaParams& p, Ring<T> ring, int warp) {
 
 // Whether blocks may share a tile: leaving all sums to each other, or sending them.
 template <class T>
-constexpr bool kLeaves = !T::kCopied && T::kRows <= 128 && T::kColumns <= 128;
+constexpr bool kLeaves = !T::kCopied && !kKeeps<T> && T::kRows <= 128 && T::kColumns <= 128;
 template <class T>
 constexpr bool kSends = T::kColumns == 160 && !T::kLarge;
 
@@ -231,7 +239,7 @@ __device__ void ConsumeAcross(const WgmmaParams& p, Ring<T> ring, int warpgroup,
 
 // Where those who multiply leave registers for patches; and what a thread that does not multiply has of them.
 template <class T, bool kForward>
-constexpr bool kPatched = !T::kLarge && !T::kTripled && !kHalved<T, kForward> &&
+constexpr bool kPatched = !T::kLarge && !T::kTripled && !kKeeps<T> && !kHalved<T, kForward> &&
                           !(kHeld<T, kForward> && T::kRows == 128 && T::kColumns == 128);
 template <class T, bool kForward>
 constexpr int kRegistersOfFew = T::kTripled              ? 72
@@ -245,8 +253,8 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   if constexpr (hopper::kAvailable) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const Ring<T> ring(shared);
-    // Patchers stand in for the producer of pixels.
-    ring.Init(kIsAcross<T> || T::kLarge ? kConsumers : 1, p.patched ? kProducers - 1 + kPatchers : kProducers,
+    constexpr int kLoaders = kKeeps<T> ? 1 : kProducers;  // of a stage; patchers stand in for that of pixels
+    ring.Init(kIsAcross<T> || T::kLarge ? kConsumers : 1, p.patched ? kLoaders - 1 + kPatchers : kLoaders,
               T::kTripled ? kSplitters * 32 : 1);
     PrefetchMaps(p);
     RunRoles<kProducers, kRegistersOfFew<T, kForward>>(
@@ -350,9 +358,15 @@ cudaError_t LaunchTile(const Problem& p, const Config& config, const void* opera
     e = EncodeBoxes(&q.halves, p.in, filter, {kHalf, features / kHalf, p.channels, planes, 1},
                     {T::kLine, 1, T::kLine, 1, 1});
   if (e != cudaSuccess) return e;
-  return LaunchPersistent<T>(DataWgmmaKernel<T, kForward>, q.tiles, int(config.cluster), stream, q,
-                             p.out == DType::kF32 ? static_cast<float*>(out) : nullptr,
-                             static_cast<typename T::In*>(out));
+  float* const wide = p.out == DType::kF32 ? static_cast<float*>(out) : nullptr;
+  auto* const narrow = static_cast<typename T::In*>(out);
+  const auto kernel = DataWgmmaKernel<T, kForward>;
+  if constexpr (kKeeps<T>) {
+    // Every block's tiles are of one column.
+    const int64_t columns = q.in_row.tiles.divisor, blocks = kMultiprocessors / columns * columns;
+    return LaunchKernel(kernel, Grid{blocks, T::kThreads, T::kSharedBytes}, stream, q, wide, narrow);
+  }
+  return LaunchPersistent<T>(kernel, q.tiles, int(config.cluster), stream, q, wide, narrow);
 }
 
 }  // namespace
@@ -367,6 +381,13 @@ cudaError_t LaunchDataWgmma(const Problem& p, const Config& config, const void* 
     // Forward, a stage has room for whole lines of features.
     using Forward = std::conditional_t<kHalved<T, true>,
                                        WgmmaTile<typename T::In, T::kRows, T::kColumns, T::kCopied, true, true>, T>;
+    if constexpr (!kFloats && T::kRows == 128 && T::kColumns == 128)
+      if (KeepsFilter(p, config)) {
+        using Kept = KeptTile<typename T::In>;
+        if (p.direction == Direction::kForward)
+          return LaunchTile<Kept, true>(p, config, operand, filter, out, workspace, epilogue, stream);
+        return LaunchTile<Kept, false>(p, config, operand, filter, out, workspace, epilogue, stream);
+      }
     if constexpr (kFloats || !kCopiedAlone)
       if (p.direction == Direction::kForward)
         return LaunchTile<Forward, true>(p, config, operand, filter, out, workspace, epilogue, stream);

@@ -63,7 +63,7 @@ __device__ void FinishSums(const WgmmaParams& p, Ring<T>& ring, int warpgroup, i
   const int thread = threadIdx.x % kWarpgroup, warp = thread / 32, lane = thread % 32;
   if (p.epilogue.bias != nullptr) {
     // Each is loaded once, by way of a slab.
-    const uint32_t biases = ring.Slabs() + warpgroup * 2 * Own::kSlab;
+    const uint32_t biases = ring.Slabs() + warpgroup * kSlabCount<Own> * Own::kSlab;
     if (thread == 0) hopper::WaitForStoreReads<0>();
     hopper::SyncWarpgroup(1 + warpgroup);
     if (thread < Own::kColumns / 2) {

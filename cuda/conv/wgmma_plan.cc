@@ -210,6 +210,19 @@ bool Alternates(const Problem& p, int edges, int phases, const MappedPhase& firs
   return edges != 0 || (phases > 1 && p.batch * CeilDiv(first.rows, tile_rows) * tiles_of_row < kMultiprocessors);
 }
 
+bool KeepsFilter(const Problem& p, const Config& config) {
+  if (p.in == DType::kF32 || p.batch > 1 || HasFrame(p) || config.cluster > 1 || config.edges != 0) return false;
+  MappedPhase maps[kMaxMaps];
+  if (MapPhases(p, maps) != 1 || maps[0].Alike() > 1) return false;
+  const int64_t steps = maps[0].tap_count * CeilDiv(p.DepthChannels(), WgmmaDepth(p.in));
+  const int64_t columns = CeilDiv(GemmOf(p).columns * p.groups, 128), rows = CeilDiv(maps[0].rows, 128);
+  if (steps == 0 || steps > kMostKeptSteps || columns > kMultiprocessors) return false;
+  constexpr int64_t kLeastTiles = 3;  // of a block
+  // Blocks are whole rows of tiles, which may leave more of the last round empty.
+  const int64_t rounds = CeilDiv(rows, kMultiprocessors / columns);
+  return rounds >= kLeastTiles && 16 * rounds <= 17 * CeilDiv(rows * columns, kMultiprocessors);
+}
+
 int64_t TransposedBytes(const Problem& p, const TileShape& t) {
   const bool filter = p.direction == Direction::kFilterGradient;
   if (p.Tripled()) return filter ? 0 : 2 * p.FilterSize() * 4;

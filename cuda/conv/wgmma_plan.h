@@ -19,6 +19,12 @@ bool MaySplitEdges(const Problem& p, const TileShape& t, int edges);
 // evenly, and what neighbours store is neighbours in memory.
 bool Alternates(const Problem& p, int edges, int phases, const MappedPhase& first, int tile_rows, int64_t tiles_of_row);
 
+// Whether a 128x128 tile's filter stays in shared memory (KeptTile), of 16-bit floats, forward and in the data
+// gradient: where sums are of few steps, and each of the blocks, which then have one column of tiles each, has several
+// tiles of it.
+constexpr int kMostKeptSteps = 4;
+bool KeepsFilter(const Problem& p, const Config& config);
+
 // Bytes of workspace for a copy of an operand that wgmma wants K-major, since TF32 has no MN-major operands: forward,
 // of some tiles, the filter, and y in the filter gradient, which can do without. Of three products a term the filter's
 // two parts, in the data gradient too.

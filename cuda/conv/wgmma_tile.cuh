@@ -16,6 +16,7 @@
 #include "cuda/common/vec.cuh"
 #include "cuda/common/wgmma.cuh"
 #include "cuda/conv/tensor_map.h"
+#include "cuda/conv/wgmma_plan.h"
 
 namespace jaxdnn::conv {
 
@@ -54,8 +55,29 @@ struct WgmmaTile {
   using Sums = float[kBlocks][kColumns / 2];
 };
 
-// A block's shared memory, which begins on a multiple of the swizzle's 1024 bytes: the stages, the slabs, the pixels,
-// the barriers. And where a thread is in the stages' round.
+// Of which a block has one column of tiles, whose filter stays in shared memory, all steps of it. Stages bring the
+// other operand alone, which leaves room for twice the slabs: where sums are of few steps, it is stores that take long.
+template <class In>
+struct KeptTile : WgmmaTile<In, 128, 128> {
+  using Tile = WgmmaTile<In, 128, 128>;
+  static constexpr int kStageBytes = Tile::kBytesA, kKeptBytes = kMostKeptSteps * Tile::kBytesB;
+  static constexpr int kStoreBytes = 2 * Tile::kStoreBytes, kMoreBytes = Tile::kMoreBytes + Tile::kStoreBytes;
+  static constexpr int kStages = ((227 << 10) - kMoreBytes - kKeptBytes) / kStageBytes;
+  static constexpr int kSharedBytes = kStages * kStageBytes + kKeptBytes + kMoreBytes;
+};
+template <class T>
+constexpr bool kKeeps = false;
+template <class In>
+constexpr bool kKeeps<KeptTile<In>> = true;
+template <class T>
+constexpr int kSlabCount = kKeeps<T> ? 4 : 2;  // of a warpgroup
+template <class T>
+constexpr int kKeptBytes = 0;
+template <class In>
+constexpr int kKeptBytes<KeptTile<In>> = KeptTile<In>::kKeptBytes;
+
+// A block's shared memory, which begins on a multiple of the swizzle's 1024 bytes: the stages, a filter that is kept,
+// the slabs, the pixels, the barriers. And where a thread is in the stages' round.
 template <class T>
 struct Ring {
   uint32_t data;
@@ -69,11 +91,14 @@ struct Ring {
   __device__ uint32_t Empty(int s) const { return Full(s) + 8; }
   __device__ uint32_t Turn(int warpgroup) const { return Full(kMaxStages) + 8 * warpgroup; }
   __device__ uint32_t Full() const { return Full(stage); }
-  // Between loads and products, where something else comes: pixels that patches follow are there, or y is transposed.
+  // Between loads and products, where something else comes: pixels that patches follow are there, or y is transposed,
+  // or this step of the filter that is kept.
   __device__ uint32_t Between(int s) const { return Turn(kConsumers) + 8 * s; }
-  __device__ uint32_t Slabs() const { return data + T::kStages * T::kStageBytes; }
+  __device__ uint32_t Kept(int step) const { return data + T::kStages * T::kStageBytes + step * T::kBytesB; }
+  __device__ uint32_t Slabs() const { return data + T::kStages * T::kStageBytes + kKeptBytes<T>; }
   static __device__ int* Pixels(unsigned char* shared, int warpgroup) {
-    return reinterpret_cast<int*>(shared + T::kStages * T::kStageBytes + T::kStoreBytes) + warpgroup * T::kRows;
+    return reinterpret_cast<int*>(shared + T::kStages * T::kStageBytes + kKeptBytes<T> + T::kStoreBytes) +
+           warpgroup * T::kRows;
   }
   __device__ void Next() {
     if (++stage == T::kStages) stage = 0, parity ^= 1;
@@ -89,7 +114,7 @@ struct Ring {
   __device__ void Init(int takers = 1, int fillers = kProducers, int between = 1) const {
     static_assert(kConsumers <= T::kStages, "or turns would have no barriers");
     const int s = __shfl_sync(~0u, threadIdx.x / 32, 0);  // as in RunRoles
-    if (threadIdx.x % 32 == 0 && s < T::kStages) {
+    if (threadIdx.x % 32 == 0 && s < max(T::kStages, kKeeps<T> ? kMostKeptSteps : 0)) {
       hopper::InitBarrier(Full(s), fillers);
       hopper::InitBarrier(Between(s), between);
       hopper::InitBarrier(Empty(s), takers * kWarpgroup / 32);
@@ -152,8 +177,9 @@ __device__ void MultiplyStages(Ring<T>& ring, int steps, int number, typename T:
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     hopper::WaitBarrier(T::kTripled ? ring.Between(ring.stage) : ring.Full(), ring.parity);
+    if constexpr (kKeeps<T>) hopper::WaitBarrier(ring.Between(step), 0);
     const uint64_t a = hopper::Descriptor(ring.Data(), T::kSlab);
-    const uint64_t b = hopper::Descriptor(ring.Data() + T::kBytesA, T::kSlab);
+    const uint64_t b = hopper::Descriptor(kKeeps<T> ? ring.Kept(step) : ring.Data() + T::kBytesA, T::kSlab);
     constexpr int kRests = T::kRests >> 4;
     hopper::BeginProducts();
 #pragma unroll
