@@ -100,18 +100,27 @@ __device__ __forceinline__ void StoreSums(const FilledParams& q, int first_featu
 #pragma unroll
     for (int i = 0; i < kEach; ++i)
       if (warpgroup == line < kHalf) mine[(line * kEach + i) * kWarpgroup] = sums[line][i];
+  // Where a line's sums are stored, or -1: from one line to the next it is as far for all.
+  const int next_line = q.window_width * q.channels * q.features;
+  int to[kEach];
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const int row = q.FilterRow<T>(i / 4 * 8 + lane % 4 * 2 + i % 2), of_row = feature + i % 4 / 2 * 8;
+    to[i] = row >= 0 && of_row < q.features ? row * q.features + of_row : -1;
+  }
+  asm volatile("" : "+l"(partial));  // or it would be found again for each sum
+  __builtin_assume(__isGlobal(partial));
   hopper::SyncThreads(3, kAll);
 #pragma unroll
-  for (int line = 0; line < T::kLines; ++line)
+  for (int line = 0; line < T::kLines; ++line) {
+    if (warpgroup == line < kHalf || line >= q.window_height) continue;
+    float whole[kEach];
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) whole[i] = sums[line][i] + mine[(line * kEach + i) * kWarpgroup];
+    hopper::Settle(whole);  // the other's come together, and not one by one where each is stored
 #pragma unroll
     for (int i = 0; i < kEach; ++i)
-      if (warpgroup != line < kHalf) mine[(line * kEach + i) * kWarpgroup] += sums[line][i];
-  const int first = warpgroup == 0 ? 0 : kHalf * kEach, end = warpgroup == 0 ? kHalf * kEach : T::kLines * kEach;
-#pragma unroll 1
-  for (int k = first; k < end; ++k) {
-    const int i = k % kEach, of_row = feature + i % 4 / 2 * 8;
-    const int row = q.FilterRow<T>(k / kEach * T::kLineTerms + i / 4 * 8 + lane % 4 * 2 + i % 2);
-    if (row >= 0 && of_row < q.features) partial[row * q.features + of_row] = mine[k * kWarpgroup];
+      if (to[i] >= 0) partial[line * next_line + to[i]] = whole[i];
   }
 }
 

@@ -132,8 +132,8 @@ __device__ __forceinline__ void MultiplyPlane(const PlanesParams& q, const uint3
 #pragma unroll
           for (int m = 0; m < 2; ++m)
             hopper::Multiply<In, kTaps * kFeatures, false, kTransposed>(
-                sums[m], a[m] + i * line_step + j * column_step + k * 2,
-                b + (((i * kTaps + j) * kSlab + k * kStep) >> 4), true);
+                sums[m], hopper::Later(a[m], i * line_step + j * column_step + k * 2),
+                hopper::Later(b, ((i * kTaps + j) * kSlab + k * kStep) >> 4), true);
     hopper::CommitProducts();  // here, or products of nothing are committed where the branches meet
   };
   if (sizeof(In) == 2 && q.forward) {
@@ -192,8 +192,10 @@ __device__ void ConsumePlanes(const PlanesParams& q, const PlanesShared& shared,
 #pragma unroll 1
       for (int part = 0; part < (kFloats ? q.parts : 1); ++part) {
         const bool more = i < planes;
-        const uint32_t stage = shared.stages + turn.stage * q.stage_bytes;
+        uint32_t empty = 0;  // of the stage, found with all else of it before its products: their end is waited for
         if (more) {
+          const uint32_t stage = shared.stages + turn.stage * q.stage_bytes;
+          empty = shared.Empty(turn.stage);
           hopper::WaitBarrier(shared.Full(turn.stage), turn.parity);
           if (kTurns) hopper::WaitBarrier(shared.Turn(warpgroup), (step + (warpgroup == 0)) % 2);
           MultiplyPlane<In, kLine, kLines, kFeatures>(q, {stage + offset[0], stage + offset[1]},
@@ -204,7 +206,7 @@ __device__ void ConsumePlanes(const PlanesParams& q, const PlanesShared& shared,
         if (part == 0 && i >= kTaps) StorePlane<In, kFeatures>(q, place, first, place.first + i - kTaps, results, out);
         hopper::WaitForProducts<0>();
         if (!more) break;
-        hopper::ArriveOnce(shared.Empty(turn.stage));
+        hopper::ArriveOnce(empty);
         turn.Next(q.stages);
         ++step;
       }

@@ -75,8 +75,10 @@ struct PlanesPlace {
 struct PlanesShared {
   uint32_t filter, stages, barriers;
 
+  // By a shuffle, so that the compiler knows the address to be the same in all lanes, and keeps it: it would find it
+  // again for each plane, and wait for that.
   __device__ PlanesShared(const PlanesParams& q, unsigned char* shared)
-      : filter(static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
+      : filter(__shfl_sync(~0u, SharedAddress(shared), 0)),
         stages(filter + q.filter_bytes),
         barriers(stages + q.stages * q.stage_bytes) {}
   __device__ uint32_t Full(int stage) const { return barriers + 16 * stage; }

@@ -289,16 +289,18 @@ __device__ void MultiplyUnits(const StreamParams& q, const StreamShared& shared,
       hopper::WaitBarrier(shared.SlotFull(full.stage), full.parity);
       full.Next(q.slots);
     }
-    hopper::WaitBarrier(shared.Turn(warpgroup), turn);
-    turn ^= 1;
-    float sums[kColumns / 2] = {};
+    // All that its products do not need to wait for, before its turn.
     const int* const results = shared.results + slot * kUnit + warp % 4 * 16;
     const StorePlaces places([&](int i) { return results[i]; });
+    float sums[kColumns / 2] = {};
+    hopper::Settle(sums);
     hopper::VisitSteps<UnalignedPlan::kMostSteps>(q.steps, [&](auto steps) {
+      hopper::WaitBarrier(shared.Turn(warpgroup), turn);
       BeginUnit<decltype(steps)::value, In>(q, shared, slot * kUnit, sums);
       ArriveWarp(shared.Turn((warpgroup + 1) % kConsumers));
       hopper::WaitForSums(sums);
     });
+    turn ^= 1;
     // Those before this warpgroup's next unit, but none that it has not waited for.
     release(min(unit + kConsumers, waited));
     slot += kConsumers;
