@@ -80,6 +80,9 @@ __global__ void __launch_bounds__(kMostThreads) FewRowsKernel(Forward f, int n, 
   };
   load(x, first, in);
   if constexpr (kResidual) load(residual, first_residual, other);
+  // The compiler would ask for x after all that is copied, were it not for a barrier. The sum with a residual it would
+  // make before the barrier, one vector after the other.
+  if constexpr (kCenter && !kResidual) __syncwarp();
   // What is not used before the moments are there goes to shared memory: a load to registers, the compiler would move
   // to where those are used.
   constexpr int kBias = Q, kX = kCenter ? 2 * Q : Q;

@@ -6,10 +6,10 @@
 //
 // Two warps add. A lane adds to its own channel alone, so that sums need no atomics and have their order. What bounds
 // it is the time from the load of a sum to its store, and how few warps such sums leave room for; so half a warp has
-// the left windows of a row and half the right ones, and a lane takes two neighbours at once: where they name the same
-// cell, the second adds to the first one's sum. The left half comes to the right one's first cells at the end, and the
-// two meet as often as it takes for the right one to have left them. A third warp copies rows of windows ahead of their
-// use, and stores.
+// the left windows of a row and half the right ones, and a lane takes several neighbours at once: where they name the
+// same cell, the later ones add to the earlier one's sum. The halves are so far apart that what they take at once has
+// no cell in common, and meet before they go on: the left half comes to the right one's first cells at the end. A third
+// warp copies rows of windows ahead of their use, and stores.
 #pragma once
 
 #include "cuda/common/async_copy.cuh"
@@ -23,12 +23,12 @@ constexpr int kMarchStages = 3;  // rows of windows in shared memory
 constexpr int kMarchLanes = 16;  // channels of a warp
 constexpr int kMarchAdders = 2;  // warps that add
 constexpr int kMarchThreads = kMarchAdders * 32 + 32;
+constexpr int kMarchAtOnce = 4;               // windows that a lane takes
 constexpr int kMarchBytes = kMarchLanes * 4;  // of a column's sums
 
 struct March {
   int columns, rows;  // of a tile and of a strip
   int half;           // windows that half a warp takes of a row
-  int apart;          // so far the left half must be ahead of the right one to come to its cells
   int inverse;        // of a window's width, in 1 / 65536
   int64_t blocks;
   FastDiv by_slice, by_tile, by_strip, by_depth;
@@ -41,15 +41,15 @@ struct March {
   template <class T>
   void Lay(const Geometry& g, int64_t tiles) {
     columns = static_cast<int>(CeilDiv(g.in[2], tiles)), tiled = tiles > 1;
+    constexpr int R = kMarchAtOnce;
     const int windows = std::min(columns + g.window[2] - 1, g.out[2]);
-    half = static_cast<int>(CeilDiv(std::max<int64_t>(CeilDiv(windows, 2), g.window[2] + 1), 2)) * 2;
-    apart = static_cast<int>(CeilDiv(half - g.window[2], 2)) * 2;  // of pairs of windows, in windows
+    half = static_cast<int>(CeilDiv(std::max<int64_t>(CeilDiv(windows, 2), g.window[2] + R - 1), R)) * R;
     pitch = columns * kMarchBytes, down = pitch - g.window[2] * kMarchBytes;
     guard = (g.window[2] - 1) * kMarchBytes;
     // The warps' parts begin in other banks, as who copies and stores takes both at a time.
     const auto apart = [](int bytes, int by) { return static_cast<int>(CeilDiv(bytes, 128)) * 128 + by; };
     sums = apart((g.window[1] + 1) * pitch + 2 * guard, sizeof(T) == 2 ? 80 : 64);
-    const int slots = 2 * half + 1 + 4;  // and what is loaded ahead
+    const int slots = 2 * half + 1 + R;  // and what is loaded ahead
     values = apart(slots * kMarchLanes * static_cast<int>(sizeof(T)), 64), winners = apart(slots * kMarchLanes, 64);
     shared = kMarchAdders * (sums + kMarchStages * (values + winners));
   }
@@ -114,47 +114,42 @@ struct MarchCells {
 template <bool kTiled, class T>
 __device__ void AddWindows(const March& m, const MarchCells<kTiled>& cells, const T* value, const uint8_t* winner,
                            unsigned char* memory, unsigned first) {
-  constexpr int C = kMarchLanes, R = 2;
+  constexpr int C = kMarchLanes, R = kMarchAtOnce;
   unsigned wrapped = first - cells.ring;
   asm("" : "+r"(wrapped));  // else it is computed again for every window
   const auto find = [&](int r, unsigned cell) {
     return cells.Of(m, cell, first + r * kMarchBytes, wrapped + r * kMarchBytes);
   };
   // Of the present windows, and of the next.
-  unsigned place[R], bits[R], next_cell[R], next_bits[R];
+  unsigned place[R], bits[R], next_place[R], next_bits[R];
+  const auto look = [&](unsigned (&place)[R], unsigned (&bits)[R]) {
 #pragma unroll
-  for (int r = 0; r < R; ++r) {
-    place[r] = find(r, LoadBits(winner + r * C));
-    bits[r] = LoadBits(value + r * C);
-    next_cell[r] = LoadBits(winner + (R + r) * C);
-    next_bits[r] = LoadBits(value + (R + r) * C);
-  }
-  for (int w = 0; w < m.half;) {
-    const int meet = min(w + m.apart, m.half);
-#pragma unroll 2
-    for (; w < meet; w += R, value += R * C, winner += R * C) {
-      float sum[R];
-      unsigned next_place[R], last_cell[R], last_bits[R];
-#pragma unroll
-      for (int r = 0; r < R; ++r) sum[r] = *reinterpret_cast<const float*>(memory + place[r]);
-      first += R * kMarchBytes, wrapped += R * kMarchBytes;
-#pragma unroll
-      for (int r = 0; r < R; ++r) {
-        last_cell[r] = LoadBits(winner + (2 * R + r) * C);
-        last_bits[r] = LoadBits(value + (2 * R + r) * C);
-        next_place[r] = find(r, next_cell[r]);
-      }
-      sum[0] += FromBits<T>(bits[0]);
-      if (place[0] == place[1]) sum[1] = sum[0];
-      sum[1] += FromBits<T>(bits[1]);
-#pragma unroll
-      for (int r = 0; r < R; ++r) {
-        *reinterpret_cast<float*>(memory + place[r]) = sum[r];
-        place[r] = next_place[r], next_cell[r] = last_cell[r];
-        bits[r] = next_bits[r], next_bits[r] = last_bits[r];
-      }
+    for (int r = 0; r < R; ++r) {
+      place[r] = find(r, LoadBits(winner + r * C));
+      bits[r] = LoadBits(value + r * C);
     }
-    __syncwarp();  // the left half may be about to come to cells that the right one has added to
+    first += R * kMarchBytes, wrapped += R * kMarchBytes, value += R * C, winner += R * C;
+  };
+  look(place, bits);
+#pragma unroll 1
+  for (int w = 0; w < m.half; w += R) {
+    float sum[R];
+#pragma unroll
+    for (int r = 0; r < R; ++r) sum[r] = *reinterpret_cast<const float*>(memory + place[r]);
+    look(next_place, next_bits);
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+#pragma unroll
+      for (int q = 0; q < r; ++q)
+        if (place[q] == place[r]) sum[r] = sum[q];
+      sum[r] += FromBits<T>(bits[r]);
+    }
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      *reinterpret_cast<float*>(memory + place[r]) = sum[r];
+      place[r] = next_place[r], bits[r] = next_bits[r];
+    }
+    __syncwarp();  // the left half comes to cells that the right one has added to
   }
 }
 

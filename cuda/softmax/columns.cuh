@@ -70,9 +70,13 @@ constexpr int kShortColumn = 32 / Op::kInputs;
 // Bytes of neighbouring elements, at least, without which there is not enough to an access.
 constexpr int kShortBytes = 64;
 
+// Blocks of a multiprocessor, for columns of up to V elements: of float32 as many as registers allow.
+template <class T, int V>
+constexpr int kShortColumnBlocks = sizeof(T) == 4 ? (V <= 8 ? 8 : 4) : (V <= 8 ? 5 : 3);
+
 // Columns of up to V elements. A thread takes a word of neighbouring ones.
 template <class Op, class T, int V>
-__global__ void __launch_bounds__(kColumnThreads, V <= 8 ? 5 : 3)
+__global__ void __launch_bounds__(kColumnThreads, kShortColumnBlocks<T, V>)
     ShortColumnsKernel(Shape shape, FastDiv words, uint32_t zero, Op op, const T* in0, const T* in1, T* out) {
   using A = typename Op::A;
   constexpr int W = 4 / sizeof(T), kInputs = Op::kInputs, kBatch = 4;

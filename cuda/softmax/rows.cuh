@@ -138,9 +138,8 @@ __global__ void __launch_bounds__(kRowThreads) PackedRowsKernel(Rows r, Op op, c
   WaitRun();
   const int group = threadIdx.x >> r.span, groups = kRowThreads >> r.span;
   // All lanes of a warp take part, those without a row with the warp's last one. A warp without any stays away: what it
-  // would read, another one writes.
-  for (int top = 0; top + FirstOfWarp(r.span) < rows; top += groups) {
-    const int wanted = top + group;
+  // would read, another one writes. Of a vote the compiler knows that the warp stays together, which spares registers.
+  for (int wanted = group; __any_sync(~0u, wanted < rows); wanted += groups) {
     PackedRow<Op, T, kWhole> row(held, pitch, min(wanted, rows - 1), r.n, {r.span, kWhole});
     typename Op::Stats own[1], stats[1];
     // To these rows an instruction an element matters.
