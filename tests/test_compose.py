@@ -95,8 +95,6 @@ OPERATORS = {
   "col2im": (lambda x: jaxdnn.col2im(x, (4, 4), (2, 2), padding=((1, 0), (0, -1))), [(3, 4, 2, 8)]),
 }
 NAMES = list(OPERATORS)
-# Operators whose every argument has the leading axis as a batch; the others' further arguments are weights.
-BATCHED = {"conv_layer": (0, 3), "transform": (0, 1)}
 
 
 def operator(name):

@@ -262,16 +262,6 @@ __device__ __forceinline__ Vec<Out, kN> Round(const Accumulator<Out> (&v)[kN]) {
   return out;
 }
 
-// Finishes one sum, and stores it as out's element `to`; its bias is the element `bias`.
-template <class Out>
-__device__ __forceinline__ void StoreOne(const Epilogue& epilogue, float sum, int64_t bias, int64_t to, Out* out) {
-  float v[] = {sum};
-  Add<Out>(v, epilogue.bias, bias);
-  Add<Out>(v, epilogue.residual, to);
-  Activate<Out>(v, epilogue.activation);
-  out[to] = static_cast<Out>(v[0]);
-}
-
 // Calls f with a pointer to elements of the type, which is of floats of 16 or 32 bits, and where In is no byte, In or
 // the type that it is summed in.
 template <class In = int8_t, class Void, class F>

@@ -15,17 +15,6 @@ __device__ __forceinline__ void StoreWords(void* to, const uint32_t (&words)[kWo
     __stwb(static_cast<uint2*>(to), make_uint2(words[0], words[1]));
 }
 
-// Adds the bias and the residual.
-template <class Out, int kRun>
-__device__ __forceinline__ void AddToRun(const Epilogue& epilogue, float (&run)[kRun], int64_t bias, int64_t to) {
-#pragma unroll
-  for (int i = 0; i < kRun; i += 4) {
-    float (&part)[4] = reinterpret_cast<float (&)[4]>(run[i]);
-    Add<Out>(part, epilogue.bias, bias + i);
-    Add<Out>(part, epilogue.residual, to + i);
-  }
-}
-
 template <class Out, int kRun>
 __device__ __forceinline__ void StoreRun(const float (&run)[kRun], Out* to) {
   if constexpr (sizeof(Out) == 4) {
